@@ -1,0 +1,70 @@
+# One command each, on a machine that has Python >= 3.11 and make:
+#
+#   make demo    trains the vision transformer of examples/train_digits.py
+#   make test    runs the tests
+#   make lint    checks style and formatting;  make format  mends what it can
+#   make bench   measures beside plain JAX and writes output/bench.json
+#   make docs    builds the site into site/
+#   make install makes the environment only
+#   make clean   removes what was built;  make distclean  the environment as well
+#
+# The environment in .venv is made on first use and again when its inputs change.
+# Variables: PYTHON (interpreter), JOBS (test processes), ARGS (passed to the program).
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+JOBS ?= 2
+ARGS ?=
+
+IS_RECENT := import sys; sys.exit(sys.version_info < (3, 11))
+# The first interpreter that is recent enough; looked for only when it is needed.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+  $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format bench docs clean distclean
+
+help:
+	@sed -n '/^#   make/s/^# //p' Makefile
+
+$(STAMP): setup.py pyproject.toml constraints.txt torchax/version.py
+	@python="$(PYTHON)"; test -n "$$python" && "$$python" -c '$(IS_RECENT)' || { \
+	  echo "torchax needs Python 3.11 or newer, and '$$python' is not;" \
+	    "name one with: make PYTHON=/path/to/python3" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	@# torch by itself first, at its pinned version: nothing else may choose a build.
+	$(PIP) install --quiet --constraint constraints.txt setuptools wheel torch
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
+	  --editable '.[all]'
+	touch $@
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_digits.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf build dist site output *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

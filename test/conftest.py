@@ -1,0 +1,21 @@
+"""Settings of every test run."""
+
+import os
+
+import hypothesis
+import pytest
+
+# Tests state what must hold on any machine; choose another platform from outside.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# The rows of operator tests are asserted in a helper; show their values as well.
+pytest.register_assert_rewrite("ops.harness")
+
+# A first example compiles, a later one does not: times say nothing here.
+hypothesis.settings.register_profile(
+  "torchax",
+  deadline=None,
+  derandomize=True,
+  suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("torchax")

@@ -1,0 +1,172 @@
+"""Runs one row of an operator test: CPU torch is the oracle.
+
+A `Case` names a torch callable and CPU inputs. `check` runs it on CPU, on jax
+tensors eagerly and under `jax_jit`, and compares values, dtypes and, where
+`grad=True`, the gradients of every floating-point input through
+`torch.autograd.grad`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import torchax
+from torchax.interop import jax_jit
+
+# JAX without x64 narrows these; the values are compared, the width is documented.
+NARROWED = {
+  torch.int64: torch.int32,
+  torch.float64: torch.float32,
+  torch.complex128: torch.complex64,
+}
+TOLERANCE = {
+  torch.float16: (1e-3, 1e-3),
+  torch.bfloat16: (1.6e-2, 1e-2),
+  torch.float32: (1.3e-6, 1e-5),
+  torch.complex64: (1.3e-6, 1e-5),
+}
+
+
+@dataclasses.dataclass
+class Case:
+  """One row. `rtol`, `atol` replace the dtype's tolerance and then need a `why`."""
+
+  function: Callable
+  args: tuple
+  kwargs: dict[str, Any]
+  grad: bool
+  jit: bool
+  rtol: float | None
+  atol: float | None
+  why: str
+  name: str
+
+  def __init__(
+    self,
+    function,
+    *args,
+    grad=False,
+    jit=True,
+    rtol=None,
+    atol=None,
+    why="",
+    name="",
+    **kwargs,
+  ):
+    if (rtol is not None or atol is not None or not jit) and not why:
+      raise ValueError("A tolerance of its own, or jit=False, needs a reason in `why`.")
+    self.function, self.args, self.kwargs = function, args, kwargs
+    self.grad, self.jit, self.rtol, self.atol, self.why = grad, jit, rtol, atol, why
+    self.name = name or getattr(function, "__name__", str(function))
+
+  def __str__(self):
+    shapes = "-".join(
+      "x".join(map(str, a.shape)) if isinstance(a, torch.Tensor) else "_"
+      for a in self.args
+    )
+    return f"{self.name}-{shapes}"
+
+
+def floats(*shape, dtype=torch.float32, seed=0, low=-1.0, high=1.0) -> torch.Tensor:
+  """Reproducible values in [low, high) on the CPU."""
+  generator = torch.Generator().manual_seed(seed)
+  values = torch.rand(shape, generator=generator) * (high - low) + low
+  return values.to(dtype)
+
+
+def ints(*shape, low=0, high=10, dtype=torch.int64, seed=0) -> torch.Tensor:
+  """Reproducible integers in [low, high) on the CPU."""
+  generator = torch.Generator().manual_seed(seed)
+  return torch.randint(low, high, shape, generator=generator).to(dtype)
+
+
+def _is_differentiable(value) -> bool:
+  return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _copies(tree, device, requires_grad):
+  def copy(value):
+    if not isinstance(value, torch.Tensor):
+      return value
+    moved = value.detach().clone().to(device)
+    return moved.requires_grad_(requires_grad and _is_differentiable(value))
+
+  return pytree.tree_map(copy, tree)
+
+
+def _compare(case: Case, actual, expected, what: str):
+  actual_leaves, actual_spec = pytree.tree_flatten(actual)
+  expected_leaves, expected_spec = pytree.tree_flatten(expected)
+  assert len(actual_leaves) == len(expected_leaves), (what, actual_spec, expected_spec)
+  for have, want in zip(actual_leaves, expected_leaves):
+    if not isinstance(want, torch.Tensor):
+      assert have == want, (what, have, want)
+      continue
+    want = want.detach().resolve_conj().resolve_neg()
+    want = want.to(NARROWED.get(want.dtype, want.dtype))
+    rtol, atol = TOLERANCE.get(want.dtype, (0, 0))
+    if want.is_floating_point() or want.is_complex():
+      rtol = rtol if case.rtol is None else case.rtol
+      atol = atol if case.atol is None else case.atol
+    torch.testing.assert_close(
+      have.detach().cpu(),
+      want,
+      rtol=rtol,
+      atol=atol,
+      equal_nan=True,
+      msg=lambda message: f"{case} ({what}): {message}",
+    )
+
+
+def _gradients(output, inputs):
+  """Gradients of a fixed weighting of all floating-point outputs."""
+  outputs = [
+    o
+    for o in pytree.tree_leaves(output)
+    if isinstance(o, torch.Tensor) and o.requires_grad
+  ]
+  weights = [
+    floats(*o.shape, seed=7 + i).to(o.dtype).to(o.device) for i, o in enumerate(outputs)
+  ]
+  return torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
+
+
+def check(case: Case):
+  """Asserts that the row gives on jax what it gives on the CPU."""
+  with torchax.default_env():
+    cpu_args, cpu_kwargs = _copies((case.args, case.kwargs), "cpu", case.grad)
+    expected = case.function(*cpu_args, **cpu_kwargs)
+    args, kwargs = _copies((case.args, case.kwargs), "jax", case.grad)
+    _compare(case, case.function(*args, **kwargs), expected, "eager")
+    if case.grad:
+      _check_gradients(case, expected, (cpu_args, cpu_kwargs))
+    if case.jit:
+      _check_jit(case, expected)
+
+
+def _check_gradients(case: Case, expected, cpu_inputs):
+  # Fresh inputs: the forward run above may have changed its own in place.
+  args, kwargs = _copies((case.args, case.kwargs), "jax", True)
+  output = case.function(*args, **kwargs)
+  leaves = [t for t in pytree.tree_leaves((args, kwargs)) if _is_differentiable(t)]
+  cpu_leaves = [t for t in pytree.tree_leaves(cpu_inputs) if _is_differentiable(t)]
+  _compare(
+    case, _gradients(output, leaves), _gradients(expected, cpu_leaves), "gradient"
+  )
+
+
+def _check_jit(case: Case, expected):
+  args, kwargs = _copies((case.args, case.kwargs), "jax", False)
+  leaves, spec = pytree.tree_flatten((args, kwargs))
+  tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+  def run(*tensors):
+    remaining = iter(tensors)
+    rebuilt = [next(remaining) if isinstance(v, torch.Tensor) else v for v in leaves]
+    inner_args, inner_kwargs = pytree.tree_unflatten(rebuilt, spec)
+    return case.function(*inner_args, **inner_kwargs)
+
+  _compare(case, jax_jit(run)(*tensors), expected, "jit")

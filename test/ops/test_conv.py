@@ -1,0 +1,67 @@
+"""Convolutions: CPU torch is the oracle."""
+
+import pytest
+import torch.nn.functional as F
+from ops.harness import Case, check, floats
+
+SUMS = dict(atol=1e-5, rtol=1e-5, why="sums of many products, in another order")
+HALF_SUMS = dict(
+  atol=3e-2, rtol=2e-2, why="torch's CPU kernels round halves in another place"
+)
+
+IMAGE, KERNELS, BIAS = floats(2, 4, 7, 6), floats(6, 4, 3, 2, seed=1), floats(6, seed=2)
+GROUPED = floats(6, 2, 3, 2, seed=1)
+TRANSPOSED = floats(4, 3, 3, 2, seed=1)
+
+CASES = (
+  Case(F.conv2d, IMAGE, KERNELS, BIAS, grad=True, **SUMS),
+  Case(F.conv2d, IMAGE, KERNELS, grad=True, **SUMS),
+  Case(F.conv2d, IMAGE, KERNELS, None, (2, 1), (1, 2), grad=True, **SUMS),
+  Case(F.conv2d, IMAGE, KERNELS, None, 2, 2, 2, grad=True, **SUMS),
+  Case(F.conv2d, IMAGE, GROUPED, BIAS, 1, 1, 1, 2, grad=True, **SUMS),
+  Case(F.conv2d, IMAGE[0], KERNELS, BIAS, grad=True, **SUMS),
+  Case(F.conv2d, IMAGE, KERNELS, BIAS, padding="same", grad=True, **SUMS),
+  Case(F.conv2d, IMAGE, KERNELS, BIAS, padding="valid", **SUMS),
+  Case(F.conv2d, IMAGE[:0], KERNELS, BIAS, **SUMS),
+  Case(F.conv2d, IMAGE, floats(4, 1, 3, 3), None, 1, 1, 1, 4, grad=True, **SUMS),
+  Case(F.conv1d, floats(2, 3, 9), floats(4, 3, 3, seed=1), grad=True, **SUMS),
+  Case(
+    F.conv3d,
+    floats(2, 3, 5, 4, 6),
+    floats(4, 3, 2, 3, 2, seed=1),
+    floats(4, seed=2),
+    (1, 2, 1),
+    (0, 1, 1),
+    grad=True,
+    **SUMS,
+  ),
+  Case(F.conv_transpose2d, IMAGE, TRANSPOSED, floats(3), grad=True, **SUMS),
+  Case(
+    F.conv_transpose2d,
+    IMAGE,
+    TRANSPOSED,
+    floats(6),
+    (3, 2),
+    (1, 2),
+    (2, 1),
+    2,
+    (1, 2),
+    grad=True,
+    **SUMS,
+  ),
+  Case(F.conv_transpose1d, floats(2, 3, 5), floats(3, 4, 3), stride=2, **SUMS),
+  Case(F.conv_transpose3d, floats(1, 2, 3, 3, 3), floats(2, 2, 2, 2, 2), **SUMS),
+  Case(
+    F.conv2d,
+    IMAGE.bfloat16(),
+    KERNELS.bfloat16(),
+    BIAS.bfloat16(),
+    grad=True,
+    **HALF_SUMS,
+  ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_convolution(case):
+  check(case)

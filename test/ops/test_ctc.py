@@ -1,0 +1,55 @@
+"""CTC loss: CPU torch is the oracle."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ops.harness import Case, check, floats, ints
+
+SUMS = dict(atol=1e-5, rtol=1e-5, why="log-sums of many paths, in another order")
+
+SCORES = floats(9, 3, 5, low=-2.0, high=2.0)
+LABELS = ints(3, 4, low=1, high=5)
+LABELS[0, :2] = 2  # a repeated label needs the blank between
+INPUT_LENGTHS, TARGET_LENGTHS = torch.tensor([9, 7, 8]), torch.tensor([4, 2, 0])
+# Three equal labels need five steps: this input has no path.
+TOO_SHORT = torch.tensor([4, 7, 8])
+
+
+def ctc(scores, *args, **kwargs):
+  return F.ctc_loss(F.log_softmax(scores, -1), *args, **kwargs)
+
+
+CASES = (
+  *(
+    Case(
+      ctc,
+      SCORES,
+      LABELS,
+      INPUT_LENGTHS,
+      TARGET_LENGTHS,
+      reduction=reduction,
+      grad=True,
+      **SUMS,
+    )
+    for reduction in ("none", "mean", "sum")
+  ),
+  Case(ctc, SCORES, LABELS, (9, 9, 9), (4, 2, 1), grad=True, **SUMS),
+  Case(ctc, SCORES, LABELS - 1, (9, 9, 9), (4, 2, 1), blank=4, grad=True, **SUMS),
+  Case(ctc, SCORES, LABELS.reshape(-1)[:7], (9, 8, 9), (4, 2, 1), grad=True, **SUMS),
+  Case(ctc, SCORES[:, 0], LABELS[0, :3], (9,), (3,), grad=True, **SUMS),
+  Case(
+    ctc,
+    SCORES,
+    torch.full((3, 3), 2),
+    TOO_SHORT,
+    torch.tensor([3, 3, 1]),
+    zero_infinity=True,
+    grad=True,
+    **SUMS,
+  ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ctc(case):
+  check(case)

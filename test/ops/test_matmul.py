@@ -1,0 +1,124 @@
+"""Matrix products and distances against CPU torch: values, dtypes, gradients."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from ops.harness import Case, check, floats, ints
+
+import torchax
+from torchax.ops.jaten.matmul import einsum
+
+bf16 = torch.bfloat16
+A = floats(3, 4)
+B = floats(4, 5, seed=1)
+C = floats(3, 5, seed=2)
+BATCH_A = floats(2, 3, 4)
+BATCH_B = floats(2, 4, 5, seed=1)
+BATCH_C = floats(2, 3, 5, seed=2)
+U, V, W = floats(3), floats(4, seed=1), floats(3, seed=2)
+NANS = torch.full((3, 5), math.nan)
+INT_A = ints(3, 4, low=-4, high=5)
+INT_B = ints(4, 5, low=-4, high=5)
+COMPLEX = torch.complex(U, W)
+POINTS = floats(6, 3, seed=3)
+CLOUD = floats(30, 3, seed=4)
+CANCELLATION = "squares cancel in the product form"
+
+PRODUCT_CASES = (
+  Case(torch.mm, A, B, grad=True),
+  Case(torch.mm, A.to(bf16), B.to(bf16)),
+  Case(torch.mm, INT_A, INT_B),
+  Case(torch.mm, torch.complex(A, A), torch.complex(B, B)),
+  Case(torch.bmm, BATCH_A, BATCH_B, grad=True),
+  Case(torch.mv, A, V, grad=True),
+  Case(torch.dot, U, W, grad=True),
+  Case(torch.vdot, U, W, grad=True),
+  Case(torch.vdot, COMPLEX, COMPLEX * 1j),
+  Case(torch.outer, U, V, grad=True),
+  Case(torch.outer, U, INT_A[0]),
+  *(
+    Case(torch.matmul, *operands, grad=True)
+    for operands in ((A, B), (BATCH_A, B), (BATCH_A, BATCH_B), (U, A), (A, V), (U, W))
+  ),
+  Case(torch.nn.functional.linear, BATCH_A, C[:, :4], U, grad=True),
+  Case(torch.nn.functional.linear, A.to(bf16), C[:, :4].to(bf16)),
+  Case(torch.nn.functional.bilinear, A, C, floats(2, 4, 5), floats(2), grad=True),
+  Case(torch.tensordot, BATCH_A, B, dims=1, grad=True),
+  Case(torch.einsum, "bij,jk->bki", BATCH_A, B, grad=True),
+  Case(torch.chain_matmul, A, B, C.T, grad=True, atol=2e-5, why="three products"),
+)
+
+SUM_CASES = (
+  Case(torch.addmm, C, A, B, grad=True),
+  Case(torch.addmm, C[0], A, B, beta=0.5, alpha=2, grad=True),
+  Case(torch.addmm, NANS, A, B, beta=0),
+  Case(torch.addmm, NANS, A, B, beta=0.0),
+  Case(torch.addmm, INT_A @ INT_B, INT_A, INT_B, beta=2, alpha=3),
+  Case(torch.addmm, C.to(bf16), A.to(bf16), B.to(bf16)),
+  Case(torch.addmv, U, A, V, beta=0.5, alpha=2.0, grad=True),
+  Case(torch.addbmm, C, BATCH_A, BATCH_B, grad=True),
+  Case(torch.addbmm, C, BATCH_A, BATCH_B, beta=0.5, alpha=2),
+  Case(torch.baddbmm, BATCH_C, BATCH_A, BATCH_B, grad=True),
+  Case(torch.baddbmm, C, BATCH_A, BATCH_B, beta=0.5, alpha=2, grad=True),
+  Case(torch.addr, A, U, V, grad=True),
+  Case(torch.addr, A, U, V, beta=0.5, alpha=2),
+)
+
+DISTANCE_CASES = (
+  *(
+    Case(torch.cdist, floats(2, 4, 3), floats(2, 5, 3, seed=1), p=p, grad=True)
+    for p in (0.5, 1.0, 1.5, 2.0, 3.0, math.inf)
+  ),
+  Case(torch.cdist, floats(2, 4, 3), floats(2, 5, 3, seed=1), p=0.0),
+  Case(torch.cdist, POINTS, POINTS + torch.eye(6, 3), p=1.5, grad=True),
+  Case(torch.cdist, CLOUD, POINTS, grad=True, rtol=1e-4, atol=1e-4, why=CANCELLATION),
+  *(Case(torch.pdist, POINTS, p, grad=True) for p in (0.5, 1.0, 2.0, 3.0, math.inf)),
+)
+
+CASES = PRODUCT_CASES + SUM_CASES + DISTANCE_CASES
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_gives_what_cpu_torch_gives(case):
+  check(case)
+
+
+ERRORS = (
+  (torch.mm, (A, C)),
+  (torch.mm, (A, B.double())),
+  (torch.mm, (BATCH_A, B)),
+  (torch.bmm, (BATCH_A, BATCH_B[:1])),
+  (torch.matmul, (A, torch.tensor(2.0))),
+  (torch.dot, (U, V)),
+  (torch.cdist, (A, C)),
+)
+
+
+@pytest.mark.parametrize("row", ERRORS, ids=lambda row: row[0].__name__)
+def test_it_raises_where_torch_raises(row):
+  function, args = row
+  with pytest.raises(RuntimeError):
+    function(*args)
+  if any(arg.dtype == torch.float64 for arg in args):
+    return  # float64 becomes float32 on jax unless x64 is on
+  with torchax.default_env(), pytest.raises(RuntimeError):
+    function(*(arg.to("jax") for arg in args))
+
+
+def test_einsum_takes_subscripts_as_numbers():
+  left, right = jnp.asarray(A.numpy()), jnp.asarray(B.numpy())
+  expected = torch.einsum(A, [0, 1], B, [1, 2], [2, 0])
+  actual = einsum(left, [0, 1], right, [1, 2], [2, 0])
+  np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-6)
+  implicit = einsum(left, [0, 1], right, [1, 2])
+  np.testing.assert_allclose(implicit, (A @ B).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_einsum_takes_a_list_of_operands_and_an_ellipsis():
+  left, right = jnp.asarray(BATCH_A.numpy()), jnp.asarray(B.numpy())
+  expected = torch.einsum("...ij,jk", [BATCH_A, B])
+  actual = einsum("...ij,jk", [left, right])
+  np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,307 @@
+"""Elementwise operators against CPU torch: values, dtypes, gradients."""
+
+import math
+
+import pytest
+import torch
+from ops.harness import Case, check, floats, ints
+
+import torchax
+
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+X = floats(3, 4, low=-2.0, high=2.0)
+Y = floats(3, 4, seed=1, low=-2.0, high=2.0)
+UNIT = floats(3, 4, low=-0.9, high=0.9)
+POSITIVE = floats(3, 4, low=0.1, high=3.0)
+PROBABILITY = floats(3, 4, low=0.05, high=0.95)
+INTS = ints(3, 4, low=-7, high=8)
+DIVISORS = ints(3, 4, low=1, high=5, seed=1) * torch.tensor([1, -1, 1, -1])
+BOOLS = ints(3, 4, low=0, high=2, dtype=torch.bool)
+SMALL = ints(3, 4, low=0, high=9, dtype=torch.uint8)
+COMPLEX = torch.complex(X, Y)
+SCALAR = torch.tensor(1.5)
+SPECIAL = torch.tensor([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, math.nan])
+
+
+def unary(function, values, **options):
+  """One row each in f32 with gradient, bf16, and integers."""
+  options = {"grad": True} | options
+  return (
+    Case(function, values, **options),
+    Case(function, values.to(bf16)),
+    Case(function, (values * 3).to(torch.int32), rtol=1e-5, why="exp(6) in f32"),
+  )
+
+
+FLOAT_FUNCTIONS = (
+  (torch.acos, UNIT),
+  (torch.acosh, POSITIVE + 1),
+  (torch.asin, UNIT),
+  (torch.asinh, X),
+  (torch.atan, X),
+  (torch.atanh, UNIT),
+  (torch.cos, X),
+  (torch.cosh, X),
+  (torch.deg2rad, X),
+  (torch.erf, X),
+  (torch.erfc, X),
+  (torch.erfinv, UNIT),
+  (torch.exp, X),
+  (torch.exp2, X),
+  (torch.expm1, X),
+  (torch.log, POSITIVE),
+  (torch.log10, POSITIVE),
+  (torch.log1p, POSITIVE),
+  (torch.log2, POSITIVE),
+  (torch.rad2deg, X),
+  (torch.reciprocal, POSITIVE),
+  (torch.rsqrt, POSITIVE),
+  (torch.sigmoid, X),
+  (torch.sin, X),
+  (torch.sinc, X),
+  (torch.sinh, X),
+  (torch.sqrt, POSITIVE),
+  (torch.tan, UNIT),
+  (torch.tanh, X),
+)
+FLOAT_CASES = tuple(row for pair in FLOAT_FUNCTIONS for row in unary(*pair))
+
+UNARY_CASES = (
+  *(
+    Case(function, values, grad=values.dtype == f32)
+    for function in (
+      torch.abs,
+      torch.ceil,
+      torch.floor,
+      torch.frac,
+      torch.neg,
+      torch.positive,
+      torch.round,
+      torch.sign,
+      torch.square,
+      torch.trunc,
+    )
+    for values in (X, INTS.to(torch.int32))
+    if not (function is torch.frac and values is not X)
+  ),
+  *(
+    Case(function, values)
+    for function in (
+      torch.isfinite,
+      torch.isinf,
+      torch.isnan,
+      torch.isneginf,
+      torch.isposinf,
+      torch.isreal,
+      torch.logical_not,
+      torch.sign,
+      torch.signbit,
+    )
+    for values in (SPECIAL, INTS, BOOLS)
+  ),
+  Case(torch.sgn, X, grad=True),
+  Case(torch.sgn, COMPLEX),
+  Case(torch.abs, COMPLEX),
+  Case(torch.round, torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5])),
+  Case(torch.round, X * 100, decimals=1),
+  Case(torch.round, X * 100, decimals=-1),
+  Case(torch.logit, PROBABILITY, grad=True),
+  Case(torch.logit, floats(3, 4), eps=0.1, grad=True),
+  Case(torch.nan_to_num, SPECIAL),
+  Case(torch.nan_to_num, SPECIAL, nan=2.0, posinf=3.0, neginf=-3.0),
+  Case(torch.nan_to_num, INTS),
+  Case(torch.frexp, X * 100),
+  Case(torch.frexp, SPECIAL[:4]),
+  Case(torch.angle, SPECIAL),
+  Case(torch.angle, INTS),
+  Case(torch.angle, COMPLEX),
+  Case(torch.conj_physical, COMPLEX),
+  Case(torch.conj_physical, X),
+  Case(torch.complex, X, Y, grad=True),
+  Case(torch.polar, POSITIVE, X, grad=True),
+  Case(torch.exp, COMPLEX, rtol=1e-5, why="sin and cos of XLA"),
+  Case(torch.sigmoid, COMPLEX, rtol=1e-5, why="exp of a complex number"),
+  Case(torch.tanh, COMPLEX, rtol=1e-5, why="exp of a complex number"),
+)
+
+BINARY_CASES = (
+  *(
+    Case(function, *operands, grad=operands[0].dtype == operands[1].dtype == f32)
+    for function in (torch.add, torch.sub, torch.rsub, torch.mul, torch.div)
+    for operands in (
+      (X, Y),
+      (X, Y[0]),
+      (X, INTS),
+      (INTS, DIVISORS),
+      (X.to(bf16), SCALAR),
+      (X.to(bf16), Y),
+      (SMALL, SCALAR),
+    )
+  ),
+  *(
+    Case(function, values, number)
+    for function in (torch.add, torch.sub, torch.rsub, torch.mul, torch.div)
+    for values in (X.to(bf16), INTS)
+    for number in (2, 2.5)
+  ),
+  Case(torch.add, X, 1j),
+  Case(torch.mul, COMPLEX, 2.0),
+  Case(torch.mul, COMPLEX, COMPLEX),
+  Case(torch.add, BOOLS, BOOLS),
+  Case(torch.mul, BOOLS, BOOLS),
+  Case(torch.add, BOOLS, 2),
+  Case(torch.add, X, Y, alpha=0.5, grad=True),
+  Case(torch.add, INTS, DIVISORS, alpha=3),
+  Case(torch.sub, X, Y, alpha=2, grad=True),
+  Case(torch.rsub, X, 3, alpha=2),
+  *(
+    Case(torch.div, *operands, rounding_mode=mode)
+    for mode in ("floor", "trunc", None)
+    for operands in ((X * 10, Y), (INTS, DIVISORS), (INTS, 2.5), (X.to(bf16), Y[0]))
+  ),
+  Case(torch.div, SPECIAL, torch.zeros(7), rounding_mode="floor"),
+  Case(torch.div, SPECIAL, -SPECIAL, rounding_mode="floor"),
+  *(
+    Case(function, *operands)
+    for function in (torch.floor_divide, torch.remainder, torch.fmod)
+    for operands in (
+      (X * 10, Y),
+      (INTS, DIVISORS),
+      (X * 10, 0.3),
+      (INTS, -3),
+      (X.to(bf16), Y.to(bf16)),
+      (SPECIAL, -1.5),
+    )
+  ),
+  Case(torch.true_divide, INTS, DIVISORS),
+  *(
+    Case(function, X, Y, grad=True)
+    for function in (
+      torch.atan2,
+      torch.copysign,
+      torch.fmax,
+      torch.fmin,
+      torch.hypot,
+      torch.logaddexp,
+      torch.logaddexp2,
+      torch.maximum,
+      torch.minimum,
+    )
+  ),
+  Case(torch.atan2, INTS, DIVISORS),
+  Case(torch.copysign, INTS, -2),
+  Case(torch.fmax, SPECIAL, SPECIAL.flip(0)),
+  Case(torch.maximum, SPECIAL, SPECIAL.flip(0)),
+  Case(torch.maximum, INTS, SCALAR),
+  Case(torch.logaddexp, SPECIAL, SPECIAL),
+  Case(torch.gcd, INTS, DIVISORS),
+  Case(torch.lcm, INTS, DIVISORS),
+  Case(torch.heaviside, SPECIAL, torch.tensor(0.5)),
+  Case(torch.ldexp, X, INTS),
+  Case(torch.ldexp, INTS, DIVISORS),
+  Case(torch.nextafter, X, Y),
+  Case(torch.nextafter, SPECIAL.to(bf16), SPECIAL.flip(0).to(bf16)),
+  Case(torch.xlogy, X, POSITIVE, grad=True),
+  Case(torch.xlogy, torch.zeros(7), SPECIAL),
+  Case(torch.xlogy, 2, POSITIVE),
+  Case(torch.xlogy, INTS, 3),
+)
+
+POWER_CASES = (
+  *(
+    Case(torch.pow, POSITIVE, exponent, grad=True)
+    for exponent in (0, 0.5, 1, 2, 3, 4, 2.7, -0.5, -1, -2)
+  ),
+  Case(torch.pow, INTS, 2),
+  Case(torch.pow, INTS, 5),
+  Case(torch.pow, INTS, 2.0),
+  Case(torch.pow, POSITIVE.to(bf16), 3),
+  Case(torch.pow, BOOLS, 2),
+  Case(torch.pow, COMPLEX, 2),
+  Case(torch.pow, POSITIVE, Y, grad=True),
+  Case(torch.pow, INTS, SMALL),
+  Case(torch.pow, INTS, DIVISORS),
+  Case(torch.pow, 2, X, grad=True),
+  Case(torch.pow, 2.5, INTS),
+)
+
+COMPARISON_CASES = tuple(
+  Case(function, *operands)
+  for function in (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
+  for operands in ((X, Y), (INTS, DIVISORS), (INTS, 1.5), (SPECIAL, 0), (SMALL, INTS))
+) + (
+  Case(torch.eq, COMPLEX, COMPLEX),
+  *(
+    Case(function, *operands)
+    for function in (torch.logical_and, torch.logical_or, torch.logical_xor)
+    for operands in ((X, INTS), (BOOLS, SPECIAL[:4]))
+  ),
+)
+
+SELECTION_CASES = (
+  Case(torch.clamp, X, -0.5, 0.5, grad=True),
+  Case(torch.clamp, X, max=0.5, grad=True),
+  Case(torch.clamp, INTS, 0.5),
+  Case(torch.clamp, SPECIAL, 2, 1),
+  Case(torch.clamp, X, Y, Y + 1, grad=True),
+  Case(torch.clamp, X, max=Y),
+  Case(torch.clamp_min, X, 0.1, grad=True),
+  Case(torch.clamp_min, INTS, torch.tensor(2)),
+  Case(torch.clamp_max, X, 0.1, grad=True),
+  Case(torch.clamp_max, X, Y),
+  Case(torch.where, BOOLS, X, Y, grad=True),
+  Case(torch.where, BOOLS, X, INTS),
+  Case(torch.where, BOOLS, X, 2.0, grad=True),
+  Case(torch.where, BOOLS, 1, X),
+  Case(torch.where, BOOLS, 1.0, 2),
+  Case(torch.where, BOOLS, jit=False, why="the shape depends on the data"),
+  Case(torch.masked_fill, X, BOOLS, -math.inf, grad=True),
+  Case(torch.masked_fill, X, BOOLS, SCALAR, grad=True),
+  Case(torch.masked_fill, X[0], BOOLS, 2),
+  Case(torch.masked_fill, INTS, BOOLS, 2),
+  Case(torch.fill, INTS, 2.7),
+  Case(torch.fill, X, SCALAR, grad=True),
+  Case(torch.lerp, X, Y, 0.3, grad=True),
+  Case(torch.lerp, X, Y, POSITIVE, grad=True),
+  Case(torch.lerp, X.to(bf16), Y.to(bf16), 0.7),
+  Case(torch.addcmul, X, Y, POSITIVE, grad=True),
+  Case(torch.addcmul, X, Y[0], POSITIVE, value=0.5),
+  Case(torch.addcmul, INTS, INTS, DIVISORS, value=2),
+  Case(torch.addcdiv, X, Y, POSITIVE, grad=True),
+  Case(torch.addcdiv, X.to(bf16), Y.to(bf16), POSITIVE.to(bf16), value=0.5),
+)
+
+CASES = (
+  FLOAT_CASES
+  + UNARY_CASES
+  + BINARY_CASES
+  + POWER_CASES
+  + COMPARISON_CASES
+  + SELECTION_CASES
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_gives_what_cpu_torch_gives(case):
+  check(case)
+
+
+ERRORS = (
+  (torch.clamp, (X,)),
+  (torch.sub, (BOOLS, BOOLS)),
+  (torch.neg, (BOOLS,)),
+  (torch.lt, (COMPLEX, COMPLEX)),
+  (torch.pow, (INTS, -1)),
+  (torch.addcdiv, (INTS, INTS, DIVISORS)),
+  (torch.add, (INTS, INTS), {"alpha": 0.5}),
+  (torch.div, (X, Y), {"rounding_mode": "up"}),
+)
+
+
+@pytest.mark.parametrize("row", ERRORS, ids=lambda row: row[0].__name__)
+def test_it_raises_where_torch_raises(row):
+  function, args, kwargs = (*row, {})[:3]
+  with pytest.raises(RuntimeError):
+    function(*args, **kwargs)
+  with torchax.default_env(), pytest.raises(RuntimeError):
+    function(*(arg.to("jax") if torch.is_tensor(arg) else arg for arg in args), **kwargs)

@@ -1,0 +1,214 @@
+"""Reductions and scans against CPU torch: values, indices, dtypes, gradients."""
+
+import math
+
+import pytest
+import torch
+from ops.harness import Case, check, floats, ints
+
+import torchax
+
+bf16 = torch.bfloat16
+X = floats(3, 4, 5)
+ROWS = floats(3, 4, low=0.2, high=2.0)
+INTS = ints(3, 4, low=-3, high=6)
+BOOLS = ints(3, 4, low=0, high=2, dtype=torch.bool)
+BYTES = ints(3, 4, low=0, high=2, dtype=torch.uint8)
+COMPLEX = torch.complex(ROWS, floats(3, 4, seed=1))
+SCALAR = torch.tensor(2.5)
+GAPS = torch.tensor([[1.0, 3.0, math.nan, 2.0], [5.0, math.nan, math.nan, 4.0]])
+INFINITE = torch.full((2, 3), -math.inf)
+DATA_WHY = "the result depends on the data in shape, or is a Python value"
+
+SUM_CASES = (
+  *(
+    Case(function, X, *dims, grad=True)
+    for function in (torch.sum, torch.mean, torch.nansum, torch.amax, torch.amin)
+    for dims in ((), (1,), ((0, -1), True))
+  ),
+  *(Case(torch.logsumexp, X, dim, grad=True) for dim in (1, (0, 2))),
+  Case(torch.logsumexp, INFINITE, 1),
+  Case(torch.logsumexp, INTS, 0),
+  Case(torch.sum, INTS),
+  Case(torch.sum, BOOLS, 1),
+  Case(torch.sum, X.to(bf16), 0),
+  Case(torch.sum, INTS, 0, dtype=torch.float32),
+  Case(torch.sum, SCALAR, 0),
+  Case(torch.sum, COMPLEX, 1),
+  Case(torch.mean, INTS, 0, dtype=torch.float32),
+  Case(torch.nansum, GAPS, 1),
+  Case(torch.nansum, BOOLS),
+  Case(torch.prod, ROWS, grad=True),
+  Case(torch.prod, ROWS, 1, True, grad=True),
+  Case(torch.prod, INTS, 0),
+  Case(torch.prod, BOOLS),
+  Case(torch.trace, ROWS, grad=True),
+  Case(torch.trace, INTS),
+  Case(torch.count_nonzero, INTS),
+  Case(torch.count_nonzero, INTS, 1),
+  Case(torch.count_nonzero, X, (0, 1)),
+)
+
+TRUTH_CASES = tuple(
+  Case(function, values, *dims)
+  for function in (torch.any, torch.all)
+  for values in (BOOLS, BYTES, INTS)
+  for dims in ((), (1,), ((0, 1), True))
+) + (
+  Case(torch.any, GAPS, 0),
+  Case(torch.equal, X, X, jit=False, why=DATA_WHY),
+  Case(torch.equal, INTS, X, jit=False, why=DATA_WHY),
+  Case(torch.equal, X, X + 1, jit=False, why=DATA_WHY),
+  Case(torch.allclose, X, X + 1e-7, jit=False, why=DATA_WHY),
+  Case(torch.allclose, GAPS, GAPS, jit=False, why=DATA_WHY),
+)
+
+EXTREMUM_CASES = (
+  *(
+    Case(function, values, *dims, grad=values.is_floating_point())
+    for function in (torch.max, torch.min)
+    for values in (X, INTS)
+    for dims in ((), (1,), (-1, True))
+  ),
+  *(
+    Case(function, values, *dims)
+    for function in (torch.argmax, torch.argmin)
+    for values in (X, INTS, GAPS)
+    for dims in ((), (1,), (0, True))
+  ),
+  Case(torch.max, GAPS, 1),
+  Case(torch.max, SCALAR, 0),
+  Case(torch.argmax, SCALAR, 0),
+  Case(torch.argmax, ROWS, keepdim=True),
+  Case(torch.amax, GAPS),
+  Case(torch.amax, BOOLS, 0),
+  Case(torch.max, INTS, INTS.flip(0)),
+  Case(torch.min, ROWS, ROWS.flip(0), grad=True),
+  Case(torch.aminmax, ROWS, grad=True),
+  Case(torch.aminmax, ROWS, dim=1, keepdim=True),
+)
+
+MOMENT_CASES = (
+  *(
+    Case(function, X, *dims, grad=True)
+    for function in (torch.var, torch.std)
+    for dims in ((), (1,), ((0, -1),))
+  ),
+  Case(torch.var, X, 1, correction=0, grad=True),
+  Case(torch.var, X, 1, correction=2.5),
+  Case(torch.var, ROWS, 1, correction=9),
+  Case(torch.var, X, unbiased=False),
+  Case(torch.std, X.to(bf16), 1, keepdim=True),
+  Case(torch.var, COMPLEX, 1),
+  Case(torch.var_mean, X, 1, keepdim=True, grad=True),
+  Case(torch.var_mean, X.to(bf16)),
+  Case(torch.std_mean, X, (0, 1), grad=True),
+  Case(torch.var, SCALAR),
+)
+
+NORM_CASES = (
+  *(
+    Case(torch.linalg.vector_norm, X, order, dim, grad=True)
+    for order in (0, 1, 2, 3, 0.5, -1, math.inf, -math.inf)
+    for dim in (None, 1)
+  ),
+  Case(torch.linalg.vector_norm, X.to(bf16), dim=(0, 2), keepdim=True),
+  Case(torch.linalg.vector_norm, COMPLEX, 3, 1),
+  Case(torch.linalg.vector_norm, ROWS.to(bf16), dtype=torch.float32),
+  Case(torch.norm, X, grad=True),
+  Case(torch.norm, X, 1, 2, grad=True),
+  Case(torch.norm, X, "fro", (0, 1)),
+  Case(torch.dist, X, X.flip(0), grad=True),
+  Case(torch.dist, X, X[0], 1),
+)
+
+SCAN_CASES = (
+  *(
+    Case(function, X, dim, grad=True)
+    for function in (torch.cumsum, torch.cumprod, torch.logcumsumexp)
+    for dim in (0, -1)
+  ),
+  *(
+    Case(function, values, 1, grad=values is X)
+    for function in (torch.cummax, torch.cummin)
+    for values in (X, INTS, GAPS)
+  ),
+  *(
+    Case(function, SCALAR, 0, grad=True)
+    for function in (torch.cumsum, torch.cumprod, torch.cummax, torch.logcumsumexp)
+  ),
+  Case(torch.cumsum, INTS, 0),
+  Case(torch.cumsum, BOOLS, 1),
+  Case(torch.cumsum, X.to(bf16), 1),
+  Case(torch.cumprod, INTS, 1, dtype=torch.float32),
+)
+
+ORDER_CASES = (
+  *(
+    Case(function, values, *dims, grad=values is X)
+    for function in (torch.median, torch.nanmedian)
+    for values in (X, GAPS)
+    for dims in ((), (1,), (0, True))
+    # Which of several equal NaNs is named is left open.
+    if values is X or dims != (0, True)
+  ),
+  Case(torch.median, torch.arange(12).flip(0).reshape(3, 4), 1),
+  Case(torch.median, SCALAR, 0),
+  Case(torch.kthvalue, X, 2, grad=True),
+  Case(torch.kthvalue, X, 3, 1, True),
+  Case(torch.kthvalue, SCALAR, 1),
+  Case(torch.mode, torch.tensor([1, 3, 3, 2, 1, 0])),
+  Case(torch.mode, torch.tensor([[1.0, 3.0, 3.0], [4.0, 2.0, 2.0]]), 1, grad=True),
+  Case(torch.mode, torch.tensor([[1, 3, 3], [1, 2, 2]]), 0, True),
+)
+
+COUNT_CASES = (
+  Case(torch.histc, X, 5),
+  Case(torch.histc, X, bins=4, min=-0.5, max=0.5),
+  Case(torch.histc, torch.tensor([1.0, 1.0]), 3),
+  Case(torch.bincount, INTS.flatten() + 3, jit=False, why=DATA_WHY),
+  Case(torch.bincount, INTS[0] + 3, ROWS[0], jit=False, why=DATA_WHY),
+  Case(torch.bincount, INTS[0] + 3, INTS[0], 12, jit=False, why=DATA_WHY),
+)
+
+CASES = (
+  SUM_CASES
+  + TRUTH_CASES
+  + EXTREMUM_CASES
+  + MOMENT_CASES
+  + NORM_CASES
+  + SCAN_CASES
+  + ORDER_CASES
+  + COUNT_CASES
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_gives_what_cpu_torch_gives(case):
+  check(case)
+
+
+ERRORS = (
+  (IndexError, torch.sum, (X, 4)),
+  (RuntimeError, torch.sum, (X, (0, 0))),
+  (RuntimeError, torch.mean, (INTS,)),
+  (RuntimeError, torch.var, (INTS,)),
+  (RuntimeError, torch.linalg.vector_norm, (INTS,)),
+  (RuntimeError, torch.max, (torch.zeros(0),)),
+  (IndexError, torch.amax, (torch.zeros(0, 3), 0)),
+  (IndexError, torch.argmax, (torch.zeros(0),)),
+  (RuntimeError, torch.kthvalue, (X, 9)),
+  (RuntimeError, torch.histc, (ROWS, 3, 2, 1)),
+  (RuntimeError, torch.bincount, (INTS[0] - 9,)),
+  (RuntimeError, torch.trace, (X,)),
+  (RuntimeError, torch.allclose, (ROWS, INTS)),
+)
+
+
+@pytest.mark.parametrize("row", ERRORS, ids=lambda row: row[1].__name__)
+def test_it_raises_what_torch_raises(row):
+  error, function, args = row
+  with pytest.raises(error):
+    function(*args)
+  with torchax.default_env(), pytest.raises(error):
+    function(*(arg.to("jax") if torch.is_tensor(arg) else arg for arg in args))

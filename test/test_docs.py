@@ -1,0 +1,82 @@
+"""The documentation is true: its programs run and its site builds."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from source_tree import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)")
+
+
+def _program(page: pathlib.Path) -> str:
+  """The Python blocks of a page as one program, each line at its line of the page."""
+  language, lines = None, []
+  for line in page.read_text(encoding="utf-8").splitlines():
+    fence = FENCE.match(line)
+    if fence and language is None:
+      language = fence[2]
+      assert not (language == "python" and fence[1]), f"{page}: indented {line!r}"
+      lines.append("")
+    elif fence:
+      language = None
+      lines.append("")
+    else:
+      lines.append(line if language == "python" else "")
+  return "\n".join(lines)
+
+
+PROGRAMS = {page: text for page in PAGES if (text := _program(page)).strip()}
+RUN_PAGE = (
+  "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), "
+  "{'__name__': '__main__'})"
+)
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.name)
+def test_the_programs_of_a_page_run_in_order(page, tmp_path):
+  done = subprocess.run(
+    [sys.executable, "-c", RUN_PAGE, str(page)],
+    input=PROGRAMS[page],
+    cwd=tmp_path,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("mkdocs") is None, reason="the docs extra is not installed"
+)
+def test_the_site_builds_without_a_warning(tmp_path):
+  command = (
+    sys.executable,
+    "-m",
+    "mkdocs",
+    "build",
+    "--strict",
+    "--site-dir",
+    tmp_path,
+  )
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stdout + done.stderr
+
+
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_files_lead_somewhere(page):
+  broken = [
+    target
+    for target in LINK.findall(page.read_text(encoding="utf-8"))
+    if not (page.parent / target).exists()
+  ]
+  assert not broken

@@ -1,0 +1,160 @@
+"""The house keeps its order: imports point down, internals stay in one place."""
+
+import ast
+import graphlib
+
+import pytest
+from source_tree import Module, dotted_names, imports, module_names, modules
+
+# Layer -> modules; a name stands for its submodules as well, the longest name counts.
+# A module may import what is in its own layer (without a circle) or below.
+LAYERS = {
+  11: ("torchax",),
+  10: (
+    "torchax.checkpoint",
+    "torchax.dynamo",
+    "torchax.export",
+    "torchax.flax",
+    "torchax.mesh_util",
+    "torchax.ops.jlibrary",
+    "torchax.train",
+  ),
+  9: ("torchax.interop",),
+  8: (
+    "torchax.decompositions",
+    "torchax.ops.jc10d",
+    "torchax.ops.jtorch",
+    "torchax.ops.jtorchvision_nms",
+  ),
+  7: ("torchax.ops.jaten",),
+  6: ("torchax.factories", "torchax.ops.op_base"),
+  5: ("torchax.environment",),
+  4: ("torchax.aliasing", "torchax.dispatch", "torchax.functions"),
+  3: ("torchax.autograd", "torchax.debug", "torchax.transfer", "torchax.view"),
+  2: ("torchax.tensor",),
+  1: (
+    "torchax.amp",
+    "torchax.device_module",
+    "torchax.ops",
+    "torchax.ops.jax_reimplement",
+    "torchax.ops.jimage",
+    "torchax.ops.mappings",
+    "torchax.ops.ops_registry",
+    "torchax.rng",
+    "torchax.storage",
+    "torchax.view_info",
+  ),
+  0: (
+    "torchax._jax_compat",
+    "torchax._torch_compat",
+    "torchax.config",
+    "torchax.errors",
+    "torchax.types",
+    "torchax.util",
+    "torchax.version",
+  ),
+}
+LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
+
+# May be missing on a user's machine, so a function may import them.
+OPTIONAL = {
+  "flax",
+  "matplotlib",
+  "optax",
+  "orbax",
+  "tensorboard",
+  "torchvision",
+  "tqdm",
+}
+
+# The only files that may use private API, and whose.
+PRIVATE_API = {"torchax._jax_compat": "jax", "torchax._torch_compat": "torch"}
+# Underscored, yet what every extension of torch is told to use, for want of another
+# name: operations, trees, and the base class of dispatch modes.
+TOLERATED = (
+  "torch.ops.",
+  "torch.utils._pytree",
+  "torch.utils._python_dispatch.TorchDispatchMode",
+)
+
+each_module = pytest.mark.parametrize("module", modules(), ids=str)
+
+
+def _layer(name: str) -> int | None:
+  """The layer of a module; "torchax" itself is a layer, not the rest of the world."""
+  if name == "torchax":
+    return LAYER_OF[name]
+  while name != "torchax":
+    if name in LAYER_OF:
+      return LAYER_OF[name]
+    name = name.rpartition(".")[0]
+  return None
+
+
+def _imported_modules(module: Module) -> set[str]:
+  """The torchax modules that a file imports, with names cut back to their module."""
+  found = set()
+  for node in ast.walk(module.tree):
+    for name in imports(module, node):
+      while name and name not in module_names():
+        name = name.rpartition(".")[0]
+      found.add(name)
+  return found - {"", module.name}
+
+
+@each_module
+def test_every_module_has_a_layer(module):
+  assert _layer(module.name) is not None, (
+    f"{module.path} is in no layer: enter it in LAYERS."
+  )
+
+
+@each_module
+def test_imports_point_down(module):
+  here = _layer(module.name)
+  upward = sorted(
+    f"{name} (layer {_layer(name)})"
+    for name in _imported_modules(module)
+    if _layer(name) is not None and _layer(name) > here
+  )
+  assert not upward, f"{module.name} (layer {here}) imports {', '.join(upward)}"
+
+
+def test_imports_make_no_circle():
+  graph = {module.name: _imported_modules(module) for module in modules()}
+  graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@each_module
+def test_functions_import_optional_dependencies_only(module):
+  inner = [
+    f"line {node.lineno}: {name}"
+    for function in ast.walk(module.tree)
+    if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    for node in ast.walk(function)
+    for name in imports(module, node)
+    if name.split(".")[0] not in OPTIONAL
+  ]
+  assert not inner, f"imports inside functions of {module.path}: {inner}"
+
+
+def _is_private(name: str) -> bool:
+  if name.startswith(TOLERATED):
+    return False
+  owner, *parts = name.split(".")
+  if owner not in PRIVATE_API.values():
+    return False
+  return any(part.startswith("_") and not part.startswith("__") for part in parts)
+
+
+@each_module
+def test_private_api_stays_in_the_compat_modules(module):
+  allowed = PRIVATE_API.get(module.name)
+  private = sorted(
+    {
+      f"line {line}: {name}"
+      for line, name in dotted_names(module)
+      if _is_private(name) and name.split(".")[0] != allowed
+    }
+  )
+  assert not private, f"private API in {module.path}: {private}"

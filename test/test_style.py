@@ -1,0 +1,80 @@
+"""Rules of the house that the linter does not know."""
+
+import ast
+
+import pytest
+from source_tree import dotted_names, modules
+
+# Files hold one theme; past this they hold two.
+MOST_LINES = 700
+
+# Keys are made and derived in torchax/rng, so that no draw escapes its streams.
+KEY_MAKERS = {
+  f"jax.random.{name}"
+  for name in ("PRNGKey", "clone", "fold_in", "key", "split", "wrap_key_data")
+}
+DEBUGGERS = {"pdb", "ipdb", "breakpoint"}
+
+each_module = pytest.mark.parametrize("module", modules(), ids=str)
+
+
+@each_module
+def test_keys_are_made_in_rng_only(module):
+  if module.name.startswith("torchax.rng"):
+    return
+  made = [
+    f"line {line}: {name}" for line, name in dotted_names(module) if name in KEY_MAKERS
+  ]
+  assert not made, f"{module.path} makes keys; take one from torchax.rng: {made}"
+
+
+def _called_names(module):
+  for node in ast.walk(module.tree):
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+      yield node.lineno, node.func.id
+
+
+@each_module
+def test_library_neither_prints_nor_stops_in_a_debugger(module):
+  calls = [
+    f"line {line}: {name}"
+    for line, name in _called_names(module)
+    if name == "print" or name in DEBUGGERS
+  ]
+  calls += [
+    f"line {line}: {name}"
+    for line, name in dotted_names(module)
+    if name.split(".")[0] in DEBUGGERS
+  ]
+  assert not calls, f"{module.path}: {calls}"
+
+
+def _catches_everything(handler: ast.ExceptHandler) -> bool:
+  if handler.type is None:
+    return True
+  types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+  return any(
+    isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException")
+    for kind in types
+  )
+
+
+@each_module
+def test_who_catches_every_exception_raises_again(module):
+  swallowed = [
+    f"line {node.lineno}"
+    for node in ast.walk(module.tree)
+    if isinstance(node, ast.ExceptHandler)
+    and _catches_everything(node)
+    and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+  ]
+  assert not swallowed, f"{module.path}: {swallowed}"
+
+
+@each_module
+def test_a_file_says_its_theme_and_keeps_to_it(module):
+  text = module.path.read_text(encoding="utf-8")
+  if text.strip():
+    assert ast.get_docstring(module.tree), f"{module.path} has no docstring"
+  lines = text.count("\n")
+  assert lines <= MOST_LINES, f"{module.path} has {lines} lines: split it by theme"

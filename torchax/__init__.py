@@ -1,0 +1,98 @@
+"""Torchax runs PyTorch programs on JAX.
+
+>>> import torch, torchax
+>>> with torchax.default_env():
+...   torch.ones(2, device="jax") + 1
+tensor([2., 2.], device='jax:0')
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from torchax import (
+  _torch_compat,
+  aliasing,
+  decompositions,
+  device_module,
+  factories,
+  rng,
+  tensor,
+  transfer,
+)
+from torchax.config import Configuration
+from torchax.dispatch import Dispatcher
+from torchax.environment import Environment, default_env
+from torchax.ops import jaten, jtorch, mappings
+from torchax.rng import RngState, rng_scope
+from torchax.version import VERSION
+
+__version__ = VERSION
+
+unsupported_dtype = [
+  torch_dtype
+  for torch_dtype in (tensor.torch.quint8, tensor.torch.qint8, tensor.torch.qint32)
+  if torch_dtype not in mappings.TORCH_DTYPE_TO_JAX
+]
+
+
+def enable_globally() -> None:
+  """Turns the default environment on for the rest of this thread."""
+  default_env().enable_torch_modes()
+
+
+def disable_globally() -> None:
+  """Undoes `enable_globally`."""
+  default_env().disable_torch_modes()
+
+
+@contextlib.contextmanager
+def disable_temporarily() -> Iterator[None]:
+  """Plain torch inside the block; the environment is back after it, also on errors."""
+  with default_env().disabled():
+    yield
+
+
+def enable_accuracy_mode() -> None:
+  """64-bit types, the highest matmul precision, and torch's result dtypes."""
+  jax.config.update("jax_enable_x64", True)
+  jax.config.update("jax_default_matmul_precision", "highest")
+  default_env().config.internal_respect_torch_return_dtypes = True
+
+
+def enable_performance_mode() -> None:
+  """32-bit types and the fastest matmul precision of the device."""
+  jax.config.update("jax_enable_x64", False)
+  jax.config.update("jax_default_matmul_precision", "default")
+  default_env().config.internal_respect_torch_return_dtypes = False
+
+
+def _compose() -> None:
+  """Connects the layers; everything below this module is independent of it."""
+  Dispatcher.special_plans = [aliasing.plan, transfer.plan]
+  Environment.on_creation = [factories.register_functions]
+  _torch_compat.register_backend(device_module)
+  factories.register_kernels()
+
+
+_compose()
+
+__all__ = [
+  "Configuration",
+  "Environment",
+  "RngState",
+  "VERSION",
+  "decompositions",
+  "default_env",
+  "disable_globally",
+  "disable_temporarily",
+  "enable_accuracy_mode",
+  "enable_globally",
+  "enable_performance_mode",
+  "jaten",
+  "jtorch",
+  "rng",
+  "rng_scope",
+  "unsupported_dtype",
+]

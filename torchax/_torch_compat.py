@@ -1,0 +1,133 @@
+"""The only file that touches private API of torch; `test_torch_compat.py` guards it."""
+
+import contextlib
+
+import torch
+from torch.utils import _python_dispatch
+from torch.utils import backend_registration as _backend_registration
+
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+
+# (cls, size, *, strides, storage_offset, dtype, device, requires_grad): a tensor
+# without memory of its own whose operations go to `cls.__torch_dispatch__`.
+make_wrapper = torch.Tensor._make_wrapper_subclass
+
+# Class attribute value that keeps torch functions from calling into Python.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+# Context managers: operations run as if the tensors were plain; no modes are active.
+without_dispatch = torch._C._DisableTorchDispatch
+without_modes = _python_dispatch._disable_current_modes
+
+# builtin functions whose public names are re-exports
+linear = torch._C._nn.linear
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
+one_hot = torch._C._nn.one_hot
+lstm, gru = torch._VF.lstm, torch._VF.gru
+rnn_tanh, rnn_relu = torch._VF.rnn_tanh, torch._VF.rnn_relu
+
+BACKEND = "jax"
+
+
+class _DeviceGuard(torch._C._acc.DeviceGuard):
+  """Tells torch that there is one jax device and that switching to it is a no-op."""
+
+  def type_(self):
+    return torch._C._autograd.DeviceType.PrivateUse1
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+  """Tells torch that the backend exists, without creating anything on a device."""
+
+  def is_available(self) -> bool:
+    return True
+
+  def has_primary_context(self, device_index: int) -> bool:
+    return False
+
+  def is_built(self) -> bool:
+    return True
+
+
+# torch keeps no reference of its own to these objects.
+_hooks, _guard = _Hooks(), _DeviceGuard()
+_kernels = torch.library.Library("aten", "IMPL")
+
+
+def register_backend(device_module) -> None:
+  """Gives torch's device for out-of-tree backends the name "jax".
+
+  Raises:
+    RuntimeError: another backend of this process has taken that device.
+  """
+  taken = torch._C._get_privateuse1_backend_name()
+  if taken not in ("privateuseone", BACKEND):
+    raise RuntimeError(
+      f"torch has one device for out-of-tree backends, and {taken!r} has taken it. "
+      "Import torchax in a process without that backend."
+    )
+  if taken == BACKEND and hasattr(torch, BACKEND):
+    return
+  torch.utils.rename_privateuse1_backend(BACKEND)
+  torch._register_device_module(BACKEND, device_module)
+  _backend_registration.generate_methods_for_privateuse1_backend(for_storage=False)
+  torch._C._acc.register_python_privateuseone_hook(_hooks)
+  torch._C._acc.register_python_privateuseone_device_guard(_guard)
+
+
+def register_kernel(name: str, kernel) -> None:
+  """Runs `kernel` for `aten::name` when called with device="jax" and no jax tensor."""
+  _kernels.impl(name, kernel, "PrivateUse1")
+
+
+def dispatch_is_excluded() -> bool:
+  """True inside torch functions that keep Python from seeing their operations.
+
+  `torch.tensor` does this: its copy into the new tensor would be lost.
+  """
+  return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+
+
+def decomposition_table() -> dict:
+  """torch's own decompositions, by overload."""
+  return torch._decomp.decomposition_table
+
+
+def composite_decomposition(func):
+  """The function that runs an overload by torch's own composite kernel, or None."""
+  if isinstance(func, OpOverload) and func._can_decompose():
+    return func.decompose
+  return None
+
+
+@contextlib.contextmanager
+def without_function_modes():
+  """Torch functions inside run as they are; dispatch still sees their operations."""
+  with torch._C.DisableTorchFunction():
+    yield
+
+
+def is_top_function_mode(mode) -> bool:
+  """True when the mode is the innermost torch function mode of this thread."""
+  depth = torch._C._len_torch_function_stack()
+  return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+
+
+parse_to = torch._C._nn._parse_to
+
+
+def set_metadata(tensor: torch.Tensor, source: torch.Tensor) -> None:
+  """Gives `tensor` the shape, strides and dtype of `source`, keeping its identity."""
+  torch.Tensor.data.__set__(tensor, source)
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+  """Makes `isinstance(tensor, torch.nn.Parameter)` true."""
+  tensor._is_param = True
+  return tensor
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+  """True for what `torch.nn.Parameter` has made of a tensor."""
+  return isinstance(tensor, torch.nn.Parameter)

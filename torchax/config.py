@@ -1,0 +1,36 @@
+"""Switches of an `Environment`."""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class Configuration:
+  """Behaviour of an `Environment`; every field can be changed while it is in use.
+
+  Attributes:
+    debug_print_each_op: log every operation at INFO level.
+    debug_accuracy_for_each_op: run every operation on CPU torch too and compare.
+    debug_mixed_tensor: log the operands when devices are mixed, before raising.
+    debug_print_each_op_operands: with `debug_print_each_op`, also shapes and dtypes.
+    use_int32_for_index: return int32 indices (argmax, sort, topk) under x64 too.
+    allow_mixed_math_with_scalar_tensor: accept 0-d CPU tensors beside jax tensors,
+      as torch does for its accelerators.
+    force_materialize_views: compute a view when it is made. Aliasing is kept.
+    use_dlpack_for_data_conversion: hand arrays over by DLPack where possible.
+    treat_cuda_as_jax_device: inside the environment "cuda" means "jax".
+    internal_respect_torch_return_dtypes: cast results to the dtype that torch
+      would have returned (needs x64 for 64-bit types).
+    prng_impl: name of the JAX PRNG implementation of the streams.
+  """
+
+  debug_print_each_op: bool = False
+  debug_accuracy_for_each_op: bool = False
+  debug_mixed_tensor: bool = False
+  debug_print_each_op_operands: bool = False
+  use_int32_for_index: bool = False
+  allow_mixed_math_with_scalar_tensor: bool = True
+  force_materialize_views: bool = False
+  use_dlpack_for_data_conversion: bool = False
+  treat_cuda_as_jax_device: bool = True
+  internal_respect_torch_return_dtypes: bool = False
+  prng_impl: str = "threefry2x32"

@@ -1,0 +1,147 @@
+"""`torch.jax`: the device module that torch asks about devices and random states.
+
+`torch.manual_seed` calls `manual_seed_all`; `torch.random.fork_rng` and
+`torch.utils.checkpoint` read and restore the state of the current stream.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import torch
+
+from torchax import rng
+from torchax.rng.state import RngState
+
+# torch.utils.checkpoint saves the random state of initialised devices only.
+_initialized = True
+
+
+def is_available() -> bool:
+  """True: importing torchax registers the device."""
+  return True
+
+
+def is_initialized() -> bool:
+  """True; JAX sets up its devices when the first array is made."""
+  return True
+
+
+def device_count() -> int:
+  """1: arrays may be sharded over many JAX devices, torch sees one."""
+  return 1
+
+
+def current_device() -> int:
+  """0, the only one."""
+  return 0
+
+
+def set_device(device) -> None:
+  """Does nothing for the only device.
+
+  Raises:
+    ValueError: another index than 0.
+  """
+  _check_device(device)
+
+
+@contextlib.contextmanager
+def device(index) -> Iterator[None]:
+  """The context in which torch switches devices; there is one."""
+  _check_device(index)
+  yield
+
+
+def _check_device(index) -> None:
+  if isinstance(index, torch.device):
+    index = index.index
+  elif isinstance(index, str):
+    index = torch.device(index).index
+  # torch passes -1 for wrappers, which have no index.
+  if index not in (None, -1, 0):
+    raise ValueError(f"torchax has one device, jax:0, but was asked for index {index}.")
+
+
+def _is_in_bad_fork() -> bool:
+  return False
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+  """The dtypes that automatic mixed precision may use."""
+  return [torch.float16, torch.bfloat16]
+
+
+def synchronize(device=None) -> None:
+  """Waits until all JAX computations that were started have finished."""
+  _check_device(device)
+  (jax.device_put(0.0) + 0).block_until_ready()
+
+
+def manual_seed(seed: int) -> None:
+  """Seeds the random streams of all threads; see `torchax.rng.manual_seed`."""
+  rng.manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+  """Seeds the random streams of all threads; `torch.manual_seed` calls it."""
+  rng.manual_seed(seed)
+
+
+def initial_seed() -> int:
+  """The seed that the random streams were started with."""
+  return rng.initial_seed()
+
+
+def seed() -> int:
+  """Seeds the random streams with a number from the operating system; returns it."""
+  number = torch.Generator().seed()
+  rng.manual_seed(number)
+  return number
+
+
+def seed_all() -> int:
+  """The same as `seed`."""
+  return seed()
+
+
+def get_rng_state(device: int | str | torch.device = "jax") -> torch.Tensor:
+  """Snapshot of this thread's current stream, for `set_rng_state`.
+
+  Returns:
+    A CPU uint8 tensor of shape (n,): impl name, key data and number of draws.
+
+  Raises:
+    TracedStateError: inside a JAX transformation, where the state has no value yet.
+  """
+  _check_device(device)
+  return rng.current().state.to_tensor()
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+  """`get_rng_state` of every device: a list of one."""
+  return [get_rng_state()]
+
+
+def set_rng_state(
+  new_state: torch.Tensor, device: int | str | torch.device = "jax"
+) -> None:
+  """Makes this thread's current stream go on where `get_rng_state` was called.
+
+  Raises:
+    SeedError: not a uint8 tensor.
+    ValueError: not a state, or a damaged one. The stream stays as it was.
+  """
+  _check_device(device)
+  rng.current().reseed(RngState.from_tensor(new_state))
+
+
+def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
+  """`set_rng_state` of every device: a list of one.
+
+  Raises:
+    ValueError: another number of states.
+  """
+  if len(new_states) != 1:
+    raise ValueError(f"torchax has one device, but got {len(new_states)} states.")
+  set_rng_state(new_states[0])

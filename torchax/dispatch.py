@@ -1,0 +1,525 @@
+"""The pipeline of one operation: find its plan, unwrap, call, wrap.
+
+A `Plan` is made once per overload. It sorts the arguments into operands (arrays and
+Python numbers) and a static key (everything else, and the view chains), and calls the
+lowering compiled for that key, so that an operation with its views, its promotion and
+its random draw is one XLA computation. Under a JAX trace the lowering is called as it
+is. In-place, `out=` and view forms are derived from torch's schemas.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import torch
+from jax import lax
+
+from torchax import _jax_compat, _torch_compat
+from torchax.errors import MixedDeviceError, MutationError, OperatorNotFound
+from torchax.ops import mappings, ops_registry
+from torchax.ops.ops_registry import Kind, Operator
+from torchax.ops.schema import functional_form, is_in_place, schema_of
+from torchax.rng import carry, scope
+from torchax.rng import state as rng_state
+from torchax.storage import active as _active
+from torchax.tensor import Tensor, new_tensor
+from torchax.view import View
+from torchax.view_info import WHOLE, Chain
+
+aten = torch.ops.aten
+
+# Arguments about where and how a tensor lies; lowerings do not take them.
+_IGNORED = frozenset(
+  {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
+)
+_NUMBERS = frozenset({bool, int, float, complex})
+_INT32 = range(-(2**31), 2**31)
+
+
+class _Marker:
+  """A place in a static key that an operand or a container fills."""
+
+  __slots__ = ("name",)
+
+  def __init__(self, name: str):
+    self.name = name
+
+  def __repr__(self):
+    return self.name
+
+
+_NUMBER, _LIST, _TUPLE = _Marker("number"), _Marker("list"), _Marker("tuple")
+
+
+class StaticNumber:
+  """A Python number as part of a static key; 1, 1.0 and True differ, nan is itself."""
+
+  __slots__ = ("value", "_identity")
+
+  def __init__(self, value):
+    self.value = value
+    self._identity = (type(value), repr(value))
+
+  def __hash__(self):
+    return hash(self._identity)
+
+  def __eq__(self, other):
+    return type(other) is StaticNumber and self._identity == other._identity
+
+
+class Flattener:
+  """Sorts arguments into operands and a static key, and puts them together again."""
+
+  def __init__(self, name: str, env, dynamic=frozenset(), names=(), cpu_ok=False):
+    self._name = name
+    self._env = env
+    self._dynamic = dynamic
+    self._dynamic_places = tuple(n in dynamic for n in names)
+    self._cpu_ok = cpu_ok
+
+  def flatten(self, args, kwargs) -> tuple[list, tuple]:
+    """Operands, and the key from which `rebuild` restores the arguments."""
+    operands: list[Any] = []
+    key: list[Any] = []
+    boundary = _active.boundary
+    places = self._dynamic_places
+    for place, arg in enumerate(args):
+      cls = type(arg)
+      if cls is Tensor or cls is View:
+        storage = arg._storage
+        operands.append(storage.array if boundary is None else boundary.read(storage))
+        key.append(arg._chain)
+      else:
+        dynamic = places[place] if place < len(places) else False
+        key.append(self._flatten_other(arg, cls, dynamic, operands))
+    if kwargs:
+      for name, arg in kwargs.items():
+        if name not in _IGNORED:
+          key.append(name)
+          key.append(
+            self._flatten_other(arg, type(arg), name in self._dynamic, operands)
+          )
+    return operands, tuple(key)
+
+  def _flatten_other(self, arg, cls, dynamic: bool, operands: list):
+    if cls in _NUMBERS:
+      if dynamic and (cls is not int or arg in _INT32):
+        operands.append(arg)
+        return _NUMBER
+      return StaticNumber(arg) if cls is float or dynamic else arg
+    if cls is list or cls is tuple:
+      marker = _LIST if cls is list else _TUPLE
+      return (marker, *[self._flatten_other(a, type(a), dynamic, operands) for a in arg])
+    if isinstance(arg, torch.Tensor):
+      return self._flatten_tensor(arg, operands)
+    if isinstance(arg, torch.Size):
+      return (_TUPLE, *arg)
+    if isinstance(arg, jax.Array):
+      operands.append(arg)
+      return WHOLE
+    return arg
+
+  def _flatten_tensor(self, tensor: torch.Tensor, operands: list) -> Chain:
+    if isinstance(tensor, Tensor):
+      operands.append(tensor._storage.read())
+      return tensor._chain
+    operands.append(self._env.admit(tensor, self._name, self._cpu_ok))
+    return WHOLE
+
+  def rebuild(self, key: tuple, n_args: int, operands) -> tuple[list, dict]:
+    """The arguments of a lowering: views are read, lists of numbers become tuples."""
+    remaining = iter(operands)
+    args = [_restore(part, remaining) for part in key[:n_args]]
+    named = iter(key[n_args:])
+    return args, {name: _restore(part, remaining) for name, part in zip(named, named)}
+
+
+def _restore(part, remaining):
+  if isinstance(part, Chain):
+    return part.read(next(remaining))
+  if part is _NUMBER:
+    return next(remaining)
+  if type(part) is StaticNumber:
+    return part.value
+  if type(part) is tuple:
+    values = [_restore(inner, remaining) for inner in part[1:]]
+    return values if part[0] is _LIST and _holds_arrays(values) else tuple(values)
+  return part
+
+
+def _holds_arrays(values: list) -> bool:
+  return any(isinstance(value, jax.Array) for value in values)
+
+
+def _strong(value):
+  """Results of Python numbers alone lose their weak type: torch has none."""
+  if getattr(value, "weak_type", False):
+    return lax.convert_element_type(value, value.dtype)
+  return value
+
+
+class Plan:
+  """Runs one functional operation by its lowering on arrays."""
+
+  def __init__(self, op, operator: Operator, env):
+    self.op = op
+    self.operator = operator
+    self.env = env
+    self.name = str(op)
+    schema = schema_of(op) if isinstance(op, _torch_compat.OpOverload) else None
+    dynamic = schema.dynamic - set(operator.static) if schema else frozenset()
+    names = schema.names if schema else ()
+    # torch takes CPU indices beside tensors of any device.
+    cpu_ok = self.name.startswith(("aten.index", "aten._index", "aten._unsafe_index"))
+    self.flattener = Flattener(self.name, env, dynamic, names, cpu_ok)
+    self.is_sampler = operator.kind is Kind.SAMPLER
+    self._compiled: dict[tuple, Callable] = {}
+
+  def __call__(self, args, kwargs):
+    operands, key = self.flattener.flatten(args, kwargs)
+    return self._wrap(self.run(args, kwargs, operands, key))
+
+  def run(self, args, kwargs, operands, key, write=None):
+    """Arrays out of operands; `write` is (chain, dtype) to end in a base array."""
+    check = self.operator.check
+    if check is not None:
+      check(*args, **(kwargs or {}))
+    if not self.is_sampler:
+      return self._execute(args, kwargs, operands, key, write)
+    generator = kwargs.get("generator") if kwargs else None
+    if generator is not None:
+      draw = carry.generator_operands(generator, self.name)
+      return self._execute(args, kwargs, [*draw, *operands], key, write)
+    stream = scope.current()
+    draw = stream.peek(self.name)
+    result = self._execute(args, kwargs, [*draw, *operands], key, write)
+    stream.advance(1)
+    return result
+
+  def _execute(self, args, kwargs, operands, key, write):
+    n_args = len(args)
+    if _jax_compat.is_staging() or not self._may_compile(args, kwargs):
+      return self._call(key, n_args, write, operands)
+    cache_key = (n_args, write, key)
+    compiled = self._compiled.get(cache_key)
+    if compiled is None:
+      compiled = self._compiled[cache_key] = self._compile(key, n_args, write)
+    return compiled(*operands)
+
+  def _may_compile(self, args, kwargs) -> bool:
+    compiled = self.operator.compiled
+    return compiled if isinstance(compiled, bool) else compiled(args, kwargs or {})
+
+  def _compile(self, key, n_args, write) -> Callable:
+    def compiled(*operands):
+      return self._call(key, n_args, write, operands)
+
+    compiled.__name__ = self.name.replace(".", "_")
+    return jax.jit(compiled)
+
+  def _call(self, key, n_args: int, write, operands):
+    if write is not None:
+      base, *operands = operands if not self.is_sampler else _base_first(operands)
+    if self.is_sampler:
+      rng_key, count, *operands = operands
+      args, kwargs = self.flattener.rebuild(key, n_args, operands)
+      result = self.operator.func(rng_state.fold_in(rng_key, count), *args, **kwargs)
+    else:
+      args, kwargs = self.flattener.rebuild(key, n_args, operands)
+      result = self._lower(args, kwargs)
+    if write is None:
+      return jax.tree.map(_strong, result)
+    return _written_base(base, write, result)
+
+  def _lower(self, args, kwargs):
+    if self.operator.kind is Kind.ENV_ARRAYS:
+      return self.operator.func(*args, **kwargs, env=self.env)
+    return self.operator.func(*args, **kwargs)
+
+  def _wrap(self, result):
+    env = self.env
+    if isinstance(result, jax.Array):
+      return new_tensor(result, env)
+    if isinstance(result, tuple):
+      return tuple([self._wrap(value) for value in result])
+    if isinstance(result, list):
+      return [self._wrap(value) for value in result]
+    return result
+
+
+def _base_first(operands):
+  rng_key, count, base, *rest = operands
+  return [base, rng_key, count, *rest]
+
+
+def _written_base(base, write, result):
+  chain, dtype, shape = write
+  result = lax.convert_element_type(result, dtype) if result.dtype != dtype else result
+  if result.shape != shape:
+    result = jax.numpy.broadcast_to(result, shape)
+  return result if chain is WHOLE else chain.write(base, result)
+
+
+class DecompositionPlan(Plan):
+  """Runs an operation by torch's decomposition, compiled as one function too."""
+
+  def _lower(self, args, kwargs):
+    args, kwargs = _tensors((args, kwargs), self.env)
+    with _torch_compat.without_function_modes():
+      result = self.operator.func(*args, **kwargs)
+    return _arrays(result)
+
+
+def _tensors(tree, env):
+  return jax.tree.map(
+    lambda leaf: new_tensor(leaf, env) if isinstance(leaf, jax.Array) else leaf, tree
+  )
+
+
+def _arrays(tree):
+  return jax.tree.map(lambda leaf: leaf.jax() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+class TensorPlan:
+  """Runs an operation by a function of tensors, which may call torch operations."""
+
+  def __init__(self, op, operator: Operator, env):
+    self.operator = operator
+    self.env = env
+
+  def __call__(self, args, kwargs):
+    kwargs = {k: v for k, v in (kwargs or {}).items() if k not in _IGNORED}
+    if self.operator.needs_env:
+      kwargs["env"] = self.env
+    return self.operator.func(*args, **kwargs)
+
+
+class InPlacePlan:
+  """Runs `op_` by the functional plan and writes the result to `self`."""
+
+  def __init__(self, op, functional: Plan, env):
+    self.name = str(op)
+    self.functional = functional
+
+  def __call__(self, args, kwargs):
+    target = args[0]
+    if type(target) not in (Tensor, View):
+      raise MixedDeviceError(
+        f"{self.name} would write jax data to a tensor on {target.device}. "
+        "Call `.cpu()` on the source, or move the destination with `.to(\"jax\")`."
+      )
+    plan = self.functional
+    operands, key = plan.flattener.flatten(args, kwargs)
+    storage, chain = target._storage, target._chain
+    write = (chain, mappings.t2j_dtype(target.dtype), tuple(target.shape))
+    base = storage.read()
+    self._check_shape(target, args, kwargs)
+    storage.write(plan.run(args, kwargs, [base, *operands], key, write))
+    return target
+
+  def _check_shape(self, target, args, kwargs) -> None:
+    """Raises as torch does where the result would not fit in `self`."""
+    shape = target.shape
+    for arg in args[1:]:
+      if isinstance(arg, torch.Tensor) and arg.dim() > len(shape):
+        if self.name.startswith(_BROADCASTING):
+          raise RuntimeError(
+            f"{self.name}: output with shape {list(shape)} doesn't match the broadcast "
+            f"shape with {list(arg.shape)}."
+          )
+
+
+_BROADCASTING = ("aten.add_", "aten.sub_", "aten.mul_", "aten.div_", "aten.copy_")
+
+
+class OutPlan:
+  """Runs `op.out` by the functional plan and writes the results to its outputs."""
+
+  def __init__(self, op, functional: Callable, env):
+    self.name = str(op)
+    self.functional = functional
+    self.written = schema_of(op).written
+    self.names = schema_of(op).names
+
+  def __call__(self, args, kwargs):
+    kwargs = dict(kwargs or {})
+    args = list(args)
+    outputs = []
+    for name in self.written:
+      if name in kwargs:
+        outputs.append(kwargs.pop(name))
+      else:
+        outputs.append(args.pop(self.names.index(name)))
+    results = self.functional(args, self._with_dtype(kwargs, outputs))
+    single = isinstance(results, torch.Tensor)
+    for output, result in zip(outputs, [results] if single else results):
+      write_output(self.name, output, result)
+    return outputs[0] if single else tuple(outputs)
+
+  def _with_dtype(self, kwargs, outputs):
+    functional = getattr(self.functional, "op", None)
+    takes_dtype = functional is not None and "dtype" in schema_of(functional).names
+    if takes_dtype and "dtype" not in self.names:
+      return {**kwargs, "dtype": outputs[0].dtype}
+    return kwargs
+
+
+def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
+  """Puts a result into an `out=` tensor, which takes its shape if it has none."""
+  if not isinstance(output, Tensor):
+    raise MixedDeviceError(
+      f"{name}: out= is on {output.device}, but the inputs are on jax. "
+      'Make it with device="jax".'
+    )
+  array = result.jax().astype(mappings.t2j_dtype(output.dtype))
+  if output.shape == result.shape:
+    output.replace_jax(array)
+    return
+  if output.numel():
+    raise RuntimeError(
+      f"{name}: out= has shape {list(output.shape)}, but the result has "
+      f"{list(result.shape)}. Pass an empty tensor, or one of that shape."
+    )
+  resize_to(output, new_tensor(array, output._env))
+
+
+def resize_to(tensor: Tensor, source: Tensor) -> None:
+  """Gives `tensor` the shape and the numbers of `source`, keeping its identity."""
+  if tensor._chain is not WHOLE:
+    raise MutationError(
+      "A view cannot be resized: its base would not follow. Call `.clone()` first."
+    )
+  _torch_compat.set_metadata(tensor, source)
+  tensor._storage.write(source.jax())
+
+
+class Dispatcher:
+  """The plans of an environment, by overload; made on first use."""
+
+  # (op, schema, plan by registry, env) -> plan or None: views, transfers.
+  special_plans: ClassVar[list[Callable]] = []
+
+  def __init__(self, env):
+    self._env = env
+    self._plans: dict[int, tuple] = {}
+    self._overrides: dict[Any, Operator] = {}
+    self._generation = -1
+
+  def __call__(self, func, args, kwargs):
+    if self._generation != ops_registry.generation():
+      self._plans.clear()
+      self._generation = ops_registry.generation()
+    entry = self._plans.get(id(func))
+    if entry is None:
+      # The overload is kept with its plan, so its id stays its own.
+      entry = self._plans[id(func)] = (self.plan(func), func)
+    return entry[0](args, kwargs)
+
+  def override(self, op, operator: Operator) -> None:
+    """Uses another operator in this environment only."""
+    self._overrides[op] = operator
+    self._plans.clear()
+
+  def operator(self, func) -> Operator | None:
+    """The registered operator of an overload or of its packet."""
+    packet = getattr(func, "overloadpacket", None)
+    for table in (self._overrides, ops_registry.all_aten_ops):
+      operator = table.get(func) or table.get(packet)
+      if operator is not None:
+        return operator
+    return None
+
+  def find(self, func) -> Operator | None:
+    """The operator of an overload or packet, or its decomposition."""
+    if isinstance(func, _torch_compat.OpOverload):
+      return self.operator(func) or self.decomposition(func)
+    overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
+    found = (self.find(overload) for overload in overloads)
+    return self.operator(func) or next((op for op in found if op), None)
+
+  def decomposition(self, func) -> Operator | None:
+    """torch's or our decomposition of an overload."""
+    decompose = ops_registry.decompositions.get(func)
+    if decompose is None:
+      decompose = _torch_compat.composite_decomposition(func)
+    if decompose is None:
+      return None
+    # A decomposition that draws would draw inside the compiled function.
+    is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return Operator(func, decompose, kind=Kind.TENSORS, compiled=not is_random)
+
+  def plan(self, func) -> Callable:
+    """What runs for an overload: its operator, else what its schema derives.
+
+    Raises:
+      OperatorNotFound: there is none.
+    """
+    operator = self.operator(func)
+    if not isinstance(func, _torch_compat.OpOverload):
+      if operator is None:
+        raise self.not_found(func)
+      return self._plan_of(func, operator)
+    schema = schema_of(func)
+    for special in self.special_plans:
+      found = special(func, schema, self._plan_by_registry, self._env)
+      if found is not None and not (operator and operator.is_user_defined):
+        return found
+    return self._plan_by_registry(func)
+
+  def _plan_by_registry(self, func) -> Callable:
+    operator, schema = self.operator(func), schema_of(func)
+    exact = operator is not None and operator.torch_op is func
+    if schema.written and not exact:
+      if operator is None or operator.kind in (Kind.ARRAYS, Kind.SAMPLER):
+        derived = self._derived(func)
+        if derived is not None:
+          return derived
+    if operator is not None:
+      return self._plan_of(func, operator)
+    decomposition = self.decomposition(func)
+    if decomposition is None:
+      raise self.not_found(func)
+    if schema.written or not decomposition.compiled:
+      return TensorPlan(func, decomposition, self._env)
+    return DecompositionPlan(func, decomposition, self._env)
+
+  def _plan_of(self, func, operator: Operator) -> Callable:
+    if operator.kind in (Kind.ARRAYS, Kind.SAMPLER):
+      return Plan(func, operator, self._env)
+    if operator.kind is Kind.ENV_ARRAYS:
+      # It may draw by itself, so it is not compiled.
+      return Plan(func, _uncompiled(operator), self._env)
+    return TensorPlan(func, operator, self._env)
+
+  def _derived(self, func) -> Callable | None:
+    functional_op = functional_form(func)
+    if functional_op is None:
+      return None
+    functional = self.plan(functional_op)
+    if not is_in_place(func):
+      return OutPlan(func, functional, self._env)
+    if isinstance(functional, Plan):
+      return InPlacePlan(func, functional, self._env)
+    return None
+
+  def not_found(self, func) -> OperatorNotFound:
+    return OperatorNotFound(
+      f"{func} has no lowering and no decomposition. Write one with "
+      "`@torchax.ops.op_base.op(…)` (docs: Writing lowerings), or move the tensors to "
+      "the CPU for this operation with `.cpu()`."
+    )
+
+
+def _uncompiled(operator: Operator) -> Operator:
+  copied = Operator(
+    operator.torch_op, operator.func, kind=operator.kind, static=operator.static
+  )
+  copied.compiled = False
+  return copied
+
+
+@functools.cache
+def describe(name: str) -> str:
+  """An operation's name for logs: without the namespace."""
+  return name.removeprefix("aten.")

@@ -1,0 +1,526 @@
+"""`Environment`: configuration, operator table, random state and conversions.
+
+Jax tensors work anywhere, since their class handles their operations. Inside
+`with env:` two things are added on this thread: torch functions that are better caught
+above ATen (`ops/jtorch`) are, and "cuda" means "jax".
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchax import _torch_compat, debug, rng
+from torchax.config import Configuration
+from torchax.dispatch import Dispatcher
+from torchax.errors import MixedDeviceError, OperatorNotFound, UnsupportedDtypeError
+from torchax.functions import FunctionTable
+from torchax.ops import mappings, ops_registry
+from torchax.ops.ops_registry import Operator
+from torchax.rng.stream import RngStream
+from torchax.tensor import Tensor, new_tensor
+from torchax.view import View
+
+TENSOR_CONSTRUCTORS = {
+  torch.ones,
+  torch.zeros,
+  torch.empty,
+  torch.empty_strided,
+  torch.full,
+  torch.arange,
+  torch.eye,
+  torch.linspace,
+  torch.logspace,
+  torch.rand,
+  torch.randn,
+  torch.randint,
+  torch.randperm,
+  torch.tril_indices,
+  torch.triu_indices,
+  torch.tensor,
+  torch.as_tensor,
+  torch.scalar_tensor,
+}
+
+
+class _None:
+  """Stands for "not given" where None is a value."""
+
+
+@dataclasses.dataclass
+class RuntimeProperty:
+  """The properties that `Environment.override_property` replaces for a while.
+
+  Attributes:
+    mesh: the device mesh.
+    prng: the key that the current stream goes on from (read by `prng_key`).
+    autocast_dtype: None; automatic mixed precision is not available yet.
+  """
+
+  mesh: Any
+  prng: Any
+  autocast_dtype: Any
+
+  @classmethod
+  def override(
+    cls, base: "RuntimeProperty", *, mesh=_None, prng=_None, autocast_dtype=_None
+  ) -> "RuntimeProperty":
+    """`base` with some properties replaced."""
+
+    def pick(new, old):
+      return old if new is _None else new
+
+    return cls(
+      pick(mesh, base.mesh),
+      pick(prng, base.prng),
+      pick(autocast_dtype, base.autocast_dtype),
+    )
+
+  def get_and_rotate_prng_key(self) -> jax.Array:
+    """The key of the next draw of the current stream."""
+    return rng.current().next_key("get_and_rotate_prng_key")
+
+
+class _PropertyHolder(threading.local):
+  """A stack of properties for each thread."""
+
+  def __init__(self, content_factory):
+    super().__init__()
+    self.content = content_factory()
+
+
+class _ModeState(threading.local):
+  """Whether the environment is on, on this thread."""
+
+  depth = 0
+  suspended = 0
+  mode: TorchFunctionMode | None = None
+
+  @property
+  def active(self) -> bool:
+    return self.depth > 0 and not self.suspended
+
+
+class XLAFunctionMode(TorchFunctionMode):
+  """Sends torch functions to the environment's function table."""
+
+  def __init__(self, env: "Environment"):
+    super().__init__()
+    self.env = env
+
+  def __torch_function__(self, func, types, args=(), kwargs=None):
+    handler = self.env.functions.get(func)
+    if handler is not None and self.env.enabled:
+      return handler(args, kwargs or {})
+    return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class XLADispatchMode(TorchDispatchMode):
+  """Sends ATen operations on jax tensors to the environment.
+
+  The class of the tensors does this by itself; the mode is for code that pushes it.
+  """
+
+  def __init__(self, env: "Environment"):
+    super().__init__()
+    self.env = env
+
+  def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    if any(issubclass(cls, Tensor) for cls in types):
+      return self.env.dispatch(func, types, args, kwargs)
+    return func(*args, **(kwargs or {}))
+
+
+class Environment(contextlib.ContextDecorator):
+  """Runs torch code on JAX; usually the one of `default_env()`.
+
+  Args:
+    configuration: switches; see `Configuration`.
+  """
+
+  # Called with each new environment; the composition root adds the factories here.
+  on_creation: ClassVar[list] = []
+
+  def __init__(self, configuration: Configuration | None = None):
+    self.config = configuration or Configuration()
+    if self.config.prng_impl != rng.default_impl():
+      rng.manual_seed(rng.initial_seed(), self.config.prng_impl)
+    self._dispatcher = Dispatcher(self)
+    self.functions = FunctionTable(self)
+    self._modes = _ModeState()
+    self._property = _PropertyHolder(lambda: [RuntimeProperty(None, None, None)])
+    for hook in self.on_creation:
+      hook(self)
+
+  # Turning it on and off ------------------------------------------------------------
+
+  @property
+  def enabled(self) -> bool:
+    """True where torch functions on this thread go to this environment."""
+    return self._modes.active
+
+  def enable_torch_modes(self) -> None:
+    """Turns the environment on for this thread; calls nest."""
+    state = self._modes
+    if state.mode is None:
+      state.mode = XLAFunctionMode(self)
+      state.mode.__enter__()
+    state.depth += 1
+
+  def disable_torch_modes(self, *exc) -> None:
+    """Undoes one `enable_torch_modes` on this thread.
+
+    Raises:
+      RuntimeError: the environment is not on.
+    """
+    state = self._modes
+    if state.depth == 0:
+      raise RuntimeError(
+        "The torchax environment is not enabled on this thread: disable follows enable."
+      )
+    state.depth -= 1
+    # Another mode may have been pushed on top since; then ours stays, inert.
+    if state.depth == 0 and _torch_compat.is_top_function_mode(state.mode):
+      state.mode.__exit__(*(exc or (None, None, None)))
+      state.mode = None
+
+  @contextlib.contextmanager
+  def disabled(self) -> Iterator[None]:
+    """Plain torch inside the block, whatever happens in it."""
+    self._modes.suspended += 1
+    try:
+      yield
+    finally:
+      self._modes.suspended -= 1
+
+  def __enter__(self) -> "Environment":
+    self.enable_torch_modes()
+    return self
+
+  def __exit__(self, *exc) -> None:
+    self.disable_torch_modes(*exc)
+
+  # Operations -----------------------------------------------------------------------
+
+  def load_ops(self) -> None:
+    """Kept for upstream's callers: operators are found when they are first used."""
+
+  def dispatch(self, func, types, args, kwargs):
+    """Runs one ATen operation on jax tensors."""
+    if self.config.debug_print_each_op or self.config.debug_accuracy_for_each_op:
+      return debug.dispatch(self, self._dispatcher, func, args, kwargs or {})
+    return self._dispatcher(func, args, kwargs)
+
+  def override_op_definition(self, op_to_override, op_impl, is_view_op=False) -> None:
+    """Uses another lowering in this environment, from now on.
+
+    Args:
+      op_to_override: ATen overload or packet, or a torch function.
+      op_impl: function of arrays, or of tensors if `is_view_op`.
+      is_view_op: `op_impl` takes tensors and may alias or change them.
+    """
+    operator = Operator(
+      op_to_override,
+      op_impl,
+      is_jax_function=not is_view_op,
+      is_user_defined=True,
+      is_view_op=is_view_op,
+    )
+    if isinstance(
+      op_to_override, _torch_compat.OpOverload | _torch_compat.OpOverloadPacket
+    ):
+      self._dispatcher.override(op_to_override, operator)
+    else:
+      self.functions.override(op_to_override, operator)
+
+  def _get_op_or_decomp(self, func) -> Operator:
+    """The operator that runs for an operation, or its decomposition.
+
+    Raises:
+      OperatorNotFound: neither exists.
+    """
+    operator = ops_registry.all_torch_functions.get(func)
+    operator = operator or self._dispatcher.find(func)
+    if operator is None:
+      raise self._dispatcher.not_found(func)
+    return operator
+
+  # Random numbers -------------------------------------------------------------------
+
+  @property
+  def rng(self) -> RngStream:
+    """The stream that operations on this thread draw from now."""
+    return rng.current()
+
+  def rng_scope(self, value):
+    """Draws from a seed, key or state inside the block; see `torchax.rng.rng_scope`."""
+    return rng.rng_scope(value)
+
+  def manual_seed(self, key) -> None:
+    """Re-seeds as `torch.manual_seed` does; also takes keys and 0-d tensors."""
+    rng.manual_seed(key, self.config.prng_impl if isinstance(key, int) else None)
+
+  @property
+  def prng_key(self) -> jax.Array:
+    """A typed key for the rest of the current stream, which goes on from it.
+
+    Setting it re-seeds the current stream, so `k = env.prng_key; a = f();
+    env.prng_key = k; b = f()` gives a == b. Look at `env.rng` to change nothing.
+    """
+    return rng.current().rebase()
+
+  @prng_key.setter
+  def prng_key(self, key) -> None:
+    rng.current().reseed(rng.as_state(key, rng.default_impl()))
+
+  def get_and_rotate_prng_key(
+    self, generator: torch.Generator | None = None
+  ) -> jax.Array:
+    """The key of the next draw of the current stream, or of the generator."""
+    if generator is not None:
+      operands = rng.generator_operands(generator, "get_and_rotate_prng_key")
+      return rng.fold_in(operands.key, operands.count)
+    return rng.current().next_key("get_and_rotate_prng_key")
+
+  @property
+  def param(self) -> RuntimeProperty:
+    """The properties in force; `param.prng` is `prng_key`."""
+    return dataclasses.replace(self._property.content[-1], prng=self.prng_key)
+
+  @property
+  def _mesh(self):
+    return self._property.content[-1].mesh
+
+  @contextlib.contextmanager
+  def override_property(
+    self, *, mesh=_None, prng=_None, autocast_dtype=_None
+  ) -> Iterator[None]:
+    """Replaces properties inside the block: the mesh, the key to draw from.
+
+    Raises:
+      NotImplementedError: `autocast_dtype` is given; there is no autocast yet.
+    """
+    if autocast_dtype is not _None and autocast_dtype is not None:
+      raise NotImplementedError(
+        "torchax has no automatic mixed precision yet. Convert the model with "
+        "`.to(torch.bfloat16)` instead."
+      )
+    stack = self._property.content
+    stack.append(RuntimeProperty.override(stack[-1], mesh=mesh))
+    try:
+      with contextlib.nullcontext() if prng is _None else rng.rng_scope(prng):
+        yield
+    finally:
+      stack.pop()
+
+  # Conversions ----------------------------------------------------------------------
+
+  def admit(self, tensor: torch.Tensor, name: str, cpu_ok: bool = False) -> jax.Array:
+    """The array for a tensor of another device among an operation's arguments.
+
+    Raises:
+      MixedDeviceError: unless it is a 0-d CPU tensor, as torch allows.
+    """
+    scalar_ok = self.config.allow_mixed_math_with_scalar_tensor and not tensor.dim()
+    if tensor.device.type == "cpu" and (cpu_ok or scalar_ok):
+      return mappings.t2j(tensor)
+    if self.config.debug_mixed_tensor:
+      debug.log_mixed(name, tensor)
+    raise MixedDeviceError(
+      f"{name} expects all tensors on jax, but one of shape {list(tensor.shape)} and "
+      f"{tensor.dtype} is on {tensor.device}. Move it with `.to(\"jax\")`, or the others "
+      "with `.cpu()`."
+    )
+
+  def t2j_iso(self, torchtensors):
+    """Jax tensors in a tree as their arrays; nothing is copied.
+
+    Raises:
+      MixedDeviceError: a tensor of another device, unless 0-d on the CPU.
+    """
+
+    def convert(value):
+      if isinstance(value, Tensor):
+        return value.jax()
+      if isinstance(value, torch.Tensor):
+        return self.admit(value, "t2j_iso")
+      if isinstance(value, torch.dtype):
+        return mappings.t2j_dtype(value)
+      return value
+
+    return torch_pytree.tree_map(convert, torchtensors)
+
+  def j2t_iso(self, jaxarray):
+    """Arrays in a tree as jax tensors; nothing is copied."""
+    return torch_pytree.tree_map(
+      lambda value: new_tensor(value, self) if isinstance(value, jax.Array) else value,
+      jaxarray,
+    )
+
+  def v2t_iso(self, views):
+    """Views in a tree as tensors with memory of their own."""
+    return torch_pytree.tree_map(
+      lambda value: value.torch() if isinstance(value, View) else value, views
+    )
+
+  def t2j_copy(self, args):
+    """CPU tensors in a tree as new arrays."""
+
+    def convert(value):
+      if isinstance(value, Tensor):
+        return value.jax()
+      return mappings.t2j(value) if isinstance(value, torch.Tensor) else value
+
+    return torch_pytree.tree_map(convert, args)
+
+  def j2t_copy(self, args):
+    """Arrays in a tree as new CPU tensors."""
+    use_dlpack = self.config.use_dlpack_for_data_conversion
+    return torch_pytree.tree_map(
+      lambda value: mappings.j2t(value, use_dlpack)
+      if isinstance(value, jax.Array)
+      else value,
+      args,
+    )
+
+  def to_xla(self, torchvalues):
+    """CPU tensors in a tree as new jax tensors; a module is moved."""
+    return torch_pytree.tree_map(self._move_one_value, torchvalues)
+
+  def _move_one_value(self, val):
+    if isinstance(val, torch.nn.Module):
+      return val.to("jax")
+    if isinstance(val, Tensor) or not isinstance(val, torch.Tensor):
+      return val
+    return new_tensor(mappings.t2j(val), self)
+
+  # Devices --------------------------------------------------------------------------
+
+  def _should_use_torchax_tensor(self, device) -> bool:
+    """True when a factory called with this device makes a jax tensor."""
+    if device is None:
+      device = torch.get_default_device()
+    kind = torch.device(device).type
+    if kind == "cuda":
+      return self.enabled and self.config.treat_cuda_as_jax_device
+    return kind == "jax"
+
+  def _is_same_device(self, the_tensor: torch.Tensor, new_device) -> bool:
+    if new_device is None:
+      return True
+    return isinstance(the_tensor, Tensor) == self._should_use_torchax_tensor(new_device)
+
+  def _to_copy(self, the_tensor: torch.Tensor, new_dtype, new_device) -> torch.Tensor:
+    """A copy in another dtype, on another device; gradients flow through it."""
+    if self._is_same_device(the_tensor, new_device):
+      return torch.ops.aten._to_copy(the_tensor, dtype=new_dtype)
+    to_jax = self._should_use_torchax_tensor(new_device)
+    if not to_jax and torch.device(new_device).type not in ("cpu", "meta"):
+      raise MixedDeviceError(f"A jax tensor moves to the CPU only, not to {new_device}.")
+    if to_jax and torch.device(new_device).type == "cuda":
+      new_device = "jax"
+    return _Move.apply(the_tensor, new_dtype, new_device, self)
+
+  def _torch_Tensor_to(self, args, kwargs):
+    """`Tensor.to` with all the forms of its arguments."""
+    tensor, *rest = args
+    if rest and isinstance(rest[0], torch.Tensor):
+      other, *rest = rest
+      rest = [other.device, other.dtype, *rest]
+    elif "other" in (kwargs or {}):
+      kwargs = dict(kwargs)
+      other = kwargs.pop("other")
+      kwargs.update(device=other.device, dtype=other.dtype)
+    device, dtype, _, _ = _torch_compat.parse_to(
+      *_without_copy(rest), **_known(kwargs or {})
+    )
+    copy = bool((kwargs or {}).get("copy", False)) or (len(rest) > 3 and bool(rest[3]))
+    same_dtype = dtype is None or mappings.t2j_dtype(dtype) == mappings.t2j_dtype(
+      tensor.dtype
+    )
+    if same_dtype and self._is_same_device(tensor, device) and not copy:
+      return tensor
+    return self._to_copy(tensor, dtype, device)
+
+  def _handle_tensor_constructor(self, func, args, kwargs):
+    """Runs a factory function on jax if its device says so."""
+    if not self._should_use_torchax_tensor(kwargs.get("device")):
+      return func(*args, **kwargs)
+    return func(*args, **{**kwargs, "device": "jax"})
+
+
+def _without_copy(rest):
+  return rest[:3]
+
+
+def _known(kwargs):
+  return {k: v for k, v in kwargs.items() if k not in ("copy",)}
+
+
+class _Move(torch.autograd.Function):
+  """A copy between devices whose gradient moves back.
+
+  torch's own `_to_copy` would send the gradient to the wrapper's meta device.
+  """
+
+  @staticmethod
+  def forward(ctx, tensor, dtype, device, env):
+    ctx.source_is_jax = isinstance(tensor, Tensor)
+    ctx.source_dtype = tensor.dtype
+    ctx.env = env
+    moved = _move(tensor.detach(), device, env)
+    return moved if dtype is None else moved.to(dtype)
+
+  @staticmethod
+  def backward(ctx, grad):
+    device = "jax" if ctx.source_is_jax else "cpu"
+    return _Move.apply(grad, ctx.source_dtype, device, ctx.env), None, None, None
+
+
+def _move(tensor: torch.Tensor, device, env) -> torch.Tensor:
+  kind = torch.device(device).type
+  if kind == "jax":
+    if tensor.device.type not in ("cpu", "jax"):
+      raise MixedDeviceError(
+        f"A tensor on {tensor.device} has no data to move to jax. "
+        "Make it on the CPU first."
+      )
+    return tensor if isinstance(tensor, Tensor) else new_tensor(mappings.t2j(tensor), env)
+  if kind == "meta":
+    return torch.empty_strided(
+      tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+    )
+  return mappings.j2t(tensor.jax(), env.config.use_dlpack_for_data_conversion)
+
+
+_default_env: Environment | None = None
+_default_env_lock = threading.Lock()
+
+
+def default_env() -> Environment:
+  """The environment of this process; made on the first call."""
+  global _default_env
+  if _default_env is None:
+    with _default_env_lock:
+      if _default_env is None:
+        _default_env = Environment()
+  return _default_env
+
+
+__all__ = [
+  "Environment",
+  "OperatorNotFound",
+  "RuntimeProperty",
+  "TENSOR_CONSTRUCTORS",
+  "UnsupportedDtypeError",
+  "XLADispatchMode",
+  "XLAFunctionMode",
+  "default_env",
+]

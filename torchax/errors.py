@@ -1,0 +1,43 @@
+"""Exceptions that torchax raises: what was expected, what came, what to do.
+
+Where torch itself raises a type for a mistake (`ValueError`, `RuntimeError`,
+`IndexError`), lowerings raise that type; the classes here are for mistakes that
+only exist because a tensor lives in JAX. Each derives from the built-in type
+that torch users already catch.
+"""
+
+
+class OperatorNotFound(NotImplementedError):
+  """A torch operation has neither a lowering nor a decomposition."""
+
+
+class MixedDeviceError(RuntimeError):
+  """A torchax tensor met a tensor of another device in one operation."""
+
+
+class UnsupportedDtypeError(TypeError):
+  """A dtype or layout that JAX arrays cannot represent."""
+
+
+class RngError(RuntimeError):
+  """Base of the errors about the random number state."""
+
+
+class TracedDrawError(RngError):
+  """A draw would be baked into, or repeated by, a JAX transformation."""
+
+
+class ClosedScopeError(RngError):
+  """A stream was used after the scope that owned it had closed."""
+
+
+class TracedStateError(RngError):
+  """The random state has no value yet because it is being traced."""
+
+
+class SeedError(TypeError):
+  """A seed, key or state of a type that cannot seed a stream."""
+
+
+class MutationError(RuntimeError):
+  """An in-place change that could not reach the tensor it was made on."""

@@ -1,0 +1,161 @@
+"""Making tensors with device="jax", with or without an enabled environment.
+
+torch parses the call and hands it to a kernel of its out-of-tree backend, which runs
+the lowering. `torch.tensor` keeps Python from seeing its copy, so it needs the
+environment; without it, it raises instead of losing its data.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax import _jax_compat, _torch_compat
+from torchax.environment import TENSOR_CONSTRUCTORS, Environment, default_env
+from torchax.errors import MixedDeviceError
+from torchax.ops import mappings
+from torchax.tensor import Tensor, new_tensor
+
+# ATen factories whose lowerings run as they are.
+_LOWERED = (
+  "ones",
+  "zeros",
+  "full",
+  "arange",
+  "arange.start",
+  "arange.start_step",
+  "linspace",
+  "eye",
+  "eye.m",
+  "rand",
+  "rand.generator",
+  "randn",
+  "randn.generator",
+  "randint",
+  "randint.low",
+  "randint.generator",
+  "randint.low_generator",
+  "randperm",
+  "randperm.generator",
+)
+
+
+def _lowered_kernel(name: str) -> Callable:
+  packet, _, overload = name.partition(".")
+  op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+  def kernel(*args, **kwargs):
+    return default_env().dispatch(op, (), args, kwargs)
+
+  return kernel
+
+
+def _empty(size, *, dtype=None, **_ignored) -> Tensor:
+  """Zeros: JAX has no uninitialised memory. Made on the host, so nothing compiles."""
+  if _torch_compat.dispatch_is_excluded():
+    raise MixedDeviceError(
+      'torch.tensor(…, device="jax") and torch.as_tensor need the environment: call them '
+      "inside `with torchax.default_env():`, or write `torch.tensor(…).to(\"jax\")`."
+    )
+  dtype = mappings.t2j_dtype(dtype or torch.get_default_dtype())
+  if _jax_compat.is_staging():
+    return new_tensor(jnp.zeros(size, dtype), default_env())
+  return new_tensor(jax.device_put(np.zeros(size, dtype)), default_env())
+
+
+def _empty_strided(size, stride, **kwargs) -> Tensor:
+  return _empty(size, **kwargs)
+
+
+def register_kernels() -> None:
+  """Tells torch what runs for factories with device="jax"."""
+  _torch_compat.register_kernel("empty.memory_format", _empty)
+  _torch_compat.register_kernel("empty_strided", _empty_strided)
+  for name in _LOWERED:
+    _torch_compat.register_kernel(name, _lowered_kernel(name))
+
+
+def _has_grad(tensor) -> bool:
+  return torch.is_grad_enabled() and tensor.requires_grad
+
+
+class _FromData:
+  """`torch.tensor` and `torch.as_tensor` with device="jax"."""
+
+  def __init__(self, func, env: Environment):
+    self.func = func
+    self.env = env
+
+  def __call__(self, args, kwargs):
+    data = args[0] if args else kwargs.get("data")
+    device = kwargs.get("device")
+    if self.func is torch.as_tensor and isinstance(data, Tensor) and device is None:
+      device = "jax"
+    if not self.env._should_use_torchax_tensor(device):
+      return self.func(*args, **kwargs)
+    if isinstance(data, Tensor):
+      return self._from_jax_tensor(data, **kwargs)
+    if isinstance(data, jax.Array):
+      tensor = new_tensor(data, self.env)
+      return self._from_jax_tensor(tensor, **kwargs)
+    tensor = self.env.to_xla(self.func(*args, **{**_options(kwargs), "device": "cpu"}))
+    return tensor.requires_grad_(kwargs.get("requires_grad", False))
+
+  def _from_jax_tensor(self, tensor, dtype=None, requires_grad=False, **_ignored):
+    if self.func is torch.as_tensor:
+      return tensor.to(dtype) if dtype is not None else tensor
+    copied = tensor.detach().clone()
+    copied = copied if dtype is None else copied.to(dtype)
+    return copied.requires_grad_(requires_grad)
+
+
+def _options(kwargs):
+  return {k: v for k, v in kwargs.items() if k not in ("requires_grad", "pin_memory")}
+
+
+def register_functions(env: Environment) -> None:
+  """Adds to an environment what torch does with devices: factories, `to`, `cuda`."""
+  for func in TENSOR_CONSTRUCTORS:
+    if func in (torch.tensor, torch.as_tensor):
+      env.functions.add(func, _FromData(func, env))
+    else:
+      env.functions.add(func, _constructor(func, env))
+  env.functions.add(torch.Tensor.to, _to(env))
+  env.functions.add(torch.Tensor.cuda, _cuda(env))
+
+
+def _constructor(func, env) -> Callable:
+  def construct(args, kwargs):
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type != "cuda":
+      return func(*args, **kwargs)
+    return env._handle_tensor_constructor(func, args, kwargs)
+
+  return construct
+
+
+def _to(env) -> Callable:
+  def to(args, kwargs):
+    tensor = args[0]
+    if isinstance(tensor, Tensor):
+      return env._torch_Tensor_to(args, kwargs)
+    for value in (*args[1:], *kwargs.values()):
+      is_device = isinstance(value, str | torch.device)
+      if isinstance(value, Tensor) or (
+        is_device and env._should_use_torchax_tensor(value)
+      ):
+        return env._torch_Tensor_to(args, kwargs)
+    return torch.Tensor.to(*args, **kwargs)
+
+  return to
+
+
+def _cuda(env) -> Callable:
+  def cuda(args, kwargs):
+    if env._should_use_torchax_tensor("cuda"):
+      return env._torch_Tensor_to((args[0], "jax"), {})
+    return torch.Tensor.cuda(*args, **kwargs)
+
+  return cuda

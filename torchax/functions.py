@@ -1,0 +1,123 @@
+"""Torch functions that are caught above ATen, inside an enabled environment.
+
+The lowerings are in `ops/jtorch`; here they are called: operands are sorted out,
+functions of arrays are compiled and made differentiable, devices are resolved.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from torchax import autograd
+from torchax.dispatch import Flattener
+from torchax.ops import ops_registry
+from torchax.ops.ops_registry import Kind, Operator
+from torchax.tensor import Tensor, new_tensor
+
+
+def _has_jax_tensor(args, kwargs) -> bool:
+  for value in (*args, *kwargs.values()):
+    if isinstance(value, Tensor):
+      return True
+    if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
+      return True
+  return False
+
+
+class ArrayFunctionHandler:
+  """Runs a function of arrays in place of a torch function, with gradients."""
+
+  def __init__(self, func, operator: Operator, env):
+    self.func = func
+    self.operator = operator
+    self.env = env
+    name = getattr(func, "__name__", str(func))
+    self.flattener = Flattener(f"torch.{name}", env)
+    self._functions: dict[tuple, autograd.ArrayFunction] = {}
+
+  def __call__(self, args, kwargs):
+    if not _has_jax_tensor(args, kwargs):
+      return self.func(*args, **kwargs)
+    operands, key = self.flattener.flatten(args, kwargs)
+    tensors = self._tensors(args, kwargs)
+    cache_key = (len(args), key)
+    function = self._functions.get(cache_key)
+    if function is None:
+      function = autograd.ArrayFunction(self._array_function(key, len(args)))
+      self._functions[cache_key] = function
+    if len(tensors) != len(operands):  # a 0-d CPU tensor, or an array, among them
+      tensors = [new_tensor(operand, self.env) for operand in operands]
+    return autograd.call(function, tensors)
+
+  def _array_function(self, key, n_args) -> Callable:
+    extra = {"env": self.env} if self.operator.needs_env else {}
+
+    def on_arrays(*arrays):
+      args, kwargs = self.flattener.rebuild(key, n_args, arrays)
+      return self.operator.func(*args, **kwargs, **extra)
+
+    on_arrays.__name__ = getattr(self.operator.func, "__name__", "function")
+    return on_arrays
+
+  def _tensors(self, args, kwargs) -> list[Tensor]:
+    return [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves(tree):
+  return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+
+
+class TensorFunctionHandler:
+  """Runs a function of tensors in place of a torch function."""
+
+  def __init__(self, func, operator: Operator, env):
+    self.func = func
+    self.operator = operator
+    self.env = env
+
+  def __call__(self, args, kwargs):
+    if not _has_jax_tensor(args, kwargs):
+      return self.func(*args, **kwargs)
+    if self.operator.needs_env:
+      kwargs = {**kwargs, "env": self.env}
+    return self.operator.func(*args, **kwargs)
+
+
+class FunctionTable:
+  """Torch function -> what runs in its place; follows the registry."""
+
+  def __init__(self, env):
+    self._env = env
+    self._handlers: dict[Any, Callable] = {}
+    self._overrides: dict[Any, Operator] = {}
+    self._builtin: dict[Any, Callable] = {}
+    self._generation = -1
+
+  def get(self, func) -> Callable | None:
+    """The handler of a torch function, `(args, kwargs) -> result`, or None."""
+    if self._generation != ops_registry.generation():
+      self._load()
+    return self._handlers.get(func)
+
+  def add(self, func, handler: Callable) -> None:
+    """Adds a handler of the environment itself."""
+    self._builtin[func] = handler
+    self._generation = -1
+
+  def override(self, func, operator: Operator) -> None:
+    """Uses another operator in this environment only."""
+    self._overrides[func] = operator
+    self._generation = -1
+
+  def _load(self) -> None:
+    self._generation = ops_registry.generation()
+    operators = {**ops_registry.all_torch_functions, **self._overrides}
+    handlers = {func: self._handler(func, op) for func, op in operators.items()}
+    self._handlers = {**handlers, **self._builtin}
+
+  def _handler(self, func, operator: Operator) -> Callable:
+    if operator.kind in (Kind.ARRAYS, Kind.ENV_ARRAYS):
+      return ArrayFunctionHandler(func, operator, self._env)
+    return TensorFunctionHandler(func, operator, self._env)

@@ -1,0 +1,154 @@
+"""Scaled dot-product attention as one pure function.
+
+The layout is torch's, (…, heads, positions, features). Both products are matrix
+products over leading batch dimensions, so XLA copies no transposed operand; the
+softmax between them is in float32 for half-precision inputs.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from torchax.ops.jaten._opmath import HALVES
+
+# Query heads are (key head, member of its group), so that grouped heads share a key
+# without repeating it in memory.
+GROUPED = ("...hgle,...hse->...hgls", "...hgls,...hse->...hgle")
+PLAIN = ("...le,...se->...ls", "...ls,...se->...le")
+
+
+def _check(query, key, value, attn_mask, is_causal, enable_gqa):
+  if min(query.ndim, key.ndim, value.ndim) < 2:
+    raise RuntimeError(
+      "scaled_dot_product_attention expects query, key and value of 2 dimensions at "
+      f"least, but got shapes {query.shape}, {key.shape} and {value.shape}."
+    )
+  if not query.dtype == key.dtype == value.dtype:
+    raise RuntimeError(
+      "Expected query, key, and value to have the same dtype, but got query "
+      f"{query.dtype}, key {key.dtype} and value {value.dtype}."
+    )
+  if attn_mask is not None and is_causal:
+    raise RuntimeError(
+      "scaled_dot_product_attention: Explicit attn_mask should not be set when "
+      "is_causal=True"
+    )
+  if attn_mask is not None and not (
+    attn_mask.dtype == jnp.bool_ or jnp.issubdtype(attn_mask.dtype, jnp.floating)
+  ):
+    raise RuntimeError(
+      f"Expected attn_mask dtype to be bool or float, but got {attn_mask.dtype}."
+    )
+  if enable_gqa:
+    _check_groups(query, key, value)
+
+
+def _check_groups(query, key, value):
+  if min(query.ndim, key.ndim, value.ndim) < 3:
+    raise RuntimeError(
+      "enable_gqa expects a head dimension before (positions, features), but got "
+      f"shapes {query.shape}, {key.shape} and {value.shape}."
+    )
+  heads, key_heads, value_heads = (t.shape[-3] for t in (query, key, value))
+  if heads % key_heads or heads % value_heads:
+    raise RuntimeError(
+      "Number of heads in key and value must divide the number of heads in query, but "
+      f"got {heads} query, {key_heads} key and {value_heads} value heads."
+    )
+
+
+def _split_heads(array, key_heads):
+  """(…, heads, l, x) as (…, key heads, group, l, x); a head dimension of 1 stays 1."""
+  heads = array.shape[-3]
+  split = (key_heads, heads // key_heads) if heads > 1 else (1, 1)
+  return array.reshape(*array.shape[:-3], *split, *array.shape[-2:])
+
+
+def _apply_mask(scores, attn_mask, is_causal):
+  if is_causal:
+    # Aligned at the first key, as torch: row i sees the keys 0 … i.
+    rows = lax.broadcasted_iota(jnp.int32, scores.shape[-2:], 0)
+    columns = lax.broadcasted_iota(jnp.int32, scores.shape[-2:], 1)
+    return jnp.where(columns <= rows, scores, -jnp.inf)
+  if attn_mask is None:
+    return scores
+  if attn_mask.dtype == jnp.bool_:
+    return jnp.where(attn_mask, scores, -jnp.inf)
+  return scores + attn_mask.astype(scores.dtype)
+
+
+def _safe_softmax(scores):
+  """Softmax over the keys; a row that is masked throughout has weights of zero."""
+  peak = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+  peak = lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak))
+  weights = jnp.exp(scores - peak)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  return weights / jnp.where(total == 0, 1, total)
+
+
+def _drop(weights, keep_mask, dropout_p):
+  if keep_mask is None:
+    return weights
+  survivor_scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+  return jnp.where(keep_mask, weights * survivor_scale, 0)
+
+
+def scaled_dot_product_attention(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  attn_mask: jax.Array | None = None,
+  keep_mask: jax.Array | None = None,
+  dropout_p: float = 0.0,
+  is_causal: bool = False,
+  scale: float | None = None,
+  enable_gqa: bool = False,
+) -> jax.Array:
+  """softmax(query keyᵀ scale + mask) value, with dropout of the weights.
+
+  Args:
+    query: (…, heads, l, e).
+    key: (…, heads, s, e); leading dimensions broadcast against those of `query`.
+    value: (…, heads, s, v), of the same dtype.
+    attn_mask: broadcastable to (…, heads, l, s); bool keeps where True, floats are
+      added to the scores.
+    keep_mask: bool (…, heads, l, s), the weights that survive dropout; None for all.
+    dropout_p: survivors are divided by 1 - dropout_p.
+    is_causal: position i attends to the keys 0 … i; excludes `attn_mask`.
+    scale: of the scores; by default 1 / sqrt(e).
+    enable_gqa: key and value have fewer heads, each shared by a group of query heads.
+
+  Returns:
+    (…, heads, l, v) in the dtype of `query`.
+
+  Raises:
+    RuntimeError: shapes, dtypes or masks that torch refuses as well.
+  """
+  _check(query, key, value, attn_mask, is_causal, enable_gqa)
+  dtype = query.dtype
+  wide = jnp.float32 if dtype in HALVES else dtype
+  scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+  grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+  if enable_gqa and key.shape[-3] != value.shape[-3]:
+    # Two group sizes have no common split: give both all of query's heads.
+    key, value = (
+      jnp.repeat(t, query.shape[-3] // t.shape[-3], axis=-3) for t in (key, value)
+    )
+    grouped = False
+  if grouped:
+    heads = key.shape[-3]
+    query = _split_heads(query, heads)
+    attn_mask, keep_mask = (
+      _split_heads(mask, heads) if mask is not None and mask.ndim > 2 else mask
+      for mask in (attn_mask, keep_mask)
+    )
+  score_product, value_product = GROUPED if grouped else PLAIN
+  scores = jnp.einsum(score_product, query, key, preferred_element_type=wide) * scale
+  weights = _safe_softmax(_apply_mask(scores, attn_mask, is_causal))
+  weights = _drop(weights, keep_mask, dropout_p).astype(dtype)
+  output = jnp.einsum(value_product, weights, value, preferred_element_type=wide)
+  if grouped:
+    output = output.reshape(*output.shape[:-4], -1, *output.shape[-2:])
+  return output.astype(dtype)

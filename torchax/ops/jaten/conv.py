@@ -1,0 +1,223 @@
+"""Convolutions, transposed convolutions, and their gradients.
+
+Layouts are torch's: input (N, C, spatial…), weight (out, in/groups, spatial…), and
+for a transposed convolution (in, out/groups, spatial…). A convolution is bilinear:
+the transposed one and both gradients are JAX's linear transposes of `_correlate`.
+"""
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops.jaten._opmath import expand_sizes
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+
+def _correlate(input, weight, stride, padding, dilation, groups):
+  return lax.conv_general_dilated(
+    input,
+    weight,
+    window_strides=stride,
+    padding=padding,
+    rhs_dilation=dilation,
+    feature_group_count=groups,
+  )
+
+
+def _scatter_kernels(input, weight, stride, padding, dilation, output_padding, groups):
+  """The transposed convolution: the gradient of `_correlate` for its input."""
+  spatial = tuple(
+    (size - 1) * s - low - high + d * (kernel - 1) + 1 + extra
+    for size, kernel, s, (low, high), d, extra in zip(
+      input.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding
+    )
+  )
+  shape = (input.shape[0], weight.shape[1] * groups, *spatial)
+  transposed = jax.linear_transpose(
+    lambda output: _correlate(output, weight, stride, padding, dilation, groups),
+    jax.ShapeDtypeStruct(shape, input.dtype),
+  )
+  return transposed(input)[0]
+
+
+def _check(input, weight, bias, stride, padding, dilation, transposed, groups):
+  if not (input.ndim == weight.ndim >= 3):
+    raise RuntimeError(
+      f"Expected input and weight of one rank, with a spatial dimension at least, but "
+      f"got shapes {input.shape} and {weight.shape}."
+    )
+  dtypes = {input.dtype, weight.dtype} | (set() if bias is None else {bias.dtype})
+  if len(dtypes) > 1:
+    raise RuntimeError(
+      "Input, weight and bias should have the same dtype, but got input "
+      f"{input.dtype}, weight {weight.dtype} and bias {getattr(bias, 'dtype', None)}."
+    )
+  channels = weight.shape[0] if transposed else weight.shape[1] * groups
+  if input.shape[1] != channels or weight.shape[0] % groups:
+    raise RuntimeError(
+      f"Given groups={groups}, weight of size {weight.shape}, expected "
+      f"input{input.shape} to have {channels} channels, but got {input.shape[1]}."
+    )
+  outputs = weight.shape[1] * groups if transposed else weight.shape[0]
+  if bias is not None and bias.shape != (outputs,):
+    raise RuntimeError(
+      f"Expected bias to have shape ({outputs},), but got {bias.shape}."
+    )
+  if min(stride) < 1 or min(dilation) < 1:
+    raise RuntimeError(
+      f"stride and dilation must be positive, but got {stride} and {dilation}."
+    )
+  if not transposed:
+    _check_kernel_fits(input, weight, padding, dilation)
+
+
+def _check_kernel_fits(input, weight, padding, dilation):
+  padded = tuple(
+    size + low + high for size, (low, high) in zip(input.shape[2:], padding)
+  )
+  extent = tuple(d * (k - 1) + 1 for k, d in zip(weight.shape[2:], dilation))
+  if any(kernel > size for kernel, size in zip(extent, padded)):
+    raise RuntimeError(
+      f"Calculated padded input size per channel: {padded}. Kernel size: {extent}. "
+      "Kernel size can't be greater than actual input size"
+    )
+
+
+def _convolve(
+  input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+):
+  """`padding` holds (low, high) pairs; the other sizes one number a dimension."""
+  _check(input, weight, bias, stride, padding, dilation, transposed, groups)
+  if transposed:
+    result = _scatter_kernels(
+      input, weight, stride, padding, dilation, output_padding, groups
+    )
+  else:
+    result = _correlate(input, weight, stride, padding, dilation, groups)
+  if bias is None:
+    return result
+  return result + bias.reshape((1, -1) + (1,) * (input.ndim - 2))
+
+
+def _sizes(rank, stride, padding, dilation, output_padding):
+  """The four size lists with `rank` entries each, padding as pairs."""
+  pairs = tuple((p, p) for p in expand_sizes(padding, rank))
+  stride, dilation = expand_sizes(stride, rank), expand_sizes(dilation, rank)
+  return stride, pairs, dilation, expand_sizes(output_padding, rank)
+
+
+@op(aten.convolution, aten.convolution_overrideable)
+def _aten_convolution(
+  input,
+  weight,
+  bias,
+  stride,
+  padding,
+  dilation,
+  transposed,
+  output_padding,
+  groups,
+):
+  stride, padding, dilation, output_padding = _sizes(
+    input.ndim - 2, stride, padding, dilation, output_padding
+  )
+  return _convolve(
+    input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+  )
+
+
+def _convolution_gradients(grad_output, input, weight, sizes, transposed, groups, mask):
+  stride, padding, dilation, output_padding = sizes
+
+  def gradient(function, primal):
+    (cotangent,) = jax.linear_transpose(function, primal)(grad_output)
+    return cotangent
+
+  def of_input(array):
+    return _convolve(
+      array, weight, None, stride, padding, dilation, transposed, output_padding, groups
+    )
+
+  def of_weight(array):
+    return _convolve(
+      input, array, None, stride, padding, dilation, transposed, output_padding, groups
+    )
+
+  spatial = tuple(range(2, grad_output.ndim))
+  return (
+    gradient(of_input, input) if mask[0] else None,
+    gradient(of_weight, weight) if mask[1] else None,
+    jnp.sum(grad_output, axis=(0, *spatial)) if mask[2] else None,
+  )
+
+
+@op(aten.convolution_backward)
+def _aten_convolution_backward(
+  grad_output,
+  input,
+  weight,
+  bias_sizes,
+  stride,
+  padding,
+  dilation,
+  transposed,
+  output_padding,
+  groups,
+  output_mask,
+):
+  """Gradients of input, weight and bias; None where `output_mask` says no."""
+  sizes = _sizes(input.ndim - 2, stride, padding, dilation, output_padding)
+  return _convolution_gradients(
+    grad_output, input, weight, sizes, transposed, groups, output_mask
+  )
+
+
+@op(aten.convolution_backward_overrideable)
+def _aten_convolution_backward_overrideable(
+  grad_output,
+  input,
+  weight,
+  stride,
+  padding,
+  dilation,
+  transposed,
+  output_padding,
+  groups,
+  output_mask,
+):
+  sizes = _sizes(input.ndim - 2, stride, padding, dilation, output_padding)
+  return _convolution_gradients(
+    grad_output, input, weight, sizes, transposed, groups, output_mask
+  )
+
+
+def _named_padding(name, stride, extents):
+  """The (low, high) pairs for "valid" and "same"; an odd cell goes to the end."""
+  if name == "valid":
+    return tuple((0, 0) for _ in extents)
+  if name != "same":
+    raise RuntimeError(f"Invalid padding string: {name!r}; use 'same' or 'valid'.")
+  if any(s != 1 for s in stride):
+    raise RuntimeError(
+      f"padding='same' is not supported for strided convolutions; got stride {stride}."
+    )
+  return tuple((extent // 2, extent - extent // 2) for extent in extents)
+
+
+@op(aten.conv2d)
+def _aten_conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+  """Also (C, H, W) inputs, and `padding` by name."""
+  stride, dilation = expand_sizes(stride, 2), expand_sizes(dilation, 2)
+  if isinstance(padding, str):
+    extents = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation)]
+    pairs = _named_padding(padding, stride, extents)
+  else:
+    pairs = tuple((p, p) for p in expand_sizes(padding, 2))
+  batched = input if input.ndim == 4 else input[None]
+  result = _convolve(
+    batched, weight, bias, stride, pairs, dilation, False, (0, 0), groups
+  )
+  return result if input.ndim == 4 else result[0]

@@ -1,0 +1,296 @@
+"""Tensors made from sizes and numbers, and copies of tensors.
+
+Without `dtype` a number decides as in torch: bool, int64 or the default dtype.
+`empty*` gives zeros: an XLA buffer has no undefined contents. Strides have no
+meaning for an array, so `*_strided` and `*_permuted` keep the size only. Random
+tensors are in `random.py`, `fill` is in `pointwise.py`.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax.ops import mappings
+from torchax.ops.op_base import default_float, op, result_dtype
+
+aten = torch.ops.aten
+
+
+def _dtype_or(dtype, fallback):
+  """The JAX dtype of a torch dtype, or the fallback where there is none."""
+  return fallback if dtype is None else mappings.t2j_dtype(dtype)
+
+
+def _cast(array, dtype):
+  """Converts as torch does: complex numbers lose their imaginary part to reals."""
+  is_complex = jnp.iscomplexobj(array)
+  if is_complex and dtype == jnp.bool_:
+    return array != 0
+  if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating):
+    array = lax.real(array)
+  return lax.convert_element_type(array, dtype)
+
+
+# --- from a size -----------------------------------------------------------------
+
+
+@op(aten.zeros)
+def _zeros(size, *, dtype=None):
+  return jnp.zeros(size, _dtype_or(dtype, default_float()))
+
+
+@op(aten.ones)
+def _ones(size, *, dtype=None):
+  return jnp.ones(size, _dtype_or(dtype, default_float()))
+
+
+@op(aten.full)
+def _full(size, fill_value, *, dtype=None):
+  return jnp.full(size, fill_value, _dtype_or(dtype, result_dtype(fill_value)))
+
+
+@op(aten.empty)
+def _aten_empty(size, *, dtype=None):
+  return _zeros(size, dtype=dtype)
+
+
+@op(aten.empty_permuted)
+def _aten_empty_permuted(size, physical_layout, *, dtype=None):
+  return _zeros(size, dtype=dtype)
+
+
+@op(aten.empty_strided)
+def _aten_empty_strided(size, stride, *, dtype=None):
+  return _zeros(size, dtype=dtype)
+
+
+@op(aten.eye)
+def _aten_eye(n, m=None, *, dtype=None):
+  return jnp.eye(n, m, dtype=_dtype_or(dtype, default_float()))
+
+
+# --- like a tensor ---------------------------------------------------------------
+
+
+@op(aten.zeros_like)
+def _aten_zeros_like(self, *, dtype=None):
+  return jnp.zeros(self.shape, _dtype_or(dtype, self.dtype))
+
+
+@op(aten.zero)
+def _aten_zero(self):
+  return jnp.zeros_like(self)
+
+
+@op(aten.ones_like)
+def _aten_ones_like(self, *, dtype=None):
+  return jnp.ones(self.shape, _dtype_or(dtype, self.dtype))
+
+
+@op(aten.full_like)
+def _aten_full_like(self, fill_value, *, dtype=None):
+  return _new_full(self, self.shape, fill_value, dtype=dtype)
+
+
+@op(aten.empty_like)
+def _aten_empty_like(self, *, dtype=None):
+  return _aten_zeros_like(self, dtype=dtype)
+
+
+@op(aten.new_zeros)
+def _new_zeros(self, size, *, dtype=None):
+  return jnp.zeros(size, _dtype_or(dtype, self.dtype))
+
+
+@op(aten.new_ones)
+def _new_ones(self, size, *, dtype=None):
+  return jnp.ones(size, _dtype_or(dtype, self.dtype))
+
+
+@op(aten.new_full)
+def _new_full(self, size, fill_value, *, dtype=None):
+  value = _cast(jnp.asarray(fill_value), _dtype_or(dtype, self.dtype))
+  return jnp.broadcast_to(value, size)
+
+
+@op(aten.new_empty)
+def _new_empty(self, size, *, dtype=None):
+  return _new_zeros(self, size, dtype=dtype)
+
+
+@op(aten.new_empty_strided)
+def _new_empty_strided(self, size, stride, *, dtype=None):
+  return _new_zeros(self, size, dtype=dtype)
+
+
+# --- sequences -------------------------------------------------------------------
+
+
+def _arange_length(start, end, step) -> int:
+  if step == 0:
+    raise RuntimeError("arange expects a step that is not zero, but got step=0.")
+  if (end - start) * step < 0:
+    raise RuntimeError(
+      f"arange expects a step that leads from start to end, but got start={start}, "
+      f"end={end} and step={step}."
+    )
+  return math.ceil((end - start) / step)
+
+
+@op(
+  aten.arange.default,
+  aten.arange.start,
+  aten.arange.start_step,
+  static=("start", "end", "step"),
+)
+def _aten_arange(start=0, end=None, step=1, *, dtype=None):
+  """With one positional argument, that is the end.
+
+  Floats are computed as `start + step * i` in at least float32.
+  """
+  if end is None:
+    start, end = 0, start
+  are_integers = all(isinstance(value, int) for value in (start, end, step))
+  if dtype is None:
+    dtype = torch.int64 if are_integers else torch.get_default_dtype()
+  if dtype is torch.int64:
+    start, end, step = int(start), int(end), int(step)
+  target = mappings.t2j_dtype(dtype)
+  length = _arange_length(start, end, step)
+  if jnp.issubdtype(target, jnp.integer):
+    first, stride = (jnp.asarray(int(value), target) for value in (start, step))
+    return first + stride * lax.iota(target, length)
+  wide = jnp.promote_types(target, jnp.float32)
+  return (start + step * lax.iota(wide, length)).astype(target)
+
+
+def _ramp(start, end, steps, dtype):
+  """`steps` values between two ends, exact at both of them."""
+  if steps < 0:
+    raise RuntimeError(f"linspace expects steps >= 0, but got steps={steps}.")
+  wide = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+  wide = jnp.promote_types(wide, jnp.float32)
+  start, end = (jnp.asarray(value).astype(wide) for value in (start, end))
+  if steps < 2:
+    return jnp.full((steps,), start)
+  step = (end - start) / (steps - 1)
+  place = jnp.arange(steps)
+  rising = start + step * place.astype(wide)
+  falling = end - step * (steps - 1 - place).astype(wide)
+  return jnp.where(place < steps // 2, rising, falling)
+
+
+def _ramp_dtype(dtype, *ends):
+  is_complex = any(jnp.iscomplexobj(end) for end in ends)
+  fallback = jnp.promote_types(default_float(), jnp.complex64)
+  return _dtype_or(dtype, fallback if is_complex else default_float())
+
+
+@op(aten.linspace)
+def _aten_linspace(start, end, steps, *, dtype=None):
+  target = _ramp_dtype(dtype, start, end)
+  return _cast(_ramp(start, end, steps, target), target)
+
+
+@op(aten.logspace)
+def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
+  target = _ramp_dtype(dtype, start, end)
+  exponents = _ramp(start, end, steps, target)
+  return _cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), target)
+
+
+@op(aten.scalar_tensor)
+def _aten_scalar_tensor(s, *, dtype=None):
+  """Without `dtype`, torch's default dtype, even for an integer."""
+  return _cast(jnp.asarray(s), _ramp_dtype(dtype, s))
+
+
+@op(aten.vander)
+def _aten_vander(x, N=None, increasing=False):
+  dtype = x.dtype
+  if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer):
+    dtype = mappings.t2j_dtype(torch.int64)
+  return jnp.vander(x.astype(dtype), N, increasing)
+
+
+# --- triangles -------------------------------------------------------------------
+
+
+@op(aten.tril)
+def _aten_tril(self, diagonal=0):
+  return jnp.tril(self, diagonal)
+
+
+@op(aten.triu)
+def _aten_triu(self, diagonal=0):
+  return jnp.triu(self, diagonal)
+
+
+@op(aten.tril_indices)
+def _aten_tril_indices(row, col, offset=0, *, dtype=torch.int64):
+  indices = np.stack(np.tril_indices(row, offset, col))
+  return jnp.asarray(indices, mappings.t2j_dtype(dtype or torch.int64))
+
+
+@op(aten.triu_indices)
+def _aten_triu_indices(row, col, offset=0, *, dtype=torch.int64):
+  indices = np.stack(np.triu_indices(row, offset, col))
+  return jnp.asarray(indices, mappings.t2j_dtype(dtype or torch.int64))
+
+
+# --- copies ----------------------------------------------------------------------
+
+
+@op(aten.clone)
+def _aten_clone(self):
+  return self
+
+
+@op(aten._to_copy)
+def _aten__to_copy(self, *, dtype=None):
+  return self if dtype is None else _cast(self, mappings.t2j_dtype(dtype))
+
+
+@op(aten.lift_fresh)
+def _aten_lift_fresh(self):
+  return self
+
+
+@op(aten.lift_fresh_copy)
+def _aten_lift_fresh_copy(self):
+  return self
+
+
+@op(aten.copy)
+def _aten_copy(self, src):
+  """`src` in the dtype of `self`, broadcast to its shape."""
+  return jnp.broadcast_to(_cast(src, self.dtype), self.shape)
+
+
+def one_hot(tensor, num_classes=-1):
+  """Rows of the identity: shape (*, num_classes) for class indices of shape (*).
+
+  Args:
+    tensor: an integer array of class indices, all in [0, num_classes).
+    num_classes: without it, one more than the largest index, which then must have
+      a value: under a JAX transformation pass `num_classes`.
+
+  Returns:
+    Integers of torch's int64, as wide as JAX's x64 switch allows.
+
+  Raises:
+    RuntimeError: an empty tensor without `num_classes`.
+  """
+  if num_classes < 0:
+    if tensor.size == 0:
+      raise RuntimeError(
+        "one_hot cannot infer the number of classes of an empty tensor: pass "
+        "num_classes."
+      )
+    num_classes = int(tensor.max()) + 1
+  classes = jnp.arange(num_classes, dtype=tensor.dtype)
+  dtype = mappings.t2j_dtype(torch.int64)
+  return (tensor[..., None] == classes).astype(dtype)

@@ -1,0 +1,141 @@
+"""Connectionist temporal classification (Graves et al. 2006).
+
+Sequences of labels are extended with a blank before, between and after the labels, and
+the forward variables run over time in one scan. Lengths are data: one compiled
+function serves them all where they come as tensors.
+"""
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops.jaten._opmath import widen
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+
+def _padded_targets(targets, target_lengths):
+  """Targets as (N, S): those that come concatenated are cut at their lengths."""
+  if targets.ndim == 2:
+    return targets
+  starts = jnp.cumsum(target_lengths) - target_lengths
+  positions = starts[:, None] + jnp.arange(targets.shape[0])
+  return targets.at[positions].get(mode="fill", fill_value=0)
+
+
+def _extended(labels, blank):
+  """(N, 2 S + 1): a blank at each even place, a label at each odd one."""
+  shape = (labels.shape[0], 2 * labels.shape[1] + 1)
+  return jnp.full(shape, blank, labels.dtype).at[:, 1::2].set(labels)
+
+
+def _log_sum(*terms):
+  """log(sum(exp)) whose gradient stays zero where all terms are minus infinity."""
+  stacked = jnp.stack(terms)
+  peak = jnp.max(stacked, axis=0)
+  peak = lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak))
+  total = jnp.sum(jnp.exp(stacked - peak), axis=0)
+  nothing = total == 0
+  return jnp.where(nothing, -jnp.inf, jnp.log(jnp.where(nothing, 1, total)) + peak)
+
+
+def _shifted(alpha, by):
+  """`alpha` moved `by` places to the right, where minus infinity comes in."""
+  return jnp.pad(alpha, ((0, 0), (by, 0)), constant_values=-jnp.inf)[:, :-by]
+
+
+def _forward_variables(emissions, may_skip, input_lengths):
+  """Log alpha after each step, (T, N, 2 S + 1); it stands still past the input's end.
+
+  Args:
+    emissions: log probability of each extended label at each step.
+    may_skip: (N, 2 S + 1), where the blank before a label may be left out.
+  """
+
+  def step(alpha, inputs):
+    time, emission = inputs
+    skipped = jnp.where(may_skip, _shifted(alpha, 2), -jnp.inf)
+    reached = _log_sum(alpha, _shifted(alpha, 1), skipped)
+    alpha = jnp.where((time < input_lengths)[:, None], reached + emission, alpha)
+    return alpha, alpha
+
+  # Before the first step all mass sits left of the first blank.
+  places = jnp.arange(emissions.shape[2])
+  first = jnp.where(places < 2, emissions[0], -jnp.inf)
+  times = jnp.arange(1, emissions.shape[0])
+  _, later = lax.scan(step, first, (times, emissions[1:]))
+  return jnp.concatenate([first[None], later])
+
+
+def _negative_log_likelihood(log_probs, targets, input_lengths, target_lengths, blank):
+  """(N,) losses and the (N, T, 2 S + 1) log forward variables."""
+  labels = _extended(_padded_targets(targets, target_lengths), blank)
+  labels = jnp.clip(labels, 0, log_probs.shape[2] - 1)
+  emissions = jnp.take_along_axis(log_probs, labels[None], axis=2)
+  repeats = labels == jnp.pad(labels, ((0, 0), (2, 0)), constant_values=-1)[:, :-2]
+  alphas = _forward_variables(emissions, (labels != blank) & ~repeats, input_lengths)
+  last = 2 * target_lengths[:, None]
+  ends = jnp.take_along_axis(alphas[-1], last, axis=1)
+  before = jnp.take_along_axis(alphas[-1], jnp.maximum(last - 1, 0), axis=1)
+  # Without labels there is one end only: the blank.
+  before = jnp.where(last > 0, before, -jnp.inf)
+  return -_log_sum(ends, before)[:, 0], jnp.moveaxis(alphas, 0, 1)
+
+
+def _batched(log_probs, targets, input_lengths, target_lengths):
+  """Adds the batch dimension of one where `log_probs` is (T, C)."""
+  lengths = (jnp.atleast_1d(jnp.asarray(n)) for n in (input_lengths, target_lengths))
+  if log_probs.ndim == 2:
+    log_probs, targets = log_probs[:, None], jnp.atleast_2d(targets)
+  return widen(log_probs), targets, *lengths
+
+
+@op(aten._ctc_loss)
+def _aten__ctc_loss(
+  log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False
+):
+  """Losses stay infinite here; the caller zeroes them for `zero_infinity`."""
+  if not 0 <= blank < log_probs.shape[-1]:
+    raise RuntimeError(
+      f"blank must be in label range [0, {log_probs.shape[-1]}), but got {blank}."
+    )
+  losses, alphas = _negative_log_likelihood(
+    *_batched(log_probs, targets, input_lengths, target_lengths), blank
+  )
+  if log_probs.ndim == 2:
+    losses, alphas = losses[0], alphas[0]
+  return losses.astype(log_probs.dtype), alphas.astype(log_probs.dtype)
+
+
+@op(aten._ctc_loss_backward)
+def _aten__ctc_loss_backward(
+  grad,
+  log_probs,
+  targets,
+  input_lengths,
+  target_lengths,
+  neg_log_likelihood,
+  log_alpha,
+  blank,
+  zero_infinity=False,
+):
+  """Like torch, takes `log_probs` for a log-softmax and projects its gradient.
+
+  The projected gradient is exp(log_probs) minus the posterior of the labels, and
+  passes through log-softmax unchanged.
+  """
+  wide, *lengths_and_targets = _batched(
+    log_probs, targets, input_lengths, target_lengths
+  )
+  losses, pull_back = jax.vjp(
+    lambda array: _negative_log_likelihood(array, *lengths_and_targets, blank)[0], wide
+  )
+  (minus_posterior,) = pull_back(jnp.ones_like(losses))
+  gradient = (jnp.exp(wide) + minus_posterior) * widen(grad).reshape(1, -1, 1)
+  unlikely = jnp.isinf(losses)[None, :, None]
+  gradient = jnp.where(unlikely, 0 if zero_infinity else jnp.nan, gradient)
+  inside = jnp.arange(wide.shape[0])[:, None] < lengths_and_targets[1]
+  gradient = jnp.where(inside[:, :, None], gradient, 0)
+  return gradient.reshape(log_probs.shape).astype(log_probs.dtype)

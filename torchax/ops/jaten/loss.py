@@ -1,0 +1,347 @@
+"""Losses and their gradients.
+
+`reduction` is ATen's number: 0 none, 1 mean, 2 sum. The negative log likelihoods take
+classes in dimension 1 (0 without a batch), so one pair of functions serves the plain
+and the 2-D operations. CTC is in `ctc.py`.
+"""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torchax.ops.jaten._opmath import in_opmath, widen
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+# torch bounds the logarithms of binary cross entropy, so that the loss stays finite,
+# and its gradient's divisor: aten/src/ATen/native/Loss.cpp.
+LOG_FLOOR = -100.0
+VARIANCE_FLOOR = 1e-12
+
+
+class Reduction(enum.IntEnum):
+  """ATen's numbers."""
+
+  NONE = 0
+  MEAN = 1
+  SUM = 2
+
+
+def _reduce(losses, reduction):
+  if reduction == Reduction.MEAN:
+    return jnp.mean(losses)
+  return jnp.sum(losses) if reduction == Reduction.SUM else losses
+
+
+def _spread(grad_output, count, reduction):
+  """The gradient that reaches each of `count` losses."""
+  return grad_output / count if reduction == Reduction.MEAN else grad_output
+
+
+def _count(*arrays) -> int:
+  return max(1, jnp.broadcast_arrays(*arrays)[0].size)
+
+
+# ---- negative log likelihood
+
+
+def _class_axis(self) -> int:
+  return 0 if self.ndim == 1 else 1
+
+
+def _class_weights(self, weight):
+  """The weight of each class, shaped to meet `self`."""
+  if weight is None:
+    return jnp.ones((), widen(self).dtype)
+  return widen(weight).reshape((-1,) + (1,) * (self.ndim - 1 - _class_axis(self)))
+
+
+def _check_classes(self, target, weight):
+  axis = _class_axis(self)
+  expected = self.shape[:axis] + self.shape[axis + 1 :]
+  if target.shape != expected and target.size != 1:
+    raise RuntimeError(
+      f"Expected a target of shape {expected} for an input of shape {self.shape}, but "
+      f"got {target.shape}."
+    )
+  if weight is not None and weight.shape != (self.shape[axis],):
+    raise RuntimeError(
+      "weight tensor should be defined either for all "
+      f"{self.shape[axis]} classes or no classes, but got shape {weight.shape}."
+    )
+
+
+def _target_classes(self, target):
+  """`target` with the shape of one class of `self`, class dimension kept."""
+  axis = _class_axis(self)
+  shape = (*self.shape[:axis], 1, *self.shape[axis + 1 :])
+  return target.reshape(shape)
+
+
+def _nll_loss_forward(self, target, weight, reduction, ignore_index):
+  _check_classes(self, target, weight)
+  axis = _class_axis(self)
+  classes = _target_classes(self, target)
+  counts = classes != ignore_index
+  safe = jnp.where(counts, classes, 0)
+  picked = jnp.take_along_axis(widen(self), safe, axis=axis, mode="fill")
+  weights = jnp.broadcast_to(_class_weights(self, weight), self.shape)
+  weights = jnp.take_along_axis(weights, safe, axis=axis, mode="clip")
+  weights = jnp.where(counts, weights, 0)
+  losses = jnp.where(counts, -picked * weights, 0)
+  if reduction == Reduction.NONE:
+    return losses.squeeze(axis).astype(self.dtype), jnp.zeros((), self.dtype)
+  total_weight = jnp.sum(weights)
+  loss = jnp.sum(losses)
+  if reduction == Reduction.MEAN:
+    loss = loss / total_weight
+  return loss.astype(self.dtype), total_weight.astype(self.dtype)
+
+
+def _nll_loss_backward(
+  grad_output, self, target, weight, reduction, ignore_index, total_weight
+):
+  axis = _class_axis(self)
+  classes = _target_classes(self, target)
+  grad = widen(grad_output)
+  if reduction == Reduction.MEAN:
+    grad = grad / widen(total_weight)
+  elif reduction == Reduction.NONE:
+    grad = grad.reshape(classes.shape)
+  # Comparing with all classes fuses into one pass; a scatter would not.
+  shape = [1] * self.ndim
+  shape[axis] = self.shape[axis]
+  is_target = jnp.arange(self.shape[axis]).reshape(shape) == classes
+  is_target &= classes != ignore_index
+  gradient = jnp.where(is_target, -_class_weights(self, weight) * grad, 0)
+  return gradient.astype(self.dtype)
+
+
+@op(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _aten_nll_loss_forward(self, target, weight, reduction, ignore_index):
+  """A class out of range gives NaN: a compiled function cannot raise on data."""
+  return _nll_loss_forward(self, target, weight, reduction, ignore_index)
+
+
+@op(aten.nll_loss_backward, aten.nll_loss2d_backward)
+def _aten_nll_loss_backward(
+  grad_output, self, target, weight, reduction, ignore_index, total_weight
+):
+  return _nll_loss_backward(
+    grad_output, self, target, weight, reduction, ignore_index, total_weight
+  )
+
+
+# ---- distances
+
+
+@op(aten.mse_loss)
+@in_opmath
+def _aten_mse_loss(self, target, reduction=1):
+  return _reduce(jnp.square(self - target), reduction)
+
+
+@op(aten.mse_loss_backward)
+@in_opmath
+def _aten_mse_loss_backward(grad_output, self, target, reduction):
+  return 2 * (self - target) * _spread(grad_output, _count(self, target), reduction)
+
+
+@op(aten.l1_loss)
+@in_opmath
+def _aten_l1_loss(self, target, reduction=1):
+  return _reduce(jnp.abs(self - target), reduction)
+
+
+def _smooth_l1(difference, beta):
+  distance = jnp.abs(difference)
+  if beta == 0:
+    return distance
+  near = 0.5 * distance * distance / beta
+  return jnp.where(distance < beta, near, distance - 0.5 * beta)
+
+
+@op(aten.smooth_l1_loss, static=("beta",))
+@in_opmath
+def _aten_smooth_l1_loss(self, target, reduction=1, beta=1.0):
+  if beta < 0:
+    raise RuntimeError(f"smooth_l1_loss does not support negative beta, got {beta}.")
+  return _reduce(_smooth_l1(self - target, beta), reduction)
+
+
+@op(aten.smooth_l1_loss_backward, static=("beta",))
+@in_opmath
+def _aten_smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
+  difference = self - target
+  slope = jnp.sign(difference)
+  if beta != 0:
+    slope = jnp.where(jnp.abs(difference) < beta, difference / beta, slope)
+  return slope * _spread(grad_output, _count(self, target), reduction)
+
+
+@op(aten.huber_loss, static=("delta",))
+@in_opmath
+def _aten_huber_loss(self, target, reduction=1, delta=1.0):
+  if delta <= 0:
+    raise RuntimeError(
+      f"huber_loss does not support non-positive values for delta, got {delta}."
+    )
+  return _reduce(delta * _smooth_l1(self - target, delta), reduction)
+
+
+@op(aten.huber_loss_backward)
+@in_opmath
+def _aten_huber_loss_backward(grad_output, self, target, reduction, delta):
+  slope = jnp.clip(self - target, -delta, delta)
+  return slope * _spread(grad_output, _count(self, target), reduction)
+
+
+@op(aten.soft_margin_loss)
+@in_opmath
+def _aten_soft_margin_loss(self, target, reduction=1):
+  return _reduce(jax.nn.softplus(-target * self), reduction)
+
+
+@op(aten.soft_margin_loss_backward)
+@in_opmath
+def _aten_soft_margin_loss_backward(grad_output, self, target, reduction):
+  slope = -target * jax.nn.sigmoid(-target * self)
+  return slope * _spread(grad_output, _count(self, target), reduction)
+
+
+# ---- entropies
+
+
+def _cross_entropy_slope(self, target):
+  return (self - target) / jnp.maximum((1 - self) * self, VARIANCE_FLOOR)
+
+
+@jax.custom_jvp
+def _cross_entropy(self, target):
+  log_yes = jnp.maximum(jnp.log(self), LOG_FLOOR)
+  log_no = jnp.maximum(jnp.log1p(-self), LOG_FLOOR)
+  return (target - 1) * log_no - target * log_yes
+
+
+@_cross_entropy.defjvp
+def _cross_entropy_jvp(primals, tangents):
+  """torch's slope, which is finite at probabilities of 0 and 1 too."""
+  self, target = primals
+  self_tangent, target_tangent = tangents
+  log_odds = jnp.maximum(jnp.log1p(-self), LOG_FLOOR)
+  log_odds -= jnp.maximum(jnp.log(self), LOG_FLOOR)
+  slope = _cross_entropy_slope(self, target)
+  return _cross_entropy(self, target), slope * self_tangent + log_odds * target_tangent
+
+
+def _weighted(losses, weight):
+  return losses if weight is None else losses * weight
+
+
+@op(aten.binary_cross_entropy)
+@in_opmath
+def _aten_binary_cross_entropy(self, target, weight=None, reduction=1):
+  """A probability outside [0, 1] gives NaN: no raising on data when compiled."""
+  return _reduce(_weighted(_cross_entropy(self, target), weight), reduction)
+
+
+@op(aten.binary_cross_entropy_backward)
+@in_opmath
+def _aten_binary_cross_entropy_backward(
+  grad_output, self, target, weight=None, reduction=1
+):
+  slope = _weighted(_cross_entropy_slope(self, target), weight)
+  return slope * _spread(grad_output, max(1, self.size), reduction)
+
+
+@op(aten.binary_cross_entropy_with_logits)
+@in_opmath
+def _aten_binary_cross_entropy_with_logits(
+  self, target, weight=None, pos_weight=None, reduction=1
+):
+  positive = 1 if pos_weight is None else 1 + (pos_weight - 1) * target
+  losses = (1 - target) * self - positive * jax.nn.log_sigmoid(self)
+  return _reduce(_weighted(losses, weight), reduction)
+
+
+@op(aten.kl_div)
+@in_opmath
+def _aten_kl_div(self, target, reduction=1, *, log_target=False):
+  """`self` holds log probabilities; `target` too where `log_target` says so."""
+  if log_target:
+    return _reduce(jnp.exp(target) * (target - self), reduction)
+  return _reduce(jax.scipy.special.xlogy(target, target) - target * self, reduction)
+
+
+# ---- margins between classes
+
+
+def _hinge(values):
+  return jnp.where(values > 0, values, 0)
+
+
+def _multi_margin(self, target, p, margin, weight, reduction):
+  """Mean over the other classes of hinge(margin - own + other) ** p."""
+  if p not in (1, 2):
+    raise RuntimeError(f"only p == 1 and p == 2 supported, but got p={p}.")
+  rows, classes = jnp.atleast_2d(self), target.reshape(-1, 1)
+  own = jnp.take_along_axis(rows, classes, axis=1, mode="fill")
+  losses = _hinge(margin - own + rows)
+  losses = losses if p == 1 else losses * losses
+  if weight is not None:
+    losses = losses * weight[classes]
+  others = jnp.arange(rows.shape[1]) != classes
+  losses = jnp.where(others, losses, 0).sum(axis=1) / max(rows.shape[1], 1)
+  return _reduce(losses.reshape(target.shape), reduction)
+
+
+@op(aten.multi_margin_loss, static=("p",))
+@in_opmath
+def _aten_multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=1):
+  return _multi_margin(self, target, p, margin, weight, reduction)
+
+
+@op(aten.multi_margin_loss_backward, static=("p",))
+@in_opmath
+def _aten_multi_margin_loss_backward(
+  grad_output, self, target, p, margin, weight=None, reduction=1
+):
+  _, pull_back = jax.vjp(
+    lambda array: _multi_margin(array, target, p, margin, weight, reduction), self
+  )
+  return pull_back(grad_output)[0]
+
+
+def _multilabel_margin(self, target, reduction):
+  """The loss, and 1 for each class that is a label; labels end at the first -1."""
+  rows, labels = jnp.atleast_2d(self), jnp.atleast_2d(target)
+  count = rows.shape[1]
+  valid = jnp.cumprod(labels >= 0, axis=1).astype(bool)
+  is_label = (labels[:, :, None] == jnp.arange(count)) & valid[:, :, None]
+  is_target = is_label.any(axis=1)
+  own = jnp.take_along_axis(rows, jnp.where(valid, labels, 0), axis=1)
+  hinges = _hinge(1 - own[:, :, None] + rows[:, None, :])
+  counts = valid[:, :, None] & ~is_target[:, None, :]
+  losses = jnp.where(counts, hinges, 0).sum(axis=(1, 2)) / max(count, 1)
+  loss = _reduce(losses.reshape(self.shape[:-1]), reduction)
+  return loss, is_target.reshape(target.shape).astype(self.dtype)
+
+
+@op(aten.multilabel_margin_loss_forward.default)
+@in_opmath
+def _aten_multilabel_margin_loss_forward(self, target, reduction):
+  return _multilabel_margin(self, target, reduction)
+
+
+@op(aten.multilabel_margin_loss_backward)
+@in_opmath
+def _aten_multilabel_margin_loss_backward(
+  grad_output, self, target, reduction, is_target
+):
+  _, pull_back = jax.vjp(
+    lambda array: _multilabel_margin(array, target, reduction)[0], self
+  )
+  return pull_back(grad_output)[0]

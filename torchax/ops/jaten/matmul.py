@@ -1,0 +1,361 @@
+"""Matrix products and pairwise distances.
+
+Operands of ATen products have one dtype, which is the result's: bfloat16 products
+accumulate in float32 and round once, integers stay integers. Precision is JAX's
+`default_matmul_precision`. Factorizations are in `solve.py`.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops import mappings
+from torchax.ops.op_base import op, promote
+
+aten = torch.ops.aten
+
+# torch's threshold for computing Euclidean distances through one matrix product.
+DISTANCE_MATMUL_SIZE = 25
+
+
+def _is_exact(value) -> bool:
+  return not jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+
+
+def _require_one_dtype(name, *arrays):
+  dtypes = [array.dtype for array in arrays]
+  if any(dtype != dtypes[0] for dtype in dtypes):
+    raise RuntimeError(
+      f"{name}: expected operands to have the same dtype, but got "
+      f"{' and '.join(map(str, dtypes))}. Convert one of them with `.to(...)`."
+    )
+
+
+def _require_rank(name, **ranked):
+  """`name=(array, rank)` for each operand."""
+  for operand, (array, rank) in ranked.items():
+    if array.ndim != rank:
+      raise RuntimeError(
+        f"{name}: expected {operand} to be a {rank}D tensor, but got shape "
+        f"{array.shape}."
+      )
+
+
+def _product(name, left, right):
+  """The matrix product, with torch's error where the shapes do not fit."""
+  _require_one_dtype(name, left, right)
+  inner = right.shape[-2] if right.ndim > 1 else right.shape[0]
+  if left.shape[-1] != inner:
+    raise RuntimeError(
+      f"{name}: shapes {left.shape} and {right.shape} cannot be multiplied."
+    )
+  return jnp.matmul(left, right)
+
+
+def _scaled(array, factor):
+  """`factor * array` in the dtype of `array`; 0 gives zeros even for NaN."""
+  if isinstance(factor, int | float) and factor == 1:
+    return array
+  if _is_exact(array) and not _is_exact(factor):
+    raise RuntimeError(
+      "For integral input tensors, argument alpha or beta must not be a floating point "
+      f"number, but the operands have dtype {array.dtype}."
+    )
+  factor = lax.convert_element_type(factor, array.dtype)
+  return jnp.where(factor == 0, jnp.zeros_like(array), factor * array)
+
+
+def _multiplied(product, alpha):
+  """As `_scaled`, but 0 times NaN is NaN: only `beta` may drop its operand."""
+  if isinstance(alpha, int | float) and alpha == 1:
+    return product
+  if _is_exact(product) and not _is_exact(alpha):
+    return _scaled(product, alpha)
+  return product * lax.convert_element_type(alpha, product.dtype)
+
+
+def _affine(self, product, beta, alpha):
+  return _scaled(self, beta) + _multiplied(product, alpha)
+
+
+# --- Products of two ----------------------------------------------------------------
+
+
+@op(aten.mm.default)
+def _aten_mm(self, mat2):
+  _require_rank("mm", self=(self, 2), mat2=(mat2, 2))
+  return _product("mm", self, mat2)
+
+
+@op(aten.bmm.default)
+def _aten_bmm(self, mat2):
+  _require_rank("bmm", self=(self, 3), mat2=(mat2, 3))
+  if self.shape[0] != mat2.shape[0]:
+    raise RuntimeError(
+      f"bmm: expected equal batch sizes, but got shapes {self.shape} and {mat2.shape}."
+    )
+  return _product("bmm", self, mat2)
+
+
+def _wide_product(left, right, out_dtype):
+  return jnp.matmul(left, right, preferred_element_type=mappings.t2j_dtype(out_dtype))
+
+
+@op(aten.mm.dtype, aten.bmm.dtype)
+def _aten_mm_dtype(self, mat2, out_dtype):
+  """Returns the accumulator in `out_dtype` instead of rounding it."""
+  return _wide_product(self, mat2, out_dtype)
+
+
+@op(aten.mv)
+def _aten_mv(self, vec):
+  _require_rank("mv", self=(self, 2), vec=(vec, 1))
+  return _product("mv", self, vec)
+
+
+@op(aten.dot)
+def _aten_dot(self, tensor):
+  _require_rank("dot", self=(self, 1), tensor=(tensor, 1))
+  return _product("dot", self, tensor)
+
+
+@op(aten.vdot)
+def _aten_vdot(self, other):
+  """The dot product with the first operand conjugated."""
+  return _aten_dot(jnp.conj(self), other)
+
+
+@op(aten.matmul)
+def _aten_matmul(self, other):
+  if self.ndim == 0 or other.ndim == 0:
+    raise RuntimeError("both arguments to matmul need to be at least 1D, but one is 0D")
+  return _product("matmul", self, other)
+
+
+@op(aten.outer, aten.ger)
+def _aten_outer(self, vec2):
+  _require_rank("outer", self=(self, 1), vec2=(vec2, 1))
+  left, right = promote(self, vec2)
+  return left[:, None] * right[None, :]
+
+
+@op(aten.linear)
+def linear(input, weight, bias=None):
+  product = _product("linear", input, weight.T)
+  return product if bias is None else product + bias
+
+
+@op(aten.tensordot)
+def _aten_tensordot(self, other, dims_self, dims_other):
+  _require_one_dtype("tensordot", self, other)
+  return jnp.tensordot(self, other, axes=(tuple(dims_self), tuple(dims_other)))
+
+
+# --- Products with a sum ------------------------------------------------------------
+
+
+@op(aten.addmm.default, aten.addmv)
+def _aten_addmm(self, mat1, mat2, beta=1, alpha=1):
+  """`beta * self + alpha * (mat1 @ mat2)`; `self` broadcasts; `mat2` may be a vector."""
+  _require_one_dtype("addmm", self, mat1, mat2)
+  return _affine(self, _product("addmm", mat1, mat2), beta, alpha)
+
+
+@op(aten.addmm.dtype, aten.baddbmm.dtype)
+def _aten_addmm_dtype(self, mat1, mat2, out_dtype, beta=1, alpha=1):
+  product = _wide_product(mat1, mat2, out_dtype)
+  return _affine(self.astype(product.dtype), product, beta, alpha)
+
+
+@op(aten.baddbmm.default)
+def _aten_baddbmm(self, batch1, batch2, beta=1, alpha=1):
+  _require_rank("baddbmm", batch1=(batch1, 3), batch2=(batch2, 3))
+  return _affine(self, _product("baddbmm", batch1, batch2), beta, alpha)
+
+
+@op(aten.addbmm)
+def _aten_addbmm(self, batch1, batch2, beta=1, alpha=1):
+  """The products of all batches are summed, inside one contraction."""
+  _require_rank("addbmm", batch1=(batch1, 3), batch2=(batch2, 3))
+  _require_one_dtype("addbmm", self, batch1, batch2)
+  total = jnp.einsum("bij,bjk->ik", batch1, batch2)
+  return _affine(self, total, beta, alpha)
+
+
+@op(aten.addr)
+def _aten_addr(self, vec1, vec2, beta=1, alpha=1):
+  start, product = promote(self, _aten_outer(vec1, vec2))
+  return _affine(start, product, beta, alpha)
+
+
+@op(aten.sparse_sampled_addmm)
+def _aten_sparse_addmm(self, mat1, mat2, beta=1, alpha=1):
+  """Dense form: the product counts only where `self` has an element."""
+  product = jnp.where(self != 0, _product("sampled_addmm", mat1, mat2), 0)
+  return _affine(self, product, beta, alpha)
+
+
+@op(aten._trilinear)
+def _aten_trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
+  """Expands each operand at its `expand` dims, multiplies, sums over `sumdim`.
+
+  `unroll_dim` only directs torch's loop.
+  """
+  factors = (
+    jnp.expand_dims(operand, tuple(dims))
+    for operand, dims in ((i1, expand1), (i2, expand2), (i3, expand3))
+  )
+  product = functools.reduce(operator.mul, factors)
+  return jnp.sum(product, axis=tuple(sumdim))
+
+
+# --- Contractions -------------------------------------------------------------------
+
+
+def _sublist_equation(terms: Sequence[Sequence[int]]) -> str:
+  """The subscripts of torch's number form; 0 … 51 are the letters A … Z, a … z."""
+
+  def letter(subscript):
+    if subscript is Ellipsis:
+      return "..."
+    return chr(ord("A") + subscript if subscript < 26 else ord("a") + subscript - 26)
+
+  return ",".join("".join(map(letter, term)) for term in terms)
+
+
+def einsum(equation, *operands) -> jax.Array:
+  """Einstein summation of arrays, in both of torch's forms.
+
+  Args:
+    equation: subscripts such as `"bij,bjk->bik"`, or the first operand of the form
+      `einsum(operand, [0, 1], operand, [1, 2], ..., [0, 2])`.
+    *operands: the arrays, or one sequence of them.
+
+  Raises:
+    ValueError: no operand.
+
+  >>> einsum("ij,ij->", jnp.ones((2, 3)), jnp.ones((2, 3))).item()
+  6.0
+  """
+  if not isinstance(equation, str):
+    arguments = (equation, *operands)
+    pairs = len(arguments) // 2 * 2
+    output = "->" + _sublist_equation(arguments[pairs:]) if len(arguments) % 2 else ""
+    equation = _sublist_equation(arguments[1:pairs:2]) + output
+    operands = arguments[0:pairs:2]
+  elif len(operands) == 1 and isinstance(operands[0], list | tuple):
+    operands = tuple(operands[0])
+  if not operands:
+    raise ValueError("einsum(): must provide at least one operand")
+  return jnp.einsum(equation, *promote(*operands), optimize="optimal")
+
+
+@op(aten.einsum)
+def _aten_einsum(equation, tensors, path=None):
+  return einsum(equation, *tensors)
+
+
+# --- Distances ----------------------------------------------------------------------
+
+
+def _norm_of_last(difference, p):
+  """The p-norm over the last dimension; p may be 0 or infinite."""
+  magnitude = jnp.abs(difference)
+  if p == 0:
+    return jnp.sum((difference != 0).astype(difference.dtype), axis=-1)
+  if p == 1:
+    return jnp.sum(magnitude, axis=-1)
+  if p == 2:
+    return jnp.sqrt(jnp.sum(jnp.square(difference), axis=-1))
+  if math.isinf(p):
+    return jnp.max(magnitude, axis=-1, initial=0)
+  return jnp.sum(magnitude**p, axis=-1) ** (1.0 / p)
+
+
+def _norm_gradient(difference, norm, p):
+  """d norm / d difference, with 0 at the origin, where torch takes that subgradient."""
+  if p == 0:
+    return jnp.zeros_like(difference)
+  if p == 1:
+    return jnp.sign(difference)
+  norm = norm[..., None]
+  magnitude = jnp.abs(difference)
+  if math.isinf(p):
+    return jnp.where(magnitude == norm, jnp.sign(difference), 0)
+  unit = jnp.where(norm == 0, 1, norm)
+  steep = jnp.where(magnitude == 0, 1, magnitude / unit) ** (p - 1)
+  gradient = jnp.sign(difference) * steep
+  return jnp.where((norm == 0) | (magnitude == 0), 0, gradient)
+
+
+def _pairwise_difference(x1, x2):
+  return x1[..., :, None, :] - x2[..., None, :, :]
+
+
+@op(aten._euclidean_dist)
+def _aten_euclidean_dist(x1, x2):
+  """|a|^2 + |b|^2 - 2ab as one matrix product; fast, with cancellation for near rows."""
+  squared1 = jnp.sum(jnp.square(x1), axis=-1, keepdims=True)
+  squared2 = jnp.sum(jnp.square(x2), axis=-1, keepdims=True)
+  left = jnp.concatenate([-2 * x1, squared1, jnp.ones_like(squared1)], axis=-1)
+  right = jnp.concatenate([x2, jnp.ones_like(squared2), squared2], axis=-1)
+  squared = jnp.matmul(left, jnp.swapaxes(right, -1, -2))
+  return jnp.sqrt(jnp.maximum(squared, 0))
+
+
+def _uses_matmul(x1, x2, compute_mode) -> bool:
+  """Modes: None or 0 leaves it to the size, 1 always takes the product, 2 never."""
+  large = max(x1.shape[-2], x2.shape[-2]) > DISTANCE_MATMUL_SIZE
+  return compute_mode == 1 or (not compute_mode and large)
+
+
+@op(aten._cdist_forward, static=("p",))
+def _aten_cdist_forward(x1, x2, p, compute_mode=None):
+  if p < 0:
+    raise RuntimeError(f"cdist only supports non-negative p values, but got p={p}.")
+  if x1.shape[-1] != x2.shape[-1]:
+    raise RuntimeError(
+      "cdist: expected X1 and X2 to have the same number of columns, but got shapes "
+      f"{x1.shape} and {x2.shape}."
+    )
+  if p == 2 and _uses_matmul(x1, x2, compute_mode):
+    return _aten_euclidean_dist(x1, x2)
+  return _norm_of_last(_pairwise_difference(x1, x2), p)
+
+
+@op(aten.cdist, static=("p",))
+def _aten_cdist(x1, x2, p=2.0, compute_mode=None):
+  return _aten_cdist_forward(x1, x2, p, compute_mode)
+
+
+@op(aten._cdist_backward, static=("p",))
+def _aten_cdist_backward(grad, x1, x2, p, cdist):
+  """The gradient for `x1`; torch calls again with the operands swapped for `x2`."""
+  slope = _norm_gradient(_pairwise_difference(x1, x2), cdist, p)
+  gradient = jnp.sum(grad[..., None] * slope, axis=-2)
+  extra = tuple(range(gradient.ndim - x1.ndim))
+  return jnp.sum(gradient, axis=extra)
+
+
+def _upper_pairs(rows: int):
+  return jnp.triu_indices(rows, k=1)
+
+
+@op(aten._pdist_forward, static=("p",))
+def _aten__pdist_forward(self, p=2.0):
+  """Distances of all pairs i < j of rows, in the order of the upper triangle."""
+  first, second = _upper_pairs(self.shape[0])
+  return _norm_of_last(self[first] - self[second], p)
+
+
+@op(aten._pdist_backward, static=("p",))
+def _aten__pdist_backward(grad, self, p, pdist):
+  first, second = _upper_pairs(self.shape[0])
+  slope = grad[:, None] * _norm_gradient(self[first] - self[second], pdist, p)
+  return jnp.zeros_like(self).at[first].add(slope).at[second].add(-slope)

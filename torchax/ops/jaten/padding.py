@@ -1,0 +1,124 @@
+"""Borders around tensors: constant, reflected, replicated or circular.
+
+`pad` lists (before, after) for the last dimension, then for the one before it, and so
+on; a negative width crops. Borders are slices, not gathers: their transposes are sums.
+"""
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+
+def _pad_widths(ndim: int, pad) -> list[tuple[int, int]]:
+  """(low, high) for each dimension; torch lists pairs from the last one on."""
+  pairs = list(zip(pad[::2], pad[1::2]))
+  if len(pad) % 2 or len(pairs) > ndim:
+    raise RuntimeError(
+      f"pad expects pairs of widths for at most {ndim} dimensions, but got {pad}."
+    )
+  return [(0, 0)] * (ndim - len(pairs)) + pairs[::-1]
+
+
+@op(aten.constant_pad_nd)
+def _aten_constant_pad_nd(self, pad, value=0):
+  widths = _pad_widths(self.ndim, pad)
+  for size, (low, high) in zip(self.shape, widths):
+    if size + low + high < 0:
+      raise RuntimeError(
+        f"constant_pad_nd cannot crop a dimension of size {size} by {(low, high)}."
+      )
+  filler = jnp.asarray(value).astype(self.dtype)
+  return lax.pad(self, filler, [(low, high, 0) for low, high in widths])
+
+
+def _reflected(array, axis, low, high):
+  size = array.shape[axis]
+  if max(low, high) >= size:
+    raise RuntimeError(
+      f"Reflection needs a padding below the size of the dimension, {size}, but got "
+      f"{(low, high)}."
+    )
+  before = lax.slice_in_dim(array, 1, 1 + low, axis=axis)
+  after = lax.slice_in_dim(array, size - 1 - high, size - 1, axis=axis)
+  return lax.rev(before, [axis]), lax.rev(after, [axis])
+
+
+def _replicated(array, axis, low, high):
+  def repeated(edge, width):
+    shape = (*array.shape[:axis], width, *array.shape[axis + 1 :])
+    return jnp.broadcast_to(lax.slice_in_dim(array, edge, edge + 1, axis=axis), shape)
+
+  return repeated(0, low), repeated(array.shape[axis] - 1, high)
+
+
+def _wrapped(array, axis, low, high):
+  size = array.shape[axis]
+  before = lax.slice_in_dim(array, size - low, size, axis=axis)
+  return before, lax.slice_in_dim(array, 0, high, axis=axis)
+
+
+_BORDERS = {"reflect": _reflected, "replicate": _replicated, "circular": _wrapped}
+
+
+def _pad_with_border(self, pad, mode):
+  """Pads one dimension after the other; a negative width crops."""
+  for axis, (low, high) in enumerate(_pad_widths(self.ndim, pad)):
+    if not low and not high:
+      continue
+    before, after = _BORDERS[mode](self, axis, max(low, 0), max(high, 0))
+    stop = self.shape[axis] - max(-high, 0)
+    kept = lax.slice_in_dim(self, max(-low, 0), stop, axis=axis)
+    self = lax.concatenate([before, kept, after], axis)
+  return self
+
+
+@op(aten.pad)
+def _aten_pad(self, pad, mode="constant", value=None):
+  if mode == "constant":
+    return _aten_constant_pad_nd(self, pad, 0 if value is None else value)
+  if mode not in _BORDERS:
+    raise NotImplementedError(
+      f"pad expects a mode of constant, {', '.join(_BORDERS)}, but got {mode!r}."
+    )
+  return _pad_with_border(self, pad, mode)
+
+
+def _aten_reflection_pad(self, padding):
+  return _pad_with_border(self, padding, "reflect")
+
+
+def _aten_reflection_pad_backward(grad_output, self, padding):
+  return jax.vjp(lambda x: _aten_reflection_pad(x, padding), self)[1](grad_output)[0]
+
+
+def _aten_replication_pad(self, padding):
+  return _pad_with_border(self, padding, "replicate")
+
+
+def _aten_replication_pad_backward(grad_output, self, padding):
+  return jax.vjp(lambda x: _aten_replication_pad(x, padding), self)[1](grad_output)[0]
+
+
+# The rank of the padding tells the dimensions; one function serves all three.
+op(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)(
+  _aten_reflection_pad
+)
+op(
+  aten.reflection_pad1d_backward,
+  aten.reflection_pad2d_backward,
+  aten.reflection_pad3d_backward,
+)(_aten_reflection_pad_backward)
+op(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)(
+  _aten_replication_pad
+)
+op(
+  aten.replication_pad1d_backward,
+  aten.replication_pad2d_backward,
+  aten.replication_pad3d_backward,
+)(_aten_replication_pad_backward)
+_aten_reflection_pad1d = _aten_reflection_pad

@@ -1,0 +1,441 @@
+"""Maximum and average pooling, adaptive pooling, unpooling, and their gradients.
+
+Pooling separates: one dimension is pooled after the other, the last one first.
+Inputs are (N, C, spatial…) or (C, spatial…). The indices beside a maximum count in
+the flattened spatial plane of the input, as torch's do.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax.ops import mappings
+from torchax.ops.jaten._opmath import expand_sizes, in_opmath, widen
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+# The index of a cell of the padding: any cell of the input replaces it.
+NO_INDEX = -1
+
+
+def _check_rank(self, rank):
+  if self.ndim not in (rank + 1, rank + 2):
+    raise RuntimeError(
+      f"Expected {rank + 1}D or {rank + 2}D (batch mode) tensor, but got shape "
+      f"{self.shape}."
+    )
+
+
+def _window_sizes(self, rank, kernel_size, stride, padding, dilation):
+  """Kernel, stride, padding and dilation with `rank` entries each, checked."""
+  _check_rank(self, rank)
+  kernel, dilation = expand_sizes(kernel_size, rank), expand_sizes(dilation, rank)
+  # An empty stride means the kernel's size.
+  stride = expand_sizes(stride, rank) if stride not in ((), [], None) else kernel
+  padding = expand_sizes(padding, rank)
+  if min((*kernel, *stride, *dilation)) < 1:
+    raise RuntimeError(
+      f"kernel size, stride and dilation should be greater than zero, but got "
+      f"{kernel}, {stride} and {dilation}."
+    )
+  for k, p, d in zip(kernel, padding, dilation):
+    if p < 0 or p > (d * (k - 1) + 1) // 2:
+      raise RuntimeError(
+        "pad should be non-negative and at most half of effective kernel size, but "
+        f"got pad={p}, kernel_size={k} and dilation={d}."
+      )
+  return kernel, stride, padding, dilation
+
+
+def _pooled_size(size, kernel, stride, padding, dilation, ceil_mode) -> int:
+  span = size + 2 * padding - dilation * (kernel - 1) - 1
+  pooled = (-(-span // stride) if ceil_mode else span // stride) + 1
+  # The last window must start inside the input or the padding before it.
+  if ceil_mode and (pooled - 1) * stride >= size + padding:
+    pooled -= 1
+  if pooled < 1:
+    raise RuntimeError(
+      f"A dimension of size {size} with kernel_size={kernel}, padding={padding} and "
+      f"dilation={dilation} leaves an output of size {pooled}: it is too small."
+    )
+  return pooled
+
+
+def _index_plane(self, rank):
+  """For every cell its index in the spatial plane, broadcast to the whole array."""
+  spatial = self.shape[-rank:]
+  plane = np.arange(math.prod(spatial)).reshape(spatial)
+  return jnp.broadcast_to(
+    jnp.asarray(plane, mappings.t2j_dtype(torch.int64)), self.shape
+  )
+
+
+def _lowest(dtype):
+  if jnp.issubdtype(dtype, jnp.floating):
+    return np.array(-np.inf, dtype)
+  return np.array(jnp.iinfo(dtype).min, dtype)
+
+
+# ---- maximum
+
+
+def _max_along(values, indices, axis, kernel, stride, padding, dilation, ceil_mode):
+  """Pools one axis: a running maximum over the cells of the window."""
+  size = values.shape[axis]
+  pooled = _pooled_size(size, kernel, stride, padding, dilation, ceil_mode)
+  reach = (pooled - 1) * stride + dilation * (kernel - 1) + 1
+  widths = [(0, 0, 0)] * values.ndim
+  # A negative width crops what no window reaches.
+  widths[axis] = (padding, reach - size - padding, 0)
+  values = lax.pad(values, _lowest(values.dtype), widths)
+  indices = lax.pad(indices, jnp.asarray(NO_INDEX, indices.dtype), widths)
+
+  def cell(array, offset):
+    start = offset * dilation
+    limit = start + (pooled - 1) * stride + 1
+    return lax.slice_in_dim(array, start, limit, stride, axis)
+
+  best, best_index = cell(values, 0), cell(indices, 0)
+  for offset in range(1, kernel):
+    value, index = cell(values, offset), cell(indices, offset)
+    # NaN wins, a tie keeps the first: aten/src/ATen/native/cpu/MaxPoolKernel.cpp.
+    wins = (value > best) | (value != value) | (best_index == NO_INDEX)
+    best = jnp.where(wins, value, best)
+    best_index = jnp.where(wins, index, best_index)
+  return best, best_index
+
+
+def _max_pool(self, rank, kernel_size, stride, padding, dilation, ceil_mode):
+  windows = _window_sizes(self, rank, kernel_size, stride, padding, dilation)
+  values, indices = self, _index_plane(self, rank)
+  for axis, window in enumerate(reversed(list(zip(*windows))), start=1):
+    values, indices = _max_along(values, indices, self.ndim - axis, *window, ceil_mode)
+  return values, indices
+
+
+@op(aten.max_pool2d_with_indices)
+def _aten_max_pool2d_with_indices(
+  self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False
+):
+  return _max_pool(self, 2, kernel_size, stride, padding, dilation, ceil_mode)
+
+
+@op(aten.max_pool3d_with_indices)
+def _aten_max_pool3d_with_indices(
+  self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False
+):
+  return _max_pool(self, 3, kernel_size, stride, padding, dilation, ceil_mode)
+
+
+def _planes(array, rank):
+  """Flattens the leading dimensions, and the `rank` spatial ones."""
+  return array.reshape(math.prod(array.shape[:-rank]), math.prod(array.shape[-rank:]))
+
+
+def _send_back(grad_output, self, indices, rank):
+  """Adds each gradient to the cell that its maximum came from."""
+  cells = jnp.zeros(_planes(self, rank).shape, widen(grad_output).dtype)
+  rows = jnp.arange(cells.shape[0])[:, None]
+  cells = cells.at[rows, _planes(indices, rank)].add(
+    _planes(widen(grad_output), rank), mode="drop"
+  )
+  return cells.reshape(self.shape).astype(grad_output.dtype)
+
+
+@op(aten.max_pool2d_with_indices_backward)
+def max_pool2d_with_indices_backward_custom(
+  grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices
+):
+  return _send_back(grad_output, self, indices, 2)
+
+
+@op(aten.max_pool3d_with_indices_backward)
+def _aten_max_pool3d_with_indices_backward(
+  grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices
+):
+  return _send_back(grad_output, self, indices, 3)
+
+
+def _unpool(self, indices, output_size, rank):
+  _check_rank(self, rank)
+  if self.shape != indices.shape:
+    raise RuntimeError(
+      f"Expected shape of indices to be same as that of the input tensor "
+      f"({self.shape}), but got indices of shape {indices.shape}."
+    )
+  shape = (*self.shape[:-rank], *output_size)
+  planes = math.prod(self.shape[:-rank])
+  cells = jnp.zeros((planes, math.prod(output_size)), self.dtype)
+  rows = jnp.arange(planes)[:, None]
+  cells = cells.at[rows, _planes(indices, rank)].set(_planes(self, rank), mode="drop")
+  return cells.reshape(shape)
+
+
+@op(aten.max_unpool2d)
+def _aten_max_unpoolxd(self, indices, output_size):
+  return _unpool(self, indices, output_size, 2)
+
+
+@op(aten.max_unpool3d)
+def _aten_max_unpool3d(self, indices, output_size, stride, padding):
+  return _unpool(self, indices, output_size, 3)
+
+
+# ---- average
+
+
+def _divisors(size, pooled, kernel, stride, padding, count_include_pad):
+  """How many cells each window of one dimension averages over."""
+  start = np.arange(pooled) * stride - padding
+  end = np.minimum(start + kernel, size + padding)
+  if not count_include_pad:
+    start, end = np.maximum(start, 0), np.minimum(end, size)
+  return end - start
+
+
+def _avg_pool(
+  self, rank, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor
+):
+  if divisor == 0:
+    raise RuntimeError("divisor must be not zero")
+  kernel, stride, padding, _ = _window_sizes(
+    self, rank, kernel_size, stride, padding, 1
+  )
+  spatial = self.shape[-rank:]
+  dims = list(zip(spatial, kernel, stride, padding))
+  pooled = [_pooled_size(n, k, s, p, 1, ceil_mode) for n, k, s, p in dims]
+  leading = self.ndim - rank
+  total = lax.reduce_window(
+    self,
+    np.zeros((), self.dtype),
+    lax.add,
+    (1,) * leading + kernel,
+    (1,) * leading + stride,
+    [(0, 0)] * leading
+    + [(p, (out - 1) * s + k - n - p) for out, (n, k, s, p) in zip(pooled, dims)],
+  )
+  if divisor is None:
+    divisor = np.ones((), np.int64)
+    for out, (n, k, s, p) in zip(pooled, dims):
+      counts = _divisors(n, out, k, s, p, count_include_pad)
+      divisor = divisor[..., None] * counts
+  # lax.div truncates integers, as torch does.
+  return lax.div(total, jnp.broadcast_to(jnp.asarray(divisor, self.dtype), total.shape))
+
+
+def _average(self, *windows):
+  if not jnp.issubdtype(self.dtype, jnp.floating):
+    return _avg_pool(self, *windows)
+  return in_opmath(lambda array: _avg_pool(array, *windows))(self)
+
+
+def _linear_gradient(function, grad_output, self):
+  """The gradient at `self` of a function that is linear in it."""
+  primal = jax.ShapeDtypeStruct(self.shape, widen(grad_output).dtype)
+  (gradient,) = jax.linear_transpose(function, primal)(widen(grad_output))
+  return gradient.astype(grad_output.dtype)
+
+
+@op(aten.avg_pool2d)
+def _aten_avg_pool(
+  self,
+  kernel_size,
+  stride=(),
+  padding=0,
+  ceil_mode=False,
+  count_include_pad=True,
+  divisor_override=None,
+):
+  return _average(
+    self,
+    2,
+    kernel_size,
+    stride,
+    padding,
+    ceil_mode,
+    count_include_pad,
+    divisor_override,
+  )
+
+
+@op(aten.avg_pool3d)
+def _aten_avg_pool3d(
+  self,
+  kernel_size,
+  stride=(),
+  padding=0,
+  ceil_mode=False,
+  count_include_pad=True,
+  divisor_override=None,
+):
+  return _average(
+    self,
+    3,
+    kernel_size,
+    stride,
+    padding,
+    ceil_mode,
+    count_include_pad,
+    divisor_override,
+  )
+
+
+@op(aten.avg_pool1d)
+def _aten_avg_pool1d(
+  self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True
+):
+  return _average(
+    self, 1, kernel_size, stride, padding, ceil_mode, count_include_pad, None
+  )
+
+
+@op(aten.avg_pool2d_backward)
+def _aten_avg_pool2d_backward(
+  grad_output,
+  self,
+  kernel_size,
+  stride,
+  padding,
+  ceil_mode,
+  count_include_pad,
+  divisor_override,
+):
+  sizes = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+  return _linear_gradient(lambda array: _avg_pool(array, 2, *sizes), grad_output, self)
+
+
+@op(aten.avg_pool3d_backward)
+def _aten_avg_pool3d_backward(
+  grad_output,
+  self,
+  kernel_size,
+  stride,
+  padding,
+  ceil_mode,
+  count_include_pad,
+  divisor_override,
+):
+  sizes = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+  return _linear_gradient(lambda array: _avg_pool(array, 3, *sizes), grad_output, self)
+
+
+# ---- adaptive
+
+
+def _bins(size, pooled):
+  """Cells of each bin of one dimension, and which of them belong to it: (bin, cell).
+
+  Bin i covers floor(i * size / pooled) up to ceil((i + 1) * size / pooled); bins
+  overlap and differ in length where `pooled` does not divide `size`.
+  """
+  starts = np.arange(pooled) * size // pooled
+  ends = -(-(np.arange(pooled) + 1) * size // pooled)
+  longest = int((ends - starts).max(initial=1))
+  cells = starts[:, None] + np.arange(longest)
+  return np.minimum(cells, max(size - 1, 0)), cells < ends[:, None]
+
+
+def _binned(array, axis, pooled):
+  """Splits `axis` into (bin, cell); returns the mask of cells that count, or None."""
+  size = array.shape[axis]
+  shape = array.shape
+  if pooled and size % pooled == 0:
+    split = (*shape[:axis], pooled, size // pooled, *shape[axis + 1 :])
+    return array.reshape(split), None
+  cells, member = _bins(size, pooled)
+  split = (*shape[:axis], *cells.shape, *shape[axis + 1 :])
+  binned = jnp.take(array, cells.reshape(-1), axis=axis, mode="clip").reshape(split)
+  return binned, member.reshape(*member.shape, *(1,) * (array.ndim - axis - 1))
+
+
+def _adaptive_sizes(self, output_size, rank):
+  _check_rank(self, rank)
+  if any(size == 0 for size in self.shape[-rank:]):
+    raise RuntimeError(
+      "adaptive pooling expects non-empty spatial dimensions, but got shape "
+      f"{self.shape}."
+    )
+  return expand_sizes(output_size, rank)
+
+
+def _adaptive_avg_pool(self, output_size, rank):
+  for axis, pooled in enumerate(
+    _adaptive_sizes(self, output_size, rank), start=self.ndim - rank
+  ):
+    binned, member = _binned(self, axis, pooled)
+    if member is None:
+      self = jnp.mean(binned, axis=axis + 1)
+    else:
+      total = jnp.sum(jnp.where(member, binned, 0), axis=axis + 1)
+      self = total / member.sum(axis=1).astype(self.dtype)
+  return self
+
+
+@op(aten._adaptive_avg_pool2d)
+@in_opmath
+def adaptive_avg_pool2or3d(self, output_size):
+  return _adaptive_avg_pool(self, output_size, 2)
+
+
+@op(aten._adaptive_avg_pool3d)
+@in_opmath
+def _aten__adaptive_avg_pool3d(self, output_size):
+  return _adaptive_avg_pool(self, output_size, 3)
+
+
+@op(aten._adaptive_avg_pool2d_backward)
+def _aten__adaptive_avg_pool2d_backward(grad_output, self):
+  return _linear_gradient(
+    lambda array: _adaptive_avg_pool(array, grad_output.shape[-2:], 2),
+    grad_output,
+    self,
+  )
+
+
+@op(aten._adaptive_avg_pool3d_backward)
+def _aten__adaptive_avg_pool3d_backward(grad_output, self):
+  return _linear_gradient(
+    lambda array: _adaptive_avg_pool(array, grad_output.shape[-3:], 3),
+    grad_output,
+    self,
+  )
+
+
+def _adaptive_max_pool(self, output_size, rank):
+  values, indices = self, _index_plane(self, rank)
+  sizes = _adaptive_sizes(self, output_size, rank)
+  for back, pooled in enumerate(reversed(sizes), start=1):
+    axis = self.ndim - back
+    binned, member = _binned(values, axis, pooled)
+    binned_indices, _ = _binned(indices, axis, pooled)
+    if member is not None:
+      binned = jnp.where(member, binned, _lowest(self.dtype))
+    best = jnp.argmax(binned, axis=axis + 1, keepdims=True)
+    values = jnp.take_along_axis(binned, best, axis=axis + 1).squeeze(axis + 1)
+    indices = jnp.take_along_axis(binned_indices, best, axis=axis + 1).squeeze(axis + 1)
+  return values, indices
+
+
+@op(aten.adaptive_max_pool2d)
+def _aten_adaptive_max_pool2d(self, output_size):
+  return _adaptive_max_pool(self, output_size, 2)
+
+
+@op(aten.adaptive_max_pool3d)
+def _aten_adaptive_max_pool3d(self, output_size):
+  return _adaptive_max_pool(self, output_size, 3)
+
+
+@op(aten.adaptive_max_pool2d_backward)
+def _aten_adaptive_max_pool2d_backward(grad_output, self, indices):
+  return _send_back(grad_output, self, indices, 2)
+
+
+@op(aten.adaptive_max_pool3d_backward)
+def _aten_adaptive_max_pool3d_backward(grad_output, self, indices):
+  return _send_back(grad_output, self, indices, 3)

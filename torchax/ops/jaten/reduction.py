@@ -1,0 +1,499 @@
+"""Reductions and scans: sums, extrema, statistics, norms, order statistics, counts.
+
+A `dim` may be negative, and 0 or -1 for a 0-d tensor; no `dim`, or an empty list,
+means all. Integers sum in int64. Half precision accumulates in float32. Ties among
+extrema give the first index and in running extrema the last, as torch does on the CPU.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops import mappings
+from torchax.ops.op_base import op, promote, to_float
+
+aten = torch.ops.aten
+
+
+def _index_dtype():
+  return mappings.t2j_dtype(torch.int64)
+
+
+def _is_exact(array) -> bool:
+  return not jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+def _require_floats(array, name: str):
+  if _is_exact(array):
+    raise RuntimeError(
+      f"{name} expects a floating-point or complex tensor, but got {array.dtype}. "
+      "Convert it with `.float()`, or pass `dtype=` where the function takes one."
+    )
+
+
+def _axes(array, dim) -> tuple[int, ...]:
+  """The axes that `dim` names, as sorted non-negative integers."""
+  if dim is None or dim == ():
+    return tuple(range(array.ndim))
+  dims = (dim,) if isinstance(dim, int) else dim
+  rank = max(array.ndim, 1)
+  for d in dims:
+    if not -rank <= d < rank:
+      raise IndexError(
+        f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], "
+        f"but got {d})"
+      )
+  axes = sorted(d % rank for d in dims)
+  if len(set(axes)) < len(axes):
+    raise RuntimeError(f"A dim appears multiple times in the list of dims {dims}.")
+  return tuple(axes) if array.ndim else ()
+
+
+def _require_elements(array, axes, name: str, error=IndexError):
+  if any(array.shape[axis] == 0 for axis in axes):
+    raise error(
+      f"{name}(): Expected reduction dims {axes} to have non-zero size, but the shape "
+      f"is {array.shape}."
+    )
+
+
+def _accumulable(array, dtype):
+  """The array in the dtype in which sums and products of it are returned."""
+  if dtype is not None:
+    return array.astype(mappings.t2j_dtype(dtype))
+  return array.astype(_index_dtype()) if _is_exact(array) else array
+
+
+def _widened(array):
+  """float32 for half precision; reductions round once at their end."""
+  wide = jnp.promote_types(array.dtype, jnp.float32)
+  return array if _is_exact(array) else array.astype(wide)
+
+
+# --- Sums ---------------------------------------------------------------------------
+
+
+@op(aten.sum)
+def _aten_sum(self, dim=None, keepdim=False, dtype=None):
+  terms = _accumulable(self, dtype)
+  return jnp.sum(terms, axis=_axes(self, dim), keepdims=keepdim, dtype=terms.dtype)
+
+
+@op(aten.nansum)
+def _aten_nansum(self, dim=None, keepdim=False, dtype=None):
+  terms = self if _is_exact(self) else jnp.where(jnp.isnan(self), 0, self)
+  return _aten_sum(terms, dim, keepdim, dtype)
+
+
+@op(aten.mean)
+def _aten_mean(self, dim=None, keepdim=False, dtype=None):
+  if dtype is not None:
+    self = self.astype(mappings.t2j_dtype(dtype))
+  _require_floats(self, "mean")
+  return jnp.mean(self, axis=_axes(self, dim), keepdims=keepdim)
+
+
+@op(aten.prod)
+def _aten_prod(self, dim=None, keepdim=False, dtype=None):
+  factors = _accumulable(self, dtype)
+  return jnp.prod(factors, axis=_axes(self, dim), keepdims=keepdim, dtype=factors.dtype)
+
+
+@op(aten.trace)
+def _aten_trace(self):
+  if self.ndim != 2:
+    raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {self.ndim}")
+  return _aten_sum(jnp.diagonal(self))
+
+
+@op(aten.count_nonzero)
+def _aten_count_nonzero(self, dim=None):
+  return jnp.sum(self != 0, axis=_axes(self, dim), dtype=_index_dtype())
+
+
+@op(aten.logsumexp)
+def _aten_logsumexp(self, dim, keepdim=False):
+  return jax.scipy.special.logsumexp(
+    to_float(self), axis=_axes(self, dim), keepdims=keepdim
+  )
+
+
+# --- Truth --------------------------------------------------------------------------
+
+
+def _truth(reduce, self, dim, keepdim):
+  # torch keeps uint8, once its bool, and takes an empty list of dims at its word.
+  axes = () if dim == () else _axes(self, dim)
+  truth = reduce(self != 0, axis=axes, keepdims=keepdim)
+  return truth.astype(jnp.uint8) if self.dtype == jnp.uint8 else truth
+
+
+@op(aten.any)
+def _aten_any(self, dim=None, keepdim=False):
+  return _truth(jnp.any, self, dim, keepdim)
+
+
+@op(aten.all)
+def _aten_all(self, dim=None, keepdim=False):
+  return _truth(jnp.all, self, dim, keepdim)
+
+
+@op(aten.equal, compiled=False)
+def _aten_equal(self, other):
+  if self.shape != other.shape:
+    return False
+  return bool(jnp.all(jnp.equal(*promote(self, other))))
+
+
+@op(aten.allclose, compiled=False)
+def _aten_allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
+  if self.dtype != other.dtype:
+    raise RuntimeError(
+      f"allclose expects operands of one dtype, but got {self.dtype} and {other.dtype}."
+    )
+  return bool(jnp.allclose(self, other, rtol=rtol, atol=atol, equal_nan=equal_nan))
+
+
+# --- Extrema ------------------------------------------------------------------------
+
+
+def _extremum(name, reduce, self, dim, keepdim, error=IndexError):
+  axes = _axes(self, dim)
+  _require_elements(self, axes, name, error)
+  return reduce(self, axis=axes, keepdims=keepdim)
+
+
+@op(aten.amax)
+def _aten_amax(self, dim=(), keepdim=False):
+  return _extremum("amax", jnp.max, self, dim, keepdim)
+
+
+@op(aten.amin)
+def _aten_amin(self, dim=(), keepdim=False):
+  return _extremum("amin", jnp.min, self, dim, keepdim)
+
+
+@op(aten.aminmax)
+def _aten_aminmax(self, dim=None, keepdim=False):
+  return (
+    _extremum("aminmax", jnp.min, self, dim, keepdim, RuntimeError),
+    _extremum("aminmax", jnp.max, self, dim, keepdim, RuntimeError),
+  )
+
+
+def _arg_extremum(name, find, self, dim, keepdim):
+  axes = _axes(self, dim)
+  _require_elements(self, axes, name)
+  if self.ndim == 0:
+    return jnp.zeros((), _index_dtype())
+  axis = None if dim is None else axes[0]
+  return find(self, axis=axis, keepdims=keepdim).astype(_index_dtype())
+
+
+@op(aten.argmax)
+def _aten_argmax(self, dim=None, keepdim=False):
+  return _arg_extremum("argmax", jnp.argmax, self, dim, keepdim)
+
+
+@op(aten.argmin)
+def _aten_argmin(self, dim=None, keepdim=False):
+  return _arg_extremum("argmin", jnp.argmin, self, dim, keepdim)
+
+
+@op(aten.max.default, aten.max.dim)
+def _aten_max(self, dim=None, keepdim=False):
+  """The greatest element or, with `dim`, those of each slice and their indices."""
+  if dim is None:
+    return _extremum("max", jnp.max, self, None, False, RuntimeError)
+  indices = _arg_extremum("max", jnp.argmax, self, dim, keepdim)
+  return jnp.max(self, axis=_axes(self, dim), keepdims=keepdim), indices
+
+
+@op(aten.min.default, aten.min.dim)
+def _aten_min(self, dim=None, keepdim=False):
+  if dim is None:
+    return _extremum("min", jnp.min, self, None, False, RuntimeError)
+  indices = _arg_extremum("min", jnp.argmin, self, dim, keepdim)
+  return jnp.min(self, axis=_axes(self, dim), keepdims=keepdim), indices
+
+
+@op(aten.max.other)
+def _aten_max_other(self, other):
+  return jnp.maximum(*promote(self, other))
+
+
+@op(aten.min.other)
+def _aten_min_other(self, other):
+  return jnp.minimum(*promote(self, other))
+
+
+# --- Moments ------------------------------------------------------------------------
+
+
+def _variance_and_mean(self, dim, correction, keepdim):
+  """Two passes, in float32 at least; the variance of complex numbers is real."""
+  _require_floats(self, "var and std")
+  axes = _axes(self, dim)
+  values = _widened(self)
+  mean = jnp.mean(values, axis=axes, keepdims=True)
+  deviation = values - mean
+  squares = jnp.real(deviation * jnp.conj(deviation))
+  count = math.prod(self.shape[axis] for axis in axes)
+  freedom = jnp.maximum(count - (1 if correction is None else correction), 0)
+  total = jnp.sum(squares, axis=axes, keepdims=keepdim)
+  variance = total / jnp.asarray(freedom, total.dtype)
+  return variance, mean if keepdim else jnp.squeeze(mean, axes)
+
+
+def _real_dtype(dtype):
+  return jnp.finfo(dtype).dtype
+
+
+@op(aten.var.correction)
+def _aten_var(self, dim=None, correction=None, keepdim=False):
+  variance, _ = _variance_and_mean(self, dim, correction, keepdim)
+  return variance.astype(_real_dtype(self.dtype))
+
+
+@op(aten.var_mean.correction)
+def _aten_var_mean_correction(self, dim=None, correction=None, keepdim=False):
+  variance, mean = _variance_and_mean(self, dim, correction, keepdim)
+  return variance.astype(_real_dtype(self.dtype)), mean.astype(self.dtype)
+
+
+@op(aten.std.correction)
+def _aten_std(self, dim=None, correction=None, keepdim=False):
+  variance, _ = _variance_and_mean(self, dim, correction, keepdim)
+  return jnp.sqrt(variance).astype(_real_dtype(self.dtype))
+
+
+@op(aten.std_mean.correction)
+def _aten_std_mean_correction(self, dim=None, correction=None, keepdim=False):
+  variance, mean = _variance_and_mean(self, dim, correction, keepdim)
+  return jnp.sqrt(variance).astype(_real_dtype(self.dtype)), mean.astype(self.dtype)
+
+
+# --- Norms --------------------------------------------------------------------------
+
+
+def _norm_of_magnitudes(magnitudes, ord, axes, keepdim):
+  if math.isinf(ord):
+    _require_elements(magnitudes, axes, "linalg.vector_norm", RuntimeError)
+    reduce = jnp.max if ord > 0 else jnp.min
+    return reduce(magnitudes, axis=axes, keepdims=keepdim)
+  if ord == 0:
+    nonzero = (magnitudes != 0).astype(magnitudes.dtype)
+    return jnp.sum(nonzero, axis=axes, keepdims=keepdim)
+  if ord == 1:
+    return jnp.sum(magnitudes, axis=axes, keepdims=keepdim)
+  if ord == 2:
+    return jnp.sqrt(jnp.sum(jnp.square(magnitudes), axis=axes, keepdims=keepdim))
+  return jnp.sum(magnitudes**ord, axis=axes, keepdims=keepdim) ** (1.0 / ord)
+
+
+@op(aten.linalg_vector_norm, static=("ord",))
+def _aten_linalg_vector_norm(self, ord=2, dim=None, keepdim=False, dtype=None):
+  if dtype is not None:
+    self = self.astype(mappings.t2j_dtype(dtype))
+  _require_floats(self, "linalg.vector_norm")
+  norm = _norm_of_magnitudes(jnp.abs(_widened(self)), ord, _axes(self, dim), keepdim)
+  return norm.astype(_real_dtype(self.dtype))
+
+
+@op(aten.norm, static=("p",))
+def _aten_norm(self, p=2, dim=None, keepdim=False, dtype=None):
+  return _aten_linalg_vector_norm(self, 2 if p is None else p, dim, keepdim, dtype)
+
+
+@op(aten.dist, static=("p",))
+def _aten_dist(self, other, p=2):
+  left, right = promote(self, other)
+  return _aten_linalg_vector_norm(left - right, p)
+
+
+# --- Scans --------------------------------------------------------------------------
+
+
+def _scan(scan, array, dim):
+  """`scan(array, axis)`; a 0-d tensor is its own scan."""
+  axes = _axes(array, dim)
+  if array.ndim == 0:
+    return array
+  return scan(_widened(array), axes[0]).astype(array.dtype)
+
+
+@op(aten.cumsum)
+def _aten_cumsum(self, dim, dtype=None):
+  return _scan(lambda x, axis: jnp.cumsum(x, axis), _accumulable(self, dtype), dim)
+
+
+@op(aten.cumprod)
+def _aten_cumprod(self, dim, dtype=None):
+  return _scan(lambda x, axis: jnp.cumprod(x, axis), _accumulable(self, dtype), dim)
+
+
+@op(aten.logcumsumexp, aten._logcumsumexp)
+def _aten_logcumsumexp(self, dim):
+  return _scan(lambda x, axis: lax.cumlogsumexp(x, axis), self, dim)
+
+
+def _running_extremum(scan, self, dim):
+  """The last position up to each element that attains the extremum; NaN wins."""
+  axes = _axes(self, dim)
+  if self.ndim == 0:
+    return self, jnp.zeros((), _index_dtype())
+  extrema = scan(self, axis=axes[0])
+  positions = lax.broadcasted_iota(_index_dtype(), self.shape, axes[0])
+  attains = self == extrema
+  if not _is_exact(self):
+    attains |= jnp.isnan(self)
+  return extrema, lax.cummax(jnp.where(attains, positions, 0), axis=axes[0])
+
+
+@op(aten.cummax)
+def _aten_cummax(self, dim):
+  return _running_extremum(lax.cummax, self, dim)
+
+
+@op(aten.cummin)
+def _aten_cummin(self, dim):
+  return _running_extremum(lax.cummin, self, dim)
+
+
+# --- Order statistics ---------------------------------------------------------------
+
+
+def _sorted_along(array, axis):
+  """Values and their positions in ascending order; NaN is the greatest."""
+  positions = lax.broadcasted_iota(_index_dtype(), array.shape, axis)
+  return lax.sort((array, positions), dimension=axis, num_keys=1, is_stable=True)
+
+
+def _pick(arrays, rank, axis, keepdim):
+  """The elements at `rank` (an integer, or one for each slice) of sorted arrays."""
+  picked = [
+    lax.dynamic_index_in_dim(array, rank, axis)
+    if jnp.ndim(rank) == 0
+    else jnp.take_along_axis(array, rank, axis)
+    for array in arrays
+  ]
+  return tuple(p if keepdim else jnp.squeeze(p, axis) for p in picked)
+
+
+def _axis_of(self, dim):
+  """The array with at least one dimension, and the axis that `dim` names in it."""
+  axes = _axes(self, dim)
+  return (jnp.atleast_1d(self), axes[0] if axes else 0)
+
+
+def _order_statistic(self, dim, keepdim, rank_of):
+  """The element of rank `rank_of(array, axis)` of each slice, and where it stood."""
+  array, axis = _axis_of(self, dim)
+  _require_elements(array, (axis,), "median")
+  values, indices = _sorted_along(array, axis)
+  keepdim = keepdim and self.ndim > 0
+  return _pick((values, indices), rank_of(values, axis), axis, keepdim)
+
+
+def _median_rank(values, axis):
+  """The lower of the two in the middle; with a NaN among them, the first NaN."""
+  size = values.shape[axis]
+  middle = (size - 1) // 2
+  if _is_exact(values):
+    return middle
+  numbers = jnp.sum(~jnp.isnan(values), axis=axis, keepdims=True)
+  return jnp.where(numbers < size, numbers, middle)
+
+
+def _nanmedian_rank(values, axis):
+  if _is_exact(values):
+    return _median_rank(values, axis)
+  numbers = jnp.sum(~jnp.isnan(values), axis=axis, keepdims=True)
+  return jnp.maximum(numbers - 1, 0) // 2
+
+
+def _median(self, dim, keepdim, rank_of):
+  if dim is not None:
+    return _order_statistic(self, dim, keepdim, rank_of)
+  if self.size == 0:
+    return jnp.full((), math.nan, self.dtype)
+  return _order_statistic(jnp.ravel(self), 0, False, rank_of)[0]
+
+
+@op(aten.median)
+def _aten_median(self, dim=None, keepdim=False):
+  return _median(self, dim, keepdim, _median_rank)
+
+
+@op(aten.nanmedian)
+def _aten_nanmedian(self, dim=None, keepdim=False):
+  return _median(self, dim, keepdim, _nanmedian_rank)
+
+
+@op(aten.kthvalue)
+def kthvalue(self, k, dim=-1, keepdim=False):
+  """The k-th smallest, counted from 1, of each slice and its index."""
+  array, axis = _axis_of(self, dim)
+  if not 1 <= k <= array.shape[axis]:
+    raise RuntimeError(
+      f"kthvalue(): selected number k={k} out of range for dimension {dim} of size "
+      f"{array.shape[axis]}."
+    )
+  return _order_statistic(self, dim, keepdim, lambda values, axis: k - 1)
+
+
+@op(aten.mode)
+def _aten_mode(self, dim=-1, keepdim=False):
+  """The most frequent value, the smallest of several, and its last index.
+
+  Equal values are neighbours once sorted: the mode ends the longest run.
+  """
+
+  def end_of_longest_run(values, axis):
+    positions = lax.broadcasted_iota(_index_dtype(), values.shape, axis)
+    previous = jnp.roll(values, 1, axis)
+    starts = (values != previous) | (positions == 0)
+    run_start = lax.cummax(jnp.where(starts, positions, 0), axis=axis)
+    return jnp.argmax(positions - run_start, axis=axis, keepdims=True)
+
+  return _order_statistic(self, dim, keepdim, end_of_longest_run)
+
+
+# --- Histograms ---------------------------------------------------------------------
+
+
+@op(aten.histc, static=("min", "max"))
+def _aten_histc(self, bins=100, min=0, max=0):
+  """Counts in equal bins of [min, max]; without a range, of that of the data."""
+  if bins <= 0:
+    raise RuntimeError(f"torch.histc: bins must be > 0, but got bins={bins}.")
+  if max < min:
+    raise RuntimeError(
+      f"torch.histc: max must be larger than min, but got min={min} and max={max}."
+    )
+  values = jnp.ravel(self)
+  low, high = jnp.asarray(min, self.dtype), jnp.asarray(max, self.dtype)
+  if min == max and values.size:
+    low, high = jnp.min(values), jnp.max(values)
+  flat = low == high
+  low, high = jnp.where(flat, low - 1, low), jnp.where(flat, high + 1, high)
+  inside = (values >= low) & (values <= high)
+  bin_of = jnp.floor((values - low) / (high - low) * bins).astype(jnp.int32)
+  # The upper bound belongs to the last bin; values outside go to none.
+  bin_of = jnp.where(inside, jnp.minimum(bin_of, bins - 1), bins)
+  return jnp.zeros(bins, self.dtype).at[bin_of].add(1, mode="drop")
+
+
+@op(aten.bincount, compiled=False)
+def _aten_bincount(self, weights=None, minlength=0):
+  if self.ndim != 1 or not _is_exact(self) or (self.size and jnp.min(self) < 0):
+    raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+  length = max(minlength, int(jnp.max(self)) + 1 if self.size else 0)
+  if weights is None:
+    return jnp.bincount(self, length=length).astype(_index_dtype())
+  double = mappings.t2j_dtype(torch.float64)
+  weights = weights if weights.dtype == jnp.float32 else weights.astype(double)
+  return jnp.bincount(self, weights, length=length)

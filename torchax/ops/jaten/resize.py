@@ -1,0 +1,424 @@
+"""Resizing images, and sampling them at a grid of points.
+
+Shapes are (batch, channels, *space). Half floats are computed in float32, uint8 is
+rounded. Resampling is linear in the image, so each backward is a transpose.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax.ops import jax_reimplement, jimage
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+# Names that ATen gives the scales of 1, 2 and 3 spatial dimensions.
+_SCALE_NAMES = {
+  1: ("scales",),
+  2: ("scales_h", "scales_w"),
+  3: ("scales_d", "scales_h", "scales_w"),
+}
+_STATIC_SCALES = ("scales", "scales_d", "scales_h", "scales_w")
+
+
+def _scales(self, positional, named):
+  """The scale of each spatial dimension: the one given, or None."""
+  names = _SCALE_NAMES[self.ndim - 2]
+  given = dict(zip(names, positional)) | named
+  return [given.get(name) for name in names]
+
+
+def _scale(in_size, out_size, given) -> float:
+  """Output elements for an input element."""
+  return given if given is not None and given > 0 else out_size / in_size
+
+
+def _check_sizes(self, output_size):
+  if len(output_size) != self.ndim - 2 or min(*output_size, *self.shape[1:]) <= 0:
+    raise RuntimeError(
+      f"Resizing expects an image (N, C, …) and a positive size for each spatial "
+      f"dimension, but got shape {self.shape} and output_size={output_size}."
+    )
+
+
+def _in_float(resample):
+  """Computes in at least float32 and returns the image's dtype."""
+
+  @functools.wraps(resample)
+  def with_float_image(self, *args, **kwargs):
+    dtype = self.dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+      wide = jnp.promote_types(dtype, jnp.float32)
+      return resample(self.astype(wide), *args, **kwargs).astype(dtype)
+    resized = jnp.rint(resample(self.astype(jnp.float32), *args, **kwargs))
+    limits = jnp.iinfo(dtype)
+    return jnp.clip(resized, limits.min, limits.max).astype(dtype)
+
+  return with_float_image
+
+
+def _transposed(forward, grad_output, input_size, *args, **kwargs):
+  image = jax.ShapeDtypeStruct(tuple(input_size), grad_output.dtype)
+  transpose = jax.linear_transpose(lambda x: forward(x, *args, **kwargs), image)
+  return transpose(grad_output)[0]
+
+
+# --- nearest ---------------------------------------------------------------------
+
+
+def _nearest_places(in_size, out_size, given, offset) -> np.ndarray:
+  """In float32, as torch: on ties its rounding decides."""
+  step = np.float32(1 / _scale(in_size, out_size, given))
+  if given is None:
+    step = np.float32(in_size) / np.float32(out_size)
+  places = np.floor((np.arange(out_size, dtype=np.float32) + offset) * step)
+  return np.minimum(places.astype(np.int64), in_size - 1)
+
+
+def _take_places(self, places, axis):
+  size = self.shape[axis]
+  factor = len(places) // size
+  if (
+    len(places) == factor * size and (places == np.arange(len(places)) // factor).all()
+  ):
+    return jnp.repeat(self, factor, axis)  # no gather, and a sum as its transpose
+  return jnp.take(self, places, axis, mode="clip")
+
+
+def _nearest(self, output_size, scales, offset):
+  _check_sizes(self, output_size)
+  for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
+    places = _nearest_places(self.shape[axis], out_size, given, np.float32(offset))
+    self = _take_places(self, places, axis)
+  return self
+
+
+@op(
+  aten.upsample_nearest1d.default,
+  aten.upsample_nearest2d.default,
+  aten.upsample_nearest3d.default,
+  static=_STATIC_SCALES,
+)
+def _aten_upsample_nearest(self, output_size, *scales, **named_scales):
+  return _nearest(self, output_size, _scales(self, scales, named_scales), 0.0)
+
+
+@op(
+  aten._upsample_nearest_exact1d.default,
+  aten._upsample_nearest_exact2d.default,
+  aten._upsample_nearest_exact3d.default,
+  static=_STATIC_SCALES,
+)
+def _aten_upsample_nearest_exact(self, output_size, *scales, **named_scales):
+  """Rounds from the centre of elements instead of their start."""
+  return _nearest(self, output_size, _scales(self, scales, named_scales), 0.5)
+
+
+@op(
+  aten.upsample_nearest1d_backward.default,
+  aten.upsample_nearest2d_backward.default,
+  aten.upsample_nearest3d_backward.default,
+  static=_STATIC_SCALES,
+)
+def _aten_upsample_nearest_backward(
+  grad_output, output_size, input_size, *scales, **named_scales
+):
+  return _transposed(
+    _in_float(_aten_upsample_nearest),
+    grad_output,
+    input_size,
+    output_size,
+    *scales,
+    **named_scales,
+  )
+
+
+@op(
+  aten._upsample_nearest_exact1d_backward.default,
+  aten._upsample_nearest_exact2d_backward.default,
+  aten._upsample_nearest_exact3d_backward.default,
+  static=_STATIC_SCALES,
+)
+def _aten_upsample_nearest_exact_backward(
+  grad_output, output_size, input_size, *scales, **named_scales
+):
+  return _transposed(
+    _in_float(_aten_upsample_nearest_exact),
+    grad_output,
+    input_size,
+    output_size,
+    *scales,
+    **named_scales,
+  )
+
+
+# --- linear and cubic ------------------------------------------------------------
+
+_LINEAR, _CUBIC = jimage.triangle_kernel, jimage.cubic_kernel
+
+
+def _interpolate(self, output_size, scales, align_corners, kernel, support):
+  _check_sizes(self, output_size)
+  for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
+    in_size = self.shape[axis]
+    if in_size == out_size and (given in (None, 1.0) or kernel is not _CUBIC):
+      continue  # torch's linear kernels then ignore the scale, its cubic one does not
+    places, weights = jimage.compute_contribs(
+      in_size,
+      out_size,
+      _scale(in_size, out_size, given),
+      support,
+      align_corners,
+      self.dtype,
+      kernel=kernel,
+    )
+    self = jimage.interpolate_along_axis_bchw(self, places, weights, axis)
+  return self
+
+
+@op(
+  aten.upsample_linear1d.default,
+  aten.upsample_bilinear2d.default,
+  aten.upsample_trilinear3d.default,
+  static=_STATIC_SCALES,
+)
+@_in_float
+def _aten_upsample_linear(self, output_size, align_corners, *scales, **named_scales):
+  scales = _scales(self, scales, named_scales)
+  return _interpolate(self, output_size, scales, align_corners, _LINEAR, 1)
+
+
+@op(
+  aten.upsample_linear1d_backward.default,
+  aten.upsample_bilinear2d_backward.default,
+  aten.upsample_trilinear3d_backward.default,
+  static=_STATIC_SCALES,
+)
+def _aten_upsample_linear_backward(
+  grad_output, output_size, input_size, align_corners, *scales, **named_scales
+):
+  return _transposed(
+    _aten_upsample_linear,
+    grad_output,
+    input_size,
+    output_size,
+    align_corners,
+    *scales,
+    **named_scales,
+  )
+
+
+@op(aten.upsample_bicubic2d.default, static=_STATIC_SCALES)
+@_in_float
+def _aten_upsample_bicubic2d(
+  self, output_size, align_corners, scales_h=None, scales_w=None
+):
+  scales = (scales_h, scales_w)
+  return _interpolate(self, output_size, scales, align_corners, _CUBIC, 2)
+
+
+@op(aten.upsample_bicubic2d_backward.default, static=_STATIC_SCALES)
+def _aten_upsample_bicubic2d_backward(
+  grad_output, output_size, input_size, align_corners, scales_h=None, scales_w=None
+):
+  return _transposed(
+    _aten_upsample_bicubic2d,
+    grad_output,
+    input_size,
+    output_size,
+    align_corners,
+    scales_h,
+    scales_w,
+  )
+
+
+# --- anti-aliased ----------------------------------------------------------------
+
+
+def _antialiased(self, output_size, align_corners, scales, method):
+  """torch's `align_corners` changes the scale here, not the first sample's place."""
+  _check_sizes(self, output_size)
+  factors = {}
+  for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
+    in_size = self.shape[axis]
+    if in_size == out_size:
+      continue
+    factors[axis] = _scale(in_size, out_size, given)
+    if align_corners:
+      both_long = min(in_size, out_size) > 1
+      factors[axis] = (out_size - 1) / (in_size - 1) if both_long else math.inf
+  shape = (*self.shape[:2], *output_size)
+  return jax_reimplement.scale_and_translate(
+    self, shape, tuple(factors), tuple(factors.values()), (0.0,) * len(factors), method
+  )
+
+
+@op(aten._upsample_bilinear2d_aa.default, static=_STATIC_SCALES)
+@_in_float
+def _aten_upsample_billinear_aa(
+  self, output_size, align_corners, scales_h=None, scales_w=None
+):
+  scales = (scales_h, scales_w)
+  return _antialiased(self, output_size, align_corners, scales, "linear")
+
+
+@op(aten._upsample_bicubic2d_aa.default, static=_STATIC_SCALES)
+@_in_float
+def _aten_upsample_bicubic2d_aa(
+  self, output_size, align_corners, scales_h=None, scales_w=None
+):
+  scales = (scales_h, scales_w)
+  return _antialiased(self, output_size, align_corners, scales, "cubic")
+
+
+@op(aten._upsample_lanczos2d_aa.default, static=_STATIC_SCALES)
+@_in_float
+def _aten_upsample_lanczos2d_aa(
+  self, output_size, align_corners, scales_h=None, scales_w=None
+):
+  scales = (scales_h, scales_w)
+  return _antialiased(self, output_size, align_corners, scales, "lanczos3")
+
+
+def _register_antialiased_backward(aten_op, forward):
+  @op(aten_op.default, static=_STATIC_SCALES)
+  def backward(
+    grad_output, output_size, input_size, align_corners, scales_h=None, scales_w=None
+  ):
+    args = (output_size, align_corners, scales_h, scales_w)
+    return _transposed(forward, grad_output, input_size, *args)
+
+
+_register_antialiased_backward(
+  aten._upsample_bilinear2d_aa_backward, _aten_upsample_billinear_aa
+)
+_register_antialiased_backward(
+  aten._upsample_bicubic2d_aa_backward, _aten_upsample_bicubic2d_aa
+)
+_register_antialiased_backward(
+  aten._upsample_lanczos2d_aa_backward, _aten_upsample_lanczos2d_aa
+)
+
+
+# --- grid sampling ---------------------------------------------------------------
+
+# ATen's numbers of the modes of `torch.nn.functional.grid_sample`.
+_BILINEAR, _NEAREST, _BICUBIC = range(3)
+_ZEROS, _BORDER, _REFLECTION = range(3)
+
+
+def _reflect(position, low, high):
+  """Folds positions into [low, high] at its ends."""
+  span = high - low
+  if span <= 0:
+    return jnp.zeros_like(position)
+  distance = jnp.abs(position - low)
+  within = distance % span
+  is_even = jnp.floor(distance / span) % 2 == 0
+  return jnp.where(is_even, within, span - within) + low
+
+
+def _pad_positions(position, size, padding, align_corners):
+  if padding == _REFLECTION:
+    low, high = (0.0, size - 1.0) if align_corners else (-0.5, size - 0.5)
+    position = _reflect(position, low, high)
+  return position if padding == _ZEROS else jnp.clip(position, 0, size - 1)
+
+
+def _grid_positions(grid, sizes, align_corners):
+  """Positions in elements; a grid lists the last dimension first, from -1 to 1."""
+  positions = []
+  for size, place in zip(sizes, reversed(range(len(sizes)))):
+    share = (grid[..., place] + 1) / 2
+    positions.append(share * (size - 1) if align_corners else share * size - 0.5)
+  return positions
+
+
+def _sample(image, places):
+  """Elements of image (C, *space) at integer float places; zero outside of it."""
+  sizes = image.shape[1:]
+  is_inside = jnp.ones(places[0].shape, bool)
+  for place, size in zip(places, sizes):
+    is_inside &= (place >= 0) & (place < size)
+  at = tuple(
+    jnp.clip(place, 0, size - 1).astype(jnp.int32) for place, size in zip(places, sizes)
+  )
+  return jnp.where(is_inside, image[(slice(None), *at)], 0)
+
+
+def _sample_linear(image, positions):
+  first = [jnp.floor(position) for position in positions]
+  total = 0
+  for corner in itertools.product((0, 1), repeat=len(positions)):
+    weight = 1
+    for position, start, step in zip(positions, first, corner):
+      share = position - start
+      weight = weight * (share if step else 1 - share)
+    places = [start + step for start, step in zip(first, corner)]
+    total += weight * _sample(image, places)
+  return total
+
+
+def _sample_cubic(image, positions, pad):
+  sizes = image.shape[1:]
+  first = [jnp.floor(position) for position in positions]
+  total = 0
+  for corner in itertools.product((-1, 0, 1, 2), repeat=len(positions)):
+    weight = 1
+    for position, start, step in zip(positions, first, corner):
+      weight = weight * jimage.cubic_kernel(position - start - step)
+    places = [pad(start + step, n) for start, step, n in zip(first, corner, sizes)]
+    total += weight * _sample(image, places)
+  return total
+
+
+@op(aten.grid_sampler_2d, aten.grid_sampler_3d)
+def _aten_grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
+  """Samples (N, C, *space) at the points of `grid`, (N, *out, dimensions)."""
+  wide = jnp.promote_types(input.dtype, jnp.float32)
+
+  def pad(position, size):
+    return _pad_positions(position, size, padding_mode, align_corners)
+
+  def sample_one(image, points):
+    sizes = image.shape[1:]
+    positions = _grid_positions(points, sizes, align_corners)
+    if interpolation_mode == _BICUBIC:
+      return _sample_cubic(image, positions, pad)
+    positions = [pad(position, size) for position, size in zip(positions, sizes)]
+    if interpolation_mode == _NEAREST:
+      return _sample(image, [lax.stop_gradient(jnp.rint(p)) for p in positions])
+    return _sample_linear(image, positions)
+
+  sampled = jax.vmap(sample_one)(input.astype(wide), grid.astype(wide))
+  return sampled.astype(input.dtype)
+
+
+@op(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward)
+def _aten_grid_sampler_backward(
+  grad_output,
+  input,
+  grid,
+  interpolation_mode,
+  padding_mode,
+  align_corners,
+  output_mask,
+):
+  _, transpose = jax.vjp(
+    lambda image, points: _aten_grid_sampler(
+      image, points, interpolation_mode, padding_mode, align_corners
+    ),
+    input,
+    grid,
+  )
+  gradients = transpose(grad_output)
+  return tuple(
+    gradient if wanted else None for gradient, wanted in zip(gradients, output_mask)
+  )

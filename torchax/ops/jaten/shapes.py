@@ -1,0 +1,532 @@
+"""Rearranging elements: joining, repeating, diagonals, windows, slices, strides.
+
+Results are new arrays. The view operations (`aten.view`, `aten.slice`, …) belong to
+the core; here are their `*_copy` and `*_scatter` forms and their backwards, which
+take arrays. Elements chosen by index tensors are in `indexing.py`, borders around
+tensors in `padding.py`.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops import mappings
+from torchax.ops.op_base import op, promote
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def _wrap_dim(dim: int, ndim: int) -> int:
+  """A dimension counted from the front; 0-d tensors count as having one."""
+  if not -max(ndim, 1) <= dim < max(ndim, 1):
+    raise IndexError(
+      f"Dimension out of range: expected one in [{-max(ndim, 1)}, "
+      f"{max(ndim, 1) - 1}], but got {dim}."
+    )
+  return dim % max(ndim, 1)
+
+
+def _as_tuple(value) -> tuple:
+  return (value,) if isinstance(value, int) else tuple(value)
+
+
+# --- joining and repeating -------------------------------------------------------
+
+
+@op(aten.cat)
+def _aten_cat(tensors, dim=0):
+  """1-d tensors without elements join tensors of any shape, as torch allows."""
+  arrays = promote(*tensors)
+  if not all(array.ndim for array in arrays):
+    raise RuntimeError(
+      "cat expects tensors with at least one dimension, but got a 0-d tensor. "
+      "Use torch.stack, or reshape it to (1,)."
+    )
+  joined = [array for array in arrays if array.shape != (0,)]
+  if not joined:
+    return arrays[0]
+  dim = _wrap_dim(dim, joined[0].ndim)
+  return joined[0] if len(joined) == 1 else lax.concatenate(joined, dim)
+
+
+@op(aten.stack)
+def _aten_stack(tensors, dim=0):
+  return jnp.stack(promote(*tensors), dim)
+
+
+@op(aten.block_diag)
+def _aten_block_diag(tensors):
+  return jax.scipy.linalg.block_diag(*promote(*tensors))
+
+
+@op(aten.repeat)
+def _aten_repeat(self, repeats):
+  if len(repeats) < self.ndim:
+    raise RuntimeError(
+      f"repeat expects at least {self.ndim} repeats for a tensor of shape "
+      f"{self.shape}, but got {len(repeats)}."
+    )
+  return jnp.tile(self, repeats)
+
+
+def _has_known_length(args, kwargs) -> bool:
+  repeats = args[-1] if len(args) < 2 else args[1]
+  return isinstance(repeats, int) or kwargs.get("output_size") is not None
+
+
+@op(
+  aten.repeat_interleave.self_Tensor,
+  aten.repeat_interleave.self_int,
+  compiled=_has_known_length,
+)
+def repeat_interleave(self, repeats, dim=None, *, output_size=None):
+  """Repeats each slice along `dim`, or each element without `dim`.
+
+  Raises:
+    TypeError: `repeats` is traced and `output_size` is missing.
+  """
+  return jnp.repeat(self, repeats, dim, total_repeat_length=output_size)
+
+
+@op(aten.repeat_interleave.Tensor, compiled=_has_known_length)
+def _aten_repeat_interleave_tensor(repeats, *, output_size=None):
+  """Each position as many times as `repeats` says, in the dtype of `repeats`."""
+  positions = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
+  return jnp.repeat(positions, repeats, total_repeat_length=output_size)
+
+
+@op(aten.flip)
+def _aten_flip(self, dims):
+  return lax.rev(self, [dim % self.ndim for dim in dims]) if self.ndim else self
+
+
+@op(aten.roll)
+def _aten_roll(self, shifts, dims=()):
+  """Without `dims`, rolls the flattened array and restores its shape."""
+  shifts, dims = _as_tuple(shifts), _as_tuple(dims)
+  return jnp.roll(self, shifts, dims) if dims else jnp.roll(self, shifts[0])
+
+
+@op(aten.rot90)
+def _aten_rot90(self, k=1, dims=(0, 1)):
+  return jnp.rot90(self, k, dims)
+
+
+# --- channels and pixels ---------------------------------------------------------
+
+
+def _check_divisible(name, size, factor):
+  if factor <= 0 or size % factor:
+    raise RuntimeError(
+      f"{name} expects a size divisible by {factor}, but got {size} channels or pixels."
+    )
+
+
+@op(aten.pixel_shuffle)
+def _aten_pixel_shuffle(self, upscale_factor):
+  """(*, C r², H, W) -> (*, C, H r, W r)."""
+  *batch, channels, height, width = self.shape
+  r = upscale_factor
+  _check_divisible("pixel_shuffle", channels, r * r)
+  blocks = self.reshape(*batch, channels // (r * r), r, r, height, width)
+  spread = jnp.moveaxis(blocks, (-4, -3), (-3, -1))
+  return spread.reshape(*batch, channels // (r * r), height * r, width * r)
+
+
+@op(aten.pixel_unshuffle)
+def _aten_pixel_unshuffle(self, downscale_factor):
+  """(*, C, H r, W r) -> (*, C r², H, W)."""
+  *batch, channels, height, width = self.shape
+  r = downscale_factor
+  _check_divisible("pixel_unshuffle", height, r)
+  _check_divisible("pixel_unshuffle", width, r)
+  blocks = self.reshape(*batch, channels, height // r, r, width // r, r)
+  gathered = jnp.moveaxis(blocks, (-3, -1), (-4, -3))
+  return gathered.reshape(*batch, channels * r * r, height // r, width // r)
+
+
+@op(aten.channel_shuffle, aten.native_channel_shuffle)
+def _aten_channel_shuffle(self, groups):
+  batch, channels, *space = self.shape
+  _check_divisible("channel_shuffle", channels, groups)
+  grouped = self.reshape(batch, groups, channels // groups, *space)
+  return jnp.swapaxes(grouped, 1, 2).reshape(self.shape)
+
+
+# --- windows ---------------------------------------------------------------------
+
+
+def _window_positions(length, size, step):
+  """Shape (windows, size): the positions that each window covers."""
+  if size > length or step <= 0:
+    raise RuntimeError(
+      f"unfold expects size <= {length} and step > 0, but got size={size} and "
+      f"step={step}."
+    )
+  starts = jnp.arange((length - size) // step + 1) * step
+  return starts[:, None] + jnp.arange(size)
+
+
+@op(aten.unfold_copy)
+def _aten_unfold(self, dimension, size, step):
+  """The windows along `dimension`; their elements become the last dimension."""
+  axis = _wrap_dim(dimension, self.ndim)
+  length = self.shape[axis] if self.ndim else 1
+  positions = _window_positions(length, size, step)
+  if self.ndim == 0:
+    return jnp.full((size,), self)
+  windows = jnp.take(self, positions, axis, mode="clip")
+  return jnp.moveaxis(windows, axis + 1, -1)
+
+
+@op(aten.unfold_backward)
+def _aten_unfold_backward(grad_in, input_sizes, dim, size, step):
+  axis = _wrap_dim(dim, len(input_sizes))
+  positions = _window_positions(input_sizes[axis], size, step)
+  windows = jnp.moveaxis(grad_in, (axis, -1), (0, 1))
+  rest = input_sizes[:axis] + input_sizes[axis + 1 :]
+  total = jnp.zeros((input_sizes[axis], *rest), grad_in.dtype)
+  return jnp.moveaxis(total.at[positions].add(windows), 0, axis)
+
+
+def _every(array, axis, start, count, step):
+  """`count` elements of an axis, `step` apart."""
+  return lax.slice_in_dim(array, start, start + (count - 1) * step + 1, step, axis)
+
+
+@op(aten.im2col)
+def _aten_im2col(self, kernel_size, dilation, padding, stride):
+  """Patches as columns: (N, C, H, W) -> (N, C kh kw, patches).
+
+  Strided slices, not a convolution with an identity kernel: no rounding.
+  """
+  images = self if self.ndim == 4 else self[None]
+  pads = [(0, 0), (0, 0), *((pad, pad) for pad in padding)]
+  padded = jnp.pad(images, pads)
+  counts = [
+    (padded.shape[2 + d] - dilation[d] * (kernel_size[d] - 1) - 1) // stride[d] + 1
+    for d in range(2)
+  ]
+  if min(counts) <= 0:
+    raise RuntimeError(
+      f"im2col finds no patch of {kernel_size} with dilation {dilation} in images of "
+      f"shape {self.shape} padded by {padding}."
+    )
+  shifted = [
+    _every(_every(padded, 2, top, counts[0], stride[0]), 3, left, counts[1], stride[1])
+    for top in range(0, dilation[0] * kernel_size[0], dilation[0])
+    for left in range(0, dilation[1] * kernel_size[1], dilation[1])
+  ]
+  batch, channels = images.shape[:2]
+  columns = jnp.stack(shifted, 2).reshape(
+    batch, channels * len(shifted), math.prod(counts)
+  )
+  return columns if self.ndim == 4 else columns[0]
+
+
+@op(aten.col2im)
+def _aten_col2im(self, output_size, kernel_size, dilation, padding, stride):
+  """The transpose of `im2col`: overlapping patches add up."""
+  *batch, rows, _ = self.shape
+  channels = rows // math.prod(kernel_size)
+  _check_divisible("col2im", rows, math.prod(kernel_size))
+  images = jax.ShapeDtypeStruct((*batch, channels, *output_size), self.dtype)
+  transposed = jax.linear_transpose(
+    lambda x: _aten_im2col(x, kernel_size, dilation, padding, stride), images
+  )
+  return transposed(self)[0]
+
+
+# --- diagonals -------------------------------------------------------------------
+
+
+def _diagonal_places(rows, columns, offset):
+  above, below = max(offset, 0), max(-offset, 0)
+  places = jnp.arange(max(min(rows - below, columns - above), 0))
+  return places + below, places + above
+
+
+@op(aten.diagonal_copy)
+def _aten_diagonal(self, offset=0, dim1=0, dim2=1):
+  return jnp.diagonal(self, offset, dim1, dim2)
+
+
+@op(aten.diagonal_scatter)
+def _aten_diagonal_scatter(self, src, offset=0, dim1=0, dim2=1):
+  matrices = jnp.moveaxis(self, (dim1, dim2), (-2, -1))
+  rows, columns = _diagonal_places(*matrices.shape[-2:], offset)
+  written = matrices.at[..., rows, columns].set(src.astype(self.dtype))
+  return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
+
+
+@op(aten.diagonal_backward)
+def _aten_diagonal_backward(grad_output, input_sizes, offset, dim1, dim2):
+  zeros = jnp.zeros(input_sizes, grad_output.dtype)
+  return _aten_diagonal_scatter(zeros, grad_output, offset, dim1, dim2)
+
+
+@op(aten.diag_embed)
+def _aten_diag_embed(self, offset=0, dim1=-2, dim2=-1):
+  size = self.shape[-1] + abs(offset)
+  zeros = jnp.zeros((*self.shape[:-1], size, size), self.dtype)
+  matrices = _aten_diagonal_scatter(zeros, self, offset, -2, -1)
+  return jnp.moveaxis(matrices, (-2, -1), (dim1, dim2))
+
+
+@op(aten.diag)
+def _aten_diag(self, diagonal=0):
+  if self.ndim not in (1, 2):
+    raise RuntimeError(f"diag expects a vector or matrix, but got {self.shape}.")
+  return jnp.diag(self, diagonal)
+
+
+@op(aten.diagflat)
+def _aten_diagflat(self, offset=0):
+  return jnp.diagflat(self, offset)
+
+
+# --- strides ---------------------------------------------------------------------
+
+
+def _strided_places(length, size, stride, storage_offset):
+  """Places in a flat array of `length`, in the shape `size`."""
+  last = storage_offset + sum((n - 1) * step for n, step in zip(size, stride))
+  if math.prod(size) and not 0 <= last < length:
+    raise RuntimeError(
+      f"as_strided with size={size}, stride={stride} and storage_offset="
+      f"{storage_offset} reaches element {last} of a tensor that has {length}."
+    )
+  places = jnp.full(size, storage_offset or 0, jnp.int32)
+  for axis, step in enumerate(stride):
+    places += lax.broadcasted_iota(jnp.int32, size, axis) * step
+  return places
+
+
+def _is_contiguous(size, stride) -> bool:
+  expected = 1
+  for n, step in zip(reversed(size), reversed(stride)):
+    if n != 1 and step != expected:
+      return False
+    expected *= n
+  return True
+
+
+def as_strided(array, size, stride, storage_offset=0):
+  """The elements that `torch.as_strided` shows of a contiguous tensor.
+
+  Args:
+    array: read as the flat memory of `array.size` elements, in row-major order.
+    size: the shape of the result.
+    stride: for each dimension of `size`, the step in elements.
+    storage_offset: the first element.
+
+  Raises:
+    RuntimeError: an element outside of the array.
+  """
+  flat = array.reshape(-1)
+  offset = storage_offset or 0
+  if _is_contiguous(size, stride) and offset + math.prod(size) <= flat.size:
+    return lax.slice_in_dim(flat, offset, offset + math.prod(size)).reshape(size)
+  places = _strided_places(flat.size, size, stride, offset)
+  return flat.at[places].get(mode="promise_in_bounds")
+
+
+@op(aten.as_strided_copy)
+def _aten_as_strided(self, size, stride, storage_offset=None):
+  return as_strided(self, size, stride, storage_offset or 0)
+
+
+@op(aten.as_strided_scatter)
+def _aten_as_strided_scatter(self, src, size, stride, storage_offset=None):
+  """Where places overlap, one of the values stays."""
+  flat = self.reshape(-1)
+  places = _strided_places(flat.size, size, stride, storage_offset or 0)
+  values = src.astype(self.dtype)
+  return flat.at[places].set(values, mode="promise_in_bounds").reshape(self.shape)
+
+
+# --- slices ----------------------------------------------------------------------
+
+
+def _slice_range(length, start, end, step) -> range:
+  """torch clamps as Python does."""
+  if step <= 0:
+    raise ValueError(f"slice expects a step > 0, but got {step}.")
+  return range(*slice(start, end, step).indices(length))
+
+
+@op(aten.slice_copy)
+def _aten_slice(self, dim=0, start=None, end=None, step=1):
+  dim = _wrap_dim(dim, self.ndim)
+  places = _slice_range(self.shape[dim], start, end, step)
+  stop = max(places.start, places.stop)
+  return lax.slice_in_dim(self, places.start, stop, step, dim)
+
+
+@op(aten.slice_scatter)
+def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
+  dim = _wrap_dim(dim, self.ndim)
+  places = _slice_range(self.shape[dim], start, end, step)
+  written = (*self.shape[:dim], len(places), *self.shape[dim + 1 :])
+  src = jnp.broadcast_to(src.astype(self.dtype), written)
+  if step == 1:
+    return lax.dynamic_update_slice_in_dim(self, src, places.start, dim)
+  window = (slice(None),) * dim + (slice(places.start, places.stop, step),)
+  return self.at[window].set(src)
+
+
+@op(aten.slice_backward)
+def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
+  """Zeros around and between the slice's elements: one `lax.pad`."""
+  dim = _wrap_dim(dim, len(input_sizes))
+  if grad_output.size == 0:
+    return jnp.zeros(input_sizes, grad_output.dtype)
+  places = _slice_range(input_sizes[dim], start, end, step)
+  after = input_sizes[dim] - places[-1] - 1
+  widths = [(0, 0, 0)] * grad_output.ndim
+  widths[dim] = (places.start, after, step - 1)
+  return lax.pad(grad_output, jnp.zeros((), grad_output.dtype), widths)
+
+
+@op(aten.narrow_copy)
+def _aten_narrow(self, dim, start, length):
+  dim = _wrap_dim(dim, self.ndim)
+  start += self.shape[dim] if start < 0 else 0
+  if length < 0 or not 0 <= start <= self.shape[dim] - length:
+    raise RuntimeError(
+      f"narrow expects start and length within a dimension of size "
+      f"{self.shape[dim]}, but got start={start} and length={length}."
+    )
+  return lax.slice_in_dim(self, start, start + length, axis=dim)
+
+
+def _wrap_index(index, length):
+  if not -length <= index < length:
+    raise IndexError(
+      f"select expects an index in [{-length}, {length - 1}], but got {index}."
+    )
+  return index % length
+
+
+@op(aten.select_copy)
+def _aten_select(self, dim, index):
+  index = _wrap_index(index, self.shape[dim])
+  return lax.index_in_dim(self, index, dim, keepdims=False)
+
+
+@op(aten.select_scatter)
+def _aten_select_scatter(self, src, dim, index):
+  dim = _wrap_dim(dim, self.ndim)
+  index = _wrap_index(index, self.shape[dim])
+  row = jnp.expand_dims(src.astype(self.dtype), dim)
+  return _aten_slice_scatter(self, row, dim, index, index + 1)
+
+
+@op(aten.select_backward)
+def _aten_select_backward(grad_output, input_sizes, dim, index):
+  dim = _wrap_dim(dim, len(input_sizes))
+  index = _wrap_index(index, input_sizes[dim])
+  row = jnp.expand_dims(grad_output, dim)
+  return _aten_slice_backward(row, input_sizes, dim, index, index + 1, 1)
+
+
+# --- copies of views -------------------------------------------------------------
+
+
+@op(aten.view_copy.default, aten._unsafe_view, aten._reshape_copy)
+def _aten_unsafe_view(self, size):
+  return jnp.reshape(self, size)
+
+
+@op(aten.view_copy.dtype)
+def _aten_view_dtype(self, dtype):
+  return self.view(mappings.t2j_dtype(dtype))
+
+
+@op(aten.permute_copy)
+def permute(self, dims):
+  return jnp.transpose(self, dims)
+
+
+@op(aten.transpose_copy)
+def _aten_transpose(self, dim0, dim1):
+  return jnp.swapaxes(self, dim0, dim1) if self.ndim else self
+
+
+@op(aten.t_copy)
+def _aten_t(self):
+  if self.ndim > 2:
+    raise RuntimeError(f"t expects at most 2 dimensions, but got {self.shape}.")
+  return self.T
+
+
+@op(aten.expand_copy)
+def _aten_expand(self, size, *, implicit=False):
+  """-1 keeps the size of a dimension."""
+  kept = (1,) * (len(size) - self.ndim) + self.shape
+  return jnp.broadcast_to(self, [n if m == -1 else m for m, n in zip(size, kept)])
+
+
+@op(aten.squeeze_copy)
+def _aten_squeeze_dim(self, dim=None):
+  """Dimensions of another size than 1 stay, also when named."""
+  named = range(self.ndim) if dim is None else _as_tuple(dim)
+  axes = {_wrap_dim(axis, self.ndim) for axis in named} if self.ndim else ()
+  return jnp.squeeze(self, tuple(a for a in axes if self.shape[a] == 1))
+
+
+@op(aten.unsqueeze_copy)
+def _aten_unsqueeze(self, dim):
+  return jnp.expand_dims(self, dim)
+
+
+@op(aten.detach_copy, aten.alias_copy)
+def _aten_detach(self):
+  return self
+
+
+@op(aten.view_as_real_copy)
+def _aten_view_as_real(self):
+  return jnp.stack([lax.real(self), lax.imag(self)], -1)
+
+
+@op(aten.view_as_complex_copy)
+def _aten_view_as_complex(self):
+  return lax.complex(self[..., 0], self[..., 1])
+
+
+@op(
+  aten.split_copy,
+  aten.split_with_sizes_copy,
+  aten.unsafe_split,
+  aten.unsafe_split_with_sizes,
+)
+def split_with_sizes(self, split_sizes, dim=0):
+  """Pieces of the given sizes, or of one size with a shorter last piece."""
+  dim = _wrap_dim(dim, self.ndim)
+  length = self.shape[dim]
+  if isinstance(split_sizes, int):
+    size = split_sizes or length
+    pieces = max(-(-length // size), 1) if size else 1
+    split_sizes = [min(size, length - piece * size) for piece in range(pieces)]
+  if sum(split_sizes) != length:
+    raise RuntimeError(
+      f"split_with_sizes expects sizes that sum to {length}, but got {split_sizes}."
+    )
+  return lax.split(self, split_sizes, dim)
+
+
+@op(aten.unbind_copy)
+def _aten_unbind(self, dim=0):
+  dim = _wrap_dim(dim, self.ndim)
+  length = self.shape[dim]
+  return [lax.index_in_dim(self, i, dim, keepdims=False) for i in range(length)]
+
+
+@op(prims.broadcast_in_dim)
+def _prims_broadcast_in_dim(a, shape, broadcast_dimensions):
+  return lax.broadcast_in_dim(a, shape, broadcast_dimensions)

@@ -1,0 +1,567 @@
+"""Linear algebra: factorizations, solvers, inverses, eigenvalues.
+
+Matrices are the last two dimensions. Pivots count from 1 as in LAPACK. An absent
+output has shape (0,). `info` is 0 for success; the error is raised by
+`_linalg_check_errors`, which reads the value and so is silent inside a JAX trace.
+Products are in `matmul.py`; norms are in `reduction.py`.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops import mappings
+from torchax.ops.op_base import Kind, op
+
+aten = torch.ops.aten
+
+
+# --- Shapes and errors --------------------------------------------------------------
+
+
+def _require_square(name: str, matrix):
+  if matrix.ndim < 2:
+    raise RuntimeError(
+      f"{name}: The input tensor must have at least 2 dimensions, but got shape "
+      f"{matrix.shape}."
+    )
+  if matrix.shape[-1] != matrix.shape[-2]:
+    raise RuntimeError(
+      f"{name}: A must be batches of square matrices, but they are "
+      f"{matrix.shape[-2]} by {matrix.shape[-1]} matrices"
+    )
+
+
+def _adjoint(matrix):
+  return jnp.conj(jnp.swapaxes(matrix, -1, -2))
+
+
+def _transpose(matrix):
+  return jnp.swapaxes(matrix, -1, -2)
+
+
+def _absent(dtype):
+  return jnp.zeros((0,), dtype)
+
+
+def _with_one_batch(left, right):
+  """Both matrices with their batch dimensions broadcast."""
+  batch = jnp.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+  return (
+    jnp.broadcast_to(left, batch + left.shape[-2:]),
+    jnp.broadcast_to(right, batch + right.shape[-2:]),
+  )
+
+
+def _first_place(failed):
+  """The 1-based position of the first True of the last dimension; 0 without any."""
+  if not failed.shape[-1]:
+    return jnp.zeros(failed.shape[:-1], jnp.int32)
+  place = jnp.argmax(failed, axis=-1) + 1
+  return jnp.where(jnp.any(failed, axis=-1), place, 0).astype(jnp.int32)
+
+
+_FAILURES = {
+  "linalg.cholesky": "The factorization could not be completed because the input is not "
+  "positive-definite",
+  "linalg.inv": "The inversion could not be completed because the input matrix is "
+  "singular",
+  "torch.linalg.solve": "The solver failed because the input matrix is singular",
+}
+
+
+@op(aten._linalg_check_errors, compiled=False)
+def _aten__linalg_check_errors(info, api_name, is_matrix):
+  """Raises torch.linalg.LinAlgError, naming the first element of a batch that failed."""
+  if isinstance(info, jax.core.Tracer):
+    return
+  failed = jnp.flatnonzero(info)
+  if not failed.size:
+    return
+  place = "" if is_matrix else f"(Batch element {int(failed[0])}): "
+  reason = _FAILURES.get(
+    api_name, f"The computation failed with info={int(info.ravel()[failed[0]])}"
+  )
+  raise torch.linalg.LinAlgError(f"{api_name}: {place}{reason}.")
+
+
+def _needs_no_check(args, kwargs) -> bool:
+  """`check_errors=True` reads `info`, which only a concrete array lets it do."""
+  return not kwargs.get("check_errors", False)
+
+
+def _check(info, name, check_errors):
+  if check_errors:
+    _aten__linalg_check_errors(info, name, is_matrix=info.ndim == 0)
+
+
+# --- Triangular systems -------------------------------------------------------------
+
+
+def _solve_triangular(
+  matrix, right, lower, left=True, transpose=False, conjugate=False, unit=False
+):
+  matrix, right = _with_one_batch(matrix, right)
+  return lax.linalg.triangular_solve(
+    matrix,
+    right,
+    left_side=left,
+    lower=lower,
+    transpose_a=transpose,
+    conjugate_a=conjugate,
+    unit_diagonal=unit,
+  )
+
+
+@op(aten.linalg_solve_triangular)
+def _aten_linalg_solve_triangular(self, B, upper, left=True, unitriangular=False):
+  _require_square("linalg.solve_triangular", self)
+  return _solve_triangular(self, B, not upper, left, unit=unitriangular)
+
+
+@op(aten.triangular_solve)
+def _aten_triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
+  """Solves A X = self; the second result is A with its batches expanded."""
+  _require_square("triangular_solve", A)
+  A, self = _with_one_batch(A, self)
+  solution = _solve_triangular(
+    A, self, not upper, transpose=transpose, unit=unitriangular
+  )
+  return solution, A
+
+
+# --- Cholesky -----------------------------------------------------------------------
+
+
+@op(aten.linalg_cholesky_ex, compiled=_needs_no_check)
+def _aten_linalg_cholesky_ex(self, upper=False, check_errors=False):
+  """`info` is 1 for any failure: XLA fills the factor with NaN and tells no order."""
+  _require_square("linalg.cholesky", self)
+  source = _adjoint(self) if upper else self
+  factor = jnp.tril(lax.linalg.cholesky(source, symmetrize_input=False))
+  diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
+  info = jnp.any(jnp.isnan(diagonal), axis=-1).astype(jnp.int32)
+  _check(info, "linalg.cholesky", check_errors)
+  return _adjoint(factor) if upper else factor, info
+
+
+@op(aten.linalg_cholesky, aten.cholesky, compiled=False)
+def _aten_cholesky(self, upper=False):
+  return _aten_linalg_cholesky_ex(self, upper, check_errors=True)[0]
+
+
+@op(aten.cholesky_solve)
+def _aten_cholesky_solve(self, input2, upper=False):
+  """Solves A X = self by the factor `input2` of A."""
+  _require_square("cholesky_solve", input2)
+  lower = _adjoint(input2) if upper else input2
+  half = _solve_triangular(lower, self, lower=True)
+  return _solve_triangular(lower, half, lower=True, transpose=True, conjugate=True)
+
+
+@op(aten.cholesky_inverse)
+def _aten_cholesky_inverse(self, upper=False):
+  return _aten_cholesky_solve(jnp.eye(self.shape[-1], dtype=self.dtype), self, upper)
+
+
+# --- QR and Householder reflectors --------------------------------------------------
+
+
+@op(aten.linalg_qr)
+def _aten_linalg_qr(A, mode="reduced"):
+  if mode not in ("reduced", "complete", "r"):
+    raise RuntimeError(
+      "qr received unrecognized mode: expected 'reduced', 'complete' or 'r', but got "
+      f"{mode!r}."
+    )
+  if mode == "r":
+    return _absent(A.dtype), jnp.linalg.qr(A, mode="r")
+  return tuple(jnp.linalg.qr(A, mode=mode))
+
+
+@op(aten.qr)
+def _aten_qr(self, some=True):
+  return _aten_linalg_qr(self, "reduced" if some else "complete")
+
+
+@op(aten.geqrf)
+def _aten_geqrf(self):
+  reflectors, tau = jnp.linalg.qr(self, mode="raw")
+  return _transpose(reflectors), tau
+
+
+@op(aten.linalg_householder_product)
+def _aten_linalg_householder_product(input, tau):
+  if input.shape[-2] < input.shape[-1] or tau.shape[-1] > input.shape[-1]:
+    raise RuntimeError(
+      "linalg.householder_product: expected input.shape[-2] >= input.shape[-1] >= "
+      f"tau.shape[-1], but got shapes {input.shape} and {tau.shape}."
+    )
+  return lax.linalg.householder_product(input, tau)
+
+
+@op(aten.ormqr)
+def _aten_ormqr(self, input2, input3, left=True, transpose=False):
+  """Multiplies `input3` by the Q whose reflectors are `self` and `input2`."""
+  return lax.linalg.ormqr(self, input2, input3, left=left, transpose=transpose)
+
+
+# --- LU -----------------------------------------------------------------------------
+
+
+def _lu(matrix):
+  """(LU, pivots from 1, info: the first zero on U's diagonal)."""
+  factors, pivots, _ = lax.linalg.lu(matrix)
+  diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
+  return factors, pivots + 1, _first_place(diagonal == 0)
+
+
+def _require_pivoting(name, pivot):
+  if not pivot:
+    raise RuntimeError(f"{name}: LU without pivoting is not implemented on jax.")
+
+
+@op(aten.linalg_lu_factor_ex, compiled=_needs_no_check)
+def _aten_linalg_lu_factor_ex(A, pivot=True, check_errors=False):
+  _require_pivoting("linalg.lu_factor", pivot)
+  factors, pivots, info = _lu(A)
+  _check(info, "torch.linalg.lu_factor", check_errors)
+  return factors, pivots, info
+
+
+@op(aten.lu_unpack)
+def _aten_lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
+  """(P, L, U) with A = P L U; what is not asked for has shape (0,)."""
+  rows, columns = LU_data.shape[-2:]
+  rank, dtype = min(rows, columns), LU_data.dtype
+  permutation_matrix = lower = upper = _absent(dtype)
+  if unpack_pivots:
+    permutation = lax.linalg.lu_pivots_to_permutation(LU_pivots - 1, rows)
+    permutation_matrix = _transpose(jax.nn.one_hot(permutation, rows, dtype=dtype))
+  if unpack_data:
+    lower = jnp.tril(LU_data[..., :, :rank], -1) + jnp.eye(rows, rank, dtype=dtype)
+    upper = jnp.triu(LU_data[..., :rank, :])
+  return permutation_matrix, lower, upper
+
+
+@op(aten.linalg_lu)
+def _aten_linalg_lu(A, pivot=True):
+  _require_pivoting("linalg.lu", pivot)
+  factors, pivots, _ = _lu(A)
+  return _aten_lu_unpack(factors, pivots)
+
+
+def _lu_solve(factors, pivots, right, adjoint=False):
+  """Solves A X = right, or A^H X = right, from P A = L U."""
+  factors, right = _with_one_batch(factors, right)
+  rows = factors.shape[-1]
+  permutation = lax.linalg.lu_pivots_to_permutation(pivots - 1, rows)
+  permutation = jnp.broadcast_to(permutation, right.shape[:-1])
+  if not adjoint:
+    right = jnp.take_along_axis(right, permutation[..., None], axis=-2)
+    half = _solve_triangular(factors, right, lower=True, unit=True)
+    return _solve_triangular(factors, half, lower=False)
+  options = {"transpose": True, "conjugate": True}
+  half = _solve_triangular(factors, right, lower=False, **options)
+  permuted = _solve_triangular(factors, half, lower=True, unit=True, **options)
+  inverse = jnp.argsort(permutation, axis=-1)
+  return jnp.take_along_axis(permuted, inverse[..., None], axis=-2)
+
+
+@op(aten.linalg_lu_solve)
+def _aten_linalg_lu_solve(LU, pivots, B, left=True, adjoint=False):
+  if left:
+    return _lu_solve(LU, pivots, B, adjoint)
+  return _adjoint(_lu_solve(LU, pivots, _adjoint(B), not adjoint))
+
+
+# --- Solving and inverting ----------------------------------------------------------
+
+
+def _is_vector_side(A, B) -> bool:
+  """Whether B is a batch of vectors rather than of matrices."""
+  return B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
+
+
+@op(aten._linalg_solve_ex, compiled=_needs_no_check)
+def _aten__linalg_solve_ex(A, B, left=True, check_errors=False):
+  _require_square("linalg.solve", A)
+  factors, pivots, info = _lu(A)
+  _check(info, "torch.linalg.solve", check_errors)
+  if _is_vector_side(A, B):
+    if not left:
+      raise RuntimeError("linalg.solve: Vector broadcasting needs left=True.")
+    solution = _lu_solve(factors, pivots, B[..., None])[..., 0]
+  else:
+    solution = _aten_linalg_lu_solve(factors, pivots, B, left)
+  return solution, factors, pivots, info
+
+
+@op(aten.linalg_inv_ex, compiled=_needs_no_check)
+def _aten_linalg_inv_ex(A, check_errors=False):
+  _require_square("linalg.inv", A)
+  factors, pivots, info = _lu(A)
+  _check(info, "linalg.inv", check_errors)
+  identity = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
+  return _lu_solve(factors, pivots, identity), info
+
+
+# --- Determinants -------------------------------------------------------------------
+
+
+def _sign_of_pivots(pivots, dtype):
+  """-1 for an odd number of row exchanges."""
+  exchanges = jnp.sum(pivots != jnp.arange(1, pivots.shape[-1] + 1), axis=-1)
+  return jnp.where(exchanges % 2 == 0, 1, -1).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="transposed")
+def _determinant(matrix, transposed):
+  factors, pivots, _ = _lu(_transpose(matrix) if transposed else matrix)
+  diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
+  sign = _sign_of_pivots(pivots, matrix.dtype)
+  return sign * jnp.prod(diagonal, axis=-1), factors, pivots
+
+
+@functools.partial(jax.jit, static_argnames="transposed")
+def _sign_and_log_determinant(matrix, transposed):
+  factors, pivots, _ = _lu(_transpose(matrix) if transposed else matrix)
+  diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
+  sign = _sign_of_pivots(pivots, matrix.dtype) * jnp.prod(jnp.sign(diagonal), axis=-1)
+  return sign, jnp.sum(jnp.log(jnp.abs(diagonal)), axis=-1), factors, pivots
+
+
+def _holds_transposed_factors(A) -> bool:
+  """torch's backward formula takes the LU of A^T for a real, contiguous A.
+
+  It asks the tensor's strides, so these two lowerings must see the tensor.
+  """
+  return A.is_contiguous() and not A.is_complex()
+
+
+@op(aten._linalg_det, kind=Kind.ENV_TENSORS)
+def _aten__linalg_det(A, env):
+  _require_square("linalg.det", A)
+  return env.j2t_iso(_determinant(env.t2j_iso(A), _holds_transposed_factors(A)))
+
+
+@op(aten._linalg_slogdet, kind=Kind.ENV_TENSORS)
+def _aten__linalg_slogdet(A, env):
+  _require_square("linalg.slogdet", A)
+  results = _sign_and_log_determinant(env.t2j_iso(A), _holds_transposed_factors(A))
+  return env.j2t_iso(results)
+
+
+# --- Singular values and eigenvalues ------------------------------------------------
+
+
+@op(aten._linalg_svd)
+def _aten__linalg_svd(A, full_matrices=False, compute_uv=True, driver=None):
+  """`driver` chooses among cuSOLVER's algorithms and has no meaning here."""
+  if not compute_uv:
+    values = jnp.linalg.svd(A, compute_uv=False)
+    return _absent(A.dtype), values, _absent(A.dtype)
+  return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
+
+
+@op(aten._linalg_eigh)
+def _aten_linalg_eigh(A, UPLO="L", compute_v=True):
+  """Reads one triangle only: the lower one, or the upper one for "U"."""
+  _require_square("linalg.eigh", A)
+  lower = UPLO.upper() == "L"
+  vectors, values = lax.linalg.eigh(A, lower=lower, symmetrize_input=False)
+  return values, vectors if compute_v else _absent(A.dtype)
+
+
+@op(aten.linalg_eig)
+def _aten_linalg_eig(self):
+  _require_square("linalg.eig", self)
+  return tuple(lax.linalg.eig(self, compute_left_eigenvectors=False))
+
+
+@op(aten._linalg_eigvals, aten.linalg_eigvals)
+def _aten_linalg_eigvals(self):
+  _require_square("linalg.eigvals", self)
+  options = {"compute_left_eigenvectors": False, "compute_right_eigenvectors": False}
+  return lax.linalg.eig(self, **options)[0]
+
+
+@op(aten.linalg_matrix_exp, aten.matrix_exp)
+def _aten_linalg_matrix_exp(self):
+  _require_square("linalg.matrix_exp", self)
+  return jax.scipy.linalg.expm(self)
+
+
+# --- Least squares and pseudo-inverses ----------------------------------------------
+
+
+def _default_rtol(matrix) -> float:
+  return float(jnp.finfo(matrix.dtype).eps) * max(matrix.shape[-2:])
+
+
+def _inverted_above(values, cutoff):
+  """Reciprocals of the values above the cutoff, 0 for the rest."""
+  kept = values > cutoff
+  return jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
+
+
+def _hermitian_pinv(matrix, cutoff_of):
+  vectors, values = lax.linalg.eigh(matrix, lower=True, symmetrize_input=False)
+  magnitudes = jnp.abs(values)
+  cutoff = cutoff_of(jnp.max(magnitudes, axis=-1, keepdims=True))
+  inverted = jnp.sign(values) * _inverted_above(magnitudes, cutoff)
+  return (vectors * inverted[..., None, :]) @ _adjoint(vectors)
+
+
+@op(aten.linalg_pinv.atol_rtol_tensor)
+def _aten_linalg_pinv_atol_rtol_tensor(self, atol=None, rtol=None, hermitian=False):
+  """Drops singular values not above max(atol, rtol * the greatest)."""
+  if rtol is None:
+    rtol = _default_rtol(self) if atol is None else 0.0
+  atol = jnp.asarray(0.0 if atol is None else atol)[..., None]
+  rtol = jnp.asarray(rtol)[..., None]
+
+  def cutoff_of(greatest):
+    return jnp.maximum(atol, rtol * greatest).astype(greatest.dtype)
+
+  if self.size == 0:
+    return jnp.zeros(_transpose(self).shape, self.dtype)
+  if hermitian:
+    return _hermitian_pinv(self, cutoff_of)
+  left, values, right = jnp.linalg.svd(self, full_matrices=False)
+  inverted = _inverted_above(values, cutoff_of(values[..., :1]))
+  return (_adjoint(right) * inverted[..., None, :]) @ _adjoint(left)
+
+
+# What each LAPACK driver returns beside the solution: (rank, residuals and values).
+_LSTSQ_OUTPUTS = {
+  "gels": (False, True, False),
+  "gelsy": (True, False, False),
+  "gelsd": (True, True, True),
+  "gelss": (True, True, True),
+}
+
+
+@op(aten.linalg_lstsq)
+def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
+  """The solution of least norm, by SVD whatever the driver.
+
+  The driver decides, as on the CPU, which of residuals, rank and singular values
+  are present. Residuals come for every full-height system, of full rank or not,
+  because the rank is data.
+  """
+  driver = driver or "gelsy"
+  if driver not in _LSTSQ_OUTPUTS:
+    raise RuntimeError(
+      "torch.linalg.lstsq: expected driver to be one of "
+      f"{', '.join(_LSTSQ_OUTPUTS)}, but got {driver!r}."
+    )
+  is_vector = _is_vector_side(self, b)
+  right = b[..., None] if is_vector else b
+  left_vectors, values, right_vectors = jnp.linalg.svd(self, full_matrices=False)
+  rcond = _default_rtol(self) if rcond is None else rcond
+  cutoff = jnp.asarray(rcond, values.dtype) * values[..., :1]
+  scaled = _inverted_above(values, cutoff)[..., None] * (_adjoint(left_vectors) @ right)
+  solution = _adjoint(right_vectors) @ scaled
+  rank = jnp.sum(values > cutoff, axis=-1, dtype=mappings.t2j_dtype(torch.int64))
+  residuals = jnp.sum(jnp.square(jnp.abs(self @ solution - right)), axis=-2)
+  gives_rank, gives_residuals, gives_values = _LSTSQ_OUTPUTS[driver]
+  gives_residuals = gives_residuals and self.shape[-2] > self.shape[-1]
+  return (
+    solution[..., 0] if is_vector else solution,
+    residuals if gives_residuals else _absent(values.dtype),
+    rank if gives_rank else _absent(rank.dtype),
+    values if gives_values else _absent(values.dtype),
+  )
+
+
+# --- LDL ----------------------------------------------------------------------------
+
+# A diagonal element this large beside its column needs no exchange (Bunch & Kaufman,
+# "Some stable methods for calculating inertia", Math. Comp. 31, 1977).
+BUNCH_KAUFMAN_ALPHA = (1 + math.sqrt(17)) / 8
+
+
+def _swapped(size, first, second):
+  """0 … size - 1 with two entries exchanged."""
+  order = jnp.arange(size)
+  return order.at[first].set(second).at[second].set(first)
+
+
+def _ldl_factor(matrix, hermitian):
+  """Diagonally pivoted L D L^T in LAPACK's packed form with 1x1 blocks.
+
+  Rows are exchanged in the remaining part only, as LAPACK's `sytf2` does.
+  """
+  size = matrix.shape[-1]
+  conjugated = jnp.conj if hermitian else (lambda x: x)
+  places = jnp.arange(size)
+
+  def step(k, state):
+    work, pivots = state
+    remaining = places >= k
+    magnitude = jnp.where(remaining, jnp.abs(jnp.diagonal(work)), -1)
+    column_below = jnp.where(places > k, jnp.abs(work[:, k]), 0)
+    stays = magnitude[k] >= BUNCH_KAUFMAN_ALPHA * jnp.max(column_below)
+    pivot = jnp.where(stays, k, jnp.argmax(magnitude))
+    order = _swapped(size, k, pivot)
+    block = remaining[:, None] & remaining[None, :]
+    work = jnp.where(block, work[order][:, order], work)
+    divisor = jnp.where(work[k, k] == 0, 1, work[k, k])
+    column = jnp.where(places > k, work[:, k] / divisor, 0)
+    work = work - work[k, k] * column[:, None] * conjugated(column)[None, :]
+    work = work.at[:, k].set(jnp.where(places > k, column, work[:, k]))
+    return work, pivots.at[k].set(pivot.astype(jnp.int32) + 1)
+
+  lower = jnp.tril(matrix)
+  symmetric = lower + conjugated(jnp.tril(matrix, -1)).T
+  pivots = jnp.zeros(size, jnp.int32)
+  packed, pivots = lax.fori_loop(0, size, step, (symmetric, pivots))
+  packed = jnp.tril(packed)
+  return packed, pivots, _first_place(jnp.diagonal(packed) == 0)
+
+
+@op(aten.linalg_ldl_factor_ex, compiled=_needs_no_check)
+def _aten_linalg_ldl_factor_ex(self, hermitian=False, check_errors=False):
+  """Pivots on the diagonal, without LAPACK's 2x2 blocks.
+
+  A matrix whose remaining diagonal vanishes while the matrix does not, such as
+  [[0, 1], [1, 0]], is reported as singular in `info`.
+  """
+  _require_square("linalg.ldl_factor_ex", self)
+  factor = functools.partial(_ldl_factor, hermitian=hermitian)
+  factors, pivots, info = jnp.vectorize(factor, signature="(n,n)->(n,n),(n),()")(self)
+  _check(info, "torch.linalg.ldl_factor_ex", check_errors)
+  return factors, pivots, info
+
+
+def _ldl_solve(packed, pivots, right, hermitian):
+  size = packed.shape[-1]
+  places = jnp.arange(size)
+  conjugated = jnp.conj if hermitian else (lambda x: x)
+
+  def below(k):
+    return jnp.where(places > k, packed[:, k], 0)
+
+  def forward(k, solution):
+    solution = solution[_swapped(size, k, pivots[k] - 1)]
+    solution = solution - below(k)[:, None] * solution[k]
+    return solution.at[k].divide(packed[k, k])
+
+  def backward(step, solution):
+    k = size - 1 - step
+    solution = solution.at[k].add(-(conjugated(below(k)) @ solution))
+    return solution[_swapped(size, k, pivots[k] - 1)]
+
+  return lax.fori_loop(0, size, backward, lax.fori_loop(0, size, forward, right))
+
+
+@op(aten.linalg_ldl_solve)
+def _aten_linalg_ldl_solve(LD, pivots, B, hermitian=False):
+  """Takes the 1x1 blocks that `linalg_ldl_factor_ex` makes here."""
+  solve = functools.partial(_ldl_solve, hermitian=hermitian)
+  return jnp.vectorize(solve, signature="(n,n),(n),(n,k)->(n,k)")(LD, pivots, B)

@@ -1,0 +1,221 @@
+"""Sorting, the largest elements, searching sorted sequences, distinct elements.
+
+Every sort is stable and counts NaN as the largest value, as torch does. The shape of
+the `unique` family depends on the data, so it runs on concrete values, with numpy.
+Order statistics that reduce (median, kthvalue) are in `reduction.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax.ops import mappings
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+
+def _int64():
+  return mappings.t2j_dtype(torch.int64)
+
+
+def _sort_dim(self, dim: int) -> int:
+  rank = max(self.ndim, 1)
+  if not -rank <= dim < rank:
+    raise IndexError(
+      f"Dimension out of range: expected one in [{-rank}, {rank - 1}], but got {dim}."
+    )
+  return dim % rank
+
+
+# --- sorting ---------------------------------------------------------------------
+
+
+@op(aten.sort.default)
+def _aten_sort(self, dim=-1, descending=False):
+  """Values and their former places along `dim`."""
+  dim = _sort_dim(self, dim)
+  if self.ndim == 0:
+    return self, jnp.zeros((), _int64())
+  places = lax.broadcasted_iota(_int64(), self.shape, dim)
+  if not descending:
+    return lax.sort((self, places), dimension=dim, num_keys=1, is_stable=True)
+  # Reversing before and after keeps ties in order and puts NaN first.
+  reversed_ = (lax.rev(self, [dim]), lax.rev(places, [dim]))
+  values, places = lax.sort(reversed_, dimension=dim, num_keys=1, is_stable=True)
+  return lax.rev(values, [dim]), lax.rev(places, [dim])
+
+
+@op(aten.sort.stable)
+def _aten_sort_stable(self, *, stable=None, dim=-1, descending=False):
+  return _aten_sort(self, dim, descending)
+
+
+@op(aten.argsort)
+def _aten_argsort(self, dim=-1, descending=False, *, stable=False):
+  return _aten_sort(self, dim, descending)[1]
+
+
+@op(aten.msort)
+def _aten_msort(self):
+  return lax.sort(self, dimension=0) if self.ndim else self
+
+
+def _topk_keys(values, largest):
+  """Keys that `lax.top_k`, which looks for the largest, finds in torch's order.
+
+  It orders floats by their bits, where a NaN can come first or last: here NaN has the
+  sign that makes it torch's largest value.
+  """
+  if values.dtype == jnp.bool_:
+    values = values.astype(jnp.uint8)
+  if jnp.issubdtype(values.dtype, jnp.floating):
+    nan = np.copysign(np.nan, 1 if largest else -1).astype(values.dtype)
+    return jnp.where(jnp.isnan(values), nan, values if largest else -values)
+  return values if largest else ~values  # right for the smallest integer too
+
+
+@op(aten.topk)
+def _aten_topk(self, k, dim=-1, largest=True, sorted=True):
+  """The k largest (or smallest) along `dim`, always in order."""
+  dim = _sort_dim(self, dim)
+  size = self.shape[dim] if self.ndim else 1
+  if not 0 <= k <= size:
+    raise RuntimeError(f"topk expects k in [0, {size}], but got k={k}.")
+  if self.ndim == 0:
+    return self, jnp.zeros((), _int64())
+  rows = jnp.moveaxis(self, dim, -1)
+  _, places = lax.top_k(_topk_keys(rows, largest), k)
+  values = jnp.take_along_axis(rows, places, -1, mode="promise_in_bounds")
+  return (
+    jnp.moveaxis(values, -1, dim),
+    jnp.moveaxis(places, -1, dim).astype(_int64()),
+  )
+
+
+# --- searching -------------------------------------------------------------------
+
+
+@op(aten.searchsorted)
+def _aten_searchsorted(
+  sorted_sequence, self, *, out_int32=False, right=False, side=None, sorter=None
+):
+  """Where values go in sorted rows; rows pair with the leading dimensions.
+
+  Raises:
+    ValueError: `side` is neither "left" nor "right", or contradicts `right`.
+  """
+  if side not in (None, "left", "right") or (side == "left" and right):
+    raise ValueError(
+      f"searchsorted expects side to be left or right, in accord with `right`, but "
+      f"got side={side!r} and right={right}."
+    )
+  side = side or ("right" if right else "left")
+  if sorter is not None:
+    sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, -1)
+  values = jnp.asarray(self)
+  if sorted_sequence.ndim == 1:
+    places = jnp.searchsorted(sorted_sequence, values, side)
+  else:
+    rows = sorted_sequence.reshape(-1, sorted_sequence.shape[-1])
+    queries = values.reshape(rows.shape[0], -1)
+    search = jax.vmap(lambda row, query: jnp.searchsorted(row, query, side))
+    places = search(rows, queries).reshape(values.shape)
+  return places.astype(jnp.int32 if out_int32 else _int64())
+
+
+@op(aten.bucketize)
+def _aten_bucketize(self, boundaries, *, out_int32=False, right=False):
+  return _aten_searchsorted(boundaries, self, out_int32=out_int32, right=right)
+
+
+# --- distinct elements -----------------------------------------------------------
+
+
+def _values(array, name) -> np.ndarray:
+  if isinstance(array, jax.core.Tracer):
+    raise TypeError(
+      f"{name}: the number of distinct elements depends on the values of a tensor, "
+      "and these are unknown inside a JAX transformation such as jax.jit. Call it "
+      "outside, or sort and compare neighbours, which has a fixed shape."
+    )
+  values = np.asarray(array)
+  # numpy's lexsort knows no bfloat16 or float8; float32 holds them exactly.
+  is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and values.itemsize < 4
+  return values.astype(np.float32) if is_narrow else values
+
+
+def _runs(rows):
+  """Starts of the runs of equal rows, and the run that each row belongs to.
+
+  NaN differs from itself, as in torch.
+  """
+  is_first = np.ones(len(rows), bool)
+  is_first[1:] = (rows[1:] != rows[:-1]).any(tuple(range(1, rows.ndim)))
+  return np.flatnonzero(is_first), np.cumsum(is_first) - 1
+
+
+def _groups(rows, consecutive):
+  """Index of a member, the group of each row, and the size, of groups of equal rows."""
+  if consecutive or not len(rows):
+    order = np.arange(len(rows))
+  elif rows.ndim == 1:
+    order = np.argsort(rows, kind="stable")
+  else:
+    columns = rows.reshape(len(rows), -1).T
+    order = np.lexsort(columns[::-1]) if len(columns) else np.arange(len(rows))
+  starts, run = _runs(rows[order])
+  group = np.empty_like(run)
+  group[order] = run
+  return order[starts], group, np.diff(starts, append=len(rows))
+
+
+def _distinct(self, name, dim=None, consecutive=False, inverse=True, counts=True):
+  """Distinct elements (slices along `dim`), their inverse and counts.
+
+  What is not wanted is an empty tensor, as in torch.
+  """
+  array = self.reshape(-1) if dim is None else self
+  axis = 0 if dim is None else dim
+  rows = np.moveaxis(_values(array, name), axis, 0)
+  members, group, sizes = _groups(rows, consecutive)
+  empty = np.zeros(0)
+  shape = self.shape if dim is None else group.shape
+  return (
+    jnp.take(array, members, axis),
+    jnp.asarray(group.reshape(shape) if inverse else empty, _int64()),
+    jnp.asarray(sizes if counts else empty, _int64()),
+  )
+
+
+@op(aten._unique, compiled=False)
+def _aten_unique(self, sorted=True, return_inverse=False):
+  return _distinct(self, "unique", inverse=return_inverse)[:2]
+
+
+@op(aten._unique2, compiled=False)
+def _aten_unique2(self, sorted=True, return_inverse=False, return_counts=False):
+  return _distinct(self, "unique", inverse=return_inverse, counts=return_counts)
+
+
+@op(aten.unique_dim, compiled=False)
+def _aten_unique_dim(self, dim, sorted=True, return_inverse=False, return_counts=False):
+  """Distinct slices in lexicographic order; inverse and counts always come."""
+  return _distinct(self, "unique", dim)
+
+
+@op(aten.unique_consecutive, compiled=False)
+def _aten_unique_consecutive(self, return_inverse=False, return_counts=False, dim=None):
+  if dim is not None:
+    return _aten_unique_dim_consecutive(self, dim, return_inverse, return_counts)
+  return _distinct(
+    self, "unique_consecutive", None, True, return_inverse, return_counts
+  )
+
+
+@op(aten.unique_dim_consecutive, compiled=False)
+def _aten_unique_dim_consecutive(self, dim, return_inverse=False, return_counts=False):
+  """Inverse and counts always come, as with `unique_dim`."""
+  return _distinct(self, "unique_consecutive", dim, consecutive=True)

@@ -1,0 +1,150 @@
+"""Scaling and translating arrays with filters that can widen (anti-aliasing).
+
+The meaning is that of `jax.image.scale_and_translate`: each axis is multiplied by a
+matrix of weights, which follows from scale and translation; these may be traced.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from torchax.ops.jimage import cubic_kernel, triangle_kernel
+
+__all__ = ["compute_weight_mat", "scale_and_translate"]
+
+
+def _lanczos(radius):
+  def kernel(x):
+    inside = jnp.sinc(x) * jnp.sinc(x / radius)
+    return jnp.where(jnp.abs(x) < radius, inside, 0)
+
+  return kernel
+
+
+# torch's anti-aliased bicubic filter is Pillow's, with a = -0.5.
+_keys = functools.partial(cubic_kernel, a=-0.5)
+
+_KERNELS = {
+  "linear": triangle_kernel,
+  "bilinear": triangle_kernel,
+  "trilinear": triangle_kernel,
+  "triangle": triangle_kernel,
+  "cubic": _keys,
+  "bicubic": _keys,
+  "tricubic": _keys,
+  "lanczos3": _lanczos(3),
+  "lanczos5": _lanczos(5),
+}
+
+
+def compute_weight_mat(
+  input_size: int | Any,
+  output_size: int | Any,
+  scale,
+  translation,
+  kernel: Callable,
+  antialias: bool,
+):
+  """Weights of all input elements in all output elements of an axis.
+
+  Args:
+    input_size: length of the axis.
+    output_size: length that it gets.
+    scale: how many output elements stand for an input element.
+    translation: where the input's start lies in the output, in output elements.
+    kernel: weights of distances in input elements.
+    antialias: widen the kernel where the axis shrinks.
+
+  Returns:
+    A float array of shape (input_size, output_size). Columns sum to 1, or to 0
+    where the output element lies outside of the input.
+  """
+  scale = jnp.asarray(scale, jnp.promote_types(jnp.result_type(scale), jnp.float32))
+  width = jnp.maximum(1 / scale, 1) if antialias else 1
+  centre = (jnp.arange(output_size) + 0.5 - translation) / scale
+  distance = (jnp.arange(input_size)[:, None] + 0.5 - centre) / width
+  weights = kernel(distance)
+  total = jnp.sum(weights, 0, keepdims=True)
+  is_covered = jnp.abs(total) > 1000 * jnp.finfo(weights.dtype).eps
+  weights = weights / jnp.where(is_covered, total, 1)
+  is_inside = (centre >= 0) & (centre <= input_size)
+  return jnp.where(is_covered & is_inside, weights, 0)
+
+
+def _scale_and_translate(
+  x,
+  output_shape: Sequence[int | Any],
+  spatial_dims: Sequence[int],
+  scale,
+  translation,
+  kernel: Callable,
+  antialias: bool,
+  precision,
+):
+  """Multiplies each axis of `spatial_dims` by its matrix of weights."""
+  for place, axis in enumerate(spatial_dims):
+    weights = compute_weight_mat(
+      x.shape[axis],
+      output_shape[axis],
+      scale[place],
+      translation[place],
+      kernel,
+      antialias,
+    ).astype(x.dtype)
+    resized = lax.dot_general(x, weights, (((axis,), (0,)), ((), ())), precision)
+    x = jnp.moveaxis(resized, -1, axis)
+  return x
+
+
+def scale_and_translate(
+  image,
+  shape: Sequence[int | Any],
+  spatial_dims: Sequence[int],
+  scale,
+  translation,
+  method: str,
+  antialias: bool = True,
+  precision=lax.Precision.HIGHEST,
+):
+  """Resamples an image at `(i + 0.5 - translation) / scale` on some of its axes.
+
+  Args:
+    image: an array of any rank; integers are computed in floats.
+    shape: the shape of the result.
+    spatial_dims: the axes to resample; the sizes of the others stay.
+    scale: for each of these axes, output elements for an input element.
+    translation: for each of these axes, where the input starts in the output.
+    method: linear, cubic, lanczos3 or lanczos5, or jax.image's other names of these.
+    antialias: widen the filter on axes that shrink.
+    precision: of the products.
+
+  Returns:
+    A floating-point array of the given shape; zero outside of the image.
+
+  Raises:
+    ValueError: an unknown method, or a shape of another rank than the image.
+  """
+  if method not in _KERNELS:
+    raise ValueError(
+      f"scale_and_translate expects a method of {', '.join(_KERNELS)}, but got "
+      f"{method!r}."
+    )
+  if len(shape) != image.ndim:
+    raise ValueError(
+      f"scale_and_translate expects a shape of rank {image.ndim}, but got {shape}."
+    )
+  if not jnp.issubdtype(image.dtype, jnp.inexact):
+    image = image.astype(jnp.float32)
+  return _scale_and_translate(
+    image,
+    shape,
+    [axis % image.ndim for axis in spatial_dims],
+    scale,
+    translation,
+    _KERNELS[method],
+    antialias,
+    precision,
+  )

@@ -1,0 +1,130 @@
+"""Resampling of images by a few taps on each axis, without anti-aliasing.
+
+An output element is a weighted sum of its nearest input elements, one axis after the
+other. Positions and weights follow from the sizes alone and are numpy constants, in
+float32 as torch computes them, so that ties fall on the same side. Filters that grow
+when an image shrinks are in `jax_reimplement.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = [
+  "compute_contribs",
+  "cubic_kernel",
+  "gather_weights",
+  "interpolate_along_axis_bchw",
+  "interpolate_bicubic_no_aa",
+  "triangle_kernel",
+]
+
+# Sharpness of torch's bicubic filter; the other common choice is -0.5 (Keys, 1981).
+_CUBIC_A = -0.75
+
+
+def cubic_kernel(x, a=_CUBIC_A):
+  """Keys' cubic convolution filter, which is zero from distance 2 on.
+
+  Args:
+    x: distances from the sampled point, in elements, of any shape.
+    a: the slope at distance 1.
+
+  Returns:
+    Weights in the shape of `x`.
+
+  References:
+    R. Keys, Cubic convolution interpolation for digital image processing, 1981.
+  """
+  xp = jnp if isinstance(x, jax.Array) else np
+  x = xp.abs(x)
+  near = ((a + 2) * x - (a + 3)) * x * x + 1
+  far = a * (((x - 5) * x + 8) * x - 4)
+  return xp.where(x <= 1, near, xp.where(x < 2, far, 0))
+
+
+def triangle_kernel(x):
+  """Linear interpolation: falls from 1 to 0 at distance 1."""
+  xp = jnp if isinstance(x, jax.Array) else np
+  return xp.maximum(0, 1 - xp.abs(x))
+
+
+def _source_positions(in_size, out_size, scale, align_corners):
+  """Where each output element lies between the input elements, in float32."""
+  places = np.arange(out_size, dtype=np.float32)
+  if align_corners:
+    step = (in_size - 1) / (out_size - 1) if out_size > 1 else 0
+    return places * np.float32(step)
+  return (places + np.float32(0.5)) * np.float32(1 / scale) - np.float32(0.5)
+
+
+def compute_contribs(
+  in_size,
+  out_size,
+  scale,
+  support=2.0,
+  align_corners=False,
+  dtype=None,
+  *,
+  kernel=cubic_kernel,
+):
+  """The input elements that make each output element, and their weights.
+
+  Args:
+    in_size: length of the axis.
+    out_size: length that it gets.
+    scale: how many output elements stand for an input element.
+    support: distance from which on the kernel is zero.
+    align_corners: the first and last elements keep their places; `scale` is unused.
+    dtype: of the weights; float32 by default.
+    kernel: weights of distances.
+
+  Returns:
+    Indices and weights, both of shape (out_size, 2 * support). Beyond an edge the
+    edge element is repeated.
+  """
+  position = _source_positions(in_size, out_size, scale, align_corners)
+  taps = np.arange(1 - int(support), 1 + int(support))
+  indices = np.floor(position)[:, None].astype(np.int64) + taps
+  weights = kernel(position[:, None] - indices.astype(np.float32))
+  return np.clip(indices, 0, in_size - 1), weights.astype(dtype or np.float32)
+
+
+def gather_weights(img, idxs, axis):
+  """The taps of each output element: `axis` becomes the two axes of `idxs`."""
+  return jnp.take(img, idxs, axis, mode="clip")
+
+
+def interpolate_along_axis_bchw(img, idxs, weights, axis):
+  """Resamples one axis.
+
+  Args:
+    img: an array of any rank, such as (batch, channels, height, width).
+    idxs: input elements, of shape (out_size, taps).
+    weights: their weights, in the same shape.
+    axis: the axis to resample, counted from the front.
+
+  Returns:
+    An array whose `axis` has `out_size` elements.
+  """
+  taps = gather_weights(img, idxs, axis)
+  spread = np.shape(weights) + (1,) * (img.ndim - axis - 1)
+  return jnp.sum(taps * jnp.reshape(weights, spread), axis + 1)
+
+
+def interpolate_bicubic_no_aa(img, out_h, out_w, align_corners=False):
+  """Bicubic resampling of shape (batch, channels, height, width), as in torch.
+
+  Args:
+    img: a floating-point array.
+    out_h: new height.
+    out_w: new width.
+    align_corners: keep the corner pixels at the corners.
+  """
+  for axis, out_size in ((2, out_h), (3, out_w)):
+    in_size = img.shape[axis]
+    idxs, weights = compute_contribs(
+      in_size, out_size, out_size / in_size, 2.0, align_corners, img.dtype
+    )
+    img = interpolate_along_axis_bchw(img, idxs, weights, axis)
+  return img

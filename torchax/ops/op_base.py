@@ -1,0 +1,227 @@
+"""What lowerings are written with: the `op` decorator and torch's type promotion.
+
+A lowering is a pure JAX function with the ATen signature:
+
+  @op(aten.roll)
+  def _aten_roll(self, shifts, dims=()):
+    return jnp.roll(self, shifts, axis=dims or None)
+
+Tensors arrive as arrays, lists of integers as tuples, dtypes as torch dtypes.
+Python numbers in Tensor, Scalar and float places arrive as weakly typed scalars that
+may be traced, unless `static` names the argument. The arguments `device`, `layout`,
+`pin_memory`, `memory_format` and `non_blocking` never arrive. The in-place form
+(`aten.relu_`) and the `out=` form follow from the functional one by torch's schema.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax.ops import mappings
+from torchax.ops.ops_registry import Kind, Operator, register
+from torchax.types import JaxCallable, JaxValue, P
+
+__all__ = [
+  "Kind",
+  "convert_dtype",
+  "default_float",
+  "foreach_loop",
+  "maybe_convert_constant_dtype",
+  "op",
+  "promote",
+  "promote_int_input",
+  "result_dtype",
+  "to_float",
+]
+
+
+def op(
+  *aten,
+  kind: Kind | None = None,
+  static: tuple[str, ...] = (),
+  compiled: bool | Callable[[tuple, dict], bool] = True,
+  check: Callable | None = None,
+  is_jax_function: bool = True,
+  needs_env: bool = False,
+  is_view_op: bool = False,
+) -> Callable:
+  """Registers the decorated function as the lowering of one or more operations.
+
+  Args:
+    *aten: overloads, or packets for all functional overloads of a name.
+    kind: what the function consumes; by default follows from the three flags,
+      which are those of upstream.
+    static: names of float or Scalar arguments needed as Python values.
+    compiled: False where the result's shape depends on data, or a function of
+      (args, kwargs) that tells.
+    check: called with torch's arguments before anything is drawn or computed; raises
+      where they are wrong.
+    is_jax_function: it takes arrays (default) instead of tensors.
+    needs_env: it takes the environment as `env=`.
+    is_view_op: it sees views as such.
+
+  Raises:
+    ValueError: an operation already has a lowering.
+  """
+
+  def register_all(func):
+    for torch_op in aten:
+      register(
+        Operator(
+          torch_op,
+          func,
+          is_jax_function=is_jax_function,
+          needs_env=needs_env,
+          is_view_op=is_view_op,
+          kind=kind,
+          static=static,
+          compiled=compiled,
+          check=check,
+        )
+      )
+    return func
+
+  return register_all
+
+
+def default_float() -> jnp.dtype:
+  """The JAX form of torch's default dtype."""
+  return mappings.t2j_dtype(torch.get_default_dtype())
+
+
+_NUMBER_DTYPES = {
+  bool: lambda: jnp.dtype(bool),
+  int: lambda: mappings.t2j_dtype(torch.int64),
+  float: default_float,
+  complex: lambda: jnp.promote_types(default_float(), jnp.complex64),
+}
+
+
+def _is_number(value) -> bool:
+  return isinstance(value, bool | int | float | complex) or getattr(
+    value, "weak_type", False
+  )
+
+
+def _number_dtype(value) -> jnp.dtype:
+  if isinstance(value, bool | int | float | complex):
+    return _NUMBER_DTYPES[type(value)]()
+  if jnp.issubdtype(value.dtype, jnp.floating):
+    return default_float()
+  if jnp.issubdtype(value.dtype, jnp.complexfloating):
+    return _NUMBER_DTYPES[complex]()
+  return jnp.dtype(value.dtype)
+
+
+def _category(dtype) -> int:
+  """Bool, integer, floating, complex: the order in which promotion decides."""
+  if dtype is None:
+    return -1
+  if dtype == jnp.bool_:
+    return 0
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    return 3
+  return 1 if jnp.issubdtype(dtype, jnp.integer) else 2
+
+
+def _combine(higher, lower):
+  """A lower group (0-d, numbers) decides only by being of a higher category."""
+  if higher is None:
+    return lower
+  if lower is None or _category(higher) >= _category(lower):
+    return higher
+  if _category(higher) == 2:  # a complex number beside floats keeps their precision
+    return jnp.promote_types(higher, jnp.complex64)
+  return lower
+
+
+def result_dtype(*values) -> jnp.dtype:
+  """torch's promoted dtype of arrays, 0-d arrays and Python numbers.
+
+  Arrays with dimensions decide first, then 0-d arrays, then numbers
+  (https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch-dtype).
+
+  >>> result_dtype(jnp.ones(3, jnp.bfloat16), 2.5)
+  dtype(bfloat16)
+  """
+  groups = [None, None, None]
+  for value in values:
+    if value is None:
+      continue
+    if _is_number(value):
+      place, dtype = 2, _number_dtype(value)
+    else:
+      place, dtype = (0 if jnp.ndim(value) else 1), jnp.dtype(value.dtype)
+    known = groups[place]
+    groups[place] = dtype if known is None else jnp.promote_types(known, dtype)
+  return _combine(_combine(groups[0], groups[1]), groups[2])
+
+
+def promote(*values) -> list[jax.Array]:
+  """The values as arrays of their `result_dtype`; shapes are left to broadcasting."""
+  dtype = result_dtype(*values)
+  return [lax.convert_element_type(value, dtype) for value in values]
+
+
+def to_float(value: jax.Array) -> jax.Array:
+  """Integers and bools in torch's default dtype; floats and complex unchanged."""
+  if _category(jnp.dtype(value.dtype)) < 2:
+    return lax.convert_element_type(value, default_float())
+  return value
+
+
+def promote_int_input(f: JaxCallable) -> JaxCallable:
+  """Makes a lowering whose first argument may be an integer array compute in floats."""
+
+  @functools.wraps(f)
+  def with_float_input(x: jax.Array, *args: P.args, **kwargs: P.kwargs):
+    return f(to_float(x), *args, **kwargs)
+
+  return with_float_input
+
+
+def convert_dtype(use_default_dtype: bool = True) -> Callable:
+  """Turns the keyword argument `dtype` of a lowering into a JAX dtype.
+
+  Args:
+    use_default_dtype: pass torch's default dtype when there is none.
+  """
+
+  def decorate(func: JaxCallable) -> JaxCallable:
+    @functools.wraps(func)
+    def with_jax_dtype(*args, dtype: torch.dtype | None = None, **kwargs):
+      if dtype is None and use_default_dtype:
+        dtype = torch.get_default_dtype()
+      converted = mappings.t2j_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
+      return func(*args, dtype=converted, **kwargs)
+
+    return with_jax_dtype
+
+  return decorate
+
+
+def maybe_convert_constant_dtype(
+  val: JaxValue | None, dtype: np.dtype | None
+) -> JaxValue | None:
+  """A 0-d array or number in the given dtype; anything else as it is."""
+  if val is None or dtype is None:
+    return val
+  if isinstance(val, jax.Array) and val.ndim == 0:
+    return lax.convert_element_type(val, dtype)
+  if isinstance(val, bool | int | float | complex):
+    return jnp.asarray(val, dtype)
+  return val
+
+
+def foreach_loop(
+  seq: jax.Array,
+  fn: Callable[[jax.Array, jax.Array], jax.Array],
+  init_val=0.0,
+) -> jax.Array:
+  """Folds `fn(carry, element)` over the first axis of `seq`, as one `lax.fori_loop`."""
+  return lax.fori_loop(0, len(seq), lambda i, carry: fn(carry, seq[i]), init_val)

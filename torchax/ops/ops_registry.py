@@ -1,0 +1,158 @@
+"""The one registry of lowerings: torch operation -> what runs in its place.
+
+An operation is an ATen `OpOverload`, an `OpOverloadPacket` (which stands for all
+its functional overloads), or a torch function that is caught above ATen.
+Registering twice raises; a user's registration replaces ours. Environments notice
+later registrations through `generation`.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from torchax._torch_compat import OpOverload, OpOverloadPacket
+from torchax.types import JaxCallable, TorchCallable
+
+
+class Kind(enum.Enum):
+  """What a lowering consumes. One kind each, so no wrong combination can be written."""
+
+  ARRAYS = "arrays"  # (arrays…) -> arrays; pure JAX, compiled as one function
+  SAMPLER = "sampler"  # (key, arrays…) -> arrays; dispatch draws the key
+  ENV_ARRAYS = "env arrays"  # (arrays…, env=) -> arrays; upstream's `needs_env`
+  TENSORS = "tensors"  # (tensors…) -> tensors; may call torch operations
+  ENV_TENSORS = "env tensors"  # (tensors…, env=) -> tensors
+  ALIASING = "aliasing"  # (tensors…) -> tensors that may alias their inputs
+  ENV_ALIASING = "env aliasing"  # the same with `env=`
+
+  @classmethod
+  def from_flags(
+    cls, is_jax_function: bool, needs_env: bool, is_view_op: bool
+  ) -> "Kind":
+    """The kind that upstream's flags stand for."""
+    if is_view_op:
+      return cls.ENV_ALIASING if needs_env else cls.ALIASING
+    if is_jax_function:
+      return cls.ENV_ARRAYS if needs_env else cls.ARRAYS
+    return cls.ENV_TENSORS if needs_env else cls.TENSORS
+
+
+@dataclasses.dataclass
+class Operator:
+  """A torch operation and its lowering.
+
+  Attributes:
+    torch_op: the operation that is lowered.
+    func: the lowering; `kind` says what it takes.
+    is_jax_function: upstream's flag: `func` takes arrays.
+    is_user_defined: registered by a user, so it may replace ours.
+    needs_env: upstream's flag: `func` takes `env=`.
+    is_view_op: upstream's flag: `func` sees views.
+    kind: what `func` consumes; follows from the flags where not given.
+    static: names of float or Scalar arguments that `func` needs as Python values;
+      integers, flags, shapes and dtypes always are.
+    compiled: False where the result's shape depends on data, so that the function
+      cannot run under `jax.jit`; or a function of (args, kwargs) that tells.
+    check: called with torch's arguments before anything is drawn or computed; raises
+      where they are wrong.
+  """
+
+  torch_op: TorchCallable
+  func: TorchCallable | JaxCallable
+  is_jax_function: bool = True
+  is_user_defined: bool = False
+  needs_env: bool = False
+  is_view_op: bool = False
+  kind: Kind | None = None
+  static: tuple[str, ...] = ()
+  compiled: bool | Callable[[tuple, dict], bool] = True
+  check: Callable | None = None
+
+  def __post_init__(self):
+    if self.kind is None:
+      self.kind = Kind.from_flags(self.is_jax_function, self.needs_env, self.is_view_op)
+      return
+    self.is_jax_function = self.kind in (Kind.ARRAYS, Kind.SAMPLER, Kind.ENV_ARRAYS)
+    self.is_view_op = self.kind in (Kind.ALIASING, Kind.ENV_ALIASING)
+    self.needs_env = self.kind in (
+      Kind.ENV_ARRAYS,
+      Kind.ENV_TENSORS,
+      Kind.ENV_ALIASING,
+    )
+
+
+all_aten_ops: dict[Any, Operator] = {}
+all_torch_functions: dict[Any, Operator] = {}
+# Overload -> function of tensors, used where there is no lowering.
+decompositions: dict[Any, Callable] = {}
+_generation = 0
+
+
+def generation() -> int:
+  """Grows with every registration; an environment compares it to drop its caches."""
+  return _generation
+
+
+def _register(table: dict, operator: Operator) -> Operator:
+  global _generation
+  known = table.get(operator.torch_op)
+  if known is not None and not operator.is_user_defined:
+    raise ValueError(
+      f"{operator.torch_op} already has the lowering {known.func.__name__}, so "
+      f"{operator.func.__name__} was not registered. Pass is_user_defined=True to "
+      "replace it."
+    )
+  table[operator.torch_op] = operator
+  _generation += 1
+  return operator
+
+
+def register(operator: Operator) -> Operator:
+  """Registers an operator for `__torch_dispatch__` (ATen) or for torch functions."""
+  is_aten = isinstance(operator.torch_op, OpOverload | OpOverloadPacket)
+  return _register(all_aten_ops if is_aten else all_torch_functions, operator)
+
+
+def register_torch_dispatch_op(
+  aten_op,
+  impl_callable: Callable,
+  is_jax_function=True,
+  is_user_defined=False,
+  needs_env=False,
+  is_view_op=False,
+) -> Operator:
+  """Registers the lowering of an ATen operation; the parameters are `Operator`'s."""
+  return _register(
+    all_aten_ops,
+    Operator(
+      aten_op,
+      impl_callable,
+      is_jax_function,
+      is_user_defined,
+      needs_env,
+      is_view_op,
+    ),
+  )
+
+
+def register_torch_function_op(
+  torch_func,
+  impl_callable: Callable,
+  is_jax_function=True,
+  is_user_defined=False,
+  needs_env=False,
+  is_view_op=False,
+) -> Operator:
+  """Registers what runs for a torch function, above ATen and above autograd."""
+  return _register(
+    all_torch_functions,
+    Operator(
+      torch_func,
+      impl_callable,
+      is_jax_function,
+      is_user_defined,
+      needs_env,
+      is_view_op,
+    ),
+  )

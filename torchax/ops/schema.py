@@ -1,0 +1,102 @@
+"""What torch's schemas state about an operation: writes, aliases, functional forms.
+
+The in-place and `out=` forms of an operation and the argument they write are derived
+here; only the exceptions are written down.
+"""
+
+import dataclasses
+import functools
+
+import torch
+
+from torchax._torch_compat import OpOverload
+
+aten = torch.ops.aten
+
+# Functional forms that the naming rule does not find.
+_FUNCTIONAL_FORMS = {
+  aten.normal_.default: aten.normal_functional.default,
+  aten.bernoulli_.float: aten.bernoulli.p,
+  aten.zero_.default: aten.zeros_like.default,
+  aten.resize_as_.default: None,
+}
+
+_DYNAMIC_TYPES = ("Tensor", "number", "float", "Scalar")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+  """The parts of an overload's schema that dispatch needs.
+
+  Attributes:
+    names: argument names, positional ones first.
+    dynamic: names whose Python numbers may change without recompiling.
+    written: names of arguments that are written to.
+    is_view: a result aliases an argument and nothing is written.
+    is_random: the operation draws from a generator.
+  """
+
+  names: tuple[str, ...]
+  dynamic: frozenset[str]
+  written: tuple[str, ...]
+  is_view: bool
+  is_random: bool
+
+
+def _is_dynamic(argument) -> bool:
+  kind = str(argument.type).removeprefix("Optional[").rstrip("]")
+  return any(kind == name or kind == f"List[{name}" for name in _DYNAMIC_TYPES)
+
+
+@functools.cache
+def schema_of(op: OpOverload) -> Schema:
+  """The schema of an overload."""
+  arguments = op._schema.arguments
+  written = tuple(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
+  aliased = any(r.alias_info is not None for r in op._schema.returns)
+  return Schema(
+    names=tuple(a.name for a in arguments),
+    dynamic=frozenset(a.name for a in arguments if _is_dynamic(a)),
+    written=written,
+    is_view=aliased and not written,
+    is_random=torch.Tag.nondeterministic_seeded in op.tags,
+  )
+
+
+# What factories take and their `out=` forms do not; no part of an operation's identity.
+_TENSOR_OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
+
+
+def _signature(op: OpOverload, without=()) -> tuple:
+  return tuple(
+    (a.name, str(a.type))
+    for a in op._schema.arguments
+    if a.name not in without and not (a.kwarg_only and a.name in _TENSOR_OPTIONS)
+  )
+
+
+@functools.cache
+def functional_form(op: OpOverload) -> OpOverload | None:
+  """The overload without the write: `aten.add.Tensor` for `add_.Tensor`, `add.out`.
+
+  Returns None where torch has none.
+  """
+  if op in _FUNCTIONAL_FORMS:
+    return _FUNCTIONAL_FORMS[op]
+  name = op._schema.name.split("::")[1]
+  in_place = is_in_place(op)
+  packet = getattr(aten, name.removesuffix("_") if in_place else name, None)
+  if packet is None:
+    return None
+  wanted = _signature(op, () if in_place else schema_of(op).written)
+  for overload_name in packet.overloads():
+    overload = getattr(packet, overload_name)
+    if not schema_of(overload).written and _signature(overload) == wanted:
+      return overload
+  return None
+
+
+def is_in_place(op: OpOverload) -> bool:
+  """True for `add_`; False for `add.out`."""
+  written = schema_of(op).written
+  return bool(written) and op._schema.arguments[0].name == written[0]

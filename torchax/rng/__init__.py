@@ -1,0 +1,32 @@
+"""Random numbers: state, streams, scopes, boundaries and samplers.
+
+`docs/rng.md` says how they fit together. This is the only package that makes or
+derives keys; lowerings receive them.
+"""
+
+from torchax.rng.carry import Carried, NewOperands, generator_operands
+from torchax.rng.scope import (
+  current,
+  default_impl,
+  initial_seed,
+  manual_seed,
+  rng_scope,
+)
+from torchax.rng.state import RngState, as_key, as_state, fold_in
+from torchax.rng.stream import RngStream
+
+__all__ = [
+  "Carried",
+  "NewOperands",
+  "RngState",
+  "RngStream",
+  "as_key",
+  "as_state",
+  "current",
+  "default_impl",
+  "fold_in",
+  "generator_operands",
+  "initial_seed",
+  "manual_seed",
+  "rng_scope",
+]

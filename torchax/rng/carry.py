@@ -1,0 +1,214 @@
+"""The one mechanism that takes a stream across a compiled boundary.
+
+  pure = Carried(fn)            # pure(rng, *args, **kwargs) -> (out, advance)
+  out = pure.run(jax.jit(pure), *args)
+
+`rng` holds the key (`key<fry>[]`) and the count (`u32[]`) of the caller's stream as
+operands, and integers for each `torch.Generator` the function draws with. `advance` is
+how far the stream moved: static for a trace, so it has no output array and comes back
+with every cached call without a device sync; a re-seed inside comes back as a leaf.
+
+A generator is only met while tracing. The trace then finishes, is thrown away, and is
+made anew with an operand for it (`NewOperands`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from torchax.rng import generator as generators
+from torchax.rng import scope
+from torchax.rng import state as rng_state
+from torchax.rng.state import RngState
+from torchax.rng.stream import DrawOperands, RngStream
+
+
+_key_from_words = jax.jit(rng_state.key_from_words, static_argnums=1)
+
+
+class NewOperands(BaseException):
+  """Ends a trace that met something it has no operand for yet; it is made anew.
+
+  A BaseException, so that no `except Exception` of traced code keeps it.
+  """
+
+
+class RngOperands(NamedTuple):
+  """The random part of a compiled function's arguments."""
+
+  key: jax.Array
+  count: Any
+  words: tuple = ()
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Advance:
+  """What a traced function did to its stream.
+
+  Attributes:
+    draws: how many draws it made; static.
+    count: draws since the re-seed, if there was one; static.
+    key: the key it was re-seeded with, else None; the only leaf.
+  """
+
+  draws: int
+  count: int = 0
+  key: jax.Array | None = None
+
+  @classmethod
+  def of(cls, stream: RngStream) -> "Advance":
+    """What happened to a stream since it was opened."""
+    if not stream.reseeded:
+      return cls(stream.draws)
+    if not isinstance(stream.state.count, int):
+      stream.rebase()
+    return cls(stream.draws, stream.state.count, stream.state.key)
+
+  def tree_flatten(self):
+    return (self.key,), (self.draws, self.count)
+
+  @classmethod
+  def tree_unflatten(cls, static, children):
+    return cls(*static, children[0])
+
+
+class GeneratorSlot:
+  """A generator inside a trace: hands out keys made of traced words."""
+
+  __slots__ = ("generator", "words", "draws")
+
+  def __init__(self, generator: torch.Generator, words):
+    self.generator = generator
+    self.words = words
+    self.draws = 0
+
+  def next(self, impl: str) -> DrawOperands:
+    """Operands of the generator's next draw; a stand-in while words are missing."""
+    place = self.draws
+    self.draws += 1
+    if self.words is None or place >= self.words.shape[0]:
+      return DrawOperands(_key_from_words(np.zeros(2, np.uint32), impl), 0)
+    return DrawOperands(_key_from_words(self.words[place], impl), 0)
+
+  @property
+  def is_short(self) -> bool:
+    """True when more draws were made than there were words for."""
+    return self.draws > (0 if self.words is None else self.words.shape[0])
+
+
+class CarriedStream(RngStream):
+  """The stream of a traced function; it also holds the function's generators."""
+
+  __slots__ = ("slots",)
+
+  def __init__(self, state: RngState, slots: list[GeneratorSlot]):
+    super().__init__(state)
+    self.slots = slots
+
+  def slot(self, generator: torch.Generator) -> GeneratorSlot:
+    """The slot of a generator, known or new."""
+    for slot in self.slots:
+      if same_generator(slot.generator, generator):
+        return slot
+    self.slots.append(GeneratorSlot(generator, None))
+    return self.slots[-1]
+
+
+def same_generator(first: torch.Generator, second: torch.Generator) -> bool:
+  """True for the same generator, also where torch has wrapped it anew."""
+  return first is second or first._cdata == second._cdata
+
+
+class Carried:
+  """A function whose random state is an operand; `pure` for any JAX transformation."""
+
+  def __init__(self, function: Callable):
+    self.function = function
+    self.generators: list[tuple[torch.Generator, int]] = []
+    self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+  def __call__(self, rng: RngOperands, *args, **kwargs):
+    """The pure function: `(rng, *args, **kwargs) -> (out, Advance)`."""
+    slots = [
+      GeneratorSlot(generator, words)
+      for (generator, _), words in zip(self.generators, rng.words)
+    ]
+    stream = CarriedStream(RngState(rng.key, rng.count), slots)
+    with scope.rng_scope(stream):
+      try:
+        out = self.function(*args, **kwargs)
+        advance = Advance.of(stream)
+      finally:
+        stream.close()
+    self._require_words(slots)
+    return out, advance
+
+  def _require_words(self, slots: list[GeneratorSlot]) -> None:
+    if any(slot.is_short for slot in slots):
+      known = [draws for _, draws in self.generators] + [0] * len(slots)
+      self.generators = [
+        (slot.generator, max(slot.draws, draws)) for slot, draws in zip(slots, known)
+      ]
+      raise NewOperands
+
+  def operands(self) -> RngOperands:
+    """The operands of the next call, taken from the current stream."""
+    stream = scope.current()
+    state = stream.state
+    stream.check("a compiled function")
+    count = np.uint32(state.count) if isinstance(state.count, int) else state.count
+    words = tuple(take_words(generator, n) for generator, n in self.generators)
+    return RngOperands(state.key, count, words)
+
+  def commit(self, advance: Advance) -> None:
+    """Moves the current stream as far as the function did."""
+    stream = scope.current()
+    if advance.key is not None:
+      stream.reseed(RngState(advance.key, advance.count))
+    elif advance.draws:
+      stream.advance(advance.draws)
+
+  def run(self, transformed: Callable, *args, **kwargs):
+    """Calls the transformed function with this thread's stream as operands."""
+    while True:
+      before = [generator.get_state() for generator, _ in self.generators]
+      try:
+        out, advance = transformed(self.operands(), *args, **kwargs)
+      except BaseException as error:
+        for (generator, _), state in zip(self.generators, before):
+          generator.set_state(state)
+        if isinstance(error, NewOperands):
+          continue
+        raise
+      self.commit(advance)
+      return out
+
+
+def take_words(generator: torch.Generator, draws: int):
+  """Key material for n draws, from the generator or, in a trace, from its operand."""
+  stream = scope.current()
+  if isinstance(stream, CarriedStream):
+    slot = stream.slot(generator)
+    start = slot.draws
+    slot.draws += draws
+    if slot.words is None or slot.draws > slot.words.shape[0]:
+      return np.zeros((draws, generators.WORDS), np.uint32)
+    return slot.words[start : slot.draws]
+  return generators.draw_words(generator, draws)
+
+
+def generator_operands(generator: torch.Generator, name: str) -> DrawOperands:
+  """Operands of one draw with `generator=`; the current stream does not advance."""
+  generators.check_generator(generator)
+  stream = scope.current()
+  stream.check(name)
+  impl = scope.default_impl()
+  if isinstance(stream, CarriedStream):
+    return stream.slot(generator).next(impl)
+  words = generators.draw_words(generator, 1)
+  return DrawOperands(_key_from_words(words[0], impl), 0)

@@ -1,0 +1,41 @@
+"""`torch.Generator` as a stream of its own.
+
+A draw with a generator takes two 32-bit integers from the generator itself and builds
+its key from them. So the generator advances, obeys `manual_seed`, `get_state` and
+`set_state`, and leaves the environment's stream alone. A compiled function receives
+its integers as an operand: n draws take 2n integers, which torch draws as it would n
+times two.
+"""
+
+import numpy as np
+import torch
+
+from torchax import _torch_compat
+
+WORDS = 2
+
+
+def draw_words(generator: torch.Generator, draws: int) -> np.ndarray:
+  """Advances the generator by `draws` draws.
+
+  Returns:
+    Key material: uint32 of shape (draws, 2).
+  """
+  with _torch_compat.without_modes():
+    words = torch.randint(
+      0, 1 << 32, (draws, WORDS), generator=generator, dtype=torch.int64, device="cpu"
+    )
+  return words.numpy().astype(np.uint32)
+
+
+def check_generator(generator) -> None:
+  """Raises TypeError unless `generator` is a CPU generator."""
+  if not isinstance(generator, torch.Generator):
+    raise TypeError(
+      f"generator= expects a torch.Generator, but got {type(generator).__name__}."
+    )
+  if generator.device.type != "cpu":
+    raise TypeError(
+      "A draw on jax takes a CPU torch.Generator (it is the source of its keys), but "
+      f"got one on {generator.device}."
+    )

@@ -1,0 +1,112 @@
+"""Samplers: pure functions `(key, shape, dtype, parameters) -> array`.
+
+Numbers are drawn in the dtype that is asked for: 53 bits fill a float64, bfloat16 and
+float16 are drawn as such, and a complex normal has variance 1 as in torch. Parameters
+may be arrays that broadcast to `shape`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
+  """Uniform over [low, high). Complex: both parts are uniform, as in torch."""
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    real = _real_dtype(dtype)
+    parts = uniform(key, (*shape, 2), real, low, high)
+    return lax.complex(parts[..., 0], parts[..., 1])
+  unit = jax.random.uniform(key, shape, dtype)
+  if _is_number(low, 0.0) and _is_number(high, 1.0):
+    return unit
+  low, high = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
+  # Rounding must not reach the excluded bound, unless the interval is empty.
+  below = jnp.maximum(jnp.nextafter(high, low), low)
+  return jnp.minimum(unit * (high - low) + low, below)
+
+
+def normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
+  """Normal; complex: variance `std`² split over both parts."""
+  unit = jax.random.normal(key, shape, dtype)
+  if _is_number(mean, 0.0) and _is_number(std, 1.0):
+    return unit
+  return unit * jnp.asarray(std, dtype) + jnp.asarray(mean, dtype)
+
+
+def bernoulli(key, shape, p) -> jax.Array:
+  """True with probability p; bool."""
+  dtype = jnp.float64 if getattr(p, "dtype", None) == jnp.float64 else jnp.float32
+  return jax.random.uniform(key, shape, dtype) < jnp.asarray(p, dtype)
+
+
+def integers(key, shape, dtype, low: int, high: int) -> jax.Array:
+  """Integers uniform over [low, high), in any real dtype that holds them."""
+  if dtype == jnp.bool_:
+    return integers(key, shape, jnp.uint8, low, high).astype(dtype)
+  if not jnp.issubdtype(dtype, jnp.integer):
+    wide = jnp.int64 if jax.config.jax_enable_x64 else jnp.int32
+    return integers(key, shape, wide, low, high).astype(dtype)
+  if high > jnp.iinfo(dtype).max:  # the bound itself does not fit in the dtype
+    if low == jnp.iinfo(dtype).min:
+      return jax.random.bits(key, shape, _unsigned(dtype)).view(dtype)
+    return low + integers(key, shape, _unsigned(dtype), 0, high - low).astype(dtype)
+  return jax.random.randint(key, shape, low, high, dtype)
+
+
+def permutation(key, n: int, dtype) -> jax.Array:
+  """A random order of 0 … n-1."""
+  return jax.random.permutation(key, n).astype(dtype)
+
+
+def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
+  """Exponential with the given rate; never zero, as torch's."""
+  unit = jax.random.uniform(key, shape, dtype)
+  # 1 - u lies in (0, 1]; its logarithm's zero becomes the smallest positive number.
+  drawn = -jnp.log1p(-unit) / jnp.asarray(rate, dtype)
+  return jnp.maximum(drawn, jnp.finfo(dtype).tiny)
+
+
+def cauchy(key, shape, dtype, median=0.0, sigma=1.0) -> jax.Array:
+  """Cauchy with the given median and half width."""
+  unit = jax.random.cauchy(key, shape, dtype)
+  return unit * jnp.asarray(sigma, dtype) + jnp.asarray(median, dtype)
+
+
+def geometric(key, shape, dtype, p) -> jax.Array:
+  """Number of trials up to the first success: 1, 2, …"""
+  real = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+  unit = jax.random.uniform(key, shape, real)
+  trials = jnp.ceil(jnp.log1p(-unit) / jnp.log1p(-jnp.asarray(p, real)))
+  return jnp.maximum(trials, 1).astype(dtype)
+
+
+def multinomial(key, weights, num_samples: int, replacement: bool) -> jax.Array:
+  """Indices drawn in proportion to weights along the last axis, int32.
+
+  With replacement by inversion of the cumulative weights, without by the largest
+  perturbed log-weights (Gumbel-top-k, https://arxiv.org/abs/1903.06059).
+  """
+  weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
+  if not replacement:
+    scores = jnp.log(weights) + jax.random.gumbel(key, weights.shape, weights.dtype)
+    return lax.top_k(scores, num_samples)[1]
+  cumulative = jnp.cumsum(weights, axis=-1)
+  total = cumulative[..., -1:]
+  shape = (*weights.shape[:-1], num_samples)
+  unit = jax.random.uniform(key, shape, weights.dtype)
+  # Strictly below the total, so that no trailing category of weight 0 is hit.
+  points = jnp.minimum(unit * total, jnp.nextafter(total, jnp.zeros_like(total)))
+  search = lambda row, at: jnp.searchsorted(row, at, side="right")  # noqa: E731
+  return (jax.vmap(search) if weights.ndim == 2 else search)(cumulative, points)
+
+
+def _is_number(value, expected: float) -> bool:
+  return isinstance(value, int | float) and value == expected
+
+
+def _real_dtype(dtype):
+  return jnp.finfo(dtype).dtype
+
+
+def _unsigned(dtype):
+  return jnp.dtype(f"uint{jnp.iinfo(dtype).bits}")

@@ -1,0 +1,157 @@
+"""Which stream is current: a stack of scopes on each thread.
+
+The bottom of a stack is the thread's root stream, derived from the process-wide seed
+and the thread's ordinal. `rng_scope` is the primitive on which every boundary is built.
+"""
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+
+import jax
+import torch
+
+from torchax.errors import SeedError
+from torchax.rng import state as rng_state
+from torchax.rng.state import RngState
+from torchax.rng.stream import RngStream
+
+
+class _Root:
+  """The process-wide seed. `epoch` tells the threads that it has changed."""
+
+  def __init__(self):
+    self.lock = threading.Lock()
+    self.epoch = 0
+    self.impl = rng_state.DEFAULT_IMPL
+    self._seed = None
+    self._ordinals = itertools.count(1)
+
+  @property
+  def seed(self) -> int:
+    """The seed; until one is set here, that of torch's own default generator."""
+    with self.lock:
+      if self._seed is None:
+        self._seed = torch.initial_seed()
+      return self._seed
+
+  def reseed(self, seed: int, impl: str | None) -> None:
+    if impl is not None:
+      rng_state.check_impl(impl)
+    rng_state.key_from_seed(seed, impl or self.impl)  # raises before anything changes
+    with self.lock:
+      self._seed = int(seed)
+      self.impl = impl or self.impl
+      self.epoch += 1
+
+  def ordinal(self) -> int:
+    """0 for the main thread; the others count from 1 in the order of first use."""
+    if threading.current_thread() is threading.main_thread():
+      return 0
+    with self.lock:
+      return next(self._ordinals)
+
+
+_root = _Root()
+
+
+class _Local(threading.local):
+  """The streams of one thread, and the epoch for which its root was seeded."""
+
+  def __init__(self):
+    self.ordinal = _root.ordinal()
+    self.epoch = -1
+    self.stack: list[RngStream] = []
+
+
+_local = _Local()
+
+
+def current() -> RngStream:
+  """The stream that operations on this thread draw from."""
+  stack = _local.stack
+  if len(stack) > 1:
+    return stack[-1]
+  if _local.epoch != _root.epoch:
+    _seed_root()
+  return _local.stack[0]
+
+
+def _seed_root() -> None:
+  """Opens or re-seeds the root stream of this thread.
+
+  May run while JAX is tracing: the root belongs to no trace, so its key must be
+  computed outside of any.
+  """
+  _local.epoch = _root.epoch
+  with jax.ensure_compile_time_eval():
+    key = rng_state.key_from_seed(_root.seed, _root.impl)
+    state = RngState(rng_state.thread_key(key, _local.ordinal), 0)
+    if _local.stack:
+      _local.stack[0].reseed(state)
+    else:
+      _local.stack.append(RngStream(state))
+
+
+@contextlib.contextmanager
+def rng_scope(value) -> Iterator[RngStream]:
+  """Draws from `value` inside the block; the outer stream resumes after it.
+
+  Args:
+    value: an `RngState`, a typed key, raw key data, a seed, or an `RngStream` (a
+      fork, for example), which then advances.
+
+  Yields:
+    The stream of the block.
+
+  Raises:
+    SeedError: `value` is none of these; the outer stream stays current.
+  """
+  current()  # the root must be below
+  owned = not isinstance(value, RngStream)
+  stream = RngStream(rng_state.as_state(value, _root.impl)) if owned else value
+  stack = _local.stack
+  depth = len(stack)
+  stack.append(stream)
+  try:
+    yield stream
+  finally:
+    del stack[depth:]
+    if owned:
+      stream.close()
+
+
+def manual_seed(seed, impl: str | None = None) -> None:
+  """Re-seeds every thread's root stream, or the stream of the current scope.
+
+  Inside a scope or a compiled function only the current stream is re-seeded; a
+  compiled function hands the new state to its caller when it returns.
+
+  Args:
+    seed: an int in [-2**63, 2**64), a 0-d integer tensor, or a typed key.
+    impl: PRNG implementation; by default the one in use.
+
+  Raises:
+    SeedError: any other type; nothing is changed.
+  """
+  if isinstance(seed, bool) or isinstance(seed, float):
+    raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
+  if len(_local.stack) > 1:
+    current().reseed(RngState(rng_state.as_key(seed, impl or _root.impl), 0))
+  elif isinstance(seed, int):
+    _root.reseed(seed, impl)
+  elif isinstance(seed, torch.Tensor) and not seed.is_floating_point():
+    _root.reseed(int(seed), impl)
+  else:
+    current().reseed(RngState(rng_state.as_key(seed, impl or _root.impl), 0))
+
+
+def initial_seed() -> int:
+  """The seed of the root streams."""
+  return _root.seed
+
+
+def default_impl() -> str:
+  """The PRNG implementation of the root streams."""
+  return _root.impl

@@ -1,0 +1,160 @@
+"""A stream: the one mutable holder of a random state.
+
+Draws only move a Python counter; keys are derived by `fold_in` where the numbers are
+sampled. Where streams live and which one is current is in `scope.py`.
+"""
+
+import weakref
+from typing import NamedTuple
+
+import jax
+
+from torchax import _jax_compat
+from torchax.errors import ClosedScopeError, TracedDrawError
+from torchax.rng import state as rng_state
+from torchax.rng.state import RngState
+
+_WAYS_OUT = (
+  "Carry the key as an operand instead: (1) use the wrapper in torchax.interop "
+  "({wrapper}) in place of the raw JAX transformation; (2) pass the key: "
+  "`jax_view(f)(..., rng=key)`, with `key` an argument of the transformed function; "
+  "or (3) draw inside `with env.rng_scope(key):`."
+)
+
+
+class DrawOperands(NamedTuple):
+  """What a fused sampler needs to derive the key of one draw."""
+
+  key: jax.Array
+  count: int | jax.Array
+
+
+class RngStream:
+  """Draws keys from a state, in order.
+
+  A stream belongs to the trace in which it was made: its scope's compiled function,
+  or none for a stream on the host. Drawing from it inside another trace raises,
+  because the number would be baked into that trace.
+  """
+
+  __slots__ = ("_key", "_count", "_base", "_owner", "_closed", "_draws", "_reseeded")
+
+  def __init__(self, state: RngState):
+    self._owner = _weak(_jax_compat.draw_owner())
+    self._closed = False
+    self._draws = 0
+    self._set(state)
+    self._reseeded = False
+
+  def _set(self, state: RngState) -> None:
+    """Starts over at a state. A traced count stays apart from the Python counter."""
+    self._key = state.key
+    on_host = isinstance(state.count, int)
+    self._count = state.count if on_host else 0
+    self._base = None if on_host else state.count
+    self._reseeded = True
+
+  @property
+  def state(self) -> RngState:
+    """The state before the next draw."""
+    count = self._count if self._base is None else self._base + self._count
+    return RngState(self._key, count)
+
+  @property
+  def draws(self) -> int:
+    """Draws made since the stream was opened, whatever it was re-seeded to."""
+    return self._draws
+
+  def peek(self, name: str = "a draw") -> DrawOperands:
+    """The operands of the next draw; `advance(1)` follows when it has succeeded.
+
+    Args:
+      name: the operation, for error messages.
+
+    Raises:
+      ClosedScopeError: the scope of this stream has ended.
+      TracedDrawError: a trace that this stream does not belong to is in progress.
+    """
+    if self._closed or self._owner is not None or not _jax_compat.is_top_level():
+      self.check(name)
+    if self._base is not None:
+      return DrawOperands(self._key, self._base + self._count)
+    return DrawOperands(self._key, self._count)
+
+  def next_key(self, name: str = "a draw") -> jax.Array:
+    """Advances by one draw and returns its key."""
+    operands = self.peek(name)
+    self.advance(1)
+    return rng_state.fold_in(operands.key, operands.count)
+
+  def advance(self, draws: int) -> None:
+    """Counts draws that were made with this stream's operands."""
+    self._count += draws
+    self._draws += draws
+    if self._base is None and self._count >= rng_state.REKEY_AT:
+      self._set(RngState(rng_state.rekeyed(self._key), 0))
+
+  def reseed(self, state: RngState) -> None:
+    """Starts over at a state, in the trace that this stream belongs to."""
+    self.check("a re-seed")
+    self._set(state)
+
+  def rebase(self) -> jax.Array:
+    """A key that stands for the rest of the stream, which goes on from it.
+
+    Without draws since the last key this is the key itself.
+    """
+    self.check("reading the key")
+    if self._count or self._base is not None:
+      current = self.state
+      self._set(RngState(rng_state.rebased_key(current.key, current.count), 0))
+    return self._key
+
+  def fork(self, name: str) -> "RngStream":
+    """An independent stream named after its purpose; this one does not advance."""
+    self.check("a fork")
+    return RngStream(self.state.fork(name))
+
+  @property
+  def reseeded(self) -> bool:
+    """True when the key is another than the one the stream was opened with."""
+    return self._reseeded
+
+  def close(self) -> None:
+    """Ends the stream: any further draw raises ClosedScopeError."""
+    self._closed = True
+
+  def __repr__(self):
+    status = ", closed" if self._closed else ""
+    return f"RngStream({self.state!r}{status})"
+
+  def check(self, name: str) -> None:
+    """Raises unless `name` may use this stream in the trace in progress."""
+    if self._closed:
+      raise ClosedScopeError(
+        f"{name} used a random stream after its scope had closed. Draw inside the "
+        "`with env.rng_scope(...)` block, or take `env.rng` anew for the current stream."
+      )
+    trace = _jax_compat.draw_owner()
+    if trace is (None if self._owner is None else self._owner()):
+      return
+    if trace is None:  # a traced stream outside of its trace: its scope has leaked
+      raise ClosedScopeError(
+        f"{name} used the stream of a compiled function outside of that function."
+      )
+    if _jax_compat.is_batching(trace):
+      raise TracedDrawError(
+        f"{name} inside a raw `jax.vmap` would give every row the same numbers. "
+        "Say what rows should draw: `torchax.interop.jax_vmap(f, randomness="
+        '"different")` or "same". '
+        + _WAYS_OUT.format(wrapper="jax_vmap")
+      )
+    raise TracedDrawError(
+      f"{name} inside a raw JAX transformation ({type(trace).__name__}) would bake its "
+      "key into the traced function and repeat the same numbers. "
+      + _WAYS_OUT.format(wrapper="jax_jit, gradient_checkpoint, jax_value_and_grad")
+    )
+
+
+def _weak(trace):
+  return None if trace is None else weakref.ref(trace)

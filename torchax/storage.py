@@ -1,0 +1,107 @@
+"""What tensors share: an array, and the compiled function it was born in.
+
+A `Storage` is to a torchax tensor what torch's storage is to a torch tensor: views and
+detached tensors hold the same one, and an in-place operation replaces its array.
+
+While a function is being traced by one of our wrappers, a `Boundary` is active. A
+storage born outside is never touched by the trace: reads and writes of it go to the
+boundary's own copy (a `Cell`), from which the wrapper takes what has to come back.
+So no tracer ever reaches a tensor that outlives the trace.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import jax
+
+
+class _Active(threading.local):
+  boundary: "Boundary | None" = None
+
+
+active = _Active()
+
+
+class Storage:
+  """An array shared by tensors; `version` counts its replacements."""
+
+  __slots__ = ("array", "version", "birth", "__weakref__")
+
+  def __init__(self, array: jax.Array):
+    self.array = array
+    self.version = 0
+    self.birth = active.boundary
+
+  def read(self) -> jax.Array:
+    """The array as the function being traced sees it."""
+    boundary = active.boundary
+    return self.array if boundary is None else boundary.read(self)
+
+  def write(self, array: jax.Array) -> None:
+    """Replaces the array, for all tensors that share the storage."""
+    boundary = active.boundary
+    if boundary is None or self.birth is boundary:
+      self.array = array
+      self.version += 1
+    else:
+      boundary.write(self, array)
+
+
+class Cell:
+  """What a traced function sees of a storage that was born outside of it."""
+
+  __slots__ = ("storage", "array", "written")
+
+  def __init__(self, storage: Storage, array: jax.Array):
+    self.storage = storage
+    self.array = array
+    self.written = False
+
+
+class Boundary:
+  """A function that is being traced.
+
+  Attributes:
+    parent: the boundary around it on this thread.
+    cells: the outer storages it has touched, by identity.
+    closed: True once the trace has ended; tensors born in it have no value then.
+  """
+
+  def __init__(self):
+    self.parent = active.boundary
+    self.cells: dict[int, Cell] = {}
+    self.closed = False
+
+  def read(self, storage: Storage) -> jax.Array:
+    """The array of any storage, inside this boundary."""
+    if storage.birth is self:
+      return storage.array
+    return self._cell(storage).array
+
+  def write(self, storage: Storage, array: jax.Array) -> None:
+    """Changes this boundary's copy of an outer storage."""
+    cell = self._cell(storage)
+    cell.array = array
+    cell.written = True
+
+  def written(self) -> list[Cell]:
+    """The outer storages that the function has changed."""
+    return [cell for cell in self.cells.values() if cell.written]
+
+  def _cell(self, storage: Storage) -> Cell:
+    cell = self.cells.get(id(storage))
+    if cell is None:
+      outer = storage.array if self.parent is None else self.parent.read(storage)
+      cell = self.cells[id(storage)] = Cell(storage, outer)
+    return cell
+
+  @contextlib.contextmanager
+  def enter(self) -> Iterator["Boundary"]:
+    """Makes this the active boundary of the thread for the block."""
+    active.boundary = self
+    try:
+      yield self
+    finally:
+      active.boundary = self.parent
+      self.closed = True

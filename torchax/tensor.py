@@ -1,0 +1,322 @@
+"""`Tensor`: a `torch.Tensor` that holds a `jax.Array`.
+
+torch sees a wrapper without memory on the `meta` device, so that autograd runs on the
+calling thread; Python sees `device="jax"`. Shape, strides and dtype are torch's own
+records; the numbers are in a `Storage`, read through the view's `Chain`.
+Operations arrive in `__torch_dispatch__` and go on in `dispatch.py`. The environment
+is in `environment.py`; upstream's name `torchax.tensor.Environment` is forwarded.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Sharding
+
+from torchax import _torch_compat
+from torchax.errors import MixedDeviceError, OperatorNotFound
+from torchax.ops import mappings
+from torchax.storage import Storage
+from torchax.storage import active as _active
+from torchax.view_info import WHOLE, Chain
+
+META = torch.device("meta")
+JAX = torch.device("cpu")  # until the backend is registered under its name
+SUPPORTED_JAX_PLATFROM = ["cpu", "cuda", "gpu", "tpu"]
+
+_make_wrapper = _torch_compat.make_wrapper
+_torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
+
+
+def jax_torch_device() -> torch.device:
+  """`torch.device("jax:0")`."""
+  global JAX
+  if JAX.type == "cpu":
+    JAX = torch.device("jax:0")
+  return JAX
+
+
+class Tensor(torch.Tensor):
+  """A torch tensor whose numbers are a `jax.Array`.
+
+  Args:
+    elem: array of any shape; its dtype must have a torch counterpart.
+    env: the `Environment` whose operator table is used.
+    requires_grad: record operations for autograd.
+  """
+
+  __torch_function__ = _torch_compat.disabled_torch_function
+
+  @staticmethod
+  def __new__(cls, elem: jax.Array, env, requires_grad=False):
+    return _make_wrapper(
+      cls,
+      elem.shape,
+      dtype=mappings.j2t_dtype(elem.dtype),
+      device=META,
+      requires_grad=requires_grad,
+    )
+
+  def __init__(self, elem: jax.Array, env, requires_grad=False):
+    super().__init__()
+    self._storage = Storage(elem)
+    self._chain = WHOLE
+    self._env = env
+
+  @classmethod
+  def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    try:
+      env = args[0]._env
+    except (IndexError, AttributeError):
+      env = find_env(args, kwargs)
+    return env.dispatch(func, types, args, kwargs)
+
+  @property
+  def device(self) -> torch.device:
+    return jax_torch_device()
+
+  @property
+  def jax_device(self):
+    """Where the array lies: a `jax.Device`, or a `Sharding` if on several."""
+    return self._storage.read().device
+
+  @property
+  def _elem(self) -> jax.Array:
+    return self.jax()
+
+  @_elem.setter
+  def _elem(self, array: jax.Array):
+    self.replace_jax(array)
+
+  def jax(self) -> jax.Array:
+    """The array; a view's is computed from its base. It does not alias the tensor."""
+    array = self._storage.read()
+    chain = self._chain
+    return array if chain is WHOLE else read_chain(array, chain)
+
+  def replace_jax(self, array: jax.Array) -> None:
+    """Replaces the numbers, as an in-place operation does: views and bases follow.
+
+    Raises:
+      ValueError: another shape.
+    """
+    if tuple(array.shape) != tuple(self.shape):
+      raise ValueError(
+        f"Expected an array of shape {tuple(self.shape)}, but got {tuple(array.shape)}."
+      )
+    array = jnp.asarray(array, mappings.t2j_dtype(self.dtype))
+    if self._chain is not WHOLE:
+      array = self._chain.write(self._storage.read(), array)
+    self._storage.write(array)
+
+  def __setitem__(self, index, value) -> None:
+    # torch would make a tensor of the number on the wrapper's meta device.
+    if isinstance(value, bool | int | float | complex):
+      value = new_tensor(jnp.asarray(value, mappings.t2j_dtype(self.dtype)), self._env)
+    super().__setitem__(index, value)
+
+  def torch(self) -> torch.Tensor:
+    """A copy on the CPU."""
+    return self._env.j2t_copy(self.jax())
+
+  def cpu(self, memory_format=None) -> torch.Tensor:
+    """A copy on the CPU; gradients flow back through it."""
+    return self.to("cpu")
+
+  def to(self, *args, **kwargs) -> torch.Tensor:
+    """As `torch.Tensor.to`; to another device the data is copied."""
+    return self._env._torch_Tensor_to((self, *args), kwargs)
+
+  def numpy(self, *, force: bool = False) -> np.ndarray:
+    """A copy as a numpy array.
+
+    Raises:
+      RuntimeError: the tensor requires grad and `force` is False.
+    """
+    if self.requires_grad and not force:
+      raise RuntimeError(
+        "Can't call numpy() on a Tensor that requires grad. Use tensor.detach().numpy() "
+        "or numpy(force=True)."
+      )
+    return np.array(self.jax())
+
+  def __array__(self, dtype=None, copy=None):
+    return np.asarray(self.numpy(), dtype=dtype)
+
+  def __jax_array__(self) -> jax.Array:
+    return self.jax()
+
+  def tolist(self):
+    """The numbers as nested Python lists."""
+    return np.asarray(self.jax()).tolist()
+
+  def type_as(self, other: torch.Tensor) -> torch.Tensor:
+    """This tensor in the dtype of another, on its device."""
+    return self.to(other.device, other.dtype)
+
+  def apply_jax(self, jax_function, *args, **kwargs):
+    """`jax_function(array, *args)` as a tensor; tensors among `args` become arrays."""
+    args, kwargs = self._env.t2j_iso((args, kwargs))
+    return self._env.j2t_iso(jax_function(self.jax(), *args, **kwargs))
+
+  def apply_jax_(self, jax_function, *args, **kwargs) -> "Tensor":
+    """In-place `apply_jax`: the array becomes what the function returns."""
+    args, kwargs = self._env.t2j_iso((args, kwargs))
+    self.replace_jax(jax_function(self.jax(), *args, **kwargs))
+    return self
+
+  def shard_(self, sharding: Sharding) -> "Tensor":
+    """Lays the array out over devices as `sharding` says, in place."""
+    return self.apply_jax_(jax.device_put, sharding)
+
+  @property
+  def data(self) -> torch.Tensor:
+    """The same numbers without autograd history; shares memory."""
+    return self.detach()
+
+  @data.setter
+  def data(self, other: torch.Tensor):
+    if not isinstance(other, Tensor):
+      raise MixedDeviceError(
+        f"`tensor.data = other` expects a jax tensor, but got one on {other.device}. "
+        'Call `other.to("jax")` first.'
+      )
+    _torch_compat.set_metadata(self, other)
+    self._storage, self._chain = other._storage, other._chain
+
+  def is_set_to(self, tensor: torch.Tensor) -> bool:
+    """True when both are the same view of the same storage."""
+    return (
+      isinstance(tensor, Tensor)
+      and self._storage is tensor._storage
+      and self._chain is tensor._chain
+    )
+
+  def __repr__(self, *, tensor_contents=None) -> str:
+    if isinstance(self._storage.read(), jax.core.Tracer):
+      return f"tensor(traced, size={tuple(self.shape)}, dtype={self.dtype}, device='jax:0')"
+    text = repr(self.detach().torch())
+    suffix = ", device='jax:0'"
+    if self.grad_fn is not None:
+      suffix += f", grad_fn=<{self.grad_fn.name()}>"
+    elif self.requires_grad:
+      suffix += ", requires_grad=True"
+    text = f"{text[:-1]}{suffix})"
+    return f"Parameter containing:\n{text}" if _torch_compat.is_parameter(self) else text
+
+  def __format__(self, spec: str) -> str:
+    return format(self.item(), spec) if not self.dim() else object.__format__(self, spec)
+
+  def __deepcopy__(self, memo):
+    if id(self) in memo:
+      return memo[id(self)]
+    if not self.is_leaf:
+      raise RuntimeError(
+        "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+        "protocol at the moment. Call `.detach()` first."
+      )
+    storage = memo.get(id(self._storage))
+    if storage is None:
+      # jax arrays are immutable, so the copy may share them.
+      storage = memo[id(self._storage)] = Storage(self._storage.read())
+    copied = like(self, storage, self._chain)
+    memo[id(self)] = copied
+    for name, value in self.__dict__.items():
+      if name not in ("_storage", "_chain", "_env"):
+        copied.__dict__[name] = copy.deepcopy(value, memo)
+    if self.grad is not None:
+      copied.grad = copy.deepcopy(self.grad, memo)
+    return copied.requires_grad_(self.requires_grad)
+
+  def __reduce_ex__(self, protocol):
+    return _rebuild, (
+      self.detach().torch(),
+      self.requires_grad,
+      _torch_compat.is_parameter(self),
+    )
+
+
+def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool) -> "Tensor":
+  """Unpickles a tensor onto jax."""
+  environment = importlib.import_module("torchax.environment")
+  tensor = environment.default_env().to_xla(data).requires_grad_(requires_grad)
+  return _torch_compat.mark_as_parameter(tensor) if is_parameter else tensor
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def new_tensor(array: jax.Array, env) -> Tensor:
+  """A tensor around an array: `Tensor(array, env)`, quicker."""
+  dtype = _torch_dtypes.get(array.dtype)
+  if dtype is None:
+    dtype = mappings.j2t_dtype(array.dtype)  # raises what is wrong
+  tensor = _make_wrapper(Tensor, array.shape, dtype=dtype, device=META)
+  storage = Storage.__new__(Storage)
+  storage.array = array
+  storage.version = 0
+  storage.birth = _active.boundary
+  tensor._storage = storage
+  tensor._chain = WHOLE
+  tensor._env = env
+  return tensor
+
+
+def like(tensor: Tensor, storage: Storage, chain: Chain) -> Tensor:
+  """A tensor of the same class, shape and strides on a given storage."""
+  other = _make_wrapper(
+    type(tensor),
+    tensor.shape,
+    strides=tensor.stride(),
+    storage_offset=tensor.storage_offset(),
+    dtype=tensor.dtype,
+    device=META,
+  )
+  other._storage, other._chain, other._env = storage, chain, tensor._env
+  return other
+
+
+_read_chain = jax.jit(lambda array, chain: chain.read(array), static_argnums=1)
+
+
+def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
+  """The view of a base array, in one compiled call."""
+  if isinstance(array, jax.core.Tracer):
+    return chain.read(array)
+  return _read_chain(array, chain)
+
+
+def find_env(args, kwargs):
+  """The environment of the first torchax tensor among the arguments."""
+  for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+    if isinstance(leaf, Tensor):
+      return leaf._env
+  raise OperatorNotFound("torchax was called without one of its tensors.")
+
+
+# Upstream defines these here; their home is now further up. See `__getattr__`.
+_FORWARDED = {
+  "Environment": "torchax.environment",
+  "RuntimeProperty": "torchax.environment",
+  "XLADispatchMode": "torchax.environment",
+  "XLAFunctionMode": "torchax.environment",
+  "_PropertyHolder": "torchax.environment",
+  "_None": "torchax.environment",
+  "TENSOR_CONSTRUCTORS": "torchax.environment",
+  "_make_debug_msg": "torchax.debug",
+  "_name_of_func": "torchax.debug",
+  "debug_accuracy": "torchax.debug",
+  "log_nested": "torchax.debug",
+  "default_env": "torchax.environment",
+}
+
+
+def __getattr__(name: str):
+  if name in _FORWARDED:
+    return getattr(importlib.import_module(_FORWARDED[name]), name)
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

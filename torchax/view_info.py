@@ -1,0 +1,314 @@
+"""How a view reads from its base and writes back to it, on arrays.
+
+A `ViewInfo` is one step; a `Chain` is the steps from a base to a view. Both are
+immutable and hashable, chains are interned: a compiled operation is cached by the
+chains of its arguments, and so reads its views as part of one XLA computation.
+The tensors are in `tensor.py` and `view.py`.
+"""
+
+import dataclasses
+import enum
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class ViewInfoType(enum.Enum):
+  """The kinds of view steps."""
+
+  INVALID = 0
+  NARROW = 1
+  NO_OP = 2
+  PERMUTE = 3
+  RESHAPE = 4
+  RESIZE = 5
+  SELECT = 6
+  AS_STRIDED = 7
+  DIAGONAL = 8
+  EXPAND = 9
+  DTYPE = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class ViewInfo:
+  """One step from an array to a view of it.
+
+  Subclasses give `transform_tensor`; `update_tensor` follows for any view that picks
+  elements. Those that have a cheaper inverse give that.
+  """
+
+  view_info_type: ViewInfoType = ViewInfoType.INVALID
+
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
+    """The view of an array."""
+    raise NotImplementedError(f"{type(self).__name__} does not say what it shows.")
+
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
+    """The array after `new_value` was written to the view of it."""
+    places = np.arange(math.prod(jax_array.shape)).reshape(jax_array.shape)
+    picked = np.asarray(_on_host(self.transform_tensor, places)).ravel()
+    flat = jax_array.ravel().at[picked].set(new_value.ravel())
+    return flat.reshape(jax_array.shape)
+
+  def calculate_output_shape(self, source: jax.Array) -> list[int]:
+    """The shape of the view of an array."""
+    return list(jax.eval_shape(self.transform_tensor, source).shape)
+
+
+def _on_host(function, places: np.ndarray) -> np.ndarray:
+  """Runs a view on the numbers of the elements, also while JAX is tracing."""
+  with jax.ensure_compile_time_eval():
+    return np.asarray(function(jnp.asarray(places)))
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowInfo(ViewInfo):
+  """Slices: `array[slices]`, one `slice` per leading dimension."""
+
+  slices: tuple[tuple[int | None, int | None, int | None], ...] = ()
+  view_info_type: ClassVar = ViewInfoType.NARROW
+
+  def __init__(self, slices: slice | tuple[slice, ...]):
+    slices = slices if isinstance(slices, tuple) else (slices,)
+    parts = tuple((s.start, s.stop, s.step) for s in slices)
+    object.__setattr__(self, "slices", parts)
+
+  def _index(self):
+    return tuple(slice(*part) for part in self.slices)
+
+  def transform_tensor(self, jax_array):
+    return jax_array[self._index()]
+
+  def update_tensor(self, new_value, jax_array):
+    return jax_array.at[self._index()].set(new_value)
+
+
+def slice_of(dim: int, start: int, stop: int, step: int) -> NarrowInfo:
+  """`array[:, …, start:stop:step]` at dimension `dim`."""
+  return NarrowInfo((slice(None),) * dim + (slice(start, stop, step),))
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectInfo(ViewInfo):
+  """Every `stride`-th element of [start, end) along `dim`."""
+
+  dim: int = 0
+  start: int = 0
+  end: int = 0
+  stride: int = 0
+  view_info_type: ClassVar = ViewInfoType.SELECT
+
+  def _index(self):
+    return (slice(None),) * self.dim + (slice(self.start, self.end, self.stride or 1),)
+
+  def transform_tensor(self, jax_array):
+    return jax_array[self._index()]
+
+  def update_tensor(self, new_value, jax_array):
+    return jax_array.at[self._index()].set(new_value)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexInfo(ViewInfo):
+  """One element along `dim`, which disappears."""
+
+  dim: int
+  index: int
+  view_info_type: ClassVar = ViewInfoType.SELECT
+
+  def transform_tensor(self, jax_array):
+    return lax.index_in_dim(jax_array, self.index, self.dim, keepdims=False)
+
+  def update_tensor(self, new_value, jax_array):
+    return jax_array.at[(slice(None),) * self.dim + (self.index,)].set(new_value)
+
+
+@dataclasses.dataclass(frozen=True)
+class AsStridedInfo(ViewInfo):
+  """Elements of the flattened array at `offset + index · stride`."""
+
+  stride: tuple[int, ...] = ()
+  offset: int = 0
+  size: tuple[int, ...] | None = None
+  view_info_type: ClassVar = ViewInfoType.AS_STRIDED
+
+  def __init__(self, stride, offset: int = 0, size=None):
+    object.__setattr__(self, "stride", tuple(stride))
+    object.__setattr__(self, "offset", offset)
+    object.__setattr__(self, "size", None if size is None else tuple(size))
+
+  def _places(self, source_shape) -> np.ndarray:
+    size = tuple(source_shape) if self.size is None else self.size
+    places = np.full(size, self.offset)
+    for dim, (length, stride) in enumerate(zip(size, self.stride)):
+      shape = [1] * len(size)
+      shape[dim] = length
+      places = places + (np.arange(length) * stride).reshape(shape)
+    return places
+
+  def transform_tensor(self, jax_array):
+    return jax_array.ravel()[self._places(jax_array.shape)]
+
+  def update_tensor(self, new_value, jax_array):
+    flat = jax_array.ravel().at[self._places(jax_array.shape)].set(new_value)
+    return flat.reshape(jax_array.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagonalInfo(ViewInfo):
+  """The diagonal of two dimensions, as the last dimension."""
+
+  offset: int = 0
+  dim1: int = 0
+  dim2: int = 1
+  view_info_type: ClassVar = ViewInfoType.DIAGONAL
+
+  def transform_tensor(self, jax_array):
+    return jnp.diagonal(jax_array, self.offset, self.dim1, self.dim2)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshapeInfo(ViewInfo):
+  """The same elements in the same order under another shape."""
+
+  size: tuple[int, ...]
+  view_info_type: ClassVar = ViewInfoType.RESHAPE
+
+  def transform_tensor(self, jax_array):
+    return lax.reshape(jax_array, self.size)
+
+  def update_tensor(self, new_value, jax_array):
+    return lax.reshape(new_value, jax_array.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class PermuteInfo(ViewInfo):
+  """Dimensions in another order."""
+
+  dims: tuple[int, ...]
+  view_info_type: ClassVar = ViewInfoType.PERMUTE
+
+  def transform_tensor(self, jax_array):
+    return lax.transpose(jax_array, self.dims)
+
+  def update_tensor(self, new_value, jax_array):
+    return lax.transpose(new_value, tuple(int(d) for d in np.argsort(self.dims)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpandInfo(ViewInfo):
+  """Dimensions of size 1, and new leading ones, repeated without a copy.
+
+  A write to an element that shows several times keeps one of the values, as torch,
+  which refuses such writes to most of its operations.
+  """
+
+  size: tuple[int, ...]
+  view_info_type: ClassVar = ViewInfoType.EXPAND
+
+  def transform_tensor(self, jax_array):
+    return jnp.broadcast_to(jax_array, self.size)
+
+  def update_tensor(self, new_value, jax_array):
+    lead = new_value.ndim - jax_array.ndim
+    index = (0,) * lead + tuple(
+      slice(0, length) for length in jax_array.shape
+    )
+    return new_value[index]
+
+
+@dataclasses.dataclass(frozen=True)
+class DtypeInfo(ViewInfo):
+  """The same bytes as another dtype (`Tensor.view(dtype)`)."""
+
+  dtype: np.dtype
+  view_info_type: ClassVar = ViewInfoType.DTYPE
+
+  def transform_tensor(self, jax_array):
+    return jax_array.view(self.dtype)
+
+  def update_tensor(self, new_value, jax_array):
+    return new_value.view(jax_array.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ComplexAsRealInfo(ViewInfo):
+  """A complex array as pairs of reals along a new last dimension."""
+
+  view_info_type: ClassVar = ViewInfoType.DTYPE
+
+  def transform_tensor(self, jax_array):
+    return jnp.stack([jax_array.real, jax_array.imag], axis=-1)
+
+  def update_tensor(self, new_value, jax_array):
+    return lax.complex(new_value[..., 0], new_value[..., 1])
+
+
+@dataclasses.dataclass(frozen=True)
+class RealAsComplexInfo(ViewInfo):
+  """Pairs of reals along the last dimension as a complex array."""
+
+  view_info_type: ClassVar = ViewInfoType.DTYPE
+
+  def transform_tensor(self, jax_array):
+    return lax.complex(jax_array[..., 0], jax_array[..., 1])
+
+  def update_tensor(self, new_value, jax_array):
+    return jnp.stack([new_value.real, new_value.imag], axis=-1)
+
+
+class Chain:
+  """The steps from a base array to a view of it. Interned: compare by identity."""
+
+  __slots__ = ("infos", "_longer")
+
+  def __init__(self, infos: tuple[ViewInfo, ...] = ()):
+    self.infos = infos
+    self._longer: dict[ViewInfo, Chain] = {}
+
+  def append(self, info: ViewInfo) -> "Chain":
+    """This chain and one more step; a reshape of a reshape becomes one."""
+    longer = self._longer.get(info)
+    if longer is None:
+      longer = self._longer[info] = self._append(info)
+    return longer
+
+  def _append(self, info: ViewInfo) -> "Chain":
+    last = self.infos[-1] if self.infos else None
+    if isinstance(info, ReshapeInfo) and isinstance(last, ReshapeInfo):
+      return chain_of(*self.infos[:-1], info)
+    return Chain((*self.infos, info))
+
+  def read(self, base: jax.Array) -> jax.Array:
+    """The view of a base array."""
+    for info in self.infos:
+      base = info.transform_tensor(base)
+    return base
+
+  def write(self, base: jax.Array, value: jax.Array) -> jax.Array:
+    """The base array after `value`, of the view's shape, was written to the view."""
+    sources = [base]
+    for info in self.infos[:-1]:
+      sources.append(info.transform_tensor(sources[-1]))
+    for info, source in zip(reversed(self.infos), reversed(sources)):
+      value = info.update_tensor(value, source)
+    return value
+
+  def __repr__(self):
+    return f"Chain{self.infos}"
+
+
+WHOLE = Chain()
+"""The chain of a tensor that shows all of its storage."""
+
+
+def chain_of(*infos: ViewInfo) -> Chain:
+  """The interned chain of the given steps."""
+  chain = WHOLE
+  for info in infos:
+    chain = chain.append(info)
+  return chain
