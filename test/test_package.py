@@ -122,10 +122,10 @@ def test_the_lowest_job_installs_the_lower_bounds(wheel):
   assert sorted(command.split()) == sorted(bounds)
 
 
-def test_importing_torchax_starts_no_jax_backend(tmp_path):
+def test_importing_torchax_starts_no_jax_backend(installed, tmp_path):
   """A backend takes most of a GPU's memory as soon as it starts."""
   code = (
     "import torchax; from jax._src import xla_bridge;"
     "print(xla_bridge.backends_are_initialized())"
   )
-  assert _run(sys.executable, "-c", code, cwd=tmp_path) == "False"
+  assert _run(installed, "-c", code, cwd=tmp_path) == "False"

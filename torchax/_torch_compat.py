@@ -3,6 +3,7 @@
 import contextlib
 
 import torch
+import torch.nn.utils.stateless
 from torch.utils import _python_dispatch
 from torch.utils import backend_registration as _backend_registration
 
@@ -112,6 +113,13 @@ def is_top_function_mode(mode) -> bool:
   """True when the mode is the innermost torch function mode of this thread."""
   depth = torch._C._len_torch_function_stack()
   return depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+
+
+def reparametrized(module: torch.nn.Module, tensors: dict):
+  """A context in which the module holds the given tensors in place of its own."""
+  return torch.nn.utils.stateless._reparametrize_module(
+    module, tensors, tie_weights=True
+  )
 
 
 parse_to = torch._C._nn._parse_to

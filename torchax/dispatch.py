@@ -88,7 +88,7 @@ class Flattener:
       cls = type(arg)
       if cls is Tensor or cls is View:
         storage = arg._storage
-        operands.append(storage.array if boundary is None else boundary.read(storage))
+        operands.append(storage.array if boundary is None else boundary.read(storage, arg))
         key.append(arg._chain)
       else:
         dynamic = places[place] if place < len(places) else False
@@ -122,7 +122,7 @@ class Flattener:
 
   def _flatten_tensor(self, tensor: torch.Tensor, operands: list) -> Chain:
     if isinstance(tensor, Tensor):
-      operands.append(tensor._storage.read())
+      operands.append(tensor._storage.read(tensor))
       return tensor._chain
     operands.append(self._env.admit(tensor, self._name, self._cpu_ok))
     return WHOLE

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import jax
 
+from torchax.errors import TracedStateError
+
 
 class _Active(threading.local):
   boundary: "Boundary | None" = None
@@ -33,10 +35,10 @@ class Storage:
     self.version = 0
     self.birth = active.boundary
 
-  def read(self) -> jax.Array:
-    """The array as the function being traced sees it."""
+  def read(self, tensor=None) -> jax.Array:
+    """The array as the function being traced sees it; `tensor` is the one that asks."""
     boundary = active.boundary
-    return self.array if boundary is None else boundary.read(self)
+    return self.array if boundary is None else boundary.read(self, tensor)
 
   def write(self, array: jax.Array) -> None:
     """Replaces the array, for all tensors that share the storage."""
@@ -51,10 +53,11 @@ class Storage:
 class Cell:
   """What a traced function sees of a storage that was born outside of it."""
 
-  __slots__ = ("storage", "array", "written")
+  __slots__ = ("storage", "tensor", "array", "written")
 
-  def __init__(self, storage: Storage, array: jax.Array):
+  def __init__(self, storage: Storage, array: jax.Array, tensor=None):
     self.storage = storage
+    self.tensor = tensor
     self.array = array
     self.written = False
 
@@ -73,27 +76,41 @@ class Boundary:
     self.cells: dict[int, Cell] = {}
     self.closed = False
 
-  def read(self, storage: Storage) -> jax.Array:
+  def read(self, storage: Storage, tensor=None) -> jax.Array:
     """The array of any storage, inside this boundary."""
     if storage.birth is self:
       return storage.array
-    return self._cell(storage).array
+    return self._cell(storage, tensor).array
 
   def write(self, storage: Storage, array: jax.Array) -> None:
     """Changes this boundary's copy of an outer storage."""
-    cell = self._cell(storage)
+    cell = self._cell(storage, None)
     cell.array = array
     cell.written = True
+
+  def lend(self, storage: Storage, array: jax.Array, tensor) -> None:
+    """Shows an outer storage as `array`, an operand of the traced function."""
+    self.cells[id(storage)] = Cell(storage, array, tensor)
 
   def written(self) -> list[Cell]:
     """The outer storages that the function has changed."""
     return [cell for cell in self.cells.values() if cell.written]
 
-  def _cell(self, storage: Storage) -> Cell:
+  def _cell(self, storage: Storage, tensor) -> Cell:
     cell = self.cells.get(id(storage))
     if cell is None:
-      outer = storage.array if self.parent is None else self.parent.read(storage)
-      cell = self.cells[id(storage)] = Cell(storage, outer)
+      if storage.birth is not None and storage.birth.closed:
+        raise TracedStateError(
+          "A tensor that was made while a function was being compiled is used after the "
+          "compilation: it never had a value. Return it from the function; or, if an "
+          "optimizer or module made it on first use, run one step eagerly before."
+        )
+      outer = (
+        storage.array if self.parent is None else self.parent.read(storage, tensor)
+      )
+      cell = self.cells[id(storage)] = Cell(storage, outer, tensor)
+    if cell.tensor is None:
+      cell.tensor = tensor
     return cell
 
   @contextlib.contextmanager

@@ -95,7 +95,7 @@ class Tensor(torch.Tensor):
 
   def jax(self) -> jax.Array:
     """The array; a view's is computed from its base. It does not alias the tensor."""
-    array = self._storage.read()
+    array = self._storage.read(self)
     chain = self._chain
     return array if chain is WHOLE else read_chain(array, chain)
 

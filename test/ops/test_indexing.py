@@ -17,7 +17,7 @@ MASK_34 = floats(3, 4, seed=3) > 0
 MASK_45 = floats(4, 5, seed=4) > 0
 PICKS = torch.tensor([0, 2, 2])
 PLACES = ints(2, 4, 4, high=3)
-SOURCE = floats(3, 4, 5, seed=5)
+SOURCE = floats(2, 4, 4, seed=5)
 SHAPE = "the mask decides the shape"
 
 
@@ -31,9 +31,9 @@ def write(name, index, *tensors, accumulate=False):
   """Writes rows of numbers, one for each element that the index reads."""
 
   def put(x, values, *indices):
-    return torch.index_put(x, index(*indices), values, accumulate)
+    return aten.index_put(x, index(*indices), values, accumulate)
 
-  values = floats(*CUBE[index(*tensors)].shape, seed=6)
+  values = floats(*aten.index(CUBE, index(*tensors)).shape, seed=6)
   return Case(put, CUBE, values, *tensors, name=f"put-{name}", grad=True)
 
 
@@ -42,18 +42,25 @@ READS = (
   read("last", lambda i: (..., i), ROWS),
   read("neighbours", lambda i, j: (slice(None), j, i), ROWS, GRID),
   read("apart", lambda i, j: (j, slice(1, 3), i), ROWS, GRID),
-  read("scalar", lambda i: (i, None), torch.tensor(2)),
+  read(
+    "scalar",
+    lambda i: (i, None),
+    torch.tensor(2),
+    jit=False,
+    why="torch asks a 0-d index for its number, to give a view",
+  ),
   read("mask", lambda m: m, MASK, jit=False, why=SHAPE),
   read("mask2d", lambda m: m, MASK_34, jit=False, why=SHAPE),
   read("mask-behind", lambda m: (slice(None), m), MASK_45, jit=False, why=SHAPE),
   read("mask-and-index", lambda m, i: (m, i[:2]), MASK, ROWS, jit=False, why=SHAPE),
 )
 WRITES = (
-  write("first", lambda i: (i,), ROWS),
-  write("apart", lambda i, j: (j, slice(None), i)[:1], ROWS, GRID),
-  write("repeated", lambda i: (i,), PICKS, accumulate=True),
-  write("mask", lambda m: (m,), MASK),
-  write("mask2d", lambda m: (m,), MASK_34, accumulate=True),
+  write("first", lambda i: [i], ROWS),
+  write("neighbours", lambda i, j: [None, j, i], ROWS, GRID),
+  write("apart", lambda i, j: [j, None, i], ROWS, GRID),
+  write("repeated", lambda i: [i], PICKS, accumulate=True),
+  write("mask", lambda m: [m], MASK),
+  write("mask2d", lambda m: [m], MASK_34, accumulate=True),
   Case(lambda x, m: x.masked_fill(m, 2.0), CUBE, MASK_45, name="masked_fill"),
   Case(
     lambda x, m, v: x.clone().index_put_((m,), v),
@@ -66,7 +73,7 @@ WRITES = (
 ALONG = (
   Case(torch.index_select, CUBE, -1, PICKS, grad=True),
   Case(torch.index_add, CUBE, 1, PICKS, floats(3, 3, 5), alpha=2, grad=True),
-  Case(torch.index_copy, CUBE, 1, ints(1), floats(3, 1, 5), grad=True),
+  Case(torch.index_copy, CUBE, 1, ints(1, high=4), floats(3, 1, 5), grad=True),
   Case(torch.index_fill, CUBE, -2, PICKS, 3.5, grad=True),
   Case(torch.index_fill, ints(3, 4), 1, PICKS, torch.tensor(7)),
   *(
@@ -88,9 +95,10 @@ SCATTERS = (
   Case(torch.gather, floats(3), 0, torch.tensor(2), grad=True),
   Case(torch.take_along_dim, CUBE, PLACES[:1, :1], 2, grad=True),
   Case(torch.scatter_add, CUBE, 1, PLACES, SOURCE, grad=True),
-  Case(torch.scatter, CUBE, 1, PLACES[:, :1], SOURCE, grad=True),
+  Case(torch.scatter, CUBE, 1, PLACES[:, :1], SOURCE[:, :1], grad=True),
   Case(torch.scatter, CUBE, -1, PLACES, 2.0, grad=True),
-  Case(torch.scatter, CUBE, 1, PLACES, SOURCE, reduce="add"),
+  Case(torch.scatter, CUBE, 1, PLACES[:, :1], SOURCE, name="scatter-part-of-src"),
+  Case(aten.scatter.reduce, CUBE, 1, PLACES, SOURCE, reduce="add"),
   Case(torch.scatter, CUBE, 1, PLACES, 2.0, reduce="multiply"),
   *(
     Case(

@@ -10,6 +10,7 @@ CUBE = floats(2, 3, 4)
 OTHER = floats(2, 3, 4, seed=1)
 SQUARE = floats(3, 3)
 IMAGE = floats(2, 4, 6, 6)
+COLUMNS = floats(2, 8, 25)
 EMPTY = torch.tensor([])
 COMPLEX = torch.complex(floats(3), floats(3, seed=1))
 
@@ -24,7 +25,7 @@ JOINS = (
   joined(torch.cat, CUBE, OTHER.bfloat16(), ints(1, 3, 4), name="cat-promotes"),
   joined(torch.cat, CUBE, EMPTY, OTHER, dim=1, name="cat-skips-empty"),
   joined(torch.stack, CUBE, OTHER, dim=-1, name="stack"),
-  joined(torch.block_diag, SQUARE, floats(2), name="block_diag"),
+  Case(torch.block_diag, SQUARE, floats(2), grad=True),
 )
 REPEATS = (
   Case(lambda x: x.repeat(2, 1, 3, 1), CUBE, grad=True, name="repeat"),
@@ -60,9 +61,7 @@ WINDOWS = (
   Case(lambda x: x.unfold(1, 2, 1), IMAGE, grad=True, name="unfold"),
   Case(aten.im2col, IMAGE, [2, 3], [1, 1], [0, 0], [1, 1], grad=True),
   Case(aten.im2col, IMAGE[0], [2, 2], [2, 1], [1, 2], [2, 1], grad=True),
-  Case(
-    aten.col2im, floats(2, 8, 25), [6, 6], [2, 2], [1, 1], [0, 0], [1, 1], grad=True
-  ),
+  Case(aten.col2im, COLUMNS, [6, 6], [2, 2], [1, 1], [0, 0], [1, 1], grad=True),
 )
 DIAGONALS = (
   Case(torch.diag, SQUARE, 1, grad=True),

@@ -18,7 +18,7 @@ COUNT = "the number of distinct elements depends on the data"
 SORTS = (
   Case(torch.sort, floats(3, 6), grad=True),
   Case(torch.sort, TIES, stable=True),
-  Case(torch.sort, TIES, 0, True, stable=True, name="sort-descending-stable"),
+  Case(torch.sort, TIES, dim=0, descending=True, stable=True, name="descending"),
   Case(torch.sort, NANS),
   Case(torch.sort, NANS, -1, True, name="sort-descending-nan"),
   Case(torch.sort, TIES > 1, stable=True),

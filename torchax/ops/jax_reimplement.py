@@ -13,7 +13,7 @@ from jax import lax
 
 from torchax.ops.jimage import cubic_kernel, triangle_kernel
 
-__all__ = ["compute_weight_mat", "scale_and_translate"]
+__all__ = ["KERNELS", "apply_weight_mat", "compute_weight_mat", "scale_and_translate"]
 
 
 def _lanczos(radius):
@@ -27,7 +27,7 @@ def _lanczos(radius):
 # torch's anti-aliased bicubic filter is Pillow's, with a = -0.5.
 _keys = functools.partial(cubic_kernel, a=-0.5)
 
-_KERNELS = {
+KERNELS = {
   "linear": triangle_kernel,
   "bilinear": triangle_kernel,
   "trilinear": triangle_kernel,
@@ -47,6 +47,8 @@ def compute_weight_mat(
   translation,
   kernel: Callable,
   antialias: bool,
+  *,
+  extrapolate: bool = False,
 ):
   """Weights of all input elements in all output elements of an axis.
 
@@ -57,6 +59,7 @@ def compute_weight_mat(
     translation: where the input's start lies in the output, in output elements.
     kernel: weights of distances in input elements.
     antialias: widen the kernel where the axis shrinks.
+    extrapolate: output elements outside of the input take what the kernel reaches.
 
   Returns:
     A float array of shape (input_size, output_size). Columns sum to 1, or to 0
@@ -70,8 +73,15 @@ def compute_weight_mat(
   total = jnp.sum(weights, 0, keepdims=True)
   is_covered = jnp.abs(total) > 1000 * jnp.finfo(weights.dtype).eps
   weights = weights / jnp.where(is_covered, total, 1)
-  is_inside = (centre >= 0) & (centre <= input_size)
+  is_inside = extrapolate | ((centre >= 0) & (centre <= input_size))
   return jnp.where(is_covered & is_inside, weights, 0)
+
+
+def apply_weight_mat(x, weights, axis: int, precision=lax.Precision.HIGHEST):
+  """Multiplies one axis by weights of shape (input_size, output_size)."""
+  weights = weights.astype(x.dtype)
+  resized = lax.dot_general(x, weights, (((axis,), (0,)), ((), ())), precision)
+  return jnp.moveaxis(resized, -1, axis)
 
 
 def _scale_and_translate(
@@ -93,9 +103,8 @@ def _scale_and_translate(
       translation[place],
       kernel,
       antialias,
-    ).astype(x.dtype)
-    resized = lax.dot_general(x, weights, (((axis,), (0,)), ((), ())), precision)
-    x = jnp.moveaxis(resized, -1, axis)
+    )
+    x = apply_weight_mat(x, weights, axis, precision)
   return x
 
 
@@ -127,9 +136,9 @@ def scale_and_translate(
   Raises:
     ValueError: an unknown method, or a shape of another rank than the image.
   """
-  if method not in _KERNELS:
+  if method not in KERNELS:
     raise ValueError(
-      f"scale_and_translate expects a method of {', '.join(_KERNELS)}, but got "
+      f"scale_and_translate expects a method of {', '.join(KERNELS)}, but got "
       f"{method!r}."
     )
   if len(shape) != image.ndim:
@@ -144,7 +153,7 @@ def scale_and_translate(
     [axis % image.ndim for axis in spatial_dims],
     scale,
     translation,
-    _KERNELS[method],
+    KERNELS[method],
     antialias,
     precision,
   )

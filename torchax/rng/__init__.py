@@ -12,7 +12,7 @@ from torchax.rng.scope import (
   manual_seed,
   rng_scope,
 )
-from torchax.rng.state import RngState, as_key, as_state, fold_in
+from torchax.rng.state import RngState, as_key, as_state, fold_in, is_typed_key
 from torchax.rng.stream import RngStream
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
   "fold_in",
   "generator_operands",
   "initial_seed",
+  "is_typed_key",
   "manual_seed",
   "rng_scope",
 ]

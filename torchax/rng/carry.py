@@ -173,12 +173,21 @@ class Carried:
     elif advance.draws:
       stream.advance(advance.draws)
 
-  def run(self, transformed: Callable, *args, **kwargs):
-    """Calls the transformed function with this thread's stream as operands."""
+  def run(self, transformed: Callable[[RngOperands], Any]):
+    """Calls a transformed function with this thread's stream as its operands.
+
+    Args:
+      transformed: `RngOperands -> (out, Advance)`; called again where the trace met
+        something that it has no operand for yet.
+
+    Returns:
+      `out`; the stream stands where the function left it, or, after an exception,
+      where it stood before.
+    """
     while True:
       before = [generator.get_state() for generator, _ in self.generators]
       try:
-        out, advance = transformed(self.operands(), *args, **kwargs)
+        out, advance = transformed(self.operands())
       except BaseException as error:
         for (generator, _), state in zip(self.generators, before):
           generator.set_state(state)
@@ -187,6 +196,18 @@ class Carried:
         raise
       self.commit(advance)
       return out
+
+  def try_abstractly(self, transformed: Callable[[RngOperands], Any]):
+    """Like `run` for something that only traces: no stream, no generator advances."""
+    while True:
+      before = [generator.get_state() for generator, _ in self.generators]
+      try:
+        return transformed(self.operands())
+      except NewOperands:
+        continue
+      finally:
+        for (generator, _), state in zip(self.generators, before):
+          generator.set_state(state)
 
 
 def take_words(generator: torch.Generator, draws: int):

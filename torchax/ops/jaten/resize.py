@@ -245,19 +245,20 @@ def _aten_upsample_bicubic2d_backward(
 def _antialiased(self, output_size, align_corners, scales, method):
   """torch's `align_corners` changes the scale here, not the first sample's place."""
   _check_sizes(self, output_size)
-  factors = {}
+  kernel = jax_reimplement.KERNELS[method]
   for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
     in_size = self.shape[axis]
     if in_size == out_size:
       continue
-    factors[axis] = _scale(in_size, out_size, given)
+    factor = _scale(in_size, out_size, given)
     if align_corners:
       both_long = min(in_size, out_size) > 1
-      factors[axis] = (out_size - 1) / (in_size - 1) if both_long else math.inf
-  shape = (*self.shape[:2], *output_size)
-  return jax_reimplement.scale_and_translate(
-    self, shape, tuple(factors), tuple(factors.values()), (0.0,) * len(factors), method
-  )
+      factor = (out_size - 1) / (in_size - 1) if both_long else math.inf
+    weights = jax_reimplement.compute_weight_mat(
+      in_size, out_size, factor, 0.0, kernel, True, extrapolate=True
+    )
+    self = jax_reimplement.apply_weight_mat(self, weights, axis)
+  return self
 
 
 @op(aten._upsample_bilinear2d_aa.default, static=_STATIC_SCALES)

@@ -1,0 +1,83 @@
+"""Special functions against CPU torch: values, dtypes, gradients."""
+
+import math
+
+import pytest
+import torch
+from ops.harness import Case, check, floats, ints
+
+import torchax
+
+special = torch.special
+X = floats(3, 4, low=-3.0, high=3.0)
+POSITIVE = floats(3, 4, low=0.1, high=6.0)
+OTHER = floats(3, 4, low=0.1, high=6.0, seed=1)
+PROBABILITY = floats(3, 4, low=0.01, high=0.99)
+INTS = ints(3, 4, low=1, high=6)
+DEGREES = ints(3, 4, low=-1, high=9)
+SPECIAL = torch.tensor([0.0, -0.0, 1.0, -0.5, math.inf, -math.inf, math.nan])
+GAMMA = {"rtol": 2e-5, "atol": 2e-5, "why": "gamma series in f32 differ in order"}
+CANCELS = {"rtol": 1e-4, "atol": 1e-4, "why": "the recurrence cancels in f32"}
+
+GAMMA_CASES = (
+  *(
+    Case(function, POSITIVE, grad=True, **GAMMA)
+    for function in (torch.lgamma, torch.digamma)
+  ),
+  Case(torch.lgamma, X, **GAMMA),
+  Case(torch.lgamma, INTS, **GAMMA),
+  Case(torch.lgamma, POSITIVE.to(torch.bfloat16)),
+  Case(torch.digamma, SPECIAL[:5], **GAMMA),
+  *(Case(torch.polygamma, n, POSITIVE, grad=True, **GAMMA) for n in (0, 1, 2, 3)),
+  Case(torch.mvlgamma, POSITIVE + 2, 3, grad=True, **GAMMA),
+  *(
+    Case(function, POSITIVE, OTHER, **GAMMA) for function in (torch.igamma, torch.igammac)
+  ),
+  Case(special.zeta, POSITIVE + 1.1, OTHER, **GAMMA),
+  Case(special.zeta, 2, POSITIVE, **GAMMA),
+  Case(special.zeta, torch.tensor([1.0, 0.5, 3.0, 2.0]), 0.0),
+)
+
+ERROR_CASES = (
+  Case(special.erfcx, X, grad=True, rtol=1e-5, why="exp(9) in f32"),
+  Case(special.erfcx, INTS, **GAMMA),
+  Case(special.ndtr, X, grad=True),
+  Case(special.ndtri, PROBABILITY, grad=True, **GAMMA),
+  Case(special.log_ndtr, X, grad=True, **GAMMA),
+  Case(special.entr, PROBABILITY, grad=True),
+  Case(special.entr, SPECIAL),
+  Case(special.xlog1py, X, POSITIVE, grad=True),
+  Case(special.xlog1py, torch.zeros(7), SPECIAL),
+  Case(special.xlog1py, 2, POSITIVE),
+)
+
+POLYNOMIAL_CASES = tuple(
+  Case(function, *operands, **CANCELS)
+  for function in (
+    special.chebyshev_polynomial_t,
+    special.chebyshev_polynomial_u,
+    special.chebyshev_polynomial_v,
+    special.chebyshev_polynomial_w,
+    special.hermite_polynomial_h,
+    special.hermite_polynomial_he,
+    special.laguerre_polynomial_l,
+    special.legendre_polynomial_p,
+    special.shifted_chebyshev_polynomial_t,
+    special.shifted_chebyshev_polynomial_u,
+    special.shifted_chebyshev_polynomial_v,
+    special.shifted_chebyshev_polynomial_w,
+  )
+  for operands in ((PROBABILITY, DEGREES), (PROBABILITY, 4), (0.3, DEGREES))
+)
+
+CASES = GAMMA_CASES + ERROR_CASES + POLYNOMIAL_CASES
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_gives_what_cpu_torch_gives(case):
+  check(case)
+
+
+def test_polygamma_needs_an_order():
+  with torchax.default_env(), pytest.raises(RuntimeError):
+    torch.polygamma(-1, POSITIVE.to("jax"))

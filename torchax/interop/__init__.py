@@ -1,0 +1,42 @@
+"""Torch functions under JAX's transformations, and JAX functions under torch."""
+
+
+
+from torchax.interop.jit import Jitted, jax_jit, wrap_jax_jit
+from torchax.interop.module import (
+  JittableModule,
+  extract_all_buffers,
+  set_all_buffers,
+)
+from torchax.interop.transforms import gradient_checkpoint, jax_value_and_grad
+from torchax.interop.views import (
+  _jax_view,
+  _torch_view,
+  call_jax,
+  call_torch,
+  functional_rng,
+  jax_view,
+  jax_view_elem,
+  torch_view,
+  torch_view_elem,
+)
+
+__all__ = [
+  "Jitted",
+  "JittableModule",
+  "_jax_view",
+  "_torch_view",
+  "call_jax",
+  "call_torch",
+  "extract_all_buffers",
+  "functional_rng",
+  "gradient_checkpoint",
+  "jax_jit",
+  "jax_value_and_grad",
+  "jax_view",
+  "jax_view_elem",
+  "set_all_buffers",
+  "torch_view",
+  "torch_view_elem",
+  "wrap_jax_jit",
+]

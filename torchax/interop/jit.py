@@ -1,0 +1,206 @@
+"""`jax_jit`: `jax.jit` for functions of tensors.
+
+The key, the tensors that the function closes over and the generators it draws with are
+operands of the compiled function. In-place changes of arguments and closed-over tensors
+reach the caller. The user's argument numbers and shardings are untouched: they are
+shifted past the operands that come first.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from torchax.environment import default_env
+from torchax.interop.traced import Situation, Traced
+from torchax.interop.views import arrays_of, tensors_of
+from torchax.tensor import Tensor, new_tensor
+from torchax.view import View
+
+# Operands in front of the user's arguments: (rng, (situation, captured)).
+LEADING = 2
+
+_ARGNUMS = ("static_argnums", "donate_argnums")
+
+
+def shift_argnums(argnums, arity: int | None = None):
+  """Argument numbers of the user as those of the pure function.
+
+  Negative numbers count from the end, which the leading operands do not move.
+  """
+  if argnums is None:
+    return None
+  if isinstance(argnums, int):
+    return argnums + LEADING if argnums >= 0 else argnums
+  return tuple(shift_argnums(number) for number in argnums)
+
+
+def shift_jit_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+  """`jax.jit`'s keyword arguments for the pure function."""
+  shifted = dict(kwargs)
+  for name in _ARGNUMS:
+    if shifted.get(name) is not None:
+      shifted[name] = shift_argnums(shifted[name])
+  if "in_shardings" in shifted:
+    shardings = shifted["in_shardings"]
+    # A tuple or list matches the arguments one by one; anything else, all of them.
+    if isinstance(shardings, tuple | list):
+      shifted["in_shardings"] = (None, None, *shardings)
+    else:
+      shifted.pop("in_shardings")
+      shifted["_all_arguments"] = shardings
+  if "out_shardings" in shifted:
+    shifted["out_shardings"] = ((shifted["out_shardings"], None), None)
+  return shifted
+
+
+class Jitted:
+  """A compiled function of tensors; what `jax_jit` returns.
+
+  Attributes:
+    traced: the torch function with its operands.
+  """
+
+  def __init__(self, function: Callable, jit_kwargs: dict[str, Any], captured=()):
+    self.traced = Traced(function, lifts=True, captured=captured)
+    self._pure = self.traced.pure
+    kwargs = shift_jit_kwargs(jit_kwargs)
+    self._all_arguments = kwargs.pop("_all_arguments", None)
+    self._kwargs = kwargs
+    self._by_arity: dict[int, Callable] = {}
+    self._jitted = None if self._all_arguments is not None else self._jit(kwargs)
+    functools.update_wrapper(self, function, updated=())
+
+  def _jit(self, kwargs) -> Callable:
+    @functools.wraps(self.traced.function, updated=())
+    def pure(rng, operands, *args, **kwargs):
+      return self._pure(rng, operands, *args, **kwargs)
+
+    pure.__wrapped__ = None  # else jax would read the user's signature
+    del pure.__wrapped__
+    return jax.jit(pure, **kwargs)
+
+  def _transformed(self, n_args: int) -> Callable:
+    if self._jitted is not None:
+      return self._jitted
+    if n_args not in self._by_arity:
+      shardings = (None, None, *[self._all_arguments] * n_args)
+      self._by_arity[n_args] = self._jit({**self._kwargs, "in_shardings": shardings})
+    return self._by_arity[n_args]
+
+  def __call__(self, *args, **kwargs):
+    return self.call(None, args, kwargs)
+
+  def call(self, extra, args, kwargs):
+    """Runs the function; `extra` is static and part of what it was compiled for."""
+    leaves, args, kwargs = _flatten(args, kwargs)
+    jitted = self._transformed(len(args))
+    traced = self.traced
+
+    def run(rng):
+      operands = (traced.situation(leaves, extra), traced.captured_arrays())
+      return jitted(rng, operands, *args, **kwargs)
+
+    out, effects = self._pure.run(run)
+    if effects is not None:
+      traced.settle(leaves, effects)
+    if isinstance(out, jax.Array):
+      return new_tensor(out, default_env())
+    return tensors_of(out)
+
+  def lower(self, *args, **kwargs):
+    """`jax.jit(…).lower` for these arguments; nothing is run, no state advances."""
+    leaves, args, kwargs = _flatten(args, kwargs)
+    jitted = self._transformed(len(args))
+    return self._pure.try_abstractly(
+      lambda rng: jitted.lower(rng, self._operands(leaves), *args, **kwargs)
+    )
+
+  def trace(self, *args, **kwargs):
+    """`jax.jit(…).trace` for these arguments; nothing is run, no state advances."""
+    leaves, args, kwargs = _flatten(args, kwargs)
+    jitted = self._transformed(len(args))
+    return self._pure.try_abstractly(
+      lambda rng: jitted.trace(rng, self._operands(leaves), *args, **kwargs)
+    )
+
+  def _operands(self, leaves, extra=None) -> tuple[Situation, tuple]:
+    return self.traced.situation(leaves, extra), self.traced.captured_arrays()
+
+
+def _flatten(args, kwargs):
+  """Argument leaves, and the arguments with arrays for tensors."""
+  if not kwargs:
+    arrays = []
+    for arg in args:
+      cls = type(arg)
+      if cls is Tensor or cls is View:
+        arrays.append(arg.jax())
+      elif cls is int or cls is float or isinstance(arg, jax.Array):
+        arrays.append(arg)
+      else:
+        break
+    else:
+      return args, arrays, kwargs
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  args, kwargs = jax.tree.unflatten(treedef, arrays_of(leaves))
+  return leaves, args, kwargs
+
+
+def jax_jit(
+  torch_function: Callable,
+  kwargs_for_jax_jit: dict[str, Any] | None = None,
+  fix_for_buffer_donation: bool = False,
+) -> Jitted:
+  """Compiles a function of tensors with `jax.jit`.
+
+  The random stream is carried as an operand: every call draws new numbers, the same
+  that the function would draw eagerly, and re-seeding never recompiles. Tensors that
+  the function closes over (a model, an optimizer's state) are operands as well, found
+  while tracing; changes in place reach them and the arguments.
+
+  Args:
+    torch_function: function or module; it runs in Python once for each combination of
+      argument shapes, dtypes and static values.
+    kwargs_for_jax_jit: passed to `jax.jit`: `static_argnums`, `donate_argnums`,
+      `in_shardings`, … all refer to the arguments of `torch_function`.
+    fix_for_buffer_donation: accepted for upstream's callers; arguments can always be
+      donated.
+
+  Returns:
+    A function of tensors, with `.lower` and `.trace`.
+
+  >>> import torch, torchax
+  >>> drop = jax_jit(lambda x: torch.nn.functional.dropout(x, 0.5))
+  >>> x = torch.ones(4, device="jax")
+  >>> torch.equal(drop(x), drop(x))
+  False
+  """
+  return Jitted(torch_function, kwargs_for_jax_jit or {})
+
+
+def wrap_jax_jit(
+  torch_function: Callable,
+  jax_jit_func: Callable = jax.jit,
+  kwargs_for_jax: dict[str, Any] | None = None,
+) -> Callable:
+  """`jax_jit` with another function in place of `jax.jit`, of the same arguments."""
+  if jax_jit_func is jax.jit:
+    return jax_jit(torch_function, kwargs_for_jax)
+  traced = Traced(torch_function, lifts=True)
+  jitted = jax_jit_func(traced.pure, **shift_jit_kwargs(kwargs_for_jax or {}))
+
+  @functools.wraps(torch_function, updated=())
+  def call(*args, **kwargs):
+    leaves, args, kwargs = _flatten(args, kwargs)
+
+    def run(rng):
+      operands = (traced.situation(leaves), traced.captured_arrays())
+      return jitted(rng, operands, *args, **kwargs)
+
+    out, effects = traced.pure.run(run)
+    traced.settle(leaves, effects)
+    return tensors_of(out)
+
+  return call

@@ -1,0 +1,127 @@
+"""Modules as compiled or functional programs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchax import _torch_compat
+from torchax.interop.jit import Jitted
+from torchax.tensor import Tensor
+
+
+def extract_all_buffers(m: torch.nn.Module) -> tuple[dict, dict]:
+  """All tensors of a module by qualified name: (parameters, buffers).
+
+  Plain tensor attributes count as buffers.
+  """
+  params = dict(m.named_parameters(remove_duplicate=False))
+  buffers = dict(m.named_buffers(remove_duplicate=False))
+  for prefix, module in m.named_modules(remove_duplicate=False):
+    for name, value in vars(module).items():
+      if isinstance(value, torch.Tensor):
+        buffers[f"{prefix}.{name}" if prefix else name] = value
+  return params, buffers
+
+
+def set_all_buffers(m: torch.nn.Module, params: dict, buffers: dict) -> None:
+  """Puts tensors by qualified name in the places where the module holds its own.
+
+  Raises:
+    KeyError: the module has no such place.
+  """
+  for qualified, value in {**params, **buffers}.items():
+    prefix, _, name = qualified.rpartition(".")
+    module = m.get_submodule(prefix)
+    for table in (module._parameters, module._buffers, vars(module)):
+      if name in table:
+        table[name] = value
+        break
+    else:
+      raise KeyError(f"{type(m).__name__} has no tensor named {qualified!r}.")
+
+
+class JittableModule(torch.nn.Module):
+  """A module whose methods run compiled, with its tensors as operands.
+
+  Parameters and buffers are read on every call, so an optimizer's or a
+  `load_state_dict`'s changes are seen; buffers that the module updates (the running
+  statistics of BatchNorm) are updated. `train()` and `eval()` compile separately.
+
+  Args:
+    m: a module on jax.
+    extra_jit_args: keyword arguments of `jax.jit`.
+    dedup_parameters: pass parameters that several names share once.
+  """
+
+  def __init__(
+    self,
+    m: torch.nn.Module,
+    extra_jit_args: dict[str, Any] | None = None,
+    dedup_parameters: bool = True,
+  ):
+    super().__init__()
+    self._model = m
+    self._extra_jit_args = dict(extra_jit_args or {})
+    self._dedup_parameters = dedup_parameters
+    self._jitted: dict[str, Jitted] = {}
+    self._modules_list = list(m.modules())
+
+  @property
+  def params(self) -> dict[str, torch.Tensor]:
+    """The parameters by name; a shared one under its first name if deduplicated."""
+    duplicates = not self._dedup_parameters
+    return dict(self._model.named_parameters(remove_duplicate=not duplicates))
+
+  @property
+  def buffers(self) -> dict[str, torch.Tensor]:
+    """The buffers and plain tensor attributes by name."""
+    found = extract_all_buffers(self._model)[1]
+    return _unique(found) if self._dedup_parameters else found
+
+  def forward(self, *args, **kwargs):
+    """Runs the module's `forward`, compiled."""
+    return self.jittable_call("forward", *args, **kwargs)
+
+  def __call__(self, *args, **kwargs):
+    return self.forward(*args, **kwargs)
+
+  def functional_call(
+    self, method_or_name: str | Callable, params, buffers, *args, **kwargs
+  ):
+    """Calls a method with the given tensors in place of the module's own.
+
+    Args:
+      method_or_name: name of a method, or a function of the module.
+      params: tensors by name; missing ones stay the module's.
+      buffers: the same; updates in place go to these.
+    """
+    if isinstance(method_or_name, str):
+      method = getattr(self._model, method_or_name)
+    else:
+      method = functools.partial(method_or_name, self._model)
+    with _torch_compat.reparametrized(self._model, {**params, **buffers}):
+      return method(*args, **kwargs)
+
+  def jittable_call(self, method_name: str, *args, **kwargs):
+    """Runs a method of the module, compiled."""
+    if method_name not in self._jitted:
+      self.make_jitted(method_name)
+    training = tuple([module.training for module in self._modules_list])
+    return self._jitted[method_name].call(training, args, kwargs)
+
+  def make_jitted(self, key: str) -> None:
+    """Prepares the compiled form of the method of that name."""
+    params, buffers = extract_all_buffers(self._model)
+    tensors = [t for t in (*params.values(), *buffers.values()) if type(t) is Tensor]
+    captured = list({id(t._storage): t for t in tensors}.values())
+    method = getattr(self._model, key)
+    self._jitted[key] = Jitted(method, self._extra_jit_args, captured)
+
+
+def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+  seen: set[int] = set()
+  return {
+    name: t for name, t in tensors.items() if id(t) not in seen and not seen.add(id(t))
+  }

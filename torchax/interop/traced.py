@@ -1,0 +1,264 @@
+"""A torch function as a pure JAX function, with everything it touches as operands.
+
+`Traced` is what `jax_jit`, `jax_value_and_grad` and `gradient_checkpoint` transform:
+
+  pure(rng, captured, *args, **kwargs) -> ((out, effects), advance)
+
+`rng` carries the random stream (`torchax/rng/carry.py`), `captured` the tensors that
+the function closes over, `effects` the changes it made in place: to arguments, to
+captured tensors and to the `.grad` of captured leaves. `settle` applies them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from torchax.environment import default_env
+from torchax.errors import MutationError
+from torchax.interop.views import arrays_of
+from torchax.rng import Carried, NewOperands, is_typed_key
+from torchax.storage import Boundary, Cell, Storage
+from torchax.tensor import Tensor, new_tensor
+
+
+def _is_tensor(value) -> bool:
+  return isinstance(value, torch.Tensor)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Situation:
+  """What a trace depends on besides values: hashable, compared on every call.
+
+  Attributes:
+    same: for each argument leaf that repeats an earlier one's tensor, the two indices.
+    overlapping: indices of argument leaves whose storage another view shares.
+    has_grad: for each captured leaf, whether it has a gradient.
+    extra: anything the wrapper adds, such as the training flags of a module.
+  """
+
+  same: tuple[tuple[int, int], ...] = ()
+  overlapping: tuple[int, ...] = ()
+  has_grad: tuple[bool, ...] = ()
+  extra: Any = None
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Effects:
+  """What a traced function changed in place; which is static, the numbers are not.
+
+  Attributes:
+    arguments: indices of argument leaves.
+    tensors: outer tensors' storages.
+    leaves: outer leaves whose `.grad` was set.
+    cleared: outer leaves whose `.grad` became None.
+    arrays: the new numbers of the first three, in order.
+  """
+
+  arguments: tuple[int, ...]
+  storages: tuple[Storage, ...]
+  leaves: tuple[Tensor, ...]
+  cleared: tuple[Tensor, ...]
+  arrays: list[jax.Array]
+
+  def tree_flatten(self):
+    static = tuple(map(_Identity, (*self.storages, *self.leaves, *self.cleared)))
+    counts = (len(self.storages), len(self.leaves))
+    return self.arrays, (self.arguments, static, counts)
+
+  @classmethod
+  def tree_unflatten(cls, static, arrays):
+    arguments, identities, (n_storages, n_leaves) = static
+    objects = tuple(identity.value for identity in identities)
+    middle = n_storages + n_leaves
+    return cls(
+      arguments,
+      objects[:n_storages],
+      objects[n_storages:middle],
+      objects[middle:],
+      list(arrays),
+    )
+
+
+class _Identity:
+  """Hashes and compares an object by what it is, not by what it holds."""
+
+  __slots__ = ("value",)
+
+  def __init__(self, value):
+    self.value = value
+
+  def __hash__(self):
+    return id(self.value)
+
+  def __eq__(self, other):
+    return type(other) is _Identity and self.value is other.value
+
+
+class Traced:
+  """A torch function whose operands include all that it reads and draws.
+
+  Args:
+    function: the torch function.
+    lifts: make closed-over tensors operands (for functions that are cached, as under
+      `jax.jit`); else JAX closes over their values.
+    captured: tensors known to be closed over; others are found while tracing.
+  """
+
+  def __init__(self, function: Callable, lifts: bool, captured=()):
+    self.function = function
+    self.lifts = lifts
+    self.captured: list[Tensor] = list(captured)
+    self.pure = Carried(self._pure)
+    self.pure.__name__ = getattr(function, "__name__", type(function).__name__)
+    self.__name__ = self.pure.__name__
+
+  # On the host -----------------------------------------------------------------------
+
+  def captured_arrays(self) -> tuple[jax.Array, ...]:
+    """The operands for the closed-over tensors."""
+    self.captured = [
+      t for t in self.captured if t._storage.birth is None or not _is_dead(t)
+    ]
+    return tuple([t._storage.read(t) for t in self.captured])
+
+  def situation(self, leaves: list, extra=None) -> Situation:
+    """The static part of a call with these argument leaves."""
+    has_grad = tuple([t.grad is not None for t in self.captured if t.requires_grad])
+    same, overlapping = repeated(leaves)
+    return Situation(same, overlapping, has_grad, extra)
+
+  def settle(self, leaves: list, effects: Effects | None) -> None:
+    """Applies what the function changed in place to the caller's tensors."""
+    if effects is None:
+      return
+    arrays = iter(effects.arrays)
+    for place in effects.arguments:
+      leaf = leaves[place]
+      if isinstance(leaf, Tensor):
+        leaf.replace_jax(next(arrays))
+      else:  # an array: its holder cannot see the change
+        next(arrays)
+    for storage in effects.storages:
+      storage.write(next(arrays))
+    for tensor in effects.leaves:
+      tensor.grad = new_tensor(next(arrays), tensor._env)
+    for tensor in effects.cleared:
+      tensor.grad = None
+
+  # In the trace ----------------------------------------------------------------------
+
+  def _pure(self, operands, *args, **kwargs):
+    situation, captured = operands
+    env = default_env()
+    boundary = Boundary()
+    grads = {id(t): t.grad for t in self.captured if t.requires_grad}
+    with env, boundary.enter():
+      for tensor, array in zip(self.captured, captured):
+        boundary.lend(tensor._storage, array, tensor)
+      inputs, treedef = jax.tree.flatten((args, kwargs))
+      inner = self._wrap(inputs, situation)
+      args, kwargs = jax.tree.unflatten(treedef, inner)
+      try:
+        out = self.function(*args, **kwargs)
+        arrays = arrays_of(out)
+        effects = self._effects(boundary, inner, situation, grads)
+      finally:
+        self._drop_traced_grads(boundary, grads)
+    self._require_operands(boundary)
+    return arrays, effects
+
+  def _wrap(self, inputs: list, situation: Situation) -> list:
+    same = dict(situation.same)
+    inner: list = []
+    for place, value in enumerate(inputs):
+      if place in same:
+        inner.append(inner[same[place]])
+      elif isinstance(value, jax.Array) and not is_typed_key(value):
+        inner.append(new_tensor(value, default_env()))
+      else:
+        inner.append(value)
+    return inner
+
+  def _effects(self, boundary, inner, situation, grads) -> Effects | None:
+    repeats = {place for place, _ in situation.same}
+    changed = tuple(
+      place
+      for place, value in enumerate(inner)
+      if isinstance(value, Tensor) and value._storage.version and place not in repeats
+    )
+    if set(changed) & set(situation.overlapping):
+      raise MutationError(
+        f"{self.__name__} changes an argument in place whose memory another argument "
+        "shares as a different view. Pass the base and take the views inside."
+      )
+    leaves = self._leaves(boundary)
+    updated = [t for t in leaves if _is_born_in(t.grad, boundary)]
+    cleared = [t for t in leaves if t.grad is None and grads.get(id(t)) is not None]
+    cells = boundary.written()
+    if not (changed or cells or updated or cleared):
+      return None
+    arrays = [inner[place].jax() for place in changed]
+    arrays += [cell.array for cell in cells]
+    arrays += [tensor.grad.jax() for tensor in updated]
+    storages = tuple(cell.storage for cell in cells)
+    return Effects(changed, storages, tuple(updated), tuple(cleared), arrays)
+
+  def _leaves(self, boundary: Boundary) -> list[Tensor]:
+    tensors = (cell.tensor for cell in boundary.cells.values())
+    return [t for t in tensors if t is not None and t.requires_grad and t.is_leaf]
+
+  def _drop_traced_grads(self, boundary: Boundary, grads: dict) -> None:
+    """The trace has set `.grad` of real leaves; they get back what they had."""
+    for tensor in self._leaves(boundary):
+      before = grads.get(id(tensor))
+      if tensor.grad is not before:
+        tensor.grad = before
+
+  def _require_operands(self, boundary: Boundary) -> None:
+    if not self.lifts:
+      return
+    known = {id(t._storage) for t in self.captured}
+    new = [cell for key, cell in boundary.cells.items() if key not in known]
+    if new:
+      env = default_env()
+      self.captured += [_tensor_of(cell, env) for cell in new]
+      raise NewOperands
+
+
+def _tensor_of(cell: Cell, env) -> Tensor:
+  """The tensor that read the storage, or one for a storage that was only written."""
+  if cell.tensor is not None:
+    return cell.tensor
+  tensor = new_tensor(cell.storage.array, env)
+  tensor._storage = cell.storage
+  return tensor
+
+
+def _is_dead(tensor: Tensor) -> bool:
+  return tensor._storage.birth.closed
+
+
+def _is_born_in(grad, boundary: Boundary) -> bool:
+  return isinstance(grad, Tensor) and grad._storage.birth is boundary
+
+
+def repeated(leaves: list) -> tuple[tuple, tuple]:
+  """Which argument leaves are the same tensor, and which overlap otherwise."""
+  first: dict[int, int] = {}
+  same, overlapping = [], []
+  for place, leaf in enumerate(leaves):
+    if not isinstance(leaf, Tensor):
+      continue
+    earlier = first.setdefault(id(leaf._storage), place)
+    if earlier == place:
+      continue
+    if leaves[earlier]._chain is leaf._chain:
+      same.append((place, earlier))
+    else:
+      overlapping += [earlier, place]
+  return tuple(same), tuple(overlapping)

@@ -1,0 +1,183 @@
+"""Between the worlds: the same value, seen as torch's or as JAX's.
+
+`jax_view` and `torch_view` convert trees of tensors, dtypes and functions without
+copying. A torch function seen as a JAX function can be given to any JAX transformation;
+its random draws need `rng=` there (`docs/rng.md`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax import _jax_compat, rng
+from torchax.environment import default_env
+from torchax.errors import MixedDeviceError, MutationError
+from torchax.ops import mappings
+from torchax.storage import Boundary
+from torchax.tensor import Tensor, new_tensor
+from torchax.types import JaxCallable, JaxValue, TorchCallable, TorchValue
+
+
+def _is_leaf(value) -> bool:
+  return isinstance(value, torch.Tensor)
+
+
+def _jax_view(t: TorchValue) -> JaxValue:
+  if isinstance(t, Tensor):
+    return t.jax()
+  if isinstance(t, torch.Tensor):
+    raise MixedDeviceError(
+      f"jax_view expects jax tensors, but got a tensor of shape {list(t.shape)} on "
+      f'{t.device}. Call `.to("jax")` first.'
+    )
+  if isinstance(t, torch.dtype):
+    return mappings.t2j_dtype(t)
+  if callable(t) and not isinstance(t, type):
+    return _JaxCallable(t)
+  return t
+
+
+def _torch_view(t: JaxValue) -> TorchValue:
+  if isinstance(t, jax.Array):
+    return t if rng.is_typed_key(t) else new_tensor(t, default_env())
+  if isinstance(t, np.dtype):
+    return mappings.j2t_dtype(t)
+  if isinstance(t, type) and issubclass(t, np.generic):
+    return mappings.j2t_dtype(jnp.dtype(t))
+  if callable(t) and not isinstance(t, type | torch.Tensor):
+    return functools.partial(call_jax, t)
+  return t
+
+
+def jax_view(t: TorchValue) -> JaxValue:
+  """Tensors in a tree as arrays, torch dtypes as JAX's, functions as JAX functions.
+
+  A function becomes a JAX function of arrays that takes `rng=` besides its own
+  arguments: an `RngState`, a typed key or a seed to draw from. Without it the function
+  draws from `env.rng`; inside a raw JAX transformation that raises TracedDrawError.
+
+  >>> f = jax_view(torch.nn.functional.relu)
+  >>> jax.jit(f)(jnp.array([-1.0, 2.0]))
+  Array([0., 2.], dtype=float32)
+  """
+  return jax.tree.map(_jax_view, t, is_leaf=_is_leaf)
+
+
+def torch_view(t: JaxValue) -> TorchValue:
+  """Arrays in a tree as tensors, JAX dtypes as torch's, functions as torch functions."""
+  return jax.tree.map(_torch_view, t, is_leaf=_is_leaf)
+
+
+def jax_view_elem(v: TorchValue) -> JaxValue:
+  """`jax_view` of one value that is no tree."""
+  return _jax_view(v)
+
+
+def torch_view_elem(v: JaxValue) -> TorchValue:
+  """`torch_view` of one value that is no tree."""
+  return _torch_view(v)
+
+
+def tensors_of(tree) -> Any:
+  """Arrays in a tree as tensors; typed keys and anything else as they are."""
+  return jax.tree.map(_tensor_of, tree, is_leaf=_is_leaf)
+
+
+def _tensor_of(leaf):
+  if isinstance(leaf, jax.Array) and not rng.is_typed_key(leaf):
+    return new_tensor(leaf, default_env())
+  return leaf
+
+
+def arrays_of(tree) -> Any:
+  """Tensors in a tree as arrays; anything else as it is.
+
+  Raises:
+    MixedDeviceError: a tensor of another device.
+  """
+  return jax.tree.map(_array_of, tree, is_leaf=_is_leaf)
+
+
+def _array_of(leaf):
+  if isinstance(leaf, Tensor):
+    return leaf.jax()
+  if isinstance(leaf, torch.Tensor):
+    return default_env().admit(leaf, "a function on jax")
+  return leaf
+
+
+def call_torch(torch_func: TorchCallable, *args: JaxValue, **kwargs: JaxValue):
+  """Calls a torch function with JAX values; returns JAX values.
+
+  Raises:
+    MutationError: inside a JAX transformation, the function changed a tensor that is
+      not among its arguments.
+  """
+  with default_env():
+    if _jax_compat.is_top_level():
+      return jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
+    with Boundary().enter() as boundary:
+      out = jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
+  require_no_writes(boundary, torch_func)
+  return out
+
+
+def require_no_writes(boundary: Boundary, function: Callable) -> None:
+  """Raises MutationError if outer tensors were changed and there is no way to say so."""
+  written = boundary.written()
+  if written:
+    name = getattr(function, "__name__", type(function).__name__)
+    raise MutationError(
+      f"{name} changes {len(written)} tensor(s) that are not among its arguments (the "
+      "first has shape "
+      f"{list(written[0].storage.array.shape)}) inside a raw JAX transformation, which "
+      "would lose the change. Use the wrapper in torchax.interop (`jax_jit`, …), or "
+      "pass the tensors as arguments and return them."
+    )
+
+
+class _JaxCallable:
+  """A torch function as a JAX function."""
+
+  def __init__(self, function: TorchCallable):
+    self.__wrapped__ = function
+    self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+  def __call__(self, *args, rng=None, **kwargs):
+    if rng is None:
+      return call_torch(self.__wrapped__, *args, **kwargs)
+    with default_env().rng_scope(rng):
+      return call_torch(self.__wrapped__, *args, **kwargs)
+
+  def __repr__(self):
+    return f"jax_view({self.__wrapped__!r})"
+
+
+def call_jax(jax_func: JaxCallable, *args: TorchValue, **kwargs: TorchValue):
+  """Calls a JAX function with torch values; returns torch values."""
+  return torch_view(jax_func(*jax_view(args), **jax_view(kwargs)))
+
+
+def functional_rng(torch_function: TorchCallable) -> JaxCallable:
+  """The fully explicit form: `(state, *args) -> (out, state)`, a pure JAX function.
+
+  Args:
+    torch_function: function or module of tensors.
+
+  Returns:
+    A function of an `RngState` (or typed key, or seed) and arrays. It returns arrays
+    and the state after the draws; `env.rng` is neither read nor changed.
+  """
+
+  @functools.wraps(torch_function, updated=())
+  def pure(state, *args, **kwargs):
+    with default_env().rng_scope(state) as stream:
+      out = call_torch(torch_function, *args, **kwargs)
+      return out, stream.state
+
+  return pure
