@@ -3,7 +3,7 @@
 #   make demo    trains the vision transformer of examples/train_digits.py
 #   make test    runs the tests
 #   make lint    checks style and formatting;  make format  mends what it can
-#   make bench   measures beside plain JAX and writes output/bench.json
+#   make bench   measures beside plain JAX and writes output/benchmarks.json
 #   make docs    builds the site into site/
 #   make install makes the environment only
 #   make clean   removes what was built;  make distclean  the environment as well

@@ -77,9 +77,9 @@ def register_backend(device_module) -> None:
   torch._C._acc.register_python_privateuseone_device_guard(_guard)
 
 
-def register_kernel(name: str, kernel) -> None:
+def register_kernel(name: str, kernel, key: str = "PrivateUse1") -> None:
   """Runs `kernel` for `aten::name` when called with device="jax" and no jax tensor."""
-  _kernels.impl(name, kernel, "PrivateUse1")
+  _kernels.impl(name, kernel, key)
 
 
 def dispatch_is_excluded() -> bool:
@@ -127,7 +127,9 @@ parse_to = torch._C._nn._parse_to
 
 def set_metadata(tensor: torch.Tensor, source: torch.Tensor) -> None:
   """Gives `tensor` the shape, strides and dtype of `source`, keeping its identity."""
-  torch.Tensor.data.__set__(tensor, source)
+  # The setter asks an operation that wrappers would send back to Python.
+  with without_dispatch():
+    torch.Tensor.data.__set__(tensor, source)
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import logging
 import torch
 from torch.utils import _pytree as torch_pytree
 
+from torchax.ops import mappings
 from torchax.tensor import Tensor
 
 _logger = logging.getLogger("torchax")
@@ -56,7 +57,7 @@ def debug_accuracy(func, args, kwargs, current_output) -> bool:
     return True
 
   def to_cpu(value):
-    return value.detach().torch() if isinstance(value, Tensor) else value
+    return mappings.j2t(value.jax()) if isinstance(value, Tensor) else value
 
   cpu_args, cpu_kwargs = torch_pytree.tree_map(to_cpu, (args, kwargs or {}))
   expected = torch_pytree.tree_leaves(func(*cpu_args, **cpu_kwargs))

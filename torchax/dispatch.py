@@ -72,6 +72,7 @@ class Flattener:
   """Sorts arguments into operands and a static key, and puts them together again."""
 
   def __init__(self, name: str, env, dynamic=frozenset(), names=(), cpu_ok=False):
+    self.keeps_tensors = False  # operands are tensors, views included, not arrays
     self._name = name
     self._env = env
     self._dynamic = dynamic
@@ -86,7 +87,7 @@ class Flattener:
     places = self._dynamic_places
     for place, arg in enumerate(args):
       cls = type(arg)
-      if cls is Tensor or cls is View:
+      if (cls is Tensor or cls is View) and not self.keeps_tensors:
         storage = arg._storage
         operands.append(storage.array if boundary is None else boundary.read(storage, arg))
         key.append(arg._chain)
@@ -116,11 +117,18 @@ class Flattener:
     if isinstance(arg, torch.Size):
       return (_TUPLE, *arg)
     if isinstance(arg, jax.Array):
-      operands.append(arg)
+      operands.append(new_tensor(arg, self._env) if self.keeps_tensors else arg)
       return WHOLE
     return arg
 
   def _flatten_tensor(self, tensor: torch.Tensor, operands: list) -> Chain:
+    if self.keeps_tensors:
+      operands.append(
+        tensor
+        if isinstance(tensor, Tensor)
+        else new_tensor(self._env.admit(tensor, self._name, self._cpu_ok), self._env)
+      )
+      return WHOLE
     if isinstance(tensor, Tensor):
       operands.append(tensor._storage.read(tensor))
       return tensor._chain

@@ -5,6 +5,7 @@ the lowering. `torch.tensor` keeps Python from seeing its copy, so it needs the
 environment; without it, it raises instead of losing its data.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -14,7 +15,7 @@ import torch
 
 from torchax import _jax_compat, _torch_compat
 from torchax.environment import TENSOR_CONSTRUCTORS, Environment, default_env
-from torchax.errors import MixedDeviceError
+from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
 
@@ -54,7 +55,8 @@ def _lowered_kernel(name: str) -> Callable:
 
 def _empty(size, *, dtype=None, **_ignored) -> Tensor:
   """Zeros: JAX has no uninitialised memory. Made on the host, so nothing compiles."""
-  if _torch_compat.dispatch_is_excluded():
+  # Nothing is lost where there is no data; `torch.get_default_device` does that.
+  if _torch_compat.dispatch_is_excluded() and math.prod(size):
     raise MixedDeviceError(
       'torch.tensor(…, device="jax") and torch.as_tensor need the environment: call them '
       "inside `with torchax.default_env():`, or write `torch.tensor(…).to(\"jax\")`."
@@ -69,10 +71,19 @@ def _empty_strided(size, stride, **kwargs) -> Tensor:
   return _empty(size, **kwargs)
 
 
+def _empty_quantized(*args, dtype=None, **_ignored):
+  raise UnsupportedDtypeError(
+    "torchax holds plain tensors, but was asked for a quantised one. Call "
+    "`.dequantize()` before moving it to jax."
+  )
+
+
 def register_kernels() -> None:
   """Tells torch what runs for factories with device="jax"."""
   _torch_compat.register_kernel("empty.memory_format", _empty)
   _torch_compat.register_kernel("empty_strided", _empty_strided)
+  for name in ("empty_quantized", "_empty_affine_quantized"):
+    _torch_compat.register_kernel(name, _empty_quantized, "QuantizedPrivateUse1")
   for name in _LOWERED:
     _torch_compat.register_kernel(name, _lowered_kernel(name))
 

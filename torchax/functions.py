@@ -7,14 +7,11 @@ functions of arrays are compiled and made differentiable, devices are resolved.
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import torch
-
 from torchax import autograd
 from torchax.dispatch import Flattener
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
-from torchax.tensor import Tensor, new_tensor
+from torchax.tensor import Tensor
 
 
 def _has_jax_tensor(args, kwargs) -> bool:
@@ -35,20 +32,18 @@ class ArrayFunctionHandler:
     self.env = env
     name = getattr(func, "__name__", str(func))
     self.flattener = Flattener(f"torch.{name}", env)
+    self.flattener.keeps_tensors = True
     self._functions: dict[tuple, autograd.ArrayFunction] = {}
 
   def __call__(self, args, kwargs):
     if not _has_jax_tensor(args, kwargs):
       return self.func(*args, **kwargs)
-    operands, key = self.flattener.flatten(args, kwargs)
-    tensors = self._tensors(args, kwargs)
+    tensors, key = self.flattener.flatten(args, kwargs)
     cache_key = (len(args), key)
     function = self._functions.get(cache_key)
     if function is None:
       function = autograd.ArrayFunction(self._array_function(key, len(args)))
       self._functions[cache_key] = function
-    if len(tensors) != len(operands):  # a 0-d CPU tensor, or an array, among them
-      tensors = [new_tensor(operand, self.env) for operand in operands]
     return autograd.call(function, tensors)
 
   def _array_function(self, key, n_args) -> Callable:
@@ -60,13 +55,6 @@ class ArrayFunctionHandler:
 
     on_arrays.__name__ = getattr(self.operator.func, "__name__", "function")
     return on_arrays
-
-  def _tensors(self, args, kwargs) -> list[Tensor]:
-    return [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-
-
-def _leaves(tree):
-  return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
 
 
 class TensorFunctionHandler:
@@ -93,6 +81,7 @@ class FunctionTable:
     self._handlers: dict[Any, Callable] = {}
     self._overrides: dict[Any, Operator] = {}
     self._builtin: dict[Any, Callable] = {}
+    self._cores: dict[Callable, ArrayFunctionHandler] = {}
     self._generation = -1
 
   def get(self, func) -> Callable | None:
@@ -110,6 +99,19 @@ class FunctionTable:
     """Uses another operator in this environment only."""
     self._overrides[func] = operator
     self._generation = -1
+
+  def call(self, array_function: Callable, *args, **kwargs):
+    """Runs a function of arrays on tensors: compiled, and differentiable.
+
+    Everything but tensors is static. For lowerings that are functions of tensors and
+    have a core of arrays.
+    """
+    handler = self._cores.get(array_function)
+    if handler is None:
+      operator = Operator(array_function, array_function, kind=Kind.ARRAYS)
+      handler = ArrayFunctionHandler(array_function, operator, self._env)
+      self._cores[array_function] = handler
+    return handler(args, kwargs)
 
   def _load(self) -> None:
     self._generation = ops_registry.generation()

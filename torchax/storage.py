@@ -62,6 +62,18 @@ class Cell:
     self.written = False
 
 
+def _leaf_of(tensor, storage: Storage):
+  """The leaf that a tensor is, or is a view of; None for any other tensor.
+
+  Only leaves are kept beyond a trace: others hold a graph of traced values.
+  """
+  for candidate in (tensor, tensor._base):
+    if candidate is not None and candidate.is_leaf:
+      if candidate._storage is storage and not candidate._chain.infos:
+        return candidate
+  return None
+
+
 class Boundary:
   """A function that is being traced.
 
@@ -108,9 +120,10 @@ class Boundary:
       outer = (
         storage.array if self.parent is None else self.parent.read(storage, tensor)
       )
-      cell = self.cells[id(storage)] = Cell(storage, outer, tensor)
-    if cell.tensor is None:
-      cell.tensor = tensor
+      cell = self.cells[id(storage)] = Cell(storage, outer)
+    if tensor is not None and (cell.tensor is None or not cell.tensor.requires_grad):
+      leaf = _leaf_of(tensor, storage)
+      cell.tensor = cell.tensor if leaf is None else leaf
     return cell
 
   @contextlib.contextmanager

@@ -51,6 +51,8 @@ class Tensor(torch.Tensor):
   """
 
   __torch_function__ = _torch_compat.disabled_torch_function
+  # True of the wrapper; who asks wants to know whether there are numbers.
+  is_meta = False
 
   @staticmethod
   def __new__(cls, elem: jax.Array, env, requires_grad=False):
@@ -114,11 +116,14 @@ class Tensor(torch.Tensor):
       array = self._chain.write(self._storage.read(), array)
     self._storage.write(array)
 
+  def __getitem__(self, index):
+    return super().__getitem__(_index_of(index))
+
   def __setitem__(self, index, value) -> None:
     # torch would make a tensor of the number on the wrapper's meta device.
     if isinstance(value, bool | int | float | complex):
       value = new_tensor(jnp.asarray(value, mappings.t2j_dtype(self.dtype)), self._env)
-    super().__setitem__(index, value)
+    super().__setitem__(_index_of(index), value)
 
   def torch(self) -> torch.Tensor:
     """A copy on the CPU."""
@@ -200,7 +205,7 @@ class Tensor(torch.Tensor):
   def __repr__(self, *, tensor_contents=None) -> str:
     if isinstance(self._storage.read(), jax.core.Tracer):
       return f"tensor(traced, size={tuple(self.shape)}, dtype={self.dtype}, device='jax:0')"
-    text = repr(self.detach().torch())
+    text = repr(mappings.j2t(self.jax()))
     suffix = ", device='jax:0'"
     if self.grad_fn is not None:
       suffix += f", grad_fn=<{self.grad_fn.name()}>"
@@ -235,10 +240,30 @@ class Tensor(torch.Tensor):
 
   def __reduce_ex__(self, protocol):
     return _rebuild, (
-      self.detach().torch(),
+      mappings.j2t(self.jax()),
       self.requires_grad,
       _torch_compat.is_parameter(self),
     )
+
+
+def _index_of(index):
+  """An index with tensors for its sequences: torch would make them on meta."""
+  kind = type(index)
+  if kind is int or kind is slice:
+    return index
+  if kind is list and not all(isinstance(i, int | float | np.number) for i in index):
+    index = tuple(index)  # as torch reads it
+  return tuple(map(_part_of, index)) if isinstance(index, tuple) else _part_of(index)
+
+
+def _part_of(part):
+  """One part of an index: numbers, slices and tensors as they are."""
+  if isinstance(part, jax.Array):
+    part = np.array(part)
+  if not isinstance(part, list | tuple | range | np.ndarray):
+    return part
+  tensor = torch.as_tensor(part, device="cpu")
+  return tensor if tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
 
 
 def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool) -> "Tensor":

@@ -3,7 +3,7 @@
 import jax
 import torch
 
-from torchax.errors import TracedStateError
+from torchax.errors import TracedStateError, UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
 from torchax.view_info import WHOLE
@@ -39,8 +39,10 @@ class CopyPlan:
     target, source = args[0], args[1]
     if not isinstance(target, Tensor):
       return target.copy_(source.torch())
+    if source.shape != target.shape:
+      source = source.expand(target.shape)  # torch's error where it does not fit
     if isinstance(source, Tensor):
-      return self.in_place(args, {})
+      return self.in_place((target, source), {})
     moved = mappings.t2j(source)
     same = tuple(source.shape) == tuple(target.shape)
     if same and target._chain is WHOLE and moved.dtype == target._storage.read().dtype:
@@ -70,8 +72,29 @@ class ToCopyPlan:
     return copied if dtype is None else copied.to(dtype)
 
 
+# What torch calls to make a sparse tensor of jax tensors.
+_SPARSE_MAKERS = (
+  aten._to_sparse,
+  aten._to_sparse_csr,
+  aten._to_sparse_csc,
+  aten._to_sparse_bsr,
+  aten._to_sparse_bsc,
+  aten._sparse_coo_tensor_with_dims_and_tensors,
+  aten._sparse_compressed_tensor_unsafe,
+)
+
+
+def _refuse_sparse(op):
+  raise UnsupportedDtypeError(
+    f"{op} makes a sparse tensor, but torchax holds dense ones. Call `.to_dense()` "
+    "before moving it to jax, or `.cpu()` to go on with a sparse one on the CPU."
+  )
+
+
 def plan(op, schema, plan_by_registry, env):
   """The plan of a transfer, None for any other operation."""
+  if getattr(op, "overloadpacket", None) in _SPARSE_MAKERS:
+    return lambda args, kwargs: _refuse_sparse(op)
   if op is aten._local_scalar_dense.default:
     return lambda args, kwargs: _item(args[0])
   if op is aten.copy_.default:

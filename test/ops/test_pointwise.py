@@ -304,4 +304,6 @@ def test_it_raises_where_torch_raises(row):
   with pytest.raises(RuntimeError):
     function(*args, **kwargs)
   with torchax.default_env(), pytest.raises(RuntimeError):
-    function(*(arg.to("jax") if torch.is_tensor(arg) else arg for arg in args), **kwargs)
+    function(
+      *(arg.to("jax") if torch.is_tensor(arg) else arg for arg in args), **kwargs
+    )

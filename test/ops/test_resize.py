@@ -1,5 +1,6 @@
 """Resizing and grid sampling, through `torch.nn.functional`."""
 
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,6 +88,14 @@ def test_grid_sample(case):
   check(case)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_inference_mode_resizes_by_factors(mode):
+  expected = F.interpolate(PLANE, scale_factor=1.6, mode=mode)
+  with torchax.default_env(), torch.inference_mode():
+    actual = F.interpolate(PLANE.to("jax"), scale_factor=1.6, mode=mode)
+  torch.testing.assert_close(actual.cpu(), expected)
+
+
 def test_bytes_are_rounded():
   expected = F.interpolate(BYTES, (4, 9), mode="bilinear")
   with torchax.default_env():
@@ -97,7 +106,7 @@ def test_bytes_are_rounded():
 
 @pytest.mark.parametrize("align_corners", [False, True])
 def test_bicubic_helper_is_torch_bicubic(align_corners):
-  array = jimage.jnp.asarray(PLANE.numpy())
+  array = jnp.asarray(PLANE.numpy())
   actual = jimage.interpolate_bicubic_no_aa(array, 5, 9, align_corners)
   expected = F.interpolate(PLANE, (5, 9), mode="bicubic", align_corners=align_corners)
   torch.testing.assert_close(torch.tensor(actual.tolist()), expected)

@@ -145,12 +145,20 @@ OTHER_CASES = (
     for function in (torch.linalg.det, torch.linalg.slogdet)
     for A in (SQUARE, BATCH, HERMITIAN)
   ),
-  Case(lambda A: torch.linalg.det(A.mT), SQUARE, grad=True, name="det_of_view", **LOOSE),
   Case(
-    lambda A: torch.linalg.slogdet(A.mT), BATCH, grad=True, name="slogdet_of_view", **LOOSE
+    lambda A: torch.linalg.det(A.mT), SQUARE, grad=True, name="det_of_view", **LOOSE
+  ),
+  Case(
+    lambda A: torch.linalg.slogdet(A.mT),
+    BATCH,
+    grad=True,
+    name="slogdet_of_view",
+    **LOOSE,
   ),
   Case(torch.linalg.matrix_exp, BATCH, grad=True, **LOOSE),
-  *(Case(torch.linalg.pinv, A, grad=A is TALL, **LOOSE) for A in (TALL, WIDE, RANK_ONE)),
+  *(
+    Case(torch.linalg.pinv, A, grad=A is TALL, **LOOSE) for A in (TALL, WIDE, RANK_ONE)
+  ),
   Case(torch.linalg.pinv, SPECTRUM, hermitian=True, **LOOSE),
   Case(pinv_above, SPECTRUM, 1.5, **LOOSE),
   Case(torch.linalg.matrix_rank, RANK_ONE),

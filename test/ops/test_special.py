@@ -31,7 +31,8 @@ GAMMA_CASES = (
   *(Case(torch.polygamma, n, POSITIVE, grad=True, **GAMMA) for n in (0, 1, 2, 3)),
   Case(torch.mvlgamma, POSITIVE + 2, 3, grad=True, **GAMMA),
   *(
-    Case(function, POSITIVE, OTHER, **GAMMA) for function in (torch.igamma, torch.igammac)
+    Case(function, POSITIVE, OTHER, **GAMMA)
+    for function in (torch.igamma, torch.igammac)
   ),
   Case(special.zeta, POSITIVE + 1.1, OTHER, **GAMMA),
   Case(special.zeta, 2, POSITIVE, **GAMMA),

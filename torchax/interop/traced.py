@@ -128,7 +128,7 @@ class Traced:
 
   def situation(self, leaves: list, extra=None) -> Situation:
     """The static part of a call with these argument leaves."""
-    has_grad = tuple([t.grad is not None for t in self.captured if t.requires_grad])
+    has_grad = tuple([t.grad is not None for t in self.captured if _is_trained(t)])
     same, overlapping = repeated(leaves)
     return Situation(same, overlapping, has_grad, extra)
 
@@ -156,7 +156,7 @@ class Traced:
     situation, captured = operands
     env = default_env()
     boundary = Boundary()
-    grads = {id(t): t.grad for t in self.captured if t.requires_grad}
+    grads = {id(t): t.grad for t in self.captured if _is_trained(t)}
     with env, boundary.enter():
       for tensor, array in zip(self.captured, captured):
         boundary.lend(tensor._storage, array, tensor)
@@ -210,7 +210,7 @@ class Traced:
 
   def _leaves(self, boundary: Boundary) -> list[Tensor]:
     tensors = (cell.tensor for cell in boundary.cells.values())
-    return [t for t in tensors if t is not None and t.requires_grad and t.is_leaf]
+    return [t for t in tensors if t is not None and _is_trained(t)]
 
   def _drop_traced_grads(self, boundary: Boundary, grads: dict) -> None:
     """The trace has set `.grad` of real leaves; they get back what they had."""
@@ -237,6 +237,11 @@ def _tensor_of(cell: Cell, env) -> Tensor:
   tensor = new_tensor(cell.storage.array, env)
   tensor._storage = cell.storage
   return tensor
+
+
+def _is_trained(tensor: Tensor) -> bool:
+  """True for leaves that autograd gives a `.grad`; others warn when asked for it."""
+  return tensor.requires_grad and tensor.is_leaf
 
 
 def _is_dead(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.utils.dlpack as torch_dlpack
 
-from torchax.errors import UnsupportedDtypeError
+from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 
 TORCH_DTYPE_TO_JAX = {
   None: None,
@@ -144,9 +144,15 @@ def t2j(t: torch.Tensor, use_dlpack: bool = True) -> jax.Array:
 
   Raises:
     UnsupportedDtypeError: sparse, quantised or of a dtype unknown to JAX.
+    MixedDeviceError: not on the CPU.
     OverflowError: an int64 value that needs x64 mode.
   """
   check_torch_tensor(t)
+  if t.device.type != "cpu":
+    raise MixedDeviceError(
+      f"Data moves to jax from the CPU, but got a tensor on {t.device}. "
+      + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
+    )
   t = t.detach().resolve_conj().resolve_neg()
   jax_dtype = t2j_dtype(t.dtype)
   if t.dtype in _WIDE and not jax.config.jax_enable_x64:

@@ -20,12 +20,12 @@ import jax
 import numpy as np
 import torch
 
+from torchax.errors import RngError, TracedDrawError
 from torchax.rng import generator as generators
 from torchax.rng import scope
 from torchax.rng import state as rng_state
 from torchax.rng.state import RngState
 from torchax.rng.stream import DrawOperands, RngStream
-
 
 _key_from_words = jax.jit(rng_state.key_from_words, static_argnums=1)
 
@@ -53,24 +53,27 @@ class Advance:
   Attributes:
     draws: how many draws it made; static.
     count: draws since the re-seed, if there was one; static.
+    words: draws with each generator, in the order of the operands; static.
     key: the key it was re-seeded with, else None; the only leaf.
   """
 
   draws: int
   count: int = 0
+  words: tuple[int, ...] = ()
   key: jax.Array | None = None
 
   @classmethod
-  def of(cls, stream: RngStream) -> "Advance":
+  def of(cls, stream: "CarriedStream") -> "Advance":
     """What happened to a stream since it was opened."""
+    words = tuple(slot.draws for slot in stream.slots)
     if not stream.reseeded:
-      return cls(stream.draws)
+      return cls(stream.draws, words=words)
     if not isinstance(stream.state.count, int):
       stream.rebase()
-    return cls(stream.draws, stream.state.count, stream.state.key)
+    return cls(stream.draws, stream.state.count, words, stream.state.key)
 
   def tree_flatten(self):
-    return (self.key,), (self.draws, self.count)
+    return (self.key,), (self.draws, self.count, self.words)
 
   @classmethod
   def tree_unflatten(cls, static, children):
@@ -78,27 +81,52 @@ class Advance:
 
 
 class GeneratorSlot:
-  """A generator inside a trace: hands out keys made of traced words."""
+  """A generator inside a trace: hands out traced words.
 
-  __slots__ = ("generator", "words", "draws")
+  Attributes:
+    draws: how many draws were made.
+    asked: for how many draws words were asked; more, if some were given back.
+  """
+
+  __slots__ = ("generator", "words", "draws", "asked", "_before")
 
   def __init__(self, generator: torch.Generator, words):
     self.generator = generator
     self.words = words
     self.draws = 0
+    self.asked = 0
+    self._before = generator.get_state()
 
-  def next(self, impl: str) -> DrawOperands:
-    """Operands of the generator's next draw; a stand-in while words are missing."""
-    place = self.draws
-    self.draws += 1
-    if self.words is None or place >= self.words.shape[0]:
-      return DrawOperands(_key_from_words(np.zeros(2, np.uint32), impl), 0)
-    return DrawOperands(_key_from_words(self.words[place], impl), 0)
+  def take(self, draws: int):
+    """Words of the generator's next draws; a stand-in while there are not enough."""
+    start = self.draws
+    self.draws += draws
+    self.asked = max(self.asked, self.draws)
+    if self.is_short:
+      return np.zeros((draws, generators.WORDS), np.uint32)
+    return self.words[start : self.draws]
+
+  def give_back(self, draws: int) -> None:
+    """Undoes the last draws: their words were not used."""
+    self.draws -= draws
 
   @property
   def is_short(self) -> bool:
-    """True when more draws were made than there were words for."""
-    return self.draws > (0 if self.words is None else self.words.shape[0])
+    """True when words were asked for that are no operands yet."""
+    return self.asked > (0 if self.words is None else self.words.shape[0])
+
+  def require_untouched(self, name: str) -> None:
+    """Raises RngError if the generator itself was changed during the trace."""
+    if not torch.equal(self.generator.get_state(), self._before):
+      self.restore()
+      raise RngError(
+        f"{name} seeds a torch.Generator, or draws from it on the CPU. That would "
+        "happen while it is compiled and never again. Do it before the call."
+      )
+
+  def restore(self) -> None:
+    """Puts the generator itself back to where it was when the slot was made."""
+    self.generator.set_state(self._before)
 
 
 class CarriedStream(RngStream):
@@ -146,31 +174,50 @@ class Carried:
       finally:
         stream.close()
     self._require_words(slots)
+    for slot in slots:
+      slot.require_untouched(self.__name__)
     return out, advance
 
   def _require_words(self, slots: list[GeneratorSlot]) -> None:
     if any(slot.is_short for slot in slots):
       known = [draws for _, draws in self.generators] + [0] * len(slots)
       self.generators = [
-        (slot.generator, max(slot.draws, draws)) for slot, draws in zip(slots, known)
+        (slot.generator, max(slot.asked, draws)) for slot, draws in zip(slots, known)
       ]
+      for slot in slots:  # the function runs again, from the start
+        slot.restore()
       raise NewOperands
 
   def operands(self) -> RngOperands:
-    """The operands of the next call, taken from the current stream."""
+    """The operands of the next call, taken from the current stream.
+
+    Inside a raw JAX transformation they are good for a function that draws nothing
+    only; `commit` raises for another.
+    """
     stream = scope.current()
+    try:
+      stream.check(self.__name__)
+    except TracedDrawError:
+      if self.generators:
+        raise
     state = stream.state
-    stream.check("a compiled function")
     count = np.uint32(state.count) if isinstance(state.count, int) else state.count
-    words = tuple(take_words(generator, n) for generator, n in self.generators)
+    words = tuple(
+      take_words(generator, n, self.__name__) for generator, n in self.generators
+    )
     return RngOperands(state.key, count, words)
 
   def commit(self, advance: Advance) -> None:
-    """Moves the current stream as far as the function did."""
+    """Moves the current stream as far as the function did.
+
+    Raises:
+      TracedDrawError: the function drew inside a raw JAX transformation.
+    """
     stream = scope.current()
     if advance.key is not None:
       stream.reseed(RngState(advance.key, advance.count))
     elif advance.draws:
+      stream.check(self.__name__)
       stream.advance(advance.draws)
 
   def run(self, transformed: Callable[[RngOperands], Any]):
@@ -188,13 +235,16 @@ class Carried:
       before = [generator.get_state() for generator, _ in self.generators]
       try:
         out, advance = transformed(self.operands())
+        self.commit(advance)
       except BaseException as error:
         for (generator, _), state in zip(self.generators, before):
           generator.set_state(state)
         if isinstance(error, NewOperands):
           continue
         raise
-      self.commit(advance)
+      for (generator, n), state, used in zip(self.generators, before, advance.words):
+        if used < n:
+          give_back_words(generator, state, n, used)
       return out
 
   def try_abstractly(self, transformed: Callable[[RngOperands], Any]):
@@ -210,26 +260,41 @@ class Carried:
           generator.set_state(state)
 
 
-def take_words(generator: torch.Generator, draws: int):
-  """Key material for n draws, from the generator or, in a trace, from its operand."""
-  stream = scope.current()
-  if isinstance(stream, CarriedStream):
-    slot = stream.slot(generator)
-    start = slot.draws
-    slot.draws += draws
-    if slot.words is None or slot.draws > slot.words.shape[0]:
-      return np.zeros((draws, generators.WORDS), np.uint32)
-    return slot.words[start : slot.draws]
-  return generators.draw_words(generator, draws)
+def take_words(generator: torch.Generator, draws: int, name: str):
+  """Key material for draws, from the generator or, in a trace, from its operand."""
+  slot = _slot(generator, name)
+  if slot is None:
+    return generators.draw_words(generator, draws)
+  return slot.take(draws)
+
+
+def give_back_words(generator: torch.Generator, before, taken: int, used: int) -> None:
+  """Leaves a generator as if `used` words had been taken, not `taken`."""
+  slot = _slot(generator, "a compiled function")
+  if slot is None:
+    generator.set_state(before)
+    generators.draw_words(generator, used)
+  else:
+    slot.give_back(taken - used)
+
+
+def _slot(generator: torch.Generator, name: str) -> GeneratorSlot | None:
+  """Where a generator's words come from in the trace in progress; None on the host.
+
+  Raises:
+    TracedDrawError: inside a raw JAX transformation, also with a key in `rng_scope`,
+      since nothing carries the generator.
+  """
+  for stream in reversed(scope.stack()):
+    if isinstance(stream, CarriedStream):
+      stream.check(name)
+      return stream.slot(generator)
+  scope.stack()[0].check(name)
+  return None
 
 
 def generator_operands(generator: torch.Generator, name: str) -> DrawOperands:
   """Operands of one draw with `generator=`; the current stream does not advance."""
   generators.check_generator(generator)
-  stream = scope.current()
-  stream.check(name)
-  impl = scope.default_impl()
-  if isinstance(stream, CarriedStream):
-    return stream.slot(generator).next(impl)
-  words = generators.draw_words(generator, 1)
-  return DrawOperands(_key_from_words(words[0], impl), 0)
+  words = take_words(generator, 1, name)
+  return DrawOperands(_key_from_words(words[0], scope.default_impl()), 0)

@@ -39,18 +39,24 @@ def bernoulli(key, shape, p) -> jax.Array:
   return jax.random.uniform(key, shape, dtype) < jnp.asarray(p, dtype)
 
 
-def integers(key, shape, dtype, low: int, high: int) -> jax.Array:
-  """Integers uniform over [low, high), in any real dtype that holds them."""
+def integers(key, shape, dtype, low, high) -> jax.Array:
+  """Integers uniform over [low, high), in any real dtype that holds them.
+
+  The bounds are Python ints, which need not fit in the dtype, or arrays.
+  """
   if dtype == jnp.bool_:
     return integers(key, shape, jnp.uint8, low, high).astype(dtype)
   if not jnp.issubdtype(dtype, jnp.integer):
     wide = jnp.int64 if jax.config.jax_enable_x64 else jnp.int32
     return integers(key, shape, wide, low, high).astype(dtype)
-  if high > jnp.iinfo(dtype).max:  # the bound itself does not fit in the dtype
+  if isinstance(high, int) and high > jnp.iinfo(dtype).max:
+    # The bound itself does not fit in the dtype.
     if low == jnp.iinfo(dtype).min:
       return jax.random.bits(key, shape, _unsigned(dtype)).view(dtype)
     return low + integers(key, shape, _unsigned(dtype), 0, high - low).astype(dtype)
-  return jax.random.randint(key, shape, low, high, dtype)
+  return jax.random.randint(
+    key, shape, jnp.asarray(low, dtype), jnp.asarray(high, dtype), dtype
+  )
 
 
 def permutation(key, n: int, dtype) -> jax.Array:

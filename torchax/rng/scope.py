@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 import torch
 
 from torchax.errors import SeedError
@@ -78,20 +79,27 @@ def current() -> RngStream:
   return _local.stack[0]
 
 
+def stack() -> list[RngStream]:
+  """This thread's streams, from the root to the current one."""
+  current()
+  return _local.stack
+
+
 def _seed_root() -> None:
   """Opens or re-seeds the root stream of this thread.
 
   May run while JAX is tracing: the root belongs to no trace, so its key must be
   computed outside of any.
   """
-  _local.epoch = _root.epoch
+  epoch = _root.epoch
   with jax.ensure_compile_time_eval():
     key = rng_state.key_from_seed(_root.seed, _root.impl)
     state = RngState(rng_state.thread_key(key, _local.ordinal), 0)
-    if _local.stack:
-      _local.stack[0].reseed(state)
-    else:
-      _local.stack.append(RngStream(state))
+  if _local.stack:
+    _local.stack[0].restart(state)
+  else:
+    _local.stack.append(RngStream.on_host(state))
+  _local.epoch = epoch
 
 
 @contextlib.contextmanager
@@ -117,7 +125,9 @@ def rng_scope(value) -> Iterator[RngStream]:
   try:
     yield stream
   finally:
-    del stack[depth:]
+    # A scope that was left open may end late, when others stand in its place.
+    if len(stack) > depth and stack[depth] is stream:
+      del stack[depth:]
     if owned:
       stream.close()
 
@@ -135,16 +145,20 @@ def manual_seed(seed, impl: str | None = None) -> None:
   Raises:
     SeedError: any other type; nothing is changed.
   """
-  if isinstance(seed, bool) or isinstance(seed, float):
+  if isinstance(seed, bool | float):
     raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
-  if len(_local.stack) > 1:
-    current().reseed(RngState(rng_state.as_key(seed, impl or _root.impl), 0))
-  elif isinstance(seed, int):
-    _root.reseed(seed, impl)
-  elif isinstance(seed, torch.Tensor) and not seed.is_floating_point():
+  if len(_local.stack) <= 1 and _is_integer(seed):
     _root.reseed(int(seed), impl)
   else:
     current().reseed(RngState(rng_state.as_key(seed, impl or _root.impl), 0))
+
+
+def _is_integer(seed) -> bool:
+  """True for an int and for a 0-d tensor or array of integers."""
+  if isinstance(seed, torch.Tensor):
+    whole = not (seed.is_floating_point() or seed.is_complex())
+    return whole and not seed.dim() and seed.dtype is not torch.bool
+  return isinstance(seed, int | np.integer)
 
 
 def initial_seed() -> int:

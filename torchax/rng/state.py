@@ -56,14 +56,17 @@ def check_impl(impl: str) -> str:
 
 def is_typed_key(value) -> bool:
   """True for a JAX array of typed keys (`jax.random.key`)."""
-  return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+  if not isinstance(value, jax.Array):
+    return False
+  return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def key_from_seed(seed: int, impl: str = DEFAULT_IMPL) -> jax.Array:
   """The root key of an integer seed; negative seeds wrap modulo 2**64, as torch's."""
   if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
     raise SeedError(
-      f"A seed is an integer in [-2**63, 2**64), but got {type(seed).__name__}: {seed!r}."
+      "A seed is an integer in [-2**63, 2**64), but got "
+      f"{type(seed).__name__}: {seed!r}."
     )
   seed = int(seed)
   if not -(1 << 63) <= seed < 1 << 64:
@@ -73,6 +76,17 @@ def key_from_seed(seed: int, impl: str = DEFAULT_IMPL) -> jax.Array:
   if seed >> 32:
     key = _child(key, _NAME, np.uint32(seed >> 32))
   return key
+
+
+def _key_from_traced_seed(seed: jax.Array, impl: str) -> jax.Array:
+  """`key_from_seed` of a seed that has no value yet."""
+  low = seed.astype(jnp.uint32)
+  if jnp.iinfo(seed.dtype).bits == 64:
+    high = (seed >> 32).astype(jnp.uint32)
+  else:  # the sign extends to the upper word
+    high = jnp.where(seed < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
+  key = jax.random.key(low, impl=impl)
+  return jnp.where(high == 0, key, _child(key, _NAME, high))
 
 
 def key_from_words(words: jax.Array, impl: str) -> jax.Array:
@@ -120,7 +134,8 @@ def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
     SeedError: any other type, a key array that is not scalar, or a float.
   """
   if isinstance(value, torch.Tensor):
-    value = value.jax() if hasattr(value, "jax") else np.asarray(value)
+    # Every torch tensor has a method `jax`; a CPU tensor's is a copy to the device.
+    value = np.asarray(value) if value.device.type == "cpu" else value.jax()
   if is_typed_key(value):
     if value.shape:
       raise SeedError(
@@ -130,11 +145,11 @@ def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
     return value
   if isinstance(value, jax.Array | np.ndarray) and value.ndim == 1:
     if value.dtype == jnp.uint32:
-      return jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
+      return _wrapped(value, impl)
   elif isinstance(value, jax.Array | np.ndarray | np.integer) and not np.ndim(value):
     if jnp.issubdtype(value.dtype, jnp.integer):
       if isinstance(value, jax.core.Tracer):
-        return jax.random.key(value, impl=impl)
+        return _key_from_traced_seed(value, impl)
       return key_from_seed(int(value), impl)
   elif isinstance(value, int) and not isinstance(value, bool):
     return key_from_seed(value, impl)
@@ -143,6 +158,21 @@ def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
     "Expected a seed (int), a 0-d integer tensor, a typed key (`jax.random.key(0)`) or "
     f"raw uint32 key data, but got {type(value).__name__}: {kind}."
   )
+
+
+def _wrapped(words, impl: str) -> jax.Array:
+  expected = _key_data_shape(impl)
+  if words.shape != expected:
+    raise SeedError(
+      f"Raw key data of {impl} has shape {expected}, but got {words.shape}. Pass a "
+      "typed key (`jax.random.key(0)`) or a seed."
+    )
+  return jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
+
+
+def _key_data_shape(impl: str) -> tuple[int, ...]:
+  key_data = lambda: jax.random.key_data(jax.random.key(0, impl=impl))  # noqa: E731
+  return jax.eval_shape(key_data).shape
 
 
 @jax.tree_util.register_pytree_node_class
@@ -211,18 +241,19 @@ class RngState:
         f"returns it, but got {data!r}."
       )
     impl = check_impl(data["impl"])
-    words = np.asarray(data["key_data"], np.uint32)
-    expected = jax.eval_shape(
-      lambda: jax.random.key_data(jax.random.key(0, impl=impl))
-    ).shape
+    words = np.asarray(data["key_data"])
+    expected = _key_data_shape(impl)
     if words.shape != expected:
       raise ValueError(
         f"Key data of {impl} has shape {expected}, but got {words.shape}."
       )
-    count = int(data["count"])
-    if not 0 <= count <= REKEY_AT:
-      raise ValueError(f"A draw count lies in [0, 2**30], but got {count}.")
-    return cls(jax.random.wrap_key_data(jnp.asarray(words), impl=impl), count)
+    if words.dtype.kind not in "iu" or (words < 0).any() or (words >> 32).any():
+      raise ValueError(f"Key data are 32-bit unsigned integers, but got {words}.")
+    count = data["count"]
+    if not isinstance(count, int | np.integer) or not 0 <= count <= REKEY_AT:
+      raise ValueError(f"A draw count is an int in [0, 2**30], but got {count!r}.")
+    key = jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl=impl)
+    return cls(key, int(count))
 
   def to_tensor(self) -> torch.Tensor:
     """The state as a CPU uint8 tensor of shape (n,), for `from_tensor`."""

@@ -46,6 +46,13 @@ class RngStream:
     self._set(state)
     self._reseeded = False
 
+  @classmethod
+  def on_host(cls, state: RngState) -> "RngStream":
+    """A stream that belongs to no trace, also when one is in progress."""
+    stream = cls(state)
+    stream._owner = None
+    return stream
+
   def _set(self, state: RngState) -> None:
     """Starts over at a state. A traced count stays apart from the Python counter."""
     self._key = state.key
@@ -99,6 +106,10 @@ class RngStream:
     self.check("a re-seed")
     self._set(state)
 
+  def restart(self, state: RngState) -> None:
+    """`reseed` of a stream on the host, whatever is being traced meanwhile."""
+    self._set(state)
+
   def rebase(self) -> jax.Array:
     """A key that stands for the rest of the stream, which goes on from it.
 
@@ -133,7 +144,8 @@ class RngStream:
     if self._closed:
       raise ClosedScopeError(
         f"{name} used a random stream after its scope had closed. Draw inside the "
-        "`with env.rng_scope(...)` block, or take `env.rng` anew for the current stream."
+        "`with env.rng_scope(...)` block, or take `env.rng` anew for the current "
+        "stream."
       )
     trace = _jax_compat.draw_owner()
     if trace is (None if self._owner is None else self._owner()):

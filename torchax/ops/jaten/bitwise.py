@@ -47,8 +47,8 @@ def _aten_bitwise_xor(self, other):
 def _aten_bitwise_not(self):
   if jnp.issubdtype(self.dtype, jnp.inexact):
     raise RuntimeError(
-      f"bitwise_not expects integers or bools, but got {self.dtype}. Convert the tensor "
-      "with `.to(torch.int64)` first."
+      f"bitwise_not expects integers or bools, but got {self.dtype}. Convert the "
+      "tensor with `.to(torch.int64)` first."
     )
   return lax.bitwise_not(self)
 

@@ -8,10 +8,13 @@ function serves them all where they come as tensors.
 import jax
 import jax.numpy as jnp
 import torch
+import torch.nn.functional as F
 from jax import lax
 
+from torchax.ops import mappings
 from torchax.ops.jaten._opmath import widen
-from torchax.ops.op_base import op
+from torchax.ops.jaten.loss import Reduction
+from torchax.ops.op_base import Kind, op
 
 aten = torch.ops.aten
 
@@ -139,3 +142,42 @@ def _aten__ctc_loss_backward(
   inside = jnp.arange(wide.shape[0])[:, None] < lengths_and_targets[1]
   gradient = jnp.where(inside[:, :, None], gradient, 0)
   return gradient.reshape(log_probs.shape).astype(log_probs.dtype)
+
+
+def _lengths_tensor(lengths, env):
+  """Lengths as a jax tensor: then another length is no other compiled function."""
+  if not isinstance(lengths, torch.Tensor):
+    return env.j2t_iso(jnp.asarray(lengths, mappings.t2j_dtype(torch.int64)))
+  if lengths.device.type == "cpu":
+    return env.j2t_iso(mappings.t2j(lengths))
+  return lengths
+
+
+@op(torch.ctc_loss, F.ctc_loss, kind=Kind.ENV_TENSORS)
+def ctc_loss(
+  log_probs,
+  targets,
+  input_lengths,
+  target_lengths,
+  blank=0,
+  reduction="mean",
+  zero_infinity=False,
+  *,
+  env,
+):
+  """Caught above ATen: torch's composite puts the lengths on the storage's device.
+
+  `reduction` is a name, or ATen's number for `torch.ctc_loss`.
+  """
+  if isinstance(reduction, str):
+    reduction = Reduction[reduction.upper()]
+  input_lengths = _lengths_tensor(input_lengths, env)
+  target_lengths = _lengths_tensor(target_lengths, env)
+  losses, _ = aten._ctc_loss(
+    log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
+  )
+  if zero_infinity:
+    losses = losses.masked_fill(losses.isinf(), 0)
+  if reduction == Reduction.MEAN:
+    return (losses / target_lengths.clamp(min=1)).mean()
+  return losses.sum() if reduction == Reduction.SUM else losses

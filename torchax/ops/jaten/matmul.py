@@ -162,7 +162,7 @@ def _aten_tensordot(self, other, dims_self, dims_other):
 
 @op(aten.addmm.default, aten.addmv)
 def _aten_addmm(self, mat1, mat2, beta=1, alpha=1):
-  """`beta * self + alpha * (mat1 @ mat2)`; `self` broadcasts; `mat2` may be a vector."""
+  """`beta * self + alpha * (mat1 @ mat2)`; for addmv, `mat2` is a vector."""
   _require_one_dtype("addmm", self, mat1, mat2)
   return _affine(self, _product("addmm", mat1, mat2), beta, alpha)
 
@@ -300,7 +300,7 @@ def _pairwise_difference(x1, x2):
 
 @op(aten._euclidean_dist)
 def _aten_euclidean_dist(x1, x2):
-  """|a|^2 + |b|^2 - 2ab as one matrix product; fast, with cancellation for near rows."""
+  """|a|² + |b|² - 2ab as one matrix product; it cancels where rows are near."""
   squared1 = jnp.sum(jnp.square(x1), axis=-1, keepdims=True)
   squared2 = jnp.sum(jnp.square(x2), axis=-1, keepdims=True)
   left = jnp.concatenate([-2 * x1, squared1, jnp.ones_like(squared1)], axis=-1)

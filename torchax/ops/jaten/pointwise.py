@@ -517,7 +517,9 @@ def _aten_round(self, decimals=0):
 
 @op(aten.frexp)
 def _aten_frexp(self):
-  mantissa, exponent = jnp.frexp(self.astype(jnp.promote_types(self.dtype, jnp.float32)))
+  mantissa, exponent = jnp.frexp(
+    self.astype(jnp.promote_types(self.dtype, jnp.float32))
+  )
   return mantissa.astype(self.dtype), exponent.astype(jnp.int32)
 
 

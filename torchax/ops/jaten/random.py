@@ -182,7 +182,7 @@ def _random_bound(dtype) -> int:
     return 2
   if jnp.issubdtype(dtype, jnp.integer):
     return int(jnp.iinfo(dtype).max) + 1
-  return min(2 ** (jnp.finfo(dtype).nmant + 1) + 1, 2**31 - 1)
+  return 2 ** (jnp.finfo(dtype).nmant + 1) + 1
 
 
 @_sampler(aten.random.to, check=_check_random)

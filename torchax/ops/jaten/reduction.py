@@ -258,6 +258,12 @@ def _aten_var(self, dim=None, correction=None, keepdim=False):
   return variance.astype(_real_dtype(self.dtype))
 
 
+@op(torch.ops.prims.var)
+def _prims_var(inp, dims, correction=1.0, output_dtype=None):
+  variance = _aten_var(inp, dims, correction)
+  return variance.astype(mappings.t2j_dtype(output_dtype) or variance.dtype)
+
+
 @op(aten.var_mean.correction)
 def _aten_var_mean_correction(self, dim=None, correction=None, keepdim=False):
   variance, mean = _variance_and_mean(self, dim, correction, keepdim)

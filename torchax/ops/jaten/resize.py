@@ -5,7 +5,6 @@ rounded. Resampling is linear in the image, so each backward is a transpose.
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -308,6 +307,44 @@ _register_antialiased_backward(
 )
 
 
+# --- sizes or factors ------------------------------------------------------------
+
+
+def _register_vec(lowering, *packets):
+  """The overloads that take an output size, or else a factor for each dimension."""
+
+  @op(*(packet.vec for packet in packets), static=("scale_factors",))
+  def resize_by(input, output_size, *options):
+    *align_corners, factors = options
+    if output_size is None:
+      output_size = [math.floor(n * f) for n, f in zip(input.shape[2:], factors)]
+    return lowering(input, output_size, *align_corners, *(factors or ()))
+
+
+_register_vec(
+  _aten_upsample_nearest,
+  aten.upsample_nearest1d,
+  aten.upsample_nearest2d,
+  aten.upsample_nearest3d,
+)
+_register_vec(
+  _aten_upsample_nearest_exact,
+  aten._upsample_nearest_exact1d,
+  aten._upsample_nearest_exact2d,
+  aten._upsample_nearest_exact3d,
+)
+_register_vec(
+  _aten_upsample_linear,
+  aten.upsample_linear1d,
+  aten.upsample_bilinear2d,
+  aten.upsample_trilinear3d,
+)
+_register_vec(_aten_upsample_bicubic2d, aten.upsample_bicubic2d)
+_register_vec(_aten_upsample_billinear_aa, aten._upsample_bilinear2d_aa)
+_register_vec(_aten_upsample_bicubic2d_aa, aten._upsample_bicubic2d_aa)
+_register_vec(_aten_upsample_lanczos2d_aa, aten._upsample_lanczos2d_aa)
+
+
 # --- grid sampling ---------------------------------------------------------------
 
 # ATen's numbers of the modes of `torch.nn.functional.grid_sample`.
@@ -354,30 +391,37 @@ def _sample(image, places):
   return jnp.where(is_inside, image[(slice(None), *at)], 0)
 
 
+def _sample_taps(image, places, weights):
+  """Weighted sums over a box of elements, in one gather.
+
+  For each dimension, `places` and `weights` have the shape (taps, *out).
+  """
+  rank = len(places)
+
+  def spread(taps, axis):
+    box = [1] * rank
+    box[axis] = len(taps)
+    return taps.reshape(*box, *taps.shape[1:])
+
+  weight = math.prod(spread(taps, axis) for axis, taps in enumerate(weights))
+  box = jnp.broadcast_arrays(*(spread(taps, axis) for axis, taps in enumerate(places)))
+  return jnp.sum(_sample(image, box) * weight, range(1, rank + 1))
+
+
 def _sample_linear(image, positions):
   first = [jnp.floor(position) for position in positions]
-  total = 0
-  for corner in itertools.product((0, 1), repeat=len(positions)):
-    weight = 1
-    for position, start, step in zip(positions, first, corner):
-      share = position - start
-      weight = weight * (share if step else 1 - share)
-    places = [start + step for start, step in zip(first, corner)]
-    total += weight * _sample(image, places)
-  return total
+  shares = [position - start for position, start in zip(positions, first)]
+  places = [jnp.stack([start, start + 1]) for start in first]
+  return _sample_taps(image, places, [jnp.stack([1 - s, s]) for s in shares])
 
 
 def _sample_cubic(image, positions, pad):
-  sizes = image.shape[1:]
-  first = [jnp.floor(position) for position in positions]
-  total = 0
-  for corner in itertools.product((-1, 0, 1, 2), repeat=len(positions)):
-    weight = 1
-    for position, start, step in zip(positions, first, corner):
-      weight = weight * jimage.cubic_kernel(position - start - step)
-    places = [pad(start + step, n) for start, step, n in zip(first, corner, sizes)]
-    total += weight * _sample(image, places)
-  return total
+  places, weights = [], []
+  for position, size in zip(positions, image.shape[1:]):
+    taps = jnp.stack([jnp.floor(position) + step for step in (-1, 0, 1, 2)])
+    places.append(pad(taps, size))
+    weights.append(jimage.cubic_kernel(position - taps))
+  return _sample_taps(image, places, weights)
 
 
 @op(aten.grid_sampler_2d, aten.grid_sampler_3d)

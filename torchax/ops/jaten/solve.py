@@ -66,17 +66,15 @@ def _first_place(failed):
 
 
 _FAILURES = {
-  "linalg.cholesky": "The factorization could not be completed because the input is not "
-  "positive-definite",
-  "linalg.inv": "The inversion could not be completed because the input matrix is "
-  "singular",
-  "torch.linalg.solve": "The solver failed because the input matrix is singular",
+  "linalg.cholesky": "The input is not positive-definite",
+  "linalg.inv": "The input matrix is singular",
+  "torch.linalg.solve": "The input matrix is singular",
 }
 
 
 @op(aten._linalg_check_errors, compiled=False)
 def _aten__linalg_check_errors(info, api_name, is_matrix):
-  """Raises torch.linalg.LinAlgError, naming the first element of a batch that failed."""
+  """Raises torch.linalg.LinAlgError, naming the first failed element of a batch."""
   if isinstance(info, jax.core.Tracer):
     return
   failed = jnp.flatnonzero(info)

@@ -215,7 +215,9 @@ def _register(name, change_variable=None):
   first, step = POLYNOMIALS[name.removeprefix("shifted_")]
 
   def lowering(x, n):
-    return _polynomial(x if change_variable is None else change_variable(x), n, first, step)
+    return _polynomial(
+      x if change_variable is None else change_variable(x), n, first, step
+    )
 
   lowering.__name__ = lowering.__qualname__ = f"_aten_special_{name}"
   globals()[lowering.__name__] = op(getattr(aten, f"special_{name}"))(lowering)

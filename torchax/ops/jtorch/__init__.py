@@ -1,38 +1,20 @@
-"""Torch functions that are better caught above ATen, a file a theme."""
+"""Torch functions that are better caught above ATen, a file a theme.
 
-from collections.abc import Callable
+They are caught inside an enabled environment only. Outside of it torch's composite
+forms run, which draw the same random numbers. Importing this registers them all.
+"""
 
-from torchax.ops.ops_registry import Kind, Operator, register
+import importlib
+import pkgutil
 
-__all__ = ["register_function"]
+from torchax.ops.jtorch._register import register_function
 
+THEMES = tuple(
+  module.name
+  for module in pkgutil.iter_modules(__path__)
+  if not module.name.startswith("_")
+)
+for _theme in THEMES:
+  importlib.import_module(f"{__name__}.{_theme}")
 
-def register_function(
-  *torch_functions,
-  is_jax_function: bool = True,
-  needs_env: bool = False,
-  kind: Kind | None = None,
-) -> Callable:
-  """Registers the decorated function to run in place of torch functions.
-
-  Args:
-    *torch_functions: the functions as torch hands them to a `TorchFunctionMode`.
-    is_jax_function: it takes arrays; then it is compiled, and differentiated by JAX.
-    needs_env: it takes the environment as `env=`.
-    kind: in place of the flags.
-  """
-
-  def register_all(func):
-    for torch_function in torch_functions:
-      register(
-        Operator(
-          torch_function,
-          func,
-          is_jax_function=is_jax_function,
-          needs_env=needs_env,
-          kind=kind,
-        )
-      )
-    return func
-
-  return register_all
+__all__ = ["THEMES", "register_function"]

@@ -1,0 +1,86 @@
+"""Timing two functions against each other in one process.
+
+The machine's speed drifts, so the two are measured in turns, and the ratio of their
+medians is what counts.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+
+REPEATS = 9
+SECONDS_PER_REPEAT = 0.05
+
+
+@dataclasses.dataclass
+class Row:
+  """One line of the report.
+
+  Attributes:
+    name: what is measured.
+    baseline: what it is compared with.
+    ours_us, baseline_us: medians, microseconds a call.
+    goal: the largest ratio that is good enough; None where there is no goal.
+    note: what a reader needs to know.
+  """
+
+  name: str
+  baseline: str
+  ours_us: float
+  baseline_us: float
+  goal: float | None
+  note: str = ""
+
+  @property
+  def ratio(self) -> float:
+    """Ours over the baseline."""
+    return self.ours_us / self.baseline_us
+
+  @property
+  def reached(self) -> bool:
+    """True where the ratio is within the goal, or there is none."""
+    return self.goal is None or self.ratio <= self.goal
+
+
+def _calls_for(function: Callable) -> int:
+  start = time.perf_counter()
+  function()
+  elapsed = time.perf_counter() - start
+  return max(1, min(2000, int(SECONDS_PER_REPEAT / max(elapsed, 1e-6))))
+
+
+def _time(function: Callable, calls: int) -> float:
+  start = time.perf_counter()
+  for _ in range(calls):
+    result = function()
+  jax.block_until_ready(arrays(result))
+  return (time.perf_counter() - start) / calls * 1e6
+
+
+def arrays(value):
+  """The JAX arrays in a result, to wait for."""
+  if hasattr(value, "jax") and callable(value.jax):
+    return value.detach().jax()
+  if isinstance(value, list | tuple):
+    return [arrays(part) for part in value]
+  return value
+
+
+def compare(
+  name: str,
+  ours: Callable,
+  baseline: Callable,
+  goal: float | None,
+  baseline_name: str = "plain JAX",
+  note: str = "",
+) -> Row:
+  """Measures two functions in turns, after two calls that compile them."""
+  for function in (ours, baseline, ours, baseline):
+    jax.block_until_ready(arrays(function()))
+  calls = _calls_for(ours), _calls_for(baseline)
+  pairs = [(_time(ours, calls[0]), _time(baseline, calls[1])) for _ in range(REPEATS)]
+  ours_us, baseline_us = (statistics.median(column) for column in zip(*pairs))
+  return Row(name, baseline_name, ours_us, baseline_us, goal, note)

@@ -1,0 +1,153 @@
+"""What lowerings are written with: torch's type promotion, dtype arguments."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from ops.harness import NARROWED
+
+from torchax.ops import mappings, op_base
+
+DTYPES = (
+  torch.bool,
+  torch.uint8,
+  torch.int8,
+  torch.int32,
+  torch.int64,
+  torch.float16,
+  torch.bfloat16,
+  torch.float32,
+  torch.complex64,
+)
+NUMBERS = (True, 2, 2.5, 1j)
+
+
+def tensors(dtype: torch.dtype) -> list:
+  """A tensor with dimensions and one without."""
+  return [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)]
+
+
+def arrays(values) -> list:
+  return [mappings.t2j(v) if isinstance(v, torch.Tensor) else v for v in values]
+
+
+def expected(values) -> jnp.dtype:
+  """torch's own answer, narrowed as x64 demands."""
+  dtype = torch.result_type(*values)
+  return mappings.t2j_dtype(NARROWED.get(dtype, dtype))
+
+
+PAIRS = [
+  (a, b)
+  for left, right in itertools.product(DTYPES, repeat=2)
+  for a, b in itertools.product(tensors(left), tensors(right))
+]
+PAIRS += [(t, n) for dtype in DTYPES for t in tensors(dtype) for n in NUMBERS]
+
+
+def test_result_dtype_is_that_of_torch_for_every_pair():
+  wrong = [
+    (a.dtype, a.dim(), b if not isinstance(b, torch.Tensor) else (b.dtype, b.dim()))
+    for a, b in PAIRS
+    if op_base.result_dtype(*arrays((a, b))) != expected((a, b))
+  ]
+  assert not wrong
+
+
+def test_promotion_is_symmetric():
+  for a, b in PAIRS:
+    left, right = arrays((a, b))
+    assert op_base.result_dtype(left, right) == op_base.result_dtype(right, left)
+
+
+def test_a_python_float_takes_the_default_dtype():
+  torch.set_default_dtype(torch.bfloat16)
+  try:
+    assert op_base.default_float() == jnp.bfloat16
+    assert op_base.result_dtype(jnp.ones(2, jnp.int32), 2.5) == jnp.bfloat16
+    assert op_base.to_float(jnp.ones(2, jnp.int32)).dtype == jnp.bfloat16
+  finally:
+    torch.set_default_dtype(torch.float32)
+  assert op_base.default_float() == jnp.float32
+
+
+def test_a_traced_number_promotes_as_a_number():
+  dtypes = []
+
+  def traced(number):
+    dtypes.append(op_base.result_dtype(jnp.ones(2, jnp.bfloat16), number))
+    return number
+
+  jax.jit(traced)(2.5)
+  assert dtypes == [jnp.bfloat16]
+
+
+def test_none_takes_no_part_in_promotion():
+  assert op_base.result_dtype(None, jnp.ones(2, jnp.float16), None) == jnp.float16
+
+
+def test_promote_gives_arrays_of_the_common_dtype_and_their_shapes():
+  left, right = op_base.promote(jnp.ones((2, 1), jnp.int32), 2.5)
+  assert left.dtype == right.dtype == jnp.float32
+  assert left.shape == (2, 1) and right.shape == ()
+  assert float(right) == 2.5
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.uint8])
+def test_to_float_makes_integers_floats(dtype):
+  assert op_base.to_float(jnp.ones(2, dtype)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
+def test_to_float_keeps_inexact_dtypes(dtype):
+  array = jnp.ones(2, dtype)
+  assert op_base.to_float(array).dtype == dtype
+
+
+def test_promote_int_input_converts_the_first_argument_alone():
+  @op_base.promote_int_input
+  def lowering(x, other, scale=1):
+    return x.dtype, other.dtype, scale
+
+  ones = jnp.ones(2, jnp.int32)
+  assert lowering(ones, ones, scale=3) == (jnp.float32, jnp.int32, 3)
+  assert lowering.__name__ == "lowering"
+
+
+def test_convert_dtype_hands_over_a_jax_dtype():
+  @op_base.convert_dtype()
+  def with_default(n, *, dtype=None):
+    return dtype
+
+  @op_base.convert_dtype(use_default_dtype=False)
+  def without_default(n, *, dtype=None):
+    return dtype
+
+  assert with_default(1, dtype=torch.bfloat16) == jnp.bfloat16
+  assert with_default(1) == jnp.float32
+  assert without_default(1, dtype=torch.int8) == jnp.int8
+  assert without_default(1, dtype=jnp.dtype("int8")) == jnp.int8
+  assert without_default(1) is None
+
+
+def test_a_constant_takes_the_wanted_dtype():
+  convert = op_base.maybe_convert_constant_dtype
+  assert convert(2, jnp.dtype("float32")).dtype == jnp.float32
+  assert convert(jnp.ones((), jnp.int32), jnp.dtype("bfloat16")).dtype == jnp.bfloat16
+  array = jnp.ones(2, jnp.int32)
+  assert convert(array, jnp.dtype("float32")) is array
+  assert convert(None, jnp.dtype("float32")) is None
+  assert convert(2, None) == 2
+
+
+def test_foreach_loop_folds_in_order():
+  seq = jnp.array([1.0, 2.0, 3.0])
+  folded = op_base.foreach_loop(seq, lambda carry, x: carry * 10 + x)
+  assert float(folded) == 123
+  assert float(op_base.foreach_loop(seq, jnp.subtract, 1.0)) == -5
+  np.testing.assert_allclose(
+    jax.grad(lambda s: op_base.foreach_loop(s, jnp.multiply, 1.0))(seq), [6, 3, 2]
+  )

@@ -1,0 +1,666 @@
+"""Views alias and write through; CPU torch runs the same program beside.
+
+Each row is a function of one tensor. Shapes are shared, so that little compiles.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from compare import assert_close, assert_same, to_jax
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.harness import floats, ints
+
+import torchax
+from torchax.errors import MixedDeviceError, MutationError
+from torchax.interop import jax_jit
+from torchax.tensor import Tensor
+from torchax.view import NarrowInfo, SelectInfo, View
+from torchax.view_info import AsStridedInfo
+
+BASE = floats(4, 6)
+CUBE = floats(2, 3, 4)
+COMPLEX = torch.complex(floats(3, 2), floats(3, 2, seed=1))
+
+
+def base() -> torch.Tensor:
+  """A fresh CPU tensor that a test may change."""
+  return BASE.clone()
+
+
+# Views of one tensor --------------------------------------------------------------------
+
+VIEWS = {
+  "view": lambda t: t.view(2, 12),
+  "view_infer": lambda t: t.view(-1),
+  "view_as": lambda t: t.view_as(torch.empty(3, 8, device=t.device)),
+  "reshape": lambda t: t.reshape(8, 3),
+  "flatten": lambda t: t.flatten(),
+  "ravel": lambda t: t.ravel(),
+  "unflatten": lambda t: t.unflatten(1, (2, 3)),
+  "slice": lambda t: t[1:3],
+  "slice_step": lambda t: t[::2, 1::3],
+  "slice_beyond": lambda t: t[2:100],
+  "slice_negative": lambda t: t[-3:-1],
+  "select": lambda t: t[2],
+  "select_negative": lambda t: t.select(1, -1),
+  "select_two": lambda t: t[1, 2:4],
+  "element": lambda t: t[3, 5],
+  "narrow": lambda t: t.narrow(1, 2, 3),
+  "narrow_negative": lambda t: t.narrow(-1, -3, 2),
+  "transpose": lambda t: t.transpose(0, 1),
+  "transpose_negative": lambda t: t.transpose(-1, -2),
+  "t": lambda t: t.t(),
+  "T": lambda t: t.T,
+  "mT": lambda t: t.mT,
+  "swapaxes": lambda t: t.swapaxes(0, 1),
+  "permute": lambda t: t.view(2, 2, 6).permute(2, 0, 1),
+  "permute_negative": lambda t: t.permute(-1, 0),
+  "movedim": lambda t: t.view(2, 2, 6).movedim(0, -1),
+  "squeeze": lambda t: t.view(1, 4, 1, 6).squeeze(),
+  "squeeze_dim": lambda t: t.view(1, 4, 1, 6).squeeze(2),
+  "squeeze_dims": lambda t: t.view(1, 4, 1, 6).squeeze((0, 2)),
+  "squeeze_nothing": lambda t: t.squeeze(0),
+  "unsqueeze": lambda t: t.unsqueeze(1),
+  "unsqueeze_last": lambda t: t.unsqueeze(-1),
+  "none_index": lambda t: t[:, None],
+  "ellipsis": lambda t: t[..., 2],
+  "diagonal": lambda t: t.diagonal(),
+  "diagonal_offset": lambda t: t.diagonal(-1),
+  "diagonal_dims": lambda t: t.diagonal(2, 1, 0),
+  "diag_of_diag": lambda t: t.view(2, 2, 6).diagonal(0, 1, 2),
+  "unfold_apart": lambda t: t.unfold(1, 2, 3),
+  "as_strided": lambda t: t.as_strided((2, 3), (6, 2), 1),
+  "split": lambda t: t.split(2)[1],
+  "split_sizes": lambda t: t.split([1, 2, 3], dim=1)[2],
+  "chunk": lambda t: t.chunk(3, dim=1)[1],
+  "tensor_split": lambda t: t.tensor_split((1, 3))[1],
+  "hsplit": lambda t: t.hsplit(2)[0],
+  "unbind": lambda t: t.unbind(1)[4],
+  "detach": lambda t: t.detach(),
+  "data": lambda t: t.data,
+  "alias": lambda t: torch.ops.aten.alias(t),
+  "view_same_dtype": lambda t: t.view(torch.float32),
+}
+CHAINS = {
+  "slice_of_transpose": lambda t: t.t()[1:5:2],
+  "select_of_slice": lambda t: t[1:3][0],
+  "view_of_slice": lambda t: t[1:3].view(3, 4),
+  "slice_of_view": lambda t: t.view(24)[3:20:4],
+  "transpose_twice": lambda t: t.t().t(),
+  "strided_of_slice": lambda t: t[1:].as_strided((2, 2), (6, 1), 7),
+  "unfold_of_transpose": lambda t: t.t().unfold(0, 2, 2),
+  "diagonal_of_permute": lambda t: t.view(2, 2, 6).permute(2, 0, 1).diagonal(0, 0, 1),
+  "five_deep": lambda t: t.view(2, 2, 6)[1].t().unsqueeze(0)[..., 1],
+}
+ALIASING = {**VIEWS, **CHAINS}
+each_view = pytest.mark.parametrize("view", ALIASING.values(), ids=ALIASING)
+
+
+@each_view
+def test_a_view_has_the_metadata_and_numbers_of_torch(view):
+  expected, actual = view(base()), view(base().to("jax"))
+  assert actual.stride() == expected.stride()
+  assert actual.storage_offset() == expected.storage_offset()
+  assert actual.is_contiguous() == expected.is_contiguous()
+  assert_same(actual, expected)
+
+
+@each_view
+def test_a_write_to_a_view_reaches_its_base_and_back(view):
+  cpu, jax_base = base(), base().to("jax")
+  expected, actual = view(cpu), view(jax_base)
+  expected.mul_(3)
+  actual.mul_(3)
+  assert_same(jax_base, cpu, "base after a write to the view")
+  cpu.add_(1)
+  jax_base.add_(1)
+  assert_same(actual, expected, "view after a write to the base")
+
+
+def test_two_views_of_one_base_see_each_other():
+  cpu, jax_base = base(), base().to("jax")
+  for tensor in (cpu, jax_base):
+    tensor[0].zero_()
+    tensor.t()[2].fill_(5)
+  assert_same(jax_base.view(-1), cpu.view(-1))
+
+
+def test_a_view_keeps_its_base_alive():
+  assert_same(base().to("jax")[1:].t()[2], base()[1:].t()[2])
+
+
+def test_a_view_outlives_a_replaced_name():
+  tensor = base().to("jax")
+  view = tensor[0]
+  tensor = tensor + 1  # a new tensor; the view stays on the old one
+  tensor.zero_()
+  assert_same(view, BASE[0])
+
+
+EXPANDS = {
+  "new_dim": lambda t: t.expand(2, 4, 6),
+  "size_one": lambda t: t[:, :1].expand(4, 6),
+  "keep": lambda t: t[:1].expand(3, -1),
+  "expand_as": lambda t: t[0].expand_as(torch.empty(2, 6, device=t.device)),
+  "broadcast_to": lambda t: torch.broadcast_to(t[0], (2, 6)),
+}
+OVERLAPPING = {**EXPANDS, "unfold": lambda t: t.unfold(1, 3, 1)}
+
+
+@pytest.mark.parametrize("view", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_an_overlapping_view_follows_its_base(view):
+  cpu, jax_base = base(), base().to("jax")
+  expected, actual = view(cpu), view(jax_base)
+  assert actual.stride() == expected.stride()
+  cpu.mul_(2)
+  jax_base.mul_(2)
+  assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("view", EXPANDS.values(), ids=EXPANDS)
+def test_an_expanded_view_refuses_a_write_as_torch_does(view):
+  with pytest.raises(RuntimeError, match="single memory location"):
+    view(base()).add_(1)
+  tensor = base().to("jax")
+  with pytest.raises(RuntimeError, match="single memory location"):
+    view(tensor).add_(1)
+  assert_same(tensor, BASE)
+
+
+# Complex numbers and other dtypes -------------------------------------------------------
+
+REINTERPRETATIONS = {
+  "real": (COMPLEX, lambda t: t.real),
+  "imag": (COMPLEX, lambda t: t.imag),
+  "view_as_real": (COMPLEX, torch.view_as_real),
+  "view_as_complex": (floats(3, 2), torch.view_as_complex),
+  "real_of_slice": (COMPLEX, lambda t: t[1:].real),
+  "slice_of_view_as_real": (COMPLEX, lambda t: torch.view_as_real(t)[..., 1]),
+  "float_as_int": (BASE, lambda t: t.view(torch.int32)),
+  "int_as_float": (BASE.view(torch.int32), lambda t: t.view(torch.float32)),
+  "bfloat16_as_int16": (BASE.bfloat16(), lambda t: t.view(torch.int16)),
+  "wide_as_narrow": (BASE, lambda t: t.view(torch.int16)),
+  "narrow_as_wide": (ints(4, 6, dtype=torch.int16), lambda t: t.view(torch.int32)),
+  "slice_as_int": (BASE, lambda t: t[1:3].view(torch.int32)),
+}
+
+
+@pytest.mark.parametrize("row", REINTERPRETATIONS.values(), ids=REINTERPRETATIONS)
+def test_a_view_under_another_dtype_aliases(row):
+  source, view = row
+  cpu, jax_base = source.clone(), source.to("jax")
+  expected, actual = view(cpu), view(jax_base)
+  assert_same(actual, expected)
+  assert actual.stride() == expected.stride()
+  expected.mul_(2)
+  actual.mul_(2)
+  assert_same(jax_base, cpu)
+  cpu.zero_()
+  jax_base.zero_()
+  assert_same(actual, expected)
+
+
+def test_conj_has_the_conjugate_numbers():
+  actual = COMPLEX.to("jax").conj()
+  assert_same(actual, COMPLEX.conj())
+  assert_same(actual.imag, COMPLEX.conj().resolve_conj().imag)
+
+
+def test_real_of_a_real_tensor_is_the_tensor():
+  tensor = base().to("jax")
+  assert tensor.real is tensor
+
+
+def test_a_strided_view_under_another_dtype_is_refused():
+  tensor = base().to("jax")
+  with pytest.raises(MutationError, match="clone"):
+    tensor.view(torch.int32).as_strided((2,), (1,))
+
+
+# What is no view ------------------------------------------------------------------------
+
+COPIES = {
+  "reshape_of_transpose": lambda t: t.t().reshape(24),
+  "reshape_of_expand": lambda t: t[0].expand(2, 6).reshape(12),
+  "flatten_of_slice": lambda t: t[:, 1:3].flatten(),
+  "contiguous_of_transpose": lambda t: t.t().contiguous(),
+  "clone": lambda t: t.clone(),
+  "clone_of_view": lambda t: t[1].clone(),
+  "list_index": lambda t: t[[0, 1]],
+  "tuple_index": lambda t: t[:, (0, 5)],
+  "range_index": lambda t: t[range(2), range(2)],
+  "list_of_lists": lambda t: t[[0, 1], [2, 3]],
+  "bool_list": lambda t: t[[True, False, True, False]],
+  "empty_list": lambda t: t[[]],
+  "array_index": lambda t: t[np.array([0, 1])],
+  "jax_array_index": lambda t: t[jnp.array([0, 1])] if t.is_jax else t[[0, 1]],
+  "mask": lambda t: t[t > -10],
+  "index_select": lambda t: t.index_select(0, torch.tensor([0, 1]).to(t.device)),
+  "arithmetic": lambda t: t[0] + 0,
+  "to_copy": lambda t: t.to(t.device, copy=True),
+  "repeat": lambda t: t.repeat(1, 1),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_a_copy_has_memory_of_its_own(copy):
+  cpu, tensor = base(), base().to("jax")
+  with torchax.default_env():
+    expected, actual = copy(cpu), copy(tensor)
+  assert_same(actual, expected)
+  actual.zero_()
+  assert_same(tensor, BASE)
+
+
+def test_a_list_is_an_index_wherever_the_default_device_is():
+  tensor = base().to("jax")
+  with torch.device("jax"):
+    assert_same(tensor[[0, 2]], BASE[[0, 2]])
+    tensor[[0, 2], [1, 1]] = 5
+  expected = base()
+  expected[[0, 2], [1, 1]] = 5
+  assert_same(tensor, expected)
+
+
+def test_contiguous_of_a_contiguous_tensor_is_the_tensor():
+  tensor = base().to("jax")
+  assert tensor.contiguous() is tensor
+  tensor.reshape(24).zero_()
+  assert_same(tensor, torch.zeros(4, 6))
+
+
+def test_a_clone_of_a_view_is_no_view():
+  assert type(base().to("jax")[1]) is View
+  assert type(base().to("jax")[1].clone()) is Tensor
+
+
+# Errors ---------------------------------------------------------------------------------
+
+WRONG = {
+  "view_size": lambda t: t.view(5, 5),
+  "view_of_transpose": lambda t: t.t().view(24),
+  "reshape_size": lambda t: t.reshape(7),
+  "two_infers": lambda t: t.view(-1, -1),
+  "expand": lambda t: t.expand(4, 7),
+  "expand_fewer": lambda t: t.expand(6),
+  "squeeze_dim": lambda t: t.squeeze(2),
+  "unsqueeze_dim": lambda t: t.unsqueeze(4),
+  "select_index": lambda t: t.select(0, 4),
+  "index": lambda t: t[4],
+  "index_many": lambda t: t[0, 0, 0],
+  "transpose_dim": lambda t: t.transpose(0, 2),
+  "permute_repeat": lambda t: t.permute(0, 0),
+  "narrow_length": lambda t: t.narrow(0, 3, 2),
+  "t_of_three": lambda t: t.view(2, 2, 6).t(),
+  "diagonal_dims": lambda t: t.diagonal(0, 1, 1),
+  "split_sizes": lambda t: t.split([1, 1]),
+  "unfold_size": lambda t: t.unfold(0, 5, 1),
+  "step": lambda t: t[::-1],
+  "as_strided_negative": lambda t: t.as_strided((2,), (-1,)),
+  "view_as_real": lambda t: torch.view_as_real(t),
+  "imag_of_real": lambda t: t.imag,
+  "view_dtype_odd": lambda t: t[:, :3].contiguous().view(torch.complex64),
+}
+
+
+@pytest.mark.parametrize("view", WRONG.values(), ids=WRONG)
+def test_a_wrong_view_raises_what_torch_raises(view):
+  with pytest.raises((RuntimeError, IndexError, ValueError)) as cpu_error:
+    view(base())
+  tensor = base().to("jax")
+  with pytest.raises(cpu_error.type):
+    view(tensor)
+  assert_same(tensor, BASE)
+
+
+# In-place changes of shape --------------------------------------------------------------
+
+RESHAPES_IN_PLACE = {
+  "t_": lambda t: t.t_(),
+  "transpose_": lambda t: t.transpose_(0, 1),
+  "swapaxes_": lambda t: t.swapaxes_(0, 1),
+  "unsqueeze_": lambda t: t.unsqueeze_(1),
+  "squeeze_": lambda t: t.unsqueeze_(0).squeeze_(),
+  "squeeze_dim_": lambda t: t.unsqueeze_(0).squeeze_(0),
+  "as_strided_": lambda t: t.as_strided_((2, 3), (6, 2), 1),
+}
+
+
+@pytest.mark.parametrize("change", RESHAPES_IN_PLACE.values(), ids=RESHAPES_IN_PLACE)
+def test_an_in_place_change_of_shape_keeps_memory_and_identity(change):
+  cpu, tensor = base(), base().to("jax")
+  cpu_alias, alias = cpu.view(-1), tensor.view(-1)
+  assert change(cpu) is cpu and change(tensor) is tensor
+  assert tensor.stride() == cpu.stride()
+  assert_same(tensor, cpu)
+  cpu.mul_(2)
+  tensor.mul_(2)
+  assert_same(alias, cpu_alias)
+  assert_same(tensor + 1, cpu + 1)
+
+
+@pytest.mark.parametrize("size", [(2, 6), (24,), (2, 2), (0,)], ids=str)
+def test_resize_to_less_keeps_the_first_numbers(size):
+  cpu, tensor = base(), base().to("jax")
+  assert tensor.resize_(size) is tensor
+  assert_same(tensor, cpu.resize_(size))
+
+
+def test_resize_to_more_keeps_all_numbers():
+  tensor = base().to("jax").resize_(5, 6)
+  assert tensor.shape == (5, 6)
+  assert_same(tensor.view(-1)[:24], BASE.view(-1))
+
+
+def test_resize_as_takes_the_other_shape():
+  tensor = base().to("jax").resize_as_(torch.empty(3, 4, device="jax"))
+  assert_same(tensor, base().resize_as_(torch.empty(3, 4)))
+
+
+def test_a_view_is_not_resized():
+  tensor = base().to("jax")
+  with pytest.raises(MutationError, match="clone"):
+    tensor[0].resize_(3)
+  assert_same(tensor, BASE)
+
+
+def test_set_makes_two_tensors_one():
+  tensor, other = torch.zeros(2, device="jax"), base().to("jax")
+  assert tensor.set_(other) is tensor
+  other.add_(1)
+  assert_same(tensor, BASE + 1)
+  tensor.mul_(2)
+  assert_same(other, (BASE + 1) * 2)
+
+
+def test_set_of_a_view_views():
+  tensor, other = torch.zeros(2, device="jax"), base().to("jax")
+  tensor.set_(other[1])
+  tensor.zero_()
+  assert_same(other[1], torch.zeros(6))
+  assert_same(other[0], BASE[0])
+
+
+def test_set_without_a_source_empties():
+  assert base().to("jax").set_().shape == base().set_().shape == (0,)
+
+
+def test_set_takes_no_cpu_tensor():
+  tensor = base().to("jax")
+  with pytest.raises((MutationError, MixedDeviceError), match="jax"):
+    tensor.set_(BASE)
+  assert_same(tensor, BASE)
+
+
+# Assignment by index --------------------------------------------------------------------
+
+
+def _index(t, values):
+  return torch.tensor(values).to(t.device)
+
+
+ASSIGNMENTS = {
+  "number": lambda t: t.__setitem__(0, 7),
+  "float_number": lambda t: t.__setitem__((slice(1, 3), 2), 0.5),
+  "all": lambda t: t.__setitem__(slice(None), 1.0),
+  "ellipsis": lambda t: t.__setitem__(..., 2),
+  "tensor": lambda t: t.__setitem__(1, t[2] * 2),
+  "broadcast": lambda t: t.__setitem__(slice(0, 2), t[3]),
+  "zero_dim": lambda t: t.__setitem__((0, 0), t[3, 3]),
+  "step": lambda t: t.__setitem__((slice(None, None, 2), slice(1, None, 2)), 9),
+  "negative": lambda t: t.__setitem__((-1, -2), 9),
+  "mask_number": lambda t: t.__setitem__(t > 0, 0),
+  "mask_values": lambda t: t.__setitem__(t > 0, t[t > 0] * 2),
+  "row_mask": lambda t: t.__setitem__(t[:, 0] > 0, -1.0),
+  "list": lambda t: t.__setitem__([0, 2], 3.0),
+  "index_tensor": lambda t: t.__setitem__(_index(t, [0, 3]), t[1:3] * 4),
+  "two_index_tensors": lambda t: t.__setitem__(
+    (_index(t, [0, 3]), _index(t, [1, 2])), _index(t, [5.0, 6.0])
+  ),
+  "index_and_slice": lambda t: t.__setitem__((slice(1, 3), _index(t, [0, 5])), 8.0),
+  "index_apart": lambda t: t.view(2, 2, 6).__setitem__(
+    (_index(t, [0, 1]), slice(None), _index(t, [2, 3])), 4.0
+  ),
+  "into_view": lambda t: t[1:].t().__setitem__(2, 6.0),
+  "into_view_by_mask": lambda t: t[1:].__setitem__(t[1:] < 0, 6.0),
+  "into_view_by_index": lambda t: t.t().__setitem__(_index(t, [0, 2]), 6.0),
+  "none": lambda t: t.__setitem__((None, 0), 2.0),
+  "other_dtype": lambda t: t.__setitem__(0, _index(t, [1, 2, 3, 4, 5, 6])),
+  "overlap": lambda t: t.__setitem__(slice(1, None), t[:-1].clone()),
+}
+
+
+@pytest.mark.parametrize("assign", ASSIGNMENTS.values(), ids=ASSIGNMENTS)
+def test_an_assignment_by_index_changes_what_torch_changes(assign):
+  cpu, tensor = base(), base().to("jax")
+  alias = tensor.view(24)
+  assign(cpu)
+  assign(tensor)
+  assert_same(tensor, cpu)
+  assert_same(alias, cpu.view(24))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.bfloat16], ids=str)
+def test_an_assigned_number_takes_the_dtype(dtype):
+  cpu, tensor = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype, device="jax")
+  cpu[1] = 1.5
+  tensor[1] = 1.5
+  assert_same(tensor, cpu)
+
+
+def test_cpu_indices_index_jax_tensors():
+  cpu, tensor = base(), base().to("jax")
+  rows, mask = torch.tensor([0, 2]), BASE > 0
+  assert_same(tensor[rows], cpu[rows])
+  assert_same(tensor[mask], cpu[mask])
+  cpu[rows] = 0.0
+  tensor[rows] = 0.0
+  assert_same(tensor, cpu)
+
+
+def test_a_cpu_tensor_is_assigned_by_copy():
+  tensor = base().to("jax")
+  tensor[1] = torch.ones(6)
+  expected = base()
+  expected[1] = 1
+  assert_same(tensor, expected)
+
+
+BAD_ASSIGNMENTS = {
+  "shape": lambda t: t.__setitem__(0, t[:, 0]),
+  "index": lambda t: t.__setitem__(4, 0),
+  "mask_shape": lambda t: t.__setitem__(_index(t, [True, False]), 0),
+}
+
+
+@pytest.mark.parametrize("assign", BAD_ASSIGNMENTS.values(), ids=BAD_ASSIGNMENTS)
+def test_a_wrong_assignment_raises_what_torch_raises_and_changes_nothing(assign):
+  with pytest.raises((RuntimeError, IndexError)) as cpu_error:
+    assign(base())
+  tensor = base().to("jax")
+  with pytest.raises(cpu_error.type):
+    assign(tensor)
+  assert_same(tensor, BASE)
+
+
+# Writes by other means ------------------------------------------------------------------
+
+WRITES = {
+  "copy_": lambda t: t[1].copy_(t[2]),
+  "copy_broadcast": lambda t: t[:2].copy_(t[3]),
+  "copy_from_cpu": lambda t: t[1].copy_(torch.ones(6)),
+  "copy_other_dtype": lambda t: t[1].copy_(torch.ones(6, dtype=torch.int32)),
+  "zero_": lambda t: t[:, 1].zero_(),
+  "fill_": lambda t: t.t()[2].fill_(4),
+  "masked_fill_": lambda t: t[1:].masked_fill_(t[1:] > 0, 0.0),
+  "index_fill_": lambda t: t[:, 1:].index_fill_(0, _index(t, [0, 2]), 5.0),
+  "index_add_": lambda t: t[1:].index_add_(0, _index(t, [0, 0]), t[:2].clone()),
+  "scatter_": lambda t: t[0].scatter_(0, _index(t, [1, 2]), 7.0),
+  "clamp_": lambda t: t[::2].clamp_(-0.1, 0.1),
+  "out_argument": lambda t: torch.add(t[0], t[1], out=t[2]),
+  "fill_diagonal_": lambda t: t[:, 1:].fill_diagonal_(3.0),
+  "swap_rows": lambda t: t[[0, 1]].copy_(t[[1, 0]]),
+  "augmented": lambda t: t[1].__iadd__(2),
+  "sub_scaled": lambda t: t[1].sub_(t[2], alpha=2),
+  "addcmul_": lambda t: t[0].addcmul_(t[1], t[2], value=0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_every_kind_of_write_reaches_the_base(write):
+  cpu, tensor = base(), base().to("jax")
+  write(cpu)
+  write(tensor)
+  assert_same(tensor, cpu)
+
+
+def test_a_write_keeps_the_dtype_of_the_base():
+  tensor = torch.zeros(4, dtype=torch.bfloat16, device="jax")
+  tensor[:2].add_(1.5)
+  assert tensor.jax().dtype == jnp.bfloat16
+  with pytest.raises(RuntimeError, match="(?i)cast|dtype"):
+    torch.zeros(4, dtype=torch.int32, device="jax").add_(1.5)
+
+
+def test_a_write_that_does_not_fit_raises_and_changes_nothing():
+  tensor = base().to("jax")
+  with pytest.raises(RuntimeError, match="shape"):
+    tensor[0].add_(tensor)
+  with pytest.raises(RuntimeError):
+    tensor[0].copy_(tensor[:, 0])
+  assert_same(tensor, BASE)
+
+
+def test_views_inside_a_compiled_function_write_through():
+  @jax_jit
+  def change(t):
+    t[1].mul_(3)
+    t.t()[2] = 0.0
+    return t.view(-1)[::2]
+
+  cpu, tensor = base(), base().to("jax")
+  result = change(tensor)
+  cpu[1].mul_(3)
+  cpu.t()[2] = 0.0
+  assert_same(tensor, cpu)
+  assert_same(result, cpu.view(-1)[::2])
+
+
+def test_a_view_as_argument_of_a_compiled_function_writes_to_its_base():
+  change = jax_jit(lambda t: t.add_(1))
+  cpu, tensor = base(), base().to("jax")
+  change(tensor[1:3].t())
+  cpu[1:3].add_(1)
+  assert_same(tensor, cpu)
+
+
+# Upstream's names -----------------------------------------------------------------------
+
+
+def test_the_view_class_takes_steps():
+  env = torchax.default_env()
+  tensor = base().to("jax")
+  view = View(tensor, NarrowInfo((slice(1, 3), slice(0, 4))), env)
+  assert_same(view, BASE[1:3, :4])
+  inner = view.create_sub_view(SelectInfo(1, 0, 4, 2))
+  assert_same(inner, BASE[1:3, 0:4:2])
+  assert len(inner.get_transformation_chain()) == 2
+  inner.update(jnp.zeros((2, 2)))
+  expected = base()
+  expected[1:3, 0:4:2] = 0
+  assert_same(tensor, expected)
+  assert type(view.torch()) is Tensor
+
+
+def test_a_view_gives_and_replaces_its_source():
+  tensor = base().to("jax")
+  view = View(tensor, NarrowInfo(slice(0, 2)), torchax.default_env())
+  assert view.source_jax() is tensor.jax()
+  view.replace_source_jax(jnp.ones((4, 6)))
+  assert_same(tensor, torch.ones(4, 6))
+  view.update(torch.zeros(2, 6, device="jax"))
+  assert_same(tensor[:2], torch.zeros(2, 6))
+  view.update(jnp.full((6,), 2.0), [AsStridedInfo((1,), 18, (6,))])
+  assert_same(tensor[3], torch.full((6,), 2.0))
+
+
+def test_v2t_iso_gives_views_memory_of_their_own():
+  tensor = base().to("jax")
+  separate = torchax.default_env().v2t_iso({"a": tensor[0], "b": tensor})
+  assert type(separate["a"]) is Tensor and separate["b"] is tensor
+  separate["a"].zero_()
+  assert_same(tensor, BASE)
+
+
+# Random programs ------------------------------------------------------------------------
+
+# (name, function of a tensor and a small number) -> a view; a step that does not apply
+# to a shape is skipped on both sides.
+_VIEW_STEPS = {
+  "index": lambda t, k: t[k % t.shape[0]],
+  "slice": lambda t, k: t[k % 2 :],
+  "step": lambda t, k: t[..., :: 1 + k % 2],
+  "transpose": lambda t, k: t.transpose(0, -1),
+  "flatten": lambda t, k: t.view(-1),
+  "fold": lambda t, k: t.view(t.numel() // 2, 2),
+  "unsqueeze": lambda t, k: t.unsqueeze(k % (t.dim() + 1)),
+  "squeeze": lambda t, k: t.squeeze(),
+  "diagonal": lambda t, k: t.diagonal(0, 0, 1),
+  "chunk": lambda t, k: t.chunk(2)[-1],
+}
+_WRITE_STEPS = {
+  "mul": lambda t, k: t.mul_(2 + k),
+  "add_self": lambda t, k: t.add_(t),
+  "fill": lambda t, k: t.fill_(k),
+  "assign": lambda t, k: t.__setitem__(0, k),
+  "cumulate": lambda t, k: t.copy_(t.flip(0)),
+}
+_STEP_NAMES = sorted({**_VIEW_STEPS, **_WRITE_STEPS})
+
+
+def _run(program, start):
+  """Runs a program; returns all tensors it made, the base first."""
+  tensors = [start]
+  for name, source, number in program:
+    tensor = tensors[source % len(tensors)]
+    try:
+      if name in _VIEW_STEPS:
+        tensors.append(_VIEW_STEPS[name](tensor, number))
+      else:
+        _WRITE_STEPS[name](tensor, number)
+    except (RuntimeError, IndexError, ZeroDivisionError) as error:
+      tensors.append(torch.zeros(()))
+      tensors[-1].error = type(error)
+  return tensors
+
+
+@settings(max_examples=30)
+@given(
+  program=st.lists(
+    st.tuples(st.sampled_from(_STEP_NAMES), st.integers(0, 5), st.integers(0, 2)),
+    min_size=2,
+    max_size=7,
+  )
+)
+def test_any_program_of_views_and_writes_gives_what_torch_gives(program):
+  cpu = _run(program, torch.arange(8, dtype=torch.int32).reshape(2, 4))
+  on_jax = _run(program, torch.arange(8, dtype=torch.int32).reshape(2, 4).to("jax"))
+  assert len(on_jax) == len(cpu)
+  for actual, expected in zip(on_jax, cpu):
+    if hasattr(expected, "error") or hasattr(actual, "error"):
+      assert getattr(actual, "error", None) is getattr(expected, "error", None)
+    else:
+      assert_same(actual, expected)
+      assert actual.stride() == expected.stride()
+
+
+def test_a_gradient_is_not_confused_by_views_of_one_base():
+  cpu = base().requires_grad_()
+  tensor = to_jax(cpu)
+  for leaf in (cpu, tensor):
+    scaled = leaf * 2
+    scaled[0].mul_(3)
+    (scaled.t()[1:3] ** 2).sum().backward()
+  assert_close(tensor.grad.cpu(), cpu.grad)

@@ -1,0 +1,199 @@
+"""Steps of views on arrays: what they show, and what a write through them changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from torchax.view_info import (
+  WHOLE,
+  AsStridedInfo,
+  Chain,
+  ComplexAsRealInfo,
+  DiagonalInfo,
+  DtypeInfo,
+  ExpandInfo,
+  IndexInfo,
+  NarrowInfo,
+  PermuteInfo,
+  RealAsComplexInfo,
+  ReshapeInfo,
+  SelectInfo,
+  ViewInfo,
+  ViewInfoType,
+  chain_of,
+  slice_of,
+)
+
+BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
+COMPLEX = (BASE[:, :2] + 1j * BASE[:, 2:4]).astype(np.complex64)
+
+# Step, source, and the same view by numpy, which aliases the source.
+ROWS = {
+  "narrow": (NarrowInfo((slice(1, 4), slice(0, 6, 2))), BASE, lambda a: a[1:4, ::2]),
+  "narrow_one": (NarrowInfo(slice(1, 3)), BASE, lambda a: a[1:3]),
+  "slice": (slice_of(1, 1, 5, 2), BASE, lambda a: a[:, 1:5:2]),
+  "empty_slice": (slice_of(1, 2, 2, 1), BASE, lambda a: a[:, 2:2]),
+  "select": (SelectInfo(1, 0, 6, 3), BASE, lambda a: a[:, 0:6:3]),
+  "select_no_stride": (SelectInfo(0, 1, 3, 0), BASE, lambda a: a[1:3]),
+  "index": (IndexInfo(1, 4), BASE, lambda a: a[:, 4]),
+  "reshape": (ReshapeInfo((2, 12)), BASE, lambda a: a.reshape(2, 12)),
+  "permute": (PermuteInfo((1, 0)), BASE, lambda a: a.transpose(1, 0)),
+  "permute_three": (
+    PermuteInfo((2, 0, 1)),
+    BASE.reshape(2, 3, 4),
+    lambda a: a.transpose(2, 0, 1),
+  ),
+  "as_strided": (
+    AsStridedInfo((6, 2), 1, (3, 2)),
+    BASE,
+    lambda a: np.lib.stride_tricks.as_strided(a.reshape(-1)[1:], (3, 2), (24, 8)),
+  ),
+  "dtype": (DtypeInfo(np.dtype(np.int32)), BASE, lambda a: a.view(np.int32)),
+  "dtype_narrower": (DtypeInfo(np.dtype(np.int16)), BASE, lambda a: a.view(np.int16)),
+  "complex_as_real": (
+    ComplexAsRealInfo(),
+    COMPLEX,
+    lambda a: a.view(np.float32).reshape(4, 2, 2),
+  ),
+  "real_as_complex": (
+    RealAsComplexInfo(),
+    BASE.reshape(4, 3, 2),
+    lambda a: a.view(np.complex64)[..., 0],
+  ),
+}
+DIAGONALS = [(0, 0, 1), (1, 0, 1), (-2, 0, 1), (0, 1, 0), (3, 1, 0)]
+for _offset, _dim1, _dim2 in DIAGONALS:
+  ROWS[f"diagonal_{_offset}_{_dim1}_{_dim2}"] = (
+    DiagonalInfo(_offset, _dim1, _dim2),
+    BASE,
+    lambda a, row=(_offset, _dim1, _dim2): np.einsum(
+      "ii->i", _square(a if row[1] == 0 else a.T, row[0])
+    ),
+  )
+
+
+def _square(array, offset):
+  """The largest square block whose main diagonal is the wanted one."""
+  block = array[:, offset:] if offset >= 0 else array[-offset:]
+  size = min(block.shape)
+  return block[:size, :size]
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_step_shows_what_numpy_shows(row):
+  info, source, oracle = row
+  shown = info.transform_tensor(jnp.asarray(source))
+  np.testing.assert_array_equal(shown, oracle(source))
+  assert info.calculate_output_shape(jnp.asarray(source)) == list(shown.shape)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_write_changes_the_shown_elements_and_no_others(row):
+  info, source, oracle = row
+  expected = source.copy()
+  view = oracle(expected)
+  view[...] = np.arange(100, 100 + view.size).reshape(view.shape)
+  written = info.update_tensor(jnp.asarray(view.copy()), jnp.asarray(source))
+  np.testing.assert_array_equal(written, expected)
+  assert written.dtype == source.dtype
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_write_can_be_traced(row):
+  info, source, oracle = row
+  value = jnp.asarray(oracle(source.copy()).copy())
+  eager = info.update_tensor(value, jnp.asarray(source))
+  traced = jax.jit(info.update_tensor)(value, jnp.asarray(source))
+  np.testing.assert_array_equal(traced, eager)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_steps_that_are_equal_have_one_hash(row):
+  info, _, _ = row
+  again = type(info)(**{name: getattr(info, name) for name in info.__dict__}) if (
+    not isinstance(info, NarrowInfo)
+  ) else NarrowInfo(tuple(slice(*part) for part in info.slices))
+  assert again == info and hash(again) == hash(info)
+  assert info != ViewInfo()
+
+
+def test_an_expanded_array_repeats_and_writes_back_one_value():
+  info = ExpandInfo((3, 2, 2))
+  source = jnp.asarray([[1.0], [2.0]])
+  shown = info.transform_tensor(source)
+  np.testing.assert_array_equal(shown, np.broadcast_to(source, (3, 2, 2)))
+  np.testing.assert_array_equal(info.update_tensor(shown * 5, source), source * 5)
+
+
+def test_the_base_class_says_which_step_shows_nothing():
+  with pytest.raises(NotImplementedError, match="ViewInfo"):
+    ViewInfo().transform_tensor(jnp.ones(2))
+
+
+KINDS = {
+  NarrowInfo(slice(0, 1)): ViewInfoType.NARROW,
+  SelectInfo(): ViewInfoType.SELECT,
+  AsStridedInfo((1,)): ViewInfoType.AS_STRIDED,
+  DiagonalInfo(): ViewInfoType.DIAGONAL,
+  ReshapeInfo((1,)): ViewInfoType.RESHAPE,
+  PermuteInfo((0,)): ViewInfoType.PERMUTE,
+  ExpandInfo((1,)): ViewInfoType.EXPAND,
+  ViewInfo(): ViewInfoType.INVALID,
+}
+
+
+@pytest.mark.parametrize("info", KINDS, ids=lambda info: type(info).__name__)
+def test_a_step_says_its_kind(info):
+  assert info.view_info_type is KINDS[info]
+
+
+def test_as_strided_without_size_keeps_the_shape():
+  source = jnp.asarray(BASE)
+  np.testing.assert_array_equal(AsStridedInfo((6, 1)).transform_tensor(source), source)
+
+
+# Chains ---------------------------------------------------------------------------------
+
+CHAIN = (PermuteInfo((1, 0)), slice_of(0, 1, 5, 2), IndexInfo(1, 2))
+
+
+def _numpy_chain(array):
+  return array.T[1:5:2][:, 2]
+
+
+def test_a_chain_reads_step_by_step():
+  shown = chain_of(*CHAIN).read(jnp.asarray(BASE))
+  np.testing.assert_array_equal(shown, _numpy_chain(BASE))
+
+
+def test_a_chain_writes_back_through_every_step():
+  expected = BASE.copy()
+  _numpy_chain(expected)[:] = [100, 200]
+  written = chain_of(*CHAIN).write(jnp.asarray(BASE), jnp.asarray([100.0, 200.0]))
+  np.testing.assert_array_equal(written, expected)
+
+
+def test_the_empty_chain_is_the_array_itself():
+  array, other = jnp.asarray(BASE), jnp.zeros((4, 6))
+  assert WHOLE.read(array) is array
+  assert WHOLE.write(array, other) is other
+
+
+def test_chains_are_interned():
+  assert chain_of(*CHAIN) is chain_of(*CHAIN)
+  assert chain_of() is WHOLE
+  assert WHOLE.append(CHAIN[0]) is chain_of(CHAIN[0])
+  assert chain_of(CHAIN[0]) is not chain_of(CHAIN[1])
+
+
+def test_a_reshape_of_a_reshape_is_one_step():
+  chain = chain_of(ReshapeInfo((24,)), ReshapeInfo((2, 12)))
+  assert chain is chain_of(ReshapeInfo((2, 12)))
+  longer = chain_of(CHAIN[0], ReshapeInfo((24,)), ReshapeInfo((2, 12)))
+  assert longer.infos == (CHAIN[0], ReshapeInfo((2, 12)))
+
+
+def test_a_chain_prints_its_steps():
+  assert "PermuteInfo" in repr(chain_of(*CHAIN))
+  assert isinstance(chain_of(*CHAIN), Chain)

@@ -1,0 +1,39 @@
+"""The decorator that registers lowerings of torch functions."""
+
+from collections.abc import Callable
+
+from torchax.ops.ops_registry import Kind, Operator, register
+
+
+def register_function(
+  *torch_functions,
+  is_jax_function: bool = True,
+  needs_env: bool = False,
+  kind: Kind | None = None,
+) -> Callable:
+  """Registers the decorated function to run in place of torch functions.
+
+  Args:
+    *torch_functions: the functions as torch hands them to a `TorchFunctionMode`.
+    is_jax_function: it takes arrays; then it is compiled, and differentiated by JAX.
+    needs_env: it takes the environment as `env=`.
+    kind: in place of the flags.
+
+  Raises:
+    ValueError: a function is registered already.
+  """
+
+  def register_all(func):
+    for torch_function in torch_functions:
+      register(
+        Operator(
+          torch_function,
+          func,
+          is_jax_function=is_jax_function,
+          needs_env=needs_env,
+          kind=kind,
+        )
+      )
+    return func
+
+  return register_all

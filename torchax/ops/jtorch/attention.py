@@ -1,0 +1,61 @@
+"""Attention, caught above ATen as one function with one draw for its dropout."""
+
+import torch
+import torch.nn.functional as F
+
+from torchax import _torch_compat
+from torchax.ops.jaten import attention
+from torchax.ops.jtorch._register import register_function
+from torchax.ops.ops_registry import Kind
+
+aten = torch.ops.aten
+
+
+def _batch_shape(query, key) -> tuple[int, ...]:
+  if query.dim() > 2 and key.dim() > 2 and query.shape[-3] != key.shape[-3]:
+    return (*torch.broadcast_shapes(query.shape[:-3], key.shape[:-3]), query.shape[-3])
+  return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
+
+
+@register_function(_torch_compat.scaled_dot_product_attention, kind=Kind.ENV_TENSORS)
+def _scaled_dot_product_attention(
+  query,
+  key,
+  value,
+  attn_mask=None,
+  dropout_p=0.0,
+  is_causal=False,
+  scale=None,
+  enable_gqa=False,
+  env=None,
+):
+  if not 0.0 <= dropout_p <= 1.0:
+    raise ValueError(
+      f"dropout probability has to be between 0 and 1, but got {dropout_p}"
+    )
+  keep_mask = None
+  if dropout_p > 0.0:
+    shape = (*_batch_shape(query, key), query.shape[-2], key.shape[-2])
+    noise = aten.bernoulli.p(query.detach().new_empty(shape), 1.0 - dropout_p)
+    keep_mask = noise.to(torch.bool)
+  return env.functions.call(
+    attention.scaled_dot_product_attention,
+    query,
+    key,
+    value,
+    attn_mask,
+    keep_mask,
+    dropout_p=float(dropout_p),
+    is_causal=is_causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
+  )
+
+
+@register_function(F.multi_head_attention_forward, kind=Kind.TENSORS)
+def _multi_head_attention_forward(*args, **kwargs):
+  """torch's own function, with the mask itself in place of the hint `is_causal`.
+
+  The hint would let torch make the mask on the wrapper's meta device.
+  """
+  return F.multi_head_attention_forward(*args, **{**kwargs, "is_causal": False})

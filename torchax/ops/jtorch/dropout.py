@@ -1,0 +1,138 @@
+"""The dropout family of `torch.nn.functional`.
+
+torch's composite forms take several operations; the feature forms also make their
+noise on the wrapper's meta device. One draw each, of the numbers that the composite
+forms would draw.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from torchax.ops.jtorch._register import register_function
+from torchax.ops.ops_registry import Kind
+
+aten = torch.ops.aten
+
+# Keeps mean 0 and variance 1 of SELU's outputs: alpha · scale of its negative side
+# (Klambauer et al. 2017, https://arxiv.org/abs/1706.02515).
+_ALPHA_PRIME = 1.7580993408473766
+
+
+def _check(p: float) -> None:
+  if not 0.0 <= p <= 1.0:
+    raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def _finish(input, result, inplace: bool):
+  return input.copy_(result) if inplace else result
+
+
+@register_function(F.dropout, kind=Kind.TENSORS)
+def _dropout(input, p=0.5, training=True, inplace=False):
+  _check(p)
+  if not training or p == 0.0 or not input.numel():
+    return input
+  return _finish(input, aten.native_dropout(input, p, True)[0], inplace)
+
+
+@register_function(torch.dropout, kind=Kind.TENSORS)
+def _torch_dropout(input, p, train):
+  return _dropout(input, p, train)
+
+
+@register_function(torch.dropout_, kind=Kind.TENSORS)
+def _torch_dropout_(input, p, train):
+  return _dropout(input, p, train, inplace=True)
+
+
+def _noise(input, keep: float, shape) -> torch.Tensor:
+  return aten.bernoulli.p(input.detach().new_empty(shape), keep)
+
+
+def _feature_shape(input) -> tuple[int, ...]:
+  if input.dim() < 2:
+    raise RuntimeError(
+      "Feature dropout requires at least 2 dimensions in the input, but got shape "
+      f"{list(input.shape)}."
+    )
+  return (*input.shape[:2], *[1] * (input.dim() - 2))
+
+
+def _feature_dropout(input, p, training, inplace=False):
+  _check(p)
+  if not training or p == 0.0 or not input.numel():
+    return input
+  if p == 1.0:
+    return _finish(input, input * 0.0, inplace)
+  noise = _noise(input, 1.0 - p, _feature_shape(input)) / (1.0 - p)
+  return _finish(input, input * noise, inplace)
+
+
+def _with_batch(function, input, batched_dims: int, *args):
+  if input.dim() == batched_dims:
+    return function(input, *args)
+  return function(input.unsqueeze(0), *args).squeeze(0)
+
+
+def _check_dims(name: str, input, allowed: tuple[int, ...]) -> None:
+  if input.dim() not in allowed:
+    raise RuntimeError(
+      f"{name}: Expected an input of {' or '.join(map(str, allowed))} dimensions, but "
+      f"received a {input.dim()}D input."
+    )
+
+
+@register_function(F.dropout1d, kind=Kind.TENSORS)
+def _dropout1d(input, p=0.5, training=True, inplace=False):
+  _check_dims("dropout1d", input, (2, 3))
+  return _with_batch(_feature_dropout, input, 3, p, training, inplace)
+
+
+@register_function(F.dropout2d, kind=Kind.TENSORS)
+def _dropout2d(input, p=0.5, training=True, inplace=False):
+  # torch takes a 3-d input as (N, C, L), not as one (C, H, W).
+  _check_dims("dropout2d", input, (3, 4))
+  return _feature_dropout(input, p, training, inplace)
+
+
+@register_function(F.dropout3d, kind=Kind.TENSORS)
+def _dropout3d(input, p=0.5, training=True, inplace=False):
+  _check_dims("dropout3d", input, (4, 5))
+  return _with_batch(_feature_dropout, input, 5, p, training, inplace)
+
+
+@register_function(torch.feature_dropout, kind=Kind.TENSORS)
+def _torch_feature_dropout(input, p, train):
+  return _feature_dropout(input, p, train)
+
+
+def _scaled_alpha_dropout(input, p, training, inplace, shape):
+  _check(p)
+  if not training or p == 0.0 or not input.numel():
+    return input
+  if p == 1.0:
+    return _finish(input, input * 0.0, inplace)
+  noise = _noise(input, 1.0 - p, shape)
+  scale = ((_ALPHA_PRIME**2 * p + 1) * (1 - p)) ** -0.5
+  shift = (noise - 1) * (_ALPHA_PRIME * scale) + _ALPHA_PRIME * scale * p
+  return _finish(input, input * (noise * scale) + shift, inplace)
+
+
+@register_function(F.alpha_dropout, kind=Kind.TENSORS)
+def _alpha_dropout(input, p=0.5, training=False, inplace=False):
+  return _scaled_alpha_dropout(input, p, training, inplace, tuple(input.shape))
+
+
+@register_function(torch.alpha_dropout, kind=Kind.TENSORS)
+def _torch_alpha_dropout(input, p, train):
+  return _alpha_dropout(input, p, train)
+
+
+@register_function(F.feature_alpha_dropout, kind=Kind.TENSORS)
+def _feature_alpha_dropout(input, p=0.5, training=False, inplace=False):
+  return _scaled_alpha_dropout(input, p, training, inplace, _feature_shape(input))
+
+
+@register_function(torch.feature_alpha_dropout, kind=Kind.TENSORS)
+def _torch_feature_alpha_dropout(input, p, train):
+  return _feature_alpha_dropout(input, p, train)
