@@ -9,15 +9,19 @@ from torchax.tensor import Tensor
 
 def assert_same(actual, expected, what: str = "") -> None:
   """A tree on jax has the structure, shapes, dtypes and numbers of one on the CPU."""
-  actual_leaves, actual_spec = pytree.tree_flatten(actual)
-  expected_leaves, expected_spec = pytree.tree_flatten(expected)
-  assert len(actual_leaves) == len(expected_leaves), (what, actual_spec, expected_spec)
-  for have, want in zip(actual_leaves, expected_leaves):
-    if not isinstance(want, torch.Tensor):
-      assert have == want, (what, have, want)
-      continue
-    assert isinstance(have, Tensor), f"{what}: {type(have)} is not on jax"
-    assert_close(have.detach().cpu(), want, what)
+  if isinstance(expected, torch.Tensor):
+    assert isinstance(actual, Tensor), f"{what}: {type(actual)} is not on jax"
+    assert_close(actual.detach().cpu(), expected, what)
+  elif isinstance(expected, dict):
+    assert set(actual) == set(expected), what
+    for key, value in expected.items():
+      assert_same(actual[key], value, f"{what}[{key!r}]")
+  elif isinstance(expected, list | tuple):
+    assert len(actual) == len(expected), what
+    for place, (have, want) in enumerate(zip(actual, expected)):
+      assert_same(have, want, f"{what}[{place}]")
+  else:
+    assert actual == expected, what
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:

@@ -17,6 +17,7 @@ from torchax import (
   decompositions,
   device_module,
   factories,
+  interop,
   rng,
   tensor,
   transfer,
@@ -24,6 +25,7 @@ from torchax import (
 from torchax.config import Configuration
 from torchax.dispatch import Dispatcher
 from torchax.environment import Environment, default_env
+from torchax.interop import JittableModule
 from torchax.ops import jaten, jtorch, mappings
 from torchax.rng import RngState, rng_scope
 from torchax.version import VERSION
@@ -81,6 +83,7 @@ _compose()
 __all__ = [
   "Configuration",
   "Environment",
+  "JittableModule",
   "RngState",
   "VERSION",
   "decompositions",
@@ -90,6 +93,7 @@ __all__ = [
   "enable_accuracy_mode",
   "enable_globally",
   "enable_performance_mode",
+  "interop",
   "jaten",
   "jtorch",
   "rng",

@@ -6,6 +6,7 @@ another trace would be baked in or repeated (`torchax/rng/scope.py`).
 
 import jax
 from jax._src import core as _core
+from jax._src.interpreters import partial_eval as _partial_eval
 
 Tracer = jax.core.Tracer
 Trace = _core.Trace
@@ -17,7 +18,7 @@ _EvalTrace = _core.EvalTrace
 # Traces that run the function once and leave values that do not depend on the
 # differentiated input concrete. By name: the classes live in private modules.
 _RUN_ONCE = frozenset({"JVPTrace", "LinearizeTrace"})
-_STAGING = "DynamicJaxprTrace"
+_StagingTrace = _partial_eval.DynamicJaxprTrace
 _BATCHING = "BatchTrace"
 
 
@@ -33,7 +34,7 @@ def is_top_level() -> bool:
 
 def is_staging() -> bool:
   """True when operations are recorded into a jaxpr instead of being run."""
-  return type(_trace_context.trace).__name__ == _STAGING
+  return type(_trace_context.trace) is _StagingTrace
 
 
 def draw_owner() -> Trace | None:

@@ -190,12 +190,14 @@ class InPlaceViewPlan:
   """Runs `t_`, `squeeze_`, …: the tensor itself becomes the view."""
 
   def __init__(self, op, env):
+    self.op = op
     self.view = ViewPlan(functional_form(op), env)
 
   def __call__(self, args, kwargs):
     target = args[0]
     view = self.view(args, kwargs)
-    _torch_compat.set_metadata(target, view)
+    with _torch_compat.without_dispatch():
+      self.op(*args, **(kwargs or {}))
     target._chain = view._chain
     return target
 
@@ -220,7 +222,8 @@ def _set_(tensor, source, *layout):
     )
   if layout:
     source = torch.as_strided(source, layout[1], layout[2], layout[0])
-  _torch_compat.set_metadata(tensor, source)
+  with _torch_compat.without_dispatch():
+    tensor.set_(source)
   tensor._storage, tensor._chain = source._storage, source._chain
   return tensor
 
@@ -258,7 +261,8 @@ def plan(op, schema, plan_by_registry, env) -> Callable | None:
     return lambda args, kwargs: function(*args, **(kwargs or {}))
   if op in _IN_PLACE_VIEWS:
     return InPlaceViewPlan(op, env)
-  if schema.is_view and op not in NOT_STRIDED:
+  # Views of other libraries are what their lowerings say.
+  if schema.is_view and op not in NOT_STRIDED and op.namespace == "aten":
     return ViewPlan(op, env)
   return None
 

@@ -5,6 +5,7 @@ import logging
 import torch
 from torch.utils import _pytree as torch_pytree
 
+from torchax import _jax_compat
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
@@ -18,10 +19,16 @@ def _name_of_func(func) -> str:
   return getattr(func, "__qualname__", None) or str(func)
 
 
-def _describe(value) -> str:
+class _Text(str):
+  """A string that shows without quotes inside lists."""
+
+  __repr__ = str.__str__
+
+
+def _describe(value):
   if isinstance(value, torch.Tensor):
-    return f"{type(value).__name__}[{value.dtype}, {list(value.shape)}]"
-  return repr(value)
+    return _Text(f"{type(value).__name__}[{value.dtype}, {list(value.shape)}]")
+  return value
 
 
 def _make_debug_msg(is_dispatch: bool, log_args: bool, func, args, kwargs) -> str:
@@ -31,9 +38,10 @@ def _make_debug_msg(is_dispatch: bool, log_args: bool, func, args, kwargs) -> st
   if log_args:
     parts = [torch_pytree.tree_map(_describe, arg) for arg in args]
     parts += [
-      f"{k}={torch_pytree.tree_map(_describe, v)}" for k, v in (kwargs or {}).items()
+      _Text(f"{k}={torch_pytree.tree_map(_describe, v)!r}")
+      for k, v in (kwargs or {}).items()
     ]
-    message += f"({', '.join(map(str, parts))})"
+    message += f"({', '.join(map(repr, parts))})"
   return message
 
 
@@ -47,6 +55,15 @@ def log_mixed(name: str, tensor: torch.Tensor) -> None:
   _logger.info("%s met %s on %s", name, _describe(tensor), tensor.device)
 
 
+def _on_cpu(tree):
+  def move(value):
+    if isinstance(value, torch.device):
+      return torch.device("cpu")
+    return mappings.j2t(value.jax()) if isinstance(value, Tensor) else value
+
+  return torch_pytree.tree_map(move, tree)
+
+
 def debug_accuracy(func, args, kwargs, current_output) -> bool:
   """Compares an operation's output on jax with CPU torch; logs what differs.
 
@@ -56,12 +73,9 @@ def debug_accuracy(func, args, kwargs, current_output) -> bool:
   if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
     return True
 
-  def to_cpu(value):
-    return mappings.j2t(value.jax()) if isinstance(value, Tensor) else value
-
-  cpu_args, cpu_kwargs = torch_pytree.tree_map(to_cpu, (args, kwargs or {}))
+  cpu_args, cpu_kwargs = _on_cpu((args, kwargs or {}))
   expected = torch_pytree.tree_leaves(func(*cpu_args, **cpu_kwargs))
-  actual = torch_pytree.tree_leaves(torch_pytree.tree_map(to_cpu, current_output))
+  actual = torch_pytree.tree_leaves(_on_cpu(current_output))
   agree = True
   for have, want in zip(actual, expected):
     if not isinstance(want, torch.Tensor):
@@ -82,10 +96,13 @@ def dispatch(env, dispatcher, func, args, kwargs):
     log_nested(env, _make_debug_msg(True, operands, func, args, kwargs))
   if not config.debug_accuracy_for_each_op:
     return dispatcher(func, args, kwargs)
-  before = torch_pytree.tree_map(
-    lambda value: value.detach().clone() if isinstance(value, Tensor) else value,
-    (args, kwargs),
-  )
+  if any(_is_traced(leaf) for leaf in torch_pytree.tree_leaves((args, kwargs))):
+    return dispatcher(func, args, kwargs)
+  before = _on_cpu((args, kwargs))  # now: the operation may change its arguments
   output = dispatcher(func, args, kwargs)
   debug_accuracy(func, *before, output)
   return output
+
+
+def _is_traced(value) -> bool:
+  return isinstance(value, Tensor) and _jax_compat.has_abstract_value(value.jax())

@@ -18,8 +18,12 @@ _initialized = True
 
 
 def is_available() -> bool:
-  """True: importing torchax registers the device."""
-  return True
+  """False: torch would look for streams and pinned memory, which JAX has not.
+
+  `DataLoader(pin_memory=True)` and Dynamo ask this of every registered device. Jax
+  tensors can be made all the same: `device_count()` is 1.
+  """
+  return False
 
 
 def is_initialized() -> bool:

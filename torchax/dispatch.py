@@ -7,11 +7,12 @@ its random draw is one XLA computation. Under a JAX trace the lowering is called
 is. In-place, `out=` and view forms are derived from torch's schemas.
 """
 
-import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import torch
 from jax import lax
 
@@ -33,6 +34,8 @@ aten = torch.ops.aten
 _IGNORED = frozenset(
   {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
 )
+_ArrayImpl = _jax_compat.ArrayImpl
+_default_dtype = torch.get_default_dtype
 _NUMBERS = frozenset({bool, int, float, complex})
 _INT32 = range(-(2**31), 2**31)
 
@@ -68,6 +71,51 @@ class StaticNumber:
     return type(other) is StaticNumber and self._identity == other._identity
 
 
+_static_numbers: dict[tuple, StaticNumber] = {}
+
+
+def _static(value) -> StaticNumber:
+  """The interned static number: making one takes longer than the look-up."""
+  if value == 0 or value != value:  # 0.0 equals -0.0, nan equals nothing
+    return StaticNumber(value)
+  known = _static_numbers.get((type(value), value))
+  if known is None:
+    known = _static_numbers[type(value), value] = StaticNumber(value)
+  return known
+
+
+class _NumberArrays:
+  """Python numbers as weakly typed arrays, which `jax.jit` takes in far quicker.
+
+  A number gets its array the second time it is seen, so that ones that change on
+  every call (a step size) cost no more than before.
+  """
+
+  LIMIT = 4096
+
+  def __init__(self):
+    self._arrays: dict[tuple, Any] = {}
+
+  def __call__(self, number):
+    if number == 0 or number != number:
+      return number
+    key = (type(number), number, jax.config.jax_enable_x64)
+    array = self._arrays.get(key)
+    if array is not None:
+      return array
+    if key not in self._arrays:
+      if len(self._arrays) >= self.LIMIT:
+        self._arrays.clear()
+      self._arrays[key] = None
+      return number
+    with jax.ensure_compile_time_eval():
+      array = self._arrays[key] = jnp.asarray(number)
+    return array
+
+
+_number_arrays = _NumberArrays()
+
+
 class Flattener:
   """Sorts arguments into operands and a static key, and puts them together again."""
 
@@ -76,23 +124,28 @@ class Flattener:
     self._name = name
     self._env = env
     self._dynamic = dynamic
-    self._dynamic_places = tuple(n in dynamic for n in names)
+    # Functions caught above ATen have no schema; all their numbers are static.
+    self._dynamic_places = [n in dynamic for n in names] or itertools.repeat(False)
     self._cpu_ok = cpu_ok
 
   def flatten(self, args, kwargs) -> tuple[list, tuple]:
-    """Operands, and the key from which `rebuild` restores the arguments."""
+    """Operands, and the key from which `rebuild` restores the arguments.
+
+    The key starts with the number of positional arguments and torch's default dtype,
+    which decides what a factory or a promotion gives.
+    """
     operands: list[Any] = []
-    key: list[Any] = []
+    key: list[Any] = [len(args), _default_dtype()]
     boundary = _active.boundary
-    places = self._dynamic_places
-    for place, arg in enumerate(args):
+    for arg, dynamic in zip(args, self._dynamic_places):
       cls = type(arg)
       if (cls is Tensor or cls is View) and not self.keeps_tensors:
         storage = arg._storage
-        operands.append(storage.array if boundary is None else boundary.read(storage, arg))
+        operands.append(
+          storage.array if boundary is None else boundary.read(storage, arg)
+        )
         key.append(arg._chain)
       else:
-        dynamic = places[place] if place < len(places) else False
         key.append(self._flatten_other(arg, cls, dynamic, operands))
     if kwargs:
       for name, arg in kwargs.items():
@@ -106,9 +159,9 @@ class Flattener:
   def _flatten_other(self, arg, cls, dynamic: bool, operands: list):
     if cls in _NUMBERS:
       if dynamic and (cls is not int or arg in _INT32):
-        operands.append(arg)
+        operands.append(arg if _jax_compat.is_staging() else _number_arrays(arg))
         return _NUMBER
-      return StaticNumber(arg) if cls is float or dynamic else arg
+      return _static(arg) if cls is float or dynamic else arg
     if cls is list or cls is tuple:
       marker = _LIST if cls is list else _TUPLE
       return (marker, *[self._flatten_other(a, type(a), dynamic, operands) for a in arg])
@@ -135,11 +188,12 @@ class Flattener:
     operands.append(self._env.admit(tensor, self._name, self._cpu_ok))
     return WHOLE
 
-  def rebuild(self, key: tuple, n_args: int, operands) -> tuple[list, dict]:
+  def rebuild(self, key: tuple, operands) -> tuple[list, dict]:
     """The arguments of a lowering: views are read, lists of numbers become tuples."""
     remaining = iter(operands)
-    args = [_restore(part, remaining) for part in key[:n_args]]
-    named = iter(key[n_args:])
+    end = 2 + key[0]
+    args = [_restore(part, remaining) for part in key[2:end]]
+    named = iter(key[end:])
     return args, {name: _restore(part, remaining) for name, part in zip(named, named)}
 
 
@@ -183,13 +237,31 @@ class Plan:
     self.flattener = Flattener(self.name, env, dynamic, names, cpu_ok)
     self.is_sampler = operator.kind is Kind.SAMPLER
     self._compiled: dict[tuple, Callable] = {}
+    # Nothing to check, to draw or to decide before the compiled function is called.
+    self._is_simple = (
+      operator.check is None and operator.compiled is True and not self.is_sampler
+    )
 
   def __call__(self, args, kwargs):
     operands, key = self.flattener.flatten(args, kwargs)
-    return self._wrap(self.run(args, kwargs, operands, key))
+    if self._is_simple and not _jax_compat.is_staging():
+      compiled = self._compiled.get(key) or self._compile(key)
+      result = compiled(*operands)
+    else:
+      result = self.run(args, kwargs, operands, key)
+    if type(result) is _ArrayImpl:
+      return new_tensor(result, self.env)
+    return self._wrap(result)
 
   def run(self, args, kwargs, operands, key, write=None):
-    """Arrays out of operands; `write` is (chain, dtype) to end in a base array."""
+    """Arrays out of operands.
+
+    Args:
+      args, kwargs: torch's arguments, for checks.
+      operands, key: what `flatten` made of them.
+      write: None, or (chain, dtype, shape) of a tensor that the result is written to;
+        its base is the first operand then, and the new base is returned.
+    """
     check = self.operator.check
     if check is not None:
       check(*args, **(kwargs or {}))
@@ -206,36 +278,33 @@ class Plan:
     return result
 
   def _execute(self, args, kwargs, operands, key, write):
-    n_args = len(args)
-    if _jax_compat.is_staging() or not self._may_compile(args, kwargs):
-      return self._call(key, n_args, write, operands)
-    cache_key = (n_args, write, key)
-    compiled = self._compiled.get(cache_key)
-    if compiled is None:
-      compiled = self._compiled[cache_key] = self._compile(key, n_args, write)
+    may_compile = self.operator.compiled
+    if callable(may_compile):
+      may_compile = may_compile(args, kwargs or {})
+    if not may_compile or _jax_compat.is_staging():
+      return self._call(key, write, operands)
+    cache_key = key if write is None else (write, key)
+    compiled = self._compiled.get(cache_key) or self._compile(key, write)
     return compiled(*operands)
 
-  def _may_compile(self, args, kwargs) -> bool:
-    compiled = self.operator.compiled
-    return compiled if isinstance(compiled, bool) else compiled(args, kwargs or {})
-
-  def _compile(self, key, n_args, write) -> Callable:
+  def _compile(self, key, write=None) -> Callable:
     def compiled(*operands):
-      return self._call(key, n_args, write, operands)
+      return self._call(key, write, operands)
 
     compiled.__name__ = self.name.replace(".", "_")
-    return jax.jit(compiled)
+    jitted = jax.jit(compiled)
+    self._compiled[key if write is None else (write, key)] = jitted
+    return jitted
 
-  def _call(self, key, n_args: int, write, operands):
-    if write is not None:
-      base, *operands = operands if not self.is_sampler else _base_first(operands)
+  def _call(self, key, write, operands):
     if self.is_sampler:
       rng_key, count, *operands = operands
-      args, kwargs = self.flattener.rebuild(key, n_args, operands)
-      result = self.operator.func(rng_state.fold_in(rng_key, count), *args, **kwargs)
-    else:
-      args, kwargs = self.flattener.rebuild(key, n_args, operands)
-      result = self._lower(args, kwargs)
+    if write is not None:
+      base, *operands = operands
+    args, kwargs = self.flattener.rebuild(key, operands)
+    if self.is_sampler:
+      args.insert(0, rng_state.fold_in(rng_key, count))
+    result = self._lower(args, kwargs)
     if write is None:
       return jax.tree.map(_strong, result)
     return _written_base(base, write, result)
@@ -246,9 +315,8 @@ class Plan:
     return self.operator.func(*args, **kwargs)
 
   def _wrap(self, result):
-    env = self.env
-    if isinstance(result, jax.Array):
-      return new_tensor(result, env)
+    if type(result) is _ArrayImpl or isinstance(result, jax.Array):
+      return new_tensor(result, self.env)
     if isinstance(result, tuple):
       return tuple([self._wrap(value) for value in result])
     if isinstance(result, list):
@@ -256,16 +324,11 @@ class Plan:
     return result
 
 
-def _base_first(operands):
-  rng_key, count, base, *rest = operands
-  return [base, rng_key, count, *rest]
-
-
 def _written_base(base, write, result):
   chain, dtype, shape = write
   result = lax.convert_element_type(result, dtype) if result.dtype != dtype else result
   if result.shape != shape:
-    result = jax.numpy.broadcast_to(result, shape)
+    result = jnp.broadcast_to(result, shape)
   return result if chain is WHOLE else chain.write(base, result)
 
 
@@ -274,7 +337,7 @@ class DecompositionPlan(Plan):
 
   def _lower(self, args, kwargs):
     args, kwargs = _tensors((args, kwargs), self.env)
-    with _torch_compat.without_function_modes():
+    with _torch_compat.without_function_modes(), self.env.catching_factories():
       result = self.operator.func(*args, **kwargs)
     return _arrays(result)
 
@@ -300,7 +363,8 @@ class TensorPlan:
     kwargs = {k: v for k, v in (kwargs or {}).items() if k not in _IGNORED}
     if self.operator.needs_env:
       kwargs["env"] = self.env
-    return self.operator.func(*args, **kwargs)
+    with self.env.catching_factories():
+      return self.operator.func(*args, **kwargs)
 
 
 class InPlacePlan:
@@ -398,7 +462,8 @@ def resize_to(tensor: Tensor, source: Tensor) -> None:
     raise MutationError(
       "A view cannot be resized: its base would not follow. Call `.clone()` first."
     )
-  _torch_compat.set_metadata(tensor, source)
+  with _torch_compat.without_dispatch():
+    tensor.resize_(source.shape)
   tensor._storage.write(source.jax())
 
 
@@ -421,8 +486,14 @@ class Dispatcher:
     entry = self._plans.get(id(func))
     if entry is None:
       # The overload is kept with its plan, so its id stays its own.
-      entry = self._plans[id(func)] = (self.plan(func), func)
+      entry = self._plans[id(func)] = (self._plan_for(func, args, kwargs), func)
     return entry[0](args, kwargs)
+
+  def _plan_for(self, func, args, kwargs) -> Callable:
+    try:
+      return self.plan(func)
+    except OperatorNotFound:
+      raise self.not_found(func, args, kwargs) from None
 
   def override(self, op, operator: Operator) -> None:
     """Uses another operator in this environment only."""
@@ -439,12 +510,19 @@ class Dispatcher:
     return None
 
   def find(self, func) -> Operator | None:
-    """The operator of an overload or packet, or its decomposition."""
-    if isinstance(func, _torch_compat.OpOverload):
-      return self.operator(func) or self.decomposition(func)
-    overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
-    found = (self.find(overload) for overload in overloads)
-    return self.operator(func) or next((op for op in found if op), None)
+    """What runs for an overload, or for the first overload of a packet that has one."""
+    operator = self.operator(func)
+    if operator is not None:
+      return operator
+    if not isinstance(func, _torch_compat.OpOverload):
+      overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
+      found = (self.find(overload) for overload in overloads)
+      return next((operator for operator in found if operator), None)
+    try:
+      plan = self.plan(func)
+    except OperatorNotFound:
+      return None
+    return Operator(func, lambda *args, **kwargs: plan(args, kwargs), kind=Kind.TENSORS)
 
   def decomposition(self, func) -> Operator | None:
     """torch's or our decomposition of an overload."""
@@ -511,12 +589,28 @@ class Dispatcher:
       return InPlacePlan(func, functional, self._env)
     return None
 
-  def not_found(self, func) -> OperatorNotFound:
+  def not_found(self, func, args=(), kwargs=None) -> OperatorNotFound:
+    """The error for an operation that has nothing to run, called with arguments."""
+    called = f" It was called with ({describe(args, kwargs)})." if args else ""
     return OperatorNotFound(
-      f"{func} has no lowering and no decomposition. Write one with "
+      f"{func} has no lowering and no decomposition.{called} Write one with "
       "`@torchax.ops.op_base.op(…)` (docs: Writing lowerings), or move the tensors to "
       "the CPU for this operation with `.cpu()`."
     )
+
+
+def describe(args, kwargs) -> str:
+  """Arguments with the dtype and shape of tensors in place of their numbers."""
+
+  def one(value) -> str:
+    if isinstance(value, torch.Tensor):
+      return f"{value.dtype}{list(value.shape)} on {value.device}"
+    if isinstance(value, list | tuple):
+      return f"[{', '.join(map(one, value))}]"
+    return repr(value)
+
+  named = [f"{name}={one(value)}" for name, value in (kwargs or {}).items()]
+  return ", ".join([*map(one, args), *named])
 
 
 def _uncompiled(operator: Operator) -> Operator:
@@ -525,9 +619,3 @@ def _uncompiled(operator: Operator) -> Operator:
   )
   copied.compiled = False
   return copied
-
-
-@functools.cache
-def describe(name: str) -> str:
-  """An operation's name for logs: without the namespace."""
-  return name.removeprefix("aten.")

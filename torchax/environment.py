@@ -15,7 +15,6 @@ import jax
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchax import _torch_compat, debug, rng
 from torchax.config import Configuration
@@ -25,7 +24,7 @@ from torchax.functions import FunctionTable
 from torchax.ops import mappings, ops_registry
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
-from torchax.tensor import Tensor, new_tensor
+from torchax.tensor import META, Tensor, new_tensor
 from torchax.view import View
 
 TENSOR_CONSTRUCTORS = {
@@ -48,6 +47,26 @@ TENSOR_CONSTRUCTORS = {
   torch.as_tensor,
   torch.scalar_tensor,
 }
+
+
+_ATEN = torch.ops.aten
+META_FACTORIES = frozenset(
+  {
+    _ATEN.arange.default,
+    _ATEN.arange.start,
+    _ATEN.arange.start_step,
+    _ATEN.empty.memory_format,
+    _ATEN.empty_strided.default,
+    _ATEN.eye.default,
+    _ATEN.eye.m,
+    _ATEN.full.default,
+    _ATEN.linspace.default,
+    _ATEN.ones.default,
+    _ATEN.scalar_tensor.default,
+    _ATEN.zeros.default,
+    _ATEN._efficientzerotensor.default,
+  }
+)
 
 
 class _None:
@@ -101,7 +120,8 @@ class _ModeState(threading.local):
 
   depth = 0
   suspended = 0
-  mode: TorchFunctionMode | None = None
+  asked_for_meta = 0
+  modes: tuple = ()
 
   @property
   def active(self) -> bool:
@@ -122,10 +142,12 @@ class XLAFunctionMode(TorchFunctionMode):
     return func(*args, **kwargs) if kwargs else func(*args)
 
 
-class XLADispatchMode(TorchDispatchMode):
+class XLADispatchMode(_torch_compat.DispatchMode):
   """Sends ATen operations on jax tensors to the environment.
 
-  The class of the tensors does this by itself; the mode is for code that pushes it.
+  Their class does this by itself. The mode also catches the tensors that torch's C++
+  makes "on the device of" a jax tensor (zeros in a gradient formula, the scalar of
+  `torch.where`): C++ sees the wrapper's device, meta, and asks for a meta tensor.
   """
 
   def __init__(self, env: "Environment"):
@@ -133,9 +155,19 @@ class XLADispatchMode(TorchDispatchMode):
     self.env = env
 
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-    if any(issubclass(cls, Tensor) for cls in types):
-      return self.env.dispatch(func, types, args, kwargs)
-    return func(*args, **(kwargs or {}))
+    for cls in types:
+      if cls is Tensor or cls is View:
+        return self.env.dispatch(func, types, args, kwargs)
+    if kwargs is None:
+      return func(*args)
+    device = kwargs.get("device")
+    if device is not None:
+      kind = device.type
+      if kind == "meta" and self.env._is_for_jax(func):
+        return self.env.dispatch(func, types, args, {**kwargs, "device": None})
+      if kind == "jax" and func in self.env.lowered_factories:
+        return self.env.dispatch(func, types, args, kwargs)
+    return func(*args, **kwargs)
 
 
 class Environment(contextlib.ContextDecorator):
@@ -145,6 +177,8 @@ class Environment(contextlib.ContextDecorator):
     configuration: switches; see `Configuration`.
   """
 
+  # Factories that run as lowerings; `factories.py` fills this in.
+  lowered_factories: ClassVar[set] = set()
   # Called with each new environment; the composition root adds the factories here.
   on_creation: ClassVar[list] = []
 
@@ -169,9 +203,10 @@ class Environment(contextlib.ContextDecorator):
   def enable_torch_modes(self) -> None:
     """Turns the environment on for this thread; calls nest."""
     state = self._modes
-    if state.mode is None:
-      state.mode = XLAFunctionMode(self)
-      state.mode.__enter__()
+    if not state.modes:
+      state.modes = (XLADispatchMode(self), XLAFunctionMode(self))
+      for mode in state.modes:
+        mode.__enter__()
     state.depth += 1
 
   def disable_torch_modes(self, *exc) -> None:
@@ -186,10 +221,25 @@ class Environment(contextlib.ContextDecorator):
         "The torchax environment is not enabled on this thread: disable follows enable."
       )
     state.depth -= 1
-    # Another mode may have been pushed on top since; then ours stays, inert.
-    if state.depth == 0 and _torch_compat.is_top_function_mode(state.mode):
-      state.mode.__exit__(*(exc or (None, None, None)))
-      state.mode = None
+    # Other modes may have been pushed on top since; then ours stay, inert.
+    if state.depth == 0 and _torch_compat.are_top_modes(*state.modes):
+      for mode in reversed(state.modes):
+        mode.__exit__(*(exc or (None, None, None)))
+      state.modes = ()
+
+  def catching_factories(self):
+    """A context in which C++ code may make tensors beside jax tensors.
+
+    The modes are off inside the handlers of operations; this turns on what a
+    composite operation that runs there needs.
+    """
+    return XLADispatchMode(self)
+
+  def _is_for_jax(self, func) -> bool:
+    """True if C++ asked for a meta tensor and the user did not."""
+    return func in META_FACTORIES and not (
+      self._modes.asked_for_meta or self._modes.suspended
+    )
 
   @contextlib.contextmanager
   def disabled(self) -> Iterator[None]:
@@ -448,6 +498,15 @@ class Environment(contextlib.ContextDecorator):
     if same_dtype and self._is_same_device(tensor, device) and not copy:
       return tensor
     return self._to_copy(tensor, dtype, device)
+
+  @contextlib.contextmanager
+  def meta_is_meant(self) -> Iterator[None]:
+    """Factories inside that ask for meta tensors get them."""
+    self._modes.asked_for_meta += 1
+    try:
+      yield
+    finally:
+      self._modes.asked_for_meta -= 1
 
   def _handle_tensor_constructor(self, func, args, kwargs):
     """Runs a factory function on jax if its device says so."""

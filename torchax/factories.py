@@ -40,13 +40,28 @@ _LOWERED = (
   "randint.low_generator",
   "randperm",
   "randperm.generator",
+  "logspace",
+  "scalar_tensor",
+  "tril_indices",
+  "triu_indices",
 )
 
 
-def _lowered_kernel(name: str) -> Callable:
-  packet, _, overload = name.partition(".")
-  op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+# What torch calls for sparse and quantised tensors, and the key it calls it with.
+_UNSUPPORTED = (
+  ("empty.memory_format", "SparsePrivateUse1"),
+  ("empty.memory_format", "SparseCsrPrivateUse1"),
+  ("empty.memory_format", "QuantizedPrivateUse1"),
+  ("empty_quantized", "QuantizedPrivateUse1"),
+)
 
+
+def _overload(name: str):
+  packet, _, overload = name.partition(".")
+  return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _lowered_kernel(op) -> Callable:
   def kernel(*args, **kwargs):
     return default_env().dispatch(op, (), args, kwargs)
 
@@ -71,10 +86,10 @@ def _empty_strided(size, stride, **kwargs) -> Tensor:
   return _empty(size, **kwargs)
 
 
-def _empty_quantized(*args, dtype=None, **_ignored):
+def _unsupported(*args, **kwargs):
   raise UnsupportedDtypeError(
-    "torchax holds plain tensors, but was asked for a quantised one. Call "
-    "`.dequantize()` before moving it to jax."
+    "torchax holds dense and plain tensors, but was asked for a sparse or quantised one. "
+    "Make it on the CPU, and call `.to_dense()` or `.dequantize()` before moving it."
   )
 
 
@@ -82,10 +97,12 @@ def register_kernels() -> None:
   """Tells torch what runs for factories with device="jax"."""
   _torch_compat.register_kernel("empty.memory_format", _empty)
   _torch_compat.register_kernel("empty_strided", _empty_strided)
-  for name in ("empty_quantized", "_empty_affine_quantized"):
-    _torch_compat.register_kernel(name, _empty_quantized, "QuantizedPrivateUse1")
+  for name, key in _UNSUPPORTED:
+    _torch_compat.register_kernel(name, _unsupported, key)
   for name in _LOWERED:
-    _torch_compat.register_kernel(name, _lowered_kernel(name))
+    op = _overload(name)
+    _torch_compat.register_kernel(name, _lowered_kernel(op))
+    Environment.lowered_factories.add(op)
 
 
 def _has_grad(tensor) -> bool:
@@ -137,12 +154,42 @@ def register_functions(env: Environment) -> None:
   env.functions.add(torch.Tensor.cuda, _cuda(env))
 
 
+# Factories of a size alone, which need not go through torch's parser.
+_BY_SIZE = {
+  torch.ones: torch.ops.aten.ones.default,
+  torch.zeros: torch.ops.aten.zeros.default,
+  torch.rand: torch.ops.aten.rand.default,
+  torch.randn: torch.ops.aten.randn.default,
+}
+_JAX_NAMES = frozenset({"jax", "jax:0"})
+
+
+def _size_of(args) -> list[int] | None:
+  """The size in `f(2, 3)` or `f((2, 3))`; None if torch has to look at it."""
+  if len(args) == 1 and isinstance(args[0], tuple | list):
+    args = args[0]
+  size = list(args)
+  return size if all(type(n) is int and n >= 0 for n in size) else None
+
+
 def _constructor(func, env) -> Callable:
+  by_size = _BY_SIZE.get(func)
+
   def construct(args, kwargs):
     device = kwargs.get("device")
-    if device is None or torch.device(device).type != "cuda":
+    if device is None:
       return func(*args, **kwargs)
-    return env._handle_tensor_constructor(func, args, kwargs)
+    if by_size is not None and len(kwargs) == 1 and device in _JAX_NAMES:
+      size = _size_of(args)
+      if size is not None:
+        return env.dispatch(by_size, (), (size,), None)
+    kind = torch.device(device).type
+    if kind == "meta":
+      with env.meta_is_meant():
+        return func(*args, **kwargs)
+    if kind == "cuda":
+      return env._handle_tensor_constructor(func, args, kwargs)
+    return func(*args, **kwargs)
 
   return construct
 

@@ -39,18 +39,18 @@ class ArrayFunctionHandler:
     if not _has_jax_tensor(args, kwargs):
       return self.func(*args, **kwargs)
     tensors, key = self.flattener.flatten(args, kwargs)
-    cache_key = (len(args), key)
-    function = self._functions.get(cache_key)
+    function = self._functions.get(key)
     if function is None:
-      function = autograd.ArrayFunction(self._array_function(key, len(args)))
-      self._functions[cache_key] = function
+      function = self._functions[key] = autograd.ArrayFunction(
+        self._array_function(key)
+      )
     return autograd.call(function, tensors)
 
-  def _array_function(self, key, n_args) -> Callable:
+  def _array_function(self, key) -> Callable:
     extra = {"env": self.env} if self.operator.needs_env else {}
 
     def on_arrays(*arrays):
-      args, kwargs = self.flattener.rebuild(key, n_args, arrays)
+      args, kwargs = self.flattener.rebuild(key, arrays)
       return self.operator.func(*args, **kwargs, **extra)
 
     on_arrays.__name__ = getattr(self.operator.func, "__name__", "function")

@@ -101,6 +101,11 @@ class Tensor(torch.Tensor):
     chain = self._chain
     return array if chain is WHOLE else read_chain(array, chain)
 
+  def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+    """As `torch.Tensor.backward`; on any thread, in or out of the environment."""
+    with self._env.catching_factories():
+      super().backward(gradient, retain_graph, create_graph, inputs)
+
   def replace_jax(self, array: jax.Array) -> None:
     """Replaces the numbers, as an in-place operation does: views and bases follow.
 
@@ -122,7 +127,11 @@ class Tensor(torch.Tensor):
   def __setitem__(self, index, value) -> None:
     # torch would make a tensor of the number on the wrapper's meta device.
     if isinstance(value, bool | int | float | complex):
-      value = new_tensor(jnp.asarray(value, mappings.t2j_dtype(self.dtype)), self._env)
+      if _is_basic(index):
+        self[index].fill_(value)
+        return
+      array = np.asarray(value, mappings.t2j_dtype(self.dtype))
+      value = new_tensor(jnp.asarray(array), self._env)
     super().__setitem__(_index_of(index), value)
 
   def torch(self) -> torch.Tensor:
@@ -274,6 +283,15 @@ def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool) -> "Te
 
 
 torch.serialization.add_safe_globals([_rebuild])
+
+
+def _is_basic(index) -> bool:
+  """True for an index whose result is a view: integers, slices, None, Ellipsis."""
+  parts = index if type(index) is tuple else (index,)
+  return all(type(part) in _BASIC for part in parts)
+
+
+_BASIC = frozenset({int, slice, type(None), type(Ellipsis)})
 
 
 def new_tensor(array: jax.Array, env) -> Tensor:

@@ -103,7 +103,6 @@ DYNAMIC = {
   aten.clamp.default: {"self", "min", "max"},
   aten.cat.default: {"tensors"},
   aten.sum.dim_IntList: {"self"},
-  aten.index.Tensor: {"self", "indices"},
   aten.native_dropout.default: {"input", "p"},
   aten.native_layer_norm.default: {"input", "weight", "bias", "eps"},
   aten.view.default: {"self"},

@@ -2,6 +2,7 @@
 
 
 
+from torchax.interop import optimizers
 from torchax.interop.jit import Jitted, jax_jit, wrap_jax_jit
 from torchax.interop.module import (
   JittableModule,
@@ -35,6 +36,7 @@ __all__ = [
   "jax_value_and_grad",
   "jax_view",
   "jax_view_elem",
+  "optimizers",
   "set_all_buffers",
   "torch_view",
   "torch_view_elem",

@@ -18,7 +18,7 @@ from torchax.interop.views import arrays_of, tensors_of
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
-# Operands in front of the user's arguments: (rng, (situation, captured)).
+# Operands in front of the user's arguments: (rng, (captured, situation)).
 LEADING = 2
 
 _ARGNUMS = ("static_argnums", "donate_argnums")
@@ -65,6 +65,7 @@ class Jitted:
   def __init__(self, function: Callable, jit_kwargs: dict[str, Any], captured=()):
     self.traced = Traced(function, lifts=True, captured=captured)
     self._pure = self.traced.pure
+    self._env = default_env()
     kwargs = shift_jit_kwargs(jit_kwargs)
     self._all_arguments = kwargs.pop("_all_arguments", None)
     self._kwargs = kwargs
@@ -95,18 +96,18 @@ class Jitted:
   def call(self, extra, args, kwargs):
     """Runs the function; `extra` is static and part of what it was compiled for."""
     leaves, args, kwargs = _flatten(args, kwargs)
-    jitted = self._transformed(len(args))
+    jitted = self._jitted or self._transformed(len(args))
     traced = self.traced
 
     def run(rng):
-      operands = (traced.situation(leaves, extra), traced.captured_arrays())
+      operands = (traced.captured_arrays(), traced.situation(leaves, extra))
       return jitted(rng, operands, *args, **kwargs)
 
     out, effects = self._pure.run(run)
     if effects is not None:
       traced.settle(leaves, effects)
     if isinstance(out, jax.Array):
-      return new_tensor(out, default_env())
+      return new_tensor(out, self._env)
     return tensors_of(out)
 
   def lower(self, *args, **kwargs):
@@ -125,8 +126,8 @@ class Jitted:
       lambda rng: jitted.trace(rng, self._operands(leaves), *args, **kwargs)
     )
 
-  def _operands(self, leaves, extra=None) -> tuple[Situation, tuple]:
-    return self.traced.situation(leaves, extra), self.traced.captured_arrays()
+  def _operands(self, leaves, extra=None) -> tuple[tuple, Situation]:
+    return self.traced.captured_arrays(), self.traced.situation(leaves, extra)
 
 
 def _flatten(args, kwargs):
@@ -196,7 +197,7 @@ def wrap_jax_jit(
     leaves, args, kwargs = _flatten(args, kwargs)
 
     def run(rng):
-      operands = (traced.situation(leaves), traced.captured_arrays())
+      operands = (traced.captured_arrays(), traced.situation(leaves))
       return jitted(rng, operands, *args, **kwargs)
 
     out, effects = traced.pure.run(run)

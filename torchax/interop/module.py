@@ -1,6 +1,7 @@
 """Modules as compiled or functional programs."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +67,8 @@ class JittableModule(torch.nn.Module):
     self._extra_jit_args = dict(extra_jit_args or {})
     self._dedup_parameters = dedup_parameters
     self._jitted: dict[str, Jitted] = {}
-    self._modules_list = list(m.modules())
+    self._submodules = list(m.modules())
+    self._tables = ()
 
   @property
   def params(self) -> dict[str, torch.Tensor]:
@@ -106,18 +108,33 @@ class JittableModule(torch.nn.Module):
 
   def jittable_call(self, method_name: str, *args, **kwargs):
     """Runs a method of the module, compiled."""
-    if method_name not in self._jitted:
+    if not all(_is_unchanged(table, known) for table, known in self._tables):
+      self._jitted.clear()  # a parameter or module was replaced by another one
+    jitted = self._jitted.get(method_name)
+    if jitted is None:
       self.make_jitted(method_name)
-    training = tuple([module.training for module in self._modules_list])
-    return self._jitted[method_name].call(training, args, kwargs)
+      jitted = self._jitted[method_name]
+    training = tuple([module.training for module in self._submodules])
+    return jitted.call(training, args, kwargs)
 
   def make_jitted(self, key: str) -> None:
     """Prepares the compiled form of the method of that name."""
+    self._submodules = list(self._model.modules())
+    self._tables = tuple(
+      (table, tuple(table.values()))
+      for module in self._submodules
+      for table in (module._parameters, module._buffers, module._modules)
+      if table
+    )
     params, buffers = extract_all_buffers(self._model)
     tensors = [t for t in (*params.values(), *buffers.values()) if type(t) is Tensor]
     captured = list({id(t._storage): t for t in tensors}.values())
     method = getattr(self._model, key)
     self._jitted[key] = Jitted(method, self._extra_jit_args, captured)
+
+
+def _is_unchanged(table: dict, known: tuple) -> bool:
+  return len(table) == len(known) and all(map(operator.is_, table.values(), known))
 
 
 def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

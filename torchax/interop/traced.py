@@ -11,7 +11,7 @@ captured tensors and to the `.grad` of captured leaves. `settle` applies them.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import ClassVar
 
 import jax
 import torch
@@ -20,7 +20,7 @@ from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.views import arrays_of
 from torchax.rng import Carried, NewOperands, is_typed_key
-from torchax.storage import Boundary, Cell, Storage
+from torchax.storage import Boundary, Cell, Storage, active
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -29,9 +29,8 @@ def _is_tensor(value) -> bool:
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
 class Situation:
-  """What a trace depends on besides values: hashable, compared on every call.
+  """What a trace depends on besides values. Interned, so that a call compares quickly.
 
   Attributes:
     same: for each argument leaf that repeats an earlier one's tensor, the two indices.
@@ -40,10 +39,22 @@ class Situation:
     extra: anything the wrapper adds, such as the training flags of a module.
   """
 
-  same: tuple[tuple[int, int], ...] = ()
-  overlapping: tuple[int, ...] = ()
-  has_grad: tuple[bool, ...] = ()
-  extra: Any = None
+  __slots__ = ("same", "overlapping", "has_grad", "extra")
+  _known: ClassVar[dict] = {}
+
+  @classmethod
+  def of(cls, same=(), overlapping=(), has_grad=(), extra=None) -> "Situation":
+    """The situation with these attributes; always the same object."""
+    attributes = (same, overlapping, has_grad, extra)
+    known = cls._known.get(attributes)
+    if known is None:
+      known = cls._known[attributes] = cls()
+      known.same, known.overlapping, known.has_grad, known.extra = attributes
+    return known
+
+
+ORDINARY = Situation.of()
+"""No argument repeats another one, and nothing else matters."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -113,6 +124,11 @@ class Traced:
     self.function = function
     self.lifts = lifts
     self.captured: list[Tensor] = list(captured)
+    # Captured leaf -> place of its captured gradient.
+    self._gradients: dict[Tensor, int] = {}
+    self._has_traced = False
+    # Whether a trace has met a gradient of a captured leaf, which may come and go.
+    self._touches_grad = False
     self.pure = Carried(self._pure)
     self.pure.__name__ = getattr(function, "__name__", type(function).__name__)
     self.__name__ = self.pure.__name__
@@ -121,16 +137,51 @@ class Traced:
 
   def captured_arrays(self) -> tuple[jax.Array, ...]:
     """The operands for the closed-over tensors."""
-    self.captured = [
-      t for t in self.captured if t._storage.birth is None or not _is_dead(t)
-    ]
-    return tuple([t._storage.read(t) for t in self.captured])
+    if not self.captured:
+      return ()
+    if self._gradients:
+      self._follow_gradients()
+    if self._has_traced:
+      self._drop_dead()
+    if active.boundary is None:
+      return tuple([tensor._storage.array for tensor in self.captured])
+    return tuple([tensor._storage.read(tensor) for tensor in self.captured])
 
-  def situation(self, leaves: list, extra=None) -> Situation:
+  def _follow_gradients(self) -> None:
+    """A captured `.grad` may be another tensor by now, or be gone."""
+    for leaf, place in list(self._gradients.items()):
+      self.captured[place] = leaf.grad
+    if any(tensor is None for tensor in self.captured):
+      self.captured = [tensor for tensor in self.captured if tensor is not None]
+      self._note_captured()
+
+  def _drop_dead(self) -> None:
+    """Tensors of an outer trace that has ended are no operands any more."""
+    self.captured = [
+      t for t in self.captured if t._storage.birth is None or not t._storage.birth.closed
+    ]
+    self._note_captured()
+
+  def _note_captured(self) -> None:
+    """Derives what a call has to look at from the captured tensors."""
+    self._has_traced = any(t._storage.birth is not None for t in self.captured)
+    places = {id(tensor): place for place, tensor in enumerate(self.captured)}
+    self._gradients = {
+      t: places[id(t.grad)]
+      for t in self.captured
+      if _is_trained(t) and t.grad is not None and id(t.grad) in places
+    }
+
+  def situation(self, leaves, extra=None) -> Situation:
     """The static part of a call with these argument leaves."""
-    has_grad = tuple([t.grad is not None for t in self.captured if _is_trained(t)])
-    same, overlapping = repeated(leaves)
-    return Situation(same, overlapping, has_grad, extra)
+    has_grad = ()
+    if self._touches_grad:
+      trained = [tensor for tensor in self.captured if _is_trained(tensor)]
+      has_grad = tuple([tensor.grad is not None for tensor in trained])
+    same, overlapping = repeated(leaves) if len(leaves) > 1 else ((), ())
+    if same or overlapping or has_grad or extra is not None:
+      return Situation.of(same, overlapping, has_grad, extra)
+    return ORDINARY
 
   def settle(self, leaves: list, effects: Effects | None) -> None:
     """Applies what the function changed in place to the caller's tensors."""
@@ -153,7 +204,7 @@ class Traced:
   # In the trace ----------------------------------------------------------------------
 
   def _pure(self, operands, *args, **kwargs):
-    situation, captured = operands
+    captured, situation = operands
     env = default_env()
     boundary = Boundary()
     grads = {id(t): t.grad for t in self.captured if _is_trained(t)}
@@ -199,6 +250,8 @@ class Traced:
     leaves = self._leaves(boundary)
     updated = [t for t in leaves if _is_born_in(t.grad, boundary)]
     cleared = [t for t in leaves if t.grad is None and grads.get(id(t)) is not None]
+    if updated or cleared or any(t.grad is not None for t in leaves):
+      self._touches_grad = True
     cells = boundary.written()
     if not (changed or cells or updated or cleared):
       return None
@@ -227,6 +280,7 @@ class Traced:
     if new:
       env = default_env()
       self.captured += [_tensor_of(cell, env) for cell in new]
+      self._note_captured()
       raise NewOperands
 
 
@@ -242,10 +296,6 @@ def _tensor_of(cell: Cell, env) -> Tensor:
 def _is_trained(tensor: Tensor) -> bool:
   """True for leaves that autograd gives a `.grad`; others warn when asked for it."""
   return tensor.requires_grad and tensor.is_leaf
-
-
-def _is_dead(tensor: Tensor) -> bool:
-  return tensor._storage.birth.closed
 
 
 def _is_born_in(grad, boundary: Boundary) -> bool:

@@ -45,7 +45,7 @@ def jax_value_and_grad(
     leaves, args, kwargs = _flatten(args, kwargs)
 
     def run(rng):
-      operands = (traced.situation(leaves), ())
+      operands = ((), traced.situation(leaves))
       (value, (aux, effects, advance)), grads = transformed(
         rng, operands, *args, **kwargs
       )
@@ -81,7 +81,7 @@ def gradient_checkpoint(
     leaves, args, kwargs = _flatten(args, kwargs)
 
     def run(rng):
-      return transformed(rng, (traced.situation(leaves), ()), *args, **kwargs)
+      return transformed(rng, ((), traced.situation(leaves)), *args, **kwargs)
 
     out, effects = traced.pure.run(run)
     traced.settle(leaves, effects)

@@ -23,6 +23,18 @@ from torchax.tensor import Tensor, new_tensor
 from torchax.types import JaxCallable, JaxValue, TorchCallable, TorchValue
 
 
+def _register_return_types() -> None:
+  """Named tuples that torch's operations return, as pytrees of their fields."""
+  found = (v for v in vars(torch.return_types).values() if isinstance(v, type))
+  for cls in {value for value in found if issubclass(value, tuple)}:
+    jax.tree_util.register_pytree_node(
+      cls, lambda named: (tuple(named), type(named)), lambda cls, parts: cls(parts)
+    )
+
+
+_register_return_types()
+
+
 def _is_leaf(value) -> bool:
   return isinstance(value, torch.Tensor)
 

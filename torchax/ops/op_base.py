@@ -49,6 +49,7 @@ def op(
   is_jax_function: bool = True,
   needs_env: bool = False,
   is_view_op: bool = False,
+  is_user_defined: bool = False,
 ) -> Callable:
   """Registers the decorated function as the lowering of one or more operations.
 
@@ -64,6 +65,7 @@ def op(
     is_jax_function: it takes arrays (default) instead of tensors.
     needs_env: it takes the environment as `env=`.
     is_view_op: it sees views as such.
+    is_user_defined: it may replace a lowering that exists.
 
   Raises:
     ValueError: an operation already has a lowering.
@@ -78,6 +80,7 @@ def op(
           is_jax_function=is_jax_function,
           needs_env=needs_env,
           is_view_op=is_view_op,
+          is_user_defined=is_user_defined,
           kind=kind,
           static=static,
           compiled=compiled,

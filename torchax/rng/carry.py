@@ -63,11 +63,11 @@ class Advance:
   key: jax.Array | None = None
 
   @classmethod
-  def of(cls, stream: "CarriedStream") -> "Advance":
-    """What happened to a stream since it was opened."""
+  def of(cls, stream: "CarriedStream") -> "Advance | None":
+    """What happened to a stream since it was opened; None for nothing."""
     words = tuple(slot.draws for slot in stream.slots)
     if not stream.reseeded:
-      return cls(stream.draws, words=words)
+      return cls(stream.draws, words=words) if stream.draws or words else None
     if not isinstance(stream.state.count, int):
       stream.rebase()
     return cls(stream.draws, stream.state.count, words, stream.state.key)
@@ -161,7 +161,7 @@ class Carried:
     self.__name__ = getattr(function, "__name__", type(function).__name__)
 
   def __call__(self, rng: RngOperands, *args, **kwargs):
-    """The pure function: `(rng, *args, **kwargs) -> (out, Advance)`."""
+    """The pure function: `(rng, *args, **kwargs) -> (out, Advance or None)`."""
     slots = [
       GeneratorSlot(generator, words)
       for (generator, _), words in zip(self.generators, rng.words)
@@ -200,19 +200,24 @@ class Carried:
     except TracedDrawError:
       if self.generators:
         raise
-    state = stream.state
-    count = np.uint32(state.count) if isinstance(state.count, int) else state.count
+    key, count = stream.position()
+    if type(count) is int:
+      count = np.uint32(count)
+    if not self.generators:
+      return RngOperands(key, count)
     words = tuple(
-      take_words(generator, n, self.__name__) for generator, n in self.generators
+      [take_words(generator, n, self.__name__) for generator, n in self.generators]
     )
-    return RngOperands(state.key, count, words)
+    return RngOperands(key, count, words)
 
-  def commit(self, advance: Advance) -> None:
+  def commit(self, advance: Advance | None) -> None:
     """Moves the current stream as far as the function did.
 
     Raises:
       TracedDrawError: the function drew inside a raw JAX transformation.
     """
+    if advance is None:
+      return
     stream = scope.current()
     if advance.key is not None:
       stream.reseed(RngState(advance.key, advance.count))
@@ -231,6 +236,13 @@ class Carried:
       `out`; the stream stands where the function left it, or, after an exception,
       where it stood before.
     """
+    if not self.generators:  # the common case, short
+      try:
+        out, advance = transformed(self.operands())
+        self.commit(advance)
+        return out
+      except NewOperands:
+        pass
     while True:
       before = [generator.get_state() for generator, _ in self.generators]
       try:
@@ -242,7 +254,8 @@ class Carried:
         if isinstance(error, NewOperands):
           continue
         raise
-      for (generator, n), state, used in zip(self.generators, before, advance.words):
+      drawn = advance.words if advance is not None else ()
+      for (generator, n), state, used in zip(self.generators, before, drawn):
         if used < n:
           give_back_words(generator, state, n, used)
       return out

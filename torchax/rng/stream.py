@@ -61,6 +61,12 @@ class RngStream:
     self._base = None if on_host else state.count
     self._reseeded = True
 
+  def position(self) -> DrawOperands:
+    """Key and count before the next draw; does not ask whether a draw is allowed."""
+    if self._base is None:
+      return DrawOperands(self._key, self._count)
+    return DrawOperands(self._key, self._base + self._count)
+
   @property
   def state(self) -> RngState:
     """The state before the next draw."""

@@ -36,10 +36,22 @@ def _floating(name: str, dtype) -> jnp.dtype:
   return dtype
 
 
+def _require_size(size) -> None:
+  if any(extent < 0 for extent in size):
+    negative = min(size)
+    raise RuntimeError(
+      f"Trying to create tensor with negative dimension {negative}: {list(size)}"
+    )
+
+
+def _check_size(size, **_):
+  _require_size(size)
+
+
 # Uniform and normal ----------------------------------------------------------------
 
 
-@_sampler(aten.rand)
+@_sampler(aten.rand, check=_check_size)
 def _rand(key, size, *, names=None, dtype=None):
   return samplers.uniform(key, size, _floating("rand", _dtype(dtype)))
 
@@ -50,7 +62,7 @@ def _aten_rand_like(key, self, *, dtype=None):
   return samplers.uniform(key, self.shape, dtype)
 
 
-@_sampler(aten.randn)
+@_sampler(aten.randn, check=_check_size)
 def _aten_randn(key, size, *, names=None, dtype=None):
   return samplers.normal(key, size, _floating("randn", _dtype(dtype)))
 
@@ -64,7 +76,8 @@ def _aten_randn_like(key, self, *, dtype=None):
 def _check_uniform(self, from_=0.0, to=1.0, **_):
   if not from_ <= to:
     raise RuntimeError(
-      f"uniform_ expects to return a [from, to) range, but found from={from_} > to={to}."
+      "uniform_ expects to return a [from, to) range, but found "
+      f"from={from_} > to={to}."
     )
 
 
@@ -90,15 +103,21 @@ def _aten_normal_functional(key, self, mean=0.0, std=1.0):
   )
 
 
-def _check_normal_factory(mean, std=1.0, *args, **_):
+def _check_normal_tensors(mean, std=1.0, **_):
   _check_std(std)
+  torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
+
+
+def _check_normal_factory(mean, std, size, **_):
+  _check_std(std)
+  _require_size(size)
 
 
 @_sampler(
   aten.normal.Tensor_float,
   aten.normal.float_Tensor,
   aten.normal.Tensor_Tensor,
-  check=_check_normal_factory,
+  check=_check_normal_tensors,
 )
 def _aten_normal(key, mean, std=1.0):
   dtype = _floating("normal", jnp.result_type(mean, std))
@@ -124,15 +143,16 @@ def _check_range(name: str, low: int, high: int, dtype) -> None:
     limits = np.iinfo(jax_dtype)
     if low < limits.min or high - 1 > limits.max:
       raise RuntimeError(
-        f"{name}: [{low}, {high}) does not fit in {jax_dtype}. For 64-bit integers call "
-        '`jax.config.update("jax_enable_x64", True)` first.'
+        f"{name}: [{low}, {high}) does not fit in {jax_dtype}. For 64-bit integers "
+        'call `jax.config.update("jax_enable_x64", True)` first.'
       )
 
 
 def _check_randint(low, high=None, size=None, *, dtype=None, **_):
   if size is None:  # (high, size)
-    low, high = 0, low
+    low, high, size = 0, low, high
   _check_range("randint", low, high, dtype or torch.int64)
+  _require_size(size)
 
 
 @_sampler(aten.randint, check=_check_randint)
@@ -217,7 +237,7 @@ def _aten_bernoulli_p(key, self, p=0.5):
 
 def _check_dropout(input, p, train, **_):
   if not 0 <= p <= 1:
-    raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}.")
+    raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}.")
 
 
 # p is static so that 1 - p is rounded once, in Python, as in torch's composite form.

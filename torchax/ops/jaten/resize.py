@@ -24,6 +24,9 @@ _SCALE_NAMES = {
   2: ("scales_h", "scales_w"),
   3: ("scales_d", "scales_h", "scales_w"),
 }
+# New in torch 2.12.
+_HAS_LANCZOS = hasattr(aten, "_upsample_lanczos2d_aa")
+
 _STATIC_SCALES = ("scales", "scales_d", "scales_h", "scales_w")
 
 
@@ -278,7 +281,6 @@ def _aten_upsample_bicubic2d_aa(
   return _antialiased(self, output_size, align_corners, scales, "cubic")
 
 
-@op(aten._upsample_lanczos2d_aa.default, static=_STATIC_SCALES)
 @_in_float
 def _aten_upsample_lanczos2d_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
@@ -302,9 +304,13 @@ _register_antialiased_backward(
 _register_antialiased_backward(
   aten._upsample_bicubic2d_aa_backward, _aten_upsample_bicubic2d_aa
 )
-_register_antialiased_backward(
-  aten._upsample_lanczos2d_aa_backward, _aten_upsample_lanczos2d_aa
-)
+if _HAS_LANCZOS:
+  op(aten._upsample_lanczos2d_aa.default, static=_STATIC_SCALES)(
+    _aten_upsample_lanczos2d_aa
+  )
+  _register_antialiased_backward(
+    aten._upsample_lanczos2d_aa_backward, _aten_upsample_lanczos2d_aa
+  )
 
 
 # --- sizes or factors ------------------------------------------------------------
@@ -342,7 +348,8 @@ _register_vec(
 _register_vec(_aten_upsample_bicubic2d, aten.upsample_bicubic2d)
 _register_vec(_aten_upsample_billinear_aa, aten._upsample_bilinear2d_aa)
 _register_vec(_aten_upsample_bicubic2d_aa, aten._upsample_bicubic2d_aa)
-_register_vec(_aten_upsample_lanczos2d_aa, aten._upsample_lanczos2d_aa)
+if _HAS_LANCZOS:
+  _register_vec(_aten_upsample_lanczos2d_aa, aten._upsample_lanczos2d_aa)
 
 
 # --- grid sampling ---------------------------------------------------------------

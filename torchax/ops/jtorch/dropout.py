@@ -8,7 +8,9 @@ forms would draw.
 import torch
 import torch.nn.functional as F
 
+from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.op_base import op
 from torchax.ops.ops_registry import Kind
 
 aten = torch.ops.aten
@@ -16,6 +18,38 @@ aten = torch.ops.aten
 # Keeps mean 0 and variance 1 of SELU's outputs: alpha · scale of its negative side
 # (Klambauer et al. 2017, https://arxiv.org/abs/1706.02515).
 _ALPHA_PRIME = 1.7580993408473766
+
+
+# Without a gradient to record, dropout needs no mask beside its result.
+_library = torch.library.Library("torchax", "DEF")
+_library.define("dropout(Tensor input, float p) -> Tensor")
+_forward = torch.ops.torchax.dropout.default
+
+
+@op(_forward, kind=Kind.SAMPLER, static=("p",))
+def _dropout_forward(key, input, p):
+  return native_dropout(key, input, p)[0]
+
+
+class _Dropout(torch.autograd.Function):
+  """`native_dropout` with its gradient, spared the way through torch's C++."""
+
+  @staticmethod
+  def forward(ctx, input, p):
+    operation = aten.native_dropout.default
+    result, mask = input._env.dispatch(operation, (), (input, p, True), None)
+    ctx.save_for_backward(mask)
+    ctx.scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+    return result
+
+  @staticmethod
+  def backward(ctx, grad):
+    (mask,) = ctx.saved_tensors
+    return aten.native_dropout_backward.default(grad, mask, ctx.scale), None
+
+
+def _needs_grad(input) -> bool:
+  return torch.is_grad_enabled() and input.requires_grad
 
 
 def _check(p: float) -> None:
@@ -32,7 +66,11 @@ def _dropout(input, p=0.5, training=True, inplace=False):
   _check(p)
   if not training or p == 0.0 or not input.numel():
     return input
-  return _finish(input, aten.native_dropout(input, p, True)[0], inplace)
+  if _needs_grad(input):
+    result = _Dropout.apply(input, p)
+  else:
+    result = input._env.dispatch(_forward, (), (input, p), None)
+  return _finish(input, result, inplace)
 
 
 @register_function(torch.dropout, kind=Kind.TENSORS)

@@ -1,0 +1,284 @@
+"""A test for each fault of google/torchax that the design of the random state removes.
+
+Each is named after what goes wrong there, mostly silently; `docs/rng.md` has the table.
+"""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchax.errors import TracedDrawError
+from torchax.interop import (
+  functional_rng,
+  gradient_checkpoint,
+  jax_jit,
+  jax_value_and_grad,
+  jax_view,
+)
+from torchax.rng import is_typed_key
+
+N = 64
+
+
+def _ones(n=N) -> torch.Tensor:
+  return torch.ones(n, device="jax")
+
+
+def _drop(x):
+  return F.dropout(x, 0.5)
+
+
+def _state(env) -> dict:
+  return env.rng.state.state_dict()
+
+
+def _on_thread(function):
+  out = []
+  thread = threading.Thread(target=lambda: out.append(function()))
+  thread.start()
+  thread.join()
+  return out[0]
+
+
+def test_raw_jit_of_a_jax_view_raises_instead_of_keeping_one_mask(env):
+  compiled = jax.jit(jax_view(_drop))
+  before = _state(env)
+  for _ in range(2):
+    with pytest.raises(TracedDrawError, match="rng=key"):
+      compiled(jnp.ones(N))
+  assert _state(env) == before
+  assert set(_drop(_ones()).tolist()) == {0.0, 2.0}  # eager draws go on
+
+
+def test_raw_jit_of_a_jax_view_takes_the_key_as_an_operand():
+  compiled = jax.jit(jax_view(_drop))
+  keys = [jax.random.key(seed) for seed in (0, 1)]
+  masks = [compiled(jnp.ones(N), rng=key) for key in keys]
+  assert not jnp.array_equal(*masks)
+  assert jnp.array_equal(masks[0], compiled(jnp.ones(N), rng=keys[0]))
+  assert compiled._cache_size() == 1
+  jaxpr = jax.make_jaxpr(jax_view(_drop))(jnp.ones(N), rng=keys[0]).jaxpr
+  assert "key<fry>[]" in [str(var.aval) for var in jaxpr.invars]
+
+
+def test_a_jitted_function_called_twice_inside_another_has_two_masks():
+  inner = jax_jit(_drop)
+  x = _ones()
+  expected = [_drop(x), _drop(x)]
+  torch.manual_seed(0)
+  masks = jax_jit(lambda x: (inner(x), inner(x)))(x)
+  assert not torch.equal(*masks)
+  assert all(map(torch.equal, masks, expected))
+
+
+def test_gradient_checkpoint_twice_in_one_jit_has_two_masks_each_used_in_backward():
+  block = gradient_checkpoint(_drop)
+
+  def loss(x, y):
+    first, second = block(x), block(y)
+    return (first + second).sum(), (first, second)
+
+  options = {"argnums": (0, 1), "has_aux": True}
+  step = jax_jit(jax_value_and_grad(loss, options))
+  x = _ones()
+  (_, forward), grads = step(x, x)
+  assert not torch.equal(*forward)
+  # On ones the output of dropout is its scaled mask, which is also its gradient.
+  assert all(map(torch.equal, forward, grads))
+  torch.manual_seed(0)
+  assert all(map(torch.equal, forward, [_drop(x), _drop(x)]))
+
+
+def test_gradient_checkpoint_recomputes():
+  """Else the test above would say nothing about the recomputation."""
+  block = gradient_checkpoint(lambda x: torch.sin(_drop(x)))
+  step = jax_jit(jax_value_and_grad(lambda x: block(x).sum()))
+  jaxpr = str(step.trace(_ones()).jaxpr)
+  assert "remat" in jaxpr or "checkpoint" in jaxpr
+  assert jaxpr.count("= random_bits[") >= 2
+
+
+def test_eval_shape_leaves_the_state_untouched(env):
+  before = _state(env)
+  key = jax.random.key(0)
+  for function in (_drop, jax_jit(_drop), gradient_checkpoint(_drop)):
+    out = jax.eval_shape(jax_view(function), jnp.ones(N), rng=key)
+    assert out.shape == (N,)
+    with pytest.raises(TracedDrawError):
+      jax.eval_shape(jax_view(function), jnp.ones(N))
+  jax.eval_shape(functional_rng(_drop), env.rng.state, jnp.ones(N))
+  assert _state(env) == before
+  assert is_typed_key(env.rng.state.key) and isinstance(env.rng.state.count, int)
+
+
+def test_make_jaxpr_leaves_the_state_untouched(env):
+  before = _state(env)
+  key = jax.random.key(0)
+  for function in (_drop, jax_jit(_drop), gradient_checkpoint(_drop)):
+    jaxpr = jax.make_jaxpr(jax_view(function))(jnp.ones(N), rng=key)
+    assert "random_bits" in str(jaxpr)
+    with pytest.raises(TracedDrawError):
+      jax.make_jaxpr(jax_view(function))(jnp.ones(N))
+  jax.make_jaxpr(functional_rng(_drop))(env.rng.state, jnp.ones(N))
+  assert _state(env) == before
+
+
+def test_tracing_and_lowering_leave_the_state_untouched(env):
+  compiled = jax_jit(_drop)
+  x = _ones()
+  before = _state(env)
+  compiled.trace(x)
+  compiled.lower(x).compile()
+  assert _state(env) == before
+  first = compiled(x)
+  torch.manual_seed(0)
+  assert torch.equal(first, _drop(x))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False], ids=["environment", "plain"])
+def test_torch_checkpoint_has_the_backward_mask_of_the_forward(
+  env, use_reentrant, inside
+):
+  with env if inside else env.disabled():
+    x = _ones().requires_grad_()
+    # x * dropout(1): the gradient needs the mask of the recomputed forward pass.
+    y = checkpoint(lambda x: x * _drop(_ones()), x, use_reentrant=use_reentrant)
+    torch.rand(3, device="jax")  # the stream moves on before the backward pass
+    y.sum().backward()
+  assert set(y.tolist()) == {0.0, 2.0}
+  assert torch.equal(x.grad, y.detach())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_torch_checkpoint_leaves_the_stream_where_the_forward_pass_left_it(
+  env, use_reentrant
+):
+  x = _ones().requires_grad_()
+  expected = [_drop(_ones()), torch.rand(3, device="jax")]
+  torch.manual_seed(0)
+  y = checkpoint(lambda x: x * _drop(_ones()), x, use_reentrant=use_reentrant)
+  y.sum().backward()
+  assert torch.equal(y.detach(), expected[0])
+  assert torch.equal(torch.rand(3, device="jax"), expected[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_torch_checkpoint_twice_has_two_masks_each_used_in_backward(use_reentrant):
+  block = lambda x: x * _drop(_ones())  # noqa: E731
+  first, second = _ones().requires_grad_(), _ones().requires_grad_()
+  outs = [checkpoint(block, x, use_reentrant=use_reentrant) for x in (first, second)]
+  sum(outs).sum().backward()
+  assert not torch.equal(*outs)
+  assert torch.equal(first.grad, outs[0].detach())
+  assert torch.equal(second.grad, outs[1].detach())
+
+
+def test_torch_checkpoint_inside_a_compiled_function_draws_one_mask(env):
+  def masks():
+    x = _ones().requires_grad_()
+    y = checkpoint(lambda x: x * _drop(_ones()), x, use_reentrant=False)
+    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+  expected = masks()
+  torch.manual_seed(0)
+  compiled = jax_jit(masks)()
+  assert torch.equal(*compiled)
+  assert torch.equal(compiled[0], expected[0])
+
+
+def test_torch_manual_seed_is_honoured():
+  torch.manual_seed(3)
+  first = torch.rand(4, device="jax")
+  torch.manual_seed(3)
+  assert torch.equal(torch.rand(4, device="jax"), first)
+  torch.manual_seed(4)
+  assert not torch.equal(torch.rand(4, device="jax"), first)
+
+
+def test_torch_manual_seed_is_honoured_by_compiled_functions():
+  draw = jax_jit(lambda: torch.rand(4, device="jax"))
+  torch.manual_seed(3)
+  first = draw()
+  assert not torch.equal(draw(), first)
+  torch.manual_seed(3)
+  assert torch.equal(draw(), first)
+
+
+def test_fork_rng_restores_the_stream():
+  expected = torch.rand(4, device="jax")
+  torch.manual_seed(0)
+  with torch.random.fork_rng(device_type="jax"):
+    torch.manual_seed(9)
+    inside = torch.rand(4, device="jax")
+  assert torch.equal(torch.rand(4, device="jax"), expected)
+  assert not torch.equal(inside, expected)
+
+
+def test_get_rng_state_is_a_state():
+  state = torch.jax.get_rng_state()
+  first = torch.rand(4, device="jax")
+  torch.jax.set_rng_state(state)
+  assert torch.equal(torch.rand(4, device="jax"), first)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "compiled"])
+def test_a_generator_advances(wrap):
+  generator = torch.Generator().manual_seed(0)
+  draw = wrap(lambda: torch.rand(4, device="jax", generator=generator))
+  assert not torch.equal(draw(), draw())
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["exponential_", "cauchy_"])
+def test_exponential_and_cauchy_are_random(name, wrap):
+  draw = wrap(lambda: getattr(torch.zeros(4, device="jax"), name)())
+  first, second = draw(), draw()
+  assert not torch.equal(first, second)
+  torch.manual_seed(0)
+  assert torch.equal(draw(), first)
+  torch.manual_seed(1)
+  assert not torch.equal(draw(), first)
+
+
+def test_two_threads_have_two_streams():
+  here = _drop(_ones())
+  there = _on_thread(lambda: _drop(_ones()))
+  elsewhere = _on_thread(lambda: _drop(_ones()))
+  assert len({tuple(mask.tolist()) for mask in (here, there, elsewhere)}) == 3
+
+
+@pytest.mark.parametrize("argnums", [-1, (-1,), 1, (1,)], ids=repr)
+def test_static_argnums_count_the_users_arguments(argnums):
+  compiled = jax_jit(F.dropout, {"static_argnums": argnums})
+  x = _ones()
+  for p in (0.5, 0.25):
+    torch.manual_seed(0)
+    expected = F.dropout(x, p)
+    torch.manual_seed(0)
+    assert torch.equal(compiled(x, p), expected)
+
+
+def test_the_key_is_always_typed(env):
+  def keys():
+    yield env.prng_key
+    yield env.rng.state.key
+    yield env.param.prng
+    yield env.get_and_rotate_prng_key()
+    yield env.get_and_rotate_prng_key(torch.Generator())
+
+  seeds = [None, 5, torch.tensor(5), jax.random.key(5), jnp.array([0, 5], jnp.uint32)]
+  for seed in seeds:
+    if seed is not None:
+      env.manual_seed(seed)
+    assert all(is_typed_key(key) and key.shape == () for key in keys())
+  env.prng_key = jnp.array([0, 5], jnp.uint32)
+  assert all(is_typed_key(key) for key in keys())
+  with env.override_property(prng=jnp.array([0, 5], jnp.uint32)):
+    assert all(is_typed_key(key) for key in keys())
+  assert all(jax_jit(lambda: [is_typed_key(key) for key in keys()])())

@@ -1,0 +1,302 @@
+"""`torch.jax`: what torch's own random functions do to the streams."""
+
+import threading
+
+import pytest
+import torch
+
+import torchax
+from torchax import rng
+from torchax.errors import SeedError
+from torchax.interop import jax_jit
+from torchax.rng import RngState
+
+
+@pytest.fixture(autouse=True)
+def seed_zero():
+  torch.manual_seed(0)
+
+
+def _rand() -> torch.Tensor:
+  return torch.rand(4, device="jax")
+
+
+def _state() -> dict:
+  return torchax.default_env().rng.state.state_dict()
+
+
+# One device -------------------------------------------------------------------------
+
+
+def test_torch_sees_one_device():
+  assert torch.jax.is_available() and torch.jax.is_initialized()
+  assert torch.jax.device_count() == 1
+  assert torch.jax.current_device() == 0
+
+
+@pytest.mark.parametrize("device", [0, -1, None, "jax", "jax:0", torch.device("jax")])
+def test_the_only_device_can_be_chosen(device):
+  torch.jax.set_device(device)
+  with torch.jax.device(device):
+    assert _rand().device == torch.device("jax:0")
+
+
+@pytest.mark.parametrize("device", [1, "jax:3", torch.device("jax:1")])
+@pytest.mark.parametrize(
+  "use",
+  [
+    torch.jax.set_device,
+    lambda device: torch.jax.device(device).__enter__(),
+    torch.jax.get_rng_state,
+    lambda device: torch.jax.set_rng_state(torch.jax.get_rng_state(), device),
+    torch.jax.synchronize,
+  ],
+  ids=["set_device", "device", "get_rng_state", "set_rng_state", "synchronize"],
+)
+def test_another_device_is_refused(use, device):
+  before = _state()
+  with pytest.raises(ValueError, match="one device, jax:0"):
+    use(device)
+  assert _state() == before
+
+
+def test_synchronize_waits_and_draws_nothing():
+  before = _state()
+  torch.jax.synchronize()
+  assert _state() == before
+
+
+# Seeds ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "seed",
+  [torch.manual_seed, torch.random.manual_seed, torch.jax.manual_seed]
+  + [torch.jax.manual_seed_all],
+  ids=["torch", "torch.random", "torch.jax", "torch.jax all"],
+)
+@pytest.mark.parametrize("number", [0, 17, -1, 2**40, 2**64 - 1])
+def test_every_way_to_seed_gives_the_same_stream(seed, number):
+  seed(number)
+  assert _state() == RngState.from_seed(number).state_dict()
+
+
+def test_seeding_jax_leaves_the_cpu_generator_alone():
+  before = torch.get_rng_state()
+  torch.jax.manual_seed(5)
+  assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_drawing_on_jax_leaves_the_cpu_generator_alone():
+  before = torch.get_rng_state()
+  _rand()
+  jax_jit(_rand)()
+  assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_drawing_on_the_cpu_leaves_the_stream_alone():
+  before = _state()
+  torch.rand(4)
+  assert _state() == before
+
+
+def test_initial_seed_is_the_last_seed():
+  torch.manual_seed(11)
+  _rand()
+  assert torch.jax.initial_seed() == torch.initial_seed() == 11
+  torch.jax.manual_seed(12)
+  assert torch.jax.initial_seed() == 12
+
+
+@pytest.mark.parametrize("seed", [torch.jax.seed, torch.jax.seed_all])
+def test_seed_takes_a_new_seed_each_time_and_says_which(seed):
+  numbers = [seed(), seed()]
+  assert numbers[0] != numbers[1]
+  first = _rand()
+  torch.manual_seed(numbers[1])
+  assert torch.equal(_rand(), first)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_out_of_range_changes_nothing(seed):
+  before = _state()
+  with pytest.raises(ValueError):
+    torch.jax.manual_seed(seed)
+  assert _state() == before
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", None])
+def test_a_seed_of_another_type_changes_nothing(seed):
+  before = _state()
+  with pytest.raises(SeedError):
+    torch.jax.manual_seed(seed)
+  assert _state() == before and rng.initial_seed() == 0
+
+
+# States -----------------------------------------------------------------------------
+
+
+def test_a_state_goes_back_to_where_it_was_taken():
+  _rand()
+  state = torch.jax.get_rng_state()
+  expected = [_rand(), _rand()]
+  torch.jax.set_rng_state(state)
+  assert all(map(torch.equal, [_rand(), _rand()], expected))
+
+
+def test_a_state_is_a_uint8_tensor_on_the_cpu():
+  state = torch.jax.get_rng_state()
+  assert state.dtype == torch.uint8 and state.device.type == "cpu" and state.dim() == 1
+  assert RngState.from_tensor(state).state_dict() == _state()
+
+
+def test_a_state_does_not_follow_the_stream():
+  state = torch.jax.get_rng_state()
+  copy = state.clone()
+  _rand()
+  assert torch.equal(state, copy)
+
+
+def test_taking_a_state_moves_nothing():
+  expected = _rand()
+  torch.manual_seed(0)
+  torch.jax.get_rng_state()
+  torch.jax.get_rng_state_all()
+  assert torch.equal(_rand(), expected)
+
+
+def test_the_states_of_all_devices_are_one():
+  _rand()
+  states = torch.jax.get_rng_state_all()
+  expected = _rand()
+  assert len(states) == 1
+  torch.jax.set_rng_state_all(states)
+  assert torch.equal(_rand(), expected)
+
+
+def test_another_number_of_states_is_refused():
+  before = _state()
+  for states in ([], [torch.jax.get_rng_state()] * 2):
+    with pytest.raises(ValueError, match="one device"):
+      torch.jax.set_rng_state_all(states)
+  assert _state() == before
+
+
+def _damaged() -> dict:
+  good = torch.jax.get_rng_state()
+  return {
+    "empty": (good[:0], ValueError),
+    "cut": (good[:-1], ValueError),
+    "longer": (torch.cat([good, good]), ValueError),
+    "the CPU's": (torch.get_rng_state(), ValueError),
+    "zeros": (torch.zeros_like(good), ValueError),
+    "another dtype": (good.to(torch.int8), SeedError),
+    "floats": (good.float(), SeedError),
+    "no tensor": (bytes(good.numpy()), SeedError),
+    "none": (None, SeedError),
+  }
+
+
+@pytest.mark.parametrize("kind", _damaged())
+def test_a_damaged_state_is_refused_and_the_old_one_kept(kind):
+  _rand()
+  before = _state()
+  value, error = _damaged()[kind]
+  with pytest.raises(error):
+    torch.jax.set_rng_state(value)
+  assert _state() == before
+
+
+def test_a_state_may_lie_on_jax():
+  state = torch.jax.get_rng_state()
+  expected = _rand()
+  torch.jax.set_rng_state(state.to("jax"))
+  assert torch.equal(_rand(), expected)
+
+
+def test_a_state_is_of_the_current_scope():
+  before = _state()
+  with torchax.rng_scope(5):
+    state = torch.jax.get_rng_state()
+    first = _rand()
+    torch.jax.set_rng_state(state)
+    assert torch.equal(_rand(), first)
+  assert _state() == before
+
+
+# fork_rng ---------------------------------------------------------------------------
+
+
+def test_fork_rng_restores_the_stream_and_the_seeding_inside_is_local():
+  expected = _rand()
+  torch.manual_seed(0)
+  with torch.random.fork_rng(device_type="jax"):
+    torch.manual_seed(8)
+    inside = _rand()
+  assert torch.equal(_rand(), expected)
+  torch.manual_seed(8)
+  assert torch.equal(_rand(), inside)
+
+
+def test_fork_rng_without_a_seed_repeats_inside_what_comes_after():
+  with torch.random.fork_rng(device_type="jax"):
+    inside = _rand()
+  assert torch.equal(_rand(), inside)
+
+
+def test_fork_rng_restores_after_an_exception():
+  before = _state()
+  with pytest.raises(KeyError), torch.random.fork_rng(device_type="jax"):
+    _rand()
+    raise KeyError
+  assert _state() == before
+
+
+def test_fork_rng_nests():
+  draws = [_rand(), _rand()]
+  torch.manual_seed(0)
+  with torch.random.fork_rng(device_type="jax"):
+    assert torch.equal(_rand(), draws[0])
+    with torch.random.fork_rng(device_type="jax"):
+      torch.manual_seed(3)
+      _rand()
+    assert torch.equal(_rand(), draws[1])
+  assert torch.equal(_rand(), draws[0])
+
+
+def test_fork_rng_covers_compiled_functions():
+  compiled = jax_jit(_rand)
+  with torch.random.fork_rng(device_type="jax"):
+    inside = compiled()
+  assert torch.equal(compiled(), inside)
+
+
+def test_fork_rng_of_listed_devices_and_disabled():
+  with torch.random.fork_rng(devices=[0], device_type="jax"):
+    first = _rand()
+  assert torch.equal(_rand(), first)
+  with torch.random.fork_rng(enabled=False, device_type="jax"):
+    second = _rand()
+  assert not torch.equal(_rand(), second)
+
+
+def test_fork_rng_of_a_thread_leaves_the_others_alone():
+  before = _state()
+
+  def work():
+    with torch.random.fork_rng(device_type="jax"):
+      _rand()
+
+  thread = threading.Thread(target=work)
+  thread.start()
+  thread.join()
+  assert _state() == before
+
+
+def test_fork_rng_of_other_devices_works_as_without_torchax():
+  expected = torch.rand(4)
+  torch.manual_seed(0)
+  with torch.random.fork_rng():
+    torch.manual_seed(3)
+    torch.rand(4)
+  assert torch.equal(torch.rand(4), expected)

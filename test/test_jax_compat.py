@@ -1,0 +1,147 @@
+"""The private API of JAX that torchax relies on exists and behaves as it assumes."""
+
+import ast
+import importlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from source_tree import dotted_names, modules
+
+from torchax import _jax_compat
+
+(MODULE,) = (m for m in modules() if m.name == "torchax._jax_compat")
+PRIVATE = sorted({name for _, name in dotted_names(MODULE) if "._" in name})
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_every_private_name_exists(name):
+  owner, parts = jax, name.split(".")[1:]
+  for place, part in enumerate(parts):
+    if not hasattr(owner, part):
+      importlib.import_module(".".join(["jax", *parts[: place + 1]]))
+    owner = getattr(owner, part)
+  assert owner is not None
+
+
+def test_the_list_of_private_names_is_not_empty():
+  assert "jax._src.core" in PRIVATE
+
+
+# The trace in progress ------------------------------------------------------------------
+
+
+def seen_in(transform, *args):
+  """What `_jax_compat` says inside a transformation."""
+  seen = []
+
+  def function(x):
+    trace = _jax_compat.current_trace()
+    owner = _jax_compat.draw_owner()
+    seen.append(
+      {
+        "trace": type(trace).__name__,
+        "top_level": _jax_compat.is_top_level(),
+        "staging": _jax_compat.is_staging(),
+        "batching": _jax_compat.is_batching(trace),
+        "owner": None if owner is None else type(owner).__name__,
+        "abstract": _jax_compat.has_abstract_value(x),
+      }
+    )
+    return x * 2
+
+  transform(function)(*(args or (jnp.ones(()),)))
+  return seen[0]
+
+
+STAGING = {
+  "trace": "DynamicJaxprTrace",
+  "top_level": False,
+  "staging": True,
+  "batching": False,
+  "owner": "DynamicJaxprTrace",
+  "abstract": True,
+}
+BATCHING = {
+  "trace": "BatchTrace",
+  "top_level": False,
+  "staging": False,
+  "batching": True,
+  "owner": "BatchTrace",
+  "abstract": True,
+}
+CASES = {
+  "jit": (jax.jit, STAGING),
+  "checkpoint": (jax.checkpoint, STAGING),
+  "make_jaxpr": (jax.make_jaxpr, STAGING),
+  "eval_shape": (lambda f: lambda x: jax.eval_shape(f, x), STAGING),
+  "scan": (
+    lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2),
+    STAGING,
+  ),
+  "vmap": (lambda f: lambda x: jax.vmap(f)(jnp.ones(3)), BATCHING),
+  "vmap_of_jit": (lambda f: lambda x: jax.vmap(jax.jit(f))(jnp.ones(3)), STAGING),
+}
+
+
+@pytest.mark.parametrize("row", CASES.values(), ids=CASES)
+def test_a_transformation_is_told_by_its_trace(row):
+  transform, expected = row
+  assert seen_in(transform) == expected
+
+
+def test_no_transformation_is_in_progress_at_the_top():
+  assert _jax_compat.is_top_level()
+  assert not _jax_compat.is_staging()
+  assert _jax_compat.draw_owner() is None
+  seen = seen_in(lambda f: f)
+  assert seen["top_level"] and not seen["abstract"] and seen["owner"] is None
+
+
+DIFFERENTIATION = {
+  "grad": jax.grad,
+  "value_and_grad": jax.value_and_grad,
+  "vjp": lambda f: lambda x: jax.vjp(f, x),
+  "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+  "linearize": lambda f: lambda x: jax.linearize(f, x),
+  "grad_of_grad": lambda f: jax.grad(jax.grad(f)),
+}
+
+
+@pytest.mark.parametrize("transform", DIFFERENTIATION.values(), ids=DIFFERENTIATION)
+def test_differentiation_runs_once_and_owns_no_draw(transform):
+  seen = seen_in(transform)
+  assert seen["owner"] is None
+  assert not seen["staging"] and not seen["top_level"]
+  assert seen["trace"] in ("JVPTrace", "LinearizeTrace")
+
+
+def test_differentiation_inside_a_transformation_leaves_the_draw_to_it():
+  assert seen_in(lambda f: jax.jit(jax.grad(f)))["owner"] == "DynamicJaxprTrace"
+  vmapped = seen_in(lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.ones(3)))
+  assert vmapped["owner"] == "BatchTrace"
+
+
+def test_the_trace_belongs_to_a_thread():
+  inside = []
+
+  def function(x):
+    thread = threading.Thread(target=lambda: inside.append(_jax_compat.is_top_level()))
+    thread.start()
+    thread.join()
+    return x
+
+  jax.jit(function)(jnp.ones(()))
+  assert inside == [True]
+
+
+def test_an_array_is_an_instance_of_the_concrete_class():
+  assert type(jnp.ones(2)) is _jax_compat.ArrayImpl
+  traced = []
+  jax.jit(lambda x: traced.append(type(x) is _jax_compat.ArrayImpl))(jnp.ones(2))
+  assert traced == [False]
+
+
+def test_only_this_module_is_covered_here():
+  assert isinstance(MODULE.tree, ast.Module)

@@ -1,0 +1,293 @@
+"""The private API of torch that torchax relies on exists and behaves as it assumes."""
+
+import functools
+
+import pytest
+import torch
+from compare import assert_same
+from source_tree import dotted_names, modules
+from torch.overrides import TorchFunctionMode
+
+import torchax
+from torchax import _torch_compat
+from torchax.tensor import META, Tensor
+
+(MODULE,) = (m for m in modules() if m.name == "torchax._torch_compat")
+PRIVATE = sorted(
+  {
+    name
+    for _, name in dotted_names(MODULE)
+    if name.startswith("torch.") and any(p.startswith("_") for p in name.split("."))
+  }
+)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_every_private_name_exists(name):
+  functools.reduce(getattr, name.split(".")[1:], torch)
+
+
+def test_the_list_of_private_names_is_not_empty():
+  assert "torch._C._disabled_torch_function_impl" in PRIVATE
+
+
+# Wrappers -------------------------------------------------------------------------------
+
+
+class Wrapper(torch.Tensor):
+  """A tensor without memory that counts its operations."""
+
+  calls = 0
+  __torch_function__ = _torch_compat.disabled_torch_function
+
+  @classmethod
+  def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    cls.calls += 1
+    return torch.ones(3)
+
+
+def wrapper(**options) -> Wrapper:
+  return _torch_compat.make_wrapper(Wrapper, (3,), device=META, **options)
+
+
+def test_a_wrapper_has_the_metadata_it_was_given():
+  made = wrapper(
+    strides=(2,), storage_offset=1, dtype=torch.float16, requires_grad=True
+  )
+  assert made.shape == (3,) and made.stride() == (2,) and made.storage_offset() == 1
+  assert made.dtype == torch.float16 and made.requires_grad and made.is_leaf
+  assert type(made) is Wrapper
+
+
+def test_operations_on_a_wrapper_go_to_its_class():
+  before = Wrapper.calls
+  assert type(wrapper() + 1) is torch.Tensor
+  assert Wrapper.calls == before + 1
+
+
+def test_operations_run_as_on_plain_tensors_without_dispatch():
+  before = Wrapper.calls
+  with _torch_compat.without_dispatch():
+    result = torch.ops.aten.expand.default(wrapper(), (2, 3))
+  assert Wrapper.calls == before
+  assert result.shape == (2, 3) and result.stride() == (0, 1)
+
+
+def test_backward_of_a_wrapper_runs_on_the_calling_thread():
+  import threading  # noqa: PLC0415
+
+  threads = []
+
+  class Notes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+      return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+      threads.append(threading.get_ident())
+      return grad * 2
+
+  x = torch.ones(3, device="jax", requires_grad=True)
+  Notes.apply(x).sum().backward()
+  assert threads == [threading.get_ident()]
+
+
+def test_metadata_is_taken_over_and_identity_kept():
+  tensor = torch.zeros(2, 3, device="jax")
+  source = torch.zeros(4, dtype=torch.int32, device="jax")
+  identity = id(tensor)
+  _torch_compat.set_metadata(tensor, source)
+  assert id(tensor) == identity
+  assert tensor.shape == (4,) and tensor.dtype == torch.int32
+
+
+def test_metadata_can_be_set_inside_an_operation():
+  tensor = torch.arange(6.0, device="jax").view(2, 3).clone()
+  assert tensor.t_() is tensor
+  assert tensor.shape == (3, 2) and tensor.stride() == (1, 3)
+
+
+def test_a_tensor_becomes_a_parameter():
+  tensor = torch.ones(2, device="jax")
+  assert not _torch_compat.is_parameter(tensor)
+  assert _torch_compat.mark_as_parameter(tensor) is tensor
+  assert _torch_compat.is_parameter(tensor)
+  assert _torch_compat.is_parameter(torch.nn.Parameter(torch.ones(2)))
+  assert not _torch_compat.is_parameter(torch.ones(2))
+
+
+# Modes ----------------------------------------------------------------------------------
+
+
+class Mode(TorchFunctionMode):
+  """Notes that it was asked."""
+
+  asked = 0
+
+  def __torch_function__(self, func, types, args=(), kwargs=None):
+    self.asked += 1
+    return func(*args, **(kwargs or {}))
+
+
+def test_the_innermost_function_mode_is_known():
+  outer, inner = Mode(), Mode()
+  assert not _torch_compat.is_top_function_mode(outer)
+  with outer:
+    assert _torch_compat.is_top_function_mode(outer)
+    with inner:
+      assert not _torch_compat.is_top_function_mode(outer)
+      assert _torch_compat.is_top_function_mode(inner)
+  assert not _torch_compat.is_top_function_mode(outer)
+
+
+def test_function_modes_are_not_asked_inside_without_function_modes():
+  mode = Mode()
+  with mode:
+    torch.ones(1)
+    before = mode.asked
+    with _torch_compat.without_function_modes():
+      torch.ones(1)
+    assert mode.asked == before
+    torch.ones(1)
+  assert mode.asked == before + 1
+
+
+def test_no_mode_is_active_inside_without_modes():
+  mode = Mode()
+  seen = []
+
+  class Dispatch(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+      seen.append(func)
+      return func(*args, **(kwargs or {}))
+
+  with mode, Dispatch():
+    with _torch_compat.without_modes():
+      torch.ones(1)
+    assert not seen
+    torch.ones(1)
+  assert seen
+
+
+def test_dispatch_is_excluded_inside_torch_tensor_alone():
+  assert not _torch_compat.dispatch_is_excluded()
+  with pytest.raises(torchax.errors.MixedDeviceError):
+    torch.tensor([1.0], device="jax")
+  assert not _torch_compat.dispatch_is_excluded()
+
+
+# The backend ----------------------------------------------------------------------------
+
+
+def test_the_backend_has_the_name_jax():
+  assert torch._C._get_privateuse1_backend_name() == _torch_compat.BACKEND == "jax"
+  assert torch.device("jax:0").type == "jax"
+  assert torch.jax is torchax.device_module
+
+
+def test_registering_the_backend_twice_is_harmless():
+  _torch_compat.register_backend(torchax.device_module)
+  assert torch.ones(1, device="jax").device.type == "jax"
+
+
+def test_generated_methods_exist():
+  assert isinstance(torch.ones(2).jax(), Tensor)
+  assert not torch.ones(2).is_jax and torch.ones(2, device="jax").is_jax
+  assert isinstance(torch.nn.Linear(2, 2).jax().weight, Tensor)
+
+
+def test_the_accelerator_api_answers():
+  assert torch.accelerator.is_available()
+  assert torch.accelerator.device_count() == 1
+  assert torch.accelerator.current_accelerator() == torch.device("jax")
+
+
+# Functions ------------------------------------------------------------------------------
+
+PARSED = {
+  "device": (("cpu",), {}, (torch.device("cpu"), None)),
+  "index": (("jax:0",), {}, (torch.device("jax:0"), None)),
+  "dtype": ((torch.float16,), {}, (None, torch.float16)),
+  "both": (("cpu", torch.int8), {}, (torch.device("cpu"), torch.int8)),
+  "keywords": (
+    (),
+    {"device": "cpu", "dtype": torch.int8},
+    (torch.device("cpu"), torch.int8),
+  ),
+  "non_blocking": (("cpu", None, True), {}, (torch.device("cpu"), None)),
+}
+
+
+@pytest.mark.parametrize("row", PARSED.values(), ids=PARSED)
+def test_the_arguments_of_to_are_parsed(row):
+  args, kwargs, expected = row
+  assert _torch_compat.parse_to(*args, **kwargs)[:2] == expected
+
+
+BUILTINS = {
+  "linear": (_torch_compat.linear, torch.nn.functional.linear),
+  "attention": (
+    _torch_compat.scaled_dot_product_attention,
+    torch.nn.functional.scaled_dot_product_attention,
+  ),
+  "one_hot": (_torch_compat.one_hot, torch.nn.functional.one_hot),
+}
+
+
+@pytest.mark.parametrize("row", BUILTINS.values(), ids=BUILTINS)
+def test_a_builtin_is_what_its_public_name_says(row):
+  private, public = row
+  assert private is public
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+def test_a_recurrent_builtin_reaches_function_modes(name):
+  seen = []
+
+  class Notes(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+      seen.append(func)
+      return func(*args, **(kwargs or {}))
+
+  layer = {
+    "lstm": torch.nn.LSTM,
+    "gru": torch.nn.GRU,
+    "rnn_tanh": torch.nn.RNN,
+    "rnn_relu": functools.partial(torch.nn.RNN, nonlinearity="relu"),
+  }[name](2, 3)
+  with Notes():
+    layer(torch.ones(1, 1, 2))
+  assert getattr(_torch_compat, name) in seen
+
+
+# Decompositions -------------------------------------------------------------------------
+
+
+def test_the_table_of_decompositions_is_keyed_by_overload():
+  table = _torch_compat.decomposition_table()
+  assert callable(table[torch.ops.aten.silu_backward.default])
+
+
+def test_a_composite_kernel_is_found():
+  composite = torch.ops.aten.linear.default
+  decompose = _torch_compat.composite_decomposition(composite)
+  x, weight = torch.ones(2, 3), torch.ones(4, 3)
+  assert torch.equal(decompose(x, weight), x @ weight.t())
+  assert _torch_compat.composite_decomposition(torch.ops.aten.mm.default) is None
+  assert _torch_compat.composite_decomposition(torch.mm) is None
+
+
+def test_a_module_holds_other_tensors_inside_a_block():
+  model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+  model[1].weight = model[0].weight
+  own = model[0].weight
+  other = torch.zeros(2, 2)
+  with _torch_compat.reparametrized(model, {"0.weight": other}):
+    assert model[0].weight is other
+    assert model[1].weight is other  # tied weights stay tied
+  assert model[0].weight is own and model[1].weight is own
+
+
+def test_a_kernel_runs_for_factories_without_a_tensor():
+  assert_same(torch.ones(2, device="jax"), torch.ones(2))

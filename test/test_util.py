@@ -1,0 +1,43 @@
+"""`partition` splits a list, `merge` joins it."""
+
+import doctest
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchax import util
+
+VALUES = st.lists(st.integers() | st.text())
+
+
+@given(VALUES, st.integers(-5, 5))
+def test_merge_undoes_partition(values, bound):
+  def belongs(value):
+    return isinstance(value, int) and value > bound
+
+  first, second = util.partition(values, belongs)
+  assert len(first) == len(second) == len(values)
+  assert [value for value in first if value is not None] == list(filter(belongs, values))
+  assert util.merge(first, second) == values
+  assert util.merge(second, first) == values
+
+
+def test_merge_refuses_lists_of_two_lengths():
+  with pytest.raises(ValueError, match="2 and 1"):
+    util.merge([1, None], [None])
+
+
+def test_merge_refuses_two_values_at_one_place():
+  with pytest.raises(ValueError, match="place 1"):
+    util.merge([1, 2], [None, 3])
+
+
+def test_falsy_values_are_values():
+  assert util.merge([0, None], [None, ""]) == [0, ""]
+  with pytest.raises(ValueError, match="place 0"):
+    util.merge([0], [0])
+
+
+def test_the_examples_run():
+  assert doctest.testmod(util) == (0, 2)
