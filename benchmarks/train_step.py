@@ -80,7 +80,9 @@ def _plain_step(params, key, count, x, y):
     out = x
     for place in range(BLOCKS):
       prefix = f"{place}."
-      own = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+      own = {
+        k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)
+      }
       out = _block(own, keys[place], out)
     return jnp.mean((out - y) ** 2)
 

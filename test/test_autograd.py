@@ -64,7 +64,7 @@ FUNCTIONS = {
   "cumulative": lambda a, b: a.cumsum(1) * b.sigmoid(),
   "norm": lambda a, b: a.norm() + b.norm(dim=1),
   "clone": lambda a, b: a.clone() * b,
-  "dtype": lambda a, b: (a.bfloat16().float() * b),
+  "dtype": lambda a, b: a.bfloat16().float() * b,
   "linear": lambda a, b: functional.linear(a, b, b[:, 0]),
   "layer_norm": lambda a, b: functional.layer_norm(a, (4,), b[0], b[1]),
   "gelu": lambda a, b: functional.gelu(a) * functional.silu(b),
@@ -128,7 +128,9 @@ IN_PLACE = {
   "view_after": lambda a: (a.mul_(2), a.view(-1)[3:])[1],
   "relu_": lambda a: a.relu_(),
   "metadata": lambda a: a.t_().mul_(2),
-  "accumulate": lambda a: sum((a[:, i].add_(a[:, i - 1]) for i in range(1, 4)), a[:, 0]),
+  "accumulate": lambda a: sum(
+    (a[:, i].add_(a[:, i - 1]) for i in range(1, 4)), a[:, 0]
+  ),
 }
 
 
@@ -477,7 +479,9 @@ def test_a_function_with_a_gradient_of_its_own():
   same_gradients(lambda a: Cube.apply(a * 2, 0.5), A)
   cpu, x = both()
   for values in (cpu, x):
-    (first,) = torch.autograd.grad(Cube.apply(values, 2.0).sum(), values, None, None, True)
+    (first,) = torch.autograd.grad(
+      Cube.apply(values, 2.0).sum(), values, None, None, True
+    )
     first.sum().backward()
   assert_same(x.grad, cpu.grad)
 
@@ -656,7 +660,9 @@ def test_the_gradient_of_a_gradient_inside_a_compiled_function():
 
 
 def test_a_whole_training_step_can_be_compiled():
-  cpu = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+  cpu = torch.nn.Sequential(
+    torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)
+  )
   model = copy.deepcopy(cpu).to("jax")
   optimizers = [
     torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in (cpu, model)
@@ -712,7 +718,9 @@ class Encoder(torch.nn.Module):
 
   def __init__(self):
     super().__init__()
-    self.layer = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    self.layer = torch.nn.TransformerEncoderLayer(
+      4, 2, 8, dropout=0.0, batch_first=True
+    )
     self.head = torch.nn.Linear(4, 3)
 
   def forward(self, x):
@@ -780,7 +788,9 @@ def trained_twins(model_name, optimizer_name, loss_name, environment):
   cpu = make()
   model = copy.deepcopy(cpu).to("jax")
   make_optimizer = OPTIMIZERS[optimizer_name]
-  expected = train(cpu, make_optimizer(cpu.parameters()), loss_function, inputs, targets)
+  expected = train(
+    cpu, make_optimizer(cpu.parameters()), loss_function, inputs, targets
+  )
   with environment:
     actual = train(
       model,

@@ -391,7 +391,9 @@ library.define("unknown(Tensor x, Tensor[] others, float scale) -> Tensor")
 
 
 def test_an_operation_without_lowering_says_how_to_write_one(x):
-  with pytest.raises(OperatorNotFound, match=r"torchax_test_dispatch\.unknown") as error:
+  with pytest.raises(
+    OperatorNotFound, match=r"torchax_test_dispatch\.unknown"
+  ) as error:
     torch.ops.torchax_test_dispatch.unknown(x, [x[0]], 2.0)
   message = str(error.value)
   assert "op_base.op" in message and ".cpu()" in message

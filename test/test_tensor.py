@@ -286,7 +286,9 @@ def test_printing_shows_the_autograd_state(x):
   x.requires_grad_()
   assert repr(x).endswith("device='jax:0', requires_grad=True)")
   assert "grad_fn=<MulBackward0>" in repr(x * 2)
-  assert repr(torch.nn.Parameter(x.detach())).startswith("Parameter containing:\ntensor(")
+  assert repr(torch.nn.Parameter(x.detach())).startswith(
+    "Parameter containing:\ntensor("
+  )
 
 
 def test_printing_a_traced_tensor_runs_nothing(x):

@@ -18,7 +18,9 @@ def test_merge_undoes_partition(values, bound):
 
   first, second = util.partition(values, belongs)
   assert len(first) == len(second) == len(values)
-  assert [value for value in first if value is not None] == list(filter(belongs, values))
+  assert [value for value in first if value is not None] == list(
+    filter(belongs, values)
+  )
   assert util.merge(first, second) == values
   assert util.merge(second, first) == values
 

@@ -111,9 +111,11 @@ def test_a_write_can_be_traced(row):
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_steps_that_are_equal_have_one_hash(row):
   info, _, _ = row
-  again = type(info)(**{name: getattr(info, name) for name in info.__dict__}) if (
-    not isinstance(info, NarrowInfo)
-  ) else NarrowInfo(tuple(slice(*part) for part in info.slices))
+  again = (
+    type(info)(**{name: getattr(info, name) for name in info.__dict__})
+    if (not isinstance(info, NarrowInfo))
+    else NarrowInfo(tuple(slice(*part) for part in info.slices))
+  )
   assert again == info and hash(again) == hash(info)
   assert info != ViewInfo()
 

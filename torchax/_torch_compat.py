@@ -44,7 +44,6 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
     return True
 
 
-
 class _DeviceGuard(torch._C._acc.DeviceGuard):
   """Tells torch that there is one jax device and that switching to it is a no-op."""
 

@@ -15,7 +15,7 @@ from torchax.dispatch import resize_to
 from torchax.errors import MutationError
 from torchax.ops import mappings
 from torchax.ops.schema import functional_form
-from torchax.tensor import Tensor, like, new_tensor
+from torchax.tensor import Tensor, like, new_tensor, rebind
 from torchax.view import new_view
 from torchax.view_info import (
   AsStridedInfo,
@@ -224,7 +224,7 @@ def _set_(tensor, source, *layout):
     source = torch.as_strided(source, layout[1], layout[2], layout[0])
   with _torch_compat.without_dispatch():
     tensor.set_(source)
-  tensor._storage, tensor._chain = source._storage, source._chain
+  rebind(tensor, source)
   return tensor
 
 
@@ -265,4 +265,3 @@ def plan(op, schema, plan_by_registry, env) -> Callable | None:
   if schema.is_view and op not in NOT_STRIDED and op.namespace == "aten":
     return ViewPlan(op, env)
   return None
-

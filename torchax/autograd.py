@@ -122,10 +122,14 @@ class _Call(torch.autograd.Function):
       arrays = pull(ctx.pull_back, [c.jax() for c in cotangents])
       results = [new_tensor(array, ctx.env) for array in arrays]
     remaining = iter(results)
-    return None, None, *[
-      next(remaining) if t.is_floating_point() or t.is_complex() else None
-      for t in tensors
-    ]
+    return (
+      None,
+      None,
+      *[
+        next(remaining) if t.is_floating_point() or t.is_complex() else None
+        for t in tensors
+      ],
+    )
 
 
 def call(function: ArrayFunction, tensors: list[Tensor]):

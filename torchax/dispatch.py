@@ -164,7 +164,10 @@ class Flattener:
       return _static(arg) if cls is float or dynamic else arg
     if cls is list or cls is tuple:
       marker = _LIST if cls is list else _TUPLE
-      return (marker, *[self._flatten_other(a, type(a), dynamic, operands) for a in arg])
+      return (
+        marker,
+        *[self._flatten_other(a, type(a), dynamic, operands) for a in arg],
+      )
     if isinstance(arg, torch.Tensor):
       return self._flatten_tensor(arg, operands)
     if isinstance(arg, torch.Size):
@@ -349,7 +352,9 @@ def _tensors(tree, env):
 
 
 def _arrays(tree):
-  return jax.tree.map(lambda leaf: leaf.jax() if isinstance(leaf, Tensor) else leaf, tree)
+  return jax.tree.map(
+    lambda leaf: leaf.jax() if isinstance(leaf, Tensor) else leaf, tree
+  )
 
 
 class TensorPlan:
@@ -379,7 +384,7 @@ class InPlacePlan:
     if type(target) not in (Tensor, View):
       raise MixedDeviceError(
         f"{self.name} would write jax data to a tensor on {target.device}. "
-        "Call `.cpu()` on the source, or move the destination with `.to(\"jax\")`."
+        'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
       )
     plan = self.functional
     operands, key = plan.flattener.flatten(args, kwargs)

@@ -385,7 +385,7 @@ class Environment(contextlib.ContextDecorator):
       debug.log_mixed(name, tensor)
     raise MixedDeviceError(
       f"{name} expects all tensors on jax, but one of shape {list(tensor.shape)} and "
-      f"{tensor.dtype} is on {tensor.device}. Move it with `.to(\"jax\")`, or the others "
+      f'{tensor.dtype} is on {tensor.device}. Move it with `.to("jax")`, or the others '
       "with `.cpu()`."
     )
 
@@ -434,9 +434,9 @@ class Environment(contextlib.ContextDecorator):
     """Arrays in a tree as new CPU tensors."""
     use_dlpack = self.config.use_dlpack_for_data_conversion
     return torch_pytree.tree_map(
-      lambda value: mappings.j2t(value, use_dlpack)
-      if isinstance(value, jax.Array)
-      else value,
+      lambda value: (
+        mappings.j2t(value, use_dlpack) if isinstance(value, jax.Array) else value
+      ),
       args,
     )
 
@@ -473,7 +473,9 @@ class Environment(contextlib.ContextDecorator):
       return torch.ops.aten._to_copy(the_tensor, dtype=new_dtype)
     to_jax = self._should_use_torchax_tensor(new_device)
     if not to_jax and torch.device(new_device).type not in ("cpu", "meta"):
-      raise MixedDeviceError(f"A jax tensor moves to the CPU only, not to {new_device}.")
+      raise MixedDeviceError(
+        f"A jax tensor moves to the CPU only, not to {new_device}."
+      )
     if to_jax and torch.device(new_device).type == "cuda":
       new_device = "jax"
     return _Move.apply(the_tensor, new_dtype, new_device, self)
@@ -551,7 +553,9 @@ def _move(tensor: torch.Tensor, device, env) -> torch.Tensor:
         f"A tensor on {tensor.device} has no data to move to jax. "
         "Make it on the CPU first."
       )
-    return tensor if isinstance(tensor, Tensor) else new_tensor(mappings.t2j(tensor), env)
+    return (
+      tensor if isinstance(tensor, Tensor) else new_tensor(mappings.t2j(tensor), env)
+    )
   if kind == "meta":
     return torch.empty_strided(
       tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"

@@ -74,7 +74,7 @@ def _empty(size, *, dtype=None, **_ignored) -> Tensor:
   if _torch_compat.dispatch_is_excluded() and math.prod(size):
     raise MixedDeviceError(
       'torch.tensor(…, device="jax") and torch.as_tensor need the environment: call them '
-      "inside `with torchax.default_env():`, or write `torch.tensor(…).to(\"jax\")`."
+      'inside `with torchax.default_env():`, or write `torch.tensor(…).to("jax")`.'
     )
   dtype = mappings.t2j_dtype(dtype or torch.get_default_dtype())
   if _jax_compat.is_staging():

@@ -25,6 +25,15 @@ class _Active(threading.local):
 active = _Active()
 
 
+class Rebindings:
+  """Counts how often a tensor of this process took another storage.
+
+  Whoever keeps the storages of tensors looks them up again when the count has changed.
+  """
+
+  count = 0
+
+
 class Storage:
   """An array shared by tensors; `version` counts its replacements."""
 

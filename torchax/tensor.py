@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from torchax import _torch_compat
 from torchax.errors import MixedDeviceError, OperatorNotFound
 from torchax.ops import mappings
-from torchax.storage import Storage
+from torchax.storage import Rebindings, Storage
 from torchax.storage import active as _active
 from torchax.view_info import WHOLE, Chain
 
@@ -201,7 +201,7 @@ class Tensor(torch.Tensor):
         'Call `other.to("jax")` first.'
       )
     _torch_compat.set_metadata(self, other)
-    self._storage, self._chain = other._storage, other._chain
+    rebind(self, other)
 
   def is_set_to(self, tensor: torch.Tensor) -> bool:
     """True when both are the same view of the same storage."""
@@ -213,7 +213,9 @@ class Tensor(torch.Tensor):
 
   def __repr__(self, *, tensor_contents=None) -> str:
     if isinstance(self._storage.read(), jax.core.Tracer):
-      return f"tensor(traced, size={tuple(self.shape)}, dtype={self.dtype}, device='jax:0')"
+      return (
+        f"tensor(traced, size={tuple(self.shape)}, dtype={self.dtype}, device='jax:0')"
+      )
     text = repr(mappings.j2t(self.jax()))
     suffix = ", device='jax:0'"
     if self.grad_fn is not None:
@@ -221,10 +223,14 @@ class Tensor(torch.Tensor):
     elif self.requires_grad:
       suffix += ", requires_grad=True"
     text = f"{text[:-1]}{suffix})"
-    return f"Parameter containing:\n{text}" if _torch_compat.is_parameter(self) else text
+    return (
+      f"Parameter containing:\n{text}" if _torch_compat.is_parameter(self) else text
+    )
 
   def __format__(self, spec: str) -> str:
-    return format(self.item(), spec) if not self.dim() else object.__format__(self, spec)
+    return (
+      format(self.item(), spec) if not self.dim() else object.__format__(self, spec)
+    )
 
   def __deepcopy__(self, memo):
     if id(self) in memo:
@@ -322,6 +328,12 @@ def like(tensor: Tensor, storage: Storage, chain: Chain) -> Tensor:
   )
   other._storage, other._chain, other._env = storage, chain, tensor._env
   return other
+
+
+def rebind(tensor: Tensor, source: Tensor) -> None:
+  """Lets `tensor` show what `source` shows; its shape has been taken care of."""
+  tensor._storage, tensor._chain = source._storage, source._chain
+  Rebindings.count += 1
 
 
 _read_chain = jax.jit(lambda array, chain: chain.read(array), static_argnums=1)

@@ -215,9 +215,7 @@ class ExpandInfo(ViewInfo):
 
   def update_tensor(self, new_value, jax_array):
     lead = new_value.ndim - jax_array.ndim
-    index = (0,) * lead + tuple(
-      slice(0, length) for length in jax_array.shape
-    )
+    index = (0,) * lead + tuple(slice(0, length) for length in jax_array.shape)
     return new_value[index]
 
 

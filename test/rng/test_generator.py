@@ -249,6 +249,22 @@ def test_a_generator_seeded_before_its_first_draw_while_compiling_raises(generat
       compiled()
 
 
+def test_a_generator_made_while_compiling_raises_instead_of_compiling_for_ever():
+  compiled = jax_jit(lambda: _rand(torch.Generator().manual_seed(0)))
+  for _ in range(2):
+    with pytest.raises(RngError, match="outside of the function"):
+      compiled()
+
+
+def test_a_generator_for_each_static_value_is_no_generator_made_inside(generator):
+  compiled = jax_jit(_rand, {"static_argnums": 0})
+  generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+  drawn = [compiled(g) for g in generators * 2]
+  for g, seed in zip(generators, range(3)):
+    g.manual_seed(seed)
+  assert _same(drawn, [_rand(g) for g in generators * 2])
+
+
 def test_a_generator_draws_new_numbers_in_a_scope_of_a_compiled_function(generator):
   def f():
     with torchax.rng_scope(5):

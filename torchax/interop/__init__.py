@@ -1,7 +1,5 @@
 """Torch functions under JAX's transformations, and JAX functions under torch."""
 
-
-
 from torchax.interop import optimizers
 from torchax.interop.jit import Jitted, jax_jit, wrap_jax_jit
 from torchax.interop.module import (

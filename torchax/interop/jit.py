@@ -15,6 +15,7 @@ import jax
 from torchax.environment import default_env
 from torchax.interop.traced import Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
+from torchax.rng import NewOperands
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
@@ -97,13 +98,23 @@ class Jitted:
     """Runs the function; `extra` is static and part of what it was compiled for."""
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._jitted or self._transformed(len(args))
-    traced = self.traced
+    traced, pure = self.traced, self._pure
+    out = NotImplemented
+    if not pure.generators:  # the common case, without a closure
+      try:
+        operands = (traced.captured_arrays(), traced.situation(leaves, extra))
+        (out, effects), advance = jitted(pure.operands(), operands, *args, **kwargs)
+        if advance is not None:
+          pure.commit(advance)
+      except NewOperands:
+        out = NotImplemented
+    if out is NotImplemented:
 
-    def run(rng):
-      operands = (traced.captured_arrays(), traced.situation(leaves, extra))
-      return jitted(rng, operands, *args, **kwargs)
+      def run(rng):
+        operands = (traced.captured_arrays(), traced.situation(leaves, extra))
+        return jitted(rng, operands, *args, **kwargs)
 
-    out, effects = self._pure.run(run)
+      out, effects = pure.run(run)
     if effects is not None:
       traced.settle(leaves, effects)
     if isinstance(out, jax.Array):

@@ -10,6 +10,7 @@ captured tensors and to the `.grad` of captured leaves. `settle` applies them.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.views import arrays_of
 from torchax.rng import Carried, NewOperands, is_typed_key
-from torchax.storage import Boundary, Cell, Storage, active
+from torchax.storage import Boundary, Cell, Rebindings, Storage, active
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -110,6 +111,9 @@ class _Identity:
     return type(other) is _Identity and self.value is other.value
 
 
+_array_of_storage = operator.attrgetter("array")
+
+
 class Traced:
   """A torch function whose operands include all that it reads and draws.
 
@@ -127,6 +131,8 @@ class Traced:
     # Captured leaf -> place of its captured gradient.
     self._gradients: dict[Tensor, int] = {}
     self._has_traced = False
+    self._storages: list[Storage] = []
+    self._rebindings = -1
     # Whether a trace has met a gradient of a captured leaf, which may come and go.
     self._touches_grad = False
     self.pure = Carried(self._pure)
@@ -144,26 +150,34 @@ class Traced:
     if self._has_traced:
       self._drop_dead()
     if active.boundary is None:
-      return tuple([tensor._storage.array for tensor in self.captured])
+      if self._rebindings != Rebindings.count:
+        self._note_captured()
+      return tuple(map(_array_of_storage, self._storages))
     return tuple([tensor._storage.read(tensor) for tensor in self.captured])
 
   def _follow_gradients(self) -> None:
     """A captured `.grad` may be another tensor by now, or be gone."""
-    for leaf, place in list(self._gradients.items()):
+    changed = False
+    for leaf, place in self._gradients.items():
+      changed |= self.captured[place] is not leaf.grad
       self.captured[place] = leaf.grad
-    if any(tensor is None for tensor in self.captured):
+    if changed:
       self.captured = [tensor for tensor in self.captured if tensor is not None]
       self._note_captured()
 
   def _drop_dead(self) -> None:
     """Tensors of an outer trace that has ended are no operands any more."""
     self.captured = [
-      t for t in self.captured if t._storage.birth is None or not t._storage.birth.closed
+      t
+      for t in self.captured
+      if t._storage.birth is None or not t._storage.birth.closed
     ]
     self._note_captured()
 
   def _note_captured(self) -> None:
     """Derives what a call has to look at from the captured tensors."""
+    self._rebindings = Rebindings.count
+    self._storages = [tensor._storage for tensor in self.captured]
     self._has_traced = any(t._storage.birth is not None for t in self.captured)
     places = {id(tensor): place for place, tensor in enumerate(self.captured)}
     self._gradients = {
@@ -172,8 +186,8 @@ class Traced:
       if _is_trained(t) and t.grad is not None and id(t.grad) in places
     }
 
-  def situation(self, leaves, extra=None) -> Situation:
-    """The static part of a call with these argument leaves."""
+  def situation(self, leaves, extra=None) -> Situation | None:
+    """The static part of a call with these argument leaves; None if ordinary."""
     has_grad = ()
     if self._touches_grad:
       trained = [tensor for tensor in self.captured if _is_trained(tensor)]
@@ -181,7 +195,7 @@ class Traced:
     same, overlapping = repeated(leaves) if len(leaves) > 1 else ((), ())
     if same or overlapping or has_grad or extra is not None:
       return Situation.of(same, overlapping, has_grad, extra)
-    return ORDINARY
+    return None
 
   def settle(self, leaves: list, effects: Effects | None) -> None:
     """Applies what the function changed in place to the caller's tensors."""
@@ -205,6 +219,7 @@ class Traced:
 
   def _pure(self, operands, *args, **kwargs):
     captured, situation = operands
+    situation = situation or ORDINARY
     env = default_env()
     boundary = Boundary()
     grads = {id(t): t.grad for t in self.captured if _is_trained(t)}
@@ -269,7 +284,8 @@ class Traced:
     """The trace has set `.grad` of real leaves; they get back what they had."""
     for tensor in self._leaves(boundary):
       before = grads.get(id(tensor))
-      if tensor.grad is not before:
+      was_cleared = tensor.grad is None and before is not None
+      if was_cleared or _is_born_in(tensor.grad, boundary):
         tensor.grad = before
 
   def _require_operands(self, boundary: Boundary) -> None:

@@ -158,10 +158,12 @@ class Carried:
   def __init__(self, function: Callable):
     self.function = function
     self.generators: list[tuple[torch.Generator, int]] = []
+    self._just_met: list[GeneratorSlot] = []
     self.__name__ = getattr(function, "__name__", type(function).__name__)
 
   def __call__(self, rng: RngOperands, *args, **kwargs):
     """The pure function: `(rng, *args, **kwargs) -> (out, Advance or None)`."""
+    rng = RngOperands(*rng)
     slots = [
       GeneratorSlot(generator, words)
       for (generator, _), words in zip(self.generators, rng.words)
@@ -180,6 +182,7 @@ class Carried:
 
   def _require_words(self, slots: list[GeneratorSlot]) -> None:
     if any(slot.is_short for slot in slots):
+      self._require_old_generators(slots)
       known = [draws for _, draws in self.generators] + [0] * len(slots)
       self.generators = [
         (slot.generator, max(slot.asked, draws)) for slot, draws in zip(slots, known)
@@ -187,8 +190,27 @@ class Carried:
       for slot in slots:  # the function runs again, from the start
         slot.restore()
       raise NewOperands
+    self._just_met = []
 
-  def operands(self) -> RngOperands:
+  def _require_old_generators(self, slots: list[GeneratorSlot]) -> None:
+    """Raises RngError if each trace meets other generators: it would never end."""
+    met = [slot for slot in slots if slot.words is None]
+    missed = [
+      slot
+      for slot in slots
+      for earlier in self._just_met
+      if same_generator(slot.generator, earlier.generator) and not slot.asked
+    ]
+    self._just_met = met
+    if met and missed:
+      gone = {id(slot.generator) for slot in missed}
+      self.generators = [pair for pair in self.generators if id(pair[0]) not in gone]
+      raise RngError(
+        f"{self.__name__} makes a torch.Generator while it is compiled, which would be "
+        "one generator for ever. Make it outside of the function."
+      )
+
+  def operands(self) -> RngOperands | tuple:
     """The operands of the next call, taken from the current stream.
 
     Inside a raw JAX transformation they are good for a function that draws nothing
@@ -204,7 +226,7 @@ class Carried:
     if type(count) is int:
       count = np.uint32(count)
     if not self.generators:
-      return RngOperands(key, count)
+      return (key, count)  # a plain tuple: a call takes it in quicker
     words = tuple(
       [take_words(generator, n, self.__name__) for generator, n in self.generators]
     )

@@ -164,8 +164,7 @@ class RngStream:
       raise TracedDrawError(
         f"{name} inside a raw `jax.vmap` would give every row the same numbers. "
         "Say what rows should draw: `torchax.interop.jax_vmap(f, randomness="
-        '"different")` or "same". '
-        + _WAYS_OUT.format(wrapper="jax_vmap")
+        '"different")` or "same". ' + _WAYS_OUT.format(wrapper="jax_vmap")
       )
     raise TracedDrawError(
       f"{name} inside a raw JAX transformation ({type(trace).__name__}) would bake its "

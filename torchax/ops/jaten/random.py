@@ -98,9 +98,7 @@ def _check_normal(self, mean=0.0, std=1.0, **_):
 
 @_sampler(aten.normal_functional, check=_check_normal)
 def _aten_normal_functional(key, self, mean=0.0, std=1.0):
-  return samplers.normal(
-    key, self.shape, _floating("normal_", self.dtype), mean, std
-  )
+  return samplers.normal(key, self.shape, _floating("normal_", self.dtype), mean, std)
 
 
 def _check_normal_tensors(mean, std=1.0, **_):

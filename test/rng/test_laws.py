@@ -1,0 +1,893 @@
+"""The laws that hold over every boundary, as equalities to the last bit.
+
+`docs/rng.md` states them. A boundary here is a way to run a function of tensors:
+eagerly, compiled, compiled inside compiled, checkpointed, differentiated.
+"""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchax import _jax_compat
+from torchax.errors import TracedDrawError
+from torchax.interop import (
+  JittableModule,
+  functional_rng,
+  gradient_checkpoint,
+  jax_jit,
+  jax_value_and_grad,
+  jax_view,
+)
+from torchax.rng import RngState, is_typed_key
+
+
+def _x(n=6) -> torch.Tensor:
+  return torch.arange(1.0, n + 1).to("jax")
+
+
+def _drop(x):
+  return F.dropout(x, 0.5)
+
+
+def _rand() -> torch.Tensor:
+  return torch.rand(6, device="jax")
+
+
+def _state(env) -> dict:
+  return env.rng.state.state_dict()
+
+
+def _same(first, second) -> bool:
+  return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+# eager == jit == nested jit == checkpointed == value_and_grad ------------------------
+
+DRAWS = {
+  "rand": lambda x: torch.rand(6, device="jax"),
+  "dropout": lambda x: F.dropout(x, 0.3),
+  "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.3),
+  "randn": lambda x: torch.randn(6, device="jax"),
+  "randint": lambda x: torch.randint(-5, 100, (6,), device="jax"),
+  "randperm": lambda x: torch.randperm(6, device="jax"),
+  "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.4)),
+  "normal": lambda x: torch.normal(x.detach(), 2.0),
+  "normal_": lambda x: torch.empty_like(x).normal_(1.0, 3.0),
+  "uniform_": lambda x: torch.empty_like(x).uniform_(-1.0, 3.0),
+  "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+  "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
+  "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
+  "geometric_": lambda x: torch.empty_like(x).geometric_(0.2),
+  "random_": lambda x: torch.empty_like(x).random_(3, 77),
+  "multinomial": lambda x: torch.multinomial(x.detach(), 3),
+  "multinomial with replacement": lambda x: torch.multinomial(x.detach(), 3, True),
+  "bfloat16": lambda x: torch.randn(6, device="jax", dtype=torch.bfloat16),
+  "rand_like": lambda x: torch.rand_like(x),
+  "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
+  "dropout2d": lambda x: F.dropout2d(x.view(1, 6, 1, 1), 0.3),
+}
+
+
+def _program(x) -> list[torch.Tensor]:
+  return [draw(x) for draw in DRAWS.values()]
+
+
+def _with_gradient(wrap):
+  """The program as the auxiliary output of a differentiated function."""
+
+  def run(function):
+    def loss(x):
+      return (x * x).sum(), function(x)
+
+    options = {"has_aux": True}
+    differentiated = wrap(jax_value_and_grad(loss, options))
+
+    def call(x):
+      (_, drawn), grad = differentiated(x)
+      assert torch.equal(grad, 2 * x)
+      return drawn
+
+    return call
+
+  return run
+
+
+def _identity(function):
+  return function
+
+
+BOUNDARIES = {
+  "jit": jax_jit,
+  "nested jit": lambda f: jax_jit(lambda x: jax_jit(f)(x)),
+  "checkpoint": gradient_checkpoint,
+  "jit of checkpoint": lambda f: jax_jit(gradient_checkpoint(f)),
+  "checkpoint of jit": lambda f: gradient_checkpoint(jax_jit(f)),
+  "value_and_grad": _with_gradient(_identity),
+  "jit of value_and_grad": _with_gradient(jax_jit),
+  "value_and_grad of jit of checkpoint": lambda f: _with_gradient(_identity)(
+    jax_jit(gradient_checkpoint(f))
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_every_draw_is_the_eager_one(env, name):
+  wrapped = BOUNDARIES[name](_program)
+  with env:
+    expected = _program(_x()) + _program(_x())
+  after = _state(env)
+  torch.manual_seed(0)
+  drawn = wrapped(_x()) + wrapped(_x())
+  for label, first, second in zip([*DRAWS] * 2, drawn, expected):
+    assert torch.equal(first, second), label
+  assert _state(env) == after
+
+
+def test_eager_draws_do_not_depend_on_whether_the_environment_is_on(env):
+  with env:
+    inside = _program(_x())
+  torch.manual_seed(0)
+  for label, first, second in zip(DRAWS, _program(_x()), inside):
+    assert torch.equal(first, second), label
+
+
+def test_the_functional_form_draws_the_eager_numbers(env):
+  with env:
+    expected = _program(_x())
+  state = RngState.from_seed(0)
+  pure = functional_rng(_program)
+  before = _state(env)
+  for function in (pure, jax.jit(pure)):
+    drawn, after = function(state, _x().jax())
+    assert all(map(jnp.array_equal, drawn, jax_view(expected)))
+    assert after.state_dict() == before
+  assert _state(env) == before
+
+
+def test_a_jax_view_with_a_key_draws_the_eager_numbers(env):
+  with env:
+    expected = jax_view(_program(_x()))
+  view = jax_view(_program)
+  for rng in (0, jax.random.key(0), RngState.from_seed(0)):
+    assert all(map(jnp.array_equal, view(_x().jax(), rng=rng), expected))
+  compiled = jax.jit(view)(_x().jax(), rng=jax.random.key(0))
+  assert all(map(jnp.array_equal, compiled, expected))
+
+
+_NODES = st.recursive(
+  st.sampled_from(
+    ["rand", "dropout", "bernoulli_", "randn", "randint", "randperm", "multinomial"]
+  ),
+  lambda children: st.tuples(
+    st.sampled_from(["jit", "checkpoint", "grad", "jit of grad"]),
+    st.lists(children, min_size=1, max_size=3),
+  ),
+  max_leaves=5,
+)
+_WRAPPERS = {
+  "jit": jax_jit,
+  "checkpoint": gradient_checkpoint,
+  "grad": _with_gradient(_identity),
+  "jit of grad": _with_gradient(jax_jit),
+}
+
+
+def _run(nodes, x, with_boundaries: bool) -> list[torch.Tensor]:
+  drawn = []
+  for node in nodes:
+    if isinstance(node, str):
+      drawn.append(DRAWS[node](x))
+      continue
+    kind, children = node
+    inner = functools.partial(_run, children, with_boundaries=with_boundaries)
+    drawn += (_WRAPPERS[kind](inner) if with_boundaries else inner)(x)
+  return drawn
+
+
+@hypothesis.given(st.lists(_NODES, min_size=1, max_size=3))
+@hypothesis.settings(max_examples=12)
+def test_every_nest_of_boundaries_draws_the_eager_numbers(nodes):
+  torch.manual_seed(0)
+  x = _x()
+  flat = jax_jit(lambda x: _run(nodes, x, with_boundaries=False))
+  nested = jax_jit(lambda x: _run(nodes, x, with_boundaries=True))
+  results = []
+  for program in (
+    lambda x: _run(nodes, x, with_boundaries=False),
+    lambda x: _run(nodes, x, with_boundaries=True),
+    flat,
+    nested,
+  ):
+    torch.manual_seed(0)
+    results.append([*program(x), _rand()])
+  for result in results[1:]:
+    assert _same(result, results[0])
+
+
+def test_calls_go_on_where_eager_draws_and_other_calls_left_off():
+  compiled = jax_jit(_drop)
+  x = _x(32)
+  mixed = [_drop(x), compiled(x), compiled(x), _drop(x), compiled(x)]
+  torch.manual_seed(0)
+  assert _same(mixed, [_drop(x) for _ in range(5)])
+
+
+@pytest.mark.parametrize("wrap", [jax_jit, gradient_checkpoint])
+def test_a_function_whose_draws_depend_on_shapes_advances_by_what_it_drew(env, wrap):
+  def f(x):
+    return torch.stack([_rand() for _ in range(len(x))])
+
+  wrapped = wrap(f)
+  for n, total in ((3, 3), (1, 4), (3, 7)):
+    wrapped(_x(n))
+    assert env.rng.state.count == total
+
+
+# Masks in the backward pass ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [_identity, jax_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("block", [_identity, gradient_checkpoint, jax_jit])
+def test_the_gradient_has_the_mask_of_the_forward_pass(wrap, block):
+  masked = block(lambda x: x * _drop(torch.ones(64, device="jax")))
+  step = wrap(
+    jax_value_and_grad(lambda x: ((y := masked(x)).sum(), y), {"has_aux": True})
+  )
+  (_, forward), grad = step(torch.ones(64, device="jax"))
+  assert set(forward.tolist()) == {0.0, 2.0}
+  assert torch.equal(grad, forward)
+
+
+def test_backward_inside_a_compiled_function_has_the_mask_of_the_forward_pass():
+  def step(x):
+    leaf = x.detach().requires_grad_()
+    y = leaf * _drop(torch.ones(64, device="jax"))
+    y.sum().backward()
+    return y.detach(), leaf.grad
+
+  x = torch.ones(64, device="jax")
+  expected = step(x)
+  torch.manual_seed(0)
+  compiled = jax_jit(step)(x)
+  assert torch.equal(*compiled) and _same(compiled, expected)
+
+
+# Key and count are operands ---------------------------------------------------------
+
+
+def _equations(jaxpr):
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in jax.tree.leaves(
+      list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+    ):
+      if hasattr(inner, "jaxpr"):
+        inner = inner.jaxpr
+      if hasattr(inner, "eqns"):
+        yield from _equations(inner)
+
+
+def _constants(closed):
+  yield from closed.consts
+  for equation in _equations(closed.jaxpr):
+    for inner in equation.params.values():
+      yield from getattr(inner, "consts", ())
+
+
+def _baked_keys(closed) -> list[str]:
+  """Where a closed jaxpr makes or holds a key that is no operand."""
+  found = [
+    str(equation)
+    for equation in _equations(closed.jaxpr)
+    if equation.primitive.name in ("random_seed", "random_wrap")
+  ]
+  found += [
+    f"constant {constant}"
+    for constant in _constants(closed)
+    if is_typed_key(constant)
+    or (getattr(constant, "dtype", None) == jnp.uint32 and constant.size >= 2)
+  ]
+  return found
+
+
+@pytest.mark.parametrize(
+  "baked",
+  [
+    lambda: jax.random.uniform(jax.random.key(0)),
+    lambda key=jax.random.key(0): jax.random.uniform(key),  # noqa: B008
+    lambda data=jnp.zeros(2, jnp.uint32): jax.random.uniform(  # noqa: B008
+      jax.random.wrap_key_data(data)
+    ),
+    lambda: jax.jit(lambda: jax.random.uniform(jax.random.key(0)))(),
+  ],
+  ids=["seeded", "closed over", "raw data", "nested"],
+)
+def test_the_search_for_baked_keys_finds_them(baked):
+  assert _baked_keys(jax.make_jaxpr(baked)())
+
+
+TRACED = {
+  "jit": lambda: jax_jit(_drop),
+  "nested jit": lambda: jax_jit(lambda x: jax_jit(_drop)(jax_jit(_drop)(x))),
+  "checkpoint": lambda: jax_jit(gradient_checkpoint(_drop)),
+  "value_and_grad": lambda: jax_jit(jax_value_and_grad(lambda x: _drop(x).sum())),
+  "value_and_grad of checkpoint": lambda: jax_jit(
+    jax_value_and_grad(gradient_checkpoint(lambda x: _drop(x).sum()))
+  ),
+  "every draw": lambda: jax_jit(_program),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_the_key_and_the_count_are_invars_and_no_constant_holds_a_key(name):
+  closed = TRACED[name]().trace(_x()).jaxpr
+  kinds = [str(var.aval) for var in closed.jaxpr.invars]
+  assert sorted(kinds) == ["float32[6]", "key<fry>[]", "uint32[]"]
+  assert _baked_keys(closed) == []
+  used = [var for equation in closed.jaxpr.eqns for var in equation.invars]
+  for var in closed.jaxpr.invars:
+    assert any(var is other for other in used), f"{var.aval} is never used"
+
+
+@pytest.mark.parametrize(
+  "wrap", [lambda f: f, gradient_checkpoint], ids=["plain", "checkpoint"]
+)
+def test_the_key_of_a_jax_view_is_an_invar(wrap):
+  view = jax_view(wrap(_drop))
+  closed = jax.make_jaxpr(view)(jnp.ones(6), rng=jax.random.key(0))
+  kinds = [str(var.aval) for var in closed.jaxpr.invars]
+  assert sorted(kinds) == ["float32[6]", "key<fry>[]"]
+  assert _baked_keys(closed) == []
+
+
+def test_the_state_of_a_functional_form_is_an_invar():
+  closed = jax.make_jaxpr(functional_rng(_drop))(RngState.from_seed(0), jnp.ones(6))
+  assert str(closed.jaxpr.invars[0].aval) == "key<fry>[]"
+  assert len(closed.jaxpr.invars) == 3 and _baked_keys(closed) == []
+
+
+def test_calls_compile_once_and_a_new_seed_changes_the_numbers_only(env):
+  traces = []
+
+  def f(x):
+    traces.append(None)
+    return _drop(x) + torch.rand(32, device="jax")
+
+  compiled = jax_jit(f)
+  x = _x(32)
+  outs = []
+  for seed in (None, None, 1, -1, 2**40, jax.random.key(3), None):
+    if seed is not None:
+      env.manual_seed(seed)
+    outs.append(tuple(compiled(x).tolist()))
+  with env.rng_scope(9):
+    outs.append(tuple(compiled(x).tolist()))
+  with env.rng_scope(RngState.from_seed(9).advance(100_000)):
+    outs.append(tuple(compiled(x).tolist()))
+  assert len(traces) == 1
+  assert len(set(outs)) == len(outs)
+
+
+def test_a_seed_after_compilation_gives_its_eager_numbers():
+  compiled = jax_jit(_drop)
+  x = _x(32)
+  compiled(x)
+  for seed in (5, 6):
+    torch.manual_seed(seed)
+    expected = _drop(x)
+    torch.manual_seed(seed)
+    assert torch.equal(compiled(x), expected)
+
+
+def _signature(text: str) -> str:
+  return next(line for line in text.splitlines() if "@main" in line).split("->")[0]
+
+
+def test_a_function_that_draws_nothing_has_no_key_parameter():
+  signature = _signature(jax_jit(lambda x: x * 2).lower(_x()).as_text())
+  assert signature.count("%arg") == 1 and "ui32" not in signature
+  signature = _signature(jax_jit(_drop).lower(_x()).as_text())
+  assert signature.count("%arg") == 3 and signature.count("ui32") == 2
+
+
+def test_a_function_that_draws_nothing_leaves_the_stream_alone(env):
+  before = _state(env)
+  jax_jit(lambda x: x * 2)(_x())
+  jax_value_and_grad(lambda x: x.sum())(_x())
+  gradient_checkpoint(lambda x: x * 2)(_x())
+  assert _state(env) == before
+
+
+# Nothing leaks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_no_tracer_leaks_from_a_boundary(env, name):
+  def f(x):
+    return [_drop(x), torch.randn(6, device="jax")]
+
+  with jax.checking_leaks():
+    BOUNDARIES[name](f)(_x())
+  assert isinstance(env.rng.state.count, int)
+  assert not isinstance(env.rng.state.key, jax.core.Tracer)
+
+
+class _Mine(BaseException):
+  """Not an Exception: as KeyboardInterrupt, it is caught by nobody."""
+
+
+def _failing(error):
+  def f(x):
+    _drop(x)
+    torch.manual_seed(3)
+    _rand()
+    raise error
+
+  return f
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+@pytest.mark.parametrize("error", [ValueError, _Mine])
+def test_an_exception_in_a_boundary_leaves_the_state_as_it_was(env, name, error):
+  _rand()
+  stream, before = env.rng, _state(env)
+  wrapped = BOUNDARIES[name](_failing(error))
+  for _ in range(2):
+    with pytest.raises(error):
+      wrapped(_x())
+    assert env.rng is stream and _state(env) == before
+  torch.manual_seed(0)
+  first, expected = _rand(), _rand()
+  env.rng.reseed(RngState(**dict(key=env.rng.state.key, count=1)))
+  assert torch.equal(_rand(), expected) and not torch.equal(first, expected)
+
+
+def test_a_shape_error_found_by_jax_leaves_the_state_as_it_was(env):
+  compiled = jax_jit(lambda x: _drop(x) @ torch.rand(5, device="jax"))
+  before = _state(env)
+  with pytest.raises(Exception, match="shape|size|dimension|contract"):
+    compiled(_x())
+  assert _state(env) == before
+
+
+def test_a_refused_draw_leaves_an_enclosing_compiled_function_usable(env):
+  def f(x):
+    with pytest.raises(TracedDrawError):
+      jax.vmap(jax_view(_drop))(jnp.ones((2, 3)))
+    return _drop(x)
+
+  x = _x(32)
+  expected = _drop(x)
+  torch.manual_seed(0)
+  assert torch.equal(jax_jit(f)(x), expected)
+  assert env.rng.state.count == 1
+
+
+# Nothing is read back ---------------------------------------------------------------
+
+
+@pytest.fixture
+def no_readback(monkeypatch):
+  """Any read of an array's numbers on the host raises, also where memory is shared."""
+
+  def read(array):
+    raise AssertionError("an array was read back from the device")
+
+  monkeypatch.setattr(_jax_compat.ArrayImpl, "_value", property(read))
+
+
+@pytest.mark.parametrize(
+  "read",
+  [float, int, bool, lambda array: array.tolist(), lambda array: array.item(), repr],
+  ids=["float", "int", "bool", "tolist", "item", "repr"],
+)
+def test_the_guard_against_reading_back_sees_reads(no_readback, read):
+  array = jnp.zeros(()) + 1
+  with pytest.raises(AssertionError, match="read back"):
+    read(array)
+
+
+def test_no_draw_and_no_compiled_call_reads_from_the_device(env, no_readback):
+  # multinomial checks its weights, as torch does; every other draw must not wait.
+  draws = [draw for name, draw in DRAWS.items() if "multinomial" not in name]
+
+  def program(x):
+    return [draw(x) for draw in draws]
+
+  x = torch.ones(6, device="jax")
+  compiled = jax_jit(program)
+  step = jax_value_and_grad(gradient_checkpoint(lambda x: _drop(x).sum()))
+  with jax.transfer_guard_device_to_host("disallow"):
+    program(x)
+    compiled(x)
+    compiled(x)
+    step(x)
+    torch.manual_seed(4)
+    compiled(x)
+    with env.rng_scope(3):
+      compiled(x)
+    env.rng.fork("data").next_key()
+    assert is_typed_key(env.prng_key)
+
+
+# The user's arguments are untouched --------------------------------------------------
+
+
+def test_static_arguments_are_those_of_the_user():
+  seen = []
+
+  def f(p, x, flag, *, name="a"):
+    seen.append((p, flag, name))
+    return F.dropout(x, p) if flag else x
+
+  x = _x(16)
+  for kwargs in (
+    {"static_argnums": (0, 2), "static_argnames": "name"},
+    {"static_argnums": (0, -1), "static_argnames": ("name",)},
+    {"static_argnums": (-3, 2), "static_argnames": "name"},
+  ):
+    compiled = jax_jit(f, kwargs)
+    torch.manual_seed(0)
+    outs = [compiled(0.5, x, True, name="b"), compiled(0.25, x, False, name="c")]
+    assert seen[-2:] == [(0.5, True, "b"), (0.25, False, "c")]
+    torch.manual_seed(0)
+    assert _same(outs, [F.dropout(x, 0.5), x])
+
+
+@pytest.mark.parametrize("argnums", [1, (1,), -1, (-1,)], ids=repr)
+def test_only_the_donated_argument_is_given_away(argnums):
+  compiled = jax_jit(lambda x, y: (_drop(x), y + 1), {"donate_argnums": argnums})
+  for _ in range(2):
+    x, y = _x(64), _x(64)
+    array_x, array_y = x.jax(), y.jax()
+    kept, bumped = compiled(x, y)
+    assert torch.equal(bumped, _x(64) + 1)
+    assert array_y.is_deleted() and not array_x.is_deleted()
+    assert set((kept / _x(64)).tolist()) == {0.0, 2.0}
+
+
+def test_a_seed_after_donation_still_works():
+  compiled = jax_jit(_drop, {"donate_argnums": 0})
+  first = compiled(_x(64))
+  torch.manual_seed(0)
+  assert torch.equal(compiled(_x(64)), first)
+
+
+def _sharding():
+  mesh = jax.sharding.Mesh(jax.devices()[:1], "data")
+  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["one by one", "for all"])
+def test_shardings_are_those_of_the_users_arguments_and_results(whole):
+  sharding = _sharding()
+  options = {
+    "in_shardings": sharding if whole else (sharding, {"y": sharding}),
+    "out_shardings": sharding if whole else (sharding, None),
+  }
+  compiled = jax_jit(lambda x, tree: (_drop(x), tree["y"] * 2), options)
+  x = _x(32)
+  masked, doubled = compiled(x, {"y": x})
+  torch.manual_seed(0)
+  assert torch.equal(masked, _drop(x)) and torch.equal(doubled, x * 2)
+  assert masked.jax().sharding.is_equivalent_to(sharding, 1)
+
+
+def test_keyword_arguments_are_operands_as_positional_ones():
+  traces = []
+
+  def f(x, *, scale, extra=None):
+    traces.append(None)
+    return _drop(x) * scale["a"] + (0 if extra is None else extra)
+
+  compiled = jax_jit(f)
+  x = _x(32)
+  expected = [_drop(x) * 2, _drop(x) * 3, _drop(x) * 2 + x]
+  torch.manual_seed(0)
+  drawn = [compiled(x, scale={"a": torch.tensor(2.0).to("jax")})]
+  drawn += [compiled(x, scale={"a": torch.tensor(3.0).to("jax")})]
+  assert len(traces) == 1
+  drawn += [compiled(x, scale={"a": torch.tensor(2.0).to("jax")}, extra=x)]
+  assert _same(drawn, expected)
+
+
+def test_argnums_of_value_and_grad_are_those_of_the_user():
+  def f(x, y):
+    return (2 * x * _drop(torch.ones(6, device="jax")) + 3 * y).sum()
+
+  x, y = _x(), _x() + 1
+  for argnums, place in ((0, 0), (1, 1), (-1, 1), ((0, 1), None), ((-1, 0), None)):
+    torch.manual_seed(0)
+    mask = _drop(torch.ones(6, device="jax"))
+    grads = {0: 2 * mask, 1: torch.full_like(y, 3.0), -1: torch.full_like(y, 3.0)}
+    torch.manual_seed(0)
+    _, found = jax_value_and_grad(f, {"argnums": argnums})(x, y)
+    if place is not None:
+      assert torch.equal(found, grads[place])
+    else:
+      assert _same(list(found), [grads[number] for number in argnums])
+
+
+def test_one_tensor_passed_twice_has_a_gradient_for_each_argument():
+  step = jax_value_and_grad(lambda x, y: (2 * x + 3 * y).sum(), {"argnums": (0, 1)})
+  x = _x()
+  _, (of_x, of_y) = step(x, x)
+  assert of_x.tolist() == [2.0] * 6
+  assert of_y.tolist() == [3.0] * 6
+
+
+def test_static_argnums_of_gradient_checkpoint_are_those_of_the_user():
+  x = _x(32)
+  expected = F.dropout(x, 0.25)
+  for argnums in ((1,), (-1,)):
+    torch.manual_seed(0)
+    checkpointed = gradient_checkpoint(F.dropout, {"static_argnums": argnums})
+    assert torch.equal(checkpointed(x, 0.25), expected)
+
+
+# Changes reach the caller -----------------------------------------------------------
+
+
+def test_batch_norm_in_a_jittable_module_updates_its_statistics(env):
+  def model():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+      torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2)
+    ).to("jax")
+
+  plain, inner = model(), model()
+  compiled = JittableModule(inner)
+  x = torch.arange(32.0).view(8, 4).to("jax")
+  outs = []
+  for module in (plain, compiled):
+    torch.manual_seed(2)
+    with env:
+      outs.append([module(x), module(x * 2)])
+  for first, second in zip(*outs):
+    torch.testing.assert_close(first.cpu(), second.cpu(), rtol=1e-6, atol=1e-6)
+  for name, buffer in plain.named_buffers():
+    mate = dict(inner.named_buffers())[name]
+    torch.testing.assert_close(buffer.cpu(), mate.cpu(), rtol=1e-6, atol=1e-6)
+  assert inner[0].num_batches_tracked.item() == 2
+  assert inner[0].running_mean.abs().sum().item() > 0
+
+
+def test_training_and_evaluation_of_a_jittable_module_differ_by_dropout():
+  module = JittableModule(torch.nn.Dropout(0.5))
+  x = torch.ones(64, device="jax")
+  assert set(module(x).tolist()) == {0.0, 2.0}
+  module.eval()
+  assert torch.equal(module(x), x)
+  module.train()
+  assert set(module(x).tolist()) == {0.0, 2.0}
+
+
+@pytest.mark.parametrize("wrap", [jax_jit, gradient_checkpoint])
+def test_a_draw_in_place_reaches_the_callers_argument(wrap):
+  x, y = torch.zeros(8, device="jax"), torch.zeros(8, device="jax")
+  x.uniform_()
+  torch.manual_seed(0)
+  wrap(lambda t: t.uniform_().sum())(y)
+  assert torch.equal(y, x) and y.any().item()
+
+
+def test_a_draw_in_place_reaches_a_closed_over_tensor():
+  noise, expected = torch.zeros(8, device="jax"), torch.zeros(8, device="jax")
+  for _ in range(3):
+    expected.normal_()
+  torch.manual_seed(0)
+  compiled = jax_jit(lambda: noise.normal_().sum())
+  for _ in range(3):
+    compiled()
+  assert torch.equal(noise, expected)
+
+
+def test_a_draw_in_place_reaches_the_base_of_a_view():
+  base = torch.zeros(4, 2, device="jax")
+  jax_jit(lambda: base[1:3].uniform_(1.0, 2.0).sum())()
+  assert (base > 0).all(1).tolist() == [False, True, True, False]
+
+
+def test_gradients_of_closed_over_leaves_reach_the_caller():
+  def run(wrap):
+    torch.manual_seed(0)
+    weight = torch.ones(64, device="jax", requires_grad=True)
+
+    def step(x):
+      (weight * _drop(x)).sum().backward()
+
+    stepped = wrap(step)
+    for _ in range(2):
+      stepped(torch.ones(64, device="jax"))
+    return weight.grad
+
+  eager, compiled = run(_identity), run(jax_jit)
+  assert eager is not None and set(eager.tolist()) == {0.0, 2.0, 4.0}
+  assert torch.equal(eager, compiled)
+
+
+def test_an_exception_leaves_the_callers_tensors_as_they_were():
+  x, noise = torch.zeros(4, device="jax"), torch.zeros(4, device="jax")
+
+  def f(x):
+    x.uniform_()
+    noise.normal_()
+    raise KeyError
+
+  for wrap in (jax_jit, gradient_checkpoint):
+    with pytest.raises(KeyError):
+      wrap(f)(x)
+  assert not x.any().item() and not noise.any().item()
+
+
+# Upstream's names -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [_identity, jax_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("draws_before", [0, 3])
+def test_a_key_that_is_read_and_written_back_gives_the_same_numbers(
+  env, wrap, draws_before
+):
+  f = wrap(_rand)
+  for _ in range(draws_before):
+    _rand()
+  key = env.prng_key
+  first = [f(), f()]
+  env.prng_key = key
+  assert _same([f(), f()], first)
+
+
+def test_reading_the_key_after_draws_and_writing_it_back_goes_on(env):
+  """Upstream's compiled functions do so; the numbers must not start over."""
+  drawn = []
+  for _ in range(4):
+    drawn.append(tuple(_rand().tolist()))
+    env.prng_key = env.prng_key
+  assert len(set(drawn)) == 4
+
+
+def test_a_key_read_inside_a_compiled_function_goes_on_after_it(env):
+  def f():
+    first = _rand()
+    key = env.prng_key
+    second = _rand()
+    env.prng_key = key
+    return first, second, _rand()
+
+  eager = [*f(), _rand(), *f(), _rand()]
+  assert torch.equal(eager[1], eager[2]) and not torch.equal(eager[2], eager[4])
+  torch.manual_seed(0)
+  compiled = jax_jit(f)
+  assert _same([*compiled(), _rand(), *compiled(), _rand()], eager)
+
+
+def test_param_prng_is_prng_key(env):
+  _rand()
+  key = env.param.prng
+  expected = _rand()
+  env.prng_key = key
+  assert torch.equal(_rand(), expected)
+
+
+@pytest.mark.parametrize("wrap", [_identity, jax_jit], ids=["eager", "jit"])
+def test_override_property_draws_from_its_key_and_gives_the_stream_back(env, wrap):
+  f = wrap(_rand)
+  outside = [f(), f()]
+  torch.manual_seed(0)
+  assert torch.equal(f(), outside[0])
+  with env.override_property(prng=jax.random.key(5)):
+    inside = [f(), f()]
+  assert torch.equal(f(), outside[1])
+  with env.override_property(prng=jax.random.key(5)):
+    assert _same([f(), f()], inside)
+  assert not torch.equal(inside[0], inside[1])
+
+
+def test_override_property_restores_after_an_exception(env):
+  before = _state(env)
+  with pytest.raises(KeyError), env.override_property(prng=jax.random.key(5)):
+    _rand()
+    raise KeyError
+  assert _state(env) == before
+
+
+def test_get_and_rotate_prng_key_is_a_draw_like_any_other(env):
+  keys = [env.get_and_rotate_prng_key() for _ in range(3)]
+  after = _rand()
+  torch.manual_seed(0)
+  drawn = [_rand() for _ in range(4)]
+  for key, numbers in zip(keys, drawn):
+    assert jnp.array_equal(jax.random.uniform(key, (6,)), numbers.jax())
+  assert torch.equal(after, drawn[3])
+
+
+def test_get_and_rotate_prng_key_inside_a_compiled_function_is_the_eager_key(env):
+  expected = [jax.random.key_data(env.get_and_rotate_prng_key()) for _ in range(2)]
+  torch.manual_seed(0)
+  compiled = jax_jit(lambda: env.get_and_rotate_prng_key())
+  for data in expected:
+    key = compiled()
+    assert is_typed_key(key) and jnp.array_equal(jax.random.key_data(key), data)
+
+
+# Seeding inside compiled functions --------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["jit", "nested jit", "checkpoint", "value_and_grad"])
+def test_a_seed_inside_a_boundary_draws_as_in_eager_and_stays_after_it(env, name):
+  def f(x):
+    first = _drop(x)
+    torch.manual_seed(7)
+    return [first, _drop(x)]
+
+  x = _x(32)
+  expected = [*f(x), _rand(), *f(x), _rand()]
+  torch.manual_seed(0)
+  wrapped = BOUNDARIES[name](f)
+  drawn = [*_flat(wrapped(x)), _rand(), *_flat(wrapped(x)), _rand()]
+  assert _same(drawn, expected)
+
+
+def _flat(out) -> list[torch.Tensor]:
+  return list(out)
+
+
+def test_a_traced_seed_inside_a_compiled_function_draws_as_in_eager(env):
+  def f(seed):
+    env.manual_seed(seed)
+    return _rand()
+
+  compiled = jax_jit(f)
+  for number in (5, 6, -1, 2**31 - 1):
+    seed = torch.tensor(number, dtype=torch.int32).to("jax")
+    expected = [f(seed), _rand()]
+    torch.manual_seed(0)
+    assert _same([compiled(seed), _rand()], expected)
+
+
+def test_a_traced_seed_does_not_retrace(env):
+  traces = []
+
+  def f(seed):
+    traces.append(None)
+    env.manual_seed(seed)
+    return _rand()
+
+  compiled = jax_jit(f)
+  drawn = [compiled(torch.tensor(n, dtype=torch.int32).to("jax")) for n in range(3)]
+  assert len(traces) == 1
+  assert len({tuple(numbers.tolist()) for numbers in drawn}) == 3
+
+
+def test_a_key_argument_inside_a_compiled_function_seeds_it(env):
+  compiled = jax_jit(lambda key: (env.manual_seed(key), _rand())[1])
+  for seed in (3, 4):
+    with env.rng_scope(seed):
+      expected = _rand()
+    assert torch.equal(compiled(jax.random.key(seed)), expected)
+
+
+# Keys are used as JAX allows --------------------------------------------------------
+
+
+def test_no_key_is_used_twice_as_far_as_jax_can_tell(env):
+  def f(x):
+    return _drop(x) + torch.randn(6, device="jax") + _drop(x)
+
+  with jax.debug_key_reuse(True):
+    f(_x())
+    for wrap in (jax_jit, gradient_checkpoint):
+      wrapped = wrap(f)
+      wrapped(_x())
+      wrapped(_x())
+    jax_jit(jax_value_and_grad(gradient_checkpoint(lambda x: f(x).sum())))(_x())
+    with env.rng_scope(env.rng.fork("data")):
+      jax_jit(f)(_x())
+    _ = env.prng_key
+    jax_jit(f)(_x())

@@ -1,0 +1,37 @@
+"""The examples run, and do what they say."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def _run(name: str, *flags: str) -> str:
+  result = subprocess.run(
+    [sys.executable, EXAMPLES / name, *flags], capture_output=True, text=True
+  )
+  assert result.returncode == 0, result.stderr[-3000:]
+  return result.stdout
+
+
+def test_train_digits_reaches_97_percent_and_repeats_itself(tmp_path):
+  picture = tmp_path / "curves.png"
+  output = _run("train_digits.py", f"--picture={picture}")
+  accuracy = float(re.search(r"test accuracy ([\d.]+) after", output)[1])
+  assert accuracy >= 0.97
+  assert "equal losses, bit for bit: True" in output
+  assert "other losses: True" in output
+  assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_digits_runs_eagerly(tmp_path):
+  output = _run(
+    "train_digits.py",
+    "--mode=eager",
+    "--epochs=1",
+    "--replay=3",
+    f"--picture={tmp_path / 'curves.png'}",
+  )
+  assert "equal losses, bit for bit: True" in output
