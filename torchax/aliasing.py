@@ -179,8 +179,8 @@ def _strided(source, layout, *args, **kwargs):
 def _strided_chain(source: Tensor, layout: torch.Tensor) -> Chain:
   if any(info.view_info_type is ViewInfoType.DTYPE for info in source._chain.infos):
     raise MutationError(
-      "A strided view of a tensor that was viewed under another dtype is not available. "
-      "Call `.clone()` before the second view."
+      "A strided view of a tensor that was viewed under another dtype is not "
+      "available. Call `.clone()` before the second view."
     )
   info = AsStridedInfo(layout.stride(), layout.storage_offset(), layout.shape)
   return chain_of(info)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -328,7 +329,13 @@ class Plan:
 
 
 def _written_base(base, write, result):
+  """The base of a view after an in-place operation gave `result` for the view."""
   chain, dtype, shape = write
+  if np.broadcast_shapes(result.shape, shape) != shape:
+    raise RuntimeError(
+      f"output with shape {list(shape)} doesn't match the broadcast shape "
+      f"{list(result.shape)}: an in-place operation cannot change the shape."
+    )
   result = lax.convert_element_type(result, dtype) if result.dtype != dtype else result
   if result.shape != shape:
     result = jnp.broadcast_to(result, shape)
@@ -391,23 +398,8 @@ class InPlacePlan:
     storage, chain = target._storage, target._chain
     write = (chain, mappings.t2j_dtype(target.dtype), tuple(target.shape))
     base = storage.read()
-    self._check_shape(target, args, kwargs)
     storage.write(plan.run(args, kwargs, [base, *operands], key, write))
     return target
-
-  def _check_shape(self, target, args, kwargs) -> None:
-    """Raises as torch does where the result would not fit in `self`."""
-    shape = target.shape
-    for arg in args[1:]:
-      if isinstance(arg, torch.Tensor) and arg.dim() > len(shape):
-        if self.name.startswith(_BROADCASTING):
-          raise RuntimeError(
-            f"{self.name}: output with shape {list(shape)} doesn't match the broadcast "
-            f"shape with {list(arg.shape)}."
-          )
-
-
-_BROADCASTING = ("aten.add_", "aten.sub_", "aten.mul_", "aten.div_", "aten.copy_")
 
 
 class OutPlan:
@@ -561,11 +553,11 @@ class Dispatcher:
   def _plan_by_registry(self, func) -> Callable:
     operator, schema = self.operator(func), schema_of(func)
     exact = operator is not None and operator.torch_op is func
-    if schema.written and not exact:
-      if operator is None or operator.kind in (Kind.ARRAYS, Kind.SAMPLER):
-        derived = self._derived(func)
-        if derived is not None:
-          return derived
+    derivable = operator is None or operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
+    if schema.written and not exact and derivable:
+      derived = self._derived(func)
+      if derived is not None:
+        return derived
     if operator is not None:
       return self._plan_of(func, operator)
     decomposition = self.decomposition(func)

@@ -24,7 +24,7 @@ from torchax.functions import FunctionTable
 from torchax.ops import mappings, ops_registry
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
-from torchax.tensor import META, Tensor, new_tensor
+from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
 TENSOR_CONSTRUCTORS = {

@@ -73,8 +73,8 @@ def _empty(size, *, dtype=None, **_ignored) -> Tensor:
   # Nothing is lost where there is no data; `torch.get_default_device` does that.
   if _torch_compat.dispatch_is_excluded() and math.prod(size):
     raise MixedDeviceError(
-      'torch.tensor(…, device="jax") and torch.as_tensor need the environment: call them '
-      'inside `with torchax.default_env():`, or write `torch.tensor(…).to("jax")`.'
+      'torch.tensor(…, device="jax") and torch.as_tensor need the environment: call '
+      'them inside `with torchax.default_env():`, or write `torch.tensor(…).to("jax")`.'
     )
   dtype = mappings.t2j_dtype(dtype or torch.get_default_dtype())
   if _jax_compat.is_staging():
@@ -88,8 +88,8 @@ def _empty_strided(size, stride, **kwargs) -> Tensor:
 
 def _unsupported(*args, **kwargs):
   raise UnsupportedDtypeError(
-    "torchax holds dense and plain tensors, but was asked for a sparse or quantised one. "
-    "Make it on the CPU, and call `.to_dense()` or `.dequantize()` before moving it."
+    "torchax holds dense and plain tensors, but was asked for a sparse or quantised "
+    "one. Make it on the CPU, and call `.to_dense()` or `.dequantize()` before moving it."
   )
 
 

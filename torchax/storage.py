@@ -77,9 +77,10 @@ def _leaf_of(tensor, storage: Storage):
   Only leaves are kept beyond a trace: others hold a graph of traced values.
   """
   for candidate in (tensor, tensor._base):
-    if candidate is not None and candidate.is_leaf:
-      if candidate._storage is storage and not candidate._chain.infos:
-        return candidate
+    if candidate is None or not candidate.is_leaf:
+      continue
+    if candidate._storage is storage and not candidate._chain.infos:
+      return candidate
   return None
 
 
@@ -122,8 +123,8 @@ class Boundary:
     if cell is None:
       if storage.birth is not None and storage.birth.closed:
         raise TracedStateError(
-          "A tensor that was made while a function was being compiled is used after the "
-          "compilation: it never had a value. Return it from the function; or, if an "
+          "A tensor that was made while a function was being compiled is used after "
+          "the compilation: it never had a value. Return it from the function; or, if an "
           "optimizer or module made it on first use, run one step eagerly before."
         )
       outer = (

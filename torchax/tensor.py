@@ -154,8 +154,8 @@ class Tensor(torch.Tensor):
     """
     if self.requires_grad and not force:
       raise RuntimeError(
-        "Can't call numpy() on a Tensor that requires grad. Use tensor.detach().numpy() "
-        "or numpy(force=True)."
+        "Can't call numpy() on a Tensor that requires grad. Use "
+        "tensor.detach().numpy() or numpy(force=True)."
       )
     return np.array(self.jax())
 
@@ -178,13 +178,13 @@ class Tensor(torch.Tensor):
     args, kwargs = self._env.t2j_iso((args, kwargs))
     return self._env.j2t_iso(jax_function(self.jax(), *args, **kwargs))
 
-  def apply_jax_(self, jax_function, *args, **kwargs) -> "Tensor":
+  def apply_jax_(self, jax_function, *args, **kwargs) -> Tensor:
     """In-place `apply_jax`: the array becomes what the function returns."""
     args, kwargs = self._env.t2j_iso((args, kwargs))
     self.replace_jax(jax_function(self.jax(), *args, **kwargs))
     return self
 
-  def shard_(self, sharding: Sharding) -> "Tensor":
+  def shard_(self, sharding: Sharding) -> Tensor:
     """Lays the array out over devices as `sharding` says, in place."""
     return self.apply_jax_(jax.device_put, sharding)
 
@@ -237,8 +237,8 @@ class Tensor(torch.Tensor):
       return memo[id(self)]
     if not self.is_leaf:
       raise RuntimeError(
-        "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-        "protocol at the moment. Call `.detach()` first."
+        "Only Tensors created explicitly by the user (graph leaves) support the "
+        "deepcopy protocol at the moment. Call `.detach()` first."
       )
     storage = memo.get(id(self._storage))
     if storage is None:
@@ -281,7 +281,7 @@ def _part_of(part):
   return tensor if tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
 
 
-def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool) -> "Tensor":
+def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
   """Unpickles a tensor onto jax."""
   environment = importlib.import_module("torchax.environment")
   tensor = environment.default_env().to_xla(data).requires_grad_(requires_grad)

@@ -13,7 +13,7 @@ import jax
 import torch
 
 from torchax import _torch_compat
-from torchax.tensor import META, Tensor, new_tensor, read_chain
+from torchax.tensor import META, Tensor, new_tensor
 from torchax.view_info import (
   AsStridedInfo,
   Chain,

@@ -81,7 +81,7 @@ def jax_view(t: TorchValue) -> JaxValue:
 
 
 def torch_view(t: JaxValue) -> TorchValue:
-  """Arrays in a tree as tensors, JAX dtypes as torch's, functions as torch functions."""
+  """Arrays in a tree as tensors, JAX dtypes as torch's, functions likewise."""
   return jax.tree.map(_torch_view, t, is_leaf=_is_leaf)
 
 
@@ -140,7 +140,7 @@ def call_torch(torch_func: TorchCallable, *args: JaxValue, **kwargs: JaxValue):
 
 
 def require_no_writes(boundary: Boundary, function: Callable) -> None:
-  """Raises MutationError if outer tensors were changed and there is no way to say so."""
+  """Raises MutationError if outer tensors were changed, which would be lost."""
   written = boundary.written()
   if written:
     name = getattr(function, "__name__", type(function).__name__)
