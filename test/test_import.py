@@ -23,7 +23,7 @@ def run(program: str, **environment) -> str:
     capture_output=True,
     text=True,
     check=False,
-    timeout=300,
+    timeout=120,
     env={**os.environ, **environment},
   )
   assert result.returncode == 0, result.stderr[-4000:]
@@ -45,7 +45,8 @@ show("grad", model[0].weight.grad)
 show("randint", torch.randint(0, 100, (5,)))
 show("perm", torch.randperm(7))
 show("conv", torch.nn.functional.conv1d(x[None], torch.ones(2, 4, 3)))
-show("attention", torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]))
+batch = x[None]
+show("attention", torch.nn.functional.scaled_dot_product_attention(batch, batch, batch))
 show("state", torch.get_rng_state())
 optimizer = torch.optim.Adam(model.parameters())
 optimizer.step()
@@ -150,14 +151,15 @@ def test_forking_the_random_state_restores_both_worlds():
 
 ACCELERATOR = """
 accelerator = torch.accelerator
-accelerator.is_available()
+if accelerator.is_available():
+  accelerator.synchronize()
+assert accelerator.current_accelerator(check_available=True) is None
 accelerator.current_accelerator()
 accelerator.device_count()
 accelerator.current_device_index()
 accelerator.set_device_index(0)
 with accelerator.device_index(0):
   pass
-accelerator.synchronize()
 accelerator.current_stream()
 torch.utils.checkpoint.checkpoint(
   lambda x: x * 2, torch.ones(2, requires_grad=True), use_reentrant=False
@@ -165,7 +167,6 @@ torch.utils.checkpoint.checkpoint(
 with torch.autocast("cpu", torch.bfloat16):
   assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 torch.nn.Linear(2, 2).share_memory()
-torch.save(torch.ones(2), "/dev/null")
 print("ran")
 """
 
@@ -186,15 +187,20 @@ def test_importing_sets_up_no_jax_backend():
   run(f"import torch, torchax, torchax.interop\n{check}")
 
 
-def test_making_an_environment_and_seeding_sets_up_no_jax_backend():
-  check = NO_BACKEND.format(when="seeding or enabling")
-  run(
-    "import torch, torchax\n"
-    "env = torchax.default_env()\n"
-    "with env: torch.ones(2)\n"
-    "torch.manual_seed(1)\n"
-    "with torch.random.fork_rng(): pass\n" + check
-  )
+USES_NO_JAX = {
+  "environment": "with torchax.default_env(): torch.ones(2)",
+  "seed": "torch.manual_seed(1)",
+  "fork_rng": "with torch.random.fork_rng(): torch.rand(2)",
+  "module": "torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()",
+  "loader": "list(torch.utils.data.DataLoader([1, 2], num_workers=1))",
+  "default_device": "torch.get_default_device()",
+}
+
+
+@pytest.mark.parametrize("line", USES_NO_JAX.values(), ids=USES_NO_JAX)
+def test_code_that_uses_no_jax_tensor_sets_up_no_jax_backend(line):
+  check = NO_BACKEND.format(when="it")
+  run(f"import torch, torchax\n{line}\n{check}")
 
 
 def test_jax_is_configured_as_without_torchax():
@@ -207,7 +213,7 @@ def test_the_order_of_imports_does_not_matter():
   check = "print(torch.ones(2, device='jax').sum().item())"
   assert run(f"import torchax, torch\n{check}") == "2.0\n"
   assert run(f"import jax, torchax, torch\n{check}") == "2.0\n"
-  assert run(f"import torch.nn, torchax.interop\n{check.replace('torch.o', 'torch.o')}")
+  assert run(f"import torch.nn, torchax.interop\n{check}") == "2.0\n"
 
 
 def test_a_process_exits_cleanly_with_tensors_and_threads_alive():

@@ -1,6 +1,7 @@
 """The private API of torch that torchax relies on exists and behaves as it assumes."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -74,8 +75,6 @@ def test_operations_run_as_on_plain_tensors_without_dispatch():
 
 
 def test_backward_of_a_wrapper_runs_on_the_calling_thread():
-  import threading  # noqa: PLC0415
-
   threads = []
 
   class Notes(torch.autograd.Function):
@@ -130,15 +129,16 @@ class Mode(TorchFunctionMode):
     return func(*args, **(kwargs or {}))
 
 
-def test_the_innermost_function_mode_is_known():
-  outer, inner = Mode(), Mode()
-  assert not _torch_compat.is_top_function_mode(outer)
-  with outer:
-    assert _torch_compat.is_top_function_mode(outer)
-    with inner:
-      assert not _torch_compat.is_top_function_mode(outer)
-      assert _torch_compat.is_top_function_mode(inner)
-  assert not _torch_compat.is_top_function_mode(outer)
+def test_the_innermost_modes_are_known():
+  function_mode, dispatch_mode, other = Mode(), _torch_compat.DispatchMode(), Mode()
+  are_top = _torch_compat.are_top_modes
+  assert not are_top(dispatch_mode, function_mode)
+  with function_mode, dispatch_mode:
+    assert are_top(dispatch_mode, function_mode)
+    with other:
+      assert not are_top(dispatch_mode, function_mode)
+      assert are_top(dispatch_mode, other)
+  assert not are_top(dispatch_mode, function_mode)
 
 
 def test_function_modes_are_not_asked_inside_without_function_modes():
@@ -197,10 +197,12 @@ def test_generated_methods_exist():
   assert isinstance(torch.nn.Linear(2, 2).jax().weight, Tensor)
 
 
-def test_the_accelerator_api_answers():
-  assert torch.accelerator.is_available()
-  assert torch.accelerator.device_count() == 1
+def test_the_accelerator_api_knows_the_device_and_leaves_it_alone():
+  # Code that asks whether an accelerator is there goes on as on the CPU.
+  assert not torch.accelerator.is_available()
+  assert torch.accelerator.current_accelerator(check_available=True) is None
   assert torch.accelerator.current_accelerator() == torch.device("jax")
+  assert torch.accelerator.device_count() == 1
 
 
 # Functions ------------------------------------------------------------------------------

@@ -1,16 +1,21 @@
 """The only file that touches private API of JAX; `test_jax_compat.py` guards it.
 
 What is needed: to know which trace is in progress, because a draw from a stream of
-another trace would be baked in or repeated (`torchax/rng/scope.py`).
+another trace would be baked in or repeated (`torchax/rng/scope.py`); and whether JAX
+has started, because it does not survive a fork (`torchax/device_module.py`).
 """
 
 import jax
 from jax._src import core as _core
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 
 Tracer = jax.core.Tracer
 Trace = _core.Trace
 ArrayImpl = jax._src.array.ArrayImpl
+
+# () -> bool: True once JAX has set up a device.
+has_started = _xla_bridge.backends_are_initialized
 
 _trace_context = _core.trace_ctx
 _EvalTrace = _core.EvalTrace

@@ -5,13 +5,13 @@
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import jax
 import torch
 
-from torchax import rng
-from torchax.rng.state import RngState
+from torchax import _jax_compat, rng
 
 # torch.utils.checkpoint saves the random state of initialised devices only.
 _initialized = True
@@ -67,8 +67,22 @@ def _check_device(index) -> None:
     raise ValueError(f"torchax has one device, jax:0, but was asked for index {index}.")
 
 
+class _Fork:
+  """Whether this process was forked from one that had started JAX."""
+
+  is_bad = False
+
+  @classmethod
+  def note(cls) -> None:
+    cls.is_bad = cls.is_bad or _jax_compat.has_started()
+
+
+os.register_at_fork(after_in_child=_Fork.note)
+
+
 def _is_in_bad_fork() -> bool:
-  return False
+  """True where JAX would hang; torch then seeds the CPU alone, as workers need."""
+  return _Fork.is_bad
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -113,13 +127,14 @@ def get_rng_state(device: int | str | torch.device = "jax") -> torch.Tensor:
   """Snapshot of this thread's current stream, for `set_rng_state`.
 
   Returns:
-    A CPU uint8 tensor of shape (n,): impl name, key data and number of draws.
+    A CPU uint8 tensor of shape (n,): impl name, key data and number of draws; or the
+    seed, as long as nothing was drawn.
 
   Raises:
     TracedStateError: inside a JAX transformation, where the state has no value yet.
   """
   _check_device(device)
-  return rng.current().state.to_tensor()
+  return rng.snapshot()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
@@ -137,7 +152,7 @@ def set_rng_state(
     ValueError: not a state, or a damaged one. The stream stays as it was.
   """
   _check_device(device)
-  rng.current().reseed(RngState.from_tensor(new_state))
+  rng.restore(new_state)
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:

@@ -10,7 +10,9 @@ from torchax.rng.scope import (
   default_impl,
   initial_seed,
   manual_seed,
+  restore,
   rng_scope,
+  snapshot,
 )
 from torchax.rng.state import RngState, as_key, as_state, fold_in, is_typed_key
 from torchax.rng.stream import RngStream
@@ -29,5 +31,7 @@ __all__ = [
   "initial_seed",
   "is_typed_key",
   "manual_seed",
+  "restore",
   "rng_scope",
+  "snapshot",
 ]

@@ -15,6 +15,7 @@ import torch
 
 from torchax.errors import SeedError
 from torchax.rng import state as rng_state
+from torchax.rng.root_seed import RootSeed
 from torchax.rng.state import RngState
 from torchax.rng.stream import RngStream
 
@@ -40,7 +41,7 @@ class _Root:
   def reseed(self, seed: int, impl: str | None) -> None:
     if impl is not None:
       rng_state.check_impl(impl)
-    rng_state.key_from_seed(seed, impl or self.impl)  # raises before anything changes
+    rng_state.check_seed(seed)
     with self.lock:
       self._seed = int(seed)
       self.impl = impl or self.impl
@@ -64,6 +65,9 @@ class _Local(threading.local):
     self.ordinal = _root.ordinal()
     self.epoch = -1
     self.stack: list[RngStream] = []
+    # What `restore` put in place of the process-wide seed, and for which epoch.
+    self.restored: RootSeed | None = None
+    self.restored_epoch = -1
 
 
 _local = _Local()
@@ -93,13 +97,45 @@ def _seed_root() -> None:
   """
   epoch = _root.epoch
   with jax.ensure_compile_time_eval():
-    key = rng_state.key_from_seed(_root.seed, _root.impl)
-    state = RngState(rng_state.thread_key(key, _local.ordinal), 0)
+    state = _root_seed().state()
   if _local.stack:
     _local.stack[0].restart(state)
   else:
     _local.stack.append(RngStream.on_host(state))
   _local.epoch = epoch
+
+
+def _root_seed() -> RootSeed:
+  if _local.restored is not None and _local.restored_epoch == _root.epoch:
+    return _local.restored
+  return RootSeed(_root.seed, _local.ordinal, _root.impl)
+
+
+def snapshot() -> torch.Tensor:
+  """The state of the current stream as a uint8 tensor, for `restore`.
+
+  A root stream that was not drawn from stays unopened: no JAX backend is started.
+  """
+  if len(_local.stack) <= 1 and _local.epoch != _root.epoch:
+    return _root_seed().to_tensor()
+  return current().state.to_tensor()
+
+
+def restore(tensor: torch.Tensor) -> None:
+  """Makes the current stream go on where `snapshot` was called.
+
+  Raises:
+    SeedError: not a uint8 tensor.
+    ValueError: not a state, or a damaged one. The stream stays as it was.
+  """
+  root_seed = RootSeed.from_tensor(tensor)
+  if root_seed is None:
+    current().reseed(RngState.from_tensor(tensor))
+  elif len(_local.stack) > 1:
+    current().reseed(root_seed.state())
+  else:
+    _local.restored, _local.restored_epoch = root_seed, _root.epoch
+    _local.epoch = -1
 
 
 @contextlib.contextmanager

@@ -61,8 +61,13 @@ def is_typed_key(value) -> bool:
   return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def key_from_seed(seed: int, impl: str = DEFAULT_IMPL) -> jax.Array:
-  """The root key of an integer seed; negative seeds wrap modulo 2**64, as torch's."""
+def check_seed(seed: int) -> int:
+  """The seed in [0, 2**64); negative ones wrap modulo 2**64, as torch's.
+
+  Raises:
+    SeedError: not an integer.
+    ValueError: an integer outside of [-2**63, 2**64).
+  """
   if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
     raise SeedError(
       "A seed is an integer in [-2**63, 2**64), but got "
@@ -71,7 +76,12 @@ def key_from_seed(seed: int, impl: str = DEFAULT_IMPL) -> jax.Array:
   seed = int(seed)
   if not -(1 << 63) <= seed < 1 << 64:
     raise ValueError(f"A seed is an integer in [-2**63, 2**64), but got {seed}.")
-  seed %= 1 << 64
+  return seed % (1 << 64)
+
+
+def key_from_seed(seed: int, impl: str = DEFAULT_IMPL) -> jax.Array:
+  """The root key of an integer seed; raises what `check_seed` raises."""
+  seed = check_seed(seed)
   key = jax.random.key(np.uint32(seed & 0xFFFFFFFF), impl=impl)
   if seed >> 32:
     key = _child(key, _NAME, np.uint32(seed >> 32))
