@@ -659,6 +659,17 @@ def test_the_gradient_of_a_gradient_inside_a_compiled_function():
   assert_same(second(A.to("jax")), A * 6)
 
 
+def test_gradients_pass_through_a_compiled_function():
+  cpu = torch.nn.Linear(4, 2)
+  model = copy.deepcopy(cpu).to("jax")
+  a, x = both()
+  compiled = jax_jit(lambda values: model(values).tanh())
+  (cpu(a).tanh() ** 2).sum().backward()
+  (compiled(x) ** 2).sum().backward()
+  assert_same(x.grad, a.grad)
+  assert_same(model.weight.grad, cpu.weight.grad)
+
+
 def test_a_whole_training_step_can_be_compiled():
   cpu = torch.nn.Sequential(
     torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)

@@ -71,13 +71,19 @@ class _Fork:
   """Whether this process was forked from one that had started JAX."""
 
   is_bad = False
+  has_started = False
 
   @classmethod
-  def note(cls) -> None:
-    cls.is_bad = cls.is_bad or _jax_compat.has_started()
+  def before(cls) -> None:
+    # Asked here: in the child, JAX's lock may be held by a thread that is not there.
+    cls.has_started = _jax_compat.has_started()
+
+  @classmethod
+  def in_child(cls) -> None:
+    cls.is_bad = cls.is_bad or cls.has_started
 
 
-os.register_at_fork(after_in_child=_Fork.note)
+os.register_at_fork(before=_Fork.before, after_in_child=_Fork.in_child)
 
 
 def _is_in_bad_fork() -> bool:

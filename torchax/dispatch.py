@@ -515,6 +515,10 @@ class Dispatcher:
       overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
       found = (self.find(overload) for overload in overloads)
       return next((operator for operator in found if operator), None)
+    if not schema_of(func).written:
+      decomposition = self.decomposition(func)
+      if decomposition is not None:
+        return decomposition
     try:
       plan = self.plan(func)
     except OperatorNotFound:

@@ -19,7 +19,9 @@ def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
   unit = jax.random.uniform(key, shape, dtype)
   if _is_number(low, 0.0) and _is_number(high, 1.0):
     return unit
-  low, high = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
+  low, high = (
+    lax.stop_gradient(jnp.asarray(bound, dtype)) for bound in (low, high)
+  )
   # Rounding must not reach the excluded bound, unless the interval is empty.
   below = jnp.maximum(jnp.nextafter(high, low), low)
   return jnp.minimum(unit * (high - low) + low, below)
@@ -92,6 +94,7 @@ def multinomial(key, weights, num_samples: int, replacement: bool) -> jax.Array:
   With replacement by inversion of the cumulative weights, without by the largest
   perturbed log-weights (Gumbel-top-k, https://arxiv.org/abs/1903.06059).
   """
+  weights = lax.stop_gradient(weights)  # indices have none, and XLA's steps no rule
   weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
   if not replacement:
     scores = jnp.log(weights) + jax.random.gumbel(key, weights.shape, weights.dtype)

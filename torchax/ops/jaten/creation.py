@@ -37,7 +37,7 @@ def _cast(array, dtype):
 # --- from a size -----------------------------------------------------------------
 
 
-@op(aten.zeros)
+@op(aten.zeros, aten._efficientzerotensor)
 def _zeros(size, *, dtype=None):
   return jnp.zeros(size, _dtype_or(dtype, default_float()))
 

@@ -1,0 +1,33 @@
+"""The benchmark's own arithmetic; its figures are for `make bench`."""
+
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import timing
+
+
+def test_a_ratio_is_ours_over_the_baseline_and_is_held_against_the_goal():
+  row = timing.Row("case", "plain JAX", ours_us=30.0, baseline_us=10.0, goal=3)
+  assert row.ratio == 3.0
+  assert row.reached
+  assert not timing.Row("case", "plain JAX", 30.1, 10.0, 3).reached
+  assert timing.Row("case", "plain JAX", 99.0, 1.0, None).reached
+
+
+def test_a_slower_function_has_the_larger_median(monkeypatch):
+  monkeypatch.setattr(timing, "SECONDS_PER_REPEAT", 0.001)
+
+  def sleep(milliseconds):
+    time.sleep(milliseconds / 1000)
+    return jnp.zeros(())
+
+  row = timing.compare("case", lambda: sleep(4), lambda: sleep(1), goal=None)
+  assert row.ours_us > 4000
+  assert 1.5 < row.ratio < 6
+
+
+@pytest.mark.parametrize("value", [3, None, "text"])
+def test_waiting_for_something_that_is_no_array_is_harmless(value):
+  assert timing.arrays(value) == value

@@ -1,0 +1,27 @@
+"""Indexing functions whose composite forms insist on 64-bit indices.
+
+Without x64 an index tensor on jax is 32 bits wide; the numbers are the same.
+"""
+
+import jax.numpy as jnp
+import torch
+
+from torchax.ops.jtorch._register import register_function
+
+
+@register_function(torch.take_along_dim, torch.Tensor.take_along_dim)
+def _take_along_dim(input, indices, dim=None):
+  if not jnp.issubdtype(indices.dtype, jnp.integer):
+    raise RuntimeError(
+      "torch.take_along_dim(): dtype of indices should be an integer type, but got "
+      f"{indices.dtype}."
+    )
+  if dim is None:
+    return jnp.take_along_axis(input.ravel(), indices.ravel(), axis=0)
+  if input.ndim != indices.ndim:
+    raise RuntimeError(
+      "torch.take_along_dim(): input and indices should have the same number of "
+      f"dimensions, but got {input.ndim} dimensions for input, and {indices.ndim} "
+      "dimensions for indices"
+    )
+  return jnp.take_along_axis(input, indices, axis=dim)
