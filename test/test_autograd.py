@@ -47,7 +47,7 @@ def same_gradients(function, *values: torch.Tensor) -> None:
     assert_same(have.grad, want.grad)
 
 
-# Through operations ---------------------------------------------------------------------
+# Through operations -------------------------------------------------------------------
 
 FUNCTIONS = {
   "arithmetic": lambda a, b: a * b + a / (b + 3) - a**2,
@@ -194,7 +194,7 @@ def test_gradients_that_make_tensors_make_them_on_jax(function, way):
     assert_same(way(function(x).sum(), x), expected)
 
 
-# Calling backward -----------------------------------------------------------------------
+# Calling backward ---------------------------------------------------------------------
 
 
 def test_gradients_accumulate_and_are_reset():
@@ -408,7 +408,7 @@ def test_anomaly_detection_works():
     torch.sqrt(x * 0 - 1).sum().backward()
 
 
-# Across devices -------------------------------------------------------------------------
+# Across devices -----------------------------------------------------------------------
 
 # A way over jax and back, and the same on the CPU.
 CROSSINGS = {
@@ -457,7 +457,7 @@ def test_a_zero_dimensional_cpu_number_gets_its_gradient():
   assert_close(number.grad, expected.grad)
 
 
-# Functions of one's own -----------------------------------------------------------------
+# Functions of one's own ---------------------------------------------------------------
 
 
 class Cube(torch.autograd.Function):
@@ -552,7 +552,7 @@ def test_a_registered_function_leaves_cpu_tensors_alone():
     assert_close(smooth(A, B), (A * B) ** 2)
 
 
-# `ArrayFunction` and `call` -------------------------------------------------------------
+# `ArrayFunction` and `call` -----------------------------------------------------------
 
 
 def test_a_call_without_gradients_records_nothing():
@@ -616,7 +616,7 @@ def test_a_call_works_while_jax_traces():
   assert_same(gradient(A.to("jax")), A.cos() * 2)
 
 
-# Inside compiled functions --------------------------------------------------------------
+# Inside compiled functions ------------------------------------------------------------
 
 
 def test_backward_inside_a_compiled_function():
@@ -695,7 +695,7 @@ def test_a_whole_training_step_can_be_compiled():
   assert_same(dict(model.state_dict()), dict(cpu.state_dict()))
 
 
-# Training -------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------
 
 
 class LastOfLSTM(torch.nn.Module):

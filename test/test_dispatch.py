@@ -31,7 +31,7 @@ def _x() -> Tensor:
   return A.to("jax")
 
 
-# Forms derived from the schema ----------------------------------------------------------
+# Forms derived from the schema --------------------------------------------------------
 
 IN_PLACE = {
   "add": lambda t, o: t.add_(o, alpha=2),
@@ -132,7 +132,7 @@ def test_a_result_that_does_not_fit_the_dtype_is_refused_as_by_torch(function):
   assert_same(tensor, INTS)
 
 
-# Numbers --------------------------------------------------------------------------------
+# Numbers ------------------------------------------------------------------------------
 
 PROMOTIONS = {
   "bf16_float": (A.bfloat16(), lambda t: t + 1.5),
@@ -200,7 +200,7 @@ def test_nan_and_infinity_pass(x):
   assert_same(torch.nan_to_num(x * math.nan, nan=1.0), torch.ones(3, 4))
 
 
-# Operands and keys ----------------------------------------------------------------------
+# Operands and keys --------------------------------------------------------------------
 
 
 def test_static_numbers_differ_by_type_and_equal_themselves():
@@ -257,7 +257,7 @@ def test_where_a_tensor_lies_is_no_part_of_the_key(x):
   assert plain[1] == placed[1]
 
 
-# Decompositions -------------------------------------------------------------------------
+# Decompositions -----------------------------------------------------------------------
 
 DECOMPOSED = {
   "renorm": lambda t: torch.renorm(t, 2, 0, 0.5),
@@ -277,7 +277,7 @@ def test_an_operation_without_lowering_runs_by_its_decomposition(function, x):
   assert_same(function(x), function(A))
 
 
-# Modes ----------------------------------------------------------------------------------
+# Modes --------------------------------------------------------------------------------
 
 
 def test_operations_work_on_any_thread(x):
@@ -309,7 +309,7 @@ def test_an_operation_under_another_dispatch_mode_is_seen_by_it(x):
   assert_same(result, A + 1)
 
 
-# Bad input ------------------------------------------------------------------------------
+# Bad input ----------------------------------------------------------------------------
 
 MIXED = {
   "add": (lambda t, c: t + c, "aten.add.Tensor"),

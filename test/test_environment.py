@@ -54,7 +54,7 @@ class Passing(TorchFunctionMode):
     return func(*args, **(kwargs or {}))
 
 
-# On and off -----------------------------------------------------------------------------
+# On and off ---------------------------------------------------------------------------
 
 
 def test_there_is_one_default_environment():
@@ -235,7 +235,7 @@ def test_load_ops_is_kept_for_upstreams_callers():
   assert env.load_ops() is None
 
 
-# "cuda" means "jax" ---------------------------------------------------------------------
+# "cuda" means "jax" -------------------------------------------------------------------
 
 CUDA = {
   "factory": lambda: torch.ones(2, device="cuda"),
@@ -276,7 +276,7 @@ def test_treating_cuda_as_jax_can_be_turned_off():
     env.config.treat_cuda_as_jax_device = True
 
 
-# Conversions ----------------------------------------------------------------------------
+# Conversions --------------------------------------------------------------------------
 
 
 def test_iso_conversions_copy_nothing_and_keep_the_tree():
@@ -321,7 +321,7 @@ def test_to_xla_moves_trees_and_modules():
   assert isinstance(model.weight, Tensor)
 
 
-# Properties -----------------------------------------------------------------------------
+# Properties ---------------------------------------------------------------------------
 
 
 def test_properties_are_overridden_inside_a_block():
@@ -369,7 +369,7 @@ def test_a_runtime_property_is_replaced_one_field_at_a_time():
   assert RuntimeProperty.override(base, prng=_None) == base
 
 
-# Tensors of an environment --------------------------------------------------------------
+# Tensors of an environment ------------------------------------------------------------
 
 
 def test_a_tensor_keeps_the_environment_it_was_made_in():

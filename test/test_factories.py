@@ -183,7 +183,7 @@ def test_a_layout_or_dtype_that_jax_lacks_is_refused(options, in_and_out):
     torch.zeros(2, 2, device="jax", **options)
 
 
-# From data ------------------------------------------------------------------------------
+# From data ----------------------------------------------------------------------------
 
 DATA = {
   "list": [1, 2, 3],
@@ -261,7 +261,7 @@ def test_from_numpy_stays_on_the_cpu(in_and_out):
   assert type(torch.from_numpy(np.ones(3))) is torch.Tensor
 
 
-# Modules --------------------------------------------------------------------------------
+# Modules ------------------------------------------------------------------------------
 
 
 def test_modules_are_made_on_the_default_device(default_jax):

@@ -30,7 +30,7 @@ def _x() -> Tensor:
   return A.to("jax")
 
 
-# Views of values ------------------------------------------------------------------------
+# Views of values ----------------------------------------------------------------------
 
 
 def test_trees_convert_without_copies(x):
@@ -90,7 +90,7 @@ def test_a_view_reads_its_base(x):
   assert jnp.array_equal(interop.jax_view(x.t()[1]), x.jax().T[1])
 
 
-# Functions ------------------------------------------------------------------------------
+# Functions ----------------------------------------------------------------------------
 
 
 def test_a_torch_function_is_a_jax_function(x):
@@ -145,7 +145,9 @@ def test_a_jax_function_is_a_torch_function(x):
 def test_call_jax_converts_arguments_and_results(x):
   assert_same(interop.call_jax(jnp.matmul, x, x.t()), A @ A.t())
   assert_same(
-    interop.call_jax(lambda tree, dtype: tree["a"].astype(dtype), {"a": x}, torch.int32),
+    interop.call_jax(
+      lambda tree, dtype: tree["a"].astype(dtype), {"a": x}, torch.int32
+    ),
     A.int(),
   )
   assert interop.call_jax(lambda a: a.shape, x) == (3, 4)
@@ -203,7 +205,7 @@ def test_a_change_of_an_argument_stays_inside_a_raw_transformation(x):
   assert_same(x, A)
 
 
-# jax_jit --------------------------------------------------------------------------------
+# jax_jit ------------------------------------------------------------------------------
 
 
 def test_a_compiled_function_gives_what_the_function_gives(x):
@@ -233,9 +235,7 @@ def test_a_compiled_function_is_traced_once_a_shape(x):
 
 
 def test_static_arguments_count_as_the_user_counts(x):
-  compiled = jax_jit(
-    lambda a, name, n: getattr(a, name)(n), {"static_argnums": (1, 2)}
-  )
+  compiled = jax_jit(lambda a, name, n: getattr(a, name)(n), {"static_argnums": (1, 2)})
   assert_same(compiled(x, "sum", 0), A.sum(0))
   assert_same(compiled(x, "mean", 1), A.mean(1))
   by_name = jax_jit(lambda a, *, dim: a.sum(dim), {"static_argnames": ("dim",)})
@@ -354,7 +354,7 @@ def test_another_compiler_can_be_wrapped(x):
   assert_same(interop.wrap_jax_jit(torch.neg)(x), -(A + 2))
 
 
-# Differentiation and rematerialisation --------------------------------------------------
+# Differentiation and rematerialisation ------------------------------------------------
 
 
 def test_value_and_grad_gives_the_gradients_of_torch(x):
@@ -415,7 +415,7 @@ def test_a_checkpointed_function_gives_the_same_values_and_gradients(x):
   assert "checkpoint" in text or "remat" in text
 
 
-# Modules --------------------------------------------------------------------------------
+# Modules ------------------------------------------------------------------------------
 
 
 class Everything(torch.nn.Module):
@@ -622,6 +622,9 @@ def _static_method(model, x, n):
 
 def test_a_backward_pass_can_be_compiled_with_its_module():
   cpu, model = everything()
+  # In training, BatchNorm leaves the bias before it a gradient of rounding errors.
+  cpu.eval()
+  model.eval()
 
   @jax_jit
   def step(x):

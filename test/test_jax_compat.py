@@ -28,7 +28,7 @@ def test_the_list_of_private_names_is_not_empty():
   assert "jax._src.core" in PRIVATE
 
 
-# The trace in progress ------------------------------------------------------------------
+# The trace in progress ----------------------------------------------------------------
 
 
 def seen_in(transform, *args):

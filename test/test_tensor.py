@@ -48,7 +48,7 @@ def in_and_out(request):
     yield
 
 
-# Moving ---------------------------------------------------------------------------------
+# Moving -------------------------------------------------------------------------------
 
 TO_JAX = {
   "str": lambda t: t.to("jax"),
@@ -178,7 +178,7 @@ def test_a_quantised_tensor_is_refused_with_the_way_out(in_and_out):
     quantised.to("jax")
 
 
-# Reading numbers ------------------------------------------------------------------------
+# Reading numbers ----------------------------------------------------------------------
 
 
 def test_jax_gives_the_array(x):
@@ -242,7 +242,7 @@ def test_a_traced_tensor_has_no_number(function, x):
   assert_same(x, DATA)
 
 
-# Metadata -------------------------------------------------------------------------------
+# Metadata -----------------------------------------------------------------------------
 
 
 def test_a_jax_tensor_is_a_torch_tensor_on_jax(x):
@@ -267,7 +267,7 @@ def test_results_of_operations_are_jax_tensors(x):
   assert type(torch.cat([x, x])) is Tensor
 
 
-# Printing -------------------------------------------------------------------------------
+# Printing -----------------------------------------------------------------------------
 
 
 def test_printing_shows_the_numbers_and_the_device(x):
@@ -308,7 +308,7 @@ def test_a_zero_dimensional_tensor_formats_as_its_number():
   assert f"{torch.full((), 1.25, device='jax'):.1f}" == f"{torch.tensor(1.25):.1f}"
 
 
-# Replacing numbers ----------------------------------------------------------------------
+# Replacing numbers --------------------------------------------------------------------
 
 
 def test_replace_jax_keeps_shape_and_dtype(x):
@@ -377,7 +377,7 @@ def test_is_set_to_knows_the_same_view(x):
   assert not x.is_set_to(x.clone())
 
 
-# Copies ---------------------------------------------------------------------------------
+# Copies -------------------------------------------------------------------------------
 
 
 def test_deepcopy_has_memory_of_its_own(x):
@@ -467,7 +467,7 @@ def test_a_state_dict_survives_saving(x):
     assert_same(other.state_dict()[name], value.cpu(), name)
 
 
-# Modules --------------------------------------------------------------------------------
+# Modules ------------------------------------------------------------------------------
 
 MOVES_OF_MODULES = {
   "to": lambda m: m.to("jax"),
@@ -533,7 +533,7 @@ def test_a_module_made_on_jax_lives_there():
   assert type(torch.nn.Linear(3, 2).weight) is torch.nn.Parameter
 
 
-# Upstream's names -----------------------------------------------------------------------
+# Upstream's names ---------------------------------------------------------------------
 
 FORWARDED = (
   "Environment",

@@ -32,7 +32,7 @@ def test_the_list_of_private_names_is_not_empty():
   assert "torch._C._disabled_torch_function_impl" in PRIVATE
 
 
-# Wrappers -------------------------------------------------------------------------------
+# Wrappers -----------------------------------------------------------------------------
 
 
 class Wrapper(torch.Tensor):
@@ -116,7 +116,7 @@ def test_a_tensor_becomes_a_parameter():
   assert not _torch_compat.is_parameter(torch.ones(2))
 
 
-# Modes ----------------------------------------------------------------------------------
+# Modes --------------------------------------------------------------------------------
 
 
 class Mode(TorchFunctionMode):
@@ -177,7 +177,7 @@ def test_dispatch_is_excluded_inside_torch_tensor_alone():
   assert not _torch_compat.dispatch_is_excluded()
 
 
-# The backend ----------------------------------------------------------------------------
+# The backend --------------------------------------------------------------------------
 
 
 def test_the_backend_has_the_name_jax():
@@ -205,7 +205,7 @@ def test_the_accelerator_api_knows_the_device_and_leaves_it_alone():
   assert torch.accelerator.device_count() == 1
 
 
-# Functions ------------------------------------------------------------------------------
+# Functions ----------------------------------------------------------------------------
 
 PARSED = {
   "device": (("cpu",), {}, (torch.device("cpu"), None)),
@@ -263,7 +263,7 @@ def test_a_recurrent_builtin_reaches_function_modes(name):
   assert getattr(_torch_compat, name) in seen
 
 
-# Decompositions -------------------------------------------------------------------------
+# Decompositions -----------------------------------------------------------------------
 
 
 def test_the_table_of_decompositions_is_keyed_by_overload():

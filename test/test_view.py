@@ -29,7 +29,7 @@ def base() -> torch.Tensor:
   return BASE.clone()
 
 
-# Views of one tensor --------------------------------------------------------------------
+# Views of one tensor ------------------------------------------------------------------
 
 VIEWS = {
   "view": lambda t: t.view(2, 12),
@@ -169,7 +169,7 @@ def test_an_expanded_view_refuses_a_write_as_torch_does(view):
   assert_same(tensor, BASE)
 
 
-# Complex numbers and other dtypes -------------------------------------------------------
+# Complex numbers and other dtypes -----------------------------------------------------
 
 REINTERPRETATIONS = {
   "real": (COMPLEX, lambda t: t.real),
@@ -219,7 +219,7 @@ def test_a_strided_view_under_another_dtype_is_refused():
     tensor.view(torch.int32).as_strided((2,), (1,))
 
 
-# What is no view ------------------------------------------------------------------------
+# What is no view ----------------------------------------------------------------------
 
 COPIES = {
   "reshape_of_transpose": lambda t: t.t().reshape(24),
@@ -276,7 +276,7 @@ def test_a_clone_of_a_view_is_no_view():
   assert type(base().to("jax")[1].clone()) is Tensor
 
 
-# Errors ---------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------
 
 WRONG = {
   "view_size": lambda t: t.view(5, 5),
@@ -315,7 +315,7 @@ def test_a_wrong_view_raises_what_torch_raises(view):
   assert_same(tensor, BASE)
 
 
-# In-place changes of shape --------------------------------------------------------------
+# In-place changes of shape ------------------------------------------------------------
 
 RESHAPES_IN_PLACE = {
   "t_": lambda t: t.t_(),
@@ -394,7 +394,7 @@ def test_set_takes_no_cpu_tensor():
   assert_same(tensor, BASE)
 
 
-# Assignment by index --------------------------------------------------------------------
+# Assignment by index ------------------------------------------------------------------
 
 
 def _index(t, values):
@@ -485,7 +485,7 @@ def test_a_wrong_assignment_raises_what_torch_raises_and_changes_nothing(assign)
   assert_same(tensor, BASE)
 
 
-# Writes by other means ------------------------------------------------------------------
+# Writes by other means ----------------------------------------------------------------
 
 WRITES = {
   "copy_": lambda t: t[1].copy_(t[2]),
@@ -556,7 +556,7 @@ def test_a_view_as_argument_of_a_compiled_function_writes_to_its_base():
   assert_same(tensor, cpu)
 
 
-# Upstream's names -----------------------------------------------------------------------
+# Upstream's names ---------------------------------------------------------------------
 
 
 def test_the_view_class_takes_steps():
@@ -594,7 +594,7 @@ def test_v2t_iso_gives_views_memory_of_their_own():
   assert_same(tensor, BASE)
 
 
-# Random programs ------------------------------------------------------------------------
+# Random programs ----------------------------------------------------------------------
 
 # (name, function of a tensor and a small number) -> a view; a step that does not apply
 # to a shape is skipped on both sides.

@@ -155,7 +155,7 @@ def test_as_strided_without_size_keeps_the_shape():
   np.testing.assert_array_equal(AsStridedInfo((6, 1)).transform_tensor(source), source)
 
 
-# Chains ---------------------------------------------------------------------------------
+# Chains -------------------------------------------------------------------------------
 
 CHAIN = (PermuteInfo((1, 0)), slice_of(0, 1, 5, 2), IndexInfo(1, 2))
 

@@ -513,6 +513,7 @@ class Dispatcher:
       return operator
     if not isinstance(func, _torch_compat.OpOverload):
       overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
+      overloads.sort(key=lambda overload: bool(schema_of(overload).written))
       found = (self.find(overload) for overload in overloads)
       return next((operator for operator in found if operator), None)
     if not schema_of(func).written:

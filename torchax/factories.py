@@ -89,7 +89,7 @@ def _empty_strided(size, stride, **kwargs) -> Tensor:
 def _unsupported(*args, **kwargs):
   raise UnsupportedDtypeError(
     "torchax holds dense and plain tensors, but was asked for a sparse or quantised "
-    "one. Make it on the CPU, and call `.to_dense()` or `.dequantize()` before moving it."
+    "one. Make it on the CPU; `.to_dense()` or `.dequantize()` it before moving it."
   )
 
 

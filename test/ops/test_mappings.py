@@ -22,7 +22,7 @@ def narrowed(dtype: torch.dtype) -> torch.dtype:
   return {**NARROWED, torch.uint64: torch.uint32}.get(dtype, dtype)
 
 
-# Dtypes ---------------------------------------------------------------------------------
+# Dtypes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,7 +67,7 @@ def test_a_dtype_unknown_to_torch_is_named():
     mappings.j2t_dtype(np.dtype("datetime64[s]"))
 
 
-# Data -----------------------------------------------------------------------------------
+# Data ---------------------------------------------------------------------------------
 
 
 def values_of(dtype: torch.dtype) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_neither_side_aliases_the_other(dtype):
   assert float(array.sum()) == 64
 
 
-# What cannot move -----------------------------------------------------------------------
+# What cannot move ---------------------------------------------------------------------
 
 
 def test_an_integer_that_needs_64_bits_is_never_cut():

@@ -41,7 +41,7 @@ def on_jax() -> torch.Tensor:
   return ONES.to("jax")
 
 
-# Registering ----------------------------------------------------------------------------
+# Registering --------------------------------------------------------------------------
 
 
 def test_a_jax_function_is_the_default(define):
@@ -187,7 +187,7 @@ def test_a_lowering_whose_shape_depends_on_data_is_not_compiled(define):
   assert_same(packet(torch.arange(4.0).to("jax")), torch.tensor([2.0, 3.0]))
 
 
-# Twice ----------------------------------------------------------------------------------
+# Twice --------------------------------------------------------------------------------
 
 REGISTER = {
   "op": lambda operation, func: op(operation)(func),
@@ -238,7 +238,7 @@ def test_a_user_may_replace_a_lowering_of_the_library():
   assert_same(torch.erfinv(on_jax() / 2), torch.erfinv(ONES / 2))
 
 
-# Later ----------------------------------------------------------------------------------
+# Later --------------------------------------------------------------------------------
 
 
 def test_a_living_environment_sees_a_later_registration(define):
@@ -296,7 +296,7 @@ def test_an_override_seen_after_use_drops_what_was_cached():
   assert_same(torch.neg(tensor), ONES + 3)
 
 
-# Finding --------------------------------------------------------------------------------
+# Finding ------------------------------------------------------------------------------
 
 
 def test_an_operation_is_found_by_packet_and_by_overload():
@@ -335,7 +335,7 @@ def test_upstreams_names_lead_to_the_registry():
   assert ops_registry.all_aten_ops[torch.ops.aten.add].is_jax_function
 
 
-# Kinds ----------------------------------------------------------------------------------
+# Kinds --------------------------------------------------------------------------------
 
 KINDS = {
   (True, False, False): Kind.ARRAYS,

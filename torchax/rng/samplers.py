@@ -1,8 +1,10 @@
 """Samplers: pure functions `(key, shape, dtype, parameters) -> array`.
 
-Numbers are drawn in the dtype that is asked for: 53 bits fill a float64, bfloat16 and
-float16 are drawn as such, and a complex normal has variance 1 as in torch. Parameters
-may be arrays that broadcast to `shape`.
+Numbers are drawn in the dtype that is asked for: 53 bits fill a float64, a uniform
+bfloat16 or float16 is drawn as such, and a complex normal has variance 1 as in torch.
+What is computed from a uniform number starts from a float32 at least and is rounded
+once: from 7 random bits, a normal would take 128 values and have another mean.
+Parameters may be arrays that broadcast to `shape`.
 """
 
 import jax
@@ -16,23 +18,29 @@ def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
     real = _real_dtype(dtype)
     parts = uniform(key, (*shape, 2), real, low, high)
     return lax.complex(parts[..., 0], parts[..., 1])
-  unit = jax.random.uniform(key, shape, dtype)
   if _is_number(low, 0.0) and _is_number(high, 1.0):
-    return unit
-  low, high = (
-    lax.stop_gradient(jnp.asarray(bound, dtype)) for bound in (low, high)
-  )
+    return jax.random.uniform(key, shape, dtype)
+  wide = _wide(dtype)
+  low, high = (lax.stop_gradient(jnp.asarray(bound, dtype)) for bound in (low, high))
   # Rounding must not reach the excluded bound, unless the interval is empty.
   below = jnp.maximum(jnp.nextafter(high, low), low)
-  return jnp.minimum(unit * (high - low) + low, below)
+  unit = jax.random.uniform(key, shape, wide)
+  scaled = unit * (high.astype(wide) - low.astype(wide)) + low.astype(wide)
+  return jnp.minimum(scaled.astype(dtype), below)
 
 
 def normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
   """Normal; complex: variance `std`² split over both parts."""
-  unit = jax.random.normal(key, shape, dtype)
-  if _is_number(mean, 0.0) and _is_number(std, 1.0):
-    return unit
-  return unit * jnp.asarray(std, dtype) + jnp.asarray(mean, dtype)
+  wide = _wide(dtype)
+  drawn = jax.random.normal(key, shape, wide)
+  if not (_is_number(mean, 0.0) and _is_number(std, 1.0)):
+    drawn = drawn * jnp.asarray(std, wide) + jnp.asarray(mean, wide)
+  return drawn.astype(dtype)
+
+
+def log_normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
+  """The exponential of a normal with the given mean and standard deviation."""
+  return jnp.exp(normal(key, shape, _wide(dtype), mean, std)).astype(dtype)
 
 
 def bernoulli(key, shape, p) -> jax.Array:
@@ -68,23 +76,25 @@ def permutation(key, n: int, dtype) -> jax.Array:
 
 def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
   """Exponential with the given rate; never zero, as torch's."""
-  unit = jax.random.uniform(key, shape, dtype)
+  wide = _wide(dtype)
+  unit = jax.random.uniform(key, shape, wide)
   # 1 - u lies in (0, 1]; its logarithm's zero becomes the smallest positive number.
-  drawn = -jnp.log1p(-unit) / jnp.asarray(rate, dtype)
-  return jnp.maximum(drawn, jnp.finfo(dtype).tiny)
+  drawn = -jnp.log1p(-unit) / jnp.asarray(rate, wide)
+  return jnp.maximum(drawn.astype(dtype), jnp.finfo(dtype).tiny)
 
 
 def cauchy(key, shape, dtype, median=0.0, sigma=1.0) -> jax.Array:
   """Cauchy with the given median and half width."""
-  unit = jax.random.cauchy(key, shape, dtype)
-  return unit * jnp.asarray(sigma, dtype) + jnp.asarray(median, dtype)
+  wide = _wide(dtype)
+  unit = jax.random.cauchy(key, shape, wide)
+  return (unit * jnp.asarray(sigma, wide) + jnp.asarray(median, wide)).astype(dtype)
 
 
 def geometric(key, shape, dtype, p) -> jax.Array:
   """Number of trials up to the first success: 1, 2, …"""
-  real = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
-  unit = jax.random.uniform(key, shape, real)
-  trials = jnp.ceil(jnp.log1p(-unit) / jnp.log1p(-jnp.asarray(p, real)))
+  wide = _wide(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+  unit = jax.random.uniform(key, shape, wide)
+  trials = jnp.ceil(jnp.log1p(-unit) / jnp.log1p(-jnp.asarray(p, wide)))
   return jnp.maximum(trials, 1).astype(dtype)
 
 
@@ -111,6 +121,10 @@ def multinomial(key, weights, num_samples: int, replacement: bool) -> jax.Array:
 
 def _is_number(value, expected: float) -> bool:
   return isinstance(value, int | float) and value == expected
+
+
+def _wide(dtype):
+  return jnp.promote_types(dtype, jnp.float32)
 
 
 def _real_dtype(dtype):

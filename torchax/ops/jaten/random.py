@@ -289,7 +289,7 @@ def _check_log_normal(self, mean=1.0, std=2.0, **_):
 @_sampler(aten.log_normal, check=_check_log_normal)
 def _aten_log_normal(key, self, mean=1.0, std=2.0):
   dtype = _floating("log_normal_", self.dtype)
-  return jnp.exp(samplers.normal(key, self.shape, dtype, mean, std))
+  return samplers.log_normal(key, self.shape, dtype, mean, std)
 
 
 def _check_geometric(self, p, **_):
