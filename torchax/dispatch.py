@@ -516,10 +516,9 @@ class Dispatcher:
       overloads.sort(key=lambda overload: bool(schema_of(overload).written))
       found = (self.find(overload) for overload in overloads)
       return next((operator for operator in found if operator), None)
-    if not schema_of(func).written:
-      decomposition = self.decomposition(func)
-      if decomposition is not None:
-        return decomposition
+    decomposition = self.decomposition(func)
+    if decomposition is not None:
+      return decomposition
     try:
       plan = self.plan(func)
     except OperatorNotFound:

@@ -118,7 +118,7 @@ def _check_normal_factory(mean, std, size, **_):
   check=_check_normal_tensors,
 )
 def _aten_normal(key, mean, std=1.0):
-  """The parameters get no gradient, as in torch; `torch.distributions` has `rsample`."""
+  """The parameters get no gradient, as in torch."""
   mean, std = jax.lax.stop_gradient((mean, std))
   dtype = _floating("normal", jnp.result_type(mean, std))
   shape = np.broadcast_shapes(np.shape(mean), np.shape(std))
