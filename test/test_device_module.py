@@ -1,5 +1,6 @@
 """`torch.jax`: what torch's own random functions do to the streams."""
 
+import contextlib
 import threading
 
 import pytest
@@ -144,10 +145,57 @@ def test_a_state_goes_back_to_where_it_was_taken():
   assert all(map(torch.equal, [_rand(), _rand()], expected))
 
 
+def _kind(state) -> tuple:
+  return state.dtype, state.device.type, state.dim()
+
+
 def test_a_state_is_a_uint8_tensor_on_the_cpu():
+  assert _kind(torch.jax.get_rng_state()) == (torch.uint8, "cpu", 1)
+  _rand()
   state = torch.jax.get_rng_state()
-  assert state.dtype == torch.uint8 and state.device.type == "cpu" and state.dim() == 1
+  assert _kind(state) == (torch.uint8, "cpu", 1)
   assert RngState.from_tensor(state).state_dict() == _state()
+
+
+@pytest.mark.parametrize("in_scope", [False, True])
+def test_a_state_taken_before_the_first_draw_goes_back_to_there(in_scope):
+  state = torch.jax.get_rng_state()
+  expected = [_rand(), _rand()]
+  torch.manual_seed(7)
+  with torchax.rng_scope(3) if in_scope else contextlib.nullcontext():
+    torch.jax.set_rng_state(state)
+    assert all(map(torch.equal, [_rand(), _rand()], expected))
+    torch.jax.set_rng_state(state)
+    assert torch.equal(torch.jax.get_rng_state()[:4], state[:4])
+    assert torch.equal(_rand(), expected[0])
+
+
+def test_a_state_taken_before_the_first_draw_of_a_thread_is_of_that_thread():
+  drawn = []
+
+  def work():
+    state = torch.jax.get_rng_state()
+    drawn.append(_rand().tolist())
+    torch.manual_seed(9)
+    torch.jax.set_rng_state(state)
+    drawn.append(_rand().tolist())
+
+  thread = threading.Thread(target=work)
+  thread.start()
+  thread.join()
+  assert drawn[0] == drawn[1]
+  assert _state() == RngState.from_seed(9).state_dict()
+
+
+@pytest.mark.parametrize("length", [1, 14, 20, 30, 39, 41])
+def test_a_damaged_state_from_before_the_first_draw_is_refused(length):
+  state = torch.jax.get_rng_state()
+  damaged = torch.cat([state, state])[:length]
+  _rand()
+  before = _state()
+  with pytest.raises(ValueError):
+    torch.jax.set_rng_state(damaged)
+  assert _state() == before
 
 
 def test_a_state_does_not_follow_the_stream():

@@ -179,7 +179,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("options", UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_a_layout_or_dtype_that_jax_lacks_is_refused(options, in_and_out):
-  with pytest.raises(UnsupportedDtypeError, match="(?i)cpu|dequantize|to_dense"):
+  with pytest.raises(UnsupportedDtypeError, match="to_dense|quint8"):
     torch.zeros(2, 2, device="jax", **options)
 
 

@@ -5,6 +5,7 @@ formulas are ATen operations. Functions caught above ATen are differentiated by
 `jax.vjp`, compiled; their backward passes can be differentiated again.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -31,13 +32,17 @@ class ArrayFunction:
 
   Args:
     function: `(*arrays) -> pytree of arrays`.
+    saves_residuals: keep what the gradient needs from the forward pass, for functions
+      that cost much; otherwise the gradient starts again from the arguments, which
+      takes less memory and fewer results.
   """
 
-  def __init__(self, function: Callable):
+  def __init__(self, function: Callable, saves_residuals: bool = False):
+    self.saves_residuals = saves_residuals
     self._function = function
     self._compiled = jax.jit(function)
     self._compiled_linearize = jax.jit(self._linearize)
-    self._gradient: ArrayFunction | None = None
+    self._gradients: dict[tuple, ArrayFunction] = {}
 
   def value(self, *arrays):
     """The result; compiled unless JAX is tracing."""
@@ -63,20 +68,20 @@ class ArrayFunction:
     )
     return out, pull_back
 
-  @property
-  def gradient(self) -> "ArrayFunction":
-    """`(n, *arrays, *cotangents) -> cotangents of the inexact arrays`, as a function.
+  def gradient(self, wanted: tuple[bool, ...]) -> "ArrayFunction":
+    """`(*arrays, *cotangents) -> gradients`, of the arguments that are wanted."""
+    gradient = self._gradients.get(wanted)
+    if gradient is None:
+      pull_back = functools.partial(self._pull_back, wanted)
+      gradient = self._gradients[wanted] = ArrayFunction(pull_back)
+    return gradient
 
-    The number n of arrays is the length of the first argument, which has no numbers.
-    """
-    if self._gradient is None:
-      self._gradient = ArrayFunction(self._pull_back)
-    return self._gradient
-
-  def _pull_back(self, count, *arrays):
-    inputs, cotangents = arrays[: count.shape[0]], arrays[count.shape[0] :]
+  def _pull_back(self, wanted, *arrays):
+    inputs, cotangents = arrays[: len(wanted)], arrays[len(wanted) :]
     _, pull_back = self._linearize(*inputs)
-    return _pull(pull_back, list(cotangents))
+    gradients = iter(_pull(pull_back, list(cotangents)))
+    found = [next(gradients) if _is_inexact(array) else None for array in inputs]
+    return [gradient for gradient, want in zip(found, wanted) if want]
 
 
 def _pull(pull_back, cotangents):
@@ -92,7 +97,11 @@ class _Call(torch.autograd.Function):
   @staticmethod
   def forward(ctx, function, structure, *tensors):
     env = tensors[0]._env
-    out, ctx.pull_back = function.linearize(*[t.jax() for t in tensors])
+    arrays = [t.jax() for t in tensors]
+    if function.saves_residuals:
+      out, ctx.pull_back = function.linearize(*arrays)
+    else:
+      out = function.value(*arrays)
     leaves, treedef = jax.tree.flatten(out)
     structure.append(treedef)
     ctx.function, ctx.env = function, env
@@ -100,10 +109,10 @@ class _Call(torch.autograd.Function):
     ctx.save_for_backward(*tensors)
     # torch would make its zeros on the wrapper's meta device.
     ctx.set_materialize_grads(False)
-    outputs = tuple(new_tensor(leaf, env) for leaf in leaves)
-    ctx.mark_non_differentiable(
-      *[o for o in outputs if not (o.is_floating_point() or o.is_complex())]
-    )
+    outputs = tuple([new_tensor(leaf, env) for leaf in leaves])
+    exact = [o for o in outputs if not (o.is_floating_point() or o.is_complex())]
+    if exact:
+      ctx.mark_non_differentiable(*exact)
     return outputs
 
   @staticmethod
@@ -113,23 +122,29 @@ class _Call(torch.autograd.Function):
       for grad, (shape, dtype) in zip(grads, ctx.shapes)
       if jnp.issubdtype(dtype, jnp.inexact)
     ]
-    tensors = ctx.saved_tensors
-    if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
-      count = new_tensor(jnp.zeros((len(tensors), 0), jnp.int32), ctx.env)
-      results = call(ctx.function.gradient, [count, *tensors, *cotangents])
-    else:
-      pull = _pull if _jax_compat.is_staging() else _compiled_pull
-      arrays = pull(ctx.pull_back, [c.jax() for c in cotangents])
-      results = [new_tensor(array, ctx.env) for array in arrays]
-    remaining = iter(results)
-    return (
-      None,
-      None,
-      *[
-        next(remaining) if t.is_floating_point() or t.is_complex() else None
-        for t in tensors
-      ],
-    )
+    results = iter(_gradients(ctx, ctx.saved_tensors, cotangents))
+    wanted = ctx.needs_input_grad[2:]
+    return None, None, *[next(results) if want else None for want in wanted]
+
+
+def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
+  """The gradients of the arguments that need one."""
+  wanted = ctx.needs_input_grad[2:]
+  function, env = ctx.function, ctx.env
+  if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
+    return call(function.gradient(wanted), [*tensors, *cotangents])
+  arrays = [c.jax() for c in cotangents]
+  if not function.saves_residuals:
+    gradient = function.gradient(wanted)
+    found = gradient.value(*[t.jax() for t in tensors], *arrays)
+    return [new_tensor(array, env) for array in found]
+  pull = _pull if _jax_compat.is_staging() else _compiled_pull
+  remaining = iter(pull(ctx.pull_back, arrays))
+  found = [
+    next(remaining) if t.is_floating_point() or t.is_complex() else None
+    for t in tensors
+  ]
+  return [new_tensor(array, env) for array, want in zip(found, wanted) if want]
 
 
 def call(function: ArrayFunction, tensors: list[Tensor]):

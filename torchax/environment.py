@@ -465,6 +465,10 @@ class Environment(contextlib.ContextDecorator):
   def _is_same_device(self, the_tensor: torch.Tensor, new_device) -> bool:
     if new_device is None:
       return True
+    if isinstance(the_tensor, Tensor) and torch.device(new_device).type == "meta":
+      # torch's C++ reports jax tensors as meta and asks for that device to keep them
+      # where they are (`clip_grad_norm_` does); a user has `torch.empty_like` for it.
+      return True
     return isinstance(the_tensor, Tensor) == self._should_use_torchax_tensor(new_device)
 
   def _to_copy(self, the_tensor: torch.Tensor, new_dtype, new_device) -> torch.Tensor:
@@ -472,7 +476,7 @@ class Environment(contextlib.ContextDecorator):
     if self._is_same_device(the_tensor, new_device):
       return torch.ops.aten._to_copy(the_tensor, dtype=new_dtype)
     to_jax = self._should_use_torchax_tensor(new_device)
-    if not to_jax and torch.device(new_device).type not in ("cpu", "meta"):
+    if not to_jax and torch.device(new_device).type != "cpu":
       raise MixedDeviceError(
         f"A jax tensor moves to the CPU only, not to {new_device}."
       )
@@ -555,10 +559,6 @@ def _move(tensor: torch.Tensor, device, env) -> torch.Tensor:
       )
     return (
       tensor if isinstance(tensor, Tensor) else new_tensor(mappings.t2j(tensor), env)
-    )
-  if kind == "meta":
-    return torch.empty_strided(
-      tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
     )
   return mappings.j2t(tensor.jax(), env.config.use_dlpack_for_data_conversion)
 

@@ -42,7 +42,7 @@ class ArrayFunctionHandler:
     function = self._functions.get(key)
     if function is None:
       function = self._functions[key] = autograd.ArrayFunction(
-        self._array_function(key)
+        self._array_function(key), self.operator.saves_residuals
       )
     return autograd.call(function, tensors)
 
@@ -104,11 +104,11 @@ class FunctionTable:
     """Runs a function of arrays on tensors: compiled, and differentiable.
 
     Everything but tensors is static. For lowerings that are functions of tensors and
-    have a core of arrays.
+    have a core of arrays that costs much: its residuals are saved for the gradient.
     """
     handler = self._cores.get(array_function)
     if handler is None:
-      operator = Operator(array_function, array_function, kind=Kind.ARRAYS)
+      operator = Operator(array_function, array_function, saves_residuals=True)
       handler = ArrayFunctionHandler(array_function, operator, self._env)
       self._cores[array_function] = handler
     return handler(args, kwargs)

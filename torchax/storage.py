@@ -124,8 +124,8 @@ class Boundary:
       if storage.birth is not None and storage.birth.closed:
         raise TracedStateError(
           "A tensor that was made while a function was being compiled is used after "
-          "the compilation: it never had a value. Return it from the function; or, if an "
-          "optimizer or module made it on first use, run one step eagerly before."
+          "the compilation: it never had a value. Return it from the function; or, if "
+          "an optimizer or module made it on first use, run one step eagerly before."
         )
       outer = (
         storage.array if self.parent is None else self.parent.read(storage, tensor)

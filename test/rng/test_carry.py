@@ -49,11 +49,11 @@ def test_operands_depend_on_nothing_that_was_computed(env):
   """Two calls of a step are joined by no array of the random state."""
   pure = Carried(_drop)
   jitted = jax.jit(pure)
-  before = pure.operands()
+  key, _ = pure.operands()
   pure.run(lambda rng: jitted(rng, jnp.ones(4)))
-  after = pure.operands()
-  assert after.key is before.key
-  assert isinstance(after.count, np.uint32) and after.count == 1
+  later_key, count = pure.operands()
+  assert later_key is key
+  assert isinstance(count, np.uint32) and count == 1
 
 
 def test_a_reseed_inside_comes_back_as_a_leaf(env):

@@ -248,8 +248,10 @@ def test_mean_and_variance_are_within_5_sigma(name):
   # A number on a grid stands for the interval above it.
   drawn = drawn + row.grid / 2
   assert abs(drawn.mean() - mean) < SIGMAS * np.sqrt(variance / drawn.size)
-  of_variance = variance * np.sqrt((excess + 2) / drawn.size)
-  assert abs(drawn.var() - variance) < SIGMAS * of_variance
+  of_variance = SIGMAS * variance * np.sqrt((excess + 2) / drawn.size)
+  # The variance is taken about the sample's mean, which is off by up to 5 sigma.
+  of_variance += SIGMAS**2 * variance / drawn.size
+  assert abs(drawn.var() - variance) < of_variance
 
 
 # T4 ---------------------------------------------------------------------------------
@@ -354,7 +356,6 @@ TORCH = {
     lambda: torch.multinomial(torch.tensor([1.0, 3.0]).to("jax"), N, True),
     0.75,
   ),
-  "randperm": (lambda: torch.randperm(N, device="jax") / N, stats.uniform()),
   "init.uniform_": (_init("uniform_", -1.0, 2.0), stats.uniform(-1, 3)),
   "init.normal_": (_init("normal_", 1.0, 2.0), stats.norm(1, 2)),
   "init.trunc_normal_": (
@@ -394,9 +395,6 @@ def test_torchs_functions_have_their_distribution(name):
       p_values.append(stats.binomtest(int(drawn.sum()), N, law).pvalue)
     else:
       p_values.append(stats.kstest(drawn, law.cdf).pvalue)
-  if name == "randperm":  # all values are there: too good to be random
-    assert min(p_values) == max(p_values) > 0.999
-    return
   _require_good(p_values)
 
 

@@ -56,6 +56,8 @@ class Operator:
       cannot run under `jax.jit`; or a function of (args, kwargs) that tells.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
+    saves_residuals: a torch function's gradient uses results of the forward pass
+      instead of computing them again from the arguments.
   """
 
   torch_op: TorchCallable
@@ -68,6 +70,7 @@ class Operator:
   static: tuple[str, ...] = ()
   compiled: bool | Callable[[tuple, dict], bool] = True
   check: Callable | None = None
+  saves_residuals: bool = False
 
   def __post_init__(self):
     if self.kind is None:

@@ -141,6 +141,16 @@ def _aten_all(self, dim=None, keepdim=False):
   return _truth(jnp.all, self, dim, keepdim)
 
 
+@op(aten._is_any_true)
+def _aten__is_any_true(self):
+  return jnp.any(self)
+
+
+@op(aten._is_all_true)
+def _aten__is_all_true(self):
+  return jnp.all(self)
+
+
 @op(aten.equal, compiled=False)
 def _aten_equal(self, other):
   if self.shape != other.shape:

@@ -10,6 +10,7 @@ def register_function(
   is_jax_function: bool = True,
   needs_env: bool = False,
   kind: Kind | None = None,
+  saves_residuals: bool = False,
 ) -> Callable:
   """Registers the decorated function to run in place of torch functions.
 
@@ -18,6 +19,8 @@ def register_function(
     is_jax_function: it takes arrays; then it is compiled, and differentiated by JAX.
     needs_env: it takes the environment as `env=`.
     kind: in place of the flags.
+    saves_residuals: the gradient uses results of the forward pass, for functions that
+      cost much; otherwise it starts again from the arguments.
 
   Raises:
     ValueError: a function is registered already.
@@ -32,6 +35,7 @@ def register_function(
           is_jax_function=is_jax_function,
           needs_env=needs_env,
           kind=kind,
+          saves_residuals=saves_residuals,
         )
       )
     return func
