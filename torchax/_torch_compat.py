@@ -108,6 +108,13 @@ def decomposition_table() -> dict:
   return torch._decomp.decomposition_table
 
 
+def is_composite(func) -> bool:
+  """True for an overload that torch itself makes of others, such as `reshape`."""
+  return torch._C._dispatch_has_kernel_for_dispatch_key(
+    func.name(), "CompositeImplicitAutograd"
+  )
+
+
 def composite_decomposition(func):
   """The function that runs an overload by torch's own composite kernel, or None."""
   if isinstance(func, OpOverload) and func._can_decompose():

@@ -262,6 +262,9 @@ def plan(op, schema, plan_by_registry, env) -> Callable | None:
   if op in _IN_PLACE_VIEWS:
     return InPlaceViewPlan(op, env)
   # Views of other libraries are what their lowerings say.
-  if schema.is_view and op not in NOT_STRIDED and op.namespace == "aten":
-    return ViewPlan(op, env)
-  return None
+  if not schema.is_view or op in NOT_STRIDED or op.namespace != "aten":
+    return None
+  if _torch_compat.is_composite(op):
+    # It arrives whole where autograd is off; only its parts know whether it copies.
+    return lambda args, kwargs: op.decompose(*args, **(kwargs or {}))
+  return ViewPlan(op, env)

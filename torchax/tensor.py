@@ -318,15 +318,27 @@ def new_tensor(array: jax.Array, env) -> Tensor:
 
 def like(tensor: Tensor, storage: Storage, chain: Chain) -> Tensor:
   """A tensor of the same class, shape and strides on a given storage."""
+  return alias(type(tensor), tensor, tensor, storage, chain)
+
+
+def alias(
+  cls: type, source: Tensor, layout: torch.Tensor, storage: Storage, chain: Chain
+) -> Tensor:
+  """A tensor of class `cls` that shows a storage in the layout of another tensor."""
+  if torch.is_inference_mode_enabled() and not source.is_inference():
+    # torch counts the versions of a view with those of its base, which must be of
+    # one kind: a view of a normal tensor is normal.
+    with torch.inference_mode(False):
+      return alias(cls, source, layout, storage, chain)
   other = _make_wrapper(
-    type(tensor),
-    tensor.shape,
-    strides=tensor.stride(),
-    storage_offset=tensor.storage_offset(),
-    dtype=tensor.dtype,
+    cls,
+    layout.shape,
+    strides=layout.stride(),
+    storage_offset=layout.storage_offset(),
+    dtype=layout.dtype,
     device=META,
   )
-  other._storage, other._chain, other._env = storage, chain, tensor._env
+  other._storage, other._chain, other._env = storage, chain, source._env
   return other
 
 

@@ -13,7 +13,7 @@ import jax
 import torch
 
 from torchax import _torch_compat
-from torchax.tensor import META, Tensor, new_tensor
+from torchax.tensor import META, Tensor, alias, new_tensor
 from torchax.view_info import (
   AsStridedInfo,
   Chain,
@@ -103,13 +103,4 @@ def new_view(source: Tensor, layout: torch.Tensor, chain: Chain) -> View:
     layout: a tensor of any device with the shape, strides, offset and dtype to take.
     chain: the steps from the base of `source` to the view.
   """
-  view = _torch_compat.make_wrapper(
-    View,
-    layout.shape,
-    strides=layout.stride(),
-    storage_offset=layout.storage_offset(),
-    dtype=layout.dtype,
-    device=META,
-  )
-  view._storage, view._chain, view._env = source._storage, chain, source._env
-  return view
+  return alias(View, source, layout, source._storage, chain)
