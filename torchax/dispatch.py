@@ -241,6 +241,11 @@ class Plan:
     self.flattener = Flattener(self.name, env, dynamic, names, cpu_ok)
     self.is_sampler = operator.kind is Kind.SAMPLER
     self._compiled: dict[tuple, Callable] = {}
+    packet = self.name.removeprefix("aten.").partition(".")[0]
+    self._gives_indices = packet in _INDEX_OPERATIONS
+    takes_device = schema is not None and "device" in schema.names
+    # The result is not always simply an array on jax.
+    self._is_special = self._gives_indices or takes_device
     # Nothing to check, to draw or to decide before the compiled function is called.
     self._is_simple = (
       operator.check is None and operator.compiled is True and not self.is_sampler
@@ -248,13 +253,19 @@ class Plan:
 
   def __call__(self, args, kwargs):
     operands, key = self.flattener.flatten(args, kwargs)
-    if self._is_simple and not _jax_compat.is_staging():
-      compiled = self._compiled.get(key) or self._compile(key)
-      result = compiled(*operands)
-    else:
-      result = self.run(args, kwargs, operands, key)
-    if type(result) is _ArrayImpl:
+    try:
+      if self._is_simple and not _jax_compat.is_staging():
+        compiled = self._compiled.get(key) or self._compile(key)
+        result = compiled(*operands)
+      else:
+        result = self.run(args, kwargs, operands, key)
+    except (TypeError, ValueError):
+      raise_as_torch(self.op, args, kwargs)
+      raise
+    if type(result) is _ArrayImpl and not self._is_special:
       return new_tensor(result, self.env)
+    if kwargs and _is_cpu(kwargs.get("device")):
+      return _map(result, lambda array: mappings.j2t(array))
     return self._wrap(result)
 
   def run(self, args, kwargs, operands, key, write=None):
@@ -320,12 +331,43 @@ class Plan:
 
   def _wrap(self, result):
     if type(result) is _ArrayImpl or isinstance(result, jax.Array):
+      if self._gives_indices and self.env.config.use_int32_for_index:
+        result = result.astype(jnp.int32) if result.dtype == jnp.int64 else result
       return new_tensor(result, self.env)
     if isinstance(result, tuple):
       return tuple([self._wrap(value) for value in result])
     if isinstance(result, list):
       return [self._wrap(value) for value in result]
     return result
+
+
+# Operations whose integer results are places; `Configuration.use_int32_for_index`.
+_INDEX_OPERATIONS = frozenset(
+  {
+    *("argmax", "argmin", "argsort", "argwhere", "nonzero", "nonzero_static"),
+    *("max", "min", "median", "nanmedian", "mode", "kthvalue", "cummax", "cummin"),
+    *("sort", "topk", "searchsorted", "bucketize"),
+    *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+    *("adaptive_max_pool2d", "adaptive_max_pool3d"),
+  }
+)
+
+
+def _is_cpu(device) -> bool:
+  return device is not None and device.type == "cpu"
+
+
+def _map(result, function):
+  if isinstance(result, tuple | list):
+    return type(result)([_map(part, function) for part in result])
+  return function(result)
+
+
+def raise_as_torch(op, args, kwargs) -> None:
+  """Raises torch's own error for wrong arguments, where its shape check has one."""
+  if isinstance(op, _torch_compat.OpOverload) and op.namespace == "aten":
+    with _torch_compat.without_dispatch():
+      op(*args, **(kwargs or {}))
 
 
 def _written_base(base, write, result):
@@ -336,14 +378,35 @@ def _written_base(base, write, result):
       f"output with shape {list(shape)} doesn't match the broadcast shape "
       f"{list(result.shape)}: an in-place operation cannot change the shape."
     )
+  require_cast(result.dtype, dtype)
   result = lax.convert_element_type(result, dtype) if result.dtype != dtype else result
   if result.shape != shape:
     result = jnp.broadcast_to(result, shape)
   return result if chain is WHOLE else chain.write(base, result)
 
 
+def require_cast(source, target) -> None:
+  """Raises as torch does where a result would lose its kind (float to integer)."""
+  source, target = mappings.j2t_dtype(source), mappings.j2t_dtype(target)
+  if not torch.can_cast(source, target):
+    raise RuntimeError(
+      f"result type {_kind_name(source)} can't be cast to the desired output type "
+      f"{_kind_name(target)}"
+    )
+
+
+def _kind_name(dtype) -> str:
+  """torch's C++ name of a dtype, as its errors have it."""
+  return torch.empty(0, dtype=dtype, device="meta").type().rpartition(".")[2][:-6]
+
+
 class DecompositionPlan(Plan):
   """Runs an operation by torch's decomposition, compiled as one function too."""
+
+  def __init__(self, op, operator: Operator, env):
+    super().__init__(op, operator, env)
+    # torch's functions look at numbers, so all of them are static.
+    self.flattener = Flattener(self.name, env)
 
   def _lower(self, args, kwargs):
     args, kwargs = _tensors((args, kwargs), self.env)
@@ -383,6 +446,7 @@ class InPlacePlan:
   """Runs `op_` by the functional plan and writes the result to `self`."""
 
   def __init__(self, op, functional: Plan, env):
+    self.op = op
     self.name = str(op)
     self.functional = functional
 
@@ -393,13 +457,32 @@ class InPlacePlan:
         f"{self.name} would write jax data to a tensor on {target.device}. "
         'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
       )
+    if type(target) is View and 0 in target.stride():
+      self._require_separate(target)
     plan = self.functional
     operands, key = plan.flattener.flatten(args, kwargs)
     storage, chain = target._storage, target._chain
     write = (chain, mappings.t2j_dtype(target.dtype), tuple(target.shape))
     base = storage.read()
-    storage.write(plan.run(args, kwargs, [base, *operands], key, write))
+    try:
+      written = plan.run(args, kwargs, [base, *operands], key, write)
+    except (TypeError, ValueError):
+      raise_as_torch(self.op, args, kwargs)
+      raise
+    storage.write(written)
     return target
+
+  def _require_separate(self, target) -> None:
+    """Raises as torch does for a write to elements that share their memory."""
+    overlaps = any(
+      stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)
+    )
+    if overlaps and not self.name.startswith(("aten.fill_", "aten.zero_")):
+      raise RuntimeError(
+        "unsupported operation: more than one element of the written-to tensor refers "
+        "to a single memory location. Please clone() the tensor before performing the "
+        f"operation ({self.name})."
+      )
 
 
 class OutPlan:
@@ -441,7 +524,9 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
       f"{name}: out= is on {output.device}, but the inputs are on jax. "
       'Make it with device="jax".'
     )
-  array = result.jax().astype(mappings.t2j_dtype(output.dtype))
+  array = result.jax()
+  require_cast(array.dtype, mappings.t2j_dtype(output.dtype))
+  array = array.astype(mappings.t2j_dtype(output.dtype))
   if output.shape == result.shape:
     output.replace_jax(array)
     return

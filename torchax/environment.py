@@ -165,7 +165,8 @@ class XLADispatchMode(_torch_compat.DispatchMode):
       kind = device.type
       if kind == "meta" and self.env._is_for_jax(func):
         return self.env.dispatch(func, types, args, {**kwargs, "device": None})
-      if kind == "jax" and func in self.env.lowered_factories:
+      is_dense = kwargs.get("layout") in (None, torch.strided)
+      if kind == "jax" and is_dense and func in self.env.lowered_factories:
         return self.env.dispatch(func, types, args, kwargs)
     return func(*args, **kwargs)
 

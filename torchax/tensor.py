@@ -78,6 +78,25 @@ class Tensor(torch.Tensor):
       env = find_env(args, kwargs)
     return env.dispatch(func, types, args, kwargs)
 
+  def __tensor_flatten__(self):
+    """Makes torch move modules by swapping tensors, which keeps ties and identity."""
+    return ["_shell"], (self._storage, self._chain, self._env)
+
+  @staticmethod
+  def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
+    storage, chain, env = context
+    shell = inner_tensors["_shell"]
+    tensor = _make_wrapper(
+      Tensor, outer_size, strides=outer_stride, dtype=shell.dtype, device=META
+    )
+    tensor._storage, tensor._chain, tensor._env = storage, chain, env
+    return tensor
+
+  @property
+  def _shell(self) -> torch.Tensor:
+    """A tensor without data of the same shape, strides and dtype."""
+    return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=META)
+
   @property
   def device(self) -> torch.device:
     return jax_torch_device()
