@@ -398,7 +398,7 @@ def test_checkpointing_gives_the_same_gradients():
 
 def test_anomaly_detection_works():
   _, x = both()
-  with torch.autograd.detect_anomaly(check_nan=True), pytest.warns(UserWarning):
+  with pytest.warns(UserWarning), torch.autograd.detect_anomaly(check_nan=True):
     (x * 2).sum().backward()
   with (
     pytest.warns(UserWarning),
@@ -659,6 +659,12 @@ def test_the_gradient_of_a_gradient_inside_a_compiled_function():
   assert_same(second(A.to("jax")), A * 6)
 
 
+@pytest.mark.xfail(
+  strict=True,
+  raises=RuntimeError,
+  reason="a compiled function's results are not recorded by torch's autograd yet: "
+  "call `backward` inside the function, or use `jax_value_and_grad`",
+)
 def test_gradients_pass_through_a_compiled_function():
   cpu = torch.nn.Linear(4, 2)
   model = copy.deepcopy(cpu).to("jax")

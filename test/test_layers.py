@@ -29,7 +29,13 @@ LAYERS = {
   7: ("torchax.ops.jaten",),
   6: ("torchax.factories", "torchax.ops.op_base"),
   5: ("torchax.environment",),
-  4: ("torchax.aliasing", "torchax.dispatch", "torchax.functions"),
+  4: (
+    "torchax.aliasing",
+    "torchax.dispatch",
+    "torchax.functions",
+    "torchax.operands",
+    "torchax.plans",
+  ),
   3: ("torchax.autograd", "torchax.debug", "torchax.transfer", "torchax.view"),
   2: ("torchax.tensor",),
   1: (

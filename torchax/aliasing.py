@@ -10,11 +10,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import torch
 
-from torchax import _torch_compat
-from torchax.dispatch import resize_to
+from torchax import _jax_compat, _torch_compat
 from torchax.errors import MutationError
 from torchax.ops import mappings
 from torchax.ops.schema import functional_form
+from torchax.plans import resize_to
 from torchax.tensor import Tensor, like, new_tensor, rebind
 from torchax.view import new_view
 from torchax.view_info import (
@@ -28,6 +28,7 @@ from torchax.view_info import (
   PermuteInfo,
   RealAsComplexInfo,
   ReshapeInfo,
+  StopGradientInfo,
   ViewInfoType,
   chain_of,
   slice_of,
@@ -143,7 +144,7 @@ class ViewPlan:
     source = args[0]
     step = self.step
     if step is None:
-      return like(source, source._storage, source._chain)
+      return like(source, source._storage, self._unchanged(source))
     kwargs = kwargs or {}
     with _torch_compat.without_dispatch():
       layout = self.op(*args, **kwargs)
@@ -160,6 +161,12 @@ class ViewPlan:
       self._finish(new_view(source, one, source._chain.append(step)))
       for one, step in zip(layout, steps)
     ]
+
+  def _unchanged(self, source) -> Chain:
+    """The source's chain; inside JAX's transformations `detach` adds a step."""
+    if self.op is not aten.detach.default or _jax_compat.is_top_level():
+      return source._chain
+    return source._chain.append(StopGradientInfo())
 
   def _chain(self, source, layout, args, kwargs) -> Chain:
     if self.step is _strided:

@@ -136,8 +136,8 @@ def get_rng_state(device: int | str | torch.device = "jax") -> torch.Tensor:
     A CPU uint8 tensor of shape (n,): impl name, key data and number of draws; or the
     seed, as long as nothing was drawn.
 
-  Raises:
-    TracedStateError: inside a JAX transformation, where the state has no value yet.
+  Inside a compiled function, where the state has no value yet, the tensor is a mark
+  that `set_rng_state` knows in that function alone.
   """
   _check_device(device)
   return rng.snapshot()

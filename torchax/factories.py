@@ -71,6 +71,10 @@ def _lowered_kernel(op) -> Callable:
 def _empty(size, *, dtype=None, **_ignored) -> Tensor:
   """Zeros: JAX has no uninitialised memory. Made on the host, so nothing compiles."""
   # Nothing is lost where there is no data; `torch.get_default_device` does that.
+  if any(length < 0 for length in size):
+    raise RuntimeError(
+      f"Trying to create tensor with negative dimension {min(size)}: {list(size)}"
+    )
   if _torch_compat.dispatch_is_excluded() and math.prod(size):
     raise MixedDeviceError(
       'torch.tensor(…, device="jax") and torch.as_tensor need the environment: call '

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchax import autograd
-from torchax.dispatch import Flattener
+from torchax.operands import Flattener
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.tensor import Tensor

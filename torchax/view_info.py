@@ -259,6 +259,19 @@ class RealAsComplexInfo(ViewInfo):
     return jnp.stack([new_value.real, new_value.imag], axis=-1)
 
 
+@dataclasses.dataclass(frozen=True)
+class StopGradientInfo(ViewInfo):
+  """The same elements, through which JAX's transformations see no derivative."""
+
+  view_info_type: ClassVar = ViewInfoType.NO_OP
+
+  def transform_tensor(self, jax_array):
+    return lax.stop_gradient(jax_array)
+
+  def update_tensor(self, new_value, jax_array):
+    return new_value
+
+
 class Chain:
   """The steps from a base array to a view of it. Interned: compare by identity."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchax.errors import TracedDrawError, TracedStateError
+from torchax.errors import TracedDrawError
 from torchax.interop import jax_jit, jax_view
 from torchax.rng import Carried, NewOperands, RngState
 
@@ -202,14 +202,34 @@ def test_a_compiled_function_with_a_generator_raises_in_a_raw_transformation(env
   assert torch.equal(drawn, _rand(generator))
 
 
-def test_the_traced_state_has_no_value_to_save(env):
+def test_a_traced_state_is_saved_and_restored_in_its_function(env):
+  def f():
+    torch.rand(2, device="jax")
+    state = torch.jax.get_rng_state()
+    first = torch.rand(2, device="jax")
+    torch.jax.set_rng_state(state)
+    return first, torch.rand(2, device="jax"), torch.rand(2, device="jax")
+
+  expected = f()
+  torch.manual_seed(0)
+  compiled = jax_jit(f)()
+  for ours, eager in zip(compiled, expected):
+    assert torch.equal(ours, eager)
+  assert torch.equal(compiled[0], compiled[1])
+  assert env.rng.state.count == 3
+
+
+def test_a_traced_state_is_refused_outside_of_its_function(env):
+  saved = []
+
   def f(x):
-    torch.jax.get_rng_state()
+    saved.append(torch.jax.get_rng_state())
     return x
 
+  jax_jit(f)(torch.ones(2, device="jax"))
   before = env.rng.state.state_dict()
-  with pytest.raises(TracedStateError, match="outside of the compiled function"):
-    jax_jit(f)(torch.ones(2, device="jax"))
+  with pytest.raises(ValueError, match="same side"):
+    torch.jax.set_rng_state(saved[0])
   assert env.rng.state.state_dict() == before
 
 

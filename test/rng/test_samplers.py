@@ -4,6 +4,8 @@ How the numbers are distributed inside their supports is in `test_statistics.py`
 what they refuse is in `test_errors.py`.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torchax.errors import MixedDeviceError
 from torchax.ops import mappings
 from torchax.rng import RngState, samplers
 
@@ -265,8 +268,24 @@ def test_dropout_without_training_or_with_p_0_draws_nothing_and_changes_nothing(
   assert env.rng.state.state_dict() == before
 
 
-def test_dropout_with_p_1_gives_zeros():
-  assert not F.dropout(torch.ones(100, device="jax"), 1.0).any().item()
+@pytest.mark.parametrize(
+  "with_env",
+  [
+    True,
+    pytest.param(
+      False,
+      marks=pytest.mark.xfail(
+        strict=True,
+        raises=MixedDeviceError,
+        reason="outside the environment torch's composite form multiplies by a zero "
+        "that it makes on the wrapper's meta device",
+      ),
+    ),
+  ],
+)
+def test_dropout_with_p_1_gives_zeros(env, with_env):
+  with env if with_env else contextlib.nullcontext():
+    assert not F.dropout(torch.ones(100, device="jax"), 1.0).any().item()
 
 
 def test_dropout_in_place_changes_its_argument():

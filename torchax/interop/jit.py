@@ -15,7 +15,7 @@ import jax
 from torchax.environment import default_env
 from torchax.interop.traced import Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
-from torchax.rng import NewOperands
+from torchax.rng import NewOperands, is_typed_key
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
@@ -117,7 +117,7 @@ class Jitted:
       out, effects = pure.run(run)
     if effects is not None:
       traced.settle(leaves, effects)
-    if isinstance(out, jax.Array):
+    if isinstance(out, jax.Array) and not is_typed_key(out):
       return new_tensor(out, self._env)
     return tensors_of(out)
 

@@ -193,6 +193,11 @@ class Traced:
       trained = [tensor for tensor in self.captured if _is_trained(tensor)]
       has_grad = tuple([tensor.grad is not None for tensor in trained])
     same, overlapping = repeated(leaves) if len(leaves) > 1 else ((), ())
+    if same and not self.lifts:
+      # Each argument has a gradient of its own, so they stay apart; then none of them
+      # may be changed in place.
+      overlapping += tuple([place for pair in same for place in pair])
+      same = ()
     if same or overlapping or has_grad or extra is not None:
       return Situation.of(same, overlapping, has_grad, extra)
     return None

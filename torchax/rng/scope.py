@@ -6,6 +6,7 @@ and the thread's ordinal. `rng_scope` is the primitive on which every boundary i
 
 import contextlib
 import itertools
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -111,14 +112,24 @@ def _root_seed() -> RootSeed:
   return RootSeed(_root.seed, _local.ordinal, _root.impl)
 
 
+# A traced state has no value; what stands for it is good in its compiled function only.
+_TICKET = b"torchax-mark-1\0"
+_TICKET_BODY = struct.Struct("<Q")
+
+
 def snapshot() -> torch.Tensor:
   """The state of the current stream as a uint8 tensor, for `restore`.
 
   A root stream that was not drawn from stays unopened: no JAX backend is started.
+  Inside a compiled function the tensor is a mark that `restore` knows there alone.
   """
   if len(_local.stack) <= 1 and _local.epoch != _root.epoch:
     return _root_seed().to_tensor()
-  return current().state.to_tensor()
+  stream = current()
+  if stream.is_traced:
+    ticket = _TICKET + _TICKET_BODY.pack(stream.mark())
+    return torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
+  return stream.state.to_tensor()
 
 
 def restore(tensor: torch.Tensor) -> None:
@@ -126,16 +137,30 @@ def restore(tensor: torch.Tensor) -> None:
 
   Raises:
     SeedError: not a uint8 tensor.
-    ValueError: not a state, or a damaged one. The stream stays as it was.
+    ValueError: not a state, a damaged one, or one from inside another compiled
+      function. The stream stays as it was.
   """
   root_seed = RootSeed.from_tensor(tensor)
-  if root_seed is None:
+  mark = _marked(tensor)
+  if mark is not None:
+    current().return_to(mark)
+  elif root_seed is None:
     current().reseed(RngState.from_tensor(tensor))
   elif len(_local.stack) > 1:
     current().reseed(root_seed.state())
   else:
     _local.restored, _local.restored_epoch = root_seed, _root.epoch
     _local.epoch = -1
+
+
+def _marked(tensor: torch.Tensor) -> int | None:
+  """The mark that a tensor stands for; None for other tensors."""
+  if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
+    return None
+  payload = bytes(tensor.tolist())
+  if not payload.startswith(_TICKET):
+    return None
+  return _TICKET_BODY.unpack(payload[len(_TICKET) :])[0]
 
 
 @contextlib.contextmanager

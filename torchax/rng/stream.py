@@ -4,6 +4,7 @@ Draws only move a Python counter; keys are derived by `fold_in` where the number
 sampled. Where streams live and which one is current is in `scope.py`.
 """
 
+import itertools
 import weakref
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ class DrawOperands(NamedTuple):
   count: int | jax.Array
 
 
+_marks = itertools.count()
+
+
 class RngStream:
   """Draws keys from a state, in order.
 
@@ -37,12 +41,16 @@ class RngStream:
   because the number would be baked into that trace.
   """
 
-  __slots__ = ("_key", "_count", "_base", "_owner", "_closed", "_draws", "_reseeded")
+  __slots__ = (
+    *("_key", "_count", "_base", "_owner", "_closed", "_draws", "_reseeded"),
+    "_places",
+  )
 
   def __init__(self, state: RngState):
     self._owner = _weak(_jax_compat.draw_owner())
     self._closed = False
     self._draws = 0
+    self._places: dict[int, tuple] = {}
     self._set(state)
     self._reseeded = False
 
@@ -136,6 +144,38 @@ class RngStream:
   def reseeded(self) -> bool:
     """True when the key is another than the one the stream was opened with."""
     return self._reseeded
+
+  @property
+  def is_traced(self) -> bool:
+    """True where key or count have no value yet."""
+    return isinstance(self._key, jax.core.Tracer) or self._base is not None
+
+  def mark(self) -> int:
+    """Remembers where the stream stands; the number is for `return_to`.
+
+    For traced streams, whose state cannot be written down. After a return it is as if
+    the draws in between had not been made: a recomputation repeats them.
+    """
+    self.check("saving the random state")
+    place = (self._key, self._count, self._base, self._draws, self._reseeded)
+    mark = next(_marks)
+    self._places[mark] = place
+    return mark
+
+  def return_to(self, mark: int) -> None:
+    """Goes on from where `mark` was called.
+
+    Raises:
+      ValueError: the mark is another stream's.
+    """
+    self.check("restoring the random state")
+    place = self._places.get(mark)
+    if place is None:
+      raise ValueError(
+        "This random state was saved inside a compiled function, where it has no value, "
+        "and is restored outside of it. Save and restore on the same side."
+      )
+    self._key, self._count, self._base, self._draws, self._reseeded = place
 
   def close(self) -> None:
     """Ends the stream: any further draw raises ClosedScopeError."""

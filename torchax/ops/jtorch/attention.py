@@ -30,7 +30,7 @@ def _scaled_dot_product_attention(
   env=None,
 ):
   if not 0.0 <= dropout_p <= 1.0:
-    raise ValueError(
+    raise RuntimeError(
       f"dropout probability has to be between 0 and 1, but got {dropout_p}"
     )
   keep_mask = None

@@ -52,9 +52,10 @@ def _needs_grad(input) -> bool:
   return torch.is_grad_enabled() and input.requires_grad
 
 
-def _check(p: float) -> None:
+def _check(p: float, error: type[Exception] = ValueError) -> None:
+  """torch's functions in Python raise ValueError, those in C++ RuntimeError."""
   if not 0.0 <= p <= 1.0:
-    raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    raise error(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
 def _finish(input, result, inplace: bool):
@@ -75,11 +76,13 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 @register_function(torch.dropout, kind=Kind.TENSORS)
 def _torch_dropout(input, p, train):
+  _check(p, RuntimeError)
   return _dropout(input, p, train)
 
 
 @register_function(torch.dropout_, kind=Kind.TENSORS)
 def _torch_dropout_(input, p, train):
+  _check(p, RuntimeError)
   return _dropout(input, p, train, inplace=True)
 
 
@@ -141,6 +144,7 @@ def _dropout3d(input, p=0.5, training=True, inplace=False):
 
 @register_function(torch.feature_dropout, kind=Kind.TENSORS)
 def _torch_feature_dropout(input, p, train):
+  _check(p, RuntimeError)
   return _feature_dropout(input, p, train)
 
 
@@ -163,6 +167,7 @@ def _alpha_dropout(input, p=0.5, training=False, inplace=False):
 
 @register_function(torch.alpha_dropout, kind=Kind.TENSORS)
 def _torch_alpha_dropout(input, p, train):
+  _check(p, RuntimeError)
   return _alpha_dropout(input, p, train)
 
 
@@ -173,4 +178,5 @@ def _feature_alpha_dropout(input, p=0.5, training=False, inplace=False):
 
 @register_function(torch.feature_alpha_dropout, kind=Kind.TENSORS)
 def _torch_feature_alpha_dropout(input, p, train):
+  _check(p, RuntimeError)
   return _feature_alpha_dropout(input, p, train)

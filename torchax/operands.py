@@ -1,0 +1,211 @@
+"""Arguments of an operation, sorted into operands and a static key.
+
+Operands are arrays and Python numbers that may change from call to call; the key is
+everything else, the view chains included. A lowering is compiled once for each key.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax import _jax_compat
+from torchax.storage import active as _active
+from torchax.tensor import Tensor, new_tensor
+from torchax.view import View
+from torchax.view_info import WHOLE, Chain
+
+# Arguments about where and how a tensor lies; lowerings do not take them.
+IGNORED = frozenset(
+  {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
+)
+_default_dtype = torch.get_default_dtype
+_NUMBERS = frozenset({bool, int, float, complex})
+_INT32 = range(-(2**31), 2**31)
+
+
+class _Marker:
+  """A place in a static key that an operand or a container fills."""
+
+  __slots__ = ("name",)
+
+  def __init__(self, name: str):
+    self.name = name
+
+  def __repr__(self):
+    return self.name
+
+
+_NUMBER, _LIST, _TUPLE = _Marker("number"), _Marker("list"), _Marker("tuple")
+
+
+class StaticNumber:
+  """A Python number as part of a static key; 1, 1.0 and True differ, nan is itself."""
+
+  __slots__ = ("value", "_identity")
+
+  def __init__(self, value):
+    self.value = value
+    self._identity = (type(value), repr(value))
+
+  def __hash__(self):
+    return hash(self._identity)
+
+  def __eq__(self, other):
+    return type(other) is StaticNumber and self._identity == other._identity
+
+
+_static_numbers: dict[tuple, StaticNumber] = {}
+
+
+def _static(value) -> StaticNumber:
+  """The interned static number: making one takes longer than the look-up."""
+  if value == 0 or value != value:  # 0.0 equals -0.0, nan equals nothing
+    return StaticNumber(value)
+  known = _static_numbers.get((type(value), value))
+  if known is None:
+    known = _static_numbers[type(value), value] = StaticNumber(value)
+  return known
+
+
+class _NumberArrays:
+  """Python numbers as weakly typed arrays, which `jax.jit` takes in far quicker.
+
+  A number gets its array the second time it is seen, so that ones that change on
+  every call (a step size) cost no more than before.
+  """
+
+  LIMIT = 4096
+
+  def __init__(self):
+    self._arrays: dict[tuple, Any] = {}
+
+  def __call__(self, number):
+    if number == 0 or number != number:
+      return number
+    key = (type(number), number, jax.config.jax_enable_x64)
+    array = self._arrays.get(key)
+    if array is not None:
+      return array
+    if key not in self._arrays:
+      if len(self._arrays) >= self.LIMIT:
+        self._arrays.clear()
+      self._arrays[key] = None
+      return number
+    with jax.ensure_compile_time_eval():
+      array = self._arrays[key] = jnp.asarray(number)
+    return array
+
+
+_number_arrays = _NumberArrays()
+
+
+class Flattener:
+  """Sorts arguments into operands and a static key, and puts them together again."""
+
+  def __init__(self, name: str, env, dynamic=frozenset(), names=(), cpu_ok=False):
+    self.keeps_tensors = False  # operands are tensors, views included, not arrays
+    self._name = name
+    self._env = env
+    self._dynamic = dynamic
+    # Functions caught above ATen have no schema; all their numbers are static.
+    self._dynamic_places = [n in dynamic for n in names] or itertools.repeat(False)
+    self._cpu_ok = cpu_ok
+
+  def flatten(self, args, kwargs) -> tuple[list, tuple]:
+    """Operands, and the key from which `rebuild` restores the arguments.
+
+    The key starts with the number of positional arguments and torch's default dtype,
+    which decides what a factory or a promotion gives.
+    """
+    operands: list[Any] = []
+    key: list[Any] = [len(args), _default_dtype()]
+    boundary = _active.boundary
+    for arg, dynamic in zip(args, self._dynamic_places):
+      cls = type(arg)
+      if (cls is Tensor or cls is View) and not self.keeps_tensors:
+        storage = arg._storage
+        operands.append(
+          storage.array if boundary is None else boundary.read(storage, arg)
+        )
+        key.append(arg._chain)
+      else:
+        key.append(self._flatten_other(arg, cls, dynamic, operands))
+    if kwargs:
+      for name, arg in kwargs.items():
+        if name not in IGNORED:
+          key.append(name)
+          key.append(
+            self._flatten_other(arg, type(arg), name in self._dynamic, operands)
+          )
+    return operands, tuple(key)
+
+  def _flatten_other(self, arg, cls, dynamic: bool, operands: list):
+    if cls in _NUMBERS:
+      if dynamic and (cls is not int or arg in _INT32):
+        operands.append(arg if _jax_compat.is_staging() else _number_arrays(arg))
+        return _NUMBER
+      return _static(arg) if cls is float or dynamic else arg
+    if cls is list or cls is tuple:
+      marker = _LIST if cls is list else _TUPLE
+      return (
+        marker,
+        *[self._flatten_other(a, type(a), dynamic, operands) for a in arg],
+      )
+    if isinstance(arg, torch.Tensor):
+      return self._flatten_tensor(arg, operands)
+    if isinstance(arg, torch.Size):
+      return (_TUPLE, *arg)
+    if isinstance(arg, jax.Array):
+      operands.append(new_tensor(arg, self._env) if self.keeps_tensors else arg)
+      return WHOLE
+    return arg
+
+  def _flatten_tensor(self, tensor: torch.Tensor, operands: list) -> Chain:
+    if self.keeps_tensors:
+      operands.append(
+        tensor
+        if isinstance(tensor, Tensor)
+        else new_tensor(self._env.admit(tensor, self._name, self._cpu_ok), self._env)
+      )
+      return WHOLE
+    if isinstance(tensor, Tensor):
+      operands.append(tensor._storage.read(tensor))
+      return tensor._chain
+    operands.append(self._env.admit(tensor, self._name, self._cpu_ok))
+    return WHOLE
+
+  def rebuild(self, key: tuple, operands) -> tuple[list, dict]:
+    """The arguments of a lowering: views are read, lists of numbers become tuples."""
+    remaining = iter(operands)
+    end = 2 + key[0]
+    args = [_restore(part, remaining) for part in key[2:end]]
+    named = iter(key[end:])
+    return args, {name: _restore(part, remaining) for name, part in zip(named, named)}
+
+
+def _restore(part, remaining):
+  if isinstance(part, Chain):
+    return part.read(next(remaining))
+  if part is _NUMBER:
+    return next(remaining)
+  if type(part) is StaticNumber:
+    return part.value
+  if type(part) is tuple:
+    values = [_restore(inner, remaining) for inner in part[1:]]
+    return values if part[0] is _LIST and _holds_arrays(values) else tuple(values)
+  return part
+
+
+def _holds_arrays(values: list) -> bool:
+  return any(isinstance(value, jax.Array) for value in values)
+
+
+def strong(value):
+  """Results of Python numbers alone lose their weak type: torch has none."""
+  if getattr(value, "weak_type", False):
+    return lax.convert_element_type(value, value.dtype)
+  return value

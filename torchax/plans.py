@@ -1,0 +1,363 @@
+"""How an operation runs once its lowering is known: a plan for each kind.
+
+`Plan` runs lowerings on arrays, compiled; the in-place and `out=` forms wrap it.
+`dispatch.py` chooses the plan of an overload.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax import _jax_compat, _torch_compat
+from torchax.errors import MixedDeviceError, MutationError
+from torchax.operands import IGNORED, Flattener, strong
+from torchax.ops import mappings
+from torchax.ops.ops_registry import Kind, Operator
+from torchax.ops.schema import schema_of
+from torchax.rng import carry, scope
+from torchax.rng import state as rng_state
+from torchax.tensor import Tensor, new_tensor
+from torchax.view import View
+from torchax.view_info import WHOLE
+
+_ArrayImpl = _jax_compat.ArrayImpl
+
+
+class Plan:
+  """Runs one functional operation by its lowering on arrays."""
+
+  def __init__(self, op, operator: Operator, env):
+    self.op = op
+    self.operator = operator
+    self.env = env
+    self.name = str(op)
+    schema = schema_of(op) if isinstance(op, _torch_compat.OpOverload) else None
+    dynamic = schema.dynamic - set(operator.static) if schema else frozenset()
+    names = schema.names if schema else ()
+    # torch takes CPU indices beside tensors of any device.
+    cpu_ok = self.name.startswith(("aten.index", "aten._index", "aten._unsafe_index"))
+    self.flattener = Flattener(self.name, env, dynamic, names, cpu_ok)
+    self.is_sampler = operator.kind is Kind.SAMPLER
+    self._compiled: dict[tuple, Callable] = {}
+    packet = self.name.removeprefix("aten.").partition(".")[0]
+    self._gives_indices = packet in _INDEX_OPERATIONS
+    takes_device = schema is not None and "device" in schema.names
+    # The result is not always simply an array on jax.
+    self._is_special = self._gives_indices or takes_device
+    # Nothing to check, to draw or to decide before the compiled function is called.
+    self._is_simple = (
+      operator.check is None and operator.compiled is True and not self.is_sampler
+    )
+
+  def __call__(self, args, kwargs):
+    operands, key = self.flattener.flatten(args, kwargs)
+    try:
+      if self._is_simple and not _jax_compat.is_staging():
+        compiled = self._compiled.get(key) or self._compile(key)
+        result = compiled(*operands)
+      else:
+        result = self.run(args, kwargs, operands, key)
+    except (TypeError, ValueError) as error:
+      raise_as_torch(error, self.op, args, kwargs)
+      raise
+    if type(result) is _ArrayImpl and not self._is_special:
+      return new_tensor(result, self.env)
+    if kwargs and _is_cpu(kwargs.get("device")):
+      return _map(result, lambda array: mappings.j2t(array))
+    return self._wrap(result)
+
+  def run(self, args, kwargs, operands, key, write=None):
+    """Arrays out of operands.
+
+    Args:
+      args, kwargs: torch's arguments, for checks.
+      operands, key: what `flatten` made of them.
+      write: None, or (chain, dtype, shape) of a tensor that the result is written to;
+        its base is the first operand then, and the new base is returned.
+    """
+    check = self.operator.check
+    if check is not None:
+      check(*args, **(kwargs or {}))
+    if not self.is_sampler:
+      return self._execute(args, kwargs, operands, key, write)
+    generator = kwargs.get("generator") if kwargs else None
+    if generator is not None:
+      before = generator.get_state()
+      draw = carry.generator_operands(generator, self.name)
+      try:
+        return self._execute(args, kwargs, [*draw, *operands], key, write)
+      except BaseException:
+        generator.set_state(before)
+        raise
+    stream = scope.current()
+    draw = stream.peek(self.name)
+    result = self._execute(args, kwargs, [*draw, *operands], key, write)
+    stream.advance(1)
+    return result
+
+  def _execute(self, args, kwargs, operands, key, write):
+    may_compile = self.operator.compiled
+    if callable(may_compile):
+      may_compile = may_compile(args, kwargs or {})
+    # Samplers are compiled inside traces too: one that JAX runs step by step, as
+    # `jax.checkpoint` does outside of jit, would round differently.
+    if not may_compile or (_jax_compat.is_staging() and not self.is_sampler):
+      return self._call(key, write, operands)
+    cache_key = key if write is None else (write, key)
+    compiled = self._compiled.get(cache_key) or self._compile(key, write)
+    return compiled(*operands)
+
+  def _compile(self, key, write=None) -> Callable:
+    def compiled(*operands):
+      return self._call(key, write, operands)
+
+    compiled.__name__ = self.name.replace(".", "_")
+    jitted = jax.jit(compiled)
+    self._compiled[key if write is None else (write, key)] = jitted
+    return jitted
+
+  def _call(self, key, write, operands):
+    if self.is_sampler:
+      rng_key, count, *operands = operands
+    if write is not None:
+      base, *operands = operands
+    args, kwargs = self.flattener.rebuild(key, operands)
+    if self.is_sampler:
+      args.insert(0, rng_state.fold_in(rng_key, count))
+    result = self._lower(args, kwargs)
+    if write is None:
+      return jax.tree.map(strong, result)
+    return _written_base(base, write, result)
+
+  def _lower(self, args, kwargs):
+    if self.operator.kind is Kind.ENV_ARRAYS:
+      return self.operator.func(*args, **kwargs, env=self.env)
+    return self.operator.func(*args, **kwargs)
+
+  def _wrap(self, result):
+    if type(result) is _ArrayImpl or isinstance(result, jax.Array):
+      if self._gives_indices and self.env.config.use_int32_for_index:
+        result = result.astype(jnp.int32) if result.dtype == jnp.int64 else result
+      return new_tensor(result, self.env)
+    if isinstance(result, tuple):
+      return tuple([self._wrap(value) for value in result])
+    if isinstance(result, list):
+      return [self._wrap(value) for value in result]
+    return result
+
+
+# Operations whose integer results are places; `Configuration.use_int32_for_index`.
+_INDEX_OPERATIONS = frozenset(
+  {
+    *("argmax", "argmin", "argsort", "argwhere", "nonzero", "nonzero_static"),
+    *("max", "min", "median", "nanmedian", "mode", "kthvalue", "cummax", "cummin"),
+    *("sort", "topk", "searchsorted", "bucketize"),
+    *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+    *("adaptive_max_pool2d", "adaptive_max_pool3d"),
+  }
+)
+
+
+def _is_cpu(device) -> bool:
+  return device is not None and device.type == "cpu"
+
+
+def _map(result, function):
+  if isinstance(result, tuple | list):
+    return type(result)([_map(part, function) for part in result])
+  return function(result)
+
+
+def raise_as_torch(error: Exception, op, args, kwargs) -> None:
+  """Raises torch's own error for wrong arguments, where its shape check has one.
+
+  Only in place of JAX's plain TypeError and ValueError: errors of a class of their own
+  say more.
+  """
+  is_plain = type(error) in (TypeError, ValueError)
+  if is_plain and isinstance(op, _torch_compat.OpOverload) and op.namespace == "aten":
+    with _torch_compat.without_dispatch():
+      op(*args, **(kwargs or {}))
+
+
+def _written_base(base, write, result):
+  """The base of a view after an in-place operation gave `result` for the view."""
+  chain, dtype, shape = write
+  if np.broadcast_shapes(result.shape, shape) != shape:
+    raise RuntimeError(
+      f"output with shape {list(shape)} doesn't match the broadcast shape "
+      f"{list(result.shape)}: an in-place operation cannot change the shape."
+    )
+  require_cast(result.dtype, dtype)
+  result = lax.convert_element_type(result, dtype) if result.dtype != dtype else result
+  if result.shape != shape:
+    result = jnp.broadcast_to(result, shape)
+  return result if chain is WHOLE else chain.write(base, result)
+
+
+def require_cast(source, target) -> None:
+  """Raises as torch does where a result would lose its kind (float to integer)."""
+  source, target = mappings.j2t_dtype(source), mappings.j2t_dtype(target)
+  if not torch.can_cast(source, target):
+    raise RuntimeError(
+      f"result type {_kind_name(source)} can't be cast to the desired output type "
+      f"{_kind_name(target)}"
+    )
+
+
+def _kind_name(dtype) -> str:
+  """torch's C++ name of a dtype, as its errors have it."""
+  return torch.empty(0, dtype=dtype, device="meta").type().rpartition(".")[2][:-6]
+
+
+class DecompositionPlan(Plan):
+  """Runs an operation by torch's decomposition, compiled as one function too."""
+
+  def __init__(self, op, operator: Operator, env):
+    super().__init__(op, operator, env)
+    # torch's functions look at numbers, so all of them are static.
+    self.flattener = Flattener(self.name, env)
+
+  def _lower(self, args, kwargs):
+    args, kwargs = _tensors((args, kwargs), self.env)
+    with _torch_compat.without_function_modes(), self.env.catching_factories():
+      result = self.operator.func(*args, **kwargs)
+    return _arrays(result)
+
+
+def _tensors(tree, env):
+  return jax.tree.map(
+    lambda leaf: new_tensor(leaf, env) if isinstance(leaf, jax.Array) else leaf, tree
+  )
+
+
+def _arrays(tree):
+  return jax.tree.map(
+    lambda leaf: leaf.jax() if isinstance(leaf, Tensor) else leaf, tree
+  )
+
+
+class TensorPlan:
+  """Runs an operation by a function of tensors, which may call torch operations."""
+
+  def __init__(self, op, operator: Operator, env):
+    self.operator = operator
+    self.env = env
+
+  def __call__(self, args, kwargs):
+    kwargs = {k: v for k, v in (kwargs or {}).items() if k not in IGNORED}
+    if self.operator.needs_env:
+      kwargs["env"] = self.env
+    with self.env.catching_factories():
+      return self.operator.func(*args, **kwargs)
+
+
+class InPlacePlan:
+  """Runs `op_` by the functional plan and writes the result to `self`."""
+
+  def __init__(self, op, functional: Plan, env):
+    self.op = op
+    self.name = str(op)
+    self.functional = functional
+
+  def __call__(self, args, kwargs):
+    target = args[0]
+    if type(target) not in (Tensor, View):
+      raise MixedDeviceError(
+        f"{self.name} would write jax data to a tensor on {target.device}. "
+        'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
+      )
+    if type(target) is View and 0 in target.stride():
+      self._require_separate(target)
+    plan = self.functional
+    operands, key = plan.flattener.flatten(args, kwargs)
+    storage, chain = target._storage, target._chain
+    write = (chain, mappings.t2j_dtype(target.dtype), tuple(target.shape))
+    base = storage.read()
+    try:
+      written = plan.run(args, kwargs, [base, *operands], key, write)
+    except (TypeError, ValueError) as error:
+      raise_as_torch(error, self.op, args, kwargs)
+      raise
+    storage.write(written)
+    return target
+
+  def _require_separate(self, target) -> None:
+    """Raises as torch does for a write to elements that share their memory."""
+    overlaps = any(
+      stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)
+    )
+    if overlaps and not self.name.startswith(("aten.fill_", "aten.zero_")):
+      raise RuntimeError(
+        "unsupported operation: more than one element of the written-to tensor refers "
+        "to a single memory location. Please clone() the tensor before performing the "
+        f"operation ({self.name})."
+      )
+
+
+class OutPlan:
+  """Runs `op.out` by the functional plan and writes the results to its outputs."""
+
+  def __init__(self, op, functional: Callable, env):
+    self.name = str(op)
+    self.functional = functional
+    self.written = schema_of(op).written
+    self.names = schema_of(op).names
+
+  def __call__(self, args, kwargs):
+    kwargs = dict(kwargs or {})
+    args = list(args)
+    outputs = []
+    for name in self.written:
+      if name in kwargs:
+        outputs.append(kwargs.pop(name))
+      else:
+        outputs.append(args.pop(self.names.index(name)))
+    results = self.functional(args, self._with_dtype(kwargs, outputs))
+    single = isinstance(results, torch.Tensor)
+    for output, result in zip(outputs, [results] if single else results):
+      write_output(self.name, output, result)
+    return outputs[0] if single else tuple(outputs)
+
+  def _with_dtype(self, kwargs, outputs):
+    functional = getattr(self.functional, "op", None)
+    takes_dtype = functional is not None and "dtype" in schema_of(functional).names
+    if takes_dtype and "dtype" not in self.names:
+      return {**kwargs, "dtype": outputs[0].dtype}
+    return kwargs
+
+
+def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
+  """Puts a result into an `out=` tensor, which takes its shape if it has none."""
+  if not isinstance(output, Tensor):
+    raise MixedDeviceError(
+      f"{name}: out= is on {output.device}, but the inputs are on jax. "
+      'Make it with device="jax".'
+    )
+  array = result.jax()
+  require_cast(array.dtype, mappings.t2j_dtype(output.dtype))
+  array = array.astype(mappings.t2j_dtype(output.dtype))
+  if output.shape == result.shape:
+    output.replace_jax(array)
+    return
+  if output.numel():
+    raise RuntimeError(
+      f"{name}: out= has shape {list(output.shape)}, but the result has "
+      f"{list(result.shape)}. Pass an empty tensor, or one of that shape."
+    )
+  resize_to(output, new_tensor(array, output._env))
+
+
+def resize_to(tensor: Tensor, source: Tensor) -> None:
+  """Gives `tensor` the shape and the numbers of `source`, keeping its identity."""
+  if tensor._chain is not WHOLE:
+    raise MutationError(
+      "A view cannot be resized: its base would not follow. Call `.clone()` first."
+    )
+  with _torch_compat.without_dispatch():
+    tensor.resize_(source.shape)
+  tensor._storage.write(source.jax())
