@@ -172,8 +172,8 @@ class RngStream:
     place = self._places.get(mark)
     if place is None:
       raise ValueError(
-        "This random state was saved inside a compiled function, where it has no value, "
-        "and is restored outside of it. Save and restore on the same side."
+        "This random state was saved inside a compiled function, where it has no "
+        "value, and is restored outside of it. Save and restore on the same side."
       )
     self._key, self._count, self._base, self._draws, self._reseeded = place
 
