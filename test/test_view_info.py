@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
+import torchax
 from torchax.view_info import (
   WHOLE,
   AsStridedInfo,
@@ -199,3 +201,49 @@ def test_a_reshape_of_a_reshape_is_one_step():
 def test_a_chain_prints_its_steps():
   assert "PermuteInfo" in repr(chain_of(*CHAIN))
   assert isinstance(chain_of(*CHAIN), Chain)
+
+
+# Slices in many places --------------------------------------------------------------
+
+
+def _many_places(x: torch.Tensor) -> torch.Tensor:
+  for i in range(3 * Chain.LIMIT):
+    x[i].mul_(2)
+    x[i : i + 2, 1:3].add_(i)
+    x[i + 1][1:][0] = -1.0
+  rows = [row * 3 for row in x]
+  return torch.stack(rows) + torch.stack([x[i] for i in range(len(x))])
+
+
+def test_slices_in_many_places_read_and_write_as_on_the_cpu():
+  cpu = torch.arange(4.0 * 30).reshape(30, 4)
+  on_jax = cpu.clone().to("jax")
+  expected = _many_places(cpu)
+  assert torch.equal(_many_places(on_jax).cpu(), expected)
+  assert torch.equal(on_jax.cpu(), cpu)
+
+
+def test_slices_in_many_places_share_one_program():
+  x = torch.ones(50, 7).to("jax")
+  env = torchax.default_env()
+  x[0] + 1.5
+  plan = env._dispatcher._plans[id(torch.ops.aten.add.Tensor)][0]
+  before = len(plan._compiled)
+  for i in range(50):
+    x[i] + 1.5
+  assert len(plan._compiled) - before <= Chain.LIMIT + 1
+
+
+def test_a_chain_in_a_further_place_moves_and_is_not_kept():
+  chain = Chain()
+  first = [chain.append(IndexInfo(0, i)) for i in range(Chain.LIMIT)]
+  assert all(one.moving is None for one in first)
+  further = chain.append(IndexInfo(0, Chain.LIMIT))
+  moving, starts = further.moving
+  assert starts.tolist() == [Chain.LIMIT]
+  assert chain.append(IndexInfo(0, Chain.LIMIT + 1)).moving[0] == moving
+  assert len(chain._longer) == Chain.LIMIT
+  base = jnp.arange(40.0).reshape(20, 2)
+  assert (moving.read((base, starts)) == further.read(base)).all()
+  value = jnp.array([-1.0, -2.0])
+  assert (moving.write((base, starts), value) == further.write(base, value)).all()

@@ -16,7 +16,7 @@ from torchax import _jax_compat
 from torchax.storage import active as _active
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
-from torchax.view_info import WHOLE, Chain
+from torchax.view_info import WHOLE, Chain, MovingChain
 
 # Arguments about where and how a tensor lies; lowerings do not take them.
 IGNORED = frozenset(
@@ -131,7 +131,10 @@ class Flattener:
         operands.append(
           storage.array if boundary is None else boundary.read(storage, arg)
         )
-        key.append(arg._chain)
+        chain = arg._chain
+        if chain.moving is not None:
+          chain = move(chain, operands)
+        key.append(chain)
       else:
         key.append(self._flatten_other(arg, cls, dynamic, operands))
     if kwargs:
@@ -174,7 +177,8 @@ class Flattener:
       return WHOLE
     if isinstance(tensor, Tensor):
       operands.append(tensor._storage.read(tensor))
-      return tensor._chain
+      chain = tensor._chain
+      return chain if chain.moving is None else move(chain, operands)
     operands.append(self._env.admit(tensor, self._name, self._cpu_ok))
     return WHOLE
 
@@ -187,8 +191,20 @@ class Flattener:
     return args, {name: _restore(part, remaining) for name, part in zip(named, named)}
 
 
+def move(chain: Chain, operands: list) -> Chain | MovingChain:
+  """Adds the starts of a moving chain to its base, the last operand.
+
+  Inside a trace the places are constants: XLA knows better what to do with them.
+  """
+  if _jax_compat.is_staging():
+    return chain
+  moving, starts = chain.moving
+  operands[-1] = (operands[-1], starts)
+  return moving
+
+
 def _restore(part, remaining):
-  if isinstance(part, Chain):
+  if isinstance(part, Chain | MovingChain):
     return part.read(next(remaining))
   if part is _NUMBER:
     return next(remaining)

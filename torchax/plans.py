@@ -14,7 +14,7 @@ from jax import lax
 
 from torchax import _jax_compat, _torch_compat
 from torchax.errors import MixedDeviceError, MutationError
-from torchax.operands import IGNORED, Flattener, strong
+from torchax.operands import IGNORED, Flattener, move, strong
 from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
@@ -276,10 +276,12 @@ class InPlacePlan:
     plan = self.functional
     operands, key = plan.flattener.flatten(args, kwargs)
     storage, chain = target._storage, target._chain
+    base = [storage.read()]
+    if chain.moving is not None:
+      chain = move(chain, base)
     write = (chain, mappings.t2j_dtype(target.dtype), tuple(target.shape))
-    base = storage.read()
     try:
-      written = plan.run(args, kwargs, [base, *operands], key, write)
+      written = plan.run(args, kwargs, [*base, *operands], key, write)
     except (TypeError, ValueError) as error:
       raise_as_torch(error, self.op, args, kwargs)
       raise

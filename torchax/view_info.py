@@ -272,20 +272,113 @@ class StopGradientInfo(ViewInfo):
     return new_value
 
 
-class Chain:
-  """The steps from a base array to a view of it. Interned: compare by identity."""
+@dataclasses.dataclass(frozen=True)
+class MovingInfo:
+  """A slice of known length along one dimension whose start is an operand.
 
-  __slots__ = ("infos", "_longer")
+  Attributes:
+    dim: the dimension.
+    length: of the slice; None for a single element, whose dimension disappears.
+  """
 
-  def __init__(self, infos: tuple[ViewInfo, ...] = ()):
+  dim: int
+  length: int | None
+
+  def transform_tensor(self, jax_array: jax.Array, start: jax.Array) -> jax.Array:
+    """The slice of an array."""
+    if self.length is None:
+      return lax.dynamic_index_in_dim(jax_array, start, self.dim, keepdims=False)
+    return lax.dynamic_slice_in_dim(jax_array, start, self.length, self.dim)
+
+  def update_tensor(self, new_value, jax_array, start) -> jax.Array:
+    """The array after `new_value` was written to the slice of it."""
+    if self.length is None:
+      return lax.dynamic_update_index_in_dim(jax_array, new_value, start, self.dim)
+    return lax.dynamic_update_slice_in_dim(jax_array, new_value, start, self.dim)
+
+
+def _moving(info: ViewInfo) -> tuple[MovingInfo, int] | None:
+  """A step as a moving one and its start; None for one that is no plain slice."""
+  if isinstance(info, IndexInfo):
+    return MovingInfo(info.dim, None), info.index
+  if isinstance(info, NarrowInfo):
+    *before, (start, stop, step) = info.slices
+    if step == 1 and start is not None and all(p == (None,) * 3 for p in before):
+      return MovingInfo(len(before), stop - start), start
+  return None
+
+
+class MovingChain:
+  """A chain whose slices start where an operand says: one program for all places.
+
+  Reads and writes take (base array, starts) for the base.
+  """
+
+  __slots__ = ("infos",)
+
+  def __init__(self, infos: tuple):
     self.infos = infos
+
+  def _steps(self, starts):
+    for place, info in enumerate(self.infos):
+      yield info, ((starts[place],) if isinstance(info, MovingInfo) else ())
+
+  def read(self, base_and_starts) -> jax.Array:
+    """The view of a base array."""
+    base, starts = base_and_starts
+    for info, start in self._steps(starts):
+      base = info.transform_tensor(base, *start)
+    return base
+
+  def write(self, base_and_starts, value: jax.Array) -> jax.Array:
+    """The base array after `value` was written to the view."""
+    base, starts = base_and_starts
+    steps = list(self._steps(starts))
+    sources = [base]
+    for info, start in steps[:-1]:
+      sources.append(info.transform_tensor(sources[-1], *start))
+    for (info, start), source in zip(reversed(steps), reversed(sources)):
+      value = info.update_tensor(value, source, *start)
+    return value
+
+  def __hash__(self):
+    return hash(self.infos)
+
+  def __eq__(self, other):
+    return type(other) is MovingChain and self.infos == other.infos
+
+
+class Chain:
+  """The steps from a base array to a view of it. Interned: compare by identity.
+
+  Where many slices of one form are taken (`for row in x`), the later ones are
+  `moving`: (a `MovingChain`, the starts), and are not interned.
+  """
+
+  __slots__ = ("infos", "moving", "_longer", "_taken")
+
+  # How many slices of one form get a program of their own.
+  LIMIT = 8
+
+  def __init__(self, infos: tuple[ViewInfo, ...] = (), moving: bool = False):
+    self.infos = infos
+    self.moving = _as_moving(infos) if moving else None
     self._longer: dict[ViewInfo, Chain] = {}
+    self._taken: dict[MovingInfo, int] = {}
 
   def append(self, info: ViewInfo) -> "Chain":
     """This chain and one more step; a reshape of a reshape becomes one."""
     longer = self._longer.get(info)
-    if longer is None:
-      longer = self._longer[info] = self._append(info)
+    if longer is not None:
+      return longer
+    if self.moving is not None:
+      return Chain((*self.infos, info), moving=True)
+    form = _moving(info)
+    if form is not None:
+      taken = self._taken[form[0]] = self._taken.get(form[0], 0) + 1
+      if taken > self.LIMIT:
+        return Chain((*self.infos, info), moving=True)
+    longer = self._longer[info] = self._append(info)
     return longer
 
   def _append(self, info: ViewInfo) -> "Chain":
@@ -311,6 +404,13 @@ class Chain:
 
   def __repr__(self):
     return f"Chain{self.infos}"
+
+
+def _as_moving(infos: tuple[ViewInfo, ...]) -> tuple[MovingChain, np.ndarray]:
+  forms = [_moving(info) for info in infos]
+  steps = tuple(form[0] if form else info for form, info in zip(forms, infos))
+  starts = np.array([form[1] if form else 0 for form in forms], np.int32)
+  return MovingChain(steps), starts
 
 
 WHOLE = Chain()
