@@ -491,14 +491,12 @@ class Environment(contextlib.ContextDecorator):
     if rest and isinstance(rest[0], torch.Tensor):
       other, *rest = rest
       rest = [other.device, other.dtype, *rest]
-    elif "other" in (kwargs or {}):
-      kwargs = dict(kwargs)
+    kwargs = dict(kwargs or {})
+    if "other" in kwargs:
       other = kwargs.pop("other")
       kwargs.update(device=other.device, dtype=other.dtype)
-    device, dtype, _, _ = _torch_compat.parse_to(
-      *_without_copy(rest), **_known(kwargs or {})
-    )
-    copy = bool((kwargs or {}).get("copy", False)) or (len(rest) > 3 and bool(rest[3]))
+    copy = bool(kwargs.pop("copy", False)) or (len(rest) > 3 and bool(rest[3]))
+    device, dtype, _, _ = _torch_compat.parse_to(*rest[:3], **kwargs)
     same_dtype = dtype is None or mappings.t2j_dtype(dtype) == mappings.t2j_dtype(
       tensor.dtype
     )
@@ -520,14 +518,6 @@ class Environment(contextlib.ContextDecorator):
     if not self._should_use_torchax_tensor(kwargs.get("device")):
       return func(*args, **kwargs)
     return func(*args, **{**kwargs, "device": "jax"})
-
-
-def _without_copy(rest):
-  return rest[:3]
-
-
-def _known(kwargs):
-  return {k: v for k, v in kwargs.items() if k not in ("copy",)}
 
 
 class _Move(torch.autograd.Function):
