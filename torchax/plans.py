@@ -4,6 +4,7 @@
 `dispatch.py` chooses the plan of an overload.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -180,7 +181,8 @@ def raise_as_torch(error: Exception, op, args, kwargs) -> None:
   """
   is_plain = type(error) in (TypeError, ValueError)
   if is_plain and isinstance(op, _torch_compat.OpOverload) and op.namespace == "aten":
-    with _torch_compat.without_dispatch():
+    # Where torch has no shape check, there is no better error to raise.
+    with _torch_compat.without_dispatch(), contextlib.suppress(NotImplementedError):
       op(*args, **(kwargs or {}))
 
 
