@@ -19,6 +19,7 @@ from torchax import (
   factories,
   interop,
   rng,
+  shortcuts,
   tensor,
   transfer,
 )
@@ -73,7 +74,10 @@ def enable_performance_mode() -> None:
 def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
   Dispatcher.special_plans = [aliasing.plan, transfer.plan]
-  Environment.on_creation = [factories.register_functions]
+  Environment.on_creation = [
+    factories.register_functions,
+    shortcuts.register_functions,
+  ]
   _torch_compat.register_backend(device_module)
   factories.register_kernels()
 

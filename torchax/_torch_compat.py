@@ -129,6 +129,9 @@ def without_function_modes():
     yield
 
 
+dispatch_depth = torch._C._len_torch_dispatch_stack
+
+
 def are_top_modes(dispatch_mode, function_mode) -> bool:
   """True when both modes are the innermost of their kind on this thread."""
   functions = torch._C._len_torch_function_stack()

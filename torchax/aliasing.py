@@ -5,6 +5,7 @@ metadata, so legality and errors are torch's. The step that reads and writes the
 is one of `view_info.py`; where none fits, the view is strided over the flat base.
 """
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -131,6 +132,68 @@ MULTIPLE_STEPS: dict = {
 NOT_STRIDED = frozenset({aten._conj.default, aten._neg_view.default})
 
 
+def _slice_layout(source, dim=0, start=None, end=None, step=1):
+  """Shape, strides and offset of a slice; None where torch has to say."""
+  shape, stride = list(source.shape), list(source.stride())
+  if not (0 <= dim < len(shape) and step > 0):
+    return None
+  start, stop, step = slice(start, end, step).indices(shape[dim])
+  offset = source.storage_offset() + start * stride[dim]
+  shape[dim] = max(0, (stop - start + step - 1) // step)
+  stride[dim] *= step
+  return shape, stride, offset
+
+
+def _select_layout(source, dim, index):
+  """Shape, strides and offset of one element along `dim`."""
+  shape, stride = list(source.shape), list(source.stride())
+  if not (0 <= dim < len(shape) and -shape[dim] <= index < shape[dim]):
+    return None
+  offset = source.storage_offset() + index % shape[dim] * stride[dim]
+  del shape[dim], stride[dim]
+  return shape, stride, offset
+
+
+def _view_layout(source, size):
+  """Shape, strides and offset of a contiguous tensor under another shape."""
+  size = list(size)
+  if not source.is_contiguous() or not source.numel():
+    return None
+  if -1 in size:
+    place = size.index(-1)
+    size[place] = 1
+    size[place] = source.numel() // max(1, math.prod(size))
+  if any(length < 0 for length in size) or math.prod(size) != source.numel():
+    return None
+  stride = [1] * len(size)
+  for place in range(len(size) - 2, -1, -1):
+    stride[place] = stride[place + 1] * size[place + 1]
+  return size, stride, source.storage_offset()
+
+
+# Frequent views whose layout is quicker computed than asked of torch's kernel.
+LAYOUTS: dict = {
+  aten.slice.Tensor: _slice_layout,
+  aten.select.int: _select_layout,
+  aten.view.default: _view_layout,
+}
+
+
+class _Layout:
+  """What a view takes from a layout, without a tensor that has it."""
+
+  __slots__ = ("shape", "dtype", "_stride", "_offset")
+
+  def __init__(self, shape, stride, offset, dtype):
+    self.shape, self._stride, self._offset, self.dtype = shape, stride, offset, dtype
+
+  def stride(self):
+    return self._stride
+
+  def storage_offset(self):
+    return self._offset
+
+
 class ViewPlan:
   """Runs a view operation: a new tensor on the storage of the first argument."""
 
@@ -139,12 +202,19 @@ class ViewPlan:
     self.env = env
     self.step = STEPS.get(op, _strided)
     self.steps = MULTIPLE_STEPS.get(op)
+    self.layout = LAYOUTS.get(op)
 
   def __call__(self, args, kwargs):
     source = args[0]
     step = self.step
     if step is None:
       return like(source, source._storage, self._unchanged(source))
+    if self.layout is not None and not kwargs:
+      known = self.layout(source, *args[1:])
+      if known is not None:
+        layout = _Layout(*known, source.dtype)
+        chain = source._chain.append(step(source, layout, *args[1:]))
+        return self._finish(new_view(source, layout, chain))
     kwargs = kwargs or {}
     with _torch_compat.without_dispatch():
       layout = self.op(*args, **kwargs)

@@ -159,4 +159,6 @@ def call(function: ArrayFunction, tensors: list[Tensor]):
     return jax.tree.unflatten(structure[0], leaves)
   env = tensors[0]._env
   result = function.value(*[t.jax() for t in tensors])
+  if type(result) is _jax_compat.ArrayImpl:  # the common case, quicker
+    return new_tensor(result, env)
   return jax.tree.map(lambda array: new_tensor(array, env), result)

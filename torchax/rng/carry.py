@@ -218,11 +218,11 @@ class Carried:
     """
     stream = scope.current()
     try:
-      stream.check(self.__name__)
+      key, count = stream.peek(self.__name__)
     except TracedDrawError:
       if self.generators:
         raise
-    key, count = stream.position()
+      key, count = stream.position()
     if type(count) is int:
       count = np.uint32(count)
     if not self.generators:

@@ -1,0 +1,90 @@
+"""Frequent operations that need no gradient, without the way through torch's C++.
+
+A function caught by the environment whose arguments are what its ATen operation takes
+goes straight to that operation's plan, which halves what it costs eagerly. Whatever is
+not plain (a gradient to record, keyword arguments, another mode on top) takes torch's
+way. In-place functions always do: torch counts them to protect saved tensors.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from torchax import _torch_compat
+from torchax.tensor import Tensor
+from torchax.view import View
+
+aten = torch.ops.aten
+
+_BINARY = {"add": aten.add, "sub": aten.sub, "mul": aten.mul, "div": aten.div}
+_UNARY = {
+  "clone": aten.clone,
+  "exp": aten.exp,
+  "neg": aten.neg,
+  "relu": aten.relu,
+  "sigmoid": aten.sigmoid,
+  "sqrt": aten.sqrt,
+  "tanh": aten.tanh,
+}
+_NUMBERS = frozenset({int, float})
+
+
+class Shortcut:
+  """Runs a torch function as an ATen operation, if nothing speaks against it.
+
+  Args:
+    func: the torch function.
+    op: the overload with the same positional arguments.
+    count: how many arguments it takes.
+    env: the environment.
+  """
+
+  def __init__(self, func: Callable, op, count: int, env):
+    self.func = func
+    self.op = op
+    self.count = count
+    self.env = env
+
+  def is_plain(self, args) -> bool:
+    """True for jax tensors and numbers, the first a tensor, without gradients."""
+    records = torch.is_grad_enabled()
+    for arg in args:
+      cls = type(arg)
+      if cls is Tensor or cls is View:
+        if records and arg.requires_grad:
+          return False
+      elif cls not in _NUMBERS or arg is args[0]:
+        return False
+    return _torch_compat.dispatch_depth() == 1
+
+  def __call__(self, args, kwargs):
+    if not kwargs and len(args) == self.count and self.is_plain(args):
+      return self.env.dispatch(self.op, (), args, None)
+    return self.func(*args, **kwargs)
+
+
+class MatmulShortcut(Shortcut):
+  """Products of matrices are `mm`; other shapes are for torch to take apart."""
+
+  def is_plain(self, args) -> bool:
+    return (
+      super().is_plain(args)
+      and isinstance(args[1], Tensor)
+      and args[0].dim() == args[1].dim() == 2
+    )
+
+
+def register_functions(env) -> None:
+  """Adds the shortcuts to an environment."""
+  for name, packet in _BINARY.items():
+    for func in (getattr(torch, name), getattr(torch.Tensor, name)):
+      env.functions.add(func, Shortcut(func, packet.Tensor, 2, env))
+  for name, packet in _UNARY.items():
+    for func in (getattr(torch, name), getattr(torch.Tensor, name)):
+      env.functions.add(func, Shortcut(func, packet.default, 1, env))
+  for func in (F.gelu, F.relu):
+    op = aten.gelu.default if func is F.gelu else aten.relu.default
+    env.functions.add(func, Shortcut(func, op, 1, env))
+  for func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
+    env.functions.add(func, MatmulShortcut(func, aten.mm.default, 2, env))
