@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import torch
 
+from torchax import _jax_compat
 from torchax.errors import RngError, TracedDrawError
 from torchax.rng import generator as generators
 from torchax.rng import scope
@@ -73,11 +74,14 @@ class Advance:
     return cls(stream.draws, stream.state.count, words, stream.state.key)
 
   def tree_flatten(self):
-    return (self.key,), (self.draws, self.count, self.words)
+    if self.key is None:
+      return (), self
+    return (self.key,), Advance(self.draws, self.count, self.words)
 
   @classmethod
   def tree_unflatten(cls, static, children):
-    return cls(*static, children[0])
+    # Without a key the static part is the whole, the same object on every call.
+    return dataclasses.replace(static, key=children[0]) if children else static
 
 
 class GeneratorSlot:
@@ -244,7 +248,8 @@ class Carried:
     if advance.key is not None:
       stream.reseed(RngState(advance.key, advance.count))
     elif advance.draws:
-      stream.check(self.__name__)
+      if not _jax_compat.is_top_level():
+        stream.check(self.__name__)
       stream.advance(advance.draws)
 
   def run(self, transformed: Callable[[RngOperands], Any]):
