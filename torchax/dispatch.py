@@ -39,6 +39,10 @@ class Dispatcher:
     self._generation = -1
 
   def __call__(self, func, args, kwargs):
+    return self.plan_for(func, args, kwargs)(args, kwargs)
+
+  def plan_for(self, func, args=(), kwargs=None) -> Callable:
+    """The plan of an overload, made on first use; the arguments are for errors."""
     if self._generation != ops_registry.generation():
       self._plans.clear()
       self._generation = ops_registry.generation()
@@ -46,7 +50,7 @@ class Dispatcher:
     if entry is None:
       # The overload is kept with its plan, so its id stays its own.
       entry = self._plans[id(func)] = (self._plan_for(func, args, kwargs), func)
-    return entry[0](args, kwargs)
+    return entry[0]
 
   def _plan_for(self, func, args, kwargs) -> Callable:
     try:

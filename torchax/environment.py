@@ -269,6 +269,13 @@ class Environment(contextlib.ContextDecorator):
       return debug.dispatch(self, self._dispatcher, func, args, kwargs or {})
     return self._dispatcher(func, args, kwargs)
 
+  def redraw(self, func, draw, args):
+    """Runs a random operation with the key of an earlier draw (`RngStream.peek`).
+
+    For gradients that need the numbers of the forward pass again.
+    """
+    return self._dispatcher.plan_for(func).redraw(draw, args)
+
   def override_op_definition(self, op_to_override, op_impl, is_view_op=False) -> None:
     """Uses another lowering in this environment, from now on.
 

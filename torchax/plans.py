@@ -71,6 +71,11 @@ class Plan:
       return _map(result, lambda array: mappings.j2t(array))
     return self._wrap(result)
 
+  def redraw(self, draw, args):
+    """Runs a sampler with the operands of an earlier draw; no stream advances."""
+    operands, key = self.flattener.flatten(args, None)
+    return self._wrap(self._execute(args, None, [*draw, *operands], key, None))
+
   def run(self, args, kwargs, operands, key, write=None):
     """Arrays out of operands.
 

@@ -102,8 +102,13 @@ class Jitted:
     out = NotImplemented
     if not pure.generators:  # the common case, without a closure
       try:
-        operands = (traced.captured_arrays(), traced.situation(leaves, extra))
-        (out, effects), advance = jitted(pure.operands(), operands, *args, **kwargs)
+        captured = traced.captured_arrays() if traced.captured else ()
+        situation = None
+        if extra is not None or len(leaves) > 1 or captured:
+          situation = traced.situation(leaves, extra)
+        (out, effects), advance = jitted(
+          pure.operands(), (captured, situation), *args, **kwargs
+        )
         if advance is not None:
           pure.commit(advance)
       except NewOperands:

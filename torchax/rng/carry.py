@@ -163,6 +163,8 @@ class Carried:
     self.function = function
     self.generators: list[tuple[torch.Generator, int]] = []
     self._just_met: list[GeneratorSlot] = []
+    # Key and count of the last call, and the operands made of them.
+    self._last: tuple = (None, None, None)
     self.__name__ = getattr(function, "__name__", type(function).__name__)
 
   def __call__(self, rng: RngOperands, *args, **kwargs):
@@ -227,14 +229,30 @@ class Carried:
       if self.generators:
         raise
       key, count = stream.position()
+    if not self.generators:
+      return self._plain_operands(key, count)
     if type(count) is int:
       count = np.uint32(count)
-    if not self.generators:
-      return (key, count)  # a plain tuple: a call takes it in quicker
     words = tuple(
       [take_words(generator, n, self.__name__) for generator, n in self.generators]
     )
     return RngOperands(key, count, words)
+
+  def _plain_operands(self, key, count) -> tuple:
+    """Key and count as a plain tuple, which a call takes in quicker.
+
+    A function that draws nothing is called again at the same place of the stream; it
+    gets the same operands, with the count on the device.
+    """
+    if type(count) is not int:
+      return (key, count)
+    last_key, last_count, operands = self._last
+    if last_key is not key or last_count != count:
+      operands = (key, np.uint32(count))
+    elif type(operands[1]) is np.uint32 and _jax_compat.is_top_level():
+      operands = (key, jax.numpy.asarray(operands[1]))
+    self._last = (key, count, operands)
+    return operands
 
   def commit(self, advance: Advance | None) -> None:
     """Moves the current stream as far as the function did.

@@ -8,6 +8,7 @@ forms would draw.
 import torch
 import torch.nn.functional as F
 
+from torchax import rng
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
 from torchax.ops.jtorch._register import register_function
 from torchax.ops.op_base import op
@@ -32,20 +33,21 @@ def _dropout_forward(key, input, p):
 
 
 class _Dropout(torch.autograd.Function):
-  """`native_dropout` with its gradient, spared the way through torch's C++."""
+  """Dropout and its gradient, which is dropout with the key of the forward pass.
+
+  So no mask is kept: forward and backward agree because they draw the same one.
+  """
 
   @staticmethod
-  def forward(ctx, input, p):
-    operation = aten.native_dropout.default
-    result, mask = input._env.dispatch(operation, (), (input, p, True), None)
-    ctx.save_for_backward(mask)
-    ctx.scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
-    return result
+  def forward(ctx, input, p, draw):
+    ctx.p, ctx.draw = p, draw or rng.current().peek("dropout")
+    if draw is None:
+      return input._env.dispatch(_forward, (), (input, p), None)
+    return input._env.redraw(_forward, ctx.draw, (input, p))
 
   @staticmethod
   def backward(ctx, grad):
-    (mask,) = ctx.saved_tensors
-    return aten.native_dropout_backward.default(grad, mask, ctx.scale), None
+    return _Dropout.apply(grad, ctx.p, ctx.draw), None, None
 
 
 def _needs_grad(input) -> bool:
@@ -68,7 +70,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
   if not training or p == 0.0 or not input.numel():
     return input
   if _needs_grad(input):
-    result = _Dropout.apply(input, p)
+    result = _Dropout.apply(input, p, None)
   else:
     result = input._env.dispatch(_forward, (), (input, p), None)
   return _finish(input, result, inplace)
