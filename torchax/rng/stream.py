@@ -202,9 +202,9 @@ class RngStream:
       )
     if _jax_compat.is_batching(trace):
       raise TracedDrawError(
-        f"{name} inside a raw `jax.vmap` would give every row the same numbers. "
-        "Say what rows should draw: `torchax.interop.jax_vmap(f, randomness="
-        '"different")` or "same". ' + _WAYS_OUT.format(wrapper="jax_vmap")
+        f"{name} inside a raw `jax.vmap` would give every row the same numbers. Give "
+        "each row its key: `jax.vmap(lambda key, x: jax_view(f)(x, rng=key))(keys, "
+        "x)`, with `keys = jax.random.split(key, rows)`; or draw outside of `jax.vmap`."
       )
     raise TracedDrawError(
       f"{name} inside a raw JAX transformation ({type(trace).__name__}) would bake its "
