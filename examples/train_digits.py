@@ -26,7 +26,7 @@ import torchax
 from torchax.interop import JittableModule, jax_jit
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402 (after the choice of a backend)
+from matplotlib import pyplot
 
 _SEED = flags.DEFINE_integer("seed", 0, "Seeds weights, dropout and batch order.")
 _EPOCHS = flags.DEFINE_integer("epochs", 50, "Passes over the training images.", 1)
