@@ -10,6 +10,7 @@ is in `environment.py`; upstream's name `torchax.tensor.Environment` is forwarde
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 
 import jax
@@ -26,19 +27,16 @@ from torchax.storage import active as _active
 from torchax.view_info import WHOLE, Chain
 
 META = torch.device("meta")
-JAX = torch.device("cpu")  # until the backend is registered under its name
 SUPPORTED_JAX_PLATFROM = ["cpu", "cuda", "gpu", "tpu"]
 
 _make_wrapper = _torch_compat.make_wrapper
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
 
 
+@functools.cache
 def jax_torch_device() -> torch.device:
-  """`torch.device("jax:0")`."""
-  global JAX
-  if JAX.type == "cpu":
-    JAX = torch.device("jax:0")
-  return JAX
+  """`torch.device("jax:0")`, which exists once the backend is registered."""
+  return torch.device("jax:0")
 
 
 class Tensor(torch.Tensor):

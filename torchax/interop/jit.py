@@ -25,7 +25,7 @@ LEADING = 2
 _ARGNUMS = ("static_argnums", "donate_argnums")
 
 
-def shift_argnums(argnums, arity: int | None = None):
+def shift_argnums(argnums):
   """Argument numbers of the user as those of the pure function.
 
   Negative numbers count from the end, which the leading operands do not move.
@@ -75,12 +75,12 @@ class Jitted:
     functools.update_wrapper(self, function, updated=())
 
   def _jit(self, kwargs) -> Callable:
-    @functools.wraps(self.traced.function, updated=())
     def pure(rng, operands, *args, **kwargs):
       return self._pure(rng, operands, *args, **kwargs)
 
-    pure.__wrapped__ = None  # else jax would read the user's signature
-    del pure.__wrapped__
+    # The name alone: by `__wrapped__` JAX would find the user's signature, which lacks
+    # the operands in front.
+    pure.__name__ = self.traced.__name__
     return jax.jit(pure, **kwargs)
 
   def _transformed(self, n_args: int) -> Callable:

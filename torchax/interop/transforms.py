@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from torchax.interop.jit import LEADING, _flatten, shift_argnums
+from torchax.interop.jit import _flatten, shift_argnums
 from torchax.interop.traced import Traced
 from torchax.interop.views import tensors_of
 
@@ -88,6 +88,3 @@ def gradient_checkpoint(
     return tensors_of(out)
 
   return checkpointed
-
-
-__all__ = ["LEADING", "gradient_checkpoint", "jax_value_and_grad"]

@@ -281,13 +281,6 @@ class Carried:
       `out`; the stream stands where the function left it, or, after an exception,
       where it stood before.
     """
-    if not self.generators:  # the common case, short
-      try:
-        out, advance = transformed(self.operands())
-        self.commit(advance)
-        return out
-      except NewOperands:
-        pass
     while True:
       before = [generator.get_state() for generator, _ in self.generators]
       try:
