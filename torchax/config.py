@@ -21,6 +21,8 @@ class Configuration:
     internal_respect_torch_return_dtypes: cast results to the dtype that torch
       would have returned (needs x64 for 64-bit types).
     prng_impl: name of the JAX PRNG implementation of the streams.
+    rng_addressing: "order" or "site"; read when an environment is made. Later, call
+      `torchax.rng.address_by`.
   """
 
   debug_print_each_op: bool = False
@@ -34,3 +36,4 @@ class Configuration:
   treat_cuda_as_jax_device: bool = True
   internal_respect_torch_return_dtypes: bool = False
   prng_impl: str = "threefry2x32"
+  rng_addressing: str = "order"

@@ -187,6 +187,8 @@ class Environment(contextlib.ContextDecorator):
     self.config = configuration or Configuration()
     if self.config.prng_impl != rng.default_impl():
       rng.manual_seed(rng.initial_seed(), self.config.prng_impl)
+    if self.config.rng_addressing != rng.addressed_by():
+      rng.address_by(self.config.rng_addressing)
     self._dispatcher = Dispatcher(self)
     self.functions = FunctionTable(self)
     self._modes = _ModeState()
@@ -336,7 +338,11 @@ class Environment(contextlib.ContextDecorator):
 
   @prng_key.setter
   def prng_key(self, key) -> None:
-    rng.current().reseed(rng.as_state(key, rng.default_impl()))
+    stream = rng.current()
+    state = rng.as_state(key, rng.default_impl())
+    if stream.by_site and state.sites is None:
+      state = dataclasses.replace(state, sites={})
+    stream.reseed(state)
 
   def get_and_rotate_prng_key(
     self, generator: torch.Generator | None = None

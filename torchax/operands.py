@@ -108,6 +108,7 @@ class Flattener:
 
   def __init__(self, name: str, env, dynamic=frozenset(), names=(), cpu_ok=False):
     self.keeps_tensors = False  # operands are tensors, views included, not arrays
+    self.names = names
     self._name = name
     self._env = env
     self._dynamic = dynamic

@@ -14,13 +14,14 @@ import torch
 from jax import lax
 
 from torchax import _jax_compat, _torch_compat
-from torchax.errors import MixedDeviceError, MutationError
+from torchax.errors import MixedDeviceError, MutationError, RngError
 from torchax.operands import IGNORED, Flattener, move, strong
 from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
 from torchax.rng import carry, scope
 from torchax.rng import state as rng_state
+from torchax.rng.ledger import Recording
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 from torchax.view_info import WHOLE
@@ -95,15 +96,30 @@ class Plan:
       before = generator.get_state()
       draw = carry.generator_operands(generator, self.name)
       try:
-        return self._execute(args, kwargs, [*draw, *operands], key, write)
+        result = self._execute(args, kwargs, [*draw, *operands], key, write)
       except BaseException:
         generator.set_state(before)
         raise
+      carry.note_generator_draw(self.name, self._distribution(args), result, draw.key)
+      return result
     stream = scope.current()
     draw = stream.peek(self.name)
     result = self._execute(args, kwargs, [*draw, *operands], key, write)
-    stream.advance(1)
+    if Recording.count or stream.log is not None:
+      stream.draw(self.name, self._distribution(args), result)
+    else:
+      stream.advance(1)
     return result
+
+  def _distribution(self, args) -> str:
+    """The distribution of a draw, with the parameters that are numbers."""
+    numbers = [
+      f"{name}={arg:g}"
+      for name, arg in zip(self.flattener.names, args)
+      if type(arg) in (int, float)
+    ]
+    packet = self.name.split(".")[1].removesuffix("_like")
+    return f"{_DISTRIBUTIONS.get(packet, packet)}({', '.join(numbers)})"
 
   def _execute(self, args, kwargs, operands, key, write):
     may_compile = self.operator.compiled
@@ -132,9 +148,13 @@ class Plan:
     if write is not None:
       base, *operands = operands
     args, kwargs = self.flattener.rebuild(key, operands)
-    if self.is_sampler:
-      args.insert(0, rng_state.fold_in(rng_key, count))
-    result = self._lower(args, kwargs)
+    if not self.is_sampler:
+      result = self._lower(args, kwargs)
+    elif rng_key.ndim:
+      keys = rng_state.fold_in(rng_key, count)
+      result = by_rows(self._lower, self.name, self.flattener.names, keys, args, kwargs)
+    else:
+      result = self._lower([rng_state.fold_in(rng_key, count), *args], kwargs)
     if write is None:
       return jax.tree.map(strong, result)
     return _written_base(base, write, result)
@@ -154,6 +174,60 @@ class Plan:
     if isinstance(result, list):
       return [self._wrap(value) for value in result]
     return result
+
+
+# What operations draw, where their name does not say it.
+_DISTRIBUTIONS = {
+  "dropout": "bernoulli",
+  "native_dropout": "bernoulli",
+  "rand": "uniform",
+  "randint": "integers",
+  "randn": "normal",
+  "random": "integers",
+  "randperm": "permutation",
+  "normal_functional": "normal",
+}
+
+
+def by_rows(sampler, name: str, names, keys, args, kwargs):
+  """Runs a sampler on each row of a batch with the row's own key.
+
+  Args:
+    sampler: `([key, *args], kwargs) -> arrays`.
+    name: of the operation, for errors.
+    names: of its arguments.
+    keys: typed keys of shape (n,).
+    args, kwargs: of the sampler; arrays have n rows or none, and so has the size.
+
+  Raises:
+    RngError: a size or array without a row for each key.
+  """
+  rows = len(keys)
+  args, kwargs = list(args), dict(kwargs)
+  has_rows = False
+  for place, arg in enumerate(args):
+    if place < len(names) and names[place] == "size":
+      has_rows = len(arg) > 0 and arg[0] == rows
+      args[place] = arg[1:]
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  places = [place for place, leaf in enumerate(leaves) if np.ndim(leaf)]
+  shapes = [leaves[place].shape for place in places]
+  has_rows = all(shape[0] == rows for shape in shapes) if shapes else has_rows
+  if not has_rows:
+    raise RngError(
+      f"{name} draws from a stream with keys for {rows} rows, so its size or its "
+      f"tensors start with a dimension of {rows}"
+      + (f", but they have the shapes {shapes}." if shapes else ".")
+      + " Draw what is not of a row in a scope with a single key."
+    )
+
+  def one_row(key, *parts):
+    for place, part in zip(places, parts):
+      leaves[place] = part
+    args, kwargs = jax.tree.unflatten(treedef, leaves)
+    return sampler([key, *args], kwargs)
+
+  return jax.vmap(one_row)(keys, *[leaves[place] for place in places])
 
 
 # Operations whose integer results are places; `Configuration.use_int32_for_index`.

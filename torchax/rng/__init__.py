@@ -5,7 +5,10 @@ derives keys; lowerings receive them.
 """
 
 from torchax.rng.carry import Carried, NewOperands, generator_operands
+from torchax.rng.ledger import Draw, Ledger
 from torchax.rng.scope import (
+  address_by,
+  addressed_by,
   current,
   default_impl,
   initial_seed,
@@ -19,9 +22,13 @@ from torchax.rng.stream import RngStream
 
 __all__ = [
   "Carried",
+  "Draw",
+  "Ledger",
   "NewOperands",
   "RngState",
   "RngStream",
+  "address_by",
+  "addressed_by",
   "as_key",
   "as_state",
   "current",

@@ -23,8 +23,10 @@ import torch
 from torchax import _jax_compat
 from torchax.errors import RngError, TracedDrawError
 from torchax.rng import generator as generators
-from torchax.rng import scope
+from torchax.rng import ledger, scope, sites
 from torchax.rng import state as rng_state
+from torchax.rng.ledger import Draw
+from torchax.rng.sites import SiteTable
 from torchax.rng.state import RngState
 from torchax.rng.stream import DrawOperands, RngStream
 
@@ -39,11 +41,26 @@ class NewOperands(BaseException):
 
 
 class RngOperands(NamedTuple):
-  """The random part of a compiled function's arguments."""
+  """The random part of a compiled function's arguments.
+
+  Attributes:
+    key: of the stream.
+    count: draws made so far.
+    words: uint32 (draws, 2) for each generator.
+    sites: key and count of each site, where draws are addressed by site; else None.
+  """
 
   key: jax.Array
   count: Any
   words: tuple = ()
+  sites: tuple | None = None
+
+  def moved(self, draws, by_site: tuple = ()) -> "RngOperands":
+    """The operands after draws, which may be traced numbers."""
+    places = self.sites
+    if places is not None:
+      places = tuple([(key, count + n) for (key, count), n in zip(places, by_site)])
+    return RngOperands(self.key, self.count + draws, self.words, places)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -55,28 +72,42 @@ class Advance:
     draws: how many draws it made; static.
     count: draws since the re-seed, if there was one; static.
     words: draws with each generator, in the order of the operands; static.
+    sites: paths and their draws; since the re-seed, if there was one; static.
+    log: the draws, for ledgers; static.
     key: the key it was re-seeded with, else None; the only leaf.
   """
 
   draws: int
   count: int = 0
   words: tuple[int, ...] = ()
+  sites: tuple[tuple[str, int], ...] | None = None
+  log: tuple = ()
   key: jax.Array | None = None
 
   @classmethod
   def of(cls, stream: "CarriedStream") -> "Advance | None":
     """What happened to a stream since it was opened; None for nothing."""
     words = tuple(slot.draws for slot in stream.slots)
+    log = tuple(stream.log)
     if not stream.reseeded:
-      return cls(stream.draws, words=words) if stream.draws or words else None
+      if not (stream.draws or words or log):
+        return None
+      by_site = tuple(stream.progress()[1].items()) if stream.by_site else None
+      return cls(stream.draws, 0, words, by_site, log)
     if not isinstance(stream.state.count, int):
       stream.rebase()
-    return cls(stream.draws, stream.state.count, words, stream.state.key)
+    state = stream.state
+    by_site = None if state.sites is None else tuple(state.sites.items())
+    return cls(stream.draws, state.count, words, by_site, log, state.key)
+
+  def by_site(self, prefix: str = "") -> dict[str, int]:
+    """Draws at each site, as the caller names them."""
+    return {ledger.join(prefix, path): n for path, n in self.sites or ()}
 
   def tree_flatten(self):
     if self.key is None:
       return (), self
-    return (self.key,), Advance(self.draws, self.count, self.words)
+    return (self.key,), dataclasses.replace(self, key=None)
 
   @classmethod
   def tree_unflatten(cls, static, children):
@@ -136,11 +167,44 @@ class GeneratorSlot:
 class CarriedStream(RngStream):
   """The stream of a traced function; it also holds the function's generators."""
 
-  __slots__ = ("slots",)
+  __slots__ = ("slots", "_first_sites")
 
-  def __init__(self, state: RngState, slots: list[GeneratorSlot]):
-    super().__init__(state)
-    self.slots = slots
+  def __init__(
+    self,
+    rng: RngOperands,
+    paths: tuple[str, ...] = (),
+    slots: tuple[GeneratorSlot, ...] = (),
+  ):
+    places = None if rng.sites is None else dict(zip(paths, rng.sites))
+    counts = None if places is None else {p: n for p, (_, n) in places.items()}
+    super().__init__(RngState(rng.key, rng.count, counts))
+    if places is not None:
+      self._sites = SiteTable(counts, {p: key for p, (key, _) in places.items()})
+    # A re-seed replaces the table, and what the first one missed is still missing.
+    self._first_sites = self._sites
+    self.slots = list(slots)
+    self.log = []
+
+  def _path(self) -> str:
+    # After a re-seed nothing is left of the caller's stream, and no operand is needed.
+    stack = sites.here()
+    return stack.path(self._anchor, from_boundary=not self._reseeded)
+
+  def site_operands(self, path: str) -> DrawOperands:
+    table = self._sites
+    if not self._reseeded and path not in table.bases:
+      table.missing.append(path)
+      table.bases[path] = np.uint32(0)
+      return DrawOperands(self.site_key(path), table.bases[path])
+    return super().site_operands(path)
+
+  def _noted_path(self) -> str:
+    stack = sites.here()
+    return stack.path(self._anchor, from_boundary=not self._reseeded)
+
+  def _noted_key(self):
+    # The caller knows the key, unless it was set here.
+    return super()._noted_key() if self._reseeded else None
 
   def slot(self, generator: torch.Generator) -> GeneratorSlot:
     """The slot of a generator, known or new."""
@@ -162,29 +226,41 @@ class Carried:
   def __init__(self, function: Callable):
     self.function = function
     self.generators: list[tuple[torch.Generator, int]] = []
+    # Places of the function that draw, where draws are addressed by site.
+    self.sites: tuple[str, ...] = ()
     self._just_met: list[GeneratorSlot] = []
     # Key and count of the last call, and the operands made of them.
     self._last: tuple = (None, None, None)
     self.__name__ = getattr(function, "__name__", type(function).__name__)
 
+  @sites.boundary
   def __call__(self, rng: RngOperands, *args, **kwargs):
     """The pure function: `(rng, *args, **kwargs) -> (out, Advance or None)`."""
     rng = RngOperands(*rng)
-    slots = [
+    slots = tuple(
       GeneratorSlot(generator, words)
       for (generator, _), words in zip(self.generators, rng.words)
-    ]
-    stream = CarriedStream(RngState(rng.key, rng.count), slots)
+    )
+    stream = CarriedStream(rng, self.sites, slots)
     with scope.rng_scope(stream):
       try:
         out = self.function(*args, **kwargs)
         advance = Advance.of(stream)
       finally:
         stream.close()
-    self._require_words(slots)
-    for slot in slots:
+    self._require_sites(stream)
+    self._require_words(stream.slots)
+    for slot in stream.slots:
       slot.require_untouched(self.__name__)
     return out, advance
+
+  def _require_sites(self, stream: CarriedStream) -> None:
+    met = [] if stream._first_sites is None else stream._first_sites.missing
+    if met:
+      self.sites = tuple(dict.fromkeys((*self.sites, *met)))
+      for slot in stream.slots:  # the function runs again, from the start
+        slot.restore()
+      raise NewOperands
 
   def _require_words(self, slots: list[GeneratorSlot]) -> None:
     if any(slot.is_short for slot in slots):
@@ -229,14 +305,23 @@ class Carried:
       if self.generators:
         raise
       key, count = stream.position()
-    if not self.generators:
+    if not self.generators and not stream.by_site:
       return self._plain_operands(key, count)
+    if stream.by_site:
+      key, count = stream.position()
     if type(count) is int:
       count = np.uint32(count)
     words = tuple(
       [take_words(generator, n, self.__name__) for generator, n in self.generators]
     )
-    return RngOperands(key, count, words)
+    return RngOperands(key, count, words, self._site_operands(stream))
+
+  def _site_operands(self, stream: RngStream) -> tuple | None:
+    if not stream.by_site:
+      return None
+    prefix = stream.caller_path()
+    found = [stream.site_operands(ledger.join(prefix, path)) for path in self.sites]
+    return tuple([(key, np.uint32(n) if type(n) is int else n) for key, n in found])
 
   def _plain_operands(self, key, count) -> tuple:
     """Key and count as a plain tuple, which a call takes in quicker.
@@ -263,12 +348,18 @@ class Carried:
     if advance is None:
       return
     stream = scope.current()
+    if advance.draws and not _jax_compat.is_top_level():
+      stream.check(self.__name__)
+    if advance.log and (ledger.Recording.count or stream.log is not None):
+      ledger.commit(stream.log, advance.log, stream)
     if advance.key is not None:
-      stream.reseed(RngState(advance.key, advance.count))
+      by_site = None if advance.sites is None else advance.by_site()
+      stream.reseed(RngState(advance.key, advance.count, by_site))
     elif advance.draws:
-      if not _jax_compat.is_top_level():
-        stream.check(self.__name__)
-      stream.advance(advance.draws)
+      stream.advance(
+        advance.draws,
+        advance.by_site(stream.caller_path()) if stream.by_site else None,
+      )
 
   def run(self, transformed: Callable[[RngOperands], Any]):
     """Calls a transformed function with this thread's stream as its operands.
@@ -317,6 +408,25 @@ def take_words(generator: torch.Generator, draws: int, name: str):
   if slot is None:
     return generators.draw_words(generator, draws)
   return slot.take(draws)
+
+
+def note_generator_draw(op, distribution: str, result, key) -> None:
+  """Notes a draw with `generator=` in the ledgers that are open."""
+  stream = scope.current()
+  if not ledger.Recording.count and stream.log is None:
+    return
+  leaf = next(iter(jax.tree.leaves(result)), None)
+  draw = Draw(
+    index=0,
+    op=str(op),
+    site=sites.here().path(from_boundary=stream.log is not None),
+    distribution=distribution,
+    shape=() if leaf is None else leaf.shape,
+    dtype="" if leaf is None else str(leaf.dtype),
+    stream="generator",
+    line=sites.line_of_code(),
+  )
+  ledger.note(stream.log, draw, key)
 
 
 def give_back_words(generator: torch.Generator, before, taken: int, used: int) -> None:

@@ -5,9 +5,11 @@ and the thread's ordinal. `rng_scope` is the primitive on which every boundary i
 """
 
 import contextlib
+import dataclasses
 import itertools
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 
 import jax
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 
 from torchax.errors import SeedError
+from torchax.rng import sites
 from torchax.rng import state as rng_state
 from torchax.rng.root_seed import RootSeed
 from torchax.rng.state import RngState
@@ -22,12 +25,21 @@ from torchax.rng.stream import RngStream
 
 
 class _Root:
-  """The process-wide seed. `epoch` tells the threads that it has changed."""
+  """What the roots of all threads start from.
+
+  Attributes:
+    epoch: grows with every change, so that the threads notice it.
+    seedings: grows with every new seed.
+    impl: PRNG implementation.
+    by_site: whether draws are addressed by the place that makes them.
+  """
 
   def __init__(self):
     self.lock = threading.Lock()
     self.epoch = 0
+    self.seedings = 0
     self.impl = rng_state.DEFAULT_IMPL
+    self.by_site = False
     self._seed = None
     self._ordinals = itertools.count(1)
 
@@ -46,6 +58,12 @@ class _Root:
     with self.lock:
       self._seed = int(seed)
       self.impl = impl or self.impl
+      self.seedings += 1
+      self.epoch += 1
+
+  def address_by_site(self, on: bool) -> None:
+    with self.lock:
+      self.by_site = on
       self.epoch += 1
 
   def ordinal(self) -> int:
@@ -64,11 +82,11 @@ class _Local(threading.local):
 
   def __init__(self):
     self.ordinal = _root.ordinal()
-    self.epoch = -1
+    self.epoch = self.seeding = -1
     self.stack: list[RngStream] = []
-    # What `restore` put in place of the process-wide seed, and for which epoch.
+    # What `restore` put in place of the process-wide seed, and after which seeding.
     self.restored: RootSeed | None = None
-    self.restored_epoch = -1
+    self.restored_seeding = -1
 
 
 _local = _Local()
@@ -80,7 +98,7 @@ def current() -> RngStream:
   if len(stack) > 1:
     return stack[-1]
   if _local.epoch != _root.epoch:
-    _seed_root()
+    _follow_root()
   return _local.stack[0]
 
 
@@ -90,26 +108,59 @@ def stack() -> list[RngStream]:
   return _local.stack
 
 
-def _seed_root() -> None:
-  """Opens or re-seeds the root stream of this thread.
+def _follow_root() -> None:
+  """Opens, re-seeds or re-addresses the root stream of this thread.
 
   May run while JAX is tracing: the root belongs to no trace, so its key must be
   computed outside of any.
   """
-  epoch = _root.epoch
+  epoch, seeding = _root.epoch, _root.seedings
   with jax.ensure_compile_time_eval():
-    state = _root_seed().state()
-  if _local.stack:
-    _local.stack[0].restart(state)
-  else:
-    _local.stack.append(RngStream.on_host(state))
-  _local.epoch = epoch
+    if _local.seeding != seeding or not _local.stack:
+      state = _by_site(_root_seed().state())
+      if _local.stack:
+        _local.stack[0].restart(state)
+      else:
+        _local.stack.append(RngStream.on_host(state))
+    else:
+      _local.stack[0].address_by_site(_root.by_site)
+  _local.epoch, _local.seeding = epoch, seeding
 
 
 def _root_seed() -> RootSeed:
-  if _local.restored is not None and _local.restored_epoch == _root.epoch:
+  if _local.restored is not None and _local.restored_seeding == _root.seedings:
     return _local.restored
   return RootSeed(_root.seed, _local.ordinal, _root.impl)
+
+
+def _by_site(state: RngState) -> RngState:
+  """A new state, addressed as this process addresses draws."""
+  return dataclasses.replace(state, sites={}) if _root.by_site else state
+
+
+def address_by(mode: str) -> None:
+  """Says what decides which number a draw gets, for all threads.
+
+  "order", the default: the number of draws before it. "site": the path of the modules
+  that make the draw ("encoder.layers.3.dropout") and the number of draws made there
+  before. Then putting in another dropout layer, or exchanging two of them, changes no
+  other layer's numbers. Both obey the same laws; a path costs some microseconds a
+  draw. Streams go on from a fresh key, so that no number repeats.
+
+  A state that was saved keeps its mode. Draws outside of modules share one site.
+
+  Raises:
+    ValueError: another mode.
+  """
+  if mode not in ("order", "site"):
+    raise ValueError(f'Draws are addressed by "order" or by "site", but got {mode!r}.')
+  if (mode == "site") != _root.by_site:
+    _root.address_by_site(mode == "site")
+
+
+def addressed_by() -> str:
+  """How draws are addressed: "order" or "site"."""
+  return "site" if _root.by_site else "order"
 
 
 # A traced state has no value; what stands for it is good in its compiled function only.
@@ -123,13 +174,43 @@ def snapshot() -> torch.Tensor:
   A root stream that was not drawn from stays unopened: no JAX backend is started.
   Inside a compiled function the tensor is a mark that `restore` knows there alone.
   """
-  if len(_local.stack) <= 1 and _local.epoch != _root.epoch:
+  if len(_local.stack) <= 1 and _local.seeding != _root.seedings:
     return _root_seed().to_tensor()
   stream = current()
   if stream.is_traced:
     ticket = _TICKET + _TICKET_BODY.pack(stream.mark())
     return torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
-  return stream.state.to_tensor()
+  tensor = stream.state.to_tensor()
+  if stream.by_site:
+    _anchors.keep(bytes(tensor.numpy()), sites.here().modules)
+  return tensor
+
+
+class _Anchors:
+  """Which modules ran when a state was saved.
+
+  `torch.utils.checkpoint` runs a part of a model again outside of the modules around
+  it; the sites are to be the same.
+  """
+
+  LIMIT = 1024
+
+  def __init__(self):
+    self._modules: dict[bytes, tuple] = {}
+
+  def keep(self, state: bytes, modules: list) -> None:
+    """Remembers the modules for a state; the oldest are forgotten."""
+    self._modules[state] = tuple(map(weakref.ref, modules))
+    while len(self._modules) > self.LIMIT:
+      self._modules.pop(next(iter(self._modules)), None)
+
+  def find(self, state: bytes) -> tuple:
+    """The modules, if they are known and still there."""
+    modules = tuple(reference() for reference in self._modules.get(state, ()))
+    return () if None in modules else modules
+
+
+_anchors = _Anchors()
 
 
 def restore(tensor: torch.Tensor) -> None:
@@ -145,12 +226,16 @@ def restore(tensor: torch.Tensor) -> None:
   if mark is not None:
     current().return_to(mark)
   elif root_seed is None:
-    current().reseed(RngState.from_tensor(tensor))
+    state = RngState.from_tensor(tensor)
+    stream = current()
+    stream.reseed(state)
+    if state.sites is not None:
+      stream.return_below(_anchors.find(bytes(tensor.cpu().numpy())))
   elif len(_local.stack) > 1:
-    current().reseed(root_seed.state())
+    current().reseed(_by_site(root_seed.state()))
   else:
-    _local.restored, _local.restored_epoch = root_seed, _root.epoch
-    _local.epoch = -1
+    _local.restored, _local.restored_seeding = root_seed, _root.seedings
+    _local.epoch = _local.seeding = -1
 
 
 def _marked(tensor: torch.Tensor) -> int | None:
@@ -179,8 +264,10 @@ def rng_scope(value) -> Iterator[RngStream]:
   """
   current()  # the root must be below
   owned = not isinstance(value, RngStream)
-  stream = RngStream(rng_state.as_state(value, _root.impl)) if owned else value
   stack = _local.stack
+  stream = RngStream(_new_state(value), "scope") if owned else value
+  if stream.log is None:
+    stream.log = stack[-1].log
   depth = len(stack)
   stack.append(stream)
   try:
@@ -191,6 +278,13 @@ def rng_scope(value) -> Iterator[RngStream]:
       del stack[depth:]
     if owned:
       stream.close()
+
+
+def _new_state(value) -> RngState:
+  """A state for a scope: a given one as it is, one made of a key as the others are."""
+  if isinstance(value, RngState):
+    return value
+  return _by_site(rng_state.as_state(value, _root.impl))
 
 
 def manual_seed(seed, impl: str | None = None) -> None:
@@ -211,7 +305,9 @@ def manual_seed(seed, impl: str | None = None) -> None:
   if len(_local.stack) <= 1 and _is_integer(seed):
     _root.reseed(int(seed), impl)
   else:
-    current().reseed(RngState(rng_state.as_key(seed, impl or _root.impl), 0))
+    stream = current()
+    state = RngState(rng_state.as_key(seed, impl or _root.impl), 0)
+    stream.reseed(dataclasses.replace(state, sites={}) if stream.by_site else state)
 
 
 def _is_integer(seed) -> bool:

@@ -6,8 +6,9 @@ ever the key of a draw. Who advances a state is in `stream.py`.
 """
 
 import dataclasses
+import hashlib
+import json
 import struct
-import zlib
 from typing import Any
 
 import jax
@@ -24,9 +25,13 @@ REKEY_AT = 1 << 30
 
 # Children of a key: fold_in(fold_in(key, index), identifier).
 _FIRST_CHILD = 1 << 31
-_THREAD, _REKEY, _NAME, _REBASE = (_FIRST_CHILD + i for i in range(4))
+_THREAD, _REKEY, _NAME, _REBASE, _SHARD, _LOOP = (_FIRST_CHILD + i for i in range(6))
 
 _MAGIC = b"torchax-rng-1\0"
+_MAGIC_EXTRA = b"torchax-rng-2\0"
+# Length of the implementation's name, count, number of words.
+_HEADER = struct.Struct("<BQB")
+_LENGTH = struct.Struct("<I")
 # Keys of 32 bits collide among a few thousand streams.
 _REFUSED_IMPLS = {"philox2x32": "its 32-bit keys collide"}
 
@@ -105,7 +110,9 @@ def key_from_words(words: jax.Array, impl: str) -> jax.Array:
 
 
 def fold_in(key: jax.Array, count) -> jax.Array:
-  """The key of draw `count` of a stream; traceable."""
+  """The key of draw `count` of a stream, or of each row's stream; traceable."""
+  if key.ndim:
+    return jax.vmap(lambda row: jax.random.fold_in(row, count))(key)
   return jax.random.fold_in(key, count)
 
 
@@ -125,12 +132,28 @@ def thread_key(key: jax.Array, ordinal: int) -> jax.Array:
 
 
 def named_key(key: jax.Array, name: str) -> jax.Array:
-  """The root key of an independent stream with a name."""
-  return _child(key, _NAME, np.uint32(zlib.crc32(name.encode())))
+  """The root key of an independent stream with a name.
+
+  The name counts with 64 bits of its hash: among a million names two share a stream
+  with a probability of 3e-8.
+  """
+  digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+  low, high = np.frombuffer(digest, "<u4").astype(np.uint32)
+  return fold_in(_child(key, _NAME, low), high)
+
+
+def shard_key(key: jax.Array, index) -> jax.Array:
+  """The key of one shard of a computation; `index` may be traced."""
+  return _child(key, _SHARD, index)
+
+
+def loop_key(key: jax.Array, count) -> jax.Array:
+  """The key of a loop whose number of draws is unknown, begun at draw `count`."""
+  return _child(key, _LOOP, count)
 
 
 def _child(key: jax.Array, kind: int, identifier) -> jax.Array:
-  return jax.random.fold_in(jax.random.fold_in(key, np.uint32(kind)), identifier)
+  return fold_in(fold_in(key, np.uint32(kind)), identifier)
 
 
 def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
@@ -150,7 +173,7 @@ def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
     if value.shape:
       raise SeedError(
         f"A stream takes one scalar key, but got keys of shape {value.shape}. "
-        "Pick one, or use `jax.vmap` over them."
+        "Pick one; or give each row of a batch its key: `RngState.rows(keys)`."
       )
     return value
   if isinstance(value, jax.Array | np.ndarray) and value.ndim == 1:
@@ -188,11 +211,13 @@ def _key_data_shape(impl: str) -> tuple[int, ...]:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class RngState:
-  """Where a stream stands; a JAX pytree with two leaves.
+  """Where a stream stands; a JAX pytree of the key, the count and the sites' counts.
 
   Attributes:
-    key: typed scalar key (`key<fry>[]`).
+    key: typed key (`key<fry>[]`); or one for each row of a batch (`key<fry>[n]`).
     count: draws made so far: a Python int on the host, uint32[] inside a trace.
+    sites: None where draws are numbered in their order; else draws are addressed by
+      the place that makes them, and these are the draws made at each (`address_by`).
 
   >>> RngState.from_seed(0).advance(3)
   RngState(threefry2x32, key=0:0, count=3)
@@ -200,11 +225,40 @@ class RngState:
 
   key: jax.Array
   count: Any = 0
+  sites: dict[str, Any] | None = None
 
   @classmethod
   def from_seed(cls, seed: int, impl: str = DEFAULT_IMPL) -> "RngState":
     """The state that `torch.manual_seed(seed)` gives the main thread."""
     return cls(key_from_seed(seed, check_impl(impl)), 0)
+
+  @classmethod
+  def rows(cls, seeds_or_keys, impl: str = DEFAULT_IMPL) -> "RngState":
+    """A state that gives each row of a batch numbers of its own.
+
+    A draw of shape (n, …) then takes row i from row i's key alone: the numbers of a
+    row depend neither on the batch size nor on the other rows.
+
+    Args:
+      seeds_or_keys: n seeds, keys or scalar states, or typed keys of shape (n,).
+
+    Raises:
+      SeedError: not a sequence of what a stream takes.
+    """
+    if is_typed_key(seeds_or_keys) and seeds_or_keys.ndim == 1:
+      return cls(seeds_or_keys, 0)
+    if isinstance(seeds_or_keys, torch.Tensor | jax.Array | np.ndarray):
+      if not np.ndim(seeds_or_keys):
+        raise SeedError("Expected a seed or key for each row, but got a single one.")
+    elif not isinstance(seeds_or_keys, list | tuple):
+      raise SeedError(
+        "Expected a list of seeds or keys, one for each row of the batch, but got "
+        f"{type(seeds_or_keys).__name__}."
+      )
+    if not len(seeds_or_keys):
+      raise SeedError("Expected a seed or key for each row, but got none.")
+    keys = [_row_key(value, impl) for value in seeds_or_keys]
+    return cls(jax.numpy.stack(keys), 0)
 
   @property
   def impl(self) -> str:
@@ -212,7 +266,16 @@ class RngState:
     return str(jax.random.key_impl(self.key))
 
   def advance(self, draws: int) -> "RngState":
-    """The state after that many more draws."""
+    """The state after that many more draws.
+
+    Raises:
+      ValueError: draws are addressed by site, so a number alone says too little.
+    """
+    if self.sites is not None:
+      raise ValueError(
+        "The draws of this state are addressed by site: it advances by drawing, inside "
+        "`with rng_scope(state) as stream`; `stream.state` is the state after that."
+      )
     return RngState(self.key, self.count + draws)
 
   def draw_key(self, ahead: int = 0) -> jax.Array:
@@ -221,21 +284,25 @@ class RngState:
 
   def fork(self, name: str) -> "RngState":
     """An independent stream; the same name gives the same one, at any count."""
-    return RngState(named_key(self.key, name), 0)
+    return RngState(named_key(self.key, name), 0, None if self.sites is None else {})
 
   def state_dict(self) -> dict[str, Any]:
-    """Plain data: impl name, key data (list of ints), count.
+    """Plain data: impl name, key data (list of ints), count; sites where they count.
 
     Raises:
       TracedStateError: inside a JAX transformation.
     """
-    if isinstance(self.key, jax.core.Tracer) or isinstance(self.count, jax.core.Tracer):
+    leaves = jax.tree.leaves(self)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
       raise TracedStateError(
         "The random state is being traced and has no value yet. Read it outside of the "
         "compiled function, or return it (it is a pytree)."
       )
     words = np.asarray(jax.random.key_data(self.key)).tolist()
-    return {"impl": self.impl, "key_data": words, "count": int(self.count)}
+    data = {"impl": self.impl, "key_data": words, "count": int(self.count)}
+    if self.sites is not None:
+      data["sites"] = {path: int(count) for path, count in self.sites.items()}
+    return data
 
   @classmethod
   def from_state_dict(cls, data: dict[str, Any]) -> "RngState":
@@ -245,7 +312,8 @@ class RngState:
       ValueError: a missing field, an unknown impl, key data of a wrong length, or a
         count outside [0, 2**30].
     """
-    if not isinstance(data, dict) or set(data) != {"impl", "key_data", "count"}:
+    fields = {"impl", "key_data", "count"}
+    if not isinstance(data, dict) or set(data) - {"sites"} != fields:
       raise ValueError(
         "Expected a dict with impl, key_data and count, as `RngState.state_dict` "
         f"returns it, but got {data!r}."
@@ -253,26 +321,37 @@ class RngState:
     impl = check_impl(data["impl"])
     words = np.asarray(data["key_data"])
     expected = _key_data_shape(impl)
-    if words.shape != expected:
+    if words.shape[-1:] != expected or words.ndim > 2:
       raise ValueError(
         f"Key data of {impl} has shape {expected}, but got {words.shape}."
       )
     if words.dtype.kind not in "iu" or (words < 0).any() or (words >> 32).any():
       raise ValueError(f"Key data are 32-bit unsigned integers, but got {words}.")
-    count = data["count"]
-    if not isinstance(count, int | np.integer) or not 0 <= count <= REKEY_AT:
-      raise ValueError(f"A draw count is an int in [0, 2**30], but got {count!r}.")
+    sites = data.get("sites")
+    if sites is not None and not isinstance(sites, dict):
+      raise ValueError(f"Sites are a dict of counts by path, but got {sites!r}.")
+    counts = [data["count"], *(sites or {}).values()]
+    for count in counts:
+      if not isinstance(count, int | np.integer) or not 0 <= count <= REKEY_AT:
+        raise ValueError(f"A draw count is an int in [0, 2**30], but got {count!r}.")
     key = jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl=impl)
-    return cls(key, int(count))
+    return cls(key, int(data["count"]), None if sites is None else dict(sites))
 
   def to_tensor(self) -> torch.Tensor:
     """The state as a CPU uint8 tensor of shape (n,), for `from_tensor`."""
     data = self.state_dict()
     impl = data["impl"].encode()
+    # What a plain stream lacks: the number of rows, and the counts of sites.
+    extra = {name: data[name] for name in ("sites",) if name in data}
+    if self.key.ndim:
+      extra["rows"] = len(data["key_data"])
     words = np.asarray(data["key_data"], "<u4")
-    payload = _MAGIC + struct.pack("<BQB", len(impl), data["count"], words.size)
-    payload += impl + words.tobytes()
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    payload = _MAGIC + _HEADER.pack(len(impl), data["count"], words.size % 256)
+    payload += impl
+    if extra:
+      text = json.dumps(extra).encode()
+      payload = _MAGIC_EXTRA + payload[len(_MAGIC) :] + _LENGTH.pack(len(text)) + text
+    return torch.frombuffer(bytearray(payload + words.tobytes()), dtype=torch.uint8)
 
   @classmethod
   def from_tensor(cls, tensor: torch.Tensor) -> "RngState":
@@ -286,37 +365,65 @@ class RngState:
       kind = getattr(tensor, "dtype", type(tensor).__name__)
       raise SeedError(f"A random state is a uint8 tensor, but got {kind}.")
     payload = bytes(tensor.cpu().numpy())
-    header = struct.Struct("<BQB")
-    start = len(_MAGIC) + header.size
-    if not payload.startswith(_MAGIC) or len(payload) < start:
+    start = len(_MAGIC) + _HEADER.size
+    has_extra = payload.startswith(_MAGIC_EXTRA)
+    if not (has_extra or payload.startswith(_MAGIC)) or len(payload) < start:
       raise ValueError(
         "The tensor holds no random state of torchax. Expected what "
         f"`torch.jax.get_rng_state()` returned, but got {len(payload)} other bytes."
       )
-    name_length, count, n_words = header.unpack_from(payload, len(_MAGIC))
-    if len(payload) != start + name_length + 4 * n_words:
+    name_length, count, n_words = _HEADER.unpack_from(payload, len(_MAGIC))
+    impl = payload[start : start + name_length].decode(errors="replace")
+    start += name_length
+    extra = {}
+    if has_extra and len(payload) >= start + _LENGTH.size:
+      (length,) = _LENGTH.unpack_from(payload, start)
+      start += _LENGTH.size + length
+      if len(payload) >= start:
+        extra = json.loads(payload[start - length : start])
+    shape = (extra["rows"], -1) if "rows" in extra else (-1,)
+    if "rows" in extra:
+      n_words = extra["rows"] * _key_data_shape(check_impl(impl))[0]
+    if len(payload) != start + 4 * n_words:
       raise ValueError(
-        f"The random state is truncated: expected {start + name_length + 4 * n_words} "
-        f"bytes, but got {len(payload)}."
+        f"The random state is truncated: expected {start + 4 * n_words} bytes, but got "
+        f"{len(payload)}."
       )
-    impl = payload[start : start + name_length].decode()
-    words = np.frombuffer(payload, "<u4", n_words, start + name_length)
-    return cls.from_state_dict({"impl": impl, "key_data": words, "count": count})
+    words = np.frombuffer(payload, "<u4", n_words, start).reshape(shape)
+    data = {"impl": impl, "key_data": words, "count": count}
+    if "sites" in extra:
+      data["sites"] = extra["sites"]
+    return cls.from_state_dict(data)
 
   def __repr__(self):
+    sites = "" if self.sites is None else f", sites={self.sites}"
     if isinstance(self.key, jax.core.Tracer):
-      return f"RngState(traced, count={self.count})"
+      return f"RngState(traced, count={self.count}{sites})"
+    if self.key.ndim:
+      return f"RngState({self.impl}, {len(self.key)} rows, count={self.count}{sites})"
     words = ":".join(f"{word:x}" for word in np.asarray(jax.random.key_data(self.key)))
-    return f"RngState({self.impl}, key={words}, count={self.count})"
+    return f"RngState({self.impl}, key={words}, count={self.count}{sites})"
 
   def tree_flatten(self):
-    return (self.key, self.count), None
+    if self.sites is None:
+      return (self.key, self.count), None
+    return (self.key, self.count, *self.sites.values()), tuple(self.sites)
 
   @classmethod
-  def tree_unflatten(cls, _, children):
-    return cls(*children)
+  def tree_unflatten(cls, paths, children):
+    key, count, *counts = children
+    return cls(key, count, None if paths is None else dict(zip(paths, counts)))
 
 
 def as_state(value, impl: str = DEFAULT_IMPL) -> RngState:
   """An RngState from a state, or from anything that `as_key` takes."""
   return value if isinstance(value, RngState) else RngState(as_key(value, impl), 0)
+
+
+def _row_key(value, impl: str) -> jax.Array:
+  """The key of one row."""
+  if isinstance(value, RngState):
+    if value.count:
+      return rebased_key(value.key, value.count)
+    return value.key
+  return as_key(value, impl)

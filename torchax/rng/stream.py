@@ -4,15 +4,20 @@ Draws only move a Python counter; keys are derived by `fold_in` where the number
 sampled. Where streams live and which one is current is in `scope.py`.
 """
 
+import contextlib
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 
 from torchax import _jax_compat
 from torchax.errors import ClosedScopeError, TracedDrawError
+from torchax.rng import ledger, sites
 from torchax.rng import state as rng_state
+from torchax.rng.ledger import Draw, Ledger
+from torchax.rng.sites import SiteTable
 from torchax.rng.state import RngState
 
 _WAYS_OUT = (
@@ -43,14 +48,18 @@ class RngStream:
 
   __slots__ = (
     *("_key", "_count", "_base", "_owner", "_closed", "_draws", "_reseeded"),
-    "_places",
+    *("_places", "_sites", "_site", "_anchor", "log", "label"),
   )
 
-  def __init__(self, state: RngState):
+  def __init__(self, state: RngState, label: str = ""):
     self._owner = _weak(_jax_compat.draw_owner())
     self._closed = False
     self._draws = 0
     self._places: dict[int, tuple] = {}
+    self._anchor: tuple = ()
+    # Where draws are noted while a function is traced; its scope sets this.
+    self.log: list | None = None
+    self.label = label
     self._set(state)
     self._reseeded = False
 
@@ -67,6 +76,8 @@ class RngStream:
     on_host = isinstance(state.count, int)
     self._count = state.count if on_host else 0
     self._base = None if on_host else state.count
+    self._sites = None if state.sites is None else SiteTable(dict(state.sites))
+    self._site = ""
     self._reseeded = True
 
   def position(self) -> DrawOperands:
@@ -79,7 +90,21 @@ class RngStream:
   def state(self) -> RngState:
     """The state before the next draw."""
     count = self._count if self._base is None else self._base + self._count
-    return RngState(self._key, count)
+    counts = None if self._sites is None else self._sites.counts()
+    return RngState(self._key, count, counts)
+
+  @property
+  def by_site(self) -> bool:
+    """True where draws are addressed by the place that makes them."""
+    return self._sites is not None
+
+  def progress(self) -> tuple[int, dict[str, int]]:
+    """Draws since the key was set or carried in: in all, and of each site."""
+    if self._sites is None:
+      return self._count, {}
+    if self._base is None:
+      return self._count, self._sites.counts()
+    return self._count, dict(self._sites.draws)
 
   @property
   def draws(self) -> int:
@@ -98,22 +123,102 @@ class RngStream:
     """
     if self._closed or self._owner is not None or not _jax_compat.is_top_level():
       self.check(name)
+    if self._sites is not None:
+      self._site = self._path()
+      return self.site_operands(self._site)
     if self._base is not None:
       return DrawOperands(self._key, self._base + self._count)
     return DrawOperands(self._key, self._count)
 
+  def _path(self) -> str:
+    return sites.here().path(self._anchor)
+
+  def caller_path(self) -> str:
+    """What the sites of a function that is called now are below of."""
+    return self._path()
+
+  def site_operands(self, path: str) -> DrawOperands:
+    """The operands of the next draw of a site."""
+    return DrawOperands(self.site_key(path), self._sites.count(path))
+
+  def site_key(self, path: str, turn: int | None = 0) -> jax.Array:
+    """The key of a site; the stream's own for a draw that is not addressed so."""
+    if turn is None or self._sites is None:
+      return self._key
+    key = self._sites.keys.get(path)
+    if key is None:
+      key = self._sites.keys[path] = rng_state.named_key(self._key, path)
+    return key
+
   def next_key(self, name: str = "a draw") -> jax.Array:
     """Advances by one draw and returns its key."""
     operands = self.peek(name)
-    self.advance(1)
+    self.draw(name)
     return rng_state.fold_in(operands.key, operands.count)
 
-  def advance(self, draws: int) -> None:
-    """Counts draws that were made with this stream's operands."""
+  def draw(self, op, distribution: str = "", result=None) -> None:
+    """Advances by the draw that was made with the operands of `peek`.
+
+    Args:
+      op: the operation, for ledgers.
+      distribution: its parameters.
+      result: array or arrays that were drawn.
+    """
+    if ledger.Recording.count or self.log is not None:
+      turn = None if self._sites is None else self._sites.count(self._site)
+      if turn is not None and self._base is not None:
+        turn = self._sites.draws.get(self._site, 0)
+      leaf = next(iter(jax.tree.leaves(result)), None)
+      draw = Draw(
+        index=self._count,
+        op=str(op),
+        site=self._noted_path(),
+        distribution=distribution,
+        shape=() if leaf is None else leaf.shape,
+        dtype="" if leaf is None else str(leaf.dtype),
+        stream=self.label,
+        line=sites.line_of_code(),
+        turn=turn,
+      )
+      ledger.note(self.log, draw, self._noted_key())
+    self.advance(1)
+
+  def _noted_path(self) -> str:
+    return sites.here().path(self._anchor) if self._sites is None else self._site
+
+  def _noted_key(self):
+    return self._key if self._sites is None else self.site_key(self._site)
+
+  def advance(self, draws: int, by_site: dict[str, int] | None = None) -> None:
+    """Counts draws that were made with this stream's operands.
+
+    Args:
+      draws: how many in all.
+      by_site: how many at each site; by default all at the one that peeked last.
+    """
     self._count += draws
     self._draws += draws
+    if self._sites is not None:
+      for path, n in ({self._site: draws} if by_site is None else by_site).items():
+        self._sites.advance(path, n)
     if self._base is None and self._count >= rng_state.REKEY_AT:
-      self._set(RngState(rng_state.rekeyed(self._key), 0))
+      self._set(RngState(rng_state.rekeyed(self._key), 0, self._no_sites()))
+
+  def _no_sites(self) -> dict | None:
+    return None if self._sites is None else {}
+
+  @contextlib.contextmanager
+  def record(self) -> Iterator[Ledger]:
+    """Notes every draw of this thread inside the block, of whatever stream.
+
+    Yields:
+      The ledger: a table, rows, a picture, and a search for keys used twice.
+    """
+    opened = ledger.start()
+    try:
+      yield opened
+    finally:
+      ledger.stop(opened)
 
   def reseed(self, state: RngState) -> None:
     """Starts over at a state, in the trace that this stream belongs to."""
@@ -132,8 +237,15 @@ class RngStream:
     self.check("reading the key")
     if self._count or self._base is not None:
       current = self.state
-      self._set(RngState(rng_state.rebased_key(current.key, current.count), 0))
+      key = rng_state.rebased_key(current.key, current.count)
+      self._set(RngState(key, 0, self._no_sites()))
     return self._key
+
+  def address_by_site(self, on: bool) -> None:
+    """Addresses draws by site or by order, from a fresh key on: no number repeats."""
+    if on != self.by_site:
+      self.rebase()
+      self._sites = SiteTable({}) if on else None
 
   def fork(self, name: str) -> "RngStream":
     """An independent stream named after its purpose; this one does not advance."""
@@ -157,9 +269,10 @@ class RngStream:
     the draws in between had not been made: a recomputation repeats them.
     """
     self.check("saving the random state")
-    place = (self._key, self._count, self._base, self._draws, self._reseeded)
+    table = None if self._sites is None else self._sites.copy()
+    place = (self._key, self._count, self._base, self._draws, self._reseeded, table)
     mark = next(_marks)
-    self._places[mark] = place
+    self._places[mark] = (place, tuple(sites.here().modules))
     return mark
 
   def return_to(self, mark: int) -> None:
@@ -175,7 +288,13 @@ class RngStream:
         "This random state was saved inside a compiled function, where it has no "
         "value, and is restored outside of it. Save and restore on the same side."
       )
-    self._key, self._count, self._base, self._draws, self._reseeded = place
+    (*numbers, table), self._anchor = place
+    self._key, self._count, self._base, self._draws, self._reseeded = numbers
+    self._sites = None if table is None else table.copy()
+
+  def return_below(self, modules: tuple) -> None:
+    """Sites are below these modules again, as when the state was saved."""
+    self._anchor = modules
 
   def close(self) -> None:
     """Ends the stream: any further draw raises ClosedScopeError."""

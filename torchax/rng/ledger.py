@@ -1,0 +1,305 @@
+"""A record of draws: who drew what, in what order, with which key.
+
+  with env.rng.record() as ledger:
+    model(x)
+  print(ledger)
+
+A function notes its draws while it is traced, and they come back with every call
+(`carry.Advance`), so a function that was compiled before shows them too. Off, recording
+costs one comparison a draw.
+"""
+
+import collections
+import csv
+import dataclasses
+import importlib
+import io
+import itertools
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from torchax.rng import sites
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """One draw.
+
+  Attributes:
+    index: number of the draw in its stream, from 0.
+    op: the operation.
+    site: path of the module that drew; empty outside of modules.
+    distribution: the operation's parameters, as far as they are numbers.
+    shape: of the first result.
+    dtype: of the first result, its name.
+    stream: which stream it was: empty for the current one of the thread.
+    line: file and line of the code that drew.
+    key: tells the key from those of other draws; None for that of the carried stream
+      at `index`, which the caller knows.
+    turn: number of the draw at its site, where draws are addressed by site.
+  """
+
+  index: int
+  op: str
+  site: str
+  distribution: str
+  shape: tuple[int, ...]
+  dtype: str
+  stream: str = ""
+  line: str = ""
+  key: tuple | None = None
+  turn: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+  """Draws that are made again and again: by a loop, by the rows of a batch.
+
+  Attributes:
+    entries: the draws of one turn.
+    times: number of turns.
+    draws: how far one turn moves the stream.
+    site_draws: how far it moves each site.
+    label: what repeats.
+  """
+
+  entries: tuple
+  times: int
+  draws: int
+  site_draws: tuple[tuple[str, int], ...]
+  label: str
+
+
+class Ledger:
+  """The draws of a block of code, in order: a sequence of `Draw`."""
+
+  def __init__(self, draws: Iterable[Draw] = ()):
+    self._draws = list(draws)
+
+  def __len__(self):
+    return len(self._draws)
+
+  def __iter__(self) -> Iterator[Draw]:
+    return iter(self._draws)
+
+  def __getitem__(self, place):
+    return self._draws[place]
+
+  def rows(self) -> list[dict[str, Any]]:
+    """The draws as dicts, one a row."""
+    return [{name: getattr(draw, name) for name in _COLUMNS} for draw in self._draws]
+
+  def to_csv(self) -> str:
+    """The draws as comma-separated values with a header."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(self.rows())
+    return text.getvalue()
+
+  def duplicates(self) -> list[list[Draw]]:
+    """Draws that used one key, in groups of two and more.
+
+    Keys without a value yet, those of scopes inside compiled functions, are compared
+    within one call.
+    """
+    groups = collections.defaultdict(list)
+    for draw in self._draws:
+      groups[draw.key].append(draw)
+    return [group for group in groups.values() if len(group) > 1]
+
+  def require_unique(self) -> None:
+    """Raises AssertionError if two draws used one key; for test suites."""
+    groups = self.duplicates()
+    if not groups:
+      return
+    shown = [
+      " and ".join(f"{d.op} ({d.site or d.line}, draw {d.index})" for d in group)
+      for group in groups[:5]
+    ]
+    raise AssertionError(
+      f"{len(groups)} key(s) were used more than once, so these draws share their "
+      "numbers: " + "; ".join(shown)
+    )
+
+  def plot(self, ax=None):
+    """A picture: draws from left to right, sites from top to bottom.
+
+    Args:
+      ax: matplotlib axes; by default new ones.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    plotting = importlib.import_module("torchax.rng.ledger_plot")
+    return plotting.plot(self, ax)
+
+  def __str__(self):
+    rows = [[str(value) for value in row.values()] for row in self.rows()]
+    rows = [[*row[:-1], row[-1].rpartition("/")[2]] for row in rows]
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows)]
+    rule = ["-" * width for width in widths]
+    lines = [_COLUMNS, rule, *rows]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+  def __repr__(self):
+    return f"<Ledger of {len(self)} draws>"
+
+
+_COLUMNS = ("index", "op", "site", "distribution", "shape", "dtype", "stream", "line")
+
+
+class _Open(threading.local):
+  """The ledgers that are open on this thread."""
+
+  def __init__(self):
+    self.ledgers: list[Ledger] = []
+
+
+_open = _Open()
+_lock = threading.Lock()
+_calls = itertools.count()
+
+
+class Recording:
+  """How many ledgers are open in this process; draws look at it and pass by."""
+
+  count = 0
+
+
+def start() -> Ledger:
+  """Opens a ledger on this thread."""
+  ledger = Ledger()
+  _open.ledgers.append(ledger)
+  with _lock:
+    Recording.count += 1
+  return ledger
+
+
+def stop(ledger: Ledger) -> None:
+  """Closes a ledger."""
+  _open.ledgers = [other for other in _open.ledgers if other is not ledger]
+  with _lock:
+    Recording.count -= 1
+
+
+def note(log: list | None, draw: Draw, key) -> None:
+  """Notes a draw that was just made.
+
+  Args:
+    log: of the function being traced; None on the host.
+    draw: without its key.
+    key: key of the stream, or of the site where draws are addressed by site; None for
+      the carried stream of the function being traced.
+  """
+  if key is not None:
+    draw = _with_key(draw, key)
+  if log is not None:
+    log.append(draw)
+  else:
+    _add([draw])
+
+
+def commit(log: list | None, entries: tuple, stream) -> None:
+  """Notes the draws of a compiled function that is being called.
+
+  Args:
+    log: of the function being traced around it; None on the host.
+    entries: what it noted when it was traced.
+    stream: the caller's, before it advances.
+  """
+  call = next(_calls)
+  prefix = stream.caller_path()
+  index, turns = stream.progress()
+  entries = [shifted(entry, index, prefix, turns, call) for entry in entries]
+  if log is not None:
+    log += entries
+    return
+  draws = expand(entries)
+  _add([d if d.key else _with_key(d, stream.site_key(d.site, d.turn)) for d in draws])
+
+
+def shifted(entry, index: int, prefix: str, turns: dict[str, int], call: int):
+  """A draw of a function as one of its caller, whose stream has made draws before."""
+  if isinstance(entry, Repeated):
+    return dataclasses.replace(
+      entry,
+      entries=tuple([shifted(e, index, prefix, turns, call) for e in entry.entries]),
+      site_draws=tuple([(join(prefix, path), n) for path, n in entry.site_draws]),
+    )
+  draw = dataclasses.replace(entry, site=join(prefix, entry.site))
+  if draw.key is None:
+    turn = None if draw.turn is None else draw.turn + turns.get(draw.site, 0)
+    return dataclasses.replace(draw, index=draw.index + index, turn=turn)
+  if draw.key[0] == "traced":
+    return dataclasses.replace(draw, key=(*draw.key, call))
+  return draw
+
+
+def adopted(entries: Iterable, label: str) -> tuple:
+  """Draws of a stream that was derived from the carried one, which has another key."""
+  number = next(_calls)
+  return tuple([_adopted(entry, label, number) for entry in entries])
+
+
+def _adopted(entry, label: str, number: int):
+  if isinstance(entry, Repeated):
+    entries = tuple([_adopted(inner, label, number) for inner in entry.entries])
+    return dataclasses.replace(entry, entries=entries)
+  stream = f"{label} {entry.stream}".rstrip()
+  key = entry.key or ("traced", number, entry.site, entry.index, entry.turn)
+  return dataclasses.replace(entry, stream=stream, key=key)
+
+
+def expand(entries: Iterable) -> Iterator[Draw]:
+  """The single draws that entries stand for."""
+  for entry in entries:
+    if isinstance(entry, Draw):
+      yield entry
+      continue
+    inner, by_site = list(expand(entry.entries)), dict(entry.site_draws)
+    for turn in range(entry.times):
+      for draw in inner:
+        yield _in_turn(draw, entry, by_site, turn)
+
+
+def _in_turn(draw: Draw, loop: Repeated, by_site: dict[str, int], number: int) -> Draw:
+  stream = f"{loop.label}[{number}] {draw.stream}".rstrip()
+  if draw.key is None:
+    turn = draw.turn
+    if turn is not None:
+      turn += by_site.get(draw.site, 0) * number
+    index = draw.index + loop.draws * number
+    return dataclasses.replace(draw, index=index, turn=turn, stream=stream)
+  if draw.key[0] == "traced":
+    return dataclasses.replace(draw, key=(*draw.key, number), stream=stream)
+  return dataclasses.replace(draw, stream=stream)
+
+
+def _add(draws: list[Draw]) -> None:
+  for ledger in _open.ledgers:
+    ledger._draws += draws
+
+
+def _with_key(draw: Draw, key) -> Draw:
+  count = draw.index if draw.turn is None else draw.turn
+  return dataclasses.replace(draw, key=(*_identity(key), count))
+
+
+def _identity(key) -> tuple:
+  """What tells a key from others: its words, or which traced value it is."""
+  if isinstance(key, jax.core.Tracer):
+    return ("traced", id(key))
+  return ("words", *np.asarray(jax.random.key_data(key)).ravel().tolist())
+
+
+def join(prefix: str, path: str) -> str:
+  """A path below another one."""
+  return f"{prefix}.{path}" if prefix and path else prefix or path
