@@ -659,12 +659,6 @@ def test_the_gradient_of_a_gradient_inside_a_compiled_function():
   assert_same(second(A.to("jax")), A * 6)
 
 
-@pytest.mark.xfail(
-  strict=True,
-  raises=RuntimeError,
-  reason="a compiled function's results are not recorded by torch's autograd yet: "
-  "call `backward` inside the function, or use `jax_value_and_grad`",
-)
 def test_gradients_pass_through_a_compiled_function():
   cpu = torch.nn.Linear(4, 2)
   model = copy.deepcopy(cpu).to("jax")

@@ -230,6 +230,26 @@ class Environment(contextlib.ContextDecorator):
         mode.__exit__(*(exc or (None, None, None)))
       state.modes = ()
 
+  @contextlib.contextmanager
+  def renewed(self) -> Iterator[None]:
+    """The environment on, whatever torch has switched off around this code.
+
+    torch runs the handler of a function with its modes off, and a backward pass is run
+    by one: `torch.autograd.grad`. A function that is traced there needs them.
+    """
+    state = self._modes
+    if not state.modes or _torch_compat.are_top_modes(*state.modes):
+      with self:
+        yield
+      return
+    before, state.modes = state.modes, ()
+    depth, state.depth = state.depth, 0
+    try:
+      with self:
+        yield
+    finally:
+      state.modes, state.depth = before, depth
+
   def catching_factories(self):
     """A context in which C++ code may make tensors beside jax tensors.
 

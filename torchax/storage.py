@@ -91,17 +91,24 @@ class Boundary:
     parent: the boundary around it on this thread.
     cells: the outer storages it has touched, by identity.
     closed: True once the trace has ended; tensors born in it have no value then.
+    roots: outer tensors that were read and need a gradient, by identity; None where
+      no gradient is recorded.
   """
 
-  def __init__(self):
+  def __init__(self, records: bool = False):
     self.parent = active.boundary
     self.cells: dict[int, Cell] = {}
     self.closed = False
+    self.roots: dict[int, object] | None = {} if records else None
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
     """The array of any storage, inside this boundary."""
     if storage.birth is self:
       return storage.array
+    if self.roots is not None and tensor is not None and tensor.requires_grad:
+      base = tensor._base
+      root = tensor if base is None or not base.requires_grad else base
+      self.roots[id(root)] = root
     return self._cell(storage, tensor).array
 
   def write(self, storage: Storage, array: jax.Array) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 
 from torchax.environment import default_env
+from torchax.interop import tape as tapes
 from torchax.interop.traced import Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
-from torchax.rng import NewOperands, is_typed_key
+from torchax.errors import RngError
+from torchax.rng import NewOperands, RngState, is_typed_key, rng_scope
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
@@ -63,8 +65,10 @@ class Jitted:
     traced: the torch function with its operands.
   """
 
-  def __init__(self, function: Callable, jit_kwargs: dict[str, Any], captured=()):
-    self.traced = Traced(function, lifts=True, captured=captured)
+  def __init__(
+    self, function: Callable, jit_kwargs: dict[str, Any], captured=(), records=True
+  ):
+    self.traced = Traced(function, lifts=True, captured=captured, records=records)
     self._pure = self.traced.pure
     self._env = default_env()
     kwargs = shift_jit_kwargs(jit_kwargs)
@@ -94,8 +98,14 @@ class Jitted:
   def __call__(self, *args, **kwargs):
     return self.call(None, args, kwargs)
 
-  def call(self, extra, args, kwargs):
-    """Runs the function; `extra` is static and part of what it was compiled for."""
+  def call(self, extra, args, kwargs, settles=True):
+    """Runs the function.
+
+    Args:
+      extra: static, and part of what the function was compiled for.
+      args, kwargs: of the function.
+      settles: apply what it changed in place.
+    """
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._jitted or self._transformed(len(args))
     traced, pure = self.traced, self._pure
@@ -104,27 +114,65 @@ class Jitted:
       try:
         captured = traced.captured_arrays() if traced.captured else ()
         situation = None
-        if extra is not None or len(leaves) > 1 or captured:
+        if extra is not None or leaves or captured:
           situation = traced.situation(leaves, extra)
-        (out, effects), advance = jitted(
-          pure.operands(), (captured, situation), *args, **kwargs
-        )
+        rng = pure.operands()
+        (out, effects), advance = jitted(rng, (captured, situation), *args, **kwargs)
         if advance is not None:
           pure.commit(advance)
       except NewOperands:
         out = NotImplemented
     if out is NotImplemented:
 
-      def run(rng):
+      def run(operands):
+        nonlocal rng
+        rng = operands
         operands = (traced.captured_arrays(), traced.situation(leaves, extra))
         return jitted(rng, operands, *args, **kwargs)
 
       out, effects = pure.run(run)
     if effects is not None:
-      traced.settle(leaves, effects)
+      if settles:
+        traced.settle(leaves, effects)
+      if effects.tape is not None:
+        treedef = jax.tree.structure((args, kwargs))
+        again = functools.partial(self._differentiate_again, leaves, treedef, rng)
+        return tensors_of(tapes.attach(effects.tape, leaves, out, again))
     if isinstance(out, jax.Array) and not is_typed_key(out):
       return new_tensor(out, self._env)
     return tensors_of(out)
+
+  def _differentiate_again(self, leaves, treedef, rng, program, gradients):
+    """Gradients of a recorded call as tensors that can be differentiated themselves.
+
+    The function is run once more, with the numbers that it drew.
+    """
+    if self._pure.generators:
+      raise RngError(
+        f"{self.traced.__name__} draws with a torch.Generator, so its gradient cannot "
+        "be differentiated again (create_graph=True). Draw outside of it, or from the "
+        "environment's stream."
+      )
+    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+    static = tuple(None if is_one else v for v, is_one in zip(leaves, is_tensor))
+    tensors = [v for v, is_one in zip(leaves, is_tensor) if is_one]
+    key, count, *_ = rng
+    jitted = program.again.get(static)
+    if jitted is None:
+      function = functools.partial(self._gradient, program, is_tensor, static, treedef)
+      jitted = program.again[static] = Jitted(function, {}, self.traced.captured)
+    args = (key, count, tensors, list(gradients))
+    return jitted.call(None, args, {}, settles=False)
+
+  def _gradient(
+    self, program, is_tensor, static, treedef, key, count, tensors, gradients
+  ):
+    remaining = iter(tensors)
+    leaves = [next(remaining) if is_one else v for v, is_one in zip(static, is_tensor)]
+    args, kwargs = jax.tree.unflatten(treedef, leaves)
+    with rng_scope(RngState(key, count.jax())):
+      out = self.traced.function(*args, **kwargs)
+    return program.gradients_of(out, leaves, gradients)
 
   def lower(self, *args, **kwargs):
     """`jax.jit(…).lower` for these arguments; nothing is run, no state advances."""

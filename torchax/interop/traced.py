@@ -17,12 +17,19 @@ from typing import ClassVar
 import jax
 import torch
 
+from torchax import _torch_compat
 from torchax.environment import default_env
 from torchax.errors import MutationError
+from torchax.interop import tape as tapes
+from torchax.interop.tape import Tape
 from torchax.interop.views import arrays_of
 from torchax.rng import Carried, NewOperands, is_typed_key
 from torchax.storage import Boundary, Cell, Rebindings, Storage, active
 from torchax.tensor import Tensor, new_tensor
+from torchax.view import View
+from torchax.view_info import WHOLE
+
+_TENSORS = frozenset({Tensor, View})
 
 
 def _is_tensor(value) -> bool:
@@ -38,19 +45,24 @@ class Situation:
     overlapping: indices of argument leaves whose storage another view shares.
     has_grad: for each captured leaf, whether it has a gradient.
     extra: anything the wrapper adds, such as the training flags of a module.
+    wants_grad: None where torch records no gradient; else for each argument leaf and
+      then for each captured tensor whether it needs one.
   """
 
-  __slots__ = ("same", "overlapping", "has_grad", "extra")
+  __slots__ = ("same", "overlapping", "has_grad", "extra", "wants_grad")
   _known: ClassVar[dict] = {}
 
   @classmethod
-  def of(cls, same=(), overlapping=(), has_grad=(), extra=None) -> "Situation":
+  def of(
+    cls, same=(), overlapping=(), has_grad=(), extra=None, wants_grad=None
+  ) -> "Situation":
     """The situation with these attributes; always the same object."""
-    attributes = (same, overlapping, has_grad, extra)
+    attributes = (same, overlapping, has_grad, extra, wants_grad)
     known = cls._known.get(attributes)
     if known is None:
       known = cls._known[attributes] = cls()
-      known.same, known.overlapping, known.has_grad, known.extra = attributes
+      for name, value in zip(cls.__slots__, attributes):
+        setattr(known, name, value)
     return known
 
 
@@ -69,6 +81,7 @@ class Effects:
     leaves: outer leaves whose `.grad` was set.
     cleared: outer leaves whose `.grad` became None.
     arrays: the new numbers of the first three, in order.
+    tape: what torch's autograd needs to go back through the call, or None.
   """
 
   arguments: tuple[int, ...]
@@ -76,23 +89,24 @@ class Effects:
   leaves: tuple[Tensor, ...]
   cleared: tuple[Tensor, ...]
   arrays: list[jax.Array]
+  tape: Tape | None = None
 
   def tree_flatten(self):
     static = tuple(map(_Identity, (*self.storages, *self.leaves, *self.cleared)))
     counts = (len(self.storages), len(self.leaves))
-    return self.arrays, (self.arguments, static, counts)
+    return (self.arrays, self.tape), (self.arguments, static, counts)
 
   @classmethod
-  def tree_unflatten(cls, static, arrays):
+  def tree_unflatten(cls, static, children):
     arguments, identities, (n_storages, n_leaves) = static
-    objects = tuple(identity.value for identity in identities)
+    objects = tuple([identity.value for identity in identities])
     middle = n_storages + n_leaves
     return cls(
       arguments,
       objects[:n_storages],
       objects[n_storages:middle],
       objects[middle:],
-      list(arrays),
+      *children,
     )
 
 
@@ -122,11 +136,15 @@ class Traced:
     lifts: make closed-over tensors operands (for functions that are cached, as under
       `jax.jit`); else JAX closes over their values.
     captured: tensors known to be closed over; others are found while tracing.
+    records: let torch's autograd go back through a call, by a `Tape`.
   """
 
-  def __init__(self, function: Callable, lifts: bool, captured=()):
+  def __init__(
+    self, function: Callable, lifts: bool, captured=(), records: bool = False
+  ):
     self.function = function
     self.lifts = lifts
+    self.records = records
     self.captured: list[Tensor] = list(captured)
     # Captured leaf -> place of its captured gradient.
     self._gradients: dict[Tensor, int] = {}
@@ -192,15 +210,25 @@ class Traced:
     if self._touches_grad:
       trained = [tensor for tensor in self.captured if _is_trained(tensor)]
       has_grad = tuple([tensor.grad is not None for tensor in trained])
+    wants_grad = self._wants_grad(leaves) if torch.is_grad_enabled() else None
     same, overlapping = repeated(leaves) if len(leaves) > 1 else ((), ())
     if same and not self.lifts:
       # Each argument has a gradient of its own, so they stay apart; then none of them
       # may be changed in place.
       overlapping += tuple([place for pair in same for place in pair])
       same = ()
-    if same or overlapping or has_grad or extra is not None:
-      return Situation.of(same, overlapping, has_grad, extra)
+    if same or overlapping or has_grad or extra is not None or wants_grad:
+      return Situation.of(same, overlapping, has_grad, extra, wants_grad)
     return None
+
+  def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
+    """Which operands torch would record a gradient for; None for none at all."""
+    if not self.records:
+      return None
+    with _torch_compat.without_function_modes():
+      flags = [type(x) in _TENSORS and x.requires_grad for x in leaves]
+      flags += [tensor.requires_grad for tensor in self.captured]
+    return tuple(flags) if True in flags else None
 
   def settle(self, leaves: list, effects: Effects | None) -> None:
     """Applies what the function changed in place to the caller's tensors."""
@@ -226,9 +254,10 @@ class Traced:
     captured, situation = operands
     situation = situation or ORDINARY
     env = default_env()
-    boundary = Boundary()
+    records = situation.wants_grad is not None
+    boundary = Boundary(self.records and torch.is_grad_enabled())
     grads = {id(t): t.grad for t in self.captured if _is_trained(t)}
-    with env, boundary.enter():
+    with env.renewed(), boundary.enter():
       for tensor, array in zip(self.captured, captured):
         boundary.lend(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
@@ -238,22 +267,51 @@ class Traced:
         out = self.function(*args, **kwargs)
         arrays = arrays_of(out)
         effects = self._effects(boundary, inner, situation, grads)
+        if records:
+          effects = self._with_tape(effects, out, inner, situation, boundary)
       finally:
         self._drop_traced_grads(boundary, grads)
     self._require_operands(boundary)
     return arrays, effects
 
   def _wrap(self, inputs: list, situation: Situation) -> list:
-    same = dict(situation.same)
+    same, wants_grad = dict(situation.same), situation.wants_grad
     inner: list = []
     for place, value in enumerate(inputs):
       if place in same:
         inner.append(inner[same[place]])
       elif isinstance(value, jax.Array) and not is_typed_key(value):
-        inner.append(new_tensor(value, default_env()))
+        tensor = new_tensor(value, default_env())
+        needs_grad = wants_grad is not None and wants_grad[place]
+        inner.append(tensor.requires_grad_() if needs_grad else tensor)
       else:
         inner.append(value)
     return inner
+
+  def _with_tape(self, effects, out, inner, situation, boundary) -> Effects | None:
+    wanted = {
+      place: value
+      for place, value in enumerate(inner)
+      if isinstance(value, Tensor) and value.is_leaf and value.requires_grad
+    }
+    for place, _ in situation.same:
+      wanted.pop(place, None)
+    self._require_followed(effects, inner, boundary)
+    outputs = jax.tree.leaves(out, is_leaf=_is_tensor)
+    tape = tapes.record(outputs, wanted, list(boundary.roots.values()))
+    if tape is None:
+      return effects
+    effects = effects or Effects((), (), (), (), [])
+    return dataclasses.replace(effects, tape=tape)
+
+  def _require_followed(self, effects, inner, boundary) -> None:
+    """Raises MutationError where a change in place would lose a gradient."""
+    changed = [inner[place] for place in effects.arguments] if effects else []
+    if any(tensor.grad_fn is not None for tensor in changed):
+      raise MutationError(
+        f"{self.__name__} changes an argument in place in a way that needs a gradient. "
+        "Return the new value instead, so that autograd can follow it."
+      )
 
   def _effects(self, boundary, inner, situation, grads) -> Effects | None:
     repeats = {place for place, _ in situation.same}
@@ -300,15 +358,19 @@ class Traced:
     new = [cell for key, cell in boundary.cells.items() if key not in known]
     if new:
       env = default_env()
-      self.captured += [_tensor_of(cell, env) for cell in new]
+      roots = {id(t._storage): t for t in (boundary.roots or {}).values()}
+      self.captured += [
+        _tensor_of(cell, env, roots.get(id(cell.storage))) for cell in new
+      ]
       self._note_captured()
       raise NewOperands
 
 
-def _tensor_of(cell: Cell, env) -> Tensor:
+def _tensor_of(cell: Cell, env, root: Tensor | None) -> Tensor:
   """The tensor that read the storage, or one for a storage that was only written."""
-  if cell.tensor is not None:
-    return cell.tensor
+  found = cell.tensor if cell.tensor is not None else root
+  if found is not None and found._chain is WHOLE:
+    return found
   tensor = new_tensor(cell.storage.array, env)
   tensor._storage = cell.storage
   return tensor
@@ -333,7 +395,10 @@ def repeated(leaves: list) -> tuple[tuple, tuple]:
     earlier = first.setdefault(id(leaf._storage), place)
     if earlier == place:
       continue
-    if leaves[earlier]._chain is leaf._chain:
+    first_leaf = leaves[earlier]
+    # A tensor and its `detach()` are two: only one of them takes part in gradients.
+    is_same = leaf is first_leaf or not (leaf.requires_grad or first_leaf.requires_grad)
+    if first_leaf._chain is leaf._chain and is_same:
       same.append((place, earlier))
     else:
       overlapping += [earlier, place]

@@ -9,6 +9,7 @@ from torchax.rng.ledger import Draw, Ledger
 from torchax.rng.scope import (
   address_by,
   addressed_by,
+  continued,
   current,
   default_impl,
   initial_seed,
@@ -31,6 +32,7 @@ __all__ = [
   "addressed_by",
   "as_key",
   "as_state",
+  "continued",
   "current",
   "default_impl",
   "fold_in",

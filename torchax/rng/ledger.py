@@ -22,8 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from torchax.rng import sites
-
 
 @dataclasses.dataclass(frozen=True)
 class Draw:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax.errors import SeedError
+from torchax.errors import RngError, SeedError
 from torchax.rng import sites
 from torchax.rng import state as rng_state
 from torchax.rng.root_seed import RootSeed
@@ -278,6 +278,30 @@ def rng_scope(value) -> Iterator[RngStream]:
       del stack[depth:]
     if owned:
       stream.close()
+
+
+@contextlib.contextmanager
+def continued() -> Iterator[None]:
+  """Draws inside the block go on in a trace that is nested in the current one's.
+
+  For a backward pass that is traced apart from its forward pass: a part of the forward
+  pass may be run again in it, with the state that was saved before.
+
+  Raises:
+    RngError: the block has moved the stream, which nothing would bring back.
+  """
+  stream = current()
+  if not stream.is_traced:
+    yield
+    return
+  inner = stream.nested()
+  with rng_scope(inner):
+    yield
+  if inner.draws != stream.draws:
+    raise RngError(
+      "The backward pass of a compiled function draws numbers of its own. Draw them in "
+      "the forward pass, or differentiate inside of the compiled function."
+    )
 
 
 def _new_state(value) -> RngState:

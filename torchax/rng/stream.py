@@ -5,6 +5,7 @@ sampled. Where streams live and which one is current is in `scope.py`.
 """
 
 import contextlib
+import copy
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -295,6 +296,15 @@ class RngStream:
   def return_below(self, modules: tuple) -> None:
     """Sites are below these modules again, as when the state was saved."""
     self._anchor = modules
+
+  def nested(self) -> "RngStream":
+    """This stream for a trace inside its own; it knows the places marked so far."""
+    inner = copy.copy(self)
+    inner._owner = _weak(_jax_compat.draw_owner())
+    inner._places = dict(self._places)
+    if self._sites is not None:
+      inner._sites = self._sites.copy()
+    return inner
 
   def close(self) -> None:
     """Ends the stream: any further draw raises ClosedScopeError."""

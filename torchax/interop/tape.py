@@ -1,0 +1,190 @@
+"""Gradients of compiled functions, for torch's autograd around them.
+
+While a function is traced with tensors that need a gradient, torch records its graph as
+it does eagerly. The backward pass of that graph is traced right after the forward pass,
+as a program of its own: what it takes from the forward pass are its residuals, which
+the compiled function returns. So a compiled function has exactly the gradients of the
+eager one (`no_grad`, `detach`, hooks and `autograd.Function` included), its masks are
+those of the forward pass, and one call of `backward` runs one compiled program.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.extend import core
+
+from torchax import rng
+from torchax.environment import default_env
+from torchax.tensor import Tensor, new_tensor
+
+
+class BackwardProgram:
+  """The backward pass of a traced function; compiled when it first runs.
+
+  Attributes:
+    places: indices of the output leaves that have a gradient.
+    avals: their shapes and dtypes.
+    arguments: indices of the argument leaves that get one.
+    roots: outer tensors that get one; with their graphs, if they are not leaves.
+    used: for each of the last two, in order, whether the outputs depend on it.
+  """
+
+  def __init__(self, places, avals, arguments, roots):
+    self.places: tuple[int, ...] = places
+    self.avals = avals
+    self.arguments: tuple[int, ...] = arguments
+    self.roots: tuple[Tensor, ...] = roots
+    self.used: tuple[bool, ...] = ()
+    # Compiled gradients that can be differentiated, by the static arguments.
+    self.again: dict = {}
+    self._jaxpr = None
+    self._constants: list = []
+    self._compiled = jax.jit(self._run)
+
+  def trace(self, backward: Callable) -> list:
+    """Traces `backward(*cotangents)`; returns the residuals, tracers of this trace."""
+    closed = jax.make_jaxpr(backward)(*self.avals)
+    self._jaxpr = closed.jaxpr
+    is_residual = [isinstance(value, jax.core.Tracer) for value in closed.consts]
+    residuals = [v for v, is_one in zip(closed.consts, is_residual) if is_one]
+    self._constants = [
+      None if is_one else v for v, is_one in zip(closed.consts, is_residual)
+    ]
+    return residuals
+
+  def __call__(self, residuals, cotangents) -> list:
+    """The gradients of what is used."""
+    return self._compiled(residuals, cotangents)
+
+  def gradients_of(self, out, leaves, gradients) -> tuple:
+    """The gradients as torch computes them, with a graph of their own.
+
+    Args:
+      out: result of the function.
+      leaves: its argument leaves.
+      gradients: of the output leaves that have one.
+    """
+    outputs = jax.tree.leaves(out, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+    recorded = [outputs[place] for place in self.places]
+    wanted = [*[leaves[place] for place in self.arguments], *self.roots]
+    return torch.autograd.grad(
+      recorded, wanted, gradients, create_graph=True, allow_unused=True
+    )
+
+  def _run(self, residuals, cotangents):
+    remaining = iter(residuals)
+    values = [next(remaining) if v is None else v for v in self._constants]
+    closed = core.ClosedJaxpr(self._jaxpr, values)
+    return core.jaxpr_as_fun(closed)(*cotangents)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Tape:
+  """What a call leaves for its backward pass: a static program, and arrays for it."""
+
+  program: BackwardProgram
+  residuals: list
+
+  def tree_flatten(self):
+    return self.residuals, self.program
+
+  @classmethod
+  def tree_unflatten(cls, program, residuals):
+    return cls(program, list(residuals))
+
+
+def record(
+  outputs: Sequence[Tensor], arguments: dict[int, Tensor], roots: Sequence[Tensor]
+) -> Tape | None:
+  """The tape of a function that is being traced.
+
+  Args:
+    outputs: leaves of its result.
+    arguments: stand-ins of the argument leaves that need a gradient, by index.
+    roots: outer tensors it has read that need one.
+
+  Returns:
+    None if no output needs a gradient, or its graph was used up inside.
+  """
+  places = tuple(
+    place
+    for place, leaf in enumerate(outputs)
+    if isinstance(leaf, Tensor) and leaf.requires_grad
+  )
+  wanted = [*arguments.values(), *roots]
+  if not places or not wanted:
+    return None
+  recorded = [outputs[place] for place in places]
+  avals = tuple(jax.ShapeDtypeStruct(t.shape, t.jax().dtype) for t in recorded)
+  program = BackwardProgram(places, avals, tuple(arguments), tuple(roots))
+  env = default_env()
+
+  def backward(*cotangents):
+    with rng.continued():
+      gradients = torch.autograd.grad(
+        recorded, wanted, [new_tensor(c, env) for c in cotangents], allow_unused=True
+      )
+    program.used = tuple(gradient is not None for gradient in gradients)
+    return [gradient.jax() for gradient in gradients if gradient is not None]
+
+  try:
+    residuals = program.trace(backward)
+  except RuntimeError as error:
+    if "second time" in str(error):  # the function has called backward itself
+      return None
+    raise
+  return Tape(program, residuals) if any(program.used) else None
+
+
+class _CompiledCall(torch.autograd.Function):
+  """One recorded call of a compiled function."""
+
+  @staticmethod
+  def forward(ctx, tape, arrays, again, *inputs):
+    ctx.program, ctx.again = tape.program, again
+    # torch frees saved tensors with the graph, and this one's attribute with it.
+    saved = torch.empty(0, device="cpu")
+    saved.residuals = tape.residuals
+    ctx.save_for_backward(saved)
+    ctx.set_materialize_grads(False)
+    env = default_env()
+    return tuple([new_tensor(array, env) for array in arrays])
+
+  @staticmethod
+  def backward(ctx, *gradients):
+    (saved,) = ctx.saved_tensors
+    program, env = ctx.program, default_env()
+    gradients = [
+      new_tensor(jnp.zeros(aval.shape, aval.dtype), env)
+      if gradient is None
+      else gradient
+      for gradient, aval in zip(gradients, program.avals)
+    ]
+    if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
+      return None, None, None, *ctx.again(program, gradients)
+    found = iter(program(saved.residuals, [gradient.jax() for gradient in gradients]))
+    results = [new_tensor(next(found), env) if used else None for used in program.used]
+    return None, None, None, *results
+
+
+def attach(tape: Tape, leaves: list, out, again: Callable):
+  """The result of a call with those leaves recorded by torch that have a gradient.
+
+  Args:
+    tape: what the call left.
+    leaves: its argument leaves.
+    out: its result, of arrays.
+    again: `(program, gradients) -> gradients`, for higher derivatives.
+  """
+  program = tape.program
+  inputs = [*[leaves[place] for place in program.arguments], *program.roots]
+  outputs, treedef = jax.tree.flatten(out)
+  arrays = [outputs[place] for place in program.places]
+  recorded = _CompiledCall.apply(tape, arrays, again, *inputs)
+  for place, tensor in zip(program.places, recorded):
+    outputs[place] = tensor
+  return jax.tree.unflatten(treedef, outputs)
