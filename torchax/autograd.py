@@ -35,10 +35,14 @@ class ArrayFunction:
     saves_residuals: keep what the gradient needs from the forward pass, for functions
       that cost much; otherwise the gradient starts again from the arguments, which
       takes less memory and fewer results.
+    compiled: run it under `jax.jit`; not for functions that are made for one call.
   """
 
-  def __init__(self, function: Callable, saves_residuals: bool = False):
+  def __init__(
+    self, function: Callable, saves_residuals: bool = False, compiled: bool = True
+  ):
     self.saves_residuals = saves_residuals
+    self._is_compiled = compiled
     self._function = function
     self._compiled = jax.jit(function)
     self._compiled_linearize = jax.jit(self._linearize)
@@ -46,16 +50,19 @@ class ArrayFunction:
 
   def value(self, *arrays):
     """The result; compiled unless JAX is tracing."""
-    return (self._function if _jax_compat.is_staging() else self._compiled)(*arrays)
+    return (self._compiled if self.is_compiled() else self._function)(*arrays)
+
+  def is_compiled(self) -> bool:
+    """Whether a call now goes through `jax.jit`."""
+    return self._is_compiled and not _jax_compat.is_staging()
 
   def linearize(self, *arrays):
     """The result, and its pull-back: cotangents of outputs -> of inputs.
 
     Both are lists of the floating-point and complex leaves alone.
     """
-    if _jax_compat.is_staging():
-      return self._linearize(*arrays)
-    return self._compiled_linearize(*arrays)
+    linearize = self._compiled_linearize if self.is_compiled() else self._linearize
+    return linearize(*arrays)
 
   def _linearize(self, *arrays):
     def on_inexact(*inexact):
@@ -73,7 +80,8 @@ class ArrayFunction:
     gradient = self._gradients.get(wanted)
     if gradient is None:
       pull_back = functools.partial(self._pull_back, wanted)
-      gradient = self._gradients[wanted] = ArrayFunction(pull_back)
+      gradient = ArrayFunction(pull_back, compiled=self._is_compiled)
+      self._gradients[wanted] = gradient
     return gradient
 
   def _pull_back(self, wanted, *arrays):
@@ -138,7 +146,7 @@ def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
     gradient = function.gradient(wanted)
     found = gradient.value(*[t.jax() for t in tensors], *arrays)
     return [new_tensor(array, env) for array in found]
-  pull = _pull if _jax_compat.is_staging() else _compiled_pull
+  pull = _compiled_pull if function.is_compiled() else _pull
   remaining = iter(pull(ctx.pull_back, arrays))
   found = [
     next(remaining) if t.is_floating_point() or t.is_complex() else None

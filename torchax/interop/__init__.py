@@ -2,6 +2,7 @@
 
 from torchax.interop import optimizers
 from torchax.interop.jit import Jitted, jax_jit, wrap_jax_jit
+from torchax.interop.loops import cond, fori_loop, scan, switch, while_loop
 from torchax.interop.module import (
   JittableModule,
   extract_all_buffers,
@@ -27,7 +28,9 @@ __all__ = [
   "_torch_view",
   "call_jax",
   "call_torch",
+  "cond",
   "extract_all_buffers",
+  "fori_loop",
   "functional_rng",
   "gradient_checkpoint",
   "jax_jit",
@@ -35,8 +38,11 @@ __all__ = [
   "jax_view",
   "jax_view_elem",
   "optimizers",
+  "scan",
   "set_all_buffers",
+  "switch",
   "torch_view",
   "torch_view_elem",
+  "while_loop",
   "wrap_jax_jit",
 ]

@@ -4,7 +4,13 @@
 derives keys; lowerings receive them.
 """
 
-from torchax.rng.carry import Carried, NewOperands, generator_operands
+from torchax.rng.carry import (
+  Advance,
+  Carried,
+  NewOperands,
+  RngOperands,
+  generator_operands,
+)
 from torchax.rng.ledger import Draw, Ledger
 from torchax.rng.scope import (
   address_by,
@@ -22,10 +28,12 @@ from torchax.rng.state import RngState, as_key, as_state, fold_in, is_typed_key
 from torchax.rng.stream import RngStream
 
 __all__ = [
+  "Advance",
   "Carried",
   "Draw",
   "Ledger",
   "NewOperands",
+  "RngOperands",
   "RngState",
   "RngStream",
   "address_by",

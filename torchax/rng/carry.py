@@ -25,12 +25,20 @@ from torchax.errors import RngError, TracedDrawError
 from torchax.rng import generator as generators
 from torchax.rng import ledger, scope, sites
 from torchax.rng import state as rng_state
-from torchax.rng.ledger import Draw
+from torchax.rng.ledger import Draw, Repeated
 from torchax.rng.sites import SiteTable
 from torchax.rng.state import RngState
 from torchax.rng.stream import DrawOperands, RngStream
 
 _key_from_words = jax.jit(rng_state.key_from_words, static_argnums=1)
+
+
+def _words_of_shard(words, index):
+  def one(pair):
+    key = rng_state.key_from_words(pair, rng_state.DEFAULT_IMPL)
+    return jax.random.bits(rng_state.shard_key(key, index), (generators.WORDS,))
+
+  return jax.vmap(one)(words)
 
 
 class NewOperands(BaseException):
@@ -61,6 +69,25 @@ class RngOperands(NamedTuple):
     if places is not None:
       places = tuple([(key, count + n) for (key, count), n in zip(places, by_site)])
     return RngOperands(self.key, self.count + draws, self.words, places)
+
+  def at(self, count, sites) -> "RngOperands":
+    """The operands of the same stream at other counts."""
+    return RngOperands(self.key, count, self.words, sites)
+
+  def child(self, key: jax.Array, paths: tuple[str, ...]) -> "RngOperands":
+    """The operands of a stream that starts with a key of its own."""
+    sites, zero = None, jax.numpy.uint32(0)
+    if self.sites is not None:
+      sites = tuple([(rng_state.named_key(key, path), zero) for path in paths])
+    return RngOperands(key, zero, (), sites)
+
+  def shard(self, index) -> "RngOperands":
+    """The operands of one shard of many, whose number may be traced."""
+    sites = self.sites
+    if sites is not None:
+      sites = tuple([(rng_state.shard_key(key, index), n) for key, n in sites])
+    words = tuple([_words_of_shard(words, index) for words in self.words])
+    return RngOperands(rng_state.shard_key(self.key, index), self.count, words, sites)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -99,6 +126,43 @@ class Advance:
     state = stream.state
     by_site = None if state.sites is None else tuple(state.sites.items())
     return cls(stream.draws, state.count, words, by_site, log, state.key)
+
+  def repeated(self, times: int, label: str) -> "Advance | None":
+    """What many turns do that each do this; None for nothing."""
+    if not (self.draws or self.log or any(self.words)):
+      return None
+    by_site = None
+    if self.sites is not None:
+      by_site = tuple([(path, n * times) for path, n in self.sites])
+    log = (Repeated(self.log, times, self.draws, self.sites or (), label),)
+    words = tuple([n * times for n in self.words])
+    return Advance(self.draws * times, 0, words, by_site, log)
+
+  def of_child(self, label: str) -> "Advance | None":
+    """What the stream of a child does to its parent: nothing but to be noted."""
+    if not (self.draws or self.log):
+      return None
+    return Advance(0, log=ledger.adopted(self.log, label))
+
+  @classmethod
+  def farthest(cls, advances: "list[Advance]") -> "Advance | None":
+    """What a choice between branches does: as much as the one that does most."""
+    if not any(a.draws or a.log or any(a.words) for a in advances):
+      return None
+    by_site: dict[str, int] = {}
+    for advance in advances:
+      for path, n in advance.sites or ():
+        by_site[path] = max(n, by_site.get(path, 0))
+    n_words = max(len(a.words) for a in advances)
+    words = [a.words + (0,) * (n_words - len(a.words)) for a in advances]
+    log = [ledger.adopted(a.log, f"branch {n}") for n, a in enumerate(advances)]
+    return cls(
+      max(a.draws for a in advances),
+      0,
+      tuple(map(max, zip(*words))),
+      None if all(a.sites is None for a in advances) else tuple(by_site.items()),
+      tuple([entry for entries in log for entry in entries]),
+    )
 
   def by_site(self, prefix: str = "") -> dict[str, int]:
     """Draws at each site, as the caller names them."""
@@ -292,11 +356,14 @@ class Carried:
         "one generator for ever. Make it outside of the function."
       )
 
-  def operands(self) -> RngOperands | tuple:
+  def operands(self, times: int = 1) -> RngOperands | tuple:
     """The operands of the next call, taken from the current stream.
 
     Inside a raw JAX transformation they are good for a function that draws nothing
     only; `commit` raises for another.
+
+    Args:
+      times: how often the function is going to be run; generators give as many words.
     """
     stream = scope.current()
     try:
@@ -312,7 +379,10 @@ class Carried:
     if type(count) is int:
       count = np.uint32(count)
     words = tuple(
-      [take_words(generator, n, self.__name__) for generator, n in self.generators]
+      [
+        take_words(generator, n * times, self.__name__)
+        for generator, n in self.generators
+      ]
     )
     return RngOperands(key, count, words, self._site_operands(stream))
 
@@ -361,12 +431,13 @@ class Carried:
         advance.by_site(stream.caller_path()) if stream.by_site else None,
       )
 
-  def run(self, transformed: Callable[[RngOperands], Any]):
+  def run(self, transformed: Callable[[RngOperands], Any], times: int = 1):
     """Calls a transformed function with this thread's stream as its operands.
 
     Args:
       transformed: `RngOperands -> (out, Advance)`; called again where the trace met
         something that it has no operand for yet.
+      times: how often it runs the function.
 
     Returns:
       `out`; the stream stands where the function left it, or, after an exception,
@@ -375,7 +446,7 @@ class Carried:
     while True:
       before = [generator.get_state() for generator, _ in self.generators]
       try:
-        out, advance = transformed(self.operands())
+        out, advance = transformed(self.operands(times))
         self.commit(advance)
       except BaseException as error:
         for (generator, _), state in zip(self.generators, before):
@@ -385,8 +456,8 @@ class Carried:
         raise
       drawn = advance.words if advance is not None else ()
       for (generator, n), state, used in zip(self.generators, before, drawn):
-        if used < n:
-          give_back_words(generator, state, n, used)
+        if used < n * times:
+          give_back_words(generator, state, n * times, used)
       return out
 
   def try_abstractly(self, transformed: Callable[[RngOperands], Any]):

@@ -1,0 +1,350 @@
+"""Loops and branches whose bodies are torch functions: `jax.lax`'s, with randomness.
+
+Each iteration draws the numbers that it would draw if the loop were unrolled: the count
+of draws is carried through the loop. `while_loop`, which does not know its length, draws
+from a child stream and moves the current one by one draw; of the branches of `cond` and
+`switch`, the one that draws most decides how far the stream moves.
+
+Outside of a JAX transformation a loop is compiled, once for each body function.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax import _jax_compat
+from torchax.errors import RngError
+from torchax.interop.jit import Jitted
+from torchax.interop.transformed import Transformed
+from torchax.rng import Advance, RngOperands, current, fold_in
+from torchax.tensor import Tensor
+
+
+def scan(
+  f: Callable,
+  init: Any,
+  xs: Any = None,
+  length: int | None = None,
+  reverse: bool = False,
+  unroll: int | bool = 1,
+) -> tuple[Any, Any]:
+  """`jax.lax.scan` of a torch function, differentiable.
+
+  Args:
+    f: `(carry, x) -> (carry, y)` of trees of tensors. It may read tensors that it
+      closes over, and change them in place (running statistics).
+    init: the first carry.
+    xs: trees of tensors of shape (length, …), or None.
+    length: number of iterations, where `xs` does not tell.
+    reverse: from the last x to the first.
+    unroll: iterations in one step of the compiled loop.
+
+  Returns:
+    The last carry, and the y's stacked. Arguments are not changed in place.
+
+  Raises:
+    ValueError: no `xs` and no `length`, or lengths that differ.
+  """
+  length = _length(xs, length)
+  options = (length, reverse, unroll)
+  return _run(_scan, (f,), options, (init, xs))
+
+
+def fori_loop(lower, upper, body_fun: Callable, init_val, *, unroll=None):
+  """`jax.lax.fori_loop` of a torch function.
+
+  With Python integers for bounds it is differentiable, and iteration t draws what it
+  would draw in a Python loop. With tensors for bounds it is a `while_loop`.
+
+  Args:
+    lower: first index, an int or a 0-d integer tensor.
+    upper: the index after the last.
+    body_fun: `(index, value) -> value`; the index is a 0-d int32 tensor.
+    init_val: the first value, a tree of tensors.
+    unroll: iterations in one step of the compiled loop.
+
+  Returns:
+    The last value.
+  """
+  if isinstance(lower, int) and isinstance(upper, int):
+    if upper <= lower:
+      return init_val
+    return _run(_fori, (body_fun,), (lower, upper, unroll or 1), (init_val,))
+  state = (_as_index(lower), _as_index(upper), init_val)
+  return _run(_fori_while, (body_fun,), (), state)
+
+
+def while_loop(cond_fun: Callable, body_fun: Callable, init_val):
+  """`jax.lax.while_loop` of torch functions; not differentiable in reverse mode.
+
+  The body draws from a child stream of the current one, which moves by one draw.
+
+  Args:
+    cond_fun: value -> 0-d bool tensor. It must not draw.
+    body_fun: value -> value, a tree of tensors of the same shapes and dtypes.
+    init_val: the first value.
+
+  Returns:
+    The last value.
+  """
+  return _run(_while, (cond_fun, body_fun), (), (init_val,))
+
+
+def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
+  """`jax.lax.cond` of torch functions, differentiable.
+
+  Both draw from where the stream stands. It moves as far as the one that draws more.
+
+  Args:
+    pred: bool, or 0-d bool tensor.
+    true_fun: function of the operands.
+    false_fun: another one with results of the same shapes and dtypes.
+    operands: trees of tensors.
+  """
+  index = pred.to(torch.int32) if isinstance(pred, Tensor) else _as_index(int(pred))
+  return switch(index, (false_fun, true_fun), *operands)
+
+
+def switch(index, branches: Sequence[Callable], *operands):
+  """`jax.lax.switch` of torch functions, differentiable; see `cond`.
+
+  Args:
+    index: which branch, an int or 0-d integer tensor; clamped to those there are.
+    branches: functions of the operands.
+    operands: trees of tensors.
+
+  Raises:
+    ValueError: no branches.
+  """
+  branches = tuple(branches)
+  if not branches:
+    raise ValueError("switch needs at least one branch, but got none.")
+  return _run(_switch, branches, (), (_as_index(index), operands))
+
+
+def _as_index(value) -> torch.Tensor:
+  if isinstance(value, Tensor):
+    return value.to(torch.int32)
+  return torch.tensor(value, dtype=torch.int32).to("jax")
+
+
+def _length(xs, length: int | None) -> int:
+  """The number of iterations.
+
+  Raises:
+    ValueError: it is given by nothing, or twice and differently, or it is 0.
+  """
+  tensors = [leaf for leaf in jax.tree.leaves(xs, is_leaf=_is_tensor)]
+  for place, leaf in enumerate(tensors):
+    if not np.ndim(leaf):
+      raise ValueError(f"scan goes over the first dimension, but x {place} has none.")
+  found = {leaf.shape[0] for leaf in tensors} | ({length} - {None})
+  if len(found) != 1:
+    raise ValueError(
+      "scan needs xs with one common length, or length=, but got lengths "
+      f"{sorted(found)}."
+    )
+  return found.pop()
+
+
+def _is_tensor(value) -> bool:
+  return isinstance(value, torch.Tensor)
+
+
+# In a trace --------------------------------------------------------------------------
+
+
+def _scan(functions, args, length: int, reverse: bool, unroll):
+  init, xs = args
+  if not length:
+    raise ValueError("scan needs at least one iteration, but its length is 0.")
+
+  def lower(call, rng, captured, args):
+    init, xs = args
+    # The first iteration that runs takes the first words.
+    words = [w.reshape(length, -1, *w.shape[1:]) for w in rng.words]
+    words = tuple([w[::-1] for w in words] if reverse else words)
+    moves: list[Advance] = []
+
+    def body(carry, inputs):
+      (count, sites), states, value = carry
+      x, words = inputs
+      here = RngOperands(rng.key, count, words, sites)
+      done = call(0, here, loop.with_states(captured, states), (value, x))
+      value, y = _pair(done.out)
+      _require_no_seed("scan", done.advance)
+      loop.require_words(done.advance)
+      moves.append(done.advance)
+      after = here.moved(done.advance.draws, loop.by_site(done.advance))
+      return ((after.count, after.sites), done.states, value), y
+
+    start = (_counter(rng.count), rng.sites), loop.states_of(captured), init
+    (_, states, value), ys = lax.scan(
+      body, start, (xs, words), length=length, reverse=reverse, unroll=unroll
+    )
+    return (value, ys), states, moves[-1].repeated(length, "iteration")
+
+  loop = Transformed("scan", functions, lower)
+  return loop((init, xs), times=length)
+
+
+def _pair(out):
+  if isinstance(out, tuple | list) and len(out) == 2:
+    return out
+  raise TypeError(
+    "The body of scan returns (carry, y), a pair; y may be None. It returned "
+    f"{type(out).__name__}."
+  )
+
+
+def _fori(functions, args, lower: int, upper: int, unroll):
+  (body,) = functions
+  indices = torch.arange(lower, upper, dtype=torch.int32).to("jax")
+
+  def step(value, index):
+    return body(index, value), None
+
+  return _scan((step,), (*args, indices), upper - lower, False, unroll)[0]
+
+
+def _fori_while(functions, args):
+  (body,) = functions
+
+  def step(state):
+    index, upper, value = state
+    return index + 1, upper, body(index, value)
+
+  return _while((lambda state: state[0] < state[1], step), (args,))[2]
+
+
+def _while(functions, args):
+  stream = current()
+  taken = stream.peek("while_loop")
+
+  def lower(call, rng, captured, args):
+    child = rng.child(fold_in(taken.key, taken.count), loop.traced.pure.sites)
+    moves: list[Advance] = []
+
+    def goes_on(carry):
+      (count, sites), states, value = carry
+      here = child.at(count, sites)
+      done = call(0, here, loop.with_states(captured, states), (value,))
+      if done.advance.draws:
+        raise RngError(
+          "The condition of while_loop draws random numbers. Draw in the body, and "
+          "pass what the condition needs in the value."
+        )
+      return done.out
+
+    def body(carry):
+      (count, sites), states, value = carry
+      here = child.at(count, sites)
+      done = call(1, here, loop.with_states(captured, states), (value,))
+      _require_no_seed("while_loop", done.advance)
+      moves.append(done.advance)
+      after = here.moved(done.advance.draws, loop.by_site(done.advance))
+      return (after.count, after.sites), done.states, done.out
+
+    start = (child.count, child.sites), loop.states_of(captured), args[0]
+    _, states, value = lax.while_loop(goes_on, body, start)
+    return value, states, moves[-1].of_child("while_loop")
+
+  loop = Transformed("while_loop", functions, lower)
+  value = loop(args, times=None)
+  if loop.has_drawn:
+    stream.draw("while_loop")
+  return value
+
+
+def _switch(functions, args):
+  def lower(call, rng, captured, args):
+    index, operands = args
+    moves: dict[int, Advance] = {}
+
+    def branch(number, operands):
+      done = call(number, rng, captured, operands)
+      _require_no_seed("a branch", done.advance)
+      moves[number] = done.advance
+      return done.out, done.states
+
+    branches = [functools.partial(branch, n) for n in range(len(functions))]
+    if len(branches) == 1:
+      out, states = branches[0](operands)
+    else:
+      out, states = lax.switch(index, branches, operands)
+    return out, states, Advance.farthest([moves[n] for n in range(len(branches))])
+
+  return Transformed("switch", functions, lower)(args)
+
+
+def _counter(count) -> jax.Array:
+  """The count as it is carried through a loop."""
+  return jnp.asarray(count, jnp.uint32)
+
+
+def _require_no_seed(name: str, advance: Advance) -> None:
+  if advance.key is not None:
+    raise RngError(
+      f"{name} seeds the random stream, which would start over in every turn. Seed "
+      "before it, or draw in `with env.rng_scope(key):`."
+    )
+
+
+# Compiled, outside of traces ---------------------------------------------------------
+
+# First function -> compiled loops. They refer to functions weakly, so that a loop with a
+# body that was made for one call is dropped with its body.
+_compiled: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+class _Loop:
+  """A loop as a function of its arguments, compiled."""
+
+  def __init__(self, lower: Callable, functions: tuple, options: tuple):
+    self.__name__ = lower.__name__.removeprefix("_")
+    self._lower = lower
+    self._references = tuple(map(_weak, functions))
+    self.options = options
+    self.jitted = Jitted(self._trace, {})
+
+  def is_of(self, lower: Callable, functions: tuple, options: tuple) -> bool:
+    """True for the same loop over the same functions."""
+    return (
+      self._lower is lower
+      and self.options == options
+      and tuple(reference() for reference in self._references) == functions
+    )
+
+  def _trace(self, *args):
+    functions = tuple(reference() for reference in self._references)
+    return self._lower(functions, args, *self.options)
+
+
+def _weak(function: Callable):
+  if hasattr(function, "__self__") and hasattr(function, "__func__"):
+    return weakref.WeakMethod(function)  # the method itself is made anew each time
+  return weakref.ref(function)
+
+
+def _run(lower: Callable, functions: tuple, options: tuple, args: tuple):
+  """Runs a loop: as a part of the trace in progress, or compiled on its own."""
+  for function in functions:
+    if not callable(function):
+      raise TypeError(f"Expected a function, but got {type(function).__name__}.")
+  if not _jax_compat.is_top_level():
+    return lower(functions, args, *options)
+  first = functions[0]
+  owner = first.__self__ if isinstance(_weak(first), weakref.WeakMethod) else first
+  loops = _compiled.setdefault(owner, [])
+  for loop in loops:
+    if loop.is_of(lower, functions, options):
+      return loop.jitted(*args)
+  loops.append(_Loop(lower, functions, options))
+  return loops[-1].jitted(*args)

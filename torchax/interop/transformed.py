@@ -1,0 +1,204 @@
+"""What loops, branches, `jax_vmap` and `jax_shard_map` share.
+
+Each applies a JAX transformation to the pure form of torch functions:
+
+  lower(call, rng, captured, args) -> (out, states, advance)
+
+`call(branch, rng, captured, args)` runs the function of that number in a trace and
+returns its result, what it changed and how far its stream moved. Tensors that the
+functions close over are operands. Where torch records gradients, the transformed
+function is recorded as one operation, which JAX differentiates.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+
+from torchax import autograd
+from torchax.errors import MutationError, RngError
+from torchax.interop.traced import Effects, Situation, Traced
+from torchax.interop.views import arrays_of, tensors_of
+from torchax.rng import Advance, NewOperands, RngOperands
+from torchax.storage import Storage
+from torchax.tensor import Tensor
+
+
+class Result(NamedTuple):
+  """What one call of a function in a trace gave.
+
+  Attributes:
+    out: its result, of arrays.
+    states: new arrays of the captured tensors that change (`Transformed.changing`).
+    advance: how far its stream moved.
+  """
+
+  out: Any
+  states: list[jax.Array]
+  advance: Advance
+
+
+class Transformed:
+  """Torch functions under a JAX transformation.
+
+  Args:
+    name: of the transformation, for errors.
+    functions: the torch functions; a branch is one of them.
+    lower: applies the transformation; see above.
+    may_change: functions may change captured tensors in place.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    functions: Sequence[Callable],
+    lower: Callable,
+    may_change: bool = True,
+  ):
+    self.name = name
+    self._functions = functions
+    self._lower = lower
+    self._may_change = may_change
+    self._branch = 0
+    self.traced = Traced(self._run_branch, lifts=True, records=True)
+    self.traced.pure.__name__ = self.traced.__name__ = name
+    # Captured tensors that the functions change.
+    self.changing: list[Storage] = []
+    # How far a call moves its stream, as far as earlier traces have shown.
+    self.known = Advance(0)
+    # Whether the last call drew numbers.
+    self.has_drawn = False
+
+  def _run_branch(self, *args, **kwargs):
+    return self._functions[self._branch](*args, **kwargs)
+
+  def __call__(self, args: tuple, times: int | None = 1):
+    """Runs the functions on a tuple of trees of tensors.
+
+    Args:
+      args: for `lower`; tensors in them become arrays.
+      times: how often a function is called, for the integers of generators; None if
+        nobody knows.
+    """
+    leaves, treedef = jax.tree.flatten(args, is_leaf=_is_tensor)
+    arrays = arrays_of(leaves)
+
+    def run(rng):
+      if times is None and self.traced.pure.generators:
+        raise RngError(
+          f"{self.name} draws with a torch.Generator in a loop whose length is not "
+          "known before it runs. Use `scan` or `fori_loop` with numbers for bounds, or "
+          "draw from the environment's stream."
+        )
+      return self._run(RngOperands(*rng), leaves, arrays, treedef)
+
+    out, states = self.traced.pure.run(run, 1 if times is None else times)
+    for storage, array in zip(self.changing, states):
+      storage.write(array.jax() if isinstance(array, Tensor) else array)
+    return tensors_of(out)
+
+  def _run(self, rng, leaves, arrays, treedef):
+    captured = self.traced.captured_arrays()
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [*self.traced.captured, *[leaves[place] for place in places]]
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+      out, states, advance = self._apply(rng, captured, arrays, treedef)
+      self.has_drawn = advance is not None
+      return (out, states), advance
+    advances: list[Advance] = []
+
+    def on_arrays(*operands):
+      captured, values = operands[: len(self.traced.captured)], list(arrays)
+      for place, array in zip(places, operands[len(captured) :]):
+        values[place] = array
+      out, states, advance = self._apply(rng, captured, values, treedef)
+      advances.append(advance)
+      return out, states
+
+    function = autograd.ArrayFunction(on_arrays, saves_residuals=True, compiled=False)
+    result = autograd.call(function, tensors)
+    advance = advances[-1]
+    self.has_drawn = advance is not None
+    if advance is not None and advance.key is not None:
+      raise RngError(
+        f"{self.name} seeds its random stream while a gradient is recorded. Seed "
+        "outside of it, or draw in `rng_scope(key)`."
+      )
+    return result, advance
+
+  def _apply(self, rng, captured, arrays, treedef):
+    args = jax.tree.unflatten(treedef, arrays)
+    return self._lower(self._call, rng, captured, args)
+
+  def _call(self, branch: int, rng, captured, args) -> Result:
+    """Runs one of the functions in the trace in progress."""
+    self._branch = branch
+    situation = Situation.of(extra=branch)
+    (out, effects), advance = self.traced.pure(rng, (captured, situation), *args)
+    advance = Advance(0) if advance is None else advance
+    return Result(out, self._states(effects, captured), advance)
+
+  def _states(self, effects: Effects | None, captured) -> list[jax.Array]:
+    if effects is not None and (effects.leaves or effects.cleared):
+      raise MutationError(
+        f"A function in {self.name} calls `backward`, or clears gradients: `.grad` of "
+        "a tensor outside cannot change there. Use `torch.autograd.grad` and return "
+        "the gradients, or jit the step and loop in Python."
+      )
+    arrays = [] if effects is None else effects.arrays[len(effects.arguments) :]
+    written = {} if effects is None else dict(zip(effects.storages, arrays))
+    if written and not self._may_change:
+      raise MutationError(
+        f"A function in {self.name} changes {len(written)} tensor(s) that are not among "
+        "its arguments, to other numbers in each of its calls. Return them instead."
+      )
+    new = [storage for storage in written if storage not in self.changing]
+    if new:
+      self.changing += new
+      raise NewOperands
+    return [
+      written.get(storage, array)
+      for storage, array in zip(self.changing, self.states_of(captured))
+    ]
+
+  def with_states(self, captured, states) -> tuple:
+    """Captured arrays, with those of the changing tensors replaced."""
+    captured = list(captured)
+    for place, state in zip(self._places(), states):
+      captured[place] = state
+    return tuple(captured)
+
+  def states_of(self, captured) -> list[jax.Array]:
+    """The captured arrays of the changing tensors."""
+    return [captured[place] for place in self._places()]
+
+  def _places(self) -> list[int]:
+    storages = [tensor._storage for tensor in self.traced.captured]
+    return [storages.index(storage) for storage in self.changing]
+
+  def require_known(self, advance: Advance) -> None:
+    """Traces again where a call moves its stream otherwise than was known."""
+    found = dataclasses.replace(advance, log=())
+    if found != self.known:
+      self.known = found
+      raise NewOperands
+
+  def require_words(self, advance: Advance) -> None:
+    """Traces again where a generator gives a call more words than it takes."""
+    pure = self.traced.pure
+    if len(advance.words) == len(pure.generators):
+      taken = [(g, n) for (g, _), n in zip(pure.generators, advance.words)]
+      if taken != pure.generators:
+        pure.generators = taken
+        raise NewOperands
+
+  def by_site(self, advance: Advance) -> tuple[int, ...]:
+    """Draws at each site of the function, in the order of its operands."""
+    draws = advance.by_site()
+    return tuple([draws.get(path, 0) for path in self.traced.pure.sites])
+
+
+def _is_tensor(value) -> bool:
+  return isinstance(value, torch.Tensor)
