@@ -3,6 +3,7 @@
 from torchax.interop import optimizers
 from torchax.interop.jit import Jitted, jax_jit, wrap_jax_jit
 from torchax.interop.loops import cond, fori_loop, scan, switch, while_loop
+from torchax.interop.maps import jax_shard_map, jax_vmap
 from torchax.interop.module import (
   JittableModule,
   extract_all_buffers,
@@ -34,9 +35,11 @@ __all__ = [
   "functional_rng",
   "gradient_checkpoint",
   "jax_jit",
+  "jax_shard_map",
   "jax_value_and_grad",
   "jax_view",
   "jax_view_elem",
+  "jax_vmap",
   "optimizers",
   "scan",
   "set_all_buffers",

@@ -1,7 +1,7 @@
 """Loops and branches whose bodies are torch functions: `jax.lax`'s, with randomness.
 
-Each iteration draws the numbers that it would draw if the loop were unrolled: the count
-of draws is carried through the loop. `while_loop`, which does not know its length, draws
+Each iteration draws the numbers that it would draw if the loop were unrolled: the
+count of draws is carried through it. `while_loop`, which does not know its length, draws
 from a child stream and moves the current one by one draw; of the branches of `cond` and
 `switch`, the one that draws most decides how far the stream moves.
 
@@ -191,8 +191,8 @@ def _scan(functions, args, length: int, reverse: bool, unroll):
     )
     return (value, ys), states, moves[-1].repeated(length, "iteration")
 
-  loop = Transformed("scan", functions, lower)
-  return loop((init, xs), times=length)
+  loop = Transformed("scan", functions, lower, times=length)
+  return loop((init, xs))
 
 
 def _pair(out):
@@ -256,8 +256,8 @@ def _while(functions, args):
     _, states, value = lax.while_loop(goes_on, body, start)
     return value, states, moves[-1].of_child("while_loop")
 
-  loop = Transformed("while_loop", functions, lower)
-  value = loop(args, times=None)
+  loop = Transformed("while_loop", functions, lower, times=None)
+  value = loop(args)
   if loop.has_drawn:
     stream.draw("while_loop")
   return value

@@ -48,6 +48,8 @@ class Transformed:
     functions: the torch functions; a branch is one of them.
     lower: applies the transformation; see above.
     may_change: functions may change captured tensors in place.
+    times: how often a call runs a function, for the integers of generators; None if
+      nobody knows before it runs.
   """
 
   def __init__(
@@ -56,6 +58,7 @@ class Transformed:
     functions: Sequence[Callable],
     lower: Callable,
     may_change: bool = True,
+    times: int | None = 1,
   ):
     self.name = name
     self._functions = functions
@@ -68,25 +71,20 @@ class Transformed:
     self.changing: list[Storage] = []
     # How far a call moves its stream, as far as earlier traces have shown.
     self.known = Advance(0)
+    self.times = times
     # Whether the last call drew numbers.
     self.has_drawn = False
 
   def _run_branch(self, *args, **kwargs):
     return self._functions[self._branch](*args, **kwargs)
 
-  def __call__(self, args: tuple, times: int | None = 1):
-    """Runs the functions on a tuple of trees of tensors.
-
-    Args:
-      args: for `lower`; tensors in them become arrays.
-      times: how often a function is called, for the integers of generators; None if
-        nobody knows.
-    """
+  def __call__(self, args: tuple):
+    """Runs the functions on a tuple of trees of tensors, arguments for `lower`."""
     leaves, treedef = jax.tree.flatten(args, is_leaf=_is_tensor)
     arrays = arrays_of(leaves)
 
     def run(rng):
-      if times is None and self.traced.pure.generators:
+      if self.times is None and self.traced.pure.generators:
         raise RngError(
           f"{self.name} draws with a torch.Generator in a loop whose length is not "
           "known before it runs. Use `scan` or `fori_loop` with numbers for bounds, or "
@@ -94,7 +92,7 @@ class Transformed:
         )
       return self._run(RngOperands(*rng), leaves, arrays, treedef)
 
-    out, states = self.traced.pure.run(run, 1 if times is None else times)
+    out, states = self.traced.pure.run(run, lambda: self.times or 1)
     for storage, array in zip(self.changing, states):
       storage.write(array.jax() if isinstance(array, Tensor) else array)
     return tensors_of(out)

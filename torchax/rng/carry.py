@@ -284,6 +284,10 @@ def same_generator(first: torch.Generator, second: torch.Generator) -> bool:
   return first is second or first._cdata == second._cdata
 
 
+def _once() -> int:
+  return 1
+
+
 class Carried:
   """A function whose random state is an operand; `pure` for any JAX transformation."""
 
@@ -431,13 +435,15 @@ class Carried:
         advance.by_site(stream.caller_path()) if stream.by_site else None,
       )
 
-  def run(self, transformed: Callable[[RngOperands], Any], times: int = 1):
+  def run(
+    self, transformed: Callable[[RngOperands], Any], times: Callable[[], int] = _once
+  ):
     """Calls a transformed function with this thread's stream as its operands.
 
     Args:
       transformed: `RngOperands -> (out, Advance)`; called again where the trace met
         something that it has no operand for yet.
-      times: how often it runs the function.
+      times: tells how often it runs the function.
 
     Returns:
       `out`; the stream stands where the function left it, or, after an exception,
@@ -446,7 +452,7 @@ class Carried:
     while True:
       before = [generator.get_state() for generator, _ in self.generators]
       try:
-        out, advance = transformed(self.operands(times))
+        out, advance = transformed(self.operands(times()))
         self.commit(advance)
       except BaseException as error:
         for (generator, _), state in zip(self.generators, before):
@@ -456,8 +462,9 @@ class Carried:
         raise
       drawn = advance.words if advance is not None else ()
       for (generator, n), state, used in zip(self.generators, before, drawn):
-        if used < n * times:
-          give_back_words(generator, state, n * times, used)
+        taken = n * times()
+        if used < taken:
+          give_back_words(generator, state, taken, used)
       return out
 
   def try_abstractly(self, transformed: Callable[[RngOperands], Any]):

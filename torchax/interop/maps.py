@@ -1,0 +1,227 @@
+"""Functions of one row, or of one shard, applied to all: `jax.vmap`, `jax.shard_map`.
+
+What rows and shards draw is a declared policy. By "different", row i of `jax_vmap` draws
+what the i-th turn of a Python loop over the rows would draw, whatever the size of the
+batch; a shard draws from a key of its own, derived from its place along the mesh axes
+that are to differ.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from torchax.errors import RngError
+from torchax.interop.transformed import Transformed
+from torchax.rng import Advance, RngOperands
+from torchax.rng.ledger import adopted
+
+DIFFERENT, SAME, ERROR = "different", "same", "error"
+
+
+def jax_vmap(
+  torch_function: Callable,
+  in_axes: Any = 0,
+  out_axes: Any = 0,
+  *,
+  randomness: str = ERROR,
+  axis_name=None,
+  axis_size: int | None = None,
+  spmd_axis_name=None,
+) -> Callable:
+  """`jax.vmap` of a torch function, differentiable by torch and by JAX.
+
+  Args:
+    torch_function: function of one row: trees of tensors in and out. It must not
+      change in place what it closes over.
+    in_axes, out_axes, axis_name, axis_size, spmd_axis_name: as in `jax.vmap`; they
+      refer to the positional arguments. Keyword arguments are mapped over axis 0.
+    randomness: what rows draw, in `torch.func.vmap`'s words: "error" refuses to draw;
+      "different" gives each row the numbers of its turn in a Python loop; "same" gives
+      all rows the same numbers.
+
+  Returns:
+    The function of all rows.
+
+  Raises:
+    ValueError: another word for `randomness`.
+    RngError: from the function returned, where it draws and `randomness` is "error".
+  """
+  if randomness not in (ERROR, DIFFERENT, SAME):
+    raise ValueError(
+      f'randomness is "error", "different" or "same", but got {randomness!r}.'
+    )
+  name = axis_name or _ROWS
+  transform = functools.partial(
+    jax.vmap,
+    out_axes=out_axes,
+    axis_name=name,
+    axis_size=axis_size,
+    spmd_axis_name=spmd_axis_name,
+  )
+
+  @functools.wraps(torch_function, updated=())
+  def mapped(*args, **kwargs):
+    rows = Transformed(
+      "jax_vmap",
+      (lambda args, kwargs: torch_function(*args, **kwargs),),
+      lambda *operands: _lower_vmap(
+        rows, transform, in_axes, name, randomness, *operands
+      ),
+      may_change=False,
+    )
+    return rows((args, kwargs))
+
+  return mapped
+
+
+_ROWS = "torchax_rows"
+
+
+def _lower_vmap(
+  rows: Transformed, transform, in_axes, name, randomness, call, rng, captured, args
+):
+  moves: list[Advance] = []
+
+  def row(args, kwargs):
+    here = rng
+    if randomness == DIFFERENT:
+      rows.times = jax.lax.axis_size(name)
+      here = _of_row(rows, rng, name)
+    done = call(0, here, captured, (args, kwargs))
+    _check(done.advance, randomness)
+    if randomness == DIFFERENT:
+      rows.require_known(done.advance)
+      rows.require_words(done.advance)
+    moves.append(done.advance)
+    return done.out
+
+  if isinstance(in_axes, list):
+    in_axes = tuple(in_axes)
+  out = transform(row, in_axes=(in_axes, 0))(*args)
+  return out, [], moves[-1].repeated(rows.times, "row")
+
+
+def _of_row(rows: Transformed, rng: RngOperands, name) -> RngOperands:
+  """Where the stream of a row stands: where a loop would come to it."""
+  turn = jax.lax.axis_index(name).astype(jnp.uint32)
+  known = rows.known
+  here = rng.moved(turn * known.draws, tuple(turn * n for n in rows.by_site(known)))
+  words = tuple(
+    jnp.asarray(w).reshape(rows.times, -1, *w.shape[1:])[turn] for w in rng.words
+  )
+  return here._replace(words=words) if known.draws or words else rng
+
+
+def _check(advance: Advance, randomness: str) -> None:
+  if randomness == ERROR and (advance.draws or any(advance.words)):
+    raise RngError(
+      "A function under jax_vmap draws random numbers. Say what the rows draw: "
+      'jax_vmap(f, randomness="different") gives each row its own numbers, '
+      'randomness="same" gives all of them the same.'
+    )
+  if advance.key is not None:
+    raise RngError(
+      "A function under jax_vmap seeds the random stream: each row would seed it to "
+      "something else. Seed outside of it, or draw in `with env.rng_scope(key):`."
+    )
+
+
+def jax_shard_map(
+  torch_function: Callable,
+  kwargs_for_jax_shard_map: dict[str, Any] | None = None,
+  *,
+  randomness: str | Mapping[str, str] = DIFFERENT,
+) -> Callable:
+  """`jax.shard_map` of a torch function, differentiable by torch and by JAX.
+
+  Args:
+    torch_function: function of one shard: trees of tensors in and out. It must not
+      change in place what it closes over.
+    kwargs_for_jax_shard_map: `mesh`, `in_specs`, `out_specs`, `axis_names`,
+      `check_vma`; the specs refer to the arguments of `torch_function`.
+    randomness: "different": each shard draws its own numbers; "same": all draw the
+      same; or a word for each mesh axis, by name, where the others are "different":
+      with {"model": "same"} the shards of a data axis drop different units, those of a
+      tensor-parallel axis the same.
+
+  Returns:
+    The function of whole tensors. Keyword arguments are not taken.
+
+  Raises:
+    ValueError: another word, or an axis that the mesh lacks.
+  """
+  options = dict(kwargs_for_jax_shard_map or {})
+  in_specs = options.pop("in_specs", None)
+  out_specs = options.pop("out_specs", None)
+  axes = _different_axes(randomness, options)
+
+  @functools.wraps(torch_function, updated=())
+  def sharded(*args):
+    shards = Transformed(
+      "jax_shard_map",
+      (torch_function,),
+      lambda *operands: _lower_shards(
+        shards, options, in_specs, out_specs, axes, *operands
+      ),
+      may_change=False,
+    )
+    return shards(args)
+
+  return sharded
+
+
+def _lower_shards(
+  shards: Transformed, options, in_specs, out_specs, axes, call, rng, captured, args
+):
+  moves: list[Advance] = []
+  whole = PartitionSpec()
+
+  def shard(rng, captured, args):
+    # A tree inside an operand has its static parts for every shard.
+    here = RngOperands(*rng)
+    done = call(0, here.shard(_index(axes)) if axes else here, captured, args)
+    _check(done.advance, SAME)
+    moves.append(done.advance)
+    return done.out
+
+  one_for_all = in_specs is None or isinstance(in_specs, PartitionSpec)
+  specs = in_specs if one_for_all else tuple(in_specs)
+  transformed = jax.shard_map(
+    shard, in_specs=(whole, whole, specs), out_specs=out_specs, **options
+  )
+  out = transformed(tuple(rng), captured, args)
+  advance = moves[-1]
+  if axes:
+    advance = dataclasses.replace(advance, log=adopted(advance.log, "shard"))
+  return out, [], advance.repeated(1, "")
+
+
+def _index(axes: tuple[str, ...]):
+  """The number of this shard among those that are to differ."""
+  number = 0
+  for axis in axes:
+    number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+  return jnp.asarray(number).astype(jnp.uint32)
+
+
+def _different_axes(randomness, options) -> tuple[str, ...]:
+  """The mesh axes along which shards draw different numbers, in the mesh's order."""
+  mesh = options.get("mesh") or jax.sharding.get_abstract_mesh()
+  names = options.get("axis_names") or mesh.axis_names
+  names = tuple(name for name in mesh.axis_names if name in names)
+  if isinstance(randomness, str):
+    randomness = dict.fromkeys(names, randomness)
+  unknown = [name for name in randomness if name not in names]
+  if unknown:
+    raise ValueError(f"randomness names the axes {unknown}, but the mesh has {names}.")
+  for axis, word in randomness.items():
+    if word not in (DIFFERENT, SAME):
+      raise ValueError(
+        f'randomness is "different" or "same", but got {word!r} for axis {axis!r}.'
+      )
+  return tuple(n for n in names if randomness.get(n, DIFFERENT) == DIFFERENT)
