@@ -26,7 +26,10 @@ REQUIRES = [
   "absl-py>=2.0",
 ]
 EXTRAS = {
+  "checkpoint": ["orbax-checkpoint>=0.12"],
   "flax": ["flax>=0.12"],
+  # Libraries whose use of keys is tested.
+  "interop": ["dm-haiku>=0.0.17", "equinox>=0.13", "numpyro>=0.22"],
   "optax": ["optax>=0.2.4"],
   "examples": ["scikit-learn>=1.5", "matplotlib>=3.9", "tqdm>=4.66"],
   "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"],

@@ -33,6 +33,7 @@ LAYERS = {
     "torchax.aliasing",
     "torchax.dispatch",
     "torchax.functions",
+    "torchax.generators",
     "torchax.operands",
     "torchax.plans",
   ),
@@ -64,6 +65,7 @@ LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 
 # May be missing on a user's machine, so a function may import them.
 OPTIONAL = {
+  "etils",
   "flax",
   "matplotlib",
   "optax",

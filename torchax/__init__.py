@@ -17,12 +17,14 @@ from torchax import (
   decompositions,
   device_module,
   factories,
+  generators,
   interop,
   rng,
   shortcuts,
   tensor,
   transfer,
 )
+from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.config import Configuration
 from torchax.dispatch import Dispatcher
 from torchax.environment import Environment, default_env
@@ -73,7 +75,7 @@ def enable_performance_mode() -> None:
 
 def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
-  Dispatcher.special_plans = [aliasing.plan, transfer.plan]
+  Dispatcher.special_plans = [aliasing.plan, transfer.plan, generators.plan]
   Environment.on_creation = [
     factories.register_functions,
     shortcuts.register_functions,
@@ -100,7 +102,9 @@ __all__ = [
   "interop",
   "jaten",
   "jtorch",
+  "load_checkpoint",
   "rng",
   "rng_scope",
+  "save_checkpoint",
   "unsupported_dtype",
 ]

@@ -1,0 +1,443 @@
+"""Checkpoints: a training state as a directory, written and read by Orbax.
+
+  path/<step>/structure   JSON: the containers, the numbers, and where each array goes
+  path/<step>/arrays      the arrays, by readable names (Orbax's standard format)
+
+A step is written under a temporary name and gets its own when it is complete, so a
+process that dies while it saves leaves the earlier steps and nothing else. Nothing is
+pickled: reading a checkpoint runs no code of it. Orbax is an optional dependency; its
+`CheckpointManager` reads the same layout.
+"""
+
+import collections
+import operator
+import os
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax import rng
+from torchax.environment import default_env
+from torchax.errors import TracedStateError, UnsupportedDtypeError
+from torchax.ops import mappings
+from torchax.tensor import Tensor, new_tensor
+
+_FORMAT = 1
+_STRUCTURE, _ARRAYS = "structure", "arrays"
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def save_checkpoint(state: dict[str, Any], path: str | os.PathLike, step: int) -> None:
+  """Writes a state to `path/<step>`, where `load_checkpoint` finds it.
+
+  A state is made of dicts (of any keys), lists, tuples, named tuples, numbers, strings,
+  bytes, None, dtypes, jax and CPU tensors, arrays of JAX and numpy, random keys, and
+  `RngState`. So are the `state_dict()` of modules and optimizers, `env.rng.state`,
+  `torch.jax.get_rng_state()` and `torch.Generator.get_state()`.
+
+  Args:
+    state: what to save. Sharded arrays are saved from the devices that hold them.
+    path: a directory for the checkpoints of a run; made if it is missing. Local, or
+      what `etils.epath` knows, such as `gs://`.
+    step: a number >= 0 that names the checkpoint.
+
+  Raises:
+    FileExistsError: the step was saved before; it stays as it is.
+    TypeError: a value that is none of the above; nothing is written.
+    TracedStateError: inside a compiled function, where tensors have no values.
+    ImportError: Orbax is not installed.
+
+  >>> import tempfile
+  >>> run = tempfile.mkdtemp()
+  >>> save_checkpoint({"rng": rng.RngState.from_seed(0), "losses": [0.5]}, run, 10)
+  >>> load_checkpoint(run)
+  {'rng': RngState(threefry2x32, key=0:0, count=0), 'losses': [0.5]}
+  """
+  ocp, epath = _orbax()
+  if not isinstance(state, dict):
+    raise TypeError(
+      "save_checkpoint expects a dict, such as {'model': model.state_dict()}, but got "
+      f"{type(state).__name__}."
+    )
+  if isinstance(step, bool) or operator.index(step) < 0:
+    raise ValueError(f"A step is an int >= 0, but got {step!r}.")
+  place = _absolute(path, epath) / str(operator.index(step))
+  if place.exists():
+    raise FileExistsError(
+      f"{place} exists, and a checkpoint is never overwritten. Save under another "
+      "step, or remove that directory first."
+    )
+  writer = _Writer()
+  structure = {"format": _FORMAT, "state": writer.node(state, "state", ())}
+  structure["devices"] = _devices_of(writer.arrays.values())
+  items = {_STRUCTURE: ocp.args.JsonSave(structure)}
+  if writer.arrays:  # Orbax refuses an empty item
+    items[_ARRAYS] = ocp.args.StandardSave(writer.arrays)
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    checkpointer.save(place, args=ocp.args.Composite(**items))
+
+
+def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
+  """Reads what `save_checkpoint` has written.
+
+  Everything comes back as what it was, bit for bit: jax tensors on jax, CPU tensors on
+  the CPU, arrays as arrays. Parameters come back as plain tensors, for
+  `load_state_dict`. Sharded arrays come back sharded where the devices they were on
+  exist, else on the default device.
+
+  Args:
+    path: a directory of checkpoints, of which the latest step is read; or the directory
+      of one step, such as `"run/300"`.
+
+  Returns:
+    The state. A named tuple is of its own class if the program has imported that, else
+    of one with the same name and fields.
+
+  Raises:
+    FileNotFoundError: no such directory, or no complete checkpoint in it.
+    ValueError: a checkpoint that another program has written.
+    UnsupportedDtypeError: 64-bit arrays of JAX, whose x64 mode is off now.
+    ImportError: Orbax is not installed.
+  """
+  ocp, epath = _orbax()
+  place = _step_directory(_absolute(path, epath), ocp)
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+
+    def read(**items):
+      return checkpointer.restore(place, args=ocp.args.Composite(**items))
+
+    structure = read(structure=ocp.args.JsonRestore()).structure
+    if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
+      raise ValueError(
+        f"{place} holds no state of `save_checkpoint` that this version of torchax "
+        f"knows: expected format {_FORMAT}."
+      )
+    nodes = list(_array_nodes(structure["state"]))
+    _require_width(nodes, place)
+    arrays = {}
+    if any("name" in node for node in nodes):
+      target = _target(nodes, structure["devices"])
+      arrays = read(arrays=ocp.args.StandardRestore(target)).arrays
+  return _Reader(arrays).value(structure["state"])
+
+
+def _orbax():
+  try:
+    import orbax.checkpoint as ocp
+    from etils import epath
+  except ImportError as error:
+    raise ImportError(
+      "Checkpoints need Orbax: pip install 'torchax[checkpoint]'."
+    ) from error
+  return ocp, epath
+
+
+def _absolute(path, epath):
+  """The path as Orbax wants it; a URL is absolute already."""
+  path = os.fspath(path)
+  return epath.Path(path if "://" in path else os.path.abspath(path))
+
+
+def _step_directory(path, ocp):
+  """The directory of one step: the path itself, or the latest step below it."""
+  if (path / _STRUCTURE).exists():
+    return path
+  steps = ocp.utils.checkpoint_steps(path) if path.exists() else []
+  if not steps:
+    what = "it holds none" if path.exists() else "no such path"
+    raise FileNotFoundError(f"There is no complete checkpoint in {path}: {what}.")
+  latest = path / str(max(steps))
+  if not (latest / _STRUCTURE).exists():
+    raise ValueError(
+      f"{latest} was not written by `save_checkpoint`: it has no item {_STRUCTURE!r}. "
+      "Read it with orbax.checkpoint."
+    )
+  return latest
+
+
+def _devices_of(arrays) -> list[str]:
+  """The names of the devices that hold the arrays."""
+  on_devices = [array for array in arrays if isinstance(array, jax.Array)]
+  return sorted({str(device) for array in on_devices for device in array.devices()})
+
+
+# Trees of tensors and trees of arrays ------------------------------------------------
+
+
+def _to_jax(pytree) -> Any:
+  """Jax tensors in a tree as JAX arrays, CPU tensors as numpy arrays.
+
+  A CPU tensor keeps its 64 bits, whatever JAX's x64 switch says.
+  """
+  is_leaf = lambda value: isinstance(value, torch.Tensor)  # noqa: E731
+  return jax.tree.map(_array_of, pytree, is_leaf=is_leaf)
+
+
+def _to_torch(pytree) -> Any:
+  """JAX arrays in a tree as jax tensors, numpy arrays as CPU tensors."""
+  return jax.tree.map(_tensor_of, pytree)
+
+
+def _array_of(value):
+  if isinstance(value, Tensor):
+    return value.jax()
+  if isinstance(value, torch.Tensor):
+    mappings.check_torch_tensor(value)
+    return mappings._to_numpy(value.detach().cpu().resolve_conj().resolve_neg())
+  return value
+
+
+def _tensor_of(value):
+  if rng.is_typed_key(value):
+    return value
+  if isinstance(value, jax.Array):
+    return new_tensor(value, default_env())
+  return mappings.j2t(value, False) if isinstance(value, np.ndarray) else value
+
+
+# Structure ---------------------------------------------------------------------------
+
+
+def _array_kind(value) -> str | None:
+  """How a value with numbers in an array is to come back; None for other values."""
+  if isinstance(value, Tensor):
+    return "jax tensor"
+  if isinstance(value, torch.Tensor):
+    return "CPU tensor"
+  if isinstance(value, jax.Array):
+    return "keys" if rng.is_typed_key(value) else "jax array"
+  if isinstance(value, np.ndarray):
+    return "numpy array"
+  return "numpy scalar" if isinstance(value, np.generic) else None
+
+
+def _is_named_tuple(value) -> bool:
+  return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+class _Writer:
+  """Turns a state into JSON; its arrays are put aside by name."""
+
+  def __init__(self):
+    self.arrays: dict[str, Any] = {}
+    # Tied weights are one array, which is saved once.
+    self._names: dict[int, str] = {}
+
+  def node(self, value, where: str, path: tuple[str, ...]):
+    """The JSON of a value; `where` names it in errors, `path` its arrays."""
+    kind = type(value)
+    if kind in _PLAIN:
+      return value
+    if kind in (dict, collections.OrderedDict):
+      return self._dict(value, where, path)
+    if kind in (list, tuple, torch.Size) or _is_named_tuple(value):
+      return self._sequence(value, where, path)
+    if isinstance(value, rng.RngState):
+      state = self.node(value.state_dict(), where, path)
+      return {"type": "rng state", "state": state}
+    as_array = _array_kind(value)
+    if as_array is not None:
+      return self._array(value, as_array, where, path)
+    if kind is torch.dtype:
+      return {"type": "dtype", "name": str(value).removeprefix("torch.")}
+    if kind is complex:
+      return {"type": "complex", "parts": [value.real, value.imag]}
+    if kind is bytes:
+      return {"type": "bytes", "hex": value.hex()}
+    raise TypeError(
+      f"{where} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint "
+      "does not hold. Save a module or an optimizer as its `.state_dict()`, a "
+      "torch.Generator as its `.get_state()`, a stream as its `.state`, and another "
+      "object as a dict of its fields."
+    )
+
+  def _dict(self, value, where, path):
+    items = [
+      [
+        self.node(key, f"the key {key!r} of {where}", path),
+        self.node(entry, f"{where}[{key!r}]", (*path, str(key))),
+      ]
+      for key, entry in value.items()
+    ]
+    if type(value) is dict:
+      return {"type": "dict", "items": items}
+    # A module's state_dict keeps the versions of its layers in this attribute.
+    metadata = self.node(getattr(value, "_metadata", None), where, path)
+    return {"type": "ordered dict", "items": items, "metadata": metadata}
+
+  def _sequence(self, value, where, path):
+    items = [
+      self.node(entry, f"{where}[{place}]", (*path, str(place)))
+      for place, entry in enumerate(value)
+    ]
+    if _is_named_tuple(value):
+      cls = type(value)
+      name = f"{cls.__module__}:{cls.__qualname__}"
+      fields = list(cls._fields)
+      return {"type": "named tuple", "name": name, "fields": fields, "items": items}
+    return {"type": type(value).__name__, "items": items}
+
+  def _array(self, value, kind, where, path):
+    node = {"type": kind}
+    array = _to_jax(value)
+    if isinstance(array, jax.core.Tracer):
+      raise TracedStateError(
+        f"{where} is being traced and has no value yet. Save outside of the compiled "
+        "function."
+      )
+    if kind == "keys":
+      node["impl"] = str(jax.random.key_impl(array))
+      array = jax.random.key_data(array)
+    if array.dtype.kind in "OSUMm" or array.dtype.names:
+      raise TypeError(
+        f"{where} is a numpy array of dtype {array.dtype}; a checkpoint holds arrays "
+        "of numbers. Save strings as a list."
+      )
+    node |= {"shape": list(array.shape), "dtype": str(array.dtype)}
+    if array.size:  # Orbax saves no empty arrays
+      node["name"] = self._put(array, "/".join(path))
+    return node
+
+  def _put(self, array, name: str) -> str:
+    known = self._names.get(id(array))
+    if known is not None:
+      return known
+    free, number = name, 1
+    while free in self.arrays:  # the keys 1 and "1" have one name
+      free, number = f"{name}~{number}", number + 1
+    # Numpy scalars are no arrays to Orbax; `arrays` keeps the ids in `_names` alive.
+    self.arrays[free] = np.asarray(array) if isinstance(array, np.generic) else array
+    self._names[id(array)] = free
+    return free
+
+
+_ON_HOST = ("CPU tensor", "numpy array", "numpy scalar")
+
+
+def _array_nodes(node):
+  """The nodes of a structure that stand for arrays."""
+  if isinstance(node, dict):
+    if "shape" in node:
+      yield node
+    for child in node.values():
+      yield from _array_nodes(child)
+  elif isinstance(node, list):
+    for child in node:
+      yield from _array_nodes(child)
+
+
+def _require_width(nodes, place) -> None:
+  """Raises where JAX would cut 64-bit numbers to 32 without a word."""
+  if jax.config.jax_enable_x64:
+    return
+  for node in nodes:
+    dtype = jnp.dtype(node["dtype"])
+    if node["type"] not in _ON_HOST and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+      raise UnsupportedDtypeError(
+        f"{place} holds JAX arrays of {dtype}, but JAX's x64 mode is off. Call "
+        '`jax.config.update("jax_enable_x64", True)` before loading it.'
+      )
+
+
+def _target(nodes, devices: list[str]) -> dict | None:
+  """Where the arrays go if the devices that they were on are not here."""
+  if {str(device) for device in jax.devices()}.issuperset(devices):
+    return None
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  target = {}
+  for node in nodes:
+    shape, dtype = node["shape"], jnp.dtype(node["dtype"])
+    if "name" in node:
+      target[node["name"]] = (
+        np.empty(shape, dtype)
+        if node["type"] in _ON_HOST
+        else jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+      )
+  return target
+
+
+class _Reader:
+  """Turns the JSON of a state into the state."""
+
+  def __init__(self, arrays: dict[str, Any]):
+    self.arrays = arrays
+
+  def value(self, node):
+    """The value that `_Writer.node` described."""
+    if not isinstance(node, dict):
+      return node
+    kind = node["type"]
+    if kind in _CONTAINERS:
+      return _CONTAINERS[kind](self, node)
+    return self._array(node)
+
+  def _dict(self, node):
+    return {self.value(key): self.value(entry) for key, entry in node["items"]}
+
+  def _ordered_dict(self, node):
+    found = collections.OrderedDict(self._dict(node))
+    metadata = self.value(node["metadata"])
+    if metadata is not None:
+      found._metadata = metadata
+    return found
+
+  def _items(self, node):
+    return [self.value(entry) for entry in node["items"]]
+
+  def _named_tuple(self, node):
+    cls = _named_tuple_class(node["name"], tuple(node["fields"]))
+    return cls._make(self._items(node))
+
+  def _rng_state(self, node):
+    return rng.RngState.from_state_dict(self.value(node["state"]))
+
+  def _array(self, node):
+    kind = node["type"]
+    if "name" in node:
+      array = self.arrays[node["name"]]
+    else:
+      array = np.empty(node["shape"], jnp.dtype(node["dtype"]))
+    if kind in ("jax tensor", "jax array", "keys"):
+      array = jnp.asarray(array)
+    if kind == "keys":
+      return _keys(array, node["impl"])
+    if kind.endswith("tensor"):
+      return _to_torch(array)
+    return array[()] if kind == "numpy scalar" else array
+
+
+_CONTAINERS = {
+  "dict": _Reader._dict,
+  "ordered dict": _Reader._ordered_dict,
+  "list": _Reader._items,
+  "tuple": lambda reader, node: tuple(reader._items(node)),
+  "Size": lambda reader, node: torch.Size(reader._items(node)),
+  "named tuple": _Reader._named_tuple,
+  "rng state": _Reader._rng_state,
+  "dtype": lambda reader, node: getattr(torch, node["name"]),
+  "complex": lambda reader, node: complex(*node["parts"]),
+  "bytes": lambda reader, node: bytes.fromhex(node["hex"]),
+}
+
+
+def _named_tuple_class(name: str, fields: tuple[str, ...]) -> type:
+  """The class of that name among the modules that are imported, or a new one."""
+  module, _, qualified = name.partition(":")
+  found = sys.modules.get(module)
+  for part in qualified.split("."):
+    found = getattr(found, part, None)
+  is_tuple = isinstance(found, type) and issubclass(found, tuple)
+  if is_tuple and getattr(found, "_fields", None) == fields:
+    return found
+  return collections.namedtuple(qualified.rpartition(".")[2], fields)
+
+
+def _keys(words: jax.Array, impl: str) -> jax.Array:
+  """Typed keys of any shape from their key data."""
+  shape = words.shape[:-1]
+  rows = words.reshape(-1, words.shape[-1])
+  return jax.vmap(lambda row: rng.as_key(row, impl))(rows).reshape(shape)

@@ -1,0 +1,409 @@
+"""Flax linen modules as torch modules.
+
+The variables of a linen module become the tensors of a torch module, under their linen
+names: `params` are parameters, every other collection (`batch_stats`, `cache`) is
+buffers. A call runs `apply` as one compiled function; the keys of its rng collections
+(`dropout`) are draws of the current stream and operands of that function.
+
+NNX modules hold their state themselves and need no wrapper: `docs/rng.md` shows how
+they, and other libraries, take a key of the stream.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from torchax import autograd, rng
+from torchax.environment import Environment, default_env
+from torchax.interop.views import arrays_of, tensors_of
+from torchax.tensor import Tensor, new_tensor
+
+PARAMS = "params"
+
+# linen names the collection in the message alone.
+_MISSING_RNG = re.compile(r'needs PRNG for "(?P<collection>.+)"')
+
+
+class _Variables(torch.nn.Module):
+  """One level of a linen module's variables, as a torch module without a forward."""
+
+  @property
+  def forward(self):
+    """Leaves the name to linen, where modules have it; torch looks it up next."""
+    raise AttributeError("forward")
+
+
+class _Array(NamedTuple):
+  """Stands for an array among the static parts of a call."""
+
+  place: int
+
+
+class _Call(NamedTuple):
+  """What is static about a call of `apply`: it is compiled once for each."""
+
+  variables: Any  # tree structures
+  arguments: Any
+  # Argument leaves with their types, since 1 == True == 1.0.
+  leaves: tuple[tuple[type, Any], ...]
+  mutable: Any
+  # Names and PRNG implementations of the keys.
+  rngs: tuple[tuple[str, str], ...] = ()
+
+
+class FlaxNNModule(torch.nn.Module):
+  """A torch module that holds a Flax linen module.
+
+  Parameters and buffers have the names of linen's variables, such as
+  `params.Dense_0.kernel` and `batch_stats.BatchNorm_0.mean`, in linen's layouts. They
+  are jax tensors that optimizers, `state_dict`, `jax_jit` and `torch.func` treat as
+  any others. Partitioning boxes of linen are taken off.
+
+  Each rng collection that a call asks for takes one key from the current stream, in the
+  order in which the module asks: `torch.manual_seed` decides them, each call has new
+  ones, and a call that is deterministic draws nothing.
+
+  `train()` and `eval()` decide whether buffers are updated. What linen modules call
+  `train`, `deterministic` or `use_running_average` are arguments like any others:
+  `model(x, train=model.training)`.
+
+  Args:
+    env: the environment whose stream is drawn from.
+    flax_module: a `flax.linen.Module`.
+    sample_args: example inputs, jax tensors or arrays. `flax_module.init` is called
+      with these and a key of the stream for `params`, and for any other collection
+      that linen asks for.
+    sample_kwargs: the same by keyword.
+
+  Raises:
+    ImportError: Flax is not installed.
+    TypeError: not a linen module; `sample_args` that its `__call__` does not take; or
+      a variable that is not an array.
+    ValueError: a variable with a dot in its name.
+
+  >>> import flax.linen as nn, torchax
+  >>> env = torchax.default_env()
+  >>> x = torch.ones(2, 3, device="jax")
+  >>> model = FlaxNNModule(env, nn.Dense(4), (x,))
+  >>> model(x).shape, [name for name, _ in model.named_parameters()]
+  (torch.Size([2, 4]), ['params.bias', 'params.kernel'])
+  """
+
+  def __init__(
+    self,
+    env: Environment,
+    flax_module,
+    sample_args: tuple,
+    sample_kwargs: dict[str, Any] | None = None,
+  ):
+    super().__init__()
+    linen, meta, _ = _flax()
+    if not isinstance(flax_module, linen.Module):
+      raise TypeError(
+        "FlaxNNModule expects a flax.linen.Module, but got "
+        f"{type(flax_module).__name__}. An NNX module is called as it is, with "
+        "`nnx.Rngs(env.get_and_rotate_prng_key())`."
+      )
+    sample_kwargs = dict(sample_kwargs or {})
+    _check_sample(flax_module, sample_args, sample_kwargs)
+    self._env = env
+    self._flax_module = flax_module
+    self._compiled: dict[_Call, autograd.ArrayFunction] = {}
+    self._collections: dict[tuple, tuple[str, ...]] = {}
+    args, kwargs = arrays_of((tuple(sample_args), sample_kwargs))
+    asked = _asked_for(lambda keys: flax_module.init(keys, *args, **kwargs), (PARAMS,))
+    keys = {name: self._draw(name) for name in (PARAMS, *asked)}
+    variables = meta.unbox(flax_module.init(keys, *args, **kwargs))
+    for collection, nested in variables.items():
+      if collection == PARAMS or not _is_sown(nested):
+        self._add(self, collection, nested, collection)
+    self._modules.setdefault(PARAMS, _Variables())
+    self._held = tuple(self._modules)
+
+  # Variables -------------------------------------------------------------------------
+
+  def _encode_nested_dict(self, nested_dict: Mapping, path: str = PARAMS):
+    """A module whose parameters or buffers are the arrays of a nested dict.
+
+    Args:
+      nested_dict: dicts of dicts of arrays.
+      path: dotted name of the dict; below `params` arrays become parameters.
+    """
+    module = _Variables()
+    for name, value in nested_dict.items():
+      self._add(module, name, value, f"{path}.{name}")
+    return module
+
+  def _decode_nested_dict(self, child_module: torch.nn.Module) -> dict[str, Any]:
+    """The nested dict of tensors that `_encode_nested_dict` made a module of."""
+    children = child_module._modules.items()
+    return {
+      **{name: self._decode_nested_dict(child) for name, child in children},
+      **child_module._parameters,
+      **child_module._buffers,
+    }
+
+  def _add(self, module: torch.nn.Module, name: str, value, path: str) -> None:
+    if "." in name:
+      raise ValueError(
+        f"torch separates the names of modules by dots, but the linen variable {path} "
+        f"has one in {name!r}. Give it another name."
+      )
+    # Written to the tables themselves: `add_module` refuses names of methods, such as
+    # `forward`, which linen modules may have.
+    if isinstance(value, Mapping):
+      module._modules[name] = self._encode_nested_dict(value, path)
+    elif not isinstance(value, jax.Array | np.ndarray) or rng.is_typed_key(value):
+      raise TypeError(
+        f"The linen variable {path} is of type {type(value).__name__}. A torch module "
+        "holds variables that are nested dicts of arrays."
+      )
+    elif path.partition(".")[0] == PARAMS:
+      tensor = new_tensor(jax.numpy.asarray(value), self._env)
+      trained = tensor.is_floating_point() or tensor.is_complex()
+      module._parameters[name] = torch.nn.Parameter(tensor, requires_grad=trained)
+    else:
+      module._buffers[name] = new_tensor(jax.numpy.asarray(value), self._env)
+
+  def _write(self, module: torch.nn.Module, updates: Mapping, path: str) -> None:
+    """Changes buffers in place to what `apply` made of them."""
+    for name, value in updates.items():
+      here = f"{path}.{name}"
+      if isinstance(value, Mapping) and name in module._modules:
+        self._write(module._modules[name], value, here)
+        continue
+      buffer = module._buffers.get(name)
+      if buffer is None or buffer.shape != value.shape:
+        raise RuntimeError(
+          f"The call made the linen variable {here}, which the sample arguments did "
+          "not make, or not with this shape. Pass sample arguments that do."
+        )
+      buffer.copy_(value.detach())
+
+  # Calls -----------------------------------------------------------------------------
+
+  def forward(self, *args, rngs=None, mutable=None, **kwargs):
+    """Calls `flax_module.apply` with the module's tensors as variables.
+
+    Args:
+      *args: jax tensors and arrays are operands of the compiled function. Any other
+        value is static: a number that changes with each call is better a 0-d tensor.
+      rngs: keys to use instead of the stream's, by collection, as for `apply`.
+      mutable: as for `apply`: the collections that may change, in place of "all
+        buffers in `train()`, none in `eval()`". The result is then (out, updates), and
+        the buffers among the updates are written.
+      **kwargs: the same as `args`; `method` and `capture_intermediates` are `apply`'s.
+
+    Returns:
+      What `apply` returns, with tensors for arrays; gradients flow through it.
+
+    Raises:
+      TracedDrawError: a random call inside a raw JAX transformation.
+    """
+    given = _given_keys(rngs)
+    returns_updates = mutable is not None and mutable is not False
+    if mutable is None:
+      mutable = self.training and tuple(name for name in self._held if name != PARAMS)
+    tensors, call = self._flatten(args, kwargs, mutable)
+    for name in self._missing(call, tensors, given):
+      given[name] = self._draw(name)
+    out, updates = self._run(call, tensors, given)
+    with torch.no_grad():
+      for collection, values in (updates or {}).items():
+        if collection != PARAMS and collection in self._held:
+          self._write(self._modules[collection], values, collection)
+    return (out, updates) if returns_updates else out
+
+  def _flatten(self, args, kwargs, mutable) -> tuple[list[Tensor], _Call]:
+    """The tensors of a call, variables first, and all that is static about it."""
+    variables, structure = jax.tree.flatten(
+      {name: self._decode_nested_dict(self._modules[name]) for name in self._held},
+      is_leaf=lambda value: isinstance(value, torch.Tensor),
+    )
+    tensors = [self._operand(tensor) for tensor in variables]
+    values, arguments = jax.tree.flatten(
+      (args, kwargs), is_leaf=lambda value: isinstance(value, torch.Tensor)
+    )
+    leaves: list[tuple[type, Any]] = []
+    for value in values:
+      if isinstance(value, torch.Tensor | jax.Array | np.ndarray):
+        leaves.append((_Array, _Array(len(tensors))))
+        tensors.append(self._operand(value))
+      else:
+        leaves.append((type(value), value))
+    if isinstance(mutable, list | set | frozenset):
+      mutable = tuple(sorted(mutable))
+    call = _Call(structure, arguments, tuple(leaves), mutable or False)
+    _require_hashable(call)
+    return tensors, call
+
+  def _operand(self, value) -> Tensor:
+    if isinstance(value, Tensor):
+      if value.requires_grad:
+        return value
+      # Buffers change in place after the call; autograd keeps what it was given.
+      return new_tensor(value.jax(), self._env)
+    if isinstance(value, torch.Tensor):
+      return new_tensor(self._env.admit(value, "FlaxNNModule"), self._env)
+    return new_tensor(jax.numpy.asarray(value), self._env)
+
+  def _missing(self, call: _Call, tensors, given) -> tuple[str, ...]:
+    """The rng collections that a call asks for and that the user has not given."""
+    arrays = [tensor.jax() for tensor in tensors]
+    shapes = tuple([(array.shape, array.dtype) for array in arrays])
+    where = (call, shapes, tuple(given))
+    found = self._collections.get(where)
+    if found is None:
+      found = _asked_for(
+        lambda keys, *arrays: _apply(self._flax_module, call, keys, arrays),
+        tuple(given),
+        *arrays,
+      )
+      self._collections[where] = found
+    return found
+
+  def _draw(self, collection: str) -> jax.Array:
+    return self._env.rng.next_key(f"flax.linen rng {collection!r}")
+
+  def _run(self, call: _Call, tensors: list[Tensor], keys: dict[str, jax.Array]):
+    """The outputs and the updates of collections, with autograd's record."""
+    impls = tuple((name, str(jax.random.key_impl(key))) for name, key in keys.items())
+    call = call._replace(rngs=impls)
+    function = self._compiled.get(call)
+    if function is None:
+      # A module costs much: its gradient takes what the forward pass has computed.
+      function = autograd.ArrayFunction(_function(self._flax_module, call), True)
+      self._compiled[call] = function
+    words = [new_tensor(jax.random.key_data(key), self._env) for key in keys.values()]
+    operands = words + tensors
+    if not operands:
+      return tensors_of(function.value())
+    return autograd.call(function, operands)
+
+  # Copies ----------------------------------------------------------------------------
+
+  def __getstate__(self):
+    # Compiled functions stay here, and a process has its own environment.
+    return {**self.__dict__, "_compiled": {}, "_collections": {}, "_env": None}
+
+  def __setstate__(self, state):
+    super().__setstate__(state)
+    self._env = default_env()
+
+  def extra_repr(self) -> str:
+    """The name of the linen module."""
+    return type(self._flax_module).__name__
+
+
+def _asked_for(function: Callable, known: tuple[str, ...], *arrays) -> tuple[str, ...]:
+  """The rng collections that a function of (keys, *arrays) asks for beyond `known`.
+
+  Found by evaluating it abstractly: linen says which one is missing. So nothing is
+  drawn for a call that is deterministic, or that fails.
+  """
+  _, _, errors = _flax()
+  found: tuple[str, ...] = ()
+
+  def with_placeholders(*arrays):
+    return function({name: rng.as_key(0) for name in (*known, *found)}, *arrays)
+
+  while True:
+    try:
+      jax.eval_shape(with_placeholders, *arrays)
+      return found
+    except errors.InvalidRngError as error:
+      missing = _MISSING_RNG.search(str(error))
+      if missing is None or missing["collection"] in (*known, *found):
+        raise
+      found = (*found, missing["collection"])
+
+
+def _function(module, call: _Call) -> Callable:
+  """`apply` as a pure function of key data and arrays."""
+
+  def function(*arrays):
+    # Keys come as their data: autograd knows tensors, and a key is none.
+    keys = {
+      name: rng.as_key(words, impl) for (name, impl), words in zip(call.rngs, arrays)
+    }
+    return _apply(module, call, keys, arrays[len(keys) :])
+
+  return function
+
+
+def _apply(module, call: _Call, keys, arrays):
+  """Calls `module.apply`; returns (out, updates)."""
+  variables = jax.tree.unflatten(call.variables, arrays[: call.variables.num_leaves])
+  leaves = [
+    arrays[value.place] if kind is _Array else value for kind, value in call.leaves
+  ]
+  args, kwargs = jax.tree.unflatten(call.arguments, leaves)
+  out = module.apply(
+    variables, *args, rngs=keys or None, mutable=call.mutable, **kwargs
+  )
+  return (out, {}) if call.mutable is False else out
+
+
+def _flax():
+  try:
+    from flax import errors, linen
+    from flax.core import meta
+  except ImportError as error:
+    raise ImportError(
+      "FlaxNNModule needs Flax: pip install 'torchax[flax]'."
+    ) from error
+  return linen, meta, errors
+
+
+def _check_sample(flax_module, args, kwargs) -> None:
+  """Raises TypeError unless the module can be called with these."""
+  if not isinstance(args, tuple | list):
+    raise TypeError(
+      "sample_args is a tuple of example inputs, such as `(x,)`, but got "
+      f"{type(args).__name__}."
+    )
+  method = kwargs.get("method", "__call__")
+  method = getattr(flax_module, method, None) if isinstance(method, str) else None
+  if method is None:
+    return
+  # These belong to `init`.
+  known = ("method", "mutable", "capture_intermediates")
+  inputs = {name: value for name, value in kwargs.items() if name not in known}
+  try:
+    inspect.signature(method).bind(*args, **inputs)
+  except TypeError as error:
+    name = type(flax_module).__name__
+    raise TypeError(
+      f"The sample arguments do not fit {name}{inspect.signature(method)}: {error}."
+    ) from None
+
+
+def _is_sown(nested) -> bool:
+  """True for collections that a module only sows in; linen keeps tuples for them."""
+  if isinstance(nested, Mapping):
+    return any(map(_is_sown, nested.values()))
+  return isinstance(nested, tuple)
+
+
+def _given_keys(rngs) -> dict[str, jax.Array]:
+  """The user's keys by collection; a single one is for `params`, as in linen."""
+  if rngs is None:
+    return {}
+  if not isinstance(rngs, Mapping):
+    rngs = {PARAMS: rngs}
+  return {name: rng.as_key(key) for name, key in rngs.items()}
+
+
+def _require_hashable(call: _Call) -> None:
+  try:
+    hash(call)
+  except TypeError as error:
+    raise TypeError(
+      "Arguments of FlaxNNModule that are no tensors are static and must be hashable: "
+      f"{error}. Pass arrays as tensors."
+    ) from None
