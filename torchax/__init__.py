@@ -14,6 +14,7 @@ import jax
 from torchax import (
   _torch_compat,
   aliasing,
+  backward,
   decompositions,
   device_module,
   factories,
@@ -77,6 +78,7 @@ def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
   Dispatcher.special_plans = [aliasing.plan, transfer.plan, generators.plan]
   Environment.on_creation = [
+    backward.register_functions,
     factories.register_functions,
     shortcuts.register_functions,
   ]

@@ -144,6 +144,12 @@ def are_top_modes(dispatch_mode, function_mode) -> bool:
   )
 
 
+def is_top_dispatch_mode(mode) -> bool:
+  """True when it is the innermost dispatch mode on this thread."""
+  depth = dispatch_depth()
+  return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
+
+
 def reparametrized(module: torch.nn.Module, tensors: dict):
   """A context in which the module holds the given tensors in place of its own."""
   return torch.nn.utils.stateless._reparametrize_module(

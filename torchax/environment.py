@@ -242,6 +242,10 @@ class Environment(contextlib.ContextDecorator):
       with self:
         yield
       return
+    if _torch_compat.is_top_dispatch_mode(state.modes[0]):
+      with XLAFunctionMode(self):
+        yield
+      return
     before, state.modes = state.modes, ()
     depth, state.depth = state.depth, 0
     try:

@@ -125,9 +125,8 @@ def record(
 
   def backward(*cotangents):
     with rng.continued():
-      gradients = torch.autograd.grad(
-        recorded, wanted, [new_tensor(c, env) for c in cotangents], allow_unused=True
-      )
+      seeds = [new_tensor(cotangent, env) for cotangent in cotangents]
+      gradients = _gradients(recorded, wanted, seeds)
     program.used = tuple(gradient is not None for gradient in gradients)
     return [gradient.jax() for gradient in gradients if gradient is not None]
 
@@ -138,6 +137,26 @@ def record(
       return None
     raise
   return Tape(program, residuals) if any(program.used) else None
+
+
+def _gradients(outputs, wanted, seeds) -> list[Tensor | None]:
+  try:
+    return torch.autograd.grad(
+      outputs, wanted, seeds, retain_graph=True, allow_unused=True
+    )
+  except RuntimeError as error:
+    if "use_reentrant" not in str(error) or not all(t.is_leaf for t in wanted):
+      raise
+  # A reentrant checkpoint knows `backward` only, which adds to `.grad`.
+  before = [tensor.grad for tensor in wanted]
+  try:
+    for tensor in wanted:
+      tensor.grad = None
+    torch.autograd.backward(outputs, seeds)
+    return [tensor.grad for tensor in wanted]
+  finally:
+    for tensor, gradient in zip(wanted, before):
+      tensor.grad = gradient
 
 
 class _CompiledCall(torch.autograd.Function):

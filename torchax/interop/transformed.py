@@ -33,11 +33,13 @@ class Result(NamedTuple):
     out: its result, of arrays.
     states: new arrays of the captured tensors that change (`Transformed.changing`).
     advance: how far its stream moved.
+    arguments: new arrays of the argument leaves that it changed in place, by number.
   """
 
   out: Any
   states: list[jax.Array]
   advance: Advance
+  arguments: dict[int, jax.Array]
 
 
 class Transformed:
@@ -136,7 +138,8 @@ class Transformed:
     situation = Situation.of(extra=branch)
     (out, effects), advance = self.traced.pure(rng, (captured, situation), *args)
     advance = Advance(0) if advance is None else advance
-    return Result(out, self._states(effects, captured), advance)
+    changed = {} if effects is None else dict(zip(effects.arguments, effects.arrays))
+    return Result(out, self._states(effects, captured), advance, changed)
 
   def _states(self, effects: Effects | None, captured) -> list[jax.Array]:
     if effects is not None and (effects.leaves or effects.cleared):

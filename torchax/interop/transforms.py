@@ -4,15 +4,25 @@ Both carry the random stream as operands, so that a function draws the same numb
 under them as without, and a recomputed forward pass the same as the first one.
 """
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import torch
+from torch.utils import checkpoint as torch_checkpoint
 
+from torchax import _jax_compat
+from torchax.environment import default_env
+from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
 from torchax.interop.traced import Traced
+from torchax.interop.transformed import Transformed
 from torchax.interop.views import tensors_of
+from torchax.rng import Advance, RngOperands
+from torchax.tensor import Tensor
 
 
 def jax_value_and_grad(
@@ -61,9 +71,11 @@ def jax_value_and_grad(
 def gradient_checkpoint(
   torch_function: Callable, kwargs: dict[str, Any] | None = None
 ) -> Callable:
-  """`jax.checkpoint` for a function of tensors: recompute it in the backward pass.
+  """Recomputes a function of tensors in the backward pass: `jax.checkpoint`.
 
-  The recomputation draws the numbers of the forward pass.
+  The recomputation draws the numbers of the forward pass. Under JAX's gradients and
+  inside compiled functions it is `jax.checkpoint`; in a plain torch program, whose
+  operations run one by one, `torch.utils.checkpoint`.
 
   Args:
     torch_function: function or module.
@@ -71,20 +83,85 @@ def gradient_checkpoint(
       refers to the arguments of `torch_function`.
   """
   options = dict(kwargs or {})
-  if "static_argnums" in options:
-    options["static_argnums"] = shift_argnums(options["static_argnums"])
-  traced = Traced(torch_function, lifts=False)
-  transformed = jax.checkpoint(traced.pure, **options)
+  static_argnums = options.pop("static_argnums", ())
 
   @functools.wraps(torch_function, updated=())
   def checkpointed(*args, **kwargs):
-    leaves, args, kwargs = _flatten(args, kwargs)
-
-    def run(rng):
-      return transformed(rng, ((), traced.situation(leaves)), *args, **kwargs)
-
-    out, effects = traced.pure.run(run)
-    traced.settle(leaves, effects)
-    return tensors_of(out)
+    if _jax_compat.is_top_level():
+      return _checkpointed_by_torch(torch_function, args, kwargs)
+    static = _numbers(static_argnums, len(args))
+    return _Checkpointed(torch_function, options, static, args)(args, kwargs)
 
   return checkpointed
+
+
+def _checkpointed_by_torch(function: Callable, args, kwargs):
+  if not torch.is_grad_enabled():
+    with default_env():
+      return function(*args, **kwargs)
+  with default_env():
+    return torch_checkpoint.checkpoint(
+      function, *args, use_reentrant=False, context_fn=_contexts, **kwargs
+    )
+
+
+def _contexts():
+  """What a checkpointed function runs in, forward and again."""
+  return contextlib.nullcontext(), default_env().renewed()
+
+
+def _numbers(argnums, count: int) -> frozenset[int]:
+  """Argument numbers as a set of non-negative ones."""
+  argnums = (argnums,) if isinstance(argnums, int) else argnums
+  return frozenset(number % count for number in argnums)
+
+
+class _Checkpointed:
+  """One call of a checkpointed function in a trace."""
+
+  def __init__(self, function: Callable, options: dict, static: frozenset, args):
+    def on_dynamic(args, kwargs):
+      remaining = iter(args)
+      args = [
+        self._static[n] if n in self._static else next(remaining)
+        for n in range(self._count)
+      ]
+      return function(*args, **kwargs)
+
+    self._options = options
+    self._static = {number: args[number] for number in static}
+    self._count = len(args)
+    self._changed: tuple[int, ...] = ()
+    self._transformed = Transformed("gradient_checkpoint", (on_dynamic,), self._lower)
+    name = getattr(function, "__name__", type(function).__name__)
+    self._transformed.traced.pure.__name__ = name
+
+  def __call__(self, args, kwargs):
+    args = [arg for number, arg in enumerate(args) if number not in self._static]
+    out, changed = self._transformed((args, kwargs))
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Tensor))
+    for place, tensor in zip(self._changed, changed):
+      if isinstance(leaves[place], Tensor):
+        if tensor.requires_grad:
+          raise MutationError(
+            "A checkpointed function changes an argument in place in a way that needs "
+            "a gradient. Return the new value instead."
+          )
+        leaves[place].replace_jax(tensor.jax())
+    return out
+
+  def _lower(self, call, rng, captured, args):
+    moves: list[Advance] = []
+
+    def pure(rng, captured, args):
+      done = call(0, RngOperands(*rng), captured, args)
+      moves.append(done.advance)
+      self._changed = tuple(done.arguments)
+      # A re-seed comes back as an array.
+      return (done.out, list(done.arguments.values())), done.states, done.advance.key
+
+    out, states, key = jax.checkpoint(pure, **self._options)(
+      tuple(rng), captured, args
+    )
+    advance = dataclasses.replace(moves[-1], key=key)
+    return out, states, None if advance == Advance(0) else advance

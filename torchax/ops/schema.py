@@ -16,6 +16,7 @@ aten = torch.ops.aten
 # Functional forms that the naming rule does not find.
 _FUNCTIONAL_FORMS = {
   aten.normal_.default: aten.normal_functional.default,
+  aten.normal.out: aten.normal_functional.default,
   aten.bernoulli_.float: aten.bernoulli.p,
   aten.zero_.default: aten.zeros_like.default,
   aten.resize_as_.default: None,

@@ -174,7 +174,8 @@ def snapshot() -> torch.Tensor:
   A root stream that was not drawn from stays unopened: no JAX backend is started.
   Inside a compiled function the tensor is a mark that `restore` knows there alone.
   """
-  if len(_local.stack) <= 1 and _local.seeding != _root.seedings:
+  is_unopened = len(_local.stack) <= 1 and _local.seeding != _root.seedings
+  if is_unopened and not _root.by_site:
     return _root_seed().to_tensor()
   stream = current()
   if stream.is_traced:

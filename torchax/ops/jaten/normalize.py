@@ -1,4 +1,4 @@
-"""Layer, group, batch and RMS normalisation, and their gradients.
+"""Layer, group, batch, RMS and weight normalisation, and their gradients.
 
 Statistics are taken in float32 for half-precision inputs and returned so, as on CUDA.
 The operations that also update running statistics in place call the pure
@@ -316,6 +316,24 @@ def _aten_cudnn_batch_norm_backward(
     epsilon,
     (True, True, True),
   )
+
+
+# ---- weight normalisation
+
+
+@op(aten._weight_norm_interface_backward)
+def _aten__weight_norm_interface_backward(grad_w, saved_v, saved_g, saved_norms, dim):
+  """Gradients of w = g v / |v|, with a norm for each index of `dim`.
+
+  The change of the direction v has no part along v (Salimans and Kingma 2016,
+  https://arxiv.org/abs/1602.07868, equation 3).
+  """
+  grad, v, g, norms = map(widen, (grad_w, saved_v, saved_g, saved_norms))
+  axes = tuple(axis for axis in range(v.ndim) if axis != dim % v.ndim)
+  unit = v / norms
+  grad_g = jnp.sum(grad * unit, axis=axes, keepdims=True)
+  grad_v = g / norms * (grad - grad_g * unit)
+  return grad_v.astype(saved_v.dtype), grad_g.astype(saved_g.dtype)
 
 
 # ---- batch normalisation that updates running statistics

@@ -146,9 +146,17 @@ def _aten__is_any_true(self):
   return jnp.any(self)
 
 
-@op(aten._is_all_true)
+@op(aten._is_all_true, compiled=False)
 def _aten__is_all_true(self):
-  return jnp.all(self)
+  """torch asks this only to raise if it is not so; without a value there is no doubt.
+
+  So the checks of `torch.distributions` do not stop a compiled function, as they do not
+  stop one of `torch.compile`.
+  """
+  if not isinstance(self, jax.core.Tracer):
+    return jnp.all(self)
+  with jax.ensure_compile_time_eval():
+    return jnp.ones((), bool)
 
 
 @op(aten.equal, compiled=False)

@@ -1,0 +1,127 @@
+"""`backward` and `torch.autograd.grad` with the environment on while they run.
+
+torch runs the handler of a function with its modes off, and so would run the whole
+backward pass: what is called again in it (`torch.utils.checkpoint`) would not take the
+way of the forward pass. torch does not look for handlers where it is given the edges of
+the graph in place of tensors; so that is what it is given here, with the modes on.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from torchax.tensor import Tensor
+
+
+def _edges(tensors) -> list | None:
+  """The graph's edges of jax tensors that need a gradient; None if others are there."""
+  if not all(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+    return None
+  return [get_gradient_edge(tensor) for tensor in tensors]
+
+
+def _seeds(tensors, gradients) -> list | None:
+  """Gradients to start from, 1 for a scalar; None where torch has to complain."""
+  if gradients is None:
+    gradients = [None] * len(tensors)
+  elif isinstance(gradients, torch.Tensor):
+    gradients = [gradients]
+  if len(gradients) != len(tensors):
+    return None
+  pairs = list(zip(tensors, gradients))
+  if any(gradient is None and tensor.numel() != 1 for tensor, gradient in pairs):
+    return None
+  return [torch.ones_like(t) if g is None else g for t, g in pairs]
+
+
+def _listed(tensors) -> list:
+  return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+class _Backward:
+  """`torch.autograd.backward`, and `Tensor.backward`, which is the same."""
+
+  def __init__(self, func: Callable, env):
+    self.func = func
+    self.env = env
+
+  def __call__(self, args, kwargs):
+    return self.run(*args, **kwargs)
+
+  def run(
+    self, tensors, gradients=None, retain_graph=None, create_graph=False, **options
+  ):
+    """Goes backward; `options` are `inputs` and what torch alone understands."""
+    gradients = options.pop("grad_tensors", options.pop("gradient", gradients))
+    inputs = options.pop("inputs", None)
+    outputs = _listed(tensors)
+    edges = None if options else _edges(outputs)
+    seeds = None if edges is None else _seeds(outputs, gradients)
+    wanted = None if inputs is None else _listed(inputs)
+    if wanted is not None and (not wanted or not all(t.is_leaf for t in wanted)):
+      seeds = None
+    if seeds is None or (wanted is not None and _edges(wanted) is None):
+      if inputs is not None:
+        options["inputs"] = inputs
+      return self.func(tensors, gradients, retain_graph, create_graph, **options)
+    with self.env.renewed():
+      torch.autograd.backward(
+        edges,
+        seeds,
+        retain_graph,
+        create_graph,
+        inputs=None if wanted is None else _edges(wanted),
+      )
+
+
+class _Grad:
+  """`torch.autograd.grad`."""
+
+  def __init__(self, func: Callable, env):
+    self.func = func
+    self.env = env
+
+  def __call__(self, args, kwargs):
+    return self.run(*args, **kwargs)
+
+  def run(
+    self,
+    outputs,
+    inputs,
+    grad_outputs=None,
+    retain_graph=None,
+    create_graph=False,
+    only_inputs=True,
+    allow_unused=None,
+    is_grads_batched=False,
+    materialize_grads=False,
+  ):
+    """The gradients of `outputs` with respect to `inputs`."""
+    found, wanted = _listed(outputs), _listed(inputs)
+    edges, targets = _edges(found), _edges(wanted)
+    is_plain = only_inputs and not (is_grads_batched or materialize_grads)
+    seeds = _seeds(found, grad_outputs) if is_plain and edges and targets else None
+    if seeds is None:
+      return self.func(
+        outputs,
+        inputs,
+        grad_outputs,
+        retain_graph,
+        create_graph,
+        only_inputs,
+        allow_unused,
+        is_grads_batched,
+        materialize_grads,
+      )
+    with self.env.renewed():
+      return torch.autograd.grad(
+        edges, targets, seeds, retain_graph, create_graph, allow_unused=allow_unused
+      )
+
+
+def register_functions(env) -> None:
+  """Adds both to an environment."""
+  env.functions.add(torch.Tensor.backward, _Backward(torch.Tensor.backward, env))
+  env.functions.add(torch.autograd.backward, _Backward(torch.autograd.backward, env))
+  env.functions.add(torch.autograd.grad, _Grad(torch.autograd.grad, env))

@@ -1,0 +1,150 @@
+"""What random operations refuse, as torch does: dtypes, ranges, numbers in tensors.
+
+The numbers of a tensor of parameters are looked at where they are on the host and have
+a value. On an accelerator that would make every draw wait for the device, and torch
+itself only stops the device there. What is out of the domain then becomes NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax.ops import mappings
+
+
+def require_float(
+  name: str, dtype, complex_ok: bool = False, error: type = NotImplementedError
+):
+  """Returns a JAX dtype if torch draws floating-point numbers of it, else raises.
+
+  Args:
+    name: the operation, for the message.
+    dtype: JAX dtype.
+    complex_ok: complex numbers are drawn, too.
+    error: what torch raises for other dtypes.
+  """
+  if jnp.issubdtype(dtype, jnp.floating):
+    if not _is_float8(dtype):
+      return dtype
+    error = NotImplementedError
+  elif jnp.issubdtype(dtype, jnp.complexfloating) and complex_ok:
+    return dtype
+  raise error(f"{name} draws floating-point numbers, but the dtype is {dtype}.")
+
+
+def _is_float8(dtype) -> bool:
+  return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
+
+
+def require_real(name: str, dtype, bool_ok: bool = True):
+  """Returns a JAX dtype if torch fills it with whole numbers, else raises."""
+  is_wide_unsigned = dtype in (jnp.uint16, jnp.uint32, jnp.uint64)
+  is_bool = dtype == jnp.bool_
+  is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+  if is_complex or _is_float8(dtype) or is_wide_unsigned or (is_bool and not bool_ok):
+    raise NotImplementedError(f"{name} is not implemented for {dtype}.")
+  return dtype
+
+
+def require_size(size) -> None:
+  """Raises RuntimeError for a negative extent."""
+  if any(extent < 0 for extent in size):
+    raise RuntimeError(
+      f"Trying to create tensor with negative dimension {min(size)}: {list(size)}"
+    )
+
+
+def host_values(value) -> np.ndarray | None:
+  """A tensor's numbers; None in a trace, or where they are on an accelerator."""
+  if not isinstance(value, torch.Tensor):
+    return None
+  if value.device.type == "cpu":
+    return mappings.t2j(value)
+  array = value.jax()
+  if isinstance(array, jax.core.Tracer):
+    return None
+  if any(device.platform != "cpu" for device in array.devices()):
+    return None
+  return np.asarray(array)
+
+
+def require_values(value, is_allowed, message: str) -> None:
+  """Raises RuntimeError unless all numbers of a tensor that can be seen are allowed.
+
+  Args:
+    value: a tensor; anything else passes.
+    is_allowed: array -> array of bools; NaN should be False.
+    message: of the error.
+  """
+  numbers = host_values(value)
+  if numbers is not None and not is_allowed(numbers).all():
+    raise RuntimeError(message)
+
+
+def require_std(std) -> None:
+  """Raises RuntimeError for a negative or complex standard deviation."""
+  if isinstance(std, torch.Tensor):
+    if std.is_complex():
+      raise RuntimeError("normal expects standard deviation to be non-complex")
+    message = "normal expects all elements of std >= 0.0"
+    require_values(std, lambda numbers: numbers >= 0, message)
+  elif not std >= 0:
+    raise RuntimeError(f"normal expects std >= 0.0, but found std {std}.")
+
+
+def require_probabilities(name: str, p) -> None:
+  """Raises RuntimeError for a probability, or one in a tensor, outside [0, 1]."""
+  message = f"{name} expects p to be in [0, 1]"
+  if isinstance(p, torch.Tensor):
+    require_values(p, lambda numbers: (numbers >= 0) & (numbers <= 1), message)
+  elif not 0 <= p <= 1:
+    raise RuntimeError(f"{message}, but got p={p}.")
+
+
+def _limits(dtype) -> tuple[float, float]:
+  if dtype == jnp.bool_:
+    return 0, 1
+  if jnp.issubdtype(dtype, jnp.integer):
+    return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+  return float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
+
+
+def require_range(name: str, low: int, high: int, dtype: torch.dtype) -> None:
+  """Raises RuntimeError unless [low, high) is a range of whole numbers of a dtype."""
+  if not low < high:
+    raise RuntimeError(
+      f"{name} expects 'from' to be less than 'to', but got from={low} >= to={high}."
+    )
+  jax_dtype = mappings.t2j_dtype(dtype)
+  if jnp.issubdtype(jax_dtype, jnp.complexfloating):
+    raise RuntimeError(f"{name} draws real numbers, but the dtype is {jax_dtype}.")
+  if _is_float8(jax_dtype):
+    raise NotImplementedError(f"{name} is not implemented for {jax_dtype}.")
+  least, most = _limits(jax_dtype)
+  if not jnp.issubdtype(jax_dtype, jnp.integer):  # these are drawn as integers
+    widest = _limits(mappings.t2j_dtype(torch.int64))
+    least, most = max(least, widest[0]), min(most, widest[1])
+  if low < least or high - 1 > most:
+    raise RuntimeError(
+      f"{name}: [{low}, {high}) does not fit in {jax_dtype}. For 64-bit integers "
+      'call `jax.config.update("jax_enable_x64", True)` first.'
+    )
+
+
+def require_interval(low: float, high: float, dtype: torch.dtype) -> None:
+  """Raises RuntimeError unless low <= high are finite numbers of a dtype."""
+  if dtype.is_floating_point:
+    limits = torch.finfo(dtype)
+    for name, bound in (("from", low), ("to", high)):
+      if not limits.min <= bound <= limits.max:
+        raise RuntimeError(f"uniform_: {name}={bound} is out of bounds for {dtype}.")
+    if high - low > limits.max:
+      raise RuntimeError(
+        f"uniform_ expects to-from <= {limits.max}, but got from={low} and to={high}."
+      )
+  if not low <= high:
+    raise RuntimeError(
+      "uniform_ expects to return a [from, to) range, but found "
+      f"from={low} > to={high}."
+    )

@@ -1,0 +1,100 @@
+"""Fractional max pooling: windows at places that `random_samples` decides.
+
+torch draws the samples, one for each plane and dimension, so nothing is drawn here
+(Graham 2014, https://arxiv.org/abs/1412.6071). The indices beside a maximum count in
+the flattened spatial plane of the input.
+"""
+
+import math
+
+import jax.numpy as jnp
+import torch
+
+from torchax.ops import mappings
+from torchax.ops.jaten._opmath import expand_sizes
+from torchax.ops.jaten.pooling import _send_back
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+
+def _starts(sample, size: int, pooled: int, kernel: int):
+  """Where the windows of one dimension start: samples of shape (…,) -> (…, pooled)."""
+  last = size - kernel
+  places = jnp.arange(pooled)
+  if pooled == 1:
+    return jnp.full((*sample.shape, 1), last)
+  step = jnp.asarray(last / (pooled - 1), sample.dtype)
+  first = sample[..., None]
+  at = ((places + first) * step).astype(jnp.int32) - (first * step).astype(jnp.int32)
+  return jnp.where(places == pooled - 1, last, at)
+
+
+def _check(self, kernel, pooled, rank: int):
+  if self.ndim not in (rank + 1, rank + 2):
+    raise RuntimeError(
+      f"fractional_max_pool{rank}d(): Expected {rank + 1}D or {rank + 2}D tensor, but "
+      f"got shape {list(self.shape)}."
+    )
+  for size, k, out in zip(self.shape[-rank:], kernel, pooled):
+    # In three dimensions torch leaves no room for the last window to end at the edge.
+    if out < 1 or k < 1 or out + k - 1 > size - (rank == 3):
+      raise RuntimeError(
+        f"fractional_max_pool{rank}d(): {out} windows of size {k} are too many or too "
+        f"large for an input of size {size}."
+      )
+
+
+def _fractional_max_pool(self, kernel_size, output_size, random_samples, rank: int):
+  kernel, pooled = expand_sizes(kernel_size, rank), expand_sizes(output_size, rank)
+  _check(self, kernel, pooled, rank)
+  spatial = self.shape[-rank:]
+  planes = self.reshape(-1, math.prod(spatial))
+  samples = random_samples.reshape(-1, rank)
+  # In two dimensions the first sample is for the width; in three, for the depth.
+  samples = samples[:, ::-1] if rank == 2 else samples
+  cells = jnp.zeros((len(planes), *[1] * (2 * rank)), jnp.int32)
+  for axis, (size, k, out) in enumerate(zip(spatial, kernel, pooled)):
+    start = _starts(samples[:, axis], size, out, k)
+    cell = start[:, :, None] + jnp.arange(k)
+    shape = [len(planes)] + [1] * (2 * rank)
+    shape[1 + axis], shape[1 + rank + axis] = out, k
+    cells = cells * size + cell.reshape(shape)
+  return _maxima(
+    planes, cells.reshape(len(planes), math.prod(pooled), -1), self, pooled
+  )
+
+
+def _maxima(planes, cells, self, pooled):
+  """The maximum over the cells (plane, window, cell) of each window, and its place."""
+  windows = jnp.take_along_axis(planes, cells.reshape(len(planes), -1), axis=1)
+  windows = windows.reshape(cells.shape)
+  best = jnp.argmax(windows, axis=-1, keepdims=True)
+  shape = self.shape[: self.ndim - len(pooled)] + pooled
+  values = jnp.take_along_axis(windows, best, axis=-1).reshape(shape)
+  indices = jnp.take_along_axis(cells, best, axis=-1).reshape(shape)
+  return values, indices.astype(mappings.t2j_dtype(torch.int64))
+
+
+@op(aten.fractional_max_pool2d)
+def _aten_fractional_max_pool2d(self, kernel_size, output_size, random_samples):
+  return _fractional_max_pool(self, kernel_size, output_size, random_samples, 2)
+
+
+@op(aten.fractional_max_pool3d)
+def _aten_fractional_max_pool3d(self, kernel_size, output_size, random_samples):
+  return _fractional_max_pool(self, kernel_size, output_size, random_samples, 3)
+
+
+@op(aten.fractional_max_pool2d_backward)
+def _aten_fractional_max_pool2d_backward(
+  grad_output, self, kernel_size, output_size, indices
+):
+  return _send_back(grad_output, self, indices, 2)
+
+
+@op(aten.fractional_max_pool3d_backward)
+def _aten_fractional_max_pool3d_backward(
+  grad_output, self, kernel_size, output_size, indices
+):
+  return _send_back(grad_output, self, indices, 3)

@@ -1,0 +1,71 @@
+"""Randomised leaky ReLU: each negative number gets a slope of its own in training.
+
+torch's operations write the slopes to `noise`, from which the gradient is taken;
+`rrelu_with_noise_functional` returns them instead, and the others are made of it.
+Without training the slope is the mean of the bounds, and nothing is drawn.
+"""
+
+import math
+
+import jax.numpy as jnp
+import torch
+
+from torchax.ops.jaten._random_checks import require_float
+from torchax.ops.op_base import Kind, op
+from torchax.rng import samplers
+
+aten = torch.ops.aten
+
+_FUNCTIONAL = aten.rrelu_with_noise_functional.default
+
+
+def _check_rrelu(self, noise, lower=1 / 8, upper=1 / 3, *args, **_):
+  if self.shape != noise.shape:
+    raise RuntimeError(
+      f"noise tensor shape must match self tensor shape. Got self.shape = "
+      f"{list(self.shape)} noise.shape = {list(noise.shape)}"
+    )
+  for name, bound in (("lower", lower), ("upper", upper)):
+    if not math.isfinite(bound):
+      raise RuntimeError(f"rrelu: {name} bound must be finite, got {bound}")
+  if lower > upper:
+    raise RuntimeError(
+      f"Lower bound should be less than or equal to the upper bound, but got {lower} "
+      f"and {upper}."
+    )
+
+
+@op(_FUNCTIONAL, kind=Kind.SAMPLER, check=_check_rrelu)
+def _aten_rrelu_with_noise_functional(
+  key, self, noise, lower=1 / 8, upper=1 / 3, training=False
+):
+  """The result and the slopes: 1 for positive numbers; without training `noise`."""
+  require_float("rrelu", self.dtype)
+  if not training:
+    slope = jnp.asarray((lower + upper) / 2, self.dtype)
+    return jnp.where(self > 0, self, self * slope), noise
+  drawn = samplers.uniform(key, self.shape, self.dtype, lower, upper)
+  slopes = jnp.where(self <= 0, drawn, 1)
+  return self * slopes, slopes.astype(noise.dtype)
+
+
+@op(aten.rrelu_with_noise.default, kind=Kind.TENSORS)
+def _aten_rrelu_with_noise(
+  self, noise, lower=1 / 8, upper=1 / 3, training=False, generator=None
+):
+  if not training:
+    _check_rrelu(self, noise, lower, upper)
+    return aten.leaky_relu(self, (lower + upper) / 2)
+  result, slopes = _FUNCTIONAL(self, noise, lower, upper, True, generator)
+  noise.copy_(slopes)
+  return result
+
+
+@op(aten.rrelu_with_noise_.default, kind=Kind.TENSORS)
+def _aten_rrelu_with_noise_(self, noise, *args):
+  return self.copy_(_aten_rrelu_with_noise(self, noise, *args))
+
+
+@op(aten.rrelu_with_noise.out, kind=Kind.TENSORS)
+def _aten_rrelu_with_noise_out(self, noise, *args, out):
+  return out.copy_(_aten_rrelu_with_noise(self, noise, *args))
