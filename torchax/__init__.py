@@ -29,7 +29,7 @@ from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.config import Configuration
 from torchax.dispatch import Dispatcher
 from torchax.environment import Environment, default_env
-from torchax.interop import JittableModule
+from torchax.interop import JittableModule, extract_jax
 from torchax.ops import jaten, jtorch, mappings
 from torchax.rng import RngState, rng_scope
 from torchax.version import VERSION
@@ -82,6 +82,7 @@ def _compose() -> None:
     factories.register_functions,
     shortcuts.register_functions,
   ]
+  rng.ledger.Explainer.trace = interop.explain
   _torch_compat.register_backend(device_module)
   factories.register_kernels()
 
@@ -101,6 +102,7 @@ __all__ = [
   "enable_accuracy_mode",
   "enable_globally",
   "enable_performance_mode",
+  "extract_jax",
   "interop",
   "jaten",
   "jtorch",

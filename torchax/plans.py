@@ -119,6 +119,8 @@ class Plan:
       if type(arg) in (int, float)
     ]
     packet = self.name.split(".")[1].removesuffix("_like")
+    if packet in _STANDARD:
+      return _STANDARD[packet]
     return f"{_DISTRIBUTIONS.get(packet, packet)}({', '.join(numbers)})"
 
   def _execute(self, args, kwargs, operands, key, write):
@@ -176,13 +178,12 @@ class Plan:
     return result
 
 
+_STANDARD = {"rand": "uniform(0, 1)", "randn": "normal(0, 1)"}
 # What operations draw, where their name does not say it.
 _DISTRIBUTIONS = {
   "dropout": "bernoulli",
   "native_dropout": "bernoulli",
-  "rand": "uniform",
   "randint": "integers",
-  "randn": "normal",
   "random": "integers",
   "randperm": "permutation",
   "normal_functional": "normal",

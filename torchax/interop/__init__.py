@@ -2,11 +2,13 @@
 
 from torchax.interop import optimizers
 from torchax.interop.jit import Jitted, jax_jit, wrap_jax_jit
+from torchax.interop.ledgers import explain
 from torchax.interop.loops import cond, fori_loop, scan, switch, while_loop
 from torchax.interop.maps import jax_shard_map, jax_vmap
 from torchax.interop.module import (
   JittableModule,
   extract_all_buffers,
+  extract_jax,
   set_all_buffers,
 )
 from torchax.interop.transforms import gradient_checkpoint, jax_value_and_grad
@@ -16,6 +18,7 @@ from torchax.interop.views import (
   call_jax,
   call_torch,
   functional_rng,
+  j2t_autograd,
   jax_view,
   jax_view_elem,
   torch_view,
@@ -30,10 +33,13 @@ __all__ = [
   "call_jax",
   "call_torch",
   "cond",
+  "explain",
   "extract_all_buffers",
+  "extract_jax",
   "fori_loop",
   "functional_rng",
   "gradient_checkpoint",
+  "j2t_autograd",
   "jax_jit",
   "jax_shard_map",
   "jax_value_and_grad",

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from torchax.environment import default_env
+from torchax.errors import RngError
 from torchax.interop import tape as tapes
 from torchax.interop.traced import Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
-from torchax.errors import RngError
 from torchax.rng import NewOperands, RngState, is_typed_key, rng_scope
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View

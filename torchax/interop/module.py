@@ -5,11 +5,16 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 
 from torchax import _torch_compat
+from torchax.environment import default_env
 from torchax.interop.jit import Jitted
+from torchax.interop.views import jax_view
+from torchax.rng.sites import TRANSPARENT
 from torchax.tensor import Tensor
+from torchax.types import JaxCallable
 
 
 def extract_all_buffers(m: torch.nn.Module) -> tuple[dict, dict]:
@@ -41,6 +46,45 @@ def set_all_buffers(m: torch.nn.Module, params: dict, buffers: dict) -> None:
         break
     else:
       raise KeyError(f"{type(m).__name__} has no tensor named {qualified!r}.")
+
+
+def extract_jax(
+  mod: torch.nn.Module, env=None, *, dedup_parameters: bool = True
+) -> tuple[dict[str, jax.Array], JaxCallable]:
+  """A module as its tensors and a pure JAX function of them.
+
+  Args:
+    mod: a module on the CPU, whose tensors are copied, or on jax.
+    env: the environment; by default `default_env()`.
+    dedup_parameters: hold a tensor that several names share under its first one.
+
+  Returns:
+    The arrays by qualified name, and a function `(arrays, args=(), kwargs=None, *,
+    rng=None)` for any JAX transformation. `rng` is a key, an `RngState` or a seed to
+    draw from (`docs/rng.md`); without it a draw inside a transformation raises.
+    Updates of buffers are not returned.
+
+  >>> arrays, f = extract_jax(torch.nn.Dropout(0.5))
+  >>> x = jax.numpy.ones(3)
+  >>> bool((f(arrays, (x,), rng=1) == jax.jit(f)(arrays, (x,), rng=1)).all())
+  True
+  """
+  env = env or default_env()
+  params, buffers = extract_all_buffers(mod)
+  tensors = {**params, **buffers}
+  held = _unique(tensors) if dedup_parameters else tensors
+  arrays = {name: env.t2j_copy(tensor.detach()) for name, tensor in held.items()}
+
+  def call(states, args, kwargs):
+    with _torch_compat.reparametrized(mod, states):
+      return mod(*args, **kwargs)
+
+  called = jax_view(call)
+
+  def jax_func(states, args=(), kwargs=None, *, rng=None):
+    return called(states, args, kwargs or {}, rng=rng)
+
+  return arrays, jax_func
 
 
 class JittableModule(torch.nn.Module):
@@ -142,3 +186,7 @@ def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
   return {
     name: t for name, t in tensors.items() if id(t) not in seen and not seen.add(id(t))
   }
+
+
+# The draws of a module have the same sites, compiled or not.
+setattr(JittableModule, TRANSPARENT, True)

@@ -101,24 +101,30 @@ class Transformed:
 
   def _run(self, rng, leaves, arrays, treedef):
     captured = self.traced.captured_arrays()
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [*self.traced.captured, *[leaves[place] for place in places]]
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+    captured_tensors = list(self.traced.captured)
+    operands, tensors = [*captured, *arrays], [*captured_tensors, *leaves]
+    # Only what needs a gradient: torch forbids changes in place of what it keeps.
+    places = [n for n, t in enumerate(tensors) if _is_tensor(t) and t.requires_grad]
+    if not (places and torch.is_grad_enabled()):
       out, states, advance = self._apply(rng, captured, arrays, treedef)
       self.has_drawn = advance is not None
       return (out, states), advance
-    advances: list[Advance] = []
+    advances: list[Advance | None] = []
 
-    def on_arrays(*operands):
-      captured, values = operands[: len(self.traced.captured)], list(arrays)
-      for place, array in zip(places, operands[len(captured) :]):
+    def on_arrays(*needed):
+      values = list(operands)
+      for place, array in zip(places, needed):
         values[place] = array
-      out, states, advance = self._apply(rng, captured, values, treedef)
+      captured, arrays = (
+        values[: len(captured_tensors)],
+        values[len(captured_tensors) :],
+      )
+      out, states, advance = self._apply(rng, tuple(captured), arrays, treedef)
       advances.append(advance)
       return out, states
 
     function = autograd.ArrayFunction(on_arrays, saves_residuals=True, compiled=False)
-    result = autograd.call(function, tensors)
+    result = autograd.call(function, [tensors[place] for place in places])
     advance = advances[-1]
     self.has_drawn = advance is not None
     if advance is not None and advance.key is not None:

@@ -160,8 +160,6 @@ class _Checkpointed:
       # A re-seed comes back as an array.
       return (done.out, list(done.arguments.values())), done.states, done.advance.key
 
-    out, states, key = jax.checkpoint(pure, **self._options)(
-      tuple(rng), captured, args
-    )
+    out, states, key = jax.checkpoint(pure, **self._options)(tuple(rng), captured, args)
     advance = dataclasses.replace(moves[-1], key=key)
     return out, states, None if advance == Advance(0) else advance

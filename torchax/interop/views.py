@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import _jax_compat, rng
+from torchax import _jax_compat, autograd, rng
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops import mappings
@@ -171,8 +171,66 @@ class _JaxCallable:
 
 
 def call_jax(jax_func: JaxCallable, *args: TorchValue, **kwargs: TorchValue):
-  """Calls a JAX function with torch values; returns torch values."""
+  """Calls a JAX function with torch values; returns torch values.
+
+  Where torch records gradients, JAX differentiates the function: its results have a
+  gradient like those of any torch operation.
+  """
+  leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
+  tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+  if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    return _recorded(jax_func, leaves, treedef)
   return torch_view(jax_func(*jax_view(args), **jax_view(kwargs)))
+
+
+def _recorded(jax_func: JaxCallable, leaves: list, treedef):
+  places = [
+    place
+    for place, leaf in enumerate(leaves)
+    if isinstance(leaf, Tensor) and leaf.requires_grad
+  ]
+  others: list = []  # results that are no arrays, by their places
+
+  def on_arrays(*arrays):
+    values = [jax_view_elem(leaf) for leaf in leaves]
+    for place, array in zip(places, arrays):
+      values[place] = array
+    args, kwargs = jax.tree.unflatten(treedef, values)
+    results, structure = jax.tree.flatten(jax_func(*args, **kwargs))
+    is_number = [isinstance(r, jax.Array) and not rng.is_typed_key(r) for r in results]
+    others[:] = [structure, is_number, results]
+    return [result for result, is_one in zip(results, is_number) if is_one]
+
+  # JAX functions are compiled by who wrote them, where they want it.
+  function = autograd.ArrayFunction(on_arrays, saves_residuals=True, compiled=False)
+  found = iter(autograd.call(function, [leaves[place] for place in places]))
+  structure, is_number, results = others
+  results = [
+    next(found) if is_one else _torch_view(result)
+    for result, is_one in zip(results, is_number)
+  ]
+  return jax.tree.unflatten(structure, results)
+
+
+def j2t_autograd(fn: JaxCallable, call_jax: Callable = call_jax) -> TorchCallable:
+  """A JAX function as a torch function with gradients.
+
+  Args:
+    fn: function of arrays.
+    call_jax: calls it with torch values; the one here also records its gradient.
+
+  >>> square = j2t_autograd(lambda x: x * x)
+  >>> x = torch.ones(2, device="jax", requires_grad=True)
+  >>> square(x).sum().backward()
+  >>> x.grad
+  tensor([2., 2.], device='jax:0')
+  """
+
+  @functools.wraps(fn, updated=())
+  def called(*args, **kwargs):
+    return call_jax(fn, *args, **kwargs)
+
+  return called
 
 
 def functional_rng(torch_function: TorchCallable) -> JaxCallable:

@@ -11,7 +11,7 @@ from torchax.rng.carry import (
   RngOperands,
   generator_operands,
 )
-from torchax.rng.ledger import Draw, Ledger
+from torchax.rng.ledger import Draw, Ledger, explain
 from torchax.rng.scope import (
   address_by,
   addressed_by,
@@ -43,6 +43,7 @@ __all__ = [
   "continued",
   "current",
   "default_impl",
+  "explain",
   "fold_in",
   "generator_operands",
   "initial_seed",

@@ -16,8 +16,8 @@ import importlib
 import io
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -213,15 +213,53 @@ def commit(log: list | None, entries: tuple, stream) -> None:
     entries: what it noted when it was traced.
     stream: the caller's, before it advances.
   """
+  entries = _of_caller(entries, stream)
+  if log is not None:
+    log += entries
+  else:
+    _add(_placed(entries, stream))
+
+
+class Explainer:
+  """`(function, args, kwargs) -> Ledger`; the composition root knows how to trace."""
+
+  trace: ClassVar[Callable | None] = None
+
+
+def explain(torch_function: Callable, *args, **kwargs) -> Ledger:
+  """Lists the draws of a call without making it: no number is drawn, no state moves.
+
+  Args:
+    torch_function: function or module of tensors.
+    args, kwargs: its arguments; of tensors only shapes and dtypes count.
+
+  Returns:
+    The draws in order, numbered from where the current stream stands.
+
+  >>> import torch, torchax
+  >>> drop = torch.nn.Dropout(0.5)
+  >>> [draw.shape for draw in explain(drop, torch.ones(4, device="jax"))]
+  [(4,)]
+  """
+  return Explainer.trace(torch_function, args, kwargs)
+
+
+def foretold(entries: tuple, stream) -> Ledger:
+  """The draws that a function would make from where the stream stands."""
+  return Ledger(_placed(_of_caller(entries, stream), stream))
+
+
+def _of_caller(entries: tuple, stream) -> list:
   call = next(_calls)
   prefix = stream.caller_path()
   index, turns = stream.progress()
-  entries = [shifted(entry, index, prefix, turns, call) for entry in entries]
-  if log is not None:
-    log += entries
-    return
+  return [shifted(entry, index, prefix, turns, call) for entry in entries]
+
+
+def _placed(entries, stream) -> list[Draw]:
+  """Single draws with the keys that the stream gives them."""
   draws = expand(entries)
-  _add([d if d.key else _with_key(d, stream.site_key(d.site, d.turn)) for d in draws])
+  return [d if d.key else _with_key(d, stream.site_key(d.site, d.turn)) for d in draws]
 
 
 def shifted(entry, index: int, prefix: str, turns: dict[str, int], call: int):

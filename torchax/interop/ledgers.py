@@ -1,0 +1,32 @@
+"""What a function would draw, found by tracing it; for `torchax.rng.explain`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from torchax import rng
+from torchax.interop.traced import Traced
+from torchax.interop.views import arrays_of
+from torchax.rng import Ledger, ledger
+
+
+def explain(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
+  """The draws of a call that is not made; see `torchax.rng.explain`."""
+  traced = Traced(torch_function, lifts=False)
+  leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))
+  places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+  advances = []
+
+  def on_arrays(operands, *arrays):
+    values = list(leaves)
+    for place, array in zip(places, arrays):
+      values[place] = array
+    args, kwargs = jax.tree.unflatten(treedef, values)
+    _, advance = traced.pure(operands, ((), None), *args, **kwargs)
+    advances.append(advance)
+
+  arrays = [leaves[place] for place in places]
+  traced.pure.try_abstractly(lambda rng: jax.eval_shape(on_arrays, rng, *arrays))
+  entries = advances[-1].log if advances[-1] else ()
+  return ledger.foretold(entries, rng.current())

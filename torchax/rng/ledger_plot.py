@@ -1,0 +1,51 @@
+"""The picture of a ledger: who drew when, and how much."""
+
+import math
+
+
+def plot(ledger, ax=None):
+  """Draws from left to right, sites from top to bottom; see `Ledger.plot`."""
+  try:
+    from matplotlib import pyplot, ticker
+  except ImportError as error:
+    raise ImportError(
+      "The picture of a ledger needs matplotlib: `pip install matplotlib`. "
+      "`print(ledger)` and `ledger.rows()` need nothing."
+    ) from error
+  rows = [draw.site or draw.line.rpartition("/")[2] or draw.op for draw in ledger]
+  places = {name: place for place, name in enumerate(dict.fromkeys(rows))}
+  if ax is None:
+    size = (min(16, 4 + 0.25 * len(rows)), 1.5 + 0.3 * len(places))
+    ax = pyplot.subplots(figsize=size, layout="constrained")[1]
+  kinds = dict.fromkeys(draw.distribution.partition("(")[0] for draw in ledger)
+  for number, kind in enumerate(kinds):
+    chosen = [
+      (place, draw)
+      for place, draw in enumerate(ledger)
+      if draw.distribution.partition("(")[0] == kind
+    ]
+    ax.scatter(
+      [place for place, _ in chosen],
+      [places[rows[place]] for place, _ in chosen],
+      s=[_area(draw) for _, draw in chosen],
+      color=f"C{number}",
+      label=kind or "key",
+    )
+  for group in ledger.duplicates():
+    shared = [place for place, draw in enumerate(ledger) if draw in group]
+    heights = [places[rows[place]] for place in shared]
+    ax.plot(shared, heights, color="red", zorder=0, label="one key")
+  ax.set_yticks(range(len(places)), list(places))
+  ax.invert_yaxis()
+  ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+  ax.set_xlabel("draw")
+  ax.margins(y=0.1 + 0.4 / max(len(places), 1))
+  if kinds:
+    shown = dict(zip(*ax.get_legend_handles_labels()[::-1]))
+    ax.legend(shown.values(), shown, loc="upper left", bbox_to_anchor=(1.01, 1))
+  return ax
+
+
+def _area(draw) -> float:
+  """Marker area in square points: grows with the logarithm of the numbers drawn."""
+  return 25 + 12 * math.log10(1 + math.prod(draw.shape))
