@@ -181,8 +181,7 @@ class Plan:
 _STANDARD = {"rand": "uniform(0, 1)", "randn": "normal(0, 1)"}
 # What operations draw, where their name does not say it.
 _DISTRIBUTIONS = {
-  "dropout": "bernoulli",
-  "native_dropout": "bernoulli",
+  "native_dropout": "dropout",
   "randint": "integers",
   "random": "integers",
   "randperm": "permutation",

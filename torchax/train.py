@@ -138,10 +138,11 @@ class ScannedModule(torch.nn.Module):
     for number, table in enumerate(tables):
       kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in table.items()}
       first = {name: (tensor.shape, tensor.dtype) for name, tensor in tables[0].items()}
-      if kinds != first:
+      different = {n for n in {*kinds, *first} if kinds.get(n) != first.get(n)}
+      if different:
         raise ValueError(
           f"The layers of ScannedModule have one structure, but layer {number} differs "
-          f"from the first in {sorted(n for n in {*kinds, *first} if kinds.get(n) != first.get(n))}."
+          f"from the first in {sorted(different)}."
         )
     with torch.no_grad():
       return {

@@ -1,9 +1,9 @@
 """Loops and branches whose bodies are torch functions: `jax.lax`'s, with randomness.
 
 Each iteration draws the numbers that it would draw if the loop were unrolled: the
-count of draws is carried through it. `while_loop`, which does not know its length, draws
-from a child stream and moves the current one by one draw; of the branches of `cond` and
-`switch`, the one that draws most decides how far the stream moves.
+count of draws is carried through it. `while_loop`, which does not know its length,
+draws from a child stream and moves the current one by one draw; of the branches of
+`cond` and `switch`, the one that draws most decides how far the stream moves.
 
 Outside of a JAX transformation a loop is compiled, once for each body function.
 """
@@ -299,8 +299,8 @@ def _require_no_seed(name: str, advance: Advance) -> None:
 
 # Compiled, outside of traces ---------------------------------------------------------
 
-# First function -> compiled loops. They refer to functions weakly, so that a loop with a
-# body that was made for one call is dropped with its body.
+# First function -> compiled loops. They refer to functions weakly, so that a loop whose
+# body was made for one call is dropped with its body.
 _compiled: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 

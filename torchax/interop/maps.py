@@ -1,7 +1,7 @@
 """Functions of one row, or of one shard, applied to all: `jax.vmap`, `jax.shard_map`.
 
-What rows and shards draw is a declared policy. By "different", row i of `jax_vmap` draws
-what the i-th turn of a Python loop over the rows would draw, whatever the size of the
+What rows and shards draw is a declared policy. By "different", row i of `jax_vmap`
+draws what turn i of a Python loop over the rows would draw, whatever the size of the
 batch; a shard draws from a key of its own, derived from its place along the mesh axes
 that are to differ.
 """

@@ -101,8 +101,8 @@ class Transformed:
 
   def _run(self, rng, leaves, arrays, treedef):
     captured = self.traced.captured_arrays()
-    captured_tensors = list(self.traced.captured)
-    operands, tensors = [*captured, *arrays], [*captured_tensors, *leaves]
+    operands, tensors = [*captured, *arrays], [*self.traced.captured, *leaves]
+    count = len(captured)
     # Only what needs a gradient: torch forbids changes in place of what it keeps.
     places = [n for n, t in enumerate(tensors) if _is_tensor(t) and t.requires_grad]
     if not (places and torch.is_grad_enabled()):
@@ -115,11 +115,8 @@ class Transformed:
       values = list(operands)
       for place, array in zip(places, needed):
         values[place] = array
-      captured, arrays = (
-        values[: len(captured_tensors)],
-        values[len(captured_tensors) :],
-      )
-      out, states, advance = self._apply(rng, tuple(captured), arrays, treedef)
+      captured, arrays = tuple(values[:count]), values[count:]
+      out, states, advance = self._apply(rng, captured, arrays, treedef)
       advances.append(advance)
       return out, states
 
@@ -158,8 +155,8 @@ class Transformed:
     written = {} if effects is None else dict(zip(effects.storages, arrays))
     if written and not self._may_change:
       raise MutationError(
-        f"A function in {self.name} changes {len(written)} tensor(s) that are not among "
-        "its arguments, to other numbers in each of its calls. Return them instead."
+        f"A function in {self.name} changes {len(written)} tensor(s) that are not its "
+        "arguments, to other numbers in each of its calls. Return them instead."
       )
     new = [storage for storage in written if storage not in self.changing]
     if new:
