@@ -293,3 +293,20 @@ def test_a_module_holds_other_tensors_inside_a_block():
 
 def test_a_kernel_runs_for_factories_without_a_tensor():
   assert_same(torch.ones(2, device="jax"), torch.ones(2))
+
+
+def test_saved_tensors_hooks_are_seen():
+  assert not _torch_compat.has_saved_tensors_hooks()
+  with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+    assert _torch_compat.has_saved_tensors_hooks()
+  assert not _torch_compat.has_saved_tensors_hooks()
+
+
+def test_the_top_dispatch_mode_is_known():
+  env = torchax.default_env()
+  outer, inner = env.catching_factories(), env.catching_factories()
+  assert not _torch_compat.is_top_dispatch_mode(outer)
+  with outer:
+    assert _torch_compat.is_top_dispatch_mode(outer)
+    with inner:
+      assert not _torch_compat.is_top_dispatch_mode(outer)

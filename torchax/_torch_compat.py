@@ -144,6 +144,11 @@ def are_top_modes(dispatch_mode, function_mode) -> bool:
   )
 
 
+def has_saved_tensors_hooks() -> bool:
+  """True where somebody packs what autograd saves: a checkpoint, an offloader."""
+  return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def is_top_dispatch_mode(mode) -> bool:
   """True when it is the innermost dispatch mode on this thread."""
   depth = dispatch_depth()

@@ -107,6 +107,7 @@ class ScannedModule(torch.nn.Module):
     self.c = Container()
     self.c.one_mod = layers[0]
     self.checkpoint_policy = checkpoint_policy
+    self._count = len(layers)
     self._bodies: dict[Any, Callable] = {}
     stacked = self._stack_layer_weights(layers)
     parameters = {name for name, _ in layers[0].named_parameters()}
@@ -167,7 +168,8 @@ class ScannedModule(torch.nn.Module):
     if body is None:
       body = functools.partial(self._run_layer, static, treedef)
       self._bodies[static, treedef] = body
-    (result, _), buffers = scan(body, (args[0], others), stacked)
+    carry = (args[0], others)
+    (result, _), buffers = scan(body, carry, stacked, length=self._count)
     with torch.no_grad():
       for name, updated in buffers.items():
         getattr(self, self._param_name_new(name)).copy_(updated)

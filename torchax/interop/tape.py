@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import torch
 from jax.extend import core
 
-from torchax import rng
+from torchax import _torch_compat, rng
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
 
@@ -159,23 +159,42 @@ def _gradients(outputs, wanted, seeds) -> list[Tensor | None]:
       tensor.grad = gradient
 
 
+def _save(ctx, residuals: list, env) -> None:
+  """Gives residuals to torch, which frees them with the graph."""
+  if not _torch_compat.has_saved_tensors_hooks():
+    # One tensor and its attribute, rather than a tensor for each of them.
+    holder = torch.empty(0, device="cpu")
+    holder.residuals = residuals
+    ctx.keys = None
+    ctx.save_for_backward(holder)
+    return
+  # Whoever packs saved tensors (a checkpoint, an offloader) has to see them.
+  ctx.keys = [value if rng.is_typed_key(value) else None for value in residuals]
+  arrays = [v for v, key in zip(residuals, ctx.keys) if key is None]
+  ctx.save_for_backward(*[new_tensor(array, env) for array in arrays])
+
+
+def _saved(ctx) -> list:
+  if ctx.keys is None:
+    return ctx.saved_tensors[0].residuals
+  tensors = iter(ctx.saved_tensors)
+  return [next(tensors).jax() if key is None else key for key in ctx.keys]
+
+
 class _CompiledCall(torch.autograd.Function):
   """One recorded call of a compiled function."""
 
   @staticmethod
   def forward(ctx, tape, arrays, again, *inputs):
     ctx.program, ctx.again = tape.program, again
-    # torch frees saved tensors with the graph, and this one's attribute with it.
-    saved = torch.empty(0, device="cpu")
-    saved.residuals = tape.residuals
-    ctx.save_for_backward(saved)
-    ctx.set_materialize_grads(False)
     env = default_env()
+    _save(ctx, tape.residuals, env)
+    ctx.set_materialize_grads(False)
     return tuple([new_tensor(array, env) for array in arrays])
 
   @staticmethod
   def backward(ctx, *gradients):
-    (saved,) = ctx.saved_tensors
+    residuals = _saved(ctx)
     program, env = ctx.program, default_env()
     gradients = [
       new_tensor(jnp.zeros(aval.shape, aval.dtype), env)
@@ -185,7 +204,7 @@ class _CompiledCall(torch.autograd.Function):
     ]
     if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
       return None, None, None, *ctx.again(program, gradients)
-    found = iter(program(saved.residuals, [gradient.jax() for gradient in gradients]))
+    found = iter(program(residuals, [gradient.jax() for gradient in gradients]))
     results = [new_tensor(next(found), env) if used else None for used in program.used]
     return None, None, None, *results
 

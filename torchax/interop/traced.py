@@ -9,6 +9,7 @@ the function closes over, `effects` the changes it made in place: to arguments, 
 captured tensors and to the `.grad` of captured leaves. `settle` applies them.
 """
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import ClassVar
 
 import jax
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from torchax import _torch_compat
 from torchax.environment import default_env
@@ -30,6 +32,17 @@ from torchax.view import View
 from torchax.view_info import WHOLE
 
 _TENSORS = frozenset({Tensor, View})
+
+
+def _unhooked():
+  """Keeps what is traced from hooks of the caller: a checkpoint around the call."""
+  if _torch_compat.has_saved_tensors_hooks():
+    return saved_tensors_hooks(_itself, _itself)
+  return contextlib.nullcontext()
+
+
+def _itself(tensor):
+  return tensor
 
 
 def _is_tensor(value) -> bool:
@@ -257,7 +270,7 @@ class Traced:
     records = situation.wants_grad is not None
     boundary = Boundary(self.records and torch.is_grad_enabled())
     grads = {id(t): t.grad for t in self.captured if _is_trained(t)}
-    with env.renewed(), boundary.enter():
+    with env.renewed(), boundary.enter(), _unhooked():
       for tensor, array in zip(self.captured, captured):
         boundary.lend(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
