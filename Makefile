@@ -2,6 +2,7 @@
 #
 #   make demo    trains the vision transformer of examples/train_digits.py
 #   make test    runs the tests
+#   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style and formatting;  make format  mends what it can
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
 #   make docs    builds the site into site/
@@ -24,7 +25,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench docs clean distclean
+.PHONY: help install demo test test-statistics lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -47,6 +48,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
+
+test-statistics: $(STAMP)
+	TORCHAX_SEEDS_FACTOR=10 $(BIN)/python -m pytest -q --durations=10 -m statistics \
+	  --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # The rows of operator tests are asserted in a helper; show their values as well.
-pytest.register_assert_rewrite("ops.harness")
+pytest.register_assert_rewrite("ops.harness", "rng.goodness")
 
 # A first example compiles, a later one does not: times say nothing here.
 hypothesis.settings.register_profile(

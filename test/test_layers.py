@@ -42,6 +42,7 @@ LAYERS = {
   1: (
     "torchax.amp",
     "torchax.device_module",
+    "torchax.grad_mode",
     "torchax.ops",
     "torchax.ops.jax_reimplement",
     "torchax.ops.jimage",

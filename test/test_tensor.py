@@ -349,6 +349,30 @@ def test_type_as_leaves_the_tensor_alone(x):
   assert type(x.type_as(torch.zeros(1))) is torch.Tensor
 
 
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda x: x.new_tensor([[1.7, 2.0], [3.0, -4.0]]),
+    lambda x: x.new_tensor(5, dtype=torch.int32),
+    lambda x: x.new([1.0, 2.0]),
+    lambda x: x.new(2, 5).fill_(1.0),
+    lambda x: x.new(torch.Size([4])).fill_(2.0),
+    lambda x: x.new(),
+  ],
+)
+def test_tensors_made_from_a_tensor_are_on_its_device(make, x, in_and_out):
+  assert_same(make(x), make(DATA))
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_new_tensor_copies_and_takes_options(x):
+  copied = x.new_tensor(x, requires_grad=True)
+  assert copied.requires_grad and copied.is_leaf
+  copied.detach().zero_()
+  assert_same(x, DATA)
+  assert type(x.new_tensor([1.0], device="cpu")) is torch.Tensor
+
+
 def test_data_shares_memory_without_history(x):
   x.requires_grad_()
   x.data.mul_(2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchax
+from torchax.interop import jax_jit, jax_value_and_grad
 from torchax.view_info import (
   WHOLE,
   AsStridedInfo,
@@ -247,3 +248,27 @@ def test_a_chain_in_a_further_place_moves_and_is_not_kept():
   assert (moving.read((base, starts)) == further.read(base)).all()
   value = jnp.array([-1.0, -2.0])
   assert (moving.write((base, starts), value) == further.write(base, value)).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit])
+def test_a_write_to_a_detached_tensor_is_unknown_to_derivatives(wrap):
+  """As in torch, where the clamped numbers keep the derivative of those before."""
+
+  def loss(x):
+    doubled = x * 2
+    doubled.detach()[1:].clamp_(min=0)
+    return (doubled * torch.arange(1.0, 4.0, device="jax")).sum()
+
+  value, gradient = wrap(jax_value_and_grad(loss))(torch.tensor([1.0, -2, 3]).to("jax"))
+  assert value.item() == 2 + 3 * 6
+  assert gradient.tolist() == [2, 4, 6]
+
+
+def test_a_write_to_a_detached_tensor_of_integers_is_a_write():
+  def loss(x):
+    whole = (x * 2).int()
+    whole.detach().clamp_(min=3)
+    return (whole * x).sum()
+
+  _, gradient = jax_value_and_grad(loss)(torch.tensor([1.0, 2.0]).to("jax"))
+  assert gradient.tolist() == [3, 4]

@@ -149,6 +149,11 @@ def has_saved_tensors_hooks() -> bool:
   return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def in_backward() -> bool:
+  """True while this thread runs a backward pass."""
+  return torch._C._current_graph_task_id() != -1
+
+
 def is_top_dispatch_mode(mode) -> bool:
   """True when it is the innermost dispatch mode on this thread."""
   depth = dispatch_depth()

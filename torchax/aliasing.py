@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import torch
 
-from torchax import _jax_compat, _torch_compat
+from torchax import _jax_compat, _torch_compat, grad_mode
 from torchax.errors import MutationError
 from torchax.ops import mappings
 from torchax.ops.schema import functional_form
@@ -214,29 +214,33 @@ class ViewPlan:
       if known is not None:
         layout = _Layout(*known, source.dtype)
         chain = source._chain.append(step(source, layout, *args[1:]))
-        return self._finish(new_view(source, layout, chain))
+        return self._finish(new_view(source, layout, _of_grad_mode(chain)))
     kwargs = kwargs or {}
     with _torch_compat.without_dispatch():
       layout = self.op(*args, **kwargs)
     if isinstance(layout, torch.Tensor):
-      view = new_view(source, layout, self._chain(source, layout, args, kwargs))
-      return self._finish(view)
+      chain = self._chain(source, layout, args, kwargs)
+      return self._finish(new_view(source, layout, _of_grad_mode(chain)))
     if self.steps is None:
       return [
-        self._finish(new_view(source, one, _strided_chain(source, one)))
+        self._finish(
+          new_view(source, one, _of_grad_mode(_strided_chain(source, one)))
+        )
         for one in layout
       ]
     steps = self.steps(source, layout, *args[1:], **kwargs)
     return [
-      self._finish(new_view(source, one, source._chain.append(step)))
+      self._finish(new_view(source, one, _of_grad_mode(source._chain.append(step))))
       for one, step in zip(layout, steps)
     ]
 
   def _unchanged(self, source) -> Chain:
     """The source's chain; inside JAX's transformations `detach` adds a step."""
-    if self.op is not aten.detach.default or _jax_compat.is_top_level():
+    if _jax_compat.is_top_level():
       return source._chain
-    return source._chain.append(StopGradientInfo())
+    if self.op is aten.detach.default:
+      return source._chain.append(_STOP)
+    return _of_grad_mode(source._chain)
 
   def _chain(self, source, layout, args, kwargs) -> Chain:
     if self.step is _strided:
@@ -247,6 +251,16 @@ class ViewPlan:
     if self.env.config.force_materialize_views:
       view.jax()
     return view
+
+
+_STOP = StopGradientInfo()
+
+
+def _of_grad_mode(chain: Chain) -> Chain:
+  """The chain of a view that is made now: without a gradient under `no_grad`."""
+  if _jax_compat.is_top_level() or not grad_mode.is_stopped() or _STOP in chain.infos:
+    return chain
+  return chain.append(_STOP)
 
 
 def _strided(source, layout, *args, **kwargs):

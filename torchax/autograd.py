@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax import _jax_compat
+from torchax import _jax_compat, grad_mode
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -169,4 +169,5 @@ def call(function: ArrayFunction, tensors: list[Tensor]):
   result = function.value(*[t.jax() for t in tensors])
   if type(result) is _jax_compat.ArrayImpl:  # the common case, quicker
     return new_tensor(result, env)
+  result = grad_mode.stopped(result)
   return jax.tree.map(lambda array: new_tensor(array, env), result)

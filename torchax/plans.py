@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax import _jax_compat, _torch_compat
+from torchax import _jax_compat, _torch_compat, grad_mode
 from torchax.errors import MixedDeviceError, MutationError, RngError
 from torchax.operands import IGNORED, Flattener, move, strong
 from torchax.ops import mappings
@@ -167,14 +167,17 @@ class Plan:
     return self.operator.func(*args, **kwargs)
 
   def _wrap(self, result):
+    return self._wrap_array(grad_mode.stopped(result))
+
+  def _wrap_array(self, result):
     if type(result) is _ArrayImpl or isinstance(result, jax.Array):
       if self._gives_indices and self.env.config.use_int32_for_index:
         result = result.astype(jnp.int32) if result.dtype == jnp.int64 else result
       return new_tensor(result, self.env)
     if isinstance(result, tuple):
-      return tuple([self._wrap(value) for value in result])
+      return tuple([self._wrap_array(value) for value in result])
     if isinstance(result, list):
-      return [self._wrap(value) for value in result]
+      return [self._wrap_array(value) for value in result]
     return result
 
 
@@ -366,6 +369,8 @@ class InPlacePlan:
     except (TypeError, ValueError) as error:
       raise_as_torch(error, self.op, args, kwargs)
       raise
+    if type(written) is not _ArrayImpl and grad_mode.is_stopped():
+      written = grad_mode.with_derivative_of(storage.read(), written)
     storage.write(written)
     return target
 

@@ -190,6 +190,25 @@ class Tensor(torch.Tensor):
     """This tensor in the dtype of another, on its device."""
     return self.to(other.device, other.dtype)
 
+  def new(self, *data_or_size) -> torch.Tensor:
+    """torch's legacy constructor: of a size, or of numbers, in this dtype on jax."""
+    if not data_or_size:
+      return self.new_empty(0)
+    if all(isinstance(extent, int) for extent in data_or_size):
+      return self.new_empty(data_or_size)
+    (only,) = data_or_size
+    return self.new_empty(only) if type(only) is torch.Size else self.new_tensor(only)
+
+  def new_tensor(
+    self, data, *, dtype=None, device=None, requires_grad=False, **layout
+  ) -> torch.Tensor:
+    """A copy of `data` in this tensor's dtype on jax, unless told otherwise."""
+    # torch would make it on the wrapper's meta device.
+    if not isinstance(data, torch.Tensor):
+      data = torch.tensor(data, dtype=dtype or self.dtype, device="cpu", **layout)
+    copied = data.detach().to(device or self.device, dtype or self.dtype, copy=True)
+    return copied.requires_grad_(requires_grad)
+
   def apply_jax(self, jax_function, *args, **kwargs):
     """`jax_function(array, *args)` as a tensor; tensors among `args` become arrays."""
     args, kwargs = self._env.t2j_iso((args, kwargs))

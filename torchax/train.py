@@ -151,13 +151,17 @@ class ScannedModule(torch.nn.Module):
         for name, tensor in tables[0].items()
       }
 
+  def train(self, mode: bool = True) -> "ScannedModule":
+    """Sets the mode of the layers too."""
+    self.c.one_mod.train(mode)
+    return super().train(mode)
+
   def forward(self, *args, **kwargs):
     """Runs all layers; the arguments are those of a layer."""
     if not args:
       raise TypeError(
         "ScannedModule needs the input of the first layer as an argument."
       )
-    self.c.one_mod.train(self.training)
     leaves, treedef = jax.tree.flatten((args[1:], kwargs), is_leaf=_is_tensor)
     static = tuple(None if _is_tensor(leaf) else _Static(leaf) for leaf in leaves)
     others = [leaf for leaf in leaves if _is_tensor(leaf)]

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from torchax import grad_mode
+
 
 class ViewInfoType(enum.Enum):
   """The kinds of view steps."""
@@ -269,7 +271,8 @@ class StopGradientInfo(ViewInfo):
     return lax.stop_gradient(jax_array)
 
   def update_tensor(self, new_value, jax_array):
-    return new_value
+    # torch records nothing of a write to a detached tensor.
+    return grad_mode.with_derivative_of(jax_array, new_value)
 
 
 @dataclasses.dataclass(frozen=True)

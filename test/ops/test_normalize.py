@@ -38,6 +38,8 @@ CASES = (
     **HALF_SUMS,
   ),
   Case(torch.native_layer_norm, ROWS, (6,), WEIGHT, BIAS, 1e-5, **SUMS),
+  Case(torch._weight_norm, ROWS, floats(3, 1, 1), 0, grad=True, **SUMS),
+  Case(torch._weight_norm, ROWS, floats(1, 1, 6), 2, grad=True, **SUMS),
   Case(F.rms_norm, ROWS, (6,), WEIGHT, grad=True, **SUMS),
   Case(F.rms_norm, ROWS, (4, 6), None, 1e-3, grad=True, **SUMS),
   Case(F.rms_norm, ROWS * 1e-3, (6,), grad=True, **SUMS),

@@ -14,6 +14,7 @@ from torchax.interop import (
   gradient_checkpoint,
   jax_jit,
   jax_value_and_grad,
+  scan,
 )
 
 
@@ -179,6 +180,34 @@ def test_training_and_evaluation_of_a_jittable_module_differ_by_dropout():
   assert torch.equal(module(x), x)
   module.train()
   assert set(module(x).tolist()) == {0.0, 2.0}
+
+
+@pytest.mark.parametrize("of", ["module", "function", "loop"])
+def test_a_compiled_function_follows_the_mode_of_the_modules_it_runs(of):
+  drop = torch.nn.Dropout(0.5)
+  x, traces = torch.ones(64, device="jax"), []
+
+  def f(x):
+    traces.append(None)
+    return drop(x)
+
+  def body(carry, _):
+    return f(carry), None
+
+  run = {
+    "module": jax_jit(drop),
+    "function": jax_jit(f),
+    "loop": lambda x: scan(body, x, length=1)[0],
+  }[of]
+  assert set(run(x).tolist()) == {0.0, 2.0}
+  drop.eval()
+  assert torch.equal(run(x), x)
+  drop.train()
+  assert set(run(x).tolist()) == {0.0, 2.0}
+  count = len(traces)
+  drop.eval()
+  run(x)
+  assert len(traces) == count  # both were compiled before
 
 
 @pytest.mark.parametrize("wrap", [jax_jit, gradient_checkpoint])

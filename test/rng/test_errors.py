@@ -253,8 +253,7 @@ def _ones(device, *shape, dtype=torch.float32):
   return torch.ones(shape or (4,), dtype=dtype).to(device)
 
 
-# torch also looks into tensors of probabilities and deviations. Here that would make
-# every draw wait for the device, so only the weights of multinomial are looked at.
+# Those of numbers inside tensors are in `test_random_ops.py`.
 REJECTED = {
   "uniform_ from > to": lambda d: _ones(d).uniform_(2, 1),
   "uniform_ of integers": lambda d: _ones(d, dtype=torch.int32).uniform_(),

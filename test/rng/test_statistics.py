@@ -1,15 +1,12 @@
-"""Whether the numbers are what they are said to be: T2, T3 and T4 of `docs/rng.md`.
+"""Whether the numbers are what they are said to be: distributions and moments.
 
-Each sampler and dtype draws 10,000 numbers from each of 20 seeds. For every seed a
-Kolmogorov-Smirnov test (continuous) or a chi-square test (discrete, narrow floats)
-gives a p-value; none may be below 1e-3 divided by the number of tests of the file, and
-the 20 of a row must look uniform themselves. One seed would be no evidence. The seeds
-are fixed, so a row either always passes or never.
+Each sampler and dtype draws 10,000 numbers from each of 20 seeds, and `goodness.py`
+decides; it also says how the long version of these tests is run. Whether draws depend
+on one another is in `test_independence.py`.
 """
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 
 import jax
@@ -18,15 +15,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rng.goodness import (
+  SEEDS,
+  SIGMAS,
+  N,
+  least_p,
+  p_value,
+  require_good,
+)
 from scipy import stats
 
-from torchax.interop import jax_jit
 from torchax.rng import RngState, samplers
-from torchax.rng import state as rng_state
 
-SEEDS = 20
-N = 10_000
-SIGMAS = 5
+pytestmark = pytest.mark.statistics
 
 bf16, f16, f32, f64 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64
 
@@ -138,8 +139,8 @@ ROWS = {
   ),
   "multinomial without replacement": Row(_pairs, _ordered_pairs(WEIGHTS)),
 }
-# SEEDS tests and one of uniformity for each row here and below.
-LEAST_P = 1e-3 / ((SEEDS + 1) * (len(ROWS) + 20))
+ROW_COUNT = len(ROWS) + 20  # those below as well
+LEAST_P = least_p(ROW_COUNT)
 
 
 @functools.cache
@@ -152,52 +153,12 @@ def _drawn(name: str) -> np.ndarray:
     return np.asarray(drawn.astype(f64 if row.x64 else f32), np.float64)
 
 
-def _p_of_categories(drawn: np.ndarray, probabilities: np.ndarray) -> float:
-  """Chi-square of the numbers 0, 1, … against their probabilities."""
-  counts = np.bincount(drawn.astype(int), minlength=len(probabilities))
-  assert len(counts) == len(probabilities) and not counts[probabilities == 0].any()
-  possible = probabilities > 0
-  return stats.chisquare(counts[possible], probabilities[possible] * len(drawn)).pvalue
-
-
-def _p_of_integers(drawn: np.ndarray, law) -> float:
-  """Chi-square over the integers that are likely enough, and the rest above them."""
-  low = int(law.support()[0])
-  values = np.arange(low, low + 256)
-  likely = values[law.pmf(values) * len(drawn) >= 5]
-  probabilities = law.pmf(likely)
-  counts = np.array([(drawn == value).sum() for value in likely])
-  rest = 1 - probabilities.sum()
-  if rest * len(drawn) >= 5:
-    probabilities = np.append(probabilities, rest)
-    counts = np.append(counts, len(drawn) - counts.sum())
-  assert drawn.min() >= low and np.array_equal(drawn, np.floor(drawn))
-  return stats.chisquare(
-    counts, probabilities / probabilities.sum() * counts.sum()
-  ).pvalue
-
-
-def _p_of_grid(drawn: np.ndarray, law, grid: float) -> float:
-  """Chi-square of 16 intervals whose bounds lie between the points of the grid."""
-  counts = np.bincount(((law.cdf(drawn) + grid / 2) * 16).astype(int), minlength=16)
-  return stats.chisquare(counts).pvalue
-
-
 def _p_value(drawn: np.ndarray, row: Row) -> float:
-  if isinstance(row.law, np.ndarray):
-    return _p_of_categories(drawn, row.law)
-  if hasattr(row.law, "pmf"):
-    return _p_of_integers(drawn, row.law)
-  if row.grid:
-    return _p_of_grid(drawn, row.law, row.grid)
-  return stats.kstest(drawn, row.law.cdf).pvalue
+  return p_value(drawn, row.law, row.grid)
 
 
 def _require_good(p_values) -> None:
-  p_values = np.asarray(p_values)
-  assert p_values.min() > LEAST_P, p_values
-  uniformity = stats.kstest(p_values, "uniform").pvalue
-  assert uniformity > LEAST_P, (uniformity, p_values)
+  require_good(p_values, ROW_COUNT)
 
 
 # T2 ---------------------------------------------------------------------------------
@@ -252,86 +213,6 @@ def test_mean_and_variance_are_within_5_sigma(name):
   # The variance is taken about the sample's mean, which is off by up to 5 sigma.
   of_variance += SIGMAS**2 * variance / drawn.size
   assert abs(drawn.var() - variance) < of_variance
-
-
-# T4 ---------------------------------------------------------------------------------
-
-
-def _require_independent(masks) -> None:
-  """No two rows are correlated, nor any row with itself shifted."""
-  masks = np.asarray(masks, float)
-  bound = SIGMAS / np.sqrt(masks.shape[1])
-  correlation = np.corrcoef(masks) - np.eye(len(masks))
-  assert abs(correlation).max() < bound
-  for shift in (1, 2, 7, 100):
-    for mask in masks:
-      assert abs(np.corrcoef(mask[shift:], mask[:-shift])[0, 1]) < bound
-
-
-def _mask(x=None) -> np.ndarray:
-  x = torch.ones(N, device="jax") if x is None else x
-  return F.dropout(x, 0.5).numpy() > 0
-
-
-def test_the_test_of_independence_sees_dependence():
-  masks = [_mask() for _ in range(3)]
-  for dependent in (
-    [*masks, masks[1]],
-    [*masks, ~masks[0]],
-    [masks[0], np.where(np.arange(N) % 8, masks[1], masks[0])],
-    [np.repeat(masks[0][: N // 2], 2)],
-  ):
-    with pytest.raises(AssertionError):
-      _require_independent(dependent)
-
-
-def test_masks_of_successive_draws_are_independent():
-  _require_independent([_mask() for _ in range(30)])
-
-
-def test_masks_of_layers_and_calls_of_a_compiled_model_are_independent():
-  @jax_jit
-  def model(x):
-    return [F.dropout(x, 0.5) for _ in range(5)]
-
-  ones = torch.ones(N, device="jax")
-  masks = [mask.numpy() > 0 for _ in range(4) for mask in model(ones)]
-  _require_independent(masks)
-
-
-def test_masks_of_threads_are_independent():
-  masks = [_mask()]
-  for _ in range(8):
-    thread = threading.Thread(target=lambda: masks.append(_mask()))
-    thread.start()
-    thread.join()
-  _require_independent(masks)
-
-
-def test_masks_of_related_keys_are_independent(env):
-  """Neighbouring seeds and threads, forks, and keys read after draws."""
-  key = rng_state.key_from_seed(0)
-  keys = [rng_state.key_from_seed(seed) for seed in (0, 1, 2, 3, -1, 2**32, 2**63)]
-  keys += [rng_state.thread_key(key, ordinal) for ordinal in (1, 2, 3)]
-  keys += [rng_state.named_key(key, name) for name in ("a", "b", "data")]
-  keys += [rng_state.rebased_key(key, count) for count in (1, 2, 3)]
-  keys += [rng_state.rekeyed(key)]
-  masks = []
-  for key in keys:
-    with env.rng_scope(key):
-      masks += [_mask(), _mask()]
-  _require_independent(masks)
-
-
-def test_masks_of_generators_are_independent():
-  masks = []
-  for seed in range(5):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(3):
-      drawn = torch.zeros(N, device="jax").bernoulli_(0.5, generator=generator)
-      masks.append(drawn.numpy() > 0)
-  masks += [_mask() for _ in range(3)]
-  _require_independent(masks)
 
 
 # Through torch's own names ----------------------------------------------------------
@@ -400,7 +281,7 @@ def test_torchs_functions_have_their_distribution(name):
 
 def test_positions_in_a_permutation_are_uniform():
   torch.manual_seed(0)
-  firsts = [torch.randperm(10, device="jax").tolist() for _ in range(1_000)]
+  firsts = [torch.randperm(10, device="jax").tolist() for _ in range(50 * SEEDS)]
   places = np.array(firsts)
   for place in range(10):
     assert stats.chisquare(np.bincount(places[:, place], minlength=10)).pvalue > LEAST_P

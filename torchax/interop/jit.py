@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from torchax import _jax_compat, grad_mode
 from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.interop import tape as tapes
@@ -113,9 +114,7 @@ class Jitted:
     if not pure.generators:  # the common case, without a closure
       try:
         captured = traced.captured_arrays() if traced.captured else ()
-        situation = None
-        if extra is not None or leaves or captured:
-          situation = traced.situation(leaves, extra)
+        situation = traced.situation(leaves, extra)
         rng = pure.operands()
         (out, effects), advance = jitted(rng, (captured, situation), *args, **kwargs)
         if advance is not None:
@@ -138,9 +137,9 @@ class Jitted:
         treedef = jax.tree.structure((args, kwargs))
         again = functools.partial(self._differentiate_again, leaves, treedef, rng)
         return tensors_of(tapes.attach(effects.tape, leaves, out, again))
-    if isinstance(out, jax.Array) and not is_typed_key(out):
+    if type(out) is _jax_compat.ArrayImpl and not is_typed_key(out):
       return new_tensor(out, self._env)
-    return tensors_of(out)
+    return tensors_of(grad_mode.stopped(out))
 
   def _differentiate_again(self, leaves, treedef, rng, program, gradients):
     """Gradients of a recorded call as tensors that can be differentiated themselves.

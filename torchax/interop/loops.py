@@ -313,6 +313,10 @@ class _Loop:
     self._references = tuple(map(_weak, functions))
     self.options = options
     self.jitted = Jitted(self._trace, {})
+    for function in functions:
+      owner = getattr(function, "__self__", None)
+      if isinstance(owner, torch.nn.Module):
+        self.jitted.traced.modes.note(owner)
 
   def is_of(self, lower: Callable, functions: tuple, options: tuple) -> bool:
     """True for the same loop over the same functions."""

@@ -23,6 +23,7 @@ from torchax import _torch_compat
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop import tape as tapes
+from torchax.interop.modes import ModuleModes
 from torchax.interop.tape import Tape
 from torchax.interop.views import arrays_of
 from torchax.rng import Carried, NewOperands, is_typed_key
@@ -60,17 +61,26 @@ class Situation:
     extra: anything the wrapper adds, such as the training flags of a module.
     wants_grad: None where torch records no gradient; else for each argument leaf and
       then for each captured tensor whether it needs one.
+    modes: which modules changed between training and evaluation (`ModuleModes`).
+    no_grad: called under `torch.no_grad`.
   """
 
-  __slots__ = ("same", "overlapping", "has_grad", "extra", "wants_grad")
+  __slots__ = ("same", "overlapping", "has_grad", "extra", "wants_grad", "modes", "no_grad")
   _known: ClassVar[dict] = {}
 
   @classmethod
   def of(
-    cls, same=(), overlapping=(), has_grad=(), extra=None, wants_grad=None
+    cls,
+    same=(),
+    overlapping=(),
+    has_grad=(),
+    extra=None,
+    wants_grad=None,
+    modes=(),
+    no_grad=False,
   ) -> "Situation":
     """The situation with these attributes; always the same object."""
-    attributes = (same, overlapping, has_grad, extra, wants_grad)
+    attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
     known = cls._known.get(attributes)
     if known is None:
       known = cls._known[attributes] = cls()
@@ -79,6 +89,7 @@ class Situation:
     return known
 
 
+_ORDINARY = ((), (), (), None, None, (), False)
 ORDINARY = Situation.of()
 """No argument repeats another one, and nothing else matters."""
 
@@ -158,6 +169,10 @@ class Traced:
     self.function = function
     self.lifts = lifts
     self.records = records
+    self.modes = ModuleModes()
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+      self.modes.note(owner)
     self.captured: list[Tensor] = list(captured)
     # Captured leaf -> place of its captured gradient.
     self._gradients: dict[Tensor, int] = {}
@@ -223,16 +238,17 @@ class Traced:
     if self._touches_grad:
       trained = [tensor for tensor in self.captured if _is_trained(tensor)]
       has_grad = tuple([tensor.grad is not None for tensor in trained])
-    wants_grad = self._wants_grad(leaves) if torch.is_grad_enabled() else None
+    no_grad = not torch.is_grad_enabled()
+    wants_grad = None if no_grad else self._wants_grad(leaves)
     same, overlapping = repeated(leaves) if len(leaves) > 1 else ((), ())
     if same and not self.lifts:
       # Each argument has a gradient of its own, so they stay apart; then none of them
       # may be changed in place.
       overlapping += tuple([place for pair in same for place in pair])
       same = ()
-    if same or overlapping or has_grad or extra is not None or wants_grad:
-      return Situation.of(same, overlapping, has_grad, extra, wants_grad)
-    return None
+    modes = self.modes.changed()
+    attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
+    return None if attributes == _ORDINARY else Situation.of(*attributes)
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
     """Which operands torch would record a gradient for; None for none at all."""
@@ -270,7 +286,7 @@ class Traced:
     records = situation.wants_grad is not None
     boundary = Boundary(self.records and torch.is_grad_enabled())
     grads = {id(t): t.grad for t in self.captured if _is_trained(t)}
-    with env.renewed(), boundary.enter(), _unhooked():
+    with env.renewed(), boundary.enter(), _unhooked(), self.modes.watching():
       for tensor, array in zip(self.captured, captured):
         boundary.lend(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))

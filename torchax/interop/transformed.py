@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from torchax import autograd
+from torchax import autograd, grad_mode
 from torchax.errors import MutationError, RngError
 from torchax.interop.traced import Effects, Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
@@ -97,7 +97,7 @@ class Transformed:
     out, states = self.traced.pure.run(run, lambda: self.times or 1)
     for storage, array in zip(self.changing, states):
       storage.write(array.jax() if isinstance(array, Tensor) else array)
-    return tensors_of(out)
+    return tensors_of(grad_mode.stopped(out))
 
   def _run(self, rng, leaves, arrays, treedef):
     captured = self.traced.captured_arrays()

@@ -1,0 +1,91 @@
+"""`torch.no_grad` under JAX's transformations.
+
+What is computed without recording has no gradient in torch. JAX differentiates whatever
+it traces, so it is told: results are stopped, and a change in place keeps the
+derivative that the tensor had before, since torch records nothing of it.
+
+The forward pass of a `torch.autograd.Function` runs without recording too, and so does
+a backward pass; these are differentiated by JAX as they are.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from torchax import _jax_compat, _torch_compat
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__
+
+
+def is_stopped() -> bool:
+  """True where results have no gradient, whatever they are computed from."""
+  if torch.is_grad_enabled() or _jax_compat.is_top_level():
+    return False
+  return not (_torch_compat.in_backward() or _is_in_function())
+
+
+def _is_in_function() -> bool:
+  frame = sys._getframe(1)
+  while frame is not None:
+    if frame.f_code is _APPLY:
+      return True
+    frame = frame.f_back
+  return False
+
+
+def stopped(tree):
+  """Arrays in a tree, without a gradient where there is to be none."""
+  return jax.tree.map(_stop, tree) if is_stopped() else tree
+
+
+def _stop(leaf):
+  is_number = isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(
+    leaf.dtype, jnp.inexact
+  )
+  return lax.stop_gradient(leaf) if is_number else leaf
+
+
+def with_derivative_of(old: jax.Array, new: jax.Array) -> jax.Array:
+  """`new`, of which derivatives do not know: they are still those of `old`."""
+  if old.shape != new.shape or old.dtype != new.dtype:
+    raise ValueError(
+      f"Expected an array of shape {old.shape} and {old.dtype}, but got {new.shape} "
+      f"and {new.dtype}."
+    )
+  if not jnp.issubdtype(new.dtype, jnp.inexact):
+    return new
+  return _with_derivative_of_p.bind(old, new)
+
+
+# A primitive, and not `jax.custom_jvp`, because an optimizer's step has hundreds.
+_with_derivative_of_p = Primitive("with_derivative_of")
+
+
+@_with_derivative_of_p.def_impl
+def _impl(old, new):
+  return new
+
+
+@_with_derivative_of_p.def_abstract_eval
+def _abstract_eval(old, new):
+  return new
+
+
+def _jvp(primals, tangents):
+  return with_derivative_of(*primals), tangents[0]
+
+
+def _batch(args, axes):
+  size = next(a.shape[d] for a, d in zip(args, axes) if d is not None)
+  moved = [batching.bdim_at_front(a, d, size) for a, d in zip(args, axes)]
+  return with_derivative_of(*moved), 0
+
+
+ad.primitive_jvps[_with_derivative_of_p] = _jvp
+batching.primitive_batchers[_with_derivative_of_p] = _batch
+mlir.register_lowering(_with_derivative_of_p, lambda context, old, new: [new])

@@ -1,0 +1,186 @@
+"""Pathwise gradients: how a sample moves with the parameter of its distribution.
+
+For a number x with the distribution function F(x; a) it is dx/da = -(∂F/∂a) / (∂F/∂x)
+(implicit reparameterisation, https://arxiv.org/abs/1805.08498). For gamma and beta
+numbers the derivative of F is an integral over one of the tails,
+
+  ∂F/∂a = ∫₀ˣ (log t - E log T) f(t) dt = -∫ₓ (log t - E log T) f(t) dt,
+
+taken here over the side where log t - E log T keeps its sign, so that nothing cancels.
+With s = exp(u) for the distance from x the integrand is smooth at all scales and the
+trapezoidal rule in u converges geometrically. It is as precise as the dtype, from
+parameters of 1e-6 to 1e8 and more.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from torchax.rng.special import exp_plus, log1p_minus, log_minus_digamma
+
+# The reach of an integrand is looked for from exp(-_SPAN) of its bound on.
+_SPAN, _BISECTIONS = 60.0, 10
+
+
+def _resolution(dtype) -> tuple[float, int]:
+  """-log of what may be left out, and the number of nodes."""
+  return (40.0, 320) if dtype == jnp.float64 else (18.0, 160)
+
+
+def _reach(exponent, bound, scale):
+  """Logarithm of where s exp(exponent(s)) has become negligible; at `bound` it has."""
+  depth = _resolution(bound.dtype)[0]
+
+  def halve(_, interval):
+    low, high = interval
+    middle = (low + high) / 2
+    s = jnp.exp(middle)
+    is_negligible = exponent(s) + jnp.log(jnp.maximum(s / scale, 1)) < -depth
+    return jnp.where(is_negligible, low, middle), jnp.where(is_negligible, middle, high)
+
+  high = jnp.log(bound)
+  return lax.fori_loop(0, _BISECTIONS, halve, (high - _SPAN, high))[1]
+
+
+def _integrate(weight, exponent, bound, scale):
+  """∫ weight(s) exp(exponent(s)) ds over s > 0.
+
+  Args:
+    weight, exponent: functions of s; the exponent is 0 at 0 and falls.
+    bound: an s that is certainly large enough.
+    scale: up to where the integrand changes slowly, if that is less than its reach.
+  """
+  depth, nodes = _resolution(bound.dtype)
+  high = _reach(exponent, bound, scale)
+  low = jnp.minimum(high - jnp.log(depth), jnp.log(scale)) - depth
+  step = (high - low) / nodes
+
+  def add(i, total):
+    s = jnp.exp(high - i * step)
+    return total + weight(s) * s * jnp.exp(exponent(s))
+
+  return step * lax.fori_loop(0, nodes + 1, add, jnp.zeros_like(bound))
+
+
+def _log_ratio(x, y):
+  """log(x / y), also where x and y agree to the last digits."""
+  relative = (x - y) / y
+  near = jnp.abs(relative) < 0.5
+  return jnp.where(near, jnp.log1p(jnp.where(near, relative, 0)), jnp.log(x / y))
+
+
+def _below_gamma(alpha, x, excess):
+  """dx/dα by the lower tail, t = x exp(-s), where excess = log(x) - E log T < 0."""
+  exponent = lambda s: (x - alpha) * s - x * exp_plus(s)  # noqa: E731
+  depth = _resolution(x.dtype)[0]
+  return x * _integrate(
+    lambda s: s - excess, exponent, bound=(depth + x) / alpha, scale=1 / alpha
+  )
+
+
+def _above_gamma(alpha, x, excess):
+  """dx/dα by the upper tail, t = x + s, where excess > 0."""
+
+  def exponent(s):
+    ratio = s / x
+    near = (alpha - x - 1) * ratio + (alpha - 1) * log1p_minus(ratio)
+    return jnp.where(ratio < 1, near, (alpha - 1) * jnp.log1p(ratio) - s)
+
+  depth = _resolution(x.dtype)[0]
+  return _integrate(
+    lambda s: jnp.log1p(s / x) + excess, exponent, bound=2 * depth + x, scale=x
+  )
+
+
+def gamma_gradient(alpha, x) -> jax.Array:
+  """dx/dα of a Gamma(α) number x; in x's dtype."""
+  dtype = x.dtype
+  wide = jnp.promote_types(dtype, jnp.float32)
+  alpha, x = jnp.broadcast_arrays(alpha.astype(wide), x.astype(wide))
+  excess = _log_ratio(x, alpha) + log_minus_digamma(alpha)
+  is_below = excess < 0
+  # Each side is computed everywhere, at a harmless place where it is not wanted.
+  below = _below_gamma(
+    jnp.where(is_below, alpha, 2), jnp.where(is_below, x, 1), jnp.minimum(excess, 0)
+  )
+  above = _above_gamma(
+    jnp.where(is_below, 1, alpha), jnp.where(is_below, 1, x), jnp.maximum(excess, 0)
+  )
+  return jnp.where(is_below, below, above).astype(dtype)
+
+
+def _beta_exponent(a, b, odds):
+  """-as + (b - 1) log(1 + odds (1 - exp(-s))), the slope at 0 taken out first."""
+
+  def exponent(s):
+    z = odds * -jnp.expm1(-s)
+    near = (b * odds - a - odds) * s - (b - 1) * odds * exp_plus(s)
+    near += (b - 1) * log1p_minus(jnp.minimum(z, 1))
+    return jnp.where(z < 1, near, (b - 1) * jnp.log1p(z) - a * s)
+
+  return exponent
+
+
+def _beta_side(weight, a, b, odds):
+  depth = _resolution(a.dtype)[0]
+  bound = (depth + jnp.maximum(b - 1, 0) * jnp.log1p(odds)) / a
+  return _integrate(weight, _beta_exponent(a, b, odds), bound, scale=1 / odds)
+
+
+def dirichlet_gradient(x, alpha, total) -> jax.Array:
+  """dx/dα / (1 - x) of a Beta(α, total - α) number x, its other parameter fixed.
+
+  Of a Dirichlet sample's proportion x with parameter α, where `total` is the sum of
+  the parameters: the others shrink by the same factor. In x's dtype.
+  """
+  dtype = x.dtype
+  wide = jnp.promote_types(dtype, jnp.float32)
+  x, alpha, total = jnp.broadcast_arrays(*(v.astype(wide) for v in (x, alpha, total)))
+  beta, odds = total - alpha, x / (1 - x)
+  # log(x / mean); near 1, from the distances of both to 1.
+  near_one = jnp.log1p(beta / alpha) + jnp.log1p(-(1 - x))
+  excess = jnp.where(x > 0.5, near_one, _log_ratio(x * total, alpha))
+  excess += log_minus_digamma(alpha) - log_minus_digamma(total)
+  is_below = excess < 0
+  pick = lambda value: jnp.where(is_below, value, 1)  # noqa: E731
+  below = pick(odds) * _beta_side(
+    lambda s: s - jnp.minimum(excess, 0), pick(alpha), pick(beta), pick(odds)
+  )
+  pick = lambda value: jnp.where(is_below, 1, value)  # noqa: E731
+  inverse = pick(1 / odds)
+  above = _beta_side(
+    lambda s: jnp.log1p(-inverse * jnp.expm1(-s)) + jnp.maximum(excess, 0),
+    pick(beta),
+    pick(alpha),
+    inverse,
+  )
+  return jnp.where(is_below, below, above).astype(dtype)
+
+
+@jax.custom_jvp
+def gamma_sample(alpha, sample):
+  """`sample`, as a function of the `alpha` that it was drawn with."""
+  return sample
+
+
+@gamma_sample.defjvp
+def _gamma_sample_jvp(primals, tangents):
+  alpha, sample = primals
+  slope = gamma_gradient(alpha, sample)
+  return sample, (slope * tangents[0]).astype(sample.dtype)
+
+
+@jax.custom_jvp
+def dirichlet_sample(alpha, sample):
+  """`sample` with proportions along the last axis, as a function of `alpha`."""
+  return sample
+
+
+@dirichlet_sample.defjvp
+def _dirichlet_sample_jvp(primals, tangents):
+  alpha, sample = primals
+  if not alpha.ndim:
+    return sample, jnp.zeros_like(sample)
+  slope = dirichlet_gradient(sample, alpha, alpha.sum(-1, keepdims=True))
+  moved = slope * tangents[0]
+  return sample, (moved - sample * moved.sum(-1, keepdims=True)).astype(sample.dtype)
