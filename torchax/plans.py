@@ -333,7 +333,8 @@ class TensorPlan:
     self.env = env
 
   def __call__(self, args, kwargs):
-    kwargs = {k: v for k, v in (kwargs or {}).items() if k not in IGNORED}
+    dropped = IGNORED - {"generator"}  # the operations that it calls draw with it
+    kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
     if self.operator.needs_env:
       kwargs["env"] = self.env
     with self.env.catching_factories():

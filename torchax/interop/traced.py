@@ -65,7 +65,9 @@ class Situation:
     no_grad: called under `torch.no_grad`.
   """
 
-  __slots__ = ("same", "overlapping", "has_grad", "extra", "wants_grad", "modes", "no_grad")
+  __slots__ = (
+    *("same", "overlapping", "has_grad", "extra", "wants_grad", "modes", "no_grad"),
+  )
   _known: ClassVar[dict] = {}
 
   @classmethod

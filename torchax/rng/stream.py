@@ -23,7 +23,8 @@ from torchax.rng.state import RngState
 
 _WAYS_OUT = (
   "Carry the key as an operand instead: (1) use the wrapper in torchax.interop "
-  "({wrapper}) in place of the raw JAX transformation; (2) pass the key: "
+  "(jax_jit, gradient_checkpoint, scan, cond, …) in place of the raw JAX "
+  "transformation; (2) pass the key: "
   "`jax_view(f)(..., rng=key)`, with `key` an argument of the transformed function; "
   "or (3) draw inside `with env.rng_scope(key):`."
 )
@@ -331,14 +332,15 @@ class RngStream:
       )
     if _jax_compat.is_batching(trace):
       raise TracedDrawError(
-        f"{name} inside a raw `jax.vmap` would give every row the same numbers. Give "
-        "each row its key: `jax.vmap(lambda key, x: jax_view(f)(x, rng=key))(keys, "
-        "x)`, with `keys = jax.random.split(key, rows)`; or draw outside of `jax.vmap`."
+        f"{name} inside a raw `jax.vmap` would give every row the same numbers. Say "
+        'what rows draw: `torchax.interop.jax_vmap(f, randomness="different")` or '
+        '"same"; or give each row its key: `jax.vmap(lambda key, x: jax_view(f)(x, '
+        "rng=key))(keys, x)`, with `keys = jax.random.split(key, rows)`."
       )
     raise TracedDrawError(
       f"{name} inside a raw JAX transformation ({type(trace).__name__}) would bake its "
       "key into the traced function and repeat the same numbers. "
-      + _WAYS_OUT.format(wrapper="jax_jit, gradient_checkpoint, jax_value_and_grad")
+      + _WAYS_OUT
     )
 
 
