@@ -1,7 +1,5 @@
 """The only file that touches private API of torch; `test_torch_compat.py` guards it."""
 
-import contextlib
-
 import torch
 import torch.nn.utils.stateless
 from torch.utils import _python_dispatch
@@ -122,11 +120,9 @@ def composite_decomposition(func):
   return None
 
 
-@contextlib.contextmanager
-def without_function_modes():
-  """Torch functions inside run as they are; dispatch still sees their operations."""
-  with torch._C.DisableTorchFunction():
-    yield
+# Context manager: torch functions inside run as they are; dispatch still sees their
+# operations.
+without_function_modes = torch._C.DisableTorchFunction
 
 
 dispatch_depth = torch._C._len_torch_dispatch_stack

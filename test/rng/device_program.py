@@ -107,16 +107,17 @@ def shards(mesh) -> dict:
     f = jax_shard_map(lambda x: F.dropout(x * weight, 0.5), options, randomness=policy)
     forms = {"jit": jax_jit(f), "eager": f}
     for form in forms if name == "same along model" else ("jit",):
-      wrapped = forms[form]
       torch.manual_seed(4)
-      drawn = [wrapped(x), wrapped(x)]
-      gradients = torch.autograd.grad(sum(drawn).sum(), [x, weight])
+      drawn = forms[form](x)
+      gradients = torch.autograd.grad(drawn.sum(), [x, weight])
       found |= {
-        f"{name} {form}": torch.stack(drawn).detach(),
+        f"{name} {form}": drawn.detach(),
         f"{name} {form} gradient of x": gradients[0],
         f"{name} {form} gradient of weight": gradients[1],
         f"{name} {form} after": torch.rand(4, device="jax"),
       }
+    if name == "different":
+      found["different jit again"] = forms["jit"](x).detach()
   return found | _shards_of_generators(options, x.detach())
 
 
@@ -129,7 +130,7 @@ def _shards_of_generators(options, x) -> dict:
       options,
       randomness=name,
     )
-    found[f"generator {name}"] = f(x)
+    found[f"generator {name}"] = jax_jit(f)(x)
     found[f"generator {name} state"] = generator.get_state()
   return found
 

@@ -94,24 +94,25 @@ def _groups(policy: str, shards: np.ndarray) -> np.ndarray:
 
 @each_policy
 def test_shards_draw_by_their_policy(arrays, policy):
-  calls = arrays[8][f"shards {policy} jit"]
-  masks = []
-  for drawn in calls:
-    groups = _groups(policy, _shards(drawn))
-    assert (groups == groups[:, :1]).all()
-    masks += list(groups[:, 0] > 0)
-  # Those of the two calls as well.
+  groups = _groups(policy, _shards(arrays[8][f"shards {policy} jit"]))
+  assert (groups == groups[:, :1]).all()
+  require_independent(groups[:, 0] > 0)
+
+
+def test_shards_of_two_calls_are_independent(arrays):
+  calls = [arrays[8][f"shards different jit{name}"] for name in ("", " again")]
+  masks = [mask for call in calls for mask in _shards(call).reshape(8, -1) > 0]
   require_independent(masks)
 
 
 @each_policy
 def test_gradients_of_shards_have_their_masks(arrays, policy):
   name = f"shards {policy} jit"
-  total = arrays[8][name].sum(0)
-  assert set(np.unique(total)) == {0.0, 2.0, 4.0}
-  assert np.array_equal(arrays[8][f"{name} gradient of x"], total)
+  drawn = arrays[8][name]
+  assert set(np.unique(drawn)) == {0.0, 2.0}
+  assert np.array_equal(arrays[8][f"{name} gradient of x"], drawn)
   # The weight is closed over: each shard has all of it.
-  of_weight = total.reshape(-1, 2, total.shape[1] // 2).sum((0, 1))
+  of_weight = drawn.reshape(-1, 2, drawn.shape[1] // 2).sum((0, 1))
   assert np.array_equal(arrays[8][f"{name} gradient of weight"], of_weight)
 
 
@@ -162,10 +163,10 @@ def state_stays(env):
 
 
 @pytest.mark.parametrize(
-  "randomness", ["error", "diferent", None, {"data": "error"}, {"data": None}], ids=repr
+  "randomness", ["error", "diferent", {"data": "error"}, {"data": None}], ids=repr
 )
 def test_another_policy_is_refused_before_anything_is_drawn(state_stays, randomness):
-  with pytest.raises((ValueError, TypeError), match="different"):
+  with pytest.raises(ValueError, match='"different" or "same"'):
     jax_shard_map(_drop, _options(), randomness=randomness)
 
 
@@ -224,4 +225,5 @@ def test_by_different_even_one_shard_draws_numbers_of_its_own(env):
   assert not torch.equal(drawn, expected) and not torch.equal(drawn, again)
   assert env.rng.state.count == 2
   ledger.require_unique()
-  assert [draw.stream for draw in ledger] == ["shard", ""]
+  first, second = (draw.stream for draw in ledger)
+  assert "shard" in first and not second

@@ -18,7 +18,7 @@ from torchax.errors import RngError
 from torchax.interop import tape as tapes
 from torchax.interop.traced import Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
-from torchax.rng import NewOperands, RngState, is_typed_key, rng_scope
+from torchax.rng import NewOperands, RngState, rng_scope
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
@@ -137,7 +137,7 @@ class Jitted:
         treedef = jax.tree.structure((args, kwargs))
         again = functools.partial(self._differentiate_again, leaves, treedef, rng)
         return tensors_of(tapes.attach(effects.tape, leaves, out, again))
-    if type(out) is _jax_compat.ArrayImpl and not is_typed_key(out):
+    if type(out) is _jax_compat.ArrayImpl:  # typed keys are of another class
       return new_tensor(out, self._env)
     return tensors_of(grad_mode.stopped(out))
 
