@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.timing import Row, compare
-from torchax.interop import JittableModule, jax_jit
+from torchax.interop import JittableModule, jax_jit, scan
 
 N_PARAMETERS = 200
 
@@ -29,7 +29,7 @@ class ManyParameters(torch.nn.Module):
 
 def rows() -> list[Row]:
   """All call-overhead rows."""
-  return [_add_one(), _module(), _dropout()]
+  return [_add_one(), *_module(), _dropout(), _scan()]
 
 
 def _add_one() -> Row:
@@ -40,7 +40,7 @@ def _add_one() -> Row:
   return compare("call of a jitted x + 1", lambda: ours(x), lambda: plain(array), 2)
 
 
-def _module() -> Row:
+def _module() -> list[Row]:
   model = ManyParameters().to("jax")
   jitted = JittableModule(model)
   x = torch.ones(4, device="jax")
@@ -53,10 +53,51 @@ def _module() -> Row:
       x = x + part
     return x
 
+  def without_gradient():
+    with torch.no_grad():
+      return jitted(x)
+
+  gradient = jax.jit(jax.grad(lambda params, x: plain(params, x).sum()))
+  parameters = list(model.parameters())
+  return [
+    compare(
+      f"call of a jitted module with {N_PARAMETERS} parameters",
+      without_gradient,
+      lambda: plain(params, array),
+      1,
+    ),
+    compare(
+      "the same with its gradient, by torch.autograd",
+      lambda: torch.autograd.grad(jitted(x).sum(), parameters),
+      lambda: gradient(params, array),
+      None,
+    ),
+  ]
+
+
+def _scan() -> Row:
+  """Twelve layers in a compiled loop, each with a dropout."""
+  x = torch.ones(32, 32, device="jax")
+  array = x.jax()
+
+  @jax_jit
+  def ours(x):
+    return scan(lambda c, _: (F.dropout(torch.sin(c), 0.5), None), x, length=12)[0]
+
+  @jax.jit
+  def plain(key, count, x):
+    def layer(x, key):
+      mask = jax.random.bernoulli(key, 0.5, x.shape)
+      return jnp.where(mask, jnp.sin(x) * 2, 0), None
+
+    keys = jax.random.split(jax.random.fold_in(key, count), 12)
+    return jax.lax.scan(layer, x, keys)[0]
+
+  key, counts = jax.random.key(0), itertools.count()
   return compare(
-    f"call of a jitted module with {N_PARAMETERS} parameters",
-    lambda: jitted(x),
-    lambda: plain(params, array),
+    "a jitted scan of 12 layers with dropout",
+    lambda: ours(x),
+    lambda: plain(key, np.uint32(next(counts)), array),
     1,
   )
 

@@ -11,14 +11,17 @@ from collections.abc import Callable
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from torchax import _torch_compat
 from torchax.tensor import Tensor
 
 
 def _edges(tensors) -> list | None:
   """The graph's edges of jax tensors that need a gradient; None if others are there."""
-  if not all(isinstance(t, Tensor) and t.requires_grad for t in tensors):
-    return None
-  return [get_gradient_edge(tensor) for tensor in tensors]
+  # torch finds the edge of a leaf by a view of it; one of its metadata is enough.
+  with _torch_compat.without_function_modes(), _torch_compat.without_dispatch():
+    if not all(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+      return None
+    return [get_gradient_edge(tensor) for tensor in tensors]
 
 
 def _seeds(tensors, gradients) -> list | None:
