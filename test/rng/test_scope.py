@@ -401,3 +401,23 @@ def test_a_compiled_function_draws_from_the_thread_that_calls_it():
 
   there, eager = _in_thread(on_thread)
   assert there == eager != here
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["unopened", "drawn from"])
+def test_a_state_of_another_implementation_is_refused_and_changes_nothing(env, drawn):
+  env.manual_seed(0)
+  other = RngState.from_seed(0, "rbg").advance(2 * drawn).to_tensor()
+  before = env.rng.state.state_dict()
+  with pytest.raises(ValueError, match="a stream of rbg.*uses threefry2x32"):
+    torch.jax.set_rng_state(other)
+  assert env.rng.state.state_dict() == before
+  with env.rng_scope(RngState.from_tensor(other)):
+    assert env.rng.state.impl == "rbg"
+
+
+def test_a_stream_seeded_with_another_implementation_can_be_restored(env):
+  env.prng_key = jax.random.key(0, impl="rbg")
+  with torch.random.fork_rng(device_type="jax"):
+    first = torch.rand(4, device="jax")
+  assert torch.equal(torch.rand(4, device="jax"), first)
+  torch.manual_seed(0)

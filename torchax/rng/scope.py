@@ -168,14 +168,18 @@ _TICKET = b"torchax-mark-1\0"
 _TICKET_BODY = struct.Struct("<Q")
 
 
+def _is_unopened() -> bool:
+  """True where the current stream is a root that is only a seed so far."""
+  return len(_local.stack) <= 1 and _local.seeding != _root.seedings
+
+
 def snapshot() -> torch.Tensor:
   """The state of the current stream as a uint8 tensor, for `restore`.
 
   A root stream that was not drawn from stays unopened: no JAX backend is started.
   Inside a compiled function the tensor is a mark that `restore` knows there alone.
   """
-  is_unopened = len(_local.stack) <= 1 and _local.seeding != _root.seedings
-  if is_unopened and not _root.by_site:
+  if _is_unopened() and not _root.by_site:
     return _root_seed().to_tensor()
   stream = current()
   if stream.is_traced:
@@ -224,11 +228,14 @@ def restore(tensor: torch.Tensor) -> None:
   """
   root_seed = RootSeed.from_tensor(tensor)
   mark = _marked(tensor)
+  if root_seed is not None:
+    _require_impl(root_seed.impl)
   if mark is not None:
     current().return_to(mark)
   elif root_seed is None:
     state = RngState.from_tensor(tensor)
     stream = current()
+    _require_impl(state.impl)
     stream.reseed(state)
     if state.sites is not None:
       stream.return_below(_anchors.find(bytes(tensor.cpu().numpy())))
@@ -237,6 +244,17 @@ def restore(tensor: torch.Tensor) -> None:
   else:
     _local.restored, _local.restored_seeding = root_seed, _root.seedings
     _local.epoch = _local.seeding = -1
+
+
+def _require_impl(impl: str) -> None:
+  """Raises ValueError unless it is the PRNG implementation of the current stream."""
+  ours = _root.impl if _is_unopened() else current().state.impl
+  if impl != ours:
+    raise ValueError(
+      f"The state was saved from a stream of {impl}, but the current one uses {ours}. "
+      f"Make the environment with `Configuration(prng_impl={impl!r})`, or draw inside "
+      "`with env.rng_scope(RngState.from_tensor(state)):`."
+    )
 
 
 def _marked(tensor: torch.Tensor) -> int | None:
