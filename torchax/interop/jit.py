@@ -99,13 +99,14 @@ class Jitted:
   def __call__(self, *args, **kwargs):
     return self.call(None, args, kwargs)
 
-  def call(self, extra, args, kwargs, settles=True):
+  def call(self, extra, args, kwargs, settles=True, alive=None):
     """Runs the function.
 
     Args:
       extra: static, and part of what the function was compiled for.
       args, kwargs: of the function.
       settles: apply what it changed in place.
+      alive: kept as long as the result may be differentiated.
     """
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._jitted or self._transformed(len(args))
@@ -113,7 +114,7 @@ class Jitted:
     out = NotImplemented
     if not pure.generators:  # the common case, without a closure
       try:
-        captured = traced.captured_arrays() if traced.captured else ()
+        captured = traced.captured_arrays()
         situation = traced.situation(leaves, extra)
         rng = pure.operands()
         (out, effects), advance = jitted(rng, (captured, situation), *args, **kwargs)
@@ -135,13 +136,14 @@ class Jitted:
         traced.settle(leaves, effects)
       if effects.tape is not None:
         treedef = jax.tree.structure((args, kwargs))
-        again = functools.partial(self._differentiate_again, leaves, treedef, rng)
+        called = (leaves, treedef, rng, alive)
+        again = functools.partial(self._differentiate_again, called)
         return tensors_of(tapes.attach(effects.tape, leaves, out, again))
     if type(out) is _jax_compat.ArrayImpl:  # typed keys are of another class
       return new_tensor(out, self._env)
     return tensors_of(grad_mode.stopped(out))
 
-  def _differentiate_again(self, leaves, treedef, rng, program, gradients):
+  def _differentiate_again(self, called, program, gradients):
     """Gradients of a recorded call as tensors that can be differentiated themselves.
 
     The function is run once more, with the numbers that it drew.
@@ -152,6 +154,7 @@ class Jitted:
         "be differentiated again (create_graph=True). Draw outside of it, or from the "
         "environment's stream."
       )
+    leaves, treedef, rng, alive = called
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
     static = tuple(None if is_one else v for v, is_one in zip(leaves, is_tensor))
     tensors = [v for v, is_one in zip(leaves, is_tensor) if is_one]
@@ -161,7 +164,7 @@ class Jitted:
       function = functools.partial(self._gradient, program, is_tensor, static, treedef)
       jitted = program.again[static] = Jitted(function, {}, self.traced.captured)
     args = (key, count, tensors, list(gradients))
-    return jitted.call(None, args, {}, settles=False)
+    return jitted.call(None, args, {}, settles=False, alive=alive)
 
   def _gradient(
     self, program, is_tensor, static, treedef, key, count, tensors, gradients

@@ -226,10 +226,13 @@ def _fori_while(functions, args):
 
 def _while(functions, args):
   stream = current()
-  taken = stream.peek("while_loop")
 
   def lower(call, rng, captured, args):
-    child = rng.child(fold_in(taken.key, taken.count), loop.traced.pure.sites)
+    key = rng.key
+    if loop.known.draws:  # it takes a draw of the stream if its body draws
+      taken = stream.peek("while_loop")
+      key = fold_in(taken.key, taken.count)
+    child = rng.child(key, loop.traced.pure.sites)
     moves: list[Advance] = []
 
     def goes_on(carry):
@@ -248,6 +251,7 @@ def _while(functions, args):
       here = child.at(count, sites)
       done = call(1, here, loop.with_states(captured, states), (value,))
       _require_no_seed("while_loop", done.advance)
+      loop.require_known(done.advance)
       moves.append(done.advance)
       after = here.moved(done.advance.draws, loop.by_site(done.advance))
       return (after.count, after.sites), done.states, done.out
@@ -349,6 +353,6 @@ def _run(lower: Callable, functions: tuple, options: tuple, args: tuple):
   loops = _compiled.setdefault(owner, [])
   for loop in loops:
     if loop.is_of(lower, functions, options):
-      return loop.jitted(*args)
+      return loop.jitted.call(None, args, {}, alive=functions)
   loops.append(_Loop(lower, functions, options))
-  return loops[-1].jitted(*args)
+  return loops[-1].jitted.call(None, args, {}, alive=functions)

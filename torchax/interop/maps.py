@@ -111,10 +111,16 @@ def _of_row(rows: Transformed, rng: RngOperands, name) -> RngOperands:
   turn = jax.lax.axis_index(name).astype(jnp.uint32)
   known = rows.known
   here = rng.moved(turn * known.draws, tuple(turn * n for n in rows.by_site(known)))
+  counts = [n for _, n in rows.traced.pure.generators]
   words = tuple(
-    jnp.asarray(w).reshape(rows.times, -1, *w.shape[1:])[turn] for w in rng.words
+    _words_of_turn(w, rows.times, n, turn) for w, n in zip(rng.words, counts)
   )
   return here._replace(words=words) if known.draws or words else rng
+
+
+def _words_of_turn(words, times: int, count: int, turn):
+  by_turn = jnp.asarray(words).reshape(times, count, *words.shape[1:])
+  return by_turn[turn] if times else jnp.zeros(by_turn.shape[1:], by_turn.dtype)
 
 
 def _check(advance: Advance, randomness: str) -> None:

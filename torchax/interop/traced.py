@@ -12,6 +12,7 @@ captured tensors and to the `.grad` of captured leaves. `settle` applies them.
 import contextlib
 import dataclasses
 import operator
+import threading
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -33,6 +34,12 @@ from torchax.view import View
 from torchax.view_info import WHOLE
 
 _TENSORS = frozenset({Tensor, View})
+
+
+class _Lent(threading.local):
+  """The captured tensors whose arrays this thread took as operands last."""
+
+  tensors: ClassVar[list] = []
 
 
 def _unhooked():
@@ -175,7 +182,9 @@ class Traced:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module):
       self.modes.note(owner)
+    # Never changed in place: other threads may be using it.
     self.captured: list[Tensor] = list(captured)
+    self._lent = _Lent()
     # Captured leaf -> place of its captured gradient.
     self._gradients: dict[Tensor, int] = {}
     self._has_traced = False
@@ -191,26 +200,29 @@ class Traced:
 
   def captured_arrays(self) -> tuple[jax.Array, ...]:
     """The operands for the closed-over tensors."""
+    self._lent.tensors = self.captured
     if not self.captured:
       return ()
     if self._gradients:
       self._follow_gradients()
     if self._has_traced:
       self._drop_dead()
+    self._lent.tensors = captured = self.captured
     if active.boundary is None:
       if self._rebindings != Rebindings.count:
         self._note_captured()
-      return tuple(map(_array_of_storage, self._storages))
-    return tuple([tensor._storage.read(tensor) for tensor in self.captured])
+      storages = self._storages
+      if len(storages) == len(captured):
+        return tuple(map(_array_of_storage, storages))
+    return tuple([tensor._storage.read(tensor) for tensor in captured])
 
   def _follow_gradients(self) -> None:
     """A captured `.grad` may be another tensor by now, or be gone."""
-    changed = False
+    captured = list(self.captured)
     for leaf, place in self._gradients.items():
-      changed |= self.captured[place] is not leaf.grad
-      self.captured[place] = leaf.grad
-    if changed:
-      self.captured = [tensor for tensor in self.captured if tensor is not None]
+      captured[place] = leaf.grad
+    if any(map(operator.is_not, captured, self.captured)):
+      self.captured = [tensor for tensor in captured if tensor is not None]
       self._note_captured()
 
   def _drop_dead(self) -> None:
@@ -287,9 +299,11 @@ class Traced:
     env = default_env()
     records = situation.wants_grad is not None
     boundary = Boundary(self.records and torch.is_grad_enabled())
-    grads = {id(t): t.grad for t in self.captured if _is_trained(t)}
+    # Another thread may have found more tensors since the operands were taken.
+    lent = self._lent.tensors[: len(captured)]
+    grads = {id(t): t.grad for t in lent if _is_trained(t)}
     with env.renewed(), boundary.enter(), _unhooked(), self.modes.watching():
-      for tensor, array in zip(self.captured, captured):
+      for tensor, array in zip(lent, captured):
         boundary.lend(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
       inner = self._wrap(inputs, situation)
@@ -302,7 +316,7 @@ class Traced:
           effects = self._with_tape(effects, out, inner, situation, boundary)
       finally:
         self._drop_traced_grads(boundary, grads)
-    self._require_operands(boundary)
+    self._require_operands(boundary, lent)
     return arrays, effects
 
   def _wrap(self, inputs: list, situation: Situation) -> list:
@@ -382,15 +396,16 @@ class Traced:
       if was_cleared or _is_born_in(tensor.grad, boundary):
         tensor.grad = before
 
-  def _require_operands(self, boundary: Boundary) -> None:
+  def _require_operands(self, boundary: Boundary, lent: list[Tensor]) -> None:
     if not self.lifts:
       return
-    known = {id(t._storage) for t in self.captured}
-    new = [cell for key, cell in boundary.cells.items() if key not in known]
-    if new:
+    known = {id(t._storage) for t in lent}
+    if boundary.cells.keys() - known:
       env = default_env()
       roots = {id(t._storage): t for t in (boundary.roots or {}).values()}
-      self.captured += [
+      known |= {id(t._storage) for t in self.captured}
+      new = [cell for key, cell in boundary.cells.items() if key not in known]
+      self.captured = self.captured + [
         _tensor_of(cell, env, roots.get(id(cell.storage))) for cell in new
       ]
       self._note_captured()

@@ -94,10 +94,13 @@ class Transformed:
         )
       return self._run(RngOperands(*rng), leaves, arrays, treedef)
 
-    out, states = self.traced.pure.run(run, lambda: self.times or 1)
+    out, states = self.traced.pure.run(run, self._count)
     for storage, array in zip(self.changing, states):
       storage.write(array.jax() if isinstance(array, Tensor) else array)
     return tensors_of(grad_mode.stopped(out))
+
+  def _count(self) -> int:
+    return 1 if self.times is None else self.times
 
   def _run(self, rng, leaves, arrays, treedef):
     captured = self.traced.captured_arrays()
@@ -116,7 +119,9 @@ class Transformed:
       for place, array in zip(places, needed):
         values[place] = array
       captured, arrays = tuple(values[:count]), values[count:]
-      out, states, advance = self._apply(rng, captured, arrays, treedef)
+      # torch is recording, though it does not record what is inside of its functions.
+      with torch.enable_grad():
+        out, states, advance = self._apply(rng, captured, arrays, treedef)
       advances.append(advance)
       return out, states
 

@@ -205,10 +205,6 @@ class GeneratorSlot:
       return np.zeros((draws, generators.WORDS), np.uint32)
     return self.words[start : self.draws]
 
-  def give_back(self, draws: int) -> None:
-    """Undoes the last draws: their words were not used."""
-    self.draws -= draws
-
   @property
   def is_short(self) -> bool:
     """True when words were asked for that are no operands yet."""
@@ -450,34 +446,34 @@ class Carried:
       where it stood before.
     """
     while True:
-      before = [generator.get_state() for generator, _ in self.generators]
+      places = [_Place(generator, self.__name__) for generator, _ in self.generators]
       try:
         out, advance = transformed(self.operands(times()))
         self.commit(advance)
       except BaseException as error:
-        for (generator, _), state in zip(self.generators, before):
-          generator.set_state(state)
+        for place in places:
+          place.restore()
         if isinstance(error, NewOperands):
           continue
         raise
       drawn = advance.words if advance is not None else ()
-      for (generator, n), state, used in zip(self.generators, before, drawn):
-        taken = n * times()
-        if used < taken:
-          give_back_words(generator, state, taken, used)
+      for place, (_, n), used in zip(places, self.generators, drawn):
+        if used < n * times():
+          place.restore()
+          place.skip(used)
       return out
 
   def try_abstractly(self, transformed: Callable[[RngOperands], Any]):
     """Like `run` for something that only traces: no stream, no generator advances."""
     while True:
-      before = [generator.get_state() for generator, _ in self.generators]
+      places = [_Place(generator, self.__name__) for generator, _ in self.generators]
       try:
         return transformed(self.operands())
       except NewOperands:
         continue
       finally:
-        for (generator, _), state in zip(self.generators, before):
-          generator.set_state(state)
+        for place in places:
+          place.restore()
 
 
 def take_words(generator: torch.Generator, draws: int, name: str):
@@ -507,14 +503,29 @@ def note_generator_draw(op, distribution: str, result, key) -> None:
   ledger.note(stream.log, draw, key)
 
 
-def give_back_words(generator: torch.Generator, before, taken: int, used: int) -> None:
-  """Leaves a generator as if `used` words had been taken, not `taken`."""
-  slot = _slot(generator, "a compiled function")
-  if slot is None:
-    generator.set_state(before)
-    generators.draw_words(generator, used)
-  else:
-    slot.give_back(taken - used)
+class _Place:
+  """Where a generator stands, itself or in the trace in progress; to go back there."""
+
+  __slots__ = ("generator", "slot", "before")
+
+  def __init__(self, generator: torch.Generator, name: str):
+    self.generator = generator
+    self.slot = _slot(generator, name)
+    self.before = generator.get_state() if self.slot is None else self.slot.draws
+
+  def restore(self) -> None:
+    """Leaves the generator as if nothing had been drawn since."""
+    if self.slot is None:
+      self.generator.set_state(self.before)
+    else:
+      self.slot.draws = self.before
+
+  def skip(self, draws: int) -> None:
+    """Advances the generator by some draws."""
+    if self.slot is None:
+      generators.draw_words(self.generator, draws)
+    else:
+      self.slot.draws += draws
 
 
 def _slot(generator: torch.Generator, name: str) -> GeneratorSlot | None:
