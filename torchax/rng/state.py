@@ -7,8 +7,6 @@ ever the key of a draw. Who advances a state is in `stream.py`.
 
 import dataclasses
 import hashlib
-import json
-import struct
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 
 from torchax.errors import SeedError, TracedStateError
+from torchax.rng import serialization
 
 DEFAULT_IMPL = "threefry2x32"
 
@@ -27,11 +26,6 @@ REKEY_AT = 1 << 30
 _FIRST_CHILD = 1 << 31
 _THREAD, _REKEY, _NAME, _REBASE, _SHARD, _LOOP = (_FIRST_CHILD + i for i in range(6))
 
-_MAGIC = b"torchax-rng-1\0"
-_MAGIC_EXTRA = b"torchax-rng-2\0"
-# Length of the implementation's name, count, number of words.
-_HEADER = struct.Struct("<BQB")
-_LENGTH = struct.Struct("<I")
 # Keys of 32 bits collide among a few thousand streams.
 _REFUSED_IMPLS = {"philox2x32": "its 32-bit keys collide"}
 
@@ -339,19 +333,8 @@ class RngState:
 
   def to_tensor(self) -> torch.Tensor:
     """The state as a CPU uint8 tensor of shape (n,), for `from_tensor`."""
-    data = self.state_dict()
-    impl = data["impl"].encode()
-    # What a plain stream lacks: the number of rows, and the counts of sites.
-    extra = {name: data[name] for name in ("sites",) if name in data}
-    if self.key.ndim:
-      extra["rows"] = len(data["key_data"])
-    words = np.asarray(data["key_data"], "<u4")
-    payload = _MAGIC + _HEADER.pack(len(impl), data["count"], words.size % 256)
-    payload += impl
-    if extra:
-      text = json.dumps(extra).encode()
-      payload = _MAGIC_EXTRA + payload[len(_MAGIC) :] + _LENGTH.pack(len(text)) + text
-    return torch.frombuffer(bytearray(payload + words.tobytes()), dtype=torch.uint8)
+    payload = serialization.encode(self.state_dict())
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
   @classmethod
   def from_tensor(cls, tensor: torch.Tensor) -> "RngState":
@@ -364,36 +347,7 @@ class RngState:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
       kind = getattr(tensor, "dtype", type(tensor).__name__)
       raise SeedError(f"A random state is a uint8 tensor, but got {kind}.")
-    payload = bytes(tensor.cpu().numpy())
-    start = len(_MAGIC) + _HEADER.size
-    has_extra = payload.startswith(_MAGIC_EXTRA)
-    if not (has_extra or payload.startswith(_MAGIC)) or len(payload) < start:
-      raise ValueError(
-        "The tensor holds no random state of torchax. Expected what "
-        f"`torch.jax.get_rng_state()` returned, but got {len(payload)} other bytes."
-      )
-    name_length, count, n_words = _HEADER.unpack_from(payload, len(_MAGIC))
-    impl = payload[start : start + name_length].decode(errors="replace")
-    start += name_length
-    extra = {}
-    if has_extra and len(payload) >= start + _LENGTH.size:
-      (length,) = _LENGTH.unpack_from(payload, start)
-      start += _LENGTH.size + length
-      if len(payload) >= start:
-        extra = json.loads(payload[start - length : start])
-    shape = (extra["rows"], -1) if "rows" in extra else (-1,)
-    if "rows" in extra:
-      n_words = extra["rows"] * _key_data_shape(check_impl(impl))[0]
-    if len(payload) != start + 4 * n_words:
-      raise ValueError(
-        f"The random state is truncated: expected {start + 4 * n_words} bytes, but got "
-        f"{len(payload)}."
-      )
-    words = np.frombuffer(payload, "<u4", n_words, start).reshape(shape)
-    data = {"impl": impl, "key_data": words, "count": count}
-    if "sites" in extra:
-      data["sites"] = extra["sites"]
-    return cls.from_state_dict(data)
+    return cls.from_state_dict(serialization.decode(bytes(tensor.cpu().numpy())))
 
   def __repr__(self):
     sites = "" if self.sites is None else f", sites={self.sites}"

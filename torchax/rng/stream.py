@@ -339,8 +339,7 @@ class RngStream:
       )
     raise TracedDrawError(
       f"{name} inside a raw JAX transformation ({type(trace).__name__}) would bake its "
-      "key into the traced function and repeat the same numbers. "
-      + _WAYS_OUT
+      "key into the traced function and repeat the same numbers. " + _WAYS_OUT
     )
 
 

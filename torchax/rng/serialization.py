@@ -1,0 +1,82 @@
+"""The plain data of a random state as bytes, and back.
+
+  magic | length of name, count, number of words | name | [length, JSON] | words
+
+The part in brackets is there under the second magic only: the counts of sites, and the
+number of rows of a batched state. Words are little-endian 32-bit integers.
+"""
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+
+_MAGIC = b"torchax-rng-1\0"
+_MAGIC_EXTRA = b"torchax-rng-2\0"
+_HEADER = struct.Struct("<BQB")
+_LENGTH = struct.Struct("<I")
+
+
+def encode(data: dict[str, Any]) -> bytes:
+  """The bytes of what `RngState.state_dict` returns."""
+  words = np.asarray(data["key_data"], "<u4")
+  extra = {"sites": data["sites"]} if "sites" in data else {}
+  if words.ndim > 1:
+    extra["rows"] = len(words)
+  name = data["impl"].encode()
+  payload = _HEADER.pack(len(name), data["count"], words.shape[-1]) + name
+  if not extra:
+    return _MAGIC + payload + words.tobytes()
+  text = json.dumps(extra).encode()
+  return _MAGIC_EXTRA + payload + _LENGTH.pack(len(text)) + text + words.tobytes()
+
+
+def decode(payload: bytes) -> dict[str, Any]:
+  """What `RngState.from_state_dict` takes, from the bytes of `encode`.
+
+  Raises:
+    ValueError: other bytes, or too few or too many of them.
+  """
+  start = len(_MAGIC) + _HEADER.size
+  has_extra = payload.startswith(_MAGIC_EXTRA)
+  if not (has_extra or payload.startswith(_MAGIC)) or len(payload) < start:
+    raise ValueError(
+      "The tensor holds no random state of torchax. Expected what "
+      f"`torch.jax.get_rng_state()` returned, but got {len(payload)} other bytes."
+    )
+  name_length, count, n_words = _HEADER.unpack_from(payload, len(_MAGIC))
+  name = payload[start : start + name_length].decode(errors="replace")
+  start += name_length
+  extra: dict[str, Any] = {}
+  if has_extra:
+    text = _sized(payload, start)
+    start += _LENGTH.size + len(text)
+    extra = json.loads(text)
+  rows = extra.get("rows", 1)
+  expected = start + 4 * rows * n_words
+  if len(payload) != expected:
+    raise ValueError(
+      f"The random state is truncated: expected {expected} bytes, but got "
+      f"{len(payload)}."
+    )
+  words = np.frombuffer(payload, "<u4", rows * n_words, start)
+  data = {"impl": name, "key_data": words, "count": count}
+  if "rows" in extra:
+    data["key_data"] = words.reshape(rows, n_words)
+  if "sites" in extra:
+    data["sites"] = extra["sites"]
+  return data
+
+
+def _sized(payload: bytes, start: int) -> bytes:
+  """The bytes after their length."""
+  body = start + _LENGTH.size
+  if len(payload) >= body:
+    (length,) = _LENGTH.unpack_from(payload, start)
+    if len(payload) >= body + length:
+      return payload[body : body + length]
+  raise ValueError(
+    f"The random state is truncated: it ends after {len(payload)} bytes, within its "
+    "header."
+  )
