@@ -1,13 +1,10 @@
 """The laws that hold over every boundary, as equalities to the last bit.
 
 `docs/rng.md` states them. A boundary here is a way to run a function of tensors:
-eagerly, compiled, compiled inside compiled, checkpointed, differentiated.
+eagerly, compiled, compiled inside compiled, checkpointed, differentiated. Loops and
+maps are in `test_loops.py` and `test_maps.py`, nests of all in `test_nests.py`.
 """
 
-import functools
-
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,56 +176,6 @@ def test_a_draw_gives_its_parameters_no_gradient(name):
   leaf = x.clone().requires_grad_()
   loss(leaf).backward()
   assert leaf.grad.tolist() == [3.0] * 6
-
-
-_NODES = st.recursive(
-  st.sampled_from(
-    ["rand", "dropout", "bernoulli_", "randn", "randint", "randperm", "multinomial"]
-  ),
-  lambda children: st.tuples(
-    st.sampled_from(["jit", "checkpoint", "grad", "jit of grad"]),
-    st.lists(children, min_size=1, max_size=3),
-  ),
-  max_leaves=5,
-)
-_WRAPPERS = {
-  "jit": jax_jit,
-  "checkpoint": gradient_checkpoint,
-  "grad": _with_gradient(_identity),
-  "jit of grad": _with_gradient(jax_jit),
-}
-
-
-def _run(nodes, x, with_boundaries: bool) -> list[torch.Tensor]:
-  drawn = []
-  for node in nodes:
-    if isinstance(node, str):
-      drawn.append(DRAWS[node](x))
-      continue
-    kind, children = node
-    inner = functools.partial(_run, children, with_boundaries=with_boundaries)
-    drawn += (_WRAPPERS[kind](inner) if with_boundaries else inner)(x)
-  return drawn
-
-
-@hypothesis.given(st.lists(_NODES, min_size=1, max_size=3))
-@hypothesis.settings(max_examples=12)
-def test_every_nest_of_boundaries_draws_the_eager_numbers(nodes):
-  torch.manual_seed(0)
-  x = _x()
-  flat = jax_jit(lambda x: _run(nodes, x, with_boundaries=False))
-  nested = jax_jit(lambda x: _run(nodes, x, with_boundaries=True))
-  results = []
-  for program in (
-    lambda x: _run(nodes, x, with_boundaries=False),
-    lambda x: _run(nodes, x, with_boundaries=True),
-    flat,
-    nested,
-  ):
-    torch.manual_seed(0)
-    results.append([*program(x), _rand()])
-  for result in results[1:]:
-    assert _same(result, results[0])
 
 
 def test_calls_go_on_where_eager_draws_and_other_calls_left_off():

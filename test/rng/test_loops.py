@@ -292,15 +292,7 @@ def _penalty(scan, wrap, keeps: bool) -> tuple[torch.Tensor, ...]:
   [
     pytest.param(_identity, True, id="eager"),
     pytest.param(jax_jit, False, id="jit"),
-    pytest.param(
-      _identity,
-      False,
-      id="eager, with a body made for one call",
-      marks=pytest.mark.xfail(
-        raises=TypeError,
-        reason="a loop run eagerly refers to its body weakly, and is traced once more",
-      ),
-    ),
+    pytest.param(_identity, False, id="eager, with a body made for one call"),
   ],
 )
 def test_second_derivatives_of_a_loop_have_its_masks(wrap, keeps):
@@ -311,10 +303,6 @@ def test_second_derivatives_of_a_loop_have_its_masks(wrap, keeps):
     torch.testing.assert_close(one.cpu(), other.cpu())
 
 
-@pytest.mark.xfail(
-  raises=RuntimeError,
-  reason="a body runs without recording gradients while torch records one around it",
-)
 def test_a_body_may_differentiate_what_it_closes_over():
   """An inner loop of gradient steps, as in meta-learning."""
   weight = torch.ones(3, device="jax", requires_grad=True)
@@ -553,10 +541,6 @@ def test_a_generator_in_a_loop_draws_as_in_a_python_loop(wrap):
   assert all(map(torch.equal, after, states))
 
 
-@pytest.mark.xfail(
-  raises=AssertionError,
-  reason="words that an abandoned trace took of a generator are not given back",
-)
 def test_a_generator_draws_as_in_a_python_loop_beside_changes_in_place():
   def run(scan):
     generator = torch.Generator().manual_seed(1)

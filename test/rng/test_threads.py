@@ -155,10 +155,6 @@ def test_the_sequence_of_a_thread_does_not_depend_on_what_the_others_do(crew):
   assert len(set(map(tuple, numbers))) == 2 * THREADS
 
 
-@pytest.mark.xfail(
-  raises=AssertionError,
-  reason="of calls that compile at once, those lose a gradient that meet a tensor late",
-)
 def test_a_function_compiled_by_all_threads_at_once_draws_the_numbers_of_its_caller(
   crew,
 ):

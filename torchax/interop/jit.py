@@ -67,9 +67,14 @@ class Jitted:
   """
 
   def __init__(
-    self, function: Callable, jit_kwargs: dict[str, Any], captured=(), records=True
+    self,
+    function: Callable,
+    jit_kwargs: dict[str, Any],
+    captured=(),
+    jit: Callable = jax.jit,
   ):
-    self.traced = Traced(function, lifts=True, captured=captured, records=records)
+    self.traced = Traced(function, lifts=True, captured=captured, records=True)
+    self._compile = jit
     self._pure = self.traced.pure
     self._env = default_env()
     kwargs = shift_jit_kwargs(jit_kwargs)
@@ -86,7 +91,7 @@ class Jitted:
     # The name alone: by `__wrapped__` JAX would find the user's signature, which lacks
     # the operands in front.
     pure.__name__ = self.traced.__name__
-    return jax.jit(pure, **kwargs)
+    return self._compile(pure, **kwargs)
 
   def _transformed(self, n_args: int) -> Callable:
     if self._jitted is not None:
@@ -253,21 +258,4 @@ def wrap_jax_jit(
   kwargs_for_jax: dict[str, Any] | None = None,
 ) -> Callable:
   """`jax_jit` with another function in place of `jax.jit`, of the same arguments."""
-  if jax_jit_func is jax.jit:
-    return jax_jit(torch_function, kwargs_for_jax)
-  traced = Traced(torch_function, lifts=True)
-  jitted = jax_jit_func(traced.pure, **shift_jit_kwargs(kwargs_for_jax or {}))
-
-  @functools.wraps(torch_function, updated=())
-  def call(*args, **kwargs):
-    leaves, args, kwargs = _flatten(args, kwargs)
-
-    def run(rng):
-      operands = (traced.captured_arrays(), traced.situation(leaves))
-      return jitted(rng, operands, *args, **kwargs)
-
-    out, effects = traced.pure.run(run)
-    traced.settle(leaves, effects)
-    return tensors_of(out)
-
-  return call
+  return Jitted(torch_function, kwargs_for_jax or {}, jit=jax_jit_func)
