@@ -239,15 +239,17 @@ def test_the_graph_is_freed_by_backward_as_torchs():
     loss.backward()
 
 
-def test_residuals_are_freed_by_backward():
+def test_residuals_and_arguments_are_freed_by_backward():
   x = _x()
-  loss = jax_jit(lambda x: torch.tanh(x).sum())(x)
+  batch = torch.ones(6, 4, device="jax")
+  loss = jax_jit(lambda x, batch: torch.tanh(x * batch).sum())(x, batch)
   (saved,) = loss.grad_fn.saved_tensors
-  residual = weakref.ref(saved.residuals[0])
-  del saved
+  kept = [weakref.ref(saved.residuals[0]), weakref.ref(batch)]
+  del saved, batch
+  assert all(reference() is not None for reference in kept)
   loss.backward()
   gc.collect()
-  assert residual() is None
+  assert not any(reference() is not None for reference in kept)
   assert loss.item() == pytest.approx(0.0, abs=1e-5)
 
 

@@ -159,26 +159,29 @@ def _gradients(outputs, wanted, seeds) -> list[Tensor | None]:
       tensor.grad = gradient
 
 
-def _save(ctx, residuals: list, env) -> None:
-  """Gives residuals to torch, which frees them with the graph."""
+def _save(ctx, residuals: list, again: Callable, env) -> None:
+  """Gives what backward needs to torch, which frees it with the graph."""
   if not _torch_compat.has_saved_tensors_hooks():
-    # One tensor and its attribute, rather than a tensor for each of them.
+    # One tensor and its attributes, rather than a tensor for each of them.
     holder = torch.empty(0, device="cpu")
-    holder.residuals = residuals
+    holder.residuals, holder.again = residuals, again
     ctx.keys = None
     ctx.save_for_backward(holder)
     return
+  ctx.again = again
   # Whoever packs saved tensors (a checkpoint, an offloader) has to see them.
   ctx.keys = [value if rng.is_typed_key(value) else None for value in residuals]
   arrays = [v for v, key in zip(residuals, ctx.keys) if key is None]
   ctx.save_for_backward(*[new_tensor(array, env) for array in arrays])
 
 
-def _saved(ctx) -> list:
+def _saved(ctx) -> tuple[list, Callable]:
   if ctx.keys is None:
-    return ctx.saved_tensors[0].residuals
+    (holder,) = ctx.saved_tensors
+    return holder.residuals, holder.again
   tensors = iter(ctx.saved_tensors)
-  return [next(tensors).jax() if key is None else key for key in ctx.keys]
+  residuals = [next(tensors).jax() if key is None else key for key in ctx.keys]
+  return residuals, ctx.again
 
 
 class _CompiledCall(torch.autograd.Function):
@@ -186,15 +189,14 @@ class _CompiledCall(torch.autograd.Function):
 
   @staticmethod
   def forward(ctx, tape, arrays, again, *inputs):
-    ctx.program, ctx.again = tape.program, again
-    env = default_env()
-    _save(ctx, tape.residuals, env)
+    ctx.program, env = tape.program, default_env()
+    _save(ctx, tape.residuals, again, env)
     ctx.set_materialize_grads(False)
     return tuple([new_tensor(array, env) for array in arrays])
 
   @staticmethod
   def backward(ctx, *gradients):
-    residuals = _saved(ctx)
+    residuals, again = _saved(ctx)
     program, env = ctx.program, default_env()
     gradients = [
       new_tensor(jnp.zeros(aval.shape, aval.dtype), env)
@@ -203,7 +205,7 @@ class _CompiledCall(torch.autograd.Function):
       for gradient, aval in zip(gradients, program.avals)
     ]
     if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
-      return None, None, None, *ctx.again(program, gradients)
+      return None, None, None, *again(program, gradients)
     found = iter(program(residuals, [gradient.jax() for gradient in gradients]))
     results = [new_tensor(next(found), env) if used else None for used in program.used]
     return None, None, None, *results

@@ -367,15 +367,13 @@ class Carried:
     """
     stream = scope.current()
     try:
-      key, count = stream.peek(self.__name__)
+      stream.check_now(self.__name__)
     except TracedDrawError:
       if self.generators:
         raise
-      key, count = stream.position()
+    key, count = stream.position()
     if not self.generators and not stream.by_site:
       return self._plain_operands(key, count)
-    if stream.by_site:
-      key, count = stream.position()
     if type(count) is int:
       count = np.uint32(count)
     words = tuple(

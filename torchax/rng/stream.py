@@ -123,8 +123,7 @@ class RngStream:
       ClosedScopeError: the scope of this stream has ended.
       TracedDrawError: a trace that this stream does not belong to is in progress.
     """
-    if self._closed or self._owner is not None or not _jax_compat.is_top_level():
-      self.check(name)
+    self.check_now(name)
     if self._sites is not None:
       self._site = self._path()
       return self.site_operands(self._site)
@@ -314,6 +313,11 @@ class RngStream:
   def __repr__(self):
     status = ", closed" if self._closed else ""
     return f"RngStream({self.state!r}{status})"
+
+  def check_now(self, name: str) -> None:
+    """`check`, quick where no function is being traced."""
+    if self._closed or self._owner is not None or not _jax_compat.is_top_level():
+      self.check(name)
 
   def check(self, name: str) -> None:
     """Raises unless `name` may use this stream in the trace in progress."""
