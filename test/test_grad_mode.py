@@ -125,6 +125,31 @@ def test_what_a_boundary_gives_under_no_grad_has_no_gradient(name):
   assert gradient.tolist() == [0.5, 2.0, 4.0]
 
 
+OUTSIDE = {
+  "value_and_grad": lambda f, x: jax_value_and_grad(lambda x: f(x).sum())(x)[1],
+  "value_and_grad of jit": lambda f, x: jax_value_and_grad(
+    jax_jit(lambda x: f(x).sum())
+  )(x)[1],
+  "jit of value_and_grad": lambda f, x: jax_jit(
+    jax_value_and_grad(lambda x: f(x).sum())
+  )(x)[1],
+  "jax.grad": lambda f, x: torchax.interop.torch_view(
+    jax.grad(lambda a: jax_view(f)(a).sum())(x.jax())
+  ),
+  "jax.jit of jax.grad": lambda f, x: torchax.interop.torch_view(
+    jax.jit(jax.grad(lambda a: jax_view(f)(a).sum()))(x.jax())
+  ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_grad_around_a_gradient_of_jax_does_not_count(name):
+  """As with `torch.func.grad`: who asks JAX for a gradient does not need torch's."""
+  with torch.no_grad():
+    gradient = OUTSIDE[name](lambda x: x**2, _numbers().to("jax"))
+  assert gradient.tolist() == [0.5, 2.0, 4.0]
+
+
 def test_a_function_compiled_under_no_grad_has_its_gradient_later():
   compiled = jax_jit(lambda x: x * 2)
   x = _numbers().to("jax")

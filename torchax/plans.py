@@ -225,9 +225,10 @@ def by_rows(sampler, name: str, names, keys, args, kwargs):
     )
 
   def one_row(key, *parts):
+    of_row = list(leaves)
     for place, part in zip(places, parts):
-      leaves[place] = part
-    args, kwargs = jax.tree.unflatten(treedef, leaves)
+      of_row[place] = part
+    args, kwargs = jax.tree.unflatten(treedef, of_row)
     return sampler([key, *args], kwargs)
 
   return jax.vmap(one_row)(keys, *[leaves[place] for place in places])

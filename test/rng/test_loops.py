@@ -191,8 +191,9 @@ def test_loops_with_bodies_made_for_one_call_are_dropped():
     return weakref.ref(weight)
 
   held = [once() for _ in range(4)]
-  gc.collect()
-  assert sum(weight() is not None for weight in held) <= 1
+  for _ in range(2):  # what a first pass frees lets go of more
+    gc.collect()
+  assert not any(weight() is not None for weight in held)
 
 
 def test_the_ledger_shows_the_draws_of_each_iteration(env):

@@ -198,9 +198,9 @@ def _scan(functions, args, length: int, reverse: bool, unroll):
 def _pair(out):
   if isinstance(out, tuple | list) and len(out) == 2:
     return out
+  kind = "one tensor" if isinstance(out, jax.Array) else type(out).__name__
   raise TypeError(
-    "The body of scan returns (carry, y), a pair; y may be None. It returned "
-    f"{type(out).__name__}."
+    f"The body of scan returns (carry, y), a pair; y may be None. It returned {kind}."
   )
 
 

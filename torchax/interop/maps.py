@@ -204,7 +204,7 @@ def _lower_shards(
   advance = moves[-1]
   if axes:
     advance = dataclasses.replace(advance, log=adopted(advance.log, "shard"))
-  return out, [], advance.repeated(1, "")
+  return out, [], advance if advance.moves else None
 
 
 def _index(axes: tuple[str, ...]):
@@ -220,7 +220,7 @@ def _different_axes(randomness, options) -> tuple[str, ...]:
   mesh = options.get("mesh") or jax.sharding.get_abstract_mesh()
   names = options.get("axis_names") or mesh.axis_names
   names = tuple(name for name in mesh.axis_names if name in names)
-  if isinstance(randomness, str):
+  if not isinstance(randomness, Mapping):
     randomness = dict.fromkeys(names, randomness)
   unknown = [name for name in randomness if name not in names]
   if unknown:

@@ -27,7 +27,7 @@ from torchax.interop import tape as tapes
 from torchax.interop.modes import ModuleModes
 from torchax.interop.tape import Tape
 from torchax.interop.views import arrays_of
-from torchax.rng import Carried, NewOperands, is_typed_key
+from torchax.rng import Carried, is_typed_key
 from torchax.storage import Boundary, Cell, Rebindings, Storage, active
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
@@ -409,7 +409,7 @@ class Traced:
         _tensor_of(cell, env, roots.get(id(cell.storage))) for cell in new
       ]
       self._note_captured()
-      raise NewOperands
+      self.pure.miss()
 
 
 def _tensor_of(cell: Cell, env, root: Tensor | None) -> Tensor:

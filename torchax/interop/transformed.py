@@ -21,7 +21,7 @@ from torchax import autograd, grad_mode
 from torchax.errors import MutationError, RngError
 from torchax.interop.traced import Effects, Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
-from torchax.rng import Advance, NewOperands, RngOperands
+from torchax.rng import Advance, RngOperands
 from torchax.storage import Storage
 from torchax.tensor import Tensor
 
@@ -71,6 +71,8 @@ class Transformed:
     self.traced.pure.__name__ = self.traced.__name__ = name
     # Captured tensors that the functions change.
     self.changing: list[Storage] = []
+    # Those that the last trace has found.
+    self._found: list[Storage] = []
     # How far a call moves its stream, as far as earlier traces have shown.
     self.known = Advance(0)
     self.times = times
@@ -92,7 +94,10 @@ class Transformed:
           "known before it runs. Use `scan` or `fori_loop` with numbers for bounds, or "
           "draw from the environment's stream."
         )
-      return self._run(RngOperands(*rng), leaves, arrays, treedef)
+      self.changing += self._found
+      self._found = []
+      with self.traced.pure.deferring():
+        return self._run(RngOperands(*rng), leaves, arrays, treedef)
 
     out, states = self.traced.pure.run(run, self._count)
     for storage, array in zip(self.changing, states):
@@ -163,10 +168,11 @@ class Transformed:
         f"A function in {self.name} changes {len(written)} tensor(s) that are not its "
         "arguments, to other numbers in each of its calls. Return them instead."
       )
-    new = [storage for storage in written if storage not in self.changing]
+    known = [*self.changing, *self._found]
+    new = [storage for storage in written if storage not in known]
     if new:
-      self.changing += new
-      raise NewOperands
+      self._found += new
+      self.traced.pure.miss()
     return [
       written.get(storage, array)
       for storage, array in zip(self.changing, self.states_of(captured))
@@ -192,7 +198,7 @@ class Transformed:
     found = dataclasses.replace(advance, log=())
     if found != self.known:
       self.known = found
-      raise NewOperands
+      self.traced.pure.miss()
 
   def require_words(self, advance: Advance) -> None:
     """Traces again where a generator gives a call more words than it takes."""
@@ -201,7 +207,7 @@ class Transformed:
       taken = [(g, n) for (g, _), n in zip(pure.generators, advance.words)]
       if taken != pure.generators:
         pure.generators = taken
-        raise NewOperands
+        pure.miss()
 
   def by_site(self, advance: Advance) -> tuple[int, ...]:
     """Draws at each site of the function, in the order of its operands."""

@@ -44,7 +44,9 @@ def jax_value_and_grad(
   traced = Traced(torch_function, lifts=False)
 
   def with_aux(rng, operands, *args, **kwargs):
-    (out, effects), advance = traced.pure(rng, operands, *args, **kwargs)
+    # JAX differentiates, whether torch records around this call or not.
+    with torch.enable_grad():
+      (out, effects), advance = traced.pure(rng, operands, *args, **kwargs)
     value, aux = out if has_aux else (out, None)
     return value, (aux, effects, advance)
 

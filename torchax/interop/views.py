@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import _jax_compat, autograd, rng
+from torchax import _jax_compat, autograd, grad_mode, rng
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops import mappings
@@ -133,7 +133,9 @@ def call_torch(torch_func: TorchCallable, *args: JaxValue, **kwargs: JaxValue):
   with default_env():
     if _jax_compat.is_top_level():
       return jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
-    with Boundary().enter() as boundary:
+    # Under JAX's transformations `torch.no_grad` counts inside the function, as with
+    # `torch.func.grad`, and not around it.
+    with Boundary().enter() as boundary, torch.enable_grad():
       out = jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
   require_no_writes(boundary, torch_func)
   return out
@@ -180,7 +182,8 @@ def call_jax(jax_func: JaxCallable, *args: TorchValue, **kwargs: TorchValue):
   tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
   if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
     return _recorded(jax_func, leaves, treedef)
-  return torch_view(jax_func(*jax_view(args), **jax_view(kwargs)))
+  out = jax_func(*jax_view(args), **jax_view(kwargs))
+  return torch_view(grad_mode.stopped(out))
 
 
 def _recorded(jax_func: JaxCallable, leaves: list, treedef):

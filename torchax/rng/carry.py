@@ -12,8 +12,10 @@ A generator is only met while tracing. The trace then finishes, is thrown away, 
 made anew with an operand for it (`NewOperands`).
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -127,9 +129,14 @@ class Advance:
     by_site = None if state.sites is None else tuple(state.sites.items())
     return cls(stream.draws, state.count, words, by_site, log, state.key)
 
+  @property
+  def moves(self) -> bool:
+    """Whether anything was drawn."""
+    return bool(self.draws or self.log or any(self.words))
+
   def repeated(self, times: int, label: str) -> "Advance | None":
     """What many turns do that each do this; None for nothing."""
-    if not (self.draws or self.log or any(self.words)):
+    if not self.moves:
       return None
     by_site = None
     if self.sites is not None:
@@ -147,7 +154,7 @@ class Advance:
   @classmethod
   def farthest(cls, advances: "list[Advance]") -> "Advance | None":
     """What a choice between branches does: as much as the one that does most."""
-    if not any(a.draws or a.log or any(a.words) for a in advances):
+    if not any(advance.moves for advance in advances):
       return None
     by_site: dict[str, int] = {}
     for advance in advances:
@@ -280,6 +287,18 @@ def same_generator(first: torch.Generator, second: torch.Generator) -> bool:
   return first is second or first._cdata == second._cdata
 
 
+class _Attempt(threading.local):
+  """How this thread is tracing a function.
+
+  Attributes:
+    deferred: a trace that misses an operand is finished before it is made anew.
+    missed: it has missed one.
+  """
+
+  deferred = False
+  missed = False
+
+
 def _once() -> int:
   return 1
 
@@ -293,6 +312,7 @@ class Carried:
     # Places of the function that draw, where draws are addressed by site.
     self.sites: tuple[str, ...] = ()
     self._just_met: list[GeneratorSlot] = []
+    self._attempt = _Attempt()
     # Key and count of the last call, and the operands made of them.
     self._last: tuple = (None, None, None)
     self.__name__ = getattr(function, "__name__", type(function).__name__)
@@ -324,7 +344,33 @@ class Carried:
       self.sites = tuple(dict.fromkeys((*self.sites, *met)))
       for slot in stream.slots:  # the function runs again, from the start
         slot.restore()
+      self.miss()
+
+  def miss(self) -> None:
+    """Has the trace in progress made anew, since it lacks an operand.
+
+    Raises:
+      NewOperands: now, or where `deferring` ends.
+    """
+    if not self._attempt.deferred:
       raise NewOperands
+    self._attempt.missed = True
+
+  @contextlib.contextmanager
+  def deferring(self) -> Iterator[None]:
+    """Finishes traces inside the block that miss an operand.
+
+    JAX keeps a trace that an exception leaves, if it has read an outer one's values.
+    """
+    attempt = self._attempt
+    before = (attempt.deferred, attempt.missed)
+    attempt.deferred, attempt.missed = True, False
+    try:
+      yield
+      if attempt.missed:
+        raise NewOperands
+    finally:
+      attempt.deferred, attempt.missed = before
 
   def _require_words(self, slots: list[GeneratorSlot]) -> None:
     if any(slot.is_short for slot in slots):
@@ -335,8 +381,9 @@ class Carried:
       ]
       for slot in slots:  # the function runs again, from the start
         slot.restore()
-      raise NewOperands
-    self._just_met = []
+      self.miss()
+    else:
+      self._just_met = []
 
   def _require_old_generators(self, slots: list[GeneratorSlot]) -> None:
     """Raises RngError if each trace meets other generators: it would never end."""
