@@ -373,7 +373,8 @@ def test_a_scan_has_the_gradients_of_the_unrolled_loop(wrap):
 
 def test_a_fori_loop_a_branch_and_rows_have_gradients():
   weight = torch.full((3,), 2.0, device="jax", requires_grad=True)
-  fori_loop(0, 3, lambda i, v: v * weight, torch.ones(3, device="jax")).sum().backward()
+  start = torch.ones(3, device="jax")
+  fori_loop(0, 3, lambda i, v: v * weight, start).sum().backward()
   _assert_close([weight.grad], [torch.full((3,), 12.0)])
   weight.grad = None
   flag = torch.tensor(True).to("jax")

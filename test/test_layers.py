@@ -27,7 +27,12 @@ LAYERS = {
     "torchax.ops.jtorchvision_nms",
   ),
   7: ("torchax.ops.jaten",),
-  6: ("torchax.backward", "torchax.factories", "torchax.ops.op_base", "torchax.shortcuts"),
+  6: (
+    "torchax.backward",
+    "torchax.factories",
+    "torchax.ops.op_base",
+    "torchax.shortcuts",
+  ),
   5: ("torchax.environment",),
   4: (
     "torchax.aliasing",

@@ -223,9 +223,7 @@ class ViewPlan:
       return self._finish(new_view(source, layout, _of_grad_mode(chain)))
     if self.steps is None:
       return [
-        self._finish(
-          new_view(source, one, _of_grad_mode(_strided_chain(source, one)))
-        )
+        self._finish(new_view(source, one, _of_grad_mode(_strided_chain(source, one))))
         for one in layout
       ]
     steps = self.steps(source, layout, *args[1:], **kwargs)
