@@ -311,6 +311,23 @@ def test_a_change_in_place_that_needs_a_gradient_raises():
   assert not out.any().item()
 
 
+@pytest.mark.parametrize("wrap", [jax_jit, lambda f: jax_jit(jax_jit(f))])
+def test_a_closed_over_tensor_does_not_join_a_traced_graph(wrap):
+  kept = torch.zeros(6, 4, device="jax")
+  with pytest.raises(MutationError, match="closes over.*no_grad"):
+    wrap(lambda x: kept.copy_(x * 2).sum())(_x())
+  assert kept.grad_fn is None and not kept.any().item()
+
+  def under_no_grad(x):
+    with torch.no_grad():
+      kept.copy_(x * 2)
+    return (kept * x).sum()
+
+  x = _x()
+  wrap(under_no_grad)(x).backward()
+  assert torch.equal(kept, x.detach() * 2) and torch.equal(x.grad, kept)
+
+
 def test_a_generator_and_gradients_of_gradients_raise():
   generator = torch.Generator().manual_seed(0)
   f = jax_jit(lambda x: x**3 * torch.rand(6, 4, generator=generator, device="jax"))
@@ -335,7 +352,7 @@ def test_a_draw_in_the_backward_pass_raises():
     jax_jit(Noisy.apply)(_x())
 
 
-# Loops and rows ------------------------------------------------------------------------
+# Loops and rows -----------------------------------------------------------------------
 
 
 def _cell(carry, x):

@@ -29,6 +29,7 @@ DEFAULTS = {
   "treat_cuda_as_jax_device": True,
   "internal_respect_torch_return_dtypes": False,
   "prng_impl": "threefry2x32",
+  "rng_addressing": "order",
 }
 
 

@@ -373,7 +373,7 @@ class InPlacePlan:
       raise
     if type(written) is not _ArrayImpl and grad_mode.is_stopped():
       written = grad_mode.with_derivative_of(storage.read(), written)
-    storage.write(written)
+    storage.write(written, target)
     return target
 
   def _require_separate(self, target) -> None:

@@ -49,14 +49,19 @@ class Storage:
     boundary = active.boundary
     return self.array if boundary is None else boundary.read(self, tensor)
 
-  def write(self, array: jax.Array) -> None:
-    """Replaces the array, for all tensors that share the storage."""
+  def write(self, array: jax.Array, tensor=None) -> None:
+    """Replaces the array, for all tensors that share the storage.
+
+    Args:
+      array: the new one.
+      tensor: by which it is replaced.
+    """
     boundary = active.boundary
     if boundary is None or self.birth is boundary:
       self.array = array
       self.version += 1
     else:
-      boundary.write(self, array)
+      boundary.write(self, array, tensor)
 
 
 class Cell:
@@ -93,6 +98,7 @@ class Boundary:
     closed: True once the trace has ended; tensors born in it have no value then.
     roots: outer tensors that were read and need a gradient, by identity; None where
       no gradient is recorded.
+    plain: outer tensors without a graph that were changed in place, by identity.
   """
 
   def __init__(self, records: bool = False):
@@ -100,6 +106,7 @@ class Boundary:
     self.cells: dict[int, Cell] = {}
     self.closed = False
     self.roots: dict[int, object] | None = {} if records else None
+    self.plain: dict[int, object] = {}
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
     """The array of any storage, inside this boundary."""
@@ -111,11 +118,13 @@ class Boundary:
       self.roots[id(root)] = root
     return self._cell(storage, tensor).array
 
-  def write(self, storage: Storage, array: jax.Array) -> None:
+  def write(self, storage: Storage, array: jax.Array, tensor=None) -> None:
     """Changes this boundary's copy of an outer storage."""
     cell = self._cell(storage, None)
     cell.array = array
     cell.written = True
+    if tensor is not None and tensor.grad_fn is None:
+      self.plain[id(tensor)] = tensor
 
   def lend(self, storage: Storage, array: jax.Array, tensor) -> None:
     """Shows an outer storage as `array`, an operand of the traced function."""

@@ -314,6 +314,7 @@ class Traced:
         effects = self._effects(boundary, inner, situation, grads)
         if records:
           effects = self._with_tape(effects, out, inner, situation, boundary)
+        self._require_plain(boundary)
       finally:
         self._drop_traced_grads(boundary, grads)
     self._require_operands(boundary, lent)
@@ -348,6 +349,19 @@ class Traced:
       return effects
     effects = effects or Effects((), (), (), (), [])
     return dataclasses.replace(effects, tape=tape)
+
+  def _require_plain(self, boundary: Boundary) -> None:
+    """Raises MutationError where an outer tensor has become part of a traced graph."""
+    joined = [t for t in boundary.plain.values() if t.grad_fn is not None]
+    for tensor in joined:
+      if not tensor._is_view():
+        tensor.detach_()
+    if joined:
+      raise MutationError(
+        f"{self.__name__} changes a tensor of shape {list(joined[0].shape)}, which it "
+        "closes over, in place in a way that needs a gradient. Write to it under "
+        "`torch.no_grad()`, or return the new value instead."
+      )
 
   def _require_followed(self, effects, inner, boundary) -> None:
     """Raises MutationError where a change in place would lose a gradient."""
