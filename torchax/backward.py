@@ -1,9 +1,9 @@
 """`backward` and `torch.autograd.grad` with the environment on while they run.
 
-torch runs the handler of a function with its modes off, and so would run the whole
-backward pass: what is called again in it (`torch.utils.checkpoint`) would not take the
-way of the forward pass. torch does not look for handlers where it is given the edges of
-the graph in place of tensors; so that is what it is given here, with the modes on.
+For backward passes that run a part of the forward pass again, as a checkpoint does: it
+has to take the same way. torch runs the handler of a function with its modes off,
+and so it would run the whole backward pass. It does not look for handlers where it is
+given the edges of the graph in place of tensors; so that is what it is given here.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from torchax import _torch_compat
+from torchax.grad_mode import Recomputation
 from torchax.tensor import Tensor
 
 
@@ -50,6 +51,8 @@ class _Backward:
     self.env = env
 
   def __call__(self, args, kwargs):
+    if not Recomputation.expected:
+      return self.func(*args, **kwargs)
     return self.run(*args, **kwargs)
 
   def run(
@@ -86,6 +89,8 @@ class _Grad:
     self.env = env
 
   def __call__(self, args, kwargs):
+    if not Recomputation.expected:
+      return self.func(*args, **kwargs)
     return self.run(*args, **kwargs)
 
   def run(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 import torch
 
-from torchax import _jax_compat, rng
+from torchax import _jax_compat, grad_mode, rng
 
 # torch.utils.checkpoint saves the random state of initialised devices only.
 _initialized = True
@@ -140,6 +140,7 @@ def get_rng_state(device: int | str | torch.device = "jax") -> torch.Tensor:
   that `set_rng_state` knows in that function alone.
   """
   _check_device(device)
+  grad_mode.Recomputation.expected = True
   return rng.snapshot()
 
 

@@ -22,6 +22,23 @@ from torchax import _jax_compat, _torch_compat
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 
 
+class Recomputation:
+  """Whether a backward pass may run a part of its forward pass again.
+
+  Attributes:
+    expected: True once something was recorded for a checkpoint, or somebody has asked
+      for the random state, as checkpoints do.
+  """
+
+  expected = False
+
+  @classmethod
+  def note(cls) -> None:
+    """Notes that torch is recording for a checkpoint, if it is."""
+    if _torch_compat.has_saved_tensors_hooks():
+      cls.expected = True
+
+
 def is_stopped() -> bool:
   """True where results have no gradient, whatever they are computed from."""
   if torch.is_grad_enabled() or _jax_compat.is_top_level():

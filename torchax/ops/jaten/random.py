@@ -217,11 +217,7 @@ def _aten_random_from(key, self, from_, to):
 # Bernoulli and dropout -------------------------------------------------------------
 
 
-def _check_bernoulli(self, **_):
-  require_probabilities("bernoulli", self)
-
-
-@_sampler(aten.bernoulli.default, check=_check_bernoulli)
+@_sampler(aten.bernoulli.default)
 def _aten_bernoulli(key, self):
   require_float("bernoulli", self.dtype)
   p = jax.lax.stop_gradient(self)

@@ -8,7 +8,7 @@ forms would draw.
 import torch
 import torch.nn.functional as F
 
-from torchax import rng
+from torchax import grad_mode, rng
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
 from torchax.ops.jtorch._register import register_function
 from torchax.ops.op_base import op
@@ -70,6 +70,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
   if not training or p == 0.0 or not input.numel():
     return input
   if _needs_grad(input):
+    grad_mode.Recomputation.note()
     result = _Dropout.apply(input, p, None)
   else:
     result = input._env.dispatch(_forward, (), (input, p), None)
