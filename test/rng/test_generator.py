@@ -10,6 +10,7 @@ import torch
 import torchax
 from torchax.errors import RngError, TracedDrawError
 from torchax.interop import (
+  cond,
   gradient_checkpoint,
   jax_jit,
   jax_value_and_grad,
@@ -341,3 +342,41 @@ def test_initialisers_take_a_generator(generator):
   assert not torch.equal(weight, first)
   torch.nn.init.uniform_(weight, generator=generator.manual_seed(0))
   assert torch.equal(weight, first)
+
+
+def _add_noise(x, g):
+  return x + torch.rand(3, generator=g, device="jax")
+
+
+BY_ARGUMENT = {
+  "jit": jax_jit(_add_noise),
+  "jit by name": lambda x, g: jax_jit(lambda x, *, g: _add_noise(x, g))(x, g=g),
+  "in a tree": lambda x, g: jax_jit(lambda tree: _add_noise(*tree["a"]))({"a": (x, g)}),
+  "value_and_grad": lambda x, g: jax_value_and_grad(
+    lambda x, g: (x.sum(), _add_noise(x, g)), {"has_aux": True}
+  )(x, g)[0][1],
+  "jit of checkpoint": lambda x, g: jax_jit(gradient_checkpoint(_add_noise))(x, g),
+  "cond": lambda x, g: cond(x.sum() < 1, _add_noise, _add_noise, x, g),
+}
+
+
+@pytest.mark.parametrize("name", BY_ARGUMENT)
+def test_a_generator_may_be_an_argument(generator, name):
+  x = torch.zeros(3, device="jax")
+  eager = [_add_noise(x, generator) for _ in range(3)]
+  state = generator.get_state()
+  generator.manual_seed(0)
+  assert all(torch.equal(BY_ARGUMENT[name](x, generator), want) for want in eager)
+  assert torch.equal(generator.get_state(), state)
+
+
+def test_two_generators_as_arguments_are_two_streams(generator):
+  other = torch.Generator().manual_seed(1)
+  compiled, x = jax_jit(_add_noise), torch.zeros(3, device="jax")
+  outs = [compiled(x, g) for g in (generator, other, generator, other)]
+  generator.manual_seed(0)
+  other.manual_seed(1)
+  assert all(
+    torch.equal(out, _add_noise(x, g))
+    for out, g in zip(outs, (generator, other, generator, other))
+  )

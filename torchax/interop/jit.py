@@ -15,6 +15,7 @@ import jax
 from torchax import _jax_compat, grad_mode
 from torchax.environment import default_env
 from torchax.errors import RngError
+from torchax.interop import arguments
 from torchax.interop import tape as tapes
 from torchax.interop.traced import Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
@@ -215,7 +216,7 @@ def _flatten(args, kwargs):
         break
     else:
       return args, arrays, kwargs
-  leaves, treedef = jax.tree.flatten((args, kwargs))
+  leaves, treedef = jax.tree.flatten(arguments.hidden((args, kwargs)))
   args, kwargs = jax.tree.unflatten(treedef, arrays_of(leaves))
   return leaves, args, kwargs
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchax import _torch_compat
 from torchax.environment import default_env
 from torchax.errors import MutationError
+from torchax.interop import arguments
 from torchax.interop import tape as tapes
 from torchax.interop.modes import ModuleModes
 from torchax.interop.tape import Tape
@@ -307,7 +308,7 @@ class Traced:
         boundary.lend(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
       inner = self._wrap(inputs, situation)
-      args, kwargs = jax.tree.unflatten(treedef, inner)
+      args, kwargs = arguments.shown(jax.tree.unflatten(treedef, inner))
       try:
         out = self.function(*args, **kwargs)
         arrays = arrays_of(out)

@@ -19,6 +19,7 @@ import torch
 
 from torchax import autograd, grad_mode
 from torchax.errors import MutationError, RngError
+from torchax.interop import arguments
 from torchax.interop.traced import Effects, Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
 from torchax.rng import Advance, RngOperands
@@ -84,7 +85,7 @@ class Transformed:
 
   def __call__(self, args: tuple):
     """Runs the functions on a tuple of trees of tensors, arguments for `lower`."""
-    leaves, treedef = jax.tree.flatten(args, is_leaf=_is_tensor)
+    leaves, treedef = jax.tree.flatten(arguments.hidden(args), is_leaf=_is_tensor)
     arrays = arrays_of(leaves)
 
     def run(rng):
