@@ -3,6 +3,9 @@
 Each is named after what goes wrong there, mostly silently; `docs/rng.md` has the table.
 """
 
+import os
+import subprocess
+import sys
 import threading
 
 import jax
@@ -14,13 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 from torchax.errors import TracedDrawError
 from torchax.interop import (
+  cond,
+  fori_loop,
   functional_rng,
   gradient_checkpoint,
   jax_jit,
   jax_value_and_grad,
   jax_view,
+  jax_vmap,
+  scan,
 )
 from torchax.rng import is_typed_key
+from torchax.train import ScannedModule
 
 N = 64
 
@@ -262,6 +270,94 @@ def test_static_argnums_count_the_users_arguments(argnums):
     expected = F.dropout(x, p)
     torch.manual_seed(0)
     assert torch.equal(compiled(x, p), expected)
+
+
+TURNS = {
+  "fori_loop": lambda x: fori_loop(0, 3, lambda i, x: _drop(x), x),
+  "scan": lambda x: scan(lambda x, _: (_drop(x), None), x, length=3)[0],
+  "cond": lambda x: cond(
+    x.sum() > 0, lambda x: _drop(_drop(_drop(x))), lambda x: _drop(x), x
+  ),
+  "ScannedModule": lambda x: ScannedModule([torch.nn.Dropout(0.5)] * 3)(x),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", TURNS)
+def test_a_body_that_draws_has_a_mask_of_its_own_in_each_turn(env, name, wrap):
+  out = wrap(TURNS[name])(_ones(512))
+  torch.manual_seed(0)
+  assert torch.equal(out, _drop(_drop(_drop(_ones(512)))))
+  # One mask for all turns would keep a half, three masks keep an eighth.
+  assert 0.06 < (out != 0).float().mean().item() < 0.2
+  assert _state(env)["count"] == 3
+
+
+def test_rows_of_a_vmap_have_the_masks_that_are_declared(env):
+  rows = torch.ones(4, N, device="jax")
+  with pytest.raises(TracedDrawError, match='jax_vmap.*randomness="different"'):
+    jax.vmap(jax_view(_drop))(rows.jax())
+  different = jax_vmap(_drop, randomness="different")(rows)
+  same = jax_vmap(_drop, randomness="same")(rows)
+  assert len({tuple(row) for row in different.tolist()}) == 4
+  assert len({tuple(row) for row in same.tolist()}) == 1
+
+
+_SHARDS = """
+import jax, numpy as np, torch, torchax
+from jax.sharding import Mesh, PartitionSpec as P
+from torchax.interop import jax_shard_map
+torchax.enable_globally()
+mesh = Mesh(np.array(jax.devices()), ("data",))
+drop = lambda x: torch.nn.functional.dropout(x, 0.5)
+x = torch.ones(4, 64, device="jax")
+for specs in (P("data"), (P("data"),)):
+  options = {"mesh": mesh, "in_specs": specs, "out_specs": P("data")}
+  for word in ("different", "same"):
+    out = jax_shard_map(drop, options, randomness=word)(x)
+    print(len({tuple(row) for row in out.tolist()}))
+"""
+
+
+def test_shards_have_the_masks_that_are_declared_whatever_in_specs_is():
+  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+  done = subprocess.run(
+    [sys.executable, "-c", _SHARDS],
+    env={**os.environ, **flags},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert done.stdout.split() == ["4", "1", "4", "1"]
+
+
+def test_a_train_mode_dropout_is_exported_with_the_key_as_an_input():
+  exported = jax.export.export(jax.jit(jax_view(torch.nn.Dropout(0.5).train())))
+  program = exported(jnp.ones(N), rng=jax.random.key(0))
+  assert sum("key" in str(aval.dtype) for aval in program.in_avals) == 1
+  outs = [program.call(jnp.ones(N), rng=jax.random.key(seed)) for seed in (0, 1, 0)]
+  assert (outs[0] == outs[2]).all() and (outs[0] != outs[1]).any()
+  assert set(outs[0].tolist()) == {0.0, 2.0}
+
+
+PRESENT = {
+  "poisson": lambda: torch.poisson(4 * _ones()),
+  "binomial": lambda: torch.binomial(9 * _ones(), 0.5 * _ones()),
+  "gamma": lambda: torch._standard_gamma(2 * _ones()),
+  "dirichlet": lambda: torch._sample_dirichlet(torch.ones(8, 8, device="jax")),
+  "rrelu": lambda: F.rrelu(-_ones(), training=True),
+  "fractional max-pool": lambda: F.fractional_max_pool2d(
+    torch.arange(256.0).to("jax").view(1, 1, 16, 16), 2, output_size=6
+  ),
+}
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_samplers_that_had_no_lowering_draw_new_numbers(name):
+  first, second = PRESENT[name](), PRESENT[name]()
+  assert not torch.equal(first, second)
+  torch.manual_seed(0)
+  assert torch.equal(jax_jit(PRESENT[name])(), first)
 
 
 def test_the_key_is_always_typed(env):
