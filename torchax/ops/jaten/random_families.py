@@ -9,11 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax.ops import mappings
-from torchax.ops.jaten._random_checks import (
-  require_float,
-  require_real,
-  require_values,
-)
+from torchax.ops.jaten._random_checks import require_float, require_real
 from torchax.ops.op_base import Kind, op
 from torchax.rng import pathwise, rejection, samplers
 
@@ -77,12 +73,7 @@ def geometric(key, self, p):
 # A distribution for each element ----------------------------------------------------
 
 
-def _check_poisson(self, **_):
-  message = "invalid Poisson rate, expected rate to be non-negative"
-  require_values(self, lambda rates: rates >= 0, message)
-
-
-@_sampler(aten.poisson, check=_check_poisson)
+@_sampler(aten.poisson)
 def _aten_poisson(key, self):
   return rejection.poisson(key, self, require_float("poisson", self.dtype))
 
