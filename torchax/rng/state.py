@@ -24,7 +24,7 @@ REKEY_AT = 1 << 30
 
 # Children of a key: fold_in(fold_in(key, index), identifier).
 _FIRST_CHILD = 1 << 31
-_THREAD, _REKEY, _NAME, _REBASE, _SHARD, _LOOP = (_FIRST_CHILD + i for i in range(6))
+_THREAD, _REKEY, _NAME, _REBASE, _SHARD = (_FIRST_CHILD + i for i in range(5))
 
 # Keys of 32 bits collide among a few thousand streams.
 _REFUSED_IMPLS = {"philox2x32": "its 32-bit keys collide"}
@@ -139,11 +139,6 @@ def named_key(key: jax.Array, name: str) -> jax.Array:
 def shard_key(key: jax.Array, index) -> jax.Array:
   """The key of one shard of a computation; `index` may be traced."""
   return _child(key, _SHARD, index)
-
-
-def loop_key(key: jax.Array, count) -> jax.Array:
-  """The key of a loop whose number of draws is unknown, begun at draw `count`."""
-  return _child(key, _LOOP, count)
 
 
 def _child(key: jax.Array, kind: int, identifier) -> jax.Array:
