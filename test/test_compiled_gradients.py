@@ -443,3 +443,26 @@ def test_complex_gradients_are_torchs():
     z = cpu.to("jax").requires_grad_()
     wrap(f)(z).backward()
     _assert_close([z.grad], [expected.grad])
+
+
+def _leaf_and_loss():
+  x = _x()
+  y = checkpoint(torch.nn.functional.layer_norm, x, (4,), use_reentrant=False)
+  return x, (y * torch.arange(24.0).view(6, 4).to("jax")).sum()
+
+
+INPUTS = {
+  "a tensor": lambda x: x,
+  "a list": lambda x: [x],
+  "a dict": lambda x: {"x": x},
+  "an edge": lambda x: torch.autograd.graph.get_gradient_edge(x),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_backward_through_a_checkpoint_takes_every_form_of_inputs(name):
+  x, loss = _leaf_and_loss()
+  loss.backward(retain_graph=True)
+  expected, x.grad = x.grad, None
+  loss.backward(inputs=INPUTS[name](x))
+  _assert_close([x.grad], [expected])

@@ -25,6 +25,13 @@ def _edges(tensors) -> list | None:
     return [get_gradient_edge(tensor) for tensor in tensors]
 
 
+def _leaf_edges(tensors) -> list | None:
+  """The edges of leaves, which alone have a `.grad` to add to."""
+  if not all(isinstance(tensor, Tensor) and tensor.is_leaf for tensor in tensors):
+    return None
+  return _edges(tensors)
+
+
 def _seeds(tensors, gradients) -> list | None:
   """Gradients to start from, 1 for a scalar; None where torch has to complain."""
   if gradients is None:
@@ -43,17 +50,19 @@ def _listed(tensors) -> list:
   return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-class _Backward:
-  """`torch.autograd.backward`, and `Tensor.backward`, which is the same."""
+class _Handler:
+  """Runs `run` in place of a torch function, where a recomputation is expected."""
 
   def __init__(self, func: Callable, env):
     self.func = func
     self.env = env
 
   def __call__(self, args, kwargs):
-    if not Recomputation.expected:
-      return self.func(*args, **kwargs)
-    return self.run(*args, **kwargs)
+    return (self.run if Recomputation.expected else self.func)(*args, **kwargs)
+
+
+class _Backward(_Handler):
+  """`torch.autograd.backward`, and `Tensor.backward`, which is the same."""
 
   def run(
     self, tensors, gradients=None, retain_graph=None, create_graph=False, **options
@@ -64,34 +73,17 @@ class _Backward:
     outputs = _listed(tensors)
     edges = None if options else _edges(outputs)
     seeds = None if edges is None else _seeds(outputs, gradients)
-    wanted = None if inputs is None else _listed(inputs)
-    if wanted is not None and (not wanted or not all(t.is_leaf for t in wanted)):
-      seeds = None
-    if seeds is None or (wanted is not None and _edges(wanted) is None):
+    targets = None if inputs is None else _leaf_edges(_listed(inputs))
+    if seeds is None or (inputs is not None and not targets):
       if inputs is not None:
         options["inputs"] = inputs
       return self.func(tensors, gradients, retain_graph, create_graph, **options)
     with self.env.renewed():
-      torch.autograd.backward(
-        edges,
-        seeds,
-        retain_graph,
-        create_graph,
-        inputs=None if wanted is None else _edges(wanted),
-      )
+      torch.autograd.backward(edges, seeds, retain_graph, create_graph, inputs=targets)
 
 
-class _Grad:
+class _Grad(_Handler):
   """`torch.autograd.grad`."""
-
-  def __init__(self, func: Callable, env):
-    self.func = func
-    self.env = env
-
-  def __call__(self, args, kwargs):
-    if not Recomputation.expected:
-      return self.func(*args, **kwargs)
-    return self.run(*args, **kwargs)
 
   def run(
     self,

@@ -265,10 +265,6 @@ class CarriedStream(RngStream):
       return DrawOperands(self.site_key(path), table.bases[path])
     return super().site_operands(path)
 
-  def _noted_path(self) -> str:
-    stack = sites.here()
-    return stack.path(self._anchor, from_boundary=not self._reseeded)
-
   def _noted_key(self):
     # The caller knows the key, unless it was set here.
     return super()._noted_key() if self._reseeded else None
@@ -534,17 +530,8 @@ def note_generator_draw(op, distribution: str, result, key) -> None:
   stream = scope.current()
   if not ledger.Recording.count and stream.log is None:
     return
-  leaf = next(iter(jax.tree.leaves(result)), None)
-  draw = Draw(
-    index=0,
-    op=str(op),
-    site=sites.here().path(from_boundary=stream.log is not None),
-    distribution=distribution,
-    shape=() if leaf is None else leaf.shape,
-    dtype="" if leaf is None else str(leaf.dtype),
-    stream="generator",
-    line=sites.line_of_code(),
-  )
+  site = sites.here().path(from_boundary=stream.log is not None)
+  draw = Draw.of(0, op, site, distribution, result, stream="generator")
   ledger.note(stream.log, draw, key)
 
 

@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from torchax.rng import sites
+
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
@@ -51,6 +53,14 @@ class Draw:
   line: str = ""
   key: tuple | None = None
   turn: int | None = None
+
+  @classmethod
+  def of(cls, index: int, op, site: str, distribution: str, result, **where) -> "Draw":
+    """The draw that gave `result`, arrays, to the code that is running."""
+    leaf = next(iter(jax.tree.leaves(result)), None)
+    shape, dtype = ((), "") if leaf is None else (leaf.shape, str(leaf.dtype))
+    line = sites.line_of_code()
+    return cls(index, str(op), site, distribution, shape, dtype, line=line, **where)
 
 
 @dataclasses.dataclass(frozen=True)

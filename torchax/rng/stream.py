@@ -169,23 +169,12 @@ class RngStream:
       turn = None if self._sites is None else self._sites.count(self._site)
       if turn is not None and self._base is not None:
         turn = self._sites.draws.get(self._site, 0)
-      leaf = next(iter(jax.tree.leaves(result)), None)
-      draw = Draw(
-        index=self._count,
-        op=str(op),
-        site=self._noted_path(),
-        distribution=distribution,
-        shape=() if leaf is None else leaf.shape,
-        dtype="" if leaf is None else str(leaf.dtype),
-        stream=self.label,
-        line=sites.line_of_code(),
-        turn=turn,
+      site = self._path() if self._sites is None else self._site
+      draw = Draw.of(
+        self._count, op, site, distribution, result, stream=self.label, turn=turn
       )
       ledger.note(self.log, draw, self._noted_key())
     self.advance(1)
-
-  def _noted_path(self) -> str:
-    return sites.here().path(self._anchor) if self._sites is None else self._site
 
   def _noted_key(self):
     return self._key if self._sites is None else self.site_key(self._site)
