@@ -2,6 +2,8 @@
 #
 #   make demo    trains the vision transformer of examples/train_digits.py
 #   make test    runs the tests
+#   make test-opinfo-quick  runs PyTorch's own list of operators, a few inputs of each
+#   make test-opinfo        runs it with many inputs and writes docs/operators.md
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style and formatting;  make format  mends what it can
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
@@ -25,7 +27,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-statistics lint format bench docs clean distclean
+.PHONY: help install demo test test-opinfo test-opinfo-quick test-statistics lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -46,12 +48,21 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
+	$(PYTEST) --ignore=test/opinfo $(ARGS)
+
+test-opinfo-quick: $(STAMP)
+	$(PYTEST) test/opinfo $(ARGS)
+
+test-opinfo: $(STAMP)
+	mkdir -p output
+	TORCHAX_OPINFO=full $(PYTEST) test/opinfo --junitxml=output/opinfo.xml $(ARGS)
+	$(BIN)/python tools/operator_coverage.py output/opinfo.xml docs/operators.md
 
 test-statistics: $(STAMP)
-	TORCHAX_SEEDS_FACTOR=10 $(BIN)/python -m pytest -q --durations=10 -m statistics \
-	  --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
+	TORCHAX_SEEDS_FACTOR=10 $(PYTEST) -m statistics --ignore=test/opinfo $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

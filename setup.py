@@ -35,6 +35,7 @@ EXTRAS = {
   "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"],
   "lint": ["ruff>=0.12"],
   "test": [
+    "expecttest>=0.3",  # torch.testing._internal, whose op_db is swept, imports it
     "hypothesis>=6.100",
     "packaging>=24.0",
     "pytest>=8.2",

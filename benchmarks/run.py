@@ -1,6 +1,6 @@
 """Runs all benchmarks, prints ratios against goals and writes JSON.
 
-usage: python -m benchmarks.run [--out=output/benchmarks.json] [--only=eager,calls]
+usage: python -m benchmarks.run [--out=output/benchmarks.json] [--only=eager,operators]
 """
 
 import dataclasses
@@ -13,16 +13,23 @@ import torch
 from absl import app, flags
 
 import torchax
-from benchmarks import calls, eager, train_step
+from benchmarks import calls, eager, operators, train_step
 from benchmarks.timing import Row
 
 _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Where the JSON goes.")
-_ONLY = flags.DEFINE_list("only", [], "Groups to run: eager, calls, train_step.")
-_GROUPS = {"eager": eager, "calls": calls, "train_step": train_step}
+_ONLY = flags.DEFINE_list(
+  "only", [], "Groups to run: eager, operators, calls, train_step."
+)
+_GROUPS = {
+  "eager": eager,
+  "operators": operators,
+  "calls": calls,
+  "train_step": train_step,
+}
 
 
 def _line(row: Row) -> str:
-  goal = "–" if row.goal is None else f"≤ {row.goal:g}"
+  goal = "–" if row.goal is None else f"≤ {row.goal:.3g}"
   mark = "ok" if row.reached else "MISSED"
   return (
     f"{row.name:<52} {row.ours_us:>12.1f} {row.baseline_us:>12.1f} {row.baseline:<10}"

@@ -84,3 +84,11 @@ def compare(
   pairs = [(_time(ours, calls[0]), _time(baseline, calls[1])) for _ in range(REPEATS)]
   ours_us, baseline_us = (statistics.median(column) for column in zip(*pairs))
   return Row(name, baseline_name, ours_us, baseline_us, goal, note)
+
+
+def measure(function: Callable) -> float:
+  """The median time of a call in microseconds, after two that compile it."""
+  for _ in range(2):
+    jax.block_until_ready(arrays(function()))
+  calls = _calls_for(function)
+  return statistics.median(_time(function, calls) for _ in range(REPEATS))

@@ -98,11 +98,32 @@ def test_many_out_arguments_take_many_results(x):
   assert_same([values, indices], list(expected))
 
 
-def test_an_out_argument_of_another_shape_is_refused(x):
+def test_an_out_argument_of_another_shape_is_resized_with_a_warning(x):
   out = torch.zeros(2, device="jax")
-  with pytest.raises(RuntimeError, match=r"\[2\].*\[3, 4\]"):
+  with pytest.warns(UserWarning, match=r"\[2\].*\[3, 4\].*resized"):
     torch.add(x, x, out=out)
-  assert_same(out, torch.zeros(2))
+  assert_same(out, x.cpu() * 2)
+
+
+def test_a_view_is_not_resized_as_an_out_argument(x):
+  base = torch.zeros(4, device="jax")
+  with pytest.raises(RuntimeError, match=r"view of shape \[2\].*\[3, 4\]"):
+    torch.add(x, x, out=base[:2])
+  assert_same(base, torch.zeros(4))
+
+
+def test_overlapping_memory_is_no_out_argument(x):
+  base = torch.zeros(4, device="jax")
+  with pytest.raises(RuntimeError, match="single memory location"):
+    torch.add(x, x, out=base.expand(3, 4))
+  assert_same(base, torch.zeros(4))
+
+
+def test_composite_operations_write_through_unsafe_views():
+  a, b = torch.arange(4.0).reshape(2, 2), torch.ones(2, 2)
+  out = torch.zeros(4, 4, device="jax")
+  assert torch.kron(a.to("jax"), b.to("jax"), out=out) is out
+  assert_same(out, torch.kron(a, b))
 
 
 def test_an_out_argument_on_the_cpu_is_refused(x):

@@ -32,6 +32,7 @@ LAYERS = {
     "torchax.factories",
     "torchax.ops.op_base",
     "torchax.shortcuts",
+    "torchax.subscripts",
   ),
   5: ("torchax.environment",),
   4: (
@@ -39,6 +40,7 @@ LAYERS = {
     "torchax.dispatch",
     "torchax.functions",
     "torchax.generators",
+    "torchax.list_plans",
     "torchax.operands",
     "torchax.plans",
   ),

@@ -1,6 +1,7 @@
 """The private API of torch that torchax relies on exists and behaves as it assumes."""
 
 import functools
+import importlib
 import threading
 
 import pytest
@@ -310,3 +311,45 @@ def test_the_top_dispatch_mode_is_known():
     assert _torch_compat.is_top_dispatch_mode(outer)
     with inner:
       assert not _torch_compat.is_top_dispatch_mode(outer)
+
+
+def test_groups_of_tensors_have_the_device_that_python_sees():
+  group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+  first, second = torch.ones(2, device="jax"), torch.ones(3, device="jax")
+  other = torch.ones(2, dtype=torch.float16, device="jax")
+  groups = group([[first, other, second], [None, None, None]], True)
+  assert set(groups) == {
+    (torch.device("jax:0"), torch.float32),
+    (torch.device("jax:0"), torch.float16),
+  }
+  lists, indices = groups[torch.device("jax:0"), torch.float32]
+  assert indices == [0, 2]
+  assert lists[0][0] is first and lists[0][1] is second
+  plain = group([[torch.ones(2), torch.ones(2, device="meta")]])
+  assert {device.type for device, _ in plain} == {"cpu", "meta"}
+
+
+def test_optimizers_and_clipping_take_jax_tensors_for_lists():
+  parameters = [torch.nn.Parameter(torch.ones(2, device="jax"))]
+  choose = importlib.import_module("torch.optim.optimizer")._default_to_fused_or_foreach
+  assert choose(parameters, False) == (False, True)
+  supports = torch.utils._foreach_utils._has_foreach_support
+  assert supports(parameters, parameters[0].device)
+  assert not supports(parameters, torch.device("meta"))
+
+
+def test_all_packets_of_aten_are_found():
+  packets = _torch_compat.aten_packets()
+  assert torch.ops.aten.add in packets and torch.ops.aten._foreach_add_ in packets
+  assert all(packet.overloads() for packet in packets)
+
+
+def test_a_wrapper_can_be_marked_as_conjugate_and_negative():
+  wrapper = _torch_compat.make_wrapper(
+    Wrapper, (2,), dtype=torch.complex64, device="meta"
+  )
+  _torch_compat.set_conj(wrapper, True)
+  _torch_compat.set_neg(wrapper, True)
+  assert torch.Tensor.is_conj(wrapper) and torch.Tensor.is_neg(wrapper)
+  _torch_compat.set_conj(wrapper, False)
+  assert not torch.Tensor.is_conj(wrapper)

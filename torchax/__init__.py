@@ -20,17 +20,20 @@ from torchax import (
   factories,
   generators,
   interop,
+  list_plans,
   rng,
   shortcuts,
+  subscripts,
   tensor,
   transfer,
+  view,
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.config import Configuration
 from torchax.dispatch import Dispatcher
 from torchax.environment import Environment, default_env
 from torchax.interop import JittableModule, extract_jax
-from torchax.ops import jaten, jtorch, mappings
+from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
 from torchax.rng import RngState, rng_scope
 from torchax.version import VERSION
 
@@ -76,14 +79,21 @@ def enable_performance_mode() -> None:
 
 def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
-  Dispatcher.special_plans = [aliasing.plan, transfer.plan, generators.plan]
+  Dispatcher.special_plans = [
+    aliasing.plan,
+    transfer.plan,
+    generators.plan,
+    list_plans.plan,
+  ]
   Environment.on_creation = [
     backward.register_functions,
     factories.register_functions,
     shortcuts.register_functions,
+    subscripts.register_functions,
   ]
   rng.ledger.Explainer.trace = interop.explain
   _torch_compat.register_backend(device_module)
+  _torch_compat.support_foreach(tensor.Tensor, view.View)
   factories.register_kernels()
 
 
@@ -106,6 +116,7 @@ __all__ = [
   "interop",
   "jaten",
   "jtorch",
+  "jtorchvision_nms",
   "load_checkpoint",
   "rng",
   "rng_scope",

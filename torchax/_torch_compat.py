@@ -1,7 +1,10 @@
 """The only file that touches private API of torch; `test_torch_compat.py` guards it."""
 
+import importlib
+
 import torch
 import torch.nn.utils.stateless
+import torch.utils._foreach_utils
 from torch.utils import _python_dispatch
 from torch.utils import backend_registration as _backend_registration
 
@@ -18,6 +21,11 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 # Context managers: operations run as if the tensors were plain; no modes are active.
 without_dispatch = torch._C._DisableTorchDispatch
 without_modes = _python_dispatch._disable_current_modes
+
+# (tensor, bool): marks a wrapper as the conjugate or the negative of what torch
+# believes to be its memory, so that `resolve_conj`, `is_conj`, `imag` act as on the
+# CPU.
+set_conj, set_neg = torch._C._set_conj, torch._C._set_neg
 
 # builtin functions whose public names are re-exports
 linear = torch._C._nn.linear
@@ -93,6 +101,30 @@ def register_kernel(name: str, kernel, key: str = "PrivateUse1") -> None:
   _kernels.impl(name, kernel, key)
 
 
+_group_tensors = torch._C._group_tensors_by_device_and_dtype
+
+
+def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices=False):
+  """torch's groups by (device, dtype), with the device that Python sees.
+
+  C++ sees that of a wrapper, meta, which torch takes as a reason against foreach.
+  """
+  groups = _group_tensors(tensorlistlist, with_indices)
+  return {
+    (lists[0][0].device if device.type == "meta" else device, dtype): (lists, indices)
+    for (device, dtype), (lists, indices) in groups.items()
+  }
+
+
+def support_foreach(*classes: type) -> None:
+  """Lets optimizers and `torch.nn.utils` take tensors of these classes for foreach."""
+  # `torch.optim` hides its module of this name.
+  for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+    supported = importlib.import_module(name)._foreach_supported_types
+    supported += [cls for cls in classes if cls not in supported]
+  torch._C._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype
+
+
 def dispatch_is_excluded() -> bool:
   """True inside torch functions that keep Python from seeing their operations.
 
@@ -106,6 +138,16 @@ def decomposition_table() -> dict:
   return torch._decomp.decomposition_table
 
 
+def aten_packets() -> list:
+  """The packets of all operations of ATen, in the order of their names."""
+  names = torch._C._dispatch_get_all_op_names()
+  found = {name[6:].partition(".")[0] for name in names if name.startswith("aten::")}
+  # Some are not reachable from Python.
+  return [
+    getattr(torch.ops.aten, n) for n in sorted(found) if hasattr(torch.ops.aten, n)
+  ]
+
+
 def is_composite(func) -> bool:
   """True for an overload that torch itself makes of others, such as `reshape`."""
   return torch._C._dispatch_has_kernel_for_dispatch_key(
@@ -115,6 +157,9 @@ def is_composite(func) -> bool:
 
 def composite_decomposition(func):
   """The function that runs an overload by torch's own composite kernel, or None."""
+  if isinstance(func, OpOverload) and func.namespace == "prims":
+    # torch's reference implementations are written with these.
+    return getattr(func, "impl_aten", None)
   if isinstance(func, OpOverload) and func._can_decompose():
     return func.decompose
   return None
@@ -126,6 +171,22 @@ without_function_modes = torch._C.DisableTorchFunction
 
 
 dispatch_depth = torch._C._len_torch_dispatch_stack
+
+
+def forward_ad_is_on() -> bool:
+  """True inside `torch.autograd.forward_ad.dual_level`."""
+  return torch.autograd.forward_ad._current_level >= 0
+
+
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def is_transforming() -> bool:
+  """True inside a transform of `torch.func` or a level of forward-mode AD.
+
+  Tensors may be wrapped then, or carry a tangent that `requires_grad` does not show.
+  """
+  return _innermost_transform() is not None or forward_ad_is_on()
 
 
 def are_top_modes(dispatch_mode, function_mode) -> bool:

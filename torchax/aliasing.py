@@ -15,22 +15,25 @@ from torchax import _jax_compat, _torch_compat, grad_mode
 from torchax.errors import MutationError
 from torchax.ops import mappings
 from torchax.ops.schema import functional_form
-from torchax.plans import resize_to
+from torchax.storage import Rebindings, Storage, active
 from torchax.tensor import Tensor, like, new_tensor, rebind
 from torchax.view import new_view
 from torchax.view_info import (
   AsStridedInfo,
   Chain,
   ComplexAsRealInfo,
+  ConjugateInfo,
   DiagonalInfo,
   DtypeInfo,
   ExpandInfo,
   IndexInfo,
+  NegateInfo,
   PermuteInfo,
   RealAsComplexInfo,
   ReshapeInfo,
   StopGradientInfo,
-  ViewInfoType,
+  UnfoldInfo,
+  ViewInfo,
   chain_of,
   slice_of,
 )
@@ -76,6 +79,10 @@ def _diagonal(source, layout, offset=0, dim1=0, dim2=1):
   return DiagonalInfo(offset, dim1 % source.dim(), dim2 % source.dim())
 
 
+def _unfold(source, layout, dimension, size, step):
+  return UnfoldInfo(dimension % max(1, source.dim()), size, step)
+
+
 def _view_dtype(source, layout, dtype):
   return DtypeInfo(mappings.t2j_dtype(dtype))
 
@@ -84,9 +91,10 @@ def _view_dtype(source, layout, dtype):
 STEPS: dict = {
   aten.alias.default: None,
   aten.detach.default: None,
-  aten.lift_fresh.default: None,
   aten.view.default: _reshape,
   aten._reshape_alias.default: _reshape,
+  # No view to autograd; composite `out=` forms write through it.
+  aten._unsafe_view.default: _reshape,
   aten.squeeze.default: _reshape,
   aten.squeeze.dim: _reshape,
   aten.squeeze.dims: _reshape,
@@ -98,9 +106,12 @@ STEPS: dict = {
   aten.slice.Tensor: _slice,
   aten.select.int: _select,
   aten.diagonal.default: _diagonal,
+  aten.unfold.default: _unfold,
   aten.view.dtype: _view_dtype,
   aten.view_as_real.default: lambda source, layout: ComplexAsRealInfo(),
   aten.view_as_complex.default: lambda source, layout: RealAsComplexInfo(),
+  aten._conj.default: lambda source, layout: ConjugateInfo(),
+  aten._neg_view.default: lambda source, layout: NegateInfo(),
 }
 
 
@@ -128,9 +139,6 @@ MULTIPLE_STEPS: dict = {
   aten.unbind.int: _unbind,
 }
 
-# Views whose elements are other numbers than the base's; they are computed instead.
-NOT_STRIDED = frozenset({aten._conj.default, aten._neg_view.default})
-
 
 def _slice_layout(source, dim=0, start=None, end=None, step=1):
   """Shape, strides and offset of a slice; None where torch has to say."""
@@ -157,7 +165,8 @@ def _select_layout(source, dim, index):
 def _view_layout(source, size):
   """Shape, strides and offset of a contiguous tensor under another shape."""
   size = list(size)
-  if not source.is_contiguous() or not source.numel():
+  # torch may keep other strides of dimensions of size 1.
+  if list(source.stride()) != _contiguous_stride(source.shape) or not source.numel():
     return None
   if -1 in size:
     place = size.index(-1)
@@ -165,10 +174,14 @@ def _view_layout(source, size):
     size[place] = source.numel() // max(1, math.prod(size))
   if any(length < 0 for length in size) or math.prod(size) != source.numel():
     return None
+  return size, _contiguous_stride(size), source.storage_offset()
+
+
+def _contiguous_stride(size) -> list[int]:
   stride = [1] * len(size)
   for place in range(len(size) - 2, -1, -1):
-    stride[place] = stride[place + 1] * size[place + 1]
-  return size, stride, source.storage_offset()
+    stride[place] = stride[place + 1] * max(1, size[place + 1])
+  return stride
 
 
 # Frequent views whose layout is quicker computed than asked of torch's kernel.
@@ -214,21 +227,21 @@ class ViewPlan:
       if known is not None:
         layout = _Layout(*known, source.dtype)
         chain = source._chain.append(step(source, layout, *args[1:]))
-        return self._finish(new_view(source, layout, _of_grad_mode(chain)))
+        return self._finish(new_view(source, layout, of_grad_mode(chain)))
     kwargs = kwargs or {}
     with _torch_compat.without_dispatch():
       layout = self.op(*args, **kwargs)
     if isinstance(layout, torch.Tensor):
       chain = self._chain(source, layout, args, kwargs)
-      return self._finish(new_view(source, layout, _of_grad_mode(chain)))
+      return self._finish(new_view(source, layout, of_grad_mode(chain)))
     if self.steps is None:
       return [
-        self._finish(new_view(source, one, _of_grad_mode(_strided_chain(source, one))))
+        self._finish(new_view(source, one, of_grad_mode(_strided_chain(source, one))))
         for one in layout
       ]
     steps = self.steps(source, layout, *args[1:], **kwargs)
     return [
-      self._finish(new_view(source, one, _of_grad_mode(source._chain.append(step))))
+      self._finish(new_view(source, one, of_grad_mode(source._chain.append(step))))
       for one, step in zip(layout, steps)
     ]
 
@@ -238,7 +251,7 @@ class ViewPlan:
       return source._chain
     if self.op is aten.detach.default:
       return source._chain.append(_STOP)
-    return _of_grad_mode(source._chain)
+    return of_grad_mode(source._chain)
 
   def _chain(self, source, layout, args, kwargs) -> Chain:
     if self.step is _strided:
@@ -254,7 +267,7 @@ class ViewPlan:
 _STOP = StopGradientInfo()
 
 
-def _of_grad_mode(chain: Chain) -> Chain:
+def of_grad_mode(chain: Chain) -> Chain:
   """The chain of a view that is made now: without a gradient under `no_grad`."""
   if _jax_compat.is_top_level() or not grad_mode.is_stopped() or _STOP in chain.infos:
     return chain
@@ -265,14 +278,70 @@ def _strided(source, layout, *args, **kwargs):
   """Marks operations without a step of their own."""
 
 
-def _strided_chain(source: Tensor, layout: torch.Tensor) -> Chain:
-  if any(info.view_info_type is ViewInfoType.DTYPE for info in source._chain.infos):
+def _strided_chain(source: Tensor, layout) -> Chain:
+  """The chain of a layout that addresses the whole storage, not the tensor's part."""
+  if source._chain.is_traced:
     raise MutationError(
-      "A strided view of a tensor that was viewed under another dtype is not "
-      "available. Call `.clone()` before the second view."
+      "A strided view of an element at a traced index is not available, since the "
+      "element's place is not known yet. Call `.clone()` before."
     )
-  info = AsStridedInfo(layout.stride(), layout.storage_offset(), layout.shape)
-  return chain_of(info)
+  base = source._storage.read()
+  dtype = mappings.t2j_dtype(layout.dtype)
+  size = base.size * base.dtype.itemsize // dtype.itemsize
+  _require_inside(layout, size)
+  infos = [*_as_dtype(base.size, base.dtype, dtype), *_strided_steps(layout, size)]
+  # What changes elements and not their places is no part of a layout in torch either.
+  infos += [ConjugateInfo()] if layout.is_conj() else []
+  infos += [NegateInfo()] if layout.is_neg() else []
+  infos += [_STOP] if _STOP in source._chain.infos else []
+  return chain_of(*infos)
+
+
+def _require_inside(layout, size: int) -> None:
+  """Raises as torch does where a layout addresses more than the storage."""
+  shape, stride, offset = tuple(layout.shape), layout.stride(), layout.storage_offset()
+  if 0 in shape:
+    return
+  last = offset + sum((length - 1) * step for length, step in zip(shape, stride))
+  if last >= size:
+    raise RuntimeError(
+      f"setStorage: the sizes {list(shape)} and strides {list(stride)} from the offset "
+      f"{offset} need a storage of {last + 1} elements, but it has {size}. Stay inside "
+      "of it, or call `resize_` before."
+    )
+
+
+def _as_dtype(length: int, source, dtype) -> list[ViewInfo]:
+  """Steps from a base of `length` elements to its bytes as another dtype."""
+  if source == dtype:
+    return []
+  if jnp.issubdtype(source, jnp.complexfloating):
+    real = jnp.finfo(source).dtype
+    return [ComplexAsRealInfo(), *_as_dtype(2 * length, real, dtype)]
+  size = length * source.itemsize // dtype.itemsize
+  used = size * dtype.itemsize // source.itemsize  # an odd rest is no element
+  flat = [ReshapeInfo((length,)), slice_of(0, 0, used, 1)]
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    real = jnp.finfo(dtype).dtype
+    return [
+      *flat,
+      *_as_dtype(used, source, real),
+      ReshapeInfo((size, 2)),
+      RealAsComplexInfo(),
+    ]
+  return [*flat, DtypeInfo(dtype)]
+
+
+def _strided_steps(layout, size: int) -> list[ViewInfo]:
+  """Steps from `size` elements to a layout; cheaper ones where it is contiguous."""
+  shape, offset = tuple(layout.shape), layout.storage_offset()
+  numel = math.prod(shape)
+  if list(layout.stride()) != _contiguous_stride(shape):
+    return [AsStridedInfo(layout.stride(), offset, shape)]
+  if numel == size:
+    return [ReshapeInfo(shape)]
+  part = slice_of(0, offset, offset + numel, 1)
+  return [ReshapeInfo((size,)), part, ReshapeInfo(shape)]
 
 
 class InPlaceViewPlan:
@@ -284,23 +353,39 @@ class InPlaceViewPlan:
 
   def __call__(self, args, kwargs):
     target = args[0]
+    _require_own(target, str(self.op))
     view = self.view(args, kwargs)
     with _torch_compat.without_dispatch():
       self.op(*args, **(kwargs or {}))
     target._chain = view._chain
+    _note_reshape(target, self.op, args[1:])
     return target
 
 
 def _resize_(tensor, size, memory_format=None):
+  """Another shape over the same memory, which grows where it is too small."""
   if tuple(size) == tuple(tensor.shape):
     return tensor
-  flat = tensor.jax().ravel()
-  wanted = 1
-  for length in size:
-    wanted *= length
-  flat = jnp.pad(flat, (0, max(0, wanted - flat.size)))[:wanted]
-  resize_to(tensor, new_tensor(flat.reshape(size), tensor._env))
+  _require_own(tensor, "resize_")
+  held = tensor._storage.read()
+  end = tensor.storage_offset() + math.prod(size) if 0 not in size else 0
+  needed = -(-end * tensor.element_size() // held.dtype.itemsize)
+  if needed > held.size:
+    tensor._storage = _grown(tensor._storage, needed)
+    Rebindings.count += 1
+  with _torch_compat.without_dispatch():
+    tensor.resize_(size)
+  tensor._chain = _strided_chain(tensor, tensor)
+  _note_reshape(tensor, aten.resize_.default, (size,))
   return tensor
+
+
+def _grown(storage: Storage, size: int) -> Storage:
+  """A storage of `size` elements that starts with the elements of another one."""
+  flat = storage.read().ravel()
+  grown = Storage(jnp.pad(flat, (0, size - flat.size)))
+  storage.become_start_of(grown)
+  return grown
 
 
 def _set_(tensor, source, *layout):
@@ -309,6 +394,7 @@ def _set_(tensor, source, *layout):
       "`set_` on a jax tensor expects another jax tensor as its source, but got "
       f"{type(source).__name__}."
     )
+  _require_own(tensor, "set_")
   if layout:
     source = torch.as_strided(source, layout[1], layout[2], layout[0])
   with _torch_compat.without_dispatch():
@@ -320,6 +406,23 @@ def _set_(tensor, source, *layout):
 def _set_empty(tensor):
   empty = new_tensor(jnp.zeros(0, mappings.t2j_dtype(tensor.dtype)), tensor._env)
   return _set_(tensor, empty)
+
+
+def _note_reshape(tensor, op, args) -> None:
+  """Tells a function being traced, whose argument this may be."""
+  if active.boundary is not None:
+    active.boundary.note_reshape(tensor, op, args)
+
+
+def _require_own(tensor, name: str) -> None:
+  """Raises where a traced function would change the shape of a tensor from outside."""
+  boundary = active.boundary
+  if boundary is not None and tensor._storage.birth is not boundary:
+    raise MutationError(
+      f"`{name}` changes the shape or the memory of a tensor of shape "
+      f"{list(tensor.shape)} that was made outside of the function being compiled, "
+      "which would happen once and not with each call. Return a new tensor instead."
+    )
 
 
 _FUNCTIONS: dict[object, Callable] = {
@@ -350,8 +453,10 @@ def plan(op, schema, plan_by_registry, env) -> Callable | None:
     return lambda args, kwargs: function(*args, **(kwargs or {}))
   if op in _IN_PLACE_VIEWS:
     return InPlaceViewPlan(op, env)
+  if op is aten.lift_fresh.default:
+    return lambda args, kwargs: args[0]
   # Views of other libraries are what their lowerings say.
-  if not schema.is_view or op in NOT_STRIDED or op.namespace != "aten":
+  if not schema.is_view or op.namespace != "aten":
     return None
   if _torch_compat.is_composite(op):
     # It arrives whole where autograd is off; only its parts know whether it copies.

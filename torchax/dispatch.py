@@ -14,9 +14,15 @@ import torch
 
 from torchax import _torch_compat
 from torchax.errors import OperatorNotFound
+from torchax.list_plans import ListInPlacePlan, writes_lists
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
-from torchax.ops.schema import functional_form, is_in_place, schema_of
+from torchax.ops.schema import (
+  functional_form,
+  gives_tensors,
+  is_in_place,
+  schema_of,
+)
 from torchax.plans import (
   DecompositionPlan,
   InPlacePlan,
@@ -66,8 +72,9 @@ class Dispatcher:
   def operator(self, func) -> Operator | None:
     """The registered operator of an overload or of its packet."""
     packet = getattr(func, "overloadpacket", None)
+    name = func._schema.name if isinstance(func, _torch_compat.OpOverload) else None
     for table in (self._overrides, ops_registry.all_aten_ops):
-      operator = table.get(func) or table.get(packet)
+      operator = table.get(func) or table.get(packet) or table.get(name)
       if operator is not None:
         return operator
     return None
@@ -98,9 +105,11 @@ class Dispatcher:
       decompose = _torch_compat.composite_decomposition(func)
     if decompose is None:
       return None
-    # A decomposition that draws would draw inside the compiled function.
+    # One that draws would draw inside the compiled function; one that answers with a
+    # Python value needs numbers, or none at all.
     is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-    return Operator(func, decompose, kind=Kind.TENSORS, compiled=not is_random)
+    may_compile = not is_random and gives_tensors(func)
+    return Operator(func, decompose, kind=Kind.TENSORS, compiled=may_compile)
 
   def plan(self, func) -> Callable:
     """What runs for an overload: its operator, else what its schema derives.
@@ -123,7 +132,8 @@ class Dispatcher:
   def _plan_by_registry(self, func) -> Callable:
     operator, schema = self.operator(func), schema_of(func)
     exact = operator is not None and operator.torch_op is func
-    derivable = operator is None or operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
+    is_functional = operator is None or operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
+    derivable = is_functional or bool(schema.outputs)
     if schema.written and not exact and derivable:
       derived = self._derived(func)
       if derived is not None:
@@ -153,7 +163,8 @@ class Dispatcher:
     if not is_in_place(func):
       return OutPlan(func, functional, self._env)
     if isinstance(functional, Plan):
-      return InPlacePlan(func, functional, self._env)
+      in_place = ListInPlacePlan if writes_lists(func) else InPlacePlan
+      return in_place(func, functional, self._env)
     return None
 
   def not_found(self, func, args=(), kwargs=None) -> OperatorNotFound:

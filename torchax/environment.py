@@ -25,6 +25,7 @@ from torchax.ops import mappings, ops_registry
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
 from torchax.tensor import Tensor, new_tensor
+from torchax.transfer import Move, pop_copy
 from torchax.view import View
 
 TENSOR_CONSTRUCTORS = {
@@ -45,6 +46,7 @@ TENSOR_CONSTRUCTORS = {
   torch.triu_indices,
   torch.tensor,
   torch.as_tensor,
+  torch.asarray,
   torch.scalar_tensor,
 }
 
@@ -520,26 +522,21 @@ class Environment(contextlib.ContextDecorator):
       )
     if to_jax and torch.device(new_device).type == "cuda":
       new_device = "jax"
-    return _Move.apply(the_tensor, new_dtype, new_device, self)
+    return Move.apply(the_tensor, new_dtype, new_device, self)
 
   def _torch_Tensor_to(self, args, kwargs):
     """`Tensor.to` with all the forms of its arguments."""
     tensor, *rest = args
-    if rest and isinstance(rest[0], torch.Tensor):
-      other, *rest = rest
-      rest = [other.device, other.dtype, *rest]
     kwargs = dict(kwargs or {})
-    if "other" in kwargs:
-      other = kwargs.pop("other")
-      kwargs.update(device=other.device, dtype=other.dtype)
-    copy = bool(kwargs.pop("copy", False)) or (len(rest) > 3 and bool(rest[3]))
-    device, dtype, _, _ = _torch_compat.parse_to(*rest[:3], **kwargs)
-    same_dtype = dtype is None or mappings.t2j_dtype(dtype) == mappings.t2j_dtype(
-      tensor.dtype
+    other = rest[0] if rest else kwargs.pop("other", None)
+    if isinstance(other, torch.Tensor):
+      rest[:1] = [other.device, other.dtype]
+    copy = bool(kwargs.pop("copy", False)) or pop_copy(rest)
+    device, dtype, _, _ = _torch_compat.parse_to(*rest, **kwargs)
+    is_same = self._is_same_device(tensor, device) and (
+      dtype is None or mappings.t2j_dtype(dtype) == mappings.t2j_dtype(tensor.dtype)
     )
-    if same_dtype and self._is_same_device(tensor, device) and not copy:
-      return tensor
-    return self._to_copy(tensor, dtype, device)
+    return tensor if is_same and not copy else self._to_copy(tensor, dtype, device)
 
   @contextlib.contextmanager
   def meta_is_meant(self) -> Iterator[None]:
@@ -555,40 +552,6 @@ class Environment(contextlib.ContextDecorator):
     if not self._should_use_torchax_tensor(kwargs.get("device")):
       return func(*args, **kwargs)
     return func(*args, **{**kwargs, "device": "jax"})
-
-
-class _Move(torch.autograd.Function):
-  """A copy between devices whose gradient moves back.
-
-  torch's own `_to_copy` would send the gradient to the wrapper's meta device.
-  """
-
-  @staticmethod
-  def forward(ctx, tensor, dtype, device, env):
-    ctx.source_is_jax = isinstance(tensor, Tensor)
-    ctx.source_dtype = tensor.dtype
-    ctx.env = env
-    moved = _move(tensor.detach(), device, env)
-    return moved if dtype is None else moved.to(dtype)
-
-  @staticmethod
-  def backward(ctx, grad):
-    device = "jax" if ctx.source_is_jax else "cpu"
-    return _Move.apply(grad, ctx.source_dtype, device, ctx.env), None, None, None
-
-
-def _move(tensor: torch.Tensor, device, env) -> torch.Tensor:
-  kind = torch.device(device).type
-  if kind == "jax":
-    if tensor.device.type not in ("cpu", "jax"):
-      raise MixedDeviceError(
-        f"A tensor on {tensor.device} has no data to move to jax. "
-        "Make it on the CPU first."
-      )
-    return (
-      tensor if isinstance(tensor, Tensor) else new_tensor(mappings.t2j(tensor), env)
-    )
-  return mappings.j2t(tensor.jax(), env.config.use_dlpack_for_data_conversion)
 
 
 _default_env: Environment | None = None

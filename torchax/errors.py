@@ -41,3 +41,7 @@ class SeedError(TypeError):
 
 class MutationError(RuntimeError):
   """An in-place change that could not reach the tensor it was made on."""
+
+
+class NarrowingWarning(UserWarning):
+  """A 64-bit floating-point dtype is stored in 32 bits; not raised but warned of."""

@@ -113,18 +113,24 @@ def _has_grad(tensor) -> bool:
   return torch.is_grad_enabled() and tensor.requires_grad
 
 
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
 class _FromData:
-  """`torch.tensor` and `torch.as_tensor` with device="jax"."""
+  """`torch.tensor`, `as_tensor` and `asarray` with device="jax", or of jax tensors."""
 
   def __init__(self, func, env: Environment):
     self.func = func
     self.env = env
 
   def __call__(self, args, kwargs):
-    data = args[0] if args else kwargs.get("data")
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     device = kwargs.get("device")
-    if self.func is torch.as_tensor and isinstance(data, Tensor) and device is None:
+    if self.func is not torch.tensor and isinstance(data, Tensor) and device is None:
       device = "jax"
+    if type(data) in (list, tuple):
+      args = (_with_numbers(data), *args[1:])
+      kwargs = {k: v for k, v in kwargs.items() if k not in ("data", "obj")}
     if not self.env._should_use_torchax_tensor(device):
       return self.func(*args, **kwargs)
     if isinstance(data, Tensor):
@@ -133,28 +139,65 @@ class _FromData:
       tensor = new_tensor(data, self.env)
       return self._from_jax_tensor(tensor, **kwargs)
     tensor = self.env.to_xla(self.func(*args, **{**_options(kwargs), "device": "cpu"}))
-    return tensor.requires_grad_(kwargs.get("requires_grad", False))
+    return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
 
-  def _from_jax_tensor(self, tensor, dtype=None, requires_grad=False, **_ignored):
-    if self.func is torch.as_tensor:
+  def _from_jax_tensor(
+    self, tensor, dtype=None, requires_grad=False, copy=None, **_ignored
+  ):
+    if self.func is not torch.tensor and not copy:
       return tensor.to(dtype) if dtype is not None else tensor
     copied = tensor.detach().clone()
     copied = copied if dtype is None else copied.to(dtype)
-    return copied.requires_grad_(requires_grad)
+    return copied.requires_grad_() if requires_grad else copied
+
+
+def _with_numbers(data: list | tuple) -> list:
+  """Nested sequences with their jax tensors on the CPU, where torch can read them."""
+  return [
+    _with_numbers(part)
+    if type(part) in (list, tuple)
+    else part.detach().cpu()
+    if isinstance(part, Tensor)
+    else part
+    for part in data
+  ]
 
 
 def _options(kwargs):
   return {k: v for k, v in kwargs.items() if k not in ("requires_grad", "pin_memory")}
 
 
+_SPARSE_FACTORIES = (
+  torch.sparse_coo_tensor,
+  torch.sparse_csr_tensor,
+  torch.sparse_csc_tensor,
+  torch.sparse_bsr_tensor,
+  torch.sparse_bsc_tensor,
+  torch.sparse_compressed_tensor,
+)
+
+
+def _refused_on_jax(func, env: Environment) -> Callable:
+  def make(args, kwargs):
+    device = kwargs.get("device")
+    if device is not None and env._should_use_torchax_tensor(device):
+      _unsupported()
+    return func(*args, **kwargs)
+
+  return make
+
+
 def register_functions(env: Environment) -> None:
   """Adds to an environment what torch does with devices: factories, `to`, `cuda`."""
-  for func in TENSOR_CONSTRUCTORS:
-    if func in (torch.tensor, torch.as_tensor):
+  for func in (*TENSOR_CONSTRUCTORS, torch.normal):
+    if func in _FROM_DATA:
       env.functions.add(func, _FromData(func, env))
     else:
       env.functions.add(func, _constructor(func, env))
+  for func in _SPARSE_FACTORIES:
+    env.functions.add(func, _refused_on_jax(func, env))
   env.functions.add(torch.Tensor.to, _to(env))
+  env.functions.add(_torch_compat.parse_to, _parse_to)
   env.functions.add(torch.Tensor.cuda, _cuda(env))
 
 
@@ -183,9 +226,12 @@ def _constructor(func, env) -> Callable:
     device = kwargs.get("device")
     if device is None:
       return func(*args, **kwargs)
+    if isinstance(kwargs.get("out"), Tensor) and env._should_use_torchax_tensor(device):
+      # torch would compare it with the wrapper's meta device.
+      return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
     if by_size is not None and len(kwargs) == 1 and device in _JAX_NAMES:
       size = _size_of(args)
-      if size is not None:
+      if size is not None and not _torch_compat.is_transforming():
         return env.dispatch(by_size, (), (size,), None)
     kind = torch.device(device).type
     if kind == "meta":
@@ -196,6 +242,13 @@ def _constructor(func, env) -> Callable:
     return func(*args, **kwargs)
 
   return construct
+
+
+def _parse_to(args, kwargs):
+  """What `Module.to` is asked for: C++ would take the wrapper's device, meta."""
+  if args and isinstance(args[0], Tensor):
+    args = (args[0].device, args[0].dtype, *args[1:])
+  return _torch_compat.parse_to(*args, **kwargs)
 
 
 def _to(env) -> Callable:

@@ -7,10 +7,13 @@ functions of arrays are compiled and made differentiable, devices are resolved.
 from collections.abc import Callable
 from typing import Any
 
-from torchax import autograd
+import torch
+
+from torchax import _torch_compat, autograd
 from torchax.operands import Flattener
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
+from torchax.plans import write_output
 from torchax.tensor import Tensor
 
 
@@ -23,6 +26,11 @@ def _has_jax_tensor(args, kwargs) -> bool:
   return False
 
 
+def _is_for_torch(args, kwargs) -> bool:
+  """True without jax tensors, or inside a transform, which takes functions apart."""
+  return not _has_jax_tensor(args, kwargs) or _torch_compat.is_transforming()
+
+
 class ArrayFunctionHandler:
   """Runs a function of arrays in place of a torch function, with gradients."""
 
@@ -30,14 +38,16 @@ class ArrayFunctionHandler:
     self.func = func
     self.operator = operator
     self.env = env
-    name = getattr(func, "__name__", str(func))
-    self.flattener = Flattener(f"torch.{name}", env)
+    self.name = f"torch.{getattr(func, '__name__', str(func))}"
+    self.flattener = Flattener(self.name, env)
     self.flattener.keeps_tensors = True
     self._functions: dict[tuple, autograd.ArrayFunction] = {}
 
   def __call__(self, args, kwargs):
-    if not _has_jax_tensor(args, kwargs):
+    if _is_for_torch(args, kwargs):
       return self.func(*args, **kwargs)
+    if kwargs.get("out") is not None:
+      return _into_out(self.name, lambda *a, **k: self(a, k), args, kwargs)
     tensors, key = self.flattener.flatten(args, kwargs)
     function = self._functions.get(key)
     if function is None:
@@ -57,6 +67,31 @@ class ArrayFunctionHandler:
     return on_arrays
 
 
+class WithoutOut:
+  """Writes to `out=` what a torch function returns without it.
+
+  For composite functions whose C++ asks whether tensors share memory before it writes,
+  which it cannot tell of wrappers.
+  """
+
+  def __init__(self, func):
+    self.func = func
+
+  def __call__(self, args, kwargs):
+    if not isinstance(kwargs.get("out"), Tensor):
+      return self.func(*args, **kwargs)
+    return _into_out(self.func.__name__, self.func, args, kwargs)
+
+
+def _into_out(name: str, func: Callable, args, kwargs) -> Tensor:
+  """Writes the result of a call without `out=` to that tensor, and returns it."""
+  kwargs = dict(kwargs)
+  out = kwargs.pop("out")
+  with torch.no_grad():  # torch refuses to differentiate these
+    write_output(name, out, func(*args, **kwargs))
+  return out
+
+
 class TensorFunctionHandler:
   """Runs a function of tensors in place of a torch function."""
 
@@ -66,7 +101,7 @@ class TensorFunctionHandler:
     self.env = env
 
   def __call__(self, args, kwargs):
-    if not _has_jax_tensor(args, kwargs):
+    if _is_for_torch(args, kwargs):
       return self.func(*args, **kwargs)
     if self.operator.needs_env:
       kwargs = {**kwargs, "env": self.env}

@@ -13,6 +13,8 @@ import torch
 from jax import lax
 
 from torchax import _jax_compat
+from torchax.errors import UnsupportedDtypeError
+from torchax.ops import narrowing
 from torchax.storage import active as _active
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
@@ -22,6 +24,7 @@ from torchax.view_info import WHOLE, Chain, MovingChain
 IGNORED = frozenset(
   {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
 )
+_DENSE = (None, torch.strided)
 _default_dtype = torch.get_default_dtype
 _NUMBERS = frozenset({bool, int, float, complex})
 _INT32 = range(-(2**31), 2**31)
@@ -145,6 +148,11 @@ class Flattener:
           key.append(
             self._flatten_other(arg, type(arg), name in self._dynamic, operands)
           )
+        elif name == "layout" and arg not in _DENSE:
+          raise UnsupportedDtypeError(
+            f"{self._name} was asked for {arg}, but torchax holds dense tensors: "
+            "leave it out, or make the tensor on the CPU and call `.to_dense()`."
+          )
     return operands, tuple(key)
 
   def _flatten_other(self, arg, cls, dynamic: bool, operands: list):
@@ -184,20 +192,39 @@ class Flattener:
     return WHOLE
 
   def rebuild(self, key: tuple, operands) -> tuple[list, dict]:
-    """The arguments of a lowering: views are read, lists of numbers become tuples."""
-    remaining = iter(operands)
-    end = 2 + key[0]
-    args = [_restore(part, remaining) for part in key[2:end]]
-    named = iter(key[end:])
-    return args, {name: _restore(part, remaining) for name, part in zip(named, named)}
+    """The arguments of a lowering: views are read, lists of numbers become tuples.
+
+    Raises:
+      OverflowError: a number among integers that need JAX's x64 mode to hold it.
+    """
+    args, kwargs = _rebuild(key, operands)
+    wide = [part.value for part in key if _is_integer(part)]
+    if wide and narrowing.become_floats(wide, (*args, *kwargs.values())):
+      key = [_static(float(part.value)) if _is_integer(part) else part for part in key]
+      return _rebuild(key, operands)
+    return args, kwargs
+
+
+def _rebuild(key, operands) -> tuple[list, dict]:
+  remaining = iter(operands)
+  end = 2 + key[0]
+  args = [_restore(part, remaining) for part in key[2:end]]
+  named = iter(key[end:])
+  return args, {name: _restore(part, remaining) for name, part in zip(named, named)}
+
+
+def _is_integer(part) -> bool:
+  """True for a number that is static because 32 bits do not hold it."""
+  return type(part) is StaticNumber and type(part.value) is int
 
 
 def move(chain: Chain, operands: list) -> Chain | MovingChain:
   """Adds the starts of a moving chain to its base, the last operand.
 
   Inside a trace the places are constants: XLA knows better what to do with them.
+  Those that are traced themselves are operands anywhere.
   """
-  if _jax_compat.is_staging():
+  if _jax_compat.is_staging() and not chain.is_traced:
     return chain
   moving, starts = chain.moving
   operands[-1] = (operands[-1], starts)

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -39,9 +40,9 @@ class Plan:
     self.name = str(op)
     schema = schema_of(op) if isinstance(op, _torch_compat.OpOverload) else None
     dynamic = schema.dynamic - set(operator.static) if schema else frozenset()
+    dynamic |= set(operator.dynamic)
     names = schema.names if schema else ()
-    # torch takes CPU indices beside tensors of any device.
-    cpu_ok = self.name.startswith(("aten.index", "aten._index", "aten._unsafe_index"))
+    cpu_ok = self.name.startswith(_CPU_BESIDE_JAX)
     self.flattener = Flattener(self.name, env, dynamic, names, cpu_ok)
     self.is_sampler = operator.kind is Kind.SAMPLER
     self._compiled: dict[tuple, Callable] = {}
@@ -84,7 +85,8 @@ class Plan:
       args, kwargs: torch's arguments, for checks.
       operands, key: what `flatten` made of them.
       write: None, or (chain, dtype, shape) of a tensor that the result is written to;
-        its base is the first operand then, and the new base is returned.
+        its base is the first operand then, and the new base is returned. Or a tuple
+        of these, for several tensors with a tuple of bases.
     """
     check = self.operator.check
     if check is not None:
@@ -181,6 +183,11 @@ class Plan:
     return result
 
 
+# torch takes CPU indices, and lists of scalars, beside tensors of any device.
+_CPU_BESIDE_JAX = (
+  *("aten.index", "aten._index", "aten._unsafe_index"),
+  *("aten._foreach_addcdiv.Tensor", "aten._foreach_addcmul.Tensor"),
+)
 _STANDARD = {"rand": "uniform(0, 1)", "randn": "normal(0, 1)"}
 # What operations draw, where their name does not say it.
 _DISTRIBUTIONS = {
@@ -264,13 +271,17 @@ def raise_as_torch(error: Exception, op, args, kwargs) -> None:
   """
   is_plain = type(error) in (TypeError, ValueError)
   if is_plain and isinstance(op, _torch_compat.OpOverload) and op.namespace == "aten":
-    # Where torch has no shape check, there is no better error to raise.
-    with _torch_compat.without_dispatch(), contextlib.suppress(NotImplementedError):
+    # Where torch has no shape check that runs here, there is no better error to raise.
+    no_check = contextlib.suppress(NotImplementedError, MixedDeviceError)
+    with _torch_compat.without_dispatch(), no_check:
       op(*args, **(kwargs or {}))
 
 
 def _written_base(base, write, result):
   """The base of a view after an in-place operation gave `result` for the view."""
+  if type(write[0]) is tuple:
+    parts = zip(base, write, jax.tree.leaves(result), strict=True)
+    return tuple([_written_base(*part) for part in parts])
   chain, dtype, shape = write
   if np.broadcast_shapes(result.shape, shape) != shape:
     raise RuntimeError(
@@ -352,18 +363,14 @@ class InPlacePlan:
 
   def __call__(self, args, kwargs):
     target = args[0]
-    if type(target) not in (Tensor, View):
-      raise MixedDeviceError(
-        f"{self.name} would write jax data to a tensor on {target.device}. "
-        'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
-      )
-    if type(target) is View and 0 in target.stride():
-      self._require_separate(target)
+    require_writable(target, self.name)
     plan = self.functional
     operands, key = plan.flattener.flatten(args, kwargs)
     storage, chain = target._storage, target._chain
     base = [storage.read()]
     if chain.moving is not None:
+      if chain.is_traced:
+        _require_unrecorded(self.name, args)
       chain = move(chain, base)
     write = (chain, mappings.t2j_dtype(target.dtype), tuple(target.shape))
     try:
@@ -376,17 +383,45 @@ class InPlacePlan:
     storage.write(written, target)
     return target
 
-  def _require_separate(self, target) -> None:
-    """Raises as torch does for a write to elements that share their memory."""
-    overlaps = any(
-      stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)
+
+def require_writable(target: torch.Tensor, name: str) -> None:
+  """Raises unless an in-place operation can write to the tensor.
+
+  Raises:
+    MixedDeviceError: it is on another device.
+    RuntimeError: elements share their memory, as torch has it.
+  """
+  if type(target) not in (Tensor, View):
+    raise MixedDeviceError(
+      f"{name} would write jax data to a tensor on {target.device}. "
+      'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
     )
-    if overlaps and not self.name.startswith(("aten.fill_", "aten.zero_")):
-      raise RuntimeError(
-        "unsupported operation: more than one element of the written-to tensor refers "
-        "to a single memory location. Please clone() the tensor before performing the "
-        f"operation ({self.name})."
-      )
+  if type(target) is View and 0 in target.stride():
+    _require_separate(target, name)
+
+
+def _require_unrecorded(name: str, args) -> None:
+  """Raises where a gradient would be recorded at a place that torch cannot know."""
+  if torch.is_grad_enabled() and any(
+    isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+  ):
+    raise MutationError(
+      f"{name} changes `x[i]` with a traced index `i` in a way that needs a gradient, "
+      "which torch cannot follow to x. Write `x[i] = …` instead."
+    )
+
+
+def _require_separate(target: View, name: str) -> None:
+  """Raises as torch does for a write to elements that share their memory."""
+  overlaps = any(
+    stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)
+  )
+  if overlaps and not name.startswith(("aten.fill_", "aten.zero_")):
+    raise RuntimeError(
+      "unsupported operation: more than one element of the written-to tensor refers "
+      "to a single memory location. Please clone() the tensor before performing the "
+      f"operation ({name})."
+    )
 
 
 class OutPlan:
@@ -395,23 +430,26 @@ class OutPlan:
   def __init__(self, op, functional: Callable, env):
     self.name = str(op)
     self.functional = functional
-    self.written = schema_of(op).written
+    self.outputs = schema_of(op).outputs
+    self.returns = bool(op._schema.returns)
     self.names = schema_of(op).names
 
   def __call__(self, args, kwargs):
     kwargs = dict(kwargs or {})
     args = list(args)
     outputs = []
-    for name in self.written:
+    for name in self.outputs:
       if name in kwargs:
         outputs.append(kwargs.pop(name))
       else:
         outputs.append(args.pop(self.names.index(name)))
-    results = self.functional(args, self._with_dtype(kwargs, outputs))
-    single = isinstance(results, torch.Tensor)
-    for output, result in zip(outputs, [results] if single else results):
+    tensors = jax.tree.leaves(outputs)
+    results = self.functional(args, self._with_dtype(kwargs, tensors))
+    for output, result in zip(tensors, jax.tree.leaves(results), strict=True):
       write_output(self.name, output, result)
-    return outputs[0] if single else tuple(outputs)
+    if not self.returns:
+      return None
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
   def _with_dtype(self, kwargs, outputs):
     functional = getattr(self.functional, "op", None)
@@ -422,7 +460,12 @@ class OutPlan:
 
 
 def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
-  """Puts a result into an `out=` tensor, which takes its shape if it has none."""
+  """Puts a result into an `out=` tensor, which takes its shape.
+
+  Raises:
+    MixedDeviceError: the output is on another device.
+    RuntimeError: its dtype cannot hold the result, or it is a view of another shape.
+  """
   if not isinstance(output, Tensor):
     raise MixedDeviceError(
       f"{name}: out= is on {output.device}, but the inputs are on jax. "
@@ -430,14 +473,22 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
     )
   array = result.jax()
   require_cast(array.dtype, mappings.t2j_dtype(output.dtype))
+  require_writable(output, name)
   array = array.astype(mappings.t2j_dtype(output.dtype))
   if output.shape == result.shape:
     output.replace_jax(array)
     return
-  if output.numel():
+  if type(output) is View:
     raise RuntimeError(
+      f"{name}: out= is a view of shape {list(output.shape)}, but the result has "
+      f"{list(result.shape)}. Pass a tensor of its own, or one of that shape."
+    )
+  if output.numel():
+    warnings.warn(
       f"{name}: out= has shape {list(output.shape)}, but the result has "
-      f"{list(result.shape)}. Pass an empty tensor, or one of that shape."
+      f"{list(result.shape)}, so it was resized. Pass an empty tensor, or one of that "
+      "shape.",
+      stacklevel=2,
     )
   resize_to(output, new_tensor(array, output._env))
 

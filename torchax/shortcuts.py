@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from torchax import _torch_compat
+from torchax.functions import WithoutOut
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -56,16 +57,22 @@ class Shortcut:
           return False
       elif cls not in _NUMBERS or arg is args[0]:
         return False
-    return _torch_compat.dispatch_depth() == 1
+    return _torch_compat.dispatch_depth() == 1 and not _torch_compat.forward_ad_is_on()
 
   def __call__(self, args, kwargs):
     if not kwargs and len(args) == self.count and self.is_plain(args):
       return self.env.dispatch(self.op, (), args, None)
+    return self._by_torch(args, kwargs)
+
+  def _by_torch(self, args, kwargs):
     return self.func(*args, **kwargs)
 
 
 class MatmulShortcut(Shortcut):
   """Products of matrices are `mm`; other shapes are for torch to take apart."""
+
+  def _by_torch(self, args, kwargs):
+    return WithoutOut(self.func)(args, kwargs)
 
   def is_plain(self, args) -> bool:
     return (
@@ -86,5 +93,7 @@ def register_functions(env) -> None:
   for func in (F.gelu, F.relu):
     op = aten.gelu.default if func is F.gelu else aten.relu.default
     env.functions.add(func, Shortcut(func, op, 1, env))
+  for func in (torch.linalg.matmul, torch.linalg.matrix_rank):
+    env.functions.add(func, WithoutOut(func))
   for func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
     env.functions.add(func, MatmulShortcut(func, aten.mm.default, 2, env))

@@ -10,12 +10,13 @@ So no tracer ever reaches a tensor that outlives the trace.
 """
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 
 import jax
 
-from torchax.errors import TracedStateError
+from torchax.errors import MutationError, TracedStateError
 
 
 class _Active(threading.local):
@@ -63,6 +64,55 @@ class Storage:
     else:
       boundary.write(self, array, tensor)
 
+  def become_start_of(self, grown: "Storage") -> None:
+    """Lets the tensors that stay on this storage follow one that took its place.
+
+    Args:
+      grown: holds a 1-d array that starts with this one's elements.
+    """
+    shape = self.array.shape
+    self.__class__ = _Start
+    _held.__set__(self, (grown, shape))
+
+
+_held = Storage.array  # the slot, which `_Start` covers
+
+
+class _Start(Storage):
+  """A storage whose elements are the first ones of another storage.
+
+  Only the alias to the larger one inside a single traced function is not followed.
+  """
+
+  __slots__ = ()
+
+  @property
+  def array(self) -> jax.Array:
+    grown, shape = _held.__get__(self)
+    return grown.read()[: math.prod(shape)].reshape(shape)
+
+  @array.setter
+  def array(self, array: jax.Array):
+    grown, shape = _held.__get__(self)
+    grown.write(grown.read().at[: math.prod(shape)].set(array.ravel()))
+
+
+class ReadOnly(Storage):
+  """A storage of numbers whose change could not reach where they come from."""
+
+  __slots__ = ()
+
+  def write(self, array, tensor=None):
+    """Refuses.
+
+    Raises:
+      MutationError: always.
+    """
+    raise MutationError(
+      "`x[i]` with a traced index `i` is a copy where a gradient is recorded, so a "
+      "change of it in place would not reach x. Write `x[i] = …` instead."
+    )
+
 
 class Cell:
   """What a traced function sees of a storage that was born outside of it."""
@@ -99,6 +149,7 @@ class Boundary:
     roots: outer tensors that were read and need a gradient, by identity; None where
       no gradient is recorded.
     plain: outer tensors without a graph that were changed in place, by identity.
+    reshapes: by identity, tensors whose shape was changed in place, and how.
   """
 
   def __init__(self, records: bool = False):
@@ -107,6 +158,7 @@ class Boundary:
     self.closed = False
     self.roots: dict[int, object] | None = {} if records else None
     self.plain: dict[int, object] = {}
+    self.reshapes: dict[int, tuple[object, list]] = {}
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
     """The array of any storage, inside this boundary."""
@@ -125,6 +177,18 @@ class Boundary:
     cell.written = True
     if tensor is not None and tensor.grad_fn is None:
       self.plain[id(tensor)] = tensor
+
+  def note_reshape(self, tensor, op, args) -> None:
+    """Keeps a change of shape in place for whoever has to do it again.
+
+    Args:
+      tensor: that was changed.
+      op: the operation.
+      args: of the operation after the tensor; lists of integers and integers.
+    """
+    hashable = tuple([tuple(a) if isinstance(a, list | tuple) else a for a in args])
+    _, steps = self.reshapes.setdefault(id(tensor), (tensor, []))
+    steps.append((op, hashable))
 
   def lend(self, storage: Storage, array: jax.Array, tensor) -> None:
     """Shows an outer storage as `array`, an operand of the traced function."""

@@ -19,17 +19,18 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
-from torchax import _torch_compat
-from torchax.errors import MixedDeviceError, OperatorNotFound
+from torchax import _jax_compat, _torch_compat, grad_mode
+from torchax.errors import MixedDeviceError, MutationError, OperatorNotFound
 from torchax.ops import mappings
 from torchax.storage import Rebindings, Storage
 from torchax.storage import active as _active
-from torchax.view_info import WHOLE, Chain
+from torchax.view_info import WHOLE, Chain, StopGradientInfo
 
 META = torch.device("meta")
 SUPPORTED_JAX_PLATFROM = ["cpu", "cuda", "gpu", "tpu"]
 
 _make_wrapper = _torch_compat.make_wrapper
+_is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
 
 
@@ -139,17 +140,26 @@ class Tensor(torch.Tensor):
     self._storage.write(array)
 
   def __getitem__(self, index):
-    return super().__getitem__(_index_of(index))
+    index = index_of(index, self)
+    if needs_care(index):
+      return self._env.functions.get(torch.Tensor.__getitem__)((self, index), {})
+    return super().__getitem__(index)
 
   def __setitem__(self, index, value) -> None:
-    # torch would make a tensor of the number on the wrapper's meta device.
-    if isinstance(value, bool | int | float | complex):
-      if _is_basic(index):
-        self[index].fill_(value)
-        return
-      array = np.asarray(value, mappings.t2j_dtype(self.dtype))
-      value = new_tensor(jnp.asarray(array), self._env)
-    super().__setitem__(_index_of(index), value)
+    if isinstance(value, bool | int | float | complex) and _is_basic(index):
+      if type(value) is complex or not self.dtype.is_floating_point:
+        value_of(value, self)  # raises for a number that does not fit
+      target = self[index]
+      if 0 in target.stride():  # `copy_` refuses elements that share their memory
+        target.copy_(value_of(value, self))
+      else:
+        target.fill_(value)
+      return
+    index, value = index_of(index, self), value_of(value, self)
+    if needs_care(index):
+      self._env.functions.get(torch.Tensor.__setitem__)((self, index, value), {})
+      return
+    super().__setitem__(index, value)
 
   def torch(self) -> torch.Tensor:
     """A copy on the CPU."""
@@ -177,7 +187,29 @@ class Tensor(torch.Tensor):
     return np.array(self.jax())
 
   def __array__(self, dtype=None, copy=None):
+    if copy is False:
+      raise ValueError(
+        "A jax tensor is copied to become a numpy array, but copy=False was asked for. "
+        "Use np.asarray(tensor)."
+      )
     return np.asarray(self.numpy(), dtype=dtype)
+
+  def __dlpack_device__(self) -> tuple:
+    """Where the array lies, in DLPack's terms."""
+    return self.jax().__dlpack_device__()
+
+  def __dlpack__(self, *, copy: bool | None = None, **options):
+    """A copy as a DLPack capsule: who takes it may write to it.
+
+    Raises:
+      BufferError: the tensor requires grad, or `copy` is False.
+    """
+    if self.requires_grad or copy is False:
+      raise BufferError(
+        "A jax tensor is exported as a copy without gradients. Call `.detach()` on one "
+        "that requires grad, and leave `copy` out."
+      )
+    return jnp.copy(self.jax()).__dlpack__(**options)
 
   def __jax_array__(self) -> jax.Array:
     return self.jax()
@@ -185,6 +217,23 @@ class Tensor(torch.Tensor):
   def tolist(self):
     """The numbers as nested Python lists."""
     return np.asarray(self.jax()).tolist()
+
+  def type(self, dtype=None, non_blocking: bool = False) -> str | torch.Tensor:
+    """The name of the tensor's type, or the tensor in another dtype.
+
+    Args:
+      dtype: a torch.dtype keeps the device; a type of tensors or its name, such as
+        `torch.FloatTensor` and "torch.jax.FloatTensor", says the device as well.
+      non_blocking: accepted; JAX runs asynchronously in any case.
+    """
+    if dtype is None:
+      return super().type().replace("torch.meta.", "torch.jax.")
+    if isinstance(dtype, str) and dtype.startswith("torch.jax."):
+      on_cpu = getattr(torch, dtype.removeprefix("torch.jax."), None)
+      if on_cpu is None:
+        raise ValueError(f"invalid type: {dtype!r}. Pass a torch.dtype instead.")
+      dtype = on_cpu.dtype
+    return self.to(dtype) if isinstance(dtype, torch.dtype) else super().type(dtype)
 
   def type_as(self, other: torch.Tensor) -> torch.Tensor:
     """This tensor in the dtype of another, on its device."""
@@ -226,8 +275,14 @@ class Tensor(torch.Tensor):
 
   @property
   def data(self) -> torch.Tensor:
-    """The same numbers without autograd history; shares memory."""
-    return self.detach()
+    """The same numbers without autograd history; shares memory.
+
+    Unlike `detach()`, changes of it in place are not counted: as in torch, a backward
+    pass does not notice them.
+    """
+    if _jax_compat.is_top_level():
+      return like(self, self._storage, self._chain)
+    return like(self, self._storage, self._chain.append(StopGradientInfo()))
 
   @data.setter
   def data(self, other: torch.Tensor):
@@ -236,15 +291,32 @@ class Tensor(torch.Tensor):
         f"`tensor.data = other` expects a jax tensor, but got one on {other.device}. "
         'Call `other.to("jax")` first.'
       )
+    boundary = _active.boundary
+    if boundary is not None and self._storage.birth is not boundary:
+      self._replace_outer(other)
+      return
     _torch_compat.set_metadata(self, other)
     rebind(self, other)
 
+  def _replace_outer(self, other: Tensor) -> None:
+    """Takes the numbers of a tensor that ends with the trace; not its memory."""
+    if self.shape != other.shape or self.dtype != other.dtype:
+      raise MutationError(
+        f"`tensor.data = other` in a function being compiled, with a tensor of shape "
+        f"{list(self.shape)} and {self.dtype} from outside of it, expects the same "
+        f"shape and dtype, but got {list(other.shape)} and {other.dtype}."
+      )
+    self.replace_jax(grad_mode.with_derivative_of(self.jax(), other.jax()))
+
   def is_set_to(self, tensor: torch.Tensor) -> bool:
-    """True when both are the same view of the same storage."""
+    """True when both show the same places of the same storage."""
     return (
       isinstance(tensor, Tensor)
       and self._storage is tensor._storage
-      and self._chain is tensor._chain
+      and self.shape == tensor.shape
+      and self.stride() == tensor.stride()
+      and self.storage_offset() == tensor.storage_offset()
+      and not (_is_unresolved(self) or _is_unresolved(tensor))
     )
 
   def __repr__(self, *, tensor_contents=None) -> str:
@@ -297,24 +369,76 @@ class Tensor(torch.Tensor):
     )
 
 
-def _index_of(index):
+def _is_unresolved(tensor: Tensor) -> bool:
+  """True where torch takes a copy before it looks, or a place is not known yet."""
+  return _is_conj(tensor) or _is_neg(tensor) or tensor._chain.is_traced
+
+
+def index_of(index, indexed: Tensor):
   """An index with tensors for its sequences: torch would make them on meta."""
   kind = type(index)
   if kind is int or kind is slice:
     return index
-  if kind is list and not all(isinstance(i, int | float | np.number) for i in index):
+  if kind is list and not all(isinstance(i, int | float | np.generic) for i in index):
     index = tuple(index)  # as torch reads it
-  return tuple(map(_part_of, index)) if isinstance(index, tuple) else _part_of(index)
+  if not isinstance(index, tuple):
+    parts = _parts_of(index, indexed)
+    return parts[0] if len(parts) == 1 else tuple(parts)
+  return tuple([part for given in index for part in _parts_of(given, indexed)])
 
 
-def _part_of(part):
-  """One part of an index: numbers, slices and tensors as they are."""
+def _parts_of(part, indexed: Tensor) -> list:
+  """One part of an index: numbers, slices and jax tensors as they are."""
+  if isinstance(part, jax.core.Tracer):
+    return [new_tensor(part, indexed._env)]
   if isinstance(part, jax.Array):
     part = np.array(part)
-  if not isinstance(part, list | tuple | range | np.ndarray):
-    return part
-  tensor = torch.as_tensor(part, device="cpu")
-  return tensor if tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
+  if isinstance(part, list | tuple | range | np.ndarray):
+    part = torch.as_tensor(part, device="cpu")
+    part = part if part.dtype in _MASKS else part.long()
+  is_known_mask = type(part) is torch.Tensor and part.dtype in _MASKS and part.dim()
+  if is_known_mask and not _jax_compat.is_top_level():
+    return list(part.nonzero(as_tuple=True))  # in a trace it would lose its values
+  return [part]
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def needs_care(index) -> bool:
+  """True for an index whose numbers or truth values torch's C++ cannot look at.
+
+  It would make an index tensor of True on the wrapper's meta device.
+  """
+  if type(index) is tuple:
+    return any(map(needs_care, index))
+  if isinstance(index, bool):
+    return True
+  if not isinstance(index, torch.Tensor) or index.dim():
+    return False
+  if index.dtype in _MASKS:
+    return True
+  is_number = isinstance(index, Tensor) and not index.dtype.is_floating_point
+  return is_number and is_traced(index)
+
+
+def is_traced(tensor: Tensor) -> bool:
+  """True where the numbers of a tensor are not known yet."""
+  return isinstance(tensor._storage.read(tensor), jax.core.Tracer)
+
+
+def value_of(value, tensor: Tensor):
+  """A number as a tensor that can be assigned to parts of `tensor`.
+
+  torch would make a tensor of it on the wrapper's meta device.
+
+  Raises:
+    RuntimeError: the number does not fit the dtype of `tensor`.
+  """
+  if not isinstance(value, bool | int | float | complex):
+    return value
+  number = torch.full((), value, dtype=tensor.dtype, device="cpu")
+  return new_tensor(mappings.t2j(number), tensor._env)
 
 
 def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
@@ -360,7 +484,10 @@ def like(tensor: Tensor, storage: Storage, chain: Chain) -> Tensor:
 def alias(
   cls: type, source: Tensor, layout: torch.Tensor, storage: Storage, chain: Chain
 ) -> Tensor:
-  """A tensor of class `cls` that shows a storage in the layout of another tensor."""
+  """A tensor of class `cls` that shows a storage in the layout of another tensor.
+
+  A layout without marks of its own ("conjugate", "negative") has those of `source`.
+  """
   if torch.is_inference_mode_enabled() and not source.is_inference():
     # torch counts the versions of a view with those of its base, which must be of
     # one kind: a view of a normal tensor is normal.
@@ -375,6 +502,11 @@ def alias(
     device=META,
   )
   other._storage, other._chain, other._env = storage, chain, source._env
+  marks = layout if isinstance(layout, torch.Tensor) else source
+  if _is_conj(marks):
+    _torch_compat.set_conj(other, True)
+  if _is_neg(marks):
+    _torch_compat.set_neg(other, True)
   return other
 
 

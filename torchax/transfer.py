@@ -3,7 +3,11 @@
 import jax
 import torch
 
-from torchax.errors import TracedStateError, UnsupportedDtypeError
+from torchax.errors import (
+  MixedDeviceError,
+  TracedStateError,
+  UnsupportedDtypeError,
+)
 from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
 from torchax.view_info import WHOLE
@@ -43,7 +47,9 @@ class CopyPlan:
       source = source.expand(target.shape)  # torch's error where it does not fit
     if isinstance(source, Tensor):
       return self.in_place((target, source), {})
-    moved = mappings.t2j(source)
+    # torch's own conversion, from the 64 bits that jax might not keep.
+    is_inexact = target.dtype.is_floating_point or target.dtype.is_complex
+    moved = mappings.t2j(source, dtype=target.dtype if is_inexact else None)
     same = tuple(source.shape) == tuple(target.shape)
     if same and target._chain is WHOLE and moved.dtype == target._storage.read().dtype:
       target._storage.write(moved)
@@ -63,8 +69,7 @@ class ToCopyPlan:
     device = kwargs.pop("device", None)
     tensor, dtype = args[0], kwargs.get("dtype")
     if not isinstance(tensor, Tensor):
-      moved = new_tensor(mappings.t2j(tensor), self.env)
-      return moved if dtype is None else self.cast((moved,), {"dtype": dtype})
+      return new_tensor(mappings.t2j(tensor, dtype=dtype), self.env)
     # torch asks for "meta" where it means the device of a wrapper.
     if device is None or device.type in ("jax", "meta"):
       return self.cast(args, {} if dtype is None else {"dtype": dtype})
@@ -72,29 +77,79 @@ class ToCopyPlan:
     return copied if dtype is None else copied.to(dtype)
 
 
-# What torch calls to make a sparse tensor of jax tensors.
-_SPARSE_MAKERS = (
-  aten._to_sparse,
-  aten._to_sparse_csr,
-  aten._to_sparse_csc,
-  aten._to_sparse_bsr,
-  aten._to_sparse_bsc,
-  aten._sparse_coo_tensor_with_dims_and_tensors,
-  aten._sparse_compressed_tensor_unsafe,
-)
+# What torch calls to make sparse, quantised, nested and mkldnn tensors of jax tensors,
+# or to ask what only such tensors have.
+_REFUSED = {
+  "sparse": (
+    aten._to_sparse,
+    aten._to_sparse_csr,
+    aten._to_sparse_csc,
+    aten._to_sparse_bsr,
+    aten._to_sparse_bsc,
+    aten._sparse_addmm,
+    aten._sparse_coo_tensor_unsafe,
+    aten._sparse_coo_tensor_with_dims_and_tensors,
+    aten._sparse_compressed_tensor_unsafe,
+    aten.is_coalesced,
+    aten.sparse_compressed_tensor,
+    aten.sparse_mask,
+  ),
+  "quantised": (
+    aten.dequantize,
+    aten.int_repr,
+    aten.q_per_channel_axis,
+    aten.q_per_channel_scales,
+    aten.q_scale,
+    aten.q_zero_point,
+    aten.qscheme,
+    aten.quantize_per_channel,
+    aten.quantize_per_tensor,
+    aten.quantize_per_tensor_dynamic,
+  ),
+  "nested": (
+    aten._nested_from_padded,
+    aten._nested_tensor_from_mask,
+    aten._nested_tensor_from_tensor_list,
+    aten._nested_view_from_buffer,
+    aten._nested_view_from_jagged,
+  ),
+  "mkldnn": (aten.to_mkldnn,),
+}
+_REFUSED_KIND = {packet: kind for kind, row in _REFUSED.items() for packet in row}
 
 
-def _refuse_sparse(op):
+_WAY_OUT = {
+  "sparse": ".to_dense()",
+  "quantised": ".dequantize()",
+  "nested": ".to_padded_tensor(value)",
+  "mkldnn": ".to_dense()",
+}
+
+
+def _refuse(op, kind: str):
   raise UnsupportedDtypeError(
-    f"{op} makes a sparse tensor, but torchax holds dense ones. Call `.to_dense()` "
-    "before moving it to jax, or `.cpu()` to go on with a sparse one on the CPU."
+    f"{op} is for {kind} tensors, but torchax holds dense and plain ones. Call "
+    f"`{_WAY_OUT[kind]}` on such a tensor before moving it to jax, or `.cpu()` on this "
+    "one to go on with it on the CPU."
+  )
+
+
+def _refuse_to_pin():
+  raise RuntimeError(
+    "pin_memory() expects a dense CPU tensor, but got one on jax. Pin the source of a "
+    "transfer, not its result."
   )
 
 
 def plan(op, schema, plan_by_registry, env):
   """The plan of a transfer, None for any other operation."""
-  if getattr(op, "overloadpacket", None) in _SPARSE_MAKERS:
-    return lambda args, kwargs: _refuse_sparse(op)
+  kind = _REFUSED_KIND.get(getattr(op, "overloadpacket", None))
+  if kind is not None:
+    return lambda args, kwargs: _refuse(op, kind)
+  if op is aten.is_pinned.default:
+    return lambda args, kwargs: False
+  if op is aten._pin_memory.default:
+    return lambda args, kwargs: _refuse_to_pin()
   if op is aten._local_scalar_dense.default:
     return lambda args, kwargs: _item(args[0])
   if op is aten.copy_.default:
@@ -102,3 +157,50 @@ def plan(op, schema, plan_by_registry, env):
   if op is aten._to_copy.default:
     return ToCopyPlan(plan_by_registry(op), env)
   return None
+
+
+class Move(torch.autograd.Function):
+  """A copy between devices whose gradient moves back.
+
+  torch's own `_to_copy` would send the gradient to the wrapper's meta device.
+  """
+
+  @staticmethod
+  def forward(ctx, tensor, dtype, device, env):
+    ctx.source_is_jax = isinstance(tensor, Tensor)
+    ctx.source_dtype = tensor.dtype
+    ctx.env = env
+    return _move(tensor.detach(), dtype, device, env)
+
+  @staticmethod
+  def backward(ctx, grad):
+    device = "jax" if ctx.source_is_jax else "cpu"
+    return Move.apply(grad, ctx.source_dtype, device, ctx.env), None, None, None
+
+
+def _move(tensor: torch.Tensor, dtype, device, env) -> torch.Tensor:
+  if torch.device(device).type != "jax":
+    moved = mappings.j2t(tensor.jax(), env.config.use_dlpack_for_data_conversion)
+    return moved if dtype is None else moved.to(dtype)
+  if isinstance(tensor, Tensor):
+    return tensor if dtype is None else tensor.to(dtype)
+  if tensor.device.type != "cpu":
+    raise MixedDeviceError(
+      f"A tensor on {tensor.device} has no data to move to jax. "
+      "Make it on the CPU first."
+    )
+  return new_tensor(mappings.t2j(tensor, dtype=dtype), env)
+
+
+def pop_copy(arguments: list) -> bool:
+  """Takes `copy` out of the positional arguments of `Tensor.to`.
+
+  Raises:
+    TypeError: arguments after it.
+  """
+  place = 2 if isinstance(arguments[0] if arguments else None, torch.dtype) else 3
+  if len(arguments) > place + 1:
+    raise TypeError(
+      f"to() expects up to {place + 1} positional arguments, but got {len(arguments)}."
+    )
+  return bool(arguments.pop()) if len(arguments) > place else False

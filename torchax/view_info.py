@@ -9,7 +9,7 @@ The tensors are in `tensor.py` and `view.py`.
 import dataclasses
 import enum
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,9 @@ class ViewInfoType(enum.Enum):
   DIAGONAL = 8
   EXPAND = 9
   DTYPE = 10
+  UNFOLD = 11
+  CONJUGATE = 12
+  NEGATE = 13
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +55,13 @@ class ViewInfo:
   def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     """The array after `new_value` was written to the view of it."""
     places = np.arange(math.prod(jax_array.shape)).reshape(jax_array.shape)
-    picked = np.asarray(_on_host(self.transform_tensor, places)).ravel()
+    picked = self.picked(places).ravel()
     flat = jax_array.ravel().at[picked].set(new_value.ravel())
     return flat.reshape(jax_array.shape)
+
+  def picked(self, places: np.ndarray) -> np.ndarray:
+    """The view of a numpy array; some have a quicker way than through JAX."""
+    return _on_host(self.transform_tensor, places)
 
   def calculate_output_shape(self, source: jax.Array) -> list[int]:
     """The shape of the view of an array."""
@@ -65,6 +72,33 @@ def _on_host(function, places: np.ndarray) -> np.ndarray:
   """Runs a view on the numbers of the elements, also while JAX is tracing."""
   with jax.ensure_compile_time_eval():
     return np.asarray(function(jnp.asarray(places)))
+
+
+def put_slice(array: jax.Array, value: jax.Array, dim: int, start) -> jax.Array:
+  """The array with `value` in place of its elements from `start` on along `dim`.
+
+  Not an update of a slice on the CPU: XLA (as of jaxlib 0.10.2) runs that in place even
+  where the value is made, in the same loop, of elements it has just overwritten
+  (`d = x[idx]; d = d.at[1:4].set(d[0:3])` under `jax.jit`).
+  """
+  if jax.default_backend() != "cpu":
+    return lax.dynamic_update_slice_in_dim(array, value, start, dim)
+  if isinstance(start, jax.Array):
+    return _select_into(array, value, dim, start)
+  before = lax.slice_in_dim(array, 0, start, axis=dim)
+  after = lax.slice_in_dim(array, start + value.shape[dim], None, axis=dim)
+  parts = [part for part in (before, value, after) if part.shape[dim]]
+  return lax.concatenate(parts, dim) if len(parts) > 1 else value
+
+
+def _select_into(array, value, dim: int, start) -> jax.Array:
+  """`put_slice` from a traced start; as in JAX, what would not fit is moved in."""
+  length, size = value.shape[dim], array.shape[dim]
+  start = jnp.clip(jnp.where(start < 0, start + size, start), 0, size - length)
+  offsets = lax.iota(jnp.int32, size) - start.astype(jnp.int32)
+  spread = jnp.take(value, jnp.clip(offsets, 0, length - 1), dim)
+  inside = (offsets >= 0) & (offsets < length)
+  return jnp.where(lax.broadcast_in_dim(inside, array.shape, (dim,)), spread, array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +120,20 @@ class NarrowInfo(ViewInfo):
     return jax_array[self._index()]
 
   def update_tensor(self, new_value, jax_array):
-    return jax_array.at[self._index()].set(new_value)
+    place = self._only(jax_array.shape)
+    if place is None:
+      return jax_array.at[self._index()].set(new_value)
+    if 0 in new_value.shape:
+      return jax_array
+    return put_slice(jax_array, new_value, *place)
+
+  def _only(self, shape) -> tuple[int, int] | None:
+    """(dim, start) where one dimension alone is cut, in one piece."""
+    *before, last = self.slices
+    if any(part != (None, None, None) for part in before):
+      return None
+    start, stop, step = slice(*last).indices(shape[len(before)])
+    return (len(before), start) if step == 1 or stop - start <= step else None
 
 
 def slice_of(dim: int, start: int, stop: int, step: int) -> NarrowInfo:
@@ -126,7 +173,9 @@ class IndexInfo(ViewInfo):
     return lax.index_in_dim(jax_array, self.index, self.dim, keepdims=False)
 
   def update_tensor(self, new_value, jax_array):
-    return jax_array.at[(slice(None),) * self.dim + (self.index,)].set(new_value)
+    return put_slice(
+      jax_array, jnp.expand_dims(new_value, self.dim), self.dim, self.index
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +220,32 @@ class DiagonalInfo(ViewInfo):
 
   def transform_tensor(self, jax_array):
     return jnp.diagonal(jax_array, self.offset, self.dim1, self.dim2)
+
+  def picked(self, places):
+    return np.diagonal(places, self.offset, self.dim1, self.dim2)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnfoldInfo(ViewInfo):
+  """Windows of `size` elements, `step` apart, along `dim`: a new last dimension."""
+
+  dim: int
+  size: int
+  step: int
+  view_info_type: ClassVar = ViewInfoType.UNFOLD
+
+  def transform_tensor(self, jax_array):
+    return self._windows(jnp, jax_array)
+
+  def picked(self, places):
+    return self._windows(np, places)
+
+  def _windows(self, numpy, source):
+    array = source.reshape(source.shape or (1,))
+    count = (array.shape[self.dim] - self.size) // self.step + 1
+    places = np.arange(count)[:, None] * self.step + np.arange(self.size)
+    windows = numpy.moveaxis(numpy.take(array, places, self.dim), self.dim + 1, -1)
+    return windows if source.shape else windows[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +337,32 @@ class RealAsComplexInfo(ViewInfo):
 
 
 @dataclasses.dataclass(frozen=True)
+class ConjugateInfo(ViewInfo):
+  """The complex conjugates of the elements."""
+
+  view_info_type: ClassVar = ViewInfoType.CONJUGATE
+
+  def transform_tensor(self, jax_array):
+    return lax.conj(jax_array)
+
+  def update_tensor(self, new_value, jax_array):
+    return lax.conj(new_value)
+
+
+@dataclasses.dataclass(frozen=True)
+class NegateInfo(ViewInfo):
+  """The elements with the other sign."""
+
+  view_info_type: ClassVar = ViewInfoType.NEGATE
+
+  def transform_tensor(self, jax_array):
+    return lax.neg(jax_array)
+
+  def update_tensor(self, new_value, jax_array):
+    return lax.neg(new_value)
+
+
+@dataclasses.dataclass(frozen=True)
 class StopGradientInfo(ViewInfo):
   """The same elements, through which JAX's transformations see no derivative."""
 
@@ -273,6 +374,24 @@ class StopGradientInfo(ViewInfo):
   def update_tensor(self, new_value, jax_array):
     # torch records nothing of a write to a detached tensor.
     return grad_mode.with_derivative_of(jax_array, new_value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedIndexInfo(ViewInfo):
+  """One element along `dim`, at an index that is being traced.
+
+  As in all of JAX, an index outside of the dimension gives the nearest element.
+  """
+
+  dim: int
+  index: jax.Array
+  view_info_type: ClassVar = ViewInfoType.SELECT
+
+  def transform_tensor(self, jax_array):
+    return MovingInfo(self.dim, None).transform_tensor(jax_array, self.index)
+
+  def update_tensor(self, new_value, jax_array):
+    return MovingInfo(self.dim, None).update_tensor(new_value, jax_array, self.index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,13 +415,15 @@ class MovingInfo:
   def update_tensor(self, new_value, jax_array, start) -> jax.Array:
     """The array after `new_value` was written to the slice of it."""
     if self.length is None:
-      return lax.dynamic_update_index_in_dim(jax_array, new_value, start, self.dim)
-    return lax.dynamic_update_slice_in_dim(jax_array, new_value, start, self.dim)
+      new_value = jnp.expand_dims(new_value, self.dim)
+    if 0 in new_value.shape:
+      return jax_array
+    return put_slice(jax_array, new_value, self.dim, jnp.asarray(start))
 
 
-def _moving(info: ViewInfo) -> tuple[MovingInfo, int] | None:
+def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
   """A step as a moving one and its start; None for one that is no plain slice."""
-  if isinstance(info, IndexInfo):
+  if isinstance(info, IndexInfo | TracedIndexInfo):
     return MovingInfo(info.dim, None), info.index
   if isinstance(info, NarrowInfo):
     *before, (start, stop, step) = info.slices
@@ -355,7 +476,8 @@ class Chain:
   """The steps from a base array to a view of it. Interned: compare by identity.
 
   Where many slices of one form are taken (`for row in x`), the later ones are
-  `moving`: (a `MovingChain`, the starts), and are not interned.
+  `moving`: (a `MovingChain`, the starts), and are not interned. So are those with an
+  index that is being traced: their starts are a tuple.
   """
 
   __slots__ = ("infos", "moving", "_longer", "_taken")
@@ -374,7 +496,7 @@ class Chain:
     longer = self._longer.get(info)
     if longer is not None:
       return longer
-    if self.moving is not None:
+    if self.moving is not None or type(info) is TracedIndexInfo:
       return Chain((*self.infos, info), moving=True)
     form = _moving(info)
     if form is not None:
@@ -386,9 +508,16 @@ class Chain:
 
   def _append(self, info: ViewInfo) -> "Chain":
     last = self.infos[-1] if self.infos else None
+    if info == last and isinstance(info, ConjugateInfo | NegateInfo):
+      return chain_of(*self.infos[:-1])
     if isinstance(info, ReshapeInfo) and isinstance(last, ReshapeInfo):
       return chain_of(*self.infos[:-1], info)
     return Chain((*self.infos, info))
+
+  @property
+  def is_traced(self) -> bool:
+    """True where an index has no value yet."""
+    return self.moving is not None and type(self.moving[1]) is tuple
 
   def read(self, base: jax.Array) -> jax.Array:
     """The view of a base array."""
@@ -409,11 +538,13 @@ class Chain:
     return f"Chain{self.infos}"
 
 
-def _as_moving(infos: tuple[ViewInfo, ...]) -> tuple[MovingChain, np.ndarray]:
+def _as_moving(infos: tuple[ViewInfo, ...]) -> tuple[MovingChain, Any]:
   forms = [_moving(info) for info in infos]
   steps = tuple(form[0] if form else info for form, info in zip(forms, infos))
-  starts = np.array([form[1] if form else 0 for form in forms], np.int32)
-  return MovingChain(steps), starts
+  starts = [form[1] if form else 0 for form in forms]
+  if any(isinstance(start, jax.Array) for start in starts):
+    return MovingChain(steps), tuple(starts)
+  return MovingChain(steps), np.array(starts, np.int32)
 
 
 WHOLE = Chain()

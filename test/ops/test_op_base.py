@@ -9,7 +9,7 @@ import pytest
 import torch
 from ops.harness import NARROWED
 
-from torchax.ops import mappings, op_base
+from torchax.ops import jaten, mappings, op_base
 
 DTYPES = (
   torch.bool,
@@ -152,3 +152,78 @@ def test_foreach_loop_folds_in_order():
   np.testing.assert_allclose(
     jax.grad(lambda s: op_base.foreach_loop(s, jnp.multiply, 1.0))(seq), [6, 3, 2]
   )
+
+
+# Forms that write ---------------------------------------------------------------------
+
+
+def on_jax(*values, dtype=torch.float32) -> torch.Tensor:
+  return torch.tensor(values, dtype=dtype).to("jax")
+
+
+def test_an_in_place_form_writes_through_views_and_keeps_the_dtype():
+  base = on_jax(1, 2, 3, dtype=torch.int32)
+  halved_ = op_base.InplaceOp(lambda x, by: x / by)
+  view = base[1:]
+  assert halved_(view, 2) is view
+  assert base.tolist() == [1, 1, 1] and base.dtype == torch.int32
+
+
+def test_an_in_place_form_may_replace_the_tensor():
+  tensor = on_jax(1, 2, 3, dtype=torch.int32)
+  halved_ = op_base.InplaceOp(lambda x: x[:2] / 2, replace=True)
+  assert halved_(tensor) is tensor
+  assert tensor.tolist() == [0.5, 1.0] and tensor.dtype == torch.float32
+
+
+def test_an_in_place_form_of_a_jax_function_writes_any_argument():
+  source, target = on_jax(1, 2), on_jax(5, 5)
+  write = op_base.InplaceOp(jnp.subtract, position_to_mutate=1, is_jax_func=True)
+  assert write(source, target) is target
+  assert target.tolist() == [-4, -3] and source.tolist() == [1, 2]
+
+
+def test_an_in_place_form_of_an_aten_operation_is_that_of_torch():
+  expected, actual = torch.tensor([1.0, 2.0]), on_jax(1, 2)
+  add_ = op_base.InplaceOp(torch.ops.aten.add)
+  assert (
+    add_(actual, actual, alpha=2).tolist() == expected.add_(expected, alpha=2).tolist()
+  )
+
+
+def test_an_in_place_form_of_a_cpu_tensor_is_refused():
+  with pytest.raises(TypeError, match="Argument 0 is written to"):
+    op_base.InplaceOp(torch.neg)(torch.ones(2))
+
+
+def test_an_out_form_writes_one_or_several_results():
+  double_out = op_base.OutVariant(lambda x: x * 2)
+  out = on_jax(0, 0)
+  assert double_out(on_jax(1, 2), out=out) is out and out.tolist() == [2, 4]
+  empty = torch.empty(0).to("jax")
+  assert double_out(on_jax(1, 2), out=empty).tolist() == [2, 4]
+  outs = (on_jax(0), on_jax(0, dtype=torch.int32))
+  op_base.OutVariant(lambda x: (x, x.int() + 1))(on_jax(3), out=outs)
+  assert [o.tolist() for o in outs] == [[3], [4]]
+
+
+def test_an_out_form_resizes_with_a_warning_and_refuses_other_types():
+  double_out = op_base.OutVariant(lambda x: x * 2)
+  out = on_jax(1, 1, 1)
+  with pytest.warns(UserWarning, match="out= has shape"):
+    assert double_out(on_jax(1, 2), out=out).tolist() == [2, 4]
+  whole = on_jax(1, dtype=torch.int32)
+  with pytest.raises(RuntimeError, match="can't be cast"):
+    double_out(on_jax(1.5), out=whole)
+  assert whole.tolist() == [1]
+
+
+def test_mutations_and_their_functional_forms_are_known():
+  aten = torch.ops.aten
+  forms = jaten.mutation_ops_to_functional
+  assert forms[aten.add_] is aten.add and forms[aten.relu_] is aten.relu
+  assert aten.add not in forms
+  assert aten.uniform_ in jaten.mutation_needs_env
+  assert jaten.mutation_needs_env < set(forms)
+  with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+    jaten.nothing  # noqa: B018

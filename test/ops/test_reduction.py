@@ -162,14 +162,7 @@ ORDER_CASES = (
   Case(torch.mode, torch.tensor([[1, 3, 3], [1, 2, 2]]), 0, True),
 )
 
-COUNT_CASES = (
-  Case(torch.histc, X, 5),
-  Case(torch.histc, X, bins=4, min=-0.5, max=0.5),
-  Case(torch.histc, torch.tensor([1.0, 1.0]), 3),
-  Case(torch.bincount, INTS.flatten() + 3, jit=False, why=DATA_WHY),
-  Case(torch.bincount, INTS[0] + 3, ROWS[0], jit=False, why=DATA_WHY),
-  Case(torch.bincount, INTS[0] + 3, INTS[0], 12, jit=False, why=DATA_WHY),
-)
+COUNT_CASES = ()
 
 CASES = (
   SUM_CASES
@@ -198,8 +191,6 @@ ERRORS = (
   (IndexError, torch.amax, (torch.zeros(0, 3), 0)),
   (IndexError, torch.argmax, (torch.zeros(0),)),
   (RuntimeError, torch.kthvalue, (X, 9)),
-  (RuntimeError, torch.histc, (ROWS, 3, 2, 1)),
-  (RuntimeError, torch.bincount, (INTS[0] - 9,)),
   (RuntimeError, torch.trace, (X,)),
   (RuntimeError, torch.allclose, (ROWS, INTS)),
 )

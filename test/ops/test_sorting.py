@@ -41,6 +41,9 @@ SEARCHES = (
   Case(torch.searchsorted, SORTED_ROWS, QUERIES),
   Case(torch.searchsorted, SORTED_ROWS, QUERIES, right=True, out_int32=True),
   Case(torch.searchsorted, SORTED_ROWS, QUERIES, side="right"),
+  Case(torch.searchsorted, SORTED[:0], QUERIES),
+  Case(torch.searchsorted, SORTED_ROWS, QUERIES[..., :0]),
+  Case(torch.bucketize, QUERIES, SORTED[:0]),
   Case(torch.bucketize, QUERIES, SORTED),
   Case(torch.bucketize, SORTED, SORTED, right=True),
 )

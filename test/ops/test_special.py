@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import pytest
 import torch
 from ops.harness import Case, check, floats, ints
@@ -16,6 +17,9 @@ PROBABILITY = floats(3, 4, low=0.01, high=0.99)
 INTS = ints(3, 4, low=1, high=6)
 DEGREES = ints(3, 4, low=-1, high=9)
 SPECIAL = torch.tensor([0.0, -0.0, 1.0, -0.5, math.inf, -math.inf, math.nan])
+NEGATIVE = torch.tensor([-2.5, -0.25, -2.0, -1.5, -7.75])
+# What the exponential functions in them cannot hold alone.
+TAILS = torch.tensor([9.3, 26.6, 80.0, 1e10, math.inf, -30.0, -1e3, -math.inf])
 GAMMA = {"rtol": 2e-5, "atol": 2e-5, "why": "gamma series in f32 differ in order"}
 CANCELS = {"rtol": 1e-4, "atol": 1e-4, "why": "the recurrence cancels in f32"}
 
@@ -37,11 +41,18 @@ GAMMA_CASES = (
   Case(special.zeta, POSITIVE + 1.1, OTHER, **GAMMA),
   Case(special.zeta, 2, POSITIVE, **GAMMA),
   Case(special.zeta, torch.tensor([1.0, 0.5, 3.0, 2.0]), 0.0),
+  Case(special.zeta, torch.tensor([2.0, 3.0, 1e8, 2.5, 4.0]), NEGATIVE),
+  Case(special.zeta, INTS, INTS.flip(0), **GAMMA),
+  Case(torch.Tensor.polygamma_, POSITIVE, 2, **GAMMA),
+  Case(torch.polygamma, 1, torch.tensor([0.0, math.inf, math.nan])),
 )
 
 ERROR_CASES = (
   Case(special.erfcx, X, grad=True, rtol=1e-5, why="exp(9) in f32"),
   Case(special.erfcx, INTS, **GAMMA),
+  Case(special.erfcx, TAILS),
+  Case(special.log_ndtr, TAILS),
+  Case(torch.erfinv, torch.tensor([0.0, -0.0, 1.0, -1.0, 1.5, math.nan])),
   Case(special.ndtr, X, grad=True),
   Case(special.ndtri, PROBABILITY, grad=True, **GAMMA),
   Case(special.log_ndtr, X, grad=True, **GAMMA),
@@ -82,3 +93,44 @@ def test_it_gives_what_cpu_torch_gives(case):
 def test_polygamma_needs_an_order():
   with torchax.default_env(), pytest.raises(RuntimeError):
     torch.polygamma(-1, POSITIVE.to("jax"))
+
+
+ACCURATE = (
+  ("erfinv", torch.cat([floats(200), 1 - floats(100, low=0.0) * 1e-4])),
+  ("erfcx", floats(200, low=-3.0, high=30.0)),
+  ("log_ndtr", floats(200, low=-30.0, high=3.0)),
+  ("ndtri", floats(200, low=1e-3, high=0.999)),
+  ("digamma", floats(200, low=-9.9, high=9.9)),
+)
+
+
+@pytest.mark.parametrize(
+  "name, values", ACCURATE, ids=lambda v: v if str(v) == v else ""
+)
+def test_it_is_right_to_the_last_digits_of_float32(name, values):
+  """Measured against double precision, where torch's own kernels may round worse."""
+  exact = getattr(special, name)(values.double())
+  with torchax.default_env():
+    actual = getattr(special, name)(values.to("jax")).cpu()
+  torch.testing.assert_close(actual.double(), exact, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+  "name, values", ACCURATE, ids=lambda v: v if str(v) == v else ""
+)
+def test_double_precision_is_kept(name, values):
+  values = values.double()
+  with jax.enable_x64(True), torchax.default_env():
+    actual = getattr(special, name)(values.to("jax")).cpu()
+  exact = getattr(special, name)(values)
+  torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_polygamma_is_right_beside_its_poles(n):
+  """torch's float32 kernel of the trigamma function loses digits there."""
+  values = torch.cat([floats(40, low=-9.9, high=-0.1), torch.tensor([-3.001, -0.499])])
+  exact = torch.polygamma(n, values.double())
+  with torchax.default_env():
+    actual = torch.polygamma(n, values.to("jax")).cpu()
+  torch.testing.assert_close(actual.double(), exact, rtol=2e-6, atol=2e-5)

@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchax.errors import TracedStateError
 from torchax.storage import active
+from torchax.tensor import Tensor
 
 
 def _check_traced_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
@@ -17,7 +18,7 @@ def _check_traced_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     return
   name = type(optimizer).__name__
   for group in optimizer.param_groups:
-    if group.get("capturable") is False:
+    if group.get("capturable") is False and not group.get("fused"):
       raise TracedStateError(
         f"{name} counts its steps on the host, which a compiled function does only "
         f"while it is traced. Make it with `{name}(…, capturable=True)`."
@@ -28,6 +29,16 @@ def _check_traced_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         f"{name} would make its state while a function is compiled. Run one step "
         "eagerly before the compiled ones, so that the state exists."
       )
+  if any(_counts_on_host(state) for state in optimizer.state.values()):
+    raise TracedStateError(
+      f"{name} counts its steps on the host, which a compiled function does only while "
+      f"it is traced. Use `{name}(…, fused=True)` where torch has it, or run its steps "
+      "eagerly."
+    )
+
+
+def _counts_on_host(state: dict) -> bool:
+  return "step" in state and not isinstance(state["step"], Tensor)
 
 
 register_optimizer_step_pre_hook(_check_traced_step)

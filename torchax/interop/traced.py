@@ -71,10 +71,12 @@ class Situation:
       then for each captured tensor whether it needs one.
     modes: which modules changed between training and evaluation (`ModuleModes`).
     no_grad: called under `torch.no_grad`.
+    default_dtype: torch's, which decides what integers and factories give.
   """
 
   __slots__ = (
     *("same", "overlapping", "has_grad", "extra", "wants_grad", "modes", "no_grad"),
+    "default_dtype",
   )
   _known: ClassVar[dict] = {}
 
@@ -88,9 +90,11 @@ class Situation:
     wants_grad=None,
     modes=(),
     no_grad=False,
+    default_dtype=torch.float32,
   ) -> "Situation":
     """The situation with these attributes; always the same object."""
     attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
+    attributes += (default_dtype,)
     known = cls._known.get(attributes)
     if known is None:
       known = cls._known[attributes] = cls()
@@ -99,7 +103,7 @@ class Situation:
     return known
 
 
-_ORDINARY = ((), (), (), None, None, (), False)
+_ORDINARY = ((), (), (), None, None, (), False, torch.float32)
 ORDINARY = Situation.of()
 """No argument repeats another one, and nothing else matters."""
 
@@ -114,8 +118,12 @@ class Effects:
     tensors: outer tensors' storages.
     leaves: outer leaves whose `.grad` was set.
     cleared: outer leaves whose `.grad` became None.
-    arrays: the new numbers of the first three, in order.
+    arrays: the new numbers of the first three, in order; then those of arguments whose
+      memory has grown.
     tape: what torch's autograd needs to go back through the call, or None.
+    reshapes: (index of an argument leaf, (operation, arguments), …) of changes of shape
+      in place, to be done again with the caller's tensor.
+    grown: indices of the argument leaves whose memory has grown.
   """
 
   arguments: tuple[int, ...]
@@ -124,15 +132,18 @@ class Effects:
   cleared: tuple[Tensor, ...]
   arrays: list[jax.Array]
   tape: Tape | None = None
+  reshapes: tuple = ()
+  grown: tuple[int, ...] = ()
 
   def tree_flatten(self):
     static = tuple(map(_Identity, (*self.storages, *self.leaves, *self.cleared)))
     counts = (len(self.storages), len(self.leaves))
-    return (self.arrays, self.tape), (self.arguments, static, counts)
+    shapes = (self.reshapes, self.grown)
+    return (self.arrays, self.tape), (self.arguments, static, counts, shapes)
 
   @classmethod
   def tree_unflatten(cls, static, children):
-    arguments, identities, (n_storages, n_leaves) = static
+    arguments, identities, (n_storages, n_leaves), shapes = static
     objects = tuple([identity.value for identity in identities])
     middle = n_storages + n_leaves
     return cls(
@@ -141,6 +152,7 @@ class Effects:
       objects[n_storages:middle],
       objects[middle:],
       *children,
+      *shapes,
     )
 
 
@@ -263,6 +275,7 @@ class Traced:
       same = ()
     modes = self.modes.changed()
     attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
+    attributes += (torch.get_default_dtype(),)
     return None if attributes == _ORDINARY else Situation.of(*attributes)
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
@@ -291,6 +304,14 @@ class Traced:
       tensor.grad = new_tensor(next(arrays), tensor._env)
     for tensor in effects.cleared:
       tensor.grad = None
+    for place, *steps in effects.reshapes:
+      if isinstance(leaves[place], Tensor):
+        with torch.no_grad():
+          for op, args in steps:
+            op(leaves[place], *args)
+    for place in effects.grown:
+      if isinstance(leaves[place], Tensor):
+        leaves[place].replace_jax(next(arrays))
 
   # In the trace ----------------------------------------------------------------------
 
@@ -308,11 +329,12 @@ class Traced:
         boundary.lend(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
       inner = self._wrap(inputs, situation)
+      born = [value._storage if isinstance(value, Tensor) else None for value in inner]
       args, kwargs = arguments.shown(jax.tree.unflatten(treedef, inner))
       try:
         out = self.function(*args, **kwargs)
         arrays = arrays_of(out)
-        effects = self._effects(boundary, inner, situation, grads)
+        effects = self._effects(boundary, inner, born, situation, grads)
         if records:
           effects = self._with_tape(effects, out, inner, situation, boundary)
         self._require_plain(boundary)
@@ -373,12 +395,20 @@ class Traced:
         "Return the new value instead, so that autograd can follow it."
       )
 
-  def _effects(self, boundary, inner, situation, grads) -> Effects | None:
+  def _effects(self, boundary, inner, born, situation, grads) -> Effects | None:
     repeats = {place for place, _ in situation.same}
+    reshapes = tuple(
+      (place, *boundary.reshapes[id(value)][1])
+      for place, value in enumerate(inner)
+      if id(value) in boundary.reshapes and place not in repeats
+    )
+    reshaped = {place for place, *_ in reshapes}
     changed = tuple(
       place
-      for place, value in enumerate(inner)
-      if isinstance(value, Tensor) and value._storage.version and place not in repeats
+      for place, (value, storage) in enumerate(zip(inner, born))
+      if storage is not None
+      and place not in repeats
+      and (storage.version or value._storage is not storage or place in reshaped)
     )
     if set(changed) & set(situation.overlapping):
       raise MutationError(
@@ -393,11 +423,37 @@ class Traced:
     cells = boundary.written()
     if not (changed or cells or updated or cleared):
       return None
-    arrays = [inner[place].jax() for place in changed]
+    arrays = [
+      born[place].array
+      if inner[place]._storage is born[place] or place in reshaped
+      else self._rebound(inner[place], born[place])
+      for place in changed
+    ]
     arrays += [cell.array for cell in cells]
     arrays += [tensor.grad.jax() for tensor in updated]
+    grown = tuple(p for p in reshaped if inner[p]._storage is not born[p])
+    arrays += [inner[place].jax() for place in grown]
     storages = tuple(cell.storage for cell in cells)
-    return Effects(changed, storages, tuple(updated), tuple(cleared), arrays)
+    return Effects(
+      changed,
+      storages,
+      tuple(updated),
+      tuple(cleared),
+      arrays,
+      reshapes=reshapes,
+      grown=grown,
+    )
+
+  def _rebound(self, tensor: Tensor, storage: Storage) -> jax.Array:
+    """The numbers of an argument that took another memory (`x.data = …`, `set_`)."""
+    array = tensor.jax()
+    if array.shape != storage.array.shape or array.dtype != storage.array.dtype:
+      raise MutationError(
+        f"{self.__name__} gives an argument of shape {storage.array.shape} the memory "
+        f"of a tensor of shape {array.shape} (`.data = …` or `set_`), which the "
+        "caller's tensor cannot follow. Return the new tensor instead."
+      )
+    return array
 
   def _leaves(self, boundary: Boundary) -> list[Tensor]:
     tensors = (cell.tensor for cell in boundary.cells.values())

@@ -2,8 +2,8 @@
 
 An output element is a weighted sum of its nearest input elements, one axis after the
 other. Positions and weights follow from the sizes alone and are numpy constants, in
-float32 as torch computes them, so that ties fall on the same side. Filters that grow
-when an image shrinks are in `jax_reimplement.py`.
+float32 (float64 for such an image) as torch computes them, so that ties fall on the
+same side. Filters that grow when an image shrinks are in `jax_reimplement.py`.
 """
 
 import jax
@@ -49,13 +49,13 @@ def triangle_kernel(x):
   return xp.maximum(0, 1 - xp.abs(x))
 
 
-def _source_positions(in_size, out_size, scale, align_corners):
-  """Where each output element lies between the input elements, in float32."""
-  places = np.arange(out_size, dtype=np.float32)
+def _source_positions(in_size, out_size, scale, align_corners, real):
+  """Where each output element lies between the input elements, in a numpy type."""
+  places = np.arange(out_size, dtype=real)
   if align_corners:
     step = (in_size - 1) / (out_size - 1) if out_size > 1 else 0
-    return places * np.float32(step)
-  return (places + np.float32(0.5)) * np.float32(1 / scale) - np.float32(0.5)
+    return places * real(step)
+  return (places + real(0.5)) * real(1 / scale) - real(0.5)
 
 
 def compute_contribs(
@@ -83,10 +83,11 @@ def compute_contribs(
     Indices and weights, both of shape (out_size, 2 * support). Beyond an edge the
     edge element is repeated.
   """
-  position = _source_positions(in_size, out_size, scale, align_corners)
+  real = np.float64 if dtype == np.float64 else np.float32
+  position = _source_positions(in_size, out_size, scale, align_corners, real)
   taps = np.arange(1 - int(support), 1 + int(support))
   indices = np.floor(position)[:, None].astype(np.int64) + taps
-  weights = kernel(position[:, None] - indices.astype(np.float32))
+  weights = kernel(position[:, None] - indices.astype(real))
   return np.clip(indices, 0, in_size - 1), weights.astype(dtype or np.float32)
 
 

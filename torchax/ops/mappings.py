@@ -1,11 +1,10 @@
 """Dtypes and data between torch and JAX.
 
 64-bit types follow JAX's x64 switch: with it off, int64, float64 and complex128
-become their 32-bit forms, with one warning a process; they are never reinterpreted.
+become their 32-bit forms, as `narrowing.py` says; they are never reinterpreted.
 """
 
 import logging
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import torch
 import torch.utils.dlpack as torch_dlpack
 
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
+from torchax.ops import narrowing
 
 TORCH_DTYPE_TO_JAX = {
   None: None,
@@ -37,6 +37,7 @@ TORCH_DTYPE_TO_JAX = {
   torch.float8_e5m2: jnp.dtype(jnp.float8_e5m2),
   torch.float8_e4m3fnuz: jnp.dtype(jnp.float8_e4m3fnuz),
   torch.float8_e5m2fnuz: jnp.dtype(jnp.float8_e5m2fnuz),
+  torch.float8_e8m0fnu: jnp.dtype(jnp.float8_e8m0fnu),
 }
 
 JAX_DTYPE_TO_TORCH = {jax_: torch_ for torch_, jax_ in TORCH_DTYPE_TO_JAX.items()}
@@ -52,6 +53,7 @@ NUMPY_UNSUPPORTED_DTYPES = {
   torch.float8_e5m2: ml_dtypes.float8_e5m2,
   torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
   torch.float8_e5m2fnuz: ml_dtypes.float8_e5m2fnuz,
+  torch.float8_e8m0fnu: ml_dtypes.float8_e8m0fnu,
 }
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16}
@@ -62,7 +64,8 @@ _NARROWED = {
   jnp.dtype(jnp.float64): jnp.dtype(jnp.float32),
   jnp.dtype(jnp.complex128): jnp.dtype(jnp.complex64),
 }
-_warned_about_x64 = False
+# Stored as they are, 64-bit integers lose nothing; floats lose digits.
+_LOSSY = frozenset({torch.float64, torch.complex128})
 
 
 def t2j_dtype(dtype: torch.dtype | None) -> jnp.dtype | None:
@@ -81,7 +84,9 @@ def t2j_dtype(dtype: torch.dtype | None) -> jnp.dtype | None:
       f"torchax has no JAX dtype for {dtype}. Convert the tensor to one of "
       f"{', '.join(str(known) for known in TORCH_DTYPE_TO_JAX if known)} first."
     ) from None
-  if dtype in _WIDE and not jax.config.jax_enable_x64:
+  if dtype in _WIDE and narrowing.is_on():
+    if dtype in _LOSSY:
+      narrowing.warn_once(dtype)
     return _NARROWED[jax_dtype]
   return jax_dtype
 
@@ -107,6 +112,17 @@ def j2t_dtype(dtype) -> torch.dtype:
 
 def check_torch_tensor(tensor: torch.Tensor) -> None:
   """Raises UnsupportedDtypeError unless the tensor is strided and of a known dtype."""
+  check_layout(tensor)
+  t2j_dtype(tensor.dtype)
+
+
+def check_layout(tensor: torch.Tensor) -> None:
+  """Raises UnsupportedDtypeError for a sparse, nested, quantised or mkldnn tensor."""
+  if tensor.is_nested:
+    raise UnsupportedDtypeError(
+      "torchax holds tensors with one shape, but got a nested tensor. Call "
+      "`.to_padded_tensor(value)` first, or `.unbind()` for a list of tensors."
+    )
   if tensor.layout is not torch.strided:
     raise UnsupportedDtypeError(
       f"torchax holds dense tensors, but got layout {tensor.layout}. "
@@ -117,61 +133,42 @@ def check_torch_tensor(tensor: torch.Tensor) -> None:
       f"torchax holds plain tensors, but got the quantised dtype {tensor.dtype}. "
       "Call `.dequantize()` first."
     )
-  t2j_dtype(tensor.dtype)
 
 
-def _warn_once_about_x64(dtype: torch.dtype) -> None:
-  global _warned_about_x64
-  if not _warned_about_x64:
-    _warned_about_x64 = True
-    warnings.warn(
-      f"A {dtype} tensor becomes 32 bits wide: JAX's x64 mode is off. "
-      'Call `jax.config.update("jax_enable_x64", True)` at the start, or '
-      "`torchax.enable_accuracy_mode()`, to keep 64 bits. Said once a process.",
-      stacklevel=4,
-    )
-
-
-def t2j(t: torch.Tensor, use_dlpack: bool = True) -> jax.Array:
+def t2j(
+  t: torch.Tensor, use_dlpack: bool = True, dtype: torch.dtype | None = None
+) -> jax.Array:
   """Copies a CPU torch tensor into a JAX array on the default device.
 
   Args:
     t: a dense tensor of any shape on the CPU.
     use_dlpack: let DLPack carry the data; the result never aliases `t`.
+    dtype: of the array, instead of that of `t`.
 
   Returns:
-    An array of the same shape; 64-bit integers that do not fit in 32 bits raise.
+    An array of the same shape.
 
   Raises:
     UnsupportedDtypeError: sparse, quantised or of a dtype unknown to JAX.
     MixedDeviceError: not on the CPU.
     OverflowError: an int64 value that needs x64 mode.
+
+  Warns:
+    NarrowingWarning: float64 values become float32, once; ones that become infinite.
   """
-  check_torch_tensor(t)
+  check_layout(t)
+  jax_dtype = t2j_dtype(dtype or t.dtype)
   if t.device.type != "cpu":
     raise MixedDeviceError(
       f"Data moves to jax from the CPU, but got a tensor on {t.device}. "
       + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
     )
   t = t.detach().resolve_conj().resolve_neg()
-  jax_dtype = t2j_dtype(t.dtype)
-  if t.dtype in _WIDE and not jax.config.jax_enable_x64:
-    if t.dtype is torch.float64 or t.dtype is torch.complex128:
-      _warn_once_about_x64(t.dtype)
-    else:
-      _check_fits(t, jax_dtype)
+  if dtype is not None and dtype is not t.dtype:
+    t = t.to(dtype)  # in 64 bits still, where they are narrowed afterwards
+  if t.dtype in _WIDE and narrowing.is_on():
+    return jnp.array(narrowing.narrow(t, jax_dtype))
   return jnp.array(_to_numpy(t), dtype=jax_dtype)
-
-
-def _check_fits(tensor: torch.Tensor, jax_dtype: jnp.dtype) -> None:
-  values = tensor.numpy()
-  limits = np.iinfo(jax_dtype)
-  if values.size and (values.min() < limits.min or values.max() > limits.max):
-    raise OverflowError(
-      f"A {tensor.dtype} tensor holds {values.min()} … {values.max()}, which does not "
-      f"fit in {jax_dtype}: JAX's x64 mode is off. Call "
-      '`jax.config.update("jax_enable_x64", True)` first.'
-    )
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -24,10 +24,14 @@ from jax import lax
 
 from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator, register
+from torchax.plans import write_output
+from torchax.tensor import Tensor
 from torchax.types import JaxCallable, JaxValue, P
 
 __all__ = [
+  "InplaceOp",
   "Kind",
+  "OutVariant",
   "convert_dtype",
   "default_float",
   "foreach_loop",
@@ -44,6 +48,7 @@ def op(
   *aten,
   kind: Kind | None = None,
   static: tuple[str, ...] = (),
+  dynamic: tuple[str, ...] = (),
   compiled: bool | Callable[[tuple, dict], bool] = True,
   check: Callable | None = None,
   is_jax_function: bool = True,
@@ -58,6 +63,8 @@ def op(
     kind: what the function consumes; by default follows from the three flags,
       which are those of upstream.
     static: names of float or Scalar arguments needed as Python values.
+    dynamic: names of integer arguments that may change without recompiling; in eager
+      calls they arrive as traced scalars, inside traces as Python numbers.
     compiled: False where the result's shape depends on data, or a function of
       (args, kwargs) that tells.
     check: called with torch's arguments before anything is drawn or computed; raises
@@ -83,6 +90,7 @@ def op(
           is_user_defined=is_user_defined,
           kind=kind,
           static=static,
+          dynamic=dynamic,
           compiled=compiled,
           check=check,
         )
@@ -132,6 +140,33 @@ def _category(dtype) -> int:
   return 1 if jnp.issubdtype(dtype, jnp.integer) else 2
 
 
+_FLOAT8 = frozenset(
+  jax_dtype
+  for dtype, jax_dtype in mappings.TORCH_DTYPE_TO_JAX.items()
+  if "float8" in str(dtype)
+)
+# torch has these dtypes for storage, and promotes them with floats alone.
+_WIDE_UNSIGNED = frozenset(map(jnp.dtype, ("uint16", "uint32", "uint64")))
+
+
+def _join(left, right):
+  """The common dtype of two operands of one group.
+
+  Raises:
+    RuntimeError: torch promotes neither 8-bit floats nor, beside another dtype that
+      is no float, uint16, uint32 and uint64.
+  """
+  if left == right:
+    return left
+  pair = {left, right}
+  if pair & _FLOAT8 or (pair & _WIDE_UNSIGNED and {*map(_category, pair)} != {1, 2}):
+    raise RuntimeError(
+      f"torch does not promote {left} with {right}. Convert one of the tensors with "
+      "`.to(dtype)` first."
+    )
+  return jnp.promote_types(left, right)
+
+
 def _combine(higher, lower):
   """A lower group (0-d, numbers) decides only by being of a higher category."""
   if higher is None:
@@ -139,8 +174,8 @@ def _combine(higher, lower):
   if lower is None or _category(higher) >= _category(lower):
     return higher
   if _category(higher) == 2:  # a complex number beside floats keeps their precision
-    return jnp.promote_types(higher, jnp.complex64)
-  return lower
+    return _join(higher, jnp.dtype(jnp.complex64))
+  return lower if _category(lower) == 3 else _join(higher, lower)
 
 
 def result_dtype(*values) -> jnp.dtype:
@@ -161,7 +196,7 @@ def result_dtype(*values) -> jnp.dtype:
     else:
       place, dtype = (0 if jnp.ndim(value) else 1), jnp.dtype(value.dtype)
     known = groups[place]
-    groups[place] = dtype if known is None else jnp.promote_types(known, dtype)
+    groups[place] = dtype if known is None else _join(known, dtype)
   return _combine(_combine(groups[0], groups[1]), groups[2])
 
 
@@ -228,3 +263,74 @@ def foreach_loop(
 ) -> jax.Array:
   """Folds `fn(carry, element)` over the first axis of `seq`, as one `lax.fori_loop`."""
   return lax.fori_loop(0, len(seq), lambda i, carry: fn(carry, seq[i]), init_val)
+
+
+class InplaceOp:
+  """The in-place form of a functional operation on torchax tensors.
+
+  In-place forms of ATen operations are derived; this is for functions of your own.
+
+  Args:
+    functional_op: a function of tensors, or of arrays if `is_jax_func`, that returns
+      one result; its other arguments are passed on.
+    replace: the tensor takes the result as it is, in its shape and dtype. Otherwise
+      the result is copied into it: broadcast, cast, and written through if it is a
+      view.
+    position_to_mutate: the place of the tensor that is written to.
+    is_jax_func: see `functional_op`.
+
+  >>> double_ = InplaceOp(lambda x: x * 2)
+  """
+
+  def __init__(
+    self, functional_op, replace=False, position_to_mutate=0, is_jax_func=False
+  ):
+    self.functional = functional_op
+    self.replace = replace
+    self.position_to_mutate = position_to_mutate
+    self.is_jax_func = is_jax_func
+
+  def __call__(self, *args, **kwargs):
+    """Runs the operation and gives back the tensor that was written to."""
+    target = args[self.position_to_mutate]
+    if not isinstance(target, Tensor):
+      raise TypeError(
+        f"Argument {self.position_to_mutate} is written to and should be a jax tensor, "
+        f'but got {type(target).__name__}. Move a tensor with `.to("jax")`.'
+      )
+    env = target._env
+    if self.is_jax_func:
+      args, kwargs = env.t2j_iso((args, kwargs))
+    result = env.j2t_iso(self.functional(*args, **kwargs))
+    if self.replace:
+      target.data = result
+      return target
+    return target.copy_(result)
+
+
+class OutVariant:
+  """The `out=` form of a functional operation on torchax tensors.
+
+  Args:
+    functional_op: a function of tensors that returns a tensor, or several.
+
+  >>> double_out = OutVariant(lambda x: x * 2)
+  """
+
+  def __init__(self, functional_op):
+    self.functional = functional_op
+
+  def __call__(self, *args, out, **kwargs):
+    """Runs the operation and writes its results to `out`, which is given back.
+
+    Raises:
+      RuntimeError: the dtype of an output cannot hold its result.
+    """
+    results = self.functional(*args, **kwargs)
+    name = getattr(self.functional, "__name__", str(self.functional))
+    if isinstance(out, torch.Tensor):
+      write_output(name, out, out._env.j2t_iso(results))
+      return out
+    for output, result in zip(out, results, strict=True):
+      write_output(name, output, output._env.j2t_iso(result))
+    return out

@@ -1,7 +1,8 @@
 """The one registry of lowerings: torch operation -> what runs in its place.
 
 An operation is an ATen `OpOverload`, an `OpOverloadPacket` (which stands for all
-its functional overloads), or a torch function that is caught above ATen.
+its functional overloads), or a torch function that is caught above ATen. The name of a
+packet, "torchvision::nms", stands for one of a library that may be imported later.
 Registering twice raises; a user's registration replaces ours. Environments notice
 later registrations through `generation`.
 """
@@ -52,6 +53,8 @@ class Operator:
     kind: what `func` consumes; follows from the flags where not given.
     static: names of float or Scalar arguments that `func` needs as Python values;
       integers, flags, shapes and dtypes always are.
+    dynamic: names of integer arguments that may change without recompiling; in eager
+      calls `func` gets them as traced scalars, inside traces as Python numbers.
     compiled: False where the result's shape depends on data, so that the function
       cannot run under `jax.jit`; or a function of (args, kwargs) that tells.
     check: called with torch's arguments before anything is drawn or computed; raises
@@ -68,6 +71,7 @@ class Operator:
   is_view_op: bool = False
   kind: Kind | None = None
   static: tuple[str, ...] = ()
+  dynamic: tuple[str, ...] = ()
   compiled: bool | Callable[[tuple, dict], bool] = True
   check: Callable | None = None
   saves_residuals: bool = False
@@ -113,7 +117,7 @@ def _register(table: dict, operator: Operator) -> Operator:
 
 def register(operator: Operator) -> Operator:
   """Registers an operator for `__torch_dispatch__` (ATen) or for torch functions."""
-  is_aten = isinstance(operator.torch_op, OpOverload | OpOverloadPacket)
+  is_aten = isinstance(operator.torch_op, OpOverload | OpOverloadPacket | str)
   return _register(all_aten_ops if is_aten else all_torch_functions, operator)
 
 

@@ -33,13 +33,16 @@ class Schema:
     names: argument names, positional ones first.
     dynamic: names whose Python numbers may change without recompiling.
     written: names of arguments that are written to.
-    is_view: a result aliases an argument and nothing is written.
+    outputs: those of them that only receive results: `out=` and its like.
+    is_view: a result aliases an argument and nothing is written. `_unsafe_view` does
+      without saying so: autograd takes it for new, composite operations write to it.
     is_random: the operation draws from a generator.
   """
 
   names: tuple[str, ...]
   dynamic: frozenset[str]
   written: tuple[str, ...]
+  outputs: tuple[str, ...]
   is_view: bool
   is_random: bool
 
@@ -59,7 +62,8 @@ def schema_of(op: OpOverload) -> Schema:
     names=tuple(a.name for a in arguments),
     dynamic=frozenset(a.name for a in arguments if _is_dynamic(a)),
     written=written,
-    is_view=aliased and not written,
+    outputs=tuple(a.name for a in arguments if a.is_out),
+    is_view=(aliased and not written) or op is aten._unsafe_view.default,
     is_random=torch.Tag.nondeterministic_seeded in op.tags,
   )
 
@@ -89,10 +93,13 @@ def functional_form(op: OpOverload) -> OpOverload | None:
   packet = getattr(aten, name.removesuffix("_") if in_place else name, None)
   if packet is None:
     return None
-  wanted = _signature(op, () if in_place else schema_of(op).written)
+  schema = schema_of(op)
+  wanted = _signature(op, () if in_place else schema.outputs)
+  # What an `out=` form writes besides, such as running statistics, the other does too.
+  written = set() if in_place else set(schema.written) - set(schema.outputs)
   for overload_name in packet.overloads():
     overload = getattr(packet, overload_name)
-    if not schema_of(overload).written and _signature(overload) == wanted:
+    if set(schema_of(overload).written) == written and _signature(overload) == wanted:
       return overload
   return None
 
@@ -101,3 +108,9 @@ def is_in_place(op: OpOverload) -> bool:
   """True for `add_`; False for `add.out`."""
   written = schema_of(op).written
   return bool(written) and op._schema.arguments[0].name == written[0]
+
+
+def gives_tensors(op) -> bool:
+  """False for an operation that returns a number, such as `aten.is_same_size`."""
+  returns = op._schema.returns if isinstance(op, OpOverload) else ()
+  return all("Tensor" in str(value.type) for value in returns)

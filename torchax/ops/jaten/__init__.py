@@ -1,10 +1,13 @@
 """Lowerings of ATen operations, a file a theme. Importing this registers them all."""
 
+import functools
 import importlib
 import pkgutil
 
+from torchax import _torch_compat
 from torchax.ops.op_base import op
 from torchax.ops.ops_registry import all_aten_ops as all_ops
+from torchax.ops.schema import functional_form, is_in_place, schema_of
 
 THEMES = tuple(
   module.name
@@ -14,4 +17,41 @@ THEMES = tuple(
 for _theme in THEMES:
   importlib.import_module(f"{__name__}.{_theme}")
 
-__all__ = ["THEMES", "all_ops", "op"]
+__all__ = [
+  "THEMES",
+  "all_ops",
+  "mutation_needs_env",
+  "mutation_ops_to_functional",
+  "op",
+]
+
+
+@functools.cache
+def _mutations() -> dict:
+  """In-place packets of ATen, each with the packet of its functional form."""
+  found = {}
+  for packet in _torch_compat.aten_packets():
+    for overload in [getattr(packet, name) for name in packet.overloads()]:
+      functional = functional_form(overload) if is_in_place(overload) else None
+      if functional is not None:
+        found[packet] = functional.overloadpacket
+  return found
+
+
+def _random_mutations() -> set:
+  """The in-place packets that draw numbers, from a stream of the environment."""
+  return {
+    packet
+    for packet in _mutations()
+    if any(schema_of(getattr(packet, name)).is_random for name in packet.overloads())
+  }
+
+
+def __getattr__(name: str):
+  # torch's schemas say both; looking at all of them takes a moment, so it is not done
+  # on import.
+  if name == "mutation_ops_to_functional":
+    return _mutations()
+  if name == "mutation_needs_env":
+    return _random_mutations()
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,11 +10,11 @@ computed in float32.
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torchax.ops.jaten._chebyshev import chebyshev
 from torchax.ops.op_base import op, to_float
 
 aten = torch.ops.aten
@@ -120,14 +120,6 @@ OSCILLATORY_BOUND = 8.0
 DECAYING_BOUND = 2.0
 
 
-def _chebyshev(coefficients: tuple[float, ...], t: jax.Array) -> jax.Array:
-  """Σ cₖ Tₖ(t) by Clenshaw's recurrence."""
-  last = before_last = jnp.zeros_like(t)
-  for coefficient in reversed(coefficients[1:]):
-    last, before_last = coefficient + 2 * t * last - before_last, last
-  return coefficients[0] + t * last - before_last
-
-
 def _in_floats(function):
   """Integers become floats; half precision is computed in float32."""
 
@@ -158,13 +150,13 @@ def _amplitudes(order, x):
   # The quarter turns as sums keep the accuracy of cos(x) for large x.
   same, opposite = (cosine + sine) * math.sqrt(0.5), (sine - cosine) * math.sqrt(0.5)
   phase = (same, opposite) if order == 0 else (opposite, -same)
-  return scale * _chebyshev(p, t), scale * _chebyshev(q, t) / x, *phase
+  return scale * chebyshev(p, t), scale * chebyshev(q, t) / x, *phase
 
 
 def _bessel_j(order, x):
   """Jₙ of x ≥ 0; NaN at infinity, as in torch."""
   t = _small(x, OSCILLATORY_BOUND)
-  small = _chebyshev(_J0_SMALL, t) if order == 0 else x * _chebyshev(_J1_SMALL, t)
+  small = chebyshev(_J0_SMALL, t) if order == 0 else x * chebyshev(_J1_SMALL, t)
   p, q, cosine, sine = _amplitudes(order, x)
   return jnp.where(x <= OSCILLATORY_BOUND, small, p * cosine - q * sine)
 
@@ -174,9 +166,9 @@ def _bessel_y(order, x):
   t = _small(x, OSCILLATORY_BOUND)
   logarithm = (2 / math.pi) * jnp.log(x / 2) * _bessel_j(order, x)
   if order == 0:
-    small = logarithm + _chebyshev(_Y0_SMALL, t)
+    small = logarithm + chebyshev(_Y0_SMALL, t)
   else:
-    small = logarithm - (2 / math.pi) / x + x * _chebyshev(_Y1_SMALL, t)
+    small = logarithm - (2 / math.pi) / x + x * chebyshev(_Y1_SMALL, t)
   p, q, cosine, sine = _amplitudes(order, x)
   result = jnp.where(x <= OSCILLATORY_BOUND, small, p * sine + q * cosine)
   result = jnp.where(x == 0, -math.inf, result)
@@ -252,13 +244,13 @@ def _scaled_bessel_k(order, x):
   t = _small(near, DECAYING_BOUND)
   if order == 0:
     growing = lax.bessel_i0e(near) * jnp.exp(near)
-    small = _chebyshev(_K0_SMALL, t) - jnp.log(near / 2) * growing
+    small = chebyshev(_K0_SMALL, t) - jnp.log(near / 2) * growing
   else:
     growing = lax.bessel_i1e(near) * jnp.exp(near)
-    small = _chebyshev(_K1_SMALL, t) / near + jnp.log(near / 2) * growing
+    small = chebyshev(_K1_SMALL, t) / near + jnp.log(near / 2) * growing
   far = jnp.maximum(x, DECAYING_BOUND)
   series = _K0_LARGE if order == 0 else _K1_LARGE
-  large = _chebyshev(series, 4 / far - 1) / jnp.sqrt(far)
+  large = chebyshev(series, 4 / far - 1) / jnp.sqrt(far)
   result = jnp.where(x <= DECAYING_BOUND, small * jnp.exp(near), large)
   result = jnp.where(x == 0, math.inf, jnp.where(x < 0, math.nan, result))
   return jnp.where(jnp.isnan(x), x, result).astype(x.dtype)

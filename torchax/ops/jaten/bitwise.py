@@ -17,11 +17,11 @@ def _integers(name, self, other):
   """Both operands in one integer dtype and shape.
 
   Raises:
-    RuntimeError: a floating-point or complex operand.
+    NotImplementedError: a floating-point or complex operand.
   """
   left, right = promote(self, other)
   if jnp.issubdtype(left.dtype, jnp.inexact):
-    raise RuntimeError(
+    raise NotImplementedError(
       f"{name} expects integers or bools, but got operands that promote to "
       f"{left.dtype}. Convert them with `.to(torch.int64)` first."
     )
@@ -46,7 +46,7 @@ def _aten_bitwise_xor(self, other):
 @op(aten.bitwise_not)
 def _aten_bitwise_not(self):
   if jnp.issubdtype(self.dtype, jnp.inexact):
-    raise RuntimeError(
+    raise NotImplementedError(
       f"bitwise_not expects integers or bools, but got {self.dtype}. Convert the "
       "tensor with `.to(torch.int64)` first."
     )

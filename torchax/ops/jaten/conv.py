@@ -36,11 +36,39 @@ def _scatter_kernels(input, weight, stride, padding, dilation, output_padding, g
     )
   )
   shape = (input.shape[0], weight.shape[1] * groups, *spatial)
+  if not jnp.issubdtype(input.dtype, jnp.inexact):
+    return _dilated(input, weight, stride, padding, dilation, output_padding, groups)
   transposed = jax.linear_transpose(
     lambda output: _correlate(output, weight, stride, padding, dilation, groups),
     jax.ShapeDtypeStruct(shape, input.dtype),
   )
   return transposed(input)[0]
+
+
+def _dilated(input, weight, stride, padding, dilation, output_padding, groups):
+  """The transposed convolution of integers, which JAX does not differentiate.
+
+  The kernel, with its directions reversed and its channels exchanged within groups,
+  slides over the input with `stride - 1` zeros between its elements.
+  """
+  spatial = tuple(range(2, weight.ndim))
+  extents = [d * (kernel - 1) for kernel, d in zip(weight.shape[2:], dilation)]
+  by_group = weight.reshape(groups, -1, *weight.shape[1:])
+  exchanged = jnp.swapaxes(by_group, 1, 2).reshape(
+    groups * weight.shape[1], -1, *weight.shape[2:]
+  )
+  return lax.conv_general_dilated(
+    input,
+    lax.rev(exchanged, spatial),
+    window_strides=(1,) * len(spatial),
+    padding=[
+      (extent - low, extent - high + extra)
+      for extent, (low, high), extra in zip(extents, padding, output_padding)
+    ],
+    lhs_dilation=stride,
+    rhs_dilation=dilation,
+    feature_group_count=groups,
+  )
 
 
 def _check(input, weight, bias, stride, padding, dilation, transposed, groups):
@@ -70,6 +98,8 @@ def _check(input, weight, bias, stride, padding, dilation, transposed, groups):
     raise RuntimeError(
       f"stride and dilation must be positive, but got {stride} and {dilation}."
     )
+  if any(pad < 0 for pair in padding for pad in pair):
+    raise RuntimeError(f"negative padding is not supported, but got {padding}.")
   if not transposed:
     _check_kernel_fits(input, weight, padding, dilation)
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax.ops import mappings
+from torchax.ops import mappings, narrowing
+from torchax.ops.casting import cast, require_fit
 from torchax.ops.op_base import default_float, op, result_dtype
 
 aten = torch.ops.aten
@@ -24,14 +25,21 @@ def _dtype_or(dtype, fallback):
   return fallback if dtype is None else mappings.t2j_dtype(dtype)
 
 
-def _cast(array, dtype):
-  """Converts as torch does: complex numbers lose their imaginary part to reals."""
-  is_complex = jnp.iscomplexobj(array)
-  if is_complex and dtype == jnp.bool_:
-    return array != 0
-  if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating):
-    array = lax.real(array)
-  return lax.convert_element_type(array, dtype)
+def _number(value, dtype):
+  """A Python number or traced scalar as an array of a dtype that may be narrowed.
+
+  Raises:
+    OverflowError: an integer that needs JAX's x64 mode.
+  """
+  if isinstance(value, int):
+    narrowing.check_integer(value, dtype)
+    value = np.asarray(value).astype(dtype)
+  return cast(jnp.asarray(value), dtype)
+
+
+def _zero_array(size, dtype):
+  """Zeros; float8_e8m0fnu has none, so there torch's smallest number."""
+  return jnp.broadcast_to(cast(0.0, dtype), size)
 
 
 # --- from a size -----------------------------------------------------------------
@@ -39,7 +47,7 @@ def _cast(array, dtype):
 
 @op(aten.zeros, aten._efficientzerotensor)
 def _zeros(size, *, dtype=None):
-  return jnp.zeros(size, _dtype_or(dtype, default_float()))
+  return _zero_array(size, _dtype_or(dtype, default_float()))
 
 
 @op(aten.ones)
@@ -47,9 +55,23 @@ def _ones(size, *, dtype=None):
   return jnp.ones(size, _dtype_or(dtype, default_float()))
 
 
-@op(aten.full)
+def _check_full(size, fill_value, *, dtype=None, **_ignored):
+  if dtype is not None:
+    require_fit(fill_value, dtype)
+
+
+def _check_full_like(self, fill_value, *, dtype=None, **_ignored):
+  require_fit(fill_value, dtype or self.dtype)
+
+
+def _check_new_full(self, size, fill_value, *, dtype=None, **_ignored):
+  require_fit(fill_value, dtype or self.dtype)
+
+
+@op(aten.full, check=_check_full)
 def _full(size, fill_value, *, dtype=None):
-  return jnp.full(size, fill_value, _dtype_or(dtype, result_dtype(fill_value)))
+  value = _number(fill_value, _dtype_or(dtype, result_dtype(fill_value)))
+  return jnp.broadcast_to(value, size)
 
 
 @op(aten.empty)
@@ -77,12 +99,12 @@ def _aten_eye(n, m=None, *, dtype=None):
 
 @op(aten.zeros_like)
 def _aten_zeros_like(self, *, dtype=None):
-  return jnp.zeros(self.shape, _dtype_or(dtype, self.dtype))
+  return _zero_array(self.shape, _dtype_or(dtype, self.dtype))
 
 
 @op(aten.zero)
 def _aten_zero(self):
-  return jnp.zeros_like(self)
+  return _zero_array(self.shape, self.dtype)
 
 
 @op(aten.ones_like)
@@ -90,7 +112,7 @@ def _aten_ones_like(self, *, dtype=None):
   return jnp.ones(self.shape, _dtype_or(dtype, self.dtype))
 
 
-@op(aten.full_like)
+@op(aten.full_like, check=_check_full_like)
 def _aten_full_like(self, fill_value, *, dtype=None):
   return _new_full(self, self.shape, fill_value, dtype=dtype)
 
@@ -102,7 +124,7 @@ def _aten_empty_like(self, *, dtype=None):
 
 @op(aten.new_zeros)
 def _new_zeros(self, size, *, dtype=None):
-  return jnp.zeros(size, _dtype_or(dtype, self.dtype))
+  return _zero_array(size, _dtype_or(dtype, self.dtype))
 
 
 @op(aten.new_ones)
@@ -110,9 +132,9 @@ def _new_ones(self, size, *, dtype=None):
   return jnp.ones(size, _dtype_or(dtype, self.dtype))
 
 
-@op(aten.new_full)
+@op(aten.new_full, check=_check_new_full)
 def _new_full(self, size, fill_value, *, dtype=None):
-  value = _cast(jnp.asarray(fill_value), _dtype_or(dtype, self.dtype))
+  value = _number(fill_value, _dtype_or(dtype, self.dtype))
   return jnp.broadcast_to(value, size)
 
 
@@ -161,10 +183,13 @@ def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   target = mappings.t2j_dtype(dtype)
   length = _arange_length(start, end, step)
   if jnp.issubdtype(target, jnp.integer):
-    first, stride = (jnp.asarray(int(value), target) for value in (start, step))
+    for value in (start, start + (length - 1) * step) if length else ():
+      narrowing.check_integer(int(value), target)
+    first, stride = (np.asarray(int(value)).astype(target) for value in (start, step))
     return first + stride * lax.iota(target, length)
   wide = jnp.promote_types(target, jnp.float32)
-  return (start + step * lax.iota(wide, length)).astype(target)
+  places = lax.iota(wide, length)
+  return cast(_number(start, wide) + _number(step, wide) * places, target)
 
 
 def _ramp(start, end, steps, dtype):
@@ -173,7 +198,7 @@ def _ramp(start, end, steps, dtype):
     raise RuntimeError(f"linspace expects steps >= 0, but got steps={steps}.")
   wide = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
   wide = jnp.promote_types(wide, jnp.float32)
-  start, end = (jnp.asarray(value).astype(wide) for value in (start, end))
+  start, end = (_number(value, wide) for value in (start, end))
   if steps < 2:
     return jnp.full((steps,), start)
   step = (end - start) / (steps - 1)
@@ -192,20 +217,20 @@ def _ramp_dtype(dtype, *ends):
 @op(aten.linspace)
 def _aten_linspace(start, end, steps, *, dtype=None):
   target = _ramp_dtype(dtype, start, end)
-  return _cast(_ramp(start, end, steps, target), target)
+  return cast(_ramp(start, end, steps, target), target)
 
 
 @op(aten.logspace)
 def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
   target = _ramp_dtype(dtype, start, end)
   exponents = _ramp(start, end, steps, target)
-  return _cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), target)
+  return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), target)
 
 
 @op(aten.scalar_tensor)
 def _aten_scalar_tensor(s, *, dtype=None):
   """Without `dtype`, torch's default dtype, even for an integer."""
-  return _cast(jnp.asarray(s), _ramp_dtype(dtype, s))
+  return _number(s, _ramp_dtype(dtype, s))
 
 
 @op(aten.vander)
@@ -251,7 +276,7 @@ def _aten_clone(self):
 
 @op(aten._to_copy)
 def _aten__to_copy(self, *, dtype=None):
-  return self if dtype is None else _cast(self, mappings.t2j_dtype(dtype))
+  return self if dtype is None else cast(self, mappings.t2j_dtype(dtype))
 
 
 @op(aten.lift_fresh)
@@ -267,7 +292,7 @@ def _aten_lift_fresh_copy(self):
 @op(aten.copy)
 def _aten_copy(self, src):
   """`src` in the dtype of `self`, broadcast to its shape."""
-  return jnp.broadcast_to(_cast(src, self.dtype), self.shape)
+  return jnp.broadcast_to(cast(src, self.dtype), self.shape)
 
 
 def one_hot(tensor, num_classes=-1):

@@ -1,12 +1,15 @@
 """Elements chosen by index tensors and masks, and writes at such places.
 
-Index values are data, so an index outside of the tensor cannot raise as in torch: a
-read gives the nearest element, a write is dropped. Negative indices count from the
-end. Where indices repeat, which of the written values stays is open, as in torch.
+Index values on jax are data, so an index outside of the tensor cannot raise as in
+torch: a read gives the nearest element, a write is dropped. Lists and CPU tensors are
+looked at before, and raise. Negative indices count from the end. Where indices repeat,
+which of the written values stays is open, as in torch.
 
 A boolean mask that decides the result's shape needs its values: those operations
 run on concrete arrays. A write through one mask has a fixed shape and compiles.
 """
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +83,54 @@ def _check_masks(self, indices):
     axis += width
 
 
-@op(aten.index, aten._unsafe_index, compiled=_has_no_mask)
+_INDEX_DTYPES = (torch.int64, torch.int32, torch.bool, torch.uint8)
+
+
+def _check_index(self, indices):
+  """Looks at what is known of torch's arguments without waiting for the device.
+
+  Raises:
+    IndexError: an index of another dtype, one on the CPU outside of the dimension, or
+      shapes that do not broadcast.
+  """
+  axis, shapes = 0, []
+  for index in indices:
+    if index is None:
+      axis += 1
+      continue
+    if index.dtype not in _INDEX_DTYPES:
+      raise IndexError(
+        "tensors used as indices must be long, int, byte or bool tensors, but got "
+        f"{index.dtype}. Convert it with `.long()`."
+      )
+    if index.dtype in _MASK_DTYPES:
+      axis += index.dim()
+      continue
+    if index.device.type == "cpu" and index.numel() and axis < self.dim():
+      _require_in_range(index, axis, self.shape[axis])
+    shapes.append(tuple(index.shape))
+    axis += 1
+  if len(shapes) > 1 and not _can_broadcast(shapes):
+    raise IndexError(
+      "shape mismatch: indexing tensors could not be broadcast together with shapes "
+      f"{', '.join(map(str, shapes))}"
+    )
+
+
+def _can_broadcast(shapes) -> bool:
+  aligned = itertools.zip_longest(*[reversed(shape) for shape in shapes], fillvalue=1)
+  return all(len({size for size in sizes if size != 1}) < 2 for sizes in aligned)
+
+
+def _require_in_range(index, axis, size):
+  for extreme in map(int, index.aminmax()):
+    if not -size <= extreme < size:
+      raise IndexError(
+        f"index {extreme} is out of bounds for dimension {axis} with size {size}"
+      )
+
+
+@op(aten.index, aten._unsafe_index, compiled=_has_no_mask, check=_check_index)
 def _aten_index(self, indices):
   """`self[indices]`: None takes a whole dimension.
 
@@ -102,7 +152,57 @@ def _has_at_most_a_mask(args, kwargs) -> bool:
   return _has_no_mask(args, kwargs) or sum(i is not None for i in indices) == 1
 
 
+def _check_index_put(self, indices, values, accumulate=False, unsafe=False):
+  """Looks at what is known of torch's arguments.
+
+  Raises:
+    IndexError: as for reading.
+    RuntimeError: another dtype, or other than one value for each true place of a mask.
+  """
+  _check_index(self, indices)
+  given = [axis for axis, index in enumerate(indices) if index is not None]
+  is_by_mask = len(given) == 1 and _is_mask(indices[given[0]])
+  if is_by_mask and values.numel() == 1 and not accumulate:
+    return  # torch fills, with any dtype
+  if values.dtype != self.dtype:
+    raise RuntimeError(
+      "Index put requires the source and destination dtypes match, but got "
+      f"{self.dtype} for the destination and {values.dtype} for the source. Convert "
+      "the source with `.to(destination.dtype)`."
+    )
+  if is_by_mask:
+    _require_value_for_each(indices[given[0]], given[0], values, self)
+
+
+def _require_value_for_each(mask, axis, values, indexed):
+  after = indexed.dim() - axis - mask.dim()
+  rows = values.shape[-1 - after] if values.dim() > after else 1
+  if rows == 1:
+    return
+  mask = mask.jax() if mask.device.type == "jax" else mask.numpy()
+  if isinstance(mask, jax.core.Tracer):
+    return
+  count = np.count_nonzero(np.asarray(mask))
+  if count != rows:
+    shape = (*indexed.shape[:axis], count, *indexed.shape[indexed.dim() - after :])
+    raise _mismatch(values.shape, shape)
+
+
+def _mismatch(values_shape, shape) -> RuntimeError:
+  return RuntimeError(
+    f"shape mismatch: value tensor of shape {list(values_shape)} cannot be broadcast "
+    f"to indexing result of shape {list(map(int, shape))}"
+  )
+
+
+def _require_broadcast(values_shape, shape):
+  lead = len(shape) - len(values_shape)
+  if lead < 0 or any(v not in (1, s) for v, s in zip(values_shape, shape[lead:])):
+    raise _mismatch(values_shape, shape)
+
+
 def _write(self, places, values, accumulate):
+  _require_broadcast(values.shape, jax.eval_shape(lambda: self[places]).shape)
   values = values.astype(self.dtype)
   if not accumulate:
     return self.at[places].set(values)
@@ -116,6 +216,9 @@ def _write_masked(self, axis, mask, values, accumulate):
   """
   mask = mask.astype(bool)
   rank = self.ndim - mask.ndim + 1
+  before, after = self.shape[:axis], self.shape[axis + mask.ndim :]
+  any_rows = values.shape[axis - rank] if values.ndim >= rank - axis else 1
+  _require_broadcast(values.shape, (*before, any_rows, *after))
   values = values.reshape((1,) * (rank - values.ndim) + values.shape)
   rows = values.shape[axis]
   if rows == 0:
@@ -130,7 +233,7 @@ def _write_masked(self, axis, mask, values, accumulate):
   return jnp.where(mask, self + values if accumulate else values, self)
 
 
-@op(aten.index_put, compiled=_has_at_most_a_mask)
+@op(aten.index_put, compiled=_has_at_most_a_mask, check=_check_index_put)
 def _aten_index_put(self, indices, values, accumulate=False):
   """A copy of `self` with `values` written (added with `accumulate`) at `indices`."""
   _check_masks(self, indices)
@@ -141,12 +244,12 @@ def _aten_index_put(self, indices, values, accumulate=False):
   return _write(self, _places(indices, "index_put"), values, accumulate)
 
 
-@op(aten._unsafe_index_put, compiled=_has_at_most_a_mask)
+@op(aten._unsafe_index_put, compiled=_has_at_most_a_mask, check=_check_index_put)
 def _aten_unsafe_index_put(self, indices, values, accumulate=False):
   return _aten_index_put(self, indices, values, accumulate)
 
 
-@op(aten._index_put_impl, compiled=_has_at_most_a_mask)
+@op(aten._index_put_impl, compiled=_has_at_most_a_mask, check=_check_index_put)
 def _aten__index_put_impl(self, indices, values, accumulate=False, unsafe=False):
   return _aten_index_put(self, indices, values, accumulate)
 
@@ -173,14 +276,32 @@ def _write_along(self, dim, index, write):
   return write(array, places).reshape(self.shape)
 
 
+def _check_rows(name, self, dim, index, source) -> None:
+  """Raises unless `source` has the shape of `self`, and a row for each index."""
+  array, rows = self.shape or (1,), source.shape or (1,)
+  dim = dim % len(array)
+  fits = len(rows) == len(array) and all(
+    size == (index.size if axis == dim else array[axis])
+    for axis, size in enumerate(rows)
+  )
+  if not fits:
+    raise RuntimeError(
+      f"{name}: source tensor shape must match self tensor shape, with as many rows as "
+      f"there are indices along dimension {dim}. Got self.shape = {list(self.shape)}, "
+      f"source.shape = {list(source.shape)} and {index.size} indices."
+    )
+
+
 @op(aten.index_add)
 def _aten_index_add(self, dim, index, source, *, alpha=1):
+  _check_rows("index_add", self, dim, index, source)
   addend = (source * alpha).astype(self.dtype)
   return _write_along(self, dim, index, lambda x, at: x.at[at].add(addend))
 
 
 @op(aten.index_copy)
 def _aten_index_copy(self, dim, index, source):
+  _check_rows("index_copy", self, dim, index, source)
   rows = source.astype(self.dtype)
   return _write_along(self, dim, index, lambda x, at: x.at[at].set(rows))
 
@@ -204,6 +325,18 @@ def _aten_index_reduce(self, dim, index, source, reduce, *, include_self=True):
 # --- gather and scatter ----------------------------------------------------------
 
 
+def _check_covers(name, self, dim, index) -> None:
+  """Raises unless `index` is no larger than `self` except along `dim`."""
+  fits = self.ndim == index.ndim and all(
+    axis == dim or size <= self.shape[axis] for axis, size in enumerate(index.shape)
+  )
+  if not fits:
+    raise RuntimeError(
+      f"{name}: Expected index {list(index.shape)} to be no larger than self "
+      f"{list(self.shape)} apart from dimension {dim}"
+    )
+
+
 @op(aten.gather)
 def _aten_gather(self, dim, index, *, sparse_grad=False):
   """`self[i][index[i][j]]` along `dim`; `index` may be smaller in the others."""
@@ -212,6 +345,7 @@ def _aten_gather(self, dim, index, *, sparse_grad=False):
   if index.ndim == 0:
     return self.at[index].get(mode="clip")
   dim %= self.ndim
+  _check_covers("gather", self, dim, index)
   window = tuple(
     slice(None) if axis == dim else slice(size) for axis, size in enumerate(index.shape)
   )
@@ -229,6 +363,16 @@ def _scatter(self, dim, index, src, write):
   """Applies `write(array, places, values)`; `index` may cover but a part of `src`."""
   array = self.reshape(self.shape or (1,))
   index = index.reshape(index.shape or (1,))
+  if index.size and array.ndim != index.ndim:
+    raise RuntimeError(
+      "scatter: Index tensor must have the same number of dimensions as self tensor, "
+      f"but got shapes {list(index.shape)} and {list(self.shape)}."
+    )
+  if not getattr(src, "weak_type", True) and src.dtype != self.dtype:
+    raise RuntimeError(
+      "scatter(): Expected self.dtype to be equal to src.dtype, but got "
+      f"{self.dtype} and {src.dtype}."
+    )
   if jnp.ndim(src):
     src = src[tuple(slice(size) for size in index.shape)]
   values = jnp.asarray(src).astype(self.dtype)
@@ -371,6 +515,11 @@ def _aten_masked_select(self, mask):
 @op(aten.masked_scatter)
 def _aten_masked_scatter(self, mask, source):
   """The k-th true place takes the k-th element of `source`."""
+  if mask.dtype != jnp.bool_:
+    raise RuntimeError(
+      "masked_scatter only supports boolean masks, but got a mask with dtype "
+      f"{mask.dtype}."
+    )
   self, mask = jnp.broadcast_arrays(self, mask)
   if source.size == 0:
     return self

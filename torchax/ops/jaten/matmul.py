@@ -62,11 +62,7 @@ def _scaled(array, factor):
   """`factor * array` in the dtype of `array`; 0 gives zeros even for NaN."""
   if isinstance(factor, int | float) and factor == 1:
     return array
-  if _is_exact(array) and not _is_exact(factor):
-    raise RuntimeError(
-      "For integral input tensors, argument alpha or beta must not be a floating point "
-      f"number, but the operands have dtype {array.dtype}."
-    )
+  # A fraction beside integers is truncated, as torch's kernels for the CPU do.
   factor = lax.convert_element_type(factor, array.dtype)
   return jnp.where(factor == 0, jnp.zeros_like(array), factor * array)
 

@@ -16,6 +16,7 @@ import torch
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.casting import cast, require_fit
 from torchax.ops.op_base import op, promote, result_dtype, to_float
 
 aten = torch.ops.aten
@@ -88,11 +89,24 @@ def _float_binary(function):
   return lambda self, other: function(*map(to_float, promote(self, other)))
 
 
+def _integer_binary(function):
+  def lowering(self, other):
+    left, right = promote(self, other)
+    if not jnp.issubdtype(left.dtype, jnp.integer):
+      raise NotImplementedError(
+        f"{function.__name__} expects integers, but got {left.dtype}. Convert the "
+        "tensors with `.to(torch.int64)` first."
+      )
+    return function(left, right)
+
+  return lowering
+
+
 def _ordering(name, function):
   def compare(self, other):
     left, right = promote(self, other)
     if _is_complex(left):
-      raise RuntimeError(f"{name} is not defined for complex numbers.")
+      raise NotImplementedError(f"{name} is not defined for complex numbers.")
     return function(left, right)
 
   return compare
@@ -111,7 +125,6 @@ FLOAT_UNARY = {
   "deg2rad": _in_float32(jnp.deg2rad),
   "erf": lax.erf,
   "erfc": lax.erfc,
-  "erfinv": lax.erf_inv,
   "exp": jnp.exp,
   "exp2": jnp.exp2,
   "expm1": jnp.expm1,
@@ -160,21 +173,29 @@ PLAIN_UNARY = {
   "square": jnp.square,
 }
 
+
+def _logaddexp(left, right):
+  """log(exp(left) + exp(right)); of complex numbers on torch's branch."""
+  if not _is_complex(left):
+    return jnp.logaddexp(left, right)
+  is_larger = left.real >= right.real
+  larger, smaller = (
+    jnp.where(is_larger, left, right),
+    jnp.where(is_larger, right, left),
+  )
+  return larger + jnp.log1p(jnp.exp(smaller - larger))
+
+
 BINARY = {
   "eq": jnp.equal,
-  "fmax": jnp.fmax,
-  "fmin": jnp.fmin,
-  "fmod": _in_float32(jnp.fmod),
-  "gcd": jnp.gcd,
   "hypot": _in_float32(jnp.hypot),
-  "lcm": jnp.lcm,
-  "logaddexp": _in_float32(jnp.logaddexp),
+  "logaddexp": _in_float32(_logaddexp),
   "logaddexp2": _in_float32(jnp.logaddexp2),
-  "maximum": jnp.maximum,
-  "minimum": jnp.minimum,
   "mul": jnp.multiply,
   "ne": jnp.not_equal,
 }
+
+INTEGER_BINARY = {"gcd": jnp.gcd, "lcm": jnp.lcm}
 
 FLOAT_BINARY = {
   "atan2": _in_float32(jnp.arctan2),
@@ -183,10 +204,14 @@ FLOAT_BINARY = {
 }
 
 ORDERING = {
+  "fmax": jnp.fmax,
+  "fmin": jnp.fmin,
   "ge": jnp.greater_equal,
   "gt": jnp.greater,
   "le": jnp.less_equal,
   "lt": jnp.less,
+  "maximum": jnp.maximum,
+  "minimum": jnp.minimum,
 }
 
 # torch tests each operand against zero, so nothing is promoted.
@@ -210,6 +235,7 @@ TABLES = (
   (EXACT_UNARY, _exact_unary),
   (PLAIN_UNARY, _plain_unary),
   (BINARY, _binary),
+  (INTEGER_BINARY, _integer_binary),
   (FLOAT_BINARY, _float_binary),
   (LOGICAL, _plain_binary),
 )
@@ -264,7 +290,12 @@ def _aten_addcmul(self, tensor1, tensor2, value=1):
   start, left, right = (
     lax.convert_element_type(array, dtype) for array in (self, tensor1, tensor2)
   )
-  return _in_float32(lambda s, a, b: s + _scaled(a * b, value))(start, left, right)
+
+  # A fraction beside integers is truncated here, as torch does.
+  def add(start, left, right):
+    return start + left * right * lax.convert_element_type(value, left.dtype)
+
+  return _in_float32(add)(start, left, right)
 
 
 @op(aten.addcdiv)
@@ -288,6 +319,10 @@ def _lerp(start, end, weight):
 
 @op(aten.lerp)
 def _aten_lerp(self, end, weight):
+  if _is_exact(self):
+    raise NotImplementedError(
+      f"lerp expects floating-point tensors, but got {self.dtype}. Call `.float()`."
+    )
   return _lerp(*promote(self, end, weight))
 
 
@@ -311,13 +346,23 @@ def _floor_divide_floats(numerator, denominator):
   return jnp.where(denominator == 0, plain, quotient)
 
 
+def _reject_bools(name, array):
+  """torch has no quotient or remainder of two bools; JAX would give integers."""
+  if array.dtype == jnp.bool_:
+    raise NotImplementedError(
+      f"{name} is not implemented for bools. Convert one operand with `.int()` first."
+    )
+
+
 def _floor_divide(left, right):
+  _reject_bools("floor division", left)
   if _is_exact(left):
     return jnp.floor_divide(left, right)
   return _floor_divide_floats(left, right)
 
 
 def _truncating_divide(left, right):
+  _reject_bools("truncating division", left)
   if _is_exact(left):
     return lax.div(*jnp.broadcast_arrays(left, right))
   return _in_float32(lambda a, b: jnp.trunc(a / b))(left, right)
@@ -348,16 +393,34 @@ def _aten_floor_divide(self, other):
 @op(aten.remainder)
 def _aten_remainder(self, other):
   """The sign is the divisor's, as in Python."""
-  return _in_float32(jnp.remainder)(*promote(self, other))
+  left, right = promote(self, other)
+  _reject_bools("remainder", left)
+  return _in_float32(jnp.remainder)(left, right)
+
+
+@op(aten.fmod)
+def _aten_fmod(self, other):
+  """The sign is the dividend's, as in C."""
+  left, right = promote(self, other)
+  _reject_bools("fmod", left)
+  return _in_float32(jnp.fmod)(left, right)
 
 
 # --- Powers -------------------------------------------------------------------------
 
 
+def _float_power(base, exponent):
+  power = jnp.power(base, exponent)
+  if not _is_complex(power):
+    return power
+  # By way of the logarithm of 0, a power of 0 would be NaN.
+  return jnp.where((base == 0) & (exponent.real > 0), 0, power)
+
+
 def _power(base, exponent):
   """Powers of arrays of one dtype; an integer to a negative power truncates to 0."""
   if not _is_exact(base):
-    return _in_float32(jnp.power)(base, exponent)
+    return _in_float32(_float_power)(base, exponent)
   if jnp.issubdtype(base.dtype, jnp.unsignedinteger):
     return jnp.power(base, exponent)
   power = jnp.power(base, jnp.maximum(exponent, 0))
@@ -398,7 +461,7 @@ def _aten_pow_scalar(self, exponent):
     return _in_float32(_SIMPLE_POWERS[exponent])(base)
   if _is_exact(base):
     return lax.integer_pow(base, exponent)
-  return _in_float32(lambda x: jnp.power(x, jnp.asarray(exponent, x.dtype)))(base)
+  return _in_float32(lambda x: _float_power(x, jnp.asarray(exponent, x.dtype)))(base)
 
 
 @op(aten.ldexp)
@@ -414,6 +477,8 @@ def _aten_ldexp(self, other):
 
 def _clamp(self, lower, upper):
   dtype = result_dtype(self, lower, upper)
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    raise NotImplementedError("clamp is not supported for complex types.")
   clamped = lax.convert_element_type(self, dtype)
   if lower is not None:
     clamped = jnp.maximum(clamped, lax.convert_element_type(lower, dtype))
@@ -458,6 +523,11 @@ def _selects(args, kwargs) -> bool:
 
 @op(aten.where, compiled=_selects)
 def _aten_where(condition, self=None, other=None):
+  if self is not None and condition.dtype not in (jnp.bool_, jnp.uint8):
+    raise RuntimeError(
+      "where expected condition to be a boolean tensor, but got one of dtype "
+      f"{condition.dtype}. Compare it with a number, or call `.bool()`."
+    )
   condition = condition.astype(jnp.bool_)
   if self is None:
     index_dtype = mappings.t2j_dtype(torch.int64)
@@ -467,16 +537,27 @@ def _aten_where(condition, self=None, other=None):
   return jnp.where(condition, left, right)
 
 
-@op(aten.masked_fill)
+def _check_masked_fill(self, mask, value):
+  if isinstance(value, torch.Tensor) and value.dim():
+    raise RuntimeError(
+      "masked_fill only supports a 0-dimensional value tensor, but got tensor with "
+      f"{value.dim()} dimension(s)."
+    )
+  require_fit(value, self.dtype)
+
+
+@op(aten.masked_fill, check=_check_masked_fill)
 def _aten_masked_fill(self, mask, value):
-  return jnp.where(
-    mask.astype(jnp.bool_), lax.convert_element_type(value, self.dtype), self
-  )
+  return jnp.where(mask.astype(jnp.bool_), cast(value, self.dtype), self)
 
 
-@op(aten.fill)
+def _check_fill(self, value):
+  require_fit(value, self.dtype)
+
+
+@op(aten.fill, check=_check_fill)
 def _aten_fill(self, value):
-  return jnp.full(self.shape, lax.convert_element_type(value, self.dtype))
+  return jnp.broadcast_to(cast(value, self.dtype), self.shape)
 
 
 @op(aten.heaviside)
@@ -578,6 +659,11 @@ def _aten_logit(self, eps=None):
 
 @op(aten.complex)
 def _aten_complex(real, imag):
+  if real.dtype != imag.dtype or real.dtype not in (jnp.float32, jnp.float64):
+    raise RuntimeError(
+      "Expected both inputs to be Float or Double tensors of one dtype, but got "
+      f"{real.dtype} and {imag.dtype}. JAX has no complex numbers of half precision."
+    )
   return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 

@@ -110,7 +110,17 @@ def _max_along(values, indices, axis, kernel, stride, padding, dilation, ceil_mo
   return best, best_index
 
 
+def _check_not_empty(self, rank) -> None:
+  """Raises where a dimension other than that of the batch has no elements."""
+  if 0 in self.shape[self.ndim - rank - 1 :]:
+    raise RuntimeError(
+      "Expected the input's non-batch dimensions to have positive length, but it has "
+      f"the shape {list(self.shape)}."
+    )
+
+
 def _max_pool(self, rank, kernel_size, stride, padding, dilation, ceil_mode):
+  _check_not_empty(self, rank)
   windows = _window_sizes(self, rank, kernel_size, stride, padding, dilation)
   values, indices = self, _index_plane(self, rank)
   for axis, window in enumerate(reversed(list(zip(*windows))), start=1):
@@ -407,6 +417,12 @@ def _aten__adaptive_avg_pool3d_backward(grad_output, self):
 
 
 def _adaptive_max_pool(self, output_size, rank):
+  if isinstance(output_size, tuple) and len(output_size) != rank:
+    raise RuntimeError(
+      f"adaptive_max_pool{rank}d(): output_size.size() must be {rank}, but got "
+      f"{output_size}."
+    )
+  _check_not_empty(self, rank)
   values, indices = self, _index_plane(self, rank)
   sizes = _adaptive_sizes(self, output_size, rank)
   for back, pooled in enumerate(reversed(sizes), start=1):

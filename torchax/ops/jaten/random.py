@@ -21,7 +21,7 @@ from torchax.ops.jaten._random_checks import (
   require_size,
   require_std,
 )
-from torchax.ops.op_base import Kind, default_float, op
+from torchax.ops.op_base import Kind, default_float, op, result_dtype
 from torchax.rng import samplers
 
 aten = torch.ops.aten
@@ -258,7 +258,8 @@ def _aten_native_dropout(key, input, p, train=True):
 
 @op(aten.native_dropout_backward)
 def _aten_native_dropout_backward(grad_output, mask, scale):
-  return jnp.where(mask, grad_output * scale, 0).astype(grad_output.dtype)
+  scaled = jnp.where(mask, grad_output * scale, 0)
+  return scaled.astype(result_dtype(grad_output, scale))
 
 
 @_sampler(aten._fused_dropout, static=("p",))

@@ -1,4 +1,4 @@
-"""Reductions and scans: sums, extrema, statistics, norms, order statistics, counts.
+"""Reductions and scans: sums, extrema, statistics, norms, order statistics.
 
 A `dim` may be negative, and 0 or -1 for a 0-d tensor; no `dim`, or an empty list,
 means all. Integers sum in int64. Half precision accumulates in float32. Ties among
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.ops.op_base import op, promote, to_float
 
@@ -159,11 +160,26 @@ def _aten__is_all_true(self):
     return jnp.ones((), bool)
 
 
+def _python_bool(name: str, array: jax.Array) -> bool:
+  """The Python bool that torch returns.
+
+  Raises:
+    TracedStateError: it is being traced.
+  """
+  if isinstance(array, jax.core.Tracer):
+    raise TracedStateError(
+      f"torch.{name} returns a Python bool, but its tensors are being traced by a JAX "
+      "transformation and have no values yet. Compare with tensors: "
+      "`(x == y).all()`, `torch.isclose(x, y).all()`."
+    )
+  return bool(array)
+
+
 @op(aten.equal, compiled=False)
 def _aten_equal(self, other):
   if self.shape != other.shape:
     return False
-  return bool(jnp.all(jnp.equal(*promote(self, other))))
+  return _python_bool("equal", jnp.all(jnp.equal(*promote(self, other))))
 
 
 @op(aten.allclose, compiled=False)
@@ -172,7 +188,8 @@ def _aten_allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
     raise RuntimeError(
       f"allclose expects operands of one dtype, but got {self.dtype} and {other.dtype}."
     )
-  return bool(jnp.allclose(self, other, rtol=rtol, atol=atol, equal_nan=equal_nan))
+  are_close = jnp.allclose(self, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
+  return _python_bool("allclose", are_close)
 
 
 # --- Extrema ------------------------------------------------------------------------
@@ -484,40 +501,3 @@ def _aten_mode(self, dim=-1, keepdim=False):
     return jnp.argmax(positions - run_start, axis=axis, keepdims=True)
 
   return _order_statistic(self, dim, keepdim, end_of_longest_run)
-
-
-# --- Histograms ---------------------------------------------------------------------
-
-
-@op(aten.histc, static=("min", "max"))
-def _aten_histc(self, bins=100, min=0, max=0):
-  """Counts in equal bins of [min, max]; without a range, of that of the data."""
-  if bins <= 0:
-    raise RuntimeError(f"torch.histc: bins must be > 0, but got bins={bins}.")
-  if max < min:
-    raise RuntimeError(
-      f"torch.histc: max must be larger than min, but got min={min} and max={max}."
-    )
-  values = jnp.ravel(self)
-  low, high = jnp.asarray(min, self.dtype), jnp.asarray(max, self.dtype)
-  if min == max and values.size:
-    low, high = jnp.min(values), jnp.max(values)
-  flat = low == high
-  low, high = jnp.where(flat, low - 1, low), jnp.where(flat, high + 1, high)
-  inside = (values >= low) & (values <= high)
-  bin_of = jnp.floor((values - low) / (high - low) * bins).astype(jnp.int32)
-  # The upper bound belongs to the last bin; values outside go to none.
-  bin_of = jnp.where(inside, jnp.minimum(bin_of, bins - 1), bins)
-  return jnp.zeros(bins, self.dtype).at[bin_of].add(1, mode="drop")
-
-
-@op(aten.bincount, compiled=False)
-def _aten_bincount(self, weights=None, minlength=0):
-  if self.ndim != 1 or not _is_exact(self) or (self.size and jnp.min(self) < 0):
-    raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
-  length = max(minlength, int(jnp.max(self)) + 1 if self.size else 0)
-  if weights is None:
-    return jnp.bincount(self, length=length).astype(_index_dtype())
-  double = mappings.t2j_dtype(torch.float64)
-  weights = weights if weights.dtype == jnp.float32 else weights.astype(double)
-  return jnp.bincount(self, weights, length=length)

@@ -15,6 +15,7 @@ from jax import lax
 
 from torchax.ops import mappings
 from torchax.ops.op_base import op, promote
+from torchax.view_info import put_slice
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -108,6 +109,10 @@ def _aten_flip(self, dims):
 def _aten_roll(self, shifts, dims=()):
   """Without `dims`, rolls the flattened array and restores its shape."""
   shifts, dims = _as_tuple(shifts), _as_tuple(dims)
+  if len(shifts) != max(1, len(dims)):
+    raise RuntimeError(
+      f"shifts and dimensions must align. shifts: {len(shifts)}, dims: {len(dims)}"
+    )
   return jnp.roll(self, shifts, dims) if dims else jnp.roll(self, shifts[0])
 
 
@@ -185,6 +190,8 @@ def _aten_unfold(self, dimension, size, step):
 
 @op(aten.unfold_backward)
 def _aten_unfold_backward(grad_in, input_sizes, dim, size, step):
+  if not input_sizes:  # a number has one window, itself or nothing
+    return grad_in.sum()
   axis = _wrap_dim(dim, len(input_sizes))
   positions = _window_positions(input_sizes[axis], size, step)
   windows = jnp.moveaxis(grad_in, (axis, -1), (0, 1))
@@ -271,6 +278,8 @@ def _aten_diagonal_backward(grad_output, input_sizes, offset, dim1, dim2):
 
 @op(aten.diag_embed)
 def _aten_diag_embed(self, offset=0, dim1=-2, dim2=-1):
+  if dim1 % (self.ndim + 1) == dim2 % (self.ndim + 1):
+    raise RuntimeError(f"diagonal dimensions cannot be identical {dim1}, {dim2}")
   size = self.shape[-1] + abs(offset)
   zeros = jnp.zeros((*self.shape[:-1], size, size), self.dtype)
   matrices = _aten_diagonal_scatter(zeros, self, offset, -2, -1)
@@ -374,19 +383,36 @@ def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
   written = (*self.shape[:dim], len(places), *self.shape[dim + 1 :])
   src = jnp.broadcast_to(src.astype(self.dtype), written)
   if step == 1:
-    return lax.dynamic_update_slice_in_dim(self, src, places.start, dim)
+    return put_slice(self, src, dim, places.start) if len(places) else self
   window = (slice(None),) * dim + (slice(places.start, places.stop, step),)
   return self.at[window].set(src)
 
 
-@op(aten.slice_backward)
+def _spread(rows, sizes, dim, first, step):
+  """Zeros of `sizes` with `rows` along `dim` from the traced place `first` on."""
+  zeros = jnp.zeros(sizes, rows.dtype)
+  if step == 1:
+    return lax.dynamic_update_slice_in_dim(zeros, rows, first, dim)
+  places = first + step * jnp.arange(rows.shape[dim])
+  return zeros.at[(slice(None),) * dim + (places,)].set(rows)
+
+
+@op(aten.slice_backward, dynamic=("start", "end"))
 def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
-  """Zeros around and between the slice's elements: one `lax.pad`."""
+  """Zeros around and between the slice's elements: one `lax.pad` in a trace.
+
+  Eagerly the places are operands, so that slices of one shape share a program.
+  """
   dim = _wrap_dim(dim, len(input_sizes))
   if grad_output.size == 0:
     return jnp.zeros(input_sizes, grad_output.dtype)
-  places = _slice_range(input_sizes[dim], start, end, step)
-  after = input_sizes[dim] - places[-1] - 1
+  size = input_sizes[dim]
+  if not isinstance(start, int):
+    first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
+    return _spread(grad_output, input_sizes, dim, first, step)
+  # torch's "to the end" is the largest int64, which without x64 comes as a float.
+  places = _slice_range(size, start, size if end > size else end, step)
+  after = size - places[-1] - 1
   widths = [(0, 0, 0)] * grad_output.ndim
   widths[dim] = (places.start, after, step - 1)
   return lax.pad(grad_output, jnp.zeros((), grad_output.dtype), widths)
@@ -426,19 +452,35 @@ def _aten_select_scatter(self, src, dim, index):
   return _aten_slice_scatter(self, row, dim, index, index + 1)
 
 
-@op(aten.select_backward)
+@op(aten.select_backward, dynamic=("index",))
 def _aten_select_backward(grad_output, input_sizes, dim, index):
+  """The row at `index`, zeros elsewhere; the places as in `slice_backward`."""
   dim = _wrap_dim(dim, len(input_sizes))
-  index = _wrap_index(index, input_sizes[dim])
   row = jnp.expand_dims(grad_output, dim)
+  if not isinstance(index, int):
+    first = jnp.where(index < 0, index + input_sizes[dim], index)
+    return _spread(row, input_sizes, dim, first, 1)
+  index = _wrap_index(index, input_sizes[dim])
   return _aten_slice_backward(row, input_sizes, dim, index, index + 1, 1)
 
 
 # --- copies of views -------------------------------------------------------------
 
 
+def _require_size(self, size):
+  """Raises RuntimeError unless the elements fill `size`, of which one may be -1."""
+  known = math.prod(length for length in size if length != -1)
+  unknown = size.count(-1)
+  fits = self.size % known == 0 if unknown and known else self.size == known
+  if unknown > 1 or not fits or (unknown and not known):
+    raise RuntimeError(
+      f"view_copy: shape {list(size)} is invalid for input of size {self.size}."
+    )
+
+
 @op(aten.view_copy.default, aten._unsafe_view, aten._reshape_copy)
 def _aten_unsafe_view(self, size):
+  _require_size(self, size)
   return jnp.reshape(self, size)
 
 

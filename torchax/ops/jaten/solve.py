@@ -3,11 +3,11 @@
 Matrices are the last two dimensions. Pivots count from 1 as in LAPACK. An absent
 output has shape (0,). `info` is 0 for success; the error is raised by
 `_linalg_check_errors`, which reads the value and so is silent inside a JAX trace.
-Products are in `matmul.py`; norms are in `reduction.py`.
+Products are in `matmul.py`; norms are in `reduction.py`; symmetric indefinite matrices
+are in `ldl.py`, functions of matrices in `matrix_functions.py`.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 # --- Shapes and errors --------------------------------------------------------------
 
 
-def _require_square(name: str, matrix):
+def require_square(name: str, matrix):
   if matrix.ndim < 2:
     raise RuntimeError(
       f"{name}: The input tensor must have at least 2 dimensions, but got shape "
@@ -87,12 +87,12 @@ def _aten__linalg_check_errors(info, api_name, is_matrix):
   raise torch.linalg.LinAlgError(f"{api_name}: {place}{reason}.")
 
 
-def _needs_no_check(args, kwargs) -> bool:
+def needs_no_check(args, kwargs) -> bool:
   """`check_errors=True` reads `info`, which only a concrete array lets it do."""
   return not kwargs.get("check_errors", False)
 
 
-def _check(info, name, check_errors):
+def check_info(info, name, check_errors):
   if check_errors:
     _aten__linalg_check_errors(info, name, is_matrix=info.ndim == 0)
 
@@ -117,14 +117,14 @@ def _solve_triangular(
 
 @op(aten.linalg_solve_triangular)
 def _aten_linalg_solve_triangular(self, B, upper, left=True, unitriangular=False):
-  _require_square("linalg.solve_triangular", self)
+  require_square("linalg.solve_triangular", self)
   return _solve_triangular(self, B, not upper, left, unit=unitriangular)
 
 
 @op(aten.triangular_solve)
 def _aten_triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
   """Solves A X = self; the second result is A with its batches expanded."""
-  _require_square("triangular_solve", A)
+  require_square("triangular_solve", A)
   A, self = _with_one_batch(A, self)
   solution = _solve_triangular(
     A, self, not upper, transpose=transpose, unit=unitriangular
@@ -135,15 +135,15 @@ def _aten_triangular_solve(self, A, upper=True, transpose=False, unitriangular=F
 # --- Cholesky -----------------------------------------------------------------------
 
 
-@op(aten.linalg_cholesky_ex, compiled=_needs_no_check)
+@op(aten.linalg_cholesky_ex, compiled=needs_no_check)
 def _aten_linalg_cholesky_ex(self, upper=False, check_errors=False):
   """`info` is 1 for any failure: XLA fills the factor with NaN and tells no order."""
-  _require_square("linalg.cholesky", self)
+  require_square("linalg.cholesky", self)
   source = _adjoint(self) if upper else self
   factor = jnp.tril(lax.linalg.cholesky(source, symmetrize_input=False))
   diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
   info = jnp.any(jnp.isnan(diagonal), axis=-1).astype(jnp.int32)
-  _check(info, "linalg.cholesky", check_errors)
+  check_info(info, "linalg.cholesky", check_errors)
   return _adjoint(factor) if upper else factor, info
 
 
@@ -155,7 +155,7 @@ def _aten_cholesky(self, upper=False):
 @op(aten.cholesky_solve)
 def _aten_cholesky_solve(self, input2, upper=False):
   """Solves A X = self by the factor `input2` of A."""
-  _require_square("cholesky_solve", input2)
+  require_square("cholesky_solve", input2)
   lower = _adjoint(input2) if upper else input2
   half = _solve_triangular(lower, self, lower=True)
   return _solve_triangular(lower, half, lower=True, transpose=True, conjugate=True)
@@ -223,11 +223,11 @@ def _require_pivoting(name, pivot):
     raise RuntimeError(f"{name}: LU without pivoting is not implemented on jax.")
 
 
-@op(aten.linalg_lu_factor_ex, compiled=_needs_no_check)
+@op(aten.linalg_lu_factor_ex, compiled=needs_no_check)
 def _aten_linalg_lu_factor_ex(A, pivot=True, check_errors=False):
   _require_pivoting("linalg.lu_factor", pivot)
   factors, pivots, info = _lu(A)
-  _check(info, "torch.linalg.lu_factor", check_errors)
+  check_info(info, "torch.linalg.lu_factor", check_errors)
   return factors, pivots, info
 
 
@@ -285,11 +285,11 @@ def _is_vector_side(A, B) -> bool:
   return B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
 
 
-@op(aten._linalg_solve_ex, compiled=_needs_no_check)
+@op(aten._linalg_solve_ex, compiled=needs_no_check)
 def _aten__linalg_solve_ex(A, B, left=True, check_errors=False):
-  _require_square("linalg.solve", A)
+  require_square("linalg.solve", A)
   factors, pivots, info = _lu(A)
-  _check(info, "torch.linalg.solve", check_errors)
+  check_info(info, "torch.linalg.solve", check_errors)
   if _is_vector_side(A, B):
     if not left:
       raise RuntimeError("linalg.solve: Vector broadcasting needs left=True.")
@@ -299,11 +299,11 @@ def _aten__linalg_solve_ex(A, B, left=True, check_errors=False):
   return solution, factors, pivots, info
 
 
-@op(aten.linalg_inv_ex, compiled=_needs_no_check)
+@op(aten.linalg_inv_ex, compiled=needs_no_check)
 def _aten_linalg_inv_ex(A, check_errors=False):
-  _require_square("linalg.inv", A)
+  require_square("linalg.inv", A)
   factors, pivots, info = _lu(A)
-  _check(info, "linalg.inv", check_errors)
+  check_info(info, "linalg.inv", check_errors)
   identity = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
   return _lu_solve(factors, pivots, identity), info
 
@@ -341,15 +341,15 @@ def _holds_transposed_factors(A) -> bool:
   return A.is_contiguous() and not A.is_complex()
 
 
-@op(aten._linalg_det, kind=Kind.ENV_TENSORS)
+@op(aten._linalg_det.default, kind=Kind.ENV_TENSORS)
 def _aten__linalg_det(A, env):
-  _require_square("linalg.det", A)
+  require_square("linalg.det", A)
   return env.j2t_iso(_determinant(env.t2j_iso(A), _holds_transposed_factors(A)))
 
 
-@op(aten._linalg_slogdet, kind=Kind.ENV_TENSORS)
+@op(aten._linalg_slogdet.default, kind=Kind.ENV_TENSORS)
 def _aten__linalg_slogdet(A, env):
-  _require_square("linalg.slogdet", A)
+  require_square("linalg.slogdet", A)
   results = _sign_and_log_determinant(env.t2j_iso(A), _holds_transposed_factors(A))
   return env.j2t_iso(results)
 
@@ -369,7 +369,7 @@ def _aten__linalg_svd(A, full_matrices=False, compute_uv=True, driver=None):
 @op(aten._linalg_eigh)
 def _aten_linalg_eigh(A, UPLO="L", compute_v=True):
   """Reads one triangle only: the lower one, or the upper one for "U"."""
-  _require_square("linalg.eigh", A)
+  require_square("linalg.eigh", A)
   lower = UPLO.upper() == "L"
   vectors, values = lax.linalg.eigh(A, lower=lower, symmetrize_input=False)
   return values, vectors if compute_v else _absent(A.dtype)
@@ -377,21 +377,15 @@ def _aten_linalg_eigh(A, UPLO="L", compute_v=True):
 
 @op(aten.linalg_eig)
 def _aten_linalg_eig(self):
-  _require_square("linalg.eig", self)
+  require_square("linalg.eig", self)
   return tuple(lax.linalg.eig(self, compute_left_eigenvectors=False))
 
 
 @op(aten._linalg_eigvals, aten.linalg_eigvals)
 def _aten_linalg_eigvals(self):
-  _require_square("linalg.eigvals", self)
+  require_square("linalg.eigvals", self)
   options = {"compute_left_eigenvectors": False, "compute_right_eigenvectors": False}
   return lax.linalg.eig(self, **options)[0]
-
-
-@op(aten.linalg_matrix_exp, aten.matrix_exp)
-def _aten_linalg_matrix_exp(self):
-  _require_square("linalg.matrix_exp", self)
-  return jax.scipy.linalg.expm(self)
 
 
 # --- Least squares and pseudo-inverses ----------------------------------------------
@@ -475,91 +469,3 @@ def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
     rank if gives_rank else _absent(rank.dtype),
     values if gives_values else _absent(values.dtype),
   )
-
-
-# --- LDL ----------------------------------------------------------------------------
-
-# A diagonal element this large beside its column needs no exchange (Bunch & Kaufman,
-# "Some stable methods for calculating inertia", Math. Comp. 31, 1977).
-BUNCH_KAUFMAN_ALPHA = (1 + math.sqrt(17)) / 8
-
-
-def _swapped(size, first, second):
-  """0 … size - 1 with two entries exchanged."""
-  order = jnp.arange(size)
-  return order.at[first].set(second).at[second].set(first)
-
-
-def _ldl_factor(matrix, hermitian):
-  """Diagonally pivoted L D L^T in LAPACK's packed form with 1x1 blocks.
-
-  Rows are exchanged in the remaining part only, as LAPACK's `sytf2` does.
-  """
-  size = matrix.shape[-1]
-  conjugated = jnp.conj if hermitian else (lambda x: x)
-  places = jnp.arange(size)
-
-  def step(k, state):
-    work, pivots = state
-    remaining = places >= k
-    magnitude = jnp.where(remaining, jnp.abs(jnp.diagonal(work)), -1)
-    column_below = jnp.where(places > k, jnp.abs(work[:, k]), 0)
-    stays = magnitude[k] >= BUNCH_KAUFMAN_ALPHA * jnp.max(column_below)
-    pivot = jnp.where(stays, k, jnp.argmax(magnitude))
-    order = _swapped(size, k, pivot)
-    block = remaining[:, None] & remaining[None, :]
-    work = jnp.where(block, work[order][:, order], work)
-    divisor = jnp.where(work[k, k] == 0, 1, work[k, k])
-    column = jnp.where(places > k, work[:, k] / divisor, 0)
-    work = work - work[k, k] * column[:, None] * conjugated(column)[None, :]
-    work = work.at[:, k].set(jnp.where(places > k, column, work[:, k]))
-    return work, pivots.at[k].set(pivot.astype(jnp.int32) + 1)
-
-  lower = jnp.tril(matrix)
-  symmetric = lower + conjugated(jnp.tril(matrix, -1)).T
-  pivots = jnp.zeros(size, jnp.int32)
-  packed, pivots = lax.fori_loop(0, size, step, (symmetric, pivots))
-  packed = jnp.tril(packed)
-  return packed, pivots, _first_place(jnp.diagonal(packed) == 0)
-
-
-@op(aten.linalg_ldl_factor_ex, compiled=_needs_no_check)
-def _aten_linalg_ldl_factor_ex(self, hermitian=False, check_errors=False):
-  """Pivots on the diagonal, without LAPACK's 2x2 blocks.
-
-  A matrix whose remaining diagonal vanishes while the matrix does not, such as
-  [[0, 1], [1, 0]], is reported as singular in `info`.
-  """
-  _require_square("linalg.ldl_factor_ex", self)
-  factor = functools.partial(_ldl_factor, hermitian=hermitian)
-  factors, pivots, info = jnp.vectorize(factor, signature="(n,n)->(n,n),(n),()")(self)
-  _check(info, "torch.linalg.ldl_factor_ex", check_errors)
-  return factors, pivots, info
-
-
-def _ldl_solve(packed, pivots, right, hermitian):
-  size = packed.shape[-1]
-  places = jnp.arange(size)
-  conjugated = jnp.conj if hermitian else (lambda x: x)
-
-  def below(k):
-    return jnp.where(places > k, packed[:, k], 0)
-
-  def forward(k, solution):
-    solution = solution[_swapped(size, k, pivots[k] - 1)]
-    solution = solution - below(k)[:, None] * solution[k]
-    return solution.at[k].divide(packed[k, k])
-
-  def backward(step, solution):
-    k = size - 1 - step
-    solution = solution.at[k].add(-(conjugated(below(k)) @ solution))
-    return solution[_swapped(size, k, pivots[k] - 1)]
-
-  return lax.fori_loop(0, size, backward, lax.fori_loop(0, size, forward, right))
-
-
-@op(aten.linalg_ldl_solve)
-def _aten_linalg_ldl_solve(LD, pivots, B, hermitian=False):
-  """Takes the 1x1 blocks that `linalg_ldl_factor_ex` makes here."""
-  solve = functools.partial(_ldl_solve, hermitian=hermitian)
-  return jnp.vectorize(solve, signature="(n,n),(n),(n,k)->(n,k)")(LD, pivots, B)

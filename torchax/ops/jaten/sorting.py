@@ -116,7 +116,9 @@ def _aten_searchsorted(
   if sorter is not None:
     sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, -1)
   values = jnp.asarray(self)
-  if sorted_sequence.ndim == 1:
+  if not values.size or not sorted_sequence.shape[-1]:
+    places = jnp.zeros(values.shape, _int64())
+  elif sorted_sequence.ndim == 1:
     places = jnp.searchsorted(sorted_sequence, values, side)
   else:
     rows = sorted_sequence.reshape(-1, sorted_sequence.shape[-1])
@@ -128,6 +130,10 @@ def _aten_searchsorted(
 
 @op(aten.bucketize)
 def _aten_bucketize(self, boundaries, *, out_int32=False, right=False):
+  if boundaries.ndim != 1:
+    raise RuntimeError(
+      f"bucketize expects boundaries of 1 dimension, but got shape {boundaries.shape}."
+    )
   return _aten_searchsorted(boundaries, self, out_int32=out_int32, right=right)
 
 

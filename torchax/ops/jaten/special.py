@@ -13,7 +13,8 @@ import torch
 from jax import lax
 from jax.scipy import special
 
-from torchax.ops.op_base import op, promote, to_float
+from torchax.ops.jaten._chebyshev import chebyshev
+from torchax.ops.op_base import Kind, op, promote, to_float
 
 aten = torch.ops.aten
 
@@ -48,20 +49,67 @@ def _aten_digamma(self):
   return jnp.where(self == 0, pole, lax.digamma(self))
 
 
+def _cotangent(x):
+  """cot(πx), to the last digits near its poles and its zeros."""
+  offset = x - jnp.round(x)
+  magnitude = jnp.abs(offset)
+  steep = 1 / jnp.tan(math.pi * jnp.minimum(magnitude, 0.25))
+  flat = jnp.tan(math.pi * (0.5 - magnitude))
+  return jnp.sign(offset) * jnp.where(magnitude < 0.25, steep, flat)
+
+
+def _derivative_of_cotangent(n, x):
+  """dⁿ/dxⁿ cot(πx): a polynomial in the cotangent c, as c' = -π (1 + c²)."""
+  coefficients = [0, 1]
+  for _ in range(n):
+    slopes = [power * c for power, c in enumerate(coefficients)][1:]
+    shifted = [0, 0, *slopes]
+    coefficients = [-low - high for low, high in zip([*slopes, 0, 0], shifted)]
+  # Even or odd in c: what is 0 is left out, so that no infinity meets a zero.
+  parity = (n + 1) % 2
+  cotangent = _cotangent(x)
+  square, total = jnp.square(cotangent), 0.0
+  for coefficient in reversed(coefficients[parity::2]):
+    total = total * square + float(coefficient)
+  return math.pi**n * total * (cotangent if parity else 1)
+
+
+# The coefficients of higher derivatives are not worth their time.
+HIGHEST_REFLECTED = 30
+
+
 @op(aten.polygamma, aten.special_polygamma)
 def _aten_polygamma(n, self):
-  """The n-th derivative of digamma, by the Hurwitz zeta function for n > 0."""
+  """The n-th derivative of digamma: (-1)^(n+1) n! ζ(n + 1, x) for n > 0.
+
+  Left of 0 by reflection at 1/2 (DLMF, 5.15.6).
+  """
   if n < 0:
     raise RuntimeError(f"polygamma(n, x) does not support negative n, but got n={n}.")
   if n == 0:
     return _aten_digamma(self)
+  factorial = float(math.factorial(n)) if n <= 170 else math.inf
+  sign = 1.0 if n % 2 else -1.0
 
   def from_zeta(x):
-    factorial = math.exp(math.lgamma(n + 1.0))
-    sign = 1.0 if n % 2 else -1.0
-    return sign * factorial * special.zeta(jnp.full_like(x, n + 1.0), x)
+    return sign * factorial * _hurwitz_zeta(jnp.full_like(x, n + 1.0), x)
 
-  return _in_floats(from_zeta)(self)
+  def reflected(x):
+    is_left = (x < 0) & (x != jnp.floor(x))
+    inside = jnp.where(is_left, x, -0.5)
+    right = from_zeta(jnp.where(is_left, 1 - x, x))
+    if n == 1:  # torch has this limit, and none of the higher derivatives
+      right = jnp.where(x == math.inf, 0, right)
+    left = -math.pi * _derivative_of_cotangent(n, inside) - sign * right
+    return jnp.where(is_left, left, right)
+
+  return _in_floats(reflected if n <= HIGHEST_REFLECTED else from_zeta)(self)
+
+
+@op(aten.polygamma_.default, kind=Kind.TENSORS)
+def _aten_polygamma_(self, n):
+  """Its arguments stand in another order than those of the functional form."""
+  return self.copy_(torch.polygamma(n, self))
 
 
 @op(aten.mvlgamma, aten.special_multigammaln)
@@ -92,25 +140,96 @@ def _aten_igammac(self, other):
   return _in_floats(_with_one_shape(lax.igammac))(self, other)
 
 
+def _zeta_of_positive(exponent, offset):
+  """ζ(s, q) for s > 1 and q > 0; its first term alone where XLA's powers overflow."""
+  value = lax.zeta(exponent, offset)
+  overflowed = jnp.isnan(value) & jnp.isfinite(exponent) & jnp.isfinite(offset)
+  return jnp.where(overflowed, offset**-exponent, value)
+
+
+def _zeta_of_negative(exponent, offset):
+  """ζ(s, q) for an integer s > 1 and a q < 0 that is none.
+
+  The terms q + k on both sides of 0 make two zeta functions, each of the distance from
+  q to an integer beside it, less the terms beyond q: no loop from q to 0 is needed, and
+  what is close to a pole stays exact.
+  """
+  above = offset - jnp.floor(offset)
+  below = jnp.ceil(offset) - offset
+  parity = jnp.where(exponent % 2 == 0, 1, -1).astype(offset.dtype)
+  rest = _zeta_of_positive(exponent, below) - _zeta_of_positive(exponent, 1 - offset)
+  return _zeta_of_positive(exponent, above) + parity * rest
+
+
+def _hurwitz_zeta(exponent, offset):
+  is_pole = (offset <= 0) & (offset == jnp.floor(offset))
+  is_negative = (offset < 0) & ~is_pole
+  positive = _zeta_of_positive(exponent, jnp.where(offset > 0, offset, 1))
+  # A stand-in where the value is not used: no NaN of it reaches a gradient.
+  negative = _zeta_of_negative(exponent, jnp.where(is_negative, offset, -0.5))
+  negative = jnp.where(exponent == jnp.floor(exponent), negative, math.nan)
+  value = jnp.where(is_pole, math.inf, jnp.where(is_negative, negative, positive))
+  value = jnp.where(jnp.isnan(offset), offset, value)
+  return jnp.where(exponent > 1, value, jnp.where(exponent == 1, math.inf, math.nan))
+
+
 @op(aten.special_zeta)
 def _aten_special_zeta(self, other):
   """Hurwitz zeta: Σ (k + other)^-self over k ≥ 0; infinite at other = 0, -1, -2 …"""
-
-  def zeta(exponent, offset):
-    pole = (exponent > 1) & (offset <= 0) & (offset == jnp.floor(offset))
-    return jnp.where(pole, math.inf, lax.zeta(*jnp.broadcast_arrays(exponent, offset)))
-
-  return _in_floats(zeta)(self, other)
+  return _in_floats(_with_one_shape(_hurwitz_zeta))(self, other)
 
 
 # --- Error functions and entropies --------------------------------------------------
+
+
+# Chebyshev coefficients of (1 + 2x) erfcx(x), t = (x - 3) / (x + 3), on x ≥ 0, fitted
+# with mpmath at 60 digits.
+# fmt: off
+_ERFCX = (
+  1.17756257419656, 0.005353904539615676, -0.09377550342284209, 0.05436652555744322,
+  -0.018976596707845208, 0.004453426061462712, -0.0006335531710553147,
+  1.7661719523171593e-05, 1.2841532864056671e-05, -2.0072285659059913e-06,
+  -1.807522790414837e-07, 7.549828343825093e-08, 1.885668523838603e-09,
+  -2.699519049798364e-09, -1.460079119939105e-11, 1.0361607445969489e-10,
+  1.475715976623473e-12, -4.277340064396911e-12, -2.07922492859799e-13,
+  1.8134502003176963e-13, 1.973425574544739e-14, -7.287943737592673e-15,
+  -1.5169878690228116e-15, 2.3514112258781403e-16, 1.0006111691821667e-16,
+)
+# fmt: on
+ERFCX_CENTRE = 3.0
+
+
+def _erfcx(x):
+  magnitude = jnp.abs(x)
+  # Written so, infinity is no NaN.
+  t = 1 - 2 * ERFCX_CENTRE / (magnitude + ERFCX_CENTRE)
+  scaled = chebyshev(_ERFCX, t) / (1 + 2 * magnitude)
+  return jnp.where(x < 0, 2 * jnp.exp(jnp.square(x)) - scaled, scaled)
 
 
 @op(aten.special_erfcx)
 @_in_floats
 def _aten_special_erfcx(self):
   """exp(x²) erfc(x), without the overflow of its factors."""
-  return special.erfcx(self)
+  return _erfcx(self)
+
+
+@op(aten.erfinv, aten.special_erfinv)
+@_in_floats
+def _aten_erfinv(self):
+  """XLA's approximation and one step of Newton's method on erfc.
+
+  Near ±1 erfc keeps the digits that erf loses.
+  """
+  magnitude = jnp.abs(self)
+  start = lax.erf_inv(magnitude)
+  is_inside = magnitude < 1
+  start = jnp.where(is_inside, start, 0)
+  missing = jnp.where(magnitude < 0.5, magnitude - lax.erf(start), 0)
+  excess = jnp.where(magnitude < 0.5, 0, lax.erfc(start) - (1 - magnitude))
+  step = (missing + excess) * (math.sqrt(math.pi) / 2) * jnp.exp(jnp.square(start))
+  result = jnp.where(is_inside, start + step, lax.erf_inv(magnitude))
+  return jnp.where(self == 0, self, jnp.copysign(result, self))
 
 
 @op(aten.special_ndtr)
@@ -128,7 +247,11 @@ def _aten_special_ndtri(self):
 @op(aten.special_log_ndtr)
 @_in_floats
 def _aten_special_log_ndtr(self):
-  return special.log_ndtr(self)
+  """log of ndtr; on the left by erfcx, which does not underflow."""
+  half = self / math.sqrt(2)
+  left = jnp.log(_erfcx(-jnp.minimum(half, 0)) / 2) - jnp.square(half)
+  right = jnp.log1p(-lax.erfc(jnp.maximum(half, -1)) / 2)
+  return jnp.where(self < -1, left, right)
 
 
 @op(aten.special_entr)

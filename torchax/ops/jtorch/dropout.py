@@ -115,7 +115,10 @@ def _feature_dropout(input, p, training, inplace=False):
 def _with_batch(function, input, batched_dims: int, *args):
   if input.dim() == batched_dims:
     return function(input, *args)
-  return function(input.unsqueeze(0), *args).squeeze(0)
+  batched = input.unsqueeze(0)
+  result = function(batched, *args)
+  # In place, the view wrote through, and the caller has its own tensor back.
+  return input if result is batched else result.squeeze(0)
 
 
 def _check_dims(name: str, input, allowed: tuple[int, ...]) -> None:
@@ -176,6 +179,9 @@ def _torch_alpha_dropout(input, p, train):
 
 @register_function(F.feature_alpha_dropout, kind=Kind.TENSORS)
 def _feature_alpha_dropout(input, p=0.5, training=False, inplace=False):
+  if not training:
+    _check(p)
+    return input
   return _scaled_alpha_dropout(input, p, training, inplace, _feature_shape(input))
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.ops_registry import Kind
 
 
 @register_function(torch.take_along_dim, torch.Tensor.take_along_dim)
@@ -25,3 +26,21 @@ def _take_along_dim(input, indices, dim=None):
       "dimensions for indices"
     )
   return jnp.take_along_axis(input, indices, axis=dim)
+
+
+@register_function(torch.unravel_index, kind=Kind.TENSORS)
+def _unravel_index(indices, shape):
+  """Coordinates of flat indices; torch makes a tensor of the strides on the way."""
+  if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
+    raise ValueError(
+      "expected 'indices' to be an integer tensor, but got one of dtype "
+      f"{indices.dtype}"
+    )
+  sizes = [shape] if isinstance(shape, int) else list(shape)
+  if any(size < 0 for size in sizes):
+    raise ValueError(f"'shape' cannot have negative values, but got {tuple(sizes)}")
+  coordinates = []
+  for size in reversed(sizes):
+    coordinates.append(indices % size)
+    indices = indices.div(size, rounding_mode="floor")
+  return tuple(reversed(coordinates))

@@ -8,6 +8,7 @@ from jax import lax
 
 from torchax import _torch_compat
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.ops_registry import Kind
 
 
 @register_function(_torch_compat.linear)
@@ -28,12 +29,14 @@ def _linear(input, weight, bias=None):
   return product if bias is None else product + bias.astype(product.dtype)
 
 
-@register_function(_torch_compat.one_hot)
+@register_function(_torch_compat.one_hot, kind=Kind.TENSORS)
 def _one_hot(input, num_classes=-1):
   if num_classes == -1:
-    raise ValueError(
-      "one_hot on jax needs num_classes: the number of classes is a shape, which "
-      "cannot depend on the data."
-    )
+    # As torch: the number of classes is a shape, so the data is waited for.
+    num_classes = int(input.max()) + 1 if input.numel() else 0
+  return input._env.functions.call(_one_hot_of, input, num_classes)
+
+
+def _one_hot_of(input, num_classes):
   classes = jnp.arange(num_classes, dtype=input.dtype)
   return (input[..., None] == classes).astype(input.dtype)

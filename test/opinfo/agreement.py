@@ -1,0 +1,100 @@
+"""When a result on jax is the result of CPU torch.
+
+Structure, shapes and dtypes are equal. Numbers agree within the tolerance that
+`torch.testing` has for their dtype. Where they do not, both are measured against the
+same computation in double precision: two results that differ by their rounding alone
+are as far from it as each other.
+"""
+
+import torch
+from torch.testing._comparison import default_tolerances
+from torch.utils import _pytree as pytree
+
+from torchax.tensor import Tensor
+
+# What JAX holds without x64; the numbers are compared, the width is documented.
+NARROWED = {
+  torch.int64: torch.int32,
+  torch.float64: torch.float32,
+  torch.complex128: torch.complex64,
+}
+WIDE = {
+  torch.bfloat16: torch.float64,
+  torch.float16: torch.float64,
+  torch.float32: torch.float64,
+  torch.complex64: torch.complex128,
+}
+# A rounding error may be this many times that of CPU torch, which adds in blocks.
+ROUNDING = 4.0
+
+
+def widened(tree):
+  """The tensors of a tree in double precision; dtypes among the values as well."""
+
+  def widen(value):
+    if isinstance(value, torch.dtype):
+      return WIDE.get(value, value)
+    if isinstance(value, torch.Tensor) and value.dtype in WIDE:
+      return value.detach().to(WIDE[value.dtype])
+    return value
+
+  return pytree.tree_map(widen, tree)
+
+
+def assert_agree(actual, expected, exact=None, x64=False) -> None:
+  """Two trees agree.
+
+  Args:
+    actual: tree of jax tensors and values.
+    expected: the tree of CPU torch.
+    exact: None, or a function that computes the tree in double precision; called
+      only where numbers differ by more than their dtype's tolerance.
+    x64: 64-bit dtypes are kept.
+
+  Raises:
+    AssertionError: they do not; says where and by how much.
+  """
+  actual_leaves = pytree.tree_leaves(actual)
+  expected_leaves = pytree.tree_leaves(expected)
+  assert len(actual_leaves) == len(expected_leaves), (
+    f"{len(actual_leaves)} results instead of {len(expected_leaves)}"
+  )
+  for place, (have, want) in enumerate(zip(actual_leaves, expected_leaves)):
+    if not isinstance(want, torch.Tensor):
+      assert have == want or (have != have and want != want), f"{have} is not {want}"
+      continue
+    assert isinstance(have, Tensor), f"result {place} is not on jax: {type(have)}"
+    have, want = have.detach().cpu(), plain(want, x64)
+    try:
+      torch.testing.assert_close(have, want, equal_nan=True)
+    except AssertionError:
+      if exact is None or have.shape != want.shape or have.dtype not in WIDE:
+        raise
+      assert have.dtype == want.dtype, f"{have.dtype} instead of {want.dtype}"
+      truth = pytree.tree_leaves(exact())[place]
+      if not _is_rounding(have, want, truth):
+        raise
+
+
+def plain(tensor: torch.Tensor, x64: bool) -> torch.Tensor:
+  """A CPU tensor without lazy conjugation, in the width that jax has."""
+  tensor = tensor.detach().resolve_conj().resolve_neg()
+  return tensor if x64 else tensor.to(NARROWED.get(tensor.dtype, tensor.dtype))
+
+
+def _is_rounding(have, want, truth) -> bool:
+  """Errors beyond the tolerance are, sorted by size, no larger than CPU torch's."""
+  dtype = have.dtype
+  truth = truth.detach().resolve_conj().resolve_neg().to(WIDE[have.dtype])
+  have, want = have.to(truth.dtype), want.to(truth.dtype)
+  is_finite = have.isfinite()
+  if not torch.equal(is_finite, want.isfinite()):
+    return False
+  if not torch.equal(have[~is_finite].nan_to_num(), want[~is_finite].nan_to_num()):
+    return False
+  have, want, truth = have[is_finite], want[is_finite], truth[is_finite]
+  rtol, atol = default_tolerances(dtype)
+  allowed = atol + rtol * truth.abs()
+  ours = ((have - truth).abs() - allowed).clamp(min=0).sort().values
+  theirs = (want - truth).abs().sort().values
+  return bool((ours <= ROUNDING * theirs).all())

@@ -1,0 +1,292 @@
+"""What is asked of one operator with one suggested input: CPU torch is the oracle.
+
+Each check raises AssertionError, or what the operator raised. An input that CPU torch
+refuses is `NotComparable`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from opinfo.agreement import assert_agree, widened
+from opinfo.special_cases import RANDOM, comparable, without_numbers
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils import _pytree as pytree
+
+import torchax
+from torchax.interop import jax_jit
+from torchax.tensor import Tensor
+
+
+class NotComparable(Exception):
+  """CPU torch refuses the input as well."""
+
+
+class _Place:
+  """Where a tensor stands in what a compiled function returned."""
+
+
+def tensors_of(tree) -> list[torch.Tensor]:
+  return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+  return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _copy_with_storage(tensor: torch.Tensor, device: str) -> torch.Tensor:
+  """A copy; one that shows a part of its storage shows the same part of a copy."""
+  tensor = tensor.detach()
+  if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+    return tensor.clone().to(device)
+  storage = tensor.untyped_storage()
+  extent = storage.nbytes() // tensor.itemsize
+  if tensor.is_contiguous() and extent == tensor.numel():
+    return tensor.clone().to(device)
+  whole = tensor.new_empty(0).set_(storage, 0, (extent,), (1,))
+  return (
+    whole.clone()
+    .to(device)
+    .as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+  )
+
+
+def copied(tree, device: str, requires_grad=False, skip=()):
+  """The tensors of a tree as new leaves on a device; devices in it are that device."""
+  seen = {}
+
+  def copy(value):
+    if isinstance(value, torch.Tensor):
+      if id(value) not in seen:
+        moved = _copy_with_storage(value, device).detach()
+        wanted = requires_grad and _is_differentiable(value) and id(value) not in skip
+        seen[id(value)] = moved.requires_grad_(wanted)
+      return seen[id(value)]
+    if value == "cpu" or (isinstance(value, torch.device) and value.type == "cpu"):
+      return torch.device(device)
+    return value
+
+  return pytree.tree_map(copy, tree)
+
+
+def _parts(sample: SampleInput) -> tuple:
+  return (sample.input, *sample.args), sample.kwargs
+
+
+def _on_cpu(call: Callable):
+  """What CPU torch makes of it."""
+  torch.manual_seed(0)
+  try:
+    return call()
+  except Exception as error:
+    raise NotComparable(f"{type(error).__name__}: {error}") from error
+
+
+def _exactly(call: Callable, parts, output=lambda result: result) -> Callable:
+  """The same in double precision, where torch has it."""
+
+  def compute():
+    args, kwargs = widened(parts)
+    torch.manual_seed(0)
+    return output(call(*args, **kwargs))
+
+  return compute
+
+
+class Checks:
+  """The checks of one operator.
+
+  Args:
+    name: as `database` names it.
+    op: its description.
+    x64: 64-bit dtypes are kept.
+  """
+
+  def __init__(self, name: str, op: OpInfo, x64: bool):
+    self.name, self.op, self.x64 = name, op, x64
+
+  def _agree(self, actual, expected, sample, exact) -> None:
+    assert_agree(
+      comparable(self.name, actual, sample),
+      comparable(self.name, expected, sample),
+      exact and (lambda: comparable(self.name, exact(), sample)),
+      self.x64,
+    )
+
+  def _expected(self, call: Callable, sample: SampleInput):
+    args, kwargs = copied(_parts(sample), "cpu")
+    return _on_cpu(lambda: call(*args, **kwargs))
+
+  def forward(self, sample: SampleInput) -> None:
+    """Values, shapes and dtypes of the results."""
+    expected = self._expected(self.op, sample)
+    args, kwargs = copied(_parts(sample), "jax")
+    torch.manual_seed(0)
+    with torchax.default_env():
+      actual = self.op(*args, **kwargs)
+    self._agree(actual, expected, sample, _exactly(self.op, _parts(sample)))
+
+  def jit(self, sample: SampleInput) -> None:
+    """The same in a function compiled by `jax_jit`."""
+    expected = self._expected(self.op, sample)
+    args, kwargs = copied(_parts(sample), "jax")
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+
+    def run(*tensors):
+      rest = iter(tensors)
+      filled = [next(rest) if isinstance(v, Tensor) else v for v in leaves]
+      args, kwargs = pytree.tree_unflatten(filled, spec)
+      result = self.op(*args, **kwargs)
+      # What torch returns besides tensors is known while tracing.
+      others.append(pytree.tree_map_only(Tensor, lambda _: _Place(), result))
+      return tensors_of(result)
+
+    others = []
+    torch.manual_seed(0)
+    with torchax.default_env():
+      actual = jax_jit(run)(*tensors_of(leaves))
+    rest = iter(actual)
+    filled = pytree.tree_map_only(_Place, lambda _: next(rest), others[-1])
+    self._agree(filled, expected, sample, _exactly(self.op, _parts(sample)))
+
+  def gradient(self, sample: SampleInput) -> None:
+    """Gradients of all inputs that torch differentiates, by eager autograd."""
+    skip, (expected, leaves) = self._cpu_gradient(sample)
+    torch.manual_seed(0)
+    with torchax.default_env():
+      actual = self._gradients(sample, "jax", skip)[0]
+    if self.name in RANDOM:
+      actual, expected = without_numbers(actual), without_numbers(expected)
+    exact = _exactly_gradient(self, sample, skip)
+    assert_agree(actual, expected, exact, self.x64)
+
+  def _cpu_gradient(self, sample):
+    """The gradients and the inputs that torch refuses to differentiate."""
+    skip = set()
+    parts = tensors_of(_parts(sample))
+    while True:
+      try:
+        torch.manual_seed(0)
+        return skip, self._gradients(sample, "cpu", skip)
+      except RuntimeError as error:
+        refused = _refused(error, parts, skip)
+        if refused is None:
+          raise NotComparable(f"{type(error).__name__}: {error}") from error
+        skip.add(id(refused))
+
+  def _gradients(self, sample, device, skip, parts=None):
+    """Gradients of a fixed weighting of the results."""
+    args, kwargs = copied(parts or _parts(sample), device, True, skip)
+    result = sample.output_process_fn_grad(self.op(*args, **kwargs))
+    outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    leaves = [leaf for leaf in tensors_of((args, kwargs)) if leaf.requires_grad]
+    if not outputs:
+      raise NotComparable("no result is differentiable")
+    weights = [_weights(output, place) for place, output in enumerate(outputs)]
+    return torch.autograd.grad(outputs, leaves, weights, allow_unused=True), leaves
+
+  def in_place(self, sample: SampleInput) -> None:
+    """The in-place form changes its input as CPU torch does, or refuses as well."""
+    self._changes(sample, self.op.inplace_variant)
+
+  def _changes(self, sample, variant) -> None:
+    args, kwargs = copied(_parts(sample), "cpu")
+    torch.manual_seed(0)
+    try:
+      variant(*args, **kwargs)
+    except Exception as error:
+      self._refuses(sample, variant, error)
+      return
+    expected = args[0]
+    args, kwargs = copied(_parts(sample), "jax")
+    torch.manual_seed(0)
+    with torchax.default_env():
+      returned = variant(*args, **kwargs)
+    assert returned is args[0], "the in-place form does not return its input"
+    exact = _exactly(variant, _parts(sample))
+    self._agree(args[0], expected, sample, exact)
+
+  def _refuses(self, sample, call, error: Exception) -> None:
+    with torchax.default_env():
+      try:
+        args, kwargs = copied(_parts(sample), "jax")
+        call(*args, **kwargs)
+      except Exception as ours:
+        assert_same_refusal(ours, error)
+        return
+    raise AssertionError(f"CPU torch raises {type(error).__name__}: {error}")
+
+  def out(self, sample: SampleInput) -> None:
+    """`out=` is filled and returned; one without elements is resized."""
+    shapes = self._expected(self.op, sample)
+
+    def into(device, args, kwargs):
+      given = pytree.tree_map_only(
+        torch.Tensor, lambda t: torch.zeros_like(t, device=device), shapes
+      )
+      torch.manual_seed(0)
+      returned = self.op(*args, **kwargs, out=given)
+      for have, out in zip(tensors_of(returned), tensors_of(given)):
+        assert have is out or have.is_set_to(out), "what is returned is not `out`"
+      return given
+
+    args, kwargs = copied(_parts(sample), "cpu")
+    expected = _on_cpu(lambda: into("cpu", args, kwargs))
+    args, kwargs = copied(_parts(sample), "jax")
+    with torchax.default_env():
+      actual = into("jax", args, kwargs)
+    self._agree(actual, expected, sample, _exactly(self.op, _parts(sample)))
+
+  def error(self, error_input) -> None:
+    """Where torch raises, we raise."""
+    sample = error_input.sample_input
+    args, kwargs = copied(_parts(sample), "cpu")
+    try:
+      self.op(*args, **kwargs)
+    except Exception as error:
+      self._refuses(sample, self.op, error)
+      return
+    raise NotComparable("CPU torch takes it")
+
+
+# What torch's own kernels raise for one mistake differs between its backends.
+_REFUSALS = (
+  RuntimeError,
+  ValueError,
+  TypeError,
+  IndexError,
+  NotImplementedError,
+)
+
+
+def assert_same_refusal(ours: Exception, theirs: Exception) -> None:
+  """Ours is torch's type of error, or another that says that the input is wrong."""
+  assert isinstance(ours, (type(theirs), *_REFUSALS)), (
+    f"{type(ours).__name__} ({ours}) instead of {type(theirs).__name__} ({theirs})"
+  )
+
+
+def _exactly_gradient(checks: Checks, sample, skip) -> Callable:
+  def compute():
+    leaves, spec = pytree.tree_flatten(_parts(sample))
+    wide = [widened(leaf) for leaf in leaves]
+    wide_skip = {id(w) for leaf, w in zip(leaves, wide) if id(leaf) in skip}
+    torch.manual_seed(0)
+    parts = pytree.tree_unflatten(wide, spec)
+    return checks._gradients(sample, "cpu", wide_skip, parts)[0]
+
+  return compute
+
+
+def _weights(output: torch.Tensor, seed: int) -> torch.Tensor:
+  """Fixed numbers in [0, 1) that bfloat16 holds, in the output's dtype and place."""
+  generator = torch.Generator().manual_seed(seed)
+  drawn = torch.rand(output.shape, generator=generator, device="cpu")
+  return drawn.bfloat16().to(output.dtype).to(output.device)
+
+
+def _refused(error: RuntimeError, parts, skip):
+  """The next input to hold constant, if torch says that one has no derivative."""
+  if "not differentiable with respect to argument" not in str(error):
+    return None
+  rest = [t for t in parts if _is_differentiable(t) and id(t) not in skip]
+  return rest[-1] if len(rest) > 1 else None

@@ -1,0 +1,148 @@
+"""What differs from CPU torch, a row for each difference, with the reason.
+
+`test_op_db.py` fails where an operator differs that is not listed here, and, in the
+full form, where one is listed that does not.
+"""
+
+import dataclasses
+import fnmatch
+
+import torch
+
+from torchax.errors import TracedStateError, UnsupportedDtypeError
+
+CHECKS = ("forward", "jit", "gradient", "in_place", "out", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+  """One row.
+
+  Attributes:
+    operators: names, with `*` for any characters.
+    checks: in which of `CHECKS`.
+    reason: why it differs.
+    raises: the error; AssertionError where numbers, shapes or dtypes differ.
+    dtypes: where; everywhere if empty.
+    message: part of the error's text.
+  """
+
+  operators: tuple[str, ...]
+  checks: tuple[str, ...]
+  reason: str
+  raises: type[Exception] = AssertionError
+  dtypes: tuple[torch.dtype, ...] = ()
+  message: str = ""
+
+  def names(self, operator: str) -> bool:
+    return any(fnmatch.fnmatchcase(operator, pattern) for pattern in self.operators)
+
+  def covers(self, operator: str, check: str, dtype: torch.dtype) -> bool:
+    is_dtype = not self.dtypes or dtype in self.dtypes
+    return check in self.checks and is_dtype and self.names(operator)
+
+  def matches(self, problem: Exception) -> bool:
+    """The problem is the one that is expected."""
+    return isinstance(problem, self.raises) and self.message in str(problem)
+
+
+ALL = CHECKS[:-1]
+ON_VALUES = "the shape of the result depends on data, which is not known in a trace"
+ON_NUMBER = "torch's semantics ask for a number, which is not known in a trace"
+
+DIFFERENCES: tuple[Difference, ...] = (
+  Difference(
+    ("sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"),
+    ALL,
+    "sparse layouts: torchax holds dense tensors and says so",
+    UnsupportedDtypeError,
+  ),
+  Difference(
+    ("chalf",),
+    ALL,
+    "JAX has no complex numbers of half precision",
+    UnsupportedDtypeError,
+  ),
+  Difference(
+    ("argwhere", "combinations", "masked_select", "nonzero", "unique*"),
+    ("jit",),
+    ON_VALUES,
+    TypeError,
+    message="unknown inside a JAX transformation",
+  ),
+  Difference(
+    ("item", "allclose", "equal", "narrow", "nn.functional.gaussian_nll_loss"),
+    ("jit",),
+    ON_NUMBER,
+    TracedStateError,
+  ),
+  Difference(
+    ("float_power",),
+    ("out",),
+    "without x64 there is no float64 tensor, which torch insists on for `out=`",
+    RuntimeError,
+    (torch.float32, torch.bfloat16, torch.bool),
+    "requires dtype",
+  ),
+  Difference(
+    ("kthvalue", "masked_select", "take", "cat"),
+    ("error",),
+    "arrays are values: `out=` is written after the result is computed, so that it may "
+    "share memory with an input",
+    message="single memory location",
+  ),
+  Difference(
+    ("aminmax", "gather", "complex"),
+    ("error",),
+    "`out=` takes a wider dtype everywhere; these kernels of torch alone do not",
+    message="type",
+  ),
+  Difference(
+    ("gradient",),
+    ("error",),
+    "the wrong input is a tensor on meta, which has no data to move to jax",
+    NotImplementedError,
+  ),
+  Difference(
+    ("abs",),
+    ("in_place",),
+    "torch refuses to write magnitudes into complex numbers",
+    dtypes=(torch.complex64,),
+    message="not supported for complex",
+  ),
+  Difference(
+    ("nn.functional.embedding_bag",),
+    ("gradient",),
+    "sparse gradients: torchax holds dense tensors and says so",
+    NotImplementedError,
+    message="sparse=False",
+  ),
+  Difference(
+    ("native_group_norm", "native_layer_norm", "native_batch_norm", "_native_batch_*"),
+    ("forward", "jit", "out"),
+    "mean and reciprocal deviation stay float32 for the backward pass, as on CUDA",
+    dtypes=(torch.bfloat16,),
+    message="float32 instead of torch.bfloat16",
+  ),
+  Difference(
+    ("sort", "msort"),
+    ("gradient",),
+    "among equal elements either may have the gradient; bfloat16 has many",
+    dtypes=(torch.bfloat16,),
+    message="not close",
+  ),
+  Difference(
+    ("scatter", "scatter_add"),
+    ("error",),
+    "indices are not read back to be checked, as on other accelerators: one out of "
+    "range is dropped",
+    message="out of bounds",
+  ),
+)
+
+
+def expected(operator: str, check: str, dtype: torch.dtype) -> Difference | None:
+  """The row for a check of an operator, if there is one."""
+  rows = [row for row in DIFFERENCES if row.covers(operator, check, dtype)]
+  assert len(rows) <= 1, f"{operator} {check} {dtype} has {len(rows)} rows"
+  return rows[0] if rows else None

@@ -1,0 +1,95 @@
+"""Operators whose results are not numbers to compare one by one."""
+
+import functools
+
+import torch
+from torch.utils import _pytree as pytree
+
+# Drawn numbers: shapes and dtypes are compared here, laws and distributions in
+# test/rng.
+RANDOM = frozenset(
+  {
+    *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial"),
+    *("normal", "normal.in_place", "normal.number_mean", "uniform"),
+    *("rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *(f"nn.functional.{name}" for name in ("alpha_dropout", "dropout", "dropout2d")),
+    *("nn.functional.dropout3d", "nn.functional.feature_alpha_dropout.with_train"),
+    *(f"nn.functional.fractional_max_pool{rank}d" for rank in (2, 3)),
+    *("nn.functional.rrelu", "pca_lowrank", "svd_lowrank"),
+  }
+)
+# Memory that nobody wrote.
+UNDEFINED = frozenset(
+  {
+    *("empty", "empty_like", "empty_permuted", "empty_strided"),
+    *("new_empty", "new_empty_strided"),
+  }
+)
+
+
+def without_numbers(tree):
+  """The tree with zeros in its tensors."""
+  return pytree.tree_map_only(torch.Tensor, torch.zeros_like, tree)
+
+
+def comparable(name: str, result, sample):
+  """What of a result is unique."""
+  if name in RANDOM or name in UNDEFINED:
+    return without_numbers(result)
+  return UNIQUE[name](result, sample) if name in UNIQUE else result
+
+
+def _product(factors):
+  def multiply(result, sample):
+    return factors(*result)
+
+  return multiply
+
+
+def _values_alone(result, sample, place=1):
+  """Indices of equal elements may be any of them: what they point to is compared.
+
+  `place` is that of `dim` among the arguments after the input.
+  """
+  values, indices = result
+  if not values.dim() or not sample.input.dim():
+    return values
+  numbers = [arg for arg in sample.args if not isinstance(arg, bool)]
+  dim = numbers[place] if len(numbers) > place else sample.kwargs.get("dim", -1)
+  is_kept = sample.kwargs.get("keepdim", values.dim() == sample.input.dim())
+  places = indices if is_kept else indices.unsqueeze(dim)
+  return values, sample.input.to(values.device).gather(dim, places.long())
+
+
+def _fix_columns(vectors):
+  """Columns are unique up to a factor of length one; the largest element is real."""
+  if not vectors.numel():
+    return vectors
+  largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+  return vectors * (largest.conj() / largest.abs())
+
+
+def _exponential(result, sample):
+  """A complex logarithm is unique up to whole turns of its imaginary part."""
+  return (
+    (result.real, result.imag.cos(), result.imag.sin())
+    if result.is_complex()
+    else result
+  )
+
+
+def _ordered(result, sample):
+  """The elements in the order of `argsort`; equal ones may be exchanged."""
+  dim = sample.args[0] if sample.args else sample.kwargs.get("dim", -1)
+  source = sample.input.to(result.device)
+  return source.gather(dim, result.long()) if source.dim() else result
+
+
+UNIQUE = {
+  "argsort": _ordered,
+  "sort": functools.partial(_values_alone, place=0),
+  "logcumsumexp": _exponential,
+  "topk": _values_alone,
+  "kthvalue": _values_alone,
+  "linalg.eigh": _product(lambda values, vectors: (values, _fix_columns(vectors))),
+}

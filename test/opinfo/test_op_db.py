@@ -1,0 +1,116 @@
+"""Every operator of torch's `op_db`, in every dtype, against CPU torch.
+
+The quick form takes few of the suggested inputs; `make test-opinfo` takes many and
+also fails where `expectations.py` lists a difference that is none.
+"""
+
+import warnings
+
+import jax
+import pytest
+import torch
+from opinfo import database, expectations
+from opinfo.checks import Checks, NotComparable
+
+# How many inputs each check takes.
+FULL = {"forward": 20, "gradient": 20, "jit": 4, "in_place": 4, "out": 4, "error": None}
+QUICK = {
+  torch.float32: {
+    "forward": 2,
+    "gradient": 2,
+    "jit": 1,
+    "in_place": 1,
+    "out": 1,
+    "error": None,
+  },
+  torch.int64: {"forward": 2, "in_place": 1, "out": 1},
+  torch.bool: {"forward": 1},
+  torch.bfloat16: {"forward": 1, "gradient": 1},
+  torch.complex64: {"forward": 1, "gradient": 1},
+  torch.float64: {"forward": 1, "gradient": 1},
+}
+# 64 bits are kept where the dtype or the error needs them.
+X64 = (torch.int64, torch.float64)
+
+
+def _is_asked(check: str, op, dtype: torch.dtype) -> bool:
+  if check == "gradient":
+    return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+  if check == "in_place":
+    return op.inplace_variant is not None
+  if check == "error":
+    return op.error_inputs_func is not None and dtype is torch.float32
+  return op.supports_out if check == "out" else True
+
+
+def _problem(checks: Checks, check: str, inputs) -> Exception | str | None:
+  """The first failure; else why nothing could be compared, if nothing could."""
+  refused = None
+  compared = 0
+  for given in inputs:
+    try:
+      getattr(checks, check)(given)
+      compared += 1
+    except NotComparable as refusal:
+      refused = str(refusal)
+    except Exception as error:
+      return error
+  return refused if refused and not compared else None
+
+
+def _verdict(name, check, dtype, problem) -> str:
+  """What is recorded of a check.
+
+  Raises:
+    AssertionError: the problem is not what is expected, or there is none where one is.
+  """
+  row = expectations.expected(name, check, dtype)
+  if isinstance(problem, str):
+    return f"CPU torch refuses: {problem}"
+  if problem is None:
+    if row is not None and database.IS_FULL:
+      raise AssertionError(f"{check}: agrees now, so its row can go: {row.reason}")
+    return "right"
+  if row is None or not row.matches(problem):
+    raise AssertionError(f"{check}: {type(problem).__name__}: {problem}") from problem
+  return f"differs: {row.reason}"
+
+
+CASES = database.cases()
+
+
+@pytest.mark.parametrize(
+  ("name", "dtype"), CASES, ids=[f"{n}-{str(d)[6:]}" for n, d in CASES]
+)
+def test_agrees_with_cpu_torch(name, dtype, record_property):
+  op = database.operators()[name]
+  counts = FULL if database.IS_FULL else QUICK[dtype]
+  failures = []
+  for check, most in counts.items():
+    if not _is_asked(check, op, dtype):
+      continue
+    x64 = dtype in X64 or check == "error"
+    with warnings.catch_warnings(), jax.enable_x64(x64):
+      warnings.simplefilter("ignore")  # torch's on experimental and renamed functions
+      is_error = check == "error"
+      given = (
+        database.error_inputs(op) if is_error else database.samples(op, dtype, most)
+      )
+      problem = _problem(Checks(name, op, x64), check, given)
+    try:
+      record_property(check, _verdict(name, check, dtype, problem))
+    except AssertionError as failure:
+      record_property(check, "wrong")
+      failures.append(failure)
+  if failures:
+    raise ExceptionGroup(f"{name} {dtype}", failures)
+
+
+def test_the_sweep_is_not_empty():
+  assert len(CASES) > 3000
+
+
+@pytest.mark.parametrize("row", expectations.DIFFERENCES, ids=lambda row: row.reason)
+def test_every_row_names_operators_that_exist(row):
+  for pattern in row.operators:
+    assert any(row.names(name) for name in database.operators()), pattern

@@ -1,0 +1,43 @@
+"""Assertions of exported programs raise where they do not hold."""
+
+import pytest
+import torch
+
+import torchax
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def env():
+  with torchax.default_env() as environment:
+    yield environment
+
+
+def test_metadata_that_agrees_is_accepted():
+  x = torch.ones(2, 3, device="jax")
+  checked = aten._assert_tensor_metadata(x, [2, 3], None, torch.float32)
+  assert checked is None
+  aten._assert_tensor_metadata(torch.arange(3).to("jax"), [3], None, torch.int64)
+
+
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [
+    (([3, 2],), "sizes mismatch"),
+    ((None, None, torch.bfloat16), "dtype mismatch"),
+  ],
+)
+def test_metadata_that_differs_is_refused(args, message):
+  x = torch.ones(2, 3)
+  with pytest.raises(RuntimeError, match=message):
+    aten._assert_tensor_metadata(x, *args)
+  with pytest.raises(RuntimeError, match=message):
+    aten._assert_tensor_metadata(x.to("jax"), *args)
+
+
+def test_a_number_is_asserted(env):
+  run = env._get_op_or_decomp(aten._assert_scalar).func
+  run(1, "not shown")
+  with pytest.raises(RuntimeError, match="x > 0"):
+    run(False, "x > 0")

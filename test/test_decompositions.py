@@ -1,0 +1,115 @@
+"""Decompositions: the table is torch's, and ours mean what the operations mean."""
+
+import pytest
+import torch
+from compare import assert_same
+
+import torchax
+from torchax import decompositions
+from torchax.interop import jax_jit
+from torchax.ops import ops_registry
+from torchax.ops.schema import schema_of
+
+aten = torch.ops.aten
+HALVES = torch.full((40, 50), 0.5)
+
+
+@pytest.fixture(autouse=True)
+def env():
+  torch.manual_seed(0)
+  with torchax.default_env() as environment:
+    yield environment
+
+
+def test_random_operations_are_not_decomposed():
+  assert decompositions.DECOMPOSITIONS is ops_registry.decompositions
+  assert aten.native_dropout.default not in decompositions.DECOMPOSITIONS
+  assert aten.addcmul.default in decompositions.DECOMPOSITIONS
+
+
+def test_mutable_decompositions_are_those_that_write():
+  mutable = decompositions.MUTABLE_DECOMPOSITION
+  assert aten.addcmul_.default in mutable or aten.addcmul.out in mutable
+  assert all(schema_of(op).written for op in mutable)
+  assert not {aten.addcmul.default} & set(mutable)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_bernoulli_has_the_given_probabilities(device):
+  probabilities = torch.tensor([0.0, 0.25, 1.0]).expand(4000, 3).to(device)
+  drawn = decompositions.bernoulli(probabilities)
+  assert drawn.dtype == torch.float32 and drawn.device == probabilities.device
+  never, seldom, always = drawn.mean(0).tolist()
+  # Four standard deviations of a mean of 4000 draws.
+  assert never == 0 and always == 1 and abs(seldom - 0.25) < 4 * (0.1875 / 4000) ** 0.5
+
+
+def test_bernoulli_of_halves_can_be_rare():
+  rare = torch.full((100, 1000), 2.0**-12, dtype=torch.bfloat16, device="jax")
+  count = decompositions.bernoulli(rare).float().sum().item()
+  # 24 expected; in bfloat16 one draw of 256 would be exactly zero, so about 390.
+  assert 4 < count < 50
+
+
+def test_draws_come_from_the_current_stream_and_from_generators():
+  halves = HALVES.to("jax")
+  torch.manual_seed(1)
+  first, second = decompositions.bernoulli(halves), decompositions.bernoulli(halves)
+  assert not torch.equal(first, second)
+  torch.manual_seed(1)
+  assert torch.equal(first, decompositions.bernoulli(halves))
+  with torchax.rng_scope(3):
+    scoped = decompositions.rand_like(halves)
+  with torchax.rng_scope(3):
+    assert torch.equal(scoped, decompositions.rand_like(halves))
+  generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+  one, other = (decompositions.bernoulli(halves, generator=g) for g in generators)
+  assert torch.equal(one, other) and not torch.equal(one, first)
+
+
+def test_rand_like_takes_its_options_from_the_tensor_and_the_call():
+  source = torch.zeros(2, 3, dtype=torch.bfloat16, device="jax")
+  drawn = decompositions.rand_like(source)
+  assert drawn.shape == (2, 3) and drawn.dtype == torch.bfloat16
+  assert drawn.device == source.device
+  other = decompositions.rand_like(source, dtype=torch.float32, device="cpu")
+  assert other.dtype == torch.float32 and other.device.type == "cpu"
+
+
+def test_a_compiled_decomposition_draws_as_an_eager_one():
+  halves = HALVES.to("jax")
+  compiled = jax_jit(decompositions.bernoulli)
+  torch.manual_seed(2)
+  eager = [decompositions.bernoulli(halves) for _ in range(2)]
+  torch.manual_seed(2)
+  assert all(torch.equal(compiled(halves), draw) for draw in eager)
+
+
+def test_bernoulli_float_fills_in_place():
+  tensor = torch.zeros(40, 50, dtype=torch.int32, device="jax")
+  row = tensor[0]
+  assert decompositions.bernoulli_float(tensor, 1.0) is tensor
+  assert row.tolist() == [1] * 50
+  decompositions.bernoulli_float(tensor)
+  assert 0.4 < tensor.float().mean().item() < 0.6
+  with pytest.raises(RuntimeError, match="p to be in"):
+    decompositions.bernoulli_float(tensor, 1.5)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 3), (1, 4, 2, 5)])
+def test_channel_shuffle_is_torch_s(shape):
+  x = torch.arange(torch.Size(shape).numel()).view(shape)
+  assert_same(
+    decompositions.channel_shuffle(x.to("jax"), 2), torch.channel_shuffle(x, 2)
+  )
+
+
+@pytest.mark.parametrize(
+  ("shape", "groups"), [((4, 4), 2), ((1, 4, 2), 3), ((1, 4, 2), 0)]
+)
+def test_channel_shuffle_refuses_what_torch_refuses(shape, groups):
+  x = torch.zeros(shape)
+  with pytest.raises(RuntimeError):
+    torch.channel_shuffle(x, groups)
+  with pytest.raises(RuntimeError, match="channel_shuffle expects"):
+    decompositions.channel_shuffle(x, groups)

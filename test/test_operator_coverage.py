@@ -1,0 +1,48 @@
+"""The page on operators says what the report says."""
+
+import pytest
+
+from tools import operator_coverage
+
+REPORT = """<testsuites><testsuite>
+<testcase name="test_agrees_with_cpu_torch[add-float32]"><properties>
+<property name="forward" value="right"/><property name="jit" value="right"/>
+</properties></testcase>
+<testcase name="test_agrees_with_cpu_torch[linalg.svd-float32]"><properties>
+<property name="forward" value="right"/>
+<property name="jit" value="differs: no number"/>
+</properties></testcase>
+<testcase name="test_agrees_with_cpu_torch[jiterator-float32]"><properties>
+<property name="forward" value="CPU torch refuses: no GPU"/>
+</properties></testcase>
+<testcase name="test_agrees_with_cpu_torch[add-int64]"><properties>
+<property name="forward" value="wrong"/>
+</properties></testcase>
+<testcase name="test_the_sweep_is_not_empty"/>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture
+def page(tmp_path):
+  report = tmp_path / "report.xml"
+  report.write_text(REPORT)
+  return operator_coverage.render(operator_coverage.read(report))
+
+
+def test_what_cpu_torch_refuses_is_not_counted(page):
+  assert "| results | 2 of 2 | – | – | – | 0 of 1 | – |" in page
+
+
+def test_a_difference_is_named_with_its_reason(page):
+  assert "| `linalg.svd` | under `jax_jit` | no number |" in page
+
+
+def test_an_operator_is_as_good_as_its_worst_dtype(page):
+  assert "| `add` | float32, int64 | ✗ | – | ✓ | – | – | – |" in page
+
+
+def test_a_report_without_verdicts_is_refused(tmp_path):
+  report = tmp_path / "report.xml"
+  report.write_text("<testsuites><testsuite/></testsuites>")
+  with pytest.raises(ValueError, match="make test-opinfo"):
+    operator_coverage.read(report)

@@ -1,0 +1,276 @@
+"""Every view operator of torch, by its schema: records, aliasing, and under `jax_jit`.
+
+A view that is added to torch has to be entered here. Public functions are in
+`test_view.py`.
+"""
+
+import pytest
+import torch
+from compare import assert_same
+from ops.harness import floats
+
+from torchax.interop import jax_jit
+from torchax.ops.schema import schema_of
+
+aten = torch.ops.aten
+BASE = floats(4, 6)
+CUBE = floats(2, 2, 6)
+COMPLEX = torch.complex(floats(3, 2), floats(3, 2, seed=1))
+PAIRS = floats(3, 2)
+
+# (overload, source, arguments)
+ROWS = [
+  ("_conj", COMPLEX),
+  ("_neg_view", BASE),
+  ("_reshape_alias", BASE, [2, 12], [12, 1]),
+  ("adjoint", COMPLEX),
+  ("adjoint", CUBE),
+  ("_unsafe_view", BASE, [3, 8]),
+  ("alias", BASE),
+  ("as_strided", BASE, [2, 3], [6, 2], 1),
+  ("as_strided", BASE, [3, 2], [1, 3]),
+  ("as_strided", BASE, [], [], 5),
+  ("broadcast_to", BASE, [4, 6]),
+  ("chunk", BASE, 3, 1),
+  ("chunk", BASE, 3),
+  ("conj", COMPLEX),
+  ("conj", BASE),
+  ("contiguous", BASE),
+  ("detach", BASE),
+  ("diagonal", BASE, 1),
+  ("diagonal", CUBE, -1, 2, 0),
+  ("diagonal", BASE, 6),
+  ("dsplit.array", CUBE, [1, 4]),
+  ("dsplit.int", CUBE, 3),
+  ("expand", BASE, [1, 4, -1]),
+  ("expand_as", BASE, BASE),
+  ("flatten.using_ints", CUBE, 1),
+  ("flatten.using_ints", BASE, 0, 0),
+  ("hsplit.array", BASE, [2, 3]),
+  ("hsplit.int", BASE, 2),
+  ("imag", COMPLEX),
+  ("imag", COMPLEX.conj()),
+  ("lift_fresh", BASE),
+  ("linalg_diagonal", CUBE),
+  ("mH", COMPLEX),
+  ("mT", CUBE),
+  ("matrix_H", COMPLEX),
+  ("moveaxis.int", CUBE, 0, 2),
+  ("moveaxis.intlist", CUBE, [0, 2], [1, 0]),
+  ("movedim.int", CUBE, 0, -1),
+  ("movedim.intlist", CUBE, [0, 1], [2, 0]),
+  ("narrow", BASE, 1, 2, 3),
+  ("narrow", BASE, 0, -2, 2),
+  ("narrow.Tensor", BASE, 1, torch.tensor(2), 3),
+  ("numpy_T", BASE),
+  ("permute", CUBE, [2, 0, 1]),
+  ("permute", CUBE, [-1, 0, 1]),
+  ("positive", BASE),
+  ("ravel", BASE),
+  ("real", COMPLEX),
+  ("real", BASE),
+  ("reshape", BASE, [3, -1]),
+  ("reshape_as", BASE, CUBE),
+  ("resolve_conj", COMPLEX),
+  ("resolve_neg", BASE),
+  ("select.int", BASE, -1, -2),
+  ("slice.Tensor", BASE, 1, 1, 100, 2),
+  ("slice.Tensor", BASE, 0, -3, -1),
+  ("slice.Tensor", BASE, 0, 3, 2),
+  ("slice.Tensor", BASE),
+  ("split.Tensor", BASE, 4, 1),
+  ("split.sizes", BASE, [1, 3]),
+  ("split_with_sizes", BASE, [2, 0, 4], -1),
+  ("squeeze", BASE[:1]),
+  ("squeeze.dim", BASE[:1], 0),
+  ("squeeze.dims", BASE[:1, :1], [0, 1]),
+  ("swapaxes", CUBE, 0, 2),
+  ("swapdims", CUBE, -1, 1),
+  ("t", BASE),
+  ("t", BASE[0]),
+  ("tensor_split.indices", BASE, [1, 2]),
+  ("tensor_split.sections", BASE, 4, 1),
+  ("tensor_split.tensor_indices_or_sections", BASE, torch.tensor([1, 3])),
+  ("transpose.int", CUBE, 0, -1),
+  ("transpose.int", BASE, 1, 1),
+  ("unbind.int", BASE, 1),
+  ("unflatten.int", BASE, 1, [2, -1]),
+  ("unfold", BASE, 1, 2, 3),
+  ("unfold", BASE, -2, 2, 2),
+  ("unfold", floats(), 0, 1, 1),
+  ("unsqueeze", BASE, -1),
+  ("view", BASE, [2, 2, -1]),
+  ("view", BASE, [4, 6]),
+  ("view.dtype", BASE, torch.int32),
+  ("view.dtype", BASE, torch.int16),
+  ("view.dtype", BASE, torch.complex64),
+  ("view.dtype", COMPLEX, torch.float32),
+  ("view.dtype", BASE > 0, torch.uint8),
+  ("view_as", BASE, CUBE),
+  ("view_as_complex", PAIRS),
+  ("view_as_real", COMPLEX),
+  ("vsplit.array", BASE, [1]),
+  ("vsplit.int", BASE, 2),
+]
+# Overloads without a row here, and why.
+_SPARSE = "takes a sparse tensor, which torchax refuses"
+_NESTED = "makes or takes a nested tensor, which torchax refuses"
+_MOVES = "the tensor itself, or a copy of another dtype or device: test_types.py"
+_DUAL = "a part of forward-mode AD: test_autograd.py"
+_CALLED_BY_TORCH = "called by torch's own machinery alone"
+WITHOUT_ROW = {
+  "_autocast_to_full_precision": _MOVES,
+  "_autocast_to_reduced_precision": _MOVES,
+  "_fw_primal": _DUAL,
+  "_make_dual": _DUAL,
+  "_unpack_dual": _DUAL,
+  "_nested_get_values": _NESTED,
+  "_nested_view_from_buffer": _NESTED,
+  "_nested_view_from_jagged": _NESTED,
+  "_indices": _SPARSE,
+  "_sparse_broadcast_to": _SPARSE,
+  "_values": _SPARSE,
+  "ccol_indices": _SPARSE,
+  "coalesce": _SPARSE,
+  "col_indices": _SPARSE,
+  "crow_indices": _SPARSE,
+  "indices": _SPARSE,
+  "row_indices": _SPARSE,
+  "values": _SPARSE,
+  "_test_autograd_multiple_dispatch_view": _CALLED_BY_TORCH,
+  "slice_inverse": _CALLED_BY_TORCH,
+  "pin_memory": "memory of the host",
+  "to.device": _MOVES,
+  "to.dtype": _MOVES,
+  "to.dtype_layout": _MOVES,
+  "to.other": _MOVES,
+}
+
+
+def _overload(name: str):
+  packet, _, overload = name.partition(".")
+  return getattr(getattr(aten, packet), overload or "default")
+
+
+def _all_views() -> set[str]:
+  names = [n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names()]
+  aten_names = [n for n in names if "::" not in n]
+  return {n for n in aten_names if schema_of(_overload(n)).is_view}
+
+
+def test_every_view_operator_of_torch_has_a_row_or_a_reason():
+  tested = {row[0] for row in ROWS}
+  assert not tested & set(WITHOUT_ROW)
+  assert _all_views() == tested | set(WITHOUT_ROW)
+
+
+def _name(row) -> str:
+  shape = "x".join(map(str, row[1].shape))
+  return f"{row[0]}-{shape}-" + "-".join(
+    "x".join(map(str, a.shape)) if isinstance(a, torch.Tensor) else str(a)
+    for a in row[2:]
+  )
+
+
+each_row = pytest.mark.parametrize("row", ROWS, ids=map(_name, ROWS))
+
+
+def _sources(row):
+  """A CPU tensor and a jax tensor, which own their memory, and the arguments of both.
+
+  Index tensors stay on the CPU, where torch wants them.
+  """
+  name, source, *args = row
+  cpu = source.resolve_conj().clone()
+  tensor = cpu.to("jax")
+  others = [_to_jax(arg) for arg in args]
+  if source.is_conj():
+    return (cpu, cpu.conj(), args), (tensor, tensor.conj(), others)
+  return (cpu, cpu, args), (tensor, tensor, others)
+
+
+def _to_jax(arg):
+  is_values = isinstance(arg, torch.Tensor) and arg.is_floating_point()
+  return arg.to("jax") if is_values else arg
+
+
+def _listed(views) -> list:
+  return list(views) if isinstance(views, list | tuple) else [views]
+
+
+def _multiply(tensor, factor):
+  """Changes all elements; those of a mask to their opposite."""
+  if tensor.dtype in (torch.uint8, torch.bool):
+    tensor.logical_not_()
+  else:
+    tensor.mul_(factor)
+
+
+@each_row
+def test_a_view_is_recorded_as_by_torch(row):
+  (cpu, source, args), (tensor, jax_source, jax_args) = _sources(row)
+  op = _overload(row[0])
+  expected = _listed(op(source, *args))
+  actual = _listed(op(jax_source, *jax_args))
+  assert_same(actual, expected)
+  for have, want in zip(actual, expected):
+    assert have.stride() == want.stride()
+    assert have.storage_offset() == want.storage_offset()
+    assert have.is_contiguous() == want.is_contiguous()
+    assert have._is_view() == want._is_view()
+    assert (have._base is tensor) == (want._base is cpu)
+    assert (have is jax_source) == (want is source)
+    assert have.is_set_to(tensor) == want.is_set_to(cpu)
+    assert have.is_set_to(actual[-1]) == want.is_set_to(expected[-1])
+    assert (have.is_conj(), have.is_neg()) == (want.is_conj(), want.is_neg())
+
+
+@each_row
+def test_writes_go_both_ways(row):
+  (cpu, source, args), (tensor, jax_source, jax_args) = _sources(row)
+  op = _overload(row[0])
+  expected = _listed(op(source, *args))
+  actual = _listed(op(jax_source, *jax_args))
+  flat, jax_flat = cpu.view(-1), tensor.view(-1)
+  _multiply(expected[0], 3)
+  _multiply(actual[0], 3)
+  assert_same((tensor, jax_flat, actual), (cpu, flat, expected), "after the view")
+  _multiply(cpu, -2)
+  _multiply(tensor, -2)
+  assert_same((jax_flat, actual), (flat, expected), "after the base")
+
+
+# A program for each row would take most of its time to compile.
+CHUNKS = [ROWS[start::4] for start in range(4)]
+
+
+@pytest.mark.parametrize("rows", CHUNKS, ids=range(4))
+def test_writes_go_both_ways_in_a_compiled_function(rows):
+  sources = [_sources(row) for row in rows]
+
+  def change(bases, all_args):
+    results = []
+    for row, base, args in zip(rows, bases, all_args):
+      views = _listed(
+        _overload(row[0])(base.conj() if row[1].is_conj() else base, *args)
+      )
+      flat = base.view(-1)
+      _multiply(views[0], 3)
+      _multiply(base, -2)
+      _multiply(views[-1], 5)
+      results.append(([view.clone() for view in views], flat.clone()))
+    return results
+
+  cpu, cpu_args = (
+    [cpu for (cpu, _, _), _ in sources],
+    [args for (*_, args), _ in sources],
+  )
+  bases, args = (
+    [base for _, (base, _, _) in sources],
+    [args for _, (*_, args) in sources],
+  )
+  actual = jax_jit(lambda *bases: change(bases, args))(*bases)
+  expected = change(cpu, cpu_args)
+  for row, *results in zip(rows, actual, expected, bases, cpu):
+    have, want, base, cpu_base = results
+    assert_same((have, base), (want, cpu_base), _name(row))

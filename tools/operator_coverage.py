@@ -1,0 +1,143 @@
+"""Writes the table of operators for the docs from the report of `make test-opinfo`.
+
+usage: python tools/operator_coverage.py output/opinfo.xml docs/operators.md
+"""
+
+import collections
+import pathlib
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+CHECKS = {
+  "forward": "results",
+  "gradient": "gradients",
+  "jit": "under `jax_jit`",
+  "in_place": "in place",
+  "out": "`out=`",
+  "error": "refusals",
+}
+DTYPES = ("float32", "float64", "bfloat16", "complex64", "int64", "bool")
+# operator -> dtype -> check -> verdict
+Verdicts = dict[str, dict[str, dict[str, str]]]
+
+
+def read(path: pathlib.Path) -> Verdicts:
+  """The verdicts in a JUnit report.
+
+  Raises:
+    ValueError: the report has none.
+  """
+  verdicts: Verdicts = {}
+  for case in ElementTree.parse(path).iter("testcase"):
+    named = re.fullmatch(r"test_agrees_with_cpu_torch\[(.+)-(\w+)\]", case.get("name"))
+    if named:
+      name, dtype = named.groups()
+      found = {p.get("name"): p.get("value") for p in case.iter("property")}
+      verdicts.setdefault(name, {})[dtype] = found
+  if not verdicts:
+    raise ValueError(
+      f"{path} has no verdicts on operators; write it with `make test-opinfo`."
+    )
+  return verdicts
+
+
+def _kind(verdict: str) -> str:
+  return verdict.partition(":")[0]
+
+
+def _counts(verdicts: Verdicts, check: str, dtype: str) -> str:
+  kinds = collections.Counter(
+    _kind(dtypes[dtype][check])
+    for dtypes in verdicts.values()
+    if check in dtypes.get(dtype, {})
+  )
+  compared = kinds.total() - kinds["CPU torch refuses"]
+  return f"{kinds['right']:,} of {compared:,}" if compared else "–"
+
+
+def _summary(verdicts: Verdicts) -> list[str]:
+  lines = [
+    "| | " + " | ".join(DTYPES) + " |",
+    "|---|" + "---|" * len(DTYPES),
+  ]
+  for check, title in CHECKS.items():
+    cells = [_counts(verdicts, check, dtype) for dtype in DTYPES]
+    lines.append(f"| {title} | " + " | ".join(cells) + " |")
+  return lines
+
+
+def _differences(verdicts: Verdicts) -> list[str]:
+  places = collections.defaultdict(lambda: collections.defaultdict(set))
+  for name, dtypes in verdicts.items():
+    for checks in dtypes.values():
+      for check, verdict in checks.items():
+        kind, _, reason = verdict.partition(": ")
+        if kind == "differs":
+          places[reason][CHECKS[check]].add(name)
+  lines = ["| operators | in | why |", "|---|---|---|"]
+  for reason, by_check in sorted(places.items()):
+    names = sorted({name for found in by_check.values() for name in found})
+    where = ", ".join(title for title in CHECKS.values() if title in by_check)
+    lines.append(f"| {', '.join(f'`{n}`' for n in names)} | {where} | {reason} |")
+  return lines
+
+
+_MARKS = {"right": "✓", "differs": "differs", "CPU torch refuses": "–", "wrong": "✗"}
+_WORST_FIRST = ("wrong", "differs", "right", "CPU torch refuses")
+
+
+def _mark(dtypes, check: str) -> str:
+  kinds = {_kind(checks[check]) for checks in dtypes.values() if check in checks}
+  return next((_MARKS[kind] for kind in _WORST_FIRST if kind in kinds), "–")
+
+
+def _table(verdicts: Verdicts) -> list[str]:
+  lines = [
+    "| operator | dtypes | " + " | ".join(CHECKS.values()) + " |",
+    "|---|---|" + "---|" * len(CHECKS),
+  ]
+  for name, dtypes in sorted(verdicts.items()):
+    held = ", ".join(dtype for dtype in DTYPES if dtype in dtypes)
+    marks = [_mark(dtypes, check) for check in CHECKS]
+    lines.append(f"| `{name}` | {held} | " + " | ".join(marks) + " |")
+  return lines
+
+
+def render(verdicts: Verdicts) -> str:
+  """The page."""
+  return "\n".join(
+    [
+      "# Operators",
+      "",
+      "PyTorch tests its own operators with a list of them, `op_db`, and inputs for",
+      "each. `make test-opinfo` runs them on jax and compares with PyTorch on the CPU,",
+      "to the tolerance that `torch.testing` has for the dtype; where a result differs",
+      "by more, both are measured against double precision, and ours may not be",
+      "further from it. This page is what that run wrote.",
+      "",
+      *_summary(verdicts),
+      "",
+      "What PyTorch refuses on the CPU is not counted. Where operators differ:",
+      "",
+      *_differences(verdicts),
+      "",
+      "All of them, over all inputs and the dtypes named:",
+      "",
+      *_table(verdicts),
+      "",
+    ]
+  )
+
+
+def main(arguments: list[str]) -> None:
+  """Entry point."""
+  if len(arguments) != 2:
+    raise SystemExit(__doc__)
+  report, page = map(pathlib.Path, arguments)
+  page.write_text(render(read(report)), encoding="utf-8")
+  print(f"written to {page}")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,162 @@
+"""Operations that write to lists of tensors: optimizers call them `foreach`.
+
+A list is one program: its tensors are operands and results of one compiled function.
+Where tensors of a call share their memory in a way that makes the order of the writes
+matter, the rows are run one after the other, as torch's kernels for the CPU do.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from torchax import _jax_compat, grad_mode
+from torchax.operands import move
+from torchax.ops import mappings
+from torchax.ops.schema import schema_of
+from torchax.plans import Plan, raise_as_torch, require_writable
+from torchax.tensor import Tensor
+from torchax.view_info import WHOLE
+
+aten = torch.ops.aten
+
+_ArrayImpl = _jax_compat.ArrayImpl
+
+
+def writes_lists(op) -> bool:
+  """True for an operation that writes to more than one tensor."""
+  written = [a for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+  return len(written) > 1 or any(str(a.type) == "List[Tensor]" for a in written)
+
+
+def require_same_length(lists: Sequence[Sequence]) -> None:
+  """Raises torch's error for lists that do not belong together, row by row.
+
+  Raises:
+    RuntimeError: a list is empty, or one has another length than the first.
+  """
+  lengths = [len(one) for one in lists]
+  if not lengths[0]:
+    raise RuntimeError("Tensor list must have at least one tensor.")
+  for length in lengths[1:]:
+    if length != lengths[0]:
+      raise RuntimeError(
+        "Tensor lists must have the same number of tensors, and as many scalars, got "
+        f"{lengths[0]} and {length}."
+      )
+
+
+class ListInPlacePlan:
+  """Runs an operation by the functional plan and writes the results to its lists."""
+
+  def __init__(self, op, functional: Plan, env):
+    self.op = op
+    self.name = str(op)
+    self.functional = functional
+    schema = schema_of(op)
+    self.names = schema.names
+    self.written = schema.written
+    self.returns = bool(op._schema.returns)
+
+  def __call__(self, args, kwargs):
+    targets = self._targets(args, kwargs)
+    for target in targets:
+      require_writable(target, self.name)
+    if self._order_matters(targets, args, kwargs):
+      self._run_rows(args, kwargs)
+    else:
+      self._run(targets, args, kwargs)
+    return args[0] if self.returns else None
+
+  def _targets(self, args, kwargs) -> list[torch.Tensor]:
+    """All tensors that are written to, in the order of the functional's results."""
+    targets: list[torch.Tensor] = []
+    for value in self._written_arguments(args, kwargs):
+      targets += [value] if isinstance(value, torch.Tensor) else value
+    return targets
+
+  def _written_arguments(self, args, kwargs) -> list:
+    places = [(self.names.index(name), name) for name in self.written]
+    return [
+      args[place] if place < len(args) else kwargs[name] for place, name in places
+    ]
+
+  def _order_matters(self, targets, args, kwargs) -> bool:
+    """True where a row reads or writes what another row writes."""
+    if isinstance(args[0], torch.Tensor) or len(args[0]) < 2:
+      return False
+    owners = {id(target._storage): target for target in targets}
+    if len(owners) < len(targets):
+      return True
+    rows = {}
+    for value in self._written_arguments(args, kwargs):
+      if not isinstance(value, torch.Tensor):
+        rows.update((id(t._storage), row) for row, t in enumerate(value))
+    for value in (*args, *(kwargs or {}).values()):
+      if isinstance(value, Tensor) and id(value._storage) in rows:
+        return True
+      if isinstance(value, list | tuple):
+        for row, part in enumerate(value):
+          if isinstance(part, Tensor) and rows.get(id(part._storage), row) != row:
+            return True
+    return False
+
+  def _run_rows(self, args, kwargs) -> None:
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and len(arg)]
+    require_same_length(lists)
+    for row in range(len(args[0])):
+      parts = [self._row(name, arg, row) for name, arg in zip(self.names, args)]
+      self._run(self._targets(parts, kwargs), parts, kwargs)
+
+  def _row(self, name: str, arg, row: int):
+    # A tensor of scalars has one for each row, as a list of them does.
+    if isinstance(arg, list | tuple) or name == "scalars":
+      return arg[row : row + 1]
+    return arg
+
+  def _run(self, targets, args, kwargs) -> None:
+    """One program for all rows. Nothing has changed where it raises."""
+    plan = self.functional
+    operands, key = plan.flattener.flatten(args, kwargs)
+    bases, writes = [], []
+    for target in targets:
+      chain, base = target._chain, None
+      if chain is not WHOLE:
+        base = [target._storage.read()]
+        chain = chain if chain.moving is None else move(chain, base)
+        base = base[0]
+      bases.append(base)
+      writes.append((chain, mappings.t2j_dtype(target.dtype), tuple(target.shape)))
+    try:
+      written = plan.run(args, kwargs, [tuple(bases), *operands], key, tuple(writes))
+    except (TypeError, ValueError) as error:
+      raise_as_torch(error, self.op, args, kwargs)
+      raise
+    is_stopped = type(written[0]) is not _ArrayImpl and grad_mode.is_stopped()
+    for target, array in zip(targets, written):
+      storage = target._storage
+      if is_stopped:
+        array = grad_mode.with_derivative_of(storage.read(), array)
+      storage.write(array, target)
+
+
+class ForeachCopyPlan:
+  """`_foreach_copy_`: one program within jax, else one tensor after the other."""
+
+  def __init__(self, in_place: ListInPlacePlan):
+    self.in_place = in_place
+
+  def __call__(self, args, kwargs):
+    targets, sources = args[0], args[1]
+    require_same_length((targets, sources))
+    if all(isinstance(tensor, Tensor) for tensor in (*targets, *sources)):
+      self.in_place(args, kwargs)
+      return
+    for target, source in zip(targets, sources):
+      target.copy_(source)
+
+
+def plan(op, schema, plan_by_registry, env):
+  """The plan of a copy of lists, None for any other operation."""
+  if op is aten._foreach_copy_.default:
+    return ForeachCopyPlan(plan_by_registry(op))
+  return None

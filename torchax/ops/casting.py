@@ -1,0 +1,89 @@
+"""Conversions of arrays between dtypes, with torch's rounding and saturation.
+
+Most are XLA's own. What differs: complex numbers lose their imaginary part, small
+integers take the low bits of a wider one, and 8-bit floats saturate as torch's do
+(c10/util/Float8_e4m3fn.h, Float8_e8m0fnu.h).
+"""
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops import narrowing
+
+_E4M3FN = jnp.dtype(jnp.float8_e4m3fn)
+_E8M0FNU = jnp.dtype(jnp.float8_e8m0fnu)
+_FLOAT8 = frozenset(
+  jnp.dtype(dtype)
+  for dtype in (
+    jnp.float8_e4m3fn,
+    jnp.float8_e5m2,
+    jnp.float8_e4m3fnuz,
+    jnp.float8_e5m2fnuz,
+    jnp.float8_e8m0fnu,
+  )
+)
+_SMALL_INTEGERS = frozenset(map(jnp.dtype, ("int8", "uint8", "int16", "uint16")))
+
+
+def cast(array: jax.Array, dtype) -> jax.Array:
+  """The array in another dtype, by torch's rules for `Tensor.to`.
+
+  Args:
+    array: of any shape and dtype, or a traced number.
+    dtype: a JAX dtype.
+  """
+  dtype, source = jnp.dtype(dtype), jnp.result_type(array)
+  if jnp.issubdtype(source, jnp.complexfloating):
+    if dtype == jnp.bool_:
+      return array != 0
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+      array = lax.real(array)
+      source = jnp.result_type(array)
+  if dtype in _FLOAT8 and source != dtype:
+    return _to_float8(array, dtype)
+  if dtype in _SMALL_INTEGERS and jnp.issubdtype(source, jnp.floating):
+    # XLA saturates at the bounds; torch keeps the low bits (c10/util/TypeCast.h).
+    array = lax.convert_element_type(array, jnp.int32)
+  return lax.convert_element_type(array, dtype)
+
+
+def _to_float8(array: jax.Array, dtype) -> jax.Array:
+  wide = lax.convert_element_type(array, jnp.float32)
+  if dtype == _E4M3FN:
+    largest = float(jnp.finfo(dtype).max)
+    wide = jnp.clip(wide, -largest, largest)
+  if dtype == _E8M0FNU:
+    return _to_power_of_two(jnp.abs(wide))
+  return lax.convert_element_type(wide, dtype)
+
+
+def _to_power_of_two(magnitude: jax.Array) -> jax.Array:
+  """float8_e8m0fnu has no sign and no zero: the smallest power stands for zero."""
+  # Below the normal float32 numbers XLA may take a number for zero, and that for NaN.
+  is_small = magnitude < jnp.finfo(jnp.float32).tiny
+  nearest = lax.convert_element_type(jnp.where(is_small, 1, magnitude), _E8M0FNU)
+  codes = lax.bitcast_convert_type(nearest, jnp.uint8)
+  return lax.bitcast_convert_type(jnp.where(is_small, 0, codes), _E8M0FNU)
+
+
+def require_fit(value, dtype: torch.dtype) -> None:
+  """Raises as torch does where a number is written into integers that cannot hold it.
+
+  Raises:
+    RuntimeError: out of range; unsigned integers take -max to -1 modulo their range.
+  """
+  if type(value) not in (int, float) or dtype.is_floating_point or dtype.is_complex:
+    return
+  if dtype is torch.bool or value != value:
+    return
+  limits = torch.iinfo(dtype)
+  if not (limits.min or -limits.max) <= value <= limits.max:
+    wider = "Use a wider dtype."
+    if dtype in (torch.int32, torch.uint32) and narrowing.is_on():
+      wider = f"For 64-bit integers call {narrowing.REMEDY}."
+    raise RuntimeError(
+      f"value cannot be converted to type {dtype} without overflow: expected "
+      f"{limits.min} to {limits.max}, but got {value}. {wider}"
+    )

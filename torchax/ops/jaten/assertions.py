@@ -1,0 +1,30 @@
+"""Assertions that exported programs carry: they compute nothing and may raise."""
+
+import torch
+
+from torchax.ops import mappings
+from torchax.ops.op_base import Kind, op
+
+aten = torch.ops.aten
+
+
+@op(aten._assert_scalar, kind=Kind.TENSORS)
+def _aten__assert_scalar(self, assert_msg):
+  """Raises RuntimeError where the number is zero."""
+  if not self:
+    raise RuntimeError(assert_msg)
+
+
+@op(aten._assert_tensor_metadata, kind=Kind.TENSORS)
+def _aten__assert_tensor_metadata(a, size=None, stride=None, dtype=None):
+  """Raises RuntimeError where the tensor has another size or dtype.
+
+  Strides are torch's own record of a layout that XLA chooses, so they are not compared.
+  A 64-bit dtype is met by what JAX stores in its place.
+  """
+  if size is not None and tuple(size) != tuple(a.shape):
+    raise RuntimeError(
+      f"Tensor sizes mismatch! Expected: {list(size)}, got: {list(a.shape)}."
+    )
+  if dtype is not None and mappings.t2j_dtype(dtype) != mappings.t2j_dtype(a.dtype):
+    raise RuntimeError(f"Tensor dtype mismatch! Expected: {dtype}, got: {a.dtype}.")

@@ -1,0 +1,217 @@
+"""Operations on lists of tensors, each one program: optimizers run on them.
+
+All are derived from the lowerings of the elementwise operations: `_foreach_add.List`
+applies that of `aten.add.Tensor` to each row of its lists. Those are looked up when a
+program is made. The in-place forms follow from torch's schemas (`list_plans.py`); the
+steps of optimizers with `fused=True` are in `fused_optimizers.py`.
+"""
+
+import math
+
+import jax.numpy as jnp
+import torch
+
+from torchax.list_plans import require_same_length
+from torchax.ops import mappings
+from torchax.ops.jaten._opmath import widen
+from torchax.ops.op_base import op, to_float
+from torchax.ops.ops_registry import all_aten_ops
+
+aten = torch.ops.aten
+
+_UNARY = (
+  *("abs", "acos", "asin", "atan", "ceil", "clone", "cos", "cosh", "erf", "erfc"),
+  *("exp", "expm1", "floor", "frac", "lgamma", "log", "log10", "log1p", "log2", "neg"),
+  *("reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "tan"),
+  *("tanh", "trunc"),
+)
+# Names whose `.List` and `.Tensor` are `.Tensor`, and the others `.Scalar`.
+_ARITHMETIC = ("add", "sub", "mul", "div", "lerp")
+# torch's clamps with one bound are what it runs for these, with numbers too.
+_CLAMPS = {
+  "clamp_max": aten.clamp_max,
+  "minimum": aten.clamp_max,
+  "clamp_min": aten.clamp_min,
+  "maximum": aten.clamp_min,
+}
+
+# Foreach overload -> the overload for one row of its lists.
+ROWS = {
+  aten._foreach_zero.default: aten.zeros_like.default,
+  aten._foreach_copy.default: aten.copy.default,
+  aten._foreach_mm.default: aten.mm.default,
+  aten._foreach_pow.List: aten.pow.Tensor_Tensor,
+  aten._foreach_pow.Scalar: aten.pow.Tensor_Scalar,
+  aten._foreach_pow.ScalarList: aten.pow.Tensor_Scalar,
+  aten._foreach_pow.ScalarAndTensor: aten.pow.Scalar,
+}
+
+
+def _functional_overloads(name: str) -> dict:
+  packet = getattr(aten, f"_foreach_{name}")
+  names = [overload for overload in packet.overloads() if not overload.endswith("out")]
+  return {overload: getattr(packet, overload) for overload in names}
+
+
+for _name in _UNARY:
+  ROWS[_functional_overloads(_name)["default"]] = getattr(aten, _name).default
+for _name in _ARITHMETIC:
+  for _overload, _foreach in _functional_overloads(_name).items():
+    _of_tensors = _overload in ("List", "Tensor")
+    ROWS[_foreach] = getattr(
+      getattr(aten, _name), "Tensor" if _of_tensors else "Scalar"
+    )
+for _name, _packet in _CLAMPS.items():
+  for _overload, _foreach in _functional_overloads(_name).items():
+    ROWS[_foreach] = _packet.Tensor if _overload == "List" else _packet.default
+
+
+def _operator(row_op):
+  return all_aten_ops.get(row_op) or all_aten_ops.get(row_op.overloadpacket)
+
+
+def _is_list(value) -> bool:
+  return isinstance(value, list | tuple)
+
+
+def _rows(*args) -> list[list]:
+  """The arguments of each row: one element of every list, and all that is no list."""
+  lists = [arg for arg in args if _is_list(arg)]
+  require_same_length(lists)
+  return [
+    [arg[row] if _is_list(arg) else arg for arg in args] for row in range(len(lists[0]))
+  ]
+
+
+def _require_scalar(other) -> None:
+  if jnp.ndim(other):
+    raise RuntimeError(
+      f"scalar tensor expected to be 0 dim but it has {other.ndim} dimensions and "
+      f"{other.size} elements."
+    )
+
+
+# Arguments that the lowering of a row needs as Python values.
+_STATIC = {aten._foreach_pow: ("exponent",)}
+
+
+def _register(foreach_op, row_op) -> None:
+  def each(*args, **kwargs):
+    if foreach_op._overloadname == "Tensor":
+      _require_scalar(args[1])
+    lower = _operator(row_op).func
+    return [lower(*row, **kwargs) for row in _rows(*args)]
+
+  each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
+  static = _STATIC.get(foreach_op.overloadpacket, ())
+  op(foreach_op, static=static)(each)
+
+
+for _foreach, _row in ROWS.items():
+  _register(_foreach, _row)
+
+
+def _scalars_of(scalars, like) -> list:
+  """A 1-d tensor of scalars as a number for each tensor, in the tensor's dtype.
+
+  Raises:
+    RuntimeError: it has another shape than (len(like),).
+  """
+  if scalars.ndim != 1:
+    raise RuntimeError(
+      f"Expected packed scalar Tensor to be of dimension 1. Got {scalars.ndim} instead."
+    )
+  if len(scalars) != len(like):
+    raise RuntimeError(
+      f"Expected length of scalars to match input of length {len(like)} but got "
+      f"{len(scalars)} instead."
+    )
+  return [scalars[row] for row in range(len(like))]
+
+
+def _pointwise(foreach_op, row_op) -> None:
+  def each(self, tensor1, tensor2, scalars=1):
+    lower = _operator(row_op).func
+    if not _is_list(scalars) and jnp.ndim(scalars):
+      scalars = _scalars_of(scalars, self)
+    rows = _rows(self, tensor1, tensor2, scalars)
+    return [lower(*tensors, value=value) for *tensors, value in rows]
+
+  each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
+  op(foreach_op)(each)
+
+
+for _packet, _row in (
+  (aten._foreach_addcdiv, aten.addcdiv.default),
+  (aten._foreach_addcmul, aten.addcmul.default),
+):
+  for _overload in ("Scalar", "ScalarList", "Tensor"):
+    _pointwise(getattr(_packet, _overload), _row)
+
+
+@op(aten._foreach_max)
+def _aten__foreach_max(self):
+  require_same_length([self])
+  if any(array.size == 0 for array in self):
+    raise RuntimeError(
+      "_foreach_max cannot compute the maximum of an empty tensor; max over zero "
+      "elements is undefined."
+    )
+  lower = _operator(aten.max.default).func
+  return [lower(array) for array in self]
+
+
+@op(aten._foreach_norm, static=("ord",))
+def _aten__foreach_norm(self, ord=2, dtype=None):
+  require_same_length([self])
+  if math.isinf(ord) and any(array.size == 0 for array in self):
+    raise RuntimeError(
+      "_foreach_norm cannot compute the infinity norm on an empty tensor because the "
+      "operation does not have an identity"
+    )
+  lower = _operator(aten.linalg_vector_norm.default).func
+  return [lower(array, ord, dtype=dtype) for array in self]
+
+
+@op(aten._foreach_powsum, static=("ord",))
+def _aten__foreach_powsum(self, ord=2, dtype=None):
+  """Sums of powers of the magnitudes: norms before their root."""
+  require_same_length([self])
+  if dtype is not None:
+    self = [array.astype(mappings.t2j_dtype(dtype)) for array in self]
+  return [_powsum(array, ord) for array in self]
+
+
+def _powsum(array, ord):
+  magnitudes = jnp.abs(to_float(array))
+  return jnp.sum(widen(magnitudes) ** ord).astype(magnitudes.dtype)
+
+
+@op(aten._amp_foreach_non_finite_check_and_unscale)
+def _aten__amp_foreach_non_finite_check_and_unscale(self, found_inf, inv_scale):
+  """Scales gradients back; `found_inf` becomes 1 where one of them is not finite."""
+  finite = [jnp.all(jnp.isfinite(array)) for array in self]
+  found = jnp.where(jnp.all(jnp.stack(finite)), found_inf, 1.0)
+  unscaled = [(array * inv_scale).astype(array.dtype) for array in self]
+  return unscaled, found.astype(found_inf.dtype).reshape(found_inf.shape)
+
+
+@op(aten._amp_update_scale)
+def _aten__amp_update_scale(
+  self,
+  growth_tracker,
+  found_inf,
+  scale_growth_factor,
+  scale_backoff_factor,
+  growth_interval,
+):
+  """The next scale of a loss, and the number of steps since it has changed."""
+  failed = found_inf.reshape(self.shape) > 0
+  count = growth_tracker.reshape(self.shape) + 1
+  grown = self * scale_growth_factor
+  grows = ~failed & (count == growth_interval)
+  kept = jnp.where(grows & jnp.isfinite(grown), grown, self)
+  scale = jnp.where(failed, self * scale_backoff_factor, kept)
+  count = jnp.where(failed | grows, 0, count)
+  new_count = count.astype(growth_tracker.dtype).reshape(growth_tracker.shape)
+  return scale.astype(self.dtype), new_count

@@ -1,0 +1,36 @@
+"""What torch's forward-mode differentiation asks of tensors beside their numbers.
+
+A tangent has the memory layout of its primal: torch compares the two and makes a new
+one where they differ.
+"""
+
+import math
+
+import torch
+
+from torchax.ops.op_base import Kind, op
+
+aten = torch.ops.aten
+
+
+def _elements_in_storage(tensor: torch.Tensor) -> int:
+  return math.prod(tensor._storage.read().shape)
+
+
+@op(aten._has_same_storage_numel, kind=Kind.ALIASING)
+def _aten_has_same_storage_numel(self, other):
+  return _elements_in_storage(self) == _elements_in_storage(other)
+
+
+@op(aten._new_zeros_with_same_feature_meta, kind=Kind.ALIASING)
+def _aten_new_zeros_with_same_feature_meta(self, other, *, self_num_batch_dims=0):
+  """Zeros in the layout of `other`, for each of the leading batch dimensions."""
+  batch = tuple(self.shape[:self_num_batch_dims])
+  extent = _elements_in_storage(other)
+  if other.is_contiguous() and extent == other.numel():
+    return other.new_zeros(batch + tuple(other.shape))
+  steps = [extent * math.prod(batch[place + 1 :]) for place in range(len(batch))]
+  flat = other.new_zeros(extent * math.prod(batch))
+  return flat.as_strided(
+    batch + tuple(other.shape), [*steps, *other.stride()], other.storage_offset()
+  )

@@ -1,0 +1,188 @@
+"""Whole steps of optimizers (`fused=True`): one program for all parameters.
+
+Each takes lists that belong together row by row and gives back the lists that torch's
+schema says are written. The numbers that an optimizer changes from step to step are
+operands; decay rates near one are static, because 1 - 0.999 has lost four digits in
+single precision.
+"""
+
+import math
+
+import jax.numpy as jnp
+import torch
+
+from torchax.list_plans import require_same_length
+from torchax.ops.jaten._opmath import widen
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+
+def _step(update, lists, grad_scale, found_inf) -> tuple[list, ...]:
+  """Applies `update` to each row and keeps the dtypes.
+
+  Args:
+    update: (parameter, gradient, *state) of one row, halves as float32 -> the new
+      parameter and state.
+    lists: parameters, gradients, and each kind of state; an empty list is not there.
+    grad_scale: what the loss was multiplied by; the gradients are scaled back.
+    found_inf: 0-d; 1 where nothing is to change.
+
+  Returns:
+    The new lists, in order.
+  """
+  params, grads, *states = lists
+  require_same_length([params, grads, *filter(len, states)])
+  new_rows = []
+  for old in zip(params, grads, *filter(len, states)):
+    param, grad, *state = map(widen, old)
+    if grad_scale is not None:
+      grad = grad / grad_scale
+    param, *state = update(param, grad, *state)
+    new_rows.append(
+      [_unless(found_inf, *pair) for pair in zip(old, (param, grad, *state))]
+    )
+  new_lists = iter([list(new) for new in zip(*new_rows)])
+  return tuple([next(new_lists) if len(old) else [] for old in lists])
+
+
+def _unless(found_inf, old, new):
+  """The new value in the dtype of the old one, which stays where there is an inf."""
+  new = new.astype(old.dtype)
+  return new if found_inf is None else jnp.where(found_inf.reshape(()) == 1, old, new)
+
+
+def _remainder(decay: float, step):
+  """1 - decay**step, exact where the decay is near one."""
+  if decay == 0:
+    return jnp.ones_like(step)
+  return -jnp.expm1(step * math.log(decay))
+
+
+def _adam(
+  lists,
+  state_steps,
+  *,
+  lr,
+  beta1,
+  beta2,
+  weight_decay,
+  eps,
+  amsgrad,
+  maximize,
+  grad_scale,
+  found_inf,
+  decoupled,
+):
+  """Adam (Kingma and Ba, 2015), or AdamW where the decay of weights is decoupled."""
+  steps = iter(state_steps)
+  require_same_length([lists[0], state_steps])
+
+  def update(param, grad, mean, square, *largest):
+    step = next(steps)
+    grad = -grad if maximize else grad
+    if decoupled:
+      param = param - lr * weight_decay * param
+    else:
+      grad = grad + weight_decay * param
+    mean = mean + (1 - beta1) * (grad - mean)
+    square = beta2 * square + (1 - beta2) * grad * grad
+    largest = [jnp.maximum(largest[0], square)] if amsgrad else []
+    scale = jnp.sqrt(_remainder(beta2, step).astype(param.dtype))
+    denominator = jnp.sqrt(largest[0] if amsgrad else square) / scale + eps
+    size = lr / (1 - beta1**step).astype(param.dtype)
+    return param - size * mean / denominator, mean, square, *largest
+
+  return _step(update, lists if amsgrad else [*lists[:4], []], grad_scale, found_inf)
+
+
+def _define_adam(packet, decoupled: bool) -> None:
+  def lowering(
+    self,
+    grads,
+    exp_avgs,
+    exp_avg_sqs,
+    max_exp_avg_sqs,
+    state_steps,
+    *,
+    grad_scale=None,
+    found_inf=None,
+    **options,
+  ):
+    lists = [self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
+    *new, largest = _adam(
+      lists,
+      state_steps,
+      grad_scale=grad_scale,
+      found_inf=found_inf,
+      decoupled=decoupled,
+      **options,
+    )
+    return *new, largest or list(max_exp_avg_sqs)
+
+  lowering.__name__ = f"_aten_{packet.__name__}"
+  op(packet, static=("beta2",))(lowering)
+
+
+_define_adam(aten._fused_adam, decoupled=False)
+_define_adam(aten._fused_adamw, decoupled=True)
+
+
+@op(aten._fused_sgd)
+def _aten__fused_sgd(
+  self,
+  grads,
+  momentum_buffer_list,
+  *,
+  weight_decay,
+  momentum,
+  lr,
+  dampening,
+  nesterov,
+  maximize,
+  is_first_step,
+  grad_scale=None,
+  found_inf=None,
+):
+  """Gradient descent, with momentum where there are buffers for it."""
+
+  def update(param, grad, *buffers):
+    grad = -grad if maximize else grad
+    grad = grad + weight_decay * param
+    if not buffers:
+      return (param - lr * grad,)
+    (buffer,) = buffers
+    buffer = grad if is_first_step else momentum * buffer + (1 - dampening) * grad
+    grad = grad + momentum * buffer if nesterov else buffer
+    return param - lr * grad, buffer
+
+  lists = [self, grads, momentum_buffer_list]
+  return _step(update, lists, grad_scale, found_inf)
+
+
+@op(aten._fused_adagrad)
+def _aten__fused_adagrad(
+  self,
+  grads,
+  state_sums,
+  state_steps,
+  *,
+  lr,
+  lr_decay,
+  weight_decay,
+  eps,
+  maximize,
+  grad_scale=None,
+  found_inf=None,
+):
+  """Adagrad (Duchi et al., 2011); the steps are counted by the caller."""
+
+  def update(param, grad, total, step):
+    grad = -grad if maximize else grad
+    grad = grad + weight_decay * param
+    size = (lr / (1 + (step - 1) * lr_decay)).astype(param.dtype)
+    total = total + grad * grad
+    return param - size * grad / (jnp.sqrt(total) + eps), total, step
+
+  lists = [self, grads, state_sums, state_steps]
+  return _step(update, lists, grad_scale, found_inf)

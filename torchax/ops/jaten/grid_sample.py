@@ -1,0 +1,210 @@
+"""Sampling images at the points of a grid, which may depend on data.
+
+A sample is a weighted sum over a box of elements ("taps"), with weights that are a
+product over the dimensions. The gradient is written by hand: XLA:CPU crashes on the
+transposed gather of large volumes, and torch has its own slopes where a position is
+clipped or reflected. Resizing to a fixed size is in `resize.py`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torchax.ops import jimage
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+# ATen's numbers of the modes of `torch.nn.functional.grid_sample`.
+_BILINEAR, _NEAREST, _BICUBIC = range(3)
+_ZEROS, _BORDER, _REFLECTION = range(3)
+
+
+class _Taps(NamedTuple):
+  """The taps of one dimension; all of shape (taps, *out), places as floats."""
+
+  places: jax.Array
+  weights: jax.Array
+  slopes: jax.Array  # of the weights, by the number in the grid
+
+
+# --- positions -------------------------------------------------------------------
+
+
+def _reflect(position, low, high):
+  """Positions folded into [low, high] at its ends, and the sign of their slope."""
+  span = high - low
+  if span <= 0:
+    return jnp.zeros_like(position), jnp.zeros_like(position)
+  distance = jnp.abs(position - low)
+  sign = jnp.where(position < low, -1, 1)
+  within = distance % span
+  is_even = jnp.floor(distance / span) % 2 == 0
+  folded = jnp.where(is_even, within, span - within) + low
+  return folded, jnp.where(is_even, sign, -sign).astype(position.dtype)
+
+
+def _pad(position, size, padding, align_corners):
+  """Positions outside of the image as `padding` has them, and their slope."""
+  slope = jnp.ones_like(position)
+  if padding == _ZEROS:
+    return position, slope
+  if padding == _REFLECTION:
+    low, high = (0.0, size - 1.0) if align_corners else (-0.5, size - 0.5)
+    position, slope = _reflect(position, low, high)
+  # torch has no slope at the border itself either.
+  is_inside = (position > 0) & (position < size - 1)
+  return jnp.clip(position, 0, size - 1), jnp.where(is_inside, slope, 0)
+
+
+def _position(share, size, align_corners):
+  """Positions in elements of numbers from -1 to 1, and their slope."""
+  scale = (size - 1 if align_corners else size) / 2
+  start = 0.0 if align_corners else 0.5
+  return (share + 1) * scale - start, scale
+
+
+# --- taps of a dimension ---------------------------------------------------------
+
+
+def _linear_taps(position, slope):
+  first = jnp.floor(position)
+  share = position - first
+  return _Taps(
+    jnp.stack([first, first + 1]),
+    jnp.stack([1 - share, share]),
+    jnp.stack([-slope, slope]),
+  )
+
+
+def _cubic_taps(position, slope, pad):
+  """Here the taps are padded, not the position."""
+  taps = jnp.stack([jnp.floor(position) + step for step in (-1, 0, 1, 2)])
+  distance = position - taps
+  weights, tangents = jax.jvp(
+    jimage.cubic_kernel, (distance,), (jnp.broadcast_to(slope, distance.shape),)
+  )
+  return _Taps(pad(taps)[0], weights, tangents)
+
+
+def _taps(share, size, mode, padding, align_corners) -> _Taps:
+  """The taps of numbers from -1 to 1 of one dimension of the grid."""
+  position, scale = _position(share, size, align_corners)
+
+  def pad(places):
+    return _pad(places, size, padding, align_corners)
+
+  if mode == _BICUBIC:
+    return _cubic_taps(position, jnp.full_like(position, scale), pad)
+  position, slope = pad(position)
+  if mode == _NEAREST:
+    nearest = jnp.rint(position)[None]
+    return _Taps(nearest, jnp.ones_like(nearest), jnp.zeros_like(nearest))
+  return _linear_taps(position, slope * scale)
+
+
+# --- boxes of taps ---------------------------------------------------------------
+
+
+def _spread(taps, axis, rank):
+  """(taps, *out) as (1, …, taps, …, 1, *out), with a place for each dimension."""
+  box = [1] * rank
+  box[axis] = len(taps)
+  return taps.reshape(*box, *taps.shape[1:])
+
+
+def _product(factors):
+  rank = len(factors)
+  return math.prod(_spread(taps, axis, rank) for axis, taps in enumerate(factors))
+
+
+def _indices(taps, sizes):
+  """Of a box of elements, and which of them are inside of the image."""
+  rank = len(taps)
+  boxes = (_spread(tap.places, axis, rank) for axis, tap in enumerate(taps))
+  places = jnp.broadcast_arrays(*boxes)
+  is_inside = jnp.ones(places[0].shape, bool)
+  for place, size in zip(places, sizes):
+    is_inside &= (place >= 0) & (place < size)
+  clipped = (jnp.clip(place, 0, size - 1) for place, size in zip(places, sizes))
+  return tuple(place.astype(jnp.int32) for place in clipped), is_inside
+
+
+def _sample(image, taps):
+  """Weighted sums over boxes of an image (C, *space), in one gather."""
+  at, is_inside = _indices(taps, image.shape[1:])
+  weight = jnp.where(is_inside, _product([tap.weights for tap in taps]), 0)
+  return jnp.sum(image[(slice(None), *at)] * weight, range(1, len(taps) + 1))
+
+
+def _image_gradient(grad, image, taps):
+  at, is_inside = _indices(taps, image.shape[1:])
+  weight = jnp.where(is_inside, _product([tap.weights for tap in taps]), 0)
+  spread = grad.reshape(len(grad), *[1] * len(taps), *grad.shape[1:])
+  return jnp.zeros_like(image).at[(slice(None), *at)].add(spread * weight)
+
+
+def _grid_gradient(grad, image, taps):
+  """Of each point: its dimensions, the last one first, are the last axis."""
+  rank = len(taps)
+  at, is_inside = _indices(taps, image.shape[1:])
+  spread = grad.reshape(len(grad), *[1] * rank, *grad.shape[1:])
+  elements = jnp.sum(image[(slice(None), *at)] * spread, 0)
+  elements = jnp.where(is_inside, elements, 0)
+  slopes = []
+  for axis in range(rank):
+    factors = [t.slopes if a == axis else t.weights for a, t in enumerate(taps)]
+    slopes.append(jnp.sum(elements * _product(factors), range(rank)))
+  return jnp.stack(slopes[::-1], -1)
+
+
+def _by_image(function: Callable, input, grid, mode, padding, align_corners, *more):
+  """`function(image, taps, …)` for each image of a batch, in float32 at least."""
+  wide = jnp.promote_types(input.dtype, jnp.float32)
+
+  def of_one(image, points, *rest):
+    sizes = image.shape[1:]
+    taps = [
+      _taps(points[..., place], size, mode, padding, align_corners)
+      for size, place in zip(sizes, reversed(range(len(sizes))))
+    ]
+    return function(image, taps, *rest)
+
+  return jax.vmap(of_one)(*(array.astype(wide) for array in (input, grid, *more)))
+
+
+@op(aten.grid_sampler_2d, aten.grid_sampler_3d)
+def _aten_grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
+  """Samples (N, C, *space) at the points of `grid`, (N, *out, dimensions)."""
+  modes = (interpolation_mode, padding_mode, align_corners)
+  return _by_image(_sample, input, grid, *modes).astype(input.dtype)
+
+
+@op(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward)
+def _aten_grid_sampler_backward(
+  grad_output,
+  input,
+  grid,
+  interpolation_mode,
+  padding_mode,
+  align_corners,
+  output_mask,
+):
+  """The gradients of `input` and `grid`; None for what is not wanted."""
+
+  def gradients(image, taps, grad):
+    return (
+      _image_gradient(grad, image, taps) if output_mask[0] else None,
+      _grid_gradient(grad, image, taps),
+    )
+
+  modes = (interpolation_mode, padding_mode, align_corners)
+  of_input, of_grid = _by_image(gradients, input, grid, *modes, grad_output)
+  return (
+    of_input.astype(input.dtype) if output_mask[0] else None,
+    of_grid.astype(grid.dtype),
+  )

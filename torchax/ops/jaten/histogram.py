@@ -1,0 +1,221 @@
+"""Counting: histograms of one and of several dimensions, counts of integers.
+
+A bin has its lower edge and not its upper one; the last bin has both. Values outside of
+all bins, and NaN, are in none.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torchax.ops import mappings
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+
+# --- bins of equal width ---------------------------------------------------------
+
+
+@op(aten.histc, static=("min", "max"))
+def _aten_histc(self, bins=100, min=0, max=0):
+  """Counts in equal bins of [min, max]; without a range, of that of the data."""
+  if bins <= 0:
+    raise RuntimeError(f"torch.histc: bins must be > 0, but got bins={bins}.")
+  if max < min:
+    raise RuntimeError(
+      f"torch.histc: max must be larger than min, but got min={min} and max={max}."
+    )
+  values = jnp.ravel(self)
+  low, high = jnp.asarray(min, self.dtype), jnp.asarray(max, self.dtype)
+  if min == max and values.size:
+    low, high = jnp.min(values), jnp.max(values)
+  flat = low == high
+  low, high = jnp.where(flat, low - 1, low), jnp.where(flat, high + 1, high)
+  inside = (values >= low) & (values <= high)
+  bin_of = jnp.floor((values - low) / (high - low) * bins).astype(jnp.int32)
+  # The upper bound belongs to the last bin; values outside go to none.
+  bin_of = jnp.where(inside, jnp.minimum(bin_of, bins - 1), bins)
+  return jnp.zeros(bins, self.dtype).at[bin_of].add(1, mode="drop")
+
+
+@op(aten.bincount, compiled=False)
+def _aten_bincount(self, weights=None, minlength=0):
+  if (
+    self.ndim != 1
+    or jnp.issubdtype(self.dtype, jnp.inexact)
+    or (self.size and jnp.min(self) < 0)
+  ):
+    raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+  length = max(minlength, int(jnp.max(self)) + 1 if self.size else 0)
+  if weights is None:
+    return jnp.bincount(self, length=length).astype(mappings.t2j_dtype(torch.int64))
+  double = mappings.t2j_dtype(torch.float64)
+  weights = weights if weights.dtype == jnp.float32 else weights.astype(double)
+  return jnp.bincount(self, weights, length=length)
+
+
+# --- edges -----------------------------------------------------------------------
+
+
+def _equal_edges(low, high, bins, dtype):
+  """bins + 1 edges, from both ends to the middle as `torch.linspace` counts them."""
+  place = jnp.arange(bins + 1)
+  step = (high - low) / bins
+  upward, downward = low + place * step, high - (bins - place) * step
+  return jnp.where(place < (bins + 1) // 2, upward, downward).astype(dtype)
+
+
+def _check_finite(name, dimension, low, high):
+  if isinstance(low, jax.core.Tracer):
+    return
+  if not (math.isfinite(low) and math.isfinite(high)):
+    raise RuntimeError(
+      f"{name}: dimension {dimension}'s inferred range [{low}, {high}] is not finite. "
+      "Pass `range=`."
+    )
+
+
+def _limits(name, points, range):
+  """The lowest and the highest edge of each dimension of points (count, dimensions)."""
+  dimensions = points.shape[1]
+  if range is not None:
+    if len(range) != 2 * dimensions:
+      raise RuntimeError(
+        f"{name}: range should have {2 * dimensions} numbers, a pair for each "
+        f"dimension, but got {len(range)}."
+      )
+    pairs = list(zip(range[::2], range[1::2]))
+    for dimension, (low, high) in enumerate(pairs):
+      if not (math.isfinite(low) and math.isfinite(high)) or low > high:
+        raise RuntimeError(
+          f"{name}: expected a finite range with min <= max for dimension {dimension}, "
+          f"but got [{low}, {high}]."
+        )
+  elif not len(points):
+    pairs = [(0.0, 1.0)] * dimensions
+  else:
+    pairs = list(zip(jnp.min(points, 0), jnp.max(points, 0)))
+    for dimension, (low, high) in enumerate(pairs):
+      _check_finite(name, dimension, low, high)
+  limits = []
+  for low, high in pairs:
+    low, high = jnp.asarray(low, points.dtype), jnp.asarray(high, points.dtype)
+    is_point = low == high  # gets a bin of width 1 around it
+    half = jnp.asarray(0.5, points.dtype)
+    limits.append(
+      (jnp.where(is_point, low - half, low), jnp.where(is_point, high + half, high))
+    )
+  return limits
+
+
+def _points(name, self, dimensions):
+  """(count, dimensions) of a tensor whose last dimension are coordinates."""
+  if not jnp.issubdtype(self.dtype, jnp.floating):
+    raise NotImplementedError(
+      f"{name} is not implemented for {self.dtype}: pass floating-point values."
+    )
+  if self.ndim < 2 or self.shape[-1] != dimensions:
+    raise RuntimeError(
+      f"{name}: expected an input of shape (…, {dimensions}), as there are "
+      f"{dimensions} sequences of bins, but got {self.shape}."
+    )
+  return self.reshape(math.prod(self.shape[:-1]), dimensions)
+
+
+def _check_bins(name, bins):
+  if any(count <= 0 for count in bins):
+    raise RuntimeError(f"{name}: bins must be > 0, but got {tuple(bins)}.")
+
+
+# --- counting --------------------------------------------------------------------
+
+
+def _bin_of(values, edges):
+  """The bin of each value, and whether it is in one."""
+  place = jnp.searchsorted(edges, values, side="right") - 1
+  is_inside = (values >= edges[0]) & (values <= edges[-1])
+  return jnp.clip(place, 0, len(edges) - 2), is_inside
+
+
+def _count(points, edges, weight, density):
+  """The histogram of points (count, dimensions) in the bins between the edges."""
+  sizes = [len(edge) - 1 for edge in edges]
+  dtype = points.dtype
+  counts = jnp.ones(len(points), dtype)
+  if weight is not None:
+    if weight.size != len(points):
+      raise RuntimeError(
+        f"histogram: expected a weight for each of the {len(points)} values, but got "
+        f"shape {weight.shape}."
+      )
+    counts = weight.reshape(-1).astype(dtype)
+  at = []
+  for column, edge in zip(points.T, edges):
+    place, is_inside = _bin_of(column, edge)
+    at.append(place)
+    counts = jnp.where(is_inside, counts, 0)
+  histogram = jnp.zeros(sizes, dtype).at[tuple(at)].add(counts)
+  if not density:
+    return histogram
+  histogram = histogram / jnp.sum(histogram)
+  for axis, edge in enumerate(edges):
+    widths = jnp.diff(edge)
+    spread = [1] * len(edges)
+    spread[axis] = len(widths)
+    histogram = histogram / widths.reshape(spread)
+  return histogram
+
+
+def _edges_of(name, points, bins, range):
+  _check_bins(name, bins)
+  limits = _limits(name, points, range)
+  return [_equal_edges(*pair, count, points.dtype) for pair, count in zip(limits, bins)]
+
+
+def _infers_no_range(args, kwargs) -> bool:
+  """Without a range, that of the data must be finite: a concrete array can tell."""
+  return kwargs.get("range") is not None
+
+
+@op(aten.histogram.bin_ct, static=("range",), compiled=_infers_no_range)
+def _aten_histogram(self, bins=100, *, range=None, weight=None, density=False):
+  """Counts in equal bins of `range`, by default that of the data; and their edges."""
+  points = _points("torch.histogram", self.reshape(-1, 1), 1)
+  edges = _edges_of("torch.histogram", points, [bins], range)
+  return _count(points, edges, weight, density), edges[0]
+
+
+@op(aten.histogram.bins_tensor)
+def _aten_histogram_bins_tensor(self, bins, *, weight=None, density=False):
+  """Counts between increasing edges."""
+  if bins.ndim != 1 or not bins.size or bins.dtype != self.dtype:
+    raise RuntimeError(
+      "torch.histogram: expected bins to be a 1-d tensor of edges with the input's "
+      f"dtype {self.dtype}, but got shape {bins.shape} and {bins.dtype}."
+    )
+  points = _points("torch.histogram", self.reshape(-1, 1), 1)
+  return _count(points, [bins], weight, density), bins
+
+
+@op(aten._histogramdd_bin_edges, static=("range",), compiled=_infers_no_range)
+def _aten__histogramdd_bin_edges(self, bins, *, range=None, weight=None, density=False):
+  points = _points("torch.histogramdd", self, len(bins))
+  return _edges_of("torch.histogramdd", points, bins, range)
+
+
+@op(aten._histogramdd_from_bin_cts, static=("range",), compiled=_infers_no_range)
+def _aten__histogramdd_from_bin_cts(
+  self, bins, *, range=None, weight=None, density=False
+):
+  points = _points("torch.histogramdd", self, len(bins))
+  edges = _edges_of("torch.histogramdd", points, bins, range)
+  return _count(points, edges, weight, density)
+
+
+@op(aten._histogramdd_from_bin_tensors)
+def _aten__histogramdd_from_bin_tensors(self, bins, *, weight=None, density=False):
+  points = _points("torch.histogramdd", self, len(bins))
+  return _count(points, bins, weight, density)

@@ -1,0 +1,205 @@
+"""Symmetric indefinite matrices: A = L D L^T (L D L^H if Hermitian) and its systems.
+
+D has blocks of one and of two rows. Factors and pivots are packed as LAPACK's `sytrf`
+and `hetrf` pack them for a lower triangle: D and the columns of L share the matrix. A
+row of `pivots` is k, counted from 1, for an exchange with row k, and -k in both rows of
+a block of two, whose second row was exchanged. Other factorizations are in `solve.py`.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops.jaten.solve import check_info, needs_no_check, require_square
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+# How large a diagonal element must be beside its column to be a pivot (Bunch & Kaufman,
+# "Some stable methods for calculating inertia", Math. Comp. 31, 1977).
+ALPHA = (1 + math.sqrt(17)) / 8
+
+
+def _magnitude(x) -> jax.Array:
+  """LAPACK compares complex numbers by |re| + |im|."""
+  return jnp.abs(jnp.real(x)) + jnp.abs(jnp.imag(x)) if jnp.iscomplexobj(x) else abs(x)
+
+
+def _swapped(size, first, second):
+  """0 … size - 1 with two entries exchanged."""
+  order = jnp.arange(size)
+  return order.at[first].set(second).at[second].set(first)
+
+
+def _choose_pivot(work, k):
+  """(row to exchange, whether the block has two rows, whether the column is zero)."""
+  places = jnp.arange(work.shape[-1])
+  diagonal = _magnitude(jnp.diagonal(work))
+  column = jnp.where(places > k, _magnitude(work[:, k]), 0)
+  largest = jnp.argmax(column)
+  in_column = column[largest]
+  row = jnp.where((places >= k) & (places != largest), _magnitude(work[largest]), 0)
+  in_row = jnp.max(row)
+  is_zero = (jnp.maximum(diagonal[k], in_column) == 0) | jnp.isnan(diagonal[k])
+  ratio = in_column / jnp.where(in_row == 0, 1, in_row)
+  stays = is_zero | (diagonal[k] >= ALPHA * in_column)
+  stays |= diagonal[k] >= ALPHA * in_column * ratio
+  has_two = ~stays & ~(diagonal[largest] >= ALPHA * in_row)
+  return jnp.where(stays, k, largest), has_two, is_zero
+
+
+def _eliminate_one(work, k, conjugated):
+  """Takes the column k out of the part below and right of it."""
+  below = jnp.arange(work.shape[-1]) > k
+  pivot = work[k, k]
+  column = jnp.where(below, work[:, k], 0)
+  factor = column / jnp.where(pivot == 0, 1, pivot)
+  work = work - factor[:, None] * conjugated(column)[None, :]
+  return work.at[:, k].set(jnp.where(below, factor, work[:, k]))
+
+
+def _eliminate_two(work, k, conjugated):
+  """Takes the columns k and k + 1 out; scaled by the element beside the diagonal."""
+  following = jnp.minimum(k + 1, work.shape[-1] - 1)
+  below = jnp.arange(work.shape[-1]) > following
+  beside = work[following, k]
+  beside = jnp.where(beside == 0, 1, beside)
+  first, second = (jnp.where(below, work[:, j], 0) for j in (k, following))
+  upper = work[k, k] / conjugated(beside)
+  lower = work[following, following] / beside
+  determinant = upper * lower - 1
+  left = (first * lower - second) / (conjugated(beside) * determinant)
+  right = (second * upper - first) / (beside * determinant)
+  product = left[:, None] * conjugated(first) + right[:, None] * conjugated(second)
+  for place, factor in ((k, left), (following, right)):
+    column = jnp.where(below, factor, work[:, place])
+    product = product.at[:, place].set(work[:, place] - column)
+  return work - product
+
+
+def _factor(matrix, hermitian):
+  """Factors, pivots, and the first place with a zero column, from 1; 0 without one."""
+  size = matrix.shape[-1]
+  conjugated = jnp.conj if hermitian else (lambda x: x)
+  places = jnp.arange(size)
+
+  def step(state):
+    k, work, pivots, info = state
+    pivot, has_two, is_zero = _choose_pivot(work, k)
+    info = jnp.where(is_zero & (info == 0), k + 1, info)
+    order = _swapped(size, jnp.where(has_two, k + 1, k), pivot)
+    remaining = places >= k
+    block = remaining[:, None] & remaining[None, :]
+    work = jnp.where(block, work[order][:, order], work)
+    one, two = (f(work, k, conjugated) for f in (_eliminate_one, _eliminate_two))
+    work = jnp.where(has_two, two, jnp.where(is_zero, work, one))
+    in_block = (places == k) | (has_two & (places == k + 1))
+    number = jnp.where(has_two, -pivot - 1, pivot + 1)
+    pivots = jnp.where(in_block, number, pivots).astype(jnp.int32)
+    return jnp.where(has_two, k + 2, k + 1), work, pivots, info
+
+  lower = jnp.tril(matrix)
+  if hermitian:
+    lower = lower - 1j * jnp.diag(jnp.imag(jnp.diagonal(lower)))
+    lower = lower.astype(matrix.dtype)
+  symmetric = lower + conjugated(jnp.tril(matrix, -1)).T
+  start = (jnp.int32(0), symmetric, jnp.zeros(size, jnp.int32), jnp.int32(0))
+  _, packed, pivots, info = lax.while_loop(lambda state: state[0] < size, step, start)
+  return jnp.tril(packed), pivots, info
+
+
+@op(aten.linalg_ldl_factor_ex, compiled=needs_no_check)
+def _aten_linalg_ldl_factor_ex(self, hermitian=False, check_errors=False):
+  """Reads the lower triangle only."""
+  require_square("linalg.ldl_factor_ex", self)
+  if self.size == 0:
+    pivots = jnp.zeros(self.shape[:-1], jnp.int32)
+    return self, pivots, jnp.zeros(self.shape[:-2], jnp.int32)
+  hermitian = hermitian and jnp.iscomplexobj(self)
+  factor = functools.partial(_factor, hermitian=hermitian)
+  factors, pivots, info = jnp.vectorize(factor, signature="(n,n)->(n,n),(n),()")(self)
+  check_info(info, "torch.linalg.ldl_factor_ex", check_errors)
+  return factors, pivots, info
+
+
+def _starts_of_pairs(pivots):
+  """Which rows are the first of a block of two: every other one of negative pivots."""
+
+  def step(is_second, pivot):
+    is_first = (pivot < 0) & ~is_second
+    return is_first, is_first
+
+  return lax.scan(step, jnp.zeros((), bool), pivots)[1]
+
+
+def _solve(packed, pivots, right, conjugated):
+  size = packed.shape[-1]
+  places = jnp.arange(size)
+  starts = _starts_of_pairs(pivots)
+  targets = jnp.abs(pivots) - 1
+
+  def columns(k):
+    """Those of L at the rows k and k + 1; the second is zero for a block of one."""
+    following = jnp.minimum(k + 1, size - 1)
+    below = places > jnp.where(starts[k], k + 1, k)
+    second = jnp.where(below & starts[k], packed[:, following], 0)
+    return jnp.where(below, packed[:, k], 0), second, following
+
+  def exchanged(k, solution):
+    return solution[_swapped(size, jnp.where(starts[k], k + 1, k), targets[k])]
+
+  def forward(k, solution):
+    first, second, following = columns(k)
+    moved = exchanged(k, solution)
+    moved = moved - first[:, None] * moved[k] - second[:, None] * moved[following]
+    return jnp.where(_is_block(starts, k), moved, solution)
+
+  def backward(step, solution):
+    k = size - 1 - step
+    first, second, following = columns(k)
+    changed = solution.at[k].add(-(conjugated(first) @ solution))
+    changed = changed.at[following].add(-(conjugated(second) @ solution))
+    return jnp.where(_is_block(starts, k), exchanged(k, changed), solution)
+
+  solution = lax.fori_loop(0, size, forward, right)
+  solution = _solve_blocks(packed, starts, solution, conjugated)
+  return lax.fori_loop(0, size, backward, solution)
+
+
+def _is_block(starts, k):
+  """False for the second row of a block of two, which goes with the first."""
+  return ~((k > 0) & starts[k - 1])
+
+
+def _solve_blocks(packed, starts, right, conjugated):
+  """Solves D X = right, for all blocks at once."""
+  diagonal = jnp.diagonal(packed)
+  beside = jnp.where(starts, jnp.append(jnp.diagonal(packed, -1), 1), 1)
+  upper = diagonal / conjugated(beside)
+  lower = jnp.roll(diagonal, -1) / beside
+  following = jnp.roll(right, -1, 0)
+  # LAPACK's 2x2 solution: scaled by the element beside the diagonal.
+  scaled_first = right / conjugated(beside)[:, None]
+  scaled_second = following / beside[:, None]
+  determinant = (upper * lower - 1)[:, None]
+  first = (lower[:, None] * scaled_first - scaled_second) / determinant
+  second = (upper[:, None] * scaled_second - scaled_first) / determinant
+  is_second = jnp.roll(starts, 1)[:, None]
+  single = right / diagonal[:, None]
+  pairs = jnp.where(is_second, jnp.roll(second, 1, 0), single)
+  return jnp.where(starts[:, None], first, pairs)
+
+
+@op(aten.linalg_ldl_solve)
+def _aten_linalg_ldl_solve(LD, pivots, B, hermitian=False):
+  require_square("linalg.ldl_solve", LD)
+  batch = jnp.broadcast_shapes(LD.shape[:-2], B.shape[:-2])
+  if B.size == 0 or LD.size == 0:
+    return jnp.zeros(batch + B.shape[-2:], B.dtype)
+  conjugated = jnp.conj if hermitian else (lambda x: x)
+  solve = functools.partial(_solve, conjugated=conjugated)
+  return jnp.vectorize(solve, signature="(n,n),(n),(n,k)->(n,k)")(LD, pivots, B)

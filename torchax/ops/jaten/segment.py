@@ -1,0 +1,184 @@
+"""Reductions of runs of elements whose lengths are data.
+
+The segments of a row are given by their lengths or by the offsets of their ends; the
+dimensions before `axis` are a batch, each row with segments of its own. Elements beyond
+the last segment belong to none.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+# What a reduction of nothing gives, and how two results of it are put together.
+_REDUCTIONS = {
+  "sum": (0.0, jax.ops.segment_sum, jnp.add),
+  "mean": (0.0, jax.ops.segment_sum, jnp.add),
+  "prod": (1.0, jax.ops.segment_prod, jnp.multiply),
+  "max": (-math.inf, jax.ops.segment_max, jnp.maximum),
+  "min": (math.inf, jax.ops.segment_min, jnp.minimum),
+}
+
+
+def _offsets(lengths, offsets, axis):
+  """Where segments begin and the last one ends: (*batch, segments + 1)."""
+  if (lengths is None) == (offsets is None):
+    raise RuntimeError(
+      "segment_reduce() expects either lengths or offsets, but got "
+      f"{'neither' if lengths is None else 'both'}."
+    )
+  given = offsets if lengths is None else lengths
+  if given.ndim != axis + 1:
+    raise RuntimeError(
+      f"segment_reduce() expects axis to be the last dimension of lengths or offsets, "
+      f"but got axis={axis} and shape {given.shape}."
+    )
+  if lengths is None:
+    return offsets
+  ends = jnp.cumsum(lengths, -1)
+  return jnp.pad(ends, [(0, 0)] * axis + [(1, 0)])
+
+
+def _as_rows(data, axis):
+  """(*batch, size, *rest) as (batch, size, rest)."""
+  batch, rest = data.shape[:axis], data.shape[axis + 1 :]
+  return data.reshape(math.prod(batch), data.shape[axis], math.prod(rest))
+
+
+def _segment_of(offsets, size):
+  """The segment of each place; -1 or the number of segments for places in none."""
+  return jnp.searchsorted(offsets, jnp.arange(size), side="right") - 1
+
+
+def _reduced(rows, segments, count, reduce, initial):
+  """Segments of rows (size, rest), put together with `initial`."""
+  nothing, by_segment, combine = _REDUCTIONS[reduce]
+  start = nothing if initial is None else initial
+  inside = (segments >= 0) & (segments < count)
+  place = jnp.where(inside, segments, count)  # a segment for what is in none
+  result = by_segment(rows, place, count + 1)[:count]
+  if reduce in ("max", "min"):
+    has_nan = jax.ops.segment_max(jnp.isnan(rows).astype(jnp.int8), place, count + 1)
+    result = jnp.where(has_nan[:count] > 0, math.nan, result)
+  return combine(result, jnp.asarray(start, rows.dtype))
+
+
+def _by_row(function, offsets, *arrays):
+  """`function(offsets, …)` for each row of a batch."""
+  flat = offsets.reshape(-1, offsets.shape[-1])
+  return jax.vmap(function)(flat, *arrays)
+
+
+def _axis(data, reduce, axis) -> int:
+  """The axis from the front; raises where what is asked for does not exist."""
+  if reduce not in _REDUCTIONS:
+    raise RuntimeError(
+      f"segment_reduce() expects reduce to be one of {', '.join(_REDUCTIONS)}, but got "
+      f"{reduce!r}."
+    )
+  if not jnp.issubdtype(data.dtype, jnp.floating):
+    raise RuntimeError(
+      f"segment_reduce() expects floating-point data, but got {data.dtype}."
+    )
+  if not -data.ndim <= axis < data.ndim:
+    raise IndexError(
+      f"segment_reduce() expects axis in [{-data.ndim}, {data.ndim - 1}], but got "
+      f"{axis}."
+    )
+  return axis % data.ndim
+
+
+@op(aten.segment_reduce)
+def _aten_segment_reduce(
+  data,
+  reduce,
+  *,
+  lengths=None,
+  indices=None,
+  offsets=None,
+  axis=0,
+  unsafe=False,
+  initial=None,
+):
+  """Lengths are not compared with the data, which would wait for their values."""
+  axis = _axis(data, reduce, axis)
+  if indices is not None:
+    raise RuntimeError("segment_reduce(): indices are not supported, pass lengths.")
+  ends = _offsets(lengths, offsets, axis)
+  count = ends.shape[-1] - 1
+  wide = data.astype(jnp.promote_types(data.dtype, jnp.float32))
+
+  def of_row(row_ends, rows):
+    segments = _segment_of(row_ends, len(rows))
+    result = _reduced(rows, segments, count, reduce, initial)
+    if reduce != "mean":
+      return result
+    sizes = jnp.diff(row_ends)[:, None]
+    empty = math.nan if initial is None else result
+    return jnp.where(sizes == 0, empty, result / jnp.maximum(sizes, 1))
+
+  shape = (*data.shape[:axis], count, *data.shape[axis + 1 :])
+  if data.size == 0 and 0 in (*data.shape[:axis], *data.shape[axis + 1 :]):
+    return jnp.zeros(shape, data.dtype)
+  result = _by_row(of_row, ends, _as_rows(wide, axis))
+  return result.reshape(shape).astype(data.dtype)
+
+
+def _product_of_others(rows, segments, count, initial):
+  """For each element, the product of `initial` and all others of its segment."""
+  is_zero, is_nan = rows == 0, jnp.isnan(rows)
+  plain = jnp.where(is_zero | is_nan, 1, rows)
+  start = 1.0 if initial is None else initial
+  product = _reduced(plain, segments, count, "prod", start)
+  zeros, nans = (
+    _reduced(is_special.astype(rows.dtype), segments, count, "sum", None)
+    for is_special in (is_zero, is_nan)
+  )
+  place = jnp.clip(segments, 0, max(count - 1, 0))
+  others = product[place] / plain
+  others = jnp.where(zeros[place] - is_zero > 0, 0, others)
+  return jnp.where(nans[place] - is_nan > 0, math.nan, others)
+
+
+@op(aten._segment_reduce_backward)
+def _aten__segment_reduce_backward(
+  grad,
+  output,
+  data,
+  reduce,
+  *,
+  lengths=None,
+  offsets=None,
+  axis=0,
+  initial=None,
+):
+  """Among several extreme elements, the gradient is shared equally."""
+  axis = _axis(data, reduce, axis)
+  ends = _offsets(lengths, offsets, axis)
+  count = ends.shape[-1] - 1
+  if data.size == 0 or count == 0:
+    return jnp.zeros_like(data)
+  wide = jnp.promote_types(data.dtype, jnp.float32)
+
+  def of_row(row_ends, grads, results, rows):
+    segments = _segment_of(row_ends, len(rows))
+    is_inside = ((segments >= 0) & (segments < count))[:, None]
+    place = jnp.clip(segments, 0, count - 1)
+    share = grads[place]
+    if reduce == "mean":
+      share = share / jnp.maximum(jnp.diff(row_ends), 1)[place][:, None]
+    elif reduce == "prod":
+      share = share * _product_of_others(rows, segments, count, initial)
+    elif reduce in ("max", "min"):
+      is_extreme = (rows == results[place]) | jnp.isnan(rows)
+      ties = _reduced(is_extreme.astype(rows.dtype), segments, count, "sum", None)
+      share = jnp.where(is_extreme, share / jnp.maximum(ties, 1)[place], 0)
+    return jnp.where(is_inside, share, 0)
+
+  arrays = (_as_rows(array.astype(wide), axis) for array in (grad, output, data))
+  return _by_row(of_row, ends, *arrays).reshape(data.shape).astype(data.dtype)

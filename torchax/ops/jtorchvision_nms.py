@@ -1,0 +1,126 @@
+"""Non-maximum suppression: `torchvision.ops.nms`, for jax tensors and for arrays.
+
+The lowering is registered by name, so torchvision need not be installed, and may be
+imported later. Boxes are rows (x1, y1, x2, y2) with x1 <= x2 and y1 <= y2.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax.errors import TracedStateError
+from torchax.ops import mappings
+from torchax.ops.op_base import op
+
+
+def _areas(boxes: jax.Array) -> jax.Array:
+  return (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
+
+
+def _overlaps(box: jax.Array, boxes: jax.Array) -> jax.Array:
+  """Intersection over union of one box (4,) with others (n, 4); NaN without area."""
+  low = jnp.maximum(box[:2], boxes[:, :2])
+  high = jnp.minimum(box[2:], boxes[:, 2:])
+  common = jnp.prod(jnp.maximum(high - low, 0), axis=-1)
+  return common / (_areas(box) + _areas(boxes) - common)
+
+
+def _kept(boxes: jax.Array, count, iou_threshold) -> jax.Array:
+  """Which of boxes (n, 4), best first, stay; only the first `count` take part.
+
+  A box that stays suppresses every later one that overlaps it too much.
+  """
+  places = jnp.arange(len(boxes))
+
+  def suppress(place, kept):
+    too_near = _overlaps(boxes[place], boxes) > iou_threshold
+    return kept & ~(kept[place] & too_near & (places > place))
+
+  return lax.fori_loop(0, count, suppress, places < count)
+
+
+@jax.jit
+def _select(boxes, scores, count, iou_threshold):
+  """The order of the boxes, best first, and which of them stay, both of shape (n,)."""
+  # Equal scores keep their order; what is only there to fill up comes last.
+  is_real = jnp.arange(len(scores)) < count
+  order = jnp.lexsort((jnp.where(is_real, -scores, 0), ~is_real))
+  return order, _kept(boxes[order], count, iou_threshold)
+
+
+def _require_shapes(boxes, scores) -> None:
+  if boxes.ndim != 2 or boxes.shape[1] != 4:
+    raise RuntimeError(f"boxes should have shape (n, 4), got {tuple(boxes.shape)}.")
+  if scores.shape != boxes.shape[:1]:
+    raise RuntimeError(
+      f"scores should have one number for each of the {len(boxes)} boxes, got the "
+      f"shape {tuple(scores.shape)}."
+    )
+
+
+@op("torchvision::nms", compiled=False)
+def nms(boxes, scores, iou_threshold):
+  """Indices of the boxes that no better box overlaps too much, best first.
+
+  Boxes of the next power of two in number share a compiled program.
+
+  Args:
+    boxes: floats of shape (n, 4).
+    scores: floats of shape (n,).
+    iou_threshold: a box is dropped where its intersection over union with a better
+      one is greater.
+
+  Returns:
+    An int64 array (narrowed without x64) of shape (kept,).
+
+  Raises:
+    RuntimeError: other shapes.
+    TracedStateError: inside a compiled function, since the length of the result is
+      not known there; `non_max_suppression_padded` has one that is.
+
+  References:
+    https://docs.pytorch.org/vision/stable/generated/torchvision.ops.nms.html
+  """
+  _require_shapes(boxes, scores)
+  if isinstance(boxes, jax.core.Tracer) or isinstance(scores, jax.core.Tracer):
+    raise TracedStateError(
+      "The length of nms depends on the numbers of its boxes, so it cannot run inside "
+      "a compiled function. Call it outside, or use "
+      "torchax.ops.jtorchvision_nms.non_max_suppression_padded."
+    )
+  count = len(boxes)
+  fill = (1 << max(count - 1, 0).bit_length()) - count
+  boxes = jnp.pad(boxes, ((0, fill), (0, 0)))
+  order, kept = _select(boxes, jnp.pad(scores, (0, fill)), count, iou_threshold)
+  chosen = np.asarray(order)[np.asarray(kept)]
+  return jnp.asarray(chosen, mappings.t2j_dtype(torch.int64))
+
+
+def non_max_suppression_padded(scores, boxes, max_output_size, iou_threshold):
+  """`nms` with a result of fixed size, which can run inside compiled functions.
+
+  Args:
+    scores: floats of shape (..., n).
+    boxes: floats of shape (..., n, 4).
+    max_output_size: how many indices are returned at most, a Python integer.
+    iou_threshold: as in `nms`.
+
+  Returns:
+    Indices of the kept boxes, best first, of shape (..., max_output_size) and filled
+    up with zeros, and how many of them there are, of shape (...).
+
+  References:
+    https://www.tensorflow.org/api_docs/python/tf/image/non_max_suppression_padded
+  """
+  if scores.ndim > 1:
+    return jax.vmap(non_max_suppression_padded, in_axes=(0, 0, None, None))(
+      scores, boxes, max_output_size, iou_threshold
+    )
+  _require_shapes(boxes, scores)
+  order, kept = _select(boxes, scores, len(boxes), iou_threshold)
+  (places,) = jnp.nonzero(kept, size=max_output_size, fill_value=-1)
+  indices = jnp.where(places < 0, 0, order[places])
+  count = jnp.minimum(kept.sum(), max_output_size)
+  return indices.astype(mappings.t2j_dtype(torch.int64)), count

@@ -1,0 +1,190 @@
+"""`x[index]` and `x[index] = value` where torch's C++ alone does not get it right.
+
+Called as functions (`operator.getitem` of a mode, `torch.Tensor.__getitem__`), they get
+the index as `Tensor.__getitem__` prepares it. And an integer tensor without dimensions,
+which is an index like a Python number, may have no value yet: inside a JAX trace it
+becomes the start of a dynamic slice.
+
+The preparation of an index is in `tensor.py`, the choice of elements in
+`ops/jaten/indexing.py`.
+"""
+
+import jax.numpy as jnp
+import torch
+
+from torchax.aliasing import of_grad_mode
+from torchax.storage import ReadOnly
+from torchax.tensor import Tensor, index_of, is_traced, needs_care, value_of
+from torchax.view_info import TracedIndexInfo
+
+aten = torch.ops.aten
+_getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+_ALL = slice(None)
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _getitem_handler(args, kwargs):
+  tensor, index = args
+  if not isinstance(tensor, Tensor):
+    return _getitem(tensor, index)
+  index = index_of(index, tensor)
+  return read(tensor, index) if needs_care(index) else _getitem(tensor, index)
+
+
+def _setitem_handler(args, kwargs):
+  tensor, index, value = args
+  if not isinstance(tensor, Tensor):
+    return _setitem(tensor, index, value)
+  index, value = index_of(index, tensor), value_of(value, tensor)
+  if needs_care(index):
+    return write(tensor, index, value)
+  return _setitem(tensor, index, value)
+
+
+class _Subscript:
+  """An index with traced numbers or truth values, as steps one after the other.
+
+  Attributes:
+    basic: an index that gives a view in which nothing is chosen by tensors yet.
+    places: (dimension of that view, 0-d tensor) of the traced numbers, last first.
+    rest: an index for what remains of the view; None if it is all of it.
+  """
+
+  def __init__(self, index, tensor: Tensor):
+    parts = index if type(index) is tuple else (index,)
+    self.basic, self.places, rest = [], [], []
+    for part in _without_ellipsis(parts, tensor):
+      if _is_number(part) and isinstance(part, Tensor) and is_traced(part):
+        self.places.insert(0, (_dims(self.basic), part))
+        self.basic.append(_ALL)
+      elif _is_number(part):
+        self.basic.append(int(part))
+      elif _is_truth_value(part):
+        self.basic.append(None)
+        rest.append(_chosen_of_one(part))
+      elif isinstance(part, torch.Tensor):
+        self.basic += [_ALL] * _covered(part)
+        rest.append(part)
+      else:
+        self.basic.append(part)
+        rest += [] if type(part) is int else [_ALL]
+    self.basic = tuple(self.basic)
+    chooses = any(isinstance(part, torch.Tensor) for part in rest)
+    self.rest = tuple(rest) if chooses else None
+
+
+def _is_truth_value(part) -> bool:
+  is_tensor = isinstance(part, torch.Tensor)
+  return isinstance(part, bool) or (is_tensor and not part.dim())
+
+
+def _chosen_of_one(part) -> torch.Tensor:
+  """An index into a new dimension of size 1 that takes its element, or none."""
+  if isinstance(part, Tensor):
+    return part.reshape(1)
+  return torch.zeros(int(bool(part)), dtype=torch.int64, device="cpu")
+
+
+def _is_number(part) -> bool:
+  """True for integer tensors without dimensions, which are indices like numbers."""
+  is_tensor = isinstance(part, torch.Tensor)
+  return is_tensor and not part.dim() and part.dtype not in _MASKS
+
+
+def _dims(basic) -> int:
+  """How many dimensions an index of numbers, slices and None leaves or makes."""
+  return sum(type(part) is not int for part in basic)
+
+
+def _covered(part) -> int:
+  """How many dimensions of a tensor one part of an index takes."""
+  if part is None or isinstance(part, bool):
+    return 0
+  is_mask = isinstance(part, torch.Tensor) and part.dtype in _MASKS
+  return part.dim() if is_mask else 1
+
+
+def _without_ellipsis(parts, tensor) -> list:
+  places = [place for place, part in enumerate(parts) if part is ...]
+  if not places:
+    return list(parts)
+  first = places[0]
+  covered = sum(_covered(part) for part in parts if part is not ...)
+  dims = max(0, tensor.dim() - covered)
+  later = [part for part in parts[first + 1 :] if part is not ...]
+  return [*parts[:first], *[_ALL] * dims, *later]
+
+
+def read(tensor: Tensor, index) -> Tensor:
+  """`tensor[index]` with traced numbers or truth values in the index.
+
+  Where torch records a gradient, the result is a copy that refuses to be changed in
+  place: the change could not be followed to the tensor.
+  """
+  subscript = _Subscript(index, tensor)
+  chosen = _getitem(tensor, subscript.basic)
+  for dim, place in subscript.places:
+    chosen = _element(chosen, dim, place)
+  return chosen if subscript.rest is None else _getitem(chosen, subscript.rest)
+
+
+def _element(tensor: Tensor, dim: int, place: Tensor) -> Tensor:
+  if tensor.requires_grad and torch.is_grad_enabled():
+    row = tensor.index_select(dim, place.reshape(1)).squeeze(dim)
+    row._storage = ReadOnly(row._storage.read())
+    return row
+  # torch's record of a view of any element; which one is up to the chain.
+  element = tensor.select(dim, 0)
+  index = place.jax().astype(jnp.int32)
+  chain = tensor._chain.append(TracedIndexInfo(dim, index))
+  element._chain = of_grad_mode(chain)
+  return element
+
+
+def write(tensor: Tensor, index, value) -> None:
+  """`tensor[index] = value` with traced numbers or truth values in the index."""
+  subscript = _Subscript(index, tensor)
+  view = _getitem(tensor, subscript.basic)
+  if not subscript.places:
+    _setitem(view, subscript.rest, value)
+    return
+  indices: list = [None] * view.dim()
+  for dim, place in subscript.places:
+    indices[dim] = place
+  if subscript.rest is not None:
+    row = aten.index(view, indices)
+    _setitem(row, subscript.rest, value)
+    value = row
+  if not isinstance(value, torch.Tensor):
+    raise TypeError(
+      "`x[index] = value` expects a tensor or a number as its value, but got "
+      f"{type(value).__name__}."
+    )
+  value = value.to(tensor.device, tensor.dtype)
+  # As in any assignment, leading dimensions of 1 are no dimensions.
+  surplus = max(0, value.dim() - (view.dim() - len(subscript.places)))
+  if value.shape[:surplus].numel() == 1:
+    value = value.reshape(value.shape[surplus:])
+  aten.index_put_(view, indices, value)
+
+
+def _tensor_split(func):
+  def handler(args, kwargs):
+    """Reads split points that are on jax: torch wants them on the CPU."""
+    args = list(args)
+    points = args[1] if len(args) > 1 else kwargs.get("tensor_indices_or_sections")
+    if isinstance(args[0] if args else None, Tensor) and isinstance(points, Tensor):
+      values = points.tolist()
+      kwargs = {k: v for k, v in kwargs.items() if k != "tensor_indices_or_sections"}
+      return func(args[0], values, *args[2:], **kwargs)
+    return func(*args, **kwargs)
+
+  return handler
+
+
+def register_functions(env) -> None:
+  """Adds subscripts, and what else takes places from tensors, to an environment."""
+  env.functions.add(_getitem, _getitem_handler)
+  env.functions.add(_setitem, _setitem_handler)
+  for func in (torch.tensor_split, torch.Tensor.tensor_split):
+    env.functions.add(func, _tensor_split(func))
