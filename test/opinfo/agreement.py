@@ -15,6 +15,7 @@ from torchax.tensor import Tensor
 # What JAX holds without x64; the numbers are compared, the width is documented.
 NARROWED = {
   torch.int64: torch.int32,
+  torch.uint64: torch.uint32,
   torch.float64: torch.float32,
   torch.complex128: torch.complex64,
 }

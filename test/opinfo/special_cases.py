@@ -61,12 +61,26 @@ def _values_alone(result, sample, place=1):
   return values, sample.input.to(values.device).gather(dim, places.long())
 
 
-def _fix_columns(vectors):
-  """Columns are unique up to a factor of length one; the largest element is real."""
-  if not vectors.numel():
-    return vectors
-  largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
-  return vectors * (largest.conj() / largest.abs())
+def _projections(vectors):
+  """Eigenvectors are unique up to a factor of length one, which these do not have."""
+  return vectors.unsqueeze(-2) * vectors.conj().unsqueeze(-3)
+
+
+def _svd(result, sample):
+  """The singular values, and the product of the factors where there are any."""
+  if isinstance(result, torch.Tensor):
+    return result
+  left, values, right = result
+  rank = values.shape[-1]
+  if left.shape[-1] < rank or not left.numel():
+    return values
+  return values, (left[..., :rank] * values.unsqueeze(-2)) @ right[..., :rank, :]
+
+
+def _svd_of_torch(result, sample):
+  """`torch.svd` returns the right vectors as columns; zeros if none were asked for."""
+  left, values, right = result
+  return _svd((left, values, right.mH), sample)
 
 
 def _exponential(result, sample):
@@ -87,9 +101,13 @@ def _ordered(result, sample):
 
 UNIQUE = {
   "argsort": _ordered,
+  "mode": functools.partial(_values_alone, place=0),
+  "svd": _svd_of_torch,
+  "linalg.svd": _svd,
   "sort": functools.partial(_values_alone, place=0),
   "logcumsumexp": _exponential,
   "topk": _values_alone,
   "kthvalue": _values_alone,
-  "linalg.eigh": _product(lambda values, vectors: (values, _fix_columns(vectors))),
+  "linalg.eig": _product(lambda values, vectors: (values, _projections(vectors))),
+  "linalg.eigh": _product(lambda values, vectors: (values, _projections(vectors))),
 }

@@ -13,7 +13,7 @@ from opinfo import database, expectations
 from opinfo.checks import Checks, NotComparable
 
 # How many inputs each check takes.
-FULL = {"forward": 20, "gradient": 20, "jit": 4, "in_place": 4, "out": 4, "error": None}
+FULL = {"forward": 10, "gradient": 10, "jit": 3, "in_place": 3, "out": 3, "error": None}
 QUICK = {
   torch.float32: {
     "forward": 2,

@@ -203,3 +203,20 @@ def test_it_raises_what_torch_raises(row):
     function(*args)
   with torchax.default_env(), pytest.raises(error):
     function(*(arg.to("jax") if torch.is_tensor(arg) else arg for arg in args))
+
+
+@pytest.mark.parametrize("function", [torch.sum, torch.nansum, torch.mean])
+def test_half_precision_accumulates_in_float32(function):
+  """A running sum in bfloat16 stays at 256: adding 1 to it rounds back."""
+  values = torch.tensor([256.0] + [1.0] * 14 + [-256.0], dtype=torch.bfloat16)
+  with torchax.default_env():
+    actual = function(values.to("jax"), dim=0)
+  assert actual.dtype == torch.bfloat16
+  assert actual.item() == function(values.double(), dim=0).item()
+
+
+def test_products_of_half_precision_are_rounded_once():
+  values = floats(6, low=1.0, high=2.0).bfloat16()
+  with torchax.default_env():
+    actual = torch.prod(values.to("jax"))
+  assert actual.item() == torch.prod(values.double()).bfloat16().item()

@@ -39,7 +39,6 @@ _CLAMPS = {
 ROWS = {
   aten._foreach_zero.default: aten.zeros_like.default,
   aten._foreach_copy.default: aten.copy.default,
-  aten._foreach_mm.default: aten.mm.default,
   aten._foreach_pow.List: aten.pow.Tensor_Tensor,
   aten._foreach_pow.Scalar: aten.pow.Tensor_Scalar,
   aten._foreach_pow.ScalarList: aten.pow.Tensor_Scalar,
@@ -47,14 +46,21 @@ ROWS = {
 }
 
 
+if hasattr(aten, "_foreach_mm"):  # newer than torch 2.11
+  ROWS[aten._foreach_mm.default] = aten.mm.default
+
+
 def _functional_overloads(name: str) -> dict:
-  packet = getattr(aten, f"_foreach_{name}")
+  packet = getattr(aten, f"_foreach_{name}", None)
+  if packet is None:  # not in every version of torch
+    return {}
   names = [overload for overload in packet.overloads() if not overload.endswith("out")]
   return {overload: getattr(packet, overload) for overload in names}
 
 
 for _name in _UNARY:
-  ROWS[_functional_overloads(_name)["default"]] = getattr(aten, _name).default
+  for _foreach in _functional_overloads(_name).values():
+    ROWS[_foreach] = getattr(aten, _name).default
 for _name in _ARITHMETIC:
   for _overload, _foreach in _functional_overloads(_name).items():
     _of_tensors = _overload in ("List", "Tensor")
@@ -173,7 +179,7 @@ def _aten__foreach_norm(self, ord=2, dtype=None):
   return [lower(array, ord, dtype=dtype) for array in self]
 
 
-@op(aten._foreach_powsum, static=("ord",))
+@op("aten::_foreach_powsum", static=("ord",))  # by name: newer than torch 2.11
 def _aten__foreach_powsum(self, ord=2, dtype=None):
   """Sums of powers of the magnitudes: norms before their root."""
   require_same_length([self])

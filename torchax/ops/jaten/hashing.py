@@ -25,7 +25,7 @@ def _bits(array):
   return lax.bitcast_convert_type(array.astype(jnp.float64), jnp.uint64)
 
 
-@op(aten.hash_tensor)
+@op("aten::hash_tensor")  # by name: newer than torch 2.11
 def _aten_hash_tensor(self, dim=(), *, keepdim=False, mode=0):
   """Without x64 integers have the lower half of torch's hash.
 

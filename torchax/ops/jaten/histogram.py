@@ -28,8 +28,10 @@ def _aten_histc(self, bins=100, min=0, max=0):
     raise RuntimeError(
       f"torch.histc: max must be larger than min, but got min={min} and max={max}."
     )
-  values = jnp.ravel(self)
-  low, high = jnp.asarray(min, self.dtype), jnp.asarray(max, self.dtype)
+  # Half precision would round values into the bin beside theirs.
+  wide = jnp.promote_types(self.dtype, jnp.float32)
+  values = jnp.ravel(self).astype(wide)
+  low, high = jnp.asarray(min, wide), jnp.asarray(max, wide)
   if min == max and values.size:
     low, high = jnp.min(values), jnp.max(values)
   flat = low == high
@@ -38,7 +40,8 @@ def _aten_histc(self, bins=100, min=0, max=0):
   bin_of = jnp.floor((values - low) / (high - low) * bins).astype(jnp.int32)
   # The upper bound belongs to the last bin; values outside go to none.
   bin_of = jnp.where(inside, jnp.minimum(bin_of, bins - 1), bins)
-  return jnp.zeros(bins, self.dtype).at[bin_of].add(1, mode="drop")
+  counts = jnp.zeros(bins, wide).at[bin_of].add(1, mode="drop")
+  return counts.astype(self.dtype)
 
 
 @op(aten.bincount, compiled=False)

@@ -201,12 +201,21 @@ def _require_broadcast(values_shape, shape):
     raise _mismatch(values_shape, shape)
 
 
+def _add(at, values):
+  """Adds at places of an array; bools, which JAX does not add, become true."""
+  return at.max(values) if values.dtype == jnp.bool_ else at.add(values)
+
+
+def _multiply(at, values):
+  return at.min(values) if values.dtype == jnp.bool_ else at.multiply(values)
+
+
 def _write(self, places, values, accumulate):
   _require_broadcast(values.shape, jax.eval_shape(lambda: self[places]).shape)
   values = values.astype(self.dtype)
   if not accumulate:
     return self.at[places].set(values)
-  return self.at[places].add(values)
+  return _add(self.at[places], values)
 
 
 def _write_masked(self, axis, mask, values, accumulate):
@@ -296,7 +305,7 @@ def _check_rows(name, self, dim, index, source) -> None:
 def _aten_index_add(self, dim, index, source, *, alpha=1):
   _check_rows("index_add", self, dim, index, source)
   addend = (source * alpha).astype(self.dtype)
-  return _write_along(self, dim, index, lambda x, at: x.at[at].add(addend))
+  return _write_along(self, dim, index, lambda x, at: _add(x.at[at], addend))
 
 
 @op(aten.index_copy)
@@ -395,7 +404,7 @@ def _aten_scatter(self, dim, index, value):
 
 @op(aten.scatter_add)
 def _aten_scatter_add(self, dim, index, src):
-  return _scatter(self, dim, index, src, lambda x, at, v: x.at[at].add(v))
+  return _scatter(self, dim, index, src, lambda x, at, v: _add(x.at[at], v))
 
 
 @op(aten.scatter.reduce)
@@ -426,9 +435,9 @@ def _aten_scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
 
 _OLD_NAMES = {"add": "sum", "multiply": "prod"}
 _REDUCERS = {
-  "sum": lambda at, values: at.add(values),
-  "mean": lambda at, values: at.add(values),
-  "prod": lambda at, values: at.multiply(values),
+  "sum": _add,
+  "mean": _add,
+  "prod": _multiply,
   "amax": lambda at, values: at.max(values),
   "amin": lambda at, values: at.min(values),
 }

@@ -80,7 +80,8 @@ def _widened(array):
 @op(aten.sum)
 def _aten_sum(self, dim=None, keepdim=False, dtype=None):
   terms = _accumulable(self, dtype)
-  return jnp.sum(terms, axis=_axes(self, dim), keepdims=keepdim, dtype=terms.dtype)
+  total = jnp.sum(_widened(terms), axis=_axes(self, dim), keepdims=keepdim)
+  return total.astype(terms.dtype)
 
 
 @op(aten.nansum)
@@ -100,7 +101,8 @@ def _aten_mean(self, dim=None, keepdim=False, dtype=None):
 @op(aten.prod)
 def _aten_prod(self, dim=None, keepdim=False, dtype=None):
   factors = _accumulable(self, dtype)
-  return jnp.prod(factors, axis=_axes(self, dim), keepdims=keepdim, dtype=factors.dtype)
+  product = jnp.prod(_widened(factors), axis=_axes(self, dim), keepdims=keepdim)
+  return product.astype(factors.dtype)
 
 
 @op(aten.trace)
@@ -117,9 +119,11 @@ def _aten_count_nonzero(self, dim=None):
 
 @op(aten.logsumexp)
 def _aten_logsumexp(self, dim, keepdim=False):
-  return jax.scipy.special.logsumexp(
-    to_float(self), axis=_axes(self, dim), keepdims=keepdim
+  values = to_float(self)
+  total = jax.scipy.special.logsumexp(
+    _widened(values), axis=_axes(self, dim), keepdims=keepdim
   )
+  return total.astype(values.dtype)
 
 
 # --- Truth --------------------------------------------------------------------------
@@ -386,6 +390,9 @@ def _running_extremum(scan, self, dim):
   axes = _axes(self, dim)
   if self.ndim == 0:
     return self, jnp.zeros((), _index_dtype())
+  if self.dtype == jnp.bool_:  # which JAX does not scan
+    extrema, positions = _running_extremum(scan, self.astype(jnp.int8), dim)
+    return extrema.astype(jnp.bool_), positions
   extrema = scan(self, axis=axes[0])
   positions = lax.broadcasted_iota(_index_dtype(), self.shape, axes[0])
   attains = self == extrema

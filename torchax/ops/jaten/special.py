@@ -109,7 +109,7 @@ def _aten_polygamma(n, self):
 @op(aten.polygamma_.default, kind=Kind.TENSORS)
 def _aten_polygamma_(self, n):
   """Its arguments stand in another order than those of the functional form."""
-  return self.copy_(torch.polygamma(n, self))
+  return torch.polygamma(n, self, out=self)
 
 
 @op(aten.mvlgamma, aten.special_multigammaln)
