@@ -4,6 +4,8 @@ An eager call may cost 1.5 times the compiled computation, and what an eager ope
 costs at most beside it: three times `jnp.add` on 32×32 numbers, the dispatch goal.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -288,11 +290,10 @@ OPERATORS = {
 }
 
 
-def rows() -> list[Row]:
+def rows() -> Iterator[Row]:
   """A row for each operator; the goal is the ratio that its sum of costs allows."""
   small = jnp.ones((32, 32))
   dispatch_us = DISPATCH_FACTOR * measure(lambda: jnp.add(small, small))
-  found = []
   for name, (function, plain, inputs) in OPERATORS.items():
     tensors = [torch.as_tensor(value).to("jax") for value in inputs]
     arrays = [tensor.jax() for tensor in tensors]
@@ -304,5 +305,4 @@ def rows() -> list[Row]:
       None,
     )
     row.goal = COMPUTE_FACTOR + dispatch_us / row.baseline_us
-    found.append(row)
-  return found
+    yield row

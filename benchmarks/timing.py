@@ -47,7 +47,7 @@ class Row:
 
 def _calls_for(function: Callable) -> int:
   start = time.perf_counter()
-  function()
+  jax.block_until_ready(arrays(function()))  # JAX runs ahead otherwise
   elapsed = time.perf_counter() - start
   return max(1, min(2000, int(SECONDS_PER_REPEAT / max(elapsed, 1e-6))))
 
