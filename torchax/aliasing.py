@@ -165,8 +165,10 @@ def _select_layout(source, dim, index):
 def _view_layout(source, size):
   """Shape, strides and offset of a contiguous tensor under another shape."""
   size = list(size)
+  if not source.is_contiguous() or not source.numel():
+    return None
   # torch may keep other strides of dimensions of size 1.
-  if list(source.stride()) != _contiguous_stride(source.shape) or not source.numel():
+  if 1 in source.shape and list(source.stride()) != _contiguous_stride(source.shape):
     return None
   if -1 in size:
     place = size.index(-1)

@@ -140,6 +140,8 @@ class Tensor(torch.Tensor):
     self._storage.write(array)
 
   def __getitem__(self, index):
+    if type(index) is slice or type(index) is int:
+      return super().__getitem__(index)
     index = index_of(index, self)
     if needs_care(index):
       return self._env.functions.get(torch.Tensor.__getitem__)((self, index), {})
@@ -502,11 +504,12 @@ def alias(
     device=META,
   )
   other._storage, other._chain, other._env = storage, chain, source._env
-  marks = layout if isinstance(layout, torch.Tensor) else source
-  if _is_conj(marks):
-    _torch_compat.set_conj(other, True)
-  if _is_neg(marks):
-    _torch_compat.set_neg(other, True)
+  if chain.is_marked:
+    marks = layout if isinstance(layout, torch.Tensor) else source
+    if _is_conj(marks):
+      _torch_compat.set_conj(other, True)
+    if _is_neg(marks):
+      _torch_compat.set_neg(other, True)
   return other
 
 

@@ -480,7 +480,7 @@ class Chain:
   index that is being traced: their starts are a tuple.
   """
 
-  __slots__ = ("infos", "moving", "_longer", "_taken")
+  __slots__ = ("infos", "moving", "is_marked", "_longer", "_taken")
 
   # How many slices of one form get a program of their own.
   LIMIT = 8
@@ -488,6 +488,8 @@ class Chain:
   def __init__(self, infos: tuple[ViewInfo, ...] = (), moving: bool = False):
     self.infos = infos
     self.moving = _as_moving(infos) if moving else None
+    # torch's bits for conjugate and negative may be set.
+    self.is_marked = any(isinstance(i, ConjugateInfo | NegateInfo) for i in infos)
     self._longer: dict[ViewInfo, Chain] = {}
     self._taken: dict[MovingInfo, int] = {}
 

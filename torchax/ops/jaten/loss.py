@@ -263,7 +263,9 @@ def _aten_binary_cross_entropy_with_logits(
   self, target, weight=None, pos_weight=None, reduction=1
 ):
   positive = 1 if pos_weight is None else 1 + (pos_weight - 1) * target
-  losses = (1 - target) * self - positive * jax.nn.log_sigmoid(self)
+  # -log(sigmoid(self)) without an overflow, and quicker than by way of logaddexp.
+  surprise = jnp.maximum(-self, 0) + jnp.log1p(jnp.exp(-jnp.abs(self)))
+  losses = (1 - target) * self + positive * surprise
   return _reduce(_weighted(losses, weight), reduction)
 
 

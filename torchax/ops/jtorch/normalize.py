@@ -1,12 +1,16 @@
-"""Layer normalisation, caught above ATen to spare its two further results.
+"""Normalisation, caught above ATen: one function, differentiated by JAX.
 
-They are for the ATen backward formula; here JAX differentiates the whole.
+torch's layer normalisation has two further results for its own backward formula, and
+its RMS normalisation is a chain of operations, unless the device is CUDA.
 """
 
 import torch
 import torch.nn.functional as F
 
-from torchax.ops.jaten.normalize import _aten_native_layer_norm
+from torchax.ops.jaten.normalize import (
+  _aten__fused_rms_norm,
+  _aten_native_layer_norm,
+)
 from torchax.ops.jtorch._register import register_function
 
 
@@ -15,3 +19,8 @@ def _layer_norm(
   input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
 ):
   return _aten_native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+
+
+@register_function(F.rms_norm, torch.rms_norm)
+def _rms_norm(input, normalized_shape, weight=None, eps=None):
+  return _aten__fused_rms_norm(input, normalized_shape, weight, eps)[0]
