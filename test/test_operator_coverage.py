@@ -41,6 +41,14 @@ def test_an_operator_is_as_good_as_its_worst_dtype(page):
   assert "| `add` | float32, int64 | ✗ | – | ✓ | – | – | – |" in page
 
 
+def test_the_last_report_of_an_operator_counts(tmp_path):
+  first, later = tmp_path / "first.xml", tmp_path / "later.xml"
+  first.write_text(REPORT)
+  later.write_text(REPORT.replace('value="wrong"', 'value="right"'))
+  verdicts = operator_coverage.read(first, later)
+  assert verdicts["add"]["int64"] == {"forward": "right"}
+
+
 def test_a_report_without_verdicts_is_refused(tmp_path):
   report = tmp_path / "report.xml"
   report.write_text("<testsuites><testsuite/></testsuites>")

@@ -1,6 +1,8 @@
 """Writes the table of operators for the docs from the report of `make test-opinfo`.
 
-usage: python tools/operator_coverage.py output/opinfo.xml docs/operators.md
+usage: python tools/operator_coverage.py output/opinfo.xml [later.xml …] docs/operators.md
+
+Of an operator that is in several reports the last one counts.
 """
 
 import collections
@@ -22,14 +24,14 @@ DTYPES = ("float32", "float64", "bfloat16", "complex64", "int64", "bool")
 Verdicts = dict[str, dict[str, dict[str, str]]]
 
 
-def read(path: pathlib.Path) -> Verdicts:
-  """The verdicts in a JUnit report.
+def read(*paths: pathlib.Path) -> Verdicts:
+  """The verdicts in JUnit reports.
 
   Raises:
-    ValueError: the report has none.
+    ValueError: there are none.
   """
   verdicts: Verdicts = {}
-  for case in ElementTree.parse(path).iter("testcase"):
+  for case in (case for p in paths for case in ElementTree.parse(p).iter("testcase")):
     named = re.fullmatch(r"test_agrees_with_cpu_torch\[(.+)-(\w+)\]", case.get("name"))
     if named:
       name, dtype = named.groups()
@@ -37,7 +39,8 @@ def read(path: pathlib.Path) -> Verdicts:
       verdicts.setdefault(name, {})[dtype] = found
   if not verdicts:
     raise ValueError(
-      f"{path} has no verdicts on operators; write it with `make test-opinfo`."
+      f"No verdicts on operators in {', '.join(map(str, paths))}; write them with "
+      "`make test-opinfo`."
     )
   return verdicts
 
@@ -132,10 +135,10 @@ def render(verdicts: Verdicts) -> str:
 
 def main(arguments: list[str]) -> None:
   """Entry point."""
-  if len(arguments) != 2:
+  if len(arguments) < 2:
     raise SystemExit(__doc__)
-  report, page = map(pathlib.Path, arguments)
-  page.write_text(render(read(report)), encoding="utf-8")
+  *reports, page = map(pathlib.Path, arguments)
+  page.write_text(render(read(*reports)), encoding="utf-8")
   print(f"written to {page}")
 
 

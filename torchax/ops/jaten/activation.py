@@ -249,7 +249,7 @@ def _aten_mish_backward(grad_output, self):
 @op(aten.log_sigmoid)
 @in_opmath
 def _aten_log_sigmoid(self):
-  return jnp.minimum(self, 0) - jnp.log1p(jnp.exp(-jnp.abs(self)))
+  return jax.nn.log_sigmoid(self)
 
 
 @op(aten.log_sigmoid_forward.default)

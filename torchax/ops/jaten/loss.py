@@ -264,7 +264,10 @@ def _aten_binary_cross_entropy_with_logits(
 ):
   positive = 1 if pos_weight is None else 1 + (pos_weight - 1) * target
   # -log(sigmoid(self)) without an overflow, and quicker than by way of logaddexp.
-  surprise = jnp.maximum(-self, 0) + jnp.log1p(jnp.exp(-jnp.abs(self)))
+  is_negative = self < 0  # JAX's derivatives of `abs` and `maximum` at 0 would not do
+  surprise = jnp.where(is_negative, -self, 0) + jnp.log1p(
+    jnp.exp(jnp.where(is_negative, self, -self))
+  )
   losses = (1 - target) * self + positive * surprise
   return _reduce(_weighted(losses, weight), reduction)
 

@@ -1,7 +1,8 @@
-"""Normalisation, caught above ATen: one function, differentiated by JAX.
+"""Normalisation, caught above ATen, so that it is one operation.
 
 torch's layer normalisation has two further results for its own backward formula, and
-its RMS normalisation is a chain of operations, unless the device is CUDA.
+its RMS normalisation is a chain of operations, unless the device is CUDA. Here JAX
+differentiates the whole.
 """
 
 import torch
