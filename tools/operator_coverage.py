@@ -1,6 +1,6 @@
 """Writes the table of operators for the docs from the report of `make test-opinfo`.
 
-usage: python tools/operator_coverage.py output/opinfo.xml [later.xml …] docs/operators.md
+usage: python tools/operator_coverage.py REPORT.xml [LATER.xml …] docs/operators.md
 
 Of an operator that is in several reports the last one counts.
 """
