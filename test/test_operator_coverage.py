@@ -1,6 +1,7 @@
 """The page on operators says what the report says."""
 
 import pytest
+from opinfo import expectations
 
 from tools import operator_coverage
 
@@ -47,6 +48,15 @@ def test_the_last_report_of_an_operator_counts(tmp_path):
   later.write_text(REPORT.replace('value="wrong"', 'value="right"'))
   verdicts = operator_coverage.read(first, later)
   assert verdicts["add"]["int64"] == {"forward": "right"}
+
+
+def test_a_row_that_no_verdict_needs_is_named(tmp_path):
+  report = tmp_path / "report.xml"
+  report.write_text(REPORT)
+  row = expectations.DIFFERENCES[0]
+  assert row.reason in operator_coverage.unneeded(operator_coverage.read(report))
+  report.write_text(REPORT.replace("differs: no number", f"differs: {row.reason}"))
+  assert row.reason not in operator_coverage.unneeded(operator_coverage.read(report))
 
 
 def test_a_report_without_verdicts_is_refused(tmp_path):

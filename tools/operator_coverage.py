@@ -6,6 +6,7 @@ Of an operator that is in several reports the last one counts.
 """
 
 import collections
+import importlib
 import pathlib
 import re
 import sys
@@ -133,13 +134,33 @@ def render(verdicts: Verdicts) -> str:
   )
 
 
+def unneeded(verdicts: Verdicts) -> list[str]:
+  """The reasons in `test/opinfo/expectations.py` that no verdict gives."""
+  sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "test"))
+  expectations = importlib.import_module("opinfo.expectations")
+  given = {
+    verdict
+    for dtypes in verdicts.values()
+    for checks in dtypes.values()
+    for verdict in checks.values()
+  }
+  reasons = [row.reason for row in expectations.DIFFERENCES]
+  return [reason for reason in reasons if f"differs: {reason}" not in given]
+
+
 def main(arguments: list[str]) -> None:
   """Entry point."""
   if len(arguments) < 2:
     raise SystemExit(__doc__)
   *reports, page = map(pathlib.Path, arguments)
-  page.write_text(render(read(*reports)), encoding="utf-8")
+  verdicts = read(*reports)
+  page.write_text(render(verdicts), encoding="utf-8")
   print(f"written to {page}")
+  reasons = unneeded(verdicts)
+  if reasons:
+    raise SystemExit(
+      "These rows of test/opinfo/expectations.py can go:\n" + "\n".join(reasons)
+    )
 
 
 if __name__ == "__main__":
