@@ -72,8 +72,7 @@ def assert_agree(actual, expected, exact=None, x64=False) -> None:
       if exact is None or have.shape != want.shape or have.dtype not in WIDE:
         raise
       assert have.dtype == want.dtype, f"{have.dtype} instead of {want.dtype}"
-      truth = pytree.tree_leaves(exact())[place]
-      if not _is_rounding(have, want, truth):
+      if not _is_rounding(have, want, pytree.tree_leaves(exact())[place]):
         raise
 
 

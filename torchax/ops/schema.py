@@ -94,6 +94,8 @@ def functional_form(op: OpOverload) -> OpOverload | None:
   if packet is None:
     return None
   schema = schema_of(op)
+  if not in_place and not schema.outputs:
+    return None  # it changes an argument by the way, as running statistics are
   wanted = _signature(op, () if in_place else schema.outputs)
   # What an `out=` form writes besides, such as running statistics, the other does too.
   written = set() if in_place else set(schema.written) - set(schema.outputs)

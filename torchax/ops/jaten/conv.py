@@ -2,7 +2,7 @@
 
 Layouts are torch's: input (N, C, spatial…), weight (out, in/groups, spatial…), and
 for a transposed convolution (in, out/groups, spatial…). A convolution is bilinear:
-the transposed one and both gradients are JAX's linear transposes of `_correlate`.
+both gradients are JAX's linear transposes.
 """
 
 import jax
@@ -28,25 +28,7 @@ def _correlate(input, weight, stride, padding, dilation, groups):
 
 
 def _scatter_kernels(input, weight, stride, padding, dilation, output_padding, groups):
-  """The transposed convolution: the gradient of `_correlate` for its input."""
-  spatial = tuple(
-    (size - 1) * s - low - high + d * (kernel - 1) + 1 + extra
-    for size, kernel, s, (low, high), d, extra in zip(
-      input.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding
-    )
-  )
-  shape = (input.shape[0], weight.shape[1] * groups, *spatial)
-  if not jnp.issubdtype(input.dtype, jnp.inexact):
-    return _dilated(input, weight, stride, padding, dilation, output_padding, groups)
-  transposed = jax.linear_transpose(
-    lambda output: _correlate(output, weight, stride, padding, dilation, groups),
-    jax.ShapeDtypeStruct(shape, input.dtype),
-  )
-  return transposed(input)[0]
-
-
-def _dilated(input, weight, stride, padding, dilation, output_padding, groups):
-  """The transposed convolution of integers, which JAX does not differentiate.
+  """The transposed convolution: the gradient of `_correlate` for its input.
 
   The kernel, with its directions reversed and its channels exchanged within groups,
   slides over the input with `stride - 1` zeros between its elements.

@@ -223,6 +223,8 @@ def _aten_linspace(start, end, steps, *, dtype=None):
 @op(aten.logspace)
 def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
   target = _ramp_dtype(dtype, start, end)
+  if jnp.issubdtype(target, jnp.integer):  # torch's ends have the dtype of the result
+    start, end = jnp.trunc(start), jnp.trunc(end)
   exponents = _ramp(start, end, steps, target)
   return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), target)
 

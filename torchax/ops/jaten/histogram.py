@@ -46,6 +46,12 @@ def _aten_histc(self, bins=100, min=0, max=0):
 
 @op(aten.bincount, compiled=False)
 def _aten_bincount(self, weights=None, minlength=0):
+  if isinstance(self, jax.core.Tracer):
+    raise TypeError(
+      "bincount: the length of the result depends on values of the tensor, and these "
+      "are unknown inside a JAX transformation such as jax.jit. Add ones with "
+      "`scatter_add` to zeros of a known length instead."
+    )
   if (
     self.ndim != 1
     or jnp.issubdtype(self.dtype, jnp.inexact)

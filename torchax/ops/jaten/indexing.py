@@ -353,6 +353,8 @@ def _aten_gather(self, dim, index, *, sparse_grad=False):
     return jnp.broadcast_to(self, index.shape)
   if index.ndim == 0:
     return self.at[index].get(mode="clip")
+  if not index.size:
+    return jnp.zeros(index.shape, self.dtype)
   dim %= self.ndim
   _check_covers("gather", self, dim, index)
   window = tuple(
@@ -561,6 +563,8 @@ def _aten_nonzero_static(self, *, size, fill_value=-1):
   """The first `size` rows of `nonzero`, filled up with `fill_value`."""
   if self.ndim == 0:
     return jnp.zeros((size, 0), _int64())
+  if not self.size:
+    return jnp.full((size, self.ndim), fill_value, _int64())
   coordinates = jnp.nonzero(self, size=size, fill_value=fill_value)
   return jnp.stack(coordinates, 1).astype(_int64())
 

@@ -469,7 +469,8 @@ def _aten_ldexp(self, other):
   """torch multiplies by 2.0 ** other, so two integers give a float."""
   scale = to_float(lax.convert_element_type(other, result_dtype(other, 2.0)))
   value, scale = promote(self, scale)
-  return value * jnp.exp2(scale)
+  # In half precision the power alone would cost half of the digits.
+  return _in_float32(lambda v, s: v * jnp.exp2(s))(value, scale)
 
 
 # --- Bounds -------------------------------------------------------------------------
@@ -538,6 +539,12 @@ def _aten_where(condition, self=None, other=None):
 
 
 def _check_masked_fill(self, mask, value):
+  is_tensor = isinstance(value, torch.Tensor)
+  is_complex = value.is_complex() if is_tensor else isinstance(value, complex)
+  if is_complex and not self.dtype.is_complex:
+    raise RuntimeError(
+      f"value cannot be converted to type {self.dtype} without overflow: it is complex."
+    )
   if isinstance(value, torch.Tensor) and value.dim():
     raise RuntimeError(
       "masked_fill only supports a 0-dimensional value tensor, but got tensor with "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.ops.op_base import op, promote
 from torchax.view_info import put_slice
@@ -88,14 +89,25 @@ def repeat_interleave(self, repeats, dim=None, *, output_size=None):
   """Repeats each slice along `dim`, or each element without `dim`.
 
   Raises:
-    TypeError: `repeats` is traced and `output_size` is missing.
+    TracedStateError: `repeats` is traced and `output_size` is missing.
   """
+  _require_length(repeats, output_size)
   return jnp.repeat(self, repeats, dim, total_repeat_length=output_size)
+
+
+def _require_length(repeats, output_size) -> None:
+  if output_size is None and isinstance(repeats, jax.core.Tracer):
+    raise TracedStateError(
+      "repeat_interleave: the length of the result depends on the values of `repeats`, "
+      "and these are unknown inside a JAX transformation such as jax.jit. Pass "
+      "`output_size=`."
+    )
 
 
 @op(aten.repeat_interleave.Tensor, compiled=_has_known_length)
 def _aten_repeat_interleave_tensor(repeats, *, output_size=None):
   """Each position as many times as `repeats` says, in the dtype of `repeats`."""
+  _require_length(repeats, output_size)
   positions = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
   return jnp.repeat(positions, repeats, total_repeat_length=output_size)
 
