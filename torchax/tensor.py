@@ -20,7 +20,12 @@ import torch
 from jax.sharding import Sharding
 
 from torchax import _jax_compat, _torch_compat, grad_mode
-from torchax.errors import MixedDeviceError, MutationError, OperatorNotFound
+from torchax.errors import (
+  MixedDeviceError,
+  MutationError,
+  OperatorNotFound,
+  TracedStateError,
+)
 from torchax.ops import mappings
 from torchax.storage import Rebindings, Storage
 from torchax.storage import active as _active
@@ -217,8 +222,18 @@ class Tensor(torch.Tensor):
     return self.jax()
 
   def tolist(self):
-    """The numbers as nested Python lists."""
-    return np.asarray(self.jax()).tolist()
+    """The numbers as nested Python lists.
+
+    Raises:
+      TracedStateError: inside a compiled function, where they have no values yet.
+    """
+    array = self.jax()
+    if isinstance(array, jax.core.Tracer):
+      raise TracedStateError(
+        "`.tolist()` needs numbers, but the tensor is being traced by a JAX "
+        "transformation and has none yet. Call it outside of the compiled function."
+      )
+    return np.asarray(array).tolist()
 
   def type(self, dtype=None, non_blocking: bool = False) -> str | torch.Tensor:
     """The name of the tensor's type, or the tensor in another dtype.

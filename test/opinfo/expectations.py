@@ -73,7 +73,7 @@ DIFFERENCES: tuple[Difference, ...] = (
   Difference(
     (
       *("item", "allclose", "equal", "narrow", "istft", "nn.functional.one_hot"),
-      "repeat_interleave",
+      *("repeat_interleave", "tensor_split"),
     ),
     ("jit",),
     ON_NUMBER,
@@ -148,7 +148,10 @@ DIFFERENCES: tuple[Difference, ...] = (
     message="sparse=False",
   ),
   Difference(
-    ("native_group_norm", "native_layer_norm", "native_batch_norm", "_native_batch_*"),
+    (
+      *("native_group_norm", "native_layer_norm", "native_batch_norm"),
+      *("_native_batch_*", "_batch_norm_with_update"),
+    ),
     ("forward", "jit", "out"),
     "mean and reciprocal deviation stay float32 for the backward pass, as on CUDA",
     dtypes=(torch.bfloat16,),
