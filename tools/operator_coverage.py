@@ -33,7 +33,9 @@ def read(*paths: pathlib.Path) -> Verdicts:
   """
   verdicts: Verdicts = {}
   for case in (case for p in paths for case in ElementTree.parse(p).iter("testcase")):
-    named = re.fullmatch(r"test_agrees_with_cpu_torch\[(.+)-(\w+)\]", case.get("name"))
+    named = re.fullmatch(
+      r"test_agrees_with_cpu_torch\[(.+)-(\w+)\]", case.get("name") or ""
+    )
     if named:
       name, dtype = named.groups()
       found = {p.get("name"): p.get("value") for p in case.iter("property")}
@@ -118,7 +120,7 @@ def render(verdicts: Verdicts) -> str:
       "each. `make test-opinfo` runs them on jax and compares with PyTorch on the CPU,",
       "to the tolerance that `torch.testing` has for the dtype; where a result differs",
       "by more, both are measured against double precision, and ours may not be",
-      "further from it. This page is what that run wrote.",
+      "further from it. This page is written from the reports.",
       "",
       *_summary(verdicts),
       "",
