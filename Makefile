@@ -72,10 +72,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The allocator keeps memory, so that neither side is charged for the pages it is given.
 bench: $(STAMP)
-	MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000 \
-	  $(BIN)/python -m benchmarks.run $(ARGS)
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
