@@ -35,13 +35,15 @@ def _scatter_kernels(input, weight, stride, padding, dilation, output_padding, g
   """
   spatial = tuple(range(2, weight.ndim))
   extents = [d * (kernel - 1) for kernel, d in zip(weight.shape[2:], dilation)]
-  by_group = weight.reshape(groups, -1, *weight.shape[1:])
-  exchanged = jnp.swapaxes(by_group, 1, 2).reshape(
-    groups * weight.shape[1], -1, *weight.shape[2:]
-  )
+  if groups > 1:
+    by_group = weight.reshape(groups, -1, *weight.shape[1:])
+    weight = jnp.swapaxes(by_group, 0, 1).reshape(
+      by_group.shape[1], -1, *weight.shape[2:]
+    )
+  order = (0, 1, *spatial)
   return lax.conv_general_dilated(
     input,
-    lax.rev(exchanged, spatial),
+    lax.rev(weight, spatial),
     window_strides=(1,) * len(spatial),
     padding=[
       (extent - low, extent - high + extra)
@@ -49,6 +51,7 @@ def _scatter_kernels(input, weight, stride, padding, dilation, output_padding, g
     ],
     lhs_dilation=stride,
     rhs_dilation=dilation,
+    dimension_numbers=lax.ConvDimensionNumbers(order, (1, 0, *spatial), order),
     feature_group_count=groups,
   )
 
