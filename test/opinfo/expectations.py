@@ -192,6 +192,22 @@ DIFFERENCES: tuple[Difference, ...] = (
     message="nan",
   ),
   Difference(
+    ("nn.functional.normalize",),
+    ("gradient",),
+    "the norm over one element has the gradient 0: both results are what is left of "
+    "terms that cancel, torch's up to 0.016 and ours up to 0.063",
+    dtypes=(torch.bfloat16,),
+    message="not close",
+  ),
+  Difference(
+    ("nn.functional.multi_head_attention_forward",),
+    ("forward", "gradient"),
+    "logits of some hundred, where one unit in the last place of bfloat16 changes a "
+    "softmax by half; with inputs around 1 the errors of both are the same",
+    dtypes=(torch.bfloat16,),
+    message="not close",
+  ),
+  Difference(
     ("nn.functional.linear_cross_entropy.chunked*",),
     ("gradient",),
     "torch takes the chunked path for int64 labels alone, without x64 the other one, "
