@@ -1,5 +1,6 @@
 """The only file that touches private API of torch; `test_torch_compat.py` guards it."""
 
+import functools
 import importlib
 
 import torch
@@ -10,10 +11,17 @@ from torch.utils import backend_registration as _backend_registration
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+# `torch.cond` and its like in a graph: its arguments are graphs themselves.
+HigherOrderOperator = torch._ops.HigherOrderOperator
 
 # (cls, size, *, strides, storage_offset, dtype, device, requires_grad): a tensor
 # without memory of its own whose operations go to `cls.__torch_dispatch__`.
 make_wrapper = torch.Tensor._make_wrapper_subclass
+
+# Among a wrapper's `_extra_dispatch_keys`, it makes `torch.autocast("jax")` see the
+# wrapper, whose device is meta to torch. The key is masked where autocast is off.
+AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
 # Class attribute value that keeps torch functions from calling into Python.
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -99,6 +107,29 @@ def register_backend(device_module) -> None:
 def register_kernel(name: str, kernel, key: str = "PrivateUse1") -> None:
   """Runs `kernel` for `aten::name` when called with device="jax" and no jax tensor."""
   _kernels.impl(name, kernel, key)
+
+
+_fallbacks = torch.library.Library("_", "IMPL")
+# What has no kernel for autocast runs as it is.
+_fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+
+
+@functools.cache
+def _autocast_kernels(namespace: str) -> torch.library.Library:
+  return torch.library.Library(namespace, "IMPL", "AutocastPrivateUse1")
+
+
+def register_autocast_kernel(overload, kernel) -> None:
+  """Runs `kernel(*args, **kwargs)` for an overload where autocast for jax is on.
+
+  It stands above autograd. What it calls is to be called `without_autocast`.
+  """
+  _autocast_kernels(overload.namespace).impl(overload, kernel)
+
+
+def without_autocast():
+  """A context in which autocast for jax is off."""
+  return torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS)
 
 
 _group_tensors = torch._C._group_tensors_by_device_and_dtype
@@ -243,3 +274,8 @@ def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
 def is_parameter(tensor: torch.Tensor) -> bool:
   """True for what `torch.nn.Parameter` has made of a tensor."""
   return isinstance(tensor, torch.nn.Parameter)
+
+
+def trace_recurrent_layers() -> None:
+  """Has Dynamo take LSTM, GRU and RNN into its graphs, in the whole process."""
+  torch._dynamo.config.allow_rnn = True

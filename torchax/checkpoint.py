@@ -187,7 +187,7 @@ def _array_of(value):
     return value.jax()
   if isinstance(value, torch.Tensor):
     mappings.check_torch_tensor(value)
-    return mappings._to_numpy(value.detach().cpu().resolve_conj().resolve_neg())
+    return mappings.host_array(value.detach().cpu().resolve_conj().resolve_neg())
   return value
 
 

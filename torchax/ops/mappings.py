@@ -168,10 +168,11 @@ def t2j(
     t = t.to(dtype)  # in 64 bits still, where they are narrowed afterwards
   if t.dtype in _WIDE and narrowing.is_on():
     return jnp.array(narrowing.narrow(t, jax_dtype))
-  return jnp.array(_to_numpy(t), dtype=jax_dtype)
+  return jnp.array(host_array(t), dtype=jax_dtype)
 
 
-def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+  """A detached CPU tensor as an array, of the same memory if it is contiguous."""
   carried = NUMPY_UNSUPPORTED_DTYPES.get(tensor.dtype)
   if carried is None:
     return tensor.numpy()

@@ -1,0 +1,146 @@
+"""`torch.compile(…, backend="jax")`: what Dynamo and AOTAutograd call.
+
+AOTAutograd turns a graph of Dynamo's into one of ATen operations without mutation, with
+the backward pass beside it where one is needed, and cuts the two apart. Before the cut
+the random operations are given their keys (`draws.py`); after it each part becomes one
+compiled JAX function (`program.py`).
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import (
+  aot_module_simplified,
+  make_boxed_func,
+  min_cut_rematerialization_partition,
+)
+from torch import fx
+
+from torchax import _torch_compat
+from torchax.dynamo import draws
+from torchax.dynamo.options import Options
+from torchax.dynamo.program import Keys, Program
+from torchax.rng import packing
+
+log = logging.getLogger(__name__)
+
+_NAME = "a function compiled with torch.compile"
+
+
+def backend(
+  gm: fx.GraphModule,
+  example_inputs: Sequence[Any],
+  *,
+  mode: str | None = None,
+  options: dict[str, Any] | None = None,
+) -> Callable:
+  """Compiles a graph of Dynamo's with JAX.
+
+  Args:
+    gm: the graph; left as it is.
+    example_inputs: fake tensors and symbolic sizes, one for each input.
+    mode: "default" or None.
+    options: see `Options`.
+
+  Returns:
+    A function of the inputs: plain tensors on the CPU, sizes as Python integers.
+
+  Raises:
+    ValueError, TypeError: a mode or an option that there is not.
+    OperatorNotFound: an operation without lowering, with the line of its code.
+    RngError: draws that a compiled graph cannot make.
+  """
+  chosen = Options.of(mode, options)
+  return _compiled_plain(gm, example_inputs, chosen)
+
+
+def _compiled_plain(gm, example_inputs, options: Options) -> Callable:
+  module = fx.GraphModule(gm, _copied(gm.graph))
+  module.meta = dict(gm.meta)
+  if hasattr(gm, "_param_name_to_source"):
+    module._param_name_to_source = gm._param_name_to_source
+  draws.add_input(module.graph)
+  module.recompile()
+  example = torch.zeros(3, dtype=torch.uint32)
+  fake_mode = next(
+    (v.fake_mode for v in example_inputs if hasattr(v, "fake_mode")), None
+  )
+  if fake_mode is not None:
+    example = fake_mode.from_tensor(example, static_shapes=True)
+  keys = Keys()
+  compiled = aot_module_simplified(
+    module,
+    [*example_inputs, example],
+    fw_compiler=functools.partial(_compile, options, keys, "forward"),
+    bw_compiler=functools.partial(_compile, options, keys, "backward"),
+    inference_compiler=functools.partial(_compile_inference, options, keys),
+    partition_fn=functools.partial(_partition, keys),
+    keep_inference_input_mutations=False,
+  )
+  return torch.compiler.disable(_Compiled(compiled, keys))
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+  copied = fx.Graph()
+  values: dict = {}
+  copied.output(copied.graph_copy(graph, values))
+  for node, new in values.items():
+    if hasattr(node, "_dynamo_source"):
+      new._dynamo_source = node._dynamo_source
+  return copied
+
+
+def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
+  return Program(module, options, keys, name)
+
+
+def _compile_inference(options: Options, keys: Keys, module, example_inputs):
+  inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+  _key(module.graph, inputs[-1], keys)
+  return Program(module, options, keys, "inference")
+
+
+def _partition(keys: Keys, module, joint_inputs, *, num_fwd_outputs, **kwargs):
+  primals = [
+    node
+    for node in module.graph.nodes
+    if node.op == "placeholder" and "tangents" not in node.name
+  ]
+  _key(module.graph, primals[-1], keys)
+  return min_cut_rematerialization_partition(
+    module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+  )
+
+
+def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
+  meta = rng_input.meta["val"]
+  assert meta.dtype is torch.uint32 and meta.dim() == 1, f"{rng_input} is no key"
+  keys.rng = rng_input.name
+  keys.draws = draws.key_draws(graph, rng_input)
+  graph.owning_module.recompile()
+
+
+# Else LSTM, GRU and RNN would be left out of the graphs and run by CPU torch.
+_torch_compat.trace_recurrent_layers()
+
+
+class _Compiled:
+  """What Dynamo calls: the compiled graphs with the current stream's operands."""
+
+  def __init__(self, function: Callable, keys: Keys):
+    self._function, self._keys = function, keys
+    self._packer = packing.Packer()
+    self._unused = torch.zeros(3, dtype=torch.uint32)
+    self.__name__ = "compiled"
+
+  def __call__(self, *args):
+    keys = self._keys
+    if not keys.draws:
+      return self._function(*args, self._unused)
+    words, keys.impl = self._packer.pack(_NAME)
+    result = self._function(*args, torch.from_numpy(words))
+    packing.commit(keys.draws, keys.log)
+    return result

@@ -1,0 +1,277 @@
+"""A graph of ATen operations as one compiled JAX function of plain torch tensors.
+
+The graph is run by the lowerings that run eagerly, once for each combination of shapes,
+while `jax.jit` traces. Symbolic sizes are static: other ones compile anew, without
+Dynamo. The packed key is an operand; the graph's draws have fixed numbers.
+"""
+
+import functools
+import logging
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+from torch import fx
+
+from torchax import _torch_compat
+from torchax.dynamo import border, control_flow, draws
+from torchax.dynamo.options import Options
+from torchax.environment import default_env
+from torchax.errors import OperatorNotFound
+from torchax.ops import mappings
+from torchax.rng import rng_scope
+from torchax.rng.packing import PackedStream
+from torchax.tensor import Tensor, new_tensor
+
+log = logging.getLogger(__name__)
+
+
+@jax.tree_util.register_static
+class _Static:
+  """What a trace found besides arrays; comes back with every call."""
+
+  def __init__(self, values: tuple, log: tuple):
+    self.values, self.log = values, log
+
+
+class Keys:
+  """What the programs of one compiled function share.
+
+  Attributes:
+    rng: name of the graphs' input with the packed key.
+    draws: how many numbers are drawn for one call of the forward pass.
+    impl: the implementation of the key.
+    log: the draws of the last call, for ledgers.
+  """
+
+  def __init__(self):
+    self.rng = ""
+    self.draws = 0
+    self.impl = ""
+    self.log: tuple = ()
+
+
+class Program:
+  """A compiled graph; called with a list of its inputs, which it empties.
+
+  Args:
+    module: the graph and its constants.
+    options: of the backend.
+    keys: shared with the other graphs of the same function.
+    name: for logs and profiles.
+  """
+
+  # torch then gives the arguments as one list, so that they can be freed early.
+  _boxed_call = True
+
+  def __init__(self, module: fx.GraphModule, options: Options, keys: Keys, name: str):
+    self.module, self.options, self.keys, self.name = module, options, keys, name
+    nodes = list(module.graph.nodes)
+    self._inputs = [node for node in nodes if node.op == "placeholder"]
+    self._steps = [node for node in nodes if node.op in ("get_attr", "call_function")]
+    self._check_steps()
+    (self._returned,) = nodes[-1].args
+    place = {node: n for n, node in enumerate(self._inputs)}
+    # An input that is returned is the caller's own tensor.
+    self._passed = [place.get(value) for value in self._returned]
+    self._computed = [
+      value for value, n in zip(self._returned, self._passed) if n is None
+    ]
+    self._results = [
+      border.Result(_meta(value)) if isinstance(_meta(value), torch.Tensor) else None
+      for value in self._computed
+    ]
+    named = [node.name == keys.rng for node in self._inputs]
+    self._rng = named.index(True) if True in named else None
+    self._is_needed = [
+      isinstance(_meta(node), torch.Tensor) and bool(node.users)
+      for node in self._inputs
+    ]
+    self._constants: dict[str, jax.Array] | None = None
+    self._jitted = self._jit()
+
+  def _check_steps(self) -> None:
+    """Raises OperatorNotFound, naming the user's code, if an operation cannot run."""
+    dispatcher = default_env()._dispatcher
+    for node in self._steps:
+      target = node.args[2] if node.target is draws.keyed else node.target
+      try:
+        if isinstance(target, _torch_compat.OpOverload):
+          dispatcher.plan_for(target)
+        elif isinstance(target, _torch_compat.HigherOrderOperator):
+          control_flow.require_known(target)
+      except OperatorNotFound as error:
+        raise OperatorNotFound(
+          f"{error}{draws.where(node)} Or keep that code out of the graph with "
+          "@torch.compiler.disable."
+        ) from None
+
+  def _converted_constants(self) -> dict[str, jax.Array]:
+    names = dict.fromkeys(n.target for n in self._steps if n.op == "get_attr")
+    found = {name: _attribute(self.module, name) for name in names}
+    with self.options.applied():
+      return {
+        name: mappings.t2j(value)
+        for name, value in found.items()
+        if isinstance(value, torch.Tensor)
+      }
+
+  def _jit(self) -> Callable:
+    def pure(numbers, impl, constants, arrays):
+      return self._run(numbers, impl, constants, arrays)
+
+    pure.__name__ = self.name
+    options = {}
+    if self.options.compiler_options:
+      options["compiler_options"] = self.options.compiler_options
+    return jax.jit(pure, static_argnums=(0, 1), **options)
+
+  # While tracing --------------------------------------------------------------------
+
+  def _run(self, numbers, impl, constants, arrays):
+    env = default_env()
+    given, sizes = iter(arrays), iter(numbers)
+    values: dict[fx.Node, Any] = {}
+    words = None
+    for place, (node, is_needed) in enumerate(zip(self._inputs, self._is_needed)):
+      if isinstance(_meta(node), torch.Tensor):
+        array = next(given) if is_needed else None
+        if place == self._rng:
+          words, values[node] = array, None
+        else:
+          values[node] = None if array is None else new_tensor(array, env)
+      else:
+        values[node] = next(sizes)
+    stream = None if words is None else PackedStream(words, impl)
+    with env, torch.no_grad(), torch.autocast("jax", enabled=False):
+      self._interpret(env, values, constants, stream)
+    found = _filled(self._computed, values)
+    taken = {id(array) for array in arrays}
+    outputs = [
+      _own(result.stored(value.jax()), taken)
+      for value, result in zip(found, self._results)
+      if result is not None
+    ]
+    others = tuple(v for v, result in zip(found, self._results) if result is None)
+    return outputs, _Static(others, () if stream is None else tuple(stream.log))
+
+  def _interpret(self, env, values, constants, stream) -> None:
+    for node in self._steps:
+      if node.op == "get_attr":
+        constant = constants.get(node.target)
+        values[node] = (
+          _attribute(self.module, node.target)
+          if constant is None
+          else new_tensor(constant, env)
+        )
+        continue
+      args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
+      try:
+        values[node] = self._call(env, node, args, kwargs, stream)
+      except Exception as error:
+        line = draws.line_of(node)
+        if line:
+          error.add_note(f"{node.target} comes from {line}.")
+        raise
+
+  def _call(self, env, node, args, kwargs, stream):
+    if node.target is draws.keyed:
+      _, number, target, *args = args
+      site, line = draws.site_of(node), draws.line_of(node)
+      with rng_scope(stream), stream.draw_number(number, site, line):
+        return _apply(env, target, tuple(args), kwargs)
+    return _apply(env, node.target, args, kwargs)
+
+  # On a call ------------------------------------------------------------------------
+
+  def __call__(self, args: list) -> list:
+    if self.options.change_settings:
+      with self.options.applied():
+        return self._called(args)
+    return self._called(args)
+
+  def _called(self, args: list) -> list:
+    arrays, numbers = [], []
+    for place, value in enumerate(args):
+      if isinstance(value, torch.Tensor):
+        if self._is_needed[place]:
+          arrays.append(border.as_numpy(value))
+      else:
+        numbers.append(value)
+    returned = [None if place is None else args[place] for place in self._passed]
+    args.clear()
+    if self._constants is None:
+      # Not before: while torch compiles, tensors are fake.
+      self._constants = self._converted_constants()
+    computed = self._jitted(tuple(numbers), self.keys.impl, self._constants, arrays)
+    outputs, static = jax.block_until_ready(computed)
+    if static.log:
+      self.keys.log = static.log
+    found, others = iter(outputs), iter(static.values)
+    results = iter(self._results)
+    for place, passed in enumerate(self._passed):
+      if passed is None:
+        result = next(results)
+        value = next(others) if result is None else result.tensor(next(found))
+        returned[place] = value
+    return returned
+
+
+def _apply(env, target, args, kwargs):
+  if isinstance(target, _torch_compat.OpOverload):
+    if "device" in kwargs:
+      kwargs = {**kwargs, "device": None}
+    return env.dispatch(target, (), args, kwargs)
+  if isinstance(target, _torch_compat.HigherOrderOperator):
+    run_graph = functools.partial(_run_graph, env)
+    return control_flow.run(env, target, args, kwargs, run_graph)
+  return target(*args, **kwargs)
+
+
+def _run_graph(env, module: fx.GraphModule, arguments: list) -> list:
+  """Runs a graph inside a graph."""
+  given, values = iter(arguments), {}
+  for node in module.graph.nodes:
+    if node.op == "placeholder":
+      values[node] = next(given)
+    elif node.op == "get_attr":
+      values[node] = _attribute(module, node.target)
+    elif node.op == "call_function":
+      args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
+      values[node] = _apply(env, node.target, args, kwargs)
+    else:
+      return _filled(node.args[0], values)
+
+
+def _filled(argument, values: dict):
+  """An argument of a node with values in place of nodes, in plain lists and tuples."""
+  if isinstance(argument, fx.Node):
+    return values[argument]
+  if isinstance(argument, dict):
+    return {name: _filled(value, values) for name, value in argument.items()}
+  if isinstance(argument, tuple):
+    return tuple(_filled(value, values) for value in argument)
+  if isinstance(argument, list):
+    return [_filled(value, values) for value in argument]
+  if isinstance(argument, slice):
+    parts = (argument.start, argument.stop, argument.step)
+    return slice(*[_filled(part, values) for part in parts])
+  return argument
+
+
+def _own(array: jax.Array, taken: set[int]) -> jax.Array:
+  """An output of its own: JAX returns inputs and repeated outputs as they are."""
+  if id(array) in taken:
+    return jax.numpy.copy(array)
+  taken.add(id(array))
+  return array
+
+
+def _meta(value):
+  return value.meta.get("val") if isinstance(value, fx.Node) else value
+
+
+def _attribute(module, name: str):
+  return operator.attrgetter(name)(module)
