@@ -4,6 +4,7 @@
 #   make test    runs the tests
 #   make test-opinfo-quick  runs PyTorch's own list of operators, a few inputs of each
 #   make test-opinfo        runs it with many inputs and writes docs/operators.md
+#   make test-models        runs real models and writes docs/models.md
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style and formatting;  make format  mends what it can
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
@@ -27,7 +28,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-opinfo test-opinfo-quick test-statistics lint format bench docs clean distclean
+.PHONY: help install demo test test-opinfo test-opinfo-quick test-models test-statistics lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -60,6 +61,11 @@ test-opinfo: $(STAMP)
 	mkdir -p output
 	TORCHAX_OPINFO=full $(PYTEST) test/opinfo --junitxml=output/opinfo.xml $(ARGS)
 	$(BIN)/python tools/operator_coverage.py output/opinfo.xml docs/operators.md
+
+test-models: $(STAMP)
+	mkdir -p output
+	$(PYTEST) test/models --junitxml=output/models.xml $(ARGS)
+	$(BIN)/python tools/model_table.py output/models.xml docs/models.md
 
 test-statistics: $(STAMP)
 	TORCHAX_SEEDS_FACTOR=10 $(PYTEST) -m statistics --ignore=test/opinfo $(ARGS)

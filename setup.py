@@ -27,9 +27,12 @@ REQUIRES = [
 ]
 EXTRAS = {
   "checkpoint": ["orbax-checkpoint>=0.12"],
+  "export": ["flatbuffers>=24.3"],  # `jax.export` writes programs to files with it
   "flax": ["flax>=0.12"],
   # Libraries whose use of keys is tested.
   "interop": ["dm-haiku>=0.0.17", "equinox>=0.13", "numpyro>=0.22"],
+  # Whose models are compared with CPU torch.
+  "models": ["transformers>=5.23"],
   "optax": ["optax>=0.2.4"],
   "examples": ["scikit-learn>=1.5", "matplotlib>=3.9", "tqdm>=4.66"],
   "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"],
@@ -59,6 +62,7 @@ setup(
   packages=find_packages(include=["torchax", "torchax.*"]),
   install_requires=REQUIRES,
   extras_require=EXTRAS,
+  entry_points={"torch_dynamo_backends": ["jax = torchax.dynamo:backend"]},
   classifiers=[
     "Development Status :: 3 - Alpha",
     "Intended Audience :: Developers",

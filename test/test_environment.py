@@ -350,16 +350,6 @@ def test_a_property_belongs_to_one_thread():
   assert seen == [None]
 
 
-def test_autocast_is_refused_until_it_exists():
-  with (
-    pytest.raises(NotImplementedError, match="bfloat16"),
-    env.override_property(autocast_dtype=torch.bfloat16),
-  ):
-    pass
-  with env.override_property(autocast_dtype=None):
-    pass
-
-
 def test_a_runtime_property_is_replaced_one_field_at_a_time():
   base = RuntimeProperty("mesh", "prng", None)
   replaced = RuntimeProperty.override(base, mesh=None)

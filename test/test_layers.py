@@ -44,7 +44,13 @@ LAYERS = {
     "torchax.operands",
     "torchax.plans",
   ),
-  3: ("torchax.autograd", "torchax.debug", "torchax.transfer", "torchax.view"),
+  3: (
+    "torchax.autograd",
+    "torchax.debug",
+    "torchax.fakes",
+    "torchax.transfer",
+    "torchax.view",
+  ),
   2: ("torchax.tensor",),
   1: (
     "torchax.amp",

@@ -353,3 +353,58 @@ def test_a_wrapper_can_be_marked_as_conjugate_and_negative():
   assert torch.Tensor.is_conj(wrapper) and torch.Tensor.is_neg(wrapper)
   _torch_compat.set_conj(wrapper, False)
   assert not torch.Tensor.is_conj(wrapper)
+
+
+# Autocast -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cast_operation():
+  """An operation with a kernel for autocast that notes its calls."""
+  library = torch.library.Library("torchax_autocast_test", "DEF")
+  library.define("twice(Tensor x) -> Tensor")
+  op, calls = torch.ops.torchax_autocast_test.twice.default, []
+
+  def kernel(x):
+    calls.append(torch.is_autocast_enabled("jax"))
+    with _torch_compat.without_autocast():
+      calls.append(torch.is_autocast_enabled("jax"))
+      return op(x)
+
+  _torch_compat.register_autocast_kernel(op, kernel)
+  yield op, calls
+  _torch_compat._autocast_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+  ("keys", "enabled", "expected"),
+  [
+    (_torch_compat.AUTOCAST_KEYS, True, [True, False]),
+    (_torch_compat.AUTOCAST_KEYS, False, []),
+    (None, True, []),
+  ],
+)
+def test_autocast_sees_wrappers_with_its_key(cast_operation, keys, enabled, expected):
+  op, calls = cast_operation
+  calls.clear()
+  made = wrapper(_extra_dispatch_keys=keys) if keys else wrapper()
+  with torch.autocast("jax", dtype=torch.bfloat16, enabled=enabled):
+    assert torch.equal(op(made), torch.ones(3))
+  assert calls == expected
+
+
+def test_autocast_lets_through_what_has_no_kernel():
+  made = wrapper(_extra_dispatch_keys=_torch_compat.AUTOCAST_KEYS)
+  with torch.autocast("jax", dtype=torch.bfloat16):
+    assert torch.equal(torch.abs(made), torch.ones(3))
+
+
+# Graphs -------------------------------------------------------------------------------
+
+
+def test_regions_of_a_graph_are_higher_order_operators():
+  for name in ("cond", "while_loop", "wrap_with_set_grad_enabled"):
+    region = getattr(torch.ops.higher_order, name)
+    assert isinstance(region, _torch_compat.HigherOrderOperator)
+    assert region.name() == name
+  assert not isinstance(torch.ops.aten.add.Tensor, _torch_compat.HigherOrderOperator)

@@ -279,3 +279,28 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 def trace_recurrent_layers() -> None:
   """Has Dynamo take LSTM, GRU and RNN into its graphs, in the whole process."""
   torch._dynamo.config.allow_rnn = True
+
+
+def is_fake(tensor) -> bool:
+  """True for a tensor without numbers that a tracer of torch has made."""
+  return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def is_tracing() -> bool:
+  """True while `torch.compile` or `torch.export` makes a graph on this thread."""
+  return torch._guards.TracingContext.try_get() is not None
+
+
+# (func, args, kwargs, out) -> out, with the memory and the identity of the arguments
+# where the operation's schema says so.
+correct_aliasing = _python_dispatch.return_and_correct_aliasing
+
+
+def faked(tensor: torch.Tensor) -> torch.Tensor:
+  """A tensor as the tracing of `torch.compile` in progress sees an input, of one shape.
+
+  Outside of it, the tensor.
+  """
+  context = torch._guards.TracingContext.try_get()
+  mode = None if context is None else context.fake_mode
+  return tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat, debug, rng
+from torchax import _torch_compat, amp, debug, rng
 from torchax.config import Configuration
 from torchax.dispatch import Dispatcher
 from torchax.errors import MixedDeviceError, OperatorNotFound, UnsupportedDtypeError
@@ -51,6 +51,7 @@ TENSOR_CONSTRUCTORS = {
 }
 
 
+_is_compiling = torch.compiler.is_compiling
 _ATEN = torch.ops.aten
 META_FACTORIES = frozenset(
   {
@@ -82,7 +83,7 @@ class RuntimeProperty:
   Attributes:
     mesh: the device mesh.
     prng: the key that the current stream goes on from (read by `prng_key`).
-    autocast_dtype: None; automatic mixed precision is not available yet.
+    autocast_dtype: the dtype of `torch.autocast("jax")`; None where it is off.
   """
 
   mesh: Any
@@ -138,6 +139,8 @@ class XLAFunctionMode(TorchFunctionMode):
     self.env = env
 
   def __torch_function__(self, func, types, args=(), kwargs=None):
+    if _is_compiling():  # Dynamo reads this: its graph holds torch's own functions
+      return func(*args, **kwargs) if kwargs else func(*args)
     handler = self.env.functions.get(func)
     if handler is not None and self.env.enabled:
       return handler(args, kwargs or {})
@@ -165,6 +168,8 @@ class XLADispatchMode(_torch_compat.DispatchMode):
     device = kwargs.get("device")
     if device is not None:
       kind = device.type
+      if _torch_compat.is_tracing():
+        return func(*args, **kwargs)
       if kind == "meta" and self.env._is_for_jax(func):
         return self.env.dispatch(func, types, args, {**kwargs, "device": None})
       is_dense = kwargs.get("layout") in (None, torch.strided)
@@ -297,6 +302,10 @@ class Environment(contextlib.ContextDecorator):
       return debug.dispatch(self, self._dispatcher, func, args, kwargs or {})
     return self._dispatcher(func, args, kwargs)
 
+  def plan_for(self, func):
+    """What runs for an overload; raises OperatorNotFound if nothing does."""
+    return self._dispatcher.plan_for(func)
+
   def redraw(self, func, draw, args):
     """Runs a random operation with the key of an earlier draw (`RngStream.peek`).
 
@@ -382,7 +391,11 @@ class Environment(contextlib.ContextDecorator):
   @property
   def param(self) -> RuntimeProperty:
     """The properties in force; `param.prng` is `prng_key`."""
-    return dataclasses.replace(self._property.content[-1], prng=self.prng_key)
+    return dataclasses.replace(
+      self._property.content[-1],
+      prng=self.prng_key,
+      autocast_dtype=amp.dtype_in_force(),
+    )
 
   @property
   def _mesh(self):
@@ -392,23 +405,20 @@ class Environment(contextlib.ContextDecorator):
   def override_property(
     self, *, mesh=_None, prng=_None, autocast_dtype=_None
   ) -> Iterator[None]:
-    """Replaces properties inside the block: the mesh, the key to draw from.
+    """Replaces properties inside the block: the mesh, the key to draw from, autocast.
 
     Raises:
-      NotImplementedError: `autocast_dtype` is given; there is no autocast yet.
+      TypeError: `autocast_dtype` is neither None nor a dtype that autocast takes.
     """
-    if autocast_dtype is not _None and autocast_dtype is not None:
-      raise NotImplementedError(
-        "torchax has no automatic mixed precision yet. Convert the model with "
-        "`.to(torch.bfloat16)` instead."
-      )
     stack = self._property.content
-    stack.append(RuntimeProperty.override(stack[-1], mesh=mesh))
-    try:
-      with contextlib.nullcontext() if prng is _None else rng.rng_scope(prng):
-        yield
-    finally:
-      stack.pop()
+    with contextlib.ExitStack() as scopes:
+      if autocast_dtype is not _None:
+        scopes.enter_context(amp.resumed(autocast_dtype))
+      if prng is not _None:
+        scopes.enter_context(rng.rng_scope(prng))
+      stack.append(RuntimeProperty.override(stack[-1], mesh=mesh))
+      scopes.callback(stack.pop)
+      yield
 
   # Conversions ----------------------------------------------------------------------
 

@@ -11,6 +11,10 @@ class OperatorNotFound(NotImplementedError):
   """A torch operation has neither a lowering nor a decomposition."""
 
 
+class DataDependentError(RuntimeError):
+  """A compiled program would need numbers that are only known when it runs."""
+
+
 class MixedDeviceError(RuntimeError):
   """A torchax tensor met a tensor of another device in one operation."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchax import _torch_compat, autograd
+from torchax import _torch_compat, amp, autograd
 from torchax.operands import Flattener
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
@@ -83,6 +83,30 @@ class WithoutOut:
     return _into_out(self.func.__name__, self.func, args, kwargs)
 
 
+class AutocastHandler:
+  """Casts tensors before a handler sees them, where autocast is on.
+
+  Args:
+    func: the torch function; its name says which policy it follows.
+    handler: what runs in its place.
+  """
+
+  def __init__(self, func, handler: Callable):
+    self.func = func
+    self.handler = handler
+
+  def __call__(self, args, kwargs):
+    dtype = amp.dtype_in_force()
+    if dtype is None or _is_for_torch(args, kwargs):
+      return self.handler(args, kwargs)
+    policy = amp.policy_of_function(self.func)
+    with _torch_compat.without_autocast():
+      # As in torch, a call with `out=` is not cast.
+      if policy is not None and kwargs.get("out") is None:
+        args, kwargs = amp.execute_policy(policy, args, kwargs, dtype)
+      return self.handler(args, kwargs)
+
+
 def _into_out(name: str, func: Callable, args, kwargs) -> Tensor:
   """Writes the result of a call without `out=` to that tensor, and returns it."""
   kwargs = dict(kwargs)
@@ -152,7 +176,12 @@ class FunctionTable:
     self._generation = ops_registry.generation()
     operators = {**ops_registry.all_torch_functions, **self._overrides}
     handlers = {func: self._handler(func, op) for func, op in operators.items()}
-    self._handlers = {**handlers, **self._builtin}
+    handlers |= self._builtin
+    for func, handler in handlers.items():
+      # Others pay nothing for it.
+      if amp.policy_of_function(func) is not None:
+        handlers[func] = AutocastHandler(func, handler)
+    self._handlers = handlers
 
   def _handler(self, func, operator: Operator) -> Callable:
     if operator.kind in (Kind.ARRAYS, Kind.ENV_ARRAYS):

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -78,6 +79,21 @@ class Plan:
     operands, key = self.flattener.flatten(args, None)
     return self._wrap(self._execute(args, None, [*draw, *operands], key, None))
 
+  def on_arrays(self, args, kwargs, caches=True):
+    """Runs the operation on arrays: for graphs, whose arguments torch has checked.
+
+    Args:
+      args, kwargs: torch's, with arrays for tensors.
+      caches: compile the lowering outside of traces; not where sizes are symbols.
+    """
+    operands, key = self.flattener.flatten(args, kwargs)
+    call = functools.partial(self._call, key, None)
+    if caches and self.operator.compiled is True:
+      call = lambda operands: self._execute(args, kwargs, operands, key, None)  # noqa: E731
+    if not self.is_sampler:
+      return call(operands)
+    return self._drawn(args, call, operands)
+
   def run(self, args, kwargs, operands, key, write=None):
     """Arrays out of operands.
 
@@ -104,9 +120,14 @@ class Plan:
         raise
       carry.note_generator_draw(self.name, self._distribution(args), result, draw.key)
       return result
+    execute = functools.partial(self._execute, args, kwargs, key=key, write=write)
+    return self._drawn(args, execute, operands)
+
+  def _drawn(self, args, execute, operands):
+    """Executes with the key of the next draw; the stream advances if it succeeds."""
     stream = scope.current()
     draw = stream.peek(self.name)
-    result = self._execute(args, kwargs, [*draw, *operands], key, write)
+    result = execute([*draw, *operands])
     if Recording.count or stream.log is not None:
       stream.draw(self.name, self._distribution(args), result)
     else:
@@ -320,7 +341,12 @@ class DecompositionPlan(Plan):
 
   def _lower(self, args, kwargs):
     args, kwargs = _tensors((args, kwargs), self.env)
-    with _torch_compat.without_function_modes(), self.env.catching_factories():
+    # What is compiled here is kept, whatever is in force when it is called again.
+    with (
+      _torch_compat.without_function_modes(),
+      _torch_compat.without_autocast(),
+      self.env.catching_factories(),
+    ):
       result = self.operator.func(*args, **kwargs)
     return _arrays(result)
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ META = torch.device("meta")
 SUPPORTED_JAX_PLATFROM = ["cpu", "cuda", "gpu", "tpu"]
 
 _make_wrapper = _torch_compat.make_wrapper
+_AUTOCAST_KEYS = _torch_compat.AUTOCAST_KEYS
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
 
@@ -43,6 +46,24 @@ _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
 def jax_torch_device() -> torch.device:
   """`torch.device("jax:0")`, which exists once the backend is registered."""
   return torch.device("jax:0")
+
+
+class Content:
+  """What a jax tensor holds besides its shape. To torch's tracers all are the same."""
+
+  __slots__ = ("storage", "chain", "env")
+
+  def __init__(self, storage, chain, env):
+    self.storage, self.chain, self.env = storage, chain, env
+
+  def __eq__(self, other):
+    return isinstance(other, Content)
+
+  def __hash__(self):
+    return 0
+
+  def __deepcopy__(self, memo):
+    return Content(None, None, None)
 
 
 class Tensor(torch.Tensor):
@@ -55,6 +76,8 @@ class Tensor(torch.Tensor):
   """
 
   __torch_function__ = _torch_compat.disabled_torch_function
+  # Makes what torch's tracers see in place of a jax tensor; `fakes.py` sets this.
+  of_fake: ClassVar[Callable | None] = None
   # True of the wrapper; who asks wants to know whether there are numbers.
   is_meta = False
 
@@ -66,6 +89,7 @@ class Tensor(torch.Tensor):
       dtype=mappings.j2t_dtype(elem.dtype),
       device=META,
       requires_grad=requires_grad,
+      _extra_dispatch_keys=_AUTOCAST_KEYS,
     )
 
   def __init__(self, elem: jax.Array, env, requires_grad=False):
@@ -83,23 +107,42 @@ class Tensor(torch.Tensor):
     return env.dispatch(func, types, args, kwargs)
 
   def __tensor_flatten__(self):
-    """Makes torch move modules by swapping tensors, which keeps ties and identity."""
-    return ["_shell"], (self._storage, self._chain, self._env)
+    """Makes torch move modules by swapping tensors, which keeps ties and identity.
+
+    And makes Dynamo trace functions of jax tensors, on fake ones.
+    """
+    return ["_shell"], Content(self._storage, self._chain, self._env)
 
   @staticmethod
   def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
-    storage, chain, env = context
+    storage, chain, env = context.storage, context.chain, context.env
     shell = inner_tensors["_shell"]
+    if _torch_compat.is_fake(shell):
+      return Tensor.of_fake(shell, outer_size, outer_stride)
     tensor = _make_wrapper(
-      Tensor, outer_size, strides=outer_stride, dtype=shell.dtype, device=META
+      Tensor,
+      outer_size,
+      strides=outer_stride,
+      dtype=shell.dtype,
+      device=META,
+      _extra_dispatch_keys=_AUTOCAST_KEYS,
     )
     tensor._storage, tensor._chain, tensor._env = storage, chain, env
     return tensor
 
   @property
   def _shell(self) -> torch.Tensor:
-    """A tensor without data of the same shape, strides and dtype."""
-    return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=META)
+    """A tensor without data of the same shape, strides and dtype.
+
+    The same one every time: Dynamo asks whether two inputs are one tensor.
+    """
+    shell = self.__dict__.get("_kept_shell")
+    layout = (self.shape, self.stride(), self.dtype)
+    if shell is None or (shell.shape, shell.stride(), shell.dtype) != layout:
+      with _torch_compat.without_modes():
+        shell = torch.empty_strided(*layout[:2], dtype=self.dtype, device=META)
+      self._kept_shell = shell
+    return shell
 
   @property
   def device(self) -> torch.device:
@@ -482,7 +525,16 @@ def new_tensor(array: jax.Array, env) -> Tensor:
   dtype = _torch_dtypes.get(array.dtype)
   if dtype is None:
     dtype = mappings.j2t_dtype(array.dtype)  # raises what is wrong
-  tensor = _make_wrapper(Tensor, array.shape, dtype=dtype, device=META)
+  try:
+    tensor = _make_wrapper(
+      Tensor, array.shape, dtype=dtype, device=META, _extra_dispatch_keys=_AUTOCAST_KEYS
+    )
+  except TypeError as error:
+    raise TypeError(
+      f"A torch tensor has sizes that are numbers, but got the shape {array.shape}. For "
+      "symbolic sizes, `torch.export` the module with `dynamic_shapes=` and use "
+      "`torchax.export`."
+    ) from error
   storage = Storage.__new__(Storage)
   storage.array = array
   storage.version = 0
@@ -517,6 +569,7 @@ def alias(
     storage_offset=layout.storage_offset(),
     dtype=layout.dtype,
     device=META,
+    _extra_dispatch_keys=_AUTOCAST_KEYS,
   )
   other._storage, other._chain, other._env = storage, chain, source._env
   if chain.is_marked:

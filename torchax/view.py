@@ -48,7 +48,13 @@ class View(Tensor):
   @staticmethod
   def __new__(cls, parent: Tensor, view_info: ViewInfo, env: Any):
     shape = view_info.calculate_output_shape(parent.jax())
-    return _torch_compat.make_wrapper(cls, shape, dtype=parent.dtype, device=META)
+    return _torch_compat.make_wrapper(
+      cls,
+      shape,
+      dtype=parent.dtype,
+      device=META,
+      _extra_dispatch_keys=_torch_compat.AUTOCAST_KEYS,
+    )
 
   def __init__(self, parent: Tensor, view_info: ViewInfo, env: Any):
     self._storage = parent._storage

@@ -1,6 +1,11 @@
-"""The JAX backend of `torch.compile`."""
+"""The JAX backend of `torch.compile`: `torch.compile(f, backend="jax")`.
+
+`docs/compile.md` shows it at work. Loading it lets Dynamo trace recurrent layers
+(`torch._dynamo.config.allow_rnn`), which it would leave to CPU torch otherwise.
+"""
 
 from torchax.dynamo.backend import backend
+from torchax.dynamo.logs import set_logs
 from torchax.dynamo.options import Options
 
-__all__ = ["Options", "backend"]
+__all__ = ["Options", "backend", "set_logs"]

@@ -7,25 +7,24 @@ compiled JAX function (`program.py`).
 """
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from functorch.compile import (
   aot_module_simplified,
-  make_boxed_func,
   min_cut_rematerialization_partition,
 )
 from torch import fx
 
 from torchax import _torch_compat
-from torchax.dynamo import draws
+from torchax.dynamo import draws, logs, recurrent
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import Keys, Program
+from torchax.environment import default_env
+from torchax.interop import jax_jit
 from torchax.rng import packing
-
-log = logging.getLogger(__name__)
+from torchax.tensor import Tensor
 
 _NAME = "a function compiled with torch.compile"
 
@@ -41,7 +40,7 @@ def backend(
 
   Args:
     gm: the graph; left as it is.
-    example_inputs: fake tensors and symbolic sizes, one for each input.
+    example_inputs: tensors and sizes, one for each input.
     mode: "default" or None.
     options: see `Options`.
 
@@ -54,7 +53,20 @@ def backend(
     RngError: draws that a compiled graph cannot make.
   """
   chosen = Options.of(mode, options)
+  if any(isinstance(value, Tensor) for value in example_inputs):
+    return _compiled_on_jax(gm, chosen)
   return _compiled_plain(gm, example_inputs, chosen)
+
+
+def _compiled_on_jax(gm, options: Options) -> Callable:
+  """The graph compiled by `jax_jit`, gradients and changes in place included."""
+  jitted = jax_jit(gm.forward)
+
+  def call(*args):
+    with default_env(), options.applied():
+      return jitted(*args)
+
+  return torch.compiler.disable(call)
 
 
 def _compiled_plain(gm, example_inputs, options: Options) -> Callable:
@@ -62,14 +74,10 @@ def _compiled_plain(gm, example_inputs, options: Options) -> Callable:
   module.meta = dict(gm.meta)
   if hasattr(gm, "_param_name_to_source"):
     module._param_name_to_source = gm._param_name_to_source
+  recurrent.replace(module)
   draws.add_input(module.graph)
   module.recompile()
-  example = torch.zeros(3, dtype=torch.uint32)
-  fake_mode = next(
-    (v.fake_mode for v in example_inputs if hasattr(v, "fake_mode")), None
-  )
-  if fake_mode is not None:
-    example = fake_mode.from_tensor(example, static_shapes=True)
+  example = _torch_compat.faked(torch.zeros(3, dtype=torch.uint32))
   keys = Keys()
   compiled = aot_module_simplified(
     module,
@@ -94,13 +102,14 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 
 
 def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
+  logs.note(name, module, keys.rng)
   return Program(module, options, keys, name)
 
 
 def _compile_inference(options: Options, keys: Keys, module, example_inputs):
   inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
   _key(module.graph, inputs[-1], keys)
-  return Program(module, options, keys, "inference")
+  return _compile(options, keys, "inference", module, example_inputs)
 
 
 def _partition(keys: Keys, module, joint_inputs, *, num_fwd_outputs, **kwargs):

@@ -116,7 +116,8 @@ def line_of(node: fx.Node) -> str:
 
 def site_of(node: fx.Node) -> str:
   """Path of the module that an operation belongs to, as ledgers name it."""
-  stack = node.meta.get("nn_module_stack") or {}
-  path = next(reversed(stack.values()))[0] if stack else ""
-  _, dot, path = path.replace("['", ".").replace("']", "").partition("self.")
-  return path.replace("_modules.", "") if dot else ""
+  paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+  if not paths:
+    return ""
+  below = paths[-1].removeprefix(paths[0]).replace("['", ".").replace("']", "")
+  return below.replace("._modules", "").strip(".")

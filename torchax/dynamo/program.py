@@ -6,7 +6,6 @@ Dynamo. The packed key is an operand; the graph's draws have fixed numbers.
 """
 
 import functools
-import logging
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +22,7 @@ from torchax.errors import OperatorNotFound
 from torchax.ops import mappings
 from torchax.rng import rng_scope
 from torchax.rng.packing import PackedStream
-from torchax.tensor import Tensor, new_tensor
-
-log = logging.getLogger(__name__)
+from torchax.tensor import new_tensor
 
 
 @jax.tree_util.register_static
@@ -145,7 +142,7 @@ class Program:
       else:
         values[node] = next(sizes)
     stream = None if words is None else PackedStream(words, impl)
-    with env, torch.no_grad(), torch.autocast("jax", enabled=False):
+    with env, torch.no_grad(), _torch_compat.without_autocast():
       self._interpret(env, values, constants, stream)
     found = _filled(self._computed, values)
     taken = {id(array) for array in arrays}

@@ -1,13 +1,16 @@
-"""Arguments of a compiled function that are no arrays: `torch.Generator`.
+"""Arguments of a compiled function that are no arrays: `torch.Generator`, containers.
 
-JAX takes arrays and static values. A generator is static, by its identity; what it
-draws are operands (`torchax/rng/carry.py`).
+JAX takes arrays and static values, in containers that it knows (`pytrees.py`). A
+generator is static, by its identity; what it draws are operands
+(`torchax/rng/carry.py`).
 """
 
 from typing import Any
 
 import jax
 import torch
+
+from torchax.interop import pytrees
 
 
 @jax.tree_util.register_static
@@ -29,22 +32,30 @@ class HiddenGenerator:
 
 
 def hidden(tree) -> Any:
-  """The tree with its generators as structure."""
-  return jax.tree.map(
-    lambda leaf: HiddenGenerator(leaf) if isinstance(leaf, torch.Generator) else leaf,
-    tree,
-    is_leaf=_is_tensor,
-  )
+  """The tree with its generators as structure, and torch's containers as JAX's."""
+  return jax.tree.map(_hidden, tree, is_leaf=_is_whole)
+
+
+def _hidden(leaf):
+  if isinstance(leaf, torch.Generator):
+    return HiddenGenerator(leaf)
+  return pytrees.closed(leaf, hidden) or leaf
+
+
+def _is_whole(value) -> bool:
+  return isinstance(value, torch.Tensor) or pytrees.is_adopted(value)
 
 
 def shown(tree) -> Any:
-  """The tree with generators again where `hidden` has hidden them."""
-  return jax.tree.map(
-    lambda leaf: leaf.generator if isinstance(leaf, HiddenGenerator) else leaf,
-    tree,
-    is_leaf=lambda leaf: isinstance(leaf, HiddenGenerator | torch.Tensor),
-  )
+  """The tree with generators and containers again where `hidden` has hidden them."""
+  return jax.tree.map(_shown, tree, is_leaf=_is_hidden)
 
 
-def _is_tensor(value) -> bool:
-  return isinstance(value, torch.Tensor)
+def _shown(leaf):
+  if isinstance(leaf, HiddenGenerator):
+    return leaf.generator
+  return leaf.opened(shown) if type(leaf) is pytrees.Container else leaf
+
+
+def _is_hidden(value) -> bool:
+  return isinstance(value, HiddenGenerator | pytrees.Container | torch.Tensor)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from torchax import _jax_compat, grad_mode
+from torchax import _jax_compat, amp, grad_mode
 from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.interop import arguments
@@ -142,7 +142,7 @@ class Jitted:
         traced.settle(leaves, effects)
       if effects.tape is not None:
         treedef = jax.tree.structure((args, kwargs))
-        called = (leaves, treedef, rng, alive)
+        called = (leaves, treedef, rng, alive, amp.dtype_in_force())
         again = functools.partial(self._differentiate_again, called)
         return tensors_of(tapes.attach(effects.tape, leaves, out, again))
     if type(out) is _jax_compat.ArrayImpl:  # typed keys are of another class
@@ -160,25 +160,27 @@ class Jitted:
         "be differentiated again (create_graph=True). Draw outside of it, or from the "
         "environment's stream."
       )
-    leaves, treedef, rng, alive = called
+    leaves, treedef, rng, alive, autocast = called
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
     static = tuple(None if is_one else v for v, is_one in zip(leaves, is_tensor))
     tensors = [v for v, is_one in zip(leaves, is_tensor) if is_one]
     key, count, *_ = rng
     jitted = program.again.get(static)
     if jitted is None:
-      function = functools.partial(self._gradient, program, is_tensor, static, treedef)
+      function = functools.partial(
+        self._gradient, program, is_tensor, static, treedef, autocast
+      )
       jitted = program.again[static] = Jitted(function, {}, self.traced.captured)
     args = (key, count, tensors, list(gradients))
     return jitted.call(None, args, {}, settles=False, alive=alive)
 
   def _gradient(
-    self, program, is_tensor, static, treedef, key, count, tensors, gradients
+    self, program, is_tensor, static, treedef, autocast, key, count, tensors, gradients
   ):
     remaining = iter(tensors)
     leaves = [next(remaining) if is_one else v for v, is_one in zip(static, is_tensor)]
     args, kwargs = jax.tree.unflatten(treedef, leaves)
-    with rng_scope(RngState(key, count.jax())):
+    with rng_scope(RngState(key, count.jax())), amp.resumed(autocast):
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
 

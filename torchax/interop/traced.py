@@ -20,7 +20,7 @@ import jax
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchax import _torch_compat
+from torchax import _torch_compat, amp
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop import arguments
@@ -72,11 +72,12 @@ class Situation:
     modes: which modules changed between training and evaluation (`ModuleModes`).
     no_grad: called under `torch.no_grad`.
     default_dtype: torch's, which decides what integers and factories give.
+    autocast: the dtype of the autocast around the call, or None.
   """
 
   __slots__ = (
     *("same", "overlapping", "has_grad", "extra", "wants_grad", "modes", "no_grad"),
-    "default_dtype",
+    *("default_dtype", "autocast"),
   )
   _known: ClassVar[dict] = {}
 
@@ -91,10 +92,11 @@ class Situation:
     modes=(),
     no_grad=False,
     default_dtype=torch.float32,
+    autocast=None,
   ) -> "Situation":
     """The situation with these attributes; always the same object."""
     attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
-    attributes += (default_dtype,)
+    attributes += (default_dtype, autocast)
     known = cls._known.get(attributes)
     if known is None:
       known = cls._known[attributes] = cls()
@@ -103,7 +105,7 @@ class Situation:
     return known
 
 
-_ORDINARY = ((), (), (), None, None, (), False, torch.float32)
+_ORDINARY = ((), (), (), None, None, (), False, torch.float32, None)
 ORDINARY = Situation.of()
 """No argument repeats another one, and nothing else matters."""
 
@@ -275,7 +277,7 @@ class Traced:
       same = ()
     modes = self.modes.changed()
     attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
-    attributes += (torch.get_default_dtype(),)
+    attributes += (torch.get_default_dtype(), amp.dtype_in_force())
     return None if attributes == _ORDINARY else Situation.of(*attributes)
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
@@ -332,7 +334,7 @@ class Traced:
       born = [value._storage if isinstance(value, Tensor) else None for value in inner]
       args, kwargs = arguments.shown(jax.tree.unflatten(treedef, inner))
       try:
-        out = self.function(*args, **kwargs)
+        out = arguments.hidden(self.function(*args, **kwargs))
         arrays = arrays_of(out)
         effects = self._effects(boundary, inner, born, situation, grads)
         if records:

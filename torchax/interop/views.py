@@ -17,6 +17,7 @@ import torch
 from torchax import _jax_compat, autograd, grad_mode, rng
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
+from torchax.interop import pytrees
 from torchax.ops import mappings
 from torchax.storage import Boundary
 from torchax.tensor import Tensor, new_tensor
@@ -49,6 +50,8 @@ def _jax_view(t: TorchValue) -> JaxValue:
     )
   if isinstance(t, torch.dtype):
     return mappings.t2j_dtype(t)
+  if pytrees.adopt(t):
+    return jax_view(t)
   if callable(t) and not isinstance(t, type):
     return _JaxCallable(t)
   return t
@@ -97,13 +100,17 @@ def torch_view_elem(v: JaxValue) -> TorchValue:
 
 def tensors_of(tree) -> Any:
   """Arrays in a tree as tensors; typed keys and anything else as they are."""
-  return jax.tree.map(_tensor_of, tree, is_leaf=_is_leaf)
+  return jax.tree.map(_tensor_of, tree, is_leaf=_is_leaf_or_container)
+
+
+def _is_leaf_or_container(value) -> bool:
+  return isinstance(value, torch.Tensor | pytrees.Container)
 
 
 def _tensor_of(leaf):
   if isinstance(leaf, jax.Array) and not rng.is_typed_key(leaf):
     return new_tensor(leaf, default_env())
-  return leaf
+  return leaf.opened(tensors_of) if type(leaf) is pytrees.Container else leaf
 
 
 def arrays_of(tree) -> Any:

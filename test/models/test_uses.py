@@ -1,0 +1,109 @@
+"""What people do with a model of the library besides a training step."""
+
+import copy
+
+import pytest
+import torch
+from compare import assert_close, assert_same
+from models import huggingface
+from models.ways import WAYS, run_on_cpu
+from models.zoo import LOOP_OVER_EXPERTS, MODELS
+from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+import torchax
+from torchax.interop import JittableModule
+
+NEW_WORDS = 4
+
+
+def _llama(dropout: float = 0.0):
+  """A model on the CPU and the same one on jax."""
+  model = MODELS["Llama"].model(dropout).eval()
+  return model, copy.deepcopy(model).to("jax")
+
+
+def _generate(model, device: str, **options) -> torch.Tensor:
+  words = huggingface.words().to(device)
+  mask = torch.ones_like(words)
+  options = {"max_new_tokens": NEW_WORDS, "pad_token_id": 0, **options}
+  return model.generate(words, attention_mask=mask, **options)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_the_likeliest_words_are_those_of_the_cpu(use_cache):
+  cpu, model = _llama()
+  expected = _generate(cpu, "cpu", do_sample=False, use_cache=use_cache)
+  with torchax.default_env():
+    actual = _generate(model, "jax", do_sample=False, use_cache=use_cache)
+  assert_same(actual, expected)
+
+
+def test_drawn_words_follow_the_seed():
+  _, model = _llama()
+  drawn = []
+  with torchax.default_env():
+    for seed in (1, 1, 2):
+      torch.manual_seed(seed)
+      drawn.append(_generate(model, "jax", do_sample=True, use_cache=True).cpu())
+  first, again, other = drawn
+  assert torch.equal(first, again)
+  assert not torch.equal(first, other)
+
+
+def test_a_cache_comes_out_of_a_compiled_model_and_goes_in_again():
+  register_dynamic_cache_export_support()  # makes caches pytrees of torch's
+  cpu, model = _llama()
+  words = huggingface.words()
+
+  def two_calls(call, words):
+    first = call(words, use_cache=True)
+    cache = first.past_key_values
+    second = call(words[:, :1], past_key_values=cache, use_cache=True)
+    return second.logits, second.past_key_values.get_seq_length()
+
+  with torch.no_grad():
+    expected, length = two_calls(cpu, words)
+    with torchax.default_env():
+      flags = {"static_argnames": ("use_cache",)}
+      actual, actual_length = two_calls(JittableModule(model, flags), words.to("jax"))
+  assert_close(actual.cpu(), expected)
+  assert actual_length == length
+
+
+def _checkpointed_gradients() -> list[list[torch.Tensor]]:
+  _, model = _llama(dropout=0.3)
+  model.train()
+  found = []
+  with torchax.default_env():
+    inputs = {name: x.to("jax") for name, x in huggingface.text().items()}
+    for checkpoints in (False, True):
+      if checkpoints:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+      torch.manual_seed(1)
+      found.append(_backward(model, inputs))
+  return found
+
+
+def _backward(model, inputs) -> list[torch.Tensor]:
+  loss = model(**inputs).loss
+  return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def test_checkpoints_draw_the_same_masks_again():
+  plain, recomputed = _checkpointed_gradients()
+  for have, want in zip(recomputed, plain, strict=True):
+    assert_close(have.cpu(), want.cpu())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loop_over_experts_runs_where_there_are_numbers(way):
+  """It looks up which words an expert gets; their number is a shape."""
+  row = LOOP_OVER_EXPERTS
+  model, inputs = row.model(dropout=0.0).eval(), row.inputs()
+  if way == "eager":
+    (expected,) = run_on_cpu(model, inputs, None)
+    (actual,) = WAYS[way](model, inputs, None)
+    assert_close(actual.results["logits"], expected.results["logits"])
+  else:
+    with pytest.raises(TypeError, match="nonzero: the shape of the result"):
+      WAYS[way](model, inputs, None)

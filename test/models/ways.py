@@ -1,0 +1,106 @@
+"""The ways to run a model; a new one is one more row of `WAYS`.
+
+A way takes a model on the CPU, which it leaves alone, CPU inputs, the function that
+finds the loss in the model's results, or None to compute results alone, and seeds. It
+prepares the model once, runs it once for each seed, and returns all on the CPU again.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+import torchax
+from torchax.interop import JittableModule, jax_jit
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What a model has computed, as CPU tensors by name.
+
+  Attributes:
+    results: its results.
+    gradients: of its parameters; None for those that got none.
+    buffers: its buffers afterwards.
+    next_draw: what the random stream gives afterwards.
+  """
+
+  results: Tensors
+  gradients: dict[str, torch.Tensor | None]
+  buffers: Tensors
+  next_draw: torch.Tensor
+
+
+Way = Callable[[torch.nn.Module, Tensors, Callable | None, Sequence[int]], list[Run]]
+
+
+def _step(model: Callable, loss_of: Callable | None) -> Callable[[Tensors], Tensors]:
+  """A forward pass and, where there is a loss, a backward pass."""
+
+  def step(inputs: Tensors) -> Tensors:
+    with torch.set_grad_enabled(loss_of is not None):
+      results = model(**inputs)
+      if loss_of is not None:
+        loss_of(results).backward()
+    found = {n: x for n, x in results.items() if isinstance(x, torch.Tensor)}
+    return {name: value.detach() for name, value in found.items()}
+
+  return step
+
+
+def _runs(model: torch.nn.Module, step: Callable, inputs: Tensors, seeds) -> list[Run]:
+  """Runs a step that leaves gradients and buffers in the model."""
+  device = next(iter(inputs.values())).device
+  runs = []
+  for seed in seeds:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    results = step(inputs)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    draw = torch.rand(2, device=device)
+    runs.append(Run(*map(_on_cpu, (results, gradients, buffers)), draw.cpu()))
+  return runs
+
+
+def _on_cpu(named: dict) -> dict:
+  # Cloned: the next run changes buffers in place.
+  return {n: None if x is None else x.detach().cpu().clone() for n, x in named.items()}
+
+
+def run_on_cpu(model, inputs, loss_of, seeds=(0,)) -> list[Run]:
+  """The way that all others are compared with: torch alone."""
+  twin = copy.deepcopy(model)
+  return _runs(twin, _step(twin, loss_of), inputs, seeds)
+
+
+def _on_jax(wrap: Callable) -> Way:
+  """The way of a step on jax; `wrap` makes it of the model on jax and the loss."""
+
+  def run(model, inputs, loss_of, seeds=(0,)) -> list[Run]:
+    with torchax.default_env():
+      twin = copy.deepcopy(model).to("jax")
+      moved = {name: value.to("jax") for name, value in inputs.items()}
+      return _runs(twin, wrap(twin, loss_of), moved, seeds)
+
+  return run
+
+
+def _jitted_step(model, loss_of):
+  """Forward and backward pass as one compiled program."""
+  return jax_jit(_step(model, loss_of))
+
+
+def _jittable_module(model, loss_of):
+  """A compiled module, and torch's autograd going back through it from outside."""
+  return _step(JittableModule(model), loss_of)
+
+
+WAYS: dict[str, Way] = {
+  "eager": _on_jax(_step),
+  "jit": _on_jax(_jitted_step),
+  "module": _on_jax(_jittable_module),
+}

@@ -1,0 +1,95 @@
+"""Writes the table of models for the docs from the report of `make test-models`.
+
+usage: python tools/model_table.py REPORT.xml docs/models.md
+
+The part of the page between the two markers is replaced.
+"""
+
+import pathlib
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+BEGIN = "<!-- the table is written by tools/model_table.py -->"
+END = "<!-- end of the table -->"
+# What the tests of test/models/test_matrix.py compare, in the order of the table.
+CHECKS = {
+  "test_results_in_evaluation_are_those_of_the_cpu": "results",
+  "test_gradients_in_training_are_those_of_the_cpu": "gradients",
+  "test_a_seed_gives_the_same_draws_in_each_way": "draws",
+}
+# What a column is called for readers; a way that is missing here has its own name.
+TITLES = {
+  "eager": "eagerly",
+  "jit": "`jax_jit` of the step",
+  "module": "`JittableModule`",
+  "compile": "`torch.compile`",
+}
+# model -> way -> check -> whether it passed; None where it was skipped.
+Verdicts = dict[str, dict[str, dict[str, bool | None]]]
+
+
+def read(report: pathlib.Path) -> Verdicts:
+  """The verdicts in a JUnit report.
+
+  Raises:
+    ValueError: there are none.
+  """
+  verdicts: Verdicts = {}
+  for case in ElementTree.parse(report).iter("testcase"):
+    named = re.fullmatch(r"(\w+)\[(.+)-(\w+)\]", case.get("name") or "")
+    if named and named[1] in CHECKS:
+      test, model, way = named.groups()
+      passed = None if case.find("skipped") is not None else not list(case)
+      verdicts.setdefault(model, {}).setdefault(way, {})[CHECKS[test]] = passed
+  if not verdicts:
+    raise ValueError(
+      f"No verdicts on models in {report}; write them with `make test-models`."
+    )
+  return verdicts
+
+
+def _cell(checks: dict[str, bool | None]) -> str:
+  """What has passed, and what has not."""
+  passed = [name for name in CHECKS.values() if checks.get(name)]
+  failed = [f"✗ {name}" for name in CHECKS.values() if checks.get(name) is False]
+  is_all = len(passed) == len(CHECKS)
+  return "✓" if is_all else ", ".join(passed + failed) or "–"
+
+
+def render(verdicts: Verdicts) -> str:
+  """The table."""
+  ways = list(dict.fromkeys(way for by_way in verdicts.values() for way in by_way))
+  ways.sort(key=[*TITLES, *ways].index)
+  titles = [TITLES.get(way, way) for way in ways]
+  rows = [["model", *titles], ["---"] * (len(ways) + 1)]
+  for model, by_way in verdicts.items():
+    rows.append([model, *(_cell(by_way.get(way, {})) for way in ways)])
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def insert(page: str, table: str) -> str:
+  """The page with the table between its markers.
+
+  Raises:
+    ValueError: the page has no markers.
+  """
+  before, begin, rest = page.partition(BEGIN)
+  _, end, after = rest.partition(END)
+  if not (begin and end):
+    raise ValueError(f"The page needs the lines {BEGIN!r} and {END!r}.")
+  return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def main(arguments: list[str]) -> None:
+  """Entry point."""
+  if len(arguments) != 2:
+    raise SystemExit(__doc__)
+  report, page = map(pathlib.Path, arguments)
+  text = insert(page.read_text(encoding="utf-8"), render(read(report)))
+  page.write_text(text, encoding="utf-8")
+  print(f"written to {page}")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

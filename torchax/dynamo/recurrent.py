@@ -1,0 +1,165 @@
+"""LSTM, GRU and RNN of a graph as one operation for each layer and direction.
+
+AOTAutograd would unroll them over time, and for plain tensors take oneDNN's kernel. The
+operations here stay whole through it; each becomes one `lax.scan`. Layers are joined as
+in eager mode (`ops/jtorch/recurrent.py`), so dropout between them draws the same.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import fx
+
+from torchax import _torch_compat, amp
+from torchax.ops.jaten import rnn
+from torchax.ops.jtorch import recurrent as eager
+from torchax.ops.op_base import op
+
+# Weights are [w_ih, w_hh], then [b_ih, b_hh] if there are any, then [w_hr] likewise.
+# Results are the outputs and the last state; of the second, the gradients.
+_library = torch.library.Library("torchax", "FRAGMENT")
+_library.define(
+  "recurrent_layer(Tensor input, Tensor[] state, Tensor[] weights, str cell, "
+  "bool reverse) -> Tensor[]"
+)
+_library.define(
+  "recurrent_layer_backward(Tensor?[] grads, Tensor input, Tensor[] state, "
+  "Tensor[] weights, str cell, bool reverse) -> Tensor[]"
+)
+_forward = torch.ops.torchax.recurrent_layer.default
+_backward = torch.ops.torchax.recurrent_layer_backward.default
+
+
+@op(_forward)
+def _recurrent_layer(input, state, weights, cell, reverse):
+  has_biases, has_projections = len(weights) >= 4, len(weights) % 2 == 1
+  (grouped,) = rnn.layer_weights(weights, has_biases, has_projections)
+  outputs, last = rnn.layer(input, state, None, grouped, cell, reverse)
+  return [outputs, *last]
+
+
+@op(_backward)
+def _recurrent_layer_backward(grads, input, state, weights, cell, reverse):
+  """Runs the layer again for what its gradient needs, which no graph has to keep."""
+
+  def forward(*primals):
+    return _recurrent_layer(*primals, cell, reverse)
+
+  results, pullback = jax.vjp(forward, input, list(state), list(weights))
+  tangents = [
+    jnp.zeros_like(result) if grad is None else grad
+    for grad, result in zip(grads, results)
+  ]
+  input_grad, state_grads, weight_grads = pullback(tangents)
+  return [input_grad, *state_grads, *weight_grads]
+
+
+def _empty(shapes_of, like) -> list[torch.Tensor]:
+  return [like.new_empty(tensor.shape) for tensor in shapes_of]
+
+
+@torch.library.register_fake(_forward, lib=_library)
+def _fake_forward(input, state, weights, cell, reverse):
+  outputs = input.new_empty((*input.shape[:2], state[0].shape[-1]))
+  return [outputs, *_empty(state, input)]
+
+
+@torch.library.register_fake(_backward, lib=_library)
+def _fake_backward(grads, input, state, weights, cell, reverse):
+  return _empty([input, *state, *weights], input)
+
+
+def _save(ctx, inputs, output):
+  input, state, weights, ctx.cell, ctx.reverse = inputs
+  ctx.n_states = len(state)
+  ctx.save_for_backward(input, *state, *weights)
+
+
+def _differentiate(ctx, grads):
+  input, *rest = ctx.saved_tensors
+  n = ctx.n_states
+  input_grad, *found = _backward(
+    grads, input, rest[:n], rest[n:], ctx.cell, ctx.reverse
+  )
+  return input_grad, found[:n], found[n:], None, None
+
+
+torch.library.register_autograd(
+  _forward, _differentiate, setup_context=_save, lib=_library
+)
+
+
+def _run_layer(input, state, mask, weights, cell, reverse):
+  """What `rnn.layer` does, for the tensors that AOTAutograd traces with."""
+  given = [weight for weight in weights if weight is not None]
+  outputs, *last = _forward(input, state, given, cell, reverse)
+  return outputs, last
+
+
+def _layers(function: Callable, cell: str) -> Callable:
+  """What a graph calls in place of a recurrent function of torch."""
+
+  def run(*args):
+    if not eager.is_padded(args) or _torch_compat.is_transforming():
+      # A sequence of lengths that the graph does not know; no rule for `torch.vmap`.
+      return function(*args)
+    if torch.is_autocast_enabled("cpu"):
+      return _with_autocast(cell, args)
+    return eager.run_padded(_run_layer, cell, *args)
+
+  run.__name__ = f"{function.__name__}_by_layers"
+  return run
+
+
+def _with_autocast(cell: str, args) -> tuple:
+  """Computes as eager mode does on jax; the results have the dtypes of CPU torch."""
+  policy, lower = amp.CastPolicy.LOWER_PRECISION_FP, torch.get_autocast_dtype("cpu")
+  cast, _ = amp.execute_policy(policy, args, {}, lower)
+  results = eager.run_padded(_run_layer, cell, *cast)
+  # There only matrix products are in the lower precision, but for oneDNN's LSTM.
+  if cell == "gru":
+    return tuple(result.to(args[1].dtype) for result in results)
+  if cell == "lstm" and args[1][0].shape != args[1][1].shape:
+    return (*results[:2], results[2].to(args[1][1].dtype))
+  return results
+
+
+_REPLACEMENTS = {
+  function: _layers(function, cell)
+  for function, cell in (
+    (_torch_compat.lstm, "lstm"),
+    (_torch_compat.gru, "gru"),
+    (_torch_compat.rnn_tanh, "tanh"),
+    (_torch_compat.rnn_relu, "relu"),
+  )
+}
+
+
+def replace(module: fx.GraphModule) -> None:
+  """Has a graph of Dynamo's run its recurrent networks layer by layer.
+
+  Forms that have no such operation stay as they are.
+
+  Args:
+    module: the graph; changed. Graphs inside it, as of checkpoints, are replaced by
+      changed copies.
+  """
+  for node in module.graph.nodes:
+    known = node.op == "call_function" and node.target in _REPLACEMENTS
+    if known and not node.kwargs:
+      node.target = _REPLACEMENTS[node.target]
+  for name, inner in module.named_children():
+    if isinstance(inner, fx.GraphModule):
+      setattr(module, name, _replaced(inner))
+  module.recompile()
+
+
+def _replaced(module: fx.GraphModule) -> fx.GraphModule:
+  graph = fx.Graph()
+  graph.output(graph.graph_copy(module.graph, {}))
+  copied = fx.GraphModule(module, graph)
+  copied.meta = dict(module.meta)
+  replace(copied)
+  return copied

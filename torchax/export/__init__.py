@@ -1,0 +1,300 @@
+"""Programs of `torch.export` on JAX: as functions, and as StableHLO.
+
+`Program` is a pure function of states (parameters, buffers, constants) and inputs. Key
+and count of a random program are operands; what it changes in place are results.
+
+>>> import torch, jax.numpy as jnp
+>>> from torchax.export import exported_program_to_jax
+>>> exported = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
+>>> states, program = exported_program_to_jax(exported)
+>>> program(states, (jnp.array([-1.0, 2.0]),))
+(Array([0., 2.], dtype=float32),)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as torch_pytree
+
+from torchax.environment import default_env
+from torchax.errors import UnsupportedDtypeError
+from torchax.export import preparation, shapes
+from torchax.export.interpreter import JaxInterpreter
+from torchax.rng import RngState, as_key, as_state, default_impl, rng_scope
+
+DEBUG: bool = False
+"""Log every operation of the programs that are made from now on, with its result."""
+
+__all__ = [
+  "DEBUG",
+  "JaxInterpreter",
+  "Program",
+  "_extract_states_from_exported_program",
+  "exported_program_to_jax",
+  "exported_program_to_stablehlo",
+  "extract_avals",
+]
+
+_STATES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_UPDATES = (
+  OutputKind.BUFFER_MUTATION,
+  OutputKind.PARAMETER_MUTATION,
+  OutputKind.USER_INPUT_MUTATION,
+)
+
+
+class Program:
+  """An exported program as a pure JAX function, for any JAX transformation.
+
+  Call it with states and inputs:
+
+    outputs = program(states, inputs)
+    outputs, updates = program.with_updates(states, inputs)
+    states = program.updated(states, updates)
+
+  `states` is a list of arrays in the order of `names`. `inputs` is the tuple of
+  positional arguments, trees as they were exported, with `kwargs=` beside it; or all
+  leaves of these in their order. Leaves that were constants when the program was
+  exported (None, numbers, strings) may be left out of the latter. `rng=` is a key, an
+  `RngState` or a seed to draw from (`docs/rng.md`).
+
+  Attributes:
+    names: of the states.
+    mutated: names of the states that the program changes in place.
+    mutated_inputs: names of the inputs that it changes in place.
+  """
+
+  def __init__(self, program: ExportedProgram):
+    signature = program.graph_signature
+    _require_plain(signature)
+    self._graph = JaxInterpreter(program.graph_module, DEBUG)
+    self._may_draw = preparation.may_draw(program.graph_module)
+    self._in_spec = program.call_spec.in_spec
+    self._out_spec = program.call_spec.out_spec
+    self._inputs = shapes.arguments(program)
+    self._fitting = shapes.Fitting(program)
+    specs = signature.input_specs
+    self._is_state = [spec.kind in _STATES for spec in specs]
+    self.names = tuple(spec.target for spec in specs if spec.kind in _STATES)
+    outputs = signature.output_specs
+    self._is_update = [spec.kind in _UPDATES for spec in outputs]
+    self._updated = [spec.target for spec in outputs if spec.kind in _UPDATES]
+    inputs = {spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT}
+    self.mutated = tuple(name for name in self._updated if name not in inputs)
+    self.mutated_inputs = tuple(name for name in self._updated if name in inputs)
+    self.__name__ = "exported_program"
+
+  def __call__(self, states: Sequence, inputs: Sequence, kwargs=None, *, rng=None):
+    """The program's results, flat: a tuple of arrays, and of constants as they are.
+
+    What it changes in place is left out; `with_updates` has it.
+
+    Raises:
+      ValueError: another number, shape or constant than the program was exported for.
+      TypeError: another dtype.
+      TracedDrawError: it draws, inside a JAX transformation and without `rng`.
+      DataDependentError: traced, where a shape depends on data.
+    """
+    return self.with_updates(states, inputs, kwargs, rng=rng)[0]
+
+  def with_updates(self, states, inputs, kwargs=None, *, rng=None) -> tuple:
+    """The results, and what the program changes in place.
+
+    Returns:
+      The flat tuple of results, and a dict of new arrays by the name of the state, or
+      of the input, that has changed.
+    """
+    values = self._leaves(inputs, kwargs or {})
+    if len(states) != len(self.names):
+      raise ValueError(
+        f"The program has {len(self.names)} states, but got {len(states)}."
+      )
+    self._fitting.require(values)
+    if rng is None:
+      return self._run(states, values)
+    with rng_scope(_by_order(rng)):
+      return self._run(states, values)
+
+  def updated(self, states: Sequence, updates: dict) -> list:
+    """The states with the updates in their places."""
+    named = zip(self.names, states, strict=True)
+    return [updates.get(name, state) for name, state in named]
+
+  def unflatten(self, outputs: Sequence) -> Any:
+    """The results in the structure that the module returns."""
+    return self._out_spec.unflatten(outputs)
+
+  def _run(self, states, values) -> tuple:
+    states, values = iter(states), iter(values)
+    operands = [next(states if is_state else values) for is_state in self._is_state]
+    results = self._graph.run(*operands)
+    outputs, updates = [], []
+    for is_update, result in zip(self._is_update, results, strict=True):
+      (updates if is_update else outputs).append(_as_result(result))
+    return tuple(outputs), dict(zip(self._updated, updates, strict=True))
+
+  def _leaves(self, inputs, kwargs) -> list:
+    """The arguments one by one, constants included."""
+    try:
+      return self._in_spec.flatten_up_to((tuple(inputs), kwargs))
+    except ValueError:  # another structure: the leaves themselves
+      leaves = torch_pytree.tree_leaves((tuple(inputs), kwargs))
+    if len(leaves) == len(self._inputs):
+      return leaves
+    operands = [name for name, value in self._inputs if shapes.is_array(value)]
+    if len(leaves) != len(operands):
+      raise ValueError(
+        f"The program takes the {len(self._inputs)} inputs "
+        f"{[name for name, _ in self._inputs]}, but got {len(leaves)}. Pass the "
+        "positional arguments as a tuple, as they were exported."
+      )
+    remaining = iter(leaves)
+    return [
+      next(remaining) if shapes.is_array(value) else value for _, value in self._inputs
+    ]
+
+
+def _as_result(value):
+  return jnp.asarray(value) if jax.export.is_symbolic_dim(value) else value
+
+
+def _by_order(rng):
+  """The state to draw from. A graph has no modules to address draws by."""
+  state = as_state(rng, default_impl())
+  return RngState(state.key, state.count)
+
+
+def _require_plain(signature) -> None:
+  """Raises NotImplementedError for inputs that are no arrays, results of training."""
+  for spec in signature.input_specs:
+    if spec.kind not in (*_STATES, InputKind.USER_INPUT):
+      raise NotImplementedError(
+        f"The program takes {spec.arg.name}, a {spec.kind.name}, which is no array."
+      )
+  for spec in signature.output_specs:
+    if spec.kind not in (*_UPDATES, OutputKind.USER_OUTPUT):
+      raise NotImplementedError(
+        f"The program returns {spec.arg.name}, a {spec.kind.name}. Export the forward "
+        "pass, and differentiate the function by `jax.grad`."
+      )
+
+
+def _extract_states_from_exported_program(exported_model: ExportedProgram) -> tuple:
+  """Names and torch tensors of parameters, buffers and constants, in their order."""
+  names, states = [], []
+  for spec in exported_model.graph_signature.input_specs:
+    if spec.kind not in _STATES:
+      continue
+    name = spec.target
+    known = exported_model.state_dict
+    state = known[name] if name in known else exported_model.constants[name]
+    names.append(name)
+    states.append(state)
+  return tuple(names), states
+
+
+def exported_program_to_jax(
+  exported_program: ExportedProgram, export_raw: bool = False
+):
+  """An exported program as its states and a pure JAX function of them.
+
+  Args:
+    exported_program: of `torch.export.export`, with or without `run_decompositions`.
+    export_raw: return the states as torch tensors, and their names.
+
+  Returns:
+    `(states, program)`: a list of arrays and a `Program`, which is called as
+    `program(states, inputs)` and returns a flat tuple. With `export_raw`,
+    `(names, states, program)`.
+
+  Raises:
+    UnsupportedDtypeError: a parameter or buffer is sparse or quantized.
+    NotImplementedError: a signature with more than arrays.
+  """
+  names, states = _extract_states_from_exported_program(exported_program)
+  for name, state in zip(names, states):
+    _require_dense(name, state)
+  functional = preparation.functional(exported_program)
+  # Making it functional may find more constants.
+  names, states = _extract_states_from_exported_program(functional)
+  program = Program(functional)
+  if export_raw:
+    return names, states, program
+  return _arrays(states), program
+
+
+def _require_dense(name: str, state: torch.Tensor) -> None:
+  if state.layout is not torch.strided or state.is_quantized:
+    kind = "quantized" if state.is_quantized else str(state.layout)
+    raise UnsupportedDtypeError(
+      f"{name} is {kind}, but JAX arrays are dense. Call `.dequantize()` or "
+      "`.to_dense()` on it before the export."
+    )
+
+
+def _arrays(states: list[torch.Tensor]) -> list[jax.Array]:
+  """Arrays of tensors; a tensor that has several names is copied once."""
+  env, known = default_env(), {}
+  for state in states:
+    if id(state) not in known:
+      known[id(state)] = env.t2j_copy(state.detach())
+  return [known[id(state)] for state in states]
+
+
+def extract_avals(exported: ExportedProgram) -> list[jax.ShapeDtypeStruct]:
+  """Shapes and dtypes of the inputs that are arrays; see `shapes.avals`."""
+  return shapes.avals(exported)
+
+
+def exported_program_to_stablehlo(exported_program: ExportedProgram):
+  """An exported program as its states and StableHLO, which JAX alone can call.
+
+  Args:
+    exported_program: see `exported_program_to_jax`.
+
+  Returns:
+    `(states, exported)`: a list of arrays and a `jax.export.Exported`, whose `call`
+    takes `(states, inputs)` and returns what `Program` returns; a program that changes
+    states or inputs in place returns `(outputs, updates)`. `inputs` is the tuple of
+    inputs that are arrays, in their order. A program that draws takes two more:
+    `(states, inputs, key_data, count)`, with `key_data` uint32[2] of a key, and
+    `count` uint32[], the draws made from that key before.
+
+  Raises:
+    DataDependentError: a shape depends on data.
+    OperatorNotFound: an operation has no lowering, or none for symbolic sizes.
+  """
+  states, program = exported_program_to_jax(exported_program)
+  inputs = tuple(extract_avals(exported_program))
+  state_avals = [jax.ShapeDtypeStruct(state.shape, state.dtype) for state in states]
+  has_updates = bool(program.mutated or program.mutated_inputs)
+
+  def pure(states, inputs):
+    outputs, updates = program.with_updates(states, inputs)
+    return (outputs, updates) if has_updates else outputs
+
+  def drawing(states, inputs, key_data, count):
+    with rng_scope(RngState(as_key(key_data, impl), count)) as stream:
+      results = pure(states, inputs)
+      drawn.append(stream.draws)
+      return results
+
+  drawn: list[int] = []
+  impl = default_impl()
+  words = jax.eval_shape(lambda: jax.random.key_data(RngState.from_seed(0, impl).key))
+  rng = (words, jax.ShapeDtypeStruct((), jnp.uint32))
+  if program._may_draw:
+    exported = jax.export.export(_jit(drawing, program))(state_avals, inputs, *rng)
+    if any(drawn):
+      return states, exported
+  return states, jax.export.export(_jit(pure, program))(state_avals, inputs)
+
+
+def _jit(function, program: Program):
+  function.__name__ = program.__name__
+  return jax.jit(function)

@@ -1,0 +1,202 @@
+"""Runs the graph of an exported program on arrays.
+
+Operations run by their lowerings, as they do in eager code, so sizes may be symbols of
+`jax.export`. One that is written with torch operations runs on tensors instead.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torchax import _torch_compat
+from torchax.environment import default_env
+from torchax.errors import DataDependentError, OperatorNotFound
+from torchax.export import composites, lowerings
+from torchax.interop.views import call_torch
+from torchax.operands import IGNORED
+from torchax.ops.schema import schema_of
+from torchax.plans import DecompositionPlan, Plan
+
+aten = torch.ops.aten
+_logger = logging.getLogger(__name__)
+
+# JAX's errors for a Python value of something that is being traced.
+_NO_VALUE = (
+  jax.errors.ConcretizationTypeError,
+  jax.errors.NonConcreteBooleanIndexError,
+  jax.errors.TracerArrayConversionError,
+  jax.errors.TracerBoolConversionError,
+  jax.errors.TracerIntegerConversionError,
+)
+
+
+class JaxInterpreter(torch.fx.Interpreter):
+  """Runs a functional graph of ATen operations on arrays: `run(*states, *inputs)`.
+
+  Args:
+    graph_module: of an `ExportedProgram` after `run_decompositions`, or a part of one.
+    logs: log each operation with its result.
+  """
+
+  def __init__(self, graph_module, logs: bool = False):
+    super().__init__(graph_module)
+    self.extra_traceback = False
+    self.logs = logs
+
+  def run_node(self, n: torch.fx.Node) -> Any:
+    """The value of a node.
+
+    Raises:
+      OperatorNotFound: an operation without a lowering.
+      DataDependentError: one whose result's shape depends on numbers being traced.
+      Exception: what the operation raises; a note names the user's line.
+    """
+    self._node = n
+    try:
+      value = super().run_node(n)
+    except _NO_VALUE as error:
+      raise _data_dependent(n) from error
+    except OperatorNotFound as error:
+      raise OperatorNotFound(f"{error}{where(n)}") from None
+    except Exception as error:
+      if isinstance(error, TypeError) and _depends_on_data(n):
+        raise _data_dependent(n) from error
+      if n.op == "call_function":
+        error.add_note(f"Raised by {n.target} of the exported program.{where(n)}")
+      raise
+    if self.logs:
+      shape = jax.tree.map(jnp.shape, value) if n.op == "call_function" else ""
+      _logger.info("%s -> %s", n.format_node(), shape)
+    return value
+
+  def fetch_attr(self, target: str):
+    """A part of the module: a tensor becomes an array."""
+    value = super().fetch_attr(target)
+    is_tensor = isinstance(value, torch.Tensor)
+    return default_env().t2j_copy(value.detach()) if is_tensor else value
+
+  def call_function(self, target, args: tuple, kwargs: dict) -> Any:
+    """Runs an operation, or a Python function of numbers, on arrays."""
+    args, kwargs = _plain(tuple(args)), _plain(dict(kwargs))
+    if isinstance(target, _torch_compat.HigherOrderOperator):
+      lowered = lowerings.HIGHER_ORDER.get(target)
+      if lowered is None:
+        raise OperatorNotFound(
+          f"torch.ops.higher_order.{target.name()} has no lowering in an exported "
+          f"program. Those that do are {', '.join(lowerings.names())}."
+        )
+      return lowered(self._part, *args, **kwargs)
+    if not isinstance(target, _torch_compat.OpOverload):
+      return self._of_numbers(target, args, kwargs)
+    return _run_overload(target, args, kwargs)
+
+  def _part(self, graph_module) -> Callable:
+    """A part of the program, such as a branch, as a function of arrays."""
+    return JaxInterpreter(graph_module, self.logs).run
+
+  def _of_numbers(self, function, args, kwargs):
+    """Python's functions of sizes. What is only asserted may stay undecided."""
+    function = lowerings.NUMBERS.get(function, function)
+    try:
+      return function(*args, **kwargs)
+    except (jax.core.InconclusiveDimensionOperation, *_NO_VALUE):
+      if all(user.target in lowerings.ASSERTIONS for user in self._node.users):
+        return None
+      raise
+
+
+def _depends_on_data(node: torch.fx.Node) -> bool:
+  tags = getattr(node.target, "tags", ())
+  return bool(
+    {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*tags}
+  )
+
+
+def _data_dependent(node: torch.fx.Node) -> DataDependentError:
+  return DataDependentError(
+    f"{node.target} needs numbers that have no value yet, as they are being traced: "
+    "a shape that depends on data, or `.item()`. Give it a static bound "
+    "(`torch.nonzero_static`, `torch.where`), or call the function without "
+    f"`jax.jit`.{where(node)}"
+  )
+
+
+def where(node: torch.fx.Node) -> str:
+  """The line of the user's code that a node comes from."""
+  frames = re.findall(
+    r'File "(.*?)", line (\d+).*?\n\s*(.*)', node.meta.get("stack_trace") or ""
+  )
+  frames = [frame for frame in frames if not frame[0].startswith("<")]
+  outside = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+  if not outside:
+    return ""
+  path, line, code = outside[-1]
+  return f"\n  {path}, line {line}: {code}"
+
+
+def _plain(value):
+  """Lists and dicts of a graph, which are of classes of their own, as Python's."""
+  if isinstance(value, dict):
+    return {name: _plain(part) for name, part in value.items()}
+  if isinstance(value, list):
+    return [_plain(part) for part in value]
+  return tuple(map(_plain, value)) if type(value) is tuple else value
+
+
+def _is_symbolic(value) -> bool:
+  if isinstance(value, jax.Array):
+    return any(map(jax.export.is_symbolic_dim, value.shape))
+  return jax.export.is_symbolic_dim(value)
+
+
+def _run_overload(op, args: tuple, kwargs: dict):
+  schema = schema_of(op)
+  if schema.written:
+    raise OperatorNotFound(
+      f"{op} writes to its argument, but a graph of arrays is functional. Call "
+      "`run_decompositions()` on the exported program first."
+    )
+  kwargs = {k: v for k, v in kwargs.items() if k == "layout" or k not in IGNORED}
+  special = lowerings.ON_ARRAYS.get(op) or composites.ON_ARRAYS.get(op)
+  if special is not None:
+    return special(*args, **kwargs)
+  is_symbolic = any(map(_is_symbolic, jax.tree.leaves((args, kwargs))))
+  if is_symbolic:
+    if op in lowerings.SYMBOLIC:
+      return lowerings.SYMBOLIC[op](*args, **kwargs)
+    args, kwargs = _with_number_arrays(schema, args, kwargs)
+  if schema.is_view:
+    op = lowerings.copy_of(op) or op
+  plan = default_env().plan_for(op)
+  if isinstance(plan, Plan) and not (
+    is_symbolic and isinstance(plan, DecompositionPlan)
+  ):
+    return plan.on_arrays(args, kwargs, caches=not is_symbolic)
+  if is_symbolic:
+    raise OperatorNotFound(
+      f"{op} runs by torch's decomposition, which needs sizes that are known. Export "
+      "without `dynamic_shapes=`, or register a lowering for it "
+      "(docs: Writing lowerings)."
+    )
+  return call_torch(op, *args, **kwargs)
+
+
+def _with_number_arrays(schema, args, kwargs) -> tuple[tuple, dict]:
+  """Sizes in places of numbers to compute with, as arrays without dimensions."""
+  args = tuple(
+    _number_array(value) if name in schema.dynamic else value
+    for name, value in zip(schema.names, args)
+  )
+  return args, {
+    name: _number_array(value) if name in schema.dynamic else value
+    for name, value in kwargs.items()
+  }
+
+
+def _number_array(value):
+  return jnp.asarray(value) if jax.export.is_symbolic_dim(value) else value

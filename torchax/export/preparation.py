@@ -1,0 +1,169 @@
+"""From any exported program to a functional graph that keeps what JAX can use.
+
+`torch.export.export` gives a training graph: it writes in place, and `no_grad` and
+`detach` are in it. `run_decompositions` makes it functional. Before that, what it would
+lose is written down as operations of our own; with it, operations stay whole that have
+a lowering, so that the program computes and draws what eager code does.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from jax import lax
+from torch.export import ExportedProgram
+
+from torchax.ops import ops_registry
+from torchax.ops.op_base import Kind, op
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("torchax_export", "DEF")
+_library.define("stop_gradient(Tensor self) -> Tensor")
+_library.define("keep(Tensor[] values) -> ()")
+_library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
+_library.impl("keep", lambda values: None, "CompositeExplicitAutograd")
+
+# The same value, through which no derivative goes: `detach` and `no_grad`.
+stop_gradient = torch.ops.torchax_export.stop_gradient.default
+# Does nothing; a draw that only it uses is still made, so that later ones are the same.
+keep = torch.fx.has_side_effect(torch.ops.torchax_export.keep.default)
+
+
+@op(stop_gradient)
+def _stop_gradient(self):
+  return lax.stop_gradient(self)
+
+
+@op(keep, kind=Kind.TENSORS)
+def _keep(values):
+  """The values have been drawn, which is all that was wanted."""
+
+
+# Composite operations that draw or loop: whole, they do as their eager forms. (torch's
+# decompositions of recurrent layers forget the dropout between layers, as of 2.13.)
+WHOLE = (
+  aten.lstm.input,
+  aten.gru.input,
+  aten.rnn_tanh.input,
+  aten.rnn_relu.input,
+  aten.scaled_dot_product_attention.default,
+)
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+  """The program as a functional graph of operations that have lowerings.
+
+  Args:
+    program: for training, as `torch.export.export` gives it, or for inference.
+  """
+  return _annotated(program).run_decompositions(_decompositions())
+
+
+def _decompositions() -> dict:
+  table = torch.export.default_decompositions()
+  for known in list(table):
+    if known in WHOLE or _has_lowering(known):
+      table.pop(known)
+  table[aten.dropout.default] = _dropout
+  return table
+
+
+def _has_lowering(overload) -> bool:
+  table = ops_registry.all_aten_ops
+  operator = table.get(overload) or table.get(overload.overloadpacket)
+  return operator is not None and operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
+
+
+def _dropout(input, p, train):
+  """One draw wherever eager dropout makes one, for p = 1 as well."""
+  if not train or p == 0:
+    return input.clone()
+  return aten.native_dropout.default(input, p, True)[0]
+
+
+# Before the graph is made functional -------------------------------------------------
+
+
+def _annotated(program: ExportedProgram) -> ExportedProgram:
+  """The program with our operations where information would be lost."""
+  graph = copy.deepcopy(program.graph_module.graph)
+  if not _annotate(graph, program.graph_module):
+    return program
+  graph.lint()
+  return ExportedProgram(
+    root=program.graph_module,
+    graph=graph,
+    graph_signature=program.graph_signature,
+    state_dict=program.state_dict,
+    range_constraints=program.range_constraints,
+    module_call_graph=program.module_call_graph,
+    example_inputs=program.example_inputs,
+    constants=program.constants,
+    verifiers=program.verifiers,
+  )
+
+
+def _annotate(graph: torch.fx.Graph, root: torch.nn.Module) -> bool:
+  changes = list(_changes(graph))
+  for change, node in changes:
+    change(graph, node)
+  return bool(changes)
+
+
+def _changes(graph: torch.fx.Graph) -> Iterator[tuple]:
+  for node in graph.nodes:
+    if node.op != "call_function":
+      continue
+    if node.target is aten.detach.default:
+      yield _stop_after, node
+    elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+      if node.args[0] is False:
+        yield _stop_results_of, node
+    elif node.target is aten.dropout_.default:
+      yield _separate_dropout, node
+    elif is_draw(node) and not node.users:
+      yield _keep_draw, node
+
+
+def is_draw(node: torch.fx.Node) -> bool:
+  """True for an operation that draws random numbers."""
+  tags = getattr(node.target, "tags", ())
+  return torch.Tag.nondeterministic_seeded in tags
+
+
+def _stop_after(graph, node) -> None:
+  with graph.inserting_after(node):
+    stopped = graph.call_function(stop_gradient, (node,))
+  stopped.meta = dict(node.meta)
+  node.replace_all_uses_with(stopped, delete_user_cb=lambda user: user is not stopped)
+
+
+def _stop_results_of(graph, node) -> None:
+  """Of a region without gradients, whose results are tensors that are picked out."""
+  for result in list(node.users):
+    if isinstance(result.meta.get("val"), torch.Tensor):
+      _stop_after(graph, result)
+
+
+def _separate_dropout(graph, node) -> None:
+  """`dropout_` as `dropout` and a copy, which is what eager code on jax does."""
+  with graph.inserting_before(node):
+    dropped = graph.call_function(aten.dropout.default, node.args, node.kwargs)
+  dropped.meta = dict(node.meta)
+  node.target, node.args, node.kwargs = aten.copy_.default, (node.args[0], dropped), {}
+
+
+def may_draw(graph_module: torch.fx.GraphModule) -> bool:
+  """True where a graph, or a branch or loop in it, has an operation that draws."""
+  graphs = (getattr(module, "graph", None) for module in graph_module.modules())
+  return any(is_draw(node) for graph in graphs if graph for node in graph.nodes)
+
+
+def _keep_draw(graph, node) -> None:
+  value = node.meta.get("val")
+  if not isinstance(value, torch.Tensor):
+    return
+  with graph.inserting_after(node):
+    kept = graph.call_function(keep, ([node],))
+  kept.meta = {**node.meta, "val": None}

@@ -1,0 +1,88 @@
+"""What torch's tracers see in place of a jax tensor: its shape, and no numbers.
+
+`torch.compile` runs a function once on fake tensors. The fake of a jax tensor holds a
+fake meta tensor (`FakeTensor`) of the same shape and strides; operations on it run on
+that one.
+"""
+
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from torchax import _torch_compat
+from torchax.errors import TracedStateError
+from torchax.tensor import META, Content, Tensor
+
+
+class Fake(Tensor):
+  """A jax tensor without numbers, while torch traces.
+
+  Args:
+    inner: a `FakeTensor` on meta.
+  """
+
+  @staticmethod
+  def __new__(cls, inner: torch.Tensor, size=None, stride=None):
+    return _torch_compat.make_wrapper(
+      cls,
+      inner.shape if size is None else size,
+      strides=inner.stride() if stride is None else stride,
+      storage_offset=inner.storage_offset(),
+      dtype=inner.dtype,
+      device=META,
+      requires_grad=inner.requires_grad,
+      _extra_dispatch_keys=_torch_compat.AUTOCAST_KEYS,
+    )
+
+  def __init__(self, inner: torch.Tensor, size=None, stride=None):
+    torch.Tensor.__init__(self)
+    self._shell = inner
+
+  @classmethod
+  def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    return _dispatch(func, args, kwargs or {})
+
+  def __tensor_flatten__(self):
+    return ["_shell"], Content(None, None, None)
+
+  @staticmethod
+  def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
+    return Fake(inner_tensors["_shell"], outer_size, outer_stride)
+
+  _shell = None
+
+  def jax(self):
+    """Raises TracedStateError: there is no array."""
+    raise TracedStateError(
+      "The numbers of a tensor are asked for while torch.compile traces, where there "
+      "are none. Keep the code that needs them out of the compiled function with "
+      "@torch.compiler.disable."
+    )
+
+  def __repr__(self, **kwargs):
+    return f"Fake({self.dtype}{list(self.shape)} on {self.device})"
+
+
+def _dispatch(func, args, kwargs):
+  tree_map = torch_pytree.tree_map
+  plain_args, plain_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
+  result = tree_map(_outer, func(*plain_args, **plain_kwargs))
+  return _torch_compat.correct_aliasing(func, args, kwargs, result)
+
+
+def _inner(value):
+  if isinstance(value, Fake):
+    return value._shell
+  if isinstance(value, torch.device) and value.type == "jax":
+    return META
+  if _torch_compat.is_fake(value) and value.device.type == "jax":
+    # Made by a factory, on the device that the user named.
+    layout = (value.shape, value.stride())
+    return torch.empty_strided(*layout, dtype=value.dtype, device=META)
+  return value
+
+
+def _outer(value):
+  return Fake(value) if isinstance(value, torch.Tensor) else value
+
+
+Tensor.of_fake = Fake

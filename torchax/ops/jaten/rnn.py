@@ -1,0 +1,124 @@
+"""Recurrent layers: one `lax.scan` over time for each layer and direction.
+
+torch's composite form unrolls time, which grows the traced program with the length of
+the sequence. Layers are joined in `ops/jtorch/recurrent.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
+
+
+def _affine(input, weight, bias):
+  product = lax.dot_general(input, weight, (((input.ndim - 1,), (1,)), ((), ())))
+  return product if bias is None else product + bias
+
+
+def _lstm_cell(projected, state, weights):
+  hidden, cell = state
+  gates = projected + _affine(hidden, weights["hh"], weights["b_hh"])
+  enter, forget, candidate, leave = jnp.split(gates, 4, axis=-1)
+  cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
+  hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
+  if weights["hr"] is not None:
+    hidden = _affine(hidden, weights["hr"], None)
+  return hidden, cell
+
+
+def _gru_cell(projected, state, weights):
+  (hidden,) = state
+  recurrent = _affine(hidden, weights["hh"], weights["b_hh"])
+  reset_in, update_in, new_in = jnp.split(projected, 3, axis=-1)
+  reset_h, update_h, new_h = jnp.split(recurrent, 3, axis=-1)
+  reset = jax.nn.sigmoid(reset_in + reset_h)
+  update = jax.nn.sigmoid(update_in + update_h)
+  new = jnp.tanh(new_in + reset * new_h)
+  return ((1 - update) * new + update * hidden,)
+
+
+def _simple_cell(activation):
+  def cell(projected, state, weights):
+    (hidden,) = state
+    return (activation(projected + _affine(hidden, weights["hh"], weights["b_hh"])),)
+
+  return cell
+
+
+_CELLS = {
+  "lstm": _lstm_cell,
+  "gru": _gru_cell,
+  "tanh": _simple_cell(jnp.tanh),
+  "relu": _simple_cell(jax.nn.relu),
+}
+
+
+def layer(input, state, mask, weights, cell: str, reverse: bool):
+  """One direction of one layer.
+
+  Args:
+    input: (time, batch, features).
+    state: list of (batch, hidden) arrays.
+    mask: (time, batch, 1), False where a packed sequence has ended, or None.
+    weights: [w_ih, w_hh, b_ih or None, b_hh or None, w_hr or None].
+    cell: "lstm", "gru", "tanh" or "relu".
+    reverse: run backward in time.
+
+  Returns:
+    Outputs (time, batch, hidden) and the last state.
+  """
+  w_ih, w_hh, b_ih, b_hh, w_hr = weights
+  named = {"hh": w_hh, "b_hh": b_hh, "hr": w_hr}
+  projected = _affine(input, w_ih, b_ih)
+
+  def step(state, inputs):
+    now, valid = inputs
+    new = _CELLS[cell](now, state, named)
+    if valid is not None:
+      new = tuple(jnp.where(valid, n, old) for n, old in zip(new, state))
+    return new, new[0]
+
+  last, outputs = lax.scan(step, tuple(state), (projected, mask), reverse=reverse)
+  return outputs, list(last)
+
+
+def layer_weights(flat, has_biases: bool, has_projections: bool) -> list[list]:
+  """torch's flat list of weights as one [w_ih, w_hh, b_ih, b_hh, w_hr] a direction."""
+  count = 2 + 2 * has_biases + has_projections
+  groups = [list(flat[i : i + count]) for i in range(0, len(flat), count)]
+  for group in groups:
+    if not has_biases:
+      group[2:2] = [None, None]
+    if not has_projections:
+      group.append(None)
+  return groups
+
+
+_LSTM_MODE = 2  # cuDNN's number, which oneDNN's operation has taken over
+
+
+@op(aten.mkldnn_rnn_layer)
+def _aten_mkldnn_rnn_layer(
+  input, weight0, weight1, weight2, weight3, hx_, cx_, reverse, batch_sizes, mode,
+  hidden_size, num_layers, has_biases, bidirectional, batch_first, train,
+):  # fmt: skip
+  """What torch's LSTM is on the CPU: one direction of one layer, always (time, batch).
+
+  The workspace, which is for oneDNN's gradient, is empty.
+  """
+  if mode != _LSTM_MODE or batch_sizes:
+    raise NotImplementedError(
+      f"mkldnn_rnn_layer is lowered for a padded LSTM, which is mode {_LSTM_MODE}, but "
+      f"got mode {mode} with batch_sizes {list(batch_sizes)}. Call torch.lstm, "
+      "torch.gru or torch.rnn_tanh."
+    )
+  biases = [weight2, weight3] if has_biases else [None, None]
+  weights = [weight0, weight1, *biases, None]
+  state = [part.reshape(-1, hidden_size) for part in (hx_, cx_)]  # or (1, batch, …)
+  outputs, last = layer(input, state, None, weights, "lstm", reverse)
+  hidden, cell = [part.reshape(hx_.shape) for part in last]
+  return outputs, hidden, cell, jnp.zeros(0, input.dtype)
