@@ -12,6 +12,7 @@ LAYERS = {
   11: ("torchax",),
   10: (
     "torchax.checkpoint",
+    "torchax.compilation",
     "torchax.dynamo",
     "torchax.export",
     "torchax.flax",

@@ -31,6 +31,7 @@ from torchax import (
   view,
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
+from torchax.compilation import CompileOptions, compile
 from torchax.config import Configuration
 from torchax.dispatch import Dispatcher
 from torchax.environment import Environment, default_env
@@ -94,6 +95,7 @@ def _compose() -> None:
     subscripts.register_functions,
   ]
   rng.ledger.Explainer.trace = interop.explain
+  tensor.Tensor.of_fake = fakes.Fake
   _torch_compat.register_backend(device_module)
   _torch_compat.support_foreach(tensor.Tensor, view.View)
   factories.register_kernels()
@@ -102,12 +104,14 @@ def _compose() -> None:
 _compose()
 
 __all__ = [
+  "CompileOptions",
   "Configuration",
   "Environment",
   "JittableModule",
   "RngState",
   "VERSION",
   "amp",
+  "compile",
   "decompositions",
   "default_env",
   "disable_globally",

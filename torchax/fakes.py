@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax import _torch_compat
-from torchax.errors import TracedStateError
+from torchax.errors import MixedDeviceError, TracedStateError
 from torchax.tensor import META, Content, Tensor
 
 
@@ -64,6 +64,12 @@ class Fake(Tensor):
 
 def _dispatch(func, args, kwargs):
   tree_map = torch_pytree.tree_map
+  for value in torch_pytree.tree_leaves((args, kwargs)):
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim():
+      raise MixedDeviceError(
+        f'{func} was given tensors on "jax" and one of shape {list(value.shape)} on '
+        'cpu. Move it first: `.to("jax")`.'
+      )
   plain_args, plain_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
   result = tree_map(_outer, func(*plain_args, **plain_kwargs))
   return _torch_compat.correct_aliasing(func, args, kwargs, result)
@@ -83,6 +89,3 @@ def _inner(value):
 
 def _outer(value):
   return Fake(value) if isinstance(value, torch.Tensor) else value
-
-
-Tensor.of_fake = Fake

@@ -76,7 +76,7 @@ class Tensor(torch.Tensor):
   """
 
   __torch_function__ = _torch_compat.disabled_torch_function
-  # Makes what torch's tracers see in place of a jax tensor; `fakes.py` sets this.
+  # Makes what torch's tracers see in place of a jax tensor; `_compose` sets it.
   of_fake: ClassVar[Callable | None] = None
   # True of the wrapper; who asks wants to know whether there are numbers.
   is_meta = False
@@ -531,9 +531,9 @@ def new_tensor(array: jax.Array, env) -> Tensor:
     )
   except TypeError as error:
     raise TypeError(
-      f"A torch tensor has sizes that are numbers, but got the shape {array.shape}. For "
-      "symbolic sizes, `torch.export` the module with `dynamic_shapes=` and use "
-      "`torchax.export`."
+      "A torch tensor has sizes that are numbers, but got the shape "
+      f"{array.shape}. For symbolic sizes, `torch.export` the module with "
+      "`dynamic_shapes=` and use `torchax.export`."
     ) from error
   storage = Storage.__new__(Storage)
   storage.array = array

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
+from ops.harness import NARROWED
 
 import torchax
 from torchax.interop import JittableModule, jax_jit
@@ -51,9 +52,11 @@ def _step(model: Callable, loss_of: Callable | None) -> Callable[[Tensors], Tens
   return step
 
 
-def _runs(model: torch.nn.Module, step: Callable, inputs: Tensors, seeds) -> list[Run]:
-  """Runs a step that leaves gradients and buffers in the model."""
-  device = next(iter(inputs.values())).device
+def _runs(model, step: Callable, inputs: Tensors, seeds, draws_on: str) -> list[Run]:
+  """Runs a step that leaves gradients and buffers in the model.
+
+  `draws_on` is the device whose random stream the step draws from.
+  """
   runs = []
   for seed in seeds:
     model.zero_grad()
@@ -61,20 +64,25 @@ def _runs(model: torch.nn.Module, step: Callable, inputs: Tensors, seeds) -> lis
     results = step(inputs)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     buffers = dict(model.named_buffers())
-    draw = torch.rand(2, device=device)
+    draw = torch.rand(2, device=draws_on)
     runs.append(Run(*map(_on_cpu, (results, gradients, buffers)), draw.cpu()))
   return runs
 
 
 def _on_cpu(named: dict) -> dict:
-  # Cloned: the next run changes buffers in place.
-  return {n: None if x is None else x.detach().cpu().clone() for n, x in named.items()}
+  return {name: None if x is None else _as_on_jax(x) for name, x in named.items()}
+
+
+def _as_on_jax(tensor: torch.Tensor) -> torch.Tensor:
+  """A CPU tensor as wide as jax holds it; a copy, for the next run may change it."""
+  dtype = NARROWED.get(tensor.dtype, tensor.dtype)
+  return tensor.detach().cpu().to(dtype, copy=True)
 
 
 def run_on_cpu(model, inputs, loss_of, seeds=(0,)) -> list[Run]:
   """The way that all others are compared with: torch alone."""
   twin = copy.deepcopy(model)
-  return _runs(twin, _step(twin, loss_of), inputs, seeds)
+  return _runs(twin, _step(twin, loss_of), inputs, seeds, "cpu")
 
 
 def _on_jax(wrap: Callable) -> Way:
@@ -84,7 +92,7 @@ def _on_jax(wrap: Callable) -> Way:
     with torchax.default_env():
       twin = copy.deepcopy(model).to("jax")
       moved = {name: value.to("jax") for name, value in inputs.items()}
-      return _runs(twin, wrap(twin, loss_of), moved, seeds)
+      return _runs(twin, wrap(twin, loss_of), moved, seeds, "jax")
 
   return run
 

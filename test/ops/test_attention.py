@@ -133,3 +133,31 @@ def test_no_operand_is_transposed(key_heads):
 def test_what_torch_refuses_is_refused(tensors, kwargs, message):
   with pytest.raises(RuntimeError, match=message):
     attend(*tensors, **kwargs)
+
+
+@pytest.mark.parametrize(
+  "kwargs",
+  ({}, {"is_causal": True}, {"attn_mask": floats(1, 1, 5, 5, seed=4), "scale": 0.3}),
+  ids=("plain", "causal", "mask"),
+)
+def test_the_compiled_form_agrees_with_cpu_torch(kwargs):
+  forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+  backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+  inputs = [floats(2, 4, 5, 8, seed=seed) for seed in range(3)]
+  grad, causal = floats(2, 4, 5, 8, seed=9), kwargs.get("is_causal", False)
+  rest = {name: kwargs[name] for name in ("attn_mask", "scale") if name in kwargs}
+  expected = forward(*inputs, **kwargs)
+  gradients = backward(grad, *inputs, *expected, 0.0, causal, **rest)
+  moved = [tensor.to("jax") for tensor in inputs]
+  on_jax = {k: v.to("jax") if k == "attn_mask" else v for k, v in rest.items()}
+  actual = forward(*moved, is_causal=causal, **on_jax)
+  found = backward(grad.to("jax"), *moved, *actual, 0.0, causal, **on_jax)
+  for have, want in zip((*actual, *found), (*expected, *gradients)):
+    torch.testing.assert_close(have.cpu(), want)
+
+
+def test_the_compiled_form_has_no_dropout():
+  forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+  x = torch.ones(1, 1, 2, 2, device="jax")
+  with pytest.raises(RuntimeError, match="no dropout"):
+    forward(x, x, x, 0.5)

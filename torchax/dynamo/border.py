@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import torch
 
+from torchax.dynamo.draws import hint
 from torchax.errors import MixedDeviceError
 from torchax.ops import mappings, narrowing
 
@@ -68,11 +69,6 @@ class Result:
 
 def _is_on_cpu(array: jax.Array) -> bool:
   return next(iter(array.devices())).platform == "cpu"
-
-
-def hint(number: int | torch.SymInt) -> int:
-  """The value that a symbolic number had when the graph was made."""
-  return number.node.hint if isinstance(number, torch.SymInt) else number
 
 
 def _memory_order(like: torch.Tensor) -> tuple[int, ...] | None:

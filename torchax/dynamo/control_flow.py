@@ -39,6 +39,7 @@ def _on_arrays(env, run_graph, module, numbers=()):
   def function(*arrays):
     given = [new_tensor(array, env) for array in arrays]
     results = run_graph(module, [*_merged(numbers, given)])
+    results = results if isinstance(results, list | tuple) else [results]
     return [result.jax() for result in results]
 
   return function

@@ -5,16 +5,24 @@ the same numbers there, so each one takes the packed key, which is an input of t
 and is kept for the backward pass like any other, and a number of its own.
 """
 
+import jax
 import torch
 from torch import fx
+from torch.utils import _pytree as torch_pytree
 
+from torchax import _torch_compat
 from torchax.environment import default_env
 from torchax.errors import RngError
+from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind
+from torchax.rng import rng_scope
+from torchax.tensor import new_tensor
 
 PLACEHOLDER = "torchax_rng"
 """Name of the graph input that holds the packed key and count."""
 
+# Draws of a lowering; torch marks some operations as random that draw here elsewhere.
+_BY_KIND = {Kind.SAMPLER: 1, Kind.ARRAYS: 0}
 _SEEDED = torch.Tag.nondeterministic_seeded
 
 
@@ -70,29 +78,58 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> int:
         f"{node.target} draws numbers in the backward pass of a compiled function. "
         f"Draw them in the forward pass and keep them.{where(node)}"
       )
+    made = _count(node)
+    if made == 0:
+      continue
     with graph.inserting_before(node):
       args = (rng, draws, node.target, *node.args)
       replacement = graph.call_function(keyed, args, dict(node.kwargs))
     replacement.meta = dict(node.meta)
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)
-    draws += _count(replacement.args[2])
+    draws += made
   return draws
 
 
-def _count(operation) -> int:
+def _count(node: fx.Node) -> int:
   """How many draws an operation makes.
 
-  Raises:
-    RngError: it has no single draw.
+  One that is a sampler makes one. Others, such as attention with dropout, are run on
+  shapes.
   """
-  operator = default_env()._dispatcher.operator(operation)
-  if operator is None or operator.kind is not Kind.SAMPLER:
-    raise RngError(
-      f"{operation} draws in several steps, which torch.compile cannot number. Compile "
-      "with torchax.interop.jax_jit."
-    )
-  return 1
+  env = default_env()
+  operator = env._dispatcher.operator(node.target)
+  if operator is not None and operator.kind in _BY_KIND:
+    return _BY_KIND[operator.kind]
+  arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+  leaves, spec = torch_pytree.tree_flatten(arguments)
+  shapes = [_abstract(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+  def run(*arrays):
+    rest = iter(arrays)
+    given = [
+      new_tensor(next(rest), env) if isinstance(leaf, torch.Tensor) else hint(leaf)
+      for leaf in leaves
+    ]
+    args, kwargs = torch_pytree.tree_unflatten(given, spec)
+    with env, torch.no_grad(), rng_scope(0) as stream:
+      env.dispatch(node.target, (), args, kwargs)
+      found.append(stream.draws)
+
+  found: list[int] = []
+  with _torch_compat.without_modes():
+    jax.eval_shape(run, *shapes)
+  return found[0]
+
+
+def _abstract(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
+  shape = tuple(map(hint, tensor.shape))
+  return jax.ShapeDtypeStruct(shape, mappings.t2j_dtype(tensor.dtype))
+
+
+def hint(number):
+  """The value that a symbolic number had when the graph was made."""
+  return number.node.hint if isinstance(number, torch.SymInt) else number
 
 
 def where(node: fx.Node) -> str:

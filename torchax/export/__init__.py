@@ -89,6 +89,11 @@ class Program:
     self.mutated_inputs = tuple(name for name in self._updated if name in inputs)
     self.__name__ = "exported_program"
 
+  @property
+  def input_names(self) -> tuple[str, ...]:
+    """Names of the inputs that are arrays, in their order."""
+    return tuple(name for name, value in self._inputs if shapes.is_array(value))
+
   def __call__(self, states: Sequence, inputs: Sequence, kwargs=None, *, rng=None):
     """The program's results, flat: a tuple of arrays, and of constants as they are.
 

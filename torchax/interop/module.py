@@ -111,6 +111,7 @@ class JittableModule(torch.nn.Module):
     self._extra_jit_args = dict(extra_jit_args or {})
     self._dedup_parameters = dedup_parameters
     self._jitted: dict[str, Jitted] = {}
+    self._names: set[str] = set()
     self._submodules = list(m.modules())
     self._tables = ()
 
@@ -129,6 +130,25 @@ class JittableModule(torch.nn.Module):
   def forward(self, *args, **kwargs):
     """Runs the module's `forward`, compiled."""
     return self.jittable_call("forward", *args, **kwargs)
+
+  def __getattr__(self, name: str):
+    """Methods made ready by `make_jitted` run compiled; the rest is the module's."""
+    try:
+      return super().__getattr__(name)
+    except AttributeError:
+      if "_model" not in self.__dict__.get("_modules", {}):
+        raise
+      if name in self._names:
+        return functools.partial(self.jittable_call, name)
+      return getattr(self._model, name)
+
+  def lower(self, *args, **kwargs):
+    """`jax.jit(…).lower` of `forward`; nothing is run, no state advances."""
+    return self._prepared("forward").lower(*args, **kwargs)
+
+  def trace(self, *args, **kwargs):
+    """`jax.jit(…).trace` of `forward`; nothing is run, no state advances."""
+    return self._prepared("forward").trace(*args, **kwargs)
 
   def __call__(self, *args, **kwargs):
     return self.forward(*args, **kwargs)
@@ -152,17 +172,25 @@ class JittableModule(torch.nn.Module):
 
   def jittable_call(self, method_name: str, *args, **kwargs):
     """Runs a method of the module, compiled."""
-    if not all(_is_unchanged(table, known) for table, known in self._tables):
-      self._jitted.clear()  # a parameter or module was replaced by another one
-    jitted = self._jitted.get(method_name)
-    if jitted is None:
-      self.make_jitted(method_name)
-      jitted = self._jitted[method_name]
+    jitted = self._prepared(method_name)
     training = tuple([module.training for module in self._submodules])
     return jitted.call(training, args, kwargs)
 
+  def _prepared(self, name: str) -> Jitted:
+    if not all(_is_unchanged(table, known) for table, known in self._tables):
+      self._jitted.clear()  # a parameter or module was replaced by another one
+    if name not in self._jitted:
+      self.make_jitted(name)
+    return self._jitted[name]
+
   def make_jitted(self, key: str) -> None:
-    """Prepares the compiled form of the method of that name."""
+    """Prepares the compiled form of the method of that name.
+
+    Raises:
+      AttributeError: the module has no such method.
+    """
+    method = getattr(self._model, key)
+    self._names.add(key)
     self._submodules = list(self._model.modules())
     self._tables = tuple(
       (table, tuple(table.values()))
@@ -173,7 +201,6 @@ class JittableModule(torch.nn.Module):
     params, buffers = extract_all_buffers(self._model)
     tensors = [t for t in (*params.values(), *buffers.values()) if type(t) is Tensor]
     captured = list({id(t._storage): t for t in tensors}.values())
-    method = getattr(self._model, key)
     self._jitted[key] = Jitted(method, self._extra_jit_args, captured)
 
 

@@ -1,17 +1,22 @@
-"""Scaled dot-product attention as one pure function.
+"""Scaled dot-product attention as one pure function, and the forms torch compiles to.
 
 The layout is torch's, (…, heads, positions, features). Both products are matrix
 products over leading batch dimensions, so XLA copies no transposed operand; the
 softmax between them is in float32 for half-precision inputs.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 
 from torchax.ops.jaten._opmath import HALVES
+from torchax.ops.op_base import op
+
+aten = torch.ops.aten
 
 # Query heads are (key head, member of its group), so that grouped heads share a key
 # without repeating it in memory.
@@ -152,3 +157,58 @@ def scaled_dot_product_attention(
   if grouped:
     output = output.reshape(*output.shape[:-4], -1, *output.shape[-2:])
   return output.astype(dtype)
+
+
+# What `torch.compile` makes of it on the CPU ------------------------------------------
+
+
+def _require_no_dropout(dropout_p):
+  if dropout_p > 0:
+    raise RuntimeError(
+      "The CPU form of flash attention has no dropout, but got dropout_p="
+      f"{dropout_p}. Call torch.nn.functional.scaled_dot_product_attention."
+    )
+
+
+@op(aten._scaled_dot_product_flash_attention_for_cpu, static=("dropout_p", "scale"))
+def _flash_attention(
+  query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
+):
+  """Attention, and the logarithm of each row's sum of exponentials (…, heads, l)."""
+  _require_no_dropout(dropout_p)
+  output = scaled_dot_product_attention(
+    query, key, value, attn_mask, is_causal=is_causal, scale=scale
+  )
+  wide = jnp.float32 if query.dtype in HALVES else query.dtype
+  factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+  scores = jnp.einsum(PLAIN[0], query, key, preferred_element_type=wide) * factor
+  scores = _apply_mask(scores, attn_mask, is_causal)
+  return output, jax.nn.logsumexp(scores, axis=-1)
+
+
+@op(
+  aten._scaled_dot_product_flash_attention_for_cpu_backward,
+  static=("dropout_p", "scale"),
+)
+def _flash_attention_backward(
+  grad_out,
+  query,
+  key,
+  value,
+  out,
+  logsumexp,
+  dropout_p,
+  is_causal,
+  *,
+  attn_mask=None,
+  scale=None,
+):
+  """The weights are computed again from query and key, as flash attention does."""
+  _require_no_dropout(dropout_p)
+  attend = functools.partial(
+    scaled_dot_product_attention,
+    attn_mask=attn_mask,
+    is_causal=is_causal,
+    scale=scale,
+  )
+  return jax.vjp(attend, query, key, value)[1](grad_out)
