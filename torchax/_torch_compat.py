@@ -281,6 +281,11 @@ def trace_recurrent_layers() -> None:
   torch._dynamo.config.allow_rnn = True
 
 
+def compiled_module_class() -> type:
+  """The class of a module that `torch.compile` has wrapped."""
+  return torch._dynamo.OptimizedModule
+
+
 def is_fake(tensor) -> bool:
   """True for a tensor without numbers that a tracer of torch has made."""
   return isinstance(tensor, torch._subclasses.FakeTensor)

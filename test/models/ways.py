@@ -107,8 +107,17 @@ def _jittable_module(model, loss_of):
   return _step(JittableModule(model), loss_of)
 
 
+def _compiled(model, inputs, loss_of, seeds=(0,)) -> list[Run]:
+  """A model of plain CPU tensors, compiled by torch; it draws from the jax stream."""
+  twin = copy.deepcopy(model)
+  step = _step(torch.compile(twin, backend="jax"), loss_of)
+  with torchax.default_env():
+    return _runs(twin, step, inputs, seeds, "jax")
+
+
 WAYS: dict[str, Way] = {
   "eager": _on_jax(_step),
   "jit": _on_jax(_jitted_step),
   "module": _on_jax(_jittable_module),
+  "compile": _compiled,
 }

@@ -24,6 +24,7 @@ from torchax.dynamo.program import Keys, Program
 from torchax.environment import default_env
 from torchax.interop import jax_jit
 from torchax.rng import packing
+from torchax.rng.sites import TRANSPARENT
 from torchax.tensor import Tensor
 
 _NAME = "a function compiled with torch.compile"
@@ -134,6 +135,8 @@ def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
 
 # Else LSTM, GRU and RNN would be left out of the graphs and run by CPU torch.
 _torch_compat.trace_recurrent_layers()
+# The draws of a module have the same sites, compiled or not.
+setattr(_torch_compat.compiled_module_class(), TRANSPARENT, True)
 
 
 class _Compiled:

@@ -5,6 +5,8 @@ the same numbers there, so each one takes the packed key, which is an input of t
 and is kept for the backward pass like any other, and a number of its own.
 """
 
+import re
+
 import jax
 import torch
 from torch import fx
@@ -151,10 +153,14 @@ def line_of(node: fx.Node) -> str:
   return ""
 
 
+# A module is reached from a variable of the frame that Dynamo has traced.
+_ROOT = re.compile(r"^\w\['\w+'\]")
+
+
 def site_of(node: fx.Node) -> str:
   """Path of the module that an operation belongs to, as ledgers name it."""
   paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
   if not paths:
     return ""
-  below = paths[-1].removeprefix(paths[0]).replace("['", ".").replace("']", "")
-  return below.replace("._modules", "").strip(".")
+  path = _ROOT.sub("", paths[-1]).replace("['", ".").replace("']", "")
+  return path.replace("._modules", "").replace("._orig_mod", "").strip(".")

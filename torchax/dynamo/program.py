@@ -216,10 +216,16 @@ class Program:
     return returned
 
 
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+
+
 def _apply(env, target, args, kwargs):
   if isinstance(target, _torch_compat.OpOverload):
     if "device" in kwargs:
       kwargs = {**kwargs, "device": None}
+    if target in _VIEWS:
+      # Whether memory can be viewed so was asked of torch's strides, not of ours.
+      args = (new_tensor(args[0].jax(), env), *args[1:])
     return env.dispatch(target, (), args, kwargs)
   if isinstance(target, _torch_compat.HigherOrderOperator):
     run_graph = functools.partial(_run_graph, env)

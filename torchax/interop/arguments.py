@@ -1,8 +1,9 @@
-"""Arguments of a compiled function that are no arrays: `torch.Generator`, containers.
+"""Arguments of a compiled function that are no arrays: generators, flags, containers.
 
 JAX takes arrays and static values, in containers that it knows (`pytrees.py`). A
 generator is static, by its identity; what it draws are operands
-(`torchax/rng/carry.py`).
+(`torchax/rng/carry.py`). Booleans, strings, dtypes and devices decide in Python what a
+torch function does, so they are static by their values.
 """
 
 from typing import Any
@@ -31,9 +32,41 @@ class HiddenGenerator:
     return same and self.generator._cdata == other.generator._cdata
 
 
+@jax.tree_util.register_static
+class HiddenConstant:
+  """A value that Python decides by, as a part of a tree's structure."""
+
+  __slots__ = ("value",)
+
+  def __init__(self, value):
+    self.value = value
+
+  def __hash__(self):
+    return hash(self.value)
+
+  def __eq__(self, other):
+    return type(other) is HiddenConstant and self.value == other.value
+
+
+_CONSTANTS = frozenset({bool, str, torch.dtype, torch.device})
+
+
 def hidden(tree) -> Any:
   """The tree with its generators as structure, and torch's containers as JAX's."""
   return jax.tree.map(_hidden, tree, is_leaf=_is_whole)
+
+
+def hidden_arguments(tree) -> Any:
+  """`hidden`, with flags, strings, dtypes and devices as structure as well."""
+  return jax.tree.map(_hidden_argument, tree, is_leaf=_is_whole)
+
+
+def _hidden_argument(leaf):
+  if type(leaf) in _CONSTANTS:
+    return HiddenConstant(leaf)
+  if isinstance(leaf, torch.Generator):
+    return HiddenGenerator(leaf)
+  return pytrees.closed(leaf, hidden_arguments) or leaf
 
 
 def _hidden(leaf):
@@ -54,8 +87,13 @@ def shown(tree) -> Any:
 def _shown(leaf):
   if isinstance(leaf, HiddenGenerator):
     return leaf.generator
+  if type(leaf) is HiddenConstant:
+    return leaf.value
   return leaf.opened(shown) if type(leaf) is pytrees.Container else leaf
 
 
 def _is_hidden(value) -> bool:
-  return isinstance(value, HiddenGenerator | pytrees.Container | torch.Tensor)
+  return isinstance(value, _HIDDEN)
+
+
+_HIDDEN = (HiddenGenerator, HiddenConstant, pytrees.Container, torch.Tensor)

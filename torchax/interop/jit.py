@@ -218,7 +218,7 @@ def _flatten(args, kwargs):
         break
     else:
       return args, arrays, kwargs
-  leaves, treedef = jax.tree.flatten(arguments.hidden((args, kwargs)))
+  leaves, treedef = jax.tree.flatten(arguments.hidden_arguments((args, kwargs)))
   args, kwargs = jax.tree.unflatten(treedef, arrays_of(leaves))
   return leaves, args, kwargs
 

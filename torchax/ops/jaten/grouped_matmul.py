@@ -74,3 +74,20 @@ def _aten__grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
     return lax.ragged_dot(self, mat2, sizes)
   columns = lax.ragged_dot(mat2.T, jnp.swapaxes(self, 1, 2), sizes)
   return columns.T
+
+
+# The operations that the library transformers puts in place of `_grouped_mm` while
+# torch.compile traces.
+
+
+@op("transformers::grouped_mm_fallback")
+def _grouped_mm_fallback(input, weight, offs):
+  return lax.ragged_dot(input, weight, jnp.diff(offs, prepend=0))
+
+
+@op("transformers::grouped_mm_fallback_backward")
+def _grouped_mm_fallback_backward(input, weight, offs, grad_output):
+  sizes = jnp.diff(offs, prepend=0)
+  grad_input = lax.ragged_dot(grad_output, jnp.swapaxes(weight, 1, 2), sizes)
+  grad_weight = lax.ragged_dot_general(input.T, grad_output, sizes, _INNER_GROUPS)
+  return grad_input, grad_weight
