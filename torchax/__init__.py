@@ -18,6 +18,7 @@ from torchax import (
   backward,
   decompositions,
   device_module,
+  environment,
   factories,
   fakes,
   generators,
@@ -99,6 +100,11 @@ def _compose() -> None:
   _torch_compat.register_backend(device_module)
   _torch_compat.support_foreach(tensor.Tensor, view.View)
   factories.register_kernels()
+  _torch_compat.keep_from_dynamo(
+    tensor.Tensor.__torch_dispatch__.__func__,
+    environment.XLADispatchMode.__torch_dispatch__,
+    environment.XLAFunctionMode.__torch_function__,
+  )
 
 
 _compose()

@@ -9,6 +9,8 @@ import torch.utils._foreach_utils
 from torch.utils import _python_dispatch
 from torch.utils import backend_registration as _backend_registration
 
+_eval_frame = torch._C._dynamo.eval_frame
+
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
@@ -279,6 +281,18 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 def trace_recurrent_layers() -> None:
   """Has Dynamo take LSTM, GRU and RNN into its graphs, in the whole process."""
   torch._dynamo.config.allow_rnn = True
+
+
+def keep_from_dynamo(*functions) -> None:
+  """Has Dynamo leave calls of these functions, and what they call, as they are.
+
+  After a graph break it would otherwise trace the code that runs an operation. Inside
+  a graph, where it traces a caller, nothing changes.
+  """
+  skip = _eval_frame._FrameAction.SKIP
+  for function in functions:
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 def compiled_module_class() -> type:

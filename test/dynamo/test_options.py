@@ -9,6 +9,7 @@ import jax
 import pytest
 import torch
 
+import torchax
 import torchax.dynamo
 from torchax.dynamo import Options, set_logs
 
@@ -48,6 +49,21 @@ def test_the_device_is_where_it_runs():
   device = jax.devices("cpu")[0]
   run = compiled(lambda x: x * 2, options={"device": device})
   torch.testing.assert_close(run(X), X * 2)
+
+
+def test_donated_memory_is_given_up():
+  def step(parameters, gradients):
+    torch._foreach_add_(parameters, gradients, alpha=-1.0)
+    parameters[0].mul_(2)
+
+  run = compiled(step, options={"donate": True})
+  parameters = [torch.full((3,), 4.0).to("jax"), torch.full((3,), 6.0).to("jax")]
+  gradients = [torch.ones(3).to("jax"), torch.ones(3).to("jax")]
+  before = [tensor.jax() for tensor in (*parameters, *gradients)]
+  with torchax.default_env():
+    run(parameters, gradients)
+  assert [p[0].item() for p in parameters] == [6.0, 5.0]
+  assert [array.is_deleted() for array in before] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

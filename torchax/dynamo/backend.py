@@ -23,6 +23,7 @@ from torchax.dynamo.options import Options
 from torchax.dynamo.program import Keys, Program
 from torchax.environment import default_env
 from torchax.interop import jax_jit
+from torchax.interop.arguments import HiddenConstant
 from torchax.rng import packing
 from torchax.rng.sites import TRANSPARENT
 from torchax.tensor import Tensor
@@ -61,13 +62,34 @@ def backend(
 
 def _compiled_on_jax(gm, options: Options) -> Callable:
   """The graph compiled by `jax_jit`, gradients and changes in place included."""
-  jitted = jax_jit(gm.forward)
+  compiler_options = options.compiler_options
+  kwargs = {"compiler_options": compiler_options} if compiler_options else {}
+  if options.donate:
+    kwargs["donate_argnums"] = _overwritten(gm.graph)
+  jitted = jax_jit(gm.forward, kwargs)
 
   def call(*args):
+    # A size that Dynamo leaves open decides shapes: another one compiles anew.
+    args = [HiddenConstant(arg) if type(arg) is int else arg for arg in args]
     with default_env(), options.applied():
       return jitted(*args)
 
   return torch.compiler.disable(call)
+
+
+def _overwritten(graph: fx.Graph) -> tuple[int, ...]:
+  """Numbers of the inputs that a graph changes in place, as far as names tell."""
+  inputs = [node for node in graph.nodes if node.op == "placeholder"]
+  written: set[fx.Node] = set()
+  for node in graph.nodes:
+    name = node.target if node.op == "call_method" else _name_of(node.target)
+    if name.endswith("_") and not name.endswith("__") and node.args:
+      fx.map_arg(node.args[0], written.add)
+  return tuple(place for place, node in enumerate(inputs) if node in written)
+
+
+def _name_of(target) -> str:
+  return getattr(target, "__name__", "")
 
 
 def _compiled_plain(gm, example_inputs, options: Options) -> Callable:

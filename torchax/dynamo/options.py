@@ -20,8 +20,9 @@ class Options:
     precision: of matrix products, as `jax.default_matmul_precision` takes it: None for
       JAX's setting, "default", "high" or "highest".
     x64: whether 64-bit dtypes are kept; None for JAX's setting.
-    donate: graphs may reuse the memory of jax tensors that are given to them and not
-      used again by the caller, who says so with this. Plain tensors are never donated.
+    donate: the old memory of jax tensors that a graph changes in place, an optimizer's
+      parameters for example, may be used for its results. The memory of plain tensors
+      is torch's, and never donated.
     compiler_options: XLA's flags for these graphs, as `jax.jit` takes them.
   """
 

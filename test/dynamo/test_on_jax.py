@@ -1,0 +1,227 @@
+"""`torch.compile(backend="jax")` of functions of jax tensors."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchax
+import torchax.dynamo
+from torchax.errors import MixedDeviceError
+from torchax.tensor import Tensor
+
+PLAIN = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
+
+each_place = pytest.mark.parametrize("is_inside", [True, False])
+
+
+def place(is_inside):
+  """Inside the environment, or outside of it."""
+  return torchax.default_env() if is_inside else contextlib.nullcontext()
+
+
+class CountingBackend:
+  def __init__(self):
+    self.graphs = []
+
+  def __call__(self, graph, inputs, **options):
+    self.graphs.append(graph)
+    return torchax.dynamo.backend(graph, inputs, **options)
+
+
+def make_model():
+  torch.manual_seed(0)
+  return torch.nn.Sequential(
+    torch.nn.Linear(8, 16),
+    torch.nn.BatchNorm1d(16),
+    torch.nn.GELU(),
+    torch.nn.Dropout(0.5),
+    torch.nn.Linear(16, 3),
+  )
+
+
+def train(model, run, steps=3):
+  optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+  torch.manual_seed(7)
+  losses = []
+  for step in range(steps):
+    x = (PLAIN + step).to("jax")
+    optimizer.zero_grad()
+    loss = F.cross_entropy(run(x), torch.tensor([0, 1, 2, 0]).to("jax"))
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach().cpu())
+  state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+  return losses, state
+
+
+@each_place
+def test_training_in_one_graph_is_that_of_eager(is_inside):
+  backend = CountingBackend()
+  first, second = make_model().to("jax"), make_model().to("jax")
+  with place(is_inside):
+    actual = train(first, torch.compile(first, backend=backend, fullgraph=True))
+  with torchax.default_env():
+    expected = train(second, second)
+  torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+  assert len(backend.graphs) == 1
+
+
+@each_place
+def test_new_tensors_of_the_same_shape_compile_nothing(is_inside):
+  backend = CountingBackend()
+  with place(is_inside):
+    run = torch.compile(lambda x, y: x * y, backend=backend, fullgraph=True)
+    for number in range(5):
+      x = torch.full((3,), float(number)).to("jax")
+      assert run(x, x.clone()).tolist() == [number**2] * 3
+  assert len(backend.graphs) == 1
+
+
+def test_results_are_jax_tensors():
+  def function(x):
+    return {"a": [x * 2, None, 3], "shape": x.shape[0]}
+
+  result = torch.compile(function, backend="jax", fullgraph=True)(PLAIN.to("jax"))
+  assert type(result["a"][0]) is Tensor
+  assert result["a"][1:] == [None, 3]
+  assert result["shape"] == 4
+
+
+def test_factories_in_the_graph():
+  def function(x):
+    return x + torch.arange(8, device=x.device) * torch.ones(8, device="jax")
+
+  x = PLAIN.to("jax")
+  with torchax.default_env():
+    actual = torch.compile(function, backend="jax", fullgraph=True)(x)
+  torch.testing.assert_close(actual.cpu(), PLAIN + torch.arange(8))
+
+
+def test_changes_in_place_reach_views_and_bases():
+  def function(x, total):
+    x[:, 0] = 5.0
+    total.add_(x.sum())
+    return x.mul_(2).t()
+
+  run = torch.compile(function, backend="jax", fullgraph=True)
+  base, plain = torch.zeros(6, 8).to("jax"), torch.zeros(6, 8)
+  total, plain_total = torch.zeros(()).to("jax"), torch.zeros(())
+  with torchax.default_env():
+    actual = run(base[1:5], total)
+  expected = function(plain[1:5], plain_total)
+  torch.testing.assert_close(actual.cpu(), expected)
+  torch.testing.assert_close(base.cpu(), plain)
+  torch.testing.assert_close(total.cpu(), plain_total)
+
+
+def test_dynamic_shapes():
+  run = torch.compile(
+    lambda x: x.reshape(x.shape[0] * 2, -1).cumsum(0), backend="jax", dynamic=True
+  )
+  for rows in (3, 5, 7):
+    x = torch.linspace(0, 1, rows * 4).reshape(rows, 4)
+    expected = x.reshape(rows * 2, -1).cumsum(0)
+    torch.testing.assert_close(run(x.to("jax")).cpu(), expected)
+
+
+def test_a_graph_break_goes_on_with_the_same_stream():
+  def function(x):
+    y = F.dropout(x, 0.5)
+    torch._dynamo.graph_break()
+    return F.dropout(y + 1, 0.5)
+
+  x = PLAIN.to("jax")
+  with torchax.default_env():
+    torch.manual_seed(2)
+    actual = torch.compile(function, backend="jax")(x)
+    torch.manual_seed(2)
+    expected = function(x)
+  assert torch.equal(actual, expected)
+
+
+def test_plain_and_jax_tensors_draw_the_same():
+  def function(x):
+    return F.dropout(x, 0.5) + torch.rand_like(x)
+
+  run = torch.compile(function, backend="jax", fullgraph=True)
+  torch.manual_seed(3)
+  on_jax = run(PLAIN.to("jax"))
+  torch.manual_seed(3)
+  torch.testing.assert_close(run(PLAIN), on_jax.cpu())
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_autocast_around_and_inside(is_inside):
+  torch.manual_seed(0)
+  layer = torch.nn.Linear(8, 4).to("jax")
+
+  def function(x):
+    with torch.autocast("jax", dtype=torch.bfloat16, enabled=is_inside):
+      return layer(x)
+
+  run = torch.compile(function, backend="jax", fullgraph=True)
+  x = PLAIN.to("jax")
+  with torchax.default_env():
+    assert run(x).dtype is (torch.bfloat16 if is_inside else torch.float32)
+    torch.testing.assert_close(run(x), function(x))
+
+
+def test_modes_without_gradients():
+  layer = torch.nn.Linear(8, 4).to("jax")
+  run = torch.compile(layer, backend="jax", fullgraph=True)
+  x = PLAIN.to("jax")
+  assert run(x).requires_grad
+  with torch.no_grad():
+    assert not run(x).requires_grad
+
+
+def test_a_second_derivative():
+  run = torch.compile(lambda x: (x**3).sum(), backend="jax", fullgraph=True)
+  x = PLAIN.to("jax").requires_grad_()
+  (first,) = torch.autograd.grad(run(x), x, create_graph=True)
+  (second,) = torch.autograd.grad(first.sum(), x)
+  torch.testing.assert_close(second.cpu(), 6 * PLAIN)
+
+
+def test_recurrent_layers():
+  torch.manual_seed(0)
+  layer = torch.nn.LSTM(8, 5, 2, batch_first=True)
+  expected, _ = layer(PLAIN[None])
+  moved = copy.deepcopy(layer).to("jax")
+  run = torch.compile(moved, backend="jax")
+  with torchax.default_env():
+    actual, _ = run(PLAIN[None].to("jax"))
+  torch.testing.assert_close(actual.detach().cpu(), expected.detach())
+
+
+def test_mixed_devices_name_the_operation():
+  run = torch.compile(lambda x, y: x + y, backend="jax", fullgraph=True)
+  with pytest.raises(Exception, match="aten.add.Tensor") as caught:
+    run(PLAIN.to("jax"), PLAIN)
+  assert MixedDeviceError.__name__ in str(caught.value) or "cpu" in str(caught.value)
+
+
+def test_another_backend_cannot_run_them_silently():
+  """Graphs of jax tensors are for the jax backend; others say so or run eagerly."""
+  x = PLAIN.to("jax")
+  result = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)(x)
+  assert type(result) is Tensor
+  torch.testing.assert_close(result.cpu(), PLAIN * 2)
+
+
+def test_a_fake_has_no_numbers():
+  """Asking for a number breaks the graph, and is an error where there may be none."""
+
+  def function(x):
+    return x * x.sum().item()
+
+  x = PLAIN.to("jax") + 1
+  with torchax.default_env():
+    actual = torch.compile(function, backend="jax")(x)
+    torch.testing.assert_close(actual, function(x))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"(?i)item"):
+      torch.compile(function, backend="jax", fullgraph=True)(x)
