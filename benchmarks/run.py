@@ -13,18 +13,19 @@ import torch
 from absl import app, flags
 
 import torchax
-from benchmarks import calls, eager, operators, train_step
+from benchmarks import calls, compiled, eager, operators, train_step
 from benchmarks.timing import Row
 
 _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Where the JSON goes.")
 _ONLY = flags.DEFINE_list(
-  "only", [], "Groups to run: eager, operators, calls, train_step."
+  "only", [], "Groups to run: eager, operators, calls, train_step, compiled."
 )
 _GROUPS = {
   "eager": eager,
   "operators": operators,
   "calls": calls,
   "train_step": train_step,
+  "compiled": compiled,
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from torchax import _torch_compat
-from torchax.dynamo import border, control_flow, draws
+from torchax.dynamo import border, control_flow, draws, products
 from torchax.dynamo.options import Options
 from torchax.environment import default_env
 from torchax.errors import OperatorNotFound
@@ -166,7 +166,10 @@ class Program:
         continue
       args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
       try:
-        values[node] = self._call(env, node, args, kwargs, stream)
+        result = products.contract(env, node, values)
+        if result is None:
+          result = self._call(env, node, args, kwargs, stream)
+        values[node] = result
       except Exception as error:
         line = draws.line_of(node)
         if line:
