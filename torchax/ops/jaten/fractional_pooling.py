@@ -49,8 +49,8 @@ def _fractional_max_pool(self, kernel_size, output_size, random_samples, rank: i
   kernel, pooled = expand_sizes(kernel_size, rank), expand_sizes(output_size, rank)
   _check(self, kernel, pooled, rank)
   spatial = self.shape[-rank:]
-  planes = self.reshape(-1, math.prod(spatial))
-  samples = random_samples.reshape(-1, rank)
+  planes = self.reshape(math.prod(self.shape[:-rank]), math.prod(spatial))
+  samples = random_samples.reshape(len(planes), rank)
   # In two dimensions the first sample is for the width; in three, for the depth.
   samples = samples[:, ::-1] if rank == 2 else samples
   cells = jnp.zeros((len(planes), *[1] * (2 * rank)), jnp.int32)
@@ -60,14 +60,14 @@ def _fractional_max_pool(self, kernel_size, output_size, random_samples, rank: i
     shape = [len(planes)] + [1] * (2 * rank)
     shape[1 + axis], shape[1 + rank + axis] = out, k
     cells = cells * size + cell.reshape(shape)
-  return _maxima(
-    planes, cells.reshape(len(planes), math.prod(pooled), -1), self, pooled
-  )
+  windows = (len(planes), math.prod(pooled), math.prod(kernel))
+  return _maxima(planes, cells.reshape(windows), self, pooled)
 
 
 def _maxima(planes, cells, self, pooled):
   """The maximum over the cells (plane, window, cell) of each window, and its place."""
-  windows = jnp.take_along_axis(planes, cells.reshape(len(planes), -1), axis=1)
+  flat = cells.reshape(len(planes), math.prod(cells.shape[1:]))
+  windows = jnp.take_along_axis(planes, flat, axis=1)
   windows = windows.reshape(cells.shape)
   best = jnp.argmax(windows, axis=-1, keepdims=True)
   shape = self.shape[: self.ndim - len(pooled)] + pooled
