@@ -408,3 +408,85 @@ def test_regions_of_a_graph_are_higher_order_operators():
     assert isinstance(region, _torch_compat.HigherOrderOperator)
     assert region.name() == name
   assert not isinstance(torch.ops.aten.add.Tensor, _torch_compat.HigherOrderOperator)
+
+
+# torch.compile ------------------------------------------------------------------------
+
+
+def test_fakes_are_known_and_made_where_a_graph_is_traced():
+  seen = []
+
+  def backend(graph, inputs):
+    example = _torch_compat.faked(torch.ones(3))
+    seen.append((_torch_compat.is_tracing(), _torch_compat.is_fake(example)))
+    return graph
+
+  torch.compiler.reset()
+  torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+  torch.compiler.reset()
+  assert seen == [(True, True)]
+  plain = torch.ones(3)
+  assert not _torch_compat.is_tracing()
+  assert _torch_compat.faked(plain) is plain
+  assert not _torch_compat.is_fake(plain)
+
+
+def test_results_are_the_arguments_that_an_operation_writes():
+  class Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+      plain = [x.inner if type(x) is cls else x for x in args]
+      result = make(func(*plain, **(kwargs or {})))
+      return _torch_compat.correct_aliasing(func, args, kwargs or {}, result)
+
+  def make(inner):
+    made = _torch_compat.make_wrapper(Wrapper, inner.shape, dtype=inner.dtype)
+    made.inner = inner
+    return made
+
+  tensor = make(torch.ones(3))
+  assert tensor.add_(1) is tensor
+  assert tensor.inner.tolist() == [2.0] * 3
+  assert tensor.add(1) is not tensor
+
+
+def test_recurrent_layers_are_traced():
+  import torch._dynamo
+
+  before = torch._dynamo.config.allow_rnn
+  try:
+    torch._dynamo.config.allow_rnn = False
+    _torch_compat.trace_recurrent_layers()
+    assert torch._dynamo.config.allow_rnn
+  finally:
+    torch._dynamo.config.allow_rnn = before
+
+
+def test_a_compiled_module_has_its_class():
+  compiled = torch.compile(torch.nn.ReLU(), backend="eager")
+  assert type(compiled) is _torch_compat.compiled_module_class()
+
+
+def inner_function(x):
+  return x + 1
+
+
+def outer_function(x):
+  return inner_function(x)
+
+
+def test_a_function_is_kept_from_dynamo():
+  graphs = []
+
+  def backend(graph, inputs):
+    graphs.append(graph)
+    return graph
+
+  torch.compiler.reset()
+  _torch_compat.keep_from_dynamo(outer_function)
+  run = torch.compile(outer_function, backend=backend)
+  assert run(torch.ones(2)).tolist() == [2.0, 2.0]
+  assert not graphs
+  torch.compile(inner_function, backend=backend)(torch.ones(2))
+  assert len(graphs) == 1
+  torch.compiler.reset()
