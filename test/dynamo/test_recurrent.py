@@ -215,7 +215,8 @@ def test_a_derivative_inside_the_graph_is_unrolled(graphs):
 
 @pytest.mark.skipif(
   version.parse(torch.__version__) < version.parse("2.13"),
-  reason="Dynamo before torch 2.13 fails on pad_packed_sequence, with any backend",
+  reason="with recurrent layers in graphs, Dynamo before torch 2.13 fails on "
+  "pad_packed_sequence, with any backend",
 )
 def test_a_packed_sequence_breaks_the_graph_and_is_right():
   module = network(nn.LSTM)
