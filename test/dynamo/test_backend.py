@@ -406,6 +406,17 @@ def test_while_loop():
   torch.testing.assert_close(actual, (torch.tensor(5), X * 32))
 
 
+def test_assertions_are_checked_when_the_call_returns():
+  def function(x):
+    torch._assert_async(x.sum() > 0, "a positive sum")
+    return x * 2
+
+  run = compiled(function)
+  torch.testing.assert_close(run(X.abs()), X.abs() * 2)
+  with pytest.raises(RuntimeError, match="a positive sum"):
+    run(-X.abs())
+
+
 # 64 bits, devices, refusals -----------------------------------------------------------
 
 
@@ -425,19 +436,19 @@ def test_float64_is_narrowed_with_a_warning(monkeypatch):
 
 
 def test_an_operation_without_lowering_names_the_line():
-  library = torch.library.Library("torchax_test", "DEF")
+  library = torch.library.Library("torchax_compile_test", "DEF")
   library.define("unknown(Tensor x) -> Tensor")
   library.impl("unknown", lambda x: x.clone(), "CPU")
   library.impl("unknown", lambda x: torch.empty_like(x), "Meta")
 
   def function(x):
-    return torch.ops.torchax_test.unknown(x * 2)
+    return torch.ops.torchax_compile_test.unknown(x * 2)
 
   with pytest.raises(Exception) as caught:
     compiled(function)(X)
   message = str(caught.value)
   assert OperatorNotFound.__name__ in message
-  assert "torchax_test.unknown" in message
+  assert "torchax_compile_test.unknown" in message
   assert "test_backend.py" in message
   assert "torch.compiler.disable" in message
 

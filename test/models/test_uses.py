@@ -97,10 +97,13 @@ def test_checkpoints_draw_the_same_masks_again():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_over_experts_runs_where_there_are_numbers(way):
-  """It looks up which words an expert gets; their number is a shape."""
+  """It looks up which words an expert gets; their number is a shape.
+
+  torch.compile breaks its graphs there.
+  """
   row = LOOP_OVER_EXPERTS
   model, inputs = row.model(dropout=0.0).eval(), row.inputs()
-  if way == "eager":
+  if way in ("eager", "compile"):
     (expected,) = run_on_cpu(model, inputs, None)
     (actual,) = WAYS[way](model, inputs, None)
     assert_close(actual.results["logits"], expected.results["logits"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torchax
+from torchax.interop import jax_jit
 
 aten = torch.ops.aten
 
@@ -41,3 +42,26 @@ def test_a_number_is_asserted(env):
   run(1, "not shown")
   with pytest.raises(RuntimeError, match="x > 0"):
     run(False, "x > 0")
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_an_element_is_asserted(device):
+  aten._assert_async(torch.ones(1, device=device))
+  aten._assert_async(torch.tensor(2.0).to(device), "not shown")
+  with pytest.raises(RuntimeError, match="single nonzero value"):
+    aten._assert_async(torch.zeros(1, device=device))
+  with pytest.raises(RuntimeError, match="x > 0"):
+    aten._assert_async(torch.tensor(False).to(device), "x > 0")
+  with pytest.raises(RuntimeError):
+    aten._assert_async(torch.ones(2, device=device))
+
+
+def test_an_element_without_a_value_is_not(env):
+  with env:
+    x = torch.zeros(1, device="jax")
+    assert torch.equal(jax_jit(_assert_and_double)(x), x)
+
+
+def _assert_and_double(x):
+  torch._assert_async(x)
+  return x * 2

@@ -32,6 +32,12 @@ def environment_on(env):
     yield
 
 
+@pytest.fixture(autouse=True)
+def values_are_checked():
+  """Dynamo turns torch's checks off, in the whole process, when it is first used."""
+  D.Distribution.set_default_validate_args(True)
+
+
 def _parameters(row: Row, grad: bool = False) -> dict:
   """New CPU tensors."""
   return {

@@ -5,6 +5,8 @@ the same numbers there, so each one takes the packed key, which is an input of t
 and is kept for the backward pass like any other, and a number of its own.
 """
 
+import os
+import pathlib
 import re
 
 import jax
@@ -12,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as torch_pytree
 
+import torchax.errors
 from torchax import _torch_compat
 from torchax.environment import default_env
 from torchax.errors import RngError
@@ -140,17 +143,21 @@ def where(node: fx.Node) -> str:
   return f" It comes from {line}." if line else ""
 
 
+_FRAME = re.compile(r'File "(.*?)", line (\d+).*?\n\s*(.*)')
+_LIBRARIES = tuple(
+  f"{pathlib.Path(module.__file__).parent}{os.sep}"
+  for module in (torch, torchax.errors)
+)
+
+
 def line_of(node: fx.Node) -> str:
   """File, line and text of the innermost user's code that an operation comes from."""
-  trace = node.meta.get("stack_trace") or ""
-  lines = [line.strip() for line in trace.strip().splitlines()]
-  for place in range(len(lines) - 1, -1, -1):
-    if lines[place].startswith("File "):
-      file, _, number = lines[place].partition(", line ")
-      number = number.partition(",")[0]
-      text = lines[place + 1] if place + 1 < len(lines) else ""
-      return f"{file[6:-1]}:{number} ({text})" if text else f"{file[6:-1]}:{number}"
-  return ""
+  frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+  outside = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+  if not outside:
+    return ""
+  file, number, text = outside[-1]
+  return f"{file}:{number} ({text})"
 
 
 # A module is reached from a variable of the frame that Dynamo has traced.

@@ -27,10 +27,16 @@ from torchax.tensor import new_tensor
 
 @jax.tree_util.register_static
 class _Static:
-  """What a trace found besides arrays; comes back with every call."""
+  """What a trace found besides arrays; comes back with every call.
 
-  def __init__(self, values: tuple, log: tuple):
-    self.values, self.log = values, log
+  Attributes:
+    values: results that are no tensors.
+    log: draws.
+    messages: of the assertions, whose conditions are arrays.
+  """
+
+  def __init__(self, values: tuple, log: tuple, messages: tuple):
+    self.values, self.log, self.messages = values, log, messages
 
 
 class Keys:
@@ -142,8 +148,9 @@ class Program:
       else:
         values[node] = next(sizes)
     stream = None if words is None else PackedStream(words, impl)
+    asserted: list[tuple] = []
     with env, torch.no_grad(), _torch_compat.without_autocast():
-      self._interpret(env, values, constants, stream)
+      self._interpret(env, values, constants, stream, asserted)
     found = _filled(self._computed, values)
     taken = {id(array) for array in arrays}
     outputs = [
@@ -152,10 +159,18 @@ class Program:
       if result is not None
     ]
     others = tuple(v for v, result in zip(found, self._results) if result is None)
-    return outputs, _Static(others, () if stream is None else tuple(stream.log))
+    conditions = [condition for condition, _ in asserted]
+    drawn = () if stream is None else tuple(stream.log)
+    messages = tuple(message for _, message in asserted)
+    return (outputs, conditions), _Static(others, drawn, messages)
 
-  def _interpret(self, env, values, constants, stream) -> None:
+  def _interpret(self, env, values, constants, stream, asserted) -> None:
     for node in self._steps:
+      if node.target in _ASSERTIONS:
+        condition, *message = _filled(node.args, values)
+        asserted.append((condition.jax(), *(message or [f"{node.target} failed"])))
+        values[node] = None
+        continue
       if node.op == "get_attr":
         constant = constants.get(node.target)
         values[node] = (
@@ -206,7 +221,10 @@ class Program:
       # Not before: while torch compiles, tensors are fake.
       self._constants = self._converted_constants()
     computed = self._jitted(tuple(numbers), self.keys.impl, self._constants, arrays)
-    outputs, static = jax.block_until_ready(computed)
+    (outputs, conditions), static = jax.block_until_ready(computed)
+    for condition, message in zip(conditions, static.messages):
+      if not condition:
+        raise RuntimeError(message)
     if static.log:
       self.keys.log = static.log
     found, others = iter(outputs), iter(static.values)
@@ -219,6 +237,9 @@ class Program:
     return returned
 
 
+_ASSERTIONS = frozenset(
+  {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
+)
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 
 

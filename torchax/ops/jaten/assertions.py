@@ -4,6 +4,7 @@ import torch
 
 from torchax.ops import mappings
 from torchax.ops.op_base import Kind, op
+from torchax.tensor import is_traced
 
 aten = torch.ops.aten
 
@@ -13,6 +14,26 @@ def _aten__assert_scalar(self, assert_msg):
   """Raises RuntimeError where the number is zero."""
   if not self:
     raise RuntimeError(assert_msg)
+
+
+_ZERO = "Expected Tensor with single nonzero value, but got zero"
+
+
+@op(aten._assert_async, kind=Kind.TENSORS)
+def _aten__assert_async(self, assert_msg=_ZERO):
+  """Raises RuntimeError where the element is zero; not in a trace, which has none."""
+  if self.numel() != 1:
+    raise RuntimeError(
+      f"_assert_async expects one element, but got shape {list(self.shape)}."
+    )
+  if not is_traced(self) and not self:
+    raise RuntimeError(assert_msg)
+
+
+@op(aten._functional_assert_async, kind=Kind.TENSORS)
+def _aten__functional_assert_async(self, assert_msg, dep_token):
+  _aten__assert_async(self, assert_msg)
+  return dep_token
 
 
 @op(aten._assert_tensor_metadata, kind=Kind.TENSORS)
