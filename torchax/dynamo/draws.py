@@ -145,8 +145,8 @@ def where(node: fx.Node) -> str:
 
 _FRAME = re.compile(r'File "(.*?)", line (\d+).*?\n\s*(.*)')
 _LIBRARIES = tuple(
-  f"{pathlib.Path(module.__file__).parent}{os.sep}"
-  for module in (torch, torchax.errors)
+  f"{pathlib.Path(library.__file__).parent}{os.sep}"
+  for library in (torch, torchax.errors)
 )
 
 
