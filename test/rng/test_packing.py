@@ -1,0 +1,71 @@
+"""A stream's operands as words: what a graph of `torch.compile` is given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from torchax import rng
+from torchax.errors import RngError, TracedDrawError
+from torchax.rng import packing
+from torchax.rng.packing import PackedStream, Packer
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "threefry4x32", "rbg"])
+def test_words_are_the_key_and_the_count(impl):
+  try:
+    key = jax.random.key(7, impl=impl)
+  except ValueError:
+    pytest.skip(f"this JAX has no {impl}")
+  with rng.rng_scope(rng.RngState(key, 5)):
+    words, name = Packer().pack("a test")
+  assert name == impl
+  assert words.dtype == np.uint32
+  assert words[:-1].tolist() == np.asarray(jax.random.key_data(key)).tolist()
+  assert words[-1] == 5
+
+
+def test_a_packed_stream_draws_what_the_stream_draws():
+  with rng.rng_scope(3) as stream:
+    words, impl = Packer().pack("a test")
+    expected = [jax.random.bits(stream.next_key()) for _ in range(3)]
+
+  def draw(words):
+    packed = PackedStream(words, impl)
+    found = []
+    for number in (2, 0, 1):
+      with packed.draw_number(number, "site", "line"):
+        found.append(jax.random.bits(packed.next_key()))
+    return jnp.stack(found)
+
+  assert jax.jit(draw)(words).tolist() == [expected[n] for n in (2, 0, 1)]
+
+
+def test_the_key_is_read_once():
+  packer = Packer()
+  with rng.rng_scope(3) as stream:
+    first, _ = packer.pack("a test")
+    packing.commit(4, ())
+    assert stream.state.count == 4
+    with jax.transfer_guard("disallow"):
+      second, _ = packer.pack("a test")
+  assert second[:-1].tolist() == first[:-1].tolist()
+  assert second[-1] == first[-1] + 4
+
+
+def test_inside_a_transformation_there_are_no_words():
+  def pack(x):
+    Packer().pack("a test")
+    return x
+
+  with pytest.raises(TracedDrawError, match="a test"):
+    jax.jit(pack)(1.0)
+
+
+def test_draws_by_site_have_no_numbers():
+  rng.address_by("site")
+  try:
+    with pytest.raises(RngError, match="jax_jit"):
+      Packer().pack("a test")
+  finally:
+    rng.address_by("order")
