@@ -7,6 +7,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from dynamo.counting import CountingBackend
 
 import torchax
 import torchax.dynamo
@@ -17,17 +18,6 @@ X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
 
 def compiled(function, **options):
   return torch.compile(function, backend="jax", **{"fullgraph": True, **options})
-
-
-class CountingBackend:
-  """The backend; counts the graphs it is given."""
-
-  def __init__(self):
-    self.graphs = []
-
-  def __call__(self, graph, inputs, **options):
-    self.graphs.append(graph)
-    return torchax.dynamo.backend(graph, inputs, **options)
 
 
 def test_it_is_found_by_name():

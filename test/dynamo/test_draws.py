@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from dynamo.counting import CountingBackend
 from torch.utils.checkpoint import checkpoint
 
 import torchax
@@ -110,18 +111,13 @@ def test_the_stream_goes_on_across_graph_breaks_and_eager_code():
 
 
 def test_a_seed_changes_the_numbers_and_compiles_nothing():
-  graphs = []
-
-  def counting(graph, inputs, **options):
-    graphs.append(graph)
-    return torchax.dynamo.backend(graph, inputs, **options)
-
+  counting = CountingBackend()
   run = torch.compile(lambda x: F.dropout(x, 0.5), backend=counting)
   seen = set()
   for seed in range(8):
     torch.manual_seed(seed)
     seen.add(tuple(run(torch.ones(64)).tolist()))
-  assert len(graphs) == 1
+  assert len(counting.graphs) == 1
   assert len(seen) == 8
 
 

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from dynamo.counting import CountingBackend
 
 import torchax
 import torchax.dynamo
@@ -20,15 +21,6 @@ each_place = pytest.mark.parametrize("is_inside", [True, False])
 def place(is_inside):
   """Inside the environment, or outside of it."""
   return torchax.default_env() if is_inside else contextlib.nullcontext()
-
-
-class CountingBackend:
-  def __init__(self):
-    self.graphs = []
-
-  def __call__(self, graph, inputs, **options):
-    self.graphs.append(graph)
-    return torchax.dynamo.backend(graph, inputs, **options)
 
 
 def make_model():
