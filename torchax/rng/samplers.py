@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.rng import threefry
+
 
 def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
   """Uniform over [low, high). Complex: both parts are uniform, as in torch."""
@@ -22,12 +24,12 @@ def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
     parts = uniform(key, (*shape, 2), real, low, high)
     return lax.complex(parts[..., 0], parts[..., 1])
   if _is_number(low, 0.0) and _is_number(high, 1.0):
-    return jax.random.uniform(key, shape, dtype)
+    return threefry.uniform(key, shape, dtype)
   wide = _wide(dtype)
   low, high = (lax.stop_gradient(jnp.asarray(bound, dtype)) for bound in (low, high))
   # Rounding must not reach the excluded bound, unless the interval is empty.
   below = jnp.maximum(jnp.nextafter(high, low), low)
-  unit = jax.random.uniform(key, shape, wide)
+  unit = threefry.uniform(key, shape, wide)
   scaled = unit * (high.astype(wide) - low.astype(wide)) + low.astype(wide)
   return jnp.minimum(scaled.astype(dtype), below)
 
@@ -63,7 +65,7 @@ def log_normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
 def bernoulli(key, shape, p) -> jax.Array:
   """True with probability p; bool."""
   dtype = jnp.float64 if getattr(p, "dtype", None) == jnp.float64 else jnp.float32
-  return jax.random.uniform(key, shape, dtype) < jnp.asarray(p, dtype)
+  return threefry.uniform(key, shape, dtype) < jnp.asarray(p, dtype)
 
 
 def integers(key, shape, dtype, low, high) -> jax.Array:
