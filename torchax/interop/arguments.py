@@ -64,15 +64,13 @@ def hidden_arguments(tree) -> Any:
 def _hidden_argument(leaf):
   if type(leaf) in _CONSTANTS:
     return HiddenConstant(leaf)
-  if isinstance(leaf, torch.Generator):
-    return HiddenGenerator(leaf)
-  return pytrees.closed(leaf, hidden_arguments) or leaf
+  return _hidden(leaf, hidden_arguments)
 
 
-def _hidden(leaf):
+def _hidden(leaf, convert=hidden):
   if isinstance(leaf, torch.Generator):
     return HiddenGenerator(leaf)
-  return pytrees.closed(leaf, hidden) or leaf
+  return pytrees.closed(leaf, convert) or leaf
 
 
 def _is_whole(value) -> bool:
