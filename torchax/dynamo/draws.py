@@ -5,6 +5,7 @@ the same numbers there, so each one takes the packed key, which is an input of t
 and is kept for the backward pass like any other, and a number of its own.
 """
 
+import operator
 import os
 import pathlib
 import re
@@ -72,8 +73,10 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> int:
     How many draws the graph makes.
 
   Raises:
-    RngError: an operation of the backward pass draws numbers of its own.
+    RngError: an operation of the backward pass, or one inside a branch or a loop, draws
+      numbers of its own.
   """
+  _require_no_draws_inside(graph)
   draws = 0
   for node in list(graph.nodes):
     if not is_random(node):
@@ -96,16 +99,43 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> int:
   return draws
 
 
+def _require_no_draws_inside(graph: fx.Graph) -> None:
+  """Raises RngError for a draw in a graph that an operation of this one runs."""
+  for module in {n.target: _inner(n) for n in graph.nodes}.values():
+    for node in () if module is None else module.graph.nodes:
+      if is_random(node) and _BY_KIND.get(_kind(node)) != 0:
+        raise RngError(
+          f"{node.target} draws numbers inside a branch of torch.cond, or in the body "
+          "of another operation that takes functions, where a compiled graph cannot "
+          "number its draws. Draw before it and pass the numbers as an operand."
+          f"{where(node)}"
+        )
+    if module is not None:
+      _require_no_draws_inside(module.graph)
+
+
+def _inner(node: fx.Node) -> fx.GraphModule | None:
+  if node.op != "get_attr":
+    return None
+  value = operator.attrgetter(node.target)(node.graph.owning_module)
+  return value if isinstance(value, fx.GraphModule) else None
+
+
+def _kind(node: fx.Node) -> Kind | None:
+  found = default_env()._dispatcher.operator(node.target)
+  return None if found is None else found.kind
+
+
 def _count(node: fx.Node) -> int:
   """How many draws an operation makes.
 
   One that is a sampler makes one. Others, such as attention with dropout, are run on
   shapes.
   """
+  kind = _kind(node)
+  if kind in _BY_KIND:
+    return _BY_KIND[kind]
   env = default_env()
-  operator = env._dispatcher.operator(node.target)
-  if operator is not None and operator.kind in _BY_KIND:
-    return _BY_KIND[operator.kind]
   arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
   leaves, spec = torch_pytree.tree_flatten(arguments)
   shapes = [_abstract(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -14,6 +14,7 @@ from jax import lax
 from torchax.rng import pathwise
 from torchax.rng.samplers import fine_uniform
 from torchax.rng.special import binomial_log_pmf, log1p_minus, poisson_log_pmf
+from torchax.rng.threefry import unrolled
 
 # Below this mean counting is quicker; the rejection methods are made for more.
 _FEW = 10.0
@@ -88,6 +89,7 @@ def _many_events(key, mean):
   )
 
 
+@unrolled
 def poisson(key, rate, dtype) -> jax.Array:
   """Number of events at the given rate; NaN for a rate below 0.
 
@@ -123,6 +125,7 @@ def _many_successes(key, n, p):
   )
 
 
+@unrolled
 def binomial(key, count, prob, dtype) -> jax.Array:
   """Number of successes among `count` trials.
 
@@ -177,6 +180,7 @@ def _gamma_parts(key, alpha):
   return base, jnp.where(is_small, boost, 0)
 
 
+@unrolled
 def standard_gamma(key, alpha, dtype) -> jax.Array:
   """Gamma with shape `alpha` and rate 1; never zero, as torch's.
 
@@ -189,6 +193,7 @@ def standard_gamma(key, alpha, dtype) -> jax.Array:
   return pathwise.gamma_sample(wide, drawn)
 
 
+@unrolled
 def dirichlet(key, alpha, dtype) -> jax.Array:
   """Proportions along the last axis, never zero; differentiable in alpha.
 

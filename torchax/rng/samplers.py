@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax.rng import threefry
+from torchax.rng.threefry import unrolled
 
 
+@unrolled
 def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
   """Uniform over [low, high). Complex: both parts are uniform, as in torch."""
   if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -24,16 +25,17 @@ def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
     parts = uniform(key, (*shape, 2), real, low, high)
     return lax.complex(parts[..., 0], parts[..., 1])
   if _is_number(low, 0.0) and _is_number(high, 1.0):
-    return threefry.uniform(key, shape, dtype)
+    return jax.random.uniform(key, shape, dtype)
   wide = _wide(dtype)
   low, high = (lax.stop_gradient(jnp.asarray(bound, dtype)) for bound in (low, high))
   # Rounding must not reach the excluded bound, unless the interval is empty.
   below = jnp.maximum(jnp.nextafter(high, low), low)
-  unit = threefry.uniform(key, shape, wide)
+  unit = jax.random.uniform(key, shape, wide)
   scaled = unit * (high.astype(wide) - low.astype(wide)) + low.astype(wide)
   return jnp.minimum(scaled.astype(dtype), below)
 
 
+@unrolled
 def fine_uniform(key, shape, dtype) -> jax.Array:
   """Uniform over [0, 1) in float32 or float64, with all digits also near 0.
 
@@ -48,6 +50,7 @@ def fine_uniform(key, shape, dtype) -> jax.Array:
   return jnp.where(coarse < 0.5, coarse + fine, coarse)
 
 
+@unrolled
 def normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
   """Normal; complex: variance `std`² split over both parts."""
   wide = _wide(dtype)
@@ -62,12 +65,14 @@ def log_normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
   return jnp.exp(normal(key, shape, _wide(dtype), mean, std)).astype(dtype)
 
 
+@unrolled
 def bernoulli(key, shape, p) -> jax.Array:
   """True with probability p; bool."""
   dtype = jnp.float64 if getattr(p, "dtype", None) == jnp.float64 else jnp.float32
-  return threefry.uniform(key, shape, dtype) < jnp.asarray(p, dtype)
+  return jax.random.uniform(key, shape, dtype) < jnp.asarray(p, dtype)
 
 
+@unrolled
 def integers(key, shape, dtype, low, high) -> jax.Array:
   """Integers uniform over [low, high), in any real dtype that holds them.
 
@@ -88,6 +93,7 @@ def integers(key, shape, dtype, low, high) -> jax.Array:
   )
 
 
+@unrolled
 def permutation(key, n: int, dtype) -> jax.Array:
   """A random order of 0 … n-1."""
   return jax.random.permutation(key, n).astype(dtype)
@@ -106,6 +112,7 @@ def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
   return jnp.maximum(drawn.astype(dtype), jnp.finfo(dtype).tiny)
 
 
+@unrolled
 def cauchy(key, shape, dtype, median=0.0, sigma=1.0) -> jax.Array:
   """Cauchy with the given median and half width."""
   wide = _wide(dtype)
@@ -121,6 +128,7 @@ def geometric(key, shape, dtype, p) -> jax.Array:
   return jnp.maximum(trials, 1).astype(dtype)
 
 
+@unrolled
 def multinomial(key, weights, num_samples: int, replacement: bool) -> jax.Array:
   """Indices drawn in proportion to weights along the last axis, int32.
 
