@@ -101,9 +101,7 @@ def _compose() -> None:
   _torch_compat.support_foreach(tensor.Tensor, view.View)
   factories.register_kernels()
   _torch_compat.keep_from_dynamo(
-    tensor.Tensor.__torch_dispatch__.__func__,
-    environment.XLADispatchMode.__torch_dispatch__,
-    environment.XLAFunctionMode.__torch_function__,
+    tensor, view, environment, *interop.MODULES
   )
 
 

@@ -2,6 +2,9 @@
 
 import functools
 import importlib
+import inspect
+import types
+from collections.abc import Iterator
 
 import torch
 import torch.nn.utils.stateless
@@ -13,7 +16,6 @@ _eval_frame = torch._C._dynamo.eval_frame
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
-HigherOrderOperator = torch._ops.HigherOrderOperator
 # `torch.cond` and its like in a graph: its arguments are graphs themselves.
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
@@ -181,11 +183,26 @@ def aten_packets() -> list:
   ]
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
 def is_composite(func) -> bool:
   """True for an overload that torch itself makes of others, such as `reshape`."""
-  return torch._C._dispatch_has_kernel_for_dispatch_key(
-    func.name(), "CompositeImplicitAutograd"
+  if not isinstance(func, OpOverload):
+    return False
+  name = func.name()
+  # Overloads that exist for TorchScript alone have no kernels to ask for.
+  return torch._C._dispatch_has_kernel(name) and (
+    torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
   )
+
+
+def composite_kernel(func: OpOverload):
+  """The C++ function that makes an overload for which `is_composite` is true.
+
+  `func.decompose` would prefer one of Python's, which may draw or compute otherwise.
+  """
+  return functools.partial(func._op_dk, _COMPOSITE)
 
 
 def composite_decomposition(func):
@@ -193,6 +210,8 @@ def composite_decomposition(func):
   if isinstance(func, OpOverload) and func.namespace == "prims":
     # torch's reference implementations are written with these.
     return getattr(func, "impl_aten", None)
+  if is_composite(func):
+    return composite_kernel(func)
   if isinstance(func, OpOverload) and func._can_decompose():
     return func.decompose
   return None
@@ -283,21 +302,57 @@ def trace_recurrent_layers() -> None:
   torch._dynamo.config.allow_rnn = True
 
 
-def keep_from_dynamo(*functions) -> None:
-  """Has Dynamo leave calls of these functions, and what they call, as they are.
+def keep_from_dynamo(*owners) -> None:
+  """Has Dynamo leave calls of some functions, and what these call, as they are.
 
   After a graph break it would otherwise trace the code that runs an operation. Inside
   a graph, where it traces a caller, nothing changes.
+
+  Args:
+    *owners: functions; modules and classes for all that they define.
   """
   skip = _eval_frame._FrameAction.SKIP
-  for function in functions:
-    strategy = _eval_frame._FrameExecStrategy(skip, skip)
-    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+  for owner in owners:
+    for code in _code_of(owner):
+      strategy = _eval_frame._FrameExecStrategy(skip, skip)
+      _eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def _code_of(value) -> Iterator[types.CodeType]:
+  """The code of functions, inner ones included."""
+  if isinstance(value, types.FunctionType):
+    yield from _nested(inspect.unwrap(value).__code__)
+  elif isinstance(value, property):
+    for accessor in (value.fget, value.fset):
+      yield from _code_of(accessor)
+  elif isinstance(value, staticmethod | classmethod):
+    yield from _code_of(value.__func__)
+  elif isinstance(value, types.ModuleType):
+    for member in vars(value).values():
+      if getattr(member, "__module__", None) == value.__name__:
+        yield from _code_of(member)
+  elif isinstance(value, type):
+    for member in vars(value).values():
+      if not isinstance(member, type):
+        yield from _code_of(member)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+  yield code
+  for constant in code.co_consts:
+    if isinstance(constant, types.CodeType):
+      yield from _nested(constant)
 
 
 def compiled_module_class() -> type:
   """The class of a module that `torch.compile` has wrapped."""
   return torch._dynamo.OptimizedModule
+
+
+# What a fake tensor raises where numbers are asked for: Dynamo breaks the graph there.
+DataDependentOutputException = (
+  torch._subclasses.fake_tensor.DataDependentOutputException
+)
 
 
 def is_fake(tensor) -> bool:

@@ -25,7 +25,7 @@ from torchax.ops import mappings, ops_registry
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
 from torchax.tensor import Tensor, new_tensor
-from torchax.transfer import Move, pop_copy
+from torchax.transfer import Move, arguments_of_to
 from torchax.view import View
 
 TENSOR_CONSTRUCTORS = {
@@ -537,12 +537,7 @@ class Environment(contextlib.ContextDecorator):
   def _torch_Tensor_to(self, args, kwargs):
     """`Tensor.to` with all the forms of its arguments."""
     tensor, *rest = args
-    kwargs = dict(kwargs or {})
-    other = rest[0] if rest else kwargs.pop("other", None)
-    if isinstance(other, torch.Tensor):
-      rest[:1] = [other.device, other.dtype]
-    copy = bool(kwargs.pop("copy", False)) or pop_copy(rest)
-    device, dtype, _, _ = _torch_compat.parse_to(*rest, **kwargs)
+    device, dtype, _, copy = arguments_of_to(rest, kwargs)
     is_same = self._is_same_device(tensor, device) and (
       dtype is None or mappings.t2j_dtype(dtype) == mappings.t2j_dtype(tensor.dtype)
     )

@@ -11,6 +11,24 @@ from torch.utils import _pytree as torch_pytree
 from torchax import _torch_compat
 from torchax.errors import MixedDeviceError, TracedStateError
 from torchax.tensor import META, Content, Tensor
+from torchax.transfer import arguments_of_to
+
+
+class NoNumbersError(TracedStateError, _torch_compat.DataDependentOutputException):
+  """Numbers are asked for where there are none: Dynamo breaks the graph there.
+
+  Attributes:
+    func: what asks, for Dynamo's message.
+  """
+
+  def __init__(self, func: str):
+    TracedStateError.__init__(
+      self,
+      f"{func} asks for the numbers of a tensor while torch.compile traces, when "
+      "there are none. Keep the code that needs them out of the compiled function with "
+      "@torch.compiler.disable.",
+    )
+    self.func = func
 
 
 class Fake(Tensor):
@@ -50,13 +68,34 @@ class Fake(Tensor):
 
   _shell = None
 
+  @property
+  def _env(self):
+    raise NoNumbersError("An operation on the array of a jax tensor")
+
   def jax(self):
-    """Raises TracedStateError: there is no array."""
-    raise TracedStateError(
-      "The numbers of a tensor are asked for while torch.compile traces, where there "
-      "are none. Keep the code that needs them out of the compiled function with "
-      "@torch.compiler.disable."
-    )
+    """Raises NoNumbersError: there is no array."""
+    raise NoNumbersError("Tensor.jax")
+
+  def tolist(self):
+    """Raises NoNumbersError."""
+    raise NoNumbersError("Tensor.tolist")
+
+  def to(self, *args, **kwargs) -> torch.Tensor:
+    """As `torch.Tensor.to`, on jax.
+
+    Raises:
+      NoNumbersError: another device is asked for, which needs the numbers.
+    """
+    device, dtype, memory_format, copy = arguments_of_to(args, kwargs)
+    if device is not None and device.type not in ("jax", "meta"):
+      raise NoNumbersError(f"Tensor.to({device.type!r})")
+    kwargs = {} if memory_format is None else {"memory_format": memory_format}
+    return torch.Tensor.to(self, dtype or self.dtype, copy=copy, **kwargs)
+
+  @property
+  def data(self) -> torch.Tensor:
+    """The same without autograd history."""
+    return self.detach()
 
   def __repr__(self, **kwargs):
     return f"Fake({self.dtype}{list(self.shape)} on {self.device})"

@@ -3,6 +3,7 @@
 import jax
 import torch
 
+from torchax import _torch_compat
 from torchax.errors import (
   MixedDeviceError,
   TracedStateError,
@@ -192,7 +193,22 @@ def _move(tensor: torch.Tensor, dtype, device, env) -> torch.Tensor:
   return new_tensor(mappings.t2j(tensor, dtype=dtype), env)
 
 
-def pop_copy(arguments: list) -> bool:
+def arguments_of_to(args, kwargs) -> tuple:
+  """The arguments of `Tensor.to`: (device, dtype, memory format, copy); None if absent.
+
+  Raises:
+    TypeError: arguments that no form of it takes.
+  """
+  rest, kwargs = list(args), dict(kwargs or {})
+  other = rest[0] if rest else kwargs.pop("other", None)
+  if isinstance(other, torch.Tensor):
+    rest[:1] = [other.device, other.dtype]
+  copy = bool(kwargs.pop("copy", False)) or _pop_copy(rest)
+  device, dtype, _, memory_format = _torch_compat.parse_to(*rest, **kwargs)
+  return device, dtype, memory_format, copy
+
+
+def _pop_copy(arguments: list) -> bool:
   """Takes `copy` out of the positional arguments of `Tensor.to`.
 
   Raises:

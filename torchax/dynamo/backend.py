@@ -18,15 +18,12 @@ from functorch.compile import (
 from torch import fx
 
 from torchax import _torch_compat
-from torchax.dynamo import draws, logs, recurrent
+from torchax.dynamo import draws, logs, on_jax, recurrent
+from torchax.dynamo.graphs import copied
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import Keys, Program
-from torchax.environment import default_env
-from torchax.interop import jax_jit
-from torchax.interop.arguments import HiddenConstant
 from torchax.rng import packing
 from torchax.rng.sites import TRANSPARENT
-from torchax.tensor import Tensor
 
 _NAME = "a function compiled with torch.compile"
 
@@ -55,45 +52,13 @@ def backend(
     RngError: draws that a compiled graph cannot make.
   """
   chosen = Options.of(mode, options)
-  if any(isinstance(value, Tensor) for value in example_inputs):
-    return _compiled_on_jax(gm, chosen)
+  if on_jax.is_on_jax(gm, example_inputs):
+    return on_jax.compiled(gm, chosen)
   return _compiled_plain(gm, example_inputs, chosen)
 
 
-def _compiled_on_jax(gm, options: Options) -> Callable:
-  """The graph compiled by `jax_jit`, gradients and changes in place included."""
-  compiler_options = options.compiler_options
-  kwargs = {"compiler_options": compiler_options} if compiler_options else {}
-  if options.donate:
-    kwargs["donate_argnums"] = _overwritten(gm.graph)
-  jitted = jax_jit(gm.forward, kwargs)
-
-  def call(*args):
-    # A size that Dynamo leaves open decides shapes: another one compiles anew.
-    args = [HiddenConstant(arg) if type(arg) is int else arg for arg in args]
-    with default_env(), options.applied():
-      return jitted(*args)
-
-  return torch.compiler.disable(call)
-
-
-def _overwritten(graph: fx.Graph) -> tuple[int, ...]:
-  """Numbers of the inputs that a graph changes in place, as far as names tell."""
-  inputs = [node for node in graph.nodes if node.op == "placeholder"]
-  written: set[fx.Node] = set()
-  for node in graph.nodes:
-    name = node.target if node.op == "call_method" else _name_of(node.target)
-    if name.endswith("_") and not name.endswith("__") and node.args:
-      fx.map_arg(node.args[0], written.add)
-  return tuple(place for place, node in enumerate(inputs) if node in written)
-
-
-def _name_of(target) -> str:
-  return getattr(target, "__name__", "")
-
-
 def _compiled_plain(gm, example_inputs, options: Options) -> Callable:
-  module = fx.GraphModule(gm, _copied(gm.graph))
+  module = fx.GraphModule(gm, copied(gm.graph))
   module.meta = dict(gm.meta)
   if hasattr(gm, "_param_name_to_source"):
     module._param_name_to_source = gm._param_name_to_source
@@ -112,16 +77,6 @@ def _compiled_plain(gm, example_inputs, options: Options) -> Callable:
     keep_inference_input_mutations=False,
   )
   return torch.compiler.disable(_Compiled(compiled, keys))
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-  copied = fx.Graph()
-  values: dict = {}
-  copied.output(copied.graph_copy(graph, values))
-  for node, new in values.items():
-    if hasattr(node, "_dynamo_source"):
-      new._dynamo_source = node._dynamo_source
-  return copied
 
 
 def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
@@ -155,6 +110,8 @@ def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
   graph.owning_module.recompile()
 
 
+# Run in the backward pass, which may be called from compiled code.
+_torch_compat.keep_from_dynamo(Program)
 # Else LSTM, GRU and RNN would be left out of the graphs and run by CPU torch.
 _torch_compat.trace_recurrent_layers()
 # The draws of a module have the same sites, compiled or not.

@@ -5,7 +5,6 @@ the same numbers there, so each one takes the packed key, which is an input of t
 and is kept for the backward pass like any other, and a number of its own.
 """
 
-import operator
 import os
 import pathlib
 import re
@@ -17,6 +16,7 @@ from torch.utils import _pytree as torch_pytree
 
 import torchax.errors
 from torchax import _torch_compat
+from torchax.dynamo.graphs import inner
 from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.ops import mappings
@@ -101,7 +101,7 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> int:
 
 def _require_no_draws_inside(graph: fx.Graph) -> None:
   """Raises RngError for a draw in a graph that an operation of this one runs."""
-  for module in {n.target: _inner(n) for n in graph.nodes}.values():
+  for module in {n.target: inner(n) for n in graph.nodes}.values():
     for node in () if module is None else module.graph.nodes:
       if is_random(node) and _BY_KIND.get(_kind(node)) != 0:
         raise RngError(
@@ -112,13 +112,6 @@ def _require_no_draws_inside(graph: fx.Graph) -> None:
         )
     if module is not None:
       _require_no_draws_inside(module.graph)
-
-
-def _inner(node: fx.Node) -> fx.GraphModule | None:
-  if node.op != "get_attr":
-    return None
-  value = operator.attrgetter(node.target)(node.graph.owning_module)
-  return value if isinstance(value, fx.GraphModule) else None
 
 
 def _kind(node: fx.Node) -> Kind | None:

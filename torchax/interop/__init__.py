@@ -1,6 +1,16 @@
 """Torch functions under JAX's transformations, and JAX functions under torch."""
 
-from torchax.interop import optimizers
+from torchax.interop import (
+  jit,
+  loops,
+  maps,
+  module,
+  optimizers,
+  tape,
+  transformed,
+  transforms,
+  views,
+)
 from torchax.interop.jit import Jitted, jax_jit, wrap_jax_jit
 from torchax.interop.ledgers import explain
 from torchax.interop.loops import cond, fori_loop, scan, switch, while_loop
@@ -24,6 +34,9 @@ from torchax.interop.views import (
   torch_view,
   torch_view_elem,
 )
+
+MODULES = (jit, loops, maps, module, tape, transformed, transforms, views)
+"""Where the functions are that run torch code under JAX's transformations."""
 
 __all__ = [
   "Jitted",

@@ -36,16 +36,18 @@ class HiddenGenerator:
 class HiddenConstant:
   """A value that Python decides by, as a part of a tree's structure."""
 
-  __slots__ = ("value",)
+  __slots__ = ("value", "_key")
 
   def __init__(self, value):
     self.value = value
+    # -0.0 equals 0.0 and NaN nothing, but each decides as itself.
+    self._key = (type(value), value.hex() if type(value) is float else value)
 
   def __hash__(self):
-    return hash(self.value)
+    return hash(self._key)
 
   def __eq__(self, other):
-    return type(other) is HiddenConstant and self.value == other.value
+    return type(other) is HiddenConstant and self._key == other._key
 
 
 _CONSTANTS = frozenset({bool, str, torch.dtype, torch.device})

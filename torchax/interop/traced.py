@@ -28,6 +28,7 @@ from torchax.interop import tape as tapes
 from torchax.interop.modes import ModuleModes
 from torchax.interop.tape import Tape
 from torchax.interop.views import arrays_of
+from torchax.ops import mappings
 from torchax.rng import Carried, is_typed_key
 from torchax.storage import Boundary, Cell, Rebindings, Storage, active
 from torchax.tensor import Tensor, new_tensor
@@ -294,12 +295,16 @@ class Traced:
     if effects is None:
       return
     arrays = iter(effects.arrays)
+    on_host = []
     for place in effects.arguments:
-      leaf = leaves[place]
+      leaf, array = leaves[place], next(arrays)
       if isinstance(leaf, Tensor):
-        leaf.replace_jax(next(arrays))
-      else:  # an array: its holder cannot see the change
-        next(arrays)
+        leaf.replace_jax(array)
+      elif isinstance(leaf, torch.Tensor):
+        on_host.append((leaf, array))
+      # else an array, whose holder cannot see the change
+    if on_host:
+      _write_to_host(on_host)
     for storage in effects.storages:
       storage.write(next(arrays))
     for tensor in effects.leaves:
@@ -483,6 +488,13 @@ class Traced:
       ]
       self._note_captured()
       self.pure.miss()
+
+
+def _write_to_host(changes: list[tuple[torch.Tensor, jax.Array]]) -> None:
+  """Changes 0-d tensors on the CPU, such as an optimizer's count of its steps."""
+  with torch.no_grad():
+    for tensor, array in changes:
+      tensor.copy_(mappings.j2t(array))
 
 
 def _tensor_of(cell: Cell, env, root: Tensor | None) -> Tensor:

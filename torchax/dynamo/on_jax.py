@@ -1,0 +1,254 @@
+"""Graphs of Dynamo's that compute on jax: compiled by `jax_jit`.
+
+Dynamo hands over Python numbers in its own way: a float that changes is a 0-d tensor on
+the CPU that the graph calls `item()` of, and a float that is returned goes through
+`scalar_tensor`. Here they are numbers again.
+"""
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from torchax.dynamo.draws import where
+from torchax.dynamo.graphs import (
+  attribute,
+  copied,
+  example,
+  example_tensors,
+  inner,
+  inputs,
+)
+from torchax.dynamo.options import Options
+from torchax.environment import default_env
+from torchax.interop import jax_jit
+from torchax.interop.arguments import HiddenConstant
+from torchax.tensor import Tensor
+
+_SCALAR_TENSOR = torch.scalar_tensor
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def is_on_jax(gm: fx.GraphModule, example_inputs: Sequence) -> bool:
+  """True for a graph in which a tensor is on jax, given or made there."""
+  tensors = [t for node in gm.graph.nodes for t in example_tensors(node)]
+  tensors += [value for value in example_inputs if isinstance(value, torch.Tensor)]
+  return any(tensor.device.type == "jax" for tensor in tensors)
+
+
+def compiled(gm: fx.GraphModule, options: Options) -> Callable:
+  """The graph compiled by `jax_jit`, gradients and changes in place included.
+
+  Args:
+    gm: the graph; left as it is.
+    options: of the backend.
+
+  Returns:
+    A function of the graph's inputs.
+  """
+  module = fx.GraphModule(gm, copied(gm.graph))
+  held = _lift_tensors_on_host(module)
+  floats = _replace_floats(module.graph)
+  results = _Results(module.graph)
+  _replace_checkpoints(module.graph)
+  module.recompile()
+  moved = _moved(module.graph)
+  run = module.forward if moved else _jitted(module, results, options)
+  if moved:
+    warnings.warn(
+      "torch.compile leaves a graph uncompiled that takes a tensor on the CPU and "
+      'computes on jax. Call `.to("jax")` before the compiled function.'
+      f"{where(moved)}",
+      stacklevel=2,
+    )
+
+  def call(*args):
+    args = [*args, *held]
+    for place, is_constant in floats.items():
+      number = float(args[place])
+      args[place] = HiddenConstant(number) if is_constant and not moved else number
+    if not moved:
+      # A size that Dynamo leaves open decides shapes: another one compiles anew.
+      args = [HiddenConstant(arg) if type(arg) is int else arg for arg in args]
+    with default_env(), options.applied():
+      return results.shown(run(*args))
+
+  return torch.compiler.disable(call)
+
+
+def _jitted(module: fx.GraphModule, results: "_Results", options: Options) -> Callable:
+  kwargs = {}
+  if options.compiler_options:
+    kwargs["compiler_options"] = options.compiler_options
+  if options.donate:
+    kwargs["donate_argnums"] = _overwritten(module.graph)
+
+  def compiled_graph(*args):
+    return results.hidden(module.forward(*args))
+
+  return jax_jit(compiled_graph, kwargs)
+
+
+def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:
+  """Makes the graph's own tensors on the CPU its last inputs, and returns them.
+
+  Such as an optimizer's count of steps. Those on jax are found by `jax_jit`.
+  """
+  graph, held, last = module.graph, {}, None
+  for node in list(graph.nodes):
+    if node.op == "placeholder":
+      last = node
+    value = attribute(node)
+    if not isinstance(value, torch.Tensor) or isinstance(value, Tensor):
+      continue
+    if node.target not in held:
+      place = (
+        graph.inserting_before(next(iter(graph.nodes)))
+        if last is None
+        else graph.inserting_after(last)
+      )
+      with place:
+        last = graph.placeholder(f"held_{len(held)}")
+      last.meta = dict(node.meta)
+      held[node.target] = (value, last)
+    node.replace_all_uses_with(held[node.target][1])
+    graph.erase_node(node)
+  return [value for value, _ in held.values()]
+
+
+def _moved(graph: fx.Graph) -> fx.Node | None:
+  """An input on the CPU that is more than a number; None if there is none."""
+  for node in inputs(graph):
+    value = example(node)
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim():
+      return node
+  return None
+
+
+class _Results:
+  """Numbers among the results, which JAX would make arrays of.
+
+  Args:
+    graph: changed, so that it returns the number itself where it returned a tensor on
+      the CPU made of it.
+  """
+
+  def __init__(self, graph: fx.Graph):
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    returned, self._dtypes = [], []
+    for node in output.args[0]:
+      made = isinstance(node, fx.Node) and node.target is _SCALAR_TENSOR
+      if made and example(node).device.type == "cpu":
+        self._dtypes.append(example(node).dtype)
+        node = node.args[0]
+      else:
+        self._dtypes.append(None)
+      returned.append(node)
+    output.args = (tuple(returned),)
+    graph.eliminate_dead_code(_is_effect)
+
+  def hidden(self, results) -> tuple:
+    """In the trace: numbers as constants of the trace."""
+    return tuple(HiddenConstant(v) if type(v) in _NUMBERS else v for v in results)
+
+  def shown(self, results) -> tuple:
+    """Outside of it: numbers again, or the tensors that Dynamo expects."""
+    values = (v.value if type(v) is HiddenConstant else v for v in results)
+    return tuple(
+      value if dtype is None else torch.scalar_tensor(value, dtype=dtype, device="cpu")
+      for value, dtype in zip(values, self._dtypes)
+    )
+
+
+_NUMBERS = frozenset({int, float, bool, complex})
+
+
+def _is_effect(node: fx.Node) -> bool:
+  """Everything but the number of a tensor that nobody uses."""
+  return node.target is not _SCALAR_TENSOR
+
+
+def _replace_floats(graph: fx.Graph) -> dict[int, bool]:
+  """Has the graph take Python floats where it calls `item()` of its inputs.
+
+  Returns:
+    The places of these inputs, and whether the number has to be a constant: anywhere
+    but in arithmetic of floating-point tensors it may decide what is computed.
+  """
+  floats = {}
+  for place, node in enumerate(inputs(graph)):
+    value = example(node)
+    if not isinstance(value, torch.Tensor) or value.dim() or not node.users:
+      continue
+    if value.dtype is not torch.float64 or value.device.type != "cpu":
+      continue
+    items = list(node.users)
+    if all(user.op == "call_method" and user.target == "item" for user in items):
+      floats[place] = not all(map(_is_arithmetic, items))
+      for item in items:
+        item.replace_all_uses_with(node)
+        graph.erase_node(item)
+  return floats
+
+
+def _is_arithmetic(number: fx.Node) -> bool:
+  """True for a number of which only arithmetic makes use."""
+  return all(
+    user.op == "call_function"
+    and user.target in _ARITHMETIC
+    and (
+      _is_arithmetic(user)
+      if isinstance(example(user), torch.SymFloat)
+      else all(t.is_floating_point() for n in user.all_input_nodes for t in _tensors(n))
+    )
+    for user in number.users
+  )
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+  return [tensor for tensor in example_tensors(node) if tensor.device.type == "jax"]
+
+
+_ARITHMETIC = frozenset(
+  {
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg),
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.pow),
+    *(torch.add, torch.sub, torch.mul, torch.div, torch.pow),
+  }
+)
+
+
+def _replace_checkpoints(graph: fx.Graph) -> None:
+  """Has checkpoints keep the random state, which torch leaves to its compiler."""
+  for node in graph.nodes:
+    if node.target is _CHECKPOINT:
+      node.target = _checkpointed
+    body = inner(node)
+    if body is not None:
+      _replace_checkpoints(body.graph)
+      body.recompile()
+
+
+def _checkpointed(body: fx.GraphModule, *args, **kwargs):
+  kwargs = {**kwargs, "use_reentrant": False, "preserve_rng_state": True}
+  context = body.meta.get("_checkpoint_context_fn")
+  if context is not None:
+    kwargs["context_fn"] = context
+  return checkpoint(body, *args, **kwargs)
+
+
+def _overwritten(graph: fx.Graph) -> tuple[int, ...]:
+  """Numbers of the inputs that a graph changes in place, as far as names tell."""
+  written: set[fx.Node] = set()
+  for node in graph.nodes:
+    name = node.target if node.op == "call_method" else _name_of(node.target)
+    if name.endswith("_") and not name.endswith("__") and node.args:
+      fx.map_arg(node.args[0], written.add)
+  return tuple(place for place, node in enumerate(inputs(graph)) if node in written)
+
+
+def _name_of(target) -> str:
+  return getattr(target, "__name__", "")
