@@ -1,5 +1,6 @@
 """The only file that touches private API of torch; `test_torch_compat.py` guards it."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -342,6 +343,24 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
   for constant in code.co_consts:
     if isinstance(constant, types.CodeType):
       yield from _nested(constant)
+
+
+def is_view(target) -> bool:
+  """True for an operation whose result has the memory of its first argument."""
+  return isinstance(target, OpOverload) and any(
+    result.alias_info is not None and not result.alias_info.is_write
+    for result in target._schema.returns
+  )
+
+
+def keeping_draws() -> contextlib.AbstractContextManager:
+  """Graphs that are captured inside keep random operations whose result is not used.
+
+  They move the stream, as they do eagerly.
+  """
+  # Not with `import torch`: that would take a second more.
+  config = importlib.import_module("torch._inductor.config")
+  return config.patch(fallback_random=True)
 
 
 def compiled_module_class() -> type:

@@ -21,7 +21,7 @@ from torchax import _torch_compat
 from torchax.dynamo import draws, logs, on_jax, recurrent
 from torchax.dynamo.graphs import copied
 from torchax.dynamo.options import Options
-from torchax.dynamo.program import Keys, Program
+from torchax.dynamo.program import INFERENCE, Keys, Program
 from torchax.rng import packing
 from torchax.rng.sites import TRANSPARENT
 
@@ -67,15 +67,16 @@ def _compiled_plain(gm, example_inputs, options: Options) -> Callable:
   module.recompile()
   example = _torch_compat.faked(torch.zeros(3, dtype=torch.uint32))
   keys = Keys()
-  compiled = aot_module_simplified(
-    module,
-    [*example_inputs, example],
-    fw_compiler=functools.partial(_compile, options, keys, "forward"),
-    bw_compiler=functools.partial(_compile, options, keys, "backward"),
-    inference_compiler=functools.partial(_compile_inference, options, keys),
-    partition_fn=functools.partial(_partition, keys),
-    keep_inference_input_mutations=False,
-  )
+  with _torch_compat.keeping_draws():
+    compiled = aot_module_simplified(
+      module,
+      [*example_inputs, example],
+      fw_compiler=functools.partial(_compile, options, keys, "forward"),
+      bw_compiler=functools.partial(_compile, options, keys, "backward"),
+      inference_compiler=functools.partial(_compile_inference, options, keys),
+      partition_fn=functools.partial(_partition, keys),
+      keep_inference_input_mutations=False,
+    )
   return torch.compiler.disable(_Compiled(compiled, keys))
 
 
@@ -87,7 +88,7 @@ def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
 def _compile_inference(options: Options, keys: Keys, module, example_inputs):
   inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
   _key(module.graph, inputs[-1], keys)
-  return _compile(options, keys, "inference", module, example_inputs)
+  return _compile(options, keys, INFERENCE, module, example_inputs)
 
 
 def _partition(keys: Keys, module, joint_inputs, *, num_fwd_outputs, **kwargs):

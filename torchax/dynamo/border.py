@@ -31,6 +31,9 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     )
   mappings.check_layout(tensor)
   tensor = tensor.detach().resolve_conj().resolve_neg()
+  if tensor.dtype is torch.float64 and not tensor.dim() and narrowing.is_on():
+    # Dynamo's form of a Python float, which nobody has asked 64 bits for.
+    return mappings.host_array(tensor.float())
   if tensor.dtype in _NARROWED and narrowing.is_on():
     return narrowing.narrow(tensor, mappings.t2j_dtype(tensor.dtype))
   return mappings.host_array(tensor)

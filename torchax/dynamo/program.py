@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from torchax import _torch_compat
-from torchax.dynamo import border, control_flow, draws, products
+from torchax.dynamo import border, checks, control_flow, draws, products
 from torchax.dynamo.options import Options
+from torchax.dynamo.outputs import Outputs, is_number
 from torchax.environment import default_env
-from torchax.errors import OperatorNotFound
 from torchax.ops import mappings
 from torchax.rng import rng_scope
 from torchax.rng.packing import PackedStream
@@ -37,6 +37,10 @@ class _Static:
 
   def __init__(self, values: tuple, log: tuple, messages: tuple):
     self.values, self.log, self.messages = values, log, messages
+
+
+INFERENCE = "inference"
+"""Name of a program without a backward pass."""
 
 
 class Keys:
@@ -73,19 +77,14 @@ class Program:
     self.module, self.options, self.keys, self.name = module, options, keys, name
     nodes = list(module.graph.nodes)
     self._inputs = [node for node in nodes if node.op == "placeholder"]
-    self._steps = [node for node in nodes if node.op in ("get_attr", "call_function")]
-    self._check_steps()
-    (self._returned,) = nodes[-1].args
-    place = {node: n for n, node in enumerate(self._inputs)}
-    # An input that is returned is the caller's own tensor.
-    self._passed = [place.get(value) for value in self._returned]
-    self._computed = [
-      value for value, n in zip(self._returned, self._passed) if n is None
+    (returned,) = nodes[-1].args
+    self._steps = [
+      node
+      for node in nodes
+      if node.op in ("get_attr", "call_function") and not is_number(node)
     ]
-    self._results = [
-      border.Result(_meta(value)) if isinstance(_meta(value), torch.Tensor) else None
-      for value in self._computed
-    ]
+    checks.require_runnable(self._steps)
+    self._outputs = Outputs(returned, self._inputs, shares=name == INFERENCE)
     named = [node.name == keys.rng for node in self._inputs]
     self._rng = named.index(True) if True in named else None
     self._is_needed = [
@@ -94,22 +93,6 @@ class Program:
     ]
     self._constants: dict[str, jax.Array] | None = None
     self._jitted = self._jit()
-
-  def _check_steps(self) -> None:
-    """Raises OperatorNotFound, naming the user's code, if an operation cannot run."""
-    dispatcher = default_env()._dispatcher
-    for node in self._steps:
-      target = node.args[2] if node.target is draws.keyed else node.target
-      try:
-        if isinstance(target, _torch_compat.OpOverload):
-          dispatcher.plan_for(target)
-        elif isinstance(target, _torch_compat.HigherOrderOperator):
-          control_flow.require_known(target)
-      except OperatorNotFound as error:
-        raise OperatorNotFound(
-          f"{error}{draws.where(node)} Or keep that code out of the graph with "
-          "@torch.compiler.disable."
-        ) from None
 
   def _converted_constants(self) -> dict[str, jax.Array]:
     names = dict.fromkeys(n.target for n in self._steps if n.op == "get_attr")
@@ -151,14 +134,10 @@ class Program:
     asserted: list[tuple] = []
     with env, torch.no_grad(), _torch_compat.without_autocast():
       self._interpret(env, values, constants, stream, asserted)
-    found = _filled(self._computed, values)
     taken = {id(array) for array in arrays}
-    outputs = [
-      _own(result.stored(value.jax()), taken)
-      for value, result in zip(found, self._results)
-      if result is not None
-    ]
-    others = tuple(v for v, result in zip(found, self._results) if result is None)
+    computed = self._outputs.stored(_filled(self._outputs.arrays, values))
+    outputs = [_own(array, taken) for array in computed]
+    others = tuple(_filled(self._outputs.numbers, values))
     conditions = [condition for condition, _ in asserted]
     drawn = () if stream is None else tuple(stream.log)
     messages = tuple(message for _, message in asserted)
@@ -215,7 +194,7 @@ class Program:
           arrays.append(border.as_numpy(value))
       else:
         numbers.append(value)
-    returned = [None if place is None else args[place] for place in self._passed]
+    given = {place: args[place] for place in self._outputs.passed}
     args.clear()
     if self._constants is None:
       # Not before: while torch compiles, tensors are fake.
@@ -227,14 +206,7 @@ class Program:
         raise RuntimeError(message)
     if static.log:
       self.keys.log = static.log
-    found, others = iter(outputs), iter(static.values)
-    results = iter(self._results)
-    for place, passed in enumerate(self._passed):
-      if passed is None:
-        result = next(results)
-        value = next(others) if result is None else result.tensor(next(found))
-        returned[place] = value
-    return returned
+    return self._outputs.assemble(given, outputs, static.values)
 
 
 _ASSERTIONS = frozenset(

@@ -1,0 +1,134 @@
+"""How the results of a graph become what torch expects.
+
+Most are arrays that become tensors. Inputs that are returned are the caller's own
+tensors; results that share memory eagerly share it here; and numbers, also those that
+torch wants in a tensor, do not pass through JAX, which may narrow them.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+
+import jax
+import torch
+from torch import fx
+
+from torchax import _torch_compat
+from torchax.dynamo import border
+
+_SCALAR_TENSOR = torch.ops.aten.scalar_tensor.default
+
+
+class Outputs:
+  """The results of a graph, in order.
+
+  Args:
+    returned: nodes, and values that are the same in every call.
+    inputs: the graph's placeholders.
+    shares: results that are views of one tensor share its memory. (Where a gradient
+      is recorded AOTAutograd makes the views.)
+
+  Attributes:
+    arrays: the nodes whose arrays the compiled function returns.
+    numbers: nodes and numbers that it returns as static values.
+    passed: places of the inputs that are returned.
+  """
+
+  def __init__(self, returned: Sequence, inputs: Sequence[fx.Node], shares: bool):
+    self.arrays: list[fx.Node] = []
+    self.numbers: list = []
+    self.passed: set[int] = set()
+    self._results: list[border.Result] = []
+    self._place: dict[fx.Node, int] = {}
+    place = {node: number for number, node in enumerate(inputs)}
+    shared = _shared(returned, place) if shares else set()
+    self._makers = [self._maker(value, place, shared) for value in returned]
+
+  def stored(self, values: list) -> list[jax.Array]:
+    """In the trace: the arrays of the tensors of `arrays`, as they lie in memory."""
+    return [r.stored(value.jax()) for r, value in zip(self._results, values)]
+
+  def assemble(self, args: dict, arrays: list, numbers: Sequence) -> list:
+    """What the graph returns.
+
+    Args:
+      args: its inputs that are `passed`, by place.
+      arrays, numbers: what the compiled function has returned.
+    """
+    tensors = [result.tensor(array) for result, array in zip(self._results, arrays)]
+    return [make(args, tensors, numbers) for make in self._makers]
+
+  def _maker(self, value, place, shared) -> Callable:
+    if isinstance(value, fx.Node) and value in place:
+      number = place[value]
+      self.passed.add(number)
+      return lambda args, tensors, numbers: args[number]
+    meta = value.meta.get("val") if isinstance(value, fx.Node) else value
+    if not isinstance(meta, torch.Tensor):
+      number = self._number(value)
+      return lambda args, tensors, numbers: numbers[number]
+    if is_number(value):
+      number, dtype = self._number(value.args[0]), meta.dtype
+      return lambda args, tensors, numbers: torch.scalar_tensor(
+        numbers[number], dtype=dtype
+      )
+    base, steps = _base(value) if value in shared else (value, ())
+    number = self._array(base, is_own=value not in shared)
+    return lambda args, tensors, numbers: _viewed(tensors[number], steps)
+
+  def _number(self, value) -> int:
+    self.numbers.append(value)
+    return len(self.numbers) - 1
+
+  def _array(self, node: fx.Node, is_own: bool) -> int:
+    if is_own or node not in self._place:
+      self._place[node] = len(self.arrays)
+      self.arrays.append(node)
+      self._results.append(border.Result(node.meta["val"]))
+    return self._place[node]
+
+
+def is_number(node: fx.Node) -> bool:
+  """True for a number that is returned as a tensor, and used for nothing else."""
+  return node.target is _SCALAR_TENSOR and all(u.op == "output" for u in node.users)
+
+
+def _shared(returned: Sequence, inputs: dict) -> set[fx.Node]:
+  """The results that have the memory of another one."""
+  tensors = [
+    v
+    for v in returned
+    if isinstance(v, fx.Node)
+    and v not in inputs
+    and isinstance(v.meta.get("val"), torch.Tensor)
+    and not is_number(v)
+  ]
+  bases = [_base(node)[0] for node in tensors]
+  return {node for node, base in zip(tensors, bases) if bases.count(base) > 1}
+
+
+def _base(node: fx.Node) -> tuple[fx.Node, tuple]:
+  """What a node is a view of, and the operations that make the view of it."""
+  steps: list = []
+  while (source := _viewed_by(node)) is not None:
+    steps.append((node.target, node.args[1:], node.kwargs))
+    node = source
+  return node, tuple(reversed(steps))
+
+
+def _viewed_by(node: fx.Node) -> fx.Node | None:
+  """The node that a node views with numbers that are known; None if it is no view."""
+  is_part = node.target is operator.getitem
+  if node.op != "call_function" or not (is_part or _torch_compat.is_view(node.target)):
+    return None
+  source = node.args[0]
+  if node.all_input_nodes != [source] or source.op != "call_function":
+    return None
+  if is_part and not _torch_compat.is_view(source.target):
+    return None
+  return source
+
+
+def _viewed(tensor, steps):
+  for target, args, kwargs in steps:
+    tensor = target(tensor, *args, **kwargs)
+  return tensor
