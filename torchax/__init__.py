@@ -26,6 +26,7 @@ from torchax import (
   list_plans,
   rng,
   shortcuts,
+  storage,
   subscripts,
   tensor,
   transfer,
@@ -94,12 +95,16 @@ def _compose() -> None:
     factories.register_functions,
     shortcuts.register_functions,
     subscripts.register_functions,
+    interop.control_flow.register_functions,
   ]
   rng.ledger.Explainer.trace = interop.explain
   tensor.Tensor.of_fake = fakes.Fake
+  fakes.Fake.shapes = lambda *called: default_env().shapes(*called)
   _torch_compat.register_backend(device_module)
   _torch_compat.support_foreach(tensor.Tensor, view.View)
+  _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
   factories.register_kernels()
+  interop.control_flow.register_kernels()
   _torch_compat.keep_from_dynamo(
     tensor, view, environment, *interop.MODULES
   )

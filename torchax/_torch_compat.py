@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import types
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -53,6 +54,9 @@ BACKEND = "jax"
 class DispatchMode(_python_dispatch.TorchDispatchMode):
   """A dispatch mode that Dynamo neither wraps, which costs 3 us an operation, nor
   takes as a reason to leave code uncompiled."""
+
+  # Operations that take graphs, such as `torch.cond`, come to it like others.
+  supports_higher_order_operators = True
 
   @classmethod
   def _should_skip_dynamo(cls) -> bool:
@@ -287,6 +291,64 @@ def set_metadata(tensor: torch.Tensor, source: torch.Tensor) -> None:
     torch.Tensor.data.__set__(tensor, source)
 
 
+_swap_tensors = torch.utils.swap_tensors
+
+
+def watch_swaps(cls: type, notice) -> None:
+  """Calls `notice()` when torch has swapped tensors of which one is of this class.
+
+  That is how `Module.to` and `load_state_dict` change a tensor and keep its identity.
+  Where the graph of an earlier forward pass holds a tensor, torch lets no swap happen;
+  for this class it does, and a backward pass through that graph raises.
+  """
+
+  @functools.wraps(_swap_tensors)
+  def swap_tensors(t1, t2):
+    if not (isinstance(t1, cls) or isinstance(t2, cls)):
+      _swap_tensors(t1, t2)
+      return
+    if any(map(_is_held_by_a_graph, (t1, t2))):
+      _swap_held(t1, t2)
+    else:
+      _swap_tensors(t1, t2)
+    notice()
+
+  torch.utils.swap_tensors = swap_tensors
+
+
+def _is_held_by_a_graph(tensor) -> bool:
+  # One more than the name that Python has for it is its node of the graph.
+  return tensor.is_leaf and tensor._use_count() > 1 + tensor.requires_grad
+
+
+def _swap_held(t1, t2) -> None:
+  """`torch.utils.swap_tensors` of leaves that the graph of autograd holds as well.
+
+  Raises:
+    RuntimeError: a weak reference to one of them would then be to the other one.
+  """
+  if weakref.getweakrefs(t1) or weakref.getweakrefs(t2):
+    raise RuntimeError(
+      "Tensors with weak references cannot be swapped. Move the module to its device "
+      "before making what refers to its parameters."
+    )
+  for tensor in (t1, t2):
+    if tensor.is_leaf and tensor.requires_grad:
+      accumulate = torch.autograd.graph.get_gradient_edge(tensor).node
+      accumulate.register_prehook(_refuse_swapped)
+  t1.__class__, t2.__class__ = t2.__class__, t1.__class__
+  t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+  torch._C._swap_tensor_impl(t1, t2)
+
+
+def _refuse_swapped(gradients):
+  raise RuntimeError(
+    "A backward pass has reached a tensor that was moved to another device or dtype "
+    "after the forward pass, as `module.to` does. Move it before, or run the forward "
+    "pass again."
+  )
+
+
 def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
   """Makes `isinstance(tensor, torch.nn.Parameter)` true."""
   tensor._is_param = True
@@ -363,6 +425,13 @@ def keeping_draws() -> contextlib.AbstractContextManager:
   return config.patch(fallback_random=True)
 
 
+def leave_frames_of(*names: str) -> None:
+  """Has Dynamo break graphs at calls of these packages, not trace into them."""
+  trace_rules = importlib.import_module("torch._dynamo.trace_rules")
+  for name in names:
+    trace_rules.add(name)
+
+
 def compiled_module_class() -> type:
   """The class of a module that `torch.compile` has wrapped."""
   return torch._dynamo.OptimizedModule
@@ -379,9 +448,40 @@ def is_fake(tensor) -> bool:
   return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
+def fake_mode_for_export():
+  """A mode whose fake tensors `torch.export` takes for arguments and parameters."""
+  # Loading it takes as long as loading torch: only who exports pays.
+  shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes").ShapeEnv()
+  return torch._subclasses.FakeTensorMode(
+    shape_env=shapes, allow_non_fake_inputs=True, export=True
+  )
+
+
+def fake_tensor(mode, shell: torch.Tensor, device: torch.device) -> torch.Tensor:
+  """A tensor without numbers on any device; autocast for the device sees it.
+
+  Args:
+    mode: see `fake_mode_for_export`.
+    shell: a tensor on meta, with shape, strides and dtype.
+    device: that the tensor seems to be on.
+  """
+  return torch._subclasses.FakeTensor(mode, shell, device)
+
+
+def count_of_hooks() -> int:
+  """A number that grows with every hook that is registered in this process."""
+  return torch.utils.hooks.RemovableHandle.next_id
+
+
 def is_tracing() -> bool:
   """True while `torch.compile` or `torch.export` makes a graph on this thread."""
   return torch._guards.TracingContext.try_get() is not None
+
+
+# What a fake tensor of dynamic shape raises for an operation without a meta kernel.
+UnsupportedOperatorException = (
+  torch._subclasses.fake_tensor.UnsupportedOperatorException
+)
 
 
 # (func, args, kwargs, out) -> out, with the memory and the identity of the arguments

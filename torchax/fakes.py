@@ -5,11 +5,16 @@ fake meta tensor (`FakeTensor`) of the same shape and strides; operations on it 
 that one.
 """
 
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax import _torch_compat
 from torchax.errors import MixedDeviceError, TracedStateError
+from torchax.ops import mappings
 from torchax.tensor import META, Content, Tensor
 from torchax.transfer import arguments_of_to
 
@@ -59,6 +64,14 @@ class Fake(Tensor):
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
     return _dispatch(func, args, kwargs or {})
 
+  @classmethod
+  def __torch_function__(cls, func, types, args=(), kwargs=None):
+    results_of = _RESULTS.get(func)
+    if results_of is not None:
+      return results_of(*args, **(kwargs or {}))
+    with torch._C.DisableTorchFunctionSubclass():
+      return func(*args, **(kwargs or {}))
+
   def __tensor_flatten__(self):
     return ["_shell"], Content(None, None, None)
 
@@ -67,6 +80,9 @@ class Fake(Tensor):
     return Fake(inner_tensors["_shell"], outer_size, outer_stride)
 
   _shell = None
+  # `Dispatcher.shapes`, for operations that torch has no shape rule of; `_compose` sets
+  # it.
+  shapes: ClassVar[Callable | None] = None
 
   @property
   def _env(self):
@@ -101,6 +117,14 @@ class Fake(Tensor):
     return f"Fake({self.dtype}{list(self.shape)} on {self.device})"
 
 
+def _results_of_cond(predicate, on_true, on_false, operands=()):
+  return on_true(*operands)
+
+
+# Operations that take graphs, and know their results by other kinds of fake tensors.
+_RESULTS = {torch.ops.higher_order.cond: _results_of_cond}
+
+
 def _dispatch(func, args, kwargs):
   tree_map = torch_pytree.tree_map
   for value in torch_pytree.tree_leaves((args, kwargs)):
@@ -110,8 +134,34 @@ def _dispatch(func, args, kwargs):
         'cpu. Move it first: `.to("jax")`.'
       )
   plain_args, plain_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
-  result = tree_map(_outer, func(*plain_args, **plain_kwargs))
+  try:
+    result = func(*plain_args, **plain_kwargs)
+  except (NotImplementedError, _torch_compat.UnsupportedOperatorException):
+    result = _by_lowering(func, plain_args, plain_kwargs)
+    if result is None:
+      raise
+  result = tree_map(_outer, result)
   return _torch_compat.correct_aliasing(func, args, kwargs, result)
+
+
+def _by_lowering(func, args, kwargs):
+  """Fake results of an operation of which torch has no shape rule; None if we neither."""
+  tree_map = torch_pytree.tree_map
+  shapes = Fake.shapes(func, tree_map(_shape_of, args), tree_map(_shape_of, kwargs))
+  return tree_map(_of_shape, shapes)
+
+
+def _shape_of(value):
+  if not isinstance(value, torch.Tensor):
+    return value
+  shape = tuple(map(int, value.shape))
+  return jax.ShapeDtypeStruct(shape, mappings.t2j_dtype(value.dtype))
+
+
+def _of_shape(value):
+  if not isinstance(value, jax.ShapeDtypeStruct):
+    return value
+  return torch.empty(value.shape, dtype=mappings.j2t_dtype(value.dtype), device=META)
 
 
 def _inner(value):

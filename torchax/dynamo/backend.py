@@ -111,6 +111,7 @@ def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
   graph.owning_module.recompile()
 
 
+_torch_compat.leave_frames_of("jax", "jaxlib")
 # Run in the backward pass, which may be called from compiled code.
 _torch_compat.keep_from_dynamo(Program)
 # Else LSTM, GRU and RNN would be left out of the graphs and run by CPU torch.

@@ -29,6 +29,7 @@ PLACEHOLDER = "torchax_rng"
 
 # Draws of a lowering; torch marks some operations as random that draw here elsewhere.
 _BY_KIND = {Kind.SAMPLER: 1, Kind.ARRAYS: 0}
+_DROPOUT = torch.ops.aten.native_dropout.default
 _SEEDED = torch.Tag.nondeterministic_seeded
 
 
@@ -86,8 +87,10 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> int:
         f"{node.target} draws numbers in the backward pass of a compiled function. "
         f"Draw them in the forward pass and keep them.{where(node)}"
       )
-    made = _count(node)
-    if made == 0:
+    # `torch.dropout` hands an empty tensor back, and draws nothing.
+    is_empty = node.target is _DROPOUT and not hint(node.args[0].meta["val"].numel())
+    made = 0 if is_empty else _count(node)
+    if made == 0 and not is_empty:
       continue
     with graph.inserting_before(node):
       args = (rng, draws, node.target, *node.args)

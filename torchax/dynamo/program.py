@@ -19,7 +19,7 @@ from torchax.dynamo import border, checks, control_flow, draws, products
 from torchax.dynamo.options import Options
 from torchax.dynamo.outputs import Outputs, is_number
 from torchax.environment import default_env
-from torchax.ops import mappings
+from torchax.ops import mappings, narrowing
 from torchax.rng import rng_scope
 from torchax.rng.packing import PackedStream
 from torchax.tensor import new_tensor
@@ -212,6 +212,8 @@ class Program:
 _ASSERTIONS = frozenset(
   {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
 )
+_CONVERT = torch.ops.prims.convert_element_type.default
+_TO_COPY = torch.ops.aten._to_copy.default
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 
 
@@ -222,11 +224,19 @@ def _apply(env, target, args, kwargs):
     if target in _VIEWS:
       # Whether memory can be viewed so was asked of torch's strides, not of ours.
       args = (new_tensor(args[0].jax(), env), *args[1:])
+    if target is _CONVERT:
+      return _converted(env, *args)
     return env.dispatch(target, (), args, kwargs)
   if isinstance(target, _torch_compat.HigherOrderOperator):
     run_graph = functools.partial(_run_graph, env)
     return control_flow.run(env, target, args, kwargs, run_graph)
   return target(*args, **kwargs)
+
+
+def _converted(env, tensor, dtype):
+  if dtype is torch.float64 and not tensor.dim() and narrowing.is_on():
+    return tensor  # a Python float on its way to the dtype it is used in
+  return env.dispatch(_TO_COPY, (), (tensor,), {"dtype": dtype})
 
 
 def _run_graph(env, module: fx.GraphModule, arguments: list) -> list:

@@ -1,6 +1,7 @@
 """Torch functions under JAX's transformations, and JAX functions under torch."""
 
 from torchax.interop import (
+  control_flow,
   jit,
   loops,
   maps,
@@ -46,6 +47,7 @@ __all__ = [
   "call_jax",
   "call_torch",
   "cond",
+  "control_flow",
   "explain",
   "extract_all_buffers",
   "extract_jax",

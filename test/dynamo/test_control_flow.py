@@ -1,0 +1,115 @@
+"""`torch.cond` and `torch.while_loop`: eagerly, in `jax_jit` and in `torch.compile`."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchax
+from torchax.interop import jax_jit
+
+X = torch.linspace(-1.0, 2.0, 8)
+
+
+def branch(x):
+  return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x * 3, (x,))
+
+
+def branch_by_number(x):
+  return torch.cond(x.shape[0] > 3, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
+def loop(x):
+  start = torch.zeros((), dtype=torch.int64, device=x.device)
+  return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (start, x))[
+    1
+  ]
+
+
+def loop_over_closure(x):
+  scale = x.abs().sum()
+  start = torch.zeros((), dtype=torch.int64, device=x.device)
+  return torch.while_loop(
+    lambda i, y: (i < 5) & (y.sum() < 100),
+    lambda i, y: (i + 1, y * 2 + scale),
+    (start, x),
+  )[1]
+
+
+BRANCHES = [branch, branch_by_number]
+LOOPS = [loop, loop_over_closure]
+WAYS = {
+  "eager": lambda function: function,
+  "jit": jax_jit,
+  "compile": lambda function: torch.compile(function, backend="jax", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("function", BRANCHES, ids=lambda function: function.__name__)
+def test_on_jax(function, way, is_inside):
+  place = torchax.default_env() if is_inside else contextlib.nullcontext()
+  for sign in (1, -1):
+    expected = function(X * sign)
+    with place:
+      actual = WAYS[way](function)((X * sign).to("jax"))
+    assert actual.device.type == "jax"
+    torch.testing.assert_close(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+  "function", [*BRANCHES, *LOOPS], ids=lambda function: function.__name__
+)
+@pytest.mark.parametrize("way", ["eager", "compile"])
+def test_tensors_on_the_cpu_inside_the_environment(function, way):
+  expected = function(X)
+  with torchax.default_env():
+    torch.testing.assert_close(WAYS[way](function)(X), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_branches_on_jax(way):
+  for sign in (1, -1):
+    plain = (X * sign).requires_grad_()
+    branch(plain).sum().backward()
+    x = (X * sign).to("jax").requires_grad_()
+    WAYS[way](branch)(x).sum().backward()
+    torch.testing.assert_close(x.grad.cpu(), plain.grad)
+
+
+def draw_in_branch(x):
+  return torch.cond(
+    x.sum() > 0, lambda x: F.dropout(x, 0.5), lambda x: x * torch.rand_like(x), (x,)
+  )
+
+
+def test_branches_on_jax_draw_the_same_in_every_way():
+  x = X.to("jax")
+  drawn = {}
+  for way, make in WAYS.items():
+    with torchax.default_env() as env:
+      torch.manual_seed(3)
+      function = make(draw_in_branch)
+      drawn[way] = [function(x).tolist(), function(-x).tolist(), env.rng.state.count]
+  assert drawn["eager"] == drawn["jit"] == drawn["compile"]
+  assert drawn["eager"][2] == 2
+
+
+def draw_in_loop(x):
+  start = torch.zeros((), dtype=torch.int64)
+  return torch.while_loop(
+    lambda i, x: i < 3, lambda i, x: (i + 1, F.dropout(x, 0.5)), (start, x)
+  )[1]
+
+
+@pytest.mark.parametrize("function", [draw_in_branch, draw_in_loop])
+def test_draws_inside_are_refused_on_the_cpu(function):
+  """They cannot be numbered: which of them happen is not known, nor how often."""
+  before = torchax.default_env().rng.state
+  with pytest.raises(Exception, match=r"draws numbers inside.*test_control_flow") as e:
+    torch.compile(function, backend="jax")(X)
+  assert "RngError" in str(e.value)
+  assert "pass the numbers as an operand" in str(e.value)
+  assert torchax.default_env().rng.state == before

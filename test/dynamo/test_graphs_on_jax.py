@@ -1,0 +1,217 @@
+"""Graphs on jax: numbers, casts, factories, checkpoints, graph breaks, backward."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dynamo.counting import CountingBackend
+from torch.utils.checkpoint import checkpoint
+
+import torchax
+from torchax.interop import jax_jit
+
+PLAIN = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
+
+
+@pytest.fixture
+def x():
+  return PLAIN.to("jax")
+
+
+def compiled(function, **options):
+  return torch.compile(function, backend="jax", **options)
+
+
+# Casts and moves ---------------------------------------------------------------------
+
+CASTS = {
+  "to dtype": lambda x: x.to(torch.bfloat16),
+  "to device and dtype": lambda x: x.to("jax", torch.float16),
+  "to by name": lambda x: x.to(device="jax", dtype=torch.int32),
+  "to other": lambda x: x.to(x.int()),
+  "to the same": lambda x: x.to("jax") + 1,
+  "copy": lambda x: x.to(torch.float32, copy=True),
+  "type": lambda x: x.type(torch.int32),
+  "type_as": lambda x: x.type_as(x.bool()),
+  "data": lambda x: x.data * 2,
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_are_part_of_the_graph(x, name):
+  cast = CASTS[name]
+  actual, expected = compiled(cast, fullgraph=True)(x), cast(x)
+  assert (actual.dtype, actual.device) == (expected.dtype, expected.device)
+  assert torch.equal(actual.cpu(), expected.cpu())
+
+
+# What needs numbers breaks the graph -------------------------------------------------
+
+READS = {
+  "cpu": lambda x: x.cpu() + 1,
+  "to cpu": lambda x: x.to("cpu", torch.float16) + 1,
+  "print": lambda x: (str(x * 2), x + 1)[1],
+  "format": lambda x: (f"{x.sum():.2f}", x + 1)[1],
+  "tolist": lambda x: x + sum((x * 2).tolist()[0]),
+  "numpy": lambda x: x + float((x * 2).numpy().sum()),
+  "jax": lambda x: x + float((x * 2).jax().sum()),
+  "float": lambda x: x + float(x.abs().sum()),
+  "if": lambda x: x + 1 if x.abs().sum() > 0 else x - 1,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reading_numbers_breaks_the_graph(x, name):
+  read = READS[name]
+  torch.testing.assert_close(compiled(read)(x), read(x))
+
+
+def test_in_one_graph_reading_numbers_is_refused(x):
+  with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Tensor.to\('cpu'\)"):
+    compiled(lambda x: x.cpu() + 1, fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_backward_inside(device):
+  """The backward pass is no code of the user's for Dynamo to trace."""
+  first = torch.nn.Linear(8, 3)
+  second = copy.deepcopy(first)
+  first.to(device)
+
+  def step(model, x):
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss.detach() * 2
+
+  actual = compiled(step)(first, PLAIN.to(device))
+  torch.testing.assert_close(actual.cpu(), step(second, PLAIN))
+  torch.testing.assert_close(first.weight.grad.cpu(), second.weight.grad)
+
+
+# Numbers -----------------------------------------------------------------------------
+
+
+def test_a_float_that_changes_is_an_operand(x):
+  backend = CountingBackend()
+  run = torch.compile(lambda x, scale: x * scale + scale * 2, backend=backend)
+  for scale in (0.5, 0.7, -0.0, 0.9):
+    torch.testing.assert_close(run(x, scale), x * scale + scale * 2)
+  assert len(backend.graphs) == 2, "the first value is a constant, then a number"
+
+
+@pytest.mark.parametrize(
+  "function",
+  [
+    lambda x, p: F.dropout(x, p) * 0 + p,
+    lambda x, p: x.int() * p,
+    lambda x, p: torch.full((2,), p, device=x.device),
+    lambda x, p: x * p if p < 0.6 else x - p,
+    lambda x, p: (x * p, p * 2, p + 1234567890.123),
+    lambda x, p: x.clamp(-p, p),
+  ],
+  ids=["dropout", "integers", "full", "branch", "results", "clamp"],
+)
+def test_a_float_that_decides_is_a_constant(x, function):
+  run = compiled(function)
+  for p in (0.25, 0.5, 0.75, 0.5):
+    actual = run(x, p)
+    with torchax.default_env():
+      expected = function(x, p)
+    torch.testing.assert_close(actual, expected)
+    if isinstance(expected, tuple):
+      assert actual[1:] == expected[1:], "Python floats, to the last digit"
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_sizes_among_the_results_are_integers(dynamic):
+  def function(x):
+    n = x.shape[0] * 2
+    torch._dynamo.graph_break()
+    return x * sum(range(n)), n
+
+  run = compiled(function, dynamic=dynamic)
+  for size in (2, 3, 4):
+    value, n = run(torch.ones(size).to("jax"))
+    assert type(n) is int and n == 2 * size
+    assert value.tolist() == [sum(range(n))] * size
+
+
+@pytest.mark.parametrize("make", [compiled, jax_jit], ids=["compile", "jit"])
+def test_a_number_on_the_cpu_is_changed_in_place(x, make):
+  """Such as an optimizer's count of its steps."""
+  run = make(lambda x, count: (count.add_(1), x * count)[1])
+  count = torch.tensor(0.0)
+  for expected in (1, 2, 3):
+    torch.testing.assert_close(run(x, count), x * expected)
+    assert count.device.type == "cpu" and count.item() == expected
+
+
+@pytest.mark.parametrize(
+  "optimizer",
+  ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad"],
+)
+def test_a_compiled_step_of_an_optimizer(optimizer):
+  results = []
+  for device in ("cpu", "jax"):
+    p = torch.nn.Parameter(torch.ones(3, device="cpu").to(device))
+    made = getattr(torch.optim, optimizer)([p], lr=0.1)
+    step = compiled(made.step) if device == "jax" else made.step
+    for turn in range(3):
+      p.grad = torch.tensor([1.0, 2.0, 3.0], device="cpu").to(device) + turn
+      step()
+    counts = [state["step"] for state in made.state.values() if "step" in state]
+    results.append((p.detach().cpu(), [float(count) for count in counts]))
+  torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+# Graphs without an input on jax ------------------------------------------------------
+
+
+def test_factories_make_tensors_on_jax():
+  made = compiled(lambda: torch.zeros(3, device="jax"))()
+  assert made.device.type == "jax" and made.tolist() == [0.0] * 3
+  assert compiled(lambda: torch.arange(3, device="jax"))().dtype == torch.int32
+
+
+def test_the_device_of_an_input_that_is_not_read(x):
+  def mask(x):
+    return torch.ones(x.shape[0], 3, device=x.device).tril()
+
+  assert torch.equal(compiled(mask)(x).cpu(), mask(PLAIN))
+  assert compiled(mask)(x).device.type == "jax"
+
+
+def test_a_graph_that_moves_a_tensor_runs_uncompiled_and_says_so():
+  run = compiled(lambda x: (x * 2).to("jax") + 1)
+  with pytest.warns(UserWarning, match="uncompiled.*test_graphs_on_jax"):
+    actual = run(PLAIN)
+  torch.testing.assert_close(actual.cpu(), PLAIN * 2 + 1)
+
+
+# Checkpoints -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_draws_again_what_it_drew(x, use_reentrant):
+  layer = torch.nn.Linear(8, 8).to("jax")
+
+  def block(x):
+    return F.dropout(layer(x), 0.5)
+
+  def plain(x):
+    return block(x).square().sum()
+
+  def saved(x):
+    return checkpoint(block, x, use_reentrant=use_reentrant).square().sum()
+
+  found = []
+  for run in (compiled(saved, fullgraph=True), plain):
+    given = x.clone().requires_grad_()
+    layer.zero_grad()
+    torch.manual_seed(11)
+    with torchax.default_env():
+      loss = run(given)
+    loss.backward()
+    found.append((loss.detach(), given.grad, layer.weight.grad.clone()))
+  torch.testing.assert_close(*found)

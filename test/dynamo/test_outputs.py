@@ -1,0 +1,170 @@
+"""Results of graphs on the CPU: memory that they share, numbers, unused draws."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo import graph_break
+
+import torchax
+
+X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
+
+
+def compiled(function, **options):
+  return torch.compile(function, backend="jax", **options)
+
+
+def row(x):
+  y = x * 2
+  return y, y[0]
+
+
+def columns(x):
+  """Views of a tensor that is not returned itself, in another order in memory."""
+  y = (x * 2).t()
+  return y[1:3], y[2:5], y.reshape(-1)
+
+
+def chunks(x):
+  return (x + 1).chunk(2)
+
+
+def twice(x):
+  y = x * 2
+  return y, y
+
+
+def flat(x):
+  y = x * 2
+  return y.view(-1), y.unsqueeze(0)
+
+
+def detached(x):
+  y = x * 2
+  return y, y.detach(), y.data[1]
+
+
+def apart(x):
+  return x * 2, x * 2, (x * 2).clone()
+
+
+def overlaps(results) -> list[bool]:
+  """For each pair, whether a change of the first is seen in the second."""
+  found = []
+  for first in results:
+    for second in results:
+      before = second.clone()
+      first.add_(1)
+      found.append(not torch.equal(before, second))
+      first.sub_(1)
+  return found
+
+
+SHARING = [row, columns, chunks, twice, flat, apart]
+
+
+@pytest.mark.parametrize(
+  ("function", "needs_grad"),
+  # With a gradient AOTAutograd gives the detached ones memory of their own.
+  [*itertools.product(SHARING, [False, True]), (detached, False)],
+)
+def test_results_share_memory_as_they_do_eagerly(function, needs_grad):
+  x = X.clone().requires_grad_(needs_grad)
+  actual, expected = compiled(function)(x), function(x)
+  torch.testing.assert_close(actual, expected)
+  assert [r.stride() for r in actual] == [r.stride() for r in expected]
+  found = [overlaps([r.detach() for r in rs]) for rs in (actual, expected)]
+  assert found[0] == found[1]
+
+
+def test_a_change_after_a_graph_break_is_seen():
+  def function(x):
+    y = x * 2
+    view = y[0]
+    graph_break()
+    view.zero_()
+    return y
+
+  torch.testing.assert_close(compiled(function)(X), function(X))
+
+
+@pytest.mark.filterwarnings("error::torchax.errors.NarrowingWarning")
+@pytest.mark.parametrize("factor", [1.0, 1e40])
+def test_python_floats_keep_their_digits(factor):
+  def function(x, number):
+    return x * 1, number + 1234567890.123, number * factor
+
+  run = compiled(function)
+  for number in (0.5, 0.7, -0.7):
+    assert run(X, number)[1:] == function(X, number)[1:]
+
+
+def test_a_float_that_changes_does_not_compile_anew():
+  count = torch._dynamo.testing.CompileCounterWithBackend("jax")
+  run = torch.compile(lambda x, number: x * number, backend=count)
+  for number in (0.5, 0.7, 0.9, 1.1):
+    torch.testing.assert_close(run(X, number), X * number)
+  assert count.frame_count <= 2, "the first value is a constant, then a number"
+
+
+def unused(x):
+  F.dropout(x, 0.5)
+  torch.rand(3, device=x.device)
+  return F.dropout(x, 0.5)
+
+
+def of_nothing(x):
+  return torch.cat([F.dropout(x[:0], 0.5), F.dropout(x, 0.5)])
+
+
+def overwritten(x):
+  noise = torch.empty_like(x).uniform_()
+  noise.zero_()
+  return F.dropout(x, 0.5) + noise
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("function", [unused, of_nothing, overwritten])
+def test_draws_that_are_not_used_move_the_stream(function, needs_grad):
+  x = torch.ones(64)
+  with torchax.default_env() as env:
+    torch.manual_seed(5)
+    expected = [function(x.to("jax")).cpu(), torch.rand(3).cpu()]
+    count = env.rng.state.count
+  torch.manual_seed(5)
+  run = compiled(function)
+  actual = [run(x.clone().requires_grad_(needs_grad)).detach()]
+  with torchax.default_env() as env:
+    actual.append(torch.rand(3).cpu())
+    assert env.rng.state.count == count
+  torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", [lambda x: x[x > 0], lambda x: x.nonzero()])
+def test_what_depends_on_values_is_refused_in_a_graph(function):
+  settings = {
+    "capture_dynamic_output_shape_ops": True,
+    "capture_scalar_outputs": True,
+  }
+  refused = pytest.raises(Exception, match="depends on the values of a tensor")
+  with torch._dynamo.config.patch(settings), refused as error:
+    compiled(function, fullgraph=True)(X)
+  assert "DataDependentError" in str(error.value)
+  assert "test_outputs.py" in str(error.value), "the line of the user's code"
+  torch.testing.assert_close(compiled(function)(X), function(X))
+
+
+def test_a_custom_operation_that_changes_its_argument_is_named():
+  @torch.library.custom_op("torchax_test::bump", mutates_args=("x",))
+  def bump(x: torch.Tensor) -> None:
+    x.add_(1)
+
+  def function(x):
+    y = x * 2
+    bump(y)
+    return y
+
+  with pytest.raises(Exception, match=r"torchax_test\.bump\.default has no lowering"):
+    compiled(function)(X)
