@@ -36,6 +36,9 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 without_dispatch = torch._C._DisableTorchDispatch
 without_modes = _python_dispatch._disable_current_modes
 
+# Context manager: `__torch_function__` of classes is not asked.
+without_function_overrides = torch._C.DisableTorchFunctionSubclass
+
 # (tensor, bool): marks a wrapper as the conjugate or the negative of what torch
 # believes to be its memory, so that `resolve_conj`, `is_conj`, `imag` act as on the
 # CPU.

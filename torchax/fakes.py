@@ -69,7 +69,7 @@ class Fake(Tensor):
     results_of = _RESULTS.get(func)
     if results_of is not None:
       return results_of(*args, **(kwargs or {}))
-    with torch._C.DisableTorchFunctionSubclass():
+    with _torch_compat.without_function_overrides():
       return func(*args, **(kwargs or {}))
 
   def __tensor_flatten__(self):
@@ -145,7 +145,7 @@ def _dispatch(func, args, kwargs):
 
 
 def _by_lowering(func, args, kwargs):
-  """Fake results of an operation of which torch has no shape rule; None if we neither."""
+  """Fake results where torch has no shape rule; None where our lowering has none."""
   tree_map = torch_pytree.tree_map
   shapes = Fake.shapes(func, tree_map(_shape_of, args), tree_map(_shape_of, kwargs))
   return tree_map(_of_shape, shapes)
