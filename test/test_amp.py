@@ -225,6 +225,13 @@ def test_composites_taken_apart_are_composites():
     assert torchax._torch_compat.is_composite(op), op
 
 
+def test_a_policy_is_that_of_an_overload():
+  before = dict(amp.autocast_policy)
+  with pytest.raises(TypeError, match=r"expects an overload.*aten\.mm"):
+    amp.autocast_policy[aten.mm] = CastPolicy.FP32
+  assert dict(amp.autocast_policy) == before
+
+
 def test_an_out_argument_says_the_precision():
   x = SQUARE.to("jax")
   out = torch.empty_like(x)

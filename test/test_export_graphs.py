@@ -50,6 +50,14 @@ SYMBOLIC = {
   "index": lambda x: x[:, torch.tensor([0, 2])],
   "gather": lambda x: x.gather(1, x.argsort(1)),
   "pool": lambda x: F.avg_pool1d(x[None], 2),
+  "cast": lambda x: x.to(torch.float16),
+  "cast to integers": lambda x: (x * 3).long() + (x * 3).int(),
+  "cast of a mask": lambda x: (x > 0).float() + (x > 0).type_as(x),
+  "one_hot": lambda x: F.one_hot((x[:, 0] > 0).long(), 3),
+  "scatter": lambda x: x.scatter_add(1, x.long().abs(), x),
+  "embedding": lambda x: F.embedding(x.long().abs(), torch.ones(9, 2)),
+  "quantile": lambda x: x.quantile(0.5, 1),
+  "resize": lambda x: F.interpolate(x[:, None], scale_factor=1.5, mode="linear"),
 }
 
 
@@ -276,3 +284,36 @@ def test_debug_logs_operations_with_their_results(monkeypatch, caplog):
     program([], (arrays(X),))
   assert "aten.relu.default" in caplog.text
   assert "(4, 8)" in caplog.text
+
+
+UNDECIDED = {
+  "a resized dimension": lambda x: F.interpolate(x.T[None], scale_factor=1.5),
+  "a power": lambda x: x.abs() ** x.shape[0],
+}
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_an_operation_that_needs_a_size_says_so(name):
+  exported = export_of(UNDECIDED[name], X, dynamic_shapes=({0: BATCH},))
+  with pytest.raises(OperatorNotFound, match=r"needs to know a size that is a symbol"):
+    exported_program_to_stablehlo(exported)
+
+
+@pytest.mark.parametrize("solve", ["inv", "solve"])
+def test_checks_of_singular_matrices_are_left_out(solve):
+  """They are effects in a graph of torch's, which a pure function cannot have."""
+  x = torch.eye(3) * 2 + torch.ones(3, 3)
+  function = {"inv": torch.linalg.inv, "solve": lambda x: torch.linalg.solve(x, x[0])}
+  (output,) = program_of(function[solve], x)([], arrays((x,)))
+  assert_equals(output, function[solve](x))
+
+
+def test_a_detached_result_is_one_of_its_own():
+  program = program_of(lambda x: (x * 2, (x * 3).detach()), X)
+  outputs = program([], arrays((X,)))
+  assert_equals(outputs[0], X * 2)
+  assert_equals(outputs[1], X * 3)
+  (slope,) = jax.grad(lambda inputs: sum(map(jnp.sum, program([], inputs))))(
+    tuple(arrays((X,)))
+  )
+  assert (slope == 2).all()

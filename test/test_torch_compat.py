@@ -3,10 +3,12 @@
 import functools
 import importlib
 import threading
+import weakref
 
 import pytest
 import torch
 from compare import assert_same
+from functorch.compile import aot_module_simplified, make_boxed_func
 from source_tree import dotted_names, modules
 from torch.overrides import TorchFunctionMode
 
@@ -281,6 +283,76 @@ def test_a_composite_kernel_is_found():
   assert _torch_compat.composite_decomposition(torch.mm) is None
 
 
+def test_a_composite_operation_is_told_from_others():
+  aten = torch.ops.aten
+  assert _torch_compat.is_composite(aten.nll_loss.default)
+  assert not _torch_compat.is_composite(aten.mm.default)
+  # It exists for TorchScript alone.
+  assert not _torch_compat.is_composite(aten.__and__.bool)
+  assert not _torch_compat.is_composite(torch.mm)
+
+
+def test_a_composite_kernel_is_torchs_own():
+  kernel = _torch_compat.composite_kernel(torch.ops.aten.dropout.default)
+  x = torch.ones(50)
+  torch.manual_seed(0)
+  dropped = kernel(x, 0.5, True)
+  torch.manual_seed(0)
+  assert torch.equal(dropped, torch.nn.functional.dropout(x))
+
+
+@pytest.fixture
+def notices(monkeypatch):
+  """What is noticed of swaps of tensors of the class `Swapped`."""
+  monkeypatch.setattr(torch.utils, "swap_tensors", torch.utils.swap_tensors)
+  seen = []
+  _torch_compat.watch_swaps(Swapped, lambda: seen.append(1))
+  return seen
+
+
+class Swapped(torch.Tensor):
+  """A class whose swaps are watched."""
+
+
+def test_swaps_are_noticed(notices):
+  first, second = torch.zeros(2).as_subclass(Swapped), torch.ones(2)
+  torch.utils.swap_tensors(first, second)
+  assert notices == [1] and type(second) is Swapped
+  assert torch.equal(first, torch.ones(2)) and type(first) is torch.Tensor
+  torch.utils.swap_tensors(first, torch.ones(2))
+  assert notices == [1]
+
+
+def test_modules_are_moved_by_the_swap_that_is_watched():
+  called = []
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(torch.utils, "swap_tensors", lambda *tensors: called.append(tensors))
+    patch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    torch.nn.Linear(2, 2, bias=False).to(torch.float64)
+  assert len(called) == 1
+
+
+def test_a_tensor_that_a_graph_holds_is_swapped(notices):
+  held = torch.ones(2, requires_grad=True)
+  product = (held * held).sum()
+  new = torch.zeros(2).as_subclass(Swapped).requires_grad_()
+  torch.utils.swap_tensors(held, new)
+  assert notices == [1] and held.tolist() == [0, 0] and new.tolist() == [1, 1]
+  with pytest.raises(RuntimeError, match="moved to another device"):
+    product.backward()
+
+
+def test_a_held_tensor_with_weak_references_is_not_swapped(notices):
+  held = torch.ones(2, requires_grad=True)
+  product, reference = (held * held).sum(), weakref.ref(held)
+  new = torch.zeros(2).as_subclass(Swapped).requires_grad_()
+  with pytest.raises(RuntimeError, match="weak references"):
+    torch.utils.swap_tensors(held, new)
+  assert not notices and reference() is held
+  product.backward()
+  assert held.grad.tolist() == [2, 2]
+
+
 def test_a_module_holds_other_tensors_inside_a_block():
   model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
   model[1].weight = model[0].weight
@@ -490,3 +562,101 @@ def test_a_function_is_kept_from_dynamo():
   torch.compile(inner_function, backend=backend)(torch.ones(2))
   assert len(graphs) == 1
   torch.compiler.reset()
+
+
+def test_export_takes_fake_tensors_of_any_device():
+  mode = _torch_compat.fake_mode_for_export()
+  shell = torch.empty(2, 3, device="meta")
+  fake = _torch_compat.fake_tensor(mode, shell, torch.device("cuda:0"))
+  assert _torch_compat.is_fake(fake)
+  assert fake.device == torch.device("cuda:0")
+  program = torch.export.export(torch.nn.ReLU(), (fake,))
+  (result,) = (n.meta["val"] for n in program.graph.nodes if n.op == "call_function")
+  assert (tuple(result.shape), result.device) == ((2, 3), torch.device("cuda:0"))
+
+
+def test_hooks_are_counted():
+  module = torch.nn.ReLU()
+  before = _torch_compat.count_of_hooks()
+  module.register_forward_hook(lambda *args: None)
+  assert _torch_compat.count_of_hooks() > before
+
+
+class _Kept:
+  """What Dynamo is kept from."""
+
+  @property
+  def value(self):
+    return outer_function(torch.ones(2))
+
+  @classmethod
+  def make(cls):
+    return lambda x: outer_function(x)
+
+
+def test_the_code_of_classes_and_modules_is_found():
+  found = {code.co_name for code in _torch_compat._code_of(_Kept)}
+  assert found == {"value", "make", "<lambda>"}
+  names = {code.co_name for code in _torch_compat._code_of(_torch_compat)}
+  assert {"keep_from_dynamo", "ignore_compile_internals"} <= names
+
+
+def test_what_fakes_raise_where_numbers_are_asked_for():
+  error = _torch_compat.DataDependentOutputException("Tensor.answer")
+  assert isinstance(error, RuntimeError) and error.func == "Tensor.answer"
+
+
+def test_packages_are_left_to_python():
+  trace_rules = importlib.import_module("torch._dynamo.trace_rules")
+  path = importlib.import_module("jax.numpy").__file__
+  _torch_compat.leave_frames_of("jax")
+  assert trace_rules.check_file(path).skipped
+  assert not trace_rules.check_file(__file__).skipped
+
+
+def test_draws_that_are_not_used_stay_in_graphs():
+  found = []
+
+  def backend(graph, inputs):
+    def keep(module, inputs):
+      found.append([str(node.target) for node in module.graph.nodes])
+      return make_boxed_func(module.forward)
+
+    with _torch_compat.keeping_draws():
+      return aot_module_simplified(graph, inputs, fw_compiler=keep)
+
+  torch.compiler.reset()
+  torch.compile(lambda x: (torch.rand_like(x), x + 1)[1], backend=backend)(
+    torch.ones(2)
+  )
+  torch.compiler.reset()
+  assert any("rand_like" in target for target in found[0])
+
+
+@pytest.mark.parametrize(
+  ("operation", "expected"),
+  [
+    (torch.ops.aten.select.int, True),
+    (torch.ops.aten.split.Tensor, True),
+    (torch.ops.aten.add.Tensor, False),
+    (torch.ops.aten.add_.Tensor, False),
+    (torch.add, False),
+  ],
+)
+def test_views_are_known_by_their_schema(operation, expected):
+  assert _torch_compat.is_view(operation) is expected
+
+
+def test_operations_that_take_graphs_come_to_dispatch_modes():
+  seen = []
+
+  class Mode(_torch_compat.DispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+      seen.append(func)
+      return func(*args, **(kwargs or {}))
+
+  cond = torch.ops.higher_order.cond
+  x = torch.ones(2)
+  with Mode():
+    (result,) = cond(torch.tensor(True), lambda x: [x + 1], lambda x: [x], (x,))
+  assert cond in seen and torch.equal(result, x + 1)

@@ -9,6 +9,7 @@ import torch
 from compare import assert_same
 from ops.harness import floats
 
+import torchax
 from torchax.interop import jax_jit
 from torchax.ops.schema import schema_of
 
@@ -288,3 +289,31 @@ def test_writes_go_both_ways_in_a_compiled_function(rows):
   for row, *results in zip(rows, actual, expected, bases, cpu):
     have, want, base, cpu_base = results
     assert_same((have, base), (want, cpu_base), _name(row))
+
+
+@pytest.mark.parametrize("number", [2j, 1 - 3j, 2.0, 3, True])
+def test_a_view_of_a_number_is_one_of_a_tensor_that_promotes_as_the_number(number):
+  """Graphs of gradients have numbers in places of tensors."""
+  dispatch = torchax.default_env().dispatch
+  expected = torch.tensor(number)
+  conjugates = expected.is_complex()
+  op = aten._conj.default if conjugates else aten.alias.default
+  view = dispatch(op, (), (number,), None)
+  assert_same(view.resolve_conj(), expected.conj().resolve_conj())
+  expanded = dispatch(aten.expand.default, (), (number, [2, 2]), None)
+  assert_same(expanded, expected.expand(2, 2))
+  factor = torch.full((3, 2), 0.5, dtype=torch.bfloat16)
+  product = dispatch(aten.mul.Tensor, (), (factor.to("jax"), view), None)
+  assert_same(product, factor * expected.conj())
+
+
+def test_a_compiled_gradient_conjugates_a_number():
+  def loss(z):
+    return (z * (2j - 1)).abs().sum()
+
+  gradients = []
+  for run in (loss, torch.compile(loss, backend="jax")):
+    z = COMPLEX.clone().requires_grad_()
+    run(z).backward()
+    gradients.append(z.grad)
+  torch.testing.assert_close(*gradients)

@@ -105,9 +105,7 @@ def _compose() -> None:
   _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
   factories.register_kernels()
   interop.control_flow.register_kernels()
-  _torch_compat.keep_from_dynamo(
-    tensor, view, environment, *interop.MODULES
-  )
+  _torch_compat.keep_from_dynamo(tensor, view, environment, *interop.MODULES)
 
 
 _compose()

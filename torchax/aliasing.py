@@ -221,6 +221,10 @@ class ViewPlan:
 
   def __call__(self, args, kwargs):
     source = args[0]
+    if type(source) in _NUMBERS:
+      # Graphs have numbers in places of tensors; a weak type promotes as they do.
+      source = new_tensor(jnp.asarray(source), self.env)
+      args = (source, *args[1:])
     step = self.step
     if step is None:
       return like(source, source._storage, self._unchanged(source))
@@ -266,6 +270,7 @@ class ViewPlan:
     return view
 
 
+_NUMBERS = frozenset({bool, int, float, complex})
 _STOP = StopGradientInfo()
 
 
@@ -374,7 +379,7 @@ def _resize_(tensor, size, memory_format=None):
   needed = -(-end * tensor.element_size() // held.dtype.itemsize)
   if needed > held.size:
     tensor._storage = _grown(tensor._storage, needed)
-    Rebindings.count += 1
+    Rebindings.note()
   with _torch_compat.without_dispatch():
     tensor.resize_(size)
   tensor._chain = _strided_chain(tensor, tensor)
@@ -462,5 +467,6 @@ def plan(op, schema, plan_by_registry, env) -> Callable | None:
     return None
   if _torch_compat.is_composite(op):
     # It arrives whole where autograd is off; only its parts know whether it copies.
-    return lambda args, kwargs: op.decompose(*args, **(kwargs or {}))
+    decompose = _torch_compat.composite_kernel(op)
+    return lambda args, kwargs: decompose(*args, **(kwargs or {}))
   return ViewPlan(op, env)

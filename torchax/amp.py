@@ -130,11 +130,6 @@ def _defaults(op, start: int) -> list:
   return [argument.default_value for argument in op._schema.arguments[start:]]
 
 
-def _run_composite(op, *args, **kwargs):
-  """An operation as torch makes it of others, which have policies of their own."""
-  return op.decompose(*args, **kwargs)
-
-
 class _Policies(dict):
   """Overload -> policy; an entry makes autocast see the overload."""
 
@@ -144,6 +139,11 @@ class _Policies(dict):
     self._by_name: dict[str, Any] = {}
 
   def __setitem__(self, op, policy: CastPolicy) -> None:
+    if not isinstance(op, _torch_compat.OpOverload):
+      raise TypeError(
+        "autocast_policy expects an overload, such as torch.ops.aten.mm.default, but "
+        f"got {op!r}. For all overloads of an operation, set each of `.overloads()`."
+      )
     if op not in self._seen:
       _torch_compat.register_autocast_kernel(op, functools.partial(_run, op))
       self._seen.add(op)
@@ -331,4 +331,4 @@ for op in _WITH_OPTIONAL_DTYPE:
 for op in _WITH_DTYPE:
   autocast_policy[op] = CastPolicy.FP32_APPEND_DTYPE
 for op in _functional_overloads(_COMPOSITES):
-  _torch_compat.register_autocast_kernel(op, functools.partial(_run_composite, op))
+  _torch_compat.register_autocast_kernel(op, _torch_compat.composite_kernel(op))

@@ -1,6 +1,7 @@
 """`torchax.compile`: one call for the three ways to compile a function or a module."""
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import torch
 
 from torchax.interop import JittableModule, jax_jit
-from torchax.rng.sites import TRANSPARENT
+from torchax.interop.hooks import Hooks, called
+from torchax.interop.wrapper import ModuleWrapper
 
 MODES = ("jax", "dynamo", "export")
 
@@ -61,8 +63,7 @@ def compile(fn, options: CompileOptions | None = None):
   _check(fn, options)
   if options.mode == "jax":
     return _with_jax(fn, options)
-  way = _with_dynamo if options.mode == "dynamo" else _with_export
-  return _with_methods(fn, options, way)
+  return _with_methods(fn, options, _WAYS[options.mode])
 
 
 def _check(fn, options: CompileOptions) -> None:
@@ -98,55 +99,71 @@ def _with_jax(fn, options: CompileOptions):
 def _with_methods(fn, options: CompileOptions, way: Callable):
   if not isinstance(fn, torch.nn.Module):
     return way(fn, fn, options)
-  names = dict.fromkeys(("forward", *options.methods_to_compile))
-  return CompiledModule(
-    fn, {name: way(getattr(fn, name), fn, options) for name in names}
-  )
+  return CompiledModule(fn, options)
 
 
-class CompiledModule(torch.nn.Module):
+class CompiledModule(ModuleWrapper):
   """A module of which some methods run compiled.
+
+  Attributes that are set go to the module, as they come from it. A copy, and what is
+  loaded from a pickle, is compiled anew on its first call.
 
   Args:
     module: the module; its parameters and buffers are this one's.
-    methods: compiled functions by name; `forward` is one of them.
+    options: how `forward` and the methods that it names are compiled.
   """
 
-  def __init__(self, module: torch.nn.Module, methods: dict[str, Callable]):
-    super().__init__()
-    self._model = module
-    self._methods = methods
+  def __init__(self, module: torch.nn.Module, options: CompileOptions):
+    super().__init__(module)
+    own = vars(self)
+    own["_options"] = options
+    own["_names"] = frozenset(("forward", *options.methods_to_compile))
+    self._restore()
 
   def forward(self, *args, **kwargs):
     """Runs the module's `forward`, compiled."""
-    return self._methods["forward"](*args, **kwargs)
+    return self._compiled("forward")(*args, **kwargs)
 
-  def __getattr__(self, name: str):
-    try:
-      return super().__getattr__(name)
-    except AttributeError:
-      methods = self.__dict__.get("_methods", {})
-      if name in methods:
-        return methods[name]
-      if name == "_model":
-        raise
-      return getattr(self._model, name)
+  def _compiled(self, name: str) -> Callable:
+    if self._hooks.changed():
+      self._methods.clear()
+      vars(self)["_is_renewed"] = True
+    method = self._methods.get(name)
+    if method is None:
+      way = _WAYS[self._options.mode]
+      function = called(self._model, name)
+      method = way(function, self._model, self._options, self._is_renewed)
+      self._methods[name] = method
+    return method
 
+  def _method(self, name: str) -> Callable | None:
+    return self._compiled(name) if name in self._names else None
 
-# The draws of a module have the same sites, compiled or not.
-setattr(CompiledModule, TRANSPARENT, True)
+  def _forget(self) -> None:
+    self._methods.clear()
+
+  def _restore(self) -> None:
+    vars(self).update(_methods={}, _hooks=Hooks(self._model), _is_renewed=False)
+
+  _derived = ("_methods", "_hooks", "_is_renewed")
 
 
 # Loading torch's compilers takes as long as loading torch: only who wants them pays.
 
 
-def _with_dynamo(function, owner, options: CompileOptions):
+def _with_dynamo(function, owner, options: CompileOptions, is_renewed: bool = False):
   dynamo = importlib.import_module("torchax.dynamo")
-  return torch.compile(
-    function, backend=dynamo.backend, options=dict(options.jax_jit_kwargs)
-  )
+  backend = dynamo.backend
+  if is_renewed:
+    # A backend of its own: Dynamo, which ignores hooks that are registered later, finds
+    # nothing of what it compiled before.
+    backend = functools.partial(backend)
+  return torch.compile(function, backend=backend, options=dict(options.jax_jit_kwargs))
 
 
-def _with_export(function, owner, options: CompileOptions):
+def _with_export(function, owner, options: CompileOptions, is_renewed: bool = False):
   export = importlib.import_module("torchax.export.compiled")
   return export.ExportedFunction(function, owner, options.jax_jit_kwargs)
+
+
+_WAYS = {"dynamo": _with_dynamo, "export": _with_export}

@@ -64,6 +64,22 @@ class Dispatcher:
     except OperatorNotFound:
       raise self.not_found(func, args, kwargs) from None
 
+  def shapes(self, func, args, kwargs):
+    """The results of a lowering as `jax.ShapeDtypeStruct`s, or None.
+
+    None without a lowering that computes with arrays, or where its results' shapes
+    depend on numbers.
+
+    Args:
+      func: an overload.
+      args, kwargs: its arguments, with `jax.ShapeDtypeStruct`s for tensors.
+    """
+    operator = self.operator(func)
+    if operator is None or operator.compiled is not True:
+      return None
+    plan = self._plan_by_registry(func)
+    return plan.shapes(args, kwargs) if isinstance(plan, Plan) else None
+
   def override(self, op, operator: Operator) -> None:
     """Uses another operator in this environment only."""
     self._overrides[op] = operator
@@ -100,7 +116,11 @@ class Dispatcher:
 
   def decomposition(self, func) -> Operator | None:
     """torch's or our decomposition of an overload."""
-    decompose = ops_registry.decompositions.get(func)
+    # One that torch makes of others arrives whole where autograd is off, as in
+    # inference mode. There too it is made as anywhere else, in the same parts: they
+    # may write to running statistics, or ask for a number.
+    is_composite = _torch_compat.is_composite(func)
+    decompose = None if is_composite else ops_registry.decompositions.get(func)
     if decompose is None:
       decompose = _torch_compat.composite_decomposition(func)
     if decompose is None:
@@ -108,7 +128,7 @@ class Dispatcher:
     # One that draws would draw inside the compiled function; one that answers with a
     # Python value needs numbers, or none at all.
     is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-    may_compile = not is_random and gives_tensors(func)
+    may_compile = not (is_random or is_composite) and gives_tensors(func)
     return Operator(func, decompose, kind=Kind.TENSORS, compiled=may_compile)
 
   def plan(self, func) -> Callable:

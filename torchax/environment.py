@@ -306,6 +306,10 @@ class Environment(contextlib.ContextDecorator):
     """What runs for an overload; raises OperatorNotFound if nothing does."""
     return self._dispatcher.plan_for(func)
 
+  def shapes(self, func, args, kwargs):
+    """What a lowering gives for arrays of given shapes; see `Dispatcher.shapes`."""
+    return self._dispatcher.shapes(func, args, kwargs)
+
   def redraw(self, func, draw, args):
     """Runs a random operation with the key of an earlier draw (`RngStream.peek`).
 

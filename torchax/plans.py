@@ -94,6 +94,24 @@ class Plan:
       return call(operands)
     return self._drawn(args, call, operands)
 
+  def shapes(self, args, kwargs):
+    """The results as `jax.ShapeDtypeStruct`s, which stand for tensors in `args` too.
+
+    Nothing is computed or drawn: no stream advances.
+    """
+    draw = list(scope.current().peek(self.name)) if self.is_sampler else []
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+
+    def run(draw, arrays):
+      filled = list(leaves)
+      for place, array in zip(places, arrays):
+        filled[place] = array
+      operands, key = self.flattener.flatten(*jax.tree.unflatten(treedef, filled))
+      return self._call(key, None, [*draw, *operands])
+
+    return jax.eval_shape(run, draw, [leaves[place] for place in places])
+
   def run(self, args, kwargs, operands, key, write=None):
     """Arrays out of operands.
 

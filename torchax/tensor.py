@@ -410,8 +410,8 @@ class Tensor(torch.Tensor):
       )
     storage = memo.get(id(self._storage))
     if storage is None:
-      # jax arrays are immutable, so the copy may share them.
-      storage = memo[id(self._storage)] = Storage(self._storage.read())
+      # An array that both have would be lost to one where the other one is donated.
+      storage = memo[id(self._storage)] = Storage(jnp.copy(self._storage.read()))
     copied = like(self, storage, self._chain)
     memo[id(self)] = copied
     for name, value in self.__dict__.items():
@@ -584,7 +584,7 @@ def alias(
 def rebind(tensor: Tensor, source: Tensor) -> None:
   """Lets `tensor` show what `source` shows; its shape has been taken care of."""
   tensor._storage, tensor._chain = source._storage, source._chain
-  Rebindings.count += 1
+  Rebindings.note()
 
 
 _read_chain = jax.jit(lambda array, chain: chain.read(array), static_argnums=1)

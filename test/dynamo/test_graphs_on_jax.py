@@ -215,3 +215,12 @@ def test_a_checkpoint_draws_again_what_it_drew(x, use_reentrant):
     loss.backward()
     found.append((loss.detach(), given.grad, layer.weight.grad.clone()))
   torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("make", [compiled, jax_jit], ids=["compile", "jit"])
+def test_a_change_in_place_that_needs_a_gradient_is_refused(x, make):
+  y = (x.clone().requires_grad_() * 2).relu()
+  with pytest.raises(torchax.errors.MutationError, match="Return the new value") as e:
+    make(lambda y: y.relu_() + 1)(y)
+  if make is compiled:
+    assert "a function compiled with torch.compile changes" in str(e.value)

@@ -1,8 +1,8 @@
 """Runs one row of an operator test: CPU torch is the oracle.
 
 A `Case` names a torch callable and CPU inputs. `check` runs it on CPU, on jax
-tensors eagerly and under `jax_jit`, and compares values, dtypes and, where
-`grad=True`, the gradients of every floating-point input through
+tensors eagerly, in inference mode and under `jax_jit`, and compares values, dtypes
+and, where `grad=True`, the gradients of every floating-point input through
 `torch.autograd.grad`.
 """
 
@@ -146,10 +146,19 @@ def check(case: Case):
     args, kwargs = _copies((case.args, case.kwargs), "jax", case.grad)
     actual = case.function(*args, **kwargs)
   _compare(case, actual, expected, "eager")
+  _check_inference_mode(case, expected)
   if case.grad:
     _check_gradients(case, expected, (cpu_args, cpu_kwargs))
   if case.jit:
     _check_jit(case, expected)
+
+
+def _check_inference_mode(case: Case, expected):
+  """Composite operations arrive whole there: torch takes none apart above autograd."""
+  with torchax.default_env(), torch.inference_mode():
+    args, kwargs = _copies((case.args, case.kwargs), "jax", False)
+    actual = case.function(*args, **kwargs)
+  _compare(case, actual, expected, "inference mode")
 
 
 def _check_gradients(case: Case, expected, cpu_inputs):

@@ -10,6 +10,7 @@ import torch
 from compare import assert_same
 
 import torchax
+from torchax import _torch_compat
 from torchax.errors import OperatorNotFound
 from torchax.ops import jaten, jtorch, ops_registry
 from torchax.ops.op_base import op
@@ -315,12 +316,23 @@ def test_a_decomposition_stands_in_for_a_lowering():
     if isinstance(operation, torch._ops.OpOverload)
     and operation not in ops_registry.all_aten_ops
     and operation.overloadpacket not in ops_registry.all_aten_ops
+    and not _torch_compat.is_composite(operation)
   ]
   assert decomposed
   for operation in decomposed:
     found = env._get_op_or_decomp(operation)
     assert found.func is ops_registry.decompositions[operation]
     assert found.kind is Kind.TENSORS
+
+
+def test_torchs_own_kernel_makes_a_composite_operation_of_its_parts():
+  """Its reference in Python may take other arguments, or ask for itself."""
+  composite = torch.ops.aten.nll_loss.default
+  assert composite in ops_registry.decompositions
+  found = torchax.default_env()._get_op_or_decomp(composite)
+  scores, target = torch.rand(4, 3), torch.arange(3).repeat(2)[:4]
+  summed = found.func(scores, target, None, 2, -100)
+  assert summed == torch.nn.functional.nll_loss(scores, target, reduction="sum")
 
 
 def test_an_unknown_operation_is_not_found(define):

@@ -18,6 +18,7 @@ from torchax.interop import (
   gradient_checkpoint,
   jax_jit,
   jax_value_and_grad,
+  jax_view,
   jax_vmap,
   scan,
   while_loop,
@@ -262,7 +263,8 @@ def test_the_keys_are_operands():
   compiled = jax_jit(net)
   compiled(_x())
   jaxpr = compiled.trace(_x()).jaxpr
-  assert "random_wrap" not in str(jaxpr) and "random_seed" not in str(jaxpr)
+  assert "random_wrap[impl=fry" not in str(jaxpr), "a key made of words"
+  assert "random_seed" not in str(jaxpr)
   kinds = [str(aval.dtype) for aval in jaxpr.in_avals]
   assert kinds.count("key<fry>") >= 2  # one for each site
 
@@ -332,6 +334,19 @@ def test_switching_the_mode_repeats_nothing(env):
       Net("a", "b")(_x())
   assert len(ledger) == 10
   ledger.require_unique()
+
+
+def test_the_switch_shows_first_inside_a_raw_jax_trace(env):
+  """The root stream follows it there, and takes no part in the trace."""
+  Noise()(_x())
+  draw = jax.jit(lambda key: jax_view(lambda: torch.rand(6, device="jax"))(rng=key))
+  torchax.rng.address_by("order")
+  drawn = draw(jax.random.key(3))
+  draw.clear_cache()
+  assert (draw(jax.random.key(3)) == drawn).all()
+  state = env.rng.state
+  assert state.sites is None and isinstance(state.key, jax.Array)
+  assert not isinstance(state.key, jax.core.Tracer)
 
 
 def test_another_mode_is_refused(env):

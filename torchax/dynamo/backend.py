@@ -25,8 +25,6 @@ from torchax.dynamo.program import INFERENCE, Keys, Program
 from torchax.rng import packing
 from torchax.rng.sites import TRANSPARENT
 
-_NAME = "a function compiled with torch.compile"
-
 
 def backend(
   gm: fx.GraphModule,
@@ -133,7 +131,7 @@ class _Compiled:
     keys = self._keys
     if not keys.draws:
       return self._function(*args, self._unused)
-    words, keys.impl = self._packer.pack(_NAME)
+    words, keys.impl = self._packer.pack(on_jax.NAME)
     result = self._function(*args, torch.from_numpy(words))
     packing.commit(keys.draws, keys.log)
     return result

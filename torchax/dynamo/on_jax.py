@@ -28,6 +28,9 @@ from torchax.interop import jax_jit
 from torchax.interop.arguments import HiddenConstant
 from torchax.tensor import Tensor
 
+NAME = "a function compiled with torch.compile"
+"""What messages call it: Dynamo does not say its name."""
+
 _SCALAR_TENSOR = torch.scalar_tensor
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -89,6 +92,7 @@ def _jitted(module: fx.GraphModule, results: "_Results", options: Options) -> Ca
   def compiled_graph(*args):
     return results.hidden(module.forward(*args))
 
+  compiled_graph.__name__ = NAME
   return jax_jit(compiled_graph, kwargs)
 
 

@@ -21,6 +21,7 @@ from torchax.interop.views import call_torch
 from torchax.operands import IGNORED
 from torchax.ops.schema import schema_of
 from torchax.plans import DecompositionPlan, Plan
+from torchax.transfer import ToCopyPlan
 
 aten = torch.ops.aten
 _logger = logging.getLogger(__name__)
@@ -60,10 +61,13 @@ class JaxInterpreter(torch.fx.Interpreter):
     try:
       value = super().run_node(n)
     except _NO_VALUE as error:
-      raise _data_dependent(n) from error
+      of_symbols = self._has_symbols(n) and not _depends_on_data(n)
+      raise (_needs_sizes(n) if of_symbols else _data_dependent(n)) from error
     except OperatorNotFound as error:
       raise OperatorNotFound(f"{error}{where(n)}") from None
     except Exception as error:
+      if _is_of_symbols(error) and self._has_symbols(n):
+        raise _needs_sizes(n) from error
       if isinstance(error, TypeError) and _depends_on_data(n):
         raise _data_dependent(n) from error
       if n.op == "call_function":
@@ -73,6 +77,12 @@ class JaxInterpreter(torch.fx.Interpreter):
       shape = jax.tree.map(jnp.shape, value) if n.op == "call_function" else ""
       _logger.info("%s -> %s", n.format_node(), shape)
     return value
+
+  def _has_symbols(self, n: torch.fx.Node) -> bool:
+    if not isinstance(n.target, _torch_compat.OpOverload):
+      return False
+    operands = self.fetch_args_kwargs_from_env(n)
+    return any(map(_is_symbolic, jax.tree.leaves(_plain(operands))))
 
   def fetch_attr(self, target: str):
     """A part of the module: a tensor becomes an array."""
@@ -104,7 +114,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     function = lowerings.NUMBERS.get(function, function)
     try:
       return function(*args, **kwargs)
-    except (jax.core.InconclusiveDimensionOperation, *_NO_VALUE):
+    except (jax.errors.InconclusiveDimensionOperation, *_NO_VALUE):
       if all(user.target in lowerings.ASSERTIONS for user in self._node.users):
         return None
       raise
@@ -123,6 +133,20 @@ def _data_dependent(node: torch.fx.Node) -> DataDependentError:
     "a shape that depends on data, or `.item()`. Give it a static bound "
     "(`torch.nonzero_static`, `torch.where`), or call the function without "
     f"`jax.jit`.{where(node)}"
+  )
+
+
+def _is_of_symbols(error: Exception) -> bool:
+  """True where a comparison of sizes is undecided, or one is asked for its hash."""
+  is_unhashable = isinstance(error, TypeError) and "unhashable" in str(error)
+  return is_unhashable or isinstance(error, jax.errors.InconclusiveDimensionOperation)
+
+
+def _needs_sizes(node: torch.fx.Node) -> OperatorNotFound:
+  return OperatorNotFound(
+    f"{node.target} with these arguments needs to know a size that is a symbol in this "
+    "program. Export without `dynamic_shapes=` for that dimension, or register a "
+    f"lowering that does not (docs: Writing lowerings).{where(node)}"
   )
 
 
@@ -173,6 +197,8 @@ def _run_overload(op, args: tuple, kwargs: dict):
   if schema.is_view:
     op = lowerings.copy_of(op) or op
   plan = default_env().plan_for(op)
+  if isinstance(plan, ToCopyPlan):
+    plan = plan.cast  # arrays stay on their device
   if isinstance(plan, Plan) and not (
     is_symbolic and isinstance(plan, DecompositionPlan)
   ):

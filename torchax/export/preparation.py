@@ -66,6 +66,8 @@ def _decompositions() -> dict:
     if known in WHOLE or _has_lowering(known):
       table.pop(known)
   table[aten.dropout.default] = _dropout
+  table[aten.linalg_inv.default] = _inverse
+  table[aten.linalg_solve.default] = _solution
   return table
 
 
@@ -82,6 +84,17 @@ def _dropout(input, p, train):
   return aten.native_dropout.default(input, p, True)[0]
 
 
+# Without torch's check for singular matrices, which is an effect on the host.
+
+
+def _inverse(A):
+  return aten.linalg_inv_ex.default(A)[0]
+
+
+def _solution(A, B, left=True):
+  return aten.linalg_solve_ex.default(A, B, left=left)[0]
+
+
 # Before the graph is made functional -------------------------------------------------
 
 
@@ -91,10 +104,15 @@ def _annotated(program: ExportedProgram) -> ExportedProgram:
   if not _annotate(graph, program.graph_module):
     return program
   graph.lint()
+  signature = copy.deepcopy(program.graph_signature)
+  (results,) = graph.output_node().args
+  for spec, node in zip(signature.output_specs, results):
+    if isinstance(node, torch.fx.Node):
+      spec.arg.name = node.name  # a result may come from an operation of ours now
   return ExportedProgram(
     root=program.graph_module,
     graph=graph,
-    graph_signature=program.graph_signature,
+    graph_signature=signature,
     state_dict=program.state_dict,
     range_constraints=program.range_constraints,
     module_call_graph=program.module_call_graph,

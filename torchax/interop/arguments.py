@@ -9,9 +9,11 @@ torch function does, so they are static by their values.
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from torchax.interop import pytrees
+from torchax.interop.results import CONSTANTS, require_constant
 
 
 @jax.tree_util.register_static
@@ -51,6 +53,8 @@ class HiddenConstant:
 
 
 _CONSTANTS = frozenset({bool, str, torch.dtype, torch.device})
+_CONSTANT_RESULTS = CONSTANTS - {bool, int, float, complex}
+_KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic, pytrees.Container)
 
 
 def hidden(tree) -> Any:
@@ -61,6 +65,30 @@ def hidden(tree) -> Any:
 def hidden_arguments(tree) -> Any:
   """`hidden`, with flags, strings, dtypes and devices as structure as well."""
   return jax.tree.map(_hidden_argument, tree, is_leaf=_is_whole)
+
+
+def hidden_results(tree, name: str) -> Any:
+  """`hidden` for what a function returns, with its constants as structure.
+
+  Numbers and booleans stay: they become tensors.
+
+  Args:
+    tree: the result.
+    name: of the function.
+
+  Raises:
+    TypeError: a leaf is neither a tensor, an array nor a constant.
+  """
+
+  def hide(leaf):
+    leaf = _hidden(leaf, lambda part: hidden_results(part, name))
+    if type(leaf) in _CONSTANT_RESULTS:
+      return HiddenConstant(leaf)
+    if not isinstance(leaf, _KNOWN_RESULTS):
+      require_constant(leaf, name)
+    return leaf
+
+  return jax.tree.map(hide, tree, is_leaf=_is_whole)
 
 
 def _hidden_argument(leaf):

@@ -8,7 +8,7 @@ in other modes is traced anew.
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -39,13 +39,18 @@ class ModuleModes:
     )
 
   @contextlib.contextmanager
-  def watching(self) -> Iterator[None]:
-    """Notes every module that this thread runs inside the block."""
+  def watching(self, note: Callable) -> Iterator[None]:
+    """Notes every module that this thread runs inside the block.
+
+    Args:
+      note: is also called with each of them, before it runs.
+    """
     thread = threading.get_ident()
 
     def hook(module, args):
       if threading.get_ident() == thread:
         self.note(module)
+        note(module)
 
     handle = register_module_forward_pre_hook(hook)
     try:

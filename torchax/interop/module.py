@@ -1,7 +1,6 @@
 """Modules as compiled or functional programs."""
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,11 @@ import torch
 
 from torchax import _torch_compat
 from torchax.environment import default_env
+from torchax.interop.held import Held
+from torchax.interop.hooks import Hooks, called
 from torchax.interop.jit import Jitted
 from torchax.interop.views import jax_view
-from torchax.rng.sites import TRANSPARENT
+from torchax.interop.wrapper import ModuleWrapper
 from torchax.tensor import Tensor
 from torchax.types import JaxCallable
 
@@ -87,12 +88,16 @@ def extract_jax(
   return arrays, jax_func
 
 
-class JittableModule(torch.nn.Module):
+class JittableModule(ModuleWrapper):
   """A module whose methods run compiled, with its tensors as operands.
 
   Parameters and buffers are read on every call, so an optimizer's or a
   `load_state_dict`'s changes are seen; buffers that the module updates (the running
-  statistics of BatchNorm) are updated. `train()` and `eval()` compile separately.
+  statistics of BatchNorm) are updated. `train()` and `eval()` compile separately. What
+  hooks do is compiled; one that is added or removed later compiles anew.
+
+  Attributes that are set go to the module, as they come from it. A copy, and what is
+  loaded from a pickle, is compiled anew on its first call.
 
   Args:
     m: a module on jax.
@@ -106,14 +111,29 @@ class JittableModule(torch.nn.Module):
     extra_jit_args: dict[str, Any] | None = None,
     dedup_parameters: bool = True,
   ):
-    super().__init__()
-    self._model = m
-    self._extra_jit_args = dict(extra_jit_args or {})
-    self._dedup_parameters = dedup_parameters
-    self._jitted: dict[str, Jitted] = {}
-    self._names: set[str] = set()
-    self._submodules = list(m.modules())
-    self._tables = ()
+    super().__init__(m)
+    vars(self).update(
+      _extra_jit_args=dict(extra_jit_args or {}),
+      _dedup_parameters=dedup_parameters,
+      _names=set(),
+    )
+    self._restore()
+
+  _derived = ("_jitted", "_submodules", "_held", "_hooks")
+
+  def _restore(self) -> None:
+    vars(self).update(
+      _jitted={},
+      _submodules=list(self._model.modules()),
+      _held=Held(self._model),
+      _hooks=Hooks(self._model),
+    )
+
+  def _forget(self) -> None:
+    self._jitted.clear()
+
+  def _method(self, name: str) -> Callable | None:
+    return functools.partial(self.jittable_call, name) if name in self._names else None
 
   @property
   def params(self) -> dict[str, torch.Tensor]:
@@ -131,17 +151,6 @@ class JittableModule(torch.nn.Module):
     """Runs the module's `forward`, compiled."""
     return self.jittable_call("forward", *args, **kwargs)
 
-  def __getattr__(self, name: str):
-    """Methods made ready by `make_jitted` run compiled; the rest is the module's."""
-    try:
-      return super().__getattr__(name)
-    except AttributeError:
-      if "_model" not in self.__dict__.get("_modules", {}):
-        raise
-      if name in self._names:
-        return functools.partial(self.jittable_call, name)
-      return getattr(self._model, name)
-
   def lower(self, *args, **kwargs):
     """`jax.jit(…).lower` of `forward`; nothing is run, no state advances."""
     return self._prepared("forward").lower(*args, **kwargs)
@@ -149,9 +158,6 @@ class JittableModule(torch.nn.Module):
   def trace(self, *args, **kwargs):
     """`jax.jit(…).trace` of `forward`; nothing is run, no state advances."""
     return self._prepared("forward").trace(*args, **kwargs)
-
-  def __call__(self, *args, **kwargs):
-    return self.forward(*args, **kwargs)
 
   def functional_call(
     self, method_or_name: str | Callable, params, buffers, *args, **kwargs
@@ -177,8 +183,10 @@ class JittableModule(torch.nn.Module):
     return jitted.call(training, args, kwargs)
 
   def _prepared(self, name: str) -> Jitted:
-    if not all(_is_unchanged(table, known) for table, known in self._tables):
+    if self._held.has_changed():
       self._jitted.clear()  # a parameter or module was replaced by another one
+    if self._hooks.changed():
+      self._jitted.clear()
     if name not in self._jitted:
       self.make_jitted(name)
     return self._jitted[name]
@@ -189,23 +197,14 @@ class JittableModule(torch.nn.Module):
     Raises:
       AttributeError: the module has no such method.
     """
-    method = getattr(self._model, key)
+    method = called(self._model, key)
     self._names.add(key)
     self._submodules = list(self._model.modules())
-    self._tables = tuple(
-      (table, tuple(table.values()))
-      for module in self._submodules
-      for table in (module._parameters, module._buffers, module._modules)
-      if table
-    )
+    self._held.note()
     params, buffers = extract_all_buffers(self._model)
     tensors = [t for t in (*params.values(), *buffers.values()) if type(t) is Tensor]
     captured = list({id(t._storage): t for t in tensors}.values())
     self._jitted[key] = Jitted(method, self._extra_jit_args, captured)
-
-
-def _is_unchanged(table: dict, known: tuple) -> bool:
-  return len(table) == len(known) and all(map(operator.is_, table.values(), known))
 
 
 def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -213,7 +212,3 @@ def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
   return {
     name: t for name, t in tensors.items() if id(t) not in seen and not seen.add(id(t))
   }
-
-
-# The draws of a module have the same sites, compiled or not.
-setattr(JittableModule, TRANSPARENT, True)

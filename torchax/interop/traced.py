@@ -25,7 +25,10 @@ from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop import arguments
 from torchax.interop import tape as tapes
+from torchax.interop.assignments import Attributes
+from torchax.interop.held import Held
 from torchax.interop.modes import ModuleModes
+from torchax.interop.names import name_of
 from torchax.interop.tape import Tape
 from torchax.interop.views import arrays_of
 from torchax.ops import mappings
@@ -36,6 +39,8 @@ from torchax.view import View
 from torchax.view_info import WHOLE
 
 _TENSORS = frozenset({Tensor, View})
+# What torch says of an argument, which is a leaf in the trace.
+_OF_LEAF = "leaf Variable that requires grad"
 
 
 class _Lent(threading.local):
@@ -74,11 +79,13 @@ class Situation:
     no_grad: called under `torch.no_grad`.
     default_dtype: torch's, which decides what integers and factories give.
     autocast: the dtype of the autocast around the call, or None.
+    edition: how often the captured tensors have come to lie otherwise in memory, or
+      were replaced by others.
   """
 
   __slots__ = (
     *("same", "overlapping", "has_grad", "extra", "wants_grad", "modes", "no_grad"),
-    *("default_dtype", "autocast"),
+    *("default_dtype", "autocast", "edition"),
   )
   _known: ClassVar[dict] = {}
 
@@ -94,10 +101,11 @@ class Situation:
     no_grad=False,
     default_dtype=torch.float32,
     autocast=None,
+    edition=0,
   ) -> "Situation":
     """The situation with these attributes; always the same object."""
     attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
-    attributes += (default_dtype, autocast)
+    attributes += (default_dtype, autocast, edition)
     known = cls._known.get(attributes)
     if known is None:
       known = cls._known[attributes] = cls()
@@ -106,7 +114,7 @@ class Situation:
     return known
 
 
-_ORDINARY = ((), (), (), None, None, (), False, torch.float32, None)
+_ORDINARY = ((), (), (), None, None, (), False, torch.float32, None, 0)
 ORDINARY = Situation.of()
 """No argument repeats another one, and nothing else matters."""
 
@@ -118,7 +126,9 @@ class Effects:
 
   Attributes:
     arguments: indices of argument leaves.
-    tensors: outer tensors' storages.
+    storages: of outer tensors.
+    holders: for each of these, the captured tensor whose storage it was in the trace,
+      or None; for the storage of a captured leaf's gradient, the leaf.
     leaves: outer leaves whose `.grad` was set.
     cleared: outer leaves whose `.grad` became None.
     arrays: the new numbers of the first three, in order; then those of arguments whose
@@ -127,32 +137,38 @@ class Effects:
     reshapes: (index of an argument leaf, (operation, arguments), …) of changes of shape
       in place, to be done again with the caller's tensor.
     grown: indices of the argument leaves whose memory has grown.
+    of_gradients: for each of `holders`, whether it is the leaf of a gradient.
   """
 
   arguments: tuple[int, ...]
   storages: tuple[Storage, ...]
+  holders: tuple[Tensor | None, ...]
   leaves: tuple[Tensor, ...]
   cleared: tuple[Tensor, ...]
   arrays: list[jax.Array]
   tape: Tape | None = None
   reshapes: tuple = ()
   grown: tuple[int, ...] = ()
+  of_gradients: tuple[bool, ...] = ()
 
   def tree_flatten(self):
-    static = tuple(map(_Identity, (*self.storages, *self.leaves, *self.cleared)))
+    objects = (*self.storages, *self.holders, *self.leaves, *self.cleared)
+    static = tuple(map(_Identity, objects))
     counts = (len(self.storages), len(self.leaves))
-    shapes = (self.reshapes, self.grown)
+    shapes = (self.reshapes, self.grown, self.of_gradients)
     return (self.arrays, self.tape), (self.arguments, static, counts, shapes)
 
   @classmethod
   def tree_unflatten(cls, static, children):
     arguments, identities, (n_storages, n_leaves), shapes = static
     objects = tuple([identity.value for identity in identities])
-    middle = n_storages + n_leaves
+    start = 2 * n_storages
+    middle = start + n_leaves
     return cls(
       arguments,
       objects[:n_storages],
-      objects[n_storages:middle],
+      objects[n_storages:start],
+      objects[start:middle],
       objects[middle:],
       *children,
       *shapes,
@@ -195,8 +211,10 @@ class Traced:
     self.lifts = lifts
     self.records = records
     self.modes = ModuleModes()
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, torch.nn.Module):
+    owner = getattr(function, "__self__", function)
+    is_of_module = isinstance(owner, torch.nn.Module)
+    self._owner = owner if is_of_module else None
+    if is_of_module and owner is not function:
       self.modes.note(owner)
     # Never changed in place: other threads may be using it.
     self.captured: list[Tensor] = list(captured)
@@ -206,16 +224,27 @@ class Traced:
     self._has_traced = False
     self._storages: list[Storage] = []
     self._rebindings = -1
+    # How the captured tensors lie in their storages, and how often that has changed.
+    self._layout: tuple = ()
+    self._edition = 0
+    # Who says what is captured follows it too.
+    follows = is_of_module and lifts and not captured
+    self._held = Held(owner) if follows else None
     # Whether a trace has met a gradient of a captured leaf, which may come and go.
     self._touches_grad = False
     self.pure = Carried(self._pure)
-    self.pure.__name__ = getattr(function, "__name__", type(function).__name__)
+    self.pure.__name__ = name_of(function)
     self.__name__ = self.pure.__name__
+    self._note_captured()
 
   # On the host -----------------------------------------------------------------------
 
   def captured_arrays(self) -> tuple[jax.Array, ...]:
     """The operands for the closed-over tensors."""
+    if self._held is not None and self._held.has_changed():
+      self._start_anew()
+    if self._rebindings != Rebindings.count:
+      self._follow_rebindings()
     self._lent.tensors = self.captured
     if not self.captured:
       return ()
@@ -225,12 +254,30 @@ class Traced:
       self._drop_dead()
     self._lent.tensors = captured = self.captured
     if active.boundary is None:
-      if self._rebindings != Rebindings.count:
-        self._note_captured()
       storages = self._storages
       if len(storages) == len(captured):
         return tuple(map(_array_of_storage, storages))
     return tuple([tensor._storage.read(tensor) for tensor in captured])
+
+  def _start_anew(self) -> None:
+    """Another tensor has taken a place in the module: what is captured is found again.
+
+    The edition keeps away what was compiled for the tensors that were captured before.
+    """
+    self._held.note()
+    self.captured = []
+    self._edition += 1
+    self._note_captured()
+
+  def _follow_rebindings(self) -> None:
+    """A captured tensor may have other memory by now, or be on another device."""
+    if not all(isinstance(tensor, Tensor) for tensor in self.captured):
+      self.captured = [t for t in self.captured if isinstance(t, Tensor)]
+      self._edition += 1
+    before = self._layout
+    self._note_captured()
+    if self._layout != before:
+      self._edition += 1
 
   def _follow_gradients(self) -> None:
     """A captured `.grad` may be another tensor by now, or be gone."""
@@ -254,6 +301,9 @@ class Traced:
     """Derives what a call has to look at from the captured tensors."""
     self._rebindings = Rebindings.count
     self._storages = [tensor._storage for tensor in self.captured]
+    first = {id(storage): n for n, storage in enumerate(self._storages)}
+    places = [first[id(storage)] for storage in self._storages]
+    self._layout = ([tensor._chain for tensor in self.captured], places)
     self._has_traced = any(t._storage.birth is not None for t in self.captured)
     places = {id(tensor): place for place, tensor in enumerate(self.captured)}
     self._gradients = {
@@ -278,7 +328,7 @@ class Traced:
       same = ()
     modes = self.modes.changed()
     attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
-    attributes += (torch.get_default_dtype(), amp.dtype_in_force())
+    attributes += (torch.get_default_dtype(), amp.dtype_in_force(), self._edition)
     return None if attributes == _ORDINARY else Situation.of(*attributes)
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
@@ -305,8 +355,11 @@ class Traced:
       # else an array, whose holder cannot see the change
     if on_host:
       _write_to_host(on_host)
-    for storage in effects.storages:
-      storage.write(next(arrays))
+    for storage, holder, is_gradient in zip(
+      effects.storages, effects.holders, effects.of_gradients
+    ):
+      found = holder.grad if is_gradient else holder
+      (storage if found is None else found._storage).write(next(arrays))
     for tensor in effects.leaves:
       tensor.grad = new_tensor(next(arrays), tensor._env)
     for tensor in effects.cleared:
@@ -331,7 +384,11 @@ class Traced:
     # Another thread may have found more tensors since the operands were taken.
     lent = self._lent.tensors[: len(captured)]
     grads = {id(t): t.grad for t in lent if _is_trained(t)}
-    with env.renewed(), boundary.enter(), _unhooked(), self.modes.watching():
+    attributes = Attributes()
+    if self._owner is not None:
+      attributes.note(self._owner)
+    watching = self.modes.watching(attributes.note)
+    with env.renewed(), boundary.enter(), _unhooked(), watching:
       for tensor, array in zip(lent, captured):
         boundary.lend(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
@@ -339,14 +396,22 @@ class Traced:
       born = [value._storage if isinstance(value, Tensor) else None for value in inner]
       args, kwargs = arguments.shown(jax.tree.unflatten(treedef, inner))
       try:
-        out = arguments.hidden(self.function(*args, **kwargs))
+        out = arguments.hidden_results(self.function(*args, **kwargs), self.__name__)
         arrays = arrays_of(out)
-        effects = self._effects(boundary, inner, born, situation, grads)
+        attributes.write_back(boundary, self.__name__)
+        effects = self._effects(boundary, inner, born, situation, grads, lent)
         if records:
           effects = self._with_tape(effects, out, inner, situation, boundary)
         self._require_plain(boundary)
+      except BaseException as error:
+        attributes.undo_traced(boundary)
+        if records and _OF_LEAF in str(error):
+          self._refuse_followed(error)
+        raise
       finally:
         self._drop_traced_grads(boundary, grads)
+    if self._held is not None:
+      self._held.note()  # what the function itself replaces, it replaced in the trace
     self._require_operands(boundary, lent)
     return arrays, effects
 
@@ -377,7 +442,7 @@ class Traced:
     tape = tapes.record(outputs, wanted, list(boundary.roots.values()))
     if tape is None:
       return effects
-    effects = effects or Effects((), (), (), (), [])
+    effects = effects or Effects((), (), (), (), (), [])
     return dataclasses.replace(effects, tape=tape)
 
   def _require_plain(self, boundary: Boundary) -> None:
@@ -397,12 +462,15 @@ class Traced:
     """Raises MutationError where a change in place would lose a gradient."""
     changed = [inner[place] for place in effects.arguments] if effects else []
     if any(tensor.grad_fn is not None for tensor in changed):
-      raise MutationError(
-        f"{self.__name__} changes an argument in place in a way that needs a gradient. "
-        "Return the new value instead, so that autograd can follow it."
-      )
+      self._refuse_followed()
 
-  def _effects(self, boundary, inner, born, situation, grads) -> Effects | None:
+  def _refuse_followed(self, error: BaseException | None = None) -> None:
+    raise MutationError(
+      f"{self.__name__} changes an argument in place in a way that needs a gradient. "
+      "Return the new value instead, so that autograd can follow it."
+    ) from error
+
+  def _effects(self, boundary, inner, born, situation, grads, lent) -> Effects | None:
     repeats = {place for place, _ in situation.same}
     reshapes = tuple(
       (place, *boundary.reshapes[id(value)][1])
@@ -441,14 +509,23 @@ class Traced:
     grown = tuple(p for p in reshaped if inner[p]._storage is not born[p])
     arrays += [inner[place].jax() for place in grown]
     storages = tuple(cell.storage for cell in cells)
+    holders = {id(tensor._storage): tensor for tensor in lent}
+    gradients = {
+      id(grads[id(leaf)]._storage): leaf
+      for leaf in self._gradients
+      if isinstance(grads.get(id(leaf)), Tensor)
+    }
+    keys = [id(storage) for storage in storages]
     return Effects(
       changed,
       storages,
+      tuple([gradients.get(key, holders.get(key)) for key in keys]),
       tuple(updated),
       tuple(cleared),
       arrays,
       reshapes=reshapes,
       grown=grown,
+      of_gradients=tuple([key in gradients for key in keys]),
     )
 
   def _rebound(self, tensor: Tensor, storage: Storage) -> jax.Array:

@@ -17,7 +17,7 @@ import torch
 from torchax import _jax_compat, autograd, grad_mode, rng
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
-from torchax.interop import pytrees
+from torchax.interop import arguments, pytrees
 from torchax.ops import mappings
 from torchax.storage import Boundary
 from torchax.tensor import Tensor, new_tensor
@@ -99,17 +99,25 @@ def torch_view_elem(v: JaxValue) -> TorchValue:
 
 
 def tensors_of(tree) -> Any:
-  """Arrays in a tree as tensors; typed keys and anything else as they are."""
+  """Arrays in a tree as tensors, hidden constants and containers shown.
+
+  Typed keys and anything else stay as they are.
+  """
   return jax.tree.map(_tensor_of, tree, is_leaf=_is_leaf_or_container)
 
 
 def _is_leaf_or_container(value) -> bool:
-  return isinstance(value, torch.Tensor | pytrees.Container)
+  return isinstance(value, _LEAVES)
+
+
+_LEAVES = (torch.Tensor, pytrees.Container, arguments.HiddenConstant)
 
 
 def _tensor_of(leaf):
   if isinstance(leaf, jax.Array) and not rng.is_typed_key(leaf):
     return new_tensor(leaf, default_env())
+  if type(leaf) is arguments.HiddenConstant:
+    return leaf.value
   return leaf.opened(tensors_of) if type(leaf) is pytrees.Container else leaf
 
 

@@ -225,6 +225,9 @@ class RngStream:
     Without draws since the last key this is the key itself.
     """
     self.check("reading the key")
+    return self._rebased()
+
+  def _rebased(self) -> jax.Array:
     if self._count or self._base is not None:
       current = self.state
       key = rng_state.rebased_key(current.key, current.count)
@@ -234,7 +237,8 @@ class RngStream:
   def address_by_site(self, on: bool) -> None:
     """Addresses draws by site or by order, from a fresh key on: no number repeats."""
     if on != self.by_site:
-      self.rebase()
+      # Also in a trace that the stream has no part in: only the key is made anew.
+      self._rebased()
       self._sites = SiteTable({}) if on else None
 
   def fork(self, name: str) -> "RngStream":

@@ -315,6 +315,11 @@ if _HAS_LANCZOS:
 # --- sizes or factors ------------------------------------------------------------
 
 
+def _scaled(size, factor: float):
+  """A size times a factor; a size that is a symbol takes factors that are whole."""
+  return size * int(factor) if factor == int(factor) else math.floor(size * factor)
+
+
 def _register_vec(lowering, *packets):
   """The overloads that take an output size, or else a factor for each dimension."""
 
@@ -322,7 +327,7 @@ def _register_vec(lowering, *packets):
   def resize_by(input, output_size, *options):
     *align_corners, factors = options
     if output_size is None:
-      output_size = [math.floor(n * f) for n, f in zip(input.shape[2:], factors)]
+      output_size = list(map(_scaled, input.shape[2:], factors))
     return lowering(input, output_size, *align_corners, *(factors or ()))
 
 

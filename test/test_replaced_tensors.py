@@ -1,0 +1,185 @@
+"""Compiled modules follow tensors that take new memory, or the place of others."""
+
+import pytest
+import torch
+from compare import assert_same
+
+from torchax.interop import JittableModule, jax_jit
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+class Model(torch.nn.Module):
+  """A layer, and a norm that writes to its buffers."""
+
+  def __init__(self):
+    super().__init__()
+    self.layer = torch.nn.Linear(3, 3, bias=False)
+    self.norm = torch.nn.BatchNorm1d(3)
+
+  def forward(self, x):
+    return self.norm(self.layer(x))
+
+
+def _model(seed: int, device: str = "cpu") -> Model:
+  torch.manual_seed(seed)
+  return Model().to(device)
+
+
+def _to_another_dtype_and_back(model, other):
+  model.to(torch.bfloat16)
+  model.to(torch.float32)
+  model.load_state_dict(other.state_dict())
+
+
+def _to_the_cpu_and_back(model, other):
+  device = model.layer.weight.device
+  model.to("cpu")
+  model.to(device)
+  model.load_state_dict(other.state_dict())
+
+
+def _new_parameter(model, other):
+  model.layer.weight = torch.nn.Parameter(other.layer.weight.detach().clone())
+  model.norm.running_mean = other.norm.running_mean.clone()
+
+
+def _assigned(model, other):
+  model.load_state_dict(other.state_dict(), assign=True)
+
+
+def _new_layer(model, other):
+  model.layer = other.layer
+
+
+def _data(model, other):
+  for parameter, new in zip(model.parameters(), other.parameters()):
+    parameter.data = new.detach().clone()
+
+
+def _data_of_other_strides(model, other):
+  model.layer.weight.data = other.layer.weight.detach().t()
+
+
+def _frozen(model, other):
+  model.layer.weight = torch.nn.Parameter(other.layer.weight.detach(), False)
+
+
+CHANGES = (
+  _to_another_dtype_and_back,
+  _to_the_cpu_and_back,
+  _new_parameter,
+  _assigned,
+  _new_layer,
+  _data,
+  _data_of_other_strides,
+  _frozen,
+)
+WAYS = {
+  "jax_jit": jax_jit,
+  "method": lambda model: jax_jit(model.forward),
+  "JittableModule": JittableModule,
+}
+
+
+def _gradients(model, out):
+  trained = [p for p in model.parameters() if p.requires_grad]
+  return torch.autograd.grad((out * torch.sin(out + 1)).sum(), trained)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_compiled_module_follows(change, way):
+  plain, model = _model(0), _model(0, "jax")
+  run = WAYS[way](model)
+  run(X.to("jax")), plain(X)
+  change(plain, _model(1))
+  change(model, _model(1, "jax"))
+  for _ in range(2):
+    expected, out = plain(X), run(X.to("jax"))
+    assert_same(out, expected)
+    assert_same(_gradients(model, out), _gradients(plain, expected))
+  # What a call writes goes to the tensors that the module holds now.
+  assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_closed_over_tensor_that_was_given_other_memory_is_written_to():
+  tensor = torch.ones(3).to("jax")
+
+  @jax_jit
+  def increase():
+    tensor.add_(1)
+
+  increase()
+  first = tensor.data
+  tensor.data = torch.zeros(3).to("jax")
+  increase()
+  assert tensor.tolist() == [1, 1, 1] and first.tolist() == [2, 2, 2]
+
+
+def test_a_tensor_that_was_swapped_with_another_is_written_to():
+  first, second = torch.zeros(3).to("jax"), torch.ones(3).to("jax")
+
+  @jax_jit
+  def increase(by):
+    first.add_(by)
+    return second * 2
+
+  increase(torch.ones(3).to("jax"))
+  torch.utils.swap_tensors(first, second)
+  assert increase(torch.ones(3).to("jax")).tolist() == [2, 2, 2]
+  assert increase(torch.ones(1).to("jax")).tolist() == [2, 2, 2]
+  assert first.tolist() == [3, 3, 3] and second.tolist() == [1, 1, 1]
+
+
+def test_a_gradient_that_took_the_place_of_another_is_written_to():
+  leaf = torch.ones(3).to("jax").requires_grad_()
+
+  @jax_jit
+  def double():
+    with torch.no_grad():
+      leaf.grad.mul_(2)
+      return leaf * 1
+
+  for value in (1.0, 5.0):
+    leaf.grad = torch.full((3,), value).to("jax")
+    double()
+    assert leaf.grad.tolist() == [2 * value] * 3
+
+
+def test_nothing_is_compiled_anew_for_new_memory_of_the_same_layout():
+  traces = []
+  tensor = torch.ones(3).to("jax")
+
+  @jax_jit
+  def double():
+    traces.append(1)
+    return tensor * 2
+
+  double()
+  made = len(traces)
+  for value in (1.0, 2.0):
+    tensor.data = torch.full((3,), value).to("jax")
+    assert double().tolist() == [2 * value] * 3
+  assert len(traces) == made
+
+
+def _normed() -> torch.nn.Module:
+  torch.manual_seed(0)
+  with pytest.warns(FutureWarning, match="parametrizations"):
+    return torch.nn.utils.weight_norm(torch.nn.Linear(3, 2))
+
+
+def test_a_module_whose_parameters_a_graph_holds_can_be_moved():
+  plain, model = _normed(), _normed().to("jax")
+  assert_same(model(X.to("jax")), plain(X))
+  assert_same(dict(model.named_parameters()), dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("make", [lambda: torch.nn.Linear(3, 2), _normed])
+def test_a_backward_pass_through_what_was_moved_since_raises(make):
+  model = make()
+  product = model(X).sum()
+  model.to("jax")
+  with pytest.raises(RuntimeError, match="moved to another device|swap_tensors"):
+    product.backward()

@@ -1,0 +1,156 @@
+"""Assignments to attributes of modules: `self.c = self.c * 2` in a traced function.
+
+An assignment during a trace gives the module a traced value, which has no numbers
+outside of the trace. So the tensors that modules hold are noted before, and what the
+function has assigned is found by comparing.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from torchax.errors import MutationError
+from torchax.storage import Boundary
+from torchax.tensor import Tensor
+from torchax.view_info import WHOLE
+
+_MISSING = object()
+
+
+@dataclasses.dataclass
+class Assignment:
+  """A tensor that was assigned to an attribute of a module.
+
+  Attributes:
+    module: the module.
+    name: of the attribute.
+    table: the dict that holds it: parameters, buffers, or plain attributes.
+    before: the value that it had; anything where it had no tensor.
+    value: the tensor that it has now.
+  """
+
+  module: torch.nn.Module
+  name: str
+  table: dict
+  before: object
+  value: torch.Tensor
+
+  @property
+  def is_registered(self) -> bool:
+    """True for a parameter or buffer, False for a plain attribute."""
+    return self.table is not vars(self.module)
+
+  def undo(self) -> None:
+    """Gives the attribute the value that it had."""
+    if self.before is _MISSING:
+      self.table.pop(self.name, None)
+    else:
+      self.table[self.name] = self.before
+
+  def __str__(self) -> str:
+    return f"{type(self.module).__name__}.{self.name}"
+
+
+class Attributes:
+  """What the attributes of modules were when the modules were noted."""
+
+  def __init__(self):
+    self._noted: dict[int, tuple[torch.nn.Module, list[tuple[dict, dict]]]] = {}
+
+  def note(self, module: torch.nn.Module) -> None:
+    """Adds a module with its submodules, as they are now."""
+    if id(module) in self._noted:
+      return
+    for part in module.modules():
+      tables = (part._parameters, part._buffers, vars(part))
+      self._noted.setdefault(
+        id(part), (part, [(table, dict(table)) for table in tables])
+      )
+
+  def assigned(self) -> Iterator[Assignment]:
+    """The tensors that were assigned since."""
+    for module, tables in self._noted.values():
+      for table, before in tables:
+        for name, value in list(table.items()):
+          known = before.get(name, _MISSING)
+          if isinstance(value, torch.Tensor) and value is not known:
+            yield Assignment(module, name, table, known, value)
+
+  def undo_traced(self, boundary: Boundary) -> None:
+    """Takes the tensors that were born in a trace out of the attributes."""
+    for assignment in list(self.assigned()):
+      if _is_born_in(assignment.value, boundary):
+        assignment.undo()
+
+  def write_back(self, boundary: Boundary, name: str) -> None:
+    """Turns assignments to attributes with a tensor into changes of that tensor.
+
+    The module keeps its tensors, and these take the assigned numbers when the traced
+    function has run. An attribute that had no tensor keeps the traced one, which says
+    what is wrong when it is used.
+
+    Args:
+      boundary: the trace.
+      name: of the function.
+
+    Raises:
+      MutationError: the assigned tensor cannot be written to the one before.
+    """
+    found = [
+      assignment
+      for assignment in self.assigned()
+      # Anything else is a module's own tensor, back after a call with others.
+      if _is_born_in(assignment.value, boundary)
+      and (assignment.is_registered or _is_alive(assignment.before))
+    ]
+    arrays = []
+    for assignment in found:
+      reason = self._obstacle(assignment)
+      if reason:
+        raise MutationError(
+          f"{name} assigns a new tensor to {assignment} {reason}, which cannot be "
+          f"handed back to the module. Write the numbers to the tensor it has, such as "
+          f"`self.{assignment.name}.copy_(…)` or `.mul_(…)`, or return the new tensor."
+        )
+      arrays.append(assignment.value.jax())
+    for assignment in found:
+      assignment.undo()
+    for assignment, array in zip(found, arrays):
+      assignment.before._storage.write(array)
+
+  def _obstacle(self, assignment: Assignment) -> str | None:
+    before, value = assignment.before, assignment.value
+    if not _is_alive(before) or not isinstance(value, Tensor):
+      return "that had no jax tensor before"
+    if isinstance(before, torch.nn.Parameter):
+      return "that is a parameter"
+    if before.shape != value.shape or before.dtype != value.dtype:
+      was, now = [f"{t.dtype}{list(t.shape)}" for t in (before, value)]
+      return f"of another shape or dtype ({now}, but it was {was})"
+    if value.requires_grad or before.requires_grad:
+      return "that needs a gradient (`.detach()` it if it should not)"
+    if before._chain is not WHOLE or self.holders(before) > 1:
+      return "whose memory other tensors share"
+    return None
+
+  def holders(self, tensor: torch.Tensor) -> int:
+    """In how many places of the modules a tensor was."""
+    return sum(
+      value is tensor
+      for _, tables in self._noted.values()
+      for _, before in tables
+      for value in before.values()
+    )
+
+
+def _is_born_in(tensor, boundary: Boundary) -> bool:
+  return isinstance(tensor, Tensor) and tensor._storage.birth is boundary
+
+
+def _is_alive(value) -> bool:
+  """True for a jax tensor that is not left over from a trace that has ended."""
+  if not isinstance(value, Tensor):
+    return False
+  birth = value._storage.birth
+  return birth is None or not birth.closed
