@@ -24,6 +24,7 @@ from torchax.functions import FunctionTable
 from torchax.ops import mappings, ops_registry
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
+from torchax.storage import active
 from torchax.tensor import Tensor, new_tensor
 from torchax.transfer import Move, arguments_of_to
 from torchax.view import View
@@ -434,6 +435,8 @@ class Environment(contextlib.ContextDecorator):
     """
     scalar_ok = self.config.allow_mixed_math_with_scalar_tensor and not tensor.dim()
     if tensor.device.type == "cpu" and (cpu_ok or scalar_ok):
+      if active.boundary is not None and not tensor.dim():
+        active.boundary.note_scalar(tensor)
       return mappings.t2j(tensor)
     if self.config.debug_mixed_tensor:
       debug.log_mixed(name, tensor)

@@ -12,6 +12,7 @@ So no tracer ever reaches a tensor that outlives the trace.
 import contextlib
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 
 import jax
@@ -155,6 +156,7 @@ class Boundary:
       no gradient is recorded.
     plain: outer tensors without a graph that were changed in place, by identity.
     reshapes: by identity, tensors whose shape was changed in place, and how.
+    scalars: by identity, references to 0-d tensors on the CPU whose numbers were read.
   """
 
   def __init__(self, records: bool = False):
@@ -164,6 +166,7 @@ class Boundary:
     self.roots: dict[int, object] | None = {} if records else None
     self.plain: dict[int, object] = {}
     self.reshapes: dict[int, tuple[object, list]] = {}
+    self.scalars: dict[int, weakref.ref] = {}
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
     """The array of any storage, inside this boundary."""
@@ -182,6 +185,12 @@ class Boundary:
     cell.written = True
     if tensor is not None and tensor.grad_fn is None:
       self.plain[id(tensor)] = tensor
+
+  def note_scalar(self, tensor) -> None:
+    """Remembers a 0-d tensor on the CPU whose number becomes a constant of the trace."""
+    self.scalars[id(tensor)] = weakref.ref(tensor)
+    if self.parent is not None:
+      self.parent.note_scalar(tensor)
 
   def note_reshape(self, tensor, op, args) -> None:
     """Keeps a change of shape in place for whoever has to do it again.

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import operator
 import threading
+import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -81,11 +82,12 @@ class Situation:
     autocast: the dtype of the autocast around the call, or None.
     edition: how often the captured tensors have come to lie otherwise in memory, or
       were replaced by others.
+    scalars: the numbers of closed-over 0-d tensors on the CPU.
   """
 
   __slots__ = (
     *("same", "overlapping", "has_grad", "extra", "wants_grad", "modes", "no_grad"),
-    *("default_dtype", "autocast", "edition"),
+    *("default_dtype", "autocast", "edition", "scalars"),
   )
   _known: ClassVar[dict] = {}
 
@@ -102,10 +104,11 @@ class Situation:
     default_dtype=torch.float32,
     autocast=None,
     edition=0,
+    scalars=(),
   ) -> "Situation":
     """The situation with these attributes; always the same object."""
     attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
-    attributes += (default_dtype, autocast, edition)
+    attributes += (default_dtype, autocast, edition, scalars)
     known = cls._known.get(attributes)
     if known is None:
       known = cls._known[attributes] = cls()
@@ -114,7 +117,7 @@ class Situation:
     return known
 
 
-_ORDINARY = ((), (), (), None, None, (), False, torch.float32, None, 0)
+_ORDINARY = ((), (), (), None, None, (), False, torch.float32, None, 0, ())
 ORDINARY = Situation.of()
 """No argument repeats another one, and nothing else matters."""
 
@@ -227,6 +230,9 @@ class Traced:
     # How the captured tensors lie in their storages, and how often that has changed.
     self._layout: tuple = ()
     self._edition = 0
+    # 0-d tensors on the CPU, whose numbers are constants of what is compiled.
+    self._scalar_refs: list[weakref.ref] = []
+    self._just_met: list[weakref.ref] = []
     # Who says what is captured follows it too.
     follows = is_of_module and lifts and not captured
     self._held = Held(owner) if follows else None
@@ -329,7 +335,13 @@ class Traced:
     modes = self.modes.changed()
     attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
     attributes += (torch.get_default_dtype(), amp.dtype_in_force(), self._edition)
+    attributes += (self._scalars() if self._scalar_refs else (),)
     return None if attributes == _ORDINARY else Situation.of(*attributes)
+
+  def _scalars(self) -> tuple[str, ...]:
+    """The numbers of the closed-over tensors on the CPU that are still there."""
+    tensors = [reference() for reference in self._scalar_refs]
+    return tuple([repr(tensor.item()) for tensor in tensors if tensor is not None])
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
     """Which operands torch would record a gradient for; None for none at all."""
@@ -551,9 +563,24 @@ class Traced:
       if was_cleared or _is_born_in(tensor.grad, boundary):
         tensor.grad = before
 
+  def _follow_scalars(self, boundary: Boundary) -> None:
+    """Has the numbers of closed-over tensors on the CPU decide what is compiled."""
+    known = {id(reference()) for reference in self._scalar_refs}
+    alive = [ref for ref in boundary.scalars.values() if ref() is not None]
+    new = [reference for reference in alive if id(reference()) not in known]
+    met, self._just_met = self._just_met, []
+    if not new:
+      return
+    self._scalar_refs = [r for r in self._scalar_refs if r() is not None] + new
+    # What a graph keeps, but was made in the trace, is gone when it is made anew.
+    if all(reference() is not None for reference in met):
+      self._just_met = new
+      self.pure.miss()
+
   def _require_operands(self, boundary: Boundary, lent: list[Tensor]) -> None:
     if not self.lifts:
       return
+    self._follow_scalars(boundary)
     known = {id(t._storage) for t in lent}
     if boundary.cells.keys() - known:
       env = default_env()
