@@ -310,13 +310,20 @@ def watch_swaps(cls: type, notice) -> None:
     if not (isinstance(t1, cls) or isinstance(t2, cls)):
       _swap_tensors(t1, t2)
       return
-    if any(map(_is_held_by_a_graph, (t1, t2))):
+    if type(t1) is type(t2) and (_has_references(t1) or _has_references(t2)):
+      # Such as Dynamo's guards: the tensor stays, and shows the other one's numbers.
+      t1.data, t2.data = t2.data, t1.data
+    elif any(map(_is_held_by_a_graph, (t1, t2))):
       _swap_held(t1, t2)
     else:
       _swap_tensors(t1, t2)
     notice()
 
   torch.utils.swap_tensors = swap_tensors
+
+
+def _has_references(tensor) -> bool:
+  return bool(weakref.getweakrefs(tensor))
 
 
 def _is_held_by_a_graph(tensor) -> bool:
@@ -330,7 +337,7 @@ def _swap_held(t1, t2) -> None:
   Raises:
     RuntimeError: a weak reference to one of them would then be to the other one.
   """
-  if weakref.getweakrefs(t1) or weakref.getweakrefs(t2):
+  if _has_references(t1) or _has_references(t2):
     raise RuntimeError(
       "Tensors with weak references cannot be swapped. Move the module to its device "
       "before making what refers to its parameters."

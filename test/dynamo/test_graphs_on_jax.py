@@ -224,3 +224,23 @@ def test_a_change_in_place_that_needs_a_gradient_is_refused(x, make):
     make(lambda y: y.relu_() + 1)(y)
   if make is compiled:
     assert "a function compiled with torch.compile changes" in str(e.value)
+
+
+def test_a_compiled_model_changes_its_dtype(x):
+  """Dynamo's guards refer to the parameters, which torch then does not swap."""
+  model = torch.nn.Linear(8, 3).to("jax")
+  weight = model.weight
+  run = compiled(model, fullgraph=True)
+  expected = run(x).detach()
+  for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 0.02)):
+    model.to(dtype)
+    assert model.weight is weight and isinstance(weight, torch.nn.Parameter)
+    result = run(x.to(dtype))
+    assert result.dtype == dtype
+    # Rounding to bfloat16 loses digits, once.
+    torch.testing.assert_close(result.float(), expected, rtol=0, atol=tolerance)
+    result.sum().backward()
+    assert weight.grad.dtype == dtype
+  with torch.no_grad():
+    weight.zero_()
+  torch.testing.assert_close(run(x), model.bias.expand(4, 3))
