@@ -187,7 +187,7 @@ class Boundary:
       self.plain[id(tensor)] = tensor
 
   def note_scalar(self, tensor) -> None:
-    """Remembers a 0-d tensor on the CPU whose number becomes a constant of the trace."""
+    """Remembers a 0-d CPU tensor whose number becomes a constant of the trace."""
     self.scalars[id(tensor)] = weakref.ref(tensor)
     if self.parent is not None:
       self.parent.note_scalar(tensor)

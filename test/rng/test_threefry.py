@@ -10,7 +10,7 @@ import pytest
 
 from torchax.rng import rejection, samplers, threefry
 
-SHAPES = [(), (1,), (7,), (3, 5), (2, 0, 3), (4, 129, 65)]
+SHAPES = [(), (1,), (7,), (3, 5), (2, 0, 3), (32, 32), (4, 129, 65)]
 KEYS = [0, 1, 2**31, 2**32 - 1]
 WIDTHS = ["uint8", "uint16", "uint32", "uint64"]
 DRAWS = {
@@ -113,7 +113,7 @@ def test_a_chain_of_draws_compiles_in_time():
       )
     return x
 
-  lowered = jax.jit(chain).lower(jax.random.key(0), jnp.ones(1024, jnp.float32))
+  lowered = jax.jit(chain).lower(jax.random.key(0), jnp.ones(4096, jnp.float32))
   start = time.perf_counter()
   lowered.compile()
   assert time.perf_counter() - start < 30, "seconds; it takes one"

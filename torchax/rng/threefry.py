@@ -21,6 +21,10 @@ NAME = "threefry2x32"
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 # The parity of the key schedule, of Threefish (Skein 1.3).
 _PARITY = 0x1BD11BDA
+# XLA:CPU runs a program of few operations at once, and else on another thread, which
+# takes some 40 us. It counts the body of JAX's loop once, so for these numbers of
+# elements JAX's form is under the limit and the unrolled one over it.
+_SMALL = range(513, 2049)
 
 
 def unrolled(sampler):
@@ -57,8 +61,9 @@ def _is_ours(key) -> bool:
 
 def _random_bits(words, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
   """Unsigned integers of `bit_width` bits: those of `jax.random.bits`."""
-  if not all(isinstance(size, int) for size in shape) or math.prod(shape) >= 2**32:
-    # A shape that is not known yet, or a counter of two words.
+  is_known = all(isinstance(size, int) for size in shape)
+  if not is_known or math.prod(shape) in _SMALL or math.prod(shape) >= 2**32:
+    # (Or a shape that is not known yet, or a counter of two words.)
     return jax.random.bits(_as_jax_has_it(words), shape, f"uint{bit_width}")
   counter = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
   left, right = _encrypt(words, jnp.zeros(shape, jnp.uint32), counter)
