@@ -634,20 +634,6 @@ def test_draws_that_are_not_used_stay_in_graphs():
   assert any("rand_like" in target for target in found[0])
 
 
-@pytest.mark.parametrize(
-  ("operation", "expected"),
-  [
-    (torch.ops.aten.select.int, True),
-    (torch.ops.aten.split.Tensor, True),
-    (torch.ops.aten.add.Tensor, False),
-    (torch.ops.aten.add_.Tensor, False),
-    (torch.add, False),
-  ],
-)
-def test_views_are_known_by_their_schema(operation, expected):
-  assert _torch_compat.is_view(operation) is expected
-
-
 def test_operations_that_take_graphs_come_to_dispatch_modes():
   seen = []
 

@@ -417,14 +417,6 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
       yield from _nested(constant)
 
 
-def is_view(target) -> bool:
-  """True for an operation whose result has the memory of its first argument."""
-  return isinstance(target, OpOverload) and any(
-    result.alias_info is not None and not result.alias_info.is_write
-    for result in target._schema.returns
-  )
-
-
 def keeping_draws() -> contextlib.AbstractContextManager:
   """Graphs that are captured inside keep random operations whose result is not used.
 

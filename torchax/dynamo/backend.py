@@ -19,7 +19,7 @@ from torch import fx
 
 from torchax import _torch_compat
 from torchax.dynamo import draws, logs, on_jax, recurrent
-from torchax.dynamo.graphs import copied
+from torchax.dynamo.graphs import copied, inputs
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import INFERENCE, Keys, Program
 from torchax.rng import packing
@@ -84,17 +84,12 @@ def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
 
 
 def _compile_inference(options: Options, keys: Keys, module, example_inputs):
-  inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-  _key(module.graph, inputs[-1], keys)
+  _key(module.graph, inputs(module.graph)[-1], keys)
   return _compile(options, keys, INFERENCE, module, example_inputs)
 
 
 def _partition(keys: Keys, module, joint_inputs, *, num_fwd_outputs, **kwargs):
-  primals = [
-    node
-    for node in module.graph.nodes
-    if node.op == "placeholder" and "tangents" not in node.name
-  ]
+  primals = [node for node in inputs(module.graph) if "tangents" not in node.name]
   _key(module.graph, primals[-1], keys)
   return min_cut_rematerialization_partition(
     module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs

@@ -34,6 +34,18 @@ def inputs(graph: fx.Graph) -> list[fx.Node]:
   return [node for node in graph.nodes if node.op == "placeholder"]
 
 
+def add_input(graph: fx.Graph, name: str) -> fx.Node:
+  """Adds a placeholder behind the other ones."""
+  known = inputs(graph)
+  place = (
+    graph.inserting_after(known[-1])
+    if known
+    else graph.inserting_before(next(iter(graph.nodes)))
+  )
+  with place:
+    return graph.placeholder(name)
+
+
 def attribute(node: fx.Node):
   """What a node gets from the graph's module; None for other nodes."""
   if node.op != "get_attr":

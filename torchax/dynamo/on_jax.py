@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchax.dynamo.draws import where
 from torchax.dynamo.graphs import (
+  add_input,
   attribute,
   copied,
   example,
@@ -101,23 +102,15 @@ def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:
 
   Such as an optimizer's count of steps. Those on jax are found by `jax_jit`.
   """
-  graph, held, last = module.graph, {}, None
+  graph, held = module.graph, {}
   for node in list(graph.nodes):
-    if node.op == "placeholder":
-      last = node
     value = attribute(node)
     if not isinstance(value, torch.Tensor) or isinstance(value, Tensor):
       continue
     if node.target not in held:
-      place = (
-        graph.inserting_before(next(iter(graph.nodes)))
-        if last is None
-        else graph.inserting_after(last)
-      )
-      with place:
-        last = graph.placeholder(f"held_{len(held)}")
-      last.meta = dict(node.meta)
-      held[node.target] = (value, last)
+      given = add_input(graph, f"held_{len(held)}")
+      given.meta = dict(node.meta)
+      held[node.target] = (value, given)
     node.replace_all_uses_with(held[node.target][1])
     graph.erase_node(node)
   return [value for value, _ in held.values()]

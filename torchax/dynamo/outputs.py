@@ -14,6 +14,7 @@ from torch import fx
 
 from torchax import _torch_compat
 from torchax.dynamo import border
+from torchax.ops.schema import schema_of
 
 _SCALAR_TENSOR = torch.ops.aten.scalar_tensor.default
 
@@ -118,14 +119,18 @@ def _base(node: fx.Node) -> tuple[fx.Node, tuple]:
 def _viewed_by(node: fx.Node) -> fx.Node | None:
   """The node that a node views with numbers that are known; None if it is no view."""
   is_part = node.target is operator.getitem
-  if node.op != "call_function" or not (is_part or _torch_compat.is_view(node.target)):
+  if node.op != "call_function" or not (is_part or _is_view(node.target)):
     return None
   source = node.args[0]
   if node.all_input_nodes != [source] or source.op != "call_function":
     return None
-  if is_part and not _torch_compat.is_view(source.target):
+  if is_part and not _is_view(source.target):
     return None
   return source
+
+
+def _is_view(target) -> bool:
+  return isinstance(target, _torch_compat.OpOverload) and schema_of(target).is_view
 
 
 def _viewed(tensor, steps):

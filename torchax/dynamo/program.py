@@ -6,7 +6,6 @@ Dynamo. The packed key is an operand; the graph's draws have fixed numbers.
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import fx
 
 from torchax import _torch_compat
-from torchax.dynamo import border, checks, control_flow, draws, products
+from torchax.dynamo import border, checks, control_flow, draws, graphs, products
 from torchax.dynamo.options import Options
 from torchax.dynamo.outputs import Outputs, is_number
 from torchax.environment import default_env
@@ -76,7 +75,7 @@ class Program:
   def __init__(self, module: fx.GraphModule, options: Options, keys: Keys, name: str):
     self.module, self.options, self.keys, self.name = module, options, keys, name
     nodes = list(module.graph.nodes)
-    self._inputs = [node for node in nodes if node.op == "placeholder"]
+    self._inputs = graphs.inputs(module.graph)
     (returned,) = nodes[-1].args
     self._steps = [
       node
@@ -95,8 +94,7 @@ class Program:
     self._jitted = self._jit()
 
   def _converted_constants(self) -> dict[str, jax.Array]:
-    names = dict.fromkeys(n.target for n in self._steps if n.op == "get_attr")
-    found = {name: _attribute(self.module, name) for name in names}
+    found = {n.target: graphs.attribute(n) for n in self._steps if n.op == "get_attr"}
     with self.options.applied():
       return {
         name: mappings.t2j(value)
@@ -153,9 +151,7 @@ class Program:
       if node.op == "get_attr":
         constant = constants.get(node.target)
         values[node] = (
-          _attribute(self.module, node.target)
-          if constant is None
-          else new_tensor(constant, env)
+          graphs.attribute(node) if constant is None else new_tensor(constant, env)
         )
         continue
       args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
@@ -246,7 +242,7 @@ def _run_graph(env, module: fx.GraphModule, arguments: list) -> list:
     if node.op == "placeholder":
       values[node] = next(given)
     elif node.op == "get_attr":
-      values[node] = _attribute(module, node.target)
+      values[node] = graphs.attribute(node)
     elif node.op == "call_function":
       args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
       values[node] = _apply(env, node.target, args, kwargs)
@@ -280,7 +276,3 @@ def _own(array: jax.Array, taken: set[int]) -> jax.Array:
 
 def _meta(value):
   return value.meta.get("val") if isinstance(value, fx.Node) else value
-
-
-def _attribute(module, name: str):
-  return operator.attrgetter(name)(module)

@@ -80,7 +80,7 @@ class Attributes:
   def undo_traced(self, boundary: Boundary) -> None:
     """Takes the tensors that were born in a trace out of the attributes."""
     for assignment in list(self.assigned()):
-      if _is_born_in(assignment.value, boundary):
+      if is_born_in(assignment.value, boundary):
         assignment.undo()
 
   def write_back(self, boundary: Boundary, name: str) -> None:
@@ -101,7 +101,7 @@ class Attributes:
       assignment
       for assignment in self.assigned()
       # Anything else is a module's own tensor, back after a call with others.
-      if _is_born_in(assignment.value, boundary)
+      if is_born_in(assignment.value, boundary)
       and (assignment.is_registered or _is_alive(assignment.before))
     ]
     arrays = []
@@ -144,7 +144,8 @@ class Attributes:
     )
 
 
-def _is_born_in(tensor, boundary: Boundary) -> bool:
+def is_born_in(tensor, boundary: Boundary) -> bool:
+  """True for a jax tensor that was made in a trace."""
   return isinstance(tensor, Tensor) and tensor._storage.birth is boundary
 
 

@@ -26,7 +26,7 @@ from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop import arguments
 from torchax.interop import tape as tapes
-from torchax.interop.assignments import Attributes
+from torchax.interop.assignments import Attributes, is_born_in
 from torchax.interop.held import Held
 from torchax.interop.modes import ModuleModes
 from torchax.interop.names import name_of
@@ -503,7 +503,7 @@ class Traced:
         "shares as a different view. Pass the base and take the views inside."
       )
     leaves = self._leaves(boundary)
-    updated = [t for t in leaves if _is_born_in(t.grad, boundary)]
+    updated = [t for t in leaves if is_born_in(t.grad, boundary)]
     cleared = [t for t in leaves if t.grad is None and grads.get(id(t)) is not None]
     if updated or cleared or any(t.grad is not None for t in leaves):
       self._touches_grad = True
@@ -560,7 +560,7 @@ class Traced:
     for tensor in self._leaves(boundary):
       before = grads.get(id(tensor))
       was_cleared = tensor.grad is None and before is not None
-      if was_cleared or _is_born_in(tensor.grad, boundary):
+      if was_cleared or is_born_in(tensor.grad, boundary):
         tensor.grad = before
 
   def _follow_scalars(self, boundary: Boundary) -> None:
@@ -614,10 +614,6 @@ def _tensor_of(cell: Cell, env, root: Tensor | None) -> Tensor:
 def _is_trained(tensor: Tensor) -> bool:
   """True for leaves that autograd gives a `.grad`; others warn when asked for it."""
   return tensor.requires_grad and tensor.is_leaf
-
-
-def _is_born_in(grad, boundary: Boundary) -> bool:
-  return isinstance(grad, Tensor) and grad._storage.birth is boundary
 
 
 def repeated(leaves: list) -> tuple[tuple, tuple]:
