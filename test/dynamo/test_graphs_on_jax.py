@@ -226,6 +226,12 @@ def test_a_change_in_place_that_needs_a_gradient_is_refused(x, make):
     assert "a function compiled with torch.compile changes" in str(e.value)
 
 
+def test_a_change_of_a_parameter_is_refused_in_the_words_of_torch(x):
+  weight = torch.nn.Parameter(torch.ones(8).to("jax"))
+  with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+    jax_jit(lambda x: weight.mul_(2) * x)(x)
+
+
 def test_a_compiled_model_changes_its_dtype(x):
   """Dynamo's guards refer to the parameters, which torch then does not swap."""
   model = torch.nn.Linear(8, 3).to("jax")

@@ -417,7 +417,9 @@ class Traced:
         self._require_plain(boundary)
       except BaseException as error:
         attributes.undo_traced(boundary)
-        if records and _OF_LEAF in str(error):
+        # A parameter that is a leaf outside as well keeps torch's own words.
+        is_given = records and any(situation.wants_grad[: len(inputs)])
+        if is_given and _OF_LEAF in str(error):
           self._refuse_followed(error)
         raise
       finally:
