@@ -71,6 +71,7 @@ LAYERS = {
     "torchax._torch_compat",
     "torchax.config",
     "torchax.errors",
+    "torchax.ops.names",
     "torchax.types",
     "torchax.util",
     "torchax.version",

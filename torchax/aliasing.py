@@ -14,6 +14,7 @@ import torch
 from torchax import _jax_compat, _torch_compat, grad_mode
 from torchax.errors import MutationError
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.schema import functional_form
 from torchax.storage import Rebindings, Storage, active
 from torchax.tensor import Tensor, like, new_tensor, rebind
@@ -37,8 +38,6 @@ from torchax.view_info import (
   chain_of,
   slice_of,
 )
-
-aten = torch.ops.aten
 
 
 def _reshape(source, layout, *args):

@@ -18,8 +18,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax import _torch_compat
+from torchax.ops.names import aten, present
 
-aten = torch.ops.aten
 DEVICE = _torch_compat.BACKEND
 
 
@@ -106,10 +106,12 @@ def execute_policy(
 # What runs when autocast is on --------------------------------------------------------
 
 # An overload without a dtype -> the overload that has one.
-_WITH_DTYPE = {
-  aten.norm.Scalar: aten.norm.ScalarOpt_dtype,
-  aten.norm.ScalarOpt_dim: aten.norm.ScalarOpt_dim_dtype,
-}
+_WITH_DTYPE = present(
+  {
+    aten.norm.Scalar: aten.norm.ScalarOpt_dtype,
+    aten.norm.ScalarOpt_dim: aten.norm.ScalarOpt_dim_dtype,
+  }
+)
 
 
 def _run(op, *args, **kwargs):
@@ -304,6 +306,8 @@ def _functional_overloads(names: str) -> Iterable:
   """The overloads of named operations that take tensors and write to none."""
   for name in names.split():
     packet = getattr(aten, name)
+    if not packet:  # of another version of torch
+      continue
     for overload_name in packet.overloads():
       schema = getattr(packet, overload_name)._schema
       takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
@@ -326,7 +330,7 @@ _LISTS = (
 for policy, names in _LISTS:
   for op in _functional_overloads(names):
     autocast_policy[op] = policy
-for op in _WITH_OPTIONAL_DTYPE:
+for op in present(_WITH_OPTIONAL_DTYPE):
   autocast_policy[op] = CastPolicy.FP32_SET_OPT_DTYPE
 for op in _WITH_DTYPE:
   autocast_policy[op] = CastPolicy.FP32_APPEND_DTYPE

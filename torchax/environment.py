@@ -22,6 +22,7 @@ from torchax.dispatch import Dispatcher
 from torchax.errors import MixedDeviceError, OperatorNotFound, UnsupportedDtypeError
 from torchax.functions import FunctionTable
 from torchax.ops import mappings, ops_registry
+from torchax.ops.names import aten
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
 from torchax.storage import active
@@ -53,22 +54,21 @@ TENSOR_CONSTRUCTORS = {
 
 
 _is_compiling = torch.compiler.is_compiling
-_ATEN = torch.ops.aten
 META_FACTORIES = frozenset(
   {
-    _ATEN.arange.default,
-    _ATEN.arange.start,
-    _ATEN.arange.start_step,
-    _ATEN.empty.memory_format,
-    _ATEN.empty_strided.default,
-    _ATEN.eye.default,
-    _ATEN.eye.m,
-    _ATEN.full.default,
-    _ATEN.linspace.default,
-    _ATEN.ones.default,
-    _ATEN.scalar_tensor.default,
-    _ATEN.zeros.default,
-    _ATEN._efficientzerotensor.default,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.eye.default,
+    aten.eye.m,
+    aten.full.default,
+    aten.linspace.default,
+    aten.ones.default,
+    aten.scalar_tensor.default,
+    aten.zeros.default,
+    aten._efficientzerotensor.default,
   }
 )
 
@@ -531,7 +531,7 @@ class Environment(contextlib.ContextDecorator):
   def _to_copy(self, the_tensor: torch.Tensor, new_dtype, new_device) -> torch.Tensor:
     """A copy in another dtype, on another device; gradients flow through it."""
     if self._is_same_device(the_tensor, new_device):
-      return torch.ops.aten._to_copy(the_tensor, dtype=new_dtype)
+      return aten._to_copy.default(the_tensor, dtype=new_dtype)
     to_jax = self._should_use_torchax_tensor(new_device)
     if not to_jax and torch.device(new_device).type != "cpu":
       raise MixedDeviceError(

@@ -17,6 +17,7 @@ from torchax import _jax_compat, _torch_compat
 from torchax.environment import TENSOR_CONSTRUCTORS, Environment, default_env
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.tensor import Tensor, new_tensor
 
 # ATen factories whose lowerings run as they are.
@@ -58,7 +59,7 @@ _UNSUPPORTED = (
 
 def _overload(name: str):
   packet, _, overload = name.partition(".")
-  return getattr(getattr(torch.ops.aten, packet), overload or "default")
+  return getattr(getattr(aten, packet), overload or "default")
 
 
 def _lowered_kernel(op) -> Callable:
@@ -105,6 +106,8 @@ def register_kernels() -> None:
     _torch_compat.register_kernel(name, _unsupported, key)
   for name in _LOWERED:
     op = _overload(name)
+    if not op:
+      continue
     _torch_compat.register_kernel(name, _lowered_kernel(op))
     Environment.lowered_factories.add(op)
 
@@ -203,10 +206,10 @@ def register_functions(env: Environment) -> None:
 
 # Factories of a size alone, which need not go through torch's parser.
 _BY_SIZE = {
-  torch.ones: torch.ops.aten.ones.default,
-  torch.zeros: torch.ops.aten.zeros.default,
-  torch.rand: torch.ops.aten.rand.default,
-  torch.randn: torch.ops.aten.randn.default,
+  torch.ones: aten.ones.default,
+  torch.zeros: aten.zeros.default,
+  torch.rand: aten.rand.default,
+  torch.randn: aten.randn.default,
 }
 _JAX_NAMES = frozenset({"jax", "jax:0"})
 

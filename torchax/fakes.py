@@ -15,6 +15,7 @@ from torch.utils import _pytree as torch_pytree
 from torchax import _torch_compat
 from torchax.errors import MixedDeviceError, TracedStateError
 from torchax.ops import mappings
+from torchax.ops.names import higher_order
 from torchax.tensor import META, Content, Tensor
 from torchax.transfer import arguments_of_to
 
@@ -122,7 +123,7 @@ def _results_of_cond(predicate, on_true, on_false, operands=()):
 
 
 # Operations that take graphs, and know their results by other kinds of fake tensors.
-_RESULTS = {torch.ops.higher_order.cond: _results_of_cond}
+_RESULTS = {higher_order.cond: _results_of_cond}
 
 
 def _dispatch(func, args, kwargs):

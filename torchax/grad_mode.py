@@ -19,7 +19,10 @@ from jax.interpreters import ad, batching, mlir
 
 from torchax import _jax_compat, _torch_compat
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__
+# A function of Python up to torch 2.14; None where it is built in.
+_APPLY = getattr(
+  getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None
+)
 
 
 class Recomputation:

@@ -12,12 +12,11 @@ import torch
 from torchax import _jax_compat, grad_mode
 from torchax.operands import move
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.schema import schema_of
 from torchax.plans import Plan, raise_as_torch, require_writable
 from torchax.tensor import Tensor
 from torchax.view_info import WHOLE
-
-aten = torch.ops.aten
 
 _ArrayImpl = _jax_compat.ArrayImpl
 

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 
 from torchax import _torch_compat
 from torchax.functions import WithoutOut
+from torchax.ops.names import aten
 from torchax.tensor import Tensor
 from torchax.view import View
-
-aten = torch.ops.aten
 
 _BINARY = {"add": aten.add, "sub": aten.sub, "mul": aten.mul, "div": aten.div}
 _UNARY = {

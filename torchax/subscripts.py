@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import torch
 
 from torchax.aliasing import of_grad_mode
+from torchax.ops.names import aten
 from torchax.storage import ReadOnly
 from torchax.tensor import Tensor, index_of, is_traced, needs_care, value_of
 from torchax.view_info import TracedIndexInfo
 
-aten = torch.ops.aten
 _getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _ALL = slice(None)
 _MASKS = (torch.bool, torch.uint8)

@@ -10,10 +10,9 @@ from torchax.errors import (
   UnsupportedDtypeError,
 )
 from torchax.ops import mappings
+from torchax.ops.names import aten, present
 from torchax.tensor import Tensor, new_tensor
 from torchax.view_info import WHOLE
-
-aten = torch.ops.aten
 
 
 def _item(tensor: Tensor):
@@ -116,7 +115,9 @@ _REFUSED = {
   ),
   "mkldnn": (aten.to_mkldnn,),
 }
-_REFUSED_KIND = {packet: kind for kind, row in _REFUSED.items() for packet in row}
+_REFUSED_KIND = {
+  packet: kind for kind, row in _REFUSED.items() for packet in present(row)
+}
 
 
 _WAY_OUT = {

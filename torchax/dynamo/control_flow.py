@@ -3,12 +3,10 @@
 from collections.abc import Callable
 
 import jax
-import torch
 
 from torchax.errors import OperatorNotFound
+from torchax.ops.names import higher_order, present
 from torchax.tensor import Tensor, new_tensor
-
-_hops = torch.ops.higher_order
 
 
 def run(env, target, args, kwargs, run_graph: Callable):
@@ -88,8 +86,10 @@ def _invoke_subgraph(env, run_graph, module, identifier, *operands):
   return tuple(run_graph(module, list(operands)))
 
 
-_HANDLERS = {
-  _hops.cond: _cond,
-  _hops.while_loop: _while_loop,
-  _hops.invoke_subgraph: _invoke_subgraph,
-}
+_HANDLERS = present(
+  {
+    higher_order.cond: _cond,
+    higher_order.while_loop: _while_loop,
+    higher_order.invoke_subgraph: _invoke_subgraph,
+  }
+)

@@ -20,6 +20,7 @@ from torchax.dynamo import graphs
 from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.ops_registry import Kind
 from torchax.rng import rng_scope
 from torchax.tensor import new_tensor
@@ -29,7 +30,7 @@ PLACEHOLDER = "torchax_rng"
 
 # Draws of a lowering; torch marks some operations as random that draw here elsewhere.
 _BY_KIND = {Kind.SAMPLER: 1, Kind.ARRAYS: 0}
-_DROPOUT = torch.ops.aten.native_dropout.default
+_DROPOUT = aten.native_dropout.default
 _SEEDED = torch.Tag.nondeterministic_seeded
 
 

@@ -27,13 +27,14 @@ from torchax.dynamo.options import Options
 from torchax.environment import default_env
 from torchax.interop import jax_jit
 from torchax.interop.arguments import HiddenConstant
+from torchax.ops.names import higher_order
 from torchax.tensor import Tensor
 
 NAME = "a function compiled with torch.compile"
 """What messages call it: Dynamo does not say its name."""
 
 _SCALAR_TENSOR = torch.scalar_tensor
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_CHECKPOINT = higher_order.tag_activation_checkpoint
 
 
 def is_on_jax(gm: fx.GraphModule, example_inputs: Sequence) -> bool:

@@ -14,9 +14,10 @@ from torch import fx
 
 from torchax import _torch_compat
 from torchax.dynamo import border
+from torchax.ops.names import aten
 from torchax.ops.schema import schema_of
 
-_SCALAR_TENSOR = torch.ops.aten.scalar_tensor.default
+_SCALAR_TENSOR = aten.scalar_tensor.default
 
 
 class Outputs:

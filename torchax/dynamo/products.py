@@ -6,13 +6,11 @@ needs no copy.
 """
 
 import jax.numpy as jnp
-import torch
 from jax import lax
 from torch import fx
 
+from torchax.ops.names import aten
 from torchax.tensor import new_tensor
-
-aten = torch.ops.aten
 
 
 def contract(env, node: fx.Node, values: dict):

@@ -19,6 +19,7 @@ from torchax.dynamo.options import Options
 from torchax.dynamo.outputs import Outputs, is_number
 from torchax.environment import default_env
 from torchax.ops import mappings, narrowing
+from torchax.ops.names import aten, prims
 from torchax.rng import rng_scope
 from torchax.rng.packing import PackedStream
 from torchax.tensor import new_tensor
@@ -205,12 +206,10 @@ class Program:
     return self._outputs.assemble(given, outputs, static.values)
 
 
-_ASSERTIONS = frozenset(
-  {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
-)
-_CONVERT = torch.ops.prims.convert_element_type.default
-_TO_COPY = torch.ops.aten._to_copy.default
-_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+_ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
+_CONVERT = prims.convert_element_type.default
+_TO_COPY = aten._to_copy.default
+_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 
 
 def _apply(env, target, args, kwargs):

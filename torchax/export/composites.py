@@ -6,12 +6,10 @@ They compute and draw what their eager forms do, which are caught above ATen
 
 import jax
 import jax.numpy as jnp
-import torch
 
 from torchax.environment import default_env
 from torchax.ops.jaten import attention, rnn
-
-aten = torch.ops.aten
+from torchax.ops.names import aten
 
 
 def _run(op, *args):

@@ -23,7 +23,6 @@ from torchax.ops.schema import schema_of
 from torchax.plans import DecompositionPlan, Plan
 from torchax.transfer import ToCopyPlan
 
-aten = torch.ops.aten
 _logger = logging.getLogger(__name__)
 
 # JAX's errors for a Python value of something that is being traced.

@@ -15,9 +15,8 @@ from jax import lax
 from torchax.errors import RngError
 from torchax.export.preparation import may_draw
 from torchax.ops import mappings, ops_registry
+from torchax.ops.names import aten, higher_order, present, resolve
 from torchax.rng import RngState, current, rng_scope
-
-aten = torch.ops.aten
 
 # Sizes and assertions ----------------------------------------------------------------
 
@@ -79,10 +78,10 @@ NUMBERS: dict = {
 
 def copy_of(op):
   """The operation that copies what a view shows, if it has a lowering; else None."""
-  packet = getattr(aten, f"{op.overloadpacket.__name__.lstrip('_')}_copy", None)
-  overload = getattr(packet, op._overloadname, None)
+  packet = getattr(aten, f"{op.overloadpacket.__name__.lstrip('_')}_copy")
+  overload = resolve(getattr(packet, op._overloadname))
   table = ops_registry.all_aten_ops
-  return overload if overload in table or packet in table else None
+  return overload if overload in table or resolve(packet) in table else None
 
 
 def _slice(self, dim=0, start=None, end=None, step=1):
@@ -160,11 +159,13 @@ def _without_gradients(part, enabled, graph, *args):
 
 
 # (part, *arguments) -> arrays, where `part` makes a function of a graph.
-HIGHER_ORDER: dict[object, Callable] = {
-  torch.ops.higher_order.cond: _cond,
-  torch.ops.higher_order.while_loop: _while_loop,
-  torch.ops.higher_order.wrap_with_set_grad_enabled: _without_gradients,
-}
+HIGHER_ORDER: dict[object, Callable] = present(
+  {
+    higher_order.cond: _cond,
+    higher_order.while_loop: _while_loop,
+    higher_order.wrap_with_set_grad_enabled: _without_gradients,
+  }
+)
 
 
 def names() -> list[str]:

@@ -14,9 +14,8 @@ from jax import lax
 from torch.export import ExportedProgram
 
 from torchax.ops import ops_registry
+from torchax.ops.names import aten, higher_order
 from torchax.ops.op_base import Kind, op
-
-aten = torch.ops.aten
 
 _library = torch.library.Library("torchax_export", "DEF")
 _library.define("stop_gradient(Tensor self) -> Tensor")
@@ -135,7 +134,7 @@ def _changes(graph: torch.fx.Graph) -> Iterator[tuple]:
       continue
     if node.target is aten.detach.default:
       yield _stop_after, node
-    elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+    elif node.target is higher_order.wrap_with_set_grad_enabled:
       if node.args[0] is False:
         yield _stop_results_of, node
     elif node.target is aten.dropout_.default:

@@ -10,6 +10,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torchax.environment import default_env
 from torchax.interop import loops
+from torchax.ops.names import higher_order, present
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -21,7 +22,7 @@ def _cond(predicate, on_true, on_false, operands=()):
   return loops.cond(predicate.reshape(()), on_true, on_false, *operands)
 
 
-_FUNCTIONS = {torch.ops.higher_order.cond: _cond}
+_FUNCTIONS = present({higher_order.cond: _cond})
 
 
 def register_functions(env) -> None:

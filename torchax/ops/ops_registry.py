@@ -3,6 +3,7 @@
 An operation is an ATen `OpOverload`, an `OpOverloadPacket` (which stands for all
 its functional overloads), or a torch function that is caught above ATen. The name of a
 packet, "torchvision::nms", stands for one of a library that may be imported later.
+What this version of torch lacks, `names.Missing`, is left out.
 Registering twice raises; a user's registration replaces ours. Environments notice
 later registrations through `generation`.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchax._torch_compat import OpOverload, OpOverloadPacket
+from torchax.ops.names import Missing, resolve
 from torchax.types import JaxCallable, TorchCallable
 
 
@@ -103,6 +105,9 @@ def generation() -> int:
 
 def _register(table: dict, operator: Operator) -> Operator:
   global _generation
+  if isinstance(operator.torch_op, Missing):
+    return operator
+  operator.torch_op = resolve(operator.torch_op)
   known = table.get(operator.torch_op)
   if known is not None and not operator.is_user_defined:
     raise ValueError(
@@ -117,7 +122,8 @@ def _register(table: dict, operator: Operator) -> Operator:
 
 def register(operator: Operator) -> Operator:
   """Registers an operator for `__torch_dispatch__` (ATen) or for torch functions."""
-  is_aten = isinstance(operator.torch_op, OpOverload | OpOverloadPacket | str)
+  named = resolve(operator.torch_op)
+  is_aten = isinstance(named, OpOverload | OpOverloadPacket | str)
   return _register(all_aten_ops if is_aten else all_torch_functions, operator)
 
 

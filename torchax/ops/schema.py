@@ -10,17 +10,18 @@ import functools
 import torch
 
 from torchax._torch_compat import OpOverload
-
-aten = torch.ops.aten
+from torchax.ops.names import aten, present
 
 # Functional forms that the naming rule does not find.
-_FUNCTIONAL_FORMS = {
-  aten.normal_.default: aten.normal_functional.default,
-  aten.normal.out: aten.normal_functional.default,
-  aten.bernoulli_.float: aten.bernoulli.p,
-  aten.zero_.default: aten.zeros_like.default,
-  aten.resize_as_.default: None,
-}
+_FUNCTIONAL_FORMS = present(
+  {
+    aten.normal_.default: aten.normal_functional.default,
+    aten.normal.out: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.zero_.default: aten.zeros_like.default,
+    aten.resize_as_.default: None,
+  }
+)
 
 _DYNAMIC_TYPES = ("Tensor", "number", "float", "Scalar")
 
@@ -90,8 +91,8 @@ def functional_form(op: OpOverload) -> OpOverload | None:
     return _FUNCTIONAL_FORMS[op]
   name = op._schema.name.split("::")[1]
   in_place = is_in_place(op)
-  packet = getattr(aten, name.removesuffix("_") if in_place else name, None)
-  if packet is None:
+  packet = getattr(aten, name.removesuffix("_") if in_place else name)
+  if not packet:
     return None
   schema = schema_of(op)
   if not in_place and not schema.outputs:

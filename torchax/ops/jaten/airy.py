@@ -7,12 +7,10 @@ asymptotic forms (DLMF, 9.7.5 and 9.7.9), as the Bessel functions of `bessel.py`
 import math
 
 import jax.numpy as jnp
-import torch
 
 from torchax.ops.jaten._chebyshev import chebyshev
+from torchax.ops.names import aten
 from torchax.ops.op_base import op, to_float
-
-aten = torch.ops.aten
 
 # Chebyshev coefficients, fitted with mpmath at 40 digits; ζ = 2/3 |x|^(3/2).
 # On -6 ≤ x ≤ 2, t = (x + 2)/4: Ai(x). On x ≥ 2, t = 2 (2/x)^(3/2) - 1:

@@ -1,12 +1,9 @@
 """Assertions that exported programs carry: they compute nothing and may raise."""
 
-import torch
-
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.op_base import Kind, op
 from torchax.tensor import is_traced
-
-aten = torch.ops.aten
 
 
 @op(aten._assert_scalar, kind=Kind.TENSORS)

@@ -10,13 +10,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
 from torchax.ops.jaten._opmath import HALVES
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 # Query heads are (key head, member of its group), so that grouped heads share a key
 # without repeating it in memory.

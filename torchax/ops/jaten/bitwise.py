@@ -5,12 +5,10 @@ logical ones; `logical_*` of any dtype is in `pointwise.py`.
 """
 
 import jax.numpy as jnp
-import torch
 from jax import lax
 
+from torchax.ops.names import aten
 from torchax.ops.op_base import op, promote
-
-aten = torch.ops.aten
 
 
 def _integers(name, self, other):

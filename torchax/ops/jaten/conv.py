@@ -7,13 +7,11 @@ both gradients are JAX's linear transposes.
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
 from torchax.ops.jaten._opmath import expand_sizes
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 
 def _correlate(input, weight, stride, padding, dilation, groups):

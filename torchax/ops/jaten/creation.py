@@ -15,9 +15,8 @@ from jax import lax
 
 from torchax.ops import mappings, narrowing
 from torchax.ops.casting import cast, require_fit
+from torchax.ops.names import aten
 from torchax.ops.op_base import default_float, op, result_dtype
-
-aten = torch.ops.aten
 
 
 def _dtype_or(dtype, fallback):

@@ -14,9 +14,8 @@ from jax import lax
 from torchax.ops import mappings
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.jaten.loss import Reduction
+from torchax.ops.names import aten
 from torchax.ops.op_base import Kind, op
-
-aten = torch.ops.aten
 
 
 def _padded_targets(targets, target_lengths):

@@ -5,11 +5,9 @@ direction that carries the factor.
 """
 
 import jax.numpy as jnp
-import torch
 
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 # ATen's fft_norm_mode: no factor, 1 / sqrt(n), 1 / n.
 _FORWARD_NORM = ("backward", "ortho", "forward")

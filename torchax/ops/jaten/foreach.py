@@ -9,15 +9,13 @@ steps of optimizers with `fused=True` are in `fused_optimizers.py`.
 import math
 
 import jax.numpy as jnp
-import torch
 
 from torchax.list_plans import require_same_length
 from torchax.ops import mappings
 from torchax.ops.jaten._opmath import widen
+from torchax.ops.names import aten, present
 from torchax.ops.op_base import op, to_float
 from torchax.ops.ops_registry import all_aten_ops
-
-aten = torch.ops.aten
 
 _UNARY = (
   *("abs", "acos", "asin", "atan", "ceil", "clone", "cos", "cosh", "erf", "erfc"),
@@ -37,6 +35,7 @@ _CLAMPS = {
 
 # Foreach overload -> the overload for one row of its lists.
 ROWS = {
+  aten._foreach_mm.default: aten.mm.default,
   aten._foreach_zero.default: aten.zeros_like.default,
   aten._foreach_copy.default: aten.copy.default,
   aten._foreach_pow.List: aten.pow.Tensor_Tensor,
@@ -46,13 +45,9 @@ ROWS = {
 }
 
 
-if hasattr(aten, "_foreach_mm"):  # newer than torch 2.11
-  ROWS[aten._foreach_mm.default] = aten.mm.default
-
-
 def _functional_overloads(name: str) -> dict:
-  packet = getattr(aten, f"_foreach_{name}", None)
-  if packet is None:  # not in every version of torch
+  packet = getattr(aten, f"_foreach_{name}")
+  if not packet:  # not in every version of torch
     return {}
   names = [overload for overload in packet.overloads() if not overload.endswith("out")]
   return {overload: getattr(packet, overload) for overload in names}
@@ -70,6 +65,7 @@ for _name in _ARITHMETIC:
 for _name, _packet in _CLAMPS.items():
   for _overload, _foreach in _functional_overloads(_name).items():
     ROWS[_foreach] = _packet.Tensor if _overload == "List" else _packet.default
+ROWS = present(ROWS)
 
 
 def _operator(row_op):

@@ -8,9 +8,8 @@ import math
 
 import torch
 
+from torchax.ops.names import aten
 from torchax.ops.op_base import Kind, op
-
-aten = torch.ops.aten
 
 
 def _elements_in_storage(tensor: torch.Tensor) -> int:

@@ -13,9 +13,8 @@ import torch
 from torchax.ops import mappings
 from torchax.ops.jaten._opmath import expand_sizes
 from torchax.ops.jaten.pooling import _send_back
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 
 def _starts(sample, size: int, pooled: int, kernel: int):

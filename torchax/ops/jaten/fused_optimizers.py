@@ -9,13 +9,11 @@ single precision.
 import math
 
 import jax.numpy as jnp
-import torch
 
 from torchax.list_plans import require_same_length
 from torchax.ops.jaten._opmath import widen
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 
 def _step(update, lists, grad_scale, found_inf) -> tuple[list, ...]:

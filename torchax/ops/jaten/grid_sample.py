@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import torch
 
 from torchax.ops import jimage
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 # ATen's numbers of the modes of `torch.nn.functional.grid_sample`.
 _BILINEAR, _NEAREST, _BICUBIC = range(3)

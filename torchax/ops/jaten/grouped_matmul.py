@@ -6,13 +6,11 @@ matrices are in `matmul.py`.
 """
 
 import jax.numpy as jnp
-import torch
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 # Rows of the left matrix and columns of the right one are groups of the inner
 # dimension, each of which gives a matrix.

@@ -9,8 +9,6 @@ from jax import lax
 from torchax.ops import mappings
 from torchax.ops.op_base import op
 
-aten = torch.ops.aten
-
 
 def _bits(array):
   """Elements as unsigned integers: those of int64, or of float64."""

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import torch
 
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
-
 
 # --- bins of equal width ---------------------------------------------------------
 

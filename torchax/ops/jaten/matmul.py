@@ -12,13 +12,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.op_base import op, promote
-
-aten = torch.ops.aten
 
 # torch's threshold for computing Euclidean distances through one matrix product.
 DISTANCE_MATMUL_SIZE = 25

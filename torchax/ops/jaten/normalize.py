@@ -12,9 +12,8 @@ import torch
 from jax import lax
 
 from torchax.ops.jaten._opmath import widen
+from torchax.ops.names import aten
 from torchax.ops.op_base import Kind, op
-
-aten = torch.ops.aten
 
 
 def _moments(self, axes):

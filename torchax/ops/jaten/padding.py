@@ -6,12 +6,10 @@ on; a negative width crops. Borders are slices, not gathers: their transposes ar
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 
 def _pad_widths(ndim: int, pad) -> list[tuple[int, int]]:

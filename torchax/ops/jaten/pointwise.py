@@ -17,9 +17,8 @@ from jax import lax
 
 from torchax.ops import mappings
 from torchax.ops.casting import cast, require_fit
+from torchax.ops.names import aten
 from torchax.ops.op_base import op, promote, result_dtype, to_float
-
-aten = torch.ops.aten
 
 HALF_DTYPES = (jnp.bfloat16, jnp.float16)
 

@@ -21,10 +21,9 @@ from torchax.ops.jaten._random_checks import (
   require_size,
   require_std,
 )
+from torchax.ops.names import aten
 from torchax.ops.op_base import Kind, default_float, op, result_dtype
 from torchax.rng import samplers
-
-aten = torch.ops.aten
 
 
 def _sampler(*ops, **options):

@@ -14,9 +14,8 @@ from jax import lax
 
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
+from torchax.ops.names import aten, prims
 from torchax.ops.op_base import op, promote, to_float
-
-aten = torch.ops.aten
 
 
 def _index_dtype():
@@ -297,7 +296,7 @@ def _aten_var(self, dim=None, correction=None, keepdim=False):
   return variance.astype(_real_dtype(self.dtype))
 
 
-@op(torch.ops.prims.var)
+@op(prims.var)
 def _prims_var(inp, dims, correction=1.0, output_dtype=None):
   variance = _aten_var(inp, dims, correction)
   return variance.astype(mappings.t2j_dtype(output_dtype) or variance.dtype)

@@ -10,12 +10,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
 from torchax.ops import jax_reimplement, jimage
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 # Names that ATen gives the scales of 1, 2 and 3 spatial dimensions.
 _SCALE_NAMES = {
@@ -23,8 +21,6 @@ _SCALE_NAMES = {
   2: ("scales_h", "scales_w"),
   3: ("scales_d", "scales_h", "scales_w"),
 }
-# New in torch 2.12.
-_HAS_LANCZOS = hasattr(aten, "_upsample_lanczos2d_aa")
 
 _STATIC_SCALES = ("scales", "scales_d", "scales_h", "scales_w")
 
@@ -303,13 +299,12 @@ _register_antialiased_backward(
 _register_antialiased_backward(
   aten._upsample_bicubic2d_aa_backward, _aten_upsample_bicubic2d_aa
 )
-if _HAS_LANCZOS:
-  op(aten._upsample_lanczos2d_aa.default, static=_STATIC_SCALES)(
-    _aten_upsample_lanczos2d_aa
-  )
-  _register_antialiased_backward(
-    aten._upsample_lanczos2d_aa_backward, _aten_upsample_lanczos2d_aa
-  )
+op(aten._upsample_lanczos2d_aa.default, static=_STATIC_SCALES)(
+  _aten_upsample_lanczos2d_aa
+)
+_register_antialiased_backward(
+  aten._upsample_lanczos2d_aa_backward, _aten_upsample_lanczos2d_aa
+)
 
 
 # --- sizes or factors ------------------------------------------------------------
@@ -352,5 +347,4 @@ _register_vec(
 _register_vec(_aten_upsample_bicubic2d, aten.upsample_bicubic2d)
 _register_vec(_aten_upsample_billinear_aa, aten._upsample_bilinear2d_aa)
 _register_vec(_aten_upsample_bicubic2d_aa, aten._upsample_bicubic2d_aa)
-if _HAS_LANCZOS:
-  _register_vec(_aten_upsample_lanczos2d_aa, aten._upsample_lanczos2d_aa)
+_register_vec(_aten_upsample_lanczos2d_aa, aten._upsample_lanczos2d_aa)

@@ -6,12 +6,10 @@ the sequence. Layers are joined in `ops/jtorch/recurrent.py`.
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 
 def _affine(input, weight, bias):

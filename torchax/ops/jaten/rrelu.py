@@ -8,13 +8,11 @@ Without training the slope is the mean of the bounds, and nothing is drawn.
 import math
 
 import jax.numpy as jnp
-import torch
 
 from torchax.ops.jaten._random_checks import require_float
+from torchax.ops.names import aten
 from torchax.ops.op_base import Kind, op
 from torchax.rng import samplers
-
-aten = torch.ops.aten
 
 _FUNCTIONAL = aten.rrelu_with_noise_functional.default
 

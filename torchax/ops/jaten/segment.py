@@ -9,11 +9,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import torch
 
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 # What a reduction of nothing gives, and how two results of it are put together.
 _REDUCTIONS = {

@@ -10,16 +10,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
+from torchax.ops.names import aten, prims
 from torchax.ops.op_base import op, promote
 from torchax.view_info import put_slice
-
-aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 def _wrap_dim(dim: int, ndim: int) -> int:

@@ -15,10 +15,8 @@ import torch
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.op_base import Kind, op
-
-aten = torch.ops.aten
-
 
 # --- Shapes and errors --------------------------------------------------------------
 

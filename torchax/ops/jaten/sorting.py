@@ -12,9 +12,8 @@ import torch
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
-
-aten = torch.ops.aten
 
 
 def _int64():

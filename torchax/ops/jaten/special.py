@@ -14,9 +14,8 @@ from jax import lax
 from jax.scipy import special
 
 from torchax.ops.jaten._chebyshev import chebyshev
+from torchax.ops.names import aten
 from torchax.ops.op_base import Kind, op, promote, to_float
-
-aten = torch.ops.aten
 
 
 def _in_floats(function):

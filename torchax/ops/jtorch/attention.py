@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from torchax import _torch_compat
 from torchax.ops.jaten import attention
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.names import aten
 from torchax.ops.ops_registry import Kind
-
-aten = torch.ops.aten
 
 
 def _batch_shape(query, key) -> tuple[int, ...]:

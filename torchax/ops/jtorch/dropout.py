@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torchax import grad_mode, rng
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.names import aten
 from torchax.ops.op_base import op
 from torchax.ops.ops_registry import Kind
-
-aten = torch.ops.aten
 
 # Keeps mean 0 and variance 1 of SELU's outputs: alpha · scale of its negative side
 # (Klambauer et al. 2017, https://arxiv.org/abs/1706.02515).
