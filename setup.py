@@ -6,6 +6,7 @@ import re
 from setuptools import find_packages, setup
 
 ROOT = pathlib.Path(__file__).parent
+URL = "https://github.com/torchax/torchax"
 
 
 def read_version() -> str:
@@ -17,6 +18,18 @@ def read_version() -> str:
   return found.group(1)
 
 
+def long_description() -> str:
+  """The README as an index shows it: a link into the tree becomes an absolute one."""
+  text = (ROOT / "README.md").read_text(encoding="utf-8")
+  link = re.compile(r"\]\((?!https?:|#|mailto:)([^)\s]+)\)")
+  return link.sub(rf"]({URL}/blob/main/\1)", text)
+
+
+# torch and JAX take their accelerators in different builds: torchax needs JAX's only.
+ACCELERATORS = {
+  "gpu": ["jax[cuda13]>=0.10.0"],
+  "tpu": ["jax[tpu]>=0.10.0"],
+}
 # Lower bounds are the versions that the `lowest` job of the workflow installs.
 REQUIRES = [
   "torch>=2.11",
@@ -36,10 +49,12 @@ EXTRAS = {
   "optax": ["optax>=0.2.4"],
   "examples": ["scikit-learn>=1.5", "matplotlib>=3.9", "tqdm>=4.66"],
   "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"],
-  "lint": ["ruff>=0.12"],
+  "lint": ["mypy>=2.0", "ruff>=0.12"],
+  "plot": ["matplotlib>=3.9"],  # the picture of a ledger of draws
   "test": [
     "expecttest>=0.3",  # torch.testing._internal, whose op_db is swept, imports it
     "hypothesis>=6.100",
+    "mypy>=2.0",  # programs that call torchax are type-checked by a test
     "packaging>=24.0",
     "pytest>=8.2",
     "pytest-xdist>=3.6",
@@ -48,20 +63,31 @@ EXTRAS = {
     "wheel>=0.43",
   ],
 }
+# For development; an accelerator's packages would replace those of the CPU.
 EXTRAS["all"] = sorted({name for names in EXTRAS.values() for name in names})
 
 setup(
   name="torchax",
   version=read_version(),
   description="Runs PyTorch programs on JAX, with an explicit random state.",
-  long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+  long_description=long_description(),
   long_description_content_type="text/markdown",
-  license="Apache-2.0",
+  author="The torchax authors",
+  url=URL,
+  project_urls={
+    "Documentation": f"{URL}/tree/main/docs",
+    "Source": URL,
+    "Issues": f"{URL}/issues",
+    "Changelog": f"{URL}/blob/main/CHANGELOG.md",
+  },
+  keywords=["pytorch", "jax", "xla", "tpu", "gpu", "deep learning", "random numbers"],
+  license_expression="Apache-2.0",
   license_files=["LICENSE"],
   python_requires=">=3.11",
   packages=find_packages(include=["torchax", "torchax.*"]),
+  package_data={"torchax": ["py.typed"]},
   install_requires=REQUIRES,
-  extras_require=EXTRAS,
+  extras_require={**EXTRAS, **ACCELERATORS},
   entry_points={"torch_dynamo_backends": ["jax = torchax.dynamo:backend"]},
   classifiers=[
     "Development Status :: 3 - Alpha",
@@ -71,6 +97,8 @@ setup(
     "Programming Language :: Python :: 3.11",
     "Programming Language :: Python :: 3.12",
     "Programming Language :: Python :: 3.13",
+    "Operating System :: OS Independent",
     "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
   ],
 )

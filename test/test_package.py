@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 
 import pytest
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from source_tree import PACKAGE, ROOT
 
@@ -32,15 +34,30 @@ def _run(*command, cwd, **environment) -> str:
   return done.stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> pathlib.Path:
-  """A wheel built from a copy, so that leftovers of other builds cannot get in."""
-  source = tmp_path_factory.mktemp("source")
+def _copied(source: pathlib.Path) -> pathlib.Path:
+  """What a build needs, so that leftovers of other builds cannot get in."""
   for name in BUILD_INPUTS:
     shutil.copy(ROOT / name, source)
   shutil.copytree(
     PACKAGE, source / "torchax", ignore=shutil.ignore_patterns("__pycache__")
   )
+  return source
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> pathlib.Path:
+  """A source distribution, built as `python -m build --sdist` builds it."""
+  source = _copied(tmp_path_factory.mktemp("source"))
+  code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+  _run(sys.executable, "-c", code, cwd=source)
+  (built,) = (source / "dist").glob("*.tar.gz")
+  return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> pathlib.Path:
+  """A wheel built from a copy."""
+  source = _copied(tmp_path_factory.mktemp("source"))
   pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
   _run(*pip, "--no-index", "--quiet", "--wheel-dir", "dist", ".", cwd=source)
   (built,) = (source / "dist").glob("*.whl")
@@ -90,13 +107,27 @@ def test_the_version_is_the_same_everywhere(wheel, installed, tmp_path):
   assert versions == [wheel.name.split("-")[1]] * 3
 
 
+def _names_in(sdist) -> set[str]:
+  """The files of a source distribution, by their paths in the tree."""
+  with tarfile.open(sdist) as archive:
+    members = [member.name for member in archive if member.isfile()]
+  return {name.partition("/")[2] for name in members}
+
+
+def _metadata(built) -> str:
+  """The metadata of a wheel or a source distribution."""
+  if built.suffix == ".whl":
+    with zipfile.ZipFile(built) as archive:
+      (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
+      return archive.read(name).decode()
+  with tarfile.open(built) as archive:
+    folder = archive.getnames()[0].partition("/")[0]
+    return archive.extractfile(f"{folder}/PKG-INFO").read().decode()
+
+
 def _requirements(wheel) -> list[Requirement]:
-  (name,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA"))
-  text = zipfile.ZipFile(wheel).read(name).decode()
-  return [
-    Requirement(line)
-    for line in re.findall(r"^Requires-Dist: (.*)$", text, re.MULTILINE)
-  ]
+  found = re.findall(r"^Requires-Dist: (.*)$", _metadata(wheel), re.MULTILINE)
+  return [Requirement(line) for line in found]
 
 
 def test_this_environment_meets_the_requirements(wheel):
@@ -129,3 +160,58 @@ def test_importing_torchax_starts_no_jax_backend(installed, tmp_path):
     "print(xla_bridge.backends_are_initialized())"
   )
   assert _run(installed, "-c", code, cwd=tmp_path) == "False"
+
+
+def test_the_package_is_marked_as_typed(wheel, sdist):
+  assert "torchax/py.typed" in zipfile.ZipFile(wheel).namelist()
+  assert "torchax/py.typed" in _names_in(sdist)
+
+
+def test_the_sdist_holds_what_builds_the_wheel(sdist):
+  names = _names_in(sdist)
+  assert set(BUILD_INPUTS) <= names
+  packed = {name for name in names if name.startswith("torchax/")}
+  source = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+  assert packed == source | {"torchax/py.typed"}
+
+
+@pytest.mark.parametrize("built", ["wheel", "sdist"])
+def test_the_metadata_is_valid_and_complete(built, request):
+  """An index refuses what `validate` refuses."""
+  found = Metadata.from_email(_metadata(request.getfixturevalue(built)), validate=True)
+  assert found.license_expression == "Apache-2.0"
+  assert found.license_files == ["LICENSE"]
+  assert found.author and found.summary and found.keywords
+  assert found.description_content_type == "text/markdown"
+  assert {"Source", "Documentation", "Issues", "Changelog"} <= set(found.project_urls)
+  assert all(url.startswith("https://") for url in found.project_urls.values())
+  assert "Typing :: Typed" in found.classifiers
+
+
+def test_links_of_the_description_are_absolute(wheel):
+  """An index shows the README without the files beside it."""
+  description = Metadata.from_email(_metadata(wheel)).description
+  links = re.findall(r"\]\(([^)]+)\)", description)
+  assert links and all(link.startswith("https://") for link in links)
+
+
+def test_links_of_the_description_lead_to_files_of_the_tree(wheel):
+  found = Metadata.from_email(_metadata(wheel))
+  base = f"{found.project_urls['Source']}/blob/main/"
+  links = re.findall(rf"\]\({re.escape(base)}([^)#]+)", found.description)
+  assert links and all((ROOT / link).exists() for link in links)
+
+
+@pytest.mark.parametrize("extra, package", [("gpu", "cuda13"), ("tpu", "tpu")])
+def test_an_accelerator_is_an_extra_that_only_its_users_install(wheel, extra, package):
+  def asked_for(by: str) -> list[Requirement]:
+    environment = {"extra": by}
+    return [
+      requirement
+      for requirement in _requirements(wheel)
+      if requirement.marker and requirement.marker.evaluate(environment)
+    ]
+
+  (requirement,) = asked_for(extra)
+  assert (requirement.name, requirement.extras) == ("jax", {package})
+  assert all(requirement.name != "jax" for requirement in asked_for("all"))
