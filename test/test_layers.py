@@ -63,7 +63,9 @@ LAYERS = {
     "torchax.ops.mappings",
     "torchax.ops.ops_registry",
     "torchax.rng",
+    "torchax.files",
     "torchax.storage",
+    "torchax.untyped_storage",
     "torchax.view_info",
   ),
   0: (

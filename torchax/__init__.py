@@ -21,6 +21,7 @@ from torchax import (
   environment,
   factories,
   fakes,
+  files,
   generators,
   interop,
   list_plans,
@@ -103,6 +104,10 @@ def _compose() -> None:
   _torch_compat.register_backend(device_module)
   _torch_compat.support_foreach(tensor.Tensor, view.View)
   _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
+  files.register(
+    tensor.Tensor,
+    lambda location: default_env()._should_use_torchax_tensor(location),
+  )
   factories.register_kernels()
   interop.control_flow.register_kernels()
   _torch_compat.keep_from_dynamo(tensor, view, environment, *interop.MODULES)

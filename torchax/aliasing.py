@@ -17,9 +17,11 @@ from torchax.ops import mappings
 from torchax.ops.names import aten
 from torchax.ops.schema import functional_form
 from torchax.storage import Rebindings, Storage, active
-from torchax.tensor import Tensor, like, new_tensor, rebind
+from torchax.tensor import Tensor, alias, like, new_tensor, rebind
+from torchax.untyped_storage import UntypedStorage
 from torchax.view import new_view
 from torchax.view_info import (
+  WHOLE,
   AsStridedInfo,
   Chain,
   ComplexAsRealInfo,
@@ -291,16 +293,22 @@ def _strided_chain(source: Tensor, layout) -> Chain:
       "A strided view of an element at a traced index is not available, since the "
       "element's place is not known yet. Call `.clone()` before."
     )
-  base = source._storage.read()
-  dtype = mappings.t2j_dtype(layout.dtype)
-  size = base.size * base.dtype.itemsize // dtype.itemsize
-  _require_inside(layout, size)
-  infos = [*_as_dtype(base.size, base.dtype, dtype), *_strided_steps(layout, size)]
+  infos = _steps_over(source._storage, layout)
   # What changes elements and not their places is no part of a layout in torch either.
   infos += [ConjugateInfo()] if layout.is_conj() else []
   infos += [NegateInfo()] if layout.is_neg() else []
   infos += [_STOP] if _STOP in source._chain.infos else []
   return chain_of(*infos)
+
+
+def _steps_over(storage: Storage, layout) -> list[ViewInfo]:
+  """Steps from a base, taken as bytes in the order of its dimensions, to a layout."""
+  base = storage.read()
+  dtype = mappings.t2j_dtype(layout.dtype)
+  size = base.size * base.dtype.itemsize // dtype.itemsize
+  _require_inside(layout, size)
+  steps = [*_as_dtype(base.size, base.dtype, dtype), *_strided_steps(layout, size)]
+  return steps[1:] if steps[:1] == [ReshapeInfo(tuple(base.shape))] else steps
 
 
 def _require_inside(layout, size: int) -> None:
@@ -309,7 +317,7 @@ def _require_inside(layout, size: int) -> None:
   if 0 in shape:
     return
   last = offset + sum((length - 1) * step for length, step in zip(shape, stride))
-  if last >= size:
+  if last >= size or min(offset, *stride, 0) < 0:
     raise RuntimeError(
       f"setStorage: the sizes {list(shape)} and strides {list(stride)} from the offset "
       f"{offset} need a storage of {last + 1} elements, but it has {size}. Stay inside "
@@ -342,8 +350,14 @@ def _strided_steps(layout, size: int) -> list[ViewInfo]:
   """Steps from `size` elements to a layout; cheaper ones where it is contiguous."""
   shape, offset = tuple(layout.shape), layout.storage_offset()
   numel = math.prod(shape)
-  if list(layout.stride()) != _contiguous_stride(shape):
-    return [AsStridedInfo(layout.stride(), offset, shape)]
+  stride = list(layout.stride())
+  if stride != _contiguous_stride(shape):
+    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    sizes, steps = [shape[dim] for dim in order], [stride[dim] for dim in order]
+    if numel != size or steps != _contiguous_stride(sizes):
+      return [AsStridedInfo(layout.stride(), offset, shape)]
+    back = sorted(range(len(shape)), key=lambda dim: order[dim])
+    return [ReshapeInfo(tuple(sizes)), PermuteInfo(tuple(back))]
   if numel == size:
     return [ReshapeInfo(shape)]
   part = slice_of(0, offset, offset + numel, 1)
@@ -409,6 +423,38 @@ def _set_(tensor, source, *layout):
   return tensor
 
 
+def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
+  """Shows a storage, as `torch.load` makes tensors: see `files.py`."""
+  if not isinstance(source, UntypedStorage):
+    raise MutationError(
+      "`set_` on a jax tensor expects another one, or the storage of one, but got a "
+      f'storage on {source.device}. Move the tensor that has it: `.to("jax")`.'
+    )
+  _require_own(tensor, "set_")
+  # 64-bit numbers of a file, where jax holds 32 bits.
+  dtype = tensor.__dict__.get("_asked_dtype", tensor.dtype)
+  if size is None:
+    size, stride = (source.count(dtype),), (1,)
+  size = tuple(size)
+  is_whole = (
+    not offset
+    and math.prod(size) == source.count(dtype)
+    and list(stride) == _contiguous_stride(size)
+  )
+  source.decide(dtype, size if is_whole else None)
+  storage, layout = source.storage, _Layout(size, stride, offset, tensor.dtype)
+  held = storage.read()
+  if is_whole and held.shape == size and held.dtype == mappings.t2j_dtype(dtype):
+    chain = WHOLE
+  else:
+    chain = chain_of(*_steps_over(storage, layout))
+  shown = alias(Tensor, tensor, layout, storage, chain)
+  with _torch_compat.without_dispatch():
+    tensor.set_(shown)
+  rebind(tensor, shown)
+  return tensor
+
+
 def _set_empty(tensor):
   empty = new_tensor(jnp.zeros(0, mappings.t2j_dtype(tensor.dtype)), tensor._env)
   return _set_(tensor, empty)
@@ -436,6 +482,8 @@ _FUNCTIONS: dict[object, Callable] = {
   aten.resize_as_.default: lambda tensor, other, **_: _resize_(tensor, other.shape),
   aten.set_.source_Tensor: _set_,
   aten.set_.source_Tensor_storage_offset: _set_,
+  aten.set_.source_Storage: _set_to_storage,
+  aten.set_.source_Storage_storage_offset: _set_to_storage,
   aten.set_.default: _set_empty,
 }
 

@@ -81,10 +81,13 @@ def _empty(size, *, dtype=None, **_ignored) -> Tensor:
       'torch.tensor(…, device="jax") and torch.as_tensor need the environment: call '
       'them inside `with torchax.default_env():`, or write `torch.tensor(…).to("jax")`.'
     )
-  dtype = mappings.t2j_dtype(dtype or torch.get_default_dtype())
+  asked, dtype = dtype, mappings.t2j_dtype(dtype or torch.get_default_dtype())
   if _jax_compat.is_staging():
     return new_tensor(jnp.zeros(size, dtype), default_env())
-  return new_tensor(jax.device_put(np.zeros(size, dtype)), default_env())
+  tensor = new_tensor(jax.device_put(np.zeros(size, dtype)), default_env())
+  if size == [0] and asked not in (None, tensor.dtype):
+    tensor._asked_dtype = asked  # `torch.load` makes one, and gives it a storage
+  return tensor
 
 
 def _empty_strided(size, stride, **kwargs) -> Tensor:

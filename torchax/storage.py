@@ -41,10 +41,30 @@ class Rebindings:
     cls.count += 1
 
 
-class Storage:
-  """An array shared by tensors; `version` counts its replacements."""
+class _Addresses:
+  """Hands out numbers that stand for addresses of memory; no range comes twice."""
 
-  __slots__ = ("array", "version", "birth", "__weakref__")
+  # No program has memory there: who takes it for an address fails at once.
+  _next = 1 << 60
+  _lock = threading.Lock()
+
+  @classmethod
+  def reserve(cls, size: int) -> int:
+    """The start of a range of `size` bytes, aligned as torch aligns memory."""
+    with cls._lock:
+      start = cls._next
+      cls._next += -(-max(size, 1) // 64) * 64
+    return start
+
+
+class Storage:
+  """An array shared by tensors; `version` counts its replacements.
+
+  `range` and `untyped` are set when they are asked for: the range of `address`, and a
+  weak reference to what stands for the storage in torch's API.
+  """
+
+  __slots__ = ("array", "version", "birth", "range", "untyped", "__weakref__")
 
   def __init__(self, array: jax.Array):
     self.array = array
@@ -70,6 +90,32 @@ class Storage:
     else:
       boundary.write(self, array, tensor)
 
+  @property
+  def root(self) -> "Storage":
+    """The storage that has the elements of this one."""
+    return self
+
+  @property
+  def nbytes(self) -> int:
+    """The size of the array in bytes."""
+    return self.array.size * self.array.dtype.itemsize
+
+  @property
+  def address(self) -> int:
+    """A number in place of the address of its memory, 0 where there is none.
+
+    Different storages have ranges of `nbytes` that do not overlap; JAX may give the
+    array's own address to another one after the next change in place.
+    """
+    size = self.nbytes
+    if not size:
+      return 0
+    start, length = getattr(self, "range", (0, 0))
+    if length < size:
+      start = _Addresses.reserve(size)
+      self.range = (start, size)
+    return start
+
   def become_start_of(self, grown: "Storage") -> None:
     """Lets the tensors that stay on this storage follow one that took its place.
 
@@ -91,6 +137,10 @@ class _Start(Storage):
   """
 
   __slots__ = ()
+
+  @property
+  def root(self) -> Storage:
+    return _held.__get__(self)[0].root
 
   @property
   def array(self) -> jax.Array:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import pickle
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
-from torchax import _jax_compat, _torch_compat, grad_mode
+from torchax import _jax_compat, _torch_compat, files, grad_mode
 from torchax.errors import (
   MixedDeviceError,
   MutationError,
@@ -31,6 +32,7 @@ from torchax.errors import (
 from torchax.ops import mappings
 from torchax.storage import Rebindings, Storage
 from torchax.storage import active as _active
+from torchax.untyped_storage import UntypedStorage
 from torchax.view_info import WHOLE, Chain, StopGradientInfo
 
 META = torch.device("meta")
@@ -414,19 +416,47 @@ class Tensor(torch.Tensor):
       storage = memo[id(self._storage)] = Storage(jnp.copy(self._storage.read()))
     copied = like(self, storage, self._chain)
     memo[id(self)] = copied
+    if _torch_compat.is_parameter(self):
+      _torch_compat.mark_as_parameter(copied)
     for name, value in self.__dict__.items():
-      if name not in ("_storage", "_chain", "_env"):
+      if name not in files.OWN:
         copied.__dict__[name] = copy.deepcopy(value, memo)
     if self.grad is not None:
       copied.grad = copy.deepcopy(self.grad, memo)
     return copied.requires_grad_(self.requires_grad)
 
+  def __copy__(self):
+    copied = like(self, self._storage, self._chain)
+    for name, value in self.__dict__.items():
+      copied.__dict__.setdefault(name, value)
+    return copied.requires_grad_(self.requires_grad)
+
   def __reduce_ex__(self, protocol):
-    return _rebuild, (
-      mappings.j2t(self.jax()),
-      self.requires_grad,
-      _torch_compat.is_parameter(self),
-    )
+    """A CPU tensor to `torch.save`, a jax tensor to `pickle`."""
+    return files.reduce(self)
+
+  def untyped_storage(self) -> UntypedStorage:
+    """What it shares with its views: the same object, address and size for all."""
+    root = self._storage.root
+    untyped = self.__dict__.get("_untyped")
+    if untyped is None or untyped.storage is not root:
+      untyped = self._untyped = UntypedStorage.of(root)
+    return untyped
+
+  def data_ptr(self) -> int:
+    """A number in place of the address of the first element.
+
+    Tensors that share memory have numbers as far apart as their elements; ranges of
+    others do not overlap. There is nothing at this address.
+    """
+    if not self.numel():
+      return 0
+    start = self._storage.root.address
+    return start + self.storage_offset() * self.element_size()
+
+  def as_subclass(self, cls: type) -> torch.Tensor:
+    """As `torch.Tensor.as_subclass`; a plain tensor could not hold the array."""
+    return self if isinstance(self, cls) else super().as_subclass(cls)
 
 
 def _is_unresolved(tensor: Tensor) -> bool:
@@ -501,11 +531,26 @@ def value_of(value, tensor: Tensor):
   return new_tensor(mappings.t2j(number), tensor._env)
 
 
-def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
-  """Unpickles a tensor onto jax."""
-  environment = importlib.import_module("torchax.environment")
-  tensor = environment.default_env().to_xla(data).requires_grad_(requires_grad)
-  return _torch_compat.mark_as_parameter(tensor) if is_parameter else tensor
+def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool):
+  """Unpickles a tensor of torchax 0.1, whose files and pickles name this function.
+
+  It comes back on jax, unless `torch.load` was told where tensors go.
+
+  Raises:
+    pickle.UnpicklingError: `data` is no tensor.
+  """
+  if not isinstance(data, torch.Tensor):
+    raise pickle.UnpicklingError(
+      f"A saved jax tensor holds a tensor, but got {type(data).__name__}: the file is "
+      "damaged, or not one of torch.save."
+    )
+  is_placed = isinstance(data, Tensor) or _torch_compat.has_map_location()
+  if not is_placed and not _torch_compat.is_read_later(data.untyped_storage()):
+    environment = importlib.import_module("torchax.environment")
+    data = environment.default_env().to_xla(data)
+  if is_parameter:
+    return torch.nn.Parameter(data, requires_grad)
+  return data.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([_rebuild])

@@ -1,0 +1,216 @@
+"""How jax tensors are saved, loaded, pickled and sent to other processes.
+
+A file of `torch.save` holds them as CPU tensors, in torch's own format: any process
+opens it. `map_location="jax"` loads the tensors of any file onto jax. A pickle, which
+processes send to each other, says that they are on jax.
+
+What torch writes to its files are storages, by way of a hook that `pickle` does not
+have; so one object can be a CPU storage to the one and jax memory to the other.
+"""
+
+import re
+import weakref
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import torch
+
+from torchax import _torch_compat
+from torchax.errors import TracedStateError
+from torchax.ops import mappings
+from torchax.storage import Storage
+from torchax.untyped_storage import UntypedStorage, bytes_of
+from torchax.view_info import WHOLE, ConjugateInfo, NegateInfo
+
+# Attributes of a jax tensor that are no state of the user's.
+OWN = frozenset(
+  {
+    "_asked_dtype",
+    "_chain",
+    "_env",
+    "_is_param",
+    "_kept_shell",
+    "_storage",
+    "_untyped",
+  }
+)
+
+# Before torch's own, of which the one for the backend looks for memory in C++.
+_PRIORITY = 7
+
+
+def reduce(tensor) -> tuple:
+  """What `Tensor.__reduce_ex__` returns.
+
+  Raises:
+    TracedStateError: inside a compiled function, where it has no values.
+  """
+  if isinstance(tensor._storage.read(), jax.core.Tracer):
+    raise TracedStateError(
+      "A tensor that is being traced has no values yet to be saved or pickled. Do it "
+      "outside of the compiled function."
+    )
+  torch.utils.hooks.warn_if_has_hooks(tensor)
+  state = {name: v for name, v in tensor.__dict__.items() if name not in OWN}
+  if _torch_compat.is_parameter(tensor):
+    # The numbers alone: as a part of the parameter they are no parameter.
+    return _torch_compat.parameter_in_files_format(
+      tensor.data, tensor.requires_grad, state
+    )
+  made = _torch_compat.in_files_format(*_parts(tensor))
+  return _torch_compat.with_state_in_files_format(made, state) if state else made
+
+
+def _parts(tensor) -> tuple:
+  """(storage, tensor, layout, marks) of a tensor, for a file."""
+  dtype = _torch_compat.storage_dtype(tensor.dtype)
+  if _shows_all(tensor) or _is_strided(tensor):
+    storage = UntypedStorage.of(tensor._storage)
+    layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return _typed(storage, dtype), tensor, layout, _marks(tensor)
+  storage = UntypedStorage.of(Storage(tensor.jax()))
+  layout = (0, tuple(tensor.shape), _contiguous(tensor.shape))
+  return _typed(storage, dtype), tensor, layout, {}
+
+
+def _shows_all(tensor) -> bool:
+  """True where the array is the tensor, in the order of its strides."""
+  return (
+    tensor._chain is WHOLE
+    and tensor.is_contiguous()
+    and not tensor.storage_offset()
+    and tensor.nbytes == tensor._storage.nbytes
+  )
+
+
+def _is_strided(tensor) -> bool:
+  """True where the view's layout, over its storage's bytes, shows the view's numbers.
+
+  A storage is taken to lie in memory in the order of its array's dimensions. A base
+  may have been given other strides, of which its views' strides are made.
+  """
+  chain, root = tensor._chain, tensor._storage.root
+  if chain is WHOLE or chain.is_traced or not tensor.numel():
+    return False
+  memory = np.asarray(root.read()).ravel()
+  if memory.dtype.kind == "c" and not tensor.is_complex():
+    memory = memory.view(memory.real.dtype)
+  dtype = mappings.t2j_dtype(tensor.dtype)
+  memory = memory[: memory.nbytes // dtype.itemsize * dtype.itemsize // memory.itemsize]
+  memory = memory.view(dtype)
+  shape, strides = tensor.shape, tensor.stride()
+  last = sum((length - 1) * step for length, step in zip(shape, strides))
+  if tensor.storage_offset() + last >= memory.size:
+    return False
+  shown = np.lib.stride_tricks.as_strided(
+    memory[tensor.storage_offset() :],
+    shape,
+    [step * dtype.itemsize for step in strides],
+  )
+  shown = np.conj(shown) if tensor.is_conj() else shown
+  shown = np.negative(shown) if tensor.is_neg() else shown
+  return shown.tobytes() == np.asarray(tensor.jax()).tobytes()
+
+
+def _contiguous(shape) -> tuple[int, ...]:
+  strides = [1]
+  for length in reversed(shape[1:]):
+    strides.append(strides[-1] * max(1, length))
+  return tuple(reversed(strides)) if shape else ()
+
+
+def _marks(tensor) -> dict[str, bool]:
+  marks = {"conj": tensor.is_conj(), "neg": tensor.is_neg()}
+  return {name: True for name, is_set in marks.items() if is_set}
+
+
+class _Saved(_torch_compat.TypedStorage):
+  """A storage on its way to a file, as CPU memory, or into a pickle, as jax memory."""
+
+  def __init__(self, untyped: UntypedStorage, dtype: torch.dtype):
+    super().__init__(untyped, dtype)
+    self._jax = untyped
+
+  def __reduce__(self):
+    return _storage_of, (np.array(self._jax.host()), self.dtype, str(self._jax.device))
+
+
+def _typed(storage: UntypedStorage, dtype: torch.dtype) -> _Saved:
+  """The same object for one storage, as long as a pickler holds it: shared memory."""
+  known = storage.typed.get(dtype)
+  typed = None if known is None else known()
+  if typed is None:
+    typed = _Saved(storage, dtype)
+    storage.typed[dtype] = weakref.ref(typed)
+  return typed
+
+
+def _storage_of(content: np.ndarray, dtype: torch.dtype, device: str):
+  """Unpickles a storage onto jax. Pickles name this function."""
+  untyped = UntypedStorage.of_bytes(content, _index_of(torch.device(device)))
+  return _torch_compat.typed_storage(untyped, dtype)
+
+
+def _tag(storage) -> str | None:
+  """The location that a file gives for a storage: what every process has."""
+  return "cpu" if isinstance(storage, UntypedStorage) else None
+
+
+def _index_of(device: torch.device) -> int | None:
+  """The index of a jax device that exists; None for the current one.
+
+  Raises:
+    RuntimeError: it does not exist.
+  """
+  count = torch.jax.device_count()
+  if device.index is not None and device.index >= count:
+    raise RuntimeError(
+      f"Tensors were to be loaded onto {device}, but the jax devices here are "
+      f"{', '.join(f'jax:{index}' for index in range(count))}. Pass one of them as "
+      'map_location, or "cpu".'
+    )
+  return device.index
+
+
+def _moved(storage: torch.UntypedStorage, device: torch.device) -> UntypedStorage:
+  """A CPU storage on a jax device; its bytes are copied when their dtype is known."""
+  index = _index_of(device)
+  if isinstance(storage, UntypedStorage):
+    return storage
+  if _torch_compat.is_read_later(storage):
+    return UntypedStorage.of_bytes(np.zeros(storage.nbytes(), np.uint8), index)
+  return UntypedStorage.of_bytes(bytes_of(storage), index)
+
+
+_JAX = re.compile(r"jax(:\d+)?")
+
+
+def _mark(tensor, metadata: dict[str, bool]) -> None:
+  """Makes a tensor that was loaded onto jax a conjugate or negative one."""
+  if metadata.get("conj"):
+    tensor._chain = tensor._chain.append(ConjugateInfo())
+    _torch_compat.set_conj(tensor, True)
+  if metadata.get("neg"):
+    tensor._chain = tensor._chain.append(NegateInfo())
+    _torch_compat.set_neg(tensor, True)
+
+
+def register(cls: type, is_jax: Callable[[str], bool]) -> None:
+  """Tells torch how storages of jax tensors are saved, and loaded onto jax.
+
+  Args:
+    cls: of the tensors.
+    is_jax: whether another location, such as "cuda:0", means jax now.
+  """
+
+  def restore(storage, location: str):
+    if _JAX.fullmatch(location):
+      return _moved(storage, torch.device(location))
+    if location.startswith("cuda") and is_jax(location):
+      return _moved(storage, torch.device("jax"))
+    return None
+
+  torch.serialization.register_package(_PRIORITY, _tag, restore)
+  _torch_compat.watch_marks(cls, _mark)
+  _torch_compat.watch_moves_of_storages(_moved)
