@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 from torch.utils import _pytree as pytree
 
@@ -17,16 +18,20 @@ import torchax
 from torchax.interop import jax_jit
 
 # JAX without x64 narrows these; the values are compared, the width is documented.
-NARROWED = {
+_NARROWED = {
   torch.int64: torch.int32,
   torch.float64: torch.float32,
   torch.complex128: torch.complex64,
 }
+# With it (`make test-x64`) every dtype is torch's.
+NARROWED = {} if jax.config.jax_enable_x64 else _NARROWED
 TOLERANCE = {
   torch.float16: (1e-3, 1e-3),
   torch.bfloat16: (1.6e-2, 1e-2),
   torch.float32: (1.3e-6, 1e-5),
   torch.complex64: (1.3e-6, 1e-5),
+  torch.float64: (1e-7, 1e-7),
+  torch.complex128: (1e-7, 1e-7),
 }
 
 
