@@ -9,31 +9,11 @@ import pytest
 import torch
 from compare import assert_same
 from functorch.compile import aot_module_simplified, make_boxed_func
-from source_tree import dotted_names, modules
 from torch.overrides import TorchFunctionMode
 
 import torchax
 from torchax import _torch_compat
 from torchax.tensor import META, Tensor
-
-(MODULE,) = (m for m in modules() if m.name == "torchax._torch_compat")
-PRIVATE = sorted(
-  {
-    name
-    for _, name in dotted_names(MODULE)
-    if name.startswith("torch.") and any(p.startswith("_") for p in name.split("."))
-  }
-)
-
-
-@pytest.mark.parametrize("name", PRIVATE)
-def test_every_private_name_exists(name):
-  functools.reduce(getattr, name.split(".")[1:], torch)
-
-
-def test_the_list_of_private_names_is_not_empty():
-  assert "torch._C._disabled_torch_function_impl" in PRIVATE
-
 
 # Wrappers -----------------------------------------------------------------------------
 
@@ -596,10 +576,10 @@ class _Kept:
 
 
 def test_the_code_of_classes_and_modules_is_found():
-  found = {code.co_name for code in _torch_compat._code_of(_Kept)}
+  found = {code.co_name for code in _torch_compat.graphs._code_of(_Kept)}
   assert found == {"value", "make", "<lambda>"}
-  names = {code.co_name for code in _torch_compat._code_of(_torch_compat)}
-  assert {"keep_from_dynamo", "ignore_compile_internals"} <= names
+  names = {code.co_name for code in _torch_compat.graphs._code_of(_torch_compat.modes)}
+  assert {"are_top_modes", "ignore_compile_internals"} <= names
 
 
 def test_what_fakes_raise_where_numbers_are_asked_for():

@@ -6,25 +6,65 @@ has started, because it does not survive a fork (`torchax/device_module.py`).
 """
 
 import jax
-from jax._src import core as _core
-from jax._src import xla_bridge as _xla_bridge
-from jax._src.interpreters import partial_eval as _partial_eval
+
+from torchax import private
 
 Tracer = jax.core.Tracer
-Trace = _core.Trace
-ArrayImpl = jax._src.array.ArrayImpl
+Trace = jax.core.Trace
+
+
+class _Nothing:
+  """A class that has no instances."""
+
+
+# `isinstance(array, jax.Array)` tells what `type(array) is ArrayImpl` tells sooner.
+ArrayImpl = private.find(
+  "jax._src.array.ArrayImpl", "telling arrays from tracers quickly", instead=_Nothing
+)
 
 # () -> bool: True once JAX has set up a device.
-has_started = _xla_bridge.backends_are_initialized
+has_started = private.find(
+  "jax._src.xla_bridge.backends_are_initialized",
+  "telling a process that was forked from one that uses JAX",
+  instead=lambda: False,
+)
 
-_trace_context = _core.trace_ctx
-_EvalTrace = _core.EvalTrace
+_trace_context = private.essential(
+  "jax._src.core.trace_ctx",
+  "knowing which transformation a random number belongs to",
+)
+_TRACES = "drawing random numbers and torch.no_grad inside transformations of JAX"
 
+
+def _trace_class(path: str) -> type:
+  return private.find(path, _TRACES, instead=_Nothing)
+
+
+_EvalTrace = _trace_class("jax._src.core.EvalTrace")
 # Traces that run the function once and leave values that do not depend on the
-# differentiated input concrete. By name: the classes live in private modules.
-_RUN_ONCE = frozenset({"JVPTrace", "LinearizeTrace"})
-_StagingTrace = _partial_eval.DynamicJaxprTrace
-_BATCHING = "BatchTrace"
+# differentiated input concrete.
+_RUN_ONCE = (
+  _trace_class("jax._src.interpreters.ad.JVPTrace"),
+  _trace_class("jax._src.interpreters.ad.LinearizeTrace"),
+)
+_StagingTrace = _trace_class(
+  "jax._src.interpreters.partial_eval.DynamicJaxprTrace",
+)
+_BatchTrace = _trace_class("jax._src.interpreters.batching.BatchTrace")
+_KNOWN = (_EvalTrace, *_RUN_ONCE, _StagingTrace, _BatchTrace)
+if _EvalTrace is _Nothing:
+  # What is in progress while modules are imported.
+  _EvalTrace = type(_trace_context.trace)
+
+
+def _require_known(trace: Trace) -> None:
+  """Raises for a trace that may be of a class that was not found.
+
+  Raises:
+    PrivateApiError: a class of traces was not found, and this is none of the others.
+  """
+  if _Nothing in _KNOWN and type(trace) not in _KNOWN:
+    private.require(_TRACES)
 
 
 def current_trace() -> Trace:
@@ -39,7 +79,10 @@ def is_top_level() -> bool:
 
 def is_staging() -> bool:
   """True when operations are recorded into a jaxpr instead of being run."""
-  return type(_trace_context.trace) is _StagingTrace
+  trace = type(_trace_context.trace)
+  if trace is not _StagingTrace and trace is not _EvalTrace:
+    _require_known(_trace_context.trace)
+  return trace is _StagingTrace
 
 
 def draw_owner() -> Trace | None:
@@ -49,14 +92,19 @@ def draw_owner() -> Trace | None:
   numbers as constants of the differentiation.
   """
   trace = _trace_context.trace
-  while type(trace).__name__ in _RUN_ONCE:
+  while type(trace) in _RUN_ONCE:
     trace = trace.parent_trace
-  return None if type(trace) is _EvalTrace else trace
+  if type(trace) is _EvalTrace:
+    return None
+  _require_known(trace)
+  return trace
 
 
 def is_batching(trace: Trace) -> bool:
   """True for the trace of `jax.vmap`."""
-  return type(trace).__name__ == _BATCHING
+  if type(trace) is not _EvalTrace:
+    _require_known(trace)
+  return type(trace) is _BatchTrace
 
 
 def has_abstract_value(array) -> bool:

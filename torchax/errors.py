@@ -49,3 +49,11 @@ class MutationError(RuntimeError):
 
 class NarrowingWarning(UserWarning):
   """A 64-bit floating-point dtype is stored in 32 bits; not raised but warned of."""
+
+
+class PrivateApiError(RuntimeError):
+  """A feature needs a private piece that this version of torch or JAX does not have."""
+
+
+class UnsupportedVersionError(ImportError):
+  """A library is too old, or so new that not even a tensor can be made with it."""

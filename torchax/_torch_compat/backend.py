@@ -1,0 +1,158 @@
+"""The device "jax" as torch knows it: its name, its kernels, its hooks."""
+
+import functools
+
+import torch
+from torch.utils import backend_registration
+
+from torchax import private
+from torchax._torch_compat.wrappers import AUTOCAST, AUTOCAST_KEYS
+
+BACKEND = "jax"
+
+_ACCELERATOR = "torch.accelerator, and torch.compile of code on jax"
+_DeviceGuardBase = private.find(
+  "torch._C._acc.DeviceGuard", _ACCELERATOR, instead=object
+)
+_HooksBase = private.find(
+  "torch._C._acc.PrivateUse1Hooks", _ACCELERATOR, instead=object
+)
+_register_hooks = private.find(
+  "torch._C._acc.register_python_privateuseone_hook", _ACCELERATOR, instead=None
+)
+_register_guard = private.find(
+  "torch._C._acc.register_python_privateuseone_device_guard", _ACCELERATOR, instead=None
+)
+_DEVICE_TYPE = private.find(
+  "torch._C._autograd.DeviceType.PrivateUse1", _ACCELERATOR, instead=None
+)
+
+
+class _DeviceGuard(_DeviceGuardBase):
+  """Tells torch that there is one jax device and that switching to it is a no-op."""
+
+  def type_(self):
+    return _DEVICE_TYPE
+
+
+class _Hooks(_HooksBase):
+  """Tells torch that the backend exists, without creating anything on a device."""
+
+  def is_available(self) -> bool:
+    return True
+
+  def has_primary_context(self, device_index: int) -> bool:
+    return False
+
+  def is_built(self) -> bool:
+    return True
+
+
+# torch keeps no reference of its own to these objects.
+_hooks, _guard = _Hooks(), _DeviceGuard()
+_kernels = torch.library.Library("aten", "IMPL")
+
+_name_of_backend = private.find(
+  "torch._C._get_privateuse1_backend_name",
+  "the error that another backend has taken torch's device",
+  instead=lambda: BACKEND if hasattr(torch, BACKEND) else "privateuseone",
+)
+_register_module = private.find(
+  "torch._register_device_module",
+  "importing torch.jax as a module",
+  instead=functools.partial(setattr, torch),
+)
+
+
+def register_backend(device_module) -> None:
+  """Gives torch's device for out-of-tree backends the name "jax".
+
+  Raises:
+    RuntimeError: another backend of this process has taken that device.
+  """
+  taken = _name_of_backend()
+  if taken not in ("privateuseone", BACKEND):
+    raise RuntimeError(
+      f"torch has one device for out-of-tree backends, and {taken!r} has taken it. "
+      "Import torchax in a process without that backend."
+    )
+  if taken == BACKEND and hasattr(torch, BACKEND):
+    return
+  torch.utils.rename_privateuse1_backend(BACKEND)
+  _register_module(BACKEND, device_module)
+  backend_registration.generate_methods_for_privateuse1_backend(for_storage=False)
+  if _register_hooks and _HooksBase is not object:
+    _register_hooks(_hooks)
+  if _register_guard and _DeviceGuardBase is not object and _DEVICE_TYPE is not None:
+    _register_guard(_guard)
+
+
+def register_kernel(name: str, kernel, key: str = "PrivateUse1") -> None:
+  """Runs `kernel` for `aten::name` when called with device="jax" and no jax tensor."""
+  _kernels.impl(name, kernel, key)
+
+
+_fallbacks = torch.library.Library("_", "IMPL")
+# What has no kernel for autocast runs as it is.
+_fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+
+
+@functools.cache
+def _autocast_kernels(namespace: str) -> torch.library.Library:
+  return torch.library.Library(namespace, "IMPL", "AutocastPrivateUse1")
+
+
+def register_autocast_kernel(overload, kernel) -> None:
+  """Runs `kernel(*args, **kwargs)` for an overload where autocast for jax is on.
+
+  It stands above autograd. What it calls is to be called `without_autocast`.
+  """
+  _autocast_kernels(overload.namespace).impl(overload, kernel)
+
+
+_excluding = private.find("torch._C._ExcludeDispatchKeyGuard", AUTOCAST)
+
+
+def without_autocast():
+  """A context in which autocast for jax is off."""
+  return _excluding(AUTOCAST_KEYS)
+
+
+def require_autocast() -> None:
+  """Raises PrivateApiError where `torch.autocast("jax")` would have no effect."""
+  private.require(AUTOCAST)
+
+
+_FOREACH = "the foreach implementations of optimizers and gradient clipping"
+_group_tensors = private.find(
+  "torch._C._group_tensors_by_device_and_dtype", _FOREACH, instead=None
+)
+_supported_types = [
+  private.find(f"{module}._foreach_supported_types", _FOREACH, instead=None)
+  # `torch.optim` hides its module of this name.
+  for module in ("torch.optim.optimizer", "torch.utils._foreach_utils")
+]
+
+
+def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices=False):
+  """torch's groups by (device, dtype), with the device that Python sees.
+
+  C++ sees that of a wrapper, meta, which torch takes as a reason against foreach.
+  """
+  groups = _group_tensors(tensorlistlist, with_indices)
+  return {
+    (lists[0][0].device if device.type == "meta" else device, dtype): (lists, indices)
+    for (device, dtype), (lists, indices) in groups.items()
+  }
+
+
+def support_foreach(*classes: type) -> None:
+  """Lets optimizers and `torch.nn.utils` take tensors of these classes for foreach.
+
+  Where torch has changed this, they go on one tensor after the other.
+  """
+  if _group_tensors is None or None in _supported_types:
+    return
+  for supported in _supported_types:
+    supported += [cls for cls in classes if cls not in supported]
+  torch._C._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype

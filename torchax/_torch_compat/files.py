@@ -1,0 +1,138 @@
+"""How torch writes tensors and storages to files, and reads them."""
+
+import collections
+import functools
+
+import torch
+
+from torchax import private
+from torchax._torch_compat.backend import BACKEND
+
+_FEATURE = "torch.save and torch.load of jax tensors"
+_new_dtypes = private.find("torch.storage._new_dtypes", _FEATURE)
+_rebuild_tensor_v2 = private.find("torch._utils._rebuild_tensor_v2", _FEATURE)
+_rebuild_tensor_v3 = private.find("torch._utils._rebuild_tensor_v3", _FEATURE)
+_rebuild_parameter_with_state = private.find(
+  "torch._utils._rebuild_parameter_with_state", _FEATURE
+)
+_rebuild_parameter = private.find("torch._utils._rebuild_parameter", _FEATURE)
+_rebuild_from_type_v2 = private.find("torch._tensor._rebuild_from_type_v2", _FEATURE)
+# The state of the `torch.load` in progress on this thread.
+_loading = private.find(
+  "torch.serialization._serialization_tls", _FEATURE, instead=None
+)
+# Without it, marks of loaded tensors are set on the wrapper alone.
+_set_marks = private.find(
+  "torch._utils.set_tensor_metadata",
+  "conjugate and negative views in files",
+  instead=None,
+)
+
+
+def in_files_format(
+  storage: torch.TypedStorage, tensor: torch.Tensor, layout: tuple, metadata: dict
+) -> tuple:
+  """(function, arguments): how torch's files say to make a plain tensor.
+
+  Args:
+    storage: of the file.
+    tensor: with the dtype and `requires_grad`.
+    layout: offset, size and strides.
+    metadata: marks such as {"conj": True}.
+  """
+  args = (storage, *layout, tensor.requires_grad, collections.OrderedDict())
+  if tensor.dtype in _new_dtypes():
+    return _rebuild_tensor_v3, (*args, tensor.dtype, metadata)
+  return _rebuild_tensor_v2, ((*args, metadata) if metadata else args)
+
+
+def parameter_in_files_format(
+  data: torch.Tensor, requires_grad: bool, state: dict
+) -> tuple:
+  """(function, arguments): how torch's files say to make a parameter.
+
+  `state` has the attributes that a user has given to it.
+  """
+  args = (data, requires_grad, collections.OrderedDict())
+  if state:
+    return _rebuild_parameter_with_state, (*args, state)
+  return _rebuild_parameter, args
+
+
+def with_state_in_files_format(made: tuple, state: dict) -> tuple:
+  """(function, arguments): a plain tensor as `in_files_format` with attributes."""
+  function, args = made
+  return _rebuild_from_type_v2, (function, torch.Tensor, args, state)
+
+
+def storage_dtype(dtype: torch.dtype) -> torch.dtype:
+  """The dtype that a file gives to the storage of a tensor."""
+  return torch.uint8 if dtype in _new_dtypes() else dtype
+
+
+class TypedStorage(torch.TypedStorage):
+  """A base for storages that are files' own to `torch.save`, not to `pickle`."""
+
+  def __new__(cls, *args, **kwargs):
+    return object.__new__(cls)
+
+  def __init__(self, untyped: torch.UntypedStorage, dtype: torch.dtype):
+    super().__init__(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype):
+  """`torch.TypedStorage` of a storage, without the warning that it is going away."""
+  return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def write_storage(storage: torch.UntypedStorage, *args) -> None:
+  """Writes a storage of the CPU to a file of torch's older format."""
+  storage._write_file(*args)
+
+
+def read_storage(storage: torch.UntypedStorage, *args) -> None:
+  """Fills a storage of the CPU from a file of torch's older format."""
+  storage._set_from_file(*args)
+
+
+def is_read_later(storage: torch.UntypedStorage) -> bool:
+  """True for one whose bytes `torch.load` reads after it has made the tensors."""
+  return getattr(storage, "_torch_load_uninitialized", False)
+
+
+def has_map_location() -> bool:
+  """True inside a `torch.load` that was told where the tensors go."""
+  return getattr(_loading, "map_location", None) is not None
+
+
+def watch_marks(cls: type, mark) -> None:
+  """Calls `mark(tensor, metadata)` when torch loads a marked tensor of a class.
+
+  The marks are those of `in_files_format`; torch itself would mark the wrapper alone.
+  """
+  if _set_marks is None:
+    return
+
+  @functools.wraps(_set_marks)
+  def set_tensor_metadata(tensor, metadata):
+    (mark if isinstance(tensor, cls) else _set_marks)(tensor, metadata)
+
+  torch._utils.set_tensor_metadata = set_tensor_metadata
+
+
+def watch_moves_of_storages(move) -> None:
+  """Has `storage.to(device="jax")` and `storage.jax()` call `move(storage, device)`."""
+  to = torch.UntypedStorage.to
+
+  @functools.wraps(to)
+  def to_device(self, *, device, non_blocking=False):
+    if torch.device(device).type == BACKEND:
+      return move(self, torch.device(device))
+    return to(self, device=device, non_blocking=non_blocking)
+
+  def to_jax(self, device=None):
+    """A copy of the storage on a jax device."""
+    return move(self, torch.device(BACKEND if device is None else device))
+
+  torch.UntypedStorage.to = to_device
+  torch.UntypedStorage.jax = to_jax

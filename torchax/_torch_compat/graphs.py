@@ -1,0 +1,182 @@
+"""Graphs that torch captures: Dynamo, fake tensors, `torch.export`, hooks."""
+
+import contextlib
+import inspect
+import types
+from collections.abc import Iterator
+
+import torch
+import torch.nn.utils.stateless
+
+from torchax import private
+
+COMPILE = "torch.compile and torch.export of code on jax"
+
+
+class _Nothing:
+  """A class that has no instances."""
+
+
+_skip = private.find("torch._C._dynamo.eval_frame._FrameAction.SKIP", COMPILE)
+_strategy = private.find("torch._C._dynamo.eval_frame._FrameExecStrategy", COMPILE)
+_set_strategy = private.find(
+  "torch._C._dynamo.eval_frame.set_code_exec_strategy", COMPILE, instead=None
+)
+# These take a second or more to import.
+_inductor_config = private.Later("torch._inductor.config", COMPILE)
+_dynamo_config = private.Later("torch._dynamo.config", COMPILE)
+_skip_frames_of = private.Later("torch._dynamo.trace_rules.add", COMPILE)
+_OptimizedModule = private.Later("torch._dynamo.OptimizedModule", COMPILE)
+_ShapeEnv = private.Later("torch.fx.experimental.symbolic_shapes.ShapeEnv", COMPILE)
+
+_FakeTensor = private.find("torch._subclasses.FakeTensor", COMPILE, instead=_Nothing)
+_FakeTensorMode = private.find("torch._subclasses.FakeTensorMode", COMPILE)
+# What a fake tensor raises where numbers are asked for: Dynamo breaks the graph there.
+DataDependentOutputException = private.find(
+  "torch._subclasses.fake_tensor.DataDependentOutputException",
+  COMPILE,
+  instead=RuntimeError,
+)
+# What a fake tensor of dynamic shape raises for an operation without a meta kernel.
+UnsupportedOperatorException = private.find(
+  "torch._subclasses.fake_tensor.UnsupportedOperatorException",
+  COMPILE,
+  instead=RuntimeError,
+)
+
+
+class _NoContext:
+  @staticmethod
+  def try_get():
+    return None
+
+
+_TracingContext = private.find(
+  "torch._guards.TracingContext", COMPILE, instead=_NoContext
+)
+
+
+def require_capture() -> None:
+  """Raises PrivateApiError where graphs of torch cannot be captured as they are."""
+  private.require(COMPILE)
+
+
+_reparametrize = private.find(
+  "torch.nn.utils.stateless._reparametrize_module",
+  "calling a module with other tensors in place of its own",
+)
+
+
+def reparametrized(module: torch.nn.Module, tensors: dict):
+  """A context in which the module holds the given tensors in place of its own."""
+  return _reparametrize(module, tensors, tie_weights=True)
+
+
+def count_of_hooks() -> int:
+  """A number that grows with every hook that is registered in this process."""
+  return torch.utils.hooks.RemovableHandle.next_id
+
+
+def trace_recurrent_layers() -> None:
+  """Has Dynamo take LSTM, GRU and RNN into its graphs, in the whole process."""
+  _dynamo_config().allow_rnn = True
+
+
+def keep_from_dynamo(*owners) -> None:
+  """Has Dynamo leave calls of some functions, and what these call, as they are.
+
+  After a graph break it would otherwise trace the code that runs an operation. Inside
+  a graph, where it traces a caller, nothing changes.
+
+  Args:
+    *owners: functions; modules and classes for all that they define.
+  """
+  if _set_strategy is None:
+    return
+  for owner in owners:
+    for code in _code_of(owner):
+      _set_strategy(code, _strategy(_skip, _skip))
+
+
+def _code_of(value) -> Iterator[types.CodeType]:
+  """The code of functions, inner ones included."""
+  if isinstance(value, types.FunctionType):
+    yield from _nested(inspect.unwrap(value).__code__)
+  elif isinstance(value, property):
+    for accessor in (value.fget, value.fset):
+      yield from _code_of(accessor)
+  elif isinstance(value, staticmethod | classmethod):
+    yield from _code_of(value.__func__)
+  elif isinstance(value, types.ModuleType):
+    for member in vars(value).values():
+      if getattr(member, "__module__", None) == value.__name__:
+        yield from _code_of(member)
+  elif isinstance(value, type):
+    for member in vars(value).values():
+      if not isinstance(member, type):
+        yield from _code_of(member)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+  yield code
+  for constant in code.co_consts:
+    if isinstance(constant, types.CodeType):
+      yield from _nested(constant)
+
+
+def keeping_draws() -> contextlib.AbstractContextManager:
+  """Graphs that are captured inside keep random operations whose result is not used.
+
+  They move the stream, as they do eagerly.
+  """
+  return _inductor_config().patch(fallback_random=True)
+
+
+def leave_frames_of(*names: str) -> None:
+  """Has Dynamo break graphs at calls of these packages, not trace into them."""
+  add = _skip_frames_of()
+  for name in names:
+    add(name)
+
+
+def compiled_module_class() -> type:
+  """The class of a module that `torch.compile` has wrapped."""
+  return _OptimizedModule()
+
+
+def is_fake(tensor) -> bool:
+  """True for a tensor without numbers that a tracer of torch has made."""
+  return isinstance(tensor, _FakeTensor)
+
+
+def fake_mode_for_export():
+  """A mode whose fake tensors `torch.export` takes for arguments and parameters."""
+  return _FakeTensorMode(
+    shape_env=_ShapeEnv()(), allow_non_fake_inputs=True, export=True
+  )
+
+
+def fake_tensor(mode, shell: torch.Tensor, device: torch.device) -> torch.Tensor:
+  """A tensor without numbers on any device; autocast for the device sees it.
+
+  Args:
+    mode: see `fake_mode_for_export`.
+    shell: a tensor on meta, with shape, strides and dtype.
+    device: that the tensor seems to be on.
+  """
+  return _FakeTensor(mode, shell, device)
+
+
+def is_tracing() -> bool:
+  """True while `torch.compile` or `torch.export` makes a graph on this thread."""
+  return _TracingContext.try_get() is not None
+
+
+def faked(tensor: torch.Tensor) -> torch.Tensor:
+  """A tensor as the tracing of `torch.compile` in progress sees an input, of one shape.
+
+  Outside of it, the tensor.
+  """
+  context = _TracingContext.try_get()
+  mode = None if context is None else context.fake_mode
+  return tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)

@@ -1,0 +1,148 @@
+"""Modes and states of a thread: what is on, what is innermost, what to leave out."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchax import private
+
+# Context managers: operations run as if the tensors were plain; no modes are active.
+without_dispatch = private.find(
+  "torch._C._DisableTorchDispatch", "changes in place and views"
+)
+without_modes = private.find(
+  "torch.utils._python_dispatch._disable_current_modes",
+  "numbers that are read while torch captures a graph",
+)
+
+# Context manager: torch functions inside run as they are; dispatch still sees their
+# operations.
+without_function_modes = private.find(
+  "torch._C.DisableTorchFunction", "backward passes and checkpoints"
+)
+# Context manager: `__torch_function__` of classes is not asked.
+without_function_overrides = private.find(
+  "torch._C.DisableTorchFunctionSubclass", "a graph that torch captures"
+)
+
+
+class DispatchMode(TorchDispatchMode):
+  """A dispatch mode that Dynamo neither wraps, which costs 3 us an operation, nor
+  takes as a reason to leave code uncompiled."""
+
+  # Operations that take graphs, such as `torch.cond`, come to it like others.
+  supports_higher_order_operators = True
+
+  @classmethod
+  def _should_skip_dynamo(cls) -> bool:
+    return False
+
+  @classmethod
+  def ignore_compile_internals(cls) -> bool:
+    return True
+
+
+_MODES = "the short way of an operation where no other mode is active"
+
+
+def _unknown_depth() -> int:
+  # No depth that anyone compares with: the long way is right everywhere.
+  return -1
+
+
+dispatch_depth = private.find(
+  "torch._C._len_torch_dispatch_stack", _MODES, instead=_unknown_depth
+)
+_function_depth = private.find(
+  "torch._C._len_torch_function_stack", _MODES, instead=_unknown_depth
+)
+_function_mode_at = private.find(
+  "torch._C._get_function_stack_at", _MODES, instead=lambda place: None
+)
+_dispatch_mode_at = private.find(
+  "torch._C._get_dispatch_stack_at", _MODES, instead=lambda place: None
+)
+
+
+def are_top_modes(dispatch_mode, function_mode) -> bool:
+  """True when both modes are the innermost of their kind on this thread."""
+  functions, dispatches = _function_depth(), dispatch_depth()
+  return (
+    functions > 0
+    and dispatches > 0
+    and _function_mode_at(functions - 1) is function_mode
+    and _dispatch_mode_at(dispatches - 1) is dispatch_mode
+  )
+
+
+def is_top_dispatch_mode(mode) -> bool:
+  """True when it is the innermost dispatch mode on this thread."""
+  depth = dispatch_depth()
+  return depth > 0 and _dispatch_mode_at(depth - 1) is mode
+
+
+_FORWARD_AD = "the short way of an operation outside of forward-mode AD"
+
+
+class _AnyLevel:
+  # As if inside of a level: the long way of an operation is right everywhere.
+  _current_level = 0
+
+
+_level = private.find(
+  "torch.autograd.forward_ad._current_level", _FORWARD_AD, instead=None
+)
+_forward_ad = _AnyLevel if _level is None else torch.autograd.forward_ad
+
+
+def forward_ad_is_on() -> bool:
+  """True inside `torch.autograd.forward_ad.dual_level`."""
+  return _forward_ad._current_level >= 0
+
+
+_innermost_transform = private.find(
+  "torch._C._functorch.peek_interpreter_stack", _FORWARD_AD, instead=object
+)
+
+
+def is_transforming() -> bool:
+  """True inside a transform of `torch.func` or a level of forward-mode AD.
+
+  Tensors may be wrapped then, or carry a tangent that `requires_grad` does not show.
+  """
+  return _innermost_transform() is not None or forward_ad_is_on()
+
+
+_saved_tensors_hooks = private.find(
+  "torch._C._autograd._top_saved_tensors_default_hooks",
+  "checkpoints whose forward pass draws numbers",
+)
+
+
+def has_saved_tensors_hooks() -> bool:
+  """True where somebody packs what autograd saves: a checkpoint, an offloader."""
+  return _saved_tensors_hooks(True) is not None
+
+
+_graph_task = private.find(
+  "torch._C._current_graph_task_id", "torch.no_grad inside a JAX transformation"
+)
+
+
+def in_backward() -> bool:
+  """True while this thread runs a backward pass."""
+  return _graph_task() != -1
+
+
+_EXCLUSION = "torch.empty and torch.tensor with device= outside of an environment"
+_is_excluded = private.find(
+  "torch._C._dispatch_tls_is_dispatch_key_excluded", _EXCLUSION
+)
+_python_key = private.find("torch._C.DispatchKey.Python", _EXCLUSION)
+
+
+def dispatch_is_excluded() -> bool:
+  """True inside torch functions that keep Python from seeing their operations.
+
+  `torch.tensor` does this: its copy into the new tensor would be lost.
+  """
+  return _is_excluded(_python_key)

@@ -1,0 +1,98 @@
+"""Operations of torch: their classes, their builtins, how torch takes them apart."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from torchax import private
+
+
+class _Nothing:
+  """A class that has no instances."""
+
+
+OpOverload: type = type(torch.ops.aten.add.Tensor)
+OpOverloadPacket: type = type(torch.ops.aten.add)
+# `torch.cond` and its like in a graph: its arguments are graphs themselves.
+HigherOrderOperator = private.find(
+  "torch._ops.HigherOrderOperator", "graphs with branches and loops", instead=_Nothing
+)
+
+# The builtins that function modes see.
+linear = F.linear
+scaled_dot_product_attention = F.scaled_dot_product_attention
+one_hot = F.one_hot
+lstm, gru, rnn_tanh, rnn_relu = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
+
+_decompositions = private.find(
+  "torch._decomp.decomposition_table",
+  "operations without a lowering that torch makes of others",
+  instead={},
+)
+
+
+def decomposition_table() -> dict:
+  """torch's own decompositions, by overload."""
+  return _decompositions
+
+
+_all_names = private.find(
+  "torch._C._dispatch_get_all_op_names", "the table of all changes in place"
+)
+
+
+def aten_packets() -> list:
+  """The packets of all operations of ATen, in the order of their names."""
+  names = _all_names()
+  found = {name[6:].partition(".")[0] for name in names if name.startswith("aten::")}
+  # Some are not reachable from Python.
+  return [
+    getattr(torch.ops.aten, n) for n in sorted(found) if hasattr(torch.ops.aten, n)
+  ]
+
+
+_COMPOSITES = "operations without a lowering that torch makes of others"
+_composite_key = private.find(
+  "torch._C.DispatchKey.CompositeImplicitAutograd", _COMPOSITES
+)
+_has_kernel = private.find("torch._C._dispatch_has_kernel", _COMPOSITES)
+_has_kernel_for_key = private.find(
+  "torch._C._dispatch_has_kernel_for_dispatch_key", _COMPOSITES
+)
+# An attribute of each overload.
+_run_kernel = private.find("torch.ops.aten.add.Tensor._op_dk", _COMPOSITES)
+_can_decompose = private.find(
+  "torch._ops.OpOverload._can_decompose", _COMPOSITES, instead=lambda func: False
+)
+
+
+def is_composite(func) -> bool:
+  """True for an overload that torch itself makes of others, such as `reshape`."""
+  if not isinstance(func, OpOverload):
+    return False
+  name = func.name()
+  # Overloads that exist for TorchScript alone have no kernels to ask for.
+  return _has_kernel(name) and _has_kernel_for_key(name, "CompositeImplicitAutograd")
+
+
+def composite_kernel(func):
+  """The C++ function that makes an overload for which `is_composite` is true.
+
+  `func.decompose` would prefer one of Python's, which may draw or compute otherwise.
+  """
+  if isinstance(_run_kernel, private.Unavailable):
+    return _run_kernel
+  return functools.partial(func._op_dk, _composite_key)
+
+
+def composite_decomposition(func):
+  """The function that runs an overload by torch's own composite kernel, or None."""
+  if isinstance(func, OpOverload) and func.namespace == "prims":
+    # torch's reference implementations are written with these.
+    return getattr(func, "impl_aten", None)
+  if is_composite(func):
+    return composite_kernel(func)
+  if isinstance(func, OpOverload) and _can_decompose(func):
+    return func.decompose
+  return None

@@ -1,0 +1,70 @@
+"""Tensors without memory of their own, and what torch asks them."""
+
+import torch
+
+from torchax import private
+from torchax._torch_compat.modes import without_dispatch, without_function_overrides
+
+# (cls, size, *, strides, storage_offset, dtype, device, requires_grad): a tensor
+# without memory of its own whose operations go to `cls.__torch_dispatch__`.
+make_wrapper = private.essential(
+  "torch.Tensor._make_wrapper_subclass",
+  "the class of its tensors, which have no memory that torch knows",
+)
+
+AUTOCAST = 'torch.autocast("jax")'
+_key_set = private.find("torch._C.DispatchKeySet", AUTOCAST, instead=None)
+_autocast_key = private.find(
+  "torch._C.DispatchKey.AutocastPrivateUse1", AUTOCAST, instead=None
+)
+# Among a wrapper's `_extra_dispatch_keys`, it makes `torch.autocast("jax")` see the
+# wrapper, whose device is meta to torch. The key is masked where autocast is off.
+AUTOCAST_KEYS = _key_set(_autocast_key) if _key_set and _autocast_key else None
+
+
+@classmethod
+def _call_without_overrides(cls, func, types, args=(), kwargs=None):
+  with without_function_overrides():
+    return func(*args, **(kwargs or {}))
+
+
+# Class attribute value that keeps torch functions from calling into Python.
+disabled_torch_function = private.find(
+  "torch._C._disabled_torch_function_impl",
+  "calls of torch functions at their full speed",
+  instead=_call_without_overrides,
+)
+
+# (tensor, bool): marks a wrapper as the conjugate or the negative of what torch
+# believes to be its memory, so that `resolve_conj`, `is_conj`, `imag` act as on the
+# CPU.
+set_conj = private.find("torch._C._set_conj", "conjugate views")
+set_neg = private.find("torch._C._set_neg", "negative views")
+
+# (func, args, kwargs, out) -> out, with the memory and the identity of the arguments
+# where the operation's schema says so.
+correct_aliasing = private.find(
+  "torch.utils._python_dispatch.return_and_correct_aliasing",
+  "changes in place in a graph that torch captures",
+)
+
+# (*args, **kwargs) -> (device, dtype, non_blocking, memory format) of `Tensor.to`.
+parse_to = private.find("torch._C._nn._parse_to", "Tensor.to and Module.to")
+
+
+def set_metadata(tensor: torch.Tensor, source: torch.Tensor) -> None:
+  """Gives `tensor` the shape, strides and dtype of `source`, keeping its identity."""
+  # The setter asks an operation that wrappers would send back to Python.
+  with without_dispatch():
+    torch.Tensor.data.__set__(tensor, source)
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+  """Makes `isinstance(tensor, torch.nn.Parameter)` true."""
+  tensor._is_param = True
+  return tensor
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+  """True for what `torch.nn.Parameter` has made of a tensor."""
+  return isinstance(tensor, torch.nn.Parameter)

@@ -1,0 +1,185 @@
+"""Private API of torch and JAX, looked up by name: what has moved costs one feature.
+
+The two `_compat` modules take each private piece from here and say what it is for.
+Where a version of torch or JAX has it no more, importing goes on: what is found in its
+place raises `PrivateApiError` when the feature is used, or, where `instead` is given,
+does without. A piece without which no tensor can exist is `essential`.
+"""
+
+import dataclasses
+import importlib
+from typing import Any, NoReturn
+
+from torchax import versions
+from torchax.errors import PrivateApiError, UnsupportedVersionError
+
+_LIBRARIES = ("torch", "jax")
+
+
+@dataclasses.dataclass
+class Piece:
+  """A private name of torch or JAX.
+
+  Attributes:
+    path: its dotted name, which begins with "torch" or "jax".
+    feature: what needs it, as messages say it.
+    known: the versions that are known to have it.
+    degrades: what does without it: the feature is slower or less, and nothing raises.
+    is_essential: without it, torchax cannot be imported.
+    is_found: whether the installed version has it; None before it is looked up.
+  """
+
+  path: str
+  feature: str
+  known: str
+  degrades: bool = False
+  is_essential: bool = False
+  is_found: bool | None = None
+
+  @property
+  def library(self) -> str:
+    """The name of the package that it belongs to."""
+    return self.path.partition(".")[0]
+
+  def message(self) -> str:
+    """What is missing, for what, and what to do."""
+    installed = importlib.import_module(self.library).__version__
+    rest = "" if self.is_essential else " Everything else works."
+    return (
+      f"{self.library} {installed} has no {self.path}, which torchax needs for "
+      f"{self.feature}; {self.library} {self.known} has it.{rest} Install one of these "
+      "versions, or a newer torchax. `python -m torchax` shows what was found."
+    )
+
+
+PIECES: dict[str, Piece] = {}
+"""Dotted name -> every private piece, in the order of the look-ups."""
+
+
+class Unavailable:
+  """Stands for a piece that was not found; any use of it raises."""
+
+  def __init__(self, piece: Piece):
+    self._piece = piece
+
+  def _raise(self) -> NoReturn:
+    raise PrivateApiError(self._piece.message())
+
+  def __call__(self, *args, **kwargs):
+    """Raises `PrivateApiError`."""
+    self._raise()
+
+  def __getattr__(self, name: str):
+    if name.startswith("__") and name.endswith("__"):
+      raise AttributeError(name)
+    self._raise()
+
+  def __repr__(self) -> str:
+    return f"<{self._piece.path}, which was not found>"
+
+
+def walk(path: str) -> Any:
+  """The object of a dotted name; modules on the way are imported.
+
+  Raises:
+    AttributeError, ImportError: there is none.
+  """
+  library, *parts = path.split(".")
+  owner = importlib.import_module(library)
+  for part in parts:
+    if hasattr(owner, "__path__") and not hasattr(owner, part):
+      owner = importlib.import_module(f"{owner.__name__}.{part}")
+    else:
+      owner = getattr(owner, part)
+  return owner
+
+
+_NOTHING = object()
+
+
+def find(
+  path: str, feature: str, *, instead: Any = _NOTHING, known: str | None = None
+) -> Any:
+  """A private piece of torch or JAX.
+
+  Args:
+    path: its dotted name.
+    feature: what needs it: "which torchax needs for `feature`".
+    instead: what is taken in its place; by default, something that raises when used.
+    known: the versions that have it, if not all that are tested.
+
+  Returns:
+    The piece, `instead`, or an `Unavailable`.
+  """
+  piece = _declare(path, feature, known)
+  piece.degrades = instead is not _NOTHING
+  try:
+    found = walk(path)
+  except (AttributeError, ImportError):
+    piece.is_found = False
+    return instead if piece.degrades else Unavailable(piece)
+  piece.is_found = True
+  return found
+
+
+def essential(path: str, reason: str) -> Any:
+  """A private piece without which no tensor can exist.
+
+  Args:
+    path: its dotted name.
+    reason: what it is for.
+
+  Raises:
+    UnsupportedVersionError: the installed version does not have it.
+  """
+  piece = _declare(path, reason, None)
+  piece.is_essential = True
+  try:
+    found = walk(path)
+  except (AttributeError, ImportError) as error:
+    piece.is_found = False
+    raise UnsupportedVersionError(piece.message()) from error
+  piece.is_found = True
+  return found
+
+
+class Later:
+  """A piece in a module that is slow to import, so looked up when it is used."""
+
+  def __init__(self, path: str, feature: str):
+    self._path, self._feature = path, feature
+    _declare(path, feature, None)
+
+  def __call__(self) -> Any:
+    """The piece, or an `Unavailable`."""
+    return find(self._path, self._feature)
+
+
+def _declare(path: str, feature: str, known: str | None) -> Piece:
+  library = path.partition(".")[0]
+  if library not in _LIBRARIES:
+    raise ValueError(f"Expected a name of {' or '.join(_LIBRARIES)}, but got {path!r}.")
+  piece = PIECES.get(path)
+  if piece is None:
+    piece = Piece(path, feature, known or versions.tested(library))
+    PIECES[path] = piece
+  return piece
+
+
+def require(feature: str) -> None:
+  """Raises for a feature of which a piece is missing.
+
+  Raises:
+    PrivateApiError: a piece that was looked up for this feature was not found.
+  """
+  for piece in PIECES.values():
+    if piece.feature == feature and piece.is_found is False:
+      raise PrivateApiError(piece.message())
+
+
+def look_up_all() -> list[Piece]:
+  """All pieces, those that are slow to import looked up as well."""
+  for piece in list(PIECES.values()):
+    if piece.is_found is None:
+      find(piece.path, piece.feature)
+  return list(PIECES.values())

@@ -1,0 +1,80 @@
+"""The versions of Python, torch, JAX and numpy that torchax runs on."""
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping
+
+from torchax.errors import UnsupportedVersionError
+from torchax.version import VERSION
+
+LOWEST = {"torch": "2.11", "jax": "0.10.0", "jaxlib": "0.10.0", "numpy": "2.0"}
+"""Package -> the lowest version that torchax runs on, as setup.py requires."""
+
+TESTED = {
+  "torch": ("2.11", "2.15"),
+  "jax": ("0.10", "0.12"),
+  "python": ("3.11", "3.13"),
+}
+"""Name -> the lowest and the highest release series that the tests run on."""
+
+
+def release(version: str) -> tuple[int, ...]:
+  """The numbers a version begins with.
+
+  >>> release("2.15.0+cu132"), release("0.12.0.dev20261101")
+  ((2, 15, 0), (0, 12, 0))
+  """
+  found = re.match(r"\d+(\.\d+)*", version)
+  return tuple(map(int, found.group().split("."))) if found else ()
+
+
+def is_tested(name: str, version: str) -> bool:
+  """True for a release of a series that the tests run on."""
+  lowest, highest = (release(bound) for bound in TESTED[name])
+  return lowest <= release(version)[: len(lowest)] <= highest
+
+
+def tested(name: str) -> str:
+  """The range of a name in words: "2.11 to 2.15"."""
+  return " to ".join(TESTED[name])
+
+
+def _is_older(version: str, bound: str) -> bool:
+  width = max(len(release(version)), len(release(bound)))
+  padded = [release(v) + (0,) * (width - len(release(v))) for v in (version, bound)]
+  return padded[0] < padded[1]
+
+
+def check(
+  installed: Callable[[str], str] = importlib.metadata.version,
+  lowest: Mapping[str, str] = LOWEST,
+) -> None:
+  """Raises one error that names every library that is too old.
+
+  Args:
+    installed: name of a package -> its version.
+    lowest: name of a package -> the lowest version.
+
+  Raises:
+    UnsupportedVersionError: a library is older than torchax runs on.
+  """
+  old = []
+  for name, bound in lowest.items():
+    try:
+      version = installed(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue  # installed without metadata, or not at all: importing it will tell
+    if _is_older(version, bound):
+      old.append((name, bound, version))
+  if not old:
+    return
+  needed = " and ".join(f"{name} {bound} or newer" for name, bound, _ in old)
+  came = ", ".join(f"{name} {version}" for name, _, version in old)
+  command = " ".join(f'"{name}>={bound}"' for name, bound, _ in old)
+  raise UnsupportedVersionError(
+    f"torchax {VERSION} needs {needed}, but found {came}. Upgrade with: "
+    f"pip install {command}"
+  )
+
+
+check()
