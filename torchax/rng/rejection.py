@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.rng import pathwise
-from torchax.rng.samplers import fine_uniform
+from torchax.rng.samplers import normal, standard_exponential
 from torchax.rng.special import binomial_log_pmf, log1p_minus, poisson_log_pmf
 from torchax.rng.threefry import unrolled
+from torchax.rng.units import halves
 
 # Below this mean counting is quicker; the rejection methods are made for more.
 _FEW = 10.0
@@ -38,16 +39,13 @@ def _until_accepted(key, like, propose):
   return lax.while_loop(lambda state: ~state[2].all(), attempt, start)[1]
 
 
-def _exponential(key, shape, dtype):
-  return -jnp.log1p(-fine_uniform(key, shape, dtype))
-
-
 def _count_arrivals(key, limit, gap):
   """How many arrivals there are up to `limit`; `gap` makes a distance of an Exp(1)."""
 
   def arrive(state):
     arrivals, position, count = state
-    drawn = _exponential(jax.random.fold_in(key, arrivals), limit.shape, limit.dtype)
+    arrival_key = jax.random.fold_in(key, arrivals)
+    drawn = standard_exponential(arrival_key, limit.shape, limit.dtype)
     position = position + gap(drawn)
     return arrivals + 1, position, count + (position <= limit)
 
@@ -63,13 +61,15 @@ def _transformed_rejection(key, log_pmf, center, slope, bend, log_scale, limit):
   """
 
   def propose(key):
-    u = jax.random.uniform(jax.random.fold_in(key, 0), center.shape, center.dtype) - 0.5
-    v = jax.random.uniform(jax.random.fold_in(key, 1), center.shape, center.dtype)
-    room = jnp.maximum(0.5 - jnp.abs(u), jnp.finfo(center.dtype).eps / 4)
+    upper, room = halves(jax.random.fold_in(key, 0), center.shape, center.dtype)
+    u = jnp.where(upper, 0.5 - room, room - 0.5)
+    log_v = -standard_exponential(
+      jax.random.fold_in(key, 1), center.shape, center.dtype
+    )
     k = jnp.floor((2 * bend / room + slope) * u + center)
     possible = (k >= 0) & (k <= limit)
     chance = log_pmf(jnp.where(possible, k, jnp.floor(center)))
-    hat = jnp.log(v) + log_scale - jnp.log(bend / (room * room) + slope)
+    hat = log_v + log_scale - jnp.log(bend / (room * room) + slope)
     return k, possible & (hat <= chance)
 
   return _until_accepted(key, center, propose)
@@ -127,10 +127,10 @@ def _many_successes(key, n, p):
 
 @unrolled
 def binomial(key, count, prob, dtype) -> jax.Array:
-  """Number of successes among `count` trials.
+  """Number of successes among `count` trials; NaN for a count below 0 and a
+  probability outside of [0, 1], of which torch on the CPU takes the nearest ones.
 
-  As in torch there are none for a count or a probability below 0, and a probability
-  above 1 is sure. A rare outcome is counted by the gaps between its occurrences.
+  A rare outcome is counted by the gaps between its occurrences.
   """
   wide = jnp.promote_types(dtype, jnp.float32)
   count, prob = jnp.broadcast_arrays(*lax.stop_gradient((count, prob)))
@@ -149,7 +149,8 @@ def binomial(key, count, prob, dtype) -> jax.Array:
   counted = jnp.where(is_small, few, many)
   counted = jnp.where(flipped, count - counted, counted)
   sure = jnp.where((count > 0) & (prob > 0), count, 0)
-  sure = jnp.where(jnp.isnan(count) | jnp.isnan(prob), jnp.nan, sure)
+  is_possible = (count >= 0) & (prob >= 0) & (prob <= 1)
+  sure = jnp.where(is_possible, sure, jnp.nan)
   return jnp.where(proper, counted, sure).astype(dtype)
 
 
@@ -166,16 +167,16 @@ def _gamma_parts(key, alpha):
   scale = 1 / (3 * jnp.sqrt(shifted))
 
   def propose(key):
-    x = jax.random.normal(jax.random.fold_in(key, 0), alpha.shape, alpha.dtype)
-    u = jax.random.uniform(jax.random.fold_in(key, 1), alpha.shape, alpha.dtype)
+    x = normal(jax.random.fold_in(key, 0), alpha.shape, alpha.dtype)
+    log_u = -standard_exponential(jax.random.fold_in(key, 1), alpha.shape, alpha.dtype)
     t = jnp.maximum(scale * x, -1)
     # x²/2 + d (1 - v + log v) with v = (1 + t)³
     chance = 0.5 * x * x + shifted * (3 * log1p_minus(t) - t * t * (3 + t))
-    return shifted * (1 + t) ** 3, (t > -1) & (jnp.log(u) < chance)
+    return shifted * (1 + t) ** 3, (t > -1) & (log_u < chance)
 
   base = _until_accepted(key, alpha, propose)
   base = jnp.where(valid, base, jnp.where(alpha > 0, alpha, jnp.nan))
-  drawn = _exponential(boost_key, alpha.shape, alpha.dtype)
+  drawn = standard_exponential(boost_key, alpha.shape, alpha.dtype)
   boost = jnp.maximum(-drawn / alpha, jnp.finfo(alpha.dtype).min / 2)
   return base, jnp.where(is_small, boost, 0)
 

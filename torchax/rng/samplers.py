@@ -1,10 +1,11 @@
 """Samplers: pure functions `(key, shape, dtype, parameters) -> array`.
 
-Numbers are drawn in the dtype that is asked for: 53 bits fill a float64, a uniform
-bfloat16 or float16 is drawn as such, and a complex normal has variance 1 as in torch.
-What is computed from a uniform number starts from a float32 at least and is rounded
-once: from 7 random bits, a normal would take 128 values and have another mean.
-Parameters may be arrays that broadcast to `shape`. What is drawn by rejection is in
+A number is as exact as its dtype: an integer is uniform for any span, a probability is
+taken as it is written, and tails go on for as long as 2**-64 is rare. A complex normal
+has variance 1, as in torch. What is computed from random bits is so in float32 at
+least, from 64 of them, and rounded once. Parameters may be arrays that broadcast to
+`shape`. Outside of a distribution's domain a float is NaN and an integer is
+`no_integer`. How bits become numbers is in `units.py`; what is drawn by rejection, in
 `rejection.py`.
 """
 
@@ -12,9 +13,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from torchax.rng.quantiles import normal_above
 from torchax.rng.threefry import unrolled
+from torchax.rng.units import halves, is_below, scaled, unit
 
 
 @unrolled
@@ -25,38 +29,29 @@ def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
     parts = uniform(key, (*shape, 2), real, low, high)
     return lax.complex(parts[..., 0], parts[..., 1])
   if _is_number(low, 0.0) and _is_number(high, 1.0):
-    return jax.random.uniform(key, shape, dtype)
+    return unit(key, shape, dtype)
   wide = _wide(dtype)
   low, high = (lax.stop_gradient(jnp.asarray(bound, dtype)) for bound in (low, high))
   # Rounding must not reach the excluded bound, unless the interval is empty.
   below = jnp.maximum(jnp.nextafter(high, low), low)
-  unit = jax.random.uniform(key, shape, wide)
-  scaled = unit * (high.astype(wide) - low.astype(wide)) + low.astype(wide)
-  return jnp.minimum(scaled.astype(dtype), below)
-
-
-@unrolled
-def fine_uniform(key, shape, dtype) -> jax.Array:
-  """Uniform over [0, 1) in float32 or float64, with all digits also near 0.
-
-  `uniform` has an absolute spacing, eps. Where small numbers decide (the least of many,
-  a rare event) each gap between its numbers has to be filled.
-  """
-  coarse_key, fine_key = jax.random.split(key)
-  coarse = jax.random.uniform(coarse_key, shape, dtype)
-  step = jnp.finfo(dtype).eps
-  fine = jax.random.uniform(fine_key, shape, dtype) * step
-  # Above 1/2 the sum would round up to 1.
-  return jnp.where(coarse < 0.5, coarse + fine, coarse)
+  drawn = unit(key, shape, wide)
+  drawn = drawn * (high.astype(wide) - low.astype(wide)) + low.astype(wide)
+  return jnp.minimum(drawn.astype(dtype), below)
 
 
 @unrolled
 def normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
   """Normal; complex: variance `std`² split over both parts."""
-  wide = _wide(dtype)
-  drawn = jax.random.normal(key, shape, wide)
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    parts = normal(key, (*shape, 2), _wide(_real_dtype(dtype))) * math.sqrt(0.5)
+    drawn = lax.complex(parts[..., 0], parts[..., 1])
+  else:
+    upper, tail = halves(key, shape, _wide(dtype))
+    drawn = normal_above(tail)
+    drawn = jnp.where(upper, drawn, -drawn)
   if not (_is_number(mean, 0.0) and _is_number(std, 1.0)):
-    drawn = drawn * jnp.asarray(std, wide) + jnp.asarray(mean, wide)
+    std = jnp.asarray(std, _wide(_real_dtype(dtype)))
+    drawn = drawn * jnp.where(std >= 0, std, jnp.nan) + jnp.asarray(mean, drawn.dtype)
   return drawn.astype(dtype)
 
 
@@ -67,9 +62,11 @@ def log_normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
 
 @unrolled
 def bernoulli(key, shape, p) -> jax.Array:
-  """True with probability p; bool."""
-  dtype = jnp.float64 if getattr(p, "dtype", None) == jnp.float64 else jnp.float32
-  return jax.random.uniform(key, shape, dtype) < jnp.asarray(p, dtype)
+  """True with probability p; bool. A p outside of [0, 1] is the nearest one, NaN is 0.
+
+  A Python number is taken to its last digit, an array to its own.
+  """
+  return is_below(key, shape, p)
 
 
 @unrolled
@@ -78,25 +75,47 @@ def integers(key, shape, dtype, low, high) -> jax.Array:
 
   The bounds are Python ints, which need not fit in the dtype, or arrays.
   """
+  is_known = isinstance(low, int) and isinstance(high, int)
   if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.integer):
-    return integers(key, shape, _widest(), low, high).astype(dtype)
+    drawn = integers(key, shape, _widest(), low, high).astype(dtype)
+    if is_known or not jnp.issubdtype(dtype, jnp.floating):
+      return drawn
+    return jnp.where(jnp.asarray(low) < high, drawn, jnp.nan)
   if jnp.iinfo(dtype).bits < 32:
-    # The remainder of 16 or 32 random bits would prefer the lower numbers.
     return integers(key, shape, jnp.int32, low, high).astype(dtype)
-  if isinstance(high, int) and high > jnp.iinfo(dtype).max:
-    # The bound itself does not fit in the dtype.
-    if low == jnp.iinfo(dtype).min:
-      return jax.random.bits(key, shape, _unsigned(dtype)).view(dtype)
-    return low + integers(key, shape, _unsigned(dtype), 0, high - low).astype(dtype)
-  return jax.random.randint(
-    key, shape, jnp.asarray(low, dtype), jnp.asarray(high, dtype), dtype
+  unsigned = _unsigned(dtype)
+  if not is_known:
+    low, high = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
+    drawn = scaled(key, shape, (high - low).astype(unsigned), unsigned).astype(dtype)
+    return jnp.where(low < high, drawn + low, no_integer(dtype))
+  span = high - low
+  drawn = scaled(key, shape, span, jnp.uint32 if span <= 2**32 else unsigned)
+  # Sums wrap around, so the lower bound is right modulo the size of the type.
+  return drawn.astype(dtype) + np.asarray(low % 2 ** jnp.iinfo(dtype).bits).astype(
+    dtype
   )
+
+
+def no_integer(dtype):
+  """What stands for NaN among integers: the least one, or the largest unsigned one."""
+  limits = jnp.iinfo(dtype)
+  return np.asarray(limits.min or limits.max, dtype)
 
 
 @unrolled
 def permutation(key, n: int, dtype) -> jax.Array:
   """A random order of 0 … n-1."""
   return jax.random.permutation(key, n).astype(dtype)
+
+
+@unrolled
+def standard_exponential(key, shape, dtype) -> jax.Array:
+  """Exponential with rate 1 in float32 or float64; positive, up to 64 log(2).
+
+  Small numbers have all their digits, and so has the probability of large ones.
+  """
+  upper, tail = halves(key, shape, dtype)
+  return -jnp.where(upper, jnp.log(tail), jnp.log1p(-tail))
 
 
 def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
@@ -106,26 +125,30 @@ def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
   small numbers have all their digits.
   """
   wide = _wide(dtype)
-  unit = fine_uniform(key, shape, wide)
-  # 1 - u lies in (0, 1]; its logarithm's zero becomes the smallest positive number.
-  drawn = -jnp.log1p(-unit) / jnp.asarray(rate, wide)
-  return jnp.maximum(drawn.astype(dtype), jnp.finfo(dtype).tiny)
+  drawn = standard_exponential(key, shape, wide) / jnp.asarray(rate, wide)
+  return jnp.maximum(drawn.astype(dtype), _least(dtype))
 
 
 @unrolled
 def cauchy(key, shape, dtype, median=0.0, sigma=1.0) -> jax.Array:
   """Cauchy with the given median and half width."""
   wide = _wide(dtype)
-  unit = jax.random.cauchy(key, shape, wide)
-  return (unit * jnp.asarray(sigma, wide) + jnp.asarray(median, wide)).astype(dtype)
+  upper, tail = halves(key, shape, wide)
+  drawn = 1 / jnp.tan(np.asarray(np.pi, wide) * tail)
+  drawn = jnp.where(upper, drawn, -drawn)
+  return (drawn * jnp.asarray(sigma, wide) + jnp.asarray(median, wide)).astype(dtype)
 
 
 def geometric(key, shape, dtype, p) -> jax.Array:
-  """Number of trials up to the first success: 1, 2, …"""
-  wide = _wide(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
-  unit = fine_uniform(key, shape, wide)
-  trials = jnp.ceil(jnp.log1p(-unit) / jnp.log1p(-jnp.asarray(p, wide)))
-  return jnp.maximum(trials, 1).astype(dtype)
+  """Number of trials up to the first success: 1, 2, …
+
+  Integers have the digits of the widest float that there is.
+  """
+  is_float = jnp.issubdtype(dtype, jnp.floating)
+  wide = _wide(dtype) if is_float else jnp.result_type(float)
+  rate = -jnp.log1p(-jnp.asarray(p, wide))
+  trials = jnp.maximum(jnp.ceil(standard_exponential(key, shape, wide) / rate), 1)
+  return (trials if is_float else jnp.minimum(trials, _most(dtype, wide))).astype(dtype)
 
 
 @unrolled
@@ -138,13 +161,17 @@ def multinomial(key, weights, num_samples: int, replacement: bool) -> jax.Array:
   """
   weights = lax.stop_gradient(weights)  # indices have none, and XLA's steps no rule
   weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
-  if not replacement:
-    unit = fine_uniform(key, weights.shape, weights.dtype)
-    arrival = jnp.where(weights > 0, jnp.log1p(-unit) / weights, -jnp.inf)
-    return lax.top_k(arrival, num_samples)[1]
-  rows = weights.reshape(-1, weights.shape[-1])
-  drawn = _invert(key, rows, num_samples)
-  return drawn.reshape(*weights.shape[:-1], num_samples)
+  if replacement:
+    rows = weights.reshape(-1, weights.shape[-1])
+    drawn = _invert(key, rows, num_samples)
+    drawn = drawn.reshape(*weights.shape[:-1], num_samples)
+  else:
+    clocks = standard_exponential(key, weights.shape, weights.dtype)
+    arrival = jnp.where(weights > 0, -clocks / weights, -jnp.inf)
+    drawn = lax.top_k(arrival, num_samples)[1]
+  least, most = weights.min(-1, keepdims=True), weights.max(-1, keepdims=True)
+  is_proper = (least >= 0) & (most > 0) & (most < jnp.inf)
+  return jnp.where(is_proper, drawn, no_integer(drawn.dtype))
 
 
 # With more categories a float32 could not tell the cumulative weights of two apart.
@@ -168,7 +195,7 @@ def _invert(key, weights, num_samples: int) -> jax.Array:
   cumulative = jnp.cumsum(blocks, axis=-1).reshape(rows, -1)
   start = block * size
   total = jnp.take_along_axis(cumulative, start + size - 1, axis=-1)
-  points = _below(jax.random.uniform(key, total.shape, total.dtype), total)
+  points = _below(unit(key, total.shape, total.dtype), total)
   return _search(cumulative, points, start, size)
 
 
@@ -176,14 +203,14 @@ def _find(key, weights, num_samples: int) -> jax.Array:
   """Categories by inversion in one step."""
   cumulative = jnp.cumsum(weights, axis=-1)
   shape = (len(weights), num_samples)
-  unit = jax.random.uniform(key, shape, weights.dtype)
+  points = _below(unit(key, shape, weights.dtype), cumulative[:, -1:])
   search = lambda row, at: jnp.searchsorted(row, at, side="right")  # noqa: E731
-  return jax.vmap(search)(cumulative, _below(unit, cumulative[:, -1:]))
+  return jax.vmap(search)(cumulative, points)
 
 
-def _below(unit, total):
+def _below(fractions, total):
   """Points strictly below the total: no trailing category of weight 0 is hit."""
-  return jnp.minimum(unit * total, jnp.nextafter(total, jnp.zeros_like(total)))
+  return jnp.minimum(fractions * total, jnp.nextafter(total, jnp.zeros_like(total)))
 
 
 def _search(cumulative, points, start, size: int) -> jax.Array:
@@ -206,6 +233,19 @@ def _wide(dtype):
 
 def _real_dtype(dtype):
   return jnp.finfo(dtype).dtype
+
+
+def _most(dtype, wide):
+  """The largest integer of a dtype that a floating-point type holds."""
+  most = jnp.iinfo(dtype).max
+  rounded = np.asarray(most, wide)
+  return rounded if int(rounded) <= most else np.nextafter(rounded, np.asarray(0, wide))
+
+
+def _least(dtype):
+  """The least positive number that arithmetic keeps; float16 is computed in float32."""
+  limits = jnp.finfo(dtype)
+  return limits.smallest_subnormal if dtype == jnp.float16 else limits.tiny
 
 
 def _widest():

@@ -21,10 +21,8 @@ NAME = "threefry2x32"
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 # The parity of the key schedule, of Threefish (Skein 1.3).
 _PARITY = 0x1BD11BDA
-# XLA:CPU runs a program of few operations at once, and else on another thread, which
-# takes some 40 us. It counts the body of JAX's loop once, so for these numbers of
-# elements JAX's form is under the limit and the unrolled one over it.
-_SMALL = range(513, 2049)
+# Of a key for words beside those of `jax.random.bits`, where a generator has one each.
+_SECOND = 0xFFFFFFFF
 
 
 def unrolled(sampler):
@@ -61,21 +59,52 @@ def _is_ours(key) -> bool:
 
 def _random_bits(words, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
   """Unsigned integers of `bit_width` bits: those of `jax.random.bits`."""
-  is_known = all(isinstance(size, int) for size in shape)
-  if not is_known or math.prod(shape) in _SMALL or math.prod(shape) >= 2**32:
-    # (Or a shape that is not known yet, or a counter of two words.)
+  if not _has_short_counter(shape):
     return jax.random.bits(_as_jax_has_it(words), shape, f"uint{bit_width}")
-  counter = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-  left, right = _encrypt(words, jnp.zeros(shape, jnp.uint32), counter)
+  left, right = _encrypted(words, shape)
   if bit_width == 64:
     return (left.astype(jnp.uint64) << 32) | right.astype(jnp.uint64)
   return (left ^ right).astype(f"uint{bit_width}")
+
+
+def two_words(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+  """Two independent random words for each element, uint32.
+
+  The first is that of `jax.random.bits`. In threefry2x32 it is the exclusive or of two
+  that are computed anyway, so the second one costs next to nothing.
+  """
+  impl = str(jax.random.key_impl(key))
+  is_threefry = impl in (NAME, _IMPL_TAG) and jax.config.jax_threefry_partitionable
+  if not (is_threefry and _has_short_counter(shape)):
+    return jax.random.bits(key, shape), second_words(key, shape)
+  left, right = _encrypted(jax.random.key_data(key), shape)
+  if jax.config.jax_debug_key_reuse:  # the check has to see the use of the key
+    return jax.random.bits(key, shape), right
+  return left ^ right, right
+
+
+def second_words(key: jax.Array, shape: tuple[int, ...], dtype="uint32") -> jax.Array:
+  """Random words that are independent of `jax.random.bits(key, shape, dtype)`."""
+  return jax.random.bits(jax.random.fold_in(key, _SECOND), shape, dtype)
+
+
+def _has_short_counter(shape) -> bool:
+  """True if one word counts the elements; also where their number is a symbol."""
+  sizes = [size for size in shape if isinstance(size, int)]
+  return math.prod(sizes) < 2**32
+
+
+def _encrypted(words, shape):
+  """The two words that encrypt the number of each element."""
+  counter = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+  return _encrypt(words, jnp.zeros(shape, jnp.uint32), counter)
 
 
 def _as_jax_has_it(words) -> jax.Array:
   return jax.random.wrap_key_data(words, impl=NAME)
 
 
+_IMPL_TAG = "unrolled"
 # Keys are derived as JAX does: a kernel into which XLA:CPU fuses a dozen unrolled
 # derivations takes minutes to compile.
 _IMPL = jax_extend_random.define_prng_impl(
@@ -89,7 +118,7 @@ _IMPL = jax_extend_random.define_prng_impl(
     jax.random.fold_in(_as_jax_has_it(words), data)
   ),
   name=f"{NAME}_unrolled",
-  tag="unrolled",
+  tag=_IMPL_TAG,
 )
 
 

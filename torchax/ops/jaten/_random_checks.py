@@ -1,10 +1,12 @@
 """What random operations refuse, as torch does: dtypes, ranges, numbers in tensors.
 
-The numbers of a tensor of parameters are looked at where they are on the host and have
-a value. On an accelerator that would make every draw wait for the device, and torch
-itself only stops the device there. What is out of the domain then becomes NaN.
+A number out of a distribution's domain is never drawn with. What the host knows is
+refused. The numbers of a tensor on the device would make every draw wait for it, so
+they give NaN instead; they are looked at only for a result whose dtype has no NaN, and
+outside of a trace. Inside one, such a result is `samplers.no_integer`.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -54,26 +56,33 @@ def require_size(size) -> None:
     )
 
 
-def host_values(value) -> np.ndarray | None:
-  """The numbers of a CPU tensor; None for a jax tensor.
+def known_values(value, looks: bool = False) -> np.ndarray | None:
+  """The numbers of a tensor, where the host may know them; else None.
 
-  A draw does not wait for the device: torch does not look at an accelerator's numbers
-  either. What comes of wrong ones is NaN, or a probability that is as good as 0 or 1.
+  Args:
+    value: a tensor on the CPU or on jax; anything else is not known.
+    looks: wait for the device, outside of a trace.
   """
-  if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+  if not isinstance(value, torch.Tensor):
+    return None
+  if value.device.type == "cpu":
     return np.asarray(value.tolist())
-  return None
+  array = value.jax() if looks else None
+  if array is None or isinstance(array, jax.core.Tracer):
+    return None
+  return np.asarray(array)
 
 
-def require_values(value, is_allowed, message: str) -> None:
+def require_values(value, is_allowed, message: str, looks: bool = False) -> None:
   """Raises RuntimeError unless all numbers of a tensor that can be seen are allowed.
 
   Args:
     value: a tensor; anything else passes.
     is_allowed: array -> array of bools; NaN should be False.
     message: of the error.
+    looks: wait for the device, outside of a trace.
   """
-  numbers = host_values(value)
+  numbers = known_values(value, looks)
   if numbers is not None and not is_allowed(numbers).all():
     raise RuntimeError(message)
 
@@ -89,11 +98,17 @@ def require_std(std) -> None:
     raise RuntimeError(f"normal expects std >= 0.0, but found std {std}.")
 
 
-def require_probabilities(name: str, p) -> None:
-  """Raises RuntimeError for a probability, or one in a tensor, outside [0, 1]."""
+def require_probabilities(name: str, p, looks: bool) -> None:
+  """Raises RuntimeError for a probability, or one in a tensor, outside [0, 1].
+
+  Args:
+    name: the operation, for the message.
+    p: a number or a tensor.
+    looks: wait for the device, outside of a trace.
+  """
   message = f"{name} expects p to be in [0, 1]"
   if isinstance(p, torch.Tensor):
-    require_values(p, lambda numbers: (numbers >= 0) & (numbers <= 1), message)
+    require_values(p, lambda numbers: (numbers >= 0) & (numbers <= 1), message, looks)
   elif not 0 <= p <= 1:
     raise RuntimeError(f"{message}, but got p={p}.")
 

@@ -12,7 +12,7 @@ import torch
 
 from torchax.ops import mappings
 from torchax.ops.jaten._random_checks import (
-  host_values,
+  known_values,
   require_float,
   require_interval,
   require_probabilities,
@@ -145,12 +145,13 @@ def _aten_randint(key, *args, dtype=None):
 
 def _check_randint_like(self, low, high=None, *, dtype=None, **_):
   low, high = (0, low) if high is None else (low, high)
+  dtype = dtype or self.dtype
   if isinstance(high, torch.Tensor):
     if high.numel() != 1 or high.dim():
       raise RuntimeError("randint_like: high must be a scalar tensor.")
-    high = host_values(high)
+    high = known_values(high, looks=not dtype.is_floating_point)
   if high is not None:
-    require_range("randint_like", int(low), int(high), dtype or self.dtype)
+    require_range("randint_like", int(low), int(high), dtype)
 
 
 @_sampler(aten.randint_like, check=_check_randint_like)
@@ -218,9 +219,19 @@ def _aten_random_from(key, self, from_, to):
 
 @_sampler(aten.bernoulli.default)
 def _aten_bernoulli(key, self):
-  require_float("bernoulli", self.dtype)
-  p = jax.lax.stop_gradient(self)
-  return samplers.bernoulli(key, self.shape, p).astype(self.dtype)
+  dtype = require_float("bernoulli", self.dtype)
+  return _bernoulli(key, self.shape, jax.lax.stop_gradient(self), dtype)
+
+
+def _bernoulli(key, shape, p, dtype):
+  """What is not a probability gives NaN, or what stands for it among integers."""
+  drawn = samplers.bernoulli(key, shape, p).astype(dtype)
+  if dtype == jnp.bool_:
+    return drawn
+  is_float = jnp.issubdtype(dtype, jnp.floating)
+  nothing = jnp.nan if is_float else samplers.no_integer(dtype)
+  is_possible = (p >= 0) & (p <= 1)
+  return drawn if is_possible is True else jnp.where(is_possible, drawn, nothing)
 
 
 def _check_p(self, p=0.5, **_):
@@ -228,14 +239,14 @@ def _check_p(self, p=0.5, **_):
     torch.broadcast_shapes(p.shape, self.shape)
     if not p.is_floating_point():
       raise NotImplementedError(f"bernoulli_ takes no probabilities of {p.dtype}.")
-  require_probabilities("bernoulli_", p)
+  require_probabilities("bernoulli_", p, looks=not self.is_floating_point())
 
 
-@_sampler(aten.bernoulli.p, aten.bernoulli.Tensor, check=_check_p)
+# A number is static, so that float32 does not round 1 - 1e-8 to 1.
+@_sampler(aten.bernoulli.p, aten.bernoulli.Tensor, static=("p",), check=_check_p)
 def _aten_bernoulli_p(key, self, p=0.5):
-  require_real("bernoulli_", self.dtype)
-  drawn = samplers.bernoulli(key, self.shape, jax.lax.stop_gradient(p))
-  return drawn.astype(self.dtype)
+  dtype = require_real("bernoulli_", self.dtype)
+  return _bernoulli(key, self.shape, jax.lax.stop_gradient(p), dtype)
 
 
 def _check_dropout(input, p, train, **_):

@@ -1,0 +1,113 @@
+"""From random words to numbers in (0, 1), to probabilities and to ranges of integers.
+
+Each element has 64 random bits, U in steps of 2**-64. A floating-point number near 1
+cannot hold them, so U is given by its distance to the nearer end (`halves`), which can;
+it is compared with a probability (`is_below`) and scaled to an integer (`scaled`) in
+the arithmetic of integers. Nothing needs 64-bit types.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torchax.rng.threefry import second_words, two_words
+
+_31_BITS = 0x7FFFFFFF
+
+
+def unit(key, shape, dtype) -> jax.Array:
+  """Uniform over [0, 1): the multiples of 2**-d, with the d digits of the dtype.
+
+  These are torch's numbers of digits: 53 in float64, 24 in float32, 11 in float16 and 8
+  in bfloat16. All of them are exact, and 1 is not reached.
+  """
+  digits = jnp.finfo(dtype).nmant + 1
+  width = max(8, 1 << (digits - 1).bit_length())
+  bits = jax.random.bits(key, shape, f"uint{width}") >> (width - digits)
+  # Signed integers are converted far quicker, and no sign bit is left.
+  signed = bits.astype(jnp.int64 if width == 64 else jnp.int32)
+  wide = jnp.promote_types(dtype, jnp.float32)
+  return (signed.astype(wide) * np.asarray(2.0**-digits, wide)).astype(dtype)
+
+
+def halves(key, shape, dtype) -> tuple[jax.Array, jax.Array]:
+  """A uniform number U over (0, 1), as (U > 1/2, its distance to the nearer end).
+
+  The distance is in (0, 1/2] and has all the digits of the dtype, float32 or float64,
+  down to 2**-64.
+  """
+  if dtype == jnp.float64:
+    bits = jax.random.bits(key, shape, jnp.uint64)
+    upper = bits >> 63 != 0
+    first = jnp.where(upper, ~bits, bits).astype(jnp.int64)
+    return upper, first.astype(dtype) * 2.0**-64 + 2.0**-65
+  first, second = two_words(key, shape)
+  upper = first > _31_BITS
+  first, second = (jnp.where(upper, ~word, word) for word in (first, second))
+  coarse = first.astype(jnp.int32).astype(dtype) * np.float32(2.0**-32)
+  rest = (second >> 1).astype(jnp.int32).astype(dtype) + np.float32(0.5)
+  return upper, coarse + rest * np.float32(2.0**-63)
+
+
+def is_below(key, shape, p) -> jax.Array:
+  """U < p for a uniform number U; the probability of it is p to 2**-62.
+
+  Args:
+    p: a number, which is taken to its last digit, or an array, to float32's or
+      float64's. NaN counts as 0.
+  """
+  first, second = two_words(key, shape)
+  first, second = ((word >> 1).astype(jnp.int32) for word in (first, second))
+  if isinstance(p, int | float):
+    return _is_below_number(first, second, p)
+  p = jnp.asarray(p, p.dtype if p.dtype == jnp.float64 else jnp.float32)
+  steps = p * 2.0**31
+  high = jnp.where((p >= 0) & (p < 1), steps, 0).astype(jnp.int32)
+  low = ((steps - high.astype(p.dtype)) * 2.0**31).astype(jnp.int32)
+  below = (first < high) | ((first == high) & (second < low))
+  return jnp.where((p > 0) & (p < 1), below, p >= 1)
+
+
+def _is_below_number(first, second, p: float):
+  steps = round(min(max(p, 0.0), 1.0) * 2.0**62) if p == p else 0
+  if steps >> 62:
+    return jnp.ones(first.shape, bool)
+  high, low = np.int32(steps >> 31), np.int32(steps & _31_BITS)
+  # Often the first word is enough, and the second one is not computed.
+  tied = (first == high) & (second < low) if low else False
+  return (first < high) | tied
+
+
+def scaled(key, shape, span, dtype) -> jax.Array:
+  """Integers over [0, span), as good as uniform; uint32 or uint64.
+
+  With twice the bits of the dtype the probabilities of two integers differ by 2**-32
+  of themselves at most, or 2**-64 for uint64.
+
+  Args:
+    span: 1 to 2**32 (or 2**64), or an array of the dtype.
+  """
+  bits = jnp.iinfo(dtype).bits
+  if isinstance(span, int) and span & (span - 1) == 0:
+    shift = bits + 1 - span.bit_length()
+    word = jax.random.bits(key, shape, dtype)
+    return word >> shift if shift < bits else jnp.zeros(shape, dtype)
+  if bits == 32:
+    first, second = two_words(key, shape)
+  else:
+    first = jax.random.bits(key, shape, dtype)
+    second = second_words(key, shape, dtype)
+  span = jnp.asarray(span, dtype)
+  low = first * span
+  carries = low + _high_product(second, span) < low
+  return _high_product(first, span) + carries.astype(dtype)
+
+
+def _high_product(a, b):
+  """The upper half of the product of two words, by their halves."""
+  half = jnp.iinfo(a.dtype).bits // 2
+  mask = np.asarray((1 << half) - 1, a.dtype)
+  a_low, a_high, b_low, b_high = a & mask, a >> half, b & mask, b >> half
+  middle = a_high * b_low + (a_low * b_low >> half)
+  other = a_low * b_high + (middle & mask)
+  return a_high * b_high + (middle >> half) + (other >> half)
