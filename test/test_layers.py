@@ -16,6 +16,7 @@ LAYERS = {
     "torchax.dynamo",
     "torchax.export",
     "torchax.flax",
+    "torchax.integrations",
     "torchax.mesh_util",
     "torchax.ops.jlibrary",
     "torchax.train",

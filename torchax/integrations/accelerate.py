@@ -1,0 +1,40 @@
+"""accelerate: `use_jax()` makes jax the device of every `Accelerator`.
+
+accelerate takes the name of its device from the variable `ACCELERATE_TORCH_DEVICE`, and
+knows no other way to a device of another package.
+"""
+
+import os
+
+from torchax.environment import default_env
+from torchax.integrations import _libraries
+from torchax.integrations._random_state import RandomState
+
+MINIMUM = "1.6"
+VARIABLE = "ACCELERATE_TORCH_DEVICE"
+
+_accelerate = _libraries.load("accelerate", MINIMUM)
+
+
+def use_jax() -> None:
+  """Makes jax the device of each `accelerate.Accelerator` made from now on.
+
+  Turns the environment on for this thread, as `torchax.enable_globally()` does, and
+  sets `ACCELERATE_TORCH_DEVICE`. Calling it again changes nothing.
+
+  Raises:
+    RuntimeError: an `Accelerator` exists already, and has another device.
+  """
+  state = _accelerate.state.PartialState._shared_state
+  device = state.get("device")
+  if device is not None and device.type != "jax":
+    raise RuntimeError(
+      f"use_jax() must come before the first Accelerator, but there is one on {device}."
+    )
+  os.environ[VARIABLE] = "jax"
+  env = default_env()
+  if not env.enabled:
+    env.enable_torch_modes()
+
+
+__all__ = ["RandomState", "use_jax"]
