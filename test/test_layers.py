@@ -9,7 +9,7 @@ from source_tree import Module, dotted_names, imports, module_names, modules
 # Layer -> modules; a name stands for its submodules as well, the longest name counts.
 # A module may import what is in its own layer (without a circle) or below.
 LAYERS = {
-  11: ("torchax",),
+  11: ("torchax", "torchax.__main__"),
   10: (
     "torchax.checkpoint",
     "torchax.compilation",
@@ -19,6 +19,8 @@ LAYERS = {
     "torchax.integrations",
     "torchax.mesh_util",
     "torchax.ops.jlibrary",
+    "torchax.report",
+    "torchax.self_check",
     "torchax.train",
   ),
   9: ("torchax.interop",),

@@ -40,6 +40,7 @@ from torchax.dispatch import Dispatcher
 from torchax.environment import Environment, default_env
 from torchax.interop import JittableModule, extract_jax
 from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
+from torchax.report import EnvInfo, env_info
 from torchax.rng import RngState, rng_scope
 from torchax.version import VERSION
 
@@ -118,6 +119,7 @@ _compose()
 __all__ = [
   "CompileOptions",
   "Configuration",
+  "EnvInfo",
   "Environment",
   "JittableModule",
   "RngState",
@@ -131,6 +133,7 @@ __all__ = [
   "enable_accuracy_mode",
   "enable_globally",
   "enable_performance_mode",
+  "env_info",
   "extract_jax",
   "interop",
   "jaten",

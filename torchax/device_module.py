@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 import torch
 
-from torchax import _jax_compat, amp, grad_mode, rng
+from torchax import _jax_compat, _torch_compat, amp, grad_mode, rng
 
 # torch.utils.checkpoint saves the random state of initialised devices only.
 _initialized = True
@@ -92,7 +92,12 @@ def _is_in_bad_fork() -> bool:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-  """The dtypes that automatic mixed precision may use; `torch.autocast` asks."""
+  """The dtypes that automatic mixed precision may use; `torch.autocast` asks.
+
+  Raises:
+    PrivateApiError: this version of torch would cast nothing.
+  """
+  _torch_compat.require_autocast()
   return list(amp.LOWER_PRECISION)
 
 

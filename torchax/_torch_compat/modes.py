@@ -6,8 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchax import private
 
 # Context managers: operations run as if the tensors were plain; no modes are active.
-without_dispatch = private.find(
-  "torch._C._DisableTorchDispatch", "changes in place and views"
+without_dispatch = private.essential(
+  "torch._C._DisableTorchDispatch",
+  "views and changes in place, which the simplest module makes",
 )
 without_modes = private.find(
   "torch.utils._python_dispatch._disable_current_modes",

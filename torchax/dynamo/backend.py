@@ -48,8 +48,10 @@ def backend(
     ValueError, TypeError: a mode or an option that there is not.
     OperatorNotFound: an operation without lowering, with the line of its code.
     RngError: draws that a compiled graph cannot make.
+    PrivateApiError: this version of torch captures graphs in another way.
   """
   chosen = Options.of(mode, options)
+  _torch_compat.require_capture()
   if on_jax.is_on_jax(gm, example_inputs):
     return on_jax.compiled(gm, chosen)
   return _compiled_plain(gm, example_inputs, chosen)

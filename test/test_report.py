@@ -1,0 +1,123 @@
+"""`python -m torchax` and `torchax.env_info`: what a bug report needs to know."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import jax
+import pytest
+import torch
+
+import torchax
+from torchax import private, report, self_check, versions
+
+
+def test_the_versions_and_devices_are_those_of_this_process():
+  info = torchax.env_info()
+  assert info.torchax == torchax.VERSION
+  assert info.python == platform.python_version()
+  assert info.libraries["jax"] == jax.__version__
+  # A wheel's name may lack what comes after the "+".
+  assert torch.__version__.startswith(info.libraries["torch"])
+  assert len(info.devices) == len(jax.devices())
+  assert info.devices[0].startswith(jax.default_backend())
+  assert info.x64 == jax.config.jax_enable_x64
+
+
+def test_the_random_state_is_that_of_this_thread():
+  torch.manual_seed(3)
+  before = torchax.env_info().random_state
+  assert torchax.env_info().random_state == before, "asking moves the stream"
+  torch.rand(2, device="jax")
+  assert torchax.env_info().random_state != before
+
+
+def test_every_private_piece_is_named_with_whether_it_was_found():
+  info = torchax.env_info()
+  assert info.private_api == {path: True for path in private.PIECES}
+  assert "torch._C._set_conj" in info.private_api
+  assert "jax._src.core.trace_ctx" in info.private_api
+  assert info.lost == ()
+
+
+def test_the_text_is_for_a_bug_report():
+  text = str(torchax.env_info())
+  for word in (torchax.VERSION, jax.__version__, "devices", "random state", "pieces"):
+    assert word in text
+
+
+def test_a_version_without_tests_is_said_to_be_one(monkeypatch):
+  monkeypatch.setitem(versions.TESTED, "torch", ("2.1", "2.2"))
+  info = torchax.env_info()
+  assert info.untested == ("torch",)
+  assert "Not a tested version: torch" in str(info)
+
+
+@pytest.mark.parametrize("name", [n for n in self_check.CHECKS if n != "torch.compile"])
+def test_a_check_passes_here(name):
+  result = self_check.run(name)
+  assert not result.failed and result.error is None, str(result)
+
+
+def test_a_check_leaves_the_random_state():
+  torch.manual_seed(5)
+  before = report.env_info().random_state
+  self_check.run("random numbers")
+  assert report.env_info().random_state == before
+
+
+def test_a_wrong_result_is_a_failure(monkeypatch):
+  def broken():
+    raise AssertionError("3 is not 2")
+
+  monkeypatch.setitem(self_check.CHECKS, "broken", broken)
+  result = self_check.run("broken")
+  assert result.failed and str(result).endswith("AssertionError: 3 is not 2")
+
+
+def test_compiling_without_its_private_api_is_unavailable_and_no_failure(monkeypatch):
+  piece = private.PIECES["torch._guards.TracingContext"]
+  monkeypatch.setattr(piece, "is_found", False)
+  result = self_check.run("torch.compile")
+  assert result.is_unavailable and not result.failed
+  assert "torch._guards.TracingContext" in str(result)
+
+
+def _run(program: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, *program],
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=300,
+    env=dict(os.environ),
+  )
+
+
+def test_the_module_prints_the_report_and_succeeds():
+  done = _run(["-m", "torchax"])
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert f"torchax       {torchax.VERSION}" in done.stdout
+  for name in self_check.CHECKS:
+    assert f"{name:<14} ok" in done.stdout
+
+
+FAILING = """
+import runpy, sys
+from torchax import self_check
+
+def broken():
+  raise ValueError("changed")
+
+self_check.CHECKS.clear()
+self_check.CHECKS["broken"] = broken
+sys.argv = ["torchax"]
+runpy.run_module("torchax", run_name="__main__")
+"""
+
+
+def test_the_exit_status_is_1_where_a_check_fails():
+  done = _run(["-c", FAILING])
+  assert done.returncode == 1, done.stdout + done.stderr
+  assert "FAILED" in done.stdout and "ValueError: changed" in done.stdout

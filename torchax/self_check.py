@@ -1,0 +1,127 @@
+"""A check of a few seconds that torchax works on this machine: `python -m torchax`."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+
+from torchax import _torch_compat
+from torchax.environment import default_env
+from torchax.errors import PrivateApiError
+from torchax.interop import jax_jit
+
+# What a check raises: a wrong result, and whatever a changed torch or JAX may raise.
+_FAILURES = (
+  ArithmeticError,
+  AssertionError,
+  AttributeError,
+  ImportError,
+  LookupError,
+  OSError,
+  RuntimeError,
+  TypeError,
+  ValueError,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """What came of one check.
+
+  Attributes:
+    name: what was checked.
+    error: why it failed; None for success.
+    seconds: how long it took, compilation included.
+    is_unavailable: the feature needs a private piece that was not found; the rest of
+      torchax works without it.
+  """
+
+  name: str
+  error: str | None
+  seconds: float
+  is_unavailable: bool = False
+
+  @property
+  def failed(self) -> bool:
+    return self.error is not None and not self.is_unavailable
+
+  def __str__(self) -> str:
+    state = "ok" if self.error is None else "FAILED"
+    state = "unavailable" if self.is_unavailable else state
+    reason = "" if self.error is None else f": {self.error}"
+    return f"{self.name:<14} {state} ({self.seconds:.1f} s){reason}"
+
+
+def _require_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+  torch.testing.assert_close(got.detach().cpu(), expected.detach(), check_stride=False)
+
+
+def _eager() -> None:
+  _require_close(torch.ones(2, device="jax") + 1, torch.full((2,), 2.0))
+  x = torch.arange(6.0)
+  moved = x.to("jax").view(2, 3)
+  moved[0] *= 2
+  expected = x.clone().view(2, 3)
+  expected[0] *= 2
+  _require_close(moved @ moved.t(), expected @ expected.t())
+
+
+def _gradient() -> None:
+  x, weight = torch.linspace(-1, 1, 12).view(4, 3), torch.linspace(0, 1, 6).view(2, 3)
+
+  def gradient(x, weight):
+    weight = weight.detach().requires_grad_()
+    torch.nn.functional.linear(x, weight).tanh().pow(2).sum().backward()
+    return weight.grad
+
+  _require_close(gradient(x.to("jax"), weight.to("jax")), gradient(x, weight))
+
+
+def _jit() -> None:
+  x = torch.linspace(0, 1, 5)
+  _require_close(jax_jit(lambda x: x.sin() * 2)(x.to("jax")), x.sin() * 2)
+
+
+def _draws() -> None:
+  def draw():
+    return torch.rand(3, device="jax")
+
+  def drawn_by(function):
+    torch.manual_seed(0)
+    return function()
+
+  with torch.random.fork_rng(devices=[0], device_type=_torch_compat.BACKEND):
+    eager = drawn_by(draw)
+    _require_close(drawn_by(jax_jit(draw)), eager.cpu())
+    _require_close(drawn_by(draw), eager.cpu())
+
+
+def _compile() -> None:
+  _torch_compat.require_capture()
+  x = torch.linspace(0, 1, 4)
+  _require_close(torch.compile(lambda x: x.cos() + 1, backend="jax")(x), x.cos() + 1)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+  "eager": _eager,
+  "gradient": _gradient,
+  "jax_jit": _jit,
+  "random numbers": _draws,
+  "torch.compile": _compile,
+}
+
+
+def run(name: str) -> Result:
+  """Runs one of `CHECKS`; the random state is left as it was."""
+  check, start = CHECKS[name], time.perf_counter()
+  error, is_unavailable = None, False
+  try:
+    with default_env():
+      check()
+  except PrivateApiError as raised:
+    # Eager work and all that is made of it have no excuse.
+    error, is_unavailable = str(raised), check is _compile
+  except _FAILURES as raised:
+    error = f"{type(raised).__name__}: {raised}"
+  return Result(name, error, time.perf_counter() - start, is_unavailable)
