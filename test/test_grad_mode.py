@@ -58,11 +58,36 @@ def _custom(x):
   return Double.apply(x) * x
 
 
-def _under(f):
-  def g(x):
+class _Quiet(torch.autograd.Function):
+  """Doubles, and says itself that nothing is to be recorded."""
+
+  @staticmethod
+  def forward(ctx, x):
     with torch.no_grad():
+      return x * 2
+
+  @staticmethod
+  def backward(ctx, gradient):
+    return gradient * 2
+
+
+class _Outer(torch.autograd.Function):
+  """Doubles by a function of its own kind."""
+
+  @staticmethod
+  def forward(ctx, x):
+    return _Quiet.apply(x)
+
+  @staticmethod
+  def backward(ctx, gradient):
+    return gradient * 2
+
+
+def _under(f, mode=torch.no_grad):
+  def g(x):
+    with mode():
       y = f(x)
-    return y * x
+    return y.clone() * x
 
   return g
 
@@ -80,6 +105,10 @@ FUNCTIONS = {
   "a write through detach": _written_through_detach,
   "enable_grad inside": _under(lambda x: torch.enable_grad()(torch.sin)(x)),
   "a custom function": _custom,
+  "no_grad in a custom function": lambda x: _Quiet.apply(x) * x,
+  "a custom function in another": lambda x: _Outer.apply(x) * x,
+  "inference mode": _under(lambda x: x * 2, torch.inference_mode),
+  "a custom function in inference mode": _under(_Quiet.apply, torch.inference_mode),
   "set_grad_enabled": lambda x: torch.set_grad_enabled(True) and None or x * 3,
 }
 
@@ -105,6 +134,27 @@ def test_jax_finds_the_gradient_of_torch(name, wrap):
     inner = jax_jit(f) if wrap == "jit inside" else f
     found = jax_value_and_grad(lambda x: inner(x).sum())(x)[1].cpu()
   torch.testing.assert_close(found, _of_torch(f))
+
+
+RECORDED = {
+  "jit": jax_jit,
+  "checkpoint": gradient_checkpoint,
+  "scan": lambda f: lambda x: scan(lambda c, _: (f(c), None), x, length=1)[0],
+  "jit of scan": lambda f: jax_jit(
+    lambda x: scan(lambda c, _: (f(c), None), x, length=1)[0]
+  ),
+}
+
+
+@pytest.mark.parametrize("wrap", RECORDED)
+@pytest.mark.parametrize(
+  "name", ["an operation", "inference mode", "no_grad in a custom function"]
+)
+def test_no_grad_counts_inside_of_what_torch_records(name, wrap):
+  f = FUNCTIONS[name]
+  x = _numbers().to("jax").requires_grad_()
+  RECORDED[wrap](f)(x).sum().backward()
+  torch.testing.assert_close(x.grad.cpu(), _of_torch(f))
 
 
 BOUNDARIES = {
@@ -143,10 +193,12 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_no_grad_around_a_gradient_of_jax_does_not_count(name):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("square", [lambda x: x**2, lambda x: _Quiet.apply(x) * x / 2])
+def test_no_grad_around_a_gradient_of_jax_does_not_count(name, mode, square):
   """As with `torch.func.grad`: who asks JAX for a gradient does not need torch's."""
-  with torch.no_grad():
-    gradient = OUTSIDE[name](lambda x: x**2, _numbers().to("jax"))
+  with mode():
+    gradient = OUTSIDE[name](square, _numbers().to("jax"))
   assert gradient.tolist() == [0.5, 2.0, 4.0]
 
 

@@ -79,6 +79,7 @@ LAYERS = {
     "torchax.ops.names",
     "torchax.private",
     "torchax.types",
+    "torchax.user_code",
     "torchax.util",
     "torchax.version",
     "torchax.versions",

@@ -6,6 +6,7 @@ has started, because it does not survive a fork (`torchax/device_module.py`).
 """
 
 import jax
+from jax.extend import source_info_util
 
 from torchax import private
 
@@ -110,3 +111,21 @@ def is_batching(trace: Trace) -> bool:
 def has_abstract_value(array) -> bool:
   """True for a value that is being traced."""
   return isinstance(array, Tracer)
+
+
+def line_outside(libraries: tuple[str, ...]) -> tuple[str, int] | None:
+  """File and line of the innermost running code that is not a library's.
+
+  It is read off the record that JAX keeps with each operation for its own messages.
+
+  Args:
+    libraries: what the paths of their files start with.
+
+  Returns:
+    None where JAX keeps no such record.
+  """
+  record = source_info_util.current().traceback
+  for frame in getattr(record, "frames", ()):
+    if not frame.file_name.startswith(libraries):
+      return frame.file_name, frame.line_num
+  return None

@@ -8,8 +8,6 @@ The forward pass of a `torch.autograd.Function` runs without recording too, and 
 a backward pass; these are differentiated by JAX as they are.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import torch
@@ -19,10 +17,9 @@ from jax.interpreters import ad, batching, mlir
 
 from torchax import _jax_compat, _torch_compat
 
-# A function of Python up to torch 2.14; None where it is built in.
-_APPLY = getattr(
-  getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None
-)
+# Context manager around what JAX differentiates: `torch.no_grad`, inference mode and
+# the forward pass of a function count inside of it, and not around it.
+counted_anew = _torch_compat.recording_anew
 
 
 class Recomputation:
@@ -46,16 +43,7 @@ def is_stopped() -> bool:
   """True where results have no gradient, whatever they are computed from."""
   if torch.is_grad_enabled() or _jax_compat.is_top_level():
     return False
-  return not (_torch_compat.in_backward() or _is_in_function())
-
-
-def _is_in_function() -> bool:
-  frame = sys._getframe(1)
-  while frame is not None:
-    if frame.f_code is _APPLY:
-      return True
-    frame = frame.f_back
-  return False
+  return not (_torch_compat.in_backward() or _torch_compat.in_function_forward())
 
 
 def stopped(tree):

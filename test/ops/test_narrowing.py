@@ -132,13 +132,19 @@ ASKED_FOR = {
 }
 
 
-@pytest.mark.parametrize("ask", ASKED_FOR.values(), ids=ASKED_FOR)
-def test_a_64_bit_float_is_warned_of_once(ask, unsaid):
+# Before Python 3.12 nobody knows the caller of what is being compiled.
+UNKNOWN_LINE = {"double", "factory"} if sys.version_info < (3, 12) else set()
+
+
+@pytest.mark.parametrize("name", ASKED_FOR)
+def test_a_64_bit_float_is_warned_of_once(name, unsaid):
+  ask = ASKED_FOR[name]
   with pytest.warns(NarrowingWarning, match="jax_enable_x64") as caught:
     ask()
     ask()
   assert len(caught) == 1
-  assert caught[0].filename == __file__
+  if name not in UNKNOWN_LINE:
+    assert caught[0].filename == __file__
 
 
 QUIET = {

@@ -1,5 +1,8 @@
 """Modes and states of a thread: what is on, what is innermost, what to leave out."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,14 +127,39 @@ def has_saved_tensors_hooks() -> bool:
   return _saved_tensors_hooks(True) is not None
 
 
-_graph_task = private.find(
-  "torch._C._current_graph_task_id", "torch.no_grad inside a JAX transformation"
-)
+_NO_GRAD = "torch.no_grad inside a JAX transformation"
+_graph_task = private.find("torch._C._current_graph_task_id", _NO_GRAD)
 
 
 def in_backward() -> bool:
   """True while this thread runs a backward pass."""
   return _graph_task() != -1
+
+
+_may_forward = private.find("torch._C._is_fwd_grad_enabled", _NO_GRAD)
+_allow_forward = private.find(
+  "torch.autograd.forward_ad._set_fwd_grad_enabled",
+  _NO_GRAD,
+  instead=contextlib.nullcontext,
+)
+
+
+def in_function_forward() -> bool:
+  """True in the forward pass of a `torch.autograd.Function`.
+
+  torch turns off forward-mode AD there beside recording, which `torch.no_grad` leaves
+  on. Inference mode turns off both as well; in it nothing is known.
+  """
+  return not (_may_forward() or torch.is_inference_mode_enabled())
+
+
+@contextlib.contextmanager
+def recording_anew() -> Iterator[None]:
+  """torch records inside, whatever is switched off around; what is inside counts."""
+  is_inference = torch.is_inference_mode_enabled()
+  recording = torch.inference_mode(False) if is_inference else torch.enable_grad()
+  with recording, _allow_forward(True):
+    yield
 
 
 _EXCLUSION = "torch.empty and torch.tensor with device= outside of an environment"

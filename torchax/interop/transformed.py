@@ -126,7 +126,7 @@ class Transformed:
         values[place] = array
       captured, arrays = tuple(values[:count]), values[count:]
       # torch is recording, though it does not record what is inside of its functions.
-      with torch.enable_grad():
+      with grad_mode.counted_anew():
         out, states, advance = self._apply(rng, captured, arrays, treedef)
       advances.append(advance)
       return out, states

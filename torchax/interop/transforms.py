@@ -14,7 +14,7 @@ import jax
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from torchax import _jax_compat
+from torchax import _jax_compat, grad_mode
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
@@ -45,7 +45,7 @@ def jax_value_and_grad(
 
   def with_aux(rng, operands, *args, **kwargs):
     # JAX differentiates, whether torch records around this call or not.
-    with torch.enable_grad():
+    with grad_mode.counted_anew():
       (out, effects), advance = traced.pure(rng, operands, *args, **kwargs)
     value, aux = out if has_aux else (out, None)
     return value, (aux, effects, advance)

@@ -150,7 +150,7 @@ def call_torch(torch_func: TorchCallable, *args: JaxValue, **kwargs: JaxValue):
       return jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
     # Under JAX's transformations `torch.no_grad` counts inside the function, as with
     # `torch.func.grad`, and not around it.
-    with Boundary().enter() as boundary, torch.enable_grad():
+    with Boundary().enter() as boundary, grad_mode.counted_anew():
       out = jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
   require_no_writes(boundary, torch_func)
   return out

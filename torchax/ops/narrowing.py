@@ -6,13 +6,11 @@ digits, which a `NarrowingWarning` says once for each dtype. Results that overfl
 the device wrap as 32-bit integers do.
 """
 
-import sys
-import warnings
-
 import jax
 import numpy as np
 import torch
 
+from torchax import user_code
 from torchax.errors import NarrowingWarning
 
 REMEDY = (
@@ -112,32 +110,16 @@ def warn_once(dtype: torch.dtype) -> None:
   if dtype in _warned:
     return
   _warned.add(dtype)
-  _warn(
+  user_code.warn(
     f"{dtype} becomes 32 bits wide: JAX's x64 mode is off. To keep 64 bits call "
-    f"{REMEDY}. Said once for each dtype."
+    f"{REMEDY}. Said once for each dtype.",
+    NarrowingWarning,
   )
 
 
 def _warn_of_infinity(*_) -> None:
-  _warn(
+  user_code.warn(
     "A 64-bit floating-point value is too large for 32 bits and becomes infinite: "
-    f"JAX's x64 mode is off. To keep 64 bits call {REMEDY}."
+    f"JAX's x64 mode is off. To keep 64 bits call {REMEDY}.",
+    NarrowingWarning,
   )
-
-
-# Frames of these packages are not where a user looks for the reason of a warning.
-_INTERNAL = ("torchax", "torch", "jax", "contextlib", "functools")
-
-
-def _warn(message: str) -> None:
-  """A warning at the line of the user's code that led here."""
-  level = 1
-  frame = sys._getframe()
-  while frame.f_back is not None and _is_internal(frame):
-    frame = frame.f_back
-    level += 1
-  warnings.warn(message, NarrowingWarning, stacklevel=level)
-
-
-def _is_internal(frame) -> bool:
-  return frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from torchax.rng import sites
+from torchax import user_code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Draw:
     shape: of the first result.
     dtype: of the first result, its name.
     stream: which stream it was: empty for the current one of the thread.
-    line: file and line of the code that drew.
+    line: file and line of the code that drew; empty where it is not known.
     key: tells the key from those of other draws; None for that of the carried stream
       at `index`, which the caller knows.
     turn: number of the draw at its site, where draws are addressed by site.
@@ -59,7 +59,8 @@ class Draw:
     """The draw that gave `result`, arrays, to the code that is running."""
     leaf = next(iter(jax.tree.leaves(result)), None)
     shape, dtype = ((), "") if leaf is None else (leaf.shape, str(leaf.dtype))
-    line = sites.line_of_code()
+    place = user_code.line()
+    line = "" if place is None else "{}:{}".format(*place)
     return cls(index, str(op), site, distribution, shape, dtype, line=line, **where)
 
 

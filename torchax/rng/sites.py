@@ -1,4 +1,4 @@
-"""Where in a program a draw is made: the path of modules, and the line of code.
+"""Where in a program a draw is made: the path of modules.
 
 Both are read off Python's stack, so nothing is paid for them until they are asked for:
 by a ledger (`ledger.py`), and by streams whose draws are addressed by site.
@@ -20,7 +20,6 @@ TRANSPARENT = "_is_transparent_to_sites"
 _names: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 # Code of functions whose frame is a boundary: what is outside may change by the call.
 _boundaries: set[types.CodeType] = set()
-_LIBRARY = (__name__.partition(".")[0] + ".", "torch.", "jax.", "contextlib")
 
 
 def boundary(function):
@@ -104,17 +103,6 @@ def _known_name(parent, child) -> str | None:
 def here() -> Stack:
   """The modules that are running now."""
   return Stack(sys._getframe(1))
-
-
-def line_of_code() -> str:
-  """File and line of the innermost code outside of torchax, torch and JAX."""
-  frame = sys._getframe(1)
-  while frame is not None:
-    name = frame.f_globals.get("__name__", "")
-    if not (name + ".").startswith(_LIBRARY) and "importlib" not in name:
-      return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    frame = frame.f_back
-  return ""
 
 
 class SiteTable:
