@@ -23,7 +23,7 @@ from torchax.dynamo.graphs import copied, inputs
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import INFERENCE, Keys, Program
 from torchax.rng import packing
-from torchax.rng.sites import TRANSPARENT
+from torchax.rng.running import TRANSPARENT
 
 
 def backend(
@@ -112,7 +112,7 @@ _torch_compat.keep_from_dynamo(Program)
 # Else LSTM, GRU and RNN would be left out of the graphs and run by CPU torch.
 _torch_compat.trace_recurrent_layers()
 # The draws of a module have the same sites, compiled or not.
-setattr(_torch_compat.compiled_module_class(), TRANSPARENT, True)
+setattr(_torch_compat.compiled_module_class(), TRANSPARENT, "_orig_mod")
 
 
 class _Compiled:

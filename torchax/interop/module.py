@@ -1,13 +1,14 @@
 """Modules as compiled or functional programs."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import torch
 
-from torchax import _torch_compat
+from torchax import _torch_compat, rng
 from torchax.environment import default_env
 from torchax.interop.held import Held
 from torchax.interop.hooks import Hooks, called
@@ -197,7 +198,10 @@ class JittableModule(ModuleWrapper):
     Raises:
       AttributeError: the module has no such method.
     """
-    method = called(self._model, key)
+    if key == "forward":
+      method = types.MethodType(_forward, self._model)
+    else:
+      method = called(self._model, key)
     self._names.add(key)
     self._submodules = list(self._model.modules())
     self._held.note()
@@ -205,6 +209,15 @@ class JittableModule(ModuleWrapper):
     tensors = [t for t in (*params.values(), *buffers.values()) if type(t) is Tensor]
     captured = list({id(t._storage): t for t in tensors}.values())
     self._jitted[key] = Jitted(method, self._extra_jit_args, captured)
+
+
+def _forward(module: torch.nn.Module, *args, **kwargs):
+  """`forward` as a call runs it: with the module's hooks, at the module's site."""
+  with rng.inside(module):
+    return called(module, "forward")(*args, **kwargs)
+
+
+_forward.__name__ = "forward"  # as it is called in programs and messages
 
 
 def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

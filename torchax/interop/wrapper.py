@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from torchax.interop.hooks import has_hooks
-from torchax.rng.sites import TRANSPARENT
+from torchax.rng.running import TRANSPARENT
 
 
 class ModuleWrapper(torch.nn.Module):
@@ -81,4 +81,4 @@ class ModuleWrapper(torch.nn.Module):
 
 
 # The draws of a module have the same sites, compiled or not.
-setattr(ModuleWrapper, TRANSPARENT, True)
+setattr(ModuleWrapper, TRANSPARENT, "_model")

@@ -12,6 +12,7 @@ from torchax.rng.carry import (
   generator_operands,
 )
 from torchax.rng.ledger import Draw, Ledger, explain
+from torchax.rng.running import inside
 from torchax.rng.scope import (
   address_by,
   addressed_by,
@@ -47,6 +48,7 @@ __all__ = [
   "fold_in",
   "generator_operands",
   "initial_seed",
+  "inside",
   "is_typed_key",
   "manual_seed",
   "restore",

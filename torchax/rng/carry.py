@@ -25,7 +25,7 @@ import torch
 from torchax import _jax_compat
 from torchax.errors import RngError, TracedDrawError
 from torchax.rng import generator as generators
-from torchax.rng import ledger, scope, sites
+from torchax.rng import ledger, running, scope, sites
 from torchax.rng import state as rng_state
 from torchax.rng.ledger import Draw, Repeated
 from torchax.rng.sites import SiteTable
@@ -254,8 +254,7 @@ class CarriedStream(RngStream):
 
   def _path(self) -> str:
     # After a re-seed nothing is left of the caller's stream, and no operand is needed.
-    stack = sites.here()
-    return stack.path(self._anchor, from_boundary=not self._reseeded)
+    return sites.path(self._replayed, from_boundary=not self._reseeded)
 
   def site_operands(self, path: str) -> DrawOperands:
     table = self._sites
@@ -313,7 +312,6 @@ class Carried:
     self._last: tuple = (None, None, None)
     self.__name__ = getattr(function, "__name__", type(function).__name__)
 
-  @sites.boundary
   def __call__(self, rng: RngOperands, *args, **kwargs):
     """The pure function: `(rng, *args, **kwargs) -> (out, Advance or None)`."""
     rng = RngOperands(*rng)
@@ -322,7 +320,7 @@ class Carried:
       for (generator, _), words in zip(self.generators, rng.words)
     )
     stream = CarriedStream(rng, self.sites, slots)
-    with scope.rng_scope(stream):
+    with scope.rng_scope(stream), running.followed(), running.boundary():
       try:
         out = self.function(*args, **kwargs)
         advance = Advance.of(stream)
@@ -530,7 +528,7 @@ def note_generator_draw(op, distribution: str, result, key) -> None:
   stream = scope.current()
   if not ledger.Recording.count and stream.log is None:
     return
-  site = sites.here().path(from_boundary=stream.log is not None)
+  site = sites.path(from_boundary=stream.log is not None)
   draw = Draw.of(0, op, site, distribution, result, stream="generator")
   ledger.note(stream.log, draw, key)
 

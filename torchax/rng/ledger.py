@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from torchax import user_code
+from torchax.rng import running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +188,7 @@ def start() -> Ledger:
   """Opens a ledger on this thread."""
   ledger = Ledger()
   _open.ledgers.append(ledger)
+  running.following.hold()
   with _lock:
     Recording.count += 1
   return ledger
@@ -197,6 +199,7 @@ def stop(ledger: Ledger) -> None:
   _open.ledgers = [other for other in _open.ledgers if other is not ledger]
   with _lock:
     Recording.count -= 1
+  running.following.release()
 
 
 def note(log: list | None, draw: Draw, key) -> None:

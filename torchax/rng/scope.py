@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torchax.errors import RngError, SeedError
-from torchax.rng import sites
+from torchax.rng import running, sites
 from torchax.rng import state as rng_state
 from torchax.rng.root_seed import RootSeed
 from torchax.rng.state import RngState
@@ -63,6 +63,9 @@ class _Root:
 
   def address_by_site(self, on: bool) -> None:
     with self.lock:
+      if on != self.by_site:
+        follow = running.following
+        (follow.hold if on else follow.release)()
       self.by_site = on
       self.epoch += 1
 
@@ -187,35 +190,35 @@ def snapshot() -> torch.Tensor:
     return torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
   tensor = stream.state.to_tensor()
   if stream.by_site:
-    _anchors.keep(bytes(tensor.numpy()), sites.here().modules)
+    _saved_in.keep(tensor, sites.here())
   return tensor
 
 
-class _Anchors:
-  """Which modules ran when a state was saved.
-
-  `torch.utils.checkpoint` runs a part of a model again outside of the modules around
-  it; the sites are to be the same.
-  """
-
-  LIMIT = 1024
+class _SavedIn:
+  """Which modules ran when a state was saved, as long as its tensor is there."""
 
   def __init__(self):
-    self._modules: dict[bytes, tuple] = {}
+    self._modules: dict[int, tuple] = {}
 
-  def keep(self, state: bytes, modules: list) -> None:
-    """Remembers the modules for a state; the oldest are forgotten."""
-    self._modules[state] = tuple(map(weakref.ref, modules))
-    while len(self._modules) > self.LIMIT:
-      self._modules.pop(next(iter(self._modules)), None)
+  def keep(self, state: torch.Tensor, modules: tuple) -> None:
+    """Remembers the modules for a state; None among them is a boundary."""
+    place = id(state)
+    reference = weakref.ref(state, lambda _: self._modules.pop(place, None))
+    references = [
+      module if module is None else weakref.ref(module) for module in modules
+    ]
+    self._modules[place] = (reference, references)
 
-  def find(self, state: bytes) -> tuple:
-    """The modules, if they are known and still there."""
-    modules = tuple(reference() for reference in self._modules.get(state, ()))
-    return () if None in modules else modules
+  def find(self, state: torch.Tensor) -> tuple | None:
+    """The modules; None if they are not known or not there any more."""
+    reference, references = self._modules.get(id(state), (None, ()))
+    if reference is None or reference() is not state:
+      return None
+    modules = [None if module is None else module() for module in references]
+    return tuple(modules) if modules.count(None) == references.count(None) else None
 
 
-_anchors = _Anchors()
+_saved_in = _SavedIn()
 
 
 def restore(tensor: torch.Tensor) -> None:
@@ -238,7 +241,7 @@ def restore(tensor: torch.Tensor) -> None:
     _require_impl(state.impl)
     stream.reseed(state)
     if state.sites is not None:
-      stream.return_below(_anchors.find(bytes(tensor.cpu().numpy())))
+      stream.return_below(_saved_in.find(tensor))
   elif len(_local.stack) > 1:
     current().reseed(_by_site(root_seed.state()))
   else:
@@ -287,10 +290,13 @@ def rng_scope(value) -> Iterator[RngStream]:
   stream = RngStream(_new_state(value), "scope") if owned else value
   if stream.log is None:
     stream.log = stack[-1].log
+  # Where draws are numbered in their order, nobody knows what runs around the scope.
+  begins = stream.by_site and not (stack[-1].by_site or _root.by_site)
   depth = len(stack)
   stack.append(stream)
   try:
-    yield stream
+    with running.alone() if begins else contextlib.nullcontext():
+      yield stream
   finally:
     # A scope that was left open may end late, when others stand in its place.
     if len(stack) > depth and stack[depth] is stream:

@@ -1,85 +1,73 @@
 """Where in a program a draw is made: the path of modules.
 
-Both are read off Python's stack, so nothing is paid for them until they are asked for:
-by a ledger (`ledger.py`), and by streams whose draws are addressed by site.
-
-A path is made of the names that modules have in one another, from the outermost one on
-the stack, which has none: "layers.0.dropout".
+A path is made of the names that modules have in one another, from the outermost one
+that is running, which has none: "layers.0.dropout". Who runs is in `running.py`.
 """
 
-import sys
-import types
 import weakref
-from collections.abc import Iterator
+from typing import NamedTuple
 
-import torch
-
-# Modules whose class has this attribute stand for the module that they hold.
-TRANSPARENT = "_is_transparent_to_sites"
+from torchax import _torch_compat
+from torchax.rng import running
 
 _names: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
-# Code of functions whose frame is a boundary: what is outside may change by the call.
-_boundaries: set[types.CodeType] = set()
 
 
-def boundary(function):
-  """Decorates a function whose callers are not part of the paths inside of it."""
-  _boundaries.add(function.__code__)
-  return function
-
-
-class Stack:
-  """The modules that are running on this thread, outermost first.
+class Replay(NamedTuple):
+  """A part of a forward pass that a backward pass runs again.
 
   Attributes:
-    modules: all of them.
-    inside: how many of them run inside the innermost boundary.
+    modules: those that ran when the state was saved to which the stream has returned.
+    call: what was running when it returned; it stands for these modules.
   """
 
-  __slots__ = ("modules", "inside")
-
-  def __init__(self, frame):
-    modules, inside = [], None
-    for module in _running(frame):
-      if module is None:
-        inside = len(modules) if inside is None else inside
-      elif not modules or modules[-1] is not module:
-        modules.append(module)
-    self.inside = len(modules) if inside is None else inside
-    self.modules = modules[::-1]
-
-  def path(self, anchor: tuple = (), from_boundary: bool = False) -> str:
-    """The names of the modules.
-
-    Args:
-      anchor: modules that ran when the state was saved to which the stream has
-        returned: a recomputation runs without them on the stack.
-      from_boundary: only those inside the innermost boundary.
-    """
-    modules = self.modules
-    skipped = len(modules) - self.inside if from_boundary else 0
-    if anchor and modules and _is_inside(modules[0], anchor):
-      skipped += len(anchor) if skipped else 0
-      modules = [*anchor, *modules]
-    names = [_name_in(*pair) for pair in zip(modules, modules[1:])]
-    return ".".join(names[max(skipped - 1, 0) :])
+  modules: tuple
+  call: running.Call | None
 
 
-def _running(frame) -> Iterator:
-  """Modules of the frames from the inside out; None for a boundary."""
-  while frame is not None:
-    code = frame.f_code
-    if code in _boundaries:
-      yield None
-    elif code.co_argcount and code.co_varnames[0] == "self":
-      owner = frame.f_locals.get("self")
-      if isinstance(owner, torch.nn.Module) and not hasattr(owner, TRANSPARENT):
-        yield owner
-    frame = frame.f_back
+def replay(modules: tuple | None) -> Replay | None:
+  """What runs from now on runs in place of what ran in these modules.
+
+  `torch.utils.checkpoint` runs a part of a model again outside of the modules around
+  it, and the sites are to be the same. None where nothing is run again.
+  """
+  if modules is None or not _torch_compat.in_backward():
+    return None
+  return Replay(modules, running.innermost())
 
 
-def _is_inside(module, anchor: tuple) -> bool:
-  return module is not anchor[0] and _known_name(anchor[-1], module) is not None
+def here() -> tuple:
+  """The modules that are running now, for `replay`; None stands for a boundary."""
+  return tuple(running.modules(running.innermost()))
+
+
+def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
+  """The names of the modules that are running.
+
+  Args:
+    replayed: what is being run again.
+    from_boundary: only those inside the innermost boundary.
+  """
+  call = running.innermost()
+  if replayed is None or not _is_going_on(replayed, call):
+    modules = running.modules(call)
+  else:
+    modules = [*replayed.modules, *running.modules(call, replayed.call)]
+  names: list[str] = []
+  parent = None
+  for module in modules:
+    if module is None:
+      if from_boundary:
+        names.clear()
+    elif module is not parent:
+      if parent is not None:
+        names.append(_name_in(parent, module))
+      parent = module
+  return ".".join(names)
+
+
+def _is_going_on(replayed: Replay, call: running.Call | None) -> bool:
+  return _torch_compat.in_backward() and running.is_below(call, replayed.call)
 
 
 def _name_in(parent, child) -> str:
@@ -100,11 +88,6 @@ def _known_name(parent, child) -> str | None:
   return name
 
 
-def here() -> Stack:
-  """The modules that are running now."""
-  return Stack(sys._getframe(1))
-
-
 class SiteTable:
   """How many draws each site of a stream has made, and with which key.
 
@@ -120,6 +103,7 @@ class SiteTable:
     self.draws: dict[str, int] = {}
     self.keys = {} if keys is None else keys
     self.missing: list[str] = []
+    running.following.hold_for(self)
 
   def count(self, path: str):
     """Draws that the site has made."""

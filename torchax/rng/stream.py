@@ -50,7 +50,7 @@ class RngStream:
 
   __slots__ = (
     *("_key", "_count", "_base", "_owner", "_closed", "_draws", "_reseeded"),
-    *("_places", "_sites", "_site", "_anchor", "log", "label"),
+    *("_places", "_sites", "_site", "_replayed", "log", "label"),
   )
 
   def __init__(self, state: RngState, label: str = ""):
@@ -58,7 +58,7 @@ class RngStream:
     self._closed = False
     self._draws = 0
     self._places: dict[int, tuple] = {}
-    self._anchor: tuple = ()
+    self._replayed: sites.Replay | None = None
     # Where draws are noted while a function is traced; its scope sets this.
     self.log: list | None = None
     self.label = label
@@ -132,7 +132,7 @@ class RngStream:
     return DrawOperands(self._key, self._count)
 
   def _path(self) -> str:
-    return sites.here().path(self._anchor)
+    return sites.path(self._replayed)
 
   def caller_path(self) -> str:
     """What the sites of a function that is called now are below of."""
@@ -266,7 +266,7 @@ class RngStream:
     table = None if self._sites is None else self._sites.copy()
     place = (self._key, self._count, self._base, self._draws, self._reseeded, table)
     mark = next(_marks)
-    self._places[mark] = (place, tuple(sites.here().modules))
+    self._places[mark] = (place, sites.here())
     return mark
 
   def return_to(self, mark: int) -> None:
@@ -282,13 +282,14 @@ class RngStream:
         "This random state was saved inside a compiled function, where it has no "
         "value, and is restored outside of it. Save and restore on the same side."
       )
-    (*numbers, table), self._anchor = place
+    (*numbers, table), modules = place
+    self._replayed = sites.replay(modules)
     self._key, self._count, self._base, self._draws, self._reseeded = numbers
     self._sites = None if table is None else table.copy()
 
-  def return_below(self, modules: tuple) -> None:
+  def return_below(self, modules: tuple | None) -> None:
     """Sites are below these modules again, as when the state was saved."""
-    self._anchor = modules
+    self._replayed = sites.replay(modules)
 
   def nested(self) -> "RngStream":
     """This stream for a trace inside its own; it knows the places marked so far."""
