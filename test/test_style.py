@@ -49,6 +49,31 @@ def test_library_neither_prints_nor_stops_in_a_debugger(module):
   assert not calls, f"{module.path}: {calls}"
 
 
+# What a function does is not to depend on who calls it. A line that is shown to people
+# is read off JAX's record (`user_code.py`).
+FRAMES = {"_getframe", "_current_frames", "currentframe", "getouterframes"}
+FRAMES |= {"f_back", "f_locals", "f_globals", "tb_frame", "gi_frame", "cr_frame"}
+WALKS = {
+  *("inspect.stack", "inspect.trace", "traceback.walk_stack"),
+  *("traceback.extract_stack", "traceback.format_stack", "traceback.StackSummary"),
+}
+
+
+@each_module
+def test_nothing_looks_at_the_frames_of_its_callers(module):
+  found = [
+    f"line {node.lineno}: {node.attr}"
+    for node in ast.walk(module.tree)
+    if isinstance(node, ast.Attribute) and node.attr in FRAMES
+  ]
+  found += [
+    f"line {line}: {name}"
+    for line, name in dotted_names(module)
+    if name in WALKS or name.rpartition(".")[2] in FRAMES
+  ]
+  assert not found, f"{module.path} looks at frames: {found}"
+
+
 def _catches_everything(handler: ast.ExceptHandler) -> bool:
   if handler.type is None:
     return True
