@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+import torch
 
 from torchax import (
   _torch_compat,
@@ -18,6 +19,7 @@ from torchax import (
   backward,
   decompositions,
   device_module,
+  device_plans,
   environment,
   factories,
   fakes,
@@ -25,6 +27,7 @@ from torchax import (
   generators,
   interop,
   list_plans,
+  placement,
   rng,
   shortcuts,
   storage,
@@ -89,6 +92,7 @@ def _compose() -> None:
   Dispatcher.special_plans = [
     aliasing.plan,
     transfer.plan,
+    device_plans.plan,
     generators.plan,
     list_plans.plan,
   ]
@@ -109,9 +113,17 @@ def _compose() -> None:
     tensor.Tensor,
     lambda location: default_env()._should_use_torchax_tensor(location),
   )
+  _torch_compat.answer_for_accelerator(device_module.ANSWERS)
+  _torch_compat.leave_data_parallel_alone()
+  _torch_compat.fork_one_stream()
+  torch.Generator = device_module.Generator
+  device_module.Generator.means_jax = lambda kind: (
+    kind == "jax" or default_env()._should_use_torchax_tensor(kind)
+  )
   factories.register_kernels()
   interop.control_flow.register_kernels()
-  _torch_compat.keep_from_dynamo(tensor, view, environment, *interop.MODULES)
+  ours = (tensor, view, environment, device_module, device_module.Generator, placement)
+  _torch_compat.keep_from_dynamo(*ours, *interop.MODULES)
 
 
 _compose()

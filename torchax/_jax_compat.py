@@ -129,3 +129,21 @@ def line_outside(libraries: tuple[str, ...]) -> tuple[str, int] | None:
     if not frame.file_name.startswith(libraries):
       return frame.file_name, frame.line_num
   return None
+
+
+def is_about_devices(error: Exception) -> bool:
+  """True for what JAX raises where arrays are committed to different devices."""
+  return "incompatible devices" in str(error)
+
+
+def is_committed(array) -> bool:
+  """True for an array that JAX keeps where it is; others join those."""
+  return getattr(array, "_committed", True)
+
+
+def uncommitted(array) -> jax.Array:
+  """The same array, free to join arrays elsewhere."""
+  parts = getattr(array, "_arrays", None)
+  if parts is None:
+    return array
+  return ArrayImpl(array.aval, array.sharding, parts, committed=False)

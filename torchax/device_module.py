@@ -1,29 +1,49 @@
 """`torch.jax`: the device module that torch asks about devices and random states.
 
+`jax:i` is the i-th of `jax.local_devices()`; the random state is one for the process.
 `torch.manual_seed` calls `manual_seed_all`; `torch.random.fork_rng` and
 `torch.utils.checkpoint` read and restore the state of the current stream.
 """
 
-import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator
 
-import jax
 import torch
 
-from torchax import _jax_compat, _torch_compat, amp, grad_mode, rng
+from torchax import _jax_compat, _torch_compat, amp, grad_mode, placement, rng
+from torchax.device_generator import Generator
+from torchax.device_memory import (
+  accelerator_stats,
+  empty_cache,
+  ipc_collect,
+  max_memory_allocated,
+  max_memory_reserved,
+  mem_get_info,
+  memory_allocated,
+  memory_reserved,
+  memory_stats,
+  memory_summary,
+  reset_accumulated_memory_stats,
+  reset_peak_memory_stats,
+)
+from torchax.ops import mappings
+from torchax.streams import (
+  Event,
+  Stream,
+  current_stream,
+  default_stream,
+  set_stream,
+  stream,
+  synchronize,
+)
 
 # torch.utils.checkpoint saves the random state of initialised devices only.
 _initialized = True
 
 
 def is_available() -> bool:
-  """False: torch would look for streams and pinned memory, which JAX has not.
-
-  `DataLoader(pin_memory=True)` and Dynamo ask this of every registered device. Jax
-  tensors can be made all the same: `device_count()` is 1.
-  """
-  return False
+  """True: JAX has a device everywhere, if only the CPU. It is not started for this."""
+  return True
 
 
 def is_initialized() -> bool:
@@ -31,40 +51,135 @@ def is_initialized() -> bool:
   return True
 
 
+def init() -> None:
+  """Does nothing; JAX sets up its devices when the first array is made."""
+
+
 def device_count() -> int:
-  """1: arrays may be sharded over many JAX devices, torch sees one."""
-  return 1
+  """How many devices this process has: `len(jax.local_devices())`. Starts JAX."""
+  return placement.count()
 
 
 def current_device() -> int:
-  """0, the only one."""
-  return 0
+  """The index of the device on which this thread makes tensors."""
+  return placement.current_index()
 
 
 def set_device(device) -> None:
-  """Does nothing for the only device.
+  """Makes tensors on another device from now on, on this thread.
+
+  Args:
+    device: an index, "jax:1" or a `torch.device`; None and -1 change nothing.
 
   Raises:
-    ValueError: another index than 0.
+    NoSuchDeviceError: there is no such device. The old one stays.
   """
-  _check_device(device)
+  placement.set_current(device)
 
 
-@contextlib.contextmanager
-def device(index) -> Iterator[None]:
-  """The context in which torch switches devices; there is one."""
-  _check_device(index)
-  yield
+def _set_index(index: int) -> None:
+  # torch takes any negative index for "leave it".
+  placement.set_current(index if index >= 0 else None)
 
 
-def _check_device(index) -> None:
-  if isinstance(index, torch.device):
-    index = index.index
-  elif isinstance(index, str):
-    index = torch.device(index).index
-  # torch passes -1 for wrappers, which have no index.
-  if index not in (None, -1, 0):
-    raise ValueError(f"torchax has one device, jax:0, but was asked for index {index}.")
+def _exchange_index(index: int) -> int:
+  before = current_device()
+  _set_index(index)
+  return before
+
+
+class device:
+  """A context that makes tensors on another device, on this thread.
+
+  Args:
+    device: as for `set_device`.
+  """
+
+  def __init__(self, device):
+    self.idx = placement.index_in(device)
+    self.prev_idx = -1
+
+  def __enter__(self) -> None:
+    self._context = placement.using(self.idx)
+    self.prev_idx = placement.current_index()
+    self._context.__enter__()
+
+  def __exit__(self, *exc) -> None:
+    self._context.__exit__(*exc)
+
+
+class device_of(device):
+  """A context that makes tensors on the device of another one.
+
+  Args:
+    tensor: of any device; one that is not on jax changes nothing.
+  """
+
+  def __init__(self, tensor: torch.Tensor):
+    super().__init__(tensor.device if tensor.device.type == "jax" else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProperties:
+  """What JAX knows of a device.
+
+  Attributes:
+    name: such as "NVIDIA H200", "TPU v5 lite" or "cpu".
+    platform: JAX's name of the kind of device.
+    total_memory: bytes that JAX may take of it.
+    major, minor: the compute capability of an NVIDIA GPU; 0 elsewhere.
+    multi_processor_count: of a GPU; 1 elsewhere.
+  """
+
+  name: str
+  platform: str
+  total_memory: int
+  major: int = 0
+  minor: int = 0
+  multi_processor_count: int = 1
+
+
+def _jax_device(device):
+  index = placement.checked_index(device)
+  return placement.jax_device(current_device() if index is None else index)
+
+
+def get_device_name(device=None) -> str:
+  """The name of a device, as JAX has it."""
+  return _jax_device(device).device_kind
+
+
+def get_device_capability(device=None) -> tuple[int, int]:
+  """The compute capability of an NVIDIA GPU; (0, 0) elsewhere."""
+  parts = str(getattr(_jax_device(device), "compute_capability", "0.0")).split(".")
+  if len(parts) != 2 or not all(part.isdigit() for part in parts):
+    return 0, 0
+  return int(parts[0]), int(parts[1])
+
+
+def get_device_properties(device=None) -> DeviceProperties:
+  """What JAX knows of a device.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+  """
+  found = _jax_device(device)
+  return DeviceProperties(
+    found.device_kind,
+    found.platform,
+    mem_get_info(device)[1],
+    *get_device_capability(device),
+    getattr(found, "core_count", None) or 1,
+  )
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+  """True: XLA computes in bfloat16 on every device."""
+  return True
+
+
+def _supported_dtypes() -> set[torch.dtype]:
+  return {dtype for dtype in mappings.TORCH_DTYPE_TO_JAX if dtype is not None}
 
 
 class _Fork:
@@ -99,12 +214,6 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
   """
   _torch_compat.require_autocast()
   return list(amp.LOWER_PRECISION)
-
-
-def synchronize(device=None) -> None:
-  """Waits until all JAX computations that were started have finished."""
-  _check_device(device)
-  (jax.device_put(0.0) + 0).block_until_ready()
 
 
 def manual_seed(seed: int) -> None:
@@ -144,14 +253,14 @@ def get_rng_state(device: int | str | torch.device = "jax") -> torch.Tensor:
   Inside a compiled function, where the state has no value yet, the tensor is a mark
   that `set_rng_state` knows in that function alone.
   """
-  _check_device(device)
+  placement.checked_index(device)
   grad_mode.Recomputation.expected = True
   return rng.snapshot()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-  """`get_rng_state` of every device: a list of one."""
-  return [get_rng_state()]
+  """`get_rng_state` of every device, which is the same: they share one stream."""
+  return [get_rng_state()] * device_count()
 
 
 def set_rng_state(
@@ -163,16 +272,90 @@ def set_rng_state(
     SeedError: not a uint8 tensor.
     ValueError: not a state, or a damaged one. The stream stays as it was.
   """
-  _check_device(device)
+  placement.checked_index(device)
   rng.restore(new_state)
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-  """`set_rng_state` of every device: a list of one.
+  """`set_rng_state` of every device: what `get_rng_state_all` gave.
 
   Raises:
-    ValueError: another number of states.
+    ValueError: another number of states, or states that differ: devices share one.
   """
-  if len(new_states) != 1:
-    raise ValueError(f"torchax has one device, but got {len(new_states)} states.")
-  set_rng_state(new_states[0])
+  if len(new_states) != device_count():
+    raise ValueError(
+      f"set_rng_state_all expects a state for each of {device_count()} devices, but "
+      f"got {len(new_states)}. With `set_rng_state` one is enough."
+    )
+  first = new_states[0]
+  if any(state is not first and not torch.equal(state, first) for state in new_states):
+    raise ValueError(
+      "set_rng_state_all expects the same state for each device, since they share one "
+      "random stream, but got different ones. Choose one, and call `set_rng_state`."
+    )
+  set_rng_state(first)
+
+
+# What `torch.accelerator` asks, by torch's names of the questions.
+ANSWERS = {
+  "getDeviceIndex": current_device,
+  "setDeviceIndex": _set_index,
+  "exchangeDevice": _exchange_index,
+  "maybeExchangeDevice": _exchange_index,
+  "getStream": current_stream,
+  "setStream": set_stream,
+  "synchronizeDevice": synchronize,
+  "getDeviceCapability": lambda index: {"supported_dtypes": _supported_dtypes()},
+  "isAllocatorInitialized": lambda: True,
+  "emptyCache": empty_cache,
+  "emptyHostCache": empty_cache,
+  "getDeviceStats": accelerator_stats,
+  "resetAccumulatedStats": reset_accumulated_memory_stats,
+  "resetPeakStats": reset_peak_memory_stats,
+  "getMemoryInfo": mem_get_info,
+}
+
+__all__ = [
+  "DeviceProperties",
+  "Event",
+  "Generator",
+  "Stream",
+  "current_device",
+  "current_stream",
+  "default_stream",
+  "device",
+  "device_count",
+  "device_of",
+  "empty_cache",
+  "get_amp_supported_dtype",
+  "get_device_capability",
+  "get_device_name",
+  "get_device_properties",
+  "get_rng_state",
+  "get_rng_state_all",
+  "init",
+  "initial_seed",
+  "ipc_collect",
+  "is_available",
+  "is_bf16_supported",
+  "is_initialized",
+  "manual_seed",
+  "manual_seed_all",
+  "max_memory_allocated",
+  "max_memory_reserved",
+  "mem_get_info",
+  "memory_allocated",
+  "memory_reserved",
+  "memory_stats",
+  "memory_summary",
+  "reset_accumulated_memory_stats",
+  "reset_peak_memory_stats",
+  "seed",
+  "seed_all",
+  "set_device",
+  "set_rng_state",
+  "set_rng_state_all",
+  "set_stream",
+  "stream",
+  "synchronize",
+]

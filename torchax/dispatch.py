@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchax import _torch_compat
+from torchax import _torch_compat, device_plans
 from torchax.errors import OperatorNotFound
 from torchax.list_plans import ListInPlacePlan, writes_lists
 from torchax.ops import ops_registry
@@ -23,6 +23,7 @@ from torchax.ops.schema import (
   is_in_place,
   schema_of,
 )
+from torchax.placement import Several as _Several
 from torchax.plans import (
   DecompositionPlan,
   InPlacePlan,
@@ -45,6 +46,8 @@ class Dispatcher:
     self._generation = -1
 
   def __call__(self, func, args, kwargs):
+    if _Several.in_use:
+      return device_plans.run(self.plan_for(func, args, kwargs), func, args, kwargs)
     return self.plan_for(func, args, kwargs)(args, kwargs)
 
   def plan_for(self, func, args=(), kwargs=None) -> Callable:

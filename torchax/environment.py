@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat, amp, debug, rng
+from torchax import _torch_compat, amp, debug, device_plans, placement, rng
 from torchax.config import Configuration
 from torchax.dispatch import Dispatcher
 from torchax.errors import MixedDeviceError, OperatorNotFound, UnsupportedDtypeError
@@ -172,7 +172,7 @@ class XLADispatchMode(_torch_compat.DispatchMode):
       if _torch_compat.is_tracing():
         return func(*args, **kwargs)
       if kind == "meta" and self.env._is_for_jax(func):
-        return self.env.dispatch(func, types, args, {**kwargs, "device": None})
+        return device_plans.made_by_torch(self.env, func, types, args, kwargs)
       is_dense = kwargs.get("layout") in (None, torch.strided)
       if kind == "jax" and is_dense and func in self.env.lowered_factories:
         return self.env.dispatch(func, types, args, kwargs)
@@ -506,7 +506,13 @@ class Environment(contextlib.ContextDecorator):
       return val.to("jax")
     if isinstance(val, Tensor) or not isinstance(val, torch.Tensor):
       return val
-    return new_tensor(mappings.t2j(val), self)
+    return self.moved(val)
+
+  def moved(self, tensor: torch.Tensor, device=None, dtype=None) -> Tensor:
+    """A CPU tensor as a new jax tensor, on the device of an index if it names one."""
+    target = placement.target_of(device)
+    array = placement.make(lambda: mappings.t2j(tensor, dtype=dtype), target)
+    return new_tensor(array, self)
 
   # Devices --------------------------------------------------------------------------
 
@@ -526,7 +532,11 @@ class Environment(contextlib.ContextDecorator):
       # torch's C++ reports jax tensors as meta and asks for that device to keep them
       # where they are (`clip_grad_norm_` does); a user has `torch.empty_like` for it.
       return True
-    return isinstance(the_tensor, Tensor) == self._should_use_torchax_tensor(new_device)
+    to_jax = self._should_use_torchax_tensor(new_device)
+    if not (to_jax and isinstance(the_tensor, Tensor)):
+      return isinstance(the_tensor, Tensor) == to_jax
+    index = torch.device(new_device).index
+    return index is None or index == the_tensor.device.index
 
   def _to_copy(self, the_tensor: torch.Tensor, new_dtype, new_device) -> torch.Tensor:
     """A copy in another dtype, on another device; gradients flow through it."""
@@ -537,9 +547,7 @@ class Environment(contextlib.ContextDecorator):
       raise MixedDeviceError(
         f"A jax tensor moves to the CPU only, not to {new_device}."
       )
-    if to_jax and torch.device(new_device).type == "cuda":
-      new_device = "jax"
-    return Move.apply(the_tensor, new_dtype, new_device, self)
+    return Move.apply(the_tensor, new_dtype, as_jax(new_device), self)
 
   def _torch_Tensor_to(self, args, kwargs):
     """`Tensor.to` with all the forms of its arguments."""
@@ -561,9 +569,16 @@ class Environment(contextlib.ContextDecorator):
 
   def _handle_tensor_constructor(self, func, args, kwargs):
     """Runs a factory function on jax if its device says so."""
-    if not self._should_use_torchax_tensor(kwargs.get("device")):
+    device = kwargs.get("device") or torch.get_default_device()
+    if not self._should_use_torchax_tensor(device):
       return func(*args, **kwargs)
-    return func(*args, **{**kwargs, "device": "jax"})
+    return func(*args, **{**kwargs, "device": as_jax(device)})
+
+
+def as_jax(device) -> torch.device:
+  """The jax device that "cuda" stands for, with its index; any other as it is."""
+  device = torch.device(device)
+  return placement.torch_device(device.index) if device.type == "cuda" else device
 
 
 _default_env: Environment | None = None

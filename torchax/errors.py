@@ -19,6 +19,10 @@ class MixedDeviceError(RuntimeError):
   """A torchax tensor met a tensor of another device in one operation."""
 
 
+class NoSuchDeviceError(RuntimeError, ValueError):
+  """A device was asked for that this process does not have."""
+
+
 class UnsupportedDtypeError(TypeError):
   """A dtype or layout that JAX arrays cannot represent."""
 

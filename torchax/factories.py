@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import _jax_compat, _torch_compat
-from torchax.environment import TENSOR_CONSTRUCTORS, Environment, default_env
+from torchax import _jax_compat, _torch_compat, placement
+from torchax.environment import TENSOR_CONSTRUCTORS, Environment, as_jax, default_env
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.ops.names import aten
@@ -69,7 +69,7 @@ def _lowered_kernel(op) -> Callable:
   return kernel
 
 
-def _empty(size, *, dtype=None, **_ignored) -> Tensor:
+def _empty(size, *, dtype=None, device=None, **_ignored) -> Tensor:
   """Zeros: JAX has no uninitialised memory. Made on the host, so nothing compiles."""
   # Nothing is lost where there is no data; `torch.get_default_device` does that.
   if any(length < 0 for length in size):
@@ -84,7 +84,8 @@ def _empty(size, *, dtype=None, **_ignored) -> Tensor:
   asked, dtype = dtype, mappings.t2j_dtype(dtype or torch.get_default_dtype())
   if _jax_compat.is_staging():
     return new_tensor(jnp.zeros(size, dtype), default_env())
-  tensor = new_tensor(jax.device_put(np.zeros(size, dtype)), default_env())
+  target = placement.target_of(device)
+  tensor = new_tensor(jax.device_put(np.zeros(size, dtype), target), default_env())
   if size == [0] and asked not in (None, tensor.dtype):
     tensor._asked_dtype = asked  # `torch.load` makes one, and gives it a storage
   return tensor
@@ -101,8 +102,14 @@ def _unsupported(*args, **kwargs):
   )
 
 
+def _pinned(tensor: torch.Tensor, device=None) -> torch.Tensor:
+  """The same memory: JAX reads any of the host, and knows none that is pinned."""
+  return tensor.detach()
+
+
 def register_kernels() -> None:
   """Tells torch what runs for factories with device="jax"."""
+  _torch_compat.register_kernel("_pin_memory", _pinned, "CPU")
   _torch_compat.register_kernel("empty.memory_format", _empty)
   _torch_compat.register_kernel("empty_strided", _empty_strided)
   for name, key in _UNSUPPORTED:
@@ -144,12 +151,15 @@ class _FromData:
     if isinstance(data, jax.Array):
       tensor = new_tensor(data, self.env)
       return self._from_jax_tensor(tensor, **kwargs)
-    tensor = self.env.to_xla(self.func(*args, **{**_options(kwargs), "device": "cpu"}))
+    on_cpu = self.func(*args, **{**_options(kwargs), "device": "cpu"})
+    tensor = self.env.moved(on_cpu, as_jax(device or torch.get_default_device()))
     return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
 
   def _from_jax_tensor(
-    self, tensor, dtype=None, requires_grad=False, copy=None, **_ignored
+    self, tensor, dtype=None, requires_grad=False, copy=None, device=None, **_ignored
   ):
+    if device is not None:
+      tensor = tensor.to(device)
     if self.func is not torch.tensor and not copy:
       return tensor.to(dtype) if dtype is not None else tensor
     copied = tensor.detach().clone()
@@ -202,7 +212,7 @@ def register_functions(env: Environment) -> None:
       env.functions.add(func, _constructor(func, env))
   for func in _SPARSE_FACTORIES:
     env.functions.add(func, _refused_on_jax(func, env))
-  env.functions.add(torch.Tensor.to, _to(env))
+  env.functions.add(_torch_compat.tensor_to, _to(env))
   env.functions.add(_torch_compat.parse_to, _parse_to)
   env.functions.add(torch.Tensor.cuda, _cuda(env))
 
@@ -238,7 +248,8 @@ def _constructor(func, env) -> Callable:
     if by_size is not None and len(kwargs) == 1 and device in _JAX_NAMES:
       size = _size_of(args)
       if size is not None and not _torch_compat.is_transforming():
-        return env.dispatch(by_size, (), (size,), None)
+        placed = None if device == "jax" else {"device": placement.torch_device(0)}
+        return env.dispatch(by_size, (), (size,), placed)
     kind = torch.device(device).type
     if kind == "meta":
       with env.meta_is_meant():
@@ -268,7 +279,7 @@ def _to(env) -> Callable:
         is_device and env._should_use_torchax_tensor(value)
       ):
         return env._torch_Tensor_to(args, kwargs)
-    return torch.Tensor.to(*args, **kwargs)
+    return _torch_compat.tensor_to(*args, **kwargs)
 
   return to
 
@@ -276,7 +287,11 @@ def _to(env) -> Callable:
 def _cuda(env) -> Callable:
   def cuda(args, kwargs):
     if env._should_use_torchax_tensor("cuda"):
-      return env._torch_Tensor_to((args[0], "jax"), {})
+      device = args[1] if len(args) > 1 else kwargs.get("device")
+      index = (
+        device if isinstance(device, int) else torch.device(device or "cuda").index
+      )
+      return env._torch_Tensor_to((args[0], placement.torch_device(index)), {})
     return torch.Tensor.cuda(*args, **kwargs)
 
   return cuda

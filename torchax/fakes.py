@@ -12,7 +12,7 @@ import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat
+from torchax import _torch_compat, placement
 from torchax.errors import MixedDeviceError, TracedStateError
 from torchax.ops import mappings
 from torchax.ops.names import higher_order
@@ -84,6 +84,11 @@ class Fake(Tensor):
   # `Dispatcher.shapes`, for operations that torch has no shape rule of; `_compose` sets
   # it.
   shapes: ClassVar[Callable | None] = None
+
+  @property
+  def device(self) -> torch.device:
+    """The current device: there are no numbers that could lie anywhere else."""
+    return placement.torch_device(placement.current_index())
 
   @property
   def _env(self):

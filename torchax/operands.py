@@ -98,7 +98,7 @@ class _NumberArrays:
         self._arrays.clear()
       self._arrays[key] = None
       return number
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), jax.default_device(None):
       array = self._arrays[key] = jnp.asarray(number)
     return array
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax import _jax_compat, _torch_compat, grad_mode
+from torchax import _jax_compat, _torch_compat, grad_mode, placement
 from torchax.errors import MixedDeviceError, MutationError, RngError
 from torchax.operands import IGNORED, Flattener, move, strong
 from torchax.ops import mappings
@@ -308,6 +308,8 @@ def raise_as_torch(error: Exception, op, args, kwargs) -> None:
   Only in place of JAX's plain TypeError and ValueError: errors of a class of their own
   say more.
   """
+  if _jax_compat.is_about_devices(error):
+    raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
   is_plain = type(error) in (TypeError, ValueError)
   if is_plain and isinstance(op, _torch_compat.OpOverload) and op.namespace == "aten":
     # Where torch has no shape check that runs here, there is no better error to raise.
@@ -404,6 +406,9 @@ class InPlacePlan:
     self.op = op
     self.name = str(op)
     self.functional = functional
+    # What depends on no number of the target would be computed elsewhere.
+    packet = self.name.removeprefix("aten.").partition(".")[0]
+    self.overwrites = functional.is_sampler or packet in _OVERWRITING
 
   def __call__(self, args, kwargs):
     target = args[0]
@@ -424,8 +429,15 @@ class InPlacePlan:
       raise
     if type(written) is not _ArrayImpl and grad_mode.is_stopped():
       written = grad_mode.with_derivative_of(storage.read(), written)
+    if self.overwrites:
+      place = placement.place_of(storage.array)
+      written = written if place is None else placement.put_back(written, place)
     storage.write(written, target)
     return target
+
+
+# Operations, besides random ones, whose result has nothing of the target but its shape.
+_OVERWRITING = frozenset({"copy_", "fill_", "zero_"})
 
 
 def require_writable(target: torch.Tensor, name: str) -> None:

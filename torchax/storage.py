@@ -153,6 +153,15 @@ class _Start(Storage):
     grown.write(grown.read().at[: math.prod(shape)].set(array.ravel()))
 
 
+class Unplaced(Storage):
+  """A storage of numbers that torch itself made, on no device that anybody named.
+
+  They may meet tensors of any device, which other numbers may not.
+  """
+
+  __slots__ = ()
+
+
 class ReadOnly(Storage):
   """A storage of numbers whose change could not reach where they come from."""
 

@@ -10,7 +10,6 @@ is in `environment.py`; upstream's name `torchax.tensor.Environment` is forwarde
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import pickle
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
-from torchax import _jax_compat, _torch_compat, files, grad_mode
+from torchax import _jax_compat, _torch_compat, files, grad_mode, placement
 from torchax.errors import (
   MixedDeviceError,
   MutationError,
@@ -30,7 +29,7 @@ from torchax.errors import (
   TracedStateError,
 )
 from torchax.ops import mappings
-from torchax.storage import Rebindings, Storage
+from torchax.storage import Rebindings, Storage, Unplaced
 from torchax.storage import active as _active
 from torchax.untyped_storage import UntypedStorage
 from torchax.view_info import WHOLE, Chain, StopGradientInfo
@@ -42,12 +41,6 @@ _make_wrapper = _torch_compat.make_wrapper
 _AUTOCAST_KEYS = _torch_compat.AUTOCAST_KEYS
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
-
-
-@functools.cache
-def jax_torch_device() -> torch.device:
-  """`torch.device("jax:0")`, which exists once the backend is registered."""
-  return torch.device("jax:0")
 
 
 class Content:
@@ -148,7 +141,12 @@ class Tensor(torch.Tensor):
 
   @property
   def device(self) -> torch.device:
-    return jax_torch_device()
+    return placement.device_of(self._storage.array)
+
+  def get_device(self) -> int:
+    """The index of the device; see `placement.device_of`."""
+    index = self.device.index
+    return -1 if index is None else index
 
   @property
   def jax_device(self):
@@ -384,10 +382,11 @@ class Tensor(torch.Tensor):
   def __repr__(self, *, tensor_contents=None) -> str:
     if isinstance(self._storage.read(), jax.core.Tracer):
       return (
-        f"tensor(traced, size={tuple(self.shape)}, dtype={self.dtype}, device='jax:0')"
+        f"tensor(traced, size={tuple(self.shape)}, dtype={self.dtype}, "
+        f"device='{self.device}')"
       )
     text = repr(mappings.j2t(self.jax()))
-    suffix = ", device='jax:0'"
+    suffix = f", device='{self.device}'{placement.described(self._storage.array)}"
     if self.grad_fn is not None:
       suffix += f", grad_fn=<{self.grad_fn.name()}>"
     elif self.requires_grad:
@@ -528,7 +527,9 @@ def value_of(value, tensor: Tensor):
   if not isinstance(value, bool | int | float | complex):
     return value
   number = torch.full((), value, dtype=tensor.dtype, device="cpu")
-  return new_tensor(mappings.t2j(number), tensor._env)
+  made = new_tensor(mappings.t2j(number), tensor._env)
+  made._storage.__class__ = Unplaced
+  return made
 
 
 def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool):

@@ -3,7 +3,7 @@
 import jax
 import torch
 
-from torchax import _torch_compat
+from torchax import _torch_compat, placement
 from torchax.errors import (
   MixedDeviceError,
   TracedStateError,
@@ -45,16 +45,31 @@ class CopyPlan:
       return target.copy_(source.torch())
     if source.shape != target.shape:
       source = source.expand(target.shape)  # torch's error where it does not fit
+    place = placement.place_of(target._storage.array)
     if isinstance(source, Tensor):
-      return self.in_place((target, source), {})
+      return self.in_place((target, _beside(source, place)), {})
     # torch's own conversion, from the 64 bits that jax might not keep.
     is_inexact = target.dtype.is_floating_point or target.dtype.is_complex
     moved = mappings.t2j(source, dtype=target.dtype if is_inexact else None)
     same = tuple(source.shape) == tuple(target.shape)
     if same and target._chain is WHOLE and moved.dtype == target._storage.read().dtype:
-      target._storage.write(moved)
+      target._storage.write(
+        moved if place is None else placement.put_back(moved, place)
+      )
       return target
     return self.in_place((target, new_tensor(moved, self.env)), {})
+
+
+def _beside(source: Tensor, place) -> Tensor:
+  """The source of a copy where its target is, which stays there."""
+  array = source._storage.array
+  source_place = placement.place_of(array)
+  if source_place == place or placement.is_traced(array):
+    return source
+  if source_place and place and source_place.device_set == place.device_set:
+    return source
+  moved = placement.put_beside(source.jax(), place)
+  return new_tensor(moved, source._env)
 
 
 class ToCopyPlan:
@@ -69,10 +84,13 @@ class ToCopyPlan:
     device = kwargs.pop("device", None)
     tensor, dtype = args[0], kwargs.get("dtype")
     if not isinstance(tensor, Tensor):
-      return new_tensor(mappings.t2j(tensor, dtype=dtype), self.env)
+      return self.env.moved(tensor, device, dtype)
     # torch asks for "meta" where it means the device of a wrapper.
     if device is None or device.type in ("jax", "meta"):
-      return self.cast(args, {} if dtype is None else {"dtype": dtype})
+      copied = self.cast(args, {} if dtype is None else {"dtype": dtype})
+      if device is None or device.index is None or device.type == "meta":
+        return copied
+      return new_tensor(placement.put(copied.jax(), device), self.env)
     copied = mappings.j2t(tensor.jax())
     return copied if dtype is None else copied.to(dtype)
 
@@ -170,6 +188,7 @@ class Move(torch.autograd.Function):
   @staticmethod
   def forward(ctx, tensor, dtype, device, env):
     ctx.source_is_jax = isinstance(tensor, Tensor)
+    ctx.place = _place_of(tensor) if ctx.source_is_jax else None
     ctx.source_dtype = tensor.dtype
     ctx.env = env
     return _move(tensor.detach(), dtype, device, env)
@@ -177,7 +196,31 @@ class Move(torch.autograd.Function):
   @staticmethod
   def backward(ctx, grad):
     device = "jax" if ctx.source_is_jax else "cpu"
-    return Move.apply(grad, ctx.source_dtype, device, ctx.env), None, None, None
+    moved = Move.apply(grad, ctx.source_dtype, device, ctx.env)
+    if ctx.source_is_jax:
+      moved = PutBack.apply(moved, ctx.place)
+    return moved, None, None, None
+
+
+def _place_of(tensor: Tensor):
+  """What the numbers of a tensor, which may be a view, are committed to."""
+  array = tensor._storage.array
+  is_part = tensor._chain is not WHOLE and placement.is_spread(array)
+  return placement.place_of(tensor.jax() if is_part else array)
+
+
+class PutBack(torch.autograd.Function):
+  """A gradient in the place of what it is the gradient of; see `placement.place_of`."""
+
+  @staticmethod
+  def forward(ctx, tensor, place):
+    array = tensor.jax()
+    ctx.place = placement.place_of(array)
+    return new_tensor(placement.put_back(array, place), tensor._env)
+
+  @staticmethod
+  def backward(ctx, grad):
+    return PutBack.apply(grad, ctx.place), None
 
 
 def _move(tensor: torch.Tensor, dtype, device, env) -> torch.Tensor:
@@ -185,13 +228,14 @@ def _move(tensor: torch.Tensor, dtype, device, env) -> torch.Tensor:
     moved = mappings.j2t(tensor.jax(), env.config.use_dlpack_for_data_conversion)
     return moved if dtype is None else moved.to(dtype)
   if isinstance(tensor, Tensor):
-    return tensor if dtype is None else tensor.to(dtype)
+    moved = tensor if dtype is None else tensor.to(dtype)
+    return new_tensor(placement.put(moved.jax(), device), env)
   if tensor.device.type != "cpu":
     raise MixedDeviceError(
       f"A tensor on {tensor.device} has no data to move to jax. "
       "Make it on the CPU first."
     )
-  return new_tensor(mappings.t2j(tensor, dtype=dtype), env)
+  return env.moved(tensor, device, dtype)
 
 
 def arguments_of_to(args, kwargs) -> tuple:

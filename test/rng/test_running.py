@@ -36,7 +36,7 @@ class Pair(torch.nn.Module):
     super().__init__()
     self.a, self.layers = Noise(), torch.nn.ModuleList([Noise()])
 
-  def forward(this, x):  # noqa: N805
+  def forward(this, x):
     return F.dropout(this.layers[0](this.a(x)), 0.5)
 
   def sample(self, x):

@@ -4,6 +4,13 @@ A file a theme. Each private name is looked up by `private.find`, which says wha
 for and what happens on a version of torch that has moved it.
 """
 
+from torchax._torch_compat.accelerator import (
+  answer_for_accelerator,
+  fork_one_stream,
+  leave_data_parallel_alone,
+  resolve_in_to,
+  tensor_to,
+)
 from torchax._torch_compat.backend import (
   BACKEND,
   register_autocast_kernel,
@@ -42,6 +49,7 @@ from torchax._torch_compat.graphs import (
   leave_frames_of,
   reparametrized,
   require_capture,
+  trace_as_any_object,
   trace_recurrent_layers,
 )
 from torchax._torch_compat.modes import (
@@ -102,6 +110,7 @@ __all__ = [
   "OpOverloadPacket",
   "TypedStorage",
   "UnsupportedOperatorException",
+  "answer_for_accelerator",
   "are_top_modes",
   "aten_packets",
   "compiled_module_class",
@@ -116,6 +125,7 @@ __all__ = [
   "fake_mode_for_export",
   "fake_tensor",
   "faked",
+  "fork_one_stream",
   "forward_ad_is_on",
   "gru",
   "has_map_location",
@@ -132,6 +142,7 @@ __all__ = [
   "is_transforming",
   "keep_from_dynamo",
   "keeping_draws",
+  "leave_data_parallel_alone",
   "leave_frames_of",
   "linear",
   "lstm",
@@ -148,6 +159,7 @@ __all__ = [
   "reparametrized",
   "require_autocast",
   "require_capture",
+  "resolve_in_to",
   "rnn_relu",
   "rnn_tanh",
   "scaled_dot_product_attention",
@@ -156,6 +168,8 @@ __all__ = [
   "set_neg",
   "storage_dtype",
   "support_foreach",
+  "tensor_to",
+  "trace_as_any_object",
   "trace_recurrent_layers",
   "typed_storage",
   "watch_marks",

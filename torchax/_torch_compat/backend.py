@@ -29,7 +29,7 @@ _DEVICE_TYPE = private.find(
 
 
 class _DeviceGuard(_DeviceGuardBase):
-  """Tells torch that there is one jax device and that switching to it is a no-op."""
+  """Tells torch that its C++ has no device to switch; see `accelerator.py`."""
 
   def type_(self):
     return _DEVICE_TYPE
@@ -81,10 +81,18 @@ def register_backend(device_module) -> None:
   torch.utils.rename_privateuse1_backend(BACKEND)
   _register_module(BACKEND, device_module)
   backend_registration.generate_methods_for_privateuse1_backend(for_storage=False)
+  torch.nn.Module.jax = _module_to
   if _register_hooks and _HooksBase is not object:
     _register_hooks(_hooks)
   if _register_guard and _DeviceGuardBase is not object and _DEVICE_TYPE is not None:
     _register_guard(_guard)
+
+
+def _module_to(self, device=None):
+  """Moves the parameters and buffers of a module to a jax device; see `Module.to`."""
+  # torch's own asks `Tensor.jax(device)`, which gives an array here.
+  device = torch.device(BACKEND, device) if isinstance(device, int) else device
+  return self.to(BACKEND if device is None else device)
 
 
 def register_kernel(name: str, kernel, key: str = "PrivateUse1") -> None:
@@ -140,10 +148,21 @@ def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices=False):
   C++ sees that of a wrapper, meta, which torch takes as a reason against foreach.
   """
   groups = _group_tensors(tensorlistlist, with_indices)
-  return {
-    (lists[0][0].device if device.type == "meta" else device, dtype): (lists, indices)
-    for (device, dtype), (lists, indices) in groups.items()
-  }
+  found = {}
+  for (device, dtype), (lists, indices) in groups.items():
+    if device.type != "meta":
+      found[device, dtype] = lists, indices
+      continue
+    rows: dict[torch.device, list[int]] = {}
+    for row, tensor in enumerate(lists[0]):
+      rows.setdefault(tensor.device, []).append(row)
+    for device, chosen in rows.items():
+      if len(rows) == 1:
+        found[device, dtype] = lists, indices
+      else:
+        parts = [[part[row] for row in chosen] if part else part for part in lists]
+        found[device, dtype] = parts, indices and [indices[row] for row in chosen]
+  return found
 
 
 def support_foreach(*classes: type) -> None:

@@ -27,6 +27,9 @@ _inductor_config = private.Later("torch._inductor.config", COMPILE)
 _dynamo_config = private.Later("torch._dynamo.config", COMPILE)
 _skip_frames_of = private.Later("torch._dynamo.trace_rules.add", COMPILE)
 _OptimizedModule = private.Later("torch._dynamo.OptimizedModule", COMPILE)
+_VariableBuilder = private.Later(
+  "torch._dynamo.variables.builder.VariableBuilder", COMPILE
+)
 _ShapeEnv = private.Later("torch.fx.experimental.symbolic_shapes.ShapeEnv", COMPILE)
 
 _FakeTensor = private.find("torch._subclasses.FakeTensor", COMPILE, instead=_Nothing)
@@ -137,6 +140,15 @@ def leave_frames_of(*names: str) -> None:
   add = _skip_frames_of()
   for name in names:
     add(name)
+
+
+def trace_as_any_object(cls: type) -> None:
+  """Has Dynamo treat instances as it treats torch's own generators.
+
+  It takes a subclass of theirs for an opaque object that has no methods.
+  """
+  builder = _VariableBuilder()
+  builder._type_dispatch()[cls] = builder.wrap_user_defined
 
 
 def compiled_module_class() -> type:

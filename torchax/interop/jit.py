@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from torchax import _jax_compat, amp, grad_mode
+from torchax import _jax_compat, amp, grad_mode, placement
 from torchax.environment import default_env
-from torchax.errors import RngError
+from torchax.errors import MixedDeviceError, RngError
 from torchax.interop import arguments
 from torchax.interop import tape as tapes
 from torchax.interop.traced import Situation, Traced
@@ -103,7 +103,15 @@ class Jitted:
     return self._by_arity[n_args]
 
   def __call__(self, *args, **kwargs):
-    return self.call(None, args, kwargs)
+    try:
+      return self.call(None, args, kwargs)
+    except ValueError as error:
+      if _jax_compat.is_about_devices(error):
+        what = self.traced.__name__
+        raise MixedDeviceError(
+          placement.MIXED.format(what=what, found=error)
+        ) from error
+      raise
 
   def call(self, extra, args, kwargs, settles=True, alive=None):
     """Runs the function.

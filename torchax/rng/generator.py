@@ -29,13 +29,13 @@ def draw_words(generator: torch.Generator, draws: int) -> np.ndarray:
 
 
 def check_generator(generator) -> None:
-  """Raises TypeError unless `generator` is a CPU generator."""
+  """Raises TypeError unless `generator` is one of jax or the CPU."""
   if not isinstance(generator, torch.Generator):
     raise TypeError(
       f"generator= expects a torch.Generator, but got {type(generator).__name__}."
     )
-  if generator.device.type != "cpu":
+  if generator.device.type not in ("jax", "cpu"):
     raise TypeError(
-      "A draw on jax takes a CPU torch.Generator (it is the source of its keys), but "
-      f"got one on {generator.device}."
+      'A draw on jax takes torch.Generator(device="jax") or one of the CPU (it is the '
+      f"source of its keys), but got one on {generator.device}."
     )

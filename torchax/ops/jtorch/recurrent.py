@@ -86,7 +86,7 @@ def _unpack(data, batch_sizes):
   padded = torch.index_put(padded, (rows, columns), data)
   mask = torch.zeros(len(sizes), sizes[0], 1, dtype=torch.bool)
   mask[rows, columns] = True
-  return padded, mask.to("jax"), rows, columns
+  return padded, mask.to(data.device), rows, columns
 
 
 def is_padded(args) -> bool:

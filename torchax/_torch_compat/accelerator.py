@@ -1,0 +1,88 @@
+"""What torch asks of an accelerator, answered in Python where its C++ cannot know.
+
+Of this backend, C++ knows one device without memory and streams. The names here are
+attributes of modules of torch, and hold for the whole process.
+"""
+
+import functools
+
+import torch
+
+from torchax import private
+from torchax._torch_compat.backend import BACKEND
+
+_FEATURE = "torch.accelerator on jax"
+
+
+def answer_for_accelerator(answers: dict) -> None:
+  """Has `torch.accelerator` ask Python; C++ would crash at some of the questions.
+
+  Args:
+    answers: by the last part of the name, such as "getDeviceIndex", a function of the
+      same arguments. What a version of torch does not ask is left out.
+  """
+  for name, answer in answers.items():
+    if private.find(f"torch._C._accelerator_{name}", _FEATURE, instead=None):
+      setattr(torch._C, f"_accelerator_{name}", answer)
+
+
+_DATA_PARALLEL = "torch.nn.parallel.data_parallel"
+_available_device_type = private.find(
+  f"{_DATA_PARALLEL}._get_available_device_type",
+  "torch.nn.DataParallel of modules on jax",
+  instead=None,
+)
+
+
+def leave_data_parallel_alone() -> None:
+  """Has `torch.nn.DataParallel` run its module as it is, as on the CPU.
+
+  It would look for kernels that copy modules to the other devices.
+  """
+  if _available_device_type is None:
+    return
+
+  @functools.wraps(_available_device_type)
+  def _get_available_device_type():
+    found = _available_device_type()
+    return None if found == BACKEND else found
+
+  private.walk(_DATA_PARALLEL)._get_available_device_type = _get_available_device_type
+
+
+_fork_rng = torch.random.fork_rng
+
+
+def fork_one_stream() -> None:
+  """Has `torch.random.fork_rng` save the random state of jax once, by default.
+
+  It is one for all devices. To count them, which torch would do, starts JAX.
+  """
+
+  @functools.wraps(_fork_rng)
+  def fork_rng(devices=None, *args, **kwargs):
+    kind = kwargs.get("device_type", args[3] if len(args) > 3 else None)
+    if devices is None and kind in (None, BACKEND):
+      devices = [0]
+    return _fork_rng(devices, *args, **kwargs)
+
+  torch.random.fork_rng = fork_rng
+
+
+# As C++ has it: `resolve_in_to` may put another function in its place.
+tensor_to = torch.Tensor.to
+
+
+def resolve_in_to(resolve) -> None:
+  """Has `Tensor.to` ask `resolve(device)` what it is to move a tensor to.
+
+  C++ takes a device of this backend without an index for the first one.
+  """
+
+  @functools.wraps(tensor_to)
+  def to(self, *args, **kwargs):
+    args = [resolve(arg) for arg in args]
+    kwargs = {name: resolve(arg) for name, arg in kwargs.items()}
+    return tensor_to(self, *args, **kwargs)
+
+  torch.Tensor.to = to

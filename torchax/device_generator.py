@@ -1,0 +1,79 @@
+"""`torch.Generator(device="jax")`: a generator that says that it is on jax.
+
+torch makes generators in C++, and lets no backend written in Python make one. So the
+name `torch.Generator` stands for a subclass here: for another device it gives torch's
+own generator, for jax an instance of itself, which is a CPU generator underneath. Draws
+on jax build their keys from either kind (`rng/generator.py`).
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from torchax import placement
+
+_OfTorch = getattr(torch.Generator, "of_torch", torch.Generator)
+
+
+class _AllGenerators(type(_OfTorch)):
+  """Counts torch's own generators among the instances of `Generator`."""
+
+  def __instancecheck__(cls, instance):
+    if cls is Generator:
+      return isinstance(instance, _OfTorch)
+    return super().__instancecheck__(instance)
+
+  def __subclasscheck__(cls, subclass):
+    if cls is Generator:
+      return issubclass(subclass, _OfTorch)
+    return super().__subclasscheck__(subclass)
+
+
+class Generator(_OfTorch, metaclass=_AllGenerators):
+  """`torch.Generator`, of any device; see torch's documentation.
+
+  One of jax draws what a CPU generator of the same seed draws on jax. Its state is that
+  of a CPU generator, and operations on the CPU take it as well.
+
+  Args:
+    device: of which the draws are to be.
+  """
+
+  of_torch = _OfTorch
+  # Whether a kind of device means jax; `_compose` sets it.
+  means_jax: ClassVar[Callable] = staticmethod(lambda kind: kind == "jax")
+
+  def __new__(cls, device="cpu"):
+    """Raises NoSuchDeviceError for an index of jax that does not exist."""
+    named = torch.device("cpu" if device is None else device)
+    if cls.means_jax(named.type):
+      index = placement.checked_index(named.index)
+      generator = super().__new__(cls)
+      if index is None:
+        index = placement.current_index()
+      generator._device = placement.torch_device(index)
+      return generator
+    return _OfTorch(device) if cls is Generator else super().__new__(cls, device)
+
+  def __init__(self, device="cpu"):
+    pass
+
+  @property
+  def device(self) -> torch.device:
+    """The device that the generator was made for."""
+    return self.__dict__.get("_device") or super().device
+
+  def clone_state(self) -> "Generator":
+    """A generator of its own that goes on as this one does."""
+    clone = type(self)(self.device)
+    clone.set_state(self.get_state())
+    return clone
+
+  def __reduce__(self):
+    _, _, *state = super().__reduce__()
+    return (type(self), (self.device,), *state)
+
+
+# Found by pickle, as what it stands for.
+Generator.__module__ = "torch"

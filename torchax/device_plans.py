@@ -1,0 +1,166 @@
+"""Operations and devices: where factories make their result, and that devices agree.
+
+As long as all is on JAX's default device, an operation does not look where its tensors
+lie. Once another one is in use, all of an operation's tensors have to be on one, as
+torch has it, and its result is there too.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from torchax import _jax_compat, placement
+from torchax.errors import MixedDeviceError
+from torchax.rng import scope
+from torchax.storage import Storage, Unplaced
+from torchax.tensor import Tensor
+
+aten = torch.ops.aten
+_ArrayImpl = _jax_compat.ArrayImpl
+
+
+class PlacedPlan:
+  """Runs a factory on the device that it is asked for, or on that of its tensor."""
+
+  def __init__(self, plan: Callable):
+    self.plan = plan
+
+  def __call__(self, args, kwargs):
+    target = self._target(args, (kwargs or {}).get("device"))
+    if target is None:
+      return self.plan(args, kwargs)
+    if getattr(self.plan, "is_sampler", False):
+      scope.current().peek(self.plan.name)  # its key stays where JAX makes it
+    return make(lambda: self.plan(args, kwargs), target)
+
+  def _target(self, args, device):
+    source = args[0] if args and isinstance(args[0], Tensor) else None
+    if device is not None and device.type == "jax" and device.index is not None:
+      return placement.target_of(device)
+    if device is not None and device.type == "cpu":
+      return None
+    if source is None:
+      return placement.target_of(None)
+    index = _place(source)
+    return None if index is None else placement.target_of(index)
+
+
+def make(function: Callable, target):
+  """Runs `function()`, which makes a tensor of its own, on a device; see `target_of`."""
+  made = []
+
+  def arrays():
+    made.append(function())
+    return [tensor._storage.array for tensor in _tensors(made)]
+
+  moved = placement.make(arrays, target)
+  for tensor, array in zip(_tensors(made), moved, strict=True):
+    tensor._storage.array = array
+  return made[0]
+
+
+def plan(op, schema, plan_by_registry: Callable, env) -> PlacedPlan | None:
+  """The plan of an operation that takes a device; None for any other one."""
+  if "device" not in schema.names or schema.written:
+    return None
+  return PlacedPlan(plan_by_registry(op))
+
+
+def unplaced(tensor: Tensor) -> Tensor:
+  """Lets a tensor that nobody put anywhere meet those of any device."""
+  if type(tensor._storage) is Storage:
+    tensor._storage.__class__ = Unplaced
+  return tensor
+
+
+def made_by_torch(env, op, types, args, kwargs) -> Tensor:
+  """Runs a factory that torch's C++ calls for itself, wherever its tensors lie."""
+  with placement.anywhere():
+    return unplaced(env.dispatch(op, types, args, {**kwargs, "device": None}))
+
+
+class _Inside(threading.local):
+  """Whether this thread is inside an operation: its parts may make what they need."""
+
+  operation = False
+
+
+_inside = _Inside()
+_CROSSING = frozenset(
+  {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor}
+)
+
+
+def run(found: Callable, op, args, kwargs):
+  """Runs a plan where several devices are in use.
+
+  Raises:
+    MixedDeviceError: the tensors are on more than one of them.
+  """
+  if _inside.operation or op in _CROSSING:
+    return found(args, kwargs)
+  index, is_free = _common(op, args, kwargs)
+  _inside.operation = True
+  try:
+    result = found(args, kwargs)
+  finally:
+    _inside.operation = False
+  device = kwargs.get("device") if kwargs else None
+  if device is not None and device.index is not None:
+    return result  # a factory, which was told where
+  for tensor in _tensors(result):
+    _follow(tensor, index, is_free)
+  return result
+
+
+def _tensors(values) -> Iterator[Tensor]:
+  """The jax tensors among an operation's arguments or results."""
+  if isinstance(values, Tensor):
+    yield values
+  elif isinstance(values, list | tuple):
+    for value in values:
+      yield from _tensors(value)
+
+
+def _place(tensor: Tensor) -> int | None:
+  """The index of the one device that a tensor lies on; None if it may be anywhere."""
+  array = tensor._storage.array
+  if type(array) is not _ArrayImpl or placement.is_spread(array):
+    return None
+  return placement.device_of(array).index
+
+
+def _common(op, args, kwargs) -> tuple[int | None, bool]:
+  """The index of an operation's tensors, and whether all that it has are unplaced."""
+  first, is_free, is_placed = None, False, False
+  for tensor in _tensors([*args, *(kwargs or {}).values()]):
+    if type(tensor._storage) is Unplaced:
+      is_free = True
+      continue
+    is_placed = True
+    index = _place(tensor)
+    if index is None or index == first:
+      continue
+    if first is not None:
+      _refuse(op, first, index)
+    first = index
+  return first, is_free and not is_placed
+
+
+def _refuse(op, first: int, second: int):
+  raise MixedDeviceError(
+    "Expected all tensors to be on the same device, but found at least two devices, "
+    f"jax:{first} and jax:{second}! (in {op}) Move one of them with `.to(other.device)`."
+  )
+
+
+def _follow(tensor: Tensor, index: int | None, is_free: bool) -> None:
+  """Puts a result that was computed elsewhere, such as on the host, with its tensors."""
+  storage = tensor._storage
+  if is_free:
+    unplaced(tensor)
+  array = storage.array
+  if index is None or type(array) is not _ArrayImpl or _jax_compat.is_committed(array):
+    return
+  storage.array = placement.put(array, index)
