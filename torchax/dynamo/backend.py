@@ -18,6 +18,7 @@ from functorch.compile import (
 from torch import fx
 
 from torchax import _torch_compat
+from torchax.device_generator import Generator
 from torchax.dynamo import draws, logs, on_jax, recurrent
 from torchax.dynamo.graphs import copied, inputs
 from torchax.dynamo.options import Options
@@ -107,6 +108,7 @@ def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
 
 
 _torch_compat.leave_frames_of("jax", "jaxlib")
+_torch_compat.trace_as_any_object(Generator)
 # Run in the backward pass, which may be called from compiled code.
 _torch_compat.keep_from_dynamo(Program)
 # Else LSTM, GRU and RNN would be left out of the graphs and run by CPU torch.
