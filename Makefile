@@ -6,7 +6,7 @@
 #   make test-opinfo        runs it with many inputs and writes docs/operators.md
 #   make test-models        runs real models and writes docs/models.md
 #   make test-statistics  runs the statistical ones with ten times the seeds
-#   make lint    checks style and formatting;  make format  mends what it can
+#   make lint    checks style, formatting and types;  make format  mends what it can
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
 #   make docs    builds the site into site/
 #   make install makes the environment only
@@ -73,6 +73,7 @@ test-statistics: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -85,7 +86,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf build dist site output *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -76,6 +76,7 @@ LAYERS = {
     "torchax._torch_compat",
     "torchax.config",
     "torchax.errors",
+    "torchax.extras",
     "torchax.ops.names",
     "torchax.private",
     "torchax.types",

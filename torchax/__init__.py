@@ -136,6 +136,7 @@ __all__ = [
   "JittableModule",
   "RngState",
   "VERSION",
+  "__version__",
   "amp",
   "compile",
   "decompositions",
@@ -157,3 +158,7 @@ __all__ = [
   "save_checkpoint",
   "unsupported_dtype",
 ]
+
+
+def __dir__() -> list[str]:
+  return list(__all__)

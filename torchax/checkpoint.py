@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import rng
+from torchax import extras, rng
 from torchax.environment import default_env
 from torchax.errors import TracedStateError, UnsupportedDtypeError
 from torchax.ops import mappings
@@ -126,14 +126,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def _orbax():
-  try:
-    import orbax.checkpoint as ocp
-    from etils import epath
-  except ImportError as error:
-    raise ImportError(
-      "Checkpoints need Orbax: pip install 'torchax[checkpoint]'."
-    ) from error
-  return ocp, epath
+  ocp = extras.load("orbax.checkpoint", "save_checkpoint and load_checkpoint")
+  return ocp, extras.load("etils.epath", "save_checkpoint and load_checkpoint")
 
 
 def _absolute(path, epath):
@@ -332,7 +326,7 @@ def _array_nodes(node):
 
 def _require_width(nodes, place) -> None:
   """Raises where JAX would cut 64-bit numbers to 32 without a word."""
-  if jax.config.jax_enable_x64:
+  if jax.config.read("jax_enable_x64"):
     return
   for node in nodes:
     dtype = jnp.dtype(node["dtype"])
@@ -427,7 +421,7 @@ _CONTAINERS = {
 def _named_tuple_class(name: str, fields: tuple[str, ...]) -> type:
   """The class of that name among the modules that are imported, or a new one."""
   module, _, qualified = name.partition(":")
-  found = sys.modules.get(module)
+  found: Any = sys.modules.get(module)
   for part in qualified.split("."):
     found = getattr(found, part, None)
   is_tuple = isinstance(found, type) and issubclass(found, tuple)

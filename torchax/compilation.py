@@ -4,13 +4,16 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
 from torchax.interop import JittableModule, jax_jit
 from torchax.interop.hooks import Hooks, called
 from torchax.interop.wrapper import ModuleWrapper
+from torchax.types import P, R
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 MODES = ("jax", "dynamo", "export")
 
@@ -35,7 +38,17 @@ class CompileOptions:
   mode: str = "jax"
 
 
-def compile(fn, options: CompileOptions | None = None):
+@overload
+def compile(fn: M, options: CompileOptions | None = None) -> M: ...
+
+
+@overload
+def compile(
+  fn: Callable[P, R], options: CompileOptions | None = None
+) -> Callable[P, R]: ...
+
+
+def compile(fn, options=None):
   """Compiles a function or a module of jax tensors.
 
   All modes give the same results, draw the same numbers, have gradients, and change

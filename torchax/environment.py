@@ -359,7 +359,7 @@ class Environment(contextlib.ContextDecorator):
     """The stream that operations on this thread draw from now."""
     return rng.current()
 
-  def rng_scope(self, value):
+  def rng_scope(self, value: Any) -> contextlib.AbstractContextManager[RngStream]:
     """Draws from a seed, key or state inside the block; see `torchax.rng.rng_scope`."""
     return rng.rng_scope(value)
 

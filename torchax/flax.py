@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax import autograd, rng
+from torchax import autograd, extras, rng
 from torchax.environment import Environment, default_env
 from torchax.interop.views import arrays_of, tensors_of
 from torchax.tensor import Tensor, new_tensor
@@ -139,7 +139,7 @@ class FlaxNNModule(torch.nn.Module):
       self._add(module, name, value, f"{path}.{name}")
     return module
 
-  def _decode_nested_dict(self, child_module: torch.nn.Module) -> dict[str, Any]:
+  def _decode_nested_dict(self, child_module: Any) -> dict[str, Any]:
     """The nested dict of tensors that `_encode_nested_dict` made a module of."""
     children = child_module._modules.items()
     return {
@@ -170,7 +170,7 @@ class FlaxNNModule(torch.nn.Module):
     else:
       module._buffers[name] = new_tensor(jax.numpy.asarray(value), self._env)
 
-  def _write(self, module: torch.nn.Module, updates: Mapping, path: str) -> None:
+  def _write(self, module: Any, updates: Mapping, path: str) -> None:
     """Changes buffers in place to what `apply` made of them."""
     for name, value in updates.items():
       here = f"{path}.{name}"
@@ -350,14 +350,8 @@ def _apply(module, call: _Call, keys, arrays):
 
 
 def _flax():
-  try:
-    from flax import errors, linen
-    from flax.core import meta
-  except ImportError as error:
-    raise ImportError(
-      "FlaxNNModule needs Flax: pip install 'torchax[flax]'."
-    ) from error
-  return linen, meta, errors
+  modules = ("flax.linen", "flax.core.meta", "flax.errors")
+  return tuple(extras.load(module, "FlaxNNModule") for module in modules)
 
 
 def _check_sample(flax_module, args, kwargs) -> None:

@@ -13,13 +13,15 @@ import copy
 import importlib
 import pickle
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import Array
 from jax.sharding import Sharding
+from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
 from torchax import _jax_compat, _torch_compat, files, grad_mode, placement
 from torchax.errors import (
@@ -33,6 +35,8 @@ from torchax.storage import Rebindings, Storage, Unplaced
 from torchax.storage import active as _active
 from torchax.untyped_storage import UntypedStorage
 from torchax.view_info import WHOLE, Chain, StopGradientInfo
+
+T = TypeVar("T", bound="Tensor")
 
 META = torch.device("meta")
 SUPPORTED_JAX_PLATFROM = ["cpu", "cuda", "gpu", "tpu"]
@@ -70,14 +74,14 @@ class Tensor(torch.Tensor):
     requires_grad: record operations for autograd.
   """
 
-  __torch_function__ = _torch_compat.disabled_torch_function
+  __torch_function__: Any = _torch_compat.disabled_torch_function
   # Makes what torch's tracers see in place of a jax tensor; `_compose` sets it.
   of_fake: ClassVar[Callable | None] = None
   # True of the wrapper; who asks wants to know whether there are numbers.
   is_meta = False
 
   @staticmethod
-  def __new__(cls, elem: jax.Array, env, requires_grad=False):
+  def __new__(cls, elem: Array, env, requires_grad=False):
     return _make_wrapper(
       cls,
       elem.shape,
@@ -87,7 +91,7 @@ class Tensor(torch.Tensor):
       _extra_dispatch_keys=_AUTOCAST_KEYS,
     )
 
-  def __init__(self, elem: jax.Array, env, requires_grad=False):
+  def __init__(self, elem: Array, env, requires_grad=False):
     super().__init__()
     self._storage = Storage(elem)
     self._chain = WHOLE
@@ -126,7 +130,7 @@ class Tensor(torch.Tensor):
     return tensor
 
   @property
-  def _shell(self) -> torch.Tensor:
+  def _shell(self) -> TorchTensor:
     """A tensor without data of the same shape, strides and dtype.
 
     The same one every time: Dynamo asks whether two inputs are one tensor.
@@ -140,7 +144,7 @@ class Tensor(torch.Tensor):
     return shell
 
   @property
-  def device(self) -> torch.device:
+  def device(self) -> torch.device:  # type: ignore[override]
     return placement.device_of(self._storage.array)
 
   def get_device(self) -> int:
@@ -154,14 +158,14 @@ class Tensor(torch.Tensor):
     return self._storage.read().device
 
   @property
-  def _elem(self) -> jax.Array:
+  def _elem(self) -> Array:
     return self.jax()
 
   @_elem.setter
-  def _elem(self, array: jax.Array):
+  def _elem(self, array: Array):
     self.replace_jax(array)
 
-  def jax(self) -> jax.Array:
+  def jax(self) -> Array:
     """The array; a view's is computed from its base. It does not alias the tensor."""
     array = self._storage.read(self)
     chain = self._chain
@@ -172,7 +176,7 @@ class Tensor(torch.Tensor):
     with self._env.catching_factories():
       super().backward(gradient, retain_graph, create_graph, inputs)
 
-  def replace_jax(self, array: jax.Array) -> None:
+  def replace_jax(self, array: Array) -> None:
     """Replaces the numbers, as an in-place operation does: views and bases follow.
 
     Raises:
@@ -211,15 +215,15 @@ class Tensor(torch.Tensor):
       return
     super().__setitem__(index, value)
 
-  def torch(self) -> torch.Tensor:
+  def torch(self) -> TorchTensor:
     """A copy on the CPU."""
     return self._env.j2t_copy(self.jax())
 
-  def cpu(self, memory_format=None) -> torch.Tensor:
+  def cpu(self, memory_format=None) -> TorchTensor:
     """A copy on the CPU; gradients flow back through it."""
     return self.to("cpu")
 
-  def to(self, *args, **kwargs) -> torch.Tensor:
+  def to(self, *args, **kwargs) -> TorchTensor:
     """As `torch.Tensor.to`; to another device the data is copied."""
     return self._env._torch_Tensor_to((self, *args), kwargs)
 
@@ -246,7 +250,8 @@ class Tensor(torch.Tensor):
 
   def __dlpack_device__(self) -> tuple:
     """Where the array lies, in DLPack's terms."""
-    return self.jax().__dlpack_device__()
+    array: Any = self.jax()  # JAX's annotations lack the method
+    return array.__dlpack_device__()
 
   def __dlpack__(self, *, copy: bool | None = None, **options):
     """A copy as a DLPack capsule: who takes it may write to it.
@@ -261,7 +266,7 @@ class Tensor(torch.Tensor):
       )
     return jnp.copy(self.jax()).__dlpack__(**options)
 
-  def __jax_array__(self) -> jax.Array:
+  def __jax_array__(self) -> Array:
     return self.jax()
 
   def tolist(self):
@@ -278,7 +283,7 @@ class Tensor(torch.Tensor):
       )
     return np.asarray(array).tolist()
 
-  def type(self, dtype=None, non_blocking: bool = False) -> str | torch.Tensor:
+  def type(self, dtype=None, non_blocking: bool = False) -> str | TorchTensor:  # type: ignore[override]
     """The name of the tensor's type, or the tensor in another dtype.
 
     Args:
@@ -295,11 +300,11 @@ class Tensor(torch.Tensor):
       dtype = on_cpu.dtype
     return self.to(dtype) if isinstance(dtype, torch.dtype) else super().type(dtype)
 
-  def type_as(self, other: torch.Tensor) -> torch.Tensor:
+  def type_as(self, other: TorchTensor) -> TorchTensor:
     """This tensor in the dtype of another, on its device."""
     return self.to(other.device, other.dtype)
 
-  def new(self, *data_or_size) -> torch.Tensor:
+  def new(self, *data_or_size) -> TorchTensor:  # type: ignore[override]
     """torch's legacy constructor: of a size, or of numbers, in this dtype on jax."""
     if not data_or_size:
       return self.new_empty(0)
@@ -308,9 +313,9 @@ class Tensor(torch.Tensor):
     (only,) = data_or_size
     return self.new_empty(only) if type(only) is torch.Size else self.new_tensor(only)
 
-  def new_tensor(
+  def new_tensor(  # type: ignore[override]
     self, data, *, dtype=None, device=None, requires_grad=False, **layout
-  ) -> torch.Tensor:
+  ) -> TorchTensor:
     """A copy of `data` in this tensor's dtype on jax, unless told otherwise."""
     # torch would make it on the wrapper's meta device.
     if not isinstance(data, torch.Tensor):
@@ -334,7 +339,7 @@ class Tensor(torch.Tensor):
     return self.apply_jax_(jax.device_put, sharding)
 
   @property
-  def data(self) -> torch.Tensor:
+  def data(self) -> TorchTensor:
     """The same numbers without autograd history; shares memory.
 
     Unlike `detach()`, changes of it in place are not counted: as in torch, a backward
@@ -345,7 +350,7 @@ class Tensor(torch.Tensor):
     return like(self, self._storage, self._chain.append(StopGradientInfo()))
 
   @data.setter
-  def data(self, other: torch.Tensor):
+  def data(self, other: TorchTensor):
     if not isinstance(other, Tensor):
       raise MixedDeviceError(
         f"`tensor.data = other` expects a jax tensor, but got one on {other.device}. "
@@ -368,7 +373,7 @@ class Tensor(torch.Tensor):
       )
     self.replace_jax(grad_mode.with_derivative_of(self.jax(), other.jax()))
 
-  def is_set_to(self, tensor: torch.Tensor) -> bool:
+  def is_set_to(self, tensor: TorchTensor) -> bool:
     """True when both show the same places of the same storage."""
     return (
       isinstance(tensor, Tensor)
@@ -379,7 +384,7 @@ class Tensor(torch.Tensor):
       and not (_is_unresolved(self) or _is_unresolved(tensor))
     )
 
-  def __repr__(self, *, tensor_contents=None) -> str:
+  def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
     if isinstance(self._storage.read(), jax.core.Tracer):
       return (
         f"tensor(traced, size={tuple(self.shape)}, dtype={self.dtype}, "
@@ -511,7 +516,7 @@ def needs_care(index) -> bool:
   return is_number and is_traced(index)
 
 
-def is_traced(tensor: Tensor) -> bool:
+def is_traced(tensor: Any) -> bool:
   """True where the numbers of a tensor are not known yet."""
   return isinstance(tensor._storage.read(tensor), jax.core.Tracer)
 
@@ -597,8 +602,8 @@ def like(tensor: Tensor, storage: Storage, chain: Chain) -> Tensor:
 
 
 def alias(
-  cls: type, source: Tensor, layout: torch.Tensor, storage: Storage, chain: Chain
-) -> Tensor:
+  cls: type[T], source: Tensor, layout: torch.Tensor, storage: Storage, chain: Chain
+) -> T:
   """A tensor of class `cls` that shows a storage in the layout of another tensor.
 
   A layout without marks of its own ("conjugate", "negative") has those of `source`.
@@ -608,7 +613,7 @@ def alias(
     # one kind: a view of a normal tensor is normal.
     with torch.inference_mode(False):
       return alias(cls, source, layout, storage, chain)
-  other = _make_wrapper(
+  other: Any = _make_wrapper(
     cls,
     layout.shape,
     strides=layout.stride(),

@@ -6,14 +6,23 @@ training step compiles as it is written: `torchax.interop.jax_jit(step)`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 import jax
 import torch
 
 from torchax import _torch_compat
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
+from torchax.interop.options import CheckpointOptions
 from torchax.interop.views import torch_view
+from torchax.types import P, R
+
+Args = TypeVar("Args")
+Buffers = TypeVar("Buffers")
+Label = TypeVar("Label")
+Result = TypeVar("Result")
+Sharded = TypeVar("Sharded")
+Weights = TypeVar("Weights")
 
 __all__ = [
   "Container",
@@ -25,19 +34,26 @@ __all__ = [
 ]
 
 
-def mark_sharding(x: torch.Tensor, shardings) -> torch.Tensor:
+def __dir__() -> list[str]:
+  return list(__all__)
+
+
+def mark_sharding(x: Sharded, shardings: Any) -> Sharded:
   """`jax.lax.with_sharding_constraint` of a tensor, or of a tree of tensors."""
   return call_jax(jax.lax.with_sharding_constraint, x, shardings)
 
 
-def remat(fun: Callable, **kwargs) -> Callable:
+def remat(fun: Callable[P, R], **kwargs: Unpack[CheckpointOptions]) -> Callable[P, R]:
   """`gradient_checkpoint` with the keyword arguments of `jax.remat`."""
-  return gradient_checkpoint(fun, kwargs)
+  return gradient_checkpoint(fun, **kwargs)
 
 
 def make_train_step(
-  model_fn: Callable, loss_fn: Callable, optax_optimizer, remat_policy=None
-) -> Callable:
+  model_fn: Callable[[Weights, Buffers, Args], Result],
+  loss_fn: Callable[[Result, Label], torch.Tensor],
+  optax_optimizer: Any,
+  remat_policy: Callable[..., Any] | None = None,
+) -> Callable[[Weights, Buffers, Any, Args, Label], tuple[torch.Tensor, Weights, Any]]:
   """A training step as a function of everything it changes.
 
   Args:
@@ -54,14 +70,18 @@ def make_train_step(
     `torch_view(optax_optimizer.init(jax_view(weights)))`.
   """
 
-  def loss(weights, buffers, args, label):
+  def loss(
+    weights: Weights, buffers: Buffers, args: Args, label: Label
+  ) -> torch.Tensor:
     return loss_fn(model_fn(weights, buffers, args), label)
 
   if remat_policy is not None:
     loss = gradient_checkpoint(loss, {"policy": remat_policy})
   value_and_grad = jax_value_and_grad(loss)
 
-  def step(weights, buffers, opt_state, args, label):
+  def step(
+    weights: Weights, buffers: Buffers, opt_state: Any, args: Args, label: Label
+  ) -> tuple[torch.Tensor, Weights, Any]:
     with torch.no_grad():
       value, gradients = value_and_grad(weights, buffers, args, label)
       updates, opt_state = call_jax(
@@ -79,6 +99,8 @@ def _add_updates(weights, updates):
 
 class Container:
   """Holds a module without making it a part of the one that holds the container."""
+
+  one_mod: torch.nn.Module
 
 
 class ScannedModule(torch.nn.Module):

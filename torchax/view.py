@@ -88,13 +88,14 @@ class View(Tensor):
       new_values: of the view's shape.
       view_infos: steps from the base to write through instead of this view's.
     """
-    if isinstance(new_values, Tensor):
-      new_values = new_values.jax()
+    array: Any = new_values
+    if isinstance(array, Tensor):
+      array = array.jax()
     if view_infos is None:
-      self.replace_jax(new_values)
+      self.replace_jax(array)
       return
     base = self._storage.read()
-    self._storage.write(Chain(tuple(view_infos)).write(base, new_values))
+    self._storage.write(Chain(tuple(view_infos)).write(base, array))
 
   def torch(self) -> Tensor:
     """The view as a tensor with memory of its own, on jax."""

@@ -9,3 +9,7 @@ from torchax.dynamo.logs import set_logs
 from torchax.dynamo.options import Options
 
 __all__ = ["Options", "backend", "set_logs"]
+
+
+def __dir__() -> list[str]:
+  return list(__all__)

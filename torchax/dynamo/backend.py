@@ -104,6 +104,7 @@ def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
   assert meta.dtype is torch.uint32 and meta.dim() == 1, f"{rng_input} is no key"
   keys.rng = rng_input.name
   keys.draws = draws.key_draws(graph, rng_input)
+  assert graph.owning_module is not None
   graph.owning_module.recompile()
 
 

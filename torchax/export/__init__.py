@@ -40,6 +40,11 @@ __all__ = [
   "extract_avals",
 ]
 
+
+def __dir__() -> list[str]:
+  return [name for name in __all__ if not name.startswith("_")]
+
+
 _STATES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _UPDATES = (
   OutputKind.BUFFER_MUTATION,
@@ -138,7 +143,8 @@ class Program:
     states, values = iter(states), iter(values)
     operands = [next(states if is_state else values) for is_state in self._is_state]
     results = self._graph.run(*operands)
-    outputs, updates = [], []
+    outputs: list[Any] = []
+    updates: list[Any] = []
     for is_update, result in zip(self._is_update, results, strict=True):
       (updates if is_update else outputs).append(_as_result(result))
     return tuple(outputs), dict(zip(self._updated, updates, strict=True))

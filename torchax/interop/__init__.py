@@ -70,3 +70,7 @@ __all__ = [
   "while_loop",
   "wrap_jax_jit",
 ]
+
+
+def __dir__() -> list[str]:
+  return [name for name in __all__ if not name.startswith("_")]

@@ -7,8 +7,9 @@ shifted past the operands that come first.
 """
 
 import functools
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, Unpack, overload
 
 import jax
 
@@ -17,16 +18,20 @@ from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, RngError
 from torchax.interop import arguments
 from torchax.interop import tape as tapes
+from torchax.interop.options import JitOptions, merged, with_names
 from torchax.interop.traced import Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
 from torchax.rng import NewOperands, RngState, rng_scope
 from torchax.tensor import Tensor, new_tensor
+from torchax.types import P, R
 from torchax.view import View
 
 # Operands in front of the user's arguments: (rng, (captured, situation)).
 LEADING = 2
 
 _ARGNUMS = ("static_argnums", "donate_argnums")
+
+Q = ParamSpec("Q")
 
 
 def shift_argnums(argnums):
@@ -60,8 +65,11 @@ def shift_jit_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
   return shifted
 
 
-class Jitted:
+class Jitted(Generic[P, R]):
   """A compiled function of tensors; what `jax_jit` returns.
+
+  It has the name, the docstring and the signature of the function itself; as an
+  attribute of a class it is a method.
 
   Attributes:
     traced: the torch function with its operands.
@@ -69,11 +77,13 @@ class Jitted:
 
   def __init__(
     self,
-    function: Callable,
+    function: Callable[P, R],
     jit_kwargs: dict[str, Any],
     captured=(),
     jit: Callable = jax.jit,
   ):
+    if jit is jax.jit:
+      jit_kwargs = with_names("jax_jit", function, jit_kwargs, ("static", "donate"))
     self.traced = Traced(function, lifts=True, captured=captured, records=True)
     self._compile = jit
     self._pure = self.traced.pure
@@ -81,11 +91,11 @@ class Jitted:
     kwargs = shift_jit_kwargs(jit_kwargs)
     self._all_arguments = kwargs.pop("_all_arguments", None)
     self._kwargs = kwargs
-    self._by_arity: dict[int, Callable] = {}
+    self._by_arity: dict[int, Any] = {}
     self._jitted = None if self._all_arguments is not None else self._jit(kwargs)
     functools.update_wrapper(self, function, updated=())
 
-  def _jit(self, kwargs) -> Callable:
+  def _jit(self, kwargs) -> Any:
     def pure(rng, operands, *args, **kwargs):
       return self._pure(rng, operands, *args, **kwargs)
 
@@ -94,7 +104,7 @@ class Jitted:
     pure.__name__ = self.traced.__name__
     return self._compile(pure, **kwargs)
 
-  def _transformed(self, n_args: int) -> Callable:
+  def _transformed(self, n_args: int) -> Any:
     if self._jitted is not None:
       return self._jitted
     if n_args not in self._by_arity:
@@ -102,7 +112,7 @@ class Jitted:
       self._by_arity[n_args] = self._jit({**self._kwargs, "in_shardings": shardings})
     return self._by_arity[n_args]
 
-  def __call__(self, *args, **kwargs):
+  def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
     try:
       return self.call(None, args, kwargs)
     except ValueError as error:
@@ -113,7 +123,18 @@ class Jitted:
         ) from error
       raise
 
-  def call(self, extra, args, kwargs, settles=True, alive=None):
+  @overload
+  def __get__(self, owner: None, cls: type) -> "Jitted[P, R]": ...
+
+  @overload
+  def __get__(
+    self: "Jitted[Concatenate[Any, Q], R]", owner: object, cls: type | None = None
+  ) -> Callable[Q, R]: ...
+
+  def __get__(self, owner, cls=None):
+    return self if owner is None else types.MethodType(self, owner)
+
+  def call(self, extra, args, kwargs, settles=True, alive=None) -> Any:
     """Runs the function.
 
     Args:
@@ -192,7 +213,7 @@ class Jitted:
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
 
-  def lower(self, *args, **kwargs):
+  def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
     """`jax.jit(…).lower` for these arguments; nothing is run, no state advances."""
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._transformed(len(args))
@@ -200,7 +221,7 @@ class Jitted:
       lambda rng: jitted.lower(rng, self._operands(leaves), *args, **kwargs)
     )
 
-  def trace(self, *args, **kwargs):
+  def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
     """`jax.jit(…).trace` for these arguments; nothing is run, no state advances."""
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._transformed(len(args))
@@ -208,7 +229,7 @@ class Jitted:
       lambda rng: jitted.trace(rng, self._operands(leaves), *args, **kwargs)
     )
 
-  def _operands(self, leaves, extra=None) -> tuple[tuple, Situation]:
+  def _operands(self, leaves, extra=None) -> tuple[tuple, Situation | None]:
     return self.traced.captured_arrays(), self.traced.situation(leaves, extra)
 
 
@@ -231,11 +252,30 @@ def _flatten(args, kwargs):
   return leaves, args, kwargs
 
 
+@overload
 def jax_jit(
-  torch_function: Callable,
+  torch_function: Callable[P, R],
   kwargs_for_jax_jit: dict[str, Any] | None = None,
   fix_for_buffer_donation: bool = False,
-) -> Jitted:
+  **options: Unpack[JitOptions],
+) -> Jitted[P, R]: ...
+
+
+@overload
+def jax_jit(
+  torch_function: None = None,
+  kwargs_for_jax_jit: dict[str, Any] | None = None,
+  fix_for_buffer_donation: bool = False,
+  **options: Unpack[JitOptions],
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+
+
+def jax_jit(
+  torch_function=None,
+  kwargs_for_jax_jit=None,
+  fix_for_buffer_donation=False,
+  **options,
+):
   """Compiles a function of tensors with `jax.jit`.
 
   The random stream is carried as an operand: every call draws new numbers, the same
@@ -245,28 +285,46 @@ def jax_jit(
 
   Args:
     torch_function: function or module; it runs in Python once for each combination of
-      argument shapes, dtypes and static values.
-    kwargs_for_jax_jit: passed to `jax.jit`: `static_argnums`, `donate_argnums`,
-      `in_shardings`, … all refer to the arguments of `torch_function`.
+      argument shapes, dtypes and static values. Without it, a decorator is returned:
+      `@jax_jit(donate_argnums=0)`.
+    kwargs_for_jax_jit: the options in a dict, as upstream's callers pass them.
     fix_for_buffer_donation: accepted for upstream's callers; arguments can always be
       donated.
+    **options: of `jax.jit`: `static_argnums`, `static_argnames`, `donate_argnums`,
+      `in_shardings`, … all refer to the arguments of `torch_function`.
 
   Returns:
-    A function of tensors, with `.lower` and `.trace`.
+    A function of tensors with the signature of `torch_function`, with `.lower` and
+    `.trace`.
+
+  Raises:
+    TypeError: an option that `jax.jit` does not have, or no function.
+    ValueError: static or donated arguments that the function does not have.
 
   >>> import torch, torchax
   >>> drop = jax_jit(lambda x: torch.nn.functional.dropout(x, 0.5))
   >>> x = torch.ones(4, device="jax")
   >>> torch.equal(drop(x), drop(x))
   False
+  >>> power = jax_jit(lambda x, n: x**n, static_argnums=1)
+  >>> power(x + 1, 3)
+  tensor([8., 8., 8., 8.], device='jax:0')
   """
-  return Jitted(torch_function, kwargs_for_jax_jit or {})
+  kwargs = merged("jax_jit", jax.jit, kwargs_for_jax_jit, options)
+  if torch_function is None:
+    return functools.partial(jax_jit, kwargs_for_jax_jit=kwargs)
+  if not callable(torch_function):
+    raise TypeError(
+      "jax_jit compiles a function or a module, but got "
+      f"{type(torch_function).__name__}."
+    )
+  return Jitted(torch_function, kwargs)
 
 
 def wrap_jax_jit(
-  torch_function: Callable,
+  torch_function: Callable[P, R],
   jax_jit_func: Callable = jax.jit,
   kwargs_for_jax: dict[str, Any] | None = None,
-) -> Callable:
+) -> Jitted[P, R]:
   """`jax_jit` with another function in place of `jax.jit`, of the same arguments."""
   return Jitted(torch_function, kwargs_for_jax or {}, jit=jax_jit_func)

@@ -11,7 +11,7 @@ Outside of a JAX transformation a loop is compiled, once for each body function.
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,24 @@ from torchax.interop.jit import Jitted
 from torchax.interop.transformed import Transformed
 from torchax.rng import Advance, RngOperands, current, fold_in
 from torchax.tensor import Tensor
+from torchax.types import R
+
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
+Operands = TypeVarTuple("Operands")
+
+Index = int | torch.Tensor
 
 
 def scan(
-  f: Callable,
-  init: Any,
-  xs: Any = None,
+  f: Callable[[Carry, X], tuple[Carry, Y]],
+  init: Carry,
+  xs: X = None,  # type: ignore[assignment]
   length: int | None = None,
   reverse: bool = False,
   unroll: int | bool = 1,
-) -> tuple[Any, Any]:
+) -> tuple[Carry, Y]:
   """`jax.lax.scan` of a torch function, differentiable.
 
   Args:
@@ -57,7 +65,14 @@ def scan(
   return _run(_scan, (f,), options, (init, xs))
 
 
-def fori_loop(lower, upper, body_fun: Callable, init_val, *, unroll=None):
+def fori_loop(
+  lower: Index,
+  upper: Index,
+  body_fun: Callable[[torch.Tensor, Carry], Carry],
+  init_val: Carry,
+  *,
+  unroll: int | bool | None = None,
+) -> Carry:
   """`jax.lax.fori_loop` of a torch function.
 
   With Python integers for bounds it is differentiable, and iteration t draws what it
@@ -81,7 +96,11 @@ def fori_loop(lower, upper, body_fun: Callable, init_val, *, unroll=None):
   return _run(_fori_while, (body_fun,), (), state)
 
 
-def while_loop(cond_fun: Callable, body_fun: Callable, init_val):
+def while_loop(
+  cond_fun: Callable[[Carry], torch.Tensor],
+  body_fun: Callable[[Carry], Carry],
+  init_val: Carry,
+) -> Carry:
   """`jax.lax.while_loop` of torch functions; not differentiable in reverse mode.
 
   The body draws from a child stream of the current one, which moves by one draw.
@@ -97,7 +116,12 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val):
   return _run(_while, (cond_fun, body_fun), (), (init_val,))
 
 
-def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
+def cond(
+  pred: bool | torch.Tensor,
+  true_fun: Callable[[*Operands], R],
+  false_fun: Callable[[*Operands], R],
+  *operands: *Operands,
+) -> R:
   """`jax.lax.cond` of torch functions, differentiable.
 
   Both draw from where the stream stands. It moves as far as the one that draws more.
@@ -112,7 +136,9 @@ def cond(pred, true_fun: Callable, false_fun: Callable, *operands):
   return switch(index, (false_fun, true_fun), *operands)
 
 
-def switch(index, branches: Sequence[Callable], *operands):
+def switch(
+  index: Index, branches: Sequence[Callable[[*Operands], R]], *operands: *Operands
+) -> R:
   """`jax.lax.switch` of torch functions, differentiable; see `cond`.
 
   Args:
@@ -135,7 +161,7 @@ def _as_index(value) -> torch.Tensor:
   return torch.tensor(value, dtype=torch.int32).to("jax")
 
 
-def _length(xs, length: int | None) -> int:
+def _length(xs: Any, length: int | None) -> int:
   """The number of iterations.
 
   Raises:
@@ -145,7 +171,9 @@ def _length(xs, length: int | None) -> int:
   for place, leaf in enumerate(tensors):
     if not np.ndim(leaf):
       raise ValueError(f"scan goes over the first dimension, but x {place} has none.")
-  found = {leaf.shape[0] for leaf in tensors} | ({length} - {None})
+  found: set[int] = {leaf.shape[0] for leaf in tensors}
+  if length is not None:
+    found.add(length)
   if len(found) != 1:
     raise ValueError(
       "scan needs xs with one common length, or length=, but got lengths "
@@ -341,7 +369,7 @@ def _weak(function: Callable):
   return weakref.ref(function)
 
 
-def _run(lower: Callable, functions: tuple, options: tuple, args: tuple):
+def _run(lower: Callable, functions: tuple, options: tuple, args: tuple) -> Any:
   """Runs a loop: as a part of the trace in progress, or compiled on its own."""
   for function in functions:
     if not callable(function):

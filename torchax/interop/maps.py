@@ -9,22 +9,24 @@ that are to differ.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from torchax.errors import RngError
+from torchax.interop.options import ShardMapOptions, merged
 from torchax.interop.transformed import Transformed
 from torchax.rng import Advance, RngOperands
 from torchax.rng.ledger import adopted
+from torchax.types import P, R
 
 DIFFERENT, SAME, ERROR = "different", "same", "error"
 
 
 def jax_vmap(
-  torch_function: Callable,
+  torch_function: Callable[P, R],
   in_axes: Any = 0,
   out_axes: Any = 0,
   *,
@@ -32,7 +34,7 @@ def jax_vmap(
   axis_name=None,
   axis_size: int | None = None,
   spmd_axis_name=None,
-) -> Callable:
+) -> Callable[P, R]:
   """`jax.vmap` of a torch function, differentiable by torch and by JAX.
 
   Args:
@@ -103,7 +105,7 @@ def _lower_vmap(
   if isinstance(in_axes, list):
     in_axes = tuple(in_axes)
   out = transform(row, in_axes=(in_axes, 0))(*args)
-  return out, [], moves[-1].repeated(rows.times, "row")
+  return out, [], moves[-1].repeated(rows.times or 0, "row")
 
 
 def _of_row(rows: Transformed, rng: RngOperands, name) -> RngOperands:
@@ -113,7 +115,7 @@ def _of_row(rows: Transformed, rng: RngOperands, name) -> RngOperands:
   here = rng.moved(turn * known.draws, tuple(turn * n for n in rows.by_site(known)))
   counts = [n for _, n in rows.traced.pure.generators]
   words = tuple(
-    _words_of_turn(w, rows.times, n, turn) for w, n in zip(rng.words, counts)
+    _words_of_turn(w, rows.times or 0, n, turn) for w, n in zip(rng.words, counts)
   )
   return here._replace(words=words) if known.draws or words else rng
 
@@ -137,31 +139,58 @@ def _check(advance: Advance, randomness: str) -> None:
     )
 
 
+@overload
 def jax_shard_map(
-  torch_function: Callable,
+  torch_function: Callable[P, R],
   kwargs_for_jax_shard_map: dict[str, Any] | None = None,
   *,
   randomness: str | Mapping[str, str] = DIFFERENT,
-) -> Callable:
+  **options: Unpack[ShardMapOptions],
+) -> Callable[P, R]: ...
+
+
+@overload
+def jax_shard_map(
+  torch_function: None = None,
+  kwargs_for_jax_shard_map: dict[str, Any] | None = None,
+  *,
+  randomness: str | Mapping[str, str] = DIFFERENT,
+  **options: Unpack[ShardMapOptions],
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def jax_shard_map(
+  torch_function=None,
+  kwargs_for_jax_shard_map=None,
+  *,
+  randomness=DIFFERENT,
+  **options,
+):
   """`jax.shard_map` of a torch function, differentiable by torch and by JAX.
 
   Args:
     torch_function: function of one shard: trees of tensors in and out. It must not
-      change in place what it closes over.
-    kwargs_for_jax_shard_map: `mesh`, `in_specs`, `out_specs`, `axis_names`,
-      `check_vma`; the specs refer to the arguments of `torch_function`.
+      change in place what it closes over. Without it, a decorator is returned.
+    kwargs_for_jax_shard_map: the options in a dict, as upstream's callers pass them.
     randomness: "different": each shard draws its own numbers; "same": all draw the
       same; or a word for each mesh axis, by name, where the others are "different":
       with {"model": "same"} the shards of a data axis drop different units, those of a
       tensor-parallel axis the same.
+    **options: of `jax.shard_map`: `mesh`, `in_specs`, `out_specs`, `axis_names`,
+      `check_vma`; the specs refer to the arguments of `torch_function`.
 
   Returns:
     The function of whole tensors. Keyword arguments are not taken.
 
   Raises:
+    TypeError: an option that `jax.shard_map` does not have.
     ValueError: another word, or an axis that the mesh lacks.
   """
-  options = dict(kwargs_for_jax_shard_map or {})
+  options = merged("jax_shard_map", jax.shard_map, kwargs_for_jax_shard_map, options)
+  if torch_function is None:
+    return functools.partial(
+      jax_shard_map, kwargs_for_jax_shard_map=options, randomness=randomness
+    )
   in_specs = options.pop("in_specs", None)
   out_specs = options.pop("out_specs", None)
   axes = _different_axes(randomness, options)
@@ -209,7 +238,7 @@ def _lower_shards(
 
 def _index(axes: tuple[str, ...]):
   """The number of this shard among those that are to differ."""
-  number = 0
+  number: Any = 0
   for axis in axes:
     number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
   return jnp.asarray(number).astype(jnp.uint32)

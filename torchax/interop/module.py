@@ -9,22 +9,23 @@ import jax
 import torch
 
 from torchax import _torch_compat, rng
-from torchax.environment import default_env
+from torchax.environment import Environment, default_env
 from torchax.interop.held import Held
 from torchax.interop.hooks import Hooks, called
 from torchax.interop.jit import Jitted
 from torchax.interop.views import jax_view
 from torchax.interop.wrapper import ModuleWrapper
 from torchax.tensor import Tensor
-from torchax.types import JaxCallable
 
 
-def extract_all_buffers(m: torch.nn.Module) -> tuple[dict, dict]:
+def extract_all_buffers(
+  m: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
   """All tensors of a module by qualified name: (parameters, buffers).
 
   Plain tensor attributes count as buffers.
   """
-  params = dict(m.named_parameters(remove_duplicate=False))
+  params: dict[str, torch.Tensor] = dict(m.named_parameters(remove_duplicate=False))
   buffers = dict(m.named_buffers(remove_duplicate=False))
   for prefix, module in m.named_modules(remove_duplicate=False):
     for name, value in vars(module).items():
@@ -33,7 +34,11 @@ def extract_all_buffers(m: torch.nn.Module) -> tuple[dict, dict]:
   return params, buffers
 
 
-def set_all_buffers(m: torch.nn.Module, params: dict, buffers: dict) -> None:
+def set_all_buffers(
+  m: torch.nn.Module,
+  params: dict[str, torch.Tensor],
+  buffers: dict[str, torch.Tensor],
+) -> None:
   """Puts tensors by qualified name in the places where the module holds its own.
 
   Raises:
@@ -42,7 +47,9 @@ def set_all_buffers(m: torch.nn.Module, params: dict, buffers: dict) -> None:
   for qualified, value in {**params, **buffers}.items():
     prefix, _, name = qualified.rpartition(".")
     module = m.get_submodule(prefix)
-    for table in (module._parameters, module._buffers, vars(module)):
+    own: dict[str, Any] = vars(module)
+    tables = (own["_parameters"], own["_buffers"], own)
+    for table in tables:
       if name in table:
         table[name] = value
         break
@@ -51,8 +58,8 @@ def set_all_buffers(m: torch.nn.Module, params: dict, buffers: dict) -> None:
 
 
 def extract_jax(
-  mod: torch.nn.Module, env=None, *, dedup_parameters: bool = True
-) -> tuple[dict[str, jax.Array], JaxCallable]:
+  mod: torch.nn.Module, env: Environment | None = None, *, dedup_parameters: bool = True
+) -> tuple[dict[str, jax.Array], Callable[..., Any]]:
   """A module as its tensors and a pure JAX function of them.
 
   Args:
@@ -143,7 +150,7 @@ class JittableModule(ModuleWrapper):
     return dict(self._model.named_parameters(remove_duplicate=not duplicates))
 
   @property
-  def buffers(self) -> dict[str, torch.Tensor]:
+  def buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
     """The buffers and plain tensor attributes by name."""
     found = extract_all_buffers(self._model)[1]
     return _unique(found) if self._dedup_parameters else found
@@ -221,7 +228,7 @@ _forward.__name__ = "forward"  # as it is called in programs and messages
 
 
 def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-  seen: set[int] = set()
-  return {
-    name: t for name, t in tensors.items() if id(t) not in seen and not seen.add(id(t))
-  }
+  first: dict[int, str] = {}
+  for name, tensor in tensors.items():
+    first.setdefault(id(tensor), name)
+  return {name: tensors[name] for name in first.values()}

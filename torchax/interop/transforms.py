@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import torch
@@ -18,29 +18,40 @@ from torchax import _jax_compat, grad_mode
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
+from torchax.interop.names import name_of
+from torchax.interop.options import CheckpointOptions, GradOptions, merged, with_names
 from torchax.interop.traced import Traced
 from torchax.interop.transformed import Transformed
 from torchax.interop.views import tensors_of
 from torchax.rng import Advance, RngOperands
 from torchax.tensor import Tensor
+from torchax.types import P, R
 
 
 def jax_value_and_grad(
-  torch_function: Callable, kwargs_for_value_and_grad: dict[str, Any] | None = None
-) -> Callable:
+  torch_function: Callable[P, R],
+  kwargs_for_value_and_grad: dict[str, Any] | None = None,
+  **options: Unpack[GradOptions],
+) -> Callable[P, tuple[R, Any]]:
   """`jax.value_and_grad` for a function of tensors.
 
   Args:
     torch_function: returns a scalar tensor, or (scalar, aux) with `has_aux`.
-    kwargs_for_value_and_grad: `argnums` (default 0), `has_aux`, `holomorphic`,
+    kwargs_for_value_and_grad: the options in a dict, as upstream's callers pass them.
+    **options: of `jax.value_and_grad`: `argnums` (default 0), `has_aux`, `holomorphic`,
       `allow_int`, `reduce_axes`; they refer to the arguments of `torch_function`.
 
   Returns:
     A function with the same arguments that returns (value, gradients) as tensors.
+
+  Raises:
+    TypeError: an option that `jax.value_and_grad` does not have.
   """
-  options = dict(kwargs_for_value_and_grad or {})
-  has_aux = options.pop("has_aux", False)
-  argnums = shift_argnums(options.pop("argnums", 0))
+  kwargs_for_jax = merged(
+    "jax_value_and_grad", jax.value_and_grad, kwargs_for_value_and_grad, options
+  )
+  has_aux = kwargs_for_jax.pop("has_aux", False)
+  argnums = shift_argnums(kwargs_for_jax.pop("argnums", 0))
   traced = Traced(torch_function, lifts=False)
 
   def with_aux(rng, operands, *args, **kwargs):
@@ -50,7 +61,9 @@ def jax_value_and_grad(
     value, aux = out if has_aux else (out, None)
     return value, (aux, effects, advance)
 
-  transformed = jax.value_and_grad(with_aux, argnums=argnums, has_aux=True, **options)
+  transformed = jax.value_and_grad(
+    with_aux, argnums=argnums, has_aux=True, **kwargs_for_jax
+  )
 
   @functools.wraps(torch_function, updated=())
   def value_and_grad(*args, **kwargs):
@@ -71,8 +84,10 @@ def jax_value_and_grad(
 
 
 def gradient_checkpoint(
-  torch_function: Callable, kwargs: dict[str, Any] | None = None
-) -> Callable:
+  torch_function: Callable[P, R],
+  kwargs: dict[str, Any] | None = None,
+  **options: Unpack[CheckpointOptions],
+) -> Callable[P, R]:
   """Recomputes a function of tensors in the backward pass: `jax.checkpoint`.
 
   The recomputation draws the numbers of the forward pass. Under JAX's gradients and
@@ -81,18 +96,30 @@ def gradient_checkpoint(
 
   Args:
     torch_function: function or module.
-    kwargs: of `jax.checkpoint`: `policy`, `prevent_cse`, `static_argnums`, which
-      refers to the arguments of `torch_function`.
+    kwargs: the options in a dict, as upstream's callers pass them.
+    **options: of `jax.checkpoint`: `policy`, `prevent_cse`, and `static_argnums` and
+      `static_argnames`, which refer to the arguments of `torch_function`.
+
+  Raises:
+    TypeError: an option that `jax.checkpoint` does not have.
+    ValueError: static arguments that the function does not have.
   """
-  options = dict(kwargs or {})
-  static_argnums = options.pop("static_argnums", ())
+  name = "gradient_checkpoint"
+  kwargs_for_jax = merged(name, jax.checkpoint, kwargs, options)
+  kwargs_for_jax = with_names(name, torch_function, kwargs_for_jax, ("static",))
+  static_argnums = kwargs_for_jax.pop("static_argnums", ())
+  static_argnames = kwargs_for_jax.pop("static_argnames", ())
 
   @functools.wraps(torch_function, updated=())
   def checkpointed(*args, **kwargs):
     if _jax_compat.is_top_level():
       return _checkpointed_by_torch(torch_function, args, kwargs)
+    function = torch_function
+    by_name = {key: kwargs.pop(key) for key in static_argnames if key in kwargs}
+    if by_name:
+      function = functools.partial(torch_function, **by_name)
     static = _numbers(static_argnums, len(args))
-    return _Checkpointed(torch_function, options, static, args)(args, kwargs)
+    return _Checkpointed(function, kwargs_for_jax, static, args)(args, kwargs)
 
   return checkpointed
 
@@ -115,7 +142,7 @@ def _contexts():
 def _numbers(argnums, count: int) -> frozenset[int]:
   """Argument numbers as a set of non-negative ones."""
   argnums = (argnums,) if isinstance(argnums, int) else argnums
-  return frozenset(number % count for number in argnums)
+  return frozenset(number % count for number in argnums if number < count)
 
 
 class _Checkpointed:
@@ -135,8 +162,7 @@ class _Checkpointed:
     self._count = len(args)
     self._changed: tuple[int, ...] = ()
     self._transformed = Transformed("gradient_checkpoint", (on_dynamic,), self._lower)
-    name = getattr(function, "__name__", type(function).__name__)
-    self._transformed.traced.pure.__name__ = name
+    self._transformed.traced.pure.__name__ = name_of(function)
 
   def __call__(self, args, kwargs):
     args = [arg for number, arg in enumerate(args) if number not in self._static]

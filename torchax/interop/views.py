@@ -6,8 +6,9 @@ its random draws need `rng=` there (`docs/rng.md`).
 """
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,13 @@ from torchax import _jax_compat, autograd, grad_mode, rng
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.interop import arguments, pytrees
+from torchax.interop.options import signature_of
 from torchax.ops import mappings
 from torchax.storage import Boundary
 from torchax.tensor import Tensor, new_tensor
-from torchax.types import JaxCallable, JaxValue, TorchCallable, TorchValue
+from torchax.types import JaxCallable, JaxValue, R, TorchCallable, TorchValue
+
+K = TypeVar("K")
 
 
 def _register_return_types() -> None:
@@ -53,7 +57,7 @@ def _jax_view(t: TorchValue) -> JaxValue:
   if pytrees.adopt(t):
     return jax_view(t)
   if callable(t) and not isinstance(t, type):
-    return _JaxCallable(t)
+    return JaxFunction(t)
   return t
 
 
@@ -65,11 +69,43 @@ def _torch_view(t: JaxValue) -> TorchValue:
   if isinstance(t, type) and issubclass(t, np.generic):
     return mappings.j2t_dtype(jnp.dtype(t))
   if callable(t) and not isinstance(t, type | torch.Tensor):
-    return functools.partial(call_jax, t)
+    return TorchFunction(t)
   return t
 
 
-def jax_view(t: TorchValue) -> JaxValue:
+@overload
+def jax_view(t: torch.Tensor) -> jax.Array: ...
+
+
+@overload
+def jax_view(t: torch.dtype) -> np.dtype: ...
+
+
+@overload
+def jax_view(t: dict[K, torch.Tensor]) -> dict[K, jax.Array]: ...
+
+
+@overload
+def jax_view(t: list[torch.Tensor]) -> list[jax.Array]: ...
+
+
+@overload
+def jax_view(t: tuple[torch.Tensor, ...]) -> tuple[jax.Array, ...]: ...
+
+
+@overload
+def jax_view(t: Callable[..., torch.Tensor]) -> "JaxFunction[jax.Array]": ...
+
+
+@overload
+def jax_view(t: Callable[..., Any]) -> "JaxFunction[Any]": ...
+
+
+@overload
+def jax_view(t: Any) -> Any: ...
+
+
+def jax_view(t):
   """Tensors in a tree as arrays, torch dtypes as JAX's, functions as JAX functions.
 
   A function becomes a JAX function of arrays that takes `rng=` besides its own
@@ -83,7 +119,39 @@ def jax_view(t: TorchValue) -> JaxValue:
   return jax.tree.map(_jax_view, t, is_leaf=_is_leaf)
 
 
-def torch_view(t: JaxValue) -> TorchValue:
+@overload
+def torch_view(t: jax.Array) -> Tensor: ...
+
+
+@overload
+def torch_view(t: np.dtype) -> torch.dtype: ...
+
+
+@overload
+def torch_view(t: dict[K, jax.Array]) -> dict[K, torch.Tensor]: ...
+
+
+@overload
+def torch_view(t: list[jax.Array]) -> list[torch.Tensor]: ...
+
+
+@overload
+def torch_view(t: tuple[jax.Array, ...]) -> tuple[torch.Tensor, ...]: ...
+
+
+@overload
+def torch_view(t: Callable[..., jax.Array]) -> "TorchFunction[Tensor]": ...
+
+
+@overload
+def torch_view(t: Callable[..., Any]) -> "TorchFunction[Any]": ...
+
+
+@overload
+def torch_view(t: Any) -> Any: ...
+
+
+def torch_view(t):
   """Arrays in a tree as tensors, JAX dtypes as torch's, functions likewise."""
   return jax.tree.map(_torch_view, t, is_leaf=_is_leaf)
 
@@ -138,7 +206,17 @@ def _array_of(leaf):
   return leaf
 
 
-def call_torch(torch_func: TorchCallable, *args: JaxValue, **kwargs: JaxValue):
+@overload
+def call_torch(
+  torch_func: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
+) -> jax.Array: ...
+
+
+@overload
+def call_torch(torch_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+
+def call_torch(torch_func, *args, **kwargs):
   """Calls a torch function with JAX values; returns JAX values.
 
   Raises:
@@ -170,24 +248,53 @@ def require_no_writes(boundary: Boundary, function: Callable) -> None:
     )
 
 
-class _JaxCallable:
-  """A torch function as a JAX function."""
+class JaxFunction(Generic[R]):
+  """A torch function as a JAX function, with its name, docstring and signature."""
+
+  __wrapped__: Callable[..., Any]
 
   def __init__(self, function: TorchCallable):
-    self.__wrapped__ = function
-    self.__name__ = getattr(function, "__name__", type(function).__name__)
+    self.__name__ = type(function).__name__  # for what has none, as modules
+    functools.update_wrapper(self, function, updated=())
 
-  def __call__(self, *args, rng=None, **kwargs):
+  def __call__(self, *args: Any, rng: Any = None, **kwargs: Any) -> R:
+    function: Callable[..., Any] = self.__wrapped__
     if rng is None:
-      return call_torch(self.__wrapped__, *args, **kwargs)
+      return call_torch(function, *args, **kwargs)
     with default_env().rng_scope(rng):
-      return call_torch(self.__wrapped__, *args, **kwargs)
+      return call_torch(function, *args, **kwargs)
 
   def __repr__(self):
     return f"jax_view({self.__wrapped__!r})"
 
 
-def call_jax(jax_func: JaxCallable, *args: TorchValue, **kwargs: TorchValue):
+class TorchFunction(Generic[R]):
+  """A JAX function as a torch function, with its name, docstring and signature."""
+
+  __wrapped__: Callable[..., Any]
+
+  def __init__(self, function: JaxCallable):
+    self.__name__ = type(function).__name__  # for what has none, as `jnp.add`
+    functools.update_wrapper(self, function, updated=())
+
+  def __call__(self, *args: Any, **kwargs: Any) -> R:
+    return call_jax(self.__wrapped__, *args, **kwargs)
+
+  def __repr__(self):
+    return f"torch_view({self.__wrapped__!r})"
+
+
+@overload
+def call_jax(
+  jax_func: Callable[..., jax.Array], *args: Any, **kwargs: Any
+) -> Tensor: ...
+
+
+@overload
+def call_jax(jax_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+
+def call_jax(jax_func, *args, **kwargs):
   """Calls a JAX function with torch values; returns torch values.
 
   Where torch records gradients, JAX differentiates the function: its results have a
@@ -230,7 +337,19 @@ def _recorded(jax_func: JaxCallable, leaves: list, treedef):
   return jax.tree.unflatten(structure, results)
 
 
-def j2t_autograd(fn: JaxCallable, call_jax: Callable = call_jax) -> TorchCallable:
+@overload
+def j2t_autograd(
+  fn: Callable[..., jax.Array], call_jax: Callable[..., Any] = call_jax
+) -> Callable[..., Tensor]: ...
+
+
+@overload
+def j2t_autograd(
+  fn: Callable[..., Any], call_jax: Callable[..., Any] = call_jax
+) -> Callable[..., Any]: ...
+
+
+def j2t_autograd(fn, call_jax=call_jax):
   """A JAX function as a torch function with gradients.
 
   Args:
@@ -251,7 +370,19 @@ def j2t_autograd(fn: JaxCallable, call_jax: Callable = call_jax) -> TorchCallabl
   return called
 
 
-def functional_rng(torch_function: TorchCallable) -> JaxCallable:
+@overload
+def functional_rng(
+  torch_function: Callable[..., torch.Tensor],
+) -> Callable[..., tuple[jax.Array, rng.RngState]]: ...
+
+
+@overload
+def functional_rng(
+  torch_function: Callable[..., Any],
+) -> Callable[..., tuple[Any, rng.RngState]]: ...
+
+
+def functional_rng(torch_function):
   """The fully explicit form: `(state, *args) -> (out, state)`, a pure JAX function.
 
   Args:
@@ -263,9 +394,16 @@ def functional_rng(torch_function: TorchCallable) -> JaxCallable:
   """
 
   @functools.wraps(torch_function, updated=())
-  def pure(state, *args, **kwargs):
+  def pure(state, /, *args, **kwargs):
     with default_env().rng_scope(state) as stream:
       out = call_torch(torch_function, *args, **kwargs)
       return out, stream.state
 
+  found = signature_of(torch_function)
+  if found is not None:  # JAX looks arguments up by number and name there
+    name = "state" if "state" not in found.parameters else "rng_state"
+    state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [state, *found.parameters.values()]
+    empty = inspect.Signature.empty
+    pure.__signature__ = found.replace(parameters=parameters, return_annotation=empty)
   return pure

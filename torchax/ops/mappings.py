@@ -5,6 +5,7 @@ become their 32-bit forms, as `narrowing.py` says; they are never reinterpreted.
 """
 
 import logging
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,9 @@ TORCH_DTYPE_TO_JAX = {
   torch.float8_e8m0fnu: jnp.dtype(jnp.float8_e8m0fnu),
 }
 
-JAX_DTYPE_TO_TORCH = {jax_: torch_ for torch_, jax_ in TORCH_DTYPE_TO_JAX.items()}
+JAX_DTYPE_TO_TORCH: dict[Any, Any] = {
+  jax_: torch_ for torch_, jax_ in TORCH_DTYPE_TO_JAX.items()
+}
 # jnp.int4 and uint4 have no torch dtype that holds values: torch's are shells.
 JAX_DTYPE_TO_TORCH[jnp.dtype(jnp.int4)] = torch.int8
 JAX_DTYPE_TO_TORCH[jnp.dtype(jnp.uint4)] = torch.uint8
@@ -68,7 +71,15 @@ _NARROWED = {
 _LOSSY = frozenset({torch.float64, torch.complex128})
 
 
-def t2j_dtype(dtype: torch.dtype | None) -> jnp.dtype | None:
+@overload
+def t2j_dtype(dtype: torch.dtype) -> jnp.dtype: ...
+
+
+@overload
+def t2j_dtype(dtype: None) -> None: ...
+
+
+def t2j_dtype(dtype):
   """The JAX dtype for a torch dtype, as wide as JAX's x64 switch allows.
 
   Raises:

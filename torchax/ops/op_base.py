@@ -15,6 +15,7 @@ may be traced, unless `static` names the argument. The arguments `device`, `layo
 
 import functools
 from collections.abc import Callable
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator, register
 from torchax.plans import write_output
 from torchax.tensor import Tensor
-from torchax.types import JaxCallable, JaxValue, P
+from torchax.types import JaxCallable, JaxValue, P, R
 
 __all__ = [
   "InplaceOp",
@@ -187,7 +188,7 @@ def result_dtype(*values) -> jnp.dtype:
   >>> result_dtype(jnp.ones(3, jnp.bfloat16), 2.5)
   dtype(bfloat16)
   """
-  groups = [None, None, None]
+  groups: list[Any] = [None, None, None]
   for value in values:
     if value is None:
       continue
@@ -213,11 +214,13 @@ def to_float(value: jax.Array) -> jax.Array:
   return value
 
 
-def promote_int_input(f: JaxCallable) -> JaxCallable:
+def promote_int_input(
+  f: Callable[Concatenate[jax.Array, P], R],
+) -> Callable[Concatenate[jax.Array, P], R]:
   """Makes a lowering whose first argument may be an integer array compute in floats."""
 
   @functools.wraps(f)
-  def with_float_input(x: jax.Array, *args: P.args, **kwargs: P.kwargs):
+  def with_float_input(x: jax.Array, *args: P.args, **kwargs: P.kwargs) -> R:
     return f(to_float(x), *args, **kwargs)
 
   return with_float_input

@@ -55,3 +55,7 @@ __all__ = [
   "rng_scope",
   "snapshot",
 ]
+
+
+def __dir__() -> list[str]:
+  return list(__all__)

@@ -227,17 +227,17 @@ def commit(log: list | None, entries: tuple, stream) -> None:
     entries: what it noted when it was traced.
     stream: the caller's, before it advances.
   """
-  entries = _of_caller(entries, stream)
+  called = _of_caller(entries, stream)
   if log is not None:
-    log += entries
+    log += called
   else:
-    _add(_placed(entries, stream))
+    _add(_placed(called, stream))
 
 
 class Explainer:
   """`(function, args, kwargs) -> Ledger`; the composition root knows how to trace."""
 
-  trace: ClassVar[Callable | None] = None
+  trace: ClassVar[Callable]
 
 
 def explain(torch_function: Callable, *args, **kwargs) -> Ledger:

@@ -2,16 +2,14 @@
 
 import math
 
+from torchax import extras
+
 
 def plot(ledger, ax=None):
   """Draws from left to right, sites from top to bottom; see `Ledger.plot`."""
-  try:
-    from matplotlib import pyplot, ticker
-  except ImportError as error:
-    raise ImportError(
-      "The picture of a ledger needs matplotlib: `pip install matplotlib`. "
-      "`print(ledger)` and `ledger.rows()` need nothing."
-    ) from error
+  # `print(ledger)` and `ledger.rows()` need nothing.
+  pyplot = extras.load("matplotlib.pyplot", "The picture of a ledger")
+  ticker = extras.load("matplotlib.ticker", "The picture of a ledger")
   rows = [draw.site or draw.line.rpartition("/")[2] or draw.op for draw in ledger]
   places = {name: place for place, name in enumerate(dict.fromkeys(rows))}
   if ax is None:

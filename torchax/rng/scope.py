@@ -11,6 +11,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -271,7 +272,7 @@ def _marked(tensor: torch.Tensor) -> int | None:
 
 
 @contextlib.contextmanager
-def rng_scope(value) -> Iterator[RngStream]:
+def rng_scope(value: Any) -> Iterator[RngStream]:
   """Draws from `value` inside the block; the outer stream resumes after it.
 
   Args:

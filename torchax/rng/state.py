@@ -157,7 +157,8 @@ def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
   """
   if isinstance(value, torch.Tensor):
     # Every torch tensor has a method `jax`; a CPU tensor's is a copy to the device.
-    value = np.asarray(value) if value.device.type == "cpu" else value.jax()
+    tensor: Any = value
+    value = np.asarray(tensor) if tensor.device.type == "cpu" else tensor.jax()
   if is_typed_key(value):
     if value.shape:
       raise SeedError(

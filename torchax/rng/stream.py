@@ -34,7 +34,7 @@ class DrawOperands(NamedTuple):
   """What a fused sampler needs to derive the key of one draw."""
 
   key: jax.Array
-  count: int | jax.Array
+  count: int | jax.Array  # type: ignore[assignment]  # tuples have such a method
 
 
 _marks = itertools.count()
@@ -140,6 +140,7 @@ class RngStream:
 
   def site_operands(self, path: str) -> DrawOperands:
     """The operands of the next draw of a site."""
+    assert self._sites is not None, "a stream whose draws are not addressed by site"
     return DrawOperands(self.site_key(path), self._sites.count(path))
 
   def site_key(self, path: str, turn: int | None = 0) -> jax.Array:
@@ -166,10 +167,13 @@ class RngStream:
       result: array or arrays that were drawn.
     """
     if ledger.Recording.count or self.log is not None:
-      turn = None if self._sites is None else self._sites.count(self._site)
-      if turn is not None and self._base is not None:
-        turn = self._sites.draws.get(self._site, 0)
-      site = self._path() if self._sites is None else self._site
+      turn, site = None, self._site
+      if self._sites is None:
+        site = self._path()
+      elif self._base is None:
+        turn = self._sites.count(site)
+      else:
+        turn = self._sites.draws.get(site, 0)
       draw = Draw.of(
         self._count, op, site, distribution, result, stream=self.label, turn=turn
       )

@@ -1,0 +1,239 @@
+"""Keyword arguments of JAX's transformations, as users of the wrappers give them.
+
+They come as keywords, as with JAX, or in a dict, as upstream's callers pass them. Both
+mean the same and are checked when a function is wrapped. Numbers and names of arguments
+are those of the user's function.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+import torch
+
+ArgNums = int | Sequence[int] | None
+ArgNames = str | Iterable[str] | None
+
+
+class JitOptions(TypedDict, total=False):
+  """The keywords of `jax.jit`."""
+
+  in_shardings: Any
+  out_shardings: Any
+  static_argnums: ArgNums
+  static_argnames: ArgNames
+  donate_argnums: ArgNums
+  donate_argnames: ArgNames
+  keep_unused: bool
+  device: Any
+  backend: str | None
+  inline: bool
+  compiler_options: dict[str, Any] | None
+
+
+class GradOptions(TypedDict, total=False):
+  """The keywords of `jax.value_and_grad`."""
+
+  argnums: int | Sequence[int]
+  has_aux: bool
+  holomorphic: bool
+  allow_int: bool
+  reduce_axes: Sequence[Any]
+
+
+class CheckpointOptions(TypedDict, total=False):
+  """The keywords of `jax.checkpoint`."""
+
+  prevent_cse: bool | Sequence[bool]
+  policy: Callable[..., Any] | None
+  static_argnums: int | tuple[int, ...]
+  static_argnames: str | Iterable[str]
+  concrete: bool
+
+
+class ShardMapOptions(TypedDict, total=False):
+  """The keywords of `jax.shard_map`."""
+
+  mesh: Any
+  in_specs: Any
+  out_specs: Any
+  axis_names: Any
+  check_vma: bool
+
+
+def merged(
+  name: str, transform: Callable, given: Any, keywords: Mapping[str, Any]
+) -> dict[str, Any]:
+  """The options of a wrapper, from the dict and from the keywords.
+
+  Args:
+    name: of the wrapper, for errors.
+    transform: JAX's function, whose keywords they are.
+    given: upstream's dict, or None.
+    keywords: JAX's form.
+
+  Raises:
+    TypeError: `given` is no dict, an option comes twice, or JAX does not know it.
+  """
+  if given is not None and not isinstance(given, Mapping):
+    raise TypeError(
+      f"{name} takes the options of `{_name_of(transform)}` as keywords, or as one "
+      f"dict, but got {given!r} as its second argument. Write {name}(f, name=value)."
+    )
+  options = dict(given or {})
+  for key in keywords:
+    if key in options:
+      raise TypeError(f"{name} got {key!r} twice: in the dict and as a keyword.")
+  options.update(keywords)
+  known = _keywords_of(transform)
+  for key in options if known else ():
+    if key not in known:
+      close = difflib.get_close_matches(str(key), known, 1)
+      hint = f"Did you mean {close[0]!r}? " if close else ""
+      raise TypeError(
+        f"{name} got an unexpected keyword {key!r}. {hint}It takes those of "
+        f"`{_name_of(transform)}`: {', '.join(known)}."
+      )
+  return options
+
+
+def _name_of(transform: Callable) -> str:
+  return f"jax.{getattr(transform, '__name__', transform)}"
+
+
+@functools.cache
+def _keywords_of(transform: Callable) -> tuple[str, ...]:
+  """The keywords that a transformation takes; none where it does not say."""
+  found = signature_of(transform)
+  if found is None:
+    return ()
+  parameters = list(found.parameters.values())
+  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    return ()
+  return tuple(parameter.name for parameter in parameters[1:])
+
+
+def signature_of(function: Callable) -> inspect.Signature | None:
+  """What a function or the `forward` of a module takes; None if it does not say."""
+  if isinstance(function, torch.nn.Module):
+    function = function.forward
+  try:
+    return inspect.signature(function)
+  except (TypeError, ValueError):  # functions of C
+    return None
+
+
+def with_names(
+  name: str, function: Callable, options: dict[str, Any], kinds: Sequence[str]
+) -> dict[str, Any]:
+  """Options in which numbers and names of arguments stand for each other.
+
+  An argument that is given by its number alone is meant when it is passed by name too,
+  and the other way round, as with `jax.jit`.
+
+  Args:
+    name: of the wrapper, for errors.
+    function: the user's.
+    options: of the transformation.
+    kinds: of arguments: "static", "donate".
+
+  Raises:
+    ValueError: the function has no such argument, or one is static and donated.
+  """
+  given = [kind for kind in kinds if _is_given(options, kind)]
+  found = signature_of(function) if given else None
+  if found is None:
+    return options
+  options, named = dict(options), {}
+  for kind in given:
+    numbers_key, names_key = _keys(kind)
+    numbers, names = _numbers_and_names(
+      found, options.get(numbers_key), options.get(names_key)
+    )
+    _check_arguments(name, function, found, (numbers_key, numbers), (names_key, names))
+    options[numbers_key] = _from_the_start(found, numbers)
+    options[names_key] = named[kind] = names
+  both = sorted(set(named.get("static", ())) & set(named.get("donate", ())))
+  if both:
+    raise ValueError(
+      f"{name} cannot donate what is static, but both name the arguments {both}."
+    )
+  return options
+
+
+def _keys(kind: str) -> tuple[str, str]:
+  return f"{kind}_argnums", f"{kind}_argnames"
+
+
+def _is_given(options: dict[str, Any], kind: str) -> bool:
+  return any(options.get(key) is not None for key in _keys(kind))
+
+
+def _from_the_start(found: inspect.Signature, numbers: tuple[int, ...]):
+  """Without negative numbers, where the function says what they count from."""
+  if _takes(found, inspect.Parameter.VAR_POSITIONAL):
+    return numbers
+  return tuple(number % len(_positional(found)) for number in numbers)
+
+
+_POSITIONAL = (
+  inspect.Parameter.POSITIONAL_ONLY,
+  inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+def _positional(found: inspect.Signature) -> list[inspect.Parameter]:
+  return [p for p in found.parameters.values() if p.kind in _POSITIONAL]
+
+
+def _takes(found: inspect.Signature, kind) -> bool:
+  return any(parameter.kind is kind for parameter in found.parameters.values())
+
+
+def _numbers_and_names(
+  found: inspect.Signature, numbers: ArgNums, names: ArgNames
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+  """Both, where at least one is given; who gives both is taken by the word."""
+  positional = _positional(found)
+  if isinstance(numbers, int):
+    numbers = (numbers,)
+  if isinstance(names, str):
+    names = (names,)
+  if numbers is None:
+    names = tuple(names or ())
+    places = {p.name: place for place, p in enumerate(positional)}
+    return tuple(places[n] for n in names if n in places), names
+  numbers = tuple(numbers)
+  if names is not None:
+    return numbers, tuple(names)
+  count = len(positional)
+  # From the end there is no place to name where any number of arguments may follow.
+  lowest = 0 if _takes(found, inspect.Parameter.VAR_POSITIONAL) else -count
+  meant = [positional[number] for number in numbers if lowest <= number < count]
+  by_name = [p.name for p in meant if p.kind is not p.POSITIONAL_ONLY]
+  return numbers, tuple(by_name)
+
+
+def _check_arguments(name: str, function: Callable, found, by_number, by_name) -> None:
+  numbers_key, numbers = by_number
+  names_key, names = by_name
+  called = getattr(function, "__name__", type(function).__name__)
+  positional = _positional(found)
+  count = len(positional)
+  if not _takes(found, inspect.Parameter.VAR_POSITIONAL):
+    wrong = [number for number in numbers if not -count <= number < count]
+    if wrong:
+      raise ValueError(
+        f"{name} was given {numbers_key}={numbers}, but {called}{found} takes "
+        f"{count} positional argument(s)."
+      )
+  if not _takes(found, inspect.Parameter.VAR_KEYWORD):
+    known = {p.name for p in found.parameters.values()}
+    unknown = [each for each in names if each not in known]
+    if unknown:
+      raise ValueError(
+        f"{name} was given {names_key}={names}, but {called}{found} has no argument "
+        f"{unknown[0]!r}."
+      )
