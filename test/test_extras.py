@@ -35,8 +35,8 @@ def _plot():
 
 # Package as it is imported -> who needs it, and how they ask for it.
 USERS = {
-  "orbax": (("save_checkpoint", _save), ("load_checkpoint", _load)),
-  "etils": (("save_checkpoint", _save), ("load_checkpoint", _load)),
+  "orbax": (("A checkpoint", _save), ("A checkpoint", _load)),
+  "etils": (("A checkpoint", _save), ("A checkpoint", _load)),
   "flax": (("FlaxNNModule", _flax),),
   "matplotlib": (("The picture of a ledger", _plot),),
 }

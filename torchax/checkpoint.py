@@ -126,8 +126,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def _orbax():
-  ocp = extras.load("orbax.checkpoint", "save_checkpoint and load_checkpoint")
-  return ocp, extras.load("etils.epath", "save_checkpoint and load_checkpoint")
+  epath = extras.load("etils.epath", "A checkpoint")
+  return extras.load("orbax.checkpoint", "A checkpoint"), epath
 
 
 def _absolute(path, epath):

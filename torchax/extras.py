@@ -24,7 +24,7 @@ class Extra(NamedTuple):
 
 # By the name that is imported. A test compares this with setup.py.
 EXTRAS = {
-  "etils": Extra("checkpoint", "orbax-checkpoint", "0.12"),  # which requires it
+  "etils": Extra("checkpoint", "orbax-checkpoint", "0.12"),  # which brings it
   "flax": Extra("flax", "flax", "0.12"),
   "matplotlib": Extra("plot", "matplotlib", "3.9"),
   "orbax": Extra("checkpoint", "orbax-checkpoint", "0.12"),
