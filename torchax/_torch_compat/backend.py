@@ -10,21 +10,19 @@ from torchax._torch_compat.wrappers import AUTOCAST, AUTOCAST_KEYS
 
 BACKEND = "jax"
 
-_ACCELERATOR = "torch.accelerator, and torch.compile of code on jax"
-_DeviceGuardBase = private.find(
-  "torch._C._acc.DeviceGuard", _ACCELERATOR, instead=object
+# Without a guard, torch refuses to move a module to the device.
+_GUARD = "moving modules to the device"
+_DeviceGuardBase = private.essential("torch._C._acc.DeviceGuard", _GUARD)
+_register_guard = private.essential(
+  "torch._C._acc.register_python_privateuseone_device_guard", _GUARD
 )
+_DEVICE_TYPE = private.essential("torch._C._autograd.DeviceType.PrivateUse1", _GUARD)
+_ACCELERATOR = "torch.accelerator, and torch.compile of code on jax"
 _HooksBase = private.find(
   "torch._C._acc.PrivateUse1Hooks", _ACCELERATOR, instead=object
 )
 _register_hooks = private.find(
   "torch._C._acc.register_python_privateuseone_hook", _ACCELERATOR, instead=None
-)
-_register_guard = private.find(
-  "torch._C._acc.register_python_privateuseone_device_guard", _ACCELERATOR, instead=None
-)
-_DEVICE_TYPE = private.find(
-  "torch._C._autograd.DeviceType.PrivateUse1", _ACCELERATOR, instead=None
 )
 
 
@@ -84,8 +82,7 @@ def register_backend(device_module) -> None:
   torch.nn.Module.jax = _module_to
   if _register_hooks and _HooksBase is not object:
     _register_hooks(_hooks)
-  if _register_guard and _DeviceGuardBase is not object and _DEVICE_TYPE is not None:
-    _register_guard(_guard)
+  _register_guard(_guard)
 
 
 def _module_to(self, device=None):

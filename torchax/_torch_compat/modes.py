@@ -116,9 +116,11 @@ def is_transforming() -> bool:
   return _innermost_transform() is not None or forward_ad_is_on()
 
 
+# Without it, as if there always were hooks: that is right everywhere.
 _saved_tensors_hooks = private.find(
   "torch._C._autograd._top_saved_tensors_default_hooks",
-  "checkpoints whose forward pass draws numbers",
+  "backward passes that save what they need in one piece",
+  instead=lambda ignore_is_tracing: object(),
 )
 
 
@@ -162,11 +164,11 @@ def recording_anew() -> Iterator[None]:
     yield
 
 
-_EXCLUSION = "torch.empty and torch.tensor with device= outside of an environment"
-_is_excluded = private.find(
+_EXCLUSION = "telling where the numbers of a new tensor would be lost without a word"
+_is_excluded = private.essential(
   "torch._C._dispatch_tls_is_dispatch_key_excluded", _EXCLUSION
 )
-_python_key = private.find("torch._C.DispatchKey.Python", _EXCLUSION)
+_python_key = private.essential("torch._C.DispatchKey.Python", _EXCLUSION)
 
 
 def dispatch_is_excluded() -> bool:

@@ -48,8 +48,32 @@ correct_aliasing = private.find(
   "changes in place in a graph that torch captures",
 )
 
+
+def _parse_to(
+  *args,
+  device=None,
+  dtype=None,
+  non_blocking=False,
+  copy=False,
+  memory_format=None,
+):
+  rest = list(args)
+  if rest and isinstance(rest[0], torch.Tensor):
+    device, dtype = rest[0].device, rest.pop(0).dtype
+  elif rest and isinstance(rest[0], torch.dtype):
+    dtype = rest.pop(0)
+  elif rest:
+    device = rest.pop(0)
+    dtype = rest.pop(0) if rest else dtype
+  non_blocking = rest[0] if rest else non_blocking
+  device = None if device is None else torch.device(device)
+  return device, dtype, non_blocking, memory_format
+
+
 # (*args, **kwargs) -> (device, dtype, non_blocking, memory format) of `Tensor.to`.
-parse_to = private.find("torch._C._nn._parse_to", "Tensor.to and Module.to")
+parse_to = private.find(
+  "torch._C._nn._parse_to", "torch's own errors of Tensor.to", instead=_parse_to
+)
 
 
 def set_metadata(tensor: torch.Tensor, source: torch.Tensor) -> None:
