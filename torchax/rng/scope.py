@@ -151,7 +151,9 @@ def address_by(mode: str) -> None:
   other layer's numbers. Both obey the same laws; a path costs some microseconds a
   draw. Streams go on from a fresh key, so that no number repeats.
 
-  A state that was saved keeps its mode. Draws outside of modules share one site.
+  A state that was saved keeps its mode. Draws outside of modules share one site. Calls
+  of modules are followed from now on, so say it before the model runs; for methods that
+  are called by their own name see `inside`.
 
   Raises:
     ValueError: another mode.
