@@ -12,6 +12,7 @@ from source_tree import ROOT, modules
 
 import torchax
 from torchax import extras
+from torchax.errors import UnsupportedVersionError
 
 
 def _save():
@@ -90,7 +91,7 @@ def test_a_package_that_is_too_old_is_named_with_its_extra(
 ):
   extra = extras.EXTRAS[package]
   monkeypatch.setattr(extras, "_version", lambda package: "0.1.0rc1")
-  with pytest.raises(ImportError) as raised:
+  with pytest.raises(UnsupportedVersionError) as raised:
     call()
   message = str(raised.value)
   assert (

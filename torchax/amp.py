@@ -132,6 +132,10 @@ def _defaults(op, start: int) -> list:
   return [argument.default_value for argument in op._schema.arguments[start:]]
 
 
+def _name_of(op) -> str:
+  return op._schema.name.rpartition("::")[2]
+
+
 class _Policies(dict):
   """Overload -> policy; an entry makes autocast see the overload."""
 
@@ -149,7 +153,7 @@ class _Policies(dict):
     if op not in self._seen:
       _torch_compat.register_autocast_kernel(op, functools.partial(_run, op))
       self._seen.add(op)
-      self._by_name.setdefault(op._schema.name.rpartition("::")[2], op)
+      self._by_name.setdefault(_name_of(op), op)
     super().__setitem__(op, policy)
 
   def of_name(self, name: str) -> CastPolicy | None:

@@ -7,6 +7,8 @@ import re
 from types import ModuleType
 from typing import NamedTuple
 
+from torchax.errors import UnsupportedVersionError
+
 
 class Extra(NamedTuple):
   """What one of torchax's extras brings.
@@ -39,7 +41,8 @@ def load(module: str, user: str) -> ModuleType:
     user: what needs it, for the error: "FlaxNNModule".
 
   Raises:
-    ImportError: the package is missing, too old, or cannot be imported itself.
+    ImportError: the package is missing, or cannot be imported itself.
+    UnsupportedVersionError: it is too old.
   """
   extra = EXTRAS[module.partition(".")[0]]
   command = f"pip install --upgrade 'torchax[{extra.name}]'"
@@ -55,7 +58,7 @@ def load(module: str, user: str) -> ModuleType:
     ) from error
   version = _version(extra.package)
   if version is not None and _numbers(version) < _numbers(extra.lowest):
-    raise ImportError(
+    raise UnsupportedVersionError(
       f"{user} needs {extra.package} {extra.lowest} or newer, but {version} is "
       f"installed. Run: {command}"
     )

@@ -455,10 +455,10 @@ class Tensor(torch.Tensor):
     """
     if not self.numel():
       return 0
-    start = self._storage.root.address
-    return start + self.storage_offset() * self.element_size()
+    offset: Any = self.storage_offset()
+    return self._storage.root.address + offset * self.element_size()
 
-  def as_subclass(self, cls: type) -> torch.Tensor:
+  def as_subclass(self, cls: Any) -> Any:
     """As `torch.Tensor.as_subclass`; a plain tensor could not hold the array."""
     return self if isinstance(self, cls) else super().as_subclass(cls)
 
