@@ -1,8 +1,11 @@
 """Compiled modules follow tensors that take new memory, or the place of others."""
 
+import weakref
+
 import pytest
 import torch
 from compare import assert_same
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchax.interop import JittableModule, jax_jit
 
@@ -183,3 +186,101 @@ def test_a_backward_pass_through_what_was_moved_since_raises(make):
   model.to("jax")
   with pytest.raises(RuntimeError, match="moved to another device|swap_tensors"):
     product.backward()
+
+
+# What refers to a parameter follows it ------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+  """Two layers of one weight, below a module of their own."""
+
+  def __init__(self):
+    super().__init__()
+    self.below = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
+    self.head = torch.nn.Linear(3, 3)
+    self.head.weight = self.below[0].weight
+
+  def forward(self, x):
+    return self.head(self.below(x))
+
+
+def _referred(model):
+  """A weakly held parameter, and what asserts that it is still the same one."""
+  weight = model.head.weight
+  weight.note = "kept"
+  reference, keyed = weakref.ref(weight), WeakIdKeyDictionary()
+  keyed[weight] = "here"
+
+  def check(device: str) -> None:
+    assert weight.device.type == device and weight.note == "kept"
+    assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad
+    assert reference() is weight and keyed[weight] == "here"
+    assert model.head.weight is weight and model.below[0].weight is weight
+
+  return weight, check
+
+
+def test_a_weakly_held_parameter_moves_with_its_module():
+  model = Tied()
+  weight, check = _referred(model)
+  expected = weight.detach().clone()
+  for device in ("jax", "cpu", "jax"):
+    assert model.to(device) is model
+    check(device)
+    assert torch.equal(weight.detach().cpu(), expected)
+  model.double().float()
+  model.below.to("cpu")
+  check("cpu")
+
+
+@pytest.mark.parametrize("source", ["cpu", "jax"])
+def test_a_gradient_moves_with_its_weakly_held_parameter(source):
+  target = {"cpu": "jax", "jax": "cpu"}[source]
+  model = Tied().to(source)
+  weight, check = _referred(model)
+  optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+  model(X.to(source)).sum().backward()
+  before, gradient = weight.detach().cpu().clone(), weight.grad.cpu().clone()
+  model.to(target)
+  check(target)
+  assert weight.grad.device.type == target
+  optimizer.step()
+  torch.testing.assert_close(weight.detach().cpu(), before - 0.5 * gradient)
+
+
+@pytest.mark.parametrize("source", ["cpu", "jax"])
+def test_a_parameter_that_a_graph_and_a_weak_reference_hold_moves(source):
+  target = {"cpu": "jax", "jax": "cpu"}[source]
+  model = Tied().to(source)
+  _, check = _referred(model)
+  product = model(X.to(source)).sum()
+  model.to(target)
+  check(target)
+  with pytest.raises(RuntimeError, match="moved to another device|swap_tensors"):
+    product.backward()
+  model(X.to(target)).sum().backward()
+  check(target)
+
+
+def test_a_compiled_module_moves_and_is_compiled_anew():
+  model = Tied()
+  _, check = _referred(model)
+  run = torch.compile(model, backend="jax")
+  expected = model(X).detach()
+  for device in ("cpu", "jax", "cpu"):
+    model.to(device)
+    check(device)
+    out = run(X.to(device))
+    assert out.device.type == device
+    torch.testing.assert_close(out.detach().cpu(), expected)
+
+
+def test_loading_a_state_keeps_a_weakly_held_parameter():
+  model, other = Tied().to("jax"), Tied()
+  weight, check = _referred(model)
+  model.load_state_dict(other.state_dict())
+  check("jax")
+  assert_same(weight.detach(), other.head.weight)
+  model.load_state_dict({k: v + 1 for k, v in other.state_dict().items()}, assign=True)
+  assert model.head.weight is not weight  # as torch does
+  assert_same(weight.detach(), other.head.weight)

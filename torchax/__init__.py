@@ -29,6 +29,7 @@ from torchax import (
   list_plans,
   placement,
   rng,
+  safetensors,
   shortcuts,
   storage,
   subscripts,
@@ -87,6 +88,11 @@ def enable_performance_mode() -> None:
   default_env().config.internal_respect_torch_return_dtypes = False
 
 
+def _means_jax(location: str) -> bool:
+  """Whether files are to be loaded onto jax: "jax:0", and "cuda" in the environment."""
+  return default_env()._should_use_torchax_tensor(location)
+
+
 def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
   Dispatcher.special_plans = [
@@ -109,17 +115,14 @@ def _compose() -> None:
   _torch_compat.register_backend(device_module)
   _torch_compat.support_foreach(tensor.Tensor, view.View)
   _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
-  files.register(
-    tensor.Tensor,
-    lambda location: default_env()._should_use_torchax_tensor(location),
-  )
+  _torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
+  files.register(tensor.Tensor, _means_jax)
+  safetensors.register(_means_jax)
   _torch_compat.answer_for_accelerator(device_module.ANSWERS)
   _torch_compat.leave_data_parallel_alone()
   _torch_compat.fork_one_stream()
   torch.Generator = device_module.Generator
-  device_module.Generator.means_jax = lambda kind: (
-    kind == "jax" or default_env()._should_use_torchax_tensor(kind)
-  )
+  device_module.Generator.means_jax = lambda kind: kind == "jax" or _means_jax(kind)
   factories.register_kernels()
   interop.control_flow.register_kernels()
   ours = (tensor, view, environment, device_module, device_module.Generator, placement)

@@ -10,9 +10,11 @@ pickled: reading a checkpoint runs no code of it. Orbax is an optional dependenc
 """
 
 import collections
+import contextlib
 import operator
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -99,7 +101,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
   Raises:
     FileNotFoundError: no such directory, or no complete checkpoint in it.
-    ValueError: a checkpoint that another program has written.
+    ValueError: a checkpoint that another program has written, or a newer torchax; or
+      a damaged one. Nothing of it is returned.
     UnsupportedDtypeError: 64-bit arrays of JAX, whose x64 mode is off now.
     ImportError: Orbax is not installed.
   """
@@ -110,19 +113,51 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     def read(**items):
       return checkpointer.restore(place, args=ocp.args.Composite(**items))
 
-    structure = read(structure=ocp.args.JsonRestore()).structure
-    if not isinstance(structure, dict) or structure.get("format") != _FORMAT:
-      raise ValueError(
-        f"{place} holds no state of `save_checkpoint` that this version of torchax "
-        f"knows: expected format {_FORMAT}."
-      )
+    with _damage_named(place):
+      structure = read(structure=ocp.args.JsonRestore()).structure
+    _require_format(structure, place)
     nodes = list(_array_nodes(structure["state"]))
     _require_width(nodes, place)
     arrays = {}
     if any("name" in node for node in nodes):
       target = _target(nodes, structure["devices"])
-      arrays = read(arrays=ocp.args.StandardRestore(target)).arrays
-  return _Reader(arrays).value(structure["state"])
+      with _damage_named(place):
+        arrays = read(arrays=ocp.args.StandardRestore(target)).arrays
+  with _damage_named(place):
+    return _Reader(arrays).value(structure["state"])
+
+
+def _require_format(structure, place) -> None:
+  """Raises where this version does not know how to read a structure."""
+  found = structure.get("format") if isinstance(structure, dict) else None
+  if type(found) is int and found > _FORMAT:
+    raise ValueError(
+      f"{place} was written by a newer torchax, in format {found}; this one reads "
+      f"format {_FORMAT}. Update torchax to load it."
+    )
+  if found != _FORMAT:
+    raise ValueError(
+      f"{place} holds no state of `save_checkpoint`: expected format {_FORMAT}, but "
+      f"got {found!r}. Read it with orbax.checkpoint."
+    )
+
+
+_DAMAGE = (ValueError, KeyError, FileNotFoundError)
+
+
+@contextlib.contextmanager
+def _damage_named(place) -> Iterator[None]:
+  """What readers raise for files that are cut off or missing, as one error."""
+  try:
+    yield
+  except Exception as error:
+    # Orbax raises `Exception` itself where an array's file is cut off.
+    if type(error) is not Exception and not isinstance(error, _DAMAGE):
+      raise
+    raise ValueError(
+      f"{place} is damaged: a part of it is cut off, changed or missing. Load an "
+      "earlier step, or a copy of this one."
+    ) from error
 
 
 def _orbax():
@@ -310,6 +345,7 @@ class _Writer:
 
 
 _ON_HOST = ("CPU tensor", "numpy array", "numpy scalar")
+_ON_JAX = ("jax tensor", "jax array", "keys")
 
 
 def _array_nodes(node):
@@ -391,11 +427,13 @@ class _Reader:
 
   def _array(self, node):
     kind = node["type"]
+    if kind not in _ON_HOST and kind not in _ON_JAX:
+      raise ValueError(f"A state has no values of type {kind!r}.")
     if "name" in node:
       array = self.arrays[node["name"]]
     else:
       array = np.empty(node["shape"], jnp.dtype(node["dtype"]))
-    if kind in ("jax tensor", "jax array", "keys"):
+    if kind in _ON_JAX:
       array = jnp.asarray(array)
     if kind == "keys":
       return _keys(array, node["impl"])

@@ -81,6 +81,8 @@ class Fake(Tensor):
     return Fake(inner_tensors["_shell"], outer_size, outer_stride)
 
   _shell = None
+  # Its memory is that of the wrapper, by which torch's tracers tell inputs apart.
+  untyped_storage, data_ptr = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
   # `Dispatcher.shapes`, for operations that torch has no shape rule of; `_compose` sets
   # it.
   shapes: ClassVar[Callable | None] = None

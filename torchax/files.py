@@ -1,8 +1,9 @@
 """How jax tensors are saved, loaded, pickled and sent to other processes.
 
 A file of `torch.save` holds them as CPU tensors, in torch's own format: any process
-opens it. `map_location="jax"` loads the tensors of any file onto jax. A pickle, which
-processes send to each other, says that they are on jax.
+opens it. Beside each tensor stands the device it was on, so that `torch.load` brings it
+back where torchax is imported and no `map_location` says otherwise. A pickle, which
+processes send to each other, says that its tensors are on jax.
 
 What torch writes to its files are storages, by way of a hook that `pickle` does not
 have; so one object can be a CPU storage to the one and jax memory to the other.
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax import _torch_compat
+from torchax import _torch_compat, placement
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.storage import Storage
@@ -63,15 +64,19 @@ def reduce(tensor) -> tuple:
 
 
 def _parts(tensor) -> tuple:
-  """(storage, tensor, layout, marks) of a tensor, for a file."""
+  """(storage, tensor, layout, marks) of a tensor, for a file.
+
+  To torch a mark that it does not know is one of another backend, and means nothing.
+  """
+  home = {str(tensor.device): True}
   dtype = _torch_compat.storage_dtype(tensor.dtype)
   if _shows_all(tensor) or _is_strided(tensor):
     storage = UntypedStorage.of(tensor._storage)
     layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-    return _typed(storage, dtype), tensor, layout, _marks(tensor)
+    return _typed(storage, dtype), tensor, layout, home | _marks(tensor)
   storage = UntypedStorage.of(Storage(tensor.jax()))
   layout = (0, tuple(tensor.shape), _contiguous(tensor.shape))
-  return _typed(storage, dtype), tensor, layout, {}
+  return _typed(storage, dtype), tensor, layout, home
 
 
 def _shows_all(tensor) -> bool:
@@ -148,7 +153,7 @@ def _typed(storage: UntypedStorage, dtype: torch.dtype) -> _Saved:
 
 def _storage_of(content: np.ndarray, dtype: torch.dtype, device: str):
   """Unpickles a storage onto jax. Pickles name this function."""
-  untyped = UntypedStorage.of_bytes(content, _index_of(torch.device(device)))
+  untyped = UntypedStorage.of_bytes(content, placement.checked_index(device))
   return _torch_compat.typed_storage(untyped, dtype)
 
 
@@ -157,25 +162,13 @@ def _tag(storage) -> str | None:
   return "cpu" if isinstance(storage, UntypedStorage) else None
 
 
-def _index_of(device: torch.device) -> int | None:
-  """The index of a jax device that exists; None for the current one.
+def _moved(storage: torch.UntypedStorage, device: torch.device) -> UntypedStorage:
+  """A CPU storage on a jax device; its bytes are copied when their dtype is known.
 
   Raises:
-    RuntimeError: it does not exist.
+    NoSuchDeviceError: there is no such device.
   """
-  count = torch.jax.device_count()
-  if device.index is not None and device.index >= count:
-    raise RuntimeError(
-      f"Tensors were to be loaded onto {device}, but the jax devices here are "
-      f"{', '.join(f'jax:{index}' for index in range(count))}. Pass one of them as "
-      'map_location, or "cpu".'
-    )
-  return device.index
-
-
-def _moved(storage: torch.UntypedStorage, device: torch.device) -> UntypedStorage:
-  """A CPU storage on a jax device; its bytes are copied when their dtype is known."""
-  index = _index_of(device)
+  index = placement.checked_index(device)
   if isinstance(storage, UntypedStorage):
     return storage
   if _torch_compat.is_read_later(storage):
@@ -196,6 +189,32 @@ def _mark(tensor, metadata: dict[str, bool]) -> None:
     _torch_compat.set_neg(tensor, True)
 
 
+def _home(tensor, metadata: dict[str, bool]) -> torch.device | None:
+  """The jax device that a tensor from a file goes back to; None where it stays."""
+  (name,) = [name for name in metadata if _JAX.fullmatch(name)] or (None,)
+  if name is None or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+    return None
+  is_placed = _torch_compat.has_map_location()
+  if is_placed or _torch_compat.is_read_later(tensor.untyped_storage()):
+    return None
+  device = torch.device(name)
+  exists = device.index is not None and device.index < placement.count()
+  return device if exists else placement.torch_device()
+
+
+def _bring_home(tensor: torch.Tensor, device: torch.device, metadata) -> None:
+  """Makes a CPU tensor that was just loaded the jax tensor that was saved."""
+  on_cpu = tensor.untyped_storage()
+  # What shared memory in the file has one storage while it is being loaded.
+  storage = getattr(on_cpu, "on_jax", None)
+  if storage is None:
+    storage = on_cpu.on_jax = _moved(on_cpu, device)
+  made = torch.empty(0, dtype=tensor.dtype, device=device)
+  made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+  _mark(made, metadata)
+  _torch_compat.swap_tensors(tensor, made.requires_grad_(tensor.requires_grad))
+
+
 def register(cls: type, is_jax: Callable[[str], bool]) -> None:
   """Tells torch how storages of jax tensors are saved, and loaded onto jax.
 
@@ -208,9 +227,19 @@ def register(cls: type, is_jax: Callable[[str], bool]) -> None:
     if _JAX.fullmatch(location):
       return _moved(storage, torch.device(location))
     if location.startswith("cuda") and is_jax(location):
-      return _moved(storage, torch.device("jax"))
+      return _moved(storage, placement.torch_device(torch.device(location).index))
     return None
 
+  def mark(tensor, metadata) -> bool:
+    if isinstance(tensor, cls):
+      _mark(tensor, metadata)
+      return True
+    device = _home(tensor, metadata)
+    if device is not None:
+      _bring_home(tensor, device, metadata)
+    return device is not None
+
   torch.serialization.register_package(_PRIORITY, _tag, restore)
-  _torch_compat.watch_marks(cls, _mark)
+  _torch_compat.watch_marks(mark)
   _torch_compat.watch_moves_of_storages(_moved)
+  _torch_compat.watch_late_reads()

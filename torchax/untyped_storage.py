@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax import _torch_compat
+from torchax import _torch_compat, placement
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.storage import Storage
@@ -97,7 +97,9 @@ class UntypedStorage(torch.UntypedStorage):
       elements = torch.from_numpy(content[:whole]).view(self._dtype)
     else:
       elements = torch.empty(0, dtype=self._dtype, device="cpu")
-    return mappings.t2j(elements if shape is None else elements.reshape(shape))
+    elements = elements if shape is None else elements.reshape(shape)
+    target = placement.target_of(placement.torch_device(self.index))
+    return placement.make(lambda: mappings.t2j(elements), target)
 
   def fill(self, content: np.ndarray) -> None:
     """Replaces all bytes; `content` is uint8 of shape (n,)."""
@@ -128,7 +130,11 @@ class UntypedStorage(torch.UntypedStorage):
 
   @property
   def device(self) -> torch.device:
-    return torch.device("jax", self.index or 0)
+    if self.is_plain:
+      return placement.torch_device(
+        placement.current_index() if self.index is None else self.index
+      )
+    return placement.device_of(self.storage.array)
 
   def nbytes(self) -> int:
     """The number of bytes."""

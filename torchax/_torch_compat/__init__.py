@@ -29,6 +29,7 @@ from torchax._torch_compat.files import (
   read_storage,
   storage_dtype,
   typed_storage,
+  watch_late_reads,
   watch_marks,
   watch_moves_of_storages,
   with_state_in_files_format,
@@ -86,7 +87,11 @@ from torchax._torch_compat.operators import (
   rnn_tanh,
   scaled_dot_product_attention,
 )
-from torchax._torch_compat.swaps import watch_swaps
+from torchax._torch_compat.swaps import (
+  move_parameters_in_place,
+  swap_tensors,
+  watch_swaps,
+)
 from torchax._torch_compat.wrappers import (
   AUTOCAST_KEYS,
   correct_aliasing,
@@ -148,6 +153,7 @@ __all__ = [
   "lstm",
   "make_wrapper",
   "mark_as_parameter",
+  "move_parameters_in_place",
   "one_hot",
   "parameter_in_files_format",
   "parse_to",
@@ -168,10 +174,12 @@ __all__ = [
   "set_neg",
   "storage_dtype",
   "support_foreach",
+  "swap_tensors",
   "tensor_to",
   "trace_as_any_object",
   "trace_recurrent_layers",
   "typed_storage",
+  "watch_late_reads",
   "watch_marks",
   "watch_moves_of_storages",
   "watch_swaps",

@@ -24,7 +24,12 @@ _loading = private.find(
 # Without it, marks of loaded tensors are set on the wrapper alone.
 _set_marks = private.find(
   "torch._utils.set_tensor_metadata",
-  "conjugate and negative views in files",
+  "torch.load without map_location, and conjugate views in files",
+  instead=None,
+)
+_read = private.find(
+  "torch.UntypedStorage._set_from_file",
+  "moving storages that pickle has read",
   instead=None,
 )
 
@@ -100,22 +105,37 @@ def is_read_later(storage: torch.UntypedStorage) -> bool:
   return getattr(storage, "_torch_load_uninitialized", False)
 
 
+def watch_late_reads() -> None:
+  """Makes `is_read_later` false once the bytes are there; torch leaves its mark."""
+  if _read is None:
+    return
+
+  @functools.wraps(_read)
+  def _set_from_file(self, *args):
+    _read(self, *args)
+    self._torch_load_uninitialized = False
+    return self
+
+  torch.UntypedStorage._set_from_file = _set_from_file
+
+
 def has_map_location() -> bool:
-  """True inside a `torch.load` that was told where the tensors go."""
-  return getattr(_loading, "map_location", None) is not None
+  """True inside a `torch.load` that was told where tensors go, or may have been."""
+  return _loading is None or getattr(_loading, "map_location", None) is not None
 
 
-def watch_marks(cls: type, mark) -> None:
-  """Calls `mark(tensor, metadata)` when torch loads a marked tensor of a class.
+def watch_marks(mark) -> None:
+  """Calls `mark(tensor, metadata)` when torch has loaded a tensor with marks.
 
-  The marks are those of `in_files_format`; torch itself would mark the wrapper alone.
+  The marks are those of `in_files_format`. Where it returns False, torch sets them.
   """
   if _set_marks is None:
     return
 
   @functools.wraps(_set_marks)
   def set_tensor_metadata(tensor, metadata):
-    (mark if isinstance(tensor, cls) else _set_marks)(tensor, metadata)
+    if not mark(tensor, metadata):
+      _set_marks(tensor, metadata)
 
   torch._utils.set_tensor_metadata = set_tensor_metadata
 

@@ -1,13 +1,16 @@
 """`torch.utils.swap_tensors`, by which a module moves its parameters."""
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Iterator
 
 import torch
 
 from torchax import private
 
-_swap_tensors = torch.utils.swap_tensors
+# (t1, t2): each of two tensors that nothing else holds becomes the other one.
+swap_tensors = _swap_tensors = torch.utils.swap_tensors
 _swap_held_tensors = private.find(
   "torch._C._swap_tensor_impl", "moving a module while a graph holds its parameters"
 )
@@ -18,24 +21,39 @@ _count_of_uses = private.find(
   instead=lambda tensor: 0,
 )
 
+_SAME_OBJECT = "modules that move to the CPU with the same objects as parameters"
+  "moving a module from jax to the CPU with its parameters the same objects"
+)
+_apply_to_module = private.find("torch.nn.Module._apply", _SAME_OBJECT, instead=None)
+_can_take_data = private.find(
+  "torch._has_compatible_shallow_copy_type",
+  _SAME_OBJECT,
+  instead=lambda tensor, other: False,
+)
+
 
 def watch_swaps(cls: type, notice) -> None:
   """Calls `notice()` when torch has swapped tensors of which one is of this class.
 
   That is how `Module.to` and `load_state_dict` change a tensor and keep its identity.
   Where the graph of an earlier forward pass holds a tensor, torch lets no swap happen;
-  for this class it does, and a backward pass through that graph raises.
+  for this class it does, and a backward pass through that graph raises. A weak
+  reference stays one to the same tensor.
   """
 
   @functools.wraps(_swap_tensors)
   def swap_tensors(t1, t2):
     if not (isinstance(t1, cls) or isinstance(t2, cls)):
-      _swap_tensors(t1, t2)
+      if _Moves.are_ours and _can_take_data(t1, t2):
+        t1.data = t2.data  # as a module does that has no tensor of this class
+      else:
+        _swap_tensors(t1, t2)
       return
-    if type(t1) is type(t2) and (_has_references(t1) or _has_references(t2)):
+    has_references = _has_references(t1) or _has_references(t2)
+    if type(t1) is type(t2) and has_references:
       # Such as Dynamo's guards: the tensor stays, and shows the other one's numbers.
       t1.data, t2.data = t2.data, t1.data
-    elif any(map(_is_held_by_a_graph, (t1, t2))):
+    elif has_references or any(map(_is_held_by_a_graph, (t1, t2))):
       _swap_held(t1, t2)
     else:
       _swap_tensors(t1, t2)
@@ -54,18 +72,13 @@ def _is_held_by_a_graph(tensor) -> bool:
 
 
 def _swap_held(t1, t2) -> None:
-  """`torch.utils.swap_tensors` of leaves that the graph of autograd holds as well.
+  """`torch.utils.swap_tensors` of tensors to which others refer as well.
 
-  Raises:
-    RuntimeError: a weak reference to one of them would then be to the other one.
+  Python's weak references, and what holds a tensor by its Python object, see what it
+  becomes. The graph of autograd holds what it was.
   """
-  if _has_references(t1) or _has_references(t2):
-    raise RuntimeError(
-      "Tensors with weak references cannot be swapped. Move the module to its device "
-      "before making what refers to its parameters."
-    )
   for tensor in (t1, t2):
-    if tensor.is_leaf and tensor.requires_grad:
+    if _is_held_by_a_graph(tensor) and tensor.requires_grad:
       accumulate = torch.autograd.graph.get_gradient_edge(tensor).node
       accumulate.register_prehook(_refuse_swapped)
   t1.__class__, t2.__class__ = t2.__class__, t1.__class__
@@ -79,3 +92,57 @@ def _refuse_swapped(gradients):
     "after the forward pass, as `module.to` does. Move it before, or run the forward "
     "pass again."
   )
+
+
+class _Moves:
+  """Whether modules swap parameters for this module's sake, not by a user's choice."""
+
+  are_ours = False
+
+
+def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
+  """Has `Module.to` keep a parameter of a class the same object, and its attributes.
+
+  torch does so for every move between devices of its own. Ties, optimizers and weak
+  references depend on it.
+
+  Args:
+    cls: of the parameters.
+    own: the attributes that hold what a tensor of this class shows.
+  """
+  if _apply_to_module is None:
+    return
+
+  @functools.wraps(_apply_to_module)
+  def _apply(self, fn, recurse=True):
+    if recurse:
+      for child in self.children():
+        child._apply(fn)
+    parameters = [p for p in self._parameters.values() if p is not None]
+    attributes = [
+      {name: value for name, value in p.__dict__.items() if name not in own}
+      for p in parameters
+    ]
+    is_swapped = any(isinstance(parameter, cls) for parameter in parameters)
+    with _swapping() if is_swapped else contextlib.nullcontext():
+      _apply_to_module(self, fn, recurse=False)
+    for parameter, named in zip(parameters, attributes):
+      for name, value in named.items():
+        parameter.__dict__.setdefault(name, value)
+    return self
+
+  torch.nn.Module._apply = _apply
+
+
+@contextlib.contextmanager
+def _swapping() -> Iterator[None]:
+  """Modules that are moved inside swap their parameters with moved ones."""
+  future = torch.__future__
+  before = future.get_swap_module_params_on_conversion(), _Moves.are_ours
+  future.set_swap_module_params_on_conversion(True)
+  _Moves.are_ours = not before[0] or _Moves.are_ours
+  try:
+    yield
+  finally:
+    future.set_swap_module_params_on_conversion(before[0])
+    _Moves.are_ours = before[1]

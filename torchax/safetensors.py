@@ -1,0 +1,79 @@
+"""safetensors' files, loaded onto jax: `load_file(path, device="jax")`.
+
+The library knows its devices by name, in Rust. A file that is opened for jax is opened
+for the CPU, and its tensors are moved one by one as they are read. Saving needs
+nothing: the library asks tensors for their storages, and copies them to the CPU.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+from torchax import placement
+
+
+class _Slice:
+  """A tensor of a file of which parts are read."""
+
+  def __init__(self, on_cpu, device):
+    self._on_cpu, self._device = on_cpu, device
+
+  def __getitem__(self, index) -> torch.Tensor:
+    return self._on_cpu[index].to(self._device)
+
+  def __getattr__(self, name: str):
+    return getattr(self._on_cpu, name)
+
+
+class _File:
+  """An open file whose tensors come on a jax device."""
+
+  def __init__(self, on_cpu, device):
+    self._on_cpu, self._device = on_cpu, device
+
+  def get_tensor(self, name: str) -> torch.Tensor:
+    return self._on_cpu.get_tensor(name).to(self._device)
+
+  def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    names = self._on_cpu.keys() if names is None else names
+    return {name: self.get_tensor(name) for name in names}
+
+  def get_slice(self, name: str) -> _Slice:
+    return _Slice(self._on_cpu.get_slice(name), self._device)
+
+  def __enter__(self):
+    self._on_cpu.__enter__()
+    return self
+
+  def __exit__(self, *error) -> None:
+    self._on_cpu.__exit__(*error)
+
+  def __getattr__(self, name: str):
+    return getattr(self._on_cpu, name)
+
+
+def register(is_jax: Callable[[str], bool]) -> None:
+  """Has safetensors, where it is installed, load onto jax.
+
+  Args:
+    is_jax: whether a location, such as "jax:0" or "cuda", means jax.
+  """
+  try:
+    import safetensors.torch
+  except ImportError:
+    return
+  known = safetensors.safe_open
+
+  def safe_open(filename, framework, device="cpu", **options):
+    """`safetensors.safe_open`, which also takes a jax device."""
+    name = str(device)
+    if not name.startswith(("jax", "cuda")) or not is_jax(name):
+      return known(filename, framework=framework, device=device, **options)
+    on_cpu = known(filename, framework=framework, device="cpu", **options)
+    return _File(on_cpu, placement.torch_device(torch.device(device).index))
+
+  # Libraries that were imported before have the name in modules of their own.
+  for module in list(sys.modules.values()):
+    if getattr(module, "__dict__", {}).get("safe_open") is known:
+      module.safe_open = safe_open
