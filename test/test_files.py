@@ -5,6 +5,7 @@ Checkpoints of whole runs are in `test_checkpoint.py`.
 
 import copy
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -257,6 +258,49 @@ def test_64_bit_numbers_of_a_file_become_what_jax_holds(options):
     assert loaded[name].tolist() == value.tolist() == wide[name].tolist()
   with pytest.raises(OverflowError, match="enable_x64"):
     torch.load(_saved([torch.tensor([2**40])]), map_location="jax")
+
+
+_ON_FOUR_DEVICES = """
+import io, pickle, torch, torchax
+
+base = torch.arange(8.0)
+there = base.to("jax:2")
+stream = io.BytesIO()
+torch.save([there, there[2:4]], stream)
+
+def devices(**options):
+  stream.seek(0)
+  loaded = torch.load(stream, **options)
+  assert torch.equal(loaded[0].cpu(), base) and loaded[1].tolist() == [2, 3]
+  assert loaded[1].data_ptr() == loaded[0].data_ptr() + 8
+  return {str(tensor.device) for tensor in loaded}
+
+assert devices() == {"jax:2"}
+assert devices(map_location="jax") == {"jax:0"}
+assert devices(map_location="jax:1") == {"jax:1"}
+assert devices(map_location={"cpu": "jax:3"}) == {"jax:3"}
+assert devices(map_location=lambda storage, _: storage.jax("jax:3")) == {"jax:3"}
+with torch.jax.device(1):
+  assert devices(map_location="jax") == {"jax:1"}
+  assert devices() == {"jax:2"}
+assert str(pickle.loads(pickle.dumps(there)).device) == "jax:2"
+print(stream.getvalue().hex())
+"""
+
+
+def test_an_index_says_which_device_a_file_is_loaded_onto():
+  flag = "--xla_force_host_platform_device_count=4"
+  program = subprocess.run(
+    [sys.executable, "-c", _ON_FOUR_DEVICES],
+    env={**os.environ, "XLA_FLAGS": flag},
+    check=True,
+    capture_output=True,
+    text=True,
+  )
+  # Here there is one device, which takes what was on another one.
+  first, _ = torch.load(io.BytesIO(bytes.fromhex(program.stdout)))
+  assert str(first.device) == "jax:0"
+  assert_same(first, torch.arange(8.0))
 
 
 def test_cuda_means_jax_in_the_environment():

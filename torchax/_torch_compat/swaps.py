@@ -22,8 +22,6 @@ _count_of_uses = private.find(
 )
 
 _SAME_OBJECT = "modules that move to the CPU with the same objects as parameters"
-  "moving a module from jax to the CPU with its parameters the same objects"
-)
 _apply_to_module = private.find("torch.nn.Module._apply", _SAME_OBJECT, instead=None)
 _can_take_data = private.find(
   "torch._has_compatible_shallow_copy_type",
