@@ -5,6 +5,8 @@
 #   make test-opinfo-quick  runs PyTorch's own list of operators, a few inputs of each
 #   make test-opinfo        runs it with many inputs and writes docs/operators.md
 #   make test-models        runs real models and writes docs/models.md
+#   make test-ecosystem     runs programs of libraries, writes docs/training-scripts.md
+#   make test-ecosystem-quick  runs two of the libraries, in a few minutes
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style, formatting and types;  make format  mends what it can
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
@@ -28,7 +30,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-opinfo test-opinfo-quick test-models test-statistics lint format bench docs clean distclean
+.PHONY: help install demo test test-opinfo test-opinfo-quick test-models test-ecosystem test-ecosystem-quick test-statistics lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -44,6 +46,13 @@ $(STAMP): setup.py pyproject.toml constraints.txt torchax/version.py
 	  --editable '.[all]'
 	touch $@
 
+# The libraries of the extra that is not in 'all'; torch stays at its pinned version.
+ECOSYSTEM := $(VENV)/.ecosystem
+$(ECOSYSTEM): $(STAMP)
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
+	  --editable '.[ecosystem]'
+	touch $@
+
 install: $(STAMP)
 
 demo: $(STAMP)
@@ -52,7 +61,7 @@ demo: $(STAMP)
 PYTEST := $(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal
 
 test: $(STAMP)
-	$(PYTEST) --ignore=test/opinfo $(ARGS)
+	$(PYTEST) --ignore=test/opinfo --ignore=test/ecosystem $(ARGS)
 
 test-opinfo-quick: $(STAMP)
 	$(PYTEST) test/opinfo $(ARGS)
@@ -67,8 +76,17 @@ test-models: $(STAMP)
 	$(PYTEST) test/models --junitxml=output/models.xml $(ARGS)
 	$(BIN)/python tools/model_table.py output/models.xml docs/models.md
 
+test-ecosystem: $(ECOSYSTEM)
+	mkdir -p output
+	$(PYTEST) test/ecosystem --junitxml=output/ecosystem.xml $(ARGS)
+	$(BIN)/python -m tools.library_table output/ecosystem.xml docs/training-scripts.md
+
+test-ecosystem-quick: $(ECOSYSTEM)
+	$(PYTEST) test/ecosystem/test_trainer.py test/ecosystem/test_accelerate.py $(ARGS)
+
 test-statistics: $(STAMP)
-	TORCHAX_SEEDS_FACTOR=10 $(PYTEST) -m statistics --ignore=test/opinfo $(ARGS)
+	TORCHAX_SEEDS_FACTOR=10 $(PYTEST) -m statistics --ignore=test/opinfo \
+	  --ignore=test/ecosystem $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

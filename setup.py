@@ -63,6 +63,19 @@ EXTRAS = {
     "wheel>=0.43",
   ],
 }
+# Libraries around torch whose programs `make test-ecosystem` runs. They bring many
+# packages of their own, so they are not for every development environment.
+ECOSYSTEM = [
+  "accelerate>=1.6",
+  "diffusers>=0.36",
+  "gymnasium>=1.0",
+  "lightning>=2.5",
+  "peft>=0.18",
+  "safetensors>=0.5",
+  "torchao>=0.15",
+  "torchmetrics>=1.6",
+  "transformers>=5.0",
+]
 # For development; an accelerator's packages would replace those of the CPU.
 EXTRAS["all"] = sorted({name for names in EXTRAS.values() for name in names})
 
@@ -87,7 +100,7 @@ setup(
   packages=find_packages(include=["torchax", "torchax.*"]),
   package_data={"torchax": ["py.typed"]},
   install_requires=REQUIRES,
-  extras_require={**EXTRAS, **ACCELERATORS},
+  extras_require={**EXTRAS, **ACCELERATORS, "ecosystem": ECOSYSTEM},
   entry_points={"torch_dynamo_backends": ["jax = torchax.dynamo:backend"]},
   classifiers=[
     "Development Status :: 3 - Alpha",

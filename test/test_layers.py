@@ -36,6 +36,7 @@ LAYERS = {
     "torchax.backward",
     "torchax.factories",
     "torchax.ops.op_base",
+    "torchax.refusals",
     "torchax.shortcuts",
     "torchax.subscripts",
   ),

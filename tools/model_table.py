@@ -68,17 +68,17 @@ def render(verdicts: Verdicts) -> str:
   return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
-def insert(page: str, table: str) -> str:
+def insert(page: str, table: str, begin: str = BEGIN) -> str:
   """The page with the table between its markers.
 
   Raises:
     ValueError: the page has no markers.
   """
-  before, begin, rest = page.partition(BEGIN)
+  before, found, rest = page.partition(begin)
   _, end, after = rest.partition(END)
-  if not (begin and end):
-    raise ValueError(f"The page needs the lines {BEGIN!r} and {END!r}.")
-  return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+  if not (found and end):
+    raise ValueError(f"The page needs the lines {begin!r} and {END!r}.")
+  return f"{before}{begin}\n\n{table}\n\n{END}{after}"
 
 
 def main(arguments: list[str]) -> None:

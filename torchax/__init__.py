@@ -28,6 +28,7 @@ from torchax import (
   interop,
   list_plans,
   placement,
+  refusals,
   rng,
   safetensors,
   shortcuts,
@@ -125,6 +126,7 @@ def _compose() -> None:
   device_module.Generator.means_jax = lambda kind: kind == "jax" or _means_jax(kind)
   factories.register_kernels()
   interop.control_flow.register_kernels()
+  refusals.register()
   ours = (tensor, view, environment, device_module, device_module.Generator, placement)
   _torch_compat.keep_from_dynamo(*ours, *interop.MODULES)
 

@@ -7,6 +7,7 @@ above ATen (`ops/jtorch`) are, and "cuda" means "jax".
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -132,6 +133,20 @@ class _ModeState(threading.local):
     return self.depth > 0 and not self.suspended
 
 
+def _are_foreign(types) -> bool:
+  """Whether one of the classes handles torch's functions itself.
+
+  Those of other libraries do, around tensors of any device, and come first.
+  """
+  return bool(types) and any(map(_handles_functions, types))
+
+
+@functools.cache
+def _handles_functions(cls: type) -> bool:
+  handler = getattr(cls.__torch_function__, "__func__", None)
+  return handler not in (None, torch.Tensor.__torch_function__.__func__)
+
+
 class XLAFunctionMode(TorchFunctionMode):
   """Sends torch functions to the environment's function table."""
 
@@ -143,7 +158,7 @@ class XLAFunctionMode(TorchFunctionMode):
     if _is_compiling():  # Dynamo reads this: its graph holds torch's own functions
       return func(*args, **kwargs) if kwargs else func(*args)
     handler = self.env.functions.get(func)
-    if handler is not None and self.env.enabled:
+    if handler is not None and self.env.enabled and not _are_foreign(types):
       return handler(args, kwargs or {})
     return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -163,6 +178,8 @@ class XLADispatchMode(_torch_compat.DispatchMode):
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
     for cls in types:
       if cls is Tensor or cls is View:
+        if _torch_compat.is_watched():  # the mode below is to see it as well
+          return func(*args, **(kwargs or {}))
         return self.env.dispatch(func, types, args, kwargs)
     if kwargs is None:
       return func(*args)

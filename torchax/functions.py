@@ -27,8 +27,16 @@ def _has_jax_tensor(args, kwargs) -> bool:
 
 
 def _is_for_torch(args, kwargs) -> bool:
-  """True without jax tensors, or inside a transform, which takes functions apart."""
-  return not _has_jax_tensor(args, kwargs) or _torch_compat.is_transforming()
+  """True where torch takes a function apart: without jax tensors, inside a transform,
+
+  and under another dispatch mode, such as a counter of operations, which is to see
+  what the function consists of.
+  """
+  return (
+    not _has_jax_tensor(args, kwargs)
+    or _torch_compat.is_transforming()
+    or _torch_compat.is_watched()
+  )
 
 
 class ArrayFunctionHandler:

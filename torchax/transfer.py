@@ -145,12 +145,24 @@ _WAY_OUT = {
   "mkldnn": ".to_dense()",
 }
 
+# What is mostly behind it, and what to use instead.
+_INSTEAD = {
+  "sparse": (
+    " The gradient of `nn.Embedding(sparse=True)` is such a tensor: build the "
+    "embedding with `sparse=False`."
+  ),
+  "quantised": (
+    " In place of `torch.ao.quantization` use weights of eight bits from torchao: "
+    "`quantize_(model, Int8WeightOnlyConfig())`."
+  ),
+}
+
 
 def _refuse(op, kind: str):
   raise UnsupportedDtypeError(
     f"{op} is for {kind} tensors, but torchax holds dense and plain ones. Call "
     f"`{_WAY_OUT[kind]}` on such a tensor before moving it to jax, or `.cpu()` on this "
-    "one to go on with it on the CPU."
+    f"one to go on with it on the CPU.{_INSTEAD.get(kind, '')}"
   )
 
 

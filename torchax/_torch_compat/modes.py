@@ -84,6 +84,12 @@ def is_top_dispatch_mode(mode) -> bool:
   return depth > 0 and _dispatch_mode_at(depth - 1) is mode
 
 
+def is_watched() -> bool:
+  """True where a dispatch mode that is not ours sees operations first."""
+  depth = dispatch_depth()
+  return depth > 0 and not isinstance(_dispatch_mode_at(depth - 1), DispatchMode)
+
+
 _FORWARD_AD = "the short way of an operation outside of forward-mode AD"
 
 

@@ -29,7 +29,8 @@ def use_jax() -> None:
   device = state.get("device")
   if device is not None and device.type != "jax":
     raise RuntimeError(
-      f"use_jax() must come before the first Accelerator, but there is one on {device}."
+      "use_jax() must come before the first Accelerator, or TrainingArguments, but "
+      f"there is one on {device}."
     )
   os.environ[VARIABLE] = "jax"
   env = default_env()

@@ -1,0 +1,22 @@
+"""What the report of a run says about each test, for the table in the docs."""
+
+import importlib.metadata
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def said_in_the_report(request, record_property):
+  """The library of the test's file, its version, and the lines that change."""
+  module = request.module
+  if hasattr(module, "LIBRARY"):
+    record_property("library", module.LIBRARY)
+    record_property("version", importlib.metadata.version(module.DISTRIBUTION))
+    record_property("lines", module.LINES)
+
+
+@pytest.fixture(autouse=True)
+def without_network(monkeypatch):
+  """Models are made of configurations; nothing is downloaded."""
+  for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "DIFFUSERS_OFFLINE"):
+    monkeypatch.setenv(name, "1")

@@ -1,0 +1,130 @@
+"""Lightning's Trainer on jax is the one on the CPU, with bf16 and checkpoints."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchax
+
+pytorch = pytest.importorskip(
+  "lightning.pytorch", reason="the extra `ecosystem` is not installed"
+)
+
+LIBRARY, DISTRIBUTION = "Lightning", "lightning"
+LINES = (
+  "`import torchax.integrations.lightning`; "
+  '`Trainer(accelerator="jax", strategy="jax")`'
+)
+
+integration = importlib.import_module("torchax.integrations.lightning")
+JAX = {"accelerator": "jax", "strategy": "jax"}
+Misconfiguration = integration.MisconfigurationException
+
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+  pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+class Network(pytorch.LightningModule):
+  """A small network that writes its losses down."""
+
+  def __init__(self, dropout=0.0):
+    super().__init__()
+    self.layers = nn.Sequential(
+      nn.Linear(4, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 1)
+    )
+    self.losses, self.devices = [], set()
+
+  def _loss(self, batch):
+    points, targets = batch
+    return nn.functional.mse_loss(self.layers(points), targets)
+
+  def training_step(self, batch, index):
+    loss = self._loss(batch)
+    self.log("loss", loss)
+    self.losses.append(loss.item())
+    self.devices |= {loss.device.type, batch[0].device.type, self.device.type}
+    return loss
+
+  def validation_step(self, batch, index):
+    self.log("validation", self._loss(batch))
+
+  def configure_optimizers(self):
+    optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def _fit(folder, epochs=2, dropout=0.0, resume=None, **options):
+  """A fitted network, and its Trainer."""
+  pytorch.seed_everything(0, verbose=False)
+  network = Network(dropout)
+  points = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+  data = DataLoader(TensorDataset(points, points.sum(1, keepdim=True)), batch_size=8)
+  trainer = pytorch.Trainer(
+    max_epochs=epochs,
+    gradient_clip_val=0.5,
+    default_root_dir=str(folder),
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    enable_checkpointing=False,
+    **options,
+  )
+  trainer.fit(network, data, data, ckpt_path=resume)
+  return network, trainer
+
+
+def test_losses_and_validation_are_those_of_the_cpu(tmp_path):
+  expected, on_cpu = _fit(tmp_path, accelerator="cpu")
+  actual, trainer = _fit(tmp_path, **JAX)
+  assert actual.devices == {"jax"}
+  assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
+  figures, wanted = trainer.callback_metrics, on_cpu.callback_metrics
+  assert figures["validation"].item() == pytest.approx(wanted["validation"].item())
+  assert not torchax.default_env().enabled
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_losses_in_bf16_are_those_of_the_cpu(tmp_path, precision):
+  expected, _ = _fit(tmp_path, accelerator="cpu", precision=precision)
+  actual, _ = _fit(tmp_path, precision=precision, **JAX)
+  # bfloat16 has 8 bits.
+  assert actual.losses == pytest.approx(expected.losses, rel=2e-2)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+  keeping = {"callbacks": [integration.RandomStateCallback()], **JAX}
+  whole, _ = _fit(tmp_path, 4, 0.5, **keeping)
+  half, trainer = _fit(tmp_path, 2, 0.5, **keeping)
+  checkpoint = tmp_path / "half.ckpt"
+  trainer.save_checkpoint(checkpoint)
+  rest, _ = _fit(tmp_path, 4, 0.5, resume=str(checkpoint), **keeping)
+  assert half.losses + rest.losses == whole.losses
+
+
+def test_a_checkpoint_opens_on_the_cpu(tmp_path):
+  network, trainer = _fit(tmp_path, 1, **JAX)
+  trainer.save_checkpoint(tmp_path / "model.ckpt")
+  loaded = Network.load_from_checkpoint(tmp_path / "model.ckpt", map_location="cpu")
+  for name, value in network.state_dict().items():
+    assert torch.equal(loaded.state_dict()[name], value.cpu()), name
+
+
+def test_the_accelerator_alone_does_not_train_on_the_cpu(tmp_path):
+  with pytest.raises(Misconfiguration, match='strategy="jax"'):
+    _fit(tmp_path, accelerator="jax")
+  assert not torchax.default_env().enabled
+
+
+def test_several_processes_are_refused(tmp_path):
+  with pytest.raises(Misconfiguration, match="one process drives all"):
+    _fit(tmp_path, devices=2, **JAX)
+
+
+def test_float16_is_refused_in_favour_of_bfloat16(tmp_path):
+  with pytest.raises(Misconfiguration, match="bf16-mixed"):
+    _fit(tmp_path, precision="16-mixed", **JAX)

@@ -1,0 +1,173 @@
+"""Features of torch that have no way to jax tensors say what to use instead."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchax
+from torchax.errors import UnsupportedDtypeError
+
+
+def _model() -> nn.Module:
+  torch.manual_seed(0)
+  return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+POINTS = torch.linspace(-1, 1, 8).reshape(2, 4)
+JIT = {"script": torch.jit.script, "trace": lambda m: torch.jit.trace(m, POINTS)}
+each_jit = pytest.mark.parametrize("way", JIT)
+
+
+def test_data_parallel_names_sharding():
+  with pytest.raises(NotImplementedError, match="shard the batch over"):
+    DistributedDataParallel(_model().to("jax"))
+
+
+def test_data_parallel_of_cpu_modules_is_torchs_own():
+  with pytest.raises(ValueError, match="process group"):
+    DistributedDataParallel(_model())
+
+
+def _in_environment(is_on: bool):
+  return torchax.default_env() if is_on else torchax.disable_temporarily()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@each_jit
+def test_torchscript_of_a_module_on_jax_computes_and_differentiates(way, is_on):
+  expected = _model()(POINTS)
+  with _in_environment(is_on):
+    points, model = POINTS.to("jax"), _model().to("jax")
+    scripted = (
+      torch.jit.script(model) if way == "script" else torch.jit.trace(model, points)
+    )
+    actual = scripted(points)
+    actual.sum().backward()
+    again = scripted(2 * points)  # what was recorded are operations, not numbers
+  torch.testing.assert_close(actual.cpu(), expected)
+  torch.testing.assert_close(again.cpu(), _model()(2 * POINTS))
+  assert all(p.grad is not None for p in model.parameters())
+
+
+@each_jit
+def test_a_torchscript_file_of_jax_tensors_is_refused(way, tmp_path):
+  points, model = POINTS.to("jax"), _model().to("jax")
+  scripted = (
+    torch.jit.script(model) if way == "script" else torch.jit.trace(model, points)
+  )
+  for save in (
+    lambda: torch.jit.save(scripted, str(tmp_path / "model.pt")),
+    lambda: scripted.save(str(tmp_path / "model.pt")),
+    lambda: torch.jit.save(scripted, io.BytesIO()),
+  ):
+    with pytest.raises(NotImplementedError, match=r"torchax\.export"):
+      save()
+  assert not list(tmp_path.iterdir())
+
+
+@each_jit
+def test_a_torchscript_file_of_cpu_tensors_is_torchs_own(way, tmp_path):
+  path = str(tmp_path / "model.pt")
+  torch.jit.save(JIT[way](_model()), path)
+  torch.testing.assert_close(torch.jit.load(path)(POINTS), _model()(POINTS))
+
+
+@each_jit
+@pytest.mark.parametrize("arguments", [("jax",), (torch.device("jax:0"),)])
+def test_moving_a_scripted_module_to_jax_is_refused_before_anything_moves(
+  way, arguments
+):
+  scripted = JIT[way](_model())
+  with pytest.raises(NotImplementedError, match="move the module first"):
+    scripted.to(*arguments)
+  with pytest.raises(NotImplementedError, match="move the module first"):
+    scripted.to(device=arguments[0])
+  assert {p.device.type for p in scripted.parameters()} == {"cpu"}
+  assert scripted.to(torch.float64)(POINTS.double()).dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_dynamic_quantisation_names_torchao():
+  quantize = torch.ao.quantization.quantize_dynamic
+  with (
+    torchax.default_env(),
+    pytest.raises(UnsupportedDtypeError, match="Int8WeightOnlyConfig"),
+  ):
+    quantize(_model().to("jax"), {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "compiled from the CPU"])
+def test_sparse_embeddings_name_the_dense_ones(way):
+  embedding, words = nn.Embedding(8, 4, sparse=True), torch.tensor([1, 2, 2])
+  if way != "compiled from the CPU":
+    embedding, words = embedding.to("jax"), words.to("jax")
+
+  def step(words):
+    return embedding(words).sum()
+
+  if way != "eager":
+    step = torch.compile(step, backend="jax")
+  with (
+    torchax.default_env(),
+    pytest.raises(UnsupportedDtypeError, match="`sparse=False`"),
+  ):
+    step(words).backward()
+  assert embedding.weight.grad is None
+
+
+class Attention(nn.Module):
+  """A product in a linear map, and two in attention."""
+
+  def __init__(self):
+    super().__init__()
+    self.inner = nn.Linear(4, 4)
+
+  def forward(self, x):
+    x = self.inner(x)[None, None]
+    return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+FLOPS = {"linear": _model, "attention": Attention}
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("row", FLOPS)
+def test_a_counter_of_operations_counts_those_on_jax(row, is_on):
+  make = FLOPS[row]
+
+  def count(model, points) -> dict:
+    with FlopCounterMode(display=False) as counter:
+      model(points).sum().backward()
+    return counter.get_total_flops()
+
+  # The kernels that the CPU has for attention are not counted.
+  with sdpa_kernel(SDPBackend.MATH):
+    expected = count(make(), POINTS)
+  with _in_environment(is_on):
+    actual = count(make().to("jax"), POINTS.to("jax"))
+  assert actual == expected > 0
+
+
+def test_a_counter_of_operations_leaves_draws_as_they_are():
+  def run(scope) -> torch.Tensor:
+    torch.manual_seed(1)
+    with scope:
+      dropped = nn.functional.dropout(torch.ones(8, device="jax"), 0.5)
+      return torch.cat([dropped, torch.rand(2, device="jax")]).cpu()
+
+  with torchax.default_env():
+    expected = run(torchax.default_env())
+    assert torch.equal(run(FlopCounterMode(display=False)), expected)
+
+
+def test_a_module_is_copied_before_it_is_scripted():
+  """The advice of the error works."""
+  model = _model()
+  scripted = torch.jit.script(copy.deepcopy(model).to("jax"))
+  torch.testing.assert_close(scripted(POINTS.to("jax")).cpu(), model(POINTS))

@@ -1,0 +1,98 @@
+"""Writes the table of libraries for the docs from the report of `make test-ecosystem`.
+
+usage: python -m tools.library_table REPORT.xml docs/training-scripts.md
+
+The part of the page between the two markers is replaced. A test says in its name what
+holds; what it belongs to is among its properties (test/ecosystem/conftest.py).
+"""
+
+import dataclasses
+import pathlib
+import sys
+import xml.etree.ElementTree as ElementTree
+
+from tools import model_table
+
+BEGIN = "<!-- the table is written by tools/library_table.py -->"
+# Names of tests are in lower case.
+SPELLINGS = {"bf16": "bf16", "cpu": "CPU", "float16": "float16", "jax": "jax"}
+
+
+@dataclasses.dataclass
+class Library:
+  """What the tests of a library say.
+
+  Attributes:
+    version: the one that was tested.
+    lines: what changes in a program.
+    laws: each test function, and whether all of its rows hold.
+    reasons: why a test that is expected to fail does.
+  """
+
+  version: str
+  lines: str
+  laws: dict[str, bool] = dataclasses.field(default_factory=dict)
+  reasons: list[str] = dataclasses.field(default_factory=list)
+
+  def note(self, law: str, case: ElementTree.Element) -> None:
+    """Adds the verdict on one row of a test."""
+    skipped = case.find("skipped")
+    if skipped is not None and skipped.get("type") == "pytest.xfail":
+      reason = f"{law}: {skipped.get('message')}"
+      self.reasons += [reason] if reason not in self.reasons else []
+    elif skipped is None:
+      outcomes = {child.tag for child in case} - {"properties", "system-out"}
+      self.laws[law] = self.laws.get(law, True) and not outcomes
+
+
+def _law(name: str) -> str:
+  """A test's name as words: `test_it_finds_the_device[jax]` -> it finds the device."""
+  words = name.partition("[")[0].removeprefix("test_").split("_")
+  return " ".join(SPELLINGS.get(word, word) for word in words)
+
+
+def read(report: pathlib.Path) -> dict[str, Library]:
+  """The libraries in a JUnit report.
+
+  Raises:
+    ValueError: there are none.
+  """
+  libraries: dict[str, Library] = {}
+  for case in ElementTree.parse(report).iter("testcase"):
+    said = {p.get("name"): p.get("value") for p in case.iter("property")}
+    if "library" in said:
+      library = libraries.setdefault(
+        said["library"], Library(said["version"], said["lines"])
+      )
+      library.note(_law(case.get("name", "")), case)
+  if not libraries:
+    raise ValueError(
+      f"No verdicts on libraries in {report}; write them with `make test-ecosystem`."
+    )
+  return libraries
+
+
+def render(libraries: dict[str, Library]) -> str:
+  """The table."""
+  rows = [["library", "what changes", "what is tested"], ["---"] * 3]
+  for name in sorted(libraries, key=str.lower):
+    library = libraries[name]
+    laws = [f"{'✓' if holds else '✗'} {law}" for law, holds in library.laws.items()]
+    laws += [f"✗ {reason}" for reason in library.reasons]
+    rows.append([f"{name} {library.version}", library.lines, "<br>".join(laws)])
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def main(arguments: list[str]) -> None:
+  """Entry point."""
+  if len(arguments) != 2:
+    raise SystemExit(__doc__)
+  report, page = map(pathlib.Path, arguments)
+  table = render(read(report))
+  text = model_table.insert(page.read_text(encoding="utf-8"), table, BEGIN)
+  page.write_text(text, encoding="utf-8")
+  print(f"written to {page}")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,77 @@
+"""Features of torch that do not go together with jax tensors, caught where they begin.
+
+They would fail late, in words about meta tensors, or write files without numbers. Each
+says in one sentence what to use instead; for tensors of other devices nothing changes.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from torchax.environment import default_env
+from torchax.tensor import Tensor
+
+_DATA_PARALLEL = (
+  "DistributedDataParallel has no way to jax tensors: one process drives all of JAX's "
+  "devices, so leave the wrapper out, and shard the batch over a `jax.sharding.Mesh` "
+  "inside `torchax.interop.jax_jit`."
+)
+_SCRIPT_FILE = (
+  "A TorchScript file holds numbers of the CPU, and this module's are on jax: script "
+  "or trace the module on the CPU and save that, or write a program with "
+  "`torchax.export`, and weights with `torch.save(module.state_dict(), file)`."
+)
+_SCRIPT_MOVE = (
+  "A scripted module cannot be moved to jax, because its C++ half keeps its tensors: "
+  "move the module first and script or trace it then, or use `torch.compile(module, "
+  'backend="jax")` in place of TorchScript.'
+)
+
+
+def _is_on_jax(module: torch.nn.Module) -> bool:
+  tensors = (*module.parameters(), *module.buffers())
+  return any(isinstance(tensor, Tensor) for tensor in tensors)
+
+
+def _refuse(owner, name: str, applies: Callable[..., bool], message: str) -> None:
+  """Makes a method raise NotImplementedError where `applies(*args, **kwargs)`."""
+  method = getattr(owner, name)
+
+  @functools.wraps(method)
+  def guarded(*args, **kwargs):
+    if applies(*args, **kwargs):
+      raise NotImplementedError(message)
+    return method(*args, **kwargs)
+
+  setattr(owner, name, guarded)
+
+
+def _goes_to_jax(module, *args, **kwargs) -> bool:
+  asked = (*args, *kwargs.values())
+  devices = (torch.device(a) for a in asked if isinstance(a, str | torch.device))
+  return any(device.type == "jax" for device in devices) and not _is_on_jax(module)
+
+
+def _without_environment(function: Callable) -> Callable:
+  """TorchScript records ATen operations, of which the environment would skip some."""
+
+  @functools.wraps(function)
+  def traced(*args, **kwargs):
+    with default_env().disabled():
+      return function(*args, **kwargs)
+
+  return traced
+
+
+def register() -> None:
+  """Puts the checks in place."""
+  parallel = torch.nn.parallel.DistributedDataParallel
+  _refuse(parallel, "__init__", lambda _, m, *a, **k: _is_on_jax(m), _DATA_PARALLEL)
+  # Modules that were traced are of the first class alone.
+  for scripted in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule):
+    for name in ("save", "save_to_buffer"):
+      _refuse(scripted, name, lambda m, *a, **k: _is_on_jax(m), _SCRIPT_FILE)
+  _refuse(torch.jit.ScriptModule, "to", _goes_to_jax, _SCRIPT_MOVE)
+  for name in ("trace", "trace_module"):
+    setattr(torch.jit, name, _without_environment(getattr(torch.jit, name)))
