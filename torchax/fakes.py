@@ -92,10 +92,6 @@ class Fake(Tensor):
     """The current device: there are no numbers that could lie anywhere else."""
     return placement.torch_device(placement.current_index())
 
-  def untyped_storage(self) -> torch.UntypedStorage:
-    """torch's own, without memory: tracers tell views by it."""
-    return torch.Tensor.untyped_storage(self)
-
   @property
   def _env(self):
     raise NoNumbersError("An operation on the array of a jax tensor")
