@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax import _torch_compat
-from torchax.ops.names import aten, present
+from torchax.ops.names import aten, present, resolve
 
 DEVICE = _torch_compat.BACKEND
 
@@ -309,8 +309,8 @@ _PROMOTING = """
 def _functional_overloads(names: str) -> Iterable:
   """The overloads of named operations that take tensors and write to none."""
   for name in names.split():
-    packet = getattr(aten, name)
-    if not packet:  # of another version of torch
+    packet = resolve(getattr(aten, name))
+    if packet is None:  # of another version of torch
       continue
     for overload_name in packet.overloads():
       schema = getattr(packet, overload_name)._schema

@@ -10,7 +10,7 @@ import functools
 import torch
 
 from torchax._torch_compat import OpOverload
-from torchax.ops.names import aten, present
+from torchax.ops.names import aten, present, resolve
 
 # Functional forms that the naming rule does not find.
 _FUNCTIONAL_FORMS = present(
@@ -91,8 +91,8 @@ def functional_form(op: OpOverload) -> OpOverload | None:
     return _FUNCTIONAL_FORMS[op]
   name = op._schema.name.split("::")[1]
   in_place = is_in_place(op)
-  packet = getattr(aten, name.removesuffix("_") if in_place else name)
-  if not packet:
+  packet = resolve(getattr(aten, name.removesuffix("_") if in_place else name))
+  if packet is None:
     return None
   schema = schema_of(op)
   if not in_place and not schema.outputs:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from torchax.list_plans import require_same_length
 from torchax.ops import mappings
 from torchax.ops.jaten._opmath import widen
-from torchax.ops.names import aten, present
+from torchax.ops.names import aten, present, resolve
 from torchax.ops.op_base import op, to_float
 from torchax.ops.ops_registry import all_aten_ops
 
@@ -46,8 +46,8 @@ ROWS = {
 
 
 def _functional_overloads(name: str) -> dict:
-  packet = getattr(aten, f"_foreach_{name}")
-  if not packet:  # not in every version of torch
+  packet = resolve(getattr(aten, f"_foreach_{name}"))
+  if packet is None:  # not in every version of torch
     return {}
   names = [overload for overload in packet.overloads() if not overload.endswith("out")]
   return {overload: getattr(packet, overload) for overload in names}

@@ -1,0 +1,108 @@
+"""Which versions of the libraries torchax takes, and what it says to others."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+import torch
+from packaging.requirements import Requirement
+from source_tree import ROOT
+
+from torchax import versions
+from torchax.errors import UnsupportedVersionError
+
+NEWEST = {"torch": "99.0", "jax": "99.0", "jaxlib": "99.0", "numpy": "99.0"}
+
+
+def test_the_versions_here_are_taken():
+  versions.check()
+
+
+@pytest.mark.parametrize("name", versions.LOWEST)
+def test_the_lowest_version_is_taken_and_an_older_one_is_named(name):
+  bound = versions.LOWEST[name]
+  versions.check({**NEWEST, name: f"{bound}+cpu"}.__getitem__)
+  with pytest.raises(UnsupportedVersionError) as caught:
+    versions.check({**NEWEST, name: "0.1.9"}.__getitem__)
+  message = str(caught.value)
+  assert f"needs {name} {bound} or newer, but found {name} 0.1.9" in message
+  assert f'pip install "{name}>={bound}"' in message
+  assert "99.0" not in message
+
+
+def test_all_that_is_too_old_is_in_one_error():
+  old = {**NEWEST, "torch": "2.10.1", "jax": "0.9.9"}
+  with pytest.raises(UnsupportedVersionError, match="torch 2.10.1, jax 0.9.9"):
+    versions.check(old.__getitem__)
+
+
+@pytest.mark.parametrize("version", ["2.11", "2.11.0", "2.11.0a0+git1", "2.16.0.dev1"])
+def test_releases_are_compared_by_their_numbers(version):
+  versions.check({**NEWEST, "torch": version}.__getitem__)
+
+
+def test_a_package_without_metadata_is_left_to_its_import():
+  def installed(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+  versions.check(installed)
+
+
+def test_the_bounds_are_those_of_the_package():
+  text = (ROOT / "setup.py").read_text(encoding="utf-8")
+  (block,) = re.findall(r"^REQUIRES = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+  required = [Requirement(line) for line in re.findall(r'"([^"]+)"', block)]
+  bounds = {r.name: str(r.specifier).removeprefix(">=") for r in required}
+  assert versions.LOWEST.items() <= bounds.items()
+
+
+def test_the_versions_here_are_tested_ones():
+  assert versions.is_tested("torch", torch.__version__)
+  assert versions.is_tested("jax", jax.__version__)
+  assert versions.is_tested("python", platform.python_version())
+
+
+def test_a_series_is_tested_with_all_its_releases():
+  low, high = versions.TESTED["torch"]
+  assert versions.is_tested("torch", f"{low}.0")
+  assert versions.is_tested("torch", f"{high}.7+cu132")
+  assert not versions.is_tested("torch", "2.10.9")
+  assert not versions.is_tested("torch", f"2.{int(high.split('.')[1]) + 1}.0.dev1")
+
+
+OLD = """
+import importlib.metadata
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "2.9.1" if name == "torch" else real(name)
+import torchax
+"""
+
+
+def test_importing_torchax_with_an_old_torch_says_what_to_do():
+  done = subprocess.run(
+    [sys.executable, "-c", OLD],
+    capture_output=True,
+    text=True,
+    check=False,
+    env=dict(os.environ),
+    timeout=120,
+  )
+  assert done.returncode == 1
+  last = done.stderr.strip().splitlines()[-1]
+  assert "UnsupportedVersionError: torchax" in last
+  assert "needs torch 2.11 or newer, but found torch 2.9.1" in last
+
+
+def test_the_readme_and_the_workflow_name_the_tested_versions():
+  readme = pathlib.Path(ROOT, "README.md").read_text(encoding="utf-8")
+  workflow = pathlib.Path(ROOT, ".github", "workflows", "ci.yml").read_text()
+  for name, shown in (("torch", "torch"), ("jax", "JAX"), ("python", "Python")):
+    assert f"{shown} {versions.tested(name)}" in " ".join(readme.split())
+  for job in ("test:", "lowest:", "newest:", "prerelease:"):
+    assert f"\n  {job}\n" in workflow
