@@ -96,21 +96,22 @@ class _Following:
     """Follows calls until `release`."""
     with self._lock:
       self._holders += 1
-      self._settle()
+      self.settle()
 
   def release(self) -> None:
     """Undoes one `hold`."""
     with self._lock:
       self._holders -= 1
-      self._settle()
+      self.settle()
 
   def hold_for(self, owner) -> None:
     """Follows calls as long as an object lives; longer where nobody notices its end."""
     with self._lock:
       self._owners.add(owner)
-      self._settle()
+      self.settle()
 
-  def _settle(self) -> None:
+  def settle(self) -> None:
+    """Follows calls if somebody asks for it, and else no more."""
     # Others may have wrapped it since, or put back what they had found.
     current = torch.nn.Module.__call__
     original = _originals.get(current)

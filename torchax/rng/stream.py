@@ -15,7 +15,7 @@ import jax
 
 from torchax import _jax_compat
 from torchax.errors import ClosedScopeError, TracedDrawError
-from torchax.rng import ledger, sites
+from torchax.rng import ledger, running, sites
 from torchax.rng import state as rng_state
 from torchax.rng.ledger import Draw, Ledger
 from torchax.rng.sites import SiteTable
@@ -244,6 +244,7 @@ class RngStream:
       # Also in a trace that the stream has no part in: only the key is made anew.
       self._rebased()
       self._sites = SiteTable({}) if on else None
+      running.following.settle()
 
   def fork(self, name: str) -> "RngStream":
     """An independent stream named after its purpose; this one does not advance."""
