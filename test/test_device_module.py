@@ -3,12 +3,13 @@
 import contextlib
 import threading
 
+import jax
 import pytest
 import torch
 
 import torchax
-from torchax import rng
-from torchax.errors import SeedError
+from torchax import device_memory, placement, rng
+from torchax.errors import NoSuchDeviceError, SeedError
 from torchax.interop import jax_jit
 from torchax.rng import RngState
 
@@ -26,13 +27,15 @@ def _state() -> dict:
   return torchax.default_env().rng.state.state_dict()
 
 
-# One device -------------------------------------------------------------------------
+# Devices (test_devices.py has those of a process with several) -------------------------
 
 
-def test_torch_sees_one_device():
+def test_torch_finds_the_device():
+  assert torch.jax.is_available() and torch.accelerator.is_available()
   assert torch.jax.is_initialized()
-  assert torch.jax.device_count() == 1
-  assert torch.jax.current_device() == 0
+  assert torch.accelerator.current_accelerator(True) == torch.device("jax")
+  assert torch.jax.device_count() == torch.accelerator.device_count() == 1
+  assert torch.jax.current_device() == torch.accelerator.current_device_index() == 0
 
 
 @pytest.mark.parametrize("device", [0, -1, None, "jax", "jax:0", torch.device("jax")])
@@ -40,6 +43,8 @@ def test_the_only_device_can_be_chosen(device):
   torch.jax.set_device(device)
   with torch.jax.device(device):
     assert _rand().device == torch.device("jax:0")
+  with torch.accelerator.device_index(0):
+    assert _rand().get_device() == 0
 
 
 @pytest.mark.parametrize("device", [1, "jax:3", torch.device("jax:1")])
@@ -51,20 +56,135 @@ def test_the_only_device_can_be_chosen(device):
     torch.jax.get_rng_state,
     lambda device: torch.jax.set_rng_state(torch.jax.get_rng_state(), device),
     torch.jax.synchronize,
+    torch.jax.Stream,
+    torch.jax.get_device_properties,
+    torch.jax.memory_allocated,
+    lambda device: torch.accelerator.synchronize(device),
   ],
-  ids=["set_device", "device", "get_rng_state", "set_rng_state", "synchronize"],
+  ids=["set_device", "device", "get_rng_state", "set_rng_state", "synchronize"]
+  + ["Stream", "properties", "memory", "accelerator"],
 )
 def test_another_device_is_refused(use, device):
   before = _state()
-  with pytest.raises(ValueError, match="one device, jax:0"):
+  with pytest.raises(NoSuchDeviceError, match="does not exist.*jax:0 alone"):
     use(device)
   assert _state() == before
 
 
+def test_a_device_of_another_type_is_refused():
+  with pytest.raises(ValueError, match='type "jax".*cuda:0'):
+    torch.jax.set_device("cuda:0")
+
+
 def test_synchronize_waits_and_draws_nothing():
   before = _state()
-  torch.jax.synchronize()
+  product = torch.ones(400, 400, device="jax") @ torch.ones(400, 400, device="jax")
+  torch.accelerator.synchronize()
+  assert product.jax().is_ready() and torch.jax.current_stream().query()
   assert _state() == before
+
+
+def test_properties_of_the_device_are_jax_s():
+  (device,) = jax.local_devices()
+  found = torch.jax.get_device_properties("jax:0")
+  assert found.name == torch.jax.get_device_name() == device.device_kind
+  assert found.platform == device.platform and found.total_memory > 0
+  assert torch.jax.get_device_capability() == (found.major, found.minor)
+  assert torch.jax.is_bf16_supported()
+  assert torch.float32 in torch.accelerator.get_device_capability()["supported_dtypes"]
+
+
+# Memory: JAX keeps no figures of the CPU, so a device that has some stands in -----------
+
+
+class _Counting:
+  """Stands for a device that JAX counts the memory of."""
+
+  platform = "gpu"
+
+  def __init__(self):
+    self.figures = {"bytes_in_use": 30, "peak_bytes_in_use": 50, "bytes_limit": 100}
+
+  def memory_stats(self):
+    return self.figures
+
+
+@pytest.fixture
+def counting(monkeypatch):
+  _rand()
+  device = _Counting()
+  monkeypatch.setattr(placement, "jax_device", lambda index: device)
+  monkeypatch.setattr(device_memory, "_peaks", {})
+  return device
+
+
+def test_memory_figures_are_jax_s(counting):
+  assert torch.jax.memory_allocated() == torch.accelerator.memory_allocated() == 30
+  assert torch.jax.max_memory_allocated() == 50
+  assert torch.accelerator.max_memory_allocated() == 50
+  assert torch.jax.mem_get_info() == torch.accelerator.get_memory_info() == (70, 100)
+  assert torch.jax.memory_stats()["bytes_limit"] == 100
+  assert "bytes_in_use: 30" in torch.jax.memory_summary()
+
+
+def test_a_peak_that_was_reset_is_jax_s_again_once_it_grows(counting):
+  torch.jax.reset_peak_memory_stats()
+  assert torch.jax.max_memory_allocated() == 30
+  counting.figures["bytes_in_use"] = 40
+  assert torch.jax.max_memory_allocated() == 40
+  counting.figures["bytes_in_use"] = 20
+  assert torch.jax.max_memory_allocated() == 40
+  counting.figures["peak_bytes_in_use"] = 60
+  assert torch.jax.max_memory_allocated() == 60
+
+
+def test_the_cpu_has_no_memory_figures_but_memory():
+  assert torch.jax.memory_stats() == {} and torch.jax.memory_allocated() == 0
+  assert torch.accelerator.memory_allocated() == torch.jax.max_memory_reserved() == 0
+  free, total = torch.jax.mem_get_info()
+  assert 0 < free <= total
+  for release in (torch.jax.empty_cache, torch.jax.ipc_collect):
+    assert release() is None
+  torch.accelerator.empty_cache()
+  torch.accelerator.reset_peak_memory_stats()
+
+
+# Streams and events -----------------------------------------------------------------
+
+
+def test_there_is_one_stream():
+  stream = torch.accelerator.current_stream()
+  assert isinstance(stream, torch.Stream) and stream.device == torch.device("jax:0")
+  assert stream == torch.jax.default_stream() == torch.jax.Stream(priority=-1)
+  with torch.jax.stream(torch.jax.Stream()), torch.jax.Stream():
+    work = torch.ones(300, 300, device="jax") @ torch.ones(300, 300, device="jax")
+  stream.wait_stream(torch.jax.Stream())
+  stream.synchronize()
+  assert work.jax().is_ready() and stream.query() and not stream.is_capturing()
+  torch.accelerator.set_stream(stream)
+
+
+def test_events_take_the_time_of_the_work_between_them():
+  a = torch.ones(700, 700, device="jax")
+  start, end = (torch.jax.Event(enable_timing=True) for _ in range(2))
+  start.record()
+  product = a @ a
+  torch.jax.current_stream().record_event(end)
+  assert product.jax().is_ready()
+  assert 0 < start.elapsed_time(end) < 60_000
+  end.synchronize()
+  assert end.query() and isinstance(end, torch.Event)
+
+
+def test_an_event_without_a_time_is_refused():
+  untimed, timed = torch.jax.Event(), torch.jax.Event(enable_timing=True)
+  with pytest.raises(RuntimeError, match="enable_timing=True"):
+    untimed.elapsed_time(timed)
+  with pytest.raises(RuntimeError, match="record"):
+    timed.elapsed_time(torch.jax.Event(enable_timing=True))
+  untimed.record()
+  untimed.synchronize()
+  assert untimed.query()
 
 
 # Seeds ------------------------------------------------------------------------------
@@ -225,7 +345,7 @@ def test_the_states_of_all_devices_are_one():
 def test_another_number_of_states_is_refused():
   before = _state()
   for states in ([], [torch.jax.get_rng_state()] * 2):
-    with pytest.raises(ValueError, match="one device"):
+    with pytest.raises(ValueError, match="each of 1 devices"):
       torch.jax.set_rng_state_all(states)
   assert _state() == before
 

@@ -104,7 +104,7 @@ def main():
   data = TensorDataset(torch.arange(8.0), torch.arange(8))
   for workers, pin in ((0, False), (0, True), (2, False), (2, True)):
     with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # torch says that it pins nothing on the CPU
+      warnings.simplefilter("error")
       loader = DataLoader(data, batch_size=4, num_workers=workers, pin_memory=pin)
       batches = [x for x, y in loader]
     assert all(type(x) is torch.Tensor and x.device.type == "cpu" for x in batches)
@@ -147,13 +147,19 @@ def test_forking_the_random_state_restores_both_worlds():
   assert run(f"import torch, torchax\n{FORK}") == "forked\n"
 
 
+NO_BACKEND = """
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), "{when} set up a JAX backend"
+"""
+
+
 ACCELERATOR = """
 accelerator = torch.accelerator
-if accelerator.is_available():
-  accelerator.synchronize()
-assert accelerator.current_accelerator(check_available=True) is None
-accelerator.current_accelerator()
-accelerator.device_count()
+assert accelerator.is_available()
+accelerator.synchronize()
+accelerator.empty_host_cache()
+accelerator.memory_stats()
+assert accelerator.current_accelerator(check_available=True).type == "jax"
 accelerator.current_device_index()
 accelerator.set_device_index(0)
 with accelerator.device_index(0):
@@ -165,18 +171,40 @@ torch.utils.checkpoint.checkpoint(
 with torch.autocast("cpu", torch.bfloat16):
   assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 torch.nn.Linear(2, 2).share_memory()
+model = torch.nn.Linear(2, 2)
+assert torch.equal(torch.nn.DataParallel(model)(torch.ones(1, 2)), model(torch.ones(1, 2)))
 print("ran")
 """
 
 
 def test_the_accelerator_api_does_not_crash():
-  assert run(f"import torch, torchax\n{ACCELERATOR}") == "ran\n"
+  check = NO_BACKEND.format(when="asking for the accelerator")
+  assert run(f"import torch, torchax\n{ACCELERATOR}{check}") == "ran\n"
 
 
-NO_BACKEND = """
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized(), "{when} set up a JAX backend"
+GENERATORS = """
+import copy, pickle
+g = torch.Generator("jax")
+plain = torch.Generator()
+assert isinstance(plain, torch.Generator) and isinstance(g, torch.Generator)
+assert isinstance(torch.default_generator, torch.Generator)
+assert not isinstance(1, torch.Generator)
+assert type(plain) is type(torch.default_generator)
+assert issubclass(type(plain), torch.Generator)
+assert pickle.loads(pickle.dumps(plain)).device.type == "cpu"
+assert copy.deepcopy(plain).initial_seed() == plain.initial_seed()
+
+class Mine(torch.Generator):
+  pass
+
+assert isinstance(Mine(), Mine) and not isinstance(plain, Mine)
+print("made")
 """
+
+
+def test_the_class_of_generators_stands_for_torch_s_own_as_well():
+  check = NO_BACKEND.format(when="making a generator")
+  assert run(f"import torch, torchax\n{GENERATORS}{check}") == "made\n"
 
 
 def test_importing_sets_up_no_jax_backend():

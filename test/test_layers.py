@@ -43,6 +43,7 @@ LAYERS = {
   5: ("torchax.environment",),
   4: (
     "torchax.aliasing",
+    "torchax.device_plans",
     "torchax.dispatch",
     "torchax.functions",
     "torchax.generators",
@@ -60,6 +61,8 @@ LAYERS = {
   2: ("torchax.tensor",),
   1: (
     "torchax.amp",
+    "torchax.device_generator",
+    "torchax.device_memory",
     "torchax.device_module",
     "torchax.grad_mode",
     "torchax.ops",
@@ -69,7 +72,9 @@ LAYERS = {
     "torchax.ops.ops_registry",
     "torchax.rng",
     "torchax.files",
+    "torchax.placement",
     "torchax.storage",
+    "torchax.streams",
     "torchax.untyped_storage",
     "torchax.view_info",
   ),

@@ -95,7 +95,7 @@ def _of_host(pages: str) -> int:
 
 
 def accelerator_stats(device=None) -> dict[str, Any]:
-  """The figures under the names of `torch.accelerator.memory_stats`, and under JAX's."""
+  """The figures under the names of `torch.accelerator`, and under JAX's."""
 
   def all_of(current: int, peak: int) -> dict:
     return {"all": {"current": current, "peak": peak}}

@@ -8,15 +8,13 @@ torch has it, and its result is there too.
 import threading
 from collections.abc import Callable, Iterator
 
-import torch
-
 from torchax import _jax_compat, placement
 from torchax.errors import MixedDeviceError
+from torchax.ops.names import aten
 from torchax.rng import scope
 from torchax.storage import Storage, Unplaced
 from torchax.tensor import Tensor
 
-aten = torch.ops.aten
 _ArrayImpl = _jax_compat.ArrayImpl
 
 
@@ -47,7 +45,7 @@ class PlacedPlan:
 
 
 def make(function: Callable, target):
-  """Runs `function()`, which makes a tensor of its own, on a device; see `target_of`."""
+  """Runs `function()`, which makes a tensor, on a device; see `target_of`."""
   made = []
 
   def arrays():
@@ -151,12 +149,13 @@ def _common(op, args, kwargs) -> tuple[int | None, bool]:
 def _refuse(op, first: int, second: int):
   raise MixedDeviceError(
     "Expected all tensors to be on the same device, but found at least two devices, "
-    f"jax:{first} and jax:{second}! (in {op}) Move one of them with `.to(other.device)`."
+    f"jax:{first} and jax:{second}! (in {op}) Move one of them with "
+    "`.to(other.device)`."
   )
 
 
 def _follow(tensor: Tensor, index: int | None, is_free: bool) -> None:
-  """Puts a result that was computed elsewhere, such as on the host, with its tensors."""
+  """Puts a result that was computed elsewhere, as on the host, beside its tensors."""
   storage = tensor._storage
   if is_free:
     unplaced(tensor)

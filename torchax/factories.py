@@ -212,7 +212,8 @@ def register_functions(env: Environment) -> None:
       env.functions.add(func, _constructor(func, env))
   for func in _SPARSE_FACTORIES:
     env.functions.add(func, _refused_on_jax(func, env))
-  env.functions.add(_torch_compat.tensor_to, _to(env))
+  for function in (_torch_compat.tensor_to, _torch_compat.resolving_to):
+    env.functions.add(function, _to(env))
   env.functions.add(_torch_compat.parse_to, _parse_to)
   env.functions.add(torch.Tensor.cuda, _cuda(env))
 

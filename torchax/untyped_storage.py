@@ -98,7 +98,7 @@ class UntypedStorage(torch.UntypedStorage):
     else:
       elements = torch.empty(0, dtype=self._dtype, device="cpu")
     elements = elements if shape is None else elements.reshape(shape)
-    target = placement.target_of(placement.torch_device(self.index))
+    target = placement.target_of(self.index)
     return placement.make(lambda: mappings.t2j(elements), target)
 
   def fill(self, content: np.ndarray) -> None:
@@ -109,7 +109,9 @@ class UntypedStorage(torch.UntypedStorage):
       return
     if self._dtype is None:
       self._dtype = mappings.j2t_dtype(array.dtype)
-    self.storage.write(self._array(content, array.shape))
+    made = self._array(content, array.shape)
+    place = placement.place_of(array)
+    self.storage.write(made if place is None else placement.put_back(made, place))
 
   def host(self) -> np.ndarray:
     """The bytes as uint8 of shape (n,), perhaps of memory that is not ours to change.
@@ -131,9 +133,8 @@ class UntypedStorage(torch.UntypedStorage):
   @property
   def device(self) -> torch.device:
     if self.is_plain:
-      return placement.torch_device(
-        placement.current_index() if self.index is None else self.index
-      )
+      index = placement.current_index() if self.index is None else self.index
+      return placement.torch_device(index)
     return placement.device_of(self.storage.array)
 
   def nbytes(self) -> int:

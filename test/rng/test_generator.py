@@ -1,14 +1,18 @@
 """`torch.Generator` passed to an operation: a stream of its own, eager and compiled."""
 
+import copy
+import pickle
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from torch.utils.data import DataLoader, random_split
 
 import torchax
-from torchax.errors import RngError, TracedDrawError
+from torchax.errors import NoSuchDeviceError, RngError, TracedDrawError
 from torchax.interop import (
   cond,
   gradient_checkpoint,
@@ -18,9 +22,9 @@ from torchax.interop import (
 )
 
 
-@pytest.fixture
-def generator():
-  return torch.Generator().manual_seed(0)
+@pytest.fixture(params=["cpu", "jax"])
+def generator(request):
+  return torch.Generator(device=request.param).manual_seed(0)
 
 
 def _rand(generator, n=4) -> torch.Tensor:
@@ -380,3 +384,91 @@ def test_two_generators_as_arguments_are_two_streams(generator):
     torch.equal(out, _add_noise(x, g))
     for out, g in zip(outs, (generator, other, generator, other))
   )
+
+
+# Generators of jax --------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_jax():
+  return torch.Generator(device="jax").manual_seed(3)
+
+
+def test_a_generator_of_jax_says_so():
+  x = torch.ones(2, device="jax")
+  for device in ("jax", "jax:0", torch.device("jax"), x.device):
+    generator = torch.Generator(device)
+    assert generator.device == x.device and isinstance(generator, torch.Generator)
+    assert torch.Generator(device=device).device.type == "jax"
+
+
+def test_a_generator_of_jax_draws_as_one_of_the_cpu_on_jax(of_jax):
+  of_cpu = torch.Generator().manual_seed(3)
+  for draw in DRAWS.values():
+    assert torch.equal(draw(of_jax), draw(of_cpu))
+  assert torch.equal(of_jax.get_state(), of_cpu.get_state())
+
+
+def test_a_generator_of_jax_has_torch_s_methods(of_jax):
+  assert of_jax.manual_seed(5) is of_jax and of_jax.initial_seed() == 5
+  state = of_jax.get_state()
+  assert state.device.type == "cpu" and state.dtype == torch.uint8
+  expected = _rand(of_jax)
+  assert torch.equal(_rand(of_jax.set_state(state) or of_jax), expected)
+  assert of_jax.seed() == of_jax.initial_seed()
+
+
+@pytest.mark.parametrize(
+  "copied",
+  [
+    lambda g: g.clone_state(),
+    copy.deepcopy,
+    lambda g: pickle.loads(pickle.dumps(g)),
+  ],
+  ids=["clone_state", "deepcopy", "pickle"],
+)
+def test_a_copy_of_a_generator_of_jax_goes_on_by_itself(of_jax, copied):
+  _rand(of_jax)
+  other = copied(of_jax)
+  assert other.device == of_jax.device
+  expected = [_rand(of_jax), _rand(of_jax)]
+  assert _same([_rand(other), _rand(other)], expected)
+
+
+def test_samplers_of_torch_take_a_generator_of_jax(of_jax):
+  data = torch.arange(8)
+  loader = DataLoader(data, batch_size=8, shuffle=True, generator=of_jax)
+  (first,), (second,) = list(loader), list(loader)
+  assert not torch.equal(first, second) and torch.equal(first.sort().values, data)
+  parts = random_split(data, [4, 4], generator=of_jax)
+  assert sorted([*parts[0].indices, *parts[1].indices]) == list(range(8))
+  assert torch.randperm(5, generator=of_jax).sort().values.tolist() == list(range(5))
+
+
+def test_initialisers_take_a_generator_of_jax(of_jax):
+  weights = [torch.empty(3, 3, device="jax") for _ in range(2)]
+  for weight in weights:
+    torch.nn.init.kaiming_uniform_(weight, generator=of_jax.manual_seed(1))
+  assert torch.equal(*weights)
+
+
+def test_inside_the_environment_cuda_is_jax_for_a_generator_too(env):
+  with env:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    drawn = torch.rand(3, device="cuda", generator=generator)
+  assert generator.device.type == "jax"
+  assert torch.equal(drawn, _rand(generator.manual_seed(0), 3))
+
+
+def test_torch_compile_takes_a_generator_of_jax(of_jax):
+  compiled = torch.compile(lambda x: x + _rand(of_jax, 2), backend="jax")
+  x = torch.zeros(2, device="jax")
+  drawn = [compiled(x), compiled(x)]
+  of_jax.manual_seed(3)
+  assert _same(drawn, [_rand(of_jax, 2), _rand(of_jax, 2)])
+
+
+@pytest.mark.parametrize("device", ["jax:7", torch.device("jax:1"), 3])
+def test_a_generator_of_a_device_that_does_not_exist_is_refused(device):
+  with pytest.raises(NoSuchDeviceError, match="jax:0 alone"):
+    torch.Generator(device)

@@ -9,6 +9,7 @@ from torchax._torch_compat.accelerator import (
   fork_one_stream,
   leave_data_parallel_alone,
   resolve_in_to,
+  resolving_to,
   tensor_to,
 )
 from torchax._torch_compat.backend import (
@@ -168,6 +169,7 @@ __all__ = [
   "require_autocast",
   "require_capture",
   "resolve_in_to",
+  "resolving_to",
   "rnn_relu",
   "rnn_tanh",
   "scaled_dot_product_attention",

@@ -69,8 +69,16 @@ def fork_one_stream() -> None:
   torch.random.fork_rng = fork_rng
 
 
-# As C++ has it: `resolve_in_to` may put another function in its place.
+# As C++ has it; `resolve_in_to` puts the other one in its place.
 tensor_to = torch.Tensor.to
+
+
+@functools.wraps(tensor_to)
+def resolving_to(self, *args, **kwargs):
+  """`Tensor.to` of a device that Python has completed."""
+  args = [resolving_to.resolve(arg) for arg in args]
+  kwargs = {name: resolving_to.resolve(arg) for name, arg in kwargs.items()}
+  return tensor_to(self, *args, **kwargs)
 
 
 def resolve_in_to(resolve) -> None:
@@ -78,11 +86,5 @@ def resolve_in_to(resolve) -> None:
 
   C++ takes a device of this backend without an index for the first one.
   """
-
-  @functools.wraps(tensor_to)
-  def to(self, *args, **kwargs):
-    args = [resolve(arg) for arg in args]
-    kwargs = {name: resolve(arg) for name, arg in kwargs.items()}
-    return tensor_to(self, *args, **kwargs)
-
-  torch.Tensor.to = to
+  resolving_to.resolve = resolve
+  torch.Tensor.to = resolving_to
