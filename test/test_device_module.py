@@ -27,7 +27,7 @@ def _state() -> dict:
   return torchax.default_env().rng.state.state_dict()
 
 
-# Devices (test_devices.py has those of a process with several) -------------------------
+# Devices; test_devices.py has those of a process with several -------------------------
 
 
 def test_torch_finds_the_device():
@@ -94,7 +94,7 @@ def test_properties_of_the_device_are_jax_s():
   assert torch.float32 in torch.accelerator.get_device_capability()["supported_dtypes"]
 
 
-# Memory: JAX keeps no figures of the CPU, so a device that has some stands in -----------
+# Memory; JAX keeps no figures of the CPU, so a device that has some stands in ---------
 
 
 class _Counting:

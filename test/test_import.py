@@ -171,8 +171,8 @@ torch.utils.checkpoint.checkpoint(
 with torch.autocast("cpu", torch.bfloat16):
   assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 torch.nn.Linear(2, 2).share_memory()
-model = torch.nn.Linear(2, 2)
-assert torch.equal(torch.nn.DataParallel(model)(torch.ones(1, 2)), model(torch.ones(1, 2)))
+model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+assert torch.equal(torch.nn.DataParallel(model)(x), model(x))
 print("ran")
 """
 
