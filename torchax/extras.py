@@ -26,10 +26,13 @@ class Extra(NamedTuple):
 
 # By the name that is imported. A test compares this with setup.py.
 EXTRAS = {
+  "accelerate": Extra("ecosystem", "accelerate", "1.6"),
   "etils": Extra("checkpoint", "orbax-checkpoint", "0.12"),  # which brings it
   "flax": Extra("flax", "flax", "0.12"),
+  "lightning": Extra("ecosystem", "lightning", "2.5"),
   "matplotlib": Extra("plot", "matplotlib", "3.9"),
   "orbax": Extra("checkpoint", "orbax-checkpoint", "0.12"),
+  "transformers": Extra("ecosystem", "transformers", "5.0"),
 }
 
 

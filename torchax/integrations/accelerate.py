@@ -6,14 +6,13 @@ knows no other way to a device of another package.
 
 import os
 
+from torchax import extras
 from torchax.environment import default_env
-from torchax.integrations import _libraries
 from torchax.integrations._random_state import RandomState
 
-MINIMUM = "1.6"
 VARIABLE = "ACCELERATE_TORCH_DEVICE"
 
-_accelerate = _libraries.load("accelerate", MINIMUM)
+_accelerate = extras.load("accelerate", "torchax.integrations.accelerate")
 
 
 def use_jax() -> None:

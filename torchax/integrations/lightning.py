@@ -9,17 +9,15 @@ from typing import Any
 import jax
 import torch
 
-from torchax import rng
+from torchax import extras, rng
 from torchax.environment import default_env
-from torchax.integrations import _libraries
 
-MINIMUM = "2.5"
-
-_pytorch = _libraries.load("lightning.pytorch", MINIMUM)
-_accelerators = _libraries.load("lightning.pytorch.accelerators", MINIMUM)
-_strategies = _libraries.load("lightning.pytorch.strategies", MINIMUM)
-_plugins = _libraries.load("lightning.pytorch.plugins", MINIMUM)
-_exceptions = _libraries.load("lightning.pytorch.utilities.exceptions", MINIMUM)
+_USER = "torchax.integrations.lightning"
+_pytorch = extras.load("lightning.pytorch", _USER)
+_accelerators = extras.load("lightning.pytorch.accelerators", _USER)
+_strategies = extras.load("lightning.pytorch.strategies", _USER)
+_plugins = extras.load("lightning.pytorch.plugins", _USER)
+_exceptions = extras.load("lightning.pytorch.utilities.exceptions", _USER)
 MisconfigurationException = _exceptions.MisconfigurationException
 
 

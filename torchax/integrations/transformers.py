@@ -7,15 +7,13 @@ saves the random states of those that it knows.
 
 import torch
 
-from torchax import rng
-from torchax.integrations import _libraries, accelerate
+from torchax import extras, rng
+from torchax.integrations import accelerate
 
-MINIMUM = "5.0"
-
-_transformers = _libraries.load("transformers", MINIMUM)
-_trainer = _libraries.load("transformers.trainer", MINIMUM)
-_callbacks = _libraries.load("transformers.trainer_callback", MINIMUM)
-_arguments = _libraries.load("transformers.training_args", MINIMUM)
+_USER = "torchax.integrations.transformers"
+_trainer = extras.load("transformers.trainer", _USER)
+_callbacks = extras.load("transformers.trainer_callback", _USER)
+_arguments = extras.load("transformers.training_args", _USER)
 
 
 class RandomStateCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
