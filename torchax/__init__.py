@@ -122,7 +122,7 @@ def _compose() -> None:
   _torch_compat.answer_for_accelerator(device_module.ANSWERS)
   _torch_compat.leave_data_parallel_alone()
   _torch_compat.fork_one_stream()
-  torch.Generator = device_module.Generator
+  torch.Generator = device_module.Generator  # type: ignore[misc]
   device_module.Generator.means_jax = lambda kind: kind == "jax" or _means_jax(kind)
   factories.register_kernels()
   interop.control_flow.register_kernels()

@@ -142,9 +142,10 @@ def _are_foreign(types) -> bool:
 
 
 @functools.cache
-def _handles_functions(cls: type) -> bool:
+def _handles_functions(cls: Any) -> bool:
+  tensor: Any = torch.Tensor
   handler = getattr(cls.__torch_function__, "__func__", None)
-  return handler not in (None, torch.Tensor.__torch_function__.__func__)
+  return handler not in (None, tensor.__torch_function__.__func__)
 
 
 class XLAFunctionMode(TorchFunctionMode):

@@ -205,6 +205,7 @@ class JittableModule(ModuleWrapper):
     Raises:
       AttributeError: the module has no such method.
     """
+    method: Callable
     if key == "forward":
       method = types.MethodType(_forward, self._model)
     else:
