@@ -86,12 +86,26 @@ def walk(path: str) -> Any:
   """
   library, *parts = path.split(".")
   owner = importlib.import_module(library)
-  for part in parts:
-    if hasattr(owner, "__path__") and not hasattr(owner, part):
-      owner = importlib.import_module(f"{owner.__name__}.{part}")
+  for place, part in enumerate(parts):
+    # torch hides some modules behind functions of their name: what is no attribute of
+    # the function is one of the module.
+    following = parts[place + 1 : place + 2]
+    found = getattr(owner, part, None)
+    is_whole = found is not None and all(hasattr(found, name) for name in following)
+    if hasattr(owner, "__path__") and not is_whole:
+      owner = _submodule(f"{owner.__name__}.{part}", found)
     else:
       owner = getattr(owner, part)
   return owner
+
+
+def _submodule(name: str, otherwise: Any) -> Any:
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError:
+    if otherwise is None:
+      raise
+    return otherwise
 
 
 _NOTHING = object()

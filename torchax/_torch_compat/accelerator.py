@@ -5,6 +5,7 @@ attributes of modules of torch, and hold for the whole process.
 """
 
 import functools
+import importlib
 
 import torch
 
@@ -47,7 +48,9 @@ def leave_data_parallel_alone() -> None:
     found = _available_device_type()
     return None if found == BACKEND else found
 
-  private.walk(_DATA_PARALLEL)._get_available_device_type = _get_available_device_type
+  # Not by attributes: a function of its name hides the module.
+  module = importlib.import_module(_DATA_PARALLEL)
+  module._get_available_device_type = _get_available_device_type
 
 
 _fork_rng = torch.random.fork_rng
