@@ -141,6 +141,17 @@ def the_default_device_is_obeyed():
 
 
 @case
+def jax_s_own_default_device_is_the_current_one_until_torch_chooses():
+  with jax.default_device(jax.local_devices()[2]):
+    assert torch.jax.current_device() == 2
+    assert torch.ones(2, device="jax").device == on(2)
+    assert torch.ones(2, device="jax:0").device == on(0)
+    with torch.jax.device(3):
+      assert torch.ones(2, device="jax").device == on(3)
+  assert torch.jax.current_device() == 0
+
+
+@case
 def a_device_that_does_not_exist_raises_and_changes_nothing():
   moved = x()
   for use in (

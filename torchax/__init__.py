@@ -123,7 +123,9 @@ def _compose() -> None:
   _torch_compat.leave_data_parallel_alone()
   _torch_compat.fork_one_stream()
   torch.Generator = device_module.Generator  # type: ignore[misc]
-  device_module.Generator.means_jax = lambda kind: kind == "jax" or _means_jax(kind)
+  device_module.Generator.means_jax = lambda kind: (
+    kind == "jax" or (kind == "cuda" and _means_jax(kind))
+  )
   factories.register_kernels()
   interop.control_flow.register_kernels()
   refusals.register()

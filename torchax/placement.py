@@ -115,17 +115,23 @@ def checked_index(device) -> int | None:
   return index
 
 
-def default_index() -> int:
-  """The index of the device that JAX itself uses where none is named."""
+def default_index() -> int | None:
+  """The index of the device that JAX itself uses where none is named.
+
+  None for one that is none of `jax.local_devices()`: the CPU beside a GPU.
+  """
   device = jax.config.jax_default_device
-  if device is None or isinstance(device, str):
+  if device is None:
     return 0
-  return _indices(tuple(jax.local_devices())).get(device, 0)
+  devices = tuple(jax.local_devices())
+  if isinstance(device, str):
+    return 0 if device == devices[0].platform else None
+  return _indices(devices).get(device)
 
 
 def current_index() -> int:
   """The index of the device on which this thread makes tensors."""
-  return default_index() if _current.index is None else _current.index
+  return (default_index() or 0) if _current.index is None else _current.index
 
 
 def set_current(device) -> None:
@@ -287,7 +293,9 @@ def put_back(array: jax.Array, place: Sharding | None) -> jax.Array:
   if place is not None:
     return array if array.sharding == place else jax.device_put(array, place)
   if _jax_compat.is_committed(array) and not is_spread(array):
-    return _jax_compat.uncommitted(jax.device_put(array, jax_device(default_index())))
+    return _jax_compat.uncommitted(
+      jax.device_put(array, jax_device(default_index() or 0))
+    )
   return array
 
 

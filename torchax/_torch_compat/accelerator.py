@@ -22,9 +22,10 @@ def answer_for_accelerator(answers: dict) -> None:
     answers: by the last part of the name, such as "getDeviceIndex", a function of the
       same arguments. What a version of torch does not ask is left out.
   """
+  owner = private.walk("torch._C")
   for name, answer in answers.items():
     if private.find(f"torch._C._accelerator_{name}", _FEATURE, instead=None):
-      setattr(torch._C, f"_accelerator_{name}", answer)
+      setattr(owner, f"_accelerator_{name}", answer)
 
 
 _DATA_PARALLEL = "torch.nn.parallel.data_parallel"
