@@ -52,12 +52,14 @@ EXTRAS = {
   "lint": ["mypy>=2.0", "ruff>=0.12"],
   "plot": ["matplotlib>=3.9"],  # the picture of a ledger of draws
   "test": [
+    "cloudpickle>=3.0",
     "expecttest>=0.3",  # torch.testing._internal, whose op_db is swept, imports it
     "hypothesis>=6.100",
     "mypy>=2.0",  # programs that call torchax are type-checked by a test
     "packaging>=24.0",
     "pytest>=8.2",
     "pytest-xdist>=3.6",
+    "safetensors>=0.5",
     "scipy>=1.13",  # KS and chi-square tests of the samplers
     "setuptools>=77",  # the wheel is built by a test, without the network
     "wheel>=0.43",

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from typing import NamedTuple
@@ -267,6 +268,55 @@ def test_a_missing_checkpoint_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="no such path"):
     torchax.load_checkpoint(tmp_path / "nowhere")
   with pytest.raises(FileNotFoundError, match="holds none"):
+    torchax.load_checkpoint(tmp_path)
+
+
+def _largest(directory: pathlib.Path) -> pathlib.Path:
+  files = [path for path in directory.rglob("*") if path.is_file()]
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def _structure(step: pathlib.Path) -> pathlib.Path:
+  return step / "structure" / "metadata"
+
+
+def _cut(path: pathlib.Path) -> None:
+  os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGES = {
+  "structure cut off": lambda step: _cut(_structure(step)),
+  "array cut off": lambda step: _cut(_largest(step / "arrays")),
+  "names of arrays cut off": lambda step: _cut(step / "arrays" / "_METADATA"),
+  "arrays missing": lambda step: shutil.rmtree(step / "arrays"),
+  "unknown value": lambda step: _edit(step, "jax tensor", "mystery"),
+}
+
+
+def _edit(step: pathlib.Path, old: str, new: str) -> None:
+  path = _structure(step)
+  text = path.read_text()
+  assert old in text
+  path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_named(damage, tmp_path):
+  value = torch.randn(100, 100).to("jax")
+  for step in (1, 2):
+    torchax.save_checkpoint({"value": value}, tmp_path / "run", step)
+  damage(tmp_path / "run" / "2")
+  with pytest.raises(ValueError, match=r"run/2 is damaged.*earlier step"):
+    torchax.load_checkpoint(tmp_path / "run")
+  earlier = torchax.load_checkpoint(tmp_path / "run" / "1")
+  assert torch.equal(earlier["value"], value)
+
+
+def test_a_checkpoint_of_a_newer_version_says_what_to_do(tmp_path):
+  torchax.save_checkpoint({"value": 1}, tmp_path, 3)
+  path = _structure(tmp_path / "3")
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+  with pytest.raises(ValueError, match="newer torchax, in format 99.*Update torchax"):
     torchax.load_checkpoint(tmp_path)
 
 

@@ -13,8 +13,10 @@ import warnings
 
 import cloudpickle
 import pytest
+import safetensors
 import torch
 from compare import assert_same
+from safetensors.torch import load_file, save_file
 from spawned import answer
 
 import torchax
@@ -360,6 +362,54 @@ def test_a_run_on_the_cpu_goes_on_on_jax():
   _step(model, optimizer, "cpu")
   _step(resumed, again, "jax")
   assert_same(dict(resumed.state_dict()), dict(model.state_dict()))
+
+
+def test_transformers_save_and_load_from_jax(tmp_path):
+  transformers = pytest.importorskip("transformers", reason="not installed")
+  config = transformers.GPT2Config(
+    n_layer=1,
+    n_head=2,
+    n_embd=8,
+    vocab_size=32,
+    n_positions=8,
+    bos_token_id=0,
+    eos_token_id=0,
+  )
+  model = transformers.GPT2LMHeadModel(config).to("jax")
+  assert model.lm_head.weight is model.transformer.wte.weight
+  model.save_pretrained(tmp_path, max_shard_size="1KB")
+  shards = sorted(tmp_path.glob("*.safetensors"))
+  assert len(shards) > 1
+  found = [name for shard in shards for name in load_file(shard, device="jax")]
+  assert len(found) == len(set(found)) and "lm_head.weight" not in found
+  loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).to("jax")
+  assert loaded.lm_head.weight is loaded.transformer.wte.weight
+  for name, value in model.state_dict().items():
+    assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_safetensors_load_onto_the_device_that_is_asked_for(tmp_path):
+  path = tmp_path / "state.safetensors"
+  saved = {"a": BASE.to("jax"), "b": BASE.to("jax").bfloat16()[1]}
+  save_file(saved, path, metadata={"of": "a test"})
+  expected = {"a": BASE, "b": BASE.bfloat16()[1]}
+  for device in ("jax", "jax:0", torch.device("jax")):
+    assert_same(load_file(path, device=device), expected)
+  for name, value in load_file(path).items():
+    assert type(value) is torch.Tensor and torch.equal(value, expected[name])
+  with safetensors.safe_open(path, "pt", device="jax") as file:
+    assert sorted(file.keys()) == ["a", "b"] and file.metadata() == {"of": "a test"}
+    part = file.get_slice("a")
+    assert part.get_shape() == [3, 4]
+    assert_same(part[1:, :2], BASE[1:, :2])
+    assert_same(file.get_tensor("b"), expected["b"])
+  with torchax.default_env():
+    assert_same(load_file(path, device="cuda"), expected)
+  with pytest.raises(RuntimeError, match="jax:99 does not exist"):
+    load_file(path, device="jax:99")
+  path.write_bytes(path.read_bytes()[:-3])
+  with pytest.raises(safetensors.SafetensorError, match="incomplete"):
+    load_file(path, device="jax")
 
 
 # Copies and pickles -----------------------------------------------------------------
