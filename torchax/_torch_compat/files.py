@@ -116,7 +116,7 @@ def watch_late_reads() -> None:
     self._torch_load_uninitialized = False
     return self
 
-  torch.UntypedStorage._set_from_file = _set_from_file
+  private.walk("torch.UntypedStorage")._set_from_file = _set_from_file
 
 
 def has_map_location() -> bool:
@@ -137,7 +137,7 @@ def watch_marks(mark) -> None:
     if not mark(tensor, metadata):
       _set_marks(tensor, metadata)
 
-  torch._utils.set_tensor_metadata = set_tensor_metadata
+  private.walk("torch._utils").set_tensor_metadata = set_tensor_metadata
 
 
 def watch_moves_of_storages(move) -> None:

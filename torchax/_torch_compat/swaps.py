@@ -129,7 +129,7 @@ def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
         parameter.__dict__.setdefault(name, value)
     return self
 
-  torch.nn.Module._apply = _apply
+  private.walk("torch.nn.Module")._apply = _apply
 
 
 @contextlib.contextmanager
