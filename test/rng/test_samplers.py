@@ -65,23 +65,6 @@ def test_an_empty_interval_gives_its_only_number():
   assert set(_zeros(10).uniform_(2.5, 2.5).tolist()) == {2.5}
 
 
-@pytest.mark.parametrize("dtype, bits", [(jnp.float32, 23), (jnp.float64, 52)], ids=str)
-def test_a_uniform_float_fills_its_mantissa(x64, dtype, bits):
-  drawn = np.asarray(samplers.uniform(_key(), (10_000,), dtype), np.float64)
-  scaled = drawn * 2.0**bits
-  assert np.array_equal(scaled, np.floor(scaled))
-  assert 0.45 < np.mean(scaled % 2) < 0.55  # the last bit is random, too
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_narrow_float_is_drawn_as_such(dtype):
-  """A rounded float32 would reach 1.0 and have more distinct values."""
-  drawn = _numpy(torch.rand(50_000, device="jax", dtype=dtype))
-  mantissa = jnp.finfo(mappings.t2j_dtype(dtype)).nmant
-  scaled = drawn.astype(np.float64) * 2.0**mantissa
-  assert np.array_equal(scaled, np.floor(scaled))
-
-
 def test_a_complex_uniform_fills_the_unit_square():
   drawn = np.asarray(torch.rand(10_000, device="jax", dtype=torch.complex64).jax())
   for part in (drawn.real, drawn.imag):

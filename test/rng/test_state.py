@@ -113,13 +113,13 @@ def test_a_child_of_seed_0_has_the_known_key(name):
 
 # What users see at seed 0. The draws follow one another in one stream.
 GOLDEN_DRAWS = {
-  "rand": [0.8423141241073608, 0.1823786497116089, 0.22717809677124023],
+  "rand": [0.8423141837120056, 0.1823786497116089, 0.227178156375885],
   "dropout": [2.0, 2.0, 0.0, 2.0, 2.0, 2.0, 2.0, 0.0],
-  "randint": [859, 934, 863, 155],
+  "randint": [902, 912, 341, 220],
   "randperm": [2, 1, 4, 3, 5, 0],
   "bernoulli_": [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
-  "random_": [2134332110, 2028698477],
-  "bfloat16": [0.8359375, 0.4296875, 0.4453125],
+  "random_": [1584972724, 1342952490],
+  "bfloat16": [0.83984375, 0.4296875, 0.4453125],
 }
 
 
@@ -145,7 +145,7 @@ def test_a_generator_of_seed_0_draws_the_known_numbers():
   generator = torch.Generator().manual_seed(0)
   drawn = [torch.randint(0, 1000, (3,), device="jax", generator=generator).tolist()]
   drawn += [torch.randint(0, 1000, (3,), device="jax", generator=generator).tolist()]
-  assert drawn == [[882, 733, 39], [813, 725, 968]]
+  assert drawn == [[656, 805, 572], [269, 762, 487]]
 
 
 # Seeds ------------------------------------------------------------------------------

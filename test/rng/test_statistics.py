@@ -88,8 +88,8 @@ def _order_probabilities() -> np.ndarray:
 ROWS = {
   "uniform float32": _real(samplers.uniform, f32, stats.uniform()),
   "uniform float64": _real(samplers.uniform, f64, stats.uniform()),
-  "uniform bfloat16": _real(samplers.uniform, bf16, stats.uniform(), grid=2**-7),
-  "uniform float16": _real(samplers.uniform, f16, stats.uniform(), grid=2**-10),
+  "uniform bfloat16": _real(samplers.uniform, bf16, stats.uniform(), grid=2**-8),
+  "uniform float16": _real(samplers.uniform, f16, stats.uniform(), grid=2**-11),
   "uniform(-2, 5)": _real(samplers.uniform, f32, stats.uniform(-2, 7), -2.0, 5.0),
   "normal float32": _real(samplers.normal, f32, stats.norm()),
   "normal float64": _real(samplers.normal, f64, stats.norm()),

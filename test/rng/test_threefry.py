@@ -58,7 +58,7 @@ def test_draws_are_those_of_jax(name):
 
 SAMPLERS = [
   (samplers.uniform, (5,), jnp.float32),
-  (samplers.fine_uniform, (5,), jnp.float32),
+  (samplers.standard_exponential, (5,), jnp.float32),
   (samplers.normal, (5,), jnp.float32),
   (samplers.log_normal, (5,), jnp.float32),
   (samplers.bernoulli, (5,), 0.5),

@@ -220,18 +220,20 @@ def _aten_random_from(key, self, from_, to):
 @_sampler(aten.bernoulli.default)
 def _aten_bernoulli(key, self):
   dtype = require_float("bernoulli", self.dtype)
-  return _bernoulli(key, self.shape, jax.lax.stop_gradient(self), dtype)
+  return _bernoulli(key, self.shape, self, dtype)
 
 
 def _bernoulli(key, shape, p, dtype):
   """What is not a probability gives NaN, or what stands for it among integers."""
+  if isinstance(p, float):  # it has been checked
+    return samplers.bernoulli(key, shape, p).astype(dtype)
+  p = jax.lax.stop_gradient(p)
   drawn = samplers.bernoulli(key, shape, p).astype(dtype)
   if dtype == jnp.bool_:
     return drawn
   is_float = jnp.issubdtype(dtype, jnp.floating)
   nothing = jnp.nan if is_float else samplers.no_integer(dtype)
-  is_possible = (p >= 0) & (p <= 1)
-  return drawn if is_possible is True else jnp.where(is_possible, drawn, nothing)
+  return jnp.where((p >= 0) & (p <= 1), drawn, nothing).astype(dtype)
 
 
 def _check_p(self, p=0.5, **_):
@@ -246,7 +248,7 @@ def _check_p(self, p=0.5, **_):
 @_sampler(aten.bernoulli.p, aten.bernoulli.Tensor, static=("p",), check=_check_p)
 def _aten_bernoulli_p(key, self, p=0.5):
   dtype = require_real("bernoulli_", self.dtype)
-  return _bernoulli(key, self.shape, jax.lax.stop_gradient(p), dtype)
+  return _bernoulli(key, self.shape, p, dtype)
 
 
 def _check_dropout(input, p, train, **_):
