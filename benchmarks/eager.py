@@ -35,6 +35,8 @@ def rows() -> list[Row]:
   normal = _drawn(lambda key: jax.random.normal(key, (32, 32)))
   keep = _drawn(lambda key: jnp.where(jax.random.bernoulli(key, 0.5, (32, 32)), 2.0, 0))
   mask = _drawn(lambda key: jax.random.bernoulli(key, 0.5, (32, 32)).astype(float))
+  integers = _drawn(lambda key: jax.random.randint(key, (32, 32), 0, 1000))
+  arrivals = _drawn(lambda key: jax.random.exponential(key, (32, 32)))
   by_add = {"baseline_name": "jnp.add"}
   return [
     compare("eager x + x, 32×32", lambda: x + x, add, 3),
@@ -52,6 +54,13 @@ def rows() -> list[Row]:
     compare("eager layer_norm", lambda: F.layer_norm(x, (32,)), add, 4, **by_add),
     compare("eager randn", lambda: torch.randn(32, 32, device="jax"), normal, 2),
     compare("eager rand", lambda: torch.rand(32, 32, device="jax"), uniform, 2),
+    compare(
+      "eager randint",
+      lambda: torch.randint(1000, (32, 32), device="jax"),
+      integers,
+      2,
+    ),
+    compare("eager exponential_", lambda: x.clone().exponential_(), arrivals, 3),
     compare("eager dropout", lambda: F.dropout(x, 0.5), keep, 2.5),
     compare("eager bernoulli", lambda: torch.bernoulli(x), mask, 2.5),
     *_mlp_rows(x, add),
