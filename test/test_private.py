@@ -182,10 +182,16 @@ def test_a_feature_raises_one_error_that_names_its_piece(tmp_path):
 # Operations ---------------------------------------------------------------------------
 
 
+NAMESPACES = (
+  *(names.aten, names.prims, names.higher_order),
+  *(names.F, names.functions, names.methods),
+)
+
+
 def _all_operations() -> list[str]:
   """Every packet and overload that a table or a lowering of torchax names."""
   paths = []
-  for namespace in (names.aten, names.prims, names.higher_order):
+  for namespace in NAMESPACES:
     for name, found in list(vars(namespace).items()):
       if name.startswith("_") and not isinstance(found, names.Packet):
         continue

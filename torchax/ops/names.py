@@ -141,3 +141,7 @@ def present(table):
 aten = Namespace("torch.ops.aten", torch.ops.aten)
 prims = Namespace("torch.ops.prims", torch.ops.prims)
 higher_order = Namespace("torch.ops.higher_order", torch.ops.higher_order)
+# Functions and methods that are caught above ATen.
+F = Namespace("torch.nn.functional", torch.nn.functional)
+functions = Namespace("torch", torch)
+methods = Namespace("torch.Tensor", torch.Tensor)

@@ -1,12 +1,11 @@
 """Attention, caught above ATen as one function with one draw for its dropout."""
 
 import torch
-import torch.nn.functional as F
 
 from torchax import _torch_compat
 from torchax.ops.jaten import attention
 from torchax.ops.jtorch._register import register_function
-from torchax.ops.names import aten
+from torchax.ops.names import F, aten
 from torchax.ops.ops_registry import Kind
 
 

@@ -6,12 +6,11 @@ forms would draw.
 """
 
 import torch
-import torch.nn.functional as F
 
 from torchax import grad_mode, rng
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
 from torchax.ops.jtorch._register import register_function
-from torchax.ops.names import aten
+from torchax.ops.names import F, aten, functions
 from torchax.ops.op_base import op
 from torchax.ops.ops_registry import Kind
 
@@ -76,13 +75,13 @@ def _dropout(input, p=0.5, training=True, inplace=False):
   return _finish(input, result, inplace)
 
 
-@register_function(torch.dropout, kind=Kind.TENSORS)
+@register_function(functions.dropout, kind=Kind.TENSORS)
 def _torch_dropout(input, p, train):
   _check(p, RuntimeError)
   return _dropout(input, p, train)
 
 
-@register_function(torch.dropout_, kind=Kind.TENSORS)
+@register_function(functions.dropout_, kind=Kind.TENSORS)
 def _torch_dropout_(input, p, train):
   _check(p, RuntimeError)
   return _dropout(input, p, train, inplace=True)
@@ -147,7 +146,7 @@ def _dropout3d(input, p=0.5, training=True, inplace=False):
   return _with_batch(_feature_dropout, input, 5, p, training, inplace)
 
 
-@register_function(torch.feature_dropout, kind=Kind.TENSORS)
+@register_function(functions.feature_dropout, kind=Kind.TENSORS)
 def _torch_feature_dropout(input, p, train):
   _check(p, RuntimeError)
   return _feature_dropout(input, p, train)
@@ -170,7 +169,7 @@ def _alpha_dropout(input, p=0.5, training=False, inplace=False):
   return _scaled_alpha_dropout(input, p, training, inplace, tuple(input.shape))
 
 
-@register_function(torch.alpha_dropout, kind=Kind.TENSORS)
+@register_function(functions.alpha_dropout, kind=Kind.TENSORS)
 def _torch_alpha_dropout(input, p, train):
   _check(p, RuntimeError)
   return _alpha_dropout(input, p, train)
@@ -184,7 +183,7 @@ def _feature_alpha_dropout(input, p=0.5, training=False, inplace=False):
   return _scaled_alpha_dropout(input, p, training, inplace, _feature_shape(input))
 
 
-@register_function(torch.feature_alpha_dropout, kind=Kind.TENSORS)
+@register_function(functions.feature_alpha_dropout, kind=Kind.TENSORS)
 def _torch_feature_alpha_dropout(input, p, train):
   _check(p, RuntimeError)
   return _feature_alpha_dropout(input, p, train)

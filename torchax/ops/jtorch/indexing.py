@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import torch
 
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.names import functions, methods
 from torchax.ops.ops_registry import Kind
 
 
-@register_function(torch.take_along_dim, torch.Tensor.take_along_dim)
+@register_function(functions.take_along_dim, methods.take_along_dim)
 def _take_along_dim(input, indices, dim=None):
   if not jnp.issubdtype(indices.dtype, jnp.integer):
     raise RuntimeError(
@@ -28,7 +29,7 @@ def _take_along_dim(input, indices, dim=None):
   return jnp.take_along_axis(input, indices, axis=dim)
 
 
-@register_function(torch.unravel_index, kind=Kind.TENSORS)
+@register_function(functions.unravel_index, kind=Kind.TENSORS)
 def _unravel_index(indices, shape):
   """Coordinates of flat indices; torch makes a tensor of the strides on the way."""
   if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:

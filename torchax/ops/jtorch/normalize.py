@@ -5,23 +5,21 @@ its RMS normalisation is a chain of operations, unless the device is CUDA. Here 
 differentiates the whole.
 """
 
-import torch
-import torch.nn.functional as F
-
 from torchax.ops.jaten.normalize import (
   _aten__fused_rms_norm,
   _aten_native_layer_norm,
 )
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.names import F, functions
 
 
-@register_function(F.layer_norm, torch.layer_norm)
+@register_function(F.layer_norm, functions.layer_norm)
 def _layer_norm(
   input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
 ):
   return _aten_native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
 
 
-@register_function(F.rms_norm, torch.rms_norm)
+@register_function(F.rms_norm, functions.rms_norm)
 def _rms_norm(input, normalized_shape, weight=None, eps=None):
   return _aten__fused_rms_norm(input, normalized_shape, weight, eps)[0]

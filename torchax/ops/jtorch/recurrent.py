@@ -7,11 +7,11 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from torchax import _torch_compat
 from torchax.ops.jaten import rnn
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.names import F
 from torchax.ops.ops_registry import Kind
 
 

@@ -8,10 +8,10 @@ import math
 
 import jax.numpy as jnp
 import torch
-import torch.nn.functional as F
 
 from torchax import _jax_compat
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.names import F, functions, methods
 from torchax.ops.op_base import to_float
 from torchax.ops.ops_registry import Kind
 
@@ -24,14 +24,14 @@ def _correlation(input):
   return jnp.corrcoef(to_float(input))
 
 
-@register_function(torch.cov, torch.Tensor.cov, kind=Kind.TENSORS)
+@register_function(functions.cov, methods.cov, kind=Kind.TENSORS)
 def _cov(input, *, correction=1, fweights=None, aweights=None):
   if not _jax_compat.is_staging():
     return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
   return input._env.functions.call(_covariance, input, correction, fweights, aweights)
 
 
-@register_function(torch.corrcoef, torch.Tensor.corrcoef, kind=Kind.TENSORS)
+@register_function(functions.corrcoef, methods.corrcoef, kind=Kind.TENSORS)
 def _corrcoef(input):
   if not _jax_compat.is_staging():
     return torch.corrcoef(input)
