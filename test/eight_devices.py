@@ -13,6 +13,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent import futures
 
 import jax
 import numpy as np
@@ -142,13 +143,17 @@ def the_default_device_is_obeyed():
 
 @case
 def jax_s_own_default_device_is_the_current_one_until_torch_chooses():
-  with jax.default_device(jax.local_devices()[2]):
-    assert torch.jax.current_device() == 2
-    assert torch.ones(2, device="jax").device == on(2)
-    assert torch.ones(2, device="jax:0").device == on(0)
-    with torch.jax.device(3):
-      assert torch.ones(2, device="jax").device == on(3)
-  assert torch.jax.current_device() == 0
+  def work():
+    with jax.default_device(jax.local_devices()[2]):
+      assert torch.jax.current_device() == 2
+      assert torch.ones(2, device="jax").device == on(2)
+      assert torch.ones(2, device="jax:0").device == on(0)
+      with torch.jax.device(3):
+        assert torch.ones(2, device="jax").device == on(3)
+    assert torch.jax.current_device() == 0
+
+  with futures.ThreadPoolExecutor() as threads:  # on a thread of its own
+    threads.submit(work).result()
 
 
 @case
