@@ -2,6 +2,7 @@
 
 import importlib
 
+import jax
 import pytest
 import torch
 from ops.harness import floats, ints
@@ -69,7 +70,7 @@ ROWS = {
     LABELS,
   ),
 }
-# They ask for `dtype == torch.int64`.
+# They ask for `dtype == torch.int64`, and jax tensors are as wide as JAX's integers.
 WIDE = {
   "Perplexity": (torchmetrics.text.Perplexity, SCORES[None], LABELS[None]),
   "RetrievalMAP": (torchmetrics.retrieval.RetrievalMAP, CHANCES, HITS, QUERIES),
@@ -103,10 +104,11 @@ def test_a_metric_is_that_of_the_cpu(name):
   )
 
 
-@pytest.mark.xfail(reason="they ask for int64, and jax tensors are int32", strict=True)
 @pytest.mark.parametrize("name", WIDE)
-def test_a_metric_of_wide_integers_is_that_of_the_cpu(name):
+def test_a_metric_that_asks_for_int64_is_that_of_the_cpu_in_x64_mode(name):
   expected = _compute(WIDE[name], "cpu")
-  torch.testing.assert_close(
-    _compute(WIDE[name], "jax"), expected, rtol=1e-4, atol=1e-5
-  )
+  with pytest.raises((TypeError, ValueError), match=r"int64|long integers"):
+    _compute(WIDE[name], "jax")
+  with jax.enable_x64(True):
+    actual = _compute(WIDE[name], "jax")
+  torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
