@@ -97,12 +97,12 @@ def test_it_finds_the_device(tmp_path):
 def test_losses_and_evaluation_are_those_of_the_cpu(tmp_path):
   expected = _trained(tmp_path / "cpu")
   expected_losses, expected_evaluation = _losses(expected), expected.evaluate()
+  answers = expected.predict(Sentences()).predictions
   _use_jax()
   actual = _trained(tmp_path / "jax")
   assert _losses(actual) == pytest.approx(expected_losses, rel=1e-4)
   evaluation = actual.evaluate()["eval_loss"]
   assert evaluation == pytest.approx(expected_evaluation["eval_loss"], rel=1e-4)
-  answers = expected.predict(Sentences()).predictions
   assert actual.predict(Sentences()).predictions == pytest.approx(answers, abs=1e-3)
 
 
