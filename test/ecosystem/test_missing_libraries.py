@@ -8,6 +8,8 @@ import pytest
 from torchax import extras
 from torchax.errors import UnsupportedVersionError
 
+pytest.importorskip("accelerate", reason="the extra `ecosystem` is not installed")
+
 LIBRARIES = [name for name, extra in extras.EXTRAS.items() if extra.name == "ecosystem"]
 each_library = pytest.mark.parametrize("library", LIBRARIES)
 COMMAND = r"pip install --upgrade 'torchax\[ecosystem\]'"
