@@ -49,12 +49,12 @@ class _Addresses:
   _lock = threading.Lock()
 
   @classmethod
-  def reserve(cls, size: int) -> int:
-    """The start of a range of `size` bytes, aligned as torch aligns memory."""
+  def reserve(cls, storage: "Storage", size: int) -> None:
+    """Gives a storage a range of `size` bytes, aligned as torch aligns memory."""
     with cls._lock:
-      start = cls._next
-      cls._next += -(-max(size, 1) // 64) * 64
-    return start
+      if getattr(storage, "range", (0, 0))[1] < size:
+        storage.range = (cls._next, size)
+        cls._next += -(-size // 64) * 64
 
 
 class Storage:
@@ -110,11 +110,9 @@ class Storage:
     size = self.nbytes
     if not size:
       return 0
-    start, length = getattr(self, "range", (0, 0))
-    if length < size:
-      start = _Addresses.reserve(size)
-      self.range = (start, size)
-    return start
+    if getattr(self, "range", (0, 0))[1] < size:
+      _Addresses.reserve(self, size)
+    return self.range[0]
 
   def become_start_of(self, grown: "Storage") -> None:
     """Lets the tensors that stay on this storage follow one that took its place.
