@@ -66,7 +66,6 @@ INDEPENDENT = {
   "deepcopy": copy.deepcopy,
   "deepcopy of a view": lambda x: copy.deepcopy(x[None])[0],
   "deepcopy of a module": _averaged,
-  "copy": copy.copy,
   "pickle": lambda x: pickle.loads(pickle.dumps(x)),
   "clone": torch.clone,
   "jitted clone": jax_jit(torch.clone),

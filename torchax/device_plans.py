@@ -44,6 +44,11 @@ class PlacedPlan:
     return None if index is None else placement.target_of(index)
 
 
+def inner(plan: Callable) -> Callable:
+  """The plan that computes, of one that also says where."""
+  return plan.plan if isinstance(plan, PlacedPlan) else plan
+
+
 def make(function: Callable, target):
   """Runs `function()`, which makes a tensor, on a device; see `target_of`."""
   made = []

@@ -182,7 +182,7 @@ class Dispatcher:
     functional_op = functional_form(func)
     if functional_op is None:
       return None
-    functional = self.plan(functional_op)
+    functional = device_plans.inner(self.plan(functional_op))
     if not is_in_place(func):
       return OutPlan(func, functional, self._env)
     if isinstance(functional, Plan):

@@ -47,9 +47,11 @@ def load(module: str, user: str) -> ModuleType:
     ImportError: the package is missing, or cannot be imported itself.
     UnsupportedVersionError: it is too old.
   """
-  extra = EXTRAS[module.partition(".")[0]]
+  package = module.partition(".")[0]
+  extra = EXTRAS[package]
   command = f"pip install --upgrade 'torchax[{extra.name}]'"
   try:
+    importlib.import_module(package)
     loaded = importlib.import_module(module)
   except ImportError as error:
     is_missing = isinstance(error, ModuleNotFoundError) and _is_within(

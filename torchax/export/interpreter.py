@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax import _torch_compat
+from torchax import _torch_compat, device_plans
 from torchax.environment import default_env
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.export import composites, lowerings
@@ -195,7 +195,7 @@ def _run_overload(op, args: tuple, kwargs: dict):
     args, kwargs = _with_number_arrays(schema, args, kwargs)
   if schema.is_view:
     op = lowerings.copy_of(op) or op
-  plan = default_env().plan_for(op)
+  plan = device_plans.inner(default_env().plan_for(op))
   if isinstance(plan, ToCopyPlan):
     plan = plan.cast  # arrays stay on their device
   if isinstance(plan, Plan) and not (
