@@ -39,7 +39,6 @@ def _mesh():
 
 FORMS = {
   "jax_jit(f, static_argnums=1)": lambda: jax_jit(power, static_argnums=1),
-  "jax_jit(f, static_argnums=(-1,))": lambda: jax_jit(power, static_argnums=(-1,)),
   "jax_jit(f, static_argnames='n')": lambda: jax_jit(power, static_argnames="n"),
   "@jax_jit(static_argnums=1)": lambda: jax_jit(static_argnums=1)(power),
   "@jax_jit(static_argnames=['n'])": lambda: jax_jit(static_argnames=["n"])(power),
@@ -133,6 +132,14 @@ def test_shard_map_takes_keywords_and_is_a_decorator():
   double = lambda x: 2 * x  # noqa: E731
   assert interop.jax_shard_map(double, **options)(_x()).tolist() == [0, 2, 4]
   assert interop.jax_shard_map(**options)(double)(_x()).tolist() == [0, 2, 4]
+
+
+def test_a_number_outlives_the_shard_map_in_which_it_was_first_used():
+  scaled = interop.jax_shard_map(
+    lambda x: x * 7919 + (x * 7919), mesh=_mesh(), in_specs=(ROWS,), out_specs=ROWS
+  )
+  scaled(_x())
+  assert (_x() * 7919).tolist() == [0, 7919, 15838]
 
 
 # Mistakes -----------------------------------------------------------------------------

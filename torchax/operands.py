@@ -98,7 +98,9 @@ class _NumberArrays:
         self._arrays.clear()
       self._arrays[key] = None
       return number
-    with jax.ensure_compile_time_eval(), jax.default_device(None):
+    if not _jax_compat.is_top_level():
+      return number  # in an eager `shard_map`, the array would be a part of its trace
+    with jax.default_device(None):
       array = self._arrays[key] = jnp.asarray(number)
     return array
 

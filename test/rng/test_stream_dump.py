@@ -29,7 +29,7 @@ def _first_block(mode: str, seed: int = 0, **options) -> np.ndarray:
 def _torch_words() -> list:
   bounds = (-(2**31), 2**31)
   drawn = torch.randint(*bounds, (WORDS,), dtype=torch.int32, device="jax")
-  return drawn.numpy().view(np.uint32).tolist()
+  return (drawn.numpy().astype(np.int64) - bounds[0]).tolist()
 
 
 def test_the_counter_mode_has_the_numbers_of_torch():

@@ -153,7 +153,7 @@ def with_names(
       found, options.get(numbers_key), options.get(names_key)
     )
     _check_arguments(name, function, found, (numbers_key, numbers), (names_key, names))
-    options[numbers_key] = _from_the_start(found, numbers)
+    options[numbers_key] = numbers
     options[names_key] = named[kind] = names
   both = sorted(set(named.get("static", ())) & set(named.get("donate", ())))
   if both:
@@ -169,13 +169,6 @@ def _keys(kind: str) -> tuple[str, str]:
 
 def _is_given(options: dict[str, Any], kind: str) -> bool:
   return any(options.get(key) is not None for key in _keys(kind))
-
-
-def _from_the_start(found: inspect.Signature, numbers: tuple[int, ...]):
-  """Without negative numbers, where the function says what they count from."""
-  if _takes(found, inspect.Parameter.VAR_POSITIONAL):
-    return numbers
-  return tuple(number % len(_positional(found)) for number in numbers)
 
 
 _POSITIONAL = (
@@ -208,10 +201,8 @@ def _numbers_and_names(
   numbers = tuple(numbers)
   if names is not None:
     return numbers, tuple(names)
-  count = len(positional)
-  # From the end there is no place to name where any number of arguments may follow.
-  lowest = 0 if _takes(found, inspect.Parameter.VAR_POSITIONAL) else -count
-  meant = [positional[number] for number in numbers if lowest <= number < count]
+  # A negative number counts from the end of each call's arguments, so it has no name.
+  meant = [positional[number] for number in numbers if 0 <= number < len(positional)]
   by_name = [p.name for p in meant if p.kind is not p.POSITIONAL_ONLY]
   return numbers, tuple(by_name)
 
