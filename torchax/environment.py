@@ -143,6 +143,8 @@ def _are_foreign(types) -> bool:
 
 @functools.cache
 def _handles_functions(cls: Any) -> bool:
+  if cls.__module__.startswith("torch.nested."):
+    return False  # torch's own; they are refused by name
   tensor: Any = torch.Tensor
   handler = getattr(cls.__torch_function__, "__func__", None)
   return handler not in (None, tensor.__torch_function__.__func__)
@@ -268,7 +270,8 @@ class Environment(contextlib.ContextDecorator):
       with self:
         yield
       return
-    if _torch_compat.is_top_dispatch_mode(state.modes[0]):
+    on_top = _torch_compat.is_top_dispatch_mode(state.modes[0])
+    if on_top or _torch_compat.is_watched():  # ours are still there, below it
       with XLAFunctionMode(self):
         yield
       return

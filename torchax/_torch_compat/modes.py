@@ -85,9 +85,14 @@ def is_top_dispatch_mode(mode) -> bool:
 
 
 def is_watched() -> bool:
-  """True where a dispatch mode that is not ours sees operations first."""
-  depth = dispatch_depth()
-  return depth > 0 and not isinstance(_dispatch_mode_at(depth - 1), DispatchMode)
+  """True where a dispatch mode that is not ours sees operations first.
+
+  One of ours may lie on it for a while, as during a backward pass.
+  """
+  top = place = dispatch_depth() - 1
+  while place >= 0 and isinstance(_dispatch_mode_at(place), DispatchMode):
+    place -= 1
+  return place == top >= 0 or place > 0
 
 
 _FORWARD_AD = "the short way of an operation outside of forward-mode AD"
