@@ -1,6 +1,7 @@
 """The device "jax" as torch knows it: its name, its kernels, its hooks."""
 
 import functools
+import sys
 
 import torch
 from torch.utils import backend_registration
@@ -55,10 +56,17 @@ _name_of_backend = private.find(
   "the error that another backend has taken torch's device",
   instead=lambda: BACKEND if hasattr(torch, BACKEND) else "privateuseone",
 )
+
+
+def _set_module(name: str, module) -> None:
+  setattr(torch, name, module)
+  sys.modules[f"torch.{name}"] = module  # who imports it finds it there
+
+
 _register_module = private.find(
   "torch._register_device_module",
   "importing torch.jax as a module",
-  instead=functools.partial(setattr, torch),
+  instead=_set_module,
 )
 
 

@@ -17,8 +17,12 @@ class _Nothing:
   """A class that has no instances."""
 
 
-_skip = private.find("torch._C._dynamo.eval_frame._FrameAction.SKIP", COMPILE)
-_strategy = private.find("torch._C._dynamo.eval_frame._FrameExecStrategy", COMPILE)
+_skip = private.find(
+  "torch._C._dynamo.eval_frame._FrameAction.SKIP", COMPILE, instead=None
+)
+_strategy = private.find(
+  "torch._C._dynamo.eval_frame._FrameExecStrategy", COMPILE, instead=None
+)
 _set_strategy = private.find(
   "torch._C._dynamo.eval_frame.set_code_exec_strategy", COMPILE, instead=None
 )
@@ -94,7 +98,7 @@ def keep_from_dynamo(*owners) -> None:
   Args:
     *owners: functions; modules and classes for all that they define.
   """
-  if _set_strategy is None:
+  if None in (_skip, _strategy, _set_strategy):
     return
   for owner in owners:
     for code in _code_of(owner):

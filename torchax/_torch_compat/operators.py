@@ -56,7 +56,9 @@ _COMPOSITES = "operations without a lowering that torch makes of others"
 _composite_key = private.find(
   "torch._C.DispatchKey.CompositeImplicitAutograd", _COMPOSITES
 )
-_has_kernel = private.find("torch._C._dispatch_has_kernel", _COMPOSITES)
+_has_kernel = private.find(
+  "torch._C._dispatch_has_kernel", _COMPOSITES, instead=lambda name: True
+)
 _has_kernel_for_key = private.find(
   "torch._C._dispatch_has_kernel_for_dispatch_key", _COMPOSITES
 )
