@@ -28,6 +28,7 @@ from torchax.environment import default_env
 from torchax.interop import jax_jit
 from torchax.interop.arguments import HiddenConstant
 from torchax.ops.names import higher_order
+from torchax.rng import packing, scope
 from torchax.tensor import Tensor
 
 NAME = "a function compiled with torch.compile"
@@ -61,7 +62,8 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
   _replace_checkpoints(module.graph)
   module.recompile()
   moved = _moved(module.graph)
-  run = module.forward if moved else _jitted(module, results, options)
+  forward = _drawing_in_order(module.forward)
+  run = forward if moved else _jitted(forward, module.graph, results, options)
   if moved:
     warnings.warn(
       "torch.compile leaves a graph uncompiled that takes a tensor on the CPU and "
@@ -84,15 +86,37 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
   return torch.compiler.disable(call)
 
 
-def _jitted(module: fx.GraphModule, results: "_Results", options: Options) -> Callable:
+def _drawing_in_order(forward: Callable) -> Callable:
+  """A graph's function, which refuses draws that are addressed by site.
+
+  The modules that made the draws are not running when the graph runs.
+  """
+
+  def run(*args):
+    stream = scope.current()
+    if not stream.by_site:
+      return forward(*args)
+    draws, mark = stream.draws, stream.mark()
+    results = forward(*args)
+    if stream.draws != draws:
+      stream.return_to(mark)
+      raise packing.by_site_error(NAME)
+    return results
+
+  return run
+
+
+def _jitted(
+  forward: Callable, graph: fx.Graph, results: "_Results", options: Options
+) -> Callable:
   kwargs = {}
   if options.compiler_options:
     kwargs["compiler_options"] = options.compiler_options
   if options.donate:
-    kwargs["donate_argnums"] = _overwritten(module.graph)
+    kwargs["donate_argnums"] = _overwritten(graph)
 
   def compiled_graph(*args):
-    return results.hidden(module.forward(*args))
+    return results.hidden(forward(*args))
 
   compiled_graph.__name__ = NAME
   return jax_jit(compiled_graph, kwargs)

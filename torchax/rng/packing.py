@@ -17,6 +17,19 @@ from torchax.rng import ledger, scope
 from torchax.rng.carry import CarriedStream, RngOperands
 
 
+def by_site_error(name: str) -> RngError:
+  """What a compiled graph raises whose draws have no site.
+
+  Args:
+    name: what is called.
+  """
+  return RngError(
+    f'{name} draws, and draws are addressed by "site", which torch.compile does '
+    'not support. Call torchax.rng.address_by("order"), or compile with '
+    "torchax.interop.jax_jit."
+  )
+
+
 class Packer:
   """Packs the current stream's operands, call after call.
 
@@ -47,11 +60,7 @@ class Packer:
         "compile with torchax.interop.jax_jit in its place."
       )
     if stream.by_site:
-      raise RngError(
-        f'{name} draws, and draws are addressed by "site", which torch.compile does '
-        'not support. Call torchax.rng.address_by("order"), or compile with '
-        "torchax.interop.jax_jit."
-      )
+      raise by_site_error(name)
     key, count = stream.position()
     last, data, impl = self._last
     if last is not key:
