@@ -13,7 +13,7 @@ from ops.harness import floats, ints
 from torch.nn import functional
 
 import torchax
-from torchax import autograd
+from torchax.dispatch import autograd
 from torchax.interop import jax_jit
 from torchax.ops import ops_registry
 from torchax.ops.jtorch import register_function

@@ -10,8 +10,8 @@ from compare import assert_same
 from ops.harness import floats
 
 import torchax
-from torchax import debug
 from torchax.config import Configuration
+from torchax.dispatch import debug
 from torchax.errors import MixedDeviceError
 from torchax.tensor import Environment
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import torchax
-from torchax import device_memory, placement, rng
+from torchax import rng
+from torchax.devices import memory, placement
 from torchax.errors import NoSuchDeviceError, SeedError
 from torchax.interop import jax_jit
 from torchax.rng import RngState
@@ -114,7 +115,7 @@ def counting(monkeypatch):
   _rand()
   device = _Counting()
   monkeypatch.setattr(placement, "jax_device", lambda index: device)
-  monkeypatch.setattr(device_memory, "_peaks", {})
+  monkeypatch.setattr(memory, "_peaks", {})
   return device
 
 

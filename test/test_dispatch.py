@@ -15,9 +15,9 @@ from ops.harness import floats, ints
 
 import torchax
 from torchax import config
+from torchax.dispatch.operands import Flattener, StaticNumber
 from torchax.errors import MixedDeviceError, OperatorNotFound
 from torchax.interop import jax_jit
-from torchax.operands import Flattener, StaticNumber
 from torchax.tensor import Tensor, XLADispatchMode, XLAFunctionMode
 
 A = floats(3, 4)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import torchax
-from torchax import grad_mode
+from torchax.core import grad_mode
 from torchax.interop import (
   call_jax,
   cond,

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchax
-from torchax import grad_mode
+from torchax.core import grad_mode
 from torchax.errors import UnsupportedDtypeError
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import torchax
-from torchax import private, report, self_check, versions
+from torchax import private, versions
+from torchax.diagnostics import report, self_check
 
 
 def test_the_versions_and_devices_are_those_of_this_process():
@@ -110,7 +111,7 @@ def test_the_module_prints_the_report_and_succeeds():
 
 FAILING = """
 import runpy, sys
-from torchax import self_check
+from torchax.diagnostics import self_check
 
 def broken():
   raise ValueError("changed")

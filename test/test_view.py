@@ -11,11 +11,11 @@ from compare import assert_close, assert_same, to_jax
 from ops.harness import floats, ints
 
 import torchax
+from torchax.core.view_steps import AsStridedInfo
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.interop import jax_jit
 from torchax.tensor import Tensor
 from torchax.view import NarrowInfo, SelectInfo, View
-from torchax.view_info import AsStridedInfo
 
 BASE = floats(4, 6)
 CUBE = floats(2, 3, 4)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import torchax
-from torchax.interop import jax_jit, jax_value_and_grad
-from torchax.view_info import (
+from torchax.core.view_steps import (
   WHOLE,
   AsStridedInfo,
   Chain,
@@ -27,6 +26,7 @@ from torchax.view_info import (
   chain_of,
   slice_of,
 )
+from torchax.interop import jax_jit, jax_value_and_grad
 
 BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
 COMPLEX = (BASE[:, :2] + 1j * BASE[:, 2:4]).astype(np.complex64)

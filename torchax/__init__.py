@@ -14,39 +14,40 @@ import torch
 
 from torchax import (
   _torch_compat,
-  aliasing,
   amp,
-  backward,
   decompositions,
   device_module,
-  device_plans,
   environment,
-  factories,
-  fakes,
-  files,
-  generators,
   interop,
-  list_plans,
-  placement,
-  refusals,
   rng,
-  safetensors,
-  shortcuts,
-  storage,
-  subscripts,
   tensor,
-  transfer,
   view,
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.compilation import CompileOptions, compile
 from torchax.config import Configuration
-from torchax.dispatch import Dispatcher
+from torchax.core import storage
+from torchax.devices import placement
+from torchax.diagnostics.report import EnvInfo, env_info
+from torchax.dispatch import (
+  backward,
+  device_plans,
+  factories,
+  generator_arguments,
+  indexing,
+  list_plans,
+  refusals,
+  shortcuts,
+  transfer,
+  views,
+)
+from torchax.dispatch.dispatcher import Dispatcher
 from torchax.environment import Environment, default_env
+from torchax.graphs import fake_tensors
 from torchax.interop import JittableModule, extract_jax
 from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
-from torchax.report import EnvInfo, env_info
 from torchax.rng import RngState, rng_scope
+from torchax.saving import files, safetensors
 from torchax.version import VERSION
 
 __version__ = VERSION
@@ -97,22 +98,22 @@ def _means_jax(location: str) -> bool:
 def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
   Dispatcher.special_plans = [
-    aliasing.plan,
+    views.plan,
     transfer.plan,
     device_plans.plan,
-    generators.plan,
+    generator_arguments.plan,
     list_plans.plan,
   ]
   Environment.on_creation = [
     backward.register_functions,
     factories.register_functions,
     shortcuts.register_functions,
-    subscripts.register_functions,
+    indexing.register_functions,
     interop.control_flow.register_functions,
   ]
   rng.ledger.Explainer.trace = interop.explain
-  tensor.Tensor.of_fake = fakes.Fake
-  fakes.Fake.shapes = lambda *called: default_env().shapes(*called)
+  tensor.Tensor.of_fake = fake_tensors.Fake
+  fake_tensors.Fake.shapes = lambda *called: default_env().shapes(*called)
   _torch_compat.register_backend(device_module)
   _torch_compat.support_foreach(tensor.Tensor, view.View)
   _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)

@@ -5,7 +5,7 @@ The exit status is 1 where a check fails.
 
 import sys
 
-from torchax import report, self_check
+from torchax.diagnostics import report, self_check
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ The kernels registered here stand above autograd, which therefore records their 
 The lists are torch's for CUDA, and what its lists for the CPU have besides.
 
 Functions that the environment catches above ATen follow the policy of the ATen
-operation of their name; `functions.py` asks `policy_of_function`.
+operation of their name; `dispatch/torch_functions.py` asks `policy_of_function`.
 """
 
 import enum

@@ -10,9 +10,11 @@ import os
 
 import torch
 
-from torchax import _jax_compat, _torch_compat, amp, grad_mode, placement, rng
-from torchax.device_generator import Generator
-from torchax.device_memory import (
+from torchax import _jax_compat, _torch_compat, amp, rng
+from torchax.core import grad_mode
+from torchax.devices import placement
+from torchax.devices.generator import Generator
+from torchax.devices.memory import (
   accelerator_stats,
   empty_cache,
   ipc_collect,
@@ -26,8 +28,7 @@ from torchax.device_memory import (
   reset_accumulated_memory_stats,
   reset_peak_memory_stats,
 )
-from torchax.ops import mappings
-from torchax.streams import (
+from torchax.devices.streams import (
   Event,
   Stream,
   current_stream,
@@ -36,6 +37,7 @@ from torchax.streams import (
   stream,
   synchronize,
 )
+from torchax.ops import mappings
 
 # torch.utils.checkpoint saves the random state of initialised devices only.
 _initialized = True

@@ -17,18 +17,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat, amp, debug, device_plans, placement, rng
+from torchax import _torch_compat, amp, rng
 from torchax.config import Configuration
-from torchax.dispatch import Dispatcher
+from torchax.core.storage import active
+from torchax.devices import placement
+from torchax.dispatch import debug, device_plans
+from torchax.dispatch.dispatcher import Dispatcher
+from torchax.dispatch.torch_functions import FunctionTable
+from torchax.dispatch.transfer import Move, arguments_of_to
 from torchax.errors import MixedDeviceError, OperatorNotFound, UnsupportedDtypeError
-from torchax.functions import FunctionTable
 from torchax.ops import mappings, ops_registry
 from torchax.ops.names import aten
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
-from torchax.storage import active
 from torchax.tensor import Tensor, new_tensor
-from torchax.transfer import Move, arguments_of_to
 from torchax.view import View
 
 TENSOR_CONSTRUCTORS = {
@@ -206,7 +208,7 @@ class Environment(contextlib.ContextDecorator):
     configuration: switches; see `Configuration`.
   """
 
-  # Factories that run as lowerings; `factories.py` fills this in.
+  # Factories that run as lowerings; `dispatch/factories.py` fills this in.
   lowered_factories: ClassVar[set] = set()
   # Called with each new environment; the composition root adds the factories here.
   on_creation: ClassVar[list] = []

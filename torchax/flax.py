@@ -18,7 +18,8 @@ import jax
 import numpy as np
 import torch
 
-from torchax import autograd, extras, rng
+from torchax import extras, rng
+from torchax.dispatch import autograd
 from torchax.environment import Environment, default_env
 from torchax.interop.views import arrays_of, tensors_of
 from torchax.tensor import Tensor, new_tensor

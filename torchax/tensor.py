@@ -3,8 +3,9 @@
 torch sees a wrapper without memory on the `meta` device, so that autograd runs on the
 calling thread; Python sees `device="jax"`. Shape, strides and dtype are torch's own
 records; the numbers are in a `Storage`, read through the view's `Chain`.
-Operations arrive in `__torch_dispatch__` and go on in `dispatch.py`. The environment
-is in `environment.py`; upstream's name `torchax.tensor.Environment` is forwarded.
+Operations arrive in `__torch_dispatch__` and go on in `dispatch/dispatcher.py`. The
+environment is in `environment.py`; upstream's name `torchax.tensor.Environment` is
+forwarded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from jax import Array
 from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
-from torchax import _jax_compat, _torch_compat, files, grad_mode, placement
+from torchax import _jax_compat, _torch_compat
+from torchax.core import grad_mode
+from torchax.core.storage import Rebindings, Storage, Unplaced
+from torchax.core.storage import active as _active
+from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo
+from torchax.devices import placement
 from torchax.errors import (
   MixedDeviceError,
   MutationError,
@@ -31,10 +37,8 @@ from torchax.errors import (
   TracedStateError,
 )
 from torchax.ops import mappings
-from torchax.storage import Rebindings, Storage, Unplaced
-from torchax.storage import active as _active
-from torchax.untyped_storage import UntypedStorage
-from torchax.view_info import WHOLE, Chain, StopGradientInfo
+from torchax.saving import files
+from torchax.saving.untyped_storage import UntypedStorage
 
 T = TypeVar("T", bound="Tensor")
 
@@ -668,10 +672,10 @@ _FORWARDED = {
   "_PropertyHolder": "torchax.environment",
   "_None": "torchax.environment",
   "TENSOR_CONSTRUCTORS": "torchax.environment",
-  "_make_debug_msg": "torchax.debug",
-  "_name_of_func": "torchax.debug",
-  "debug_accuracy": "torchax.debug",
-  "log_nested": "torchax.debug",
+  "_make_debug_msg": "torchax.dispatch.debug",
+  "_name_of_func": "torchax.dispatch.debug",
+  "debug_accuracy": "torchax.dispatch.debug",
+  "log_nested": "torchax.dispatch.debug",
   "default_env": "torchax.environment",
 }
 

@@ -2,7 +2,7 @@
 
 A view shares its base's storage and adds a `Chain` of steps. Reading it applies the
 steps inside the operation that uses it; writing to it replaces the base's array.
-The steps are in `view_info.py`.
+The steps are in `core/view_steps.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import jax
 import torch
 
 from torchax import _torch_compat
-from torchax.tensor import META, Tensor, alias, new_tensor
-from torchax.view_info import (
+from torchax.core.view_steps import (
   AsStridedInfo,
   Chain,
   DiagonalInfo,
@@ -23,6 +22,7 @@ from torchax.view_info import (
   ViewInfo,
   ViewInfoType,
 )
+from torchax.tensor import META, Tensor, alias, new_tensor
 
 __all__ = [
   "AsStridedInfo",

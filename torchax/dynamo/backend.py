@@ -18,11 +18,11 @@ from functorch.compile import (
 from torch import fx
 
 from torchax import _torch_compat
-from torchax.device_generator import Generator
+from torchax.devices.generator import Generator
 from torchax.dynamo import draws, logs, on_jax, recurrent
-from torchax.dynamo.graphs import copied, inputs
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import INFERENCE, Keys, Program
+from torchax.graphs.fx import copied, inputs
 from torchax.rng import packing
 from torchax.rng.running import TRANSPARENT
 

@@ -16,9 +16,9 @@ from torch.utils import _pytree as torch_pytree
 
 import torchax.errors
 from torchax import _torch_compat
-from torchax.dynamo import graphs
 from torchax.environment import default_env
 from torchax.errors import RngError
+from torchax.graphs import fx as fx_graphs
 from torchax.ops import mappings
 from torchax.ops.names import aten
 from torchax.ops.ops_registry import Kind
@@ -49,7 +49,7 @@ def is_random(node: fx.Node) -> bool:
 
 def add_input(graph: fx.Graph) -> None:
   """Adds the input for the packed key behind the other ones."""
-  node = graphs.add_input(graph, PLACEHOLDER)
+  node = fx_graphs.add_input(graph, PLACEHOLDER)
   # Dynamo says of each input where it comes from; this one, from nowhere.
   node._dynamo_source = None
 
@@ -95,7 +95,7 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> int:
 
 def _require_no_draws_inside(graph: fx.Graph) -> None:
   """Raises RngError for a draw in a graph that an operation of this one runs."""
-  for module in {n.target: graphs.inner(n) for n in graph.nodes}.values():
+  for module in {n.target: fx_graphs.inner(n) for n in graph.nodes}.values():
     for node in () if module is None else module.graph.nodes:
       if is_random(node) and _BY_KIND.get(_kind(node)) != 0:
         raise RngError(

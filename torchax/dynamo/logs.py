@@ -15,7 +15,8 @@ import os
 import torch
 from torch import fx
 
-from torchax.dynamo import draws, graphs
+from torchax.dynamo import draws
+from torchax.graphs import fx as fx_graphs
 
 logger = logging.getLogger("torchax.dynamo")
 
@@ -80,7 +81,7 @@ def note(name: str, module: fx.GraphModule, rng: str) -> None:
     code = module.print_readable(print_output=False)
     logger.info("graph of %s:\n%s", name, code)
   if "operands" in _on:
-    inputs = [_operand(node, rng) for node in graphs.inputs(module.graph)]
+    inputs = [_operand(node, rng) for node in fx_graphs.inputs(module.graph)]
     logger.info("operands of %s:\n%s", name, "\n".join(inputs))
   if "draws" in _on:
     drawn = [_draw(node) for node in nodes if node.target is draws.keyed]

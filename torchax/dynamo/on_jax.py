@@ -14,7 +14,9 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from torchax.dynamo.draws import where
-from torchax.dynamo.graphs import (
+from torchax.dynamo.options import Options
+from torchax.environment import default_env
+from torchax.graphs.fx import (
   add_input,
   attribute,
   copied,
@@ -23,8 +25,6 @@ from torchax.dynamo.graphs import (
   inner,
   inputs,
 )
-from torchax.dynamo.options import Options
-from torchax.environment import default_env
 from torchax.interop import jax_jit
 from torchax.interop.arguments import HiddenConstant
 from torchax.ops.names import higher_order

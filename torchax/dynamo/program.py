@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from torchax import _torch_compat
-from torchax.dynamo import border, checks, control_flow, draws, graphs, products
+from torchax.dynamo import border, checks, control_flow, draws, products
 from torchax.dynamo.options import Options
 from torchax.dynamo.outputs import Outputs, is_number
 from torchax.environment import default_env
+from torchax.graphs import fx as fx_graphs
 from torchax.ops import mappings, narrowing
 from torchax.ops.names import aten, prims
 from torchax.rng import rng_scope
@@ -76,7 +77,7 @@ class Program:
   def __init__(self, module: fx.GraphModule, options: Options, keys: Keys, name: str):
     self.module, self.options, self.keys, self.name = module, options, keys, name
     nodes = list(module.graph.nodes)
-    self._inputs = graphs.inputs(module.graph)
+    self._inputs = fx_graphs.inputs(module.graph)
     (returned,) = nodes[-1].args
     self._steps = [
       node
@@ -95,7 +96,9 @@ class Program:
     self._jitted = self._jit()
 
   def _converted_constants(self) -> dict[str, jax.Array]:
-    found = {n.target: graphs.attribute(n) for n in self._steps if n.op == "get_attr"}
+    found = {
+      n.target: fx_graphs.attribute(n) for n in self._steps if n.op == "get_attr"
+    }
     with self.options.applied():
       return {
         name: mappings.t2j(value)
@@ -152,7 +155,7 @@ class Program:
       if node.op == "get_attr":
         constant = constants.get(node.target)
         values[node] = (
-          graphs.attribute(node) if constant is None else new_tensor(constant, env)
+          fx_graphs.attribute(node) if constant is None else new_tensor(constant, env)
         )
         continue
       args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
@@ -241,7 +244,7 @@ def _run_graph(env, module: fx.GraphModule, arguments: list) -> list:
     if node.op == "placeholder":
       values[node] = next(given)
     elif node.op == "get_attr":
-      values[node] = graphs.attribute(node)
+      values[node] = fx_graphs.attribute(node)
     elif node.op == "call_function":
       args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
       values[node] = _apply(env, node.target, args, kwargs)

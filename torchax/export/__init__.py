@@ -24,7 +24,7 @@ from torch.utils import _pytree as torch_pytree
 from torchax.environment import default_env
 from torchax.errors import UnsupportedDtypeError
 from torchax.export import preparation, shapes
-from torchax.export.interpreter import JaxInterpreter
+from torchax.graphs.interpreter import JaxInterpreter
 from torchax.rng import RngState, as_key, as_state, default_impl, rng_scope
 
 DEBUG: bool = False

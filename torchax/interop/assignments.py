@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
+from torchax.core.storage import Boundary
+from torchax.core.view_steps import WHOLE
 from torchax.errors import MutationError
-from torchax.storage import Boundary
 from torchax.tensor import Tensor
-from torchax.view_info import WHOLE
 
 _MISSING = object()
 

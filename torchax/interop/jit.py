@@ -13,7 +13,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, Unpack, overload
 
 import jax
 
-from torchax import _jax_compat, amp, grad_mode, placement
+from torchax import _jax_compat, amp
+from torchax.core import grad_mode
+from torchax.devices import placement
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, RngError
 from torchax.interop import arguments

@@ -7,8 +7,8 @@ again; one that makes its state on the first step would make it out of traced va
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchax.core.storage import active
 from torchax.errors import TracedStateError
-from torchax.storage import active
 from torchax.tensor import Tensor
 
 

@@ -22,6 +22,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchax import _torch_compat, amp
+from torchax.core.storage import Boundary, Cell, Rebindings, Storage, active
+from torchax.core.view_steps import WHOLE
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop import arguments
@@ -34,10 +36,8 @@ from torchax.interop.tape import Tape
 from torchax.interop.views import arrays_of
 from torchax.ops import mappings
 from torchax.rng import Carried, is_typed_key
-from torchax.storage import Boundary, Cell, Rebindings, Storage, active
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
-from torchax.view_info import WHOLE
 
 _TENSORS = frozenset({Tensor, View})
 # What torch says of an argument, which is a leaf in the trace.

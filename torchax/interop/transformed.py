@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from torchax import autograd, grad_mode
+from torchax.core import grad_mode
+from torchax.core.storage import Storage
+from torchax.dispatch import autograd
 from torchax.errors import MutationError, RngError
 from torchax.interop import arguments
 from torchax.interop.traced import Effects, Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
 from torchax.rng import Advance, RngOperands
-from torchax.storage import Storage
 from torchax.tensor import Tensor
 
 

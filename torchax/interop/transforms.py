@@ -14,7 +14,8 @@ import jax
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from torchax import _jax_compat, grad_mode
+from torchax import _jax_compat
+from torchax.core import grad_mode
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums

@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import _jax_compat, autograd, grad_mode, rng
+from torchax import _jax_compat, rng
+from torchax.core import grad_mode
+from torchax.core.storage import Boundary
+from torchax.dispatch import autograd
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.interop import arguments, pytrees
 from torchax.interop.options import signature_of
 from torchax.ops import mappings
-from torchax.storage import Boundary
 from torchax.tensor import Tensor, new_tensor
 from torchax.types import JaxCallable, JaxValue, R, TorchCallable, TorchValue
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from jax import lax
 
+from torchax.dispatch.plans import write_output
 from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator, register
-from torchax.plans import write_output
 from torchax.tensor import Tensor
 from torchax.types import JaxCallable, JaxValue, P, R
 

@@ -2,15 +2,16 @@
 
 All are derived from the lowerings of the elementwise operations: `_foreach_add.List`
 applies that of `aten.add.Tensor` to each row of its lists. Those are looked up when a
-program is made. The in-place forms follow from torch's schemas (`list_plans.py`); the
-steps of optimizers with `fused=True` are in `fused_optimizers.py`.
+program is made. The in-place forms follow from torch's schemas
+(`dispatch/list_plans.py`); the steps of optimizers with `fused=True` are in
+`fused_optimizers.py`.
 """
 
 import math
 
 import jax.numpy as jnp
 
-from torchax.list_plans import require_same_length
+from torchax.dispatch.list_plans import require_same_length
 from torchax.ops import mappings
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.names import aten, present, resolve

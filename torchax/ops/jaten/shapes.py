@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.core.view_steps import put_slice
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.ops.names import aten, prims
 from torchax.ops.op_base import op, promote
-from torchax.view_info import put_slice
 
 
 def _wrap_dim(dim: int, ndim: int) -> int:

@@ -7,7 +7,8 @@ forms would draw.
 
 import torch
 
-from torchax import grad_mode, rng
+from torchax import rng
+from torchax.core import grad_mode
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
 from torchax.ops.jtorch._register import register_function
 from torchax.ops.names import F, aten, functions

@@ -8,11 +8,12 @@ torch has it, and its result is there too.
 import threading
 from collections.abc import Callable, Iterator
 
-from torchax import _jax_compat, placement
+from torchax import _jax_compat
+from torchax.core.storage import Storage, Unplaced
+from torchax.devices import placement
 from torchax.errors import MixedDeviceError
 from torchax.ops.names import aten
 from torchax.rng import scope
-from torchax.storage import Storage, Unplaced
 from torchax.tensor import Tensor
 
 _ArrayImpl = _jax_compat.ArrayImpl

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from torchax import _torch_compat
-from torchax.grad_mode import Recomputation
+from torchax.core.grad_mode import Recomputation
 from torchax.tensor import Tensor
 
 

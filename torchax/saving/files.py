@@ -17,12 +17,13 @@ import jax
 import numpy as np
 import torch
 
-from torchax import _torch_compat, placement
+from torchax import _torch_compat
+from torchax.core.storage import Storage
+from torchax.core.view_steps import WHOLE, ConjugateInfo, NegateInfo
+from torchax.devices import placement
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
-from torchax.storage import Storage
-from torchax.untyped_storage import UntypedStorage, bytes_of
-from torchax.view_info import WHOLE, ConjugateInfo, NegateInfo
+from torchax.saving.untyped_storage import UntypedStorage, bytes_of
 
 # Attributes of a jax tensor that are no state of the user's.
 OWN = frozenset(

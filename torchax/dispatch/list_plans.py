@@ -9,14 +9,15 @@ from collections.abc import Sequence
 
 import torch
 
-from torchax import _jax_compat, grad_mode
-from torchax.operands import move
+from torchax import _jax_compat
+from torchax.core import grad_mode
+from torchax.core.view_steps import WHOLE
+from torchax.dispatch.operands import move
+from torchax.dispatch.plans import Plan, raise_as_torch, require_writable
 from torchax.ops import mappings
 from torchax.ops.names import aten
 from torchax.ops.schema import schema_of
-from torchax.plans import Plan, raise_as_torch, require_writable
 from torchax.tensor import Tensor
-from torchax.view_info import WHOLE
 
 _ArrayImpl = _jax_compat.ArrayImpl
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import jax
 import torch
 
-from torchax import _jax_compat, placement
+from torchax import _jax_compat
+from torchax.devices import placement
 
 
 def synchronize(device=None) -> None:

@@ -8,7 +8,8 @@ import os
 from collections import OrderedDict
 from typing import Any
 
-from torchax import _jax_compat, placement
+from torchax import _jax_compat
+from torchax.devices import placement
 
 _IN_USE, _PEAK, _LIMIT = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
 # By index: the peak when it was last reset, and the most that was seen since.

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax import _jax_compat, grad_mode
+from torchax import _jax_compat
+from torchax.core import grad_mode
 from torchax.tensor import Tensor, new_tensor
 
 

@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax import _torch_compat, device_plans
+from torchax import _torch_compat
+from torchax.dispatch import device_plans
+from torchax.dispatch.operands import IGNORED
+from torchax.dispatch.plans import DecompositionPlan, Plan
+from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import default_env
 from torchax.errors import DataDependentError, OperatorNotFound
-from torchax.export import composites, lowerings
+from torchax.graphs import composites, lowerings
 from torchax.interop.views import call_torch
-from torchax.operands import IGNORED
 from torchax.ops.schema import schema_of
-from torchax.plans import DecompositionPlan, Plan
-from torchax.transfer import ToCopyPlan
 
 _logger = logging.getLogger(__name__)
 

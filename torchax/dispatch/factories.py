@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import _jax_compat, _torch_compat, placement
+from torchax import _jax_compat, _torch_compat
+from torchax.devices import placement
 from torchax.environment import TENSOR_CONSTRUCTORS, Environment, as_jax, default_env
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import mappings

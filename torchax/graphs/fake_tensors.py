@@ -12,12 +12,13 @@ import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat, placement
+from torchax import _torch_compat
+from torchax.devices import placement
+from torchax.dispatch.transfer import arguments_of_to
 from torchax.errors import MixedDeviceError, TracedStateError
 from torchax.ops import mappings
 from torchax.ops.names import higher_order
 from torchax.tensor import META, Content, Tensor
-from torchax.transfer import arguments_of_to
 
 
 class NoNumbersError(TracedStateError, _torch_compat.DataDependentOutputException):

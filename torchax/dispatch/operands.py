@@ -13,12 +13,12 @@ import torch
 from jax import lax
 
 from torchax import _jax_compat
+from torchax.core.storage import active as _active
+from torchax.core.view_steps import WHOLE, Chain, MovingChain
 from torchax.errors import UnsupportedDtypeError
 from torchax.ops import narrowing
-from torchax.storage import active as _active
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
-from torchax.view_info import WHOLE, Chain, MovingChain
 
 # Arguments about where and how a tensor lies; lowerings do not take them.
 IGNORED = frozenset(

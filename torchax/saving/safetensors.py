@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from torchax import placement
+from torchax.devices import placement
 
 
 class _Slice:

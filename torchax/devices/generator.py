@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from torchax import placement
+from torchax.devices import placement
 
 _OfTorch = getattr(torch.Generator, "of_torch", torch.Generator)
 

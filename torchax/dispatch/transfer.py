@@ -3,7 +3,9 @@
 import jax
 import torch
 
-from torchax import _torch_compat, placement
+from torchax import _torch_compat
+from torchax.core.view_steps import WHOLE
+from torchax.devices import placement
 from torchax.errors import (
   MixedDeviceError,
   TracedStateError,
@@ -12,7 +14,6 @@ from torchax.errors import (
 from torchax.ops import mappings
 from torchax.ops.names import aten, present
 from torchax.tensor import Tensor, new_tensor
-from torchax.view_info import WHOLE
 
 
 def _item(tensor: Tensor):

@@ -2,7 +2,7 @@
 
 Shape, strides and offset of a view come from torch's own kernel, run on the wrapper's
 metadata, so legality and errors are torch's. The step that reads and writes the array
-is one of `view_info.py`; where none fits, the view is strided over the flat base.
+is one of `core/view_steps.py`; where none fits, the view is strided over the flat base.
 """
 
 import math
@@ -11,16 +11,10 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import torch
 
-from torchax import _jax_compat, _torch_compat, grad_mode
-from torchax.errors import MutationError
-from torchax.ops import mappings
-from torchax.ops.names import aten
-from torchax.ops.schema import functional_form
-from torchax.storage import Rebindings, Storage, active
-from torchax.tensor import Tensor, alias, like, new_tensor, rebind
-from torchax.untyped_storage import UntypedStorage
-from torchax.view import new_view
-from torchax.view_info import (
+from torchax import _jax_compat, _torch_compat
+from torchax.core import grad_mode
+from torchax.core.storage import Rebindings, Storage, active
+from torchax.core.view_steps import (
   WHOLE,
   AsStridedInfo,
   Chain,
@@ -40,6 +34,13 @@ from torchax.view_info import (
   chain_of,
   slice_of,
 )
+from torchax.errors import MutationError
+from torchax.ops import mappings
+from torchax.ops.names import aten
+from torchax.ops.schema import functional_form
+from torchax.saving.untyped_storage import UntypedStorage
+from torchax.tensor import Tensor, alias, like, new_tensor, rebind
+from torchax.view import new_view
 
 
 def _reshape(source, layout, *args):
@@ -424,7 +425,7 @@ def _set_(tensor, source, *layout):
 
 
 def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
-  """Shows a storage, as `torch.load` makes tensors: see `files.py`."""
+  """Shows a storage, as `torch.load` makes tensors: see `saving/files.py`."""
   if not isinstance(source, UntypedStorage):
     raise MutationError(
       "`set_` on a jax tensor expects another one, or the storage of one, but got a "

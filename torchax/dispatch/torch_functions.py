@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from torchax import _torch_compat, amp, autograd
-from torchax.operands import Flattener
+from torchax import _torch_compat, amp
+from torchax.dispatch import autograd
+from torchax.dispatch.operands import Flattener
+from torchax.dispatch.plans import write_output
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
-from torchax.plans import write_output
 from torchax.tensor import Tensor
 
 

@@ -1,7 +1,7 @@
 """How an operation runs once its lowering is known: a plan for each kind.
 
 `Plan` runs lowerings on arrays, compiled; the in-place and `out=` forms wrap it.
-`dispatch.py` chooses the plan of an overload.
+`dispatcher.py` chooses the plan of an overload.
 """
 
 import contextlib
@@ -15,9 +15,12 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax import _jax_compat, _torch_compat, grad_mode, placement
+from torchax import _jax_compat, _torch_compat
+from torchax.core import grad_mode
+from torchax.core.view_steps import WHOLE
+from torchax.devices import placement
+from torchax.dispatch.operands import IGNORED, Flattener, move, strong
 from torchax.errors import MixedDeviceError, MutationError, RngError
-from torchax.operands import IGNORED, Flattener, move, strong
 from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
@@ -26,7 +29,6 @@ from torchax.rng import state as rng_state
 from torchax.rng.ledger import Recording
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
-from torchax.view_info import WHOLE
 
 _ArrayImpl = _jax_compat.ArrayImpl
 

@@ -12,11 +12,11 @@ The preparation of an index is in `tensor.py`, the choice of elements in
 import jax.numpy as jnp
 import torch
 
-from torchax.aliasing import of_grad_mode
+from torchax.core.storage import ReadOnly
+from torchax.core.view_steps import TracedIndexInfo
+from torchax.dispatch.views import of_grad_mode
 from torchax.ops.names import aten
-from torchax.storage import ReadOnly
 from torchax.tensor import Tensor, index_of, is_traced, needs_care, value_of
-from torchax.view_info import TracedIndexInfo
 
 _getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _ALL = slice(None)

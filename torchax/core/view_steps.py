@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax import grad_mode
+from torchax.core import grad_mode
 
 
 class ViewInfoType(enum.Enum):

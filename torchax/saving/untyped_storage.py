@@ -13,10 +13,11 @@ import jax
 import numpy as np
 import torch
 
-from torchax import _torch_compat, placement
+from torchax import _torch_compat
+from torchax.core.storage import Storage
+from torchax.devices import placement
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
-from torchax.storage import Storage
 
 
 class UntypedStorage(torch.UntypedStorage):

@@ -12,9 +12,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchax import _torch_compat, device_plans
+from torchax import _torch_compat
+from torchax.devices.placement import Several as _Several
+from torchax.dispatch import device_plans
+from torchax.dispatch.list_plans import ListInPlacePlan, writes_lists
+from torchax.dispatch.plans import (
+  DecompositionPlan,
+  InPlacePlan,
+  OutPlan,
+  Plan,
+  TensorPlan,
+)
 from torchax.errors import OperatorNotFound
-from torchax.list_plans import ListInPlacePlan, writes_lists
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import (
@@ -22,14 +31,6 @@ from torchax.ops.schema import (
   gives_tensors,
   is_in_place,
   schema_of,
-)
-from torchax.placement import Several as _Several
-from torchax.plans import (
-  DecompositionPlan,
-  InPlacePlan,
-  OutPlan,
-  Plan,
-  TensorPlan,
 )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from torchax import _torch_compat
-from torchax.functions import WithoutOut
+from torchax.dispatch.torch_functions import WithoutOut
 from torchax.ops.names import aten
 from torchax.tensor import Tensor
 from torchax.view import View

@@ -1,0 +1,1 @@
+"""What a tensor is made of: memory, the steps of its views, gradient mode."""

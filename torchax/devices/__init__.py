@@ -1,0 +1,1 @@
+"""A JAX device as torch sees one."""

@@ -1,0 +1,1 @@
+"""How an operation of torch becomes a JAX function."""

@@ -1,0 +1,1 @@
+"""Running and rewriting graphs of `torch.fx`."""
