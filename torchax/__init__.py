@@ -31,17 +31,12 @@ from torchax.devices import placement
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import (
   backward,
-  device_plans,
+  debug,
   factories,
-  generator_arguments,
   indexing,
-  list_plans,
   refusals,
   shortcuts,
-  transfer,
-  views,
 )
-from torchax.dispatch.dispatcher import Dispatcher
 from torchax.environment import Environment, default_env
 from torchax.graphs import fake_tensors
 from torchax.interop import JittableModule, extract_jax
@@ -95,15 +90,18 @@ def _means_jax(location: str) -> bool:
   return default_env()._should_use_torchax_tensor(location)
 
 
+# What upstream defines in `torchax.tensor`, and its home here.
+_OF_TENSOR = {
+  environment: (
+    *("Environment", "RuntimeProperty", "XLADispatchMode", "XLAFunctionMode"),
+    *("_PropertyHolder", "_None", "TENSOR_CONSTRUCTORS", "default_env"),
+  ),
+  debug: ("_make_debug_msg", "_name_of_func", "debug_accuracy", "log_nested"),
+}
+
+
 def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
-  Dispatcher.special_plans = [
-    views.plan,
-    transfer.plan,
-    device_plans.plan,
-    generator_arguments.plan,
-    list_plans.plan,
-  ]
   Environment.on_creation = [
     backward.register_functions,
     factories.register_functions,
@@ -112,6 +110,9 @@ def _compose() -> None:
     interop.control_flow.register_functions,
   ]
   rng.ledger.Explainer.trace = interop.explain
+  for module, names in _OF_TENSOR.items():
+    for name in names:
+      setattr(tensor, name, getattr(module, name))
   tensor.Tensor.of_fake = fake_tensors.Fake
   fake_tensors.Fake.shapes = lambda *called: default_env().shapes(*called)
   _torch_compat.register_backend(device_module)

@@ -5,13 +5,12 @@ calling thread; Python sees `device="jax"`. Shape, strides and dtype are torch's
 records; the numbers are in a `Storage`, read through the view's `Chain`.
 Operations arrive in `__torch_dispatch__` and go on in `dispatch/dispatcher.py`. The
 environment is in `environment.py`; upstream's name `torchax.tensor.Environment` is
-forwarded.
+set from there.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -556,8 +555,7 @@ def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool):
     )
   is_placed = isinstance(data, Tensor) or _torch_compat.has_map_location()
   if not is_placed and not _torch_compat.is_read_later(data.untyped_storage()):
-    environment = importlib.import_module("torchax.environment")
-    data = environment.default_env().to_xla(data)
+    data = data.to("jax")
   if is_parameter:
     return torch.nn.Parameter(data, requires_grad)
   return data.requires_grad_(requires_grad)
@@ -663,24 +661,16 @@ def find_env(args, kwargs):
   raise OperatorNotFound("torchax was called without one of its tensors.")
 
 
-# Upstream defines these here; their home is now further up. See `__getattr__`.
-_FORWARDED = {
-  "Environment": "torchax.environment",
-  "RuntimeProperty": "torchax.environment",
-  "XLADispatchMode": "torchax.environment",
-  "XLAFunctionMode": "torchax.environment",
-  "_PropertyHolder": "torchax.environment",
-  "_None": "torchax.environment",
-  "TENSOR_CONSTRUCTORS": "torchax.environment",
-  "_make_debug_msg": "torchax.dispatch.debug",
-  "_name_of_func": "torchax.dispatch.debug",
-  "debug_accuracy": "torchax.dispatch.debug",
-  "log_nested": "torchax.dispatch.debug",
-  "default_env": "torchax.environment",
-}
-
-
-def __getattr__(name: str):
-  if name in _FORWARDED:
-    return getattr(importlib.import_module(_FORWARDED[name]), name)
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Upstream defines these here; their home is further up, from where they are set.
+Environment: Any
+RuntimeProperty: Any
+XLADispatchMode: Any
+XLAFunctionMode: Any
+_PropertyHolder: Any
+_None: Any
+TENSOR_CONSTRUCTORS: Any
+default_env: Any
+_make_debug_msg: Any
+_name_of_func: Any
+debug_accuracy: Any
+log_nested: Any

@@ -353,10 +353,10 @@ KINDS = {
   (True, False, False): Kind.ARRAYS,
   (True, True, False): Kind.ENV_ARRAYS,
   (False, False, False): Kind.TENSORS,
-  (False, True, False): Kind.ENV_TENSORS,
-  (False, False, True): Kind.ALIASING,
-  (False, True, True): Kind.ENV_ALIASING,
-  (True, False, True): Kind.ALIASING,
+  (False, True, False): Kind.TENSORS,
+  (False, False, True): Kind.TENSORS,
+  (False, True, True): Kind.TENSORS,
+  (True, False, True): Kind.TENSORS,
 }
 
 
@@ -371,6 +371,13 @@ def test_the_flags_of_upstream_stand_for_one_kind(flags):
     is_view_op=is_view_op,
   )
   assert operator.kind is KINDS[flags]
+  kept = (operator.is_jax_function, operator.needs_env, operator.is_view_op)
+  assert kept == flags
+
+
+def test_a_function_of_tensors_may_ask_for_the_environment():
+  assert Operator(None, None, kind=Kind.TENSORS, needs_env=True).needs_env
+  assert not Operator(None, None, kind=Kind.SAMPLER, needs_env=True).needs_env
 
 
 @pytest.mark.parametrize("kind", Kind, ids=str)

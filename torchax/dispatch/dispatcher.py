@@ -8,21 +8,22 @@ derived from torch's schemas.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from torchax import _torch_compat
 from torchax.devices.placement import Several as _Several
-from torchax.dispatch import device_plans
-from torchax.dispatch.list_plans import ListInPlacePlan, writes_lists
-from torchax.dispatch.plans import (
-  DecompositionPlan,
-  InPlacePlan,
-  OutPlan,
-  Plan,
-  TensorPlan,
+from torchax.dispatch import (
+  device_plans,
+  generator_arguments,
+  in_place,
+  transfer,
+  views,
 )
+from torchax.dispatch.in_place import InPlacePlan
+from torchax.dispatch.out import OutPlan
+from torchax.dispatch.plans import DecompositionPlan, Plan, TensorPlan
 from torchax.errors import OperatorNotFound
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
@@ -33,12 +34,19 @@ from torchax.ops.schema import (
   schema_of,
 )
 
+# (op, schema, plan by registry, env) -> plan or None, in the order in which they are
+# asked. An operation that none of them wants is run by its operator.
+_SPECIAL_PLANS = (
+  views.plan,
+  transfer.plan,
+  device_plans.plan,
+  generator_arguments.plan,
+  in_place.plan,
+)
+
 
 class Dispatcher:
   """The plans of an environment, by overload; made on first use."""
-
-  # (op, schema, plan by registry, env) -> plan or None: views, transfers.
-  special_plans: ClassVar[list[Callable]] = []
 
   def __init__(self, env):
     self._env = env
@@ -147,7 +155,7 @@ class Dispatcher:
         raise self.not_found(func)
       return self._plan_of(func, operator)
     schema = schema_of(func)
-    for special in self.special_plans:
+    for special in _SPECIAL_PLANS:
       found = special(func, schema, self._plan_by_registry, self._env)
       if found is not None and not (operator and operator.is_user_defined):
         return found
@@ -187,8 +195,7 @@ class Dispatcher:
     if not is_in_place(func):
       return OutPlan(func, functional, self._env)
     if isinstance(functional, Plan):
-      in_place = ListInPlacePlan if writes_lists(func) else InPlacePlan
-      return in_place(func, functional, self._env)
+      return InPlacePlan(func, functional, self._env)
     return None
 
   def not_found(self, func, args=(), kwargs=None) -> OperatorNotFound:

@@ -6,7 +6,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 
 import jax
@@ -19,8 +18,8 @@ from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
-from torchax.dispatch.operands import IGNORED, Flattener, move, strong
-from torchax.errors import MixedDeviceError, MutationError, RngError
+from torchax.dispatch.operands import IGNORED, Flattener, strong
+from torchax.errors import MixedDeviceError, RngError
 from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
@@ -28,7 +27,6 @@ from torchax.rng import carry, scope
 from torchax.rng import state as rng_state
 from torchax.rng.ledger import Recording
 from torchax.tensor import Tensor, new_tensor
-from torchax.view import View
 
 _ArrayImpl = _jax_compat.ArrayImpl
 
@@ -45,15 +43,12 @@ class Plan:
     dynamic = schema.dynamic - set(operator.static) if schema else frozenset()
     dynamic |= set(operator.dynamic)
     names = schema.names if schema else ()
-    cpu_ok = self.name.startswith(_CPU_BESIDE_JAX)
-    self.flattener = Flattener(self.name, env, dynamic, names, cpu_ok)
+    self.flattener = Flattener(self.name, env, dynamic, names, operator.takes_cpu)
     self.is_sampler = operator.kind is Kind.SAMPLER
     self._compiled: dict[tuple, Callable] = {}
-    packet = self.name.removeprefix("aten.").partition(".")[0]
-    self._gives_indices = packet in _INDEX_OPERATIONS
     takes_device = schema is not None and "device" in schema.names
     # The result is not always simply an array on jax.
-    self._is_special = self._gives_indices or takes_device
+    self._is_special = bool(operator.index_results) or takes_device
     # Nothing to check, to draw or to decide before the compiled function is called.
     self._is_simple = (
       operator.check is None and operator.compiled is True and not self.is_sampler
@@ -161,10 +156,8 @@ class Plan:
       for name, arg in zip(self.flattener.names, args)
       if type(arg) in (int, float)
     ]
-    packet = self.name.split(".")[1].removesuffix("_like")
-    if packet in _STANDARD:
-      return _STANDARD[packet]
-    return f"{_DISTRIBUTIONS.get(packet, packet)}({', '.join(numbers)})"
+    name = self.operator.distribution or self.name.split(".")[1].removesuffix("_like")
+    return name if name.endswith(")") else f"{name}({', '.join(numbers)})"
 
   def _execute(self, args, kwargs, operands, key, write):
     may_compile = self.operator.compiled
@@ -210,34 +203,26 @@ class Plan:
     return self.operator.func(*args, **kwargs)
 
   def _wrap(self, result):
-    return self._wrap_array(grad_mode.stopped(result))
+    result = grad_mode.stopped(result)
+    if self.operator.index_results and self.env.config.use_int32_for_index:
+      result = self._with_narrow_indices(result)
+    return self._wrap_array(result)
+
+  def _with_narrow_indices(self, result):
+    results = list(result) if isinstance(result, tuple) else [result]
+    for place in self.operator.index_results:
+      if place < len(results) and results[place].dtype == jnp.int64:
+        results[place] = results[place].astype(jnp.int32)
+    return tuple(results) if isinstance(result, tuple) else results[0]
 
   def _wrap_array(self, result):
     if type(result) is _ArrayImpl or isinstance(result, jax.Array):
-      if self._gives_indices and self.env.config.use_int32_for_index:
-        result = result.astype(jnp.int32) if result.dtype == jnp.int64 else result
       return new_tensor(result, self.env)
     if isinstance(result, tuple):
       return tuple([self._wrap_array(value) for value in result])
     if isinstance(result, list):
       return [self._wrap_array(value) for value in result]
     return result
-
-
-# torch takes CPU indices, and lists of scalars, beside tensors of any device.
-_CPU_BESIDE_JAX = (
-  *("aten.index", "aten._index", "aten._unsafe_index"),
-  *("aten._foreach_addcdiv.Tensor", "aten._foreach_addcmul.Tensor"),
-)
-_STANDARD = {"rand": "uniform(0, 1)", "randn": "normal(0, 1)"}
-# What operations draw, where their name does not say it.
-_DISTRIBUTIONS = {
-  "native_dropout": "dropout",
-  "randint": "integers",
-  "random": "integers",
-  "randperm": "permutation",
-  "normal_functional": "normal",
-}
 
 
 def by_rows(sampler, name: str, names, keys, args, kwargs):
@@ -280,18 +265,6 @@ def by_rows(sampler, name: str, names, keys, args, kwargs):
     return sampler([key, *args], kwargs)
 
   return jax.vmap(one_row)(keys, *[leaves[place] for place in places])
-
-
-# Operations whose integer results are places; `Configuration.use_int32_for_index`.
-_INDEX_OPERATIONS = frozenset(
-  {
-    *("argmax", "argmin", "argsort", "argwhere", "nonzero", "nonzero_static"),
-    *("max", "min", "median", "nanmedian", "mode", "kthvalue", "cummax", "cummin"),
-    *("sort", "topk", "searchsorted", "bucketize"),
-    *("max_pool2d_with_indices", "max_pool3d_with_indices"),
-    *("adaptive_max_pool2d", "adaptive_max_pool3d"),
-  }
-)
 
 
 def _is_cpu(device) -> bool:
@@ -399,164 +372,3 @@ class TensorPlan:
       kwargs["env"] = self.env
     with self.env.catching_factories():
       return self.operator.func(*args, **kwargs)
-
-
-class InPlacePlan:
-  """Runs `op_` by the functional plan and writes the result to `self`."""
-
-  def __init__(self, op, functional: Plan, env):
-    self.op = op
-    self.name = str(op)
-    self.functional = functional
-    # What depends on no number of the target would be computed elsewhere.
-    packet = self.name.removeprefix("aten.").partition(".")[0]
-    self.overwrites = functional.is_sampler or packet in _OVERWRITING
-
-  def __call__(self, args, kwargs):
-    target = args[0]
-    require_writable(target, self.name)
-    plan = self.functional
-    operands, key = plan.flattener.flatten(args, kwargs)
-    storage, chain = target._storage, target._chain
-    base = [storage.read()]
-    if chain.moving is not None:
-      if chain.is_traced:
-        _require_unrecorded(self.name, args)
-      chain = move(chain, base)
-    write = (chain, mappings.t2j_dtype(target.dtype), tuple(target.shape))
-    try:
-      written = plan.run(args, kwargs, [*base, *operands], key, write)
-    except (TypeError, ValueError) as error:
-      raise_as_torch(error, self.op, args, kwargs)
-      raise
-    if type(written) is not _ArrayImpl and grad_mode.is_stopped():
-      written = grad_mode.with_derivative_of(storage.read(), written)
-    if self.overwrites:
-      place = placement.place_of(storage.array)
-      written = written if place is None else placement.put_back(written, place)
-    storage.write(written, target)
-    return target
-
-
-# Operations, besides random ones, whose result has nothing of the target but its shape.
-_OVERWRITING = frozenset({"copy_", "fill_", "zero_"})
-
-
-def require_writable(target: torch.Tensor, name: str) -> None:
-  """Raises unless an in-place operation can write to the tensor.
-
-  Raises:
-    MixedDeviceError: it is on another device.
-    RuntimeError: elements share their memory, as torch has it.
-  """
-  if type(target) not in (Tensor, View):
-    raise MixedDeviceError(
-      f"{name} would write jax data to a tensor on {target.device}. "
-      'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
-    )
-  if type(target) is View and 0 in target.stride():
-    _require_separate(target, name)
-
-
-def _require_unrecorded(name: str, args) -> None:
-  """Raises where a gradient would be recorded at a place that torch cannot know."""
-  if torch.is_grad_enabled() and any(
-    isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
-  ):
-    raise MutationError(
-      f"{name} changes `x[i]` with a traced index `i` in a way that needs a gradient, "
-      "which torch cannot follow to x. Write `x[i] = …` instead."
-    )
-
-
-def _require_separate(target: View, name: str) -> None:
-  """Raises as torch does for a write to elements that share their memory."""
-  overlaps = any(
-    stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)
-  )
-  if overlaps and not name.startswith(("aten.fill_", "aten.zero_")):
-    raise RuntimeError(
-      "unsupported operation: more than one element of the written-to tensor refers "
-      "to a single memory location. Please clone() the tensor before performing the "
-      f"operation ({name})."
-    )
-
-
-class OutPlan:
-  """Runs `op.out` by the functional plan and writes the results to its outputs."""
-
-  def __init__(self, op, functional: Callable, env):
-    self.name = str(op)
-    self.functional = functional
-    self.outputs = schema_of(op).outputs
-    self.returns = bool(op._schema.returns)
-    self.names = schema_of(op).names
-
-  def __call__(self, args, kwargs):
-    kwargs = dict(kwargs or {})
-    args = list(args)
-    outputs = []
-    for name in self.outputs:
-      if name in kwargs:
-        outputs.append(kwargs.pop(name))
-      else:
-        outputs.append(args.pop(self.names.index(name)))
-    tensors = jax.tree.leaves(outputs)
-    results = self.functional(args, self._with_dtype(kwargs, tensors))
-    for output, result in zip(tensors, jax.tree.leaves(results), strict=True):
-      write_output(self.name, output, result)
-    if not self.returns:
-      return None
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-  def _with_dtype(self, kwargs, outputs):
-    functional = getattr(self.functional, "op", None)
-    takes_dtype = functional is not None and "dtype" in schema_of(functional).names
-    if takes_dtype and "dtype" not in self.names:
-      return {**kwargs, "dtype": outputs[0].dtype}
-    return kwargs
-
-
-def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
-  """Puts a result into an `out=` tensor, which takes its shape.
-
-  Raises:
-    MixedDeviceError: the output is on another device.
-    RuntimeError: its dtype cannot hold the result, or it is a view of another shape.
-  """
-  if not isinstance(output, Tensor):
-    raise MixedDeviceError(
-      f"{name}: out= is on {output.device}, but the inputs are on jax. "
-      'Make it with device="jax".'
-    )
-  array = result.jax()
-  require_cast(array.dtype, mappings.t2j_dtype(output.dtype))
-  require_writable(output, name)
-  array = array.astype(mappings.t2j_dtype(output.dtype))
-  if output.shape == result.shape:
-    output.replace_jax(array)
-    return
-  if type(output) is View:
-    raise RuntimeError(
-      f"{name}: out= is a view of shape {list(output.shape)}, but the result has "
-      f"{list(result.shape)}. Pass a tensor of its own, or one of that shape."
-    )
-  if output.numel():
-    warnings.warn(
-      f"{name}: out= has shape {list(output.shape)}, but the result has "
-      f"{list(result.shape)}, so it was resized. Pass an empty tensor, or one of that "
-      "shape.",
-      stacklevel=2,
-    )
-  resize_to(output, new_tensor(array, output._env))
-
-
-def resize_to(tensor: Tensor, source: Tensor) -> None:
-  """Gives `tensor` the shape and the numbers of `source`, keeping its identity."""
-  if tensor._chain is not WHOLE:
-    raise MutationError(
-      "A view cannot be resized: its base would not follow. Call `.clone()` first."
-    )
-  with _torch_compat.without_dispatch():
-    tensor.resize_(source.shape)
-  tensor._storage.write(source.jax())

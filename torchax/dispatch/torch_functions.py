@@ -12,7 +12,7 @@ import torch
 from torchax import _torch_compat, amp
 from torchax.dispatch import autograd
 from torchax.dispatch.operands import Flattener
-from torchax.dispatch.plans import write_output
+from torchax.dispatch.out import write_output
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.tensor import Tensor

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax.dispatch.plans import write_output
+from torchax.dispatch.out import write_output
 from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator, register
 from torchax.tensor import Tensor
@@ -56,6 +56,10 @@ def op(
   needs_env: bool = False,
   is_view_op: bool = False,
   is_user_defined: bool = False,
+  index_results: tuple[int, ...] = (),
+  takes_cpu: bool = False,
+  distribution: str = "",
+  overwrites: bool = False,
 ) -> Callable:
   """Registers the decorated function as the lowering of one or more operations.
 
@@ -74,6 +78,10 @@ def op(
     needs_env: it takes the environment as `env=`.
     is_view_op: it sees views as such.
     is_user_defined: it may replace a lowering that exists.
+    index_results: places of the results that are indices.
+    takes_cpu: it takes CPU tensors beside jax tensors.
+    distribution: what it draws, for ledgers, where its name does not say it.
+    overwrites: its in-place form uses nothing of its target but shape and dtype.
 
   Raises:
     ValueError: an operation already has a lowering.
@@ -94,6 +102,10 @@ def op(
           dynamic=dynamic,
           compiled=compiled,
           check=check,
+          index_results=index_results,
+          takes_cpu=takes_cpu,
+          distribution=distribution,
+          overwrites=overwrites,
         )
       )
     return func

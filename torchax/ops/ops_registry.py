@@ -24,21 +24,16 @@ class Kind(enum.Enum):
   ARRAYS = "arrays"  # (arrays…) -> arrays; pure JAX, compiled as one function
   SAMPLER = "sampler"  # (key, arrays…) -> arrays; dispatch draws the key
   ENV_ARRAYS = "env arrays"  # (arrays…, env=) -> arrays; upstream's `needs_env`
-  TENSORS = "tensors"  # (tensors…) -> tensors; may call torch operations
-  ENV_TENSORS = "env tensors"  # (tensors…, env=) -> tensors
-  ALIASING = "aliasing"  # (tensors…) -> tensors that may alias their inputs
-  ENV_ALIASING = "env aliasing"  # the same with `env=`
+  TENSORS = "tensors"  # (tensors…) -> tensors; sees views, may call torch operations
 
   @classmethod
   def from_flags(
     cls, is_jax_function: bool, needs_env: bool, is_view_op: bool
   ) -> "Kind":
     """The kind that upstream's flags stand for."""
-    if is_view_op:
-      return cls.ENV_ALIASING if needs_env else cls.ALIASING
-    if is_jax_function:
-      return cls.ENV_ARRAYS if needs_env else cls.ARRAYS
-    return cls.ENV_TENSORS if needs_env else cls.TENSORS
+    if is_view_op or not is_jax_function:
+      return cls.TENSORS
+    return cls.ENV_ARRAYS if needs_env else cls.ARRAYS
 
 
 @dataclasses.dataclass
@@ -52,7 +47,8 @@ class Operator:
     is_user_defined: registered by a user, so it may replace ours.
     needs_env: upstream's flag: `func` takes `env=`.
     is_view_op: upstream's flag: `func` sees views.
-    kind: what `func` consumes; follows from the flags where not given.
+    kind: what `func` consumes; follows from the flags where not given. Only a function
+      of tensors may ask for `env=` beside it.
     static: names of float or Scalar arguments that `func` needs as Python values;
       integers, flags, shapes and dtypes always are.
     dynamic: names of integer arguments that may change without recompiling; in eager
@@ -63,6 +59,12 @@ class Operator:
       where they are wrong.
     saves_residuals: a torch function's gradient uses results of the forward pass
       instead of computing them again from the arguments.
+    index_results: places of the results that are indices, which
+      `Configuration.use_int32_for_index` makes narrower. A single result is at 0.
+    takes_cpu: takes CPU tensors beside jax tensors, as torch does here.
+    distribution: what a sampler draws, for ledgers, where the operation's name does not
+      say it; with its parameters where these are no arguments.
+    overwrites: the in-place form uses nothing of its target but shape and dtype.
   """
 
   torch_op: TorchCallable
@@ -77,17 +79,18 @@ class Operator:
   compiled: bool | Callable[[tuple, dict], bool] = True
   check: Callable | None = None
   saves_residuals: bool = False
+  index_results: tuple[int, ...] = ()
+  takes_cpu: bool = False
+  distribution: str = ""
+  overwrites: bool = False
 
   def __post_init__(self):
     if self.kind is None:
       self.kind = Kind.from_flags(self.is_jax_function, self.needs_env, self.is_view_op)
       return
-    self.is_jax_function = self.kind in (Kind.ARRAYS, Kind.SAMPLER, Kind.ENV_ARRAYS)
-    self.is_view_op = self.kind in (Kind.ALIASING, Kind.ENV_ALIASING)
-    self.needs_env = self.kind in (
-      Kind.ENV_ARRAYS,
-      Kind.ENV_TENSORS,
-      Kind.ENV_ALIASING,
+    self.is_jax_function = self.kind is not Kind.TENSORS
+    self.needs_env = self.kind is Kind.ENV_ARRAYS or (
+      self.needs_env and self.kind is Kind.TENSORS
     )
 
 

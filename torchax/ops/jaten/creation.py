@@ -101,7 +101,7 @@ def _aten_zeros_like(self, *, dtype=None):
   return _zero_array(self.shape, _dtype_or(dtype, self.dtype))
 
 
-@op(aten.zero)
+@op(aten.zero, overwrites=True)
 def _aten_zero(self):
   return _zero_array(self.shape, self.dtype)
 
@@ -290,7 +290,7 @@ def _aten_lift_fresh_copy(self):
   return self
 
 
-@op(aten.copy)
+@op(aten.copy, overwrites=True)
 def _aten_copy(self, src):
   """`src` in the dtype of `self`, broadcast to its shape."""
   return jnp.broadcast_to(cast(src, self.dtype), self.shape)

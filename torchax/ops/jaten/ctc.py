@@ -152,7 +152,7 @@ def _lengths_tensor(lengths, env):
   return lengths
 
 
-@op(torch.ctc_loss, F.ctc_loss, kind=Kind.ENV_TENSORS)
+@op(torch.ctc_loss, F.ctc_loss, kind=Kind.TENSORS, needs_env=True)
 def ctc_loss(
   log_probs,
   targets,

@@ -3,7 +3,7 @@
 All are derived from the lowerings of the elementwise operations: `_foreach_add.List`
 applies that of `aten.add.Tensor` to each row of its lists. Those are looked up when a
 program is made. The in-place forms follow from torch's schemas
-(`dispatch/list_plans.py`); the steps of optimizers with `fused=True` are in
+(`dispatch/in_place.py`); the steps of optimizers with `fused=True` are in
 `fused_optimizers.py`.
 """
 
@@ -11,7 +11,7 @@ import math
 
 import jax.numpy as jnp
 
-from torchax.dispatch.list_plans import require_same_length
+from torchax.dispatch.in_place import require_same_length
 from torchax.ops import mappings
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.names import aten, present, resolve
@@ -141,7 +141,8 @@ def _pointwise(foreach_op, row_op) -> None:
     return [lower(*tensors, value=value) for *tensors, value in rows]
 
   each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
-  op(foreach_op)(each)
+  # torch takes the scalars of all rows as a tensor on the CPU.
+  op(foreach_op, takes_cpu=foreach_op._overloadname == "Tensor")(each)
 
 
 for _packet, _row in (

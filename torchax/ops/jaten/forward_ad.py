@@ -16,12 +16,12 @@ def _elements_in_storage(tensor: torch.Tensor) -> int:
   return math.prod(tensor._storage.read().shape)
 
 
-@op(aten._has_same_storage_numel, kind=Kind.ALIASING)
+@op(aten._has_same_storage_numel, kind=Kind.TENSORS)
 def _aten_has_same_storage_numel(self, other):
   return _elements_in_storage(self) == _elements_in_storage(other)
 
 
-@op(aten._new_zeros_with_same_feature_meta, kind=Kind.ALIASING)
+@op(aten._new_zeros_with_same_feature_meta, kind=Kind.TENSORS)
 def _aten_new_zeros_with_same_feature_meta(self, other, *, self_num_batch_dims=0):
   """Zeros in the layout of `other`, for each of the leading batch dimensions."""
   batch = tuple(self.shape[:self_num_batch_dims])

@@ -10,7 +10,7 @@ import math
 
 import jax.numpy as jnp
 
-from torchax.dispatch.list_plans import require_same_length
+from torchax.dispatch.in_place import require_same_length
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.names import aten
 from torchax.ops.op_base import op

@@ -129,7 +129,12 @@ def _require_in_range(index, axis, size):
       )
 
 
-@op(aten.index, aten._unsafe_index, compiled=_has_no_mask, check=_check_index)
+@op(
+  *(aten.index, aten._unsafe_index),
+  compiled=_has_no_mask,
+  check=_check_index,
+  takes_cpu=True,
+)
 def _aten_index(self, indices):
   """`self[indices]`: None takes a whole dimension.
 
@@ -241,7 +246,12 @@ def _write_masked(self, axis, mask, values, accumulate):
   return jnp.where(mask, self + values if accumulate else values, self)
 
 
-@op(aten.index_put, compiled=_has_at_most_a_mask, check=_check_index_put)
+@op(
+  aten.index_put,
+  compiled=_has_at_most_a_mask,
+  check=_check_index_put,
+  takes_cpu=True,
+)
 def _aten_index_put(self, indices, values, accumulate=False):
   """A copy of `self` with `values` written (added with `accumulate`) at `indices`."""
   _check_masks(self, indices)
@@ -257,7 +267,12 @@ def _aten_unsafe_index_put(self, indices, values, accumulate=False):
   return _aten_index_put(self, indices, values, accumulate)
 
 
-@op(aten._index_put_impl, compiled=_has_at_most_a_mask, check=_check_index_put)
+@op(
+  aten._index_put_impl,
+  compiled=_has_at_most_a_mask,
+  check=_check_index_put,
+  takes_cpu=True,
+)
 def _aten__index_put_impl(self, indices, values, accumulate=False, unsafe=False):
   return _aten_index_put(self, indices, values, accumulate)
 
@@ -549,7 +564,7 @@ def _aten_masked_scatter_backward(grad_output, mask, sizes):
   return packed.at[order].set(grad_output.reshape(-1), mode="drop").reshape(sizes)
 
 
-@op(aten.nonzero, aten.argwhere, compiled=False)
+@op(aten.nonzero, aten.argwhere, compiled=False, index_results=(0,))
 def _aten_nonzero(self):
   """Coordinates of the nonzero elements, one in a row: shape (n, ndim)."""
   values = _concrete(self, "nonzero")
@@ -557,7 +572,7 @@ def _aten_nonzero(self):
   return jnp.asarray(rows, _int64())
 
 
-@op(aten.nonzero_static)
+@op(aten.nonzero_static, index_results=(0,))
 def _aten_nonzero_static(self, *, size, fill_value=-1):
   """The first `size` rows of `nonzero`, filled up with `fill_value`."""
   if self.ndim == 0:

@@ -561,7 +561,7 @@ def _check_fill(self, value):
   require_fit(value, self.dtype)
 
 
-@op(aten.fill, check=_check_fill)
+@op(aten.fill, check=_check_fill, overwrites=True)
 def _aten_fill(self, value):
   return jnp.broadcast_to(cast(value, self.dtype), self.shape)
 

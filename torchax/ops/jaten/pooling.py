@@ -127,14 +127,14 @@ def _max_pool(self, rank, kernel_size, stride, padding, dilation, ceil_mode):
   return values, indices
 
 
-@op(aten.max_pool2d_with_indices)
+@op(aten.max_pool2d_with_indices, index_results=(1,))
 def _aten_max_pool2d_with_indices(
   self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False
 ):
   return _max_pool(self, 2, kernel_size, stride, padding, dilation, ceil_mode)
 
 
-@op(aten.max_pool3d_with_indices)
+@op(aten.max_pool3d_with_indices, index_results=(1,))
 def _aten_max_pool3d_with_indices(
   self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False
 ):
@@ -436,12 +436,12 @@ def _adaptive_max_pool(self, output_size, rank):
   return values, indices
 
 
-@op(aten.adaptive_max_pool2d)
+@op(aten.adaptive_max_pool2d, index_results=(1,))
 def _aten_adaptive_max_pool2d(self, output_size):
   return _adaptive_max_pool(self, output_size, 2)
 
 
-@op(aten.adaptive_max_pool3d)
+@op(aten.adaptive_max_pool3d, index_results=(1,))
 def _aten_adaptive_max_pool3d(self, output_size):
   return _adaptive_max_pool(self, output_size, 3)
 

@@ -45,23 +45,23 @@ def _check_size(size, **_):
 # Uniform and normal ----------------------------------------------------------------
 
 
-@_sampler(aten.rand, check=_check_size)
+@_sampler(aten.rand, check=_check_size, distribution="uniform(0, 1)")
 def _rand(key, size, *, names=None, dtype=None):
   return samplers.uniform(key, size, require_float("rand", _dtype(dtype), True))
 
 
-@_sampler(aten.rand_like)
+@_sampler(aten.rand_like, distribution="uniform(0, 1)")
 def _aten_rand_like(key, self, *, dtype=None):
   dtype = require_float("rand_like", _dtype_like(self, dtype), True)
   return samplers.uniform(key, self.shape, dtype)
 
 
-@_sampler(aten.randn, check=_check_size)
+@_sampler(aten.randn, check=_check_size, distribution="normal(0, 1)")
 def _aten_randn(key, size, *, names=None, dtype=None):
   return samplers.normal(key, size, require_float("randn", _dtype(dtype), True))
 
 
-@_sampler(aten.randn_like)
+@_sampler(aten.randn_like, distribution="normal(0, 1)")
 def _aten_randn_like(key, self, *, dtype=None):
   dtype = require_float("randn_like", _dtype_like(self, dtype), True)
   return samplers.normal(key, self.shape, dtype)
@@ -81,7 +81,7 @@ def _check_normal(self, mean=0.0, std=1.0, **_):
   require_std(std)
 
 
-@_sampler(aten.normal_functional, check=_check_normal)
+@_sampler(aten.normal_functional, check=_check_normal, distribution="normal")
 def _aten_normal_functional(key, self, mean=0.0, std=1.0):
   return samplers.normal(
     key, self.shape, require_float("normal_", self.dtype, True), mean, std
@@ -135,7 +135,7 @@ def _check_randint(low, high=None, size=None, *, dtype=None, **_):
   require_size(size)
 
 
-@_sampler(aten.randint, check=_check_randint)
+@_sampler(aten.randint, check=_check_randint, distribution="integers")
 def _aten_randint(key, *args, dtype=None):
   low, high, size = args if len(args) == 3 else (0, *args)
   return samplers.integers(
@@ -154,7 +154,7 @@ def _check_randint_like(self, low, high=None, *, dtype=None, **_):
     require_range("randint_like", int(low), int(high), dtype)
 
 
-@_sampler(aten.randint_like, check=_check_randint_like)
+@_sampler(aten.randint_like, check=_check_randint_like, distribution="integers")
 def _aten_randint_like(key, self, low, high=None, *, dtype=None):
   low, high = (0, low) if high is None else (low, high)
   return samplers.integers(key, self.shape, _dtype_like(self, dtype), low, high)
@@ -172,7 +172,7 @@ def _check_randperm(n, *, dtype=None, **_):
     raise RuntimeError(f"randperm: n={n} is too large for {dtype}, at most {most}.")
 
 
-@_sampler(aten.randperm, check=_check_randperm)
+@_sampler(aten.randperm, check=_check_randperm, distribution="permutation")
 def _aten_randperm(key, n, *, dtype=None):
   return samplers.permutation(key, n, mappings.t2j_dtype(dtype or torch.int64))
 
@@ -186,7 +186,7 @@ def _random_bound(dtype) -> int:
   return 2 ** (jnp.finfo(dtype).nmant + 1) + 1
 
 
-@_sampler(aten.random.default)
+@_sampler(aten.random.default, distribution="integers")
 def _aten_random(key, self):
   dtype = require_real("random_", self.dtype)
   return samplers.integers(key, self.shape, dtype, 0, _random_bound(dtype))
@@ -196,7 +196,7 @@ def _check_random_to(self, to, **_):
   require_range("random_", 0, to, self.dtype)
 
 
-@_sampler(aten.random.to, check=_check_random_to)
+@_sampler(aten.random.to, check=_check_random_to, distribution="integers")
 def _aten_random_to(key, self, to):
   return samplers.integers(key, self.shape, self.dtype, 0, to)
 
@@ -208,7 +208,9 @@ def _check_random_from(self, from_, to=None, **_):
   require_range("random_", from_, to, self.dtype)
 
 
-@_sampler(getattr(aten.random, "from"), check=_check_random_from)
+@_sampler(
+  getattr(aten.random, "from"), check=_check_random_from, distribution="integers"
+)
 def _aten_random_from(key, self, from_, to):
   to = _random_bound(self.dtype) if to is None else to
   return samplers.integers(key, self.shape, self.dtype, from_, to)
@@ -257,7 +259,9 @@ def _check_dropout(input, p, train, **_):
 
 
 # p is static so that 1 - p is rounded once, in Python, as in torch's composite form.
-@_sampler(aten.native_dropout, static=("p",), check=_check_dropout)
+@_sampler(
+  aten.native_dropout, static=("p",), check=_check_dropout, distribution="dropout"
+)
 def _aten_native_dropout(key, input, p, train=True):
   """Without training the input and a mask of True; None is training."""
   require_float("native_dropout", input.dtype, True, RuntimeError)

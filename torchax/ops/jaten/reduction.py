@@ -231,17 +231,17 @@ def _arg_extremum(name, find, self, dim, keepdim):
   return find(self, axis=axis, keepdims=keepdim).astype(_index_dtype())
 
 
-@op(aten.argmax)
+@op(aten.argmax, index_results=(0,))
 def _aten_argmax(self, dim=None, keepdim=False):
   return _arg_extremum("argmax", jnp.argmax, self, dim, keepdim)
 
 
-@op(aten.argmin)
+@op(aten.argmin, index_results=(0,))
 def _aten_argmin(self, dim=None, keepdim=False):
   return _arg_extremum("argmin", jnp.argmin, self, dim, keepdim)
 
 
-@op(aten.max.default, aten.max.dim)
+@op(aten.max.default, aten.max.dim, index_results=(1,))
 def _aten_max(self, dim=None, keepdim=False):
   """The greatest element or, with `dim`, those of each slice and their indices."""
   if dim is None:
@@ -250,7 +250,7 @@ def _aten_max(self, dim=None, keepdim=False):
   return jnp.max(self, axis=_axes(self, dim), keepdims=keepdim), indices
 
 
-@op(aten.min.default, aten.min.dim)
+@op(aten.min.default, aten.min.dim, index_results=(1,))
 def _aten_min(self, dim=None, keepdim=False):
   if dim is None:
     return _extremum("min", jnp.min, self, None, False, RuntimeError)
@@ -400,12 +400,12 @@ def _running_extremum(scan, self, dim):
   return extrema, lax.cummax(jnp.where(attains, positions, 0), axis=axes[0])
 
 
-@op(aten.cummax)
+@op(aten.cummax, index_results=(1,))
 def _aten_cummax(self, dim):
   return _running_extremum(lax.cummax, self, dim)
 
 
-@op(aten.cummin)
+@op(aten.cummin, index_results=(1,))
 def _aten_cummin(self, dim):
   return _running_extremum(lax.cummin, self, dim)
 
@@ -470,17 +470,17 @@ def _median(self, dim, keepdim, rank_of):
   return _order_statistic(jnp.ravel(self), 0, False, rank_of)[0]
 
 
-@op(aten.median)
+@op(aten.median, index_results=(1,))
 def _aten_median(self, dim=None, keepdim=False):
   return _median(self, dim, keepdim, _median_rank)
 
 
-@op(aten.nanmedian)
+@op(aten.nanmedian, index_results=(1,))
 def _aten_nanmedian(self, dim=None, keepdim=False):
   return _median(self, dim, keepdim, _nanmedian_rank)
 
 
-@op(aten.kthvalue)
+@op(aten.kthvalue, index_results=(1,))
 def kthvalue(self, k, dim=-1, keepdim=False):
   """The k-th smallest, counted from 1, of each slice and its index."""
   array, axis = _axis_of(self, dim)
@@ -492,7 +492,7 @@ def kthvalue(self, k, dim=-1, keepdim=False):
   return _order_statistic(self, dim, keepdim, lambda values, axis: k - 1)
 
 
-@op(aten.mode)
+@op(aten.mode, index_results=(1,))
 def _aten_mode(self, dim=-1, keepdim=False):
   """The most frequent value, the smallest of several, and its last index.
 

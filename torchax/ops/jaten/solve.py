@@ -339,13 +339,13 @@ def _holds_transposed_factors(A) -> bool:
   return A.is_contiguous() and not A.is_complex()
 
 
-@op(aten._linalg_det.default, kind=Kind.ENV_TENSORS)
+@op(aten._linalg_det.default, kind=Kind.TENSORS, needs_env=True)
 def _aten__linalg_det(A, env):
   require_square("linalg.det", A)
   return env.j2t_iso(_determinant(env.t2j_iso(A), _holds_transposed_factors(A)))
 
 
-@op(aten._linalg_slogdet.default, kind=Kind.ENV_TENSORS)
+@op(aten._linalg_slogdet.default, kind=Kind.TENSORS, needs_env=True)
 def _aten__linalg_slogdet(A, env):
   require_square("linalg.slogdet", A)
   results = _sign_and_log_determinant(env.t2j_iso(A), _holds_transposed_factors(A))

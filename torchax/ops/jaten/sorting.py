@@ -32,7 +32,7 @@ def _sort_dim(self, dim: int) -> int:
 # --- sorting ---------------------------------------------------------------------
 
 
-@op(aten.sort.default)
+@op(aten.sort.default, index_results=(1,))
 def _aten_sort(self, dim=-1, descending=False):
   """Values and their former places along `dim`."""
   dim = _sort_dim(self, dim)
@@ -47,12 +47,12 @@ def _aten_sort(self, dim=-1, descending=False):
   return lax.rev(values, [dim]), lax.rev(places, [dim])
 
 
-@op(aten.sort.stable)
+@op(aten.sort.stable, index_results=(1,))
 def _aten_sort_stable(self, *, stable=None, dim=-1, descending=False):
   return _aten_sort(self, dim, descending)
 
 
-@op(aten.argsort)
+@op(aten.argsort, index_results=(0,))
 def _aten_argsort(self, dim=-1, descending=False, *, stable=False):
   return _aten_sort(self, dim, descending)[1]
 
@@ -76,7 +76,7 @@ def _topk_keys(values, largest):
   return values if largest else ~values  # right for the smallest integer too
 
 
-@op(aten.topk)
+@op(aten.topk, index_results=(1,))
 def _aten_topk(self, k, dim=-1, largest=True, sorted=True):
   """The k largest (or smallest) along `dim`, always in order."""
   dim = _sort_dim(self, dim)
@@ -97,7 +97,7 @@ def _aten_topk(self, k, dim=-1, largest=True, sorted=True):
 # --- searching -------------------------------------------------------------------
 
 
-@op(aten.searchsorted)
+@op(aten.searchsorted, index_results=(0,))
 def _aten_searchsorted(
   sorted_sequence, self, *, out_int32=False, right=False, side=None, sorter=None
 ):
@@ -127,7 +127,7 @@ def _aten_searchsorted(
   return places.astype(jnp.int32 if out_int32 else _int64())
 
 
-@op(aten.bucketize)
+@op(aten.bucketize, index_results=(0,))
 def _aten_bucketize(self, boundaries, *, out_int32=False, right=False):
   if boundaries.ndim != 1:
     raise RuntimeError(

@@ -15,7 +15,9 @@ def _batch_shape(query, key) -> tuple[int, ...]:
   return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
 
 
-@register_function(_torch_compat.scaled_dot_product_attention, kind=Kind.ENV_TENSORS)
+@register_function(
+  _torch_compat.scaled_dot_product_attention, kind=Kind.TENSORS, needs_env=True
+)
 def _scaled_dot_product_attention(
   query,
   key,

@@ -99,21 +99,21 @@ def _recurrent(cell, args, env):
   return run_form(functools.partial(env.functions.call, rnn.layer), cell, *args)
 
 
-@register_function(_torch_compat.lstm, kind=Kind.ENV_TENSORS)
+@register_function(_torch_compat.lstm, kind=Kind.TENSORS, needs_env=True)
 def _lstm(*args, env):
   return _recurrent("lstm", args, env)
 
 
-@register_function(_torch_compat.gru, kind=Kind.ENV_TENSORS)
+@register_function(_torch_compat.gru, kind=Kind.TENSORS, needs_env=True)
 def _gru(*args, env):
   return _recurrent("gru", args, env)
 
 
-@register_function(_torch_compat.rnn_tanh, kind=Kind.ENV_TENSORS)
+@register_function(_torch_compat.rnn_tanh, kind=Kind.TENSORS, needs_env=True)
 def _rnn_tanh(*args, env):
   return _recurrent("tanh", args, env)
 
 
-@register_function(_torch_compat.rnn_relu, kind=Kind.ENV_TENSORS)
+@register_function(_torch_compat.rnn_relu, kind=Kind.TENSORS, needs_env=True)
 def _rnn_relu(*args, env):
   return _recurrent("relu", args, env)

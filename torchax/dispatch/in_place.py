@@ -1,8 +1,10 @@
-"""Operations that write to lists of tensors: optimizers call them `foreach`.
+"""Operations that write to their arguments: `x.add_(y)`, and lists of tensors.
 
-A list is one program: its tensors are operands and results of one compiled function.
-Where tensors of a call share their memory in a way that makes the order of the writes
-matter, the rows are run one after the other, as torch's kernels for the CPU do.
+The functional form computes, and its results are written to what the schema says. For
+lists, which optimizers call `foreach`, that is one program: their tensors are operands
+and results of one compiled function. Where tensors of a call share their memory in a
+way that makes the order of the writes matter, the rows are run one after the other, as
+torch's kernels for the CPU do.
 """
 
 from collections.abc import Sequence
@@ -12,12 +14,15 @@ import torch
 from torchax import _jax_compat
 from torchax.core import grad_mode
 from torchax.core.view_steps import WHOLE
+from torchax.devices import placement
 from torchax.dispatch.operands import move
-from torchax.dispatch.plans import Plan, raise_as_torch, require_writable
+from torchax.dispatch.plans import Plan, raise_as_torch
+from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops import mappings
 from torchax.ops.names import aten
 from torchax.ops.schema import schema_of
 from torchax.tensor import Tensor
+from torchax.view import View
 
 _ArrayImpl = _jax_compat.ArrayImpl
 
@@ -45,8 +50,8 @@ def require_same_length(lists: Sequence[Sequence]) -> None:
       )
 
 
-class ListInPlacePlan:
-  """Runs an operation by the functional plan and writes the results to its lists."""
+class InPlacePlan:
+  """Runs an operation by the functional plan and writes the results to its targets."""
 
   def __init__(self, op, functional: Plan, env):
     self.op = op
@@ -55,13 +60,16 @@ class ListInPlacePlan:
     schema = schema_of(op)
     self.names = schema.names
     self.written = schema.written
+    self.writes_lists = writes_lists(op)
     self.returns = bool(op._schema.returns)
+    # What depends on no number of the target would be computed elsewhere.
+    self.overwrites = functional.is_sampler or functional.operator.overwrites
 
   def __call__(self, args, kwargs):
-    targets = self._targets(args, kwargs)
+    targets = self._targets(args, kwargs) if self.writes_lists else [args[0]]
     for target in targets:
       require_writable(target, self.name)
-    if self._order_matters(targets, args, kwargs):
+    if self.writes_lists and self._order_matters(targets, args, kwargs):
       self._run_rows(args, kwargs)
     else:
       self._run(targets, args, kwargs)
@@ -114,35 +122,83 @@ class ListInPlacePlan:
     return arg
 
   def _run(self, targets, args, kwargs) -> None:
-    """One program for all rows. Nothing has changed where it raises."""
+    """One program for all targets. Nothing has changed where it raises."""
     plan = self.functional
     operands, key = plan.flattener.flatten(args, kwargs)
     bases, writes = [], []
     for target in targets:
-      chain, base = target._chain, None
+      # What is written as a whole needs no base.
+      chain, base = target._chain, [None]
       if chain is not WHOLE:
         base = [target._storage.read()]
+        if chain.is_traced:
+          _require_unrecorded(self.name, args)
         chain = chain if chain.moving is None else move(chain, base)
-        base = base[0]
-      bases.append(base)
+      bases += base
       writes.append((chain, mappings.t2j_dtype(target.dtype), tuple(target.shape)))
+    if self.writes_lists:
+      bases, write = [tuple(bases)], tuple(writes)
+    else:
+      (write,) = writes
     try:
-      written = plan.run(args, kwargs, [tuple(bases), *operands], key, tuple(writes))
+      written = plan.run(args, kwargs, [*bases, *operands], key, write)
     except (TypeError, ValueError) as error:
       raise_as_torch(error, self.op, args, kwargs)
       raise
-    is_stopped = type(written[0]) is not _ArrayImpl and grad_mode.is_stopped()
-    for target, array in zip(targets, written):
+    for target, array in zip(targets, written if self.writes_lists else (written,)):
       storage = target._storage
-      if is_stopped:
+      if type(array) is not _ArrayImpl and grad_mode.is_stopped():
         array = grad_mode.with_derivative_of(storage.read(), array)
+      if self.overwrites:
+        place = placement.place_of(storage.array)
+        array = array if place is None else placement.put_back(array, place)
       storage.write(array, target)
+
+
+def require_writable(target: torch.Tensor, name: str) -> None:
+  """Raises unless an in-place operation can write to the tensor.
+
+  Raises:
+    MixedDeviceError: it is on another device.
+    RuntimeError: elements share their memory, as torch has it.
+  """
+  if type(target) not in (Tensor, View):
+    raise MixedDeviceError(
+      f"{name} would write jax data to a tensor on {target.device}. "
+      'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
+    )
+  if type(target) is View and 0 in target.stride():
+    _require_separate(target, name)
+
+
+def _require_unrecorded(name: str, args) -> None:
+  """Raises where a gradient would be recorded at a place that torch cannot know."""
+  if torch.is_grad_enabled() and any(
+    isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+  ):
+    raise MutationError(
+      f"{name} changes `x[i]` with a traced index `i` in a way that needs a gradient, "
+      "which torch cannot follow to x. Write `x[i] = …` instead."
+    )
+
+
+def _require_separate(target: View, name: str) -> None:
+  """Raises as torch does for a write to elements that share their memory."""
+  overlaps = any(
+    stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)
+  )
+  if overlaps and not name.startswith(("aten.fill_", "aten.zero_")):
+    raise RuntimeError(
+      "unsupported operation: more than one element of the written-to tensor refers "
+      "to a single memory location. Please clone() the tensor before performing the "
+      f"operation ({name})."
+    )
 
 
 class ForeachCopyPlan:
   """`_foreach_copy_`: one program within jax, else one tensor after the other."""
 
-  def __init__(self, in_place: ListInPlacePlan):
+  def __init__(self, in_place: InPlacePlan):
     self.in_place = in_place
 
   def __call__(self, args, kwargs):

@@ -1,0 +1,97 @@
+"""Operations with `out=`: results are put into tensors that the caller has made."""
+
+import warnings
+from collections.abc import Callable
+
+import jax
+import torch
+
+from torchax import _torch_compat
+from torchax.core.view_steps import WHOLE
+from torchax.dispatch.in_place import require_writable
+from torchax.dispatch.plans import require_cast
+from torchax.errors import MixedDeviceError, MutationError
+from torchax.ops import mappings
+from torchax.ops.schema import schema_of
+from torchax.tensor import Tensor, new_tensor
+from torchax.view import View
+
+
+class OutPlan:
+  """Runs `op.out` by the functional plan and writes the results to its outputs."""
+
+  def __init__(self, op, functional: Callable, env):
+    self.name = str(op)
+    self.functional = functional
+    self.outputs = schema_of(op).outputs
+    self.returns = bool(op._schema.returns)
+    self.names = schema_of(op).names
+
+  def __call__(self, args, kwargs):
+    kwargs = dict(kwargs or {})
+    args = list(args)
+    outputs = []
+    for name in self.outputs:
+      if name in kwargs:
+        outputs.append(kwargs.pop(name))
+      else:
+        outputs.append(args.pop(self.names.index(name)))
+    tensors = jax.tree.leaves(outputs)
+    results = self.functional(args, self._with_dtype(kwargs, tensors))
+    for output, result in zip(tensors, jax.tree.leaves(results), strict=True):
+      write_output(self.name, output, result)
+    if not self.returns:
+      return None
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+  def _with_dtype(self, kwargs, outputs):
+    functional = getattr(self.functional, "op", None)
+    takes_dtype = functional is not None and "dtype" in schema_of(functional).names
+    if takes_dtype and "dtype" not in self.names:
+      return {**kwargs, "dtype": outputs[0].dtype}
+    return kwargs
+
+
+def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
+  """Puts a result into an `out=` tensor, which takes its shape.
+
+  Raises:
+    MixedDeviceError: the output is on another device.
+    RuntimeError: its dtype cannot hold the result, or it is a view of another shape.
+  """
+  if not isinstance(output, Tensor):
+    raise MixedDeviceError(
+      f"{name}: out= is on {output.device}, but the inputs are on jax. "
+      'Make it with device="jax".'
+    )
+  array = result.jax()
+  require_cast(array.dtype, mappings.t2j_dtype(output.dtype))
+  require_writable(output, name)
+  array = array.astype(mappings.t2j_dtype(output.dtype))
+  if output.shape == result.shape:
+    output.replace_jax(array)
+    return
+  if type(output) is View:
+    raise RuntimeError(
+      f"{name}: out= is a view of shape {list(output.shape)}, but the result has "
+      f"{list(result.shape)}. Pass a tensor of its own, or one of that shape."
+    )
+  if output.numel():
+    warnings.warn(
+      f"{name}: out= has shape {list(output.shape)}, but the result has "
+      f"{list(result.shape)}, so it was resized. Pass an empty tensor, or one of that "
+      "shape.",
+      stacklevel=2,
+    )
+  resize_to(output, new_tensor(array, output._env))
+
+
+def resize_to(tensor: Tensor, source: Tensor) -> None:
+  """Gives `tensor` the shape and the numbers of `source`, keeping its identity."""
+  if tensor._chain is not WHOLE:
+    raise MutationError(
+      "A view cannot be resized: its base would not follow. Call `.clone()` first."
+    )
+  with _torch_compat.without_dispatch():
+    tensor.resize_(source.shape)
+  tensor._storage.write(source.jax())
