@@ -62,7 +62,7 @@ demo: $(STAMP)
 PYTEST := $(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal
 
 test: $(STAMP)
-	$(PYTEST) --ignore=test/opinfo --ignore=test/ecosystem $(ARGS)
+	$(PYTEST) $(addprefix --ignore=test/,opinfo ecosystem models) $(ARGS)
 
 test-opinfo-quick: $(STAMP)
 	$(PYTEST) test/opinfo $(ARGS)
