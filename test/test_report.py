@@ -36,15 +36,25 @@ def test_the_random_state_is_that_of_this_thread():
 
 def test_every_private_piece_is_named_with_whether_it_was_found():
   info = torchax.env_info()
-  assert set(info.private_api) == set(private.PIECES)
-  # torch 2.11 does not ask all that later versions ask of an accelerator.
-  assert all(
-    found or path.startswith("torch._C._accelerator_")
-    for path, found in info.private_api.items()
-  )
+  pieces = private.PIECES.items()
+  assert info.private_api == {path: not piece.is_yet_to_come for path, piece in pieces}
   assert "torch._C._set_conj" in info.private_api
   assert "jax._src.core.trace_ctx" in info.private_api
-  assert len(info.lost) == sum(not found for found in info.private_api.values())
+  assert info.lost == ()
+
+
+def test_what_a_missing_piece_costs_is_said_but_not_of_one_that_is_yet_to_come(
+  monkeypatch,
+):
+  path = "torch._C._accelerator_emptyHostCache"
+  piece = private.Piece(path, "a test", is_found=False)
+  monkeypatch.setitem(private.PIECES, path, piece)
+  (sentence,) = torchax.env_info().lost
+  assert f"has no {path}, which torchax needs for a test; torch 2.11 to" in sentence
+  piece.since = "99.1"
+  info = torchax.env_info()
+  assert info.lost == () and not info.private_api[path]
+  assert "torch 99.1 to " in piece.message()
 
 
 def test_the_text_is_for_a_bug_report():

@@ -10,6 +10,7 @@ from compare import assert_same
 from ops.harness import floats
 
 import torchax
+from torchax import _torch_compat, aliasing
 from torchax.interop import jax_jit
 from torchax.ops.schema import schema_of
 
@@ -146,6 +147,12 @@ WITHOUT_ROW = {
   "to.dtype_layout": _MOVES,
   "to.other": _MOVES,
 }
+
+
+def test_what_has_a_step_of_its_own_is_not_made_of_other_operations():
+  # So a view that has one needs no look at how torch makes it.
+  steps = {*aliasing.STEPS, *aliasing.MULTIPLE_STEPS}
+  assert not [op for op in steps if _torch_compat.is_composite(op)]
 
 
 def _overload(name: str):

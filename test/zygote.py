@@ -1,9 +1,11 @@
 """Imports torchax in many processes, each with other names of torch and JAX hidden.
 
-  python zygote.py PROGRAM < cases
+  python zygote.py FOLDER < cases
 
-A line of the input is a JSON list of names; a line of the output is the error that the
-program ended with, or null. torch and JAX are loaded once, and each case is a fork.
+A line of the input is a JSON list: a program, and the names that are hidden from it. A
+line of the output is the error that the program ended with, or null. Each case is a
+fork of a process that has loaded torch and JAX and has not imported torchax; what they
+share by way of the folder is bytecode.
 """
 
 import importlib.abc
@@ -17,6 +19,10 @@ import sys
 import jax
 import jax.experimental.pallas  # noqa: F401
 import torch
+
+if torch.distributed.is_available():
+  # The first operation on a tensor that is not plain imports this, in a second.
+  import torch.distributed.tensor  # noqa: F401
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "torchax"
 
@@ -78,21 +84,22 @@ def _outcome(program: str, hidden: list[str]) -> str | None:
 def main() -> None:
   """Runs the cases one after the other."""
   assert "torchax" not in sys.modules
+  sys.path.insert(0, str(PACKAGE.parent))
   sys.meta_path.insert(0, _Finder())
+  sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
   torch.set_num_threads(1)
   for line in sys.stdin:
-    sys.stdout.flush()
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-      outcome = _outcome(sys.argv[1], json.loads(line))
+      outcome = _outcome(*json.loads(line))
       os.write(writing, json.dumps(outcome).encode())
       os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
       said = pipe.read().decode()
     os.waitpid(child, 0)
-    sys.stdout.write((said or json.dumps("the process died")) + "\n")
+    print(said or json.dumps("the process died"), flush=True)
 
 
 if __name__ == "__main__":

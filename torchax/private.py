@@ -23,7 +23,7 @@ class Piece:
   Attributes:
     path: its dotted name, which begins with "torch" or "jax".
     feature: what needs it, as messages say it.
-    known: the versions that are known to have it.
+    since: the first version that has it; None where all that are tested do.
     degrades: what does without it: the feature is slower or less, and nothing raises.
     is_essential: without it, torchax cannot be imported.
     is_found: whether the installed version has it; None before it is looked up.
@@ -31,7 +31,7 @@ class Piece:
 
   path: str
   feature: str
-  known: str
+  since: str | None = None
   degrades: bool = False
   is_essential: bool = False
   is_found: bool | None = None
@@ -40,6 +40,23 @@ class Piece:
   def library(self) -> str:
     """The name of the package that it belongs to."""
     return self.path.partition(".")[0]
+
+  @property
+  def known(self) -> str:
+    """The versions that are known to have it, in words: "2.11 to 2.15"."""
+    lowest, highest = versions.TESTED[self.library]
+    return f"{self.since or lowest} to {highest}"
+
+  @property
+  def is_yet_to_come(self) -> bool:
+    """True where the installed version is older than the piece: nothing is lost."""
+    installed = importlib.import_module(self.library).__version__
+    return self.since is not None and versions.is_older(installed, self.since)
+
+  @property
+  def is_lost(self) -> bool:
+    """True for a piece that the installed version should have, and has not."""
+    return self.is_found is False and not self.is_yet_to_come
 
   def message(self) -> str:
     """What is missing, for what, and what to do."""
@@ -112,7 +129,7 @@ _NOTHING = object()
 
 
 def find(
-  path: str, feature: str, *, instead: Any = _NOTHING, known: str | None = None
+  path: str, feature: str, *, instead: Any = _NOTHING, since: str | None = None
 ) -> Any:
   """A private piece of torch or JAX.
 
@@ -120,12 +137,12 @@ def find(
     path: its dotted name.
     feature: what needs it: "which torchax needs for `feature`".
     instead: what is taken in its place; by default, something that raises when used.
-    known: the versions that have it, if not all that are tested.
+    since: the first version that has it, if not all that are tested do.
 
   Returns:
     The piece, `instead`, or an `Unavailable`.
   """
-  piece = _declare(path, feature, known)
+  piece = _declare(path, feature, since)
   piece.degrades = instead is not _NOTHING
   try:
     found = walk(path)
@@ -146,7 +163,7 @@ def essential(path: str, reason: str) -> Any:
   Raises:
     UnsupportedVersionError: the installed version does not have it.
   """
-  piece = _declare(path, reason, None)
+  piece = _declare(path, reason)
   piece.is_essential = True
   try:
     found = walk(path)
@@ -162,21 +179,20 @@ class Later:
 
   def __init__(self, path: str, feature: str):
     self._path, self._feature = path, feature
-    _declare(path, feature, None)
+    _declare(path, feature)
 
   def __call__(self) -> Any:
     """The piece, or an `Unavailable`."""
     return find(self._path, self._feature)
 
 
-def _declare(path: str, feature: str, known: str | None) -> Piece:
+def _declare(path: str, feature: str, since: str | None = None) -> Piece:
   library = path.partition(".")[0]
   if library not in _LIBRARIES:
     raise ValueError(f"Expected a name of {' or '.join(_LIBRARIES)}, but got {path!r}.")
   piece = PIECES.get(path)
   if piece is None:
-    piece = Piece(path, feature, known or versions.tested(library))
-    PIECES[path] = piece
+    piece = PIECES[path] = Piece(path, feature, since)
   return piece
 
 

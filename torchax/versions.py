@@ -39,7 +39,12 @@ def tested(name: str) -> str:
   return " to ".join(TESTED[name])
 
 
-def _is_older(version: str, bound: str) -> bool:
+def is_older(version: str, bound: str) -> bool:
+  """True for a version that comes before another one.
+
+  >>> is_older("2.9", "2.11"), is_older("2.11.0+cpu", "2.11")
+  (True, False)
+  """
   width = max(len(release(version)), len(release(bound)))
   padded = [release(v) + (0,) * (width - len(release(v))) for v in (version, bound)]
   return padded[0] < padded[1]
@@ -64,7 +69,7 @@ def check(
       version = installed(name)
     except importlib.metadata.PackageNotFoundError:
       continue  # installed without metadata, or not at all: importing it will tell
-    if _is_older(version, bound):
+    if is_older(version, bound):
       old.append((name, bound, version))
   if not old:
     return

@@ -13,6 +13,8 @@ from torchax import private
 from torchax._torch_compat.backend import BACKEND
 
 _FEATURE = "torch.accelerator on jax"
+# What older versions of torch do not ask.
+_SINCE = {"emptyHostCache": "2.12"}
 
 
 def answer_for_accelerator(answers: dict) -> None:
@@ -24,7 +26,8 @@ def answer_for_accelerator(answers: dict) -> None:
   """
   owner = private.walk("torch._C")
   for name, answer in answers.items():
-    if private.find(f"torch._C._accelerator_{name}", _FEATURE, instead=None):
+    path = f"torch._C._accelerator_{name}"
+    if private.find(path, _FEATURE, instead=None, since=_SINCE.get(name)):
       setattr(owner, f"_accelerator_{name}", answer)
 
 

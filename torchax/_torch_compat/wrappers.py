@@ -3,7 +3,7 @@
 import torch
 
 from torchax import private
-from torchax._torch_compat.modes import without_dispatch, without_function_overrides
+from torchax._torch_compat.modes import without_dispatch
 
 # (cls, size, *, strides, storage_offset, dtype, device, requires_grad): a tensor
 # without memory of its own whose operations go to `cls.__torch_dispatch__`.
@@ -24,8 +24,8 @@ AUTOCAST_KEYS = _key_set(_autocast_key) if _key_set and _autocast_key else None
 
 @classmethod
 def _call_without_overrides(cls, func, types, args=(), kwargs=None):
-  with without_function_overrides():
-    return func(*args, **(kwargs or {}))
+  # torch's own, as for a plain tensor: results stay of the class that they have.
+  return torch.Tensor.__torch_function__(func, (), args, kwargs)
 
 
 # Class attribute value that keeps torch functions from calling into Python.

@@ -89,8 +89,13 @@ def _view_dtype(source, layout, dtype):
   return DtypeInfo(mappings.t2j_dtype(dtype))
 
 
+def _strided(source, layout, *args, **kwargs):
+  """Marks operations without a step of their own."""
+
+
 # Overload -> step of one view; None is the same view again.
 STEPS: dict = {
+  aten.as_strided.default: _strided,
   aten.alias.default: None,
   aten.detach.default: None,
   aten.view.default: _reshape,
@@ -136,7 +141,6 @@ def _unbind(source, layouts, dim=0):
 # Overload -> steps of several views.
 MULTIPLE_STEPS: dict = {
   aten.split.Tensor: _split,
-  aten.split.sizes: _split,
   aten.split_with_sizes.default: _split,
   aten.unbind.int: _unbind,
 }
@@ -281,10 +285,6 @@ def of_grad_mode(chain: Chain) -> Chain:
   if _jax_compat.is_top_level() or not grad_mode.is_stopped() or _STOP in chain.infos:
     return chain
   return chain.append(_STOP)
-
-
-def _strided(source, layout, *args, **kwargs):
-  """Marks operations without a step of their own."""
 
 
 def _strided_chain(source: Tensor, layout) -> Chain:
@@ -513,6 +513,8 @@ def plan(op, schema, plan_by_registry, env) -> Callable | None:
   # Views of other libraries are what their lowerings say.
   if not schema.is_view or op.namespace != "aten":
     return None
+  if op in STEPS or op in MULTIPLE_STEPS:
+    return ViewPlan(op, env)
   if _torch_compat.is_composite(op):
     # It arrives whole where autograd is off; only its parts know whether it copies.
     decompose = _torch_compat.composite_kernel(op)
