@@ -1,11 +1,11 @@
 """Imports torchax in many processes, each with other names of torch and JAX hidden.
 
-  python zygote.py FOLDER < cases
+  python zygote.py FOLDER < requests
 
-A line of the input is a JSON list: a program, and the names that are hidden from it. A
-line of the output is the error that the program ended with, or null. Each case is a
-fork of a process that has loaded torch and JAX and has not imported torchax; what they
-share by way of the folder is bytecode.
+A request is a line of JSON: a program, and a list of cases, which are the names that are
+hidden from it. The answer is a line too: for each case the error that the program ended
+with, or null. Each case is a fork of a process that has loaded torch and JAX and has
+not imported torchax; the folder takes the bytecode that they share.
 """
 
 import importlib.abc
@@ -81,25 +81,41 @@ def _outcome(program: str, hidden: list[str]) -> str | None:
   return None
 
 
+def _start(program: str, hidden: list[str]) -> tuple[int, int]:
+  """A process that runs a case, and the pipe that it writes its outcome to."""
+  reading, writing = os.pipe()
+  child = os.fork()
+  if not child:
+    os.write(writing, json.dumps(_outcome(program, hidden)).encode())
+    os._exit(0)
+  os.close(writing)
+  return child, reading
+
+
+def _result(child: int, reading: int) -> str | None:
+  with os.fdopen(reading, "rb") as pipe:
+    said = pipe.read()
+  os.waitpid(child, 0)
+  return json.loads(said) if said else "the process died"
+
+
+def _outcomes(program: str, cases: list[list[str]]) -> list[str | None]:
+  found, at_once = [], min(4, os.cpu_count() or 1)
+  for first in range(0, len(cases), at_once):
+    started = [_start(program, case) for case in cases[first : first + at_once]]
+    found += [_result(*process) for process in started]
+  return found
+
+
 def main() -> None:
-  """Runs the cases one after the other."""
+  """Answers requests until there are no more."""
   assert "torchax" not in sys.modules
   sys.path.insert(0, str(PACKAGE.parent))
   sys.meta_path.insert(0, _Finder())
   sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
   torch.set_num_threads(1)
-  for line in sys.stdin:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-      outcome = _outcome(*json.loads(line))
-      os.write(writing, json.dumps(outcome).encode())
-      os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-      said = pipe.read().decode()
-    os.waitpid(child, 0)
-    print(said or json.dumps("the process died"), flush=True)
+  for request in sys.stdin:
+    print(json.dumps(_outcomes(*json.loads(request))), flush=True)
 
 
 if __name__ == "__main__":
