@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+import zipfile
 
 import cloudpickle
 import pytest
@@ -21,7 +22,12 @@ from spawned import answer
 
 import torchax
 from torchax import tensor as _tensor
-from torchax.errors import MutationError, TracedStateError
+from torchax.errors import (
+  DamagedFileError,
+  MutationError,
+  NoSuchDeviceError,
+  TracedStateError,
+)
 from torchax.interop import jax_jit
 from torchax.tensor import Tensor
 
@@ -533,20 +539,64 @@ def test_a_malicious_file_runs_nothing(tmp_path):
   assert not made.exists()
 
 
-@pytest.mark.parametrize("kept", [0.1, 0.5, 0.95])
+@pytest.mark.parametrize("kept", [0.0, 0.0001, 0.1, 0.5, 0.95])
 @pytest.mark.parametrize("place", [None, "jax"])
 @each_format
-def test_a_truncated_file_raises(options, place, kept, tmp_path):
+def test_a_truncated_file_is_named(options, place, kept, tmp_path):
   whole = _saved({"a": torch.zeros(2000).to("jax")}, **options).getvalue()
   path = tmp_path / "part.pt"
   path.write_bytes(whole[: int(len(whole) * kept)])
-  with pytest.raises((RuntimeError, EOFError, OSError, pickle.UnpicklingError)):
+  with pytest.raises(DamagedFileError, match=r"part\.pt is damaged.*Copy") as caught:
     torch.load(path, map_location=place)
+  assert caught.value.__cause__ is not None, "torch's own error is kept"
+
+
+def _with_changed_end(whole: bytes) -> bytes:
+  """An archive whose list of parts has another signature, which torch notices."""
+  return whole.replace(b"PK\x01\x02", b"PK\x01\x03")
+
+
+def _with_changed_part(whole: bytes) -> bytes:
+  return whole.replace(b"PK\x03\x04", b"PK\x03\x05").replace(
+    b"PK\x03\x05", b"PK\x03\x04", 1
+  )
+
+
+@pytest.mark.parametrize("change", [_with_changed_end, _with_changed_part])
+@pytest.mark.parametrize("place", [None, "jax"])
+def test_a_changed_archive_is_named(change, place, tmp_path):
+  stream = io.BytesIO(change(_saved([torch.zeros(20).to("jax")]).getvalue()))
+  with pytest.raises(DamagedFileError, match="given BytesIO is damaged"):
+    torch.load(stream, map_location=place)
+  path = tmp_path / "changed.pt"
+  path.write_bytes(stream.getvalue())
+  with pytest.raises(DamagedFileError, match=r"changed\.pt is damaged"):
+    torch.load(path, map_location=place, mmap=True)
+
+
+def test_what_is_wrong_with_a_whole_file_is_said_by_torch(tmp_path):
+  with pytest.raises(FileNotFoundError):
+    torch.load(tmp_path / "none.pt")
+  other = tmp_path / "other.zip"
+  with zipfile.ZipFile(other, "w") as archive:
+    archive.writestr("a.txt", "no tensor")
+  for file in (other, other.open("rb")):
+    with pytest.raises(RuntimeError, match="subdirectory") as caught:
+      torch.load(file)
+    assert not isinstance(caught.value, DamagedFileError)
+
+
+def test_a_truncated_file_of_safetensors_is_named(tmp_path):
+  path = tmp_path / "part.safetensors"
+  save_file({"a": torch.zeros(20)}, path)
+  os.truncate(path, path.stat().st_size - 8)
+  with pytest.raises(safetensors.SafetensorError, match=r"part\.safetensors is damaged"):
+    load_file(path, device="jax")
 
 
 def test_a_device_that_does_not_exist_is_named():
   stream = _saved([BASE])
-  with pytest.raises(RuntimeError, match="jax:99 does not exist"):
+  with pytest.raises(NoSuchDeviceError, match="jax:99 does not exist.*Ask for one"):
     torch.load(stream, map_location="jax:99")
 
 

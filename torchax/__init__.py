@@ -42,7 +42,7 @@ from torchax.graphs import fake_tensors
 from torchax.interop import JittableModule, extract_jax
 from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
 from torchax.rng import RngState, rng_scope
-from torchax.saving import files, safetensors
+from torchax.saving import damage, files, safetensors
 from torchax.version import VERSION
 
 __version__ = VERSION
@@ -120,6 +120,7 @@ def _compose() -> None:
   _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
   _torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
   files.register(tensor.Tensor, _means_jax)
+  damage.register()
   safetensors.register(_means_jax)
   _torch_compat.answer_for_accelerator(device_module.ANSWERS)
   _torch_compat.leave_data_parallel_alone()

@@ -55,6 +55,10 @@ class NarrowingWarning(UserWarning):
   """A 64-bit floating-point dtype is stored in 32 bits; not raised but warned of."""
 
 
+class DamagedFileError(RuntimeError, EOFError):
+  """A file is cut off, empty or changed; nothing of it was loaded."""
+
+
 class PrivateApiError(RuntimeError):
   """A feature needs a private piece that this version of torch or JAX does not have."""
 

@@ -192,7 +192,7 @@ def _mark(tensor, metadata: dict[str, bool]) -> None:
 
 def _home(tensor, metadata: dict[str, bool]) -> torch.device | None:
   """The jax device that a tensor from a file goes back to; None where it stays."""
-  (name,) = [name for name in metadata if _JAX.fullmatch(name)] or (None,)
+  name = next((name for name in metadata if _JAX.fullmatch(name)), None)
   if name is None or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
     return None
   is_placed = _torch_compat.has_map_location()

@@ -70,7 +70,13 @@ def register(is_jax: Callable[[str], bool]) -> None:
     name = str(device)
     if not name.startswith(("jax", "cuda")) or not is_jax(name):
       return known(filename, framework=framework, device=device, **options)
-    on_cpu = known(filename, framework=framework, device="cpu", **options)
+    try:
+      on_cpu = known(filename, framework=framework, device="cpu", **options)
+    except safetensors.SafetensorError as error:
+      raise safetensors.SafetensorError(
+        f"safetensors expects a whole file of its format, but {filename} is damaged or "
+        f"another kind of file ({error}). Nothing was loaded. Copy or download it again."
+      ) from error
     return _File(on_cpu, placement.torch_device(torch.device(device).index))
 
   # Libraries that were imported before have the name in modules of their own.
