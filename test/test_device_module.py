@@ -177,6 +177,27 @@ def test_events_take_the_time_of_the_work_between_them():
   assert end.query() and isinstance(end, torch.Event)
 
 
+def test_a_stream_that_torch_makes_itself_waits_for_nothing():
+  stream, ours = torch.Stream("jax"), torch.jax.current_stream()
+  with stream:
+    work = torch.ones(2, device="jax") + 1
+  stream.wait_stream(ours)
+  ours.wait_stream(stream)
+  stream.wait_event(torch.jax.Event())
+  ours.wait_event(stream.record_event())
+  stream.synchronize()
+  assert stream.query() and stream.device == torch.device("jax:0")
+  assert work.tolist() == [2.0, 2.0]
+
+
+def test_an_event_that_torch_makes_itself_is_not_waited_for():
+  event = torch.Event("jax")
+  torch.jax.current_stream().record_event(event)
+  assert event.query()
+  with pytest.raises(RuntimeError, match="doesn't support synchronizing events"):
+    event.synchronize()
+
+
 def test_an_event_without_a_time_is_refused():
   untimed, timed = torch.jax.Event(), torch.jax.Event(enable_timing=True)
   with pytest.raises(RuntimeError, match="enable_timing=True"):

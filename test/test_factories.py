@@ -287,3 +287,16 @@ def test_initialisers_fill_parameters(init, in_and_out):
   assert init(parameter) is parameter
   assert parameter.requires_grad
   assert parameter.detach().abs().sum() > 0
+
+
+def test_pinned_memory_of_the_host_is_plain_in_the_environment():
+  with torchax.default_env():
+    made = [
+      torch.zeros(3, pin_memory=True),
+      torch.tensor([0.0, 0.0, 0.0], pin_memory=True),
+      torch.zeros(3, device="cpu").new_zeros(3, pin_memory=True),
+    ]
+  for tensor in made:
+    assert type(tensor) is torch.Tensor and tensor.tolist() == [0.0, 0.0, 0.0]
+  with pytest.raises(RuntimeError):  # as of plain torch without an accelerator
+    torch.zeros(3, pin_memory=True)

@@ -590,7 +590,9 @@ def test_a_truncated_file_of_safetensors_is_named(tmp_path):
   path = tmp_path / "part.safetensors"
   save_file({"a": torch.zeros(20)}, path)
   os.truncate(path, path.stat().st_size - 8)
-  with pytest.raises(safetensors.SafetensorError, match=r"part\.safetensors is damaged"):
+  with pytest.raises(
+    safetensors.SafetensorError, match=r"part\.safetensors is damaged"
+  ):
     load_file(path, device="jax")
 
 

@@ -10,7 +10,8 @@ from compare import assert_same
 from ops.harness import floats
 
 import torchax
-from torchax import _torch_compat, aliasing
+from torchax import _torch_compat
+from torchax.dispatch import views
 from torchax.interop import jax_jit
 from torchax.ops.schema import schema_of
 
@@ -151,7 +152,7 @@ WITHOUT_ROW = {
 
 def test_what_has_a_step_of_its_own_is_not_made_of_other_operations():
   # So a view that has one needs no look at how torch makes it.
-  steps = {*aliasing.STEPS, *aliasing.MULTIPLE_STEPS}
+  steps = {*views.STEPS, *views.MULTIPLE_STEPS}
   assert not [op for op in steps if _torch_compat.is_composite(op)]
 
 

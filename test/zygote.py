@@ -2,10 +2,10 @@
 
   python zygote.py FOLDER < requests
 
-A request is a line of JSON: a program, and a list of cases, which are the names that are
-hidden from it. The answer is a line too: for each case the error that the program ended
-with, or null. Each case is a fork of a process that has loaded torch and JAX and has
-not imported torchax; the folder takes the bytecode that they share.
+A request is a line of JSON: a program, and a list of cases, which are the names that
+are hidden from it. The answer is a line too: for each case the error that the program
+ended with, or null. Each case is a fork of a process that has loaded torch and JAX and
+has not imported torchax; the folder takes the bytecode that they share.
 """
 
 import importlib.abc
@@ -22,7 +22,7 @@ import torch
 
 if torch.distributed.is_available():
   # The first operation on a tensor that is not plain imports this, in a second.
-  import torch.distributed.tensor  # noqa: F401
+  import torch.distributed.tensor
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "torchax"
 
@@ -115,7 +115,8 @@ def main() -> None:
   sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
   torch.set_num_threads(1)
   for request in sys.stdin:
-    print(json.dumps(_outcomes(*json.loads(request))), flush=True)
+    sys.stdout.write(json.dumps(_outcomes(*json.loads(request))) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def _named(file) -> str:
 
 @contextlib.contextmanager
 def _opened(file) -> Iterator[io.IOBase | None]:
-  """The bytes of what `torch.load` was given, from the start; None if there are none."""
+  """The bytes of what `torch.load` was given; None where they cannot be looked at."""
   if isinstance(file, str | os.PathLike):
     if not (os.path.isfile(file) and os.access(file, os.R_OK)):
       yield None

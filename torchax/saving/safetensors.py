@@ -74,8 +74,8 @@ def register(is_jax: Callable[[str], bool]) -> None:
       on_cpu = known(filename, framework=framework, device="cpu", **options)
     except safetensors.SafetensorError as error:
       raise safetensors.SafetensorError(
-        f"safetensors expects a whole file of its format, but {filename} is damaged or "
-        f"another kind of file ({error}). Nothing was loaded. Copy or download it again."
+        f"safetensors expects a whole file of its format, but {filename} is damaged, "
+        f"or of another kind ({error}). Nothing was loaded. Copy or download it again."
       ) from error
     return _File(on_cpu, placement.torch_device(torch.device(device).index))
 
