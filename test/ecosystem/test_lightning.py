@@ -1,6 +1,8 @@
 """Lightning's Trainer on jax is the one on the CPU, with bf16 and checkpoints."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torchax
 pytorch = pytest.importorskip(
   "lightning.pytorch", reason="the extra `ecosystem` is not installed"
 )
+fabric = importlib.import_module("lightning.fabric")
 
 LIBRARY, DISTRIBUTION = "Lightning", "lightning"
 LINES = (
@@ -120,9 +123,48 @@ def test_the_accelerator_alone_does_not_train_on_the_cpu(tmp_path):
   assert not torchax.default_env().enabled
 
 
-def test_several_processes_are_refused(tmp_path):
-  with pytest.raises(Misconfiguration, match="one process drives all"):
-    _fit(tmp_path, devices=2, **JAX)
+@pytest.mark.parametrize("devices", [1, "1", -1, "auto"])
+def test_all_words_for_one_process_mean_it(devices):
+  trainer = pytorch.Trainer(devices=devices, logger=False, **JAX)
+  assert trainer.num_devices == 1
+  assert trainer.strategy.root_device == torch.device("jax:0")
+
+
+@pytest.mark.parametrize("devices", [2, [1], "0,1"])
+def test_several_processes_and_other_devices_are_refused(devices):
+  with pytest.raises(Misconfiguration, match="one process drives all.*jax:1"):
+    pytorch.Trainer(devices=devices, logger=False, **JAX)
+
+
+def test_a_strategy_says_which_device():
+  trainer = pytorch.Trainer(strategy=integration.JaxStrategy("jax:0"), logger=False)
+  assert isinstance(trainer.accelerator, integration.JaxAccelerator)
+  assert isinstance(trainer.accelerator.get_device_stats("jax:0"), dict)
+
+
+@pytest.mark.parametrize("options", [JAX, {"accelerator": "jax"}, {"strategy": "jax"}])
+def test_fabric_is_refused(options):
+  with pytest.raises(Misconfiguration, match=r"Fabric does not know jax.*model\.to"):
+    fabric.Fabric(**options)
+
+
+OTHER_PACKAGE = """
+import pytorch_lightning
+import torchax.integrations.lightning
+try:
+  pytorch_lightning.Trainer(accelerator="jax", strategy="jax")
+except Exception as error:
+  print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_the_other_package_of_lightning_is_refused():
+  pytest.importorskip("pytorch_lightning", reason="its package is not installed")
+  said = subprocess.run(
+    [sys.executable, "-c", OTHER_PACKAGE], capture_output=True, text=True, check=True
+  ).stdout
+  assert said.startswith("MisconfigurationException")
+  assert "Write `import lightning.pytorch as pl`" in said
 
 
 def test_float16_is_refused_in_favour_of_bfloat16(tmp_path):

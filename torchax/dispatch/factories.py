@@ -146,7 +146,9 @@ class _FromData:
       args = (_with_numbers(data), *args[1:])
       kwargs = {k: v for k, v in kwargs.items() if k not in ("data", "obj")}
     if not self.env._should_use_torchax_tensor(device):
-      return self.func(*args, **kwargs)
+      # No memory is pinned: see `XLADispatchMode`, which does not see this one.
+      plain = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+      return self.func(*args, **plain)
     if isinstance(data, Tensor):
       return self._from_jax_tensor(data, **kwargs)
     if isinstance(data, jax.Array):

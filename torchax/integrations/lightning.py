@@ -4,12 +4,13 @@ The accelerator tells what devices there are; the strategy moves model and batch
 turns the environment on while the Trainer works.
 """
 
+import sys
 from typing import Any
 
-import jax
 import torch
 
 from torchax import extras, rng
+from torchax.devices import placement
 from torchax.environment import default_env
 
 _USER = "torchax.integrations.lightning"
@@ -41,7 +42,8 @@ class JaxAccelerator(_accelerators.Accelerator):
 
   def get_device_stats(self, device: Any) -> dict[str, Any]:
     """JAX's figures about memory; none on the CPU."""
-    return dict(jax.devices()[torch.device(device).index or 0].memory_stats() or {})
+    found = placement.jax_device(placement.index_in(device) or 0)
+    return dict(found.memory_stats() or {})
 
   @staticmethod
   def parse_devices(devices: Any) -> int:
@@ -55,7 +57,9 @@ class JaxAccelerator(_accelerators.Accelerator):
       return 1
     raise MisconfigurationException(
       f"JaxAccelerator expects devices=1, but got {devices!r}: one process drives all "
-      "of JAX's devices. Shard the batch inside the training step instead."
+      "of JAX's devices. Shard the batch inside the training step instead, or choose "
+      "another device than the first by "
+      '`Trainer(strategy=JaxStrategy("jax:1"))`.'
     )
 
   @staticmethod
@@ -160,6 +164,44 @@ class RandomStateCallback(_pytorch.Callback):
       self._pending = None
 
 
+_FABRIC = (
+  "Fabric does not know jax. Write the loop with torch alone: `model.to(\"jax\")`, and "
+  "`batch.to(\"jax\")`; or use `lightning.pytorch.Trainer`."
+)
+_OTHER_PACKAGE = (
+  "torchax tells the package `lightning` about jax, of which `pytorch_lightning` is "
+  "another copy. Write `import lightning.pytorch as pl` in place of "
+  "`import pytorch_lightning as pl`."
+)
+
+
+def _refusing(message: str) -> type:
+  """A class that is registered as "jax" where jax is not supported."""
+
+  class Refused:
+    """Raises where it is asked for anything."""
+
+    def __init__(self, *args, **kwargs):
+      raise MisconfigurationException(message)
+
+    @staticmethod
+    def is_available() -> bool:
+      """True, so that what is asked next raises, and nothing falls back to the CPU."""
+      return True
+
+    parse_devices = auto_device_count = get_parallel_devices = classmethod(__init__)
+
+  return Refused
+
+
+def _refuse(package: str, accelerators: str, strategies: str, message: str) -> None:
+  """Has the names "jax" of a package's registries raise, if it is imported."""
+  for module, registry in (("accelerators", accelerators), ("strategies", strategies)):
+    found = getattr(sys.modules.get(f"{package}.{module}"), registry, None)
+    if found is not None and "jax" not in found:
+      found.register("jax", _refusing(message), description="not supported")
+
+
 def _register() -> None:
   if "jax" not in _accelerators.AcceleratorRegistry:
     _accelerators.AcceleratorRegistry.register(
@@ -169,6 +211,10 @@ def _register() -> None:
     _strategies.StrategyRegistry.register(
       "jax", JaxStrategy, description="one process whose tensors are on jax"
     )
+  for fabric in ("lightning.fabric", "lightning_fabric"):
+    _refuse(fabric, "ACCELERATOR_REGISTRY", "STRATEGY_REGISTRY", _FABRIC)
+  names = "AcceleratorRegistry", "StrategyRegistry"
+  _refuse("pytorch_lightning", *names, _OTHER_PACKAGE)
 
 
 _register()
