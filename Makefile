@@ -75,7 +75,7 @@ test-opinfo: $(STAMP)
 test-models: $(STAMP)
 	mkdir -p output
 	$(PYTEST) test/models --junitxml=output/models.xml $(ARGS)
-	$(BIN)/python tools/model_table.py output/models.xml docs/models.md
+	$(BIN)/python -m tools.model_table output/models.xml docs/models.md
 
 test-ecosystem: $(ECOSYSTEM)
 	mkdir -p output
@@ -91,7 +91,7 @@ test-samplers: $(STAMP)
 	mkdir -p output
 	TORCHAX_SAMPLERS=full $(BIN)/python -m pytest -q test/rng/test_sampler_table.py \
 	  --junitxml=output/samplers.xml $(ARGS)
-	$(BIN)/python tools/sampler_table.py output/samplers.xml docs/samplers.md
+	$(BIN)/python -m tools.sampler_table output/samplers.xml docs/samplers.md
 
 test-statistics: $(STAMP)
 	TORCHAX_SEEDS_FACTOR=10 $(PYTEST) -m statistics --ignore=test/opinfo \

@@ -5,7 +5,7 @@ from models.ways import WAYS
 from models.zoo import MODELS, VARIANTS
 from source_tree import ROOT
 
-from tools import model_table
+from tools import model_table, tables
 
 RESULTS, GRADIENTS, DRAWS = model_table.CHECKS
 
@@ -50,16 +50,10 @@ def test_a_report_without_verdicts_is_refused(tmp_path):
     model_table.read(_report(tmp_path, ("test_another[BERT-jit]", "")))
 
 
-def test_a_page_without_markers_is_refused():
-  with pytest.raises(ValueError, match="needs the lines"):
-    model_table.insert(f"# Models\n{model_table.BEGIN}\n", "| table |")
-
-
 def test_the_page_has_a_row_for_each_model_and_a_column_for_each_way():
   page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-  table = page.partition(model_table.BEGIN)[2].partition(model_table.END)[0]
-  header, _, *rows = table.strip().splitlines()
+  table = tables.written(page, "model_table")
+  header, _, *rows = table.splitlines()
   titles = [model_table.TITLES.get(way, way) for way in WAYS]
   assert header.strip("| ").split(" | ") == ["model", *titles]
   assert {row.split(" | ")[0].strip("| ") for row in rows} == {*MODELS, *VARIANTS}
-  assert model_table.insert(page, table.strip()) == page

@@ -5,7 +5,7 @@ import pytest
 from rng.sampler_rows import ROWS
 from source_tree import ROOT
 
-from tools import sampler_table
+from tools import sampler_table, tables
 
 
 def _report(tmp_path, *cases: tuple[str, dict[str, str]]):
@@ -34,16 +34,10 @@ def test_a_report_without_records_is_refused(tmp_path):
     sampler_table.read(_report(tmp_path, ("test_a[normal-float32]", {})))
 
 
-def test_a_page_without_markers_is_refused():
-  with pytest.raises(ValueError, match="needs the lines"):
-    sampler_table.insert(f"# Samplers\n{sampler_table.BEGIN}\n", "| table |")
-
-
 def test_the_page_has_a_row_for_each_sampler_and_dtype():
   page = (ROOT / "docs" / "samplers.md").read_text(encoding="utf-8")
-  table = page.partition(sampler_table.BEGIN)[2].partition(sampler_table.END)[0]
-  _, _, *rows = table.strip().splitlines()
+  table = tables.written(page, "sampler_table")
+  _, _, *rows = table.splitlines()
   found = {tuple(row.strip("| ").split(" | ")[:2]) for row in rows}
   expected = {(n, jnp.dtype(d).name) for n, r in ROWS.items() for d in r.dtypes}
   assert found == expected
-  assert sampler_table.insert(page, table.strip()) == page

@@ -11,9 +11,8 @@ import pathlib
 import sys
 import xml.etree.ElementTree as ElementTree
 
-from tools import model_table
+from tools import tables
 
-BEGIN = "<!-- the table is written by tools/library_table.py -->"
 # Names of tests are in lower case.
 SPELLINGS = {"bf16": "bf16", "cpu": "CPU", "float16": "float16", "jax": "jax"}
 
@@ -74,24 +73,18 @@ def read(report: pathlib.Path) -> dict[str, Library]:
 
 def render(libraries: dict[str, Library]) -> str:
   """The table."""
-  rows = [["library", "what changes", "what is tested"], ["---"] * 3]
+  header, rows = ["library", "what changes", "what is tested"], []
   for name in sorted(libraries, key=str.lower):
     library = libraries[name]
     laws = [f"{'✓' if holds else '✗'} {law}" for law, holds in library.laws.items()]
     laws += [f"✗ {reason}" for reason in library.reasons]
     rows.append([f"{name} {library.version}", library.lines, "<br>".join(laws)])
-  return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+  return tables.markdown(header, rows)
 
 
 def main(arguments: list[str]) -> None:
   """Entry point."""
-  if len(arguments) != 2:
-    raise SystemExit(__doc__)
-  report, page = map(pathlib.Path, arguments)
-  table = render(read(report))
-  text = model_table.insert(page.read_text(encoding="utf-8"), table, BEGIN)
-  page.write_text(text, encoding="utf-8")
-  print(f"written to {page}")
+  tables.main("library_table", __doc__, lambda report: render(read(report)), arguments)
 
 
 if __name__ == "__main__":

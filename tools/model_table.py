@@ -1,6 +1,6 @@
 """Writes the table of models for the docs from the report of `make test-models`.
 
-usage: python tools/model_table.py REPORT.xml docs/models.md
+usage: python -m tools.model_table REPORT.xml docs/models.md
 
 The part of the page between the two markers is replaced.
 """
@@ -10,8 +10,8 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 
-BEGIN = "<!-- the table is written by tools/model_table.py -->"
-END = "<!-- end of the table -->"
+from tools import tables
+
 # What the tests of test/models/test_matrix.py compare, in the order of the table.
 CHECKS = {
   "test_results_in_evaluation_are_those_of_the_cpu": "results",
@@ -62,33 +62,15 @@ def render(verdicts: Verdicts) -> str:
   ways = list(dict.fromkeys(way for by_way in verdicts.values() for way in by_way))
   ways.sort(key=[*TITLES, *ways].index)
   titles = [TITLES.get(way, way) for way in ways]
-  rows = [["model", *titles], ["---"] * (len(ways) + 1)]
+  header, rows = ["model", *titles], []
   for model, by_way in verdicts.items():
     rows.append([model, *(_cell(by_way.get(way, {})) for way in ways)])
-  return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
-def insert(page: str, table: str, begin: str = BEGIN) -> str:
-  """The page with the table between its markers.
-
-  Raises:
-    ValueError: the page has no markers.
-  """
-  before, found, rest = page.partition(begin)
-  _, end, after = rest.partition(END)
-  if not (found and end):
-    raise ValueError(f"The page needs the lines {begin!r} and {END!r}.")
-  return f"{before}{begin}\n\n{table}\n\n{END}{after}"
+  return tables.markdown(header, rows)
 
 
 def main(arguments: list[str]) -> None:
   """Entry point."""
-  if len(arguments) != 2:
-    raise SystemExit(__doc__)
-  report, page = map(pathlib.Path, arguments)
-  text = insert(page.read_text(encoding="utf-8"), render(read(report)))
-  page.write_text(text, encoding="utf-8")
-  print(f"written to {page}")
+  tables.main("model_table", __doc__, lambda report: render(read(report)), arguments)
 
 
 if __name__ == "__main__":

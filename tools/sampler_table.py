@@ -1,6 +1,6 @@
 """Writes the table of samplers for the docs from the report of `make test-samplers`.
 
-usage: python tools/sampler_table.py REPORT.xml docs/samplers.md
+usage: python -m tools.sampler_table REPORT.xml docs/samplers.md
 
 The part of the page between the two markers is replaced.
 """
@@ -10,8 +10,8 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 
-BEGIN = "<!-- the table is written by tools/sampler_table.py -->"
-END = "<!-- end of the table -->"
+from tools import tables
+
 # What the tests of test/rng/test_sampler_table.py record, and the title for readers.
 COLUMNS = {
   "distance": "distance to the law",
@@ -48,34 +48,16 @@ def _text(name: str) -> str:
 
 def render(records: Records) -> str:
   """The table."""
-  rows = [["sampler", "dtype", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 2)]
+  header, rows = ["sampler", "dtype", *COLUMNS.values()], []
   for name, by_dtype in records.items():
     for dtype, found in by_dtype.items():
       rows.append([name, dtype, *(found.get(column, "–") for column in COLUMNS)])
-  return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
-def insert(page: str, table: str) -> str:
-  """The page with the table between its markers.
-
-  Raises:
-    ValueError: the page has no markers.
-  """
-  before, begin, rest = page.partition(BEGIN)
-  _, end, after = rest.partition(END)
-  if not (begin and end):
-    raise ValueError(f"The page needs the lines {BEGIN!r} and {END!r}.")
-  return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+  return tables.markdown(header, rows)
 
 
 def main(arguments: list[str]) -> None:
   """Entry point."""
-  if len(arguments) != 2:
-    raise SystemExit(__doc__)
-  report, page = map(pathlib.Path, arguments)
-  text = insert(page.read_text(encoding="utf-8"), render(read(report)))
-  page.write_text(text, encoding="utf-8")
-  print(f"written to {page}")
+  tables.main("sampler_table", __doc__, lambda report: render(read(report)), arguments)
 
 
 if __name__ == "__main__":

@@ -165,8 +165,8 @@ class RandomStateCallback(_pytorch.Callback):
 
 
 _FABRIC = (
-  "Fabric does not know jax. Write the loop with torch alone: `model.to(\"jax\")`, and "
-  "`batch.to(\"jax\")`; or use `lightning.pytorch.Trainer`."
+  'Fabric does not know jax. Write the loop with torch alone: `model.to("jax")`, and '
+  '`batch.to("jax")`; or use `lightning.pytorch.Trainer`.'
 )
 _OTHER_PACKAGE = (
   "torchax tells the package `lightning` about jax, of which `pytorch_lightning` is "
