@@ -119,7 +119,7 @@ ROWS = [
 _SPARSE = "takes a sparse tensor, which torchax refuses"
 _NESTED = "makes or takes a nested tensor, which torchax refuses"
 _MOVES = "the tensor itself, or a copy of another dtype or device: test_types.py"
-_DUAL = "a part of forward-mode AD: test_autograd.py"
+_DUAL = "a part of forward-mode AD: test_func.py"
 _CALLED_BY_TORCH = "called by torch's own machinery alone"
 WITHOUT_ROW = {
   "_autocast_to_full_precision": _MOVES,

@@ -189,15 +189,15 @@ class XLADispatchMode(_torch_compat.DispatchMode):
     if kwargs is None:
       return func(*args)
     device = kwargs.get("device")
+    if kwargs.get("pin_memory") and (device is None or device.type == "cpu"):
+      # JAX reads any memory of the host. torch would ask C++ for pinned memory.
+      kwargs = {**kwargs, "pin_memory": False}
     if device is not None:
       kind = device.type
       if _torch_compat.is_tracing():
         return func(*args, **kwargs)
       if kind == "meta" and self.env._is_for_jax(func):
         return device_plans.made_by_torch(self.env, func, types, args, kwargs)
-      if kind == "cpu" and kwargs.get("pin_memory"):
-        # JAX reads any memory of the host. torch would ask C++ for pinned memory.
-        kwargs = {**kwargs, "pin_memory": False}
       is_dense = kwargs.get("layout") in (None, torch.strided)
       if kind == "jax" and is_dense and func in self.env.lowered_factories:
         return self.env.dispatch(func, types, args, kwargs)

@@ -1,0 +1,175 @@
+"""Functions whose gradient is their own: of torch, registered, and of arrays.
+
+Gradients of operations are in `test_autograd.py`.
+"""
+
+import contextlib
+
+import jax.numpy as jnp
+import torch
+from compare import assert_close, assert_same, to_jax
+from gradients import A, B, both, env, leaf, same_gradients
+from ops.harness import ints
+
+from torchax.dispatch import autograd
+from torchax.interop import jax_jit
+from torchax.ops import ops_registry
+from torchax.ops.jtorch import register_function
+
+# Functions of one's own ---------------------------------------------------------------
+
+
+class Cube(torch.autograd.Function):
+  """x³ with a gradient written by hand."""
+
+  @staticmethod
+  def forward(ctx, x, scale):
+    ctx.save_for_backward(x)
+    ctx.scale = scale
+    return x**3 * scale
+
+  @staticmethod
+  def backward(ctx, grad):
+    (x,) = ctx.saved_tensors
+    return 3 * x**2 * grad * ctx.scale, None
+
+
+def test_a_function_with_a_gradient_of_its_own():
+  same_gradients(lambda a: Cube.apply(a * 2, 0.5), A)
+  cpu, x = both()
+  for values in (cpu, x):
+    (first,) = torch.autograd.grad(
+      Cube.apply(values, 2.0).sum(), values, None, None, True
+    )
+    first.sum().backward()
+  assert_same(x.grad, cpu.grad)
+
+
+def registered(torch_function, function, **kwargs):
+  """Registers a function for one test."""
+
+  @contextlib.contextmanager
+  def scope():
+    register_function(torch_function, **kwargs)(function)
+    try:
+      with env:
+        yield
+    finally:
+      del ops_registry.all_torch_functions[torch_function]
+
+  return scope()
+
+
+def smooth(x, weight, power=2):
+  """A torch function that others may override."""
+  if torch.overrides.has_torch_function((x, weight)):
+    return torch.overrides.handle_torch_function(
+      smooth, (x, weight), x, weight, power=power
+    )
+  return (x * weight) ** power
+
+
+def _smooth(x, weight, power=2):
+  return jnp.power(x * weight, power)
+
+
+def test_a_registered_function_is_differentiated_by_jax():
+  with registered(smooth, _smooth):
+    same_gradients(lambda a, b: smooth(a, b), A, B)
+    same_gradients(lambda a, b: smooth(a, b, power=3), A, B)
+
+
+def test_a_registered_function_is_differentiated_twice():
+  cpu, x = both()
+  with registered(smooth, _smooth):
+    for values in (cpu, x):
+      other = B.to(values.device)
+      (first,) = torch.autograd.grad(
+        smooth(values, other, power=3).sum(), values, create_graph=True
+      )
+      (first**2).sum().backward()
+  assert_same(x.grad, cpu.grad)
+
+
+def test_a_registered_function_of_tensors_is_differentiated_by_torch():
+  def twice(x):
+    return torch.overrides.handle_torch_function(twice, (x,), x)
+
+  with registered(twice, lambda x: torch.add(x, x), is_jax_function=False):
+    x = to_jax(leaf())
+    (twice(x) ** 2).sum().backward()
+  assert_same(x.grad, A * 8)
+
+
+def test_views_are_differentiated_through_registered_functions():
+  with registered(smooth, _smooth):
+    same_gradients(lambda a, b: smooth(a.t()[1:], b.t()[:3]), A, B)
+
+
+def test_a_registered_function_leaves_cpu_tensors_alone():
+  with registered(smooth, lambda x, weight, power=2: x * 0):
+    assert_close(smooth(A, B), (A * B) ** 2)
+
+
+# `ArrayFunction` and `call` -----------------------------------------------------------
+
+
+def test_a_call_without_gradients_records_nothing():
+  function = autograd.ArrayFunction(lambda a, b: {"sum": a + b, "product": a * b})
+  result = autograd.call(function, [A.to("jax"), B.to("jax")])
+  assert_same(result, {"sum": A + B, "product": A * B})
+  assert result["sum"].grad_fn is None
+
+
+def test_a_call_is_compiled_once_a_shape():
+  traces = []
+
+  def function(a):
+    traces.append(a.shape)
+    return a * 2
+
+  array_function = autograd.ArrayFunction(function)
+  for _ in range(3):
+    autograd.call(array_function, [A.to("jax")])
+  autograd.call(array_function, [A[0].to("jax")])
+  assert traces == [(3, 4), (4,)]
+
+
+def test_unused_and_integer_results_have_no_gradient():
+  def function(a, i):
+    return a * 2, jnp.argmax(a), a + i
+
+  x, index = to_jax(leaf()), ints(1).to("jax")
+  double, place, _ = autograd.call(autograd.ArrayFunction(function), [x, index])
+  assert double.requires_grad and not place.requires_grad
+  double.sum().backward()
+  assert_same(x.grad, torch.full((3, 4), 2.0))
+
+
+def test_complex_gradients_follow_torchs_convention():
+  values = torch.complex(A, B)
+  function = autograd.ArrayFunction(lambda z: z * z * (1 + 2j))
+  cpu, x = leaf(values), to_jax(leaf(values))
+  (cpu * cpu * (1 + 2j)).abs().sum().backward()
+  autograd.call(function, [x]).abs().sum().backward()
+  assert_same(x.grad, cpu.grad)
+
+
+def test_only_needed_gradients_come_back():
+  x, constant = to_jax(leaf()), B.to("jax")
+  function = autograd.ArrayFunction(lambda a, b: a * b)
+  autograd.call(function, [x, constant]).sum().backward()
+  assert_same(x.grad, B)
+  assert constant.grad is None
+
+
+def test_a_call_works_while_jax_traces():
+  function = autograd.ArrayFunction(lambda a: jnp.sin(a) * 2)
+
+  @jax_jit
+  def gradient(values):
+    values = values.detach().requires_grad_()
+    autograd.call(function, [values]).sum().backward()
+    return values.grad
+
+  assert_same(gradient(A.to("jax")), A.cos() * 2)
