@@ -1,4 +1,4 @@
-"""What `test_devices.py` runs in one process that has eight devices.
+"""What `devices/test_placement.py` runs in one process that has eight devices.
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python eight_devices.py out.json
 

@@ -1,4 +1,4 @@
-"""What a spawned process runs in `test_files.py`; it imports this module and torch."""
+"""What a spawned process of `saving/test_files.py` runs; it imports this and torch."""
 
 import torch
 

@@ -28,7 +28,7 @@ def _state() -> dict:
   return torchax.default_env().rng.state.state_dict()
 
 
-# Devices; test_devices.py has those of a process with several -------------------------
+# Devices; devices/test_placement.py has those of a process with several -----------
 
 
 def test_torch_finds_the_device():
