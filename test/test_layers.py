@@ -44,6 +44,7 @@ LAYERS = {
   4: ("torchax.dispatch",),
   3: (
     "torchax.dispatch.autograd",
+    "torchax.dispatch.conversion_errors",
     "torchax.dispatch.debug",
     "torchax.dispatch.transfer",
     "torchax.graphs.fake_tensors",
@@ -61,6 +62,7 @@ LAYERS = {
     "torchax.ops.mappings",
     "torchax.ops.ops_registry",
     "torchax.rng",
+    "torchax.printing",
     "torchax.saving",
   ),
   0: (
@@ -71,6 +73,7 @@ LAYERS = {
     "torchax.extras",
     "torchax.ops.names",
     "torchax.private",
+    "torchax.tracebacks",
     "torchax.types",
     "torchax.user_code",
     "torchax.util",

@@ -21,6 +21,7 @@ from torchax import (
   interop,
   rng,
   tensor,
+  tracebacks,
   view,
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
@@ -31,6 +32,7 @@ from torchax.devices import placement
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import (
   backward,
+  conversion_errors,
   debug,
   factories,
   indexing,
@@ -132,7 +134,9 @@ def _compose() -> None:
   factories.register_kernels()
   interop.control_flow.register_kernels()
   refusals.register()
+  conversion_errors.register()
   ours = (tensor, view, environment, device_module, device_module.Generator, placement)
+  ours += (tracebacks,)
   _torch_compat.keep_from_dynamo(*ours, *interop.MODULES)
 
 

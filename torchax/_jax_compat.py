@@ -5,6 +5,8 @@ another trace would be baked in or repeated (`torchax/rng/scope.py`); and whethe
 has started, because it does not survive a fork (`torchax/device_module.py`).
 """
 
+from collections.abc import Callable
+
 import jax
 from jax.extend import source_info_util
 
@@ -21,6 +23,18 @@ class _Nothing:
 # `isinstance(array, jax.Array)` tells what `type(array) is ArrayImpl` tells sooner.
 ArrayImpl = private.find(
   "jax._src.array.ArrayImpl", "telling arrays from tracers quickly", instead=_Nothing
+)
+
+# By class: what makes JAX's description of a value that a function of JAX is given.
+_GIVEN_TENSORS = "the error of a function of JAX that is given a torch tensor"
+_descriptions = private.find(
+  "jax._src.core.pytype_aval_mappings", _GIVEN_TENSORS, instead={}
+)
+# (class, function of a value): what its value is to `jax.lax`.
+_register_value = private.find(
+  "jax._src.dtypes.register_canonicalize_value_handler",
+  _GIVEN_TENSORS,
+  instead=lambda cls, handler: None,
 )
 
 # () -> bool: True once JAX has set up a device.
@@ -113,6 +127,22 @@ def has_abstract_value(array) -> bool:
   return isinstance(array, Tracer)
 
 
+def describe(cls: type, description: Callable) -> None:
+  """Has JAX ask `description(value)` what a value of a class is, or why it is none."""
+  _descriptions[cls] = description
+  _register_value(cls, description)
+
+
+def answer_torch(handler: Callable) -> None:
+  """Has torch ask a handler about arrays of JAX that its functions are given.
+
+  Args:
+    handler: `(cls, func, types, args=(), kwargs=None)`, as `__torch_function__` is.
+  """
+  for cls in (ArrayImpl, Tracer):
+    cls.__torch_function__ = classmethod(handler)
+
+
 def line_outside(libraries: tuple[str, ...]) -> tuple[str, int] | None:
   """File and line of the innermost running code that is not a library's.
 
@@ -134,6 +164,17 @@ def line_outside(libraries: tuple[str, ...]) -> tuple[str, int] | None:
 def is_about_devices(error: Exception) -> bool:
   """True for what JAX raises where arrays are committed to different devices."""
   return "incompatible devices" in str(error)
+
+
+def is_about_deletion(error: BaseException) -> bool:
+  """True for what JAX raises where the memory of an array is gone."""
+  return type(error) is RuntimeError and "has been deleted" in str(error)
+
+
+def is_about_donation(error: BaseException) -> bool:
+  """True for what JAX raises where donated memory is used twice in one call."""
+  is_of_xla = isinstance(error, jax.errors.JaxRuntimeError)
+  return is_of_xla and "donate a buffer" in str(error)
 
 
 def is_committed(array) -> bool:

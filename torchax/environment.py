@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat, amp, rng
+from torchax import _jax_compat, _torch_compat, amp, rng
 from torchax.config import Configuration
 from torchax.core.storage import active
 from torchax.devices import placement
@@ -31,6 +31,7 @@ from torchax.ops.names import aten
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
 from torchax.tensor import Tensor, new_tensor
+from torchax.tracebacks import hide
 from torchax.view import View
 
 TENSOR_CONSTRUCTORS = {
@@ -147,6 +148,8 @@ def _are_foreign(types) -> bool:
 def _handles_functions(cls: Any) -> bool:
   if cls.__module__.startswith("torch.nested."):
     return False  # torch's own; they are refused by name
+  if issubclass(cls, _jax_compat.ArrayImpl | _jax_compat.Tracer):
+    return False  # they only explain what torch refuses (`conversion_errors.py`)
   tensor: Any = torch.Tensor
   handler = getattr(cls.__torch_function__, "__func__", None)
   return handler not in (None, tensor.__torch_function__.__func__)
@@ -162,10 +165,14 @@ class XLAFunctionMode(TorchFunctionMode):
   def __torch_function__(self, func, types, args=(), kwargs=None):
     if _is_compiling():  # Dynamo reads this: its graph holds torch's own functions
       return func(*args, **kwargs) if kwargs else func(*args)
-    handler = self.env.functions.get(func)
-    if handler is not None and self.env.enabled and not _are_foreign(types):
-      return handler(args, kwargs or {})
-    return func(*args, **kwargs) if kwargs else func(*args)
+    try:
+      handler = self.env.functions.get(func)
+      if handler is not None and self.env.enabled and not _are_foreign(types):
+        return handler(args, kwargs or {})
+      return func(*args, **kwargs) if kwargs else func(*args)
+    except Exception as error:
+      hide(error)
+      raise
 
 
 class XLADispatchMode(_torch_compat.DispatchMode):
@@ -181,27 +188,31 @@ class XLADispatchMode(_torch_compat.DispatchMode):
     self.env = env
 
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-    for cls in types:
-      if cls is Tensor or cls is View:
-        if _torch_compat.is_watched():  # the mode below is to see it as well
-          return func(*args, **(kwargs or {}))
-        return self.env.dispatch(func, types, args, kwargs)
-    if kwargs is None:
-      return func(*args)
-    device = kwargs.get("device")
-    if kwargs.get("pin_memory") and (device is None or device.type == "cpu"):
-      # JAX reads any memory of the host. torch would ask C++ for pinned memory.
-      kwargs = {**kwargs, "pin_memory": False}
-    if device is not None:
-      kind = device.type
-      if _torch_compat.is_tracing():
-        return func(*args, **kwargs)
-      if kind == "meta" and self.env._is_for_jax(func):
-        return device_plans.made_by_torch(self.env, func, types, args, kwargs)
-      is_dense = kwargs.get("layout") in (None, torch.strided)
-      if kind == "jax" and is_dense and func in self.env.lowered_factories:
-        return self.env.dispatch(func, types, args, kwargs)
-    return func(*args, **kwargs)
+    try:
+      for cls in types:
+        if cls is Tensor or cls is View:
+          if _torch_compat.is_watched():  # the mode below is to see it as well
+            return func(*args, **(kwargs or {}))
+          return self.env.dispatch(func, types, args, kwargs)
+      if kwargs is None:
+        return func(*args)
+      device = kwargs.get("device")
+      if kwargs.get("pin_memory") and (device is None or device.type == "cpu"):
+        # JAX reads any memory of the host. torch would ask C++ for pinned memory.
+        kwargs = {**kwargs, "pin_memory": False}
+      if device is not None:
+        kind = device.type
+        if _torch_compat.is_tracing():
+          return func(*args, **kwargs)
+        if kind == "meta" and self.env._is_for_jax(func):
+          return device_plans.made_by_torch(self.env, func, types, args, kwargs)
+        is_dense = kwargs.get("layout") in (None, torch.strided)
+        if kind == "jax" and is_dense and func in self.env.lowered_factories:
+          return self.env.dispatch(func, types, args, kwargs)
+      return func(*args, **kwargs)
+    except Exception as error:
+      hide(error)
+      raise
 
 
 class Environment(contextlib.ContextDecorator):

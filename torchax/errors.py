@@ -3,32 +3,77 @@
 Where torch itself raises a type for a mistake (`ValueError`, `RuntimeError`,
 `IndexError`), lowerings raise that type; the classes here are for mistakes that
 only exist because a tensor lives in JAX. Each derives from the built-in type
-that torch users already catch.
+that torch users already catch, and has a section of its own in `docs/errors.md`.
 """
 
+from typing import Any, ClassVar
 
-class OperatorNotFound(NotImplementedError):
+PAGE = "https://github.com/torchax/torchax/blob/main/docs/errors.md"
+"""Where the classes are explained, under headings that are their names."""
+
+
+class Documented(Exception):
+  """Base of the classes here: the last line of a message is a link to its section."""
+
+  # The name of the heading; a class in another module inherits the one of its base.
+  heading: ClassVar[str] = ""
+
+  def __init_subclass__(cls, **kwargs: Any):
+    super().__init_subclass__(**kwargs)
+    if cls.__module__ == __name__:
+      cls.heading = cls.__name__
+
+  def __str__(self) -> str:
+    return f"{super().__str__()}\nSee {PAGE}#{self.heading.lower()}"
+
+  @property
+  def message(self) -> str:
+    """The message without the link, for messages that quote it."""
+    return super().__str__()
+
+
+class OperatorNotFound(Documented, NotImplementedError):
   """A torch operation has neither a lowering nor a decomposition."""
 
 
-class DataDependentError(RuntimeError):
+class DataDependentError(Documented, RuntimeError):
   """A compiled program would need numbers that are only known when it runs."""
 
 
-class MixedDeviceError(RuntimeError):
+class TracedStateError(Documented, RuntimeError):
+  """A tensor, or the random state, has no value: it is being traced, or once was."""
+
+
+class ConversionError(Documented, ValueError):
+  """A function of JAX was given a torch tensor, or one of torch an array of JAX."""
+
+
+class NotATensorError(ConversionError, TypeError):
+  """A function of torch was given an array of JAX."""
+
+
+class MixedDeviceError(Documented, RuntimeError):
   """A torchax tensor met a tensor of another device in one operation."""
 
 
-class NoSuchDeviceError(RuntimeError, ValueError):
+class NoSuchDeviceError(Documented, RuntimeError, ValueError):
   """A device was asked for that this process does not have."""
 
 
-class UnsupportedDtypeError(TypeError):
+class UnsupportedDtypeError(Documented, TypeError):
   """A dtype or layout that JAX arrays cannot represent."""
 
 
-class RngError(RuntimeError):
-  """Base of the errors about the random number state."""
+class MutationError(Documented, RuntimeError):
+  """An in-place change that could not reach the tensor it was made on."""
+
+
+class DonationError(Documented, RuntimeError):
+  """A compiled function was given the memory of a tensor that is still in use."""
+
+
+class RngError(Documented, RuntimeError):
+  """A draw that could not be the one of an eager run; base of the classes for draws."""
 
 
 class TracedDrawError(RngError):
@@ -39,29 +84,21 @@ class ClosedScopeError(RngError):
   """A stream was used after the scope that owned it had closed."""
 
 
-class TracedStateError(RngError):
-  """The random state has no value yet because it is being traced."""
-
-
-class SeedError(TypeError):
+class SeedError(Documented, TypeError):
   """A seed, key or state of a type that cannot seed a stream."""
-
-
-class MutationError(RuntimeError):
-  """An in-place change that could not reach the tensor it was made on."""
 
 
 class NarrowingWarning(UserWarning):
   """A 64-bit floating-point dtype is stored in 32 bits; not raised but warned of."""
 
 
-class DamagedFileError(RuntimeError, EOFError):
+class DamagedFileError(Documented, RuntimeError, EOFError):
   """A file is cut off, empty or changed; nothing of it was loaded."""
 
 
-class PrivateApiError(RuntimeError):
+class PrivateApiError(Documented, RuntimeError):
   """A feature needs a private piece that this version of torch or JAX does not have."""
 
 
-class UnsupportedVersionError(ImportError):
+class UnsupportedVersionError(Documented, ImportError):
   """A library is too old, or so new that not even a tensor can be made with it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -23,21 +24,18 @@ from jax import Array
 from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
-from torchax import _jax_compat, _torch_compat
+from torchax import _jax_compat, _torch_compat, printing
 from torchax.core import grad_mode
+from torchax.core.explanations import loses_gradient, no_numbers
 from torchax.core.storage import Rebindings, Storage, Unplaced
 from torchax.core.storage import active as _active
-from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo
+from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, read_chain
 from torchax.devices import placement
-from torchax.errors import (
-  MixedDeviceError,
-  MutationError,
-  OperatorNotFound,
-  TracedStateError,
-)
+from torchax.errors import MixedDeviceError, MutationError, OperatorNotFound
 from torchax.ops import mappings
 from torchax.saving import files
 from torchax.saving.untyped_storage import UntypedStorage
+from torchax.tracebacks import ending_at_the_user, hide
 
 T = TypeVar("T", bound="Tensor")
 
@@ -103,10 +101,14 @@ class Tensor(torch.Tensor):
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
     try:
-      env = args[0]._env
-    except (IndexError, AttributeError):
-      env = find_env(args, kwargs)
-    return env.dispatch(func, types, args, kwargs)
+      try:
+        env = args[0]._env
+      except (IndexError, AttributeError):
+        env = find_env(args, kwargs)
+      return env.dispatch(func, types, args, kwargs)
+    except Exception as error:
+      hide(error)
+      raise
 
   def __tensor_flatten__(self):
     """Makes torch move modules by swapping tensors, which keeps ties and identity.
@@ -148,7 +150,11 @@ class Tensor(torch.Tensor):
 
   @property
   def device(self) -> torch.device:  # type: ignore[override]
-    return placement.device_of(self._storage.array)
+    try:
+      return placement.device_of(self._storage.array)
+    except Exception as error:
+      hide(error)
+      raise
 
   def get_device(self) -> int:
     """The index of the device; see `placement.device_of`."""
@@ -156,6 +162,7 @@ class Tensor(torch.Tensor):
     return -1 if index is None else index
 
   @property
+  @ending_at_the_user
   def jax_device(self):
     """Where the array lies: a `jax.Device`, or a `Sharding` if on several."""
     return self._storage.read().device
@@ -170,14 +177,22 @@ class Tensor(torch.Tensor):
 
   def jax(self) -> Array:
     """The array; a view's is computed from its base. It does not alias the tensor."""
-    array = self._storage.read(self)
-    chain = self._chain
-    return array if chain is WHOLE else read_chain(array, chain)
+    try:
+      array = self._storage.read(self)
+      chain = self._chain
+      return array if chain is WHOLE else read_chain(array, chain)
+    except Exception as error:
+      hide(error)
+      raise
 
   def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
     """As `torch.Tensor.backward`; on any thread, in or out of the environment."""
-    with self._env.catching_factories():
-      super().backward(gradient, retain_graph, create_graph, inputs)
+    try:
+      with self._env.catching_factories():
+        super().backward(gradient, retain_graph, create_graph, inputs)
+    except Exception as error:
+      hide(error)
+      raise
 
   def replace_jax(self, array: Array) -> None:
     """Replaces the numbers, as an in-place operation does: views and bases follow.
@@ -195,41 +210,53 @@ class Tensor(torch.Tensor):
     self._storage.write(array)
 
   def __getitem__(self, index):
-    if type(index) is slice or type(index) is int:
+    try:
+      if type(index) is slice or type(index) is int:
+        return super().__getitem__(index)
+      index = index_of(index, self)
+      if needs_care(index):
+        return self._env.functions.get(torch.Tensor.__getitem__)((self, index), {})
       return super().__getitem__(index)
-    index = index_of(index, self)
-    if needs_care(index):
-      return self._env.functions.get(torch.Tensor.__getitem__)((self, index), {})
-    return super().__getitem__(index)
+    except Exception as error:
+      hide(error)
+      raise
 
   def __setitem__(self, index, value) -> None:
-    if isinstance(value, bool | int | float | complex) and _is_basic(index):
-      if type(value) is complex or not self.dtype.is_floating_point:
-        value_of(value, self)  # raises for a number that does not fit
-      target = self[index]
-      if 0 in target.stride():  # `copy_` refuses elements that share their memory
-        target.copy_(value_of(value, self))
-      else:
-        target.fill_(value)
-      return
-    index, value = index_of(index, self), value_of(value, self)
-    if needs_care(index):
-      self._env.functions.get(torch.Tensor.__setitem__)((self, index, value), {})
-      return
-    super().__setitem__(index, value)
+    try:
+      if isinstance(value, bool | int | float | complex) and _is_basic(index):
+        if type(value) is complex or not self.dtype.is_floating_point:
+          value_of(value, self)  # raises for a number that does not fit
+        target = self[index]
+        if 0 in target.stride():  # `copy_` refuses elements that share their memory
+          target.copy_(value_of(value, self))
+        else:
+          target.fill_(value)
+        return
+      index, value = index_of(index, self), value_of(value, self)
+      if needs_care(index):
+        self._env.functions.get(torch.Tensor.__setitem__)((self, index, value), {})
+        return
+      super().__setitem__(index, value)
+    except Exception as error:
+      hide(error)
+      raise
 
+  @ending_at_the_user
   def torch(self) -> TorchTensor:
     """A copy on the CPU."""
     return self._env.j2t_copy(self.jax())
 
+  @ending_at_the_user
   def cpu(self, memory_format=None) -> TorchTensor:
     """A copy on the CPU; gradients flow back through it."""
     return self.to("cpu")
 
+  @ending_at_the_user
   def to(self, *args, **kwargs) -> TorchTensor:
     """As `torch.Tensor.to`; to another device the data is copied."""
     return self._env._torch_Tensor_to((self, *args), kwargs)
 
+  @ending_at_the_user
   def numpy(self, *, force: bool = False) -> np.ndarray:
     """A copy as a numpy array.
 
@@ -241,8 +268,9 @@ class Tensor(torch.Tensor):
         "Can't call numpy() on a Tensor that requires grad. Use "
         "tensor.detach().numpy() or numpy(force=True)."
       )
-    return np.array(self.jax())
+    return mappings.numpy_copy(self.jax(), "`.numpy()`")
 
+  @ending_at_the_user
   def __array__(self, dtype=None, copy=None):
     if copy is False:
       raise ValueError(
@@ -256,6 +284,7 @@ class Tensor(torch.Tensor):
     array: Any = self.jax()  # JAX's annotations lack the method
     return array.__dlpack_device__()
 
+  @ending_at_the_user
   def __dlpack__(self, *, copy: bool | None = None, **options):
     """A copy as a DLPack capsule: who takes it may write to it.
 
@@ -267,11 +296,18 @@ class Tensor(torch.Tensor):
         "A jax tensor is exported as a copy without gradients. Call `.detach()` on one "
         "that requires grad, and leave `copy` out."
       )
-    return jnp.copy(self.jax()).__dlpack__(**options)
+    copied = jnp.copy(self.jax())
+    if isinstance(copied, jax.core.Tracer):
+      raise no_numbers("DLPack")
+    return copied.__dlpack__(**options)
 
+  @ending_at_the_user
   def __jax_array__(self) -> Array:
+    if self.requires_grad and torch.is_grad_enabled():
+      raise loses_gradient()
     return self.jax()
 
+  @ending_at_the_user
   def tolist(self):
     """The numbers as nested Python lists.
 
@@ -280,10 +316,7 @@ class Tensor(torch.Tensor):
     """
     array = self.jax()
     if isinstance(array, jax.core.Tracer):
-      raise TracedStateError(
-        "`.tolist()` needs numbers, but the tensor is being traced by a JAX "
-        "transformation and has none yet. Call it outside of the compiled function."
-      )
+      raise no_numbers("`.tolist()`")
     return np.asarray(array).tolist()
 
   def type(self, dtype=None, non_blocking: bool = False) -> str | TorchTensor:  # type: ignore[override]
@@ -326,11 +359,13 @@ class Tensor(torch.Tensor):
     copied = data.detach().to(device or self.device, dtype or self.dtype, copy=True)
     return copied.requires_grad_(requires_grad)
 
+  @ending_at_the_user
   def apply_jax(self, jax_function, *args, **kwargs):
     """`jax_function(array, *args)` as a tensor; tensors among `args` become arrays."""
     args, kwargs = self._env.t2j_iso((args, kwargs))
     return self._env.j2t_iso(jax_function(self.jax(), *args, **kwargs))
 
+  @ending_at_the_user
   def apply_jax_(self, jax_function, *args, **kwargs) -> Tensor:
     """In-place `apply_jax`: the array becomes what the function returns."""
     args, kwargs = self._env.t2j_iso((args, kwargs))
@@ -387,28 +422,17 @@ class Tensor(torch.Tensor):
       and not (_is_unresolved(self) or _is_unresolved(tensor))
     )
 
+  @ending_at_the_user
   def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
-    if isinstance(self._storage.read(), jax.core.Tracer):
-      return (
-        f"tensor(traced, size={tuple(self.shape)}, dtype={self.dtype}, "
-        f"device='{self.device}')"
-      )
-    text = repr(mappings.j2t(self.jax()))
-    suffix = f", device='{self.device}'{placement.described(self._storage.array)}"
-    if self.grad_fn is not None:
-      suffix += f", grad_fn=<{self.grad_fn.name()}>"
-    elif self.requires_grad:
-      suffix += ", requires_grad=True"
-    text = f"{text[:-1]}{suffix})"
-    return (
-      f"Parameter containing:\n{text}" if _torch_compat.is_parameter(self) else text
-    )
+    return printing.text_of(self)
 
+  @ending_at_the_user
   def __format__(self, spec: str) -> str:
-    return (
-      format(self.item(), spec) if not self.dim() else object.__format__(self, spec)
-    )
+    if self.dim() or not (spec or printing.has_numbers(self)):
+      return object.__format__(self, spec)
+    return format(self.item(), spec)
 
+  @ending_at_the_user
   def __deepcopy__(self, memo):
     if id(self) in memo:
       return memo[id(self)]
@@ -438,6 +462,7 @@ class Tensor(torch.Tensor):
       copied.__dict__.setdefault(name, value)
     return copied.requires_grad_(self.requires_grad)
 
+  @ending_at_the_user
   def __reduce_ex__(self, protocol):
     """A CPU tensor to `torch.save`, a jax tensor to `pickle`."""
     return files.reduce(self)
@@ -591,7 +616,9 @@ def new_tensor(array: jax.Array, env) -> Tensor:
   storage = Storage.__new__(Storage)
   storage.array = array
   storage.version = 0
-  storage.birth = _active.boundary
+  storage.birth = boundary = _active.boundary
+  if boundary is not None:
+    boundary.born.append(weakref.ref(storage))
   tensor._storage = storage
   tensor._chain = WHOLE
   tensor._env = env
@@ -638,19 +665,6 @@ def rebind(tensor: Tensor, source: Tensor) -> None:
   """Lets `tensor` show what `source` shows; its shape has been taken care of."""
   tensor._storage, tensor._chain = source._storage, source._chain
   Rebindings.note()
-
-
-_read_chain = jax.jit(lambda array, chain: chain.read(array), static_argnums=1)
-
-
-def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
-  """The view of a base array, in one compiled call."""
-  if isinstance(array, jax.core.Tracer):
-    return chain.read(array)
-  if chain.moving is not None:
-    moving, starts = chain.moving
-    return _read_chain((array, starts), moving)
-  return _read_chain(array, chain)
 
 
 def find_env(args, kwargs):

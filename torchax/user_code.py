@@ -17,7 +17,7 @@ from torchax import _jax_compat
 
 # Nobody looks in the files of these packages for the reason of a message.
 _FILES = (__file__, torch.__file__, jax.__file__)
-_LIBRARIES = (
+LIBRARIES = (
   *(f"{os.path.dirname(module)}{os.sep}" for module in _FILES),
   *(contextlib.__file__, functools.__file__, "<frozen "),
 )
@@ -32,7 +32,7 @@ def line() -> tuple[str, int] | None:
   Returns:
     None where JAX does not know it.
   """
-  return _jax_compat.line_outside(_LIBRARIES)
+  return _jax_compat.line_outside(LIBRARIES)
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -41,7 +41,7 @@ def warn(message: str, category: type[Warning]) -> None:
   Before Python 3.12 it is at the line of torchax where JAX does not know the user's.
   """
   if sys.version_info >= (3, 12):
-    warnings.warn(message, category, skip_file_prefixes=_LIBRARIES)
+    warnings.warn(message, category, skip_file_prefixes=LIBRARIES)
     return
   place = line()
   if place is None:

@@ -57,9 +57,24 @@ class _NoContext:
   def try_get():
     return None
 
+  @staticmethod
+  def current_compile_id():
+    return None
+
 
 _TracingContext = private.find(
   "torch._guards.TracingContext", COMPILE, instead=_NoContext
+)
+_WRONG_BACKEND = (
+  "the error of another backend of torch.compile that is given jax tensors"
+)
+_CompileContext = private.find(
+  "torch._guards.CompileContext", _WRONG_BACKEND, instead=_NoContext
+)
+_FunctionalTensor = private.find(
+  "torch._subclasses.functional_tensor.FunctionalTensor",
+  _WRONG_BACKEND,
+  instead=_Nothing,
 )
 
 
@@ -186,6 +201,12 @@ def fake_tensor(mode, shell: torch.Tensor, device: torch.device) -> torch.Tensor
 def is_tracing() -> bool:
   """True while `torch.compile` or `torch.export` makes a graph on this thread."""
   return _TracingContext.try_get() is not None
+
+
+def is_for_backend(tensor: torch.Tensor) -> bool:
+  """True for what AOTAutograd makes of a fake tensor inside of `torch.compile`."""
+  is_compiling = _CompileContext.current_compile_id() is not None
+  return is_compiling and isinstance(tensor, _FunctionalTensor)
 
 
 def faked(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import jax
 
+from torchax import _jax_compat
 from torchax.errors import MutationError, TracedStateError
 
 
@@ -69,7 +70,9 @@ class Storage:
   def __init__(self, array: jax.Array):
     self.array = array
     self.version = 0
-    self.birth = active.boundary
+    self.birth = boundary = active.boundary
+    if boundary is not None:
+      boundary.born.append(weakref.ref(self))
 
   def read(self, tensor=None) -> jax.Array:
     """The array as the function being traced sees it; `tensor` is the one that asks."""
@@ -177,6 +180,31 @@ class ReadOnly(Storage):
     )
 
 
+class Ended(Storage):
+  """A storage of a trace that has ended: its numbers never existed."""
+
+  __slots__ = ()
+
+  @property
+  def array(self) -> jax.Array:
+    if self.birth.is_trace or _jax_compat.is_top_level():
+      raise self._error()
+    return _held.__get__(self)
+
+  @array.setter
+  def array(self, array: jax.Array):
+    raise self._error()
+
+  def _error(self) -> TracedStateError:
+    aval = _held.__get__(self)
+    return TracedStateError(
+      f"This tensor of shape {list(aval.shape)} and {aval.dtype} was made while "
+      f"`{self.birth.name}` was being traced, and kept: it stood for a value of each "
+      "later call, and has none itself. Return it from the function; or, if an "
+      "optimizer or a module made it on first use, run one step eagerly before."
+    )
+
+
 class Cell:
   """What a traced function sees of a storage that was born outside of it."""
 
@@ -214,10 +242,18 @@ class Boundary:
     plain: outer tensors without a graph that were changed in place, by identity.
     reshapes: by identity, tensors whose shape was changed in place, and how.
     scalars: by identity, references to 0-d tensors on the CPU whose numbers were read.
+    name: of the function, for messages.
+    is_trace: a trace of JAX ends with it; else it is a part of a larger one.
+    born: references to the storages that were made in it.
   """
 
-  def __init__(self, records: bool = False):
+  def __init__(
+    self, records: bool = False, name: str = "a function", is_trace: bool = True
+  ):
     self.parent = active.boundary
+    self.name = name
+    self.is_trace = is_trace
+    self.born: list[weakref.ref] = []
     self.cells: dict[int, Cell] = {}
     self.closed = False
     self.roots: dict[int, object] | None = {} if records else None
@@ -274,9 +310,10 @@ class Boundary:
     if cell is None:
       if storage.birth is not None and storage.birth.closed:
         raise TracedStateError(
-          "A tensor that was made while a function was being compiled is used after "
-          "the compilation: it never had a value. Return it from the function; or, if "
-          "an optimizer or module made it on first use, run one step eagerly before."
+          f"A tensor that was made while `{storage.birth.name}` was being traced is "
+          "used after the trace: it may be another one in each call. Return it from "
+          "the function; or, if an optimizer or a module made it on first use, run one "
+          "step eagerly before."
         )
       outer = (
         storage.array if self.parent is None else self.parent.read(storage, tensor)
@@ -296,3 +333,14 @@ class Boundary:
     finally:
       active.boundary = self.parent
       self.closed = True
+      self._end()
+
+  def _end(self) -> None:
+    """Lets any use of what was made here, and is still there, say what it is."""
+    for reference in self.born:
+      storage = reference()
+      if type(storage) is not _Start and isinstance(
+        getattr(storage, "array", None), jax.core.Tracer
+      ):
+        storage.__class__ = Ended
+    self.born.clear()

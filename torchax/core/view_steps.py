@@ -559,3 +559,16 @@ def chain_of(*infos: ViewInfo) -> Chain:
   for info in infos:
     chain = chain.append(info)
   return chain
+
+
+_read_chain = jax.jit(lambda array, chain: chain.read(array), static_argnums=1)
+
+
+def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
+  """The view of a base array, in one compiled call."""
+  if isinstance(array, jax.core.Tracer):
+    return chain.read(array)
+  if chain.moving is not None:
+    moving, starts = chain.moving
+    return _read_chain((array, starts), moving)
+  return _read_chain(array, chain)

@@ -16,7 +16,7 @@ from torchax.core import grad_mode
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch.operands import move
-from torchax.dispatch.plans import Plan, raise_as_torch
+from torchax.dispatch.plans import EXPLAINED, Plan, raise_as_torch
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops import mappings
 from torchax.ops.names import aten
@@ -142,7 +142,7 @@ class InPlacePlan:
       (write,) = writes
     try:
       written = plan.run(args, kwargs, [*bases, *operands], key, write)
-    except (TypeError, ValueError) as error:
+    except EXPLAINED as error:
       raise_as_torch(error, self.op, args, kwargs)
       raise
     for target, array in zip(targets, written if self.writes_lists else (written,)):

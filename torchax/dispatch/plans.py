@@ -16,6 +16,7 @@ from jax import lax
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode
+from torchax.core.explanations import donated, leaked
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch.operands import IGNORED, Flattener, strong
@@ -62,7 +63,7 @@ class Plan:
         result = compiled(*operands)
       else:
         result = self.run(args, kwargs, operands, key)
-    except (TypeError, ValueError) as error:
+    except EXPLAINED as error:
       raise_as_torch(error, self.op, args, kwargs)
       raise
     if type(result) is _ArrayImpl and not self._is_special:
@@ -277,12 +278,20 @@ def _map(result, function):
   return function(result)
 
 
+EXPLAINED = (TypeError, ValueError, RuntimeError)
+"""What JAX raises that `raise_as_torch` may have better words for."""
+
+
 def raise_as_torch(error: Exception, op, args, kwargs) -> None:
   """Raises torch's own error for wrong arguments, where its shape check has one.
 
   Only in place of JAX's plain TypeError and ValueError: errors of a class of their own
-  say more.
+  say more. Tracers and arrays that JAX has no use for any more are explained.
   """
+  if isinstance(error, jax.errors.UnexpectedTracerError):
+    raise leaked(str(op)) from error
+  if _jax_compat.is_about_deletion(error):
+    raise donated(str(op)) from error
   if _jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
   is_plain = type(error) in (TypeError, ValueError)

@@ -4,13 +4,10 @@ import jax
 import torch
 
 from torchax import _torch_compat
+from torchax.core.explanations import no_numbers
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
-from torchax.errors import (
-  MixedDeviceError,
-  TracedStateError,
-  UnsupportedDtypeError,
-)
+from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.ops.names import aten, present
 from torchax.tensor import Tensor, new_tensor
@@ -24,12 +21,7 @@ def _item(tensor: Tensor):
   """
   array = tensor.jax()
   if isinstance(array, jax.core.Tracer):
-    raise TracedStateError(
-      "`.item()` (also `bool()`, `int()`, `float()`, `if tensor:`) needs a number, but "
-      "the tensor is being traced by a JAX transformation and has none yet. Keep the "
-      "value a tensor (`torch.where` instead of `if`), or compute it outside of the "
-      "compiled function."
-    )
+    raise no_numbers("`.item()` (also `bool()`, `int()`, `float()`, `if tensor:`)")
   return array.item()
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as torch_pytree
 from torchax import _torch_compat
 from torchax.devices import placement
 from torchax.dispatch.transfer import arguments_of_to
-from torchax.errors import MixedDeviceError, TracedStateError
+from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.ops import mappings
 from torchax.ops.names import higher_order
 from torchax.tensor import META, Content, Tensor
@@ -79,7 +79,15 @@ class Fake(Tensor):
 
   @staticmethod
   def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
-    return Fake(inner_tensors["_shell"], outer_size, outer_stride)
+    shell = inner_tensors["_shell"]
+    if _torch_compat.is_for_backend(shell):
+      # The backend "jax" takes graphs on jax tensors before it comes to that.
+      raise ConversionError(
+        "This backend of torch.compile is for tensors with memory in torch, and the "
+        "function was given tensors on jax. Choose the backend that is made for them: "
+        '`torch.compile(f, backend="jax")`; or compile by `torchax.compile(f)`.'
+      )
+    return Fake(shell, outer_size, outer_stride)
 
   _shell = None
   # Its memory is that of the wrapper, by which torch's tracers tell inputs apart.

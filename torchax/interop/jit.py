@@ -15,6 +15,7 @@ import jax
 
 from torchax import _jax_compat, amp
 from torchax.core import grad_mode
+from torchax.core.explanations import donated, donated_twice
 from torchax.devices import placement
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, RngError
@@ -25,6 +26,7 @@ from torchax.interop.traced import Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
 from torchax.rng import NewOperands, RngState, rng_scope
 from torchax.tensor import Tensor, new_tensor
+from torchax.tracebacks import ending_at_the_user, hide
 from torchax.types import P, R
 from torchax.view import View
 
@@ -116,14 +118,37 @@ class Jitted(Generic[P, R]):
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
     try:
-      return self.call(None, args, kwargs)
-    except ValueError as error:
-      if _jax_compat.is_about_devices(error):
-        what = self.traced.__name__
-        raise MixedDeviceError(
-          placement.MIXED.format(what=what, found=error)
-        ) from error
+      try:
+        return self.call(None, args, kwargs)
+      except (ValueError, RuntimeError) as error:
+        self.explain(error, args, kwargs)
+        raise
+    except Exception as error:
+      hide(error)
       raise
+
+  def explain(self, error: Exception, args, kwargs) -> None:
+    """Raises in other words what JAX says of memory and devices; else returns.
+
+    Args:
+      error: what a call raised.
+      args, kwargs: of the call.
+    """
+    name = self.traced.__name__
+    if _jax_compat.is_about_devices(error):
+      message = placement.MIXED.format(what=name, found=error)
+      raise MixedDeviceError(message) from error
+    if _jax_compat.is_about_deletion(error):
+      raise donated(name) from error
+    if _jax_compat.is_about_donation(error):
+      raise donated_twice(name, self._shared_memory(args, kwargs)) from error
+
+  def _shared_memory(self, args, kwargs) -> list[list[int]]:
+    """Shapes of the tensors that are arguments and closed over at once."""
+    closed_over = {id(tensor._storage) for tensor in self.traced.captured}
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda v: isinstance(v, Tensor))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [list(t.shape) for t in tensors if id(t._storage) in closed_over]
 
   @overload
   def __get__(self, owner: None, cls: type) -> "Jitted[P, R]": ...
@@ -215,6 +240,7 @@ class Jitted(Generic[P, R]):
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
 
+  @ending_at_the_user
   def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
     """`jax.jit(…).lower` for these arguments; nothing is run, no state advances."""
     leaves, args, kwargs = _flatten(args, kwargs)
@@ -223,6 +249,7 @@ class Jitted(Generic[P, R]):
       lambda rng: jitted.lower(rng, self._operands(leaves), *args, **kwargs)
     )
 
+  @ending_at_the_user
   def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
     """`jax.jit(…).trace` for these arguments; nothing is run, no state advances."""
     leaves, args, kwargs = _flatten(args, kwargs)

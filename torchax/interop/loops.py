@@ -21,10 +21,13 @@ from jax import lax
 
 from torchax import _jax_compat
 from torchax.errors import RngError
+from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
+from torchax.interop.names import name_of
 from torchax.interop.transformed import Transformed
 from torchax.rng import Advance, RngOperands, current, fold_in
 from torchax.tensor import Tensor
+from torchax.tracebacks import ending_at_the_user
 from torchax.types import R
 
 Carry = TypeVar("Carry")
@@ -35,6 +38,7 @@ Operands = TypeVarTuple("Operands")
 Index = int | torch.Tensor
 
 
+@ending_at_the_user
 def scan(
   f: Callable[[Carry, X], tuple[Carry, Y]],
   init: Carry,
@@ -65,6 +69,7 @@ def scan(
   return _run(_scan, (f,), options, (init, xs))
 
 
+@ending_at_the_user
 def fori_loop(
   lower: Index,
   upper: Index,
@@ -96,6 +101,7 @@ def fori_loop(
   return _run(_fori_while, (body_fun,), (), state)
 
 
+@ending_at_the_user
 def while_loop(
   cond_fun: Callable[[Carry], torch.Tensor],
   body_fun: Callable[[Carry], Carry],
@@ -116,6 +122,7 @@ def while_loop(
   return _run(_while, (cond_fun, body_fun), (), (init_val,))
 
 
+@ending_at_the_user
 def cond(
   pred: bool | torch.Tensor,
   true_fun: Callable[[*Operands], R],
@@ -133,9 +140,10 @@ def cond(
     operands: trees of tensors.
   """
   index = pred.to(torch.int32) if isinstance(pred, Tensor) else _as_index(int(pred))
-  return switch(index, (false_fun, true_fun), *operands)
+  return _run(_switch, (false_fun, true_fun), ("cond",), (index, operands))
 
 
+@ending_at_the_user
 def switch(
   index: Index, branches: Sequence[Callable[[*Operands], R]], *operands: *Operands
 ) -> R:
@@ -152,7 +160,7 @@ def switch(
   branches = tuple(branches)
   if not branches:
     raise ValueError("switch needs at least one branch, but got none.")
-  return _run(_switch, branches, (), (_as_index(index), operands))
+  return _run(_switch, branches, ("switch",), (_as_index(index), operands))
 
 
 def _as_index(value) -> torch.Tensor:
@@ -189,7 +197,7 @@ def _is_tensor(value) -> bool:
 # In a trace --------------------------------------------------------------------------
 
 
-def _scan(functions, args, length: int, reverse: bool, unroll):
+def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
   init, xs = args
   if not length:
     raise ValueError("scan needs at least one iteration, but its length is 0.")
@@ -200,35 +208,39 @@ def _scan(functions, args, length: int, reverse: bool, unroll):
     words = [w.reshape(length, -1, *w.shape[1:]) for w in rng.words]
     words = tuple([w[::-1] for w in words] if reverse else words)
     moves: list[Advance] = []
+    forms: list = [None, None]
 
     def body(carry, inputs):
       (count, sites), states, value = carry
       x, words = inputs
       here = RngOperands(rng.key, count, words, sites)
       done = call(0, here, loop.with_states(captured, states), (value, x))
-      value, y = _pair(done.out)
-      _require_no_seed("scan", done.advance)
+      before, (value, y) = value, _pair(done.out, functions[0])
+      forms[:] = mismatches.forms_of(before), mismatches.forms_of(value)
+      _require_no_seed(kind, done.advance)
       loop.require_words(done.advance)
       moves.append(done.advance)
       after = here.moved(done.advance.draws, loop.by_site(done.advance))
       return ((after.count, after.sites), done.states, value), y
 
     start = (_counter(rng.count), rng.sites), loop.states_of(captured), init
-    (_, states, value), ys = lax.scan(
-      body, start, (xs, words), length=length, reverse=reverse, unroll=unroll
-    )
+    with mismatches.explained(lambda: mismatches.of_turns(kind, functions[0], *forms)):
+      (_, states, value), ys = lax.scan(
+        body, start, (xs, words), length=length, reverse=reverse, unroll=unroll
+      )
     return (value, ys), states, moves[-1].repeated(length, "iteration")
 
-  loop = Transformed("scan", functions, lower, times=length)
+  loop = Transformed(kind, functions, lower, times=length)
   return loop((init, xs))
 
 
-def _pair(out):
+def _pair(out, body: Callable):
   if isinstance(out, tuple | list) and len(out) == 2:
     return out
   kind = "one tensor" if isinstance(out, jax.Array) else type(out).__name__
   raise TypeError(
-    f"The body of scan returns (carry, y), a pair; y may be None. It returned {kind}."
+    f"The body of scan returns (carry, y), a pair; y may be None. `{name_of(body)}` "
+    f"returned {kind}."
   )
 
 
@@ -239,7 +251,9 @@ def _fori(functions, args, lower: int, upper: int, unroll):
   def step(value, index):
     return body(index, value), None
 
-  return _scan((step,), (*args, indices), upper - lower, False, unroll)[0]
+  step.__name__ = name_of(body)
+  options = (upper - lower, False, unroll, "fori_loop")
+  return _scan((step,), (*args, indices), *options)[0]
 
 
 def _fori_while(functions, args):
@@ -249,10 +263,11 @@ def _fori_while(functions, args):
     index, upper, value = state
     return index + 1, upper, body(index, value)
 
-  return _while((lambda state: state[0] < state[1], step), (args,))[2]
+  step.__name__ = name_of(body)
+  return _while((lambda state: state[0] < state[1], step), (args,), "fori_loop")[2]
 
 
-def _while(functions, args):
+def _while(functions, args, kind="while_loop"):
   stream = current()
 
   def lower(call, rng, captured, args):
@@ -262,6 +277,7 @@ def _while(functions, args):
       key = fold_in(taken.key, taken.count)
     child = rng.child(key, loop.traced.pure.sites)
     moves: list[Advance] = []
+    forms: list = [None, None, None]
 
     def goes_on(carry):
       (count, sites), states, value = carry
@@ -272,48 +288,54 @@ def _while(functions, args):
           "The condition of while_loop draws random numbers. Draw in the body, and "
           "pass what the condition needs in the value."
         )
+      forms[2] = mismatches.forms_of(done.out)
       return done.out
 
     def body(carry):
       (count, sites), states, value = carry
       here = child.at(count, sites)
       done = call(1, here, loop.with_states(captured, states), (value,))
-      _require_no_seed("while_loop", done.advance)
+      forms[:2] = mismatches.forms_of(value), mismatches.forms_of(done.out)
+      _require_no_seed(kind, done.advance)
       loop.require_known(done.advance)
       moves.append(done.advance)
       after = here.moved(done.advance.draws, loop.by_site(done.advance))
       return (after.count, after.sites), done.states, done.out
 
     start = (child.count, child.sites), loop.states_of(captured), args[0]
-    _, states, value = lax.while_loop(goes_on, body, start)
+    with mismatches.explained(lambda: mismatches.of_loop(kind, functions, *forms)):
+      _, states, value = lax.while_loop(goes_on, body, start)
     return value, states, moves[-1].of_child("while_loop")
 
-  loop = Transformed("while_loop", functions, lower, times=None)
+  loop = Transformed(kind, functions, lower, times=None)
   value = loop(args)
   if loop.has_drawn:
     stream.draw("while_loop")
   return value
 
 
-def _switch(functions, args):
+def _switch(functions, args, kind):
   def lower(call, rng, captured, args):
     index, operands = args
     moves: dict[int, Advance] = {}
+    forms: dict = {}
 
     def branch(number, operands):
       done = call(number, rng, captured, operands)
       _require_no_seed("a branch", done.advance)
       moves[number] = done.advance
+      forms[number] = mismatches.forms_of(done.out)
       return done.out, done.states
 
     branches = [functools.partial(branch, n) for n in range(len(functions))]
     if len(branches) == 1:
       out, states = branches[0](operands)
     else:
-      out, states = lax.switch(index, branches, operands)
+      with mismatches.explained(lambda: mismatches.of_branches(kind, functions, forms)):
+        out, states = lax.switch(index, branches, operands)
     return out, states, Advance.farthest([moves[n] for n in range(len(branches))])
 
-  return Transformed("switch", functions, lower)(args)
+  return Transformed(kind, functions, lower)(args)
 
 
 def _counter(count) -> jax.Array:

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from torchax.errors import RngError
+from torchax.interop.names import name_of
 from torchax.interop.options import ShardMapOptions, merged
 from torchax.interop.transformed import Transformed
 from torchax.rng import Advance, RngOperands
 from torchax.rng.ledger import adopted
+from torchax.tracebacks import ending_at_the_user
 from torchax.types import P, R
 
 DIFFERENT, SAME, ERROR = "different", "same", "error"
@@ -66,11 +68,16 @@ def jax_vmap(
     spmd_axis_name=spmd_axis_name,
   )
 
+  @ending_at_the_user
   @functools.wraps(torch_function, updated=())
   def mapped(*args, **kwargs):
+    def on_row(args, kwargs):
+      return torch_function(*args, **kwargs)
+
+    on_row.__name__ = name_of(torch_function)
     rows = Transformed(
       "jax_vmap",
-      (lambda args, kwargs: torch_function(*args, **kwargs),),
+      (on_row,),
       lambda *operands: _lower_vmap(
         rows, transform, in_axes, name, randomness, *operands
       ),
@@ -195,6 +202,7 @@ def jax_shard_map(
   out_specs = options.pop("out_specs", None)
   axes = _different_axes(randomness, options)
 
+  @ending_at_the_user
   @functools.wraps(torch_function, updated=())
   def sharded(*args):
     shards = Transformed(

@@ -16,6 +16,7 @@ from torchax.interop.jit import Jitted
 from torchax.interop.views import jax_view
 from torchax.interop.wrapper import ModuleWrapper
 from torchax.tensor import Tensor
+from torchax.tracebacks import ending_at_the_user, hide
 
 
 def extract_all_buffers(
@@ -90,6 +91,7 @@ def extract_jax(
 
   called = jax_view(call)
 
+  @ending_at_the_user
   def jax_func(states, args=(), kwargs=None, *, rng=None):
     return called(states, args, kwargs or {}, rng=rng)
 
@@ -159,10 +161,12 @@ class JittableModule(ModuleWrapper):
     """Runs the module's `forward`, compiled."""
     return self.jittable_call("forward", *args, **kwargs)
 
+  @ending_at_the_user
   def lower(self, *args, **kwargs):
     """`jax.jit(…).lower` of `forward`; nothing is run, no state advances."""
     return self._prepared("forward").lower(*args, **kwargs)
 
+  @ending_at_the_user
   def trace(self, *args, **kwargs):
     """`jax.jit(…).trace` of `forward`; nothing is run, no state advances."""
     return self._prepared("forward").trace(*args, **kwargs)
@@ -186,9 +190,17 @@ class JittableModule(ModuleWrapper):
 
   def jittable_call(self, method_name: str, *args, **kwargs):
     """Runs a method of the module, compiled."""
-    jitted = self._prepared(method_name)
-    training = tuple([module.training for module in self._submodules])
-    return jitted.call(training, args, kwargs)
+    try:
+      jitted = self._prepared(method_name)
+      training = tuple([module.training for module in self._submodules])
+      try:
+        return jitted.call(training, args, kwargs)
+      except (ValueError, RuntimeError) as error:
+        jitted.explain(error, args, kwargs)
+        raise
+    except Exception as error:
+      hide(error)
+      raise
 
   def _prepared(self, name: str) -> Jitted:
     if self._held.has_changed():

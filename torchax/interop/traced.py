@@ -392,7 +392,7 @@ class Traced:
     situation = situation or ORDINARY
     env = default_env()
     records = situation.wants_grad is not None
-    boundary = Boundary(self.records and torch.is_grad_enabled())
+    boundary = Boundary(self.records and torch.is_grad_enabled(), self.__name__)
     # Another thread may have found more tensors since the operands were taken.
     lent = self._lent.tensors[: len(captured)]
     grads = {id(t): t.grad for t in lent if _is_trained(t)}

@@ -22,6 +22,7 @@ from torchax.core.storage import Storage
 from torchax.dispatch import autograd
 from torchax.errors import MutationError, RngError
 from torchax.interop import arguments
+from torchax.interop.names import name_of
 from torchax.interop.traced import Effects, Situation, Traced
 from torchax.interop.views import arrays_of, tensors_of
 from torchax.rng import Advance, RngOperands
@@ -150,6 +151,7 @@ class Transformed:
   def _call(self, branch: int, rng, captured, args) -> Result:
     """Runs one of the functions in the trace in progress."""
     self._branch = branch
+    self.traced.__name__ = f"{name_of(self._functions[branch])} (in {self.name})"
     situation = Situation.of(extra=branch)
     (out, effects), advance = self.traced.pure(rng, (captured, situation), *args)
     advance = Advance(0) if advance is None else advance

@@ -26,6 +26,7 @@ from torchax.interop.transformed import Transformed
 from torchax.interop.views import tensors_of
 from torchax.rng import Advance, RngOperands
 from torchax.tensor import Tensor
+from torchax.tracebacks import ending_at_the_user
 from torchax.types import P, R
 
 
@@ -52,7 +53,8 @@ def jax_value_and_grad(
     "jax_value_and_grad", jax.value_and_grad, kwargs_for_value_and_grad, options
   )
   has_aux = kwargs_for_jax.pop("has_aux", False)
-  argnums = shift_argnums(kwargs_for_jax.pop("argnums", 0))
+  argnums_of_user = kwargs_for_jax.pop("argnums", 0)
+  argnums = shift_argnums(argnums_of_user)
   traced = Traced(torch_function, lifts=False)
 
   def with_aux(rng, operands, *args, **kwargs):
@@ -66,6 +68,7 @@ def jax_value_and_grad(
     with_aux, argnums=argnums, has_aux=True, **kwargs_for_jax
   )
 
+  @ending_at_the_user
   @functools.wraps(torch_function, updated=())
   def value_and_grad(*args, **kwargs):
     leaves, args, kwargs = _flatten(args, kwargs)
@@ -77,11 +80,27 @@ def jax_value_and_grad(
       )
       return (((value, aux) if has_aux else value), effects, grads), advance
 
-    value, effects, grads = traced.pure.run(run)
+    try:
+      value, effects, grads = traced.pure.run(run)
+    except TypeError as error:
+      _explain(error, traced.__name__, argnums_of_user, len(args))
+      raise
     traced.settle(leaves, effects)
     return tensors_of((value, grads))
 
   return value_and_grad
+
+
+def _explain(error: TypeError, name: str, argnums, count: int) -> None:
+  """Raises with the user's words what JAX says of a function to differentiate."""
+  message = str(error)
+  if message.startswith("differentiating with respect to argnums"):
+    raise TypeError(
+      f"jax_value_and_grad differentiates `{name}` by argnums={argnums}, but it was "
+      f"called with {count} positional argument(s)."
+    ) from error
+  if message.startswith(("Gradient only defined", "grad requires")):
+    raise TypeError(f"`{name}` in jax_value_and_grad: {message}") from error
 
 
 def gradient_checkpoint(
@@ -111,6 +130,7 @@ def gradient_checkpoint(
   static_argnums = kwargs_for_jax.pop("static_argnums", ())
   static_argnames = kwargs_for_jax.pop("static_argnames", ())
 
+  @ending_at_the_user
   @functools.wraps(torch_function, updated=())
   def checkpointed(*args, **kwargs):
     if _jax_compat.is_top_level():
@@ -158,6 +178,7 @@ class _Checkpointed:
       ]
       return function(*args, **kwargs)
 
+    on_dynamic.__name__ = name_of(function)
     self._options = options
     self._static = {number: args[number] for number in static}
     self._count = len(args)

@@ -22,9 +22,11 @@ from torchax.dispatch import autograd
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.interop import arguments, pytrees
+from torchax.interop.names import name_of
 from torchax.interop.options import signature_of
 from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
+from torchax.tracebacks import ending_at_the_user
 from torchax.types import JaxCallable, JaxValue, R, TorchCallable, TorchValue
 
 K = TypeVar("K")
@@ -107,6 +109,7 @@ def jax_view(t: Callable[..., Any]) -> "JaxFunction[Any]": ...
 def jax_view(t: Any) -> Any: ...
 
 
+@ending_at_the_user
 def jax_view(t):
   """Tensors in a tree as arrays, torch dtypes as JAX's, functions as JAX functions.
 
@@ -218,6 +221,7 @@ def call_torch(
 def call_torch(torch_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
 
+@ending_at_the_user
 def call_torch(torch_func, *args, **kwargs):
   """Calls a torch function with JAX values; returns JAX values.
 
@@ -230,17 +234,18 @@ def call_torch(torch_func, *args, **kwargs):
       return jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
     # Under JAX's transformations `torch.no_grad` counts inside the function, as with
     # `torch.func.grad`, and not around it.
-    with Boundary().enter() as boundary, grad_mode.counted_anew():
+    name = name_of(torch_func)
+    boundary = Boundary(name=name, is_trace=False)
+    with boundary.enter(), grad_mode.counted_anew():
       out = jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
-  require_no_writes(boundary, torch_func)
+  require_no_writes(boundary, name)
   return out
 
 
-def require_no_writes(boundary: Boundary, function: Callable) -> None:
-  """Raises MutationError if outer tensors were changed, which would be lost."""
+def require_no_writes(boundary: Boundary, name: str) -> None:
+  """Raises MutationError if the function changed outer tensors, which would be lost."""
   written = boundary.written()
   if written:
-    name = getattr(function, "__name__", type(function).__name__)
     raise MutationError(
       f"{name} changes {len(written)} tensor(s) that are not among its arguments (the "
       "first has shape "
@@ -259,6 +264,7 @@ class JaxFunction(Generic[R]):
     self.__name__ = type(function).__name__  # for what has none, as modules
     functools.update_wrapper(self, function, updated=())
 
+  @ending_at_the_user
   def __call__(self, *args: Any, rng: Any = None, **kwargs: Any) -> R:
     function: Callable[..., Any] = self.__wrapped__
     if rng is None:
@@ -279,6 +285,7 @@ class TorchFunction(Generic[R]):
     self.__name__ = type(function).__name__  # for what has none, as `jnp.add`
     functools.update_wrapper(self, function, updated=())
 
+  @ending_at_the_user
   def __call__(self, *args: Any, **kwargs: Any) -> R:
     return call_jax(self.__wrapped__, *args, **kwargs)
 
@@ -296,6 +303,7 @@ def call_jax(
 def call_jax(jax_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
 
+@ending_at_the_user
 def call_jax(jax_func, *args, **kwargs):
   """Calls a JAX function with torch values; returns torch values.
 
@@ -365,6 +373,7 @@ def j2t_autograd(fn, call_jax=call_jax):
   tensor([2., 2.], device='jax:0')
   """
 
+  @ending_at_the_user
   @functools.wraps(fn, updated=())
   def called(*args, **kwargs):
     return call_jax(fn, *args, **kwargs)
@@ -395,6 +404,7 @@ def functional_rng(torch_function):
     and the state after the draws; `env.rng` is neither read nor changed.
   """
 
+  @ending_at_the_user
   @functools.wraps(torch_function, updated=())
   def pure(state, /, *args, **kwargs):
     with default_env().rng_scope(state) as stream:

@@ -6,6 +6,7 @@ import torch
 
 from torchax.interop.hooks import has_hooks
 from torchax.rng.running import TRANSPARENT
+from torchax.tracebacks import hide
 
 
 class ModuleWrapper(torch.nn.Module):
@@ -27,9 +28,13 @@ class ModuleWrapper(torch.nn.Module):
 
   def __call__(self, *args, **kwargs):
     """Runs `forward`, with the hooks of the wrapper if it has any."""
-    if has_hooks(self):
-      return super().__call__(*args, **kwargs)
-    return self.forward(*args, **kwargs)
+    try:
+      if has_hooks(self):
+        return super().__call__(*args, **kwargs)
+      return self.forward(*args, **kwargs)
+    except Exception as error:
+      hide(error)
+      raise
 
   def _method(self, name: str) -> Callable | None:
     """The compiled method of that name, None for what is not compiled."""

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.utils.dlpack as torch_dlpack
 
+from torchax import _jax_compat
+from torchax.core.explanations import donated, no_numbers
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import narrowing
 
@@ -191,20 +193,47 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
   return tensor.contiguous().view(carrier).numpy().view(carried)
 
 
+def numpy_copy(x: jax.Array, asked: str) -> np.ndarray:
+  """A numpy array of the same numbers, in memory of its own.
+
+  Args:
+    x: a concrete array.
+    asked: what needs the numbers, for messages.
+
+  Raises:
+    TracedStateError: the array is being traced.
+    DonationError: its memory is gone.
+  """
+  try:
+    return np.array(x)
+  except jax.errors.TracerArrayConversionError:
+    raise no_numbers(asked) from None
+  except RuntimeError as error:
+    if _jax_compat.is_about_deletion(error):
+      raise donated(asked) from None
+    raise
+
+
 def j2t(x: jax.Array, use_dlpack: bool = True) -> torch.Tensor:
   """Copies a JAX array to a CPU torch tensor of the same shape and dtype.
 
   Args:
     x: a concrete array; one that is sharded is gathered.
     use_dlpack: let DLPack carry the data where it can; the result is a copy.
+
+  Raises:
+    TracedStateError: the array is being traced.
+    DonationError: its memory is gone.
   """
+  if isinstance(x, jax.core.Tracer):
+    raise no_numbers('A copy on the CPU (`.cpu()`, `.to("cpu")`, `torch.tensor`)')
   dtype = j2t_dtype(x.dtype)
   if use_dlpack and x.dtype == jnp.bfloat16:
     try:
       return torch_dlpack.from_dlpack(x).clone()
     except (BufferError, RuntimeError, ValueError) as error:
       logging.debug("DLPack refused %s, copying through numpy: %s", x.dtype, error)
-  values = np.array(x)
+  values = numpy_copy(x, "A copy on the CPU")
   if dtype in NUMPY_UNSUPPORTED_DTYPES:
     carrier = {1: np.uint8, 2: np.int16}[values.itemsize]
     return torch.from_numpy(values.view(carrier)).view(dtype)

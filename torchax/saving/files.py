@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from torchax import _torch_compat
+from torchax.core.explanations import no_numbers
 from torchax.core.storage import Storage
 from torchax.core.view_steps import WHOLE, ConjugateInfo, NegateInfo
 from torchax.devices import placement
-from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.saving.untyped_storage import UntypedStorage, bytes_of
 
@@ -49,10 +49,7 @@ def reduce(tensor) -> tuple:
     TracedStateError: inside a compiled function, where it has no values.
   """
   if isinstance(tensor._storage.read(), jax.core.Tracer):
-    raise TracedStateError(
-      "A tensor that is being traced has no values yet to be saved or pickled. Do it "
-      "outside of the compiled function."
-    )
+    raise no_numbers("Saving or pickling")
   torch.utils.hooks.warn_if_has_hooks(tensor)
   state = {name: v for name, v in tensor.__dict__.items() if name not in OWN}
   if _torch_compat.is_parameter(tensor):

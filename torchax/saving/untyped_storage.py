@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from torchax import _torch_compat
+from torchax.core.explanations import no_numbers
 from torchax.core.storage import Storage
 from torchax.devices import placement
-from torchax.errors import TracedStateError
 from torchax.ops import mappings
 
 
@@ -122,11 +122,7 @@ class UntypedStorage(torch.UntypedStorage):
     """
     array = self.storage.read()
     if isinstance(array, jax.core.Tracer):
-      raise TracedStateError(
-        "The bytes of a tensor are asked for (to save, pickle or copy it), but it is "
-        "being traced by a JAX transformation and has no values yet. Do it outside of "
-        "the compiled function."
-      )
+      raise no_numbers("Reading its bytes (to save, pickle or copy it)")
     return np.asarray(array).ravel().view(np.uint8)
 
   # What torch and libraries ask ---------------------------------------------------

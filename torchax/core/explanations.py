@@ -1,0 +1,73 @@
+"""Errors that several places raise: why a tensor has no numbers, or no gradient."""
+
+from torchax.core.storage import active
+from torchax.errors import ConversionError, DonationError, TracedStateError
+
+
+def no_numbers(asked: str) -> TracedStateError:
+  """The error where numbers are asked for while a function is being traced.
+
+  Args:
+    asked: what needs them, as the user wrote it.
+  """
+  boundary = active.boundary
+  name = "the function" if boundary is None else f"`{boundary.name}`"
+  return TracedStateError(
+    f"{asked} needs the numbers of a tensor, but {name} is being traced by JAX, and "
+    "there are none yet. Keep the value a tensor: `torch.where`, or `cond` of "
+    "torchax.interop, in place of `if`, and `scan` or `while_loop` in place of a loop "
+    "over values. Pass what Python decides by as a Python number, whose place is named "
+    "in `static_argnums` of `jax_jit`. Or return the tensor, and do this outside."
+  )
+
+
+def leaked(user: str) -> TracedStateError:
+  """The error where an operation met the tracer of a trace that has ended.
+
+  Args:
+    user: the operation.
+  """
+  return TracedStateError(
+    f"{user} was given a tensor that was made while JAX was tracing a function, and "
+    "kept: it stood for a value of each later call, and has none itself. Return it "
+    "from the function."
+  )
+
+
+def donated(user: str) -> DonationError:
+  """The error where an operation met memory that a compiled function has taken.
+
+  Args:
+    user: the operation.
+  """
+  return DonationError(
+    f"{user} was given a tensor whose memory was donated to a compiled function "
+    "(`donate_argnums`, `donate_argnames`), so its numbers are gone. Use what the "
+    "function returned, pass a `.clone()`, or do not donate the argument."
+  )
+
+
+def donated_twice(name: str, shapes: list[list[int]]) -> DonationError:
+  """The error where a function is given memory for itself that it uses besides.
+
+  Args:
+    name: of the function.
+    shapes: of the tensors that are arguments and closed over.
+  """
+  which = f"a tensor of shape {shapes[0]}" if shapes else "a tensor"
+  return DonationError(
+    f"`{name}` donates the memory of an argument (`donate_argnums`, "
+    f"`donate_argnames`), and uses it in another way too: it closes over {which} that "
+    "has the same memory, or was given it twice. Pass the tensor as the argument "
+    "alone, leave it out of what is donated, or give the function a `.clone()`."
+  )
+
+
+def loses_gradient() -> ConversionError:
+  """The error where an operation of JAX is given a tensor that requires a gradient."""
+  return ConversionError(
+    "An operation of JAX would lose the gradient of a tensor that requires one. Make "
+    "the array a tensor by `torch_view(array)`, or call the function by `call_jax(f, "
+    "tensor)`, which keeps gradients. Where none is wanted, give `jax_view(tensor)`, "
+    "or `.detach()` it."
+  )

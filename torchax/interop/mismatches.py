@@ -1,0 +1,140 @@
+"""What differs between the results of branches, or before and after a turn of a loop.
+
+JAX finds it out, in words about the functions that it was given, which are ours. Here
+it is said with the user's functions and places.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from torchax.interop.names import name_of
+from torchax.ops import mappings
+
+
+@contextlib.contextmanager
+def explained(explain: Callable[[], str | None]) -> Iterator[None]:
+  """Puts other words to a TypeError of JAX, where there are any.
+
+  Raises:
+    TypeError: with what `explain()` returns; what was raised, where that is None.
+  """
+  try:
+    yield
+  except TypeError:
+    said = explain()
+    if said is None:
+      raise
+    raise TypeError(said) from None
+
+
+def forms_of(tree) -> Any:
+  """A tree of arrays with the dtypes and shapes of its leaves, as text."""
+  return jax.tree.map(_form_of, tree)
+
+
+def _form_of(leaf) -> str:
+  dtype = mappings.j2t_dtype(jnp.result_type(leaf))
+  return f"{dtype} of shape {list(jnp.shape(leaf))}"
+
+
+def of_branches(kind: str, functions: Sequence[Callable], forms: dict) -> str | None:
+  """What differs between the results of branches; None if nothing does.
+
+  Args:
+    kind: "cond" or "switch".
+    functions: the branches.
+    forms: of their results, by number.
+  """
+  names = _names_of_branches(kind, functions)
+  for number, form in forms.items():
+    found = _difference(forms.get(0), form)
+    if found is not None:
+      place, first, other = found
+      return (
+        f"The branches of {kind} return the same structure, shapes and dtypes, but "
+        f"{_at('the result', place)} {names[0]} has {first}, and {names[number]} has "
+        f"{other}. Make them equal: by `.to(dtype)`, `.reshape(…)`, or zeros in place "
+        "of what one of them lacks."
+      )
+  return None
+
+
+def _names_of_branches(kind: str, functions) -> list[str]:
+  labels = [f"branch {number}" for number in range(len(functions))]
+  if kind == "cond":
+    labels = ["the false branch", "the true branch"]
+  return [f"{label} `{name_of(f)}`" for label, f in zip(labels, functions)]
+
+
+def of_loop(kind: str, functions, before, after, condition) -> str | None:
+  """What is wrong with the results of the two functions of a `while_loop`.
+
+  One that stands for a `fori_loop` carries the index and its end before the value.
+  """
+  if kind == "fori_loop" and before is not None:
+    before, after = before[2], after[2]
+  said = of_condition(functions[0], condition)
+  return said or of_turns(kind, functions[1], before, after)
+
+
+def of_turns(kind: str, body: Callable, before, after) -> str | None:
+  """How the body of a loop changes the form of its value; None if it does not.
+
+  Args:
+    kind: "scan", "fori_loop" or "while_loop".
+    body: the user's function.
+    before, after: forms of the value that goes from turn to turn.
+  """
+  what = "carry" if kind == "scan" else "value"
+  found = _difference(before, after)
+  if found is None:
+    return None
+  place, first, other = found
+  return (
+    f"The {what} of {kind} keeps its structure, shapes and dtypes from turn to turn, "
+    f"but {_at(f'the {what}', place)} `{name_of(body)}` is given {first} and returns "
+    f"{other}. Start with a {what} of the form that it returns, or convert in it."
+  )
+
+
+def of_condition(function: Callable, form) -> str | None:
+  """What is wrong with the result of a loop's condition; None if it is right."""
+  right = _form_of(True)
+  if form is None or form == right:
+    return None
+  return (
+    f"The condition `{name_of(function)}` of while_loop returns {right}, but it "
+    f"returned {form}. Reduce it: `.any()`, `.all()`."
+  )
+
+
+def _at(what: str, place: str) -> str:
+  return f"at `{place}` of {what}" if place else f"for {what}"
+
+
+def _difference(first, other) -> tuple[str, str, str] | None:
+  """The first place where two trees differ, and what is there in each; None if none."""
+  ours, theirs = _by_place(first), _by_place(other)
+  for place in [*ours, *(place for place in theirs if place not in ours)]:
+    if ours.get(place) != theirs.get(place):
+      return place, ours.get(place, _other(first)), theirs.get(place, _other(other))
+  structures = [jax.tree.structure(tree) for tree in (first, other)]
+  return None if structures[0] == structures[1] else ("", *map(str, structures))
+
+
+def _by_place(tree) -> dict[str, str]:
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): form for path, form in leaves}
+
+
+def _other(tree) -> str:
+  """What a tree is that has nothing at a place."""
+  if isinstance(tree, dict):
+    return f"nothing there (in a dict with the keys {list(tree)})"
+  if isinstance(tree, tuple | list):
+    return f"nothing there (in a {type(tree).__name__} of {len(tree)})"
+  return "None" if tree is None else f"nothing there (it is one tensor, {tree})"
