@@ -125,3 +125,50 @@ def test_an_array_is_an_instance_of_the_concrete_class():
   traced = []
   jax.jit(lambda x: traced.append(type(x) is _jax_compat.ArrayImpl))(jnp.ones(2))
   assert traced == [False]
+
+
+@pytest.mark.parametrize("use", [jnp.sin, jax.jit(lambda x: x), jax.lax.sin])
+def test_jax_asks_what_a_value_of_a_class_is(use):
+  class Stranger:
+    """Of a class that JAX does not know."""
+
+  def describe(value):
+    raise ValueError("it is a stranger")
+
+  with pytest.raises(TypeError):
+    use(Stranger())
+  _jax_compat.describe(Stranger, describe)
+  with pytest.raises(ValueError, match="it is a stranger"):
+    use(Stranger())
+
+
+def test_torch_asks_about_arrays_and_tracers():
+  for cls in (type(jnp.ones(1)), _jax_compat.Tracer):
+    assert callable(cls.__torch_function__)
+
+
+def _raised(function, *args) -> Exception:
+  with pytest.raises(Exception) as caught:
+    function(*args)
+  return caught.value
+
+
+def test_what_jax_says_of_memory_is_recognised():
+  array = jnp.ones(2)
+  array.delete()
+  deleted = _raised(lambda: array + 1)
+  assert _jax_compat.is_about_deletion(deleted)
+  for donated in (0, 1):
+    add = jax.jit(lambda x, y: (x + 1, y + 1), donate_argnums=donated)
+    array = jnp.ones(2)
+    assert _jax_compat.is_about_donation(_raised(add, array, array))
+  for is_about in (_jax_compat.is_about_deletion, _jax_compat.is_about_donation):
+    assert not is_about(RuntimeError("another"))
+
+
+def test_what_jax_says_of_arguments_is_recognised():
+  jitted = jax.jit(lambda x, *others: x, static_argnums=2)
+  refused = _raised(jitted, 1.0, object())
+  assert _jax_compat.refused_argument(refused) == ("object", "others[0]")
+  assert _jax_compat.refused_argument(TypeError("another")) is None
+  assert _jax_compat.is_about_static_arguments(_raised(jitted, 1.0, 2.0, []))

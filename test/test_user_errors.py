@@ -308,6 +308,49 @@ def test_a_body_that_changes_the_form_of_its_value_is_named_with_the_place(name)
   assert part in str(caught.value)
 
 
+# Arguments ---------------------------------------------------------------------------
+
+
+def _first(t, *others, **named):
+  return t
+
+
+ARGUMENTS = {
+  "a function": (
+    lambda: interop.jax_jit(_first)(_x(), torch.sin),
+    "`_first` was given an object of the class builtin_function_or_method as args[1]",
+  ),
+  "an object by name": (
+    lambda: interop.jax_jit(_first)(_x(), other=object()),
+    "`_first` was given an object of the class object as kwargs['other']",
+  ),
+  "a static list": (
+    lambda: interop.jax_jit(_first, static_argnums=1)(_x(), [1]),
+    "`_first` has a static argument without a hash",
+  ),
+  "a static tensor": (
+    lambda: interop.jax_jit(_first, static_argnums=1)(_x(), _x()),
+    "`_first` has a static argument without a hash",
+  ),
+  "no scalar": (
+    lambda: interop.jax_value_and_grad(_first)(_x()),
+    "`_first` in jax_value_and_grad: Gradient only defined for scalar",
+  ),
+  "argnums": (
+    lambda: interop.jax_value_and_grad(_first, argnums=2)(_x()),
+    "jax_value_and_grad differentiates `_first` by argnums=2, but it was called with 1",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_do_not_fit_name_the_function_and_the_place(name):
+  run, part = ARGUMENTS[name]
+  with pytest.raises((TypeError, ValueError)) as caught:
+    run()
+  assert part in str(caught.value)
+
+
 # Memory that was given away ----------------------------------------------------------
 
 

@@ -5,12 +5,17 @@ another trace would be baked in or repeated (`torchax/rng/scope.py`); and whethe
 has started, because it does not survive a fork (`torchax/device_module.py`).
 """
 
+import re
 from collections.abc import Callable
 
 import jax
 from jax.extend import source_info_util
 
 from torchax import private
+
+_REFUSED_ARGUMENT = re.compile(
+  r"value is of type <class '(.+?)'> and was passed to the function at path (\S+?)\.\n"
+)
 
 Tracer = jax.core.Tracer
 Trace = jax.core.Trace
@@ -174,7 +179,20 @@ def is_about_deletion(error: BaseException) -> bool:
 def is_about_donation(error: BaseException) -> bool:
   """True for what JAX raises where donated memory is used twice in one call."""
   is_of_xla = isinstance(error, jax.errors.JaxRuntimeError)
-  return is_of_xla and "donate a buffer" in str(error)
+  return is_of_xla and all(part in str(error) for part in ("donate", "same call"))
+
+
+def refused_argument(error: BaseException) -> tuple[str, str] | None:
+  """The class and the place of an argument that `jax.jit` refuses as no array."""
+  if type(error) is not TypeError:
+    return None
+  found = _REFUSED_ARGUMENT.search(str(error))
+  return None if found is None else (found[1], found[2])
+
+
+def is_about_static_arguments(error: BaseException) -> bool:
+  """True for what `jax.jit` raises where a static argument has no hash."""
+  return type(error) is ValueError and "Non-hashable static arguments" in str(error)
 
 
 def is_committed(array) -> bool:

@@ -120,7 +120,7 @@ class Jitted(Generic[P, R]):
     try:
       try:
         return self.call(None, args, kwargs)
-      except (ValueError, RuntimeError) as error:
+      except (TypeError, ValueError, RuntimeError) as error:
         self.explain(error, args, kwargs)
         raise
     except Exception as error:
@@ -128,7 +128,7 @@ class Jitted(Generic[P, R]):
       raise
 
   def explain(self, error: Exception, args, kwargs) -> None:
-    """Raises in other words what JAX says of memory and devices; else returns.
+    """Raises in other words what JAX says of arguments and arrays; else returns.
 
     Args:
       error: what a call raised.
@@ -142,6 +142,21 @@ class Jitted(Generic[P, R]):
       raise donated(name) from error
     if _jax_compat.is_about_donation(error):
       raise donated_twice(name, self._shared_memory(args, kwargs)) from error
+    refused = _jax_compat.refused_argument(error)
+    if refused is not None:
+      kind, place = refused
+      raise TypeError(
+        f"`{name}` was given an object of the class {kind} as {place}. A compiled "
+        "function takes tensors and numbers, and flags, strings, dtypes and devices. "
+        "Name the place of anything else that has a hash in `static_argnums` or "
+        "`static_argnames`, or close over it."
+      ) from error
+    if _jax_compat.is_about_static_arguments(error):
+      raise ValueError(
+        f"`{name}` has a static argument without a hash: a list, a dict or a tensor. "
+        "Static arguments are part of what a function is compiled for. Pass a tuple, "
+        f"or leave its place out of `static_argnums`. JAX says: {error}"
+      ) from error
 
   def _shared_memory(self, args, kwargs) -> list[list[int]]:
     """Shapes of the tensors that are arguments and closed over at once."""

@@ -195,7 +195,7 @@ class JittableModule(ModuleWrapper):
       training = tuple([module.training for module in self._submodules])
       try:
         return jitted.call(training, args, kwargs)
-      except (ValueError, RuntimeError) as error:
+      except (TypeError, ValueError, RuntimeError) as error:
         jitted.explain(error, args, kwargs)
         raise
     except Exception as error:
