@@ -8,6 +8,9 @@ import pytest
 # Tests state what must hold on any machine; choose another platform from outside.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# A test that fails inside of the library shows where.
+os.environ.setdefault("TORCHAX_TRACEBACK", "full")
+
 # The rows of operator tests are asserted in a helper; show their values as well.
 pytest.register_assert_rewrite("ops.harness", "rng.goodness")
 

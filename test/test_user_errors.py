@@ -534,6 +534,9 @@ LAST_LINES = {
   "jax_view in jax.jit": lambda: jax.jit(interop.jax_view(_raises_itself))(_array()),
   "call_jax": lambda: interop.call_jax(_raises_itself, _x()),
   "call_torch": lambda: interop.call_torch(_raises_itself, _array()),
+  "a seed": lambda: torchax.default_env().manual_seed("seven"),
+  "an option": lambda: interop.jax_jit(_first, static_argnums=7),
+  "no function": lambda: torchax.compile(3),
   "extract_jax": lambda: interop.extract_jax(_Model())[1]({}, (_array(),)),
 }
 

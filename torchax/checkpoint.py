@@ -27,12 +27,14 @@ from torchax.environment import default_env
 from torchax.errors import TracedStateError, UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
+from torchax.tracebacks import ending_at_the_user
 
 _FORMAT = 1
 _STRUCTURE, _ARRAYS = "structure", "arrays"
 _PLAIN = (type(None), bool, int, float, str)
 
 
+@ending_at_the_user
 def save_checkpoint(state: dict[str, Any], path: str | os.PathLike, step: int) -> None:
   """Writes a state to `path/<step>`, where `load_checkpoint` finds it.
 
@@ -83,6 +85,7 @@ def save_checkpoint(state: dict[str, Any], path: str | os.PathLike, step: int) -
     checkpointer.save(place, args=ocp.args.Composite(**items))
 
 
+@ending_at_the_user
 def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
   """Reads what `save_checkpoint` has written.
 

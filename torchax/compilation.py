@@ -11,6 +11,7 @@ import torch
 from torchax.interop import JittableModule, jax_jit
 from torchax.interop.hooks import Hooks, called
 from torchax.interop.wrapper import ModuleWrapper
+from torchax.tracebacks import ending_at_the_user
 from torchax.types import P, R
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -48,6 +49,7 @@ def compile(
 ) -> Callable[P, R]: ...
 
 
+@ending_at_the_user
 def compile(fn, options=None):
   """Compiles a function or a module of jax tensors.
 

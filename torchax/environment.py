@@ -31,7 +31,7 @@ from torchax.ops.names import aten
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracebacks import hide
+from torchax.tracebacks import ending_at_the_user, hide
 from torchax.view import View
 
 TENSOR_CONSTRUCTORS = {
@@ -400,6 +400,7 @@ class Environment(contextlib.ContextDecorator):
     """Draws from a seed, key or state inside the block; see `torchax.rng.rng_scope`."""
     return rng.rng_scope(value)
 
+  @ending_at_the_user
   def manual_seed(self, key) -> None:
     """Re-seeds as `torch.manual_seed` does; also takes keys and 0-d tensors."""
     rng.manual_seed(key, self.config.prng_impl if isinstance(key, int) else None)

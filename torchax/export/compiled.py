@@ -20,6 +20,7 @@ from torchax.interop.hooks import Hooks, called
 from torchax.interop.module import extract_all_buffers
 from torchax.interop.names import name_of
 from torchax.tensor import Tensor
+from torchax.tracebacks import ending_at_the_user
 
 
 class ExportedFunction:
@@ -43,6 +44,7 @@ class ExportedFunction:
     self._by_form: dict[tuple, _Compiled] = {}
     functools.update_wrapper(self, function, updated=())
 
+  @ending_at_the_user
   def __call__(self, *args, **kwargs):
     """Runs the program for these arguments.
 

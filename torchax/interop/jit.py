@@ -314,6 +314,7 @@ def jax_jit(
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 
 
+@ending_at_the_user
 def jax_jit(
   torch_function=None,
   kwargs_for_jax_jit=None,

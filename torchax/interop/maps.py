@@ -27,6 +27,7 @@ from torchax.types import P, R
 DIFFERENT, SAME, ERROR = "different", "same", "error"
 
 
+@ending_at_the_user
 def jax_vmap(
   torch_function: Callable[P, R],
   in_axes: Any = 0,
