@@ -535,13 +535,13 @@ LAST_LINES = {
   "call_jax": lambda: interop.call_jax(_raises_itself, _x()),
   "call_torch": lambda: interop.call_torch(_raises_itself, _array()),
   "a seed": lambda: torchax.default_env().manual_seed("seven"),
-  "an option": lambda: interop.jax_jit(_first, static_argnums=7),
+  "an option": lambda: interop.jax_jit(_first, no_such_option=7),
   "no function": lambda: torchax.compile(3),
   "extract_jax": lambda: interop.extract_jax(_Model())[1]({}, (_array(),)),
 }
 
 
-def _frames_of(name, monkeypatch) -> tuple[list, BaseException]:
+def _frames_of(name) -> tuple[list, BaseException]:
   with pytest.raises(Exception) as caught:
     LAST_LINES[name]()
   return traceback.extract_tb(caught.value.__traceback__), caught.value
@@ -554,8 +554,8 @@ def hidden(monkeypatch):
 
 @pytest.mark.usefixtures("hidden")
 @pytest.mark.parametrize("name", LAST_LINES)
-def test_a_traceback_ends_at_the_users_line(name, monkeypatch):
-  frames, error = _frames_of(name, monkeypatch)
+def test_a_traceback_ends_at_the_users_line(name):
+  frames, error = _frames_of(name)
   assert frames[-1].filename == __file__
   of_library = f"{ROOT / 'torchax'}"
   assert not [frame for frame in frames if frame.filename.startswith(of_library)]
@@ -576,7 +576,7 @@ def test_the_frames_are_shown_to_who_asks(way, monkeypatch):
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
   try:
-    frames, error = _frames_of("jax_jit", monkeypatch)
+    frames, error = _frames_of("jax_jit")
   finally:
     if way == "jax":
       jax.config.update("jax_traceback_filtering", before)

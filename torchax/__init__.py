@@ -135,9 +135,10 @@ def _compose() -> None:
   interop.control_flow.register_kernels()
   refusals.register()
   conversion_errors.register()
-  ours = (tensor, view, environment, device_module, device_module.Generator, placement)
-  ours += (tracebacks,)
-  _torch_compat.keep_from_dynamo(*ours, *interop.MODULES)
+  _torch_compat.keep_from_dynamo(
+    *(tensor, view, environment, device_module, device_module.Generator, placement),
+    *(tracebacks, *interop.MODULES),
+  )
 
 
 _compose()
