@@ -12,7 +12,7 @@ from test_export import arrays, assert_equals, export_of, program_of
 from torch import nn
 from torch.export import Dim
 
-from torchax import export
+from torchax import export, versions
 from torchax.errors import DataDependentError, OperatorNotFound, RngError
 from torchax.export import (
   JaxInterpreter,
@@ -61,7 +61,13 @@ SYMBOLIC = {
 }
 
 
-@pytest.mark.parametrize("name", SYMBOLIC)
+def _row(name: str):
+  is_torch_wrong = name == "quantile" and versions.release(torch.__version__) >= (2, 15)
+  reason = "torch's own `run_decompositions` fails on a quantile of a derived size"
+  return pytest.param(name, marks=[pytest.mark.xfail(reason=reason)] * is_torch_wrong)
+
+
+@pytest.mark.parametrize("name", map(_row, SYMBOLIC))
 def test_operations_take_sizes_that_are_symbols(name):
   function = SYMBOLIC[name]
   even = 2 * Dim("half", min=2, max=25)

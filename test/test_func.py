@@ -6,6 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from compare import assert_same, to_jax
 from torch import func
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchax
 from torchax.interop import jax_jit
@@ -109,7 +110,9 @@ def test_transforms_give_what_they_give_on_the_cpu(name, way):
   with torchax.default_env():
     run = jax_jit(function) if way == "jit" else function
     actual = run(*to_jax(inputs))
-  assert_same(actual, function(*inputs), name)
+  # On the CPU not every kernel of attention has a derivative of each kind.
+  with sdpa_kernel(SDPBackend.MATH):
+    assert_same(actual, function(*inputs), name)
 
 
 # C++ makes a tensor on the wrapper's meta device there.

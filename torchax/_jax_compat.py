@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 import jax
-from jax.extend import source_info_util
+from jax.extend import core, source_info_util
 
 from torchax import private
 
@@ -164,6 +164,15 @@ def line_outside(libraries: tuple[str, ...]) -> tuple[str, int] | None:
     if not frame.file_name.startswith(libraries):
       return frame.file_name, frame.line_num
   return None
+
+
+def without_constants(closed: core.ClosedJaxpr) -> core.Jaxpr:
+  """The jaxpr of a closed one, which keeps no constant alive.
+
+  From JAX 0.12 on both are of one class.
+  """
+  jaxpr = closed.jaxpr
+  return jaxpr.with_consts([]) if hasattr(jaxpr, "with_consts") else jaxpr
 
 
 def is_about_devices(error: Exception) -> bool:

@@ -64,6 +64,13 @@ class UnsupportedDtypeError(Documented, TypeError):
   """A dtype or layout that JAX arrays cannot represent."""
 
 
+class WrongDtypeError(Documented, NotImplementedError, TypeError):
+  """An operation that torch does not have for the dtype of its tensor.
+
+  torch's own class for it differs by operation and version: this one is each of them.
+  """
+
+
 class MutationError(Documented, RuntimeError):
   """An in-place change that could not reach the tensor it was made on."""
 

@@ -25,6 +25,8 @@ _NARROWED = {
 }
 # With it (`make test-x64`) every dtype is torch's.
 NARROWED = {} if jax.config.jax_enable_x64 else _NARROWED
+# torch promotes to these; JAX has no complex numbers of half precision.
+HALF_COMPLEX = {torch.complex32, getattr(torch, "bcomplex32", torch.complex32)}
 TOLERANCE = {
   torch.float16: (1e-3, 1e-3),
   torch.bfloat16: (1.6e-2, 1e-2),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from ops.harness import NARROWED
+from ops.harness import HALF_COMPLEX, NARROWED
 
 from torchax.ops import jaten, mappings, op_base
 
@@ -37,7 +37,7 @@ def arrays(values) -> list:
 def expected(values) -> jnp.dtype:
   """torch's own answer, narrowed as x64 demands; JAX has no 32-bit complex numbers."""
   dtype = torch.result_type(*values)
-  narrowed = {**NARROWED, torch.complex32: torch.complex64}
+  narrowed = {**NARROWED, **dict.fromkeys(HALF_COMPLEX, torch.complex64)}
   return mappings.t2j_dtype(narrowed.get(dtype, dtype))
 
 

@@ -176,6 +176,11 @@ def _base(op):
   return functional if functional in ROWS else None
 
 
+# Not every supported version of torch has these.
+if hasattr(aten, "_cudnn_attention_forward_no_dropout_inplace"):
+  REASONS["_cudnn_attention_forward_no_dropout_inplace"] = _FUSED
+
+
 def _reason(op) -> str | None:
   name = str(op).removeprefix("aten.")
   return REASONS.get(name) or REASONS.get(name.partition(".")[0])

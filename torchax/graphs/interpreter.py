@@ -24,7 +24,8 @@ from torchax.graphs import composites, lowerings
 from torchax.interop.views import call_torch
 from torchax.ops.schema import schema_of
 
-_logger = logging.getLogger(__name__)
+# Of exported programs, which ask for it (`torchax.export.DEBUG`).
+_logger = logging.getLogger("torchax.export")
 
 # JAX's errors for a Python value of something that is being traced.
 _NO_VALUE = (

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import torch
 from jax.extend import core
 
-from torchax import _torch_compat, rng
+from torchax import _jax_compat, _torch_compat, rng
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
 
@@ -47,7 +47,7 @@ class BackwardProgram:
   def trace(self, backward: Callable) -> list:
     """Traces `backward(*cotangents)`; returns the residuals, tracers of this trace."""
     closed = jax.make_jaxpr(backward)(*self.avals)
-    self._jaxpr = closed.jaxpr
+    self._jaxpr = _jax_compat.without_constants(closed)
     is_residual = [isinstance(value, jax.core.Tracer) for value in closed.consts]
     residuals = [v for v, is_one in zip(closed.consts, is_residual) if is_one]
     self._constants = [

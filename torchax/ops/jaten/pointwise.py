@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torchax.errors import WrongDtypeError
 from torchax.ops import mappings
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.names import aten
@@ -101,11 +102,16 @@ def _integer_binary(function):
   return lowering
 
 
+_OPERATORS = ("lt", "le", "gt", "ge")
+
+
 def _ordering(name, function):
   def compare(self, other):
     left, right = promote(self, other)
     if _is_complex(left):
-      raise NotImplementedError(f"{name} is not defined for complex numbers.")
+      # Of operators Python expects that they raise no TypeError.
+      error = NotImplementedError if name in _OPERATORS else WrongDtypeError
+      raise error(f"{name} is not defined for complex numbers.")
     return function(left, right)
 
   return compare
@@ -256,7 +262,7 @@ def _aten_add(self, other, alpha=1):
 
 def _reject_bool_subtraction(*values):
   if any(jnp.result_type(value) == jnp.bool_ for value in values):
-    raise RuntimeError(
+    raise NotImplementedError(
       "Subtraction with a bool tensor is not supported. Use `^` or `logical_not()`, or "
       "convert the bool tensor first."
     )
@@ -277,7 +283,7 @@ def _aten_rsub(self, other, alpha=1):
 @op(aten.neg, aten.negative)
 def _aten_neg(self):
   if self.dtype == jnp.bool_:
-    raise RuntimeError(
+    raise NotImplementedError(
       "Negation of a bool tensor is not supported. Use `~` or `logical_not()` instead."
     )
   return -self
@@ -666,7 +672,7 @@ def _aten_logit(self, eps=None):
 @op(aten.complex)
 def _aten_complex(real, imag):
   if real.dtype != imag.dtype or real.dtype not in (jnp.float32, jnp.float64):
-    raise RuntimeError(
+    raise NotImplementedError(
       "Expected both inputs to be Float or Double tensors of one dtype, but got "
       f"{real.dtype} and {imag.dtype}. JAX has no complex numbers of half precision."
     )

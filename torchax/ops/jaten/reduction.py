@@ -28,7 +28,7 @@ def _is_exact(array) -> bool:
 
 def _require_floats(array, name: str):
   if _is_exact(array):
-    raise RuntimeError(
+    raise NotImplementedError(
       f"{name} expects a floating-point or complex tensor, but got {array.dtype}. "
       "Convert it with `.float()`, or pass `dtype=` where the function takes one."
     )
