@@ -132,7 +132,7 @@ def _scalars_of(scalars, like) -> list:
   return [scalars[row] for row in range(len(like))]
 
 
-def _pointwise(foreach_op, row_op) -> None:
+def _pointwise(foreach_op, row_op, takes_cpu: bool) -> None:
   def each(self, tensor1, tensor2, scalars=1):
     lower = _operator(row_op).func
     if not _is_list(scalars) and jnp.ndim(scalars):
@@ -141,8 +141,7 @@ def _pointwise(foreach_op, row_op) -> None:
     return [lower(*tensors, value=value) for *tensors, value in rows]
 
   each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
-  # torch takes the scalars of all rows as a tensor on the CPU.
-  op(foreach_op, takes_cpu=foreach_op._overloadname == "Tensor")(each)
+  op(foreach_op, takes_cpu=takes_cpu)(each)
 
 
 for _packet, _row in (
@@ -150,7 +149,8 @@ for _packet, _row in (
   (aten._foreach_addcmul, aten.addcmul.default),
 ):
   for _overload in ("Scalar", "ScalarList", "Tensor"):
-    _pointwise(getattr(_packet, _overload), _row)
+    # torch takes the scalars of all rows as a tensor on the CPU.
+    _pointwise(getattr(_packet, _overload), _row, takes_cpu=_overload == "Tensor")
 
 
 @op(aten._foreach_max)
