@@ -30,6 +30,7 @@ LAYERS = {
     "torchax.ops.jc10d",
     "torchax.ops.jtorch",
     "torchax.ops.jtorchvision_nms",
+    "torchax.tracing",
   ),
   7: ("torchax.ops.jaten",),
   6: (
@@ -46,6 +47,7 @@ LAYERS = {
     "torchax.dispatch.autograd",
     "torchax.dispatch.conversion_errors",
     "torchax.dispatch.debug",
+    "torchax.dispatch.host_operations",
     "torchax.dispatch.transfer",
     "torchax.graphs.fake_tensors",
     "torchax.view",

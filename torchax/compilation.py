@@ -9,9 +9,9 @@ from typing import Any, TypeVar, overload
 import torch
 
 from torchax.interop import JittableModule, jax_jit
-from torchax.interop.hooks import Hooks, called
 from torchax.interop.wrapper import ModuleWrapper
 from torchax.tracebacks import ending_at_the_user
+from torchax.tracing.module_members import Hooks, called
 from torchax.types import P, R
 
 M = TypeVar("M", bound=torch.nn.Module)

@@ -21,7 +21,7 @@ from torchax import _jax_compat, _torch_compat, amp, rng
 from torchax.config import Configuration
 from torchax.core.storage import active
 from torchax.devices import placement
-from torchax.dispatch import debug, device_plans
+from torchax.dispatch import debug, device_plans, host_operations
 from torchax.dispatch.dispatcher import Dispatcher
 from torchax.dispatch.torch_functions import FunctionTable
 from torchax.dispatch.transfer import Move, arguments_of_to
@@ -195,6 +195,8 @@ class XLADispatchMode(_torch_compat.DispatchMode):
             return func(*args, **(kwargs or {}))
           return self.env.dispatch(func, types, args, kwargs)
       if kwargs is None:
+        if active.boundary is not None:
+          return host_operations.run(active.boundary, func, args, {})
         return func(*args)
       device = kwargs.get("device")
       if kwargs.get("pin_memory") and (device is None or device.type == "cpu"):
@@ -209,6 +211,8 @@ class XLADispatchMode(_torch_compat.DispatchMode):
         is_dense = kwargs.get("layout") in (None, torch.strided)
         if kind == "jax" and is_dense and func in self.env.lowered_factories:
           return self.env.dispatch(func, types, args, kwargs)
+      if active.boundary is not None:
+        return host_operations.run(active.boundary, func, args, kwargs)
       return func(*args, **kwargs)
     except Exception as error:
       hide(error)
@@ -473,8 +477,7 @@ class Environment(contextlib.ContextDecorator):
     """
     scalar_ok = self.config.allow_mixed_math_with_scalar_tensor and not tensor.dim()
     if tensor.device.type == "cpu" and (cpu_ok or scalar_ok):
-      if active.boundary is not None and not tensor.dim():
-        active.boundary.note_scalar(tensor)
+      host_operations.note(tensor)
       return mappings.t2j(tensor)
     if self.config.debug_mixed_tensor:
       debug.log_mixed(name, tensor)
@@ -548,6 +551,7 @@ class Environment(contextlib.ContextDecorator):
 
   def moved(self, tensor: torch.Tensor, device=None, dtype=None) -> Tensor:
     """A CPU tensor as a new jax tensor, on the device of an index if it names one."""
+    host_operations.note(tensor)
     target = placement.target_of(device)
     array = placement.make(lambda: mappings.t2j(tensor, dtype=dtype), target)
     return new_tensor(array, self)

@@ -21,8 +21,8 @@ import torch
 from torchax import extras, rng
 from torchax.dispatch import autograd
 from torchax.environment import Environment, default_env
-from torchax.interop.views import arrays_of, tensors_of
 from torchax.tensor import Tensor, new_tensor
+from torchax.tracing.conversions import arrays_of, tensors_of
 
 PARAMS = "params"
 

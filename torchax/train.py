@@ -15,6 +15,7 @@ from torchax import _torch_compat
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
 from torchax.interop.options import CheckpointOptions
 from torchax.interop.views import torch_view
+from torchax.tracing.static_values import StaticValue
 from torchax.types import P, R
 
 Args = TypeVar("Args")
@@ -185,7 +186,7 @@ class ScannedModule(torch.nn.Module):
         "ScannedModule needs the input of the first layer as an argument."
       )
     leaves, treedef = jax.tree.flatten((args[1:], kwargs), is_leaf=_is_tensor)
-    static = tuple(None if _is_tensor(leaf) else _Static(leaf) for leaf in leaves)
+    static = tuple(None if _is_tensor(leaf) else StaticValue(leaf) for leaf in leaves)
     others = [leaf for leaf in leaves if _is_tensor(leaf)]
     stacked = {self._param_name_old(name): t for name, t in self.params.items()}
     for name in self._layer_buffers:
@@ -216,22 +217,6 @@ class ScannedModule(torch.nn.Module):
       layer = gradient_checkpoint(layer, {"policy": self.checkpoint_policy})
     result, buffers = layer(value, tensors)
     return (result, others), buffers
-
-
-class _Static:
-  """An argument that is no tensor, as part of what a loop is compiled for."""
-
-  __slots__ = ("value",)
-
-  def __init__(self, value):
-    self.value = value
-
-  def __hash__(self):
-    return hash((type(self.value), self.value))
-
-  def __eq__(self, other):
-    same = type(other) is _Static and type(self.value) is type(other.value)
-    return same and self.value == other.value
 
 
 def _is_tensor(value) -> bool:

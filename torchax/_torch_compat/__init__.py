@@ -90,6 +90,7 @@ from torchax._torch_compat.operators import (
   rnn_tanh,
   scaled_dot_product_attention,
 )
+from torchax._torch_compat.optimizers import init_optimizer_group
 from torchax._torch_compat.swaps import (
   move_parameters_in_place,
   swap_tensors,
@@ -141,6 +142,7 @@ __all__ = [
   "in_backward",
   "in_function_forward",
   "in_files_format",
+  "init_optimizer_group",
   "is_composite",
   "is_fake",
   "is_for_backend",

@@ -241,14 +241,24 @@ class Boundary:
       no gradient is recorded.
     plain: outer tensors without a graph that were changed in place, by identity.
     reshapes: by identity, tensors whose shape was changed in place, and how.
-    scalars: by identity, references to 0-d tensors on the CPU whose numbers were read.
+    guards: notes what the function reads on the host; it has `note_host(value)` and
+      `note_inner(guards)`.
+    made: by identity, tensors on the CPU that were made in the trace.
+    numbers: what stands for numbers of the host, by the expression of each.
+    missing: expressions that are no operands yet; None where none become operands.
+    made_state: optimizers, each with the parameters whose state was made in the trace.
+    undo: called when the trace ends, the last one first.
     name: of the function, for messages.
     is_trace: a trace of JAX ends with it; else it is a part of a larger one.
     born: references to the storages that were made in it.
   """
 
   def __init__(
-    self, records: bool = False, name: str = "a function", is_trace: bool = True
+    self,
+    records: bool = False,
+    name: str = "a function",
+    is_trace: bool = True,
+    guards=None,
   ):
     self.parent = active.boundary
     self.name = name
@@ -259,7 +269,12 @@ class Boundary:
     self.roots: dict[int, object] | None = {} if records else None
     self.plain: dict[int, object] = {}
     self.reshapes: dict[int, tuple[object, list]] = {}
-    self.scalars: dict[int, weakref.ref] = {}
+    self.guards = guards
+    self.made: dict[int, object] = {}
+    self.numbers: dict = {}
+    self.missing: list | None = None
+    self.made_state: list = []
+    self.undo: list = []
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
     """The array of any storage, inside this boundary."""
@@ -279,11 +294,35 @@ class Boundary:
     if tensor is not None and tensor.grad_fn is None:
       self.plain[id(tensor)] = tensor
 
-  def note_scalar(self, tensor) -> None:
-    """Remembers a 0-d CPU tensor whose number becomes a constant of the trace."""
-    self.scalars[id(tensor)] = weakref.ref(tensor)
-    if self.parent is not None:
-      self.parent.note_scalar(tensor)
+  def note_host(self, value) -> None:
+    """Notes a tensor on the CPU, or a numpy array, whose numbers are constants."""
+    boundary: Boundary | None = self
+    while boundary is not None and id(value) not in boundary.made:
+      if boundary.guards is not None:
+        boundary.guards.note_host(value)
+      boundary = boundary.parent
+
+  def note_inner(self, guards) -> None:
+    """Notes what a compiled function depends on that is called in the trace."""
+    boundary: Boundary | None = self
+    while boundary is not None:
+      if boundary.guards is not None:
+        boundary.guards.note_inner(guards)
+      boundary = boundary.parent
+
+  def number(self, expression):
+    """What stands for a number of the host: an operand of the function."""
+    found = self.numbers.get(expression)
+    if found is None:
+      if self.missing is not None:
+        self.missing.append(expression)
+        found = expression.now()
+      elif self.parent is not None:
+        found = self.parent.number(expression)
+      else:
+        found = expression.now()
+      self.numbers[expression] = found
+    return found
 
   def note_reshape(self, tensor, op, args) -> None:
     """Keeps a change of shape in place for whoever has to do it again.
@@ -331,6 +370,8 @@ class Boundary:
     try:
       yield self
     finally:
+      while self.undo:
+        self.undo.pop()()
       active.boundary = self.parent
       self.closed = True
       self._end()

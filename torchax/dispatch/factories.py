@@ -15,6 +15,7 @@ import torch
 
 from torchax import _jax_compat, _torch_compat
 from torchax.devices import placement
+from torchax.dispatch import host_operations
 from torchax.environment import TENSOR_CONSTRUCTORS, Environment, as_jax, default_env
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import mappings
@@ -139,6 +140,7 @@ class _FromData:
 
   def __call__(self, args, kwargs):
     data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    host_operations.note(data)
     device = kwargs.get("device")
     if self.func is not torch.tensor and isinstance(data, Tensor) and device is None:
       device = "jax"
@@ -213,6 +215,8 @@ def register_functions(env: Environment) -> None:
       env.functions.add(func, _FromData(func, env))
     else:
       env.functions.add(func, _constructor(func, env))
+  for func in host_operations.READS:
+    env.functions.add(func, host_operations.noted(func))
   for func in _SPARSE_FACTORIES:
     env.functions.add(func, _refused_on_jax(func, env))
   for function in (_torch_compat.tensor_to, _torch_compat.resolving_to):

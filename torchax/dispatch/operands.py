@@ -13,6 +13,7 @@ import torch
 from jax import lax
 
 from torchax import _jax_compat
+from torchax.core import host_numbers
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE, Chain, MovingChain
 from torchax.errors import UnsupportedDtypeError
@@ -176,6 +177,11 @@ class Flattener:
     if isinstance(arg, jax.Array):
       operands.append(new_tensor(arg, self._env) if self.keeps_tensors else arg)
       return WHOLE
+    if isinstance(arg, torch.SymFloat):
+      if not dynamic:
+        return _static(float(arg))
+      operands.append(host_numbers.operand(arg))
+      return _NUMBER
     return arg
 
   def _flatten_tensor(self, tensor: torch.Tensor, operands: list) -> Chain:

@@ -15,8 +15,9 @@ import torch
 from jax import lax
 
 from torchax import _jax_compat, _torch_compat
-from torchax.core import grad_mode
+from torchax.core import grad_mode, host_numbers
 from torchax.core.explanations import donated, leaked
+from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch.operands import IGNORED, Flattener, strong
@@ -377,6 +378,9 @@ class TensorPlan:
   def __call__(self, args, kwargs):
     dropped = IGNORED - {"generator"}  # the operations that it calls draw with it
     kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
+    if _active.boundary is not None:
+      args = [host_numbers.settled(arg) for arg in args]
+      kwargs = {k: host_numbers.settled(v) for k, v in kwargs.items()}
     if self.operator.needs_env:
       kwargs["env"] = self.env
     with self.env.catching_factories():

@@ -7,6 +7,7 @@ from torchax import _torch_compat
 from torchax.core.explanations import no_numbers
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
+from torchax.dispatch import host_operations
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.ops.names import aten, present
@@ -41,6 +42,7 @@ class CopyPlan:
     place = placement.place_of(target._storage.array)
     if isinstance(source, Tensor):
       return self.in_place((target, _beside(source, place)), {})
+    host_operations.note(source)
     # torch's own conversion, from the 64 bits that jax might not keep.
     is_inexact = target.dtype.is_floating_point or target.dtype.is_complex
     moved = mappings.t2j(source, dtype=target.dtype if is_inexact else None)

@@ -26,10 +26,10 @@ from torchax.graphs.fx import (
   inputs,
 )
 from torchax.interop import jax_jit
-from torchax.interop.arguments import HiddenConstant
 from torchax.ops.names import higher_order
 from torchax.rng import packing, scope
 from torchax.tensor import Tensor
+from torchax.tracing.static_values import StaticValue
 
 NAME = "a function compiled with torch.compile"
 """What messages call it: Dynamo does not say its name."""
@@ -76,10 +76,10 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
     args = [*args, *held]
     for place, is_constant in floats.items():
       number = float(args[place])
-      args[place] = HiddenConstant(number) if is_constant and not moved else number
+      args[place] = StaticValue(number) if is_constant and not moved else number
     if not moved:
       # A size that Dynamo leaves open decides shapes: another one compiles anew.
-      args = [HiddenConstant(arg) if type(arg) is int else arg for arg in args]
+      args = [StaticValue(arg) if type(arg) is int else arg for arg in args]
     with default_env(), options.applied():
       return results.shown(run(*args))
 
@@ -174,11 +174,11 @@ class _Results:
 
   def hidden(self, results) -> tuple:
     """In the trace: numbers as constants of the trace."""
-    return tuple(HiddenConstant(v) if type(v) in _NUMBERS else v for v in results)
+    return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in results)
 
   def shown(self, results) -> tuple:
     """Outside of it: numbers again, or the tensors that Dynamo expects."""
-    values = (v.value if type(v) is HiddenConstant else v for v in results)
+    values = (v.value if type(v) is StaticValue else v for v in results)
     return tuple(
       value if dtype is None else torch.scalar_tensor(value, dtype=dtype, device="cpu")
       for value, dtype in zip(values, self._dtypes)

@@ -13,14 +13,15 @@ from torchax import _torch_compat, amp
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError
 from torchax.export import exported_program_to_jax
-from torchax.interop import call_jax, jax_jit, results
-from torchax.interop.assignments import Attributes
-from torchax.interop.held import Held
-from torchax.interop.hooks import Hooks, called
+from torchax.interop import call_jax, jax_jit
 from torchax.interop.module import extract_all_buffers
-from torchax.interop.names import name_of
 from torchax.tensor import Tensor
 from torchax.tracebacks import ending_at_the_user
+from torchax.tracing.guards import Guards
+from torchax.tracing.module_attributes import Attributes
+from torchax.tracing.module_members import Held, called
+from torchax.tracing.names import name_of
+from torchax.tracing.static_values import StaticValue, require_constant
 
 
 class ExportedFunction:
@@ -145,24 +146,21 @@ def _require_on_jax(tensor: torch.Tensor) -> None:
     )
 
 
-def _constant(leaf) -> tuple:
+def _constant(leaf) -> StaticValue:
   """What tells a constant from others: 0.0 from -0.0, and True from 1."""
   if isinstance(leaf, torch.Generator):
     raise TypeError(
       "A torch.Generator cannot be an argument of an exported program, whose draws are "
       'those of the environment. Use the mode "jax", or seed with torch.manual_seed.'
     )
-  kind = type(leaf)
-  if kind is float or kind is complex:
-    return (kind, repr(leaf))
   try:
-    hash(leaf)
+    return StaticValue(leaf)
   except TypeError:
     raise TypeError(
       'The mode "export" takes tensors and constants that can be hashed, but got '
-      f"{kind.__name__}. Make it a tensor, or a container that torch's pytrees know."
+      f"{type(leaf).__name__}. Make it a tensor, or a container that torch's pytrees "
+      "know."
     ) from None
-  return (kind, leaf)
 
 
 class _Watched:
@@ -176,13 +174,13 @@ class _Watched:
 
   def __init__(self, module: torch.nn.Module):
     self.module = module
-    self._held, self._hooks = Held(module), Hooks(module)
+    self._held, self._guards = Held(module), Guards(type(module).__name__)
     self._versions: dict[tuple, int] = {}
     self.look()
 
   def look(self) -> None:
     """Takes note of what the module holds now."""
-    self._modules = list(self.module.modules())
+    self._guards.note_module(self.module)
     self.tensors = _tensors_by_name(self.module)
     self._held.note()
     plain = [
@@ -208,17 +206,16 @@ class _Watched:
     self._version = self._versions.setdefault(form, len(self._versions))
 
   def was_replaced(self) -> bool:
-    """True if a tensor, a part or a hook is another one than it was."""
+    """True if a tensor or a part is another one than it was."""
     same = not self._held.has_changed() and all(map(_is_same, self._plain))
     same = same and self._dtypes == [tensor.dtype for tensor in self._values]
-    has_other_hooks = self._hooks.changed()
     if not same:
       self.look()
-    return has_other_hooks or not same
+    return not same
 
   def situation(self) -> tuple:
-    """What Python may decide by: modes, and shapes of what the module holds."""
-    return (self._version, *[module.training for module in self._modules])
+    """What Python may decide by: attributes and hooks, and shapes of its tensors."""
+    return (self._version, self._guards.key())
 
 
 def _joined(path: str, name: str) -> str:
@@ -268,7 +265,7 @@ class _Results:
     self.leaves = [None if isinstance(v, torch.Tensor) else v for v in leaves]
     self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     for leaf in self.leaves:
-      results.require_constant(leaf, name)
+      require_constant(leaf, name)
     return tensors
 
   def filled(self, tensors: list):

@@ -6,14 +6,10 @@ from torchax.interop import (
   loops,
   maps,
   module,
-  optimizers,
-  tape,
-  transformed,
   transforms,
   views,
 )
 from torchax.interop.jit import Jitted, jax_jit, wrap_jax_jit
-from torchax.interop.ledgers import explain
 from torchax.interop.loops import cond, fori_loop, scan, switch, while_loop
 from torchax.interop.maps import jax_shard_map, jax_vmap
 from torchax.interop.module import (
@@ -35,8 +31,10 @@ from torchax.interop.views import (
   torch_view,
   torch_view_elem,
 )
+from torchax.tracing import autograd_bridge, optimizers, transform
+from torchax.tracing.explain import explain
 
-MODULES = (jit, loops, maps, module, tape, transformed, transforms, views)
+MODULES = (jit, loops, maps, module, transforms, views, autograd_bridge, transform)
 """Where the functions are that run torch code under JAX's transformations."""
 
 __all__ = [

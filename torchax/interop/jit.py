@@ -16,17 +16,17 @@ import jax
 from torchax import _jax_compat, amp
 from torchax.core import grad_mode
 from torchax.core.explanations import donated, donated_twice
+from torchax.core.storage import active
 from torchax.devices import placement
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, RngError
-from torchax.interop import arguments
-from torchax.interop import tape as tapes
 from torchax.interop.options import JitOptions, merged, with_names
-from torchax.interop.traced import Situation, Traced
-from torchax.interop.views import arrays_of, tensors_of
 from torchax.rng import NewOperands, RngState, rng_scope
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracebacks import ending_at_the_user, hide
+from torchax.tracing import autograd_bridge, static_values
+from torchax.tracing.conversions import arrays_of, tensors_of
+from torchax.tracing.functionalize import Traced
 from torchax.types import P, R
 from torchax.view import View
 
@@ -89,6 +89,7 @@ class Jitted(Generic[P, R]):
     if jit is jax.jit:
       jit_kwargs = with_names("jax_jit", function, jit_kwargs, ("static", "donate"))
     self.traced = Traced(function, lifts=True, captured=captured, records=True)
+    self.traced.takes_numbers = True
     self._compile = jit
     self._pure = self.traced.pure
     self._env = default_env()
@@ -191,10 +192,9 @@ class Jitted(Generic[P, R]):
     out = NotImplemented
     if not pure.generators:  # the common case, without a closure
       try:
-        captured = traced.captured_arrays()
-        situation = traced.situation(leaves, extra)
+        operands = self._operands(leaves, extra)
         rng = pure.operands()
-        (out, effects), advance = jitted(rng, (captured, situation), *args, **kwargs)
+        (out, effects), advance = jitted(rng, operands, *args, **kwargs)
         if advance is not None:
           pure.commit(advance)
       except NewOperands:
@@ -204,10 +204,12 @@ class Jitted(Generic[P, R]):
       def run(operands):
         nonlocal rng
         rng = operands
-        operands = (traced.captured_arrays(), traced.situation(leaves, extra))
+        operands = self._operands(leaves, extra)
         return jitted(rng, operands, *args, **kwargs)
 
       out, effects = pure.run(run)
+    if active.boundary is not None:
+      active.boundary.note_inner(traced.guards)
     if effects is not None:
       if settles:
         traced.settle(leaves, effects)
@@ -215,7 +217,7 @@ class Jitted(Generic[P, R]):
         treedef = jax.tree.structure((args, kwargs))
         called = (leaves, treedef, rng, alive, amp.dtype_in_force())
         again = functools.partial(self._differentiate_again, called)
-        return tensors_of(tapes.attach(effects.tape, leaves, out, again))
+        return tensors_of(autograd_bridge.attach(effects.tape, leaves, out, again))
     if type(out) is _jax_compat.ArrayImpl:  # typed keys are of another class
       return new_tensor(out, self._env)
     return tensors_of(grad_mode.stopped(out))
@@ -273,8 +275,11 @@ class Jitted(Generic[P, R]):
       lambda rng: jitted.trace(rng, self._operands(leaves), *args, **kwargs)
     )
 
-  def _operands(self, leaves, extra=None) -> tuple[tuple, Situation | None]:
-    return self.traced.captured_arrays(), self.traced.situation(leaves, extra)
+  def _operands(self, leaves, extra=None) -> tuple:
+    """Operands in front of the user's: captured arrays, the situation, numbers."""
+    traced = self.traced
+    operands = (traced.captured_arrays(), traced.situation(leaves, extra))
+    return (*operands, *traced.number_operands()) if traced.numbers else operands
 
 
 def _flatten(args, kwargs):
@@ -291,7 +296,7 @@ def _flatten(args, kwargs):
         break
     else:
       return args, arrays, kwargs
-  leaves, treedef = jax.tree.flatten(arguments.hidden_arguments((args, kwargs)))
+  leaves, treedef = jax.tree.flatten(static_values.hidden_arguments((args, kwargs)))
   args, kwargs = jax.tree.unflatten(treedef, arrays_of(leaves))
   return leaves, args, kwargs
 

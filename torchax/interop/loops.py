@@ -23,11 +23,11 @@ from torchax import _jax_compat
 from torchax.errors import RngError
 from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
-from torchax.interop.names import name_of
-from torchax.interop.transformed import Transformed
 from torchax.rng import Advance, RngOperands, current, fold_in
 from torchax.tensor import Tensor
 from torchax.tracebacks import ending_at_the_user
+from torchax.tracing.names import name_of, place_of
+from torchax.tracing.transform import Transformed
 from torchax.types import R
 
 Carry = TypeVar("Carry")
@@ -367,10 +367,11 @@ class _Loop:
     self._references = tuple(map(_weak, functions))
     self.options = options
     self.jitted = Jitted(self._trace, {})
+    self.jitted.traced.place = place_of(functions[0])
     for function in functions:
       owner = getattr(function, "__self__", None)
       if isinstance(owner, torch.nn.Module):
-        self.jitted.traced.modes.note(owner)
+        self.jitted.traced.guards.note_module(owner)
 
   def is_of(self, lower: Callable, functions: tuple, options: tuple) -> bool:
     """True for the same loop over the same functions."""

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from torchax.errors import RngError
-from torchax.interop.names import name_of
 from torchax.interop.options import ShardMapOptions, merged
-from torchax.interop.transformed import Transformed
 from torchax.rng import Advance, RngOperands
 from torchax.rng.ledger import adopted
 from torchax.tracebacks import ending_at_the_user
+from torchax.tracing.names import name_of
+from torchax.tracing.transform import Transformed
 from torchax.types import P, R
 
 DIFFERENT, SAME, ERROR = "different", "same", "error"

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torchax.interop.names import name_of
 from torchax.ops import mappings
+from torchax.tracing.names import name_of
 
 
 @contextlib.contextmanager

@@ -10,13 +10,12 @@ import torch
 
 from torchax import _torch_compat, rng
 from torchax.environment import Environment, default_env
-from torchax.interop.held import Held
-from torchax.interop.hooks import Hooks, called
 from torchax.interop.jit import Jitted
 from torchax.interop.views import jax_view
 from torchax.interop.wrapper import ModuleWrapper
 from torchax.tensor import Tensor
 from torchax.tracebacks import ending_at_the_user, hide
+from torchax.tracing.module_members import Held, called
 
 
 def extract_all_buffers(
@@ -129,14 +128,12 @@ class JittableModule(ModuleWrapper):
     )
     self._restore()
 
-  _derived = ("_jitted", "_submodules", "_held", "_hooks")
+  _derived = ("_jitted", "_held")
 
   def _restore(self) -> None:
     vars(self).update(
       _jitted={},
-      _submodules=list(self._model.modules()),
       _held=Held(self._model),
-      _hooks=Hooks(self._model),
     )
 
   def _forget(self) -> None:
@@ -192,9 +189,8 @@ class JittableModule(ModuleWrapper):
     """Runs a method of the module, compiled."""
     try:
       jitted = self._prepared(method_name)
-      training = tuple([module.training for module in self._submodules])
       try:
-        return jitted.call(training, args, kwargs)
+        return jitted.call(None, args, kwargs)
       except (TypeError, ValueError, RuntimeError) as error:
         jitted.explain(error, args, kwargs)
         raise
@@ -205,8 +201,6 @@ class JittableModule(ModuleWrapper):
   def _prepared(self, name: str) -> Jitted:
     if self._held.has_changed():
       self._jitted.clear()  # a parameter or module was replaced by another one
-    if self._hooks.changed():
-      self._jitted.clear()
     if name not in self._jitted:
       self.make_jitted(name)
     return self._jitted[name]
@@ -223,7 +217,6 @@ class JittableModule(ModuleWrapper):
     else:
       method = called(self._model, key)
     self._names.add(key)
-    self._submodules = list(self._model.modules())
     self._held.note()
     params, buffers = extract_all_buffers(self._model)
     tensors = [t for t in (*params.values(), *buffers.values()) if type(t) is Tensor]

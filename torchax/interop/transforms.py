@@ -19,14 +19,14 @@ from torchax.core import grad_mode
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
-from torchax.interop.names import name_of
 from torchax.interop.options import CheckpointOptions, GradOptions, merged, with_names
-from torchax.interop.traced import Traced
-from torchax.interop.transformed import Transformed
-from torchax.interop.views import tensors_of
 from torchax.rng import Advance, RngOperands
 from torchax.tensor import Tensor
 from torchax.tracebacks import ending_at_the_user
+from torchax.tracing.conversions import tensors_of
+from torchax.tracing.functionalize import Traced
+from torchax.tracing.names import name_of
+from torchax.tracing.transform import Transformed
 from torchax.types import P, R
 
 

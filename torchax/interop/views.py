@@ -21,31 +21,16 @@ from torchax.core.storage import Boundary
 from torchax.dispatch import autograd
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
-from torchax.interop import arguments, pytrees
-from torchax.interop.names import name_of
 from torchax.interop.options import signature_of
 from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracebacks import ending_at_the_user
+from torchax.tracing import pytrees
+from torchax.tracing.conversions import is_leaf
+from torchax.tracing.names import name_of
 from torchax.types import JaxCallable, JaxValue, R, TorchCallable, TorchValue
 
 K = TypeVar("K")
-
-
-def _register_return_types() -> None:
-  """Named tuples that torch's operations return, as pytrees of their fields."""
-  found = (v for v in vars(torch.return_types).values() if isinstance(v, type))
-  for cls in {value for value in found if issubclass(value, tuple)}:
-    jax.tree_util.register_pytree_node(
-      cls, lambda named: (tuple(named), type(named)), lambda cls, parts: cls(parts)
-    )
-
-
-_register_return_types()
-
-
-def _is_leaf(value) -> bool:
-  return isinstance(value, torch.Tensor)
 
 
 def _jax_view(t: TorchValue) -> JaxValue:
@@ -121,7 +106,7 @@ def jax_view(t):
   >>> jax.jit(f)(jnp.array([-1.0, 2.0]))
   Array([0., 2.], dtype=float32)
   """
-  return jax.tree.map(_jax_view, t, is_leaf=_is_leaf)
+  return jax.tree.map(_jax_view, t, is_leaf=is_leaf)
 
 
 @overload
@@ -158,7 +143,7 @@ def torch_view(t: Any) -> Any: ...
 
 def torch_view(t):
   """Arrays in a tree as tensors, JAX dtypes as torch's, functions likewise."""
-  return jax.tree.map(_torch_view, t, is_leaf=_is_leaf)
+  return jax.tree.map(_torch_view, t, is_leaf=is_leaf)
 
 
 def jax_view_elem(v: TorchValue) -> JaxValue:
@@ -169,46 +154,6 @@ def jax_view_elem(v: TorchValue) -> JaxValue:
 def torch_view_elem(v: JaxValue) -> TorchValue:
   """`torch_view` of one value that is no tree."""
   return _torch_view(v)
-
-
-def tensors_of(tree) -> Any:
-  """Arrays in a tree as tensors, hidden constants and containers shown.
-
-  Typed keys and anything else stay as they are.
-  """
-  return jax.tree.map(_tensor_of, tree, is_leaf=_is_leaf_or_container)
-
-
-def _is_leaf_or_container(value) -> bool:
-  return isinstance(value, _LEAVES)
-
-
-_LEAVES = (torch.Tensor, pytrees.Container, arguments.HiddenConstant)
-
-
-def _tensor_of(leaf):
-  if isinstance(leaf, jax.Array) and not rng.is_typed_key(leaf):
-    return new_tensor(leaf, default_env())
-  if type(leaf) is arguments.HiddenConstant:
-    return leaf.value
-  return leaf.opened(tensors_of) if type(leaf) is pytrees.Container else leaf
-
-
-def arrays_of(tree) -> Any:
-  """Tensors in a tree as arrays; anything else as it is.
-
-  Raises:
-    MixedDeviceError: a tensor of another device.
-  """
-  return jax.tree.map(_array_of, tree, is_leaf=_is_leaf)
-
-
-def _array_of(leaf):
-  if isinstance(leaf, Tensor):
-    return leaf.jax()
-  if isinstance(leaf, torch.Tensor):
-    return default_env().admit(leaf, "a function on jax")
-  return leaf
 
 
 @overload
@@ -310,7 +255,7 @@ def call_jax(jax_func, *args, **kwargs):
   Where torch records gradients, JAX differentiates the function: its results have a
   gradient like those of any torch operation.
   """
-  leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
+  leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
   tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
   if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
     return _recorded(jax_func, leaves, treedef)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from torchax.interop.hooks import has_hooks
 from torchax.rng.running import TRANSPARENT
 from torchax.tracebacks import hide
+from torchax.tracing.module_members import has_hooks
 
 
 class ModuleWrapper(torch.nn.Module):

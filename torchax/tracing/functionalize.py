@@ -11,32 +11,38 @@ captured tensors and to the `.grad` of captured leaves. `settle` applies them.
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import jax
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchax import _torch_compat, amp
+from torchax import _jax_compat, _torch_compat, amp
+from torchax.core.host_numbers import Expression
 from torchax.core.storage import Boundary, Cell, Rebindings, Storage, active
 from torchax.core.view_steps import WHOLE
+from torchax.dispatch import host_operations
 from torchax.environment import default_env
 from torchax.errors import MutationError
-from torchax.interop import arguments
-from torchax.interop import tape as tapes
-from torchax.interop.assignments import Attributes, is_born_in
-from torchax.interop.held import Held
-from torchax.interop.modes import ModuleModes
-from torchax.interop.names import name_of
-from torchax.interop.tape import Tape
-from torchax.interop.views import arrays_of
 from torchax.ops import mappings
 from torchax.rng import Carried, is_typed_key
 from torchax.tensor import Tensor, new_tensor
+from torchax.tracing import (
+  autograd_bridge,
+  host_randomness,
+  optimizers,
+  static_values,
+)
+from torchax.tracing.autograd_bridge import Tape
+from torchax.tracing.conversions import arrays_of
+from torchax.tracing.guards import Guards
+from torchax.tracing.module_attributes import Attributes, is_born_in
+from torchax.tracing.module_members import Held
+from torchax.tracing.names import name_of, place_of
 from torchax.view import View
 
 _TENSORS = frozenset({Tensor, View})
@@ -76,18 +82,17 @@ class Situation:
     extra: anything the wrapper adds, such as the training flags of a module.
     wants_grad: None where torch records no gradient; else for each argument leaf and
       then for each captured tensor whether it needs one.
-    modes: which modules changed between training and evaluation (`ModuleModes`).
     no_grad: called under `torch.no_grad`.
     default_dtype: torch's, which decides what integers and factories give.
     autocast: the dtype of the autocast around the call, or None.
     edition: how often the captured tensors have come to lie otherwise in memory, or
       were replaced by others.
-    scalars: the numbers of closed-over 0-d tensors on the CPU.
+    guards: the differences from what the function decided by at first (`Guards`).
   """
 
   __slots__ = (
-    *("same", "overlapping", "has_grad", "extra", "wants_grad", "modes", "no_grad"),
-    *("default_dtype", "autocast", "edition", "scalars"),
+    *("same", "overlapping", "has_grad", "extra", "wants_grad", "no_grad"),
+    *("default_dtype", "autocast", "edition", "guards"),
   )
   _known: ClassVar[dict] = {}
 
@@ -99,16 +104,15 @@ class Situation:
     has_grad=(),
     extra=None,
     wants_grad=None,
-    modes=(),
     no_grad=False,
     default_dtype=torch.float32,
     autocast=None,
     edition=0,
-    scalars=(),
+    guards=(),
   ) -> "Situation":
     """The situation with these attributes; always the same object."""
-    attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
-    attributes += (default_dtype, autocast, edition, scalars)
+    attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
+    attributes += (default_dtype, autocast, edition, guards)
     known = cls._known.get(attributes)
     if known is None:
       known = cls._known[attributes] = cls()
@@ -117,7 +121,7 @@ class Situation:
     return known
 
 
-_ORDINARY = ((), (), (), None, None, (), False, torch.float32, None, 0, ())
+_ORDINARY = ((), (), (), None, None, False, torch.float32, None, 0, ())
 ORDINARY = Situation.of()
 """No argument repeats another one, and nothing else matters."""
 
@@ -213,12 +217,15 @@ class Traced:
     self.function = function
     self.lifts = lifts
     self.records = records
-    self.modes = ModuleModes()
+    self.guards = Guards(name_of(function))
+    # Numbers of the host that are operands of a call.
+    self.numbers: tuple[Expression, ...] = ()
+    self.takes_numbers = False
+    self._last_numbers: tuple = ((), ())
+    self.place = place_of(function)
     owner = getattr(function, "__self__", function)
     is_of_module = isinstance(owner, torch.nn.Module)
     self._owner = owner if is_of_module else None
-    if is_of_module and owner is not function:
-      self.modes.note(owner)
     # Never changed in place: other threads may be using it.
     self.captured: list[Tensor] = list(captured)
     self._lent = _Lent()
@@ -230,9 +237,6 @@ class Traced:
     # How the captured tensors lie in their storages, and how often that has changed.
     self._layout: tuple = ()
     self._edition = 0
-    # 0-d tensors on the CPU, whose numbers are constants of what is compiled.
-    self._scalar_refs: list[weakref.ref] = []
-    self._just_met: list[weakref.ref] = []
     # Who says what is captured follows it too.
     follows = is_of_module and lifts and not captured
     self._held = Held(owner) if follows else None
@@ -247,7 +251,13 @@ class Traced:
 
   def captured_arrays(self) -> tuple[jax.Array, ...]:
     """The operands for the closed-over tensors."""
-    if self._held is not None and self._held.has_changed():
+    held, guards = self._held, self.guards
+    if (
+      guards.optimizers
+      and guards.has_other_state()
+      or held is not None
+      and held.has_changed()
+    ):
       self._start_anew()
     if self._rebindings != Rebindings.count:
       self._follow_rebindings()
@@ -270,7 +280,8 @@ class Traced:
 
     The edition keeps away what was compiled for the tensors that were captured before.
     """
-    self._held.note()
+    if self._held is not None:
+      self._held.note()
     self.captured = []
     self._edition += 1
     self._note_captured()
@@ -318,6 +329,20 @@ class Traced:
       if _is_trained(t) and t.grad is not None and id(t.grad) in places
     }
 
+  def number_operands(self) -> tuple:
+    """The operands for the numbers of the host."""
+    if active.boundary is not None:
+      return tuple(map(active.boundary.number, self.numbers))
+    values = tuple([number.now() for number in self.numbers])
+    before, operands = self._last_numbers
+    # A number that stays is an array from its second call on, which costs less.
+    if before != values or 0.0 in values:
+      operands = values
+    elif operands is before and _jax_compat.is_top_level():
+      operands = tuple(map(jax.numpy.asarray, values))
+    self._last_numbers = (values, operands)
+    return operands
+
   def situation(self, leaves, extra=None) -> Situation | None:
     """The static part of a call with these argument leaves; None if ordinary."""
     has_grad = ()
@@ -332,16 +357,10 @@ class Traced:
       # may be changed in place.
       overlapping += tuple([place for pair in same for place in pair])
       same = ()
-    modes = self.modes.changed()
-    attributes = (same, overlapping, has_grad, extra, wants_grad, modes, no_grad)
+    attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
     attributes += (torch.get_default_dtype(), amp.dtype_in_force(), self._edition)
-    attributes += (self._scalars() if self._scalar_refs else (),)
+    attributes += (self.guards.key(),)
     return None if attributes == _ORDINARY else Situation.of(*attributes)
-
-  def _scalars(self) -> tuple[str, ...]:
-    """The numbers of the closed-over tensors on the CPU that are still there."""
-    tensors = [reference() for reference in self._scalar_refs]
-    return tuple([repr(tensor.item()) for tensor in tensors if tensor is not None])
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
     """Which operands torch would record a gradient for; None for none at all."""
@@ -388,27 +407,36 @@ class Traced:
   # In the trace ----------------------------------------------------------------------
 
   def _pure(self, operands, *args, **kwargs):
-    captured, situation = operands
+    captured, situation, *numbers = operands
     situation = situation or ORDINARY
     env = default_env()
     records = situation.wants_grad is not None
-    boundary = Boundary(self.records and torch.is_grad_enabled(), self.__name__)
+    boundary = Boundary(
+      self.records and torch.is_grad_enabled(), self.__name__, guards=self.guards
+    )
     # Another thread may have found more tensors since the operands were taken.
     lent = self._lent.tensors[: len(captured)]
     grads = {id(t): t.grad for t in lent if _is_trained(t)}
     attributes = Attributes()
+    for module in reachable_modules(self.function):
+      self.guards.note_module(module)
     if self._owner is not None:
       attributes.note(self._owner)
-    watching = self.modes.watching(attributes.note)
+    watching = self.guards.watching(attributes.note)
+    if self.takes_numbers:
+      boundary.numbers = dict(zip(self.numbers, numbers))
+      boundary.missing = []
     with env.renewed(), boundary.enter(), _unhooked(), watching:
       for tensor, array in zip(lent, captured):
         boundary.lend(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
       inner = self._wrap(inputs, situation)
       born = [value._storage if isinstance(value, Tensor) else None for value in inner]
-      args, kwargs = arguments.shown(jax.tree.unflatten(treedef, inner))
+      args, kwargs = static_values.shown(jax.tree.unflatten(treedef, inner))
       try:
-        out = arguments.hidden_results(self.function(*args, **kwargs), self.__name__)
+        with on_host(self.__name__, self.place):
+          out = self.function(*args, **kwargs)
+        out = static_values.hidden_results(out, self.__name__)
         arrays = arrays_of(out)
         attributes.write_back(boundary, self.__name__)
         effects = self._effects(boundary, inner, born, situation, grads, lent)
@@ -417,6 +445,7 @@ class Traced:
         self._require_plain(boundary)
       except BaseException as error:
         attributes.undo_traced(boundary)
+        optimizers.undo_state(boundary)
         # A parameter that is a leaf outside as well keeps torch's own words.
         is_given = records and any(situation.wants_grad[: len(inputs)])
         if is_given and _OF_LEAF in str(error):
@@ -453,7 +482,7 @@ class Traced:
       wanted.pop(place, None)
     self._require_followed(effects, inner, boundary)
     outputs = jax.tree.leaves(out, is_leaf=_is_tensor)
-    tape = tapes.record(outputs, wanted, list(boundary.roots.values()))
+    tape = autograd_bridge.record(outputs, wanted, list(boundary.roots.values()))
     if tape is None:
       return effects
     effects = effects or Effects((), (), (), (), (), [])
@@ -565,26 +594,16 @@ class Traced:
       if was_cleared or is_born_in(tensor.grad, boundary):
         tensor.grad = before
 
-  def _follow_scalars(self, boundary: Boundary) -> None:
-    """Has the numbers of closed-over tensors on the CPU decide what is compiled."""
-    known = {id(reference()) for reference in self._scalar_refs}
-    alive = [ref for ref in boundary.scalars.values() if ref() is not None]
-    new = [reference for reference in alive if id(reference()) not in known]
-    met, self._just_met = self._just_met, []
-    if not new:
-      return
-    self._scalar_refs = [r for r in self._scalar_refs if r() is not None] + new
-    # What a graph keeps, but was made in the trace, is gone when it is made anew.
-    if all(reference() is not None for reference in met):
-      self._just_met = new
-      self.pure.miss()
-
   def _require_operands(self, boundary: Boundary, lent: list[Tensor]) -> None:
+    """Has the function traced again where it has read what is no operand yet."""
     if not self.lifts:
       return
-    self._follow_scalars(boundary)
     known = {id(t._storage) for t in lent}
+    is_complete = not boundary.missing
+    if not is_complete:
+      self.numbers = (*self.numbers, *boundary.missing)
     if boundary.cells.keys() - known:
+      is_complete = False
       env = default_env()
       roots = {id(t._storage): t for t in (boundary.roots or {}).values()}
       known |= {id(t._storage) for t in self.captured}
@@ -593,6 +612,7 @@ class Traced:
         _tensor_of(cell, env, roots.get(id(cell.storage))) for cell in new
       ]
       self._note_captured()
+    if not is_complete:
       self.pure.miss()
 
 
@@ -616,6 +636,39 @@ def _tensor_of(cell: Cell, env, root: Tensor | None) -> Tensor:
 def _is_trained(tensor: Tensor) -> bool:
   """True for leaves that autograd gives a `.grad`; others warn when asked for it."""
   return tensor.requires_grad and tensor.is_leaf
+
+
+@contextlib.contextmanager
+def on_host(name: str, place: tuple[str, int] | None) -> Iterator[None]:
+  """Refuses draws of Python's and numpy's generators, and follows arrays of numpy.
+
+  Args:
+    name, place: of the function, for messages.
+  """
+  if active.boundary.parent is not None:
+    yield
+    return
+  refused = host_randomness.refused(name, place)
+  with host_operations.following_arrays(), refused:
+    yield
+
+
+def reachable_modules(function) -> list[torch.nn.Module]:
+  """The modules that a function names: its own, and those that it closes over."""
+  found: list = []
+  while isinstance(function, functools.partial):
+    found += [*function.args, *function.keywords.values()]
+    function = function.func
+  found += [function, getattr(function, "__self__", None)]
+  code = getattr(function, "__code__", None)
+  if code is not None:
+    names = function.__globals__
+    found += [names[name] for name in code.co_names if name in names]
+    found += function.__defaults__ or ()
+    for cell in function.__closure__ or ():
+      with contextlib.suppress(ValueError):  # a name that has no value yet
+        found.append(cell.cell_contents)
+  return [value for value in found if isinstance(value, torch.nn.Module)]
 
 
 def repeated(leaves: list) -> tuple[tuple, tuple]:

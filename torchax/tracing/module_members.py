@@ -1,10 +1,11 @@
-"""Hooks of modules: which a compiled function runs, and whether they have changed.
+"""What a module holds by name, and its hooks: noticing that one is another by now.
 
 torch calls hooks in `Module.__call__`, so a compiled `forward` runs those of submodules
 by itself and those of the module where the whole call is compiled. A hook that is
 registered or removed later asks for another compilation.
 """
 
+import itertools
 import operator
 import types
 from collections.abc import Callable
@@ -12,6 +13,40 @@ from collections.abc import Callable
 import torch
 
 from torchax import _torch_compat
+
+
+class Held:
+  """The parameters, buffers and submodules of a module and of its submodules.
+
+  Args:
+    module: any; tensors that are plain attributes are not looked at.
+  """
+
+  def __init__(self, module: torch.nn.Module):
+    self._module = module
+    self.note()
+
+  def note(self) -> None:
+    """Takes what the module holds now for what it should hold."""
+    self._tables = [
+      table
+      for module in self._module.modules()
+      for table in (module._parameters, module._buffers, module._modules)
+      if table
+    ]
+    self._known = list(self._values())
+
+  def has_changed(self) -> bool:
+    """True where something was replaced, added or removed since `note`."""
+    return sum(map(len, self._tables)) != len(self._known) or not all(
+      map(operator.is_, self._values(), self._known)
+    )
+
+  def _values(self):
+    return itertools.chain.from_iterable(map(dict.values, self._tables))
+
+
+# Hooks --------------------------------------------------------------------------------
 
 _TABLES = (
   *("_forward_pre_hooks", "_forward_hooks"),

@@ -21,12 +21,12 @@ from torchax.core import grad_mode
 from torchax.core.storage import Storage
 from torchax.dispatch import autograd
 from torchax.errors import MutationError, RngError
-from torchax.interop import arguments
-from torchax.interop.names import name_of
-from torchax.interop.traced import Effects, Situation, Traced
-from torchax.interop.views import arrays_of, tensors_of
 from torchax.rng import Advance, RngOperands
 from torchax.tensor import Tensor
+from torchax.tracing import static_values
+from torchax.tracing.conversions import arrays_of, tensors_of
+from torchax.tracing.functionalize import Effects, Situation, Traced
+from torchax.tracing.names import name_of
 
 
 class Result(NamedTuple):
@@ -87,7 +87,7 @@ class Transformed:
 
   def __call__(self, args: tuple):
     """Runs the functions on a tuple of trees of tensors, arguments for `lower`."""
-    leaves, treedef = jax.tree.flatten(arguments.hidden(args), is_leaf=_is_tensor)
+    leaves, treedef = jax.tree.flatten(static_values.hidden(args), is_leaf=_is_tensor)
     arrays = arrays_of(leaves)
 
     def run(rng):

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from torchax import rng
-from torchax.interop.traced import Traced
-from torchax.interop.views import arrays_of
 from torchax.rng import Ledger, ledger
+from torchax.tracing.conversions import arrays_of
+from torchax.tracing.functionalize import Traced
 
 
 def explain(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:

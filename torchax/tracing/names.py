@@ -19,3 +19,12 @@ def name_of(function) -> str:
     kind = type(owner).__name__
     return kind if name == "forward" else f"{kind}.{name}"
   return name
+
+
+def place_of(function) -> tuple[str, int] | None:
+  """File and line where the user's function begins, where that is known."""
+  while isinstance(function, functools.partial):
+    function = function.func
+  method = getattr(function, "forward", function)
+  code = getattr(getattr(method, "__func__", method), "__code__", None)
+  return None if code is None else (code.co_filename, code.co_firstlineno)

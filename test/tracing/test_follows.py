@@ -1,0 +1,412 @@
+"""Compiled functions follow the program they were made from: a row for each thing that
+
+may change between two calls, a column for each way to compile.
+"""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import torchax
+from torchax import CompileOptions
+from torchax.errors import TracedDrawError
+from torchax.interop import (
+  JittableModule,
+  gradient_checkpoint,
+  jax_jit,
+  jax_value_and_grad,
+  jax_vmap,
+  scan,
+)
+
+ONES = torch.ones(16)
+
+
+@pytest.fixture(autouse=True)
+def env():
+  torch.compiler.reset()
+  with torchax.default_env() as env:
+    yield env
+  torch.compiler.reset()
+
+
+# Ways to compile ----------------------------------------------------------------------
+
+
+def nested(f):
+  inner = jax_jit(f)
+  return jax_jit(lambda x: inner(x))
+
+
+def nested_in_a_compiled_one(f):
+  """The inner function was compiled before, so its Python does not run again."""
+  inner = jax_jit(f)
+  inner(ONES.to("jax"))
+  return jax_jit(lambda x: inner(x))
+
+
+def value_and_grad(f):
+  def loss(x):
+    y = f(x)
+    return y.sum(), y
+
+  both = jax_value_and_grad(loss, has_aux=True)
+  return jax_jit(lambda x: both(x)[0][1])
+
+
+def checkpointed(f):
+  rematerialised = gradient_checkpoint(lambda x: f(x))
+  return jax_jit(lambda x: rematerialised(x))
+
+
+def looped(f):
+  body = lambda carry, x: (carry, f(x))  # noqa: E731
+  return lambda x: scan(body, x, x[None])[1][0]
+
+
+def mapped(f):
+  rows = jax_vmap(lambda x: f(x), randomness="same")
+  return jax_jit(lambda x: rows(x[None])[0])
+
+
+def dynamo(f):
+  return torch.compile(lambda x: f(x), backend="jax", fullgraph=False)
+
+
+def jit(f):
+  return jax_jit(lambda x: f(x))
+
+
+FUNCTIONS = {
+  "jit": jit,
+  "nested": nested,
+  "nested, compiled before": nested_in_a_compiled_one,
+  "value and grad": value_and_grad,
+  "checkpoint": checkpointed,
+  "scan": looped,
+  "vmap": mapped,
+  "torch.compile": dynamo,
+}
+
+
+def in_mode(mode, module):
+  return torchax.compile(module, CompileOptions(mode=mode))
+
+
+MODULES = {
+  "jit of the module": jax_jit,
+  "JittableModule": JittableModule,
+  "mode jax": functools.partial(in_mode, "jax"),
+  "mode dynamo": functools.partial(in_mode, "dynamo"),
+  "mode export": functools.partial(in_mode, "export"),
+}
+each_form = pytest.mark.parametrize(
+  "way", [*FUNCTIONS.values(), *MODULES.values()], ids=[*FUNCTIONS, *MODULES]
+)
+
+
+def both(run, f, x):
+  """What the compiled function gives and what the function itself gives."""
+  torch.manual_seed(0)
+  actual = run(x)
+  torch.manual_seed(0)
+  return actual.tolist(), f(x).tolist()
+
+
+# Modules ------------------------------------------------------------------------------
+
+
+class Part(torch.nn.Module):
+  def __init__(self):
+    super().__init__()
+    self.scale = 2.0
+    self.count = 1
+    self.negative = False
+    self.kind = "sum"
+    self.factors = [1.0, 2.0]
+    self.table = {"shift": 1.0}
+    self.drop = torch.nn.Dropout(0.5)
+
+  def forward(self, x):
+    x = self.drop(x) * self.scale
+    for _ in range(self.count):
+      x = x + self.table["shift"]
+    x = -x if self.negative else x
+    x = x * self.factors[1]
+    return x + 1 if self.kind == "sum" else x * 3
+
+
+class Whole(torch.nn.Module):
+  def __init__(self):
+    super().__init__()
+    self.part = Part()
+
+  def forward(self, x):
+    return self.part(x)
+
+
+CHANGES = {
+  "number": lambda m: setattr(m, "scale", 5.0),
+  "count": lambda m: setattr(m, "count", 3),
+  "flag": lambda m: setattr(m, "negative", True),
+  "string": lambda m: setattr(m, "kind", "product"),
+  "list": lambda m: m.factors.__setitem__(1, 7.0),
+  "dict": lambda m: m.table.update(shift=4.0),
+  "another list": lambda m: setattr(m, "factors", [0.0, 9.0]),
+  "probability": lambda m: setattr(m.drop, "p", 0.75),
+  "mode": lambda m: m.eval(),
+}
+
+
+@each_form
+def test_attributes_of_modules(way):
+  module = Whole()
+  run, x = way(module), ONES.to("jax")
+  before, expected = both(run, module, x)
+  assert before == expected
+  for name, change in CHANGES.items():
+    change(module.part)
+    after, expected = both(run, module, x)
+    assert after == expected != before, name
+    before = after
+
+
+def test_an_attribute_that_the_function_does_not_call_but_reads():
+  module = Part()
+  run = jax_jit(lambda x: x * module.scale)
+  x = ONES.to("jax")
+  assert run(x).tolist() == [2.0] * 16
+  module.scale = 3.0
+  assert run(x).tolist() == [3.0] * 16
+
+
+def test_what_was_compiled_before_is_used_again():
+  module, traces = Part(), []
+
+  def counted(x):
+    traces.append(1)
+    return module(x)
+
+  run, x = jax_jit(counted), ONES.to("jax")
+  for mode in (True, False, True, False):
+    run(module.train(mode) and x)
+  for scale in (2.0, 3.0, 2.0, 3.0):
+    module.scale = scale
+    run(x)
+  assert len(traces) == 3
+
+
+class Warm(torch.nn.Module):
+  """Decides by what its first call has left."""
+
+  def __init__(self):
+    super().__init__()
+    self.is_warm = False
+    self.calls = 0
+
+  def forward(self, x):
+    x = x if self.is_warm else x * 0
+    self.is_warm = True
+    self.calls += 1
+    return x
+
+
+def test_a_flag_that_the_function_sets_is_followed():
+  module = Warm()
+  run, x = jax_jit(module), ONES.to("jax")
+  assert [run(x).tolist() for _ in range(3)] == [[0.0] * 16, [1.0] * 16, [1.0] * 16]
+
+
+def test_a_count_of_calls_does_not_compile_for_ever():
+  module, traces = Warm(), []
+
+  def counted(x):
+    traces.append(1)
+    return module(x)
+
+  run, x = jax_jit(counted), ONES.to("jax")
+  with pytest.warns(UserWarning, match="Warm.calls"):
+    for _ in range(20):
+      run(x)
+  assert len(traces) < 12
+
+
+# Tensors on the CPU, numpy ------------------------------------------------------------
+
+USES = {
+  "product": lambda x, k: x * k,
+  "negated": lambda x, k: x * -k,
+  "alpha": lambda x, k: x.add(x, alpha=k),
+  "item": lambda x, k: x * k.item(),
+  "float": lambda x, k: x * float(k),
+  "if": lambda x, k: x if k > 3 else -x,
+  "computed": lambda x, k: x * (k * 2 + 1),
+  "list": lambda x, k: x * k.tolist(),
+  "numpy": lambda x, k: x * k.numpy().item(),
+  "moved": lambda x, k: x * k.to("jax"),
+  "copied": lambda x, k: x * k.clone().to("jax"),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_number_in_a_tensor_on_the_cpu(use):
+  assert_followed(jit, use)
+
+
+@pytest.mark.parametrize("use", ["product", "item"])
+@pytest.mark.parametrize("way", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_number_in_a_tensor_on_the_cpu_in_each_form(way, use):
+  assert_followed(way, USES[use])
+
+
+def assert_followed(way, use):
+  number = torch.tensor(2.0)
+  f = functools.partial(_apply, use, number)
+  run, x = way(f), ONES.to("jax")
+  for value in (2.0, 5.0, -0.0, 2.0):
+    number.fill_(value)
+    assert run(x).tolist() == f(x).tolist()
+
+
+def _apply(use, k, x):
+  return use(x, k)
+
+
+ARRAYS = {
+  "moved": lambda x, k: x * k.to("jax"),
+  "element": lambda x, k: x * k[1],
+  "index": lambda x, k: x[k.long()],
+  "computed": lambda x, k: x * (k * 2).to("jax"),
+  "list": lambda x, k: x * k.tolist()[1],
+}
+
+
+@pytest.mark.parametrize("size", [2, 5000])
+@pytest.mark.parametrize("use", ARRAYS.values(), ids=ARRAYS)
+def test_a_tensor_on_the_cpu(use, size):
+  held = torch.zeros(size)
+  f = functools.partial(_apply, use, held)
+  run, x = jax_jit(f), torch.arange(float(size)).to("jax")
+  for value in (0.0, 1.0, 0.0):
+    held.fill_(value)
+    assert run(x).tolist() == f(x).tolist()
+
+
+NUMPY = {
+  "tensor": lambda x, k: x * torch.tensor(k).to("jax"),
+  "from_numpy": lambda x, k: x * torch.from_numpy(k).to("jax"),
+  "as_tensor": lambda x, k: x * torch.as_tensor(k, device="jax"),
+}
+
+
+@pytest.mark.parametrize("use", NUMPY.values(), ids=NUMPY)
+def test_a_numpy_array(use):
+  held = np.ones(16, np.float32)
+  run, x = jax_jit(lambda x: use(x, held)), ONES.to("jax")
+  for value in (1.0, 4.0, 1.0):
+    held[:] = value
+    assert run(x).tolist() == [value] * 16
+
+
+# Randomness of the host ---------------------------------------------------------------
+
+DRAWS = {
+  "torch.rand": lambda x: x * torch.rand(16).to("jax"),
+  "torch.randperm": lambda x: x[torch.randperm(16)],
+  "uniform_": lambda x: x * torch.empty(16).uniform_().to("jax"),
+  "generator": lambda x: x * torch.rand(16, generator=torch.Generator()).to("jax"),
+  "np.random": lambda x: x * np.random.rand(),
+  "random": lambda x: x * random.random(),
+}
+WAYS_THAT_TRACE = {k: v for k, v in FUNCTIONS.items() if k != "torch.compile"}
+
+
+@pytest.mark.parametrize("way", WAYS_THAT_TRACE.values(), ids=WAYS_THAT_TRACE)
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_draw_on_the_host_is_refused(way, draw):
+  before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+  with pytest.raises(TracedDrawError, match="for ever.*test_follows.py") as caught:
+    way(draw)(ONES.to("jax"))
+  assert "jax" in str(caught.value)
+  after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+  assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+# Optimizers ---------------------------------------------------------------------------
+
+OPTIMIZERS = {
+  "sgd": lambda p: torch.optim.SGD(p, 0.1),
+  "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+  "rate in a tensor": lambda p: torch.optim.SGD(p, torch.tensor(0.1)),
+  "adamw": lambda p: torch.optim.AdamW(p, 0.1),
+  "adam, one by one": lambda p: torch.optim.Adam(p, 0.1, foreach=False),
+  "fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
+}
+
+
+def trained(make, compiles, schedule, steps=4):
+  torch.manual_seed(0)
+  model, x = torch.nn.Linear(3, 1), torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
+  if compiles:
+    model, x = model.to("jax"), x.to("jax")
+  optimizer = make(model.parameters())
+  traces = []
+
+  def step(x):
+    traces.append(1)
+    optimizer.zero_grad()
+    (model(x) - 1).square().mean().backward()
+    optimizer.step()
+
+  run = jax_jit(step) if compiles else step
+  for number in range(steps):
+    run(x)
+    schedule(optimizer, number)
+  return [p.detach().cpu() for p in model.parameters()], traces, optimizer
+
+
+def every_number(optimizer, number):
+  for name, value in optimizer.param_groups[0].items():
+    if isinstance(value, float) and value:
+      optimizer.param_groups[0][name] = value * 0.75
+    elif isinstance(value, torch.Tensor):
+      value.mul_(0.75)
+    elif name == "betas":
+      optimizer.param_groups[0][name] = (value[0] * 0.75, value[1] * 0.99)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_numbers_of_optimizers_are_operands(make):
+  expected, _, _ = trained(make, False, every_number)
+  actual, traces, optimizer = trained(make, True, every_number)
+  torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+  assert len(traces) <= 3, "none of them for another number"
+  assert all(type(v) is not torch.SymFloat for v in optimizer.param_groups[0].values())
+  assert optimizer.param_groups[0].get("capturable", False) is False
+
+
+def test_a_schedule_is_followed():
+  def decayed(optimizer, number):
+    if number == 0:
+      optimizer.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.schedule.step()
+
+  make = OPTIMIZERS["sgd"]
+  expected, actual = trained(make, False, decayed)[0], trained(make, True, decayed)[0]
+  torch.testing.assert_close(actual, expected)
+
+
+def test_a_state_that_is_loaded_is_followed():
+  def loaded(optimizer, number):
+    if number == 1:
+      state = optimizer.state_dict()
+      for table in state["state"].values():
+        table["momentum_buffer"] = table["momentum_buffer"] * 0
+      optimizer.load_state_dict(state)
+
+  make = OPTIMIZERS["momentum"]
+  expected, actual = trained(make, False, loaded)[0], trained(make, True, loaded)[0]
+  torch.testing.assert_close(actual, expected)

@@ -1,0 +1,207 @@
+"""Python numbers that a compiled function takes as operands, such as a learning rate.
+
+In a trace a number of the host is a `HostNumber`: arithmetic makes an expression of it,
+which each call computes anew, in Python's own precision. Where an operation takes the
+result, it becomes an operand of the compiled function. Where Python wants the number
+itself (`if`, `float()`, an argument that decides what is compiled), the expression
+becomes a guard.
+
+torch passes it through its C++ as a symbolic float, whose node is the expression.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchax.core.storage import Boundary, active
+
+
+class Expression:
+  """A number that is computed on the host; hashed by how, not by what it is now.
+
+  Args:
+    operation: of Python.
+    parts: what it is applied to: expressions and numbers.
+  """
+
+  __slots__ = ("operation", "parts", "_hash")
+
+  def __init__(self, operation: Callable, *parts):
+    self.operation, self.parts = operation, parts
+    self._hash = hash((operation, *map(_key, parts)))
+
+  def __hash__(self):
+    return self._hash
+
+  def __eq__(self, other):
+    return (
+      type(other) is type(self)
+      and self._hash == other._hash
+      and self.operation is other.operation
+      and list(map(_key, self.parts)) == list(map(_key, other.parts))
+    )
+
+  def now(self):
+    """The number at this moment."""
+    return self.operation(
+      *[p.now() if isinstance(p, Expression) else p for p in self.parts]
+    )
+
+  # What torch's C++ asks a symbolic float.
+
+  def guard_float(self, file, line) -> float:
+    """The number, by which torch or Python decides from now on."""
+    return decide(self)
+
+  def is_float(self) -> bool:
+    """Always."""
+    return True
+
+  def is_int(self) -> bool:
+    """Never."""
+    return False
+
+  is_bool = is_nested_int = is_constant = is_int
+  is_symbolic = has_hint = is_float
+
+  def maybe_as_float(self) -> None:
+    """No constant."""
+
+  def _graph_repr(self) -> str:
+    return repr(self.now())
+
+
+class Entry(Expression):
+  """A number in a dict of the host.
+
+  Args:
+    table: the dict.
+    name: of the number.
+    place: its place where the entry is a tuple of numbers.
+  """
+
+  __slots__ = ("table", "name", "place")
+
+  def __init__(self, table: dict, name: str, place: int | None = None):
+    self.table, self.name, self.place = table, name, place
+    self.operation, self.parts = operator.getitem, ()
+    self._hash = hash((id(table), name, place))
+
+  def __eq__(self, other):
+    return (
+      type(other) is Entry
+      and self.table is other.table
+      and (self.name, self.place) == (other.name, other.place)
+    )
+
+  __hash__ = Expression.__hash__
+
+  def now(self):
+    value = self.table[self.name]
+    value = substituted.get((id(self.table), self.name), value)
+    value = value if self.place is None else value[self.place]
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# (identity of a dict, name) -> the entry that a `HostNumber` stands for in a trace.
+substituted: dict[tuple[int, str], Any] = {}
+
+
+def _key(part):
+  return part if isinstance(part, Expression) else (type(part), repr(part))
+
+
+def decide(expression: Expression):
+  """The value of an expression by which Python decides what is traced."""
+  boundary = active.boundary
+  while boundary is not None:
+    if boundary.guards is not None:
+      boundary.guards.note_decision(expression)
+    boundary = boundary.parent
+  return expression.now()
+
+
+def operand(number: torch.SymFloat):
+  """The number as an operation takes it: traced, where a function is being traced."""
+  expression = number.node
+  boundary: Boundary | None = active.boundary
+  if boundary is None or not isinstance(expression, Expression):
+    return float(number)
+  return boundary.number(expression)
+
+
+def settled(value):
+  """An argument with Python's own numbers, by which Python decides from now on."""
+  if isinstance(value, torch.SymFloat):
+    return float(value)
+  if type(value) in (list, tuple) and any(isinstance(v, torch.SymFloat) for v in value):
+    return type(value)(map(settled, value))
+  return value
+
+
+def _binary(operation: Callable, swapped: bool = False) -> Callable:
+  def method(self, other):
+    if isinstance(other, HostNumber):
+      other = other.node
+    elif not isinstance(other, int | float):
+      return NotImplemented
+    parts = (other, self.node) if swapped else (self.node, other)
+    return HostNumber(Expression(operation, *parts))
+
+  return method
+
+
+def _unary(operation: Callable) -> Callable:
+  return lambda self: HostNumber(Expression(operation, self.node))
+
+
+def _comparison(operation: Callable) -> Callable:
+  def method(self, other):
+    if isinstance(other, HostNumber):
+      other = other.node
+    elif not isinstance(other, int | float):
+      return NotImplemented
+    return decide(Expression(operation, self.node, other))
+
+  return method
+
+
+class HostNumber(torch.SymFloat):
+  """A number of the host in a trace; see the module."""
+
+  __add__, __radd__ = _binary(operator.add), _binary(operator.add, True)
+  __sub__, __rsub__ = _binary(operator.sub), _binary(operator.sub, True)
+  __mul__, __rmul__ = _binary(operator.mul), _binary(operator.mul, True)
+  __truediv__ = _binary(operator.truediv)
+  __rtruediv__ = _binary(operator.truediv, True)
+  __floordiv__ = _binary(operator.floordiv)
+  __rfloordiv__ = _binary(operator.floordiv, True)
+  __mod__, __rmod__ = _binary(operator.mod), _binary(operator.mod, True)
+  __pow__, __rpow__ = _binary(operator.pow), _binary(operator.pow, True)
+  __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
+  __abs__ = _unary(abs)
+  __lt__, __le__ = _comparison(operator.lt), _comparison(operator.le)
+  __gt__, __ge__ = _comparison(operator.gt), _comparison(operator.ge)
+  __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
+
+  def __float__(self) -> float:
+    return float(decide(self.node))
+
+  def __int__(self) -> int:
+    return decide(Expression(int, self.node))
+
+  __trunc__ = __int__
+
+  def __round__(self, digits=None):
+    return round(float(self), digits)
+
+  def __bool__(self) -> bool:
+    return decide(Expression(bool, self.node))
+
+  def __hash__(self) -> int:
+    return hash(float(self))
+
+  def __repr__(self) -> str:
+    return repr(self.node.now())

@@ -1,0 +1,155 @@
+"""Operations on the CPU inside a function that is being traced.
+
+They run once, while the function is traced. What they read there is noted, so that a
+change of it is followed (`Boundary.note_host`); what could not be followed is refused:
+draws, and changes of tensors that outlive the trace.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from torchax import _torch_compat, user_code
+from torchax.core.storage import Boundary, active
+from torchax.errors import MutationError, TracedDrawError
+from torchax.ops.names import aten
+from torchax.ops.schema import schema_of
+from torchax.tensor import Tensor
+
+# Torch passes a tensor through it that it has just made of Python's numbers.
+_FRESH = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def run(boundary: Boundary, func, args, kwargs):
+  """Runs an operation of which no tensor is on jax, in a trace.
+
+  Raises:
+    TracedDrawError: it draws.
+    MutationError: it changes a tensor that was not made in the trace.
+  """
+  if _torch_compat.is_tracing():
+    return func(*args, **kwargs)
+  tensors = list(_tensors((*args, *kwargs.values())))
+  if any(tensor.device.type != "cpu" for tensor in tensors):
+    return func(*args, **kwargs)
+  if _RANDOM in func.tags and _is_on_cpu(tensors, kwargs):
+    raise TracedDrawError(draw_message(f"`{func}` on the CPU", user_code.line()))
+  if func._schema.is_mutable:
+    _require_own(boundary, func, args, kwargs)
+  if func not in _FRESH:
+    for tensor in tensors:
+      boundary.note_host(tensor)
+  result = func(*args, **kwargs)
+  for tensor in _tensors((result,)):
+    boundary.made.setdefault(id(tensor), tensor)
+  return result
+
+
+def draw_message(what: str, place: tuple[str, int] | None) -> str:
+  """Why a draw on the host is refused, and what to do.
+
+  Args:
+    what: draws.
+    place: file and line.
+  """
+  where = f" ({place[0]}:{place[1]})" if place else ""
+  return (
+    f"{what} draws random numbers while a function is compiled, so it would have the "
+    f"same numbers for ever{where}. Draw on the device, which gives new numbers in "
+    'each call: `torch.rand(…, device="jax")`; or draw before the call and pass the '
+    "numbers as arguments."
+  )
+
+
+def _is_on_cpu(tensors, kwargs) -> bool:
+  if tensors:
+    return True
+  device = kwargs.get("device")
+  if device is None:
+    device = torch.get_default_device()
+  return torch.device(device).type == "cpu"
+
+
+def _require_own(boundary: Boundary, func, args, kwargs) -> None:
+  schema = schema_of(func)
+  values = {**dict(zip(schema.names, args)), **kwargs}
+  for name in schema.written:
+    for tensor in _tensors((values.get(name),)):
+      if id(tensor) not in boundary.made:
+        raise MutationError(
+          f"`{func}` changes a tensor of shape {list(tensor.shape)} on the CPU, which "
+          "was made outside of the function being compiled. That would happen while it "
+          'is compiled and never again. Move the tensor to jax: `.to("jax")`.'
+        )
+
+
+def _tensors(values):
+  for value in values:
+    if isinstance(value, torch.Tensor):
+      if not isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+      yield from _tensors(value)
+
+
+def noted(func: Callable) -> Callable:
+  """A function of a tensor whose numbers Python gets, which notes it in a trace."""
+
+  def run_noted(args, kwargs):
+    note(args[0])
+    return func(*args, **kwargs)
+
+  return run_noted
+
+
+class _Following:
+  """Notes the arrays of `torch.from_numpy`, of which torch tells nobody.
+
+  torch has its own function back where nothing is being traced.
+  """
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._holders = 0
+    self._original = torch.from_numpy
+
+  @contextlib.contextmanager
+  def __call__(self) -> Iterator[None]:
+    with self._lock:
+      self._holders += 1
+      if self._holders == 1:
+        self._original, torch.from_numpy = torch.from_numpy, self._from_numpy
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._holders -= 1
+        if not self._holders:
+          torch.from_numpy = self._original
+
+  def _from_numpy(self, ndarray):
+    note(ndarray)
+    tensor = self._original(ndarray)
+    if active.boundary is not None:
+      active.boundary.made[id(tensor)] = tensor
+    return tensor
+
+
+following_arrays = _Following()
+
+
+def note(value) -> None:
+  """Notes a tensor on the CPU or a numpy array that is read in a trace."""
+  boundary = active.boundary
+  if boundary is None or isinstance(value, Tensor):
+    return
+  if isinstance(value, torch.Tensor | np.ndarray) and not _torch_compat.is_tracing():
+    boundary.note_host(value)
+
+
+# Functions that give numbers to Python without an operation.
+READS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)

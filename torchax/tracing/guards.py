@@ -1,0 +1,285 @@
+"""What a traced function decides by, besides the values of its operands: guards.
+
+While a function is traced, what it looks at on the host is noted: attributes of the
+modules that it runs, tensors on the CPU and numpy arrays that it closes over, numbers
+of optimizers by which Python has decided. Before each call it is compared with what it
+was when it was noted; the differences are a part of the key that a program is compiled
+for. So a call after a change is traced anew, and after the change is undone the program
+of before is used again.
+"""
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from torchax import _torch_compat
+from torchax.errors import MutationError
+from torchax.tracing.module_values import Values, is_same, writes
+from torchax.tracing.static_values import key_of
+
+# A value that its own function has changed in more traces is followed no more.
+MOST_CHANGES = 8
+# Tensors and arrays of more bytes are not compared byte by byte.
+MOST_BYTES = 1 << 14
+MOST_BYTES_OF_ARRAY = 1 << 20
+
+
+class Guards:
+  """What one function decides by.
+
+  Args:
+    name: of the function, for messages.
+  """
+
+  def __init__(self, name: str = "A function"):
+    self.name = name
+    self._modules: dict[int, tuple[int, Values]] = {}
+    self._count = 0
+    self._seen = (-1, -1)
+    self._differences: tuple = ()
+    self._containers: list[tuple] = []
+    # (number of the module, name) -> how many traces have changed it.
+    self._changes: dict[tuple[int, str], int] = {}
+    self._host: dict[int, _OnHost] = {}
+    # Compiled functions that this one has called, and how they were when it was traced.
+    self._inner: dict[int, tuple[weakref.ref, Hashable]] = {}
+    # Host numbers by which Python has decided, and what they were.
+    self._decisions: dict[Any, Hashable] = {}
+    self.optimizers: list = []
+    # How often something that was noted has gone: what was compiled is of no use.
+    self.edition = 0
+
+  # Before a call ----------------------------------------------------------------------
+
+  def key(self) -> tuple:
+    """The differences from what was noted; () where nothing has changed."""
+    if not self._count and not self._decisions and not self._inner:
+      return ()  # nothing was ever noted
+    key: tuple = ()
+    if self._modules:
+      key = self._of_modules()
+    if self._host:
+      key += self._of_host()
+    if self._decisions:
+      key += tuple(
+        [
+          (number, value)
+          for number, (decision, first) in enumerate(self._decisions.items())
+          if (value := _now(decision)) != first
+        ]
+      )
+    if self._inner:
+      key += self._of_inner()
+    return (self.edition, *key) if self.edition else key
+
+  def _of_modules(self) -> tuple:
+    seen = (writes.count, _torch_compat.count_of_hooks())
+    if seen != self._seen or not all(map(is_same, self._containers)):
+      self._look()
+      self._seen = seen
+    return self._differences
+
+  def _look(self) -> None:
+    differences: list[tuple] = []
+    self._containers = []
+    ignored = {place for place, n in self._changes.items() if n >= MOST_CHANGES}
+    for number, values in self._modules.values():
+      values.look()
+      self._containers += values.containers
+      differences += [
+        (number, name, key)
+        for name, key in values.changed()
+        if (number, name) not in ignored
+      ]
+    self._differences = tuple(differences)
+
+  def _of_host(self) -> tuple:
+    gone = [key for key, held in self._host.items() if held.is_gone]
+    if gone:
+      for key in gone:
+        del self._host[key]
+      self.edition += 1
+    with _torch_compat.without_function_modes():
+      return tuple(
+        [
+          (held.number, now)
+          for held in self._host.values()
+          if (now := held.look()) != held.first
+        ]
+      )
+
+  def _of_inner(self) -> tuple:
+    found = []
+    for number, (reference, first) in list(self._inner.items()):
+      inner = reference()
+      if inner is None:
+        del self._inner[number]
+        self.edition += 1
+      elif (now := inner.key()) != first:
+        found.append((number, now))
+    return tuple(found)
+
+  # In a trace -------------------------------------------------------------------------
+
+  def note_module(self, module: torch.nn.Module) -> None:
+    """Adds the attributes of a module and of its submodules."""
+    known = self._modules.get(id(module))
+    if known is not None and known[1].module is module:
+      return
+    for part in module.modules():
+      known = self._modules.get(id(part))
+      if known is None or known[1].module is not part:
+        values = Values(part)
+        self._modules[id(part)] = (self._number(), values)
+        self._containers += values.containers
+    if self._seen[0] < 0:
+      self._seen = (writes.count, _torch_compat.count_of_hooks())
+
+  def note_host(self, value) -> None:
+    """Adds a tensor on the CPU or a numpy array."""
+    known = self._host.get(id(value))
+    if known is None or known.is_gone:
+      self._host[id(value)] = _OnHost(value, self._number(), self.name)
+
+  def note_inner(self, inner: "Guards") -> None:
+    """Adds what a compiled function depends on that was called in the trace."""
+    if inner is not self and id(inner) not in self._inner:
+      self._inner[id(inner)] = (weakref.ref(inner), inner.key())
+
+  def note_decision(self, decision) -> None:
+    """Adds a number of the host by which Python has decided; it tells it by `now()`."""
+    self._decisions.setdefault(decision, _now(decision))
+
+  def note_optimizer(self, optimizer) -> None:
+    """Adds an optimizer that a step was traced of (`optimizers.Watched`)."""
+    if optimizer not in self._decisions:
+      self._decisions[optimizer] = optimizer.now()
+      optimizer.has_other_state()
+      self.optimizers.append(optimizer)
+
+  def has_other_state(self) -> bool:
+    """True where an optimizer has other tensors than at the last call."""
+    return any([optimizer.has_other_state() for optimizer in self.optimizers])
+
+  def _number(self) -> int:
+    self._count += 1
+    return self._count
+
+  @contextlib.contextmanager
+  def watching(self, note: Callable) -> Iterator[None]:
+    """Notes every module that this thread runs inside the block.
+
+    Args:
+      note: is also called with each of them, before it runs.
+    """
+    thread = threading.get_ident()
+
+    def hook(module, args):
+      if threading.get_ident() == thread:
+        self.note_module(module)
+        note(module)
+
+    handle = register_module_forward_pre_hook(hook)
+    try:
+      yield
+    finally:
+      handle.remove()
+      self._after_trace()
+
+  def _after_trace(self) -> None:
+    """Counts what the function has changed itself, while it was traced."""
+    for number, values in self._modules.values():
+      before = values.now
+      values.look()
+      if values.now is before or values.now == before:
+        continue
+      for name in {**before, **values.now}:
+        if before.get(name) != values.now.get(name):
+          self._count_change(number, values.kind, name)
+    self._seen = (-2, -2)  # looked at anew before the next call
+    for held in list(self._host.values()):
+      held.require_followed()
+
+  def _count_change(self, number: int, kind: str, name: str) -> None:
+    changes = self._changes.get((number, name), 0) + 1
+    self._changes[number, name] = changes
+    if changes == MOST_CHANGES:
+      warnings.warn(
+        f"{self.name} changes {kind}.{name} each time it is traced, so it would be "
+        "compiled for ever. From now on the compiled function does not follow it: a "
+        "number that changes with every call has to be a tensor.",
+        stacklevel=2,
+      )
+
+
+def _now(decision) -> Hashable:
+  value = decision.now()
+  return value if type(value) is tuple else key_of(value)
+
+
+class _OnHost:
+  """A tensor on the CPU, or a numpy array, that a function closes over."""
+
+  def __init__(self, value, number: int, name: str):
+    self.number = number
+    self._name = name
+    self._is_tensor = isinstance(value, torch.Tensor)
+    while not self._is_tensor and isinstance(value.base, np.ndarray):
+      value = value.base  # a part of an array may be made anew in each call
+    self._reference = weakref.ref(value)
+    self._shape, self._nbytes = value.shape, value.nbytes
+    self._memory: np.ndarray | None = None
+    with _torch_compat.without_function_modes():
+      if self._is_tensor:
+        self._memory = _memory_of(value)
+      self.first = self.look()
+
+  @property
+  def is_gone(self) -> bool:
+    """True where nobody can change it any more, nor use it."""
+    return self._reference() is None
+
+  def look(self) -> Hashable:
+    """What tells it from how it was before."""
+    value = self._reference()
+    if value is None:
+      return None
+    if not self._is_tensor:
+      return value.tobytes() if self._nbytes <= MOST_BYTES_OF_ARRAY else None
+    if self._memory is None or self._nbytes > MOST_BYTES:
+      return value.data_ptr(), value._version
+    if value.data_ptr() != self._memory.ctypes.data:  # `tensor.data = …`
+      self._memory = _memory_of(value)
+    return None if self._memory is None else self._memory.tobytes()
+
+  def require_followed(self) -> None:
+    """Raises MutationError for an array that is too large to be compared."""
+    if self._is_tensor or self._nbytes <= MOST_BYTES_OF_ARRAY or self.is_gone:
+      return
+    raise MutationError(
+      f"{self._name} closes over a numpy array of shape {list(self._shape)}, whose "
+      "numbers would be those of the first call for ever. Pass it as an argument, or "
+      'make a jax tensor of it outside: `torch.tensor(array).to("jax")`.'
+    )
+
+
+_SAME_BITS = {torch.bfloat16: torch.int16}
+
+
+def _memory_of(tensor: torch.Tensor) -> np.ndarray | None:
+  """The memory of a tensor as a numpy array; None where it has no plain memory."""
+  if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+    return None
+  with _torch_compat.without_modes():
+    plain = tensor.detach()
+    try:
+      return plain.view(_SAME_BITS.get(plain.dtype, plain.dtype)).numpy()
+    except TypeError:  # a dtype that numpy lacks
+      return None

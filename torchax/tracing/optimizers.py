@@ -1,0 +1,286 @@
+"""`torch.optim` inside compiled functions, as it is written outside of them.
+
+While a step is traced, the numbers of the parameter groups are numbers of the host
+(`core/host_numbers.py`), so that a schedule of learning rates is followed. The state is
+made before the trace goes on, and steps are counted on the device, as with
+`capturable=True`. What would be counted on the host is refused: a compiled function
+would do it only while it is traced.
+"""
+
+import contextlib
+import itertools
+import operator
+import weakref
+from collections.abc import Iterator
+
+import jax
+import torch
+from torch.optim.optimizer import (
+  register_optimizer_step_post_hook,
+  register_optimizer_step_pre_hook,
+)
+
+from torchax import _torch_compat
+from torchax.core.host_numbers import Entry, HostNumber, substituted
+from torchax.core.storage import active
+from torchax.errors import TracedStateError
+from torchax.tensor import Tensor
+from torchax.tracing.static_values import Identity, key_of
+
+
+class Watched:
+  """An optimizer that a traced function steps: a guard (`Guards.note_decision`)."""
+
+  def __init__(self, optimizer: torch.optim.Optimizer):
+    self._reference = weakref.ref(optimizer)
+    self._number = id(optimizer)
+    self._known: list = []
+    self._kinds: tuple = ()
+    self._state: list = []
+    self._version = 0
+
+  def __hash__(self):
+    return self._number
+
+  def __eq__(self, other):
+    return type(other) is Watched and self._reference() is other._reference()
+
+  def now(self) -> tuple:
+    """What Python decides by in a step: which numbers there are, and which tensors."""
+    optimizer = self._reference()
+    if optimizer is None:
+      return ()
+    values = list(
+      itertools.chain.from_iterable(map(dict.values, optimizer.param_groups))
+    )
+    if not _are_same(values, self._known):
+      self._known = values
+      self._kinds = tuple(
+        [(name, _kind(v)) for g in optimizer.param_groups for name, v in g.items()]
+      )
+    return self._kinds
+
+  def has_other_state(self) -> bool:
+    """True where a tensor of the state is another one than at the last call."""
+    optimizer = self._reference()
+    if optimizer is None:
+      return False
+    tables = [table for table in optimizer.state.values() if isinstance(table, dict)]
+    state = list(itertools.chain.from_iterable(map(dict.values, tables)))
+    if _are_same(state, self._state):
+      return False
+    self._state = state
+    return True
+
+
+def _are_same(values: list, known: list) -> bool:
+  return len(values) == len(known) and all(map(operator.is_, values, known))
+
+
+def _kind(value):
+  """What a step decides by: all of a value, but for a number that is followed."""
+  if _is_number(value):
+    return float
+  if isinstance(value, tuple) and value and all(map(_is_number, value)):
+    return (float, len(value))
+  if isinstance(value, list):  # the parameters
+    return tuple(map(Identity, value))
+  key = key_of(value)
+  return Identity(value) if key is None else key
+
+
+def _is_number(value) -> bool:
+  """True for a floating-point number, also in a 0-d tensor on the CPU."""
+  if isinstance(value, float | HostNumber):
+    return True
+  is_on_host = isinstance(value, torch.Tensor) and not isinstance(value, Tensor)
+  return is_on_host and not value.dim() and value.is_floating_point()
+
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+  """Operations inside are run, not traced; with the numbers from before the trace."""
+  boundary, active.boundary = active.boundary, None
+  try:
+    with jax.ensure_compile_time_eval(), torch.no_grad():
+      yield
+  finally:
+    active.boundary = boundary
+
+
+class _Step:
+  """A step of an optimizer in a trace."""
+
+  def __init__(self, optimizer: torch.optim.Optimizer):
+    self._optimizer = optimizer
+    self._before = [dict(group) for group in optimizer.param_groups]
+    self._inside: list[dict] = []
+
+  def begin(self) -> None:
+    """Gives the parameter groups what they have in the trace."""
+    for group in self._optimizer.param_groups:
+      if group.get("capturable") is False:
+        group["capturable"] = True
+        if group.get("fused"):  # it takes numbers that C++ wants to know
+          group["fused"], group["foreach"] = False, True
+      for name, value in list(group.items()):
+        if _is_number(value):
+          substituted[id(group), name] = value
+          group[name] = HostNumber(Entry(group, name))
+        elif isinstance(value, tuple) and value and all(map(_is_number, value)):
+          substituted[id(group), name] = value
+          group[name] = tuple(
+            [HostNumber(Entry(group, name, place)) for place in range(len(value))]
+          )
+    self._inside = [dict(group) for group in self._optimizer.param_groups]
+
+  def end(self) -> None:
+    """Gives the parameter groups what they had; raises if the step has changed them."""
+    changed = [
+      name
+      for group, inside in zip(self._optimizer.param_groups, self._inside)
+      for name in group
+      if group[name] is not inside.get(name)
+    ]
+    self.undo()
+    if changed:
+      raise TracedStateError(
+        f"{type(self._optimizer).__name__} changes {changed[0]!r} of its parameter "
+        "groups in a step, which a compiled function does only while it is traced. Run "
+        "its steps eagerly."
+      )
+
+  def undo(self) -> None:
+    """Gives the parameter groups what they had."""
+    for group, before in zip(self._optimizer.param_groups, self._before):
+      for name in before:
+        substituted.pop((id(group), name), None)
+      group.clear()
+      group.update(before)
+    self._before = []
+
+
+_steps: dict[int, _Step] = {}
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+  """Prepares a step inside a compiled function."""
+  boundary = active.boundary
+  if boundary is None or id(optimizer) in _steps:
+    return
+  _make_state(optimizer, boundary)
+  name = type(optimizer).__name__
+  if any(_counts_on_host(state) for state in optimizer.state.values()):
+    raise TracedStateError(
+      f"{name} counts its steps on the host, which a compiled function does only while "
+      f"it is traced. Use `{name}(…, fused=True)` where torch has it, or run its steps "
+      "eagerly."
+    )
+  noting = boundary
+  while noting is not None:
+    if noting.guards is not None:
+      noting.guards.note_optimizer(Watched(optimizer))
+    noting = noting.parent
+  step = _steps[id(optimizer)] = _Step(optimizer)
+  boundary.undo.append(lambda: _forget(optimizer, step))
+  step.begin()
+
+
+def _forget(optimizer, step: _Step) -> None:
+  if _steps.get(id(optimizer)) is step:
+    del _steps[id(optimizer)]
+    step.undo()
+
+
+def _end_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+  step = _steps.pop(id(optimizer), None)
+  if step is None:
+    return
+  step.end()
+  if _drop_traced_state(optimizer, active.boundary):
+    name = type(optimizer).__name__
+    raise TracedStateError(
+      f"{name} would make its state while a function is compiled. Run one step eagerly "
+      "before the compiled ones, so that the state exists."
+    )
+
+
+def _drop_traced_state(optimizer: torch.optim.Optimizer, boundary) -> bool:
+  """Takes what was made in a trace out of the state; True where there was something."""
+  is_left = all(
+    isinstance(p, Tensor) and p._storage.birth is None
+    for group in optimizer.param_groups
+    for p in group["params"]
+  )
+  found = [
+    (state, name)
+    for state in optimizer.state.values()
+    if is_left and isinstance(state, dict)
+    for name, value in state.items()
+    if isinstance(value, Tensor) and value._storage.birth is boundary
+  ]
+  for state, name in found:
+    del state[name]
+  return bool(found)
+
+
+def undo_state(boundary) -> None:
+  """Takes the state away again that was made for a trace which has failed."""
+  for optimizer, parameters in boundary.made_state:
+    for parameter in parameters:
+      optimizer.state.pop(parameter, None)
+
+
+def _make_state(optimizer: torch.optim.Optimizer, boundary) -> None:
+  """Makes the state that a first step would make, and moves counts of steps to jax.
+
+  Where the parameters are made in a trace themselves, it is left to the step.
+  """
+  parameters = [p for group in optimizer.param_groups for p in group["params"]]
+  if not all(isinstance(p, Tensor) and p._storage.birth is None for p in parameters):
+    return
+  known = set(map(id, optimizer.state))
+  capturable = [group.get("capturable") for group in optimizer.param_groups]
+  try:
+    with _outside():
+      for group in optimizer.param_groups:
+        if "capturable" in group:
+          group["capturable"] = True
+          for parameter in group["params"]:
+            _move_count(optimizer.state.get(parameter))
+        _init(optimizer, group)
+  finally:
+    for group, value in zip(optimizer.param_groups, capturable):
+      if value is not None:
+        group["capturable"] = value
+  made = [p for p in parameters if p in optimizer.state and id(p) not in known]
+  if made:
+    boundary.made_state.append((optimizer, made))
+
+
+def _move_count(state: dict | None) -> None:
+  count = None if state is None else state.get("step")
+  if isinstance(count, torch.Tensor) and not isinstance(count, Tensor):
+    state["step"] = count.to("jax")
+
+
+def _init(optimizer: torch.optim.Optimizer, group: dict) -> None:
+  trained = [p for p in group["params"] if p.grad is not None]
+  missing = [p for p in trained if not optimizer.state.get(p)]
+  if not missing:
+    return
+  if isinstance(optimizer, torch.optim.SGD):
+    # What the first step would take the gradient for is then 0 * momentum + gradient.
+    if group["momentum"] and not group["dampening"]:
+      for parameter in missing:
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return
+  _torch_compat.init_optimizer_group(optimizer, group)
+
+
+def _counts_on_host(state: dict) -> bool:
+  return "step" in state and not isinstance(state["step"], Tensor)
+
+
+register_optimizer_step_pre_hook(_begin_step)
+register_optimizer_step_post_hook(_end_step)
