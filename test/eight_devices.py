@@ -221,6 +221,10 @@ def what_is_changed_in_place_stays_where_it_is():
     assert getattr(x(), name)().device == on(3), name
     assert is_sharded(getattr(sharded(), name)()), name
   assert x().fill_(2).device == on(3) and is_sharded(sharded().fill_(2))
+  of_one, of_many = x(), sharded()
+  torch._foreach_zero_([of_one])
+  torch._foreach_zero_([of_many])
+  assert of_one.device == on(3) and is_sharded(of_many)
   changed = x()
   changed[0] = 5
   assert changed.tolist() == [5, 2] and changed.device == on(3)

@@ -96,12 +96,12 @@ def _aten_eye(n, m=None, *, dtype=None):
 # --- like a tensor ---------------------------------------------------------------
 
 
-@op(aten.zeros_like)
+@op(aten.zeros_like, overwrites=True)
 def _aten_zeros_like(self, *, dtype=None):
   return _zero_array(self.shape, _dtype_or(dtype, self.dtype))
 
 
-@op(aten.zero, overwrites=True)
+@op(aten.zero)
 def _aten_zero(self):
   return _zero_array(self.shape, self.dtype)
 

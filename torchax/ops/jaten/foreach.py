@@ -96,6 +96,8 @@ def _require_scalar(other) -> None:
 
 # Arguments that the lowering of a row needs as Python values.
 _STATIC = {aten._foreach_pow: ("exponent",)}
+# Their results have nothing of their targets but shape and dtype.
+_OVERWRITING = (aten._foreach_zero, aten._foreach_copy)
 
 
 def _register(foreach_op, row_op) -> None:
@@ -107,7 +109,8 @@ def _register(foreach_op, row_op) -> None:
 
   each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
   static = _STATIC.get(foreach_op.overloadpacket, ())
-  op(foreach_op, static=static)(each)
+  overwrites = foreach_op.overloadpacket in _OVERWRITING
+  op(foreach_op, static=static, overwrites=overwrites)(each)
 
 
 for _foreach, _row in ROWS.items():
