@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.utils.dlpack as torch_dlpack
 
-from torchax import _jax_compat
+from torchax import _jax_compat, _torch_compat
 from torchax.core.explanations import donated, no_numbers
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import narrowing
@@ -176,12 +176,14 @@ def t2j(
       f"Data moves to jax from the CPU, but got a tensor on {t.device}. "
       + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
     )
-  t = t.detach().resolve_conj().resolve_neg()
-  if dtype is not None and dtype is not t.dtype:
-    t = t.to(dtype)  # in 64 bits still, where they are narrowed afterwards
-  if t.dtype in _WIDE and narrowing.is_on():
-    return jnp.array(narrowing.narrow(t, jax_dtype))
-  return jnp.array(host_array(t), dtype=jax_dtype)
+  # Nobody is told of what is read here: that is for who asks for the conversion.
+  with _torch_compat.without_function_modes():
+    t = t.detach().resolve_conj().resolve_neg()
+    if dtype is not None and dtype is not t.dtype:
+      t = t.to(dtype)  # in 64 bits still, where they are narrowed afterwards
+    is_narrowed = t.dtype in _WIDE and narrowing.is_on()
+    values = narrowing.narrow(t, jax_dtype) if is_narrowed else host_array(t)
+  return jnp.array(values) if is_narrowed else jnp.array(values, dtype=jax_dtype)
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray:
