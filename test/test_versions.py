@@ -94,9 +94,10 @@ def test_importing_torchax_with_an_old_torch_says_what_to_do():
     timeout=120,
   )
   assert done.returncode == 1
-  last = done.stderr.strip().splitlines()[-1]
-  assert "UnsupportedVersionError: torchax" in last
-  assert "needs torch 2.11 or newer, but found torch 2.9.1" in last
+  *_, message, link = done.stderr.strip().splitlines()
+  assert "UnsupportedVersionError: torchax" in message
+  assert "needs torch 2.11 or newer, but found torch 2.9.1" in message
+  assert link.endswith("#unsupportedversionerror")
 
 
 def test_the_readme_and_the_workflow_name_the_tested_versions():

@@ -86,4 +86,6 @@ def ending_at_the_user(function: F) -> F:
       hide(error)
       raise
 
+  # A wrapper of the user's function shows that one, not itself.
+  called.__wrapped__ = getattr(function, "__wrapped__", function)  # type: ignore
   return called  # type: ignore[return-value]

@@ -213,14 +213,16 @@ def _drop_traced_state(optimizer: torch.optim.Optimizer, boundary) -> bool:
     for p in group["params"]
   )
   found = [
-    (state, name)
-    for state in optimizer.state.values()
+    (parameter, name)
+    for parameter, state in optimizer.state.items()
     if is_left and isinstance(state, dict)
     for name, value in state.items()
     if isinstance(value, Tensor) and value._storage.birth is boundary
   ]
-  for state, name in found:
-    del state[name]
+  for parameter, name in found:
+    del optimizer.state[parameter][name]
+    if not optimizer.state[parameter]:
+      del optimizer.state[parameter]
   return bool(found)
 
 
