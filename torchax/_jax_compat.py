@@ -181,8 +181,12 @@ def is_about_devices(error: Exception) -> bool:
 
 
 def is_about_deletion(error: BaseException) -> bool:
-  """True for what JAX raises where the memory of an array is gone."""
-  return type(error) is RuntimeError and "has been deleted" in str(error)
+  """True for what JAX raises where the memory of an array is gone.
+
+  A program that has run before raises a ValueError, or one of XLA's.
+  """
+  known = isinstance(error, RuntimeError | ValueError)
+  return known and "has been deleted" in str(error)
 
 
 def is_about_donation(error: BaseException) -> bool:
