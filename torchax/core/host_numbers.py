@@ -115,11 +115,9 @@ def _key(part):
 
 def decide(expression: Expression):
   """The value of an expression by which Python decides what is traced."""
-  boundary = active.boundary
-  while boundary is not None:
-    if boundary.guards is not None:
-      boundary.guards.note_decision(expression)
-    boundary = boundary.parent
+  if active.boundary is not None:
+    for guards in active.boundary.guards_around():
+      guards.note_decision(expression)
   return expression.now()
 
 

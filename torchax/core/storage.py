@@ -241,8 +241,8 @@ class Boundary:
       no gradient is recorded.
     plain: outer tensors without a graph that were changed in place, by identity.
     reshapes: by identity, tensors whose shape was changed in place, and how.
-    guards: notes what the function reads on the host; it has `note_host(value)` and
-      `note_inner(guards)`.
+    guards: of the function (`tracing/guards.py`), which note what it decides by; None
+      where another boundary's stand for it.
     made: by identity, tensors on the CPU that were made in the trace.
     numbers: what stands for numbers of the host, by the expression of each.
     missing: expressions that are no operands yet; None where none become operands.
@@ -302,12 +302,12 @@ class Boundary:
         boundary.guards.note_host(value)
       boundary = boundary.parent
 
-  def note_inner(self, guards) -> None:
-    """Notes what a compiled function depends on that is called in the trace."""
+  def guards_around(self) -> Iterator:
+    """The guards of this function and of those around it, which decide by the same."""
     boundary: Boundary | None = self
     while boundary is not None:
       if boundary.guards is not None:
-        boundary.guards.note_inner(guards)
+        yield boundary.guards
       boundary = boundary.parent
 
   def number(self, expression):

@@ -145,9 +145,11 @@ class InPlacePlan:
     except EXPLAINED as error:
       raise_as_torch(error, self.op, args, kwargs)
       raise
-    for target, array in zip(targets, written if self.writes_lists else (written,)):
+    results = written if self.writes_lists else (written,)
+    is_stopped = type(results[0]) is not _ArrayImpl and grad_mode.is_stopped()
+    for target, array in zip(targets, results):
       storage = target._storage
-      if type(array) is not _ArrayImpl and grad_mode.is_stopped():
+      if is_stopped:
         array = grad_mode.with_derivative_of(storage.read(), array)
       if self.overwrites:
         place = placement.place_of(storage.array)

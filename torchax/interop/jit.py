@@ -209,7 +209,8 @@ class Jitted(Generic[P, R]):
 
       out, effects = pure.run(run)
     if active.boundary is not None:
-      active.boundary.note_inner(traced.guards)
+      for guards in active.boundary.guards_around():
+        guards.note_inner(traced.guards)
     if effects is not None:
       if settles:
         traced.settle(leaves, effects)

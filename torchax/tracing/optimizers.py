@@ -176,11 +176,8 @@ def _begin_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
       f"it is traced. Use `{name}(…, fused=True)` where torch has it, or run its steps "
       "eagerly."
     )
-  noting = boundary
-  while noting is not None:
-    if noting.guards is not None:
-      noting.guards.note_optimizer(Watched(optimizer))
-    noting = noting.parent
+  for guards in boundary.guards_around():
+    guards.note_optimizer(Watched(optimizer))
   step = _steps[id(optimizer)] = _Step(optimizer)
   boundary.undo.append(lambda: _forget(optimizer, step))
   step.begin()
