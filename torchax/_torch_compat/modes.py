@@ -23,6 +23,12 @@ without_modes = private.find(
 without_function_modes = private.find(
   "torch._C.DisableTorchFunction", "backward passes and checkpoints"
 )
+# The same for reads, which are right under modes too: these only learn of them.
+unnoticed = (
+  contextlib.nullcontext
+  if isinstance(without_function_modes, private.Unavailable)
+  else without_function_modes
+)
 # Context manager: `__torch_function__` of classes is not asked.
 without_function_overrides = private.find(
   "torch._C.DisableTorchFunctionSubclass", "a graph that torch captures"

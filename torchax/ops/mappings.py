@@ -177,7 +177,7 @@ def t2j(
       + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
     )
   # Nobody is told of what is read here: that is for who asks for the conversion.
-  with _torch_compat.without_function_modes():
+  with _torch_compat.unnoticed():
     t = t.detach().resolve_conj().resolve_neg()
     if dtype is not None and dtype is not t.dtype:
       t = t.to(dtype)  # in 64 bits still, where they are narrowed afterwards
