@@ -206,15 +206,23 @@ class Ended(Storage):
 
 
 class Cell:
-  """What a traced function sees of a storage that was born outside of it."""
+  """What a traced function sees of a storage that was born outside of it.
 
-  __slots__ = ("storage", "tensor", "array", "written")
+  Attributes:
+    storage: the storage.
+    tensor: by which it was reached.
+    array: what it holds, as far as the function has come.
+    written: the function has changed it.
+    is_touched: the function has read or changed it.
+  """
+
+  __slots__ = ("storage", "tensor", "array", "written", "is_touched")
 
   def __init__(self, storage: Storage, array: jax.Array, tensor=None):
     self.storage = storage
     self.tensor = tensor
     self.array = array
-    self.written = False
+    self.written = self.is_touched = False
 
 
 def _leaf_of(tensor, storage: Storage):
@@ -358,6 +366,7 @@ class Boundary:
         storage.array if self.parent is None else self.parent.read(storage, tensor)
       )
       cell = self.cells[id(storage)] = Cell(storage, outer)
+    cell.is_touched = True
     if tensor is not None and (cell.tensor is None or not cell.tensor.requires_grad):
       leaf = _leaf_of(tensor, storage)
       cell.tensor = cell.tensor if leaf is None else leaf

@@ -19,7 +19,7 @@ from torchax.tensor import Tensor
 from torchax.tracebacks import ending_at_the_user
 from torchax.tracing.guards import Guards
 from torchax.tracing.module_attributes import Attributes
-from torchax.tracing.module_members import Held, called
+from torchax.tracing.module_members import Members, called
 from torchax.tracing.names import name_of
 from torchax.tracing.static_values import StaticValue, require_constant
 
@@ -174,7 +174,7 @@ class _Watched:
 
   def __init__(self, module: torch.nn.Module):
     self.module = module
-    self._held, self._guards = Held(module), Guards(type(module).__name__)
+    self._members, self._guards = Members(module), Guards(type(module).__name__)
     self._versions: dict[tuple, int] = {}
     self.look()
 
@@ -182,7 +182,7 @@ class _Watched:
     """Takes note of what the module holds now."""
     self._guards.note_module(self.module)
     self.tensors = _tensors_by_name(self.module)
-    self._held.note()
+    self._members.note()
     plain = [
       (path, name, value)
       for path, module in self.module.named_modules()
@@ -207,7 +207,7 @@ class _Watched:
 
   def was_replaced(self) -> bool:
     """True if a tensor or a part is another one than it was."""
-    same = not self._held.has_changed() and all(map(_is_same, self._plain))
+    same = not self._members.have_changed() and all(map(_is_same, self._plain))
     same = same and self._dtypes == [tensor.dtype for tensor in self._values]
     if not same:
       self.look()

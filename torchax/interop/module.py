@@ -13,9 +13,8 @@ from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
 from torchax.interop.views import jax_view
 from torchax.interop.wrapper import ModuleWrapper
-from torchax.tensor import Tensor
 from torchax.tracebacks import ending_at_the_user, hide
-from torchax.tracing.module_members import Held, called
+from torchax.tracing.module_members import called
 
 
 def extract_all_buffers(
@@ -128,13 +127,10 @@ class JittableModule(ModuleWrapper):
     )
     self._restore()
 
-  _derived = ("_jitted", "_held")
+  _derived = ("_jitted",)
 
   def _restore(self) -> None:
-    vars(self).update(
-      _jitted={},
-      _held=Held(self._model),
-    )
+    vars(self).update(_jitted={})
 
   def _forget(self) -> None:
     self._jitted.clear()
@@ -199,8 +195,6 @@ class JittableModule(ModuleWrapper):
       raise
 
   def _prepared(self, name: str) -> Jitted:
-    if self._held.has_changed():
-      self._jitted.clear()  # a parameter or module was replaced by another one
     if name not in self._jitted:
       self.make_jitted(name)
     return self._jitted[name]
@@ -217,11 +211,7 @@ class JittableModule(ModuleWrapper):
     else:
       method = called(self._model, key)
     self._names.add(key)
-    self._held.note()
-    params, buffers = extract_all_buffers(self._model)
-    tensors = [t for t in (*params.values(), *buffers.values()) if type(t) is Tensor]
-    captured = list({id(t._storage): t for t in tensors}.values())
-    self._jitted[key] = Jitted(method, self._extra_jit_args, captured)
+    self._jitted[key] = Jitted(method, self._extra_jit_args)
 
 
 def _forward(module: torch.nn.Module, *args, **kwargs):

@@ -12,6 +12,7 @@ captured tensors and to the `.grad` of captured leaves. `settle` applies them.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator
@@ -41,7 +42,6 @@ from torchax.tracing.autograd_bridge import Tape
 from torchax.tracing.conversions import arrays_of
 from torchax.tracing.guards import Guards
 from torchax.tracing.module_attributes import Attributes, is_born_in
-from torchax.tracing.module_members import Held
 from torchax.tracing.names import name_of, place_of
 from torchax.view import View
 
@@ -207,7 +207,8 @@ class Traced:
     function: the torch function.
     lifts: make closed-over tensors operands (for functions that are cached, as under
       `jax.jit`); else JAX closes over their values.
-    captured: tensors known to be closed over; others are found while tracing.
+    captured: tensors known to be closed over; others are found while tracing. Those
+      of modules that it names are taken for captured in the first trace.
     records: let torch's autograd go back through a call, by a `Tape`.
   """
 
@@ -237,9 +238,10 @@ class Traced:
     # How the captured tensors lie in their storages, and how often that has changed.
     self._layout: tuple = ()
     self._edition = 0
-    # Who says what is captured follows it too.
-    follows = is_of_module and lifts and not captured
-    self._held = Held(owner) if follows else None
+    self._members_edition = 0
+    # The captured tensors are a guess, which the first trace confirms.
+    self._has_guessed = False
+    self._may_guess = lifts and not captured
     # Whether a trace has met a gradient of a captured leaf, which may come and go.
     self._touches_grad = False
     self.pure = Carried(self._pure)
@@ -251,14 +253,12 @@ class Traced:
 
   def captured_arrays(self) -> tuple[jax.Array, ...]:
     """The operands for the closed-over tensors."""
-    held, guards = self._held, self.guards
-    if (
-      guards.optimizers
-      and guards.has_other_state()
-      or held is not None
-      and held.has_changed()
-    ):
+    guards = self.guards
+    is_other = guards.members_edition() != self._members_edition
+    if is_other or guards.optimizers and guards.has_other_state():
       self._start_anew()
+    if self._may_guess:
+      self._guess()
     if self._rebindings != Rebindings.count:
       self._follow_rebindings()
     self._lent.tensors = self.captured
@@ -280,10 +280,26 @@ class Traced:
 
     The edition keeps away what was compiled for the tensors that were captured before.
     """
-    if self._held is not None:
-      self._held.note()
+    self._members_edition = self.guards.members_edition()
     self.captured = []
     self._edition += 1
+    self._may_guess = self.lifts
+    self._note_captured()
+
+  def _guess(self) -> None:
+    """Takes the tensors of the modules that the function names for captured ones."""
+    self._may_guess = False
+    if self.captured or active.boundary is not None:
+      return  # in another function's trace all that it reads is captured there too
+    found: dict[int, Tensor] = {}
+    for module in reachable_modules(self.function):
+      for part in module.modules():
+        held = (part._parameters, part._buffers, vars(part))
+        for value in itertools.chain.from_iterable(map(dict.values, held)):
+          if type(value) is Tensor:
+            found.setdefault(id(value._storage), value)
+    self.captured = list(found.values())
+    self._has_guessed = bool(found)
     self._note_captured()
 
   def _follow_rebindings(self) -> None:
@@ -453,8 +469,6 @@ class Traced:
         raise
       finally:
         self._drop_traced_grads(boundary, grads)
-    if self._held is not None:
-      self._held.note()  # what the function itself replaces, it replaced in the trace
     self._require_operands(boundary, lent)
     return arrays, effects
 
@@ -600,6 +614,8 @@ class Traced:
       return
     known = {id(t._storage) for t in lent}
     is_complete = not boundary.missing
+    if self._has_guessed:
+      is_complete = self._keep_touched(boundary, lent) and is_complete
     if not is_complete:
       self.numbers = (*self.numbers, *boundary.missing)
     if boundary.cells.keys() - known:
@@ -614,6 +630,22 @@ class Traced:
       self._note_captured()
     if not is_complete:
       self.pure.miss()
+
+  def _keep_touched(self, boundary: Boundary, lent: list[Tensor]) -> bool:
+    """Lets go of what was captured by a wrong guess; False where there is any.
+
+    A module's own method keeps all tensors of the module.
+    """
+    self._has_guessed = False
+    if self._owner is not None:
+      return True
+    cells = boundary.cells
+    touched = [t for t in lent if cells[id(t._storage)].is_touched]
+    is_right = len(touched) == len(lent)
+    if not is_right:
+      self.captured = touched
+      self._note_captured()
+    return is_right
 
 
 def _write_to_host(changes: list[tuple[torch.Tensor, jax.Array]]) -> None:

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchax import _torch_compat
 from torchax.errors import MutationError
+from torchax.tracing.module_members import Members
 from torchax.tracing.module_values import Values, is_same, writes
 from torchax.tracing.static_values import key_of
 
@@ -40,6 +41,8 @@ class Guards:
 
   def __init__(self, name: str = "A function"):
     self.name = name
+    # What the modules hold; what is captured is found again when it is replaced.
+    self._members = Members()
     self._modules: dict[int, tuple[int, Values]] = {}
     self._count = 0
     self._seen = (-1, -1)
@@ -138,6 +141,7 @@ class Guards:
       if known is None or known[1].module is not part:
         values = Values(part)
         self._modules[id(part)] = (self._number(), values)
+        self._members.add(part)
         self._containers += values.containers
     if self._seen[0] < 0:
       self._seen = (writes.count, _torch_compat.count_of_hooks())
@@ -167,6 +171,15 @@ class Guards:
   def has_other_state(self) -> bool:
     """True where an optimizer has other tensors than at the last call."""
     return any([optimizer.has_other_state() for optimizer in self.optimizers])
+
+  def members_edition(self) -> int:
+    """How often a parameter, buffer or submodule was found replaced by another one."""
+    edition = self._members.look()
+    if self._inner:
+      for reference, _ in self._inner.values():
+        inner = reference()
+        edition += 0 if inner is None else inner.members_edition()
+    return edition
 
   def _number(self) -> int:
     self._count += 1
@@ -203,6 +216,7 @@ class Guards:
       for name in {**before, **values.now}:
         if before.get(name) != values.now.get(name):
           self._count_change(number, values.kind, name)
+    self._members.note()  # what the function itself replaces is a part of its trace
     self._seen = (-2, -2)  # looked at anew before the next call
     for held in list(self._host.values()):
       held.require_followed()

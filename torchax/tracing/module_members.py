@@ -8,42 +8,68 @@ registered or removed later asks for another compilation.
 import itertools
 import operator
 import types
+import weakref
 from collections.abc import Callable
 
 import torch
 
 from torchax import _torch_compat
 
+# Stands after everything that modules hold.
+_END = object()
 
-class Held:
-  """The parameters, buffers and submodules of a module and of its submodules.
+
+class Members:
+  """The parameters, buffers and submodules of modules, by identity.
+
+  Tensors that are plain attributes are not looked at.
 
   Args:
-    module: any; tensors that are plain attributes are not looked at.
+    module: is added with its submodules.
+
+  Attributes:
+    edition: how often one was found replaced, added or removed.
   """
 
-  def __init__(self, module: torch.nn.Module):
-    self._module = module
+  def __init__(self, module: torch.nn.Module | None = None):
+    self.edition = 0
+    self._modules: dict[int, weakref.ref] = {}
+    self._views: list = []
+    self._known: list = []
+    if module is not None:
+      for part in module.modules():
+        self.add(part)
     self.note()
 
+  def add(self, module: torch.nn.Module) -> None:
+    """Adds a module without its submodules, as `note` is going to find it."""
+    self._modules[id(module)] = weakref.ref(module)
+
   def note(self) -> None:
-    """Takes what the module holds now for what it should hold."""
-    self._tables = [
-      table
-      for module in self._module.modules()
-      for table in (module._parameters, module._buffers, module._modules)
-      if table
-    ]
-    self._known = list(self._values())
+    """Takes what the modules have now for what they should have."""
+    self._views = []
+    for key, reference in list(self._modules.items()):
+      module = reference()
+      if module is None:
+        del self._modules[key]
+        continue
+      tables = (module._parameters, module._buffers, module._modules)
+      self._views += [table.values() for table in tables]
+    self._views.append((_END,))
+    self._known = list(itertools.chain.from_iterable(self._views))
 
-  def has_changed(self) -> bool:
+  def have_changed(self) -> bool:
     """True where something was replaced, added or removed since `note`."""
-    return sum(map(len, self._tables)) != len(self._known) or not all(
-      map(operator.is_, self._values(), self._known)
-    )
+    # Every call asks. The mark at the end tells of what was added or removed there.
+    found = itertools.chain.from_iterable(self._views)
+    return not all(map(operator.is_, found, self._known))
 
-  def _values(self):
-    return itertools.chain.from_iterable(map(dict.values, self._tables))
+  def look(self) -> int:
+    """The edition; what was replaced since the last look is noted, and counts."""
+    if self.have_changed():
+      self.edition += 1
+      self.note()
+    return self.edition
 
 
 # Hooks --------------------------------------------------------------------------------
