@@ -73,6 +73,7 @@ LAYERS = {
     "torchax.config",
     "torchax.errors",
     "torchax.extras",
+    "torchax.logs",
     "torchax.ops.names",
     "torchax.private",
     "torchax.tracebacks",

@@ -41,10 +41,12 @@ from torchax.dispatch import (
 )
 from torchax.environment import Environment, default_env
 from torchax.graphs import fake_tensors
-from torchax.interop import JittableModule, extract_jax
+from torchax.interop import Explanation, JittableModule, explain, extract_jax
+from torchax.logs import set_logs
 from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
 from torchax.rng import RngState, rng_scope
 from torchax.saving import damage, files, safetensors
+from torchax.tracing import foretold_draws
 from torchax.version import VERSION
 
 __version__ = VERSION
@@ -111,7 +113,7 @@ def _compose() -> None:
     indexing.register_functions,
     interop.control_flow.register_functions,
   ]
-  rng.ledger.Explainer.trace = interop.explain
+  rng.ledger.Explainer.trace = foretold_draws.foretell
   for module, names in _OF_TENSOR.items():
     for name in names:
       setattr(tensor, name, getattr(module, name))
@@ -148,6 +150,7 @@ __all__ = [
   "Configuration",
   "EnvInfo",
   "Environment",
+  "Explanation",
   "JittableModule",
   "RngState",
   "VERSION",
@@ -162,6 +165,7 @@ __all__ = [
   "enable_globally",
   "enable_performance_mode",
   "env_info",
+  "explain",
   "extract_jax",
   "interop",
   "jaten",
@@ -171,6 +175,7 @@ __all__ = [
   "rng",
   "rng_scope",
   "save_checkpoint",
+  "set_logs",
   "unsupported_dtype",
 ]
 

@@ -17,6 +17,22 @@ import torch
 
 from torchax.core.storage import Boundary, active
 
+_SIGNS = {
+  operator.add: "+",
+  operator.sub: "-",
+  operator.mul: "*",
+  operator.truediv: "/",
+  operator.floordiv: "//",
+  operator.mod: "%",
+  operator.pow: "**",
+  operator.lt: "<",
+  operator.le: "<=",
+  operator.gt: ">",
+  operator.ge: ">=",
+  operator.eq: "==",
+  operator.ne: "!=",
+}
+
 
 class Expression:
   """A number that is computed on the host; hashed by how, not by what it is now.
@@ -49,6 +65,20 @@ class Expression:
       *[p.now() if isinstance(p, Expression) else p for p in self.parts]
     )
 
+  def __str__(self) -> str:
+    parts = [
+      f"({part})" if type(part) is Expression else str(part) for part in self.parts
+    ]
+    sign = _SIGNS.get(self.operation)
+    if sign is not None and len(parts) == 2:
+      return f"{parts[0]} {sign} {parts[1]}"
+    name = getattr(self.operation, "__name__", str(self.operation))
+    return f"{name}({', '.join(parts)})"
+
+  def shown(self) -> str:
+    """What it is at this moment, for messages."""
+    return repr(self.now())
+
   # What torch's C++ asks a symbolic float.
 
   def guard_float(self, file, line) -> float:
@@ -79,13 +109,14 @@ class Entry(Expression):
   Args:
     table: the dict.
     name: of the number.
+    owner: what the dict is called in messages.
     place: its place where the entry is a tuple of numbers.
   """
 
-  __slots__ = ("table", "name", "place")
+  __slots__ = ("table", "name", "owner", "place")
 
-  def __init__(self, table: dict, name: str, place: int | None = None):
-    self.table, self.name, self.place = table, name, place
+  def __init__(self, table: dict, name: str, owner: str, place: int | None = None):
+    self.table, self.name, self.owner, self.place = table, name, owner, place
     self.operation, self.parts = operator.getitem, ()
     self._hash = hash((id(table), name, place))
 
@@ -97,6 +128,10 @@ class Entry(Expression):
     )
 
   __hash__ = Expression.__hash__
+
+  def __str__(self) -> str:
+    place = "" if self.place is None else f"[{self.place}]"
+    return f"{self.owner}[{self.name!r}]{place}"
 
   def now(self):
     value = self.table[self.name]

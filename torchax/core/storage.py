@@ -5,7 +5,7 @@ detached tensors hold the same one, and an in-place operation replaces its array
 
 While a function is being traced by one of our wrappers, a `Boundary` is active. A
 storage born outside is never touched by the trace: reads and writes of it go to the
-boundary's own copy (a `Cell`), from which the wrapper takes what has to come back.
+boundary's own copy (a `Shadow`), from which the wrapper takes what has to come back.
 So no tracer ever reaches a tensor that outlives the trace.
 """
 
@@ -125,10 +125,10 @@ class Storage:
     """
     shape = self.array.shape
     self.__class__ = _Start
-    _held.__set__(self, (grown, shape))
+    _array_slot.__set__(self, (grown, shape))
 
 
-_held = Storage.array  # the slot, which `_Start` covers
+_array_slot = Storage.array  # the slot, which `_Start` covers
 
 
 class _Start(Storage):
@@ -141,16 +141,16 @@ class _Start(Storage):
 
   @property
   def root(self) -> Storage:
-    return _held.__get__(self)[0].root
+    return _array_slot.__get__(self)[0].root
 
   @property
   def array(self) -> jax.Array:
-    grown, shape = _held.__get__(self)
+    grown, shape = _array_slot.__get__(self)
     return grown.read()[: math.prod(shape)].reshape(shape)
 
   @array.setter
   def array(self, array: jax.Array):
-    grown, shape = _held.__get__(self)
+    grown, shape = _array_slot.__get__(self)
     grown.write(grown.read().at[: math.prod(shape)].set(array.ravel()))
 
 
@@ -189,14 +189,14 @@ class Ended(Storage):
   def array(self) -> jax.Array:
     if self.birth.is_trace or _jax_compat.is_top_level():
       raise self._error()
-    return _held.__get__(self)
+    return _array_slot.__get__(self)
 
   @array.setter
   def array(self, array: jax.Array):
     raise self._error()
 
   def _error(self) -> TracedStateError:
-    aval = _held.__get__(self)
+    aval = _array_slot.__get__(self)
     return TracedStateError(
       f"This tensor of shape {list(aval.shape)} and {aval.dtype} was made while "
       f"`{self.birth.name}` was being traced, and kept: it stood for a value of each "
@@ -205,7 +205,7 @@ class Ended(Storage):
     )
 
 
-class Cell:
+class Shadow:
   """What a traced function sees of a storage that was born outside of it.
 
   Attributes:
@@ -243,7 +243,7 @@ class Boundary:
 
   Attributes:
     parent: the boundary around it on this thread.
-    cells: the outer storages it has touched, by identity.
+    shadows: the outer storages it has touched, by identity.
     closed: True once the trace has ended; tensors born in it have no value then.
     roots: outer tensors that were read and need a gradient, by identity; None where
       no gradient is recorded.
@@ -272,7 +272,7 @@ class Boundary:
     self.name = name
     self.is_trace = is_trace
     self.born: list[weakref.ref] = []
-    self.cells: dict[int, Cell] = {}
+    self.shadows: dict[int, Shadow] = {}
     self.closed = False
     self.roots: dict[int, object] | None = {} if records else None
     self.plain: dict[int, object] = {}
@@ -292,13 +292,13 @@ class Boundary:
       base = tensor._base
       root = tensor if base is None or not base.requires_grad else base
       self.roots[id(root)] = root
-    return self._cell(storage, tensor).array
+    return self._shadow(storage, tensor).array
 
   def write(self, storage: Storage, array: jax.Array, tensor=None) -> None:
     """Changes this boundary's copy of an outer storage."""
-    cell = self._cell(storage, None)
-    cell.array = array
-    cell.written = True
+    shadow = self._shadow(storage, None)
+    shadow.array = array
+    shadow.written = True
     if tensor is not None and tensor.grad_fn is None:
       self.plain[id(tensor)] = tensor
 
@@ -344,17 +344,17 @@ class Boundary:
     _, steps = self.reshapes.setdefault(id(tensor), (tensor, []))
     steps.append((op, hashable))
 
-  def lend(self, storage: Storage, array: jax.Array, tensor) -> None:
+  def lift(self, storage: Storage, array: jax.Array, tensor) -> None:
     """Shows an outer storage as `array`, an operand of the traced function."""
-    self.cells[id(storage)] = Cell(storage, array, tensor)
+    self.shadows[id(storage)] = Shadow(storage, array, tensor)
 
-  def written(self) -> list[Cell]:
+  def written(self) -> list[Shadow]:
     """The outer storages that the function has changed."""
-    return [cell for cell in self.cells.values() if cell.written]
+    return [shadow for shadow in self.shadows.values() if shadow.written]
 
-  def _cell(self, storage: Storage, tensor) -> Cell:
-    cell = self.cells.get(id(storage))
-    if cell is None:
+  def _shadow(self, storage: Storage, tensor) -> Shadow:
+    shadow = self.shadows.get(id(storage))
+    if shadow is None:
       if storage.birth is not None and storage.birth.closed:
         raise TracedStateError(
           f"A tensor that was made while `{storage.birth.name}` was being traced is "
@@ -365,12 +365,14 @@ class Boundary:
       outer = (
         storage.array if self.parent is None else self.parent.read(storage, tensor)
       )
-      cell = self.cells[id(storage)] = Cell(storage, outer)
-    cell.is_touched = True
-    if tensor is not None and (cell.tensor is None or not cell.tensor.requires_grad):
+      shadow = self.shadows[id(storage)] = Shadow(storage, outer)
+    shadow.is_touched = True
+    if tensor is not None and (
+      shadow.tensor is None or not shadow.tensor.requires_grad
+    ):
       leaf = _leaf_of(tensor, storage)
-      cell.tensor = cell.tensor if leaf is None else leaf
-    return cell
+      shadow.tensor = shadow.tensor if leaf is None else leaf
+    return shadow
 
   @contextlib.contextmanager
   def enter(self) -> Iterator["Boundary"]:

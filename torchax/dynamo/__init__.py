@@ -5,8 +5,8 @@
 """
 
 from torchax.dynamo.backend import backend
-from torchax.dynamo.logs import set_logs
 from torchax.dynamo.options import Options
+from torchax.logs import set_logs
 
 __all__ = ["Options", "backend", "set_logs"]
 

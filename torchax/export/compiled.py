@@ -59,15 +59,15 @@ class ExportedFunction:
     module = self._module
     if module is not None and module.was_replaced():
       self._by_form.clear()
-    form = (arguments.form, *self._situation())
+    form = (arguments.form, *self._specialization())
     compiled = self._by_form.get(form)
     if compiled is None:
       compiled = self._by_form[form] = self._compiled(arguments)
     return compiled(arguments.tensors)
 
-  def _situation(self) -> tuple:
+  def _specialization(self) -> tuple:
     return (
-      () if self._module is None else self._module.situation(),
+      () if self._module is None else self._module.specialization(),
       torch.is_grad_enabled(),
       torch.get_default_dtype(),
       amp.dtype_in_force(),
@@ -213,7 +213,7 @@ class _Watched:
       self.look()
     return not same
 
-  def situation(self) -> tuple:
+  def specialization(self) -> tuple:
     """What Python may decide by: attributes and hooks, and shapes of its tensors."""
     return (self._version, self._guards.key())
 

@@ -9,6 +9,7 @@ from torchax.interop import (
   transforms,
   views,
 )
+from torchax.interop.inspection import Explanation, explain
 from torchax.interop.jit import Jitted, jax_jit, wrap_jax_jit
 from torchax.interop.loops import cond, fori_loop, scan, switch, while_loop
 from torchax.interop.maps import jax_shard_map, jax_vmap
@@ -32,12 +33,12 @@ from torchax.interop.views import (
   torch_view_elem,
 )
 from torchax.tracing import autograd_bridge, optimizers, transform
-from torchax.tracing.explain import explain
 
 MODULES = (jit, loops, maps, module, transforms, views, autograd_bridge, transform)
 """Where the functions are that run torch code under JAX's transformations."""
 
 __all__ = [
+  "Explanation",
   "Jitted",
   "JittableModule",
   "_jax_view",

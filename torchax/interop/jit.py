@@ -24,13 +24,15 @@ from torchax.interop.options import JitOptions, merged, with_names
 from torchax.rng import NewOperands, RngState, rng_scope
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracebacks import ending_at_the_user, hide
-from torchax.tracing import autograd_bridge, static_values
+from torchax.tracing import autograd_bridge, forms, static_values
 from torchax.tracing.conversions import arrays_of, tensors_of
+from torchax.tracing.effects import settle
 from torchax.tracing.functionalize import Traced
+from torchax.tracing.specialization import ORDINARY
 from torchax.types import P, R
 from torchax.view import View
 
-# Operands in front of the user's arguments: (rng, (captured, situation)).
+# Operands in front of the user's arguments: (rng, (captured, specialization)).
 LEADING = 2
 
 _ARGNUMS = ("static_argnums", "donate_argnums")
@@ -102,7 +104,9 @@ class Jitted(Generic[P, R]):
 
   def _jit(self, kwargs) -> Any:
     def pure(rng, operands, *args, **kwargs):
-      return self._pure(rng, operands, *args, **kwargs)
+      result = self._pure(rng, operands, *args, **kwargs)
+      self.traced.note_trace(operands, args, kwargs)
+      return result
 
     # The name alone: by `__wrapped__` JAX would find the user's signature, which lacks
     # the operands in front.
@@ -122,13 +126,13 @@ class Jitted(Generic[P, R]):
       try:
         return self.call(None, args, kwargs)
       except (TypeError, ValueError, RuntimeError) as error:
-        self.explain(error, args, kwargs)
+        self.reword(error, args, kwargs)
         raise
     except Exception as error:
       hide(error)
       raise
 
-  def explain(self, error: Exception, args, kwargs) -> None:
+  def reword(self, error: Exception, args, kwargs) -> None:
     """Raises in other words what JAX says of arguments and arrays; else returns.
 
     Args:
@@ -213,7 +217,7 @@ class Jitted(Generic[P, R]):
         guards.note_inner(traced.guards)
     if effects is not None:
       if settles:
-        traced.settle(leaves, effects)
+        settle(leaves, effects)
       if effects.tape is not None:
         treedef = jax.tree.structure((args, kwargs))
         called = (leaves, treedef, rng, alive, amp.dtype_in_force())
@@ -276,10 +280,43 @@ class Jitted(Generic[P, R]):
       lambda rng: jitted.trace(rng, self._operands(leaves), *args, **kwargs)
     )
 
+  def abstractly(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What a call would depend on and do; nothing is run, no state advances.
+
+    Returns:
+      What it is compiled for by name, and names of the argument leaves; its effects;
+      how far it moves the random stream.
+    """
+    leaves, args, kwargs = _flatten(args, kwargs)
+    jitted = self._transformed(len(args))
+    named = self._with_static(args, kwargs)
+
+    def trace(rng):
+      operands = self._operands(leaves)
+      (_, effects), advance = jitted.eval_shape(rng, operands, *args, **kwargs)
+      form = forms.form_of(self.traced, operands[1] or ORDINARY, *named)
+      return form, effects, advance
+
+    return self._pure.try_abstractly(trace)
+
+  def _with_static(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """The arguments, with those marked that are static by number or name."""
+    numbers, names = [
+      (given,) if isinstance(given, int | str) else tuple(given or ())
+      for given in map(self._kwargs.get, ("static_argnums", "static_argnames"))
+    ]
+    # Negative numbers count from the end.
+    places = {n - LEADING if n >= 0 else n + len(args) for n in numbers}
+    static = static_values.StaticValue
+    return (
+      tuple([static(v) if n in places else v for n, v in enumerate(args)]),
+      {name: static(v) if name in names else v for name, v in kwargs.items()},
+    )
+
   def _operands(self, leaves, extra=None) -> tuple:
-    """Operands in front of the user's: captured arrays, the situation, numbers."""
+    """Operands in front of the user's: captured arrays, the specialization, numbers."""
     traced = self.traced
-    operands = (traced.captured_arrays(), traced.situation(leaves, extra))
+    operands = (traced.captured_arrays(), traced.specialization(leaves, extra))
     return (*operands, *traced.number_operands()) if traced.numbers else operands
 
 

@@ -157,12 +157,12 @@ class JittableModule(ModuleWrapper):
   @ending_at_the_user
   def lower(self, *args, **kwargs):
     """`jax.jit(…).lower` of `forward`; nothing is run, no state advances."""
-    return self._prepared("forward").lower(*args, **kwargs)
+    return self.jitted("forward").lower(*args, **kwargs)
 
   @ending_at_the_user
   def trace(self, *args, **kwargs):
     """`jax.jit(…).trace` of `forward`; nothing is run, no state advances."""
-    return self._prepared("forward").trace(*args, **kwargs)
+    return self.jitted("forward").trace(*args, **kwargs)
 
   def functional_call(
     self, method_or_name: str | Callable, params, buffers, *args, **kwargs
@@ -184,17 +184,25 @@ class JittableModule(ModuleWrapper):
   def jittable_call(self, method_name: str, *args, **kwargs):
     """Runs a method of the module, compiled."""
     try:
-      jitted = self._prepared(method_name)
+      jitted = self.jitted(method_name)
       try:
         return jitted.call(None, args, kwargs)
       except (TypeError, ValueError, RuntimeError) as error:
-        jitted.explain(error, args, kwargs)
+        jitted.reword(error, args, kwargs)
         raise
     except Exception as error:
       hide(error)
       raise
 
-  def _prepared(self, name: str) -> Jitted:
+  def jitted(self, name: str) -> Jitted:
+    """The compiled form of a method.
+
+    Args:
+      name: of the method.
+
+    Raises:
+      AttributeError: the module has no such method.
+    """
     if name not in self._jitted:
       self.make_jitted(name)
     return self._jitted[name]

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
-import torch
+from torchax.tracing.names import signature_of
 
 ArgNums = int | Sequence[int] | None
 ArgNames = str | Iterable[str] | None
@@ -113,16 +113,6 @@ def _keywords_of(transform: Callable) -> tuple[str, ...]:
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
     return ()
   return tuple(parameter.name for parameter in parameters[1:])
-
-
-def signature_of(function: Callable) -> inspect.Signature | None:
-  """What a function or the `forward` of a module takes; None if it does not say."""
-  if isinstance(function, torch.nn.Module):
-    function = function.forward
-  try:
-    return inspect.signature(function)
-  except (TypeError, ValueError):  # functions of C
-    return None
 
 
 def with_names(

@@ -24,6 +24,7 @@ from torchax.rng import Advance, RngOperands
 from torchax.tensor import Tensor
 from torchax.tracebacks import ending_at_the_user
 from torchax.tracing.conversions import tensors_of
+from torchax.tracing.effects import settle
 from torchax.tracing.functionalize import Traced
 from torchax.tracing.names import name_of
 from torchax.tracing.transform import Transformed
@@ -74,7 +75,7 @@ def jax_value_and_grad(
     leaves, args, kwargs = _flatten(args, kwargs)
 
     def run(rng):
-      operands = ((), traced.situation(leaves))
+      operands = ((), traced.specialization(leaves))
       (value, (aux, effects, advance)), grads = transformed(
         rng, operands, *args, **kwargs
       )
@@ -85,7 +86,7 @@ def jax_value_and_grad(
     except TypeError as error:
       _explain(error, traced.__name__, argnums_of_user, len(args))
       raise
-    traced.settle(leaves, effects)
+    settle(leaves, effects)
     return tensors_of((value, grads))
 
   return value_and_grad

@@ -287,11 +287,11 @@ class _Attempt(threading.local):
 
   Attributes:
     deferred: a trace that misses an operand is finished before it is made anew.
-    missed: it has missed one.
+    asked: to be made anew.
   """
 
   deferred = False
-  missed = False
+  asked = False
 
 
 def _once() -> int:
@@ -338,9 +338,9 @@ class Carried:
       self.sites = tuple(dict.fromkeys((*self.sites, *met)))
       for slot in stream.slots:  # the function runs again, from the start
         slot.restore()
-      self.miss()
+      self.retrace()
 
-  def miss(self) -> None:
+  def retrace(self) -> None:
     """Has the trace in progress made anew, since it lacks an operand.
 
     Raises:
@@ -348,7 +348,7 @@ class Carried:
     """
     if not self._attempt.deferred:
       raise NewOperands
-    self._attempt.missed = True
+    self._attempt.asked = True
 
   @contextlib.contextmanager
   def deferring(self) -> Iterator[None]:
@@ -357,14 +357,14 @@ class Carried:
     JAX keeps a trace that an exception leaves, if it has read an outer one's values.
     """
     attempt = self._attempt
-    before = (attempt.deferred, attempt.missed)
-    attempt.deferred, attempt.missed = True, False
+    before = (attempt.deferred, attempt.asked)
+    attempt.deferred, attempt.asked = True, False
     try:
       yield
-      if attempt.missed:
+      if attempt.asked:
         raise NewOperands
     finally:
-      attempt.deferred, attempt.missed = before
+      attempt.deferred, attempt.asked = before
 
   def _require_words(self, slots: list[GeneratorSlot]) -> None:
     if any(slot.is_short for slot in slots):
@@ -375,7 +375,7 @@ class Carried:
       ]
       for slot in slots:  # the function runs again, from the start
         slot.restore()
-      self.miss()
+      self.retrace()
     else:
       self._just_met = []
 

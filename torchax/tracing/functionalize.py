@@ -24,25 +24,39 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchax import _jax_compat, _torch_compat, amp
 from torchax.core.host_numbers import Expression
-from torchax.core.storage import Boundary, Cell, Rebindings, Storage, active
+from torchax.core.storage import Boundary, Rebindings, Shadow, Storage, active
 from torchax.core.view_steps import WHOLE
 from torchax.dispatch import host_operations
 from torchax.environment import default_env
 from torchax.errors import MutationError
-from torchax.ops import mappings
 from torchax.rng import Carried, is_typed_key
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import (
   autograd_bridge,
+  forms,
   host_randomness,
   optimizers,
   static_values,
 )
-from torchax.tracing.autograd_bridge import Tape
 from torchax.tracing.conversions import arrays_of
+from torchax.tracing.effects import (
+  Effects,
+  Lifted,
+  collect,
+  drop_traced_grads,
+  trained_leaves,
+)
 from torchax.tracing.guards import Guards
-from torchax.tracing.module_attributes import Attributes, is_born_in
+from torchax.tracing.history import History
+from torchax.tracing.module_attributes import Attributes
 from torchax.tracing.names import name_of, place_of
+from torchax.tracing.specialization import (
+  ORDINARY,
+  ORDINARY_ATTRIBUTES,
+  Specialization,
+  is_trained,
+  repeated,
+)
 from torchax.view import View
 
 _TENSORS = frozenset({Tensor, View})
@@ -50,7 +64,7 @@ _TENSORS = frozenset({Tensor, View})
 _OF_LEAF = "leaf Variable that requires grad"
 
 
-class _Lent(threading.local):
+class _Taken(threading.local):
   """The captured tensors whose arrays this thread took as operands last."""
 
   tensors: ClassVar[list] = []
@@ -69,132 +83,6 @@ def _itself(tensor):
 
 def _is_tensor(value) -> bool:
   return isinstance(value, torch.Tensor)
-
-
-@jax.tree_util.register_static
-class Situation:
-  """What a trace depends on besides values. Interned, so that a call compares quickly.
-
-  Attributes:
-    same: for each argument leaf that repeats an earlier one's tensor, the two indices.
-    overlapping: indices of argument leaves whose storage another view shares.
-    has_grad: for each captured leaf, whether it has a gradient.
-    extra: anything the wrapper adds, such as the training flags of a module.
-    wants_grad: None where torch records no gradient; else for each argument leaf and
-      then for each captured tensor whether it needs one.
-    no_grad: called under `torch.no_grad`.
-    default_dtype: torch's, which decides what integers and factories give.
-    autocast: the dtype of the autocast around the call, or None.
-    edition: how often the captured tensors have come to lie otherwise in memory, or
-      were replaced by others.
-    guards: the differences from what the function decided by at first (`Guards`).
-  """
-
-  __slots__ = (
-    *("same", "overlapping", "has_grad", "extra", "wants_grad", "no_grad"),
-    *("default_dtype", "autocast", "edition", "guards"),
-  )
-  _known: ClassVar[dict] = {}
-
-  @classmethod
-  def of(
-    cls,
-    same=(),
-    overlapping=(),
-    has_grad=(),
-    extra=None,
-    wants_grad=None,
-    no_grad=False,
-    default_dtype=torch.float32,
-    autocast=None,
-    edition=0,
-    guards=(),
-  ) -> "Situation":
-    """The situation with these attributes; always the same object."""
-    attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
-    attributes += (default_dtype, autocast, edition, guards)
-    known = cls._known.get(attributes)
-    if known is None:
-      known = cls._known[attributes] = cls()
-      for name, value in zip(cls.__slots__, attributes):
-        setattr(known, name, value)
-    return known
-
-
-_ORDINARY = ((), (), (), None, None, False, torch.float32, None, 0, ())
-ORDINARY = Situation.of()
-"""No argument repeats another one, and nothing else matters."""
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass
-class Effects:
-  """What a traced function changed in place; which is static, the numbers are not.
-
-  Attributes:
-    arguments: indices of argument leaves.
-    storages: of outer tensors.
-    holders: for each of these, the captured tensor whose storage it was in the trace,
-      or None; for the storage of a captured leaf's gradient, the leaf.
-    leaves: outer leaves whose `.grad` was set.
-    cleared: outer leaves whose `.grad` became None.
-    arrays: the new numbers of the first three, in order; then those of arguments whose
-      memory has grown.
-    tape: what torch's autograd needs to go back through the call, or None.
-    reshapes: (index of an argument leaf, (operation, arguments), …) of changes of shape
-      in place, to be done again with the caller's tensor.
-    grown: indices of the argument leaves whose memory has grown.
-    of_gradients: for each of `holders`, whether it is the leaf of a gradient.
-  """
-
-  arguments: tuple[int, ...]
-  storages: tuple[Storage, ...]
-  holders: tuple[Tensor | None, ...]
-  leaves: tuple[Tensor, ...]
-  cleared: tuple[Tensor, ...]
-  arrays: list[jax.Array]
-  tape: Tape | None = None
-  reshapes: tuple = ()
-  grown: tuple[int, ...] = ()
-  of_gradients: tuple[bool, ...] = ()
-
-  def tree_flatten(self):
-    objects = (*self.storages, *self.holders, *self.leaves, *self.cleared)
-    static = tuple(map(_Identity, objects))
-    counts = (len(self.storages), len(self.leaves))
-    shapes = (self.reshapes, self.grown, self.of_gradients)
-    return (self.arrays, self.tape), (self.arguments, static, counts, shapes)
-
-  @classmethod
-  def tree_unflatten(cls, static, children):
-    arguments, identities, (n_storages, n_leaves), shapes = static
-    objects = tuple([identity.value for identity in identities])
-    start = 2 * n_storages
-    middle = start + n_leaves
-    return cls(
-      arguments,
-      objects[:n_storages],
-      objects[n_storages:start],
-      objects[start:middle],
-      objects[middle:],
-      *children,
-      *shapes,
-    )
-
-
-class _Identity:
-  """Hashes and compares an object by what it is, not by what it holds."""
-
-  __slots__ = ("value",)
-
-  def __init__(self, value):
-    self.value = value
-
-  def __hash__(self):
-    return id(self.value)
-
-  def __eq__(self, other):
-    return type(other) is _Identity and self.value is other.value
 
 
 _array_of_storage = operator.attrgetter("array")
@@ -219,17 +107,20 @@ class Traced:
     self.lifts = lifts
     self.records = records
     self.guards = Guards(name_of(function))
+    self.history = History(name_of(function))
     # Numbers of the host that are operands of a call.
     self.numbers: tuple[Expression, ...] = ()
     self.takes_numbers = False
     self._last_numbers: tuple = ((), ())
+    # Attributes of the last call's specialization, and the object.
+    self._last: tuple = (None, None)
     self.place = place_of(function)
     owner = getattr(function, "__self__", function)
     is_of_module = isinstance(owner, torch.nn.Module)
     self._owner = owner if is_of_module else None
     # Never changed in place: other threads may be using it.
     self.captured: list[Tensor] = list(captured)
-    self._lent = _Lent()
+    self._taken = _Taken()
     # Captured leaf -> place of its captured gradient.
     self._gradients: dict[Tensor, int] = {}
     self._has_traced = False
@@ -261,14 +152,14 @@ class Traced:
       self._guess()
     if self._rebindings != Rebindings.count:
       self._follow_rebindings()
-    self._lent.tensors = self.captured
+    self._taken.tensors = self.captured
     if not self.captured:
       return ()
     if self._gradients:
       self._follow_gradients()
     if self._has_traced:
       self._drop_dead()
-    self._lent.tensors = captured = self.captured
+    self._taken.tensors = captured = self.captured
     if active.boundary is None:
       storages = self._storages
       if len(storages) == len(captured):
@@ -342,7 +233,7 @@ class Traced:
     self._gradients = {
       t: places[id(t.grad)]
       for t in self.captured
-      if _is_trained(t) and t.grad is not None and id(t.grad) in places
+      if is_trained(t) and t.grad is not None and id(t.grad) in places
     }
 
   def number_operands(self) -> tuple:
@@ -359,11 +250,11 @@ class Traced:
     self._last_numbers = (values, operands)
     return operands
 
-  def situation(self, leaves, extra=None) -> Situation | None:
+  def specialization(self, leaves, extra=None) -> Specialization | None:
     """The static part of a call with these argument leaves; None if ordinary."""
     has_grad = ()
     if self._touches_grad:
-      trained = [tensor for tensor in self.captured if _is_trained(tensor)]
+      trained = [tensor for tensor in self.captured if is_trained(tensor)]
       has_grad = tuple([tensor.grad is not None for tensor in trained])
     no_grad = not torch.is_grad_enabled()
     wants_grad = None if no_grad else self._wants_grad(leaves)
@@ -376,7 +267,11 @@ class Traced:
     attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
     attributes += (torch.get_default_dtype(), amp.dtype_in_force(), self._edition)
     attributes += (self.guards.key(),)
-    return None if attributes == _ORDINARY else Situation.of(*attributes)
+    if attributes == ORDINARY_ATTRIBUTES:
+      return None
+    if attributes != self._last[0]:
+      self._last = (attributes, Specialization.of(*attributes))
+    return self._last[1]
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
     """Which operands torch would record a gradient for; None for none at all."""
@@ -387,52 +282,20 @@ class Traced:
       flags += [tensor.requires_grad for tensor in self.captured]
     return tuple(flags) if True in flags else None
 
-  def settle(self, leaves: list, effects: Effects | None) -> None:
-    """Applies what the function changed in place to the caller's tensors."""
-    if effects is None:
-      return
-    arrays = iter(effects.arrays)
-    on_host = []
-    for place in effects.arguments:
-      leaf, array = leaves[place], next(arrays)
-      if isinstance(leaf, Tensor):
-        leaf.replace_jax(array)
-      elif isinstance(leaf, torch.Tensor):
-        on_host.append((leaf, array))
-      # else an array, whose holder cannot see the change
-    if on_host:
-      _write_to_host(on_host)
-    for storage, holder, is_gradient in zip(
-      effects.storages, effects.holders, effects.of_gradients
-    ):
-      found = holder.grad if is_gradient else holder
-      (storage if found is None else found._storage).write(next(arrays))
-    for tensor in effects.leaves:
-      tensor.grad = new_tensor(next(arrays), tensor._env)
-    for tensor in effects.cleared:
-      tensor.grad = None
-    for place, *steps in effects.reshapes:
-      if isinstance(leaves[place], Tensor):
-        with torch.no_grad():
-          for op, args in steps:
-            op(leaves[place], *args)
-    for place in effects.grown:
-      if isinstance(leaves[place], Tensor):
-        leaves[place].replace_jax(next(arrays))
-
   # In the trace ----------------------------------------------------------------------
 
   def _pure(self, operands, *args, **kwargs):
-    captured, situation, *numbers = operands
-    situation = situation or ORDINARY
+    captured, specialization, *numbers = operands
+    specialization = specialization or ORDINARY
     env = default_env()
-    records = situation.wants_grad is not None
+    records = specialization.wants_grad is not None
     boundary = Boundary(
       self.records and torch.is_grad_enabled(), self.__name__, guards=self.guards
     )
     # Another thread may have found more tensors since the operands were taken.
-    lent = self._lent.tensors[: len(captured)]
-    grads = {id(t): t.grad for t in lent if _is_trained(t)}
+    tensors = self._taken.tensors[: len(captured)]
+    grads = {id(t): t.grad for t in tensors if is_trained(t)}
+    lifted = Lifted(tensors, grads, tuple(self._gradients))
     attributes = Attributes()
     for module in reachable_modules(self.function):
       self.guards.note_module(module)
@@ -443,10 +306,10 @@ class Traced:
       boundary.numbers = dict(zip(self.numbers, numbers))
       boundary.missing = []
     with env.renewed(), boundary.enter(), _unhooked(), watching:
-      for tensor, array in zip(lent, captured):
-        boundary.lend(tensor._storage, array, tensor)
+      for tensor, array in zip(tensors, captured):
+        boundary.lift(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
-      inner = self._wrap(inputs, situation)
+      inner = self._wrap(inputs, specialization)
       born = [value._storage if isinstance(value, Tensor) else None for value in inner]
       args, kwargs = static_values.shown(jax.tree.unflatten(treedef, inner))
       try:
@@ -455,25 +318,32 @@ class Traced:
         out = static_values.hidden_results(out, self.__name__)
         arrays = arrays_of(out)
         attributes.write_back(boundary, self.__name__)
-        effects = self._effects(boundary, inner, born, situation, grads, lent)
+        self._note_gradients(boundary, lifted)
+        effects = collect(self.__name__, boundary, inner, born, specialization, lifted)
         if records:
-          effects = self._with_tape(effects, out, inner, situation, boundary)
+          effects = self._with_tape(effects, out, inner, specialization, boundary)
         self._require_plain(boundary)
       except BaseException as error:
         attributes.undo_traced(boundary)
         optimizers.undo_state(boundary)
         # A parameter that is a leaf outside as well keeps torch's own words.
-        is_given = records and any(situation.wants_grad[: len(inputs)])
+        is_given = records and any(specialization.wants_grad[: len(inputs)])
         if is_given and _OF_LEAF in str(error):
           self._refuse_followed(error)
         raise
       finally:
-        self._drop_traced_grads(boundary, grads)
-    self._require_operands(boundary, lent)
+        drop_traced_grads(boundary, lifted)
+    self._require_operands(boundary, tensors)
     return arrays, effects
 
-  def _wrap(self, inputs: list, situation: Situation) -> list:
-    same, wants_grad = dict(situation.same), situation.wants_grad
+  def note_trace(self, operands, args: tuple, kwargs: dict) -> None:
+    """Keeps what a finished trace was made for, to tell why there is another one."""
+    _, specialization, *_ = operands
+    form, _ = forms.form_of(self, specialization or ORDINARY, args, kwargs)
+    self.history.note(form)
+
+  def _wrap(self, inputs: list, specialization: Specialization) -> list:
+    same, wants_grad = dict(specialization.same), specialization.wants_grad
     inner: list = []
     for place, value in enumerate(inputs):
       if place in same:
@@ -486,13 +356,13 @@ class Traced:
         inner.append(value)
     return inner
 
-  def _with_tape(self, effects, out, inner, situation, boundary) -> Effects | None:
+  def _with_tape(self, effects, out, inner, specialization, boundary) -> Effects | None:
     wanted = {
       place: value
       for place, value in enumerate(inner)
       if isinstance(value, Tensor) and value.is_leaf and value.requires_grad
     }
-    for place, _ in situation.same:
+    for place, _ in specialization.same:
       wanted.pop(place, None)
     self._require_followed(effects, inner, boundary)
     outputs = jax.tree.leaves(out, is_leaf=_is_tensor)
@@ -527,111 +397,35 @@ class Traced:
       "Return the new value instead, so that autograd can follow it."
     ) from error
 
-  def _effects(self, boundary, inner, born, situation, grads, lent) -> Effects | None:
-    repeats = {place for place, _ in situation.same}
-    reshapes = tuple(
-      (place, *boundary.reshapes[id(value)][1])
-      for place, value in enumerate(inner)
-      if id(value) in boundary.reshapes and place not in repeats
-    )
-    reshaped = {place for place, *_ in reshapes}
-    changed = tuple(
-      place
-      for place, (value, storage) in enumerate(zip(inner, born))
-      if storage is not None
-      and place not in repeats
-      and (storage.version or value._storage is not storage or place in reshaped)
-    )
-    if set(changed) & set(situation.overlapping):
-      raise MutationError(
-        f"{self.__name__} changes an argument in place whose memory another argument "
-        "shares as a different view. Pass the base and take the views inside."
-      )
-    leaves = self._leaves(boundary)
-    updated = [t for t in leaves if is_born_in(t.grad, boundary)]
-    cleared = [t for t in leaves if t.grad is None and grads.get(id(t)) is not None]
-    if updated or cleared or any(t.grad is not None for t in leaves):
+  def _note_gradients(self, boundary: Boundary, lifted: Lifted) -> None:
+    leaves = trained_leaves(boundary)
+    if any(t.grad is not None or lifted.grads.get(id(t)) is not None for t in leaves):
       self._touches_grad = True
-    cells = boundary.written()
-    if not (changed or cells or updated or cleared):
-      return None
-    arrays = [
-      born[place].array
-      if inner[place]._storage is born[place] or place in reshaped
-      else self._rebound(inner[place], born[place])
-      for place in changed
-    ]
-    arrays += [cell.array for cell in cells]
-    arrays += [tensor.grad.jax() for tensor in updated]
-    grown = tuple(p for p in reshaped if inner[p]._storage is not born[p])
-    arrays += [inner[place].jax() for place in grown]
-    storages = tuple(cell.storage for cell in cells)
-    holders = {id(tensor._storage): tensor for tensor in lent}
-    gradients = {
-      id(grads[id(leaf)]._storage): leaf
-      for leaf in self._gradients
-      if isinstance(grads.get(id(leaf)), Tensor)
-    }
-    keys = [id(storage) for storage in storages]
-    return Effects(
-      changed,
-      storages,
-      tuple([gradients.get(key, holders.get(key)) for key in keys]),
-      tuple(updated),
-      tuple(cleared),
-      arrays,
-      reshapes=reshapes,
-      grown=grown,
-      of_gradients=tuple([key in gradients for key in keys]),
-    )
 
-  def _rebound(self, tensor: Tensor, storage: Storage) -> jax.Array:
-    """The numbers of an argument that took another memory (`x.data = …`, `set_`)."""
-    array = tensor.jax()
-    if array.shape != storage.array.shape or array.dtype != storage.array.dtype:
-      raise MutationError(
-        f"{self.__name__} gives an argument of shape {storage.array.shape} the memory "
-        f"of a tensor of shape {array.shape} (`.data = …` or `set_`), which the "
-        "caller's tensor cannot follow. Return the new tensor instead."
-      )
-    return array
-
-  def _leaves(self, boundary: Boundary) -> list[Tensor]:
-    tensors = (cell.tensor for cell in boundary.cells.values())
-    return [t for t in tensors if t is not None and _is_trained(t)]
-
-  def _drop_traced_grads(self, boundary: Boundary, grads: dict) -> None:
-    """The trace has set `.grad` of real leaves; they get back what they had."""
-    for tensor in self._leaves(boundary):
-      before = grads.get(id(tensor))
-      was_cleared = tensor.grad is None and before is not None
-      if was_cleared or is_born_in(tensor.grad, boundary):
-        tensor.grad = before
-
-  def _require_operands(self, boundary: Boundary, lent: list[Tensor]) -> None:
+  def _require_operands(self, boundary: Boundary, lifted: list[Tensor]) -> None:
     """Has the function traced again where it has read what is no operand yet."""
     if not self.lifts:
       return
-    known = {id(t._storage) for t in lent}
+    known = {id(t._storage) for t in lifted}
     is_complete = not boundary.missing
     if self._has_guessed:
-      is_complete = self._keep_touched(boundary, lent) and is_complete
+      is_complete = self._keep_touched(boundary, lifted) and is_complete
     if not is_complete:
       self.numbers = (*self.numbers, *boundary.missing)
-    if boundary.cells.keys() - known:
+    if boundary.shadows.keys() - known:
       is_complete = False
       env = default_env()
       roots = {id(t._storage): t for t in (boundary.roots or {}).values()}
       known |= {id(t._storage) for t in self.captured}
-      new = [cell for key, cell in boundary.cells.items() if key not in known]
+      new = [shadow for key, shadow in boundary.shadows.items() if key not in known]
       self.captured = self.captured + [
-        _tensor_of(cell, env, roots.get(id(cell.storage))) for cell in new
+        _tensor_of(shadow, env, roots.get(id(shadow.storage))) for shadow in new
       ]
       self._note_captured()
     if not is_complete:
-      self.pure.miss()
+      self.pure.retrace()
 
-  def _keep_touched(self, boundary: Boundary, lent: list[Tensor]) -> bool:
+  def _keep_touched(self, boundary: Boundary, lifted: list[Tensor]) -> bool:
     """Lets go of what was captured by a wrong guess; False where there is any.
 
     A module's own method keeps all tensors of the module.
@@ -639,35 +433,23 @@ class Traced:
     self._has_guessed = False
     if self._owner is not None:
       return True
-    cells = boundary.cells
-    touched = [t for t in lent if cells[id(t._storage)].is_touched]
-    is_right = len(touched) == len(lent)
+    shadows = boundary.shadows
+    touched = [t for t in lifted if shadows[id(t._storage)].is_touched]
+    is_right = len(touched) == len(lifted)
     if not is_right:
       self.captured = touched
       self._note_captured()
     return is_right
 
 
-def _write_to_host(changes: list[tuple[torch.Tensor, jax.Array]]) -> None:
-  """Changes 0-d tensors on the CPU, such as an optimizer's count of its steps."""
-  with torch.no_grad():
-    for tensor, array in changes:
-      tensor.copy_(mappings.j2t(array))
-
-
-def _tensor_of(cell: Cell, env, root: Tensor | None) -> Tensor:
+def _tensor_of(shadow: Shadow, env, root: Tensor | None) -> Tensor:
   """The tensor that read the storage, or one for a storage that was only written."""
-  found = cell.tensor if cell.tensor is not None else root
+  found = shadow.tensor if shadow.tensor is not None else root
   if found is not None and found._chain is WHOLE:
     return found
-  tensor = new_tensor(cell.storage.array, env)
-  tensor._storage = cell.storage
+  tensor = new_tensor(shadow.storage.array, env)
+  tensor._storage = shadow.storage
   return tensor
-
-
-def _is_trained(tensor: Tensor) -> bool:
-  """True for leaves that autograd gives a `.grad`; others warn when asked for it."""
-  return tensor.requires_grad and tensor.is_leaf
 
 
 @contextlib.contextmanager
@@ -701,23 +483,3 @@ def reachable_modules(function) -> list[torch.nn.Module]:
       with contextlib.suppress(ValueError):  # a name that has no value yet
         found.append(cell.cell_contents)
   return [value for value in found if isinstance(value, torch.nn.Module)]
-
-
-def repeated(leaves: list) -> tuple[tuple, tuple]:
-  """Which argument leaves are the same tensor, and which overlap otherwise."""
-  first: dict[int, int] = {}
-  same, overlapping = [], []
-  for place, leaf in enumerate(leaves):
-    if not isinstance(leaf, Tensor):
-      continue
-    earlier = first.setdefault(id(leaf._storage), place)
-    if earlier == place:
-      continue
-    first_leaf = leaves[earlier]
-    # A tensor and its `detach()` are two: only one of them takes part in gradients.
-    is_same = leaf is first_leaf or not (leaf.requires_grad or first_leaf.requires_grad)
-    if first_leaf._chain is leaf._chain and is_same:
-      same.append((place, earlier))
-    else:
-      overlapping += [earlier, place]
-  return tuple(same), tuple(overlapping)

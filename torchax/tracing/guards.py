@@ -23,7 +23,7 @@ from torchax import _torch_compat
 from torchax.errors import MutationError
 from torchax.tracing.module_members import Members
 from torchax.tracing.module_values import Values, is_same, writes
-from torchax.tracing.static_values import key_of
+from torchax.tracing.static_values import in_words, key_of
 
 # A value that its own function has changed in more traces is followed no more.
 MOST_CHANGES = 8
@@ -104,7 +104,7 @@ class Guards:
     self._differences = tuple(differences)
 
   def _of_host(self) -> tuple:
-    gone = [key for key, held in self._host.items() if held.is_gone]
+    gone = [key for key, value in self._host.items() if value.is_gone]
     if gone:
       for key in gone:
         del self._host[key]
@@ -112,9 +112,9 @@ class Guards:
     with _torch_compat.without_function_modes():
       return tuple(
         [
-          (held.number, now)
-          for held in self._host.values()
-          if (now := held.look()) != held.first
+          (value.number, now)
+          for value in self._host.values()
+          if (now := value.look()) != value.first
         ]
       )
 
@@ -158,7 +158,11 @@ class Guards:
       self._inner[id(inner)] = (weakref.ref(inner), inner.key())
 
   def note_decision(self, decision) -> None:
-    """Adds a number of the host by which Python has decided; it tells it by `now()`."""
+    """Adds a number of the host by which Python has decided.
+
+    Args:
+      decision: tells what it is by `now()`, and in messages by `in_words()`.
+    """
     self._decisions.setdefault(decision, _now(decision))
 
   def note_optimizer(self, optimizer) -> None:
@@ -180,6 +184,27 @@ class Guards:
         inner = reference()
         edition += 0 if inner is None else inner.members_edition()
     return edition
+
+  def modules(self) -> Iterator[tuple[str, Values]]:
+    """The modules that are noted, by path."""
+    return _named([values for _, values in self._modules.values()])
+
+  def described(self) -> dict[str, str]:
+    """What is noted, by name: attributes, host tensors and decisions, as they are."""
+    found: dict[str, str] = {}
+    for name, values in self.modules():
+      for attribute, text in values.shown():
+        found[f"{name}.{attribute}"] = text
+    for value in self._host.values():
+      if not value.is_gone:
+        found[f"{value} (number {value.number})"] = value.shown()
+    for decision in self._decisions:
+      found[str(decision)] = decision.shown()
+    for reference, _ in self._inner.values():
+      inner = reference()
+      if inner is not None:
+        found |= {f"{inner.name}: {k}": v for k, v in inner.described().items()}
+    return found
 
   def _number(self) -> int:
     self._count += 1
@@ -218,8 +243,8 @@ class Guards:
           self._count_change(number, values.kind, name)
     self._members.note()  # what the function itself replaces is a part of its trace
     self._seen = (-2, -2)  # looked at anew before the next call
-    for held in list(self._host.values()):
-      held.require_followed()
+    for value in list(self._host.values()):
+      value.require_followed()
 
   def _count_change(self, number: int, kind: str, name: str) -> None:
     changes = self._changes.get((number, name), 0) + 1
@@ -231,6 +256,20 @@ class Guards:
         "number that changes with every call has to be a tensor.",
         stacklevel=2,
       )
+
+
+def _named(noted: list[Values]) -> Iterator[tuple[str, Values]]:
+  """Modules with their paths, which begin with the class of the outermost one."""
+  names: dict[int, str] = {}
+  modules = [values.module for values in noted]
+  inner = {id(m) for module in modules if module for m in [*module.modules()][1:]}
+  roots = [m for m in modules if m is not None and id(m) not in inner]
+  for root in roots:
+    for path, part in root.named_modules(prefix=type(root).__name__):
+      names.setdefault(id(part), path)
+  for values, module in zip(noted, modules):
+    if module is not None:
+      yield names.get(id(module), values.kind), values
 
 
 def _now(decision) -> Hashable:
@@ -272,6 +311,18 @@ class _OnHost:
     if value.data_ptr() != self._memory.ctypes.data:  # `tensor.data = …`
       self._memory = _memory_of(value)
     return None if self._memory is None else self._memory.tobytes()
+
+  def shown(self) -> str:
+    """Its numbers, or those of them that tell it from another one."""
+    value = self._reference()
+    if value is None or self._nbytes > MOST_BYTES:
+      return f"number {hash(self.look())}"
+    with _torch_compat.without_function_modes():
+      return in_words(value.tolist())
+
+  def __str__(self) -> str:
+    kind = "a CPU tensor" if self._is_tensor else "a numpy array"
+    return f"{kind} of shape {list(self._shape)}"
 
   def require_followed(self) -> None:
     """Raises MutationError for an array that is too large to be compared."""

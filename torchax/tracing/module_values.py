@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from torchax.tracing.static_values import Identity, key_of
+from torchax.tracing.static_values import Identity, in_words, key_of
 
 # What torch keeps in each module for itself.
 _OWN = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -121,6 +121,15 @@ class Values:
     if self.is_silent:
       containers.append((vars(module).values(), tuple(vars(module).values())))
     self.now, self.containers = now, containers
+
+  def shown(self) -> Iterator[tuple[str, str]]:
+    """(name, value) of each, as messages have them."""
+    module = self._reference()
+    for name in self.now:
+      value = vars(module).get(name)
+      if name in _HOOKS:
+        value = list(value.values())
+      yield name, in_words(value)
 
   def changed(self) -> Iterator[tuple]:
     """(name, key) of each value that is another one than at first."""

@@ -1,6 +1,8 @@
 """What a traced function is called in messages and in compiled programs."""
 
 import functools
+import inspect
+from collections.abc import Callable
 
 import torch
 
@@ -28,3 +30,13 @@ def place_of(function) -> tuple[str, int] | None:
   method = getattr(function, "forward", function)
   code = getattr(getattr(method, "__func__", method), "__code__", None)
   return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def signature_of(function: Callable) -> inspect.Signature | None:
+  """What a function or the `forward` of a module takes; None if it does not say."""
+  if isinstance(function, torch.nn.Module):
+    function = function.forward
+  try:
+    return inspect.signature(function)
+  except (TypeError, ValueError):  # functions of C
+    return None

@@ -25,7 +25,7 @@ from torchax.core.host_numbers import Entry, HostNumber, substituted
 from torchax.core.storage import active
 from torchax.errors import TracedStateError
 from torchax.tensor import Tensor
-from torchax.tracing.static_values import Identity, key_of
+from torchax.tracing.static_values import Identity, in_words, key_of
 
 
 class Watched:
@@ -59,6 +59,33 @@ class Watched:
         [(name, _kind(v)) for g in optimizer.param_groups for name, v in g.items()]
       )
     return self._kinds
+
+  def __str__(self) -> str:
+    return f"{type(self._reference()).__name__}.param_groups"
+
+  def shown(self) -> str:
+    """What Python decides by, for messages: all but the numbers that are operands."""
+    optimizer = self._reference()
+    groups = [] if optimizer is None else optimizer.param_groups
+    settings = {
+      name: len(value) if name == "params" else value
+      for group in groups
+      for name, value in group.items()
+      if _kind(value) is not float
+    }
+    return f"{len(groups)} of {in_words(settings)}"
+
+  def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    """The jax tensors of its state, by name."""
+    optimizer = self._reference()
+    if optimizer is None:
+      return
+    kind = type(optimizer).__name__
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(parameters):
+      for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor):
+          yield f"{kind}.state[{number}][{name!r}]", value
 
   def has_other_state(self) -> bool:
     """True where a tensor of the state is another one than at the last call."""
@@ -118,7 +145,9 @@ class _Step:
 
   def begin(self) -> None:
     """Gives the parameter groups what they have in the trace."""
-    for group in self._optimizer.param_groups:
+    kind = type(self._optimizer).__name__
+    for number, group in enumerate(self._optimizer.param_groups):
+      owner = f"{kind}.param_groups[{number}]"
       if group.get("capturable") is False:
         group["capturable"] = True
         if group.get("fused"):  # it takes numbers that C++ wants to know
@@ -126,11 +155,11 @@ class _Step:
       for name, value in list(group.items()):
         if _is_number(value):
           substituted[id(group), name] = value
-          group[name] = HostNumber(Entry(group, name))
+          group[name] = HostNumber(Entry(group, name, owner))
         elif isinstance(value, tuple) and value and all(map(_is_number, value)):
           substituted[id(group), name] = value
           group[name] = tuple(
-            [HostNumber(Entry(group, name, place)) for place in range(len(value))]
+            [HostNumber(Entry(group, name, owner, n)) for n in range(len(value))]
           )
     self._inside = [dict(group) for group in self._optimizer.param_groups]
 

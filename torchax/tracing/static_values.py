@@ -8,6 +8,7 @@ torch function does, so they are static by their values.
 
 import enum
 import functools
+import reprlib
 import types
 from collections.abc import Hashable
 from typing import Any
@@ -57,6 +58,11 @@ class HiddenGenerator:
     return same and self.generator._cdata == other.generator._cdata
 
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlist = _short.maxtuple = _short.maxdict = 8
+
+
 def key_of(value) -> Hashable:
   """What tells a value that Python decides by from any other one.
 
@@ -88,6 +94,14 @@ def key_of(value) -> Hashable:
     parts = _key_of_parts(cls, value)
     return None if parts is None else (cls, frozenset(parts[1]))
   return (cls, Identity(value)) if isinstance(value, _BY_IDENTITY) else None
+
+
+def in_words(value) -> str:
+  """A value in one line, long ones shortened."""
+  if isinstance(value, list) and value and callable(value[0]):
+    return f"[{', '.join(map(in_words, value))}]"
+  name = getattr(value, "__qualname__", None)
+  return _short.repr(value) if name is None else name
 
 
 def _key_of_parts(cls, parts) -> tuple | None:

@@ -25,8 +25,10 @@ from torchax.rng import Advance, RngOperands
 from torchax.tensor import Tensor
 from torchax.tracing import static_values
 from torchax.tracing.conversions import arrays_of, tensors_of
-from torchax.tracing.functionalize import Effects, Situation, Traced
+from torchax.tracing.effects import Effects
+from torchax.tracing.functionalize import Traced
 from torchax.tracing.names import name_of
+from torchax.tracing.specialization import Specialization
 
 
 class Result(NamedTuple):
@@ -152,8 +154,8 @@ class Transformed:
     """Runs one of the functions in the trace in progress."""
     self._branch = branch
     self.traced.__name__ = f"{name_of(self._functions[branch])} (in {self.name})"
-    situation = Situation.of(extra=branch)
-    (out, effects), advance = self.traced.pure(rng, (captured, situation), *args)
+    specialization = Specialization.of(extra=branch)
+    (out, effects), advance = self.traced.pure(rng, (captured, specialization), *args)
     advance = Advance(0) if advance is None else advance
     changed = {} if effects is None else dict(zip(effects.arguments, effects.arrays))
     return Result(out, self._states(effects, captured), advance, changed)
@@ -176,7 +178,7 @@ class Transformed:
     new = [storage for storage in written if storage not in known]
     if new:
       self._found += new
-      self.traced.pure.miss()
+      self.traced.pure.retrace()
     return [
       written.get(storage, array)
       for storage, array in zip(self.changing, self.states_of(captured))
@@ -202,7 +204,7 @@ class Transformed:
     found = dataclasses.replace(advance, log=())
     if found != self.known:
       self.known = found
-      self.traced.pure.miss()
+      self.traced.pure.retrace()
 
   def require_words(self, advance: Advance) -> None:
     """Traces again where a generator gives a call more words than it takes."""
@@ -211,7 +213,7 @@ class Transformed:
       taken = [(g, n) for (g, _), n in zip(pure.generators, advance.words)]
       if taken != pure.generators:
         pure.generators = taken
-        pure.miss()
+        pure.retrace()
 
   def by_site(self, advance: Advance) -> tuple[int, ...]:
     """Draws at each site of the function, in the order of its operands."""

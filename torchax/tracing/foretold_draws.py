@@ -11,7 +11,7 @@ from torchax.tracing.conversions import arrays_of
 from torchax.tracing.functionalize import Traced
 
 
-def explain(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
+def foretell(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
   """The draws of a call that is not made; see `torchax.rng.explain`."""
   traced = Traced(torch_function, lifts=False)
   leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))

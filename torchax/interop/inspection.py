@@ -1,0 +1,165 @@
+"""`torchax.explain`: what a compiled function takes, decides by, changes and draws."""
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchax.interop.jit import Jitted
+from torchax.interop.module import JittableModule
+from torchax.interop.wrapper import ModuleWrapper
+from torchax.tracebacks import ending_at_the_user
+from torchax.tracing import forms
+from torchax.tracing.static_values import in_words, key_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+  """What a program of a compiled function depends on, and what it does besides.
+
+  All attributes but the last two are dicts of names and what is known of each; numbers
+  and values are those of the moment.
+
+  Attributes:
+    function: its name.
+    operands: what every call hands over: arguments, tensors that the function closes
+      over, numbers of optimizers, the key and the count of the random stream. When they
+      change, nothing is compiled anew.
+    guards: what Python decided by when the function was traced. When one changes, the
+      next call is compiled anew.
+    constants: numbers of the function's own closure, globals and defaults. A change is
+      not followed, as in `jax.jit`: pass them as arguments.
+    effects: what the function changes in place, `.grad` included.
+    draws: how many random numbers' keys it takes from the stream.
+    compilations: how often the function was traced so far.
+    reasons: what told its last trace from the most similar one before.
+  """
+
+  function: str
+  operands: dict[str, str]
+  guards: dict[str, str]
+  constants: dict[str, str]
+  effects: dict[str, str]
+  draws: int
+  compilations: int
+  reasons: tuple[str, ...]
+
+  def __str__(self) -> str:
+    lines = [self.function]
+    for title in ("operands", "guards", "constants", "effects"):
+      rows = getattr(self, title)
+      width = max(map(len, rows), default=0)
+      lines.append(f"{title}:" if rows else f"{title}: none")
+      lines += [f"  {name:<{width}}  {value}".rstrip() for name, value in rows.items()]
+    lines.append(f"draws: {self.draws}")
+    lines.append(f"compiled: {self.compilations} times")
+    lines += [f"  the last time for {reason}" for reason in self.reasons]
+    return "\n".join(lines)
+
+
+@ending_at_the_user
+def explain(function: Callable, *args, **kwargs) -> Explanation:
+  """What a call of a compiled function depends on; nothing is run, nothing advances.
+
+  Args:
+    function: what `jax_jit` or `torchax.compile` returned, or a function or module,
+      which is looked at as `jax_jit` would compile it.
+    *args, **kwargs: of the call. The function is traced for them unless it was before.
+
+  Raises:
+    TypeError: not a function, or one that torch.compile or torch.export has compiled.
+
+  >>> import torch, torchax
+  >>> scale = 3.0
+  >>> double = torch.tensor(2.0)
+  >>> f = torchax.interop.jax_jit(lambda x, flip: (-x if flip else x) * double * scale)
+  >>> explanation = explain(f, torch.ones(2, device="jax"), True)
+  >>> explanation.operands["x"], explanation.guards["flip"]
+  ('float32[2]', 'True')
+  >>> explanation.constants
+  {'scale': '3.0'}
+  """
+  if isinstance(function, types.MethodType) and isinstance(function.__func__, Jitted):
+    args = (function.__self__, *args)
+    function = function.__func__
+  return _explained(_jitted_of(function), args, kwargs)
+
+
+def _jitted_of(function) -> Jitted:
+  if isinstance(function, Jitted):
+    return function
+  if isinstance(function, JittableModule):
+    return function.jitted("forward")
+  is_of_dynamo = hasattr(function, "_torchdynamo_orig_callable")
+  if is_of_dynamo or isinstance(function, ModuleWrapper):
+    raise TypeError(
+      "explain looks at what `jax_jit` and `torchax.compile` trace, but got a function "
+      "of torch.compile or torch.export. Ask torch with `torch._dynamo.explain(f)(…)` "
+      "and TORCH_LOGS=guards,recompiles, or pass the function that was compiled."
+    )
+  if not callable(function):
+    raise TypeError(
+      f"explain takes a function or a module, but got {type(function).__name__}."
+    )
+  return Jitted(function, {})
+
+
+def _explained(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanation:
+  traced = jitted.traced
+  (form, arguments), effects, advance = jitted.abstractly(args, kwargs)
+  captured = forms.captured_names(traced)
+  operands = {name: form[name] for name in arguments}
+  operands |= {
+    name: f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")
+    for name, tensor in zip(captured, traced.captured)
+  }
+  operands |= {str(number): number.shown() for number in traced.numbers}
+  for number, (_, draws) in enumerate(traced.pure.generators):
+    operands[f"generator {number}"] = f"{draws} draws"
+  if advance is not None and advance.draws:
+    operands["random stream"] = "key and count"
+  return Explanation(
+    function=traced.__name__,
+    operands=operands,
+    guards={name: v for name, v in form.items() if name not in operands},
+    constants=dict(_constants(traced.function)),
+    effects=_effects(effects, arguments, traced, captured),
+    draws=0 if advance is None else advance.draws + sum(advance.words),
+    compilations=traced.history.count,
+    reasons=traced.history.reasons,
+  )
+
+
+def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict:
+  if effects is None:
+    return {}
+  names = {id(t._storage): name for t, name in zip(traced.captured, captured)}
+  found = {arguments[place]: "changed in place" for place in effects.arguments}
+  for storage in effects.storages:
+    found[names.get(id(storage), "a tensor")] = "changed in place"
+  for leaf in effects.leaves:
+    found[f"{names.get(id(leaf._storage), 'a tensor')}.grad"] = "set"
+  for leaf in effects.cleared:
+    found[f"{names.get(id(leaf._storage), 'a tensor')}.grad"] = "cleared"
+  return found
+
+
+def _constants(function: Callable) -> Iterator[tuple[str, str]]:
+  """Numbers and other constants that a function names, outside of it."""
+  while isinstance(function, functools.partial):
+    function = function.func
+  method = getattr(function, "forward", function)
+  function = getattr(method, "__func__", method)
+  code = getattr(function, "__code__", None)
+  if code is None:
+    return
+  values = {name: function.__globals__.get(name) for name in code.co_names}
+  for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+    with contextlib.suppress(ValueError):  # a name that has no value yet
+      values[name] = cell.cell_contents
+  for name, value in values.items():
+    is_named = isinstance(value, type) or callable(value) or value is None
+    if not is_named and key_of(value) is not None:
+      yield name, in_words(value)

@@ -1,0 +1,130 @@
+"""What a program was compiled for, in words: for `History` and `torchax.explain`."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import torch
+
+from torchax.tensor import Tensor
+from torchax.tracing.history import Form
+from torchax.tracing.names import name_of, signature_of
+from torchax.tracing.specialization import is_trained
+from torchax.tracing.static_values import (
+  HiddenGenerator,
+  StaticValue,
+  in_words,
+)
+
+
+def form_of(
+  traced, specialization, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Form, list[str]]:
+  """What a trace is made for, by name, and the names of the argument leaves.
+
+  Args:
+    traced: the function (`Traced`).
+    specialization: of the call.
+    args, kwargs: arrays or tracers, and static values.
+  """
+  found = list(arguments(traced.function, args, kwargs))
+  form = {name: described(leaf) for name, leaf in found}
+  names = [name for name, leaf in found if not _is_static(leaf)]
+  form |= _of_specialization(specialization, names, traced)
+  return form | traced.guards.described(), names
+
+
+def _of_specialization(specialization, leaves: list[str], traced) -> Form:
+  captured = captured_names(traced)
+  form = {"torch.is_grad_enabled()": str(not specialization.no_grad)}
+  form["torch.get_default_dtype()"] = str(specialization.default_dtype)
+  if specialization.autocast is not None:
+    form["autocast"] = str(specialization.autocast)
+  if specialization.extra is not None:
+    form["compiled for"] = str(specialization.extra)
+  for place, earlier in specialization.same:
+    form[f"tensor of {leaves[place]}"] = f"that of {leaves[earlier]}"
+  for place in specialization.overlapping:
+    form[f"memory of {leaves[place]}"] = "shared with another argument"
+  if specialization.wants_grad is not None:
+    recorded = zip([*leaves, *captured], specialization.wants_grad)
+    needed = [name for name, is_needed in recorded if is_needed]
+    form["gradients recorded for"] = ", ".join(needed)
+  if specialization.has_grad:
+    trained = [n for n, t in zip(captured, traced.captured) if is_trained(t)]
+    there = itertools.compress(trained, specialization.has_grad)
+    form["gradients that are there"] = ", ".join(there) or "none"
+  if specialization.edition:
+    form["tensors and modules replaced"] = f"{specialization.edition} times"
+  return form
+
+
+def arguments(
+  function: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+  """The leaves of arguments, with names: static ones and arrays."""
+  parameters = _parameters(function)
+  found, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_static)
+  for (which, *path), leaf in found:
+    if which.idx == 0:
+      place, *path = path
+      is_named = place.idx < len(parameters)
+      name = parameters[place.idx] if is_named else f"argument {place.idx}"
+    else:
+      place, *path = path
+      name = str(place.key)
+    yield name + jax.tree_util.keystr(tuple(path)), leaf
+
+
+def captured_names(traced) -> list[str]:
+  """Names of the tensors that a function closes over, by the modules that hold them."""
+  names: dict[int, str] = {}
+  for root, values in traced.guards.modules():
+    module = values.module
+    held = (module._parameters, module._buffers, vars(module))
+    for name, value in itertools.chain.from_iterable(map(dict.items, held)):
+      if isinstance(value, Tensor):
+        names.setdefault(id(value._storage), f"{root}.{name}")
+        if value.is_leaf and isinstance(value.grad, Tensor):
+          names.setdefault(id(value.grad._storage), f"{root}.{name}.grad")
+  for optimizer in traced.guards.optimizers:
+    for name, tensor in optimizer.tensors():
+      names.setdefault(id(tensor._storage), name)
+  return [
+    names.get(id(tensor._storage), f"tensor {number} that is closed over")
+    for number, tensor in enumerate(traced.captured)
+  ]
+
+
+_POSITIONAL = (
+  inspect.Parameter.POSITIONAL_ONLY,
+  inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+def _parameters(function: Callable) -> list[str]:
+  """Names of the positional parameters, up to `*args`."""
+  owner = getattr(function, "__self__", function)
+  if isinstance(owner, torch.nn.Module) and name_of(owner) == name_of(function):
+    function = owner.forward
+  signature = signature_of(function)
+  parameters = () if signature is None else signature.parameters.values()
+  return [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+
+
+def _is_static(leaf) -> bool:
+  return isinstance(leaf, StaticValue | HiddenGenerator)
+
+
+def described(leaf) -> str:
+  """What a program is compiled for of a leaf: dtype and shape, or the value itself."""
+  if isinstance(leaf, jax.Array):
+    kind = f"{leaf.dtype.name}{list(leaf.shape)}"
+    return f"{kind} of a Python number" if leaf.weak_type else kind
+  if isinstance(leaf, HiddenGenerator):
+    return f"torch.Generator {leaf.generator._cdata}"
+  if type(leaf) in (int, float, complex):
+    return f"{type(leaf).__name__} number"
+  return in_words(leaf.value if type(leaf) is StaticValue else leaf)

@@ -1,0 +1,96 @@
+"""What a trace is made for besides shapes and dtypes: `Specialization`."""
+
+import threading
+import weakref
+
+import jax
+import torch
+
+from torchax.tensor import Tensor
+
+_interning = threading.Lock()
+_known: "weakref.WeakValueDictionary[tuple, Specialization]"
+_known = weakref.WeakValueDictionary()
+
+
+@jax.tree_util.register_static
+class Specialization:
+  """What a trace is made for besides shapes and dtypes.
+
+  There is one object for equal ones, so that a call compares quickly. It lives as long
+  as a program that was compiled for it.
+
+  Attributes:
+    same: for each argument leaf that repeats an earlier one's tensor, the two indices.
+    overlapping: indices of argument leaves whose storage another view shares.
+    has_grad: for each captured leaf, whether it has a gradient.
+    extra: anything the wrapper adds, such as the training flags of a module.
+    wants_grad: None where torch records no gradient; else for each argument leaf and
+      then for each captured tensor whether it needs one.
+    no_grad: called under `torch.no_grad`.
+    default_dtype: torch's, which decides what integers and factories give.
+    autocast: the dtype of the autocast around the call, or None.
+    edition: how often the captured tensors have come to lie otherwise in memory, or
+      were replaced by others.
+    guards: the differences from what the function decided by at first (`Guards`).
+  """
+
+  __slots__ = (
+    *("same", "overlapping", "has_grad", "extra", "wants_grad", "no_grad"),
+    *("default_dtype", "autocast", "edition", "guards", "__weakref__"),
+  )
+
+  @classmethod
+  def of(
+    cls,
+    same=(),
+    overlapping=(),
+    has_grad=(),
+    extra=None,
+    wants_grad=None,
+    no_grad=False,
+    default_dtype=torch.float32,
+    autocast=None,
+    edition=0,
+    guards=(),
+  ) -> "Specialization":
+    """The one with these attributes; always the same object."""
+    attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
+    attributes += (default_dtype, autocast, edition, guards)
+    with _interning:
+      known = _known.get(attributes)
+      if known is None:
+        known = _known[attributes] = cls()
+        for name, value in zip(cls.__slots__, attributes):
+          setattr(known, name, value)
+      return known
+
+
+ORDINARY_ATTRIBUTES = ((), (), (), None, None, False, torch.float32, None, 0, ())
+ORDINARY = Specialization.of()
+"""No argument repeats another one, and nothing else matters."""
+
+
+def is_trained(tensor: Tensor) -> bool:
+  """True for leaves that autograd gives a `.grad`; others warn when asked for it."""
+  return tensor.requires_grad and tensor.is_leaf
+
+
+def repeated(leaves: list) -> tuple[tuple, tuple]:
+  """Which argument leaves are the same tensor, and which overlap otherwise."""
+  first: dict[int, int] = {}
+  same, overlapping = [], []
+  for place, leaf in enumerate(leaves):
+    if not isinstance(leaf, Tensor):
+      continue
+    earlier = first.setdefault(id(leaf._storage), place)
+    if earlier == place:
+      continue
+    first_leaf = leaves[earlier]
+    # A tensor and its `detach()` are two: only one of them takes part in gradients.
+    is_same = leaf is first_leaf or not (leaf.requires_grad or first_leaf.requires_grad)
+    if first_leaf._chain is leaf._chain and is_same:
+      same.append((place, earlier))
+    else:
+      overlapping += [earlier, place]
+  return tuple(same), tuple(overlapping)
