@@ -40,6 +40,7 @@ _register_value = private.find(
   "jax._src.dtypes.register_canonicalize_value_handler",
   _GIVEN_TENSORS,
   instead=lambda cls, handler: None,
+  since="0.10.2",
 )
 
 # () -> bool: True once JAX has set up a device.

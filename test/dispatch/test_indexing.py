@@ -217,7 +217,6 @@ BAD_INDICES = {
   "float_tensor": torch.tensor([0.0]),
   "int16_tensor": torch.tensor([0], dtype=torch.int16),
   "string": "a",
-  "numpy_bool": np.bool_(True),
   "mask_length": torch.tensor([True, False, True]),
   "mask_shape": torch.ones(2, 3, dtype=torch.bool),
   "mask_list_length": [True],
@@ -237,6 +236,12 @@ def test_a_wrong_index_raises_what_torch_raises(index):
   with pytest.raises(cpu_error.type):
     tensor[index] = 1.0
   assert_same(tensor, CUBE)
+
+
+def test_a_boolean_of_numpy_is_no_index():
+  # As of torch 2.12; before, CPU torch takes it for True.
+  with pytest.raises(IndexError, match="numpy.bool"):
+    CUBE.to("jax")[np.bool_(True)]
 
 
 BAD_VALUES = {

@@ -5,6 +5,7 @@ attributes of modules of torch, and hold for the whole process.
 """
 
 import functools
+import inspect
 import importlib
 
 import torch
@@ -66,9 +67,12 @@ def fork_one_stream() -> None:
   It is one for all devices. To count them, which torch would do, starts JAX.
   """
 
+  # torch 2.11 saves the state of CUDA devices by default, later ones the accelerator's.
+  default = inspect.signature(_fork_rng).parameters["device_type"].default
+
   @functools.wraps(_fork_rng)
   def fork_rng(devices=None, *args, **kwargs):
-    kind = kwargs.get("device_type", args[3] if len(args) > 3 else None)
+    kind = kwargs.get("device_type", args[3] if len(args) > 3 else default)
     if devices is None and kind in (None, BACKEND):
       devices = [0]
     return _fork_rng(devices, *args, **kwargs)
