@@ -144,7 +144,7 @@ def _are_foreign(types) -> bool:
   return bool(types) and any(map(_handles_functions, types))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # it keeps the classes
 def _handles_functions(cls: Any) -> bool:
   if cls.__module__.startswith("torch.nested."):
     return False  # torch's own; they are refused by name

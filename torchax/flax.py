@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from torchax import extras, rng
+from torchax.core.bounded_cache import BoundedCache
 from torchax.dispatch import autograd
+from torchax.dispatch.plans import MOST_PROGRAMS
 from torchax.environment import Environment, default_env
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.conversions import arrays_of, tensors_of
@@ -114,7 +116,8 @@ class FlaxNNModule(torch.nn.Module):
     _check_sample(flax_module, sample_args, sample_kwargs)
     self._env = env
     self._flax_module = flax_module
-    self._compiled: dict[_Call, autograd.ArrayFunction] = {}
+    self._compiled: BoundedCache[_Call, autograd.ArrayFunction]
+    self._compiled = BoundedCache(MOST_PROGRAMS)
     self._collections: dict[tuple, tuple[str, ...]] = {}
     args, kwargs = arrays_of((tuple(sample_args), sample_kwargs))
     asked = _asked_for(lambda keys: flax_module.init(keys, *args, **kwargs), (PARAMS,))
@@ -290,7 +293,8 @@ class FlaxNNModule(torch.nn.Module):
 
   def __getstate__(self):
     # Compiled functions stay here, and a process has its own environment.
-    return {**self.__dict__, "_compiled": {}, "_collections": {}, "_env": None}
+    anew = {"_compiled": BoundedCache(MOST_PROGRAMS), "_collections": {}, "_env": None}
+    return self.__dict__ | anew
 
   def __setstate__(self, state):
     super().__setstate__(state)

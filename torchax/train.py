@@ -12,10 +12,11 @@ import jax
 import torch
 
 from torchax import _torch_compat
+from torchax.core.bounded_cache import BoundedCache
+from torchax.core.static_values import StaticValue
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
 from torchax.interop.options import CheckpointOptions
 from torchax.interop.views import torch_view
-from torchax.tracing.static_values import StaticValue
 from torchax.types import P, R
 
 Args = TypeVar("Args")
@@ -104,6 +105,10 @@ class Container:
   one_mod: torch.nn.Module
 
 
+# Of one module: for each form of its arguments.
+MOST_BODIES = 64
+
+
 class ScannedModule(torch.nn.Module):
   """A stack of equal layers, run by a loop that is compiled for one layer.
 
@@ -131,7 +136,7 @@ class ScannedModule(torch.nn.Module):
     self.c.one_mod = layers[0]
     self.checkpoint_policy = checkpoint_policy
     self._count = len(layers)
-    self._bodies: dict[Any, Callable] = {}
+    self._bodies: BoundedCache[Any, Callable] = BoundedCache(MOST_BODIES)
     stacked = self._stack_layer_weights(layers)
     parameters = {name for name, _ in layers[0].named_parameters()}
     self.params = torch.nn.ParameterDict(

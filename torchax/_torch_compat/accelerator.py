@@ -5,8 +5,8 @@ attributes of modules of torch, and hold for the whole process.
 """
 
 import functools
-import inspect
 import importlib
+import inspect
 
 import torch
 

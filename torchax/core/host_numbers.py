@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchax.core.static_values import key_of
 from torchax.core.storage import Boundary, active
 
 _SIGNS = {
@@ -145,7 +146,7 @@ substituted: dict[tuple[int, str], Any] = {}
 
 
 def _key(part):
-  return part if isinstance(part, Expression) else (type(part), repr(part))
+  return part if isinstance(part, Expression) else key_of(part)
 
 
 def decide(expression: Expression):

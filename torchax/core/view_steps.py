@@ -8,7 +8,9 @@ The tensors are in `tensor.py` and `view.py`.
 
 import dataclasses
 import enum
+import functools
 import math
+import weakref
 from typing import Any, ClassVar
 
 import jax
@@ -480,33 +482,44 @@ class Chain:
   index that is being traced: their starts are a tuple.
   """
 
-  __slots__ = ("infos", "moving", "is_marked", "_longer", "_taken")
+  __slots__ = ("infos", "moving", "is_marked", "_longer", "_taken", "__weakref__")
 
   # How many slices of one form get a program of their own.
   LIMIT = 8
+  # Of how many forms that is counted.
+  MOST_FORMS = 1024
 
   def __init__(self, infos: tuple[ViewInfo, ...] = (), moving: bool = False):
     self.infos = infos
     self.moving = _as_moving(infos) if moving else None
     # torch's bits for conjugate and negative may be set.
     self.is_marked = any(isinstance(i, ConjugateInfo | NegateInfo) for i in infos)
-    self._longer: dict[ViewInfo, Chain] = {}
+    # Those that a tensor or a program has: they go with the last one.
+    self._longer: dict[ViewInfo, weakref.ref[Chain]] = {}
     self._taken: dict[MovingInfo, int] = {}
 
   def append(self, info: ViewInfo) -> "Chain":
     """This chain and one more step; a reshape of a reshape becomes one."""
-    longer = self._longer.get(info)
+    reference = self._longer.get(info)
+    longer = None if reference is None else reference()
     if longer is not None:
       return longer
     if self.moving is not None or type(info) is TracedIndexInfo:
       return Chain((*self.infos, info), moving=True)
     form = _moving(info)
     if form is not None:
+      if len(self._taken) >= self.MOST_FORMS:
+        self._taken.clear()
       taken = self._taken[form[0]] = self._taken.get(form[0], 0) + 1
       if taken > self.LIMIT:
         return Chain((*self.infos, info), moving=True)
-    longer = self._longer[info] = self._append(info)
+    longer = self._append(info)
+    self._longer[info] = weakref.ref(longer, functools.partial(self._forget, info))
     return longer
+
+  def _forget(self, info: ViewInfo, reference: weakref.ref) -> None:
+    if self._longer.get(info) is reference:
+      del self._longer[info]
 
   def _append(self, info: ViewInfo) -> "Chain":
     last = self.infos[-1] if self.infos else None

@@ -14,6 +14,7 @@ from jax import lax
 
 from torchax import _jax_compat
 from torchax.core import host_numbers
+from torchax.core.static_values import StaticValue, static_number
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE, Chain, MovingChain
 from torchax.errors import UnsupportedDtypeError
@@ -44,35 +45,6 @@ class _Marker:
 
 
 _NUMBER, _LIST, _TUPLE = _Marker("number"), _Marker("list"), _Marker("tuple")
-
-
-class StaticNumber:
-  """A Python number as part of a static key; 1, 1.0 and True differ, nan is itself."""
-
-  __slots__ = ("value", "_identity")
-
-  def __init__(self, value):
-    self.value = value
-    self._identity = (type(value), repr(value))
-
-  def __hash__(self):
-    return hash(self._identity)
-
-  def __eq__(self, other):
-    return type(other) is StaticNumber and self._identity == other._identity
-
-
-_static_numbers: dict[tuple, StaticNumber] = {}
-
-
-def _static(value) -> StaticNumber:
-  """The interned static number: making one takes longer than the look-up."""
-  if value == 0 or value != value:  # 0.0 equals -0.0, nan equals nothing
-    return StaticNumber(value)
-  known = _static_numbers.get((type(value), value))
-  if known is None:
-    known = _static_numbers[type(value), value] = StaticNumber(value)
-  return known
 
 
 class _NumberArrays:
@@ -163,7 +135,7 @@ class Flattener:
       if dynamic and (cls is not int or arg in _INT32):
         operands.append(arg if _jax_compat.is_staging() else _number_arrays(arg))
         return _NUMBER
-      return _static(arg) if cls is float or dynamic else arg
+      return static_number(arg) if cls is float or dynamic else arg
     if cls is list or cls is tuple:
       marker = _LIST if cls is list else _TUPLE
       return (
@@ -179,7 +151,7 @@ class Flattener:
       return WHOLE
     if isinstance(arg, torch.SymFloat):
       if not dynamic:
-        return _static(float(arg))
+        return static_number(float(arg))
       operands.append(host_numbers.operand(arg))
       return _NUMBER
     return arg
@@ -208,8 +180,8 @@ class Flattener:
     args, kwargs = _rebuild(key, operands)
     wide = [part.value for part in key if _is_integer(part)]
     if wide and narrowing.become_floats(wide, (*args, *kwargs.values())):
-      key = [_static(float(part.value)) if _is_integer(part) else part for part in key]
-      return _rebuild(key, operands)
+      floats = [static_number(float(p.value)) if _is_integer(p) else p for p in key]
+      return _rebuild(floats, operands)
     return args, kwargs
 
 
@@ -223,7 +195,7 @@ def _rebuild(key, operands) -> tuple[list, dict]:
 
 def _is_integer(part) -> bool:
   """True for a number that is static because 32 bits do not hold it."""
-  return type(part) is StaticNumber and type(part.value) is int
+  return type(part) is StaticValue and type(part.value) is int
 
 
 def move(chain: Chain, operands: list) -> Chain | MovingChain:
@@ -244,7 +216,7 @@ def _restore(part, remaining):
     return part.read(next(remaining))
   if part is _NUMBER:
     return next(remaining)
-  if type(part) is StaticNumber:
+  if type(part) is StaticValue:
     return part.value
   if type(part) is tuple:
     values = [_restore(inner, remaining) for inner in part[1:]]

@@ -16,6 +16,7 @@ from jax import lax
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode, host_numbers
+from torchax.core.bounded_cache import BoundedCache
 from torchax.core.explanations import donated, leaked
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
@@ -33,6 +34,10 @@ from torchax.tensor import Tensor, new_tensor
 _ArrayImpl = _jax_compat.ArrayImpl
 
 
+# Of one operation; a program is a few hundred kilobytes.
+MOST_PROGRAMS = 512
+
+
 class Plan:
   """Runs one functional operation by its lowering on arrays."""
 
@@ -47,7 +52,7 @@ class Plan:
     names = schema.names if schema else ()
     self.flattener = Flattener(self.name, env, dynamic, names, operator.takes_cpu)
     self.is_sampler = operator.kind is Kind.SAMPLER
-    self._compiled: dict[tuple, Callable] = {}
+    self._compiled: BoundedCache[tuple, Callable] = BoundedCache(MOST_PROGRAMS)
     takes_device = schema is not None and "device" in schema.names
     # The result is not always simply an array on jax.
     self._is_special = bool(operator.index_results) or takes_device

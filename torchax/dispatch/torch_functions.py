@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from torchax import _torch_compat, amp
+from torchax.core.bounded_cache import BoundedCache
 from torchax.dispatch import autograd
 from torchax.dispatch.operands import Flattener
 from torchax.dispatch.out import write_output
+from torchax.dispatch.plans import MOST_PROGRAMS
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.tensor import Tensor
@@ -50,7 +52,8 @@ class ArrayFunctionHandler:
     self.name = f"torch.{getattr(func, '__name__', str(func))}"
     self.flattener = Flattener(self.name, env)
     self.flattener.keeps_tensors = True
-    self._functions: dict[tuple, autograd.ArrayFunction] = {}
+    self._functions: BoundedCache[tuple, autograd.ArrayFunction]
+    self._functions = BoundedCache(MOST_PROGRAMS)
 
   def __call__(self, args, kwargs):
     if _is_for_torch(args, kwargs):

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from torchax.core.static_values import StaticValue
 from torchax.dynamo.draws import where
 from torchax.dynamo.options import Options
 from torchax.environment import default_env
@@ -29,7 +30,6 @@ from torchax.interop import jax_jit
 from torchax.ops.names import higher_order
 from torchax.rng import packing, scope
 from torchax.tensor import Tensor
-from torchax.tracing.static_values import StaticValue
 
 NAME = "a function compiled with torch.compile"
 """What messages call it: Dynamo does not say its name."""

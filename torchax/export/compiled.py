@@ -10,6 +10,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax import _torch_compat, amp
+from torchax.core.bounded_cache import BoundedCache
+from torchax.core.static_values import StaticValue
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError
 from torchax.export import exported_program_to_jax
@@ -21,7 +23,10 @@ from torchax.tracing.guards import Guards
 from torchax.tracing.module_attributes import Attributes
 from torchax.tracing.module_members import Members, called
 from torchax.tracing.names import name_of
-from torchax.tracing.static_values import StaticValue, require_constant
+from torchax.tracing.static_arguments import require_constant
+
+# Of one function or method.
+MOST_PROGRAMS = 128
 
 
 class ExportedFunction:
@@ -42,7 +47,7 @@ class ExportedFunction:
       owner = method_of
     self._function, self._kwargs = function, jit_kwargs
     self._module = None if owner is None else _Watched(owner)
-    self._by_form: dict[tuple, _Compiled] = {}
+    self._by_form: BoundedCache[tuple, _Compiled] = BoundedCache(MOST_PROGRAMS)
     functools.update_wrapper(self, function, updated=())
 
   @ending_at_the_user

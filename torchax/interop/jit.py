@@ -16,6 +16,7 @@ import jax
 from torchax import _jax_compat, amp
 from torchax.core import grad_mode
 from torchax.core.explanations import donated, donated_twice
+from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
 from torchax.devices import placement
 from torchax.environment import default_env
@@ -24,7 +25,7 @@ from torchax.interop.options import JitOptions, merged, with_names
 from torchax.rng import NewOperands, RngState, rng_scope
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracebacks import ending_at_the_user, hide
-from torchax.tracing import autograd_bridge, forms, static_values
+from torchax.tracing import autograd_bridge, forms, static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
 from torchax.tracing.effects import settle
 from torchax.tracing.functionalize import Traced
@@ -307,10 +308,9 @@ class Jitted(Generic[P, R]):
     ]
     # Negative numbers count from the end.
     places = {n - LEADING if n >= 0 else n + len(args) for n in numbers}
-    static = static_values.StaticValue
     return (
-      tuple([static(v) if n in places else v for n, v in enumerate(args)]),
-      {name: static(v) if name in names else v for name, v in kwargs.items()},
+      tuple([StaticValue(v) if n in places else v for n, v in enumerate(args)]),
+      {name: StaticValue(v) if name in names else v for name, v in kwargs.items()},
     )
 
   def _operands(self, leaves, extra=None) -> tuple:
@@ -334,7 +334,7 @@ def _flatten(args, kwargs):
         break
     else:
       return args, arrays, kwargs
-  leaves, treedef = jax.tree.flatten(static_values.hidden_arguments((args, kwargs)))
+  leaves, treedef = jax.tree.flatten(static_arguments.hidden_arguments((args, kwargs)))
   args, kwargs = jax.tree.unflatten(treedef, arrays_of(leaves))
   return leaves, args, kwargs
 

@@ -103,7 +103,7 @@ def _name_of(transform: Callable) -> str:
   return f"jax.{getattr(transform, '__name__', transform)}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _keywords_of(transform: Callable) -> tuple[str, ...]:
   """The keywords that a transformation takes; none where it does not say."""
   found = signature_of(transform)

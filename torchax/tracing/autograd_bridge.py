@@ -17,8 +17,12 @@ import torch
 from jax.extend import core
 
 from torchax import _jax_compat, _torch_compat, rng
+from torchax.core.bounded_cache import BoundedCache
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
+
+# Of one program, for other static arguments.
+MOST_AGAIN = 16
 
 
 class BackwardProgram:
@@ -39,7 +43,7 @@ class BackwardProgram:
     self.roots: tuple[Tensor, ...] = roots
     self.used: tuple[bool, ...] = ()
     # Compiled gradients that can be differentiated, by the static arguments.
-    self.again: dict = {}
+    self.again: BoundedCache = BoundedCache(MOST_AGAIN)
     self._jaxpr = None
     self._constants: list = []
     self._compiled = jax.jit(self._run)

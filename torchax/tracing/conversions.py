@@ -6,9 +6,10 @@ import jax
 import torch
 
 from torchax import rng
+from torchax.core.static_values import StaticValue
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracing import pytrees, static_values
+from torchax.tracing import pytrees
 
 
 def _register_return_types() -> None:
@@ -40,13 +41,13 @@ def _is_leaf_or_container(value) -> bool:
   return isinstance(value, _LEAVES)
 
 
-_LEAVES = (torch.Tensor, pytrees.Container, static_values.StaticValue)
+_LEAVES = (torch.Tensor, pytrees.Container, StaticValue)
 
 
 def _tensor_of(leaf):
   if isinstance(leaf, jax.Array) and not rng.is_typed_key(leaf):
     return new_tensor(leaf, default_env())
-  if type(leaf) is static_values.StaticValue:
+  if type(leaf) is StaticValue:
     return leaf.value
   return leaf.opened(tensors_of) if type(leaf) is pytrees.Container else leaf
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import torch
 
+from torchax.core.static_values import Identity
 from torchax.core.storage import Boundary, Storage
 from torchax.errors import MutationError
 from torchax.ops import mappings
@@ -13,7 +14,6 @@ from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.autograd_bridge import Tape
 from torchax.tracing.module_attributes import is_born_in
 from torchax.tracing.specialization import is_trained
-from torchax.tracing.static_values import Identity
 
 
 @jax.tree_util.register_pytree_node_class

@@ -8,15 +8,12 @@ from typing import Any
 import jax
 import torch
 
+from torchax.core.static_values import StaticValue, in_words
 from torchax.tensor import Tensor
 from torchax.tracing.history import Form
 from torchax.tracing.names import name_of, signature_of
 from torchax.tracing.specialization import is_trained
-from torchax.tracing.static_values import (
-  HiddenGenerator,
-  StaticValue,
-  in_words,
-)
+from torchax.tracing.static_arguments import HiddenGenerator
 
 
 def form_of(

@@ -36,7 +36,7 @@ from torchax.tracing import (
   forms,
   host_randomness,
   optimizers,
-  static_values,
+  static_arguments,
 )
 from torchax.tracing.conversions import arrays_of
 from torchax.tracing.effects import (
@@ -311,11 +311,11 @@ class Traced:
       inputs, treedef = jax.tree.flatten((args, kwargs))
       inner = self._wrap(inputs, specialization)
       born = [value._storage if isinstance(value, Tensor) else None for value in inner]
-      args, kwargs = static_values.shown(jax.tree.unflatten(treedef, inner))
+      args, kwargs = static_arguments.shown(jax.tree.unflatten(treedef, inner))
       try:
         with on_host(self.__name__, self.place):
           out = self.function(*args, **kwargs)
-        out = static_values.hidden_results(out, self.__name__)
+        out = static_arguments.hidden_results(out, self.__name__)
         arrays = arrays_of(out)
         attributes.write_back(boundary, self.__name__)
         self._note_gradients(boundary, lifted)

@@ -20,10 +20,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchax import _torch_compat
+from torchax.core.static_values import in_words, key_of
 from torchax.errors import MutationError
 from torchax.tracing.module_members import Members
 from torchax.tracing.module_values import Values, is_same, writes
-from torchax.tracing.static_values import in_words, key_of
 
 # A value that its own function has changed in more traces is followed no more.
 MOST_CHANGES = 8

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from torchax.tracing.static_values import Identity, in_words, key_of
+from torchax.core.static_values import Identity, in_words, key_of
 
 # What torch keeps in each module for itself.
 _OWN = frozenset(vars(torch.nn.Module())) - {"training"}

@@ -22,10 +22,10 @@ from torch.optim.optimizer import (
 
 from torchax import _torch_compat
 from torchax.core.host_numbers import Entry, HostNumber, substituted
+from torchax.core.static_values import Identity, in_words, key_of
 from torchax.core.storage import active
 from torchax.errors import TracedStateError
 from torchax.tensor import Tensor
-from torchax.tracing.static_values import Identity, in_words, key_of
 
 
 class Watched:

@@ -23,7 +23,7 @@ from torchax.dispatch import autograd
 from torchax.errors import MutationError, RngError
 from torchax.rng import Advance, RngOperands
 from torchax.tensor import Tensor
-from torchax.tracing import static_values
+from torchax.tracing import static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
 from torchax.tracing.effects import Effects
 from torchax.tracing.functionalize import Traced
@@ -89,7 +89,8 @@ class Transformed:
 
   def __call__(self, args: tuple):
     """Runs the functions on a tuple of trees of tensors, arguments for `lower`."""
-    leaves, treedef = jax.tree.flatten(static_values.hidden(args), is_leaf=_is_tensor)
+    hidden = static_arguments.hidden(args)
+    leaves, treedef = jax.tree.flatten(hidden, is_leaf=_is_tensor)
     arrays = arrays_of(leaves)
 
     def run(rng):
