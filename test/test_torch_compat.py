@@ -632,3 +632,45 @@ def test_operations_that_take_graphs_come_to_dispatch_modes():
   with Mode():
     (result,) = cond(torch.tensor(True), lambda x: [x + 1], lambda x: [x], (x,))
   assert cond in seen and torch.equal(result, x + 1)
+
+
+# Functions with gradients -------------------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+  """Counts nothing, doubles everything."""
+
+  generate_vmap_rule = True
+
+  @staticmethod
+  def forward(x):
+    return x * 2
+
+  @staticmethod
+  def setup_context(ctx, inputs, output):
+    pass
+
+  @staticmethod
+  def backward(ctx, gradient):
+    return gradient * 2
+
+
+def test_a_function_is_applied_as_by_apply_also_under_transforms():
+  x = torch.ones(3, requires_grad=True)
+
+  def twice(x):
+    return _torch_compat.apply_function(Twice, x)
+
+  twice(x).sum().backward()
+  assert torch.equal(x.grad, torch.full((3,), 2.0))
+  rows = torch.arange(6.0).view(2, 3)
+  assert torch.equal(torch.func.vmap(twice)(rows), rows * 2)
+  gradient = torch.func.grad(lambda x: twice(x).sum())(torch.ones(3))
+  assert torch.equal(gradient, torch.full((3,), 2.0))
+
+
+def test_a_holder_is_plain_whatever_is_on():
+  with torchax.default_env(), torch.device("jax"):
+    holder = _torch_compat.holder()
+  assert type(holder) is torch.Tensor
+  assert holder.device.type == "cpu"

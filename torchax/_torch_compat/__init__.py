@@ -57,11 +57,13 @@ from torchax._torch_compat.graphs import (
 )
 from torchax._torch_compat.modes import (
   DispatchMode,
+  apply_function,
   are_top_modes,
   dispatch_depth,
   dispatch_is_excluded,
   forward_ad_is_on,
   has_saved_tensors_hooks,
+  holder,
   in_backward,
   in_function_forward,
   is_top_dispatch_mode,
@@ -141,6 +143,8 @@ __all__ = [
   "has_map_location",
   "has_saved_tensors_hooks",
   "in_backward",
+  "apply_function",
+  "holder",
   "in_function_forward",
   "in_files_format",
   "init_optimizer_group",

@@ -181,6 +181,28 @@ def recording_anew() -> Iterator[None]:
     yield
 
 
+_QUICKER = "calls of functions with gradients, which are quicker with it"
+_is_transforming = private.find(
+  "torch._C._are_functorch_transforms_active", _QUICKER, instead=lambda: True
+)
+
+
+def apply_function(function: type[torch.autograd.Function], *args):
+  """`function.apply(*args)`, for arguments that no transform of torch has wrapped.
+
+  `apply` looks at each argument for such wrappers, which takes as long as all the rest.
+  """
+  if _is_transforming():
+    return function.apply(*args)
+  return super(torch.autograd.Function, function).apply(*args)
+
+
+def holder() -> torch.Tensor:
+  """An empty CPU tensor to carry attributes, whatever modes are on."""
+  with unnoticed(), without_dispatch():
+    return torch.empty(0, device="cpu")
+
+
 _EXCLUSION = "telling where the numbers of a new tensor would be lost without a word"
 _is_excluded = private.essential(
   "torch._C._dispatch_tls_is_dispatch_key_excluded", _EXCLUSION

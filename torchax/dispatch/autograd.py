@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax import _jax_compat
+from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode
 from torchax.tensor import Tensor, new_tensor
 
@@ -165,7 +165,7 @@ def call(function: ArrayFunction, tensors: list[Tensor]):
   if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
     grad_mode.Recomputation.note()
     structure: list = []
-    leaves = _Call.apply(function, structure, *tensors)
+    leaves = _torch_compat.apply_function(_Call, function, structure, *tensors)
     return jax.tree.unflatten(structure[0], leaves)
   env = tensors[0]._env
   result = function.value(*[t.jax() for t in tensors])

@@ -167,7 +167,7 @@ def _save(ctx, residuals: list, again: Callable, env) -> None:
   """Gives what backward needs to torch, which frees it with the graph."""
   if not _torch_compat.has_saved_tensors_hooks():
     # One tensor and its attributes, rather than a tensor for each of them.
-    holder = torch.empty(0, device="cpu")
+    holder = _torch_compat.holder()
     holder.residuals, holder.again = residuals, again
     ctx.keys = None
     ctx.save_for_backward(holder)
@@ -228,7 +228,7 @@ def attach(tape: Tape, leaves: list, out, again: Callable):
   inputs = [*[leaves[place] for place in program.arguments], *program.roots]
   outputs, treedef = jax.tree.flatten(out)
   arrays = [outputs[place] for place in program.places]
-  recorded = _CompiledCall.apply(tape, arrays, again, *inputs)
+  recorded = _torch_compat.apply_function(_CompiledCall, tape, arrays, again, *inputs)
   for place, tensor in zip(program.places, recorded):
     outputs[place] = tensor
   return jax.tree.unflatten(treedef, outputs)

@@ -86,6 +86,7 @@ def _is_tensor(value) -> bool:
 
 
 _array_of_storage = operator.attrgetter("array")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Traced:
@@ -145,9 +146,10 @@ class Traced:
   def captured_arrays(self) -> tuple[jax.Array, ...]:
     """The operands for the closed-over tensors."""
     guards = self.guards
-    is_other = guards.members_edition() != self._members_edition
-    if is_other or guards.optimizers and guards.has_other_state():
-      self._start_anew()
+    if not guards.is_empty:
+      is_other = guards.members_edition() != self._members_edition
+      if is_other or guards.optimizers and guards.has_other_state():
+        self._start_anew()
     if self._may_guess:
       self._guess()
     if self._rebindings != Rebindings.count:
@@ -279,7 +281,7 @@ class Traced:
       return None
     with _torch_compat.without_function_modes():
       flags = [type(x) in _TENSORS and x.requires_grad for x in leaves]
-      flags += [tensor.requires_grad for tensor in self.captured]
+      flags += map(_requires_grad, self.captured)
     return tuple(flags) if True in flags else None
 
   # In the trace ----------------------------------------------------------------------

@@ -41,6 +41,8 @@ class Guards:
 
   def __init__(self, name: str = "A function"):
     self.name = name
+    # Nothing was ever noted, as for a function of its arguments alone.
+    self.is_empty = True
     # What the modules hold; what is captured is found again when it is replaced.
     self._members = Members()
     self._modules: dict[int, tuple[int, Values]] = {}
@@ -63,8 +65,8 @@ class Guards:
 
   def key(self) -> tuple:
     """The differences from what was noted; () where nothing has changed."""
-    if not self._count and not self._decisions and not self._inner:
-      return ()  # nothing was ever noted
+    if self.is_empty:
+      return ()
     key: tuple = ()
     if self._modules:
       key = self._of_modules()
@@ -155,6 +157,7 @@ class Guards:
   def note_inner(self, inner: "Guards") -> None:
     """Adds what a compiled function depends on that was called in the trace."""
     if inner is not self and id(inner) not in self._inner:
+      self.is_empty = False
       self._inner[id(inner)] = (weakref.ref(inner), inner.key())
 
   def note_decision(self, decision) -> None:
@@ -163,11 +166,13 @@ class Guards:
     Args:
       decision: tells what it is by `now()`, and in messages by `in_words()`.
     """
+    self.is_empty = False
     self._decisions.setdefault(decision, _now(decision))
 
   def note_optimizer(self, optimizer) -> None:
     """Adds an optimizer that a step was traced of (`optimizers.Watched`)."""
     if optimizer not in self._decisions:
+      self.is_empty = False
       self._decisions[optimizer] = optimizer.now()
       optimizer.has_other_state()
       self.optimizers.append(optimizer)
@@ -207,6 +212,7 @@ class Guards:
     return found
 
   def _number(self) -> int:
+    self.is_empty = False
     self._count += 1
     return self._count
 

@@ -7,7 +7,7 @@ forms would draw.
 
 import torch
 
-from torchax import rng
+from torchax import _torch_compat, rng
 from torchax.core import grad_mode
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
 from torchax.ops.jtorch._register import register_function
@@ -70,7 +70,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
     return input
   if _needs_grad(input):
     grad_mode.Recomputation.note()
-    result = _Dropout.apply(input, p, None)
+    result = _torch_compat.apply_function(_Dropout, input, p, None)
   else:
     result = input._env.dispatch(_forward, (), (input, p), None)
   return _finish(input, result, inplace)
