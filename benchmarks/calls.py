@@ -61,10 +61,16 @@ def _module() -> list[Row]:
   parameters = list(model.parameters())
   return [
     compare(
-      f"call of a jitted module with {N_PARAMETERS} parameters",
+      f"call of a jitted module, {N_PARAMETERS} parameters, no_grad",
       without_gradient,
       lambda: plain(params, array),
       1,
+    ),
+    compare(
+      "the same, gradients recorded",
+      lambda: jitted(x),
+      lambda: plain(params, array),
+      2,
     ),
     compare(
       "the same with its gradient, by torch.autograd",

@@ -90,7 +90,18 @@ def _mlp_rows(x, add) -> list[Row]:
 
   return [
     compare(
-      "eager Linear–GELU–Dropout–Linear", forward, add, 20, baseline_name="jnp.add"
+      "eager Linear–GELU–Dropout–Linear, functions",
+      forward,
+      add,
+      20,
+      baseline_name="jnp.add",
+    ),
+    compare(
+      "as nn.Sequential, gradients recorded",
+      lambda: model(x),
+      add,
+      20,
+      baseline_name="jnp.add",
     ),
     compare(
       "the same, forward and backward",
