@@ -347,10 +347,33 @@ OPTIMIZERS = {
 }
 
 
-def trained(make, compiles, schedule, steps=4):
+class Step(torch.nn.Module):
+  """A module whose forward is a function, of tensors of a model."""
+
+  def __init__(self, model, function):
+    super().__init__()
+    self.model, self.function = model, function
+
+  def forward(self, x):
+    return self.function(x)
+
+
+STEPS = {
+  "jax_jit": lambda step, model: jax_jit(step),
+  "jax_jit in jax_jit": lambda step, model: nested(jax_jit(step)),
+  "JittableModule": lambda step, model: JittableModule(Step(model, step)),
+  "compile": lambda step, model: torchax.compile(step),
+  "compile, dynamo": lambda step, model: torchax.compile(
+    step, torchax.CompileOptions(mode="dynamo")
+  ),
+  "torch.compile": lambda step, model: torch.compile(step, backend="jax"),
+}
+
+
+def trained(make, form, schedule, steps=4):
   torch.manual_seed(0)
   model, x = torch.nn.Linear(3, 1), torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
-  if compiles:
+  if form:
     model, x = model.to("jax"), x.to("jax")
   optimizer = make(model.parameters())
   traces = []
@@ -360,8 +383,9 @@ def trained(make, compiles, schedule, steps=4):
     optimizer.zero_grad()
     (model(x) - 1).square().mean().backward()
     optimizer.step()
+    return x.sum()
 
-  run = jax_jit(step) if compiles else step
+  run = STEPS[form](step, model) if form else step
   for number in range(steps):
     run(x)
     schedule(optimizer, number)
@@ -380,12 +404,21 @@ def every_number(optimizer, number):
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_numbers_of_optimizers_are_operands(make):
-  expected, _, _ = trained(make, False, every_number)
-  actual, traces, optimizer = trained(make, True, every_number)
+  expected, _, _ = trained(make, None, every_number)
+  actual, traces, optimizer = trained(make, "jax_jit", every_number)
   torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
   assert len(traces) <= 3, "none of them for another number"
   assert all(type(v) is not torch.SymFloat for v in optimizer.param_groups[0].values())
   assert optimizer.param_groups[0].get("capturable", False) is False
+
+
+@pytest.mark.parametrize("form", [form for form in STEPS if form != "jax_jit"])
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_numbers_of_optimizers_are_followed_in_each_form(name, form):
+  make = OPTIMIZERS[name]
+  expected, _, _ = trained(make, None, every_number)
+  actual, _, _ = trained(make, form, every_number)
+  torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_schedule_is_followed():
@@ -395,7 +428,10 @@ def test_a_schedule_is_followed():
     optimizer.schedule.step()
 
   make = OPTIMIZERS["sgd"]
-  expected, actual = trained(make, False, decayed)[0], trained(make, True, decayed)[0]
+  expected, actual = (
+    trained(make, None, decayed)[0],
+    trained(make, "jax_jit", decayed)[0],
+  )
   torch.testing.assert_close(actual, expected)
 
 
@@ -408,5 +444,5 @@ def test_a_state_that_is_loaded_is_followed():
       optimizer.load_state_dict(state)
 
   make = OPTIMIZERS["momentum"]
-  expected, actual = trained(make, False, loaded)[0], trained(make, True, loaded)[0]
+  expected, actual = trained(make, None, loaded)[0], trained(make, "jax_jit", loaded)[0]
   torch.testing.assert_close(actual, expected)
