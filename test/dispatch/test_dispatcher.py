@@ -15,7 +15,7 @@ from ops.harness import floats, ints
 
 import torchax
 from torchax import config
-from torchax.dispatch.operands import Flattener, StaticNumber
+from torchax.dispatch.operands import Flattener
 from torchax.errors import MixedDeviceError, OperatorNotFound
 from torchax.interop import jax_jit
 from torchax.tensor import Tensor, XLADispatchMode, XLAFunctionMode
@@ -221,14 +221,6 @@ def test_nan_and_infinity_pass(x):
 
 
 # Operands and keys --------------------------------------------------------------------
-
-
-def test_static_numbers_differ_by_type_and_equal_themselves():
-  assert StaticNumber(1) != StaticNumber(1.0)
-  assert StaticNumber(1) != StaticNumber(True)
-  assert StaticNumber(0.0) != StaticNumber(-0.0)
-  assert StaticNumber(math.nan) == StaticNumber(math.nan)
-  assert len({StaticNumber(math.nan), StaticNumber(math.nan), StaticNumber(1)}) == 2
 
 
 ARGUMENTS = {
