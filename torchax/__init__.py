@@ -40,7 +40,7 @@ from torchax.dispatch import (
   shortcuts,
 )
 from torchax.environment import Environment, default_env
-from torchax.graphs import fake_tensors
+from torchax.graphs import fake_tensors, higher_order
 from torchax.interop import Explanation, JittableModule, explain, extract_jax
 from torchax.logs import set_logs
 from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
@@ -111,7 +111,7 @@ def _compose() -> None:
     factories.register_functions,
     shortcuts.register_functions,
     indexing.register_functions,
-    interop.control_flow.register_functions,
+    higher_order.register_functions,
   ]
   rng.ledger.Explainer.trace = foretold_draws.foretell
   for module, names in _OF_TENSOR.items():
@@ -134,7 +134,7 @@ def _compose() -> None:
     kind == "jax" or (kind == "cuda" and _means_jax(kind))
   )
   factories.register_kernels()
-  interop.control_flow.register_kernels()
+  higher_order.register_kernels()
   refusals.register()
   conversion_errors.register()
   _torch_compat.keep_from_dynamo(

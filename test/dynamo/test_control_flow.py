@@ -2,12 +2,14 @@
 
 import contextlib
 
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
 from packaging import version
 
 import torchax
+from torchax.export import exported_program_to_jax
 from torchax.interop import jax_jit
 
 X = torch.linspace(-1.0, 2.0, 8)
@@ -86,6 +88,75 @@ def test_gradients_of_branches_on_jax(way):
     x = (X * sign).to("jax").requires_grad_()
     WAYS[way](branch)(x).sum().backward()
     torch.testing.assert_close(x.grad.cpu(), plain.grad)
+
+
+def longer(x):
+  return x * 2
+
+
+def shorter(x):
+  return x[:1].clone()
+
+
+def whole(x):
+  return (x * 2).int()
+
+
+def pair(x):
+  return x + 1, x + 2
+
+
+def branch_into(other):
+  return lambda x: torch.cond(x.sum() > 0, longer, other, (x,))
+
+
+# The other branch -> what the message says of it and of `longer`.
+MISMATCHES = {
+  shorter: ("torch.float32 of shape [1]", "torch.float32 of shape [8]"),
+  whole: ("torch.int32 of shape [8]", "torch.float32 of shape [8]"),
+  pair: ("torch.float32 of shape [8]", "nothing there"),
+}
+
+
+def assert_names_branches(error, other):
+  message = str(error.value)
+  of_other, of_longer = MISMATCHES[other]
+  assert f"the false branch `{other.__name__}` has {of_other}" in message
+  assert f"the true branch `longer` has {of_longer}" in message
+  assert "Make them equal" in message
+
+
+@has_cond
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other", MISMATCHES, ids=lambda function: function.__name__)
+def test_branches_on_jax_that_differ_are_named(other, way):
+  with pytest.raises(TypeError, match="branches of cond") as error:
+    WAYS[way](branch_into(other))(X.to("jax"))
+  assert_names_branches(error, other)
+
+
+# Of tensors on the CPU torch itself refuses other dtypes and structures, in its own
+# words; sizes that differ come as one that depends on data.
+
+
+def test_branches_on_the_cpu_that_differ_are_named():
+  with pytest.raises(Exception, match="branches of cond") as error:
+    torch.compile(branch_into(shorter), backend="jax", fullgraph=True)(X)
+  assert_names_branches(error, shorter)
+  assert "test_control_flow.py, line" in str(error.value)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_branches_of_an_exported_program_that_differ_are_named(strict):
+  module = torch.nn.Module()
+  module.forward = branch_into(shorter)
+  states, program = exported_program_to_jax(
+    torch.export.export(module, (X,), strict=strict)
+  )
+  with pytest.raises(TypeError, match="the false branch.* has .* of shape") as error:
+    program(states, (jnp.asarray(X),))
+  if strict:  # otherwise torch forgets where the graph of a branch comes from
+    assert_names_branches(error, shorter)
 
 
 def draw_in_branch(x):

@@ -5,8 +5,6 @@ the same numbers there, so each one takes the packed key, which is an input of t
 and is kept for the backward pass like any other, and a number of its own.
 """
 
-import os
-import pathlib
 import re
 
 import jax
@@ -14,11 +12,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as torch_pytree
 
-import torchax.errors
 from torchax import _torch_compat
 from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.graphs import fx as fx_graphs
+from torchax.graphs.fx import is_draw, is_marked_random, kind_of, where
 from torchax.ops import mappings
 from torchax.ops.names import aten
 from torchax.ops.ops_registry import Kind
@@ -28,10 +26,7 @@ from torchax.tensor import new_tensor
 PLACEHOLDER = "torchax_rng"
 """Name of the graph input that holds the packed key and count."""
 
-# Draws of a lowering; torch marks some operations as random that draw here elsewhere.
-_BY_KIND = {Kind.SAMPLER: 1, Kind.ARRAYS: 0}
 _DROPOUT = aten.native_dropout.default
-_SEEDED = torch.Tag.nondeterministic_seeded
 
 
 def keyed(rng, number: int, operation, *args, **kwargs):
@@ -40,11 +35,6 @@ def keyed(rng, number: int, operation, *args, **kwargs):
   It is run by `Program`. torch calls it on fake tensors, for shapes and costs.
   """
   return operation(*args, **kwargs)
-
-
-def is_random(node: fx.Node) -> bool:
-  """True for an operation that draws from the stream."""
-  return node.op == "call_function" and _SEEDED in getattr(node.target, "tags", ())
 
 
 def add_input(graph: fx.Graph) -> None:
@@ -71,7 +61,7 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> int:
   _require_no_draws_inside(graph)
   draws = 0
   for node in list(graph.nodes):
-    if not is_random(node):
+    if not is_marked_random(node):
       continue
     if node.meta.get("partitioner_tag") == "is_backward":
       raise RngError(
@@ -97,7 +87,7 @@ def _require_no_draws_inside(graph: fx.Graph) -> None:
   """Raises RngError for a draw in a graph that an operation of this one runs."""
   for module in {n.target: fx_graphs.inner(n) for n in graph.nodes}.values():
     for node in () if module is None else module.graph.nodes:
-      if is_random(node) and _BY_KIND.get(_kind(node)) != 0:
+      if is_draw(node):
         raise RngError(
           f"{node.target} draws numbers inside a branch of torch.cond, or in the body "
           "of another operation that takes functions, where a compiled graph cannot "
@@ -108,20 +98,16 @@ def _require_no_draws_inside(graph: fx.Graph) -> None:
       _require_no_draws_inside(module.graph)
 
 
-def _kind(node: fx.Node) -> Kind | None:
-  found = default_env()._dispatcher.operator(node.target)
-  return None if found is None else found.kind
-
-
 def _count(node: fx.Node) -> int:
   """How many draws an operation makes.
 
   One that is a sampler makes one. Others, such as attention with dropout, are run on
   shapes.
   """
-  kind = _kind(node)
-  if kind in _BY_KIND:
-    return _BY_KIND[kind]
+  if not is_draw(node):
+    return 0
+  if kind_of(node) is Kind.SAMPLER:
+    return 1
   env = default_env()
   arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
   leaves, spec = torch_pytree.tree_flatten(arguments)
@@ -152,29 +138,6 @@ def _abstract(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
 def hint(number):
   """The value that a symbolic number had when the graph was made."""
   return number.node.hint if isinstance(number, torch.SymInt) else number
-
-
-def where(node: fx.Node) -> str:
-  """The line of the user's code that an operation comes from, as a sentence or ""."""
-  line = line_of(node)
-  return f" It comes from {line}." if line else ""
-
-
-_FRAME = re.compile(r'File "(.*?)", line (\d+).*?\n\s*(.*)')
-_LIBRARIES = tuple(
-  f"{pathlib.Path(library.__file__).parent}{os.sep}"
-  for library in (torch, torchax.errors)
-)
-
-
-def line_of(node: fx.Node) -> str:
-  """File, line and text of the innermost user's code that an operation comes from."""
-  frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-  outside = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
-  if not outside:
-    return ""
-  file, number, text = outside[-1]
-  return f"{file}:{number} ({text})"
 
 
 # A module is reached from a variable of the frame that Dynamo has traced.

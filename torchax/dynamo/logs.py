@@ -44,7 +44,7 @@ def _draw(node: fx.Node) -> str:
   _, number, operation, *_ = node.args
   meta = node.meta.get("val")
   first = next((m for m in (meta if isinstance(meta, tuple) else (meta,))), None)
-  place = "  ".join(filter(None, (draws.site_of(node), draws.line_of(node))))
+  place = "  ".join(filter(None, (draws.site_of(node), fx_graphs.line_of(node))))
   return f"  {number}  {operation}  {_shown(first)}  {place}"
 
 

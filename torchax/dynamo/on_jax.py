@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import checkpoint
 
 from torchax.core.static_values import StaticValue
-from torchax.dynamo.draws import where
 from torchax.dynamo.options import Options
 from torchax.environment import default_env
+from torchax.graphs import higher_order
 from torchax.graphs.fx import (
   add_input,
   attribute,
@@ -25,9 +24,9 @@ from torchax.graphs.fx import (
   example_tensors,
   inner,
   inputs,
+  where,
 )
 from torchax.interop import jax_jit
-from torchax.ops.names import higher_order
 from torchax.rng import packing, scope
 from torchax.tensor import Tensor
 
@@ -35,7 +34,6 @@ NAME = "a function compiled with torch.compile"
 """What messages call it: Dynamo does not say its name."""
 
 _SCALAR_TENSOR = torch.scalar_tensor
-_CHECKPOINT = higher_order.tag_activation_checkpoint
 
 
 def is_on_jax(gm: fx.GraphModule, example_inputs: Sequence) -> bool:
@@ -59,7 +57,7 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
   held = _lift_tensors_on_host(module)
   floats = _replace_floats(module.graph)
   results = _Results(module.graph)
-  _replace_checkpoints(module.graph)
+  _replace_higher_order(module.graph)
   module.recompile()
   moved = _moved(module.graph)
   forward = _drawing_in_order(module.forward)
@@ -243,23 +241,14 @@ _ARITHMETIC = frozenset(
 )
 
 
-def _replace_checkpoints(graph: fx.Graph) -> None:
-  """Has checkpoints keep the random state, which torch leaves to its compiler."""
+def _replace_higher_order(graph: fx.Graph) -> None:
+  """Has the graph call what runs checkpoints and their like on jax tensors."""
   for node in graph.nodes:
-    if node.target is _CHECKPOINT:
-      node.target = _checkpointed
+    node.target = higher_order.replacement(node.target) or node.target
     body = inner(node)
     if body is not None:
-      _replace_checkpoints(body.graph)
+      _replace_higher_order(body.graph)
       body.recompile()
-
-
-def _checkpointed(body: fx.GraphModule, *args, **kwargs):
-  kwargs = {**kwargs, "use_reentrant": False, "preserve_rng_state": True}
-  context = body.meta.get("_checkpoint_context_fn")
-  if context is not None:
-    kwargs["context_fn"] = context
-  return checkpoint(body, *args, **kwargs)
 
 
 def _overwritten(graph: fx.Graph) -> tuple[int, ...]:

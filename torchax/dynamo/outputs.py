@@ -46,8 +46,8 @@ class Outputs:
     self._makers = [self._maker(value, place, shared) for value in returned]
 
   def stored(self, values: list) -> list[jax.Array]:
-    """In the trace: the arrays of the tensors of `arrays`, as they lie in memory."""
-    return [r.stored(value.jax()) for r, value in zip(self._results, values)]
+    """In the trace: the arrays of the nodes `arrays`, as they lie in memory."""
+    return [result.stored(value) for result, value in zip(self._results, values)]
 
   def assemble(self, args: dict, arrays: list, numbers: Sequence) -> list:
     """What the graph returns.

@@ -10,19 +10,17 @@ from jax import lax
 from torch import fx
 
 from torchax.ops.names import aten
-from torchax.tensor import new_tensor
 
 
-def contract(env, node: fx.Node, values: dict):
+def contract(node: fx.Node, values: dict):
   """The result of a product with a transposed operand.
 
   Args:
-    env: the environment.
     node: any operation of the graph.
-    values: tensors by the nodes that gave them.
+    values: arrays by the nodes that gave them.
 
   Returns:
-    The tensor; None for any other operation.
+    The array; None for any other operation.
   """
   if node.kwargs or node.target not in _PRODUCTS:
     return None
@@ -33,14 +31,12 @@ def contract(env, node: fx.Node, values: dict):
   right, is_right = _source(right)
   if not (is_left or is_right):
     return None
-  left, right = values[left].jax(), values[right].jax()
+  left, right = values[left], values[right]
   if left.dtype != right.dtype or not jnp.issubdtype(left.dtype, jnp.inexact):
     return None
   dimensions = (((0 if is_left else 1,), (1 if is_right else 0,)), ((), ()))
   product = lax.dot_general(left, right, dimensions)
-  if bias:
-    product = values[bias[0]].jax() + product
-  return new_tensor(product, env)
+  return values[bias[0]] + product if bias else product
 
 
 # How many operands come before the two matrices.

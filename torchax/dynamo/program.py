@@ -5,7 +5,6 @@ while `jax.jit` traces. Symbolic sizes are static: other ones compile anew, with
 Dynamo. The packed key is an operand; the graph's draws have fixed numbers.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +13,15 @@ import torch
 from torch import fx
 
 from torchax import _torch_compat
-from torchax.dynamo import border, checks, control_flow, draws, products
+from torchax.dynamo import border, checks, draws, products
 from torchax.dynamo.options import Options
 from torchax.dynamo.outputs import Outputs, is_number
-from torchax.environment import default_env
-from torchax.graphs import fx as fx_graphs
-from torchax.ops import mappings, narrowing
-from torchax.ops.names import aten, prims
+from torchax.graphs.fx import attribute, inputs, line_of, meta, returned
+from torchax.graphs.interpreter import JaxInterpreter
+from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.rng import rng_scope
 from torchax.rng.packing import PackedStream
-from torchax.tensor import new_tensor
 
 
 @jax.tree_util.register_static
@@ -76,29 +74,22 @@ class Program:
 
   def __init__(self, module: fx.GraphModule, options: Options, keys: Keys, name: str):
     self.module, self.options, self.keys, self.name = module, options, keys, name
-    nodes = list(module.graph.nodes)
-    self._inputs = fx_graphs.inputs(module.graph)
-    (returned,) = nodes[-1].args
-    self._steps = [
-      node
-      for node in nodes
-      if node.op in ("get_attr", "call_function") and not is_number(node)
-    ]
-    checks.require_runnable(self._steps)
-    self._outputs = Outputs(returned, self._inputs, shares=name == INFERENCE)
+    self._inputs = inputs(module.graph)
+    self._numbers = list(filter(is_number, module.graph.nodes))
+    checks.require_runnable([n for n in module.graph.nodes if not is_number(n)])
+    results = returned(module.graph)
+    self._outputs = Outputs(results, self._inputs, shares=name == INFERENCE)
     named = [node.name == keys.rng for node in self._inputs]
     self._rng = named.index(True) if True in named else None
     self._is_needed = [
-      isinstance(_meta(node), torch.Tensor) and bool(node.users)
-      for node in self._inputs
+      isinstance(meta(node), torch.Tensor) and bool(node.users) for node in self._inputs
     ]
     self._constants: dict[str, jax.Array] | None = None
     self._jitted = self._jit()
 
   def _converted_constants(self) -> dict[str, jax.Array]:
-    found = {
-      n.target: fx_graphs.attribute(n) for n in self._steps if n.op == "get_attr"
-    }
+    nodes = self.module.graph.nodes
+    found = {node.target: attribute(node) for node in nodes if node.op == "get_attr"}
     with self.options.applied():
       return {
         name: mappings.t2j(value)
@@ -119,64 +110,28 @@ class Program:
   # While tracing --------------------------------------------------------------------
 
   def _run(self, numbers, impl, constants, arrays):
-    env = default_env()
     given, sizes = iter(arrays), iter(numbers)
-    values: dict[fx.Node, Any] = {}
-    words = None
-    for place, (node, is_needed) in enumerate(zip(self._inputs, self._is_needed)):
-      if isinstance(_meta(node), torch.Tensor):
-        array = next(given) if is_needed else None
-        if place == self._rng:
-          words, values[node] = array, None
-        else:
-          values[node] = None if array is None else new_tensor(array, env)
+    values: dict[fx.Node, Any] = dict.fromkeys(self._numbers)
+    for node, is_needed in zip(self._inputs, self._is_needed):
+      if isinstance(meta(node), torch.Tensor):
+        values[node] = next(given) if is_needed else None
       else:
         values[node] = next(sizes)
+    words = None if self._rng is None else values[self._inputs[self._rng]]
     stream = None if words is None else PackedStream(words, impl)
-    asserted: list[tuple] = []
-    with env, torch.no_grad(), _torch_compat.without_autocast():
-      self._interpret(env, values, constants, stream, asserted)
+    interpreter = _Interpreter(self.module, constants, stream)
+    with torch.no_grad(), _torch_compat.without_autocast():
+      interpreter.run(initial_env=values, enable_io_processing=False)
+    values = interpreter.env
     taken = {id(array) for array in arrays}
-    computed = self._outputs.stored(_filled(self._outputs.arrays, values))
+    computed = self._outputs.stored([values[node] for node in self._outputs.arrays])
     outputs = [_own(array, taken) for array in computed]
-    others = tuple(_filled(self._outputs.numbers, values))
-    conditions = [condition for condition, _ in asserted]
+    numbers = self._outputs.numbers
+    others = tuple(values[n] if isinstance(n, fx.Node) else n for n in numbers)
+    conditions = [condition for condition, _ in interpreter.asserted]
     drawn = () if stream is None else tuple(stream.log)
-    messages = tuple(message for _, message in asserted)
+    messages = tuple(message for _, message in interpreter.asserted)
     return (outputs, conditions), _Static(others, drawn, messages)
-
-  def _interpret(self, env, values, constants, stream, asserted) -> None:
-    for node in self._steps:
-      if node.target in _ASSERTIONS:
-        condition, *message = _filled(node.args, values)
-        asserted.append((condition.jax(), *(message or [f"{node.target} failed"])))
-        values[node] = None
-        continue
-      if node.op == "get_attr":
-        constant = constants.get(node.target)
-        values[node] = (
-          fx_graphs.attribute(node) if constant is None else new_tensor(constant, env)
-        )
-        continue
-      args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
-      try:
-        result = products.contract(env, node, values)
-        if result is None:
-          result = self._call(env, node, args, kwargs, stream)
-        values[node] = result
-      except Exception as error:
-        line = draws.line_of(node)
-        if line:
-          error.add_note(f"{node.target} comes from {line}.")
-        raise
-
-  def _call(self, env, node, args, kwargs, stream):
-    if node.target is draws.keyed:
-      _, number, target, *args = args
-      site, line = draws.site_of(node), draws.line_of(node)
-      with rng_scope(stream), stream.draw_number(number, site, line):
-        return _apply(env, target, tuple(args), kwargs)
-    return _apply(env, node.target, args, kwargs)
 
   # On a call ------------------------------------------------------------------------
 
@@ -209,63 +164,48 @@ class Program:
     return self._outputs.assemble(given, outputs, static.values)
 
 
+class _Interpreter(JaxInterpreter):
+  """Runs a graph whose constants are operands and whose draws have numbers.
+
+  Args:
+    module: the graph.
+    constants: arrays of its tensors, by name.
+    stream: what it draws from, if it does.
+
+  Attributes:
+    asserted: (condition, message) of the assertions, which are checked after a call.
+  """
+
+  def __init__(self, module: fx.GraphModule, constants: dict, stream):
+    super().__init__(module)
+    self.garbage_collect_values = False  # all of them may be results
+    self._constants, self._stream = constants, stream
+    self.asserted: list[tuple] = []
+
+  def fetch_attr(self, target: str):
+    constant = self._constants.get(target)
+    return super().fetch_attr(target) if constant is None else constant
+
+  def call_function(self, target, args: tuple, kwargs: dict) -> Any:
+    if target in _ASSERTIONS:
+      condition, *message = args
+      self.asserted.append((condition, *(message or [f"{target} failed"])))
+      return None
+    if target is draws.keyed:
+      return self._draw(*args, **kwargs)
+    product = products.contract(self.node, self.env)
+    return super().call_function(target, args, kwargs) if product is None else product
+
+  def _draw(self, words, number: int, operation, *args, **kwargs):
+    site, line = draws.site_of(self.node), line_of(self.node)
+    with rng_scope(self._stream), self._stream.draw_number(number, site, line):
+      return super().call_function(operation, args, kwargs)
+
+  def output(self, target, args: tuple, kwargs: dict) -> None:
+    """Nothing: `Outputs` names what is returned."""
+
+
 _ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
-_CONVERT = prims.convert_element_type.default
-_TO_COPY = aten._to_copy.default
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
-
-
-def _apply(env, target, args, kwargs):
-  if isinstance(target, _torch_compat.OpOverload):
-    if "device" in kwargs:
-      kwargs = {**kwargs, "device": None}
-    if target in _VIEWS:
-      # Whether memory can be viewed so was asked of torch's strides, not of ours.
-      args = (new_tensor(args[0].jax(), env), *args[1:])
-    if target is _CONVERT:
-      return _converted(env, *args)
-    return env.dispatch(target, (), args, kwargs)
-  if isinstance(target, _torch_compat.HigherOrderOperator):
-    run_graph = functools.partial(_run_graph, env)
-    return control_flow.run(env, target, args, kwargs, run_graph)
-  return target(*args, **kwargs)
-
-
-def _converted(env, tensor, dtype):
-  if dtype is torch.float64 and not tensor.dim() and narrowing.is_on():
-    return tensor  # a Python float on its way to the dtype it is used in
-  return env.dispatch(_TO_COPY, (), (tensor,), {"dtype": dtype})
-
-
-def _run_graph(env, module: fx.GraphModule, arguments: list) -> list:
-  """Runs a graph inside a graph."""
-  given, values = iter(arguments), {}
-  for node in module.graph.nodes:
-    if node.op == "placeholder":
-      values[node] = next(given)
-    elif node.op == "get_attr":
-      values[node] = fx_graphs.attribute(node)
-    elif node.op == "call_function":
-      args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
-      values[node] = _apply(env, node.target, args, kwargs)
-    else:
-      return _filled(node.args[0], values)
-
-
-def _filled(argument, values: dict):
-  """An argument of a node with values in place of nodes, in plain lists and tuples."""
-  if isinstance(argument, fx.Node):
-    return values[argument]
-  if isinstance(argument, dict):
-    return {name: _filled(value, values) for name, value in argument.items()}
-  if isinstance(argument, tuple):
-    return tuple(_filled(value, values) for value in argument)
-  if isinstance(argument, list):
-    return [_filled(value, values) for value in argument]
-  if isinstance(argument, slice):
-    parts = (argument.start, argument.stop, argument.step)
-    return slice(*[_filled(part, values) for part in parts])
-  return argument
 
 
 def _own(array: jax.Array, taken: set[int]) -> jax.Array:
@@ -274,7 +214,3 @@ def _own(array: jax.Array, taken: set[int]) -> jax.Array:
     return jax.numpy.copy(array)
   taken.add(id(array))
   return array
-
-
-def _meta(value):
-  return value.meta.get("val") if isinstance(value, fx.Node) else value

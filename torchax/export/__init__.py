@@ -24,6 +24,7 @@ from torch.utils import _pytree as torch_pytree
 from torchax.environment import default_env
 from torchax.errors import UnsupportedDtypeError
 from torchax.export import preparation, shapes
+from torchax.graphs.fx import may_draw
 from torchax.graphs.interpreter import JaxInterpreter
 from torchax.rng import RngState, as_key, as_state, default_impl, rng_scope
 
@@ -78,7 +79,7 @@ class Program:
     signature = program.graph_signature
     _require_plain(signature)
     self._graph = JaxInterpreter(program.graph_module, DEBUG)
-    self._may_draw = preparation.may_draw(program.graph_module)
+    self._may_draw = may_draw(program.graph_module)
     self._in_spec = program.call_spec.in_spec
     self._out_spec = program.call_spec.out_spec
     self._inputs = shapes.arguments(program)

@@ -13,6 +13,7 @@ import torch
 from jax import lax
 from torch.export import ExportedProgram
 
+from torchax.graphs.fx import is_draw
 from torchax.ops import ops_registry
 from torchax.ops.names import aten, higher_order
 from torchax.ops.op_base import Kind, op
@@ -143,12 +144,6 @@ def _changes(graph: torch.fx.Graph) -> Iterator[tuple]:
       yield _keep_draw, node
 
 
-def is_draw(node: torch.fx.Node) -> bool:
-  """True for an operation that draws random numbers."""
-  tags = getattr(node.target, "tags", ())
-  return torch.Tag.nondeterministic_seeded in tags
-
-
 def _stop_after(graph, node) -> None:
   with graph.inserting_after(node):
     stopped = graph.call_function(stop_gradient, (node,))
@@ -169,12 +164,6 @@ def _separate_dropout(graph, node) -> None:
     dropped = graph.call_function(aten.dropout.default, node.args, node.kwargs)
   dropped.meta = dict(node.meta)
   node.target, node.args, node.kwargs = aten.copy_.default, (node.args[0], dropped), {}
-
-
-def may_draw(graph_module: torch.fx.GraphModule) -> bool:
-  """True where a graph, or a branch or loop in it, has an operation that draws."""
-  graphs = (getattr(module, "graph", None) for module in graph_module.modules())
-  return any(is_draw(node) for graph in graphs if graph for node in graph.nodes)
 
 
 def _keep_draw(graph, node) -> None:

@@ -16,8 +16,8 @@ from torchax import _torch_compat
 from torchax.devices import placement
 from torchax.dispatch.transfer import arguments_of_to
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
+from torchax.graphs import higher_order
 from torchax.ops import mappings
-from torchax.ops.names import higher_order
 from torchax.tensor import META, Content, Tensor
 
 
@@ -68,7 +68,7 @@ class Fake(Tensor):
 
   @classmethod
   def __torch_function__(cls, func, types, args=(), kwargs=None):
-    results_of = _RESULTS.get(func)
+    results_of = higher_order.on_fakes(func)
     if results_of is not None:
       return results_of(*args, **(kwargs or {}))
     with _torch_compat.without_function_overrides():
@@ -136,14 +136,6 @@ class Fake(Tensor):
 
   def __repr__(self, **kwargs):
     return f"Fake({self.dtype}{list(self.shape)} on {self.device})"
-
-
-def _results_of_cond(predicate, on_true, on_false, operands=()):
-  return on_true(*operands)
-
-
-# Operations that take graphs, and know their results by other kinds of fake tensors.
-_RESULTS = {higher_order.cond: _results_of_cond}
 
 
 def _dispatch(func, args, kwargs):

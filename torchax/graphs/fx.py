@@ -1,10 +1,17 @@
-"""Graphs of Dynamo's: what their nodes hold."""
+"""Graphs of `torch.fx`: what their nodes hold, draw, and come from."""
 
 import operator
+import re
 
 import torch
 from torch import fx
 from torch.utils import _pytree as torch_pytree
+
+from torchax import user_code
+from torchax.environment import default_env
+from torchax.ops.ops_registry import Kind
+
+# Nodes and inputs ---------------------------------------------------------------------
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
@@ -29,6 +36,11 @@ def example_tensors(node: fx.Node) -> list[torch.Tensor]:
   return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def meta(node):
+  """What AOTAutograd or `torch.export` has seen in the place of a node."""
+  return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
 def inputs(graph: fx.Graph) -> list[fx.Node]:
   """The placeholders, in order."""
   return [node for node in graph.nodes if node.op == "placeholder"]
@@ -46,6 +58,12 @@ def add_input(graph: fx.Graph, name: str) -> fx.Node:
     return graph.placeholder(name)
 
 
+def returned(graph: fx.Graph):
+  """What a graph returns: nodes and constants, in their containers."""
+  (output,) = [node for node in graph.nodes if node.op == "output"]
+  return output.args[0]
+
+
 def attribute(node: fx.Node):
   """What a node gets from the graph's module; None for other nodes."""
   if node.op != "get_attr":
@@ -57,3 +75,79 @@ def inner(node: fx.Node) -> fx.GraphModule | None:
   """The graph that a node hands to an operation, such as a branch of `torch.cond`."""
   value = attribute(node)
   return value if isinstance(value, fx.GraphModule) else None
+
+
+# Draws --------------------------------------------------------------------------------
+
+
+def is_marked_random(node: fx.Node) -> bool:
+  """True for an operation that torch marks as random."""
+  tags = getattr(node.target, "tags", ())
+  return node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+  """The kind of an operation's lowering; None without one."""
+  found = default_env()._dispatcher.operator(node.target)
+  return None if found is None else found.kind
+
+
+def is_draw(node: fx.Node) -> bool:
+  """True for an operation that draws random numbers, as far as its lowering tells.
+
+  One that has a lowering of arrays draws nothing here, such as attention without
+  dropout.
+  """
+  return is_marked_random(node) and kind_of(node) is not Kind.ARRAYS
+
+
+def may_draw(graph_module: torch.nn.Module) -> bool:
+  """True where a graph, or a branch or loop in it, has an operation that draws."""
+  graphs = (getattr(module, "graph", None) for module in graph_module.modules())
+  return any(is_draw(node) for graph in graphs if graph for node in graph.nodes)
+
+
+# The user's code ----------------------------------------------------------------------
+
+# File, line, function and text, as a node's `stack_trace` has them.
+_FRAME = re.compile(r'File "(.*?)", line (\d+)(?:, in (.*))?\n\s*(.*)')
+_GENERATED = "<eval_with_key>"
+
+
+def _frames(node: fx.Node) -> list[tuple[str, str, str, str]]:
+  return _FRAME.findall(node.meta.get("stack_trace") or "")
+
+
+def _is_of_user(frame) -> bool:
+  return not frame[0].startswith((*user_code.LIBRARIES, _GENERATED))
+
+
+def line_of(node: fx.Node) -> str:
+  """File, line and text of the innermost user's code that a node comes from, or ""."""
+  frames = list(filter(_is_of_user, _frames(node)))
+  if not frames:
+    return ""
+  file, number, _, text = frames[-1]
+  return f"{file}:{number} ({text})"
+
+
+def where(node: fx.Node) -> str:
+  """The line of code that a node comes from, as a sentence, or "".
+
+  It is the user's. A module of torch that is captured by itself has its own lines only.
+  """
+  frames = [frame for frame in _frames(node) if not frame[0].startswith(_GENERATED)]
+  frames = list(filter(_is_of_user, frames)) or frames
+  if not frames:
+    return ""
+  file, number, _, text = frames[-1]
+  return f" It comes from {file}, line {number} (`{text}`)."
+
+
+def user_name(graph: fx.Graph) -> str:
+  """The name of the user's function that a graph was made from; "" if unknown."""
+  for node in reversed(graph.nodes):
+    frames = _frames(node)
+    if frames and node.op != "placeholder":
+      return frames[-1][2].strip() if _is_of_user(frames[-1]) else ""
+  return ""

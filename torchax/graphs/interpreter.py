@@ -1,11 +1,10 @@
-"""Runs the graph of an exported program on arrays.
+"""Runs graphs of ATen operations on arrays: of `torch.export` and of `torch.compile`.
 
 Operations run by their lowerings, as they do in eager code, so sizes may be symbols of
 `jax.export`. One that is written with torch operations runs on tensors instead.
 """
 
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,8 @@ from torchax.dispatch.plans import DecompositionPlan, Plan
 from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import default_env
 from torchax.errors import DataDependentError, OperatorNotFound
-from torchax.graphs import composites, lowerings
+from torchax.graphs import composites, higher_order, lowerings
+from torchax.graphs.fx import where
 from torchax.interop.views import call_torch
 from torchax.ops.schema import schema_of
 
@@ -41,7 +41,8 @@ class JaxInterpreter(torch.fx.Interpreter):
   """Runs a functional graph of ATen operations on arrays: `run(*states, *inputs)`.
 
   Args:
-    graph_module: of an `ExportedProgram` after `run_decompositions`, or a part of one.
+    graph_module: of an `ExportedProgram` after `run_decompositions` or of AOTAutograd,
+      or a part of one.
     logs: log each operation with its result.
   """
 
@@ -58,7 +59,7 @@ class JaxInterpreter(torch.fx.Interpreter):
       DataDependentError: one whose result's shape depends on numbers being traced.
       Exception: what the operation raises; a note names the user's line.
     """
-    self._node = n
+    self.node = n
     try:
       value = super().run_node(n)
     except _NO_VALUE as error:
@@ -72,7 +73,7 @@ class JaxInterpreter(torch.fx.Interpreter):
       if isinstance(error, TypeError) and _depends_on_data(n):
         raise _data_dependent(n) from error
       if n.op == "call_function":
-        error.add_note(f"Raised by {n.target} of the exported program.{where(n)}")
+        error.add_note(f"Raised by {n.target} of a captured graph.{where(n)}")
       raise
     if self.logs:
       shape = jax.tree.map(jnp.shape, value) if n.op == "call_function" else ""
@@ -91,23 +92,21 @@ class JaxInterpreter(torch.fx.Interpreter):
     is_tensor = isinstance(value, torch.Tensor)
     return default_env().t2j_copy(value.detach()) if is_tensor else value
 
+  def output(self, target, args: tuple, kwargs: dict) -> Any:
+    """The results, in Python's own containers."""
+    return _plain(super().output(target, args, kwargs))
+
   def call_function(self, target, args: tuple, kwargs: dict) -> Any:
     """Runs an operation, or a Python function of numbers, on arrays."""
     args, kwargs = _plain(tuple(args)), _plain(dict(kwargs))
     if isinstance(target, _torch_compat.HigherOrderOperator):
-      lowered = lowerings.HIGHER_ORDER.get(target)
-      if lowered is None:
-        raise OperatorNotFound(
-          f"torch.ops.higher_order.{target.name()} has no lowering in an exported "
-          f"program. Those that do are {', '.join(lowerings.names())}."
-        )
-      return lowered(self._part, *args, **kwargs)
+      return higher_order.on_arrays(target)(self._part, *args, **kwargs)
     if not isinstance(target, _torch_compat.OpOverload):
       return self._of_numbers(target, args, kwargs)
     return _run_overload(target, args, kwargs)
 
   def _part(self, graph_module) -> Callable:
-    """A part of the program, such as a branch, as a function of arrays."""
+    """A part of the graph, such as a branch, as a function of arrays."""
     return JaxInterpreter(graph_module, self.logs).run
 
   def _of_numbers(self, function, args, kwargs):
@@ -116,7 +115,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     try:
       return function(*args, **kwargs)
     except (jax.errors.InconclusiveDimensionOperation, *_NO_VALUE):
-      if all(user.target in lowerings.ASSERTIONS for user in self._node.users):
+      if all(user.target in lowerings.ASSERTIONS for user in self.node.users):
         return None
       raise
 
@@ -149,19 +148,6 @@ def _needs_sizes(node: torch.fx.Node) -> OperatorNotFound:
     "program. Export without `dynamic_shapes=` for that dimension, or register a "
     f"lowering that does not (docs: Writing lowerings).{where(node)}"
   )
-
-
-def where(node: torch.fx.Node) -> str:
-  """The line of the user's code that a node comes from."""
-  frames = re.findall(
-    r'File "(.*?)", line (\d+).*?\n\s*(.*)', node.meta.get("stack_trace") or ""
-  )
-  frames = [frame for frame in frames if not frame[0].startswith("<")]
-  outside = [frame for frame in frames if "/torch/" not in frame[0]] or frames
-  if not outside:
-    return ""
-  path, line, code = outside[-1]
-  return f"\n  {path}, line {line}: {code}"
 
 
 def _plain(value):

@@ -1,22 +1,17 @@
-"""What runs in an exported program besides the registered lowerings.
+"""What runs in a graph of ATen operations besides the registered lowerings.
 
-Sizes and assertions, views as copies, branches and loops. The composite operations that
-are kept whole are in `composites.py`.
+Sizes and assertions, casts, and views as copies. Composite operations that are kept
+whole are in `composites.py`, those that take graphs in `higher_order.py`.
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import torch
-from jax import lax
 
-from torchax.errors import RngError
-from torchax.export.preparation import may_draw
-from torchax.ops import mappings, ops_registry
-from torchax.ops.names import aten, higher_order, present, resolve
-from torchax.rng import RngState, current, rng_scope
+from torchax.ops import casting, mappings, narrowing, ops_registry
+from torchax.ops.names import aten, prims, resolve
 
 # Sizes and assertions ----------------------------------------------------------------
 
@@ -39,7 +34,19 @@ def _assert_scalar(self, message):
 
 
 def _nothing(*args, **kwargs):
-  """For what torch itself has checked when the program was exported."""
+  """For what torch itself has checked when the graph was made."""
+
+
+def _converted(self, dtype):
+  """A cast, which AOTAutograd writes for promotion as well.
+
+  A Python float that a graph takes is a float64 without dimensions, on its way to the
+  dtype that it is used in: nobody has asked 64 bits for it.
+  """
+  is_float = not self.ndim and jnp.issubdtype(self.dtype, jnp.floating)
+  if is_float and dtype is torch.float64 and narrowing.is_on():
+    return self
+  return casting.cast(self, mappings.t2j_dtype(dtype))
 
 
 ON_ARRAYS: dict = {
@@ -51,6 +58,8 @@ ON_ARRAYS: dict = {
   aten._assert_tensor_metadata.default: _nothing,
   aten.sym_constrain_range.default: _nothing,
   aten.sym_constrain_range_for_size.default: _nothing,
+  aten._unsafe_view.default: jnp.reshape,
+  prims.convert_element_type.default: _converted,
 }
 ASSERTIONS = frozenset(op for op, f in ON_ARRAYS.items() if f is _assert_scalar)
 
@@ -64,7 +73,7 @@ def _minimum(left, right):
 
 
 def _sym_float(value):
-  return jnp.asarray(value, float) if not isinstance(value, int) else float(value)
+  return float(value) if isinstance(value, int | float) else jnp.asarray(value, float)
 
 
 NUMBERS: dict = {
@@ -104,70 +113,6 @@ SYMBOLIC: dict = {
   aten.arange.start: _arange,
   aten.arange.start_step: _arange,
   aten.view.default: jnp.reshape,
-  aten._unsafe_view.default: jnp.reshape,
   aten.slice.Tensor: _slice,
   aten.select.int: _select,
 }
-
-# Branches and loops ------------------------------------------------------------------
-
-
-def _cond(part, pred, true_graph, false_graph, operands=()):
-  """Both branches draw from where the stream stands, which moves as far as either."""
-  branches = [part(graph) for graph in (true_graph, false_graph)]
-  if not (may_draw(true_graph) or may_draw(false_graph)):
-    return lax.cond(pred, *[lambda _, f=f: f(*operands) for f in branches], None)
-  stream = current()
-  position = stream.peek("torch.cond")
-  moved = []
-
-  def drawing(branch):
-    def run(_):
-      with rng_scope(RngState(position.key, position.count)) as inner:
-        out = branch(*operands)
-        moved.append(inner.draws)
-        return out
-
-    return run
-
-  out = lax.cond(pred, *map(drawing, branches), None)
-  stream.advance(max(moved))
-  return out
-
-
-def _while_loop(part, cond_graph, body_graph, carried, additional=()):
-  if may_draw(cond_graph) or may_draw(body_graph):
-    raise RngError(
-      "torch.while_loop with a draw in it cannot be exported: how far it moves the "
-      "random state is not known. Draw before the loop."
-    )
-  test, body = part(cond_graph), part(body_graph)
-
-  def holds(values):
-    result = test(*values, *additional)
-    return result[0] if isinstance(result, tuple | list) else result
-
-  def turn(values):
-    return tuple(body(*values, *additional))
-
-  return lax.while_loop(holds, turn, tuple(map(jnp.asarray, carried)))
-
-
-def _without_gradients(part, enabled, graph, *args):
-  out = part(graph)(*args)
-  return out if enabled else jax.tree.map(lax.stop_gradient, out)
-
-
-# (part, *arguments) -> arrays, where `part` makes a function of a graph.
-HIGHER_ORDER: dict[object, Callable] = present(
-  {
-    higher_order.cond: _cond,
-    higher_order.while_loop: _while_loop,
-    higher_order.wrap_with_set_grad_enabled: _without_gradients,
-  }
-)
-
-
-def names() -> list[str]:
-  """The higher-order operations that can be exported."""
-  return sorted(op.name() for op in HIGHER_ORDER)

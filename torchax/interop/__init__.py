@@ -1,7 +1,6 @@
 """Torch functions under JAX's transformations, and JAX functions under torch."""
 
 from torchax.interop import (
-  control_flow,
   jit,
   loops,
   maps,
@@ -46,7 +45,6 @@ __all__ = [
   "call_jax",
   "call_torch",
   "cond",
-  "control_flow",
   "explain",
   "extract_all_buffers",
   "extract_jax",

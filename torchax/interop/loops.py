@@ -331,7 +331,8 @@ def _switch(functions, args, kind):
     if len(branches) == 1:
       out, states = branches[0](operands)
     else:
-      with mismatches.explained(lambda: mismatches.of_branches(kind, functions, forms)):
+      names = list(map(name_of, functions))
+      with mismatches.explained(lambda: mismatches.of_branches(kind, names, forms)):
         out, states = lax.switch(index, branches, operands)
     return out, states, Advance.farthest([moves[n] for n in range(len(branches))])
 

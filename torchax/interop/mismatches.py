@@ -41,15 +41,15 @@ def _form_of(leaf) -> str:
   return f"{dtype} of shape {list(jnp.shape(leaf))}"
 
 
-def of_branches(kind: str, functions: Sequence[Callable], forms: dict) -> str | None:
+def of_branches(kind: str, names: Sequence[str], forms: dict) -> str | None:
   """What differs between the results of branches; None if nothing does.
 
   Args:
     kind: "cond" or "switch".
-    functions: the branches.
+    names: of the branches' functions; "" where it is not known.
     forms: of their results, by number.
   """
-  names = _names_of_branches(kind, functions)
+  names = _labels_of_branches(kind, names)
   for number, form in forms.items():
     found = _difference(forms.get(0), form)
     if found is not None:
@@ -63,11 +63,11 @@ def of_branches(kind: str, functions: Sequence[Callable], forms: dict) -> str | 
   return None
 
 
-def _names_of_branches(kind: str, functions) -> list[str]:
-  labels = [f"branch {number}" for number in range(len(functions))]
+def _labels_of_branches(kind: str, names) -> list[str]:
+  labels = [f"branch {number}" for number in range(len(names))]
   if kind == "cond":
     labels = ["the false branch", "the true branch"]
-  return [f"{label} `{name_of(f)}`" for label, f in zip(labels, functions)]
+  return [f"{label} `{name}`" if name else label for label, name in zip(labels, names)]
 
 
 def of_loop(kind: str, functions, before, after, condition) -> str | None:

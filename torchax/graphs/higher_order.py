@@ -1,0 +1,265 @@
+"""Operations that take graphs or functions, such as `torch.cond`: how each one runs.
+
+`TABLE` has a row for each. Graphs of ATen operations, which `torch.export` and
+`torch.compile` of plain tensors make, run on arrays (`interpreter.py`). On jax tensors
+the operations run by the JAX transformations of `torchax.interop`: eagerly, in
+`jax_jit`, and in what `torch.compile` captures.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from torch import fx
+from torch.utils import _pytree as torch_pytree
+from torch.utils.checkpoint import checkpoint
+
+from torchax.environment import default_env
+from torchax.errors import OperatorNotFound, RngError
+from torchax.graphs.fx import attribute, may_draw, meta, returned, user_name, where
+from torchax.interop import loops, mismatches
+from torchax.ops.names import higher_order, present
+from torchax.rng import RngState, current, rng_scope
+from torchax.tensor import Tensor
+from torchax.view import View
+
+# On arrays ----------------------------------------------------------------------------
+
+
+def _cond(part, predicate, on_true, on_false, operands=()):
+  """Both branches draw from where the stream stands, which moves as far as either."""
+  graphs = (on_false, on_true)
+  forms: dict = {}
+
+  def branch(number: int) -> Callable:
+    run = part(graphs[number])
+
+    def branch(_):
+      out = run(*operands)
+      forms[number] = mismatches.forms_of(out)
+      return out
+
+    return branch
+
+  branches, moved = [branch(0), branch(1)], []
+  stream = current() if any(map(may_draw, graphs)) else None
+  if stream is not None:
+    position = stream.peek("torch.cond")
+    branches = [_drawing(branch, position, moved) for branch in branches]
+  index = jnp.asarray(predicate).reshape(()).astype(jnp.int32)
+  with mismatches.explained(lambda: _mismatch(graphs, forms)):
+    out = lax.switch(index, branches, None)
+  if stream is not None:
+    stream.advance(max(moved))
+  return out
+
+
+def _drawing(branch: Callable, position, moved: list[int]) -> Callable:
+  def run(_):
+    with rng_scope(RngState(position.key, position.count)) as inner:
+      out = branch(_)
+      moved.append(inner.draws)
+      return out
+
+  return run
+
+
+def _mismatch(graphs, forms: dict) -> str | None:
+  names = [user_name(graph.graph) for graph in graphs]
+  return mismatches.of_branches("cond", names, forms)
+
+
+def require_equal_branches(node: fx.Node) -> None:
+  """Raises TypeError where the branches of a `torch.cond` differ in their results.
+
+  torch takes sizes that differ for one that depends on data.
+
+  Args:
+    node: any operation of a graph of ATen operations.
+  """
+  if node.target is not higher_order.cond:
+    return
+  graphs = [attribute(node.args[place]) for place in (2, 1)]
+  said = _mismatch(graphs, dict(enumerate(map(_forms_of, graphs))))
+  if said is not None:
+    raise TypeError(f"{said}{where(node)}")
+
+
+def _forms_of(graph: fx.GraphModule):
+  """What torch knows of a graph's results, in the form of `mismatches.forms_of`."""
+  values = map(meta, returned(graph.graph))
+  return tuple(
+    f"{value.dtype} of shape {list(value.shape)}"
+    if isinstance(value, torch.Tensor)
+    else str(value)
+    for value in values
+  )
+
+
+def _while_loop(part, condition, body, carried, additional=()):
+  if may_draw(condition) or may_draw(body):
+    raise RngError(
+      "torch.while_loop with a draw in it cannot be part of a graph: how far it moves "
+      "the random state is not known. Draw before the loop."
+    )
+  test, step = part(condition), part(body)
+
+  def holds(values):
+    result = test(*values, *additional)
+    result = result[0] if isinstance(result, tuple | list) else result
+    return jnp.asarray(result).reshape(())
+
+  def turn(values):
+    results = step(*values, *additional)
+    return tuple(jnp.asarray(n, old.dtype) for n, old in zip(results, values))
+
+  return lax.while_loop(holds, turn, tuple(map(jnp.asarray, carried)))
+
+
+def _without_gradients(part, enabled, graph, *args):
+  out = part(graph)(*args)
+  return out if enabled else jax.tree.map(lax.stop_gradient, out)
+
+
+def _subgraph(part, graph, identifier, *operands):
+  return tuple(part(graph)(*operands))
+
+
+# On tensors ---------------------------------------------------------------------------
+
+
+def _cond_of_tensors(predicate, on_true, on_false, operands=()):
+  operands = tuple(operands)
+  if not isinstance(predicate, torch.Tensor):
+    return (on_true if predicate else on_false)(*operands)
+  for branch in (on_true, on_false):
+    name = user_name(branch.graph) if isinstance(branch, fx.GraphModule) else ""
+    if name:
+      branch.__name__ = name  # for messages, in place of Dynamo's `cond_true_0`
+  return loops.cond(predicate.reshape(()), on_true, on_false, *operands)
+
+
+def _cond_of_fakes(predicate, on_true, on_false, operands=()):
+  return on_true(*operands)
+
+
+def _checkpoint(body: fx.GraphModule, *args, **kwargs):
+  """Keeps the random state, which torch leaves to its compiler."""
+  kwargs = {**kwargs, "use_reentrant": False, "preserve_rng_state": True}
+  context = body.meta.get("_checkpoint_context_fn")
+  if context is not None:
+    kwargs["context_fn"] = context
+  return checkpoint(body, *args, **kwargs)
+
+
+# The table ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class HigherOrder:
+  """How an operation that takes graphs or functions runs.
+
+  Attributes:
+    on_arrays: `(part, *args, **kwargs) -> arrays`, where `part` makes a function of
+      arrays of a graph. None: it is refused in graphs of ATen operations.
+    on_tensors: takes the operation's arguments, with jax tensors. None: torch runs it.
+    on_fakes: likewise, for the shapes of the results, where torch's own rule knows its
+      own kinds of fake tensors only.
+    has_overrides: torch lets modes and classes of tensors override the operation. One
+      that it does not is replaced in Dynamo's graphs.
+  """
+
+  on_arrays: Callable | None = None
+  on_tensors: Callable | None = None
+  on_fakes: Callable | None = None
+  has_overrides: bool = True
+
+
+# (torch.while_loop and scan are not captured on tensors that are wrappers: on jax
+# `interop.while_loop` and `scan` do their work.)
+TABLE: dict[object, HigherOrder] = present(
+  {
+    higher_order.cond: HigherOrder(_cond, _cond_of_tensors, _cond_of_fakes),
+    higher_order.while_loop: HigherOrder(_while_loop),
+    higher_order.invoke_subgraph: HigherOrder(_subgraph),
+    higher_order.wrap_with_set_grad_enabled: HigherOrder(_without_gradients),
+    higher_order.tag_activation_checkpoint: HigherOrder(
+      on_tensors=_checkpoint, has_overrides=False
+    ),
+  }
+)
+
+
+def on_arrays(operation) -> Callable:
+  """What runs an operation in a graph of ATen operations; see `HigherOrder`.
+
+  Raises:
+    OperatorNotFound: nothing does.
+  """
+  row = TABLE.get(operation)
+  if row is None or row.on_arrays is None:
+    known = sorted(op.name() for op, row in TABLE.items() if row.on_arrays)
+    raise OperatorNotFound(
+      f"torch.ops.higher_order.{operation.name()} takes graphs and has no lowering. "
+      f"Those that do are {', '.join(known)}."
+    )
+  return row.on_arrays
+
+
+def replacement(operation) -> Callable | None:
+  """What a graph on jax calls in place of an operation; None where it may stay."""
+  row = TABLE.get(operation)
+  return None if row is None or row.has_overrides else row.on_tensors
+
+
+def on_fakes(operation) -> Callable | None:
+  """What gives the shapes of an operation on jax tensors; None where torch does."""
+  row = TABLE.get(operation)
+  return None if row is None else row.on_fakes
+
+
+# Eagerly ------------------------------------------------------------------------------
+
+
+def _overrides() -> dict:
+  rows = TABLE.items()
+  return {
+    op: row.on_tensors for op, row in rows if row.on_tensors and row.has_overrides
+  }
+
+
+def register_functions(env) -> None:
+  """Adds the operations to an environment's function table."""
+  for operation, function in _overrides().items():
+    env.functions.add(operation, _Handler(operation, function))
+
+
+class _Handler:
+  """Runs an operation in place of torch where a tensor is on jax."""
+
+  def __init__(self, operation, function):
+    self.operation, self.function = operation, function
+
+  def __call__(self, args, kwargs):
+    leaves = torch_pytree.tree_leaves((args, kwargs))
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+      return self.function(*args, **kwargs)
+    return self.operation(*args, **kwargs)
+
+
+def register_kernels() -> None:
+  """Has torch run the operations here for jax tensors outside of environments."""
+  for operation, function in _overrides().items():
+    for cls in (Tensor, View):
+      operation.py_impl(cls)(_enabled(function))
+
+
+def _enabled(function):
+  def run(*args, **kwargs):
+    with default_env():
+      return function(*args, **kwargs)
+
+  return run
