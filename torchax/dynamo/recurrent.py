@@ -2,7 +2,7 @@
 
 AOTAutograd would unroll them over time, and for plain tensors take oneDNN's kernel. The
 operations here stay whole through it; each becomes one `lax.scan`. Layers are joined as
-in eager mode (`ops/jtorch/recurrent.py`), so dropout between them draws the same.
+in eager mode (`rnn.network`), so dropout between them draws the same.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from torchax import _torch_compat, amp
+from torchax.graphs.fx import copied
 from torchax.ops.jaten import rnn
 from torchax.ops.jtorch import recurrent as eager
 from torchax.ops.op_base import op
@@ -98,6 +99,9 @@ def _run_layer(input, state, mask, weights, cell, reverse):
   return outputs, last
 
 
+_PARTS = eager.on_tensors(_run_layer)
+
+
 def _layers(function: Callable, cell: str) -> Callable:
   """What a graph calls in place of a recurrent function of torch."""
 
@@ -107,7 +111,7 @@ def _layers(function: Callable, cell: str) -> Callable:
       return function(*args)
     if torch.is_autocast_enabled("cpu"):
       return _with_autocast(cell, args)
-    return eager.run_padded(_run_layer, cell, *args)
+    return rnn.network(_PARTS, cell, *args)
 
   run.__name__ = f"{function.__name__}_by_layers"
   return run
@@ -117,7 +121,7 @@ def _with_autocast(cell: str, args) -> tuple:
   """Computes as eager mode does on jax; the results have the dtypes of CPU torch."""
   policy, lower = amp.CastPolicy.LOWER_PRECISION_FP, torch.get_autocast_dtype("cpu")
   cast, _ = amp.execute_policy(policy, args, {}, lower)
-  results = eager.run_padded(_run_layer, cell, *cast)
+  results = rnn.network(_PARTS, cell, *cast)
   # There only matrix products are in the lower precision, but for oneDNN's LSTM.
   if cell == "gru":
     return tuple(result.to(args[1].dtype) for result in results)
@@ -157,9 +161,7 @@ def replace(module: fx.GraphModule) -> None:
 
 
 def _replaced(module: fx.GraphModule) -> fx.GraphModule:
-  graph = fx.Graph()
-  graph.output(graph.graph_copy(module.graph, {}))
-  copied = fx.GraphModule(module, graph)
-  copied.meta = dict(module.meta)
-  replace(copied)
-  return copied
+  changed = fx.GraphModule(module, copied(module.graph))
+  changed.meta = dict(module.meta)
+  replace(changed)
+  return changed

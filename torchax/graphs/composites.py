@@ -4,6 +4,8 @@ They compute and draw what their eager forms do, which are caught above ATen
 (`torchax/ops/jtorch`), on arrays whose sizes may be symbols.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -31,7 +33,7 @@ def _attention(
   """Attention with one draw for its dropout."""
   keep_mask = None
   if dropout_p > 0.0:
-    shape = (*_batch_shape(query, key), query.shape[-2], key.shape[-2])
+    shape = attention.noise_shape(query.shape, key.shape)
     noise = _run(aten.bernoulli.p, jnp.zeros(shape, query.dtype), 1.0 - dropout_p)
     keep_mask = noise.astype(bool)
   return _compiled_attention(
@@ -52,55 +54,16 @@ _compiled_attention = jax.jit(
   static_argnames=("dropout_p", "is_causal", "scale", "enable_gqa"),
 )
 
-
-def _batch_shape(query, key) -> tuple:
-  """The dimensions before (positions, features); grouped heads are the query's."""
-  batch, key_batch = query.shape[:-2], key.shape[:-2]
-  if batch and key_batch and batch[-1] != key_batch[-1]:
-    return (*jnp.broadcast_shapes(batch[:-1], key_batch[:-1]), batch[-1])
-  return jnp.broadcast_shapes(batch, key_batch)
-
-
-_compiled_layer = jax.jit(rnn.layer, static_argnums=(4, 5))
+_PARTS = rnn.Parts(
+  jax.jit(rnn.layer, static_argnums=(4, 5)),
+  concatenate=lambda outputs: jnp.concatenate(outputs, axis=-1),
+  stack=jnp.stack,
+  dropout=lambda input, p: _run(aten.native_dropout.default, input, p, True)[0],
+)
 
 
 def _recurrent(cell: str):
-  """All layers of a recurrent network, with dropout between them."""
-
-  def run(
-    input,
-    hx,
-    params,
-    biases,
-    num_layers,
-    dropout,
-    train,
-    bidirectional,
-    batch_first,
-  ):
-    states = list(hx) if cell == "lstm" else [hx]
-    has_projections = cell == "lstm" and states[0].shape[-1] != states[1].shape[-1]
-    weights = rnn.layer_weights(params, biases, has_projections)
-    directions = 2 if bidirectional else 1
-    input = jnp.swapaxes(input, 0, 1) if batch_first else input
-    finals = []
-    for layer in range(num_layers):
-      outputs = []
-      for place in range(layer * directions, (layer + 1) * directions):
-        state = [part[place] for part in states]
-        is_reverse = place % directions == 1
-        output, final = _compiled_layer(
-          input, state, None, weights[place], cell, is_reverse
-        )
-        outputs.append(output)
-        finals.append(final)
-      input = jnp.concatenate(outputs, axis=-1)
-      if dropout and train and layer < num_layers - 1:
-        input = _run(aten.native_dropout.default, input, dropout, True)[0]
-    output = jnp.swapaxes(input, 0, 1) if batch_first else input
-    return (output, *[jnp.stack(parts) for parts in zip(*finals)])
-
-  return run
+  return functools.partial(rnn.network, _PARTS, cell)
 
 
 ON_ARRAYS: dict = {

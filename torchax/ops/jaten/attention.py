@@ -98,6 +98,21 @@ def _drop(weights, keep_mask, dropout_p):
   return jnp.where(keep_mask, weights * survivor_scale, 0)
 
 
+def noise_shape(query: tuple, key: tuple) -> tuple:
+  """The shape of the weights, (…, heads, l, s); grouped heads are the query's.
+
+  Args:
+    query: the shape (…, heads, l, e).
+    key: the shape (…, heads, s, e).
+  """
+  batch, key_batch = tuple(query[:-2]), tuple(key[:-2])
+  if batch and key_batch and batch[-1] != key_batch[-1]:
+    leading = (*jnp.broadcast_shapes(batch[:-1], key_batch[:-1]), batch[-1])
+  else:
+    leading = jnp.broadcast_shapes(batch, key_batch)
+  return (*leading, query[-2], key[-2])
+
+
 def scaled_dot_product_attention(
   query: jax.Array,
   key: jax.Array,

@@ -1,8 +1,12 @@
-"""Recurrent layers: one `lax.scan` over time for each layer and direction.
+"""Recurrent networks: one `lax.scan` over time for each layer and direction.
 
 torch's composite form unrolls time, which grows the traced program with the length of
-the sequence. Layers are joined in `ops/jtorch/recurrent.py`.
+the sequence. Layers are joined by `network`, for tensors in `ops/jtorch/recurrent.py`
+and in graphs of Dynamo's (`dynamo/recurrent.py`), for arrays in exported programs.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +98,65 @@ def layer_weights(flat, has_biases: bool, has_projections: bool) -> list[list]:
     if not has_projections:
       group.append(None)
   return groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What joins the layers of a network, on tensors or on arrays.
+
+  Attributes:
+    layer: does what `layer` does.
+    concatenate: a list of values along the last dimension.
+    stack: a list of values along a new first dimension.
+    dropout: `(value, p)` in training, with one draw.
+  """
+
+  layer: Callable
+  concatenate: Callable
+  stack: Callable
+  dropout: Callable
+
+
+def network(
+  parts: Parts, cell: str, input, hx, flat, has_biases, num_layers, dropout, train,
+  bidirectional, batch_first=False, mask=None,
+) -> tuple:  # fmt: skip
+  """All layers of a recurrent network, with dropout between them.
+
+  Args:
+    parts: of tensors or of arrays.
+    cell: "lstm", "gru", "tanh" or "relu".
+    input: (time, batch, features), or (batch, time, features) with `batch_first`.
+    hx: the first state, (layers · directions, batch, hidden); of an LSTM a pair.
+    flat: torch's list of weights.
+    has_biases, num_layers, dropout, train, bidirectional: as `torch.lstm` takes them.
+    mask: (time, batch, 1), False where a packed sequence has ended, or None.
+
+  Returns:
+    Outputs (time, batch, directions · hidden) and the last states, each as the first.
+  """
+  states = list(hx) if cell == "lstm" else [hx]
+  directions = 2 if bidirectional else 1
+  # Only a projected LSTM has states of two sizes; its weights come in fives.
+  has_projections = cell == "lstm" and states[0].shape[-1] != states[1].shape[-1]
+  weights = layer_weights(flat, has_biases, has_projections)
+  input = input.swapaxes(0, 1) if batch_first else input
+  finals = []
+  for number in range(num_layers):
+    outputs = []
+    for direction in range(directions):
+      place = number * directions + direction
+      state = [state[place] for state in states]
+      output, final = parts.layer(
+        input, state, mask, weights[place], cell, direction == 1
+      )
+      outputs.append(output)
+      finals.append(final)
+    input = outputs[0] if directions == 1 else parts.concatenate(outputs)
+    if dropout and train and number < num_layers - 1:
+      input = parts.dropout(input, dropout)
+  output = input.swapaxes(0, 1) if batch_first else input
+  return (output, *[parts.stack(final) for final in zip(*finals)])
 
 
 _LSTM_MODE = 2  # cuDNN's number, which oneDNN's operation has taken over

@@ -9,12 +9,6 @@ from torchax.ops.names import F, aten
 from torchax.ops.ops_registry import Kind
 
 
-def _batch_shape(query, key) -> tuple[int, ...]:
-  if query.dim() > 2 and key.dim() > 2 and query.shape[-3] != key.shape[-3]:
-    return (*torch.broadcast_shapes(query.shape[:-3], key.shape[:-3]), query.shape[-3])
-  return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
-
-
 @register_function(
   _torch_compat.scaled_dot_product_attention, kind=Kind.TENSORS, needs_env=True
 )
@@ -35,7 +29,7 @@ def _scaled_dot_product_attention(
     )
   keep_mask = None
   if dropout_p > 0.0:
-    shape = (*_batch_shape(query, key), query.shape[-2], key.shape[-2])
+    shape = attention.noise_shape(query.shape, key.shape)
     noise = aten.bernoulli.p(query.detach().new_empty(shape), 1.0 - dropout_p)
     keep_mask = noise.to(torch.bool)
   return env.functions.call(

@@ -1,7 +1,4 @@
-"""Recurrent networks: layers joined, with dropout between them as torch draws it.
-
-One direction of one layer is a function of arrays, `ops/jaten/rnn.py`.
-"""
+"""Recurrent networks of tensors, padded or packed; see `ops/jaten/rnn.py`."""
 
 import functools
 from collections.abc import Callable
@@ -15,64 +12,23 @@ from torchax.ops.names import F
 from torchax.ops.ops_registry import Kind
 
 
-def run(
-  run_layer: Callable, cell: str, input, states, flat, has_biases, num_layers, dropout,
-  train, bidirectional, mask=None,
-):  # fmt: skip
-  """All layers of a recurrent network.
+def on_tensors(layer: Callable) -> rnn.Parts:
+  """The parts of a network of tensors.
 
   Args:
-    run_layer: does what `rnn.layer` does, with tensors.
-    cell: "lstm", "gru", "tanh" or "relu".
-    input: (time, batch, features).
-    states: the first state, a list of (layers · directions, batch, hidden).
-    flat: torch's list of weights.
-    has_biases, num_layers, dropout, train, bidirectional: as `torch.lstm` takes them.
-    mask: (time, batch, 1), False where a packed sequence has ended, or None.
-
-  Returns:
-    Outputs (time, batch, directions · hidden) and the last state, shaped as the first.
+    layer: does what `rnn.layer` does, with tensors.
   """
-  directions = 2 if bidirectional else 1
-  # Only a projected LSTM has states of two sizes; its weights come in fives.
-  has_projections = cell == "lstm" and states[0].shape[-1] != states[1].shape[-1]
-  weights = rnn.layer_weights(flat, has_biases, has_projections)
-  finals = []
-  for layer in range(num_layers):
-    outputs = []
-    for direction in range(directions):
-      place = layer * directions + direction
-      state = [state[place] for state in states]
-      output, final = run_layer(
-        input, state, mask, weights[place], cell, direction == 1
-      )
-      outputs.append(output)
-      finals.append(final)
-    input = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
-    if dropout and train and layer < num_layers - 1:
-      input = F.dropout(input, dropout, True)
-  return input, [torch.stack(parts) for parts in zip(*finals)]
+  return rnn.Parts(
+    layer,
+    concatenate=lambda outputs: torch.cat(outputs, dim=-1),
+    stack=torch.stack,
+    dropout=lambda input, p: F.dropout(input, p, True),
+  )
 
 
-def run_padded(
-  run_layer: Callable, cell: str, input, hx, flat, has_biases, num_layers, dropout,
-  train, bidirectional, batch_first,
-):  # fmt: skip
-  """`torch.lstm` and its like for padded sequences: outputs and the last state."""
-  states = list(hx) if cell == "lstm" else [hx]
-  if batch_first:
-    input = input.transpose(0, 1)
-  output, finals = run(
-    run_layer, cell, input, states, flat, has_biases, num_layers, dropout, train,
-    bidirectional,
-  )  # fmt: skip
-  return (output.transpose(0, 1) if batch_first else output, *finals)
-
-
-def _run_packed(run_layer, cell, data, batch_sizes, hx, *options):
-  states = list(hx) if cell == "lstm" else [hx]
+def _run_packed(parts, cell, data, batch_sizes, *options):
   padded, mask, rows, columns = _unpack(data, batch_sizes)
-  output, finals = run(run_layer, cell, padded, states, *options, mask)
+  output, *finals = rnn.network(parts, cell, padded, *options, mask=mask)
   return (output[rows, columns], *finals)
 
 
@@ -95,8 +51,9 @@ def is_padded(args) -> bool:
 
 
 def _recurrent(cell, args, env):
-  run_form = run_padded if is_padded(args) else _run_packed
-  return run_form(functools.partial(env.functions.call, rnn.layer), cell, *args)
+  parts = on_tensors(functools.partial(env.functions.call, rnn.layer))
+  run = rnn.network if is_padded(args) else _run_packed
+  return run(parts, cell, *args)
 
 
 @register_function(_torch_compat.lstm, kind=Kind.TENSORS, needs_env=True)
