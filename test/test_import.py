@@ -291,3 +291,15 @@ import torchax
 print(list(warnings.filters) == with_jax)
 """
   assert run(program) == "True\n"
+
+
+def test_importing_does_not_load_compilers():
+  """Loading them takes as long as loading torch; only who compiles pays for it."""
+  slow = {"torch._dynamo", "torch._inductor", "functorch.compile", "sympy"}
+  program = f"""
+import sys, torch
+by_torch = set(sys.modules)
+import torchax, torchax.export
+print(sorted({slow} & (set(sys.modules) - by_torch)))
+"""
+  assert run(program) == "[]\n"

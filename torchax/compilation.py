@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
 
+from torchax import _torch_compat
+from torchax.export.compiled import ExportedFunction
 from torchax.interop import JittableModule, jax_jit
 from torchax.interop.wrapper import ModuleWrapper
 from torchax.tracebacks import ending_at_the_user
@@ -163,22 +164,19 @@ class CompiledModule(ModuleWrapper):
   _derived = ("_methods", "_hooks", "_is_renewed")
 
 
-# Loading torch's compilers takes as long as loading torch: only who wants them pays.
-
-
 def _with_dynamo(function, owner, options: CompileOptions, is_renewed: bool = False):
-  dynamo = importlib.import_module("torchax.dynamo")
-  backend = dynamo.backend
+  # By its name: loading Dynamo takes as long as loading torch, so only who wants it
+  # pays, and torch loads the backend with it.
+  backend: Any = "jax"
   if is_renewed:
     # A backend of its own: Dynamo, which ignores hooks that are registered later, finds
     # nothing of what it compiled before.
-    backend = functools.partial(backend)
+    backend = functools.partial(_torch_compat.backend_named(backend))
   return torch.compile(function, backend=backend, options=dict(options.jax_jit_kwargs))
 
 
 def _with_export(function, owner, options: CompileOptions, is_renewed: bool = False):
-  export = importlib.import_module("torchax.export.compiled")
-  return export.ExportedFunction(function, owner, options.jax_jit_kwargs)
+  return ExportedFunction(function, owner, options.jax_jit_kwargs)
 
 
 _WAYS = {"dynamo": _with_dynamo, "export": _with_export}

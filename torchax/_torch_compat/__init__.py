@@ -39,6 +39,7 @@ from torchax._torch_compat.files import (
 from torchax._torch_compat.graphs import (
   DataDependentOutputException,
   UnsupportedOperatorException,
+  backend_named,
   compiled_module_class,
   count_of_hooks,
   fake_mode_for_export,
@@ -125,6 +126,7 @@ __all__ = [
   "answer_for_accelerator",
   "are_top_modes",
   "aten_packets",
+  "backend_named",
   "compiled_module_class",
   "composite_decomposition",
   "composite_kernel",

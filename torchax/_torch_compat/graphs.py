@@ -29,6 +29,7 @@ _set_strategy = private.find(
 # These take a second or more to import.
 _inductor_config = private.Later("torch._inductor.config", COMPILE)
 _dynamo_config = private.Later("torch._dynamo.config", COMPILE)
+_lookup_backend = private.Later("torch._dynamo.lookup_backend", COMPILE)
 _skip_frames_of = private.Later("torch._dynamo.trace_rules.add", COMPILE)
 _OptimizedModule = private.Later("torch._dynamo.OptimizedModule", COMPILE)
 _VariableBuilder = private.Later(
@@ -159,6 +160,11 @@ def leave_frames_of(*names: str) -> None:
   add = _skip_frames_of()
   for name in names:
     add(name)
+
+
+def backend_named(name: str):
+  """The function that compiles for a backend of `torch.compile`."""
+  return _lookup_backend()(name)
 
 
 def trace_as_any_object(cls: type) -> None:

@@ -1,7 +1,9 @@
 """Shapes of exported programs: torch's symbols as JAX's, and whether arguments fit.
 
 torch describes a dynamic dimension by a symbol with a range, or by an expression of
-such symbols. `jax.export` has the same in strings: `"2*b, 3"` with `"b <= 16"`.
+such symbols. `jax.export` has the same in strings: `"2*b, 3"` with `"b <= 16"`. The
+expressions are sympy's, which takes half a second to import: here they are used by
+their own methods, so that only programs with symbols load it.
 """
 
 import dataclasses
@@ -9,7 +11,6 @@ import math
 from typing import Any
 
 import jax
-import sympy
 import torch
 from torch.export import ExportedProgram
 
@@ -55,7 +56,7 @@ def _constraints(program: ExportedProgram) -> list[str]:
   """The ranges of the program's symbols. JAX takes every dimension for positive."""
   found = []
   for symbol, values in program.range_constraints.items():
-    name = text_of(sympy.expand(symbol))
+    name = text_of(symbol.expand())
     if 1 < values.lower < _UNBOUNDED:
       found.append(f"{name} >= {int(values.lower)}")
     if values.upper < _UNBOUNDED:
@@ -80,7 +81,10 @@ def avals(program: ExportedProgram) -> list[jax.ShapeDtypeStruct]:
 def _aval(value, scope) -> jax.ShapeDtypeStruct:
   if not isinstance(value, torch.Tensor):
     return jax.ShapeDtypeStruct((), mappings.t2j_dtype(_NUMBERS[type(value)]))
-  text = ",".join(text_of(sympy.expand(_expression(size))) for size in value.shape)
+  text = ",".join(
+    str(size) if isinstance(size, int) else text_of(size.expand())
+    for size in map(_expression, value.shape)
+  )
   shape = jax.export.symbolic_shape(text, scope=scope)
   return jax.ShapeDtypeStruct(shape, mappings.t2j_dtype(value.dtype))
 
@@ -92,8 +96,10 @@ _NUMBERS = {
 }
 
 
-def _expression(size) -> sympy.Expr:
-  return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+def _expression(size):
+  """A size as an expression of symbols, or as the integer that it is."""
+  expression = size.node.expr if isinstance(size, torch.SymInt) else size
+  return expression if getattr(expression, "free_symbols", ()) else int(expression)
 
 
 def is_array(value) -> bool:
@@ -137,13 +143,17 @@ class Fitting:
         _require_constant(name, wanted, value)
     known: dict = {}
     # Symbols first: expressions of them are checked against their values.
-    for size in sorted(sizes, key=lambda size: not size.expression.is_Symbol):
+    for size in sorted(sizes, key=lambda size: not _is_symbol(size.expression)):
       # Sizes that are symbols themselves fit: JAX compares those when it is called.
       if isinstance(size.given, int):
         self._require_size(size, known)
 
   def _require_size(self, size: "_Size", known: dict) -> None:
     expression = size.expression
+    if isinstance(expression, int):
+      if expression != size.given:
+        raise ValueError(size.mismatch())
+      return
     unknown = expression.free_symbols - known.keys()
     if len(unknown) == 1:
       (symbol,) = unknown
@@ -154,7 +164,7 @@ class Fitting:
       self._require_in_range(size, symbol, value)
     elif not unknown and expression.subs(known) != size.given:
       found = ", ".join(f"{symbol} = {known[symbol]}" for symbol in known)
-      raise ValueError(size.mismatch("" if expression.is_Integer else found))
+      raise ValueError(size.mismatch(found))
 
   def _require_in_range(self, size: "_Size", symbol, value: int) -> None:
     values = self._ranges.get(symbol)
@@ -168,12 +178,17 @@ class Fitting:
       raise ValueError(size.mismatch(reason))
 
 
+def _is_symbol(expression) -> bool:
+  return not isinstance(expression, int) and expression.is_Symbol
+
+
 def _solved(expression, symbol, known, given: int) -> int | None:
   """The value of a symbol that gives an expression the value of a size."""
   if expression is symbol:
     return given
-  found = sympy.solve(expression.subs(known) - given, symbol)
-  return next((int(value) for value in found if value.is_Integer), None)
+  # torch derives dimensions by sums and products with whole numbers only.
+  roots = (expression.subs(known) - given).as_poly(symbol).ground_roots()
+  return next((int(value) for value in roots if value.is_Integer), None)
 
 
 @dataclasses.dataclass
@@ -184,14 +199,14 @@ class _Size:
     name: of the argument.
     wanted: torch's stand-in for it.
     value: what was given.
-    expression: what the size should be.
+    expression: what the size should be: of sympy, or an integer.
     given: what it is.
   """
 
   name: str
   wanted: torch.Tensor
   value: Any
-  expression: sympy.Expr
+  expression: Any
   given: Any
 
   def mismatch(self, reason: str = "") -> str:
