@@ -13,7 +13,8 @@ import torch
 from source_tree import ROOT
 
 import torchax
-from torchax import errors, interop, tracebacks
+from torchax import errors, interop
+from torchax.diagnostics import tracebacks
 from torchax.errors import (
   ConversionError,
   DonationError,

@@ -21,7 +21,6 @@ from torchax import (
   interop,
   rng,
   tensor,
-  tracebacks,
   view,
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
@@ -29,6 +28,7 @@ from torchax.compilation import CompileOptions, compile
 from torchax.config import Configuration
 from torchax.core import storage
 from torchax.devices import placement
+from torchax.diagnostics import tracebacks
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import (
   backward,

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from torchax import extras, rng
+from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.environment import default_env
 from torchax.errors import TracedStateError, UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracebacks import ending_at_the_user
 
 _FORMAT = 1
 _STRUCTURE, _ARRAYS = "structure", "arrays"

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, overload
 import torch
 
 from torchax import _torch_compat
+from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.export.compiled import ExportedFunction
 from torchax.interop import JittableModule, jax_jit
 from torchax.interop.wrapper import ModuleWrapper
-from torchax.tracebacks import ending_at_the_user
 from torchax.tracing.module_members import Hooks, called
 from torchax.types import P, R
 

@@ -21,6 +21,7 @@ from torchax import _jax_compat, _torch_compat, amp, rng
 from torchax.config import Configuration
 from torchax.core.storage import active
 from torchax.devices import placement
+from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.dispatch import debug, device_plans, host_operations
 from torchax.dispatch.dispatcher import Dispatcher
 from torchax.dispatch.torch_functions import FunctionTable
@@ -31,7 +32,6 @@ from torchax.ops.names import aten
 from torchax.ops.ops_registry import Operator
 from torchax.rng.stream import RngStream
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracebacks import ending_at_the_user, hide
 from torchax.view import View
 
 TENSOR_CONSTRUCTORS = {

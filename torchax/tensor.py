@@ -24,18 +24,19 @@ from jax import Array
 from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
-from torchax import _jax_compat, _torch_compat, printing
+from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode
 from torchax.core.explanations import loses_gradient, no_numbers
 from torchax.core.storage import Rebindings, Storage, Unplaced
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, read_chain
 from torchax.devices import placement
+from torchax.diagnostics import printing
+from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.errors import MixedDeviceError, MutationError, OperatorNotFound
 from torchax.ops import mappings
 from torchax.saving import files
 from torchax.saving.untyped_storage import UntypedStorage
-from torchax.tracebacks import ending_at_the_user, hide
 
 T = TypeVar("T", bound="Tensor")
 

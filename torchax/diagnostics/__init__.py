@@ -1,1 +1,4 @@
-"""What is installed here, and whether it works."""
+"""What users are shown: tensors in print, tracebacks, lines of their code.
+
+And by `python -m torchax`: what is installed here, and whether it works.
+"""

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from torchax import _torch_compat, user_code
+from torchax import _torch_compat
 from torchax.core.storage import Boundary, active
+from torchax.diagnostics import user_code
 from torchax.errors import MutationError, TracedDrawError
 from torchax.ops.names import aten
 from torchax.ops.schema import schema_of

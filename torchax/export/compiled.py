@@ -12,13 +12,13 @@ from torch.utils import _pytree as torch_pytree
 from torchax import _torch_compat, amp
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.static_values import StaticValue
+from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError
 from torchax.export import exported_program_to_jax
 from torchax.interop import call_jax, jax_jit
 from torchax.interop.module import extract_all_buffers
 from torchax.tensor import Tensor
-from torchax.tracebacks import ending_at_the_user
 from torchax.tracing.guards import Guards
 from torchax.tracing.module_attributes import Attributes
 from torchax.tracing.module_members import Members, called

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as torch_pytree
 
-from torchax import user_code
+from torchax.diagnostics import user_code
 from torchax.environment import default_env
 from torchax.ops.ops_registry import Kind
 

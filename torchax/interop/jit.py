@@ -19,12 +19,12 @@ from torchax.core.explanations import donated, donated_twice
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
 from torchax.devices import placement
+from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, RngError
 from torchax.interop.options import JitOptions, merged, with_names
 from torchax.rng import NewOperands, RngState, rng_scope
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracebacks import ending_at_the_user, hide
 from torchax.tracing import autograd_bridge, forms, static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
 from torchax.tracing.effects import settle

@@ -20,12 +20,12 @@ import torch
 from jax import lax
 
 from torchax import _jax_compat
+from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
 from torchax.rng import Advance, RngOperands, current, fold_in
 from torchax.tensor import Tensor
-from torchax.tracebacks import ending_at_the_user
 from torchax.tracing.names import name_of, place_of
 from torchax.tracing.transform import Transformed
 from torchax.types import R

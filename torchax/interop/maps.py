@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop.options import ShardMapOptions, merged
 from torchax.rng import Advance, RngOperands
 from torchax.rng.ledger import adopted
-from torchax.tracebacks import ending_at_the_user
 from torchax.tracing.names import name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R

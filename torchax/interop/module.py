@@ -9,11 +9,11 @@ import jax
 import torch
 
 from torchax import _torch_compat, rng
+from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
 from torchax.interop.views import jax_view
 from torchax.interop.wrapper import ModuleWrapper
-from torchax.tracebacks import ending_at_the_user, hide
 from torchax.tracing.module_members import called
 
 

@@ -16,13 +16,13 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from torchax import _jax_compat
 from torchax.core import grad_mode
+from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
 from torchax.interop.options import CheckpointOptions, GradOptions, merged, with_names
 from torchax.rng import Advance, RngOperands
 from torchax.tensor import Tensor
-from torchax.tracebacks import ending_at_the_user
 from torchax.tracing.conversions import tensors_of
 from torchax.tracing.effects import settle
 from torchax.tracing.functionalize import Traced

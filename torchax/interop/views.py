@@ -18,13 +18,13 @@ import torch
 from torchax import _jax_compat, rng
 from torchax.core import grad_mode
 from torchax.core.storage import Boundary
+from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.dispatch import autograd
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.interop.options import signature_of
 from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracebacks import ending_at_the_user
 from torchax.tracing import pytrees
 from torchax.tracing.conversions import is_leaf
 from torchax.tracing.names import name_of

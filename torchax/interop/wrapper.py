@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from torchax.diagnostics.tracebacks import hide
 from torchax.rng.running import TRANSPARENT
-from torchax.tracebacks import hide
 from torchax.tracing.module_members import has_hooks
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax import user_code
+from torchax.diagnostics import user_code
 from torchax.errors import NarrowingWarning
 
 REMEDY = (

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from torchax import user_code
+from torchax.diagnostics import user_code
 from torchax.rng import running
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from torchax import user_code
+from torchax.diagnostics import user_code
 
 F = TypeVar("F", bound=Callable[..., Any])
 

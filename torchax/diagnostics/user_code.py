@@ -16,7 +16,7 @@ import torch
 from torchax import _jax_compat
 
 # Nobody looks in the files of these packages for the reason of a message.
-_FILES = (__file__, torch.__file__, jax.__file__)
+_FILES = (os.path.dirname(__file__), torch.__file__, jax.__file__)
 LIBRARIES = (
   *(f"{os.path.dirname(module)}{os.sep}" for module in _FILES),
   *(contextlib.__file__, functools.__file__, "<frozen "),
