@@ -90,6 +90,14 @@ def test_gradients_of_branches_on_jax(way):
     torch.testing.assert_close(x.grad.cpu(), plain.grad)
 
 
+def test_gradients_of_branches_on_the_cpu():
+  for sign in (1, -1):
+    first, second = ((X * sign).requires_grad_() for _ in range(2))
+    branch(first).sum().backward()
+    torch.compile(branch, backend="jax", fullgraph=True)(second).sum().backward()
+    torch.testing.assert_close(second.grad, first.grad)
+
+
 def longer(x):
   return x * 2
 

@@ -1,4 +1,4 @@
-"""What a graph must not hold, found before it is compiled."""
+"""Checks of a graph before it is compiled."""
 
 from collections.abc import Sequence
 

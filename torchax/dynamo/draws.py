@@ -13,15 +13,14 @@ from torch import fx
 from torch.utils import _pytree as torch_pytree
 
 from torchax import _torch_compat
-from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.graphs import fx as fx_graphs
 from torchax.graphs.fx import is_draw, is_marked_random, kind_of, where
+from torchax.graphs.interpreter import run_operation
 from torchax.ops import mappings
 from torchax.ops.names import aten
 from torchax.ops.ops_registry import Kind
 from torchax.rng import rng_scope
-from torchax.tensor import new_tensor
 
 PLACEHOLDER = "torchax_rng"
 """Name of the graph input that holds the packed key and count."""
@@ -30,9 +29,10 @@ _DROPOUT = aten.native_dropout.default
 
 
 def keyed(rng, number: int, operation, *args, **kwargs):
-  """A random operation with its draw's number; what the graph holds in its place.
+  """Stands in the graph for a random operation, with the number of its draw.
 
-  It is run by `Program`. torch calls it on fake tensors, for shapes and costs.
+  `Program` runs the operation. torch calls this function on fake tensors, for shapes
+  and costs.
   """
   return operation(*args, **kwargs)
 
@@ -99,16 +99,15 @@ def _require_no_draws_inside(graph: fx.Graph) -> None:
 
 
 def _count(node: fx.Node) -> int:
-  """How many draws an operation makes.
+  """The number of draws that an operation makes.
 
-  One that is a sampler makes one. Others, such as attention with dropout, are run on
-  shapes.
+  A sampler makes one draw. Another operation, such as attention with dropout, is run on
+  shapes, and its draws are counted.
   """
   if not is_draw(node):
     return 0
   if kind_of(node) is Kind.SAMPLER:
     return 1
-  env = default_env()
   arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
   leaves, spec = torch_pytree.tree_flatten(arguments)
   shapes = [_abstract(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -116,12 +115,11 @@ def _count(node: fx.Node) -> int:
   def run(*arrays):
     rest = iter(arrays)
     given = [
-      new_tensor(next(rest), env) if isinstance(leaf, torch.Tensor) else hint(leaf)
-      for leaf in leaves
+      next(rest) if isinstance(leaf, torch.Tensor) else hint(leaf) for leaf in leaves
     ]
     args, kwargs = torch_pytree.tree_unflatten(given, spec)
-    with env, torch.no_grad(), rng_scope(0) as stream:
-      env.dispatch(node.target, (), args, kwargs)
+    with torch.no_grad(), rng_scope(0) as stream:
+      run_operation(node.target, args, kwargs)
       found.append(stream.draws)
 
   found: list[int] = []

@@ -121,9 +121,9 @@ def _jitted(
 
 
 def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:
-  """Makes the graph's own tensors on the CPU its last inputs, and returns them.
+  """Makes the CPU tensors of the graph's module its last inputs, and returns them.
 
-  Such as an optimizer's count of steps. Those on jax are found by `jax_jit`.
+  An optimizer's count of steps is one. jax tensors are captured by `jax_jit`.
   """
   graph, held = module.graph, {}
   for node in list(graph.nodes):
@@ -140,7 +140,7 @@ def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def _moved(graph: fx.Graph) -> fx.Node | None:
-  """An input on the CPU that is more than a number; None if there is none."""
+  """An input on the CPU that has dimensions; None if there is none."""
   for node in inputs(graph):
     value = example(node)
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim():
@@ -171,11 +171,11 @@ class _Results:
     graph.eliminate_dead_code(_is_effect)
 
   def hidden(self, results) -> tuple:
-    """In the trace: numbers as constants of the trace."""
+    """The results that leave the trace, with numbers as its static values."""
     return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in results)
 
   def shown(self, results) -> tuple:
-    """Outside of it: numbers again, or the tensors that Dynamo expects."""
+    """The results of a call: numbers again, or the tensors that Dynamo expects."""
     values = (v.value if type(v) is StaticValue else v for v in results)
     return tuple(
       value if dtype is None else torch.scalar_tensor(value, dtype=dtype, device="cpu")
@@ -187,7 +187,7 @@ _NUMBERS = frozenset({int, float, bool, complex})
 
 
 def _is_effect(node: fx.Node) -> bool:
-  """Everything but the number of a tensor that nobody uses."""
+  """True unless the node only makes a tensor of a number, which may stay unused."""
   return node.target is not _SCALAR_TENSOR
 
 
@@ -242,7 +242,7 @@ _ARITHMETIC = frozenset(
 
 
 def _replace_higher_order(graph: fx.Graph) -> None:
-  """Has the graph call what runs checkpoints and their like on jax tensors."""
+  """Puts our functions in place of the higher-order operators that torch would run."""
   for node in graph.nodes:
     node.target = higher_order.replacement(node.target) or node.target
     body = inner(node)

@@ -1,7 +1,7 @@
-"""How the results of a graph become what torch expects.
+"""The results of a graph as torch expects them.
 
-Most are arrays that become tensors. Inputs that are returned are the caller's own
-tensors; results that share memory eagerly share it here; and numbers, also those that
+Most results are arrays that become tensors. An input that is returned is the caller's
+own tensor. Results that share memory eagerly share it here. Numbers, also those that
 torch wants in a tensor, do not pass through JAX, which may narrow them.
 """
 
@@ -46,7 +46,7 @@ class Outputs:
     self._makers = [self._maker(value, place, shared) for value in returned]
 
   def stored(self, values: list) -> list[jax.Array]:
-    """In the trace: the arrays of the nodes `arrays`, as they lie in memory."""
+    """The results that leave the trace: arrays of `arrays`, as they lie in memory."""
     return [result.stored(value) for result, value in zip(self._results, values)]
 
   def assemble(self, args: dict, arrays: list, numbers: Sequence) -> list:

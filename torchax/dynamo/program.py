@@ -26,12 +26,12 @@ from torchax.rng.packing import PackedStream
 
 @jax.tree_util.register_static
 class _Static:
-  """What a trace found besides arrays; comes back with every call.
+  """The static results of a trace, which every call of the compiled function returns.
 
   Attributes:
     values: results that are no tensors.
-    log: draws.
-    messages: of the assertions, whose conditions are arrays.
+    log: the draws.
+    messages: of the assertions. Their conditions are arrays.
   """
 
   def __init__(self, values: tuple, log: tuple, messages: tuple):
@@ -43,11 +43,11 @@ INFERENCE = "inference"
 
 
 class Keys:
-  """What the programs of one compiled function share.
+  """The random state that the forward and the backward graph of a function share.
 
   Attributes:
     rng: name of the graphs' input with the packed key.
-    draws: how many numbers are drawn for one call of the forward pass.
+    draws: number of draws in one call of the forward pass.
     impl: the implementation of the key.
     log: the draws of the last call, for ledgers.
   """
@@ -165,20 +165,20 @@ class Program:
 
 
 class _Interpreter(JaxInterpreter):
-  """Runs a graph whose constants are operands and whose draws have numbers.
+  """Runs a graph whose constants are operands and whose draws are numbered.
 
   Args:
     module: the graph.
-    constants: arrays of its tensors, by name.
-    stream: what it draws from, if it does.
+    constants: arrays for the tensors of its module, by name.
+    stream: the stream of its draws, or None.
 
   Attributes:
-    asserted: (condition, message) of the assertions, which are checked after a call.
+    asserted: (condition, message) of each assertion. They are checked after the call.
   """
 
   def __init__(self, module: fx.GraphModule, constants: dict, stream):
     super().__init__(module)
-    self.garbage_collect_values = False  # all of them may be results
+    self.garbage_collect_values = False  # `Outputs` may need any of them
     self._constants, self._stream = constants, stream
     self.asserted: list[tuple] = []
 
@@ -202,7 +202,7 @@ class _Interpreter(JaxInterpreter):
       return super().call_function(operation, args, kwargs)
 
   def output(self, target, args: tuple, kwargs: dict) -> None:
-    """Nothing: `Outputs` names what is returned."""
+    """Returns nothing: `Outputs` picks the results."""
 
 
 _ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})

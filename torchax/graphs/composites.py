@@ -1,7 +1,7 @@
 """Composite operations that an exported program keeps whole: attention, recurrence.
 
-They compute and draw what their eager forms do, which are caught above ATen
-(`torchax/ops/jtorch`), on arrays whose sizes may be symbols.
+Each computes and draws the same as its eager form, which is caught above ATen
+(`torchax/ops/jtorch`). Sizes may be symbols here.
 """
 
 import functools

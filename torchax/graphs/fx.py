@@ -1,4 +1,4 @@
-"""Graphs of `torch.fx`: what their nodes hold, draw, and come from."""
+"""Graphs of `torch.fx`: their nodes, their draws, and the user's code behind them."""
 
 import operator
 import re
@@ -15,7 +15,7 @@ from torchax.ops.ops_registry import Kind
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-  """A graph with the same nodes, which may be changed."""
+  """A copy of a graph, which may be changed."""
   new = fx.Graph()
   values: dict = {}
   new.output(new.graph_copy(graph, values))
@@ -26,18 +26,18 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 def example(node):
-  """What Dynamo has seen in the place of a node: fakes and symbolic numbers."""
+  """The example value of a node in Dynamo's graph: fake tensors, symbolic numbers."""
   return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
 def example_tensors(node: fx.Node) -> list[torch.Tensor]:
-  """The tensors among it."""
+  """The tensors in the example value of a node."""
   leaves = torch_pytree.tree_leaves(example(node))
   return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def meta(node):
-  """What AOTAutograd or `torch.export` has seen in the place of a node."""
+  """The example value of a node in a graph of ATen operations."""
   return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
@@ -59,20 +59,20 @@ def add_input(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def returned(graph: fx.Graph):
-  """What a graph returns: nodes and constants, in their containers."""
+  """The results of a graph: nodes and constants, in their containers."""
   (output,) = [node for node in graph.nodes if node.op == "output"]
   return output.args[0]
 
 
 def attribute(node: fx.Node):
-  """What a node gets from the graph's module; None for other nodes."""
+  """The attribute of the graph's module that a node reads; None for other nodes."""
   if node.op != "get_attr":
     return None
   return operator.attrgetter(node.target)(node.graph.owning_module)
 
 
 def inner(node: fx.Node) -> fx.GraphModule | None:
-  """The graph that a node hands to an operation, such as a branch of `torch.cond`."""
+  """The graph that a node reads, such as a branch of `torch.cond`; else None."""
   value = attribute(node)
   return value if isinstance(value, fx.GraphModule) else None
 
@@ -93,10 +93,10 @@ def kind_of(node: fx.Node) -> Kind | None:
 
 
 def is_draw(node: fx.Node) -> bool:
-  """True for an operation that draws random numbers, as far as its lowering tells.
+  """True for an operation that may draw random numbers.
 
-  One that has a lowering of arrays draws nothing here, such as attention without
-  dropout.
+  torch marks more operations as random, such as attention without dropout. One whose
+  lowering is a function of arrays draws nothing.
   """
   return is_marked_random(node) and kind_of(node) is not Kind.ARRAYS
 
@@ -132,9 +132,9 @@ def line_of(node: fx.Node) -> str:
 
 
 def where(node: fx.Node) -> str:
-  """The line of code that a node comes from, as a sentence, or "".
+  """The line of the user's code that a node comes from, as a sentence, or "".
 
-  It is the user's. A module of torch that is captured by itself has its own lines only.
+  A module of torch that is captured by itself has lines of torch only.
   """
   frames = [frame for frame in _frames(node) if not frame[0].startswith(_GENERATED)]
   frames = list(filter(_is_of_user, frames)) or frames

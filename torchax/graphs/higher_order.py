@@ -1,13 +1,14 @@
-"""Operations that take graphs or functions, such as `torch.cond`: how each one runs.
+"""Higher-order operators, such as `torch.cond`: how each one runs.
 
-`TABLE` has a row for each. Graphs of ATen operations, which `torch.export` and
-`torch.compile` of plain tensors make, run on arrays (`interpreter.py`). On jax tensors
-the operations run by the JAX transformations of `torchax.interop`: eagerly, in
-`jax_jit`, and in what `torch.compile` captures.
+`TABLE` has a row for each operator. A graph of ATen operations, which `torch.export`
+or `torch.compile` of plain tensors makes, runs on arrays (`interpreter.py`). On jax
+tensors an operator runs by a JAX transformation of `torchax.interop`: eagerly, in
+`jax_jit`, and in a graph that `torch.compile` captures.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchax.environment import default_env
 from torchax.errors import OperatorNotFound, RngError
-from torchax.graphs.fx import attribute, may_draw, meta, returned, user_name, where
+from torchax.graphs.fx import inner, may_draw, meta, returned, user_name, where
 from torchax.interop import loops, mismatches
 from torchax.ops.names import higher_order, present
 from torchax.rng import RngState, current, rng_scope
@@ -49,7 +50,7 @@ def _cond(part, predicate, on_true, on_false, operands=()):
   if stream is not None:
     position = stream.peek("torch.cond")
     branches = [_drawing(branch, position, moved) for branch in branches]
-  index = jnp.asarray(predicate).reshape(()).astype(jnp.int32)
+  index = jnp.asarray(predicate, bool).reshape(()).astype(jnp.int32)
   with mismatches.explained(lambda: _mismatch(graphs, forms)):
     out = lax.switch(index, branches, None)
   if stream is not None:
@@ -73,23 +74,28 @@ def _mismatch(graphs, forms: dict) -> str | None:
 
 
 def require_equal_branches(node: fx.Node) -> None:
-  """Raises TypeError where the branches of a `torch.cond` differ in their results.
+  """Checks the branches of a `torch.cond`.
 
-  torch takes sizes that differ for one that depends on data.
+  torch lets the sizes of their results differ, and takes the size for one that depends
+  on data.
 
   Args:
     node: any operation of a graph of ATen operations.
+
+  Raises:
+    TypeError: the results differ in shape, dtype or structure.
   """
   if node.target is not higher_order.cond:
     return
-  graphs = [attribute(node.args[place]) for place in (2, 1)]
+  branches: Any = node.args[1:3]
+  graphs = [inner(branch) for branch in reversed(branches)]
   said = _mismatch(graphs, dict(enumerate(map(_forms_of, graphs))))
   if said is not None:
     raise TypeError(f"{said}{where(node)}")
 
 
 def _forms_of(graph: fx.GraphModule):
-  """What torch knows of a graph's results, in the form of `mismatches.forms_of`."""
+  """The dtypes and shapes of a graph's results, as `mismatches.forms_of` has them."""
   values = map(meta, returned(graph.graph))
   return tuple(
     f"{value.dtype} of shape {list(value.shape)}"
@@ -147,7 +153,7 @@ def _cond_of_fakes(predicate, on_true, on_false, operands=()):
 
 
 def _checkpoint(body: fx.GraphModule, *args, **kwargs):
-  """Keeps the random state, which torch leaves to its compiler."""
+  """A checkpoint that keeps the random state, which torch leaves to its compiler."""
   kwargs = {**kwargs, "use_reentrant": False, "preserve_rng_state": True}
   context = body.meta.get("_checkpoint_context_fn")
   if context is not None:
@@ -160,16 +166,17 @@ def _checkpoint(body: fx.GraphModule, *args, **kwargs):
 
 @dataclasses.dataclass(frozen=True)
 class HigherOrder:
-  """How an operation that takes graphs or functions runs.
+  """How a higher-order operator runs.
 
   Attributes:
-    on_arrays: `(part, *args, **kwargs) -> arrays`, where `part` makes a function of
-      arrays of a graph. None: it is refused in graphs of ATen operations.
-    on_tensors: takes the operation's arguments, with jax tensors. None: torch runs it.
-    on_fakes: likewise, for the shapes of the results, where torch's own rule knows its
-      own kinds of fake tensors only.
-    has_overrides: torch lets modes and classes of tensors override the operation. One
-      that it does not is replaced in Dynamo's graphs.
+    on_arrays: `(part, *args, **kwargs) -> arrays`, where `part(graph)` is a function of
+      arrays. Without it the operator is refused in graphs of ATen operations.
+    on_tensors: a function of the operator's arguments, with jax tensors. Without it
+      torch runs the operator.
+    on_fakes: a function that gives fake results. It is needed where torch's own rule
+      takes fake tensors of torch's class only.
+    has_overrides: torch lets modes and tensor classes override the operator. One
+      without overrides is replaced in Dynamo's graphs.
   """
 
   on_arrays: Callable | None = None
@@ -178,9 +185,9 @@ class HigherOrder:
   has_overrides: bool = True
 
 
-# (torch.while_loop and scan are not captured on tensors that are wrappers: on jax
-# `interop.while_loop` and `scan` do their work.)
-TABLE: dict[object, HigherOrder] = present(
+# torch does not capture `torch.while_loop` and `scan` on wrapper tensors: on jax, use
+# `interop.while_loop` and `interop.scan`.
+TABLE: dict[Any, HigherOrder] = present(
   {
     higher_order.cond: HigherOrder(_cond, _cond_of_tensors, _cond_of_fakes),
     higher_order.while_loop: HigherOrder(_while_loop),

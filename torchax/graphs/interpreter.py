@@ -103,7 +103,7 @@ class JaxInterpreter(torch.fx.Interpreter):
       return higher_order.on_arrays(target)(self._part, *args, **kwargs)
     if not isinstance(target, _torch_compat.OpOverload):
       return self._of_numbers(target, args, kwargs)
-    return _run_overload(target, args, kwargs)
+    return run_operation(target, args, kwargs)
 
   def _part(self, graph_module) -> Callable:
     """A part of the graph, such as a branch, as a function of arrays."""
@@ -165,7 +165,16 @@ def _is_symbolic(value) -> bool:
   return jax.export.is_symbolic_dim(value)
 
 
-def _run_overload(op, args: tuple, kwargs: dict):
+def run_operation(op, args: tuple, kwargs: dict):
+  """Runs an overload of ATen's on arrays, whose sizes may be symbols.
+
+  Args:
+    op: the overload.
+    args, kwargs: torch's, with arrays for tensors.
+
+  Raises:
+    OperatorNotFound: it writes to its arguments, or has no lowering for symbols.
+  """
   schema = schema_of(op)
   if schema.written:
     raise OperatorNotFound(

@@ -1,7 +1,7 @@
-"""What runs in a graph of ATen operations besides the registered lowerings.
+"""Lowerings for graphs of ATen operations, besides those in the operator table.
 
-Sizes and assertions, casts, and views as copies. Composite operations that are kept
-whole are in `composites.py`, those that take graphs in `higher_order.py`.
+Here are sizes, assertions, casts, and views as copies. Composite operations that are
+kept whole are in `composites.py`, higher-order operators in `higher_order.py`.
 """
 
 import math
@@ -34,14 +34,14 @@ def _assert_scalar(self, message):
 
 
 def _nothing(*args, **kwargs):
-  """For what torch itself has checked when the graph was made."""
+  """A check that torch has made when it captured the graph."""
 
 
 def _converted(self, dtype):
-  """A cast, which AOTAutograd writes for promotion as well.
+  """A cast. AOTAutograd makes one also where torch promotes an operand.
 
-  A Python float that a graph takes is a float64 without dimensions, on its way to the
-  dtype that it is used in: nobody has asked 64 bits for it.
+  Dynamo makes a Python float a float64 tensor without dimensions. Nobody asked for its
+  64 bits: a cast to the dtype of the other operand follows.
   """
   is_float = not self.ndim and jnp.issubdtype(self.dtype, jnp.floating)
   if is_float and dtype is torch.float64 and narrowing.is_on():

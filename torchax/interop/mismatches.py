@@ -1,7 +1,7 @@
-"""What differs between the results of branches, or before and after a turn of a loop.
+"""Errors for branches whose results differ, and for loops that change their value.
 
-JAX finds it out, in words about the functions that it was given, which are ours. Here
-it is said with the user's functions and places.
+JAX raises such errors too, but they name the functions that JAX was given, which are
+ours. The errors here name the user's functions, and the place in the user's tree.
 """
 
 import contextlib
