@@ -88,7 +88,7 @@ def require_equal_branches(node: fx.Node) -> None:
   if node.target is not higher_order.cond:
     return
   branches: Any = node.args[1:3]
-  graphs = [inner(branch) for branch in reversed(branches)]
+  graphs: list[Any] = [inner(branch) for branch in reversed(branches)]
   said = _mismatch(graphs, dict(enumerate(map(_forms_of, graphs))))
   if said is not None:
     raise TypeError(f"{said}{where(node)}")
