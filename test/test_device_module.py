@@ -1,6 +1,7 @@
 """`torch.jax`: what torch's own random functions do to the streams."""
 
 import contextlib
+import pickle
 import threading
 
 import jax
@@ -48,28 +49,76 @@ def test_the_only_device_can_be_chosen(device):
     assert _rand().get_device() == 0
 
 
-@pytest.mark.parametrize("device", [1, "jax:3", torch.device("jax:1")])
-@pytest.mark.parametrize(
-  "use",
-  [
-    torch.jax.set_device,
-    lambda device: torch.jax.device(device).__enter__(),
-    torch.jax.get_rng_state,
-    lambda device: torch.jax.set_rng_state(torch.jax.get_rng_state(), device),
-    torch.jax.synchronize,
-    torch.jax.Stream,
-    torch.jax.get_device_properties,
-    torch.jax.memory_allocated,
-    lambda device: torch.accelerator.synchronize(device),
-  ],
-  ids=["set_device", "device", "get_rng_state", "set_rng_state", "synchronize"]
-  + ["Stream", "properties", "memory", "accelerator"],
-)
-def test_another_device_is_refused(use, device):
+def _draw_in(context):
+  with context:
+    torch.rand(2)
+
+
+# By a name, what takes an index, "jax:1" or a `torch.device`.
+TAKE_A_DEVICE = {
+  "set_device": torch.jax.set_device,
+  "device": lambda device: torch.jax.device(device).__enter__(),
+  "get_rng_state": torch.jax.get_rng_state,
+  "set_rng_state": lambda device: torch.jax.set_rng_state(
+    torch.jax.get_rng_state(), device
+  ),
+  "synchronize": torch.jax.synchronize,
+  "jax.Stream": torch.jax.Stream,
+  "jax.Event": torch.jax.Event,
+  "Stream": torch.Stream,
+  "Stream by name": lambda device: torch.Stream(device=device, priority=-1),
+  "Event": torch.Event,
+  "subclass of Stream": lambda device: type("Own", (torch.Stream,), {})(device),
+  "current_stream": torch.jax.current_stream,
+  "default_stream": torch.jax.default_stream,
+  "name": torch.jax.get_device_name,
+  "properties": torch.jax.get_device_properties,
+  "capability": torch.jax.get_device_capability,
+  "memory_allocated": torch.jax.memory_allocated,
+  "max_memory_allocated": torch.jax.max_memory_allocated,
+  "memory_reserved": torch.jax.memory_reserved,
+  "mem_get_info": torch.jax.mem_get_info,
+  "memory_summary": torch.jax.memory_summary,
+  "reset_peak": torch.jax.reset_peak_memory_stats,
+  "fork_rng": lambda device: _draw_in(
+    torch.random.fork_rng([device], device_type="jax")
+  ),
+  "jax": lambda device: torch.ones(2).jax(device),
+  "accelerator.synchronize": torch.accelerator.synchronize,
+  "accelerator.stream": torch.accelerator.current_stream,
+  "accelerator.memory": torch.accelerator.memory_allocated,
+  "accelerator.capability": torch.accelerator.get_device_capability,
+  "accelerator.index": torch.accelerator.set_device_index,
+}
+# What takes a name or a `torch.device` alone.
+TAKE_A_NAME = {
+  "Generator": torch.Generator,
+  "to": lambda device: torch.ones(2).to(device),
+  "module": lambda device: torch.nn.Linear(2, 2).to(device),
+  "made there": lambda device: torch.nn.Linear(2, 2, device=device),
+  "factory": lambda device: torch.zeros(2, device=device),
+  "like": lambda device: torch.rand_like(torch.ones(2), device=device),
+  "with device": lambda device: _draw_in(torch.device(device)),
+  "storage": lambda device: torch.ones(2).untyped_storage().to(device=device),
+}
+REFUSALS = [(name, device) for name in TAKE_A_DEVICE for device in (1, "jax:3")]
+REFUSALS += [
+  (name, device) for name in TAKE_A_NAME for device in ("jax:3", torch.device("jax:1"))
+]
+
+
+@pytest.mark.parametrize("name, device", REFUSALS)
+def test_another_device_is_refused(name, device):
   before = _state()
   with pytest.raises(NoSuchDeviceError, match="does not exist.*jax:0 alone"):
-    use(device)
-  assert _state() == before
+    (TAKE_A_DEVICE | TAKE_A_NAME)[name](device)
+  assert _state() == before and torch.jax.current_device() == 0
+
+
+@pytest.mark.parametrize("use", [torch.jax.stream, torch.jax.set_stream])
+def test_a_device_where_a_stream_belongs_is_refused(use):
+  with pytest.raises(TypeError, match="Expected a stream.*torch.jax.device"):
+    use("jax:0")
 
 
 def test_a_device_of_another_type_is_refused():
@@ -177,8 +226,27 @@ def test_events_take_the_time_of_the_work_between_them():
   assert end.query() and isinstance(end, torch.Event)
 
 
+def test_torch_s_own_names_make_streams_and_events_of_jax():
+  for device in (None, 0, "jax", torch.device("jax:0")):
+    assert torch.Stream(device) == torch.jax.current_stream()
+    assert isinstance(torch.Event(device), torch.jax.Event)
+  start, end = (torch.Event("jax", enable_timing=True) for _ in range(2))
+  start.record()
+  end.record()
+  end.synchronize()
+  assert start.elapsed_time(end) >= 0
+  for name, kind in (("Stream", torch.Stream), ("Event", torch.Event)):
+    assert repr(kind) == f"<class 'torch.{name}'>"
+    assert pickle.loads(pickle.dumps(kind)) is kind
+    made = kind("cpu")
+    assert made.device.type == "cpu" and type(made) is kind.of_torch
+    assert isinstance(made, kind) and not isinstance(made, getattr(torch.jax, name))
+    assert issubclass(getattr(torch.jax, name), kind) and not isinstance(0, kind)
+
+
 def test_a_stream_that_torch_makes_itself_waits_for_nothing():
-  stream, ours = torch.Stream("jax"), torch.jax.current_stream()
+  # Of code that took the name before torchax was imported.
+  stream, ours = torch.Stream.of_torch("jax"), torch.jax.current_stream()
   with stream:
     work = torch.ones(2, device="jax") + 1
   stream.wait_stream(ours)
@@ -187,11 +255,11 @@ def test_a_stream_that_torch_makes_itself_waits_for_nothing():
   ours.wait_event(stream.record_event())
   stream.synchronize()
   assert stream.query() and stream.device == torch.device("jax:0")
-  assert work.tolist() == [2.0, 2.0]
+  assert isinstance(stream, torch.Stream) and work.tolist() == [2.0, 2.0]
 
 
 def test_an_event_that_torch_makes_itself_is_not_waited_for():
-  event = torch.Event("jax")
+  event = torch.Event.of_torch("jax")
   torch.jax.current_stream().record_event(event)
   assert event.query()
   with pytest.raises(RuntimeError, match="doesn't support synchronizing events"):

@@ -27,7 +27,7 @@ from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.compilation import CompileOptions, compile
 from torchax.config import Configuration
 from torchax.core import storage
-from torchax.devices import placement
+from torchax.devices import placement, streams
 from torchax.diagnostics import tracebacks
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import (
@@ -45,7 +45,7 @@ from torchax.interop import Explanation, JittableModule, explain, extract_jax
 from torchax.logs import set_logs
 from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
 from torchax.rng import RngState, rng_scope
-from torchax.saving import damage, files, safetensors
+from torchax.saving import damage, files, safetensors, untyped_storage
 from torchax.tracing import foretold_draws
 from torchax.version import VERSION
 
@@ -124,12 +124,15 @@ def _compose() -> None:
   _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
   _torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
   files.register(tensor.Tensor, _means_jax)
+  untyped_storage.register()
   damage.register()
   safetensors.register(_means_jax)
   _torch_compat.answer_for_accelerator(device_module.ANSWERS)
   _torch_compat.leave_data_parallel_alone()
   _torch_compat.fork_one_stream()
   torch.Generator = device_module.Generator  # type: ignore[misc]
+  torch.Stream = streams.AnyStream  # type: ignore[misc]
+  torch.Event = streams.AnyEvent  # type: ignore[misc]
   device_module.Generator.means_jax = lambda kind: (
     kind == "jax" or (kind == "cuda" and _means_jax(kind))
   )
@@ -139,6 +142,7 @@ def _compose() -> None:
   conversion_errors.register()
   _torch_compat.keep_from_dynamo(
     *(tensor, view, environment, device_module, device_module.Generator, placement),
+    *(streams.AnyStream, streams.AnyEvent),
     *(tracebacks, *interop.MODULES),
   )
 

@@ -184,6 +184,11 @@ def _supported_dtypes() -> set[torch.dtype]:
   return {dtype for dtype in mappings.TORCH_DTYPE_TO_JAX if dtype is not None}
 
 
+def _capability(index: int) -> dict[str, set[torch.dtype]]:
+  placement.checked_index(index)
+  return {"supported_dtypes": _supported_dtypes()}
+
+
 class _Fork:
   """Whether this process was forked from one that had started JAX."""
 
@@ -307,7 +312,7 @@ ANSWERS = {
   "getStream": current_stream,
   "setStream": set_stream,
   "synchronizeDevice": synchronize,
-  "getDeviceCapability": lambda index: {"supported_dtypes": _supported_dtypes()},
+  "getDeviceCapability": _capability,
   "isAllocatorInitialized": lambda: True,
   "emptyCache": empty_cache,
   "emptyHostCache": empty_cache,

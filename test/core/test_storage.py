@@ -9,7 +9,7 @@ import torch
 from compare import assert_same
 from safetensors import torch as safetensors
 
-from torchax.errors import TracedStateError
+from torchax.errors import NoSuchDeviceError, TracedStateError
 from torchax.interop import jax_jit
 
 BASE = torch.arange(12.0).reshape(3, 4)
@@ -137,6 +137,20 @@ def test_a_storage_is_written_to(x):
   assert_same(torch.empty(0, device="jax").set_(copied), BASE.view(-1))
   with pytest.raises(RuntimeError, match="48 bytes, but got 4"):
     x.untyped_storage().copy_(torch.zeros(1).untyped_storage())
+
+
+@pytest.mark.parametrize("device", ["jax", 0, torch.device("jax:0")])
+def test_a_storage_is_made_by_torch_s_own_name(device):
+  """C++ would end the process."""
+  made = torch.UntypedStorage(8, device=device)
+  assert made.device == torch.device("jax:0") and made.tolist() == [0] * 8
+  assert_same(torch.empty(0, device="jax").set_(made), torch.zeros(2))
+  assert torch.UntypedStorage([1, 2], device=device).tolist() == [1, 2]
+  assert torch.UntypedStorage(device=device).nbytes() == 0
+  for kind in ("cpu", "meta"):
+    assert type(torch.UntypedStorage(4, device=kind)) is torch.UntypedStorage
+  with pytest.raises(NoSuchDeviceError, match="jax:9 does not exist"):
+    torch.UntypedStorage(8, device="jax:9")
 
 
 def test_a_tensor_is_set_to_a_storage(x):

@@ -156,3 +156,20 @@ def watch_moves_of_storages(move) -> None:
 
   torch.UntypedStorage.to = to_device
   torch.UntypedStorage.jax = to_jax
+
+
+def make_storages(make) -> None:
+  """Has `torch.UntypedStorage(…, device="jax")` call `make(…, device=device)`.
+
+  C++, which has no memory of this backend, would end the process.
+  """
+  cls = torch.UntypedStorage
+  new = cls.__new__
+
+  def of_any_device(kind, *args, **kwargs):
+    device = kwargs.get("device")
+    if device is None or kind is not cls or torch.device(device).type != BACKEND:
+      return new(kind, *args, **kwargs)
+    return make(*args, **kwargs)
+
+  cls.__new__ = of_any_device

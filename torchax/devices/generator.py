@@ -12,25 +12,12 @@ from typing import ClassVar
 import torch
 
 from torchax.devices import placement
+from torchax.devices.stand_in import StandIn
 
 _OfTorch = getattr(torch.Generator, "of_torch", torch.Generator)
 
 
-class _AllGenerators(type(_OfTorch)):
-  """Counts torch's own generators among the instances of `Generator`."""
-
-  def __instancecheck__(cls, instance):
-    if cls is Generator:
-      return isinstance(instance, _OfTorch)
-    return super().__instancecheck__(instance)
-
-  def __subclasscheck__(cls, subclass):
-    if cls is Generator:
-      return issubclass(subclass, _OfTorch)
-    return super().__subclasscheck__(subclass)
-
-
-class Generator(_OfTorch, metaclass=_AllGenerators):
+class Generator(_OfTorch, metaclass=StandIn):
   """`torch.Generator`, of any device; see torch's documentation.
 
   One of jax draws what a CPU generator of the same seed draws on jax. Its state is that

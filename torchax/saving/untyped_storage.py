@@ -8,6 +8,7 @@ says what they are. `files.py` has the formats.
 
 import warnings
 import weakref
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -29,17 +30,24 @@ class UntypedStorage(torch.UntypedStorage):
     index: of the jax device that such bytes go to; None for the current one.
   """
 
-  def __new__(cls, storage: Storage, index: int | None = None):
-    return super().__new__(cls, storage.nbytes, device="meta")
+  storage: Storage
+  index: int | None
+  typed: dict[torch.dtype, weakref.ref]
+  _dtype: torch.dtype | None
 
-  def __init__(self, storage: Storage, index: int | None = None):
-    super().__init__()
-    self.storage = storage
-    self.index = index
-    self._dtype: torch.dtype | None = None
-    self._nbytes_in_file = storage.nbytes
+  def __new__(cls, storage: Storage, index: int | None = None):
+    made = super().__new__(cls, storage.nbytes, device="meta")
+    made.storage = storage
+    made.index = index
+    made._dtype = None
+    made._nbytes_in_file = storage.nbytes
     # Weak references to what files know it as, by dtype.
-    self.typed: dict[torch.dtype, weakref.ref] = {}
+    made.typed = {}
+    return made
+
+  def __init__(self, *args, **kwargs):
+    # Also called with the arguments of `torch.UntypedStorage`; see `register`.
+    pass
 
   @staticmethod
   def of(storage: Storage) -> "UntypedStorage":
@@ -246,3 +254,24 @@ class UntypedStorage(torch.UntypedStorage):
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
   """The bytes of a storage on the CPU, of the same memory; uint8 of shape (n,)."""
   return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+
+
+def _made(size=0, *, device) -> UntypedStorage:
+  """What `torch.UntypedStorage(size, device="jax")` makes.
+
+  Args:
+    size: in bytes, or the bytes as numbers.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+  """
+  content = torch.UntypedStorage(size, device="cpu")
+  if not isinstance(size, Sequence):
+    content.fill_(0)
+  index = placement.checked_index(device)
+  return UntypedStorage.of_bytes(np.array(bytes_of(content)), index)
+
+
+def register() -> None:
+  """Has `torch.UntypedStorage` make storages of jax."""
+  _torch_compat.make_storages(_made)
