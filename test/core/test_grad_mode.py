@@ -83,6 +83,48 @@ class _Outer(torch.autograd.Function):
     return gradient * 2
 
 
+class _Doubling(torch.autograd.Function):
+  """Doubles its argument in place."""
+
+  @staticmethod
+  def forward(ctx, x):
+    ctx.mark_dirty(x)
+    return x.mul_(2)
+
+  @staticmethod
+  def backward(ctx, gradient):
+    return gradient * 2
+
+
+class _AsksJax(torch.autograd.Function):
+  """Squares, after a function inside has been differentiated by JAX."""
+
+  @staticmethod
+  def forward(ctx, x):
+    ctx.save_for_backward(x)
+    if isinstance(x, torchax.tensor.Tensor):
+      jax_value_and_grad(lambda x: _Quiet.apply(x).sum())(x)
+    return x * x
+
+  @staticmethod
+  def backward(ctx, gradient):
+    (x,) = ctx.saved_tensors
+    return 2 * x * gradient
+
+
+def _one_after_another(x):
+  with torch.no_grad():
+    y = _Quiet.apply(x)
+  return _Quiet.apply(x) * y
+
+
+def _doubled_in_place(x):
+  y = x * 1
+  with torch.no_grad():
+    _Doubling.apply(y)
+  return y * x
+
+
 def _under(f, mode=torch.no_grad):
   def g(x):
     with mode():
@@ -109,6 +151,15 @@ FUNCTIONS = {
   "a custom function in another": lambda x: _Outer.apply(x) * x,
   "inference mode": _under(lambda x: x * 2, torch.inference_mode),
   "a custom function in inference mode": _under(_Quiet.apply, torch.inference_mode),
+  "a custom function under no_grad": _under(_Quiet.apply),
+  "one that is recorded after one that is not": _one_after_another,
+  "a custom function that grad is off for": _under(
+    _Outer.apply, lambda: torch.set_grad_enabled(False)
+  ),
+  "a custom function in place under no_grad": _doubled_in_place,
+  "a custom function that asks JAX for a gradient": lambda x: _AsksJax.apply(x) * x,
+  "the same under no_grad": _under(_AsksJax.apply),
+  "enable_grad around a custom function": _under(torch.enable_grad()(_Quiet.apply)),
   "set_grad_enabled": lambda x: torch.set_grad_enabled(True) and None or x * 3,
 }
 
@@ -148,7 +199,11 @@ RECORDED = {
 
 @pytest.mark.parametrize("wrap", RECORDED)
 @pytest.mark.parametrize(
-  "name", ["an operation", "inference mode", "no_grad in a custom function"]
+  "name",
+  [
+    *("an operation", "inference mode", "no_grad in a custom function"),
+    "a custom function under no_grad",
+  ],
 )
 def test_no_grad_counts_inside_of_what_torch_records(name, wrap):
   f = FUNCTIONS[name]

@@ -156,6 +156,9 @@ def test_a_storage_is_made_by_torch_s_own_name(device):
 def test_a_tensor_is_set_to_a_storage(x):
   view = torch.empty(0, device="jax").set_(x.untyped_storage(), 4, (2, 2), (4, 1))
   assert_same(view, BASE[1:, :2])
+  # Without strides.
+  rows = torch.empty(0, device="jax").set_(x.untyped_storage(), 1, (2, 3))
+  assert_same(rows, BASE.view(-1)[1:7].view(2, 3))
   view.zero_()
   assert x[1].tolist() == [0, 0, 6, 7]
 

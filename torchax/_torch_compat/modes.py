@@ -172,6 +172,30 @@ def in_function_forward() -> bool:
   return not (_may_forward() or torch.is_inference_mode_enabled())
 
 
+_node = private.find(
+  "torch.autograd.function.BackwardCFunction",
+  "torch.no_grad around a torch.autograd.Function inside a JAX transformation",
+  instead=None,
+)
+
+
+def watch_applied_functions(note) -> None:
+  """Calls `note()` before the forward pass of each `torch.autograd.Function`.
+
+  In it, torch does not say whether recording was on around it. Each application makes
+  a node before torch turns recording off.
+  """
+  if _node is None:
+    return
+  of_torch = _node.__init__
+
+  def __init__(self, *args, **kwargs):
+    note()
+    of_torch(self, *args, **kwargs)
+
+  _node.__init__ = __init__
+
+
 @contextlib.contextmanager
 def recording_anew() -> Iterator[None]:
   """torch records inside, whatever is switched off around; what is inside counts."""

@@ -5,8 +5,13 @@ it traces, so it is told: results are stopped, and a change in place keeps the
 derivative that the tensor had before, since torch records nothing of it.
 
 The forward pass of a `torch.autograd.Function` runs without recording too, and so does
-a backward pass; these are differentiated by JAX as they are.
+a backward pass; these are differentiated by JAX as they are, unless the function was
+applied where nothing is recorded.
 """
+
+import contextlib
+import threading
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +22,40 @@ from jax.interpreters import ad, batching, mlir
 
 from torchax import _jax_compat, _torch_compat
 
-# Context manager around what JAX differentiates: `torch.no_grad`, inference mode and
-# the forward pass of a function count inside of it, and not around it.
-counted_anew = _torch_compat.recording_anew
+
+class _Applied(threading.local):
+  """Whether the outermost function in whose forward pass a thread is has no gradient.
+
+  Of the last one that was applied, where there is none.
+  """
+
+  is_stopped = False
+
+
+_applied = _Applied()
+
+
+def _note_application() -> None:
+  if _jax_compat.is_top_level():
+    _applied.is_stopped = False
+  # A function that another one applies is as the other one is.
+  elif not (_torch_compat.in_function_forward() or torch.is_inference_mode_enabled()):
+    _applied.is_stopped = is_stopped()
+
+
+@contextlib.contextmanager
+def counted_anew() -> Iterator[None]:
+  """Is put around what JAX differentiates.
+
+  `torch.no_grad`, inference mode and the forward pass of a function count inside of it,
+  and not around it.
+  """
+  before = _applied.is_stopped
+  try:
+    with _torch_compat.recording_anew():
+      yield
+  finally:
+    _applied.is_stopped = before
 
 
 class Recomputation:
@@ -43,7 +79,9 @@ def is_stopped() -> bool:
   """True where results have no gradient, whatever they are computed from."""
   if torch.is_grad_enabled() or _jax_compat.is_top_level():
     return False
-  return not (_torch_compat.in_backward() or _torch_compat.in_function_forward())
+  if _torch_compat.in_backward():
+    return False
+  return not _torch_compat.in_function_forward() or _applied.is_stopped
 
 
 def stopped(tree):
@@ -97,3 +135,6 @@ def _batch(args, axes):
 ad.primitive_jvps[_with_derivative_of_p] = _jvp
 batching.primitive_batchers[_with_derivative_of_p] = _batch
 mlir.register_lowering(_with_derivative_of_p, lambda context, old, new: [new])
+
+
+_torch_compat.watch_applied_functions(_note_application)

@@ -409,15 +409,16 @@ def _grown(storage: Storage, size: int) -> Storage:
   return grown
 
 
-def _set_(tensor, source, *layout):
+def _set_(tensor, source, offset=0, size=None, stride=()):
   if not isinstance(source, Tensor):
     raise MutationError(
       "`set_` on a jax tensor expects another jax tensor as its source, but got "
       f"{type(source).__name__}."
     )
   _require_own(tensor, "set_")
-  if layout:
-    source = torch.as_strided(source, layout[1], layout[2], layout[0])
+  if size is not None:
+    stride = stride or _contiguous_stride(size)
+    source = torch.as_strided(source, size, stride, offset)
   with _torch_compat.without_dispatch():
     tensor.set_(source)
   rebind(tensor, source)
@@ -437,6 +438,7 @@ def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
   if size is None:
     size, stride = (source.count(dtype),), (1,)
   size = tuple(size)
+  stride = stride or _contiguous_stride(size)
   is_whole = (
     not offset
     and math.prod(size) == source.count(dtype)
