@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import pickle
 import shutil
 import subprocess
 import sys
@@ -269,6 +270,14 @@ def test_a_missing_checkpoint_is_named(tmp_path):
     torchax.load_checkpoint(tmp_path / "nowhere")
   with pytest.raises(FileNotFoundError, match="holds none"):
     torchax.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"a text", pickle.dumps([1])])
+def test_a_file_in_place_of_a_checkpoint_is_named(tmp_path, content):
+  path = tmp_path / "state.pt"
+  path.write_bytes(content)
+  with pytest.raises(NotADirectoryError, match=r"got a file.*torch\.load.*state\.pt"):
+    torchax.load_checkpoint(path)
 
 
 def _largest(directory: pathlib.Path) -> pathlib.Path:

@@ -11,6 +11,7 @@ pickled: reading a checkpoint runs no code of it. Orbax is an optional dependenc
 
 import collections
 import contextlib
+import errno
 import operator
 import os
 import sys
@@ -104,6 +105,7 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
   Raises:
     FileNotFoundError: no such directory, or no complete checkpoint in it.
+    NotADirectoryError: a file.
     ValueError: a checkpoint that another program has written, or a newer torchax; or
       a damaged one. Nothing of it is returned.
     UnsupportedDtypeError: 64-bit arrays of JAX, whose x64 mode is off now.
@@ -176,6 +178,13 @@ def _absolute(path, epath):
 
 def _step_directory(path, ocp):
   """The directory of one step: the path itself, or the latest step below it."""
+  if path.is_file():
+    raise NotADirectoryError(
+      errno.ENOTDIR,
+      "load_checkpoint expects a directory of save_checkpoint, but got a file; one of "
+      "torch.save is opened by torch.load",
+      str(path),
+    )
   if (path / _STRUCTURE).exists():
     return path
   steps = ocp.utils.checkpoint_steps(path) if path.exists() else []

@@ -6,6 +6,7 @@ only exist because a tensor lives in JAX. Each derives from the built-in type
 that torch users already catch, and has a section of its own in `docs/errors.md`.
 """
 
+import pickle
 from typing import Any, ClassVar
 
 PAGE = "https://github.com/torchax/torchax/blob/main/docs/errors.md"
@@ -99,8 +100,8 @@ class NarrowingWarning(UserWarning):
   """A 64-bit floating-point dtype is stored in 32 bits; not raised but warned of."""
 
 
-class DamagedFileError(Documented, RuntimeError, EOFError):
-  """A file is cut off, empty or changed; nothing of it was loaded."""
+class DamagedFileError(Documented, RuntimeError, EOFError, pickle.UnpicklingError):
+  """A file is cut off, empty, changed or of another kind; nothing of it was loaded."""
 
 
 class PrivateApiError(Documented, RuntimeError):

@@ -4,7 +4,9 @@ Checkpoints of whole runs are in `test_checkpoint.py`.
 """
 
 import copy
+import gzip
 import io
+import json
 import os
 import pickle
 import subprocess
@@ -574,9 +576,63 @@ def test_a_changed_archive_is_named(change, place, tmp_path):
     torch.load(path, map_location=place, mmap=True)
 
 
+OF_ANOTHER_KIND = {
+  "text": (b"hello world, this is a text\n", "another kind: it starts with b'hello"),
+  "short text": (b"{}", "another kind"),
+  "web page": (b"<!DOCTYPE html><html>404</html>", "another kind: .*DOCTYPE"),
+  "pointer": (b"version https://git-lfs.github.com/spec/v1\n", "another kind"),
+  "gzip": (gzip.compress(bytes(900)), "another kind"),
+  "zeros": (bytes(2000), "its first 512 bytes are zeros"),
+  "pickle": (pickle.dumps({"a": 1}), "a pickle that torch.save has not written"),
+  "older pickle": (pickle.dumps([1] * 300, 2), "a pickle that torch.save has not"),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ANOTHER_KIND)
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_file_of_another_kind_is_named(kind, weights_only, tmp_path):
+  content, message = OF_ANOTHER_KIND[kind]
+  path = tmp_path / "other.pt"
+  path.write_bytes(content)
+  for file in (path, str(path), io.BytesIO(content)):
+    with pytest.raises(DamagedFileError, match=message) as caught:
+      torch.load(file, map_location="jax", weights_only=weights_only)
+  assert isinstance(caught.value, pickle.UnpicklingError)
+
+
+@each_format
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_each_protocol_of_pickles_is_known(options, protocol):
+  whole = _saved([BASE], pickle_protocol=protocol, **options).getvalue()
+  assert torch.equal(torch.load(io.BytesIO(whole), weights_only=False)[0], BASE)
+  for size in (1, 3, 9, 14, 24, 40):
+    with pytest.raises(DamagedFileError, match="is damaged: "):
+      torch.load(io.BytesIO(whole[:size]), weights_only=protocol == 2)
+
+
+def _with_version(whole: bytes, version: bytes) -> bytes:
+  parts, changed = zipfile.ZipFile(io.BytesIO(whole)), io.BytesIO()
+  with zipfile.ZipFile(changed, "w") as archive:
+    for name in parts.namelist():
+      is_version = name.endswith("/version")
+      archive.writestr(name, version if is_version else parts.read(name))
+  return changed.getvalue()
+
+
+@pytest.mark.parametrize("place", [None, "jax"])
+def test_a_file_of_a_newer_version_says_what_to_do(place):
+  """torch's own error says it; its formats are nothing of jax's."""
+  newer = _with_version(_saved([BASE.to("jax")]).getvalue(), b"99\n")
+  with pytest.raises(RuntimeError, match="version 99.*please upgrade") as caught:
+    torch.load(io.BytesIO(newer), map_location=place)
+  assert not isinstance(caught.value, DamagedFileError)
+
+
 def test_what_is_wrong_with_a_whole_file_is_said_by_torch(tmp_path):
   with pytest.raises(FileNotFoundError):
     torch.load(tmp_path / "none.pt")
+  with pytest.raises(IsADirectoryError):
+    torch.load(tmp_path, map_location="jax")
   other = tmp_path / "other.zip"
   with zipfile.ZipFile(other, "w") as archive:
     archive.writestr("a.txt", "no tensor")
@@ -594,6 +650,26 @@ def test_a_truncated_file_of_safetensors_is_named(tmp_path):
     safetensors.SafetensorError, match=r"part\.safetensors is damaged"
   ):
     load_file(path, device="jax")
+
+
+def _of_a_newer_dtype() -> bytes:
+  content = {"dtype": "F3_NEW", "shape": [3], "data_offsets": [0, 12]}
+  header = json.dumps({"a": content}).encode()
+  return len(header).to_bytes(8, "little") + header + bytes(12)
+
+
+@pytest.mark.parametrize(
+  "content", [b"", b"a text and no tensor", pickle.dumps([1]), _of_a_newer_dtype()]
+)
+def test_a_file_that_safetensors_cannot_read_is_named(content, tmp_path):
+  path = tmp_path / "other.safetensors"
+  path.write_bytes(content)
+  message = r"other\.safetensors is damaged, or of another kind.*a newer safetensors"
+  for load in (load_file, torch.load):
+    with pytest.raises(safetensors.SafetensorError, match=message):
+      load(path, "jax")
+  with pytest.raises(IsADirectoryError, match="expects a file, but got a directory"):
+    load_file(tmp_path, device="jax")
 
 
 def test_a_device_that_does_not_exist_is_named():

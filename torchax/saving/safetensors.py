@@ -5,6 +5,8 @@ for the CPU, and its tensors are moved one by one as they are read. Saving needs
 nothing: the library asks tensors for their storages, and copies them to the CPU.
 """
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterable
 
@@ -70,12 +72,17 @@ def register(is_jax: Callable[[str], bool]) -> None:
     name = str(device)
     if not name.startswith(("jax", "cuda")) or not is_jax(name):
       return known(filename, framework=framework, device=device, **options)
+    if os.path.isdir(filename):
+      raise IsADirectoryError(
+        errno.EISDIR, "safetensors expects a file, but got a directory", str(filename)
+      )
     try:
       on_cpu = known(filename, framework=framework, device="cpu", **options)
     except safetensors.SafetensorError as error:
       raise safetensors.SafetensorError(
         f"safetensors expects a whole file of its format, but {filename} is damaged, "
-        f"or of another kind ({error}). Nothing was loaded. Copy or download it again."
+        f"or of another kind ({error}). Nothing was loaded. Copy or download it again; "
+        "one that is whole may need a newer safetensors."
       ) from error
     return _File(on_cpu, placement.torch_device(torch.device(device).index))
 
