@@ -13,6 +13,7 @@ import venv
 import zipfile
 
 import pytest
+import yaml
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from source_tree import PACKAGE, ROOT
@@ -151,6 +152,36 @@ def test_the_lowest_job_installs_the_lower_bounds(wheel):
   ]
   (command,) = re.findall(r"pip install (torch==.*)", workflow)
   assert sorted(command.split()) == sorted(bounds)
+
+
+def test_the_workflow_runs_the_newest_and_what_is_not_released_each_night():
+  text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+  workflow = yaml.safe_load(text)
+  jobs = workflow["jobs"]
+  # YAML reads the key `on` as True. Nothing keeps `newest` from running at night.
+  assert workflow[True]["schedule"][0]["cron"] and "if" not in jobs["newest"]
+  assert "schedule" in jobs["prerelease"]["if"]
+  assert workflow["env"]["PIP_EXTRA_INDEX_URL"].endswith("/whl/cpu")
+
+  def commands(job: str) -> str:
+    return "\n".join(step.get("run", "") for step in jobs[job]["steps"])
+
+  assert "constraints" not in commands("newest")
+  assert "examples/train_digits.py" in commands("newest")
+  assert "--pre torch" in commands("prerelease") and "--pre jax" in commands(
+    "prerelease"
+  )
+  for job in ("lowest", "newest", "prerelease"):
+    assert "python -m torchax" in commands(job) and "pytest" in commands(job)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/get-started.md"])
+def test_torch_is_installed_from_its_cpu_builds_before_torchax(page):
+  text = (ROOT / page).read_text(encoding="utf-8")
+  torch_at = text.index(
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+  )
+  assert torch_at < text.index("pip install .") < text.index("pip install '.[gpu]'")
 
 
 def test_importing_torchax_starts_no_jax_backend(installed, tmp_path):
