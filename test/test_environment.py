@@ -296,6 +296,12 @@ def test_t2j_iso_reads_views_and_dtypes():
   assert env.t2j_iso(torch.bfloat16) == jnp.bfloat16
 
 
+def test_a_tensor_on_meta_leads_to_the_environment():
+  """There torch's C++ does not make it."""
+  with pytest.raises(MixedDeviceError, match="is on meta.*default_env"):
+    A.to("jax") + torch.ones(2, device="meta")
+
+
 def test_t2j_iso_takes_no_cpu_tensor_but_a_number():
   with pytest.raises(MixedDeviceError, match="t2j_iso"):
     env.t2j_iso([A])

@@ -138,6 +138,7 @@ def _compose() -> None:
   )
   factories.register_kernels()
   higher_order.register_kernels()
+  jtorch.linear.register_kernels()
   refusals.register()
   conversion_errors.register()
   _torch_compat.keep_from_dynamo(

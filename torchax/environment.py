@@ -481,10 +481,15 @@ class Environment(contextlib.ContextDecorator):
       return mappings.t2j(tensor)
     if self.config.debug_mixed_tensor:
       debug.log_mixed(name, tensor)
+    way = 'Move it with `.to("jax")`, or the others with `.cpu()`.'
+    if tensor.device.type == "meta":
+      way = (
+        "There are no numbers to move. If it was torch that made it, call the operation "
+        "inside `with torchax.default_env():`."
+      )
     raise MixedDeviceError(
       f"{name} expects all tensors on jax, but one of shape {list(tensor.shape)} and "
-      f'{tensor.dtype} is on {tensor.device}. Move it with `.to("jax")`, or the others '
-      "with `.cpu()`."
+      f"{tensor.dtype} is on {tensor.device}. {way}"
     )
 
   def t2j_iso(self, torchtensors):

@@ -1,8 +1,13 @@
 """Tensors from sizes, numbers and other tensors; the device follows an operand."""
 
+import contextlib
+
 import pytest
 import torch
+import torch.nn.functional as F
 from ops.harness import Case, check, floats, ints
+
+import torchax
 
 MATRIX = floats(2, 3)
 COMPLEX = torch.complex(floats(3), floats(3, seed=1))
@@ -71,6 +76,36 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_creation(case):
   check(case)
+
+
+@pytest.mark.parametrize(
+  "mode", [contextlib.nullcontext, torchax.default_env, torch.inference_mode]
+)
+def test_one_hot_takes_the_integers_that_jax_holds(mode):
+  """torch's C++ asks for int64, and outside of the environment is asked first."""
+  words = torch.tensor([[0, 2], [1, 0]])
+  with mode():
+    for on_jax in (words.to("jax"), words.to("jax", torch.uint8)):
+      for classes in ((), (4,)):
+        found = F.one_hot(on_jax, *classes)
+        assert found.device.type == "jax" and found.dtype == on_jax.dtype
+        assert found.tolist() == F.one_hot(words, *classes).tolist()
+  assert F.one_hot(words.to("meta"), 3).shape == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+  "made, message",
+  [
+    (lambda: torch.zeros(2), "expects integers"),
+    (lambda: torch.zeros(2, dtype=torch.bool), "expects integers"),
+    (lambda: torch.zeros(0, dtype=torch.int64), "empty tensor"),
+  ],
+)
+def test_one_hot_refuses_what_has_no_classes(made, message):
+  with pytest.raises(RuntimeError):
+    F.one_hot(made())
+  with pytest.raises(RuntimeError, match=message):
+    F.one_hot(made().to("jax"))
 
 
 @pytest.mark.parametrize("step", [0, -1])

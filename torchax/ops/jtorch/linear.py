@@ -4,11 +4,16 @@ torch's composite form transposes the weight first, which XLA does not always fo
 """
 
 import jax.numpy as jnp
+import torch
 from jax import lax
 
-from torchax import _torch_compat
+from torchax import _torch_compat, private
+from torchax.environment import default_env
 from torchax.ops.jtorch._register import register_function
+from torchax.ops.names import aten
+from torchax.ops.op_base import op
 from torchax.ops.ops_registry import Kind
+from torchax.tensor import Tensor
 
 
 @register_function(_torch_compat.linear)
@@ -29,14 +34,41 @@ def _linear(input, weight, bias=None):
   return product if bias is None else product + bias.astype(product.dtype)
 
 
+@op(aten.one_hot, kind=Kind.TENSORS)
 @register_function(_torch_compat.one_hot, kind=Kind.TENSORS)
 def _one_hot(input, num_classes=-1):
+  if input.is_floating_point() or input.is_complex() or input.dtype == torch.bool:
+    raise RuntimeError(f"one_hot expects integers, but got a tensor of {input.dtype}.")
   if num_classes == -1:
+    if not input.numel():
+      raise RuntimeError(
+        "one_hot cannot tell the number of classes from an empty tensor: pass "
+        "num_classes."
+      )
     # As torch: the number of classes is a shape, so the data is waited for.
-    num_classes = int(input.max()) + 1 if input.numel() else 0
+    num_classes = int(input.max()) + 1
   return input._env.functions.call(_one_hot_of, input, num_classes)
 
 
 def _one_hot_of(input, num_classes):
   classes = jnp.arange(num_classes, dtype=input.dtype)
   return (input[..., None] == classes).astype(input.dtype)
+
+
+def register_kernels() -> None:
+  """Has torch run `one_hot` here outside of environments too.
+
+  Its C++ asks for int64, and makes a part of the result on the wrapper's device, meta.
+  """
+  one_hot = aten.one_hot.default
+  of_torch = one_hot and _torch_compat.composite_kernel(one_hot)
+  if not one_hot or isinstance(of_torch, private.Unavailable):
+    return
+
+  def kernel(tensor, num_classes=-1):
+    if isinstance(tensor, Tensor):
+      return default_env().dispatch(one_hot, (), (tensor, num_classes), {})
+    return of_torch(tensor, num_classes)
+
+  # The key of jax tensors above the one at which Python sees an operation.
+  _torch_compat.register_kernel("one_hot", kernel, "AutogradMeta")
