@@ -44,6 +44,7 @@ from torchax.graphs import fake_tensors, higher_order
 from torchax.interop import Explanation, JittableModule, explain, extract_jax
 from torchax.logs import set_logs
 from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
+from torchax.ops.jtorch import linear
 from torchax.rng import RngState, rng_scope
 from torchax.saving import damage, files, safetensors, untyped_storage
 from torchax.tracing import foretold_draws
@@ -138,7 +139,7 @@ def _compose() -> None:
   )
   factories.register_kernels()
   higher_order.register_kernels()
-  jtorch.linear.register_kernels()
+  linear.register_kernels()
   refusals.register()
   conversion_errors.register()
   _torch_compat.keep_from_dynamo(

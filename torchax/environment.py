@@ -484,8 +484,8 @@ class Environment(contextlib.ContextDecorator):
     way = 'Move it with `.to("jax")`, or the others with `.cpu()`.'
     if tensor.device.type == "meta":
       way = (
-        "There are no numbers to move. If it was torch that made it, call the operation "
-        "inside `with torchax.default_env():`."
+        "There are no numbers to move. If it was torch that made it, call the "
+        "operation inside `with torchax.default_env():`."
       )
     raise MixedDeviceError(
       f"{name} expects all tensors on jax, but one of shape {list(tensor.shape)} and "
