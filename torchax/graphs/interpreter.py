@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.extend.core import InconclusiveDimensionOperation
 
 from torchax import _torch_compat
 from torchax.dispatch import device_plans
@@ -114,7 +115,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     function = lowerings.NUMBERS.get(function, function)
     try:
       return function(*args, **kwargs)
-    except (jax.errors.InconclusiveDimensionOperation, *_NO_VALUE):
+    except (InconclusiveDimensionOperation, *_NO_VALUE):
       if all(user.target in lowerings.ASSERTIONS for user in self.node.users):
         return None
       raise
@@ -139,7 +140,7 @@ def _data_dependent(node: torch.fx.Node) -> DataDependentError:
 def _is_of_symbols(error: Exception) -> bool:
   """True where a comparison of sizes is undecided, or one is asked for its hash."""
   is_unhashable = isinstance(error, TypeError) and "unhashable" in str(error)
-  return is_unhashable or isinstance(error, jax.errors.InconclusiveDimensionOperation)
+  return is_unhashable or isinstance(error, InconclusiveDimensionOperation)
 
 
 def _needs_sizes(node: torch.fx.Node) -> OperatorNotFound:
