@@ -6,8 +6,10 @@ Each row replaces something between two calls and compares with the module itsel
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import torchax
+from torchax.errors import MutationError
 from torchax.interop import JittableModule, gradient_checkpoint, jax_jit
 
 X = torch.ones(4, 3)
@@ -139,3 +141,165 @@ def test_a_function_does_not_keep_tensors_of_a_module_that_it_only_names():
   assert compiled.traced.captured == []
   del model[0].weight  # nobody reads it
   assert torch.equal(compiled(x), x + 3)
+
+
+# Plain attributes ---------------------------------------------------------------------
+
+
+class Remembering(nn.Module):
+  """Reads tensors that are plain attributes, and keeps its hidden values."""
+
+  def __init__(self):
+    super().__init__()
+    self.weight = nn.Parameter(torch.ones(3))
+    self.hidden, self.shares = None, []
+
+  def forward(self, x):
+    hidden = x * self.weight * self.scale
+    for share in self.shares:
+      hidden = hidden * share
+    self.hidden = hidden
+    self.doubled = hidden.detach() * 2
+    return hidden.sum()
+
+
+def _remembering(shares: int = 0) -> Remembering:
+  model = Remembering().to("jax")
+  model.scale = torch.full((), 2.0, device="jax")
+  model.shares = [torch.ones((), device="jax") for _ in range(shares)]
+  return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_call_leaves_tensors_of_its_own_in_plain_attributes(form):
+  models = [_remembering(), _remembering()]
+  run, x = FORMS[form](models[0]), X.to("jax")
+  kept: list = [[], []]
+  for factor in (1, 2, 3):
+    assert torch.equal(run(x * factor), models[1](x * factor))
+    for model, found in zip(models, kept):
+      found.append((model.hidden, model.doubled))
+  for (hidden, doubled), expected in zip(*kept):
+    assert torch.equal(hidden, expected[0]) and torch.equal(doubled, expected[1])
+    assert hidden.requires_grad and not doubled.requires_grad
+  for model in models:
+    (model.hidden * 3).sum().backward()
+  assert torch.equal(models[0].weight.grad, models[1].weight.grad)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_plain_attributes_have_no_gradient_where_none_is_recorded(form):
+  model, x = _remembering(), X.to("jax")
+  run = FORMS[form](model)
+  run(x)
+  with torch.no_grad():
+    run(x * 2)
+  assert not model.hidden.requires_grad
+  assert torch.equal(model.hidden, x * 4)
+  run(x * 3)
+  assert model.hidden.requires_grad
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_plain_tensor_that_is_replaced_is_followed(form):
+  model, x = _remembering(), X.to("jax")
+  run = FORMS[form](model)
+  assert run(x).item() == 24.0
+  model.scale = torch.full((), 3.0, device="jax")
+  assert run(x).item() == 36.0
+  vars(model)["scale"] = torch.full((3,), 4.0, device="jax")
+  assert run(x).item() == 48.0
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "compile, export"])
+def test_tensors_in_a_list_of_a_module_are_followed(form):
+  model, x = _remembering(shares=2), X.to("jax")
+  run = FORMS[form](model)
+  assert run(x).item() == 24.0
+  model.shares[0] = torch.full((), 2.0, device="jax")
+  assert run(x).item() == 48.0
+  model.shares.append(torch.full((), 2.0, device="jax"))
+  assert run(x).item() == 96.0
+
+
+def test_an_exported_module_names_the_list_that_holds_its_tensors():
+  model = _remembering(shares=1)
+  with pytest.raises(TypeError, match="attribute `shares` is a list with tensors"):
+    FORMS["compile, export"](model)(X.to("jax"))
+
+
+def _prune(model):
+  prune.l1_unstructured(model[0], "weight", 2)
+
+
+def _normalize_by_hook(model):
+  nn.utils.spectral_norm(model[0])
+
+
+def _weight_norm_by_hook(model):
+  with pytest.warns(FutureWarning, match="weight_norm"):
+    nn.utils.weight_norm(model[0])
+
+
+HOOKS = [_prune, _normalize_by_hook, _weight_norm_by_hook]
+
+
+@pytest.mark.parametrize("change", HOOKS, ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize("form", ["jax_jit of a module", "checkpoint in jax_jit"])
+def test_weights_that_a_hook_computes_are_trained(form, change):
+  models, x = [_model(), _model()], X.to("jax")
+  run = FORMS[form](models[0])
+  run(x)
+  for model in models:
+    torch.manual_seed(0)
+    change(model)
+  for call in (run, models[1]):
+    for _ in range(3):
+      call(x).square().sum().backward()
+  for own, expected in zip(models[0].parameters(), models[1].parameters()):
+    torch.testing.assert_close(own.grad, expected.grad)
+  torch.testing.assert_close(models[0][0].weight, models[1][0].weight)
+  assert not models[0][0].weight.is_leaf
+
+
+def test_a_second_derivative_goes_through_a_plain_attribute():
+  model, x = _remembering(), X.to("jax")
+  jax_jit(model)(x)
+  (first,) = torch.autograd.grad(
+    model.hidden.square().sum(), model.weight, create_graph=True
+  )
+  (second,) = torch.autograd.grad(first.sum(), model.weight)
+  assert torch.equal(second, torch.full((3,), 32.0, device="jax"))
+
+
+def test_what_is_read_before_it_is_assigned_needs_no_gradient():
+  class Accumulating(nn.Module):
+    def forward(self, x):
+      self.total = self.total + x * self.weight
+      return self.total.sum()
+
+  model = Accumulating()
+  model.weight = nn.Parameter(torch.ones(3, device="jax"))
+  model.total = total = torch.zeros(4, 3, device="jax")
+  with pytest.raises(MutationError, match="Accumulating.total that needs a gradient"):
+    jax_jit(model)(X.to("jax"))
+  assert model.total is total and not total.any()
+
+
+def test_a_function_follows_the_attribute_that_another_one_assigns():
+  model, x = _remembering(), X.to("jax")
+  run, read = jax_jit(model), jax_jit(lambda: model.hidden.sum())
+  for factor in (1, 2, 3):
+    run(x * factor)
+    assert read().item() == 24.0 * factor
+
+
+@pytest.mark.parametrize("form", ["jax_jit of a module", "checkpoint in jax_jit"])
+def test_a_parameter_that_is_a_view_is_trained(form):
+  both = torch.ones(2, 3, device="jax")
+  model = nn.Module()
+  model.first, model.second = nn.Parameter(both[0]), nn.Parameter(both[1])
+  model.forward = lambda x: (x * model.first + model.second * 2).sum()
+  FORMS[form](model)(X.to("jax")).backward()
+  assert torch.equal(model.first.grad.cpu(), torch.full((3,), 4.0))
+  assert torch.equal(model.second.grad.cpu(), torch.full((3,), 8.0))

@@ -251,6 +251,8 @@ class Boundary:
     reshapes: by identity, tensors whose shape was changed in place, and how.
     guards: of the function (`tracing/guards.py`), which note what it decides by; None
       where another boundary's stand for it.
+    attributes: what modules had when the trace began (`tracing/module_attributes.py`);
+      None where nothing is handed out.
     made: by identity, tensors on the CPU that were made in the trace.
     numbers: what stands for numbers of the host, by the expression of each.
     missing: expressions that are no operands yet; None where none become operands.
@@ -278,6 +280,7 @@ class Boundary:
     self.plain: dict[int, object] = {}
     self.reshapes: dict[int, tuple[object, list]] = {}
     self.guards = guards
+    self.attributes = None
     self.made: dict[int, object] = {}
     self.numbers: dict = {}
     self.missing: list | None = None

@@ -21,7 +21,8 @@ from torchax.interop.module import extract_all_buffers
 from torchax.tensor import Tensor
 from torchax.tracing.guards import Guards
 from torchax.tracing.module_attributes import Attributes
-from torchax.tracing.module_members import Members, called
+from torchax.tracing.module_members import Members, called, tensors_in
+from torchax.tracing.module_values import OF_TORCH
 from torchax.tracing.names import name_of
 from torchax.tracing.static_arguments import require_constant
 
@@ -362,13 +363,29 @@ def _fake(tensor: Tensor, mode) -> torch.Tensor:
 
 
 def _explain(error: Exception, function, owner) -> None:
-  """Raises TypeError where an export failed since the function closes over tensors."""
-  if owner is not None or not _closes_over_tensors(function):
+  """Raises TypeError where an export failed for tensors that it does not find."""
+  if owner is not None:
+    for path, module in owner.named_modules():
+      for name, value in vars(module).items():
+        if name not in OF_TORCH and any(True for _ in tensors_in(value)):
+          _refuse_container(_joined(path, name), value, error)
+    return
+  if not _closes_over_tensors(function):
     return
   raise TypeError(
     f"{name_of(function)} closes over jax tensors, or a module of them, which are no "
     "part of an exported program. Compile the module, or pass the tensors as "
     'arguments; the mode "jax" takes such functions as they are.'
+  ) from error
+
+
+def _refuse_container(name: str, value, error: Exception) -> None:
+  if isinstance(value, torch.Tensor):
+    return
+  raise TypeError(
+    f"The module's attribute `{name}` is a {type(value).__name__} with tensors in it, "
+    "which torch.export does not see. Register them as buffers, or hold them in an "
+    'nn.ParameterList; the mode "jax" takes the module as it is.'
   ) from error
 
 

@@ -27,7 +27,7 @@ from torchax.rng import NewOperands, RngState, rng_scope
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import autograd_bridge, forms, static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
-from torchax.tracing.effects import settle
+from torchax.tracing.effects import assign, settle
 from torchax.tracing.functionalize import Traced
 from torchax.tracing.specialization import ORDINARY
 from torchax.types import P, R
@@ -91,7 +91,9 @@ class Jitted(Generic[P, R]):
   ):
     if jit is jax.jit:
       jit_kwargs = with_names("jax_jit", function, jit_kwargs, ("static", "donate"))
-    self.traced = Traced(function, lifts=True, captured=captured, records=True)
+    self.traced = Traced(
+      function, lifts=True, captured=captured, records=True, hands_out=True
+    )
     self.traced.takes_numbers = True
     self._compile = jit
     self._pure = self.traced.pure
@@ -223,7 +225,13 @@ class Jitted(Generic[P, R]):
         treedef = jax.tree.structure((args, kwargs))
         called = (leaves, treedef, rng, alive, amp.dtype_in_force())
         again = functools.partial(self._differentiate_again, called)
-        return tensors_of(autograd_bridge.attach(effects.tape, leaves, out, again))
+        results = (out, effects.assigned)
+        out, assigned = autograd_bridge.attach(effects.tape, leaves, results, again)
+        if settles:
+          assign(effects.places, assigned)
+        return tensors_of(out)
+      if settles and effects.places:
+        assign(effects.places, grad_mode.stopped(effects.assigned))
     if type(out) is _jax_compat.ArrayImpl:  # typed keys are of another class
       return new_tensor(out, self._env)
     return tensors_of(grad_mode.stopped(out))

@@ -24,8 +24,9 @@ from torchax.interop.options import CheckpointOptions, GradOptions, merged, with
 from torchax.rng import Advance, RngOperands
 from torchax.tensor import Tensor
 from torchax.tracing.conversions import tensors_of
-from torchax.tracing.effects import settle
+from torchax.tracing.effects import assign, settle
 from torchax.tracing.functionalize import Traced
+from torchax.tracing.module_attributes import Place
 from torchax.tracing.names import name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R
@@ -56,7 +57,7 @@ def jax_value_and_grad(
   has_aux = kwargs_for_jax.pop("has_aux", False)
   argnums_of_user = kwargs_for_jax.pop("argnums", 0)
   argnums = shift_argnums(argnums_of_user)
-  traced = Traced(torch_function, lifts=False)
+  traced = Traced(torch_function, lifts=False, hands_out=True)
 
   def with_aux(rng, operands, *args, **kwargs):
     # JAX differentiates, whether torch records around this call or not.
@@ -87,6 +88,8 @@ def jax_value_and_grad(
       _explain(error, traced.__name__, argnums_of_user, len(args))
       raise
     settle(leaves, effects)
+    if effects is not None:
+      assign(effects.places, effects.assigned)
     return tensors_of((value, grads))
 
   return value_and_grad
@@ -184,12 +187,15 @@ class _Checkpointed:
     self._static = {number: args[number] for number in static}
     self._count = len(args)
     self._changed: tuple[int, ...] = ()
-    self._transformed = Transformed("gradient_checkpoint", (on_dynamic,), self._lower)
+    self._places: tuple[Place, ...] = ()
+    self._transformed = Transformed(
+      "gradient_checkpoint", (on_dynamic,), self._lower, hands_out=True
+    )
     self._transformed.traced.pure.__name__ = name_of(function)
 
   def __call__(self, args, kwargs):
     args = [arg for number, arg in enumerate(args) if number not in self._static]
-    out, changed = self._transformed((args, kwargs))
+    out, changed, assigned = self._transformed((args, kwargs))
     leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Tensor))
     for place, tensor in zip(self._changed, changed):
       if isinstance(leaves[place], Tensor):
@@ -199,6 +205,7 @@ class _Checkpointed:
             "a gradient. Return the new value instead."
           )
         leaves[place].replace_jax(tensor.jax())
+    assign(self._places, assigned)
     return out
 
   def _lower(self, call, rng, captured, args):
@@ -207,9 +214,10 @@ class _Checkpointed:
     def pure(rng, captured, args):
       done = call(0, RngOperands(*rng), captured, args)
       moves.append(done.advance)
-      self._changed = tuple(done.arguments)
+      self._changed, self._places = tuple(done.arguments), tuple(done.assigned)
+      results = (done.out, [*done.arguments.values()], [*done.assigned.values()])
       # A re-seed comes back as an array.
-      return (done.out, list(done.arguments.values())), done.states, done.advance.key
+      return results, done.states, done.advance.key
 
     out, states, key = jax.checkpoint(pure, **self._options)(tuple(rng), captured, args)
     advance = dataclasses.replace(moves[-1], key=key)

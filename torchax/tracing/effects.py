@@ -1,6 +1,7 @@
 """What a traced function changes in place: found in the trace, applied after a call."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,8 @@ from torchax.errors import MutationError
 from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.autograd_bridge import Tape
-from torchax.tracing.module_attributes import is_born_in
+from torchax.tracing.conversions import tensors_of
+from torchax.tracing.module_attributes import Assignment, Place, is_born_in
 from torchax.tracing.specialization import is_trained
 
 
@@ -35,6 +37,8 @@ class Effects:
       in place, to be done again with the caller's tensor.
     grown: indices of the argument leaves whose memory has grown.
     of_gradients: for each of `holders`, whether it is the leaf of a gradient.
+    places: plain attributes of modules that were assigned to.
+    assigned: their new tensors, as arrays.
   """
 
   arguments: tuple[int, ...]
@@ -47,17 +51,21 @@ class Effects:
   reshapes: tuple = ()
   grown: tuple[int, ...] = ()
   of_gradients: tuple[bool, ...] = ()
+  places: tuple[Place, ...] = ()
+  assigned: list[jax.Array] = dataclasses.field(default_factory=list)
 
   def tree_flatten(self):
     objects = (*self.storages, *self.holders, *self.leaves, *self.cleared)
     static = tuple(map(Identity, objects))
     counts = (len(self.storages), len(self.leaves))
-    shapes = (self.reshapes, self.grown, self.of_gradients)
-    return (self.arrays, self.tape), (self.arguments, static, counts, shapes)
+    shapes = (self.reshapes, self.grown, self.of_gradients, self.places)
+    children = (self.arrays, self.tape, self.assigned)
+    return children, (self.arguments, static, counts, shapes)
 
   @classmethod
   def tree_unflatten(cls, static, children):
     arguments, identities, (n_storages, n_leaves), shapes = static
+    arrays, tape, assigned = children
     objects = tuple([identity.value for identity in identities])
     start = 2 * n_storages
     middle = start + n_leaves
@@ -67,8 +75,10 @@ class Effects:
       objects[n_storages:start],
       objects[start:middle],
       objects[middle:],
-      *children,
+      arrays,
+      tape,
       *shapes,
+      assigned,
     )
 
 
@@ -90,8 +100,9 @@ class Lifted(NamedTuple):
 
 
 def collect(
-  name: str, boundary: Boundary, inner: list, born: list, specialization, lifted: Lifted
-) -> Effects | None:
+  name: str, boundary: Boundary, inner: list, born: list, specialization,
+  lifted: Lifted, assignments: Sequence[Assignment] = (),
+) -> Effects | None:  # fmt: skip
   """What a function has changed in place in its trace; None for nothing.
 
   Args:
@@ -101,6 +112,7 @@ def collect(
     born: the storages that these had when the trace began; None for what is no tensor.
     specialization: of the trace.
     lifted: the captured tensors.
+    assignments: to plain attributes of modules.
 
   Raises:
     MutationError: what changed cannot be handed back to the caller.
@@ -129,7 +141,7 @@ def collect(
   updated = [t for t in leaves if is_born_in(t.grad, boundary)]
   cleared = [t for t in leaves if t.grad is None and grads.get(id(t)) is not None]
   shadows = boundary.written()
-  if not (changed or shadows or updated or cleared):
+  if not (changed or shadows or updated or cleared or assignments):
     return None
   arrays = [
     born[place].array
@@ -159,6 +171,8 @@ def collect(
     reshapes=reshapes,
     grown=grown,
     of_gradients=tuple([key in gradients for key in keys]),
+    places=tuple([assignment.place for assignment in assignments]),
+    assigned=[assignment.value.jax() for assignment in assignments],
   )
 
 
@@ -224,6 +238,17 @@ def settle(leaves: list, effects: Effects | None) -> None:
   for place in effects.grown:
     if isinstance(leaves[place], Tensor):
       leaves[place].replace_jax(next(arrays))
+
+
+def assign(places: Sequence[Place], values: Sequence) -> None:
+  """Gives plain attributes of modules the tensors that a call has made for them.
+
+  Args:
+    places: the attributes.
+    values: the tensors; or arrays, which have no gradient.
+  """
+  for place, tensor in zip(places, tensors_of(list(values))):
+    place.set(tensor)
 
 
 def _write_to_host(changes: list[tuple[torch.Tensor, jax.Array]]) -> None:

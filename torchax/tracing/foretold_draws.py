@@ -13,7 +13,7 @@ from torchax.tracing.functionalize import Traced
 
 def foretell(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
   """The draws of a call that is not made; see `torchax.rng.explain`."""
-  traced = Traced(torch_function, lifts=False)
+  traced = Traced(torch_function, lifts=False, hands_out=True)
   leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))
   places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
   advances = []

@@ -99,14 +99,21 @@ class Traced:
     captured: tensors known to be closed over; others are found while tracing. Those
       of modules that it names are taken for captured in the first trace.
     records: let torch's autograd go back through a call, by a `Tape`.
+    hands_out: tensors that are assigned to plain attributes of modules are results.
   """
 
   def __init__(
-    self, function: Callable, lifts: bool, captured=(), records: bool = False
+    self,
+    function: Callable,
+    lifts: bool,
+    captured=(),
+    records: bool = False,
+    hands_out: bool = False,
   ):
     self.function = function
     self.lifts = lifts
     self.records = records
+    self.hands_out = hands_out
     self.guards = Guards(name_of(function))
     self.history = History(name_of(function))
     # Numbers of the host that are operands of a call.
@@ -124,6 +131,9 @@ class Traced:
     self._taken = _Taken()
     # Captured leaf -> place of its captured gradient.
     self._gradients: dict[Tensor, int] = {}
+    # Leaves that are views, such as `nn.Parameter(x[0])`, by the identity of what they
+    # are views of, which is captured and has no gradient itself.
+    self.view_leaves: dict[int, list[Tensor]] = {}
     self._has_traced = False
     self._storages: list[Storage] = []
     self._rebindings = -1
@@ -174,7 +184,7 @@ class Traced:
     The edition keeps away what was compiled for the tensors that were captured before.
     """
     self._members_edition = self.guards.members_edition()
-    self.captured = []
+    self.captured, self.view_leaves = [], {}
     self._edition += 1
     self._may_guess = self.lifts
     self._note_captured()
@@ -189,7 +199,7 @@ class Traced:
       for part in module.modules():
         held = (part._parameters, part._buffers, vars(part))
         for value in itertools.chain.from_iterable(map(dict.values, held)):
-          if type(value) is Tensor:
+          if type(value) is Tensor and (value.is_leaf or not value.requires_grad):
             found.setdefault(id(value._storage), value)
     self.captured = list(found.values())
     self._has_guessed = bool(found)
@@ -282,6 +292,8 @@ class Traced:
     with _torch_compat.without_function_modes():
       flags = [type(x) in _TENSORS and x.requires_grad for x in leaves]
       flags += map(_requires_grad, self.captured)
+      for views in self.view_leaves.values():
+        flags += map(_requires_grad, views)
     return tuple(flags) if True in flags else None
 
   # In the trace ----------------------------------------------------------------------
@@ -298,7 +310,7 @@ class Traced:
     tensors = self._taken.tensors[: len(captured)]
     grads = {id(t): t.grad for t in tensors if is_trained(t)}
     lifted = Lifted(tensors, grads, tuple(self._gradients))
-    attributes = Attributes()
+    boundary.attributes = attributes = Attributes()
     for module in reachable_modules(self.function):
       self.guards.note_module(module)
     if self._owner is not None:
@@ -319,11 +331,15 @@ class Traced:
           out = self.function(*args, **kwargs)
         out = static_arguments.hidden_results(out, self.__name__)
         arrays = arrays_of(out)
-        attributes.write_back(boundary, self.__name__)
+        assignments = attributes.settle(boundary, self.__name__, self.hands_out)
         self._note_gradients(boundary, lifted)
-        effects = collect(self.__name__, boundary, inner, born, specialization, lifted)
+        effects = collect(
+          self.__name__, boundary, inner, born, specialization, lifted, assignments
+        )
         if records:
-          effects = self._with_tape(effects, out, inner, specialization, boundary)
+          outputs = jax.tree.leaves(out, is_leaf=_is_tensor)
+          outputs += [assignment.value for assignment in assignments]
+          effects = self._with_tape(effects, outputs, inner, specialization, boundary)
         self._require_plain(boundary)
       except BaseException as error:
         attributes.undo_traced(boundary)
@@ -336,6 +352,10 @@ class Traced:
       finally:
         drop_traced_grads(boundary, lifted)
     self._require_operands(boundary, tensors)
+    if self.lifts:
+      self.guards.follow_attributes(
+        [*self._storages, *(() if effects is None else effects.storages)]
+      )
     return arrays, effects
 
   def note_trace(self, operands, args: tuple, kwargs: dict) -> None:
@@ -358,7 +378,9 @@ class Traced:
         inner.append(value)
     return inner
 
-  def _with_tape(self, effects, out, inner, specialization, boundary) -> Effects | None:
+  def _with_tape(
+    self, effects, outputs, inner, specialization, boundary
+  ) -> Effects | None:
     wanted = {
       place: value
       for place, value in enumerate(inner)
@@ -367,11 +389,11 @@ class Traced:
     for place, _ in specialization.same:
       wanted.pop(place, None)
     self._require_followed(effects, inner, boundary)
-    outputs = jax.tree.leaves(out, is_leaf=_is_tensor)
     tape = autograd_bridge.record(outputs, wanted, list(boundary.roots.values()))
     if tape is None:
       return effects
     effects = effects or Effects((), (), (), (), (), [])
+    tape.program.assigned = effects.places
     return dataclasses.replace(effects, tape=tape)
 
   def _require_plain(self, boundary: Boundary) -> None:
@@ -419,6 +441,9 @@ class Traced:
       env = default_env()
       roots = {id(t._storage): t for t in (boundary.roots or {}).values()}
       known |= {id(t._storage) for t in self.captured}
+      for leaf in (boundary.roots or {}).values():
+        if leaf.is_leaf and leaf._chain is not WHOLE:
+          self.view_leaves.setdefault(id(leaf._storage), []).append(leaf)
       new = [shadow for key, shadow in boundary.shadows.items() if key not in known]
       self.captured = self.captured + [
         _tensor_of(shadow, env, roots.get(id(shadow.storage))) for shadow in new

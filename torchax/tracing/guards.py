@@ -12,7 +12,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchax import _torch_compat
 from torchax.core.static_values import in_words, key_of
+from torchax.core.storage import Storage
 from torchax.errors import MutationError
+from torchax.tensor import Tensor
 from torchax.tracing.module_members import Members
 from torchax.tracing.module_values import Values, is_same, writes
 
@@ -181,8 +183,19 @@ class Guards:
     """True where an optimizer has other tensors than at the last call."""
     return any([optimizer.has_other_state() for optimizer in self.optimizers])
 
+  def follow_attributes(self, storages: Iterable[Storage]) -> None:
+    """Follows the plain attributes of modules whose tensors have these storages.
+
+    Args:
+      storages: of tensors that a trace has captured, or changes.
+    """
+    keys = set(map(id, storages))
+    self._members.follow(
+      lambda tensor: isinstance(tensor, Tensor) and id(tensor._storage) in keys
+    )
+
   def members_edition(self) -> int:
-    """How often a parameter, buffer or submodule was found replaced by another one."""
+    """How often a tensor or submodule of a module was found replaced by another one."""
     edition = self._members.look()
     if self._inner:
       for reference, _ in self._inner.values():

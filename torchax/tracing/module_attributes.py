@@ -2,18 +2,23 @@
 
 An assignment during a trace gives the module a traced value, which has no numbers
 outside of the trace. So the tensors that modules hold are noted before, and what the
-function has assigned is found by comparing.
+function has assigned is found by comparing. A plain attribute whose tensor was not read
+gets a new tensor after each call, which is a result of the program like any other. A
+buffer, or what was read before, keeps its tensor, which takes the new numbers.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
 
-from torchax.core.storage import Boundary
+from torchax.core.static_values import Identity
+from torchax.core.storage import Boundary, Storage, active
 from torchax.core.view_steps import WHOLE
 from torchax.errors import MutationError
 from torchax.tensor import Tensor
+from torchax.tracing.module_values import writes
 
 _MISSING = object()
 
@@ -41,6 +46,11 @@ class Assignment:
     """True for a parameter or buffer, False for a plain attribute."""
     return self.table is not vars(self.module)
 
+  @property
+  def place(self) -> "Place":
+    """Where the tensor of a plain attribute goes after a call."""
+    return Place(Identity(self.module), self.name, self.value.requires_grad)
+
   def undo(self) -> None:
     """Gives the attribute the value that it had."""
     if self.before is _MISSING:
@@ -50,6 +60,29 @@ class Assignment:
 
   def __str__(self) -> str:
     return f"{type(self.module).__name__}.{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """A plain attribute, by its module and name; a part of what a program returns."""
+
+  module: Identity
+  name: str
+  has_gradient: bool
+
+  def get(self) -> torch.Tensor:
+    """The tensor that it has."""
+    return vars(self.module.value)[self.name]
+
+  def set(self, tensor: torch.Tensor) -> None:
+    """Gives it a tensor."""
+    boundary = active.boundary
+    if boundary is not None and boundary.attributes is not None:
+      boundary.attributes.note(self.module.value)  # it is handed on from there
+    attributes = vars(self.module.value)
+    if not isinstance(attributes.get(self.name), torch.Tensor):
+      writes.count += 1  # that there is a tensor now is what Python may decide by
+    attributes[self.name] = tensor if self.has_gradient else tensor.detach()
 
 
 class Attributes:
@@ -83,27 +116,32 @@ class Attributes:
       if is_born_in(assignment.value, boundary):
         assignment.undo()
 
-  def write_back(self, boundary: Boundary, name: str) -> None:
-    """Turns assignments to attributes with a tensor into changes of that tensor.
-
-    The module keeps its tensors, and these take the assigned numbers when the traced
-    function has run. An attribute that had no tensor keeps the traced one, which says
-    what is wrong when it is used.
+  def settle(self, boundary: Boundary, name: str, hands_out: bool) -> list[Assignment]:
+    """Takes back what was assigned; it takes effect when the function has run.
 
     Args:
       boundary: the trace.
       name: of the function.
+      hands_out: the tensors of plain attributes can be results of the function.
+        Otherwise an attribute that had no tensor keeps the traced one, which says what
+        is wrong when it is used.
+
+    Returns:
+      The assignments to plain attributes that are results. The others are changes of
+      the tensors that the modules have.
 
     Raises:
       MutationError: the assigned tensor cannot be written to the one before.
     """
-    found = [
-      assignment
-      for assignment in self.assigned()
+    found, results = [], []
+    for assignment in self.assigned():
       # Anything else is a module's own tensor, back after a call with others.
-      if is_born_in(assignment.value, boundary)
-      and (assignment.is_registered or _is_alive(assignment.before))
-    ]
+      if not is_born_in(assignment.value, boundary):
+        continue
+      if hands_out and not self._was_read(assignment, boundary):
+        results.append(assignment)
+      elif assignment.is_registered or _is_alive(assignment.before):
+        found.append(assignment)
     arrays = []
     for assignment in found:
       reason = self._obstacle(assignment)
@@ -114,10 +152,36 @@ class Attributes:
           f"`self.{assignment.name}.copy_(…)` or `.mul_(…)`, or return the new tensor."
         )
       arrays.append(assignment.value.jax())
-    for assignment in found:
+    for assignment in (*found, *results):
       assignment.undo()
     for assignment, array in zip(found, arrays):
       assignment.before._storage.write(array)
+    return results
+
+  def _was_read(self, assignment: Assignment, boundary: Boundary) -> bool:
+    """True where a later call may depend on what is assigned in this one.
+
+    Memory that another attribute shares, as after `spectral_norm(module)`, may have
+    been read by that one. If not, the guard of the attribute has the next call traced
+    again, and there its memory is its own.
+    """
+    before = assignment.before
+    if assignment.is_registered:
+      return True
+    if not _is_alive(before):
+      return False
+    storage = before._storage
+    shadow = boundary.shadows.get(id(storage))
+    is_touched = shadow is not None and shadow.is_touched
+    return storage.birth is boundary or (is_touched and self._sharers(storage) == 1)
+
+  def _sharers(self, storage: Storage) -> int:
+    """How many different tensors of the modules had a storage."""
+    values = itertools.chain.from_iterable(
+      before.values() for _, tables in self._noted.values() for _, before in tables
+    )
+    tensors = {id(v): v for v in values if isinstance(v, Tensor)}
+    return sum(tensor._storage is storage for tensor in tensors.values())
 
   def _obstacle(self, assignment: Assignment) -> str | None:
     before, value = assignment.before, assignment.value

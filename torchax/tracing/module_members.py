@@ -9,11 +9,12 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from torchax import _torch_compat
+from torchax.tracing.module_values import containers_in, is_same
 
 # Stands after everything that modules hold.
 _END = object()
@@ -22,7 +23,7 @@ _END = object()
 class Members:
   """The parameters, buffers and submodules of modules, by identity.
 
-  Tensors that are plain attributes are not looked at.
+  Tensors that are plain attributes are looked at where they are followed.
 
   Args:
     module: is added with its submodules.
@@ -36,6 +37,9 @@ class Members:
     self._modules: dict[int, weakref.ref] = {}
     self._views: list = []
     self._known: list = []
+    # (attributes of a module, name, value), and lists and dicts in such values.
+    self._followed: list[tuple] = []
+    self._containers: list[tuple] = []
     if module is not None:
       for part in module.modules():
         self.add(part)
@@ -58,9 +62,31 @@ class Members:
     self._views.append((_END,))
     self._known = list(itertools.chain.from_iterable(self._views))
 
+  def follow(self, is_needed: Callable[[torch.Tensor], bool]) -> None:
+    """Follows the plain attributes that hold a tensor which is needed, from now on.
+
+    Args:
+      is_needed: says of a tensor whether it is.
+    """
+    known = {(id(attributes), name) for attributes, name, _ in self._followed}
+    for reference in self._modules.values():
+      module = reference()
+      for name, value in () if module is None else vars(module).items():
+        if (id(vars(module)), name) in known or not any(
+          map(is_needed, tensors_in(value))
+        ):
+          continue
+        self._followed.append((vars(module), name, value))
+        self._containers += containers_in(value)
+
   def have_changed(self) -> bool:
     """True where something was replaced, added or removed since `note`."""
     # Every call asks. The mark at the end tells of what was added or removed there.
+    if self._followed:
+      if any(now.get(name) is not value for now, name, value in self._followed):
+        return True
+      if not all(map(is_same, self._containers)):
+        return True
     found = itertools.chain.from_iterable(self._views)
     return not all(map(operator.is_, found, self._known))
 
@@ -69,7 +95,21 @@ class Members:
     if self.have_changed():
       self.edition += 1
       self.note()
+      # What is needed is found again by the trace that follows.
+      self._followed, self._containers = [], []
     return self.edition
+
+
+def tensors_in(value) -> Iterator[torch.Tensor]:
+  """The tensors in lists, tuples and dicts of each other; a tensor itself."""
+  if isinstance(value, torch.Tensor):
+    yield value
+  elif isinstance(value, dict):
+    for part in value.values():
+      yield from tensors_in(part)
+  elif isinstance(value, list | tuple):
+    for part in value:
+      yield from tensors_in(part)
 
 
 # Hooks --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torchax.core.static_values import Identity, in_words, key_of
 
 # What torch keeps in each module for itself.
-_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
+OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 _HOOKS = (
   *("_forward_pre_hooks", "_forward_hooks"),
   *("_backward_pre_hooks", "_backward_hooks"),
@@ -107,12 +107,15 @@ class Values:
       return
     now, containers = {}, []
     for name, value in vars(module).items():
-      if name in _OWN:
+      if name in OF_TORCH:
+        continue
+      if isinstance(value, torch.Tensor):
+        now[name] = torch.Tensor  # that there is one
         continue
       key = key_of(value)
       if key is not None:
         now[name] = key
-        containers += _containers(value)
+        containers += containers_in(value)
     for name in _HOOKS:
       hooks = vars(module).get(name)
       if hooks:
@@ -129,7 +132,7 @@ class Values:
       value = vars(module).get(name)
       if name in _HOOKS:
         value = list(value.values())
-      yield name, in_words(value)
+      yield name, "a tensor" if isinstance(value, torch.Tensor) else in_words(value)
 
   def changed(self) -> Iterator[tuple]:
     """(name, key) of each value that is another one than at first."""
@@ -141,7 +144,7 @@ class Values:
         yield name, now.get(name)
 
 
-def _containers(value) -> Iterator[tuple]:
+def containers_in(value) -> Iterator[tuple]:
   """The lists and dicts in a value, each with a copy of what it holds."""
   if isinstance(value, dict):
     yield value.keys(), tuple(value)
@@ -152,7 +155,7 @@ def _containers(value) -> Iterator[tuple]:
   elif not isinstance(value, tuple | frozenset):
     return
   for part in value:
-    yield from _containers(part)
+    yield from containers_in(part)
 
 
 def is_same(entry: tuple) -> bool:

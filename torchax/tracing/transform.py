@@ -27,6 +27,7 @@ from torchax.tracing import static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
 from torchax.tracing.effects import Effects
 from torchax.tracing.functionalize import Traced
+from torchax.tracing.module_attributes import Place
 from torchax.tracing.names import name_of
 from torchax.tracing.specialization import Specialization
 
@@ -39,12 +40,14 @@ class Result(NamedTuple):
     states: new arrays of the captured tensors that change (`Transformed.changing`).
     advance: how far its stream moved.
     arguments: new arrays of the argument leaves that it changed in place, by number.
+    assigned: new arrays of plain attributes of modules, by their places.
   """
 
   out: Any
   states: list[jax.Array]
   advance: Advance
   arguments: dict[int, jax.Array]
+  assigned: dict[Place, jax.Array]
 
 
 class Transformed:
@@ -57,6 +60,7 @@ class Transformed:
     may_change: functions may change captured tensors in place.
     times: how often a call runs a function, for the integers of generators; None if
       nobody knows before it runs.
+    hands_out: `lower` returns what is assigned to plain attributes of modules.
   """
 
   def __init__(
@@ -66,13 +70,16 @@ class Transformed:
     lower: Callable,
     may_change: bool = True,
     times: int | None = 1,
+    hands_out: bool = False,
   ):
     self.name = name
     self._functions = functions
     self._lower = lower
     self._may_change = may_change
     self._branch = 0
-    self.traced = Traced(self._run_branch, lifts=True, records=True)
+    self.traced = Traced(
+      self._run_branch, lifts=True, records=True, hands_out=hands_out
+    )
     self.traced.pure.__name__ = self.traced.__name__ = name
     # Captured tensors that the functions change.
     self.changing: list[Storage] = []
@@ -115,7 +122,8 @@ class Transformed:
 
   def _run(self, rng, leaves, arrays, treedef):
     captured = self.traced.captured_arrays()
-    operands, tensors = [*captured, *arrays], [*self.traced.captured, *leaves]
+    operands = [*captured, *arrays]
+    tensors = [*map(self._with_gradient, self.traced.captured), *leaves]
     count = len(captured)
     # Only what needs a gradient: torch forbids changes in place of what it keeps.
     places = [n for n, t in enumerate(tensors) if _is_tensor(t) and t.requires_grad]
@@ -147,6 +155,20 @@ class Transformed:
       )
     return result, advance
 
+  def _with_gradient(self, tensor: Tensor) -> Tensor:
+    """A captured tensor as one that depends on the leaves that are views of it."""
+    leaves = self.traced.view_leaves.get(id(tensor._storage))
+    if leaves is None or tensor.requires_grad or not torch.is_grad_enabled():
+      return tensor
+
+    def written(whole, *parts):
+      for leaf, part in zip(leaves, parts):
+        whole = leaf._chain.write(whole, part)
+      return whole
+
+    function = autograd.ArrayFunction(written, compiled=False)
+    return autograd.call(function, [tensor, *leaves])
+
   def _apply(self, rng, captured, arrays, treedef):
     args = jax.tree.unflatten(treedef, arrays)
     return self._lower(self._call, rng, captured, args)
@@ -158,8 +180,12 @@ class Transformed:
     specialization = Specialization.of(extra=branch)
     (out, effects), advance = self.traced.pure(rng, (captured, specialization), *args)
     advance = Advance(0) if advance is None else advance
-    changed = {} if effects is None else dict(zip(effects.arguments, effects.arrays))
-    return Result(out, self._states(effects, captured), advance, changed)
+    states = self._states(effects, captured)
+    if effects is None:
+      return Result(out, states, advance, {}, {})
+    changed = dict(zip(effects.arguments, effects.arrays))
+    assigned = dict(zip(effects.places, effects.assigned))
+    return Result(out, states, advance, changed, assigned)
 
   def _states(self, effects: Effects | None, captured) -> list[jax.Array]:
     if effects is not None and (effects.leaves or effects.cleared):
