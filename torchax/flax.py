@@ -20,6 +20,7 @@ import torch
 
 from torchax import extras, rng
 from torchax.core.bounded_cache import BoundedCache
+from torchax.core.partitions import Partition, is_array
 from torchax.dispatch import autograd
 from torchax.dispatch.plans import MOST_PROGRAMS
 from torchax.environment import Environment, default_env
@@ -41,19 +42,11 @@ class _Variables(torch.nn.Module):
     raise AttributeError("forward")
 
 
-class _Array(NamedTuple):
-  """Stands for an array among the static parts of a call."""
-
-  place: int
-
-
 class _Call(NamedTuple):
   """What is static about a call of `apply`: it is compiled once for each."""
 
-  variables: Any  # tree structures
-  arguments: Any
-  # Argument leaves with their types, since 1 == True == 1.0.
-  leaves: tuple[tuple[type, Any], ...]
+  variables: Any  # the structure of the tree
+  arguments: Partition  # without its arrays
   mutable: Any
   # Names and PRNG implementations of the keys.
   rngs: tuple[tuple[str, str], ...] = ()
@@ -230,19 +223,11 @@ class FlaxNNModule(torch.nn.Module):
       is_leaf=lambda value: isinstance(value, torch.Tensor),
     )
     tensors = [self._operand(tensor) for tensor in variables]
-    values, arguments = jax.tree.flatten(
-      (args, kwargs), is_leaf=lambda value: isinstance(value, torch.Tensor)
-    )
-    leaves: list[tuple[type, Any]] = []
-    for value in values:
-      if isinstance(value, torch.Tensor | jax.Array | np.ndarray):
-        leaves.append((_Array, _Array(len(tensors))))
-        tensors.append(self._operand(value))
-      else:
-        leaves.append((type(value), value))
+    arguments = Partition((args, kwargs), is_array)
+    tensors += map(self._operand, arguments.dynamic)
     if isinstance(mutable, list | set | frozenset):
       mutable = tuple(sorted(mutable))
-    call = _Call(structure, arguments, tuple(leaves), mutable or False)
+    call = _Call(structure, arguments.without_arrays(), mutable or False)
     _require_hashable(call)
     return tensors, call
 
@@ -343,11 +328,9 @@ def _function(module, call: _Call) -> Callable:
 
 def _apply(module, call: _Call, keys, arrays):
   """Calls `module.apply`; returns (out, updates)."""
-  variables = jax.tree.unflatten(call.variables, arrays[: call.variables.num_leaves])
-  leaves = [
-    arrays[value.place] if kind is _Array else value for kind, value in call.leaves
-  ]
-  args, kwargs = jax.tree.unflatten(call.arguments, leaves)
+  count = call.variables.num_leaves
+  variables = jax.tree.unflatten(call.variables, arrays[:count])
+  args, kwargs = call.arguments.filled(arrays[count:])
   out = module.apply(
     variables, *args, rngs=keys or None, mutable=call.mutable, **kwargs
   )

@@ -13,7 +13,7 @@ import torch
 
 from torchax import _torch_compat
 from torchax.core.bounded_cache import BoundedCache
-from torchax.core.static_values import StaticValue
+from torchax.core.partitions import Partition
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
 from torchax.interop.options import CheckpointOptions
 from torchax.interop.views import torch_view
@@ -190,28 +190,24 @@ class ScannedModule(torch.nn.Module):
       raise TypeError(
         "ScannedModule needs the input of the first layer as an argument."
       )
-    leaves, treedef = jax.tree.flatten((args[1:], kwargs), is_leaf=_is_tensor)
-    static = tuple(None if _is_tensor(leaf) else StaticValue(leaf) for leaf in leaves)
-    others = [leaf for leaf in leaves if _is_tensor(leaf)]
+    others = Partition((args[1:], kwargs))
     stacked = {self._param_name_old(name): t for name, t in self.params.items()}
     for name in self._layer_buffers:
       stacked[name] = getattr(self, self._param_name_new(name))
-    body = self._bodies.get((static, treedef))
+    body = self._bodies.get(others)
     if body is None:
-      body = functools.partial(self._run_layer, static, treedef)
-      self._bodies[static, treedef] = body
-    carry = (args[0], others)
+      static = others.without_arrays()
+      body = self._bodies[static] = functools.partial(self._run_layer, static)
+    carry = (args[0], others.dynamic)
     (result, _), buffers = scan(body, carry, stacked, length=self._count)
     with torch.no_grad():
       for name, updated in buffers.items():
         getattr(self, self._param_name_new(name)).copy_(updated)
     return result
 
-  def _run_layer(self, static, treedef, carry, tensors):
+  def _run_layer(self, arguments: Partition, carry, tensors):
     value, others = carry
-    remaining = iter(others)
-    leaves = [next(remaining) if known is None else known.value for known in static]
-    args, kwargs = jax.tree.unflatten(treedef, leaves)
+    args, kwargs = arguments.filled(others)
 
     def layer(value, tensors):
       with _torch_compat.reparametrized(self.c.one_mod, tensors):
@@ -222,7 +218,3 @@ class ScannedModule(torch.nn.Module):
       layer = gradient_checkpoint(layer, {"policy": self.checkpoint_policy})
     result, buffers = layer(value, tensors)
     return (result, others), buffers
-
-
-def _is_tensor(value) -> bool:
-  return isinstance(value, torch.Tensor)

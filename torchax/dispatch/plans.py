@@ -18,6 +18,7 @@ from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode, host_numbers
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.explanations import donated, leaked
+from torchax.core.partitions import Partition
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
@@ -104,17 +105,15 @@ class Plan:
     Nothing is computed or drawn: no stream advances.
     """
     draw = list(scope.current().peek(self.name)) if self.is_sampler else []
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+    given = Partition(
+      (args, kwargs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    )
 
     def run(draw, arrays):
-      filled = list(leaves)
-      for place, array in zip(places, arrays):
-        filled[place] = array
-      operands, key = self.flattener.flatten(*jax.tree.unflatten(treedef, filled))
+      operands, key = self.flattener.flatten(*given.filled(arrays))
       return self._call(key, None, [*draw, *operands])
 
-    return jax.eval_shape(run, draw, [leaves[place] for place in places])
+    return jax.eval_shape(run, draw, given.dynamic)
 
   def run(self, args, kwargs, operands, key, write=None):
     """Arrays out of operands.
@@ -252,9 +251,8 @@ def by_rows(sampler, name: str, names, keys, args, kwargs):
     if place < len(names) and names[place] == "size":
       has_rows = len(arg) > 0 and arg[0] == rows
       args[place] = arg[1:]
-  leaves, treedef = jax.tree.flatten((args, kwargs))
-  places = [place for place, leaf in enumerate(leaves) if np.ndim(leaf)]
-  shapes = [leaves[place].shape for place in places]
+  given = Partition((args, kwargs), np.ndim)
+  shapes = [leaf.shape for leaf in given.dynamic]
   has_rows = all(shape[0] == rows for shape in shapes) if shapes else has_rows
   if not has_rows:
     raise RngError(
@@ -265,13 +263,10 @@ def by_rows(sampler, name: str, names, keys, args, kwargs):
     )
 
   def one_row(key, *parts):
-    of_row = list(leaves)
-    for place, part in zip(places, parts):
-      of_row[place] = part
-    args, kwargs = jax.tree.unflatten(treedef, of_row)
+    args, kwargs = given.filled(parts)
     return sampler([key, *args], kwargs)
 
-  return jax.vmap(one_row)(keys, *[leaves[place] for place in places])
+  return jax.vmap(one_row)(keys, *given.dynamic)
 
 
 def _is_cpu(device) -> bool:

@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as torch_pytree
 
 from torchax import _torch_compat
+from torchax.core.partitions import Partition
 from torchax.errors import RngError
 from torchax.graphs import fx as fx_graphs
 from torchax.graphs.fx import is_draw, is_marked_random, kind_of, where
@@ -109,22 +110,17 @@ def _count(node: fx.Node) -> int:
   if kind_of(node) is Kind.SAMPLER:
     return 1
   arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-  leaves, spec = torch_pytree.tree_flatten(arguments)
-  shapes = [_abstract(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+  parts = Partition(torch_pytree.tree_map(hint, arguments), of_torch=True)
 
   def run(*arrays):
-    rest = iter(arrays)
-    given = [
-      next(rest) if isinstance(leaf, torch.Tensor) else hint(leaf) for leaf in leaves
-    ]
-    args, kwargs = torch_pytree.tree_unflatten(given, spec)
+    args, kwargs = parts.filled(arrays)
     with torch.no_grad(), rng_scope(0) as stream:
       run_operation(node.target, args, kwargs)
       found.append(stream.draws)
 
   found: list[int] = []
   with _torch_compat.without_modes():
-    jax.eval_shape(run, *shapes)
+    jax.eval_shape(run, *map(_abstract, parts.dynamic))
   return found[0]
 
 

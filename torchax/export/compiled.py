@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from torchax import _torch_compat, amp
 from torchax.core.bounded_cache import BoundedCache
+from torchax.core.partitions import Partition
 from torchax.core.static_values import StaticValue
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.environment import default_env
@@ -106,41 +106,32 @@ class _Arguments:
   """
 
   def __init__(self, args: tuple, kwargs: dict):
-    leaves, self._spec = torch_pytree.tree_flatten((args, kwargs))
+    parts = Partition((args, kwargs), of_torch=True)
+    for leaf in parts.leaves:
+      _require_constant(leaf)
     self.tensors: list[torch.Tensor] = []
-    self._leaves = leaves
-    # For each leaf the place among the tensors, or None.
-    self._places: list[int | None] = []
+    # For each leaf that is a tensor its place among the tensors.
+    self._places: list[int] = []
     first: dict[int, int] = {}
-    parts = []
-    for leaf in leaves:
-      place = None
-      if isinstance(leaf, torch.Tensor):
-        _require_on_jax(leaf)
-        place = first.setdefault(id(leaf), len(self.tensors))
-        if place == len(self.tensors):
-          self.tensors.append(leaf)
-        parts.append((place, tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
-      else:
-        parts.append(_constant(leaf))
+    forms = []
+    for leaf in parts.dynamic:
+      _require_on_jax(leaf)
+      place = first.setdefault(id(leaf), len(self.tensors))
+      if place == len(self.tensors):
+        self.tensors.append(leaf)
       self._places.append(place)
-    self.form = (self._spec, tuple(parts))
+      forms.append((place, tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
+    self._parts = parts.without_arrays()
+    self.form = (parts.key, tuple(forms))
 
   def filled(self, tensors: Sequence) -> tuple[tuple, dict]:
     """The arguments with other tensors in the places of these ones."""
-    leaves = [
-      leaf if place is None else tensors[place]
-      for leaf, place in zip(self._leaves, self._places)
-    ]
-    return torch_pytree.tree_unflatten(leaves, self._spec)
+    return self._parts.filled([tensors[place] for place in self._places])
 
   def without_tensors(self) -> "_Arguments":
     """The structure and the constants alone, to be kept."""
     kept = copy.copy(self)
     kept.tensors = []
-    kept._leaves = [
-      leaf if place is None else None for leaf, place in zip(self._leaves, self._places)
-    ]
     return kept
 
 
@@ -152,15 +143,14 @@ def _require_on_jax(tensor: torch.Tensor) -> None:
     )
 
 
-def _constant(leaf) -> StaticValue:
-  """What tells a constant from others: 0.0 from -0.0, and True from 1."""
+def _require_constant(leaf) -> None:
   if isinstance(leaf, torch.Generator):
     raise TypeError(
       "A torch.Generator cannot be an argument of an exported program, whose draws are "
       'those of the environment. Use the mode "jax", or seed with torch.manual_seed.'
     )
   try:
-    return StaticValue(leaf)
+    StaticValue(leaf)
   except TypeError:
     raise TypeError(
       'The mode "export" takes tensors and constants that can be hashed, but got '
@@ -243,17 +233,13 @@ class _Results:
   """What the exported function returned, besides the numbers of its tensors.
 
   Attributes:
-    spec: the structure.
-    leaves: constants, and None in the places of tensors.
-    is_tensor: for each leaf.
+    parts: its structure and constants.
     has_grad: for each tensor, in order, whether it needs a gradient.
     assigned: (path of a module, name of its attribute) for each value that the function
       assigned to one; these are the last ones of the tensors.
   """
 
-  spec: Any = None
-  leaves: list = dataclasses.field(default_factory=list)
-  is_tensor: list[bool] = dataclasses.field(default_factory=list)
+  parts: Partition = dataclasses.field(default_factory=lambda: Partition(()))
   has_grad: list[bool] = dataclasses.field(default_factory=list)
   assigned: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
@@ -266,22 +252,15 @@ class _Results:
     Raises:
       TypeError: a leaf that is neither a tensor nor a constant.
     """
-    leaves, self.spec = torch_pytree.tree_flatten(out)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    self.leaves = [None if isinstance(v, torch.Tensor) else v for v in leaves]
-    self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    for leaf in self.leaves:
+    parts = Partition(out, of_torch=True)
+    for leaf in parts.leaves:
       require_constant(leaf, name)
-    return tensors
+    self.parts = parts.without_arrays()
+    return parts.dynamic
 
   def filled(self, tensors: list):
     """The result with these tensors."""
-    remaining = iter(tensors)
-    leaves = [
-      next(remaining) if is_tensor else leaf
-      for leaf, is_tensor in zip(self.leaves, self.is_tensor)
-    ]
-    return torch_pytree.tree_unflatten(leaves, self.spec)
+    return self.parts.filled(tensors)
 
 
 class _Called(torch.nn.Module):

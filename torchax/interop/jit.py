@@ -16,6 +16,7 @@ import jax
 from torchax import _jax_compat, amp
 from torchax.core import grad_mode
 from torchax.core.explanations import donated, donated_twice
+from torchax.core.partitions import Partition, is_array
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
 from torchax.devices import placement
@@ -248,24 +249,20 @@ class Jitted(Generic[P, R]):
         "environment's stream."
       )
     leaves, treedef, rng, alive, autocast = called
-    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-    static = tuple(None if is_one else v for v, is_one in zip(leaves, is_tensor))
-    tensors = [v for v, is_one in zip(leaves, is_tensor) if is_one]
+    given = Partition(leaves, is_array)
     key, count, *_ = rng
-    jitted = program.again.get(static)
+    jitted = program.again.get(given)
     if jitted is None:
-      function = functools.partial(
-        self._gradient, program, is_tensor, static, treedef, autocast
-      )
+      static = given.without_arrays()
+      function = functools.partial(self._gradient, program, static, treedef, autocast)
       jitted = program.again[static] = Jitted(function, {}, self.traced.captured)
-    args = (key, count, tensors, list(gradients))
+    args = (key, count, given.dynamic, list(gradients))
     return jitted.call(None, args, {}, settles=False, alive=alive)
 
   def _gradient(
-    self, program, is_tensor, static, treedef, autocast, key, count, tensors, gradients
+    self, program, given, treedef, autocast, key, count, tensors, gradients
   ):
-    remaining = iter(tensors)
-    leaves = [next(remaining) if is_one else v for v, is_one in zip(static, is_tensor)]
+    leaves = given.filled(tensors)
     args, kwargs = jax.tree.unflatten(treedef, leaves)
     with rng_scope(RngState(key, count.jax())), amp.resumed(autocast):
       out = self.traced.function(*args, **kwargs)

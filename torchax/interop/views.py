@@ -17,6 +17,7 @@ import torch
 
 from torchax import _jax_compat, rng
 from torchax.core import grad_mode
+from torchax.core.partitions import Partition, is_tensor
 from torchax.core.storage import Boundary
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.dispatch import autograd
@@ -255,41 +256,34 @@ def call_jax(jax_func, *args, **kwargs):
   Where torch records gradients, JAX differentiates the function: its results have a
   gradient like those of any torch operation.
   """
-  leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
-  tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-  if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-    return _recorded(jax_func, leaves, treedef)
+  if torch.is_grad_enabled():
+    arguments = Partition((args, kwargs), _needs_gradient)
+    if arguments.dynamic:
+      return _recorded(jax_func, arguments)
   out = jax_func(*jax_view(args), **jax_view(kwargs))
   return torch_view(grad_mode.stopped(out))
 
 
-def _recorded(jax_func: JaxCallable, leaves: list, treedef):
-  places = [
-    place
-    for place, leaf in enumerate(leaves)
-    if isinstance(leaf, Tensor) and leaf.requires_grad
-  ]
-  others: list = []  # results that are no arrays, by their places
+def _needs_gradient(leaf) -> bool:
+  return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _is_array(leaf) -> bool:
+  return isinstance(leaf, jax.Array) and not rng.is_typed_key(leaf)
+
+
+def _recorded(jax_func: JaxCallable, arguments: Partition):
+  found: list[Partition] = []
 
   def on_arrays(*arrays):
-    values = [jax_view_elem(leaf) for leaf in leaves]
-    for place, array in zip(places, arrays):
-      values[place] = array
-    args, kwargs = jax.tree.unflatten(treedef, values)
-    results, structure = jax.tree.flatten(jax_func(*args, **kwargs))
-    is_number = [isinstance(r, jax.Array) and not rng.is_typed_key(r) for r in results]
-    others[:] = [structure, is_number, results]
-    return [result for result, is_one in zip(results, is_number) if is_one]
+    args, kwargs = jax_view(arguments.filled(arrays))
+    found[:] = [Partition(jax_func(*args, **kwargs), _is_array)]
+    return found[0].dynamic
 
   # JAX functions are compiled by who wrote them, where they want it.
   function = autograd.ArrayFunction(on_arrays, saves_residuals=True, compiled=False)
-  found = iter(autograd.call(function, [leaves[place] for place in places]))
-  structure, is_number, results = others
-  results = [
-    next(found) if is_one else _torch_view(result)
-    for result, is_one in zip(results, is_number)
-  ]
-  return jax.tree.unflatten(structure, results)
+  results = autograd.call(function, arguments.dynamic)
+  return jax.tree.map(_torch_view, found[0].filled(results), is_leaf=is_tensor)
 
 
 @overload

@@ -1,0 +1,95 @@
+"""Trees in two parts: the leaves that are arrays, and the rest, which is static."""
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from torchax.core.static_values import StaticValue
+
+
+def is_tensor(value) -> bool:
+  """True for a tensor of any device."""
+  return isinstance(value, torch.Tensor)
+
+
+def is_array(value) -> bool:
+  """True for a tensor, and for an array of JAX or numpy."""
+  return isinstance(value, torch.Tensor | jax.Array | np.ndarray)
+
+
+class Partition:
+  """A tree whose leaves of one kind are given anew; the others stay.
+
+  Two are equal that have the same structure and static leaves.
+
+  Args:
+    tree: of the containers that JAX knows.
+    is_dynamic: says of a leaf whether it is given anew.
+    of_torch: the containers are those that torch's pytrees know.
+
+  Attributes:
+    dynamic: the leaves that are given anew, in order.
+    leaves: all of them, with None in the places of these.
+    is_dynamic: for each leaf, whether it is one of these.
+    structure: of the tree.
+
+  >>> tree = Partition({"x": 1.5, "dim": 0}, lambda leaf: isinstance(leaf, float))
+  >>> tree.dynamic, tree.filled([2.5])
+  ([1.5], {'dim': 0, 'x': 2.5})
+  """
+
+  __slots__ = ("dynamic", "leaves", "is_dynamic", "structure", "_key")
+
+  def __init__(
+    self,
+    tree: Any,
+    is_dynamic: Callable[[Any], bool] = is_tensor,
+    of_torch: bool = False,
+  ):
+    flatten = torch_pytree.tree_flatten if of_torch else jax.tree.flatten
+    leaves, self.structure = flatten(tree)
+    self.is_dynamic = tuple(map(is_dynamic, leaves))
+    marked = list(zip(leaves, self.is_dynamic))
+    self.dynamic = [leaf for leaf, is_one in marked if is_one]
+    self.leaves = [None if is_one else leaf for leaf, is_one in marked]
+    self._key: Hashable = None
+
+  @property
+  def key(self) -> Hashable:
+    """What tells it from trees of another structure or with other static leaves.
+
+    Raises:
+      TypeError: a static leaf has no hash.
+    """
+    if self._key is None:
+      static = tuple(map(StaticValue, self.leaves))
+      self._key = (self.structure, self.is_dynamic, static)
+    return self._key
+
+  def __hash__(self):
+    return hash(self.key)
+
+  def __eq__(self, other):
+    return type(other) is Partition and self.key == other.key
+
+  def without_arrays(self) -> "Partition":
+    """The structure and the static leaves alone, to be kept."""
+    kept = Partition.__new__(Partition)
+    kept.dynamic, kept.leaves, kept._key = [], self.leaves, self._key
+    kept.is_dynamic, kept.structure = self.is_dynamic, self.structure
+    return kept
+
+  def filled(self, dynamic: Iterable) -> Any:
+    """The tree with other leaves in the places of the dynamic ones."""
+    remaining = iter(dynamic)
+    leaves = [
+      next(remaining) if is_one else leaf
+      for leaf, is_one in zip(self.leaves, self.is_dynamic)
+    ]
+    if isinstance(self.structure, torch_pytree.TreeSpec):
+      return torch_pytree.tree_unflatten(leaves, self.structure)
+    return jax.tree.unflatten(self.structure, leaves)
