@@ -320,7 +320,6 @@ ROWS = {
     ("probs", t([-0.2, 0.5, 0.7])),
     _weights,
     view=lambda drawn: drawn.argmax(-1),
-    outside=False,
   ),
   "OneHotCategoricalStraightThrough": Row(
     D.OneHotCategoricalStraightThrough,
@@ -328,7 +327,6 @@ ROWS = {
     ("probs", t([-0.2, 0.5, 0.7])),
     _weights,
     view=lambda drawn: drawn.argmax(-1),
-    outside=False,
   ),
   "Pareto": Row(
     D.Pareto,

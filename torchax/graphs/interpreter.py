@@ -4,6 +4,7 @@ Operations run by their lowerings, as they do in eager code, so sizes may be sym
 `jax.export`. One that is written with torch operations runs on tensors instead.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -206,7 +207,12 @@ def run_operation(op, args: tuple, kwargs: dict):
       "without `dynamic_shapes=`, or register a lowering for it "
       "(docs: Writing lowerings)."
     )
-  return call_torch(op, *args, **kwargs)
+  # By the dispatcher: graphs of gradients have numbers in places of tensors.
+  return call_torch(functools.partial(_dispatched, op), *args, **kwargs)
+
+
+def _dispatched(op, *args, **kwargs):
+  return default_env().dispatch(op, (), args, kwargs)
 
 
 def _with_number_arrays(schema, args, kwargs) -> tuple[tuple, dict]:
