@@ -2,6 +2,8 @@
 #
 #   make demo    trains the vision transformer of examples/train_digits.py
 #   make test    runs the tests
+#   make test-programs  runs those that start programs: examples, pages, devices
+#   make test-distributions  runs those that compare draws with their distributions
 #   make test-opinfo-quick  runs PyTorch's own list of operators, a few inputs of each
 #   make test-opinfo        runs it with many inputs and writes docs/operators.md
 #   make test-models        runs real models and writes docs/models.md
@@ -31,7 +33,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-opinfo test-opinfo-quick test-models test-samplers test-ecosystem test-ecosystem-quick test-statistics lint format bench docs clean distclean
+.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-models test-samplers test-ecosystem test-ecosystem-quick test-statistics lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -61,8 +63,17 @@ demo: $(STAMP)
 
 PYTEST := $(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal
 
+# Folders with targets of their own.
+ELSEWHERE := $(addprefix --ignore=test/,opinfo ecosystem models)
+
 test: $(STAMP)
-	$(PYTEST) $(addprefix --ignore=test/,opinfo ecosystem models) $(ARGS)
+	$(PYTEST) -m 'not programs and not distributions' $(ELSEWHERE) $(ARGS)
+
+test-programs: $(STAMP)
+	$(PYTEST) -m programs $(ELSEWHERE) $(ARGS)
+
+test-distributions: $(STAMP)
+	$(PYTEST) -m distributions $(ELSEWHERE) $(ARGS)
 
 test-opinfo-quick: $(STAMP)
 	$(PYTEST) test/opinfo $(ARGS)

@@ -10,6 +10,8 @@ import sys
 import pytest
 from source_tree import ROOT
 
+pytestmark = pytest.mark.programs
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)")
 

@@ -5,6 +5,10 @@ import re
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.programs
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 # Without torchax, and with it: the programs print what the other one must print too.
 PREPARE = {
   "plain": "import torch",

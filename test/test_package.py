@@ -18,6 +18,8 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from source_tree import PACKAGE, ROOT
 
+pytestmark = pytest.mark.programs
+
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 

@@ -19,6 +19,8 @@ from torchax import private
 from torchax.errors import OperatorNotFound, PrivateApiError, UnsupportedVersionError
 from torchax.ops import names, ops_registry
 
+pytestmark = pytest.mark.programs
+
 ZYGOTE = pathlib.Path(__file__).with_name("zygote.py")
 
 # Eager work of the plainest kind: operations, a write, a step of training, moves.

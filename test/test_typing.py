@@ -8,6 +8,8 @@ import sys
 import pytest
 from source_tree import ROOT
 
+pytestmark = pytest.mark.programs
+
 PROGRAMS = ROOT / "test" / "typing"
 MISTAKES = PROGRAMS / "user_mistakes.py"
 _REPORT = re.compile(r"^(?P<file>.+?):(?P<line>\d+): error: .*\[(?P<code>[\w-]+)\]$")

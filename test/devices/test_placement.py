@@ -12,6 +12,8 @@ import sys
 import eight_devices
 import pytest
 
+pytestmark = pytest.mark.programs
+
 _PROGRAM = pathlib.Path(eight_devices.__file__)
 
 

@@ -13,6 +13,8 @@ import torchax
 from torchax import private, versions
 from torchax.diagnostics import report, self_check
 
+pytestmark = pytest.mark.programs
+
 
 def test_the_versions_and_devices_are_those_of_this_process():
   info = torchax.env_info()

@@ -19,6 +19,8 @@ from rng.goodness import require_independent
 from torchax.errors import MutationError, RngError
 from torchax.interop import jax_jit, jax_shard_map
 
+pytestmark = pytest.mark.programs
+
 COUNTS = (1, 2, 4, 8)
 _PROGRAM = pathlib.Path(__file__).with_name("device_program.py")
 

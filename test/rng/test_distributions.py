@@ -20,7 +20,10 @@ from torchax.interop import jax_jit, jax_value_and_grad
 
 each_row = pytest.mark.parametrize("name", ROWS)
 # torch resamples Wishart matrices that are sound and says that they are singular.
-pytestmark = pytest.mark.filterwarnings("ignore:Singular sample detected")
+pytestmark = [
+  pytest.mark.distributions,
+  pytest.mark.filterwarnings("ignore:Singular sample detected"),
+]
 
 SHAPE = (3,)
 ABSTRACT = {"Distribution", "ExponentialFamily"}

@@ -15,6 +15,8 @@ from scipy import special, stats
 from torchax.interop import jax_jit
 from torchax.rng import RngState, quantiles, samplers, threefry, units
 
+pytestmark = pytest.mark.distributions
+
 RARE = 1e-4
 ONES = 0xFFFFFFFF
 NAN = float("nan")

@@ -18,7 +18,7 @@ from rng.goodness import FACTOR, N, require_independent
 from torchax.interop import fori_loop, jax_jit, jax_vmap, scan, while_loop
 from torchax.rng import state as rng_state
 
-pytestmark = pytest.mark.statistics
+pytestmark = [pytest.mark.distributions, pytest.mark.statistics]
 
 
 def _mask(x=None) -> np.ndarray:

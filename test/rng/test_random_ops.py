@@ -17,6 +17,8 @@ import torchax
 from torchax.interop import jax_jit, jax_view
 from torchax.ops.schema import functional_form, is_in_place, schema_of
 
+pytestmark = pytest.mark.distributions
+
 aten = torch.ops.aten
 N = 24
 

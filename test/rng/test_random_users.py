@@ -19,6 +19,8 @@ from torch.utils import data
 from torchax.errors import TracedStateError
 from torchax.interop import jax_jit
 
+pytestmark = pytest.mark.distributions
+
 INIT_ROWS = 9
 
 

@@ -22,6 +22,8 @@ from scipy import special, stats
 from torchax.interop import jax_view
 from torchax.rng import RngState, pathwise, rejection
 
+pytestmark = pytest.mark.distributions
+
 f32, f64 = jnp.float32, jnp.float64
 UNIFORM = stats.uniform()
 

@@ -17,6 +17,8 @@ from rng.sampler_rows import ROWS, all_words, bf16, f16, f64
 
 from torchax.rng import RngState
 
+pytestmark = pytest.mark.distributions
+
 IS_FULL = os.environ.get("TORCHAX_SAMPLERS") == "full"
 N = 1 << (18 if IS_FULL else 14)
 REPEATS = 9

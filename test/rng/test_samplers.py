@@ -17,6 +17,8 @@ from torchax.errors import MixedDeviceError
 from torchax.ops import mappings
 from torchax.rng import RngState, samplers
 
+pytestmark = pytest.mark.distributions
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
 

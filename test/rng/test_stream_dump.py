@@ -15,6 +15,8 @@ from scipy import stats
 
 from tools import rng_stream
 
+pytestmark = pytest.mark.programs
+
 WORDS = rng_stream.WORDS
 each_mode = pytest.mark.parametrize("mode", rng_stream.MODES)
 
