@@ -16,7 +16,7 @@ def seen_in(transform, *args):
   seen = []
 
   def function(x):
-    trace = _jax_compat.current_trace()
+    trace = _jax_compat._trace_context.trace
     owner = _jax_compat.draw_owner()
     seen.append(
       {

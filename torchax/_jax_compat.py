@@ -88,11 +88,6 @@ def _require_known(trace: Trace) -> None:
     private.require(_TRACES)
 
 
-def current_trace() -> Trace:
-  """The innermost trace of this thread; an `EvalTrace` outside transformations."""
-  return _trace_context.trace
-
-
 def is_top_level() -> bool:
   """True when no JAX transformation is in progress on this thread."""
   return type(_trace_context.trace) is _EvalTrace

@@ -124,10 +124,6 @@ def register_kernels() -> None:
     Environment.lowered_factories.add(op)
 
 
-def _has_grad(tensor) -> bool:
-  return torch.is_grad_enabled() and tensor.requires_grad
-
-
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
