@@ -37,7 +37,7 @@ def test_a_law_holds_where_all_of_its_rows_do(tmp_path):
     _case("test_it_is_saved[b]", "<failure/>"),
   )
   assert _rows(report) == [
-    "| peft 1.0 | `x` | ✓ losses are those of the CPU<br>✗ it is saved |"
+    "| peft 1.0 | `x` | ✗ it is saved<br>✓ losses are those of the CPU |"
   ]
 
 

@@ -40,8 +40,8 @@ def test_what_was_compared_is_named_where_it_is_not_everything(tmp_path):
     ("test_another[BERT-jit]", ""),
   )
   assert _rows(report) == [
-    "| U-Net | ✗ gradients | gradients, ✗ draws |",
     "| BERT | gradients | – |",
+    "| U-Net | ✗ gradients | gradients, ✗ draws |",
   ]
 
 

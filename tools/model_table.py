@@ -63,7 +63,9 @@ def render(verdicts: Verdicts) -> str:
   ways.sort(key=[*TITLES, *ways].index)
   titles = [TITLES.get(way, way) for way in ways]
   header, rows = ["model", *titles], []
-  for model, by_way in verdicts.items():
+  # Tests end in no order of theirs: variants ("BERT, attention …") come after models.
+  for model in sorted(verdicts, key=lambda name: ("," in name, name.lower())):
+    by_way = verdicts[model]
     rows.append([model, *(_cell(by_way.get(way, {})) for way in ways)])
   return tables.markdown(header, rows)
 
