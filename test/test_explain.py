@@ -131,3 +131,15 @@ def test_what_torch_compiles_is_left_to_torch(mode):
 def test_what_is_no_function_is_refused():
   with pytest.raises(TypeError, match="takes a function or a module, but got int"):
     torchax.explain(3)
+
+
+def test_attributes_that_are_assigned_are_effects():
+  class Keeping(torch.nn.Linear):
+    def forward(self, x):
+      self.hidden = super().forward(x)
+      return self.hidden.sum()
+
+  model = torch.nn.Sequential(Keeping(3, 3)).to("jax")
+  found = torchax.explain(jax_jit(model), X.to("jax"))
+  assert found.effects == {"Sequential.0.hidden": "assigned"}
+  assert not hasattr(model[0], "hidden")

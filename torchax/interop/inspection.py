@@ -31,7 +31,8 @@ class Explanation:
       next call is compiled anew.
     constants: numbers of the function's own closure, globals and defaults. A change is
       not followed, as in `jax.jit`: pass them as arguments.
-    effects: what the function changes in place, `.grad` included.
+    effects: what the function changes in place, `.grad` included, and the attributes of
+      modules that it assigns tensors to.
     draws: how many random numbers' keys it takes from the stream.
     compilations: how often the function was traced so far.
     reasons: what told its last trace from the most similar one before.
@@ -143,6 +144,10 @@ def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict
     found[f"{names.get(id(leaf._storage), 'a tensor')}.grad"] = "set"
   for leaf in effects.cleared:
     found[f"{names.get(id(leaf._storage), 'a tensor')}.grad"] = "cleared"
+  paths = {id(values.module): path for path, values in traced.guards.modules()}
+  for place in effects.places:
+    path = paths.get(id(place.module.value), type(place.module.value).__name__)
+    found[f"{path}.{place.name}"] = "assigned"
   return found
 
 
