@@ -388,10 +388,10 @@ def _resize_(tensor, size, memory_format=None):
   if tuple(size) == tuple(tensor.shape):
     return tensor
   _require_own(tensor, "resize_")
-  held = tensor._storage.read()
+  base = tensor._storage.read()
   end = tensor.storage_offset() + math.prod(size) if 0 not in size else 0
-  needed = -(-end * tensor.element_size() // held.dtype.itemsize)
-  if needed > held.size:
+  needed = -(-end * tensor.element_size() // base.dtype.itemsize)
+  if needed > base.size:
     tensor._storage = _grown(tensor._storage, needed)
     Rebindings.note()
   with _torch_compat.without_dispatch():
@@ -446,8 +446,8 @@ def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
   )
   source.decide(dtype, size if is_whole else None)
   storage, layout = source.storage, _Layout(size, stride, offset, tensor.dtype)
-  held = storage.read()
-  if is_whole and held.shape == size and held.dtype == mappings.t2j_dtype(dtype):
+  base = storage.read()
+  if is_whole and base.shape == size and base.dtype == mappings.t2j_dtype(dtype):
     chain = WHOLE
   else:
     chain = chain_of(*_steps_over(storage, layout))

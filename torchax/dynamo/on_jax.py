@@ -54,7 +54,7 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
     A function of the graph's inputs.
   """
   module = fx.GraphModule(gm, copied(gm.graph))
-  held = _lift_tensors_on_host(module)
+  lifted = _lift_tensors_on_host(module)
   floats = _replace_floats(module.graph)
   results = _Results(module.graph)
   _replace_higher_order(module.graph)
@@ -71,7 +71,7 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
     )
 
   def call(*args):
-    args = [*args, *held]
+    args = [*args, *lifted]
     for place, is_constant in floats.items():
       number = float(args[place])
       args[place] = StaticValue(number) if is_constant and not moved else number
@@ -125,18 +125,18 @@ def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:
 
   An optimizer's count of steps is one. jax tensors are captured by `jax_jit`.
   """
-  graph, held = module.graph, {}
+  graph, lifted = module.graph, {}
   for node in list(graph.nodes):
     value = attribute(node)
     if not isinstance(value, torch.Tensor) or isinstance(value, Tensor):
       continue
-    if node.target not in held:
-      given = add_input(graph, f"held_{len(held)}")
+    if node.target not in lifted:
+      given = add_input(graph, f"lifted_{len(lifted)}")
       given.meta = dict(node.meta)
-      held[node.target] = (value, given)
-    node.replace_all_uses_with(held[node.target][1])
+      lifted[node.target] = (value, given)
+    node.replace_all_uses_with(lifted[node.target][1])
     graph.erase_node(node)
-  return [value for value, _ in held.values()]
+  return [value for value, _ in lifted.values()]
 
 
 def _moved(graph: fx.Graph) -> fx.Node | None:

@@ -397,7 +397,7 @@ class _Compiled:
     assigned = {_joined(*place) for place in self._assigned}
     known = {} if module is None else module.tensors
     env = default_env()
-    self._held: list = []
+    self._states: list = []
     self._plain = [_joined(*place) for place in wrapped.plain]
     # What the function assigns is another tensor in each call, so it is an argument.
     self._moving: list[str] = []
@@ -405,9 +405,9 @@ class _Compiled:
       name = name.removeprefix("owner.")
       if name in assigned:
         self._moving.append(name)
-        self._held.append(None)
+        self._states.append(None)
       else:
-        self._held.append(known[name] if name in known else env.to_xla(state))
+        self._states.append(known[name] if name in known else env.to_xla(state))
 
     def run(moving, *inputs):
       return self._run(moving, inputs)
@@ -430,14 +430,14 @@ class _Compiled:
   def _run(self, moving, inputs) -> list[torch.Tensor]:
     """The program on tensors, which it changes in place."""
     remaining = iter(moving)
-    held = [next(remaining) if tensor is None else tensor for tensor in self._held]
+    states = [next(remaining) if tensor is None else tensor for tensor in self._states]
 
     def pure(states, inputs):
       return self._program.with_updates(states, inputs)
 
-    outputs, updates = call_jax(pure, held, tuple(inputs))
+    outputs, updates = call_jax(pure, states, tuple(inputs))
     with torch.no_grad():
-      for name, tensor in zip(self._names, held):
+      for name, tensor in zip(self._names, states):
         if name in updates:
           tensor.copy_(updates.pop(name))
       for name, tensor in zip(self._program.input_names, inputs):

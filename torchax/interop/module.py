@@ -80,8 +80,8 @@ def extract_jax(
   env = env or default_env()
   params, buffers = extract_all_buffers(mod)
   tensors = {**params, **buffers}
-  held = _unique(tensors) if dedup_parameters else tensors
-  arrays = {name: env.t2j_copy(tensor.detach()) for name, tensor in held.items()}
+  kept = _unique(tensors) if dedup_parameters else tensors
+  arrays = {name: env.t2j_copy(tensor.detach()) for name, tensor in kept.items()}
 
   def call(states, args, kwargs):
     with _torch_compat.reparametrized(mod, states):

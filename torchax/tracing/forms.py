@@ -80,8 +80,8 @@ def captured_names(traced) -> list[str]:
   names: dict[int, str] = {}
   for root, values in traced.guards.modules():
     module = values.module
-    held = (module._parameters, module._buffers, vars(module))
-    for name, value in itertools.chain.from_iterable(map(dict.items, held)):
+    tables = (module._parameters, module._buffers, vars(module))
+    for name, value in itertools.chain.from_iterable(map(dict.items, tables)):
       if isinstance(value, Tensor):
         names.setdefault(id(value._storage), f"{root}.{name}")
         if value.is_leaf and isinstance(value.grad, Tensor):

@@ -197,8 +197,8 @@ class Traced:
     found: dict[int, Tensor] = {}
     for module in reachable_modules(self.function):
       for part in module.modules():
-        held = (part._parameters, part._buffers, vars(part))
-        for value in itertools.chain.from_iterable(map(dict.values, held)):
+        tables = (part._parameters, part._buffers, vars(part))
+        for value in itertools.chain.from_iterable(map(dict.values, tables)):
           if type(value) is Tensor and (value.is_leaf or not value.requires_grad):
             found.setdefault(id(value._storage), value)
     self.captured = list(found.values())
