@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchax
-from torchax.errors import TracedStateError
 from torchax.interop import JittableModule, jax_jit, jax_value_and_grad
 
 # Rounding differs where XLA fuses a compiled step; the draws do not.
@@ -114,31 +113,3 @@ def test_batch_norm_statistics_are_updated_by_a_compiled_step():
     torch.testing.assert_close(
       dict(model.named_buffers())[name].cpu(), value, check_dtype=False
     )
-
-
-def test_a_step_counted_on_the_host_is_refused_inside_a_compiled_function():
-  model = nn.Linear(4, 2).to("jax")
-  optimizer = torch.optim.Adagrad(model.parameters())
-  x = torch.ones(1, 4, device="jax")
-
-  def step(x):
-    model(x).sum().backward()
-    optimizer.step()
-
-  with pytest.raises(TracedStateError, match="counts its steps on the host"):
-    jax_jit(step)(x)
-  assert all(state["step"] == 0 for state in optimizer.state.values())
-
-
-def test_state_that_would_be_made_of_traced_values_is_refused():
-  model = nn.Linear(4, 2).to("jax")
-  optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.5)
-  x = torch.ones(1, 4, device="jax")
-
-  def step(x):
-    model(x).sum().backward()
-    optimizer.step()
-
-  with pytest.raises(TracedStateError, match="Run one step eagerly"):
-    jax_jit(step)(x)
-  assert not optimizer.state

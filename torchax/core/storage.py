@@ -257,6 +257,8 @@ class Boundary:
     numbers: what stands for numbers of the host, by the expression of each.
     missing: expressions that are no operands yet; None where none become operands.
     made_state: optimizers, each with the parameters whose state was made in the trace.
+    stepped: by identity, the state that optimizers had before their first step in it
+      (`tracing/optimizer_state.py`).
     undo: called when the trace ends, the last one first.
     name: of the function, for messages.
     is_trace: a trace of JAX ends with it; else it is a part of a larger one.
@@ -285,6 +287,7 @@ class Boundary:
     self.numbers: dict = {}
     self.missing: list | None = None
     self.made_state: list = []
+    self.stepped: dict = {}
     self.undo: list = []
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:

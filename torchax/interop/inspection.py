@@ -146,8 +146,7 @@ def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict
     found[f"{names.get(id(leaf._storage), 'a tensor')}.grad"] = "cleared"
   paths = {id(values.module): path for path, values in traced.guards.modules()}
   for place in effects.places:
-    path = paths.get(id(place.module.value), type(place.module.value).__name__)
-    found[f"{path}.{place.name}"] = "assigned"
+    found[place.shown(paths)] = "assigned"
   return found
 
 

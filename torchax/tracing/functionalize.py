@@ -35,6 +35,7 @@ from torchax.tracing import (
   autograd_bridge,
   forms,
   host_randomness,
+  optimizer_state,
   optimizers,
   static_arguments,
 )
@@ -331,7 +332,10 @@ class Traced:
           out = self.function(*args, **kwargs)
         out = static_arguments.hidden_results(out, self.__name__)
         arrays = arrays_of(out)
-        assignments = attributes.settle(boundary, self.__name__, self.hands_out)
+        assignments = [
+          *attributes.settle(boundary, self.__name__, self.hands_out),
+          *optimizer_state.settle(boundary, self.hands_out),
+        ]
         self._note_gradients(boundary, lifted)
         effects = collect(
           self.__name__, boundary, inner, born, specialization, lifted, assignments
@@ -343,6 +347,7 @@ class Traced:
         self._require_plain(boundary)
       except BaseException as error:
         attributes.undo_traced(boundary)
+        optimizer_state.undo(boundary)
         optimizers.undo_state(boundary)
         # A parameter that is a leaf outside as well keeps torch's own words.
         is_given = records and any(specialization.wants_grad[: len(inputs)])

@@ -84,6 +84,11 @@ class Place:
       writes.count += 1  # that there is a tensor now is what Python may decide by
     attributes[self.name] = tensor if self.has_gradient else tensor.detach()
 
+  def shown(self, paths: dict[int, str]) -> str:
+    """What it is called in tables, with the paths of modules by their identities."""
+    module = self.module.value
+    return f"{paths.get(id(module), type(module).__name__)}.{self.name}"
+
 
 class Attributes:
   """What the attributes of modules were when the modules were noted."""

@@ -8,6 +8,7 @@ would do it only while it is traced.
 """
 
 import contextlib
+import functools
 import itertools
 import operator
 import weakref
@@ -26,6 +27,7 @@ from torchax.core.static_values import Identity, in_words, key_of
 from torchax.core.storage import active
 from torchax.errors import TracedStateError
 from torchax.tensor import Tensor
+from torchax.tracing import optimizer_state
 
 
 class Watched:
@@ -152,10 +154,14 @@ class _Step:
         group["capturable"] = True
         if group.get("fused"):  # it takes numbers that C++ wants to know
           group["fused"], group["foreach"] = False, True
+      elif _counts_when_fused(self._optimizer):
+        group["fused"], group["foreach"] = True, False
       for name, value in list(group.items()):
         if _is_number(value):
           substituted[id(group), name] = value
           group[name] = HostNumber(Entry(group, name, owner))
+          if name == "lr" and _counts_when_fused(self._optimizer):
+            group[name] = _as_tensor(group[name], group["params"])
         elif isinstance(value, tuple) and value and all(map(_is_number, value)):
           substituted[id(group), name] = value
           group[name] = tuple(
@@ -197,14 +203,11 @@ def _begin_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
   boundary = active.boundary
   if boundary is None or id(optimizer) in _steps:
     return
-  _make_state(optimizer, boundary)
-  name = type(optimizer).__name__
+  made = _make_state(optimizer, boundary)
   if any(_counts_on_host(state) for state in optimizer.state.values()):
-    raise TracedStateError(
-      f"{name} counts its steps on the host, which a compiled function does only while "
-      f"it is traced. Use `{name}(…, fused=True)` where torch has it, or run its steps "
-      "eagerly."
-    )
+    raise optimizer_state.on_host(optimizer, "step")
+  if _is_left(optimizer):
+    optimizer_state.note(optimizer, boundary, made)
   for guards in boundary.guards_around():
     guards.note_optimizer(Watched(optimizer))
   step = _steps[id(optimizer)] = _Step(optimizer)
@@ -223,33 +226,15 @@ def _end_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
   if step is None:
     return
   step.end()
-  if _drop_traced_state(optimizer, active.boundary):
-    name = type(optimizer).__name__
-    raise TracedStateError(
-      f"{name} would make its state while a function is compiled. Run one step eagerly "
-      "before the compiled ones, so that the state exists."
-    )
 
 
-def _drop_traced_state(optimizer: torch.optim.Optimizer, boundary) -> bool:
-  """Takes what was made in a trace out of the state; True where there was something."""
-  is_left = all(
+def _is_left(optimizer: torch.optim.Optimizer) -> bool:
+  """True where the parameters, and so the state, are there after the trace."""
+  return all(
     isinstance(p, Tensor) and p._storage.birth is None
     for group in optimizer.param_groups
     for p in group["params"]
   )
-  found = [
-    (parameter, name)
-    for parameter, state in optimizer.state.items()
-    if is_left and isinstance(state, dict)
-    for name, value in state.items()
-    if isinstance(value, Tensor) and value._storage.birth is boundary
-  ]
-  for parameter, name in found:
-    del optimizer.state[parameter][name]
-    if not optimizer.state[parameter]:
-      del optimizer.state[parameter]
-  return bool(found)
 
 
 def undo_state(boundary) -> None:
@@ -259,14 +244,17 @@ def undo_state(boundary) -> None:
       optimizer.state.pop(parameter, None)
 
 
-def _make_state(optimizer: torch.optim.Optimizer, boundary) -> None:
+def _make_state(optimizer: torch.optim.Optimizer, boundary) -> list[torch.Tensor]:
   """Makes the state that a first step would make, and moves counts of steps to jax.
 
   Where the parameters are made in a trace themselves, it is left to the step.
+
+  Returns:
+    The parameters whose state was made.
   """
+  if not _is_left(optimizer):
+    return []
   parameters = [p for group in optimizer.param_groups for p in group["params"]]
-  if not all(isinstance(p, Tensor) and p._storage.birth is None for p in parameters):
-    return
   known = set(map(id, optimizer.state))
   capturable = [group.get("capturable") for group in optimizer.param_groups]
   try:
@@ -274,6 +262,7 @@ def _make_state(optimizer: torch.optim.Optimizer, boundary) -> None:
       for group in optimizer.param_groups:
         if "capturable" in group:
           group["capturable"] = True
+        if "capturable" in group or _counts_when_fused(optimizer):
           for parameter in group["params"]:
             _move_count(optimizer.state.get(parameter))
         _init(optimizer, group)
@@ -284,6 +273,7 @@ def _make_state(optimizer: torch.optim.Optimizer, boundary) -> None:
   made = [p for p in parameters if p in optimizer.state and id(p) not in known]
   if made:
     boundary.made_state.append((optimizer, made))
+  return made
 
 
 def _move_count(state: dict | None) -> None:
@@ -304,6 +294,22 @@ def _init(optimizer: torch.optim.Optimizer, group: dict) -> None:
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return
   _torch_compat.init_optimizer_group(optimizer, group)
+
+
+def _as_tensor(number: HostNumber, parameters: list[torch.Tensor]) -> torch.Tensor:
+  """A 0-d tensor for a number that a fused step would take from the host."""
+  dtypes = [torch.float32, *(p.dtype for p in parameters)]
+  dtype = functools.reduce(torch.promote_types, dtypes)
+  device = parameters[0].device if parameters else None
+  return torch.ones((), dtype=dtype, device=device) * number
+
+
+def _counts_when_fused(optimizer: torch.optim.Optimizer) -> bool:
+  """True for one that counts its steps on the device only with `fused=True`."""
+  return isinstance(optimizer, torch.optim.Adagrad) and not any(
+    group["differentiable"] or any(p.is_complex() for p in group["params"])
+    for group in optimizer.param_groups
+  )
 
 
 def _counts_on_host(state: dict) -> bool:

@@ -184,3 +184,9 @@ def _aten__fused_adagrad(
 
   lists = [self, grads, state_sums, state_steps]
   return _step(update, lists, grad_scale, found_inf)
+
+
+@op(aten._fused_adagrad.tensor_lr)
+def _aten__fused_adagrad_tensor_lr(*lists, **options):
+  """The same with a rate in a tensor, for which torch gives back no steps."""
+  return _aten__fused_adagrad(*lists, **options)[:3]

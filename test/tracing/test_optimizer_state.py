@@ -1,0 +1,204 @@
+"""Compiled training steps make and count the state of every optimizer of torch.
+
+Each row trains by a compiled step alone, from the first one, under a schedule of the
+learning rate, and compares parameters and state with those of torch on the CPU.
+"""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import torchax
+from torchax.errors import TracedStateError
+from torchax.interop import jax_jit
+
+STEPS = 4
+X = torch.linspace(-1, 1, 15).reshape(5, 3)
+
+OPTIMIZERS = {
+  "Adadelta": optim.Adadelta,
+  "Adagrad": lambda p: optim.Adagrad(p, 0.1, lr_decay=0.1, weight_decay=0.01),
+  "Adagrad, one by one": lambda p: optim.Adagrad(p, 0.1, foreach=False),
+  "Adam": optim.Adam,
+  "AdamW": lambda p: optim.AdamW(p, 0.01, amsgrad=True),
+  "Adamax": optim.Adamax,
+  "ASGD": optim.ASGD,
+  "NAdam": optim.NAdam,
+  "RAdam": optim.RAdam,
+  "RMSprop": lambda p: optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
+  "Rprop": optim.Rprop,
+  "SGD": lambda p: optim.SGD(p, 0.1),
+  "SGD, momentum": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+  "SGD, dampening": lambda p: optim.SGD(p, 0.1, momentum=0.9, dampening=0.5),
+  "SGD, dampening, one by one": lambda p: optim.SGD(
+    p, 0.1, momentum=0.9, dampening=0.5, foreach=False
+  ),
+}
+# Rows whose first step has a program of its own: the state is made of its gradients.
+MADE_OF_GRADIENTS = {"SGD, dampening", "SGD, dampening, one by one"}
+
+
+@pytest.fixture(autouse=True)
+def env():
+  with torchax.default_env() as environment:
+    yield environment
+
+
+def _model() -> nn.Module:
+  torch.manual_seed(0)
+  return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def _step(model, optimizer, x):
+  optimizer.zero_grad()
+  loss = model(x).square().sum()
+  loss.backward()
+  optimizer.step()
+  return loss.detach()
+
+
+def _state(optimizer) -> dict:
+  return torch.utils._pytree.tree_map(
+    lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value,
+    optimizer.state_dict()["state"],
+  )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_compiled_from_the_first_one_trains_as_torch_does(name):
+  make = OPTIMIZERS[name]
+  with torchax.disable_temporarily():
+    expected = _model()
+    expected_optimizer = make(expected.parameters())
+    expected_schedule = optim.lr_scheduler.ExponentialLR(expected_optimizer, 0.5)
+    for _ in range(STEPS):
+      _step(expected, expected_optimizer, X)
+      expected_schedule.step()
+    model = _model()
+  model = model.to("jax")
+  optimizer = make(model.parameters())
+  schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+  step = jax_jit(lambda x: _step(model, optimizer, x))
+  counts, x = [], X.to("jax")
+  for _ in range(STEPS):
+    step(x)
+    schedule.step()
+    counts.append(torchax.explain(step, x).compilations)
+  for ours, theirs in zip(model.parameters(), expected.parameters()):
+    torch.testing.assert_close(
+      ours.detach().cpu(), theirs.detach(), rtol=1e-4, atol=1e-5
+    )
+  torch.testing.assert_close(
+    _state(optimizer), _state(expected_optimizer), rtol=1e-4, atol=1e-5
+  )
+  # Gradients are there from the second call on.
+  assert counts[-1] == counts[1], counts
+
+
+class OwnOptimizer(optim.Optimizer):
+  """Makes its state on first use; counts in a tensor or in a Python number."""
+
+  def __init__(self, params, counts_in_tensor: bool):
+    super().__init__(params, {"lr": 0.1})
+    self._counts_in_tensor = counts_in_tensor
+
+  @torch.no_grad()
+  def step(self):
+    for group in self.param_groups:
+      for p in group["params"]:
+        if p.grad is None:
+          continue
+        state = self.state[p]
+        if not state:
+          state["size"] = torch.zeros_like(p)
+          state["count"] = torch.zeros((), device=p.device)
+          if not self._counts_in_tensor:
+            state["count"] = 0
+        state["count"] += 1
+        state["size"].mul_(0.5).add_(p.grad.abs())
+        p.sub_(p.grad / (state["size"] + 1), alpha=group["lr"])
+
+
+def test_an_optimizer_of_the_user_makes_its_state_in_a_compiled_step():
+  model = _model().to("jax")
+  optimizer = OwnOptimizer(model.parameters(), True)
+  eager = _model().to("jax")
+  eager_optimizer = OwnOptimizer(eager.parameters(), True)
+  step = jax_jit(lambda x: _step(model, optimizer, x))
+  for _ in range(STEPS):
+    torch.testing.assert_close(
+      step(X.to("jax")), _step(eager, eager_optimizer, X.to("jax"))
+    )
+  torch.testing.assert_close(_state(optimizer), _state(eager_optimizer))
+  assert all(entry["count"] == STEPS for entry in optimizer.state.values())
+
+
+def _counts_on_host(model):
+  return OwnOptimizer(model.parameters(), False)
+
+
+def _takes_numbers_of_the_device(model):
+  return optim.Adafactor(model.parameters())
+
+
+@pytest.mark.parametrize("make", [_counts_on_host, _takes_numbers_of_the_device])
+def test_a_count_on_the_host_is_refused_and_the_state_stays(make):
+  model = _model().to("jax")
+  optimizer = make(model)
+  with pytest.raises(TracedStateError, match=f"{type(optimizer).__name__} keeps '"):
+    jax_jit(lambda x: _step(model, optimizer, x))(X.to("jax"))
+  assert not optimizer.state
+
+
+def test_a_step_in_a_compiled_function_inside_another_one_makes_its_state():
+  model = _model().to("jax")
+  optimizer = OPTIMIZERS["SGD, dampening"](model.parameters())
+  inner = jax_jit(lambda x: _step(model, optimizer, x))
+  outer = jax_jit(lambda x: inner(x) * 2)
+  eager = _model().to("jax")
+  eager_optimizer = OPTIMIZERS["SGD, dampening"](eager.parameters())
+  for _ in range(3):
+    expected = _step(eager, eager_optimizer, X.to("jax")) * 2
+    torch.testing.assert_close(outer(X.to("jax")), expected)
+  torch.testing.assert_close(_state(optimizer), _state(eager_optimizer))
+
+
+def test_two_steps_in_one_compiled_function_share_the_state():
+  model = _model().to("jax")
+  optimizer = OPTIMIZERS["SGD, dampening"](model.parameters())
+  eager = _model().to("jax")
+  eager_optimizer = OPTIMIZERS["SGD, dampening"](eager.parameters())
+
+  @jax_jit
+  def twice(x):
+    _step(model, optimizer, x)
+    return _step(model, optimizer, x)
+
+  for _ in range(2):
+    _step(eager, eager_optimizer, X.to("jax"))
+    expected = _step(eager, eager_optimizer, X.to("jax"))
+    torch.testing.assert_close(twice(X.to("jax")), expected)
+  torch.testing.assert_close(_state(optimizer), _state(eager_optimizer))
+
+
+def test_a_failed_trace_leaves_the_optimizer_as_it_was():
+  model = _model().to("jax")
+  optimizer = OPTIMIZERS["SGD, dampening"](model.parameters())
+
+  @jax_jit
+  def step(x):
+    _step(model, optimizer, x)
+    raise KeyError("after the step")
+
+  with pytest.raises(KeyError):
+    step(X.to("jax"))
+  assert not optimizer.state
+
+
+def test_explain_names_the_state_that_a_call_makes():
+  model = _model().to("jax")
+  optimizer = OPTIMIZERS["SGD, dampening"](model.parameters())
+  step = jax_jit(lambda x: _step(model, optimizer, x))
+  effects = torchax.explain(step, X.to("jax")).effects
+  assert effects["SGD.state[0]['momentum_buffer']"] == "assigned"
+  assert not optimizer.state
