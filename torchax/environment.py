@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import jax
@@ -19,6 +20,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torchax import _jax_compat, _torch_compat, amp, rng
 from torchax.config import Configuration
+from torchax.core import switches
 from torchax.core.storage import active
 from torchax.devices import placement
 from torchax.diagnostics.tracebacks import ending_at_the_user, hide
@@ -115,25 +117,47 @@ class RuntimeProperty:
     return rng.current().next_key("get_and_rotate_prng_key")
 
 
-class _PropertyHolder(threading.local):
-  """A stack of properties for each thread."""
+_overridden: ContextVar[tuple] = ContextVar("overridden", default=())
+
+
+class _PropertyHolder:
+  """A stack of properties, which each thread and each task has for itself.
+
+  Args:
+    content_factory: makes the stack that each begins with.
+  """
 
   def __init__(self, content_factory):
-    super().__init__()
-    self.content = content_factory()
-
-
-class _ModeState(threading.local):
-  """Whether the environment is on, on this thread."""
-
-  depth = 0
-  suspended = 0
-  asked_for_meta = 0
-  modes: tuple = ()
+    self._first = content_factory()
 
   @property
-  def active(self) -> bool:
-    return self.depth > 0 and not self.suspended
+  def content(self) -> list[RuntimeProperty]:
+    """The stack, innermost last."""
+    overridden = [found for holder, found in _overridden.get() if holder is self]
+    return [*self._first, *overridden]
+
+  @contextlib.contextmanager
+  def overridden(self, properties: RuntimeProperty) -> Iterator[None]:
+    """These properties inside the block."""
+    entry = (self, properties)
+    switches.push(_overridden, entry)
+    try:
+      yield
+    finally:
+      switches.drop(_overridden, entry)
+
+
+class _Modes(threading.local):
+  """Our modes among those of torch, which has some for each thread.
+
+  Attributes:
+    holders: how many want them there. Inside, `Environment.enabled` says who has the
+      environment on: tasks of one thread may differ.
+    modes: the modes; none where nobody wants them.
+  """
+
+  holders = 0
+  modes: tuple = ()
 
 
 def _are_foreign(types) -> bool:
@@ -181,11 +205,16 @@ class XLADispatchMode(_torch_compat.DispatchMode):
   Their class does this by itself. The mode also catches the tensors that torch's C++
   makes "on the device of" a jax tensor (zeros in a gradient formula, the scalar of
   `torch.where`): C++ sees the wrapper's device, meta, and asks for a meta tensor.
+
+  Args:
+    env: the environment.
+    always: catches them also where the environment is off.
   """
 
-  def __init__(self, env: "Environment"):
+  def __init__(self, env: "Environment", always: bool = False):
     super().__init__()
     self.env = env
+    self._always = always
 
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
     try:
@@ -206,7 +235,8 @@ class XLADispatchMode(_torch_compat.DispatchMode):
         kind = device.type
         if _torch_compat.is_tracing():
           return func(*args, **kwargs)
-        if kind == "meta" and self.env._is_for_jax(func):
+        is_caught = self._always or self.env.enabled
+        if kind == "meta" and is_caught and self.env._is_for_jax(func):
           return device_plans.made_by_torch(self.env, func, types, args, kwargs)
         is_dense = kwargs.get("layout") in (None, torch.strided)
         if kind == "jax" and is_dense and func in self.env.lowered_factories:
@@ -222,8 +252,27 @@ class XLADispatchMode(_torch_compat.DispatchMode):
 class Environment(contextlib.ContextDecorator):
   """Runs torch code on JAX; usually the one of `default_env()`.
 
+  It is on in the thread and task that has turned it on. Its random streams are its own:
+  what other environments draw, and their seeds, do not change its numbers.
+
   Args:
     configuration: switches; see `Configuration`.
+    seed: of its random streams, in [-2**63, 2**64); by default that of torch's own
+      generator. `torch.manual_seed` re-seeds all environments, as all devices of torch.
+
+  Attributes:
+    streams: its random streams.
+
+  Raises:
+    SeedError, ValueError: not a seed.
+
+  >>> import torch, torchax
+  >>> one, other = (torchax.Environment(seed=7) for _ in range(2))
+  >>> with one:
+  ...   first = torch.rand(3, device="jax")
+  >>> with other:
+  ...   print(torch.equal(torch.rand(3, device="jax"), first))
+  True
   """
 
   # Factories that run as lowerings; `dispatch/factories.py` fills this in.
@@ -231,15 +280,15 @@ class Environment(contextlib.ContextDecorator):
   # Called with each new environment; the composition root adds the factories here.
   on_creation: ClassVar[list] = []
 
-  def __init__(self, configuration: Configuration | None = None):
+  def __init__(
+    self, configuration: Configuration | None = None, seed: int | None = None
+  ):
     self.config = configuration or Configuration()
-    if self.config.prng_impl != rng.default_impl():
-      rng.manual_seed(rng.initial_seed(), self.config.prng_impl)
-    if self.config.rng_addressing != rng.addressed_by():
-      rng.address_by(self.config.rng_addressing)
+    by_site = rng.is_by_site(self.config.rng_addressing)
+    self.streams = rng.Streams(seed, self.config.prng_impl, by_site)
     self._dispatcher = Dispatcher(self)
     self.functions = FunctionTable(self)
-    self._modes = _ModeState()
+    self._modes = _Modes()
     self._property = _PropertyHolder(lambda: [RuntimeProperty(None, None, None)])
     for hook in self.on_creation:
       hook(self)
@@ -248,32 +297,35 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def enabled(self) -> bool:
-    """True where torch functions on this thread go to this environment."""
-    return self._modes.active
+    """True where torch functions of this thread or task go to this environment."""
+    return self in switches.on.get() and self not in switches.suspended.get()
 
   def enable_torch_modes(self) -> None:
-    """Turns the environment on for this thread; calls nest."""
+    """Turns the environment on for this thread or task; calls nest."""
     state = self._modes
     if not state.modes:
       state.modes = (XLADispatchMode(self), XLAFunctionMode(self))
       for mode in state.modes:
         mode.__enter__()
-    state.depth += 1
+    state.holders += 1
+    switches.push(switches.on, self)
 
   def disable_torch_modes(self, *exc) -> None:
-    """Undoes one `enable_torch_modes` on this thread.
+    """Undoes one `enable_torch_modes` of this thread or task.
 
     Raises:
       RuntimeError: the environment is not on.
     """
-    state = self._modes
-    if state.depth == 0:
+    if not switches.drop(switches.on, self):
       raise RuntimeError(
         "The torchax environment is not enabled on this thread: disable follows enable."
       )
-    state.depth -= 1
+    state = self._modes
+    if not state.holders:
+      return  # on by the context of another thread
+    state.holders -= 1
     # Other modes may have been pushed on top since; then ours stay, inert.
-    if state.depth == 0 and _torch_compat.are_top_modes(*state.modes):
+    if state.holders == 0 and _torch_compat.are_top_modes(*state.modes):
       for mode in reversed(state.modes):
         mode.__exit__(*(exc or (None, None, None)))
       state.modes = ()
@@ -296,12 +348,12 @@ class Environment(contextlib.ContextDecorator):
         yield
       return
     before, state.modes = state.modes, ()
-    depth, state.depth = state.depth, 0
+    holders, state.holders = state.holders, 0
     try:
       with self:
         yield
     finally:
-      state.modes, state.depth = before, depth
+      state.modes, state.holders = before, holders
 
   def catching_factories(self):
     """A context in which C++ code may make tensors beside jax tensors.
@@ -309,22 +361,22 @@ class Environment(contextlib.ContextDecorator):
     The modes are off inside the handlers of operations; this turns on what a
     composite operation that runs there needs.
     """
-    return XLADispatchMode(self)
+    return XLADispatchMode(self, always=True)
 
   def _is_for_jax(self, func) -> bool:
     """True if C++ asked for a meta tensor and the user did not."""
     return func in META_FACTORIES and not (
-      self._modes.asked_for_meta or self._modes.suspended
+      self in switches.for_meta.get() or self in switches.suspended.get()
     )
 
   @contextlib.contextmanager
   def disabled(self) -> Iterator[None]:
     """Plain torch inside the block, whatever happens in it."""
-    self._modes.suspended += 1
+    switches.push(switches.suspended, self)
     try:
       yield
     finally:
-      self._modes.suspended -= 1
+      switches.drop(switches.suspended, self)
 
   def __enter__(self) -> "Environment":
     self.enable_torch_modes()
@@ -395,19 +447,37 @@ class Environment(contextlib.ContextDecorator):
 
   # Random numbers -------------------------------------------------------------------
 
+  def __repr__(self) -> str:
+    count = 0 if rng.is_unopened(self.streams) else self.rng.state.count
+    set_otherwise = ", ".join(
+      f"{field.name}={getattr(self.config, field.name)!r}"
+      for field in dataclasses.fields(self.config)
+      if getattr(self.config, field.name) != field.default
+    )
+    return (
+      f"Environment(device={str(placement.torch_device())!r}, "
+      f"seed={self.streams.seed}, count={count}, "
+      f"config=Configuration({set_otherwise}), mesh={self._mesh})"
+    )
+
   @property
   def rng(self) -> RngStream:
-    """The stream that operations on this thread draw from now."""
-    return rng.current()
+    """The stream that its operations draw from now, in this thread or task."""
+    return rng.current(self.streams)
 
   def rng_scope(self, value: Any) -> contextlib.AbstractContextManager[RngStream]:
     """Draws from a seed, key or state inside the block; see `torchax.rng.rng_scope`."""
-    return rng.rng_scope(value)
+    return rng.rng_scope(value, self.streams)
 
   @ending_at_the_user
   def manual_seed(self, key) -> None:
-    """Re-seeds as `torch.manual_seed` does; also takes keys and 0-d tensors."""
-    rng.manual_seed(key, self.config.prng_impl if isinstance(key, int) else None)
+    """Re-seeds this environment alone; see `torchax.rng.manual_seed`.
+
+    Args:
+      key: a seed, a 0-d integer tensor, or a typed key.
+    """
+    impl = self.config.prng_impl if isinstance(key, int) else None
+    rng.manual_seed(key, impl, self.streams)
 
   @property
   def prng_key(self) -> jax.Array:
@@ -416,12 +486,12 @@ class Environment(contextlib.ContextDecorator):
     Setting it re-seeds the current stream, so `k = env.prng_key; a = f();
     env.prng_key = k; b = f()` gives a == b. Look at `env.rng` to change nothing.
     """
-    return rng.current().rebase()
+    return self.rng.rebase()
 
   @prng_key.setter
   def prng_key(self, key) -> None:
-    stream = rng.current()
-    state = rng.as_state(key, rng.default_impl())
+    stream = self.rng
+    state = rng.as_state(key, self.streams.impl)
     if stream.by_site and state.sites is None:
       state = dataclasses.replace(state, sites={})
     stream.reseed(state)
@@ -433,7 +503,7 @@ class Environment(contextlib.ContextDecorator):
     if generator is not None:
       operands = rng.generator_operands(generator, "get_and_rotate_prng_key")
       return rng.fold_in(operands.key, operands.count)
-    return rng.current().next_key("get_and_rotate_prng_key")
+    return self.rng.next_key("get_and_rotate_prng_key")
 
   @property
   def param(self) -> RuntimeProperty:
@@ -457,14 +527,13 @@ class Environment(contextlib.ContextDecorator):
     Raises:
       TypeError: `autocast_dtype` is neither None nor a dtype that autocast takes.
     """
-    stack = self._property.content
     with contextlib.ExitStack() as scopes:
       if autocast_dtype is not _None:
         scopes.enter_context(amp.resumed(autocast_dtype))
       if prng is not _None:
-        scopes.enter_context(rng.rng_scope(prng))
-      stack.append(RuntimeProperty.override(stack[-1], mesh=mesh))
-      scopes.callback(stack.pop)
+        scopes.enter_context(self.rng_scope(prng))
+      properties = RuntimeProperty.override(self._property.content[-1], mesh=mesh)
+      scopes.enter_context(self._property.overridden(properties))
       yield
 
   # Conversions ----------------------------------------------------------------------
@@ -608,11 +677,11 @@ class Environment(contextlib.ContextDecorator):
   @contextlib.contextmanager
   def meta_is_meant(self) -> Iterator[None]:
     """Factories inside that ask for meta tensors get them."""
-    self._modes.asked_for_meta += 1
+    switches.push(switches.for_meta, self)
     try:
       yield
     finally:
-      self._modes.asked_for_meta -= 1
+      switches.drop(switches.for_meta, self)
 
   def _handle_tensor_constructor(self, func, args, kwargs):
     """Runs a factory function on jax if its device says so."""
@@ -638,7 +707,9 @@ def default_env() -> Environment:
   if _default_env is None:
     with _default_env_lock:
       if _default_env is None:
-        _default_env = Environment()
+        environment = Environment()
+        environment.streams = rng.default_streams
+        _default_env = environment
   return _default_env
 
 

@@ -359,8 +359,9 @@ def test_another_mode_is_refused(env):
 
 def test_the_configuration_has_the_switch():
   torchax.rng.address_by("order")
-  torchax.Environment(torchax.Configuration(rng_addressing="site"))
-  assert torchax.rng.addressed_by() == "site"
+  with torchax.Environment(torchax.Configuration(rng_addressing="site")):
+    assert torchax.rng.addressed_by() == "site"
+  assert torchax.rng.addressed_by() == "order"
 
 
 def test_scopes_keys_and_forks_are_addressed_by_site_too(env):

@@ -2,7 +2,7 @@
 
 What one thread after another draws is in `test_scope.py`. A `Crew` is eight threads
 that live as long as a test: the stream of a thread follows from the seed and the order
-in which threads first drew.
+in which threads have drawn first since.
 """
 
 import queue
@@ -82,11 +82,16 @@ class Crew:
       tasks.put(None)
 
 
+def _seed(crew: Crew, seed: int) -> None:
+  """Seeds, and has each thread draw once: who draws first is first from then on."""
+  torch.manual_seed(seed)
+  crew.one_by_one(lambda number: torch.rand(1, device="jax"))
+
+
 @pytest.fixture
 def crew():
   crew = Crew(THREADS)
-  # Who draws first is first from now on.
-  crew.one_by_one(lambda number: torch.rand(1, device="jax"))
+  _seed(crew, 0)
   yield crew
   crew.stop()
 
@@ -143,13 +148,13 @@ def test_threads_at_once_never_use_one_key_twice(env, crew):
 def test_the_sequence_of_a_thread_does_not_depend_on_what_the_others_do(crew):
   own = _own()
   work = lambda number, shared: _listed(_work(shared, own[number]))  # noqa: E731
-  torch.manual_seed(1)
+  _seed(crew, 1)
   expected = crew.one_by_one(lambda number: work(number, _program))
   for _ in range(2):
-    torch.manual_seed(1)
+    _seed(crew, 1)
     shared = jax_jit(_program)
     assert crew.run(lambda number, f=shared: work(number, f)) == expected
-  torch.manual_seed(2)
+  _seed(crew, 2)
   others = crew.run(lambda number: work(number, _program))
   numbers = [drawn[0] for drawn in expected + others]
   assert len(set(map(tuple, numbers))) == 2 * THREADS
@@ -173,8 +178,7 @@ def test_a_function_compiled_by_all_threads_at_once_draws_the_numbers_of_its_cal
 
   expected = crew.one_by_one(lambda number: work(number, loss))
   assert len(set(map(str, expected))) > THREADS / 2
-  torch.manual_seed(0)
-  crew.run(lambda number: _rand())  # as the fixture did
+  _seed(crew, 0)
   shared = jax_jit(loss)
   assert crew.run(lambda number: work(number, shared)) == expected
 
@@ -190,8 +194,7 @@ def test_loops_run_eagerly_by_all_threads_at_once_draw_their_own_numbers(crew):
     return _listed([*drawn, scan(stepped, zero, length=2)[0]])
 
   expected = crew.one_by_one(work)
-  torch.manual_seed(0)
-  crew.run(lambda number: _rand())
+  _seed(crew, 0)
   assert crew.run(work) == expected
   assert len({tuple(row) for rows in expected for row in rows}) == 3 * THREADS
 
@@ -225,7 +228,7 @@ def test_states_saved_and_restored_are_of_their_thread(crew):
 
 
 def test_a_seed_while_others_draw_ends_with_the_streams_of_the_last_seed(env, crew):
-  torch.manual_seed(5)
+  _seed(crew, 5)
   expected = crew.run(lambda number: _rand().tolist())
   shared = jax_jit(_program)
 
@@ -237,7 +240,7 @@ def test_a_seed_while_others_draw_ends_with_the_streams_of_the_last_seed(env, cr
       _rand()
 
   crew.run(work)
-  torch.manual_seed(5)
+  _seed(crew, 5)
   assert crew.run(lambda number: _rand().tolist()) == expected
 
 
@@ -267,6 +270,5 @@ def test_an_exception_in_one_thread_leaves_the_streams_of_the_others_alone(crew)
 
   shared = jax_jit(_program)
   expected = crew.one_by_one(lambda number: _listed(_program(_ones())))
-  torch.manual_seed(0)
-  crew.run(lambda number: _rand())
+  _seed(crew, 0)
   assert crew.run(work) == expected

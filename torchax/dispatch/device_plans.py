@@ -30,7 +30,8 @@ class PlacedPlan:
     if target is None:
       return self.plan(args, kwargs)
     if getattr(self.plan, "is_sampler", False):
-      scope.current().peek(self.plan.name)  # its key stays where JAX makes it
+      # Its key stays where JAX makes it.
+      scope.current(self.plan.env.streams).peek(self.plan.name)
     return make(lambda: self.plan(args, kwargs), target)
 
   def _target(self, args, device):

@@ -104,7 +104,8 @@ class Plan:
 
     Nothing is computed or drawn: no stream advances.
     """
-    draw = list(scope.current().peek(self.name)) if self.is_sampler else []
+    stream = scope.current(self.env.streams)
+    draw = list(stream.peek(self.name)) if self.is_sampler else []
     given = Partition(
       (args, kwargs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     )
@@ -146,7 +147,7 @@ class Plan:
 
   def _drawn(self, args, execute, operands):
     """Executes with the key of the next draw; the stream advances if it succeeds."""
-    stream = scope.current()
+    stream = scope.current(self.env.streams)
     draw = stream.peek(self.name)
     result = execute([*draw, *operands])
     if Recording.count or stream.log is not None:

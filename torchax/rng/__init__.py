@@ -19,14 +19,16 @@ from torchax.rng.scope import (
   continued,
   current,
   default_impl,
+  default_streams,
   initial_seed,
+  is_by_site,
   manual_seed,
-  restore,
   rng_scope,
-  snapshot,
 )
+from torchax.rng.snapshots import is_unopened, restore, snapshot
 from torchax.rng.state import RngState, as_key, as_state, fold_in, is_typed_key
 from torchax.rng.stream import RngStream
+from torchax.rng.streams import Streams
 
 __all__ = [
   "Advance",
@@ -37,6 +39,7 @@ __all__ = [
   "RngOperands",
   "RngState",
   "RngStream",
+  "Streams",
   "address_by",
   "addressed_by",
   "as_key",
@@ -44,11 +47,14 @@ __all__ = [
   "continued",
   "current",
   "default_impl",
+  "default_streams",
   "explain",
   "fold_in",
   "generator_operands",
   "initial_seed",
   "inside",
+  "is_by_site",
+  "is_unopened",
   "is_typed_key",
   "manual_seed",
   "restore",

@@ -565,11 +565,11 @@ def _slot(generator: torch.Generator, name: str) -> GeneratorSlot | None:
     TracedDrawError: inside a raw JAX transformation, also with a key in `rng_scope`,
       since nothing carries the generator.
   """
-  for stream in reversed(scope.stack()):
+  for stream in scope.streams_here():
     if isinstance(stream, CarriedStream):
       stream.check(name)
       return stream.slot(generator)
-  scope.stack()[0].check(name)
+  scope.streams_on().root().check(name)
   return None
 
 

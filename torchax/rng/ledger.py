@@ -17,11 +17,13 @@ import io
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
+from torchax.core import switches
 from torchax.diagnostics import user_code
 from torchax.rng import running
 
@@ -166,14 +168,8 @@ class Ledger:
 _COLUMNS = ("index", "op", "site", "distribution", "shape", "dtype", "stream", "line")
 
 
-class _Open(threading.local):
-  """The ledgers that are open on this thread."""
-
-  def __init__(self):
-    self.ledgers: list[Ledger] = []
-
-
-_open = _Open()
+# The ledgers that are open in this thread or task.
+_open: ContextVar[tuple[Ledger, ...]] = ContextVar("open", default=())
 _lock = threading.Lock()
 _calls = itertools.count()
 
@@ -185,9 +181,9 @@ class Recording:
 
 
 def start() -> Ledger:
-  """Opens a ledger on this thread."""
+  """Opens a ledger in this thread or task."""
   ledger = Ledger()
-  _open.ledgers.append(ledger)
+  switches.push(_open, ledger)
   running.following.hold()
   with _lock:
     Recording.count += 1
@@ -196,7 +192,7 @@ def start() -> Ledger:
 
 def stop(ledger: Ledger) -> None:
   """Closes a ledger."""
-  _open.ledgers = [other for other in _open.ledgers if other is not ledger]
+  switches.drop(_open, ledger)
   with _lock:
     Recording.count -= 1
   running.following.release()
@@ -334,7 +330,7 @@ def _in_turn(draw: Draw, loop: Repeated, by_site: dict[str, int], number: int) -
 
 
 def _add(draws: list[Draw]) -> None:
-  for ledger in _open.ledgers:
+  for ledger in _open.get():
     ledger._draws += draws
 
 

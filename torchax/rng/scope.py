@@ -1,149 +1,65 @@
-"""Which stream is current: a stack of scopes on each thread.
+"""Which stream is current: that of the innermost scope, or the root of the thread.
 
-The bottom of a stack is the thread's root stream, derived from the process-wide seed
-and the thread's ordinal. `rng_scope` is the primitive on which every boundary is built.
+Scopes are in a context variable, so that each thread and each task has its own.
+`rng_scope` is the primitive on which every boundary is built. A scope is one of an
+environment, whose roots are below it (`streams.py`); the functions without an
+environment mean the one that is on.
 """
 
 import contextlib
 import dataclasses
-import itertools
-import struct
-import threading
-import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
+from torchax.core import switches
 from torchax.errors import RngError, SeedError
-from torchax.rng import running, sites
+from torchax.rng import running, streams
 from torchax.rng import state as rng_state
-from torchax.rng.root_seed import RootSeed
 from torchax.rng.state import RngState
 from torchax.rng.stream import RngStream
+from torchax.rng.streams import Streams
+
+# A scope: whose it is, and what is drawn from.
+_Scope = tuple[Streams, RngStream]
+_scopes: ContextVar[tuple[_Scope, ...]] = ContextVar("scopes", default=())
+
+default_streams = Streams()
+"""Those of the default environment."""
 
 
-class _Root:
-  """What the roots of all threads start from.
-
-  Attributes:
-    epoch: grows with every change, so that the threads notice it.
-    seedings: grows with every new seed.
-    impl: PRNG implementation.
-    by_site: whether draws are addressed by the place that makes them.
-  """
-
-  def __init__(self):
-    self.lock = threading.Lock()
-    self.epoch = 0
-    self.seedings = 0
-    self.impl = rng_state.DEFAULT_IMPL
-    self.by_site = False
-    self._seed = None
-    self._ordinals = itertools.count(1)
-
-  @property
-  def seed(self) -> int:
-    """The seed; until one is set here, that of torch's own default generator."""
-    with self.lock:
-      if self._seed is None:
-        self._seed = torch.initial_seed()
-      return self._seed
-
-  def reseed(self, seed: int, impl: str | None) -> None:
-    if impl is not None:
-      rng_state.check_impl(impl)
-    rng_state.check_seed(seed)
-    with self.lock:
-      self._seed = int(seed)
-      self.impl = impl or self.impl
-      self.seedings += 1
-      self.epoch += 1
-
-  def address_by_site(self, on: bool) -> None:
-    with self.lock:
-      if on != self.by_site:
-        follow = running.following
-        (follow.hold if on else follow.release)()
-      self.by_site = on
-      self.epoch += 1
-
-  def ordinal(self) -> int:
-    """0 for the main thread; the others count from 1 in the order of first use."""
-    if threading.current_thread() is threading.main_thread():
-      return 0
-    with self.lock:
-      return next(self._ordinals)
+def streams_on() -> Streams:
+  """The streams of the environment that is on; by default, of the default one."""
+  environments = switches.on.get()
+  return environments[-1].streams if environments else default_streams
 
 
-_root = _Root()
+def current(owner: Streams | None = None) -> RngStream:
+  """The stream that operations of an environment draw from, here and now."""
+  owner = owner or streams_on()
+  scopes = _scopes.get()
+  if scopes:
+    for scope_owner, stream in reversed(scopes):
+      if scope_owner is owner:
+        return stream
+  return owner.root()
 
 
-class _Local(threading.local):
-  """The streams of one thread, and the epoch for which its root was seeded."""
-
-  def __init__(self):
-    self.ordinal = _root.ordinal()
-    self.epoch = self.seeding = -1
-    self.stack: list[RngStream] = []
-    # What `restore` put in place of the process-wide seed, and after which seeding.
-    self.restored: RootSeed | None = None
-    self.restored_seeding = -1
+def streams_here() -> list[RngStream]:
+  """The streams of all scopes of this thread or task, the innermost one first."""
+  return [stream for _, stream in reversed(_scopes.get())]
 
 
-_local = _Local()
-
-
-def current() -> RngStream:
-  """The stream that operations on this thread draw from."""
-  stack = _local.stack
-  if len(stack) > 1:
-    return stack[-1]
-  if _local.epoch != _root.epoch:
-    _follow_root()
-  return _local.stack[0]
-
-
-def stack() -> list[RngStream]:
-  """This thread's streams, from the root to the current one."""
-  current()
-  return _local.stack
-
-
-def _follow_root() -> None:
-  """Opens, re-seeds or re-addresses the root stream of this thread.
-
-  May run while JAX is tracing: the root belongs to no trace, so its key must be
-  computed outside of any.
-  """
-  epoch, seeding = _root.epoch, _root.seedings
-  with jax.ensure_compile_time_eval():
-    if _local.seeding != seeding or not _local.stack:
-      state = _by_site(_root_seed().state())
-      if _local.stack:
-        _local.stack[0].restart(state)
-      else:
-        _local.stack.append(RngStream.on_host(state))
-    else:
-      _local.stack[0].address_by_site(_root.by_site)
-  _local.epoch, _local.seeding = epoch, seeding
-
-
-def _root_seed() -> RootSeed:
-  if _local.restored is not None and _local.restored_seeding == _root.seedings:
-    return _local.restored
-  return RootSeed(_root.seed, _local.ordinal, _root.impl)
-
-
-def _by_site(state: RngState) -> RngState:
-  """A new state, addressed as this process addresses draws."""
-  return dataclasses.replace(state, sites={}) if _root.by_site else state
+def has_scope(owner: Streams) -> bool:
+  """True where its current stream is no root."""
+  return any(scope_owner is owner for scope_owner, _ in _scopes.get())
 
 
 def address_by(mode: str) -> None:
-  """Says what decides which number a draw gets, for all threads.
+  """Says what decides which number a draw gets, in all environments and threads.
 
   "order", the default: the number of draws before it. "site": the path of the modules
   that make the draw ("encoder.layers.3.dropout") and the number of draws made there
@@ -158,154 +74,84 @@ def address_by(mode: str) -> None:
   Raises:
     ValueError: another mode.
   """
+  by_site = is_by_site(mode)
+  for owner in streams.every():
+    owner.address_by_site(by_site)
+
+
+def is_by_site(mode: str) -> bool:
+  """True for "site", False for "order"; raises ValueError for anything else."""
   if mode not in ("order", "site"):
     raise ValueError(f'Draws are addressed by "order" or by "site", but got {mode!r}.')
-  if (mode == "site") != _root.by_site:
-    _root.address_by_site(mode == "site")
+  return mode == "site"
 
 
 def addressed_by() -> str:
   """How draws are addressed: "order" or "site"."""
-  return "site" if _root.by_site else "order"
-
-
-# A traced state has no value; what stands for it is good in its compiled function only.
-_TICKET = b"torchax-mark-1\0"
-_TICKET_BODY = struct.Struct("<Q")
-
-
-def _is_unopened() -> bool:
-  """True where the current stream is a root that is only a seed so far."""
-  return len(_local.stack) <= 1 and _local.seeding != _root.seedings
-
-
-def snapshot() -> torch.Tensor:
-  """The state of the current stream as a uint8 tensor, for `restore`.
-
-  A root stream that was not drawn from stays unopened: no JAX backend is started.
-  Inside a compiled function the tensor is a mark that `restore` knows there alone.
-  """
-  if _is_unopened() and not _root.by_site:
-    return _root_seed().to_tensor()
-  stream = current()
-  if stream.is_traced:
-    ticket = _TICKET + _TICKET_BODY.pack(stream.mark())
-    return torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
-  tensor = stream.state.to_tensor()
-  if stream.by_site:
-    _saved_in.keep(tensor, sites.here())
-  return tensor
-
-
-class _SavedIn:
-  """Which modules ran when a state was saved, as long as its tensor is there."""
-
-  def __init__(self):
-    self._modules: dict[int, tuple] = {}
-
-  def keep(self, state: torch.Tensor, modules: tuple) -> None:
-    """Remembers the modules for a state; None among them is a boundary."""
-    place = id(state)
-    reference = weakref.ref(state, lambda _: self._modules.pop(place, None))
-    references = [
-      module if module is None else weakref.ref(module) for module in modules
-    ]
-    self._modules[place] = (reference, references)
-
-  def find(self, state: torch.Tensor) -> tuple | None:
-    """The modules; None if they are not known or not there any more."""
-    reference, references = self._modules.get(id(state), (None, ()))
-    if reference is None or reference() is not state:
-      return None
-    modules = [None if module is None else module() for module in references]
-    return tuple(modules) if modules.count(None) == references.count(None) else None
-
-
-_saved_in = _SavedIn()
-
-
-def restore(tensor: torch.Tensor) -> None:
-  """Makes the current stream go on where `snapshot` was called.
-
-  Raises:
-    SeedError: not a uint8 tensor.
-    ValueError: not a state, a damaged one, or one from inside another compiled
-      function. The stream stays as it was.
-  """
-  root_seed = RootSeed.from_tensor(tensor)
-  mark = _marked(tensor)
-  if root_seed is not None:
-    _require_impl(root_seed.impl)
-  if mark is not None:
-    current().return_to(mark)
-  elif root_seed is None:
-    state = RngState.from_tensor(tensor)
-    stream = current()
-    _require_impl(state.impl)
-    stream.reseed(state)
-    if state.sites is not None:
-      stream.return_below(_saved_in.find(tensor))
-  elif len(_local.stack) > 1:
-    current().reseed(_by_site(root_seed.state()))
-  else:
-    _local.restored, _local.restored_seeding = root_seed, _root.seedings
-    _local.epoch = _local.seeding = -1
-
-
-def _require_impl(impl: str) -> None:
-  """Raises ValueError unless it is the PRNG implementation of the current stream."""
-  ours = _root.impl if _is_unopened() else current().state.impl
-  if impl != ours:
-    raise ValueError(
-      f"The state was saved from a stream of {impl}, but the current one uses {ours}. "
-      f"Make the environment with `Configuration(prng_impl={impl!r})`, or draw inside "
-      "`with env.rng_scope(RngState.from_tensor(state)):`."
-    )
-
-
-def _marked(tensor: torch.Tensor) -> int | None:
-  """The mark that a tensor stands for; None for other tensors."""
-  if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
-    return None
-  payload = bytes(tensor.tolist())
-  if not payload.startswith(_TICKET):
-    return None
-  return _TICKET_BODY.unpack(payload[len(_TICKET) :])[0]
+  return "site" if streams_on().by_site else "order"
 
 
 @contextlib.contextmanager
-def rng_scope(value: Any) -> Iterator[RngStream]:
+def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
   """Draws from `value` inside the block; the outer stream resumes after it.
+
+  The scope is that of its thread and task. A task that is begun inside of it draws from
+  it too, and so does a thread with a copied context (`asyncio.to_thread`).
 
   Args:
     value: an `RngState`, a typed key, raw key data, a seed, or an `RngStream` (a
       fork, for example), which then advances.
+    owner: whose draws; by default, of the environment that is on.
 
   Yields:
     The stream of the block.
 
   Raises:
     SeedError: `value` is none of these; the outer stream stays current.
+    RngError: at its end, where a scope that began inside is still open, as in
+      generators that take turns: what was drawn meanwhile came from the wrong one.
   """
-  current()  # the root must be below
+  owner = owner or streams_on()
+  outer = current(owner)
   owned = not isinstance(value, RngStream)
-  stack = _local.stack
-  stream = RngStream(_new_state(value), "scope") if owned else value
+  stream = RngStream(_new_state(value, owner), "scope") if owned else value
   if stream.log is None:
-    stream.log = stack[-1].log
+    stream.log = outer.log
   # Where draws are numbered in their order, nobody knows what runs around the scope.
-  begins = stream.by_site and not (stack[-1].by_site or _root.by_site)
-  depth = len(stack)
-  stack.append(stream)
+  begins = stream.by_site and not (outer.by_site or owner.by_site)
+  scope = (owner, stream)
+  switches.push(_scopes, scope)
   try:
     with running.alone() if begins else contextlib.nullcontext():
       yield stream
+  except BaseException:
+    _leave(scope)
+    raise
+  else:
+    if not _leave(scope):
+      raise RngError(
+        "A random scope ends while another one that began inside of it is still open, "
+        "as where generators that hold scopes take turns. What was drawn since came "
+        "from the inner one. Close the generator first, or give each draw its stream: "
+        "`stream = env.rng.fork(name)`, and `with env.rng_scope(stream):` around the "
+        "draws alone, without a `yield` inside."
+      )
   finally:
-    # A scope that was left open may end late, when others stand in its place.
-    if len(stack) > depth and stack[depth] is stream:
-      del stack[depth:]
     if owned:
       stream.close()
+
+
+def _leave(scope: _Scope) -> bool:
+  """Takes a scope off; False where others of its environment lie on top.
+
+  One that was left open may end late, in another task or when it is there no more.
+  """
+  scopes = _scopes.get()
+  place = next((n for n, found in enumerate(scopes) if found is scope), None)
+  if place is None:
+    return True
+  _scopes.set(scopes[:place])
+  return not any(owner is scope[0] for owner, _ in scopes[place + 1 :])
 
 
 @contextlib.contextmanager
@@ -332,15 +178,15 @@ def continued() -> Iterator[None]:
     )
 
 
-def _new_state(value) -> RngState:
+def _new_state(value, owner: Streams) -> RngState:
   """A state for a scope: a given one as it is, one made of a key as the others are."""
   if isinstance(value, RngState):
     return value
-  return _by_site(rng_state.as_state(value, _root.impl))
+  return owner.addressed(rng_state.as_state(value, owner.impl))
 
 
-def manual_seed(seed, impl: str | None = None) -> None:
-  """Re-seeds every thread's root stream, or the stream of the current scope.
+def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> None:
+  """Re-seeds the root streams of all threads, or the stream of the current scope.
 
   Inside a scope or a compiled function only the current stream is re-seeded; a
   compiled function hands the new state to its caller when it returns.
@@ -348,18 +194,26 @@ def manual_seed(seed, impl: str | None = None) -> None:
   Args:
     seed: an int in [-2**63, 2**64), a 0-d integer tensor, or a typed key.
     impl: PRNG implementation; by default the one in use.
+    owner: whose streams; by default, those of all environments. In a scope, those of
+      the ones that have a scope.
 
   Raises:
     SeedError: any other type; nothing is changed.
   """
   if isinstance(seed, bool | float):
     raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
-  if len(_local.stack) <= 1 and _is_integer(seed):
-    _root.reseed(int(seed), impl)
+  if owner is None:
+    inside = list(dict.fromkeys(owner for owner, _ in _scopes.get()))
+    owners = inside or [streams_on(), *streams.every()]
   else:
-    stream = current()
-    state = RngState(rng_state.as_key(seed, impl or _root.impl), 0)
-    stream.reseed(dataclasses.replace(state, sites={}) if stream.by_site else state)
+    owners = [owner]
+  for each in dict.fromkeys(owners):
+    if _is_integer(seed) and not has_scope(each):
+      each.reseed(int(seed), impl)
+    else:
+      stream = current(each)
+      state = RngState(rng_state.as_key(seed, impl or each.impl), 0)
+      stream.reseed(dataclasses.replace(state, sites={}) if stream.by_site else state)
 
 
 def _is_integer(seed) -> bool:
@@ -372,9 +226,9 @@ def _is_integer(seed) -> bool:
 
 def initial_seed() -> int:
   """The seed of the root streams."""
-  return _root.seed
+  return streams_on().seed
 
 
 def default_impl() -> str:
   """The PRNG implementation of the root streams."""
-  return _root.impl
+  return streams_on().impl

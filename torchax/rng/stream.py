@@ -203,7 +203,7 @@ class RngStream:
 
   @contextlib.contextmanager
   def record(self) -> Iterator[Ledger]:
-    """Notes every draw of this thread inside the block, of whatever stream.
+    """Notes every draw of this thread or task inside the block, of whatever stream.
 
     Yields:
       The ledger: a table, rows, a picture, and a search for keys used twice.

@@ -7,7 +7,7 @@ forms would draw.
 
 import torch
 
-from torchax import _torch_compat, rng
+from torchax import _torch_compat
 from torchax.core import grad_mode
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
 from torchax.ops.jtorch._register import register_function
@@ -39,7 +39,7 @@ class _Dropout(torch.autograd.Function):
 
   @staticmethod
   def forward(ctx, input, p, draw):
-    ctx.p, ctx.draw = p, draw or rng.current().peek("dropout")
+    ctx.p, ctx.draw = p, draw or input._env.rng.peek("dropout")
     if draw is None:
       return input._env.dispatch(_forward, (), (input, p), None)
     return input._env.redraw(_forward, ctx.draw, (input, p))

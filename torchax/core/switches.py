@@ -1,0 +1,31 @@
+"""What is on, in this thread and task: context variables that environments set.
+
+Each is a tuple, innermost last; an environment is in it as often as it was turned on.
+"""
+
+from contextvars import ContextVar
+from typing import Any
+
+on: ContextVar[tuple] = ContextVar("on", default=())
+"""Environments that are on."""
+
+suspended: ContextVar[tuple] = ContextVar("suspended", default=())
+"""Environments inside of which torch is plain for a while."""
+
+for_meta: ContextVar[tuple] = ContextVar("for_meta", default=())
+"""Environments in which the user has asked for meta tensors."""
+
+
+def push(switch: ContextVar[tuple], value: Any) -> None:
+  """Adds a value at the end."""
+  switch.set((*switch.get(), value))
+
+
+def drop(switch: ContextVar[tuple], value: Any) -> bool:
+  """Takes the last of the values that are this one out; False where there is none."""
+  values = switch.get()
+  for place in reversed(range(len(values))):
+    if values[place] is value:
+      switch.set(values[:place] + values[place + 1 :])
+      return True
+  return False
