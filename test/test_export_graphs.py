@@ -61,8 +61,13 @@ SYMBOLIC = {
 }
 
 
+IS_OLD = versions.is_older(torch.__version__, "2.13")
+
+
 def _row(name: str):
-  is_torch_wrong = name == "quantile" and versions.release(torch.__version__) >= (2, 15)
+  is_torch_wrong = name == "quantile" and (
+    IS_OLD or versions.release(torch.__version__) >= (2, 15)
+  )
   reason = "torch's own `run_decompositions` fails on a quantile of a derived size"
   return pytest.param(name, marks=[pytest.mark.xfail(reason=reason)] * is_torch_wrong)
 
@@ -294,8 +299,9 @@ def test_debug_logs_operations_with_their_results(monkeypatch, caplog):
 
 UNDECIDED = {
   "a resized dimension": lambda x: F.interpolate(x.T[None], scale_factor=1.5),
-  "a power": lambda x: x.abs() ** x.shape[0],
 }
+if not IS_OLD:  # torch 2.11 itself refuses to export a power that is a size
+  UNDECIDED["a power"] = lambda x: x.abs() ** x.shape[0]
 
 
 @pytest.mark.parametrize("name", UNDECIDED)

@@ -7,6 +7,7 @@ from compare import assert_close, assert_same
 from ops.harness import floats
 
 import torchax
+from torchax import versions
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.interop import jax_jit
 from torchax.ops import mappings
@@ -335,6 +336,9 @@ WIDE_RANGE = torch.cat(
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 def test_eight_bit_floats_round_and_saturate_as_torchs_do(dtype, source):
   values = WIDE_RANGE.to(source)
+  if versions.is_older(torch.__version__, "2.13"):
+    # There torch gives NaN for what float8_e4m3fn cannot hold; here it saturates.
+    values = values[values.abs() <= torch.finfo(dtype).max]
   expected = values.to(dtype).float()
   assert_close(values.to("jax").to(dtype).float().cpu(), expected)
 

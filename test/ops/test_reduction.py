@@ -7,6 +7,7 @@ import torch
 from ops.harness import Case, check, floats, ints
 
 import torchax
+from torchax import versions
 
 bf16 = torch.bfloat16
 X = floats(3, 4, 5)
@@ -84,7 +85,8 @@ EXTREMUM_CASES = (
   Case(torch.amax, BOOLS, 0),
   Case(torch.max, INTS, INTS.flip(0)),
   Case(torch.min, ROWS, ROWS.flip(0), grad=True),
-  Case(torch.aminmax, ROWS, grad=True),
+  # torch 2.11 has no derivative of it.
+  Case(torch.aminmax, ROWS, grad=not versions.is_older(torch.__version__, "2.13")),
   Case(torch.aminmax, ROWS, dim=1, keepdim=True),
 )
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import torchax
+from torchax import versions
 from torchax.errors import TracedDrawError
-from torchax.interop import call_jax, jax_jit, jax_view
+from torchax.interop import call_jax, jax_jit, jax_view, torch_view
 
 SIZE = 256
 
@@ -92,6 +93,16 @@ each_library = pytest.mark.parametrize(
 )
 
 
+def _are_same(first, second) -> bool:
+  """Equal numbers.
+
+  JAX 0.10.0 rounds the libraries' own arithmetic otherwise op by op than compiled.
+  """
+  if versions.is_older(jax.__version__, "0.10.2") and first.is_floating_point():
+    return torch.allclose(first, second, rtol=1e-6, atol=1e-7)
+  return torch.equal(first, second)
+
+
 @pytest.fixture
 def x():
   return torch.ones(SIZE, device="jax")
@@ -110,7 +121,7 @@ def test_a_key_gives_fresh_numbers_eager_and_compiled(draw, x, env):
   assert env.rng.state.count == 2
   assert not torch.equal(eager[0], eager[1])
   assert not torch.equal(other, again[0])
-  assert all(torch.equal(a, b) for a, b in zip(eager, again))
+  assert all(_are_same(a, b) for a, b in zip(eager, again))
 
 
 @each_library
@@ -118,7 +129,7 @@ def test_two_keys_of_one_compiled_function_differ(draw, x):
   first, second = jax_jit(lambda x: (draw(x), draw(x)))(x)
   assert not torch.equal(first, second)
   torch.manual_seed(0)
-  assert torch.equal(draw(x), first) and torch.equal(draw(x), second)
+  assert _are_same(draw(x), first) and _are_same(draw(x), second)
 
 
 @each_library
@@ -131,7 +142,7 @@ def test_a_raw_transformation_refuses_a_key_and_takes_one(draw, x, env):
   one, two = (frozen(x.jax(), rng=jax.random.key(seed)) for seed in (1, 2))
   assert not jnp.array_equal(one, two)
   with env.rng_scope(jax.random.key(1)):
-    assert jnp.array_equal(draw(x).jax(), one)
+    assert _are_same(draw(x), torch_view(one))
 
 
 def test_keys_and_draws_of_one_stream_are_independent(env):

@@ -267,6 +267,8 @@ class ViewPlan:
 
   def _chain(self, source, layout, args, kwargs) -> Chain:
     if self.step is _strided:
+      if self.op is aten.as_strided.default:
+        _require_strides(*args[1:3], **kwargs)
       return _strided_chain(source, layout)
     return source._chain.append(self.step(source, layout, *args[1:], **kwargs))
 
@@ -310,6 +312,15 @@ def _steps_over(storage: Storage, layout) -> list[ViewInfo]:
   _require_inside(layout, size)
   steps = [*_as_dtype(base.size, base.dtype, dtype), *_strided_steps(layout, size)]
   return steps[1:] if steps[:1] == [ReshapeInfo(tuple(base.shape))] else steps
+
+
+def _require_strides(size=(), stride=(), **_) -> None:
+  """Raises for negative strides, as newer versions of torch do."""
+  if min(stride, default=0) < 0:
+    raise RuntimeError(
+      "as_strided: Negative strides are not supported at the moment, got strides: "
+      f"{list(stride)}"
+    )
 
 
 def _require_inside(layout, size: int) -> None:

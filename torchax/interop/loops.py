@@ -173,7 +173,7 @@ def _length(xs: Any, length: int | None) -> int:
   """The number of iterations.
 
   Raises:
-    ValueError: it is given by nothing, or twice and differently, or it is 0.
+    ValueError: it is given by nothing, or twice and differently.
   """
   tensors = [leaf for leaf in jax.tree.leaves(xs, is_leaf=_is_tensor)]
   for place, leaf in enumerate(tensors):
@@ -199,13 +199,12 @@ def _is_tensor(value) -> bool:
 
 def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
   init, xs = args
-  if not length:
-    raise ValueError("scan needs at least one iteration, but its length is 0.")
 
   def lower(call, rng, captured, args):
     init, xs = args
     # The first iteration that runs takes the first words.
-    words = [w.reshape(length, -1, *w.shape[1:]) for w in rng.words]
+    turns = [n for _, n in loop.traced.pure.generators]
+    words = [w.reshape(length, n, *w.shape[1:]) for w, n in zip(rng.words, turns)]
     words = tuple([w[::-1] for w in words] if reverse else words)
     moves: list[Advance] = []
     forms: list = [None, None]

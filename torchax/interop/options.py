@@ -64,7 +64,11 @@ class ShardMapOptions(TypedDict, total=False):
 
 
 def merged(
-  name: str, transform: Callable, given: Any, keywords: Mapping[str, Any]
+  name: str,
+  transform: Callable,
+  given: Any,
+  keywords: Mapping[str, Any],
+  own: tuple[str, ...] = (),
 ) -> dict[str, Any]:
   """The options of a wrapper, from the dict and from the keywords.
 
@@ -73,6 +77,7 @@ def merged(
     transform: JAX's function, whose keywords they are.
     given: upstream's dict, or None.
     keywords: JAX's form.
+    own: keywords that the wrapper takes itself, which older versions of JAX lack.
 
   Raises:
     TypeError: `given` is no dict, an option comes twice, or JAX does not know it.
@@ -89,7 +94,7 @@ def merged(
   options.update(keywords)
   known = _keywords_of(transform)
   for key in options if known else ():
-    if key not in known:
+    if key not in known and key not in own:
       close = difflib.get_close_matches(str(key), known, 1)
       hint = f"Did you mean {close[0]!r}? " if close else ""
       raise TypeError(

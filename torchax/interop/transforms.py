@@ -129,7 +129,8 @@ def gradient_checkpoint(
     ValueError: static arguments that the function does not have.
   """
   name = "gradient_checkpoint"
-  kwargs_for_jax = merged(name, jax.checkpoint, kwargs, options)
+  own = ("static_argnames",)
+  kwargs_for_jax = merged(name, jax.checkpoint, kwargs, options, own)
   kwargs_for_jax = with_names(name, torch_function, kwargs_for_jax, ("static",))
   static_argnums = kwargs_for_jax.pop("static_argnums", ())
   static_argnames = kwargs_for_jax.pop("static_argnames", ())

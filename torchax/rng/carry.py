@@ -136,7 +136,7 @@ class Advance:
 
   def repeated(self, times: int, label: str) -> "Advance | None":
     """What many turns do that each do this; None for nothing."""
-    if not self.moves:
+    if not (self.moves and times):
       return None
     by_site = None
     if self.sites is not None:
@@ -208,7 +208,7 @@ class GeneratorSlot:
     start = self.draws
     self.draws += draws
     self.asked = max(self.asked, self.draws)
-    if self.is_short:
+    if self.is_short or not draws:
       return np.zeros((draws, generators.WORDS), np.uint32)
     return self.words[start : self.draws]
 
