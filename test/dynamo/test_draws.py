@@ -1,5 +1,7 @@
 """Random numbers in `torch.compile`: those of eager, once, and the same in backward."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -278,3 +280,19 @@ def test_a_scope_is_drawn_from():
     expected = on_jax(lambda x: F.dropout(x, 0.5), X)
   assert torch.equal(first, second)
   torch.testing.assert_close(first, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_checkpoint_without_a_gradient_draws_what_it_draws_eagerly(device, depth):
+  def function(x):
+    return F.dropout(x, 0.5) * 2
+
+  for _ in range(depth):
+    function = functools.partial(checkpoint, function, use_reentrant=False)
+  x = torch.ones(8)
+  torch.manual_seed(3)
+  expected = [function(x.to("jax")).tolist() for _ in range(2)]
+  compiled = torch.compile(function, backend="jax", fullgraph=True)
+  torch.manual_seed(3)
+  assert [compiled(x.to(device)).tolist() for _ in range(2)] == expected

@@ -8,7 +8,9 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
+import torchax
 from torchax.interop import (
   JittableModule,
   gradient_checkpoint,
@@ -266,3 +268,23 @@ def test_an_exception_leaves_the_callers_tensors_as_they_were():
     with pytest.raises(KeyError):
       wrap(f)(x)
   assert not x.any().item() and not noise.any().item()
+
+
+@pytest.mark.parametrize("form", ["ours", "torch", "torch, reentrant", "in jit"])
+def test_rrelu_in_a_checkpoint_has_the_gradient_of_its_slopes(form):
+  module = torch.nn.RReLU()
+  wrapped = {
+    "ours": gradient_checkpoint(module),
+    "torch": lambda x: checkpoint(module, x, use_reentrant=False),
+    "torch, reentrant": lambda x: checkpoint(module, x, use_reentrant=True),
+    "in jit": jax_jit(gradient_checkpoint(module)),
+  }[form]
+  x = torch.linspace(-2, 1, 9).to("jax").requires_grad_()
+  with torchax.default_env():
+    torch.manual_seed(3)
+    expected = module(x)
+    torch.manual_seed(3)
+    out = wrapped(x)
+    out.sum().backward()
+  torch.testing.assert_close(out, expected)
+  torch.testing.assert_close(x.grad * x, out)

@@ -625,3 +625,23 @@ def test_what_a_branch_changes_in_place_comes_back():
   torch.manual_seed(0)
   compiled(torch.tensor(True).to("jax"))
   assert torch.equal(counter, expected)
+
+
+# No turns ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [_identity, jax_jit])
+def test_a_scan_over_nothing_gives_its_carry_and_draws_nothing(env, wrap):
+  generator = torch.Generator().manual_seed(0)
+
+  def body(carry, x):
+    noise = torch.rand(3, device="jax", generator=generator)
+    return _drop(carry) + x + noise, carry.sum()
+
+  before, of_generator = env.rng.state, generator.get_state()
+  x = _x().requires_grad_()
+  last, ys = wrap(lambda x: scan(body, x, torch.ones(0, 3, device="jax")))(x)
+  (gradient,) = torch.autograd.grad(last.sum(), x)
+  assert torch.equal(last, x) and ys.shape == (0,)
+  assert gradient.tolist() == [1, 1, 1]
+  assert env.rng.state == before and torch.equal(generator.get_state(), of_generator)

@@ -19,7 +19,7 @@ from torch import fx
 
 from torchax import _torch_compat
 from torchax.devices.generator import Generator
-from torchax.dynamo import draws, logs, on_jax, recurrent
+from torchax.dynamo import checkpoints, draws, logs, on_jax, recurrent
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import INFERENCE, Keys, Program
 from torchax.graphs.fx import copied, inputs
@@ -63,6 +63,7 @@ def _compiled_plain(gm, example_inputs, options: Options) -> Callable:
   module.meta = dict(gm.meta)
   if hasattr(gm, "_param_name_to_source"):
     module._param_name_to_source = gm._param_name_to_source
+  checkpoints.call_plainly(module, example_inputs)
   recurrent.replace(module)
   draws.add_input(module.graph)
   module.recompile()

@@ -158,7 +158,8 @@ def _checkpoint(body: fx.GraphModule, *args, **kwargs):
   context = body.meta.get("_checkpoint_context_fn")
   if context is not None:
     kwargs["context_fn"] = context
-  return checkpoint(body, *args, **kwargs)
+  # A module of torch.fx would print the exception by which torch ends a recomputation.
+  return checkpoint(body.forward, *args, **kwargs)
 
 
 # The table ----------------------------------------------------------------------------

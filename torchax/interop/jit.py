@@ -24,7 +24,7 @@ from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, RngError
 from torchax.interop.options import JitOptions, merged, with_names
-from torchax.rng import NewOperands, RngState, rng_scope
+from torchax.rng import NewOperands, RngOperands, RngState, RngStream, rng_scope
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import autograd_bridge, forms, static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
@@ -250,21 +250,23 @@ class Jitted(Generic[P, R]):
       )
     leaves, treedef, rng, alive, autocast = called
     given = Partition(leaves, is_array)
-    key, count, *_ = rng
+    key, count, *_ = rng = RngOperands(*rng)
     jitted = program.again.get(given)
     if jitted is None:
       static = given.without_arrays()
       function = functools.partial(self._gradient, program, static, treedef, autocast)
       jitted = program.again[static] = Jitted(function, {}, self.traced.captured)
-    args = (key, count, given.dynamic, list(gradients))
+    args = (key, count, rng.following, given.dynamic, list(gradients))
     return jitted.call(None, args, {}, settles=False, alive=alive)
 
   def _gradient(
-    self, program, given, treedef, autocast, key, count, tensors, gradients
+    self, program, given, treedef, autocast, key, count, following, tensors, gradients
   ):
     leaves = given.filled(tensors)
     args, kwargs = jax.tree.unflatten(treedef, leaves)
-    with rng_scope(RngState(key, count.jax())), amp.resumed(autocast):
+    stream = RngStream(RngState(key, count.jax()))
+    stream.following = following
+    with rng_scope(stream), amp.resumed(autocast):
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
 

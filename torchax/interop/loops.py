@@ -24,7 +24,7 @@ from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
-from torchax.rng import Advance, RngOperands, current, fold_in
+from torchax.rng import Advance, current, fold_in
 from torchax.tensor import Tensor
 from torchax.tracing.names import name_of, place_of
 from torchax.tracing.transform import Transformed
@@ -212,7 +212,7 @@ def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
     def body(carry, inputs):
       (count, sites), states, value = carry
       x, words = inputs
-      here = RngOperands(rng.key, count, words, sites)
+      here = rng._replace(count=count, words=words, sites=sites)
       done = call(0, here, loop.with_states(captured, states), (value, x))
       before, (value, y) = value, _pair(done.out, functions[0])
       forms[:] = mismatches.forms_of(before), mismatches.forms_of(value)

@@ -58,23 +58,25 @@ class RngOperands(NamedTuple):
     count: draws made so far.
     words: uint32 (draws, 2) for each generator.
     sites: key and count of each site, where draws are addressed by site; else None.
+    following: the key after this one, where the counts may run out; else None.
   """
 
   key: jax.Array
   count: Any
   words: tuple = ()
   sites: tuple | None = None
+  following: jax.Array | None = None
 
   def moved(self, draws, by_site: tuple = ()) -> "RngOperands":
     """The operands after draws, which may be traced numbers."""
     places = self.sites
     if places is not None:
       places = tuple([(key, count + n) for (key, count), n in zip(places, by_site)])
-    return RngOperands(self.key, self.count + draws, self.words, places)
+    return self._replace(count=self.count + draws, sites=places)
 
   def at(self, count, sites) -> "RngOperands":
     """The operands of the same stream at other counts."""
-    return RngOperands(self.key, count, self.words, sites)
+    return self._replace(count=count, sites=sites)
 
   def child(self, key: jax.Array, paths: tuple[str, ...]) -> "RngOperands":
     """The operands of a stream that starts with a key of its own."""
@@ -89,7 +91,10 @@ class RngOperands(NamedTuple):
     if sites is not None:
       sites = tuple([(rng_state.shard_key(key, index), n) for key, n in sites])
     words = tuple([_words_of_shard(words, index) for words in self.words])
-    return RngOperands(rng_state.shard_key(self.key, index), self.count, words, sites)
+    key, following = rng_state.shard_key(self.key, index), self.following
+    if following is not None:
+      following = rng_state.rekeyed(key)
+    return RngOperands(key, self.count, words, sites, following)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -245,6 +250,7 @@ class CarriedStream(RngStream):
     places = None if rng.sites is None else dict(zip(paths, rng.sites))
     counts = None if places is None else {p: n for p, (_, n) in places.items()}
     super().__init__(RngState(rng.key, rng.count, counts))
+    self.following = rng.following
     if places is not None:
       self._sites = SiteTable(counts, {p: key for p, (key, _) in places.items()})
     # A re-seed replaces the table, and what the first one missed is still missing.
@@ -413,7 +419,10 @@ class Carried:
       if self.generators:
         raise
     key, count = stream.position()
-    if not self.generators and not stream.by_site:
+    following = stream.following
+    if type(count) is int and count >= rng_state.NEAR_THE_END:
+      following = rng_state.rekeyed(key)
+    if not self.generators and not stream.by_site and following is None:
       return self._plain_operands(key, count)
     if type(count) is int:
       count = np.uint32(count)
@@ -423,7 +432,7 @@ class Carried:
         for generator, n in self.generators
       ]
     )
-    return RngOperands(key, count, words, self._site_operands(stream))
+    return RngOperands(key, count, words, self._site_operands(stream), following)
 
   def _site_operands(self, stream: RngStream) -> tuple | None:
     if not stream.by_site:

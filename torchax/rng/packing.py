@@ -14,6 +14,7 @@ import numpy as np
 from torchax import _jax_compat
 from torchax.errors import RngError, TracedDrawError
 from torchax.rng import ledger, scope
+from torchax.rng import state as rng_state
 from torchax.rng.carry import CarriedStream, RngOperands
 
 
@@ -47,6 +48,7 @@ class Packer:
 
     Returns:
       uint32 (words + 1,), key data and then the count; and the key's implementation.
+      Where the counts may run out, the data of the key that follows is in between.
 
     Raises:
       TracedDrawError: a JAX transformation is in progress, in which a key has no words.
@@ -67,6 +69,9 @@ class Packer:
       data = np.asarray(jax.random.key_data(key)).reshape(-1)
       impl = str(jax.random.key_impl(key))
       self._last = (key, data, impl)
+    if count >= rng_state.NEAR_THE_END:
+      following = jax.random.key_data(rng_state.rekeyed(key))
+      data = np.concatenate([data, np.asarray(following).reshape(-1)])
     words = np.empty(data.size + 1, np.uint32)
     words[:-1], words[-1] = data, count
     return words, impl
@@ -78,8 +83,12 @@ class PackedStream(CarriedStream):
   __slots__ = ()
 
   def __init__(self, words: jax.Array, impl: str):
-    key = jax.random.wrap_key_data(words[:-1], impl=impl)
-    super().__init__(RngOperands(key, words[-1]))
+    (size,) = rng_state.key_data_shape(impl)
+    key, *following = [
+      jax.random.wrap_key_data(words[start : start + size], impl=impl)
+      for start in range(0, words.size - 1, size)
+    ]
+    super().__init__(RngOperands(key, words[-1], (), None, *following))
     self.log = []
 
   @contextlib.contextmanager

@@ -21,6 +21,8 @@ DEFAULT_IMPL = "threefry2x32"
 
 # A stream re-keys itself here, far below the first child index.
 REKEY_AT = 1 << 30
+# No call of a compiled function draws so often; from here on it is given the next key.
+NEAR_THE_END = 1 << 29
 
 # Children of a key: fold_in(fold_in(key, index), identifier).
 _FIRST_CHILD = 1 << 31
@@ -120,6 +122,21 @@ def rekeyed(key: jax.Array) -> jax.Array:
   return _child(key, _REKEY, 0)
 
 
+def settled(key: jax.Array, count: int) -> tuple[jax.Array, int]:
+  """Key and count of the same draw, with a count that the key has."""
+  while count >= REKEY_AT:
+    key, count = rekeyed(key), count - REKEY_AT
+  return key, count
+
+
+def selected(key: jax.Array, following: jax.Array, count) -> tuple[jax.Array, Any]:
+  """`settled` of a traced count, with the key that follows."""
+  count = jnp.asarray(count)
+  is_over = count >= REKEY_AT
+  keys = jax.lax.select(jnp.broadcast_to(is_over, key.shape), following, key)
+  return keys, jnp.where(is_over, count - REKEY_AT, count)
+
+
 def thread_key(key: jax.Array, ordinal: int) -> jax.Array:
   """The root key of a thread; the main thread, ordinal 0, has the seed's own."""
   return _child(key, _THREAD, ordinal) if ordinal else key
@@ -184,7 +201,7 @@ def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
 
 
 def _wrapped(words, impl: str) -> jax.Array:
-  expected = _key_data_shape(impl)
+  expected = key_data_shape(impl)
   if words.shape != expected:
     raise SeedError(
       f"Raw key data of {impl} has shape {expected}, but got {words.shape}. Pass a "
@@ -193,7 +210,7 @@ def _wrapped(words, impl: str) -> jax.Array:
   return jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
 
 
-def _key_data_shape(impl: str) -> tuple[int, ...]:
+def key_data_shape(impl: str) -> tuple[int, ...]:
   key_data = lambda: jax.random.key_data(jax.random.key(0, impl=impl))  # noqa: E731
   return jax.eval_shape(key_data).shape
 
@@ -205,7 +222,8 @@ class RngState:
 
   Attributes:
     key: typed key (`key<fry>[]`); or one for each row of a batch (`key<fry>[n]`).
-    count: draws made so far: a Python int on the host, uint32[] inside a trace.
+    count: draws made so far: a Python int on the host, uint32[] inside a trace. After
+      2**30 draws a stream goes on with the key that follows, and counts anew.
     sites: None where draws are numbered in their order; else draws are addressed by
       the place that makes them, and these are the draws made at each (`address_by`).
 
@@ -270,6 +288,8 @@ class RngState:
 
   def draw_key(self, ahead: int = 0) -> jax.Array:
     """The key of the next draw, or of one further ahead."""
+    if isinstance(self.count, int) and isinstance(ahead, int):
+      return fold_in(*settled(self.key, self.count + ahead))
     return fold_in(self.key, self.count + ahead)
 
   def fork(self, name: str) -> "RngState":
@@ -288,8 +308,11 @@ class RngState:
         "The random state is being traced and has no value yet. Read it outside of the "
         "compiled function, or return it (it is a pytree)."
       )
-    words = np.asarray(jax.random.key_data(self.key)).tolist()
-    data = {"impl": self.impl, "key_data": words, "count": int(self.count)}
+    key, count = self.key, int(self.count)
+    if self.sites is None:
+      key, count = settled(key, count)
+    words = np.asarray(jax.random.key_data(key)).tolist()
+    data = {"impl": self.impl, "key_data": words, "count": count}
     if self.sites is not None:
       data["sites"] = {path: int(count) for path, count in self.sites.items()}
     return data
@@ -310,7 +333,7 @@ class RngState:
       )
     impl = check_impl(data["impl"])
     words = np.asarray(data["key_data"])
-    expected = _key_data_shape(impl)
+    expected = key_data_shape(impl)
     if words.shape[-1:] != expected or words.ndim > 2:
       raise ValueError(
         f"Key data of {impl} has shape {expected}, but got {words.shape}."
@@ -373,7 +396,6 @@ def as_state(value, impl: str = DEFAULT_IMPL) -> RngState:
 def _row_key(value, impl: str) -> jax.Array:
   """The key of one row."""
   if isinstance(value, RngState):
-    if value.count:
-      return rebased_key(value.key, value.count)
-    return value.key
+    key, count = settled(value.key, value.count)
+    return rebased_key(key, count) if count else key
   return as_key(value, impl)

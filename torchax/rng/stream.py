@@ -50,6 +50,7 @@ class RngStream:
 
   __slots__ = (
     *("_key", "_count", "_base", "_owner", "_closed", "_draws", "_reseeded"),
+    "following",
     *("_places", "_sites", "_site", "_replayed", "log", "label"),
   )
 
@@ -59,6 +60,8 @@ class RngStream:
     self._draws = 0
     self._places: dict[int, tuple] = {}
     self._replayed: sites.Replay | None = None
+    # The key after this one, in a trace in which the counts may run out; else None.
+    self.following: jax.Array | None = None
     # Where draws are noted while a function is traced; its scope sets this.
     self.log: list | None = None
     self.label = label
@@ -74,16 +77,19 @@ class RngStream:
 
   def _set(self, state: RngState) -> None:
     """Starts over at a state. A traced count stays apart from the Python counter."""
-    self._key = state.key
-    on_host = isinstance(state.count, int)
-    self._count = state.count if on_host else 0
-    self._base = None if on_host else state.count
+    self._key, count = state.key, state.count
+    self.following = None
+    on_host = isinstance(count, int)
+    if on_host and state.sites is None:
+      self._key, count = rng_state.settled(self._key, count)
+    self._count = count if on_host else 0
+    self._base = None if on_host else count
     self._sites = None if state.sites is None else SiteTable(dict(state.sites))
     self._site = ""
     self._reseeded = True
 
   def position(self) -> DrawOperands:
-    """Key and count before the next draw; does not ask whether a draw is allowed."""
+    """Key and count of the stream; does not ask whether a draw is allowed."""
     if self._base is None:
       return DrawOperands(self._key, self._count)
     return DrawOperands(self._key, self._base + self._count)
@@ -91,9 +97,8 @@ class RngStream:
   @property
   def state(self) -> RngState:
     """The state before the next draw."""
-    count = self._count if self._base is None else self._base + self._count
     counts = None if self._sites is None else self._sites.counts()
-    return RngState(self._key, count, counts)
+    return RngState(*self._place(), counts)
 
   @property
   def by_site(self) -> bool:
@@ -127,9 +132,18 @@ class RngStream:
     if self._sites is not None:
       self._site = self._path()
       return self.site_operands(self._site)
-    if self._base is not None:
-      return DrawOperands(self._key, self._base + self._count)
-    return DrawOperands(self._key, self._count)
+    if self._base is None:
+      return DrawOperands(self._key, self._count)
+    return self._place()
+
+  def _place(self) -> DrawOperands:
+    """Key and count of the next draw."""
+    if self._base is None:
+      return DrawOperands(self._key, self._count)
+    count = self._base + self._count
+    if self.following is None or self._sites is not None:
+      return DrawOperands(self._key, count)
+    return DrawOperands(*rng_state.selected(self._key, self.following, count))
 
   def _path(self) -> str:
     return sites.path(self._replayed)
@@ -195,8 +209,10 @@ class RngStream:
     if self._sites is not None:
       for path, n in ({self._site: draws} if by_site is None else by_site).items():
         self._sites.advance(path, n)
-    if self._base is None and self._count >= rng_state.REKEY_AT:
-      self._set(RngState(rng_state.rekeyed(self._key), 0, self._no_sites()))
+    # Where draws are addressed by site, each site has counts of its own.
+    is_used_up = self._count >= rng_state.REKEY_AT and self._sites is None
+    if is_used_up and self._base is None:
+      self._set(RngState(self._key, self._count))
 
   def _no_sites(self) -> dict | None:
     return None if self._sites is None else {}
@@ -269,7 +285,8 @@ class RngStream:
     """
     self.check("saving the random state")
     table = None if self._sites is None else self._sites.copy()
-    place = (self._key, self._count, self._base, self._draws, self._reseeded, table)
+    place = (self._key, self._count, self._base, self.following, self._draws)
+    place += (self._reseeded, table)
     mark = next(_marks)
     self._places[mark] = (place, sites.here())
     return mark
@@ -289,7 +306,8 @@ class RngStream:
       )
     (*numbers, table), modules = place
     self._replayed = sites.replay(modules)
-    self._key, self._count, self._base, self._draws, self._reseeded = numbers
+    self._key, self._count, self._base, self.following, self._draws = numbers[:-1]
+    self._reseeded = numbers[-1]
     self._sites = None if table is None else table.copy()
 
   def return_below(self, modules: tuple | None) -> None:

@@ -1,0 +1,131 @@
+"""Law 1 where counts run out: a key has 2**30 draws, then the next key follows.
+
+Each form draws across the last count, and gives what the eager program gives.
+"""
+
+import jax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchax.interop import (
+  cond,
+  gradient_checkpoint,
+  jax_jit,
+  jax_value_and_grad,
+  scan,
+  while_loop,
+)
+from torchax.rng import RngState
+from torchax.rng import state as rng_state
+
+LAST = rng_state.REKEY_AT - 1
+# Before the last draw, far before it, at it, and after it.
+COUNTS = (LAST - 1, LAST - 2, LAST, LAST + 1, 2**31 + 5)
+
+
+def _draws(x) -> list[torch.Tensor]:
+  return [F.dropout(x, 0.5), torch.rand(4, device="jax"), F.dropout(x * 2, 0.5)]
+
+
+def _scanned(x):
+  def turn(carry, _):
+    drawn = torch.rand(4, device="jax")
+    return carry + drawn, drawn
+
+  return list(scan(turn, x, length=3)[1])
+
+
+def _unrolled(x):
+  return [torch.rand(4, device="jax") for _ in range(3)]
+
+
+def _by_while(x):
+  def turn(state):
+    index, drawn = state
+    return index + 1, drawn + torch.rand(4, device="jax")
+
+  first = F.dropout(x, 0.5)
+  index = torch.zeros((), dtype=torch.int32, device="jax")
+  return [first, while_loop(lambda s: s[0] < 2, turn, (index, x))[1], *_draws(x)]
+
+
+def _by_cond(x):
+  first = torch.rand(4, device="jax")
+  draw = lambda x: torch.rand(4, device="jax") + x  # noqa: E731
+  return [first, cond(x.sum() > 0, draw, lambda x: x, x), *_draws(x)]
+
+
+PROGRAMS = {
+  "jit": (_draws, jax_jit(_draws)),
+  "nested": (_draws, jax_jit(lambda x: jax_jit(_draws)(x))),
+  "checkpoint": (_draws, jax_jit(gradient_checkpoint(_draws))),
+  "scan": (_unrolled, _scanned),
+  "scan in jit": (_unrolled, jax_jit(_scanned)),
+  "while_loop in jit": (_by_while, jax_jit(_by_while)),
+  "cond in jit": (_by_cond, jax_jit(_by_cond)),
+  "torch.compile": (_draws, torch.compile(_draws, backend="jax")),
+}
+
+
+def _run(env, program, count):
+  x = torch.ones(4, device="jax")
+  with env.rng_scope(RngState(jax.random.key(3), count)):
+    drawn = program(x)
+    return [t.tolist() for t in (*drawn, torch.rand(4, device="jax"))]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_compiled_call_over_the_last_count_draws_what_the_eager_one_draws(env, name):
+  eager, compiled = PROGRAMS[name]
+  for count in COUNTS:
+    assert _run(env, compiled, count) == _run(env, eager, count), count
+  assert len(set(map(str, _run(env, compiled, LAST)))) == len(_run(env, eager, LAST))
+
+
+def test_graphs_of_plain_tensors_step_over_the_last_count_too(env):
+  def drawing(x):
+    return [F.dropout(x, 0.5), F.dropout(x * 2, 0.5), F.dropout(x * 3, 0.5)]
+
+  compiled = torch.compile(drawing, backend="jax")
+  for count in (0, *COUNTS):
+    results = []
+    for function, device in ((drawing, "jax"), (compiled, "cpu")):
+      with env.rng_scope(RngState(jax.random.key(3), count)):
+        x = torch.ones(4, device=device, requires_grad=True)
+        drawn = function(x)
+        sum(drawn).sum().backward()
+        results.append([t.tolist() for t in (*drawn, x.grad)])
+        results[-1].append(torch.rand(4, device="jax").tolist())
+    assert results[0] == results[1], count
+
+
+def test_gradients_over_the_last_count_have_the_masks_of_the_forward_pass(env):
+  def loss(x):
+    first = checkpoint(F.dropout, x, 0.5, use_reentrant=False)
+    return (F.dropout(first, 0.5) ** 3).sum()
+
+  def gradients(function):
+    with env.rng_scope(RngState(jax.random.key(3), LAST)):
+      x = torch.linspace(1, 2, 16).to("jax").requires_grad_()
+      (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+      (second,) = torch.autograd.grad(first.sum(), x)
+    return [first.detach(), second]
+
+  for actual, expected in zip(gradients(jax_jit(loss)), gradients(loss)):
+    torch.testing.assert_close(actual, expected)
+  with env.rng_scope(RngState(jax.random.key(3), LAST)):
+    x = torch.linspace(1, 2, 16).to("jax")
+    torch.testing.assert_close(jax_value_and_grad(loss)(x)[1], gradients(loss)[0])
+
+
+def test_a_state_beyond_the_last_count_is_that_of_the_key_that_follows(env):
+  key = jax.random.key(3)
+  state = RngState(key, 2 * rng_state.REKEY_AT + 7)
+  same = RngState(rng_state.rekeyed(rng_state.rekeyed(key)), 7)
+  assert state.draw_key() == same.draw_key()
+  assert state.state_dict() == same.state_dict()
+  with env.rng_scope(state) as stream:
+    assert stream.state == same
+  assert RngState.from_tensor(state.to_tensor()) == same
