@@ -8,6 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from torchax import versions
 
 pytestmark = pytest.mark.programs
 
@@ -127,9 +130,13 @@ def test_a_data_loader_loads_after_torchax_was_used():
   assert run(f"import torch, torchax\n{used}\n{LOADER}") == "loaded\n"
 
 
-FORK = """
+# Before torch 2.13 the default device is that of CUDA.
+_DEVICE = (
+  "" if not versions.is_older(torch.__version__, "2.13") else "device_type='jax'"
+)
+FORK = f"""
 torch.manual_seed(3)
-with torch.random.fork_rng():
+with torch.random.fork_rng({_DEVICE}):
   a = torch.rand(2)
   b = torch.rand(2, device="jax")
 c = torch.rand(2)
@@ -159,7 +166,8 @@ ACCELERATOR = """
 accelerator = torch.accelerator
 assert accelerator.is_available()
 accelerator.synchronize()
-accelerator.empty_host_cache()
+if hasattr(accelerator, "empty_host_cache"):  # torch 2.11 has none
+  accelerator.empty_host_cache()
 accelerator.memory_stats()
 assert accelerator.current_accelerator(check_available=True).type == "jax"
 accelerator.current_device_index()

@@ -179,6 +179,10 @@ def _base(op):
 
 
 # Not every supported version of torch has these.
+for _form in ("names", "names_out", "generator_with_names", "generator_with_names_out"):
+  for _factory in ("rand", "randn"):
+    if _form in getattr(aten, _factory).overloads():
+      REASONS[f"{_factory}.{_form}"] = "of named tensors, which torch has given up"
 if hasattr(aten, "_cudnn_attention_forward_no_dropout_inplace"):
   REASONS["_cudnn_attention_forward_no_dropout_inplace"] = _FUSED
 
