@@ -179,10 +179,9 @@ def _base(op):
 
 
 # Not every supported version of torch has these.
-for _form in ("names", "names_out", "generator_with_names", "generator_with_names_out"):
-  for _factory in ("rand", "randn"):
-    if _form in getattr(aten, _factory).overloads():
-      REASONS[f"{_factory}.{_form}"] = "of named tensors, which torch has given up"
+for _op in _random_overloads():
+  if "names" in str(_op).rpartition(".")[2]:
+    REASONS[_op._name.removeprefix("aten::")] = "of named tensors, which went"
 if hasattr(aten, "_cudnn_attention_forward_no_dropout_inplace"):
   REASONS["_cudnn_attention_forward_no_dropout_inplace"] = _FUSED
 
