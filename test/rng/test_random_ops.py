@@ -137,7 +137,6 @@ REASONS = {
   "_efficient_attention_forward": _FUSED,
   "_fill_mem_eff_dropout_mask_": _FUSED,
   "_flash_attention_forward": _FUSED,
-  "_flash_attention_forward_no_dropout_inplace": _FUSED,
   "_fused_sdp_choice": "chooses a kernel among torch's own, and draws nothing",
   "_lstm_mps": "of Apple's devices; the recurrent functions have lowerings",
   "_nested_tensor_softmax_with_shape": "of nested tensors, and draws nothing",
@@ -182,8 +181,12 @@ def _base(op):
 for _op in _random_overloads():
   if "names" in str(_op).rpartition(".")[2]:
     REASONS[_op._name.removeprefix("aten::")] = "of named tensors, which went"
-if hasattr(aten, "_cudnn_attention_forward_no_dropout_inplace"):
-  REASONS["_cudnn_attention_forward_no_dropout_inplace"] = _FUSED
+for _name_of_one in (
+  "_cudnn_attention_forward_no_dropout_inplace",
+  "_flash_attention_forward_no_dropout_inplace",
+):
+  if hasattr(aten, _name_of_one):
+    REASONS[_name_of_one] = _FUSED
 
 
 def _reason(op) -> str | None:
