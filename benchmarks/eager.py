@@ -6,7 +6,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import torchax
 from benchmarks.timing import Row, compare
+
+DRAWS = 100
 
 
 def _drawn(sample):
@@ -63,8 +66,26 @@ def rows() -> list[Row]:
     compare("eager exponential_", lambda: x.clone().exponential_(), arrivals, 3),
     compare("eager dropout", lambda: F.dropout(x, 0.5), keep, 2.5),
     compare("eager bernoulli", lambda: torch.bernoulli(x), mask, 2.5),
+    compare(
+      f"{DRAWS} eager draws in a ledger",
+      _recorded,
+      _draws,
+      None,
+      baseline_name="no ledger",
+    ),
     *_mlp_rows(x, add),
   ]
+
+
+def _draws() -> torch.Tensor:
+  for _ in range(DRAWS):
+    drawn = torch.rand(32, 32, device="jax")
+  return drawn
+
+
+def _recorded() -> torch.Tensor:
+  with torchax.default_env().rng.record():
+    return _draws()
 
 
 def _mlp_rows(x, add) -> list[Row]:

@@ -47,7 +47,7 @@ from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
 from torchax.ops.jtorch import linear
 from torchax.rng import RngState, rng_scope
 from torchax.saving import damage, files, safetensors, untyped_storage
-from torchax.tracing import foretold_draws
+from torchax.tracing import foretold_draws, noted_draws
 from torchax.version import VERSION
 
 __version__ = VERSION
@@ -115,6 +115,7 @@ def _compose() -> None:
     higher_order.register_functions,
   ]
   rng.ledger.Explainer.trace = foretold_draws.foretell
+  rng.ledger.Explainer.redraw = noted_draws.redraw
   for module, names in _OF_TENSOR.items():
     for name in names:
       setattr(tensor, name, getattr(module, name))

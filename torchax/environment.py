@@ -404,12 +404,14 @@ class Environment(contextlib.ContextDecorator):
     """What a lowering gives for arrays of given shapes; see `Dispatcher.shapes`."""
     return self._dispatcher.shapes(func, args, kwargs)
 
-  def redraw(self, func, draw, args):
+  def redraw(self, func, draw, args, kwargs=None):
     """Runs a random operation with the key of an earlier draw (`RngStream.peek`).
 
     For gradients that need the numbers of the forward pass again.
     """
-    return self._dispatcher.plan_for(func).redraw(draw, args)
+    return device_plans.inner(self._dispatcher.plan_for(func)).redraw(
+      draw, args, kwargs
+    )
 
   def override_op_definition(self, op_to_override, op_impl, is_view_op=False) -> None:
     """Uses another lowering in this environment, from now on.

@@ -24,6 +24,10 @@ class NamedGeneratorPlan:
       args = args[: self.place]
     return self.plan(args, kwargs)
 
+  def redraw(self, draw, args, kwargs=None):
+    """See `Plan.redraw`."""
+    return self.plan.redraw(draw, args, kwargs)
+
 
 def plan(op, schema, plan_by_registry: Callable, env) -> NamedGeneratorPlan | None:
   """The plan of an operation with a positional generator; None for all others.

@@ -27,7 +27,7 @@ from torchax.errors import MixedDeviceError, RngError
 from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
-from torchax.rng import carry, scope
+from torchax.rng import arguments, carry, scope
 from torchax.rng import state as rng_state
 from torchax.rng.ledger import Recording
 from torchax.tensor import Tensor, new_tensor
@@ -79,10 +79,10 @@ class Plan:
       return _map(result, lambda array: mappings.j2t(array))
     return self._wrap(result)
 
-  def redraw(self, draw, args):
+  def redraw(self, draw, args, kwargs=None):
     """Runs a sampler with the operands of an earlier draw; no stream advances."""
-    operands, key = self.flattener.flatten(args, None)
-    return self._wrap(self._execute(args, None, [*draw, *operands], key, None))
+    operands, key = self.flattener.flatten(args, kwargs)
+    return self._wrap(self._execute(args, kwargs, [*draw, *operands], key, None))
 
   def on_arrays(self, args, kwargs, caches=True):
     """Runs the operation on arrays: for graphs, whose arguments torch has checked.
@@ -97,7 +97,7 @@ class Plan:
       call = lambda operands: self._execute(args, kwargs, operands, key, None)  # noqa: E731
     if not self.is_sampler:
       return call(operands)
-    return self._drawn(args, call, operands)
+    return self._drawn(args, kwargs, call, operands)
 
   def shapes(self, args, kwargs):
     """The results as `jax.ShapeDtypeStruct`s, which stand for tensors in `args` too.
@@ -140,18 +140,25 @@ class Plan:
       except BaseException:
         generator.set_state(before)
         raise
-      carry.note_generator_draw(self.name, self._distribution(args), result, draw.key)
+      noted = (
+        self.name,
+        self._distribution(args),
+        result,
+        arguments.noted(args, kwargs),
+      )
+      carry.note_generator_draw(*noted, draw.key)
       return result
     execute = functools.partial(self._execute, args, kwargs, key=key, write=write)
-    return self._drawn(args, execute, operands)
+    return self._drawn(args, kwargs, execute, operands)
 
-  def _drawn(self, args, execute, operands):
+  def _drawn(self, args, kwargs, execute, operands):
     """Executes with the key of the next draw; the stream advances if it succeeds."""
     stream = scope.current(self.env.streams)
     draw = stream.peek(self.name)
     result = execute([*draw, *operands])
     if Recording.count or stream.log is not None:
-      stream.draw(self.name, self._distribution(args), result)
+      noted = arguments.noted(args, kwargs)
+      stream.draw(self.name, self._distribution(args), result, noted)
     else:
       stream.advance(1)
     return result

@@ -11,7 +11,9 @@ from torchax.rng.carry import (
   RngOperands,
   generator_operands,
 )
-from torchax.rng.ledger import Draw, Ledger, explain
+from torchax.rng.differences import Difference, diff
+from torchax.rng.draw import Draw
+from torchax.rng.ledger import Ledger, explain, replay
 from torchax.rng.running import inside
 from torchax.rng.scope import (
   address_by,
@@ -33,6 +35,7 @@ from torchax.rng.streams import Streams
 __all__ = [
   "Advance",
   "Carried",
+  "Difference",
   "Draw",
   "Ledger",
   "NewOperands",
@@ -48,6 +51,7 @@ __all__ = [
   "current",
   "default_impl",
   "default_streams",
+  "diff",
   "explain",
   "fold_in",
   "generator_operands",
@@ -57,6 +61,7 @@ __all__ = [
   "is_unopened",
   "is_typed_key",
   "manual_seed",
+  "replay",
   "restore",
   "rng_scope",
   "snapshot",

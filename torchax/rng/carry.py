@@ -27,7 +27,7 @@ from torchax.errors import RngError, TracedDrawError
 from torchax.rng import generator as generators
 from torchax.rng import ledger, running, scope, sites
 from torchax.rng import state as rng_state
-from torchax.rng.ledger import Draw, Repeated
+from torchax.rng.draw import Draw, Repeated
 from torchax.rng.sites import SiteTable
 from torchax.rng.state import RngState
 from torchax.rng.stream import DrawOperands, RngStream
@@ -532,13 +532,14 @@ def take_words(generator: torch.Generator, draws: int, name: str):
   return slot.take(draws)
 
 
-def note_generator_draw(op, distribution: str, result, key) -> None:
+def note_generator_draw(op, distribution: str, result, arguments, key) -> None:
   """Notes a draw with `generator=` in the ledgers that are open."""
   stream = scope.current()
   if not ledger.Recording.count and stream.log is None:
     return
   site = sites.path(from_boundary=stream.log is not None)
-  draw = Draw.of(0, op, site, distribution, result, stream="generator")
+  where = {"stream": "generator", "arguments": arguments}
+  draw = Draw.of(0, op, site, distribution, result, **where)
   ledger.note(stream.log, draw, key)
 
 

@@ -12,9 +12,10 @@ costs one comparison a draw.
 import collections
 import csv
 import dataclasses
-import importlib
+import html
 import io
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -24,66 +25,8 @@ import jax
 import numpy as np
 
 from torchax.core import switches
-from torchax.diagnostics import user_code
-from torchax.rng import running
-
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-  """One draw.
-
-  Attributes:
-    index: number of the draw in its stream, from 0.
-    op: the operation.
-    site: path of the module that drew; empty outside of modules.
-    distribution: the operation's parameters, as far as they are numbers.
-    shape: of the first result.
-    dtype: of the first result, its name.
-    stream: which stream it was: empty for the current one of the thread.
-    line: file and line of the code that drew; empty where it is not known.
-    key: tells the key from those of other draws; None for that of the carried stream
-      at `index`, which the caller knows.
-    turn: number of the draw at its site, where draws are addressed by site.
-  """
-
-  index: int
-  op: str
-  site: str
-  distribution: str
-  shape: tuple[int, ...]
-  dtype: str
-  stream: str = ""
-  line: str = ""
-  key: tuple | None = None
-  turn: int | None = None
-
-  @classmethod
-  def of(cls, index: int, op, site: str, distribution: str, result, **where) -> "Draw":
-    """The draw that gave `result`, arrays, to the code that is running."""
-    leaf = next(iter(jax.tree.leaves(result)), None)
-    shape, dtype = ((), "") if leaf is None else (leaf.shape, str(leaf.dtype))
-    place = user_code.line()
-    line = "" if place is None else "{}:{}".format(*place)
-    return cls(index, str(op), site, distribution, shape, dtype, line=line, **where)
-
-
-@dataclasses.dataclass(frozen=True)
-class Repeated:
-  """Draws that are made again and again: by a loop, by the rows of a batch.
-
-  Attributes:
-    entries: the draws of one turn.
-    times: number of turns.
-    draws: how far one turn moves the stream.
-    site_draws: how far it moves each site.
-    label: what repeats.
-  """
-
-  entries: tuple
-  times: int
-  draws: int
-  site_draws: tuple[tuple[str, int], ...]
-  label: str
+from torchax.rng import ledger_files, ledger_plot, running
+from torchax.rng.draw import Draw, Repeated
 
 
 class Ledger:
@@ -150,12 +93,37 @@ class Ledger:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    plotting = importlib.import_module("torchax.rng.ledger_plot")
-    return plotting.plot(self, ax)
+    return ledger_plot.plot(self, ax)
+
+  def save(self, path: str | os.PathLike) -> None:
+    """Writes the draws to a file of JSON lines, which opens without torchax."""
+    ledger_files.save(self, path)
+
+  @classmethod
+  def load(cls, path: str | os.PathLike) -> "Ledger":
+    """The ledger that `save` wrote.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file holds no ledger, one of a newer version, or is damaged.
+    """
+    return cls(ledger_files.load(path))
+
+  def _cells(self) -> list[list[str]]:
+    rows = [[str(value) for value in row.values()] for row in self.rows()]
+    return [[*row[:-1], row[-1].rpartition("/")[2]] for row in rows]
+
+  def _repr_html_(self) -> str:
+    """The table in a notebook."""
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    body = "".join(
+      "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+      for row in self._cells()
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
   def __str__(self):
-    rows = [[str(value) for value in row.values()] for row in self.rows()]
-    rows = [[*row[:-1], row[-1].rpartition("/")[2]] for row in rows]
+    rows = self._cells()
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows)]
     rule = ["-" * width for width in widths]
     lines = [_COLUMNS, rule, *rows]
@@ -231,9 +199,15 @@ def commit(log: list | None, entries: tuple, stream) -> None:
 
 
 class Explainer:
-  """`(function, args, kwargs) -> Ledger`; the composition root knows how to trace."""
+  """What the layers above do for a ledger; the composition root knows them.
+
+  Attributes:
+    trace: `(function, args, kwargs) -> Ledger`.
+    redraw: `(draw, parameters) -> tensor`.
+  """
 
   trace: ClassVar[Callable]
+  redraw: ClassVar[Callable]
 
 
 def explain(torch_function: Callable, *args, **kwargs) -> Ledger:
@@ -252,6 +226,35 @@ def explain(torch_function: Callable, *args, **kwargs) -> Ledger:
   [(4,)]
   """
   return Explainer.trace(torch_function, args, kwargs)
+
+
+def replay(draw: Draw, *parameters):
+  """Draws the numbers of a noted draw again; no stream moves.
+
+  Args:
+    draw: of a ledger, also of one that was loaded from a file.
+    *parameters: the tensors among the arguments of the operation, in their order, such
+      as the rates of a Poisson draw. They may be left out where the numbers depend on
+      their shapes and dtypes alone (`rand_like`, `uniform_`). A dropout gives what it
+      would make of ones, unless its input is given.
+
+  Returns:
+    The tensor that the operation gave, or for one that writes to a tensor, what it
+    wrote.
+
+  Raises:
+    RngError: the key was taken in a scope inside a compiled function, or nothing was
+      drawn with it (`draw.prng_key` has the key).
+    ValueError: parameters are missing, or have other shapes or dtypes.
+
+  >>> import torch, torchax
+  >>> env = torchax.default_env()
+  >>> with env, env.rng.record() as ledger:
+  ...   x = torch.randn(3, device="jax")
+  >>> torch.equal(replay(ledger[0]), x)
+  True
+  """
+  return Explainer.redraw(draw, parameters)
 
 
 def foretold(entries: tuple, stream) -> Ledger:
@@ -343,7 +346,8 @@ def _identity(key) -> tuple:
   """What tells a key from others: its words, or which traced value it is."""
   if isinstance(key, jax.core.Tracer):
     return ("traced", id(key))
-  return ("words", *np.asarray(jax.random.key_data(key)).ravel().tolist())
+  words = np.asarray(jax.random.key_data(key)).ravel().tolist()
+  return (str(jax.random.key_impl(key)), *words)
 
 
 def join(prefix: str, path: str) -> str:

@@ -47,3 +47,32 @@ def plot(ledger, ax=None):
 def _area(draw) -> float:
   """Marker area in square points: grows with the logarithm of the numbers drawn."""
   return 25 + 12 * math.log10(1 + math.prod(draw.shape))
+
+
+def plot_difference(difference, ax=None):
+  """Two runs, one below the other, and where they part; see `Difference.plot`."""
+  pyplot = extras.load("matplotlib.pyplot", "The picture of a difference")
+  ticker = extras.load("matplotlib.ticker", "The picture of a difference")
+  runs = difference.draws
+  longest = max(map(len, runs))
+  if ax is None:
+    size = (min(16, 4 + 0.25 * longest), 2.6)
+    ax = pyplot.subplots(figsize=size, layout="constrained")[1]
+  for height, draws in enumerate(runs):
+    for is_equal, color in ((True, "C0"), (False, "C3")):
+      places = [n for n in range(len(draws)) if (n < difference.place) == is_equal]
+      areas = [_area(draws[n]) for n in places]
+      label = "the same" if is_equal else "after they part"
+      ax.scatter(places, [height] * len(places), s=areas, color=color, label=label)
+  ax.axvline(difference.place - 0.5, color="red", linestyle="--")
+  reason = ", ".join(difference.fields) or "one run ends"
+  ax.set_title(f"draw {difference.place}: {reason}", loc="left", fontsize="medium")
+  ax.set_yticks([0, 1], ["first run", "second run"])
+  ax.invert_yaxis()
+  ax.set_xlim(-0.8, longest - 0.2)
+  ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+  ax.set_xlabel("draw")
+  ax.margins(y=0.5)
+  shown = dict(zip(*ax.get_legend_handles_labels()[::-1]))
+  ax.legend(shown.values(), shown, loc="upper left", bbox_to_anchor=(1.01, 1))
+  return ax

@@ -17,7 +17,8 @@ from torchax import _jax_compat
 from torchax.errors import ClosedScopeError, TracedDrawError
 from torchax.rng import ledger, running, sites
 from torchax.rng import state as rng_state
-from torchax.rng.ledger import Draw, Ledger
+from torchax.rng.draw import Draw
+from torchax.rng.ledger import Ledger
 from torchax.rng.sites import SiteTable
 from torchax.rng.state import RngState
 
@@ -172,13 +173,16 @@ class RngStream:
     self.draw(name)
     return rng_state.fold_in(operands.key, operands.count)
 
-  def draw(self, op, distribution: str = "", result=None) -> None:
+  def draw(
+    self, op, distribution: str = "", result=None, arguments: tuple | None = None
+  ) -> None:
     """Advances by the draw that was made with the operands of `peek`.
 
     Args:
       op: the operation, for ledgers.
       distribution: its parameters.
       result: array or arrays that were drawn.
+      arguments: of the operation, as `arguments.noted` gives them.
     """
     if ledger.Recording.count or self.log is not None:
       turn, site = None, self._site
@@ -188,9 +192,8 @@ class RngStream:
         turn = self._sites.count(site)
       else:
         turn = self._sites.draws.get(site, 0)
-      draw = Draw.of(
-        self._count, op, site, distribution, result, stream=self.label, turn=turn
-      )
+      where = {"stream": self.label, "turn": turn, "arguments": arguments}
+      draw = Draw.of(self._count, op, site, distribution, result, **where)
       ledger.note(self.log, draw, self._noted_key())
     self.advance(1)
 
@@ -285,8 +288,8 @@ class RngStream:
     """
     self.check("saving the random state")
     table = None if self._sites is None else self._sites.copy()
-    place = (self._key, self._count, self._base, self.following, self._draws)
-    place += (self._reseeded, table)
+    numbers = (self._key, self._count, self._base, self.following, self._draws)
+    place = (*numbers, self._reseeded, table)
     mark = next(_marks)
     self._places[mark] = (place, sites.here())
     return mark

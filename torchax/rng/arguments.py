@@ -1,0 +1,80 @@
+"""Arguments of a draw as plain data: what a ledger keeps to draw it again.
+
+Of a tensor only shape and dtype are kept. Everything is hashable, since the draws of a
+compiled function are part of what it was compiled to.
+"""
+
+import math
+from typing import Any
+
+import jax
+import torch
+
+# What says where the numbers go, or where they come from, and not which they are.
+_PLACES = frozenset(
+  {"generator", "out", "device", "layout", "pin_memory", "memory_format"}
+)
+_PLAIN = (type(None), bool, int, str)
+
+
+def noted(args: tuple, kwargs: dict | None) -> tuple:
+  """Positional arguments, then pairs of the names and values of the others."""
+  named = [
+    (name, _noted(value))
+    for name, value in (kwargs or {}).items()
+    if name not in _PLACES and value is not None
+  ]
+  return (tuple(map(_noted, args)), tuple(named))
+
+
+def _noted(value):
+  if isinstance(value, torch.Tensor | jax.Array):
+    dtype = str(value.dtype).removeprefix("torch.")
+    return ("tensor", tuple(value.shape), dtype)
+  if isinstance(value, torch.dtype):
+    return ("dtype", str(value).removeprefix("torch."))
+  if isinstance(value, list | tuple):
+    return ("list", tuple(map(_noted, value)))
+  if type(value) is float:
+    return value if math.isfinite(value) else ("float", repr(value))
+  if type(value) in _PLAIN:
+    return value
+  return ("other", type(value).__name__)
+
+
+def hashable(value: Any):
+  """What `noted` gave, from its form in JSON, whose tuples are lists."""
+  return tuple(map(hashable, value)) if isinstance(value, list) else value
+
+
+def restored(value, parameters: list[torch.Tensor]):
+  """An argument as torch takes it.
+
+  Args:
+    value: as it was noted.
+    parameters: tensors for those of the call, which are taken from the front.
+
+  Raises:
+    ValueError: an argument of a kind that was not kept.
+  """
+  if not isinstance(value, tuple):
+    return value
+  kind, *content = value
+  if kind == "tensor":
+    return parameters.pop(0)
+  if kind == "dtype":
+    return getattr(torch, content[0])
+  if kind == "list":
+    return [restored(part, parameters) for part in content[0]]
+  if kind == "float":
+    return float(content[0])
+  raise ValueError(f"An argument of the class {content[0]} was not kept in the ledger.")
+
+
+def tensors_in(value) -> list[tuple[tuple[int, ...], str]]:
+  """Shape and dtype of the tensors among noted arguments, in their order."""
+  if not isinstance(value, tuple):
+    return []
+  if len(value) == 3 and value[0] == "tensor":
+    return [(value[1], value[2])]
+  return [found for part in value for found in tensors_in(part)]

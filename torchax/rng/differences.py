@@ -1,0 +1,113 @@
+"""Where two runs part: the first draw that differs."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from torchax.rng import ledger_plot
+from torchax.rng.draw import Draw
+
+# Compared in this order, which is that of what matters to the reader.
+_FIELDS = ("key", "site", "shape", "distribution", "dtype", "op")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+  """The first draw in which two runs differ.
+
+  Attributes:
+    place: its place in both ledgers, from 0.
+    first: the draw of the first run; None where it has ended.
+    second: the draw of the second run; None where it has ended.
+    fields: the attributes in which they differ, of key, site, shape, distribution,
+      dtype and op; empty where one run has ended.
+    draws: the draws of both runs.
+  """
+
+  place: int
+  first: Draw | None
+  second: Draw | None
+  fields: tuple[str, ...]
+  draws: tuple[tuple[Draw, ...], tuple[Draw, ...]] = dataclasses.field(repr=False)
+
+  def __str__(self):
+    if self.first is None or self.second is None:
+      longer, drawn = (
+        ("second", self.second)
+        if self.first is None
+        else (
+          "first",
+          self.first,
+        )
+      )
+      return f"draw {self.place}: only the {longer} run makes it: {_words(drawn)}"
+    parts = [
+      f"{name}: {_value(self.first, name)} / {_value(self.second, name)}"
+      for name in self.fields
+    ]
+    return (
+      f"draw {self.place} differs in {', '.join(self.fields)}\n"
+      f"  first run:  {_words(self.first)}\n"
+      f"  second run: {_words(self.second)}\n  " + "\n  ".join(parts)
+    )
+
+  def plot(self, ax=None):
+    """A picture: the draws of both runs, and where they part.
+
+    Args:
+      ax: matplotlib axes; by default new ones.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    return ledger_plot.plot_difference(self, ax)
+
+
+def diff(first: Sequence[Draw], second: Sequence[Draw]) -> Difference | None:
+  """The first draw in which two runs differ.
+
+  Args:
+    first, second: ledgers, such as `Ledger.load` and `env.rng.record()` give.
+
+  Returns:
+    None where the runs draw the same from the same keys. Lines of code are not
+    compared, nor are numbers of draws: the key says which draw it is.
+
+  >>> import torch, torchax
+  >>> env = torchax.default_env()
+  >>> ledgers = []
+  >>> for p in (0.5, 0.25):
+  ...   with env, env.rng_scope(0), env.rng.record() as ledger:
+  ...     x = torch.nn.functional.dropout(torch.ones(3, device="jax"), 0.5)
+  ...     x = torch.nn.functional.dropout(x, p)
+  ...   ledgers.append(ledger)
+  >>> diff(*ledgers).place, diff(*ledgers).fields
+  (1, ('distribution',))
+  """
+  for place, pair in enumerate(itertools.zip_longest(first, second)):
+    if None in pair:
+      return Difference(place, *pair, (), (tuple(first), tuple(second)))
+    fields = tuple([f for f in _FIELDS if getattr(pair[0], f) != getattr(pair[1], f)])
+    if fields:
+      return Difference(place, *pair, fields, (tuple(first), tuple(second)))
+  return None
+
+
+def _words(draw: Draw | None) -> str:
+  if draw is None:
+    return "nothing"
+  where = ", ".join(filter(None, (draw.site, draw.line.rpartition("/")[2])))
+  return f"{draw.distribution or draw.op} of shape {list(draw.shape)} ({where})"
+
+
+def _value(draw: Draw, name: str) -> str:
+  value = getattr(draw, name)
+  if name != "key" or not isinstance(value, tuple):
+    return repr(value)
+  if value[0] == "traced":
+    return "a traced key"
+  *words, count = value[1:]
+  return f"{value[0]} {':'.join(f'{word:x}' for word in words)}, number {count}"

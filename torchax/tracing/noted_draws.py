@@ -1,0 +1,75 @@
+"""Draws that a ledger has noted, made again; for `torchax.rng.replay`."""
+
+import torch
+
+from torchax import _torch_compat
+from torchax.environment import default_env
+from torchax.errors import RngError
+from torchax.rng import Draw
+from torchax.rng.arguments import restored, tensors_in
+
+# Those whose numbers depend on the shape and dtype of a tensor alone.
+_OF_A_SHAPE = frozenset(
+  {
+    "torchax.dropout.default",
+    "aten.native_dropout.default",
+    *(f"aten.{name}.default" for name in ("uniform", "normal_functional", "random")),
+    *(f"aten.{name}.default" for name in ("cauchy", "log_normal", "exponential")),
+    *("aten.geometric.default", "aten.bernoulli.p"),
+    *("aten.random.from", "aten.random.to"),
+  }
+)
+
+
+def redraw(draw: Draw, parameters: tuple[torch.Tensor, ...]) -> torch.Tensor:
+  """The numbers of a draw; see `torchax.rng.replay`."""
+  if draw.arguments is None:
+    raise RngError(
+      f"Draw {draw.index} ({draw.op}) is a key that was taken; what was drawn with it "
+      "is not known here. `draw.prng_key` is the key."
+    )
+  operands = draw.operands()
+  operation = _operation(draw.op)
+  wanted = tensors_in(draw.arguments)
+  given = _given(draw, operation, wanted, list(parameters))
+  args, kwargs = draw.arguments
+  args = [restored(value, given) for value in args]
+  kwargs = {name: restored(value, given) for name, value in kwargs}
+  return default_env().redraw(operation, operands, args, kwargs)
+
+
+def _operation(name: str):
+  """The overload of a name such as "aten.rand.default".
+
+  Raises:
+    RngError: this version of torch has no such operation.
+  """
+  namespace, packet, overload = name.split(".")
+  try:
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+  except AttributeError:
+    raise RngError(f"torch {torch.__version__} has no operation {name}.") from None
+
+
+def _given(draw: Draw, operation, wanted: list, parameters: list) -> list[torch.Tensor]:
+  """The tensors for the arguments: those given, or ones where any will do.
+
+  Raises:
+    ValueError: there are too few or too many, or they are of other shapes or dtypes.
+  """
+  is_of_a_shape = draw.op in _OF_A_SHAPE or operation._schema.name.endswith("_like")
+  with _torch_compat.without_modes():
+    found = [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in parameters]
+  if found == wanted:
+    return [parameter.to("jax") for parameter in parameters]
+  if not parameters and is_of_a_shape:
+    return [
+      torch.ones(shape, dtype=getattr(torch, dtype), device="jax")
+      for shape, dtype in wanted
+    ]
+  shown = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in wanted) or "none"
+  came = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in found) or "none"
+  raise ValueError(
+    f"{draw.op} draws by the values of its tensors, which a ledger does not keep. Give "
+    f"them again, `replay(draw, …)`: expected {shown}, but got {came}."
+  )
