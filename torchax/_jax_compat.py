@@ -155,7 +155,12 @@ def line_outside(libraries: tuple[str, ...]) -> tuple[str, int] | None:
   Returns:
     None where JAX keeps no such record.
   """
-  record = source_info_util.current().traceback
+  return line_of(source_info_util.current(), libraries)
+
+
+def line_of(source_info, libraries: tuple[str, ...]) -> tuple[str, int] | None:
+  """The same for the record of an equation of a jaxpr."""
+  record = source_info.traceback
   for frame in getattr(record, "frames", ()):
     if not frame.file_name.startswith(libraries):
       return frame.file_name, frame.line_num

@@ -25,15 +25,17 @@ import jax
 import numpy as np
 
 from torchax.core import switches
-from torchax.rng import ledger_files, ledger_plot, running
+from torchax.rng import ledger_files, ledger_plot, running, soundness
 from torchax.rng.draw import Draw, Repeated
 
 
 class Ledger:
   """The draws of a block of code, in order: a sequence of `Draw`."""
 
-  def __init__(self, draws: Iterable[Draw] = ()):
+  def __init__(self, draws: Iterable[Draw] = (), program=None):
     self._draws = list(draws)
+    # The jaxpr of the call that `explain` has looked at.
+    self._program = program
 
   def __len__(self):
     return len(self._draws)
@@ -80,6 +82,31 @@ class Ledger:
       f"{len(groups)} key(s) were used more than once, so these draws share their "
       "numbers: " + "; ".join(shown)
     )
+
+  def require_sound(self) -> None:
+    """Raises AssertionError unless the call that `explain` looked at draws soundly.
+
+    It is proved on the jaxpr of the call: no key is a constant of the program, none is
+    drawn with twice, also in the turns of a loop or by code of JAX, and none is taken
+    and dropped. Branches of which one is run may share a key, and so may the shards of
+    a `shard_map` and the rows of a `vmap`, whose policy is declared.
+
+    Raises:
+      AssertionError: with the lines that draw.
+      ValueError: the ledger was recorded, so there is no program to look at.
+
+    >>> import torch, torchax
+    >>> drop = torch.nn.Dropout(0.5)
+    >>> explain(drop, torch.ones(4, device="jax")).require_sound()
+    """
+    if self._program is None:
+      raise ValueError(
+        "Only a ledger of `torchax.rng.explain(f, …)` has a program that can be looked "
+        "at. For draws that were made there is `require_unique()`."
+      )
+    found = soundness.faults(self._program)
+    if found:
+      raise AssertionError("\n".join(map(str, found)))
 
   def plot(self, ax=None):
     """A picture: draws from left to right, sites from top to bottom.
@@ -257,9 +284,15 @@ def replay(draw: Draw, *parameters):
   return Explainer.redraw(draw, parameters)
 
 
-def foretold(entries: tuple, stream) -> Ledger:
-  """The draws that a function would make from where the stream stands."""
-  return Ledger(_placed(_of_caller(entries, stream), stream))
+def foretold(entries: tuple, stream, program) -> Ledger:
+  """The draws that a function would make from where the stream stands.
+
+  Args:
+    entries: what it noted when it was traced.
+    stream: the caller's.
+    program: its jaxpr.
+  """
+  return Ledger(_placed(_of_caller(entries, stream), stream), program)
 
 
 def _of_caller(entries: tuple, stream) -> list:

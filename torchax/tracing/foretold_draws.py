@@ -23,10 +23,12 @@ def foretell(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> L
     for place, array in zip(places, arrays):
       values[place] = array
     args, kwargs = jax.tree.unflatten(treedef, values)
-    _, advance = traced.pure(operands, ((), None), *args, **kwargs)
+    out, advance = traced.pure(operands, ((), None), *args, **kwargs)
     advances.append(advance)
+    return out
 
   arrays = [leaves[place] for place in places]
-  traced.pure.try_abstractly(lambda rng: jax.eval_shape(on_arrays, rng, *arrays))
+  trace = jax.make_jaxpr(on_arrays)
+  program = traced.pure.try_abstractly(lambda rng: trace(rng, *arrays))
   entries = advances[-1].log if advances[-1] else ()
-  return ledger.foretold(entries, rng.current())
+  return ledger.foretold(entries, rng.current(), program)

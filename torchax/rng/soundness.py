@@ -1,0 +1,251 @@
+"""A proof that a program draws soundly, by reading its jaxpr.
+
+Each value is named by how it is computed: two equations that do the same to the same
+values have one name. So two draws share a key if and only if their keys have one name,
+and a key whose name leads to no operand is a constant of the program.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Hashable, Iterable
+
+import jax
+from jax.extend import core
+
+from torchax import _jax_compat
+from torchax.diagnostics import user_code
+from torchax.rng.state import is_typed_key
+
+# How programs of random operations are called (`dispatch/plans.py`). Their first
+# operands are a key and the number to fold in.
+_OPERATIONS = ("aten_", "torchax_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+  """Something unsound in a program.
+
+  Attributes:
+    kind: "constant", "repeated", "turn" (repeated by a loop) or "dropped".
+    lines: of the code that draws, or takes the key.
+  """
+
+  kind: str
+  lines: tuple[str, ...]
+
+  def __str__(self):
+    where = " and ".join(self.lines)
+    return {
+      "constant": f"{where} draws with a key that is a constant of the program: every "
+      "call draws the same numbers. Pass the key as an argument, or draw from the "
+      "environment's stream.",
+      "repeated": f"{where} draw with one key, so they draw the same numbers. Split "
+      "the key, or take one for each.",
+      "turn": f"{where} draws with one key in each turn of a loop, so all turns draw "
+      "the same numbers. Fold the number of the turn into the key.",
+      "dropped": f"{where} takes a key that nothing draws with.",
+    }[self.kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+  """How a value is computed.
+
+  Attributes:
+    name: equal for values that are computed alike.
+    varies: it depends on an operand of the program.
+    turns: the loops whose turns it differs in.
+  """
+
+  name: Hashable
+  varies: bool = True
+  turns: frozenset = frozenset()
+
+
+def faults(program: core.ClosedJaxpr) -> list[Fault]:
+  """What is unsound in a program that was traced with its random state as operands."""
+  walk = _Walk()
+  operands = [_Value(("operand", n)) for n in range(len(program.jaxpr.invars))]
+  walk.program(program, operands)
+  return walk.faults()
+
+
+class _Walk:
+  """Names the values of a program and notes what is drawn with which key."""
+
+  def __init__(self):
+    self._uses: dict[Hashable, list[str]] = {}
+    self._found: list[Fault] = []
+    self._loops: list[Hashable] = []
+    self._count = 0
+    # The equation that is looked at, and those around it.
+    self._around: list = []
+
+  def faults(self) -> list[Fault]:
+    """All that was found."""
+    repeated = [Fault("repeated", tuple(u)) for u in self._uses.values() if len(u) > 1]
+    return [*self._found, *repeated]
+
+  def program(self, program, operands: list[_Value]) -> list[_Value]:
+    """Walks through a jaxpr, closed or without constants; gives its results."""
+    consts = [self._constant(const) for const in getattr(program, "consts", ())]
+    jaxpr = getattr(program, "jaxpr", program)
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands)))
+
+    def value_of(atom) -> _Value:
+      is_literal = isinstance(atom, core.Literal)
+      return self._constant(atom.val) if is_literal else values[atom]
+
+    live = _live(jaxpr)
+    used = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars}
+    used |= {id(atom) for atom in jaxpr.outvars}
+    for number, eqn in enumerate(jaxpr.eqns):
+      self._around.append(eqn)
+      inputs = [value_of(atom) for atom in eqn.invars]
+      if eqn.primitive.name == "random_fold_in" and id(eqn.outvars[0]) not in used:
+        self._found.append(Fault("dropped", (self._line(),)))
+      run = self._run if number in live else self._fresh
+      values.update(zip(eqn.outvars, run(eqn, inputs)))
+      self._around.pop()
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+  def _run(self, eqn, inputs: list[_Value]) -> list[_Value]:
+    params, name = eqn.params, eqn.primitive.name
+    if name in ("random_bits", "random_unwrap"):
+      self._use(inputs[0])
+    is_operation = str(params.get("name", "")).startswith(_OPERATIONS)
+    if is_operation and _is_key(eqn.invars):
+      self._use(_folded(*inputs[:2]))
+      return self._fresh(eqn, inputs)
+    if name == "random_fold_in":
+      return [_folded(*inputs)]
+    if name == "cond":
+      return self._cond(eqn, inputs)
+    if name == "scan":
+      return self._scan(eqn, inputs)
+    if name == "while":
+      return self._while(eqn, inputs)
+    for inner in (params.get(key) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")):
+      if inner is not None:
+        return self.program(inner, inputs)
+    return self._computed(eqn, inputs)
+
+  def _line(self) -> str:
+    """The line of the equation that is looked at, or of the one around it."""
+    for eqn in reversed(self._around):
+      place = _jax_compat.line_of(eqn.source_info, user_code.LIBRARIES)
+      if place is not None:
+        return "{}:{}".format(*place)
+    return "A line that is not known"
+
+  def _use(self, key: _Value) -> None:
+    line = self._line()
+    if not key.varies:
+      self._found.append(Fault("constant", (line,)))
+      return
+    if any(loop not in key.turns for loop in self._loops):
+      self._found.append(Fault("turn", (line,)))
+    self._uses.setdefault(key.name, []).append(line)
+
+  def _computed(self, eqn, inputs: list[_Value]) -> list[_Value]:
+    how = (eqn.primitive.name, str(sorted(map(str, eqn.params.items()))))
+    varies, turns = _of(inputs)
+    names = tuple(value.name for value in inputs)
+    return [
+      _Value((how, names, place), varies, turns) for place in range(len(eqn.outvars))
+    ]
+
+  def _fresh(self, eqn, inputs: list[_Value], loop: Hashable = None) -> list[_Value]:
+    self._count += 1
+    varies, turns = _of(inputs)
+    turns = turns if loop is None else turns | {loop}
+    return [
+      _Value(("result", self._count, place), varies or loop is not None, turns)
+      for place in range(len(eqn.outvars))
+    ]
+
+  def _cond(self, eqn, inputs: list[_Value]) -> list[_Value]:
+    before, merged = self._uses, collections.defaultdict(list)
+    for branch in eqn.params["branches"]:
+      self._uses = {}
+      self.program(branch, inputs[1:])
+      for name, lines in self._uses.items():  # one of the branches is run
+        merged[name] = max(merged[name], lines, key=len)
+    self._uses = before
+    for name, lines in merged.items():
+      self._uses.setdefault(name, []).extend(lines)
+    return self._fresh(eqn, inputs)
+
+  def _scan(self, eqn, inputs: list[_Value]) -> list[_Value]:
+    body, n_consts = eqn.params["jaxpr"], eqn.params["num_consts"]
+    if eqn.params["length"] > 1:
+      loop = self._new_loop()
+      changing = self._in_turns(loop, len(inputs) - n_consts)
+      self._loops.append(loop)
+      self.program(body, [*inputs[:n_consts], *changing])
+      self._loops.pop()
+    elif eqn.params["length"]:
+      self.program(body, inputs)
+    return self._fresh(eqn, inputs)
+
+  def _while(self, eqn, inputs: list[_Value]) -> list[_Value]:
+    first = eqn.params["cond_nconsts"]
+    second = first + eqn.params["body_nconsts"]
+    loop = self._new_loop()
+    carry = self._in_turns(loop, len(inputs) - second)
+    self._loops.append(loop)
+    self.program(eqn.params["cond_jaxpr"], [*inputs[:first], *carry])
+    self.program(eqn.params["body_jaxpr"], [*inputs[first:second], *carry])
+    self._loops.pop()
+    return self._fresh(eqn, inputs)
+
+  def _new_loop(self) -> Hashable:
+    self._count += 1
+    return ("loop", self._count)
+
+  def _in_turns(self, loop: Hashable, count: int) -> list[_Value]:
+    turns = frozenset((*self._loops, loop))
+    return [_Value((loop, place), True, turns) for place in range(count)]
+
+  def _constant(self, value) -> _Value:
+    if is_typed_key(value):
+      return _Value(("key", str(jax.random.key_data(value))), False)
+    if getattr(value, "size", 1) == 1:
+      return _Value(("constant", str(value)), False)
+    return _Value(("constant", id(value)), False)
+
+
+def _folded(key: _Value, number: _Value) -> _Value:
+  """The key that a number is folded into; a constant one stays a constant."""
+  return _Value(
+    ("fold_in", key.name, number.name), key.varies, key.turns | number.turns
+  )
+
+
+def _of(inputs: Iterable[_Value]) -> tuple[bool, frozenset]:
+  varies, turns = False, frozenset()
+  for value in inputs:
+    varies, turns = varies or value.varies, turns | value.turns
+  return varies, turns
+
+
+def _is_key(atoms) -> bool:
+  """True where the first operand is a typed key, and there is a second one."""
+  if len(atoms) < 2 or isinstance(atoms[0], core.Literal):
+    return False
+  return jax.dtypes.issubdtype(atoms[0].aval.dtype, jax.dtypes.prng_key)
+
+
+def _live(jaxpr) -> set[int]:
+  """The equations on which the results depend, or that do something.
+
+  Of a loop that was traced anew the jaxpr around it keeps the first form.
+  """
+  needed = {id(atom) for atom in jaxpr.outvars}
+  live = set()
+  for number in reversed(range(len(jaxpr.eqns))):
+    eqn = jaxpr.eqns[number]
+    if eqn.effects or any(id(atom) in needed for atom in eqn.outvars):
+      live.add(number)
+      needed.update(map(id, eqn.invars))
+  return live
