@@ -49,6 +49,7 @@ LAYERS = {
     "torchax.dispatch.debug",
     "torchax.dispatch.host_operations",
     "torchax.dispatch.transfer",
+    "torchax.properties",
     "torchax.view",
   ),
   2: ("torchax.tensor",),
