@@ -39,3 +39,11 @@ def test_train_digits_runs_eagerly(tmp_path):
     f"--picture={tmp_path / 'curves.png'}",
   )
   assert "equal losses, bit for bit: True" in output
+
+
+def test_two_hundred_requests_at_once_are_answered_as_each_is_alone():
+  output = _run("serve_requests.py")
+  assert "200 requests at once" in output
+  assert "equal answers: True" in output
+  answers = re.findall(r"request with seed \d: '(.{24})'", output)
+  assert len(set(answers)) == 3
