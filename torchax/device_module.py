@@ -251,11 +251,12 @@ def seed_all() -> int:
 
 
 def get_rng_state(device: int | str | torch.device = "jax") -> torch.Tensor:
-  """Snapshot of this thread's current stream, for `set_rng_state`.
+  """Snapshot of the current stream of this thread or task, for `set_rng_state`.
 
   Returns:
     A CPU uint8 tensor of shape (n,): impl name, key data and number of draws; or the
-    seed, as long as nothing was drawn.
+    seed, as long as nothing was drawn. Where there are several environments, all of
+    their states, that of the one which is on first.
 
   Inside a compiled function, where the state has no value yet, the tensor is a mark
   that `set_rng_state` knows in that function alone.
@@ -273,7 +274,7 @@ def get_rng_state_all() -> list[torch.Tensor]:
 def set_rng_state(
   new_state: torch.Tensor, device: int | str | torch.device = "jax"
 ) -> None:
-  """Makes this thread's current stream go on where `get_rng_state` was called.
+  """Makes the current stream go on where `get_rng_state` was called.
 
   Raises:
     SeedError: not a uint8 tensor.
