@@ -18,6 +18,7 @@ from torchax.dispatch import (
   device_plans,
   generator_arguments,
   in_place,
+  shape_questions,
   transfer,
   views,
 )
@@ -42,6 +43,7 @@ _SPECIAL_PLANS = (
   device_plans.plan,
   generator_arguments.plan,
   in_place.plan,
+  shape_questions.plan,
 )
 
 
