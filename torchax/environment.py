@@ -230,31 +230,42 @@ class Environment(contextlib.ContextDecorator):
   @property
   def enabled(self) -> bool:
     """True where torch functions of this thread or task go to this environment."""
-    return self in switches.on.get() and self not in switches.suspended.get()
+    is_on = self in switches.on.get() or self in switches.on_thread.environments
+    return is_on and self not in switches.suspended.get()
 
   def enable_torch_modes(self) -> None:
-    """Turns the environment on for this thread or task; calls nest."""
+    """Turns the environment on for the rest of this thread; calls nest."""
+    self._push_modes()
+    switches.on_thread.environments += (self,)
+
+  def disable_torch_modes(self, *exc) -> None:
+    """Undoes one `enable_torch_modes` of this thread.
+
+    Raises:
+      RuntimeError: the environment is not on for the rest of the thread.
+    """
+    before = switches.on_thread.environments
+    switches.on_thread.environments = switches.without(before, self)
+    if switches.on_thread.environments == before:
+      raise RuntimeError(
+        "The torchax environment is not enabled on this thread: disable follows enable."
+      )
+    self._pop_modes(*exc)
+
+  def _push_modes(self) -> None:
+    """Puts our modes on torch's stack, unless they are there."""
     state = self._modes
     if not state.modes:
       state.modes = (XLADispatchMode(self), XLAFunctionMode(self))
       for mode in state.modes:
         mode.__enter__()
     state.holders += 1
-    switches.push(switches.on, self)
 
-  def disable_torch_modes(self, *exc) -> None:
-    """Undoes one `enable_torch_modes` of this thread or task.
-
-    Raises:
-      RuntimeError: the environment is not on.
-    """
-    if not switches.drop(switches.on, self):
-      raise RuntimeError(
-        "The torchax environment is not enabled on this thread: disable follows enable."
-      )
+  def _pop_modes(self, *exc) -> None:
+    """Undoes one `_push_modes`."""
     state = self._modes
     if not state.holders:
-      return  # on by the context of another thread
+      return  # on in the context of another thread
     state.holders -= 1
     # Other modes may have been pushed on top since; then ours stay, inert.
     if state.holders == 0 and _torch_compat.are_top_modes(*state.modes):
@@ -311,11 +322,13 @@ class Environment(contextlib.ContextDecorator):
       switches.drop(switches.suspended, self)
 
   def __enter__(self) -> "Environment":
-    self.enable_torch_modes()
+    self._push_modes()
+    switches.push(switches.on, self)
     return self
 
   def __exit__(self, *exc) -> None:
-    self.disable_torch_modes(*exc)
+    switches.drop(switches.on, self)
+    self._pop_modes(*exc)
 
   # Operations -----------------------------------------------------------------------
 

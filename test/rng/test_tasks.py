@@ -120,6 +120,28 @@ def test_a_task_has_the_environment_on_for_itself(env):
   assert seen == [False, "meta"] and not other.enabled
 
 
+def test_what_is_on_globally_is_on_in_every_task_of_the_thread():
+  """As the cells of a notebook are, which may be tasks of their own."""
+  other = torchax.Environment(seed=5)
+
+  async def cell(function):
+    return function()
+
+  def draw():
+    assert other.enabled
+    return torch.rand(2, device="cuda").tolist()
+
+  async def notebook():
+    await asyncio.create_task(cell(other.enable_torch_modes))
+    first = await asyncio.create_task(cell(draw))
+    second = await asyncio.create_task(cell(draw))
+    await asyncio.create_task(cell(other.disable_torch_modes))
+    return first, second
+
+  first, second = asyncio.run(notebook())
+  assert other.rng.state.count == 2 and first != second and not other.enabled
+
+
 def test_properties_are_overridden_in_one_task_alone(env):
   async def override(mesh, pause):
     with env.override_property(mesh=mesh):

@@ -33,7 +33,7 @@ default_streams = Streams()
 
 def streams_on() -> Streams:
   """The streams of the environment that is on; by default, of the default one."""
-  environments = switches.on.get()
+  environments = switches.on.get() or switches.on_thread.environments
   return environments[-1].streams if environments else default_streams
 
 
