@@ -298,6 +298,8 @@ def test_a_state_of_several_environments_is_read_back_or_refused_whole(env):
   torch.jax.set_rng_state(state)
   with other:
     assert torch.equal(torch.rand(2, device="jax"), drawn)
+  torch.rand(1, device="jax")
+  assert torchax.RngState.from_tensor(torch.jax.get_rng_state()) == env.rng.state
   before = other.rng.state.state_dict()
   for damaged in (state[:-1], state[:40]):
     with pytest.raises(ValueError, match="truncated"):

@@ -1,9 +1,12 @@
-"""The plain data of a random state as bytes, and back.
+"""The plain data of random states as bytes, and back.
 
   magic | length of name, count, number of words | name | [length, JSON] | words
 
 The part in brackets is there under the second magic only: the counts of sites, and the
 number of rows of a batched state. Words are little-endian 32-bit integers.
+
+Of several environments the states are joined: magic | (number, length) and the state,
+for each, that of the environment which is on first.
 """
 
 import json
@@ -14,8 +17,38 @@ import numpy as np
 
 _MAGIC = b"torchax-rng-1\0"
 _MAGIC_EXTRA = b"torchax-rng-2\0"
+_SEVERAL = b"torchax-several-1\0"
 _HEADER = struct.Struct("<BQB")
+_ENTRY = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<I")
+
+
+def joined(states: list[tuple[int, bytes]]) -> bytes:
+  """The states of several environments, with the numbers of these, as one."""
+  return _SEVERAL + b"".join(_ENTRY.pack(n, len(state)) + state for n, state in states)
+
+
+def parted(payload: bytes) -> list[tuple[int | None, bytes]]:
+  """What `joined` has joined; a state by itself has no number.
+
+  Raises:
+    ValueError: the bytes are truncated.
+  """
+  if not payload.startswith(_SEVERAL):
+    return [(None, payload)]
+  states: list[tuple[int | None, bytes]] = []
+  start = len(_SEVERAL)
+  while start < len(payload) or not states:
+    header = payload[start : start + _ENTRY.size]
+    number, length = _ENTRY.unpack(header) if len(header) == _ENTRY.size else (0, -1)
+    start += _ENTRY.size + length
+    if length < 0 or start > len(payload):
+      raise ValueError(
+        f"The random state is truncated: it ends after {len(payload)} bytes, within "
+        "the states of its environments."
+      )
+    states.append((number, payload[start - length : start]))
+  return states
 
 
 def encode(data: dict[str, Any]) -> bytes:

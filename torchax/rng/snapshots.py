@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from torchax.rng import sites, streams
+from torchax.rng import serialization, sites, streams
 from torchax.rng.root_seed import RootSeed
 from torchax.rng.scope import current, has_scope, streams_on
 from torchax.rng.state import RngState
@@ -19,10 +19,6 @@ from torchax.rng.streams import Streams
 # A traced state has no value; what stands for it is good in its compiled function only.
 _TICKET = b"torchax-mark-1\0"
 _TICKET_BODY = struct.Struct("<Q")
-
-# magic | (number of the environment, length) and the payload, for each.
-_SEVERAL = b"torchax-several-1\0"
-_ENTRY = struct.Struct("<QQ")
 
 
 def snapshot() -> torch.Tensor:
@@ -36,9 +32,9 @@ def snapshot() -> torch.Tensor:
   if not others:
     return _snapshot(first)
   # Modules are remembered for the tensor that the user has.
-  parts = [(owner.number, _bytes(_snapshot(owner))) for owner in (first, *others)]
-  payload = _SEVERAL + b"".join(_ENTRY.pack(n, len(b)) + b for n, b in parts)
-  tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+  states = [(owner.number, _bytes(_snapshot(owner))) for owner in (first, *others)]
+  payload = bytearray(serialization.joined(states))
+  tensor = torch.frombuffer(payload, dtype=torch.uint8)
   if current(first).by_site and not current(first).is_traced:
     _saved_in.keep(tensor, sites.here())
   return tensor
@@ -121,23 +117,15 @@ def _parts(tensor: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
   Raises:
     ValueError: the tensor is truncated.
   """
-  is_state = isinstance(tensor, torch.Tensor) and tensor.dtype is torch.uint8
-  payload = _bytes(tensor) if is_state else b""
-  if not payload.startswith(_SEVERAL):
+  if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
     return [(None, tensor)]
-  parts: list[tuple[int | None, torch.Tensor]] = []
-  start = len(_SEVERAL)
-  while start < len(payload):
-    header = payload[start : start + _ENTRY.size]
-    number, length = _ENTRY.unpack(header) if len(header) == _ENTRY.size else (0, -1)
-    start += _ENTRY.size + length
-    if length < 0 or start > len(payload):
-      raise ValueError(
-        f"The random state is truncated: it ends after {len(payload)} bytes, within "
-        "the states of its environments."
-      )
-    parts.append((number, tensor[start - length : start]))
-  return parts
+  states = serialization.parted(_bytes(tensor))
+  if len(states) == 1 and states[0][0] is None:
+    return [(None, tensor)]
+  return [
+    (number, torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    for number, state in states
+  ]
 
 
 def _read(tensor: torch.Tensor, owner: Streams) -> RootSeed | RngState | int:

@@ -357,7 +357,9 @@ class RngState:
 
   @classmethod
   def from_tensor(cls, tensor: torch.Tensor) -> "RngState":
-    """The state that `to_tensor` wrote.
+    """The state that `to_tensor` wrote, or `torch.jax.get_rng_state()`.
+
+    Of several environments it is that of the one which was on.
 
     Raises:
       SeedError: not a uint8 tensor.
@@ -366,7 +368,8 @@ class RngState:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
       kind = getattr(tensor, "dtype", type(tensor).__name__)
       raise SeedError(f"A random state is a uint8 tensor, but got {kind}.")
-    return cls.from_state_dict(serialization.decode(bytes(tensor.cpu().numpy())))
+    _, payload = serialization.parted(bytes(tensor.cpu().numpy()))[0]
+    return cls.from_state_dict(serialization.decode(payload))
 
   def __repr__(self):
     sites = "" if self.sites is None else f", sites={self.sites}"
