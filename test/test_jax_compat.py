@@ -172,3 +172,12 @@ def test_what_jax_says_of_arguments_is_recognised():
   assert _jax_compat.refused_argument(refused) == ("object", "others[0]")
   assert _jax_compat.refused_argument(TypeError("another")) is None
   assert _jax_compat.is_about_static_arguments(_raised(jitted, 1.0, 2.0, []))
+
+
+def test_the_constants_of_a_scan_are_counted():
+  def scanned(carry, constant, xs):
+    return jax.lax.scan(lambda c, x: (c + constant * x, c), carry, xs)
+
+  program = jax.make_jaxpr(scanned)(1.0, 2.0, jnp.ones(3))
+  (params,) = [e.params for e in program.jaxpr.eqns if e.primitive.name == "scan"]
+  assert _jax_compat.constants_of_scan(params) == 1

@@ -167,6 +167,14 @@ def line_of(source_info, libraries: tuple[str, ...]) -> tuple[str, int] | None:
   return None
 
 
+def constants_of_scan(params: dict) -> int:
+  """How many operands of a scan are the same in all turns; they come first."""
+  if "num_consts" in params:
+    return params["num_consts"]
+  constants, _, _ = params["ft_in"].unpack()  # from JAX 0.12 on
+  return len(constants)
+
+
 def without_constants(closed: core.ClosedJaxpr) -> core.Jaxpr:
   """The jaxpr of a closed one, which keeps no constant alive.
 

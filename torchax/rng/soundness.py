@@ -177,7 +177,7 @@ class _Walk:
     return self._fresh(eqn, inputs)
 
   def _scan(self, eqn, inputs: list[_Value]) -> list[_Value]:
-    body, n_consts = eqn.params["jaxpr"], eqn.params["num_consts"]
+    body, n_consts = eqn.params["jaxpr"], _jax_compat.constants_of_scan(eqn.params)
     if eqn.params["length"] > 1:
       loop = self._new_loop()
       changing = self._in_turns(loop, len(inputs) - n_consts)
