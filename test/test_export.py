@@ -26,7 +26,7 @@ from torchax.export import (
   extract_avals,
 )
 from torchax.interop import extract_jax, jax_jit
-from torchax.rng import RngState, address_by, as_key, current
+from torchax.rng import RngState, address_by, as_key, current, rng_scope
 
 
 def array(tensor):
@@ -436,15 +436,21 @@ def test_a_draw_without_rng_raises_in_a_transformation():
     jax.jit(noise())([], (jnp.zeros(4),))
 
 
-def test_draws_are_numbered_in_order_also_where_eager_ones_are_not():
-  (expected,) = noise()([], (jnp.zeros(4),), rng=3)
+def test_a_key_is_drawn_from_as_the_environment_addresses_draws():
+  """By the site of the module here; a state says itself how it is drawn from."""
+  (by_order,) = noise()([], (jnp.zeros(4),), rng=3)
   address_by("site")
   try:
-    (output,) = noise()([], (jnp.zeros(4),), rng=3)
+    (by_site,) = noise()([], (jnp.zeros(4),), rng=3)
+    (of_state,) = noise()([], (jnp.zeros(4),), rng=RngState.from_seed(3))
+    with rng_scope(3):
+      expected = torch.rand(4, device="jax").numpy()
   finally:
     address_by("order")
     current()  # takes the change in here, and not in the next test's trace
-  np.testing.assert_array_equal(output, expected)
+  np.testing.assert_array_equal(of_state, by_order)
+  np.testing.assert_array_equal(by_site, expected)
+  assert (by_site != by_order).any()
 
 
 def test_stablehlo_takes_key_data_and_count_where_something_is_drawn():

@@ -20,7 +20,7 @@ from torchax.export import (
   exported_program_to_stablehlo,
   extract_avals,
 )
-from torchax.rng import RngState
+from torchax.rng import RngState, rng_scope
 
 X = torch.randn(4, 8)
 BATCH = Dim("batch", min=2, max=50)
@@ -193,14 +193,34 @@ def test_draws_in_a_branch_go_on_after_it():
 
 
 def _drawing_loop(x):
-  turn = lambda i, x: (i + 1, F.dropout(x))  # noqa: E731
+  turn = lambda i, x: (i + 1, x + torch.rand_like(x))  # noqa: E731
   return torch._higher_order_ops.while_loop(
     lambda i, x: i < 3, turn, (torch.tensor(0), x)
   )[1]
 
 
-def test_draws_in_a_while_loop_are_refused():
-  states, program = exported_program_to_jax(export_of(_drawing_loop, X))
+def test_a_while_loop_draws_from_a_child_of_the_stream():
+  """Its turns differ, and it moves the stream by one draw."""
+  function = export_of(lambda x: _drawing_loop(x) + torch.rand_like(x), X)
+  states, program = exported_program_to_jax(function)
+  draw = lambda: torch.rand(X.shape, device="jax").cpu()  # noqa: E731
+  with rng_scope(0) as stream:
+    with rng_scope(stream.next_key()):
+      expected = X + draw() + draw() + draw()
+    expected = expected + draw()
+  (output,) = program(states, (arrays(X),), rng=0)
+  np.testing.assert_allclose(output, expected, rtol=1e-6)
+  (jitted,) = jax.jit(program)(states, (arrays(X),), rng=0)
+  np.testing.assert_allclose(jitted, expected, rtol=1e-6)
+
+
+def test_draws_in_the_condition_of_a_while_loop_are_refused():
+  def loop(x):
+    return torch._higher_order_ops.while_loop(
+      lambda x: torch.rand_like(x).sum() < 3, lambda x: (x + 1,), (x,)
+    )[0]
+
+  states, program = exported_program_to_jax(export_of(loop, X))
   with pytest.raises(RngError, match="torch.while_loop"):
     program(states, (arrays(X),), rng=0)
 

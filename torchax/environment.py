@@ -660,6 +660,12 @@ def default_env() -> Environment:
   return _default_env
 
 
+def env_on() -> Environment:
+  """The environment that is on in this thread or task; by default, the default one."""
+  found = switches.on.get() or switches.on_thread.environments
+  return found[-1] if found else default_env()
+
+
 __all__ = [
   "Environment",
   "OperatorNotFound",

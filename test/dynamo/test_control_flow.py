@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from packaging import version
 
 import torchax
+from torchax.errors import RngError
 from torchax.export import exported_program_to_jax
-from torchax.interop import jax_jit
+from torchax.interop import jax_jit, while_loop
 
 X = torch.linspace(-1.0, 2.0, 8)
 
@@ -186,19 +187,108 @@ def test_branches_on_jax_draw_the_same_in_every_way():
   assert drawn["eager"][2] == 2
 
 
+@has_cond
+def test_branches_of_plain_tensors_draw_what_eager_draws():
+  run = torch.compile(draw_in_branch, backend="jax", fullgraph=True)
+  with torchax.default_env() as env:
+    torch.manual_seed(3)
+    expected = [draw_in_branch(x.to("jax")).cpu() for x in (X, -X, X)]
+    count = env.rng.state.count
+  torch.manual_seed(3)
+  assert all(map(torch.equal, map(run, (X, -X, X)), expected))
+  assert env.rng.state.count == count == 3
+
+
+def branches_in_turn(x, y):
+  """Two choices by one number and of the same operands, and draws around them."""
+  x = F.dropout(x, 0.5)
+  choice = x.sum() > 0
+  first = torch.cond(choice, lambda x, y: F.dropout(x * y, 0.5), torch.mul, (x, y))
+  second = torch.cond(
+    choice,
+    lambda x, y: F.dropout(y, 0.5) * torch.rand_like(x) * x,
+    lambda x, y: torch.rand_like(x) * y,
+    (x, y),
+  )
+  return F.dropout(first, 0.5) + second
+
+
+@has_cond
+def test_gradients_of_plain_branches_have_the_masks_of_the_forward_pass():
+  """torch runs a branch again in the backward pass, and what it draws with it."""
+
+  def gradients(function, device):
+    found = []
+    torch.manual_seed(3)
+    for sign in (1, -1):
+      leaves = [
+        (t * sign).to(device).requires_grad_() for t in (X.abs() + 1, X.abs() + 2)
+      ]
+      out = function(*leaves)
+      out.square().sum().backward()
+      found += [t.detach().cpu() for t in (out, *[leaf.grad for leaf in leaves])]
+    return found
+
+  with torchax.default_env():
+    expected = gradients(branches_in_turn, "jax")
+  compiled = torch.compile(branches_in_turn, backend="jax", fullgraph=True)
+  for have, want in zip(gradients(compiled, "cpu"), expected):
+    torch.testing.assert_close(have, want)
+
+
+@has_cond
+def test_a_choice_inside_a_choice_that_draws_has_no_gradient_of_plain_tensors():
+  """torch runs it twice in the backward pass of the outer one: refused, by its line."""
+
+  def inside(x):
+    return torch.cond(x.sum() > 0, lambda x: x * torch.rand_like(x), torch.sin, (x,))
+
+  def nested(x):
+    return torch.cond(x.sum() > 1, lambda x: inside(x) * x, torch.cos, (x,))
+
+  run = torch.compile(nested, backend="jax")
+  assert run(X).shape == X.shape
+  with pytest.raises(Exception, match="draws other numbers.*test_control_flow") as e:
+    run(X.clone().requires_grad_())
+  assert "RngError" in str(e.value)
+
+
 def draw_in_loop(x):
   start = torch.zeros((), dtype=torch.int64)
   return torch.while_loop(
-    lambda i, x: i < 3, lambda i, x: (i + 1, F.dropout(x, 0.5)), (start, x)
+    lambda i, x: i < 3, lambda i, x: (i + 1, x + torch.rand_like(x)), (start, x)
   )[1]
 
 
-@pytest.mark.parametrize("function", [draw_in_branch, draw_in_loop])
-def test_draws_inside_are_refused_on_the_cpu(function):
-  """They cannot be numbered: which of them happen is not known, nor how often."""
+def test_a_loop_of_plain_tensors_draws_from_a_child_of_the_stream():
+  """As `interop.while_loop` does, whose body is the same."""
+  run = torch.compile(draw_in_loop, backend="jax", fullgraph=True)
+  with torchax.default_env() as env:
+    torch.manual_seed(3)
+    start = torch.zeros((), dtype=torch.int32, device="jax")
+    expected = [
+      while_loop(
+        lambda s: s[0] < 3,
+        lambda s: (s[0] + 1, s[1] + torch.rand_like(s[1])),
+        (start, x),
+      )[1].cpu()
+      for x in (X.to("jax"),) * 2
+    ]
+    count = env.rng.state.count
+  torch.manual_seed(3)
+  found = [run(X) for _ in range(2)]
+  assert all(map(torch.equal, found, expected))
+  assert not torch.equal(*found)
+  assert env.rng.state.count == count == 2
+
+
+def test_a_condition_that_draws_is_refused():
+  def f(x):
+    return torch.while_loop(
+      lambda x: torch.rand_like(x).sum() < 3, lambda x: (x + 1,), (x,)
+    )[0]
+
   before = torchax.default_env().rng.state
-  with pytest.raises(Exception, match=r"draws numbers inside.*test_control_flow") as e:
-    torch.compile(function, backend="jax")(X)
-  assert "RngError" in str(e.value)
-  assert "pass the numbers as an operand" in str(e.value)
+  with pytest.raises(RngError, match=r"condition.*draws"):
+    torch.compile(f, backend="jax")(X)
   assert torchax.default_env().rng.state == before

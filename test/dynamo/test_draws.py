@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import torchax
 import torchax.dynamo
 from torchax import rng
-from torchax.errors import RngError
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
 HEADS = torch.linspace(-1.0, 1.0, 64).reshape(2, 2, 4, 4)
@@ -257,16 +256,6 @@ def test_the_ledger_names_the_module_and_the_line():
   assert ledger[0].shape == (4, 8)
   assert "test_draws.py" in ledger[0].line and "rand_like" in ledger[0].line
   ledger.require_unique()
-
-
-def test_draws_by_site_are_refused():
-  run = compiled(lambda x: F.dropout(x, 0.5))
-  rng.address_by("site")
-  try:
-    with pytest.raises(RngError, match="jax_jit"):
-      run(X)
-  finally:
-    rng.address_by("order")
 
 
 def test_a_scope_is_drawn_from():

@@ -31,7 +31,7 @@ def test_the_key_and_the_count_are_typed_operands():
 def test_the_advance_is_static_and_has_no_array(env):
   pure = Carried(lambda x: _drop(_drop(x)))
   out, advance = jax.eval_shape(pure, pure.operands(), jnp.ones(4))
-  assert advance.draws == 2
+  assert advance.total == 2 and advance.draws == (2,)
   assert jax.tree.leaves(advance) == []
   assert len(jax.tree.leaves((out, advance))) == 1
 
@@ -49,9 +49,9 @@ def test_operands_depend_on_nothing_that_was_computed(env):
   """Two calls of a step are joined by no array of the random state."""
   pure = Carried(_drop)
   jitted = jax.jit(pure)
-  key, _ = pure.operands()
+  ((key, _),) = pure.operands()
   pure.run(lambda rng: jitted(rng, jnp.ones(4)))
-  later_key, count = pure.operands()
+  ((later_key, count),) = pure.operands()
   assert later_key is key
   assert isinstance(count, np.uint32) and count == 1
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from torchax import rng
-from torchax.errors import RngError, TracedDrawError
-from torchax.rng import packing
-from torchax.rng.packing import PackedStream, Packer
+from torchax.errors import TracedDrawError
+from torchax.rng import packing, running
+from torchax.rng.packing import Form, PackedStream, Packer, Place
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "threefry4x32", "rbg"])
@@ -18,8 +18,8 @@ def test_words_are_the_key_and_the_count(impl):
   except ValueError:
     pytest.skip(f"this JAX has no {impl}")
   with rng.rng_scope(rng.RngState(key, 5)):
-    words, name = Packer().pack("a test")
-  assert name == impl
+    words, form = Packer().pack("a test")
+  assert form == Form(impl, None, (False,))
   assert words.dtype == np.uint32
   assert words[:-1].tolist() == np.asarray(jax.random.key_data(key)).tolist()
   assert words[-1] == 5
@@ -27,14 +27,14 @@ def test_words_are_the_key_and_the_count(impl):
 
 def test_a_packed_stream_draws_what_the_stream_draws():
   with rng.rng_scope(3) as stream:
-    words, impl = Packer().pack("a test")
+    words, form = Packer().pack("a test")
     expected = [jax.random.bits(stream.next_key()) for _ in range(3)]
 
   def draw(words):
-    packed = PackedStream(words, impl)
+    packed = PackedStream(words, form)
     found = []
     for number in (2, 0, 1):
-      with packed.draw_number(number, "site", "line"):
+      with packed.at(Place(number, "site", 0), "line"):
         found.append(jax.random.bits(packed.next_key()))
     return jnp.stack(found)
 
@@ -45,7 +45,7 @@ def test_the_key_is_read_once():
   packer = Packer()
   with rng.rng_scope(3) as stream:
     first, _ = packer.pack("a test")
-    packing.commit(4, ())
+    packing.commit(4, {}, ())
     assert stream.state.count == 4
     with jax.transfer_guard("disallow"):
       second, _ = packer.pack("a test")
@@ -62,10 +62,29 @@ def test_inside_a_transformation_there_are_no_words():
     jax.jit(pack)(1.0)
 
 
-def test_draws_by_site_have_no_numbers():
-  rng.address_by("site")
-  try:
-    with pytest.raises(RngError, match="jax_jit"):
-      Packer().pack("a test")
-  finally:
-    rng.address_by("order")
+def test_sites_are_packed_behind_their_environment():
+  """Draws of a site are numbered by themselves, whatever is drawn between them."""
+  places = [Place(0, "a", 0), Place(1, "b", 0), Place(2, "a", 1)]
+  with rng.rng_scope(rng.RngState(jax.random.key(3), 0, {"a": 4})) as stream:
+    words, form = Packer().pack("a test", ("a", "b"))
+    with running.at("a"):
+      expected = {"a": [stream.next_key(), stream.next_key()]}
+    with running.at("b"):
+      expected["b"] = [stream.next_key()]
+
+  def draw(words):
+    packed = PackedStream(words, form)
+    found = []
+    for place in reversed(places):
+      with packed.at(place, "line"):
+        found.append(jax.random.bits(packed.next_key()))
+    return jnp.stack(found)
+
+  wanted = [jax.random.bits(expected[p.site][p.turn]) for p in reversed(places)]
+  assert jax.jit(draw)(words).tolist() == list(map(int, wanted))
+
+
+def test_a_commit_moves_the_sites():
+  with rng.rng_scope(rng.RngState(jax.random.key(3), 0, {"a": 4})) as stream:
+    packing.commit(3, {"a": 2, "b": 1}, ())
+    assert stream.state.sites == {"a": 6, "b": 1} and stream.state.count == 3

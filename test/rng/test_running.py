@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torchax
-from torchax.errors import RngError
 from torchax.interop import JittableModule, gradient_checkpoint, jax_jit
 from torchax.rng import RngState, running, sites
 
@@ -341,29 +340,3 @@ def test_one_graph_stays_one_where_draws_are_addressed_by_site(by_site):
     compiled = torch.compile(lambda x: model(x) * 2, backend=keep, fullgraph=True)
     assert torch.equal(compiled(x), model(x) * 2)
   assert len(graphs) == 1
-
-
-def _draw(x):
-  return torch.rand(x.shape, device=x.device) * x
-
-
-def _move_and_draw(x):
-  return torch.rand(3, device="jax") * x.to("jax")
-
-
-@pytest.mark.parametrize(
-  "f, device",
-  [(Pair(), "jax"), (_draw, "jax"), (_draw, "cpu"), (_move_and_draw, "cpu")],
-  ids=["module", "function", "plain tensors", "uncompiled"],
-)
-@pytest.mark.filterwarnings("ignore:torch.compile leaves a graph uncompiled")
-def test_a_graph_that_draws_is_refused_where_draws_are_addressed_by_site(
-  by_site, f, device
-):
-  state = by_site.rng.state
-  x = torch.zeros(6 if device == "jax" else 3).to(device)
-  where = torchax.disable_temporarily() if device == "cpu" else by_site
-  with where, pytest.raises(RngError, match='draws are addressed by "site"'):
-    torch.compile(f, backend="jax")(x)
-  assert by_site.rng.state.count == state.count
-  assert by_site.rng.state.sites == state.sites

@@ -94,6 +94,29 @@ def test_a_thread_with_a_copied_context_draws_from_the_scope(env):
     assert [asyncio.run(by_asyncio()), by_executor()] == expected
 
 
+@pytest.mark.parametrize("compile", [lambda f: f, jax_jit], ids=["eager", "jitted"])
+def test_threads_at_once_in_one_scope_draw_different_numbers(env, compile):
+  """Which of them draws first is not known, but no number is drawn twice."""
+  draws, threads = 50, 8
+  draw = compile(lambda: torch.rand(1, device="jax") + 0)
+  barrier = threading.Barrier(threads)
+
+  def task():
+    barrier.wait()
+    return [draw().item() for _ in range(draws)]
+
+  with env.rng_scope(5):
+    expected = {draw().item() for _ in range(draws * threads)}
+  with env.rng_scope(5) as stream:
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+      tasks = [
+        pool.submit(contextvars.copy_context().run, task) for _ in range(threads)
+      ]
+    found = [number for done in tasks for number in done.result()]
+    assert stream.state.count == draws * threads
+  assert set(found) == expected and len(set(found)) == len(found)
+
+
 def test_a_task_has_the_environment_on_for_itself(env):
   other = torchax.Environment()
   seen = []

@@ -27,7 +27,7 @@ from torchax.errors import MixedDeviceError, RngError
 from torchax.ops import mappings
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
-from torchax.rng import arguments, carry, scope
+from torchax.rng import arguments, generator_draws, scope
 from torchax.rng import state as rng_state
 from torchax.rng.ledger import Recording
 from torchax.tensor import Tensor, new_tensor
@@ -134,7 +134,7 @@ class Plan:
     generator = kwargs.get("generator") if kwargs else None
     if generator is not None:
       before = generator.get_state()
-      draw = carry.generator_operands(generator, self.name)
+      draw = generator_draws.generator_operands(generator, self.name)
       try:
         result = self._execute(args, kwargs, [*draw, *operands], key, write)
       except BaseException:
@@ -146,7 +146,7 @@ class Plan:
         result,
         arguments.noted(args, kwargs),
       )
-      carry.note_generator_draw(*noted, draw.key)
+      generator_draws.note_generator_draw(*noted, draw.key)
       return result
     execute = functools.partial(self._execute, args, kwargs, key=key, write=write)
     return self._drawn(args, kwargs, execute, operands)
@@ -154,13 +154,14 @@ class Plan:
   def _drawn(self, args, kwargs, execute, operands):
     """Executes with the key of the next draw; the stream advances if it succeeds."""
     stream = scope.current(self.env.streams)
-    draw = stream.peek(self.name)
-    result = execute([*draw, *operands])
-    if Recording.count or stream.log is not None:
-      noted = arguments.noted(args, kwargs)
-      stream.draw(self.name, self._distribution(args), result, noted)
-    else:
-      stream.advance(1)
+    with stream.held:
+      draw = stream.peek(self.name)
+      result = execute([*draw, *operands])
+      if Recording.count or stream.log is not None:
+        noted = arguments.noted(args, kwargs)
+        stream.draw(self.name, self._distribution(args), result, noted)
+      else:
+        stream.advance(1)
     return result
 
   def _distribution(self, args) -> str:

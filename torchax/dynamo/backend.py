@@ -23,7 +23,7 @@ from torchax.dynamo import checkpoints, draws, logs, on_jax, recurrent
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import INFERENCE, Keys, Program
 from torchax.graphs.fx import copied, inputs
-from torchax.rng import packing
+from torchax.rng import current, packing
 from torchax.rng.running import TRANSPARENT
 
 
@@ -104,7 +104,7 @@ def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
   meta = rng_input.meta["val"]
   assert meta.dtype is torch.uint32 and meta.dim() == 1, f"{rng_input} is no key"
   keys.rng = rng_input.name
-  keys.draws = draws.key_draws(graph, rng_input)
+  keys.draws, keys.sites = draws.key_draws(graph, rng_input)
   assert graph.owning_module is not None
   graph.owning_module.recompile()
 
@@ -132,7 +132,8 @@ class _Compiled:
     keys = self._keys
     if not keys.draws:
       return self._function(*args, self._unused)
-    words, keys.impl = self._packer.pack(on_jax.NAME)
-    result = self._function(*args, torch.from_numpy(words))
-    packing.commit(keys.draws, keys.log)
+    with current().held:
+      words, keys.form = self._packer.pack(on_jax.NAME, tuple(keys.sites))
+      result = self._function(*args, torch.from_numpy(words))
+      packing.commit(keys.draws, keys.sites, keys.log)
     return result

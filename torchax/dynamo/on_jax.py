@@ -14,7 +14,7 @@ from torch import fx
 
 from torchax.core.static_values import StaticValue
 from torchax.dynamo.options import Options
-from torchax.environment import default_env
+from torchax.environment import env_on
 from torchax.graphs import higher_order
 from torchax.graphs.fx import (
   add_input,
@@ -26,8 +26,8 @@ from torchax.graphs.fx import (
   inputs,
   where,
 )
+from torchax.graphs.sites import at_sites
 from torchax.interop import jax_jit
-from torchax.rng import packing, scope
 from torchax.tensor import Tensor
 
 NAME = "a function compiled with torch.compile"
@@ -60,7 +60,7 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
   _replace_higher_order(module.graph)
   module.recompile()
   moved = _moved(module.graph)
-  forward = _drawing_in_order(module.forward)
+  forward = at_sites(module)
   run = forward if moved else _jitted(forward, module.graph, results, options)
   if moved:
     warnings.warn(
@@ -78,30 +78,10 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
     if not moved:
       # A size that Dynamo leaves open decides shapes: another one compiles anew.
       args = [StaticValue(arg) if type(arg) is int else arg for arg in args]
-    with default_env(), options.applied():
+    with env_on(), options.applied():
       return results.shown(run(*args))
 
   return torch.compiler.disable(call)
-
-
-def _drawing_in_order(forward: Callable) -> Callable:
-  """A graph's function, which refuses draws that are addressed by site.
-
-  The modules that made the draws are not running when the graph runs.
-  """
-
-  def run(*args):
-    stream = scope.current()
-    if not stream.by_site:
-      return forward(*args)
-    draws, mark = stream.draws, stream.mark()
-    results = forward(*args)
-    if stream.draws != draws:
-      stream.return_to(mark)
-      raise packing.by_site_error(NAME)
-    return results
-
-  return run
 
 
 def _jitted(

@@ -21,7 +21,7 @@ from torchax.graphs.interpreter import JaxInterpreter
 from torchax.ops import mappings
 from torchax.ops.names import aten
 from torchax.rng import rng_scope
-from torchax.rng.packing import PackedStream
+from torchax.rng.packing import Form, PackedStream, Place
 
 
 @jax.tree_util.register_static
@@ -48,14 +48,16 @@ class Keys:
   Attributes:
     rng: name of the graphs' input with the packed key.
     draws: number of draws in one call of the forward pass.
-    impl: the implementation of the key.
+    sites: how many of them each site makes.
+    form: of the packed key.
     log: the draws of the last call, for ledgers.
   """
 
   def __init__(self):
     self.rng = ""
     self.draws = 0
-    self.impl = ""
+    self.sites: dict[str, int] = {}
+    self.form: Form | None = None
     self.log: tuple = ()
 
 
@@ -98,8 +100,8 @@ class Program:
       }
 
   def _jit(self) -> Callable:
-    def pure(numbers, impl, constants, arrays):
-      return self._run(numbers, impl, constants, arrays)
+    def pure(numbers, form, constants, arrays):
+      return self._run(numbers, form, constants, arrays)
 
     pure.__name__ = self.name
     options = {}
@@ -109,7 +111,7 @@ class Program:
 
   # While tracing --------------------------------------------------------------------
 
-  def _run(self, numbers, impl, constants, arrays):
+  def _run(self, numbers, form, constants, arrays):
     given, sizes = iter(arrays), iter(numbers)
     values: dict[fx.Node, Any] = dict.fromkeys(self._numbers)
     for node, is_needed in zip(self._inputs, self._is_needed):
@@ -118,7 +120,7 @@ class Program:
       else:
         values[node] = next(sizes)
     words = None if self._rng is None else values[self._inputs[self._rng]]
-    stream = None if words is None else PackedStream(words, impl)
+    stream = None if words is None else PackedStream(words, form)
     interpreter = _Interpreter(self.module, constants, stream)
     with torch.no_grad(), _torch_compat.without_autocast():
       interpreter.run(initial_env=values, enable_io_processing=False)
@@ -154,7 +156,7 @@ class Program:
     if self._constants is None:
       # Not before: while torch compiles, tensors are fake.
       self._constants = self._converted_constants()
-    computed = self._jitted(tuple(numbers), self.keys.impl, self._constants, arrays)
+    computed = self._jitted(tuple(numbers), self.keys.form, self._constants, arrays)
     (outputs, conditions), static = jax.block_until_ready(computed)
     for condition, message in zip(conditions, static.messages):
       if not condition:
@@ -196,9 +198,9 @@ class _Interpreter(JaxInterpreter):
     product = products.contract(self.node, self.env)
     return super().call_function(target, args, kwargs) if product is None else product
 
-  def _draw(self, words, number: int, operation, *args, **kwargs):
-    site, line = draws.site_of(self.node), line_of(self.node)
-    with rng_scope(self._stream), self._stream.draw_number(number, site, line):
+  def _draw(self, words, place: tuple, operation, *args, **kwargs):
+    at_place = self._stream.at(Place(*place), line_of(self.node))
+    with rng_scope(self._stream), at_place:
       return super().call_function(operation, args, kwargs)
 
   def output(self, target, args: tuple, kwargs: dict) -> None:

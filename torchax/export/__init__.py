@@ -26,7 +26,7 @@ from torchax.errors import UnsupportedDtypeError
 from torchax.export import preparation, shapes
 from torchax.graphs.fx import may_draw
 from torchax.graphs.interpreter import JaxInterpreter
-from torchax.rng import RngState, as_key, as_state, default_impl, rng_scope
+from torchax.rng import RngState, as_key, default_impl, rng_scope
 
 DEBUG: bool = False
 """Log every operation of the programs that are made from now on, with its result."""
@@ -128,7 +128,7 @@ class Program:
     self._fitting.require(values)
     if rng is None:
       return self._run(states, values)
-    with rng_scope(_by_order(rng)):
+    with rng_scope(rng):
       return self._run(states, values)
 
   def updated(self, states: Sequence, updates: dict) -> list:
@@ -173,12 +173,6 @@ class Program:
 
 def _as_result(value):
   return jnp.asarray(value) if jax.export.is_symbolic_dim(value) else value
-
-
-def _by_order(rng):
-  """The state to draw from. A graph has no modules to address draws by."""
-  state = as_state(rng, default_impl())
-  return RngState(state.key, state.count)
 
 
 def _require_plain(signature) -> None:

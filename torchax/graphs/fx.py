@@ -107,6 +107,26 @@ def may_draw(graph_module: torch.nn.Module) -> bool:
   return any(is_draw(node) for graph in graphs if graph for node in graph.nodes)
 
 
+# A module is reached from a variable of the frame that Dynamo has traced: of a method,
+# or of a function that is an argument (of `torch.cond`) and closes over the module.
+_ROOT = re.compile(r"^\w\['\w+'\](\[\d+\]|\.__closure__\[\d+\]\.cell_contents)*")
+
+
+def site_of(node: fx.Node, base: str = "") -> str:
+  """Path of the module that an operation comes from, as sites of draws have it.
+
+  Args:
+    node: the operation.
+    base: path of the operation that runs the graph, which is left out.
+  """
+  paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+  if not paths:
+    return ""
+  path = _ROOT.sub("", paths[-1]).replace("['", ".").replace("']", "")
+  path = path.replace("._modules", "").replace("._orig_mod", "").strip(".")
+  return f"{path}.".removeprefix(f"{base}." if base else "").removesuffix(".")
+
+
 # The user's code ----------------------------------------------------------------------
 
 # File, line, function and text, as a node's `stack_trace` has them.

@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from torchax.environment import default_env
 from torchax.errors import OperatorNotFound, RngError
 from torchax.graphs.fx import inner, may_draw, meta, returned, user_name, where
+from torchax.graphs.sites import at_sites
 from torchax.interop import loops, mismatches
 from torchax.ops.names import higher_order, present
-from torchax.rng import RngState, current, rng_scope
+from torchax.rng import RngState, RngStream, current, rng_scope
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -45,25 +46,27 @@ def _cond(part, predicate, on_true, on_false, operands=()):
 
     return branch
 
-  branches, moved = [branch(0), branch(1)], []
+  branches = [branch(0), branch(1)]
   stream = current() if any(map(may_draw, graphs)) else None
+  inside: dict[int, RngStream] = {}
   if stream is not None:
-    position = stream.peek("torch.cond")
-    branches = [_drawing(branch, position, moved) for branch in branches]
+    stream.check_now("torch.cond")
+    branches = [_drawing(b, stream, inside, n) for n, b in enumerate(branches)]
   index = jnp.asarray(predicate, bool).reshape(()).astype(jnp.int32)
   with mismatches.explained(lambda: _mismatch(graphs, forms)):
     out = lax.switch(index, branches, None)
   if stream is not None:
-    stream.advance(max(moved))
+    stream.pass_over_farthest(list(inside.values()))
   return out
 
 
-def _drawing(branch: Callable, position, moved: list[int]) -> Callable:
+def _drawing(branch: Callable, stream: RngStream, inside: dict, number: int):
+  """A branch with the stream in its own trace, which is then `inside[number]`."""
+
   def run(_):
-    with rng_scope(RngState(position.key, position.count)) as inner:
-      out = branch(_)
-      moved.append(inner.draws)
-      return out
+    inside[number] = stream.nested()
+    with rng_scope(inside[number]):
+      return branch(_)
 
   return run
 
@@ -106,23 +109,32 @@ def _forms_of(graph: fx.GraphModule):
 
 
 def _while_loop(part, condition, body, carried, additional=()):
-  if may_draw(condition) or may_draw(body):
+  """The body draws from a child stream of the current one, which moves by one draw."""
+  if may_draw(condition):
     raise RngError(
-      "torch.while_loop with a draw in it cannot be part of a graph: how far it moves "
-      "the random state is not known. Draw before the loop."
+      "The condition of torch.while_loop draws random numbers. Draw in the body, and "
+      "pass what the condition needs among the carried values."
     )
   test, step = part(condition), part(body)
+  key = current().next_key("torch.while_loop") if may_draw(body) else None
 
   def holds(values):
     result = test(*values, *additional)
     result = result[0] if isinstance(result, tuple | list) else result
     return jnp.asarray(result).reshape(())
 
-  def turn(values):
-    results = step(*values, *additional)
-    return tuple(jnp.asarray(n, old.dtype) for n, old in zip(results, values))
+  def turn(state):
+    count, values = state
+    if key is None:
+      results = step(*values, *additional)
+    else:
+      with rng_scope(RngState(key, count)) as child:
+        results = step(*values, *additional)
+        count += child.draws
+    return count, tuple(jnp.asarray(n, old.dtype) for n, old in zip(results, values))
 
-  return lax.while_loop(holds, turn, tuple(map(jnp.asarray, carried)))
+  start = jnp.uint32(0), tuple(map(jnp.asarray, carried))
+  return lax.while_loop(lambda state: holds(state[1]), turn, start)[1]
 
 
 def _without_gradients(part, enabled, graph, *args):
@@ -142,9 +154,11 @@ def _cond_of_tensors(predicate, on_true, on_false, operands=()):
   if not isinstance(predicate, torch.Tensor):
     return (on_true if predicate else on_false)(*operands)
   for branch in (on_true, on_false):
-    name = user_name(branch.graph) if isinstance(branch, fx.GraphModule) else ""
-    if name:
-      branch.__name__ = name  # for messages, in place of Dynamo's `cond_true_0`
+    if isinstance(branch, fx.GraphModule):
+      at_sites(branch)
+      name = user_name(branch.graph)
+      if name:
+        branch.__name__ = name  # for messages, in place of Dynamo's `cond_true_0`
   return loops.cond(predicate.reshape(()), on_true, on_false, *operands)
 
 

@@ -19,12 +19,13 @@ from torchax.dispatch import device_plans
 from torchax.dispatch.operands import IGNORED
 from torchax.dispatch.plans import DecompositionPlan, Plan
 from torchax.dispatch.transfer import ToCopyPlan
-from torchax.environment import default_env
+from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.graphs import composites, higher_order, lowerings
-from torchax.graphs.fx import where
+from torchax.graphs.fx import is_marked_random, site_of, where
 from torchax.interop.views import call_torch
 from torchax.ops.schema import schema_of
+from torchax.rng import running
 
 # Of exported programs, which ask for it (`torchax.export.DEBUG`).
 _logger = logging.getLogger("torchax.export")
@@ -46,12 +47,14 @@ class JaxInterpreter(torch.fx.Interpreter):
     graph_module: of an `ExportedProgram` after `run_decompositions` or of AOTAutograd,
       or a part of one.
     logs: log each operation with its result.
+    base: site of the operation that runs the graph, if it is a part of one.
   """
 
-  def __init__(self, graph_module, logs: bool = False):
+  def __init__(self, graph_module, logs: bool = False, base: str = ""):
     super().__init__(graph_module)
     self.extra_traceback = False
     self.logs = logs
+    self._base = base
 
   def run_node(self, n: torch.fx.Node) -> Any:
     """The value of a node.
@@ -63,7 +66,11 @@ class JaxInterpreter(torch.fx.Interpreter):
     """
     self.node = n
     try:
-      value = super().run_node(n)
+      if is_marked_random(n) or isinstance(n.target, _torch_compat.HigherOrderOperator):
+        with running.at(site_of(n, self._base)):
+          value = super().run_node(n)
+      else:
+        value = super().run_node(n)
     except _NO_VALUE as error:
       of_symbols = self._has_symbols(n) and not _depends_on_data(n)
       raise (_needs_sizes(n) if of_symbols else _data_dependent(n)) from error
@@ -92,7 +99,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     """A part of the module: a tensor becomes an array."""
     value = super().fetch_attr(target)
     is_tensor = isinstance(value, torch.Tensor)
-    return default_env().t2j_copy(value.detach()) if is_tensor else value
+    return env_on().t2j_copy(value.detach()) if is_tensor else value
 
   def output(self, target, args: tuple, kwargs: dict) -> Any:
     """The results, in Python's own containers."""
@@ -109,7 +116,7 @@ class JaxInterpreter(torch.fx.Interpreter):
 
   def _part(self, graph_module) -> Callable:
     """A part of the graph, such as a branch, as a function of arrays."""
-    return JaxInterpreter(graph_module, self.logs).run
+    return JaxInterpreter(graph_module, self.logs, site_of(self.node)).run
 
   def _of_numbers(self, function, args, kwargs):
     """Python's functions of sizes. What is only asserted may stay undecided."""
@@ -194,7 +201,7 @@ def run_operation(op, args: tuple, kwargs: dict):
     args, kwargs = _with_number_arrays(schema, args, kwargs)
   if schema.is_view:
     op = lowerings.copy_of(op) or op
-  plan = device_plans.inner(default_env().plan_for(op))
+  plan = device_plans.inner(env_on().plan_for(op))
   if isinstance(plan, ToCopyPlan):
     plan = plan.cast  # arrays stay on their device
   if isinstance(plan, Plan) and not (
@@ -212,7 +219,7 @@ def run_operation(op, args: tuple, kwargs: dict):
 
 
 def _dispatched(op, *args, **kwargs):
-  return default_env().dispatch(op, (), args, kwargs)
+  return env_on().dispatch(op, (), args, kwargs)
 
 
 def _with_number_arrays(schema, args, kwargs) -> tuple[tuple, dict]:

@@ -127,7 +127,7 @@ def _explained(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanati
     guards={name: v for name, v in form.items() if name not in operands},
     constants=dict(_constants(traced.function)),
     effects=_effects(effects, arguments, traced, captured),
-    draws=0 if advance is None else advance.draws + sum(advance.words),
+    draws=0 if advance is None else advance.total,
     compilations=traced.history.count,
     reasons=traced.history.reasons,
   )

@@ -22,11 +22,11 @@ from torchax.core.storage import active
 from torchax.devices import placement
 from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.environment import default_env
-from torchax.errors import MixedDeviceError, RngError
+from torchax.errors import MixedDeviceError
 from torchax.interop.options import JitOptions, merged, with_names
-from torchax.rng import NewOperands, RngOperands, RngState, RngStream, rng_scope
+from torchax.rng import NewOperands, current
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracing import autograd_bridge, forms, static_arguments
+from torchax.tracing import autograd_bridge, environments, forms, static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
 from torchax.tracing.effects import assign, settle
 from torchax.tracing.functionalize import Traced
@@ -201,10 +201,11 @@ class Jitted(Generic[P, R]):
     if not pure.generators:  # the common case, without a closure
       try:
         operands = self._operands(leaves, extra)
-        rng = pure.operands()
-        (out, effects), advance = jitted(rng, operands, *args, **kwargs)
-        if advance is not None:
-          pure.commit(advance)
+        with current().held:
+          rng = pure.operands()
+          (out, effects), advance = jitted(rng, operands, *args, **kwargs)
+          if advance is not None:
+            pure.commit(advance)
       except NewOperands:
         out = NotImplemented
     if out is NotImplemented:
@@ -230,9 +231,14 @@ class Jitted(Generic[P, R]):
         out, assigned = autograd_bridge.attach(effects.tape, leaves, results, again)
         if settles:
           assign(effects.places, assigned)
+        if effects.environments:
+          out = environments.given_back(out, effects.environments)
         return tensors_of(out)
       if settles and effects.places:
         assign(effects.places, grad_mode.stopped(effects.assigned))
+      if effects.environments:
+        out = grad_mode.stopped(out)
+        return tensors_of(environments.given_back(out, effects.environments))
     if type(out) is _jax_compat.ArrayImpl:  # typed keys are of another class
       return new_tensor(out, self._env)
     return tensors_of(grad_mode.stopped(out))
@@ -242,31 +248,20 @@ class Jitted(Generic[P, R]):
 
     The function is run once more, with the numbers that it drew.
     """
-    if self._pure.generators:
-      raise RngError(
-        f"{self.traced.__name__} draws with a torch.Generator, so its gradient cannot "
-        "be differentiated again (create_graph=True). Draw outside of it, or from the "
-        "environment's stream."
-      )
     leaves, treedef, rng, alive, autocast = called
     given = Partition(leaves, is_array)
-    key, count, *_ = rng = RngOperands(*rng)
     jitted = program.again.get(given)
     if jitted is None:
       static = given.without_arrays()
       function = functools.partial(self._gradient, program, static, treedef, autocast)
       jitted = program.again[static] = Jitted(function, {}, self.traced.captured)
-    args = (key, count, rng.following, given.dynamic, list(gradients))
+    args = (rng, given.dynamic, list(gradients))
     return jitted.call(None, args, {}, settles=False, alive=alive)
 
-  def _gradient(
-    self, program, given, treedef, autocast, key, count, following, tensors, gradients
-  ):
+  def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):
     leaves = given.filled(tensors)
     args, kwargs = jax.tree.unflatten(treedef, leaves)
-    stream = RngStream(RngState(key, count.jax()))
-    stream.following = following
-    with rng_scope(stream), amp.resumed(autocast):
+    with self._pure.again(arrays_of(rng)), amp.resumed(autocast):
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
 

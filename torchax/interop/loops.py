@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, TypeVarTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
@@ -24,7 +23,7 @@ from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
-from torchax.rng import Advance, current, fold_in
+from torchax.rng import Advance, bundle, fold_in
 from torchax.tensor import Tensor
 from torchax.tracing.names import name_of, place_of
 from torchax.tracing.transform import Transformed
@@ -202,30 +201,24 @@ def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
 
   def lower(call, rng, captured, args):
     init, xs = args
-    # The first iteration that runs takes the first words.
-    turns = [n for _, n in loop.traced.pure.generators]
-    words = [w.reshape(length, n, *w.shape[1:]) for w, n in zip(rng.words, turns)]
-    words = tuple([w[::-1] for w in words] if reverse else words)
     moves: list[Advance] = []
     forms: list = [None, None]
 
-    def body(carry, inputs):
-      (count, sites), states, value = carry
-      x, words = inputs
-      here = rng._replace(count=count, words=words, sites=sites)
+    def body(carry, x):
+      counts, states, value = carry
+      here = bundle.at(rng, counts)
       done = call(0, here, loop.with_states(captured, states), (value, x))
       before, (value, y) = value, _pair(done.out, functions[0])
       forms[:] = mismatches.forms_of(before), mismatches.forms_of(value)
       _require_no_seed(kind, done.advance)
-      loop.require_words(done.advance)
       moves.append(done.advance)
-      after = here.moved(done.advance.draws, loop.by_site(done.advance))
-      return ((after.count, after.sites), done.states, value), y
+      counts = bundle.counts_after(counts, done.advance.draws)
+      return (counts, done.states, value), y
 
-    start = (_counter(rng.count), rng.sites), loop.states_of(captured), init
+    start = bundle.counts_of(rng), loop.states_of(captured), init
     with mismatches.explained(lambda: mismatches.of_turns(kind, functions[0], *forms)):
       (_, states, value), ys = lax.scan(
-        body, start, (xs, words), length=length, reverse=reverse, unroll=unroll
+        body, start, xs, length=length, reverse=reverse, unroll=unroll
       )
     return (value, ys), states, moves[-1].repeated(length, "iteration")
 
@@ -267,22 +260,20 @@ def _fori_while(functions, args):
 
 
 def _while(functions, args, kind="while_loop"):
-  stream = current()
-
   def lower(call, rng, captured, args):
-    key = rng.key
-    if loop.known.draws:  # it takes a draw of the stream if its body draws
-      taken = stream.peek("while_loop")
-      key = fold_in(taken.key, taken.count)
-    child = rng.child(key, loop.traced.pure.sites)
+    # It takes a draw of each stream that its body draws from.
+    pure = loop.traced.pure
+    taken = {owner: s.peek(kind) for owner, s in pure.drawn_from(loop.known).items()}
+    keys = {owner: fold_in(*operands) for owner, operands in taken.items()}
+    child = bundle.children(pure.names, rng, keys)
     moves: list[Advance] = []
     forms: list = [None, None, None]
 
     def goes_on(carry):
-      (count, sites), states, value = carry
-      here = child.at(count, sites)
+      counts, states, value = carry
+      here = bundle.at(child, counts)
       done = call(0, here, loop.with_states(captured, states), (value,))
-      if done.advance.draws:
+      if any(done.advance.draws):
         raise RngError(
           "The condition of while_loop draws random numbers. Draw in the body, and "
           "pass what the condition needs in the value."
@@ -291,24 +282,24 @@ def _while(functions, args, kind="while_loop"):
       return done.out
 
     def body(carry):
-      (count, sites), states, value = carry
-      here = child.at(count, sites)
+      counts, states, value = carry
+      here = bundle.at(child, counts)
       done = call(1, here, loop.with_states(captured, states), (value,))
       forms[:2] = mismatches.forms_of(value), mismatches.forms_of(done.out)
       _require_no_seed(kind, done.advance)
       loop.require_known(done.advance)
       moves.append(done.advance)
-      after = here.moved(done.advance.draws, loop.by_site(done.advance))
-      return (after.count, after.sites), done.states, done.out
+      counts = bundle.counts_after(counts, done.advance.draws)
+      return counts, done.states, done.out
 
-    start = (child.count, child.sites), loop.states_of(captured), args[0]
+    start = bundle.counts_of(child), loop.states_of(captured), args[0]
     with mismatches.explained(lambda: mismatches.of_loop(kind, functions, *forms)):
       _, states, value = lax.while_loop(goes_on, body, start)
     return value, states, moves[-1].of_child("while_loop")
 
   loop = Transformed(kind, functions, lower, times=None)
   value = loop(args)
-  if loop.has_drawn:
+  for stream in loop.traced.pure.drawn_from(loop.known).values():
     stream.draw("while_loop")
   return value
 
@@ -338,13 +329,8 @@ def _switch(functions, args, kind):
   return Transformed(kind, functions, lower)(args)
 
 
-def _counter(count) -> jax.Array:
-  """The count as it is carried through a loop."""
-  return jnp.asarray(count, jnp.uint32)
-
-
 def _require_no_seed(name: str, advance: Advance) -> None:
-  if advance.key is not None:
+  if advance.seedings:
     raise RngError(
       f"{name} seeds the random stream, which would start over in every turn. Seed "
       "before it, or draw in `with env.rng_scope(key):`."

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop.options import ShardMapOptions, merged
-from torchax.rng import Advance, RngOperands
+from torchax.rng import Advance, bundle
 from torchax.rng.ledger import adopted
 from torchax.tracing.names import name_of
 from torchax.tracing.transform import Transformed
@@ -106,7 +106,6 @@ def _lower_vmap(
     _check(done.advance, randomness)
     if randomness == DIFFERENT:
       rows.require_known(done.advance)
-      rows.require_words(done.advance)
     moves.append(done.advance)
     return done.out
 
@@ -116,31 +115,22 @@ def _lower_vmap(
   return out, [], moves[-1].repeated(rows.times or 0, "row")
 
 
-def _of_row(rows: Transformed, rng: RngOperands, name) -> RngOperands:
-  """Where the stream of a row stands: where a loop would come to it."""
+def _of_row(rows: Transformed, rng: bundle.Operands, name) -> bundle.Operands:
+  """Where the streams of a row stand: where a loop would come to it."""
+  if rows.known.is_nothing:
+    return rng
   turn = jax.lax.axis_index(name).astype(jnp.uint32)
-  known = rows.known
-  here = rng.moved(turn * known.draws, tuple(turn * n for n in rows.by_site(known)))
-  counts = [n for _, n in rows.traced.pure.generators]
-  words = tuple(
-    _words_of_turn(w, rows.times or 0, n, turn) for w, n in zip(rng.words, counts)
-  )
-  return here._replace(words=words) if known.draws or words else rng
-
-
-def _words_of_turn(words, times: int, count: int, turn):
-  by_turn = jnp.asarray(words).reshape(times, count, *words.shape[1:])
-  return by_turn[turn] if times else jnp.zeros(by_turn.shape[1:], by_turn.dtype)
+  return bundle.moved(rng, [turn * n if n else 0 for n in rows.known.draws])
 
 
 def _check(advance: Advance, randomness: str) -> None:
-  if randomness == ERROR and (advance.draws or any(advance.words)):
+  if randomness == ERROR and any(advance.draws):
     raise RngError(
       "A function under jax_vmap draws random numbers. Say what the rows draw: "
       'jax_vmap(f, randomness="different") gives each row its own numbers, '
       'randomness="same" gives all of them the same.'
     )
-  if advance.key is not None:
+  if advance.seedings:
     raise RngError(
       "A function under jax_vmap seeds the random stream: each row would seed it to "
       "something else. Seed outside of it, or draw in `with env.rng_scope(key):`."
@@ -227,8 +217,8 @@ def _lower_shards(
 
   def shard(rng, captured, args):
     # A tree inside an operand has its static parts for every shard.
-    here = RngOperands(*rng)
-    done = call(0, here.shard(_index(axes)) if axes else here, captured, args)
+    here = bundle.shard(rng, _index(axes)) if axes else rng
+    done = call(0, here, captured, args)
     _check(done.advance, SAME)
     moves.append(done.advance)
     return done.out
@@ -238,11 +228,11 @@ def _lower_shards(
   transformed = jax.shard_map(
     shard, in_specs=(whole, whole, specs), out_specs=out_specs, **options
   )
-  out = transformed(tuple(rng), captured, args)
+  out = transformed(rng, captured, args)
   advance = moves[-1]
   if axes:
     advance = dataclasses.replace(advance, log=adopted(advance.log, "shard"))
-  return out, [], advance if advance.moves else None
+  return out, [], advance.or_none()
 
 
 def _index(axes: tuple[str, ...]):

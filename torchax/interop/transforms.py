@@ -21,7 +21,7 @@ from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
 from torchax.interop.options import CheckpointOptions, GradOptions, merged, with_names
-from torchax.rng import Advance, RngOperands
+from torchax.rng import Advance
 from torchax.tensor import Tensor
 from torchax.tracing.conversions import tensors_of
 from torchax.tracing.effects import assign, settle
@@ -213,13 +213,12 @@ class _Checkpointed:
     moves: list[Advance] = []
 
     def pure(rng, captured, args):
-      done = call(0, RngOperands(*rng), captured, args)
+      done = call(0, rng, captured, args)
       moves.append(done.advance)
       self._changed, self._places = tuple(done.arguments), tuple(done.assigned)
       results = (done.out, [*done.arguments.values()], [*done.assigned.values()])
       # A re-seed comes back as an array.
-      return results, done.states, done.advance.key
+      return results, done.states, done.advance.keys
 
-    out, states, key = jax.checkpoint(pure, **self._options)(tuple(rng), captured, args)
-    advance = dataclasses.replace(moves[-1], key=key)
-    return out, states, None if advance == Advance(0) else advance
+    out, states, keys = jax.checkpoint(pure, **self._options)(rng, captured, args)
+    return out, states, dataclasses.replace(moves[-1], keys=keys).or_none()

@@ -4,15 +4,11 @@
 derives keys; lowerings receive them.
 """
 
-from torchax.rng.carry import (
-  Advance,
-  Carried,
-  NewOperands,
-  RngOperands,
-  generator_operands,
-)
+from torchax.rng.advance import Advance
+from torchax.rng.carry import Carried, NewOperands
 from torchax.rng.differences import Difference, diff
 from torchax.rng.draw import Draw
+from torchax.rng.generator_draws import generator_operands
 from torchax.rng.ledger import Ledger, explain, replay
 from torchax.rng.running import inside
 from torchax.rng.scope import (
@@ -39,7 +35,6 @@ __all__ = [
   "Draw",
   "Ledger",
   "NewOperands",
-  "RngOperands",
   "RngState",
   "RngStream",
   "Streams",

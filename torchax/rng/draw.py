@@ -28,6 +28,8 @@ class Draw:
       number that is folded in; or "traced" and what tells traced keys apart; None for
       that of the carried stream at `index`, which the caller knows.
     turn: number of the draw at its site, where draws are addressed by site.
+    environment: number of the environment whose stream it was, in what a function
+      notes while it is traced; else None.
     arguments: of the operation, as plain data (`arguments.py`); None where a key was
       taken and nothing was drawn.
   """
@@ -43,6 +45,7 @@ class Draw:
   key: tuple | None = None
   turn: int | None = None
   arguments: tuple | None = None
+  environment: int | None = None
 
   @classmethod
   def of(cls, index: int, op, site: str, distribution: str, result, **where) -> "Draw":
@@ -83,13 +86,12 @@ class Repeated:
   Attributes:
     entries: the draws of one turn.
     times: number of turns.
-    draws: how far one turn moves the stream.
-    site_draws: how far it moves each site.
+    moves: how far one turn moves each stream: the number of its environment, the path
+      of a site or None, and draws.
     label: what repeats.
   """
 
   entries: tuple
   times: int
-  draws: int
-  site_draws: tuple[tuple[str, int], ...]
+  moves: tuple[tuple[int | None, str | None, int], ...]
   label: str

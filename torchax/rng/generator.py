@@ -7,12 +7,17 @@ its integers as an operand: n draws take 2n integers, which torch draws as it wo
 times two.
 """
 
+import jax
 import numpy as np
 import torch
 
 from torchax import _torch_compat
+from torchax.rng import state as rng_state
 
 WORDS = 2
+
+key_of = jax.jit(rng_state.key_from_words, static_argnums=1)
+"""The key of a draw, of its words (uint32 (2,)) and the name of an implementation."""
 
 
 def draw_words(generator: torch.Generator, draws: int) -> np.ndarray:
@@ -26,6 +31,16 @@ def draw_words(generator: torch.Generator, draws: int) -> np.ndarray:
       0, 1 << 32, (draws, WORDS), generator=generator, dtype=torch.int64, device="cpu"
     )
   return words.numpy().astype(np.uint32)
+
+
+def words_of_shard(words: jax.Array, index) -> jax.Array:
+  """Words for one shard of many; `index` may be traced."""
+
+  def one(pair):
+    key = rng_state.key_from_words(pair, rng_state.DEFAULT_IMPL)
+    return jax.random.bits(rng_state.shard_key(key, index), (WORDS,))
+
+  return jax.vmap(one)(words)
 
 
 def check_generator(generator) -> None:

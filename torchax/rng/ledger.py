@@ -5,7 +5,7 @@
   print(ledger)
 
 A function notes its draws while it is traced, and they come back with every call
-(`carry.Advance`), so a function that was compiled before shows them too. Off, recording
+(`Advance`), so a function that was compiled before shows them too. Off, recording
 costs one comparison a draw.
 """
 
@@ -193,36 +193,36 @@ def stop(ledger: Ledger) -> None:
   running.following.release()
 
 
-def note(log: list | None, draw: Draw, key) -> None:
+def note(log: list | None, draw: Draw, operands) -> None:
   """Notes a draw that was just made.
 
   Args:
     log: of the function being traced; None on the host.
     draw: without its key.
-    key: key of the stream, or of the site where draws are addressed by site; None for
-      the carried stream of the function being traced.
+    operands: of the draw, key and count; None for a carried stream of the function
+      being traced.
   """
-  if key is not None:
-    draw = _with_key(draw, key)
+  if operands is not None:
+    draw = _with_key(draw, operands)
   if log is not None:
     log.append(draw)
   else:
     _add([draw])
 
 
-def commit(log: list | None, entries: tuple, stream) -> None:
+def commit(log: list | None, entries: tuple, streams: dict) -> None:
   """Notes the draws of a compiled function that is being called.
 
   Args:
     log: of the function being traced around it; None on the host.
     entries: what it noted when it was traced.
-    stream: the caller's, before it advances.
+    streams: the caller's, before they advance, by the numbers of their environments.
   """
-  called = _of_caller(entries, stream)
+  called = _of_caller(entries, streams)
   if log is not None:
     log += called
   else:
-    _add(_placed(called, stream))
+    _add(_placed(called, streams))
 
 
 class Explainer:
@@ -284,42 +284,49 @@ def replay(draw: Draw, *parameters):
   return Explainer.redraw(draw, parameters)
 
 
-def foretold(entries: tuple, stream, program) -> Ledger:
-  """The draws that a function would make from where the stream stands.
+def foretold(entries: tuple, streams: dict, program) -> Ledger:
+  """The draws that a function would make from where the streams stand.
 
   Args:
     entries: what it noted when it was traced.
-    stream: the caller's.
+    streams: the caller's, by the numbers of their environments.
     program: its jaxpr.
   """
-  return Ledger(_placed(_of_caller(entries, stream), stream), program)
+  return Ledger(_placed(_of_caller(entries, streams), streams), program)
 
 
-def _of_caller(entries: tuple, stream) -> list:
+def _of_caller(entries: tuple, streams: dict) -> list:
   call = next(_calls)
-  prefix = stream.caller_path()
-  index, turns = stream.progress()
-  return [shifted(entry, index, prefix, turns, call) for entry in entries]
+  prefix = next(iter(streams.values())).caller_path()
+  return [shifted(entry, streams, prefix, call) for entry in entries]
 
 
-def _placed(entries, stream) -> list[Draw]:
-  """Single draws with the keys that the stream gives them."""
-  draws = expand(entries)
-  return [d if d.key else _with_key(d, stream.site_key(d.site, d.turn)) for d in draws]
+def _placed(entries, streams: dict) -> list[Draw]:
+  """Single draws with the keys that the streams give them."""
+  placed = []
+  for draw in expand(entries):
+    if draw.key is None:
+      draw = _with_key(draw, streams[draw.environment].operands_of(draw))
+    placed.append(dataclasses.replace(draw, environment=None))
+  return placed
 
 
-def shifted(entry, index: int, prefix: str, turns: dict[str, int], call: int):
-  """A draw of a function as one of its caller, whose stream has made draws before."""
+def shifted(entry, streams: dict, prefix: str, call: int):
+  """A draw of a function as one of its caller, whose streams have drawn before."""
   if isinstance(entry, Repeated):
     return dataclasses.replace(
       entry,
-      entries=tuple([shifted(e, index, prefix, turns, call) for e in entry.entries]),
-      site_draws=tuple([(join(prefix, path), n) for path, n in entry.site_draws]),
+      entries=tuple([shifted(e, streams, prefix, call) for e in entry.entries]),
+      moves=tuple(
+        (number, path if path is None else join(prefix, path), n)
+        for number, path, n in entry.moves
+      ),
     )
   draw = dataclasses.replace(entry, site=join(prefix, entry.site))
   if draw.key is None:
-    turn = None if draw.turn is None else draw.turn + turns.get(draw.site, 0)
-    return dataclasses.replace(draw, index=draw.index + index, turn=turn)
+    stream = streams[draw.environment]
+    turn = None if draw.turn is None else draw.turn + stream.progress(draw.site)
+    return dataclasses.replace(draw, index=draw.index + stream.progress(), turn=turn)
   if draw.key[0] == "traced":
     return dataclasses.replace(draw, key=(*draw.key, call))
   return draw
@@ -346,19 +353,20 @@ def expand(entries: Iterable) -> Iterator[Draw]:
     if isinstance(entry, Draw):
       yield entry
       continue
-    inner, by_site = list(expand(entry.entries)), dict(entry.site_draws)
+    inner = list(expand(entry.entries))
+    moves = {(environment, path): n for environment, path, n in entry.moves}
     for turn in range(entry.times):
       for draw in inner:
-        yield _in_turn(draw, entry, by_site, turn)
+        yield _in_turn(draw, entry.label, moves, turn)
 
 
-def _in_turn(draw: Draw, loop: Repeated, by_site: dict[str, int], number: int) -> Draw:
-  stream = f"{loop.label}[{number}] {draw.stream}".rstrip()
+def _in_turn(draw: Draw, label: str, moves: dict, number: int) -> Draw:
+  stream = f"{label}[{number}] {draw.stream}".rstrip()
   if draw.key is None:
     turn = draw.turn
     if turn is not None:
-      turn += by_site.get(draw.site, 0) * number
-    index = draw.index + loop.draws * number
+      turn += moves.get((draw.environment, draw.site), 0) * number
+    index = draw.index + moves.get((draw.environment, None), 0) * number
     return dataclasses.replace(draw, index=index, turn=turn, stream=stream)
   if draw.key[0] == "traced":
     return dataclasses.replace(draw, key=(*draw.key, number), stream=stream)
@@ -370,8 +378,8 @@ def _add(draws: list[Draw]) -> None:
     ledger._draws += draws
 
 
-def _with_key(draw: Draw, key) -> Draw:
-  count = draw.index if draw.turn is None else draw.turn
+def _with_key(draw: Draw, operands) -> Draw:
+  key, count = operands
   return dataclasses.replace(draw, key=(*_identity(key), count))
 
 
@@ -379,7 +387,8 @@ def _identity(key) -> tuple:
   """What tells a key from others: its words, or which traced value it is."""
   if isinstance(key, jax.core.Tracer):
     return ("traced", id(key))
-  words = np.asarray(jax.random.key_data(key)).ravel().tolist()
+  with jax.ensure_compile_time_eval():  # a function may be being traced
+    words = np.asarray(jax.random.key_data(key)).ravel().tolist()
   return (str(jax.random.key_impl(key)), *words)
 
 

@@ -20,9 +20,16 @@ _VERSION = 1
 def save(draws: Iterable[Draw], path: str | os.PathLike) -> None:
   """Writes draws to a file; see `Ledger.save`."""
   lines = [json.dumps({"kind": _KIND, "version": _VERSION})]
-  lines += [json.dumps(dataclasses.asdict(draw), allow_nan=False) for draw in draws]
+  lines += [json.dumps(_fields(draw), allow_nan=False) for draw in draws]
   with open(path, "w", encoding="utf-8") as file:
     file.write("\n".join(lines) + "\n")
+
+
+def _fields(draw: Draw) -> dict:
+  """The attributes of a draw, but for what is known to its process alone."""
+  fields = dataclasses.asdict(draw)
+  del fields["environment"]
+  return fields
 
 
 def load(path: str | os.PathLike) -> list[Draw]:
@@ -64,7 +71,7 @@ def _parsed(line: str, path, number: int) -> dict:
 
 def _draw(line: str, path, number: int) -> Draw:
   found = _parsed(line, path, number)
-  names = {field.name for field in dataclasses.fields(Draw)}
+  names = {field.name for field in dataclasses.fields(Draw)} - {"environment"}
   if set(found) != names:
     wrong = sorted(set(found) ^ names)
     raise ValueError(

@@ -1,4 +1,4 @@
-"""A stream's operands as plain words, for borders that carry no typed key.
+"""The operands of a bundle as plain words, for borders that carry no typed key.
 
 AOTAutograd passes torch tensors between the forward and the backward pass of a compiled
 graph; a key crosses as its key data, with the count behind it.
@@ -6,53 +6,60 @@ graph; a key crosses as its key data, with the count behind it.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from torchax import _jax_compat
-from torchax.errors import RngError, TracedDrawError
-from torchax.rng import ledger, scope
+from torchax.errors import TracedDrawError
+from torchax.rng import ledger, running, scope, sites
 from torchax.rng import state as rng_state
-from torchax.rng.carry import CarriedStream, RngOperands
+from torchax.rng.counter import Counter, DrawOperands
+from torchax.rng.draw import Draw
+from torchax.rng.state import RngState
+from torchax.rng.stream import RngStream
 
 
-def by_site_error(name: str) -> RngError:
-  """What a compiled graph raises whose draws have no site.
+class Form(NamedTuple):
+  """What words stand for: the static part of packed operands.
 
-  Args:
-    name: what is called.
+  Attributes:
+    impl: the implementation of the keys.
+    paths: of the sites whose streams follow that of the environment; None where draws
+      are addressed by their order.
+    followed: for each stream, whether the key after its own is there too.
   """
-  return RngError(
-    f'{name} draws, and draws are addressed by "site", which torch.compile does '
-    'not support. Call torchax.rng.address_by("order"), or compile with '
-    "torchax.interop.jax_jit."
-  )
+
+  impl: str
+  paths: tuple[str, ...] | None
+  followed: tuple[bool, ...]
 
 
 class Packer:
-  """Packs the current stream's operands, call after call.
+  """Packs the operands of the current stream and its sites, call after call.
 
   Key data is read from the device once for a key, not for every call.
   """
 
   def __init__(self):
-    self._last: tuple = (None, None, "")
+    self._data: dict[str | None, tuple] = {}
+    self._impl = ""
 
-  def pack(self, name: str) -> tuple[np.ndarray, str]:
-    """The operands of the current stream's next draw.
+  def pack(self, name: str, paths: Sequence[str] = ()) -> tuple[np.ndarray, Form]:
+    """The operands of the next draws.
 
     Args:
       name: what is called, for error messages.
+      paths: sites of the graph that is called, used where draws are addressed by site.
 
     Returns:
-      uint32 (words + 1,), key data and then the count; and the key's implementation.
-      Where the counts may run out, the data of the key that follows is in between.
+      uint32 (n,): for each stream key data, data of the key that follows where the
+      counts may run out, and the count; and their form.
 
     Raises:
       TracedDrawError: a JAX transformation is in progress, in which a key has no words.
-      RngError: draws are addressed by site.
     """
     stream = scope.current()
     stream.check_now(name)
@@ -61,49 +68,99 @@ class Packer:
         f"{name} draws, and is called inside a JAX transformation. Call it outside, or "
         "compile with torchax.interop.jax_jit in its place."
       )
+    words: list[np.ndarray] = []
+    followed: list[bool] = []
+    counters: list[tuple[str | None, Counter]] = [(None, stream)]
     if stream.by_site:
-      raise by_site_error(name)
-    key, count = stream.position()
-    last, data, impl = self._last
+      prefix = stream.caller_path()
+      counters += [(path, stream.site(ledger.join(prefix, path))) for path in paths]
+    for path, counter in counters:
+      key, count, following = counter.position()
+      words.append(self._key_data(path, key))
+      followed.append(following is not None)
+      if following is not None:
+        words.append(_key_data(following))
+      words.append(np.asarray([count], np.uint32))
+    by_site = tuple(paths) if stream.by_site else None
+    return np.concatenate(words), Form(self._impl, by_site, tuple(followed))
+
+  def _key_data(self, path: str | None, key: jax.Array) -> np.ndarray:
+    last, data = self._data.get(path, (None, None))
     if last is not key:
-      data = np.asarray(jax.random.key_data(key)).reshape(-1)
-      impl = str(jax.random.key_impl(key))
-      self._last = (key, data, impl)
-    if count >= rng_state.NEAR_THE_END:
-      following = jax.random.key_data(rng_state.rekeyed(key))
-      data = np.concatenate([data, np.asarray(following).reshape(-1)])
-    words = np.empty(data.size + 1, np.uint32)
-    words[:-1], words[-1] = data, count
-    return words, impl
+      data = _key_data(key)
+      self._data[path] = (key, data)
+      self._impl = str(jax.random.key_impl(key))
+    return data
 
 
-class PackedStream(CarriedStream):
-  """The stream of a graph in which every draw has a number."""
+def _key_data(key: jax.Array) -> np.ndarray:
+  return np.asarray(jax.random.key_data(key)).reshape(-1)
+
+
+class Place(NamedTuple):
+  """Which draw of a graph an operation makes.
+
+  Attributes:
+    number: among all draws.
+    site: path of the module; empty outside of modules.
+    turns: for each site at which the operation draws, how many draws were made before.
+  """
+
+  number: int
+  site: str
+  turns: tuple[tuple[str, int], ...] = ()
+
+
+class PackedStream(RngStream):
+  """The stream of a graph in which every draw has a place."""
 
   __slots__ = ()
 
-  def __init__(self, words: jax.Array, impl: str):
-    (size,) = rng_state.key_data_shape(impl)
-    key, *following = [
-      jax.random.wrap_key_data(words[start : start + size], impl=impl)
-      for start in range(0, words.size - 1, size)
-    ]
-    super().__init__(RngOperands(key, words[-1], (), None, *following))
+  def __init__(self, words: jax.Array, form: Form):
+    (size,) = rng_state.key_data_shape(form.impl)
+    counters, start = [], 0
+    for is_followed in form.followed:
+      keys = [
+        jax.random.wrap_key_data(words[first : first + size], impl=form.impl)
+        for first in range(start, start + size * (1 + is_followed), size)
+      ]
+      start += size * len(keys) + 1
+      counters.append((keys[0], words[start - 1], *keys[1:]))
+    (key, count, *following), *of_sites = counters
+    super().__init__(RngState(key, count, None if form.paths is None else {}))
+    self.following = following[0] if following else None
     self.log = []
+    if self._sites is not None:
+      for path, counter in zip(form.paths or (), of_sites):
+        self._sites.add(path, Counter(*counter))
 
   @contextlib.contextmanager
-  def draw_number(self, number: int, site: str, line: str) -> Iterator[None]:
-    """Draws inside the block are the ones from `number` on, and made at a site."""
-    self._count = number
+  def at(self, place: Place, line: str) -> Iterator[None]:
+    """The draws inside the block are those of a place."""
+    self._count = place.number
+    if self._sites is not None:
+      for path, turn in place.turns:
+        self._sites.go_to(path, turn)
     noted = len(self.log)
-    yield
-    for place in range(noted, len(self.log)):
-      self.log[place] = dataclasses.replace(self.log[place], site=site, line=line)
+    with running.boundary(), running.at(place.site):
+      yield
+    for number in range(noted, len(self.log)):
+      self.log[number] = dataclasses.replace(self.log[number], line=line)
+
+  def _path(self) -> str:
+    return sites.path(from_boundary=True)
+
+  def _noted_operands(self, draw: Draw) -> DrawOperands | None:
+    return None  # the caller knows the key
 
 
-def commit(draws: int, log: tuple) -> None:
-  """Moves the current stream past the draws of a graph that was run."""
+def commit(draws: int, by_site: dict[str, int], log: tuple) -> None:
+  """Moves the current stream, and its sites, past the draws of a graph that was run."""
   stream = scope.current()
   if log and (ledger.Recording.count or stream.log is not None):
-    ledger.commit(stream.log, log, stream)
-  stream.advance(draws)
+    ledger.commit(stream.log, log, {None: stream})
+  if stream.by_site:
+    prefix = stream.caller_path()
+    for path, n in by_site.items():
+      stream.pass_over(n, ledger.join(prefix, path))
+  stream.pass_over(draws)

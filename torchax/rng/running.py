@@ -22,9 +22,13 @@ import torch
 # name which it gives.
 TRANSPARENT = "_is_transparent_to_sites"
 
-# A running module and the call around it; in place of the module None for a boundary:
-# what is outside may change by the call.
-Call = tuple[torch.nn.Module | None, "Call | None"]
+# Modules whose class has this attribute are no modules of the user's: parts of graphs.
+UNSEEN = "_is_unseen_by_sites"
+
+# A running module and the call around it. In place of the module None for a boundary:
+# what is outside may change by the call; and a path for modules of a graph, which were
+# running when it was captured.
+Call = tuple[torch.nn.Module | str | None, "Call | None"]
 
 _innermost: contextvars.ContextVar[Call | None] = contextvars.ContextVar(
   "innermost", default=None
@@ -48,7 +52,7 @@ def modules(call: Call | None, outside: Call | None = None) -> list:
     outside: what it is below of; the whole chain by default.
 
   Returns:
-    None for a boundary.
+    None for a boundary, and a path for modules of a graph.
   """
   found = []
   while call is not None and call is not outside:
@@ -64,6 +68,13 @@ def is_below(call: Call | None, outer: Call | None) -> bool:
   return call is outer
 
 
+def meant(module: torch.nn.Module) -> torch.nn.Module:
+  """The module, or the one that it stands for."""
+  while hasattr(type(module), TRANSPARENT):
+    module = getattr(module, getattr(type(module), TRANSPARENT))
+  return module
+
+
 def _wrapped(call: Callable) -> Callable:
   """A module's `__call__`, which says that the module is running."""
 
@@ -71,10 +82,10 @@ def _wrapped(call: Callable) -> Callable:
   def __call__(self, *args, **kwargs):
     if torch.compiler.is_dynamo_compiling():  # it knows the paths of modules itself
       return call(self, *args, **kwargs)
-    if hasattr(type(self), TRANSPARENT):
+    if hasattr(type(self), UNSEEN):
       return call(self, *args, **kwargs)
     outer = _innermost.get()
-    _innermost.set((self, outer))
+    _innermost.set((meant(self), outer))
     try:
       return call(self, *args, **kwargs)
     finally:
@@ -150,6 +161,11 @@ def boundary():
   return _below((None, _innermost.get()))
 
 
+def at(path: str):
+  """A context in which modules of a graph are running, below the innermost boundary."""
+  return _below((path, _innermost.get()))
+
+
 def alone():
   """A context without any module around it."""
   return _below(None)
@@ -182,6 +198,4 @@ def inside(module: torch.nn.Module) -> contextlib.AbstractContextManager:
     )
   if torch.compiler.is_dynamo_compiling():
     return contextlib.nullcontext()
-  while hasattr(type(module), TRANSPARENT):
-    module = getattr(module, getattr(type(module), TRANSPARENT))
-  return _below((module, _innermost.get()))
+  return _below((meant(module), _innermost.get()))

@@ -23,8 +23,9 @@ from torchax.rng.state import RngState
 from torchax.rng.stream import RngStream
 from torchax.rng.streams import Streams
 
-# A scope: whose it is, and what is drawn from.
-_Scope = tuple[Streams, RngStream]
+# A scope: whose it is, and its stream. Or None, and the bundle of a function that is
+# being traced (`bundle.py`), which has a stream for every environment.
+_Scope = tuple[Streams | None, Any]
 _scopes: ContextVar[tuple[_Scope, ...]] = ContextVar("scopes", default=())
 
 default_streams = Streams()
@@ -41,21 +42,50 @@ def current(owner: Streams | None = None) -> RngStream:
   """The stream that operations of an environment draw from, here and now."""
   owner = owner or streams_on()
   scopes = _scopes.get()
-  if scopes:
-    for scope_owner, stream in reversed(scopes):
-      if scope_owner is owner:
-        return stream
+  return current_of(owner, scopes) if scopes else owner.root()
+
+
+def current_of(owner: Streams, scopes: "tuple[_Scope, ...]") -> RngStream:
+  """The stream that an environment draws from inside these scopes."""
+  for scope_owner, stream in reversed(scopes):
+    if scope_owner is owner:
+      return stream
+    if scope_owner is None:
+      return stream.stream(owner)
   return owner.root()
 
 
-def streams_here() -> list[RngStream]:
-  """The streams of all scopes of this thread or task, the innermost one first."""
-  return [stream for _, stream in reversed(_scopes.get())]
+def all_here() -> "tuple[_Scope, ...]":
+  """The scopes of this thread or task, the outermost one first."""
+  return _scopes.get()
+
+
+def bundle_here():
+  """The bundle of the function that is being traced; None on the host."""
+  return next((s for owner, s in reversed(_scopes.get()) if owner is None), None)
+
+
+def owners_here() -> list[Streams]:
+  """The environments that a state or a seed is of here; see `snapshots.py`."""
+  bundle = bundle_here()
+  return streams.every() if bundle is None else bundle.owners
 
 
 def has_scope(owner: Streams) -> bool:
   """True where its current stream is no root."""
-  return any(scope_owner is owner for scope_owner, _ in _scopes.get())
+  return any(scope_owner in (owner, None) for scope_owner, _ in _scopes.get())
+
+
+@contextlib.contextmanager
+def carrying(bundle) -> Iterator[None]:
+  """Draws from the streams of a bundle inside the block, and ends them."""
+  scope = (None, bundle)
+  switches.push(_scopes, scope)
+  try:
+    yield
+  finally:
+    _leave(scope)
+    bundle.close()
 
 
 def address_by(mode: str) -> None:
@@ -164,14 +194,16 @@ def continued() -> Iterator[None]:
   Raises:
     RngError: the block has moved the stream, which nothing would bring back.
   """
-  stream = current()
-  if not stream.is_traced:
+  outer = _scopes.get()
+  inner = tuple([(owner, s.nested() if s.is_traced else s) for owner, s in outer])
+  token = _scopes.set(inner)
+  try:
     yield
-    return
-  inner = stream.nested()
-  with rng_scope(inner):
-    yield
-  if inner.draws != stream.draws:
+  finally:
+    _scopes.reset(token)
+  if [s.draws for _, s in outer if s.is_traced] != [
+    s.draws for _, s in inner if s.is_traced
+  ]:
     raise RngError(
       "The backward pass of a compiled function draws numbers of its own. Draw them in "
       "the forward pass, or differentiate inside of the compiled function."
@@ -203,7 +235,9 @@ def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> 
   if isinstance(seed, bool | float):
     raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
   if owner is None:
-    inside = list(dict.fromkeys(owner for owner, _ in _scopes.get()))
+    inside = list(
+      dict.fromkeys(owner for owner, _ in _scopes.get() if owner is not None)
+    )
     owners = inside or [streams_on(), *streams.every()]
   else:
     owners = [owner]

@@ -4,11 +4,18 @@ A path is made of the names that modules have in one another, from the outermost
 that is running, which has none: "layers.0.dropout". Who runs is in `running.py`.
 """
 
+import copy
 import weakref
+from collections.abc import Iterator
 from typing import NamedTuple
+
+import jax
+import torch
 
 from torchax import _torch_compat
 from torchax.rng import running
+from torchax.rng import state as rng_state
+from torchax.rng.counter import Counter, DrawOperands
 
 _names: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
@@ -59,6 +66,9 @@ def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
     if module is None:
       if from_boundary:
         names.clear()
+    elif isinstance(module, str):
+      names += [module] if module else []
+      parent = None
     elif module is not parent:
       if parent is not None:
         names.append(_name_in(parent, module))
@@ -77,49 +87,94 @@ def _name_in(parent, child) -> str:
 
 def _known_name(parent, child) -> str | None:
   for name, module in parent._modules.items():
-    if module is child:
+    if module is child or module is not None and running.meant(module) is child:
       return name
   known = _names.setdefault(parent, {})
   name, reference = known.get(id(child), (None, None))
   if reference is None or reference() is not child:
-    found = (n for n, module in parent.named_modules() if module is child and n)
+    found = (name for name, module in _inside(parent, set()) if module is child)
     name = next(found, None)
     known[id(child)] = (name, weakref.ref(child))
   return name
 
 
-class SiteTable:
-  """How many draws each site of a stream has made, and with which key.
+def _inside(parent: torch.nn.Module, seen: set) -> Iterator[tuple]:
+  """The modules in a module, with paths, in which wrappers of modules have no part."""
+  for name, module in parent._modules.items():
+    if module is None or id(module) in seen:
+      continue
+    seen.add(id(module))
+    module = running.meant(module)
+    yield name, module
+    for path, inner in _inside(module, seen):
+      yield f"{name}.{path}", inner
 
-  Attributes:
-    bases: counts that came from outside; may be traced.
-    draws: draws made since.
-    keys: the sites' keys, as far as they were needed or given.
-    missing: sites of a traced function that have no operand yet.
+
+class SiteTable:
+  """The draws of each site of a stream: a site is a stream by itself.
+
+  Args:
+    key: of the stream.
+    counts: draws made before, by the path; may be traced.
+    counters: those of sites whose key was carried in.
   """
 
-  def __init__(self, counts: dict, keys: dict | None = None):
-    self.bases = counts
+  def __init__(self, key, counts: dict, counters: dict[str, Counter] | None = None):
+    self._key = key
+    self._before = dict(counts)
+    self._counters = {} if counters is None else dict(counters)
+    # Draws made since.
     self.draws: dict[str, int] = {}
-    self.keys = {} if keys is None else keys
-    self.missing: list[str] = []
     running.following.hold_for(self)
 
-  def count(self, path: str):
-    """Draws that the site has made."""
-    return self.bases.get(path, 0) + self.draws.get(path, 0)
+  def __contains__(self, path: str) -> bool:
+    return path in self._before
+
+  def __getitem__(self, path: str) -> Counter:
+    counter = self._counters.get(path)
+    if counter is None:
+      # A concrete key has concrete ones, also where a function is being traced.
+      with jax.ensure_compile_time_eval():
+        key = rng_state.named_key(self._key, path)
+      counter = self._counters[path] = Counter(key, self._count(path))
+    return counter
+
+  def add(self, path: str, counter: Counter) -> None:
+    """A site whose key was carried in."""
+    self._before[path] = counter.position()[1]
+    self._counters[path] = counter
+
+  def _count(self, path: str):
+    return self._before.get(path, 0) + self.draws.get(path, 0)
+
+  def progress(self, path: str) -> int:
+    """Draws that a site has made; in a trace those since it was carried in."""
+    count = self._count(path)
+    return count if isinstance(count, int) else self.draws.get(path, 0)
+
+  def operands(self, path: str, turn: int) -> DrawOperands:
+    """The operands of a draw of a site; its number is one of `progress`."""
+    count = self._count(path)
+    if isinstance(count, int) and max(count, turn) >= rng_state.REKEY_AT:
+      return Counter(rng_state.named_key(self._key, path), turn).next()
+    return DrawOperands(self[path].position()[0], turn)
 
   def counts(self) -> dict:
     """The counts of all sites."""
-    return {path: self.count(path) for path in {**self.bases, **self.draws}}
+    return {path: self._count(path) for path in {**self._before, **self.draws}}
 
   def advance(self, path: str, draws: int) -> None:
     """Counts draws of a site."""
+    self[path].step(draws)
     self.draws[path] = self.draws.get(path, 0) + draws
 
+  def go_to(self, path: str, draws: int) -> None:
+    """Sets the number of draws of a site since it was carried in."""
+    self.advance(path, draws - self.draws.get(path, 0))
+
   def copy(self) -> "SiteTable":
-    """A table that counts on its own; it shares the keys."""
-    table = SiteTable(dict(self.bases), self.keys)
+    """A table that counts on its own."""
+    counters = {path: copy.copy(each) for path, each in self._counters.items()}
+    table = SiteTable(self._key, self._before, counters)
     table.draws = dict(self.draws)
-    table.missing = self.missing
     return table

@@ -10,9 +10,9 @@ import weakref
 
 import torch
 
-from torchax.rng import serialization, sites, streams
+from torchax.rng import serialization, sites
 from torchax.rng.root_seed import RootSeed
-from torchax.rng.scope import current, has_scope, streams_on
+from torchax.rng.scope import current, has_scope, owners_here, streams_on
 from torchax.rng.state import RngState
 from torchax.rng.streams import Streams
 
@@ -28,7 +28,7 @@ def snapshot() -> torch.Tensor:
   Inside a compiled function the tensor is a mark that `restore` knows there alone.
   """
   first = streams_on()
-  others = [owner for owner in streams.every() if owner is not first]
+  others = [owner for owner in owners_here() if owner is not first]
   if not others:
     return _snapshot(first)
   # Modules are remembered for the tensor that the user has.
@@ -101,7 +101,7 @@ def restore(tensor: torch.Tensor) -> None:
   parts = _parts(tensor)
   first = streams_on()
   restored = [(first, _read(parts[0][1], first))]
-  by_number = {owner.number: owner for owner in streams.every() if owner is not first}
+  by_number = {owner.number: owner for owner in owners_here() if owner is not first}
   for number, part in parts[1:]:
     owner = by_number.get(number)
     # One that has not moved stays; a compiled function carries the one that is on.

@@ -6,10 +6,11 @@ sampled. Where streams live and which one is current is in `scope.py`.
 
 import contextlib
 import copy
+import dataclasses
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 
@@ -17,6 +18,7 @@ from torchax import _jax_compat
 from torchax.errors import ClosedScopeError, TracedDrawError
 from torchax.rng import ledger, running, sites
 from torchax.rng import state as rng_state
+from torchax.rng.counter import Counter, DrawOperands
 from torchax.rng.draw import Draw
 from torchax.rng.ledger import Ledger
 from torchax.rng.sites import SiteTable
@@ -31,17 +33,12 @@ _WAYS_OUT = (
 )
 
 
-class DrawOperands(NamedTuple):
-  """What a fused sampler needs to derive the key of one draw."""
-
-  key: jax.Array
-  count: int | jax.Array  # type: ignore[assignment]  # tuples have such a method
-
-
 _marks = itertools.count()
+# What no other thread draws from needs no lock.
+FREE = contextlib.nullcontext()
 
 
-class RngStream:
+class RngStream(Counter):
   """Draws keys from a state, in order.
 
   A stream belongs to the trace in which it was made: its scope's compiled function,
@@ -50,9 +47,9 @@ class RngStream:
   """
 
   __slots__ = (
-    *("_key", "_count", "_base", "_owner", "_closed", "_draws", "_reseeded"),
-    "following",
-    *("_places", "_sites", "_site", "_replayed", "log", "label"),
+    *("_owner", "_closed", "_draws", "_reseeded"),
+    *("_places", "_sites", "_site", "_replayed", "log", "label", "environment"),
+    "held",
   )
 
   def __init__(self, state: RngState, label: str = ""):
@@ -61,58 +58,46 @@ class RngStream:
     self._draws = 0
     self._places: dict[int, tuple] = {}
     self._replayed: sites.Replay | None = None
-    # The key after this one, in a trace in which the counts may run out; else None.
-    self.following: jax.Array | None = None
     # Where draws are noted while a function is traced; its scope sets this.
     self.log: list | None = None
     self.label = label
+    # The number of the environment, where a compiled function carries the stream.
+    self.environment: int | None = None
+    # Around a draw: threads with a copied context may draw from one scope at once.
+    self.held: contextlib.AbstractContextManager = threading.RLock()
     self._set(state)
     self._reseeded = False
 
   @classmethod
-  def on_host(cls, state: RngState) -> "RngStream":
-    """A stream that belongs to no trace, also when one is in progress."""
+  def root(cls, state: RngState) -> "RngStream":
+    """The stream of one thread, which belongs to no trace, also when one goes on."""
     stream = cls(state)
-    stream._owner = None
+    stream._owner, stream.held = None, FREE
     return stream
 
   def _set(self, state: RngState) -> None:
-    """Starts over at a state. A traced count stays apart from the Python counter."""
-    self._key, count = state.key, state.count
-    self.following = None
-    on_host = isinstance(count, int)
-    if on_host and state.sites is None:
-      self._key, count = rng_state.settled(self._key, count)
-    self._count = count if on_host else 0
-    self._base = None if on_host else count
-    self._sites = None if state.sites is None else SiteTable(dict(state.sites))
+    """Starts over at a state."""
+    self._start(state.key, state.count)
+    self._sites = None if state.sites is None else SiteTable(self._key, state.sites)
     self._site = ""
     self._reseeded = True
-
-  def position(self) -> DrawOperands:
-    """Key and count of the stream; does not ask whether a draw is allowed."""
-    if self._base is None:
-      return DrawOperands(self._key, self._count)
-    return DrawOperands(self._key, self._base + self._count)
 
   @property
   def state(self) -> RngState:
     """The state before the next draw."""
     counts = None if self._sites is None else self._sites.counts()
-    return RngState(*self._place(), counts)
+    return RngState(*self.next(), counts)
 
   @property
   def by_site(self) -> bool:
     """True where draws are addressed by the place that makes them."""
     return self._sites is not None
 
-  def progress(self) -> tuple[int, dict[str, int]]:
-    """Draws since the key was set or carried in: in all, and of each site."""
-    if self._sites is None:
-      return self._count, {}
-    if self._base is None:
-      return self._count, self._sites.counts()
-    return self._count, dict(self._sites.draws)
+  def progress(self, path: str | None = None) -> int:
+    """Draws since the key was set or carried in: in all, or those of a site."""
+    if path is None or self._sites is None:
+      return self._count
+    return self._sites.progress(path)
 
   @property
   def draws(self) -> int:
@@ -132,19 +117,10 @@ class RngStream:
     self.check_now(name)
     if self._sites is not None:
       self._site = self._path()
-      return self.site_operands(self._site)
+      return self.site(self._site).next()
     if self._base is None:
       return DrawOperands(self._key, self._count)
-    return self._place()
-
-  def _place(self) -> DrawOperands:
-    """Key and count of the next draw."""
-    if self._base is None:
-      return DrawOperands(self._key, self._count)
-    count = self._base + self._count
-    if self.following is None or self._sites is not None:
-      return DrawOperands(self._key, count)
-    return DrawOperands(*rng_state.selected(self._key, self.following, count))
+    return self.next()
 
   def _path(self) -> str:
     return sites.path(self._replayed)
@@ -153,24 +129,22 @@ class RngStream:
     """What the sites of a function that is called now are below of."""
     return self._path()
 
-  def site_operands(self, path: str) -> DrawOperands:
-    """The operands of the next draw of a site."""
+  def site(self, path: str) -> Counter:
+    """The draws of a site."""
     assert self._sites is not None, "a stream whose draws are not addressed by site"
-    return DrawOperands(self.site_key(path), self._sites.count(path))
+    return self._sites[path]
 
-  def site_key(self, path: str, turn: int | None = 0) -> jax.Array:
-    """The key of a site; the stream's own for a draw that is not addressed so."""
-    if turn is None or self._sites is None:
-      return self._key
-    key = self._sites.keys.get(path)
-    if key is None:
-      key = self._sites.keys[path] = rng_state.named_key(self._key, path)
-    return key
+  def operands_of(self, draw: Draw) -> DrawOperands:
+    """The operands of a draw by its number, or by its number at its site."""
+    if draw.turn is None or self._sites is None:
+      return Counter(self._key, draw.index).next()
+    return self._sites.operands(draw.site, draw.turn)
 
   def next_key(self, name: str = "a draw") -> jax.Array:
     """Advances by one draw and returns its key."""
-    operands = self.peek(name)
-    self.draw(name)
+    with self.held:
+      operands = self.peek(name)
+      self.draw(name)
     return rng_state.fold_in(operands.key, operands.count)
 
   def draw(
@@ -188,34 +162,35 @@ class RngStream:
       turn, site = None, self._site
       if self._sites is None:
         site = self._path()
-      elif self._base is None:
-        turn = self._sites.count(site)
       else:
-        turn = self._sites.draws.get(site, 0)
+        turn = self._sites.progress(site)
       where = {"stream": self.label, "turn": turn, "arguments": arguments}
       draw = Draw.of(self._count, op, site, distribution, result, **where)
-      ledger.note(self.log, draw, self._noted_key())
+      draw = dataclasses.replace(draw, environment=self.environment)
+      ledger.note(self.log, draw, self._noted_operands(draw))
     self.advance(1)
 
-  def _noted_key(self):
-    return self._key if self._sites is None else self.site_key(self._site)
+  def _noted_operands(self, draw: Draw) -> DrawOperands | None:
+    """The operands of a draw; None where the caller knows them."""
+    return self.operands_of(draw)
 
-  def advance(self, draws: int, by_site: dict[str, int] | None = None) -> None:
-    """Counts draws that were made with this stream's operands.
-
-    Args:
-      draws: how many in all.
-      by_site: how many at each site; by default all at the one that peeked last.
-    """
-    self._count += draws
-    self._draws += draws
+  def advance(self, draws: int) -> None:
+    """Counts draws that were made with the operands of `peek`."""
     if self._sites is not None:
-      for path, n in ({self._site: draws} if by_site is None else by_site).items():
-        self._sites.advance(path, n)
-    # Where draws are addressed by site, each site has counts of its own.
-    is_used_up = self._count >= rng_state.REKEY_AT and self._sites is None
-    if is_used_up and self._base is None:
-      self._set(RngState(self._key, self._count))
+      self._sites.advance(self._site, draws)
+    self.pass_over(draws)
+
+  def pass_over(self, draws: int, path: str | None = None) -> None:
+    """Counts draws made elsewhere: all of them, or again those of a site."""
+    if path is not None:
+      if self._sites is not None:
+        self._sites.advance(path, draws)
+      return
+    self._draws += draws
+    if self._sites is None:
+      self.step(draws)
+    elif draws:  # sites have counts of their own; this one tells that there are any
+      self._count = (self._count + draws - 1) % (rng_state.REKEY_AT - 1) + 1
 
   def _no_sites(self) -> dict | None:
     return None if self._sites is None else {}
@@ -262,7 +237,7 @@ class RngStream:
     if on != self.by_site:
       # Also in a trace that the stream has no part in: only the key is made anew.
       self._rebased()
-      self._sites = SiteTable({}) if on else None
+      self._sites = SiteTable(self._key, {}) if on else None
       running.following.settle()
 
   def fork(self, name: str) -> "RngStream":
@@ -317,14 +292,33 @@ class RngStream:
     """Sites are below these modules again, as when the state was saved."""
     self._replayed = sites.replay(modules)
 
+  def pass_over_farthest(self, branches: "list[RngStream]") -> None:
+    """Counts the draws of branches of which one is run: of the one that draws most.
+
+    Args:
+      branches: this stream as it was left in each branch, `nested`.
+    """
+    before = {} if self._sites is None else dict(self._sites.draws)
+    farthest: dict[str, int] = {}
+    for branch in branches:
+      for path, n in ({} if branch._sites is None else branch._sites.draws).items():
+        farthest[path] = max(n - before.get(path, 0), farthest.get(path, 0))
+    for path, n in farthest.items():
+      self.pass_over(n, path)
+    self.pass_over(max(branch._draws for branch in branches) - self._draws)
+
   def nested(self) -> "RngStream":
     """This stream for a trace inside its own; it knows the places marked so far."""
     inner = copy.copy(self)
     inner._owner = _weak(_jax_compat.draw_owner())
-    inner._places = dict(self._places)
+    inner._places, inner.held = dict(self._places), FREE
     if self._sites is not None:
       inner._sites = self._sites.copy()
     return inner
+
+  def belong_with(self, other: "RngStream") -> None:
+    """Belongs to the trace of another stream."""
+    self._owner = other._owner
 
   def close(self) -> None:
     """Ends the stream: any further draw raises ClosedScopeError."""

@@ -49,6 +49,11 @@ def every() -> "list[Streams]":
   return sorted(_all, key=lambda owner: owner.number)
 
 
+def are_several() -> bool:
+  """Whether this process has more than one environment."""
+  return len(_all) > 1
+
+
 class Streams:
   """The root streams of an environment, on all threads.
 
@@ -143,7 +148,7 @@ class Streams:
     epoch, seeding = self._epoch, self._seedings
     with jax.ensure_compile_time_eval():
       if root.stream is None:
-        root.stream = RngStream.on_host(self.addressed(self.root_seed().state()))
+        root.stream = RngStream.root(self.addressed(self.root_seed().state()))
       elif root.seeding != seeding:
         root.stream.restart(self.addressed(self.root_seed().state()))
       else:

@@ -39,6 +39,7 @@ class Effects:
     of_gradients: for each of `holders`, whether it is the leaf of a gradient.
     places: plain attributes of modules that were assigned to.
     assigned: their new tensors, as arrays.
+    environments: of the results; empty where all are of the default one.
   """
 
   arguments: tuple[int, ...]
@@ -53,6 +54,7 @@ class Effects:
   of_gradients: tuple[bool, ...] = ()
   places: tuple[Place, ...] = ()
   assigned: list[jax.Array] = dataclasses.field(default_factory=list)
+  environments: tuple = ()
 
   def tree_flatten(self):
     objects = (*self.storages, *self.holders, *self.leaves, *self.cleared)
@@ -60,11 +62,11 @@ class Effects:
     counts = (len(self.storages), len(self.leaves))
     shapes = (self.reshapes, self.grown, self.of_gradients, self.places)
     children = (self.arrays, self.tape, self.assigned)
-    return children, (self.arguments, static, counts, shapes)
+    return children, (self.arguments, static, counts, shapes, self.environments)
 
   @classmethod
   def tree_unflatten(cls, static, children):
-    arguments, identities, (n_storages, n_leaves), shapes = static
+    arguments, identities, (n_storages, n_leaves), shapes, environments = static
     arrays, tape, assigned = children
     objects = tuple([identity.value for identity in identities])
     start = 2 * n_storages
@@ -79,7 +81,12 @@ class Effects:
       tape,
       *shapes,
       assigned,
+      environments,
     )
+
+
+NONE = Effects((), (), (), (), (), [])
+"""Nothing has changed."""
 
 
 class Lifted(NamedTuple):

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from torchax import rng
 from torchax.rng import Ledger, ledger
 from torchax.tracing.conversions import arrays_of
 from torchax.tracing.functionalize import Traced
@@ -31,4 +30,4 @@ def foretell(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> L
   trace = jax.make_jaxpr(on_arrays)
   program = traced.pure.try_abstractly(lambda rng: trace(rng, *arrays))
   entries = advances[-1].log if advances[-1] else ()
-  return ledger.foretold(entries, rng.current(), program)
+  return ledger.foretold(entries, traced.pure.streams(), program)

@@ -53,6 +53,9 @@ def _of_specialization(specialization, leaves: list[str], traced) -> Form:
     trained = [n for n, t in zip(captured, traced.captured) if is_trained(t)]
     there = itertools.compress(trained, specialization.has_grad)
     form["gradients that are there"] = ", ".join(there) or "none"
+  if specialization.environments:
+    numbers = [str(env.streams.number) for env in specialization.environments]
+    form["environments"] = ", ".join(numbers)
   if specialization.edition:
     form["tensors and modules replaced"] = f"{specialization.edition} times"
   return form

@@ -27,12 +27,13 @@ from torchax.core.host_numbers import Expression
 from torchax.core.storage import Boundary, Rebindings, Shadow, Storage, active
 from torchax.core.view_steps import WHOLE
 from torchax.dispatch import host_operations
-from torchax.environment import default_env
+from torchax.environment import default_env, env_on
 from torchax.errors import MutationError
 from torchax.rng import Carried, is_typed_key
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import (
   autograd_bridge,
+  environments,
   forms,
   host_randomness,
   optimizer_state,
@@ -41,6 +42,7 @@ from torchax.tracing import (
 )
 from torchax.tracing.conversions import arrays_of
 from torchax.tracing.effects import (
+  NONE,
   Effects,
   Lifted,
   collect,
@@ -279,7 +281,7 @@ class Traced:
       same = ()
     attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
     attributes += (torch.get_default_dtype(), amp.dtype_in_force(), self._edition)
-    attributes += (self.guards.key(),)
+    attributes += (self.guards.key(), environments.of_call(leaves))
     if attributes == ORDINARY_ATTRIBUTES:
       return None
     if attributes != self._last[0]:
@@ -302,7 +304,7 @@ class Traced:
   def _pure(self, operands, *args, **kwargs):
     captured, specialization, *numbers = operands
     specialization = specialization or ORDINARY
-    env = default_env()
+    env = env_on()
     records = specialization.wants_grad is not None
     boundary = Boundary(
       self.records and torch.is_grad_enabled(), self.__name__, guards=self.guards
@@ -344,6 +346,9 @@ class Traced:
           outputs = jax.tree.leaves(out, is_leaf=_is_tensor)
           outputs += [assignment.value for assignment in assignments]
           effects = self._with_tape(effects, outputs, inner, specialization, boundary)
+        of_results = environments.of_results(out)
+        if of_results:
+          effects = dataclasses.replace(effects or NONE, environments=of_results)
         self._require_plain(boundary)
       except BaseException as error:
         attributes.undo_traced(boundary)
@@ -371,12 +376,13 @@ class Traced:
 
   def _wrap(self, inputs: list, specialization: Specialization) -> list:
     same, wants_grad = dict(specialization.same), specialization.wants_grad
+    envs = specialization.environments[1:] or itertools.repeat(default_env())
     inner: list = []
-    for place, value in enumerate(inputs):
+    for place, (value, env) in enumerate(zip(inputs, envs)):
       if place in same:
         inner.append(inner[same[place]])
       elif isinstance(value, jax.Array) and not is_typed_key(value):
-        tensor = new_tensor(value, default_env())
+        tensor = new_tensor(value, env)
         needs_grad = wants_grad is not None and wants_grad[place]
         inner.append(tensor.requires_grad_() if needs_grad else tensor)
       else:
@@ -397,7 +403,7 @@ class Traced:
     tape = autograd_bridge.record(outputs, wanted, list(boundary.roots.values()))
     if tape is None:
       return effects
-    effects = effects or Effects((), (), (), (), (), [])
+    effects = effects or NONE
     tape.program.assigned = effects.places
     return dataclasses.replace(effects, tape=tape)
 

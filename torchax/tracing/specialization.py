@@ -33,11 +33,13 @@ class Specialization:
     edition: how often the captured tensors have come to lie otherwise in memory, or
       were replaced by others.
     guards: the differences from what the function decided by at first (`Guards`).
+    environments: the one that is on, and that of each argument leaf; empty where all
+      are the default one.
   """
 
   __slots__ = (
     *("same", "overlapping", "has_grad", "extra", "wants_grad", "no_grad"),
-    *("default_dtype", "autocast", "edition", "guards", "__weakref__"),
+    *("default_dtype", "autocast", "edition", "guards", "environments", "__weakref__"),
   )
 
   @classmethod
@@ -53,10 +55,11 @@ class Specialization:
     autocast=None,
     edition=0,
     guards=(),
+    environments=(),
   ) -> "Specialization":
     """The one with these attributes; always the same object."""
     attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
-    attributes += (default_dtype, autocast, edition, guards)
+    attributes += (default_dtype, autocast, edition, guards, environments)
     with _interning:
       known = _known.get(attributes)
       if known is None:
@@ -66,7 +69,7 @@ class Specialization:
       return known
 
 
-ORDINARY_ATTRIBUTES = ((), (), (), None, None, False, torch.float32, None, 0, ())
+ORDINARY_ATTRIBUTES = ((), (), (), None, None, False, torch.float32, None, 0, (), ())
 ORDINARY = Specialization.of()
 """No argument repeats another one, and nothing else matters."""
 

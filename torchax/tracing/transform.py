@@ -10,7 +10,6 @@ functions close over are operands. Where torch records gradients, the transforme
 function is recorded as one operation, which JAX differentiates.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,9 +20,9 @@ from torchax.core import grad_mode
 from torchax.core.storage import Storage
 from torchax.dispatch import autograd
 from torchax.errors import MutationError, RngError
-from torchax.rng import Advance, RngOperands
+from torchax.rng import Advance
 from torchax.tensor import Tensor
-from torchax.tracing import static_arguments
+from torchax.tracing import environments, static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
 from torchax.tracing.effects import Effects
 from torchax.tracing.functionalize import Traced
@@ -86,10 +85,13 @@ class Transformed:
     # Those that the last trace has found.
     self._found: list[Storage] = []
     # How far a call moves its stream, as far as earlier traces have shown.
-    self.known = Advance(0)
+    self.known = Advance()
     self.times = times
     # Whether the last call drew numbers.
     self.has_drawn = False
+    # Of the arguments, and of the last trace's results; see `environments.py`.
+    self._of_call: tuple = ()
+    self._of_results: tuple = ()
 
   def _run_branch(self, *args, **kwargs):
     return self._functions[self._branch](*args, **kwargs)
@@ -99,6 +101,7 @@ class Transformed:
     hidden = static_arguments.hidden(args)
     leaves, treedef = jax.tree.flatten(hidden, is_leaf=_is_tensor)
     arrays = arrays_of(leaves)
+    self._of_call = environments.of_call(leaves)
 
     def run(rng):
       if self.times is None and self.traced.pure.generators:
@@ -110,12 +113,15 @@ class Transformed:
       self.changing += self._found
       self._found = []
       with self.traced.pure.deferring():
-        return self._run(RngOperands(*rng), leaves, arrays, treedef)
+        return self._run(rng, leaves, arrays, treedef)
 
     out, states = self.traced.pure.run(run, self._count)
     for storage, array in zip(self.changing, states):
       storage.write(array.jax() if isinstance(array, Tensor) else array)
-    return tensors_of(grad_mode.stopped(out))
+    out = grad_mode.stopped(out)
+    if self._of_results:
+      out = environments.given_back(out, self._of_results)
+    return tensors_of(out)
 
   def _count(self) -> int:
     return 1 if self.times is None else self.times
@@ -148,7 +154,7 @@ class Transformed:
     result = autograd.call(function, [tensors[place] for place in places])
     advance = advances[-1]
     self.has_drawn = advance is not None
-    if advance is not None and advance.key is not None:
+    if advance is not None and advance.seedings:
       raise RngError(
         f"{self.name} seeds its random stream while a gradient is recorded. Seed "
         "outside of it, or draw in `rng_scope(key)`."
@@ -177,9 +183,17 @@ class Transformed:
     """Runs one of the functions in the trace in progress."""
     self._branch = branch
     self.traced.__name__ = f"{name_of(self._functions[branch])} (in {self.name})"
-    specialization = Specialization.of(extra=branch)
+    if self._of_call:  # a branch of `switch` is not given the first argument
+      on, *of_leaves = self._of_call
+      count = len(jax.tree.leaves(args))
+      specialization = Specialization.of(
+        extra=branch, environments=(on, *of_leaves[len(of_leaves) - count :])
+      )
+    else:
+      specialization = Specialization.of(extra=branch)
     (out, effects), advance = self.traced.pure(rng, (captured, specialization), *args)
-    advance = Advance(0) if advance is None else advance
+    self._of_results = () if effects is None else effects.environments
+    advance = Advance() if advance is None else advance
     states = self._states(effects, captured)
     if effects is None:
       return Result(out, states, advance, {}, {})
@@ -228,24 +242,10 @@ class Transformed:
 
   def require_known(self, advance: Advance) -> None:
     """Traces again where a call moves its stream otherwise than was known."""
-    found = dataclasses.replace(advance, log=())
+    found = advance.without_log()
     if found != self.known:
       self.known = found
       self.traced.pure.retrace()
-
-  def require_words(self, advance: Advance) -> None:
-    """Traces again where a generator gives a call more words than it takes."""
-    pure = self.traced.pure
-    if len(advance.words) == len(pure.generators):
-      taken = [(g, n) for (g, _), n in zip(pure.generators, advance.words)]
-      if taken != pure.generators:
-        pure.generators = taken
-        pure.retrace()
-
-  def by_site(self, advance: Advance) -> tuple[int, ...]:
-    """Draws at each site of the function, in the order of its operands."""
-    draws = advance.by_site()
-    return tuple([draws.get(path, 0) for path in self.traced.pure.sites])
 
 
 def _is_tensor(value) -> bool:

@@ -39,10 +39,13 @@ class _Dropout(torch.autograd.Function):
 
   @staticmethod
   def forward(ctx, input, p, draw):
-    ctx.p, ctx.draw = p, draw or input._env.rng.peek("dropout")
-    if draw is None:
+    ctx.p, ctx.draw = p, draw
+    if draw is not None:
+      return input._env.redraw(_forward, draw, (input, p))
+    stream = input._env.rng
+    with stream.held:
+      ctx.draw = stream.peek("dropout")
       return input._env.dispatch(_forward, (), (input, p), None)
-    return input._env.redraw(_forward, ctx.draw, (input, p))
 
   @staticmethod
   def backward(ctx, grad):

@@ -1,0 +1,54 @@
+"""Sites of draws in graphs that run on tensors: those of the modules they come from.
+
+The modules are not running when a graph runs; its operations say whose they are.
+"""
+
+from collections.abc import Callable
+
+from torch import fx
+
+from torchax.graphs.fx import inner, site_of
+from torchax.rng import current, running
+
+
+def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
+  """A graph's function; where draws are addressed by site, they have their modules'.
+
+  Args:
+    module: the graph. It is changed to be this function itself, and so are the graphs
+      in it that its operations run.
+    base: site of the operation that runs the graph.
+  """
+  if hasattr(type(module), running.UNSEEN):
+    return module.forward
+  setattr(type(module), running.UNSEEN, True)  # each has a class of its own
+  forward = module.forward
+  for node in module.graph.nodes:
+    body = inner(node)
+    if body is not None and node.users:
+      at_sites(body, site_of(next(iter(node.users))))
+
+  def run(*args):
+    if current().by_site:
+      return _AtSites(module, base).run(*args, enable_io_processing=False)
+    return forward(*args)
+
+  module.forward = run
+  return run
+
+
+class _AtSites(fx.Interpreter):
+  """Runs each operation of a graph at the site of the modules that it came from.
+
+  Args:
+    module: the graph.
+    base: site of the operation that runs it.
+  """
+
+  def __init__(self, module: fx.GraphModule, base: str):
+    super().__init__(module)
+    self._base = base
+
+  def run_node(self, node: fx.Node):
+    with running.at(site_of(node, self._base)):
+      return super().run_node(node)
