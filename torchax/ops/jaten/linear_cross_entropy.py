@@ -6,6 +6,8 @@ strings here. With a reduction the forward pass makes the gradients too; without
 torch's backward pass calls ATen operations.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,43 +16,86 @@ from torchax.ops import mappings
 from torchax.ops.op_base import op
 
 
-def _row_weights(target, weight, ignore_index, classes, dtype):
-  """The weight of each row's class, 0 where it is ignored; and usable targets."""
-  ignored = target == ignore_index
-  target = jnp.where(ignored, 0, target)
-  weights = jnp.ones(classes, dtype) if weight is None else weight.astype(dtype)
-  return jnp.where(ignored, 0, weights[target]), target
+class _Classes(NamedTuple):
+  """Targets that are classes: one for each row, and whether the row counts."""
+
+  indices: jax.Array
+  counts: jax.Array
+
+  def _row_weights(self, weights):
+    return jnp.where(self.counts, weights[self.indices], 0)
+
+  def losses(self, logarithms, weights):
+    picked = jnp.take_along_axis(logarithms, self.indices[:, None], axis=-1)
+    return -self._row_weights(weights) * picked[:, 0]
+
+  def slopes(self, softmax, weights):
+    """The gradient of the losses by the logits."""
+    hot = jax.nn.one_hot(self.indices, softmax.shape[-1], dtype=softmax.dtype)
+    return (softmax - hot) * self._row_weights(weights)[:, None]
+
+  def divisor(self, weights):
+    """What the mean divides the sum of the losses by."""
+    return self._row_weights(weights).sum()
 
 
-def _chunks(array, size):
-  """(rows, …) as (chunks, size, …), filled up with zeros."""
-  rows = array.shape[0]
-  count = -(-rows // size)
-  padded = jnp.pad(array, [(0, count * size - rows)] + [(0, 0)] * (array.ndim - 1))
-  return padded.reshape(count, size, *array.shape[1:])
+class _Probabilities(NamedTuple):
+  """Targets that are probabilities of each row's classes; torch has them since 2.15."""
+
+  values: jax.Array
+
+  def losses(self, logarithms, weights):
+    return -(self.values * weights * logarithms).sum(axis=-1)
+
+  def slopes(self, softmax, weights):
+    masses = self.values * weights
+    return softmax * masses.sum(axis=-1, keepdims=True) - masses
+
+  def divisor(self, weights):
+    return jnp.asarray(len(self.values), weights.dtype)
 
 
-def _losses(layer, rows, targets, weights):
-  """(weighted losses, softmax) of a chunk."""
+def _targets(target, ignore_index):
+  """Both kinds come by one schema; the dtype tells them apart, as in torch."""
+  if jnp.issubdtype(target.dtype, jnp.floating):
+    return _Probabilities(target)
+  counts = target != ignore_index
+  return _Classes(jnp.where(counts, target, 0), counts)
+
+
+def _class_weights(weight, classes, dtype):
+  return jnp.ones(classes, dtype) if weight is None else weight.astype(dtype)
+
+
+def _chunks(arrays, size):
+  """(rows, …) as (chunks, size, …), filled up with zeros, for each array of a tree."""
+
+  def split(array):
+    count = -(-array.shape[0] // size)
+    missing = count * size - array.shape[0]
+    padded = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+    return padded.reshape(count, size, *array.shape[1:])
+
+  return jax.tree.map(split, arrays)
+
+
+def _logarithms(layer, rows):
+  """The logarithms of the softmax of a chunk's logits."""
   matrix, bias = layer
-  logits = rows @ matrix.T + bias
-  logarithms = jax.nn.log_softmax(logits, axis=-1)
-  picked = jnp.take_along_axis(logarithms, targets[:, None], axis=-1)[:, 0]
-  return -weights * picked, jnp.exp(logarithms)
+  return jax.nn.log_softmax(rows @ matrix.T + bias, axis=-1)
 
 
-def _loss_and_gradients(layer, chunks):
-  """The sum of the losses, and its gradients by rows, matrix and bias."""
+def _loss_and_gradients(layer, weights, scale, chunks):
+  """The scaled sum of the losses, and its gradients by rows, matrix and bias."""
   matrix, bias = layer
 
   def add_chunk(sums, chunk):
     loss, of_matrix, of_bias = sums
-    rows, targets, weights = chunk
-    losses, slopes = _losses(layer, rows, targets, weights)
-    slopes = slopes - jax.nn.one_hot(targets, len(matrix), dtype=slopes.dtype)
-    slopes = slopes * weights[:, None]
-    sums = loss + losses.sum(), of_matrix + slopes.T @ rows, of_bias + slopes.sum(0)
-    return sums, slopes @ matrix
+    rows, targets = chunk
+    logarithms = _logarithms(layer, rows)
+    loss = loss + (targets.losses(logarithms, weights) * scale).sum()
+    slopes = targets.slopes(jnp.exp(logarithms), weights) * scale
+    return (loss, of_matrix + slopes.T @ rows, of_bias + slopes.sum(0)), slopes @ matrix
 
   start = (jnp.zeros((), matrix.dtype), jnp.zeros_like(matrix), jnp.zeros_like(bias))
   (loss, of_matrix, of_bias), of_rows = lax.scan(add_chunk, start, chunks)
@@ -92,14 +137,14 @@ def _linear_cross_entropy_batch_chunked(
     )
   dtype = _compute_dtype(input, acc_dtype)
   layer = _layer(linear_weight, linear_bias, dtype)
-  weights, targets = _row_weights(target, weight, ignore_index, len(layer[0]), dtype)
-  if reduction == "mean":
-    weights = weights / weights.sum()  # NaN where nothing counts, as in torch
-  arrays = (input.astype(dtype), targets, weights)
-  chunks = tuple(_chunks(array, max(batch_chunk_size, 1)) for array in arrays)
-  loss, of_rows, of_matrix, of_bias = _loss_and_gradients(layer, chunks)
-  if reduction == "mean":
-    loss = jnp.where(jnp.isnan(weights).all(), jnp.nan, loss)
+  weights = _class_weights(weight, len(layer[0]), dtype)
+  targets = _targets(target, ignore_index)
+  # NaN where nothing counts, as in torch: 0 times infinity.
+  scale = 1 / targets.divisor(weights) if reduction == "mean" else 1
+  chunks = _chunks((input.astype(dtype), targets), max(batch_chunk_size, 1))
+  loss, of_rows, of_matrix, of_bias = _loss_and_gradients(layer, weights, scale, chunks)
+  if reduction == "mean" and not len(input):
+    loss = jnp.full_like(loss, jnp.nan)
 
   def wanted(gradient, is_wanted):
     empty = jnp.zeros((0,) * gradient.ndim)
@@ -128,8 +173,13 @@ def _linear_cross_entropy_batch_chunked_no_reduction(
   """The loss of each row."""
   dtype = _compute_dtype(input, acc_dtype)
   layer = _layer(linear_weight, linear_bias, dtype)
-  weights, targets = _row_weights(target, weight, ignore_index, len(layer[0]), dtype)
-  arrays = (input.astype(dtype), targets, weights)
-  chunks = tuple(_chunks(array, max(batch_chunk_size, 1)) for array in arrays)
-  losses = lax.map(lambda chunk: _losses(layer, *chunk)[0], chunks)
+  weights = _class_weights(weight, len(layer[0]), dtype)
+  targets = _targets(target, ignore_index)
+  chunks = _chunks((input.astype(dtype), targets), max(batch_chunk_size, 1))
+
+  def losses_of(chunk):
+    rows, targets = chunk
+    return targets.losses(_logarithms(layer, rows), weights)
+
+  losses = lax.map(losses_of, chunks)
   return losses.reshape(-1)[: len(input)].astype(input.dtype)
