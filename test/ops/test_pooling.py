@@ -128,3 +128,11 @@ def test_windows_that_torch_refuses_are_refused(function, args):
     plane = PLANE.to("jax")
     with pytest.raises(RuntimeError, match=message):
       function(plane, *args)
+
+
+@pytest.mark.parametrize("stride", (0, (1, -1, 1)))
+def test_unpooling_refuses_strides_below_one_as_torch_does(stride):
+  pooled, indices = F.max_pool3d(VOLUME, 2, return_indices=True)
+  for device in ("cpu", "jax"):
+    with torchax.default_env(), pytest.raises(RuntimeError, match="greater than zero"):
+      F.max_unpool3d(pooled.to(device), indices.to(device), 2, stride)

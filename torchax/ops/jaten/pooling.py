@@ -192,6 +192,11 @@ def _aten_max_unpoolxd(self, indices, output_size):
 
 @op(aten.max_unpool3d)
 def _aten_max_unpool3d(self, indices, output_size, stride, padding):
+  """The stride is in `output_size` already; torch still refuses one below 1."""
+  if min(stride) < 1:
+    raise RuntimeError(
+      f"strides should be greater than zero, but got stride: {list(stride)}"
+    )
   return _unpool(self, indices, output_size, 3)
 
 
