@@ -25,6 +25,7 @@ class Difference:
     raises: the error; AssertionError where numbers, shapes or dtypes differ.
     dtypes: where; everywhere if empty.
     message: part of the error's text.
+    since: a version of torch whose tests have the operators; older ones may lack them.
   """
 
   operators: tuple[str, ...]
@@ -33,6 +34,7 @@ class Difference:
   raises: type[Exception] = AssertionError
   dtypes: tuple[torch.dtype, ...] = ()
   message: str = ""
+  since: str = ""
 
   def names(self, operator: str) -> bool:
     return any(fnmatch.fnmatchcase(operator, pattern) for pattern in self.operators)
@@ -210,6 +212,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     RuntimeError,
     (torch.float32, torch.bfloat16, torch.complex64),
     "not differentiable",
+    since="2.13",
   ),
   Difference(
     ("scatter", "scatter_add"),

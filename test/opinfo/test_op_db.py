@@ -11,6 +11,7 @@ import pytest
 import torch
 from opinfo import database, expectations
 from opinfo.checks import Checks, NotComparable
+from packaging import version
 
 # How many inputs each check takes.
 FULL = {"forward": 10, "gradient": 10, "jit": 3, "in_place": 3, "out": 3, "error": None}
@@ -110,5 +111,7 @@ def test_the_sweep_is_not_empty():
 
 @pytest.mark.parametrize("row", expectations.DIFFERENCES, ids=lambda row: row.reason)
 def test_every_row_names_operators_that_exist(row):
+  if row.since and version.parse(torch.__version__) < version.parse(row.since):
+    pytest.skip(f"the tests of torch before {row.since} may lack {row.operators}")
   for pattern in row.operators:
     assert any(row.names(name) for name in database.operators()), pattern
