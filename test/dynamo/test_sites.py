@@ -234,3 +234,18 @@ def test_in_an_exported_program_a_branch_draws_at_the_site_of_its_cond(env):
   first, second = (program(states, (_x("jax").jax(),))[0] for _ in range(2))
   assert (first != second).any()
   assert env.rng.state.sites == {"": 6}
+
+
+@pytest.mark.parametrize("mode", ["jax", "dynamo", "export"])
+def test_a_module_compiled_in_any_mode_draws_at_the_sites_of_its_modules(env, mode):
+  torch.manual_seed(1)
+  model = Model().to("jax")
+  results = []
+  with env:
+    compiled = torchax.compile(model, torchax.CompileOptions(mode=mode))
+    for function in (model, compiled):
+      torch.manual_seed(0)
+      drawn = torch.cat([function(_x("jax")) for _ in range(2)])
+      results.append((drawn, env.rng.state.sites))
+  torch.testing.assert_close(results[0][0], results[1][0])
+  assert results[0][1] == results[1][1]

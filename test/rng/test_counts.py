@@ -129,3 +129,37 @@ def test_a_state_beyond_the_last_count_is_that_of_the_key_that_follows(env):
   with env.rng_scope(state) as stream:
     assert stream.state == same
   assert RngState.from_tensor(state.to_tensor()) == same
+
+
+SITE_COUNTS = (LAST - 1, LAST, LAST + 1, 2 * rng_state.REKEY_AT - 1)
+
+
+def _run_at_a_site(env, program, count):
+  x = torch.ones(4, device="jax")
+  with env.rng_scope(RngState(jax.random.key(3), 5, {"": count})) as stream:
+    drawn = program(x)
+    found = [t.tolist() for t in (*drawn, torch.rand(4, device="jax"))]
+    return found, stream.state.sites
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_site_has_as_many_draws_as_a_stream(env, name):
+  """Its key is followed by the next one too, in eager code and in compiled calls."""
+  eager, compiled = PROGRAMS[name]
+  for count in SITE_COUNTS:
+    expected = _run_at_a_site(env, eager, count)
+    assert _run_at_a_site(env, compiled, count) == expected
+    numbers = [tuple(row) for row in expected[0] if 1.0 > max(row) > 0.0]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_a_site_beyond_its_last_count_is_saved_and_goes_on(env):
+  state = RngState(jax.random.key(3), 5, {"": LAST + 1})
+  with env.rng_scope(state):
+    expected = torch.rand(4, device="jax")
+  for again in (
+    RngState.from_state_dict(state.state_dict()),
+    RngState.from_tensor(state.to_tensor()),
+  ):
+    with env.rng_scope(again):
+      assert torch.equal(torch.rand(4, device="jax"), expected)

@@ -131,6 +131,10 @@ class Program:
     with rng_scope(rng):
       return self._run(states, values)
 
+  def leave_out(self, path: str) -> None:
+    """Leaves the path of a module out of the sites at which the program draws."""
+    self._graph.base = path
+
   def updated(self, states: Sequence, updates: dict) -> list:
     """The states with the updates in their places."""
     named = zip(self.names, states, strict=True)
@@ -269,7 +273,8 @@ def exported_program_to_stablehlo(exported_program: ExportedProgram):
     states or inputs in place returns `(outputs, updates)`. `inputs` is the tuple of
     inputs that are arrays, in their order. A program that draws takes two more:
     `(states, inputs, key_data, count)`, with `key_data` uint32[2] of a key, and
-    `count` uint32[], the draws made from that key before.
+    `count` uint32[], the draws made from that key before; they are numbered in
+    their order.
 
   Raises:
     DataDependentError: a shape depends on data.

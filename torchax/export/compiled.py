@@ -94,6 +94,7 @@ class ExportedFunction:
       _explain(error, function, owner)
       raise
     names, states, program = exported_program_to_jax(exported, export_raw=True)
+    program.leave_out("owner")
     return _Compiled(self._module, wrapped, names, states, program, self._kwargs)
 
 

@@ -54,7 +54,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     super().__init__(graph_module)
     self.extra_traceback = False
     self.logs = logs
-    self._base = base
+    self.base = base
 
   def run_node(self, n: torch.fx.Node) -> Any:
     """The value of a node.
@@ -67,7 +67,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     self.node = n
     try:
       if is_marked_random(n) or isinstance(n.target, _torch_compat.HigherOrderOperator):
-        with running.at(site_of(n, self._base)):
+        with running.at(site_of(n, self.base)):
           value = super().run_node(n)
       else:
         value = super().run_node(n)

@@ -23,6 +23,8 @@ DEFAULT_IMPL = "threefry2x32"
 REKEY_AT = 1 << 30
 # No call of a compiled function draws so often; from here on it is given the next key.
 NEAR_THE_END = 1 << 29
+# The count of a site is that of all its draws, whatever key they have had.
+_MOST_OF_A_SITE = 1 << 62
 
 # Children of a key: fold_in(fold_in(key, index), identifier).
 _FIRST_CHILD = 1 << 31
@@ -343,10 +345,9 @@ class RngState:
     sites = data.get("sites")
     if sites is not None and not isinstance(sites, dict):
       raise ValueError(f"Sites are a dict of counts by path, but got {sites!r}.")
-    counts = [data["count"], *(sites or {}).values()]
-    for count in counts:
-      if not isinstance(count, int | np.integer) or not 0 <= count <= REKEY_AT:
-        raise ValueError(f"A draw count is an int in [0, 2**30], but got {count!r}.")
+    _check_count(data["count"], REKEY_AT)
+    for count in (sites or {}).values():
+      _check_count(count, _MOST_OF_A_SITE)
     key = jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl=impl)
     return cls(key, int(data["count"]), None if sites is None else dict(sites))
 
@@ -389,6 +390,12 @@ class RngState:
   def tree_unflatten(cls, paths, children):
     key, count, *counts = children
     return cls(key, count, None if paths is None else dict(zip(paths, counts)))
+
+
+def _check_count(count, most: int) -> None:
+  if not isinstance(count, int | np.integer) or not 0 <= count <= most:
+    bits = most.bit_length() - 1
+    raise ValueError(f"A draw count is an int in [0, 2**{bits}], but got {count!r}.")
 
 
 def as_state(value, impl: str = DEFAULT_IMPL) -> RngState:
