@@ -10,6 +10,7 @@
 #   make test-ecosystem     runs programs of libraries, writes docs/training-scripts.md
 #   make test-ecosystem-quick  runs two of the libraries, in a few minutes
 #   make test-samplers  measures the samplers and writes docs/samplers.md
+#   make test-dieharder  runs dieharder on random streams, writes docs/dieharder.md
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style, formatting and types;  make format  mends what it can
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
@@ -33,7 +34,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-models test-samplers test-ecosystem test-ecosystem-quick test-statistics lint format bench docs clean distclean
+.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -103,6 +104,10 @@ test-samplers: $(STAMP)
 	TORCHAX_SAMPLERS=full $(BIN)/python -m pytest -q test/rng/test_sampler_table.py \
 	  --junitxml=output/samplers.xml $(ARGS)
 	$(BIN)/python -m tools.sampler_table output/samplers.xml docs/samplers.md
+
+# Needs the Debian package of this name.
+test-dieharder: $(STAMP)
+	$(BIN)/python -m tools.dieharder_report docs/dieharder.md $(ARGS)
 
 test-statistics: $(STAMP)
 	TORCHAX_SEEDS_FACTOR=10 $(PYTEST) -m statistics --ignore=test/opinfo \

@@ -6,6 +6,7 @@ from source_tree import ROOT
 from tools import tables
 
 PAGES = {
+  "dieharder_report": "dieharder.md",
   "library_table": "training-scripts.md",
   "model_table": "models.md",
   "sampler_table": "samplers.md",

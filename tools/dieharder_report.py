@@ -1,0 +1,355 @@
+"""Runs dieharder on the streams of `tools/rng_stream.py` and writes docs/dieharder.md.
+
+usage: python -m tools.dieharder_report docs/dieharder.md [--seed SEED]
+
+The part of the page between the two markers is replaced. What counts as a failure was
+decided before the first run:
+
+- Each test of `TESTS` runs once for each mode, each time with another seed.
+- A run with a WEAK result is run again with another seed and `GROWTH` times the
+  samples, `ATTEMPTS` runs in all at most. A result that is weak in all of them is a
+  failure. One that is weak in a repeat only is no reason for another one. All results
+  of all runs are reported.
+- A FAILED result of any run is a failure at once. It is not run again.
+- p-values of different runs must look uniform together: a Kolmogorov-Smirnov test of
+  them with a p-value below `LEAST_UNIFORM` is a failure. Results of one run come from
+  the same words and depend on each other, so that the last one of each run is taken;
+  and of first runs only, because what comes after them depends on them.
+
+Failures are listed, and the exit status is 1.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import itertools
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+from scipy import stats
+
+import torchax
+from tools import dieharder, rng_stream, tables
+from tools.dieharder import FAILED, PASSED, WEAK, Row, Test
+from torchax.rng import state as rng_state
+
+ATTEMPTS = 3
+GROWTH = 4
+LEAST_UNIFORM = 1e-3
+
+# A lag of n adds every (n + 1)-th word: with 3, 7, 15 and 31 those at one place of the
+# draws, with 255 those at one place of the draws of one fork or thread.
+_LAGS = (0, 1, 2, 3, 4, 7, 8, 15)
+
+# With 100 p-values a result, as dieharder has it. Samples are dieharder's own number,
+# or less where they would take minutes. Left out is what docs/dieharder.md names.
+TESTS = (
+  Test(0, "diehard_birthdays", 100, 100),
+  Test(1, "diehard_operm5", 1_000_000, 100),
+  Test(2, "diehard_rank_32x32", 20_000, 100),
+  Test(3, "diehard_rank_6x8", 100_000, 100),
+  Test(4, "diehard_bitstream", 2_097_152, 100),
+  Test(8, "diehard_count_1s_stream", 256_000, 100),
+  Test(9, "diehard_count_1s_byte", 256_000, 100),
+  Test(10, "diehard_parking_lot", 12_000, 100),
+  Test(11, "diehard_2dsphere", 8_000, 100),
+  Test(12, "diehard_3dsphere", 4_000, 100),
+  Test(13, "diehard_squeeze", 100_000, 100),
+  Test(15, "diehard_runs", 100_000, 100, results=2),
+  Test(16, "diehard_craps", 200_000, 100, results=2),
+  Test(17, "marsaglia_tsang_gcd", 1_000_000, 100, results=2),
+  Test(100, "sts_monobit", 100_000, 100),
+  Test(101, "sts_runs", 100_000, 100),
+  Test(102, "sts_serial", 50_000, 100, results=30),
+  *(Test(200, "rgb_bitdist", 50_000, 100, ntuple=n) for n in (1, 2, 3, 4, 6, 8)),
+  *(Test(201, "rgb_minimum_distance", 10_000, 200, ntuple=n) for n in (2, 3, 4, 5)),
+  *(Test(202, "rgb_permutations", 100_000, 100, ntuple=n) for n in (2, 3, 4, 5)),
+  *(Test(203, "rgb_lagged_sum", 100_000, 100, ntuple=n) for n in _LAGS),
+  Test(203, "rgb_lagged_sum", 50_000, 100, ntuple=31),
+  Test(203, "rgb_lagged_sum", 10_000, 100, ntuple=255),
+  Test(205, "dab_bytedistrib", 51_200_000, 1),
+  Test(206, "dab_dct", 50_000, 1),
+  Test(207, "dab_filltree", 15_000_000, 1, results=2),
+  Test(208, "dab_filltree2", 5_000_000, 1, ntuple=0, results=2),
+  Test(209, "dab_monobit2", 65_000_000, 1),
+)
+
+# A run begins at a multiple of this many seeds, so that in the mode "seeds" first runs
+# have no words in common, nor a repeat with what it repeats.
+STRIDE = 1 << 26
+_SLOTS = ATTEMPTS * 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A run of a test.
+
+  Attributes:
+    test: what was run, with its size.
+    seed: the seed of the stream.
+    rows: the results.
+    size: bytes that were written for it.
+  """
+
+  test: Test
+  seed: int
+  rows: list[Row]
+  size: int
+
+
+# The runs of a test: the first one, and those that repeat it.
+Runs = list[Run]
+
+
+def seed_of(index: int, attempt: int, seed: int = 0) -> int:
+  """The seed of a run.
+
+  Args:
+    index: the place of the test in `TESTS`.
+    attempt: 0 for a first run, then 1, 2, ….
+    seed: that of the report.
+  """
+  return seed + (index + 16 * attempt) % _SLOTS * STRIDE
+
+
+def _words(mode: str, seed: int, attempt: int) -> Iterator:
+  """The words for a run: as many as it may take, so that it does not meet another."""
+  draws = STRIDE * (GROWTH if attempt else 1)
+  blocks = rng_stream.dump(mode, seed)
+  return itertools.islice(blocks, draws // rng_stream.BLOCK)
+
+
+def _run(mode: str, index: int, seed: int, attempt: int) -> Run:
+  test = TESTS[index].grown(GROWTH) if attempt else TESTS[index]
+  own = seed_of(index, attempt, seed)
+  rows, size = dieharder.run(test, _words(mode, own, attempt))
+  for row in rows:
+    print(f"{mode} {row.name} {row.ntuple}: {_cell(row)}", flush=True)
+  return Run(test, own, rows, size)
+
+
+# What is a failure -------------------------------------------------------------------
+
+
+def _always_weak(runs: Runs) -> list[int]:
+  """The places of the results that are weak in all runs of a test."""
+  by_place = zip(*(run.rows for run in runs))
+  return [
+    i for i, rows in enumerate(by_place) if all(r.assessment == WEAK for r in rows)
+  ]
+
+
+def _failed(runs: Runs) -> list[Row]:
+  return [row for run in runs for row in run.rows if row.assessment == FAILED]
+
+
+def repeated(run: Callable[[int], Run]) -> Runs:
+  """A test, and again while a result is weak and none has failed.
+
+  Args:
+    run: runs it; its argument counts attempts from 0.
+  """
+  runs = [run(0)]
+  while len(runs) < ATTEMPTS and _always_weak(runs) and not _failed(runs):
+    runs.append(run(len(runs)))
+  return runs
+
+
+def uniformity(modes: Iterable[list[Runs]], value: Callable[[Row], float]) -> float:
+  """The p-value of the uniformity of p-values of independent runs.
+
+  Args:
+    modes: the runs of some modes.
+    value: which p-value of a result.
+  """
+  values = [value(runs[0].rows[-1]) for tests in modes for runs in tests]
+  return float(stats.kstest(values, "uniform").pvalue)
+
+
+def failures(found: dict[str, list[Runs]]) -> list[str]:
+  """What has failed, in words.
+
+  Args:
+    found: mode -> tests -> runs.
+  """
+  lines = []
+  for mode, tests in found.items():
+    for runs in tests:
+      lines += [f"{mode}: {row.name} {row.ntuple} failed" for row in _failed(runs)]
+      if len(runs) == ATTEMPTS:
+        weak = [runs[0].rows[place] for place in _always_weak(runs)]
+        lines += [f"{mode}: {r.name} {r.ntuple} was weak in all runs" for r in weak]
+  together = uniformity(found.values(), lambda row: row.exact)
+  if together < LEAST_UNIFORM:
+    lines.append(f"the p-values are not uniform: p = {_p(together)}")
+  return lines
+
+
+# The page ----------------------------------------------------------------------------
+
+
+def _p(p: float, digits: int = 4) -> str:
+  return f"{p:.{digits}f}" if p >= 1e-3 else f"{p:.1e}"
+
+
+def _cell(row: Row) -> str:
+  if row.assessment == PASSED:
+    return f"{_p(row.p)} · {_p(row.exact)}"
+  return f"{_p(row.p, 8)} · {_p(row.exact, 8)} **{row.assessment}**"
+
+
+def _command(run: Run) -> str:
+  return f"`{' '.join(run.test.arguments)}`"
+
+
+def _results(found: dict[str, list[Runs]]) -> str:
+  """All results of first runs, a column for each mode."""
+  header = ["test", "ntuple", "arguments", "seed", *found]
+  lines = []
+  for tests in zip(*found.values()):
+    firsts = [runs[0] for runs in tests]
+    for rows in zip(*(run.rows for run in firsts)):
+      cells = [rows[0].name, str(rows[0].ntuple), _command(firsts[0])]
+      lines.append([*cells, str(firsts[0].seed), *map(_cell, rows)])
+  return tables.markdown(header, lines)
+
+
+def _repeats(found: dict[str, list[Runs]]) -> str:
+  """All results of the runs that repeat another one."""
+  lines = []
+  for mode, tests in found.items():
+    for runs, attempt in itertools.product(tests, range(1, ATTEMPTS)):
+      for run in runs[attempt : attempt + 1]:
+        for first, row in zip(runs[0].rows, run.rows):
+          cells = [mode, row.name, str(row.ntuple), _command(run), str(run.seed)]
+          lines.append([*cells, str(attempt), _cell(first), _cell(row)])
+  if not lines:
+    return "No result was weak, so nothing was run again."
+  header = ["mode", "test", "ntuple", "arguments", "seed", "repeat"]
+  header += ["first run", "this run"]
+  return tables.markdown(header, lines)
+
+
+def _counts(runs: Iterable[Run]) -> list[str]:
+  counts = collections.Counter(row.assessment for run in runs for row in run.rows)
+  return [
+    str(n) for n in (counts.total(), *(counts[a] for a in (PASSED, WEAK, FAILED)))
+  ]
+
+
+def _summary(found: dict[str, list[Runs]]) -> str:
+  """How many results there are of each kind, and what they say together."""
+  header = ["mode", "runs", "results", PASSED, WEAK, FAILED]
+  header += ["uniform, exact", "uniform, dieharder's"]
+  lines = []
+  groups = {mode: [tests] for mode, tests in found.items()}
+  groups["all"] = list(found.values())
+  for mode, several in groups.items():
+    firsts = [runs[0] for tests in several for runs in tests]
+    together = [
+      uniformity(several, lambda r: r.exact),
+      uniformity(several, lambda r: r.p),
+    ]
+    lines.append([mode, str(len(firsts)), *_counts(firsts), *map(_p, together)])
+  again = [run for tests in found.values() for runs in tests for run in runs[1:]]
+  lines.append(["repeats", str(len(again)), *_counts(again), "–", "–"])
+  return tables.markdown(header, lines)
+
+
+def _verdict(found: dict[str, list[Runs]]) -> str:
+  wrong = failures(found)
+  if not wrong:
+    return "Nothing has failed."
+  return "\n".join(["Failures:", "", *(f"- {line}" for line in wrong)])
+
+
+def _facts(
+  found: dict[str, list[Runs]], seed: int, version: str, seconds: float
+) -> str:
+  sizes = {
+    mode: sum(run.size for runs in tests for run in runs)
+    for mode, tests in found.items()
+  }
+  read = ", ".join(f"{mode} {size / 2**30:.1f} GiB" for mode, size in sizes.items())
+  return tables.markdown(
+    ["what", "which"],
+    [
+      ["dieharder", version],
+      ["torchax, JAX", f"{torchax.__version__}, {jax.__version__}"],
+      ["keys", rng_state.DEFAULT_IMPL],
+      ["words of a draw", str(rng_stream.WORDS)],
+      ["seed of the report", str(seed)],
+      ["read", read],
+      ["processor time", f"{seconds / 60:.0f} minutes"],
+    ],
+  )
+
+
+def render(
+  found: dict[str, list[Runs]], seed: int, version: str, seconds: float
+) -> str:
+  """The part of the page that is written.
+
+  Args:
+    found: mode -> tests -> runs.
+    seed: that of the report.
+    version: dieharder's.
+    seconds: the processor time of all runs.
+  """
+  parts = [_facts(found, seed, version, seconds)]
+  parts += ["### Every result", _results(found)]
+  parts += ["### What was run again", _repeats(found)]
+  parts += ["### Summary", _summary(found), _verdict(found)]
+  return "\n\n".join(parts)
+
+
+def _arguments(argv) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("page", type=pathlib.Path, help="docs/dieharder.md")
+  parser.add_argument("--seed", type=int, default=0, help="at least 0, below 2**26")
+  options = parser.parse_args(argv)
+  if not 0 <= options.seed < STRIDE:
+    parser.error(f"Expected a seed in [0, {STRIDE}), but got {options.seed}.")
+  return options
+
+
+def main(argv=None) -> int:
+  """The program; see the module's docstring.
+
+  Returns:
+    The exit status: 1 where something has failed.
+
+  Raises:
+    SystemExit: dieharder is not installed, or arguments are wrong.
+    ValueError: the page has no markers.
+  """
+  options = _arguments(argv)
+  try:
+    version = dieharder.version()
+  except FileNotFoundError as error:
+    raise SystemExit(str(error)) from None
+  # A page without markers is refused now and not after the runs.
+  tables.written(options.page.read_text(encoding="utf-8"), "dieharder_report")
+  found = {}
+  for mode in rng_stream.MODES:
+    found[mode] = [
+      repeated(functools.partial(_run, mode, index, options.seed))
+      for index in range(len(TESTS))
+    ]
+  text = render(found, options.seed, version, sum(os.times()[:4]))
+  # It is read again, since it may have been edited while the tests ran.
+  page = options.page.read_text(encoding="utf-8")
+  page = tables.insert(page, "dieharder_report", text)
+  options.page.write_text(page, encoding="utf-8")
+  print(_summary(found), _verdict(found), f"written to {options.page}", sep="\n\n")
+  return 1 if failures(found) else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
