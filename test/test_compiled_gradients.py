@@ -329,14 +329,21 @@ def test_a_closed_over_tensor_does_not_join_a_traced_graph(wrap):
   assert torch.equal(kept, x.detach() * 2) and torch.equal(x.grad, kept)
 
 
-def test_a_generator_and_gradients_of_gradients_raise():
-  generator = torch.Generator().manual_seed(0)
-  f = jax_jit(lambda x: x**3 * torch.rand(6, 4, generator=generator, device="jax"))
-  x = _x()
-  (gradient,) = torch.autograd.grad(f(x).sum(), x, retain_graph=True)
-  assert gradient.any().item()
-  with pytest.raises(RngError, match="create_graph"):
-    torch.autograd.grad(f(x).sum(), x, create_graph=True)
+def test_gradients_of_gradients_have_the_words_of_the_forward_pass():
+  """The function is run once more for them, with the generator's words of the call."""
+  generator, x, found = torch.Generator(), _x(), []
+
+  def f(x):
+    return x**3 * torch.rand(6, 4, generator=generator, device="jax")
+
+  for function in (f, jax_jit(f)):
+    generator.manual_seed(0)
+    (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    after = torch.rand(2, generator=generator, device="jax")
+    found.append((first.detach(), second, after))
+  for have, want in zip(*found):
+    torch.testing.assert_close(have, want)
 
 
 def test_a_draw_in_the_backward_pass_raises():

@@ -115,6 +115,24 @@ def test_the_trace_belongs_to_a_thread():
   assert inside == [True]
 
 
+def test_values_are_concrete_outside_of_traces():
+  found = []
+
+  def note(x):
+    with _jax_compat.outside_of_traces():
+      found.append(jnp.arange(3) + 1)
+    return x
+
+  mesh, spec = (
+    jax.sharding.Mesh(jax.devices()[:1], "x"),
+    jax.sharding.PartitionSpec("x"),
+  )
+  for transform in (jax.jit, jax.vmap, jax.grad):
+    transform(lambda x: note(x).sum())(jnp.ones(4))
+  jax.shard_map(note, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.ones(4))
+  assert [array.tolist() for array in found] == [[1, 2, 3]] * 4
+
+
 def test_jax_has_started_once_an_array_exists():
   jnp.ones(1).block_until_ready()
   assert _jax_compat.has_started()

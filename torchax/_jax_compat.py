@@ -50,6 +50,14 @@ has_started = private.find(
   instead=lambda: False,
 )
 
+# A context in which JAX computes with concrete values, also while a function is being
+# traced; `jax.ensure_compile_time_eval` does not leave a `shard_map`.
+outside_of_traces = private.find(
+  "jax._src.core.eval_context",
+  "the first draw of a stream inside of a shard_map",
+  instead=jax.ensure_compile_time_eval,
+)
+
 _trace_context = private.essential(
   "jax._src.core.trace_ctx",
   "knowing which transformation a random number belongs to",

@@ -34,7 +34,7 @@ def test_a_packed_stream_draws_what_the_stream_draws():
     packed = PackedStream(words, form)
     found = []
     for number in (2, 0, 1):
-      with packed.at(Place(number, "site", 0), "line"):
+      with packed.at(Place(number, "site"), "line"):
         found.append(jax.random.bits(packed.next_key()))
     return jnp.stack(found)
 
@@ -64,7 +64,10 @@ def test_inside_a_transformation_there_are_no_words():
 
 def test_sites_are_packed_behind_their_environment():
   """Draws of a site are numbered by themselves, whatever is drawn between them."""
-  places = [Place(0, "a", 0), Place(1, "b", 0), Place(2, "a", 1)]
+  places = [
+    Place(number, site, ((site, turn),))
+    for number, (site, turn) in enumerate([("a", 0), ("b", 0), ("a", 1)])
+  ]
   with rng.rng_scope(rng.RngState(jax.random.key(3), 0, {"a": 4})) as stream:
     words, form = Packer().pack("a test", ("a", "b"))
     with running.at("a"):
@@ -80,8 +83,8 @@ def test_sites_are_packed_behind_their_environment():
         found.append(jax.random.bits(packed.next_key()))
     return jnp.stack(found)
 
-  wanted = [jax.random.bits(expected[p.site][p.turn]) for p in reversed(places)]
-  assert jax.jit(draw)(words).tolist() == list(map(int, wanted))
+  wanted = [jax.random.bits(expected[p.site][dict(p.turns)[p.site]]) for p in places]
+  assert jax.jit(draw)(words).tolist() == list(map(int, reversed(wanted)))
 
 
 def test_a_commit_moves_the_sites():

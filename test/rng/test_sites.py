@@ -308,7 +308,7 @@ def test_a_state_is_saved_with_its_counts(env):
     assert copy.state_dict() == state.state_dict()
 
 
-@pytest.mark.parametrize("sites", [{"a": -1}, {"a": 1.5}, ["a"], {"a": 2**31}])
+@pytest.mark.parametrize("sites", [{"a": -1}, {"a": 1.5}, ["a"], {"a": 2**63}])
 def test_a_state_with_wrong_counts_is_refused(sites):
   data = {**RngState.from_seed(0).state_dict(), "sites": sites}
   with pytest.raises(ValueError, match="count|Sites"):

@@ -117,7 +117,7 @@ def _explained(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanati
     for name, tensor in zip(captured, traced.captured)
   }
   operands |= {str(number): number.shown() for number in traced.numbers}
-  for number, (_, draws) in enumerate(traced.pure.generators):
+  for number, draws in enumerate(traced.pure.draws_of_generators()):
     operands[f"generator {number}"] = f"{draws} draws"
   if advance is not None and advance.draws:
     operands["random stream"] = "key and count"

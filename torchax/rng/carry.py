@@ -88,6 +88,10 @@ class Carried:
       return []
     return [name.generator for name in self.names if isinstance(name, OfGenerator)]
 
+  def draws_of_generators(self) -> list[int]:
+    """How many draws a call makes with each generator, at most."""
+    return [self._limits[name] for name in self.names if isinstance(name, OfGenerator)]
+
   def __call__(self, rng: Operands, *args, **kwargs):
     """The pure function: `(rng, *args, **kwargs) -> (out, Advance or None)`."""
     bundle = Bundle(self.names, rng, self._limits)

@@ -4,6 +4,7 @@ A path is made of the names that modules have in one another, from the outermost
 that is running, which has none: "layers.0.dropout". Who runs is in `running.py`.
 """
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import jax
 import torch
 
-from torchax import _torch_compat
+from torchax import _jax_compat, _torch_compat
 from torchax.rng import running
 from torchax.rng import state as rng_state
 from torchax.rng.counter import Counter, DrawOperands
@@ -134,7 +135,9 @@ class SiteTable:
     counter = self._counters.get(path)
     if counter is None:
       # A concrete key has concrete ones, also where a function is being traced.
-      with jax.ensure_compile_time_eval():
+      is_traced = isinstance(self._key, jax.core.Tracer)
+      free = contextlib.nullcontext if is_traced else _jax_compat.outside_of_traces
+      with free():
         key = rng_state.named_key(self._key, path)
       counter = self._counters[path] = Counter(key, self._count(path))
     return counter
