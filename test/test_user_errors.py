@@ -612,7 +612,7 @@ def test_a_message_ends_with_the_link_to_the_section(cls):
     return  # its message is one line of a log
   error = cls("What happened.")
   first, last = str(error).splitlines()
-  assert (first, error.message, error.args) == (*["What happened."] * 2, (first,))
+  assert (first, error.text, error.args) == (*["What happened."] * 2, (first,))
   assert last == f"See {errors.PAGE}#{cls.__name__.lower()}"
   assert str(pickle.loads(pickle.dumps(error))) == str(error)
 

@@ -27,7 +27,7 @@ from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.compilation import CompileOptions, compile
 from torchax.config import Configuration
 from torchax.core import storage
-from torchax.devices import placement, streams
+from torchax.devices import forks, placement, streams
 from torchax.diagnostics import tracebacks
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import (
@@ -36,18 +36,19 @@ from torchax.dispatch import (
   debug,
   factories,
   indexing,
+  operands,
   refusals,
   shortcuts,
 )
 from torchax.environment import Environment, default_env
 from torchax.graphs import fake_tensors, higher_order
-from torchax.interop import Explanation, JittableModule, explain, extract_jax
+from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
 from torchax.logs import set_logs
 from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
 from torchax.ops.jtorch import linear
 from torchax.rng import RngState, rng_scope
 from torchax.saving import damage, files, safetensors, untyped_storage
-from torchax.tracing import foretold_draws, noted_draws
+from torchax.tracing import foretold_draws, noted_draws, transform
 from torchax.version import VERSION
 
 __version__ = VERSION
@@ -105,6 +106,28 @@ _OF_TENSOR = {
 }
 
 
+# All ways to JAX. A process that was forked after JAX had started has them closed.
+_WAYS_TO_JAX = (
+  (Environment, "dispatch"),
+  (Environment, "shapes"),
+  (Environment, "moved"),
+  (operands.Flattener, "flatten"),
+  (mappings, "t2j"),
+  (mappings, "j2t"),
+  (mappings, "numpy_copy"),
+  (placement, "target_of"),
+  (rng.RngStream, "peek"),
+  (rng.RngStream, "rebase"),
+  (streams, "live_arrays"),
+  (tensor.Tensor, "jax"),
+  (tensor.Tensor, "tolist"),
+  (tensor.Tensor, "__deepcopy__"),
+  (untyped_storage.UntypedStorage, "host"),
+  (jit.Jitted, "call"),
+  (transform.Transformed, "__call__"),
+)
+
+
 def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
   Environment.on_creation = [
@@ -114,6 +137,7 @@ def _compose() -> None:
     indexing.register_functions,
     higher_order.register_functions,
   ]
+  forks.Fork.ways = _WAYS_TO_JAX
   rng.ledger.Explainer.trace = foretold_draws.foretell
   rng.ledger.Explainer.redraw = noted_draws.redraw
   for module, names in _OF_TENSOR.items():

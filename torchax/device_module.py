@@ -6,13 +6,13 @@
 """
 
 import dataclasses
-import os
 
 import torch
 
-from torchax import _jax_compat, _torch_compat, amp, rng
+from torchax import _torch_compat, amp, rng
 from torchax.core import grad_mode
 from torchax.devices import placement
+from torchax.devices.forks import Fork
 from torchax.devices.generator import Generator
 from torchax.devices.memory import (
   accelerator_stats,
@@ -189,28 +189,14 @@ def _capability(index: int) -> dict[str, set[torch.dtype]]:
   return {"supported_dtypes": _supported_dtypes()}
 
 
-class _Fork:
-  """Whether this process was forked from one that had started JAX."""
-
-  is_bad = False
-  has_started = False
-
-  @classmethod
-  def before(cls) -> None:
-    # Asked here: in the child, JAX's lock may be held by a thread that is not there.
-    cls.has_started = _jax_compat.has_started()
-
-  @classmethod
-  def in_child(cls) -> None:
-    cls.is_bad = cls.is_bad or cls.has_started
-
-
-os.register_at_fork(before=_Fork.before, after_in_child=_Fork.in_child)
+def _lazy_init() -> None:
+  """torch calls it once, before its C++ makes or moves a tensor to the device."""
+  _torch_compat.register_guard()
 
 
 def _is_in_bad_fork() -> bool:
   """True where JAX would hang; torch then seeds the CPU alone, as workers need."""
-  return _Fork.is_bad
+  return Fork.is_bad
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

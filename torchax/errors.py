@@ -27,8 +27,10 @@ class Documented(Exception):
   def __str__(self) -> str:
     return f"{super().__str__()}\nSee {PAGE}#{self.heading.lower()}"
 
+  # Not `message`: torch passes an argument of that name where a class has it, as it
+  # raises what a worker of a DataLoader has raised.
   @property
-  def message(self) -> str:
+  def text(self) -> str:
     """The message without the link, for messages that quote it."""
     return super().__str__()
 
@@ -55,6 +57,10 @@ class NotATensorError(ConversionError, TypeError):
 
 class MixedDeviceError(Documented, RuntimeError):
   """A torchax tensor met a tensor of another device in one operation."""
+
+
+class ForkError(Documented, RuntimeError):
+  """A process that was forked from one that had used JAX needs JAX itself."""
 
 
 class NoSuchDeviceError(Documented, RuntimeError, ValueError):

@@ -1,7 +1,9 @@
 """The device "jax" as torch knows it: its name, its kernels, its hooks."""
 
+import contextlib
 import functools
 import sys
+import threading
 
 import torch
 from torch.utils import backend_registration
@@ -90,7 +92,28 @@ def register_backend(device_module) -> None:
   torch.nn.Module.jax = _module_to
   if _register_hooks and _HooksBase is not object:
     _register_hooks(_hooks)
+
+
+@functools.cache
+def register_guard() -> None:
+  """Tells torch's C++ that there is a device of the backend.
+
+  Autograd starts a thread for each device that is known at its first backward pass, and
+  then refuses to run in a forked process. Nothing runs on one of this backend, since a
+  wrapper is on meta to C++. So this waits for who asks for the device, and until
+  autograd has started without it.
+  """
+  # On a thread of its own, where no mode of the caller sees it.
+  starting = threading.Thread(target=_start_autograd)
+  starting.start()
+  starting.join()
   _register_guard(_guard)
+
+
+def _start_autograd() -> None:
+  # Refused in a process that was forked from one with the threads of a GPU.
+  with contextlib.suppress(RuntimeError):
+    torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
 def _module_to(self, device=None):

@@ -14,12 +14,17 @@ from collections.abc import Iterator
 import jax
 import torch
 
-from torchax import _jax_compat
+from torchax import _jax_compat, _torch_compat
 from torchax.devices import placement
 from torchax.devices.stand_in import StandIn
 
 _StreamOfTorch = getattr(torch.Stream, "of_torch", torch.Stream)
 _EventOfTorch = getattr(torch.Event, "of_torch", torch.Event)
+
+
+def live_arrays() -> list[jax.Array]:
+  """All arrays of the process, the ones that are being computed among them."""
+  return jax.live_arrays()
 
 
 def synchronize(device=None) -> None:
@@ -35,7 +40,7 @@ def synchronize(device=None) -> None:
   if not _jax_compat.has_started():
     return
   target = None if index is None else placement.jax_device(index)
-  for array in jax.live_arrays():
+  for array in live_arrays():
     if target is None or target in array.sharding.device_set:
       array.block_until_ready()
 
@@ -51,6 +56,7 @@ class Stream(_StreamOfTorch):
   def __new__(cls, device=None, priority: int = 0, **_ignored):
     """Raises NoSuchDeviceError for a device that does not exist."""
     index = placement.checked_index(device)
+    _torch_compat.register_guard()
     stream = super().__new__(cls, device="jax")
     stream._index = placement.current_index() if index is None else index
     return stream
@@ -75,7 +81,7 @@ class Stream(_StreamOfTorch):
     if not _jax_compat.has_started():
       return True
     device = placement.jax_device(self._index)
-    arrays = [a for a in jax.live_arrays() if device in a.sharding.device_set]
+    arrays = [a for a in live_arrays() if device in a.sharding.device_set]
     return all(array.is_ready() for array in arrays)
 
   def wait_event(self, event) -> None:

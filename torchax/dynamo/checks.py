@@ -37,7 +37,7 @@ def require_runnable(steps: Sequence[fx.Node]) -> None:
       _require_known(node, target)
     except OperatorNotFound as error:
       raise OperatorNotFound(
-        f"{error.message}{where(node)} Or keep that code out of the graph with "
+        f"{error.text}{where(node)} Or keep that code out of the graph with "
         "@torch.compiler.disable."
       ) from None
 

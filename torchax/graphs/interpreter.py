@@ -75,7 +75,7 @@ class JaxInterpreter(torch.fx.Interpreter):
       of_symbols = self._has_symbols(n) and not _depends_on_data(n)
       raise (_needs_sizes(n) if of_symbols else _data_dependent(n)) from error
     except OperatorNotFound as error:
-      raise OperatorNotFound(f"{error.message}{where(n)}") from None
+      raise OperatorNotFound(f"{error.text}{where(n)}") from None
     except Exception as error:
       if _is_of_symbols(error) and self._has_symbols(n):
         raise _needs_sizes(n) from error

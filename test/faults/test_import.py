@@ -1,0 +1,74 @@
+"""Programs of plain torch print the same with and without torchax imported."""
+
+import pytest
+from faults.programs import run
+
+pytestmark = pytest.mark.programs
+
+PROGRAMS = {
+  "backward passes on both sides of a fork": """
+def gradient():
+  leaf = torch.ones(3, requires_grad=True)
+  (leaf * 2).sum().backward()
+  return leaf.grad
+
+print(gradient(), flush=True)
+child = os.fork()
+if not child:
+  print(gradient(), flush=True)
+  os._exit(0)
+print(os.waitpid(child, 0)[1])
+""",
+  "DataLoader": """
+rows = torch.utils.data.TensorDataset(torch.arange(8.0))
+for workers in (0, 2):
+  print(list(torch.utils.data.DataLoader(rows, 4, num_workers=workers)))
+""",
+  "autocast": """
+with torch.autocast("cpu", torch.bfloat16):
+  print(torch.ones(2, 2) @ torch.ones(2, 2))
+""",
+  "save": """
+file = io.BytesIO()
+torch.save({"weight": torch.arange(3.0), "step": 1}, file)
+print(file.getvalue().hex())
+file.seek(0)
+print(torch.load(file))
+""",
+  "distributed gloo": """
+import tempfile
+import torch.distributed as dist
+with tempfile.TemporaryDirectory() as folder:
+  dist.init_process_group(
+    "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+  total = torch.ones(3)
+  dist.all_reduce(total)
+  print(total, dist.get_backend())
+  dist.destroy_process_group()
+""",
+  "profiler": """
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+  torch.ones(3).exp().sum()
+print(sorted((e.key, e.count, str(e.device_type)) for e in found.key_averages()))
+""",
+  "optimizer": """
+torch.manual_seed(0)
+layer = torch.nn.Linear(3, 2)
+optimizer = torch.optim.AdamW(layer.parameters())
+layer(torch.ones(3)).sum().backward()
+torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+optimizer.step()
+print(layer.weight, layer.bias)
+""",
+  "compile": """
+print(torch.compile(lambda t: t * 2 + 1, backend="aot_eager")(torch.ones(3)))
+""",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_of_plain_torch_does_the_same_with_torchax_imported(program):
+  start = "import io, os, torch"
+  plain = run(f"{start}\n{program}")
+  assert plain
+  assert run(f"{start}, torchax\n{program}") == plain
