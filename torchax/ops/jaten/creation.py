@@ -15,6 +15,7 @@ from jax import lax
 
 from torchax.ops import mappings, narrowing
 from torchax.ops.casting import cast, require_fit
+from torchax.ops.jaten._arguments import require_count, require_size
 from torchax.ops.names import aten
 from torchax.ops.op_base import default_float, op, result_dtype
 
@@ -38,6 +39,7 @@ def _number(value, dtype):
 
 def _zero_array(size, dtype):
   """Zeros; float8_e8m0fnu has none, so there torch's smallest number."""
+  require_size(size)
   return jnp.broadcast_to(cast(0.0, dtype), size)
 
 
@@ -51,6 +53,7 @@ def _zeros(size, *, dtype=None):
 
 @op(aten.ones)
 def _ones(size, *, dtype=None):
+  require_size(size)
   return jnp.ones(size, _dtype_or(dtype, default_float()))
 
 
@@ -69,6 +72,7 @@ def _check_new_full(self, size, fill_value, *, dtype=None, **_ignored):
 
 @op(aten.full, check=_check_full)
 def _full(size, fill_value, *, dtype=None):
+  require_size(size)
   value = _number(fill_value, _dtype_or(dtype, result_dtype(fill_value)))
   return jnp.broadcast_to(value, size)
 
@@ -90,6 +94,8 @@ def _aten_empty_strided(size, stride, *, dtype=None):
 
 @op(aten.eye)
 def _aten_eye(n, m=None, *, dtype=None):
+  require_count("n", n)
+  require_count("m", m)
   return jnp.eye(n, m, dtype=_dtype_or(dtype, default_float()))
 
 
@@ -257,12 +263,16 @@ def _aten_triu(self, diagonal=0):
 
 @op(aten.tril_indices)
 def _aten_tril_indices(row, col, offset=0, *, dtype=torch.int64):
+  require_count("row", row)
+  require_count("col", col)
   indices = np.stack(np.tril_indices(row, offset, col))
   return jnp.asarray(indices, mappings.t2j_dtype(dtype or torch.int64))
 
 
 @op(aten.triu_indices)
 def _aten_triu_indices(row, col, offset=0, *, dtype=torch.int64):
+  require_count("row", row)
+  require_count("col", col)
   indices = np.stack(np.triu_indices(row, offset, col))
   return jnp.asarray(indices, mappings.t2j_dtype(dtype or torch.int64))
 

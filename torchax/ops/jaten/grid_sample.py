@@ -178,6 +178,12 @@ def _by_image(function: Callable, input, grid, mode, padding, align_corners, *mo
 @op(aten.grid_sampler_2d, aten.grid_sampler_3d)
 def _aten_grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
   """Samples (N, C, *space) at the points of `grid`, (N, *out, dimensions)."""
+  dims = input.ndim - 2
+  if grid.shape[-1] != dims:
+    raise RuntimeError(
+      f"grid_sampler(): expected grid to have size {dims} in last dimension, but got "
+      f"grid with sizes {list(grid.shape)}"
+    )
   modes = (interpolation_mode, padding_mode, align_corners)
   return _by_image(_sample, input, grid, *modes).astype(input.dtype)
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torchax.ops import mappings
+from torchax.ops.jaten._arguments import dim_of
 from torchax.ops.names import aten
 from torchax.ops.op_base import op
 
@@ -294,6 +295,7 @@ def _aten_index_select(self, dim, index):
 
 def _write_along(self, dim, index, write):
   """Applies `write(array, places)`; a 0-d tensor counts as having one dimension."""
+  dim = dim_of(dim, self.ndim)
   array = self.reshape(self.shape or (1,))
   places = _along(dim, array.ndim, index.reshape(-1))
   return write(array, places).reshape(self.shape)
@@ -363,13 +365,13 @@ def _check_covers(name, self, dim, index) -> None:
 @op(aten.gather)
 def _aten_gather(self, dim, index, *, sparse_grad=False):
   """`self[i][index[i][j]]` along `dim`; `index` may be smaller in the others."""
+  dim = dim_of(dim, self.ndim)
   if self.ndim == 0:
     return jnp.broadcast_to(self, index.shape)
   if index.ndim == 0:
     return self.at[index].get(mode="clip")
   if not index.size:
     return jnp.zeros(index.shape, self.dtype)
-  dim %= self.ndim
   _check_covers("gather", self, dim, index)
   window = tuple(
     slice(None) if axis == dim else slice(size) for axis, size in enumerate(index.shape)
@@ -403,7 +405,7 @@ def _scatter(self, dim, index, src, write):
   values = jnp.asarray(src).astype(self.dtype)
   if index.size == 0:
     return self
-  places = _grid(index, dim % array.ndim)
+  places = _grid(index, dim)
   written = write(array, places, jnp.broadcast_to(values, index.shape))
   return written.reshape(self.shape)
 

@@ -10,23 +10,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from torchax.core.view_steps import put_slice
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
+from torchax.ops.jaten._arguments import dim_of, require_size
 from torchax.ops.names import aten, prims
 from torchax.ops.op_base import op, promote
-
-
-def _wrap_dim(dim: int, ndim: int) -> int:
-  """A dimension counted from the front; 0-d tensors count as having one."""
-  if not -max(ndim, 1) <= dim < max(ndim, 1):
-    raise IndexError(
-      f"Dimension out of range: expected one in [{-max(ndim, 1)}, "
-      f"{max(ndim, 1) - 1}], but got {dim}."
-    )
-  return dim % max(ndim, 1)
 
 
 def _as_tuple(value) -> tuple:
@@ -48,7 +40,7 @@ def _aten_cat(tensors, dim=0):
   joined = [array for array in arrays if array.shape != (0,)]
   if not joined:
     return arrays[0]
-  dim = _wrap_dim(dim, joined[0].ndim)
+  dim = dim_of(dim, joined[0].ndim)
   return joined[0] if len(joined) == 1 else lax.concatenate(joined, dim)
 
 
@@ -69,6 +61,8 @@ def _aten_repeat(self, repeats):
       f"repeat expects at least {self.ndim} repeats for a tensor of shape "
       f"{self.shape}, but got {len(repeats)}."
     )
+  sizes = (1,) * (len(repeats) - self.ndim) + self.shape
+  require_size([size * times for size, times in zip(sizes, repeats)])
   return jnp.tile(self, repeats)
 
 
@@ -93,6 +87,12 @@ def repeat_interleave(self, repeats, dim=None, *, output_size=None):
 
 
 def _require_length(repeats, output_size) -> None:
+  """Raises where the length is not known, and for repeats that are negative.
+
+  Inside a compiled function, where `output_size` says the length, nobody knows them.
+  """
+  if not isinstance(repeats, jax.core.Tracer) and np.any(np.asarray(repeats) < 0):
+    raise RuntimeError("repeats can not be negative")
   if output_size is None and isinstance(repeats, jax.core.Tracer):
     raise TracedStateError(
       "repeat_interleave: the length of the result depends on the values of `repeats`, "
@@ -111,7 +111,8 @@ def _aten_repeat_interleave_tensor(repeats, *, output_size=None):
 
 @op(aten.flip)
 def _aten_flip(self, dims):
-  return lax.rev(self, [dim % self.ndim for dim in dims]) if self.ndim else self
+  dims = [dim_of(dim, self.ndim) for dim in dims]
+  return lax.rev(self, dims) if self.ndim else self
 
 
 @op(aten.roll)
@@ -188,7 +189,7 @@ def _window_positions(length, size, step):
 @op(aten.unfold_copy)
 def _aten_unfold(self, dimension, size, step):
   """The windows along `dimension`; their elements become the last dimension."""
-  axis = _wrap_dim(dimension, self.ndim)
+  axis = dim_of(dimension, self.ndim)
   length = self.shape[axis] if self.ndim else 1
   positions = _window_positions(length, size, step)
   if self.ndim == 0:
@@ -201,7 +202,7 @@ def _aten_unfold(self, dimension, size, step):
 def _aten_unfold_backward(grad_in, input_sizes, dim, size, step):
   if not input_sizes:  # a number has one window, itself or nothing
     return grad_in.sum()
-  axis = _wrap_dim(dim, len(input_sizes))
+  axis = dim_of(dim, len(input_sizes))
   positions = _window_positions(input_sizes[axis], size, step)
   windows = jnp.moveaxis(grad_in, (axis, -1), (0, 1))
   rest = input_sizes[:axis] + input_sizes[axis + 1 :]
@@ -379,7 +380,7 @@ def _slice_range(length, start, end, step) -> range:
 
 @op(aten.slice_copy)
 def _aten_slice(self, dim=0, start=None, end=None, step=1):
-  dim = _wrap_dim(dim, self.ndim)
+  dim = dim_of(dim, self.ndim)
   places = _slice_range(self.shape[dim], start, end, step)
   stop = max(places.start, places.stop)
   return lax.slice_in_dim(self, places.start, stop, step, dim)
@@ -387,7 +388,7 @@ def _aten_slice(self, dim=0, start=None, end=None, step=1):
 
 @op(aten.slice_scatter)
 def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
-  dim = _wrap_dim(dim, self.ndim)
+  dim = dim_of(dim, self.ndim)
   places = _slice_range(self.shape[dim], start, end, step)
   written = (*self.shape[:dim], len(places), *self.shape[dim + 1 :])
   src = jnp.broadcast_to(src.astype(self.dtype), written)
@@ -412,7 +413,7 @@ def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
 
   Eagerly the places are operands, so that slices of one shape share a program.
   """
-  dim = _wrap_dim(dim, len(input_sizes))
+  dim = dim_of(dim, len(input_sizes))
   if grad_output.size == 0:
     return jnp.zeros(input_sizes, grad_output.dtype)
   size = input_sizes[dim]
@@ -429,7 +430,7 @@ def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
 
 @op(aten.narrow_copy)
 def _aten_narrow(self, dim, start, length):
-  dim = _wrap_dim(dim, self.ndim)
+  dim = dim_of(dim, self.ndim)
   start += self.shape[dim] if start < 0 else 0
   if length < 0 or not 0 <= start <= self.shape[dim] - length:
     raise RuntimeError(
@@ -455,7 +456,7 @@ def _aten_select(self, dim, index):
 
 @op(aten.select_scatter)
 def _aten_select_scatter(self, src, dim, index):
-  dim = _wrap_dim(dim, self.ndim)
+  dim = dim_of(dim, self.ndim)
   index = _wrap_index(index, self.shape[dim])
   row = jnp.expand_dims(src.astype(self.dtype), dim)
   return _aten_slice_scatter(self, row, dim, index, index + 1)
@@ -464,7 +465,7 @@ def _aten_select_scatter(self, src, dim, index):
 @op(aten.select_backward, dynamic=("index",))
 def _aten_select_backward(grad_output, input_sizes, dim, index):
   """The row at `index`, zeros elsewhere; the places as in `slice_backward`."""
-  dim = _wrap_dim(dim, len(input_sizes))
+  dim = dim_of(dim, len(input_sizes))
   row = jnp.expand_dims(grad_output, dim)
   if not isinstance(index, int):
     first = jnp.where(index < 0, index + input_sizes[dim], index)
@@ -526,7 +527,7 @@ def _aten_expand(self, size, *, implicit=False):
 def _aten_squeeze_dim(self, dim=None):
   """Dimensions of another size than 1 stay, also when named."""
   named = range(self.ndim) if dim is None else _as_tuple(dim)
-  axes = {_wrap_dim(axis, self.ndim) for axis in named} if self.ndim else ()
+  axes = {dim_of(axis, self.ndim) for axis in named} if self.ndim else ()
   return jnp.squeeze(self, tuple(a for a in axes if self.shape[a] == 1))
 
 
@@ -558,7 +559,7 @@ def _aten_view_as_complex(self):
 )
 def split_with_sizes(self, split_sizes, dim=0):
   """Pieces of the given sizes, or of one size with a shorter last piece."""
-  dim = _wrap_dim(dim, self.ndim)
+  dim = dim_of(dim, self.ndim)
   length = self.shape[dim]
   if isinstance(split_sizes, int):
     size = split_sizes or length
@@ -573,7 +574,7 @@ def split_with_sizes(self, split_sizes, dim=0):
 
 @op(aten.unbind_copy)
 def _aten_unbind(self, dim=0):
-  dim = _wrap_dim(dim, self.ndim)
+  dim = dim_of(dim, self.ndim)
   length = self.shape[dim]
   return [lax.index_in_dim(self, i, dim, keepdims=False) for i in range(length)]
 

@@ -1,0 +1,38 @@
+"""Sizes and dimensions that torch refuses, in torch's words.
+
+JAX says something else, or takes them. Sizes that are symbols of an export pass.
+"""
+
+
+def _is_negative(number) -> bool:
+  return type(number) is int and number < 0
+
+
+def require_size(size) -> None:
+  """Raises RuntimeError for a size with a negative number."""
+  if any(map(_is_negative, size)):
+    negative = next(filter(_is_negative, size))
+    raise RuntimeError(
+      f"Trying to create tensor with negative dimension {negative}: {list(size)}"
+    )
+
+
+def require_count(name: str, number) -> None:
+  """Raises RuntimeError for a negative number of rows, columns, … of that name."""
+  if _is_negative(number):
+    raise RuntimeError(f"{name} must be greater or equal to 0, got {number}")
+
+
+def dim_of(dim: int, ndim: int) -> int:
+  """A dimension as a number from 0; a tensor without dimensions has the one 0.
+
+  Raises:
+    IndexError: the tensor has no such dimension.
+  """
+  extent = max(ndim, 1)
+  if not -extent <= dim < extent:
+    raise IndexError(
+      f"Dimension out of range (expected to be in range of [{-extent}, {extent - 1}], "
+      f"but got {dim})"
+    )
+  return dim % extent
