@@ -320,7 +320,9 @@ ROWS = {
   "a function of a module that is shared": Row(
     {"torchax/ops/jimage.py": PROJECT["torchax/ops/jimage.py"]},
     {
-      "torchax/ops/jimage.py": "import jax.numpy as np\n\n\ndef cubic(x):\n  return x * x\n"
+      "torchax/ops/jimage.py": PROJECT["torchax/ops/jimage.py"].replace(
+        " x\n", " x * x\n"
+      )
     },
     [CARRIED],
     has={"torchax/ops/jimage.py": ("x * x",)},
