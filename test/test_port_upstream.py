@@ -675,10 +675,25 @@ def test_commits_and_checkouts_that_are_not_there_are_named(
   assert "layout that is known" in refused("HEAD", "--upstream", upstream)
 
 
-def test_a_commit_needs_a_checkout(project, capsys, monkeypatch):
+@pytest.mark.parametrize("arguments", [("abc123",), ("--since", "abc123")])
+def test_a_commit_needs_a_checkout(project, capsys, monkeypatch, arguments):
   monkeypatch.delenv("UPSTREAM", raising=False)
-  assert port(project, "abc123") == 2
-  assert "--upstream PATH" in capsys.readouterr().err
+  assert port(project, *arguments) == 2
+  said = capsys.readouterr().err
+  assert "--upstream PATH" in said and "None" not in said
+
+
+def test_of_a_merge_its_commits_are_named(upstream, project, capsys):
+  commit(upstream, {JATEN: BASE}, "Before")
+  git(upstream, "checkout", "--quiet", "-b", "side")
+  commit(upstream, {JATEN: BASE + lowering("glu_jvp")}, "On the side")
+  git(upstream, "checkout", "--quiet", "-b", "other", "HEAD~1")
+  commit(upstream, {JATEN: BASE, "docs/a.md": "a\n"}, "Beside it")
+  git(upstream, "merge", "--quiet", "--no-edit", "side")
+  assert port(project, "HEAD", "--upstream", upstream) == 2
+  assert "HEAD is a merge" in capsys.readouterr().err
+  assert port(project, "HEAD^..HEAD", "--upstream", upstream) == 0
+  assert "_aten_glu_jvp" in (project / PORTED).read_text()
 
 
 # Tests --------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def main(arguments: list[str], root: pathlib.Path = ROOT) -> int:
     for item in items:
       print(f"  {item}")
   left = sum(item.verdict == BY_HAND for _, items in found for item in items)
-  print(f"{len(found)} carried over, {left} parts left to do by hand.")
+  print(f"{len(found)} changes, {left} parts left to do by hand.")
   if chosen.dry_run:
     print("Nothing was written: --dry-run.")
   return 1 if left else 0
@@ -89,9 +89,9 @@ def _changes(chosen) -> list[Change]:
     text = path.read_text(encoding="utf-8", errors="replace")
     return [read_patch(text, path.name)]
   if not chosen.upstream:
+    named = f"There is no file {chosen.change!r}. " if chosen.change else ""
     raise PortError(
-      f"There is no file {chosen.change!r}. A commit needs a clone of upstream's "
-      "repository: --upstream PATH."
+      f"{named}A commit needs a clone of upstream's repository: --upstream PATH."
     )
   checkout = Checkout(pathlib.Path(chosen.upstream))
   wanted = f"{chosen.since}..HEAD" if chosen.since else chosen.change

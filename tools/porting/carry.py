@@ -68,7 +68,6 @@ class Carrier:
 
   Args:
     tree: of this project.
-    seek: an empty `Change` has no parts.
   """
 
   def __init__(self, tree: Tree):
@@ -252,9 +251,15 @@ class Carrier:
     if not ours:
       return Item(BY_HAND, name, where, f"there is no {name} here to register", "")
     path, mine = ours[0]
-    lines = [f"@op({written})" for written in missing]
+    lines = self._decorators(path, missing)
     self._write(path, mine, "\n".join([*lines, mine.text]), [])
     return Item(CARRIED, name, where, f"registered for {', '.join(missing)}", here)
+
+  def _decorators(self, path: str, operations: list[str]) -> list[str]:
+    """Registrations in the way of a theme, which may name `aten` alone."""
+    has_torch = "torch" in self.tree.source(path).imports
+    names = [one if has_torch else one.removeprefix("torch.ops.") for one in operations]
+    return [f"@op({name})" for name in names]
 
   def _replace(self, one, ours, new: Source, where: str, added) -> Item:
     path, mine = ours
@@ -271,7 +276,8 @@ class Carrier:
     lines = mine.text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("def "))
     decorators = lines[:start]
-    decorators += [f"@op({written})" for written in added if not state_here(written)]
+    missing = [written for written in added if not state_here(written)]
+    decorators += self._decorators(path, missing)
     text = "\n".join([*decorators, _without_decorators(one)])
     imports, helpers = complete(self.tree, one, new, path)
     self._write(path, mine, "\n\n\n".join([*[h.text for h in helpers], text]), imports)
@@ -332,7 +338,9 @@ class Carrier:
     text = self.tree.read(path)
     where = f"{path}:{file.hunks[0].start}"
     if text is None:
-      return [Item(BY_HAND, path, where, "there is no such file here", "torchax/")]
+      folder = path.removesuffix(".py")
+      here = f"{folder}/" if (self.tree.root / folder).is_dir() else "torchax/"
+      return [Item(BY_HAND, path, where, "there is no such file here", here)]
     items = []
     for hunk in file.hunks:
       before, after = ("\n".join(hunk.side(sign)) + "\n" for sign in "-+")

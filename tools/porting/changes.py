@@ -236,7 +236,12 @@ class Checkout:
           "another one."
         ) from None
     if ".." not in wanted:
-      return self._git("rev-list", "-1", wanted).split()
+      commit, *parents = self._git("rev-list", "-1", "--parents", wanted).split()
+      if len(parents) > 1:
+        raise PortError(
+          f"{wanted} is a merge. Name the commits that it brings: {wanted}^..{wanted}"
+        )
+      return [commit]
     found = self._git("rev-list", "--reverse", "--no-merges", wanted).split()
     if not found:
       raise PortError(f"There are no commits in {wanted}.")

@@ -163,9 +163,10 @@ def state_here(written: str) -> str:
 def _is_run(overload) -> bool:
   """False for those of lists and numbers that TorchScript alone has."""
   try:
-    return overload._can_decompose() in (True, False)
+    overload._can_decompose()
   except RuntimeError:
     return False
+  return True
 
 
 def _state_of(overload) -> str:
