@@ -509,7 +509,8 @@ def test_a_patch_of_a_part_goes_in_where_ours_has_the_lines(upstream, project, c
   patch = upstream.parent / "change.patch"
   patch.write_text(git(upstream, "show", made))
   assert port(project, patch) == 0
-  assert (project / THEME).read_text() == ours.replace("a4 = 4", "a4 = 5")
+  carried = (project / THEME).read_text()
+  assert "  a4 = 5\n" in carried and "a4 = 4" not in carried and "a3 = 3" in carried
   # Of other lines the patch alone is not enough, and the commit is.
   (project / THEME).write_text(OUR_THEME)
   assert port(project, patch) == 1
@@ -560,6 +561,23 @@ def test_many_commits_are_carried_in_their_order(upstream, project, capsys, how)
   page = (project / "docs/upstream.md").read_text()
   assert page.index("Commit 0") < page.index("Commit 1") < page.index("Commit 2")
   assert verdicts(capsys.readouterr().out) == [CARRIED] * 3
+
+
+@pytest.mark.skipif(
+  not pathlib.Path(sys.executable).with_name("ruff").exists(),
+  reason="the lint extra is not installed",
+)
+def test_what_is_written_is_formatted(upstream, project):
+  commit(upstream, {JATEN: BASE}, "Before")
+  long = lowering(
+    "glu_jvp", f"return jnp.add(jnp.{'exp(jnp.' * 9}exp(self{')' * 10}, 1)"
+  )
+  made = commit(upstream, {JATEN: BASE + long}, "After")
+  assert port(project, made, "--upstream", upstream) == 0
+  ruff = str(pathlib.Path(sys.executable).with_name("ruff"))
+  settings = ("--config", ROOT / "pyproject.toml", project / PORTED)
+  subprocess.run([ruff, "format", "--check", *settings], check=True)
+  subprocess.run([ruff, "check", *settings], check=True)
 
 
 def test_a_dry_run_says_the_same_and_writes_nothing(upstream, project, capsys):

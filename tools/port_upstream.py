@@ -61,6 +61,7 @@ def main(arguments: list[str], root: pathlib.Path = ROOT) -> int:
       page = with_row(page, change, items)
     tree.written[PAGE] = page
     if not chosen.dry_run:
+      tree.tidy(ROOT / "pyproject.toml")
       tree.write()
   except PortError as error:
     print(f"Nothing was written. {error}", file=sys.stderr)
