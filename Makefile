@@ -11,6 +11,7 @@
 #   make test-ecosystem-quick  runs two of the libraries, in a few minutes
 #   make test-samplers  measures the samplers and writes docs/samplers.md
 #   make test-dieharder  runs dieharder on random streams, writes docs/dieharder.md
+#   make test-upstream UPSTREAM=path  runs the tests of a checkout of google/torchax
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style, formatting and types;  make format  mends what it can
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
@@ -19,7 +20,7 @@
 #   make clean   removes what was built;  make distclean  the environment as well
 #
 # The environment in .venv is made on first use and again when its inputs change.
-# Variables: PYTHON (interpreter), JOBS (test processes), ARGS (passed to the program).
+# Variables: UPSTREAM (a checkout of google/torchax), PYTHON (interpreter), JOBS (test processes), ARGS (passed to the program).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +35,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics lint format bench docs clean distclean
+.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -112,6 +113,10 @@ test-dieharder: $(STAMP)
 test-statistics: $(STAMP)
 	TORCHAX_SEEDS_FACTOR=10 $(PYTEST) -m statistics --ignore=test/opinfo \
 	  --ignore=test/ecosystem $(ARGS)
+
+UPSTREAM ?=
+test-upstream: $(STAMP)
+	$(BIN)/python -m tools.upstream_tests "$(UPSTREAM)" --jobs $(JOBS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ import torch
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode
+from torchax.dispatch import compiling
+from torchax.ops.ops_registry import Operator
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -37,16 +39,22 @@ class ArrayFunction:
       that cost much; otherwise the gradient starts again from the arguments, which
       takes less memory and fewer results.
     compiled: run it under `jax.jit`; not for functions that are made for one call.
+    operator: whose lowering it calls, which may turn out not to allow that.
   """
 
   def __init__(
-    self, function: Callable, saves_residuals: bool = False, compiled: bool = True
+    self,
+    function: Callable,
+    saves_residuals: bool = False,
+    compiled: bool = True,
+    operator: Operator | None = None,
   ):
     self.saves_residuals = saves_residuals
     self._is_compiled = compiled
+    self._operator = operator
     self._function = function
-    self._compiled = jax.jit(function)
-    self._compiled_linearize = jax.jit(self._linearize)
+    self._compiled = compiling.compiled(function, operator)
+    self._compiled_linearize = compiling.compiled(self._linearize, operator)
     self._gradients: dict[tuple, ArrayFunction] = {}
 
   def value(self, *arrays):
@@ -55,7 +63,8 @@ class ArrayFunction:
 
   def is_compiled(self) -> bool:
     """Whether a call now goes through `jax.jit`."""
-    return self._is_compiled and not _jax_compat.is_staging()
+    allowed = self._operator is None or self._operator.compiled is not False
+    return allowed and self._is_compiled and not _jax_compat.is_staging()
 
   def linearize(self, *arrays):
     """The result, and its pull-back: cotangents of outputs -> of inputs.
@@ -81,7 +90,9 @@ class ArrayFunction:
     gradient = self._gradients.get(wanted)
     if gradient is None:
       pull_back = functools.partial(self._pull_back, wanted)
-      gradient = ArrayFunction(pull_back, compiled=self._is_compiled)
+      gradient = ArrayFunction(
+        pull_back, compiled=self._is_compiled, operator=self._operator
+      )
       self._gradients[wanted] = gradient
     return gradient
 

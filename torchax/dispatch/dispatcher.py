@@ -7,6 +7,7 @@ Under a JAX trace the lowering is called as it is. In-place, `out=` and view for
 derived from torch's schemas.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchax.dispatch import (
   transfer,
   views,
 )
+from torchax.dispatch.compiling import NOT_COMPILABLE
 from torchax.dispatch.in_place import InPlacePlan
 from torchax.dispatch.out import OutPlan
 from torchax.dispatch.plans import DecompositionPlan, Plan, TensorPlan
@@ -89,10 +91,17 @@ class Dispatcher:
       args, kwargs: its arguments, with `jax.ShapeDtypeStruct`s for tensors.
     """
     operator = self.operator(func)
-    if operator is None or operator.compiled is not True:
+    if operator is None or operator.compiled not in (True, None):
       return None
     plan = self._plan_by_registry(func)
-    return plan.shapes(args, kwargs) if isinstance(plan, Plan) else None
+    if not isinstance(plan, Plan):
+      return None
+    try:
+      return plan.shapes(args, kwargs)
+    except NOT_COMPILABLE:
+      if operator.compiled is None:
+        return None
+      raise
 
   def override(self, op, operator: Operator) -> None:
     """Uses another operator in this environment only."""
@@ -225,8 +234,4 @@ def describe(args, kwargs) -> str:
 
 
 def _uncompiled(operator: Operator) -> Operator:
-  copied = Operator(
-    operator.torch_op, operator.func, kind=operator.kind, static=operator.static
-  )
-  copied.compiled = False
-  return copied
+  return dataclasses.replace(operator, compiled=False)

@@ -45,6 +45,8 @@ class _Marker:
 
 
 _NUMBER, _LIST, _TUPLE = _Marker("number"), _Marker("list"), _Marker("tuple")
+# In place of "dynamic": a number of any type, which the lowering gets as it is.
+_KEPT = _Marker("kept")
 
 
 class _NumberArrays:
@@ -82,16 +84,34 @@ _number_arrays = _NumberArrays()
 
 
 class Flattener:
-  """Sorts arguments into operands and a static key, and puts them together again."""
+  """Sorts arguments into operands and a static key, and puts them together again.
 
-  def __init__(self, name: str, env, dynamic=frozenset(), names=(), cpu_ok=False):
+  Args:
+    name: of the operation, for errors.
+    env: its environment.
+    dynamic: names of arguments whose numbers are operands.
+    names: of all arguments, positional ones first.
+    cpu_ok: CPU tensors are taken beside jax tensors.
+    numbers: names of arguments that are numbers of any type, or hold them.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    env,
+    dynamic=frozenset(),
+    names=(),
+    cpu_ok=False,
+    numbers=frozenset(),
+  ):
     self.keeps_tensors = False  # operands are tensors, views included, not arrays
     self.names = names
     self._name = name
     self._env = env
-    self._dynamic = dynamic
+    self._dynamic = {**dict.fromkeys(numbers, _KEPT), **dict.fromkeys(dynamic, True)}
     # Functions caught above ATen have no schema; all their numbers are static.
-    self._dynamic_places = [n in dynamic for n in names] or itertools.repeat(False)
+    places = [self._dynamic.get(name, False) for name in names]
+    self._dynamic_places = places or itertools.repeat(False)
     self._cpu_ok = cpu_ok
 
   def flatten(self, args, kwargs) -> tuple[list, tuple]:
@@ -121,7 +141,9 @@ class Flattener:
         if name not in IGNORED:
           key.append(name)
           key.append(
-            self._flatten_other(arg, type(arg), name in self._dynamic, operands)
+            self._flatten_other(
+              arg, type(arg), self._dynamic.get(name, False), operands
+            )
           )
         elif name == "layout" and arg not in _DENSE:
           raise UnsupportedDtypeError(
@@ -130,9 +152,9 @@ class Flattener:
           )
     return operands, tuple(key)
 
-  def _flatten_other(self, arg, cls, dynamic: bool, operands: list):
+  def _flatten_other(self, arg, cls, dynamic: bool | _Marker, operands: list):
     if cls in _NUMBERS:
-      if dynamic and (cls is not int or arg in _INT32):
+      if dynamic is True and (cls is not int or arg in _INT32):
         operands.append(arg if _jax_compat.is_staging() else _number_arrays(arg))
         return _NUMBER
       return static_number(arg) if cls is float or dynamic else arg
@@ -194,8 +216,10 @@ def _rebuild(key, operands) -> tuple[list, dict]:
 
 
 def _is_integer(part) -> bool:
-  """True for a number that is static because 32 bits do not hold it."""
-  return type(part) is StaticValue and type(part.value) is int
+  """True for a static number that 32 bits do not hold."""
+  return (
+    type(part) is StaticValue and type(part.value) is int and part.value not in _INT32
+  )
 
 
 def move(chain: Chain, operands: list) -> Chain | MovingChain:

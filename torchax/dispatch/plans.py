@@ -22,6 +22,7 @@ from torchax.core.partitions import Partition
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
+from torchax.dispatch import compiling
 from torchax.dispatch.operands import IGNORED, Flattener, strong
 from torchax.errors import MixedDeviceError, RngError
 from torchax.ops import mappings
@@ -48,10 +49,12 @@ class Plan:
     self.env = env
     self.name = str(op)
     schema = schema_of(op) if isinstance(op, _torch_compat.OpOverload) else None
-    dynamic = schema.dynamic - set(operator.static) if schema else frozenset()
-    dynamic |= set(operator.dynamic)
+    numbers = schema.dynamic - set(operator.static) if schema else frozenset()
+    dynamic = set(operator.dynamic) | (numbers if operator.is_builtin else set())
     names = schema.names if schema else ()
-    self.flattener = Flattener(self.name, env, dynamic, names, operator.takes_cpu)
+    self.flattener = Flattener(
+      self.name, env, dynamic, names, operator.takes_cpu, numbers
+    )
     self.is_sampler = operator.kind is Kind.SAMPLER
     self._compiled: BoundedCache[tuple, Callable] = BoundedCache(MOST_PROGRAMS)
     takes_device = schema is not None and "device" in schema.names
@@ -59,7 +62,9 @@ class Plan:
     self._is_special = bool(operator.index_results) or takes_device
     # Nothing to check, to draw or to decide before the compiled function is called.
     self._is_simple = (
-      operator.check is None and operator.compiled is True and not self.is_sampler
+      operator.check is None
+      and operator.compiled in (True, None)
+      and not self.is_sampler
     )
 
   def __call__(self, args, kwargs):
@@ -93,7 +98,7 @@ class Plan:
     """
     operands, key = self.flattener.flatten(args, kwargs)
     call = functools.partial(self._call, key, None)
-    if caches and self.operator.compiled is True:
+    if caches and self.operator.compiled in (True, None):
       call = lambda operands: self._execute(args, kwargs, operands, key, None)  # noqa: E731
     if not self.is_sampler:
       return call(operands)
@@ -177,10 +182,10 @@ class Plan:
   def _execute(self, args, kwargs, operands, key, write):
     may_compile = self.operator.compiled
     if callable(may_compile):
-      may_compile = may_compile(args, kwargs or {})
+      may_compile = bool(may_compile(args, kwargs or {}))
     # Samplers are compiled inside traces too: one that JAX runs step by step, as
     # `jax.checkpoint` does outside of jit, would round differently.
-    if not may_compile or (_jax_compat.is_staging() and not self.is_sampler):
+    if may_compile is False or (_jax_compat.is_staging() and not self.is_sampler):
       return self._call(key, write, operands)
     cache_key = key if write is None else (write, key)
     compiled = self._compiled.get(cache_key) or self._compile(key, write)
@@ -191,7 +196,7 @@ class Plan:
       return self._call(key, write, operands)
 
     compiled.__name__ = self.name.replace(".", "_")
-    jitted = jax.jit(compiled)
+    jitted = compiling.compiled(compiled, self.operator)
     self._compiled[key if write is None else (write, key)] = jitted
     return jitted
 

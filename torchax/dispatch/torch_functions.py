@@ -64,7 +64,9 @@ class ArrayFunctionHandler:
     function = self._functions.get(key)
     if function is None:
       function = self._functions[key] = autograd.ArrayFunction(
-        self._array_function(key), self.operator.saves_residuals
+        self._array_function(key),
+        self.operator.saves_residuals,
+        operator=self.operator,
       )
     return autograd.call(function, tensors)
 
@@ -179,7 +181,9 @@ class FunctionTable:
     """
     handler = self._cores.get(array_function)
     if handler is None:
-      operator = Operator(array_function, array_function, saves_residuals=True)
+      operator = Operator(
+        array_function, array_function, saves_residuals=True, is_builtin=True
+      )
       handler = ArrayFunctionHandler(array_function, operator, self._env)
       self._cores[array_function] = handler
     return handler(args, kwargs)

@@ -14,9 +14,9 @@ from torch import fx
 
 from torchax import _torch_compat, amp
 from torchax.graphs.fx import copied
+from torchax.ops.builtin import op
 from torchax.ops.jaten import rnn
 from torchax.ops.jtorch import recurrent as eager
-from torchax.ops.op_base import op
 
 # Weights are [w_ih, w_hh], then [b_ih, b_hh] if there are any, then [w_hr] likewise.
 # Results are the outputs and the last state; of the second, the gradients.

@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 
 from torchax.graphs.fx import is_draw
 from torchax.ops import ops_registry
+from torchax.ops.builtin import Kind, op
 from torchax.ops.names import aten, higher_order
-from torchax.ops.op_base import Kind, op
 
 _library = torch.library.Library("torchax_export", "DEF")
 _library.define("stop_gradient(Tensor self) -> Tensor")

@@ -12,7 +12,7 @@ from jax import lax
 
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
-from torchax.ops.op_base import op
+from torchax.ops.builtin import op
 
 
 def _areas(boxes: jax.Array) -> jax.Array:

@@ -6,11 +6,13 @@ A lowering is a pure JAX function with the ATen signature:
   def _aten_roll(self, shifts, dims=()):
     return jnp.roll(self, shifts, axis=dims or None)
 
-Tensors arrive as arrays, lists of integers as tuples, dtypes as torch dtypes.
-Python numbers in Tensor, Scalar and float places arrive as weakly typed scalars that
-may be traced, unless `static` names the argument. The arguments `device`, `layout`,
-`pin_memory`, `memory_format` and `non_blocking` never arrive. The in-place form
-(`aten.relu_`) and the `out=` form follow from the functional one by torch's schema.
+Tensors arrive as arrays, lists of integers as tuples, dtypes as torch dtypes, numbers
+as Python numbers unless `dynamic` names the argument. (In the library's own lowerings,
+which take `op` from `builtin.py`, those in Tensor, Scalar and float places arrive as
+weakly typed scalars that may be traced, unless `static` names the argument.) The
+arguments `device`, `layout`, `pin_memory`, `memory_format` and `non_blocking` never
+arrive. The in-place form (`aten.relu_`) and the `out=` form follow from the functional
+one by torch's schema.
 """
 
 import functools
@@ -50,7 +52,7 @@ def op(
   kind: Kind | None = None,
   static: tuple[str, ...] = (),
   dynamic: tuple[str, ...] = (),
-  compiled: bool | Callable[[tuple, dict], bool] = True,
+  compiled: bool | Callable[[tuple, dict], bool] | None = None,
   check: Callable | None = None,
   is_jax_function: bool = True,
   needs_env: bool = False,
@@ -60,31 +62,40 @@ def op(
   takes_cpu: bool = False,
   distribution: str = "",
   overwrites: bool = False,
+  is_builtin: bool = False,
 ) -> Callable:
   """Registers the decorated function as the lowering of one or more operations.
+
+  It replaces a lowering that exists.
 
   Args:
     *aten: overloads, or packets for all functional overloads of a name.
     kind: what the function consumes; by default follows from the three flags,
       which are those of upstream.
-    static: names of float or Scalar arguments needed as Python values.
-    dynamic: names of integer arguments that may change without recompiling; in eager
-      calls they arrive as traced scalars, inside traces as Python numbers.
+    static: names of float or Scalar arguments that a built-in lowering needs as Python
+      values.
+    dynamic: names of numbers that may change without recompiling; in eager calls they
+      arrive as traced scalars.
     compiled: False where the result's shape depends on data, or a function of
-      (args, kwargs) that tells.
+      (args, kwargs) that tells. By default this is noticed: a function that fails
+      compiled and runs without is not compiled from then on.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
     is_jax_function: it takes arrays (default) instead of tensors.
     needs_env: it takes the environment as `env=`.
     is_view_op: it sees views as such.
-    is_user_defined: it may replace a lowering that exists.
+    is_user_defined: it is meant to replace what exists, which is then no warning.
     index_results: places of the results that are indices.
     takes_cpu: it takes CPU tensors beside jax tensors.
     distribution: what it draws, for ledgers, where its name does not say it.
     overwrites: its in-place form uses nothing of its target but shape and dtype.
+    is_builtin: it is one of the library's own; see `ops_registry.py`.
 
   Raises:
-    ValueError: an operation already has a lowering.
+    ValueError: it is built in, and so is a lowering that the operation already has.
+
+  Warns:
+    UserWarning: it replaces a lowering, and comes from code outside of the library.
   """
 
   def register_all(func):
@@ -106,6 +117,7 @@ def op(
           takes_cpu=takes_cpu,
           distribution=distribution,
           overwrites=overwrites,
+          is_builtin=is_builtin,
         )
       )
     return func

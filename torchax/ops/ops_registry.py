@@ -4,12 +4,18 @@ An operation is an ATen `OpOverload`, an `OpOverloadPacket` (which stands for al
 its functional overloads), or a torch function that is caught above ATen. The name of a
 packet, "torchvision::nms", stands for one of a library that may be imported later.
 What this version of torch lacks, `names.Missing`, is left out.
-Registering twice raises; a user's registration replaces ours. Environments notice
-later registrations through `generation`.
+
+There are two styles. The library's own lowerings (`builtin.py`) say what they can do:
+their numbers are operands, a shape that depends on data is written down, and two for
+one operation are a mistake. Any other one, a user's or one that was written for
+upstream's registry, has said nothing: it gets Python numbers, whether it compiles is
+found out by calling it, and it replaces what was there, whichever is loaded first.
+Environments notice later registrations through `generation`.
 """
 
 import dataclasses
 import enum
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -44,17 +50,20 @@ class Operator:
     torch_op: the operation that is lowered.
     func: the lowering; `kind` says what it takes.
     is_jax_function: upstream's flag: `func` takes arrays.
-    is_user_defined: registered by a user, so it may replace ours.
+    is_user_defined: meant to replace what is registered, without a warning.
     needs_env: upstream's flag: `func` takes `env=`.
     is_view_op: upstream's flag: `func` sees views.
     kind: what `func` consumes; follows from the flags where not given. Only a function
       of tensors may ask for `env=` beside it.
-    static: names of float or Scalar arguments that `func` needs as Python values;
-      integers, flags, shapes and dtypes always are.
-    dynamic: names of integer arguments that may change without recompiling; in eager
-      calls `func` gets them as traced scalars, inside traces as Python numbers.
+    static: names of float or Scalar arguments that a built-in `func` needs as Python
+      values; integers, flags, shapes and dtypes always are.
+    dynamic: names of numbers that may change without recompiling: of integers, and in
+      a `func` that is not built in of any. In eager calls `func` gets them as traced
+      scalars, inside traces integers are Python numbers.
     compiled: False where the result's shape depends on data, so that the function
-      cannot run under `jax.jit`; or a function of (args, kwargs) that tells.
+      cannot run under `jax.jit`; or a function of (args, kwargs) that tells. None
+      until that is known: a function that is not built in becomes False when it runs
+      only without.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
     saves_residuals: a torch function's gradient uses results of the forward pass
@@ -65,6 +74,7 @@ class Operator:
     distribution: what a sampler draws, for ledgers, where the operation's name does not
       say it; with its parameters where these are no arguments.
     overwrites: the in-place form uses nothing of its target but shape and dtype.
+    is_builtin: one of the library's own, which follows the rules of that style.
   """
 
   torch_op: TorchCallable
@@ -76,15 +86,18 @@ class Operator:
   kind: Kind | None = None
   static: tuple[str, ...] = ()
   dynamic: tuple[str, ...] = ()
-  compiled: bool | Callable[[tuple, dict], bool] = True
+  compiled: bool | Callable[[tuple, dict], bool] | None = None
   check: Callable | None = None
   saves_residuals: bool = False
   index_results: tuple[int, ...] = ()
   takes_cpu: bool = False
   distribution: str = ""
   overwrites: bool = False
+  is_builtin: bool = False
 
   def __post_init__(self):
+    if self.compiled is None and self.is_builtin:
+      self.compiled = True
     if self.kind is None:
       self.kind = Kind.from_flags(self.is_jax_function, self.needs_env, self.is_view_op)
       return
@@ -106,28 +119,53 @@ def generation() -> int:
   return _generation
 
 
-def _register(table: dict, operator: Operator) -> Operator:
+def _register(table: dict, operator: Operator, stacklevel: int = 4) -> Operator:
   global _generation
   if isinstance(operator.torch_op, Missing):
     return operator
   operator.torch_op = resolve(operator.torch_op)
   known = table.get(operator.torch_op)
   if known is not None and not operator.is_user_defined:
-    raise ValueError(
-      f"{operator.torch_op} already has the lowering {known.func.__name__}, so "
-      f"{operator.func.__name__} was not registered. Pass is_user_defined=True to "
-      "replace it."
-    )
+    if operator.is_builtin and not known.is_builtin:
+      return known  # it was loaded before ours, which it replaces
+    _refuse_or_warn(known, operator, stacklevel)
   table[operator.torch_op] = operator
   _generation += 1
   return operator
+
+
+def _refuse_or_warn(known: Operator, operator: Operator, stacklevel: int) -> None:
+  """What is said of a second lowering.
+
+  Raises:
+    ValueError: both are the library's own.
+  """
+  both = f"{operator.torch_op} already has the lowering {_name(known.func)}"
+  if operator.is_builtin:
+    raise ValueError(
+      f"{both}, so {_name(operator.func)} was not registered. Pass "
+      "is_user_defined=True to replace it."
+    )
+  # A theme that was carried over is there to replace what is built in.
+  if not str(getattr(operator.func, "__module__", "")).startswith("torchax."):
+    warnings.warn(
+      f"{both}, which {_name(operator.func)} replaces. Pass is_user_defined=True if "
+      "that is meant.",
+      stacklevel=stacklevel,
+    )
+
+
+def _name(func) -> str:
+  """A function's name; partials and callable objects have none."""
+  return getattr(func, "__name__", None) or repr(func)
 
 
 def register(operator: Operator) -> Operator:
   """Registers an operator for `__torch_dispatch__` (ATen) or for torch functions."""
   named = resolve(operator.torch_op)
   is_aten = isinstance(named, OpOverload | OpOverloadPacket | str)
-  return _register(all_aten_ops if is_aten else all_torch_functions, operator)
+  table = all_aten_ops if is_aten else all_torch_functions
+  return _register(table, operator, stacklevel=5)  # `op` is between us and its user
 
 
 def register_torch_dispatch_op(

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import HALVES
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # Query heads are (key head, member of its group), so that grouped heads share a key
 # without repeating it in memory.

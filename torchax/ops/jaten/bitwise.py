@@ -7,8 +7,9 @@ logical ones; `logical_*` of any dtype is in `pointwise.py`.
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.ops.builtin import op
 from torchax.ops.names import aten
-from torchax.ops.op_base import op, promote
+from torchax.ops.op_base import promote
 
 
 def _integers(name, self, other):

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import expand_sizes
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 
 def _correlate(input, weight, stride, padding, dilation, groups):

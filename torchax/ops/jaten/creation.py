@@ -14,10 +14,11 @@ import torch
 from jax import lax
 
 from torchax.ops import mappings, narrowing
+from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten._arguments import require_count, require_size
 from torchax.ops.names import aten
-from torchax.ops.op_base import default_float, op, result_dtype
+from torchax.ops.op_base import default_float, result_dtype
 
 
 def _dtype_or(dtype, fallback):

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.jaten.loss import Reduction
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, op
 
 
 def _padded_targets(targets, target_lengths):

@@ -9,9 +9,9 @@ import enum
 import jax
 import jax.numpy as jnp
 
+from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # embedding_renorm_ scales to just below the limit: aten/src/ATen/native/Embedding.cpp.
 RENORM_MARGIN = 1e-7

@@ -8,8 +8,8 @@ torch's functions; inside the environment torch does not take these paths.
 import torch
 import torch.nn.functional as F
 
+from torchax.ops.builtin import Kind, op
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, op
 
 # torch's numbers for what a mask means.
 _KEY_PADDING = 1

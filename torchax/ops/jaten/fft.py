@@ -6,8 +6,8 @@ direction that carries the factor.
 
 import jax.numpy as jnp
 
+from torchax.ops.builtin import op
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # ATen's fft_norm_mode: no factor, 1 / sqrt(n), 1 / n.
 _FORWARD_NORM = ("backward", "ortho", "forward")

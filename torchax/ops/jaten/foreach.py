@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from torchax.dispatch.in_place import require_same_length
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.names import aten, present, resolve
-from torchax.ops.op_base import op, to_float
+from torchax.ops.op_base import to_float
 from torchax.ops.ops_registry import all_aten_ops
 
 _UNARY = (

@@ -8,8 +8,8 @@ import math
 
 import torch
 
+from torchax.ops.builtin import Kind, op
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, op
 
 
 def _elements_in_storage(tensor: torch.Tensor) -> int:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # Rows of the left matrix and columns of the right one are groups of the inner
 # dimension, each of which gives a matrix.

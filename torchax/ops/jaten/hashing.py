@@ -7,7 +7,7 @@ import torch
 from jax import lax
 
 from torchax.ops import mappings
-from torchax.ops.op_base import op
+from torchax.ops.builtin import op
 
 
 def _bits(array):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import torch
 
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # --- bins of equal width ---------------------------------------------------------
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import dim_of
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 _MASK_DTYPES = (torch.bool, torch.uint8, jnp.dtype(jnp.bool_), jnp.dtype(jnp.uint8))
 

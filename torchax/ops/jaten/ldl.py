@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.ops.builtin import op
 from torchax.ops.jaten.solve import check_info, needs_no_check, require_square
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # How large a diagonal element must be beside its column to be a pivot (Bunch & Kaufman,
 # "Some stable methods for calculating inertia", Math. Comp. 31, 1977).

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops import mappings
-from torchax.ops.op_base import op
+from torchax.ops.builtin import op
 
 
 class _Classes(NamedTuple):

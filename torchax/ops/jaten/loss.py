@@ -10,9 +10,9 @@ import enum
 import jax
 import jax.numpy as jnp
 
+from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import in_opmath, widen
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # torch bounds the logarithms of binary cross entropy, so that the loss stays finite,
 # and its gradient's divisor: aten/src/ATen/native/Loss.cpp.

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.names import aten
-from torchax.ops.op_base import op, promote
+from torchax.ops.op_base import promote
 
 # torch's threshold for computing Euclidean distances through one matrix product.
 DISTANCE_MATMUL_SIZE = 25

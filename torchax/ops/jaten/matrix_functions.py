@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.ops.builtin import op
 from torchax.ops.jaten.solve import require_square
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # Degree of the series, and the 1-norm up to which the first term left out,
 # norm^(degree + 1) / (degree + 1)!, is below the rounding of 1.

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, op
 
 
 def _moments(self, axes):

@@ -6,8 +6,8 @@ in `ops/jtorch/recurrent.py`.
 
 import torch
 
+from torchax.ops.builtin import Kind, op
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, op
 
 
 def _places(batch_sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

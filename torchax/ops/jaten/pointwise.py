@@ -17,9 +17,10 @@ from jax import lax
 
 from torchax.errors import WrongDtypeError
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.names import aten
-from torchax.ops.op_base import op, promote, result_dtype, to_float
+from torchax.ops.op_base import promote, result_dtype, to_float
 
 HALF_DTYPES = (jnp.bfloat16, jnp.float16)
 

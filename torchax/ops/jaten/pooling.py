@@ -14,9 +14,9 @@ import torch
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import expand_sizes, in_opmath, widen
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # The index of a cell of the padding: any cell of the input replaces it.
 NO_INDEX = -1

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torchax.ops import mappings
+from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._random_checks import (
   known_values,
   require_float,
@@ -22,7 +23,7 @@ from torchax.ops.jaten._random_checks import (
   require_std,
 )
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, default_float, op, result_dtype
+from torchax.ops.op_base import default_float, result_dtype
 from torchax.rng import samplers
 
 

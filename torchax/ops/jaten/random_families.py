@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import torch
 
 from torchax.ops import mappings
+from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._random_checks import require_float, require_real
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, op
 from torchax.rng import pathwise, rejection, samplers
 
 

@@ -14,8 +14,9 @@ from jax import lax
 
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.names import aten, prims
-from torchax.ops.op_base import op, promote, to_float
+from torchax.ops.op_base import promote, to_float
 
 
 def _index_dtype():

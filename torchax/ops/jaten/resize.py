@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax.ops import jax_reimplement, jimage
+from torchax.ops.builtin import op
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # Names that ATen gives the scales of 1, 2 and 3 spatial dimensions.
 _SCALE_NAMES = {

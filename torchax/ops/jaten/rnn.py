@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.ops.builtin import op
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 
 def _affine(input, weight, bias):

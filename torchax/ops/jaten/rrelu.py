@@ -9,9 +9,9 @@ import math
 
 import jax.numpy as jnp
 
+from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._random_checks import require_float
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, op
 from torchax.rng import samplers
 
 _FUNCTIONAL = aten.rrelu_with_noise_functional.default

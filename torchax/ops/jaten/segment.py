@@ -10,8 +10,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from torchax.ops.builtin import op
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 # What a reduction of nothing gives, and how two results of it are put together.
 _REDUCTIONS = {

@@ -16,9 +16,10 @@ from jax import lax
 from torchax.core.view_steps import put_slice
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import dim_of, require_size
 from torchax.ops.names import aten, prims
-from torchax.ops.op_base import op, promote
+from torchax.ops.op_base import promote
 
 
 def _as_tuple(value) -> tuple:

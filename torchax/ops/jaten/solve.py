@@ -15,8 +15,8 @@ import torch
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.builtin import Kind, op
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, op
 
 # --- Shapes and errors --------------------------------------------------------------
 

@@ -12,8 +12,8 @@ import torch
 from jax import lax
 
 from torchax.ops import mappings
+from torchax.ops.builtin import op
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 
 
 def _int64():

@@ -13,9 +13,10 @@ import torch
 from jax import lax
 from jax.scipy import special
 
+from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._chebyshev import chebyshev
 from torchax.ops.names import aten
-from torchax.ops.op_base import Kind, op, promote, to_float
+from torchax.ops.op_base import promote, to_float
 
 
 def _in_floats(function):

@@ -9,21 +9,33 @@ def register_function(
   *torch_functions,
   is_jax_function: bool = True,
   needs_env: bool = False,
+  is_user_defined: bool = False,
   kind: Kind | None = None,
   saves_residuals: bool = False,
+  compiled: bool | None = None,
+  is_builtin: bool = False,
 ) -> Callable:
   """Registers the decorated function to run in place of torch functions.
+
+  It replaces one that is registered.
 
   Args:
     *torch_functions: the functions as torch hands them to a `TorchFunctionMode`.
     is_jax_function: it takes arrays; then it is compiled, and differentiated by JAX.
     needs_env: it takes the environment as `env=`.
+    is_user_defined: it is meant to replace what exists, which is then no warning.
     kind: in place of the flags.
     saves_residuals: the gradient uses results of the forward pass, for functions that
       cost much; otherwise it starts again from the arguments.
+    compiled: False where the result's shape depends on data. By default this is
+      noticed: a function that fails compiled and runs without is not compiled any more.
+    is_builtin: it is one of the library's own; see `ops_registry.py`.
 
   Raises:
-    ValueError: a function is registered already.
+    ValueError: it is built in, and so is one that the torch function already has.
+
+  Warns:
+    UserWarning: it replaces another one, and comes from code outside of the library.
   """
 
   def register_all(func):
@@ -34,8 +46,11 @@ def register_function(
           func,
           is_jax_function=is_jax_function,
           needs_env=needs_env,
+          is_user_defined=is_user_defined,
           kind=kind,
           saves_residuals=saves_residuals,
+          compiled=compiled,
+          is_builtin=is_builtin,
         )
       )
     return func

@@ -4,7 +4,7 @@ import torch
 
 from torchax import _torch_compat
 from torchax.ops.jaten import attention
-from torchax.ops.jtorch._register import register_function
+from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, aten
 from torchax.ops.ops_registry import Kind
 

@@ -9,10 +9,10 @@ import torch
 
 from torchax import _torch_compat
 from torchax.core import grad_mode
+from torchax.ops.builtin import op
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
-from torchax.ops.jtorch._register import register_function
+from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, aten, functions
-from torchax.ops.op_base import op
 from torchax.ops.ops_registry import Kind
 
 # Keeps mean 0 and variance 1 of SELU's outputs: alpha · scale of its negative side

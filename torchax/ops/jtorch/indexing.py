@@ -6,7 +6,7 @@ Without x64 an index tensor on jax is 32 bits wide; the numbers are the same.
 import jax.numpy as jnp
 import torch
 
-from torchax.ops.jtorch._register import register_function
+from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import functions, methods
 from torchax.ops.ops_registry import Kind
 

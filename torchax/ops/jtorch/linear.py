@@ -9,9 +9,9 @@ from jax import lax
 
 from torchax import _torch_compat, private
 from torchax.environment import default_env
-from torchax.ops.jtorch._register import register_function
+from torchax.ops.builtin import op
+from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import aten
-from torchax.ops.op_base import op
 from torchax.ops.ops_registry import Kind
 from torchax.tensor import Tensor
 

@@ -9,7 +9,7 @@ from torchax.ops.jaten.normalize import (
   _aten__fused_rms_norm,
   _aten_native_layer_norm,
 )
-from torchax.ops.jtorch._register import register_function
+from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, functions
 
 

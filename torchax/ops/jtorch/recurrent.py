@@ -7,7 +7,7 @@ import torch
 
 from torchax import _torch_compat
 from torchax.ops.jaten import rnn
-from torchax.ops.jtorch._register import register_function
+from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F
 from torchax.ops.ops_registry import Kind
 

@@ -6,7 +6,7 @@ checkpoint takes what is kept as it is then, and would find no slopes in it.
 
 import torch
 
-from torchax.ops.jtorch._register import register_function
+from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, aten
 from torchax.ops.ops_registry import Kind
 

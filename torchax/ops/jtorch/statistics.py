@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax import _jax_compat
-from torchax.ops.jtorch._register import register_function
+from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, functions, methods
 from torchax.ops.op_base import to_float
 from torchax.ops.ops_registry import Kind

@@ -1,0 +1,1 @@
+"""Carries changes of upstream over; `tools/port_upstream.py` is what people run."""

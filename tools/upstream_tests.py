@@ -1,0 +1,278 @@
+"""Runs the tests of a checkout of upstream against this project.
+
+usage: python -m tools.upstream_tests PATH [--expectations FILE] [--time-limit SECONDS]
+       [--jobs N]
+
+Each file is a process of its own. Its folder is copied to where `torchax` can only be
+this project's; nothing of upstream's is kept. `test/upstream_expectations.toml` has the
+rows that fail, and why. Exit status: 0 where these fail and no others, 1 where another
+row fails or one of these does not, 2 for a checkout or a file that cannot be used.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import fnmatch
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import xml.etree.ElementTree as ElementTree
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXPECTATIONS = ROOT / "test" / "upstream_expectations.toml"
+# The package at the root of the repository, or in a folder of a larger one.
+LAYOUTS = (".", "torchax")
+FAILED = ("failed", "did not load", "took too long")
+
+
+class InputError(Exception):
+  """The checkout or the file of expectations cannot be used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What became of a row.
+
+  Attributes:
+    row: "test_ops.py::TestOps::test_add", or the file alone where it did not run.
+    verdict: "passed", "skipped" or one of `FAILED`.
+    message: the first line of what went wrong.
+  """
+
+  row: str
+  verdict: str
+  message: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+  """Rows that fail.
+
+  Attributes:
+    row: their name; `*` stands for any characters.
+    reason: why they do.
+  """
+
+  row: str
+  reason: str
+
+
+def tests_of(checkout: pathlib.Path) -> pathlib.Path:
+  """The folder of a checkout's tests.
+
+  Raises:
+    InputError: it is no checkout of upstream.
+  """
+  for layout in LAYOUTS:
+    base = checkout / layout
+    tests = base / "test"
+    is_package = (base / "torchax" / "ops" / "jaten.py").is_file()
+    if is_package and any(tests.glob("test_*.py")):
+      return tests
+  raise InputError(
+    f"{checkout} is no checkout of upstream: it should have torchax/ops/jaten.py and "
+    "test/test_*.py, at its root or in its folder torchax/. Clone upstream's "
+    "repository and name it: make test-upstream UPSTREAM=path"
+  )
+
+
+def read_expectations(path: pathlib.Path) -> list[Expectation]:
+  """The rows of a file of expectations.
+
+  Raises:
+    InputError: it cannot be read, or a row has no reason or stands there twice.
+  """
+  try:
+    tables = tomllib.loads(path.read_text(encoding="utf-8")).get("expected", [])
+  except (OSError, tomllib.TOMLDecodeError) as error:
+    raise InputError(f"{path} is no file of expectations: {error}") from None
+  found: dict[str, Expectation] = {}
+  for table in tables:
+    row, reason = table.get("row"), table.get("reason")
+    if not row or not reason:
+      raise InputError(f"{path}: [[expected]] has a row and a reason, but got {table}.")
+    if row in found:
+      raise InputError(f"{path}: {row} stands there twice.")
+    found[row] = Expectation(row, reason)
+  return list(found.values())
+
+
+def run_file(copy: pathlib.Path, name: str, limit: float) -> list[Outcome]:
+  """Runs one file in a process.
+
+  Args:
+    copy: a folder that holds a copy of the tests, as `test/`.
+    name: of the file, below `test/`.
+    limit: in seconds.
+  """
+  report = copy / f"{name.replace('/', '_')}.xml"
+  command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+  command += ["-c", os.devnull, "--rootdir", str(copy), f"--junitxml={report}"]
+  try:
+    done = subprocess.run(
+      [*command, f"test/{name}"],
+      cwd=copy,
+      env=_environment(copy),
+      capture_output=True,
+      text=True,
+      timeout=limit,
+      check=False,
+    )
+  except subprocess.TimeoutExpired:
+    return [Outcome(name, "took too long", f"more than {limit:g} s")]
+  if done.returncode == 5:
+    return []  # no tests in it
+  if not report.is_file():
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    said = lines[-1] if lines else f"exit status {done.returncode}"
+    return [Outcome(name, "did not load", said)]
+  return read_report(report, name)
+
+
+def _environment(copy: pathlib.Path) -> dict[str, str]:
+  """Has `torchax` be this project's, and lets tests find what lies beside them."""
+  paths = [str(ROOT), str(copy), str(copy / "test")]
+  return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def read_report(report: pathlib.Path, name: str) -> list[Outcome]:
+  """The outcomes in a JUnit report of one file."""
+  outcomes = []
+  for case in ElementTree.parse(report).iter("testcase"):
+    wrong = case.find("failure")
+    wrong = case.find("error") if wrong is None else wrong
+    message = (wrong.get("message") or "").splitlines() if wrong is not None else []
+    if not case.get("classname") or (message and message[0] == "collection failure"):
+      text = (wrong.text or "").strip().splitlines() if wrong is not None else []
+      outcomes.append(Outcome(name, "did not load", text[-1] if text else ""))
+      continue
+    module = "test." + name.removesuffix(".py").replace("/", ".")
+    inner = case.get("classname", "").removeprefix(module).strip(".").split(".")
+    row = "::".join(filter(None, [name, *inner, case.get("name", "")]))
+    if wrong is not None:
+      outcomes.append(Outcome(row, "failed", message[0] if message else ""))
+    else:
+      is_skipped = case.find("skipped") is not None
+      outcomes.append(Outcome(row, "skipped" if is_skipped else "passed"))
+  return outcomes
+
+
+def judged(
+  outcomes: list[Outcome], expectations: list[Expectation]
+) -> tuple[list[Outcome], list[Expectation]]:
+  """What fails unexpectedly, and what is expected to fail and does not."""
+  failed = [outcome for outcome in outcomes if outcome.verdict in FAILED]
+  unexpected = [
+    outcome
+    for outcome in failed
+    if not any(_matches(outcome, expected) for expected in expectations)
+  ]
+  stale = [
+    expected
+    for expected in expectations
+    if not any(_matches(outcome, expected) for outcome in failed)
+  ]
+  return unexpected, stale
+
+
+def _matches(outcome: Outcome, expected: Expectation) -> bool:
+  # Rows have brackets in their names, which are no patterns.
+  pattern = expected.row.replace("[", "[[]")
+  return fnmatch.fnmatchcase(outcome.row, pattern)
+
+
+def _require_ours(copy: pathlib.Path) -> None:
+  """Raises `InputError` unless `torchax` is this project there."""
+  code = "import importlib.util as u; print(u.find_spec('torchax').origin)"
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=copy,
+    env=_environment(copy),
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  if not done.stdout.startswith(str(ROOT)):
+    raise InputError(
+      f"The tests would not run against this project, {ROOT}: torchax is "
+      f"{done.stdout.strip() or done.stderr.strip().splitlines()[-1:]} there."
+    )
+
+
+def run_all(
+  checkout: pathlib.Path, limit: float, jobs: int
+) -> dict[str, tuple[list[Outcome], float]]:
+  """File -> outcomes and seconds.
+
+  Raises:
+    InputError: it is no checkout of upstream.
+  """
+  tests = tests_of(checkout)
+  with tempfile.TemporaryDirectory() as place:
+    copy = pathlib.Path(place)
+    shutil.copytree(tests, copy / "test", ignore=shutil.ignore_patterns("__pycache__"))
+    # So that `from test import …` finds it, and not Python's own tests.
+    (copy / "test" / "__init__.py").touch()
+    _require_ours(copy)
+    names = [p.relative_to(tests).as_posix() for p in sorted(tests.rglob("test_*.py"))]
+
+    def timed(name: str) -> tuple[list[Outcome], float]:
+      start = time.monotonic()
+      return run_file(copy, name, limit), time.monotonic() - start
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+      return dict(zip(names, pool.map(timed, names), strict=True))
+
+
+def main(arguments: list[str]) -> int:
+  """Entry point; gives the exit status."""
+  parser = argparse.ArgumentParser(
+    prog="python -m tools.upstream_tests",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("checkout", nargs="?")
+  parser.add_argument("--expectations", type=pathlib.Path, default=EXPECTATIONS)
+  parser.add_argument("--time-limit", type=float, default=1200.0)
+  parser.add_argument("--jobs", type=int, default=1)
+  chosen = parser.parse_args(arguments)
+  try:
+    if not chosen.checkout:
+      raise InputError(
+        "Name a checkout of upstream's repository: make test-upstream UPSTREAM=path"
+      )
+    expectations = read_expectations(chosen.expectations)
+    checkout = pathlib.Path(chosen.checkout).resolve()
+    found = run_all(checkout, chosen.time_limit, chosen.jobs)
+  except InputError as error:
+    print(error, file=sys.stderr)
+    return 2
+  for name, (outcomes, seconds) in found.items():
+    counts = collections.Counter(outcome.verdict for outcome in outcomes)
+    said = ", ".join(
+      f"{number} {verdict}" for verdict, number in sorted(counts.items())
+    )
+    print(f"{name}: {said or 'no tests'} ({seconds:.0f} s)")
+  outcomes = [outcome for file, _ in found.values() for outcome in file]
+  unexpected, stale = judged(outcomes, expectations)
+  for outcome in unexpected:
+    print(f"UNEXPECTED {outcome.row} {outcome.verdict}: {outcome.message}")
+  for expected in stale:
+    print(f"STALE {expected.row} does not fail any more: remove it ({expected.reason})")
+  passed = sum(outcome.verdict == "passed" for outcome in outcomes)
+  failed = sum(outcome.verdict in FAILED for outcome in outcomes)
+  print(
+    f"{passed} passed, {failed} failed, of which {failed - len(unexpected)} as "
+    f"expected; {len(stale)} expectations are stale."
+  )
+  return 1 if unexpected or stale or not passed else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,15 @@
+"""The decorator of the library's own lowerings.
+
+With it a lowering takes numbers as operands, says itself where it cannot be compiled,
+and is the only one of its operation (`ops_registry.py` has both styles). What users
+write, and what is carried over from upstream, takes `op` from `torchax.ops.jaten`.
+"""
+
+import functools
+
+from torchax.ops import op_base
+from torchax.ops.ops_registry import Kind
+
+__all__ = ["Kind", "op"]
+
+op = functools.partial(op_base.op, is_builtin=True)
