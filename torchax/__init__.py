@@ -36,6 +36,7 @@ from torchax.dispatch import (
   debug,
   factories,
   indexing,
+  modes,
   refusals,
   shortcuts,
 )
@@ -144,8 +145,8 @@ def _compose() -> None:
   refusals.register()
   conversion_errors.register()
   _torch_compat.keep_from_dynamo(
-    *(tensor, view, environment, device_module, device_module.Generator, placement),
-    *(streams.AnyStream, streams.AnyEvent),
+    *(tensor, view, environment, modes, device_module, device_module.Generator),
+    *(placement, streams.AnyStream, streams.AnyEvent),
     *(tracebacks, *interop.MODULES),
   )
 

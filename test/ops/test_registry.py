@@ -197,23 +197,32 @@ REGISTER = {
 
 
 @pytest.mark.parametrize("name", REGISTER)
-def test_a_duplicate_raises_and_changes_nothing(define, name):
+def test_a_duplicate_of_a_user_warns_and_replaces(define, name):
   packet = define("(Tensor x) -> Tensor", list(REGISTER).index(name))
-  op(packet)(lambda x: x + 1)
-  with pytest.raises(ValueError, match="is_user_defined=True") as error:
-    REGISTER[name](packet, lambda x: x + 2)
-  assert str(packet) in str(error.value)
-  assert_same(packet(on_jax()), ONES + 1)
+  first, second = lambda x: x + 1, lambda x: x + 2
+  op(packet)(first)
+  with pytest.warns(UserWarning, match=f"{packet} already .*is_user_defined=True"):
+    assert REGISTER[name](packet, second) is second
+  assert_same(packet(on_jax()), ONES + 2)
+  assert ops_registry.all_aten_ops[packet].replaced.func is first
 
 
-def test_a_duplicate_function_raises():
+def test_a_duplicate_of_the_library_raises_and_changes_nothing():
+  packet, abs_ = torch.ops.aten.abs, ops_registry.all_aten_ops[torch.ops.aten.abs]
+  assert abs_.func.__module__.startswith("torchax.")
+  with pytest.raises(ValueError, match="already has the lowering"):
+    op(packet)(ops_registry.all_aten_ops[torch.ops.aten.neg].func)
+  assert ops_registry.all_aten_ops[packet] is abs_
+
+
+def test_a_duplicate_function_warns():
   def torch_function(x):
     return x
 
   register_torch_function_op(torch_function, jnp.negative)
-  with pytest.raises(ValueError, match="torch_function"):
+  with pytest.warns(UserWarning, match="torch_function"):
     register_torch_function_op(torch_function, jnp.negative)
-  with pytest.raises(ValueError, match="torch_function"):
+  with pytest.warns(UserWarning, match="torch_function"):
     jtorch.register_function(torch_function)(jnp.negative)
   del ops_registry.all_torch_functions[torch_function]
 
@@ -276,7 +285,7 @@ def test_an_override_belongs_to_one_environment(define):
 def test_an_override_takes_functions_of_tensors(define):
   packet = define("(Tensor x) -> Tensor")
   env = torchax.tensor.Environment()
-  env.override_op_definition(packet, lambda x: torch.cat([x, x]), is_view_op=True)
+  env.override_op_definition(packet, lambda x: torch.cat([x, x]))
   assert_same(packet(env.to_xla(ONES)), torch.ones(6))
 
 

@@ -77,14 +77,11 @@ def op(
     is_jax_function: it takes arrays (default) instead of tensors.
     needs_env: it takes the environment as `env=`.
     is_view_op: it sees views as such.
-    is_user_defined: it may replace a lowering that exists.
+    is_user_defined: it may replace a lowering that exists; otherwise that warns.
     index_results: places of the results that are indices.
     takes_cpu: it takes CPU tensors beside jax tensors.
     distribution: what it draws, for ledgers, where its name does not say it.
     overwrites: its in-place form uses nothing of its target but shape and dtype.
-
-  Raises:
-    ValueError: an operation already has a lowering.
   """
 
   def register_all(func):

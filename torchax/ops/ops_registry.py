@@ -4,8 +4,9 @@ An operation is an ATen `OpOverload`, an `OpOverloadPacket` (which stands for al
 its functional overloads), or a torch function that is caught above ATen. The name of a
 packet, "torchvision::nms", stands for one of a library that may be imported later.
 What this version of torch lacks, `names.Missing`, is left out.
-Registering twice raises; a user's registration replaces ours. Environments notice
-later registrations through `generation`.
+A user's registration replaces ours, with a warning unless it says
+`is_user_defined=True`; what ran before is its `replaced`. Registering twice inside of
+the library raises. Environments notice later registrations through `generation`.
 """
 
 import dataclasses
@@ -13,7 +14,10 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from torchax._torch_compat import OpOverload, OpOverloadPacket
+from torchax.diagnostics import user_code
 from torchax.ops.names import Missing, resolve
 from torchax.types import JaxCallable, TorchCallable
 
@@ -65,6 +69,7 @@ class Operator:
     distribution: what a sampler draws, for ledgers, where the operation's name does not
       say it; with its parameters where these are no arguments.
     overwrites: the in-place form uses nothing of its target but shape and dtype.
+    replaced: the operator in whose place this one was registered.
   """
 
   torch_op: TorchCallable
@@ -83,6 +88,7 @@ class Operator:
   takes_cpu: bool = False
   distribution: str = ""
   overwrites: bool = False
+  replaced: "Operator | None" = None
 
   def __post_init__(self):
     if self.kind is None:
@@ -94,8 +100,17 @@ class Operator:
     )
 
 
+class _Functions(dict):
+  """The registered torch functions; of any other one, torch's own is what runs."""
+
+  def __missing__(self, function) -> Operator:
+    if not callable(function) or torch.overrides.resolve_name(function) is None:
+      raise KeyError(function)
+    return Operator(function, function, kind=Kind.TENSORS)
+
+
 all_aten_ops: dict[Any, Operator] = {}
-all_torch_functions: dict[Any, Operator] = {}
+all_torch_functions: dict[Any, Operator] = _Functions()
 # Overload -> function of tensors, used where there is no lowering.
 decompositions: dict[Any, Callable] = {}
 _generation = 0
@@ -113,14 +128,38 @@ def _register(table: dict, operator: Operator) -> Operator:
   operator.torch_op = resolve(operator.torch_op)
   known = table.get(operator.torch_op)
   if known is not None and not operator.is_user_defined:
-    raise ValueError(
-      f"{operator.torch_op} already has the lowering {known.func.__name__}, so "
-      f"{operator.func.__name__} was not registered. Pass is_user_defined=True to "
-      "replace it."
-    )
+    _note_duplicate(known, operator)
+  operator.replaced = known
+  if known is None and table is all_torch_functions:
+    operator.replaced = _of_torch(operator.torch_op)
   table[operator.torch_op] = operator
   _generation += 1
   return operator
+
+
+def _of_torch(function) -> Operator | None:
+  try:
+    return all_torch_functions[function]
+  except KeyError:  # a function that torch knows nothing of
+    return None
+
+
+def _note_duplicate(known: Operator, operator: Operator) -> None:
+  """Warns of a user's second lowering, which is used; raises for one of ours."""
+  duplicate = (
+    f"{operator.torch_op} already has the lowering {name_of(known.func)}, which "
+    f"{name_of(operator.func)}"
+  )
+  if getattr(operator.func, "__module__", "").startswith("torchax."):
+    raise ValueError(f"{duplicate} would replace: one of them is not to be.")
+  message = f"{duplicate} replaces. Pass is_user_defined=True where that is meant."
+  user_code.warn(message, UserWarning)
+  operator.is_user_defined = True
+
+
+def name_of(func: Callable) -> str:
+  """The name of a lowering; of one that has none, as a partial, how it prints."""
+  return getattr(func, "__name__", None) or repr(func)
 
 
 def register(operator: Operator) -> Operator:
@@ -137,9 +176,12 @@ def register_torch_dispatch_op(
   is_user_defined=False,
   needs_env=False,
   is_view_op=False,
-) -> Operator:
-  """Registers the lowering of an ATen operation; the parameters are `Operator`'s."""
-  return _register(
+) -> Callable:
+  """Registers the lowering of an ATen operation, and gives it back.
+
+  The parameters are `Operator`'s; `all_aten_ops[aten_op]` is the operator.
+  """
+  _register(
     all_aten_ops,
     Operator(
       aten_op,
@@ -150,6 +192,7 @@ def register_torch_dispatch_op(
       is_view_op,
     ),
   )
+  return impl_callable
 
 
 def register_torch_function_op(
@@ -159,9 +202,12 @@ def register_torch_function_op(
   is_user_defined=False,
   needs_env=False,
   is_view_op=False,
-) -> Operator:
-  """Registers what runs for a torch function, above ATen and above autograd."""
-  return _register(
+) -> Callable:
+  """Registers what runs for a torch function, above ATen and above autograd.
+
+  Gives the function back; `all_torch_functions[torch_func]` is the operator.
+  """
+  _register(
     all_torch_functions,
     Operator(
       torch_func,
@@ -172,3 +218,4 @@ def register_torch_function_op(
       is_view_op,
     ),
   )
+  return impl_callable
