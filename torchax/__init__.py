@@ -21,6 +21,7 @@ from torchax import (
   interop,
   rng,
   tensor,
+  util,
   view,
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
@@ -185,6 +186,7 @@ __all__ = [
   "save_checkpoint",
   "set_logs",
   "unsupported_dtype",
+  "util",
 ]
 
 
