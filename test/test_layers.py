@@ -39,6 +39,7 @@ LAYERS = {
     "torchax.dispatch.indexing",
     "torchax.dispatch.refusals",
     "torchax.dispatch.shortcuts",
+    "torchax.ops.faces",
     "torchax.ops.op_base",
   ),
   5: ("torchax.environment",),
