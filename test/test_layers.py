@@ -40,6 +40,7 @@ LAYERS = {
     "torchax.dispatch.refusals",
     "torchax.dispatch.shortcuts",
     "torchax.ops.builtin",
+    "torchax.ops.faces",
     "torchax.ops.op_base",
   ),
   5: ("torchax.environment",),

@@ -674,3 +674,19 @@ def test_a_holder_is_plain_whatever_is_on():
     holder = _torch_compat.holder()
   assert type(holder) is torch.Tensor
   assert holder.device.type == "cpu"
+
+
+# Transforms of torch.func ------------------------------------------------------------
+
+
+def test_what_transforms_have_wrapped_is_found():
+  x, found = torch.ones(2, 3), []
+
+  def note(row):
+    found.append((row, _torch_compat.innermost(row)))
+    return row.sum()
+
+  torch.func.vmap(torch.func.grad(note))(x)
+  ((wrapped, inner),) = found
+  assert wrapped.shape == (3,) and inner is not wrapped and inner.shape == (2, 3)
+  assert _torch_compat.innermost(x) is x

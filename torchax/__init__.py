@@ -21,6 +21,7 @@ from torchax import (
   interop,
   rng,
   tensor,
+  util,
   view,
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
@@ -36,6 +37,7 @@ from torchax.dispatch import (
   debug,
   factories,
   indexing,
+  modes,
   operands,
   refusals,
   shortcuts,
@@ -168,8 +170,8 @@ def _compose() -> None:
   refusals.register()
   conversion_errors.register()
   _torch_compat.keep_from_dynamo(
-    *(tensor, view, environment, device_module, device_module.Generator, placement),
-    *(streams.AnyStream, streams.AnyEvent),
+    *(tensor, view, environment, modes, device_module, device_module.Generator),
+    *(placement, streams.AnyStream, streams.AnyEvent),
     *(tracebacks, *interop.MODULES),
   )
 
@@ -208,6 +210,7 @@ __all__ = [
   "save_checkpoint",
   "set_logs",
   "unsupported_dtype",
+  "util",
 ]
 
 

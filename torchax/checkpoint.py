@@ -11,7 +11,6 @@ pickled: reading a checkpoint runs no code of it. Orbax is an optional dependenc
 
 import collections
 import contextlib
-import errno
 import operator
 import os
 import sys
@@ -97,20 +96,24 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
   Args:
     path: a directory of checkpoints, of which the latest step is read; or the directory
-      of one step, such as `"run/300"`.
+      of one step, such as `"run/300"`. Or a file of `torch.save`, which is read with
+      `weights_only=True` and whose tensors come to jax.
 
   Returns:
     The state. A named tuple is of its own class if the program has imported that, else
     of one with the same name and fields.
 
   Raises:
+    DamagedFileError: a file that torch.save has not written, or not as a whole.
+    UnpicklingError: a file with objects that torch does not load without code.
     FileNotFoundError: no such directory, or no complete checkpoint in it.
-    NotADirectoryError: a file.
     ValueError: a checkpoint that another program has written, or a newer torchax; or
       a damaged one. Nothing of it is returned.
     UnsupportedDtypeError: 64-bit arrays of JAX, whose x64 mode is off now.
     ImportError: Orbax is not installed.
   """
+  if os.path.isfile(path):
+    return torch.load(path, map_location="jax", weights_only=True)
   ocp, epath = _orbax()
   place = _step_directory(_absolute(path, epath), ocp)
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -178,13 +181,6 @@ def _absolute(path, epath):
 
 def _step_directory(path, ocp):
   """The directory of one step: the path itself, or the latest step below it."""
-  if path.is_file():
-    raise NotADirectoryError(
-      errno.ENOTDIR,
-      "load_checkpoint expects a directory of save_checkpoint, but got a file; one of "
-      "torch.save is opened by torch.load",
-      str(path),
-    )
   if (path / _STRUCTURE).exists():
     return path
   steps = ocp.utils.checkpoint_steps(path) if path.exists() else []

@@ -35,7 +35,7 @@ class CompileOptions:
       arguments.
   """
 
-  methods_to_compile: list[str] = dataclasses.field(default_factory=list)
+  methods_to_compile: list[str] = dataclasses.field(default_factory=lambda: ["forward"])
   jax_jit_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
   mode: str = "jax"
 
@@ -87,12 +87,13 @@ def _check(fn, options: CompileOptions) -> None:
     raise ValueError(f"The mode is one of {MODES}, but got {options.mode!r}.")
   if not callable(fn):
     raise TypeError(f"A function or a module is expected, but got {fn!r}.")
-  if options.methods_to_compile and not isinstance(fn, torch.nn.Module):
+  named = set(options.methods_to_compile) - {"forward"}
+  if named and not isinstance(fn, torch.nn.Module):
     raise ValueError(
       f"methods_to_compile names methods of a module, but got {fn!r}. Compile each "
       "function by itself."
     )
-  for name in options.methods_to_compile:
+  for name in named:
     if not callable(getattr(fn, name, None)):
       raise AttributeError(f"{type(fn).__name__} has no method {name!r} to compile.")
   unused = sorted(set(options.jax_jit_kwargs) - {"compiler_options"})

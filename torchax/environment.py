@@ -7,30 +7,29 @@ above ATen (`ops/jtorch`) are, and "cuda" means "jax".
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _jax_compat, _torch_compat, amp, rng
+from torchax import _torch_compat, amp, rng
 from torchax.config import Configuration
 from torchax.core import switches
-from torchax.core.storage import active
 from torchax.devices import placement
-from torchax.diagnostics.tracebacks import ending_at_the_user, hide
+from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.dispatch import debug, device_plans, host_operations
 from torchax.dispatch.dispatcher import Dispatcher
+from torchax.dispatch.modes import META_FACTORIES, XLADispatchMode, XLAFunctionMode
+from torchax.dispatch.operator_table import OperatorTable, is_aten
 from torchax.dispatch.torch_functions import FunctionTable
 from torchax.dispatch.transfer import Move, arguments_of_to
 from torchax.errors import MixedDeviceError, OperatorNotFound, UnsupportedDtypeError
 from torchax.ops import mappings, ops_registry
 from torchax.ops.names import aten
-from torchax.ops.ops_registry import Operator
+from torchax.ops.ops_registry import Kind, Operator
 from torchax.properties import RuntimeProperty, _None, _PropertyHolder
 from torchax.rng.stream import RngStream
 from torchax.tensor import Tensor, new_tensor
@@ -59,26 +58,6 @@ TENSOR_CONSTRUCTORS = {
 }
 
 
-_is_compiling = torch.compiler.is_compiling
-META_FACTORIES = frozenset(
-  {
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.eye.default,
-    aten.eye.m,
-    aten.full.default,
-    aten.linspace.default,
-    aten.ones.default,
-    aten.scalar_tensor.default,
-    aten.zeros.default,
-    aten._efficientzerotensor.default,
-  }
-)
-
-
 class _Modes(threading.local):
   """Our modes among those of torch, which has some for each thread.
 
@@ -92,93 +71,16 @@ class _Modes(threading.local):
   modes: tuple = ()
 
 
-def _are_foreign(types) -> bool:
-  """Whether one of the classes handles torch's functions itself.
-
-  Those of other libraries do, around tensors of any device, and come first.
-  """
-  return bool(types) and any(map(_handles_functions, types))
+def _operators() -> tuple:
+  return ops_registry.all_aten_ops, ops_registry.all_torch_functions
 
 
-@functools.lru_cache(maxsize=1024)  # it keeps the classes
-def _handles_functions(cls: Any) -> bool:
-  if cls.__module__.startswith("torch.nested."):
-    return False  # torch's own; they are refused by name
-  if issubclass(cls, _jax_compat.ArrayImpl | _jax_compat.Tracer):
-    return False  # they only explain what torch refuses (`conversion_errors.py`)
-  tensor: Any = torch.Tensor
-  handler = getattr(cls.__torch_function__, "__func__", None)
-  return handler not in (None, tensor.__torch_function__.__func__)
+def _decompositions() -> tuple:
+  return (ops_registry.decompositions,)
 
 
-class XLAFunctionMode(TorchFunctionMode):
-  """Sends torch functions to the environment's function table."""
-
-  def __init__(self, env: "Environment"):
-    super().__init__()
-    self.env = env
-
-  def __torch_function__(self, func, types, args=(), kwargs=None):
-    if _is_compiling():  # Dynamo reads this: its graph holds torch's own functions
-      return func(*args, **kwargs) if kwargs else func(*args)
-    try:
-      handler = self.env.functions.get(func)
-      if handler is not None and self.env.enabled and not _are_foreign(types):
-        return handler(args, kwargs or {})
-      return func(*args, **kwargs) if kwargs else func(*args)
-    except Exception as error:
-      hide(error)
-      raise
-
-
-class XLADispatchMode(_torch_compat.DispatchMode):
-  """Sends ATen operations on jax tensors to the environment.
-
-  Their class does this by itself. The mode also catches the tensors that torch's C++
-  makes "on the device of" a jax tensor (zeros in a gradient formula, the scalar of
-  `torch.where`): C++ sees the wrapper's device, meta, and asks for a meta tensor.
-
-  Args:
-    env: the environment.
-    always: catches them also where the environment is off.
-  """
-
-  def __init__(self, env: "Environment", always: bool = False):
-    super().__init__()
-    self.env = env
-    self._always = always
-
-  def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-    try:
-      for cls in types:
-        if cls is Tensor or cls is View:
-          if _torch_compat.is_watched():  # the mode below is to see it as well
-            return func(*args, **(kwargs or {}))
-          return self.env.dispatch(func, types, args, kwargs)
-      if kwargs is None:
-        if active.boundary is not None:
-          return host_operations.run(active.boundary, func, args, {})
-        return func(*args)
-      device = kwargs.get("device")
-      if kwargs.get("pin_memory") and (device is None or device.type == "cpu"):
-        # JAX reads any memory of the host. torch would ask C++ for pinned memory.
-        kwargs = {**kwargs, "pin_memory": False}
-      if device is not None:
-        kind = device.type
-        if _torch_compat.is_tracing():
-          return func(*args, **kwargs)
-        is_caught = self._always or self.env.enabled
-        if kind == "meta" and is_caught and self.env._is_for_jax(func):
-          return device_plans.made_by_torch(self.env, func, types, args, kwargs)
-        is_dense = kwargs.get("layout") in (None, torch.strided)
-        if kind == "jax" and is_dense and func in self.env.lowered_factories:
-          return self.env.dispatch(func, types, args, kwargs)
-      if active.boundary is not None:
-        return host_operations.run(active.boundary, func, args, kwargs)
-      return func(*args, **kwargs)
-    except Exception as error:
-      hide(error)
-      raise
+def _decomposition(operation, function) -> Operator:
+  return Operator(operation, function, kind=Kind.TENSORS)
 
 
 class Environment(contextlib.ContextDecorator):
@@ -220,7 +122,10 @@ class Environment(contextlib.ContextDecorator):
     self.streams = rng.Streams(seed, self.config.prng_impl, by_site)
     self._dispatcher = Dispatcher(self)
     self.functions = FunctionTable(self)
+    self._ops = OperatorTable(_operators, self._changed)
+    self._decomps = OperatorTable(_decompositions, self._changed, _decomposition)
     self._modes = _Modes()
+    self._given_modes: dict[str, Any] = {}
     self._property = _PropertyHolder(lambda: [RuntimeProperty(None, None, None)])
     for hook in self.on_creation:
       hook(self)
@@ -256,10 +161,35 @@ class Environment(contextlib.ContextDecorator):
     """Puts our modes on torch's stack, unless they are there."""
     state = self._modes
     if not state.modes:
-      state.modes = (XLADispatchMode(self), XLAFunctionMode(self))
+      given = self._given_modes
+      state.modes = (
+        given.get("dispatch") or XLADispatchMode(self),
+        given.get("function") or XLAFunctionMode(self),
+      )
       for mode in state.modes:
         mode.__enter__()
     state.holders += 1
+
+  @property
+  def _function_mode(self):
+    """The mode that catches torch functions; on by itself inside `with` it.
+
+    One that is set is pushed wherever the environment is turned on from then on.
+    """
+    return self._given_modes.get("function") or XLAFunctionMode(self, always=True)
+
+  @_function_mode.setter
+  def _function_mode(self, mode) -> None:
+    self._given_modes["function"] = mode
+
+  @property
+  def _dispatch_mode(self):
+    """The mode that catches ATen operations; see `_function_mode`."""
+    return self._given_modes.get("dispatch") or XLADispatchMode(self, always=True)
+
+  @_dispatch_mode.setter
+  def _dispatch_mode(self, mode) -> None:
+    self._given_modes["dispatch"] = mode
 
   def _pop_modes(self, *exc) -> None:
     """Undoes one `_push_modes`."""
@@ -358,27 +288,36 @@ class Environment(contextlib.ContextDecorator):
       draw, args, kwargs
     )
 
-  def override_op_definition(self, op_to_override, op_impl, is_view_op=False) -> None:
+  def override_op_definition(
+    self, op_to_override, op_impl, is_view_op=False, is_jax_function=False
+  ) -> None:
     """Uses another lowering in this environment, from now on.
+
+    What ran before is `env._ops[op].replaced`, and `env._ops[op] = …` puts it back.
 
     Args:
       op_to_override: ATen overload or packet, or a torch function.
-      op_impl: function of arrays, or of tensors if `is_view_op`.
-      is_view_op: `op_impl` takes tensors and may alias or change them.
+      op_impl: function of jax tensors, which may call torch operations; below autograd
+        for an ATen operation, above it for a torch function.
+      is_view_op: `op_impl` may alias or change its arguments. Tensors come as they are
+        either way: this is upstream's flag.
+      is_jax_function: `op_impl` takes arrays instead; then it is compiled, and JAX
+        differentiates it for a torch function.
     """
-    operator = Operator(
+    known = self._ops.get(op_to_override)
+    self._ops[op_to_override] = Operator(
       op_to_override,
       op_impl,
-      is_jax_function=not is_view_op,
+      is_jax_function=is_jax_function,
       is_user_defined=True,
       is_view_op=is_view_op,
+      replaced=known,
     )
-    if isinstance(
-      op_to_override, _torch_compat.OpOverload | _torch_compat.OpOverloadPacket
-    ):
-      self._dispatcher.override(op_to_override, operator)
-    else:
-      self.functions.override(op_to_override, operator)
+
+  def _changed(self, operation) -> None:
+    """Drops what was prepared for the operators of before."""
+    self._dispatcher.forget()
+    self.functions.forget()
 
   def _get_op_or_decomp(self, func) -> Operator:
     """The operator that runs for an operation, or its decomposition.
@@ -386,7 +325,7 @@ class Environment(contextlib.ContextDecorator):
     Raises:
       OperatorNotFound: neither exists.
     """
-    operator = ops_registry.all_torch_functions.get(func)
+    operator = None if is_aten(func) else self._ops.get(func)
     operator = operator or self._dispatcher.find(func)
     if operator is None:
       raise self._dispatcher.not_found(func)
@@ -463,7 +402,12 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def _mesh(self):
+    """The mesh in force, `param.mesh`; setting it counts for the block around it."""
     return self._property.content[-1].mesh
+
+  @_mesh.setter
+  def _mesh(self, mesh) -> None:
+    self._property.content[-1].mesh = mesh
 
   @contextlib.contextmanager
   def override_property(

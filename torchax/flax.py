@@ -72,8 +72,9 @@ class FlaxNNModule(torch.nn.Module):
     env: the environment whose stream is drawn from.
     flax_module: a `flax.linen.Module`.
     sample_args: example inputs, jax tensors or arrays. `flax_module.init` is called
-      with these and a key of the stream for `params`, and for any other collection
-      that linen asks for.
+      with these and `env.prng_key` for `params`, and a key of the stream for any other
+      collection that linen asks for. The stream goes on, so that another module has
+      other parameters.
     sample_kwargs: the same by keyword.
 
   Raises:
@@ -114,7 +115,8 @@ class FlaxNNModule(torch.nn.Module):
     self._collections: dict[tuple, tuple[str, ...]] = {}
     args, kwargs = arrays_of((tuple(sample_args), sample_kwargs))
     asked = _asked_for(lambda keys: flax_module.init(keys, *args, **kwargs), (PARAMS,))
-    keys = {name: self._draw(name) for name in (PARAMS, *asked)}
+    params_key = self._env.prng_key  # as in `flax_module.init(env.prng_key, …)`
+    keys = {name: self._draw(name) for name in (PARAMS, *asked)} | {PARAMS: params_key}
     variables = meta.unbox(flax_module.init(keys, *args, **kwargs))
     for collection, nested in variables.items():
       if collection == PARAMS or not _is_sown(nested):

@@ -620,7 +620,7 @@ def test_an_override_belongs_to_one_environment(define):
 def test_an_override_takes_functions_of_tensors(define):
   packet = define("(Tensor x) -> Tensor")
   env = torchax.tensor.Environment()
-  env.override_op_definition(packet, lambda x: torch.cat([x, x]), is_view_op=True)
+  env.override_op_definition(packet, lambda x: torch.cat([x, x]))
   assert_same(packet(env.to_xla(ONES)), torch.ones(6))
 
 

@@ -9,7 +9,6 @@ derived from torch's schemas.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -49,13 +48,29 @@ _SPECIAL_PLANS = (
 )
 
 
+def _keys_of(func) -> tuple:
+  """What an overload may be registered under, the narrowest first."""
+  if not isinstance(func, _torch_compat.OpOverload):
+    return (func,)
+  return (func, func.overloadpacket, func._schema.name)
+
+
+class _InPlaceOf:
+  """The in-place form of an operation that a user's function of tensors runs."""
+
+  def __init__(self, functional: TensorPlan):
+    self._functional = functional
+
+  def __call__(self, args, kwargs):
+    return args[0].copy_(self._functional(args, kwargs))
+
+
 class Dispatcher:
   """The plans of an environment, by overload; made on first use."""
 
   def __init__(self, env):
     self._env = env
     self._plans: dict[int, tuple] = {}
-    self._overrides: dict[Any, Operator] = {}
     self._generation = -1
 
   def __call__(self, func, args, kwargs):
@@ -103,20 +118,26 @@ class Dispatcher:
         return None
       raise
 
-  def override(self, op, operator: Operator) -> None:
-    """Uses another operator in this environment only."""
-    self._overrides[op] = operator
+  def forget(self) -> None:
+    """Drops the plans: the environment has another operator now."""
     self._plans.clear()
 
   def operator(self, func) -> Operator | None:
-    """The registered operator of an overload or of its packet."""
-    packet = getattr(func, "overloadpacket", None)
-    name = func._schema.name if isinstance(func, _torch_compat.OpOverload) else None
-    for table in (self._overrides, ops_registry.all_aten_ops):
-      operator = table.get(func) or table.get(packet) or table.get(name)
-      if operator is not None:
-        return operator
-    return None
+    """The operator of an overload or of its packet."""
+    own, keys = self._env._ops.own, _keys_of(func)
+    for key in keys:
+      if key in own:
+        return own[key]
+    found = (ops_registry.all_aten_ops.get(key) for key in keys)
+    return next((operator for operator in found if operator is not None), None)
+
+  def is_own(self, func) -> bool:
+    """True if the operator is this environment's alone, or a user's."""
+    operator = self.operator(func)
+    if operator is None:
+      return False
+    own = self._env._ops.own
+    return operator.is_user_defined or any(key in own for key in _keys_of(func))
 
   def find(self, func) -> Operator | None:
     """What runs for an overload, or for the first overload of a packet that has one."""
@@ -138,7 +159,9 @@ class Dispatcher:
     return Operator(func, lambda *args, **kwargs: plan(args, kwargs), kind=Kind.TENSORS)
 
   def decomposition(self, func) -> Operator | None:
-    """torch's or our decomposition of an overload."""
+    """This environment's, our or torch's decomposition of an overload."""
+    if func in self._env._decomps.own:
+      return self._env._decomps.own[func]
     # One that torch makes of others arrives whole where autograd is off, as in
     # inference mode. There too it is made as anywhere else, in the same parts: they
     # may write to running statistics, or ask for a number.
@@ -165,10 +188,10 @@ class Dispatcher:
       if operator is None:
         raise self.not_found(func)
       return self._plan_of(func, operator)
-    schema = schema_of(func)
+    schema, is_own = schema_of(func), self.is_own(func)
     for special in _SPECIAL_PLANS:
       found = special(func, schema, self._plan_by_registry, self._env)
-      if found is not None and not (operator and operator.is_user_defined):
+      if found is not None and not is_own:
         return found
     return self._plan_by_registry(func)
 
@@ -186,6 +209,8 @@ class Dispatcher:
     decomposition = self.decomposition(func)
     if decomposition is None:
       raise self.not_found(func)
+    if func in self._env._decomps.own:
+      return self._plan_of(func, decomposition)
     if schema.written or not decomposition.compiled:
       return TensorPlan(func, decomposition, self._env)
     return DecompositionPlan(func, decomposition, self._env)
@@ -207,6 +232,8 @@ class Dispatcher:
       return OutPlan(func, functional, self._env)
     if isinstance(functional, Plan):
       return InPlacePlan(func, functional, self._env)
+    if isinstance(functional, TensorPlan) and self.is_own(functional_op):
+      return _InPlaceOf(functional)
     return None
 
   def not_found(self, func, args=(), kwargs=None) -> OperatorNotFound:

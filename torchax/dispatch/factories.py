@@ -219,6 +219,16 @@ def register_functions(env: Environment) -> None:
     env.functions.add(function, _to(env))
   env.functions.add(_torch_compat.parse_to, _parse_to)
   env.functions.add(torch.Tensor.cuda, _cuda(env))
+  env.functions.add(_DEVICE, _device)
+
+
+# What torch hands to function modes where `tensor.device` is read.
+_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+def _device(args, kwargs) -> torch.device:
+  """The device of what a transform of `torch.func` has wrapped: C++ says meta."""
+  return _torch_compat.innermost(args[0]).device
 
 
 # Factories of a size alone, which need not go through torch's parser.

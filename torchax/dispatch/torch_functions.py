@@ -13,6 +13,7 @@ from torchax import _torch_compat, amp
 from torchax.core.bounded_cache import BoundedCache
 from torchax.dispatch import autograd
 from torchax.dispatch.operands import Flattener
+from torchax.dispatch.operator_table import is_aten
 from torchax.dispatch.out import write_output
 from torchax.dispatch.plans import MOST_PROGRAMS
 from torchax.ops import ops_registry
@@ -152,7 +153,6 @@ class FunctionTable:
   def __init__(self, env):
     self._env = env
     self._handlers: dict[Any, Callable] = {}
-    self._overrides: dict[Any, Operator] = {}
     self._builtin: dict[Any, Callable] = {}
     self._cores: dict[Callable, ArrayFunctionHandler] = {}
     self._generation = -1
@@ -168,9 +168,8 @@ class FunctionTable:
     self._builtin[func] = handler
     self._generation = -1
 
-  def override(self, func, operator: Operator) -> None:
-    """Uses another operator in this environment only."""
-    self._overrides[func] = operator
+  def forget(self) -> None:
+    """Drops the handlers: the environment has another operator now."""
     self._generation = -1
 
   def call(self, array_function: Callable, *args, **kwargs):
@@ -190,9 +189,13 @@ class FunctionTable:
 
   def _load(self) -> None:
     self._generation = ops_registry.generation()
-    operators = {**ops_registry.all_torch_functions, **self._overrides}
-    handlers = {func: self._handler(func, op) for func, op in operators.items()}
-    handlers |= self._builtin
+    operators = {**ops_registry.all_torch_functions, **self._env._ops.own}
+    handlers = {
+      func: self._handler(func, operator)
+      for func, operator in operators.items()
+      if operator is not None and not is_aten(func)
+    }
+    handlers = {**self._builtin, **handlers}
     for func, handler in handlers.items():
       # Others pay nothing for it.
       if amp.policy_of_function(func) is not None:

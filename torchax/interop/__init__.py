@@ -1,5 +1,7 @@
 """Torch functions under JAX's transformations, and JAX functions under torch."""
 
+from jax import shard_map
+
 from torchax.interop import (
   jit,
   loops,
@@ -61,6 +63,7 @@ __all__ = [
   "optimizers",
   "scan",
   "set_all_buffers",
+  "shard_map",
   "switch",
   "torch_view",
   "torch_view_elem",

@@ -127,10 +127,10 @@ class JittableModule(ModuleWrapper):
     )
     self._restore()
 
-  _derived = ("_jitted",)
+  _derived = ("_jitted", "_handed")
 
   def _restore(self) -> None:
-    vars(self).update(_jitted={})
+    vars(self).update(_jitted={}, _handed={})
 
   def _forget(self) -> None:
     self._jitted.clear()
@@ -140,15 +140,72 @@ class JittableModule(ModuleWrapper):
 
   @property
   def params(self) -> dict[str, torch.Tensor]:
-    """The parameters by name; a shared one under its first name if deduplicated."""
+    """The parameters by name; a shared one under its first name if deduplicated.
+
+    A plain dict, for trees of JAX and torch. A tensor that is put in it is the
+    module's from the next use of this wrapper on, a parameter if it replaces one. The
+    module itself, where a program has kept it, follows then as well.
+    """
+    return self._hand_out("params", self._read_params)
+
+  @params.setter
+  def params(self, tensors: dict[str, torch.Tensor]) -> None:
+    self.params.update(tensors)
+    self._take_changes()
+
+  @property  # type: ignore[override]
+  def buffers(self) -> dict[str, torch.Tensor]:
+    """The buffers and plain tensor attributes by name; see `params`."""
+    return self._hand_out("buffers", self._read_buffers)
+
+  @buffers.setter
+  def buffers(self, tensors: dict[str, torch.Tensor]) -> None:
+    self.buffers.update(tensors)
+    self._take_changes()
+
+  def _read_params(self) -> dict[str, torch.Tensor]:
     duplicates = not self._dedup_parameters
     return dict(self._model.named_parameters(remove_duplicate=not duplicates))
 
-  @property
-  def buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
-    """The buffers and plain tensor attributes by name."""
+  def _read_buffers(self) -> dict[str, torch.Tensor]:
     found = extract_all_buffers(self._model)[1]
     return _unique(found) if self._dedup_parameters else found
+
+  def _hand_out(self, kind: str, read: Callable) -> dict[str, torch.Tensor]:
+    self._take_changes()
+    tensors, _ = self._handed.get(kind, ({}, {}))
+    current = read()
+    tensors.clear()
+    tensors.update(current)
+    self._handed[kind] = (tensors, current)
+    return tensors
+
+  def _take_changes(self) -> None:
+    """Gives the module the tensors that were put into `params` and `buffers`.
+
+    Raises:
+      KeyError: the module has no place of that name.
+    """
+    for tensors, before in list(self._handed.values()):
+      changed = {k: v for k, v in tensors.items() if before.get(k) is not v}
+      if changed:
+        _replace(vars(self)["_modules"]["_model"], changed, before)
+        tensors.update(before)
+
+  def __getattr__(self, name: str):
+    if "_handed" in vars(self):
+      self._take_changes()
+    return super().__getattr__(name)
+
+  def state_dict(self, *args, **kwargs):
+    """`torch.nn.Module.state_dict`, with what was put into `params` and `buffers`."""
+    self._take_changes()
+    return super().state_dict(*args, **kwargs)
+
+  def named_parameters(self, *args, **kwargs):
+    """`torch.nn.Module.named_parameters`, with what was put into `params`."""
+    self._take_changes()
+    return super().named_parameters(*args, **kwargs)
 
   def forward(self, *args, **kwargs):
     """Runs the module's `forward`, compiled."""
@@ -184,6 +241,7 @@ class JittableModule(ModuleWrapper):
   def jittable_call(self, method_name: str, *args, **kwargs):
     """Runs a method of the module, compiled."""
     try:
+      self._take_changes()
       jitted = self.jitted(method_name)
       try:
         return jitted.call(None, args, kwargs)
@@ -229,6 +287,26 @@ def _forward(module: torch.nn.Module, *args, **kwargs):
 
 
 _forward.__name__ = "forward"  # as it is called in programs and messages
+
+
+def _replace(module: torch.nn.Module, changed: dict, before: dict) -> None:
+  """Puts tensors in the places of others, under all their names.
+
+  Args:
+    module: holds the tensors.
+    changed: the new tensors by name; left with what the module holds.
+    before: the old ones by name, which follow.
+  """
+  params, buffers = extract_all_buffers(module)
+  places = {**params, **buffers}
+  for name, tensor in changed.items():
+    old = places.get(name)
+    is_plain = not isinstance(tensor, torch.nn.Parameter) and tensor.grad_fn is None
+    if isinstance(old, torch.nn.Parameter) and is_plain:
+      tensor = torch.nn.Parameter(tensor.detach(), requires_grad=old.requires_grad)
+    names = [known for known, held in places.items() if held is old] or [name]
+    set_all_buffers(module, dict.fromkeys(names, tensor), {})
+    before[name] = tensor
 
 
 def _unique(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -254,9 +254,10 @@ def call_jax(jax_func, *args, **kwargs):
   """Calls a JAX function with torch values; returns torch values.
 
   Where torch records gradients, JAX differentiates the function: its results have a
-  gradient like those of any torch operation.
+  gradient like those of any torch operation. An executable, as
+  `jax.jit(f).lower(…).compile()` gives, has no derivative: neither have its results.
   """
-  if torch.is_grad_enabled():
+  if torch.is_grad_enabled() and not isinstance(jax_func, jax.stages.Compiled):
     arguments = Partition((args, kwargs), _needs_gradient)
     if arguments.dynamic:
       return _recorded(jax_func, arguments)

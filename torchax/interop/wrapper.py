@@ -48,6 +48,19 @@ class ModuleWrapper(torch.nn.Module):
     """Makes the derived attributes anew."""
     raise NotImplementedError
 
+  @property
+  def __class__(self):
+    """The inner module's, so that `isinstance(wrapper, MyModel)` is as without it."""
+    inner = self.__dict__.get("_modules", {}).get("_model")
+    return type(self) if inner is None else inner.__class__
+
+  @__class__.setter
+  def __class__(self, cls) -> None:
+    raise TypeError(
+      f"The class of a {type(self).__name__} cannot be changed. Wrap a module of that "
+      "class instead."
+    )
+
   def __getattr__(self, name: str):
     """Compiled methods by name; the rest is the module's."""
     try:
@@ -77,12 +90,20 @@ class ModuleWrapper(torch.nn.Module):
     is_set_up = "_model" in own.get("_modules", {})
     return not is_set_up or name == "_model" or name in own or hasattr(type(self), name)
 
+  def __reduce_ex__(self, protocol):
+    # By the wrapper's own class, which `__class__` does not tell.
+    return _made, (type(self),), self.__getstate__()
+
   def __getstate__(self) -> dict:
     return {k: v for k, v in self.__dict__.items() if k not in self._derived}
 
   def __setstate__(self, state: dict) -> None:
     super().__setstate__(state)
     self._restore()
+
+
+def _made(cls):
+  return cls.__new__(cls)
 
 
 # The draws of a module have the same sites, compiled or not.

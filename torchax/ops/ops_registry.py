@@ -9,17 +9,20 @@ There are two styles. The library's own lowerings (`builtin.py`) say what they c
 their numbers are operands, a shape that depends on data is written down, and two for
 one operation are a mistake. Any other one, a user's or one that was written for
 upstream's registry, has said nothing: it gets Python numbers, whether it compiles is
-found out by calling it, and it replaces what was there, whichever is loaded first.
+found out by calling it, and it replaces what was there, whichever is loaded first,
+with a warning unless it says `is_user_defined=True`; what ran before is its `replaced`.
 Environments notice later registrations through `generation`.
 """
 
 import dataclasses
 import enum
-import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from torchax._torch_compat import OpOverload, OpOverloadPacket
+from torchax.diagnostics import user_code
 from torchax.ops.names import Missing, resolve
 from torchax.types import JaxCallable, TorchCallable
 
@@ -75,6 +78,7 @@ class Operator:
       say it; with its parameters where these are no arguments.
     overwrites: the in-place form uses nothing of its target but shape and dtype.
     is_builtin: one of the library's own, which follows the rules of that style.
+    replaced: the operator in whose place this one was registered.
   """
 
   torch_op: TorchCallable
@@ -94,6 +98,7 @@ class Operator:
   distribution: str = ""
   overwrites: bool = False
   is_builtin: bool = False
+  replaced: "Operator | None" = None
 
   def __post_init__(self):
     if self.compiled is None and self.is_builtin:
@@ -107,8 +112,17 @@ class Operator:
     )
 
 
+class _Functions(dict):
+  """The registered torch functions; of any other one, torch's own is what runs."""
+
+  def __missing__(self, function) -> Operator:
+    if not callable(function) or torch.overrides.resolve_name(function) is None:
+      raise KeyError(function)
+    return Operator(function, function, kind=Kind.TENSORS)
+
+
 all_aten_ops: dict[Any, Operator] = {}
-all_torch_functions: dict[Any, Operator] = {}
+all_torch_functions: dict[Any, Operator] = _Functions()
 # Overload -> function of tensors, used where there is no lowering.
 decompositions: dict[Any, Callable] = {}
 _generation = 0
@@ -119,7 +133,7 @@ def generation() -> int:
   return _generation
 
 
-def _register(table: dict, operator: Operator, stacklevel: int = 4) -> Operator:
+def _register(table: dict, operator: Operator) -> Operator:
   global _generation
   if isinstance(operator.torch_op, Missing):
     return operator
@@ -128,35 +142,46 @@ def _register(table: dict, operator: Operator, stacklevel: int = 4) -> Operator:
   if known is not None and not operator.is_user_defined:
     if operator.is_builtin and not known.is_builtin:
       return known  # it was loaded before ours, which it replaces
-    _refuse_or_warn(known, operator, stacklevel)
+    _refuse_or_warn(known, operator)
+  operator.replaced = known
+  if known is None and table is all_torch_functions:
+    operator.replaced = _of_torch(operator.torch_op)
   table[operator.torch_op] = operator
   _generation += 1
   return operator
 
 
-def _refuse_or_warn(known: Operator, operator: Operator, stacklevel: int) -> None:
+def _of_torch(function) -> Operator | None:
+  try:
+    return all_torch_functions[function]
+  except KeyError:  # a function that torch knows nothing of
+    return None
+
+
+def _refuse_or_warn(known: Operator, operator: Operator) -> None:
   """What is said of a second lowering.
 
   Raises:
     ValueError: both are the library's own.
   """
-  both = f"{operator.torch_op} already has the lowering {_name(known.func)}"
+  both = f"{operator.torch_op} already has the lowering {name_of(known.func)}"
   if operator.is_builtin:
     raise ValueError(
-      f"{both}, so {_name(operator.func)} was not registered. Pass "
+      f"{both}, so {name_of(operator.func)} was not registered. Pass "
       "is_user_defined=True to replace it."
     )
   # A theme that was carried over is there to replace what is built in.
   if not str(getattr(operator.func, "__module__", "")).startswith("torchax."):
-    warnings.warn(
-      f"{both}, which {_name(operator.func)} replaces. Pass is_user_defined=True if "
+    user_code.warn(
+      f"{both}, which {name_of(operator.func)} replaces. Pass is_user_defined=True if "
       "that is meant.",
-      stacklevel=stacklevel,
+      UserWarning,
     )
+  operator.is_user_defined = True
 
 
-def _name(func) -> str:
-  """A function's name; partials and callable objects have none."""
+def name_of(func: Callable) -> str:
+  """The name of a lowering; of one that has none, as a partial, how it prints."""
   return getattr(func, "__name__", None) or repr(func)
 
 
@@ -165,7 +190,7 @@ def register(operator: Operator) -> Operator:
   named = resolve(operator.torch_op)
   is_aten = isinstance(named, OpOverload | OpOverloadPacket | str)
   table = all_aten_ops if is_aten else all_torch_functions
-  return _register(table, operator, stacklevel=5)  # `op` is between us and its user
+  return _register(table, operator)
 
 
 def register_torch_dispatch_op(
@@ -175,9 +200,12 @@ def register_torch_dispatch_op(
   is_user_defined=False,
   needs_env=False,
   is_view_op=False,
-) -> Operator:
-  """Registers the lowering of an ATen operation; the parameters are `Operator`'s."""
-  return _register(
+) -> Callable:
+  """Registers the lowering of an ATen operation, and gives it back.
+
+  The parameters are `Operator`'s; `all_aten_ops[aten_op]` is the operator.
+  """
+  _register(
     all_aten_ops,
     Operator(
       aten_op,
@@ -188,6 +216,7 @@ def register_torch_dispatch_op(
       is_view_op,
     ),
   )
+  return impl_callable
 
 
 def register_torch_function_op(
@@ -197,9 +226,12 @@ def register_torch_function_op(
   is_user_defined=False,
   needs_env=False,
   is_view_op=False,
-) -> Operator:
-  """Registers what runs for a torch function, above ATen and above autograd."""
-  return _register(
+) -> Callable:
+  """Registers what runs for a torch function, above ATen and above autograd.
+
+  Gives the function back; `all_torch_functions[torch_func]` is the operator.
+  """
+  _register(
     all_torch_functions,
     Operator(
       torch_func,
@@ -210,3 +242,4 @@ def register_torch_function_op(
       is_view_op,
     ),
   )
+  return impl_callable

@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 
 from torchax import _torch_compat
+from torchax.ops.faces import lookup, of_aten
 from torchax.ops.op_base import op
 from torchax.ops.ops_registry import all_aten_ops as all_ops
 from torchax.ops.schema import functional_form, is_in_place, schema_of
@@ -14,8 +15,7 @@ THEMES = tuple(
   for module in pkgutil.iter_modules(__path__)
   if not module.name.startswith("_")
 )
-for _theme in THEMES:
-  importlib.import_module(f"{__name__}.{_theme}")
+_themes = [importlib.import_module(f"{__name__}.{theme}") for theme in THEMES]
 
 __all__ = [
   "THEMES",
@@ -48,10 +48,17 @@ def _random_mutations() -> set:
 
 
 def __getattr__(name: str):
+  """A lowering or helper of a theme by its name, as `jaten._aten_silu`.
+
+  A sampler takes the arguments that upstream's takes, and draws its key by itself.
+  """
   # torch's schemas say both; looking at all of them takes a moment, so it is not done
   # on import.
   if name == "mutation_ops_to_functional":
     return _mutations()
   if name == "mutation_needs_env":
     return _random_mutations()
+  found = lookup(name, _themes, all_ops.values()) or of_aten(name)
+  if found is not None:
+    return found
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ def register_function(
   is_jax_function: bool = True,
   needs_env: bool = False,
   is_user_defined: bool = False,
+  is_view_op: bool = False,
   kind: Kind | None = None,
   saves_residuals: bool = False,
   compiled: bool | None = None,
@@ -36,6 +37,9 @@ def register_function(
 
   Warns:
     UserWarning: it replaces another one, and comes from code outside of the library.
+  Returns:
+    The decorator. It gives back what it is given: a function, a partial, or any other
+    callable.
   """
 
   def register_all(func):
@@ -47,6 +51,7 @@ def register_function(
           is_jax_function=is_jax_function,
           needs_env=needs_env,
           is_user_defined=is_user_defined,
+          is_view_op=is_view_op,
           kind=kind,
           saves_residuals=saves_residuals,
           compiled=compiled,

@@ -1,0 +1,47 @@
+"""What programs ask of tensors inside the transforms of `torch.func`."""
+
+import pytest
+import torch
+from compare import assert_same
+
+import torchax
+from torchax import interop
+
+
+def _shifted(x):
+  assert x.device == torch.device("jax", 0)
+  return (x * torch.arange(2.0, device=x.device) + torch.ones(2, device=x.device)).sum()
+
+
+TRANSFORMS = {
+  "grad": lambda: torch.func.grad(_shifted),
+  "vmap": lambda: torch.func.vmap(_shifted),
+  "jvp": lambda: lambda x: torch.func.jvp(_shifted, (x,), (x,)),
+  "per_sample": lambda: torch.func.vmap(torch.func.grad(_shifted)),
+  "compiled": lambda: interop.jax_jit(torch.func.grad(_shifted)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_tensors_are_made_on_the_device_of_a_wrapped_one(name):
+  x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+  expected = {
+    "grad": torch.tensor([[0.0, 1.0], [0.0, 1.0]]),
+    "vmap": torch.tensor([4.0, 6.0]),
+    "jvp": (torch.tensor(10.0), torch.tensor(6.0)),
+  }
+  expected["per_sample"] = expected["compiled"] = expected["grad"]
+  with torchax.default_env():
+    found = TRANSFORMS[name]()(x.to("jax"))
+  for part, wanted in zip(
+    found if name == "jvp" else (found,),
+    expected[name] if name == "jvp" else (expected[name],),
+    strict=True,
+  ):
+    assert_same(part.detach(), wanted)
+
+
+def test_a_meta_tensor_stays_on_meta():
+  with torchax.default_env():
+    assert torch.empty(2, device="meta").device.type == "meta"
+    assert torch.ones(2).device.type == "cpu"
