@@ -60,6 +60,7 @@ from torchax._torch_compat.graphs import (
 )
 from torchax._torch_compat.modes import (
   DispatchMode,
+  above_dispatch,
   apply_function,
   are_top_modes,
   dispatch_depth,
@@ -127,6 +128,7 @@ __all__ = [
   "OpOverloadPacket",
   "TypedStorage",
   "UnsupportedOperatorException",
+  "above_dispatch",
   "answer_for_accelerator",
   "are_top_modes",
   "aten_packets",

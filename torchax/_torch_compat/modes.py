@@ -240,3 +240,31 @@ def dispatch_is_excluded() -> bool:
   `torch.tensor` does this: its copy into the new tensor would be lost.
   """
   return _is_excluded(_python_key)
+
+
+_ABOVE = "torch's derivatives of operations that JAX differentiates"
+_keys_at_work = private.find("torch._C._ForceDispatchKeyGuard", _ABOVE)
+# What a thread starts with; importing is no part of an operation.
+_included, _excluded = (
+  private.find(f"torch._C._dispatch_tls_local_{kind}_set", _ABOVE, instead=None)
+  for kind in ("include", "exclude")
+)
+_first_keys = _included and (_included(), _excluded())
+_is_included = private.find("torch._C._dispatch_tls_is_dispatch_key_included", _ABOVE)
+_keys_of = private.find("torch._C.DispatchKeySet", _ABOVE)
+_key_names = private.find("torch._C.DispatchKey", _ABOVE)
+# torch includes these with the first mode that is entered, and not with later ones.
+_MODE_KEYS = ("Python", "PythonTLSSnapshot")
+
+
+def above_dispatch():
+  """A context in which operations are recorded by autograd, as in a program.
+
+  Also inside the handler of an operation or a transform of `torch.func`.
+  """
+  included, excluded = _first_keys
+  for name in _MODE_KEYS:
+    key = getattr(_key_names, name)
+    if _is_included(key):
+      included = included | _keys_of(key)
+  return _keys_at_work(included, excluded)

@@ -73,8 +73,6 @@ class _NumberArrays:
         self._arrays.clear()
       self._arrays[key] = None
       return number
-    if not _jax_compat.is_top_level():
-      return number  # in an eager `shard_map`, the array would be a part of its trace
     with jax.default_device(None):
       array = self._arrays[key] = jnp.asarray(number)
     return array
@@ -155,7 +153,7 @@ class Flattener:
   def _flatten_other(self, arg, cls, dynamic: bool | _Marker, operands: list):
     if cls in _NUMBERS:
       if dynamic is True and (cls is not int or arg in _INT32):
-        operands.append(arg if _jax_compat.is_staging() else _number_arrays(arg))
+        operands.append(arg if _jax_compat.is_traced() else _number_arrays(arg))
         return _NUMBER
       return static_number(arg) if cls is float or dynamic else arg
     if cls is list or cls is tuple:

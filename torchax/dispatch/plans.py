@@ -22,10 +22,11 @@ from torchax.core.partitions import Partition
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
-from torchax.dispatch import compiling
+from torchax.dispatch import compiling, derivatives
 from torchax.dispatch.operands import IGNORED, Flattener, strong
 from torchax.errors import MixedDeviceError, RngError
 from torchax.ops import mappings
+from torchax.ops.derivatives import OTHERWISE
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
 from torchax.rng import arguments, generator_draws, scope
@@ -60,6 +61,12 @@ class Plan:
     takes_device = schema is not None and "device" in schema.names
     # The result is not always simply an array on jax.
     self._is_special = bool(operator.index_results) or takes_device
+    # JAX is given torch's derivative.
+    self._differs = getattr(op, "overloadpacket", None) in OTHERWISE
+    # Where a lowering is a part of what is traced and not a program of its own.
+    self._is_inlined = (
+      _jax_compat.is_traced if self._differs else _jax_compat.is_staging
+    )
     # Nothing to check, to draw or to decide before the compiled function is called.
     self._is_simple = (
       operator.check is None
@@ -70,7 +77,7 @@ class Plan:
   def __call__(self, args, kwargs):
     operands, key = self.flattener.flatten(args, kwargs)
     try:
-      if self._is_simple and not _jax_compat.is_staging():
+      if self._is_simple and not self._is_inlined():
         compiled = self._compiled.get(key) or self._compile(key)
         result = compiled(*operands)
       else:
@@ -185,7 +192,7 @@ class Plan:
       may_compile = bool(may_compile(args, kwargs or {}))
     # Samplers are compiled inside traces too: one that JAX runs step by step, as
     # `jax.checkpoint` does outside of jit, would round differently.
-    if may_compile is False or (_jax_compat.is_staging() and not self.is_sampler):
+    if may_compile is False or (self._is_inlined() and not self.is_sampler):
       return self._call(key, write, operands)
     cache_key = key if write is None else (write, key)
     compiled = self._compiled.get(cache_key) or self._compile(key, write)
@@ -193,20 +200,23 @@ class Plan:
 
   def _compile(self, key, write=None) -> Callable:
     def compiled(*operands):
-      return self._call(key, write, operands)
+      return self._call(key, write, operands, is_program=True)
 
     compiled.__name__ = self.name.replace(".", "_")
     jitted = compiling.compiled(compiled, self.operator)
     self._compiled[key if write is None else (write, key)] = jitted
     return jitted
 
-  def _call(self, key, write, operands):
+  def _call(self, key, write, operands, is_program=False):
+    """Runs the lowering here; as a program of its own JAX does not differentiate it."""
     if self.is_sampler:
       rng_key, count, *operands = operands
     if write is not None:
       base, *operands = operands
     args, kwargs = self.flattener.rebuild(key, operands)
-    if not self.is_sampler:
+    if self._differs and not is_program:
+      result = derivatives.differentiated(self.op, self._lower, self.env, args, kwargs)
+    elif not self.is_sampler:
       result = self._lower(args, kwargs)
     elif rng_key.ndim:
       keys = rng_state.fold_in(rng_key, count)

@@ -23,7 +23,8 @@ _FUNCTIONAL_FORMS = present(
   }
 )
 
-_DYNAMIC_TYPES = ("Tensor", "number", "float", "Scalar")
+_SCALAR_TYPES = ("number", "float", "Scalar")
+_DYNAMIC_TYPES = ("Tensor", *_SCALAR_TYPES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Schema:
   Attributes:
     names: argument names, positional ones first.
     dynamic: names whose Python numbers may change without recompiling.
+    scalars: those of them that take no tensor: torch needs them as Python numbers.
     written: names of arguments that are written to.
     outputs: those of them that only receive results: `out=` and its like.
     is_view: a result aliases an argument and nothing is written. `_unsafe_view` does
@@ -42,15 +44,17 @@ class Schema:
 
   names: tuple[str, ...]
   dynamic: frozenset[str]
+  scalars: frozenset[str]
   written: tuple[str, ...]
   outputs: tuple[str, ...]
   is_view: bool
   is_random: bool
 
 
-def _is_dynamic(argument) -> bool:
-  kind = str(argument.type).removeprefix("Optional[").rstrip("]")
-  return any(kind == name or kind == f"List[{name}" for name in _DYNAMIC_TYPES)
+def _kind(argument) -> str:
+  """The type of an argument, or of the elements of a list, without "Optional"."""
+  kind = str(argument.type).removeprefix("Optional[").removeprefix("List[")
+  return kind.rstrip("]")
 
 
 @functools.cache
@@ -61,7 +65,8 @@ def schema_of(op: OpOverload) -> Schema:
   aliased = any(r.alias_info is not None for r in op._schema.returns)
   return Schema(
     names=tuple(a.name for a in arguments),
-    dynamic=frozenset(a.name for a in arguments if _is_dynamic(a)),
+    dynamic=frozenset(a.name for a in arguments if _kind(a) in _DYNAMIC_TYPES),
+    scalars=frozenset(a.name for a in arguments if _kind(a) in _SCALAR_TYPES),
     written=written,
     outputs=tuple(a.name for a in arguments if a.is_out),
     is_view=(aliased and not written) or op is aten._unsafe_view.default,

@@ -1,0 +1,126 @@
+"""torch's derivative of an operation, where JAX differentiates.
+
+JAX would differentiate the lowering. At most points that is the same; where it is not
+(at ties and bounds, at zero, for a padding row), torch's own backward formula is the
+rule: `ops/derivatives.py` says of which operations.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax import _torch_compat
+from torchax.core import grad_mode
+from torchax.core.linear_maps import linear_map
+from torchax.core.partitions import Partition
+from torchax.tensor import Tensor, new_tensor
+
+
+def _is_array(leaf) -> bool:
+  return isinstance(leaf, jax.Array)
+
+
+def _is_inexact(array) -> bool:
+  return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+def _conjugate(arrays) -> list:
+  """torch's gradient of a complex number is the conjugate of JAX's cotangent."""
+  return [a.conj() if jnp.iscomplexobj(a) else a for a in arrays]
+
+
+class _Rule:
+  """The transpose of an operation's derivative, by torch's backward formula.
+
+  Args:
+    func: runs the operation on tensors, recorded by autograd.
+    arguments: (args, kwargs) of it, without their arrays.
+    places: which of the arrays are differentiated.
+    env: the environment of the tensors.
+  """
+
+  def __init__(self, func, arguments: Partition, places, env):
+    self.func = func
+    self.arguments = arguments
+    self.places = places
+    self.env = env
+
+  def __call__(self, residuals, cotangents, wanted) -> list:
+    with (
+      _torch_compat.above_dispatch(),
+      _torch_compat.without_function_modes(),
+      _torch_compat.without_autocast(),
+      grad_mode.counted_anew(),
+      self.env.catching_factories(),
+    ):
+      tensors = [new_tensor(array, self.env) for array in residuals]
+      sources = [tensors[i] for i, want in zip(self.places, wanted) if want]
+      for tensor in sources:
+        tensor.requires_grad_()
+      args, kwargs = self.arguments.filled(tensors)
+      results = [
+        r for r in _tensors(self.func(*args, **kwargs)) if _is_inexact(r.jax())
+      ]
+      seeds = [new_tensor(array, self.env) for array in _conjugate(cotangents)]
+      pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
+      found = [None] * len(sources)
+      if pairs:
+        found = torch.autograd.grad(*_columns(pairs, sources), allow_unused=True)
+      arrays = [
+        jnp.zeros_like(source.jax()) if gradient is None else gradient.jax()
+        for source, gradient in zip(sources, found)
+      ]
+    return _conjugate(arrays)
+
+
+def _columns(pairs, sources):
+  results, seeds = zip(*pairs)
+  return results, sources, seeds
+
+
+def _tensors(tree) -> list[Tensor]:
+  return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def differentiated(func, lower, env, args, kwargs):
+  """`lower(args, kwargs)`, with the derivative that torch's autograd has of `func`.
+
+  Args:
+    func: runs the operation on tensors above dispatch: an overload.
+    lower: runs it on arrays; returns a pytree of arrays.
+    env: the environment of the tensors.
+    args, kwargs: of both, with arrays for tensors.
+  """
+  arguments = Partition((args, kwargs), _is_array)
+  arrays = arguments.dynamic
+  if not any(isinstance(a, jax.core.Tracer) and _is_inexact(a) for a in arrays):
+    return lower(args, kwargs)
+  arguments = arguments.without_arrays()
+
+  @jax.custom_jvp
+  def run(*arrays):
+    return lower(*arguments.filled(arrays))
+
+  def derivative(primals, tangents):
+    out = run(*primals)
+    leaves, structure = jax.tree.flatten(out)
+    results = [jax.typeof(leaf) for leaf in leaves if _is_inexact(leaf)]
+    places = [i for i, t in enumerate(tangents) if not _is_zero(t)]
+    moved = [tangents[i] for i in places]
+    rule = _Rule(func, arguments, places, env)
+    found = iter(linear_map(rule, primals, moved, results))
+    leaves = [
+      next(found) if _is_inexact(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
+      for leaf in leaves
+    ]
+    return out, jax.tree.unflatten(structure, leaves)
+
+  run.defjvp(derivative, symbolic_zeros=True)
+  return run(*arrays)
+
+
+def _is_zero(tangent) -> bool:
+  """True for what is not differentiated: integers among it."""
+  is_symbol = isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+  return is_symbol or tangent.dtype == jax.dtypes.float0
