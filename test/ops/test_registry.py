@@ -330,7 +330,7 @@ def test_in_place_and_out_forms_of_what_needs_data_are_derived():
   def lowering(self, min=None, max=None):
     return jnp.clip(self, float(self[0]), max)
 
-  env.override_op_definition(clamp, lowering)
+  env.override_op_definition(clamp, lowering, is_jax_function=True)
   tensor = env.to_xla(torch.tensor([1.0, 0.0, 5.0]))
   tensor[:].clamp_(0.0, 3.0)
   assert_same(tensor, torch.tensor([1.0, 1.0, 3.0]))

@@ -396,10 +396,22 @@ class TensorPlan:
   """Runs an operation by a function of tensors, which may call torch operations."""
 
   def __init__(self, op, operator: Operator, env):
+    self.op = op
     self.operator = operator
     self.env = env
+    self._differs = getattr(op, "overloadpacket", None) in OTHERWISE
 
   def __call__(self, args, kwargs):
+    if self._differs and _jax_compat.is_traced():
+      given = _arrays((list(args), kwargs or {}))
+      found = derivatives.differentiated(self.op, self._lower, self.env, *given)
+      return _tensors(found, self.env)
+    return self._run(args, kwargs)
+
+  def _lower(self, args, kwargs):
+    return _arrays(self._run(*_tensors((args, kwargs), self.env)))
+
+  def _run(self, args, kwargs):
     dropped = IGNORED - {"generator"}  # the operations that it calls draw with it
     kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
     if _active.boundary is not None:
