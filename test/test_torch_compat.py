@@ -353,6 +353,25 @@ def test_a_kernel_runs_for_factories_without_a_tensor():
   assert_same(torch.ones(2, device="jax"), torch.ones(2))
 
 
+def test_operations_are_recorded_above_dispatch():
+  """Also in a handler, and with a mode on that catches what C++ makes."""
+  seen = []
+
+  class Handler(_torch_compat.DispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+      seen.append(str(func))
+      if func is not torch.ops.aten.neg.default:
+        return func(*args, **(kwargs or {}))
+      with _torch_compat.above_dispatch(), Handler():
+        leaf = args[0].detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(leaf.clamp(0.0, 1.0).sum(), leaf)
+      return gradient
+
+  with Handler():
+    assert_same(torch.neg(torch.tensor([0.5, 2.0])), torch.tensor([1.0, 0.0]))
+  assert "aten.where.self" in seen and "aten.scalar_tensor.default" in seen
+
+
 def test_saved_tensors_hooks_are_seen():
   assert not _torch_compat.has_saved_tensors_hooks()
   with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):

@@ -58,6 +58,34 @@ def counted_anew() -> Iterator[None]:
     _applied.is_stopped = before
 
 
+class _Formula(threading.local):
+  """Whether a thread runs torch's backward formula in place of JAX's derivative."""
+
+  is_running = False
+
+
+_formula = _Formula()
+
+
+@contextlib.contextmanager
+def in_formula() -> Iterator[None]:
+  """Is put around an operation and its backward formula, which JAX may differentiate.
+
+  torch detaches the results that it saves, and they keep their derivative all the same.
+  """
+  before, _formula.is_running = _formula.is_running, True
+  try:
+    with counted_anew():
+      yield
+  finally:
+    _formula.is_running = before
+
+
+def detaches() -> bool:
+  """Whether `detach` has JAX see no derivative."""
+  return not (_jax_compat.is_top_level() or _formula.is_running)
+
+
 class Recomputation:
   """Whether a backward pass may run a part of its forward pass again.
 

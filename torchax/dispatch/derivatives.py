@@ -51,7 +51,7 @@ class _Rule:
       _torch_compat.above_dispatch(),
       _torch_compat.without_function_modes(),
       _torch_compat.without_autocast(),
-      grad_mode.counted_anew(),
+      grad_mode.in_formula(),
       self.env.catching_factories(),
     ):
       tensors = [new_tensor(array, self.env) for array in residuals]

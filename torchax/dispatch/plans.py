@@ -26,7 +26,7 @@ from torchax.dispatch import compiling, derivatives
 from torchax.dispatch.operands import IGNORED, Flattener, strong
 from torchax.errors import MixedDeviceError, RngError
 from torchax.ops import mappings
-from torchax.ops.derivatives import OTHERWISE
+from torchax.ops.derivatives import formula_of
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
 from torchax.rng import arguments, generator_draws, scope
@@ -62,10 +62,10 @@ class Plan:
     # The result is not always simply an array on jax.
     self._is_special = bool(operator.index_results) or takes_device
     # JAX is given torch's derivative.
-    self._differs = getattr(op, "overloadpacket", None) in OTHERWISE
+    self._formula = formula_of(op)
     # Where a lowering is a part of what is traced and not a program of its own.
     self._is_inlined = (
-      _jax_compat.is_traced if self._differs else _jax_compat.is_staging
+      _jax_compat.is_traced if self._formula else _jax_compat.is_staging
     )
     # Nothing to check, to draw or to decide before the compiled function is called.
     self._is_simple = (
@@ -214,8 +214,10 @@ class Plan:
     if write is not None:
       base, *operands = operands
     args, kwargs = self.flattener.rebuild(key, operands)
-    if self._differs and not is_program:
-      result = derivatives.differentiated(self.op, self._lower, self.env, args, kwargs)
+    if self._formula and not is_program:
+      result = derivatives.differentiated(
+        self._formula, self._lower, self.env, args, kwargs
+      )
     elif not self.is_sampler:
       result = self._lower(args, kwargs)
     elif rng_key.ndim:
@@ -399,12 +401,12 @@ class TensorPlan:
     self.op = op
     self.operator = operator
     self.env = env
-    self._differs = getattr(op, "overloadpacket", None) in OTHERWISE
+    self._formula = formula_of(op)
 
   def __call__(self, args, kwargs):
-    if self._differs and _jax_compat.is_traced():
+    if self._formula and _jax_compat.is_traced():
       given = _arrays((list(args), kwargs or {}))
-      found = derivatives.differentiated(self.op, self._lower, self.env, *given)
+      found = derivatives.differentiated(self._formula, self._lower, self.env, *given)
       return _tensors(found, self.env)
     return self._run(args, kwargs)
 

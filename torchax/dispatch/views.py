@@ -262,7 +262,7 @@ class ViewPlan:
     if _jax_compat.is_top_level():
       return source._chain
     if self.op is aten.detach.default:
-      return source._chain.append(_STOP)
+      return source._chain.append(_STOP) if grad_mode.detaches() else source._chain
     return of_grad_mode(source._chain)
 
   def _chain(self, source, layout, args, kwargs) -> Chain:

@@ -18,9 +18,7 @@ _PACKETS = (
   aten._cdist_forward,
   aten._pdist_forward,
   aten.std,
-  aten.var,
   aten.std_mean,
-  aten.var_mean,
   aten.hypot,
   aten.atan2,
   aten.pow,
@@ -41,9 +39,18 @@ _PACKETS = (
   # Rows that are not trained, or by how often they are.
   aten.embedding,
   aten._embedding_bag,
-  aten._embedding_bag_forward_only,
   # Singular matrices.
   aten._linalg_det,
 )
 
-OTHERWISE = frozenset(resolve(packet) for packet in _PACKETS if packet)
+OTHERWISE = {resolve(packet): resolve(packet) for packet in _PACKETS if packet}
+"""The packet that has the formula, by packet."""
+
+# What torch runs in place of the other one where nothing needs a gradient.
+OTHERWISE[resolve(aten._embedding_bag_forward_only)] = resolve(aten._embedding_bag)
+
+
+def formula_of(op):
+  """The overload whose formula JAX is to take for another one; None for its own."""
+  packet = OTHERWISE.get(getattr(op, "overloadpacket", None))
+  return None if packet is None else getattr(packet, str(op).rpartition(".")[2])
