@@ -368,7 +368,8 @@ def test_operations_are_recorded_above_dispatch():
       return gradient
 
   with Handler():
-    assert_same(torch.neg(torch.tensor([0.5, 2.0])), torch.tensor([1.0, 0.0]))
+    gradient = torch.neg(torch.tensor([0.5, 2.0]))
+  assert gradient.tolist() == [1.0, 0.0]
   assert "aten.where.self" in seen and "aten.scalar_tensor.default" in seen
 
 
