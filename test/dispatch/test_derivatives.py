@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import torchax
+from torchax.dispatch import derivatives
 from torchax.interop import gradient_checkpoint, jax_value_and_grad, jax_view
+from torchax.ops import ops_registry
 
 ZERO = torch.zeros(4)
 TIED = torch.tensor([1.0, 3.0, 3.0, 3.0])
@@ -193,6 +195,21 @@ def test_second_derivatives_are_those_of_the_formula():
   for hessian in (jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
     found = jax.jit(hessian(jax_view(function)))(jnp.asarray(leaf.numpy()))
     _assert_equal(found, expected)
+
+
+def test_a_number_that_is_traced_is_differentiated_by_jax():
+  """torch's clamp takes Python numbers; the lowering takes any."""
+  clamp = torch.ops.aten.clamp.default
+  lower = ops_registry.all_aten_ops[torch.ops.aten.clamp].func
+
+  def function(x, limit):
+    run = lambda args, kwargs: lower(*args, **kwargs)  # noqa: E731
+    env = torchax.default_env()
+    return derivatives.differentiated(clamp, run, env, [x], {"max": limit}).sum()
+
+  found = jax.grad(function, (0, 1))(jnp.asarray([1.0, 3.0, 4.0]), 2.0)
+  _assert_equal(found[0], [1.0, 0.0, 0.0])
+  _assert_equal(found[1], 2.0)
 
 
 def test_complex_gradients_are_conjugated_as_jax_has_them():

@@ -14,6 +14,7 @@ from torchax import _torch_compat
 from torchax.core import grad_mode
 from torchax.core.linear_maps import linear_map
 from torchax.core.partitions import Partition
+from torchax.ops.schema import schema_of
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -83,6 +84,13 @@ def _tensors(tree) -> list[Tensor]:
   return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def _has_traced_scalars(func, args, kwargs) -> bool:
+  schema = schema_of(func)
+  named = {**dict(zip(schema.names, args)), **kwargs}
+  scalars = [value for name, value in named.items() if name in schema.scalars]
+  return any(map(_is_array, jax.tree.leaves(scalars)))
+
+
 def differentiated(func, lower, env, args, kwargs):
   """`lower(args, kwargs)`, with the derivative that torch's autograd has of `func`.
 
@@ -96,6 +104,8 @@ def differentiated(func, lower, env, args, kwargs):
   arrays = arguments.dynamic
   if not any(isinstance(a, jax.core.Tracer) and _is_inexact(a) for a in arrays):
     return lower(args, kwargs)
+  if _has_traced_scalars(func, args, kwargs):
+    return lower(args, kwargs)  # torch takes Python numbers; JAX knows this one
   arguments = arguments.without_arrays()
 
   @jax.custom_jvp
