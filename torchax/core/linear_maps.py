@@ -59,10 +59,7 @@ def _abstract_eval(*args, transpose, count, results):
 
 
 def _jvp(primals, tangents, *, transpose, count, results):
-  bind = functools.partial(
-    linear_map, transpose, operands=primals[count:], results=results
-  )
-  out = bind(residuals=primals[:count])
+  out = linear_map(transpose, primals[:count], primals[count:], results)
   terms = []
   if any(type(t) is not ad.Zero for t in tangents[count:]):
     moved = [ad.instantiate_zeros(tangent) for tangent in tangents[count:]]

@@ -19,11 +19,12 @@ from torchax.ops.ops_registry import Operator
 from torchax.tensor import Tensor, new_tensor
 
 
-def _is_inexact(array) -> bool:
+def is_inexact(array) -> bool:
+  """True for floats and complex numbers, which alone have derivatives."""
   return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
-def _conjugate(arrays):
+def conjugate(arrays):
   """torch's gradient of a complex number is the conjugate of JAX's cotangent."""
   return [
     a.conj() if jnp.issubdtype(a.dtype, jnp.complexfloating) else a for a in arrays
@@ -77,11 +78,11 @@ class ArrayFunction:
   def _linearize(self, *arrays):
     def on_inexact(*inexact):
       remaining = iter(inexact)
-      out = self._function(*[next(remaining) if _is_inexact(a) else a for a in arrays])
-      return [leaf for leaf in jax.tree.leaves(out) if _is_inexact(leaf)], out
+      out = self._function(*[next(remaining) if is_inexact(a) else a for a in arrays])
+      return [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], out
 
     _, pull_back, out = jax.vjp(
-      on_inexact, *[a for a in arrays if _is_inexact(a)], has_aux=True
+      on_inexact, *[a for a in arrays if is_inexact(a)], has_aux=True
     )
     return out, pull_back
 
@@ -100,12 +101,12 @@ class ArrayFunction:
     inputs, cotangents = arrays[: len(wanted)], arrays[len(wanted) :]
     _, pull_back = self._linearize(*inputs)
     gradients = iter(_pull(pull_back, list(cotangents)))
-    found = [next(gradients) if _is_inexact(array) else None for array in inputs]
+    found = [next(gradients) if is_inexact(array) else None for array in inputs]
     return [gradient for gradient, want in zip(found, wanted) if want]
 
 
 def _pull(pull_back, cotangents):
-  return _conjugate(pull_back(_conjugate(cotangents)))
+  return conjugate(pull_back(conjugate(cotangents)))
 
 
 _compiled_pull = jax.jit(_pull)

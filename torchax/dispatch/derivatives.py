@@ -14,21 +14,13 @@ from torchax import _torch_compat
 from torchax.core import grad_mode
 from torchax.core.linear_maps import linear_map
 from torchax.core.partitions import Partition
+from torchax.dispatch.autograd import conjugate, is_inexact
 from torchax.ops.schema import schema_of
 from torchax.tensor import Tensor, new_tensor
 
 
 def _is_array(leaf) -> bool:
   return isinstance(leaf, jax.Array)
-
-
-def _is_inexact(array) -> bool:
-  return jnp.issubdtype(array.dtype, jnp.inexact)
-
-
-def _conjugate(arrays) -> list:
-  """torch's gradient of a complex number is the conjugate of JAX's cotangent."""
-  return [a.conj() if jnp.iscomplexobj(a) else a for a in arrays]
 
 
 class _Rule:
@@ -60,10 +52,8 @@ class _Rule:
       for tensor in sources:
         tensor.requires_grad_()
       args, kwargs = self.arguments.filled(tensors)
-      results = [
-        r for r in _tensors(self.func(*args, **kwargs)) if _is_inexact(r.jax())
-      ]
-      seeds = [new_tensor(array, self.env) for array in _conjugate(cotangents)]
+      results = [r for r in _tensors(self.func(*args, **kwargs)) if is_inexact(r.jax())]
+      seeds = [new_tensor(array, self.env) for array in conjugate(cotangents)]
       pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
       found = [None] * len(sources)
       if pairs:
@@ -72,7 +62,7 @@ class _Rule:
         jnp.zeros_like(source.jax()) if gradient is None else gradient.jax()
         for source, gradient in zip(sources, found)
       ]
-    return _conjugate(arrays)
+    return conjugate(arrays)
 
 
 def _columns(pairs, sources):
@@ -102,7 +92,7 @@ def differentiated(func, lower, env, args, kwargs):
   """
   arguments = Partition((args, kwargs), _is_array)
   arrays = arguments.dynamic
-  if not any(isinstance(a, jax.core.Tracer) and _is_inexact(a) for a in arrays):
+  if not any(isinstance(a, jax.core.Tracer) and is_inexact(a) for a in arrays):
     return lower(args, kwargs)
   if _has_traced_scalars(func, args, kwargs):
     return lower(args, kwargs)  # torch takes Python numbers; JAX knows this one
@@ -115,13 +105,13 @@ def differentiated(func, lower, env, args, kwargs):
   def derivative(primals, tangents):
     out = run(*primals)
     leaves, structure = jax.tree.flatten(out)
-    results = [jax.typeof(leaf) for leaf in leaves if _is_inexact(leaf)]
+    results = [jax.typeof(leaf) for leaf in leaves if is_inexact(leaf)]
     places = [i for i, t in enumerate(tangents) if not _is_zero(t)]
     moved = [tangents[i] for i in places]
     rule = _Rule(func, arguments, places, env)
     found = iter(linear_map(rule, primals, moved, results))
     leaves = [
-      next(found) if _is_inexact(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
+      next(found) if is_inexact(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
       for leaf in leaves
     ]
     return out, jax.tree.unflatten(structure, leaves)

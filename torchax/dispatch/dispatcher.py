@@ -25,7 +25,7 @@ from torchax.dispatch import (
 from torchax.dispatch.compiling import NOT_COMPILABLE
 from torchax.dispatch.in_place import InPlacePlan
 from torchax.dispatch.out import OutPlan
-from torchax.dispatch.plans import DecompositionPlan, Plan, TensorPlan
+from torchax.dispatch.plans import DecompositionPlan, Plan, TensorPlan, tensor_plan
 from torchax.errors import OperatorNotFound
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
@@ -212,7 +212,7 @@ class Dispatcher:
     if func in self._env._decomps.own:
       return self._plan_of(func, decomposition)
     if schema.written or not decomposition.compiled:
-      return TensorPlan(func, decomposition, self._env)
+      return tensor_plan(func, decomposition, self._env)
     return DecompositionPlan(func, decomposition, self._env)
 
   def _plan_of(self, func, operator: Operator) -> Callable:
@@ -221,7 +221,7 @@ class Dispatcher:
     if operator.kind is Kind.ENV_ARRAYS:
       # It may draw by itself, so it is not compiled.
       return Plan(func, _uncompiled(operator), self._env)
-    return TensorPlan(func, operator, self._env)
+    return tensor_plan(func, operator, self._env)
 
   def _derived(self, func) -> Callable | None:
     functional_op = functional_form(func)

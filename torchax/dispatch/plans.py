@@ -398,22 +398,10 @@ class TensorPlan:
   """Runs an operation by a function of tensors, which may call torch operations."""
 
   def __init__(self, op, operator: Operator, env):
-    self.op = op
     self.operator = operator
     self.env = env
-    self._formula = formula_of(op)
 
   def __call__(self, args, kwargs):
-    if self._formula and _jax_compat.is_traced():
-      given = _arrays((list(args), kwargs or {}))
-      found = derivatives.differentiated(self._formula, self._lower, self.env, *given)
-      return _tensors(found, self.env)
-    return self._run(args, kwargs)
-
-  def _lower(self, args, kwargs):
-    return _arrays(self._run(*_tensors((args, kwargs), self.env)))
-
-  def _run(self, args, kwargs):
     dropped = IGNORED - {"generator"}  # the operations that it calls draw with it
     kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
     if _active.boundary is not None:
@@ -423,3 +411,26 @@ class TensorPlan:
       kwargs["env"] = self.env
     with self.env.catching_factories():
       return self.operator.func(*args, **kwargs)
+
+
+class FormulaTensorPlan(TensorPlan):
+  """The same for an operation of whose derivative JAX is told torch's formula."""
+
+  def __init__(self, op, operator: Operator, env):
+    super().__init__(op, operator, env)
+    self._formula = formula_of(op)
+
+  def __call__(self, args, kwargs):
+    if not _jax_compat.is_traced():
+      return super().__call__(args, kwargs)
+    given = _arrays((list(args), kwargs or {}))
+    found = derivatives.differentiated(self._formula, self._lower, self.env, *given)
+    return _tensors(found, self.env)
+
+  def _lower(self, args, kwargs):
+    return _arrays(super().__call__(*_tensors((args, kwargs), self.env)))
+
+
+def tensor_plan(op, operator: Operator, env) -> TensorPlan:
+  """The plan of an operation that a function of tensors runs."""
+  return (FormulaTensorPlan if formula_of(op) else TensorPlan)(op, operator, env)
