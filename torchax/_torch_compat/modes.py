@@ -249,7 +249,7 @@ _included, _excluded = (
   private.find(f"torch._C._dispatch_tls_local_{kind}_set", _ABOVE, instead=None)
   for kind in ("include", "exclude")
 )
-_first_keys = _included and (_included(), _excluded())
+_first_keys = (_included(), _excluded()) if _included and _excluded else None
 _is_included = private.find("torch._C._dispatch_tls_is_dispatch_key_included", _ABOVE)
 _keys_of = private.find("torch._C.DispatchKeySet", _ABOVE)
 _key_names = private.find("torch._C.DispatchKey", _ABOVE)
@@ -262,6 +262,8 @@ def above_dispatch():
 
   Also inside the handler of an operation or a transform of `torch.func`.
   """
+  if _first_keys is None:
+    private.require(_ABOVE)
   included, excluded = _first_keys
   for name in _MODE_KEYS:
     key = getattr(_key_names, name)
