@@ -32,6 +32,7 @@ from torchax.devices import forks, placement, streams
 from torchax.diagnostics import tracebacks
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import (
+  applied_functions,
   backward,
   conversion_errors,
   debug,
@@ -169,6 +170,7 @@ def _compose() -> None:
   linear.register_kernels()
   refusals.register()
   conversion_errors.register()
+  applied_functions.register()
   _torch_compat.keep_from_dynamo(
     *(tensor, view, environment, modes, device_module, device_module.Generator),
     *(placement, streams.AnyStream, streams.AnyEvent),

@@ -64,6 +64,31 @@ torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
 optimizer.step()
 print(layer.weight, layer.bias)
 """,
+  "compiled functions with a gradient of their own": """
+class Twice(torch.autograd.Function):
+  @staticmethod
+  def forward(ctx, x):
+    ctx.mark_dirty(x)  # breaks the graph
+    return x.mul_(2) if x.sum() > 0 else x.mul_(3)
+
+  @staticmethod
+  def backward(ctx, gradient):
+    return gradient * 5
+
+def count(graph, inputs):
+  print(sorted(str(node.target) for node in graph.graph.nodes))
+  return graph.forward
+
+@torch.compile(backend=count)
+def run(x):
+  return Twice.apply(x * 1) + 1
+
+for grad in (False, True):
+  x = torch.ones(3, requires_grad=grad)
+  print(run(x))
+  if grad:
+    print(torch.autograd.grad(run(x).sum(), x))
+""",
   "compile": """
 print(torch.compile(lambda t: t * 2 + 1, backend="aot_eager")(torch.ones(3)))
 """,

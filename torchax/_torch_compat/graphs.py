@@ -105,7 +105,12 @@ def trace_recurrent_layers() -> None:
   _dynamo_config().allow_rnn = True
 
 
-def keep_from_dynamo(*owners) -> None:
+_compile = private.find(
+  "torch._C._dynamo.eval_frame._FrameAction.DEFAULT", COMPILE, instead=None
+)
+
+
+def keep_from_dynamo(*owners, with_calls: bool = True) -> None:
   """Has Dynamo leave calls of some functions, and what these call, as they are.
 
   After a graph break it would otherwise trace the code that runs an operation. Inside
@@ -113,12 +118,14 @@ def keep_from_dynamo(*owners) -> None:
 
   Args:
     *owners: functions; modules and classes for all that they define.
+    with_calls: what they call is left as well.
   """
-  if None in (_skip, _strategy, _set_strategy):
+  if None in (_skip, _compile, _strategy, _set_strategy):
     return
+  of_calls = _skip if with_calls else _compile
   for owner in owners:
     for code in _code_of(owner):
-      _set_strategy(code, _strategy(_skip, _skip))
+      _set_strategy(code, _strategy(_skip, of_calls))
 
 
 def _code_of(value) -> Iterator[types.CodeType]:

@@ -172,30 +172,6 @@ def in_function_forward() -> bool:
   return not (_may_forward() or torch.is_inference_mode_enabled())
 
 
-_node = private.find(
-  "torch.autograd.function.BackwardCFunction",
-  "torch.no_grad around a torch.autograd.Function inside a JAX transformation",
-  instead=None,
-)
-
-
-def watch_applied_functions(note) -> None:
-  """Calls `note()` before the forward pass of each `torch.autograd.Function`.
-
-  In it, torch does not say whether recording was on around it. Each application makes
-  a node before torch turns recording off.
-  """
-  if _node is None:
-    return
-  of_torch = _node.__init__
-
-  def __init__(self, *args, **kwargs):
-    note()
-    of_torch(self, *args, **kwargs)
-
-  _node.__init__ = __init__
-
-
 @contextlib.contextmanager
 def recording_anew() -> Iterator[None]:
   """torch records inside, whatever is switched off around; what is inside counts."""
@@ -203,22 +179,6 @@ def recording_anew() -> Iterator[None]:
   recording = torch.inference_mode(False) if is_inference else torch.enable_grad()
   with recording, _allow_forward(True):
     yield
-
-
-_QUICKER = "calls of functions with gradients, which are quicker with it"
-_is_transforming = private.find(
-  "torch._C._are_functorch_transforms_active", _QUICKER, instead=lambda: True
-)
-
-
-def apply_function(function: type[torch.autograd.Function], *args):
-  """`function.apply(*args)`, for arguments that no transform of torch has wrapped.
-
-  `apply` looks at each argument for such wrappers, which takes as long as all the rest.
-  """
-  if _is_transforming():
-    return function.apply(*args)
-  return super(torch.autograd.Function, function).apply(*args)
 
 
 def holder() -> torch.Tensor:

@@ -24,10 +24,7 @@ from torchax import _jax_compat, _torch_compat
 
 
 class _Applied(threading.local):
-  """Whether the outermost function in whose forward pass a thread is has no gradient.
-
-  Of the last one that was applied, where there is none.
-  """
+  """Whether the outermost function whose forward pass is running has no gradient."""
 
   is_stopped = False
 
@@ -35,12 +32,18 @@ class _Applied(threading.local):
 _applied = _Applied()
 
 
-def _note_application() -> None:
-  if _jax_compat.is_top_level():
-    _applied.is_stopped = False
-  # A function that another one applies is as the other one is.
-  elif not (_torch_compat.in_function_forward() or torch.is_inference_mode_enabled()):
-    _applied.is_stopped = is_stopped()
+@contextlib.contextmanager
+def forward_pass(is_stopped: bool) -> Iterator[None]:
+  """Is put around the forward pass of the outermost function that is applied.
+
+  Args:
+    is_stopped: what it computes has no derivative.
+  """
+  before, _applied.is_stopped = _applied.is_stopped, is_stopped
+  try:
+    yield
+  finally:
+    _applied.is_stopped = before
 
 
 @contextlib.contextmanager
@@ -50,40 +53,42 @@ def counted_anew() -> Iterator[None]:
   `torch.no_grad`, inference mode and the forward pass of a function count inside of it,
   and not around it.
   """
-  before = _applied.is_stopped
+  with forward_pass(is_stopped=False), _torch_compat.recording_anew():
+    yield
+
+
+class _Saved(threading.local):
+  """Whether `detach` is torch's own, of what it has saved for a backward pass."""
+
+  are_handed_out = False
+
+
+_saved = _Saved()
+
+
+@contextlib.contextmanager
+def handing_out_saved() -> Iterator[None]:
+  """Is put around what saves tensors for a backward pass, or takes those saved.
+
+  torch detaches the results among them, and they keep their derivative all the same.
+  """
+  before, _saved.are_handed_out = _saved.are_handed_out, True
   try:
-    with _torch_compat.recording_anew():
-      yield
+    yield
   finally:
-    _applied.is_stopped = before
-
-
-class _Formula(threading.local):
-  """Whether a thread runs torch's backward formula in place of JAX's derivative."""
-
-  is_running = False
-
-
-_formula = _Formula()
+    _saved.are_handed_out = before
 
 
 @contextlib.contextmanager
 def in_formula() -> Iterator[None]:
-  """Is put around an operation and its backward formula, which JAX may differentiate.
-
-  torch detaches the results that it saves, and they keep their derivative all the same.
-  """
-  before, _formula.is_running = _formula.is_running, True
-  try:
-    with counted_anew():
-      yield
-  finally:
-    _formula.is_running = before
+  """Is put around an operation and its formula, which JAX may differentiate."""
+  with handing_out_saved(), counted_anew():
+    yield
 
 
 def detaches() -> bool:
   """Whether `detach` has JAX see no derivative."""
-  return not (_jax_compat.is_top_level() or _formula.is_running)
+  return not (_jax_compat.is_top_level() or _saved.are_handed_out)
 
 
 class Recomputation:
@@ -163,6 +168,3 @@ def _batch(args, axes):
 ad.primitive_jvps[_with_derivative_of_p] = _jvp
 batching.primitive_batchers[_with_derivative_of_p] = _batch
 mlir.register_lowering(_with_derivative_of_p, lambda context, old, new: [new])
-
-
-_torch_compat.watch_applied_functions(_note_application)

@@ -3,6 +3,8 @@
 torch states an operation's derivative as a function of cotangents. Reverse mode takes
 it as it is; forward mode is the transpose of it, which JAX finds. What the map depends
 on besides, its residuals, may be differentiated and mapped over as well.
+
+`with_derivative` gives arrays that were computed already such a map for a derivative.
 """
 
 import functools
@@ -98,29 +100,112 @@ def _transpose(cotangents, *args, transpose, count, results):
 
 
 def _batch(args, axes, *, transpose, count, results):
+  size, args, axes = _rows_first(args, axes)
+  transpose_rows = _of_rows(transpose, axes[:count], axes[count:])
+  rows = [
+    jax.core.ShapedArray((size, *result.shape), result.dtype) for result in results
+  ]
+  out = linear_map(transpose_rows, args[:count], args[count:], rows)
+  return out, [0] * len(out)
+
+
+def _rows_first(args, axes):
+  """The number of rows, the arguments with rows in front, and 0 or None for each."""
   size = next(a.shape[d] for a, d in zip(args, axes) if d is not None)
-  residuals = [
-    a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, axes[:count])
-  ]
-  operands = [
-    batching.bdim_at_front(a, d, size) for a, d in zip(args[count:], axes[count:])
-  ]
-  places = [None if d is None else 0 for d in axes[:count]]
+  args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, axes)]
+  return size, args, [None if d is None else 0 for d in axes]
+
+
+def _of_rows(transpose, of_residuals, of_operands) -> Transpose:
+  """The transpose for rows of some residuals and operands, and others they share."""
 
   def transpose_rows(residuals, cotangents, wanted):
     def one_row(residuals, cotangents):
       return transpose(residuals, cotangents, wanted)
 
-    return jax.vmap(one_row, (places, 0))(list(residuals), list(cotangents))
+    found = jax.vmap(one_row, (of_residuals, 0))(list(residuals), list(cotangents))
+    axes = [axis for axis, want in zip(of_operands, wanted) if want]
+    return [array if axis == 0 else array.sum(0) for array, axis in zip(found, axes)]
 
-  rows = [
-    jax.core.ShapedArray((size, *result.shape), result.dtype) for result in results
-  ]
-  out = linear_map(transpose_rows, residuals, operands, rows)
-  return out, [0] * len(out)
+  return transpose_rows
 
 
 ad.primitive_jvps[_linear_map_p] = _jvp
 ad.primitive_transposes[_linear_map_p] = _transpose
 batching.primitive_batchers[_linear_map_p] = _batch
 mlir.register_lowering(_linear_map_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+def with_derivative(transpose: Transpose, outputs, inputs, rest=()) -> list[jax.Array]:
+  """`outputs`, of which the derivative by `inputs` is a given linear map.
+
+  Args:
+    transpose: of that map; see `linear_map`. Its residuals are the outputs, the inputs
+      and the rest; the operands are the inputs.
+    outputs: arrays of floats or complex numbers, without derivatives of their own.
+    inputs: arrays.
+    rest: more arrays that the map depends on, without derivatives.
+  """
+  return _with_derivative_p.bind(
+    *outputs,
+    *inputs,
+    *rest,
+    transpose=transpose,
+    counts=(len(outputs), len(inputs)),
+  )
+
+
+_with_derivative_p = Primitive("with_derivative")
+_with_derivative_p.multiple_results = True
+
+
+@_with_derivative_p.def_impl
+def _outputs(*args, transpose, counts):
+  return list(args[: counts[0]])
+
+
+@_with_derivative_p.def_abstract_eval
+def _abstract_outputs(*args, transpose, counts):
+  return list(args[: counts[0]])
+
+
+def _jvp_of_outputs(primals, tangents, *, transpose, counts):
+  # The residuals are these outputs, which have their derivative at the next order too.
+  out = _with_derivative_p.bind(*primals, transpose=transpose, counts=counts)
+  start, count = counts
+  moving = [i for i in range(count) if not _is_zero(tangents[start + i])]
+  results = [jax.typeof(array) for array in out]
+  if not moving:
+    return out, list(map(ad.Zero.from_primal_value, out))
+  rule = functools.partial(_transposed_by_some, transpose, count, tuple(moving))
+  tangents = [tangents[start + i] for i in moving]
+  return out, linear_map(rule, [*out, *primals[start:]], tangents, results)
+
+
+def _is_zero(tangent) -> bool:
+  """True for what is not differentiated: integers among it."""
+  return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
+
+
+def _transposed_by_some(transpose, count, moving, residuals, cotangents, wanted):
+  chosen = [i for i, want in zip(moving, wanted) if want]
+  return transpose(residuals, cotangents, tuple([i in chosen for i in range(count)]))
+
+
+def _batch_outputs(args, axes, *, transpose, counts):
+  size, args, axes = _rows_first(args, axes)
+  start, count = counts
+  for i in range(start):  # each row has a derivative of its own
+    if axes[i] is None:
+      args[i], axes[i] = jnp.broadcast_to(args[i], (size, *args[i].shape)), 0
+  transpose_rows = _of_rows(transpose, axes, axes[start : start + count])
+  out = _with_derivative_p.bind(*args, transpose=transpose_rows, counts=counts)
+  return out, [0] * len(out)
+
+
+ad.primitive_jvps[_with_derivative_p] = _jvp_of_outputs
+batching.primitive_batchers[_with_derivative_p] = _batch_outputs
+mlir.register_lowering(
+  _with_derivative_p,
+  lambda context, *args, transpose, counts: list(args[: counts[0]]),
+)

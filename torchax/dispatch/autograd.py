@@ -112,7 +112,7 @@ def _pull(pull_back, cotangents):
 _compiled_pull = jax.jit(_pull)
 
 
-class _Call(torch.autograd.Function):
+class _Call(_torch_compat.OwnFunction):
   """One recorded call of an `ArrayFunction`."""
 
   @staticmethod

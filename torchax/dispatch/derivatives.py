@@ -7,12 +7,12 @@ rule: `ops/derivatives.py` says of which operations.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
+from jax import lax
 
 from torchax import _torch_compat
 from torchax.core import grad_mode
-from torchax.core.linear_maps import linear_map
+from torchax.core.linear_maps import with_derivative
 from torchax.core.partitions import Partition
 from torchax.dispatch.autograd import conjugate, is_inexact
 from torchax.ops.schema import schema_of
@@ -29,14 +29,14 @@ class _Rule:
   Args:
     func: runs the operation on tensors, recorded by autograd.
     arguments: (args, kwargs) of it, without their arrays.
-    places: which of the arrays are differentiated.
+    count: of its results that have a derivative, with which the residuals begin.
     env: the environment of the tensors.
   """
 
-  def __init__(self, func, arguments: Partition, places, env):
+  def __init__(self, func, arguments: Partition, count: int, env):
     self.func = func
     self.arguments = arguments
-    self.places = places
+    self.count = count
     self.env = env
 
   def __call__(self, residuals, cotangents, wanted) -> list:
@@ -47,8 +47,8 @@ class _Rule:
       grad_mode.in_formula(),
       self.env.catching_factories(),
     ):
-      tensors = [new_tensor(array, self.env) for array in residuals]
-      sources = [tensors[i] for i, want in zip(self.places, wanted) if want]
+      tensors = [new_tensor(array, self.env) for array in residuals[self.count :]]
+      sources = [tensor for tensor, want in zip(tensors, wanted) if want]
       for tensor in sources:
         tensor.requires_grad_()
       args, kwargs = self.arguments.filled(tensors)
@@ -96,31 +96,11 @@ def differentiated(func, lower, env, args, kwargs):
     return lower(args, kwargs)
   if _has_traced_scalars(func, args, kwargs):
     return lower(args, kwargs)  # torch takes Python numbers; JAX knows this one
-  arguments = arguments.without_arrays()
-
-  @jax.custom_jvp
-  def run(*arrays):
-    return lower(*arguments.filled(arrays))
-
-  def derivative(primals, tangents):
-    out = run(*primals)
-    leaves, structure = jax.tree.flatten(out)
-    results = [jax.typeof(leaf) for leaf in leaves if is_inexact(leaf)]
-    places = [i for i, t in enumerate(tangents) if not _is_zero(t)]
-    moved = [tangents[i] for i in places]
-    rule = _Rule(func, arguments, places, env)
-    found = iter(linear_map(rule, primals, moved, results))
-    leaves = [
-      next(found) if is_inexact(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
-      for leaf in leaves
-    ]
-    return out, jax.tree.unflatten(structure, leaves)
-
-  run.defjvp(derivative, symbolic_zeros=True)
-  return run(*arrays)
-
-
-def _is_zero(tangent) -> bool:
-  """True for what is not differentiated: integers among it."""
-  is_symbol = isinstance(tangent, jax.custom_derivatives.SymbolicZero)
-  return is_symbol or tangent.dtype == jax.dtypes.float0
+  out = lower(*arguments.filled(map(lax.stop_gradient, arrays)))
+  leaves, structure = jax.tree.flatten(out)
+  places = [place for place, leaf in enumerate(leaves) if is_inexact(leaf)]
+  rule = _Rule(func, arguments.without_arrays(), len(places), env)
+  outputs = [lax.stop_gradient(leaves[place]) for place in places]
+  for place, leaf in zip(places, with_derivative(rule, outputs, arrays)):
+    leaves[place] = leaf
+  return jax.tree.unflatten(structure, leaves)

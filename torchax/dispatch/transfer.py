@@ -186,7 +186,7 @@ def plan(op, schema, plan_by_registry, env):
   return None
 
 
-class Move(torch.autograd.Function):
+class Move(_torch_compat.OwnFunction):
   """A copy between devices whose gradient moves back.
 
   torch's own `_to_copy` would send the gradient to the wrapper's meta device.
@@ -216,7 +216,7 @@ def _place_of(tensor: Tensor):
   return placement.place_of(tensor.jax() if is_part else array)
 
 
-class PutBack(torch.autograd.Function):
+class PutBack(_torch_compat.OwnFunction):
   """A gradient in the place of what it is the gradient of; see `placement.place_of`."""
 
   @staticmethod

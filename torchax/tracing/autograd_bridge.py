@@ -192,7 +192,7 @@ def _saved(ctx) -> tuple[list, Callable]:
   return residuals, ctx.again
 
 
-class _CompiledCall(torch.autograd.Function):
+class _CompiledCall(_torch_compat.OwnFunction):
   """One recorded call of a compiled function."""
 
   @staticmethod

@@ -31,7 +31,7 @@ def _dropout_forward(key, input, p):
   return native_dropout(key, input, p)[0]
 
 
-class _Dropout(torch.autograd.Function):
+class _Dropout(_torch_compat.OwnFunction):
   """Dropout and its gradient, which is dropout with the key of the forward pass.
 
   So no mask is kept: forward and backward agree because they draw the same one.

@@ -1,0 +1,218 @@
+"""The backward of a `torch.autograd.Function`, where JAX differentiates.
+
+JAX would differentiate the forward pass. Where a function is applied in a trace, its
+backward is traced right after it, and becomes the derivative of its results: see
+`core/linear_maps.py`. What it takes from the forward pass, it takes as torch does:
+derivatives of higher order flow through what was an argument or a result.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from jax.extend import core
+
+from torchax import _jax_compat, _torch_compat, rng
+from torchax.core import grad_mode
+from torchax.core.linear_maps import with_derivative
+from torchax.dispatch.autograd import conjugate, is_inexact
+from torchax.tensor import Tensor, new_tensor
+
+
+def _apply(apply: Callable, args: tuple):
+  """`apply(*args)`, which is what torch does, with the function's own gradient."""
+  if _jax_compat.is_top_level():
+    return apply(*args)
+  # A function that another one applies is as the other one is.
+  if _torch_compat.in_function_forward() or torch.is_inference_mode_enabled():
+    return apply(*args)
+  is_stopped = grad_mode.is_stopped()
+  if not is_stopped and not issubclass(apply.__self__, _torch_compat.OwnFunction):
+    places = [place for place, arg in enumerate(args) if _is_differentiated(arg)]
+    if places and not _torch_compat.are_transforms_active():
+      return _Application(args, places).run(apply.__self__)
+  with grad_mode.forward_pass(is_stopped):
+    return apply(*args)
+
+
+def _is_differentiated(arg) -> bool:
+  if not isinstance(arg, Tensor):
+    return False
+  array = arg.jax()
+  return isinstance(array, jax.core.Tracer) and is_inexact(array)
+
+
+class _Same(_torch_compat.OwnFunction):
+  """Tensors with other arrays, which are theirs for torch."""
+
+  @staticmethod
+  def forward(ctx, arrays, *tensors):
+    return tuple([new_tensor(a, t._env) for a, t in zip(arrays, tensors)])
+
+  @staticmethod
+  def backward(ctx, *gradients):
+    return None, *gradients
+
+
+def _same(arrays, tensors) -> tuple[Tensor, ...]:
+  return _torch_compat.apply_function(_Same, arrays, *tensors)
+
+
+class _Application:
+  """A function that is applied to arguments of which some are differentiated.
+
+  Args:
+    args: its arguments.
+    places: of those that JAX may differentiate.
+  """
+
+  def __init__(self, args: tuple, places: Sequence[int]):
+    self.args = args
+    self.places = places
+    self.tensors = [args[place] for place in places]
+    self.arrays = [tensor.jax() for tensor in self.tensors]
+    # JAX takes no derivative of the forward pass.
+    self.stopped = list(map(lax.stop_gradient, self.arrays))
+    self.env = self.tensors[0]._env
+    self.is_recorded = torch.is_grad_enabled() and any(
+      isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+    )
+
+  def run(self, function: type[torch.autograd.Function]):
+    """The result, whose derivative is the function's."""
+    sources, inputs, out = self._forward(function)
+    leaves = list(out) if isinstance(out, tuple) else [out]
+    places = [i for i, leaf in enumerate(leaves) if _is_recorded(leaf)]
+    recorded = [leaves[i] for i in places]
+    if recorded:
+      for place, result in zip(places, self._results(sources, recorded)):
+        leaves[place] = result
+    self._take_over_writes(inputs, places, recorded, leaves)
+    return tuple(leaves) if isinstance(out, tuple) else leaves[0]
+
+  def _forward(self, function):
+    apply = _torch_compat.handing_out_by(grad_mode.handing_out_saved, function)
+    with _torch_compat.above_dispatch(), torch.enable_grad():
+      sources = [new_tensor(array, self.env) for array in self.stopped]
+      for source in sources:
+        source.requires_grad_()
+      if self.is_recorded:
+        sources = _same(self.stopped, self._attached(sources))
+      # Not the sources themselves: torch lets nobody write to a leaf.
+      inputs = _same(self.stopped, sources)
+      args = list(self.args)
+      for place, tensor in zip(self.places, inputs):
+        args[place] = tensor
+      with grad_mode.forward_pass(is_stopped=True), grad_mode.handing_out_saved():
+        out = apply(*args)
+    return sources, inputs, out
+
+  def _attached(self, sources):
+    """The arguments for which torch records, and stand-ins of the others."""
+    pairs = zip(self.tensors, sources)
+    return [tensor if tensor.requires_grad else source for tensor, source in pairs]
+
+  def _results(self, sources, recorded) -> Sequence[Tensor]:
+    """The recorded results, with their derivative."""
+    raw = [tensor.jax() for tensor in recorded]
+    backward = _Backward.trace(sources, recorded, self.is_recorded, self.env)
+    rest = backward.take([*raw, *self.stopped])
+    outputs = list(map(lax.stop_gradient, raw))
+    arrays = with_derivative(backward, outputs, self.arrays, rest)
+    if self.is_recorded:
+      return _same(arrays, recorded)
+    return [new_tensor(array, self.env) for array in arrays]
+
+  def _take_over_writes(self, inputs, places, recorded, leaves) -> None:
+    """Writes to the arguments what the forward pass has written to their stand-ins."""
+    marked = {id(tensor): place for place, tensor in zip(places, recorded)}
+    for tensor, stand_in, before in zip(self.tensors, inputs, self.stopped):
+      place = marked.get(id(stand_in))
+      if place is not None:
+        tensor.copy_(leaves[place])
+        leaves[place] = tensor
+      elif stand_in.jax() is not before:
+        with torch.no_grad():
+          tensor.copy_(stand_in)
+
+
+def _is_recorded(leaf) -> bool:
+  return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class _Backward:
+  """The backward of a function, traced: the transpose of its derivative.
+
+  Args:
+    constants: what it takes from the forward pass.
+    run: `(constants, cotangents of the results) -> cotangents of the arguments`.
+  """
+
+  def __init__(self, constants: list, run: Callable):
+    self._constants = constants
+    self._run = run
+    self._places: list[int] = []
+
+  @classmethod
+  def trace(cls, sources, recorded, retains: bool, env) -> "_Backward":
+    """Traces what torch computes for `recorded` with respect to `sources`."""
+
+    def backward(*cotangents):
+      with _torch_compat.above_dispatch(), rng.continued(), env.catching_factories():
+        seeds = [new_tensor(array, env) for array in conjugate(cotangents)]
+        found = torch.autograd.grad(
+          recorded, sources, seeds, retain_graph=retains, allow_unused=True
+        )
+        return conjugate(
+          [
+            jnp.zeros_like(source.jax()) if gradient is None else gradient.jax()
+            for source, gradient in zip(sources, found)
+          ]
+        )
+
+    avals = [jax.typeof(tensor.jax()) for tensor in recorded]
+    try:
+      closed = jax.make_jaxpr(backward)(*avals)
+    except Exception as error:
+      # Nobody may want a derivative.
+      failure = error
+
+      def fail(constants, cotangents):
+        raise failure
+
+      return cls([], fail)
+    jaxpr = _jax_compat.without_constants(closed)
+
+    def run(constants, cotangents):
+      return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))(*cotangents)
+
+    return cls(list(closed.consts), run)
+
+  def take(self, known: list) -> list:
+    """Takes its constants from the residuals, which begin with `known`.
+
+    Returns:
+      Those that are not known.
+    """
+    places = {id(array): place for place, array in reversed(list(enumerate(known)))}
+    rest = []
+    for constant in self._constants:
+      place = places.get(id(constant))
+      if place is None:
+        place = len(known) + len(rest)
+        rest.append(constant)
+      self._places.append(place)
+    self._constants = []
+    return rest
+
+  def __call__(self, residuals, cotangents, wanted) -> list:
+    found = self._run([residuals[place] for place in self._places], cotangents)
+    return [gradient for gradient, want in zip(found, wanted) if want]
+
+
+def register() -> None:
+  """Has each function that is applied come here first."""
+  _torch_compat.keep_from_dynamo(_Application)
+  _torch_compat.intercept_applied_functions(_apply)
