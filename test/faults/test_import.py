@@ -28,6 +28,10 @@ rows = torch.utils.data.TensorDataset(torch.arange(8.0))
 for workers in (0, 2):
   print(list(torch.utils.data.DataLoader(rows, 4, num_workers=workers)))
 """,
+  "pinning": """
+rows = torch.utils.data.TensorDataset(torch.arange(8.0))
+print(list(torch.utils.data.DataLoader(rows, 4, pin_memory=True)))
+""",
   "autocast": """
 with torch.autocast("cpu", torch.bfloat16):
   print(torch.ones(2, 2) @ torch.ones(2, 2))
@@ -88,6 +92,18 @@ for grad in (False, True):
   print(run(x))
   if grad:
     print(torch.autograd.grad(run(x).sum(), x))
+""",
+  # Inductor writes C++ here; where there is no compiler, both print its error.
+  "inductor": """
+layer = torch.nn.Linear(3, 2)
+torch.nn.init.ones_(layer.weight)
+torch.nn.init.zeros_(layer.bias)
+try:
+  loss = torch.compile(lambda t: layer(t).relu().sum())(torch.ones(4, 3))
+  loss.backward()
+  print(loss, layer.weight.grad)
+except torch._dynamo.exc.TorchDynamoException as error:
+  print(type(error))
 """,
   "compile": """
 print(torch.compile(lambda t: t * 2 + 1, backend="aot_eager")(torch.ones(3)))
