@@ -30,6 +30,7 @@ DEFAULTS = {
   "internal_respect_torch_return_dtypes": False,
   "prng_impl": "threefry2x32",
   "rng_addressing": "order",
+  "compilation_cache_size": 4096,
 }
 
 

@@ -27,7 +27,7 @@ from torchax import (
 from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.compilation import CompileOptions, compile
 from torchax.config import Configuration
-from torchax.core import storage
+from torchax.core import programs, storage
 from torchax.devices import forks, placement, streams
 from torchax.diagnostics import tracebacks
 from torchax.diagnostics.report import EnvInfo, env_info
@@ -94,6 +94,16 @@ def enable_performance_mode() -> None:
   default_env().config.internal_respect_torch_return_dtypes = False
 
 
+def clear_caches() -> None:
+  """Drops all compiled programs and gives their memory back.
+
+  Of eager operations, compiled functions and JAX itself, as `jax.clear_caches` does.
+  Nothing else changes: what is called again is compiled again. Tensors stay, and so
+  does what backward passes that are still to come need.
+  """
+  programs.clear()
+
+
 def _means_jax(location: str) -> bool:
   """Whether files are to be loaded onto jax: "jax:0", and "cuda" in the environment."""
   return default_env()._should_use_torchax_tensor(location)
@@ -133,6 +143,9 @@ _WAYS_TO_JAX = (
 
 def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
+  programs.Bound.most = staticmethod(
+    lambda: default_env().config.compilation_cache_size
+  )
   Environment.on_creation = [
     backward.register_functions,
     factories.register_functions,
@@ -191,6 +204,7 @@ __all__ = [
   "VERSION",
   "__version__",
   "amp",
+  "clear_caches",
   "compile",
   "decompositions",
   "default_env",

@@ -23,6 +23,13 @@ class Configuration:
     prng_impl: name of the JAX PRNG implementation of the streams.
     rng_addressing: "order" or "site"; read when an environment is made. Later, call
       `torchax.rng.address_by`.
+    compilation_cache_size: how many compiled programs are kept, those of all functions
+      and operations together; at least 1. Over it, half of them go: those not used
+      lately, then those of what has most. The default environment's counts. A program
+      takes about 2 MB on a CPU. See `torchax.clear_caches`.
+
+  Raises:
+    ValueError: a size of the cache that is no positive integer.
   """
 
   debug_print_each_op: bool = False
@@ -37,3 +44,12 @@ class Configuration:
   internal_respect_torch_return_dtypes: bool = False
   prng_impl: str = "threefry2x32"
   rng_addressing: str = "order"
+  compilation_cache_size: int = 4096
+
+  def __setattr__(self, name: str, value) -> None:
+    if name == "compilation_cache_size" and not (type(value) is int and value > 0):
+      raise ValueError(
+        "compilation_cache_size is a number of programs, 1 or more, but got "
+        f"{value!r}. `torchax.clear_caches()` drops those there are."
+      )
+    super().__setattr__(name, value)

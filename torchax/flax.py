@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from torchax import extras, rng
-from torchax.core.bounded_cache import BoundedCache
 from torchax.core.partitions import Partition, is_array
+from torchax.core.programs import ProgramCache
 from torchax.dispatch import autograd
 from torchax.dispatch.plans import MOST_PROGRAMS
 from torchax.environment import Environment, default_env
@@ -110,8 +110,8 @@ class FlaxNNModule(torch.nn.Module):
     _check_sample(flax_module, sample_args, sample_kwargs)
     self._env = env
     self._flax_module = flax_module
-    self._compiled: BoundedCache[_Call, autograd.ArrayFunction]
-    self._compiled = BoundedCache(MOST_PROGRAMS)
+    self._compiled: ProgramCache[_Call, autograd.ArrayFunction]
+    self._compiled = ProgramCache(MOST_PROGRAMS)
     self._collections: dict[tuple, tuple[str, ...]] = {}
     args, kwargs = arrays_of((tuple(sample_args), sample_kwargs))
     asked = _asked_for(lambda keys: flax_module.init(keys, *args, **kwargs), (PARAMS,))
@@ -280,7 +280,7 @@ class FlaxNNModule(torch.nn.Module):
 
   def __getstate__(self):
     # Compiled functions stay here, and a process has its own environment.
-    anew = {"_compiled": BoundedCache(MOST_PROGRAMS), "_collections": {}, "_env": None}
+    anew = {"_compiled": ProgramCache(MOST_PROGRAMS), "_collections": {}, "_env": None}
     return self.__dict__ | anew
 
   def __setstate__(self, state):

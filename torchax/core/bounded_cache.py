@@ -40,6 +40,10 @@ class BoundedCache(Generic[K, V]):
       self._old, self._young = self._young, {}
     self._young[key] = value
 
+  def age(self) -> None:
+    """Drops what has not been found since the cache last aged, or was half full."""
+    self._old, self._young = self._young, {}
+
   def __len__(self) -> int:
     return len(self._young) + len(self._old)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax import _jax_compat, _torch_compat
-from torchax.core import grad_mode
+from torchax.core import grad_mode, programs
 from torchax.dispatch import compiling
 from torchax.ops.ops_registry import Operator
 from torchax.tensor import Tensor, new_tensor
@@ -109,7 +109,7 @@ def _pull(pull_back, cotangents):
   return conjugate(pull_back(conjugate(cotangents)))
 
 
-_compiled_pull = jax.jit(_pull)
+_compiled_pull = programs.jit(_pull)
 
 
 class _Call(_torch_compat.OwnFunction):

@@ -7,8 +7,7 @@ where a result's shape depends on data, is not compiled from then on.
 import logging
 from collections.abc import Callable
 
-import jax
-
+from torchax.core import programs
 from torchax.ops.ops_registry import Operator
 
 _logger = logging.getLogger("torchax")
@@ -28,7 +27,7 @@ def compiled(function: Callable, operator: Operator | None = None) -> Callable:
     function: of arrays; the lowering, with what surrounds it.
     operator: whose lowering it calls.
   """
-  jitted = jax.jit(function)
+  jitted = programs.jit(function)
   if operator is None or operator.compiled is not None:
     return jitted
 

@@ -16,9 +16,9 @@ from jax import lax
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode, host_numbers
-from torchax.core.bounded_cache import BoundedCache
 from torchax.core.explanations import donated, leaked
 from torchax.core.partitions import Partition
+from torchax.core.programs import ProgramCache
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
@@ -57,7 +57,7 @@ class Plan:
       self.name, env, dynamic, names, operator.takes_cpu, numbers
     )
     self.is_sampler = operator.kind is Kind.SAMPLER
-    self._compiled: BoundedCache[tuple, Callable] = BoundedCache(MOST_PROGRAMS)
+    self._compiled: ProgramCache[tuple, Callable] = ProgramCache(MOST_PROGRAMS)
     takes_device = schema is not None and "device" in schema.names
     # The result is not always simply an array on jax.
     self._is_special = bool(operator.index_results) or takes_device

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchax import _torch_compat, amp
-from torchax.core.bounded_cache import BoundedCache
+from torchax.core.programs import ProgramCache
 from torchax.dispatch import autograd
 from torchax.dispatch.operands import Flattener
 from torchax.dispatch.operator_table import is_aten
@@ -53,8 +53,8 @@ class ArrayFunctionHandler:
     self.name = f"torch.{getattr(func, '__name__', str(func))}"
     self.flattener = Flattener(self.name, env)
     self.flattener.keeps_tensors = True
-    self._functions: BoundedCache[tuple, autograd.ArrayFunction]
-    self._functions = BoundedCache(MOST_PROGRAMS)
+    self._functions: ProgramCache[tuple, autograd.ArrayFunction]
+    self._functions = ProgramCache(MOST_PROGRAMS)
 
   def __call__(self, args, kwargs):
     if _is_for_torch(args, kwargs):

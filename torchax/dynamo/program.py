@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from torchax import _torch_compat
+from torchax.core import programs
 from torchax.dynamo import border, checks, draws, products
 from torchax.dynamo.options import Options
 from torchax.dynamo.outputs import Outputs, is_number
@@ -107,7 +108,7 @@ class Program:
     options = {}
     if self.options.compiler_options:
       options["compiler_options"] = self.options.compiler_options
-    return jax.jit(pure, static_argnums=(0, 1), **options)
+    return programs.jit(pure, static_argnums=(0, 1), **options)
 
   # While tracing --------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from torchax import _torch_compat, amp
-from torchax.core.bounded_cache import BoundedCache
 from torchax.core.partitions import Partition
+from torchax.core.programs import ProgramCache
 from torchax.core.static_values import StaticValue
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.environment import default_env
@@ -48,7 +48,7 @@ class ExportedFunction:
       owner = method_of
     self._function, self._kwargs = function, jit_kwargs
     self._module = None if owner is None else _Watched(owner)
-    self._by_form: BoundedCache[tuple, _Compiled] = BoundedCache(MOST_PROGRAMS)
+    self._by_form: ProgramCache[tuple, _Compiled] = ProgramCache(MOST_PROGRAMS)
     functools.update_wrapper(self, function, updated=())
 
   @ending_at_the_user

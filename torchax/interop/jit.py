@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Unpack, overload
 import jax
 
 from torchax import _jax_compat, amp
-from torchax.core import grad_mode
+from torchax.core import grad_mode, programs
 from torchax.core.explanations import donated, donated_twice
 from torchax.core.partitions import Partition, is_array
 from torchax.core.static_values import StaticValue
@@ -107,15 +107,17 @@ class Jitted(Generic[P, R]):
     functools.update_wrapper(self, function, updated=())
 
   def _jit(self, kwargs) -> Any:
+    counted = programs.Counted(self.traced.__name__)
+
     def pure(rng, operands, *args, **kwargs):
-      result = self._pure(rng, operands, *args, **kwargs)
+      result = counted.traced(self._pure, rng, operands, *args, **kwargs)
       self.traced.note_trace(operands, args, kwargs)
       return result
 
     # The name alone: by `__wrapped__` JAX would find the user's signature, which lacks
     # the operands in front.
     pure.__name__ = self.traced.__name__
-    return self._compile(pure, **kwargs)
+    return counted.of(self._compile(pure, **kwargs))
 
   def _transformed(self, n_args: int) -> Any:
     if self._jitted is not None:

@@ -17,7 +17,8 @@ import torch
 from jax.extend import core
 
 from torchax import _jax_compat, _torch_compat, rng
-from torchax.core.bounded_cache import BoundedCache
+from torchax.core import programs
+from torchax.core.programs import ProgramCache
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.module_attributes import Place
@@ -46,10 +47,10 @@ class BackwardProgram:
     self.used: tuple[bool, ...] = ()
     self.assigned: tuple[Place, ...] = ()
     # Compiled gradients that can be differentiated, by the static arguments.
-    self.again: BoundedCache = BoundedCache(MOST_AGAIN)
+    self.again: ProgramCache = ProgramCache(MOST_AGAIN)
     self._jaxpr = None
     self._constants: list = []
-    self._compiled = jax.jit(self._run)
+    self._compiled = programs.jit(self._run)
 
   def trace(self, backward: Callable) -> list:
     """Traces `backward(*cotangents)`; returns the residuals, tracers of this trace."""

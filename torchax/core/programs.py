@@ -1,0 +1,153 @@
+"""Compiled programs: how many there are, a bound on them, and giving them back.
+
+`jit` is `jax.jit` with a count of what it traces, one for each combination of shapes
+and static arguments. Counting happens while JAX traces, so a call of what is compiled
+costs nothing. Over the bound those go whose cache nobody has looked into lately, then
+those of the functions that have most: of shapes that keep changing, nearly all are of
+the past.
+"""
+
+import contextlib
+import ctypes
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+from torchax.core.bounded_cache import BoundedCache
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Bound:
+  """How many programs are kept.
+
+  Attributes:
+    most: () -> the bound; the configuration's, once there is one.
+  """
+
+  most: Callable[[], int] = staticmethod(lambda: 4096)
+
+
+class Counted:
+  """The programs of one compiled function; they are dropped with it.
+
+  Args:
+    name: of the function.
+  """
+
+  __slots__ = ("name", "programs", "_jitted", "_tracing", "__weakref__")
+
+  def __init__(self, name: str):
+    self.name, self.programs, self._tracing = name, 0, 0
+    self._jitted: Callable | None = None
+
+  def of(self, jitted):
+    """Says which function's programs these are, and gives it back."""
+    self._jitted = weakref.ref(jitted)
+    weakref.finalize(jitted, self._forget).atexit = False
+    return jitted
+
+  def traced(self, function: Callable, *args, **kwargs):
+    """Calls the function that JAX traces, and counts one program more."""
+    _make_room()
+    with _lock:
+      self.programs += 1
+      _all.add(self)
+    self._tracing += 1
+    try:
+      return function(*args, **kwargs)
+    finally:
+      self._tracing -= 1
+
+  def clear(self) -> None:
+    """Drops the programs; one that is being traced is not touched."""
+    jitted = None if self._jitted is None else self._jitted()
+    clear_cache = getattr(jitted, "clear_cache", None)
+    if clear_cache is not None and not self._tracing:
+      clear_cache()
+      self._forget()
+
+  def _forget(self) -> None:
+    with _lock:
+      self.programs = 0
+      _all.discard(self)
+
+
+_lock = threading.RLock()
+_all: set[Counted] = set()
+_caches: "weakref.WeakSet[ProgramCache]" = weakref.WeakSet()
+
+
+class ProgramCache(BoundedCache[K, V]):
+  """A bounded cache of compiled functions; over the bound of all it drops some too."""
+
+  __slots__ = ("__weakref__",)
+
+  def __init__(self, limit: int):
+    super().__init__(limit)
+    _caches.add(self)
+
+
+def jit(function: Callable, **options):
+  """`jax.jit` of a function whose programs are counted.
+
+  Args:
+    function: as `jax.jit` takes it.
+    **options: of `jax.jit`.
+  """
+  counted = Counted(getattr(function, "__name__", type(function).__name__))
+
+  @functools.wraps(function)
+  def traced(*args, **kwargs):
+    return counted.traced(function, *args, **kwargs)
+
+  return counted.of(jax.jit(traced, **options))
+
+
+def count() -> int:
+  """How many programs there are: combinations of shapes that were traced."""
+  with _lock:
+    return sum(counted.programs for counted in _all)
+
+
+def _make_room() -> None:
+  """Drops programs where one more would be over the bound."""
+  most = Bound.most()
+  if count() < most:
+    return
+  for cache in list(_caches):
+    cache.age()
+  gc.collect()  # compiled functions and what they compile know each other
+  with _lock:
+    found = sorted(_all, key=lambda counted: -counted.programs)
+  # Half of them, so that the search is rare.
+  for counted in found:
+    if count() <= most // 2:
+      break
+    counted.clear()
+
+
+def clear() -> None:
+  """Drops all programs, JAX's own among them, and gives their memory back."""
+  for cache in list(_caches):
+    cache.clear()
+  gc.collect()
+  with _lock:
+    found = list(_all)
+  for counted in found:
+    counted.clear()
+  jax.clear_caches()
+  gc.collect()
+  _trim()
+
+
+def _trim() -> None:
+  """Has glibc return what is free; elsewhere the allocator does as it likes."""
+  with contextlib.suppress(OSError, AttributeError):
+    ctypes.CDLL(None).malloc_trim(0)
