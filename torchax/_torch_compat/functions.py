@@ -36,13 +36,15 @@ def intercept_applied_functions(handler) -> None:
   if _function_class is None:
     return
 
-  # Not on `Function` itself, where Dynamo looks for it.
   def apply(cls, *args, **kwargs):
     of_torch = super(_function_class, cls).apply
     return of_torch(*args, **kwargs) if kwargs else handler(of_torch, args)
 
   keep_from_dynamo(apply, handler, with_calls=False)
   _function_class.apply = classmethod(apply)
+  # Before torch 2.15, `Function` has an `apply` in Python that calls this one.
+  if not isinstance(vars(torch.autograd.Function).get("apply"), classmethod):
+    torch.autograd.Function.apply = classmethod(apply)
 
 
 def handing_out_by(scope, function: type[torch.autograd.Function]):
