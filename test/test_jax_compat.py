@@ -4,6 +4,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from torchax import _jax_compat
@@ -190,6 +191,27 @@ def test_what_jax_says_of_arguments_is_recognised():
   assert _jax_compat.refused_argument(refused) == ("object", "others[0]")
   assert _jax_compat.refused_argument(TypeError("another")) is None
   assert _jax_compat.is_about_static_arguments(_raised(jitted, 1.0, 2.0, []))
+
+
+NEEDS_VALUES = {
+  "shape": lambda x: jnp.ones(x[0].astype(int)),
+  "slice": lambda x: x[: x[0].astype(int)],
+  "mask": lambda x: x[x > 0],
+  "branch": lambda x: x if x.sum() > 0 else -x,
+  "numpy": lambda x: np.asarray(x),
+  "index": lambda x: range(x[0].astype(int)),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_VALUES)
+def test_what_jax_says_of_values_is_recognised(name):
+  error = _raised(jax.jit(NEEDS_VALUES[name]), jnp.ones(2))
+  assert _jax_compat.is_about_values(error)
+
+
+def test_other_mistakes_in_a_trace_are_not_about_values():
+  for function in (lambda x: "a" + x, lambda x: x @ jnp.ones(3), lambda x: x[0, 0]):
+    assert not _jax_compat.is_about_values(_raised(jax.jit(function), jnp.ones(2)))
 
 
 def test_the_constants_of_a_scan_are_counted():

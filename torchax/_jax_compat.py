@@ -211,6 +211,27 @@ def is_about_deletion(error: BaseException) -> bool:
   return known and "has been deleted" in str(error)
 
 
+NO_VALUE = (
+  jax.errors.ConcretizationTypeError,
+  jax.errors.NonConcreteBooleanIndexError,
+  jax.errors.TracerArrayConversionError,
+  jax.errors.TracerBoolConversionError,
+  jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where the values of a traced array are asked for."""
+
+
+def is_about_values(error: BaseException) -> bool:
+  """True for what JAX raises where a traced array would have to be known.
+
+  Shapes and slices of traced arrays raise plain errors that name the tracer.
+  """
+  if isinstance(error, NO_VALUE):
+    return True
+  text = str(error) if type(error) in (TypeError, IndexError) else ""
+  return "Tracer(" in text and ("concrete values" in text or "static integers" in text)
+
+
 def is_about_donation(error: BaseException) -> bool:
   """True for what JAX raises where donated memory is used twice in one call."""
   is_of_xla = isinstance(error, jax.errors.JaxRuntimeError)

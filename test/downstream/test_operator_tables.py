@@ -9,8 +9,8 @@ import torch
 from compare import assert_same
 
 import torchax
-from torchax.interop import call_jax, jax_jit
-from torchax.ops.ops_registry import Operator
+from torchax.interop import call_jax, jax_jit, torch_view
+from torchax.ops.ops_registry import Operator, all_aten_ops
 from torchax.tensor import Tensor, XLAFunctionMode
 
 F = torch.nn.functional
@@ -133,6 +133,29 @@ def test_tables_read_as_dicts(env):
   assert callable(env._decomps[decomposed].func)
   with pytest.raises(KeyError):
     del env._ops["aten::no_such"]
+
+
+@pytest.mark.parametrize("of_one", [False, True])
+def test_an_overload_is_found_where_its_packet_is_registered(env, of_one):
+  """As programs do that wrap the lowering that is there."""
+  table = env._ops if of_one else all_aten_ops
+  ours = table[aten.mul.Tensor]
+  assert ours is table[aten.mul] and ours.is_jax_function
+  assert_same(torch_view(ours.func(jnp.ones(3), 2)), ONES * 2)
+  assert table[aten.mm] is table[aten.mm.default] and table[aten.mm].is_jax_function
+  if of_one:
+    assert aten.mul.Tensor in table
+    doubled = lambda *args: 2 * ours.func(*args)  # noqa: E731
+    table[aten.mul.Tensor] = Operator(
+      aten.mul.Tensor, doubled, True, False, False, False
+    )
+    assert_same(torch.mul(env.to_xla(ONES), 3), ONES * 6)
+    assert table[aten.mul.Scalar] is ours
+
+
+def test_an_operation_of_no_registry_has_no_entry():
+  with pytest.raises(KeyError):
+    all_aten_ops[aten.copy_.default]
 
 
 def test_an_entry_that_is_no_operator_is_refused(env):

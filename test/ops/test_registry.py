@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from source_tree import PACKAGE
 
 import torchax
 from torchax import _torch_compat
-from torchax.errors import OperatorNotFound
+from torchax.errors import DataDependentError, OperatorNotFound
+from torchax.interop import jax_jit
 from torchax.ops import builtin, jaten, jtorch, ops_registry
 from torchax.ops.op_base import op
 from torchax.ops.ops_registry import (
@@ -276,6 +278,50 @@ def test_what_needs_data_is_noticed_at_the_first_call(define, name):
     assert_same(packet(tensor), torch.tensor(expected))
   assert calls == [True, False, False, False]
   assert ops_registry.all_aten_ops[packet].compiled is False
+
+
+@pytest.mark.parametrize("name", DATA_DEPENDENT)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_needs_data_is_named_in_a_trace(define, name, is_known):
+  function, _ = DATA_DEPENDENT[name]
+  packet = define(
+    "(Tensor x) -> Tensor", list(DATA_DEPENDENT).index(name) * 2 + is_known
+  )
+
+  @op(packet)
+  def picked(x):
+    return function(x)
+
+  tensor = torch.arange(4.0).to("jax")
+  if is_known:
+    packet(tensor)
+  found = rf"picked of {re.escape(str(packet))} needs the values of(.|\n)*jax_jit"
+  with pytest.raises(DataDependentError, match=found) as raised:
+    jax_jit(packet)(tensor)
+  assert raised.value.__cause__ is not None
+
+
+def test_a_function_of_arrays_that_needs_data_is_named_in_a_trace():
+  def first(x):
+    return x[: int(x.sum())]
+
+  jtorch.register_function(torch.corrcoef, is_user_defined=True)(first)
+  try:
+    tensor = torch.tensor([1.0, 0.0, 2.0]).to("jax")
+    with torchax.default_env():
+      assert_same(torch.corrcoef(tensor), torch.tensor([1.0, 0.0, 2.0]))
+      with pytest.raises(DataDependentError, match="first of (.|\n)*corrcoef"):
+        jax_jit(torch.corrcoef)(tensor)
+  finally:
+    ours = ops_registry.all_torch_functions[torch.corrcoef].replaced
+    ops_registry.register(dataclasses.replace(ours, is_user_defined=True))
+
+
+def test_other_mistakes_in_a_trace_stay_what_they_are(define):
+  packet = define("(Tensor x) -> Tensor")
+  op(packet)(lambda x: "a" + x)
+  with pytest.raises(TypeError, match="concatenate"):
+    jax_jit(packet)(on_jax())
 
 
 def test_what_needs_data_for_some_inputs_only_is_noticed_there(define):

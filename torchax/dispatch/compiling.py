@@ -7,8 +7,12 @@ where a result's shape depends on data, is not compiled from then on.
 import logging
 from collections.abc import Callable
 
+import jax
+
+from torchax import _jax_compat
 from torchax.core import programs
-from torchax.ops.ops_registry import Operator
+from torchax.errors import DataDependentError
+from torchax.ops.ops_registry import Operator, name_of
 
 _logger = logging.getLogger("torchax")
 
@@ -46,3 +50,22 @@ def compiled(function: Callable, operator: Operator | None = None) -> Callable:
     return result
 
   return attempt
+
+
+def explain(error: Exception, operator: Operator) -> None:
+  """Names the lowering that needs values, where JAX is tracing and cannot do without.
+
+  The library's own say it themselves.
+
+  Raises:
+    DataDependentError: the lowering of a program asked for the values of an array.
+  """
+  if operator.is_builtin or not _jax_compat.is_about_values(error):
+    return
+  raise DataDependentError(
+    f"The lowering {name_of(operator.func)} of {operator.torch_op} needs the values of "
+    "a tensor, for a shape, an index or a branch of Python, but these are unknown "
+    "inside a JAX transformation such as jax.jit. Call the operation outside of "
+    "`jax_jit`, where it runs uncompiled; or write it with results of a fixed shape: "
+    "jnp.where in place of a mask or a branch, `size=` of jnp.nonzero and jnp.unique."
+  ) from error

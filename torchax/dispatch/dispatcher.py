@@ -48,13 +48,6 @@ _SPECIAL_PLANS = (
 )
 
 
-def _keys_of(func) -> tuple:
-  """What an overload may be registered under, the narrowest first."""
-  if not isinstance(func, _torch_compat.OpOverload):
-    return (func,)
-  return (func, func.overloadpacket, func._schema.name)
-
-
 class _InPlaceOf:
   """The in-place form of an operation that a user's function of tensors runs."""
 
@@ -124,7 +117,7 @@ class Dispatcher:
 
   def operator(self, func) -> Operator | None:
     """The operator of an overload or of its packet."""
-    own, keys = self._env._ops.own, _keys_of(func)
+    own, keys = self._env._ops.own, ops_registry.keys_of(func)
     for key in keys:
       if key in own:
         return own[key]
@@ -137,7 +130,9 @@ class Dispatcher:
     if operator is None:
       return False
     own = self._env._ops.own
-    return operator.is_user_defined or any(key in own for key in _keys_of(func))
+    return operator.is_user_defined or any(
+      key in own for key in ops_registry.keys_of(func)
+    )
 
   def find(self, func) -> Operator | None:
     """What runs for an overload, or for the first overload of a packet that has one."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchax import _torch_compat
 from torchax.ops.names import resolve
-from torchax.ops.ops_registry import Operator
+from torchax.ops.ops_registry import Operator, keys_of
 
 
 def is_aten(operation) -> bool:
@@ -40,19 +40,19 @@ class OperatorTable(MutableMapping):
     self.own: dict[Any, Operator | None] = {}
 
   def __getitem__(self, operation) -> Operator:
-    """The operator that stands under this very overload, packet or function."""
-    if operation in self.own:
-      found = self.own[operation]
-      if found is None:
-        raise KeyError(operation)
-      return found
-    return self._of_all(operation)
-
-  def _of_all(self, operation) -> Operator:
+    """The operator of an overload (or else of its packet), a packet, a function."""
+    keys = keys_of(operation)
+    for key in keys:
+      if key in self.own:
+        found = self.own[key]
+        if found is None:
+          raise KeyError(operation)
+        return found
     tables = self._shared()
     for table in tables:
-      if operation in table:
-        return self._as_operator(operation, table[operation])
+      for key in keys:
+        if key in table:
+          return self._as_operator(operation, table[key])
     # The last may derive what it does not list.
     return self._as_operator(operation, tables[-1][operation])
 
@@ -80,9 +80,11 @@ class OperatorTable(MutableMapping):
     self._changed(operation)
 
   def __contains__(self, operation) -> bool:
-    if operation in self.own:
-      return self.own[operation] is not None
-    return any(operation in table for table in self._shared())
+    keys = keys_of(operation)
+    for key in keys:
+      if key in self.own:
+        return self.own[key] is not None
+    return any(key in table for table in self._shared() for key in keys)
 
   def __iter__(self) -> Iterator:
     seen = {**self.own}

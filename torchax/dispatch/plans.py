@@ -83,7 +83,7 @@ class Plan:
       else:
         result = self.run(args, kwargs, operands, key)
     except EXPLAINED as error:
-      raise_as_torch(error, self.op, args, kwargs)
+      raise_as_torch(error, self.op, args, kwargs, self.operator)
       raise
     if type(result) is _ArrayImpl and not self._is_special:
       return new_tensor(result, self.env)
@@ -305,16 +305,18 @@ def _map(result, function):
   return function(result)
 
 
-EXPLAINED = (TypeError, ValueError, RuntimeError)
+EXPLAINED = (TypeError, ValueError, RuntimeError, IndexError)
 """What JAX raises that `raise_as_torch` may have better words for."""
 
 
-def raise_as_torch(error: Exception, op, args, kwargs) -> None:
+def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> None:
   """Raises torch's own error for wrong arguments, where its shape check has one.
 
   Only in place of JAX's plain TypeError and ValueError: errors of a class of their own
-  say more. Tracers and arrays that JAX has no use for any more are explained.
+  say more. Tracers and arrays that JAX has no use for any more are explained, and a
+  lowering of a program that asks for the values of a traced array.
   """
+  compiling.explain(error, operator)
   if isinstance(error, jax.errors.UnexpectedTracerError):
     raise leaked(str(op)) from error
   if _jax_compat.is_about_deletion(error):

@@ -11,7 +11,7 @@ import torch
 
 from torchax import _torch_compat, amp
 from torchax.core.programs import ProgramCache
-from torchax.dispatch import autograd
+from torchax.dispatch import autograd, compiling
 from torchax.dispatch.operands import Flattener
 from torchax.dispatch.operator_table import is_aten
 from torchax.dispatch.out import write_output
@@ -69,7 +69,11 @@ class ArrayFunctionHandler:
         self.operator.saves_residuals,
         operator=self.operator,
       )
-    return autograd.call(function, tensors)
+    try:
+      return autograd.call(function, tensors)
+    except compiling.NOT_COMPILABLE as error:
+      compiling.explain(error, self.operator)
+      raise
 
   def _array_function(self, key) -> Callable:
     extra = {"env": self.env} if self.operator.needs_env else {}

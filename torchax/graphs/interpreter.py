@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import torch
 from jax.extend.core import InconclusiveDimensionOperation
 
-from torchax import _torch_compat
+from torchax import _jax_compat, _torch_compat
 from torchax.dispatch import device_plans
 from torchax.dispatch.operands import IGNORED
 from torchax.dispatch.plans import DecompositionPlan, Plan
@@ -31,13 +31,7 @@ from torchax.rng import running
 _logger = logging.getLogger("torchax.export")
 
 # JAX's errors for a Python value of something that is being traced.
-_NO_VALUE = (
-  jax.errors.ConcretizationTypeError,
-  jax.errors.NonConcreteBooleanIndexError,
-  jax.errors.TracerArrayConversionError,
-  jax.errors.TracerBoolConversionError,
-  jax.errors.TracerIntegerConversionError,
-)
+_NO_VALUE = _jax_compat.NO_VALUE
 
 
 class JaxInterpreter(torch.fx.Interpreter):

@@ -112,6 +112,26 @@ class Operator:
     )
 
 
+def keys_of(operation) -> tuple:
+  """What an operation may be registered under, the nearest first."""
+  named: Any = operation
+  if isinstance(operation, OpOverload):
+    return (named, named.overloadpacket, named._schema.name)
+  if isinstance(operation, OpOverloadPacket) and "default" in named.overloads():
+    return (named, named.default)
+  return (named,)
+
+
+class _Operations(dict):
+  """The registered operations; an overload may have the entry of its packet."""
+
+  def __missing__(self, operation) -> Operator:
+    for key in keys_of(operation):
+      if key in self:
+        return self[key]
+    raise KeyError(operation)
+
+
 class _Functions(dict):
   """The registered torch functions; of any other one, torch's own is what runs."""
 
@@ -121,7 +141,7 @@ class _Functions(dict):
     return Operator(function, function, kind=Kind.TENSORS)
 
 
-all_aten_ops: dict[Any, Operator] = {}
+all_aten_ops: dict[Any, Operator] = _Operations()
 all_torch_functions: dict[Any, Operator] = _Functions()
 # Overload -> function of tensors, used where there is no lowering.
 decompositions: dict[Any, Callable] = {}

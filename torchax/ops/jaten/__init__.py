@@ -16,6 +16,7 @@ THEMES = tuple(
   if not module.name.startswith("_")
 )
 _themes = [importlib.import_module(f"{__name__}.{theme}") for theme in THEMES]
+_upstream = importlib.import_module(f"{__name__}._upstream")
 
 __all__ = [
   "THEMES",
@@ -48,9 +49,10 @@ def _random_mutations() -> set:
 
 
 def __getattr__(name: str):
-  """A lowering or helper of a theme by its name, as `jaten._aten_silu`.
+  """A lowering or helper by its name, as `jaten._aten_silu`.
 
-  A sampler takes the arguments that upstream's takes, and draws its key by itself.
+  It takes arrays, and the arguments that upstream's takes, in their order. A sampler
+  draws its key by itself.
   """
   # torch's schemas say both; looking at all of them takes a moment, so it is not done
   # on import.
@@ -58,7 +60,9 @@ def __getattr__(name: str):
     return _mutations()
   if name == "mutation_needs_env":
     return _random_mutations()
-  found = lookup(name, _themes, all_ops.values()) or of_aten(name)
+  found = _upstream.FACES.get(name)
+  found = found or lookup(name, (_upstream, *_themes), all_ops.values())
+  found = found or of_aten(name)
   if found is not None:
     return found
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
