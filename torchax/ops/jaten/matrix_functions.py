@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import op
-from torchax.ops.jaten.solve import require_square
+from torchax.ops.jaten.solve import require_square, singular
 from torchax.ops.names import aten
 
 # Degree of the series, and the 1-norm up to which the first term left out,
@@ -129,7 +129,7 @@ def _aten_linalg_matrix_sqrth(self) -> jax.Array:
 
 def _polar_factors(matrix):
   """(U, eigenvectors of H, eigenvalues of H) with the matrix U H."""
-  left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+  left, values, right = singular(matrix, full_matrices=False)
   return _multiply(left, right), _adjoint(right), values
 
 

@@ -388,7 +388,8 @@ def _aten_div(self, other, rounding_mode=None):
       "div expects rounding_mode to be one of None, 'trunc' or 'floor', but got "
       f"{rounding_mode!r}."
     )
-  return _ROUNDED_DIVISIONS[rounding_mode](left, right)
+  # In steps, whose derivative torch has as 0 at the steps too.
+  return lax.stop_gradient(_ROUNDED_DIVISIONS[rounding_mode](left, right))
 
 
 @op(aten.floor_divide)

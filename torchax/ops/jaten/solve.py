@@ -355,13 +355,22 @@ def _aten__linalg_slogdet(A, env):
 # --- Singular values and eigenvalues ------------------------------------------------
 
 
+def singular(matrix, **options):
+  """`jnp.linalg.svd`, with NaN for a matrix with infinities, as LAPACK has it.
+
+  XLA's algorithm for the CPU does not end with an infinity, but does with NaN.
+  """
+  has_infinities = jnp.isinf(matrix).any((-2, -1), keepdims=True)
+  return jnp.linalg.svd(jnp.where(has_infinities, jnp.nan, matrix), **options)
+
+
 @op(aten._linalg_svd)
 def _aten__linalg_svd(A, full_matrices=False, compute_uv=True, driver=None):
   """`driver` chooses among cuSOLVER's algorithms and has no meaning here."""
   if not compute_uv:
-    values = jnp.linalg.svd(A, compute_uv=False)
+    values = singular(A, compute_uv=False)
     return _absent(A.dtype), values, _absent(A.dtype)
-  return tuple(jnp.linalg.svd(A, full_matrices=full_matrices))
+  return tuple(singular(A, full_matrices=full_matrices))
 
 
 @op(aten._linalg_eigh)
@@ -422,7 +431,7 @@ def _aten_linalg_pinv_atol_rtol_tensor(self, atol=None, rtol=None, hermitian=Fal
     return jnp.zeros(_transpose(self).shape, self.dtype)
   if hermitian:
     return _hermitian_pinv(self, cutoff_of)
-  left, values, right = jnp.linalg.svd(self, full_matrices=False)
+  left, values, right = singular(self, full_matrices=False)
   inverted = _inverted_above(values, cutoff_of(values[..., :1]))
   return (_adjoint(right) * inverted[..., None, :]) @ _adjoint(left)
 
@@ -452,7 +461,7 @@ def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
     )
   is_vector = _is_vector_side(self, b)
   right = b[..., None] if is_vector else b
-  left_vectors, values, right_vectors = jnp.linalg.svd(self, full_matrices=False)
+  left_vectors, values, right_vectors = singular(self, full_matrices=False)
   rcond = _default_rtol(self) if rcond is None else rcond
   cutoff = jnp.asarray(rcond, values.dtype) * values[..., :1]
   scaled = _inverted_above(values, cutoff)[..., None] * (_adjoint(left_vectors) @ right)

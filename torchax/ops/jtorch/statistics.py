@@ -26,14 +26,14 @@ def _correlation(input):
 
 @register_function(functions.cov, methods.cov, kind=Kind.TENSORS)
 def _cov(input, *, correction=1, fweights=None, aweights=None):
-  if not _jax_compat.is_staging():
+  if _jax_compat.is_top_level():
     return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
   return input._env.functions.call(_covariance, input, correction, fweights, aweights)
 
 
 @register_function(functions.corrcoef, methods.corrcoef, kind=Kind.TENSORS)
 def _corrcoef(input):
-  if not _jax_compat.is_staging():
+  if _jax_compat.is_top_level():
     return torch.corrcoef(input)
   return input._env.functions.call(_correlation, input)
 
@@ -43,7 +43,7 @@ _REDUCTIONS = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
 
 @register_function(F.gaussian_nll_loss, kind=Kind.TENSORS)
 def _gaussian_nll_loss(input, target, var, full=False, eps=1e-6, reduction="mean"):
-  if not _jax_compat.is_staging():
+  if _jax_compat.is_top_level():
     return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
   if reduction not in _REDUCTIONS:
     raise ValueError(f"{reduction} is not valid: expected one of {list(_REDUCTIONS)}")
