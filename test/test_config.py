@@ -30,6 +30,7 @@ DEFAULTS = {
   "internal_respect_torch_return_dtypes": False,
   "prng_impl": "threefry2x32",
   "rng_addressing": "order",
+  "check_indices": False,
 }
 
 
@@ -37,7 +38,7 @@ def environment(**switches) -> Environment:
   return Environment(Configuration(**switches))
 
 
-def test_the_switches_and_their_defaults_are_those_of_upstream():
+def test_the_switches_and_their_defaults_are_those_of_upstream_and_a_few_more():
   assert dataclasses.asdict(Configuration()) == DEFAULTS
 
 

@@ -1,6 +1,9 @@
 """Switches of an `Environment`."""
 
 import dataclasses
+import os
+
+CHECK_VARIABLE = "TORCHAX_CHECK"
 
 
 @dataclasses.dataclass
@@ -23,6 +26,10 @@ class Configuration:
     prng_impl: name of the JAX PRNG implementation of the streams.
     rng_addressing: "order" or "site"; read when an environment is made. Later, call
       `torchax.rng.address_by`.
+    check_indices: an index, label, length or offset out of range raises everywhere:
+      eager operations wait for it, and functions that are compiled from then on look
+      at it as they run. `TORCHAX_CHECK=1` in the environment of the process turns it
+      on. Otherwise what is not known yet gives NaN, or the least integer.
   """
 
   debug_print_each_op: bool = False
@@ -37,3 +44,4 @@ class Configuration:
   internal_respect_torch_return_dtypes: bool = False
   prng_impl: str = "threefry2x32"
   rng_addressing: str = "order"
+  check_indices: bool = os.environ.get(CHECK_VARIABLE) == "1"

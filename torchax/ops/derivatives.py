@@ -39,6 +39,11 @@ _PACKETS = (
   # Rows that are not trained, or by how often they are.
   aten.embedding,
   aten._embedding_bag,
+  # At places out of range, whose gradient JAX drops.
+  aten.gather,
+  aten.index,
+  aten.index_select,
+  aten.take,
   # Singular matrices.
   aten._linalg_det,
 )
