@@ -31,6 +31,7 @@ DEFAULTS = {
   "prng_impl": "threefry2x32",
   "rng_addressing": "order",
   "compilation_cache_size": 4096,
+  "check_indices": False,
 }
 
 
@@ -38,7 +39,7 @@ def environment(**switches) -> Environment:
   return Environment(Configuration(**switches))
 
 
-def test_the_switches_and_their_defaults_are_those_of_upstream():
+def test_the_switches_and_their_defaults_are_those_of_upstream_and_a_few_more():
   assert dataclasses.asdict(Configuration()) == DEFAULTS
 
 

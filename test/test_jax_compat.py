@@ -139,6 +139,15 @@ def test_jax_has_started_once_an_array_exists():
   assert _jax_compat.has_started()
 
 
+def test_an_array_of_the_cpu_is_of_the_host():
+  on_cpu = jax.device_put(jnp.ones(2), jax.devices("cpu")[0])
+  assert _jax_compat.is_of_host(on_cpu)
+  assert not _jax_compat.is_of_host(object())
+  for device in jax.devices():
+    there = jax.device_put(jnp.ones(2), device)
+    assert _jax_compat.is_of_host(there) == (device.platform == "cpu")
+
+
 def test_an_array_is_an_instance_of_the_concrete_class():
   assert type(jnp.ones(2)) is _jax_compat.ArrayImpl
   traced = []

@@ -262,3 +262,9 @@ def uncommitted(array) -> jax.Array:
   if parts is None:
     return array
   return ArrayImpl(array.aval, array.sharding, parts, committed=False)
+
+
+def is_of_host(array) -> bool:
+  """True for an array in the memory of the host, which numpy reads without a copy."""
+  platform = getattr(array, "platform", None)
+  return platform is not None and platform() == "cpu"

@@ -1,6 +1,9 @@
 """Switches of an `Environment`."""
 
 import dataclasses
+import os
+
+CHECK_VARIABLE = "TORCHAX_CHECK"
 
 
 @dataclasses.dataclass
@@ -27,6 +30,10 @@ class Configuration:
       and operations together; at least 1. Over it, half of them go: those not used
       lately, then those of what has most. The default environment's counts. A program
       takes about 2 MB on a CPU. See `torchax.clear_caches`.
+    check_indices: an index, label, length or offset out of range raises everywhere:
+      eager operations wait for it, and functions that are compiled from then on look
+      at it as they run. `TORCHAX_CHECK=1` in the environment of the process turns it
+      on. Otherwise what is not known yet gives NaN, or the least integer.
 
   Raises:
     ValueError: a size of the cache that is no positive integer.
@@ -45,6 +52,7 @@ class Configuration:
   prng_impl: str = "threefry2x32"
   rng_addressing: str = "order"
   compilation_cache_size: int = 4096
+  check_indices: bool = os.environ.get(CHECK_VARIABLE) == "1"
 
   def __setattr__(self, name: str, value) -> None:
     if name == "compilation_cache_size" and not (type(value) is int and value > 0):

@@ -280,6 +280,10 @@ class Tensor(torch.Tensor):
       )
     return np.asarray(self.numpy(), dtype=dtype)
 
+  def __array_wrap__(self, array, context=None, return_scalar=False):
+    """What numpy computed of this tensor (`tensor + array`), on the tensor's device."""
+    return super().__array_wrap__(array).to(self.device)
+
   def __dlpack_device__(self) -> tuple:
     """Where the array lies, in DLPack's terms."""
     array: Any = self.jax()  # JAX's annotations lack the method
@@ -557,7 +561,13 @@ def value_of(value, tensor: Tensor):
 
   Raises:
     RuntimeError: the number does not fit the dtype of `tensor`.
+    TypeError: an array or a number of numpy's, which torch takes nowhere.
   """
+  if isinstance(value, np.ndarray | np.generic):
+    raise TypeError(
+      f"can't assign a numpy.{type(value).__name__} to a tensor on {tensor.device}. "
+      f'Make a tensor of it: torch.as_tensor(value, device="{tensor.device}").'
+    )
   if not isinstance(value, bool | int | float | complex):
     return value
   number = torch.full((), value, dtype=tensor.dtype, device="cpu")

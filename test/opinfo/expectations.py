@@ -214,13 +214,6 @@ DIFFERENCES: tuple[Difference, ...] = (
     "not differentiable",
     since="2.13",
   ),
-  Difference(
-    ("scatter", "scatter_add"),
-    ("error",),
-    "indices are not read back to be checked, as on other accelerators: one out of "
-    "range is dropped",
-    message="out of bounds",
-  ),
 )
 
 

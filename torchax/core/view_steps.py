@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax.core import grad_mode
+from torchax.core import grad_mode, out_of_range
 
 
 class ViewInfoType(enum.Enum):
@@ -121,6 +121,8 @@ class NarrowInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return jax_array[self._index()]
 
+  picked = transform_tensor
+
   def update_tensor(self, new_value, jax_array):
     place = self._only(jax_array.shape)
     if place is None:
@@ -159,6 +161,8 @@ class SelectInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return jax_array[self._index()]
 
+  picked = transform_tensor
+
   def update_tensor(self, new_value, jax_array):
     return jax_array.at[self._index()].set(new_value)
 
@@ -173,6 +177,9 @@ class IndexInfo(ViewInfo):
 
   def transform_tensor(self, jax_array):
     return lax.index_in_dim(jax_array, self.index, self.dim, keepdims=False)
+
+  def picked(self, places):
+    return places[(slice(None),) * self.dim + (self.index,)]
 
   def update_tensor(self, new_value, jax_array):
     return put_slice(
@@ -260,6 +267,9 @@ class ReshapeInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.reshape(jax_array, self.size)
 
+  def picked(self, places):
+    return places.reshape(self.size)
+
   def update_tensor(self, new_value, jax_array):
     return lax.reshape(new_value, jax_array.shape)
 
@@ -273,6 +283,9 @@ class PermuteInfo(ViewInfo):
 
   def transform_tensor(self, jax_array):
     return lax.transpose(jax_array, self.dims)
+
+  def picked(self, places):
+    return places.transpose(self.dims)
 
   def update_tensor(self, new_value, jax_array):
     return lax.transpose(new_value, tuple(int(d) for d in np.argsort(self.dims)))
@@ -291,6 +304,9 @@ class ExpandInfo(ViewInfo):
 
   def transform_tensor(self, jax_array):
     return jnp.broadcast_to(jax_array, self.size)
+
+  def picked(self, places):
+    return np.broadcast_to(places, self.size)
 
   def update_tensor(self, new_value, jax_array):
     lead = new_value.ndim - jax_array.ndim
@@ -373,6 +389,9 @@ class StopGradientInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.stop_gradient(jax_array)
 
+  def picked(self, places):
+    return places
+
   def update_tensor(self, new_value, jax_array):
     # torch records nothing of a write to a detached tensor.
     return grad_mode.with_derivative_of(jax_array, new_value)
@@ -382,7 +401,7 @@ class StopGradientInfo(ViewInfo):
 class TracedIndexInfo(ViewInfo):
   """One element along `dim`, at an index that is being traced.
 
-  As in all of JAX, an index outside of the dimension gives the nearest element.
+  An index outside of the dimension reads and writes `out_of_range.no_number`.
   """
 
   dim: int
@@ -390,10 +409,12 @@ class TracedIndexInfo(ViewInfo):
   view_info_type: ClassVar = ViewInfoType.SELECT
 
   def transform_tensor(self, jax_array):
-    return MovingInfo(self.dim, None).transform_tensor(jax_array, self.index)
+    moving = MovingInfo(self.dim, None, is_traced=True)
+    return moving.transform_tensor(jax_array, self.index)
 
   def update_tensor(self, new_value, jax_array):
-    return MovingInfo(self.dim, None).update_tensor(new_value, jax_array, self.index)
+    moving = MovingInfo(self.dim, None, is_traced=True)
+    return moving.update_tensor(new_value, jax_array, self.index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,30 +424,40 @@ class MovingInfo:
   Attributes:
     dim: the dimension.
     length: of the slice; None for a single element, whose dimension disappears.
+    is_traced: nobody knows whether there is such an element.
   """
 
   dim: int
   length: int | None
+  is_traced: bool = False
 
   def transform_tensor(self, jax_array: jax.Array, start: jax.Array) -> jax.Array:
     """The slice of an array."""
     if self.length is None:
-      return lax.dynamic_index_in_dim(jax_array, start, self.dim, keepdims=False)
+      row = lax.dynamic_index_in_dim(jax_array, start, self.dim, keepdims=False)
+      return self._spoiled(row, jax_array, start)
     return lax.dynamic_slice_in_dim(jax_array, start, self.length, self.dim)
 
   def update_tensor(self, new_value, jax_array, start) -> jax.Array:
     """The array after `new_value` was written to the slice of it."""
     if self.length is None:
+      new_value = self._spoiled(new_value, jax_array, start)
       new_value = jnp.expand_dims(new_value, self.dim)
     if 0 in new_value.shape:
       return jax_array
     return put_slice(jax_array, new_value, self.dim, jnp.asarray(start))
 
+  def _spoiled(self, row, jax_array, start) -> jax.Array:
+    if not self.is_traced:
+      return row
+    size = jax_array.shape[self.dim]
+    return out_of_range.spoiled(row, out_of_range.outside(start, size, wraps=True))
+
 
 def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
   """A step as a moving one and its start; None for one that is no plain slice."""
   if isinstance(info, IndexInfo | TracedIndexInfo):
-    return MovingInfo(info.dim, None), info.index
+    return MovingInfo(info.dim, None, type(info) is TracedIndexInfo), info.index
   if isinstance(info, NarrowInfo):
     *before, (start, stop, step) = info.slices
     if step == 1 and start is not None and all(p == (None,) * 3 for p in before):
@@ -538,6 +569,12 @@ class Chain:
     """The view of a base array."""
     for info in self.infos:
       base = info.transform_tensor(base)
+    return base
+
+  def picked(self, base: np.ndarray) -> np.ndarray:
+    """The view of a numpy array, without a copy where numpy has it."""
+    for info in self.infos:
+      base = info.picked(base)
     return base
 
   def write(self, base: jax.Array, value: jax.Array) -> jax.Array:

@@ -8,7 +8,9 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 
 import jax
 import torch
@@ -22,6 +24,25 @@ LIBRARIES = (
   *(contextlib.__file__, functools.__file__, "<frozen "),
 )
 
+
+class _Graph(threading.local):
+  # File and line that the node of a graph comes from while it is run.
+  line: tuple[str, int] | None = None
+
+
+_graph = _Graph()
+
+
+@contextlib.contextmanager
+def coming_from(place: tuple[str, int] | None) -> Iterator[None]:
+  """Inside, `line` is that of a captured graph's node, where it is known."""
+  before, _graph.line = _graph.line, place
+  try:
+    yield
+  finally:
+    _graph.line = before
+
+
 # What was shown of each file, as `warnings` keeps it for a module.
 _shown: dict[str, dict] = {}
 
@@ -32,7 +53,7 @@ def line() -> tuple[str, int] | None:
   Returns:
     None where JAX does not know it.
   """
-  return _jax_compat.line_outside(LIBRARIES)
+  return _graph.line or _jax_compat.line_outside(LIBRARIES)
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -7,8 +7,6 @@ where a result's shape depends on data, is not compiled from then on.
 import logging
 from collections.abc import Callable
 
-import jax
-
 from torchax import _jax_compat
 from torchax.core import programs
 from torchax.errors import DataDependentError

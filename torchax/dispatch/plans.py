@@ -22,7 +22,7 @@ from torchax.core.programs import ProgramCache
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
-from torchax.dispatch import compiling, derivatives
+from torchax.dispatch import compiling, derivatives, index_checks
 from torchax.dispatch.operands import IGNORED, Flattener, strong
 from torchax.errors import MixedDeviceError, RngError
 from torchax.ops import mappings
@@ -70,6 +70,7 @@ class Plan:
     # Nothing to check, to draw or to decide before the compiled function is called.
     self._is_simple = (
       operator.check is None
+      and operator.rules is None
       and operator.compiled in (True, None)
       and not self.is_sampler
     )
@@ -103,6 +104,7 @@ class Plan:
       args, kwargs: torch's, with arrays for tensors.
       caches: compile the lowering outside of traces; not where sizes are symbols.
     """
+    self._require_rules(args, kwargs)
     operands, key = self.flattener.flatten(args, kwargs)
     call = functools.partial(self._call, key, None)
     if caches and self.operator.compiled in (True, None):
@@ -141,6 +143,7 @@ class Plan:
     check = self.operator.check
     if check is not None:
       check(*args, **(kwargs or {}))
+    self._require_rules(args, kwargs)
     if not self.is_sampler:
       return self._execute(args, kwargs, operands, key, write)
     generator = kwargs.get("generator") if kwargs else None
@@ -162,6 +165,12 @@ class Plan:
       return result
     execute = functools.partial(self._execute, args, kwargs, key=key, write=write)
     return self._drawn(args, kwargs, execute, operands)
+
+  def _require_rules(self, args, kwargs) -> None:
+    rules = self.operator.rules
+    if rules is not None:
+      waits = self.env.config.check_indices
+      index_checks.require(rules(*args, **(kwargs or {})), self.name, waits)
 
   def _drawn(self, args, kwargs, execute, operands):
     """Executes with the key of the next draw; the stream advances if it succeeds."""

@@ -11,7 +11,7 @@ import torch
 
 from torchax import _torch_compat, amp
 from torchax.core.programs import ProgramCache
-from torchax.dispatch import autograd, compiling
+from torchax.dispatch import autograd, compiling, index_checks
 from torchax.dispatch.operands import Flattener
 from torchax.dispatch.operator_table import is_aten
 from torchax.dispatch.out import write_output
@@ -61,6 +61,10 @@ class ArrayFunctionHandler:
       return self.func(*args, **kwargs)
     if kwargs.get("out") is not None:
       return _into_out(self.name, lambda *a, **k: self(a, k), args, kwargs)
+    rules = self.operator.rules
+    if rules is not None:
+      waits = self.env.config.check_indices
+      index_checks.require(rules(*args, **kwargs), self.name, waits)
     tensors, key = self.flattener.flatten(args, kwargs)
     function = self._functions.get(key)
     if function is None:
@@ -176,16 +180,21 @@ class FunctionTable:
     """Drops the handlers: the environment has another operator now."""
     self._generation = -1
 
-  def call(self, array_function: Callable, *args, **kwargs):
+  def call(self, array_function: Callable, *args, rules=None, **kwargs):
     """Runs a function of arrays on tensors: compiled, and differentiable.
 
     Everything but tensors is static. For lowerings that are functions of tensors and
     have a core of arrays that costs much: its residuals are saved for the gradient.
+    `rules` are those of its arguments, as an operator's.
     """
     handler = self._cores.get(array_function)
     if handler is None:
       operator = Operator(
-        array_function, array_function, saves_residuals=True, is_builtin=True
+        array_function,
+        array_function,
+        rules=rules,
+        saves_residuals=True,
+        is_builtin=True,
       )
       handler = ArrayFunctionHandler(array_function, operator, self._env)
       self._cores[array_function] = handler

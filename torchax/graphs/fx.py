@@ -156,12 +156,23 @@ def where(node: fx.Node) -> str:
 
   A module of torch that is captured by itself has lines of torch only.
   """
+  frame = _frame(node)
+  if frame is None:
+    return ""
+  file, number, _, text = frame
+  return f" It comes from {file}, line {number} (`{text}`)."
+
+
+def place_of(node: fx.Node) -> tuple[str, int] | None:
+  """File and line of the user's code that a node comes from."""
+  frame = _frame(node)
+  return None if frame is None else (frame[0], int(frame[1]))
+
+
+def _frame(node: fx.Node):
   frames = [frame for frame in _frames(node) if not frame[0].startswith(_GENERATED)]
   frames = list(filter(_is_of_user, frames)) or frames
-  if not frames:
-    return ""
-  file, number, _, text = frames[-1]
-  return f" It comes from {file}, line {number} (`{text}`)."
+  return frames[-1] if frames else None
 
 
 def user_name(graph: fx.Graph) -> str:

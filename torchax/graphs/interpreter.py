@@ -15,6 +15,7 @@ import torch
 from jax.extend.core import InconclusiveDimensionOperation
 
 from torchax import _jax_compat, _torch_compat
+from torchax.diagnostics import user_code
 from torchax.dispatch import device_plans
 from torchax.dispatch.operands import IGNORED
 from torchax.dispatch.plans import DecompositionPlan, Plan
@@ -22,7 +23,7 @@ from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.graphs import composites, higher_order, lowerings
-from torchax.graphs.fx import is_marked_random, site_of, where
+from torchax.graphs.fx import is_marked_random, place_of, site_of, where
 from torchax.interop.views import call_torch
 from torchax.ops.schema import schema_of
 from torchax.rng import running
@@ -106,6 +107,9 @@ class JaxInterpreter(torch.fx.Interpreter):
       return higher_order.on_arrays(target)(self._part, *args, **kwargs)
     if not isinstance(target, _torch_compat.OpOverload):
       return self._of_numbers(target, args, kwargs)
+    if env_on().config.check_indices:
+      with user_code.coming_from(place_of(self.node)):
+        return run_operation(target, args, kwargs)
     return run_operation(target, args, kwargs)
 
   def _part(self, graph_module) -> Callable:

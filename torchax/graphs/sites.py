@@ -1,13 +1,16 @@
-"""Sites of draws in graphs that run on tensors: those of the modules they come from.
+"""Where the operations of graphs that run on tensors come from: modules and lines.
 
-The modules are not running when a graph runs; its operations say whose they are.
+The modules are not running when a graph runs; its operations say whose they are. Draws
+ask for the sites, messages about indices for the lines.
 """
 
 from collections.abc import Callable
 
 from torch import fx
 
-from torchax.graphs.fx import inner, site_of
+from torchax.diagnostics import user_code
+from torchax.environment import env_on
+from torchax.graphs.fx import inner, place_of, site_of
 from torchax.rng import current, running
 
 
@@ -29,7 +32,7 @@ def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
       at_sites(body, site_of(next(iter(node.users))))
 
   def run(*args):
-    if current().by_site:
+    if current().by_site or env_on().config.check_indices:
       return _AtSites(module, base).run(*args, enable_io_processing=False)
     return forward(*args)
 
@@ -50,5 +53,5 @@ class _AtSites(fx.Interpreter):
     self._base = base
 
   def run_node(self, node: fx.Node):
-    with running.at(site_of(node, self._base)):
+    with running.at(site_of(node, self._base)), user_code.coming_from(place_of(node)):
       return super().run_node(node)

@@ -54,6 +54,7 @@ def op(
   dynamic: tuple[str, ...] = (),
   compiled: bool | Callable[[tuple, dict], bool] | None = None,
   check: Callable | None = None,
+  rules: Callable | None = None,
   is_jax_function: bool = True,
   needs_env: bool = False,
   is_view_op: bool = False,
@@ -81,6 +82,8 @@ def op(
       compiled and runs without is not compiled from then on.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
+    rules: called with the arguments, tensors or arrays; gives the rules for the numbers
+      of its indices (`ops/index_rules.py`).
     is_jax_function: it takes arrays (default) instead of tensors.
     needs_env: it takes the environment as `env=`.
     is_view_op: it sees views as such.
@@ -113,6 +116,7 @@ def op(
           dynamic=dynamic,
           compiled=compiled,
           check=check,
+          rules=rules,
           index_results=index_results,
           takes_cpu=takes_cpu,
           distribution=distribution,

@@ -69,6 +69,8 @@ class Operator:
       only without.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
+    rules: called with torch's arguments, or with arrays for tensors; gives the
+      `index_rules.Rule`s for the numbers of its indices.
     saves_residuals: a torch function's gradient uses results of the forward pass
       instead of computing them again from the arguments.
     index_results: places of the results that are indices, which
@@ -92,6 +94,7 @@ class Operator:
   dynamic: tuple[str, ...] = ()
   compiled: bool | Callable[[tuple, dict], bool] | None = None
   check: Callable | None = None
+  rules: Callable | None = None
   saves_residuals: bool = False
   index_results: tuple[int, ...] = ()
   takes_cpu: bool = False

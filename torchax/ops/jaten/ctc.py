@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from jax import lax
 
+from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import Kind, op
+from torchax.ops.index_rules import Condition
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.jaten.loss import Reduction
 from torchax.ops.names import aten
@@ -83,7 +85,50 @@ def _negative_log_likelihood(log_probs, targets, input_lengths, target_lengths, 
   before = jnp.take_along_axis(alphas[-1], jnp.maximum(last - 1, 0), axis=1)
   # Without labels there is one end only: the blank.
   before = jnp.where(last > 0, before, -jnp.inf)
-  return -_log_sum(ends, before)[:, 0], jnp.moveaxis(alphas, 0, 1)
+  losses = -_log_sum(ends, before)[:, 0]
+  return losses, jnp.moveaxis(alphas, 0, 1)
+
+
+def _are_broken(log_probs, targets, input_lengths, target_lengths):
+  """(N,): where a length or a label within the lengths is out of range."""
+  steps, _, classes = log_probs.shape
+  labels = _padded_targets(targets, target_lengths)
+  is_used = jnp.arange(labels.shape[1]) < target_lengths[:, None]
+  broken = jnp.any(out_of_range.outside(labels, classes) & is_used, axis=1)
+  broken |= out_of_range.outside(input_lengths, steps + 1)
+  broken |= out_of_range.outside(target_lengths, labels.shape[1] + 1)
+  if targets.ndim == 1:
+    broken |= jnp.sum(target_lengths) > targets.shape[0]
+  return broken
+
+
+_WHILE = "(while checking arguments for ctc_loss_allocate_outputs)"
+
+
+def _length_rules(log_probs, targets, input_lengths, target_lengths, *rest, **named):
+  steps, most = log_probs.shape[0], targets.shape[-1]
+  for name, lengths in (("input", input_lengths), ("target", target_lengths)):
+    yield Condition(
+      lengths,
+      lambda numbers: numbers < 0,
+      RuntimeError,
+      f"Expected {name}_lengths to have value at least 0, but got value {{number}} "
+      f"{_WHILE}",
+    )
+  yield Condition(
+    input_lengths,
+    lambda numbers: numbers > steps,
+    RuntimeError,
+    f"Expected input_lengths to have value at most {steps}, but got value {{number}} "
+    f"{_WHILE}",
+  )
+  yield Condition(
+    target_lengths,
+    lambda numbers: numbers > most,
+    RuntimeError,
+    f"Expected tensor to have size at least {{number}} at dimension "
+    f"{len(targets.shape) - 1}, but got size {most} for argument #2 'targets' {_WHILE}",
+  )
 
 
 def _batched(log_probs, targets, input_lengths, target_lengths):
@@ -94,7 +139,7 @@ def _batched(log_probs, targets, input_lengths, target_lengths):
   return widen(log_probs), targets, *lengths
 
 
-@op(aten._ctc_loss)
+@op(aten._ctc_loss, rules=_length_rules)
 def _aten__ctc_loss(
   log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False
 ):
@@ -103,9 +148,9 @@ def _aten__ctc_loss(
     raise RuntimeError(
       f"blank must be in label range [0, {log_probs.shape[-1]}), but got {blank}."
     )
-  losses, alphas = _negative_log_likelihood(
-    *_batched(log_probs, targets, input_lengths, target_lengths), blank
-  )
+  given = _batched(log_probs, targets, input_lengths, target_lengths)
+  losses, alphas = _negative_log_likelihood(*given, blank)
+  losses = out_of_range.spoiled(losses, _are_broken(*given))
   if log_probs.ndim == 2:
     losses, alphas = losses[0], alphas[0]
   return losses.astype(log_probs.dtype), alphas.astype(log_probs.dtype)
@@ -136,10 +181,12 @@ def _aten__ctc_loss_backward(
   )
   (minus_posterior,) = pull_back(jnp.ones_like(losses))
   gradient = (jnp.exp(wide) + minus_posterior) * widen(grad).reshape(1, -1, 1)
+  broken = _are_broken(wide, *lengths_and_targets)[None, :, None]
   unlikely = jnp.isinf(losses)[None, :, None]
   gradient = jnp.where(unlikely, 0 if zero_infinity else jnp.nan, gradient)
   inside = jnp.arange(wide.shape[0])[:, None] < lengths_and_targets[1]
   gradient = jnp.where(inside[:, :, None], gradient, 0)
+  gradient = out_of_range.spoiled(gradient, broken)
   return gradient.reshape(log_probs.shape).astype(log_probs.dtype)
 
 
@@ -172,7 +219,8 @@ def ctc_loss(
     reduction = Reduction[reduction.upper()]
   input_lengths = _lengths_tensor(input_lengths, env)
   target_lengths = _lengths_tensor(target_lengths, env)
-  losses, _ = aten._ctc_loss(
+  # Without its name torch takes a batch of one for lists of numbers.
+  losses, _ = aten._ctc_loss.Tensor(
     log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
   )
   if zero_infinity:

@@ -1,7 +1,7 @@
 """Embedding look-ups, bags of embeddings, and their gradients.
 
-An index outside the table cannot raise inside a compiled function: its row reads as
-NaN, and no gradient comes from it. `padding_idx` is -1 where there is none.
+An index outside the table raises where its numbers are known; else its row reads as
+NaN, and the gradient that it writes is NaN. `padding_idx` is -1 where there is none.
 """
 
 import enum
@@ -9,8 +9,11 @@ import enum
 import jax
 import jax.numpy as jnp
 
+from torchax.core import out_of_range
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Condition, Range
 from torchax.ops.jaten._opmath import widen
+from torchax.ops.jaten._writes import added
 from torchax.ops.names import aten
 
 # embedding_renorm_ scales to just below the limit: aten/src/ATen/native/Embedding.cpp.
@@ -26,21 +29,33 @@ class BagMode(enum.IntEnum):
 
 
 def _rows(weight, indices):
-  return weight.at[indices].get(mode="fill", fill_value=jnp.nan)
+  return out_of_range.read(weight, out_of_range.from_start(indices, weight.shape[0]))
 
 
 def _counts(indices, num_weights):
   """How often each row of the table is asked for."""
-  return jnp.zeros(num_weights, jnp.int32).at[indices].add(1, mode="drop")
+  places = out_of_range.inside(indices, num_weights)
+  return jnp.zeros(num_weights, jnp.int32).at[places].add(1, mode="drop")
+
+
+def _is_trained(indices, padding_idx):
+  """Where an index is not the one of the padding."""
+  return jnp.full(indices.shape, padding_idx < 0) | (indices != padding_idx)
 
 
 def _add_rows(rows, indices, num_weights, dtype):
   """A table with each of `rows` (n, d) added where its index says, in float32."""
   table = jnp.zeros((num_weights, rows.shape[-1]), widen(rows).dtype)
-  return table.at[indices].add(widen(rows), mode="drop").astype(dtype)
+  broken = out_of_range.outside(indices, num_weights)
+  places = out_of_range.inside(indices, num_weights)
+  return out_of_range.write(table, places, widen(rows), added, broken).astype(dtype)
 
 
-@op(aten.embedding)
+def _table_rules(weight, indices, *rest, **named):
+  yield Range(indices, 0, weight.shape[0], IndexError, "index out of range in self")
+
+
+@op(aten.embedding, rules=_table_rules)
 def _aten_embedding(
   weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False
 ):
@@ -58,11 +73,17 @@ def _aten_embedding_dense_backward(
   rows = widen(grad_output).reshape(flat.size, grad_output.shape[-1])
   if scale_grad_by_freq:
     rows = rows / _counts(flat, num_weights)[flat][:, None]
-  rows = jnp.where((flat == padding_idx)[:, None], 0, rows)
+  rows = jnp.where(_is_trained(flat, padding_idx)[:, None], rows, 0)
   return _add_rows(rows, flat, num_weights, grad_output.dtype)
 
 
-@op(aten.embedding_renorm)
+def _renorm_rules(self, indices, *rest, **named):
+  message = "select(): index {number} out of range for tensor of size "
+  message += f"{list(self.shape)} at dimension 0"
+  yield Range(indices, 0, self.shape[0], IndexError, message)
+
+
+@op(aten.embedding_renorm, rules=_renorm_rules)
 def _aten_embedding_renorm_(self, indices, max_norm, norm_type):
   """Rows that are asked for and longer than `max_norm` shrink to it."""
   wide = widen(self)
@@ -72,7 +93,8 @@ def _aten_embedding_renorm_(self, indices, max_norm, norm_type):
   )
   asked = (_counts(indices.reshape(-1), self.shape[0]) > 0)[:, None]
   scale = jnp.where(asked & (norms > max_norm), max_norm / (norms + RENORM_MARGIN), 1)
-  return (wide * scale).astype(self.dtype)
+  is_broken = jnp.any(out_of_range.outside(indices, self.shape[0]))
+  return out_of_range.spoiled((wide * scale).astype(self.dtype), is_broken)
 
 
 # ---- bags
@@ -91,7 +113,7 @@ def _bag_maximum(rows, member, bags, num_bags, indices):
   peaks = jax.ops.segment_max(fixed, bags, num_bags)
   # The first position that reaches its bag's maximum.
   positions = jnp.arange(rows.shape[0])[:, None]
-  reaches = (fixed == peaks[bags]) & member[:, None]
+  reaches = ((fixed == peaks[bags]) | jnp.isnan(fixed)) & member[:, None]
   winner = jax.ops.segment_min(
     jnp.where(reaches, positions, rows.shape[0]), bags, num_bags
   )
@@ -103,7 +125,43 @@ def _bag_maximum(rows, member, bags, num_bags, indices):
   return output, jnp.where(filled, indices[winner], 0).astype(indices.dtype)
 
 
-@op(aten._embedding_bag, aten._embedding_bag_forward_only)
+_NO_ROW = (
+  "Index {place} of input takes value {number} which is not in the valid range "
+  "[0, {high})"
+)
+_NO_START = (
+  "offsets[-1] can not be greater than input's length {last} but got offsets[-1] of "
+  "{number}"
+)
+_LATE_START = (
+  "offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start "
+  "from position 0."
+)
+
+
+def _bag_rules(weight, indices, offsets, *rest, **named):
+  count = indices.shape[0]
+  yield Range(indices, 0, weight.shape[0], RuntimeError, _NO_ROW)
+  yield Condition(offsets, lambda starts: starts[:1] != 0, RuntimeError, _LATE_START)
+  yield Range(offsets, 0, count + 1, RuntimeError, _NO_START)
+  yield Condition(
+    offsets,
+    lambda starts: starts[1:] < starts[:-1],
+    RuntimeError,
+    "embedding_bag expects offsets in ascending order.",
+  )
+
+
+def _are_starts(offsets, count) -> jax.Array:
+  """Whether offsets are where bags of `count` indices may start."""
+  return (
+    jnp.all(offsets[:1] == 0)
+    & jnp.all(offsets[1:] >= offsets[:-1])
+    & jnp.all(offsets <= count)
+  )
+
+
+@op(aten._embedding_bag, aten._embedding_bag_forward_only, rules=_bag_rules)
 def _aten__embedding_bag(
   weight,
   indices,
@@ -120,9 +178,11 @@ def _aten__embedding_bag(
     raise RuntimeError("embedding_bag: per_sample_weights needs mode='sum'.")
   num_bags = offsets.shape[0] - (1 if include_last_offset else 0)
   bags = _bag_of_index(indices, offsets, num_bags)
-  member = indices != padding_idx
+  member = _is_trained(indices, padding_idx)
   sizes = jax.ops.segment_sum(member.astype(indices.dtype), bags, num_bags)
   rows = widen(_rows(weight, indices))
+  # A row of the padding takes no part; one that is not there does.
+  rows = out_of_range.spoiled(rows, ~_are_starts(offsets, indices.shape[0]))
   if mode == BagMode.MAX:
     output, maximum = _bag_maximum(rows, member, bags, num_bags, indices)
     return output.astype(weight.dtype), bags, sizes, maximum
@@ -158,7 +218,7 @@ def _bag_gradient(
     rows = rows * widen(per_sample_weights)[:, None]
   if scale_grad_by_freq:
     rows = rows / _counts(indices, num_weights)[indices][:, None]
-  rows = jnp.where((indices != padding_idx)[:, None], rows, 0)
+  rows = jnp.where(_is_trained(indices, padding_idx)[:, None], rows, 0)
   return _add_rows(rows, indices, num_weights, grad.dtype)
 
 
@@ -228,4 +288,4 @@ def _aten__embedding_bag_per_sample_weights_backward(
 ):
   rows = widen(_rows(weight, indices))
   products = jnp.sum(widen(grad)[offset2bag] * rows, axis=1)
-  return jnp.where(indices != padding_idx, products, 0).astype(grad.dtype)
+  return jnp.where(_is_trained(indices, padding_idx), products, 0).astype(grad.dtype)

@@ -12,12 +12,19 @@ import torch
 
 from torchax.ops import mappings
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Condition
 from torchax.ops.names import aten
 
 # --- bins of equal width ---------------------------------------------------------
 
 
-@op(aten.histc, static=("min", "max"))
+def _histc_rules(self, bins=100, min=0, max=0):
+  if min == max:
+    message = "torch.histc: range of the values is not finite, as of {number}"
+    yield Condition(self, lambda values: values - values != 0, RuntimeError, message)
+
+
+@op(aten.histc, static=("min", "max"), rules=_histc_rules)
 def _aten_histc(self, bins=100, min=0, max=0):
   """Counts in equal bins of [min, max]; without a range, of that of the data."""
   if bins <= 0:
@@ -32,6 +39,7 @@ def _aten_histc(self, bins=100, min=0, max=0):
   low, high = jnp.asarray(min, wide), jnp.asarray(max, wide)
   if min == max and values.size:
     low, high = jnp.min(values), jnp.max(values)
+  is_finite = jnp.isfinite(low) & jnp.isfinite(high)
   flat = low == high
   low, high = jnp.where(flat, low - 1, low), jnp.where(flat, high + 1, high)
   inside = (values >= low) & (values <= high)
@@ -39,7 +47,7 @@ def _aten_histc(self, bins=100, min=0, max=0):
   # The upper bound belongs to the last bin; values outside go to none.
   bin_of = jnp.where(inside, jnp.minimum(bin_of, bins - 1), bins)
   counts = jnp.zeros(bins, wide).at[bin_of].add(1, mode="drop")
-  return counts.astype(self.dtype)
+  return jnp.where(is_finite, counts, jnp.nan).astype(self.dtype)
 
 
 @op(aten.bincount, compiled=False)

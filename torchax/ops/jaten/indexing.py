@@ -1,24 +1,27 @@
 """Elements chosen by index tensors and masks, and writes at such places.
 
-Index values on jax are data, so an index outside of the tensor cannot raise as in
-torch: a read gives the nearest element, a write is dropped. Lists and CPU tensors are
-looked at before, and raise. Negative indices count from the end. Where indices repeat,
-which of the written values stays is open, as in torch.
+An index outside of the tensor raises where its numbers are known, and else spoils what
+is read or written (`core/out_of_range.py`). Negative indices count from the end. Where
+indices repeat, which of the written values stays is open, as in torch. What goes along
+one dimension is in `gather.py`.
 
 A boolean mask that decides the result's shape needs its values: those operations
 run on concrete arrays. A write through one mask has a fixed shape and compiles.
 """
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import op
-from torchax.ops.jaten._arguments import dim_of
+from torchax.ops.index_rules import Condition, along
+from torchax.ops.jaten._writes import added, assigned
 from torchax.ops.names import aten
 
 _MASK_DTYPES = (torch.bool, torch.uint8, jnp.dtype(jnp.bool_), jnp.dtype(jnp.uint8))
@@ -90,26 +93,19 @@ def _check_index(self, indices):
   """Looks at what is known of torch's arguments without waiting for the device.
 
   Raises:
-    IndexError: an index of another dtype, one on the CPU outside of the dimension, or
-      shapes that do not broadcast.
+    IndexError: an index of another dtype, or shapes that do not broadcast.
   """
-  axis, shapes = 0, []
+  shapes = []
   for index in indices:
     if index is None:
-      axis += 1
       continue
     if index.dtype not in _INDEX_DTYPES:
       raise IndexError(
         "tensors used as indices must be long, int, byte or bool tensors, but got "
         f"{index.dtype}. Convert it with `.long()`."
       )
-    if index.dtype in _MASK_DTYPES:
-      axis += index.dim()
-      continue
-    if index.device.type == "cpu" and index.numel() and axis < self.dim():
-      _require_in_range(index, axis, self.shape[axis])
-    shapes.append(tuple(index.shape))
-    axis += 1
+    if index.dtype not in _MASK_DTYPES:
+      shapes.append(tuple(index.shape))
   if len(shapes) > 1 and not _can_broadcast(shapes):
     raise IndexError(
       "shape mismatch: indexing tensors could not be broadcast together with shapes "
@@ -122,18 +118,22 @@ def _can_broadcast(shapes) -> bool:
   return all(len({size for size in sizes if size != 1}) < 2 for sizes in aligned)
 
 
-def _require_in_range(index, axis, size):
-  for extreme in map(int, index.aminmax()):
-    if not -size <= extreme < size:
-      raise IndexError(
-        f"index {extreme} is out of bounds for dimension {axis} with size {size}"
-      )
+def _rules(self, indices, *rest, **named):
+  axis = 0
+  for index in indices:
+    if _is_mask(index):
+      axis += index.ndim
+      continue
+    if index is not None and axis < self.ndim:
+      yield along(index, self.shape[axis], axis, wraps=True)
+    axis += 1
 
 
 @op(
   *(aten.index, aten._unsafe_index),
   compiled=_has_no_mask,
   check=_check_index,
+  rules=_rules,
   takes_cpu=True,
 )
 def _aten_index(self, indices):
@@ -146,7 +146,7 @@ def _aten_index(self, indices):
     TypeError: a mask whose values are being traced.
   """
   _check_masks(self, indices)
-  return self.at[_places(indices, "index")].get(mode="clip")
+  return out_of_range.read(self, _places(indices, "index"))
 
 
 # --- index_put -------------------------------------------------------------------
@@ -206,21 +206,24 @@ def _require_broadcast(values_shape, shape):
     raise _mismatch(values_shape, shape)
 
 
-def _add(at, values):
-  """Adds at places of an array; bools, which JAX does not add, become true."""
-  return at.max(values) if values.dtype == jnp.bool_ else at.add(values)
-
-
-def _multiply(at, values):
-  return at.min(values) if values.dtype == jnp.bool_ else at.multiply(values)
-
-
-def _write(self, places, values, accumulate):
+def write_at_places(self, places, values, accumulate):
+  """Writes at places, of which negative ones count from the end."""
   _require_broadcast(values.shape, jax.eval_shape(lambda: self[places]).shape)
-  values = values.astype(self.dtype)
-  if not accumulate:
-    return self.at[places].set(values)
-  return _add(self.at[places], values)
+  broken, known = jnp.asarray(False), []
+  for size, place in zip(self.shape, places):
+    if isinstance(place, slice):
+      known.append(place)
+      continue
+    broken |= jnp.any(out_of_range.outside(place, size, wraps=True))
+    known.append(out_of_range.inside(place, size, wraps=True))
+  return out_of_range.write(
+    self,
+    tuple(known),
+    values.astype(self.dtype),
+    added if accumulate else assigned,
+    broken,
+    gathers=accumulate,
+  )
 
 
 def _write_masked(self, axis, mask, values, accumulate):
@@ -251,6 +254,7 @@ def _write_masked(self, axis, mask, values, accumulate):
   aten.index_put,
   compiled=_has_at_most_a_mask,
   check=_check_index_put,
+  rules=_rules,
   takes_cpu=True,
 )
 def _aten_index_put(self, indices, values, accumulate=False):
@@ -260,10 +264,15 @@ def _aten_index_put(self, indices, values, accumulate=False):
   if len(given) == 1 and _is_mask(indices[given[0]]):
     axis = given[0]
     return _write_masked(self, axis, indices[axis], values, accumulate)
-  return _write(self, _places(indices, "index_put"), values, accumulate)
+  return write_at_places(self, _places(indices, "index_put"), values, accumulate)
 
 
-@op(aten._unsafe_index_put, compiled=_has_at_most_a_mask, check=_check_index_put)
+@op(
+  aten._unsafe_index_put,
+  compiled=_has_at_most_a_mask,
+  check=_check_index_put,
+  rules=_rules,
+)
 def _aten_unsafe_index_put(self, indices, values, accumulate=False):
   return _aten_index_put(self, indices, values, accumulate)
 
@@ -272,260 +281,11 @@ def _aten_unsafe_index_put(self, indices, values, accumulate=False):
   aten._index_put_impl,
   compiled=_has_at_most_a_mask,
   check=_check_index_put,
+  rules=_rules,
   takes_cpu=True,
 )
 def _aten__index_put_impl(self, indices, values, accumulate=False, unsafe=False):
   return _aten_index_put(self, indices, values, accumulate)
-
-
-# --- along one dimension ---------------------------------------------------------
-
-
-def _along(dim, ndim, index) -> tuple:
-  """Indexes dimension `dim` alone."""
-  return (slice(None),) * (dim % ndim) + (index,)
-
-
-@op(aten.index_select)
-def _aten_index_select(self, dim, index):
-  if self.ndim == 0:
-    return self
-  return self.at[_along(dim, self.ndim, index.reshape(-1))].get(mode="clip")
-
-
-def _write_along(self, dim, index, write):
-  """Applies `write(array, places)`; a 0-d tensor counts as having one dimension."""
-  dim = dim_of(dim, self.ndim)
-  array = self.reshape(self.shape or (1,))
-  places = _along(dim, array.ndim, index.reshape(-1))
-  return write(array, places).reshape(self.shape)
-
-
-def _check_rows(name, self, dim, index, source) -> None:
-  """Raises unless `source` has the shape of `self`, and a row for each index."""
-  array, rows = self.shape or (1,), source.shape or (1,)
-  dim = dim % len(array)
-  fits = len(rows) == len(array) and all(
-    size == (index.size if axis == dim else array[axis])
-    for axis, size in enumerate(rows)
-  )
-  if not fits:
-    raise RuntimeError(
-      f"{name}: source tensor shape must match self tensor shape, with as many rows as "
-      f"there are indices along dimension {dim}. Got self.shape = {list(self.shape)}, "
-      f"source.shape = {list(source.shape)} and {index.size} indices."
-    )
-
-
-@op(aten.index_add)
-def _aten_index_add(self, dim, index, source, *, alpha=1):
-  _check_rows("index_add", self, dim, index, source)
-  addend = (source * alpha).astype(self.dtype)
-  return _write_along(self, dim, index, lambda x, at: _add(x.at[at], addend))
-
-
-@op(aten.index_copy)
-def _aten_index_copy(self, dim, index, source):
-  _check_rows("index_copy", self, dim, index, source)
-  rows = source.astype(self.dtype)
-  return _write_along(self, dim, index, lambda x, at: x.at[at].set(rows))
-
-
-@op(aten.index_fill)
-def _aten_index_fill(self, dim, index, value):
-  filler = jnp.asarray(value).astype(self.dtype)
-  return _write_along(self, dim, index, lambda x, at: x.at[at].set(filler))
-
-
-@op(aten.index_reduce)
-def _aten_index_reduce(self, dim, index, source, reduce, *, include_self=True):
-  return _write_along(
-    self,
-    dim,
-    index,
-    lambda x, at: _reduce_into(x, at, source.astype(x.dtype), reduce, include_self),
-  )
-
-
-# --- gather and scatter ----------------------------------------------------------
-
-
-def _check_covers(name, self, dim, index) -> None:
-  """Raises unless `index` is no larger than `self` except along `dim`."""
-  fits = self.ndim == index.ndim and all(
-    axis == dim or size <= self.shape[axis] for axis, size in enumerate(index.shape)
-  )
-  if not fits:
-    raise RuntimeError(
-      f"{name}: Expected index {list(index.shape)} to be no larger than self "
-      f"{list(self.shape)} apart from dimension {dim}"
-    )
-
-
-@op(aten.gather)
-def _aten_gather(self, dim, index, *, sparse_grad=False):
-  """`self[i][index[i][j]]` along `dim`; `index` may be smaller in the others."""
-  dim = dim_of(dim, self.ndim)
-  if self.ndim == 0:
-    return jnp.broadcast_to(self, index.shape)
-  if index.ndim == 0:
-    return self.at[index].get(mode="clip")
-  if not index.size:
-    return jnp.zeros(index.shape, self.dtype)
-  _check_covers("gather", self, dim, index)
-  window = tuple(
-    slice(None) if axis == dim else slice(size) for axis, size in enumerate(index.shape)
-  )
-  return jnp.take_along_axis(self[window], index, dim, mode="clip")
-
-
-def _grid(index, dim) -> tuple:
-  """Places of all elements of `index`, with its values along `dim`."""
-  grid = list(jnp.ogrid[tuple(slice(size) for size in index.shape)])
-  grid[dim] = index
-  return tuple(grid)
-
-
-def _scatter(self, dim, index, src, write):
-  """Applies `write(array, places, values)`; `index` may cover but a part of `src`."""
-  array = self.reshape(self.shape or (1,))
-  index = index.reshape(index.shape or (1,))
-  if index.size and array.ndim != index.ndim:
-    raise RuntimeError(
-      "scatter: Index tensor must have the same number of dimensions as self tensor, "
-      f"but got shapes {list(index.shape)} and {list(self.shape)}."
-    )
-  if not getattr(src, "weak_type", True) and src.dtype != self.dtype:
-    raise RuntimeError(
-      "scatter(): Expected self.dtype to be equal to src.dtype, but got "
-      f"{self.dtype} and {src.dtype}."
-    )
-  if jnp.ndim(src):
-    src = src[tuple(slice(size) for size in index.shape)]
-  values = jnp.asarray(src).astype(self.dtype)
-  if index.size == 0:
-    return self
-  places = _grid(index, dim)
-  written = write(array, places, jnp.broadcast_to(values, index.shape))
-  return written.reshape(self.shape)
-
-
-@op(aten.scatter.src)
-def _aten_scatter_src(self, dim, index, src):
-  return _scatter(self, dim, index, src, lambda x, at, v: x.at[at].set(v))
-
-
-@op(aten.scatter.value)
-def _aten_scatter(self, dim, index, value):
-  return _scatter(self, dim, index, value, lambda x, at, v: x.at[at].set(v))
-
-
-@op(aten.scatter_add)
-def _aten_scatter_add(self, dim, index, src):
-  return _scatter(self, dim, index, src, lambda x, at, v: _add(x.at[at], v))
-
-
-@op(aten.scatter.reduce)
-def _aten_scatter_with_reduce(self, dim, index, src, *, reduce):
-  """The older form, whose reductions are called add and multiply."""
-  return _aten_scatter_reduce(self, dim, index, src, _OLD_NAMES.get(reduce, reduce))
-
-
-@op(aten.scatter.value_reduce)
-def _aten_scatter_value_reduce(self, dim, index, value, *, reduce):
-  return _aten_scatter_reduce(self, dim, index, value, _OLD_NAMES.get(reduce, reduce))
-
-
-@op(aten.scatter_reduce)
-def _aten_scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
-  """Reduces `src` into `self`: sum, prod, mean, amax or amin.
-
-  Without `include_self` a place that receives values forgets its own.
-  """
-  return _scatter(
-    self,
-    dim,
-    index,
-    src,
-    lambda x, at, values: _reduce_into(x, at, values, reduce, include_self),
-  )
-
-
-_OLD_NAMES = {"add": "sum", "multiply": "prod"}
-_REDUCERS = {
-  "sum": _add,
-  "mean": _add,
-  "prod": _multiply,
-  "amax": lambda at, values: at.max(values),
-  "amin": lambda at, values: at.min(values),
-}
-
-
-def _neutral(reduce, dtype):
-  """The value that the reduction does not notice."""
-  if reduce in ("sum", "mean"):
-    return 0
-  if reduce == "prod":
-    return 1
-  if jnp.issubdtype(dtype, jnp.floating):
-    return -jnp.inf if reduce == "amax" else jnp.inf
-  if dtype == jnp.bool_:
-    return reduce == "amin"
-  limits = jnp.iinfo(dtype)
-  return limits.min if reduce == "amax" else limits.max
-
-
-def _reduce_into(array, places, values, reduce, include_self):
-  if reduce not in _REDUCERS:
-    raise RuntimeError(
-      f"reduce expects one of {', '.join(_REDUCERS)}, but got {reduce!r}."
-    )
-  start = array
-  if not include_self:
-    touched = jnp.zeros(array.shape, bool).at[places].set(True)
-    neutral = jnp.asarray(_neutral(reduce, array.dtype), array.dtype)
-    start = jnp.where(touched, neutral, array)
-  reduced = _REDUCERS[reduce](start.at[places], values)
-  if reduce != "mean":
-    return reduced
-  own = jnp.full(array.shape, int(include_self), jnp.int32)
-  count = jnp.maximum(own.at[places].add(1), 1).astype(array.dtype)
-  if jnp.issubdtype(array.dtype, jnp.integer):
-    return reduced // count
-  return reduced / count
-
-
-# --- flat positions --------------------------------------------------------------
-
-
-@op(aten.take)
-def _aten_take(self, index):
-  return self.reshape(-1).at[index].get(mode="clip")
-
-
-@op(aten.put)
-def _aten_put(self, index, source, accumulate=False):
-  flat = self.reshape(-1)
-  values = source.reshape(index.shape)
-  return _write(flat, index, values, accumulate).reshape(self.shape)
-
-
-def unravel_index(indices, shape):
-  """The coordinates of flat positions in an array of the given shape.
-
-  Args:
-    indices: an integer array of flat positions.
-    shape: one size, or the sizes of all dimensions.
-
-  Returns:
-    One array for each dimension, in the shape and dtype of `indices`.
-  """
-  sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-  coordinates = []
-  for size in reversed(sizes):
-    coordinates.append(indices % size)
-    indices = indices // size
-  return tuple(reversed(coordinates))
 
 
 # --- masks -----------------------------------------------------------------------
@@ -539,7 +299,20 @@ def _aten_masked_select(self, mask):
   return jnp.broadcast_to(self, shape).reshape(-1)[chosen]
 
 
-@op(aten.masked_scatter)
+def _source_rules(self, mask, source):
+  count = source.numel() if isinstance(source, torch.Tensor) else source.size
+  times = math.prod(np.broadcast_shapes(self.shape, mask.shape)) / max(
+    1, math.prod(mask.shape)
+  )
+  yield Condition(
+    mask,
+    lambda numbers: numbers.sum() * times > count,
+    RuntimeError,
+    "Number of elements of source < number of ones in mask",
+  )
+
+
+@op(aten.masked_scatter, rules=_source_rules)
 def _aten_masked_scatter(self, mask, source):
   """The k-th true place takes the k-th element of `source`."""
   if mask.dtype != jnp.bool_:
@@ -549,9 +322,10 @@ def _aten_masked_scatter(self, mask, source):
     )
   self, mask = jnp.broadcast_arrays(self, mask)
   if source.size == 0:
-    return self
+    return out_of_range.spoiled(self, mask)
+  # Before the first true place it is -1, and not looked at.
   order = jnp.cumsum(mask.reshape(-1)) - 1
-  values = source.reshape(-1).astype(self.dtype).at[order].get(mode="clip")
+  values = out_of_range.read(source.reshape(-1).astype(self.dtype), order)
   return jnp.where(mask, values.reshape(self.shape), self)
 
 

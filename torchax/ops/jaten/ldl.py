@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.core import out_of_range
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Range
 from torchax.ops.jaten.solve import check_info, needs_no_check, require_square
 from torchax.ops.names import aten
 
@@ -192,7 +194,16 @@ def _solve_blocks(packed, starts, right, conjugated):
   return jnp.where(starts[:, None], first, pairs)
 
 
-@op(aten.linalg_ldl_solve)
+def _pivot_rules(LD, pivots, B, hermitian=False):
+  most = LD.shape[-2] + 1
+  message = (
+    "Pivots given to ldl_solve must all satisfy |pivot| <= LD.size(-2). "
+    "Did you properly pass the result of ldl_factor?"
+  )
+  yield Range(pivots, 1 - most, most, RuntimeError, message)
+
+
+@op(aten.linalg_ldl_solve, rules=_pivot_rules)
 def _aten_linalg_ldl_solve(LD, pivots, B, hermitian=False):
   require_square("linalg.ldl_solve", LD)
   batch = jnp.broadcast_shapes(LD.shape[:-2], B.shape[:-2])
@@ -200,4 +211,6 @@ def _aten_linalg_ldl_solve(LD, pivots, B, hermitian=False):
     return jnp.zeros(batch + B.shape[-2:], B.dtype)
   conjugated = jnp.conj if hermitian else (lambda x: x)
   solve = functools.partial(_solve, conjugated=conjugated)
-  return jnp.vectorize(solve, signature="(n,n),(n),(n,k)->(n,k)")(LD, pivots, B)
+  broken = out_of_range.outside(jnp.abs(pivots) - 1, LD.shape[-1]).any(-1)
+  right = out_of_range.spoiled(B, broken[..., None, None])
+  return jnp.vectorize(solve, signature="(n,n),(n),(n,k)->(n,k)")(LD, pivots, right)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 
@@ -23,10 +24,13 @@ class _Classes(NamedTuple):
   counts: jax.Array
 
   def _row_weights(self, weights):
-    return jnp.where(self.counts, weights[self.indices], 0)
+    of_rows = out_of_range.read(
+      weights, out_of_range.from_start(self.indices, len(weights))
+    )
+    return jnp.where(self.counts, of_rows, 0)
 
   def losses(self, logarithms, weights):
-    picked = jnp.take_along_axis(logarithms, self.indices[:, None], axis=-1)
+    picked = jnp.take_along_axis(logarithms, self.indices[:, None], -1, mode="clip")
     return -self._row_weights(weights) * picked[:, 0]
 
   def slopes(self, softmax, weights):

@@ -10,7 +10,9 @@ import enum
 import jax
 import jax.numpy as jnp
 
+from torchax.core import out_of_range
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Range
 from torchax.ops.jaten._opmath import in_opmath, widen
 from torchax.ops.names import aten
 
@@ -84,10 +86,14 @@ def _nll_loss_forward(self, target, weight, reduction, ignore_index):
   axis = _class_axis(self)
   classes = _target_classes(self, target)
   counts = classes != ignore_index
-  safe = jnp.where(counts, classes, 0)
-  picked = jnp.take_along_axis(widen(self), safe, axis=axis, mode="fill")
+  safe = out_of_range.inside(jnp.where(counts, classes, 0), self.shape[axis])
+  picked = jnp.take_along_axis(widen(self), safe, axis=axis, mode="clip")
   weights = jnp.broadcast_to(_class_weights(self, weight), self.shape)
   weights = jnp.take_along_axis(weights, safe, axis=axis, mode="clip")
+  # The weight of a class that is not there makes NaN of the gradient, too.
+  weights = out_of_range.spoiled(
+    weights, out_of_range.outside(classes, self.shape[axis])
+  )
   weights = jnp.where(counts, weights, 0)
   losses = jnp.where(counts, -picked * weights, 0)
   if reduction == Reduction.NONE:
@@ -113,14 +119,22 @@ def _nll_loss_backward(
   shape = [1] * self.ndim
   shape[axis] = self.shape[axis]
   is_target = jnp.arange(self.shape[axis]).reshape(shape) == classes
-  is_target &= classes != ignore_index
-  gradient = jnp.where(is_target, -_class_weights(self, weight) * grad, 0)
+  counts = classes != ignore_index
+  gradient = jnp.where(is_target & counts, -_class_weights(self, weight) * grad, 0)
+  broken = out_of_range.outside(classes, self.shape[axis]) & counts
+  gradient = out_of_range.spoiled(gradient, broken)
   return gradient.astype(self.dtype)
 
 
-@op(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _class_rules(self, target, weight, reduction, ignore_index):
+  classes = self.shape[_class_axis(self)] if self.ndim else 0
+  yield Range(
+    target, 0, classes, IndexError, "Target {number} is out of bounds.", ignore_index
+  )
+
+
+@op(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, rules=_class_rules)
 def _aten_nll_loss_forward(self, target, weight, reduction, ignore_index):
-  """A class out of range gives NaN: a compiled function cannot raise on data."""
   return _nll_loss_forward(self, target, weight, reduction, ignore_index)
 
 
@@ -291,9 +305,13 @@ def _multi_margin(self, target, p, margin, weight, reduction):
   if p not in (1, 2):
     raise RuntimeError(f"only p == 1 and p == 2 supported, but got p={p}.")
   rows, classes = jnp.atleast_2d(self), target.reshape(-1, 1)
-  own = jnp.take_along_axis(rows, classes, axis=1, mode="fill")
+  broken = out_of_range.outside(classes, rows.shape[1])
+  classes = out_of_range.inside(classes, rows.shape[1])
+  own = jnp.take_along_axis(rows, classes, axis=1, mode="clip")
   losses = _hinge(margin - own + rows)
   losses = losses if p == 1 else losses * losses
+  # By a product, which makes NaN of the gradient as well.
+  losses = losses * out_of_range.spoiled(jnp.ones_like(own), broken)
   if weight is not None:
     losses = losses * weight[classes]
   others = jnp.arange(rows.shape[1]) != classes
@@ -301,7 +319,12 @@ def _multi_margin(self, target, p, margin, weight, reduction):
   return _reduce(losses.reshape(target.shape), reduction)
 
 
-@op(aten.multi_margin_loss, static=("p",))
+def _margin_rules(self, target, *rest, **named):
+  classes = self.shape[-1] if self.ndim else 1
+  yield Range(target, 0, classes, RuntimeError, "target out of range")
+
+
+@op(aten.multi_margin_loss, static=("p",), rules=_margin_rules)
 @in_opmath
 def _aten_multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=1):
   return _multi_margin(self, target, p, margin, weight, reduction)
@@ -325,15 +348,23 @@ def _multilabel_margin(self, target, reduction):
   valid = jnp.cumprod(labels >= 0, axis=1).astype(bool)
   is_label = (labels[:, :, None] == jnp.arange(count)) & valid[:, :, None]
   is_target = is_label.any(axis=1)
-  own = jnp.take_along_axis(rows, jnp.where(valid, labels, 0), axis=1)
+  own = jnp.take_along_axis(rows, jnp.where(valid, labels, 0), axis=1, mode="clip")
   hinges = _hinge(1 - own[:, :, None] + rows[:, None, :])
   counts = valid[:, :, None] & ~is_target[:, None, :]
   losses = jnp.where(counts, hinges, 0).sum(axis=(1, 2)) / max(count, 1)
+  broken = ((labels < -1) | (labels >= count)).any(axis=1)
+  losses = losses * out_of_range.spoiled(jnp.ones_like(losses), broken)
   loss = _reduce(losses.reshape(self.shape[:-1]), reduction)
   return loss, is_target.reshape(target.shape).astype(self.dtype)
 
 
-@op(aten.multilabel_margin_loss_forward.default)
+def _multilabel_rules(self, target, reduction):
+  classes = self.shape[-1] if self.ndim else 1
+  message = "argument #2 'target' is out of range"
+  yield Range(target, -1, classes, RuntimeError, message)
+
+
+@op(aten.multilabel_margin_loss_forward.default, rules=_multilabel_rules)
 @in_opmath
 def _aten_multilabel_margin_loss_forward(self, target, reduction):
   return _multilabel_margin(self, target, reduction)

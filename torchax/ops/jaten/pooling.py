@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from jax import lax
 
+from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Range
 from torchax.ops.jaten._opmath import expand_sizes, in_opmath, widen
+from torchax.ops.jaten._writes import assigned
 from torchax.ops.names import aten
 
 # The index of a cell of the padding: any cell of the input replaces it.
@@ -181,22 +184,38 @@ def _unpool(self, indices, output_size, rank):
   planes = math.prod(self.shape[:-rank])
   cells = jnp.zeros((planes, math.prod(output_size)), self.dtype)
   rows = jnp.arange(planes)[:, None]
-  cells = cells.at[rows, _planes(indices, rank)].set(_planes(self, rank), mode="drop")
+  flat, count = _planes(indices, rank), math.prod(output_size)
+  cells = out_of_range.write(
+    cells,
+    (rows, out_of_range.inside(flat, count)),
+    _planes(self, rank),
+    assigned,
+    out_of_range.outside(flat, count),
+  )
   return cells.reshape(shape)
 
 
-@op(aten.max_unpool2d)
+def _unpool_rules(self, indices, output_size, *rest, **named):
+  message = "Found an invalid max index: {number} (output volumes are of size "
+  message += f"{'x'.join(map(str, output_size))})"
+  yield Range(indices, 0, math.prod(output_size), RuntimeError, message)
+
+
+@op(aten.max_unpool2d, rules=_unpool_rules)
 def _aten_max_unpoolxd(self, indices, output_size):
   return _unpool(self, indices, output_size, 2)
 
 
-@op(aten.max_unpool3d)
-def _aten_max_unpool3d(self, indices, output_size, stride, padding):
+def _check_unpool3d(self, indices, output_size, stride, padding):
   """The stride is in `output_size` already; torch still refuses one below 1."""
   if min(stride) < 1:
     raise RuntimeError(
       f"strides should be greater than zero, but got stride: {list(stride)}"
     )
+
+
+@op(aten.max_unpool3d, check=_check_unpool3d, rules=_unpool_rules)
+def _aten_max_unpool3d(self, indices, output_size, stride, padding):
   return _unpool(self, indices, output_size, 3)
 
 

@@ -10,7 +10,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from torchax.core import out_of_range
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Condition
 from torchax.ops.names import aten
 
 # What a reduction of nothing gives, and how two results of it are put together.
@@ -53,6 +55,32 @@ def _segment_of(offsets, size):
   return jnp.searchsorted(offsets, jnp.arange(size), side="right") - 1
 
 
+def _are_broken(offsets, size, is_partial) -> jax.Array:
+  """True for offsets that go down, leave the data, or do not cover it all."""
+  end = offsets[-1]
+  goes_down = jnp.any(jnp.diff(offsets) < 0) | (offsets[0] < 0)
+  return goes_down | ((end > size) if is_partial else (end != size))
+
+
+def _length_rules(data, reduce, *, lengths=None, axis=0, unsafe=False, **named):
+  if lengths is None or unsafe:
+    return
+  size = data.shape[axis] if -data.ndim <= axis < data.ndim else 0
+  yield Condition(
+    lengths,
+    lambda numbers: numbers < 0,
+    RuntimeError,
+    "lengths contains negative value!",
+  )
+  yield Condition(
+    lengths,
+    lambda numbers: numbers.sum(-1) != size,
+    RuntimeError,
+    "segment_reduce(): Expected all rows of lengths along axis to sum to "
+    "data.size(lengths.dim()-1) when !unsafe.",
+  )
+
+
 def _reduced(rows, segments, count, reduce, initial):
   """Segments of rows (size, rest), put together with `initial`."""
   nothing, by_segment, combine = _REDUCTIONS[reduce]
@@ -91,7 +119,7 @@ def _axis(data, reduce, axis) -> int:
   return axis % data.ndim
 
 
-@op(aten.segment_reduce)
+@op(aten.segment_reduce, rules=_length_rules)
 def _aten_segment_reduce(
   data,
   reduce,
@@ -103,7 +131,6 @@ def _aten_segment_reduce(
   unsafe=False,
   initial=None,
 ):
-  """Lengths are not compared with the data, which would wait for their values."""
   axis = _axis(data, reduce, axis)
   if indices is not None:
     raise RuntimeError("segment_reduce(): indices are not supported, pass lengths.")
@@ -114,11 +141,12 @@ def _aten_segment_reduce(
   def of_row(row_ends, rows):
     segments = _segment_of(row_ends, len(rows))
     result = _reduced(rows, segments, count, reduce, initial)
-    if reduce != "mean":
-      return result
-    sizes = jnp.diff(row_ends)[:, None]
-    empty = math.nan if initial is None else result
-    return jnp.where(sizes == 0, empty, result / jnp.maximum(sizes, 1))
+    if reduce == "mean":
+      sizes = jnp.diff(row_ends)[:, None]
+      empty = math.nan if initial is None else result
+      result = jnp.where(sizes == 0, empty, result / jnp.maximum(sizes, 1))
+    is_partial = unsafe or lengths is None
+    return out_of_range.spoiled(result, _are_broken(row_ends, len(rows), is_partial))
 
   shape = (*data.shape[:axis], count, *data.shape[axis + 1 :])
   if data.size == 0 and 0 in (*data.shape[:axis], *data.shape[axis + 1 :]):
@@ -176,7 +204,8 @@ def _aten__segment_reduce_backward(
       is_extreme = (rows == results[place]) | jnp.isnan(rows)
       ties = _reduced(is_extreme.astype(rows.dtype), segments, count, "sum", None)
       share = jnp.where(is_extreme, share / jnp.maximum(ties, 1)[place], 0)
-    return jnp.where(is_inside, share, 0)
+    broken = _are_broken(row_ends, len(rows), is_partial=True)
+    return out_of_range.spoiled(jnp.where(is_inside, share, 0), broken)
 
   arrays = (_as_rows(array.astype(wide), axis) for array in (grad, output, data))
   return _by_row(of_row, ends, *arrays).reshape(data.shape).astype(data.dtype)

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import Kind, op
+from torchax.ops.index_rules import Range
 from torchax.ops.names import aten
 
 # --- Shapes and errors --------------------------------------------------------------
@@ -229,7 +231,16 @@ def _aten_linalg_lu_factor_ex(A, pivot=True, check_errors=False):
   return factors, pivots, info
 
 
-@op(aten.lu_unpack)
+def _unpack_rules(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
+  message = (
+    "pivots passed to lu_unpack must be between 1 and LU.size(-2) inclusive."
+    "Did you properly pass the result of lu_factor?"
+  )
+  if unpack_pivots:
+    yield Range(LU_pivots, 1, LU_data.shape[-2] + 1, RuntimeError, message)
+
+
+@op(aten.lu_unpack, rules=_unpack_rules)
 def _aten_lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
   """(P, L, U) with A = P L U; what is not asked for has shape (0,)."""
   rows, columns = LU_data.shape[-2:]
@@ -238,6 +249,8 @@ def _aten_lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
   if unpack_pivots:
     permutation = lax.linalg.lu_pivots_to_permutation(LU_pivots - 1, rows)
     permutation_matrix = _transpose(jax.nn.one_hot(permutation, rows, dtype=dtype))
+    broken = out_of_range.outside(LU_pivots - 1, rows).any(-1)[..., None, None]
+    permutation_matrix = out_of_range.spoiled(permutation_matrix, broken)
   if unpack_data:
     lower = jnp.tril(LU_data[..., :, :rank], -1) + jnp.eye(rows, rank, dtype=dtype)
     upper = jnp.triu(LU_data[..., :rank, :])
@@ -257,6 +270,8 @@ def _lu_solve(factors, pivots, right, adjoint=False):
   rows = factors.shape[-1]
   permutation = lax.linalg.lu_pivots_to_permutation(pivots - 1, rows)
   permutation = jnp.broadcast_to(permutation, right.shape[:-1])
+  broken = out_of_range.outside(pivots - 1, rows).any(-1)[..., None, None]
+  right = out_of_range.spoiled(right, broken)
   if not adjoint:
     right = jnp.take_along_axis(right, permutation[..., None], axis=-2)
     half = _solve_triangular(factors, right, lower=True, unit=True)
@@ -268,7 +283,21 @@ def _lu_solve(factors, pivots, right, adjoint=False):
   return jnp.take_along_axis(permuted, inverse[..., None], axis=-2)
 
 
-@op(aten.linalg_lu_solve)
+def _lu_solve_rules(LU, pivots, B, left=True, adjoint=False):
+  message = (
+    "Pivots given to lu_solve must all be smaller or equal to LU.size(-2). "
+    "Did you properly pass the result of lu_factor?"
+  )
+  most = LU.shape[-2] + 1
+  yield Range(pivots, -most, most, RuntimeError, message)
+  message = (
+    "Pivots given to lu_solve must all be greater or equal to 1. "
+    "Did you properly pass the result of lu_factor?"
+  )
+  yield Range(pivots, 1, most, RuntimeError, message)
+
+
+@op(aten.linalg_lu_solve, rules=_lu_solve_rules)
 def _aten_linalg_lu_solve(LU, pivots, B, left=True, adjoint=False):
   if left:
     return _lu_solve(LU, pivots, B, adjoint)

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from jax import lax
 
+from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Range
 from torchax.ops.names import aten
 
 
@@ -97,7 +99,13 @@ def _aten_topk(self, k, dim=-1, largest=True, sorted=True):
 # --- searching -------------------------------------------------------------------
 
 
-@op(aten.searchsorted, index_results=(0,))
+def _sorter_rules(sorted_sequence, self, *, sorter=None, **named):
+  if sorter is not None:
+    message = "torch.searchsorted(): sorter index out of range"
+    yield Range(sorter, 0, sorted_sequence.shape[-1], RuntimeError, message)
+
+
+@op(aten.searchsorted, index_results=(0,), rules=_sorter_rules)
 def _aten_searchsorted(
   sorted_sequence, self, *, out_int32=False, right=False, side=None, sorter=None
 ):
@@ -113,7 +121,8 @@ def _aten_searchsorted(
     )
   side = side or ("right" if right else "left")
   if sorter is not None:
-    sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, -1)
+    broken = out_of_range.outside(sorter, sorted_sequence.shape[-1]).any()
+    sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, -1, mode="clip")
   values = jnp.asarray(self)
   if not values.size or not sorted_sequence.shape[-1]:
     places = jnp.zeros(values.shape, _int64())
@@ -124,7 +133,8 @@ def _aten_searchsorted(
     queries = values.reshape(rows.shape[0], -1)
     search = jax.vmap(lambda row, query: jnp.searchsorted(row, query, side))
     places = search(rows, queries).reshape(values.shape)
-  return places.astype(jnp.int32 if out_int32 else _int64())
+  places = places.astype(jnp.int32 if out_int32 else _int64())
+  return places if sorter is None else out_of_range.spoiled(places, broken)
 
 
 @op(aten.bucketize, index_results=(0,))

@@ -14,6 +14,7 @@ def register_function(
   kind: Kind | None = None,
   saves_residuals: bool = False,
   compiled: bool | None = None,
+  rules: Callable | None = None,
   is_builtin: bool = False,
 ) -> Callable:
   """Registers the decorated function to run in place of torch functions.
@@ -30,6 +31,8 @@ def register_function(
       cost much; otherwise it starts again from the arguments.
     compiled: False where the result's shape depends on data. By default this is
       noticed: a function that fails compiled and runs without is not compiled any more.
+    rules: called with the arguments, tensors or arrays; gives the rules for the numbers
+      of its indices (`ops/index_rules.py`).
     is_builtin: it is one of the library's own; see `ops_registry.py`.
 
   Raises:
@@ -55,6 +58,7 @@ def register_function(
           kind=kind,
           saves_residuals=saves_residuals,
           compiled=compiled,
+          rules=rules,
           is_builtin=is_builtin,
         )
       )

@@ -3,15 +3,24 @@
 Without x64 an index tensor on jax is 32 bits wide; the numbers are the same.
 """
 
+import math
+
 import jax.numpy as jnp
 import torch
 
+from torchax.core import out_of_range
+from torchax.ops.index_rules import along
 from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import functions, methods
 from torchax.ops.ops_registry import Kind
 
 
-@register_function(functions.take_along_dim, methods.take_along_dim)
+def _flat_rules(input, indices, dim=None):
+  if dim is None:
+    yield along(indices, math.prod(input.shape), 0, RuntimeError)
+
+
+@register_function(functions.take_along_dim, methods.take_along_dim, rules=_flat_rules)
 def _take_along_dim(input, indices, dim=None):
   if not jnp.issubdtype(indices.dtype, jnp.integer):
     raise RuntimeError(
@@ -19,14 +28,17 @@ def _take_along_dim(input, indices, dim=None):
       f"{indices.dtype}."
     )
   if dim is None:
-    return jnp.take_along_axis(input.ravel(), indices.ravel(), axis=0)
+    places = out_of_range.from_start(indices.ravel(), input.size)
+    return out_of_range.read(input.ravel(), places, 0)
   if input.ndim != indices.ndim:
     raise RuntimeError(
       "torch.take_along_dim(): input and indices should have the same number of "
       f"dimensions, but got {input.ndim} dimensions for input, and {indices.ndim} "
       "dimensions for indices"
     )
-  return jnp.take_along_axis(input, indices, axis=dim)
+  # Along a dimension torch takes any number, modulo its size.
+  places = indices % max(input.shape[dim], 1) if input.ndim else indices
+  return out_of_range.read(input, places, dim)
 
 
 @register_function(functions.unravel_index, kind=Kind.TENSORS)

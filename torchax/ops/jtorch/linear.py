@@ -8,12 +8,16 @@ import torch
 from jax import lax
 
 from torchax import _torch_compat, private
+from torchax.core import out_of_range
 from torchax.environment import default_env
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Range
 from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import aten
 from torchax.ops.ops_registry import Kind
 from torchax.tensor import Tensor
+
+_BEYOND = 2**63  # any integer is less
 
 
 @register_function(_torch_compat.linear)
@@ -47,12 +51,24 @@ def _one_hot(input, num_classes=-1):
       )
     # As torch: the number of classes is a shape, so the data is waited for.
     num_classes = int(input.max()) + 1
-  return input._env.functions.call(_one_hot_of, input, num_classes)
+  return input._env.functions.call(_one_hot_of, input, num_classes, rules=_class_rules)
+
+
+def _class_rules(input, num_classes):
+  yield Range(input, 0, _BEYOND, RuntimeError, "Class values must be non-negative.")
+  yield Range(
+    input,
+    -_BEYOND,
+    num_classes,
+    RuntimeError,
+    "Class values must be smaller than num_classes.",
+  )
 
 
 def _one_hot_of(input, num_classes):
   classes = jnp.arange(num_classes, dtype=input.dtype)
-  return (input[..., None] == classes).astype(input.dtype)
+  rows = (input[..., None] == classes).astype(input.dtype)
+  return out_of_range.spoiled(rows, out_of_range.outside(input, num_classes)[..., None])
 
 
 def register_kernels() -> None:

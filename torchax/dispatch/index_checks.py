@@ -1,0 +1,94 @@
+"""Indices, labels, lengths and offsets, held against the rules of an operation.
+
+Before it runs, where nobody has to wait for the numbers: they are on the CPU and
+computed. With `Configuration.check_indices` they are waited for, and a compiled
+function looks at them as it runs. The rules are declared by `ops/index_rules.py`.
+"""
+
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax import _jax_compat
+from torchax.core.view_steps import WHOLE
+from torchax.diagnostics import user_code
+from torchax.ops.index_rules import Rule
+from torchax.tensor import Tensor
+
+_ArrayImpl = _jax_compat.ArrayImpl
+_OneDevice = jax.sharding.SingleDeviceSharding
+
+
+def require(rules: Iterable[Rule], name: str, waits: bool) -> None:
+  """Raises torch's error for an argument that is known to break a rule.
+
+  Args:
+    rules: those of the operation with its arguments, tensors or arrays.
+    name: of the operation.
+    waits: wait for the device; a program that is being traced raises as it runs.
+  """
+  for rule in rules:
+    numbers = _known(rule.numbers, waits)
+    if numbers is None:
+      if waits:
+        _require_in_program(rule, name)
+      continue
+    error = rule.breach(numbers)
+    if error is not None:
+      raise error
+
+
+def _known(given, waits: bool) -> np.ndarray | None:
+  """The numbers of a tensor, which are not copied; None where they are not known."""
+  if isinstance(given, Tensor):
+    array, chain = given._storage.read(given), given._chain
+  elif isinstance(given, torch.Tensor):
+    return given.detach().numpy() if given.device.type == "cpu" else None
+  elif isinstance(given, list | tuple):
+    return np.asarray(given)
+  else:
+    array, chain = given, WHOLE
+  if type(array) is not _ArrayImpl or not (waits or _is_at_hand(array)):
+    return None
+  if chain is WHOLE:
+    return np.asarray(array)
+  return None if chain.is_traced else chain.picked(np.asarray(array))
+
+
+def _is_at_hand(array) -> bool:
+  """True for an array of one CPU device that is computed."""
+  return (
+    type(array.sharding) is _OneDevice
+    and _jax_compat.is_of_host(array)
+    and array.is_ready()
+  )
+
+
+def _require_in_program(rule: Rule, name: str) -> None:
+  """Has the program that is being traced raise where an argument breaks a rule."""
+  given = rule.numbers
+  numbers = given.jax() if isinstance(given, Tensor) else given
+  if not isinstance(numbers, jax.core.Tracer) or not numbers.size:
+    return
+  if not rule.is_for(numbers.dtype):
+    return
+  broken = jnp.ravel(rule.is_broken(numbers))
+  place = jnp.argmax(broken)
+  number = numbers.ravel()[place] if broken.size == numbers.size else 0
+  rule.numbers = None  # the program keeps the rule, which is to hold no tracer
+  report = functools.partial(_report, rule, _site(name))
+  jax.debug.callback(report, broken.any(), number, place)
+
+
+def _site(name: str) -> str:
+  place = user_code.line()
+  return name if place is None else f"{name}, at {place[0]}:{place[1]}"
+
+
+def _report(rule: Rule, site: str, is_broken, number, place) -> None:
+  if is_broken:
+    raise rule.error(f"{rule.text(number, place)} ({site})")

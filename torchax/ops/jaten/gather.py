@@ -1,0 +1,321 @@
+"""Elements at places along one dimension or of the flat tensor, and writes there.
+
+`indexing.py` says what comes of an index out of range, and has indexing by several
+tensors and by masks.
+"""
+
+import functools
+import math
+
+import jax.numpy as jnp
+
+from torchax.core import out_of_range
+from torchax.ops.builtin import op
+from torchax.ops.index_rules import Range, along
+from torchax.ops.jaten._arguments import dim_of
+from torchax.ops.jaten._writes import added, assigned, multiplied
+from torchax.ops.jaten.indexing import write_at_places
+from torchax.ops.names import aten
+
+# --- along one dimension ---------------------------------------------------------
+
+
+def _along(dim, ndim, index) -> tuple:
+  """Indexes dimension `dim` alone."""
+  return (slice(None),) * (dim % ndim) + (index,)
+
+
+_NO_ROW = "index out of range in self"
+
+
+def _size(self, dim) -> int:
+  """How many places a tensor has along a dimension; one without any has one."""
+  return self.shape[dim_of(dim, self.ndim)] if self.ndim else 1
+
+
+def _select_rules(self, dim, index):
+  yield Range(index, 0, _size(self, dim), IndexError, _NO_ROW)
+
+
+@op(aten.index_select, rules=_select_rules)
+def _aten_index_select(self, dim, index):
+  array = self.reshape(self.shape or (1,))
+  places = out_of_range.from_start(index.reshape(-1), _size(self, dim))
+  rows = out_of_range.read(array, _along(dim, array.ndim, places))
+  return rows if self.ndim else rows.reshape(self.shape)
+
+
+def _write_along(self, dim, index, values, how, gathers=False, wraps=False):
+  """Applies `how(array, places, values)`; a 0-d tensor counts as having a dimension."""
+  dim = dim_of(dim, self.ndim)
+  array, index = self.reshape(self.shape or (1,)), index.reshape(-1)
+  size = array.shape[dim]
+  places = _along(dim, array.ndim, out_of_range.inside(index, size, wraps))
+  broken = out_of_range.outside(index, size, wraps)
+  written = out_of_range.write(array, places, values, how, broken, gathers)
+  return written.reshape(self.shape)
+
+
+def _check_rows(name, self, dim, index, source) -> None:
+  """Raises unless `source` has the shape of `self`, and a row for each index."""
+  array, rows = self.shape or (1,), source.shape or (1,)
+  dim = dim % len(array)
+  fits = len(rows) == len(array) and all(
+    size == (index.size if axis == dim else array[axis])
+    for axis, size in enumerate(rows)
+  )
+  if not fits:
+    raise RuntimeError(
+      f"{name}: source tensor shape must match self tensor shape, with as many rows as "
+      f"there are indices along dimension {dim}. Got self.shape = {list(self.shape)}, "
+      f"source.shape = {list(source.shape)} and {index.size} indices."
+    )
+
+
+def _add_rules(self, dim, index, source, *, alpha=1):
+  size = _size(self, dim)
+  if self.ndim > 1:
+    yield along(index, size, dim_of(dim, self.ndim), RuntimeError)
+  else:
+    yield Range(index, 0, size, IndexError, _NO_ROW)
+
+
+@op(aten.index_add, rules=_add_rules)
+def _aten_index_add(self, dim, index, source, *, alpha=1):
+  _check_rows("index_add", self, dim, index, source)
+  addend = (source * alpha).astype(self.dtype)
+  return _write_along(self, dim, index, addend, added, gathers=True)
+
+
+_NO_COPY = (
+  "index_copy_(): index {number} is out of bounds for dimension {dim} with size {high}"
+)
+
+
+def _copy_rules(self, dim, index, source):
+  where = dim_of(dim, self.ndim)
+  yield Range(index, 0, _size(self, dim), IndexError, _NO_COPY, dim=where)
+
+
+@op(aten.index_copy, rules=_copy_rules)
+def _aten_index_copy(self, dim, index, source):
+  _check_rows("index_copy", self, dim, index, source)
+  rows = source.astype(self.dtype)
+  return _write_along(self, dim, index, rows, assigned)
+
+
+def _fill_rules(self, dim, index, value):
+  yield along(index, _size(self, dim), dim_of(dim, self.ndim), wraps=True)
+
+
+@op(aten.index_fill, rules=_fill_rules)
+def _aten_index_fill(self, dim, index, value):
+  filler = jnp.asarray(value).astype(self.dtype)
+  return _write_along(self, dim, index, filler, assigned, wraps=True)
+
+
+def _reduce_rules(self, dim, index, source, reduce, *, include_self=True):
+  yield Range(index, 0, _size(self, dim), IndexError, _NO_ROW)
+
+
+@op(aten.index_reduce, rules=_reduce_rules)
+def _aten_index_reduce(self, dim, index, source, reduce, *, include_self=True):
+  rows = source.astype(self.dtype)
+  how = _reducing(reduce, include_self)
+  return _write_along(self, dim, index, rows, how, gathers=True)
+
+
+# --- gather and scatter ----------------------------------------------------------
+
+
+def _check_covers(name, self, dim, index) -> None:
+  """Raises unless `index` is no larger than `self` except along `dim`."""
+  fits = self.ndim == index.ndim and all(
+    axis == dim or size <= self.shape[axis] for axis, size in enumerate(index.shape)
+  )
+  if not fits:
+    raise RuntimeError(
+      f"{name}: Expected index {list(index.shape)} to be no larger than self "
+      f"{list(self.shape)} apart from dimension {dim}"
+    )
+
+
+def _place_rules(self, dim, index, *rest, **named):
+  yield along(index, _size(self, dim), dim_of(dim, self.ndim), RuntimeError)
+
+
+@op(aten.gather, rules=_place_rules)
+def _aten_gather(self, dim, index, *, sparse_grad=False):
+  """`self[i][index[i][j]]` along `dim`; `index` may be smaller in the others."""
+  dim = dim_of(dim, self.ndim)
+  index = out_of_range.from_start(index, _size(self, dim))
+  if self.ndim == 0 or index.ndim == 0:
+    return out_of_range.read(self.reshape(self.shape or (1,)), index)
+  if not index.size:
+    return jnp.zeros(index.shape, self.dtype)
+  _check_covers("gather", self, dim, index)
+  window = tuple(
+    slice(None) if axis == dim else slice(size) for axis, size in enumerate(index.shape)
+  )
+  return out_of_range.read(self[window], index, dim)
+
+
+def _grid(index, dim) -> tuple:
+  """Places of all elements of `index`, with its values along `dim`."""
+  grid = list(jnp.ogrid[tuple(slice(size) for size in index.shape)])
+  grid[dim] = index
+  return tuple(grid)
+
+
+def _scatter(self, dim, index, src, how, gathers=False):
+  """Applies `how(array, places, values)`; `index` may cover but a part of `src`."""
+  array = self.reshape(self.shape or (1,))
+  index = index.reshape(index.shape or (1,))
+  if index.size and array.ndim != index.ndim:
+    raise RuntimeError(
+      "scatter: Index tensor must have the same number of dimensions as self tensor, "
+      f"but got shapes {list(index.shape)} and {list(self.shape)}."
+    )
+  if not getattr(src, "weak_type", True) and src.dtype != self.dtype:
+    raise RuntimeError(
+      "scatter(): Expected self.dtype to be equal to src.dtype, but got "
+      f"{self.dtype} and {src.dtype}."
+    )
+  if jnp.ndim(src):
+    src = src[tuple(slice(size) for size in index.shape)]
+  values = jnp.asarray(src).astype(self.dtype)
+  if index.size == 0:
+    return self
+  size = array.shape[dim]
+  places = _grid(out_of_range.inside(index, size), dim)
+  values = jnp.broadcast_to(values, index.shape)
+  broken = out_of_range.outside(index, size)
+  written = out_of_range.write(array, places, values, how, broken, gathers)
+  return written.reshape(self.shape)
+
+
+@op(aten.scatter.src, rules=_place_rules)
+def _aten_scatter_src(self, dim, index, src):
+  return _scatter(self, dim, index, src, assigned)
+
+
+@op(aten.scatter.value, rules=_place_rules)
+def _aten_scatter(self, dim, index, value):
+  return _scatter(self, dim, index, value, assigned)
+
+
+@op(aten.scatter_add, rules=_place_rules)
+def _aten_scatter_add(self, dim, index, src):
+  return _scatter(self, dim, index, src, added, gathers=True)
+
+
+@op(aten.scatter.reduce, rules=_place_rules)
+def _aten_scatter_with_reduce(self, dim, index, src, *, reduce):
+  """The older form, whose reductions are called add and multiply."""
+  return _aten_scatter_reduce(self, dim, index, src, _OLD_NAMES.get(reduce, reduce))
+
+
+@op(aten.scatter.value_reduce, rules=_place_rules)
+def _aten_scatter_value_reduce(self, dim, index, value, *, reduce):
+  return _aten_scatter_reduce(self, dim, index, value, _OLD_NAMES.get(reduce, reduce))
+
+
+@op(aten.scatter_reduce, rules=_place_rules)
+def _aten_scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
+  """Reduces `src` into `self`: sum, prod, mean, amax or amin.
+
+  Without `include_self` a place that receives values forgets its own.
+  """
+  return _scatter(self, dim, index, src, _reducing(reduce, include_self), gathers=True)
+
+
+_OLD_NAMES = {"add": "sum", "multiply": "prod"}
+_REDUCERS = {
+  "sum": added,
+  "mean": added,
+  "prod": multiplied,
+  "amax": lambda array, places, values: array.at[places].max(values),
+  "amin": lambda array, places, values: array.at[places].min(values),
+}
+
+
+def _neutral(reduce, dtype):
+  """The value that the reduction does not notice."""
+  if reduce in ("sum", "mean"):
+    return 0
+  if reduce == "prod":
+    return 1
+  if jnp.issubdtype(dtype, jnp.floating):
+    return -jnp.inf if reduce == "amax" else jnp.inf
+  if dtype == jnp.bool_:
+    return reduce == "amin"
+  limits = jnp.iinfo(dtype)
+  return limits.min if reduce == "amax" else limits.max
+
+
+def _reducing(reduce, include_self):
+  """`(array, places, values) -> array` of a reduction by its name."""
+  if reduce not in _REDUCERS:
+    raise RuntimeError(
+      f"reduce expects one of {', '.join(_REDUCERS)}, but got {reduce!r}."
+    )
+  return functools.partial(_reduce_into, reduce, include_self)
+
+
+def _reduce_into(reduce, include_self, array, places, values):
+  start = array
+  if not include_self:
+    touched = jnp.zeros(array.shape, bool).at[places].set(True)
+    neutral = jnp.asarray(_neutral(reduce, array.dtype), array.dtype)
+    start = jnp.where(touched, neutral, array)
+  reduced = _REDUCERS[reduce](start, places, values)
+  if reduce != "mean":
+    return reduced
+  own = jnp.full(array.shape, int(include_self), jnp.int32)
+  count = jnp.maximum(own.at[places].add(1), 1).astype(array.dtype)
+  if jnp.issubdtype(array.dtype, jnp.integer):
+    return reduced // count
+  return reduced / count
+
+
+# --- flat positions --------------------------------------------------------------
+
+
+_NO_ELEMENT = (
+  "out of range: tried to access index {number} on a tensor of {high} elements."
+)
+
+
+def _flat_rules(self, index, *rest, **named):
+  count = math.prod(self.shape)
+  yield Range(index, -count, count, IndexError, _NO_ELEMENT)
+
+
+@op(aten.take, rules=_flat_rules)
+def _aten_take(self, index):
+  return out_of_range.read(self.reshape(-1), index)
+
+
+@op(aten.put, rules=_flat_rules)
+def _aten_put(self, index, source, accumulate=False):
+  flat = self.reshape(-1)
+  values = source.reshape(index.shape)
+  return write_at_places(flat, (index,), values, accumulate).reshape(self.shape)
+
+
+def unravel_index(indices, shape):
+  """The coordinates of flat positions in an array of the given shape.
+
+  Args:
+    indices: an integer array of flat positions.
+    shape: one size, or the sizes of all dimensions.
+
+  Returns:
+    One array for each dimension, in the shape and dtype of `indices`.
+  """
+  sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+  coordinates = []
+  for size in reversed(sizes):
+    coordinates.append(indices % size)
+    indices = indices // size
+  return tuple(reversed(coordinates))
