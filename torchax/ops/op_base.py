@@ -54,6 +54,7 @@ def op(
   dynamic: tuple[str, ...] = (),
   compiled: bool | Callable[[tuple, dict], bool] | None = None,
   check: Callable | None = None,
+  prepare: Callable[[dict], None] | None = None,
   is_jax_function: bool = True,
   needs_env: bool = False,
   is_view_op: bool = False,
@@ -81,6 +82,9 @@ def op(
       compiled and runs without is not compiled from then on.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
+    prepare: called on the host with torch's arguments by name, which it may change: for
+      numbers that are computed in Python's precision, and for those that have code of
+      their own, which it makes a `StaticValue`.
     is_jax_function: it takes arrays (default) instead of tensors.
     needs_env: it takes the environment as `env=`.
     is_view_op: it sees views as such.
@@ -113,6 +117,7 @@ def op(
           dynamic=dynamic,
           compiled=compiled,
           check=check,
+          prepare=prepare,
           index_results=index_results,
           takes_cpu=takes_cpu,
           distribution=distribution,

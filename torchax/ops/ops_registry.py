@@ -69,6 +69,9 @@ class Operator:
       only without.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
+    prepare: called on the host with a dict of torch's arguments, which it may change
+      before they become operands. A `StaticValue` decides what is compiled and reaches
+      `func` as its value; `func` also gets arguments that were not prepared.
     saves_residuals: a torch function's gradient uses results of the forward pass
       instead of computing them again from the arguments.
     index_results: places of the results that are indices, which
@@ -92,6 +95,7 @@ class Operator:
   dynamic: tuple[str, ...] = ()
   compiled: bool | Callable[[tuple, dict], bool] | None = None
   check: Callable | None = None
+  prepare: Callable[[dict], None] | None = None
   saves_residuals: bool = False
   index_results: tuple[int, ...] = ()
   takes_cpu: bool = False

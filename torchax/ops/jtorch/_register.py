@@ -13,6 +13,7 @@ def register_function(
   is_view_op: bool = False,
   kind: Kind | None = None,
   saves_residuals: bool = False,
+  dynamic: tuple[str, ...] = (),
   compiled: bool | None = None,
   is_builtin: bool = False,
 ) -> Callable:
@@ -28,6 +29,8 @@ def register_function(
     kind: in place of the flags.
     saves_residuals: the gradient uses results of the forward pass, for functions that
       cost much; otherwise it starts again from the arguments.
+    dynamic: names of numbers that may change without recompiling: all but the first
+      ones that a function sees are operands, and arrive as traced scalars.
     compiled: False where the result's shape depends on data. By default this is
       noticed: a function that fails compiled and runs without is not compiled any more.
     is_builtin: it is one of the library's own; see `ops_registry.py`.
@@ -54,6 +57,7 @@ def register_function(
           is_view_op=is_view_op,
           kind=kind,
           saves_residuals=saves_residuals,
+          dynamic=dynamic,
           compiled=compiled,
           is_builtin=is_builtin,
         )
