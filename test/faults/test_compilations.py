@@ -1,12 +1,15 @@
 """Compiled programs: a bound on them, their memory back, and numbers that need none."""
 
+import jax
 import pytest
 import torch
+import torch.nn.functional as F
 from faults.programs import run
 
 import torchax
 from torchax.core import programs
 from torchax.interop import jax_jit
+from torchax.rng import samplers, units
 
 
 @pytest.fixture
@@ -138,3 +141,140 @@ def test_a_size_that_is_none_is_refused(size):
   with pytest.raises(ValueError, match="1 or more"):
     config.compilation_cache_size = size
   assert config.compilation_cache_size == before
+
+
+# Numbers are operands -----------------------------------------------------------------
+
+FRACTIONS = (0.11, 0.23, 0.37)
+ORDERS = (1.5, 2.5, 3.5)
+INTEGERS = (5, 9, 13)
+
+
+def _empty(*size):
+  return torch.empty(*size, device="jax")
+
+
+def _gradient(function):
+  def run(x, n):
+    leaf = x.clone().requires_grad_()
+    function(leaf, n).sum().backward()
+    return leaf.grad
+
+  return run
+
+
+def _attention(x, **numbers):
+  return F.scaled_dot_product_attention(x[None], x[None], x[None], **numbers)
+
+
+# What is called with a matrix of (4, 6) and each of the numbers.
+NUMBERS = {
+  "randint, high": (lambda x, n: torch.randint(n, (4,), device="jax"), INTEGERS),
+  "randint": (lambda x, n: torch.randint(-n, 2 * n, (4,), device="jax"), INTEGERS),
+  "randint_like": (lambda x, n: torch.randint_like(x, n), INTEGERS),
+  "randint_like, low": (lambda x, n: torch.randint_like(x, n, 3 * n), INTEGERS),
+  "random_": (lambda x, n: _empty(4).random_(n), INTEGERS),
+  "random_, from": (lambda x, n: _empty(4).random_(n, 4 * n + 2), INTEGERS),
+  "uniform_": (lambda x, n: _empty(4).uniform_(n, n + 1), FRACTIONS),
+  "normal_": (lambda x, n: _empty(4).normal_(n, n + 1), FRACTIONS),
+  "exponential_": (lambda x, n: _empty(4).exponential_(n), FRACTIONS),
+  "geometric_": (lambda x, n: _empty(4).geometric_(n), FRACTIONS),
+  "cauchy_": (lambda x, n: _empty(4).cauchy_(n, n), FRACTIONS),
+  "bernoulli_": (lambda x, n: _empty(4).bernoulli_(n), FRACTIONS),
+  "bernoulli": (lambda x, n: torch.bernoulli(x, n), FRACTIONS),
+  "dropout": (lambda x, n: F.dropout(x, n), FRACTIONS),
+  "dropout, gradient": (_gradient(F.dropout), FRACTIONS),
+  "native_dropout": (lambda x, n: torch.native_dropout(x, n, True)[0], FRACTIONS),
+  "dropout2d": (lambda x, n: F.dropout2d(x[None, None], n), FRACTIONS),
+  "alpha_dropout": (lambda x, n: F.alpha_dropout(x, n, True), FRACTIONS),
+  "pow": (lambda x, n: x**n, (1.3, 2.7, 5.0)),
+  "pow of integers": (lambda x, n: x.int() ** n, (4, 5, 6)),
+  "pow, gradient": (_gradient(lambda x, n: x**n), (1.3, 2.7, 5.1)),
+  "arange": (lambda x, n: torch.arange(n, n + 4, device="jax"), INTEGERS),
+  "arange, step": (lambda x, n: torch.arange(0, 4 * n, n, device="jax"), INTEGERS),
+  "arange of floats": (lambda x, n: torch.arange(n, n + 4, device="jax"), (1.5, 2.5)),
+  "full": (lambda x, n: torch.full((4,), n, device="jax"), FRACTIONS),
+  "linspace": (lambda x, n: torch.linspace(n, 2, 5, device="jax"), FRACTIONS),
+  "roll": (lambda x, n: x.roll(n, 1), (1, 2, 30)),
+  "roll of all": (lambda x, n: x.roll(n), (1, 2, 30)),
+  "tril": (lambda x, n: x.tril(n), (-1, 1, 2)),
+  "triu": (lambda x, n: x.triu(n), (-1, 1, 2)),
+  "kthvalue": (lambda x, n: x.kthvalue(n)[0], (1, 2, 3)),
+  "norm": (lambda x, n: x.norm(n), ORDERS),
+  "dist": (lambda x, n: torch.dist(x, x + 1, n), ORDERS),
+  "cdist": (lambda x, n: torch.cdist(x, x + 1, n), ORDERS),
+  "cdist, gradient": (_gradient(lambda x, n: torch.cdist(x, 1 - x, n)), ORDERS),
+  "pdist": (lambda x, n: F.pdist(x, n), ORDERS),
+  "normalize": (lambda x, n: F.normalize(x, n), ORDERS),
+  "smooth_l1": (lambda x, n: F.smooth_l1_loss(x, 1 - x, beta=n), FRACTIONS),
+  "smooth_l1, gradient": (
+    _gradient(lambda x, n: F.smooth_l1_loss(x, 1 - x, beta=n)),
+    FRACTIONS,
+  ),
+  "huber": (lambda x, n: F.huber_loss(x, 1 - x, delta=n), FRACTIONS),
+  "celu": (lambda x, n: F.celu(x, n), FRACTIONS),
+  "elu, gradient": (_gradient(F.elu), FRACTIONS),
+  "leaky_relu, gradient": (_gradient(F.leaky_relu), FRACTIONS),
+  "softshrink": (lambda x, n: F.softshrink(x, n), FRACTIONS),
+  "histc": (lambda x, n: torch.histc(x, 5, 0, n), FRACTIONS),
+  "label_smoothing": (
+    lambda x, n: F.cross_entropy(x, torch.arange(4, device="jax"), label_smoothing=n),
+    FRACTIONS,
+  ),
+}
+# Of these the first number has a program of its own.
+FUNCTIONS = {
+  "layer_norm": (lambda x, n: F.layer_norm(x, (6,), eps=n), FRACTIONS),
+  "layer_norm, gradient": (
+    _gradient(lambda x, n: F.layer_norm(x, (6,), eps=n)),
+    FRACTIONS,
+  ),
+  "rms_norm": (lambda x, n: F.rms_norm(x, (6,), eps=n), FRACTIONS),
+  "attention, scale": (lambda x, n: _attention(x, scale=n), FRACTIONS),
+  "attention, dropout": (lambda x, n: _attention(x, dropout_p=n), FRACTIONS),
+  "attention, gradient": (_gradient(lambda x, n: _attention(x, scale=n)), FRACTIONS),
+}
+ROWS = [(name, *row, 1) for name, row in NUMBERS.items()]
+ROWS += [(name, *row, 2) for name, row in FUNCTIONS.items()]
+
+
+@pytest.mark.parametrize(
+  ("function", "numbers", "known"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS]
+)
+def test_numbers_share_a_program(function, numbers, known):
+  """And give what the compiled function gives, for which each of them is a constant."""
+  with torchax.default_env():
+    torch.manual_seed(0)
+    x = torch.rand(4, 6, device="jax") + 0.1
+    results, counts = [], []
+    for number in numbers:
+      torch.manual_seed(1)
+      results.append(function(x, number))
+      counts.append(programs.count())
+    assert len(set(counts[known - 1 :])) == 1
+    torch.manual_seed(1)
+    expected = jax_jit(lambda x: function(x, numbers[-1]))(x)
+    torch.testing.assert_close(results[-1], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 1e-12, 1 - 1e-12, 0.3])
+def test_a_prepared_probability_draws_the_same(p):
+  """Steps of 2**-62 as operands, beside the number itself as a constant."""
+  key = jax.random.key(3)
+  steps = tuple([jax.numpy.int32(word) for word in units.steps_below(p)])
+  found = samplers.bernoulli(key, (999,), steps)
+  assert (found == samplers.bernoulli(key, (999,), p)).all()
+
+
+SPANS = (1, 2, 3, 7, 2**10, 2**16 + 1, 2**31 - 1, 2**31, 2**31 + 7, 2**32 - 1, 2**32)
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("low", [-7, 5, -(2**31)])
+def test_a_prepared_range_draws_the_same(low, span):
+  key = jax.random.key(3)
+  first, operand = samplers.range_operands(low, low + span)
+  operand = jax.numpy.int32(operand) if type(operand) is int else operand.value
+  found = samplers.integers_from(key, (99,), jax.numpy.int32, first, operand)
+  expected = samplers.integers(key, (99,), jax.numpy.int32, low, low + span)
+  assert (found == expected).all()

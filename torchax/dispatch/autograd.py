@@ -41,6 +41,7 @@ class ArrayFunction:
       takes less memory and fewer results.
     compiled: run it under `jax.jit`; not for functions that are made for one call.
     operator: whose lowering it calls, which may turn out not to allow that.
+    numbers: how many of its first arguments are numbers, which have no gradient.
   """
 
   def __init__(
@@ -49,10 +50,12 @@ class ArrayFunction:
     saves_residuals: bool = False,
     compiled: bool = True,
     operator: Operator | None = None,
+    numbers: int = 0,
   ):
     self.saves_residuals = saves_residuals
     self._is_compiled = compiled
     self._operator = operator
+    self._numbers = numbers
     self._function = function
     self._compiled = compiling.compiled(function, operator)
     self._compiled_linearize = compiling.compiled(self._linearize, operator)
@@ -76,14 +79,16 @@ class ArrayFunction:
     return linearize(*arrays)
 
   def _linearize(self, *arrays):
+    places = [n for n, a in enumerate(arrays) if n >= self._numbers and is_inexact(a)]
+
     def on_inexact(*inexact):
-      remaining = iter(inexact)
-      out = self._function(*[next(remaining) if is_inexact(a) else a for a in arrays])
+      given = list(arrays)
+      for place, array in zip(places, inexact):
+        given[place] = array
+      out = self._function(*given)
       return [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], out
 
-    _, pull_back, out = jax.vjp(
-      on_inexact, *[a for a in arrays if is_inexact(a)], has_aux=True
-    )
+    _, pull_back, out = jax.vjp(on_inexact, *[arrays[n] for n in places], has_aux=True)
     return out, pull_back
 
   def gradient(self, wanted: tuple[bool, ...]) -> "ArrayFunction":
@@ -92,17 +97,53 @@ class ArrayFunction:
     if gradient is None:
       pull_back = functools.partial(self._pull_back, wanted)
       gradient = ArrayFunction(
-        pull_back, compiled=self._is_compiled, operator=self._operator
+        pull_back,
+        compiled=self._is_compiled,
+        operator=self._operator,
+        numbers=self._numbers,
       )
       self._gradients[wanted] = gradient
     return gradient
 
   def _pull_back(self, wanted, *arrays):
-    inputs, cotangents = arrays[: len(wanted)], arrays[len(wanted) :]
+    end = self._numbers + len(wanted)
+    inputs, cotangents = arrays[:end], arrays[end:]
     _, pull_back = self._linearize(*inputs)
     gradients = iter(_pull(pull_back, list(cotangents)))
+    inputs = inputs[self._numbers :]
     found = [next(gradients) if is_inexact(array) else None for array in inputs]
     return [gradient for gradient, want in zip(found, wanted) if want]
+
+
+class WithNumbers:
+  """An `ArrayFunction` with values for its numbers; a function of its other arguments.
+
+  So what differs in numbers alone is compiled once, and autograd sees no more arguments
+  than there are.
+
+  Args:
+    function: whose first arguments are numbers.
+    numbers: their values.
+  """
+
+  def __init__(self, function: ArrayFunction, numbers: tuple):
+    self.saves_residuals, self.is_compiled = (
+      function.saves_residuals,
+      function.is_compiled,
+    )
+    self._function, self._numbers = function, numbers
+
+  def value(self, *arrays):
+    """As `ArrayFunction.value`."""
+    return self._function.value(*self._numbers, *arrays)
+
+  def linearize(self, *arrays):
+    """As `ArrayFunction.linearize`."""
+    return self._function.linearize(*self._numbers, *arrays)
+
+  def gradient(self, wanted: tuple[bool, ...]) -> "WithNumbers":
+    """As `ArrayFunction.gradient`."""
+    return WithNumbers(self._function.gradient(wanted), self._numbers)
 
 
 def _pull(pull_back, cotangents):
@@ -168,7 +209,7 @@ def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
   return [new_tensor(array, env) for array, want in zip(found, wanted) if want]
 
 
-def call(function: ArrayFunction, tensors: list[Tensor]):
+def call(function: ArrayFunction | WithNumbers, tensors: list[Tensor]):
   """Runs a function of arrays on tensors; recorded by autograd if one needs it.
 
   Returns:

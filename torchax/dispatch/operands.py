@@ -205,6 +205,30 @@ class Flattener:
     return args, kwargs
 
 
+class PreparedFlattener(Flattener):
+  """One for a lowering that has its numbers prepared on the host.
+
+  Args:
+    prepare: see `Operator.prepare`.
+    *args, **kwargs: of `Flattener`.
+  """
+
+  def __init__(self, prepare, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self._prepare = prepare
+
+  def flatten(self, args, kwargs) -> tuple[list, tuple]:
+    """As `Flattener.flatten`, of what `prepare` makes of the arguments."""
+    given = dict(zip(self.names, args))
+    given.update(kwargs or {})
+    if _active.boundary is not None:
+      given = {name: host_numbers.settled(value) for name, value in given.items()}
+    self._prepare(given)
+    named = list(given.items())
+    positional = [value for _, value in named[: len(args)]]
+    return super().flatten(positional, dict(named[len(args) :]))
+
+
 def _rebuild(key, operands) -> tuple[list, dict]:
   remaining = iter(operands)
   end = 2 + key[0]

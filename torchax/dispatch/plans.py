@@ -23,7 +23,7 @@ from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import compiling, derivatives, index_checks
-from torchax.dispatch.operands import IGNORED, Flattener, strong
+from torchax.dispatch.operands import IGNORED, Flattener, PreparedFlattener, strong
 from torchax.errors import MixedDeviceError, RngError
 from torchax.ops import mappings
 from torchax.ops.derivatives import formula_of
@@ -53,8 +53,11 @@ class Plan:
     numbers = schema.dynamic - set(operator.static) if schema else frozenset()
     dynamic = set(operator.dynamic) | (numbers if operator.is_builtin else set())
     names = schema.names if schema else ()
-    self.flattener = Flattener(
-      self.name, env, dynamic, names, operator.takes_cpu, numbers
+    described = (self.name, env, dynamic, names, operator.takes_cpu, numbers)
+    self.flattener = (
+      PreparedFlattener(operator.prepare, *described)
+      if operator.prepare
+      else Flattener(*described)
     )
     self.is_sampler = operator.kind is Kind.SAMPLER
     self._compiled: ProgramCache[tuple, Callable] = ProgramCache(MOST_PROGRAMS)

@@ -4,6 +4,7 @@ The lowerings are in `ops/jtorch`; here they are called: operands are sorted out
 functions of arrays are compiled and made differentiable, devices are resolved.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -53,8 +54,16 @@ class ArrayFunctionHandler:
     self.name = f"torch.{getattr(func, '__name__', str(func))}"
     self.flattener = Flattener(self.name, env)
     self.flattener.keeps_tensors = True
-    self._functions: ProgramCache[tuple, autograd.ArrayFunction]
+    self._numbered = self.flattener
+    if operator.dynamic:
+      names = tuple(inspect.signature(operator.func).parameters)
+      self._numbered = Flattener(self.name, env, operator.dynamic, names)
+      self._numbered.keeps_tensors = True
+    self._functions: ProgramCache[tuple, autograd.ArrayFunction | autograd.WithNumbers]
     self._functions = ProgramCache(MOST_PROGRAMS)
+    # Of other numbers than the first ones; False where there were no others yet.
+    self._of_numbers: ProgramCache[tuple, autograd.ArrayFunction | bool]
+    self._of_numbers = ProgramCache(MOST_PROGRAMS)
 
   def __call__(self, args, kwargs):
     if _is_for_torch(args, kwargs):
@@ -68,22 +77,50 @@ class ArrayFunctionHandler:
     tensors, key = self.flattener.flatten(args, kwargs)
     function = self._functions.get(key)
     if function is None:
-      function = self._functions[key] = autograd.ArrayFunction(
-        self._array_function(key),
-        self.operator.saves_residuals,
-        operator=self.operator,
-      )
+      function = self._functions[key] = self._function(args, kwargs, key)
     try:
       return autograd.call(function, tensors)
     except compiling.NOT_COMPILABLE as error:
       compiling.explain(error, self.operator)
       raise
 
-  def _array_function(self, key) -> Callable:
+  def _function(
+    self, args, kwargs, key
+  ) -> autograd.ArrayFunction | autograd.WithNumbers:
+    """The function of the tensors that are compiled for a key.
+
+    The first numbers are compiled for, which costs a call nothing. For all others
+    together there is one program, whose operands they are.
+    """
+    operands, form = self._numbered.flatten(args, kwargs)
+    numbers = tuple([o for o in operands if not isinstance(o, Tensor)])
+    function = self._of_numbers.get(form) if numbers else None
+    if function is None:
+      self._of_numbers[form] = False
+      return self._compiled(self.flattener, key, ())
+    if function is False:
+      is_number = [not isinstance(operand, Tensor) for operand in operands]
+      function = self._compiled(self._numbered, form, is_number)
+      self._of_numbers[form] = function
+    return autograd.WithNumbers(function, numbers)
+
+  def _compiled(self, flattener, key, is_number) -> autograd.ArrayFunction:
+    return autograd.ArrayFunction(
+      self._array_function(flattener, key, is_number),
+      self.operator.saves_residuals,
+      operator=self.operator,
+      numbers=sum(is_number),
+    )
+
+  def _array_function(self, flattener, key, is_number) -> Callable:
     extra = {"env": self.env} if self.operator.needs_env else {}
+    count = sum(is_number)
 
     def on_arrays(*arrays):
-      args, kwargs = self.flattener.rebuild(key, arrays)
+      if count:
+        numbers, others = iter(arrays[:count]), iter(arrays[count:])
+        arrays = [next(numbers if is_one else others) for is_one in is_number]
+      args, kwargs = flattener.rebuild(key, arrays)
       return self.operator.func(*args, **kwargs, **extra)
 
     on_arrays.__name__ = getattr(self.operator.func, "__name__", "function")
@@ -180,12 +217,13 @@ class FunctionTable:
     """Drops the handlers: the environment has another operator now."""
     self._generation = -1
 
-  def call(self, array_function: Callable, *args, rules=None, **kwargs):
+  def call(self, array_function: Callable, *args, numbers=(), rules=None, **kwargs):
     """Runs a function of arrays on tensors: compiled, and differentiable.
 
-    Everything but tensors is static. For lowerings that are functions of tensors and
-    have a core of arrays that costs much: its residuals are saved for the gradient.
-    `rules` are those of its arguments, as an operator's.
+    Everything but tensors is static, but the numbers that `numbers` names. For
+    lowerings that are functions of tensors and have a core of arrays that costs much:
+    its residuals are saved for the gradient. `rules` are those of its arguments, as an
+    operator's.
     """
     handler = self._cores.get(array_function)
     if handler is None:
@@ -194,6 +232,7 @@ class FunctionTable:
         array_function,
         rules=rules,
         saves_residuals=True,
+        dynamic=numbers,
         is_builtin=True,
       )
       handler = ArrayFunctionHandler(array_function, operator, self._env)

@@ -74,12 +74,12 @@ _PACKETS = (
   aten.ldexp,
   # The gradient of what a softmax before it leaves of it.
   aten._ctc_loss,
-  # Singular matrices, and which triangle is read.
   # At places out of range, whose gradient JAX drops.
   aten.gather,
   aten.index,
   aten.index_select,
   aten.take,
+  # Singular matrices, and which triangle is read.
   aten._linalg_det,
   aten.cholesky,
   aten.cholesky_inverse,

@@ -55,6 +55,7 @@ def op(
   compiled: bool | Callable[[tuple, dict], bool] | None = None,
   check: Callable | None = None,
   rules: Callable | None = None,
+  prepare: Callable[[dict], None] | None = None,
   is_jax_function: bool = True,
   needs_env: bool = False,
   is_view_op: bool = False,
@@ -84,6 +85,9 @@ def op(
       where they are wrong.
     rules: called with the arguments, tensors or arrays; gives the rules for the numbers
       of its indices (`ops/index_rules.py`).
+    prepare: called on the host with torch's arguments by name, which it may change: for
+      numbers that are computed in Python's precision, and for those that have code of
+      their own, which it makes a `StaticValue`.
     is_jax_function: it takes arrays (default) instead of tensors.
     needs_env: it takes the environment as `env=`.
     is_view_op: it sees views as such.
@@ -117,6 +121,7 @@ def op(
           compiled=compiled,
           check=check,
           rules=rules,
+          prepare=prepare,
           index_results=index_results,
           takes_cpu=takes_cpu,
           distribution=distribution,

@@ -71,6 +71,9 @@ class Operator:
       where they are wrong.
     rules: called with torch's arguments, or with arrays for tensors; gives the
       `index_rules.Rule`s for the numbers of its indices.
+    prepare: called on the host with a dict of torch's arguments, which it may change
+      before they become operands. A `StaticValue` decides what is compiled and reaches
+      `func` as its value; `func` also gets arguments that were not prepared.
     saves_residuals: a torch function's gradient uses results of the forward pass
       instead of computing them again from the arguments.
     index_results: places of the results that are indices, which
@@ -95,6 +98,7 @@ class Operator:
   compiled: bool | Callable[[tuple, dict], bool] | None = None
   check: Callable | None = None
   rules: Callable | None = None
+  prepare: Callable[[dict], None] | None = None
   saves_residuals: bool = False
   index_results: tuple[int, ...] = ()
   takes_cpu: bool = False

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from torchax.core.static_values import StaticValue
 from torchax.rng.quantiles import normal_above
 from torchax.rng.threefry import unrolled
 from torchax.rng.units import halves, is_below, scaled, unit
@@ -75,24 +76,55 @@ def integers(key, shape, dtype, low, high) -> jax.Array:
 
   The bounds are Python ints, which need not fit in the dtype, or arrays.
   """
-  is_known = isinstance(low, int) and isinstance(high, int)
+  if isinstance(low, int) and isinstance(high, int):
+    return integers_from(key, shape, dtype, low, high - low)
   if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.integer):
     drawn = integers(key, shape, _widest(), low, high).astype(dtype)
-    if is_known or not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(dtype, jnp.floating):
       return drawn
     return jnp.where(jnp.asarray(low) < high, drawn, jnp.nan)
   if jnp.iinfo(dtype).bits < 32:
     return integers(key, shape, jnp.int32, low, high).astype(dtype)
   unsigned = _unsigned(dtype)
-  if not is_known:
-    low, high = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
-    drawn = scaled(key, shape, (high - low).astype(unsigned), unsigned).astype(dtype)
-    return jnp.where(low < high, drawn + low, no_integer(dtype))
-  span = high - low
-  drawn = scaled(key, shape, span, jnp.uint32 if span <= 2**32 else unsigned)
+  low, high = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
+  drawn = scaled(key, shape, (high - low).astype(unsigned), unsigned).astype(dtype)
+  return jnp.where(low < high, drawn + low, no_integer(dtype))
+
+
+@unrolled
+def integers_from(key, shape, dtype, low, span) -> jax.Array:
+  """The integers that `integers` draws over [low, low + span).
+
+  Args:
+    low: a Python int, or a scalar that holds it.
+    span: 1 or more, or an int32 with the bits of one below 2**32.
+  """
+  if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.integer):
+    return integers_from(key, shape, _widest(), low, span).astype(dtype)
+  bits = jnp.iinfo(dtype).bits
+  if bits < 32:
+    return integers_from(key, shape, jnp.int32, low, span).astype(dtype)
+  if isinstance(span, int):
+    word = jnp.uint32 if span <= 2**32 else _unsigned(dtype)
+  else:
+    word, span = jnp.uint32, span.astype(jnp.uint32)
+  if isinstance(low, int):
+    low = np.asarray(low % 2**bits)
   # Sums wrap around, so the lower bound is right modulo the size of the type.
-  return drawn.astype(dtype) + np.asarray(low % 2 ** jnp.iinfo(dtype).bits).astype(
-    dtype
+  return scaled(key, shape, span, word).astype(dtype) + low.astype(dtype)
+
+
+def range_operands(low: int, high: int) -> tuple:
+  """`low` and `span` for `integers_from`: numbers, as far as 32 bits hold them.
+
+  A span that is a power of two, or more than 2**32, has code of its own.
+  """
+  span = high - low
+  return (
+    low if -(2**31) <= low < 2**31 else StaticValue(low),
+    StaticValue(span)
+    if span & (span - 1) == 0 or span > 2**32
+    else (span + 2**31) % 2**32 - 2**31,
   )
 
 

@@ -53,13 +53,17 @@ def is_below(key, shape, p) -> jax.Array:
   """U < p for a uniform number U; the probability of it is p to 2**-62.
 
   Args:
-    p: a number, which is taken to its last digit, or an array, to float32's or
-      float64's. NaN counts as 0.
+    p: a number, which is taken to its last digit, or what `steps_below` makes of it; or
+      an array, to float32's or float64's. NaN counts as 0.
   """
   first, second = two_words(key, shape)
   first, second = ((word >> 1).astype(jnp.int32) for word in (first, second))
   if isinstance(p, int | float):
-    return _is_below_number(first, second, p)
+    p = steps_below(p)
+  if p is None:
+    return jnp.ones(first.shape, bool)
+  if isinstance(p, tuple):
+    return _is_below_steps(first, second, *p)
   p = jnp.asarray(p, p.dtype if p.dtype == jnp.float64 else jnp.float32)
   steps = p * 2.0**31
   high = jnp.where((p >= 0) & (p < 1), steps, 0).astype(jnp.int32)
@@ -68,14 +72,17 @@ def is_below(key, shape, p) -> jax.Array:
   return jnp.where((p > 0) & (p < 1), below, p >= 1)
 
 
-def _is_below_number(first, second, p: float):
+def steps_below(p: float) -> tuple[int, int] | None:
+  """A probability in steps of 2**-62, as two numbers of 31 bits; None for 1."""
   steps = round(min(max(p, 0.0), 1.0) * 2.0**62) if p == p else 0
-  if steps >> 62:
-    return jnp.ones(first.shape, bool)
-  high, low = np.int32(steps >> 31), np.int32(steps & _31_BITS)
+  return None if steps >> 62 else (steps >> 31, steps & _31_BITS)
+
+
+def _is_below_steps(first, second, high, low):
   # Often the first word is enough, and the second one is not computed.
-  tied = (first == high) & (second < low) if low else False
-  return (first < high) | tied
+  if isinstance(low, int) and low == 0:
+    return first < high
+  return (first < high) | ((first == high) & (second < low))
 
 
 def scaled(key, shape, span, dtype) -> jax.Array:

@@ -13,6 +13,7 @@ from jax import lax
 
 from torchax.ops import mappings
 from torchax.ops.builtin import op
+from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._opmath import HALVES, in_opmath, widen
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote
@@ -73,14 +74,17 @@ def _aten_leaky_relu(self, negative_slope=0.01):
   return jnp.where(self > 0, self, self * negative_slope)
 
 
-@op(aten.leaky_relu_backward, static=("negative_slope",))
-@in_opmath
-def _aten_leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
+def _check_leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
   if self_is_result and negative_slope < 0:
     raise RuntimeError(
       "In-place leaky_relu keeps no input to differentiate at when the slope is "
       f"negative, but got {negative_slope}: use the out-of-place form."
     )
+
+
+@op(aten.leaky_relu_backward, check=_check_leaky_relu_backward)
+@in_opmath
+def _aten_leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
   return jnp.where(self > 0, grad_output, grad_output * negative_slope)
 
 
@@ -150,11 +154,14 @@ def _aten_hardshrink(self, lambd=0.5):
   return jnp.where((self >= -lambd) & (self <= lambd), 0, self)
 
 
-@op(aten.softshrink, static=("lambd",))
-@in_opmath
-def _aten_softshrink(self, lambd=0.5):
+def _check_softshrink(self, lambd=0.5):
   if lambd < 0:
     raise RuntimeError(f"softshrink expects lambd >= 0, but got {lambd}.")
+
+
+@op(aten.softshrink, check=_check_softshrink)
+@in_opmath
+def _aten_softshrink(self, lambd=0.5):
   # `self * 0` and not 0, so that NaN stays.
   inside = self * 0
   return jnp.where(
@@ -185,9 +192,7 @@ def _aten_elu(self, alpha=1, scale=1, input_scale=1):
   return _elu(self, alpha, scale, input_scale)
 
 
-@op(aten.elu_backward, static=("alpha",))
-@in_opmath
-def _aten_elu_backward(
+def _check_elu_backward(
   grad_output, alpha, scale, input_scale, is_result, self_or_result
 ):
   if is_result and alpha < 0:
@@ -195,6 +200,13 @@ def _aten_elu_backward(
       "In-place elu keeps no input to differentiate at when alpha is negative, but "
       f"got {alpha}: use the out-of-place form."
     )
+
+
+@op(aten.elu_backward, check=_check_elu_backward)
+@in_opmath
+def _aten_elu_backward(
+  grad_output, alpha, scale, input_scale, is_result, self_or_result
+):
   if is_result:
     negative = input_scale * (self_or_result + alpha * scale)
   else:
@@ -203,12 +215,18 @@ def _aten_elu_backward(
   return grad_output * jnp.where(self_or_result > 0, scale, negative)
 
 
-@op(aten.celu, static=("alpha",))
-@in_opmath
-def _aten_celu(self, alpha=1.0):
+def _prepare_celu(given: dict) -> None:
+  alpha = given.get("alpha", 1.0)
   if alpha == 0:
     raise RuntimeError("ZeroDivisionError: alpha cannot be 0 for CELU")
-  return _elu(self, alpha, 1, 1 / alpha)
+  given["alpha"] = (alpha, 1 / alpha)
+
+
+@op(aten.celu, prepare=_prepare_celu)
+@in_opmath
+def _aten_celu(self, alpha=1.0):
+  alpha, inverse = _numbers.parts(alpha)
+  return _elu(self, alpha, 1, inverse)
 
 
 @op(aten.selu)

@@ -91,11 +91,15 @@ def _safe_softmax(scores):
   return weights / jnp.where(total == 0, 1, total)
 
 
-def _drop(weights, keep_mask, dropout_p):
+def _drop(weights, keep_mask, survivor_scale):
   if keep_mask is None:
     return weights
-  survivor_scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
   return jnp.where(keep_mask, weights * survivor_scale, 0)
+
+
+def scale_of_survivors(dropout_p: float) -> float:
+  """What the weights that survive dropout are multiplied by."""
+  return 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
 
 
 def noise_shape(query: tuple, key: tuple) -> tuple:
@@ -123,6 +127,7 @@ def scaled_dot_product_attention(
   is_causal: bool = False,
   scale: float | None = None,
   enable_gqa: bool = False,
+  survivor_scale: float | jax.Array | None = None,
 ) -> jax.Array:
   """softmax(query keyᵀ scale + mask) value, with dropout of the weights.
 
@@ -133,10 +138,11 @@ def scaled_dot_product_attention(
     attn_mask: broadcastable to (…, heads, l, s); bool keeps where True, floats are
       added to the scores.
     keep_mask: bool (…, heads, l, s), the weights that survive dropout; None for all.
-    dropout_p: survivors are divided by 1 - dropout_p.
+    dropout_p: survivors are divided by 1 - dropout_p, unless `survivor_scale` is given.
     is_causal: position i attends to the keys 0 … i; excludes `attn_mask`.
     scale: of the scores; by default 1 / sqrt(e).
     enable_gqa: key and value have fewer heads, each shared by a group of query heads.
+    survivor_scale: what survivors are multiplied by.
 
   Returns:
     (…, heads, l, v) in the dtype of `query`.
@@ -165,7 +171,9 @@ def scaled_dot_product_attention(
   score_product, value_product = GROUPED if grouped else PLAIN
   scores = jnp.einsum(score_product, query, key, preferred_element_type=wide) * scale
   weights = _safe_softmax(_apply_mask(scores, attn_mask, is_causal))
-  weights = _drop(weights, keep_mask, dropout_p).astype(dtype)
+  if survivor_scale is None:
+    survivor_scale = scale_of_survivors(dropout_p)
+  weights = _drop(weights, keep_mask, survivor_scale).astype(dtype)
   output = jnp.einsum(value_product, weights, value, preferred_element_type=wide)
   if grouped:
     output = output.reshape(*output.shape[:-4], -1, *output.shape[-2:])

@@ -8,11 +8,13 @@ tensors are in `random.py`, `fill` is in `pointwise.py`.
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
 
+from torchax.core.static_values import StaticValue
 from torchax.ops import mappings, narrowing
 from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
@@ -168,19 +170,8 @@ def _arange_length(start, end, step) -> int:
   return math.ceil((end - start) / step)
 
 
-@op(
-  aten.arange.default,
-  aten.arange.start,
-  aten.arange.start_step,
-  static=("start", "end", "step"),
-)
-def _aten_arange(start=0, end=None, step=1, *, dtype=None):
-  """With one positional argument, that is the end.
-
-  Floats are computed as `start + step * i` in at least float32.
-  """
-  if end is None:
-    start, end = 0, start
+def _arange(start, end, step, dtype) -> tuple:
+  """First value, step, length and JAX dtype: what an `arange` is made of."""
   are_integers = all(isinstance(value, int) for value in (start, end, step))
   if dtype is None:
     dtype = torch.int64 if are_integers else torch.get_default_dtype()
@@ -191,7 +182,49 @@ def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   if jnp.issubdtype(target, jnp.integer):
     for value in (start, start + (length - 1) * step) if length else ():
       narrowing.check_integer(int(value), target)
-    first, stride = (np.asarray(int(value)).astype(target) for value in (start, step))
+    start, step = int(start), int(step)
+  return start, step, length, target
+
+
+_BOUNDS = ("start", "end", "step")
+
+
+def _prepare_arange(given: dict) -> None:
+  """The first value and the step are operands, the length is not."""
+  bounds = [given.get(name, default) for name, default in zip(_BOUNDS, (0, None, 1))]
+  if not all(type(value) in (int, float) for value in bounds):
+    return
+  *numbers, length, target = _arange(*bounds, given.get("dtype"))
+  numbers = [
+    StaticValue(n) if type(n) is int and not -(2**31) <= n < 2**31 else n
+    for n in numbers
+  ]
+  given.update(dict.fromkeys({"start", "step", "dtype"} & given.keys()))
+  given["end"] = (*numbers, StaticValue(length), StaticValue(target))
+
+
+@op(
+  aten.arange.default,
+  aten.arange.start,
+  aten.arange.start_step,
+  prepare=_prepare_arange,
+)
+def _aten_arange(start=0, end=None, step=1, *, dtype=None):
+  """With one positional argument, that is the end.
+
+  Floats are computed as `start + step * i` in at least float32.
+  """
+  if end is None:
+    start, end = 0, start
+  ramp = end if isinstance(end, tuple) else _arange(start, end, step, dtype)
+  start, step, length, target = ramp
+  if jnp.issubdtype(target, jnp.integer):
+    first, stride = (
+      value.astype(target)
+      if isinstance(value, jax.Array)
+      else np.asarray(value).astype(target)
+      for value in (start, step)
+    )
     return first + stride * lax.iota(target, length)
   wide = jnp.promote_types(target, jnp.float32)
   places = lax.iota(wide, length)
@@ -252,14 +285,28 @@ def _aten_vander(x, N=None, increasing=False):
 # --- triangles -------------------------------------------------------------------
 
 
-@op(aten.tril)
+def _columns_after(self, diagonal):
+  """For each place of a matrix, its column less its row less a diagonal's number."""
+  rows, columns = (lax.broadcasted_iota(jnp.int32, self.shape[-2:], n) for n in (0, 1))
+  # A diagonal beyond all others is as good as the next one, and nothing overflows.
+  most = max(self.shape[-2:]) + 1
+  return columns - rows - jnp.clip(diagonal, -most, most)
+
+
+@op(aten.tril, dynamic=("diagonal",))
 def _aten_tril(self, diagonal=0):
-  return jnp.tril(self, diagonal)
+  if isinstance(diagonal, int):
+    return jnp.tril(self, diagonal)
+  zero = jnp.zeros((), self.dtype)
+  return jnp.where(_columns_after(self, diagonal) <= 0, self, zero)
 
 
-@op(aten.triu)
+@op(aten.triu, dynamic=("diagonal",))
 def _aten_triu(self, diagonal=0):
-  return jnp.triu(self, diagonal)
+  if isinstance(diagonal, int):
+    return jnp.triu(self, diagonal)
+  zero = jnp.zeros((), self.dtype)
+  return jnp.where(_columns_after(self, diagonal) >= 0, self, zero)
 
 
 @op(aten.tril_indices)

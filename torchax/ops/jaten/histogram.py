@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from torchax.core.static_values import StaticValue
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Condition
@@ -18,26 +19,38 @@ from torchax.ops.names import aten
 # --- bins of equal width ---------------------------------------------------------
 
 
+def _is_known(number) -> bool:
+  return isinstance(number, int | float)
+
+
 def _histc_rules(self, bins=100, min=0, max=0):
-  if min == max:
+  if _is_known(min) and _is_known(max) and min == max:
     message = "torch.histc: range of the values is not finite, as of {number}"
     yield Condition(self, lambda values: values - values != 0, RuntimeError, message)
 
 
-@op(aten.histc, static=("min", "max"), rules=_histc_rules)
+def _prepare_histc(given: dict) -> None:
+  """Without a range it is that of the data."""
+  low, high = (given.get(name, 0) for name in ("min", "max"))
+  if high < low:
+    raise RuntimeError(
+      f"torch.histc: max must be larger than min, but got min={low} and max={high}."
+    )
+  if low == high:
+    for name in {"min", "max"} & given.keys():
+      given[name] = StaticValue(given[name])
+
+
+@op(aten.histc, prepare=_prepare_histc, rules=_histc_rules)
 def _aten_histc(self, bins=100, min=0, max=0):
   """Counts in equal bins of [min, max]; without a range, of that of the data."""
   if bins <= 0:
     raise RuntimeError(f"torch.histc: bins must be > 0, but got bins={bins}.")
-  if max < min:
-    raise RuntimeError(
-      f"torch.histc: max must be larger than min, but got min={min} and max={max}."
-    )
   # Half precision would round values into the bin beside theirs.
   wide = jnp.promote_types(self.dtype, jnp.float32)
   values = jnp.ravel(self).astype(wide)
   low, high = jnp.asarray(min, wide), jnp.asarray(max, wide)
-  if min == max and values.size:
+  if _is_known(min) and _is_known(max) and min == max and values.size:
     low, high = jnp.min(values), jnp.max(values)
   is_finite = jnp.isfinite(low) & jnp.isfinite(high)
   flat = low == high

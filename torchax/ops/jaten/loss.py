@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
+from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._opmath import in_opmath, widen
 from torchax.ops.names import aten
 
@@ -168,39 +169,54 @@ def _aten_l1_loss(self, target, reduction=1):
   return _reduce(jnp.abs(self - target), reduction)
 
 
+def _is_zero(number) -> bool:
+  """False for an operand: zero has code of its own and comes as a number."""
+  return isinstance(number, int | float) and number == 0
+
+
 def _smooth_l1(difference, beta):
   distance = jnp.abs(difference)
-  if beta == 0:
+  if _is_zero(beta):
     return distance
   near = 0.5 * distance * distance / beta
   return jnp.where(distance < beta, near, distance - 0.5 * beta)
 
 
-@op(aten.smooth_l1_loss, static=("beta",))
-@in_opmath
-def _aten_smooth_l1_loss(self, target, reduction=1, beta=1.0):
+def _check_smooth_l1_loss(self, target, reduction=1, beta=1.0):
   if beta < 0:
     raise RuntimeError(f"smooth_l1_loss does not support negative beta, got {beta}.")
+
+
+# At 0 it is the absolute difference.
+_prepare_beta = _numbers.static_if("beta", is_static=lambda beta: beta == 0)
+
+
+@op(aten.smooth_l1_loss, check=_check_smooth_l1_loss, prepare=_prepare_beta)
+@in_opmath
+def _aten_smooth_l1_loss(self, target, reduction=1, beta=1.0):
   return _reduce(_smooth_l1(self - target, beta), reduction)
 
 
-@op(aten.smooth_l1_loss_backward, static=("beta",))
+@op(aten.smooth_l1_loss_backward, prepare=_prepare_beta)
 @in_opmath
 def _aten_smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
   difference = self - target
   slope = jnp.sign(difference)
-  if beta != 0:
-    slope = jnp.where(jnp.abs(difference) < beta, difference / beta, slope)
+  if not _is_zero(beta):
+    slope = jnp.where(jnp.abs(difference) < beta, difference * (1 / beta), slope)
   return slope * _spread(grad_output, _count(self, target), reduction)
 
 
-@op(aten.huber_loss, static=("delta",))
-@in_opmath
-def _aten_huber_loss(self, target, reduction=1, delta=1.0):
+def _check_huber_loss(self, target, reduction=1, delta=1.0):
   if delta <= 0:
     raise RuntimeError(
       f"huber_loss does not support non-positive values for delta, got {delta}."
     )
+
+
+@op(aten.huber_loss, check=_check_huber_loss)
+@in_opmath
+def _aten_huber_loss(self, target, reduction=1, delta=1.0):
   return _reduce(delta * _smooth_l1(self - target, delta), reduction)
 
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from torchax.ops import mappings
 from torchax.ops.builtin import op
+from torchax.ops.jaten import _numbers
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote
 
@@ -262,6 +263,9 @@ def _aten_einsum(equation, tensors, path=None):
 def _norm_of_last(difference, p):
   """The p-norm over the last dimension; p may be 0 or infinite."""
   magnitude = jnp.abs(difference)
+  if isinstance(p, tuple):
+    order, inverse = p
+    return jnp.sum(magnitude**order, axis=-1) ** inverse
   if p == 0:
     return jnp.sum((difference != 0).astype(difference.dtype), axis=-1)
   if p == 1:
@@ -275,16 +279,18 @@ def _norm_of_last(difference, p):
 
 def _norm_gradient(difference, norm, p):
   """d norm / d difference, with 0 at the origin, where torch takes that subgradient."""
-  if p == 0:
+  is_plain = not isinstance(p, tuple)
+  if is_plain and p == 0:
     return jnp.zeros_like(difference)
-  if p == 1:
+  if is_plain and p == 1:
     return jnp.sign(difference)
   norm = norm[..., None]
   magnitude = jnp.abs(difference)
-  if math.isinf(p):
+  if is_plain and math.isinf(p):
     return jnp.where(magnitude == norm, jnp.sign(difference), 0)
   unit = jnp.where(norm == 0, 1, norm)
-  steep = jnp.where(magnitude == 0, 1, magnitude / unit) ** (p - 1)
+  less = p[0] - 1 if isinstance(p, tuple) else p - 1
+  steep = jnp.where(magnitude == 0, 1, magnitude / unit) ** less
   gradient = jnp.sign(difference) * steep
   return jnp.where((norm == 0) | (magnitude == 0), 0, gradient)
 
@@ -310,10 +316,16 @@ def _uses_matmul(x1, x2, compute_mode) -> bool:
   return compute_mode == 1 or (not compute_mode and large)
 
 
-@op(aten._cdist_forward, static=("p",))
-def _aten_cdist_forward(x1, x2, p, compute_mode=None):
+def _check_cdist(x1, x2, p=2.0, compute_mode=None):
   if p < 0:
     raise RuntimeError(f"cdist only supports non-negative p values, but got p={p}.")
+
+
+_prepare_p = _numbers.norm_order("p")
+
+
+@op(aten._cdist_forward, check=_check_cdist, prepare=_prepare_p)
+def _aten_cdist_forward(x1, x2, p, compute_mode=None):
   if x1.shape[-1] != x2.shape[-1]:
     raise RuntimeError(
       "cdist: expected X1 and X2 to have the same number of columns, but got shapes "
@@ -324,12 +336,12 @@ def _aten_cdist_forward(x1, x2, p, compute_mode=None):
   return _norm_of_last(_pairwise_difference(x1, x2), p)
 
 
-@op(aten.cdist, static=("p",))
+@op(aten.cdist, check=_check_cdist, prepare=_prepare_p)
 def _aten_cdist(x1, x2, p=2.0, compute_mode=None):
   return _aten_cdist_forward(x1, x2, p, compute_mode)
 
 
-@op(aten._cdist_backward, static=("p",))
+@op(aten._cdist_backward, prepare=_prepare_p)
 def _aten_cdist_backward(grad, x1, x2, p, cdist):
   """The gradient for `x1`; torch calls again with the operands swapped for `x2`."""
   slope = _norm_gradient(_pairwise_difference(x1, x2), cdist, p)
@@ -342,14 +354,14 @@ def _upper_pairs(rows: int):
   return jnp.triu_indices(rows, k=1)
 
 
-@op(aten._pdist_forward, static=("p",))
+@op(aten._pdist_forward, prepare=_prepare_p)
 def _aten__pdist_forward(self, p=2.0):
   """Distances of all pairs i < j of rows, in the order of the upper triangle."""
   first, second = _upper_pairs(self.shape[0])
   return _norm_of_last(self[first] - self[second], p)
 
 
-@op(aten._pdist_backward, static=("p",))
+@op(aten._pdist_backward, prepare=_prepare_p)
 def _aten__pdist_backward(grad, self, p, pdist):
   first, second = _upper_pairs(self.shape[0])
   slope = grad[:, None] * _norm_gradient(self[first] - self[second], pdist, p)

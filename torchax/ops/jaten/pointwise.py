@@ -19,6 +19,7 @@ from torchax.errors import WrongDtypeError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
+from torchax.ops.jaten import _numbers
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote, result_dtype, to_float
 
@@ -458,10 +459,14 @@ _SIMPLE_POWERS = {
 }
 
 
-@op(aten.pow.Tensor_Scalar, static=("exponent",))
+@op(aten.pow.Tensor_Scalar, prepare=_numbers.power(_SIMPLE_POWERS))
 def _aten_pow_scalar(self, exponent):
   dtype = result_dtype(self, exponent)
   base = lax.convert_element_type(self, dtype)
+  if isinstance(exponent, jax.Array) and _is_exact(base):
+    return _power(base, lax.convert_element_type(exponent, dtype))
+  if isinstance(exponent, jax.Array):
+    return _in_float32(lambda x: _float_power(x, exponent.astype(x.dtype)))(base)
   if _is_exact(base) and exponent < 0:
     raise RuntimeError("Integers to negative integer powers are not allowed.")
   if exponent in _SIMPLE_POWERS:

@@ -12,6 +12,7 @@ import torch
 
 from torchax.ops import mappings
 from torchax.ops.builtin import Kind, op
+from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._random_checks import (
   known_values,
   require_float,
@@ -136,12 +137,23 @@ def _check_randint(low, high=None, size=None, *, dtype=None, **_):
   require_size(size)
 
 
-@_sampler(aten.randint, check=_check_randint, distribution="integers")
+def _integers(key, shape, dtype, low, high):
+  """Over [low, high); or over a range that the host has prepared."""
+  if isinstance(high, tuple):
+    return samplers.integers_from(key, shape, dtype, *high)
+  return samplers.integers(key, shape, dtype, low, high)
+
+
+def _integer_sampler(*ops, low="low", high="high", **options):
+  prepare = _numbers.integers(low, high)
+  options.setdefault("distribution", "integers")
+  return _sampler(*ops, prepare=prepare, dynamic=(high,), **options)
+
+
+@_integer_sampler(aten.randint, check=_check_randint)
 def _aten_randint(key, *args, dtype=None):
   low, high, size = args if len(args) == 3 else (0, *args)
-  return samplers.integers(
-    key, size, mappings.t2j_dtype(dtype or torch.int64), low, high
-  )
+  return _integers(key, size, mappings.t2j_dtype(dtype or torch.int64), low, high)
 
 
 def _check_randint_like(self, low, high=None, *, dtype=None, **_):
@@ -155,10 +167,10 @@ def _check_randint_like(self, low, high=None, *, dtype=None, **_):
     require_range("randint_like", int(low), int(high), dtype)
 
 
-@_sampler(aten.randint_like, check=_check_randint_like, distribution="integers")
+@_integer_sampler(aten.randint_like, check=_check_randint_like)
 def _aten_randint_like(key, self, low, high=None, *, dtype=None):
   low, high = (0, low) if high is None else (low, high)
-  return samplers.integers(key, self.shape, _dtype_like(self, dtype), low, high)
+  return _integers(key, self.shape, _dtype_like(self, dtype), low, high)
 
 
 def _check_randperm(n, *, dtype=None, **_):
@@ -197,9 +209,9 @@ def _check_random_to(self, to, **_):
   require_range("random_", 0, to, self.dtype)
 
 
-@_sampler(aten.random.to, check=_check_random_to, distribution="integers")
+@_integer_sampler(aten.random.to, high="to", check=_check_random_to)
 def _aten_random_to(key, self, to):
-  return samplers.integers(key, self.shape, self.dtype, 0, to)
+  return _integers(key, self.shape, self.dtype, 0, to)
 
 
 def _check_random_from(self, from_, to=None, **_):
@@ -209,12 +221,12 @@ def _check_random_from(self, from_, to=None, **_):
   require_range("random_", from_, to, self.dtype)
 
 
-@_sampler(
-  getattr(aten.random, "from"), check=_check_random_from, distribution="integers"
+@_integer_sampler(
+  getattr(aten.random, "from"), low="from", high="to", check=_check_random_from
 )
 def _aten_random_from(key, self, from_, to):
   to = _random_bound(self.dtype) if to is None else to
-  return samplers.integers(key, self.shape, self.dtype, from_, to)
+  return _integers(key, self.shape, self.dtype, from_, to)
 
 
 # Bernoulli and dropout -------------------------------------------------------------
@@ -228,7 +240,7 @@ def _aten_bernoulli(key, self):
 
 def _bernoulli(key, shape, p, dtype):
   """What is not a probability gives NaN, or what stands for it among integers."""
-  if isinstance(p, float):  # it has been checked
+  if isinstance(p, float | tuple):  # it has been checked
     return samplers.bernoulli(key, shape, p).astype(dtype)
   p = jax.lax.stop_gradient(p)
   drawn = samplers.bernoulli(key, shape, p).astype(dtype)
@@ -247,8 +259,13 @@ def _check_p(self, p=0.5, **_):
   require_probabilities("bernoulli_", p, looks=not self.is_floating_point())
 
 
-# A number is static, so that float32 does not round 1 - 1e-8 to 1.
-@_sampler(aten.bernoulli.p, aten.bernoulli.Tensor, static=("p",), check=_check_p)
+# A number is prepared on the host, so that float32 does not round 1 - 1e-8 to 1.
+@_sampler(
+  aten.bernoulli.p,
+  aten.bernoulli.Tensor,
+  prepare=_numbers.probability("p", is_kept=True),
+  check=_check_p,
+)
 def _aten_bernoulli_p(key, self, p=0.5):
   dtype = require_real("bernoulli_", self.dtype)
   return _bernoulli(key, self.shape, p, dtype)
@@ -259,17 +276,30 @@ def _check_dropout(input, p, train, **_):
     raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}.")
 
 
-# p is static so that 1 - p is rounded once, in Python, as in torch's composite form.
+# Prepared so that 1 - p is rounded once, in Python, as in torch's composite form.
+prepare_dropout = _numbers.probability("p", scales=True)
+
+
 @_sampler(
-  aten.native_dropout, static=("p",), check=_check_dropout, distribution="dropout"
+  aten.native_dropout,
+  prepare=prepare_dropout,
+  check=_check_dropout,
+  distribution="dropout",
 )
 def _aten_native_dropout(key, input, p, train=True):
-  """Without training the input and a mask of True; None is training."""
+  """Without training the input and a mask of True; None is training.
+
+  `p` is a number, or the steps of the probability to keep and one by it.
+  """
   require_float("native_dropout", input.dtype, True, RuntimeError)
   if train is False:
     return input, jnp.ones(input.shape, bool)
-  mask = samplers.bernoulli(key, input.shape, 1.0 - p)
-  scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+  if isinstance(p, tuple):
+    keep, scale = p
+  else:
+    keep = 1.0 - p
+    scale = 0.0 if p == 1 else 1.0 / keep
+  mask = samplers.bernoulli(key, input.shape, keep)
   return jnp.where(mask, input * jnp.asarray(scale, input.dtype), 0), mask
 
 
@@ -279,12 +309,15 @@ def _aten_native_dropout_backward(grad_output, mask, scale):
   return scaled.astype(result_dtype(grad_output, scale))
 
 
-@_sampler(aten._fused_dropout, static=("p",))
+@_sampler(
+  aten._fused_dropout, prepare=_numbers.probability("p", is_kept=True, scales=True)
+)
 def _aten__fused_dropout(key, self, p):
   """`p` is the probability to keep; the mask is uint8."""
   dtype = require_float("_fused_dropout", self.dtype)
-  mask = samplers.bernoulli(key, self.shape, p)
-  return _scaled(self, mask, 1 / p).astype(dtype), mask.astype(jnp.uint8)
+  keep, scale = p if isinstance(p, tuple) else (p, 1 / p)
+  mask = samplers.bernoulli(key, self.shape, keep)
+  return _scaled(self, mask, scale).astype(dtype), mask.astype(jnp.uint8)
 
 
 @op(aten._masked_scale)

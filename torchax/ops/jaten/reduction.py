@@ -15,6 +15,7 @@ from jax import lax
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
+from torchax.ops.jaten import _numbers
 from torchax.ops.names import aten, prims
 from torchax.ops.op_base import promote, to_float
 
@@ -325,7 +326,9 @@ def _aten_std_mean_correction(self, dim=None, correction=None, keepdim=False):
 
 
 def _norm_of_magnitudes(magnitudes, ord, axes, keepdim):
-  if math.isinf(ord):
+  if isinstance(ord, tuple):
+    pass
+  elif math.isinf(ord):
     _require_elements(magnitudes, axes, "linalg.vector_norm", RuntimeError)
     reduce = jnp.max if ord > 0 else jnp.min
     return reduce(magnitudes, axis=axes, keepdims=keepdim)
@@ -336,10 +339,11 @@ def _norm_of_magnitudes(magnitudes, ord, axes, keepdim):
     return jnp.sum(magnitudes, axis=axes, keepdims=keepdim)
   if ord == 2:
     return jnp.sqrt(jnp.sum(jnp.square(magnitudes), axis=axes, keepdims=keepdim))
-  return jnp.sum(magnitudes**ord, axis=axes, keepdims=keepdim) ** (1.0 / ord)
+  order, inverse = _numbers.parts(ord)
+  return jnp.sum(magnitudes**order, axis=axes, keepdims=keepdim) ** inverse
 
 
-@op(aten.linalg_vector_norm, static=("ord",))
+@op(aten.linalg_vector_norm, prepare=_numbers.norm_order("ord"))
 def _aten_linalg_vector_norm(self, ord=2, dim=None, keepdim=False, dtype=None):
   if dtype is not None:
     self = self.astype(mappings.t2j_dtype(dtype))
@@ -348,12 +352,12 @@ def _aten_linalg_vector_norm(self, ord=2, dim=None, keepdim=False, dtype=None):
   return norm.astype(_real_dtype(self.dtype))
 
 
-@op(aten.norm, static=("p",))
+@op(aten.norm, prepare=_numbers.norm_order("p"))
 def _aten_norm(self, p=2, dim=None, keepdim=False, dtype=None):
   return _aten_linalg_vector_norm(self, 2 if p is None else p, dim, keepdim, dtype)
 
 
-@op(aten.dist, static=("p",))
+@op(aten.dist, prepare=_numbers.norm_order("p"))
 def _aten_dist(self, other, p=2):
   left, right = promote(self, other)
   return _aten_linalg_vector_norm(left - right, p)
@@ -481,15 +485,18 @@ def _aten_nanmedian(self, dim=None, keepdim=False):
   return _median(self, dim, keepdim, _nanmedian_rank)
 
 
-@op(aten.kthvalue, index_results=(1,))
-def kthvalue(self, k, dim=-1, keepdim=False):
-  """The k-th smallest, counted from 1, of each slice and its index."""
-  array, axis = _axis_of(self, dim)
-  if not 1 <= k <= array.shape[axis]:
+def _check_kthvalue(self, k, dim=-1, keepdim=False):
+  size = self.shape[dim] if self.ndim else 1
+  if not 1 <= k <= size:
     raise RuntimeError(
       f"kthvalue(): selected number k={k} out of range for dimension {dim} of size "
-      f"{array.shape[axis]}."
+      f"{size}."
     )
+
+
+@op(aten.kthvalue, index_results=(1,), check=_check_kthvalue, dynamic=("k",))
+def kthvalue(self, k, dim=-1, keepdim=False):
+  """The k-th smallest, counted from 1, of each slice and its index."""
   return _order_statistic(self, dim, keepdim, lambda values, axis: k - 1)
 
 

@@ -116,7 +116,7 @@ def _aten_flip(self, dims):
   return lax.rev(self, dims) if self.ndim else self
 
 
-@op(aten.roll)
+@op(aten.roll, dynamic=("shifts",))
 def _aten_roll(self, shifts, dims=()):
   """Without `dims`, rolls the flattened array and restores its shape."""
   shifts, dims = _as_tuple(shifts), _as_tuple(dims)

@@ -13,6 +13,7 @@ def register_function(
   is_view_op: bool = False,
   kind: Kind | None = None,
   saves_residuals: bool = False,
+  dynamic: tuple[str, ...] = (),
   compiled: bool | None = None,
   rules: Callable | None = None,
   is_builtin: bool = False,
@@ -29,6 +30,8 @@ def register_function(
     kind: in place of the flags.
     saves_residuals: the gradient uses results of the forward pass, for functions that
       cost much; otherwise it starts again from the arguments.
+    dynamic: names of numbers that may change without recompiling: all but the first
+      ones that a function sees are operands, and arrive as traced scalars.
     compiled: False where the result's shape depends on data. By default this is
       noticed: a function that fails compiled and runs without is not compiled any more.
     rules: called with the arguments, tensors or arrays; gives the rules for the numbers
@@ -57,6 +60,7 @@ def register_function(
           is_view_op=is_view_op,
           kind=kind,
           saves_residuals=saves_residuals,
+          dynamic=dynamic,
           compiled=compiled,
           rules=rules,
           is_builtin=is_builtin,

@@ -39,10 +39,11 @@ def _scaled_dot_product_attention(
     value,
     attn_mask,
     keep_mask,
-    dropout_p=float(dropout_p),
+    survivor_scale=attention.scale_of_survivors(dropout_p) if dropout_p else None,
     is_causal=is_causal,
     scale=scale,
     enable_gqa=enable_gqa,
+    numbers=("scale", "survivor_scale"),
   )
 
 

@@ -11,6 +11,7 @@ from torchax import _torch_compat
 from torchax.core import grad_mode
 from torchax.ops.builtin import op
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
+from torchax.ops.jaten.random import prepare_dropout
 from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, aten, functions
 from torchax.ops.ops_registry import Kind
@@ -26,7 +27,7 @@ _library.define("dropout(Tensor input, float p) -> Tensor")
 _forward = torch.ops.torchax.dropout.default
 
 
-@op(_forward, kind=Kind.SAMPLER, static=("p",))
+@op(_forward, kind=Kind.SAMPLER, prepare=prepare_dropout)
 def _dropout_forward(key, input, p):
   return native_dropout(key, input, p)[0]
 

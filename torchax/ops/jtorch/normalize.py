@@ -13,13 +13,13 @@ from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, functions
 
 
-@register_function(F.layer_norm, functions.layer_norm)
+@register_function(F.layer_norm, functions.layer_norm, dynamic=("eps",))
 def _layer_norm(
   input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
 ):
   return _aten_native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
 
 
-@register_function(F.rms_norm, functions.rms_norm)
+@register_function(F.rms_norm, functions.rms_norm, dynamic=("eps",))
 def _rms_norm(input, normalized_shape, weight=None, eps=None):
   return _aten__fused_rms_norm(input, normalized_shape, weight, eps)[0]

@@ -1,0 +1,130 @@
+"""What becomes of numbers before they are operands of a compiled lowering.
+
+Each function takes the arguments of an operation by name and changes them. A number
+whose value leads to code of its own becomes a `StaticValue`, of which there are few;
+one that is computed with is computed on the host, in Python's precision.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import torch
+
+from torchax.core.static_values import StaticValue
+from torchax.ops import mappings
+from torchax.rng import samplers, units
+
+# Of these a program may be made; others share one.
+_PLAIN_PROBABILITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def _is_real(value) -> bool:
+  return type(value) in (int, float)
+
+
+def dtype_of(value):
+  """The JAX dtype of a tensor or of an array that stands for one."""
+  dtype = value.dtype
+  return mappings.t2j_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
+
+
+def probability(name: str, is_kept: bool = False, scales: bool = False) -> Callable:
+  """Makes a probability the `units.steps_below` of what a mask is drawn with.
+
+  Args:
+    name: of the argument. Where it is no number it stays as it is.
+    is_kept: it is the probability of True; otherwise of False.
+    scales: what is kept is divided by the probability to keep: (steps, scale).
+  """
+
+  def prepare(given: dict) -> None:
+    p = given.get(name)
+    if not _is_real(p):
+      return
+    keep = p if is_kept else 1.0 - p
+    steps = units.steps_below(keep)
+    if steps is None or keep in _PLAIN_PROBABILITIES:
+      given[name] = StaticValue(p)
+    else:
+      given[name] = (steps, 1.0 / keep) if scales else steps
+
+  return prepare
+
+
+def integers(low: str, high: str) -> Callable:
+  """Makes the upper bound of a range of integers a (low, span) for `integers_from`.
+
+  Args:
+    low, high: names of the bounds; without a lower one it is 0, and where the upper one
+      is no number, or there are none between, both stay as they are.
+  """
+
+  def prepare(given: dict) -> None:
+    first, end = given.get(low, 0), given.get(high)
+    if type(first) is int and type(end) is int and first < end:
+      given[high] = samplers.range_operands(first, end)
+      if low in given:
+        given[low] = None
+
+  return prepare
+
+
+def static_if(name: str, *, is_static: Callable[[float], bool]) -> Callable:
+  """Makes a number static where a function says so of its value.
+
+  Args:
+    name: of the argument.
+    is_static: `number -> bool`; what is no number stays as it is.
+  """
+
+  def prepare(given: dict) -> None:
+    value = given.get(name)
+    if isinstance(value, int | float) and is_static(value):
+      given[name] = StaticValue(value)
+
+  return prepare
+
+
+def power(simple) -> Callable:
+  """Makes an exponent static that has code of its own, and one of narrow integers.
+
+  Args:
+    simple: exponents that are computed by products and roots.
+  """
+
+  def prepare(given: dict) -> None:
+    exponent, dtype = given["exponent"], dtype_of(given["self"])
+    if not _is_real(exponent):
+      if type(exponent) in (bool, complex):
+        given["exponent"] = StaticValue(exponent)
+      return
+    is_exact = type(exponent) is int and not jnp.issubdtype(dtype, jnp.inexact)
+    if is_exact and exponent < 0:
+      raise RuntimeError("Integers to negative integer powers are not allowed.")
+    is_narrow = is_exact and (dtype == jnp.bool_ or jnp.iinfo(dtype).bits < 32)
+    if exponent in simple or exponent == 0 or is_narrow:
+      given["exponent"] = StaticValue(exponent)
+
+  return prepare
+
+
+def norm_order(name: str) -> Callable:
+  """Makes the order of a norm a pair: the order, and one by it.
+
+  Whole numbers and infinity have code of their own and stay what they are.
+  """
+
+  def prepare(given: dict) -> None:
+    order = given.get(name)
+    if not _is_real(order):
+      return
+    is_plain = type(order) is int or not math.isfinite(order) or order == int(order)
+    given[name] = StaticValue(order) if is_plain else (order, 1.0 / order)
+
+  return prepare
+
+
+def parts(order) -> tuple:
+  """An order of a norm, prepared or not, and one by it."""
+  return order if isinstance(order, tuple) else (order, 1.0 / order)
