@@ -233,3 +233,23 @@ def test_complex_gradients_are_conjugated_as_jax_has_them():
   array = jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)
   found = jax.grad(jax_view(lambda x: x.abs().sum()))(array)
   _assert_equal(found, jax.grad(lambda x: jnp.abs(x).sum())(array))
+
+
+def test_a_formula_that_checks_numbers_goes_on_in_a_trace():
+  """That of complex singular vectors asks whether the loss depends on their phase."""
+
+  def function(x):
+    left, values, right = torch.linalg.svd(x)
+    return ((left * values) @ right).real.pow(2).sum()
+
+  array = jnp.asarray([[1 + 2j, 3 - 1j], [0.5j, 2 + 1j]], jnp.complex64)
+  found = jax.jit(jax.grad(jax_view(function)))(array)
+  np.testing.assert_allclose(found, 2 * array.real, atol=1e-5)
+
+
+def test_sgn_of_complex_numbers_turns():
+  array = jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)
+  found = jax.grad(jax_view(lambda x: x.sgn().real.sum()))(array)
+  leaf = torch.tensor([1 + 2j, 3 - 1j]).requires_grad_()
+  leaf.sgn().real.sum().backward()
+  _assert_equal(found, leaf.grad.conj().resolve_conj())

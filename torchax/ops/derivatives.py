@@ -10,6 +10,7 @@ from torchax.ops.names import aten, resolve
 _PACKETS = (
   # At zero, and at equal elements.
   aten.abs,
+  aten.sgn,
   aten.i0,
   aten.norm,
   aten.linalg_vector_norm,
