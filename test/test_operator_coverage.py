@@ -39,7 +39,7 @@ def test_a_difference_is_named_with_its_reason(page):
 
 
 def test_an_operator_is_as_good_as_its_worst_dtype(page):
-  assert "| `add` | float32, int64 | ✗ | – | ✓ | – | – | – |" in page
+  assert "| `add` | float32, int64 | ✗ | – | – | ✓ | – | – | – |" in page
 
 
 def test_the_last_report_of_an_operator_counts(tmp_path):

@@ -16,9 +16,12 @@ from torchax.dispatch import derivatives
 from torchax.interop import gradient_checkpoint, jax_value_and_grad, jax_view
 from torchax.ops import ops_registry
 
+aten = torch.ops.aten
+
 ZERO = torch.zeros(4)
 TIED = torch.tensor([1.0, 3.0, 3.0, 3.0])
 MIXED = torch.tensor([-1.0, 0.0, 0.0, 2.0])
+POSITIVE = torch.tensor([2.0, 1.0, 1.0, 2.0])
 TABLE = torch.arange(12.0).reshape(4, 3)
 INDEX = (0, 2, 2, 0)
 LABELS = (1, -100, 2, 0)
@@ -66,6 +69,13 @@ ROWS = {
   "std": (lambda x: x.std(), ZERO),
   "std_mean": (lambda x: sum(torch.std_mean(x)), ZERO),
   "det": (lambda x: torch.linalg.det(x.reshape(2, 2)), ZERO),
+  "cholesky": (lambda x: torch.linalg.cholesky(x.reshape(2, 2)).sum(), POSITIVE),
+  "eigvalsh": (lambda x: torch.linalg.eigvalsh(torch.diag(x)).sum(), ZERO),
+  "matrix_exp": (lambda x: torch.linalg.matrix_exp(x.reshape(2, 2)).sum(), MIXED),
+  "safe_softmax": (
+    lambda x: aten._safe_softmax(x.log().reshape(2, 2), 1).pow(2).sum(),
+    torch.tensor([0.0, 0.0, 1.0, 2.0]),
+  ),
   "i0": (lambda x: torch.i0(x).sum(), MIXED),
   "hypot": (lambda x: torch.hypot(x, torch.zeros_like(x)).sum(), MIXED),
   "atan2": (lambda x: torch.atan2(x, torch.zeros_like(x)).sum(), MIXED),
@@ -98,6 +108,10 @@ ROWS = {
       F.embedding_bag(_long([INDEX], w), w, padding_idx=0, mode="sum").pow(2).sum()
     ),
     TABLE,
+  ),
+  "max_unpool, repeated": (
+    lambda x: F.max_unpool1d(x[None], _long([INDEX], x), 2).pow(2).sum(),
+    torch.full((4,), 3.0),
   ),
   "index, repeated": (lambda w: w[_long(INDEX, w)].pow(2).sum(), TABLE),
 }
@@ -139,7 +153,10 @@ def test_backward_and_grad_are_torchs(name):
 
 # One of each kind: results that the formula saves, indices, numbers, several results,
 # a lowering of tensors.
-KINDS = ("abs", "clamp", "norm", "max(dim)", "std_mean", "det", "embedding, padding")
+KINDS = (
+  *("abs", "clamp", "norm", "max(dim)", "std_mean", "det", "embedding, padding"),
+  *("matrix_exp", "eigvalsh"),
+)
 
 
 MASKED = pytest.mark.xfail(
@@ -216,3 +233,23 @@ def test_complex_gradients_are_conjugated_as_jax_has_them():
   array = jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)
   found = jax.grad(jax_view(lambda x: x.abs().sum()))(array)
   _assert_equal(found, jax.grad(lambda x: jnp.abs(x).sum())(array))
+
+
+def test_a_formula_that_checks_numbers_goes_on_in_a_trace():
+  """That of complex singular vectors asks whether the loss depends on their phase."""
+
+  def function(x):
+    left, values, right = torch.linalg.svd(x)
+    return ((left * values) @ right).real.pow(2).sum()
+
+  array = jnp.asarray([[1 + 2j, 3 - 1j], [0.5j, 2 + 1j]], jnp.complex64)
+  found = jax.jit(jax.grad(jax_view(function)))(array)
+  np.testing.assert_allclose(found, 2 * array.real, atol=1e-5)
+
+
+def test_sgn_of_complex_numbers_turns():
+  array = jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)
+  found = jax.grad(jax_view(lambda x: x.sgn().real.sum()))(array)
+  leaf = torch.tensor([1 + 2j, 3 - 1j]).requires_grad_()
+  leaf.sgn().real.sum().backward()
+  _assert_equal(found, leaf.grad.conj().resolve_conj())

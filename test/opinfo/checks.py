@@ -13,7 +13,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 import torchax
-from torchax.interop import jax_jit
+from torchax.interop import jax_jit, jax_value_and_grad
 from torchax.tensor import Tensor
 
 
@@ -103,6 +103,8 @@ class Checks:
 
   def __init__(self, name: str, op: OpInfo, x64: bool):
     self.name, self.op, self.x64 = name, op, x64
+    # Of the calls that differ in the numbers of their tensors alone.
+    self._programs: dict[tuple, Callable] = {}
 
   def _agree(self, actual, expected, sample, exact) -> None:
     assert_agree(
@@ -150,10 +152,27 @@ class Checks:
 
   def gradient(self, sample: SampleInput) -> None:
     """Gradients of all inputs that torch differentiates, by eager autograd."""
-    skip, (expected, leaves) = self._cpu_gradient(sample)
+    skip, (expected, _) = self._cpu_gradient(sample)
     torch.manual_seed(0)
     with torchax.default_env():
       actual = self._gradients(sample, "jax", skip)[0]
+    self._gradients_agree(actual, expected, sample, skip)
+
+  def jax_gradient(self, sample: SampleInput) -> None:
+    """The same by `jax_value_and_grad`, compiled."""
+    skip, (expected, weights) = self._cpu_gradient(sample)
+    call = DifferentiatedCall(self.op, sample, skip, weights)
+    program = self._programs.setdefault(call.key, call.compiled())
+    torch.manual_seed(0)
+    with torchax.default_env():
+      actual = call.gradients(program)
+    actual = [
+      None if want is None and not have.any() else have
+      for have, want in zip(actual, expected, strict=True)
+    ]
+    self._gradients_agree(actual, expected, sample, skip)
+
+  def _gradients_agree(self, actual, expected, sample, skip) -> None:
     if is_drawn(self.name, sample):
       actual, expected = without_numbers(actual), without_numbers(expected)
     exact = _exactly_gradient(self, sample, skip)
@@ -167,22 +186,26 @@ class Checks:
       try:
         torch.manual_seed(0)
         return skip, self._gradients(sample, "cpu", skip)
-      except RuntimeError as error:
+      except Exception as error:
         refused = _refused(error, parts, skip)
         if refused is None:
           raise NotComparable(f"{type(error).__name__}: {error}") from error
         skip.add(id(refused))
 
   def _gradients(self, sample, device, skip, parts=None):
-    """Gradients of a fixed weighting of the results."""
+    """Gradients of a fixed weighting of the results, and the weights by place."""
     args, kwargs = copied(parts or _parts(sample), device, True, skip)
     result = sample.output_process_fn_grad(self.op(*args, **kwargs))
-    outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    results = enumerate(tensors_of(result))
+    outputs = {place: tensor for place, tensor in results if tensor.requires_grad}
     leaves = [leaf for leaf in tensors_of((args, kwargs)) if leaf.requires_grad]
     if not outputs:
       raise NotComparable("no result is differentiable")
-    weights = [_weights(output, place) for place, output in enumerate(outputs)]
-    return torch.autograd.grad(outputs, leaves, weights, allow_unused=True), leaves
+    drawn = [_weights(output, seed) for seed, output in enumerate(outputs.values())]
+    found = torch.autograd.grad(
+      list(outputs.values()), leaves, drawn, allow_unused=True
+    )
+    return found, dict(zip(outputs, drawn))
 
   def in_place(self, sample: SampleInput) -> None:
     """The in-place form changes its input as CPU torch does, or refuses as well."""
@@ -265,6 +288,70 @@ def assert_same_refusal(ours: Exception, theirs: Exception) -> None:
   )
 
 
+class DifferentiatedCall:
+  """One call of an operator, whose gradients JAX takes.
+
+  Args:
+    op: the operator.
+    sample: what it is called with.
+    skip: the ids of tensors that are held constant.
+    weights: of the resulting tensors that are differentiated, by place.
+  """
+
+  def __init__(self, op: OpInfo, sample: SampleInput, skip: set, weights: dict):
+    leaves, self._spec = pytree.tree_flatten(_parts(sample))
+    self._op, self._outputs = op, sample.output_process_fn_grad
+    self._weights = {str(place): copied(w, "jax") for place, w in weights.items()}
+    self._leaves = copied(leaves, "jax")
+    # A tensor that is there twice is one operand.
+    first = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    wanted = [t for t in tensors if _is_differentiable(t) and id(t) not in skip]
+    self._asked = [first[id(tensor)] for tensor in wanted]
+    self._origin = [first[id(leaf)] for leaf in leaves]
+    self._tensors = sorted({first[id(tensor)] for tensor in tensors})
+
+  @property
+  def key(self) -> tuple:
+    """Equal for calls that one program computes."""
+    numbers = [leaf for leaf in self._leaves if not isinstance(leaf, torch.Tensor)]
+    # Its structure is in the origins: slices among the numbers have no hash.
+    return (
+      *(repr(numbers), repr(self._spec), self._outputs),
+      *(tuple(self._asked), tuple(self._origin), tuple(self._weights)),
+    )
+
+  def compiled(self) -> Callable:
+    """The program: of what is differentiated, of what is not, and of weights."""
+
+    def weighted(wanted, rest, weights):
+      given = wanted | rest
+      filled = [
+        given.get(str(place), leaf) for place, leaf in zip(self._origin, self._leaves)
+      ]
+      args, kwargs = pytree.tree_unflatten(filled, self._spec)
+      results = tensors_of(self._outputs(self._op(*args, **kwargs)))
+      total = 0.0
+      for place, weight in weights.items():
+        product = results[int(place)] * weight.conj()
+        total = total + (product.real if product.is_complex() else product).sum()
+      return total
+
+    return jax_jit(jax_value_and_grad(weighted))
+
+  def gradients(self, program: Callable) -> list[Tensor]:
+    """The gradients as torch has them, one for each tensor that is differentiated."""
+    wanted = {str(place): self._leaves[place] for place in self._asked}
+    rest = {
+      str(place): self._leaves[place]
+      for place in self._tensors
+      if place not in self._asked
+    }
+    _, found = program(wanted, rest, self._weights)
+    # JAX's gradient by a complex number is the conjugate of torch's.
+    return [found[str(place)].conj().resolve_conj() for place in self._asked]
+
+
 def _exactly_gradient(checks: Checks, sample, skip) -> Callable:
   def compute():
     leaves, spec = pytree.tree_flatten(_parts(sample))
@@ -284,7 +371,7 @@ def _weights(output: torch.Tensor, seed: int) -> torch.Tensor:
   return drawn.bfloat16().to(output.dtype).to(output.device)
 
 
-def _refused(error: RuntimeError, parts, skip):
+def _refused(error: Exception, parts, skip):
   """The next input to hold constant, if torch says that one has no derivative."""
   if "not differentiable with respect to argument" not in str(error):
     return None

@@ -11,7 +11,8 @@ import torch
 
 from torchax.errors import TracedStateError, UnsupportedDtypeError
 
-CHECKS = ("forward", "jit", "gradient", "in_place", "out", "error")
+CHECKS = ("forward", "jit", "gradient", "jax_gradient", "in_place", "out", "error")
+GRADIENTS = ("gradient", "jax_gradient")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ DIFFERENCES: tuple[Difference, ...] = (
   ),
   Difference(
     (*("argwhere", "bincount", "combinations", "masked_select", "nonzero", "unique*"),),
-    ("jit",),
+    ("jit", "jax_gradient"),
     ON_VALUES,
     TypeError,
     message="unknown inside a JAX transformation",
@@ -77,7 +78,7 @@ DIFFERENCES: tuple[Difference, ...] = (
       *("item", "allclose", "equal", "narrow", "istft", "nn.functional.one_hot"),
       *("repeat_interleave", "tensor_split"),
     ),
-    ("jit",),
+    ("jit", "jax_gradient"),
     ON_NUMBER,
     TracedStateError,
   ),
@@ -131,7 +132,7 @@ DIFFERENCES: tuple[Difference, ...] = (
   ),
   Difference(
     ("nn.functional.embedding",),
-    ("gradient",),
+    GRADIENTS,
     "sparse gradients: torchax holds dense tensors and says so",
     UnsupportedDtypeError,
   ),
@@ -144,7 +145,7 @@ DIFFERENCES: tuple[Difference, ...] = (
   ),
   Difference(
     ("nn.functional.embedding_bag",),
-    ("gradient",),
+    GRADIENTS,
     "sparse gradients: torchax holds dense tensors and says so",
     NotImplementedError,
     message="sparse=False",
@@ -161,7 +162,7 @@ DIFFERENCES: tuple[Difference, ...] = (
   ),
   Difference(
     ("sort", "msort", "topk", "mode"),
-    ("gradient",),
+    GRADIENTS,
     "among equal elements either may have the gradient; bfloat16 has many",
     dtypes=(torch.bfloat16,),
     message="not close",
@@ -175,7 +176,7 @@ DIFFERENCES: tuple[Difference, ...] = (
   ),
   Difference(
     ("special.bessel_j?", "special.bessel_y?"),
-    ("gradient",),
+    GRADIENTS,
     "torch differentiates them since 2.15, by the same kernels: off by up to 9e-7 in "
     "double precision, ours by 3e-14 (mpmath)",
     dtypes=(torch.float64,),
@@ -183,14 +184,14 @@ DIFFERENCES: tuple[Difference, ...] = (
   ),
   Difference(
     ("masked.prod", "masked.amax", "masked.amin"),
-    ("gradient",),
+    GRADIENTS,
     "the gradient at an infinite element: NaN on the CPU, as infinity times False; XLA "
     "makes a choice of such a product, and gives 0",
     message="nan",
   ),
   Difference(
     ("nn.functional.normalize",),
-    ("gradient",),
+    GRADIENTS,
     "the norm over one element has the gradient 0: both results are what is left of "
     "terms that cancel, torch's up to 0.016 and ours up to 0.063",
     dtypes=(torch.bfloat16,),
@@ -198,7 +199,7 @@ DIFFERENCES: tuple[Difference, ...] = (
   ),
   Difference(
     ("nn.functional.multi_head_attention_forward",),
-    ("forward", "gradient"),
+    ("forward", *GRADIENTS),
     "logits of some hundred, where one unit in the last place of bfloat16 changes a "
     "softmax by half; with inputs around 1 the errors of both are the same",
     dtypes=(torch.bfloat16,),
@@ -206,7 +207,7 @@ DIFFERENCES: tuple[Difference, ...] = (
   ),
   Difference(
     ("nn.functional.linear_cross_entropy.chunked*",),
-    ("gradient",),
+    GRADIENTS,
     "torch takes the chunked path for int64 labels alone, without x64 the other one, "
     "which does not differentiate class weights",
     RuntimeError,

@@ -13,8 +13,17 @@ from opinfo import database, expectations
 from opinfo.checks import Checks, NotComparable
 from packaging import version
 
-# How many inputs each check takes.
-FULL = {"forward": 10, "gradient": 10, "jit": 3, "in_place": 3, "out": 3, "error": None}
+# How many inputs each check takes. In the quick form `test_edge_gradients.py` has the
+# gradients by JAX: one compiled function serves an input and its edge points.
+FULL = {
+  "forward": 10,
+  "gradient": 10,
+  "jax_gradient": 10,
+  "jit": 3,
+  "in_place": 3,
+  "out": 3,
+  "error": None,
+}
 QUICK = {
   torch.float32: {
     "forward": 2,
@@ -35,7 +44,7 @@ X64 = (torch.int64, torch.float64)
 
 
 def _is_asked(check: str, op, dtype: torch.dtype) -> bool:
-  if check == "gradient":
+  if check in ("gradient", "jax_gradient"):
     return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
   if check == "in_place":
     return op.inplace_variant is not None

@@ -195,3 +195,12 @@ def test_an_ex_function_reports_the_failure_in_info():
 def test_matrices_must_be_square():
   with torchax.default_env(), pytest.raises(RuntimeError):
     torch.linalg.inv(TALL.to("jax"))
+
+
+def test_singular_values_of_a_matrix_with_an_infinity_are_nan():
+  """XLA's algorithm for the CPU would not end."""
+  matrices = torch.eye(3).expand(2, 3, 3).clone()
+  matrices[0, 0, 0] = torch.inf
+  values = torch.linalg.svdvals(matrices.to("jax")).cpu()
+  assert values[0].isnan().all()
+  torch.testing.assert_close(values[1], torch.ones(3))

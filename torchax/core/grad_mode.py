@@ -86,6 +86,11 @@ def in_formula() -> Iterator[None]:
     yield
 
 
+def runs_formula() -> bool:
+  """Whether what runs is torch's backward formula, in place of JAX's derivative."""
+  return _formula.is_running
+
+
 def detaches() -> bool:
   """Whether `detach` has JAX see no derivative."""
   return not (_jax_compat.is_top_level() or _saved.are_handed_out)

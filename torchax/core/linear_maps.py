@@ -16,6 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 # (residuals, cotangents, wanted) -> the cotangents of the operands that are wanted.
+# A cotangent that is None is 0, and its part of a formula is not to be computed: where
+# a derivative is infinite, as that of equal eigenvectors, 0 times it would be NaN.
 Transpose = Callable[[Sequence, Sequence, tuple[bool, ...]], list]
 
 
@@ -24,7 +26,8 @@ def linear_map(transpose: Transpose, residuals, operands, results) -> list[jax.A
 
   Args:
     transpose: `(residuals, cotangents, wanted) -> cotangents` of the operands for which
-      the tuple `wanted` is true. Cotangents are lists of arrays, shaped as the results.
+      the tuple `wanted` is true. Cotangents are lists of arrays, shaped as the results;
+      None of a result that nothing depends on.
     residuals: arrays on which the map depends in any way.
     operands: arrays of floats or complex numbers.
     results: the abstract values of the results, as `jax.typeof` gives them.
@@ -92,8 +95,7 @@ def _jvp(primals, tangents, *, transpose, count, results):
 def _transpose(cotangents, *args, transpose, count, results):
   wanted = tuple([ad.is_undefined_primal(arg) for arg in args[count:]])
   given = [
-    jnp.zeros(result.shape, result.dtype) if type(cotangent) is ad.Zero else cotangent
-    for cotangent, result in zip(cotangents, results)
+    None if type(cotangent) is ad.Zero else cotangent for cotangent in cotangents
   ]
   found = iter(transpose(args[:count], given, wanted))
   return [None] * count + [next(found) if want else None for want in wanted]

@@ -53,21 +53,18 @@ class _Rule:
         tensor.requires_grad_()
       args, kwargs = self.arguments.filled(tensors)
       results = [r for r in _tensors(self.func(*args, **kwargs)) if is_inexact(r.jax())]
-      seeds = [new_tensor(array, self.env) for array in conjugate(cotangents)]
-      pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
+      given = zip(results, cotangents, strict=True)
+      pairs = [(r, c) for r, c in given if r.requires_grad and c is not None]
       found = [None] * len(sources)
       if pairs:
-        found = torch.autograd.grad(*_columns(pairs, sources), allow_unused=True)
+        results, seeds = zip(*pairs)
+        seeds = [new_tensor(array, self.env) for array in conjugate(seeds)]
+        found = torch.autograd.grad(results, sources, seeds, allow_unused=True)
       arrays = [
         jnp.zeros_like(source.jax()) if gradient is None else gradient.jax()
         for source, gradient in zip(sources, found)
       ]
     return conjugate(arrays)
-
-
-def _columns(pairs, sources):
-  results, seeds = zip(*pairs)
-  return results, sources, seeds
 
 
 def _tensors(tree) -> list[Tensor]:

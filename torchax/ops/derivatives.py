@@ -10,6 +10,7 @@ from torchax.ops.names import aten, resolve
 _PACKETS = (
   # At zero, and at equal elements.
   aten.abs,
+  aten.sgn,
   aten.i0,
   aten.norm,
   aten.linalg_vector_norm,
@@ -28,6 +29,8 @@ _PACKETS = (
   aten.logit,
   aten.special_entr,
   aten.special_log_ndtr,
+  aten.special_ndtri,
+  aten.special_erfcx,
   aten.polar,
   aten.binary_cross_entropy,
   aten.mvlgamma,
@@ -35,6 +38,7 @@ _PACKETS = (
   aten.atan2,
   aten.pow,
   aten.xlogy,
+  aten.special_xlog1py,
   # At their bounds.
   aten.clamp,
   aten.clamp_min,
@@ -59,13 +63,15 @@ _PACKETS = (
   aten.scatter,
   aten.segment_reduce,
   aten.as_strided_scatter,
+  # Coordinates on a corner.
+  aten.grid_sampler_2d,
+  aten.grid_sampler_3d,
   # Infinities: rows that are masked throughout, and limits.
   aten._safe_softmax,
   aten._prelu_kernel,
   aten.binary_cross_entropy_with_logits,
   aten.logaddexp,
   aten.logaddexp2,
-  aten.logcumsumexp,
   aten.logsumexp,
   aten.smooth_l1_loss,
   aten.huber_loss,
