@@ -15,7 +15,8 @@ import torchax
 from torchax.interop import torch_view
 from torchax.ops import jaten, jtorch
 
-ROOT = pathlib.Path(__file__).parents[2]
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
 FACTS = json.loads((ROOT / "test" / "upstream_names.json").read_text())
 PLACES = {"lowerings": jaten, "functions": jtorch}
 
@@ -156,6 +157,13 @@ def test_what_means_something_else_is_upstreams_and_in_the_changelog():
     first = re.match(r"`([^`]+)`", row).group(1)
     assert first in NEWS, f"the changelog does not say {first}"
     assert words & set(re.findall(r"\w+", first)), f"upstream has no {first}"
+
+
+def test_the_table_of_what_runs_names_the_tests():
+  rows = re.findall(r"^\|.*\|$", _section(GUIDE, "Runs here"), re.M)[2:]
+  named = [set(re.findall(r"`(test_\w+\.py)`", row.split("|")[3])) for row in rows]
+  assert all(named)
+  assert set().union(*named) == {p.name for p in HERE.glob("test_*.py")}
 
 
 def test_lowerings_compute_with_arrays():
