@@ -143,7 +143,7 @@ class InPlacePlan:
     try:
       written = plan.run(args, kwargs, [*bases, *operands], key, write)
     except EXPLAINED as error:
-      raise_as_torch(error, self.op, args, kwargs)
+      raise_as_torch(error, self.op, args, kwargs, plan.operator.rules)
       raise
     results = written if self.writes_lists else (written,)
     is_stopped = type(results[0]) is not _ArrayImpl and grad_mode.is_stopped()

@@ -25,7 +25,7 @@ from torchax.devices import placement
 from torchax.dispatch import compiling, derivatives, index_checks
 from torchax.dispatch.operands import IGNORED, Flattener, strong
 from torchax.errors import MixedDeviceError, RngError
-from torchax.ops import mappings
+from torchax.ops import mappings, real_numbers
 from torchax.ops.derivatives import formula_of
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
@@ -63,6 +63,7 @@ class Plan:
     self._is_special = bool(operator.index_results) or takes_device
     # JAX is given torch's derivative.
     self._formula = formula_of(op)
+    self._is_real = real_numbers.are_asked(self.name) and operator.is_builtin
     # Where a lowering is a part of what is traced and not a program of its own.
     self._is_inlined = (
       _jax_compat.is_traced if self._formula else _jax_compat.is_staging
@@ -84,7 +85,7 @@ class Plan:
       else:
         result = self.run(args, kwargs, operands, key)
     except EXPLAINED as error:
-      raise_as_torch(error, self.op, args, kwargs)
+      raise_as_torch(error, self.op, args, kwargs, self.operator.rules)
       raise
     if type(result) is _ArrayImpl and not self._is_special:
       return new_tensor(result, self.env)
@@ -239,6 +240,8 @@ class Plan:
     return _written_base(base, write, result)
 
   def _lower(self, args, kwargs):
+    if self._is_real:
+      real_numbers.require(self.name, args, kwargs)
     if self.operator.kind is Kind.ENV_ARRAYS:
       return self.operator.func(*args, **kwargs, env=self.env)
     return self.operator.func(*args, **kwargs)
@@ -318,7 +321,7 @@ EXPLAINED = (TypeError, ValueError, RuntimeError)
 """What JAX raises that `raise_as_torch` may have better words for."""
 
 
-def raise_as_torch(error: Exception, op, args, kwargs) -> None:
+def raise_as_torch(error: Exception, op, args, kwargs, rules=None) -> None:
   """Raises torch's own error for wrong arguments, where its shape check has one.
 
   Only in place of JAX's plain TypeError and ValueError: errors of a class of their own
@@ -331,6 +334,8 @@ def raise_as_torch(error: Exception, op, args, kwargs) -> None:
   if _jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
   is_plain = type(error) in (TypeError, ValueError)
+  if is_plain and rules is not None:
+    index_checks.require_dtypes(rules(*args, **(kwargs or {})), str(op))
   if is_plain and isinstance(op, _torch_compat.OpOverload) and op.namespace == "aten":
     # Where torch has no shape check that runs here, there is no better error to raise.
     no_check = contextlib.suppress(NotImplementedError, MixedDeviceError)
