@@ -321,6 +321,9 @@ EXPLAINED = (TypeError, ValueError, RuntimeError)
 """What JAX raises that `raise_as_torch` may have better words for."""
 
 
+_BROADCAST = "Incompatible shapes for broadcasting"
+
+
 def raise_as_torch(error: Exception, op, args, kwargs, rules=None) -> None:
   """Raises torch's own error for wrong arguments, where its shape check has one.
 
@@ -341,6 +344,10 @@ def raise_as_torch(error: Exception, op, args, kwargs, rules=None) -> None:
     no_check = contextlib.suppress(NotImplementedError, MixedDeviceError)
     with _torch_compat.without_dispatch(), no_check:
       op(*args, **(kwargs or {}))
+  if type(error) is ValueError and _BROADCAST in str(error):
+    raise RuntimeError(
+      f"{op}: the sizes of the tensors do not match and do not broadcast. {error}"
+    ) from error
 
 
 def _written_base(base, write, result):

@@ -199,6 +199,8 @@ def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   if dtype is None:
     dtype = torch.int64 if are_integers else torch.get_default_dtype()
   is_finite = all(map(math.isfinite, (start, end, step)))
+  if dtype is torch.int64 and is_finite and step and not int(step):
+    raise ValueError(f"arange of integers expects a nonzero step, but got step={step}.")
   if dtype is torch.int64 and is_finite:
     start, end, step = int(start), int(end), int(step)
   target = mappings.t2j_dtype(dtype)
