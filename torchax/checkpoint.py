@@ -263,6 +263,20 @@ class _Writer:
     self.arrays: dict[str, Any] = {}
     # Tied weights are one array, which is saved once.
     self._names: dict[int, str] = {}
+    # The containers that a value is in, by their identity.
+    self._around: dict[int, str] = {}
+
+  @contextlib.contextmanager
+  def _inside(self, container, where: str) -> Iterator[None]:
+    """Raises ValueError for a container that holds itself."""
+    if id(container) in self._around:
+      raise ValueError(
+        f"{where} is {self._around[id(container)]} itself, and a checkpoint holds no "
+        "state that contains itself. Leave the reference out."
+      )
+    self._around[id(container)] = where
+    yield
+    del self._around[id(container)]
 
   def node(self, value, where: str, path: tuple[str, ...]):
     """The JSON of a value; `where` names it in errors, `path` its arrays."""
@@ -270,9 +284,11 @@ class _Writer:
     if kind in _PLAIN:
       return value
     if kind in (dict, collections.OrderedDict):
-      return self._dict(value, where, path)
+      with self._inside(value, where):
+        return self._dict(value, where, path)
     if kind in (list, tuple, torch.Size) or _is_named_tuple(value):
-      return self._sequence(value, where, path)
+      with self._inside(value, where):
+        return self._sequence(value, where, path)
     if isinstance(value, rng.RngState):
       state = self.node(value.state_dict(), where, path)
       return {"type": "rng state", "state": state}

@@ -26,7 +26,7 @@ from torch import Tensor as TorchTensor  # in the class here, `torch` is a metho
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode
-from torchax.core.explanations import loses_gradient, no_numbers
+from torchax.core.explanations import loses_gradient, no_numbers, not_assignable
 from torchax.core.storage import Rebindings, Storage, Unplaced
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, read_chain
@@ -564,10 +564,7 @@ def value_of(value, tensor: Tensor):
     TypeError: an array or a number of numpy's, which torch takes nowhere.
   """
   if isinstance(value, np.ndarray | np.generic):
-    raise TypeError(
-      f"can't assign a numpy.{type(value).__name__} to a tensor on {tensor.device}. "
-      f'Make a tensor of it: torch.as_tensor(value, device="{tensor.device}").'
-    )
+    raise not_assignable(value, tensor.device)
   if not isinstance(value, bool | int | float | complex):
     return value
   number = torch.full((), value, dtype=tensor.dtype, device="cpu")

@@ -53,9 +53,9 @@ def _is_asked(check: str, op, dtype: torch.dtype) -> bool:
   return op.supports_out if check == "out" else True
 
 
-def _problem(checks: Checks, check: str, inputs) -> Exception | str | None:
-  """The first failure; else why nothing could be compared, if nothing could."""
-  refused = None
+def _problems(checks: Checks, check: str, inputs) -> list[Exception] | str:
+  """All failures; or why nothing could be compared, if nothing could."""
+  refused, problems = None, []
   compared = 0
   for given in inputs:
     try:
@@ -64,24 +64,23 @@ def _problem(checks: Checks, check: str, inputs) -> Exception | str | None:
     except NotComparable as refusal:
       refused = str(refusal)
     except Exception as error:
-      return error
-  return refused if refused and not compared else None
+      problems.append(error)
+  return refused if refused and not compared and not problems else problems
 
 
-def _verdict(name, check, dtype, problem) -> str:
+def _verdict(name, check, dtype, problems) -> str:
   """What is recorded of a check.
 
   Raises:
-    AssertionError: there is a problem that is not expected.
+    AssertionError: there is a problem that is not expected; the first such one.
   """
   row = expectations.expected(name, check, dtype)
-  if isinstance(problem, str):
-    return f"CPU torch refuses: {problem}"
-  if problem is None:
-    return "right"
-  if row is None or not row.matches(problem):
-    raise AssertionError(f"{check}: {type(problem).__name__}: {problem}") from problem
-  return f"differs: {row.reason}"
+  if isinstance(problems, str):
+    return f"CPU torch refuses: {problems}"
+  for problem in problems:
+    if row is None or not row.matches(problem):
+      raise AssertionError(f"{check}: {type(problem).__name__}: {problem}") from problem
+  return f"differs: {row.reason}" if problems else "right"
 
 
 CASES = database.cases()
@@ -104,9 +103,9 @@ def test_agrees_with_cpu_torch(name, dtype, record_property):
       given = (
         database.error_inputs(op) if is_error else database.samples(op, dtype, most)
       )
-      problem = _problem(Checks(name, op, x64), check, given)
+      problems = _problems(Checks(name, op, x64), check, given)
     try:
-      record_property(check, _verdict(name, check, dtype, problem))
+      record_property(check, _verdict(name, check, dtype, problems))
     except AssertionError as failure:
       record_property(check, "wrong")
       failures.append(failure)

@@ -71,3 +71,11 @@ def loses_gradient() -> ConversionError:
     "tensor)`, which keeps gradients. Where none is wanted, give `jax_view(tensor)`, "
     "or `.detach()` it."
   )
+
+
+def not_assignable(value, device) -> TypeError:
+  """An array or a number of numpy's was assigned to a part of a tensor."""
+  return TypeError(
+    f"can't assign a numpy.{type(value).__name__} to a tensor on {device}. Make a "
+    f'tensor of it: torch.as_tensor(value, device="{device}").'
+  )

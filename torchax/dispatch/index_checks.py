@@ -16,6 +16,7 @@ import torch
 from torchax import _jax_compat
 from torchax.core.view_steps import WHOLE
 from torchax.diagnostics import user_code
+from torchax.ops import mappings
 from torchax.ops.index_rules import Rule
 from torchax.tensor import Tensor
 
@@ -40,6 +41,17 @@ def require(rules: Iterable[Rule], name: str, waits: bool) -> None:
     error = rule.breach(numbers)
     if error is not None:
       raise error
+
+
+def require_dtypes(rules: Iterable[Rule], name: str) -> None:
+  """Raises RuntimeError for indices or labels that are no integers."""
+  for rule in rules:
+    dtype = getattr(rule.numbers, "dtype", None)
+    if isinstance(dtype, torch.dtype) and not rule.is_for(mappings.t2j_dtype(dtype)):
+      raise RuntimeError(
+        f"{name} expects integers, torch.int64, for indices and labels, but got "
+        f"{dtype}. Convert them with `.long()`."
+      )
 
 
 def _known(given, waits: bool) -> np.ndarray | None:

@@ -25,7 +25,7 @@ from torchax.devices import placement
 from torchax.dispatch import compiling, derivatives, index_checks
 from torchax.dispatch.operands import IGNORED, Flattener, PreparedFlattener, strong
 from torchax.errors import MixedDeviceError, RngError
-from torchax.ops import mappings
+from torchax.ops import mappings, real_numbers
 from torchax.ops.derivatives import formula_of
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
@@ -66,6 +66,7 @@ class Plan:
     self._is_special = bool(operator.index_results) or takes_device
     # JAX is given torch's derivative.
     self._formula = formula_of(op)
+    self._is_real = real_numbers.are_asked(self.name) and operator.is_builtin
     # Where a lowering is a part of what is traced and not a program of its own.
     self._is_inlined = (
       _jax_compat.is_traced if self._formula else _jax_compat.is_staging
@@ -242,6 +243,8 @@ class Plan:
     return _written_base(base, write, result)
 
   def _lower(self, args, kwargs):
+    if self._is_real:
+      real_numbers.require(self.name, args, kwargs)
     if self.operator.kind is Kind.ENV_ARRAYS:
       return self.operator.func(*args, **kwargs, env=self.env)
     return self.operator.func(*args, **kwargs)
@@ -321,6 +324,9 @@ EXPLAINED = (TypeError, ValueError, RuntimeError, IndexError)
 """What JAX raises that `raise_as_torch` may have better words for."""
 
 
+_BROADCAST = "Incompatible shapes for broadcasting"
+
+
 def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> None:
   """Raises torch's own error for wrong arguments, where its shape check has one.
 
@@ -336,11 +342,18 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
   if _jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
   is_plain = type(error) in (TypeError, ValueError)
+  if is_plain and operator.rules is not None:
+    rules = operator.rules(*args, **(kwargs or {}))
+    index_checks.require_dtypes(rules, str(op))
   if is_plain and isinstance(op, _torch_compat.OpOverload) and op.namespace == "aten":
     # Where torch has no shape check that runs here, there is no better error to raise.
     no_check = contextlib.suppress(NotImplementedError, MixedDeviceError)
     with _torch_compat.without_dispatch(), no_check:
       op(*args, **(kwargs or {}))
+  if type(error) is ValueError and _BROADCAST in str(error):
+    raise RuntimeError(
+      f"{op}: the sizes of the tensors do not match and do not broadcast. {error}"
+    ) from error
 
 
 def _written_base(base, write, result):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from torchax import _torch_compat
 from torchax.environment import default_env
 from torchax.tensor import Tensor
 
@@ -58,7 +59,8 @@ def _without_environment(function: Callable) -> Callable:
 
   @functools.wraps(function)
   def traced(*args, **kwargs):
-    with default_env().disabled():
+    # Nor do its own numbers pass a mode: they would arrive as Python's.
+    with default_env().disabled(), _torch_compat.without_modes():
       return function(*args, **kwargs)
 
   return traced

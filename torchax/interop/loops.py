@@ -137,7 +137,15 @@ def cond(
     true_fun: function of the operands.
     false_fun: another one with results of the same shapes and dtypes.
     operands: trees of tensors.
+
+  Raises:
+    TypeError: `pred` has other than one element, or the branches do not agree.
   """
+  if isinstance(pred, torch.Tensor) and pred.dim():
+    raise TypeError(
+      f"The condition of cond is a bool or a tensor of shape [], but it has the shape "
+      f"{list(pred.shape)}. Reduce it: `.any()`, `.all()`."
+    )
   index = pred.to(torch.int32) if isinstance(pred, Tensor) else _as_index(int(pred))
   return _run(_switch, (false_fun, true_fun), ("cond",), (index, operands))
 

@@ -148,6 +148,9 @@ def check_layout(tensor: torch.Tensor) -> None:
     )
 
 
+_MOST_DIMS = 64  # of numpy's arrays, which is torch's limit in many operations
+
+
 def t2j(
   t: torch.Tensor, use_dlpack: bool = True, dtype: torch.dtype | None = None
 ) -> jax.Array:
@@ -163,6 +166,7 @@ def t2j(
 
   Raises:
     UnsupportedDtypeError: sparse, quantised or of a dtype unknown to JAX.
+    RuntimeError: of more dimensions than numpy has.
     MixedDeviceError: not on the CPU.
     OverflowError: an int64 value that needs x64 mode.
 
@@ -170,6 +174,10 @@ def t2j(
     NarrowingWarning: float64 values become float32, once; ones that become infinite.
   """
   check_layout(t)
+  if t.dim() > _MOST_DIMS:
+    raise RuntimeError(
+      f"only tensors with up to {_MOST_DIMS} dims are supported, but got {t.dim()}."
+    )
   jax_dtype = t2j_dtype(dtype or t.dtype)
   if t.device.type != "cpu":
     raise MixedDeviceError(

@@ -44,8 +44,59 @@ def _check(query, key, value, attn_mask, is_causal, enable_gqa):
     raise RuntimeError(
       f"Expected attn_mask dtype to be bool or float, but got {attn_mask.dtype}."
     )
+  if not jnp.issubdtype(query.dtype, jnp.floating):
+    raise RuntimeError(
+      "scaled_dot_product_attention expects floating-point tensors, but got "
+      f"{query.dtype}."
+    )
   if enable_gqa:
     _check_groups(query, key, value)
+  mask = None if attn_mask is None else attn_mask.shape
+  require_shapes(query.shape, key.shape, value.shape, mask, enable_gqa)
+
+
+_NAMES = ("query", "key", "value", "mask")
+
+
+def require_shapes(query, key, value, mask=None, enable_gqa=False) -> None:
+  """Raises RuntimeError for shapes that do not belong together.
+
+  Args:
+    query, key, value: the shapes (…, l, e), (…, s, e) and (…, s, v).
+    mask: the shape of the mask, if there is one.
+    enable_gqa: heads may differ.
+  """
+  if min(map(len, (query, key, value))) < 2:
+    return  # refused by its dimensions
+  wrong, heads = None, 3 if enable_gqa else 2
+  leading = _broadcast(*[shape[:-heads] for shape in (query, key, value)])
+  if query[-1] != key[-1]:
+    wrong = "query and key need the same last dimension"
+  elif key[-2] != value[-2]:
+    wrong = "key and value need the same number of positions, their dimension -2"
+  elif leading is None:
+    wrong = f"the dimensions before the last {heads} do not broadcast"
+  elif mask is not None:
+    batch = (*leading, query[-3]) if enable_gqa else leading
+    scores = (*batch, query[-2], key[-2])
+    if _broadcast(mask, scores) != scores:
+      wrong = f"the mask does not broadcast to the scores, {list(scores)}"
+  if wrong is not None:
+    shapes = ", ".join(
+      f"{name} {list(shape)}"
+      for name, shape in zip(
+        ("query", "key", "value", "mask"), (query, key, value, mask)
+      )
+      if shape is not None
+    )
+    raise RuntimeError(f"scaled_dot_product_attention: {wrong}, but got {shapes}.")
+
+
+def _broadcast(*shapes) -> tuple | None:
+  try:
+    return jnp.broadcast_shapes(*map(tuple, shapes))
+  except ValueError:
+    return None
 
 
 def _check_groups(query, key, value):

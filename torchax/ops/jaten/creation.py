@@ -159,7 +159,15 @@ def _new_empty_strided(self, size, stride, *, dtype=None):
 # --- sequences -------------------------------------------------------------------
 
 
+_MOST = 2**63 - 1
+
+
 def _arange_length(start, end, step) -> int:
+  if not all(map(math.isfinite, (start, end, step))):
+    raise RuntimeError(
+      "arange expects finite numbers, but got an unsupported range: "
+      f"{start} -> {end} by {step}."
+    )
   if step == 0:
     raise RuntimeError("arange expects a step that is not zero, but got step=0.")
   if (end - start) * step < 0:
@@ -167,7 +175,13 @@ def _arange_length(start, end, step) -> int:
       f"arange expects a step that leads from start to end, but got start={start}, "
       f"end={end} and step={step}."
     )
-  return math.ceil((end - start) / step)
+  length = math.ceil((end - start) / step)
+  if length > _MOST:
+    raise RuntimeError(
+      f"arange from {start} to {end} by {step} has {length} elements: invalid size, "
+      f"possible overflow? At most {_MOST} have places."
+    )
+  return length
 
 
 def _arange(start, end, step, dtype) -> tuple:
@@ -175,7 +189,10 @@ def _arange(start, end, step, dtype) -> tuple:
   are_integers = all(isinstance(value, int) for value in (start, end, step))
   if dtype is None:
     dtype = torch.int64 if are_integers else torch.get_default_dtype()
-  if dtype is torch.int64:
+  is_finite = all(map(math.isfinite, (start, end, step)))
+  if dtype is torch.int64 and is_finite and step and not int(step):
+    raise ValueError(f"arange of integers expects a nonzero step, but got step={step}.")
+  if dtype is torch.int64 and is_finite:
     start, end, step = int(start), int(end), int(step)
   target = mappings.t2j_dtype(dtype)
   length = _arange_length(start, end, step)

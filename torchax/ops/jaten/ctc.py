@@ -134,6 +134,7 @@ def _length_rules(log_probs, targets, input_lengths, target_lengths, *rest, **na
 def _batched(log_probs, targets, input_lengths, target_lengths):
   """Adds the batch dimension of one where `log_probs` is (T, C)."""
   lengths = (jnp.atleast_1d(jnp.asarray(n)) for n in (input_lengths, target_lengths))
+  targets = targets.astype(jnp.int32)  # torch takes floats, too
   if log_probs.ndim == 2:
     log_probs, targets = log_probs[:, None], jnp.atleast_2d(targets)
   return widen(log_probs), targets, *lengths

@@ -205,8 +205,9 @@ def _aten_allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
 # --- Extrema ------------------------------------------------------------------------
 
 
-def _extremum(name, reduce, self, dim, keepdim, error=IndexError):
+def _extremum(name, reduce, self, dim, keepdim, error=None):
   axes = _axes(self, dim)
+  error = error or (RuntimeError if dim is None or dim == () else IndexError)
   _require_elements(self, axes, name, error)
   return reduce(self, axis=axes, keepdims=keepdim)
 
@@ -224,8 +225,8 @@ def _aten_amin(self, dim=(), keepdim=False):
 @op(aten.aminmax)
 def _aten_aminmax(self, dim=None, keepdim=False):
   return (
-    _extremum("aminmax", jnp.min, self, dim, keepdim, RuntimeError),
-    _extremum("aminmax", jnp.max, self, dim, keepdim, RuntimeError),
+    _extremum("aminmax", jnp.min, self, dim, keepdim),
+    _extremum("aminmax", jnp.max, self, dim, keepdim),
   )
 
 

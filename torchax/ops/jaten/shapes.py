@@ -289,7 +289,7 @@ def _aten_diagonal_backward(grad_output, input_sizes, offset, dim1, dim2):
 
 @op(aten.diag_embed)
 def _aten_diag_embed(self, offset=0, dim1=-2, dim2=-1):
-  if dim1 % (self.ndim + 1) == dim2 % (self.ndim + 1):
+  if dim_of(dim1, self.ndim + 1) == dim_of(dim2, self.ndim + 1):
     raise RuntimeError(f"diagonal dimensions cannot be identical {dim1}, {dim2}")
   size = self.shape[-1] + abs(offset)
   zeros = jnp.zeros((*self.shape[:-1], size, size), self.dtype)
@@ -431,7 +431,18 @@ def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
 
 @op(aten.narrow_copy)
 def _aten_narrow(self, dim, start, length):
+  if not self.ndim:
+    raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
+  if dim >= self.ndim:
+    # Here torch looks at the dimension twice, and once asserts.
+    raise RuntimeError(f"narrow expects dim < {self.ndim}, but got dim={dim}.")
   dim = dim_of(dim, self.ndim)
+  size = self.shape[dim]
+  if not -size <= start <= size:
+    raise IndexError(
+      f"start out of range (expected to be in range of [{-size}, {size}], but got "
+      f"{start})"
+    )
   start += self.shape[dim] if start < 0 else 0
   if length < 0 or not 0 <= start <= self.shape[dim] - length:
     raise RuntimeError(

@@ -488,6 +488,11 @@ def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
       "torch.linalg.lstsq: expected driver to be one of "
       f"{', '.join(_LSTSQ_OUTPUTS)}, but got {driver!r}."
     )
+  if self.ndim < 2:
+    raise RuntimeError(
+      "torch.linalg.lstsq: input must have at least 2 dimensions, but got the shape "
+      f"{self.shape}."
+    )
   is_vector = _is_vector_side(self, b)
   right = b[..., None] if is_vector else b
   left_vectors, values, right_vectors = singular(self, full_matrices=False)

@@ -29,6 +29,9 @@ def _scaled_dot_product_attention(
     )
   keep_mask = None
   if dropout_p > 0.0:
+    # Before a draw; otherwise where it is compiled.
+    mask = None if attn_mask is None else attn_mask.shape
+    attention.require_shapes(query.shape, key.shape, value.shape, mask, enable_gqa)
     shape = attention.noise_shape(query.shape, key.shape)
     noise = aten.bernoulli.p(query.detach().new_empty(shape), 1.0 - dropout_p)
     keep_mask = noise.to(torch.bool)
