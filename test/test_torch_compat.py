@@ -228,6 +228,25 @@ def test_a_builtin_is_what_its_public_name_says(row):
   assert private is public
 
 
+def test_attention_of_heads_asks_for_handlers_of_its_parts():
+  seen = []
+
+  class Notes(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+      seen.append(func)
+      return func(*args, **(kwargs or {}))
+
+  layer = torch.nn.MultiheadAttention(4, 2)
+  x = torch.ones(3, 4)
+  weights = (layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0)
+  out = (layer.out_proj.weight, layer.out_proj.bias)
+  with Notes():
+    found, _ = _torch_compat.attention_of_heads(x, x, x, 4, 2, *weights, *out)
+  assert {_torch_compat.linear, torch.nn.functional.softmax} <= set(seen)
+  assert torch.nn.functional.multi_head_attention_forward not in seen
+  torch.testing.assert_close(found, layer(x, x, x)[0])
+
+
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
 def test_a_recurrent_builtin_reaches_function_modes(name):
   seen = []

@@ -29,7 +29,7 @@ from torchax.compilation import CompileOptions, compile
 from torchax.config import Configuration
 from torchax.core import programs, storage
 from torchax.devices import forks, placement, streams
-from torchax.diagnostics import tracebacks
+from torchax.diagnostics import compile_times, tracebacks
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import (
   applied_functions,
@@ -146,6 +146,7 @@ def _compose() -> None:
   programs.Bound.most = staticmethod(
     lambda: default_env().config.compilation_cache_size
   )
+  programs.Bound.on_first = staticmethod(compile_times.listen)
   Environment.on_creation = [
     backward.register_functions,
     factories.register_functions,

@@ -6,6 +6,7 @@
   graphs      the ATen graphs of `torch.compile`: of the forward and the backward pass
   operands    their inputs: name, dtype, shape, and which one holds the key
   draws       their random operations: number, operation, shape, module, line of code
+  compiles    compilations that take more than a few seconds, while they do
 
 All goes to loggers below "torchax", whose level is INFO while something is on.
 """
@@ -13,7 +14,7 @@ All goes to loggers below "torchax", whose level is INFO while something is on.
 import logging
 import os
 
-KINDS = ("recompiles", "graphs", "operands", "draws")
+KINDS = ("recompiles", "graphs", "operands", "draws", "compiles")
 VARIABLE = "TORCHAX_LOGS"
 
 _root = logging.getLogger("torchax")
@@ -24,8 +25,8 @@ def set_logs(**kinds: bool) -> None:
   """Says what is logged from now on.
 
   Args:
-    kinds: `recompiles`, `graphs`, `operands`, `draws`; those not named stay as they
-      are.
+    kinds: `recompiles`, `graphs`, `operands`, `draws`, `compiles`; those not named stay
+      as they are.
 
   Raises:
     ValueError: a name that is none of these.

@@ -143,6 +143,22 @@ def test_a_size_that_is_none_is_refused(size):
   assert config.compilation_cache_size == before
 
 
+def test_a_new_length_of_a_layer():
+  """Forward and backward pass; attention is a function of few programs."""
+  layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).to("jax")
+
+  def step(length):
+    before = programs.count()
+    layer(torch.ones(1, length, 8, device="jax")).sum().backward()
+    return programs.count() - before
+
+  with torchax.default_env():
+    for _ in range(5):  # numbers and gradients that are added up
+      step(3)
+    assert step(3) == 0
+    assert step(5) <= 40
+
+
 # Numbers are operands -----------------------------------------------------------------
 
 FRACTIONS = (0.11, 0.23, 0.37)

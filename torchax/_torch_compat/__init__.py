@@ -91,6 +91,7 @@ from torchax._torch_compat.operators import (
   OpOverload,
   OpOverloadPacket,
   aten_packets,
+  attention_of_heads,
   composite_decomposition,
   composite_kernel,
   decomposition_table,
@@ -124,6 +125,7 @@ from torchax._torch_compat.wrappers import (
 )
 
 __all__ = [
+  "attention_of_heads",
   "AUTOCAST_KEYS",
   "BACKEND",
   "DataDependentOutputException",

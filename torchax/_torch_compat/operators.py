@@ -1,6 +1,7 @@
 """Operations of torch: their classes, their builtins, how torch takes them apart."""
 
 import functools
+import types
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,23 @@ HigherOrderOperator = private.find(
 linear = F.linear
 scaled_dot_product_attention = F.scaled_dot_product_attention
 one_hot = F.one_hot
+
+
+def attention_of_heads(*args, **kwargs):
+  """`F.multi_head_attention_forward` itself, which does not ask for handlers of it.
+
+  Those of the functions that it consists of are called. torch would ask again and find
+  the one that called here.
+  """
+  function = F.multi_head_attention_forward
+  names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+  unasked = types.FunctionType(
+    function.__code__, names, function.__name__, function.__defaults__
+  )
+  unasked.__kwdefaults__ = function.__kwdefaults__
+  return unasked(*args, **kwargs)
+
+
 lstm, gru, rnn_tanh, rnn_relu = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 
 _decompositions = private.find(

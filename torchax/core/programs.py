@@ -25,13 +25,15 @@ V = TypeVar("V")
 
 
 class Bound:
-  """How many programs are kept.
+  """How many programs are kept, and who is told of the first one.
 
   Attributes:
     most: () -> the bound; the configuration's, once there is one.
+    on_first: called before the first program is traced.
   """
 
   most: Callable[[], int] = staticmethod(lambda: 4096)
+  on_first: Callable[[], None] | None = None
 
 
 class Counted:
@@ -55,6 +57,9 @@ class Counted:
 
   def traced(self, function: Callable, *args, **kwargs):
     """Calls the function that JAX traces, and counts one program more."""
+    if Bound.on_first is not None:
+      first, Bound.on_first = Bound.on_first, None
+      first()
     _make_room()
     with _lock:
       self.programs += 1
@@ -94,6 +99,12 @@ class ProgramCache(BoundedCache[K, V]):
     _caches.add(self)
 
 
+def _name_of(function: Callable) -> str:
+  while isinstance(function, functools.partial):
+    function = function.func
+  return getattr(function, "__name__", type(function).__name__)
+
+
 def jit(function: Callable, **options):
   """`jax.jit` of a function whose programs are counted.
 
@@ -101,12 +112,13 @@ def jit(function: Callable, **options):
     function: as `jax.jit` takes it.
     **options: of `jax.jit`.
   """
-  counted = Counted(getattr(function, "__name__", type(function).__name__))
+  counted = Counted(_name_of(function))
 
   @functools.wraps(function)
   def traced(*args, **kwargs):
     return counted.traced(function, *args, **kwargs)
 
+  traced.__name__ = counted.name
   return counted.of(jax.jit(traced, **options))
 
 

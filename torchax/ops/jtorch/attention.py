@@ -50,10 +50,12 @@ def _scaled_dot_product_attention(
   )
 
 
-@register_function(F.multi_head_attention_forward, kind=Kind.TENSORS)
-def _multi_head_attention_forward(*args, **kwargs):
+@register_function(F.multi_head_attention_forward, kind=Kind.TENSORS, needs_env=True)
+def _multi_head_attention_forward(*args, env, **kwargs):
   """torch's own function, with the mask itself in place of the hint `is_causal`.
 
-  The hint would let torch make the mask on the wrapper's meta device.
+  The hint would let torch make the mask on the wrapper's meta device. Its projections
+  and its attention are caught in turn: they are functions of few programs.
   """
-  return F.multi_head_attention_forward(*args, **{**kwargs, "is_causal": False})
+  with env.renewed():
+    return _torch_compat.attention_of_heads(*args, **{**kwargs, "is_causal": False})

@@ -1,0 +1,159 @@
+"""How much of a program's time goes into compiling, and a word where it is much.
+
+JAX tells how long it took to lower and to compile each program. Nothing is asked of it
+before the first program of torchax is traced, and a call of what is compiled costs
+nothing. `TORCHAX_LOGS=compiles` shows compilations that take long while they run.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+
+from torchax import logs
+
+logger = logging.getLogger("torchax.compiles")
+
+# Seconds of compiling before anything is said of them, and programs.
+LEAST_SECONDS = 10.0
+LEAST_PROGRAMS = 50
+# Seconds after which a compilation is shown.
+LONG = 3.0
+
+_NAMED = 5
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+ADVICE = (
+  "Every operation is compiled for each combination of shapes, and a function for each "
+  "one of its arguments that are no tensors. Compile a whole step with "
+  "`torchax.interop.jax_jit` or `torchax.compile`, pad what varies in size to a few "
+  "sizes, and set JAX_COMPILATION_CACHE_DIR and "
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 to keep programs for the next run. "
+  "(docs: Performance)"
+)
+
+
+@dataclasses.dataclass
+class _Spent:
+  """What programs of one name have taken."""
+
+  programs: int = 0
+  seconds: float = 0.0
+
+
+class CompileTimes:
+  """The seconds spent compiling since it was made; says once where they are too many.
+
+  Args:
+    clock: () -> seconds.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    self._clock = clock
+    self._start = clock()
+    self._by_name: dict[str, _Spent] = {}
+    self._lock = threading.Lock()
+    self.seconds = 0.0
+    self.programs = 0
+    self.has_spoken = False
+
+  def add(self, name: str, seconds: float, is_program: bool) -> None:
+    """Adds time that a program took.
+
+    Args:
+      name: of the compiled function.
+      seconds: that lowering or compiling it took.
+      is_program: it is done.
+    """
+    with self._lock:
+      spent = self._by_name.setdefault(name, _Spent())
+      spent.seconds += seconds
+      spent.programs += is_program
+      self.seconds += seconds
+      self.programs += is_program
+      speaks = is_program and not self.has_spoken and self._is_much()
+      self.has_spoken |= speaks
+    if speaks:
+      logger.warning("%s", self.message())
+
+  def _is_much(self) -> bool:
+    return (
+      self.seconds >= LEAST_SECONDS
+      and self.programs >= LEAST_PROGRAMS
+      and self.seconds > (self._clock() - self._start) / 2
+    )
+
+  def message(self) -> str:
+    """Where the time went, and what to write instead."""
+    most = sorted(self._by_name.items(), key=lambda item: -item[1].seconds)[:_NAMED]
+    named = [f"{name} ({s.programs}, {s.seconds:.1f} s)" for name, s in most]
+    elapsed = self._clock() - self._start
+    return (
+      f"torchax has compiled {self.programs} programs in {self.seconds:.0f} of "
+      f"{elapsed:.0f} s, most of it for {', '.join(named)}. {ADVICE}"
+    )
+
+
+class _Watch(threading.Thread):
+  """Says that a compilation takes long, while it does.
+
+  Args:
+    name: of the function.
+  """
+
+  def __init__(self, name: str):
+    super().__init__(name=f"torchax compiles {name}", daemon=True)
+    self._function = name
+    self._start = time.perf_counter()
+    self._end = threading.Event()
+
+  def run(self) -> None:
+    """Waits for the end. What was lowered alone is not compiled; it is told once."""
+    if not self._end.wait(LONG):
+      logger.info("%s: lowered %.0f s ago, not compiled yet", self._function, LONG)
+
+  def end(self) -> None:
+    """The compilation is over."""
+    self._end.set()
+    taken = time.perf_counter() - self._start
+    if taken >= LONG:
+      logger.info("%s: compiled in %.1f s", self._function, taken)
+
+
+class _Listener:
+  """What JAX tells of compilations."""
+
+  def __init__(self):
+    self.times = CompileTimes()
+    self._watches: dict[int, _Watch] = {}
+
+  def __call__(self, event: str, seconds: float, **details) -> None:
+    if event not in (_LOWERED, _COMPILED):
+      return
+    name = str(details.get("fun_name", "a function"))
+    name = name.removeprefix("jit(").removesuffix(")")
+    thread = threading.get_ident()
+    watch = self._watches.pop(thread, None)
+    if watch is not None:
+      watch.end()
+    if event == _LOWERED and logs.are_on("compiles"):
+      self._watches[thread] = watch = _Watch(name)
+      watch.start()
+    self.times.add(name, seconds, event == _COMPILED)
+
+
+_listeners: list[_Listener] = []
+_lock = threading.Lock()
+
+
+def listen() -> None:
+  """Has JAX tell what it compiles from now on; a second call does nothing."""
+  with _lock:
+    if _listeners:
+      return
+    _listeners.append(_Listener())
+  jax.monitoring.register_event_duration_secs_listener(_listeners[0])
