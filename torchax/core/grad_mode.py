@@ -58,9 +58,15 @@ def counted_anew() -> Iterator[None]:
 
 
 class _Saved(threading.local):
-  """Whether `detach` is torch's own, of what it has saved for a backward pass."""
+  """Whether `detach` is torch's own, of what it has saved for a backward pass.
+
+  Attributes:
+    are_handed_out: it is.
+    are_of_formula: an operation's backward formula runs in place of JAX's derivative.
+  """
 
   are_handed_out = False
+  are_of_formula = False
 
 
 _saved = _Saved()
@@ -82,13 +88,17 @@ def handing_out_saved() -> Iterator[None]:
 @contextlib.contextmanager
 def in_formula() -> Iterator[None]:
   """Is put around an operation and its formula, which JAX may differentiate."""
-  with handing_out_saved(), counted_anew():
-    yield
+  before, _saved.are_of_formula = _saved.are_of_formula, True
+  try:
+    with handing_out_saved(), counted_anew():
+      yield
+  finally:
+    _saved.are_of_formula = before
 
 
 def runs_formula() -> bool:
   """Whether what runs is torch's backward formula, in place of JAX's derivative."""
-  return _formula.is_running
+  return _saved.are_of_formula
 
 
 def detaches() -> bool:

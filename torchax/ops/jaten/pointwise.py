@@ -671,31 +671,3 @@ def _aten_logit(self, eps=None):
     return jnp.log(x / (1 - x))
 
   return _in_float32(log_odds)(to_float(self))
-
-
-# --- Complex numbers ----------------------------------------------------------------
-
-
-@op(aten.complex)
-def _aten_complex(real, imag):
-  if real.dtype != imag.dtype or real.dtype not in (jnp.float32, jnp.float64):
-    raise NotImplementedError(
-      "Expected both inputs to be Float or Double tensors of one dtype, but got "
-      f"{real.dtype} and {imag.dtype}. JAX has no complex numbers of half precision."
-    )
-  return lax.complex(*jnp.broadcast_arrays(real, imag))
-
-
-@op(aten.polar)
-def _aten_polar(abs, angle):
-  return _aten_complex(abs * jnp.cos(angle), abs * jnp.sin(angle))
-
-
-@op(aten.angle)
-def _aten_angle(self):
-  """Of a real number: 0, or pi where it is negative; NaN stays NaN."""
-  if _is_complex(self):
-    return jnp.angle(self)
-  value = to_float(self)
-  direction = jnp.where(value < 0, math.pi, 0.0).astype(value.dtype)
-  return jnp.where(jnp.isnan(value), value, direction)

@@ -1,0 +1,35 @@
+"""Complex numbers: made of two parts, and their direction."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from torchax.ops.builtin import op
+from torchax.ops.names import aten
+from torchax.ops.op_base import to_float
+
+
+@op(aten.complex)
+def _aten_complex(real, imag):
+  if real.dtype != imag.dtype or real.dtype not in (jnp.float32, jnp.float64):
+    raise NotImplementedError(
+      "Expected both inputs to be Float or Double tensors of one dtype, but got "
+      f"{real.dtype} and {imag.dtype}. JAX has no complex numbers of half precision."
+    )
+  return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@op(aten.polar)
+def _aten_polar(abs, angle):
+  return _aten_complex(abs * jnp.cos(angle), abs * jnp.sin(angle))
+
+
+@op(aten.angle)
+def _aten_angle(self):
+  """Of a real number: 0, or pi where it is negative; NaN stays NaN."""
+  if jnp.iscomplexobj(self):
+    return jnp.angle(self)
+  value = to_float(self)
+  direction = jnp.where(value < 0, math.pi, 0.0).astype(value.dtype)
+  return jnp.where(jnp.isnan(value), value, direction)
