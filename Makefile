@@ -12,6 +12,7 @@
 #   make test-samplers  measures the samplers and writes docs/samplers.md
 #   make test-dieharder  runs dieharder on random streams, writes docs/dieharder.md
 #   make test-upstream UPSTREAM=path  runs the tests of a checkout of google/torchax
+#   make soak    runs programs for an hour and looks whether the process grows
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style, formatting and types;  make format  mends what it can
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
@@ -35,7 +36,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream lint format bench docs clean distclean
+.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream soak lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -105,6 +106,9 @@ test-samplers: $(STAMP)
 	TORCHAX_SAMPLERS=full $(BIN)/python -m pytest -q test/rng/test_sampler_table.py \
 	  --junitxml=output/samplers.xml $(ARGS)
 	$(BIN)/python -m tools.sampler_table output/samplers.xml docs/samplers.md
+
+soak: $(STAMP)
+	$(BIN)/python -m tools.soak --picture=output/soak.svg $(ARGS)
 
 # Needs the Debian package of this name.
 test-dieharder: $(STAMP)

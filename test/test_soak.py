@@ -1,0 +1,66 @@
+"""What the soak measures: slopes after a warm-up, held against bounds."""
+
+import pytest
+
+from tools import soak
+from tools.soak import Sample
+
+
+def samples(memory, count=50, hours=1.0):
+  """Samples at even times, whose memory is a function of the hours."""
+  times = [hours * n / (count - 1) for n in range(count)]
+  return [Sample(t, memory(t), arrays=7, programs=40, objects=1000) for t in times]
+
+
+def test_a_line_grows_by_its_slope_and_the_warm_up_does_not_count():
+  found = soak.growth(samples(lambda t: 900 + 5 * t if t > 0.2 else 100 + 4000 * t))
+  assert found["memory"] == pytest.approx(5.0)
+  assert found["arrays"] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+  ("memory", "names"),
+  [
+    (lambda t: 900.0, []),
+    (lambda t: 900 + 99 * t, []),
+    (lambda t: 900 + 101 * t, ["memory"]),
+    (lambda t: 2000 - 500 * t, []),
+  ],
+)
+def test_what_grows_by_more_than_its_bound_is_named(memory, names):
+  assert soak.exceeded(soak.growth(samples(memory))) == names
+
+
+def test_bounds_are_for_an_hour_however_long_it_ran():
+  assert soak.exceeded(soak.growth(samples(lambda t: 900 + 101 * t, hours=0.1)))
+
+
+def test_too_few_samples_are_an_error():
+  with pytest.raises(ValueError, match="three samples"):
+    soak.growth(samples(lambda t: 900.0, count=3))
+
+
+def test_a_run_counts_what_its_workloads_keep():
+  kept = []
+  rounds = []
+  found = soak.run(
+    0.02, {"keep": lambda n: kept.append(bytearray(10)), "count": rounds.append}
+  )
+  assert rounds == list(range(len(rounds))) and len(kept) == len(rounds)
+  assert len(found) >= 3
+  assert [s.hours for s in found] == sorted(s.hours for s in found)
+  assert all(s.memory > 10 and s.objects > 1000 for s in found)
+
+
+@pytest.mark.programs
+def test_each_workload_runs():
+  for name, workload in soak.Workloads().all().items():
+    workload(1)
+    assert name in soak.Workloads.__dict__
+
+
+def test_the_curves_are_drawn(tmp_path):
+  pytest.importorskip("matplotlib.pyplot", reason="no extra `plot` installed")
+  path = tmp_path / "soak.svg"
+  soak.picture(samples(lambda t: 900 + t), path)
+  assert "<svg" in path.read_text()
