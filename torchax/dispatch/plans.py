@@ -24,7 +24,7 @@ from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import compiling, derivatives, index_checks
 from torchax.dispatch.operands import IGNORED, Flattener, strong
-from torchax.errors import MixedDeviceError, RngError
+from torchax.errors import MixedDeviceError, RngError, WrongDtypeError
 from torchax.ops import mappings, real_numbers
 from torchax.ops.derivatives import formula_of
 from torchax.ops.ops_registry import Kind, Operator
@@ -317,11 +317,14 @@ def _map(result, function):
   return function(result)
 
 
-EXPLAINED = (TypeError, ValueError, RuntimeError)
+EXPLAINED = (TypeError, ValueError, RuntimeError, IndexError)
 """What JAX raises that `raise_as_torch` may have better words for."""
 
 
-_BROADCAST = "Incompatible shapes for broadcasting"
+# Words of JAX, and of Python, that say little of an operation.
+_BROADCAST = "ncompatible shapes for broadcasting"
+_DTYPE = "does not accept dtype"
+_RANK = "tuple index out of range"
 
 
 def raise_as_torch(error: Exception, op, args, kwargs, rules=None) -> None:
@@ -336,7 +339,7 @@ def raise_as_torch(error: Exception, op, args, kwargs, rules=None) -> None:
     raise donated(str(op)) from error
   if _jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
-  is_plain = type(error) in (TypeError, ValueError)
+  is_plain = type(error) in (TypeError, ValueError) or str(error) == _RANK
   if is_plain and rules is not None:
     index_checks.require_dtypes(rules(*args, **(kwargs or {})), str(op))
   if is_plain and isinstance(op, _torch_compat.OpOverload) and op.namespace == "aten":
@@ -344,9 +347,16 @@ def raise_as_torch(error: Exception, op, args, kwargs, rules=None) -> None:
     no_check = contextlib.suppress(NotImplementedError, MixedDeviceError)
     with _torch_compat.without_dispatch(), no_check:
       op(*args, **(kwargs or {}))
-  if type(error) is ValueError and _BROADCAST in str(error):
+  if is_plain and _BROADCAST in str(error):
     raise RuntimeError(
       f"{op}: the sizes of the tensors do not match and do not broadcast. {error}"
+    ) from error
+  if is_plain and _DTYPE in str(error):
+    raise WrongDtypeError(f"{op} is not implemented for this dtype: {error}") from error
+  if is_plain and str(error) == _RANK:
+    shapes = [list(t.shape) for t in args if isinstance(t, torch.Tensor)]
+    raise RuntimeError(
+      f"{op} expects tensors of more dimensions, but got shapes {shapes}."
     ) from error
 
 
