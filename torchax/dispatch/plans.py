@@ -24,7 +24,7 @@ from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import compiling, derivatives, index_checks
 from torchax.dispatch.operands import IGNORED, Flattener, PreparedFlattener, strong
-from torchax.errors import MixedDeviceError, RngError
+from torchax.errors import MixedDeviceError, RngError, WrongDtypeError
 from torchax.ops import mappings, real_numbers
 from torchax.ops.derivatives import formula_of
 from torchax.ops.ops_registry import Kind, Operator
@@ -324,7 +324,10 @@ EXPLAINED = (TypeError, ValueError, RuntimeError, IndexError)
 """What JAX raises that `raise_as_torch` may have better words for."""
 
 
-_BROADCAST = "Incompatible shapes for broadcasting"
+# Words of JAX, and of Python, that say little of an operation.
+_BROADCAST = "ncompatible shapes for broadcasting"
+_DTYPE = "does not accept dtype"
+_RANK = "tuple index out of range"
 
 
 def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> None:
@@ -341,7 +344,7 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
     raise donated(str(op)) from error
   if _jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
-  is_plain = type(error) in (TypeError, ValueError)
+  is_plain = type(error) in (TypeError, ValueError) or str(error) == _RANK
   if is_plain and operator.rules is not None:
     rules = operator.rules(*args, **(kwargs or {}))
     index_checks.require_dtypes(rules, str(op))
@@ -350,9 +353,16 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
     no_check = contextlib.suppress(NotImplementedError, MixedDeviceError)
     with _torch_compat.without_dispatch(), no_check:
       op(*args, **(kwargs or {}))
-  if type(error) is ValueError and _BROADCAST in str(error):
+  if is_plain and _BROADCAST in str(error):
     raise RuntimeError(
       f"{op}: the sizes of the tensors do not match and do not broadcast. {error}"
+    ) from error
+  if is_plain and _DTYPE in str(error):
+    raise WrongDtypeError(f"{op} is not implemented for this dtype: {error}") from error
+  if is_plain and str(error) == _RANK:
+    shapes = [list(t.shape) for t in args if isinstance(t, torch.Tensor)]
+    raise RuntimeError(
+      f"{op} expects tensors of more dimensions, but got shapes {shapes}."
     ) from error
 
 

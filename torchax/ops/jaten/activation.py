@@ -423,8 +423,17 @@ def _aten_log_softmax_int(self, dim, dtype=None):
   return _normalize(_log_softmax, _converted(self, dtype), dim, False)
 
 
+def _require_same_size(grad_output, output) -> None:
+  if grad_output.shape != output.shape:
+    raise RuntimeError(
+      "Expected tensor for argument #1 'grad' to have same size as tensor for argument "
+      f"#2 'output', but got {list(grad_output.shape)} and {list(output.shape)}."
+    )
+
+
 @op(aten._softmax_backward_data)
 def _aten__softmax_backward_data(grad_output, output, dim, input_dtype):
+  _require_same_size(grad_output, output)
   grad_output, output = widen(grad_output), widen(output)
   weighted = grad_output * output
   total = jnp.sum(weighted, axis=_axis(output, dim), keepdims=True)
@@ -433,6 +442,7 @@ def _aten__softmax_backward_data(grad_output, output, dim, input_dtype):
 
 @op(aten._log_softmax_backward_data)
 def _aten__log_softmax_backward_data(grad_output, output, dim, input_dtype):
+  _require_same_size(grad_output, output)
   grad_output, output = widen(grad_output), widen(output)
   total = jnp.sum(grad_output, axis=_axis(output, dim), keepdims=True)
   return _converted(grad_output - jnp.exp(output) * total, input_dtype)

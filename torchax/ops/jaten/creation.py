@@ -264,6 +264,14 @@ def _ramp(start, end, steps, dtype):
   return jnp.where(place < steps // 2, rising, falling)
 
 
+def _require_numbers(name, start, end) -> None:
+  if jnp.ndim(start) or jnp.ndim(end):
+    raise RuntimeError(
+      f"{name} only supports 0-dimensional start and end tensors, but got start with "
+      f"{jnp.ndim(start)} and end with {jnp.ndim(end)} dimensions."
+    )
+
+
 def _ramp_dtype(dtype, *ends):
   is_complex = any(jnp.iscomplexobj(end) for end in ends)
   fallback = jnp.promote_types(default_float(), jnp.complex64)
@@ -272,12 +280,14 @@ def _ramp_dtype(dtype, *ends):
 
 @op(aten.linspace)
 def _aten_linspace(start, end, steps, *, dtype=None):
+  _require_numbers("linspace", start, end)
   target = _ramp_dtype(dtype, start, end)
   return cast(_ramp(start, end, steps, target), target)
 
 
 @op(aten.logspace)
 def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
+  _require_numbers("logspace", start, end)
   target = _ramp_dtype(dtype, start, end)
   if jnp.issubdtype(target, jnp.integer):  # torch's ends have the dtype of the result
     start, end = jnp.trunc(start), jnp.trunc(end)

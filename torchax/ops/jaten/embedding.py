@@ -52,7 +52,7 @@ def _add_rows(rows, indices, num_weights, dtype):
 
 
 def _table_rules(weight, indices, *rest, **named):
-  if not weight.ndim:
+  if weight.ndim != 2:
     return  # refused by its shape
   yield Range(indices, 0, weight.shape[0], IndexError, "index out of range in self")
 

@@ -30,7 +30,8 @@ _NO_ROW = "index out of range in self"
 
 def _size(self, dim) -> int:
   """How many places a tensor has along a dimension; one without any has one."""
-  return self.shape[dim_of(dim, self.ndim)] if self.ndim else 1
+  dim = dim_of(dim, self.ndim)
+  return self.shape[dim] if self.ndim else 1
 
 
 def _select_rules(self, dim, index):
@@ -40,6 +41,7 @@ def _select_rules(self, dim, index):
 @op(aten.index_select, rules=_select_rules)
 def _aten_index_select(self, dim, index):
   array = self.reshape(self.shape or (1,))
+  dim = dim_of(dim, self.ndim)
   places = out_of_range.from_start(index.reshape(-1), _size(self, dim))
   rows = out_of_range.read(array, _along(dim, array.ndim, places))
   return rows if self.ndim else rows.reshape(self.shape)
@@ -80,8 +82,19 @@ def _add_rules(self, dim, index, source, *, alpha=1):
     yield Range(index, 0, size, IndexError, _NO_ROW)
 
 
+def _require_rank(self, source) -> None:
+  if max(self.ndim, source.ndim) > 1 or not source.ndim < self.ndim:
+    return
+  raise RuntimeError(
+    "source tensor shape must match self tensor shape, excluding the specified "
+    f"dimension. Got self.shape = {list(self.shape)} and source.shape = "
+    f"{list(source.shape)}."
+  )
+
+
 @op(aten.index_add, rules=_add_rules)
 def _aten_index_add(self, dim, index, source, *, alpha=1):
+  _require_rank(self, source)
   _check_rows("index_add", self, dim, index, source)
   addend = (source * alpha).astype(self.dtype)
   return _write_along(self, dim, index, addend, added, gathers=True)
@@ -120,6 +133,8 @@ def _reduce_rules(self, dim, index, source, reduce, *, include_self=True):
 
 @op(aten.index_reduce, rules=_reduce_rules)
 def _aten_index_reduce(self, dim, index, source, reduce, *, include_self=True):
+  _require_rank(self, source)
+  _check_rows("index_reduce", self, dim, index, source)
   rows = source.astype(self.dtype)
   how = _reducing(reduce, include_self)
   return _write_along(self, dim, index, rows, how, gathers=True)

@@ -301,6 +301,8 @@ def _aten_masked_select(self, mask):
 
 def _source_rules(self, mask, source):
   count = source.numel() if isinstance(source, torch.Tensor) else source.size
+  if not _can_broadcast([self.shape, mask.shape]):
+    return  # refused by their shapes
   times = math.prod(np.broadcast_shapes(self.shape, mask.shape)) / max(
     1, math.prod(mask.shape)
   )

@@ -16,7 +16,12 @@ from jax import lax
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
-from torchax.ops.jaten.solve import check_info, needs_no_check, require_square
+from torchax.ops.jaten.solve import (
+  check_info,
+  needs_no_check,
+  require_pivots,
+  require_square,
+)
 from torchax.ops.names import aten
 
 # How large a diagonal element must be beside its column to be a pivot (Bunch & Kaufman,
@@ -206,6 +211,7 @@ def _pivot_rules(LD, pivots, B, hermitian=False):
 @op(aten.linalg_ldl_solve, rules=_pivot_rules)
 def _aten_linalg_ldl_solve(LD, pivots, B, hermitian=False):
   require_square("linalg.ldl_solve", LD)
+  require_pivots("linalg.ldl_solve", LD, pivots)
   batch = jnp.broadcast_shapes(LD.shape[:-2], B.shape[:-2])
   if B.size == 0 or LD.size == 0:
     return jnp.zeros(batch + B.shape[-2:], B.dtype)

@@ -77,6 +77,11 @@ def _multiplied(product, alpha):
 
 
 def _affine(self, product, beta, alpha):
+  if self.ndim > product.ndim:
+    raise RuntimeError(
+      f"expand: the number of sizes of the result, {list(product.shape)}, must be "
+      f"greater or equal to that of the tensor added, {list(self.shape)}."
+    )
   return _scaled(self, beta) + _multiplied(product, alpha)
 
 

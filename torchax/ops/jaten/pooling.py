@@ -17,6 +17,7 @@ from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
+from torchax.ops.jaten._arguments import require_size
 from torchax.ops.jaten._opmath import expand_sizes, in_opmath, widen
 from torchax.ops.jaten._writes import assigned
 from torchax.ops.names import aten
@@ -445,6 +446,7 @@ def _adaptive_max_pool(self, output_size, rank):
       f"adaptive_max_pool{rank}d(): output_size.size() must be {rank}, but got "
       f"{output_size}."
     )
+  require_size(output_size if isinstance(output_size, tuple) else (output_size,))
   _check_not_empty(self, rank)
   values, indices = self, _index_plane(self, rank)
   sizes = _adaptive_sizes(self, output_size, rank)

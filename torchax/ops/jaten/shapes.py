@@ -357,6 +357,11 @@ def as_strided(array, size, stride, storage_offset=0):
 
 @op(aten.as_strided_copy)
 def _aten_as_strided(self, size, stride, storage_offset=None):
+  if min(stride, default=0) < 0:
+    raise RuntimeError(
+      "as_strided: Negative strides are not supported at the moment, got strides: "
+      f"{list(stride)}"
+    )
   return as_strided(self, size, stride, storage_offset or 0)
 
 

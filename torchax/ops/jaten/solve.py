@@ -156,6 +156,10 @@ def _aten_cholesky(self, upper=False):
 def _aten_cholesky_solve(self, input2, upper=False):
   """Solves A X = self by the factor `input2` of A."""
   require_square("cholesky_solve", input2)
+  if self.ndim < 2:
+    raise RuntimeError(
+      f"b should have at least 2 dimensions, but has {self.ndim} dimensions instead"
+    )
   lower = _adjoint(input2) if upper else input2
   half = _solve_triangular(lower, self, lower=True)
   return _solve_triangular(lower, half, lower=True, transpose=True, conjugate=True)
@@ -283,6 +287,15 @@ def _lu_solve(factors, pivots, right, adjoint=False):
   return jnp.take_along_axis(permuted, inverse[..., None], axis=-2)
 
 
+def require_pivots(name: str, factors, pivots) -> None:
+  """Raises unless there is a pivot for each row of the factors."""
+  if factors.shape[:-1] != pivots.shape:
+    raise RuntimeError(
+      f"{name}: expected a pivot for each row of the factors, the shape "
+      f"{list(factors.shape[:-1])}, but got pivots of shape {list(pivots.shape)}."
+    )
+
+
 def _lu_solve_rules(LU, pivots, B, left=True, adjoint=False):
   message = (
     "Pivots given to lu_solve must all be smaller or equal to LU.size(-2). "
@@ -299,6 +312,7 @@ def _lu_solve_rules(LU, pivots, B, left=True, adjoint=False):
 
 @op(aten.linalg_lu_solve, rules=_lu_solve_rules)
 def _aten_linalg_lu_solve(LU, pivots, B, left=True, adjoint=False):
+  require_pivots("linalg.lu_solve", LU, pivots)
   if left:
     return _lu_solve(LU, pivots, B, adjoint)
   return _adjoint(_lu_solve(LU, pivots, _adjoint(B), not adjoint))
