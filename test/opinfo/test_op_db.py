@@ -18,7 +18,7 @@ from packaging import version
 FULL = {
   "forward": 10,
   "gradient": 10,
-  "jax_gradient": 10,
+  "jax_gradient": 2,
   "jit": 3,
   "in_place": 3,
   "out": 3,
