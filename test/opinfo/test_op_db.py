@@ -13,8 +13,8 @@ from opinfo import database, expectations
 from opinfo.checks import Checks, NotComparable
 from packaging import version
 
-# How many inputs each check takes. `test_edge_gradients.py` has more of the gradients by
-# JAX: there one compiled function serves an input and its edge points.
+# How many inputs each check takes. `test_edge_gradients.py` has more gradients by JAX:
+# there one compiled function serves an input and its edge points.
 FULL = {
   "forward": 10,
   "gradient": 10,
