@@ -294,3 +294,29 @@ def test_a_prepared_range_draws_the_same(low, span):
   found = samplers.integers_from(key, (99,), jax.numpy.int32, first, operand)
   expected = samplers.integers(key, (99,), jax.numpy.int32, low, low + span)
   assert (found == expected).all()
+
+
+# What Dynamo hands over: the first value is a constant, the next ones may be operands.
+COMPILED = {
+  "a factor": (lambda x, n: x * (2 * n + 1), FRACTIONS),
+  "a sum with an integer": (lambda x, n: x + n, (2, 3, 4, 5)),
+  "a power": (lambda x, n: x**n, (0.3, 0.7, 1.3)),
+  "a position": (lambda x, n: x[n] * 2, (0, 2, 3, 1)),
+  "a position from the end": (lambda x, n: x[n] * 2, (-1, -2, -3, -4)),
+}
+
+
+@pytest.mark.parametrize("row", COMPILED.values(), ids=COMPILED)
+def test_numbers_are_operands_of_graphs(row):
+  function, numbers = row
+  with torchax.default_env():
+    x = torch.arange(1.0, 25.0, device="jax").reshape(4, 6)
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="jax")
+    counts = []
+    for number in numbers:
+      before = programs.count()
+      found = compiled(x, number)
+      counts.append(programs.count() - before)
+      torch.testing.assert_close(found, function(x, number))
+  assert counts[2:] == [0] * len(counts[2:])
