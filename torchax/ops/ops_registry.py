@@ -69,9 +69,10 @@ class Operator:
       only without.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
-    prepare: called on the host with a dict of torch's arguments, which it may change
-      before they become operands. A `StaticValue` decides what is compiled and reaches
-      `func` as its value; `func` also gets arguments that were not prepared.
+    prepare: how numbers that are `static` become operands once there are others than
+      the first ones. Called on the host with a dict of torch's arguments, which it may
+      change. A `StaticValue` decides what is compiled and reaches `func` as its value;
+      `func` also gets arguments that were not prepared.
     saves_residuals: a torch function's gradient uses results of the forward pass
       instead of computing them again from the arguments.
     index_results: places of the results that are indices, which
