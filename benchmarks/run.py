@@ -13,12 +13,12 @@ import torch
 from absl import app, flags
 
 import torchax
-from benchmarks import calls, compiled, eager, operators, train_step
+from benchmarks import calls, compiled, eager, lengths, operators, train_step
 from benchmarks.timing import Row
 
 _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Where the JSON goes.")
 _ONLY = flags.DEFINE_list(
-  "only", [], "Groups to run: eager, operators, calls, train_step, compiled."
+  "only", [], "Groups to run: eager, operators, calls, train_step, compiled, lengths."
 )
 _GROUPS = {
   "eager": eager,
@@ -26,6 +26,7 @@ _GROUPS = {
   "calls": calls,
   "train_step": train_step,
   "compiled": compiled,
+  "lengths": lengths,
 }
 
 

@@ -208,7 +208,10 @@ NUMBERS = {
   "pow, gradient": (_gradient(lambda x, n: x**n), (1.3, 2.7, 5.1)),
   "arange": (lambda x, n: torch.arange(n, n + 4, device="jax"), INTEGERS),
   "arange, step": (lambda x, n: torch.arange(0, 4 * n, n, device="jax"), INTEGERS),
-  "arange of floats": (lambda x, n: torch.arange(n, n + 4, device="jax"), (1.5, 2.5)),
+  "arange of floats": (
+    lambda x, n: torch.arange(n, n + 4, device="jax"),
+    (1.5, 2.5, 3.5),
+  ),
   "full": (lambda x, n: torch.full((4,), n, device="jax"), FRACTIONS),
   "linspace": (lambda x, n: torch.linspace(n, 2, 5, device="jax"), FRACTIONS),
   "roll": (lambda x, n: x.roll(n, 1), (1, 2, 30)),
@@ -238,7 +241,6 @@ NUMBERS = {
     FRACTIONS,
   ),
 }
-# Of these the first number has a program of its own.
 FUNCTIONS = {
   "layer_norm": (lambda x, n: F.layer_norm(x, (6,), eps=n), FRACTIONS),
   "layer_norm, gradient": (
@@ -250,15 +252,15 @@ FUNCTIONS = {
   "attention, dropout": (lambda x, n: _attention(x, dropout_p=n), FRACTIONS),
   "attention, gradient": (_gradient(lambda x, n: _attention(x, scale=n)), FRACTIONS),
 }
-ROWS = [(name, *row, 1) for name, row in NUMBERS.items()]
-ROWS += [(name, *row, 2) for name, row in FUNCTIONS.items()]
+ROWS = {**NUMBERS, **FUNCTIONS}
 
 
-@pytest.mark.parametrize(
-  ("function", "numbers", "known"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS]
-)
-def test_numbers_share_a_program(function, numbers, known):
-  """And give what the compiled function gives, for which each of them is a constant."""
+@pytest.mark.parametrize(("function", "numbers"), ROWS.values(), ids=ROWS)
+def test_numbers_share_a_program(function, numbers):
+  """The first one may have its own; they give what the compiled function gives.
+
+  There each of them is a constant.
+  """
   with torchax.default_env():
     torch.manual_seed(0)
     x = torch.rand(4, 6, device="jax") + 0.1
@@ -267,7 +269,7 @@ def test_numbers_share_a_program(function, numbers, known):
       torch.manual_seed(1)
       results.append(function(x, number))
       counts.append(programs.count())
-    assert len(set(counts[known - 1 :])) == 1
+    assert len(set(counts[1:])) == 1
     torch.manual_seed(1)
     expected = jax_jit(lambda x: function(x, numbers[-1]))(x)
     torch.testing.assert_close(results[-1], expected, rtol=1e-6, atol=1e-6)
@@ -294,3 +296,29 @@ def test_a_prepared_range_draws_the_same(low, span):
   found = samplers.integers_from(key, (99,), jax.numpy.int32, first, operand)
   expected = samplers.integers(key, (99,), jax.numpy.int32, low, low + span)
   assert (found == expected).all()
+
+
+# What Dynamo hands over: the first value is a constant, the next ones may be operands.
+COMPILED = {
+  "a factor": (lambda x, n: x * (2 * n + 1), FRACTIONS),
+  "a sum with an integer": (lambda x, n: x + n, (2, 3, 4, 5)),
+  "a power": (lambda x, n: x**n, (0.3, 0.7, 1.3)),
+  "a position": (lambda x, n: x[n] * 2, (0, 2, 3, 1)),
+  "a position from the end": (lambda x, n: x[n] * 2, (-1, -2, -3, -4)),
+}
+
+
+@pytest.mark.parametrize("row", COMPILED.values(), ids=COMPILED)
+def test_numbers_are_operands_of_graphs(row):
+  function, numbers = row
+  with torchax.default_env():
+    x = torch.arange(1.0, 25.0, device="jax").reshape(4, 6)
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="jax")
+    counts = []
+    for number in numbers:
+      before = programs.count()
+      found = compiled(x, number)
+      counts.append(programs.count() - before)
+      torch.testing.assert_close(found, function(x, number))
+  assert counts[2:] == [0] * len(counts[2:])

@@ -5,6 +5,7 @@ everything else, the view chains included. A lowering is compiled once for each 
 """
 
 import itertools
+import threading
 from typing import Any
 
 import jax
@@ -205,17 +206,33 @@ class Flattener:
     return args, kwargs
 
 
+class _Ready:
+  """A number that has been prepared, or a tuple of them; an operand."""
+
+  __slots__ = ("value",)
+
+  def __init__(self, value):
+    self.value = value
+
+
 class PreparedFlattener(Flattener):
-  """One for a lowering that has its numbers prepared on the host.
+  """One by which other numbers than the first ones are operands.
 
   Args:
     prepare: see `Operator.prepare`.
+    static: names of numbers that otherwise decide what is compiled.
     *args, **kwargs: of `Flattener`.
+
+  Attributes:
+    places: of the operands that are such numbers, after a call of `flatten`.
+    held: a lock to hold until they are read.
   """
 
-  def __init__(self, prepare, *args, **kwargs):
+  def __init__(self, prepare, static, *args, **kwargs):
     super().__init__(*args, **kwargs)
-    self._prepare = prepare
+    self._prepare, self._static = prepare, static
+    self.places: list[int] = []
+    self.held = threading.RLock()
 
   def flatten(self, args, kwargs) -> tuple[list, tuple]:
     """As `Flattener.flatten`, of what `prepare` makes of the arguments."""
@@ -223,10 +240,24 @@ class PreparedFlattener(Flattener):
     given.update(kwargs or {})
     if _active.boundary is not None:
       given = {name: host_numbers.settled(value) for name, value in given.items()}
+    before = dict(given)
     self._prepare(given)
-    named = list(given.items())
-    positional = [value for _, value in named[: len(args)]]
-    return super().flatten(positional, dict(named[len(args) :]))
+    for name, value in given.items():
+      if name in self._static or value is not before[name]:
+        given[name] = _Ready(value)
+    self.places = []
+    values = list(given.values())
+    names = list(given)[len(args) :]
+    return super().flatten(values[: len(args)], dict(zip(names, values[len(args) :])))
+
+  def _flatten_other(self, arg, cls, dynamic, operands: list):
+    if cls is not _Ready:
+      return super()._flatten_other(arg, cls, dynamic, operands)
+    start = len(operands)
+    part = super()._flatten_other(arg.value, type(arg.value), True, operands)
+    if not isinstance(arg.value, torch.Tensor | jax.Array):
+      self.places += range(start, len(operands))
+    return part
 
 
 def _rebuild(key, operands) -> tuple[list, dict]:

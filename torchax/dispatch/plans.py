@@ -54,11 +54,12 @@ class Plan:
     dynamic = set(operator.dynamic) | (numbers if operator.is_builtin else set())
     names = schema.names if schema else ()
     described = (self.name, env, dynamic, names, operator.takes_cpu, numbers)
-    self.flattener = (
-      PreparedFlattener(operator.prepare, *described)
-      if operator.prepare
-      else Flattener(*described)
-    )
+    self.flattener = Flattener(*described)
+    self._prepared: PreparedFlattener | None = None
+    if operator.prepare is not None:
+      self._prepared = PreparedFlattener(operator.prepare, operator.static, *described)
+    # Of other numbers than the first ones; False where there were no others yet.
+    self._of_numbers: ProgramCache[tuple, Callable | bool] = ProgramCache(MOST_PROGRAMS)
     self.is_sampler = operator.kind is Kind.SAMPLER
     self._compiled: ProgramCache[tuple, Callable] = ProgramCache(MOST_PROGRAMS)
     takes_device = schema is not None and "device" in schema.names
@@ -83,7 +84,7 @@ class Plan:
     operands, key = self.flattener.flatten(args, kwargs)
     try:
       if self._is_simple and not self._is_inlined():
-        compiled = self._compiled.get(key) or self._compile(key)
+        compiled = self._compiled.get(key) or self._found(args, kwargs, key)
         result = compiled(*operands)
       else:
         result = self.run(args, kwargs, operands, key)
@@ -208,17 +209,54 @@ class Plan:
     if may_compile is False or (self._is_inlined() and not self.is_sampler):
       return self._call(key, write, operands)
     cache_key = key if write is None else (write, key)
-    compiled = self._compiled.get(cache_key) or self._compile(key, write)
+    compiled = self._compiled.get(cache_key) or self._found(args, kwargs, key, write)
     return compiled(*operands)
+
+  def _found(self, args, kwargs, key, write=None) -> Callable:
+    """What runs for a key that is new: compiled for it, or for any numbers.
+
+    The first numbers are compiled for, which costs a call nothing. For all others
+    together there is one program, whose operands they are.
+    """
+    compiled = None
+    if self._prepared is not None:
+      with self._prepared.held:
+        operands, form = self._prepared.flatten(args, kwargs)
+        places = self._prepared.places
+      if places:
+        compiled = self._with_numbers(operands, places, (write, form))
+    if compiled is None:
+      compiled = self._compile(key, write)
+    self._compiled[key if write is None else (write, key)] = compiled
+    return compiled
+
+  def _with_numbers(self, operands, places, form) -> Callable | None:
+    """The program of any numbers, with these; None for the first ones."""
+    program = self._of_numbers.get(form)
+    if program is None:
+      self._of_numbers[form] = False
+      return None
+    if program is False:
+      write, key = form
+      program = self._of_numbers[form] = self._compile(key, write)
+    # In front are the key of a draw, its number, and the base that is written to.
+    first = 2 * self.is_sampler + (form[0] is not None)
+    numbers = [(first + place, operands[place]) for place in places]
+
+    def with_numbers(*given):
+      given = list(given)
+      for place, number in numbers:
+        given.insert(place, number)
+      return program(*given)
+
+    return with_numbers
 
   def _compile(self, key, write=None) -> Callable:
     def compiled(*operands):
       return self._call(key, write, operands, is_program=True)
 
     compiled.__name__ = self.name.replace(".", "_")
-    jitted = compiling.compiled(compiled, self.operator)
-    self._compiled[key if write is None else (write, key)] = jitted
-    return jitted
+    return compiling.compiled(compiled, self.operator)
 
   def _call(self, key, write, operands, is_program=False):
     """Runs the lowering here; as a program of its own JAX does not differentiate it."""

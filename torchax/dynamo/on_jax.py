@@ -56,6 +56,7 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
   module = fx.GraphModule(gm, copied(gm.graph))
   lifted = _lift_tensors_on_host(module)
   floats = _replace_floats(module.graph)
+  integers = _replace_integers(module.graph)
   results = _Results(module.graph)
   _replace_higher_order(module.graph)
   module.recompile()
@@ -77,7 +78,10 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
       args[place] = StaticValue(number) if is_constant and not moved else number
     if not moved:
       # A size that Dynamo leaves open decides shapes: another one compiles anew.
-      args = [StaticValue(arg) if type(arg) is int else arg for arg in args]
+      args = [
+        StaticValue(arg) if type(arg) is int and place not in integers else arg
+        for place, arg in enumerate(args)
+      ]
     with env_on(), options.applied():
       return results.shown(run(*args))
 
@@ -197,8 +201,7 @@ def _replace_floats(graph: fx.Graph) -> dict[int, bool]:
 def _is_arithmetic(number: fx.Node) -> bool:
   """True for a number of which only arithmetic makes use."""
   return all(
-    user.op == "call_function"
-    and user.target in _ARITHMETIC
+    _is_arithmetic_operation(user)
     and (
       _is_arithmetic(user)
       if isinstance(example(user), torch.SymFloat)
@@ -206,6 +209,52 @@ def _is_arithmetic(number: fx.Node) -> bool:
     )
     for user in number.users
   )
+
+
+def _is_arithmetic_operation(node: fx.Node) -> bool:
+  """True for `x + y`, `torch.add(x, y)` and `x.add(y)`, without further arguments."""
+  if node.op == "call_method":
+    return node.target in _METHODS and not node.kwargs
+  return node.op == "call_function" and node.target in _ARITHMETIC
+
+
+def _replace_integers(graph: fx.Graph) -> frozenset[int]:
+  """Has the graph index by integers where it selects at those that it is given.
+
+  Returns:
+    The places of integers of which another one needs no other program: factors of
+    floating-point tensors, and positions, which Dynamo's guards keep in range.
+  """
+  found = set()
+  for place, node in enumerate(inputs(graph)):
+    if not isinstance(example(node), torch.SymInt) or not node.users:
+      continue
+    if all(map(_scales, node.users)):
+      found.add(place)
+    elif all(_selects_at(user, node) for user in node.users):
+      found.add(place)
+      for user in list(node.users):
+        tensor, dim, index = user.args
+        user.target = operator.getitem
+        user.args = (tensor, (*[slice(None)] * dim, index))
+  return frozenset(found)
+
+
+def _scales(user: fx.Node) -> bool:
+  """True for sums and products with floating-point tensors; powers are special."""
+  if not _is_arithmetic_operation(user) or user.target in _POWERS:
+    return False
+  tensors = [t for n in user.all_input_nodes for t in _tensors(n)]
+  return bool(tensors) and all(t.is_floating_point() for t in tensors)
+
+
+def _selects_at(user: fx.Node, position: fx.Node) -> bool:
+  """True for `torch.select(x, dim, position)` of a tensor on jax, dim from 0 on."""
+  if user.target is not torch.select or user.kwargs or len(user.args) != 3:
+    return False
+  tensor, dim, index = user.args
+  is_place = index is position and type(dim) is int and dim >= 0
+  return is_place and isinstance(tensor, fx.Node) and bool(_tensors(tensor))
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
@@ -218,6 +267,10 @@ _ARITHMETIC = frozenset(
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.pow),
     *(torch.add, torch.sub, torch.mul, torch.div, torch.pow),
   }
+)
+_POWERS = frozenset({operator.pow, torch.pow, "pow"})
+_METHODS = frozenset(
+  {"add", "sub", "mul", "div", "pow", "add_", "sub_", "mul_", "div_"}
 )
 
 

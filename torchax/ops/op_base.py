@@ -85,9 +85,11 @@ def op(
       where they are wrong.
     rules: called with the arguments, tensors or arrays; gives the rules for the numbers
       of its indices (`ops/index_rules.py`).
-    prepare: called on the host with torch's arguments by name, which it may change: for
-      numbers that are computed in Python's precision, and for those that have code of
-      their own, which it makes a `StaticValue`.
+    prepare: for `static` numbers that may change after all: the first ones are compiled
+      for, all others are operands, once this function was called on the host with
+      torch's arguments by name, which it may change: for numbers that are computed in
+      Python's precision, and for those that have code of their own, which it makes a
+      `StaticValue`.
     is_jax_function: it takes arrays (default) instead of tensors.
     needs_env: it takes the environment as `env=`.
     is_view_op: it sees views as such.

@@ -71,9 +71,10 @@ class Operator:
       where they are wrong.
     rules: called with torch's arguments, or with arrays for tensors; gives the
       `index_rules.Rule`s for the numbers of its indices.
-    prepare: called on the host with a dict of torch's arguments, which it may change
-      before they become operands. A `StaticValue` decides what is compiled and reaches
-      `func` as its value; `func` also gets arguments that were not prepared.
+    prepare: how numbers that are `static` become operands once there are others than
+      the first ones. Called on the host with a dict of torch's arguments, which it may
+      change. A `StaticValue` decides what is compiled and reaches `func` as its value;
+      `func` also gets arguments that were not prepared.
     saves_residuals: a torch function's gradient uses results of the forward pass
       instead of computing them again from the arguments.
     index_results: places of the results that are indices, which

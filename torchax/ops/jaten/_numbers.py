@@ -1,18 +1,15 @@
 """What becomes of numbers before they are operands of a compiled lowering.
 
-Each function takes the arguments of an operation by name and changes them. A number
-whose value leads to code of its own becomes a `StaticValue`, of which there are few;
-one that is computed with is computed on the host, in Python's precision.
+Each function takes the arguments of an operation by name and changes them. It looks at
+numbers alone: tensors of any dtype and shape follow. A number whose value leads to code
+of its own becomes a `StaticValue`, of which there are few; one that is computed with is
+computed on the host, in Python's precision.
 """
 
 import math
 from collections.abc import Callable
 
-import jax.numpy as jnp
-import torch
-
 from torchax.core.static_values import StaticValue
-from torchax.ops import mappings
 from torchax.rng import samplers, units
 
 # Of these a program may be made; others share one.
@@ -21,12 +18,6 @@ _PLAIN_PROBABILITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 def _is_real(value) -> bool:
   return type(value) in (int, float)
-
-
-def dtype_of(value):
-  """The JAX dtype of a tensor or of an array that stands for one."""
-  dtype = value.dtype
-  return mappings.t2j_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
 
 
 def probability(name: str, is_kept: bool = False, scales: bool = False) -> Callable:
@@ -86,27 +77,17 @@ def static_if(name: str, *, is_static: Callable[[float], bool]) -> Callable:
   return prepare
 
 
-def power(simple) -> Callable:
-  """Makes an exponent static that has code of its own, and one of narrow integers.
+# Exponents of products and roots, and integers that JAX's powers of integers hold.
+_SIMPLE_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)
+_EXPONENTS = range(1, 64)
 
-  Args:
-    simple: exponents that are computed by products and roots.
-  """
 
-  def prepare(given: dict) -> None:
-    exponent, dtype = given["exponent"], dtype_of(given["self"])
-    if not _is_real(exponent):
-      if type(exponent) in (bool, complex):
-        given["exponent"] = StaticValue(exponent)
-      return
-    is_exact = type(exponent) is int and not jnp.issubdtype(dtype, jnp.inexact)
-    if is_exact and exponent < 0:
-      raise RuntimeError("Integers to negative integer powers are not allowed.")
-    is_narrow = is_exact and (dtype == jnp.bool_ or jnp.iinfo(dtype).bits < 32)
-    if exponent in simple or exponent == 0 or is_narrow:
-      given["exponent"] = StaticValue(exponent)
-
-  return prepare
+def power(given: dict) -> None:
+  """Makes an exponent static that has code of its own, or that integers refuse."""
+  exponent = given["exponent"]
+  is_far = type(exponent) is int and exponent not in _EXPONENTS
+  if not _is_real(exponent) or exponent in _SIMPLE_POWERS or is_far:
+    given["exponent"] = StaticValue(exponent)
 
 
 def norm_order(name: str) -> Callable:

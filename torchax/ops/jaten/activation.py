@@ -215,14 +215,17 @@ def _aten_elu_backward(
   return grad_output * jnp.where(self_or_result > 0, scale, negative)
 
 
-def _prepare_celu(given: dict) -> None:
-  alpha = given.get("alpha", 1.0)
+def _check_celu(self, alpha=1.0):
   if alpha == 0:
     raise RuntimeError("ZeroDivisionError: alpha cannot be 0 for CELU")
-  given["alpha"] = (alpha, 1 / alpha)
 
 
-@op(aten.celu, prepare=_prepare_celu)
+def _prepare_celu(given: dict) -> None:
+  if "alpha" in given:
+    given["alpha"] = (given["alpha"], 1 / given["alpha"])
+
+
+@op(aten.celu, check=_check_celu, static=("alpha",), prepare=_prepare_celu)
 @in_opmath
 def _aten_celu(self, alpha=1.0):
   alpha, inverse = _numbers.parts(alpha)

@@ -224,6 +224,7 @@ def _prepare_arange(given: dict) -> None:
   aten.arange.default,
   aten.arange.start,
   aten.arange.start_step,
+  static=_BOUNDS,
   prepare=_prepare_arange,
 )
 def _aten_arange(start=0, end=None, step=1, *, dtype=None):

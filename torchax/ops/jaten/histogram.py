@@ -29,19 +29,28 @@ def _histc_rules(self, bins=100, min=0, max=0):
     yield Condition(self, lambda values: values - values != 0, RuntimeError, message)
 
 
+def _check_histc(self, bins=100, min=0, max=0):
+  if max < min:
+    raise RuntimeError(
+      f"torch.histc: max must be larger than min, but got min={min} and max={max}."
+    )
+
+
 def _prepare_histc(given: dict) -> None:
   """Without a range it is that of the data."""
   low, high = (given.get(name, 0) for name in ("min", "max"))
-  if high < low:
-    raise RuntimeError(
-      f"torch.histc: max must be larger than min, but got min={low} and max={high}."
-    )
   if low == high:
     for name in {"min", "max"} & given.keys():
       given[name] = StaticValue(given[name])
 
 
-@op(aten.histc, prepare=_prepare_histc, rules=_histc_rules)
+@op(
+  aten.histc,
+  check=_check_histc,
+  rules=_histc_rules,
+  static=("min", "max"),
+  prepare=_prepare_histc,
+)
 def _aten_histc(self, bins=100, min=0, max=0):
   """Counts in equal bins of [min, max]; without a range, of that of the data."""
   if bins <= 0:

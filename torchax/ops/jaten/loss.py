@@ -191,13 +191,18 @@ def _check_smooth_l1_loss(self, target, reduction=1, beta=1.0):
 _prepare_beta = _numbers.static_if("beta", is_static=lambda beta: beta == 0)
 
 
-@op(aten.smooth_l1_loss, check=_check_smooth_l1_loss, prepare=_prepare_beta)
+@op(
+  aten.smooth_l1_loss,
+  check=_check_smooth_l1_loss,
+  static=("beta",),
+  prepare=_prepare_beta,
+)
 @in_opmath
 def _aten_smooth_l1_loss(self, target, reduction=1, beta=1.0):
   return _reduce(_smooth_l1(self - target, beta), reduction)
 
 
-@op(aten.smooth_l1_loss_backward, prepare=_prepare_beta)
+@op(aten.smooth_l1_loss_backward, static=("beta",), prepare=_prepare_beta)
 @in_opmath
 def _aten_smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
   difference = self - target

@@ -329,7 +329,7 @@ def _check_cdist(x1, x2, p=2.0, compute_mode=None):
 _prepare_p = _numbers.norm_order("p")
 
 
-@op(aten._cdist_forward, check=_check_cdist, prepare=_prepare_p)
+@op(aten._cdist_forward, check=_check_cdist, static=("p",), prepare=_prepare_p)
 def _aten_cdist_forward(x1, x2, p, compute_mode=None):
   if x1.shape[-1] != x2.shape[-1]:
     raise RuntimeError(
@@ -341,12 +341,12 @@ def _aten_cdist_forward(x1, x2, p, compute_mode=None):
   return _norm_of_last(_pairwise_difference(x1, x2), p)
 
 
-@op(aten.cdist, check=_check_cdist, prepare=_prepare_p)
+@op(aten.cdist, check=_check_cdist, static=("p",), prepare=_prepare_p)
 def _aten_cdist(x1, x2, p=2.0, compute_mode=None):
   return _aten_cdist_forward(x1, x2, p, compute_mode)
 
 
-@op(aten._cdist_backward, prepare=_prepare_p)
+@op(aten._cdist_backward, static=("p",), prepare=_prepare_p)
 def _aten_cdist_backward(grad, x1, x2, p, cdist):
   """The gradient for `x1`; torch calls again with the operands swapped for `x2`."""
   slope = _norm_gradient(_pairwise_difference(x1, x2), cdist, p)
@@ -359,14 +359,14 @@ def _upper_pairs(rows: int):
   return jnp.triu_indices(rows, k=1)
 
 
-@op(aten._pdist_forward, prepare=_prepare_p)
+@op(aten._pdist_forward, static=("p",), prepare=_prepare_p)
 def _aten__pdist_forward(self, p=2.0):
   """Distances of all pairs i < j of rows, in the order of the upper triangle."""
   first, second = _upper_pairs(self.shape[0])
   return _norm_of_last(self[first] - self[second], p)
 
 
-@op(aten._pdist_backward, prepare=_prepare_p)
+@op(aten._pdist_backward, static=("p",), prepare=_prepare_p)
 def _aten__pdist_backward(grad, self, p, pdist):
   first, second = _upper_pairs(self.shape[0])
   slope = grad[:, None] * _norm_gradient(self[first] - self[second], pdist, p)

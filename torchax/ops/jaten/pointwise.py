@@ -456,23 +456,21 @@ _SIMPLE_POWERS = {
   -0.5: lax.rsqrt,
   -1: jnp.reciprocal,
   -2: lambda x: jnp.reciprocal(jnp.square(x)),
-}
+}  # `_numbers.power` knows them
 
 
-@op(aten.pow.Tensor_Scalar, prepare=_numbers.power(_SIMPLE_POWERS))
+@op(aten.pow.Tensor_Scalar, static=("exponent",), prepare=_numbers.power)
 def _aten_pow_scalar(self, exponent):
   dtype = result_dtype(self, exponent)
   base = lax.convert_element_type(self, dtype)
-  if isinstance(exponent, jax.Array) and _is_exact(base):
-    return _power(base, lax.convert_element_type(exponent, dtype))
-  if isinstance(exponent, jax.Array):
-    return _in_float32(lambda x: _float_power(x, exponent.astype(x.dtype)))(base)
-  if _is_exact(base) and exponent < 0:
+  is_known = not isinstance(exponent, jax.Array)
+  if is_known and _is_exact(base) and exponent < 0:
     raise RuntimeError("Integers to negative integer powers are not allowed.")
-  if exponent in _SIMPLE_POWERS:
+  if is_known and exponent in _SIMPLE_POWERS:
     return _in_float32(_SIMPLE_POWERS[exponent])(base)
-  if _is_exact(base):
-    return lax.integer_pow(base, exponent)
+  if _is_exact(base):  # modulo 2**32, and so in bytes
+    power = lax.integer_pow if is_known else jnp.power
+    return power(base.astype(jnp.promote_types(dtype, "int32")), exponent).astype(dtype)
   return _in_float32(lambda x: _float_power(x, jnp.asarray(exponent, x.dtype)))(base)
 
 

@@ -147,7 +147,7 @@ def _integers(key, shape, dtype, low, high):
 def _integer_sampler(*ops, low="low", high="high", **options):
   prepare = _numbers.integers(low, high)
   options.setdefault("distribution", "integers")
-  return _sampler(*ops, prepare=prepare, dynamic=(high,), **options)
+  return _sampler(*ops, prepare=prepare, **options)
 
 
 @_integer_sampler(aten.randint, check=_check_randint)
@@ -263,6 +263,7 @@ def _check_p(self, p=0.5, **_):
 @_sampler(
   aten.bernoulli.p,
   aten.bernoulli.Tensor,
+  static=("p",),
   prepare=_numbers.probability("p", is_kept=True),
   check=_check_p,
 )
@@ -282,6 +283,7 @@ prepare_dropout = _numbers.probability("p", scales=True)
 
 @_sampler(
   aten.native_dropout,
+  static=("p",),
   prepare=prepare_dropout,
   check=_check_dropout,
   distribution="dropout",
@@ -310,7 +312,9 @@ def _aten_native_dropout_backward(grad_output, mask, scale):
 
 
 @_sampler(
-  aten._fused_dropout, prepare=_numbers.probability("p", is_kept=True, scales=True)
+  aten._fused_dropout,
+  static=("p",),
+  prepare=_numbers.probability("p", is_kept=True, scales=True),
 )
 def _aten__fused_dropout(key, self, p):
   """`p` is the probability to keep; the mask is uint8."""

@@ -349,7 +349,7 @@ def _norm_of_magnitudes(magnitudes, ord, axes, keepdim):
   return jnp.sum(magnitudes**order, axis=axes, keepdims=keepdim) ** inverse
 
 
-@op(aten.linalg_vector_norm, prepare=_numbers.norm_order("ord"))
+@op(aten.linalg_vector_norm, static=("ord",), prepare=_numbers.norm_order("ord"))
 def _aten_linalg_vector_norm(self, ord=2, dim=None, keepdim=False, dtype=None):
   if dtype is not None:
     self = self.astype(mappings.t2j_dtype(dtype))
@@ -358,12 +358,12 @@ def _aten_linalg_vector_norm(self, ord=2, dim=None, keepdim=False, dtype=None):
   return norm.astype(_real_dtype(self.dtype))
 
 
-@op(aten.norm, prepare=_numbers.norm_order("p"))
+@op(aten.norm, static=("p",), prepare=_numbers.norm_order("p"))
 def _aten_norm(self, p=2, dim=None, keepdim=False, dtype=None):
   return _aten_linalg_vector_norm(self, 2 if p is None else p, dim, keepdim, dtype)
 
 
-@op(aten.dist, prepare=_numbers.norm_order("p"))
+@op(aten.dist, static=("p",), prepare=_numbers.norm_order("p"))
 def _aten_dist(self, other, p=2):
   left, right = promote(self, other)
   return _aten_linalg_vector_norm(left - right, p)

@@ -27,7 +27,7 @@ _library.define("dropout(Tensor input, float p) -> Tensor")
 _forward = torch.ops.torchax.dropout.default
 
 
-@op(_forward, kind=Kind.SAMPLER, prepare=prepare_dropout)
+@op(_forward, kind=Kind.SAMPLER, static=("p",), prepare=prepare_dropout)
 def _dropout_forward(key, input, p):
   return native_dropout(key, input, p)[0]
 
