@@ -208,6 +208,11 @@ class _Backward:
     return rest
 
   def __call__(self, residuals, cotangents, wanted) -> list:
+    # The outputs are the first of the residuals.
+    cotangents = [
+      jnp.zeros_like(output) if cotangent is None else cotangent
+      for cotangent, output in zip(cotangents, residuals)
+    ]
     found = self._run([residuals[place] for place in self._places], cotangents)
     return [gradient for gradient, want in zip(found, wanted) if want]
 
