@@ -16,6 +16,7 @@ from torchax.ops.jaten import (
   activation,
   creation,
   embedding,
+  gather,
   indexing,
   matmul,
   normalize,
@@ -66,8 +67,8 @@ def _aten_linalg_solve_triangular(a, b, *, upper=True, left=True, unitriangular=
 def _aten_scatter_reduce(input, dim, index, src, reduce=None, *, include_self=True):
   """Without `reduce` the values take the places, as in `scatter`."""
   if reduce is None:
-    return indexing._aten_scatter_src(input, dim, index, src)
-  return indexing._aten_scatter_reduce(
+    return gather._aten_scatter_src(input, dim, index, src)
+  return gather._aten_scatter_reduce(
     input, dim, index, src, reduce, include_self=include_self
   )
 
