@@ -512,6 +512,11 @@ def test_no_draw_and_no_compiled_call_reads_from_the_device(env, no_readback):
     return [draw(x) for draw in draws]
 
   x = torch.ones(6, device="jax")
+  for n in (1, 2):  # so those of the program are operands: they are not the first
+    torch.randint(n, 90, (6,), device="jax")
+    torch.empty_like(x).random_(n, 90)
+    torch.empty_like(x).bernoulli_(n / 10)
+    F.dropout(x, n / 10)
   compiled = jax_jit(program)
   step = jax_value_and_grad(gradient_checkpoint(lambda x: _drop(x).sum()))
   with jax.transfer_guard_device_to_host("disallow"):

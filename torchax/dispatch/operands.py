@@ -225,6 +225,7 @@ class PreparedFlattener(Flattener):
 
   Attributes:
     places: of the operands that are such numbers, after a call of `flatten`.
+    numbers: Python's numbers by the places of the operands that were made of them.
     held: a lock to hold until they are read.
   """
 
@@ -232,6 +233,7 @@ class PreparedFlattener(Flattener):
     super().__init__(*args, **kwargs)
     self._prepare, self._static = prepare, static
     self.places: list[int] = []
+    self.numbers: dict[int, Any] = {}
     self.held = threading.RLock()
 
   def flatten(self, args, kwargs) -> tuple[list, tuple]:
@@ -245,16 +247,19 @@ class PreparedFlattener(Flattener):
     for name, value in given.items():
       if name in self._static or value is not before[name]:
         given[name] = _Ready(value)
-    self.places = []
+    self.places, self.numbers = [], {}
     values = list(given.values())
     names = list(given)[len(args) :]
     return super().flatten(values[: len(args)], dict(zip(names, values[len(args) :])))
 
   def _flatten_other(self, arg, cls, dynamic, operands: list):
-    if cls is not _Ready:
-      return super()._flatten_other(arg, cls, dynamic, operands)
     start = len(operands)
-    part = super()._flatten_other(arg.value, type(arg.value), True, operands)
+    if cls is not _Ready:
+      part = super()._flatten_other(arg, cls, dynamic, operands)
+      if cls in _NUMBERS and len(operands) > start:
+        self.numbers[start] = arg
+      return part
+    part = self._flatten_other(arg.value, type(arg.value), True, operands)
     if not isinstance(arg.value, torch.Tensor | jax.Array):
       self.places += range(start, len(operands))
     return part

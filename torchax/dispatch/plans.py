@@ -222,15 +222,17 @@ class Plan:
     if self._prepared is not None:
       with self._prepared.held:
         operands, form = self._prepared.flatten(args, kwargs)
-        places = self._prepared.places
-      if places:
-        compiled = self._with_numbers(operands, places, (write, form))
+        places, numbers = self._prepared.places, self._prepared.numbers
+      # As an array, and for traces, where that would be a constant to be read back.
+      pairs = [(n, operands[n], numbers.get(n, operands[n])) for n in places]
+      if pairs:
+        compiled = self._with_numbers(pairs, (write, form))
     if compiled is None:
       compiled = self._compile(key, write)
     self._compiled[key if write is None else (write, key)] = compiled
     return compiled
 
-  def _with_numbers(self, operands, places, form) -> Callable | None:
+  def _with_numbers(self, pairs, form) -> Callable | None:
     """The program of any numbers, with these; None for the first ones."""
     program = self._of_numbers.get(form)
     if program is None:
@@ -241,11 +243,12 @@ class Plan:
       program = self._of_numbers[form] = self._compile(key, write)
     # In front are the key of a draw, its number, and the base that is written to.
     first = 2 * self.is_sampler + (form[0] is not None)
-    numbers = [(first + place, operands[place]) for place in places]
+    in_traces = [(first + place, number) for place, _, number in pairs]
+    numbers = [(first + place, array) for place, array, _ in pairs]
 
     def with_numbers(*given):
       given = list(given)
-      for place, number in numbers:
+      for place, number in in_traces if _jax_compat.is_traced() else numbers:
         given.insert(place, number)
       return program(*given)
 
