@@ -41,12 +41,15 @@ class Counted:
 
   Args:
     name: of the function.
+    is_of_user: the user has compiled it. Of functions that have equally many programs,
+      operations lose theirs first: these are cheaper to compile again.
   """
 
-  __slots__ = ("name", "programs", "_jitted", "_tracing", "__weakref__")
+  __slots__ = ("name", "is_of_user", "programs", "_jitted", "_tracing", "__weakref__")
 
-  def __init__(self, name: str):
-    self.name, self.programs, self._tracing = name, 0, 0
+  def __init__(self, name: str, is_of_user: bool = False):
+    self.name, self.is_of_user = name, is_of_user
+    self.programs, self._tracing = 0, 0
     self._jitted: Callable | None = None
 
   def of(self, jitted):
@@ -105,14 +108,15 @@ def _name_of(function: Callable) -> str:
   return getattr(function, "__name__", type(function).__name__)
 
 
-def jit(function: Callable, **options):
+def jit(function: Callable, is_of_user: bool = False, **options):
   """`jax.jit` of a function whose programs are counted.
 
   Args:
     function: as `jax.jit` takes it.
+    is_of_user: see `Counted`.
     **options: of `jax.jit`.
   """
-  counted = Counted(_name_of(function))
+  counted = Counted(_name_of(function), is_of_user)
 
   @functools.wraps(function)
   def traced(*args, **kwargs):
@@ -137,7 +141,7 @@ def _make_room() -> None:
     cache.age()
   gc.collect()  # compiled functions and what they compile know each other
   with _lock:
-    found = sorted(_all, key=lambda counted: -counted.programs)
+    found = sorted(_all, key=lambda counted: (-counted.programs, counted.is_of_user))
   # Half of them, so that the search is rare.
   for counted in found:
     if count() <= most // 2:

@@ -108,7 +108,7 @@ class Program:
     options = {}
     if self.options.compiler_options:
       options["compiler_options"] = self.options.compiler_options
-    return programs.jit(pure, static_argnums=(0, 1), **options)
+    return programs.jit(pure, is_of_user=True, static_argnums=(0, 1), **options)
 
   # While tracing --------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ class Jitted(Generic[P, R]):
     functools.update_wrapper(self, function, updated=())
 
   def _jit(self, kwargs) -> Any:
-    counted = programs.Counted(self.traced.__name__)
+    counted = programs.Counted(self.traced.__name__, is_of_user=True)
 
     def pure(rng, operands, *args, **kwargs):
       result = counted.traced(self._pure, rng, operands, *args, **kwargs)

@@ -50,7 +50,7 @@ class BackwardProgram:
     self.again: ProgramCache = ProgramCache(MOST_AGAIN)
     self._jaxpr = None
     self._constants: list = []
-    self._compiled = programs.jit(self._run)
+    self._compiled = programs.jit(self._run, is_of_user=True)
 
   def trace(self, backward: Callable) -> list:
     """Traces `backward(*cotangents)`; returns the residuals, tracers of this trace."""
