@@ -33,3 +33,17 @@ def same_gradients(function, *values: torch.Tensor) -> None:
   actual.sum().backward()
   for have, want in zip(on_jax, cpu):
     assert_same(have.grad, want.grad)
+
+
+class Doubling(torch.autograd.Function):
+  """Doubles its argument in place; the gradient is `factor` times what comes."""
+
+  @staticmethod
+  def forward(ctx, x, factor=2):
+    ctx.factor = factor
+    ctx.mark_dirty(x)
+    return x.mul_(2)
+
+  @staticmethod
+  def backward(ctx, gradient):
+    return gradient * ctx.factor, None

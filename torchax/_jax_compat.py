@@ -101,11 +101,6 @@ def is_top_level() -> bool:
   return type(_trace_context.trace) is _EvalTrace
 
 
-def is_traced() -> bool:
-  """True when a JAX transformation is in progress on this thread."""
-  return type(_trace_context.trace) is not _EvalTrace
-
-
 def is_staging() -> bool:
   """True when operations are recorded into a jaxpr instead of being run."""
   trace = type(_trace_context.trace)

@@ -3,6 +3,7 @@
 import jax
 import pytest
 import torch
+from gradients import Doubling
 
 import torchax
 from torchax.core import grad_mode
@@ -83,19 +84,6 @@ class _Outer(torch.autograd.Function):
     return gradient * 2
 
 
-class _Doubling(torch.autograd.Function):
-  """Doubles its argument in place."""
-
-  @staticmethod
-  def forward(ctx, x):
-    ctx.mark_dirty(x)
-    return x.mul_(2)
-
-  @staticmethod
-  def backward(ctx, gradient):
-    return gradient * 2
-
-
 class _AsksJax(torch.autograd.Function):
   """Squares, after a function inside has been differentiated by JAX."""
 
@@ -121,7 +109,7 @@ def _one_after_another(x):
 def _doubled_in_place(x):
   y = x * 1
   with torch.no_grad():
-    _Doubling.apply(y)
+    Doubling.apply(y)
   return y * x
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 from compare import assert_same
+from gradients import Doubling
 from torch.autograd.function import once_differentiable
 
 import torchax
@@ -121,19 +122,6 @@ class Product(torch.autograd.Function):
     return of_x, of_w, None
 
 
-class Doubling(torch.autograd.Function):
-  """Doubles its argument in place."""
-
-  @staticmethod
-  def forward(ctx, x):
-    ctx.mark_dirty(x)
-    return x.mul_(2)
-
-  @staticmethod
-  def backward(ctx, gradient):
-    return gradient * 20
-
-
 class Rectangle(torch.autograd.Function):
   """|x|, by a function of its own kind; of it only the outer gradient counts."""
 
@@ -186,13 +174,13 @@ class Chosen(torch.autograd.Function):
 
 def _in_place(x):
   y = x * 1
-  z = Doubling.apply(y)
+  z = Doubling.apply(y, 20)
   return y * z + x
 
 
 def _in_place_of_a_view(x):
   y = x * 1
-  Doubling.apply(y[:, 1])
+  Doubling.apply(y[:, 1], 20)
   return y * x
 
 

@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+import registries
 import torch
 from compare import assert_same
 
@@ -19,13 +20,8 @@ ONES = torch.ones(3)
 
 @pytest.fixture(autouse=True)
 def _registry_as_it_was():
-  tables = (ops_registry.all_torch_functions, ops_registry.all_aten_ops)
-  before = [dict(table) for table in tables]
-  yield
-  for table, entries in zip(tables, before):
-    table.clear()
-    table.update(entries)
-  ops_registry._generation += 1
+  with registries.restored():
+    yield
 
 
 @pytest.fixture(name="env")

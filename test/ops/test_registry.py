@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import registries
 import torch
 from compare import assert_same
 from source_tree import PACKAGE
@@ -470,13 +471,8 @@ FUNCTIONS = ("logsigmoid", "softsign", "tanhshrink")
 @pytest.fixture(name="restored")
 def _restored():
   """The registry is afterwards what it was."""
-  tables = (ops_registry.all_aten_ops, ops_registry.all_torch_functions)
-  before = [dict(table) for table in tables]
-  yield
-  for table, entries in zip(tables, before):
-    table.clear()
-    table.update(entries)
-  ops_registry._generation += 1
+  with registries.restored():
+    yield
 
 
 @pytest.mark.parametrize("imports", IMPORTS)

@@ -154,7 +154,7 @@ class Flattener:
   def _flatten_other(self, arg, cls, dynamic: bool | _Marker, operands: list):
     if cls in _NUMBERS:
       if dynamic is True and (cls is not int or arg in _INT32):
-        operands.append(arg if _jax_compat.is_traced() else _number_arrays(arg))
+        operands.append(_number_arrays(arg) if _jax_compat.is_top_level() else arg)
         return _NUMBER
       return static_number(arg) if cls is float or dynamic else arg
     if cls is list or cls is tuple:

@@ -69,9 +69,7 @@ class Plan:
     self._formula = formula_of(op)
     self._is_real = real_numbers.are_asked(self.name) and operator.is_builtin
     # Where a lowering is a part of what is traced and not a program of its own.
-    self._is_inlined = (
-      _jax_compat.is_traced if self._formula else _jax_compat.is_staging
-    )
+    self._is_inlined = _is_traced if self._formula else _jax_compat.is_staging
     # Nothing to check, to draw or to decide before the compiled function is called.
     self._is_simple = (
       operator.check is None
@@ -248,7 +246,7 @@ class Plan:
 
     def with_numbers(*given):
       given = list(given)
-      for place, number in in_traces if _jax_compat.is_traced() else numbers:
+      for place, number in numbers if _jax_compat.is_top_level() else in_traces:
         given.insert(place, number)
       return program(*given)
 
@@ -359,6 +357,10 @@ def _map(result, function):
   if isinstance(result, tuple | list):
     return type(result)([_map(part, function) for part in result])
   return function(result)
+
+
+def _is_traced() -> bool:
+  return not _jax_compat.is_top_level()
 
 
 EXPLAINED = (TypeError, ValueError, RuntimeError, IndexError)
@@ -499,7 +501,7 @@ class FormulaTensorPlan(TensorPlan):
     self._formula = formula_of(op)
 
   def __call__(self, args, kwargs):
-    if not _jax_compat.is_traced():
+    if _jax_compat.is_top_level():
       return super().__call__(args, kwargs)
     given = _arrays((list(args), kwargs or {}))
     found = derivatives.differentiated(self._formula, self._lower, self.env, *given)

@@ -391,43 +391,21 @@ def _aten_upsample(
   return lowering(input, output_size, align_corners, scales_h, scales_w)
 
 
-def _aten_upsample_billinear_aa(
-  input,
-  output_size,
-  align_corners,
-  scale_factors=None,
-  scales_h=None,
-  scales_w=None,
-):
-  """`_aten_upsample`, bilinear with anti-aliasing."""
-  return _aten_upsample(
+def _smooth_upsample(method: str):
+  def lowering(
     input,
     output_size,
     align_corners,
-    True,
-    "bilinear",
-    scale_factors,
-    scales_h,
-    scales_w,
-  )
+    scale_factors=None,
+    scales_h=None,
+    scales_w=None,
+  ):
+    """`_aten_upsample` with anti-aliasing."""
+    scales = (scale_factors, scales_h, scales_w)
+    return _aten_upsample(input, output_size, align_corners, True, method, *scales)
+
+  return lowering
 
 
-def _aten_upsample_bicubic2d_aa(
-  input,
-  output_size,
-  align_corners,
-  scale_factors=None,
-  scales_h=None,
-  scales_w=None,
-):
-  """`_aten_upsample`, bicubic with anti-aliasing."""
-  return _aten_upsample(
-    input,
-    output_size,
-    align_corners,
-    True,
-    "bicubic",
-    scale_factors,
-    scales_h,
-    scales_w,
-  )
+_aten_upsample_billinear_aa = _smooth_upsample("bilinear")
+_aten_upsample_bicubic2d_aa = _smooth_upsample("bicubic")
