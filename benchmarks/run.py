@@ -13,12 +13,22 @@ import torch
 from absl import app, flags
 
 import torchax
-from benchmarks import calls, compiled, eager, lengths, operators, train_step
+from benchmarks import (
+  calls,
+  compiled,
+  compiling,
+  eager,
+  lengths,
+  operators,
+  train_step,
+)
 from benchmarks.timing import Row
 
 _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Where the JSON goes.")
 _ONLY = flags.DEFINE_list(
-  "only", [], "Groups to run: eager, operators, calls, train_step, compiled, lengths."
+  "only",
+  [],
+  "Groups to run: eager, operators, calls, train_step, compiled, compiling, lengths.",
 )
 _GROUPS = {
   "eager": eager,
@@ -26,6 +36,7 @@ _GROUPS = {
   "calls": calls,
   "train_step": train_step,
   "compiled": compiled,
+  "compiling": compiling,
   "lengths": lengths,
 }
 

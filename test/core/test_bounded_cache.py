@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchax
-from torchax.core import static_values, view_steps
+from torchax.core import programs, static_values, view_steps
 from torchax.core.bounded_cache import BoundedCache
 from torchax.dispatch import torch_functions
 from torchax.interop import JittableModule
@@ -82,6 +82,24 @@ def test_chains_of_views_go_with_the_last_tensor():
   del views
   gc.collect()
   assert len(view_steps.WHOLE._longer) == before
+
+
+def test_a_kept_chain_stays_the_chain_of_its_steps():
+  """A program's key: of equal steps there is never a second one."""
+  base = torch.arange(60.0, device="jax")
+  kept = base.view(3, 20).t().reshape(60)._chain
+  gc.collect()
+  assert base.view(3, 20).t().reshape(60)._chain is kept
+
+
+def test_views_of_views_are_compiled_once():
+  base = torch.arange(60.0, device="jax")
+  for n in range(3):
+    base.view(3, 20).t().cos()
+    gc.collect()
+    if n == 0:
+      before = programs.count()
+  assert programs.count() == before
 
 
 def test_specializations_go_with_their_programs():

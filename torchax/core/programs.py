@@ -5,6 +5,9 @@ and static arguments. Counting happens while JAX traces, so a call of what is co
 costs nothing. Over the bound those go whose cache nobody has looked into lately, then
 those of the functions that have most: of shapes that keep changing, nearly all are of
 the past.
+
+Programs of single operations are compiled quickly on the CPU, which is most of what a
+new shape costs. `quick_options` says how.
 """
 
 import contextlib
@@ -80,6 +83,9 @@ class Counted:
     clear_cache = getattr(jitted, "clear_cache", None)
     if clear_cache is not None and not self._tracing:
       clear_cache()
+      in_traces = getattr(jitted, "in_traces", None)
+      if in_traces is not None:
+        in_traces.clear_cache()
       self._forget()
 
   def _forget(self) -> None:
@@ -121,8 +127,12 @@ def jit(function: Callable, is_of_user: bool = False, **options):
 
   Args:
     function: as `jax.jit` takes it.
-    is_of_user: see `Counted`.
+    is_of_user: see `Counted`; others are compiled with `quick_options`.
     **options: of `jax.jit`.
+
+  Returns:
+    The compiled function. Its `in_traces` is the same for calls while JAX transforms
+    a function, where a program has no options of its own.
   """
   counted = Counted(_name_of(function), is_of_user)
 
@@ -131,7 +141,43 @@ def jit(function: Callable, is_of_user: bool = False, **options):
     return counted.traced(function, *args, **kwargs)
 
   traced.__name__ = counted.name
-  return counted.of(jax.jit(traced, **options))
+  own = {} if is_of_user else {"compiler_options": quick_options()}
+  jitted = counted.of(jax.jit(traced, **options, **own))
+  jitted.in_traces = jax.jit(traced, **options)
+  return jitted
+
+
+# Of XLA's CPU compiler. Its newer emitters and LLVM's levels above 1 take two to six
+# times as long for the program of one operation, which runs no faster for it and gives
+# the same bits (benchmarks/compiling.py); so few kernels are best compiled together.
+_QUICK = {
+  "xla_cpu_use_fusion_emitters": False,
+  "xla_backend_optimization_level": 1,
+  "xla_cpu_parallel_codegen_split_count": 1,
+}
+
+
+@functools.cache
+def quick_options() -> dict | None:
+  """Compiler options for programs that are small; starts JAX.
+
+  Returns:
+    Those of XLA's CPU options that this version knows; None on other platforms.
+  """
+  if jax.default_backend() != "cpu":
+    return None
+  known = {name: value for name, value in _QUICK.items() if _is_known(name, value)}
+  return known or None
+
+
+def _is_known(name: str, value) -> bool:
+  try:
+    jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "No such compile option" not in str(error):
+      raise
+    return False
+  return True
 
 
 def count() -> int:

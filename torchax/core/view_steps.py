@@ -11,6 +11,7 @@ import enum
 import functools
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax.core import grad_mode, out_of_range
+from torchax import _jax_compat
+from torchax.core import grad_mode, out_of_range, programs
 
 
 class ViewInfoType(enum.Enum):
@@ -513,15 +515,25 @@ class Chain:
   index that is being traced: their starts are a tuple.
   """
 
-  __slots__ = ("infos", "moving", "is_marked", "_longer", "_taken", "__weakref__")
+  __slots__ = (
+    "infos", "moving", "is_marked", "_longer", "_shorter", "_taken", "__weakref__"
+  )  # fmt: skip
 
   # How many slices of one form get a program of their own.
   LIMIT = 8
   # Of how many forms that is counted.
   MOST_FORMS = 1024
 
-  def __init__(self, infos: tuple[ViewInfo, ...] = (), moving: bool = False):
+  def __init__(
+    self,
+    infos: tuple[ViewInfo, ...] = (),
+    moving: bool = False,
+    shorter: "Chain | None" = None,
+  ):
     self.infos = infos
+    # The one that knows this one: without it there would be another of these steps,
+    # for which everything is compiled again.
+    self._shorter = shorter
     self.moving = _as_moving(infos) if moving else None
     # torch's bits for conjugate and negative may be set.
     self.is_marked = any(isinstance(i, ConjugateInfo | NegateInfo) for i in infos)
@@ -545,12 +557,8 @@ class Chain:
       if taken > self.LIMIT:
         return Chain((*self.infos, info), moving=True)
     longer = self._append(info)
-    self._longer[info] = weakref.ref(longer, functools.partial(self._forget, info))
+    self._longer[info] = weakref.ref(longer, _forgetting(self, info))
     return longer
-
-  def _forget(self, info: ViewInfo, reference: weakref.ref) -> None:
-    if self._longer.get(info) is reference:
-      del self._longer[info]
 
   def _append(self, info: ViewInfo) -> "Chain":
     last = self.infos[-1] if self.infos else None
@@ -558,7 +566,7 @@ class Chain:
       return chain_of(*self.infos[:-1])
     if isinstance(info, ReshapeInfo) and isinstance(last, ReshapeInfo):
       return chain_of(*self.infos[:-1], info)
-    return Chain((*self.infos, info))
+    return Chain((*self.infos, info), shorter=self)
 
   @property
   def is_traced(self) -> bool:
@@ -590,6 +598,18 @@ class Chain:
     return f"Chain{self.infos}"
 
 
+def _forgetting(chain: Chain, info: ViewInfo) -> Callable:
+  """Drops what a chain knows of a longer one that is gone; does not keep the chain."""
+  shorter = weakref.ref(chain)
+
+  def forget(reference: weakref.ref) -> None:
+    chain = shorter()
+    if chain is not None and chain._longer.get(info) is reference:
+      del chain._longer[info]
+
+  return forget
+
+
 def _as_moving(infos: tuple[ViewInfo, ...]) -> tuple[MovingChain, Any]:
   forms = [_moving(info) for info in infos]
   steps = tuple(form[0] if form else info for form, info in zip(forms, infos))
@@ -611,14 +631,22 @@ def chain_of(*infos: ViewInfo) -> Chain:
   return chain
 
 
-_read_chain = jax.jit(lambda array, chain: chain.read(array), static_argnums=1)
+@functools.cache
+def _reading() -> Callable:
+  """(base array, chain) -> view, compiled."""
+
+  def read(array, chain):
+    return chain.read(array)
+
+  return programs.jit(read, static_argnums=1)
 
 
 def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
   """The view of a base array, in one compiled call."""
   if isinstance(array, jax.core.Tracer):
     return chain.read(array)
+  reading = _reading() if _jax_compat.is_top_level() else _reading().in_traces
   if chain.moving is not None:
     moving, starts = chain.moving
-    return _read_chain((array, starts), moving)
-  return _read_chain(array, chain)
+    return reading((array, starts), moving)
+  return reading(array, chain)

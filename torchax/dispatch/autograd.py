@@ -63,20 +63,23 @@ class ArrayFunction:
 
   def value(self, *arrays):
     """The result; compiled unless JAX is tracing."""
-    return (self._compiled if self.is_compiled() else self._function)(*arrays)
+    return self.chosen(self._compiled, self._function)(*arrays)
 
-  def is_compiled(self) -> bool:
-    """Whether a call now goes through `jax.jit`."""
+  def chosen(self, compiled: Callable, function: Callable) -> Callable:
+    """What a call now goes through: a program, the same in a trace, or the function."""
     allowed = self._operator is None or self._operator.compiled is not False
-    return allowed and self._is_compiled and not _jax_compat.is_staging()
+    if not (allowed and self._is_compiled):
+      return function
+    if _jax_compat.is_top_level():
+      return compiled
+    return function if _jax_compat.is_staging() else compiled.in_traces
 
   def linearize(self, *arrays):
     """The result, and its pull-back: cotangents of outputs -> of inputs.
 
     Both are lists of the floating-point and complex leaves alone.
     """
-    linearize = self._compiled_linearize if self.is_compiled() else self._linearize
-    return linearize(*arrays)
+    return self.chosen(self._compiled_linearize, self._linearize)(*arrays)
 
   def _linearize(self, *arrays):
     places = [n for n, a in enumerate(arrays) if n >= self._numbers and is_inexact(a)]
@@ -127,10 +130,7 @@ class WithNumbers:
   """
 
   def __init__(self, function: ArrayFunction, numbers: tuple):
-    self.saves_residuals, self.is_compiled = (
-      function.saves_residuals,
-      function.is_compiled,
-    )
+    self.saves_residuals, self.chosen = function.saves_residuals, function.chosen
     self._function, self._numbers = function, numbers
 
   def value(self, *arrays):
@@ -150,7 +150,9 @@ def _pull(pull_back, cotangents):
   return conjugate(pull_back(conjugate(cotangents)))
 
 
-_compiled_pull = programs.jit(_pull)
+@functools.cache
+def _compiled_pull() -> Callable:
+  return programs.jit(_pull)
 
 
 class _Call(_torch_compat.OwnFunction):
@@ -200,7 +202,7 @@ def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
     gradient = function.gradient(wanted)
     found = gradient.value(*[t.jax() for t in tensors], *arrays)
     return [new_tensor(array, env) for array in found]
-  pull = _compiled_pull if function.is_compiled() else _pull
+  pull = function.chosen(_compiled_pull(), _pull)
   remaining = iter(pull(ctx.pull_back, arrays))
   found = [
     next(remaining) if t.is_floating_point() or t.is_complex() else None

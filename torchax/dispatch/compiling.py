@@ -28,10 +28,20 @@ def compiled(function: Callable, operator: Operator | None = None) -> Callable:
   Args:
     function: of arrays; the lowering, with what surrounds it.
     operator: whose lowering it calls.
+
+  Returns:
+    The function, and as its `in_traces` the same for calls inside of transformations.
   """
   jitted = programs.jit(function)
   if operator is None or operator.compiled is not None:
     return jitted
+  attempt = _attempt(jitted, function, operator)
+  attempt.in_traces = _attempt(jitted.in_traces, function, operator)
+  return attempt
+
+
+def _attempt(jitted: Callable, function: Callable, operator: Operator) -> Callable:
+  """Runs a function compiled, and as it is once its operator has not allowed that."""
 
   def attempt(*operands):
     # Shapes and dtypes that come later may need what the first ones did not.

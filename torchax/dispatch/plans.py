@@ -81,7 +81,7 @@ class Plan:
   def __call__(self, args, kwargs):
     operands, key = self.flattener.flatten(args, kwargs)
     try:
-      if self._is_simple and not self._is_inlined():
+      if self._is_simple and _jax_compat.is_top_level():
         compiled = self._compiled.get(key) or self._found(args, kwargs, key)
         result = compiled(*operands)
       else:
@@ -208,6 +208,8 @@ class Plan:
       return self._call(key, write, operands)
     cache_key = key if write is None else (write, key)
     compiled = self._compiled.get(cache_key) or self._found(args, kwargs, key, write)
+    if not _jax_compat.is_top_level():
+      compiled = compiled.in_traces
     return compiled(*operands)
 
   def _found(self, args, kwargs, key, write=None) -> Callable:
@@ -244,12 +246,8 @@ class Plan:
     in_traces = [(first + place, number) for place, _, number in pairs]
     numbers = [(first + place, array) for place, array, _ in pairs]
 
-    def with_numbers(*given):
-      given = list(given)
-      for place, number in numbers if _jax_compat.is_top_level() else in_traces:
-        given.insert(place, number)
-      return program(*given)
-
+    with_numbers = _filled(program, numbers)
+    with_numbers.in_traces = _filled(program.in_traces, in_traces)
     return with_numbers
 
   def _compile(self, key, write=None) -> Callable:
@@ -357,6 +355,18 @@ def _map(result, function):
   if isinstance(result, tuple | list):
     return type(result)([_map(part, function) for part in result])
   return function(result)
+
+
+def _filled(program: Callable, numbers) -> Callable:
+  """A program with (place, number) among its operands, in the order of the places."""
+
+  def filled(*given):
+    given = list(given)
+    for place, number in numbers:
+      given.insert(place, number)
+    return program(*given)
+
+  return filled
 
 
 def _is_traced() -> bool:
