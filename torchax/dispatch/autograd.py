@@ -42,6 +42,8 @@ class ArrayFunction:
     compiled: run it under `jax.jit`; not for functions that are made for one call.
     operator: whose lowering it calls, which may turn out not to allow that.
     numbers: how many of its first arguments are numbers, which have no gradient.
+    backward: `(arrays, cotangents) -> gradients` of the arrays that are no numbers,
+      where a formula is known; else JAX differentiates the function.
   """
 
   def __init__(
@@ -51,11 +53,13 @@ class ArrayFunction:
     compiled: bool = True,
     operator: Operator | None = None,
     numbers: int = 0,
+    backward: Callable | None = None,
   ):
     self.saves_residuals = saves_residuals
     self._is_compiled = compiled
     self._operator = operator
     self._numbers = numbers
+    self._backward = backward
     self._function = function
     self._compiled = compiling.compiled(function, operator)
     self._compiled_linearize = compiling.compiled(self._linearize, operator)
@@ -111,6 +115,9 @@ class ArrayFunction:
   def _pull_back(self, wanted, *arrays):
     end = self._numbers + len(wanted)
     inputs, cotangents = arrays[:end], arrays[end:]
+    if self._backward is not None:
+      found = self._backward(inputs, cotangents)
+      return [gradient for gradient, want in zip(found, wanted) if want]
     _, pull_back = self._linearize(*inputs)
     gradients = iter(_pull(pull_back, list(cotangents)))
     inputs = inputs[self._numbers :]

@@ -105,26 +105,32 @@ class ArrayFunctionHandler:
     return autograd.WithNumbers(function, numbers)
 
   def _compiled(self, flattener, key, is_number) -> autograd.ArrayFunction:
-    return autograd.ArrayFunction(
-      self._array_function(flattener, key, is_number),
-      self.operator.saves_residuals,
-      operator=self.operator,
-      numbers=sum(is_number),
-    )
-
-  def _array_function(self, flattener, key, is_number) -> Callable:
     extra = {"env": self.env} if self.operator.needs_env else {}
+    formula = self.operator.backward
     count = sum(is_number)
 
-    def on_arrays(*arrays):
+    def arguments(arrays):
       if count:
         numbers, others = iter(arrays[:count]), iter(arrays[count:])
         arrays = [next(numbers if is_one else others) for is_one in is_number]
-      args, kwargs = flattener.rebuild(key, arrays)
+      return flattener.rebuild(key, arrays)
+
+    def on_arrays(*arrays):
+      args, kwargs = arguments(arrays)
       return self.operator.func(*args, **kwargs, **extra)
 
+    def backward(arrays, cotangents):
+      args, kwargs = arguments(arrays)
+      return formula(*cotangents, *args, **kwargs)
+
     on_arrays.__name__ = getattr(self.operator.func, "__name__", "function")
-    return on_arrays
+    return autograd.ArrayFunction(
+      on_arrays,
+      self.operator.saves_residuals,
+      operator=self.operator,
+      numbers=count,
+      backward=formula and backward,
+    )
 
 
 class WithoutOut:

@@ -77,6 +77,9 @@ class Operator:
       `func` also gets arguments that were not prepared.
     saves_residuals: a torch function's gradient uses results of the forward pass
       instead of computing them again from the arguments.
+    backward: a torch function's gradient: called with the cotangents of its results and
+      its own arguments; gives the gradients of the tensors among these, in their order.
+      Without one JAX differentiates the function.
     index_results: places of the results that are indices, which
       `Configuration.use_int32_for_index` makes narrower. A single result is at 0.
     takes_cpu: takes CPU tensors beside jax tensors, as torch does here.
@@ -101,6 +104,7 @@ class Operator:
   rules: Callable | None = None
   prepare: Callable[[dict], None] | None = None
   saves_residuals: bool = False
+  backward: Callable | None = None
   index_results: tuple[int, ...] = ()
   takes_cpu: bool = False
   distribution: str = ""

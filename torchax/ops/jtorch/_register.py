@@ -13,6 +13,7 @@ def register_function(
   is_view_op: bool = False,
   kind: Kind | None = None,
   saves_residuals: bool = False,
+  backward: Callable | None = None,
   dynamic: tuple[str, ...] = (),
   compiled: bool | None = None,
   rules: Callable | None = None,
@@ -30,6 +31,9 @@ def register_function(
     kind: in place of the flags.
     saves_residuals: the gradient uses results of the forward pass, for functions that
       cost much; otherwise it starts again from the arguments.
+    backward: called with the cotangents of the results and with the arguments; gives
+      the gradients of the tensors among the arguments, in their order. Without one JAX
+      differentiates the function, which may take a program several times as large.
     dynamic: names of numbers that may change without recompiling: all but the first
       ones that a function sees are operands, and arrive as traced scalars.
     compiled: False where the result's shape depends on data. By default this is
@@ -60,6 +64,7 @@ def register_function(
           is_view_op=is_view_op,
           kind=kind,
           saves_residuals=saves_residuals,
+          backward=backward,
           dynamic=dynamic,
           compiled=compiled,
           rules=rules,

@@ -1,19 +1,36 @@
 """Normalisation, caught above ATen, so that it is one operation.
 
 torch's layer normalisation has two further results for its own backward formula, and
-its RMS normalisation is a chain of operations, unless the device is CUDA. Here JAX
-differentiates the whole.
+its RMS normalisation is a chain of operations, unless the device is CUDA. Here the
+gradient of the first computes the statistics again and takes torch's formula, a fourth
+of the program that JAX makes of it; JAX differentiates the other.
 """
 
 from torchax.ops.jaten.normalize import (
   _aten__fused_rms_norm,
   _aten_native_layer_norm,
+  _aten_native_layer_norm_backward,
 )
 from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, functions
 
 
-@register_function(F.layer_norm, functions.layer_norm, dynamic=("eps",))
+def _layer_norm_backward(
+  grad, input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
+):
+  _, mean, rstd = _aten_native_layer_norm(input, normalized_shape, None, None, eps)
+  gradients = _aten_native_layer_norm_backward(
+    grad, input, normalized_shape, mean, rstd, weight, bias, (True, True, True)
+  )
+  return [gradient for gradient in gradients if gradient is not None]
+
+
+@register_function(
+  F.layer_norm,
+  functions.layer_norm,
+  dynamic=("eps",),
+  backward=_layer_norm_backward,
+)
 def _layer_norm(
   input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
 ):
