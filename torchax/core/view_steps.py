@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax.core import grad_mode, out_of_range
+from torchax.core import explicit_axes, grad_mode, out_of_range
 
 
 class ViewInfoType(enum.Enum):
@@ -611,13 +611,17 @@ def chain_of(*infos: ViewInfo) -> Chain:
   return chain
 
 
-_read_chain = jax.jit(lambda array, chain: chain.read(array), static_argnums=1)
+def _read(array, chain):
+  return explicit_axes.call(chain.read, (array,), "a view", (_read, chain))
+
+
+_read_chain = jax.jit(_read, static_argnums=1)
 
 
 def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
   """The view of a base array, in one compiled call."""
   if isinstance(array, jax.core.Tracer):
-    return chain.read(array)
+    return _read(array, chain)
   if chain.moving is not None:
     moving, starts = chain.moving
     return _read_chain((array, starts), moving)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import jax
 import torch
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from torchax import _jax_compat, _torch_compat
 from torchax.errors import NoSuchDeviceError
@@ -26,6 +26,7 @@ class _Current(threading.local):
   """What this thread has chosen by `torch.jax.set_device`; None leaves it to JAX."""
 
   index: int | None = None
+  layout: Callable[[tuple], Sharding | None] | None = None
 
 
 _current = _Current()
@@ -169,16 +170,37 @@ def using(device) -> Iterator[None]:
     _current.index = before
 
 
+@contextlib.contextmanager
+def laid_out(layout: Callable[[tuple], Sharding | None]) -> Iterator[None]:
+  """Makes tensors on several devices inside the block, on this thread.
+
+  Args:
+    layout: of a shape, how a tensor of it is laid out; None leaves it to JAX.
+  """
+  before = _current.layout
+  _current.layout = layout
+  try:
+    yield
+  finally:
+    _current.layout = before
+
+
+def layout() -> Callable[[tuple], Sharding | None] | None:
+  """What `laid_out` has been given on this thread; None outside of it."""
+  return _current.layout
+
+
 class anywhere:
   """A context in which JAX decides where tensors are made, whatever was chosen."""
 
   __slots__ = ("before",)
 
   def __enter__(self):
-    self.before, _current.index = _current.index, None
+    self.before = _current.index, _current.layout
+    _current.index = _current.layout = None
 
   def __exit__(self, *exc):
-    _current.index = self.before
+    _current.index, _current.layout = self.before
 
 
 # Where arrays lie ---------------------------------------------------------------------
@@ -206,6 +228,11 @@ def device_of(array) -> torch.device:
 def is_spread(array: jax.Array) -> bool:
   """True for an array on several devices."""
   return type(array) is _ArrayImpl and len(array.sharding.device_set) > 1
+
+
+def spread_of(array: jax.Array) -> Sharding | None:
+  """How an array lies on several devices; None for any other one."""
+  return array.sharding if is_spread(array) else None
 
 
 def described(array: jax.Array) -> str:
@@ -277,6 +304,38 @@ def put(array: jax.Array, device) -> jax.Array:
     return _jax_compat.uncommitted(moved)
   Several.in_use = True
   return moved
+
+
+def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
+  """An array on several devices, made part by part; one part at a time is on the host.
+
+  Args:
+    shape: of the array.
+    sharding: how it lies on the devices; those of other processes are theirs to fill.
+    read: of a tuple of slices, that part as a numpy array that nobody else changes.
+  """
+  devices: dict[tuple, list] = {}
+  indices = sharding.addressable_devices_indices_map(shape)
+  for device, index in indices.items():
+    bounds = tuple(part.indices(size) for part, size in zip(index or (), shape))
+    devices.setdefault(bounds, []).append((device, index))
+  made = []
+  for group in devices.values():
+    part = read(group[0][1] or ())
+    made += [jax.device_put(part, device) for device, _ in group]
+    jax.block_until_ready(made[-len(group) :])
+  return jax.make_array_from_single_device_arrays(
+    shape, sharding, made, dtype=made[0].dtype
+  )
+
+
+def constrained(array: jax.Array, place: Sharding | None) -> jax.Array:
+  """An array laid out as `place` says; a traced one in the compiled function."""
+  if place is None or not isinstance(array, jax.core.Tracer):
+    return put_back(array, place)
+  if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
+    return jax.sharding.reshard(array, place)
+  return jax.lax.with_sharding_constraint(array, place)
 
 
 def place_of(array: jax.Array) -> Sharding | None:

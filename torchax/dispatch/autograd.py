@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax import _jax_compat, _torch_compat
-from torchax.core import grad_mode, programs
+from torchax.core import explicit_axes, grad_mode, programs
 from torchax.dispatch import compiling
 from torchax.ops.ops_registry import Operator
 from torchax.tensor import Tensor, new_tensor
@@ -56,7 +56,7 @@ class ArrayFunction:
     self._is_compiled = compiled
     self._operator = operator
     self._numbers = numbers
-    self._function = function
+    self._function = function = explicit_axes.explicitly(function, compiled)
     self._compiled = compiling.compiled(function, operator)
     self._compiled_linearize = compiling.compiled(self._linearize, operator)
     self._gradients: dict[tuple, ArrayFunction] = {}
