@@ -93,6 +93,35 @@ def explicitly(function: Callable, is_kept: bool = True) -> Callable:
   return explicit
 
 
+def taking_any(pull_back: Callable, results: list) -> Callable:
+  """A pull-back of `jax.vjp` whose cotangents may be laid out in any way.
+
+  Args:
+    pull_back: takes one list of cotangents.
+    results: of the function, for each cotangent the one that it belongs to.
+  """
+  places = [None if mesh_of(r) is None else jax.typeof(r).sharding for r in results]
+  if not any(places):
+    return pull_back
+  return jax.tree_util.Partial(_pulling_back(tuple(places)), pull_back)
+
+
+@functools.lru_cache(maxsize=256)
+def _pulling_back(places: tuple) -> Callable:
+  """The same function for the same layouts: it is a part of what JAX compiles for."""
+
+  def pulling_back(pull_back, cotangents):
+    return pull_back([_as_typed(*pair) for pair in zip(cotangents, places)])
+
+  return pulling_back
+
+
+def _as_typed(array, place):
+  if place is None or jax.typeof(array).sharding == place:
+    return array
+  return jax.sharding.reshard(array, place)
+
+
 # Arrays with numbers: the same ones on a mesh of automatic axes ------------------------
 
 

@@ -88,8 +88,9 @@ class ArrayFunction:
       out = self._function(*given)
       return [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], out
 
-    _, pull_back, out = jax.vjp(on_inexact, *[arrays[n] for n in places], has_aux=True)
-    return out, pull_back
+    inexact = [arrays[n] for n in places]
+    results, pull_back, out = jax.vjp(on_inexact, *inexact, has_aux=True)
+    return out, explicit_axes.taking_any(pull_back, results)
 
   def gradient(self, wanted: tuple[bool, ...]) -> "ArrayFunction":
     """`(*arrays, *cotangents) -> gradients`, of the arguments that are wanted."""
