@@ -26,6 +26,8 @@ from torchax.ops import mappings
 from torchax.saving import safetensors
 from torchax.tensor import Tensor, new_tensor
 
+_REPLICATED = PartitionSpec()
+
 
 class HasShape(Protocol):
   """What a sharder is told of a tensor: a tensor itself, or a shape and a dtype."""
@@ -121,7 +123,7 @@ class ShardingRules:
     self,
     by_name: Iterable[tuple[str, PartitionSpec | tuple]] = (),
     by_module: Mapping[Any, Mapping[str, PartitionSpec | tuple]] | None = None,
-    otherwise: Sharder | PartitionSpec = PartitionSpec(),
+    otherwise: Sharder | PartitionSpec = _REPLICATED,
   ):
     self._by_name = [(pattern, _spec(spec)) for pattern, spec in by_name]
     self._by_module = {
@@ -231,7 +233,10 @@ class Mesh:
     self._entered.pop().close()
 
   def sharding(
-    self, spec: PartitionSpec | tuple, shape: Sequence[int] | None = None, name="A tensor"
+    self,
+    spec: PartitionSpec | tuple,
+    shape: Sequence[int] | None = None,
+    name="A tensor",
   ) -> NamedSharding:
     """The `NamedSharding` of a spec on this mesh.
 
@@ -245,7 +250,7 @@ class Mesh:
         parts than the shape has dimensions, or divides one that is no multiple.
     """
     spec = _spec(spec)
-    _require_fitting(spec, shape, self.jax_mesh, name)
+    placement.require_fitting(spec, shape, self.jax_mesh, name)
     return NamedSharding(self.jax_mesh, spec)
 
   def shard(self, tensor: torch.Tensor, spec: PartitionSpec | tuple) -> Tensor:
@@ -308,7 +313,11 @@ class Mesh:
       ValueError: there is no sharder.
     """
     self._chosen(override_sharder)
-    with default_env(), torch.device("jax"), placement.laid_out(self._evenly):
+    with contextlib.ExitStack() as scopes:
+      scopes.enter_context(default_env())
+      scopes.enter_context(torch.device("jax"))
+      scopes.enter_context(explicit_axes.no_mesh())
+      scopes.enter_context(placement.laid_out(self._evenly))
       model = model_class(*init_args, **(init_kwargs or {}))
     return self.shard_model(model, override_sharder)
 
@@ -386,41 +395,6 @@ class Mesh:
     return None
 
 
-def _require_fitting(spec: PartitionSpec, shape, mesh, name: str) -> None:
-  """Raises what is wrong with a spec, where JAX would speak of arrays."""
-  axes = dict(mesh.shape)
-  if shape is not None and len(spec) > len(shape):
-    raise ShardingError(
-      f"{name} has {len(shape)} dimensions, of shape {list(shape)}, but {spec} has "
-      f"{len(spec)} parts. Write a part for each dimension, or fewer."
-    )
-  seen: list[str] = []
-  for dim, part in enumerate(spec):
-    if part is PartitionSpec.UNCONSTRAINED:
-      raise ShardingError(
-        f"{name} expects a part of {spec} for dimension {dim}: an axis or None."
-      )
-    names = part if isinstance(part, tuple) else () if part is None else (part,)
-    for axis in names:
-      if axis not in axes:
-        raise ShardingError(
-          f"{name} is to be divided by {spec}, but the mesh has no axis {axis!r}: its "
-          f"axes are {axes}."
-        )
-      if axis in seen:
-        raise ShardingError(f"{name} is to be divided by {spec}, with {axis!r} twice.")
-      seen.append(axis)
-    count = 1
-    for axis in names:
-      count *= axes[axis]
-    if shape is not None and shape[dim] % count:
-      raise ShardingError(
-        f"{name} of shape {list(shape)} is to be divided by {spec} over a mesh of the "
-        f"axes {axes}, but its dimension {dim} of {shape[dim]} is no multiple of "
-        f"{count}. Choose another dimension or axis, None in its place, or pad it."
-      )
-
-
 def _places(model: torch.nn.Module, persistent_only=False) -> Iterable[_Place]:
   """Each name of each parameter and buffer; one that has two comes twice."""
   for path, module in model.named_modules():
@@ -436,9 +410,7 @@ def _places(model: torch.nn.Module, persistent_only=False) -> Iterable[_Place]:
 def _put(tensor: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
   """A parameter or buffer on the mesh: the same object if it is on jax."""
   if isinstance(tensor, Tensor):
-    if tensor._storage.array.sharding != sharding or not placement.is_spread(
-      tensor._storage.array
-    ):
+    if not tensor.jax().sharding.is_equivalent_to(sharding, tensor.dim()):
       with torch.no_grad():
         tensor.shard_(sharding)
     keep_gradient_beside(tensor)

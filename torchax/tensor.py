@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
 from torchax import _jax_compat, _torch_compat
@@ -79,6 +79,8 @@ class Tensor(torch.Tensor):
   __torch_function__: Any = _torch_compat.disabled_torch_function
   # Makes what torch's tracers see in place of a jax tensor; `_compose` sets it.
   of_fake: ClassVar[Callable | None] = None
+  # Has the gradient of a leaf lie where the leaf does; `_compose` sets it.
+  keep_gradient_beside: ClassVar[Callable] = staticmethod(lambda tensor: None)
   # True of the wrapper; who asks wants to know whether there are numbers.
   is_meta = False
 
@@ -362,6 +364,10 @@ class Tensor(torch.Tensor):
     if not isinstance(data, torch.Tensor):
       data = torch.tensor(data, dtype=dtype or self.dtype, device="cpu", **layout)
     copied = data.detach().to(device or self.device, dtype or self.dtype, copy=True)
+    if device is None and copied.shape == self.shape and type(copied) is Tensor:
+      place = placement.spread_of(self._storage.array)
+      if place is not None and self._chain is WHOLE:
+        copied = copied.shard_(place)
     return copied.requires_grad_(requires_grad)
 
   @ending_at_the_user
@@ -377,9 +383,21 @@ class Tensor(torch.Tensor):
     self.replace_jax(jax_function(self.jax(), *args, **kwargs))
     return self
 
+  @ending_at_the_user
   def shard_(self, sharding: Sharding) -> Tensor:
-    """Lays the array out over devices as `sharding` says, in place."""
-    return self.apply_jax_(jax.device_put, sharding)
+    """Lays the array out over devices as `sharding` says, in place.
+
+    The gradient of a leaf is laid out as the leaf is.
+
+    Raises:
+      ShardingError: the spec of a `NamedSharding` does not fit the tensor.
+    """
+    if isinstance(sharding, NamedSharding):
+      name = f"A tensor of shape {list(self.shape)}"
+      placement.require_fitting(sharding.spec, self.shape, sharding.mesh, name)
+    self.apply_jax_(jax.device_put, sharding)
+    Tensor.keep_gradient_beside(self)
+    return self
 
   @property
   def data(self) -> TorchTensor:
@@ -459,7 +477,10 @@ class Tensor(torch.Tensor):
         copied.__dict__[name] = copy.deepcopy(value, memo)
     if self.grad is not None:
       copied.grad = copy.deepcopy(self.grad, memo)
-    return copied.requires_grad_(self.requires_grad)
+    copied.requires_grad_(self.requires_grad)
+    if "_beside" in self.__dict__:
+      Tensor.keep_gradient_beside(copied)
+    return copied
 
   def __copy__(self):
     copied = like(self, self._storage, self._chain)

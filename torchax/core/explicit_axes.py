@@ -122,7 +122,7 @@ def _as_typed(array, place):
   return jax.sharding.reshard(array, place)
 
 
-# Arrays with numbers: the same ones on a mesh of automatic axes ------------------------
+# Arrays with numbers: the same ones on a mesh of automatic axes -----------------------
 
 
 @functools.lru_cache(maxsize=256)
@@ -163,14 +163,14 @@ def _with_concrete(function: Callable, operands):
     is_on_it = isinstance(sharding, NamedSharding) and sharding.mesh == auto_mesh(mesh)
     return relabelled(leaf, mesh) if is_on_it else leaf
 
-  with _no_mesh():
+  with no_mesh():
     return jax.tree.map(back, function(*operands))
 
 
-# Traced arrays: with the result's layout from the partitioner --------------------------
+# Traced arrays: with the result's layout from the partitioner -------------------------
 
 
-def _no_mesh():
+def no_mesh() -> contextlib.AbstractContextManager:
   """A context without the mesh of `jax.set_mesh`, whose axes would be explicit."""
   if jax.sharding.get_abstract_mesh().empty:
     return contextlib.nullcontext()
@@ -227,7 +227,8 @@ def _places(function: Callable, operands, mesh: AbstractMesh, name: str, key):
   def run(*arrays):
     return function(*flat.filled(arrays))
 
-  with _jax_compat.outside_of_traces(), _no_mesh():
+  run.__name__ = "layout_of_" + name.replace(".", "_")
+  with _jax_compat.outside_of_traces(), no_mesh():
     lowered = jax.jit(run).lower(*map(described, flat.dynamic))
     shardings = lowered.compile().output_shardings
   explicit = {

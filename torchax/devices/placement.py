@@ -17,7 +17,7 @@ import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from torchax import _jax_compat, _torch_compat
-from torchax.errors import NoSuchDeviceError
+from torchax.errors import NoSuchDeviceError, ShardingError
 
 _ArrayImpl = _jax_compat.ArrayImpl
 
@@ -304,6 +304,52 @@ def put(array: jax.Array, device) -> jax.Array:
     return _jax_compat.uncommitted(moved)
   Several.in_use = True
   return moved
+
+
+def require_fitting(spec: PartitionSpec, shape, mesh, name: str) -> None:
+  """Raises what is wrong with a spec, where JAX would speak of arrays.
+
+  Args:
+    spec: how a tensor is to lie on the mesh.
+    shape: of the tensor; None checks the names of the axes alone.
+    mesh: a `jax.sharding.Mesh`.
+    name: of the tensor, for errors.
+
+  Raises:
+    ShardingError: the spec names an axis that the mesh lacks, or one twice, has more
+      parts than the shape has dimensions, or divides one that is no multiple.
+  """
+  axes = dict(mesh.shape)
+  if shape is not None and len(spec) > len(shape):
+    raise ShardingError(
+      f"{name} has {len(shape)} dimensions, of shape {list(shape)}, but {spec} has "
+      f"{len(spec)} parts. Write a part for each dimension, or fewer."
+    )
+  seen: list[str] = []
+  for dim, part in enumerate(spec):
+    if part is PartitionSpec.UNCONSTRAINED:
+      raise ShardingError(
+        f"{name} expects a part of {spec} for dimension {dim}: an axis or None."
+      )
+    names = part if isinstance(part, tuple) else () if part is None else (part,)
+    for axis in names:
+      if axis not in axes:
+        raise ShardingError(
+          f"{name} is to be divided by {spec}, but the mesh has no axis {axis!r}: its "
+          f"axes are {axes}."
+        )
+      if axis in seen:
+        raise ShardingError(f"{name} is to be divided by {spec}, with {axis!r} twice.")
+      seen.append(axis)
+    count = 1
+    for axis in names:
+      count *= axes[axis]
+    if shape is not None and shape[dim] % count:
+      raise ShardingError(
+        f"{name} of shape {list(shape)} is to be divided by {spec} over a mesh of the "
+        f"axes {axes}, but its dimension {dim} of {shape[dim]} is no multiple of "
+        f"{count}. Choose another dimension or axis, None in its place, or pad it."
+      )
 
 
 def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:

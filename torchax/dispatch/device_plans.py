@@ -60,7 +60,9 @@ class PlacedPlan:
       return None
     if source is None:
       chosen = placement.layout()
-      return placement.target_of(None) if chosen is None else self._laid_out(chosen, args)
+      return (
+        placement.target_of(None) if chosen is None else self._laid_out(chosen, args)
+      )
     index = _place(source)
     if index is None:
       return self._beside(source, args)
