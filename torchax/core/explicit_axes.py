@@ -32,9 +32,12 @@ def mesh_of(array) -> AbstractMesh | None:
   """The mesh of an array that has explicit axes; None for any other array."""
   aval = getattr(array, "aval", None)
   mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-  if mesh is None or AxisType.Explicit not in mesh.axis_types:
-    return None
-  return mesh
+  return mesh if mesh is not None and _is_explicit(mesh) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _is_explicit(mesh) -> bool:
+  return AxisType.Explicit in mesh.axis_types
 
 
 def _meshes(operands) -> list[AbstractMesh]:

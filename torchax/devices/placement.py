@@ -232,7 +232,9 @@ def is_spread(array: jax.Array) -> bool:
 
 def spread_of(array: jax.Array) -> Sharding | None:
   """How an array lies on several devices; None for any other one."""
-  return array.sharding if is_spread(array) else None
+  if type(array) is not _ArrayImpl or not _jax_compat.is_committed(array):
+    return None  # the common case
+  return array.sharding if len(array.sharding.device_set) > 1 else None
 
 
 def described(array: jax.Array) -> str:
