@@ -21,15 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode
 from torchax.core.explanations import loses_gradient, no_numbers, not_assignable
-from torchax.core.storage import Rebindings, Storage, Unplaced
+from torchax.core.storage import Content, Rebindings, Storage, Unplaced
 from torchax.core.storage import active as _active
-from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, read_chain
+from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, is_basic, read_chain
 from torchax.devices import placement
 from torchax.diagnostics import printing
 from torchax.diagnostics.tracebacks import ending_at_the_user, hide
@@ -47,24 +47,6 @@ _make_wrapper = _torch_compat.make_wrapper
 _AUTOCAST_KEYS = _torch_compat.AUTOCAST_KEYS
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
-
-
-class Content:
-  """What a jax tensor holds besides its shape. To torch's tracers all are the same."""
-
-  __slots__ = ("storage", "chain", "env")
-
-  def __init__(self, storage, chain, env):
-    self.storage, self.chain, self.env = storage, chain, env
-
-  def __eq__(self, other):
-    return isinstance(other, Content)
-
-  def __hash__(self):
-    return 0
-
-  def __deepcopy__(self, memo):
-    return Content(None, None, None)
 
 
 class Tensor(torch.Tensor):
@@ -226,7 +208,7 @@ class Tensor(torch.Tensor):
 
   def __setitem__(self, index, value) -> None:
     try:
-      if isinstance(value, bool | int | float | complex) and _is_basic(index):
+      if isinstance(value, bool | int | float | complex) and is_basic(index):
         if type(value) is complex or not self.dtype.is_floating_point:
           value_of(value, self)  # raises for a number that does not fit
         target = self[index]
@@ -364,10 +346,9 @@ class Tensor(torch.Tensor):
     if not isinstance(data, torch.Tensor):
       data = torch.tensor(data, dtype=dtype or self.dtype, device="cpu", **layout)
     copied = data.detach().to(device or self.device, dtype or self.dtype, copy=True)
-    if device is None and copied.shape == self.shape and type(copied) is Tensor:
-      place = placement.spread_of(self._storage.array)
-      if place is not None and self._chain is WHOLE:
-        copied = copied.shard_(place)
+    if device is None and self._chain is WHOLE:
+      arrays = copied._storage.array, self._storage.array
+      copied._storage.array = placement.put_as(*arrays)
     return copied.requires_grad_(requires_grad)
 
   @ending_at_the_user
@@ -385,17 +366,12 @@ class Tensor(torch.Tensor):
 
   @ending_at_the_user
   def shard_(self, sharding: Sharding) -> Tensor:
-    """Lays the array out over devices as `sharding` says, in place.
-
-    The gradient of a leaf is laid out as the leaf is.
+    """Lays the array, and the gradient of a leaf, out over devices, in place.
 
     Raises:
       ShardingError: the spec of a `NamedSharding` does not fit the tensor.
     """
-    if isinstance(sharding, NamedSharding):
-      name = f"A tensor of shape {list(self.shape)}"
-      placement.require_fitting(sharding.spec, self.shape, sharding.mesh, name)
-    self.apply_jax_(jax.device_put, sharding)
+    self.apply_jax_(placement.lay_out, sharding)
     Tensor.keep_gradient_beside(self)
     return self
 
@@ -616,15 +592,6 @@ def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool):
 
 
 torch.serialization.add_safe_globals([_rebuild])
-
-
-def _is_basic(index) -> bool:
-  """True for an index whose result is a view: integers, slices, None, Ellipsis."""
-  parts = index if type(index) is tuple else (index,)
-  return all(type(part) in _BASIC for part in parts)
-
-
-_BASIC = frozenset({int, slice, type(None), type(Ellipsis)})
 
 
 def new_tensor(array: jax.Array, env) -> Tensor:

@@ -626,3 +626,12 @@ def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
     moving, starts = chain.moving
     return _read_chain((array, starts), moving)
   return _read_chain(array, chain)
+
+
+def is_basic(index) -> bool:
+  """True for an index whose result is a view: integers, slices, None, Ellipsis."""
+  parts = index if type(index) is tuple else (index,)
+  return all(type(part) in _BASIC for part in parts)
+
+
+_BASIC = frozenset({int, slice, type(None), type(Ellipsis)})

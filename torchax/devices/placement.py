@@ -354,6 +354,20 @@ def require_fitting(spec: PartitionSpec, shape, mesh, name: str) -> None:
       )
 
 
+def lay_out(array: jax.Array, sharding: Sharding) -> jax.Array:
+  """An array as a sharding says; `require_fitting` has said what does not fit."""
+  if isinstance(sharding, NamedSharding):
+    name = f"A tensor of shape {list(array.shape)}"
+    require_fitting(sharding.spec, array.shape, sharding.mesh, name)
+  return jax.device_put(array, sharding)
+
+
+def put_as(array: jax.Array, other: jax.Array) -> jax.Array:
+  """An array laid out as another one of its shape, where that is on several devices."""
+  place = spread_of(other) if array.shape == other.shape else None
+  return array if place is None else put_back(array, place)
+
+
 def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
   """An array on several devices, made part by part; one part at a time is on the host.
 
