@@ -9,13 +9,11 @@ The file written has "" or a traceback for each.
 import contextlib
 import copy
 import io
-import json
-import sys
-import traceback
 from collections.abc import Callable
 from concurrent import futures
 
 import jax
+import many_devices
 import numpy as np
 import pytest
 import torch
@@ -425,22 +423,7 @@ def cuda_means_the_same_index_of_jax():
     assert torch.Generator("cuda:1").device == on(1)
 
 
-def run() -> dict[str, str]:
-  """The tracebacks of all cases, by name and by where they ran; "" for none."""
-  found = {}
-  contexts = {"outside": contextlib.nullcontext, "inside": torchax.default_env}
-  for where, context in contexts.items():
-    for name, law in CASES.items():
-      try:
-        with context():
-          law()
-        found[f"{where} {name}"] = ""
-      except BaseException:
-        found[f"{where} {name}"] = traceback.format_exc()
-      torch.jax.set_device(0)
-  return found
-
-
 if __name__ == "__main__":
-  with open(sys.argv[1], "w") as file:
-    json.dump(run(), file)
+  many_devices.main(
+    CASES, {"outside": contextlib.nullcontext, "inside": torchax.default_env}
+  )

@@ -41,6 +41,16 @@ def test_train_digits_runs_eagerly(tmp_path):
   assert "equal losses, bit for bit: True" in output
 
 
+def test_train_sharded_has_the_losses_of_one_device():
+  output = _run("train_sharded.py")
+  differences = re.findall(r"largest difference to one device: (\S+)", output)
+  assert len(differences) == 2 and all(float(d) < 1e-5 for d in differences)
+  parts = re.findall(r"of a weight of \(32, 16\) a device has (.*)", output)
+  assert parts == ["(4, 16)", "(16, 16)"]
+  first, last = re.search(r"one device: loss (\S+), then (\S+)", output).groups()
+  assert float(last) < float(first) - 0.5
+
+
 def test_two_hundred_requests_at_once_are_answered_as_each_is_alone():
   output = _run("serve_requests.py")
   assert "200 requests at once" in output

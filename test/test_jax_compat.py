@@ -230,3 +230,12 @@ def test_the_constants_of_a_scan_are_counted():
   program = jax.make_jaxpr(scanned)(1.0, 2.0, jnp.ones(3))
   (params,) = [e.params for e in program.jaxpr.eqns if e.primitive.name == "scan"]
   assert _jax_compat.constants_of_scan(params) == 1
+
+
+def test_what_jax_says_of_types_that_leave_a_layout_open_is_recognised():
+  mesh = jax.make_mesh((1,), ("x",))
+  assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  array = jax.device_put(jnp.ones((4, 4)), rows)
+  error = _raised(jax.jit(lambda x: x.T @ x), array)
+  assert type(error) is _jax_compat.ShardingTypeError

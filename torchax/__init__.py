@@ -42,6 +42,7 @@ from torchax.dispatch import (
   operands,
   refusals,
   shortcuts,
+  transfer,
 )
 from torchax.environment import Environment, default_env
 from torchax.graphs import fake_tensors, higher_order
@@ -161,6 +162,7 @@ def _compose() -> None:
     for name in names:
       setattr(tensor, name, getattr(module, name))
   tensor.Tensor.of_fake = fake_tensors.Fake
+  tensor.Tensor.keep_gradient_beside = staticmethod(transfer.keep_gradient_beside)
   fake_tensors.Fake.shapes = lambda *called: default_env().shapes(*called)
   _torch_compat.register_backend(device_module)
   _torch_compat.support_foreach(tensor.Tensor, view.View)

@@ -58,6 +58,13 @@ outside_of_traces = private.find(
   instead=jax.ensure_compile_time_eval,
 )
 
+# What JAX raises where the sharding of a result does not follow from the types.
+ShardingTypeError = private.find(
+  "jax._src.core.ShardingTypeError",
+  "operations on meshes of explicit axes",
+  instead=type("ShardingTypeError", (Exception,), {}),
+)
+
 _trace_context = private.essential(
   "jax._src.core.trace_ctx",
   "knowing which transformation a random number belongs to",

@@ -67,6 +67,10 @@ class NoSuchDeviceError(Documented, RuntimeError, ValueError):
   """A device was asked for that this process does not have."""
 
 
+class ShardingError(Documented, ValueError):
+  """A mesh, a spec or a rule that does not fit the tensor that it is to lay out."""
+
+
 class UnsupportedDtypeError(Documented, TypeError):
   """A dtype or layout that JAX arrays cannot represent."""
 

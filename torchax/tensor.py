@@ -27,9 +27,9 @@ from torch import Tensor as TorchTensor  # in the class here, `torch` is a metho
 from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode
 from torchax.core.explanations import loses_gradient, no_numbers, not_assignable
-from torchax.core.storage import Rebindings, Storage, Unplaced
+from torchax.core.storage import Content, Rebindings, Storage, Unplaced
 from torchax.core.storage import active as _active
-from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, read_chain
+from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, is_basic, read_chain
 from torchax.devices import placement
 from torchax.diagnostics import printing
 from torchax.diagnostics.tracebacks import ending_at_the_user, hide
@@ -49,24 +49,6 @@ _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
 
 
-class Content:
-  """What a jax tensor holds besides its shape. To torch's tracers all are the same."""
-
-  __slots__ = ("storage", "chain", "env")
-
-  def __init__(self, storage, chain, env):
-    self.storage, self.chain, self.env = storage, chain, env
-
-  def __eq__(self, other):
-    return isinstance(other, Content)
-
-  def __hash__(self):
-    return 0
-
-  def __deepcopy__(self, memo):
-    return Content(None, None, None)
-
-
 class Tensor(torch.Tensor):
   """A torch tensor whose numbers are a `jax.Array`.
 
@@ -79,6 +61,8 @@ class Tensor(torch.Tensor):
   __torch_function__: Any = _torch_compat.disabled_torch_function
   # Makes what torch's tracers see in place of a jax tensor; `_compose` sets it.
   of_fake: ClassVar[Callable | None] = None
+  # Has the gradient of a leaf lie where the leaf does; `_compose` sets it.
+  keep_gradient_beside: ClassVar[Callable] = staticmethod(lambda tensor: None)
   # True of the wrapper; who asks wants to know whether there are numbers.
   is_meta = False
 
@@ -224,7 +208,7 @@ class Tensor(torch.Tensor):
 
   def __setitem__(self, index, value) -> None:
     try:
-      if isinstance(value, bool | int | float | complex) and _is_basic(index):
+      if isinstance(value, bool | int | float | complex) and is_basic(index):
         if type(value) is complex or not self.dtype.is_floating_point:
           value_of(value, self)  # raises for a number that does not fit
         target = self[index]
@@ -362,6 +346,9 @@ class Tensor(torch.Tensor):
     if not isinstance(data, torch.Tensor):
       data = torch.tensor(data, dtype=dtype or self.dtype, device="cpu", **layout)
     copied = data.detach().to(device or self.device, dtype or self.dtype, copy=True)
+    if device is None and self._chain is WHOLE:
+      arrays = copied._storage.array, self._storage.array
+      copied._storage.array = placement.put_as(*arrays)
     return copied.requires_grad_(requires_grad)
 
   @ending_at_the_user
@@ -377,9 +364,16 @@ class Tensor(torch.Tensor):
     self.replace_jax(jax_function(self.jax(), *args, **kwargs))
     return self
 
+  @ending_at_the_user
   def shard_(self, sharding: Sharding) -> Tensor:
-    """Lays the array out over devices as `sharding` says, in place."""
-    return self.apply_jax_(jax.device_put, sharding)
+    """Lays the array, and the gradient of a leaf, out over devices, in place.
+
+    Raises:
+      ShardingError: the spec of a `NamedSharding` does not fit the tensor.
+    """
+    self.apply_jax_(placement.lay_out, sharding)
+    Tensor.keep_gradient_beside(self)
+    return self
 
   @property
   def data(self) -> TorchTensor:
@@ -459,7 +453,10 @@ class Tensor(torch.Tensor):
         copied.__dict__[name] = copy.deepcopy(value, memo)
     if self.grad is not None:
       copied.grad = copy.deepcopy(self.grad, memo)
-    return copied.requires_grad_(self.requires_grad)
+    copied.requires_grad_(self.requires_grad)
+    if "_beside" in self.__dict__:
+      Tensor.keep_gradient_beside(copied)
+    return copied
 
   def __copy__(self):
     copied = like(self, self._storage, self._chain)
@@ -595,15 +592,6 @@ def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool):
 
 
 torch.serialization.add_safe_globals([_rebuild])
-
-
-def _is_basic(index) -> bool:
-  """True for an index whose result is a view: integers, slices, None, Ellipsis."""
-  parts = index if type(index) is tuple else (index,)
-  return all(type(part) in _BASIC for part in parts)
-
-
-_BASIC = frozenset({int, slice, type(None), type(Ellipsis)})
 
 
 def new_tensor(array: jax.Array, env) -> Tensor:

@@ -163,6 +163,24 @@ class Unplaced(Storage):
   __slots__ = ()
 
 
+class Content:
+  """What a jax tensor holds besides its shape. To torch's tracers all are the same."""
+
+  __slots__ = ("storage", "chain", "env")
+
+  def __init__(self, storage, chain, env):
+    self.storage, self.chain, self.env = storage, chain, env
+
+  def __eq__(self, other):
+    return isinstance(other, Content)
+
+  def __hash__(self):
+    return 0
+
+  def __deepcopy__(self, memo):
+    return Content(None, None, None)
+
+
 class ReadOnly(Storage):
   """A storage of numbers whose change could not reach where they come from."""
 

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import jax
 import torch
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from torchax import _jax_compat, _torch_compat
-from torchax.errors import NoSuchDeviceError
+from torchax.errors import NoSuchDeviceError, ShardingError
 
 _ArrayImpl = _jax_compat.ArrayImpl
 
@@ -26,6 +26,7 @@ class _Current(threading.local):
   """What this thread has chosen by `torch.jax.set_device`; None leaves it to JAX."""
 
   index: int | None = None
+  layout: Callable[[tuple], Sharding | None] | None = None
 
 
 _current = _Current()
@@ -169,16 +170,37 @@ def using(device) -> Iterator[None]:
     _current.index = before
 
 
+@contextlib.contextmanager
+def laid_out(layout: Callable[[tuple], Sharding | None]) -> Iterator[None]:
+  """Makes tensors on several devices inside the block, on this thread.
+
+  Args:
+    layout: of a shape, how a tensor of it is laid out; None leaves it to JAX.
+  """
+  before = _current.layout
+  _current.layout = layout
+  try:
+    yield
+  finally:
+    _current.layout = before
+
+
+def layout() -> Callable[[tuple], Sharding | None] | None:
+  """What `laid_out` has been given on this thread; None outside of it."""
+  return _current.layout
+
+
 class anywhere:
   """A context in which JAX decides where tensors are made, whatever was chosen."""
 
   __slots__ = ("before",)
 
   def __enter__(self):
-    self.before, _current.index = _current.index, None
+    self.before = _current.index, _current.layout
+    _current.index = _current.layout = None
 
   def __exit__(self, *exc):
-    _current.index = self.before
+    _current.index, _current.layout = self.before
 
 
 # Where arrays lie ---------------------------------------------------------------------
@@ -206,6 +228,13 @@ def device_of(array) -> torch.device:
 def is_spread(array: jax.Array) -> bool:
   """True for an array on several devices."""
   return type(array) is _ArrayImpl and len(array.sharding.device_set) > 1
+
+
+def spread_of(array: jax.Array) -> Sharding | None:
+  """How an array lies on several devices; None for any other one."""
+  if type(array) is not _ArrayImpl or not _jax_compat.is_committed(array):
+    return None  # the common case
+  return array.sharding if len(array.sharding.device_set) > 1 else None
 
 
 def described(array: jax.Array) -> str:
@@ -277,6 +306,98 @@ def put(array: jax.Array, device) -> jax.Array:
     return _jax_compat.uncommitted(moved)
   Several.in_use = True
   return moved
+
+
+def require_fitting(spec: PartitionSpec, shape, mesh, name: str) -> None:
+  """Raises what is wrong with a spec, where JAX would speak of arrays.
+
+  Args:
+    spec: how a tensor is to lie on the mesh.
+    shape: of the tensor; None checks the names of the axes alone.
+    mesh: a `jax.sharding.Mesh`.
+    name: of the tensor, for errors.
+
+  Raises:
+    ShardingError: the spec names an axis that the mesh lacks, or one twice, has more
+      parts than the shape has dimensions, or divides one that is no multiple.
+  """
+  axes = dict(mesh.shape)
+  if shape is not None and len(spec) > len(shape):
+    raise ShardingError(
+      f"{name} has {len(shape)} dimensions, of shape {list(shape)}, but {spec} has "
+      f"{len(spec)} parts. Write a part for each dimension, or fewer."
+    )
+  seen: list[str] = []
+  for dim, part in enumerate(spec):
+    if part is PartitionSpec.UNCONSTRAINED:
+      raise ShardingError(
+        f"{name} expects a part of {spec} for dimension {dim}: an axis or None."
+      )
+    names = part if isinstance(part, tuple) else () if part is None else (part,)
+    for axis in names:
+      if axis not in axes:
+        raise ShardingError(
+          f"{name} is to be divided by {spec}, but the mesh has no axis {axis!r}: its "
+          f"axes are {axes}."
+        )
+      if axis in seen:
+        raise ShardingError(f"{name} is to be divided by {spec}, with {axis!r} twice.")
+      seen.append(axis)
+    count = 1
+    for axis in names:
+      count *= axes[axis]
+    if shape is not None and shape[dim] % count:
+      raise ShardingError(
+        f"{name} of shape {list(shape)} is to be divided by {spec} over a mesh of the "
+        f"axes {axes}, but its dimension {dim} of {shape[dim]} is no multiple of "
+        f"{count}. Choose another dimension or axis, None in its place, or pad it."
+      )
+
+
+def lay_out(array: jax.Array, sharding: Sharding) -> jax.Array:
+  """An array as a sharding says; `require_fitting` has said what does not fit."""
+  if isinstance(sharding, NamedSharding):
+    name = f"A tensor of shape {list(array.shape)}"
+    require_fitting(sharding.spec, array.shape, sharding.mesh, name)
+  return jax.device_put(array, sharding)
+
+
+def put_as(array: jax.Array, other: jax.Array) -> jax.Array:
+  """An array laid out as another one of its shape, where that is on several devices."""
+  place = spread_of(other) if array.shape == other.shape else None
+  return array if place is None else put_back(array, place)
+
+
+def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
+  """An array on several devices, made part by part; one part at a time is on the host.
+
+  Args:
+    shape: of the array.
+    sharding: how it lies on the devices; those of other processes are theirs to fill.
+    read: of a tuple of slices, that part as a numpy array that nobody else changes.
+  """
+  devices: dict[tuple, list] = {}
+  indices = sharding.addressable_devices_indices_map(shape)
+  for device, index in indices.items():
+    bounds = tuple(part.indices(size) for part, size in zip(index or (), shape))
+    devices.setdefault(bounds, []).append((device, index))
+  made = []
+  for group in devices.values():
+    part = read(group[0][1] or ())
+    made += [jax.device_put(part, device) for device, _ in group]
+    jax.block_until_ready(made[-len(group) :])
+  return jax.make_array_from_single_device_arrays(
+    shape, sharding, made, dtype=made[0].dtype
+  )
+
+
+def constrained(array: jax.Array, place: Sharding | None) -> jax.Array:
+  """An array laid out as `place` says; a traced one in the compiled function."""
+  if place is None or not isinstance(array, jax.core.Tracer):
+    return put_back(array, place)
+  if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
+    return jax.sharding.reshard(array, place)
+  return jax.lax.with_sharding_constraint(array, place)
 
 
 def place_of(array: jax.Array) -> Sharding | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax import _jax_compat, _torch_compat
-from torchax.core import grad_mode, programs
+from torchax.core import explicit_axes, grad_mode, programs
 from torchax.dispatch import compiling
 from torchax.ops.ops_registry import Operator
 from torchax.tensor import Tensor, new_tensor
@@ -59,8 +59,12 @@ class ArrayFunction:
     self._is_compiled = compiled
     self._operator = operator
     self._numbers = numbers
+<<<<<<< HEAD
     self._backward = backward
     self._function = function
+=======
+    self._function = function = explicit_axes.explicitly(function, compiled)
+>>>>>>> meshes
     self._compiled = compiling.compiled(function, operator)
     self._compiled_linearize = compiling.compiled(self._linearize, operator)
     self._gradients: dict[tuple, ArrayFunction] = {}
@@ -95,8 +99,9 @@ class ArrayFunction:
       out = self._function(*given)
       return [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], out
 
-    _, pull_back, out = jax.vjp(on_inexact, *[arrays[n] for n in places], has_aux=True)
-    return out, pull_back
+    inexact = [arrays[n] for n in places]
+    results, pull_back, out = jax.vjp(on_inexact, *inexact, has_aux=True)
+    return out, explicit_axes.taking_any(pull_back, results)
 
   def gradient(self, wanted: tuple[bool, ...]) -> "ArrayFunction":
     """`(*arrays, *cotangents) -> gradients`, of the arguments that are wanted."""

@@ -22,17 +22,21 @@ first; traced shapes raise that class itself, traced slices the second.
 """
 
 
-def compiled(function: Callable, operator: Operator | None = None) -> Callable:
+def compiled(
+  function: Callable, operator: Operator | None = None, place=None
+) -> Callable:
   """A function under `jax.jit`; as it is where its operator turns out not to allow it.
 
   Args:
     function: of arrays; the lowering, with what surrounds it.
     operator: whose lowering it calls.
+    place: where its results are made; None leaves it to JAX.
 
   Returns:
     The function, and as its `in_traces` the same for calls inside of transformations.
   """
-  jitted = programs.jit(function)
+  options = {} if place is None else {"out_shardings": place}
+  jitted = programs.jit(function, **options)
   if operator is None or operator.compiled is not None:
     return jitted
   attempt = _attempt(jitted, function, operator)

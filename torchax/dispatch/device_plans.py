@@ -8,9 +8,13 @@ torch has it, and its result is there too.
 import threading
 from collections.abc import Callable, Iterator
 
+from jax.sharding import Sharding
+
 from torchax import _jax_compat
 from torchax.core.storage import Storage, Unplaced
+from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
+from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError
 from torchax.ops.names import aten
 from torchax.rng import scope
@@ -18,17 +22,31 @@ from torchax.tensor import Tensor
 
 _ArrayImpl = _jax_compat.ArrayImpl
 
+# What is made for a tensor of another one's kind, but of a size of its own.
+_OF_SIZE = frozenset(
+  {
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.new_full,
+    aten.new_ones,
+    aten.new_zeros,
+  }
+)
+
 
 class PlacedPlan:
   """Runs a factory on the device that it is asked for, or on that of its tensor."""
 
-  def __init__(self, plan: Callable):
+  def __init__(self, plan: Callable, op):
     self.plan = plan
+    self._is_of_size = op.overloadpacket in _OF_SIZE
 
   def __call__(self, args, kwargs):
     target = self._target(args, (kwargs or {}).get("device"))
     if target is None:
       return self.plan(args, kwargs)
+    if isinstance(target, Sharding):
+      return self.plan.made_on(target, args, kwargs)
     if getattr(self.plan, "is_sampler", False):
       # Its key stays where JAX makes it.
       scope.current(self.plan.env.streams).peek(self.plan.name)
@@ -41,9 +59,32 @@ class PlacedPlan:
     if device is not None and device.type == "cpu":
       return None
     if source is None:
-      return placement.target_of(None)
+      chosen = placement.layout()
+      return (
+        placement.target_of(None) if chosen is None else self._laid_out(chosen, args)
+      )
     index = _place(source)
-    return None if index is None else placement.target_of(index)
+    if index is None:
+      return self._beside(source, args)
+    return placement.target_of(index)
+
+  def _laid_out(self, layout: Callable, args):
+    """How the result of a factory of a size is laid out, where that was chosen."""
+    size = args[0] if args else None
+    if type(size) is int:
+      size = (size,)
+    if not isinstance(size, list | tuple) or not isinstance(self.plan, Plan):
+      return placement.target_of(None)
+    return layout(tuple(size))
+
+  def _beside(self, source: Tensor, args):
+    """How a tensor on several devices lies there; what is made like it follows it."""
+    array = source._storage.array
+    if not placement.is_spread(array) or not isinstance(self.plan, Plan):
+      return None
+    if self._is_of_size and tuple(args[1]) != tuple(source.shape):
+      return None
+    return (array if source._chain is WHOLE else source.jax()).sharding
 
 
 def inner(plan: Callable) -> Callable:
@@ -69,7 +110,7 @@ def plan(op, schema, plan_by_registry: Callable, env) -> PlacedPlan | None:
   """The plan of an operation that takes a device; None for any other one."""
   if "device" not in schema.names or schema.written:
     return None
-  return PlacedPlan(plan_by_registry(op))
+  return PlacedPlan(plan_by_registry(op), op)
 
 
 def unplaced(tensor: Tensor) -> Tensor:

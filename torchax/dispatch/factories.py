@@ -86,6 +86,10 @@ def _empty(size, *, dtype=None, device=None, **_ignored) -> Tensor:
   asked, dtype = dtype, mappings.t2j_dtype(dtype or torch.get_default_dtype())
   if _jax_compat.is_staging():
     return new_tensor(jnp.zeros(size, dtype), default_env())
+  chosen = placement.layout()
+  spread = None if chosen is None else chosen(tuple(size))
+  if spread is not None:
+    return new_tensor(jnp.zeros(size, dtype, device=spread), default_env())
   target = placement.target_of(device)
   tensor = new_tensor(jax.device_put(np.zeros(size, dtype), target), default_env())
   if size == [0] and asked not in (None, tensor.dtype):

@@ -88,6 +88,13 @@ class InPlacePlan:
       args[place] if place < len(args) else kwargs[name] for place, name in places
     ]
 
+  def _spread(self, targets):
+    """How targets that lie on several devices lie there, as the results are given."""
+    places = tuple([placement.spread_of(t._storage.array) for t in targets])
+    if not any(places):
+      return None
+    return places if self.writes_lists else places[0]
+
   def _order_matters(self, targets, args, kwargs) -> bool:
     """True where a row reads or writes what another row writes."""
     if isinstance(args[0], torch.Tensor) or len(args[0]) < 2:
@@ -140,8 +147,9 @@ class InPlacePlan:
       bases, write = [tuple(bases)], tuple(writes)
     else:
       (write,) = writes
+    place = self._spread(targets) if self.overwrites else None
     try:
-      written = plan.run(args, kwargs, [*bases, *operands], key, write)
+      written = plan.run(args, kwargs, [*bases, *operands], key, write, place)
     except EXPLAINED as error:
       raise_as_torch(error, self.op, args, kwargs, plan.operator)
       raise

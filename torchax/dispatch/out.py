@@ -8,6 +8,7 @@ import torch
 
 from torchax import _torch_compat
 from torchax.core.view_steps import WHOLE
+from torchax.devices import placement
 from torchax.dispatch.in_place import require_writable
 from torchax.dispatch.plans import require_cast
 from torchax.errors import MixedDeviceError, MutationError
@@ -69,6 +70,9 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
   require_writable(output, name)
   array = array.astype(mappings.t2j_dtype(output.dtype))
   if output.shape == result.shape:
+    if output._chain is WHOLE:
+      spread = placement.spread_of(output._storage.array)
+      array = array if spread is None else placement.constrained(array, spread)
     output.replace_jax(array)
     return
   if type(output) is View:

@@ -15,7 +15,7 @@ import torch
 from jax import lax
 
 from torchax import _jax_compat, _torch_compat
-from torchax.core import grad_mode, host_numbers
+from torchax.core import explicit_axes, grad_mode, host_numbers
 from torchax.core.explanations import donated, leaked
 from torchax.core.partitions import Partition
 from torchax.core.programs import ProgramCache
@@ -100,6 +100,16 @@ class Plan:
     operands, key = self.flattener.flatten(args, kwargs)
     return self._wrap(self._execute(args, kwargs, [*draw, *operands], key, None))
 
+  def made_on(self, place, args, kwargs):
+    """Runs an operation that makes its result on several devices, each its part.
+
+    Args:
+      place: the `jax.sharding.Sharding` of the result.
+      args, kwargs: torch's.
+    """
+    operands, key = self.flattener.flatten(args, kwargs)
+    return self._wrap(self.run(args, kwargs, operands, key, place=place))
+
   def on_arrays(self, args, kwargs, caches=True):
     """Runs the operation on arrays: for graphs, whose arguments torch has checked.
 
@@ -133,7 +143,7 @@ class Plan:
 
     return jax.eval_shape(run, draw, given.dynamic)
 
-  def run(self, args, kwargs, operands, key, write=None):
+  def run(self, args, kwargs, operands, key, write=None, place=None):
     """Arrays out of operands.
 
     Args:
@@ -142,19 +152,21 @@ class Plan:
       write: None, or (chain, dtype, shape) of a tensor that the result is written to;
         its base is the first operand then, and the new base is returned. Or a tuple
         of these, for several tensors with a tuple of bases.
+      place: the sharding in which the result is made, or a tuple of them; None
+        leaves it to JAX.
     """
     check = self.operator.check
     if check is not None:
       check(*args, **(kwargs or {}))
     self._require_rules(args, kwargs)
     if not self.is_sampler:
-      return self._execute(args, kwargs, operands, key, write)
+      return self._execute(args, kwargs, operands, key, write, place)
     generator = kwargs.get("generator") if kwargs else None
     if generator is not None:
       before = generator.get_state()
       draw = generator_draws.generator_operands(generator, self.name)
       try:
-        result = self._execute(args, kwargs, [*draw, *operands], key, write)
+        result = self._execute(args, kwargs, [*draw, *operands], key, write, place)
       except BaseException:
         generator.set_state(before)
         raise
@@ -166,7 +178,9 @@ class Plan:
       )
       generator_draws.note_generator_draw(*noted, draw.key)
       return result
-    execute = functools.partial(self._execute, args, kwargs, key=key, write=write)
+    execute = functools.partial(
+      self._execute, args, kwargs, key=key, write=write, place=place
+    )
     return self._drawn(args, kwargs, execute, operands)
 
   def _require_rules(self, args, kwargs) -> None:
@@ -198,7 +212,7 @@ class Plan:
     name = self.operator.distribution or self.name.split(".")[1].removesuffix("_like")
     return name if name.endswith(")") else f"{name}({', '.join(numbers)})"
 
-  def _execute(self, args, kwargs, operands, key, write):
+  def _execute(self, args, kwargs, operands, key, write, place=None):
     may_compile = self.operator.compiled
     if callable(may_compile):
       may_compile = bool(may_compile(args, kwargs or {}))
@@ -207,10 +221,18 @@ class Plan:
     if may_compile is False or (self._is_inlined() and not self.is_sampler):
       return self._call(key, write, operands)
     cache_key = key if write is None else (write, key)
+    if place is not None:
+      return self._placed(place, cache_key, key, write)(*operands)
     compiled = self._compiled.get(cache_key) or self._found(args, kwargs, key, write)
     if not _jax_compat.is_top_level():
       compiled = compiled.in_traces
     return compiled(*operands)
+
+  def _placed(self, place, cache_key, key, write) -> Callable:
+    found = self._compiled.get((place, cache_key))
+    if found is None:
+      found = self._compiled[place, cache_key] = self._compile(key, write, place)
+    return found
 
   def _found(self, args, kwargs, key, write=None) -> Callable:
     """What runs for a key that is new: compiled for it, or for any numbers.
@@ -250,15 +272,23 @@ class Plan:
     with_numbers.in_traces = _filled(program.in_traces, in_traces)
     return with_numbers
 
-  def _compile(self, key, write=None) -> Callable:
+  def _compile(self, key, write=None, place=None) -> Callable:
     def compiled(*operands):
       return self._call(key, write, operands, is_program=True)
 
     compiled.__name__ = self.name.replace(".", "_")
-    return compiling.compiled(compiled, self.operator)
+    return compiling.compiled(compiled, self.operator, place)
 
   def _call(self, key, write, operands, is_program=False):
     """Runs the lowering here; as a program of its own JAX does not differentiate it."""
+
+    def called(*operands):
+      return self._called(key, write, operands, is_program)
+
+    form = (self, key, write, is_program)
+    return explicit_axes.call(called, operands, self.name, form)
+
+  def _called(self, key, write, operands, is_program):
     if self.is_sampler:
       rng_key, count, *operands = operands
     if write is not None:

@@ -1,5 +1,7 @@
 """Operations that read numbers back to the host or move them between devices."""
 
+import weakref
+
 import jax
 import torch
 
@@ -41,11 +43,14 @@ class CopyPlan:
       source = source.expand(target.shape)  # torch's error where it does not fit
     place = placement.place_of(target._storage.array)
     if isinstance(source, Tensor):
-      return self.in_place((target, _beside(source, place)), {})
+      return self.in_place((target, _beside(source, target, place)), {})
     host_operations.note(source)
     # torch's own conversion, from the 64 bits that jax might not keep.
     is_inexact = target.dtype.is_floating_point or target.dtype.is_complex
-    moved = mappings.t2j(source, dtype=target.dtype if is_inexact else None)
+    spread = placement.spread_of(target._storage.array)
+    at_once = spread if target._chain is WHOLE else None
+    dtype = target.dtype if is_inexact else None
+    moved = mappings.t2j(source, dtype=dtype, place=at_once)
     same = tuple(source.shape) == tuple(target.shape)
     if same and target._chain is WHOLE and moved.dtype == target._storage.read().dtype:
       target._storage.write(
@@ -55,7 +60,7 @@ class CopyPlan:
     return self.in_place((target, new_tensor(moved, self.env)), {})
 
 
-def _beside(source: Tensor, place) -> Tensor:
+def _beside(source: Tensor, target: Tensor, place) -> Tensor:
   """The source of a copy where its target is, which stays there."""
   array = source._storage.array
   source_place = placement.place_of(array)
@@ -63,7 +68,10 @@ def _beside(source: Tensor, place) -> Tensor:
     return source
   if source_place and place and source_place.device_set == place.device_set:
     return source
-  moved = placement.put_beside(source.jax(), place)
+  if target._chain is WHOLE:
+    moved = placement.put_back(source.jax(), place)
+  else:
+    moved = placement.put_beside(source.jax(), place)
   return new_tensor(moved, source._env)
 
 
@@ -228,6 +236,39 @@ class PutBack(_torch_compat.OwnFunction):
   @staticmethod
   def backward(ctx, grad):
     return PutBack.apply(grad, ctx.place), None
+
+
+class _Beside(_torch_compat.OwnFunction):
+  """A gradient laid out as what it is the gradient of, traced or not."""
+
+  @staticmethod
+  def forward(ctx, grad, place):
+    ctx.place = placement.spread_of(grad.jax())
+    return new_tensor(placement.constrained(grad.jax(), place), grad._env)
+
+  @staticmethod
+  def backward(ctx, grad):
+    return _Beside.apply(grad, ctx.place), None
+
+
+def keep_gradient_beside(tensor: Tensor) -> None:
+  """Has the gradient of a leaf on several devices lie as the leaf does.
+
+  The partitioner alone might leave a whole gradient on each device.
+  """
+  if not tensor.requires_grad or not tensor.is_leaf or "_beside" in tensor.__dict__:
+    return
+  reference = weakref.ref(tensor)
+
+  def beside(grad):
+    leaf = reference()
+    place = None if leaf is None else placement.spread_of(leaf._storage.array)
+    if place is None or not isinstance(grad, Tensor) or leaf._chain is not WHOLE:
+      return None
+    found = getattr(grad._storage.array, "sharding", None)
+    return None if found == place else _Beside.apply(grad, place)
+
+  tensor._beside = tensor.register_hook(beside)
 
 
 def _move(tensor: torch.Tensor, dtype, device, env) -> torch.Tensor:

@@ -13,9 +13,11 @@ import ml_dtypes
 import numpy as np
 import torch
 import torch.utils.dlpack as torch_dlpack
+from jax.sharding import Sharding
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core.explanations import donated, no_numbers
+from torchax.devices import placement
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import narrowing
 
@@ -152,7 +154,10 @@ _MOST_DIMS = 64  # of numpy's arrays, which is torch's limit in many operations
 
 
 def t2j(
-  t: torch.Tensor, use_dlpack: bool = True, dtype: torch.dtype | None = None
+  t: torch.Tensor,
+  use_dlpack: bool = True,
+  dtype: torch.dtype | None = None,
+  place: Sharding | None = None,
 ) -> jax.Array:
   """Copies a CPU torch tensor into a JAX array on the default device.
 
@@ -160,6 +165,7 @@ def t2j(
     t: a dense tensor of any shape on the CPU.
     use_dlpack: let DLPack carry the data; the result never aliases `t`.
     dtype: of the array, instead of that of `t`.
+    place: on several devices instead; each gets a copy of its part alone.
 
   Returns:
     An array of the same shape.
@@ -191,6 +197,11 @@ def t2j(
       t = t.to(dtype)  # in 64 bits still, where they are narrowed afterwards
     is_narrowed = t.dtype in _WIDE and narrowing.is_on()
     values = narrowing.narrow(t, jax_dtype) if is_narrowed else host_array(t)
+  if place is not None:
+    shape = tuple(values.shape)
+    return placement.from_parts(
+      shape, place, lambda index: np.array(values[index], jax_dtype)
+    )
   return jnp.array(values) if is_narrowed else jnp.array(values, dtype=jax_dtype)
 
 

@@ -29,6 +29,7 @@ from torchax.saving.untyped_storage import UntypedStorage, bytes_of
 OWN = frozenset(
   {
     "_asked_dtype",
+    "_beside",
     "_chain",
     "_env",
     "_is_param",

@@ -9,10 +9,15 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
+import jax
+import numpy as np
 import torch
+from jax.sharding import Sharding
 
 from torchax.devices import placement
+from torchax.ops import mappings
 
 
 class _Slice:
@@ -53,6 +58,49 @@ class _File:
 
   def __getattr__(self, name: str):
     return getattr(self._on_cpu, name)
+
+
+def shapes(paths: Iterable) -> dict[str, tuple[Any, tuple[int, ...]]]:
+  """For each tensor in files, by name, the path of its file and its shape.
+
+  Raises:
+    ValueError: two files have a tensor of one name.
+  """
+  from safetensors import safe_open
+
+  found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+  for path in paths:
+    with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
+      for name in file.keys():  # noqa: SIM118 - it is no dict
+        if name in found:
+          raise ValueError(f"{name} is in two files, {found[name][0]} and {path}.")
+        found[name] = (path, tuple(file.get_slice(name).get_shape()))
+  return found
+
+
+def load_array(path, name: str, sharding: Sharding, dtype=None) -> jax.Array:
+  """A tensor of a file as an array on several devices.
+
+  The host reads, and holds, the part of one device at a time.
+
+  Args:
+    path: of the file.
+    name: of the tensor.
+    sharding: how it lies on the devices.
+    dtype: of the array; None for that of the file.
+  """
+  from safetensors import safe_open
+
+  with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
+    stored = file.get_slice(name)
+    shape = tuple(stored.get_shape())
+
+    def read(index: tuple) -> np.ndarray:
+      part = file.get_tensor(name) if not shape else stored[index]
+      kept = dtype or mappings.t2j_dtype(part.dtype)
+      return np.asarray(mappings.host_array(part.contiguous()), kept)
+
+    return placement.from_parts(shape, sharding, read)
 
 
 def register(is_jax: Callable[[str], bool]) -> None:

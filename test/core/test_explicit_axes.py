@@ -1,0 +1,89 @@
+"""Functions of arrays on explicit axes; on one device, whose types are the same."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from torchax.core import explicit_axes
+from torchax.errors import ShardingError
+
+MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+
+
+def rows(mesh=MESH) -> jax.Array:
+  array = jnp.arange(16.0).reshape(4, 4)
+  return jax.device_put(array, NamedSharding(mesh, P(mesh.axis_names[0])))
+
+
+def product(x):
+  """What JAX refuses, since both of the summed dimensions are divided."""
+  return x.T @ x
+
+
+def test_what_jax_decides_stays_as_it_is():
+  calls = []
+
+  def plus_one(x):
+    calls.append(jax.typeof(x).sharding.mesh)
+    return x + 1
+
+  found = jax.jit(lambda x: explicit_axes.call(plus_one, (x,), "add"))(rows())
+  assert calls == [MESH.abstract_mesh] and found.sharding.spec == P("x", None)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
+def test_what_jax_refuses_is_computed_and_is_explicit_again(wrap):
+  found = wrap(explicit_axes.explicitly(product))(rows())
+  assert explicit_axes.mesh_of(found) == MESH.abstract_mesh
+  assert (found == product(jnp.arange(16.0).reshape(4, 4))).all()
+
+
+def test_the_partitioner_is_asked_once_for_the_same_function_and_types():
+  runs = []
+
+  def counted(x):
+    runs.append(jax.typeof(x).sharding.mesh.axis_types)
+    return product(x)
+
+  explicit = explicit_axes.explicitly(counted)
+  jax.jit(explicit)(rows())
+  first = len(runs)
+  jax.jit(lambda x: explicit(x) + 1)(rows())
+  # To learn that JAX refuses, and to compute; not to ask for the layout.
+  assert first == 3 and len(runs) == first + 2
+
+
+def test_a_mistake_is_the_one_of_automatic_axes():
+  for wrap in (jax.jit, lambda f: f):
+    with pytest.raises(TypeError, match="dot_general requires"):
+      wrap(explicit_axes.explicitly(lambda x: x @ jnp.ones((3, 3))))(rows())
+
+
+def test_two_meshes_are_refused_by_name():
+  other = jax.make_mesh((1,), ("y",), axis_types=(AxisType.Explicit,))
+  with pytest.raises(ShardingError, match=r"aten\.mm expects.*'x': 1.*'y': 1.*shard_"):
+    explicit_axes.call(jnp.matmul, (rows(), rows(other)), "aten.mm")
+
+
+def test_pull_backs_take_cotangents_of_any_layout():
+  def pulled(x, cotangent):
+    result, pull_back = jax.vjp(lambda x: [x * 2], x)
+    return explicit_axes.taking_any(pull_back, result)([cotangent])
+
+  x = rows()
+  columns = jax.device_put(x, NamedSharding(MESH, P(None, "x")))
+  (found,) = jax.jit(pulled)(x, columns)
+  assert (found == 2 * x).all() and found.sharding.spec == P("x", None)
+  assert explicit_axes.taking_any(product, [jnp.ones(2)]) is product
+
+
+def test_meshes_of_the_same_devices_have_the_same_arrays():
+  mesh = explicit_axes.auto_mesh(MESH)
+  assert mesh.axis_types == (AxisType.Auto,)
+  x = rows()
+  relabelled = explicit_axes.relabelled(x, mesh)
+  assert explicit_axes.mesh_of(relabelled) is None
+  assert relabelled.tolist() == x.tolist()
+  assert relabelled.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()

@@ -1,0 +1,259 @@
+"""Computing with arrays on a mesh of explicit axes, whose types carry their sharding.
+
+JAX derives the sharding of each result and raises where there is more than one answer:
+for a matrix product over a sharded dimension, for most reshapes, for an index. A
+function that raises is run in `jax.sharding.auto_axes`, and its results get the
+sharding that XLA's partitioner chooses for that function alone. So the answer is the
+same one operation by operation and in compiled functions.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from torchax import _jax_compat
+from torchax.core.bounded_cache import BoundedCache
+from torchax.core.partitions import Partition, is_array
+from torchax.errors import ShardingError
+
+# What JAX raises where types do not agree: its own class; loops and conversions raise
+# plain ones. A mistake in the arguments raises the same in both kinds of axes.
+_REFUSALS = (_jax_compat.ShardingTypeError, TypeError, ValueError, NotImplementedError)
+_chosen: BoundedCache = BoundedCache(4096)
+
+
+def mesh_of(array) -> AbstractMesh | None:
+  """The mesh of an array that has explicit axes; None for any other array."""
+  aval = getattr(array, "aval", None)
+  mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+  return mesh if mesh is not None and _is_explicit(mesh) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _is_explicit(mesh) -> bool:
+  return AxisType.Explicit in mesh.axis_types
+
+
+def _meshes(operands) -> list[AbstractMesh]:
+  found = []
+  for leaf in jax.tree.leaves(operands):
+    mesh = mesh_of(leaf)
+    if mesh is not None and mesh not in found:
+      found.append(mesh)
+  return found
+
+
+def call(function: Callable, operands, name: str, key: Any = None):
+  """`function(*operands)`, also where types of explicit axes leave the result open.
+
+  Args:
+    function: of trees of arrays.
+    operands: a sequence of them.
+    name: of the operation, for errors.
+    key: hashable, the same for the same function; None where it is not run again.
+
+  Raises:
+    ShardingError: nothing says how the result is laid out.
+  """
+  meshes = _meshes(operands)
+  if not meshes:
+    return function(*operands)
+  try:
+    return function(*operands)
+  except _REFUSALS as error:
+    refusal = error
+  if len(meshes) > 1:
+    axes = " and ".join(str(dict(mesh.shape)) for mesh in meshes)
+    raise ShardingError(
+      f"{name} expects tensors on one mesh, but got some on meshes of the axes {axes}. "
+      "Lay them out on one of them, with `tensor.shard_(NamedSharding(mesh, spec))`."
+    ) from refusal
+  if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
+    return _with_concrete(function, operands)
+  places = _places(function, operands, meshes[0], name, key)
+  return _in_auto(function, operands, places)
+
+
+def explicitly(function: Callable, is_kept: bool = True) -> Callable:
+  """A function of arrays as one that also takes those on explicit axes; see `call`.
+
+  Args:
+    function: of trees of arrays.
+    is_kept: it is called again, and not made for one call.
+  """
+  name = getattr(function, "__name__", type(function).__name__)
+
+  def explicit(*operands):
+    return call(function, operands, name, function if is_kept else None)
+
+  explicit.__name__ = name
+  return explicit
+
+
+def taking_any(pull_back: Callable, results: list) -> Callable:
+  """A pull-back of `jax.vjp` whose cotangents may be laid out in any way.
+
+  Args:
+    pull_back: takes one list of cotangents.
+    results: of the function, for each cotangent the one that it belongs to.
+  """
+  places = [None if mesh_of(r) is None else jax.typeof(r).sharding for r in results]
+  if not any(places):
+    return pull_back
+  return jax.tree_util.Partial(_pulling_back(tuple(places)), pull_back)
+
+
+@functools.lru_cache(maxsize=256)
+def _pulling_back(places: tuple) -> Callable:
+  """The same function for the same layouts: it is a part of what JAX compiles for."""
+
+  def pulling_back(pull_back, cotangents):
+    return pull_back([_as_typed(*pair) for pair in zip(cotangents, places)])
+
+  return pulling_back
+
+
+def _as_typed(array, place):
+  if place is None or jax.typeof(array).sharding == place:
+    return array
+  return jax.sharding.reshard(array, place)
+
+
+# Arrays with numbers: the same ones on a mesh of automatic axes -----------------------
+
+
+@functools.lru_cache(maxsize=256)
+def auto_mesh(mesh: Mesh) -> Mesh:
+  """The mesh of the same devices and names, with automatic axes."""
+  return Mesh(
+    mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)
+  )
+
+
+def relabelled(array: jax.Array, mesh: Mesh) -> jax.Array:
+  """An array on a mesh of the same devices and names; nothing is copied."""
+  sharding = array.sharding
+  if not isinstance(sharding, NamedSharding):
+    return array
+  place = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+  parts = [shard.data for shard in array.addressable_shards]
+  return jax.make_array_from_single_device_arrays(
+    array.shape, place, parts, dtype=array.dtype
+  )
+
+
+def _with_concrete(function: Callable, operands):
+  """Runs a function of arrays with numbers, whose results say where they lie."""
+  explicit: list[Mesh] = []
+
+  def auto(leaf):
+    if mesh_of(leaf) is None:
+      return leaf
+    explicit.append(leaf.sharding.mesh)
+    return relabelled(leaf, auto_mesh(explicit[0]))
+
+  operands = jax.tree.map(auto, operands)
+  mesh = explicit[0]
+
+  def back(leaf):
+    sharding = getattr(leaf, "sharding", None)
+    is_on_it = isinstance(sharding, NamedSharding) and sharding.mesh == auto_mesh(mesh)
+    return relabelled(leaf, mesh) if is_on_it else leaf
+
+  with no_mesh():
+    return jax.tree.map(back, function(*operands))
+
+
+# Traced arrays: with the result's layout from the partitioner -------------------------
+
+
+def no_mesh() -> contextlib.AbstractContextManager:
+  """A context without the mesh of `jax.set_mesh`, whose axes would be explicit."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return contextlib.nullcontext()
+  return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def _in_auto(function: Callable, operands, places):
+  flat = Partition(tuple(operands), is_array)
+
+  def run(*arrays):
+    return function(*flat.filled(arrays))
+
+  return jax.sharding.auto_axes(run, out_sharding=places)(*flat.dynamic)
+
+
+def _twin(mesh: AbstractMesh, name: str) -> Mesh:
+  """A mesh of automatic axes with devices, to ask the partitioner about."""
+  devices = jax.devices()
+  if mesh.size > len(devices):
+    raise ShardingError(
+      f"{name} is traced for a mesh of {mesh.size} devices, but this program has "
+      f"{len(devices)}, and its result's layout is not given by its types. Trace it "
+      "where the devices are, or use a mesh of `AxisType.Auto` axes."
+    )
+  sizes = tuple(mesh.axis_sizes)
+  chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+  return Mesh(chosen, mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _description(leaf) -> tuple:
+  aval = jax.typeof(leaf)
+  spec = None if mesh_of(leaf) is None else tuple(aval.sharding.spec)
+  return aval.shape, str(aval.dtype), spec
+
+
+def _places(function: Callable, operands, mesh: AbstractMesh, name: str, key):
+  """The shardings of the results, as the partitioner chooses them; compiles, once."""
+  flat = Partition(tuple(operands), is_array)
+  known = None
+  if key is not None:
+    kept = flat.without_arrays()
+    known = (key, mesh, tuple(map(_description, flat.dynamic)), kept)
+    found = _chosen.get(known)
+    if found is not None:
+      return found
+  twin = _twin(mesh, name)
+
+  def described(leaf):
+    aval = jax.typeof(leaf)
+    spec = PartitionSpec() if mesh_of(leaf) is None else aval.sharding.spec
+    place = NamedSharding(twin, spec)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
+
+  def run(*arrays):
+    return function(*flat.filled(arrays))
+
+  run.__name__ = "layout_of_" + name.replace(".", "_")
+  with _jax_compat.outside_of_traces(), no_mesh():
+    lowered = jax.jit(run).lower(*map(described, flat.dynamic))
+    shardings = lowered.compile().output_shardings
+  explicit = {
+    axis
+    for axis, kind in zip(mesh.axis_names, mesh.axis_types)
+    if kind is AxisType.Explicit
+  }
+  places = jax.tree.map(
+    lambda place: NamedSharding(mesh, _spec_of(place, explicit)), shardings
+  )
+  if known is not None:
+    _chosen[known] = places
+  return places
+
+
+def _spec_of(place, explicit: set[str]) -> PartitionSpec:
+  """The part of a sharding that the types carry: that over explicit axes."""
+  if not isinstance(place, NamedSharding):
+    return PartitionSpec()
+  parts = []
+  for part in place.spec:
+    names = part if isinstance(part, tuple) else (part,)
+    kept = tuple(name for name in names if name in explicit)
+    parts.append(None if not kept else kept[0] if len(kept) == 1 else kept)
+  return PartitionSpec(*parts)
