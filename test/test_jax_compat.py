@@ -230,3 +230,18 @@ def test_the_constants_of_a_scan_are_counted():
   program = jax.make_jaxpr(scanned)(1.0, 2.0, jnp.ones(3))
   (params,) = [e.params for e in program.jaxpr.eqns if e.primitive.name == "scan"]
   assert _jax_compat.constants_of_scan(params) == 1
+
+
+def test_the_axes_along_which_an_array_differs_are_known():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+  seen = []
+
+  def note(array):
+    seen.extend([_jax_compat.varying_axes(array), _jax_compat.varying_axes(array * 0)])
+    seen.append(_jax_compat.varying_axes(jax.lax.psum(array, "x")))
+    return array
+
+  spec = jax.sharding.PartitionSpec("x")
+  jax.jit(jax.shard_map(note, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(1))
+  assert seen == [{"x"}, {"x"}, set()]
+  assert _jax_compat.varying_axes(jnp.ones(1)) == set()

@@ -47,7 +47,7 @@ from torchax.environment import Environment, default_env
 from torchax.graphs import fake_tensors, higher_order
 from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
 from torchax.logs import set_logs
-from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
+from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms, mappings
 from torchax.ops.jtorch import linear
 from torchax.rng import RngState, rng_scope
 from torchax.saving import damage, files, safetensors, untyped_storage
@@ -219,6 +219,7 @@ __all__ = [
   "extract_jax",
   "interop",
   "jaten",
+  "jc10d",
   "jtorch",
   "jtorchvision_nms",
   "load_checkpoint",
