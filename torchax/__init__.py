@@ -17,6 +17,7 @@ from torchax import (
   amp,
   decompositions,
   device_module,
+  distributed,
   environment,
   interop,
   rng,
@@ -183,6 +184,7 @@ def _compose() -> None:
   higher_order.register_kernels()
   linear.register_kernels()
   refusals.register()
+  distributed.register()
   conversion_errors.register()
   applied_functions.register()
   _torch_compat.keep_from_dynamo(
@@ -211,6 +213,7 @@ __all__ = [
   "default_env",
   "disable_globally",
   "disable_temporarily",
+  "distributed",
   "enable_accuracy_mode",
   "enable_globally",
   "enable_performance_mode",
