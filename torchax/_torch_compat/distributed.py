@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchax import private
+from torchax._torch_compat.backend import BACKEND
 
 _GROUPS = "process groups of torch.distributed that are axes of a mesh on jax"
 
@@ -94,6 +95,28 @@ def register_group_backend(name: str, make: Callable) -> None:
     del backends.default_device_backend_map[name]
 
 
+def leave_default_backend_alone() -> None:
+  """Has `init_process_group()` without a backend choose the one that it would choose.
+
+  It asks for the accelerator, which is jax once torchax is imported.
+  """
+
+  def choose(original, self, backend):
+    owner: Any = torch._C
+    known = owner._get_accelerator
+    is_ours = str(backend) == "undefined" and known().type == BACKEND
+    if is_ours:
+      other = "cuda" if torch.cuda.is_available() else "cpu"
+      owner._get_accelerator = lambda *args: torch.device(other)
+    try:
+      original(self, backend)
+    finally:
+      if is_ours:
+        owner._get_accelerator = known
+
+  reroute_method(torch.distributed.distributed_c10d.BackendConfig, "__init__", choose)
+
+
 def group_by_name(name: str):
   """The process group of this name, or None."""
   try:
@@ -110,7 +133,9 @@ def enter_group(group, ranks: dict[int, int]) -> None:
     ranks: place in the group by global rank.
   """
   _register_group(group.group_name, group)
-  torch.distributed.distributed_c10d._world.pg_group_ranks[group] = ranks
+  world = torch.distributed.distributed_c10d._world
+  world.pg_group_ranks[group] = ranks
+  world.pg_map[group] = (group.getBackendName(), None)
 
 
 def name_of_group(group) -> str:

@@ -31,6 +31,7 @@ def register() -> None:
   if not _torch_compat.is_available():
     return
   _torch_compat.reroute(torch.distributed.init_process_group, process_group.initialize)
+  _torch_compat.leave_default_backend_alone()
   _torch_compat.reroute_method(DeviceMesh, "__init__", _make_mesh)
   data_parallel.register()
   dtensor.register_collectives()

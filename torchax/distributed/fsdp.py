@@ -56,9 +56,15 @@ def fully_shard(
   ignored = {id(parameter) for parameter in ignored_params or ()}
   for part in modules:
     part.to(meshes.DEVICE)
-    for parameter in part.parameters():
-      if id(parameter) not in ignored:
-        _shard(parameter, mesh, shard_placement_fn)
+  parameters = {id(p): p for part in modules for p in part.parameters()}
+  planned = [
+    (parameter, _sharding(parameter, mesh, shard_placement_fn))
+    for key, parameter in parameters.items()
+    if key not in ignored
+  ]
+  for parameter, sharding in planned:
+    array = placements.put(parameter.jax(), sharding, from_first=True)
+    parameter.replace_jax(array)
   return module
 
 
@@ -87,27 +93,26 @@ def _refuse_policies(mp_policy, offload_policy) -> None:
     )
 
 
-def _shard(parameter: Tensor, mesh: DeviceMesh, choose: Callable | None) -> None:
-  """Adds the last axis of a mesh to how a parameter lies, in place."""
+def _sharding(parameter: Tensor, mesh: DeviceMesh, choose: Callable | None):
+  """How a parameter is to lie: as it does, and along the last axis of the mesh."""
   array = parameter.jax()
   known = placements.placements_of(array, mesh)
   if known and known[-1].is_shard():
-    return  # by an inner module's fully_shard
-  chosen = choose(parameter) if choose is not None else None
-  dims = range(parameter.dim()) if chosen is None else [chosen.dim]
+    return array.sharding  # by an inner module's fully_shard
   others = (placements.replicated(),) * (mesh.ndim - 1)
-  for dim in dims:
-    where = (*others, placements.shard(dim))
+
+  def along(last):
+    return placements.sharding_of(mesh, (*others, last), parameter.shape, array)
+
+  chosen = choose(parameter) if choose is not None else None
+  if chosen is not None:
+    return along(chosen)
+  for dim in range(parameter.dim()):
     try:
-      sharding = placements.sharding_of(mesh, where, parameter.shape, array)
-      break
-    except CollectiveError:
-      if chosen is not None:
-        raise
-  else:
-    where = (*others, placements.replicated())
-    sharding = placements.sharding_of(mesh, where, parameter.shape, array)
-  parameter.replace_jax(placements.put(array, sharding, from_first=True))
+      return along(placements.shard(dim))
+    except CollectiveError:  # it does not divide
+      continue
+  return along(placements.replicated())
 
 
 def register() -> None:
