@@ -6,6 +6,7 @@ gradient is reduced and scattered, is decided by the compiler.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import torch
@@ -115,7 +116,25 @@ def _sharding(parameter: Tensor, mesh: DeviceMesh, choose: Callable | None):
   return along(placements.replicated())
 
 
+def refuse_first_version(original: Callable, self, module, *args, **kwargs) -> None:
+  """`FullyShardedDataParallel(module)`, which flattens parameters; not on jax.
+
+  Raises:
+    CollectiveError: the module is on jax.
+  """
+  if isinstance(module, torch.nn.Module) and _is_on_jax(module):
+    raise CollectiveError(
+      "FullyShardedDataParallel joins parameters to flat ones, for which jax has no "
+      "use. Write `torch.distributed.fsdp.fully_shard(module, mesh="
+      'init_device_mesh("jax", (jax.device_count(),)))`.'
+    )
+  original(self, module, *args, **kwargs)
+
+
 def register() -> None:
-  """Puts the function in place of torch's."""
-  name = "torch.distributed.fsdp.fully_shard"
-  _torch_compat.reroute(_torch_compat.function_of(name), fully_shard)
+  """Puts the functions in place of torch's."""
+  package = "torch.distributed.fsdp"
+  route = _torch_compat.reroute
+  route(_torch_compat.function_of(f"{package}.fully_shard"), fully_shard)
+  first: Any = _torch_compat.function_of(f"{package}.FullyShardedDataParallel")
+  _torch_compat.reroute_method(first, "__init__", refuse_first_version)
