@@ -792,6 +792,7 @@ def test_a_rerouted_method_stays_static_or_bound():
     "torch.distributed.tensor._api._dtensor_init_helper",
     "torch.distributed.fsdp.fully_shard",
     "torch.distributed._functional_collectives.permute_tensor",
+    "torch.distributed._functional_collectives._maybe_wrap_tensor",
   ],
 )
 def test_what_is_rerouted_closes_over_nothing(path):

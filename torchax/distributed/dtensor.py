@@ -278,10 +278,17 @@ def full_tensor(self: Tensor, *, grad_placements=None) -> Tensor:
   return placements.place(self, _torch_compat.root_of(mesh), None)
 
 
+def wrap_result(original: Callable, tensor):
+  """The result of a functional collective: on jax as it is, for XLA waits by itself."""
+  return tensor if isinstance(tensor, Tensor) else original(tensor)
+
+
 def register_collectives() -> None:
   """Puts `permute_tensor` in place of torch's, which is for one rank."""
-  name = "torch.distributed._functional_collectives.permute_tensor"
-  _torch_compat.reroute(_torch_compat.function_of(name), permute_tensor)
+  module = "torch.distributed._functional_collectives"
+  route = _torch_compat.reroute
+  route(_torch_compat.function_of(f"{module}.permute_tensor"), permute_tensor)
+  route(_torch_compat.function_of(f"{module}._maybe_wrap_tensor"), wrap_result)
 
 
 def register() -> None:

@@ -6,6 +6,7 @@ are processes. The group of a dimension has the name of its axis, so that functi
 collectives with `mesh["tp"]` find it in `jax_shard_map(f, mesh=jax_mesh(mesh), …)`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,13 @@ def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
       'Expected a mesh of `init_device_mesh("jax", shape)`, but got '
       f"{type(mesh).__name__} on {getattr(mesh, 'device_type', None)}."
     )
-  return _torch_compat.root_of(mesh)._jax_mesh
+  return _as_jax(_torch_compat.root_of(mesh))
+
+
+@functools.lru_cache(maxsize=256)
+def _as_jax(root: DeviceMesh) -> jax.sharding.Mesh:
+  places = root.mesh.numpy()
+  return jax.sharding.Mesh(np.array(jax.devices())[places], axes_of(root))
 
 
 def device_mesh_of(mesh: jax.sharding.Mesh) -> DeviceMesh | None:
@@ -116,10 +123,9 @@ def _complete(mesh: Any) -> None:
       f"{places.max()}, but JAX has {len(devices)}. On a machine without accelerators, "
       "XLA_FLAGS=--xla_force_host_platform_device_count=8 gives it eight."
     )
-  axes = axes_of(mesh)
-  mesh._jax_mesh = jax.sharding.Mesh(np.array(devices)[places], axes)
-  _roots[mesh._jax_mesh] = mesh
-  names = [_group(mesh._jax_mesh, dim) for dim in range(len(axes))]
+  known = jax_mesh(mesh)
+  _roots[known] = mesh
+  names = [_group(known, dim) for dim in range(mesh.ndim)]
   groups = {name: _groups[name] for name in names}
   _torch_compat.set_groups_of_mesh(mesh, groups)
 

@@ -290,7 +290,6 @@ def _c10d_broadcast(self, src: int, group_name: str):
 
 
 @_lowers("wait_tensor")
-@_lowers("_wrap_tensor_autograd")
 def _c10d_wait_tensor(tensor):
   """The tensor: XLA knows what depends on what, and waits by itself."""
   return tensor

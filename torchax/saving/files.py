@@ -30,9 +30,11 @@ OWN = frozenset(
   {
     "_asked_dtype",
     "_chain",
+    "_device_mesh",
     "_env",
     "_is_param",
     "_kept_shell",
+    "_placements",
     "_storage",
     "_untyped",
   }
