@@ -1,5 +1,6 @@
 """The examples run, and do what they say."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -12,9 +13,12 @@ pytestmark = pytest.mark.programs
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
-def _run(name: str, *flags: str) -> str:
+def _run(name: str, *flags: str, **environment: str) -> str:
   result = subprocess.run(
-    [sys.executable, EXAMPLES / name, *flags], capture_output=True, text=True
+    [sys.executable, EXAMPLES / name, *flags],
+    capture_output=True,
+    text=True,
+    env={**os.environ, **environment},
   )
   assert result.returncode == 0, result.stderr[-3000:]
   return result.stdout
@@ -57,3 +61,13 @@ def test_two_hundred_requests_at_once_are_answered_as_each_is_alone():
   assert "equal answers: True" in output
   answers = re.findall(r"request with seed \d: '(.{24})'", output)
   assert len(set(answers)) == 3
+
+
+def test_a_block_in_parts_on_eight_devices_trains_as_on_one():
+  output = _run(
+    "tensor_parallel.py",
+    XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    JAX_PLATFORMS="cpu",
+  )
+  assert "{'all-reduce': 2, 'all-gather': 0, 'reduce-scatter': 0," in output
+  assert "equal but for rounding: True" in output

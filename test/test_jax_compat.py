@@ -239,3 +239,18 @@ def test_what_jax_says_of_types_that_leave_a_layout_open_is_recognised():
   array = jax.device_put(jnp.ones((4, 4)), rows)
   error = _raised(jax.jit(lambda x: x.T @ x), array)
   assert type(error) is _jax_compat.ShardingTypeError
+
+
+def test_the_axes_along_which_an_array_differs_are_known():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+  seen = []
+
+  def note(array):
+    seen.extend([_jax_compat.varying_axes(array), _jax_compat.varying_axes(array * 0)])
+    seen.append(_jax_compat.varying_axes(jax.lax.psum(array, "x")))
+    return array
+
+  spec = jax.sharding.PartitionSpec("x")
+  jax.jit(jax.shard_map(note, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(1))
+  assert seen == [{"x"}, {"x"}, set()]
+  assert _jax_compat.varying_axes(jnp.ones(1)) == set()

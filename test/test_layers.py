@@ -14,6 +14,7 @@ LAYERS = {
     "torchax.checkpoint",
     "torchax.compilation",
     "torchax.diagnostics",
+    "torchax.distributed",
     "torchax.dynamo",
     "torchax.export",
     "torchax.flax",

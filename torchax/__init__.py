@@ -17,6 +17,7 @@ from torchax import (
   amp,
   decompositions,
   device_module,
+  distributed,
   environment,
   interop,
   rng,
@@ -48,7 +49,7 @@ from torchax.environment import Environment, default_env
 from torchax.graphs import fake_tensors, higher_order
 from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
 from torchax.logs import set_logs
-from torchax.ops import jaten, jtorch, jtorchvision_nms, mappings
+from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms, mappings
 from torchax.ops.jtorch import linear
 from torchax.rng import RngState, rng_scope
 from torchax.saving import damage, files, safetensors, untyped_storage
@@ -185,6 +186,7 @@ def _compose() -> None:
   higher_order.register_kernels()
   linear.register_kernels()
   refusals.register()
+  distributed.register()
   conversion_errors.register()
   applied_functions.register()
   _torch_compat.keep_from_dynamo(
@@ -213,6 +215,7 @@ __all__ = [
   "default_env",
   "disable_globally",
   "disable_temporarily",
+  "distributed",
   "enable_accuracy_mode",
   "enable_globally",
   "enable_performance_mode",
@@ -221,6 +224,7 @@ __all__ = [
   "extract_jax",
   "interop",
   "jaten",
+  "jc10d",
   "jtorch",
   "jtorchvision_nms",
   "load_checkpoint",

@@ -253,6 +253,13 @@ def is_about_static_arguments(error: BaseException) -> bool:
   return type(error) is ValueError and "Non-hashable static arguments" in str(error)
 
 
+def varying_axes(array) -> frozenset:
+  """The mapped axes along which an array may differ, by its type."""
+  aval = jax.typeof(array)
+  manual = getattr(aval, "manual_axis_type", None)
+  return getattr(aval, "vma", frozenset()) if manual is None else manual.varying
+
+
 def is_committed(array) -> bool:
   """True for an array that JAX keeps where it is; others join those."""
   return getattr(array, "_committed", True)

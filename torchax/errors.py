@@ -59,6 +59,10 @@ class MixedDeviceError(Documented, RuntimeError):
   """A torchax tensor met a tensor of another device in one operation."""
 
 
+class CollectiveError(Documented, RuntimeError):
+  """A collective, group or mesh that cannot be run as it was written."""
+
+
 class ForkError(Documented, RuntimeError):
   """A process that was forked from one that had used JAX needs JAX itself."""
 

@@ -31,9 +31,11 @@ OWN = frozenset(
     "_asked_dtype",
     "_beside",
     "_chain",
+    "_device_mesh",
     "_env",
     "_is_param",
     "_kept_shell",
+    "_placements",
     "_storage",
     "_untyped",
   }

@@ -1,0 +1,175 @@
+"""torch.distributed: its functions ask torchax first; groups that are axes of meshes.
+
+A program has imported `distribute_tensor` before torchax as often as after, so the
+function itself is changed, not the names of modules that it is known by. Nothing is
+changed before a program asks for jax, but for two functions that then can: the one that
+starts a process group and the one that makes a mesh.
+"""
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchax import private
+from torchax._torch_compat.backend import BACKEND
+
+_GROUPS = "process groups of torch.distributed that are axes of a mesh on jax"
+
+is_available = torch.distributed.is_available
+
+_register_group = private.find(
+  "torch._C._distributed_c10d._register_process_group", _GROUPS
+)
+_resolve_group = private.find(
+  "torch._C._distributed_c10d._resolve_process_group", _GROUPS
+)
+_meshes = private.find("torch.distributed.device_mesh._mesh_resources", _GROUPS)
+
+
+def _trampoline(*args, _route, **kwargs):
+  return _route(*args, **kwargs)
+
+
+def reroute(function: Callable, instead: Callable) -> None:
+  """Has a function of torch's run `instead(original, *args, **kwargs)`, for good.
+
+  The object stays the same, so that it does not matter who has imported it when.
+
+  Args:
+    function: with its decorators, or without; it closes over nothing.
+    instead: calls `original(*args, **kwargs)` where it has nothing of its own to do.
+  """
+  inner: Any = inspect.unwrap(function)
+  if inner.__code__.co_name == _trampoline.__name__ or inner.__closure__:
+    return
+  original = types.FunctionType(
+    inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__
+  )
+  original.__kwdefaults__ = inner.__kwdefaults__
+  original.__doc__, original.__module__ = inner.__doc__, inner.__module__
+  inner.__signature__ = inspect.signature(inner)
+  inner.__code__, inner.__defaults__ = _trampoline.__code__, None
+  inner.__kwdefaults__ = {"_route": functools.partial(instead, original)}
+
+
+def reroute_method(cls: type, name: str, instead: Callable) -> None:
+  """The same for a method; `instead` takes (original, self, …), if it is not static."""
+  known = inspect.getattr_static(cls, name)
+  is_static = isinstance(known, staticmethod)
+  original = known.__func__ if is_static else known
+  if hasattr(original, "_torchax_original"):
+    return
+
+  @functools.wraps(original)
+  def method(*args, **kwargs):
+    return instead(original, *args, **kwargs)
+
+  method._torchax_original = original  # type: ignore[attr-defined]
+  setattr(cls, name, staticmethod(method) if is_static else method)
+
+
+def function_of(path: str) -> Callable:
+  """A function of torch's whose module is imported when it is needed."""
+  module, _, name = path.rpartition(".")
+  return getattr(importlib.import_module(module), name)
+
+
+def register_group_backend(name: str, make: Callable) -> None:
+  """Adds a backend for process groups that is taken where it is asked for by name.
+
+  Args:
+    name: of the backend.
+    make: (store, rank, size, timeout) -> a process group.
+  """
+  backends: Any = torch.distributed.Backend
+  if name in backends.backend_list:
+    return
+  backends.register_backend(name, make, devices=["cpu", name])
+  # Else a group without a backend by name would try to start this one too.
+  if backends.default_device_backend_map.get(name) == name:
+    del backends.default_device_backend_map[name]
+
+
+def leave_default_backend_alone() -> None:
+  """Has `init_process_group()` without a backend choose the one that it would choose.
+
+  It asks for the accelerator, which is jax once torchax is imported.
+  """
+
+  def choose(original, self, backend):
+    owner: Any = torch._C
+    known = owner._get_accelerator
+    is_ours = str(backend) == "undefined" and known().type == BACKEND
+    if is_ours:
+      other = "cuda" if torch.cuda.is_available() else "cpu"
+      owner._get_accelerator = lambda *args: torch.device(other)
+    try:
+      original(self, backend)
+    finally:
+      if is_ours:
+        owner._get_accelerator = known
+
+  reroute_method(torch.distributed.distributed_c10d.BackendConfig, "__init__", choose)
+
+
+def group_by_name(name: str):
+  """The process group of this name, or None."""
+  try:
+    return _resolve_group(name)
+  except RuntimeError:
+    return None
+
+
+def enter_group(group, ranks: dict[int, int]) -> None:
+  """Has torch find a process group by its name.
+
+  Args:
+    group: the process group, of a class of ours; no other one has its name.
+    ranks: place in the group by global rank.
+  """
+  _register_group(group.group_name, group)
+  world = torch.distributed.distributed_c10d._world
+  world.pg_group_ranks[group] = ranks
+  world.pg_map[group] = (group.getBackendName(), None)
+
+
+def name_of_group(group) -> str:
+  """The name that torch knows a group by; empty before it does."""
+  return torch.distributed.distributed_c10d._world.pg_names.get(group, "")
+
+
+def current_mesh():
+  """The mesh whose `with` block this is, or None."""
+  stack = _meshes.mesh_stack
+  return stack[-1] if stack else None
+
+
+def root_of(mesh):
+  """The mesh that this one is a part of; itself if it is whole."""
+  return mesh._get_root_mesh()
+
+
+def options_of_mesh(
+  original: Callable, kwargs: dict, rank: int
+) -> tuple[dict, Any | None]:
+  """What a mesh on jax is made with: no communicator of torch, and a known rank.
+
+  Returns:
+    The arguments, and the mesh that it is a part of.
+  """
+  root = kwargs.get("_root_mesh")
+  options = {**kwargs, "_init_backend": False, "_rank": rank}
+  known = inspect.signature(original).parameters
+  return {name: value for name, value in options.items() if name in known}, root
+
+
+def set_groups_of_mesh(mesh, groups: dict) -> None:
+  """Gives a mesh the process groups of its dimensions, by name."""
+  mesh._dim_group_names = list(groups)
+  if hasattr(mesh, "_pg_registry"):  # from torch 2.12 on
+    mesh._pg_registry.update(groups)

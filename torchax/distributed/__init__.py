@@ -1,0 +1,47 @@
+"""torch.distributed on jax: process groups, meshes, `DTensor`, FSDP and DDP.
+
+torch's own functions are what programs call; for meshes and tensors on jax they do what
+the modules here say. The functional collectives are in `ops/jc10d.py`.
+"""
+
+from torchax import _torch_compat
+from torchax.tensor import Tensor
+
+__all__: list[str] = []
+
+if _torch_compat.is_available():
+  import torch.distributed
+  from torch.distributed.device_mesh import DeviceMesh
+
+  from torchax.distributed import (
+    data_parallel,
+    dtensor,
+    fsdp,
+    meshes,
+    process_group,
+  )
+  from torchax.distributed.meshes import jax_mesh
+  from torchax.distributed.placements import placements_of, sharding_of
+
+  __all__ += ["jax_mesh", "placements_of", "sharding_of"]
+
+
+def register() -> None:
+  """Has torch.distributed know jax. Of a torch that was built without it: nothing."""
+  if not _torch_compat.is_available():
+    return
+  _torch_compat.reroute(torch.distributed.init_process_group, process_group.initialize)
+  _torch_compat.leave_default_backend_alone()
+  _torch_compat.reroute_method(DeviceMesh, "__init__", _make_mesh)
+  data_parallel.register()
+  dtensor.register_collectives()
+  for name, member in dtensor.METHODS.items():
+    setattr(Tensor, name, member)
+
+
+def _make_mesh(original, self, device_type, mesh=None, **kwargs) -> None:
+  """A mesh; with the first one on jax come the functions that take one."""
+  if device_type == meshes.DEVICE:
+    dtensor.register()
+    fsdp.register()
+  meshes.make(original, self, device_type, mesh, **kwargs)

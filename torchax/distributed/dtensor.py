@@ -1,0 +1,313 @@
+"""What torch's functions of `DTensor` do for meshes on jax: they annotate.
+
+Each function here takes the place of torch's where its mesh is on jax, and calls the
+original one elsewhere. The plans of `parallelize_module` are torch's own code, which
+calls these. A tensor on jax has the methods of a `DTensor`, and is none of torch's
+class, which would be in parts by itself.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchax import _torch_compat
+from torchax.devices import placement as devices
+from torchax.distributed import meshes, placements
+from torchax.errors import CollectiveError
+from torchax.ops import jc10d
+from torchax.tensor import Tensor, new_tensor
+
+_TENSOR = "torch.distributed.tensor"
+
+
+def _mesh_here(mesh: DeviceMesh | None) -> DeviceMesh | None:
+  """The mesh that was given, else that of the `with` block, if it is on jax."""
+  mesh = mesh or _torch_compat.current_mesh()
+  return mesh if meshes.is_on_jax(mesh) else None
+
+
+# Functions ----------------------------------------------------------------------------
+
+
+def distribute_tensor(
+  original: Callable, tensor, device_mesh=None, placements_=None, **options
+):
+  """`distribute_tensor`: the tensor on the mesh, a leaf.
+
+  Raises:
+    RuntimeError: torch's, for a tensor that is no leaf.
+    CollectiveError: placements that the tensor cannot have, or one on `meta`.
+  """
+  placements_ = options.pop("placements", placements_)
+  mesh = _mesh_here(device_mesh)
+  if mesh is None:
+    return original(tensor, device_mesh, placements_, **options)
+  if not tensor.is_leaf:
+    raise RuntimeError(
+      "`distribute_tensor` takes leaf tensors, but got one that autograd has recorded. "
+      "Use `DTensor.from_local(tensor, mesh, placements)` inside of a model."
+    )
+  if tensor.is_meta:
+    raise CollectiveError(
+      "`distribute_tensor` was given a tensor on the meta device, which has no "
+      'numbers. Write `module.to_empty(device="jax")` and initialize it first.'
+    )
+  from_first = options.get("src_data_rank", 0) is not None
+  placed = placements.place(tensor.detach(), mesh, placements_, from_first)
+  return placed.requires_grad_(tensor.requires_grad)
+
+
+def from_local(
+  original: Callable, local_tensor, device_mesh=None, placements_=None, **options
+):
+  """`DTensor.from_local`: the tensor, which is whole, on the mesh.
+
+  Raises:
+    CollectiveError: a shape that is another one than the tensor's.
+  """
+  placements_ = options.pop("placements", placements_)
+  mesh = _mesh_here(device_mesh)
+  if mesh is None:
+    return original(local_tensor, device_mesh, placements_, **options)
+  shape = options.get("shape")
+  if shape is not None and tuple(shape) != tuple(local_tensor.shape):
+    raise CollectiveError(
+      "`DTensor.from_local` on jax takes the whole tensor: one process drives all "
+      f"devices. Got the shape {tuple(local_tensor.shape)} for one of {tuple(shape)}."
+    )
+  return placements.place(local_tensor, mesh, placements_)
+
+
+def distribute_module(
+  original: Callable,
+  module: torch.nn.Module,
+  device_mesh=None,
+  partition_fn=None,
+  input_fn=None,
+  output_fn=None,
+) -> torch.nn.Module:
+  """`distribute_module`: the parameters and buffers on the mesh.
+
+  What `partition_fn` leaves is replicated, and stays the same parameter.
+
+  Raises:
+    RuntimeError: torch's, for a module that has been distributed.
+  """
+  mesh = _mesh_here(device_mesh)
+  if mesh is None:
+    return original(module, device_mesh, partition_fn, input_fn, output_fn)
+  if getattr(module, "_distribute_module_applied", False):
+    raise RuntimeError(
+      "distribute_module should only be called once on a module, but it has already "
+      "been called on this module!"
+    )
+  module.to(meshes.DEVICE)
+  for name, part in module.named_modules():
+    if partition_fn is not None:
+      partition_fn(name, part, mesh)
+    replicate((*part.parameters(recurse=False), *part.buffers(recurse=False)), mesh)
+  _add_hooks(module, mesh, input_fn, output_fn)
+  module._distribute_module_applied = True  # type: ignore[assignment]
+  return module
+
+
+def replicate(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
+  """Puts those tensors of a module on a mesh, whole, that are not on it."""
+  for tensor in tensors:
+    if isinstance(tensor, Tensor) and not placements.placements_of(tensor.jax(), mesh):
+      array = tensor.jax()
+      sharding = placements.sharding_of(mesh, None, tensor.shape, array)
+      tensor.replace_jax(placements.put(array, sharding, from_first=True))
+
+
+def _add_hooks(module, mesh, input_fn, output_fn) -> None:
+  """Calls the functions around the module's forward, where its mesh is the current one.
+
+  torch's plans ask results of operations for their placements, without a mesh.
+  """
+
+  def before(module, inputs):
+    with mesh:
+      return _called(input_fn, module, inputs, mesh)
+
+  def after(module, inputs, outputs):
+    with mesh:
+      return _called(output_fn, module, outputs, mesh)
+
+  if input_fn is not None:
+    module.register_forward_pre_hook(before)
+  if output_fn is not None:
+    module.register_forward_hook(after)
+
+
+def _called(function: Callable, module, values, mesh):
+  count = len(inspect.signature(function).parameters)
+  return function(values, mesh) if count == 2 else function(module, values, mesh)
+
+
+def make_filled(original: Callable, init_op, size, device_mesh=None, **options):
+  """The factories of `torch.distributed.tensor`: `zeros`, `rand`, … on a mesh."""
+  mesh = _mesh_here(device_mesh)
+  if mesh is None:
+    return original(init_op, size, device_mesh, **options)
+  where = options.pop("placements", None)
+  requires_grad = options.pop("requires_grad", False)
+  options = {name: value for name, value in options.items() if value is not None}
+  fill = (options.pop("fill_value"),) if "fill_value" in options else ()
+  options.pop("layout", None)
+  with torch.no_grad():
+    made = init_op(torch.Size(size), *fill, device=meshes.DEVICE, **options)
+    return placements.place(made, mesh, where).requires_grad_(requires_grad)
+
+
+def permute_tensor(original: Callable, tensor, src_dst, group, tag: str = ""):
+  """`permute_tensor`, for all members at once: member i sends to `src_dst[i]`."""
+  if not isinstance(tensor, Tensor):
+    return original(tensor, src_dst, group, tag)
+  return _Permute.apply(tensor, tuple(src_dst), _group_name(group))
+
+
+def _group_name(group) -> str:
+  if isinstance(group, tuple):
+    mesh, dim = group
+    return mesh._dim_group_names[dim]
+  if isinstance(group, DeviceMesh):
+    return group.get_group().group_name
+  return getattr(group, "group_name", group)
+
+
+class _Permute(torch.autograd.Function):
+  """Sends tensors to other members, and gradients back."""
+
+  @staticmethod
+  def forward(ctx, tensor, destinations, group):
+    ctx.back = tuple(sorted(range(len(destinations)), key=destinations.__getitem__))
+    ctx.group = group
+    array = jc10d.permuted(tensor.jax(), destinations, group)
+    return new_tensor(array, tensor._env)
+
+  @staticmethod
+  def backward(ctx, gradient):
+    return _Permute.apply(gradient, ctx.back, ctx.group), None, None
+
+
+# Methods of tensors -------------------------------------------------------------------
+
+
+def _known_mesh(tensor: Tensor) -> DeviceMesh | None:
+  """The mesh that a tensor is on: its own, its array's, or that of the block."""
+  array = tensor.jax()
+  known = tensor.__dict__.get("_device_mesh")
+  if known is not None and (devices.is_traced(array) or _lies_on(array, known)):
+    return known
+  current = _mesh_here(None)
+  if current is not None and (devices.is_traced(array) or _lies_on(array, current)):
+    return current
+  found = getattr(getattr(array, "sharding", None), "mesh", None)
+  return meshes.device_mesh_of(found) or current
+
+
+def _lies_on(array, mesh: DeviceMesh) -> bool:
+  return bool(placements.placements_of(array, mesh))
+
+
+def device_mesh(self: Tensor) -> DeviceMesh:
+  """The `DeviceMesh` that the tensor lies on.
+
+  Raises:
+    AttributeError: it lies on none.
+  """
+  mesh = _known_mesh(self)
+  if mesh is None:
+    raise AttributeError(
+      "This tensor lies on no DeviceMesh. Place it: `distribute_tensor(tensor, "
+      'init_device_mesh("jax", shape), placements)`.'
+    )
+  return mesh
+
+
+def placements_on(self: Tensor) -> tuple:
+  """The placements on `device_mesh`; () without one, and where XLA decides."""
+  mesh = _known_mesh(self)
+  if mesh is None:
+    return ()
+  array = self.jax()
+  if devices.is_traced(array):
+    return self.__dict__.get("_placements", ())
+  return placements.placements_of(array, mesh)
+
+
+def redistribute(self: Tensor, device_mesh=None, placements_=None, **options) -> Tensor:
+  """The tensor with other placements; recorded by autograd.
+
+  Args:
+    self: on a mesh, or not.
+    device_mesh: the mesh; by default the tensor's own.
+    placements_: `placements=` of torch's; `Replicate()` by default.
+    **options: `async_op`, which changes nothing. A dtype of the communication raises.
+
+  Raises:
+    AttributeError: the tensor is on no mesh, and none is given.
+    CollectiveError: a dtype was given, or placements that do not fit.
+  """
+  placements_ = options.pop("placements", placements_)
+  options.pop("async_op", None)
+  given = {name: value for name, value in options.items() if value is not None}
+  if given:
+    raise CollectiveError(
+      f"`redistribute` on jax takes no {', '.join(given)}: XLA communicates in the "
+      "dtype of the tensor. Write `x.to(dtype).redistribute(mesh, placements)`."
+    )
+  mesh = device_mesh or self.device_mesh  # type: ignore[attr-defined]
+  return placements.place(self, mesh, placements_)
+
+
+def to_local(self: Tensor, *, grad_placements=None) -> Tensor:
+  """The tensor: the part of the one process is all of it."""
+  return self
+
+
+def full_tensor(self: Tensor, *, grad_placements=None) -> Tensor:
+  """The tensor, whole on every device of its mesh; itself if it is on none."""
+  mesh = _known_mesh(self)
+  if mesh is None:
+    return self
+  return placements.place(self, _torch_compat.root_of(mesh), None)
+
+
+def wrap_result(original: Callable, tensor):
+  """The result of a functional collective: on jax as it is, for XLA waits by itself."""
+  return tensor if isinstance(tensor, Tensor) else original(tensor)
+
+
+def register_collectives() -> None:
+  """Puts `permute_tensor` in place of torch's, which is for one rank."""
+  module = "torch.distributed._functional_collectives"
+  route = _torch_compat.reroute
+  route(_torch_compat.function_of(f"{module}.permute_tensor"), permute_tensor)
+  route(_torch_compat.function_of(f"{module}._maybe_wrap_tensor"), wrap_result)
+
+
+def register() -> None:
+  """Puts the functions in place of torch's, and the methods on tensors."""
+  route = _torch_compat.reroute
+  for name, instead in (
+    ("distribute_tensor", distribute_tensor),
+    ("distribute_module", distribute_module),
+    ("_api._dtensor_init_helper", make_filled),
+  ):
+    route(_torch_compat.function_of(f"{_TENSOR}.{name}"), instead)
+  kind: Any = _torch_compat.function_of(f"{_TENSOR}.DTensor")
+  _torch_compat.reroute_method(kind, "from_local", from_local)
+
+
+METHODS = {
+  "device_mesh": property(device_mesh),
+  "placements": property(placements_on),
+  "redistribute": redistribute,
+  "to_local": to_local,
+  "full_tensor": full_tensor,
+}

@@ -1,0 +1,140 @@
+"""`fully_shard` on jax: the parameters are sharded, and XLA gathers them where used.
+
+torch's gathers the parameters of a module before its forward pass and frees them after
+it. Here a parameter keeps its shape and is annotated; when to gather it, and that its
+gradient is reduced and scattered, is decided by the compiler.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchax import _torch_compat
+from torchax.distributed import meshes, placements
+from torchax.errors import CollectiveError
+from torchax.tensor import Tensor
+
+
+def fully_shard(
+  original: Callable,
+  module,
+  *,
+  mesh=None,
+  shard_placement_fn=None,
+  mp_policy=None,
+  offload_policy=None,
+  ignored_params=None,
+  **options,
+):
+  """`fully_shard`: each parameter is split along its first dimension that divides.
+
+  A parameter of which no dimension does is whole on all devices. The last dimension of
+  the mesh shards, one before it replicates (HSDP). `reshard_after_forward` has no
+  meaning here.
+
+  Raises:
+    CollectiveError: a policy of mixed precision or of offloading, or a placement of
+      `shard_placement_fn` that does not fit.
+  """
+  modules = module if isinstance(module, list | tuple) else [module]
+  if mesh is None and any(map(_is_on_jax, modules)):
+    mesh = _default_mesh()
+  if not meshes.is_on_jax(mesh):
+    given = {
+      "mesh": mesh,
+      "shard_placement_fn": shard_placement_fn,
+      "mp_policy": mp_policy,
+      "offload_policy": offload_policy,
+      "ignored_params": ignored_params,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return original(module, **given, **options)
+  _refuse_policies(mp_policy, offload_policy)
+  ignored = {id(parameter) for parameter in ignored_params or ()}
+  for part in modules:
+    part.to(meshes.DEVICE)
+  parameters = {id(p): p for part in modules for p in part.parameters()}
+  planned = [
+    (parameter, _sharding(parameter, mesh, shard_placement_fn))
+    for key, parameter in parameters.items()
+    if key not in ignored
+  ]
+  for parameter, sharding in planned:
+    array = placements.put(parameter.jax(), sharding, from_first=True)
+    parameter.replace_jax(array)
+  return module
+
+
+def _is_on_jax(module: torch.nn.Module) -> bool:
+  return any(isinstance(parameter, Tensor) for parameter in module.parameters())
+
+
+def _default_mesh() -> DeviceMesh:
+  """One axis over all devices."""
+  shape = (jax.device_count(),)
+  return dist.init_device_mesh(meshes.DEVICE, shape, mesh_dim_names=("fsdp",))
+
+
+def _refuse_policies(mp_policy, offload_policy) -> None:
+  given = vars(mp_policy) if mp_policy is not None else {}
+  dtypes = {name: kind for name, kind in given.items() if isinstance(kind, torch.dtype)}
+  if dtypes:
+    raise CollectiveError(
+      f"fully_shard on jax takes no mp_policy, but got {dtypes}. Write "
+      '`with torch.autocast("jax", dtype=torch.bfloat16):` around the forward pass.'
+    )
+  if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
+    raise CollectiveError(
+      f"fully_shard on jax takes no offload_policy, but got {offload_policy}. Leave it "
+      "out: the parameters stay on the devices."
+    )
+
+
+def _sharding(parameter: Tensor, mesh: DeviceMesh, choose: Callable | None):
+  """How a parameter is to lie: as it does, and along the last axis of the mesh."""
+  array = parameter.jax()
+  known = placements.placements_of(array, mesh)
+  if known and known[-1].is_shard():
+    return array.sharding  # by an inner module's fully_shard
+  others = (placements.replicated(),) * (mesh.ndim - 1)
+
+  def along(last):
+    return placements.sharding_of(mesh, (*others, last), parameter.shape, array)
+
+  chosen = choose(parameter) if choose is not None else None
+  if chosen is not None:
+    return along(chosen)
+  for dim in range(parameter.dim()):
+    try:
+      return along(placements.shard(dim))
+    except CollectiveError:  # it does not divide
+      continue
+  return along(placements.replicated())
+
+
+def refuse_first_version(original: Callable, self, module, *args, **kwargs) -> None:
+  """`FullyShardedDataParallel(module)`, which flattens parameters; not on jax.
+
+  Raises:
+    CollectiveError: the module is on jax.
+  """
+  if isinstance(module, torch.nn.Module) and _is_on_jax(module):
+    raise CollectiveError(
+      "FullyShardedDataParallel joins parameters to flat ones, for which jax has no "
+      "use. Write `torch.distributed.fsdp.fully_shard(module, mesh="
+      'init_device_mesh("jax", (jax.device_count(),)))`.'
+    )
+  original(self, module, *args, **kwargs)
+
+
+def register() -> None:
+  """Puts the functions in place of torch's."""
+  package = "torch.distributed.fsdp"
+  route = _torch_compat.reroute
+  route(_torch_compat.function_of(f"{package}.fully_shard"), fully_shard)
+  first: Any = _torch_compat.function_of(f"{package}.FullyShardedDataParallel")
+  _torch_compat.reroute_method(first, "__init__", refuse_first_version)

@@ -1,0 +1,153 @@
+"""`DeviceMesh` on jax: torch's mesh of JAX's devices, each dimension an axis of JAX's.
+
+`init_device_mesh("jax", (2, 4), mesh_dim_names=("dp", "tp"))` is a mesh of torch's own
+class. Its numbers are places in `jax.devices()`; torch's would be ranks, which here
+are processes. The group of a dimension has the name of its axis, so that functional
+collectives with `mesh["tp"]` find it in `jax_shard_map(f, mesh=jax_mesh(mesh), …)`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchax import _torch_compat
+from torchax.distributed import process_group
+from torchax.errors import CollectiveError
+from torchax.ops import jc10d
+
+DEVICE = process_group.NAME
+
+_roots: dict[jax.sharding.Mesh, DeviceMesh] = {}
+"""JAX's mesh -> torch's, the latest one of those that are equal."""
+
+
+class AxisGroup(dist.ProcessGroup):
+  """A dimension of a mesh, for functional collectives; it cannot communicate itself.
+
+  Attributes:
+    group_name: by which torch finds it.
+  """
+
+  group_name = ""
+
+  def getBackendName(self) -> str:
+    """The name of the backend, "jax"."""
+    return DEVICE
+
+  def _refuse(self, *args):
+    raise CollectiveError(
+      "The group of a mesh dimension joins devices, not processes. Its collectives are "
+      "the functional ones, in a function of one shard: `torch.distributed."
+      '_functional_collectives.all_reduce(x, "sum", mesh["tp"])` inside of '
+      "`jax_shard_map(f, mesh=torchax.distributed.jax_mesh(mesh), …)`. Outside of it a "
+      "tensor is whole, and needs none."
+    )
+
+  allreduce = allreduce_coalesced = reduce = broadcast = allgather = _refuse
+  _allgather_base = allgather_into_tensor_coalesced = gather = scatter = _refuse
+  reduce_scatter = _reduce_scatter_base = reduce_scatter_tensor_coalesced = _refuse
+  alltoall = alltoall_base = barrier = send = recv = recv_anysource = _refuse
+  all_gather_single = all_gather_single_coalesced = all_to_all_single = _refuse
+  reduce_scatter_single = reduce_scatter_single_coalesced = _refuse
+
+
+def is_on_jax(mesh) -> bool:
+  """True for a `DeviceMesh` on jax."""
+  return isinstance(mesh, DeviceMesh) and mesh.device_type == DEVICE
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
+  """The axis of each dimension of a mesh, or of a part of one."""
+  return mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
+
+
+def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
+  """JAX's form of a `DeviceMesh` on jax; of a part of one, that of the whole.
+
+  Its axes have the names of the dimensions, or "dim_0", "dim_1", … without names. They
+  are `Auto` axes, along which the compiler shards what is not annotated.
+
+  Args:
+    mesh: of `init_device_mesh("jax", …)`.
+
+  Raises:
+    CollectiveError: a mesh of another device.
+  """
+  if not is_on_jax(mesh):
+    raise CollectiveError(
+      'Expected a mesh of `init_device_mesh("jax", shape)`, but got '
+      f"{type(mesh).__name__} on {getattr(mesh, 'device_type', None)}."
+    )
+  return _as_jax(_torch_compat.root_of(mesh))
+
+
+@functools.lru_cache(maxsize=256)
+def _as_jax(root: DeviceMesh) -> jax.sharding.Mesh:
+  places = root.mesh.numpy()
+  return jax.sharding.Mesh(np.array(jax.devices())[places], axes_of(root))
+
+
+def device_mesh_of(mesh: jax.sharding.Mesh) -> DeviceMesh | None:
+  """The `DeviceMesh` that was made with this mesh of JAX's, or None."""
+  return _roots.get(mesh)
+
+
+def make(original: Callable, self, device_type: str, mesh=None, **kwargs) -> None:
+  """`DeviceMesh(device_type, mesh, mesh_dim_names=)`, of JAX's devices for "jax".
+
+  Raises:
+    CollectiveError: devices that JAX does not have.
+  """
+  if device_type != DEVICE:
+    original(self, device_type, mesh, **kwargs)
+    return
+  process_group.start()
+  rank = next(i for i, d in enumerate(jax.devices()) if d in jax.local_devices())
+  options, root = _torch_compat.options_of_mesh(original, kwargs, rank)
+  original(self, device_type, mesh, **options)
+  if root is None:
+    _complete(self)
+
+
+def _complete(mesh: Any) -> None:
+  """Gives a new mesh JAX's form and groups of its dimensions."""
+  places, devices = mesh.mesh.numpy(), jax.devices()
+  if places.size and places.max() >= len(devices):
+    raise CollectiveError(
+      f"A mesh of shape {places.shape} needs the devices up to number "
+      f"{places.max()}, but JAX has {len(devices)}. On a machine without accelerators, "
+      "XLA_FLAGS=--xla_force_host_platform_device_count=8 gives it eight."
+    )
+  known = jax_mesh(mesh)
+  _roots[known] = mesh
+  names = [_group(known, dim) for dim in range(mesh.ndim)]
+  groups = {name: _groups[name] for name in names}
+  _torch_compat.set_groups_of_mesh(mesh, groups)
+
+
+# torch's registry keeps what is C++ of a group alive, and not its Python class.
+_groups: dict[str, AxisGroup] = {}
+
+
+def _group(mesh: jax.sharding.Mesh, dim: int) -> str:
+  """The name of the group of an axis, which is made where there is none."""
+  axis, size = mesh.axis_names[dim], mesh.devices.shape[dim]
+  name, known = axis, _torch_compat.group_by_name(axis)
+  if known is not None and (known is not _groups.get(axis) or known.size() != size):
+    name = f"{axis}:{size}"
+    known = _torch_compat.group_by_name(name)
+  if known is None:
+    places: dict[int, int] = {}
+    for place, device in np.ndenumerate(mesh.devices):
+      places.setdefault(device.process_index, place[dim])
+    here = places.get(jax.process_index(), 0)
+    _groups[name] = AxisGroup(here, size)
+    _groups[name].group_name = name
+    _torch_compat.enter_group(_groups[name], places)
+  jc10d.GROUPS[name] = (axis,)
+  return name

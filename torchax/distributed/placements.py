@@ -1,0 +1,207 @@
+"""Placements of torch's `DTensor` on a mesh, as `NamedSharding` of JAX's arrays.
+
+A tensor on jax is whole: its shape is that of the global tensor, its array is in parts
+on the devices, and XLA communicates. A `DTensor` of torch's class is what one rank of
+many has; here one rank has all, so that its local tensor is the global one.
+
+  Shard(d)     dimension d is split along the axis
+  Replicate()  whole along the axis
+  Partial()    the sum is whole as well: XLA decides when it is done
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchax import _torch_compat
+from torchax.devices import placement as devices
+from torchax.distributed.meshes import axes_of, jax_mesh
+from torchax.errors import CollectiveError
+from torchax.tensor import Tensor, new_tensor
+
+# Of `torch.distributed.tensor`, a module that takes a second to import.
+Placement = Any
+
+
+_KINDS = ("Shard", "Replicate", "Partial")
+
+
+def shard(dim: int) -> Placement:
+  """`Shard(dim)`."""
+  return _torch_compat.function_of("torch.distributed.tensor.Shard")(dim)
+
+
+def replicated() -> Placement:
+  """`Replicate()`."""
+  return _torch_compat.function_of("torch.distributed.tensor.Replicate")()
+
+
+def checked(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple:
+  """One placement for each dimension of the mesh; `Replicate()` if there are none.
+
+  Raises:
+    ValueError: another number of them.
+    CollectiveError: another kind.
+  """
+  if placements is None:
+    return (replicated(),) * mesh.ndim
+  placements = tuple(placements)
+  if len(placements) != mesh.ndim:
+    raise ValueError(
+      f"Expected a placement for each of the {mesh.ndim} dimensions of the mesh, but "
+      f"got {len(placements)}: {placements}."
+    )
+  for placement in placements:
+    if type(placement).__name__ not in _KINDS:
+      raise CollectiveError(
+        "A placement on jax is Shard(dim), Replicate() or Partial(), but got "
+        f"{placement}. Several axes may split one dimension: Shard(0), Shard(0)."
+      )
+  return placements
+
+
+def sharding_of(
+  mesh: DeviceMesh,
+  placements: Sequence[Placement] | None,
+  shape: Sequence[int],
+  array: jax.Array | None = None,
+) -> NamedSharding:
+  """The sharding that placements on a mesh stand for.
+
+  Args:
+    mesh: of `init_device_mesh("jax", …)`, or a part of it. Along the axes of the
+      others, an array stays as it is.
+    placements: one for each dimension of the mesh; `Replicate()` if there are none.
+    shape: of the tensor.
+    array: the one that is to be placed.
+
+  Raises:
+    CollectiveError: a dimension that is not there, or that an axis does not divide.
+    ValueError: another number of placements than dimensions of the mesh.
+  """
+  whole = jax_mesh(mesh)
+  if not set(axes_of(mesh)) <= set(whole.axis_names):
+    raise CollectiveError(
+      f"The axes {axes_of(mesh)} are not those of {whole.axis_names}: a flattened mesh "
+      'has no counterpart. Give a placement for each axis: `mesh["dp", "tp"]`, '
+      "[Shard(0), Shard(0)]."
+    )
+  entries = _other_axes(array, whole, axes_of(mesh), len(shape))
+  for axis, placement in zip(axes_of(mesh), checked(mesh, placements), strict=True):
+    if placement.is_shard():
+      dim = _dim_of(placement, shape)
+      entries[dim] = (*_known(entries[dim]), axis)
+  for dim, names in enumerate(entries):
+    count = int(np.prod([whole.shape[axis] for axis in _known(names)], dtype=int))
+    if shape[dim] % count:
+      raise CollectiveError(
+        f"Dimension {dim} of a tensor of shape {tuple(shape)} does not divide into "
+        f"{count} parts along {', '.join(_known(names))}. Pad it, or place it by "
+        "Replicate()."
+      )
+  return NamedSharding(whole, PartitionSpec(*[names or None for names in entries]))
+
+
+def _dim_of(placement: Placement, shape: Sequence[int]) -> int:
+  if not -len(shape) <= placement.dim < len(shape):
+    raise CollectiveError(
+      f"{placement} needs a dimension {placement.dim}, but got a tensor of shape "
+      f"{tuple(shape)}."
+    )
+  return placement.dim % len(shape)
+
+
+def _known(names) -> tuple[str, ...]:
+  return names if isinstance(names, tuple) else ()
+
+
+def _other_axes(array, mesh, own: tuple[str, ...], ndim: int) -> list:
+  """By dimension, the axes besides `own` that split it; left open in a trace."""
+  if array is None or len(own) == len(mesh.axis_names):
+    return [()] * ndim
+  if devices.is_traced(array):
+    return [PartitionSpec.UNCONSTRAINED] * ndim
+  found = _axes_by_dim(array)
+  if found is None or array.sharding.mesh != mesh:
+    return [()] * ndim
+  return [tuple(axis for axis in names if axis not in own) for names in found]
+
+
+def _axes_by_dim(array: jax.Array) -> list[tuple[str, ...]] | None:
+  sharding = getattr(array, "sharding", None)
+  if not isinstance(sharding, NamedSharding):
+    return None
+  spec = (*sharding.spec, *(None,) * array.ndim)[: array.ndim]
+  return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
+
+
+def placements_of(array: jax.Array, mesh: DeviceMesh) -> tuple[Placement, ...]:
+  """How an array lies on a mesh; () where it does not, or is not known in a trace."""
+  if devices.is_traced(array):
+    return ()
+  found = _axes_by_dim(array)
+  if found is None or array.sharding.mesh != jax_mesh(mesh):
+    return ()
+  by_axis = {axis: shard(dim) for dim, names in enumerate(found) for axis in names}
+  return tuple(by_axis.get(axis, replicated()) for axis in axes_of(mesh))
+
+
+def put(array: jax.Array, sharding: NamedSharding, from_first: bool) -> jax.Array:
+  """An array with a sharding; in a trace, XLA is told.
+
+  Args:
+    array: whole, or global.
+    sharding: where it is to lie.
+    from_first: the numbers are those of the first process, else of each one its own.
+  """
+  if devices.is_traced(array):
+    return lax.with_sharding_constraint(array, sharding)
+  if array.is_fully_addressable and not sharding.is_fully_addressable:
+    numbers = np.asarray(array)
+    if from_first:
+      numbers = np.asarray(multihost_utils.broadcast_one_to_all(numbers))
+    return jax.make_array_from_callback(
+      numbers.shape, sharding, lambda index: numbers[index]
+    )
+  return jax.device_put(array, sharding)
+
+
+class _Place(torch.autograd.Function):
+  """Places a tensor, and its gradient in the same way."""
+
+  @staticmethod
+  def forward(ctx, tensor, sharding, from_first):
+    ctx.sharding = sharding
+    return new_tensor(put(tensor.jax(), sharding, from_first), tensor._env)
+
+  @staticmethod
+  def backward(ctx, gradient):
+    return _Place.apply(gradient, ctx.sharding, False), None, None
+
+
+def place(
+  tensor: torch.Tensor,
+  mesh: DeviceMesh,
+  placements: Sequence[Placement] | None,
+  from_first: bool = False,
+) -> Tensor:
+  """A tensor on a mesh, and recorded by autograd; see `sharding_of`.
+
+  Args:
+    tensor: of any device; one of another device is moved to jax.
+    mesh, placements: where it is to lie.
+    from_first: see `put`.
+  """
+  if not isinstance(tensor, Tensor):
+    tensor = tensor.to("jax")
+  sharding = sharding_of(mesh, placements, tensor.shape, tensor.jax())
+  placed = _Place.apply(tensor, sharding, from_first)
+  placed._device_mesh, placed._placements = mesh, checked(mesh, placements)
+  return placed

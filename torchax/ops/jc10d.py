@@ -1,0 +1,381 @@
+"""Functional collectives of torch on JAX's: `psum`, `all_gather`, `all_to_all`, ….
+
+They run where JAX has named axes, inside of `jax_shard_map` or `jax_vmap(axis_name=)`.
+A process group is one axis or several, found by its name:
+
+  - of a `DeviceMesh` on jax, the dimension's: `mesh["tp"]`, `(mesh, 1)`;
+  - the name of an axis itself: `all_reduce(x, "sum", "tp")`;
+  - the group of all processes stands for all axes that are mapped.
+
+A collective is one for all members, which run one program: their shapes are equal, and
+so are the parts of an `all_to_all_single`. In place of `send` and `recv` there is
+`permute_tensor`. What reduces gives the same tensor to all members, to JAX as well:
+it may leave a `shard_map` with a spec that does not name the axis. What gathers gives
+one that differs by its type.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax import _jax_compat
+from torchax.errors import CollectiveError
+from torchax.ops.builtin import Kind
+from torchax.ops.builtin import op as builtin_op
+from torchax.ops.op_base import op
+
+__all__ = ["GROUPS", "WORLDS", "axes_of", "op", "permuted", "reduced"]
+
+GROUPS: dict[str, tuple[str, ...]] = {}
+"""Name of a process group -> the mesh axes that it stands for."""
+
+WORLDS: set[str] = {""}
+"""Names of the groups of all processes."""
+
+# The axis that upstream's own `shard_map` names, whatever the group.
+_UPSTREAM_AXIS = "torch_dist"
+
+Axes = tuple[str, ...]
+
+
+def is_mapped(axis: str) -> bool:
+  """True where an axis of this name is being mapped over."""
+  try:
+    lax.axis_size(axis)
+  except NameError:
+    return False
+  return True
+
+
+def axes_of(group_name, operation: str) -> Axes:
+  """The mapped axes that a group stands for; none for a world of one process.
+
+  Args:
+    group_name: of a group, or of an axis; or a group.
+    operation: the name of the collective, for the error.
+
+  Raises:
+    CollectiveError: the axes are not mapped here, or there are none of that name.
+  """
+  name = str(getattr(group_name, "group_name", group_name))
+  axes = GROUPS.get(name, (name,))
+  if all(map(is_mapped, axes)):
+    return axes
+  if name not in GROUPS and is_mapped(_UPSTREAM_AXIS):
+    return (_UPSTREAM_AXIS,)
+  mesh = jax.sharding.get_abstract_mesh()
+  mapped = tuple(axis for axis in mesh.axis_names if axis in mesh.manual_axes)
+  if name in WORLDS and mapped:
+    return mapped
+  if name in WORLDS and jax.process_count() == 1:
+    return ()
+  raise CollectiveError(_refusal(operation, name, axes, mapped))
+
+
+def _refusal(operation: str, name: str, axes: Axes, mapped: Axes) -> str:
+  if name in WORLDS:
+    return (
+      f"{operation} over all processes is a functional collective, and runs where a "
+      f"mesh axis is mapped. Write `torch.distributed.{operation}(tensor)`, or "
+      "`jax_shard_map(f, mesh=mesh, in_specs=…, out_specs=…)` around it."
+    )
+  inside = f"the mapped axes are {', '.join(mapped)}" if mapped else "no axis is mapped"
+  wanted = axes[0]
+  return (
+    f'{operation} runs over the mesh axis "{wanted}", but {inside} here. Call it in a '
+    "function of one shard:\n"
+    f'  mesh = jax.sharding.Mesh(jax.devices(), ("{wanted}",))\n'
+    "  torchax.interop.jax_shard_map(f, mesh=mesh, "
+    f'in_specs=PartitionSpec("{wanted}"), out_specs=…)(tensor)'
+  )
+
+
+def _size(axes: Axes) -> int:
+  return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def _require_size(operation: str, group_size: int, axes: Axes) -> None:
+  if group_size != _size(axes):
+    raise CollectiveError(
+      f"{operation} was told that its group has {group_size} members, but the axes "
+      f"({', '.join(axes)}) have {_size(axes)}."
+    )
+
+
+def _shared(array: jax.Array, axes: Axes) -> jax.Array:
+  """An array that differs along all of the axes to JAX, if it does along one.
+
+  JAX refuses a collective over axes along one of which alone an array differs.
+  """
+  varying = _jax_compat.varying_axes(array)
+  others = tuple(axis for axis in axes if axis not in varying)
+  if not others or len(others) == len(axes):
+    return array
+  return lax.pcast(array, others, to="varying")
+
+
+# Reductions ---------------------------------------------------------------------------
+
+
+def _sum(array: jax.Array, axes: Axes) -> jax.Array:
+  if array.dtype == jnp.bool_:  # torch adds bools as `|`
+    return lax.psum(array.astype(jnp.int32), axes) > 0
+  return lax.psum(array, axes)
+
+
+def _mean(array: jax.Array, axes: Axes) -> jax.Array:
+  if not jnp.issubdtype(array.dtype, jnp.inexact):
+    raise CollectiveError(
+      f'The reduction "avg" expects floats, but got {array.dtype}. Use "sum", and '
+      "divide."
+    )
+  return lax.pmean(array, axes)
+
+
+def _extremum(extreme: Callable, array: jax.Array, axes: Axes) -> jax.Array:
+  """`pmax` or `pmin`, with the gradient shared by the members that have it."""
+
+  def reduce(array):
+    if array.dtype == jnp.bool_:
+      return extreme(array.astype(jnp.int32), axes).astype(bool)
+    return extreme(array, axes)
+
+  @jax.custom_jvp
+  def differentiable(array):
+    return reduce(array)
+
+  @differentiable.defjvp
+  def _(primals, tangents):
+    (array,), (tangent,) = primals, tangents
+    found = reduce(array)
+    wins = (array == found).astype(array.dtype)
+    return found, lax.psum(tangent * wins, axes) / lax.psum(wins, axes)
+
+  inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+  return differentiable(array) if inexact else reduce(array)
+
+
+def _gathered(array: jax.Array, axes: Axes) -> jax.Array:
+  """The arrays of all members, stacked: the same for all of them."""
+  return lax.all_gather(array, axes, to="invarying")
+
+
+def _product(array: jax.Array, axes: Axes) -> jax.Array:
+  return jnp.prod(_gathered(array, axes), axis=0, dtype=array.dtype)
+
+
+def _bitwise(function: Callable, array: jax.Array, axes: Axes) -> jax.Array:
+  if jnp.issubdtype(array.dtype, jnp.inexact):
+    raise CollectiveError(
+      f"A reduction by bits expects integers or bools, but got {array.dtype}."
+    )
+  members = _gathered(array, axes)
+  return functools.reduce(function, (members[i] for i in range(len(members))))
+
+
+_REDUCTIONS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
+  "sum": _sum,
+  "avg": _mean,
+  "product": _product,
+  "min": functools.partial(_extremum, lax.pmin),
+  "max": functools.partial(_extremum, lax.pmax),
+  "band": functools.partial(_bitwise, jnp.bitwise_and),
+  "bor": functools.partial(_bitwise, jnp.bitwise_or),
+  "bxor": functools.partial(_bitwise, jnp.bitwise_xor),
+}
+
+
+def reduced(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
+  """The reduction of the arrays of all members, which all of them get.
+
+  Args:
+    array: of any shape, the same for all members.
+    reduction: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+    axes: mapped axes; none for a world of one.
+
+  Raises:
+    CollectiveError: another reduction, or one that the dtype does not have.
+  """
+  function = _REDUCTIONS.get(reduction.lower())
+  if function is None:
+    raise CollectiveError(
+      f"A reduction is one of {', '.join(_REDUCTIONS)}, but got {reduction!r}."
+    )
+  return function(_shared(array, axes), axes) if axes else array
+
+
+# Lowerings ----------------------------------------------------------------------------
+
+
+def _lowers(name: str, **options) -> Callable:
+  """Registers a lowering of `_c10d_functional::name`.
+
+  It is not compiled by itself: where it may run, a trace is in progress.
+  """
+  return builtin_op(f"_c10d_functional::{name}", compiled=False, **options)
+
+
+@_lowers("all_reduce")
+def _c10d_all_reduce(self, reduceOp: str, group_name: str):
+  return reduced(self, reduceOp, axes_of(group_name, "all_reduce"))
+
+
+@_lowers("all_gather_into_tensor")
+@builtin_op("_c10d_functional_autograd::all_gather_into_tensor", compiled=False)
+def _c10d_all_gather(input, group_size: int, group_name: str):
+  """Shape (n, …) of each member to (members · n, …)."""
+  axes = axes_of(group_name, "all_gather_into_tensor")
+  _require_size("all_gather_into_tensor", group_size, axes)
+  return lax.all_gather(_shared(input, axes), axes, tiled=True) if axes else input
+
+
+@_lowers("reduce_scatter_tensor")
+@builtin_op("_c10d_functional_autograd::reduce_scatter_tensor", compiled=False)
+def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str):
+  """Shape (members · n, …) of each member to (n, …): its part of the reduction."""
+  axes = axes_of(group_name, "reduce_scatter_tensor")
+  _require_size("reduce_scatter_tensor", group_size, axes)
+  if not axes:
+    return input
+  if input.shape[0] % group_size:
+    raise CollectiveError(
+      f"reduce_scatter_tensor splits dimension 0 into {group_size} equal parts, but "
+      f"got the shape {tuple(input.shape)}."
+    )
+  if reduceOp.lower() in ("sum", "avg") and jnp.issubdtype(input.dtype, jnp.inexact):
+    total = lax.psum_scatter(_shared(input, axes), axes, tiled=True)
+    return total / group_size if reduceOp.lower() == "avg" else total
+  whole = reduced(input, reduceOp, axes)
+  size = input.shape[0] // group_size
+  start = lax.axis_index(axes) * size
+  return lax.dynamic_slice_in_dim(whole, start, size)
+
+
+@_lowers("all_to_all_single")
+@builtin_op("_c10d_functional_autograd::all_to_all_single", compiled=False)
+def _c10d_all_to_all(input, output_split_sizes, input_split_sizes, group_name: str):
+  """Part i of each member goes to member i, which joins what it gets."""
+  axes = axes_of(group_name, "all_to_all_single")
+  sizes = {*output_split_sizes, *input_split_sizes}
+  is_equal = len(sizes) < 2 and (not axes or input.shape[0] % _size(axes) == 0)
+  if axes and not is_equal:
+    raise CollectiveError(
+      "all_to_all_single exchanges parts of one size, since all members run one "
+      f"program, but was to split the shape {tuple(input.shape)} into "
+      f"{list(input_split_sizes)} for {_size(axes)} members and to join "
+      f"{list(output_split_sizes)}. Pad the parts to the largest."
+    )
+  if not axes:
+    return input
+  return lax.all_to_all(_shared(input, axes), axes, 0, 0, tiled=True)
+
+
+@_lowers("broadcast")
+def _c10d_broadcast(self, src: int, group_name: str):
+  """The tensor of member `src`, for all."""
+  axes = axes_of(group_name, "broadcast")
+  if not 0 <= src < _size(axes):
+    raise CollectiveError(
+      f"broadcast takes a source from 0 to {_size(axes) - 1}, but got {src}."
+    )
+  if not axes:
+    return self
+  is_source = lax.axis_index(axes) == src
+  return _sum(jnp.where(is_source, self, jnp.zeros_like(self)), axes)
+
+
+@_lowers("wait_tensor")
+def _c10d_wait_tensor(tensor):
+  """The tensor: XLA knows what depends on what, and waits by itself."""
+  return tensor
+
+
+def permuted(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Array:
+  """The array of member i at member `destinations[i]`; zeros where none arrives.
+
+  Raises:
+    CollectiveError: not one destination for each member.
+  """
+  axes = axes_of(group_name, "permute_tensor")
+  members = range(_size(axes))
+  valid = len(destinations) == len(members) and set(destinations) <= set(members)
+  if not valid or len(set(destinations)) < len(members):
+    raise CollectiveError(
+      f"permute_tensor takes a permutation of 0 to {len(members) - 1}: where each "
+      f"member sends its tensor. Got {list(destinations)}."
+    )
+  if not axes:
+    return array
+  return lax.ppermute(
+    _shared(array, axes), axes, list(zip(members, destinations, strict=True))
+  )
+
+
+# Forms of several tensors, and those that write ---------------------------------------
+
+
+def _for_each(lowering: Callable) -> Callable:
+  def of_all(inputs, *args):
+    return [lowering(array, *args) for array in inputs]
+
+  return of_all
+
+
+def _writing(functional: str) -> Callable:
+  """The in-place form of a collective, as a function of tensors."""
+
+  def in_place(target, *args):
+    found = _operation(functional)(target, *args)
+    if isinstance(target, torch.Tensor):
+      return target.copy_(found)
+    return [tensor.copy_(result) for tensor, result in zip(target, found, strict=True)]
+
+  return in_place
+
+
+def _writing_out(functional: str) -> Callable:
+  def into(*args, out):
+    return out.copy_(_operation(functional)(*args))
+
+  return into
+
+
+def _operation(name: str):
+  return getattr(torch.ops._c10d_functional, name)
+
+
+_COALESCED = {
+  "all_reduce_coalesced": _c10d_all_reduce,
+  "all_gather_into_tensor_coalesced": _c10d_all_gather,
+  "reduce_scatter_tensor_coalesced": _c10d_reduce_scatter,
+}
+_IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast")
+_WITH_OUT = ("all_gather_into_tensor", "reduce_scatter_tensor")
+
+for _name, _lowering in _COALESCED.items():
+  _lowers(_name)(_for_each(_lowering))
+for _name in _IN_PLACE:
+  _lowers(f"{_name}_", kind=Kind.TENSORS)(_writing(_name))
+for _name in _WITH_OUT:
+  _lowers(f"{_name}_out", kind=Kind.TENSORS)(_writing_out(_name))
+
+
+def _refuse_point_to_point(name: str) -> Callable:
+  def refuse(*args):
+    raise CollectiveError(
+      f"{name} is a part of a program for one rank; here one program runs for all "
+      "members. Say who sends to whom with `torch.distributed."
+      "_functional_collectives.permute_tensor(tensor, destinations, group)`: member i "
+      "sends to destinations[i]."
+    )
+
+  return refuse
+
+
+for _name in ("isend", "irecv", "batch_p2p_ops"):
+  _lowers(_name, kind=Kind.TENSORS)(_refuse_point_to_point(_name))
