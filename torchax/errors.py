@@ -67,6 +67,14 @@ class NoSuchDeviceError(Documented, RuntimeError, ValueError):
   """A device was asked for that this process does not have."""
 
 
+class NotAddressableError(Documented, RuntimeError):
+  """Numbers were asked for that devices of other processes have."""
+
+
+class ProcessError(Documented, RuntimeError):
+  """Processes of one run do not find one another, or do not agree."""
+
+
 class UnsupportedDtypeError(Documented, TypeError):
   """A dtype or layout that JAX arrays cannot represent."""
 
