@@ -48,11 +48,14 @@ def barrier(name: str, timeout: float = SECONDS) -> None:
   Raises:
     ProcessError: in every process that came: some did not, or came to another barrier.
   """
-  _compare(f"the barrier {name}", "", "reached", timeout)
+  if jax.process_count() > 1:
+    _compare(f"the barrier {name}", "", "reached", timeout)
 
 
 @ending_at_the_user
-def require_equal(what: str, value: Any, timeout: float = SECONDS) -> None:
+def require_equal(
+  what: str, value: Any, timeout: float = SECONDS, *, shown: str | None = None
+) -> None:
   """Raises in every process where a value differs between processes.
 
   All processes call it, in the same order. It compares by way of JAX's coordinator and
@@ -62,14 +65,17 @@ def require_equal(what: str, value: Any, timeout: float = SECONDS) -> None:
     what: names the value in messages: "the seed".
     value: a string, number, or anything else that JSON holds.
     timeout: in seconds, for the last process to come.
+    shown: stands for the value in the message; by default its beginning does.
 
   Raises:
     ProcessError: the values differ, or a process did not come in time.
 
   >>> require_equal("the seed", 0)  # a single process agrees with itself
   """
-  text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-  _compare(what, text, repr(text[:_SHOWN]), timeout)
+  if jax.process_count() > 1:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    shown = repr(text[:_SHOWN]) if shown is None else shown
+    _compare(what, text, shown, timeout)
 
 
 @ending_at_the_user
@@ -99,8 +105,6 @@ def require_same_program(
 
 def _compare(what: str, text: str, shown: str, timeout: float) -> None:
   """Raises where the text differs; `shown` stands for it in the message."""
-  if jax.process_count() == 1:
-    return
   client = _jax_compat.coordination_client()
   number, rank = _Rounds.next(), jax.process_index()
   folder = f"torchax/round/{number}/"

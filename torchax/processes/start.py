@@ -251,7 +251,7 @@ def _wait_for_the_others() -> None:
     client.wait_at_barrier("torchax/end", _EARLY_SECONDS * 1000)
   except jax.errors.JaxRuntimeError:
     sys.stderr.write(
-      f"Process {jax.process_index()} of {jax.process_count()} is at its end, and waits "
-      "for others that are not.\n"
+      f"Process {jax.process_index()} of {jax.process_count()} is at its end, and "
+      "waits for others that are not.\n"
     )
     sys.stderr.flush()
