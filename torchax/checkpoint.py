@@ -96,7 +96,7 @@ def save_checkpoint(
   finish_saving()
   writer = _Writer(background)
   structure = {"format": _FORMAT, "state": writer.node(state, "state", ())}
-  _require_equal_states(structure, writer.local, place)
+  _require_equal_states(state, structure, writer.local, place)
   items = {_STRUCTURE: ocp.args.JsonSave(structure)}
   if writer.arrays:  # Orbax refuses an empty item
     items[_ARRAYS] = ocp.args.StandardSave(writer.arrays)
@@ -133,14 +133,17 @@ def finish_saving() -> None:
 _TOGETHER_SECONDS = 300
 
 
-def _require_equal_states(structure, local: dict[str, int], place) -> None:
+def _require_equal_states(state, structure, local: dict[str, int], place) -> None:
   """Raises in every process where the states to be saved differ."""
   if jax.process_count() == 1:
     return
-  sums = {"the structure": zlib.crc32(json.dumps(structure, sort_keys=True).encode())}
+  sums = {
+    f"state[{key!r}]": zlib.crc32(json.dumps(node, sort_keys=True).encode())
+    for key, node in zip(state, structure["state"]["items"])
+  }
   for where, checksum in local.items():
-    top = where.partition("]")[0] + "]"  # state['model']
-    sums[top] = zlib.crc32(checksum.to_bytes(4), sums.get(top, 0))
+    top = next(key for key in sums if where.startswith(key))
+    sums[top] = zlib.crc32(checksum.to_bytes(4), sums[top])
   text = ", ".join(f"{top} {checksum:08x}" for top, checksum in sums.items())
   what = f"what is saved to {place}, as checksums"
   require_equal(what, text, _TOGETHER_SECONDS, shown=text)

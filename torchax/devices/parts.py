@@ -63,6 +63,7 @@ def elsewhere(array: jax.Array, asked: str) -> NotAddressableError:
     f"{asked} needs all numbers of a tensor of shape {list(array.shape)}, but "
     f"process {jax.process_index()} of {jax.process_count()} holds "
     f"{text_of(bounds_here(array))} of it{placement.described(array)}. Call "
-    "`torchax.processes.gather(tensor)` first, in every process, or compute what you need on jax: a sum or a mean is on "
-    "all processes. `tensor.jax().addressable_shards` is what this one holds."
+    "`torchax.processes.gather(tensor)` first, in every process, or compute what you "
+    "need on jax: a sum or a mean is on all processes. "
+    "`tensor.jax().addressable_shards` is what this one holds."
   )

@@ -9,14 +9,18 @@
 from torchax.processes.agreement import barrier, require_equal, require_same_program
 from torchax.processes.arrays import gather, global_batch, rows_here
 from torchax.processes.batches import Batches
+from torchax.processes.collectives import Collective, collectives, moved
 from torchax.processes.start import initialize
 
 __all__ = [
   "Batches",
+  "Collective",
   "barrier",
+  "collectives",
   "gather",
   "global_batch",
   "initialize",
+  "moved",
   "require_equal",
   "require_same_program",
   "rows_here",
