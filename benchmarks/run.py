@@ -13,12 +13,22 @@ import torch
 from absl import app, flags
 
 import torchax
-from benchmarks import calls, compiled, eager, lengths, operators, train_step
+from benchmarks import (
+  calls,
+  compiled,
+  eager,
+  lengths,
+  operators,
+  sharding,
+  train_step,
+)
 from benchmarks.timing import Row
 
 _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Where the JSON goes.")
 _ONLY = flags.DEFINE_list(
-  "only", [], "Groups to run: eager, operators, calls, train_step, compiled, lengths."
+  "only",
+  [],
+  "Groups: eager, operators, calls, train_step, compiled, lengths, sharding.",
 )
 _GROUPS = {
   "eager": eager,
@@ -27,6 +37,7 @@ _GROUPS = {
   "train_step": train_step,
   "compiled": compiled,
   "lengths": lengths,
+  "sharding": sharding,
 }
 
 
