@@ -14,7 +14,7 @@ from dist import in_processes, worlds
 
 from torchax import processes
 from torchax.errors import ProcessError
-from torchax.processes import collectives, start
+from torchax.processes import start, traffic
 
 WORLDS = {"2 x 4": (2, 4), "4 x 2": (4, 2)}
 
@@ -178,7 +178,7 @@ PROGRAM = """
 
 
 def test_collectives_are_read_off_a_program_with_their_bytes():
-  found = collectives.collectives_of(PROGRAM)
+  found = traffic.collectives_of(PROGRAM)
   assert found == [
     ("all-gather", 128, "jit(f)/mul"),
     ("all-reduce", 4 + 6 + 5, ""),
@@ -191,7 +191,7 @@ def test_numbers_for_a_global_batch_keep_to_the_widths_of_jax():
   mesh = in_processes.Mesh(np.array(in_processes.jax.devices()[:1]), ("data",))
   sharding = in_processes.NamedSharding(mesh, in_processes.PartitionSpec("data"))
   found = processes.global_batch(
-    {"a": torch.tensor([1, 2]), "b": np.ones((2, 3)), "c": torch.ones(2).bfloat16()},
+    {"a": torch.tensor([1, 2]), "b": np.ones((2, 3), np.float32), "c": torch.ones(2).bfloat16()},
     sharding,
   )
   assert found["a"].tolist() == [1, 2] and found["b"].shape == (2, 3)

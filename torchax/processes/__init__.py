@@ -9,8 +9,8 @@
 from torchax.processes.agreement import barrier, require_equal, require_same_program
 from torchax.processes.arrays import gather, global_batch, rows_here
 from torchax.processes.batches import Batches
-from torchax.processes.collectives import Collective, collectives, moved
 from torchax.processes.start import initialize
+from torchax.processes.traffic import Collective, collectives, moved
 
 __all__ = [
   "Batches",
