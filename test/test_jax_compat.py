@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from torchax import _jax_compat
+from torchax import _jax_compat, private
 
 # The trace in progress ----------------------------------------------------------------
 
@@ -230,3 +230,20 @@ def test_the_constants_of_a_scan_are_counted():
   program = jax.make_jaxpr(scanned)(1.0, 2.0, jnp.ones(3))
   (params,) = [e.params for e in program.jaxpr.eqns if e.primitive.name == "scan"]
   assert _jax_compat.constants_of_scan(params) == 1
+
+
+def test_the_client_of_the_coordinator_is_found_and_has_what_is_used():
+  assert _jax_compat.coordination_client() is None  # a process that is alone
+  from_runtime = private.walk("jax._src.lib._jax.DistributedRuntimeClient")
+  for name in ("wait_at_barrier", "key_value_set", "key_value_dir_get"):
+    assert callable(getattr(from_runtime, name))
+  assert callable(from_runtime.key_value_delete)
+
+
+def test_what_jax_says_without_other_processes_is_recognised():
+  with pytest.raises(ValueError) as caught:
+    private.walk("jax._src.distributed.State")().initialize(
+      cluster_detection_method="deactivate"
+    )
+  assert _jax_compat.is_about_missing_cluster(caught.value)
+  assert not _jax_compat.is_about_missing_cluster(ValueError("another"))

@@ -437,7 +437,7 @@ class _Writer:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
       return array
     values = np.asarray(array)
-    self.local[where] = zlib.crc32(np.ascontiguousarray(values).view(np.uint8))
+    self.local[where] = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data)
     self._kept.append(array)
     return values
 

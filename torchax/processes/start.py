@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -38,14 +38,14 @@ class World(NamedTuple):
 
   Attributes:
     coordinator: host and port where process 0 waits for the others.
-    count: of the processes.
+    size: how many processes there are.
     rank: of this one, from 0 on.
     local_rank: of this one on its host.
     local_count: of the processes on this host.
   """
 
   coordinator: str
-  count: int
+  size: int
   rank: int
   local_rank: int
   local_count: int
@@ -93,7 +93,7 @@ def initialize(
       "second call, or that of jax.distributed.initialize."
     )
   world = world_of(os.environ)
-  if world is not None and world.count == 1:
+  if world is not None and world.size == 1:
     return
   if _jax_compat.has_started():
     raise RuntimeError(
@@ -101,7 +101,7 @@ def initialize(
       "of JAX: before the first tensor on jax, `jax.devices()` and `torch.jax."
       "device_count()`. Make it the first line after the imports."
     )
-  timeouts = {
+  timeouts: dict[str, Any] = {
     "heartbeat_timeout_seconds": heartbeat_timeout,
     "shutdown_timeout_seconds": shutdown_timeout,
     "initialization_timeout": start_timeout,
@@ -117,11 +117,11 @@ def initialize(
     _leave_at_once_after_errors()
 
 
-def _connect(world: World, local_device_ids, timeouts: dict[str, int]) -> None:
+def _connect(world: World, local_device_ids, timeouts: dict[str, Any]) -> None:
   try:
     jax.distributed.initialize(
       coordinator_address=world.coordinator,
-      num_processes=world.count,
+      num_processes=world.size,
       process_id=world.rank,
       local_device_ids=local_device_ids,
       cluster_detection_method="deactivate",
@@ -129,14 +129,14 @@ def _connect(world: World, local_device_ids, timeouts: dict[str, int]) -> None:
     )
   except jax.errors.JaxRuntimeError as error:
     raise ProcessError(
-      f"Process {world.rank} of {world.count} did not find the others at "
+      f"Process {world.rank} of {world.size} did not find the others at "
       f"{world.coordinator} within {timeouts['initialization_timeout']} s. Is process "
       "0 alive, can this host reach that address, and were all processes started? "
       f"JAX says: {error}"
     ) from error
 
 
-def _is_found_by_jax(local_device_ids, timeouts: dict[str, int]) -> bool:
+def _is_found_by_jax(local_device_ids, timeouts: dict[str, Any]) -> bool:
   """Connects by JAX's own detection of clusters; False for a process that is alone."""
   try:
     jax.distributed.initialize(local_device_ids=local_device_ids, **timeouts)
