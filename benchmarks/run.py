@@ -20,6 +20,7 @@ from benchmarks import (
   eager,
   lengths,
   operators,
+  sharding,
   train_step,
 )
 from benchmarks.timing import Row
@@ -28,7 +29,8 @@ _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Where the JSON goes
 _ONLY = flags.DEFINE_list(
   "only",
   [],
-  "Groups to run: eager, operators, calls, train_step, compiled, compiling, lengths.",
+  "Groups to run: eager, operators, calls, train_step, compiled, compiling, lengths, "
+  "sharding.",
 )
 _GROUPS = {
   "eager": eager,
@@ -38,6 +40,7 @@ _GROUPS = {
   "compiled": compiled,
   "compiling": compiling,
   "lengths": lengths,
+  "sharding": sharding,
 }
 
 

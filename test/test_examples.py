@@ -71,3 +71,22 @@ def test_a_block_in_parts_on_eight_devices_trains_as_on_one():
   )
   assert "{'all-reduce': 2, 'all-gather': 0, 'reduce-scatter': 0," in output
   assert "equal but for rounding: True" in output
+
+
+def _losses_in_processes(*flags: str) -> list[str]:
+  """The losses of a run of two processes, by step."""
+  command = (sys.executable, "-m", "torchax.launch", "-n", "2")
+  program = ("--devices-per-process", "2", EXAMPLES / "train_in_processes.py")
+  result = subprocess.run(
+    [*command, *program, *flags], capture_output=True, text=True, timeout=400
+  )
+  assert result.returncode == 0, result.stderr[-3000:]
+  return re.findall(r"\[0\] (step \d+ loss \S+)", result.stdout)
+
+
+def test_training_in_processes_goes_on_as_if_it_had_not_ended(tmp_path):
+  whole = _losses_in_processes("--steps=6")
+  assert len(whole) == 6
+  saved = f"--checkpoints={tmp_path / 'run'}"
+  first = _losses_in_processes("--steps=6", saved, "--until=3")
+  assert first + _losses_in_processes("--steps=6", saved) == whole

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from torchax import _jax_compat
+from torchax import _jax_compat, private
 
 # The trace in progress ----------------------------------------------------------------
 
@@ -254,3 +254,20 @@ def test_the_axes_along_which_an_array_differs_are_known():
   jax.jit(jax.shard_map(note, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(1))
   assert seen == [{"x"}, {"x"}, set()]
   assert _jax_compat.varying_axes(jnp.ones(1)) == set()
+
+
+def test_the_client_of_the_coordinator_is_found_and_has_what_is_used():
+  assert _jax_compat.coordination_client() is None  # a process that is alone
+  from_runtime = private.walk("jax._src.lib._jax.DistributedRuntimeClient")
+  for name in ("wait_at_barrier", "key_value_set", "key_value_dir_get"):
+    assert callable(getattr(from_runtime, name))
+  assert callable(from_runtime.key_value_delete)
+
+
+def test_what_jax_says_without_other_processes_is_recognised():
+  with pytest.raises(ValueError) as caught:
+    private.walk("jax._src.distributed.State")().initialize(
+      cluster_detection_method="deactivate"
+    )
+  assert _jax_compat.is_about_missing_cluster(caught.value)
+  assert not _jax_compat.is_about_missing_cluster(ValueError("another"))

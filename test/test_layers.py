@@ -9,7 +9,7 @@ from source_tree import Module, dotted_names, imports, module_names, modules
 # Layer -> modules; a name stands for its submodules as well, the longest name counts.
 # A module may import what is in its own layer (without a circle) or below.
 LAYERS = {
-  12: ("torchax", "torchax.__main__"),
+  12: ("torchax", "torchax.__main__", "torchax.launch"),
   11: (
     "torchax.checkpoint",
     "torchax.compilation",
@@ -20,6 +20,7 @@ LAYERS = {
     "torchax.flax",
     "torchax.integrations",
     "torchax.mesh_util",
+    "torchax.processes",
     "torchax.ops.jlibrary",
     "torchax.saving.safetensors",
     "torchax.train",

@@ -277,3 +277,31 @@ def is_of_host(array) -> bool:
   """True for an array in the memory of the host, which numpy reads without a copy."""
   platform = getattr(array, "platform", None)
   return platform is not None and platform() == "cpu"
+
+
+_distributed_state = private.find(
+  "jax._src.distributed.global_state",
+  "comparing programs and values between processes, and barriers",
+)
+
+
+def coordination_client():
+  """The client of JAX's coordinator, by which processes exchange short texts.
+
+  Raises:
+    PrivateApiError: this version of JAX has it elsewhere.
+  """
+  return _distributed_state.client
+
+
+def is_about_missing_cluster(error: ValueError) -> bool:
+  """True for what JAX raises where it finds no other processes."""
+  return any(
+    part in str(error)
+    for part in ("coordinator_address should", "Number of processes must")
+  )
+
+
+def is_about_other_processes(error: BaseException) -> bool:
+  """True for what JAX raises where an array's numbers are in other processes."""
+  return "non-addressable" in str(error)

@@ -7,13 +7,19 @@ A step is written under a temporary name and gets its own when it is complete, s
 process that dies while it saves leaves the earlier steps and nothing else. Nothing is
 pickled: reading a checkpoint runs no code of it. Orbax is an optional dependency; its
 `CheckpointManager` reads the same layout.
+
+Of several processes all save and load together. Each writes what its devices have of an
+array of all; what each has for itself, such as the random state, is compared and
+written once.
 """
 
 import collections
 import contextlib
+import json
 import operator
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,11 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import extras, rng
+from torchax import _jax_compat, extras, rng
+from torchax.devices import placement
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.environment import default_env
 from torchax.errors import TracedStateError, UnsupportedDtypeError
 from torchax.ops import mappings
+from torchax.processes.agreement import require_equal
+from torchax.saving import layouts
 from torchax.tensor import Tensor, new_tensor
 
 _FORMAT = 1
@@ -35,7 +44,9 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 @ending_at_the_user
-def save_checkpoint(state: dict[str, Any], path: str | os.PathLike, step: int) -> None:
+def save_checkpoint(
+  state: dict[str, Any], path: str | os.PathLike, step: int, *, background: bool = False
+) -> None:
   """Writes a state to `path/<step>`, where `load_checkpoint` finds it.
 
   A state is made of dicts (of any keys), lists, tuples, named tuples, numbers, strings,
@@ -43,13 +54,20 @@ def save_checkpoint(state: dict[str, Any], path: str | os.PathLike, step: int) -
   `RngState`. So are the `state_dict()` of modules and optimizers, `env.rng.state`,
   `torch.jax.get_rng_state()` and `torch.Generator.get_state()`.
 
+  Of several processes all call it, with equal states, but for what each has of tensors
+  of all; the directory is one that all of them see.
+
   Args:
     state: what to save. Sharded arrays are saved from the devices that hold them.
     path: a directory for the checkpoints of a run; made if it is missing. Local, or
       what `etils.epath` knows, such as `gs://`.
     step: a number >= 0 that names the checkpoint.
+    background: returns as soon as the state has been copied, and writes the copy while
+      the program goes on. `finish_saving`, the next save, a load and the end of the
+      process wait for it; an error comes with the first of them.
 
   Raises:
+    ProcessError: the states of processes differ, or one does not come to save.
     FileExistsError: the step was saved before; it stays as it is.
     TypeError: a value that is none of the above; nothing is written.
     TracedStateError: inside a compiled function, where tensors have no values.
@@ -75,29 +93,81 @@ def save_checkpoint(state: dict[str, Any], path: str | os.PathLike, step: int) -
       f"{place} exists, and a checkpoint is never overwritten. Save under another "
       "step, or remove that directory first."
     )
-  writer = _Writer()
+  finish_saving()
+  writer = _Writer(background)
   structure = {"format": _FORMAT, "state": writer.node(state, "state", ())}
-  structure["devices"] = _devices_of(writer.arrays.values())
+  _require_equal_states(state, structure, writer.local, place)
   items = {_STRUCTURE: ocp.args.JsonSave(structure)}
   if writer.arrays:  # Orbax refuses an empty item
     items[_ARRAYS] = ocp.args.StandardSave(writer.arrays)
-  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+  kind = ocp.AsyncCheckpointer if background else ocp.Checkpointer
+  with contextlib.ExitStack() as until_saved:
+    checkpointer = until_saved.enter_context(kind(ocp.CompositeCheckpointHandler()))
     checkpointer.save(place, args=ocp.args.Composite(**items))
+    if background:
+      until_saved.pop_all()
+      _Background.checkpointer = checkpointer
+
+
+class _Background:
+  """What writes a checkpoint while the program goes on."""
+
+  checkpointer: Any = None
+
+
+def finish_saving() -> None:
+  """Waits for the checkpoint that is being written in the background, if there is one.
+
+  Raises:
+    Exception: what went wrong in the background; that checkpoint is not there.
+
+  >>> finish_saving()  # nothing is being written
+  """
+  checkpointer, _Background.checkpointer = _Background.checkpointer, None
+  if checkpointer is not None:
+    with checkpointer:
+      checkpointer.wait_until_finished()
+
+
+# In which the slowest process comes to save, or to load.
+_TOGETHER_SECONDS = 300
+
+
+def _require_equal_states(state, structure, local: dict[str, int], place) -> None:
+  """Raises in every process where the states to be saved differ."""
+  if jax.process_count() == 1:
+    return
+  sums = {
+    f"state[{key!r}]": zlib.crc32(json.dumps(node, sort_keys=True).encode())
+    for key, node in zip(state, structure["state"]["items"])
+  }
+  for where, checksum in local.items():
+    top = next(key for key in sums if where.startswith(key))
+    sums[top] = zlib.crc32(checksum.to_bytes(4), sums[top])
+  text = ", ".join(f"{top} {checksum:08x}" for top, checksum in sums.items())
+  what = f"what is saved to {place}, as checksums"
+  require_equal(what, text, _TOGETHER_SECONDS, shown=text)
 
 
 @ending_at_the_user
-def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
+def load_checkpoint(
+  path: str | os.PathLike, like: dict[str, Any] | None = None
+) -> dict[str, Any]:
   """Reads what `save_checkpoint` has written.
 
   Everything comes back as what it was, bit for bit: jax tensors on jax, CPU tensors on
   the CPU, arrays as arrays. Parameters come back as plain tensors, for
-  `load_state_dict`. Sharded arrays come back sharded where the devices they were on
-  exist, else on the default device.
+  `load_state_dict`. Sharded arrays come back sharded where there are as many devices,
+  in one process or in several; else on the default device, or, of several processes, on
+  all devices of all. Of several processes all call it.
 
   Args:
     path: a directory of checkpoints, of which the latest step is read; or the directory
       of one step, such as `"run/300"`. Or a file of `torch.save`, which is read with
       `weights_only=True` and whose tensors come to jax.
+    like: a state whose tensors say where those of the checkpoint go and which shapes
+      they have: {"model": model.state_dict()} of a sharded model. It may leave out
+      parts. Nothing of it changes.
 
   Returns:
     The state. A named tuple is of its own class if the program has imported that, else
@@ -107,13 +177,15 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     DamagedFileError: a file that torch.save has not written, or not as a whole.
     UnpicklingError: a file with objects that torch does not load without code.
     FileNotFoundError: no such directory, or no complete checkpoint in it.
-    ValueError: a checkpoint that another program has written, or a newer torchax; or
-      a damaged one. Nothing of it is returned.
+    ValueError: a checkpoint that another program has written, or a newer torchax; a
+      damaged one; one that is not `like` the given state. Nothing of it is returned.
+    ProcessError: processes load different checkpoints, or one does not come.
     UnsupportedDtypeError: 64-bit arrays of JAX, whose x64 mode is off now.
     ImportError: Orbax is not installed.
   """
   if os.path.isfile(path):
     return torch.load(path, map_location="jax", weights_only=True)
+  finish_saving()
   ocp, epath = _orbax()
   place = _step_directory(_absolute(path, epath), ocp)
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -126,9 +198,12 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     _require_format(structure, place)
     nodes = list(_array_nodes(structure["state"]))
     _require_width(nodes, place)
+    wanted = {} if like is None else dict(_Likeness(place).pairs(structure, like))
+    what = "the checkpoint that is loaded"
+    require_equal(what, [str(place), structure], _TOGETHER_SECONDS, shown=str(place))
     arrays = {}
     if any("name" in node for node in nodes):
-      target = _target(nodes, structure["devices"])
+      target = _target(nodes, wanted)
       with _damage_named(place):
         arrays = read(arrays=ocp.args.StandardRestore(target)).arrays
   with _damage_named(place):
@@ -196,12 +271,6 @@ def _step_directory(path, ocp):
   return latest
 
 
-def _devices_of(arrays) -> list[str]:
-  """The names of the devices that hold the arrays."""
-  on_devices = [array for array in arrays if isinstance(array, jax.Array)]
-  return sorted({str(device) for array in on_devices for device in array.devices()})
-
-
 # Trees of tensors and trees of arrays ------------------------------------------------
 
 
@@ -259,10 +328,14 @@ def _is_named_tuple(value) -> bool:
 class _Writer:
   """Turns a state into JSON; its arrays are put aside by name."""
 
-  def __init__(self):
+  def __init__(self, copies: bool):
     self.arrays: dict[str, Any] = {}
+    # Checksums of what this process has for itself, where other processes have it too.
+    self.local: dict[str, int] = {}
+    self._copies = copies
     # Tied weights are one array, which is saved once.
     self._names: dict[int, str] = {}
+    self._kept: list[Any] = []  # so that no other array gets an id of these
     # The containers that a value is in, by their identity.
     self._around: dict[int, str] = {}
 
@@ -351,9 +424,22 @@ class _Writer:
         "of numbers. Save strings as a list."
       )
     node |= {"shape": list(array.shape), "dtype": str(array.dtype)}
+    if isinstance(array, jax.Array) and (layout := layouts.described(array)):
+      node["layout"] = layout
     if array.size:  # Orbax saves no empty arrays
+      if jax.process_count() > 1:
+        array = self._of_all(array, where)
       node["name"] = self._put(array, "/".join(path))
     return node
+
+  def _of_all(self, array, where: str):
+    """An array of all processes, or numbers that each of them has."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+      return array
+    values = np.asarray(array)
+    self.local[where] = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data)
+    self._kept.append(array)
+    return values
 
   def _put(self, array, name: str) -> str:
     known = self._names.get(id(array))
@@ -362,9 +448,13 @@ class _Writer:
     free, number = name, 1
     while free in self.arrays:  # the keys 1 and "1" have one name
       free, number = f"{name}~{number}", number + 1
-    # Numpy scalars are no arrays to Orbax; `arrays` keeps the ids in `_names` alive.
-    self.arrays[free] = np.asarray(array) if isinstance(array, np.generic) else array
+    # Numpy scalars are no arrays to Orbax.
+    saved = np.asarray(array) if isinstance(array, np.generic) else array
+    if self._copies:  # its memory may be another's before it is written
+      saved = jnp.copy(saved) if isinstance(saved, jax.Array) else np.array(saved)
+    self.arrays[free] = saved
     self._names[id(array)] = free
+    self._kept.append(array)
     return free
 
 
@@ -397,21 +487,87 @@ def _require_width(nodes, place) -> None:
       )
 
 
-def _target(nodes, devices: list[str]) -> dict | None:
-  """Where the arrays go if the devices that they were on are not here."""
-  if {str(device) for device in jax.devices()}.issuperset(devices):
-    return None
-  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+def _target(nodes, wanted: dict[int, Any]) -> dict:
+  """Where each array goes.
+
+  Args:
+    nodes: of the structure.
+    wanted: shardings that were asked for, by the identity of the node.
+  """
+  alone = jax.process_count() == 1
+  first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   target = {}
   for node in nodes:
+    if "name" not in node or node["name"] in target:
+      continue
     shape, dtype = node["shape"], jnp.dtype(node["dtype"])
-    if "name" in node:
-      target[node["name"]] = (
-        np.empty(shape, dtype)
-        if node["type"] in _ON_HOST
-        else jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-      )
+    place = None
+    if node["type"] not in _ON_HOST:
+      place = wanted.get(id(node)) or layouts.restored(node.get("layout"))
+      if place is None and alone:
+        place = first
+    # What each process has for itself is read as numbers of the host.
+    target[node["name"]] = (
+      np.empty(shape, dtype)
+      if place is None
+      else jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    )
   return target
+
+
+class _Likeness:
+  """Goes through a checkpoint and the state that it has to be like, side by side.
+
+  Args:
+    place: the checkpoint, for messages.
+  """
+
+  def __init__(self, place):
+    self.place = place
+
+  def pairs(self, structure, like) -> Iterator[tuple[int, Any]]:
+    """The identities of array nodes, and the shardings that they are to have."""
+    yield from self._of(structure["state"], like, "state")
+
+  def _of(self, node, like, where: str) -> Iterator[tuple[int, Any]]:
+    if like is None or not isinstance(node, dict):
+      return
+    if "shape" in node:
+      yield from self._of_array(node, like, where)
+    elif node["type"] in ("dict", "ordered dict") and isinstance(like, dict):
+      reader = _Reader({})
+      held = {reader.value(key): entry for key, entry in node["items"]}
+      for key, part in like.items():
+        if key not in held:
+          raise self._error(where, f"no {key!r}", f"{key!r} among {list(held)}")
+        yield from self._of(held[key], part, f"{where}[{key!r}]")
+    elif "items" in node and isinstance(like, list | tuple):
+      if len(node["items"]) != len(like):
+        found, expected = f"{len(node['items'])} entries", str(len(like))
+        raise self._error(where, found, expected)
+      for number, (entry, part) in enumerate(zip(node["items"], like)):
+        yield from self._of(entry, part, f"{where}[{number}]")
+
+  def _of_array(self, node, like, where: str) -> Iterator[tuple[int, Any]]:
+    array = like.jax() if isinstance(like, Tensor) else like
+    if not hasattr(array, "shape"):
+      found = f"an array of shape {node['shape']}"
+      raise self._error(where, found, f"a {type(like).__name__}")
+    if list(array.shape) != node["shape"]:
+      raise self._error(where, f"shape {node['shape']}", f"{list(array.shape)}")
+    if isinstance(array, jax.Array):
+      sharding = placement.place_of(array)
+    else:
+      sharding = getattr(array, "sharding", None)  # of a jax.ShapeDtypeStruct
+    if sharding is not None:
+      yield id(node), sharding
+
+  def _error(self, where: str, found: str, expected: str) -> ValueError:
+    return ValueError(
+      f"{self.place} is not like the state it is loaded for: {where} has {found} in "
+      f"the checkpoint, but expected was {expected}. Load it into the model that it "
+      "was saved from, or leave that part out of `like`."
+    )
 
 
 class _Reader:
@@ -459,6 +615,8 @@ class _Reader:
       array = np.empty(node["shape"], jnp.dtype(node["dtype"]))
     if kind in _ON_JAX:
       array = jnp.asarray(array)
+      if "layout" not in node and not placement.is_spread(array):
+        array = _jax_compat.uncommitted(array)
     if kind == "keys":
       return _keys(array, node["impl"])
     if kind.endswith("tensor"):

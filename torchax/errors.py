@@ -75,6 +75,14 @@ class ShardingError(Documented, ValueError):
   """A mesh, a spec or a rule that does not fit the tensor that it is to lay out."""
 
 
+class NotAddressableError(Documented, RuntimeError):
+  """Numbers were asked for that devices of other processes have."""
+
+
+class ProcessError(Documented, RuntimeError):
+  """Processes of one run do not find one another, or do not agree."""
+
+
 class UnsupportedDtypeError(Documented, TypeError):
   """A dtype or layout that JAX arrays cannot represent."""
 

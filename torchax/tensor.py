@@ -306,7 +306,7 @@ class Tensor(torch.Tensor):
     array = self.jax()
     if isinstance(array, jax.core.Tracer):
       raise no_numbers("`.tolist()`")
-    return np.asarray(array).tolist()
+    return mappings.numpy_copy(array, "`.tolist()`").tolist()
 
   def type(self, dtype=None, non_blocking: bool = False) -> str | TorchTensor:  # type: ignore[override]
     """The name of the tensor's type, or the tensor in another dtype.

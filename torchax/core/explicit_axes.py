@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from torchax import _jax_compat
+from torchax.core import programs
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.partitions import Partition, is_array
 from torchax.errors import ShardingError
@@ -87,7 +88,7 @@ def explicitly(function: Callable, is_kept: bool = True) -> Callable:
     function: of trees of arrays.
     is_kept: it is called again, and not made for one call.
   """
-  name = getattr(function, "__name__", type(function).__name__)
+  name = programs.name_of(function)
 
   def explicit(*operands):
     return call(function, operands, name, function if is_kept else None)

@@ -116,7 +116,8 @@ class ProgramCache(BoundedCache[K, V]):
     _caches.add(self)
 
 
-def _name_of(function: Callable) -> str:
+def name_of(function: Callable) -> str:
+  """The name of a function, also of a partial one."""
   while isinstance(function, functools.partial):
     function = function.func
   return getattr(function, "__name__", type(function).__name__)
@@ -134,7 +135,7 @@ def jit(function: Callable, is_of_user: bool = False, **options):
     The compiled function. Its `in_traces` is the same for calls while JAX transforms
     a function, where a program has no options of its own.
   """
-  counted = Counted(_name_of(function), is_of_user)
+  counted = Counted(name_of(function), is_of_user)
 
   @functools.wraps(function)
   def traced(*args, **kwargs):

@@ -19,12 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-<<<<<<< HEAD
 from torchax import _jax_compat
-from torchax.core import grad_mode, out_of_range, programs
-=======
-from torchax.core import explicit_axes, grad_mode, out_of_range
->>>>>>> meshes
+from torchax.core import explicit_axes, grad_mode, out_of_range, programs
 
 
 class ViewInfoType(enum.Enum):
@@ -635,40 +631,25 @@ def chain_of(*infos: ViewInfo) -> Chain:
   return chain
 
 
-<<<<<<< HEAD
-@functools.cache
-def _reading() -> Callable:
-  """(base array, chain) -> view, compiled."""
-
-  def read(array, chain):
-    return chain.read(array)
-
-  return programs.jit(read, static_argnums=1)
-=======
 def _read(array, chain):
   return explicit_axes.call(chain.read, (array,), "a view", (_read, chain))
 
 
-_read_chain = jax.jit(_read, static_argnums=1)
->>>>>>> meshes
+@functools.cache
+def _reading() -> Callable:
+  """(base array, chain) -> view, compiled."""
+  return programs.jit(_read, static_argnums=1)
 
 
 def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
   """The view of a base array, in one compiled call."""
   if isinstance(array, jax.core.Tracer):
-<<<<<<< HEAD
-    return chain.read(array)
+    return _read(array, chain)
   reading = _reading() if _jax_compat.is_top_level() else _reading().in_traces
   if chain.moving is not None:
     moving, starts = chain.moving
     return reading((array, starts), moving)
   return reading(array, chain)
-=======
-    return _read(array, chain)
-  if chain.moving is not None:
-    moving, starts = chain.moving
-    return _read_chain((array, starts), moving)
-  return _read_chain(array, chain)
 
 
 def is_basic(index) -> bool:
@@ -678,4 +659,3 @@ def is_basic(index) -> bool:
 
 
 _BASIC = frozenset({int, slice, type(None), type(Ellipsis)})
->>>>>>> meshes

@@ -1,10 +1,12 @@
 """What a jax tensor looks like in print: its numbers, or why it has none."""
 
+import textwrap
+
 import jax
 
 from torchax import _torch_compat
 from torchax.core.storage import Ended
-from torchax.devices import placement
+from torchax.devices import parts, placement
 from torchax.ops import mappings
 
 
@@ -20,7 +22,8 @@ def text_of(tensor) -> str:
   """A tensor as `print` shows it, in torch's form."""
   if not has_numbers(tensor):
     return _without_numbers(tensor)
-  text = repr(mappings.j2t(tensor.jax()))
+  array = tensor.jax()
+  text = repr(mappings.j2t(array)) if parts.is_whole(array) else _part_of(array)
   suffix = f", device='{tensor.device}'{placement.described(tensor._storage.array)}"
   if tensor.grad_fn is not None:
     suffix += f", grad_fn=<{tensor.grad_fn.name()}>"
@@ -29,6 +32,17 @@ def text_of(tensor) -> str:
   text = f"{text[:-1]}{suffix})"
   is_parameter = _torch_compat.is_parameter(tensor)
   return f"Parameter containing:\n{text}" if is_parameter else text
+
+
+def _part_of(array: jax.Array) -> str:
+  """What this process holds; nothing is sent, so that one process alone may print."""
+  bounds = parts.bounds_here(array)
+  where = f"process {jax.process_index()} of {jax.process_count()} holds"
+  text = f"tensor(size={tuple(array.shape)}, {where} {parts.text_of(bounds)}"
+  if bounds is None:
+    return f"{text})"
+  values = mappings.torch_of(parts.values_here(array, bounds))
+  return f"{text}:\n{textwrap.indent(repr(values), '  ')})"
 
 
 def _without_numbers(tensor) -> str:

@@ -59,12 +59,8 @@ class ArrayFunction:
     self._is_compiled = compiled
     self._operator = operator
     self._numbers = numbers
-<<<<<<< HEAD
     self._backward = backward
-    self._function = function
-=======
     self._function = function = explicit_axes.explicitly(function, compiled)
->>>>>>> meshes
     self._compiled = compiling.compiled(function, operator)
     self._compiled_linearize = compiling.compiled(self._linearize, operator)
     self._gradients: dict[tuple, ArrayFunction] = {}

@@ -8,6 +8,7 @@ way. In-place functions always do: torch counts them to protect saved tensors.
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
@@ -67,11 +68,32 @@ class Shortcut:
     return self.func(*args, **kwargs)
 
 
+def _products(left, right):
+  return jnp.matmul(left, right)
+
+
 class MatmulShortcut(Shortcut):
-  """Products of matrices are `mm`; other shapes are for torch to take apart."""
+  """Products of matrices are `mm`; other shapes are for torch to take apart.
+
+  But for stacks of several dimensions, such as (batch, heads): torch would make one of
+  them, for which devices that share both would have to gather the stacks.
+  """
 
   def _by_torch(self, args, kwargs):
+    if not kwargs and len(args) == 2 and self._is_of_stacks(*args):
+      return self.env.functions.call(_products, *args)
     return WithoutOut(self.func)(args, kwargs)
+
+  @staticmethod
+  def _is_of_stacks(left, right) -> bool:
+    return (
+      isinstance(left, Tensor)
+      and isinstance(right, Tensor)
+      and left.dim() == right.dim() >= 4
+      and left.shape[:-2] == right.shape[:-2]
+      and left.shape[-1] == right.shape[-2]
+      and left.dtype == right.dtype
+    )
 
   def is_plain(self, args) -> bool:
     return (

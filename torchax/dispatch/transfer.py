@@ -5,10 +5,10 @@ import weakref
 import jax
 import torch
 
-from torchax import _torch_compat
+from torchax import _jax_compat, _torch_compat
 from torchax.core.explanations import no_numbers
 from torchax.core.view_steps import WHOLE
-from torchax.devices import placement
+from torchax.devices import parts, placement
 from torchax.dispatch import host_operations
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import mappings
@@ -25,7 +25,12 @@ def _item(tensor: Tensor):
   array = tensor.jax()
   if isinstance(array, jax.core.Tracer):
     raise no_numbers("`.item()` (also `bool()`, `int()`, `float()`, `if tensor:`)")
-  return array.item()
+  try:
+    return array.item()
+  except RuntimeError as error:
+    if _jax_compat.is_about_other_processes(error):
+      raise parts.elsewhere(array, "`.item()`") from None
+    raise
 
 
 class CopyPlan:

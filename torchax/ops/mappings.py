@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core.explanations import donated, no_numbers
-from torchax.devices import placement
+from torchax.devices import parts, placement
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import narrowing
 
@@ -205,6 +205,21 @@ def t2j(
   return jnp.array(values) if is_narrowed else jnp.array(values, dtype=jax_dtype)
 
 
+def values_for_jax(t: torch.Tensor) -> np.ndarray:
+  """The numbers of a CPU tensor in the dtype that they have on jax, on the host.
+
+  Raises:
+    UnsupportedDtypeError, OverflowError: as `t2j`.
+  """
+  check_layout(t)
+  jax_dtype = t2j_dtype(t.dtype)
+  with _torch_compat.unnoticed():
+    t = t.detach().resolve_conj().resolve_neg()
+    if t.dtype in _WIDE and narrowing.is_on():
+      return np.asarray(narrowing.narrow(t, jax_dtype))
+    return host_array(t).astype(jax_dtype, copy=False)
+
+
 def host_array(tensor: torch.Tensor) -> np.ndarray:
   """A detached CPU tensor as an array, of the same memory if it is contiguous."""
   carried = NUMPY_UNSUPPORTED_DTYPES.get(tensor.dtype)
@@ -224,6 +239,7 @@ def numpy_copy(x: jax.Array, asked: str) -> np.ndarray:
   Raises:
     TracedStateError: the array is being traced.
     DonationError: its memory is gone.
+    NotAddressableError: other processes have a part of it.
   """
   try:
     return np.array(x)
@@ -232,6 +248,8 @@ def numpy_copy(x: jax.Array, asked: str) -> np.ndarray:
   except RuntimeError as error:
     if _jax_compat.is_about_deletion(error):
       raise donated(asked) from None
+    if _jax_compat.is_about_other_processes(error):
+      raise parts.elsewhere(x, asked) from None
     raise
 
 
@@ -248,13 +266,18 @@ def j2t(x: jax.Array, use_dlpack: bool = True) -> torch.Tensor:
   """
   if isinstance(x, jax.core.Tracer):
     raise no_numbers('A copy on the CPU (`.cpu()`, `.to("cpu")`, `torch.tensor`)')
-  dtype = j2t_dtype(x.dtype)
+  j2t_dtype(x.dtype)  # raises for what torch does not have
   if use_dlpack and x.dtype == jnp.bfloat16:
     try:
       return torch_dlpack.from_dlpack(x).clone()
     except (BufferError, RuntimeError, ValueError) as error:
       logging.debug("DLPack refused %s, copying through numpy: %s", x.dtype, error)
-  values = numpy_copy(x, "A copy on the CPU")
+  return torch_of(numpy_copy(x, "A copy on the CPU"))
+
+
+def torch_of(values: np.ndarray) -> torch.Tensor:
+  """A numpy array of a dtype of JAX as a CPU tensor, in its memory if it can be."""
+  dtype = j2t_dtype(values.dtype)
   if dtype in NUMPY_UNSUPPORTED_DTYPES:
     carrier = {1: np.uint8, 2: np.int16}[values.itemsize]
     return torch.from_numpy(values.view(carrier)).view(dtype)

@@ -17,7 +17,7 @@ import torch
 from torchax import _torch_compat
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Storage
-from torchax.devices import placement
+from torchax.devices import parts, placement
 from torchax.ops import mappings
 
 
@@ -131,6 +131,8 @@ class UntypedStorage(torch.UntypedStorage):
     array = self.storage.read()
     if isinstance(array, jax.core.Tracer):
       raise no_numbers("Reading its bytes (to save, pickle or copy it)")
+    if not parts.is_whole(array):
+      raise parts.elsewhere(array, "A copy on the host")
     return np.asarray(array).ravel().view(np.uint8)
 
   # What torch and libraries ask ---------------------------------------------------

@@ -1,0 +1,169 @@
+"""A tiny transformer with dropout, its layouts over a mesh, and the same step in JAX.
+
+`sharding.py` measures it, and `test/dist/training.py` trains it. The masks of a step
+are a result of it, so that they can be compared.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from torchax.interop import jax_jit
+
+WORDS, WIDTH, HEADS, LAYERS, LENGTH, BATCH, DROP = 32, 16, 2, 1, 8, 8, 0.25
+RATE = 0.1
+IGNORED = -100  # F.cross_entropy counts the labels that are another number
+
+
+class Layer(torch.nn.Module):
+  """Attention and two linear layers, each followed by dropout."""
+
+  def __init__(self):
+    super().__init__()
+    self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
+    self.out = torch.nn.Linear(WIDTH, WIDTH)
+    self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
+    self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
+
+  def forward(self, x, keep):
+    heads = self.qkv(x).view(*x.shape[:2], HEADS, 3, -1).permute(3, 0, 2, 1, 4)
+    scores = heads[0] @ heads[1].transpose(-1, -2) / 4
+    mixed = (scores.softmax(-1) @ heads[2]).transpose(1, 2).flatten(2)
+    x = x + self.out(mixed) * keep[0]
+    return x + self.down(F.relu(self.up(x))) * keep[1]
+
+
+class Transformer(torch.nn.Module):
+  """(batch, length) word numbers -> logits, and the masks of its dropouts."""
+
+  def __init__(self):
+    super().__init__()
+    self.words = torch.nn.Embedding(WORDS, WIDTH)
+    self.layers = torch.nn.ModuleList([Layer() for _ in range(LAYERS)])
+    self.head = torch.nn.Linear(WIDTH, WORDS)
+
+  def forward(self, tokens):
+    x, masks = self.words(tokens), []
+    for layer in self.layers:
+      keep = [F.dropout(torch.ones_like(x), DROP) for _ in range(2)]
+      x = layer(x, keep)
+      masks += keep
+    return self.head(x), torch.stack(masks)
+
+
+# Of a mesh with the axes "data" and "model": the part of a parameter, by its name.
+COLUMNS, ROWS = ("qkv", "up"), ("out.weight", "down.weight")
+
+
+def _tensor_parallel(name: str) -> PartitionSpec:
+  if any(part in name for part in COLUMNS):
+    return PartitionSpec("model")
+  return PartitionSpec(None, "model") if name.endswith(ROWS) else PartitionSpec()
+
+
+def _in_parts(name: str) -> PartitionSpec:
+  return PartitionSpec("data")
+
+
+def _whole(name: str) -> PartitionSpec:
+  return PartitionSpec()
+
+
+# (parts of the data axis, parts of the model axis) of n devices; parts of parameters.
+LAYOUTS = {
+  "data": (lambda n: (n, 1), _whole),
+  "fsdp": (lambda n: (n, 1), _in_parts),
+  "tensor": (lambda n: (1, n), _tensor_parallel),
+  "mixed": (lambda n: (n // 2, 2), _tensor_parallel),
+}
+
+
+def mesh_of(layout: str, devices: int) -> Mesh:
+  """A mesh over the first devices."""
+  shape = LAYOUTS[layout][0](devices)
+  chosen = np.array(jax.devices()[:devices]).reshape(shape)
+  return Mesh(chosen, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def model_on(layout: str, mesh: Mesh) -> Transformer:
+  """The model of seed 0, spread as the layout says."""
+  torch.manual_seed(0)
+  model = Transformer().to("jax")
+  with torch.no_grad():
+    for name, parameter in model.named_parameters():
+      parameter.shard_(NamedSharding(mesh, LAYOUTS[layout][1](name)))
+  return model
+
+
+def batches(size: int) -> torch.Tensor:
+  """(size, LENGTH + 1) word numbers, each row of its own."""
+  rows = np.random.default_rng(0).integers(0, WORDS, (size, LENGTH + 1))
+  return torch.from_numpy(rows.astype(np.int32))
+
+
+def step_of(model: Transformer, mesh: Mesh, layout: str, **options):
+  """(tokens) -> (loss, masks): a step of gradient descent, compiled."""
+  parts = {
+    name: NamedSharding(mesh, LAYOUTS[layout][1](name))
+    for name, _ in model.named_parameters()
+  }
+
+  def step(tokens):
+    logits, masks = model(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().long())
+    loss.backward()
+    with torch.no_grad():
+      for name, parameter in model.named_parameters():
+        parameter -= RATE * parameter.grad
+        parameter.apply_jax_(jax.lax.with_sharding_constraint, parts[name])
+        parameter.grad = None
+    return loss, masks
+
+  return jax_jit(step, **options)
+
+
+# The same step in plain JAX --------------------------------------------------------
+
+
+def _linear(weights, name, x):
+  return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+
+def _logits(weights, tokens, key):
+  x = weights["words.weight"][tokens]
+  for number in range(LAYERS):
+    name = f"layers.{number}"
+    keep = [
+      jax.random.bernoulli(jax.random.fold_in(key, 2 * number + i), 1 - DROP, x.shape)
+      / (1 - DROP)
+      for i in range(2)
+    ]
+    heads = _linear(weights, f"{name}.qkv", x).reshape(*x.shape[:2], HEADS, 3, -1)
+    query, keys, values = heads.transpose(3, 0, 2, 1, 4)
+    scores = query @ keys.swapaxes(-1, -2) / 4
+    mixed = (jax.nn.softmax(scores) @ values).swapaxes(1, 2).reshape(x.shape)
+    x = x + _linear(weights, f"{name}.out", mixed) * keep[0]
+    hidden = jax.nn.relu(_linear(weights, f"{name}.up", x))
+    x = x + _linear(weights, f"{name}.down", hidden) * keep[1]
+  return _linear(weights, "head", x)
+
+
+def plain_step(weights, tokens, key, parts):
+  """(loss, weights) of the step, of dicts of arrays."""
+
+  def loss_of(weights):
+    found = jax.nn.log_softmax(_logits(weights, tokens[:, :-1], key))
+    labels = tokens[:, 1:]
+    is_counted = labels != IGNORED
+    chosen = jnp.take_along_axis(found, labels[..., None], -1)[..., 0]
+    return -jnp.where(is_counted, chosen, 0).sum() / is_counted.sum()
+
+  loss, gradients = jax.value_and_grad(loss_of)(weights)
+  updated = {name: w - RATE * gradients[name] for name, w in weights.items()}
+  return loss, {
+    name: jax.lax.with_sharding_constraint(w, parts[name])
+    for name, w in updated.items()
+  }

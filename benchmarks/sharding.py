@@ -1,0 +1,79 @@
+"""A training step over eight devices of the host: its time, and the bytes it moves.
+
+With data, FSDP, tensor and mixed sharding, beside the same step in plain JAX. It runs
+in a process of its own, which has eight devices. The devices share this machine's
+cores, so that the times say what the step costs on the host, not how it scales.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import torchax
+from benchmarks import sharded_transformer as transformer
+from benchmarks.timing import Row, compare
+from torchax import processes
+
+DEVICES = 8
+
+
+def rows() -> list[Row]:
+  """Two rows for each layout."""
+  done = subprocess.run(
+    [sys.executable, "-m", "benchmarks.sharding"],
+    env={
+      **os.environ,
+      "JAX_PLATFORMS": "cpu",
+      "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+    },
+    stdout=subprocess.PIPE,
+    text=True,
+    check=True,
+  )
+  return [Row(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _rows_of(layout: str) -> list[Row]:
+  mesh = transformer.mesh_of(layout, DEVICES)
+  model = transformer.model_on(layout, mesh)
+  sharding = NamedSharding(mesh, PartitionSpec("data"))
+  tokens = processes.global_batch(transformer.batches(transformer.BATCH), sharding)
+  step = transformer.step_of(model, mesh, layout)
+  weights = {name: p.detach().jax() for name, p in model.named_parameters()}
+  parts = {name: weight.sharding for name, weight in weights.items()}
+  plain = jax.jit(functools.partial(transformer.plain_step, parts=parts))
+  key = torchax.default_env().rng.state.key
+  array = tokens.jax()
+  ours = processes.collectives(step, tokens)
+  theirs = processes.collectives(plain, weights, array, key)
+  text = ", ".join(f"{kind} {size}" for kind, size in processes.moved(ours).items())
+  name = f"{layout} sharding over {DEVICES} devices of the host"
+  moved = [float(sum(processes.moved(found).values())) for found in (ours, theirs)]
+  return [
+    Row(f"bytes, not us: {name}", "plain JAX", *moved, goal=1.001, note=text),
+    # The goal is that of `train_step`; here devices wait for one another.
+    compare(
+      f"step, {name}",
+      lambda: step(tokens)[0],
+      lambda: plain(weights, array, key)[0],
+      goal=None,
+      note="the plain step does not keep its weights",
+    ),
+  ]
+
+
+def main() -> None:
+  """Writes the rows as JSON, for `rows`."""
+  torchax.enable_globally()
+  found = [row for layout in transformer.LAYOUTS for row in _rows_of(layout)]
+  print(json.dumps([dataclasses.asdict(row) for row in found]))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,93 @@
+"""Trains a small network in two processes, and goes on after it was killed.
+
+Each process reads its own rows; the parameters are in parts on all devices (FSDP). The
+numbers are those of a single process. With `--until` the run ends early, as if killed;
+the next run of the same command goes on from the last checkpoint, with the same
+numbers.
+
+usage: python -m torchax.launch -n 2 --devices-per-process 2 \
+         examples/train_in_processes.py [--steps=20] [--checkpoints=DIR] [--until=STEP]
+"""
+
+import os
+
+from absl import app, flags
+
+from torchax import processes
+
+processes.initialize()  # the first line: before anything uses a device
+
+import jax  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+import torchax  # noqa: E402
+from torchax.interop import jax_jit  # noqa: E402
+
+_STEPS = flags.DEFINE_integer("steps", 20, "Steps of the whole run.", 1)
+_UNTIL = flags.DEFINE_integer("until", None, "The step after which this run ends.")
+_CHECKPOINTS = flags.DEFINE_string("checkpoints", None, "A directory for them.")
+
+ROWS, BATCH, WIDTH = 256, 32, 16
+
+
+def data() -> torch.Tensor:
+  """(ROWS, WIDTH) numbers; a program of yours reads its rows from files."""
+  return torch.randn(
+    ROWS, WIDTH, device="cpu", generator=torch.Generator().manual_seed(0)
+  )
+
+
+def main(_) -> None:
+  """Entry point of `absl.app.run`."""
+  torchax.enable_globally()
+  mesh = jax.make_mesh(
+    (jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  parts = NamedSharding(mesh, PartitionSpec("data"))
+
+  torch.manual_seed(0)  # the same in all processes: they hold parts of one model
+  model = torch.nn.Sequential(
+    torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1)
+  )
+  model.append(torch.nn.Linear(64, WIDTH))
+  model.to("jax")
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.shard_(parts)
+
+  def step(batch):
+    loss = F.mse_loss(model(batch), batch)
+    loss.backward()
+    with torch.no_grad():
+      for parameter in model.parameters():
+        parameter -= 0.1 * parameter.grad
+        parameter.apply_jax_(jax.lax.with_sharding_constraint, parts)
+        parameter.grad = None
+    return loss
+
+  step = jax_jit(step)
+  start, place = 0, _CHECKPOINTS.value
+  if place and os.path.exists(place):
+    state = torchax.load_checkpoint(place, {"model": model.state_dict()})
+    model.load_state_dict(state["model"])
+    torch.jax.set_rng_state(state["rng"])
+    start = state["step"]
+
+  # The position of the data is the number of the step.
+  batches = processes.Batches(ROWS, BATCH, parts, seed=0, start=start)
+  loader = torch.utils.data.DataLoader(data(), batch_sampler=batches)
+  for number, local in zip(range(start, _UNTIL.value or _STEPS.value), loader):
+    loss = step(processes.global_batch(local, parts))
+    if jax.process_index() == 0:
+      print(f"step {number} loss {loss.item().hex()}")
+    if place:
+      state = {"model": model.state_dict(), "rng": torch.jax.get_rng_state()}
+      state["step"] = number + 1
+      torchax.save_checkpoint(state, place, number + 1, background=True)
+  torchax.checkpoint.finish_saving()
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,347 @@
+"""Laws of a world of eight devices, whatever processes they are in.
+
+  in_processes.py FOLDER    in processes that `torchax.launch` has started
+
+Each process writes FOLDER/<rank>.json: "" or a traceback for each of `CASES`. The folder
+has the checkpoint "of one": the state of `state_on`, saved by one process.
+"""
+
+import io
+import json
+import pathlib
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import torchax
+from torchax import processes
+from torchax.errors import NotAddressableError, ProcessError
+from torchax.interop import jax_jit
+from torchax.tensor import new_tensor
+
+CASES: dict[str, Callable] = {}
+FOLDER = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+
+
+def case(function: Callable) -> Callable:
+  """Enters a law."""
+  CASES[function.__name__] = function
+  return function
+
+
+def over(*axes, spec=("data",)) -> NamedSharding:
+  """A sharding over all devices; `axes` are the sizes of "data" and "model"."""
+  mesh = Mesh(np.array(jax.devices()).reshape(axes or (8, 1)), ("data", "model"))
+  return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def spread(values: np.ndarray, sharding: NamedSharding) -> torch.Tensor:
+  """A tensor of all processes, of numbers that each of them has."""
+  array = jax.make_array_from_callback(values.shape, sharding, lambda i: values[i])
+  return new_tensor(array, torchax.default_env())
+
+
+def split() -> torch.Tensor:
+  return spread(np.arange(8.0, dtype=np.float32), over())
+
+
+def whole() -> torch.Tensor:
+  return spread(np.arange(8.0, dtype=np.float32), over(spec=()))
+
+
+@case
+def the_devices_of_all_processes_are_one_world():
+  assert jax.process_count() in (2, 4)
+  assert len(jax.devices()) == 8
+  assert len(jax.local_devices()) == 8 // jax.process_count()
+  assert torch.jax.device_count() == len(jax.local_devices())
+
+
+@case
+def print_shows_what_this_process_has():
+  text, own = repr(split()), 8 // jax.process_count()
+  first = own * jax.process_index()
+  count = jax.process_count()
+  assert f"process {jax.process_index()} of {count} holds [{first}:{first + own}]" in text
+  numbers = ", ".join(f"{n}." for n in range(first, first + own))
+  assert f"tensor([{numbers}])" in text
+  assert text.startswith("tensor(size=(8,), ") and "'data': 8" in text
+
+
+@case
+def print_shows_all_of_what_every_process_has():
+  text = "tensor([0., 1., 2., 3., 4., 5., 6., 7.], device='jax:0', sharding"
+  assert repr(whole()).startswith(text)
+  assert repr(split().sum()).startswith("tensor(28., device='jax:0'")
+
+
+@case
+def print_shows_bfloat16_and_blocks():
+  values = np.arange(64.0).reshape(8, 8).astype(jax.numpy.bfloat16)
+  text = repr(spread(values, over(4, 2, spec=("data", "model"))))
+  assert "dtype=torch.bfloat16" in text and "0:8]:" in text
+
+
+@case
+def parts_that_are_no_block_are_printed_without_numbers():
+  mesh = Mesh(np.array(jax.devices()).reshape(2, 4).T.reshape(8), ("data",))
+  sharding = NamedSharding(mesh, PartitionSpec("data"))
+  text = repr(spread(np.arange(8.0, dtype=np.float32), sharding))
+  assert "holds several blocks, device=" in text
+
+
+ASK_FOR_NUMBERS = {
+  "numpy": lambda t: t.numpy(),
+  "asarray": np.asarray,
+  "cpu": lambda t: t.cpu(),
+  "tolist": lambda t: t.tolist(),
+  "pickle": pickle.dumps,
+  "save": lambda t: torch.save(t, io.BytesIO()),
+  "bfloat16": lambda t: t.bfloat16().cpu(),
+}
+
+
+@case
+def numbers_of_other_processes_are_named():
+  for ask in ASK_FOR_NUMBERS.values():
+    with pytest.raises(NotAddressableError, match=r"shape \[8\].*processes\.gather"):
+      ask(split())
+
+
+@case
+def what_every_process_has_is_read_by_each():
+  assert split().sum().item() == 28.0 and split()[3].item() == 3.0
+  assert whole().tolist() == list(range(8)) and float(split().mean()) == 3.5
+  assert torch.equal(whole().cpu(), torch.arange(8.0))
+
+
+@case
+def gathered_tensors_are_whole_and_others_stay():
+  kept, local = whole(), torch.ones(2, device="jax")
+  found = processes.gather({"a": split(), "b": kept, "c": local, "d": 3})
+  assert found["a"].tolist() == list(range(8))
+  assert found["b"] is kept and found["c"] is local and found["d"] == 3
+
+
+@case
+def batches_are_those_of_one_process_row_for_row():
+  data = torch.arange(40.0).reshape(20, 2)
+  for axes in ((8, 1), (4, 2), (2, 4)):
+    sharding = over(*axes)
+    mine = processes.Batches(20, 8, sharding, seed=5, epochs=2)
+    everybody = processes.Batches(20, 8, seed=5, epochs=2)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=mine)
+    assert len(loader) == 4
+    for local, rows in zip(loader, everybody, strict=True):
+      batch = processes.global_batch(local, sharding)
+      assert batch.shape == (8, 2)
+      assert torch.equal(processes.gather(batch).cpu(), data[rows])
+
+
+@case
+def rows_that_devices_share_are_read_by_each_process():
+  assert processes.rows_here(over(1, 8), 8) == list(range(8))
+  own = 8 // jax.process_count()
+  first = own * jax.process_index()
+  assert processes.rows_here(over(8, 1), 8) == list(range(first, first + own))
+
+
+@case
+def a_batch_without_rows_is_refused():
+  with pytest.raises(ProcessError, match="equally many in all"):
+    processes.global_batch([torch.ones(4), torch.ones(2)], over())
+
+
+@case
+def one_seed_is_one_stream_in_all_processes():
+  torch.manual_seed(3)
+  local = torch.rand(4, device="jax")
+  processes.require_equal("what was drawn", local.tolist())
+  assert local.tolist() == pytest.approx(FIRST, abs=0)
+  drop = jax_jit(lambda x: F.dropout(torch.ones_like(x), 0.5))
+  torch.manual_seed(3)
+  masks = processes.gather(drop(split())).tolist()
+  assert masks == FIRST_MASK
+
+
+# Of one process: filled in by `main` before processes are connected.
+FIRST: list[float] = []
+FIRST_MASK: list[float] = []
+
+
+@case
+def connecting_twice_is_named():
+  with pytest.raises(RuntimeError, match=r"connected: this one is \d of \d"):
+    processes.initialize()
+
+
+@case
+def values_that_differ_are_named_in_every_process():
+  with pytest.raises(ProcessError) as caught:
+    processes.require_equal("the seed", jax.process_index() // (jax.process_count() - 1))
+  last = jax.process_count() - 1
+  text = str(caught.value)
+  assert f"process {last}: the seed: '1'" in text and "the seed: '0'" in text
+
+
+@case
+def programs_that_differ_are_named_in_every_process():
+  by_rank = (lambda x: x.sum(), lambda x: x.mean())[jax.process_index() == 0]
+  with pytest.raises(ProcessError, match="the program of `<lambda>`: .* operations"):
+    processes.require_same_program(jax_jit(by_rank), split())
+  processes.require_same_program(jax_jit(lambda x: F.dropout(x)), split())
+
+
+@case
+def barriers_of_other_names_are_named_in_every_process():
+  with pytest.raises(ProcessError, match="process 0: the barrier first: reached"):
+    processes.barrier("second" if jax.process_index() else "first")
+
+
+@case
+def a_process_that_does_not_come_is_named():
+  if jax.process_index() == 0:
+    with pytest.raises(ProcessError, match=r"1.* did not come to the barrier of one"):
+      processes.barrier("of one", timeout=1)
+  else:
+    # Its turn was missed, and it is told so.
+    processes.agreement._Rounds.next()
+  processes.barrier("of all")
+
+
+# Checkpoints -------------------------------------------------------------------------
+
+
+def state_on(sharding_of: Callable) -> dict:
+  """A state; `sharding_of(spec)` says where its tensors are."""
+  numbers = np.arange(128.0, dtype=np.float32).reshape(16, 8)
+  draws = torchax.rng.RngState.from_seed(7)
+  return {
+    "model": {
+      "rows": spread(numbers, sharding_of(("data",))),
+      "blocks": spread(numbers + 1, sharding_of(("model", "data"))),
+      "whole": spread(numbers[0].astype(jax.numpy.bfloat16), sharding_of(())),
+    },
+    "step": 3,
+    "local": torch.arange(3.0).to("jax"),
+    "cpu": torch.arange(3),
+    "rng": draws,
+    "key": draws.key,
+  }
+
+
+def require_state(found: dict, is_spread: bool = True) -> None:
+  """Raises unless it is that of `state_on`, bit for bit."""
+  expected = np.arange(128.0, dtype=np.float32).reshape(16, 8)
+  model = {name: processes.gather(t) for name, t in found["model"].items()}
+  assert (model["rows"].numpy() == expected).all()
+  assert (model["blocks"].numpy() == expected + 1).all()
+  assert model["whole"].dtype == torch.bfloat16
+  assert model["whole"].tolist() == expected[0].tolist()
+  assert found["step"] == 3 and found["local"].tolist() == [0, 1, 2]
+  assert found["local"].device.type == "jax" and found["cpu"].device.type == "cpu"
+  assert found["cpu"].tolist() == [0, 1, 2]
+  assert found["rng"] == torchax.rng.RngState.from_seed(7)
+  found["local"] + found["model"]["rows"][0, :3]  # what one has joins what all have
+  if is_spread:
+    specs = [tuple(t.jax().sharding.spec) for t in found["model"].values()]
+    assert specs == [("data",), ("model", "data"), ()]
+    assert len(found["model"]["rows"].jax().sharding.device_set) == 8
+
+
+@case
+def a_state_that_one_process_has_saved_is_loaded_by_several():
+  require_state(torchax.load_checkpoint(FOLDER / "of one"))
+
+
+@case
+def a_state_of_several_processes_is_saved():
+  state = state_on(lambda spec: over(4, 2, spec=spec))
+  torchax.save_checkpoint(state, FOLDER / "of several", 0)
+  require_state(torchax.load_checkpoint(FOLDER / "of several"))
+  with pytest.raises(FileExistsError):
+    torchax.save_checkpoint(state, FOLDER / "of several", 0)
+
+
+@case
+def a_state_says_where_another_is_loaded_to():
+  like = {"model": {"rows": spread(np.zeros((16, 8), np.float32), over(2, 4))}}
+  found = torchax.load_checkpoint(FOLDER / "of one", like)
+  assert found["model"]["rows"].jax().sharding == over(2, 4)
+  require_state(found, is_spread=False)
+
+
+@case
+def a_checkpoint_of_other_shapes_is_named_in_every_process():
+  for wrong, said in (
+    ({"model": {"rows": torch.zeros(8, 8)}}, r"\['rows'\] has shape \[16, 8\]"),
+    ({"model": {"columns": torch.zeros(8)}}, r"has no 'columns'"),
+    ({"step": [1], "local": "text"}, r"state\['local'\] has an array of shape \[3\]"),
+  ):
+    with pytest.raises(ValueError, match=said):
+      torchax.load_checkpoint(FOLDER / "of one", wrong)
+
+
+@case
+def a_state_is_written_while_the_program_changes_it():
+  state = state_on(lambda spec: over(4, 2, spec=spec))
+  torchax.save_checkpoint(state, FOLDER / "background", 0, background=True)
+  rows = state["model"]["rows"]
+  jax_jit(lambda t: t.mul_(0), donate_argnums=0)(rows)
+  state["cpu"].zero_()
+  state["local"].zero_()
+  require_state(torchax.load_checkpoint(FOLDER / "background"))
+  torchax.save_checkpoint({"step": 1}, FOLDER / "background", 1, background=True)
+  torchax.checkpoint.finish_saving()
+  assert torchax.load_checkpoint(FOLDER / "background") == {"step": 1}
+
+
+@case
+def states_that_differ_are_named_in_every_process():
+  rank = jax.process_index()
+  for state, said in (
+    ({"rng": torchax.rng.RngState.from_seed(rank)}, r"state\['rng'\] \w+"),
+    ({"a": 1, "step": rank}, r"state\['step'\] \w+"),
+  ):
+    with pytest.raises(ProcessError, match=said):
+      torchax.save_checkpoint(state, FOLDER / "of several", 1)
+    assert not (FOLDER / "of several" / "1").exists()
+
+
+@case
+def a_checkpoint_that_is_not_there_is_named():
+  with pytest.raises(FileNotFoundError, match="no such path"):
+    torchax.load_checkpoint(FOLDER / "nothing")
+
+
+def main() -> None:
+  """Runs the laws, in the same order in all processes."""
+  processes.initialize()
+  rng = torchax.rng.RngState.from_seed(3)
+  with torchax.rng_scope(rng):
+    FIRST.extend(torch.rand(4, device="jax").tolist())
+  with torchax.rng_scope(rng):
+    ones = torch.ones(8, device="jax")
+    FIRST_MASK.extend(jax_jit(lambda x: F.dropout(x, 0.5))(ones).tolist())
+  found = {}
+  for name, law in CASES.items():
+    try:
+      law()
+      found[name] = ""
+    except Exception:
+      found[name] = traceback.format_exc()
+    sys.stdout.write(f"{name}: {'ok' if not found[name] else found[name]}\n")
+    sys.stdout.flush()
+  (FOLDER / f"{jax.process_index()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,110 @@
+"""Losses and masks of a transformer are those of one device, on any number of them.
+
+`training.py` trains it with data, FSDP, tensor and mixed sharding. Masks are equal bit
+for bit. Losses are equal up to the order in which numbers are added: XLA adds what the
+devices have found in another order than one device adds all of it.
+"""
+
+import collections
+import json
+
+import pytest
+from dist import worlds
+
+from torchax.processes import Collective
+
+pytestmark = pytest.mark.programs
+
+TRAINING = worlds.HERE / "training.py"
+ONE = "data:1"
+OF_EIGHT = ("data:8", "fsdp:8", "tensor:8", "mixed:8")
+RUNS = ("data:2", "mixed:4", *OF_EIGHT)
+STEPS = 4
+
+# Sums of 64 terms and of a few layers, in another order: a few roundings of float32.
+ROUNDINGS = 4e-6
+
+
+def _read(done, out) -> dict:
+  assert done.returncode == 0, done.stdout[-4000:]
+  return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory) -> dict:
+  """What one process of eight devices finds, by run."""
+  out = tmp_path_factory.mktemp("laws") / "found.json"
+  return _read(worlds.alone(8, TRAINING, out, ONE, *RUNS, "--moved"), out)
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory) -> dict:
+  """What two processes of four devices find, by run."""
+  out = tmp_path_factory.mktemp("laws") / "found.json"
+  return _read(worlds.launch(2, TRAINING, out, *OF_EIGHT, devices=4), out)
+
+
+def _losses(found: dict) -> list[float]:
+  assert len(found["losses"]) == STEPS
+  return [float.fromhex(loss) for loss in found["losses"]]
+
+
+def test_masks_differ_from_step_to_step(of_one):
+  assert len(set(of_one[ONE]["masks"])) == STEPS
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_one_process_draws_the_masks_of_one_device(of_one, run):
+  assert of_one[run]["masks"] == of_one[ONE]["masks"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_one_process_has_the_losses_of_one_device(of_one, run):
+  assert _losses(of_one[run]) == pytest.approx(_losses(of_one[ONE]), rel=ROUNDINGS)
+
+
+@pytest.mark.parametrize("run", OF_EIGHT)
+def test_two_processes_draw_the_masks_of_one_device(of_one, of_two, run):
+  assert of_two[run]["masks"] == of_one[ONE]["masks"]
+
+
+@pytest.mark.parametrize("run", OF_EIGHT)
+def test_two_processes_have_the_losses_of_one_device(of_one, of_two, run):
+  assert _losses(of_two[run]) == pytest.approx(_losses(of_one[ONE]), rel=ROUNDINGS)
+
+
+# Each step asks all devices whether an index of the embedding was out of range.
+WHETHER_AN_INDEX_IS_WRONG = Collective("all-reduce", 1, "jit(step)/reduce_or")
+
+
+def _of_kinds(collectives) -> dict[str, tuple[int, int]]:
+  """How many there are of each kind, and their bytes."""
+  found = [Collective(*one) for one in collectives]
+  found = [one for one in found if one != WHETHER_AN_INDEX_IS_WRONG]
+  counts = collections.Counter(one.kind for one in found)
+  return {
+    kind: (counts[kind], sum(one.bytes for one in found if one.kind == kind))
+    for kind in counts
+  }
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_step_sends_what_the_same_step_in_plain_jax_sends(of_one, run):
+  ours, plain = _of_kinds(of_one[run]["ours"]), _of_kinds(of_one[run]["plain"])
+  assert ours == plain
+
+
+def test_one_device_sends_nothing(of_one):
+  assert of_one[ONE]["ours"] == of_one[ONE]["plain"] == []
+
+
+def test_a_killed_run_goes_on_bit_for_bit(of_two, tmp_path):
+  pytest.importorskip("orbax.checkpoint", reason="the checkpoint extra is missing")
+  out, saved = tmp_path / "found.json", f"--checkpoints={tmp_path / 'run'}"
+  command = (TRAINING, out, "mixed:8", saved)
+  killed = worlds.launch(2, *command, "--die-after=2", devices=4)
+  assert "process 1" in killed.stdout and "was ended by SIGKILL" in killed.stdout
+  assert killed.returncode == 137 and not out.exists()
+  assert (tmp_path / "run" / "1").exists() and not (tmp_path / "run" / "3").exists()
+  found = _read(worlds.launch(2, *command, devices=4), out)
+  assert found["mixed:8"] == of_two["mixed:8"]

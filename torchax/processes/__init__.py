@@ -1,0 +1,27 @@
+"""One program in several processes: starting them, agreeing, and sharing the data.
+
+>>> from torchax import processes
+>>> processes.initialize()  # a single process: nothing to connect
+>>> [rows for rows in processes.Batches(6, batch_size=3, shuffle=False, epochs=1)]
+[[0, 1, 2], [3, 4, 5]]
+"""
+
+from torchax.processes.agreement import barrier, require_equal, require_same_program
+from torchax.processes.arrays import gather, global_batch, rows_here
+from torchax.processes.batches import Batches
+from torchax.processes.start import initialize
+from torchax.processes.traffic import Collective, collectives, moved
+
+__all__ = [
+  "Batches",
+  "Collective",
+  "barrier",
+  "collectives",
+  "gather",
+  "global_batch",
+  "initialize",
+  "moved",
+  "require_equal",
+  "require_same_program",
+  "rows_here",
+]
