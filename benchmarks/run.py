@@ -17,6 +17,7 @@ from benchmarks import (
   calls,
   compiled,
   compiling,
+  depth,
   eager,
   lengths,
   operators,
@@ -28,7 +29,8 @@ _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Where the JSON goes
 _ONLY = flags.DEFINE_list(
   "only",
   [],
-  "Groups to run: eager, operators, calls, train_step, compiled, compiling, lengths.",
+  "Groups to run: eager, operators, calls, train_step, compiled, compiling, lengths, "
+  "depth.",
 )
 _GROUPS = {
   "eager": eager,
@@ -38,6 +40,7 @@ _GROUPS = {
   "compiled": compiled,
   "compiling": compiling,
   "lengths": lengths,
+  "depth": depth,
 }
 
 

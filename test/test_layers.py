@@ -21,6 +21,7 @@ LAYERS = {
     "torchax.mesh_util",
     "torchax.ops.jlibrary",
     "torchax.saving.safetensors",
+    "torchax.stacks",
     "torchax.train",
   ),
   10: ("torchax.graphs",),
