@@ -17,6 +17,7 @@ from benchmarks import (
   calls,
   compiled,
   compiling,
+  depth,
   eager,
   lengths,
   operators,
@@ -30,7 +31,7 @@ _ONLY = flags.DEFINE_list(
   "only",
   [],
   "Groups to run: eager, operators, calls, train_step, compiled, compiling, lengths, "
-  "sharding.",
+  "sharding, depth.",
 )
 _GROUPS = {
   "eager": eager,
@@ -41,6 +42,7 @@ _GROUPS = {
   "compiling": compiling,
   "lengths": lengths,
   "sharding": sharding,
+  "depth": depth,
 }
 
 

@@ -23,6 +23,7 @@ LAYERS = {
     "torchax.processes",
     "torchax.ops.jlibrary",
     "torchax.saving.safetensors",
+    "torchax.stacks",
     "torchax.train",
   ),
   10: ("torchax.graphs",),

@@ -182,6 +182,50 @@ def test_a_functional_step_is_a_step_of_torch(policy):
       _assert_close([current[name]], [parameter])
 
 
+def test_a_step_in_microbatches_is_the_step_of_the_batch():
+  torch.manual_seed(1)
+  model = torch.nn.Linear(8, 8).to("jax")
+  weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+  optimizer = optax.sgd(0.1)
+  x, label = torch.randn(6, 8, device="jax"), torch.zeros(6, 8, device="jax")
+  found = []
+  for parts in (1, 3):
+    step = make_train_step(_model_fn(model), F.mse_loss, optimizer, microbatches=parts)
+    state = torch_view(optimizer.init(jax_view(weights)))
+    loss, updated, _ = jax_jit(step)(weights, {}, state, (x,), label)
+    found.append([loss, *updated.values()])
+  _assert_close(*found)
+
+
+def test_microbatches_draw_one_after_another():
+  """As many draws as parts, and not the same numbers in each."""
+  step = make_train_step(
+    lambda weights, buffers, args: F.dropout(weights["w"] * args[0], 0.5),
+    lambda result, label: result.sum(),
+    optax.sgd(1.0),
+    microbatches=4,
+  )
+  weights = {"w": torch.zeros(64, device="jax")}
+  state = torch_view(optax.sgd(1.0).init(jax_view(weights)))
+  x = torch.eye(4, device="jax").repeat_interleave(1, 0)[..., None].expand(4, 4, 64)
+  torch.manual_seed(0)
+  _, updated, _ = step(weights, {}, state, (x.reshape(4, 4, 64),), x[:, 0])
+  torch.manual_seed(0)
+  masks = [F.dropout(torch.ones(1, 4, 64, device="jax"), 0.5)[0] for _ in range(4)]
+  expected = -sum(mask[n] for n, mask in enumerate(masks)) / 4
+  _assert_close([updated["w"]], [expected])
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_batches_that_do_not_divide_are_refused(parts):
+  with pytest.raises(ValueError, match="1 or more" if not parts else "does not divide"):
+    step = make_train_step(
+      lambda w, b, a: w["w"] * a, F.mse_loss, optax.sgd(1.0), microbatches=parts
+    )
+    x = torch.ones(6, device="jax")
+    step({"w": torch.ones(6, device="jax")}, {}, (), x, x)
+
+
 def test_remat_draws_once():
   def block(x):
     return F.dropout(torch.sin(x), 0.5)

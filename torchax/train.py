@@ -4,19 +4,16 @@ For programs written in JAX's way, with explicit weights and Optax. A plain torc
 training step compiles as it is written: `torchax.interop.jax_jit(step)`.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
 
 import jax
 import torch
 
-from torchax import _torch_compat
-from torchax.core.bounded_cache import BoundedCache
-from torchax.core.partitions import Partition
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
 from torchax.interop.options import CheckpointOptions
 from torchax.interop.views import torch_view
+from torchax.stacks import Container, ScannedModule, policy_of, scan_layers
 from torchax.types import P, R
 
 Args = TypeVar("Args")
@@ -32,6 +29,7 @@ __all__ = [
   "make_train_step",
   "mark_sharding",
   "remat",
+  "scan_layers",
   "torch_view",
 ]
 
@@ -54,7 +52,8 @@ def make_train_step(
   model_fn: Callable[[Weights, Buffers, Args], Result],
   loss_fn: Callable[[Result, Label], torch.Tensor],
   optax_optimizer: Any,
-  remat_policy: Callable[..., Any] | None = None,
+  remat_policy: str | Callable[..., Any] | None = None,
+  microbatches: int = 1,
 ) -> Callable[[Weights, Buffers, Any, Args, Label], tuple[torch.Tensor, Weights, Any]]:
   """A training step as a function of everything it changes.
 
@@ -63,14 +62,23 @@ def make_train_step(
       current stream.
     loss_fn: `(result, label) -> scalar tensor`.
     optax_optimizer: an `optax.GradientTransformation`.
-    remat_policy: of `jax.checkpoint`: what of the forward pass is kept. By default
-      everything is.
+    remat_policy: of `jax.checkpoint`, or its name there: what of the forward pass is
+      kept. By default everything is.
+    microbatches: in how many equal parts, one after another, the batch is taken: the
+      tensors of `args` and `label`, along their first dimension. The memory is that of
+      one part; loss and gradients are the means over the parts.
 
   Returns:
     `step(weights, buffers, opt_state, args, label) -> (loss, weights, opt_state)`, of
     trees of tensors; compile it with `jax_jit`. The first `opt_state` is
     `torch_view(optax_optimizer.init(jax_view(weights)))`.
+
+  Raises:
+    ValueError: `microbatches` is no positive integer, there is no such policy, or a
+      batch that does not divide.
   """
+  if microbatches < 1:
+    raise ValueError(f"microbatches is 1 or more, but got {microbatches}.")
 
   def loss(
     weights: Weights, buffers: Buffers, args: Args, label: Label
@@ -78,8 +86,8 @@ def make_train_step(
     return loss_fn(model_fn(weights, buffers, args), label)
 
   if remat_policy is not None:
-    loss = gradient_checkpoint(loss, {"policy": remat_policy})
-  value_and_grad = jax_value_and_grad(loss)
+    loss = gradient_checkpoint(loss, {"policy": policy_of(remat_policy)})
+  value_and_grad = _in_parts(jax_value_and_grad(loss), microbatches)
 
   def step(
     weights: Weights, buffers: Buffers, opt_state: Any, args: Args, label: Label
@@ -95,126 +103,31 @@ def make_train_step(
   return step
 
 
+def _in_parts(value_and_grad: Callable, count: int) -> Callable:
+  """The mean of a loss and of its gradients over parts of the batch, in a loop."""
+  if count == 1:
+    return value_and_grad
+
+  def split(tensor):
+    rows = tensor.shape[0] if tensor.ndim else 0
+    if not rows or rows % count:
+      raise ValueError(
+        f"A batch is taken in {count} parts, but a tensor of shape "
+        f"{list(tensor.shape)} does not divide into them along its first dimension."
+      )
+    return tensor.reshape(count, rows // count, *tensor.shape[1:])
+
+  def in_parts(weights, buffers, args, label):
+    def part(total, given):
+      value, gradients = value_and_grad(weights, buffers, *given)
+      return jax.tree.map(torch.add, total, gradients), value
+
+    total = jax.tree.map(torch.zeros_like, weights)
+    total, values = scan(part, total, jax.tree.map(split, (args, label)))
+    return values.mean(), jax.tree.map(lambda tensor: tensor / count, total)
+
+  return in_parts
+
+
 def _add_updates(weights, updates):
   return jax.tree.map(lambda w, update: (w + update).astype(w.dtype), weights, updates)
-
-
-class Container:
-  """Holds a module without making it a part of the one that holds the container."""
-
-  one_mod: torch.nn.Module
-
-
-# Of one module: for each form of its arguments.
-MOST_BODIES = 64
-
-
-class ScannedModule(torch.nn.Module):
-  """A stack of equal layers, run by a loop that is compiled for one layer.
-
-  Compile time does not grow with the depth. The tensors of the layers are stacked: a
-  parameter `weight` of shape (…) is here one of shape (layers, …) in `params`.
-  Dropouts draw what the unrolled stack would draw (in the order mode of
-  `torchax.rng.address_by`: all layers are one site).
-
-  Args:
-    module_list: layers of one structure. The first argument of a layer is its input,
-      and its result is the input of the next; all other arguments go to every layer.
-    checkpoint_policy: of `jax.checkpoint`; where given, layers are recomputed in the
-      backward pass, but for what the policy keeps.
-
-  Raises:
-    ValueError: no layers, or layers whose tensors differ in name, shape or dtype.
-  """
-
-  def __init__(self, module_list: Sequence[torch.nn.Module], checkpoint_policy=None):
-    super().__init__()
-    layers = list(module_list)
-    if not layers:
-      raise ValueError("ScannedModule needs at least one layer, but got none.")
-    self.c = Container()
-    self.c.one_mod = layers[0]
-    self.checkpoint_policy = checkpoint_policy
-    self._count = len(layers)
-    self._bodies: BoundedCache[Any, Callable] = BoundedCache(MOST_BODIES)
-    stacked = self._stack_layer_weights(layers)
-    parameters = {name for name, _ in layers[0].named_parameters()}
-    self.params = torch.nn.ParameterDict(
-      {
-        self._param_name_new(name): torch.nn.Parameter(tensor, trained)
-        for name, (tensor, trained) in stacked.items()
-        if name in parameters
-      }
-    )
-    self._layer_buffers = [name for name in stacked if name not in parameters]
-    for name in self._layer_buffers:
-      self.register_buffer(self._param_name_new(name), stacked[name][0])
-
-  def _param_name_new(self, old: str) -> str:
-    """The name of a layer's tensor as one that a ParameterDict takes."""
-    return "___".join(old.split("."))
-
-  def _param_name_old(self, new: str) -> str:
-    """The name that `_param_name_new` was given."""
-    return ".".join(new.split("___"))
-
-  def _stack_layer_weights(self, module_list) -> dict[str, tuple[torch.Tensor, bool]]:
-    """Tensors of shape (layers, …) and whether they are trained, by name."""
-    tables = [
-      {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-      for layer in module_list
-    ]
-    for number, table in enumerate(tables):
-      kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in table.items()}
-      first = {name: (tensor.shape, tensor.dtype) for name, tensor in tables[0].items()}
-      different = {n for n in {*kinds, *first} if kinds.get(n) != first.get(n)}
-      if different:
-        raise ValueError(
-          f"The layers of ScannedModule have one structure, but layer {number} differs "
-          f"from the first in {sorted(different)}."
-        )
-    with torch.no_grad():
-      return {
-        name: (torch.stack([table[name] for table in tables]), tensor.requires_grad)
-        for name, tensor in tables[0].items()
-      }
-
-  def train(self, mode: bool = True) -> "ScannedModule":
-    """Sets the mode of the layers too."""
-    self.c.one_mod.train(mode)
-    return super().train(mode)
-
-  def forward(self, *args, **kwargs):
-    """Runs all layers; the arguments are those of a layer."""
-    if not args:
-      raise TypeError(
-        "ScannedModule needs the input of the first layer as an argument."
-      )
-    others = Partition((args[1:], kwargs))
-    stacked = {self._param_name_old(name): t for name, t in self.params.items()}
-    for name in self._layer_buffers:
-      stacked[name] = getattr(self, self._param_name_new(name))
-    body = self._bodies.get(others)
-    if body is None:
-      static = others.without_arrays()
-      body = self._bodies[static] = functools.partial(self._run_layer, static)
-    carry = (args[0], others.dynamic)
-    (result, _), buffers = scan(body, carry, stacked, length=self._count)
-    with torch.no_grad():
-      for name, updated in buffers.items():
-        getattr(self, self._param_name_new(name)).copy_(updated)
-    return result
-
-  def _run_layer(self, arguments: Partition, carry, tensors):
-    value, others = carry
-    args, kwargs = arguments.filled(others)
-
-    def layer(value, tensors):
-      with _torch_compat.reparametrized(self.c.one_mod, tensors):
-        result = self.c.one_mod(value, *args, **kwargs)
-      return result, {name: tensors[name] for name in self._layer_buffers}
-
-    if self.checkpoint_policy is not None:
-      layer = gradient_checkpoint(layer, {"policy": self.checkpoint_policy})
-    result, buffers = layer(value, tensors)
-    return (result, others), buffers

@@ -1,0 +1,434 @@
+"""Stacks of equal layers, run by a loop that is compiled for one layer.
+
+`ScannedModule` is such a loop; `scan_layers` finds the stacks of a model and puts one
+in the place of each.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from torchax import _torch_compat
+from torchax.core.bounded_cache import BoundedCache
+from torchax.core.partitions import Partition
+from torchax.interop import gradient_checkpoint, jax_jit, scan
+
+
+class Container:
+  """Holds a module without making it a part of the one that holds the container."""
+
+  one_mod: torch.nn.Module
+
+
+# Of one module: for each form of its arguments.
+MOST_BODIES = 64
+
+
+class ScannedModule(torch.nn.Module):
+  """A stack of equal layers, run by a loop that is compiled for one layer.
+
+  Compile time does not grow with the depth. The tensors of the layers are stacked: a
+  parameter `weight` of shape (…) is here one of shape (layers, …) in `params`.
+  Dropouts draw what the unrolled stack would draw (in the order mode of
+  `torchax.rng.address_by`: all layers are one site).
+
+  Args:
+    module_list: layers of one structure. The first argument of a layer is its input,
+      and its result is the input of the next; all other arguments go to every layer.
+    checkpoint_policy: of `jax.checkpoint`, or its name there, such as "dots_saveable";
+      where given, layers are recomputed in the backward pass, but for what the policy
+      keeps.
+
+  Raises:
+    ValueError: no layers, or layers whose tensors differ in name, shape or dtype; a
+      policy that does not exist.
+  """
+
+  def __init__(self, module_list: Sequence[torch.nn.Module], checkpoint_policy=None):
+    super().__init__()
+    layers = list(module_list)
+    if not layers:
+      raise ValueError("ScannedModule needs at least one layer, but got none.")
+    self.c = Container()
+    self.c.one_mod = layers[0]
+    self.checkpoint_policy = policy_of(checkpoint_policy)
+    self._count = len(layers)
+    self._bodies: BoundedCache[Any, Callable] = BoundedCache(MOST_BODIES)
+    stacked = self._stack_layer_weights(layers)
+    parameters = {name for name, _ in layers[0].named_parameters()}
+    self.params = torch.nn.ParameterDict(
+      {
+        self._param_name_new(name): torch.nn.Parameter(tensor, trained)
+        for name, (tensor, trained) in stacked.items()
+        if name in parameters
+      }
+    )
+    self._layer_buffers = [name for name in stacked if name not in parameters]
+    for name in self._layer_buffers:
+      self.register_buffer(self._param_name_new(name), stacked[name][0])
+
+  def _param_name_new(self, old: str) -> str:
+    """The name of a layer's tensor as one that a ParameterDict takes."""
+    return "___".join(old.split("."))
+
+  def _param_name_old(self, new: str) -> str:
+    """The name that `_param_name_new` was given."""
+    return ".".join(new.split("___"))
+
+  def _stack_layer_weights(self, module_list) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Tensors of shape (layers, …) and whether they are trained, by name."""
+    tables = [
+      {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+      for layer in module_list
+    ]
+    for number, table in enumerate(tables):
+      kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in table.items()}
+      first = {name: (tensor.shape, tensor.dtype) for name, tensor in tables[0].items()}
+      different = {n for n in {*kinds, *first} if kinds.get(n) != first.get(n)}
+      if different:
+        raise ValueError(
+          f"The layers of ScannedModule have one structure, but layer {number} differs "
+          f"from the first in {sorted(different)}."
+        )
+    with torch.no_grad():
+      return {
+        name: (torch.stack([table[name] for table in tables]), tensor.requires_grad)
+        for name, tensor in tables[0].items()
+      }
+
+  def train(self, mode: bool = True) -> "ScannedModule":
+    """Sets the mode of the layers too."""
+    self.c.one_mod.train(mode)
+    return super().train(mode)
+
+  def forward(self, *args, **kwargs):
+    """Runs all layers; the arguments are those of a layer."""
+    if not args:
+      raise TypeError(
+        "ScannedModule needs the input of the first layer as an argument."
+      )
+    others = Partition((args[1:], kwargs))
+    stacked = {self._param_name_old(name): t for name, t in self.params.items()}
+    for name in self._layer_buffers:
+      stacked[name] = getattr(self, self._param_name_new(name))
+    body = self._bodies.get(others)
+    if body is None:
+      static = others.without_arrays()
+      body = self._bodies[static] = functools.partial(self._run_layer, static)
+    carry = (args[0], others.dynamic)
+    (result, _), buffers = scan(body, carry, stacked, length=self._count)
+    with torch.no_grad():
+      for name, updated in buffers.items():
+        getattr(self, self._param_name_new(name)).copy_(updated)
+    return result
+
+  def next_input(self, result):
+    """What of a layer's result is the input of the next one."""
+    return result
+
+  def _run_layer(self, arguments: Partition, carry, tensors):
+    value, others = carry
+    args, kwargs = arguments.filled(others)
+
+    def layer(value, tensors):
+      with _torch_compat.reparametrized(self.c.one_mod, tensors):
+        result = self.next_input(self.c.one_mod(value, *args, **kwargs))
+      return result, {name: tensors[name] for name in self._layer_buffers}
+
+    if self.checkpoint_policy is not None:
+      layer = gradient_checkpoint(layer, {"policy": self.checkpoint_policy})
+    result, buffers = layer(value, tensors)
+    return (result, others), buffers
+
+
+# Finding the stacks of a model --------------------------------------------------------
+
+
+class LayerStack(ScannedModule):
+  """Equal layers in the place of the first of them in their list.
+
+  Its state is saved and loaded as that of the layers, by the names they had.
+
+  Args:
+    layers: the modules.
+    names: of the layers in their list.
+    unpacks: a layer's result is a tuple whose first value is the next one's input.
+    checkpoint_policy: see `ScannedModule`.
+  """
+
+  def __init__(self, layers, names: Sequence[str], unpacks: bool, checkpoint_policy):
+    super().__init__(layers, checkpoint_policy)
+    self._names = tuple(names)
+    self._unpacks = unpacks
+    self.train(layers[0].training)
+    self.register_state_dict_post_hook(_unstack)
+    self._others: list = []
+
+  def __getattr__(self, name: str):
+    """Other attributes are those of the first layer, which models ask what it is."""
+    try:
+      return super().__getattr__(name)
+    except AttributeError:
+      if "_others" not in self.__dict__:  # while it is made, or copied
+        raise
+      return getattr(self.c.one_mod, name)
+
+  def tensor_names(self) -> dict[str, str]:
+    """The names of the stacked tensors here -> those that a layer has for them."""
+    names = {f"params.{name}": self._param_name_old(name) for name in self.params}
+    names.update({self._param_name_new(name): name for name in self._layer_buffers})
+    return names
+
+  def forward(self, *args, **kwargs):
+    """Runs all layers; the arguments are those of a layer, the result as well."""
+    result = super().forward(*args, **kwargs)
+    return (result, *self._others) if self._unpacks else result
+
+  def next_input(self, result):
+    """What of a layer's result is the input of the next one."""
+    if not self._unpacks:
+      return result
+    first, *self._others = result
+    if any(other is not None for other in self._others):
+      raise ValueError(
+        f"A layer of {type(self.c.one_mod).__name__} gives {1 + len(self._others)} "
+        "values, of which a loop over layers keeps the first. Turn off what the others "
+        "are for (`output_attentions`, `use_cache`), or leave the layers as they are."
+      )
+    return first
+
+
+def _unstack(stack: LayerStack, state: dict, prefix: str, _) -> None:
+  """Gives the tensors of a state the names that the layers had."""
+  parent = prefix.removesuffix(f"{stack._names[0]}.")
+  for stacked, name in stack.tensor_names().items():
+    tensor = state.pop(prefix + stacked, None)
+    if tensor is not None:
+      for layer, part in zip(stack._names, tensor.unbind()):
+        state[f"{parent}{layer}.{name}"] = part
+
+
+def _restack(parent: torch.nn.Module, state: dict, prefix: str, *_) -> None:
+  """Stacks the tensors of layers in a state that is loaded into their list."""
+  for key, stack in parent.named_children():
+    if not isinstance(stack, LayerStack):
+      continue
+    for stacked, name in stack.tensor_names().items():
+      names = [f"{prefix}{layer}.{name}" for layer in stack._names]
+      if all(name in state for name in names):
+        parts = [state.pop(name) for name in names]
+        state[f"{prefix}{key}.{stacked}"] = torch.stack(parts)
+
+
+@dataclasses.dataclass
+class _Call:
+  """One call of a layer while a model runs: its arguments and its result."""
+
+  args: tuple
+  kwargs: dict
+  result: Any = None
+
+
+def _same(first, second) -> bool:
+  """The very same tensors, and equal values of anything else."""
+  if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+    return first is second
+  if isinstance(first, tuple | list) and type(first) is type(second):
+    return len(first) == len(second) and all(map(_same, first, second))
+  if isinstance(first, dict) and isinstance(second, dict):
+    return first.keys() == second.keys() and all(
+      _same(value, second[name]) for name, value in first.items()
+    )
+  return first is second or bool(first == second)
+
+
+def _first(result):
+  return result[0] if isinstance(result, tuple) and result else None
+
+
+def _why_no_stack(calls: Sequence[list[_Call]]) -> str | None:
+  """Why layers that were called so are no stack; None where they are one."""
+  if any(len(made) != 1 for made in calls):
+    return "each layer of a stack is called once"
+  made = [each[0] for each in calls]
+  if any(not call.args for call in made):
+    return "the input of a layer has to be its first positional argument"
+  for before, after in zip(made, made[1:]):
+    value = after.args[0]
+    if value is not before.result and value is not _first(before.result):
+      return "the input of a layer is not the result of the one before it"
+    if not _same(before.args[1:], after.args[1:]):
+      return "the layers are called with different further arguments"
+    different = {
+      name
+      for name in {*before.kwargs, *after.kwargs}
+      if not _same(before.kwargs.get(name), after.kwargs.get(name))
+    }
+    if different:
+      return f"the layers are called with different {', '.join(sorted(different))}"
+  return None
+
+
+def _structure(layer: torch.nn.Module) -> tuple:
+  tensors = (*layer.named_parameters(), *layer.named_buffers())
+  modules = tuple((name, type(module)) for name, module in layer.named_modules())
+  return modules, tuple((name, t.shape, t.dtype) for name, t in tensors)
+
+
+def _candidates(model: torch.nn.Module) -> dict[str, list[list[str]]]:
+  """Name of a list of modules -> the names of equal neighbours in it, two or more.
+
+  None for a `ModuleList` of layers that are not all equal.
+  """
+  found: dict[str, list[list[str]]] = {}
+  for name, module in model.named_modules():
+    if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
+      continue
+    runs: list[list[str]] = []
+    last = None
+    for key, layer in module.named_children():
+      structure = _structure(layer)
+      if runs and structure == last and structure[1]:
+        runs[-1].append(key)
+      else:
+        runs.append([key])
+      last = structure
+    if isinstance(module, torch.nn.ModuleList) and len(runs) > 1:
+      found[name] = []  # whoever walks through the list would meet the others too
+    elif any(len(run) > 1 for run in runs):
+      found[name] = [run for run in runs if len(run) > 1]
+  return found
+
+
+def _calls(model, layers, args, kwargs) -> dict[torch.nn.Module, list[_Call]]:
+  """The calls of layers in one run of a model that computes nothing."""
+  calls: dict[torch.nn.Module, list[_Call]] = {layer: [] for layer in layers}
+
+  def before(layer, args, kwargs):
+    calls[layer].append(_Call(args, kwargs))
+
+  def after(layer, args, kwargs, result):
+    calls[layer][-1].result = result
+
+  hooks = []
+  for layer in calls:
+    hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+    hooks.append(layer.register_forward_hook(after, with_kwargs=True))
+
+  def run(*args, **kwargs):
+    for made in calls.values():  # what is found out while tracing may take another run
+      made.clear()
+    return model(*args, **kwargs)
+
+  try:
+    jax_jit(run).trace(*args, **kwargs)
+  finally:
+    for hook in hooks:
+      hook.remove()
+  return calls
+
+
+def scan_layers(
+  model: torch.nn.Module, *args, policy: str | Callable | None = None, **kwargs
+) -> torch.nn.Module:
+  """Has the stacks of equal layers in a model run as loops, each compiled once.
+
+  The time to compile the model does not grow with its depth then. A stack is found by
+  one run of the model that computes and draws nothing: two or more neighbours of equal
+  structure in a `ModuleList` or `Sequential`, each called once with the result of the
+  one before it and otherwise the same arguments. In its list a `LayerStack` takes the
+  place of the first, and the others go; `state_dict` and `load_state_dict` know the
+  tensors by the names they had. Make the optimizer afterwards.
+
+  Args:
+    model: on jax; it is changed.
+    *args, **kwargs: example arguments of the model; only their shapes count. Turn off
+      caches and what returns the results of single layers (`use_cache=False`).
+    policy: of `jax.checkpoint` or its name there, such as "dots_saveable" or
+      "nothing_saveable": layers are recomputed in the backward pass but for what it
+      keeps. "offload_dots" keeps the results of matrix products in the host's memory.
+
+  Returns:
+    The model.
+
+  Raises:
+    ValueError: it has no stack, with the reason for each list of equal layers; or there
+      is no such policy.
+  """
+  policy = policy_of(policy)
+  lists = _candidates(model)
+  runs = [(name, run) for name, found in lists.items() for run in found]
+  layers = {
+    (name, key): model.get_submodule(f"{name}.{key}" if name else key)
+    for name, run in runs
+    for key in run
+  }
+  calls = _calls(model, layers.values(), args, kwargs) if runs else {}
+  reasons = [f"{name}: its layers differ" for name in lists if not lists[name]]
+  stacks = []
+  for name, run in runs:
+    of_run = [layers[name, key] for key in run]
+    reason = _why_no_stack([calls[layer] for layer in of_run])
+    if reason is None:
+      unpacks = calls[of_run[0]][0].result is not calls[of_run[1]][0].args[0]
+      stacks.append((name, run, LayerStack(of_run, run, unpacks, policy)))
+    else:
+      reasons.append(f"{name or type(model).__name__}: {reason}")
+  if not stacks:
+    found = "; ".join(reasons) or "no ModuleList or Sequential has equal neighbours"
+    raise ValueError(
+      f"{type(model).__name__} has no stack of layers to scan: {found}. Write a stack "
+      "as `for layer in self.layers: x = layer(x, …)`, or use `ScannedModule`."
+    )
+  for name in {name for name, _, _ in stacks}:
+    model.get_submodule(name).register_load_state_dict_pre_hook(_restack)
+  for name, run, stack in stacks:
+    parent = model.get_submodule(name)
+    parent._modules[run[0]] = stack
+    for key in run[1:]:
+      del parent._modules[key]
+  return model
+
+
+# Policies -----------------------------------------------------------------------------
+
+_POLICIES = (
+  "checkpoint_dots",
+  "checkpoint_dots_with_no_batch_dims",
+  "dots_saveable",
+  "dots_with_no_batch_dims_saveable",
+  "everything_saveable",
+  "nothing_saveable",
+)
+
+
+def policy_of(policy: str | Callable | None) -> Callable | None:
+  """A policy of `jax.checkpoint` from its name; None and functions as they are.
+
+  Args:
+    policy: a name of `jax.checkpoint_policies` that takes no arguments; "offload_dots"
+      for `offload_dot_with_no_batch_dims` from the device to pinned memory of the host.
+
+  Raises:
+    ValueError: there is none of that name, or the device has no such memory.
+  """
+  if not isinstance(policy, str):
+    return policy
+  if policy in _POLICIES:
+    return getattr(jax.checkpoint_policies, policy)
+  if policy != "offload_dots":
+    raise ValueError(
+      f"There is no policy {policy!r}: expected one of {', '.join(_POLICIES)}, "
+      "offload_dots, or a function such as those of jax.checkpoint_policies."
+    )
+  kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
+  if "pinned_host" not in kinds:
+    raise ValueError(
+      f"{jax.local_devices()[0]} has no pinned memory of the host to offload to, only "
+      f"{', '.join(sorted(kinds))}. Take another policy, such as 'dots_saveable'."
+    )
+  return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
