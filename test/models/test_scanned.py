@@ -2,9 +2,9 @@
 
 import copy
 
-import huggingface
 import pytest
 import torch
+from models import huggingface
 
 import torchax
 from torchax.stacks import LayerStack, scan_layers
