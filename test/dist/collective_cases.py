@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 import torchax
 from torchax.errors import CollectiveError
 from torchax.interop import jax_jit, jax_shard_map, jax_vmap
+from torchax.ops import jc10d
 
 CASES: dict[str, Callable] = {}
 
@@ -42,7 +43,7 @@ def mesh() -> Mesh:
   return Mesh(np.array(jax.devices()).reshape(2, MEMBERS), ("dp", "tp"))
 
 
-def on_members(function: Callable, rows: np.ndarray = ROWS) -> Callable:
+def on_members(function: Callable) -> Callable:
   """A function of one member's tensor as one of the tensors of all, stacked."""
 
   def of_one(stacked):
@@ -328,8 +329,6 @@ def torch_differentiates_inside_of_a_shard():
 
 @case
 def upstreams_names_are_functions_of_arrays():
-  from torchax.ops import jc10d
-
   spec = PartitionSpec("torch_dist")
   devices = Mesh(np.array(jax.devices()), ("torch_dist",))
 
