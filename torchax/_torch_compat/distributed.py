@@ -28,6 +28,7 @@ _register_group = private.find(
 _resolve_group = private.find(
   "torch._C._distributed_c10d._resolve_process_group", _GROUPS
 )
+_world = private.find("torch.distributed.distributed_c10d._world", _GROUPS)
 _meshes = private.find("torch.distributed.device_mesh._mesh_resources", _GROUPS)
 
 
@@ -102,7 +103,7 @@ def leave_default_backend_alone() -> None:
   """
 
   def choose(original, self, backend):
-    owner: Any = torch._C
+    owner: Any = private.walk("torch._C")
     known = owner._get_accelerator
     is_ours = str(backend) == "undefined" and known().type == BACKEND
     if is_ours:
@@ -133,14 +134,13 @@ def enter_group(group, ranks: dict[int, int]) -> None:
     ranks: place in the group by global rank.
   """
   _register_group(group.group_name, group)
-  world = torch.distributed.distributed_c10d._world
-  world.pg_group_ranks[group] = ranks
-  world.pg_map[group] = (group.getBackendName(), None)
+  _world.pg_group_ranks[group] = ranks
+  _world.pg_map[group] = (group.getBackendName(), None)
 
 
 def name_of_group(group) -> str:
   """The name that torch knows a group by; empty before it does."""
-  return torch.distributed.distributed_c10d._world.pg_names.get(group, "")
+  return _world.pg_names.get(group, "")
 
 
 def current_mesh():

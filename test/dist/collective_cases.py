@@ -1,0 +1,431 @@
+"""What `test_collectives.py` runs in one process that has eight devices.
+
+  XLA_FLAGS=--xla_force_host_platform_device_count=8 python collective_cases.py out.json
+
+The laws are those of `torch.distributed`, computed by numpy from the tensors of the
+members: row i of `ROWS` is what member i of the axis "tp" has.
+"""
+
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.distributed._functional_collectives as functional
+from jax.sharding import Mesh, PartitionSpec
+
+import torchax
+from torchax.errors import CollectiveError
+from torchax.interop import jax_jit, jax_shard_map, jax_vmap
+from torchax.ops import jc10d
+
+CASES: dict[str, Callable] = {}
+
+MEMBERS = 4
+ROWS = np.random.default_rng(0).uniform(0.5, 2.0, (MEMBERS, 8, 3)).astype(np.float32)
+INTEGERS = np.array([[5, 0], [3, 7], [12, 1], [9, 4]], np.int32)[:, :, None]
+WEIGHTS = np.random.default_rng(1).normal(size=(MEMBERS, 32, 3)).astype(np.float32)
+ops = torch.ops._c10d_functional
+
+
+def case(function: Callable) -> Callable:
+  """Enters a law."""
+  CASES[function.__name__] = function
+  return function
+
+
+def mesh() -> Mesh:
+  return Mesh(np.array(jax.devices()).reshape(2, MEMBERS), ("dp", "tp"))
+
+
+def on_members(function: Callable) -> Callable:
+  """A function of one member's tensor as one of the tensors of all, stacked."""
+
+  def of_one(stacked):
+    return function(stacked[0])[None]
+
+  spec = PartitionSpec("tp")
+  return jax_shard_map(of_one, mesh=mesh(), in_specs=spec, out_specs=spec)
+
+
+def found(function: Callable, rows: np.ndarray = ROWS) -> np.ndarray:
+  """What each member gets, stacked."""
+  tensor = torch.tensor(rows).to("jax")
+  return jax_jit(on_members(function))(tensor).cpu().numpy()
+
+
+def for_all(result: np.ndarray) -> np.ndarray:
+  return np.broadcast_to(result, (MEMBERS, *result.shape))
+
+
+# Name of the reduction -> the rows it is tried on, and its law.
+REDUCTIONS = {
+  "sum": (ROWS, lambda rows: rows.sum(0)),
+  "avg": (ROWS, lambda rows: rows.mean(0)),
+  "product": (ROWS, lambda rows: rows.prod(0)),
+  "min": (ROWS, lambda rows: rows.min(0)),
+  "max": (ROWS, lambda rows: rows.max(0)),
+  "band": (INTEGERS, np.bitwise_and.reduce),
+  "bor": (INTEGERS, np.bitwise_or.reduce),
+  "bxor": (INTEGERS, np.bitwise_xor.reduce),
+}
+
+
+def _enter_reductions() -> None:
+  for name, (rows, law) in REDUCTIONS.items():
+
+    def reduces(name=name, rows=rows, law=law):
+      got = found(lambda x: functional.all_reduce(x, name, "tp"), rows)
+      np.testing.assert_allclose(got, for_all(law(rows)), rtol=1e-6)
+
+    def scatters(name=name, rows=rows, law=law):
+      rows = np.concatenate([rows] * 4, axis=1)
+      got = found(lambda x: ops.reduce_scatter_tensor(x, name, 4, "tp"), rows)
+      parts = np.split(law(rows), MEMBERS)
+      np.testing.assert_allclose(got, np.stack(parts), rtol=1e-6)
+
+    CASES[f"all_reduce_{name}"] = reduces
+    CASES[f"reduce_scatter_{name}"] = scatters
+
+
+_enter_reductions()
+
+
+@case
+def bools_are_added_as_or_and_compared_as_numbers():
+  rows = INTEGERS % 2 == 0
+  for name, law in (("sum", rows.any(0)), ("max", rows.any(0)), ("min", rows.all(0))):
+    got = found(lambda x, name=name: functional.all_reduce(x, name, "tp"), rows)
+    np.testing.assert_array_equal(got, for_all(law))
+
+
+@case
+def all_gather_joins_the_members():
+  for name in ("_c10d_functional", "_c10d_functional_autograd"):
+    gather = getattr(torch.ops, name).all_gather_into_tensor
+    got = found(lambda x, gather=gather: gather(x, 4, "tp"))
+    np.testing.assert_array_equal(got, for_all(ROWS.reshape(-1, 3)))
+
+
+@case
+def all_to_all_transposes_members_and_parts():
+  expected = np.stack(
+    [
+      np.concatenate([row.reshape(4, 2, 3)[member] for row in ROWS])
+      for member in range(MEMBERS)
+    ]
+  )
+  for name in ("_c10d_functional", "_c10d_functional_autograd"):
+    exchange = getattr(torch.ops, name).all_to_all_single
+    got = found(lambda x, f=exchange: f(x, [2] * 4, [2] * 4, "tp"))
+    np.testing.assert_array_equal(got, expected)
+
+
+@case
+def broadcast_gives_all_the_tensor_of_the_source():
+  for source in range(MEMBERS):
+    got = found(lambda x, source=source: functional.broadcast(x, source, "tp"))
+    np.testing.assert_array_equal(got, for_all(ROWS[source]))
+
+
+@case
+def coalesced_forms_are_the_single_ones_of_each_tensor():
+  got = found(lambda x: functional.all_reduce_coalesced([x, x * 2], "sum", "tp")[1])
+  np.testing.assert_allclose(got, for_all(ROWS.sum(0) * 2), rtol=1e-6)
+  got = found(lambda x: ops.all_gather_into_tensor_coalesced([x * 2, x], 4, "tp")[1])
+  np.testing.assert_array_equal(got, for_all(ROWS.reshape(-1, 3)))
+  got = found(
+    lambda x: ops.reduce_scatter_tensor_coalesced([x, x + 1], "sum", 4, "tp")[0]
+  )
+  np.testing.assert_allclose(got, ROWS.sum(0).reshape(4, 2, 3), rtol=1e-6)
+
+
+@case
+def forms_that_write_do_so():
+  def in_place(x):
+    target = x * 1
+    result = ops.all_reduce_(target, "sum", "tp")
+    assert result is target
+    return target
+
+  np.testing.assert_allclose(found(in_place), for_all(ROWS.sum(0)), rtol=1e-6)
+
+  def several(x):
+    targets = [x * 1, x * 2]
+    ops.all_reduce_coalesced_(targets, "max", "tp")
+    return targets[1]
+
+  np.testing.assert_array_equal(found(several), for_all(ROWS.max(0) * 2))
+
+  def source(x):
+    target = x * 1
+    ops.broadcast_(target, 1, "tp")
+    return target
+
+  np.testing.assert_array_equal(found(source), for_all(ROWS[1]))
+
+  def out(x):
+    target = torch.zeros(32, 3, device=x.device)
+    ops.all_gather_into_tensor_out(x, 4, "tp", out=target)
+    return target
+
+  np.testing.assert_array_equal(found(out), for_all(ROWS.reshape(-1, 3)))
+
+
+@case
+def not_compiled_the_result_is_the_same():
+  def step(x):
+    return functional.all_reduce(functional.broadcast(x, 1, "tp"), "avg", "tp")
+
+  eager = on_members(step)(torch.tensor(ROWS).to("jax")).cpu().numpy()
+  np.testing.assert_allclose(eager, for_all(ROWS[1]), rtol=1e-6)
+  np.testing.assert_array_equal(eager, found(step))
+
+
+@case
+def a_wait_gives_the_tensor():
+  got = found(lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", "tp")))
+  np.testing.assert_allclose(got, for_all(ROWS.sum(0)), rtol=1e-6)
+
+
+@case
+def what_is_reduced_may_leave_without_its_axis():
+  for name, (rows, law) in REDUCTIONS.items():
+    reduce = jax_jit(
+      jax_shard_map(
+        lambda x, name=name: functional.all_reduce(x[0], name, "tp"),
+        mesh=mesh(),
+        in_specs=PartitionSpec("tp"),
+        out_specs=PartitionSpec(),
+      )
+    )
+    got = reduce(torch.tensor(rows).to("jax")).cpu().numpy()
+    np.testing.assert_allclose(got, law(rows), rtol=1e-6)
+
+
+@case
+def the_group_of_all_processes_is_all_mapped_axes():
+  def of_one(x):
+    return functional.all_reduce(x[0], "sum", "")
+
+  both = jax_shard_map(
+    of_one, mesh=mesh(), in_specs=PartitionSpec("tp"), out_specs=PartitionSpec()
+  )
+  got = jax_jit(both)(torch.tensor(ROWS).to("jax")).cpu().numpy()
+  np.testing.assert_allclose(got, 2 * ROWS.sum(0), rtol=1e-6)
+
+
+@case
+def an_axis_of_vmap_is_a_group():
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    rows = jax_vmap(lambda x: functional.all_reduce(x, "max", "rows"), axis_name="rows")
+    got = rows(torch.tensor(ROWS).to("jax")).cpu().numpy()
+  np.testing.assert_array_equal(got, for_all(ROWS.max(0)))
+
+
+# Collective -> (the collective, the gradient of its members' tensors for `WEIGHTS` as
+# the gradient of what they get), by the law that the gradient of a linear map is its
+# transpose. Of the extrema, who has it gets it.
+def _weights(size: int) -> np.ndarray:
+  return WEIGHTS[:, :size]
+
+
+def _winners(rows, law):
+  return (rows == law(rows)) * _weights(8).sum(0)
+
+
+GRADIENTS = {
+  "sum": (
+    lambda x: functional.all_reduce(x, "sum", "tp"),
+    8,
+    lambda: for_all(_weights(8).sum(0)),
+  ),
+  "avg": (
+    lambda x: functional.all_reduce(x, "avg", "tp"),
+    8,
+    lambda: for_all(_weights(8).mean(0)),
+  ),
+  "max": (
+    lambda x: functional.all_reduce(x, "max", "tp"),
+    8,
+    lambda: _winners(ROWS, lambda rows: rows.max(0)),
+  ),
+  "min": (
+    lambda x: functional.all_reduce(x, "min", "tp"),
+    8,
+    lambda: _winners(ROWS, lambda rows: rows.min(0)),
+  ),
+  "product": (
+    lambda x: functional.all_reduce(x, "product", "tp"),
+    8,
+    lambda: _weights(8).sum(0) * ROWS.prod(0) / ROWS,
+  ),
+  "broadcast": (
+    lambda x: functional.broadcast(x, 2, "tp"),
+    8,
+    lambda: (np.arange(MEMBERS) == 2)[:, None, None] * _weights(8).sum(0),
+  ),
+  "all_gather": (
+    lambda x: ops.all_gather_into_tensor(x, 4, "tp"),
+    32,
+    lambda: WEIGHTS.sum(0).reshape(4, 8, 3),
+  ),
+  "reduce_scatter": (
+    lambda x: ops.reduce_scatter_tensor(x, "sum", 4, "tp"),
+    2,
+    lambda: for_all(_weights(2).reshape(8, 3)),
+  ),
+  "all_to_all": (
+    lambda x: ops.all_to_all_single(x, [2] * 4, [2] * 4, "tp"),
+    8,
+    lambda: np.swapaxes(_weights(8).reshape(4, 4, 2, 3), 0, 1).reshape(4, 8, 3),
+  ),
+}
+
+
+def _enter_gradients() -> None:
+  for name, (collective, size, law) in GRADIENTS.items():
+
+    def differentiates(collective=collective, size=size, law=law):
+      weights = torch.tensor(_weights(size)).to("jax")
+      x = torch.tensor(ROWS).to("jax").requires_grad_()
+      (jax_jit(on_members(collective))(x) * weights).sum().backward()
+      np.testing.assert_allclose(x.grad.cpu().numpy(), law(), rtol=1e-5, atol=1e-6)
+
+      def loss(array):
+        tensor = torchax.interop.torch_view(array)
+        return torchax.interop.jax_view(
+          (on_members(collective)(tensor) * weights).sum()
+        )
+
+      by_jax = np.asarray(jax.jit(jax.grad(loss))(ROWS))
+      np.testing.assert_allclose(by_jax, law(), rtol=1e-5, atol=1e-6)
+
+    CASES[f"gradient_of_{name}"] = differentiates
+
+
+_enter_gradients()
+
+
+@case
+def torch_differentiates_inside_of_a_shard():
+  def gradient(x):
+    x = x.detach().requires_grad_()
+    total = functional.all_reduce(x * x, "sum", "tp")
+    (found,) = torch.autograd.grad((total * total).sum(), x)
+    return found
+
+  # By torch's law the gradient of an all_reduce is the all_reduce of the gradients.
+  total = (ROWS**2).sum(0)
+  expected = 2 * total * MEMBERS * 2 * ROWS
+  np.testing.assert_allclose(found(gradient), expected, rtol=1e-5)
+
+
+@case
+def upstreams_names_are_functions_of_arrays():
+  spec = PartitionSpec("torch_dist")
+  devices = Mesh(np.array(jax.devices()), ("torch_dist",))
+
+  def run(function):
+    mapped = jax.shard_map(
+      function, mesh=devices, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    return np.asarray(jax.jit(mapped)(np.arange(8, dtype=np.float32)))
+
+  numbers = np.arange(8, dtype=np.float32)
+  every = lambda value: np.full(8, value, np.float32)  # noqa: E731
+  np.testing.assert_array_equal(
+    run(lambda x: jc10d._c10d_all_reduce(x, "sum", "a")), every(28)
+  )
+  np.testing.assert_array_equal(
+    run(lambda x: jc10d._c10d_broadcast(x, 3, "a")), every(3)
+  )
+  np.testing.assert_array_equal(
+    run(lambda x: jc10d._c10d_all_gather(x, 8, "a")), np.tile(numbers, 8)
+  )
+  np.testing.assert_array_equal(run(jc10d._c10d_wait_tensor), numbers)
+
+
+REFUSALS = {
+  "an axis that is not mapped": (
+    lambda x: functional.all_reduce(x, "sum", "pp"),
+    'mesh axis "pp", but the mapped axes are dp, tp',
+  ),
+  "another reduction": (
+    lambda x: functional.all_reduce(x, "median", "tp"),
+    "one of sum, avg, .* but got 'median'",
+  ),
+  "bits of floats": (
+    lambda x: functional.all_reduce(x, "bor", "tp"),
+    "expects integers or bools, but got float32",
+  ),
+  "a mean of integers": (
+    lambda x: functional.all_reduce(x.int(), "avg", "tp"),
+    "expects floats, but got int32",
+  ),
+  "a source that is no member": (
+    lambda x: functional.broadcast(x, 4, "tp"),
+    "from 0 to 3, but got 4",
+  ),
+  "a group of another size": (
+    lambda x: ops.all_gather_into_tensor(x, 8, "tp"),
+    r"8 members, but the axes \(tp\) have 4",
+  ),
+  "what does not divide": (
+    lambda x: ops.reduce_scatter_tensor(x[:6], "sum", 4, "tp"),
+    r"4 equal parts, but got the shape \(6, 3\)",
+  ),
+  "parts of several sizes": (
+    lambda x: ops.all_to_all_single(x, [1, 3, 2, 2], [1, 3, 2, 2], "tp"),
+    "Pad the parts to the largest",
+  ),
+  "send and receive": (
+    lambda x: ops.isend(x, 1, 0, "tp"),
+    "permute_tensor",
+  ),
+}
+
+
+def _enter_refusals() -> None:
+  for name, (function, message) in REFUSALS.items():
+
+    def refuses(function=function, message=message):
+      with pytest.raises(CollectiveError, match=message):
+        on_members(function)(torch.tensor(ROWS).to("jax"))
+
+    CASES[f"refused: {name}"] = refuses
+
+
+_enter_refusals()
+
+
+@case
+def outside_of_a_mapped_axis_the_error_says_what_to_write():
+  x = torch.tensor(ROWS).to("jax")
+  with pytest.raises(CollectiveError, match=r"no axis is mapped(.|\n)*jax_shard_map"):
+    functional.all_reduce(x, "sum", "tp")
+  same = functional.all_reduce(x, "sum", "")  # a world of one process
+  np.testing.assert_array_equal(same.cpu().numpy(), ROWS)
+
+
+def run() -> dict[str, str]:
+  """The tracebacks of all cases, by name; "" for none."""
+  failures = {}
+  for name, law in CASES.items():
+    try:
+      law()
+      failures[name] = ""
+    except BaseException:
+      failures[name] = traceback.format_exc()
+  return failures
+
+
+if __name__ == "__main__":
+  with open(sys.argv[1], "w") as file:
+    json.dump(run(), file)

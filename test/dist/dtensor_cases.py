@@ -1,0 +1,635 @@
+"""What `test_dtensors.py` runs in one process that has eight devices.
+
+  XLA_FLAGS=--xla_force_host_platform_device_count=8 python dtensor_cases.py out.json
+
+What torch's functions of meshes and `DTensor` give is compared with the same module on
+one device, and the collectives of compiled modules are counted.
+"""
+
+import copy
+import io
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.tensor as factories
+from jax.sharding import PartitionSpec
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+  CPUOffloadPolicy,
+  FullyShardedDataParallel,
+  MixedPrecisionPolicy,
+  fully_shard,
+)
+from torch.distributed.tensor import (
+  DTensor,
+  Partial,
+  Replicate,
+  Shard,
+  distribute_module,
+  distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+  ColwiseParallel,
+  PrepareModuleInput,
+  PrepareModuleInputOutput,
+  PrepareModuleOutput,
+  RowwiseParallel,
+  SequenceParallel,
+  parallelize_module,
+)
+
+# After torch.distributed: a program may have imported its functions before torchax.
+import torchax
+from torchax.distributed import jax_mesh, placements_of, sharding_of
+from torchax.errors import CollectiveError
+from torchax.interop import jax_jit, jax_shard_map, jax_view
+
+CASES: dict[str, Callable] = {}
+
+
+def case(function: Callable) -> Callable:
+  """Enters a law."""
+  CASES[function.__name__] = function
+  return function
+
+
+def grid() -> DeviceMesh:
+  return init_device_mesh("jax", (2, 4), mesh_dim_names=("dp", "tp"))
+
+
+def line() -> DeviceMesh:
+  return init_device_mesh("jax", (8,))
+
+
+def numbers(*shape: int) -> torch.Tensor:
+  return torch.arange(float(np.prod(shape))).reshape(shape) / 10
+
+
+class Block(nn.Module):
+  """A norm and two linear layers."""
+
+  def __init__(self):
+    super().__init__()
+    self.norm = nn.LayerNorm(8)
+    self.up = nn.Linear(8, 16)
+    self.down = nn.Linear(16, 8)
+
+  def forward(self, x):
+    return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def pair() -> tuple[Block, Block]:
+  """A block, and one that is equal."""
+  torch.manual_seed(0)
+  block = Block()
+  return block, copy.deepcopy(block)
+
+
+X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def assert_trains_alike(sharded: nn.Module, reference: nn.Module) -> None:
+  """Results and gradients are those of one device, eagerly; compiled, results."""
+  x, mine = X.clone().requires_grad_(), X.to("jax").requires_grad_()
+  expected, found = reference(x), sharded(mine)
+  expected.pow(2).sum().backward()
+  found.pow(2).sum().backward()
+  torch.testing.assert_close(found.detach().cpu(), expected.detach())
+  torch.testing.assert_close(mine.grad.cpu(), x.grad, rtol=1e-4, atol=1e-4)
+  for (name, p), (other, q) in zip(
+    reference.named_parameters(), sharded.named_parameters(), strict=True
+  ):
+    assert name == other
+    torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-4, atol=1e-4)
+  compiled = jax_jit(lambda x: sharded(x))(X.to("jax"))
+  torch.testing.assert_close(compiled.detach().cpu(), expected.detach())
+
+
+def collectives(module: nn.Module, x: torch.Tensor) -> dict[str, int]:
+  """How many collectives of each kind a compiled forward pass has."""
+
+  def forward(parameters, x):
+    return torch.func.functional_call(module, parameters, (x,))
+
+  parameters = {name: p.detach() for name, p in module.named_parameters()}
+  arrays = jax_view((parameters, x))
+  text = jax.jit(jax_view(forward)).lower(*arrays).compile().as_text()
+  kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+  counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+  return {kind: count for kind, count in counts.items() if count}
+
+
+# Meshes -------------------------------------------------------------------------------
+
+
+@case
+def a_mesh_is_of_jaxs_devices_and_its_rank_is_the_process():
+  mesh = grid()
+  assert mesh.device_type == "jax" and mesh.shape == (2, 4) and mesh.size() == 8
+  assert mesh["tp"].size() == 4 and mesh["dp", "tp"] == mesh
+  assert dist.get_world_size() == 1 and dist.get_rank() == mesh.get_rank() == 0
+  assert mesh.get_local_rank("tp") == 0 and mesh.get_coordinate() == (0, 0)
+  assert mesh.get_group("tp").size() == 4 and dist.get_backend() == "jax"
+  as_jax = jax_mesh(mesh)
+  assert as_jax == jax_mesh(mesh["tp"])
+  assert as_jax.axis_names == ("dp", "tp") and as_jax.devices.shape == (2, 4)
+  assert list(as_jax.devices.flat) == jax.devices()
+  turned = DeviceMesh("jax", [[7, 6], [5, 4]], mesh_dim_names=("a", "b"))
+  assert [d.id for d in jax_mesh(turned).devices.flat] == [7, 6, 5, 4]
+  assert jax_mesh(line()).axis_names == ("dim_0",)
+
+
+@case
+def meshes_of_one_name_and_several_sizes_have_groups_of_their_own():
+  meshes = [init_device_mesh("jax", (n,), mesh_dim_names=("tp",)) for n in (8, 2, 8)]
+  assert [mesh.get_group().size() for mesh in meshes] == [8, 2, 8]
+
+  def gathered(mesh):
+    gather = jax_shard_map(
+      lambda x: functional.all_gather_tensor(x, 0, mesh),
+      mesh=jax_mesh(mesh),
+      in_specs=PartitionSpec("tp"),
+      out_specs=PartitionSpec("tp"),
+    )
+    return gather(numbers(8).to("jax")).shape[0]
+
+  assert [gathered(mesh) for mesh in meshes] == [64, 16, 64]
+
+
+@case
+def a_dimension_of_a_mesh_is_a_group_of_collectives():
+  mesh = grid()
+  rows = numbers(8, 8)
+
+  def run(function):
+    spec = PartitionSpec("tp")
+    mapped = jax_shard_map(
+      function, mesh=jax_mesh(mesh), in_specs=spec, out_specs=spec
+    )
+    return jax_jit(mapped)(rows.to("jax")).cpu()
+
+  total = rows.reshape(4, 2, 8).sum(0).repeat(4, 1)
+  for group in (mesh["tp"], (mesh, 1), mesh.get_group("tp")):
+    found = run(lambda x, g=group: functional.all_reduce(x, "sum", g))
+    torch.testing.assert_close(found, total)
+  found = run(lambda x: functional.all_reduce(x, "sum", dist.group.WORLD))
+  torch.testing.assert_close(found, 2 * total)  # all axes that are mapped
+  found = run(lambda x: functional.reduce_scatter_tensor(x, "sum", 1, mesh["tp"]))
+  torch.testing.assert_close(
+    found, torch.cat(rows.reshape(4, 2, 8).sum(0).chunk(4, dim=1))
+  )
+  found = run(lambda x: functional.all_to_all_single(x.T, None, None, mesh["tp"]))
+  expected = [torch.cat([c.T.chunk(4)[i] for c in rows.chunk(4)]) for i in range(4)]
+  torch.testing.assert_close(found, torch.cat(expected))
+
+
+@case
+def a_permutation_sends_from_member_to_member_and_gradients_back():
+  mesh = grid()
+
+  def turned(group):
+    return jax_shard_map(
+      lambda x: functional.permute_tensor(x, [2, 0, 3, 1], group),
+      mesh=jax_mesh(mesh),
+      in_specs=PartitionSpec("tp"),
+      out_specs=PartitionSpec("tp"),
+    )
+
+  x = numbers(4).to("jax").requires_grad_()
+  weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+  for group in ("tp", mesh["tp"], (mesh, 1)):
+    x.grad = None
+    y = turned(group)(x)
+    assert torch.equal(y.detach().cpu(), numbers(4)[[1, 3, 0, 2]])
+    (y * weights.to("jax")).sum().backward()
+    assert torch.equal(x.grad.cpu(), weights[[2, 0, 3, 1]])
+  with pytest.raises(CollectiveError, match="permutation of 0 to 3.*Got .0, 0, 1, 2"):
+    jax_shard_map(
+      lambda x: functional.permute_tensor(x, [0, 0, 1, 2], "tp"),
+      mesh=jax_mesh(mesh),
+      in_specs=PartitionSpec("tp"),
+      out_specs=PartitionSpec("tp"),
+    )(x)
+
+
+# Tensors ------------------------------------------------------------------------------
+
+PLACED = {
+  (Shard(0), Shard(1)): PartitionSpec("dp", "tp"),
+  (Shard(1), Replicate()): PartitionSpec(None, "dp"),
+  (Shard(0), Shard(0)): PartitionSpec(("dp", "tp")),
+  (Replicate(), Shard(-1)): PartitionSpec(None, "tp"),
+  (Replicate(), Replicate()): PartitionSpec(),
+  (Replicate(), Partial()): PartitionSpec(),
+}
+
+
+@case
+def placements_are_shardings():
+  mesh, x = grid(), numbers(8, 4)
+  for placements, spec in PLACED.items():
+    placed = distribute_tensor(x, mesh, placements)
+    wanted = jax.sharding.NamedSharding(jax_mesh(mesh), spec)
+    assert placed.jax().sharding.is_equivalent_to(wanted, 2), placements
+    assert sharding_of(mesh, placements, (8, 4)).is_equivalent_to(wanted, 2)
+    assert placed.shape == x.shape and torch.equal(placed.cpu(), x)
+    kept = tuple(
+      Replicate() if p.is_partial() else Shard(p.dim % 2) if p.is_shard() else p
+      for p in placements
+    )
+    assert placed.placements == placements_of(placed.jax(), mesh) == kept
+    assert placed.device_mesh == mesh
+  assert distribute_tensor(x, mesh).placements == (Replicate(), Replicate())
+  with mesh:
+    assert distribute_tensor(x).placements == (Replicate(), Replicate())
+
+
+@case
+def a_tensor_is_a_leaf_that_goes_on_from_the_one_it_was():
+  parameter = nn.Parameter(numbers(8, 4))
+  placed = distribute_tensor(parameter, grid(), [Shard(0), Replicate()])
+  assert placed.is_leaf and placed.requires_grad
+  assert not distribute_tensor(numbers(8), line(), [Shard(0)]).requires_grad
+
+
+@case
+def redistribution_keeps_numbers_and_gradients():
+  mesh = grid()
+  x = distribute_tensor(numbers(8, 4), mesh, [Shard(0), Replicate()]).requires_grad_()
+  y = x.redistribute(placements=[Replicate(), Shard(1)])
+  assert y.placements == (Replicate(), Shard(1)) and y.device_mesh == mesh
+  (y * y).sum().backward()
+  torch.testing.assert_close(x.grad.cpu(), 2 * numbers(8, 4))
+  whole = y.full_tensor()
+  assert whole.placements == (Replicate(), Replicate())
+  assert torch.equal(whole.detach().cpu(), numbers(8, 4))
+  assert y.to_local() is y
+  local = DTensor.from_local(numbers(8, 4).to("jax"), mesh, [Shard(0), Shard(1)])
+  assert local.placements == (Shard(0), Shard(1)) and local.shape == (8, 4)
+
+
+@case
+def copies_and_files_have_the_numbers():
+  placed = distribute_tensor(numbers(8, 4), grid(), [Shard(0), Shard(1)])
+  copied = copy.deepcopy(placed)
+  assert copied.placements == placed.placements and torch.equal(copied, placed)
+  file = io.BytesIO()
+  torch.save({"x": placed}, file)
+  file.seek(0)
+  assert torch.equal(torch.load(file)["x"].cpu(), numbers(8, 4))
+  block, reference = pair()
+  distribute_module(block, line())
+  again = copy.deepcopy(block)
+  assert {p.placements for p in again.parameters()} == {(Replicate(),)}
+  reference.load_state_dict({n: p.cpu() for n, p in again.state_dict().items()})
+  mesh = copy.deepcopy(grid())
+  assert mesh == grid() and jax_mesh(mesh) == jax_mesh(grid())
+
+
+@case
+def a_part_of_a_mesh_leaves_the_other_axes_alone():
+  mesh = grid()
+  x = distribute_tensor(numbers(8, 4), mesh, [Shard(0), Replicate()])
+  y = x.redistribute(mesh["tp"], [Shard(1)])
+  assert placements_of(y.jax(), mesh) == (Shard(0), Shard(1))
+  z = y.redistribute(mesh["tp"], [Replicate()])
+  assert placements_of(z.jax(), mesh) == (Shard(0), Replicate())
+
+
+@case
+def a_compiled_function_obeys_placements():
+  mesh = grid()
+
+  @jax_jit
+  def step(x):
+    placed = DTensor.from_local(x, mesh, [Shard(0), Replicate()])
+    assert placed.placements == (Shard(0), Replicate()) and placed.device_mesh == mesh
+    return placed.redistribute(placements=[Shard(1), Replicate()]) * 2
+
+  assert placements_of(step(numbers(8, 4).to("jax")).jax(), mesh)[0] == Shard(1)
+
+
+@case
+def factories_make_tensors_on_a_mesh():
+  mesh, where = grid(), [Shard(0), Shard(1)]
+  options = {"device_mesh": mesh, "placements": where}
+  for name, value in (("zeros", 0.0), ("ones", 1.0)):
+    made = getattr(factories, name)(8, 4, **options)
+    assert made.placements == tuple(where)
+    assert torch.equal(made.cpu(), torch.full((8, 4), value))
+  full = factories.full((8, 4), 3.0, requires_grad=True, **options)
+  assert full.requires_grad and full.is_leaf and (full.detach().cpu() == 3).all()
+  torch.manual_seed(3)
+  drawn = factories.rand(8, 4, **options)
+  torch.manual_seed(3)
+  assert torch.equal(drawn.cpu(), torch.rand(8, 4, device="jax").cpu())
+
+
+@case
+def a_tensor_that_is_on_no_mesh_says_so():
+  x = torch.ones(2, device="jax")
+  assert x.placements == () and x.full_tensor() is x and not hasattr(x, "device_mesh")
+  with pytest.raises(AttributeError, match="on no DeviceMesh. Place it"):
+    x.redistribute(placements=[Replicate()])
+
+
+# Modules ------------------------------------------------------------------------------
+
+
+@case
+def a_module_is_replicated_with_its_ties():
+  block, reference = pair()
+  block.alias = block.up
+  distribute_module(block, line())
+  assert block.alias is block.up
+  assert {p.placements for p in block.parameters()} == {(Replicate(),)}
+  del block.alias
+  assert_trains_alike(block, reference)
+  with pytest.raises(RuntimeError, match="called once"):
+    distribute_module(block, line())
+
+
+@case
+def a_module_is_distributed_by_functions():
+  def partition(name, module, mesh):
+    if name == "up":
+      weight = distribute_tensor(module.weight, mesh, [Shard(0)])
+      module.register_parameter("weight", nn.Parameter(weight))
+
+  block, reference = pair()
+  distribute_module(
+    block,
+    line(),
+    partition,
+    lambda module, inputs, mesh: (DTensor.from_local(inputs[0], mesh, [Shard(1)]),),
+    lambda module, outputs, mesh: outputs.redistribute(placements=[Replicate()]),
+  )
+  assert block.up.weight.placements == (Shard(0),)
+  assert block.up.bias.placements == (Replicate(),)
+  assert_trains_alike(block, reference)
+
+
+@case
+def columns_then_rows_communicate_once():
+  block, reference = pair()
+  mesh = grid()
+  plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+  parallelize_module(block.to("jax"), mesh["tp"], plan)
+  assert block.up.weight.placements == (Replicate(), Shard(0))
+  assert block.up.bias.placements == (Replicate(), Shard(0))
+  assert block.down.weight.placements == (Replicate(), Shard(1))
+  assert block.down.bias.placements == (Replicate(), Replicate())
+  assert_trains_alike(block, reference)
+  block, _ = pair()
+  line_mesh = init_device_mesh("jax", (8,), mesh_dim_names=("tp",))
+  parallelize_module(block, line_mesh, plan)
+  distribute_module(block.norm, line_mesh)
+  x = distribute_tensor(X, line_mesh)
+  assert collectives(block, x) == {"all-reduce": 1}
+
+
+@case
+def sequences_are_sharded_between_layers():
+  block, reference = pair()
+  mesh = init_device_mesh("jax", (8,), mesh_dim_names=("tp",))
+  plan = {
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+  }
+  parallelize_module(block, mesh, plan)
+  assert block.norm.weight.placements == (Replicate(),)
+  assert placements_of(block(X.to("jax")).jax(), mesh) == (Shard(1),)
+  assert_trains_alike(block, reference)
+
+
+@case
+def inputs_and_outputs_are_prepared():
+  mesh = init_device_mesh("jax", (8,), mesh_dim_names=("tp",))
+  styles = (
+    PrepareModuleInput(
+      input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    ),
+    PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+    PrepareModuleInputOutput(
+      input_layouts=(Shard(1),),
+      desired_input_layouts=(Replicate(),),
+      output_layouts=(Replicate(),),
+      desired_output_layouts=(Shard(1),),
+    ),
+  )
+  for style in styles:
+    block, reference = pair()
+    parallelize_module(block.to("jax"), mesh, style)
+    assert_trains_alike(block, reference)
+    if not isinstance(style, PrepareModuleInput):
+      assert placements_of(block(X.to("jax")).jax(), mesh) == (Shard(1),)
+
+
+@case
+def embeddings_are_sharded_by_columns_and_by_rows():
+  mesh = init_device_mesh("jax", (8,), mesh_dim_names=("tp",))
+  tokens = torch.arange(16).reshape(2, 8)
+  torch.manual_seed(0)
+  table = nn.Embedding(16, 8)
+  expected = table(tokens).detach()
+  for style, where in ((ColwiseParallel(), Shard(1)), (RowwiseParallel(), Shard(0))):
+    sharded = parallelize_module(copy.deepcopy(table), mesh, style)
+    assert sharded.weight.placements == (where,)
+    found = sharded(tokens.to("jax"))
+    torch.testing.assert_close(found.detach().cpu(), expected)
+
+
+@case
+def fully_sharded_modules_train_as_one_device_does():
+  block, reference = pair()
+  for part in (block.norm, block.up, block.down, block):
+    assert fully_shard(part, mesh=line()) is part
+  assert {p.placements for p in block.parameters()} == {(Shard(0),)}
+  assert {p.jax().addressable_shards[0].data.size * 8 for p in block.parameters()} == {
+    p.numel() for p in reference.parameters()
+  }
+  assert_trains_alike(block, reference)
+
+
+@case
+def fully_shard_chooses_a_dimension_that_divides():
+  module = nn.Module()
+  module.rows = nn.Parameter(numbers(8, 3))
+  module.columns = nn.Parameter(numbers(3, 8))
+  module.small = nn.Parameter(numbers(3))
+  module.frozen = nn.Parameter(numbers(8))
+  fully_shard(module.to("jax"), ignored_params={module.frozen})  # over all devices
+  found = {name: p.placements for name, p in module.named_parameters()}
+  assert found == {
+    "rows": (Shard(0),),
+    "columns": (Shard(1),),
+    "small": (Replicate(),),
+    "frozen": (),
+  }
+  chosen = nn.Linear(8, 8, bias=False)
+  fully_shard(chosen, mesh=line(), shard_placement_fn=lambda p: Shard(1))
+  assert chosen.weight.placements == (Shard(1),)
+  wrong = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)).to("jax")
+  with pytest.raises(CollectiveError, match=r"shape \(3, 8\) does not divide into 8"):
+    fully_shard(wrong, mesh=line(), shard_placement_fn=lambda p: Shard(0))
+  assert {p.placements for p in wrong.parameters()} == {()}  # nothing has changed
+
+
+@case
+def replicas_of_shards_have_the_last_dimension():
+  block, reference = pair()
+  fully_shard(block, mesh=grid())
+  assert block.up.weight.placements == (Replicate(), Shard(0))
+  assert_trains_alike(block, reference)
+
+
+@case
+def tensor_parallel_modules_are_fully_sharded_too():
+  block, reference = pair()
+  mesh = grid()
+  plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+  parallelize_module(block, mesh["tp"], plan)
+  fully_shard(block, mesh=mesh["dp"])
+  assert block.up.weight.placements == (Shard(0), Shard(0))
+  assert block.down.weight.placements == (Shard(0), Shard(1))
+  assert_trains_alike(block, reference)
+
+
+@case
+def a_sharded_batch_is_reduced_once_for_each_gradient():
+  mesh = line()
+  layer = distribute_module(nn.Linear(8, 8, bias=False), mesh)
+  batch = distribute_tensor(torch.randn(16, 8), mesh, [Shard(0)])
+
+  def loss(parameters, x):
+    return torch.func.functional_call(layer, parameters, (x,)).pow(2).sum()
+
+  arrays = jax_view((dict(layer.named_parameters()), batch))
+  step = jax.jit(jax.grad(jax_view(loss)))
+  text = step.lower(*arrays).compile().as_text()
+  assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+  assert not re.findall(r" all-gather(?:-start)?\(", text)
+
+
+# Refusals -----------------------------------------------------------------------------
+
+REFUSALS = {
+  "more devices than there are": (
+    lambda: init_device_mesh("jax", (16,)),
+    CollectiveError,
+    "up to number 15, but JAX has 8",
+  ),
+  "a dimension that does not divide": (
+    lambda: distribute_tensor(torch.ones(6), line(), [Shard(0)]),
+    CollectiveError,
+    r"shape \(6,\) does not divide into 8 parts along dim_0",
+  ),
+  "a dimension that is not there": (
+    lambda: distribute_tensor(torch.ones(8), line(), [Shard(1)]),
+    CollectiveError,
+    r"needs a dimension 1, but got a tensor of shape \(8,\)",
+  ),
+  "too few placements": (
+    lambda: distribute_tensor(torch.ones(8), grid(), [Shard(0)]),
+    ValueError,
+    "each of the 2 dimensions of the mesh, but got 1",
+  ),
+  "a tensor that is no leaf": (
+    lambda: distribute_tensor(torch.ones(8).requires_grad_() * 2, line(), [Shard(0)]),
+    RuntimeError,
+    "DTensor.from_local",
+  ),
+  "a tensor of meta": (
+    lambda: distribute_tensor(torch.ones(8, device="meta"), line(), [Shard(0)]),
+    CollectiveError,
+    'to_empty.device="jax"',
+  ),
+  "a local tensor of another shape": (
+    lambda: DTensor.from_local(
+      torch.ones(2), line(), [Shard(0)], shape=torch.Size([16]), stride=(1,)
+    ),
+    CollectiveError,
+    r"takes the whole tensor.*\(2,\) for one of \(16,\)",
+  ),
+  "a flattened mesh": (
+    lambda: distribute_tensor(torch.ones(8), grid()._flatten("all"), [Shard(0)]),
+    CollectiveError,
+    "a flattened mesh has no counterpart",
+  ),
+  "a mesh of the CPU": (
+    lambda: jax_mesh("cpu"),
+    CollectiveError,
+    "Expected a mesh of",
+  ),
+  "a collective of processes over an axis": (
+    lambda: dist.all_reduce(torch.ones(2, device="jax"), group=grid().get_group("tp")),
+    CollectiveError,
+    "joins devices, not processes",
+  ),
+  "a policy of mixed precision": (
+    lambda: fully_shard(
+      Block(), mesh=line(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    ),
+    CollectiveError,
+    "torch.autocast",
+  ),
+  "a policy of offloading": (
+    lambda: fully_shard(Block(), mesh=line(), offload_policy=CPUOffloadPolicy()),
+    CollectiveError,
+    "takes no offload_policy",
+  ),
+  "the first version of FSDP": (
+    lambda: FullyShardedDataParallel(Block().to("jax"), device_mesh=line()),
+    CollectiveError,
+    "fully_shard.module, mesh=",
+  ),
+  "a dtype of communication": (
+    lambda: distribute_tensor(torch.ones(8), line()).redistribute(
+      placements=[Shard(0)], forward_dtype=torch.bfloat16
+    ),
+    CollectiveError,
+    "takes no forward_dtype",
+  ),
+}
+
+
+def _enter_refusals() -> None:
+  for name, (function, kind, message) in REFUSALS.items():
+
+    def refuses(function=function, kind=kind, message=message):
+      with pytest.raises(kind, match=message):
+        function()
+
+    CASES[f"refused: {name}"] = refuses
+
+
+_enter_refusals()
+
+
+def run() -> dict[str, str]:
+  """The tracebacks of all cases, by name; "" for none."""
+  failures = {}
+  for name, law in CASES.items():
+    try:
+      law()
+      failures[name] = ""
+    except BaseException:
+      failures[name] = traceback.format_exc()
+  return failures
+
+
+if __name__ == "__main__":
+  assert torchax.__name__
+  with open(sys.argv[1], "w") as file:
+    json.dump(run(), file)
