@@ -87,11 +87,11 @@ def _parser() -> argparse.ArgumentParser:
   )
   add(
     "--collective-timeout",
-    type=_count,
+    type=int,
     default=600,
     metavar="SECONDS",
     help="the longest that devices of hosts wait for the others of a collective, in "
-    "which the slowest process may be compiling (default: 600)",
+    "which the slowest process may be compiling (default: 600; 0 leaves it to XLA)",
   )
   add("-m", "--module", action="store_true", help="the program is a module, no file")
   add("script", help="the program")
@@ -132,7 +132,7 @@ def _environments(options: argparse.Namespace) -> list[dict[str, str]]:
     "JAX_COORDINATOR_BIND_ADDRESS": f"{_LOCAL}:{for_jax}",
   }
   flags = os.environ.get("XLA_FLAGS", "")
-  if _COLLECTIVES not in flags:
+  if options.collective_timeout > 0 and _COLLECTIVES not in flags:
     flags += f" {_COLLECTIVES}={options.collective_timeout}"
   if options.devices_per_process is not None:
     flags = re.sub(rf"{_DEVICES}=\d+", "", flags)

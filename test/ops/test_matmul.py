@@ -1,5 +1,6 @@
 """Matrix products and distances against CPU torch: values, dtypes, gradients."""
 
+import contextlib
 import math
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import torch
 from ops.harness import Case, check, floats, ints
 
 import torchax
+from torchax import interop
 from torchax.ops.jaten.matmul import einsum
 
 bf16 = torch.bfloat16
@@ -122,3 +124,47 @@ def test_einsum_takes_a_list_of_operands_and_an_ellipsis():
   expected = torch.einsum("...ij,jk", [BATCH_A, B])
   actual = einsum("...ij,jk", [left, right])
   np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+# Stacks of several dimensions, inside of the environment ------------------------------
+
+STACKS = {
+  "floats": (torch.float32, {}),
+  "bfloat16": (torch.bfloat16, {"rtol": 2e-2, "atol": 2e-2}),  # sums of 4 roundings
+  "complex": (torch.complex64, {}),
+  "integers": (torch.int32, {}),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_product_of_stacks_is_that_of_torch_with_its_gradients(name):
+  dtype, tolerance = STACKS[name]
+  left = (torch.arange(24).reshape(2, 3, 2, 2) % 7).to(dtype)
+  right = (left + 1).mT.conj()
+  learns = dtype.is_floating_point or dtype.is_complex
+  found = {}
+  for device in ("cpu", "jax"):
+    a, b = (t.clone().to(device).requires_grad_(learns) for t in (left, right))
+    with torchax.default_env() if device == "jax" else contextlib.nullcontext():
+      product = a @ b
+      if learns:
+        product.abs().square().sum().backward()
+    results = [product, a.grad, b.grad] if learns else [product]
+    found[device] = [t.detach().cpu() for t in results]
+  for ours, theirs in zip(found["jax"], found["cpu"], strict=True):
+    torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def test_a_product_of_stacks_keeps_their_dimensions_apart():
+  x = torch.ones(2, 3, 4, 4, device="jax")
+  with torchax.default_env():
+    for product in (torch.matmul, torch.Tensor.__matmul__, torch.Tensor.matmul):
+      program = interop.jax_jit(lambda a, f=product: f(a, a)).lower(x).as_text()
+      assert "reshape" not in program and "batching_dims = [0, 1]" in program
+
+
+def test_stacks_that_do_not_fit_raise_what_torch_raises():
+  with torchax.default_env():
+    for shape in ((2, 3, 5, 4), (2, 4, 4, 4), (3, 3, 4, 4)):
+      with pytest.raises(RuntimeError):
+        torch.ones(2, 3, 4, 4, device="jax") @ torch.ones(*shape, device="jax")
