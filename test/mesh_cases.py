@@ -27,8 +27,10 @@ from torch.optim import swa_utils
 import torchax
 from torchax import mesh_util
 from torchax.devices import placement
+from torchax.dispatch import compiling
 from torchax.errors import ShardingError
 from torchax.interop import jax_jit
+from torchax.train import mark_sharding
 
 CASES: dict[str, Callable] = {}
 
@@ -213,6 +215,41 @@ def no_device_holds_more_than_its_part_while_a_model_is_made():
   with torch.device("jax"):
     Watched()
   assert largest == [256 * 512 * 4] * 3  # so it does show what is whole
+
+
+@case
+def programs_that_make_numbers_take_the_memory_of_one_part():
+  sizes, compiled = {}, compiling.compiled
+
+  def watched(function, operator=None, place=None):
+    jitted = compiled(function, operator, place)
+    if place is None:
+      return jitted
+
+    def run(*operands):
+      memory = jitted.lower(*operands).compile().memory_analysis()
+      taken = memory.temp_size_in_bytes, memory.output_size_in_bytes
+      sizes[function.__name__] = taken
+      return jitted(*operands)
+
+    return run
+
+  class Made(nn.Module):
+    def __init__(self):
+      super().__init__()
+      self.uniform = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(136, 248)))
+      self.normal = nn.Parameter(nn.init.normal_(torch.empty(136, 248)))
+      self.scaled = nn.Parameter(torch.randn(136, 248) * 0.02)
+
+  compiling.compiled = watched
+  try:
+    mesh_of(AxisType.Auto, fsdp=8).initialize_model_sharded(Made, ())
+  finally:
+    compiling.compiled = compiled
+  assert {"aten_randn_default", "aten_uniform_default"} <= set(sizes)
+  part = 136 * 248 * 4 // 8
+  for name, (temporary, output) in sizes.items():
+    assert output == part and temporary <= part, (name, temporary, output)
 
 
 @case
@@ -509,11 +546,11 @@ def tensors_of_two_explicit_meshes_do_not_mix():
 
 
 @case
-def gradients_of_jax_on_explicit_axes_are_taken_inside_of_the_mesh():
+def gradients_of_jax_on_explicit_axes_are_taken_inside_of_set_mesh():
   mesh = mesh_of(AxisType.Explicit, x=8)
   numbers = torch.arange(16.0).reshape(8, 2)
   gradient = torchax.interop.jax_value_and_grad(lambda t: (t.view(4, 4) ** 2).sum())
-  with mesh:
+  with jax.set_mesh(mesh.jax_mesh):
     value, found = gradient(mesh.shard(numbers, ("x",)))
   assert value.item() == (numbers**2).sum() and torch.equal(found.cpu(), 2 * numbers)
 
@@ -526,14 +563,22 @@ def a_mesh_is_a_property_of_the_environment_inside_of_its_block(kind):
   mesh, env = mesh_of(kind, x=8), torchax.default_env()
   with mesh, mesh_of(kind, y=8), mesh:
     assert env.param.mesh is mesh.jax_mesh
-    assert jax.sharding.get_abstract_mesh() == mesh.jax_mesh.abstract_mesh
     x = mesh.shard(torch.ones(8, 2), ("x",))
     assert (x @ x.T).sum().item() == 128
-    assert torch.rand(3, device="jax").shape == (3,)
-  assert env.param.mesh is None and jax.sharding.get_abstract_mesh().empty
+    assert len(torch.rand(3, device="jax").jax().sharding.device_set) == 1
+  assert env.param.mesh is None
   with contextlib.suppress(ZeroDivisionError), mesh:
     raise ZeroDivisionError
   assert env.param.mesh is None
+
+
+@case
+def a_bare_spec_is_about_the_mesh_of_the_block():
+  mesh = mesh_of(AxisType.Auto, data=4, model=2)
+  columns = jax_jit(lambda x: mark_sharding(x + 1, P(None, "model")))
+  with mesh:
+    found = columns(torch.ones(8, 8, device="jax"))
+  require_alike(found, mesh.shard(torch.ones(8, 8), (None, "model")))
 
 
 @case

@@ -10,6 +10,7 @@ are in files.
 import contextlib
 import fnmatch
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -183,11 +184,19 @@ class _Place(NamedTuple):
   tensor: torch.Tensor
 
 
+class _Entered(threading.local):
+  """The blocks of a mesh that a thread is in, innermost last."""
+
+  def __init__(self):
+    self.scopes: list[contextlib.AbstractContextManager] = []
+
+
 class Mesh:
   """A mesh of devices with a rule of how the tensors of a model are laid out on it.
 
-  As a context it is the mesh of the environment and that of `jax.set_mesh`, which
-  JAX's own functions take where they are given a bare `PartitionSpec`.
+  As a context it is the mesh of the environment, which `torchax.train.mark_sharding`
+  takes where it is given a bare `PartitionSpec`. It is not that of `jax.set_mesh`,
+  which would have all arrays made on it, the random state among them.
 
   Args:
     jax_mesh: a `jax.sharding.Mesh`, of automatic or explicit axes.
@@ -209,7 +218,7 @@ class Mesh:
       (name,) = jax_mesh.axis_names
       sharder = SingleAxisSharder(name, jax_mesh.shape[name])
     self._sharder = sharder
-    self._entered: list[contextlib.ExitStack] = []
+    self._entered = _Entered()
 
   @classmethod
   def fsdp_mesh(cls, axis_name: str = "fsdp") -> "Mesh":
@@ -223,14 +232,13 @@ class Mesh:
     return f"Mesh({axes})"
 
   def __enter__(self) -> "Mesh":
-    with contextlib.ExitStack() as scopes:
-      scopes.enter_context(env_on().override_property(mesh=self.jax_mesh))
-      scopes.enter_context(jax.set_mesh(self.jax_mesh))
-      self._entered.append(scopes.pop_all())
+    scope = env_on().override_property(mesh=self.jax_mesh)
+    scope.__enter__()
+    self._entered.scopes.append(scope)
     return self
 
   def __exit__(self, *error) -> None:
-    self._entered.pop().close()
+    self._entered.scopes.pop().__exit__(*error)
 
   def sharding(
     self,

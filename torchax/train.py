@@ -9,7 +9,15 @@ from typing import Any, TypeVar, Unpack
 
 import jax
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 
+<<<<<<< HEAD
+=======
+from torchax import _torch_compat
+from torchax.core.bounded_cache import BoundedCache
+from torchax.core.partitions import Partition
+from torchax.environment import env_on
+>>>>>>> meshes
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
 from torchax.interop.options import CheckpointOptions
 from torchax.interop.views import torch_view
@@ -39,7 +47,20 @@ def __dir__() -> list[str]:
 
 
 def mark_sharding(x: Sharded, shardings: Any) -> Sharded:
-  """`jax.lax.with_sharding_constraint` of a tensor, or of a tree of tensors."""
+  """`jax.lax.with_sharding_constraint` of a tensor, or of a tree of tensors.
+
+  Args:
+    x: the tensors.
+    shardings: a sharding, or a tree of them. A bare `PartitionSpec` is about the mesh of
+      the environment, inside of `with mesh_util.Mesh(…):`.
+  """
+  mesh = env_on()._mesh
+  if mesh is not None:
+    shardings = jax.tree.map(
+      lambda s: NamedSharding(mesh, s) if isinstance(s, PartitionSpec) else s,
+      shardings,
+      is_leaf=lambda s: isinstance(s, PartitionSpec),
+    )
   return call_jax(jax.lax.with_sharding_constraint, x, shardings)
 
 

@@ -386,9 +386,8 @@ def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
     part = read(group[0][1] or ())
     made += [jax.device_put(part, device) for device, _ in group]
     jax.block_until_ready(made[-len(group) :])
-  return jax.make_array_from_single_device_arrays(
-    shape, sharding, made, dtype=made[0].dtype
-  )
+  dtype = made[0].dtype if made else None  # a process may have none of the devices
+  return jax.make_array_from_single_device_arrays(shape, sharding, made, dtype=dtype)
 
 
 def constrained(array: jax.Array, place: Sharding | None) -> jax.Array:
