@@ -11,13 +11,7 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-<<<<<<< HEAD
-=======
-from torchax import _torch_compat
-from torchax.core.bounded_cache import BoundedCache
-from torchax.core.partitions import Partition
 from torchax.environment import env_on
->>>>>>> meshes
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
 from torchax.interop.options import CheckpointOptions
 from torchax.interop.views import torch_view
@@ -51,8 +45,8 @@ def mark_sharding(x: Sharded, shardings: Any) -> Sharded:
 
   Args:
     x: the tensors.
-    shardings: a sharding, or a tree of them. A bare `PartitionSpec` is about the mesh of
-      the environment, inside of `with mesh_util.Mesh(…):`.
+    shardings: a sharding, or a tree of them. A bare `PartitionSpec` is about the mesh
+      of the environment, inside of `with mesh_util.Mesh(…):`.
   """
   mesh = env_on()._mesh
   if mesh is not None:
