@@ -20,6 +20,7 @@ from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten import _numbers
+from torchax.ops.jaten._arguments import require_one_dtype
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote, result_dtype, to_float
 
@@ -580,8 +581,8 @@ def _aten_fill(self, value):
 @op(aten.heaviside)
 def _aten_heaviside(self, values):
   """NaN counts as negative in torch."""
-  step, at_zero = promote(self, values)
-  return jnp.where(step == 0, at_zero, (step > 0).astype(step.dtype))
+  require_one_dtype("heaviside", self, values)
+  return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
 
 
 # --- Signs and rounding -------------------------------------------------------------

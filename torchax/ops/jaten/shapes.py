@@ -397,6 +397,11 @@ def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
   dim = dim_of(dim, self.ndim)
   places = _slice_range(self.shape[dim], start, end, step)
   written = (*self.shape[:dim], len(places), *self.shape[dim + 1 :])
+  if src.shape != written:
+    raise RuntimeError(
+      "slice_scatter: expected src to have a size equal to the slice of self. src size "
+      f"= {list(src.shape)}, slice size = {list(written)}"
+    )
   src = jnp.broadcast_to(src.astype(self.dtype), written)
   if step == 1:
     return put_slice(self, src, dim, places.start) if len(places) else self
