@@ -603,7 +603,7 @@ def _is_basic(index) -> bool:
   return all(type(part) in _BASIC for part in parts)
 
 
-_BASIC = frozenset({int, slice, type(None), type(Ellipsis)})
+_BASIC = frozenset({int, slice, type(None), type(Ellipsis), torch.SymInt})
 
 
 def new_tensor(array: jax.Array, env) -> Tensor:

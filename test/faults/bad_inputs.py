@@ -143,6 +143,11 @@ _CHUNKED_ROWS = (
   "integers",
   "bools",
 )
+_TWO = "the index is out of range too, which is looked at first"
+_OF_NO_ROWS = (
+  *("index_add", "index_copy", "index_fill"),
+  *[f"index_reduce.{how}" for how in ("amax", "amin", "mean", "prod")],
+)
 EXCEPTIONS: dict[tuple[str, str], str] = {
   ("isin", "complex"): "JAX compares them",
   ("isin", "bools"): "JAX compares them",
@@ -155,6 +160,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
   ("nn.functional.ctc_loss", "first tensor without dimensions"): (
     "a RuntimeError that names the argument, as for other ranks"
   ),
+  **{(name, "first tensor empty"): _TWO for name in _OF_NO_ROWS},
+  ("index_select", "second tensor longer"): _TWO,
   **{
     (f"nn.functional.linear_cross_entropy.{kind}", row): _CHUNKED
     for kind in ("chunked", "chunked_none")

@@ -204,16 +204,14 @@ class Plan:
         self.operator.check(*args, **(kwargs or {}))
       self._require_rules(args, kwargs)
     except EXPLAINED:
-      if self._is_checked:  # shapes come first, as in torch
-        _require_label_dtypes(self.op, args, kwargs, self.operator)
-        torch_checks.raise_as_torch(self.op, args, kwargs, self._takes_device)
+      self.require_of_torch(args, kwargs)  # shapes come first, as in torch
       raise
 
   def _require_rules(self, args, kwargs) -> None:
     rules = self.operator.rules
     if rules is not None:
-      waits = self.env.config.check_indices
-      index_checks.require(rules(*args, **(kwargs or {})), self.name, waits)
+      given = rules(*args, **(kwargs or {}))
+      index_checks.require(given, self.name, self.env.config)
 
   def _drawn(self, args, kwargs, execute, operands):
     """Executes with the key of the next draw; the stream advances if it succeeds."""

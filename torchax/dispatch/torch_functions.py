@@ -75,8 +75,8 @@ class ArrayFunctionHandler:
     try:
       rules = self.operator.rules
       if rules is not None:
-        waits = self.env.config.check_indices
-        index_checks.require(rules(*args, **kwargs), self.name, waits)
+        given = rules(*args, **kwargs)
+        index_checks.require(given, self.name, self.env.config)
       tensors, key = self.flattener.flatten(args, kwargs)
       function = self._functions.get(key)
       if function is None:
