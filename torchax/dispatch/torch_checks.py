@@ -21,7 +21,7 @@ from torchax.ops import mappings
 
 # What a meta kernel raises that says nothing of the arguments.
 _OF_META = ("meta", "Could not run", "PrivateUse1")
-# In-place forms have defaults that their functional ones lack; torch has parsed the call.
+# Of in-place forms, with defaults that functional ones lack; torch has parsed them.
 _OF_SCHEMAS = "Declaration: "
 # What torch raises for arguments.
 _OF_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)
