@@ -6,6 +6,7 @@
 #   make test-distributions  runs those that compare draws with their distributions
 #   make test-opinfo-quick  runs PyTorch's own list of operators, a few inputs of each
 #   make test-opinfo        runs it with many inputs and writes docs/operators.md
+#   make test-bad-inputs    gives every operator bad inputs and compares the errors
 #   make test-models        runs real models and writes docs/models.md
 #   make test-ecosystem     runs programs of libraries, writes docs/training-scripts.md
 #   make test-ecosystem-quick  runs two of the libraries, in a few minutes
@@ -36,7 +37,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream soak lint format bench docs clean distclean
+.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream soak lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -85,6 +86,9 @@ test-opinfo: $(STAMP)
 	mkdir -p output
 	TORCHAX_OPINFO=full $(PYTEST) test/opinfo --junitxml=output/opinfo.xml $(ARGS)
 	$(BIN)/python tools/operator_coverage.py output/opinfo.xml docs/operators.md
+
+test-bad-inputs: $(STAMP)
+	TORCHAX_BAD_INPUTS=all $(PYTEST) test/faults/test_bad_inputs.py $(ARGS)
 
 test-models: $(STAMP)
 	mkdir -p output

@@ -31,7 +31,7 @@ class Configuration:
       lately, then those of what has most. The default environment's counts. A program
       takes about 2 MB on a CPU. See `torchax.clear_caches`.
     check_indices: an index, label, length or offset out of range raises everywhere:
-      eager operations wait for it, and functions that are compiled from then on look
+      eager operations wait for it, and compiled functions are traced anew and look
       at it as they run. `TORCHAX_CHECK=1` in the environment of the process turns it
       on. Otherwise what is not known yet gives NaN, or the least integer.
 

@@ -1,9 +1,13 @@
 """Bad inputs of every operator, made of good ones: shapes, dimensions, dtypes, indices.
 
 Each mutation takes (args, kwargs) of a sample and gives another pair, or None where it
-does not apply. What CPU torch makes of it decides whether it is bad.
+does not apply. What CPU torch makes of it decides whether it is bad, and `fault` what
+is wrong about what jax makes of it.
 """
 
+import contextlib
+import re
+import signal
 from collections.abc import Callable, Iterator
 
 import torch
@@ -109,3 +113,104 @@ def of(sample) -> Iterator[tuple[str, tuple]]:
     mutated = mutate(given)
     if mutated is not None:
       yield name, mutated
+
+
+# CPU torch has no kernel for the dtype, or for two dtypes together.
+_NO_KERNEL = re.compile(
+  "not implemented for '|expected scalar type|mixed dtype \\(CPU\\)|dtypes on CPU"
+)
+
+# JAX's, XLA's and Python's own words, which say nothing of what was wrong.
+_SENSELESS = re.compile(
+  "tuple index out of range|unsupported operand|Tracer|ShapedArray|maximum recursion"
+  "|MLIR|XLA|stablehlo|INTERNAL|SmallVector|setStorage"
+  "|Incompatible types for broadcasting"
+  "|values to unpack|is out of bounds for array|reduce_window|must have rank at least"
+  "|ncompatible shapes for broadcasting|dot_general|dimension_numbers|not inexact"
+  "|does not accept dtype .* at position|bad_alloc|broadcast_in_dim|has no attribute"
+)
+
+# What jax takes, or refuses by another class, by (operator, mutation): the reason.
+_NARROW = "without x64 torch.int64 is held in 32 bits, as torch.int32 is"
+_NORMS = "torch's own error is of a C++ container; ours names the operation"
+_CHUNKED = "on jax these are made of `mm` and `nll_loss`, whose errors they have"
+_CHUNKED_ROWS = (
+  "third tensor longer",
+  "one dimension more",
+  "index beyond",
+  "index below",
+  "complex",
+  "integers",
+  "bools",
+)
+_TWO = "the index is out of range too, which is looked at first"
+_OF_NO_ROWS = (
+  *("index_add", "index_copy", "index_fill"),
+  *[f"index_reduce.{how}" for how in ("amax", "amin", "mean", "prod")],
+)
+EXCEPTIONS: dict[tuple[str, str], str] = {
+  ("isin", "complex"): "JAX compares them",
+  ("isin", "bools"): "JAX compares them",
+  ("_unsafe_masked_index", "first tensor empty"): (
+    "a RuntimeError of the decomposition that torch has for it"
+  ),
+  ("linalg.lu_solve", "second of integers"): _NARROW,
+  ("lu_unpack", "second of integers"): _NARROW,
+  ("_batch_norm_with_update", "first tensor empty"): _NORMS,
+  ("nn.functional.ctc_loss", "first tensor without dimensions"): (
+    "a RuntimeError that names the argument, as for other ranks"
+  ),
+  **{(name, "first tensor empty"): _TWO for name in _OF_NO_ROWS},
+  ("index_select", "second tensor longer"): _TWO,
+  **{
+    (f"nn.functional.linear_cross_entropy.{kind}", row): _CHUNKED
+    for kind in ("chunked", "chunked_none")
+    for row in _CHUNKED_ROWS
+  },
+}
+
+# What torch raises for arguments.
+_OF_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError)
+SECONDS = 60
+
+
+class NotInTime(BaseException):
+  """A call has not ended; no `Exception`, which could be taken for a refusal."""
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+  """Raises NotInTime where the block takes more than `SECONDS`."""
+
+  def late(*_):
+    raise NotInTime(f"no result after {SECONDS} s")
+
+  before = signal.signal(signal.SIGALRM, late)
+  signal.alarm(SECONDS)
+  try:
+    yield
+  finally:
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def is_of_kernels(error: Exception) -> bool:
+  """True where CPU torch has refused a dtype that another device may have."""
+  return _NO_KERNEL.search(str(error)) is not None
+
+
+def fault(expected: Exception, found: Exception | None) -> str | None:
+  """What is wrong with how jax has taken an input; None if nothing is.
+
+  Args:
+    expected: what CPU torch has raised.
+    found: what came on jax.
+  """
+  if found is None:
+    return None if is_of_kernels(expected) else "taken"
+  is_senseless = _SENSELESS.search(str(expected)) is not None
+  wanted: type | tuple = RuntimeError if is_of_kernels(expected) else type(expected)
+  if not isinstance(found, _OF_ARGUMENTS if is_senseless else wanted):
+    return "another class"
+  words = str(found).split("\n")[0]
+  return "senseless words" if _SENSELESS.search(words) and not is_senseless else None

@@ -398,3 +398,26 @@ def test_torch_compile_names_the_line_of_the_model():
   assert re.search(
     rf"aten\.embedding.*{re.escape(__file__)}:{line}\b", str(caught.value)
   )
+
+
+def test_a_function_is_traced_anew_when_indices_are_to_be_checked():
+  config = torchax.default_env().config
+  look_up = jax_jit(lambda index, table: F.embedding(index, table))
+  given = torch.tensor([5]).to("jax"), torch.ones(2, 3).to("jax")
+  assert look_up(*given).isnan().all()
+  config.check_indices = True
+  try:
+    with pytest.raises(Exception, match="index out of range in self"):
+      look_up(*given).tolist()
+  finally:
+    config.check_indices = False
+  assert look_up(*given).isnan().all()
+
+
+def test_the_derivative_of_a_maximum_with_an_index_out_of_range():
+  given = [torch.ones(1, 1, 1), torch.ones(1, 2, 2), torch.full((1, 1, 1), 9)]
+  backward = torch.ops.aten.max_pool2d_with_indices_backward
+  found = jax_jit(
+    lambda g, x, i: backward(g, x, [2, 2], [2, 2], [0, 0], [1, 1], False, i)
+  )(*[tensor.to("jax") for tensor in given])
+  assert found.isnan().any()

@@ -5,6 +5,7 @@ import pathlib
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental import proxy_tensor
 
 import torchax
 from torchax import checkpoint, interop
@@ -117,6 +118,8 @@ COMPLEX = {
   "gelu": F.gelu,
   "max_pool1d": lambda x: F.max_pool1d(x[None], 2),
   "topk": lambda x: x.topk(1),
+  "floored quotient": lambda x: x // x,
+  "floored quotient by a number": lambda x: x // 2,
   "truncated quotient": lambda x: torch.div(x, x, rounding_mode="trunc"),
 }
 
@@ -163,3 +166,18 @@ def test_a_function_is_traced_by_torchscript(inside):
     with torchax.default_env():
       traced = trace()
   assert traced(torch.arange(3.0).to("jax")).tolist() == [1.0, 3.0, 5.0]
+
+
+def test_make_fx_of_jax_tensors_names_what_to_do():
+  with pytest.raises(NotImplementedError, match=r"make_fx.*torch\.export"):
+    proxy_tensor.make_fx(lambda y: y + 1)(ones(3))
+  graph = proxy_tensor.make_fx(lambda y: y + 1)(torch.ones(3))
+  assert graph(ones(3)).tolist() == [2, 2, 2]
+
+
+def test_negative_repeats_are_refused_with_the_size_of_the_result_too():
+  repeats = torch.tensor([1, -1, 3]).to("jax")
+  with pytest.raises(RuntimeError, match="repeats can not be negative"):
+    ones(3).repeat_interleave(repeats, output_size=3)
+  repeat = interop.jax_jit(lambda x, r: x.repeat_interleave(r, output_size=3))
+  assert repeat(ones(3), repeats).isnan().all()

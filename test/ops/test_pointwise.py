@@ -307,3 +307,13 @@ def test_it_raises_where_torch_raises(row):
     function(
       *(arg.to("jax") if torch.is_tensor(arg) else arg for arg in args), **kwargs
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int8])
+@pytest.mark.parametrize("exponent", [0, 5, 63, 64, 65, 100, 127])
+def test_integers_wrap_around_in_any_power(dtype, exponent):
+  base = torch.tensor([3, 2, 5, -1, 1, 0, 7]).to(dtype)
+  exponents = torch.full_like(base, exponent)
+  expected = base**exponents
+  assert torch.equal((base.to("jax") ** exponents.to("jax")).cpu(), expected)
+  assert torch.equal((base.to("jax") ** exponent).cpu(), base**exponent)

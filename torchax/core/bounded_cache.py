@@ -40,6 +40,11 @@ class BoundedCache(Generic[K, V]):
       self._old, self._young = self._young, {}
     self._young[key] = value
 
+  def pop(self, key: K) -> V | None:
+    """Drops the entry of a key, and gives it; None where there is none."""
+    young, old = self._young.pop(key, None), self._old.pop(key, None)
+    return old if young is None else young
+
   def age(self) -> None:
     """Drops what has not been found since the cache last aged, or was half full."""
     self._old, self._young = self._young, {}

@@ -74,8 +74,18 @@ class Counted:
     self._tracing += 1
     try:
       return function(*args, **kwargs)
+    except BaseException:
+      self._drop_one()
+      raise
     finally:
       self._tracing -= 1
+
+  def _drop_one(self) -> None:
+    """One that was counted and is none: what JAX traced has raised."""
+    with _lock:
+      if self.programs:
+        self.programs -= 1
+        _Total.programs -= 1
 
   def clear(self) -> None:
     """Drops the programs; one that is being traced is not touched."""

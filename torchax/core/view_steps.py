@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from torchax import _jax_compat
@@ -658,4 +659,4 @@ def is_basic(index) -> bool:
   return all(type(part) in _BASIC for part in parts)
 
 
-_BASIC = frozenset({int, slice, type(None), type(Ellipsis)})
+_BASIC = frozenset({int, slice, type(None), type(Ellipsis), torch.SymInt})

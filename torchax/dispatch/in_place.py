@@ -15,6 +15,7 @@ from torchax import _jax_compat
 from torchax.core import grad_mode
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
+from torchax.dispatch import torch_checks
 from torchax.dispatch.operands import move
 from torchax.dispatch.plans import EXPLAINED, Plan, raise_as_torch
 from torchax.errors import MixedDeviceError, MutationError
@@ -150,6 +151,11 @@ class InPlacePlan:
     place = self._spread(targets) if self.overwrites else None
     try:
       written = plan.run(args, kwargs, [*bases, *operands], key, write, place)
+    except torch_checks.Refused:
+      plan.require_of_torch(args, kwargs)
+      plan.forget(args, kwargs, key, write)
+      with torch_checks.without(plan):
+        return self._run(targets, args, kwargs)
     except EXPLAINED as error:
       raise_as_torch(error, self.op, args, kwargs, plan.operator)
       raise

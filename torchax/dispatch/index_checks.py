@@ -5,6 +5,7 @@ computed. With `Configuration.check_indices` they are waited for, and a compiled
 function looks at them as it runs. The rules are declared by `ops/index_rules.py`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 
 from torchax import _jax_compat
+from torchax.config import Configuration
+from torchax.core.static_values import Identity
+from torchax.core.storage import active
 from torchax.core.view_steps import WHOLE
 from torchax.diagnostics import user_code
 from torchax.ops import mappings
@@ -24,14 +28,35 @@ _ArrayImpl = _jax_compat.ArrayImpl
 _OneDevice = jax.sharding.SingleDeviceSharding
 
 
-def require(rules: Iterable[Rule], name: str, waits: bool) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+  """Whether programs look at indices: what a function that is traced decides by."""
+
+  config: Identity
+
+  def now(self) -> bool:
+    return self.config.value.check_indices
+
+  def shown(self) -> str:
+    return str(self.now())
+
+  def __str__(self):
+    return "Configuration.check_indices"
+
+
+def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
   """Raises torch's error for an argument that is known to break a rule.
 
   Args:
     rules: those of the operation with its arguments, tensors or arrays.
     name: of the operation.
-    waits: wait for the device; a program that is being traced raises as it runs.
+    config: with `check_indices` this waits for the device, and a program that is being
+      traced raises as it runs.
   """
+  waits = config.check_indices
+  if active.boundary is not None:
+    for guards in active.boundary.guards_around():
+      guards.note_decision(_Choice(Identity(config)))
   for rule in rules:
     numbers = _known(rule.numbers, waits)
     if numbers is None:

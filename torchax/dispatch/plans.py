@@ -4,7 +4,6 @@
 `dispatcher.py` chooses the plan of an overload.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 
@@ -22,7 +21,7 @@ from torchax.core.programs import ProgramCache
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
-from torchax.dispatch import compiling, derivatives, index_checks
+from torchax.dispatch import compiling, derivatives, index_checks, torch_checks
 from torchax.dispatch.operands import IGNORED, Flattener, PreparedFlattener, strong
 from torchax.errors import MixedDeviceError, RngError, WrongDtypeError
 from torchax.ops import mappings, real_numbers
@@ -39,6 +38,9 @@ _ArrayImpl = _jax_compat.ArrayImpl
 
 # Of one operation; a program is a few hundred kilobytes.
 MOST_PROGRAMS = 512
+
+_INLINE = object()
+"""In place of the example of a program, where a lowering is part of another one."""
 
 
 class Plan:
@@ -63,6 +65,9 @@ class Plan:
     self.is_sampler = operator.kind is Kind.SAMPLER
     self._compiled: ProgramCache[tuple, Callable] = ProgramCache(MOST_PROGRAMS)
     takes_device = schema is not None and "device" in schema.names
+    self._takes_device = takes_device
+    # A user's lowering may take what torch does not.
+    self._is_checked = operator.is_builtin and schema is not None
     # The result is not always simply an array on jax.
     self._is_special = bool(operator.index_results) or takes_device
     # JAX is given torch's derivative.
@@ -86,6 +91,11 @@ class Plan:
         result = compiled(*operands)
       else:
         result = self.run(args, kwargs, operands, key)
+    except torch_checks.Refused:
+      self.require_of_torch(args, kwargs)
+      self.forget(args, kwargs, key)
+      with torch_checks.without(self):
+        return self(args, kwargs)
     except EXPLAINED as error:
       raise_as_torch(error, self.op, args, kwargs, self.operator)
       raise
@@ -98,7 +108,9 @@ class Plan:
   def redraw(self, draw, args, kwargs=None):
     """Runs a sampler with the operands of an earlier draw; no stream advances."""
     operands, key = self.flattener.flatten(args, kwargs)
-    return self._wrap(self._execute(args, kwargs, [*draw, *operands], key, None))
+    with torch_checks.without(self):
+      result = self._execute(args, kwargs, [*draw, *operands], key, None)
+    return self._wrap(result)
 
   def made_on(self, place, args, kwargs):
     """Runs an operation that makes its result on several devices, each its part.
@@ -122,9 +134,10 @@ class Plan:
     call = functools.partial(self._call, key, None)
     if caches and self.operator.compiled in (True, None):
       call = lambda operands: self._execute(args, kwargs, operands, key, None)  # noqa: E731
-    if not self.is_sampler:
-      return call(operands)
-    return self._drawn(args, kwargs, call, operands)
+    with torch_checks.without(self):
+      if not self.is_sampler:
+        return call(operands)
+      return self._drawn(args, kwargs, call, operands)
 
   def shapes(self, args, kwargs):
     """The results as `jax.ShapeDtypeStruct`s, which stand for tensors in `args` too.
@@ -155,10 +168,9 @@ class Plan:
       place: the sharding in which the result is made, or a tuple of them; None
         leaves it to JAX.
     """
-    check = self.operator.check
-    if check is not None:
-      check(*args, **(kwargs or {}))
-    self._require_rules(args, kwargs)
+    if self._is_inlined():
+      self.require_of_torch(args, kwargs)
+    self._require(args, kwargs)
     if not self.is_sampler:
       return self._execute(args, kwargs, operands, key, write, place)
     generator = kwargs.get("generator") if kwargs else None
@@ -183,11 +195,37 @@ class Plan:
     )
     return self._drawn(args, kwargs, execute, operands)
 
+  def require_of_torch(self, args, kwargs) -> None:
+    """Raises torch's own error for arguments that torch refuses on every device."""
+    if self._is_checked:
+      given = (self.op, args, kwargs, self._takes_device)
+      if torch_checks.refusal(*given) is not None:
+        _require_label_dtypes(*given[:3], self.operator)
+        torch_checks.raise_as_torch(*given)
+
+  def forget(self, args, kwargs, key, write=None) -> None:
+    """Drops the program of a key: JAX runs one slower whose tracing has failed."""
+    self._compiled.pop(key if write is None else (write, key))
+    if self._prepared is not None:
+      with self._prepared.held:
+        _, form = self._prepared.flatten(args, kwargs)
+      self._of_numbers.pop((write, form))
+
+  def _require(self, args, kwargs) -> None:
+    """Raises for arguments that break the operation's own rules."""
+    try:
+      if self.operator.check is not None:
+        self.operator.check(*args, **(kwargs or {}))
+      self._require_rules(args, kwargs)
+    except EXPLAINED:
+      self.require_of_torch(args, kwargs)  # shapes come first, as in torch
+      raise
+
   def _require_rules(self, args, kwargs) -> None:
     rules = self.operator.rules
     if rules is not None:
-      waits = self.env.config.check_indices
-      index_checks.require(rules(*args, **(kwargs or {})), self.name, waits)
+      given = rules(*args, **(kwargs or {}))
+      index_checks.require(given, self.name, self.env.config)
 
   def _drawn(self, args, kwargs, execute, operands):
     """Executes with the key of the next draw; the stream advances if it succeeds."""
@@ -222,16 +260,17 @@ class Plan:
       return self._call(key, write, operands)
     cache_key = key if write is None else (write, key)
     if place is not None:
-      return self._placed(place, cache_key, key, write)(*operands)
+      return self._placed(args, kwargs, cache_key, key, write, place)(*operands)
     compiled = self._compiled.get(cache_key) or self._found(args, kwargs, key, write)
     if not _jax_compat.is_top_level():
       compiled = compiled.in_traces
     return compiled(*operands)
 
-  def _placed(self, place, cache_key, key, write) -> Callable:
+  def _placed(self, args, kwargs, cache_key, key, write, place) -> Callable:
     found = self._compiled.get((place, cache_key))
     if found is None:
-      found = self._compiled[place, cache_key] = self._compile(key, write, place)
+      found = self._compile(args, kwargs, key, write, place)
+      self._compiled[place, cache_key] = found
     return found
 
   def _found(self, args, kwargs, key, write=None) -> Callable:
@@ -248,13 +287,13 @@ class Plan:
       # As an array, and for traces, where that would be a constant to be read back.
       pairs = [(n, operands[n], numbers.get(n, operands[n])) for n in places]
       if pairs:
-        compiled = self._with_numbers(pairs, (write, form))
+        compiled = self._with_numbers(args, kwargs, pairs, (write, form))
     if compiled is None:
-      compiled = self._compile(key, write)
+      compiled = self._compile(args, kwargs, key, write)
     self._compiled[key if write is None else (write, key)] = compiled
     return compiled
 
-  def _with_numbers(self, pairs, form) -> Callable | None:
+  def _with_numbers(self, args, kwargs, pairs, form) -> Callable | None:
     """The program of any numbers, with these; None for the first ones."""
     program = self._of_numbers.get(form)
     if program is None:
@@ -262,7 +301,7 @@ class Plan:
       return None
     if program is False:
       write, key = form
-      program = self._of_numbers[form] = self._compile(key, write)
+      program = self._of_numbers[form] = self._compile(args, kwargs, key, write)
     # In front are the key of a draw, its number, and the base that is written to.
     first = 2 * self.is_sampler + (form[0] is not None)
     in_traces = [(first + place, number) for place, _, number in pairs]
@@ -272,29 +311,42 @@ class Plan:
     with_numbers.in_traces = _filled(program.in_traces, in_traces)
     return with_numbers
 
-  def _compile(self, key, write=None, place=None) -> Callable:
+  def _compile(self, args, kwargs, key, write=None, place=None) -> Callable:
+    example = None
+    if self._is_checked:
+      example = torch_checks.Example(self, self.op, args, kwargs, self._takes_device)
+
     def compiled(*operands):
-      return self._call(key, write, operands, is_program=True)
+      return self._call(key, write, operands, example)
 
     compiled.__name__ = self.name.replace(".", "_")
     return compiling.compiled(compiled, self.operator, place)
 
-  def _call(self, key, write, operands, is_program=False):
-    """Runs the lowering here; as a program of its own JAX does not differentiate it."""
+  def _call(self, key, write, operands, example=_INLINE):
+    """Runs the lowering here.
+
+    Args:
+      key, write, operands: of `run`.
+      example: by which a program of its own is checked, or None; JAX does not
+        differentiate such a program.
+    """
 
     def called(*operands):
-      return self._called(key, write, operands, is_program)
+      return self._called(key, write, operands, example)
 
-    form = (self, key, write, is_program)
+    form = (self, key, write, example is _INLINE)
     return explicit_axes.call(called, operands, self.name, form)
 
-  def _called(self, key, write, operands, is_program):
+  def _called(self, key, write, operands, example):
     if self.is_sampler:
       rng_key, count, *operands = operands
     if write is not None:
       base, *operands = operands
     args, kwargs = self.flattener.rebuild(key, operands)
-    if self._formula and not is_program:
+    if example is not _INLINE and example is not None:
+      self._require_real(args, kwargs)
+      example.require(args, kwargs)
+    if self._formula and example is _INLINE:
       result = derivatives.differentiated(
         self._formula, self._lower, self.env, args, kwargs
       )
@@ -309,9 +361,12 @@ class Plan:
       return jax.tree.map(strong, result)
     return _written_base(base, write, result)
 
-  def _lower(self, args, kwargs):
+  def _require_real(self, args, kwargs) -> None:
     if self._is_real:
       real_numbers.require(self.name, args, kwargs)
+
+  def _lower(self, args, kwargs):
+    self._require_real(args, kwargs)
     if self.operator.kind is Kind.ENV_ARRAYS:
       return self.operator.func(*args, **kwargs, env=self.env)
     return self.operator.func(*args, **kwargs)
@@ -403,7 +458,15 @@ def _is_traced() -> bool:
   return not _jax_compat.is_top_level()
 
 
-EXPLAINED = (TypeError, ValueError, RuntimeError, IndexError)
+EXPLAINED = (
+  TypeError,
+  ValueError,
+  RuntimeError,
+  IndexError,
+  AssertionError,
+  KeyError,
+  OverflowError,
+)
 """What JAX raises that `raise_as_torch` may have better words for."""
 
 
@@ -411,6 +474,14 @@ EXPLAINED = (TypeError, ValueError, RuntimeError, IndexError)
 _BROADCAST = "ncompatible shapes for broadcasting"
 _DTYPE = "does not accept dtype"
 _RANK = "tuple index out of range"
+_PLAIN = (
+  TypeError,
+  ValueError,
+  AssertionError,
+  KeyError,
+  OverflowError,
+  jax.errors.JaxRuntimeError,
+)
 
 
 def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> None:
@@ -427,15 +498,16 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
     raise donated(str(op)) from error
   if _jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
-  is_plain = type(error) in (TypeError, ValueError) or str(error) == _RANK
-  if is_plain and operator.rules is not None:
-    rules = operator.rules(*args, **(kwargs or {}))
-    index_checks.require_dtypes(rules, str(op))
-  if is_plain and isinstance(op, _torch_compat.OpOverload) and op.namespace == "aten":
-    # Where torch has no shape check that runs here, there is no better error to raise.
-    no_check = contextlib.suppress(NotImplementedError, MixedDeviceError)
-    with _torch_compat.without_dispatch(), no_check:
-      op(*args, **(kwargs or {}))
+  is_plain = type(error) in _PLAIN or str(error) == _RANK
+  if is_plain:
+    _require_label_dtypes(op, args, kwargs, operator)
+  if is_plain and operator.is_builtin:
+    # In torch's own words, where torch refuses it too.
+    if isinstance(op, _torch_compat.OpOverload):
+      takes_device = "device" in schema_of(op).names
+      torch_checks.raise_as_torch(op, args, kwargs, takes_device)
+    elif op is not operator.func:
+      torch_checks.raise_as_torch(op, args, kwargs)
   if is_plain and _BROADCAST in str(error):
     raise RuntimeError(
       f"{op}: the sizes of the tensors do not match and do not broadcast. {error}"
@@ -447,6 +519,17 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
     raise RuntimeError(
       f"{op} expects tensors of more dimensions, but got shapes {shapes}."
     ) from error
+
+
+def _require_label_dtypes(op, args, kwargs, operator: Operator) -> None:
+  """Raises RuntimeError for indices or labels that are no integers."""
+  if operator.rules is None:
+    return
+  try:
+    rules = list(operator.rules(*args, **(kwargs or {})))
+  except EXPLAINED:
+    rules = []  # of shapes that do not fit
+  index_checks.require_dtypes(rules, str(op))
 
 
 def _written_base(base, write, result):
@@ -518,10 +601,18 @@ class TensorPlan:
   """Runs an operation by a function of tensors, which may call torch operations."""
 
   def __init__(self, op, operator: Operator, env):
+    self.op = op
     self.operator = operator
     self.env = env
 
   def __call__(self, args, kwargs):
+    try:
+      return self._run(args, kwargs)
+    except EXPLAINED as error:
+      raise_as_torch(error, self.op, args, kwargs, self.operator)
+      raise
+
+  def _run(self, args, kwargs):
     dropped = IGNORED - {"generator"}  # the operations that it calls draw with it
     kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
     if _active.boundary is not None:
@@ -543,6 +634,7 @@ class FormulaTensorPlan(TensorPlan):
   def __call__(self, args, kwargs):
     if _jax_compat.is_top_level():
       return super().__call__(args, kwargs)
+    # The arguments are arrays from here on.
     given = _arrays((list(args), kwargs or {}))
     found = derivatives.differentiated(self._formula, self._lower, self.env, *given)
     return _tensors(found, self.env)

@@ -8,10 +8,13 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree
 
 from torchax import _torch_compat
 from torchax.environment import default_env
 from torchax.tensor import Tensor
+from torchax.view import View
 
 _DATA_PARALLEL = (
   "DistributedDataParallel has no way to jax tensors: one process drives all of JAX's "
@@ -27,6 +30,13 @@ _SCRIPT_MOVE = (
   "A scripted module cannot be moved to jax, because its C++ half keeps its tensors: "
   "move the module first and script or trace it then, or use `torch.compile(module, "
   'backend="jax")` in place of TorchScript.'
+)
+_MAKE_FX = (
+  "make_fx wraps the tensors that it is given, which jax tensors do not let it do: its "
+  "graph would be a constant, the result for these numbers. Trace with tensors on the "
+  'CPU and move the graph module with `.to("jax")`; or capture the function by '
+  "`torch.export.export`, compile it by `torchax.compile`, or see what it is made of "
+  "by `jax.make_jaxpr(torchax.interop.jax_view(f))`."
 )
 
 
@@ -66,6 +76,25 @@ def _without_environment(function: Callable) -> Callable:
   return traced
 
 
+def _of_other_tensors(make_fx: Callable) -> Callable:
+  """`make_fx` whose tracers refuse jax tensors."""
+
+  @functools.wraps(make_fx)
+  def made(*args, **kwargs):
+    trace = make_fx(*args, **kwargs)
+
+    @functools.wraps(trace)
+    def traced(*given, **named):
+      leaves = pytree.tree_leaves((given, named))
+      if any(type(leaf) in (Tensor, View) for leaf in leaves):
+        raise NotImplementedError(_MAKE_FX)
+      return trace(*given, **named)
+
+    return traced
+
+  return made
+
+
 def register() -> None:
   """Puts the checks in place."""
   parallel = torch.nn.parallel.DistributedDataParallel
@@ -77,3 +106,4 @@ def register() -> None:
   _refuse(torch.jit.ScriptModule, "to", _goes_to_jax, _SCRIPT_MOVE)
   for name in ("trace", "trace_module"):
     setattr(torch.jit, name, _without_environment(getattr(torch.jit, name)))
+  proxy_tensor.make_fx = _of_other_tensors(proxy_tensor.make_fx)

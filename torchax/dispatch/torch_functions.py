@@ -16,7 +16,7 @@ from torchax.dispatch import autograd, compiling, index_checks
 from torchax.dispatch.operands import Flattener
 from torchax.dispatch.operator_table import is_aten
 from torchax.dispatch.out import write_output
-from torchax.dispatch.plans import MOST_PROGRAMS
+from torchax.dispatch.plans import EXPLAINED, MOST_PROGRAMS, raise_as_torch
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.tensor import Tensor
@@ -51,6 +51,8 @@ class ArrayFunctionHandler:
     self.func = func
     self.operator = operator
     self.env = env
+    # What torch has no function for; who calls it explains its errors.
+    self._is_core = func is operator.func
     self.name = f"torch.{getattr(func, '__name__', str(func))}"
     self.flattener = Flattener(self.name, env)
     self.flattener.keeps_tensors = True
@@ -70,18 +72,21 @@ class ArrayFunctionHandler:
       return self.func(*args, **kwargs)
     if kwargs.get("out") is not None:
       return _into_out(self.name, lambda *a, **k: self(a, k), args, kwargs)
-    rules = self.operator.rules
-    if rules is not None:
-      waits = self.env.config.check_indices
-      index_checks.require(rules(*args, **kwargs), self.name, waits)
-    tensors, key = self.flattener.flatten(args, kwargs)
-    function = self._functions.get(key)
-    if function is None:
-      function = self._functions[key] = self._function(args, kwargs, key)
     try:
+      rules = self.operator.rules
+      if rules is not None:
+        given = rules(*args, **kwargs)
+        index_checks.require(given, self.name, self.env.config)
+      tensors, key = self.flattener.flatten(args, kwargs)
+      function = self._functions.get(key)
+      if function is None:
+        function = self._functions[key] = self._function(args, kwargs, key)
       return autograd.call(function, tensors)
-    except compiling.NOT_COMPILABLE as error:
-      compiling.explain(error, self.operator)
+    except EXPLAINED as error:
+      if self._is_core:
+        compiling.explain(error, self.operator)
+      else:
+        raise_as_torch(error, self.func, args, kwargs, self.operator)
       raise
 
   def _function(

@@ -15,7 +15,7 @@ _safe_softmax _softmax _upsample_bilinear2d_aa _upsample_nearest_exact1d
 _upsample_nearest_exact2d _upsample_nearest_exact3d adaptive_max_pool2d
 adaptive_max_pool3d amax amin aminmax argmax argmin atan2 avg_pool2d avg_pool3d
 binary_cross_entropy binary_cross_entropy_with_logits bucketize ceil celu copysign
-cummax cummin deg2rad digamma elu erf erfc erfinv floor fmod frac
+cummax cummin deg2rad digamma elu erf erfc erfinv floor floor_divide fmod frac
 fractional_max_pool2d fractional_max_pool3d gelu glu grid_sampler_2d grid_sampler_3d
 hardshrink hardsigmoid hardswish hardtanh heaviside histc huber_loss hypot i0 igamma
 igammac kthvalue leaky_relu lgamma log_sigmoid_forward logaddexp2 logit max
@@ -42,7 +42,7 @@ REAL = frozenset(f"aten.{name}" for name in _NAMES.split())
 
 _ROUNDS = ("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 # Python would say of a TypeError that the operands are not supported.
-_OPERATORS = ("aten.remainder", "aten.fmod", "aten.div")
+_OPERATORS = ("aten.remainder", "aten.fmod", "aten.div", "aten.floor_divide")
 
 
 def are_asked(name: str) -> bool:

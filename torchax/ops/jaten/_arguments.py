@@ -1,7 +1,9 @@
-"""Sizes and dimensions that torch refuses, in torch's words.
+"""Sizes, dimensions and dtypes that torch refuses, in torch's words.
 
 JAX says something else, or takes them. Sizes that are symbols of an export pass.
 """
+
+import jax.numpy as jnp
 
 
 def _is_negative(number) -> bool:
@@ -36,3 +38,26 @@ def dim_of(dim: int, ndim: int) -> int:
       f"but got {dim})"
     )
   return dim % extent
+
+
+def require_one_dtype(name: str, *arrays) -> None:
+  """Raises RuntimeError unless all arrays are of the dtype of the first one."""
+  dtypes = [array.dtype for array in arrays]
+  if any(dtype != dtypes[0] for dtype in dtypes):
+    raise RuntimeError(
+      f"{name}: expected operands to have the same dtype, but got "
+      f"{' and '.join(map(str, dtypes))}. Convert one of them with `.to(...)`."
+    )
+
+
+def require_no_bool(name: str, *arrays) -> None:
+  """Raises RuntimeError for bools."""
+  if any(array.dtype == bool for array in arrays):
+    raise RuntimeError(f"{name} does not support bool input: convert it with `.int()`.")
+
+
+def require_inexact(name: str, *arrays) -> None:
+  """Raises RuntimeError unless there is a float or a complex number among them."""
+  if not jnp.issubdtype(jnp.result_type(*arrays), jnp.inexact):
+    dtypes = " and ".join(str(array.dtype) for array in arrays)
+    raise RuntimeError(f"{name} expects floating-point numbers, but got {dtypes}.")

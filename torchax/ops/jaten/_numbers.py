@@ -79,7 +79,7 @@ def static_if(name: str, *, is_static: Callable[[float], bool]) -> Callable:
 
 # Exponents of products and roots, and integers that JAX's powers of integers hold.
 _SIMPLE_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)
-_EXPONENTS = range(1, 64)
+_EXPONENTS = range(2**31)
 
 
 def power(given: dict) -> None:

@@ -14,6 +14,7 @@ from jax import lax
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
+from torchax.ops.jaten._arguments import require_no_bool
 from torchax.ops.jaten._opmath import HALVES, in_opmath, widen
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote
@@ -49,6 +50,7 @@ def _axis(self, dim):
 
 @op(aten.relu)
 def _aten_relu(self):
+  require_no_bool("relu", self)
   return jnp.where(self <= 0, jnp.zeros((), self.dtype), self)
 
 

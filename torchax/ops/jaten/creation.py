@@ -249,10 +249,10 @@ def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   return cast(_number(start, wide) + _number(step, wide) * places, target)
 
 
-def _ramp(start, end, steps, dtype):
+def _ramp(name, start, end, steps, dtype):
   """`steps` values between two ends, exact at both of them."""
   if steps < 0:
-    raise RuntimeError(f"linspace expects steps >= 0, but got steps={steps}.")
+    raise RuntimeError(f"{name} expects steps >= 0, but got steps={steps}.")
   wide = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
   wide = jnp.promote_types(wide, jnp.float32)
   start, end = (_number(value, wide) for value in (start, end))
@@ -273,8 +273,18 @@ def _require_numbers(name, start, end) -> None:
     )
 
 
-def _ramp_dtype(dtype, *ends):
-  is_complex = any(jnp.iscomplexobj(end) for end in ends)
+def _ramp_dtype(name, dtype, *ends):
+  target = _number_dtype(dtype, *ends)
+  if any(map(jnp.iscomplexobj, ends)) and dtype is not None and not dtype.is_complex:
+    raise RuntimeError(
+      f"torch.{name}(): inferred dtype complex can't be safely cast to passed dtype "
+      f"{dtype}."
+    )
+  return target
+
+
+def _number_dtype(dtype, *numbers):
+  is_complex = any(map(jnp.iscomplexobj, numbers))
   fallback = jnp.promote_types(default_float(), jnp.complex64)
   return _dtype_or(dtype, fallback if is_complex else default_float())
 
@@ -282,24 +292,24 @@ def _ramp_dtype(dtype, *ends):
 @op(aten.linspace)
 def _aten_linspace(start, end, steps, *, dtype=None):
   _require_numbers("linspace", start, end)
-  target = _ramp_dtype(dtype, start, end)
-  return cast(_ramp(start, end, steps, target), target)
+  target = _ramp_dtype("linspace", dtype, start, end)
+  return cast(_ramp("linspace", start, end, steps, target), target)
 
 
 @op(aten.logspace)
 def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
   _require_numbers("logspace", start, end)
-  target = _ramp_dtype(dtype, start, end)
+  target = _ramp_dtype("logspace", dtype, start, end)
   if jnp.issubdtype(target, jnp.integer):  # torch's ends have the dtype of the result
     start, end = jnp.trunc(start), jnp.trunc(end)
-  exponents = _ramp(start, end, steps, target)
+  exponents = _ramp("logspace", start, end, steps, target)
   return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), target)
 
 
 @op(aten.scalar_tensor)
 def _aten_scalar_tensor(s, *, dtype=None):
   """Without `dtype`, torch's default dtype, even for an integer."""
-  return _number(s, _ramp_dtype(dtype, s))
+  return _number(s, _number_dtype(dtype, s))
 
 
 @op(aten.vander)

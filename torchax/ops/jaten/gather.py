@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range, along
-from torchax.ops.jaten._arguments import dim_of
+from torchax.ops.jaten._arguments import dim_of, require_one_dtype
 from torchax.ops.jaten._writes import added, assigned, multiplied
 from torchax.ops.jaten.indexing import write_at_places
 from torchax.ops.names import aten
@@ -96,6 +96,7 @@ def _require_rank(self, source) -> None:
 def _aten_index_add(self, dim, index, source, *, alpha=1):
   _require_rank(self, source)
   _check_rows("index_add", self, dim, index, source)
+  require_one_dtype("index_add", self, source)
   addend = (source * alpha).astype(self.dtype)
   return _write_along(self, dim, index, addend, added, gathers=True)
 
@@ -113,8 +114,8 @@ def _copy_rules(self, dim, index, source):
 @op(aten.index_copy, rules=_copy_rules)
 def _aten_index_copy(self, dim, index, source):
   _check_rows("index_copy", self, dim, index, source)
-  rows = source.astype(self.dtype)
-  return _write_along(self, dim, index, rows, assigned)
+  require_one_dtype("index_copy", self, source)
+  return _write_along(self, dim, index, source, assigned)
 
 
 def _fill_rules(self, dim, index, value):
@@ -135,9 +136,9 @@ def _reduce_rules(self, dim, index, source, reduce, *, include_self=True):
 def _aten_index_reduce(self, dim, index, source, reduce, *, include_self=True):
   _require_rank(self, source)
   _check_rows("index_reduce", self, dim, index, source)
-  rows = source.astype(self.dtype)
+  require_one_dtype("index_reduce", self, source)
   how = _reducing(reduce, include_self)
-  return _write_along(self, dim, index, rows, how, gathers=True)
+  return _write_along(self, dim, index, source, how, gathers=True)
 
 
 # --- gather and scatter ----------------------------------------------------------
@@ -313,6 +314,7 @@ def _aten_take(self, index):
 
 @op(aten.put, rules=_flat_rules)
 def _aten_put(self, index, source, accumulate=False):
+  require_one_dtype("put", self, source)
   flat = self.reshape(-1)
   values = source.reshape(index.shape)
   return write_at_places(flat, (index,), values, accumulate).reshape(self.shape)

@@ -294,6 +294,10 @@ def _aten__index_put_impl(self, indices, values, accumulate=False, unsafe=False)
 @op(aten.masked_select, compiled=False)
 def _aten_masked_select(self, mask):
   """The elements where the mask is true, in one dimension."""
+  if mask.dtype not in (bool, jnp.uint8):
+    raise RuntimeError(
+      f"masked_select: expected a mask of torch.bool, but got {mask.dtype}."
+    )
   shape = jnp.broadcast_shapes(self.shape, mask.shape)
   chosen = np.flatnonzero(np.broadcast_to(_concrete(mask, "masked_select"), shape))
   return jnp.broadcast_to(self, shape).reshape(-1)[chosen]

@@ -15,6 +15,8 @@ from jax import lax
 from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Range
+from torchax.ops.jaten._arguments import require_one_dtype
 
 
 class _Classes(NamedTuple):
@@ -67,6 +69,17 @@ def _targets(target, ignore_index):
   return _Classes(jnp.where(counts, target, 0), counts)
 
 
+def _class_rules(
+  input, linear_weight, target, linear_bias, weight, *rest, ignore_index=None, **named
+):
+  if ignore_index is None:
+    # Behind the reduction, where there is one.
+    ignore_index = next(value for value in rest if not isinstance(value, str))
+  message = "index {number} is out of bounds for dimension 1 with size {high}"
+  classes = linear_weight.shape[0]
+  yield Range(target, 0, classes, RuntimeError, message, ignored=ignore_index)
+
+
 def _class_weights(weight, classes, dtype):
   return jnp.ones(classes, dtype) if weight is None else weight.astype(dtype)
 
@@ -115,7 +128,11 @@ def _compute_dtype(input, acc_dtype):
   return jnp.promote_types(input.dtype, mappings.t2j_dtype(acc_dtype))
 
 
-@op("torch_nn::_linear_cross_entropy_batch_chunked", static=("label_smoothing",))
+@op(
+  "torch_nn::_linear_cross_entropy_batch_chunked",
+  static=("label_smoothing",),
+  rules=_class_rules,
+)
 def _linear_cross_entropy_batch_chunked(
   input,
   linear_weight,
@@ -139,6 +156,7 @@ def _linear_cross_entropy_batch_chunked(
       "linear_cross_entropy by chunks expects the reduction mean or sum and no label "
       f"smoothing, but got {reduction!r} and {label_smoothing}. Pass options=None."
     )
+  require_one_dtype("linear_cross_entropy", input, linear_weight)
   dtype = _compute_dtype(input, acc_dtype)
   layer = _layer(linear_weight, linear_bias, dtype)
   weights = _class_weights(weight, len(layer[0]), dtype)
@@ -162,7 +180,7 @@ def _linear_cross_entropy_batch_chunked(
   )
 
 
-@op("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")
+@op("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", rules=_class_rules)
 def _linear_cross_entropy_batch_chunked_no_reduction(
   input,
   linear_weight,
@@ -175,6 +193,7 @@ def _linear_cross_entropy_batch_chunked_no_reduction(
   acc_dtype,
 ):
   """The loss of each row."""
+  require_one_dtype("linear_cross_entropy", input, linear_weight)
   dtype = _compute_dtype(input, acc_dtype)
   layer = _layer(linear_weight, linear_bias, dtype)
   weights = _class_weights(weight, len(layer[0]), dtype)

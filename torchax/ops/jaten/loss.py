@@ -14,6 +14,7 @@ from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
 from torchax.ops.jaten import _numbers
+from torchax.ops.jaten._arguments import require_inexact, require_one_dtype
 from torchax.ops.jaten._opmath import in_opmath, widen
 from torchax.ops.names import aten
 
@@ -222,6 +223,7 @@ def _check_huber_loss(self, target, reduction=1, delta=1.0):
 @op(aten.huber_loss, check=_check_huber_loss)
 @in_opmath
 def _aten_huber_loss(self, target, reduction=1, delta=1.0):
+  require_inexact("huber_loss", self)
   return _reduce(delta * _smooth_l1(self - target, delta), reduction)
 
 
@@ -235,6 +237,12 @@ def _aten_huber_loss_backward(grad_output, self, target, reduction, delta):
 @op(aten.soft_margin_loss)
 @in_opmath
 def _aten_soft_margin_loss(self, target, reduction=1):
+  require_inexact("soft_margin_loss", self)
+  if jnp.broadcast_shapes(self.shape, target.shape) != self.shape:
+    raise RuntimeError(
+      "soft_margin_loss expects a target that broadcasts to the shape of the input, "
+      f"{list(self.shape)}, but got {list(target.shape)}."
+    )
   return _reduce(jax.nn.softplus(-target * self), reduction)
 
 
@@ -278,6 +286,7 @@ def _weighted(losses, weight):
 @in_opmath
 def _aten_binary_cross_entropy(self, target, weight=None, reduction=1):
   """A probability outside [0, 1] gives NaN: no raising on data when compiled."""
+  require_one_dtype("binary_cross_entropy", self, target)
   return _reduce(_weighted(_cross_entropy(self, target), weight), reduction)
 
 

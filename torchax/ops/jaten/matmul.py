@@ -17,6 +17,7 @@ from jax import lax
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
+from torchax.ops.jaten._arguments import require_one_dtype
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote
 
@@ -26,15 +27,6 @@ DISTANCE_MATMUL_SIZE = 25
 
 def _is_exact(value) -> bool:
   return not jnp.issubdtype(jnp.result_type(value), jnp.inexact)
-
-
-def _require_one_dtype(name, *arrays):
-  dtypes = [array.dtype for array in arrays]
-  if any(dtype != dtypes[0] for dtype in dtypes):
-    raise RuntimeError(
-      f"{name}: expected operands to have the same dtype, but got "
-      f"{' and '.join(map(str, dtypes))}. Convert one of them with `.to(...)`."
-    )
 
 
 def _require_rank(name, **ranked):
@@ -49,7 +41,7 @@ def _require_rank(name, **ranked):
 
 def _product(name, left, right):
   """The matrix product, with torch's error where the shapes do not fit."""
-  _require_one_dtype(name, left, right)
+  require_one_dtype(name, left, right)
   inner = right.shape[-2] if right.ndim > 1 else right.shape[0]
   if left.shape[-1] != inner:
     raise RuntimeError(
@@ -154,7 +146,7 @@ def linear(input, weight, bias=None):
 
 @op(aten.tensordot)
 def _aten_tensordot(self, other, dims_self, dims_other):
-  _require_one_dtype("tensordot", self, other)
+  require_one_dtype("tensordot", self, other)
   return jnp.tensordot(self, other, axes=(tuple(dims_self), tuple(dims_other)))
 
 
@@ -164,7 +156,7 @@ def _aten_tensordot(self, other, dims_self, dims_other):
 @op(aten.addmm.default, aten.addmv)
 def _aten_addmm(self, mat1, mat2, beta=1, alpha=1):
   """`beta * self + alpha * (mat1 @ mat2)`; for addmv, `mat2` is a vector."""
-  _require_one_dtype("addmm", self, mat1, mat2)
+  require_one_dtype("addmm", self, mat1, mat2)
   return _affine(self, _product("addmm", mat1, mat2), beta, alpha)
 
 
@@ -184,7 +176,7 @@ def _aten_baddbmm(self, batch1, batch2, beta=1, alpha=1):
 def _aten_addbmm(self, batch1, batch2, beta=1, alpha=1):
   """The products of all batches are summed, inside one contraction."""
   _require_rank("addbmm", batch1=(batch1, 3), batch2=(batch2, 3))
-  _require_one_dtype("addbmm", self, batch1, batch2)
+  require_one_dtype("addbmm", self, batch1, batch2)
   total = jnp.einsum("bij,bjk->ik", batch1, batch2)
   return _affine(self, total, beta, alpha)
 

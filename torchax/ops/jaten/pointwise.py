@@ -20,6 +20,7 @@ from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten import _numbers
+from torchax.ops.jaten._arguments import require_one_dtype
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote, result_dtype, to_float
 
@@ -425,13 +426,29 @@ def _float_power(base, exponent):
   return jnp.where((base == 0) & (exponent.real > 0), 0, power)
 
 
+def _integer_power(base, exponent):
+  """An integer to a power that is not negative, modulo 2 to the bits of its dtype.
+
+  By squares: `jnp.power` looks at the lowest six bits of the exponent.
+  """
+  base, exponent = jnp.broadcast_arrays(base, exponent)
+  bits = jnp.iinfo(exponent.dtype).bits
+
+  def times(bit, powers):
+    power, square = powers
+    has_bit = (exponent >> bit.astype(exponent.dtype)) & 1
+    return jnp.where(has_bit, power * square, power), square * square
+
+  return lax.fori_loop(0, bits, times, (jnp.ones_like(base), base))[0]
+
+
 def _power(base, exponent):
   """Powers of arrays of one dtype; an integer to a negative power truncates to 0."""
   if not _is_exact(base):
     return _in_float32(_float_power)(base, exponent)
   if jnp.issubdtype(base.dtype, jnp.unsignedinteger):
-    return jnp.power(base, exponent)
-  power = jnp.power(base, jnp.maximum(exponent, 0))
+    return _integer_power(base, exponent)
+  power = _integer_power(base, jnp.maximum(exponent, 0))
   sign = jnp.where(exponent % 2 == 0, 1, base).astype(base.dtype)
   inverse = jnp.where(jnp.abs(base) == 1, sign, 0).astype(base.dtype)
   return jnp.where(exponent < 0, inverse, power)
@@ -469,7 +486,7 @@ def _aten_pow_scalar(self, exponent):
   if is_known and exponent in _SIMPLE_POWERS:
     return _in_float32(_SIMPLE_POWERS[exponent])(base)
   if _is_exact(base):  # modulo 2**32, and so in bytes
-    power = lax.integer_pow if is_known else jnp.power
+    power = lax.integer_pow if is_known else _integer_power
     return power(base.astype(jnp.promote_types(dtype, "int32")), exponent).astype(dtype)
   return _in_float32(lambda x: _float_power(x, jnp.asarray(exponent, x.dtype)))(base)
 
@@ -580,8 +597,8 @@ def _aten_fill(self, value):
 @op(aten.heaviside)
 def _aten_heaviside(self, values):
   """NaN counts as negative in torch."""
-  step, at_zero = promote(self, values)
-  return jnp.where(step == 0, at_zero, (step > 0).astype(step.dtype))
+  require_one_dtype("heaviside", self, values)
+  return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
 
 
 # --- Signs and rounding -------------------------------------------------------------

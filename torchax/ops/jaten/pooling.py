@@ -19,7 +19,7 @@ from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
 from torchax.ops.jaten._arguments import require_size
 from torchax.ops.jaten._opmath import expand_sizes, in_opmath, widen
-from torchax.ops.jaten._writes import assigned
+from torchax.ops.jaten._writes import added, assigned
 from torchax.ops.names import aten
 
 # The index of a cell of the padding: any cell of the input replaces it.
@@ -154,9 +154,16 @@ def _send_back(grad_output, self, indices, rank):
   """Adds each gradient to the cell that its maximum came from."""
   cells = jnp.zeros(_planes(self, rank).shape, widen(grad_output).dtype)
   rows = jnp.arange(cells.shape[0])[:, None]
-  cells = cells.at[rows, _planes(indices, rank)].add(
-    _planes(widen(grad_output), rank), mode="drop"
-  )
+  flat, count = _planes(indices, rank), cells.shape[1]
+  if count:
+    cells = out_of_range.write(
+      cells,
+      (rows, out_of_range.inside(flat, count)),
+      _planes(widen(grad_output), rank),
+      added,
+      out_of_range.outside(flat, count),
+      gathers=True,
+    )
   return cells.reshape(self.shape).astype(grad_output.dtype)
 
 

@@ -17,6 +17,7 @@ from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
+from torchax.ops.jaten._arguments import require_no_bool
 from torchax.ops.names import aten, prims
 from torchax.ops.op_base import promote, to_float
 
@@ -241,11 +242,13 @@ def _arg_extremum(name, find, self, dim, keepdim):
 
 @op(aten.argmax, index_results=(0,))
 def _aten_argmax(self, dim=None, keepdim=False):
+  require_no_bool("argmax()", self)
   return _arg_extremum("argmax", jnp.argmax, self, dim, keepdim)
 
 
 @op(aten.argmin, index_results=(0,))
 def _aten_argmin(self, dim=None, keepdim=False):
+  require_no_bool("argmin()", self)
   return _arg_extremum("argmin", jnp.argmin, self, dim, keepdim)
 
 
@@ -366,6 +369,7 @@ def _aten_norm(self, p=2, dim=None, keepdim=False, dtype=None):
 @op(aten.dist, static=("p",), prepare=_numbers.norm_order("p"))
 def _aten_dist(self, other, p=2):
   left, right = promote(self, other)
+  require_no_bool("dist, by its subtraction,", self, other)
   return _aten_linalg_vector_norm(left - right, p)
 
 

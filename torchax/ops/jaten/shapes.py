@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from torchax.core import out_of_range
 from torchax.core.view_steps import put_slice
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
+from torchax.ops.index_rules import Range
 from torchax.ops.jaten._arguments import dim_of, require_size
 from torchax.ops.names import aten, prims
 from torchax.ops.op_base import promote
@@ -72,10 +74,20 @@ def _has_known_length(args, kwargs) -> bool:
   return isinstance(repeats, int) or kwargs.get("output_size") is not None
 
 
+def _repeats_rule(repeats):
+  if not isinstance(repeats, int):
+    yield Range(repeats, 0, 2**31, RuntimeError, "repeats can not be negative")
+
+
+def _repeats_rules(self, repeats, dim=None, *, output_size=None):
+  return _repeats_rule(repeats)
+
+
 @op(
   aten.repeat_interleave.self_Tensor,
   aten.repeat_interleave.self_int,
   compiled=_has_known_length,
+  rules=_repeats_rules,
 )
 def repeat_interleave(self, repeats, dim=None, *, output_size=None):
   """Repeats each slice along `dim`, or each element without `dim`.
@@ -84,7 +96,8 @@ def repeat_interleave(self, repeats, dim=None, *, output_size=None):
     TracedStateError: `repeats` is traced and `output_size` is missing.
   """
   _require_length(repeats, output_size)
-  return jnp.repeat(self, repeats, dim, total_repeat_length=output_size)
+  repeated = jnp.repeat(self, repeats, dim, total_repeat_length=output_size)
+  return out_of_range.spoiled(repeated, jnp.any(jnp.asarray(repeats) < 0))
 
 
 def _require_length(repeats, output_size) -> None:
@@ -102,12 +115,17 @@ def _require_length(repeats, output_size) -> None:
     )
 
 
-@op(aten.repeat_interleave.Tensor, compiled=_has_known_length)
+@op(
+  aten.repeat_interleave.Tensor,
+  compiled=_has_known_length,
+  rules=lambda repeats, **named: _repeats_rule(repeats),
+)
 def _aten_repeat_interleave_tensor(repeats, *, output_size=None):
   """Each position as many times as `repeats` says, in the dtype of `repeats`."""
   _require_length(repeats, output_size)
   positions = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
-  return jnp.repeat(positions, repeats, total_repeat_length=output_size)
+  repeated = jnp.repeat(positions, repeats, total_repeat_length=output_size)
+  return out_of_range.spoiled(repeated, jnp.any(repeats < 0))
 
 
 @op(aten.flip)
@@ -397,6 +415,11 @@ def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
   dim = dim_of(dim, self.ndim)
   places = _slice_range(self.shape[dim], start, end, step)
   written = (*self.shape[:dim], len(places), *self.shape[dim + 1 :])
+  if src.shape != written:
+    raise RuntimeError(
+      "slice_scatter: expected src to have a size equal to the slice of self. src size "
+      f"= {list(src.shape)}, slice size = {list(written)}"
+    )
   src = jnp.broadcast_to(src.astype(self.dtype), written)
   if step == 1:
     return put_slice(self, src, dim, places.start) if len(places) else self

@@ -18,6 +18,7 @@ from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import Kind, op
 from torchax.ops.index_rules import Range
+from torchax.ops.jaten._arguments import require_one_dtype
 from torchax.ops.names import aten
 
 # --- Shapes and errors --------------------------------------------------------------
@@ -507,6 +508,7 @@ def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
       "torch.linalg.lstsq: input must have at least 2 dimensions, but got the shape "
       f"{self.shape}."
     )
+  require_one_dtype("torch.linalg.lstsq", self, b)
   is_vector = _is_vector_side(self, b)
   right = b[..., None] if is_vector else b
   left_vectors, values, right_vectors = singular(self, full_matrices=False)

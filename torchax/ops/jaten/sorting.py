@@ -119,6 +119,13 @@ def _aten_searchsorted(
       f"searchsorted expects side to be left or right, in accord with `right`, but "
       f"got side={side!r} and right={right}."
     )
+  rows, given = sorted_sequence.shape[:-1], jnp.shape(self)
+  if not sorted_sequence.ndim or (rows and rows != given[:-1]):
+    raise RuntimeError(
+      "torch.searchsorted(): the sorted sequence should have 1 dimension, or the first "
+      f"dimensions of the values, but got {list(sorted_sequence.shape)} and "
+      f"{list(given)}."
+    )
   side = side or ("right" if right else "left")
   if sorter is not None:
     broken = out_of_range.outside(sorter, sorted_sequence.shape[-1]).any()

@@ -14,6 +14,7 @@ from jax import lax
 from jax.scipy import special
 
 from torchax.ops.builtin import Kind, op
+from torchax.ops.jaten._arguments import require_no_bool
 from torchax.ops.jaten._chebyshev import chebyshev
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote, to_float
@@ -117,6 +118,7 @@ def _aten_mvlgamma(self, p):
   """log Γ_p(x) = p (p - 1)/4 log π + Σ lgamma(x - i/2), i = 0 … p - 1."""
   if p < 1:
     raise RuntimeError(f"p has to be greater than or equal to 1, but got p={p}.")
+  require_no_bool("mvlgamma", self)
 
   def sum_of_lgamma(x):
     terms = sum(lax.lgamma(x - i / 2) for i in range(p))

@@ -39,4 +39,9 @@ def _layer_norm(
 
 @register_function(F.rms_norm, functions.rms_norm, dynamic=("eps",))
 def _rms_norm(input, normalized_shape, weight=None, eps=None):
+  if input.ndim < len(normalized_shape):
+    raise ValueError(
+      f"Input tensor must have at least {len(normalized_shape)} dimensions, but got "
+      f"{input.ndim}"
+    )
   return _aten__fused_rms_norm(input, normalized_shape, weight, eps)[0]

@@ -1,0 +1,98 @@
+"""torch's own checks of arguments, once for each new program."""
+
+import pytest
+import torch
+from opinfo import database
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchax.core import programs
+from torchax.dispatch import torch_checks
+from torchax.ops.schema import functional_form, is_in_place, schema_of
+
+
+@pytest.fixture
+def asked(monkeypatch):
+  """The operations that torch's meta kernels were asked about, as they come."""
+  found = []
+  refusal = torch_checks.refusal
+
+  def noting(op, *given):
+    found.append(str(op))
+    return refusal(op, *given)
+
+  monkeypatch.setattr(torch_checks, "refusal", noting)
+  return found
+
+
+def test_torch_is_asked_once_for_each_new_shape(asked):
+  for size in (31, 31, 32, 31, 32):
+    torch.full((size,), 2.0).to("jax").frexp()
+  assert asked.count("aten.frexp.Tensor") == 2
+
+
+def test_what_is_refused_leaves_the_programs_of_others(asked):
+  right, wrong = torch.ones(3, 7).to("jax"), torch.ones(4, 7).to("jax")
+  torch.mm(right, right.T)
+  before = programs.count()
+  with pytest.raises(RuntimeError, match="cannot be multiplied"):
+    torch.mm(right, wrong)
+  assert programs.count() == before
+  asked.clear()
+  torch.mm(right, right.T)
+  assert programs.count() == before
+  assert not asked
+
+
+def test_numbers_of_the_first_call_do_not_speak_for_later_ones():
+  torch.arange(9.0).to("jax").kthvalue(8)
+  torch.arange(9.0).to("jax").kthvalue(7)
+  assert torch.arange(4.0).to("jax").kthvalue(2).values.item() == 1
+  with pytest.raises(RuntimeError, match="out of range"):
+    torch.arange(4.0).to("jax").kthvalue(8)
+
+
+def test_no_random_number_of_the_cpu_is_drawn():
+  torch.manual_seed(0)
+  before = torch.get_rng_state()
+  with pytest.raises(RuntimeError):
+    torch.rand(-1, device="jax")
+  torch.rand(3, 5, device="jax")
+  assert torch.equal(torch.get_rng_state(), before)
+
+
+class _Asking(TorchDispatchMode):
+  """Asks torch's meta kernels about each operation that the CPU runs."""
+
+  def __init__(self):
+    super().__init__()
+    self.count = 0
+    self.refused = []
+
+  def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    kwargs = kwargs or {}
+    op, schema = func, schema_of(func)
+    if schema.written and is_in_place(func):
+      op = functional_form(func)
+    is_asked = func.namespace == "aten" and op and not schema_of(op).written
+    error = None
+    if is_asked:
+      takes_device = "device" in schema_of(op).names
+      error = torch_checks.refusal(op, args, kwargs, takes_device)
+    result = func(*args, **kwargs)
+    self.count += bool(is_asked)
+    if error is not None:
+      self.refused.append((str(op), str(error)))
+    return result
+
+
+def test_meta_kernels_take_what_the_cpu_takes():
+  asking = _Asking()
+  for op in list(database.operators().values())[::8]:
+    is_asked = op.supports_dtype(torch.float32, "cpu")
+    if not is_asked or op.name.startswith(("sparse", "jiterator")):
+      continue
+    for sample in database.samples(op, torch.float32, 1):
+      with asking:
+        op(sample.input, *sample.args, **sample.kwargs)
+  assert asking.count > 100
+  assert not asking.refused
