@@ -572,12 +572,14 @@ def a_mesh_is_a_property_of_the_environment_inside_of_its_block(kind):
   assert env.param.mesh is None
 
 
-@case
-def a_bare_spec_is_about_the_mesh_of_the_block():
-  mesh = mesh_of(AxisType.Auto, data=4, model=2)
+@for_each_kind
+def a_bare_spec_is_about_the_mesh_of_the_block(kind):
+  mesh = mesh_of(kind, data=4, model=2)
   columns = jax_jit(lambda x: mark_sharding(x + 1, P(None, "model")))
   with mesh:
-    found = columns(torch.ones(8, 8, device="jax"))
+    found = columns(mesh.shard(torch.ones(8, 8), ("data",)))
+    whole = mark_sharding(torch.ones(8, 8, device="jax"), P(None, "model"))
+  require_alike(whole, found)
   require_alike(found, mesh.shard(torch.ones(8, 8), (None, "model")))
 
 

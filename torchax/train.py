@@ -9,7 +9,7 @@ from typing import Any, TypeVar, Unpack
 
 import jax
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from torchax.environment import env_on
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
@@ -45,8 +45,8 @@ def mark_sharding(x: Sharded, shardings: Any) -> Sharded:
 
   Args:
     x: the tensors.
-    shardings: a sharding, or a tree of them. A bare `PartitionSpec` is about the mesh
-      of the environment, inside of `with mesh_util.Mesh(…):`.
+    shardings: a sharding, or a tree of them; explicit axes are taken as well. A bare
+      `PartitionSpec` is about the mesh of the environment (`with mesh_util.Mesh(…):`).
   """
   mesh = env_on()._mesh
   if mesh is not None:
@@ -55,7 +55,14 @@ def mark_sharding(x: Sharded, shardings: Any) -> Sharded:
       shardings,
       is_leaf=lambda s: isinstance(s, PartitionSpec),
     )
+  leaves = jax.tree.leaves(shardings, is_leaf=lambda s: isinstance(s, PartitionSpec))
+  if any(isinstance(s, NamedSharding) and _is_explicit(s) for s in leaves):
+    return call_jax(jax.sharding.reshard, x, shardings)
   return call_jax(jax.lax.with_sharding_constraint, x, shardings)
+
+
+def _is_explicit(sharding: NamedSharding) -> bool:
+  return AxisType.Explicit in sharding.mesh.axis_types
 
 
 def remat(fun: Callable[P, R], **kwargs: Unpack[CheckpointOptions]) -> Callable[P, R]:
