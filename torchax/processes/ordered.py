@@ -1,9 +1,9 @@
 """Means over a batch that do not depend on how many devices compute them.
 
 Devices add what they have found in another order than one device adds all of it, so
-that sums of floating-point numbers differ in their last bits. Here a batch is cut into a
-fixed number of chunks. Each is computed by itself, by one program, and the results are
-added in the order of the chunks.
+that sums of floating-point numbers differ in their last bits. Here a batch is cut into
+a fixed number of chunks. Each is computed by itself, by one program, and the results
+are added in the order of the chunks.
 """
 
 import functools
