@@ -108,3 +108,10 @@ def test_a_killed_run_goes_on_bit_for_bit(of_two, tmp_path):
   assert (tmp_path / "run" / "1").exists() and not (tmp_path / "run" / "3").exists()
   found = _read(worlds.launch(2, *command, devices=4), out)
   assert found["mixed:8"] == of_two["mixed:8"]
+
+
+def test_in_a_fixed_order_losses_are_equal_bit_for_bit(tmp_path):
+  out = tmp_path / "found.json"
+  found = _read(worlds.alone(8, worlds.HERE / "fixed_order.py", out), out)
+  assert len(set(found["2"])) == len(found["2"]) == 8
+  assert found["2"] == found["4"] == found["8"]

@@ -198,3 +198,12 @@ def test_numbers_for_a_global_batch_keep_to_the_widths_of_jax():
   assert found["c"].dtype == torch.bfloat16
   with pytest.raises(OverflowError):
     processes.global_batch(torch.tensor([2**40]), sharding)
+
+
+def test_chunks_that_cannot_be_shared_equally_are_named():
+  mesh = in_processes.Mesh(np.array(in_processes.jax.devices()[:1]), ("data",))
+  with pytest.raises(ValueError, match="'data' divide, but got 0"):
+    processes.in_fixed_order(lambda w, x: x.mean(), mesh, "data", 0)
+  mean = processes.in_fixed_order(lambda w, x: x.mean(), mesh, "data", 4)
+  with pytest.raises(ValueError, match="into 4 chunks .* got 6 rows"):
+    mean({}, torch.ones(6, device="jax"))

@@ -9,6 +9,7 @@
 from torchax.processes.agreement import barrier, require_equal, require_same_program
 from torchax.processes.arrays import gather, global_batch, rows_here
 from torchax.processes.batches import Batches
+from torchax.processes.ordered import in_fixed_order
 from torchax.processes.start import initialize
 from torchax.processes.traffic import Collective, collectives, moved
 
@@ -19,6 +20,7 @@ __all__ = [
   "collectives",
   "gather",
   "global_batch",
+  "in_fixed_order",
   "initialize",
   "moved",
   "require_equal",

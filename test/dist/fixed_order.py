@@ -1,0 +1,54 @@
+"""Losses of a few steps whose sums have one order, on several numbers of devices.
+
+  fixed_order.py OUT    in a process with eight devices
+"""
+
+import json
+import pathlib
+import sys
+
+import torch
+import torch.nn.functional as F
+from jax.sharding import NamedSharding, PartitionSpec
+
+import torchax
+from benchmarks import sharded_transformer as transformer
+from torchax import processes
+from torchax.interop import jax_jit, jax_value_and_grad
+
+CHUNKS, STEPS, BATCH = 8, 8, 32
+
+
+def losses_on(devices: int) -> list[str]:
+  """The losses as hex numbers."""
+  mesh = transformer.mesh_of("data", devices)
+  model = transformer.model_on("data", mesh)
+
+  def loss_of(weights, tokens):
+    logits, _ = torch.func.functional_call(model, weights, (tokens[:, :-1],))
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().long())
+
+  mean = processes.in_fixed_order(jax_value_and_grad(loss_of), mesh, "data", CHUNKS)
+
+  @jax_jit
+  def step(weights, tokens):
+    loss, gradients = mean(weights, tokens)
+    return loss, {
+      name: weight - transformer.RATE * gradients[name]
+      for name, weight in weights.items()
+    }
+
+  rows = NamedSharding(mesh, PartitionSpec("data"))
+  weights = {name: p.detach() for name, p in model.named_parameters()}
+  data = transformer.batches(BATCH * STEPS).split(BATCH)
+  found = []
+  for tokens in data:
+    loss, weights = step(weights, processes.global_batch(tokens, rows))
+    found.append(loss.item().hex())
+  return found
+
+
+if __name__ == "__main__":
+  torchax.enable_globally()
+  found = {str(devices): losses_on(devices) for devices in (2, 4, 8)}
+  pathlib.Path(sys.argv[1]).write_text(json.dumps(found))
