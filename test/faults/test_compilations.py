@@ -325,3 +325,17 @@ def test_numbers_are_operands_of_graphs(row):
       counts.append(programs.count() - before)
       torch.testing.assert_close(found, function(x, number))
   assert counts[2:] == [0] * len(counts[2:])
+
+
+def test_a_changing_place_is_assigned_in_a_graph():
+  def assigned(x, n):
+    y = x.clone()
+    y[n] = 1.0
+    return y
+
+  with torchax.default_env():
+    x = torch.arange(12.0, device="jax").reshape(4, 3)
+    torch.compiler.reset()
+    compiled = torch.compile(assigned, backend="jax")
+    for n in (0, 2, 3, -1):
+      torch.testing.assert_close(compiled(x, n), assigned(x, n))
