@@ -223,6 +223,10 @@ NO_VALUE = (
 """What JAX raises where the values of a traced array are asked for."""
 
 
+# Of shapes, of slices, and of slices from JAX 0.12 on.
+_STATIC = ("concrete values", "static integers", "static start/stop/step")
+
+
 def is_about_values(error: BaseException) -> bool:
   """True for what JAX raises where a traced array would have to be known.
 
@@ -231,7 +235,7 @@ def is_about_values(error: BaseException) -> bool:
   if isinstance(error, NO_VALUE):
     return True
   text = str(error) if type(error) in (TypeError, IndexError) else ""
-  return "Tracer(" in text and ("concrete values" in text or "static integers" in text)
+  return "Tracer(" in text and any(words in text for words in _STATIC)
 
 
 def is_about_donation(error: BaseException) -> bool:

@@ -12,6 +12,8 @@ from torchax.errors import NotAddressableError
 
 def is_whole(array: Any) -> bool:
   """True for an array whose numbers this process can read."""
+  if not isinstance(array, jax.Array):  # numpy's
+    return True
   return array.is_fully_addressable or array.is_fully_replicated
 
 
