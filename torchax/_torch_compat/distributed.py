@@ -103,17 +103,13 @@ def leave_default_backend_alone() -> None:
   """
 
   def choose(original, self, backend):
-    owner: Any = private.walk("torch._C")
-    known = owner._get_accelerator
-    is_ours = str(backend) == "undefined" and known().type == BACKEND
-    if is_ours:
-      other = "cuda" if torch.cuda.is_available() else "cpu"
-      owner._get_accelerator = lambda *args: torch.device(other)
-    try:
-      original(self, backend)
-    finally:
-      if is_ours:
-        owner._get_accelerator = known
+    accelerator = torch.accelerator.current_accelerator()
+    is_ours = accelerator is not None and accelerator.type == BACKEND
+    if is_ours and str(backend) == "undefined":
+      device = "cuda" if torch.cuda.is_available() else "cpu"
+      known: Any = torch.distributed.Backend
+      backend = f"{device}:{known.default_device_backend_map[device]}"
+    original(self, backend)
 
   reroute_method(torch.distributed.distributed_c10d.BackendConfig, "__init__", choose)
 

@@ -289,6 +289,7 @@ def _c10d_broadcast(self, src: int, group_name: str):
   return _sum(jnp.where(is_source, self, jnp.zeros_like(self)), axes)
 
 
+@_lowers("_wrap_tensor_autograd")  # from torch 2.15 on
 @_lowers("wait_tensor")
 def _c10d_wait_tensor(tensor):
   """The tensor: XLA knows what depends on what, and waits by itself."""
