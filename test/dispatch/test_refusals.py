@@ -25,8 +25,8 @@ JIT = {"script": torch.jit.script, "trace": lambda m: torch.jit.trace(m, POINTS)
 each_jit = pytest.mark.parametrize("way", JIT)
 
 
-def test_data_parallel_names_sharding():
-  with pytest.raises(NotImplementedError, match="shard the batch over"):
+def test_data_parallel_without_a_process_group_names_the_line_to_write():
+  with pytest.raises(RuntimeError, match=r'init_process_group\("jax"\)'):
     DistributedDataParallel(_model().to("jax"))
 
 

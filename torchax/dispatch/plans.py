@@ -199,8 +199,10 @@ class Plan:
     """Raises torch's own error for arguments that torch refuses on every device."""
     if self._is_checked:
       given = (self.op, args, kwargs, self._takes_device)
-      if torch_checks.refusal(*given) is not None:
-        _require_label_dtypes(*given[:3], self.operator)
+      refusal = torch_checks.refusal(*given)
+      if refusal is not None:
+        if not isinstance(refusal, IndexError):  # which torch has good words for
+          _require_label_dtypes(*given[:3], self.operator)
         torch_checks.raise_as_torch(*given)
 
   def forget(self, args, kwargs, key, write=None) -> None:

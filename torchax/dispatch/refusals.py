@@ -16,11 +16,6 @@ from torchax.environment import default_env
 from torchax.tensor import Tensor
 from torchax.view import View
 
-_DATA_PARALLEL = (
-  "DistributedDataParallel has no way to jax tensors: one process drives all of JAX's "
-  "devices, so leave the wrapper out, and shard the batch over a `jax.sharding.Mesh` "
-  "inside `torchax.interop.jax_jit`."
-)
 _SCRIPT_FILE = (
   "A TorchScript file holds numbers of the CPU, and this module's are on jax: script "
   "or trace the module on the CPU and save that, or write a program with "
@@ -97,8 +92,6 @@ def _of_other_tensors(make_fx: Callable) -> Callable:
 
 def register() -> None:
   """Puts the checks in place."""
-  parallel = torch.nn.parallel.DistributedDataParallel
-  _refuse(parallel, "__init__", lambda _, m, *a, **k: _is_on_jax(m), _DATA_PARALLEL)
   # Modules that were traced are of the first class alone.
   for scripted in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule):
     for name in ("save", "save_to_buffer"):
