@@ -199,9 +199,8 @@ class Plan:
     """Raises torch's own error for arguments that torch refuses on every device."""
     if self._is_checked:
       given = (self.op, args, kwargs, self._takes_device)
-      refusal = torch_checks.refusal(*given)
-      if refusal is not None:
-        if not isinstance(refusal, IndexError):  # which torch has good words for
+      if torch_checks.refusal(*given) is not None:
+        if self.operator.check is None:  # which looks at dtypes itself
           _require_label_dtypes(*given[:3], self.operator)
         torch_checks.raise_as_torch(*given)
 
