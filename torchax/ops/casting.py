@@ -14,6 +14,9 @@ from torchax.ops import narrowing
 
 _E4M3FN = jnp.dtype(jnp.float8_e4m3fn)
 _E8M0FNU = jnp.dtype(jnp.float8_e8m0fnu)
+_WITHOUT_MINUS_ZERO = frozenset(
+  map(jnp.dtype, (jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz))
+)
 _FLOAT8 = frozenset(
   jnp.dtype(dtype)
   for dtype in (
@@ -56,6 +59,10 @@ def _to_float8(array: jax.Array, dtype) -> jax.Array:
     wide = jnp.clip(wide, -largest, largest)
   if dtype == _E8M0FNU:
     return _to_power_of_two(jnp.abs(wide))
+  if dtype in _WITHOUT_MINUS_ZERO:
+    # What rounds to zero: its bits with a sign are NaN, which XLA may take for -0.
+    half = float(jnp.finfo(dtype).smallest_subnormal) / 2
+    wide = jnp.where(jnp.abs(wide) <= half, 0, wide)
   return lax.convert_element_type(wide, dtype)
 
 
