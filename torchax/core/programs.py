@@ -159,8 +159,9 @@ def jit(function: Callable, is_of_user: bool = False, **options):
 
 
 # Of XLA's CPU compiler. Its newer emitters and LLVM's levels above 1 take two to six
-# times as long for the program of one operation, which runs no faster for it and gives
-# the same bits (benchmarks/compiling.py); so few kernels are best compiled together.
+# times as long for the program of one operation, which runs no faster for it
+# (benchmarks/compiling.py) and gives the same bits, but for the order in which a sum is
+# added; so few kernels are best compiled together.
 _QUICK = {
   "xla_cpu_use_fusion_emitters": False,
   "xla_backend_optimization_level": 1,

@@ -1,0 +1,107 @@
+"""How programs of single operations are compiled, in traces and outside of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from torchax.core import programs
+from torchax.ops.casting import cast
+
+NUMBERS = np.random.default_rng(0).standard_normal((9, 33)).astype(np.float32)
+SCALES = np.exp2(np.random.default_rng(1).integers(-26, 18, NUMBERS.shape))
+WIDE = (NUMBERS * SCALES).astype(np.float32)
+WIDE[0, :5] = 0.0, -0.0, np.inf, -np.inf, np.nan
+
+FUNCTIONS = {
+  "exp": jnp.exp,
+  "log": lambda x: jnp.log(jnp.abs(x)),
+  "tanh": jnp.tanh,
+  "erf": lax.erf,
+  "sin": jnp.sin,
+  "power": lambda x: jnp.abs(x) ** 1.7,
+  "softmax": lambda x: jax.nn.softmax(x, -1),
+  "sums": lambda x: (x.sum(), x.sum(0), x.sum(1)),
+  "product": lambda x: x.prod(1),
+  "cumulative sum": lambda x: jnp.cumsum(x, 1),
+  "sort": lambda x: jnp.sort(x, 1),
+  "index": lambda x: x[:, ::3].T,
+  "gradient": jax.grad(lambda x: (jax.nn.gelu(x) ** 2).sum()),
+  "product of matrices": lambda x: x @ x.T,
+  "bfloat16": lambda x: jax.nn.gelu(x.astype(jnp.bfloat16)),
+  "float16": lambda x: jnp.exp(x.astype(jnp.float16)),
+  "complex": lambda x: jnp.exp(lax.complex(x, x)),
+  "integers": lambda x: (x * 10).astype(jnp.int32) // 3 % 7,
+  "normal numbers": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
+  **{
+    f"to {dtype}": lambda x, dtype=dtype: cast(x, dtype)
+    for dtype in (
+      "bfloat16",
+      "float16",
+      "int8",
+      "uint8",
+      "float8_e4m3fn",
+      "float8_e5m2",
+      "float8_e4m3fnuz",
+      "float8_e5m2fnuz",
+      "float8_e8m0fnu",
+    )
+  },
+}
+
+
+def _bits(result) -> list[bytes]:
+  # One NaN is as good as another.
+  arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(result)]
+  return [np.where(np.isnan(a), np.ones_like(a), a).tobytes() for a in arrays]
+
+
+# XLA adds and multiplies in another order, as it does in a program of more operations.
+IN_ANOTHER_ORDER = ("softmax", "sums", "product")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_programs_that_compile_quickly_give_the_same_numbers(name):
+  function = FUNCTIONS[name]
+  x = WIDE if name.startswith("to ") else NUMBERS
+  quick = jax.jit(function, compiler_options=programs.quick_options())(x)
+  expected = jax.jit(lambda x: function(x))(x)
+  if name in IN_ANOTHER_ORDER:
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+      quick,
+      expected,
+    )
+  else:
+    assert _bits(quick) == _bits(expected)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU alone")
+def test_the_options_are_known_to_this_version_of_xla():
+  assert programs.quick_options() == programs._QUICK
+
+
+def test_an_option_that_xla_does_not_know_is_left_out():
+  assert not programs._is_known("xla_cpu_of_a_later_version", True)
+
+
+def test_a_value_that_xla_refuses_is_an_error():
+  with pytest.raises(jax.errors.JaxRuntimeError):
+    programs._is_known("xla_backend_optimization_level", "high")
+
+
+def test_a_program_runs_inside_of_every_transformation():
+  double = programs.jit(lambda x: 2 * x)
+  x = jnp.arange(3.0)
+  within = double.in_traces
+  assert (double(x) == 2 * x).all()
+  assert jax.grad(lambda x: within(x).sum())(x).tolist() == [2.0, 2.0, 2.0]
+  assert jax.jit(lambda x: within(x) + 1)(x).tolist() == [1.0, 3.0, 5.0]
+  assert jax.vmap(within)(x).tolist() == [0.0, 2.0, 4.0]
+  assert jax.jit(jax.grad(lambda x: within(x).sum()))(x).tolist() == [2.0] * 3
+
+
+def test_programs_of_users_have_their_own_options():
+  theirs = programs.jit(lambda x: x + 1, is_of_user=True)
+  assert jax.jit(lambda x: theirs(x))(jnp.ones(2)).tolist() == [2.0, 2.0]
