@@ -24,7 +24,7 @@ from torchax.devices import placement
 from torchax.dispatch import compiling, derivatives, index_checks, torch_checks
 from torchax.dispatch.operands import IGNORED, Flattener, PreparedFlattener, strong
 from torchax.errors import MixedDeviceError, RngError, WrongDtypeError
-from torchax.ops import mappings, real_numbers
+from torchax.ops import mappings, narrowing, real_numbers
 from torchax.ops.derivatives import formula_of
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
@@ -500,6 +500,7 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
   if _jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
   is_plain = type(error) in _PLAIN or str(error) == _RANK
+  is_plain = is_plain and narrowing.REMEDY not in str(error)  # in words of our own
   if is_plain:
     _require_label_dtypes(op, args, kwargs, operator)
   if is_plain and operator.is_builtin:

@@ -29,6 +29,9 @@ _OF_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError
 _BY_MISTAKE = (ArithmeticError, AttributeError, KeyError, MemoryError)
 # So many are made to ask the CPU what it says.
 _MOST_NUMBERS = 2**20
+# What torch calls int64 is held in 32 bits, without JAX's x64 mode.
+_WIDE = {torch.int32: torch.int64}
+_WIDTHS = ("Long", "long", "int64")
 _TENSOR = object()
 """In place of a tensor in the arguments of a program's first call."""
 
@@ -116,9 +119,7 @@ def refusal(op, args, kwargs, takes_device: bool = False) -> Exception | None:
   error = _raised(op, args, kwargs, _on_meta, {})
   if error is None or jax.config.jax_enable_x64:
     return error
-  # What torch calls int64 is held in 32 bits then.
-  wide = _raised(op, args, kwargs, _on_meta, {torch.int32: torch.int64})
-  return wide
+  return _of_both(error, _raised(op, args, kwargs, _on_meta, _WIDE))
 
 
 def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
@@ -136,10 +137,15 @@ def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
       warnings.simplefilter("ignore")
       error = _raised(op, args, kwargs, _on_cpu, {})
       if error is not None and not jax.config.jax_enable_x64:
-        wide = _raised(op, args, kwargs, _on_cpu, {torch.int32: torch.int64})
-        error = wide
+        error = _of_both(error, _raised(op, args, kwargs, _on_cpu, _WIDE))
   if error is not None:
     raise error.with_traceback(None) from None
+
+
+def _of_both(narrow: Exception, wide: Exception | None) -> Exception | None:
+  """The error that is no matter of 32 or 64 bits; None where 64 raise none."""
+  is_of_width = any(word in str(narrow) for word in _WIDTHS)
+  return wide if wide is None or is_of_width else narrow
 
 
 def _count(given) -> int:
