@@ -133,12 +133,13 @@ def name_of(function: Callable) -> str:
   return getattr(function, "__name__", type(function).__name__)
 
 
-def jit(function: Callable, is_of_user: bool = False, **options):
+def jit(function: Callable, is_of_user: bool = False, draws: bool = False, **options):
   """`jax.jit` of a function whose programs are counted.
 
   Args:
     function: as `jax.jit` takes it.
     is_of_user: see `Counted`; others are compiled with `quick_options`.
+    draws: it draws random numbers, which have the same bits in programs of users.
     **options: of `jax.jit`.
 
   Returns:
@@ -152,7 +153,7 @@ def jit(function: Callable, is_of_user: bool = False, **options):
     return counted.traced(function, *args, **kwargs)
 
   traced.__name__ = counted.name
-  own = {} if is_of_user else {"compiler_options": quick_options()}
+  own = {} if is_of_user else {"compiler_options": quick_options(draws)}
   jitted = counted.of(jax.jit(traced, **options, **own))
   jitted.in_traces = jax.jit(traced, **options)
   return jitted
@@ -160,8 +161,8 @@ def jit(function: Callable, is_of_user: bool = False, **options):
 
 # Of XLA's CPU compiler. Its newer emitters and LLVM's levels above 1 take two to six
 # times as long for the program of one operation, which runs no faster for it
-# (benchmarks/compiling.py) and gives the same bits, but for the order in which a sum is
-# added; so few kernels are best compiled together.
+# (benchmarks/compiling.py) and gives the same bits, but for tangents and the order in
+# which a sum is added; so few kernels are best compiled together.
 _QUICK = {
   "xla_cpu_use_fusion_emitters": False,
   "xla_backend_optimization_level": 1,
@@ -169,9 +170,17 @@ _QUICK = {
 }
 
 
+# The older ones have another tangent, so that Cauchy numbers would not be those of a
+# compiled function.
+_NOT_FOR_DRAWS = "xla_cpu_use_fusion_emitters"
+
+
 @functools.cache
-def quick_options() -> dict | None:
+def quick_options(draws: bool = False) -> dict | None:
   """Compiler options for programs that are small; starts JAX.
+
+  Args:
+    draws: for random numbers: only such that change no bit of any function.
 
   Returns:
     Those of XLA's CPU options that this version knows; None on other platforms.
@@ -179,6 +188,8 @@ def quick_options() -> dict | None:
   if jax.default_backend() != "cpu":
     return None
   known = {name: value for name, value in _QUICK.items() if _is_known(name, value)}
+  if draws:
+    known.pop(_NOT_FOR_DRAWS, None)
   return known or None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torchax import _jax_compat
 from torchax.core import programs
 from torchax.errors import DataDependentError
-from torchax.ops.ops_registry import Operator, name_of
+from torchax.ops.ops_registry import Kind, Operator, name_of
 
 _logger = logging.getLogger("torchax")
 
@@ -36,7 +36,8 @@ def compiled(
     The function, and as its `in_traces` the same for calls inside of transformations.
   """
   options = {} if place is None else {"out_shardings": place}
-  jitted = programs.jit(function, **options)
+  draws = operator is not None and operator.kind is Kind.SAMPLER
+  jitted = programs.jit(function, draws=draws, **options)
   if operator is None or operator.compiled is not None:
     return jitted
   attempt = _attempt(jitted, function, operator)

@@ -126,7 +126,9 @@ def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
   """Raises what torch raises for tensors of the same shapes and dtypes.
 
   For arguments that something has refused: torch's words for the CPU are better than
-  those of its meta kernels or of JAX. It is asked with zeros, unless they are many.
+  those of its meta kernels or of JAX. It is asked with zeros and with ones, unless they
+  are many: what it says of numbers, as of probabilities that are all zero, does not
+  count.
   """
   if _count((args, kwargs)) > _MOST_NUMBERS:
     error = refusal(op, args, kwargs, takes_device)
@@ -135,9 +137,13 @@ def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
       kwargs = {**(kwargs or {}), "device": torch.device("cpu")}
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
       warnings.simplefilter("ignore")
-      error = _raised(op, args, kwargs, _on_cpu, {})
+      error = _raised(op, args, kwargs, _of_zeros, {})
       if error is not None and not jax.config.jax_enable_x64:
-        error = _of_both(error, _raised(op, args, kwargs, _on_cpu, _WIDE))
+        error = _of_both(error, _raised(op, args, kwargs, _of_zeros, _WIDE))
+      if error is not None and _raised(op, args, kwargs, _of_ones, {}) is None:
+        error = None
+    if isinstance(error, torch.linalg.LinAlgError):
+      error = None
   if error is not None:
     raise error.with_traceback(None) from None
 
@@ -193,5 +199,9 @@ def _on_meta(shape, dtype):
   return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _on_cpu(shape, dtype):
+def _of_zeros(shape, dtype):
   return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def _of_ones(shape, dtype):
+  return torch.ones(shape, dtype=torch.uint8, device="cpu").to(dtype)
