@@ -77,9 +77,17 @@ def test_programs_that_compile_quickly_give_the_same_numbers(name):
     assert _bits(quick) == _bits(expected)
 
 
+@pytest.mark.parametrize("name", [*FUNCTIONS, "tangent"])
+def test_options_for_draws_change_no_bit(name):
+  function = FUNCTIONS.get(name, jnp.tan)
+  quick = jax.jit(function, compiler_options=programs.quick_options(draws=True))
+  assert _bits(quick(NUMBERS)) == _bits(jax.jit(lambda x: function(x))(NUMBERS))
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU alone")
 def test_the_options_are_known_to_this_version_of_xla():
   assert programs.quick_options() == programs._QUICK
+  assert programs.quick_options(draws=True).keys() < programs._QUICK.keys()
 
 
 def test_an_option_that_xla_does_not_know_is_left_out():
