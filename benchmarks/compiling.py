@@ -72,7 +72,9 @@ def _compiled(function: Callable, args, options):
 
 def _rows_of(name: str, function: Callable, *args) -> list[Row]:
   quick, default = [], []
-  options = programs.quick_options(name in _DRAWS)
+  draws = name in _DRAWS
+  effort = programs.Effort.SAME_BITS if draws else programs.Effort.LEAST
+  options = programs.quick_options(effort)
   for _ in range(ROUNDS):
     quick.append(_compiled(function, args, options))
     default.append(_compiled(function, args, None))

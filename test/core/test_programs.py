@@ -77,17 +77,23 @@ def test_programs_that_compile_quickly_give_the_same_numbers(name):
     assert _bits(quick) == _bits(expected)
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "tangent"])
-def test_options_for_draws_change_no_bit(name):
+ELEMENTWISE = [name for name in (*FUNCTIONS, "tangent") if name not in IN_ANOTHER_ORDER]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_options_for_the_same_bits_change_none_but_of_sums(name):
   function = FUNCTIONS.get(name, jnp.tan)
-  quick = jax.jit(function, compiler_options=programs.quick_options(draws=True))
+  options = programs.quick_options(programs.Effort.SAME_BITS)
+  quick = jax.jit(function, compiler_options=options)
   assert _bits(quick(NUMBERS)) == _bits(jax.jit(lambda x: function(x))(NUMBERS))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU alone")
 def test_the_options_are_known_to_this_version_of_xla():
   assert programs.quick_options() == programs._QUICK
-  assert programs.quick_options(draws=True).keys() < programs._QUICK.keys()
+  same_bits = programs.quick_options(programs.Effort.SAME_BITS)
+  assert same_bits.keys() < programs._QUICK.keys()
+  assert programs.quick_options(programs.Effort.FULL) is None
 
 
 def test_an_option_that_xla_does_not_know_is_left_out():

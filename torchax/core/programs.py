@@ -12,6 +12,7 @@ new shape costs. `quick_options` says how.
 
 import contextlib
 import ctypes
+import enum
 import functools
 import gc
 import threading
@@ -133,13 +134,26 @@ def name_of(function: Callable) -> str:
   return getattr(function, "__name__", type(function).__name__)
 
 
-def jit(function: Callable, is_of_user: bool = False, draws: bool = False, **options):
+class Effort(enum.Enum):
+  """What XLA's CPU compiler does for a program."""
+
+  LEAST = "least"  # sums and tangents may differ in the last bit
+  SAME_BITS = "same bits"  # but for the order in which sums are added
+  FULL = "full"
+
+
+def jit(
+  function: Callable,
+  is_of_user: bool = False,
+  effort: Effort = Effort.LEAST,
+  **options,
+):
   """`jax.jit` of a function whose programs are counted.
 
   Args:
     function: as `jax.jit` takes it.
-    is_of_user: see `Counted`; others are compiled with `quick_options`.
-    draws: it draws random numbers, which have the same bits in programs of users.
+    is_of_user: see `Counted`; the user's are compiled with full effort.
+    effort: for others, by `quick_options`.
     **options: of `jax.jit`.
 
   Returns:
@@ -153,7 +167,7 @@ def jit(function: Callable, is_of_user: bool = False, draws: bool = False, **opt
     return counted.traced(function, *args, **kwargs)
 
   traced.__name__ = counted.name
-  own = {} if is_of_user else {"compiler_options": quick_options(draws)}
+  own = {} if is_of_user else {"compiler_options": quick_options(effort)}
   jitted = counted.of(jax.jit(traced, **options, **own))
   jitted.in_traces = jax.jit(traced, **options)
   return jitted
@@ -172,24 +186,24 @@ _QUICK = {
 
 # The older ones have another tangent, so that Cauchy numbers would not be those of a
 # compiled function.
-_NOT_FOR_DRAWS = "xla_cpu_use_fusion_emitters"
+_NOT_THE_SAME_BITS = "xla_cpu_use_fusion_emitters"
 
 
 @functools.cache
-def quick_options(draws: bool = False) -> dict | None:
+def quick_options(effort: Effort = Effort.LEAST) -> dict | None:
   """Compiler options for programs that are small; starts JAX.
 
   Args:
-    draws: for random numbers: only such that change no bit of any function.
+    effort: what the programs are for.
 
   Returns:
     Those of XLA's CPU options that this version knows; None on other platforms.
   """
-  if jax.default_backend() != "cpu":
+  if jax.default_backend() != "cpu" or effort is Effort.FULL:
     return None
   known = {name: value for name, value in _QUICK.items() if _is_known(name, value)}
-  if draws:
-    known.pop(_NOT_FOR_DRAWS, None)
+  if effort is Effort.SAME_BITS:
+    known.pop(_NOT_THE_SAME_BITS, None)
   return known or None
 
 

@@ -36,13 +36,20 @@ def compiled(
     The function, and as its `in_traces` the same for calls inside of transformations.
   """
   options = {} if place is None else {"out_shardings": place}
-  draws = operator is not None and operator.kind is Kind.SAMPLER
-  jitted = programs.jit(function, draws=draws, **options)
+  jitted = programs.jit(function, effort=_effort(operator), **options)
   if operator is None or operator.compiled is not None:
     return jitted
   attempt = _attempt(jitted, function, operator)
   attempt.in_traces = _attempt(jitted.in_traces, function, operator)
   return attempt
+
+
+def _effort(operator: Operator | None) -> programs.Effort:
+  """How a lowering is compiled: what draws has the bits of compiled functions."""
+  if operator is None or operator.kind is not Kind.SAMPLER:
+    return programs.Effort.LEAST
+  is_known = operator.is_builtin and not operator.adds_up
+  return programs.Effort.SAME_BITS if is_known else programs.Effort.FULL
 
 
 def _attempt(jitted: Callable, function: Callable, operator: Operator) -> Callable:

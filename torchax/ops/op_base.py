@@ -63,6 +63,7 @@ def op(
   index_results: tuple[int, ...] = (),
   takes_cpu: bool = False,
   distribution: str = "",
+  adds_up: bool = False,
   overwrites: bool = False,
   is_builtin: bool = False,
 ) -> Callable:
@@ -97,6 +98,8 @@ def op(
     index_results: places of the results that are indices.
     takes_cpu: it takes CPU tensors beside jax tensors.
     distribution: what it draws, for ledgers, where its name does not say it.
+    adds_up: a sampler that adds floats up; eagerly it is compiled as functions of users
+      are, so that it adds them in the order in which these do.
     overwrites: its in-place form uses nothing of its target but shape and dtype.
     is_builtin: it is one of the library's own; see `ops_registry.py`.
 
@@ -127,6 +130,7 @@ def op(
           index_results=index_results,
           takes_cpu=takes_cpu,
           distribution=distribution,
+          adds_up=adds_up,
           overwrites=overwrites,
           is_builtin=is_builtin,
         )

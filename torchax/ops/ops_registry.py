@@ -85,6 +85,7 @@ class Operator:
     takes_cpu: takes CPU tensors beside jax tensors, as torch does here.
     distribution: what a sampler draws, for ledgers, where the operation's name does not
       say it; with its parameters where these are no arguments.
+    adds_up: a sampler that adds floats up, in an order that the compiler chooses.
     overwrites: the in-place form uses nothing of its target but shape and dtype.
     is_builtin: one of the library's own, which follows the rules of that style.
     replaced: the operator in whose place this one was registered.
@@ -108,6 +109,7 @@ class Operator:
   index_results: tuple[int, ...] = ()
   takes_cpu: bool = False
   distribution: str = ""
+  adds_up: bool = False
   overwrites: bool = False
   is_builtin: bool = False
   replaced: "Operator | None" = None
