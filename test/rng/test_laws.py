@@ -22,6 +22,7 @@ from torchax.interop import (
   jax_view,
   torch_view,
 )
+from torchax.ops import ops_registry
 from torchax.rng import RngState, is_typed_key, samplers
 from torchax.rng.threefry import unrolled_key
 
@@ -694,3 +695,44 @@ def test_no_key_is_used_twice_as_far_as_jax_can_tell(env):
       jax_jit(f)(_x())
     _ = env.prng_key
     jax_jit(f)(_x())
+
+
+# Sums of floats -----------------------------------------------------------------------
+
+# Their order is the compiler's: what adds up is compiled with the effort that programs
+# of users get, so that an eager draw is the compiled one bit for bit.
+ADDING_UP = {
+  "multinomial with replacement": DRAWS["multinomial with replacement"],
+  "dirichlet": lambda x: torch._sample_dirichlet(x.detach()),
+}
+FURTHER = {
+  "poisson": lambda x: torch.poisson(x.detach()),
+  "binomial": lambda x: torch.binomial(x.detach() * 9, torch.full_like(x, 0.4)),
+  "gamma": lambda x: torch._standard_gamma(x.detach()),
+  "rrelu": lambda x: F.rrelu(x, training=True),
+}
+_SUMS = {"reduce_sum", "cumsum", "cumprod", "reduce_prod", "dot_general"}
+
+
+def _sums_of_floats(jaxpr) -> set[str]:
+  return {
+    equation.primitive.name
+    for equation in _equations(jaxpr)
+    if equation.primitive.name in _SUMS
+    and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+  }
+
+
+@pytest.mark.parametrize("name", {**DRAWS, **FURTHER, **ADDING_UP})
+def test_samplers_that_add_up_say_so(env, name):
+  draw = {**DRAWS, **FURTHER, **ADDING_UP}[name]
+  with env:
+    view = jax_view(draw)
+    closed = jax.make_jaxpr(view)(jnp.linspace(0.1, 1, 6), rng=jax.random.key(0))
+  assert bool(_sums_of_floats(closed.jaxpr)) == (name in ADDING_UP)
+
+
+def test_the_samplers_that_add_up_are_compiled_as_programs_of_users_are():
+  operators = ops_registry.all_aten_ops.values()
+  known = {str(each.torch_op).split(".")[1] for each in operators if each.adds_up}
+  assert known == {"multinomial", "_sample_dirichlet"}
