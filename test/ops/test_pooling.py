@@ -136,3 +136,14 @@ def test_unpooling_refuses_strides_below_one_as_torch_does(stride):
   for device in ("cpu", "jax"):
     with torchax.default_env(), pytest.raises(RuntimeError, match="greater than zero"):
       F.max_unpool3d(pooled.to(device), indices.to(device), 2, stride)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_adaptive_maxima_of_no_channels_are_none(rank):
+  function = getattr(torch.nn.functional, f"adaptive_max_pool{rank}d")
+  with torchax.default_env():
+    for shape in ((0, *(4,) * rank), (0, 2, *(4,) * rank)):
+      expected = function(torch.ones(shape, device="cpu"), 2)
+      assert function(torch.ones(shape, device="jax"), 2).shape == expected.shape
+    with pytest.raises(RuntimeError, match="non-zero size"):
+      function(torch.ones(2, 0, *(4,) * rank, device="jax"), 2)

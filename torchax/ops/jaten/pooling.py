@@ -454,7 +454,8 @@ def _adaptive_max_pool(self, output_size, rank):
       f"{output_size}."
     )
   require_size(output_size if isinstance(output_size, tuple) else (output_size,))
-  _check_not_empty(self, rank)
+  if self.ndim != rank + 1 or self.shape[0]:  # torch takes no channels, unbatched
+    _check_not_empty(self, rank)
   values, indices = self, _index_plane(self, rank)
   sizes = _adaptive_sizes(self, output_size, rank)
   for back, pooled in enumerate(reversed(sizes), start=1):
