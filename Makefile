@@ -17,6 +17,8 @@
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style, formatting and types;  make format  mends what it can
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
+#   make bench-accelerator  measures on the device that JAX finds, as a table
+#   make test-accelerator   runs the tests of operations and programs there
 #   make docs    builds the site into site/
 #   make install makes the environment only
 #   make clean   removes what was built;  make distclean  the environment as well
@@ -37,7 +39,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream soak lint format bench docs clean distclean
+.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-accelerator soak bench-accelerator lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -137,6 +139,15 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-accelerator: $(STAMP)
+	$(BIN)/python -m benchmarks.accelerator $(ARGS)
+
+# One process: a second one would find the device's memory taken.
+test-accelerator: $(STAMP)
+	TORCHAX_ACCELERATOR=1 $(BIN)/python -m pytest -q --durations=10 \
+	  -m 'not programs and not distributions' test/ops test/core test/dispatch \
+	  test/tracing test/dynamo test/rng test/test_training.py $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
