@@ -185,3 +185,38 @@ def test_in_one_process(name):
 def test_other_backends_are_as_without_torchax(before):
   use = GLOO + 'use(backend="gloo")\nuse()\n'
   assert _output(before + use) == _output(use, imports="torch")
+
+
+OF_A_LAUNCHER = """
+import torch, torchax
+import torch.distributed as dist
+dist.init_process_group("jax")
+total = torch.ones(2, device="jax") * (dist.get_rank() + 1)
+dist.all_reduce(total)
+print(dist.get_rank(), "of", dist.get_world_size(), total.tolist(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+  "launcher",
+  [
+    ("torchax.launch", "-n", "2"),
+    ("torch.distributed.run", "--nproc-per-node=2"),
+  ],
+  ids=["torchax.launch", "torchrun"],
+)
+def test_a_group_connects_the_processes_of_a_launcher(launcher, tmp_path):
+  script = tmp_path / "program.py"
+  script.write_text(OF_A_LAUNCHER)
+  result = subprocess.run(
+    [sys.executable, "-m", *launcher, str(script)],
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=240,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+  )
+  assert result.returncode == 0, result.stderr[-3000:]
+  for rank in range(2):
+    assert f"{rank} of 2 [3.0, 3.0]" in result.stdout

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from jax.experimental import multihost_utils
 
-from torchax import _torch_compat
+from torchax import _jax_compat, _torch_compat, processes
 from torchax.devices import placement
 from torchax.errors import CollectiveError
 from torchax.ops import jc10d
@@ -260,14 +260,16 @@ def _world() -> dict:
   Raises:
     CollectiveError: a launcher has started several processes that JAX knows nothing of.
   """
+  is_told = int(os.environ.get("WORLD_SIZE", 1)) > 1
+  if is_told and not (jax.distributed.is_initialized() or _jax_compat.has_started()):
+    processes.initialize()
   count, index = jax.process_count(), jax.process_index()
   told = int(os.environ.get("WORLD_SIZE", count))
   if told != count:
     raise CollectiveError(
       f"A launcher has started {told} processes (WORLD_SIZE), but JAX has {count}. "
-      "Connect them before the first tensor: `jax.distributed.initialize("
-      'coordinator_address="host:port", num_processes=int(os.environ["WORLD_SIZE"]), '
-      'process_id=int(os.environ["RANK"]))`.'
+      'Call `torchax.processes.initialize()`, or `init_process_group("jax")`, before '
+      "the first tensor is made."
     )
   if count > 1 and "MASTER_ADDR" in os.environ:
     return {"rank": index, "world_size": count}
