@@ -18,6 +18,13 @@ without_modes = private.find(
   "numbers that are read while torch captures a graph",
 )
 
+# The same for questions about shapes, which only a mode that watches would notice.
+unwatched = (
+  contextlib.nullcontext
+  if isinstance(without_modes, private.Unavailable)
+  else without_modes
+)
+
 # Context manager: torch functions inside run as they are; dispatch still sees their
 # operations.
 without_function_modes = private.find(

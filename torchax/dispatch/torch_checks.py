@@ -165,7 +165,7 @@ def _raised(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
   """What torch raises for tensors that `convert(shape, dtype)` makes."""
   with (
     _torch_compat.without_function_modes(),
-    _torch_compat.without_modes(),
+    _torch_compat.unwatched(),
     _torch_compat.without_dispatch(),
     torch.no_grad(),
   ):
