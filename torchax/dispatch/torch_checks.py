@@ -164,7 +164,7 @@ def _count(given) -> int:
 def _raised(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
   """What torch raises for tensors that `convert(shape, dtype)` makes."""
   with (
-    _torch_compat.without_function_modes(),
+    _torch_compat.unnoticed(),
     _torch_compat.unwatched(),
     _torch_compat.without_dispatch(),
     torch.no_grad(),
