@@ -202,7 +202,7 @@ dist.destroy_process_group()
   "launcher",
   [
     ("torchax.launch", "-n", "2"),
-    ("torch.distributed.run", "--nproc-per-node=2"),
+    ("torch.distributed.run", "--standalone", "--nproc-per-node=2"),
   ],
   ids=["torchax.launch", "torchrun"],
 )

@@ -59,7 +59,8 @@ def test_what_several_processes_saved_is_loaded_by_one(found, folder, devices):
 
 @pytest.mark.programs
 def test_torchrun_starts_the_same_program():
-  command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+  run = (sys.executable, "-m", "torch.distributed.run")
+  command = (*run, "--standalone", "--nproc-per-node=2")
   program = (worlds.HERE / "endings.py", "well")
   done = worlds.run(*command, *program, env=worlds.environment(4))
   assert done.returncode == 0, done.stdout[-4000:]
