@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from torchax import versions
 from torchax.core import programs
 from torchax.ops.casting import cast
 
@@ -90,9 +91,12 @@ def test_options_for_the_same_bits_change_none_but_of_sums(name):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU alone")
 def test_the_options_are_known_to_this_version_of_xla():
-  assert programs.quick_options() == programs._QUICK
+  known = programs.quick_options()
   same_bits = programs.quick_options(programs.Effort.SAME_BITS)
-  assert same_bits.keys() < programs._QUICK.keys()
+  assert same_bits.items() <= known.items() <= programs._QUICK.items()
+  assert len(same_bits) == 2
+  if versions.is_older(jax.__version__, "0.11"):  # later ones have no older emitters
+    assert known == programs._QUICK
   assert programs.quick_options(programs.Effort.FULL) is None
 
 
