@@ -19,6 +19,7 @@ from absl import app, flags
 
 import torchax
 from benchmarks import compiled, eager, lengths, train_step
+from benchmarks.tables import table
 from benchmarks.timing import Row, compare, measure
 
 _OUT = flags.DEFINE_string("out", "output/accelerator.md", "Where the table goes.")
@@ -162,24 +163,6 @@ def _rows_of(group: str) -> list[Row]:
     return _memory_rows()
   modules = {"train_step": train_step, "compiled": compiled, "lengths": lengths}
   return modules[group].rows()
-
-
-def table(rows: list[Row]) -> str:
-  """The rows in Markdown, under a line that says what they were measured on."""
-  device = jax.devices()[0]
-  lines = [
-    f"{len(jax.devices())} × {device.device_kind} ({device.platform}), "
-    f"torch {torch.__version__}, JAX {jax.__version__}, torchax {torchax.VERSION}",
-    "",
-    "| case | torchax, µs | beside | µs | ratio |",
-    "|---|---|---|---|---|",
-  ]
-  lines += [
-    f"| {row.name} | {row.ours_us:,.1f} | {row.baseline} | {row.baseline_us:,.1f} "
-    f"| {row.ratio:.2f} |"
-    for row in rows
-  ]
-  return "\n".join(lines) + "\n"
 
 
 def main(_) -> None:

@@ -5,7 +5,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import accelerator, timing
+from benchmarks import tables, timing
 
 
 def test_a_ratio_is_ours_over_the_baseline_and_is_held_against_the_goal():
@@ -35,6 +35,6 @@ def test_waiting_for_something_that_is_no_array_is_harmless(value):
 
 def test_the_table_of_a_device_has_a_line_for_each_row():
   rows = [timing.Row("a step", "plain JAX", 30.0, 10.0, None)]
-  lines = accelerator.table(rows).splitlines()
+  lines = tables.table(rows).splitlines()
   assert "torch" in lines[0] and "JAX" in lines[0]
   assert lines[-1] == "| a step | 30.0 | plain JAX | 10.0 | 3.00 |"
