@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 
 import jax
+import many_devices
 import numpy as np
 import pytest
 import torch
@@ -414,18 +415,5 @@ def outside_of_a_mapped_axis_the_error_says_what_to_write():
   np.testing.assert_array_equal(same.cpu().numpy(), ROWS)
 
 
-def run() -> dict[str, str]:
-  """The tracebacks of all cases, by name; "" for none."""
-  failures = {}
-  for name, law in CASES.items():
-    try:
-      law()
-      failures[name] = ""
-    except BaseException:
-      failures[name] = traceback.format_exc()
-  return failures
-
-
 if __name__ == "__main__":
-  with open(sys.argv[1], "w") as file:
-    json.dump(run(), file)
+  many_devices.main(CASES)

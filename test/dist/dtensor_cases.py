@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 
 import jax
+import many_devices
 import numpy as np
 import pytest
 import torch
@@ -617,19 +618,5 @@ def _enter_refusals() -> None:
 _enter_refusals()
 
 
-def run() -> dict[str, str]:
-  """The tracebacks of all cases, by name; "" for none."""
-  failures = {}
-  for name, law in CASES.items():
-    try:
-      law()
-      failures[name] = ""
-    except BaseException:
-      failures[name] = traceback.format_exc()
-  return failures
-
-
 if __name__ == "__main__":
-  assert torchax.__name__
-  with open(sys.argv[1], "w") as file:
-    json.dump(run(), file)
+  many_devices.main(CASES)

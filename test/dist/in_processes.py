@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 
 import jax
+import many_devices
 import numpy as np
 import pytest
 import torch
@@ -333,11 +334,7 @@ def main() -> None:
     FIRST_MASK.extend(jax_jit(lambda x: F.dropout(x, 0.5))(ones).tolist())
   found = {}
   for name, law in CASES.items():
-    try:
-      law()
-      found[name] = ""
-    except Exception:
-      found[name] = traceback.format_exc()
+    found[name] = many_devices.failure(law)
     sys.stdout.write(f"{name}: {'ok' if not found[name] else found[name]}\n")
     sys.stdout.flush()
   (FOLDER / f"{jax.process_index()}.json").write_text(json.dumps(found))

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 
 import jax
+import many_devices
 import numpy as np
 import pytest
 import torch
@@ -211,24 +212,10 @@ def what_is_not_there_says_what_to_write():
     jax_jit(lambda x: dist.all_reduce(x) or x)(x)
 
 
-def run() -> dict[str, str]:
-  """The tracebacks of all cases, by name; "" for none."""
-  failures = {}
-  for name, law in CASES.items():
-    try:
-      law()
-      failures[name] = ""
-    except BaseException:
-      failures[name] = traceback.format_exc()
-  return failures
-
-
 if __name__ == "__main__":
   assert torchax.__name__
   jax.distributed.initialize(os.environ["COORDINATOR"], 2, RANK)
   dist.init_process_group("jax")
-  found = run()
-  with open(sys.argv[1], "w") as file:
-    json.dump(found, file)
+  many_devices.main(CASES)
   dist.destroy_process_group()
   assert not dist.is_initialized()

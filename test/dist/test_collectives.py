@@ -3,36 +3,19 @@
 `collective_cases.py` has the laws; it runs once, in a process of its own.
 """
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
+import many_devices
 import pytest
 
 from dist import collective_cases
 
 pytestmark = pytest.mark.programs
 
-_PROGRAM = pathlib.Path(collective_cases.__file__)
-
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory) -> dict[str, str]:
   """What the program found: a traceback or "", by law."""
-  path = tmp_path_factory.mktemp("collectives") / "found.json"
-  flag = "--xla_force_host_platform_device_count=8"
-  result = subprocess.run(
-    [sys.executable, str(_PROGRAM), str(path)],
-    env={**os.environ, "XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"},
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=300,
-  )
-  assert result.returncode == 0, result.stderr[-4000:]
-  return json.loads(path.read_text())
+  folder = tmp_path_factory.mktemp("collectives")
+  return many_devices.failures(collective_cases.__file__, folder, timeout=300)
 
 
 @pytest.mark.parametrize("law", collective_cases.CASES)

@@ -4,8 +4,10 @@
 """
 
 import many_devices
-import mesh_cases
+
 import pytest
+
+from dist import mesh_cases
 
 pytestmark = pytest.mark.programs
 
@@ -19,4 +21,4 @@ def failures(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize("law", mesh_cases.CASES)
 def test_on_a_mesh(failures, law):
-  assert failures[f"outside {law}"] == "", failures[f"outside {law}"]
+  assert failures[law] == "", failures[law]

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 
+import many_devices
 import pytest
 
 from dist import process_group_cases
@@ -28,6 +29,7 @@ def _free_port() -> int:
 def _start(rank: int, path: pathlib.Path, coordinator: str) -> subprocess.Popen:
   environment = {
     **os.environ,
+    "PYTHONPATH": os.pathsep.join(map(str, many_devices.PLACES)),
     "RANK": str(rank),
     "WORLD_SIZE": "2",
     "COORDINATOR": coordinator,

@@ -261,8 +261,9 @@ class Plan:
       return self._call(key, write, operands)
     cache_key = key if write is None else (write, key)
     if place is not None:
-      return self._placed(args, kwargs, cache_key, key, write, place)(*operands)
-    compiled = self._compiled.get(cache_key) or self._found(args, kwargs, key, write)
+      compiled = self._placed(args, kwargs, cache_key, key, write, place)
+    else:
+      compiled = self._compiled.get(cache_key) or self._found(args, kwargs, key, write)
     if not _jax_compat.is_top_level():
       compiled = compiled.in_traces
     return compiled(*operands)

@@ -709,4 +709,4 @@ def meshes_of_raw_jax_are_taken_as_they_are():
 
 
 if __name__ == "__main__":
-  many_devices.main(CASES, {"outside": contextlib.nullcontext})
+  many_devices.main(CASES)
