@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rng.draws import DRAWS
+from rng.jaxprs import equations
 
 from torchax import _jax_compat
 from torchax.errors import TracedDrawError
@@ -22,7 +24,6 @@ from torchax.interop import (
   jax_view,
   torch_view,
 )
-from torchax.ops import ops_registry
 from torchax.rng import RngState, is_typed_key, samplers
 from torchax.rng.threefry import unrolled_key
 
@@ -48,29 +49,6 @@ def _same(first, second) -> bool:
 
 
 # eager == jit == nested jit == checkpointed == value_and_grad ------------------------
-
-DRAWS = {
-  "rand": lambda x: torch.rand(6, device="jax"),
-  "dropout": lambda x: F.dropout(x, 0.3),
-  "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.3),
-  "randn": lambda x: torch.randn(6, device="jax"),
-  "randint": lambda x: torch.randint(-5, 100, (6,), device="jax"),
-  "randperm": lambda x: torch.randperm(6, device="jax"),
-  "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.4)),
-  "normal": lambda x: torch.normal(x.detach(), 2.0),
-  "normal_": lambda x: torch.empty_like(x).normal_(1.0, 3.0),
-  "uniform_": lambda x: torch.empty_like(x).uniform_(-1.0, 3.0),
-  "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
-  "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
-  "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
-  "geometric_": lambda x: torch.empty_like(x).geometric_(0.2),
-  "random_": lambda x: torch.empty_like(x).random_(3, 77),
-  "multinomial": lambda x: torch.multinomial(x.detach(), 3),
-  "multinomial with replacement": lambda x: torch.multinomial(x.detach(), 3, True),
-  "bfloat16": lambda x: torch.randn(6, device="jax", dtype=torch.bfloat16),
-  "rand_like": lambda x: torch.rand_like(x),
-  "dropout2d": lambda x: F.dropout2d(x.view(1, 6, 1, 1), 0.3),
-}
 
 
 def _program(x) -> list[torch.Tensor]:
@@ -231,37 +209,25 @@ def test_backward_inside_a_compiled_function_has_the_mask_of_the_forward_pass():
 # Key and count are operands ---------------------------------------------------------
 
 
-def _equations(jaxpr):
-  for equation in jaxpr.eqns:
-    yield equation
-    for inner in jax.tree.leaves(
-      list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
-    ):
-      if hasattr(inner, "jaxpr"):
-        inner = inner.jaxpr
-      if hasattr(inner, "eqns"):
-        yield from _equations(inner)
-
-
 def _constants(closed):
   yield from closed.consts
-  for equation in _equations(closed.jaxpr):
+  for equation in equations(closed.jaxpr):
     for inner in equation.params.values():
       yield from getattr(inner, "consts", ())
 
 
 def _baked_keys(closed) -> list[str]:
   """Where a closed jaxpr makes or holds a key that is no operand."""
-  equations = list(_equations(closed.jaxpr))
+  found_equations = list(equations(closed.jaxpr))
   # The words of a key that has come in, under another implementation, are fine.
   words = {
     id(equation.outvars[0])
-    for equation in equations
+    for equation in found_equations
     if equation.primitive.name == "random_unwrap"
   }
   found = [
     str(equation)
-    for equation in equations
+    for equation in found_equations
     if equation.primitive.name == "random_seed"
     or (
       equation.primitive.name == "random_wrap" and id(equation.invars[0]) not in words
@@ -695,44 +661,3 @@ def test_no_key_is_used_twice_as_far_as_jax_can_tell(env):
       jax_jit(f)(_x())
     _ = env.prng_key
     jax_jit(f)(_x())
-
-
-# Sums of floats -----------------------------------------------------------------------
-
-# Their order is the compiler's: what adds up is compiled with the effort that programs
-# of users get, so that an eager draw is the compiled one bit for bit.
-ADDING_UP = {
-  "multinomial with replacement": DRAWS["multinomial with replacement"],
-  "dirichlet": lambda x: torch._sample_dirichlet(x.detach()),
-}
-FURTHER = {
-  "poisson": lambda x: torch.poisson(x.detach()),
-  "binomial": lambda x: torch.binomial(x.detach() * 9, torch.full_like(x, 0.4)),
-  "gamma": lambda x: torch._standard_gamma(x.detach()),
-  "rrelu": lambda x: F.rrelu(x, training=True),
-}
-_SUMS = {"reduce_sum", "cumsum", "cumprod", "reduce_prod", "dot_general"}
-
-
-def _sums_of_floats(jaxpr) -> set[str]:
-  return {
-    equation.primitive.name
-    for equation in _equations(jaxpr)
-    if equation.primitive.name in _SUMS
-    and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
-  }
-
-
-@pytest.mark.parametrize("name", {**DRAWS, **FURTHER, **ADDING_UP})
-def test_samplers_that_add_up_say_so(env, name):
-  draw = {**DRAWS, **FURTHER, **ADDING_UP}[name]
-  with env:
-    view = jax_view(draw)
-    closed = jax.make_jaxpr(view)(jnp.linspace(0.1, 1, 6), rng=jax.random.key(0))
-  assert bool(_sums_of_floats(closed.jaxpr)) == (name in ADDING_UP)
-
-
-def test_the_samplers_that_add_up_are_compiled_as_programs_of_users_are():
-  operators = ops_registry.all_aten_ops.values()
-  known = {str(each.torch_op).split(".")[1] for each in operators if each.adds_up}
-  assert known == {"multinomial", "_sample_dirichlet"}

@@ -1,0 +1,53 @@
+"""Samplers that add floats up, in an order that is the compiler's.
+
+They are compiled with the effort that programs of users get, so that an eager draw is
+the compiled one bit for bit. All others have to do without sums.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from rng.draws import DRAWS
+from rng.jaxprs import equations
+
+import torchax
+from torchax.interop import jax_view
+from torchax.ops import ops_registry
+
+ADDING_UP = {
+  "multinomial with replacement": DRAWS["multinomial with replacement"],
+  "dirichlet": lambda x: torch._sample_dirichlet(x.detach()),
+}
+FURTHER = {
+  "poisson": lambda x: torch.poisson(x.detach()),
+  "binomial": lambda x: torch.binomial(x.detach() * 9, torch.full_like(x, 0.4)),
+  "gamma": lambda x: torch._standard_gamma(x.detach()),
+  "rrelu": lambda x: F.rrelu(x, training=True),
+}
+_SUMS = {"reduce_sum", "cumsum", "cumprod", "reduce_prod", "dot_general"}
+
+
+def _sums_of_floats(jaxpr) -> set[str]:
+  return {
+    equation.primitive.name
+    for equation in equations(jaxpr)
+    if equation.primitive.name in _SUMS
+    and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+  }
+
+
+@pytest.mark.parametrize("name", {**DRAWS, **FURTHER, **ADDING_UP})
+def test_samplers_that_add_up_say_so(name):
+  draw = {**DRAWS, **FURTHER, **ADDING_UP}[name]
+  with torchax.default_env():
+    view = jax_view(draw)
+    closed = jax.make_jaxpr(view)(jnp.linspace(0.1, 1, 6), rng=jax.random.key(0))
+  assert bool(_sums_of_floats(closed.jaxpr)) == (name in ADDING_UP)
+
+
+def test_the_samplers_that_add_up_are_compiled_as_programs_of_users_are():
+  operators = ops_registry.all_aten_ops.values()
+  known = {str(each.torch_op).split(".")[1] for each in operators if each.adds_up}
+  assert known == {"multinomial", "_sample_dirichlet"}
