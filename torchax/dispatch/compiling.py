@@ -48,6 +48,8 @@ def _effort(operator: Operator | None) -> programs.Effort:
   """How a lowering is compiled: what draws has the bits of compiled functions."""
   if operator is None or operator.kind is not Kind.SAMPLER:
     return programs.Effort.LEAST
+  if operator.is_exact:
+    return programs.Effort.LEAST
   is_known = operator.is_builtin and not operator.adds_up
   return programs.Effort.SAME_BITS if is_known else programs.Effort.FULL
 

@@ -21,6 +21,8 @@ from torchax.ops import mappings
 
 # What a meta kernel raises that says nothing of the arguments.
 _OF_META = ("meta", "Could not run", "PrivateUse1")
+# What it raises for an operation that has no kernel for a device.
+_NO_KERNEL = "Could not run"
 # Of in-place forms, with defaults that functional ones lack; torch has parsed them.
 _OF_SCHEMAS = "Declaration: "
 # What torch raises for arguments.
@@ -178,7 +180,8 @@ def _raised(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
       if _OF_SCHEMAS in str(error):
         return None
       is_of_meta = convert is _on_meta and any(word in str(error) for word in _OF_META)
-      is_missing = convert is _on_meta and isinstance(error, NotImplementedError)
+      is_missing = isinstance(error, NotImplementedError)
+      is_missing = is_missing and (convert is _on_meta or _NO_KERNEL in str(error))
       return None if is_of_meta or is_missing else error
     except _BY_MISTAKE:
       return None

@@ -64,6 +64,7 @@ def op(
   takes_cpu: bool = False,
   distribution: str = "",
   adds_up: bool = False,
+  is_exact: bool = False,
   overwrites: bool = False,
   is_builtin: bool = False,
 ) -> Callable:
@@ -100,6 +101,8 @@ def op(
     distribution: what it draws, for ledgers, where its name does not say it.
     adds_up: a sampler that adds floats up; eagerly it is compiled as functions of users
       are, so that it adds them in the order in which these do.
+    is_exact: a sampler of integers, comparisons and at most one rounding: it is compiled
+      quickly, as its bits are the same whatever compiles it.
     overwrites: its in-place form uses nothing of its target but shape and dtype.
     is_builtin: it is one of the library's own; see `ops_registry.py`.
 
@@ -131,6 +134,7 @@ def op(
           takes_cpu=takes_cpu,
           distribution=distribution,
           adds_up=adds_up,
+          is_exact=is_exact,
           overwrites=overwrites,
           is_builtin=is_builtin,
         )

@@ -147,7 +147,7 @@ def _integers(key, shape, dtype, low, high):
 def _integer_sampler(*ops, low="low", high="high", **options):
   prepare = _numbers.integers(low, high)
   options.setdefault("distribution", "integers")
-  return _sampler(*ops, prepare=prepare, **options)
+  return _sampler(*ops, prepare=prepare, is_exact=True, **options)
 
 
 @_integer_sampler(aten.randint, check=_check_randint)
@@ -232,7 +232,7 @@ def _aten_random_from(key, self, from_, to):
 # Bernoulli and dropout -------------------------------------------------------------
 
 
-@_sampler(aten.bernoulli.default)
+@_sampler(aten.bernoulli.default, is_exact=True)
 def _aten_bernoulli(key, self):
   dtype = require_float("bernoulli", self.dtype)
   return _bernoulli(key, self.shape, self, dtype)
@@ -266,6 +266,7 @@ def _check_p(self, p=0.5, **_):
   static=("p",),
   prepare=_numbers.probability("p", is_kept=True),
   check=_check_p,
+  is_exact=True,
 )
 def _aten_bernoulli_p(key, self, p=0.5):
   dtype = require_real("bernoulli_", self.dtype)
@@ -287,6 +288,7 @@ prepare_dropout = _numbers.probability("p", scales=True)
   prepare=prepare_dropout,
   check=_check_dropout,
   distribution="dropout",
+  is_exact=True,
 )
 def _aten_native_dropout(key, input, p, train=True):
   """Without training the input and a mask of True; None is training.
@@ -315,6 +317,7 @@ def _aten_native_dropout_backward(grad_output, mask, scale):
   aten._fused_dropout,
   static=("p",),
   prepare=_numbers.probability("p", is_kept=True, scales=True),
+  is_exact=True,
 )
 def _aten__fused_dropout(key, self, p):
   """`p` is the probability to keep; the mask is uint8."""

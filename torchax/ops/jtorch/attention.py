@@ -1,11 +1,15 @@
 """Attention, caught above ATen as one function with one draw for its dropout."""
 
+import inspect
+import types
+
 import torch
 
-from torchax import _torch_compat
-from torchax.ops.jaten import attention
+from torchax import _torch_compat, amp
+from torchax.ops.jaten import attention, multi_head
+from torchax.ops.jtorch import dropout
 from torchax.ops.jtorch._builtin import register_function
-from torchax.ops.names import F, aten
+from torchax.ops.names import F
 from torchax.ops.ops_registry import Kind
 
 
@@ -33,8 +37,7 @@ def _scaled_dot_product_attention(
     mask = None if attn_mask is None else attn_mask.shape
     attention.require_shapes(query.shape, key.shape, value.shape, mask, enable_gqa)
     shape = attention.noise_shape(query.shape, key.shape)
-    noise = aten.bernoulli.p(query.detach().new_empty(shape), 1.0 - dropout_p)
-    keep_mask = noise.to(torch.bool)
+    keep_mask = dropout.keep_mask(query, shape, 1.0 - dropout_p)
   return env.functions.call(
     attention.scaled_dot_product_attention,
     query,
@@ -52,10 +55,107 @@ def _scaled_dot_product_attention(
 
 @register_function(F.multi_head_attention_forward, kind=Kind.TENSORS, needs_env=True)
 def _multi_head_attention_forward(*args, env, **kwargs):
-  """torch's own function, with the mask itself in place of the hint `is_causal`.
+  """One function where it is the usual case; else torch's own, of functions of ours.
 
-  The hint would let torch make the mask on the wrapper's meta device. Its projections
-  and its attention are caught in turn: they are functions of few programs.
+  The latter gets the mask itself in place of the hint `is_causal`, which would let
+  torch make the mask on the wrapper's meta device.
   """
+  given = _MULTI_HEAD.bind(*args, **kwargs)
+  given.apply_defaults()
   with env.renewed():
+    call = _Usual(**given.arguments)
+    if amp.dtype_in_force() is None and call.is_usual():
+      return call.run(env)
     return _torch_compat.attention_of_heads(*args, **{**kwargs, "is_causal": False})
+
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+class _Usual:
+  """A call of `multi_head_attention_forward`, if it is what modules mostly ask for.
+
+  Args:
+    **given: its arguments. Whatever is unusual or wrong among them is for torch.
+  """
+
+  def __init__(self, **given):
+    self.given = types.SimpleNamespace(**given)
+    self.dropout_p = given["dropout_p"] if given["training"] else 0.0
+
+  def is_usual(self) -> bool:
+    """True if the arguments fit together and `run` has a case for them."""
+    given = self.given
+    if given.query.dim() != 3 or not given.query.is_floating_point():
+      return False
+    if given.use_separate_proj_weight or given.add_zero_attn:
+      return False
+    rare = (given.bias_k, given.bias_v, given.static_k, given.static_v)
+    if any(each is not None for each in rare):
+      return False
+    if self.dropout_p and given.need_weights or not 0.0 <= self.dropout_p <= 1.0:
+      return False
+    if given.is_causal and given.attn_mask is None:
+      return False
+    return self._has_usual_shapes()
+
+  def _has_usual_shapes(self) -> bool:
+    given = self.given
+    length, batch, width = given.query.shape
+    heads, positions = given.num_heads, given.key.shape[0]
+    if width != given.embed_dim_to_check or width % heads:
+      return False
+    wanted = [
+      (given.key, [(positions, batch, width)]),
+      (given.value, [(positions, batch, width)]),
+      (given.in_proj_weight, [(3 * width, width)]),
+      (given.in_proj_bias, [(3 * width,)]),
+      (given.out_proj_weight, [(width, width)]),
+      (given.out_proj_bias, [(width,)]),
+    ]
+    masks = [
+      (given.key_padding_mask, [(batch, positions)]),
+      (given.attn_mask, [(length, positions), (batch * heads, length, positions)]),
+    ]
+    if given.in_proj_weight is None or given.out_proj_weight is None:
+      return False
+    if given.key_padding_mask is not None and given.attn_mask is not None:
+      if given.key_padding_mask.dtype != given.attn_mask.dtype:
+        return False  # torch warns
+    return all(
+      tensor is None
+      or tuple(tensor.shape) in shapes
+      and (tensor.dtype == given.query.dtype or is_mask and tensor.dtype == torch.bool)
+      for rows, is_mask in ((wanted, False), (masks, True))
+      for tensor, shapes in rows
+    )
+
+  def run(self, env) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result and the weights, which are None unless they are asked for."""
+    given, p = self.given, self.dropout_p
+    length, batch, _ = given.query.shape
+    keep_mask = None
+    if p > 0.0:
+      shape = (batch, given.num_heads, length, given.key.shape[0])
+      keep_mask = dropout.keep_mask(given.query, shape, 1.0 - p)
+    is_shared = given.key is given.value
+    is_of_itself = is_shared and given.query is given.key
+    weights = "mean" if given.average_attn_weights else "all"
+    result = env.functions.call(
+      multi_head.multi_head_attention,
+      given.query,
+      None if is_of_itself else given.key,
+      None if is_shared else given.value,
+      given.in_proj_weight,
+      given.in_proj_bias,
+      given.out_proj_weight,
+      given.out_proj_bias,
+      given.attn_mask,
+      given.key_padding_mask,
+      keep_mask,
+      survivor_scale=attention.scale_of_survivors(p) if p else None,
+      heads=given.num_heads,
+      weights=weights if given.need_weights else None,
+      numbers=("survivor_scale",),
+    )
+    return result if given.need_weights else (result, None)

@@ -5,16 +5,21 @@ noise on the wrapper's meta device. One draw each, of the numbers that the compo
 forms would draw.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from torchax import _torch_compat
 from torchax.core import grad_mode
+from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import op
+from torchax.ops.jaten import _numbers
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
 from torchax.ops.jaten.random import prepare_dropout
 from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, aten, functions
 from torchax.ops.ops_registry import Kind
+from torchax.rng import samplers
 
 # Keeps mean 0 and variance 1 of SELU's outputs: alpha · scale of its negative side
 # (Klambauer et al. 2017, https://arxiv.org/abs/1706.02515).
@@ -24,12 +29,47 @@ _ALPHA_PRIME = 1.7580993408473766
 # Without a gradient to record, dropout needs no mask beside its result.
 _library = torch.library.Library("torchax", "DEF")
 _library.define("dropout(Tensor input, float p) -> Tensor")
+_library.define("keep_mask(Tensor input, SymInt[] size, float p) -> Tensor")
 _forward = torch.ops.torchax.dropout.default
+_keep_mask = torch.ops.torchax.keep_mask.default
 
 
-@op(_forward, kind=Kind.SAMPLER, static=("p",), prepare=prepare_dropout)
+@op(
+  _forward, kind=Kind.SAMPLER, static=("p",), prepare=prepare_dropout, is_exact=True
+)
 def _dropout_forward(key, input, p):
   return native_dropout(key, input, p)[0]
+
+
+_prepare_probability = _numbers.probability("p", is_kept=True)
+
+
+def _prepare_mask(given: dict) -> None:
+  given["size"] = StaticValue(tuple(given["size"]))
+  _prepare_probability(given)
+
+
+@op(
+  _keep_mask,
+  kind=Kind.SAMPLER,
+  static=("p", "size"),
+  prepare=_prepare_mask,
+  distribution="bernoulli_",
+  is_exact=True,
+)
+def _drawn_mask(key, input, size, p):
+  return samplers.bernoulli(key, size, p)
+
+
+def keep_mask(input: torch.Tensor, shape: Sequence[int], keep: float) -> torch.Tensor:
+  """True with probability `keep`; bool, of the numbers that `bernoulli_` would draw.
+
+  Args:
+    input: a tensor of the environment that draws.
+    shape: of the result.
+    keep: the probability, a number.
+  """
+  return input._env.dispatch(_keep_mask, (), (input, shape, keep), None)
 
 
 class _Dropout(_torch_compat.OwnFunction):
