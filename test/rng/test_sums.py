@@ -15,6 +15,7 @@ from rng.jaxprs import equations
 import torchax
 from torchax.interop import jax_view
 from torchax.ops import ops_registry
+from torchax.ops.jtorch.dropout import keep_mask
 
 ADDING_UP = {
   "multinomial with replacement": DRAWS["multinomial with replacement"],
@@ -51,3 +52,45 @@ def test_the_samplers_that_add_up_are_compiled_as_programs_of_users_are():
   operators = ops_registry.all_aten_ops.values()
   known = {str(each.torch_op).split(".")[1] for each in operators if each.adds_up}
   assert known == {"multinomial", "_sample_dirichlet"}
+
+
+EXACT = {
+  "dropout": lambda x: F.dropout(x, 0.3),
+  "native_dropout": lambda x: torch.native_dropout(x, 0.3, True),
+  "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.3),
+  "randint": lambda x: torch.randint(-5, 9, (6,), device="jax"),
+  "random_": lambda x: torch.empty_like(x).random_(7),
+  "attention": lambda x: keep_mask(x, (2, 3), 0.3),
+}
+# Of floats; each has one right result, whatever comes before and after it.
+_ONE_RESULT = {
+  *("convert_element_type", "copy", "stop_gradient", "select_n", "broadcast_in_dim"),
+  *("ge", "gt", "le", "lt", "eq", "ne", "reshape", "floor", "pjit", "jit", "clamp"),
+}
+
+
+@pytest.mark.parametrize("draw", EXACT.values(), ids=EXACT)
+def test_the_arithmetic_of_exact_samplers_has_one_result(draw):
+  """At most one operation rounds: there is nothing to contract or to reorder."""
+  with torchax.default_env():
+    view = jax_view(draw)
+    closed = jax.make_jaxpr(view)(jnp.linspace(0.1, 1, 6), rng=jax.random.key(0))
+  of_floats = [
+    equation.primitive.name
+    for equation in equations(closed.jaxpr)
+    if any(
+      jnp.issubdtype(variable.aval.dtype, jnp.floating)
+      for variable in [*equation.invars, *equation.outvars]
+    )
+  ]
+  rounding = [name for name in of_floats if name not in _ONE_RESULT]
+  assert rounding in ([], ["mul"]), rounding
+
+
+def test_the_exact_samplers():
+  operators = ops_registry.all_aten_ops.values()
+  known = {str(each.torch_op).split(".")[1] for each in operators if each.is_exact}
+  assert known == {
+    *("bernoulli", "native_dropout", "_fused_dropout", "dropout", "keep_mask"),
+    *("randint", "randint_like", "random"),
+  }

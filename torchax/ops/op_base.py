@@ -101,8 +101,8 @@ def op(
     distribution: what it draws, for ledgers, where its name does not say it.
     adds_up: a sampler that adds floats up; eagerly it is compiled as functions of users
       are, so that it adds them in the order in which these do.
-    is_exact: a sampler of integers, comparisons and at most one rounding: it is compiled
-      quickly, as its bits are the same whatever compiles it.
+    is_exact: a sampler of integers, comparisons and at most one rounding; its bits are
+      the same whatever compiles it, so it is compiled quickly.
     overwrites: its in-place form uses nothing of its target but shape and dtype.
     is_builtin: it is one of the library's own; see `ops_registry.py`.
 

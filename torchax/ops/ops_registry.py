@@ -86,7 +86,7 @@ class Operator:
     distribution: what a sampler draws, for ledgers, where the operation's name does not
       say it; with its parameters where these are no arguments.
     adds_up: a sampler that adds floats up, in an order that the compiler chooses.
-    is_exact: a sampler of integers, comparisons and at most one rounding, whose bits are
+    is_exact: a sampler of integers, comparisons and at most one rounding; its bits are
       the same whatever compiles it.
     overwrites: the in-place form uses nothing of its target but shape and dtype.
     is_builtin: one of the library's own, which follows the rules of that style.

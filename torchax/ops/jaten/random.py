@@ -232,7 +232,7 @@ def _aten_random_from(key, self, from_, to):
 # Bernoulli and dropout -------------------------------------------------------------
 
 
-@_sampler(aten.bernoulli.default, is_exact=True)
+@_sampler(aten.bernoulli.default)
 def _aten_bernoulli(key, self):
   dtype = require_float("bernoulli", self.dtype)
   return _bernoulli(key, self.shape, self, dtype)
@@ -260,9 +260,9 @@ def _check_p(self, p=0.5, **_):
 
 
 # A number is prepared on the host, so that float32 does not round 1 - 1e-8 to 1.
+@_sampler(aten.bernoulli.Tensor, check=_check_p)
 @_sampler(
   aten.bernoulli.p,
-  aten.bernoulli.Tensor,
   static=("p",),
   prepare=_numbers.probability("p", is_kept=True),
   check=_check_p,

@@ -58,7 +58,7 @@ def _multi_head_attention_forward(*args, env, **kwargs):
   """One function where it is the usual case; else torch's own, of functions of ours.
 
   The latter gets the mask itself in place of the hint `is_causal`, which would let
-  torch make the mask on the wrapper's meta device.
+  torch make the mask on the wrapper's meta device; a hint without a mask it refuses.
   """
   given = _MULTI_HEAD.bind(*args, **kwargs)
   given.apply_defaults()
@@ -66,7 +66,9 @@ def _multi_head_attention_forward(*args, env, **kwargs):
     call = _Usual(**given.arguments)
     if amp.dtype_in_force() is None and call.is_usual():
       return call.run(env)
-    return _torch_compat.attention_of_heads(*args, **{**kwargs, "is_causal": False})
+    is_causal = given.arguments["is_causal"] and given.arguments["attn_mask"] is None
+    kwargs = {**given.arguments, "is_causal": is_causal}
+    return _torch_compat.attention_of_heads(**kwargs)
 
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
@@ -105,29 +107,22 @@ class _Usual:
     heads, positions = given.num_heads, given.key.shape[0]
     if width != given.embed_dim_to_check or width % heads:
       return False
-    wanted = [
-      (given.key, [(positions, batch, width)]),
-      (given.value, [(positions, batch, width)]),
-      (given.in_proj_weight, [(3 * width, width)]),
-      (given.in_proj_bias, [(3 * width,)]),
-      (given.out_proj_weight, [(width, width)]),
-      (given.out_proj_bias, [(width,)]),
-    ]
-    masks = [
-      (given.key_padding_mask, [(batch, positions)]),
-      (given.attn_mask, [(length, positions), (batch * heads, length, positions)]),
-    ]
     if given.in_proj_weight is None or given.out_proj_weight is None:
       return False
-    if given.key_padding_mask is not None and given.attn_mask is not None:
-      if given.key_padding_mask.dtype != given.attn_mask.dtype:
-        return False  # torch warns
-    return all(
-      tensor is None
-      or tuple(tensor.shape) in shapes
-      and (tensor.dtype == given.query.dtype or is_mask and tensor.dtype == torch.bool)
-      for rows, is_mask in ((wanted, False), (masks, True))
-      for tensor, shapes in rows
+    kept, masks = (given.query.dtype,), (given.query.dtype, torch.bool)
+    of_scores = (length, positions), (batch * heads, length, positions)
+    padding, mask = given.key_padding_mask, given.attn_mask
+    if padding is not None and mask is not None:
+      masks = (mask.dtype,)  # of others torch warns
+    return (
+      _is_one(given.key, kept, (positions, batch, width))
+      and _is_one(given.value, kept, (positions, batch, width))
+      and _is_one(given.in_proj_weight, kept, (3 * width, width))
+      and _is_one(given.in_proj_bias, kept, (3 * width,))
+      and _is_one(given.out_proj_weight, kept, (width, width))
+      and _is_one(given.out_proj_bias, kept, (width,))
+      and _is_one(padding, masks, (batch, positions))
+      and _is_one(mask, (given.query.dtype, torch.bool), *of_scores)
     )
 
   def run(self, env) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -159,3 +154,8 @@ class _Usual:
       numbers=("survivor_scale",),
     )
     return result if given.need_weights else (result, None)
+
+
+def _is_one(tensor, dtypes, *shapes) -> bool:
+  """True for None, and for a tensor of one of the dtypes and one of the shapes."""
+  return tensor is None or (tensor.dtype in dtypes and tuple(tensor.shape) in shapes)

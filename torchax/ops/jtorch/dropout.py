@@ -34,9 +34,7 @@ _forward = torch.ops.torchax.dropout.default
 _keep_mask = torch.ops.torchax.keep_mask.default
 
 
-@op(
-  _forward, kind=Kind.SAMPLER, static=("p",), prepare=prepare_dropout, is_exact=True
-)
+@op(_forward, kind=Kind.SAMPLER, static=("p",), prepare=prepare_dropout, is_exact=True)
 def _dropout_forward(key, input, p):
   return native_dropout(key, input, p)[0]
 
