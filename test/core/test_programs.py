@@ -98,6 +98,8 @@ def test_the_options_are_known_to_this_version_of_xla():
   if versions.is_older(jax.__version__, "0.11"):  # later ones have no older emitters
     assert known == programs._QUICK
   assert programs.quick_options(programs.Effort.FULL) is None
+  level = "xla_backend_optimization_level"
+  assert programs.quick_options(programs.Effort.NONE) == {**known, level: 0}
 
 
 def test_an_option_that_xla_does_not_know_is_left_out():

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from ops.harness import floats
 
+import torchax
 from torchax.ops import mappings
 from torchax.ops.jaten.attention import scaled_dot_product_attention
+from torchax.ops.jtorch.attention import _is_of_one_position
 
 QUERY, KEY, VALUE = floats(2, 4, 5, 8), floats(2, 4, 7, 8, seed=1), floats(2, 4, 7, 6)
 MASK = floats(5, 7, seed=3) > 0
@@ -161,3 +163,21 @@ def test_the_compiled_form_has_no_dropout():
   x = torch.ones(1, 1, 2, 2, device="jax")
   with pytest.raises(RuntimeError, match="no dropout"):
     forward(x, x, x, 0.5)
+
+
+@pytest.mark.parametrize("positions", [5, 2**13 + 1])
+def test_one_position_has_a_program_of_its_own_kind(positions):
+  """That of few positions is compiled in less time; both give torch's numbers."""
+  shapes = (1, 2, 1, 8), (1, 2, positions, 8), (1, 2, positions, 8)
+  tensors = [floats(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+  given = [tensor.clone().requires_grad_() for tensor in tensors]
+  expected = F.scaled_dot_product_attention(*given)
+  expected.sum().backward()
+  with torchax.default_env():
+    moved = [tensor.to("jax").requires_grad_() for tensor in tensors]
+    assert _is_of_one_position(*moved[:2]) == (positions == 5)
+    found = F.scaled_dot_product_attention(*moved)
+    found.sum().backward()
+  torch.testing.assert_close(found.cpu(), expected)
+  for ours, theirs in zip(moved, given):
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad)

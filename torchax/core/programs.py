@@ -137,6 +137,7 @@ def name_of(function: Callable) -> str:
 class Effort(enum.Enum):
   """What XLA's CPU compiler does for a program."""
 
+  NONE = "none"  # for small arrays of a shape that hardly comes again
   LEAST = "least"  # sums and tangents may differ in the last bit
   SAME_BITS = "same bits"  # but for the order in which sums are added
   FULL = "full"
@@ -184,6 +185,7 @@ _QUICK = {
 }
 
 
+_LEVEL = "xla_backend_optimization_level"
 # The older ones have another tangent, so that Cauchy numbers would not be those of a
 # compiled function.
 _NOT_THE_SAME_BITS = "xla_cpu_use_fusion_emitters"
@@ -204,6 +206,8 @@ def quick_options(effort: Effort = Effort.LEAST) -> dict | None:
   known = {name: value for name, value in _QUICK.items() if _is_known(name, value)}
   if effort is Effort.SAME_BITS:
     known.pop(_NOT_THE_SAME_BITS, None)
+  if effort is Effort.NONE and _LEVEL in known:
+    known[_LEVEL] = 0
   return known or None
 
 

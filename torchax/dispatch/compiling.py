@@ -46,6 +46,8 @@ def compiled(
 
 def _effort(operator: Operator | None) -> programs.Effort:
   """How a lowering is compiled: what draws has the bits of compiled functions."""
+  if operator is not None and operator.is_brief:
+    return programs.Effort.NONE
   if operator is None or operator.kind is not Kind.SAMPLER:
     return programs.Effort.LEAST
   if operator.is_exact:

@@ -210,7 +210,7 @@ class FunctionTable:
     self._env = env
     self._handlers: dict[Any, Callable] = {}
     self._builtin: dict[Any, Callable] = {}
-    self._cores: dict[Callable, ArrayFunctionHandler] = {}
+    self._cores: dict[tuple[Callable, bool], ArrayFunctionHandler] = {}
     self._generation = -1
 
   def get(self, func) -> Callable | None:
@@ -228,15 +228,23 @@ class FunctionTable:
     """Drops the handlers: the environment has another operator now."""
     self._generation = -1
 
-  def call(self, array_function: Callable, *args, numbers=(), rules=None, **kwargs):
+  def call(
+    self,
+    array_function: Callable,
+    *args,
+    numbers=(),
+    rules=None,
+    is_brief=False,
+    **kwargs,
+  ):
     """Runs a function of arrays on tensors: compiled, and differentiable.
 
     Everything but tensors is static, but the numbers that `numbers` names. For
     lowerings that are functions of tensors and have a core of arrays that costs much:
-    its residuals are saved for the gradient. `rules` are those of its arguments, as an
-    operator's.
+    its residuals are saved for the gradient. `rules` and `is_brief` are as those of an
+    operator.
     """
-    handler = self._cores.get(array_function)
+    handler = self._cores.get((array_function, is_brief))
     if handler is None:
       operator = Operator(
         array_function,
@@ -244,10 +252,11 @@ class FunctionTable:
         rules=rules,
         saves_residuals=True,
         dynamic=numbers,
+        is_brief=is_brief,
         is_builtin=True,
       )
       handler = ArrayFunctionHandler(array_function, operator, self._env)
-      self._cores[array_function] = handler
+      self._cores[array_function, is_brief] = handler
     return handler(args, kwargs)
 
   def _load(self) -> None:

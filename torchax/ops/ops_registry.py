@@ -88,6 +88,8 @@ class Operator:
     adds_up: a sampler that adds floats up, in an order that the compiler chooses.
     is_exact: a sampler of integers, comparisons and at most one rounding; its bits are
       the same whatever compiles it.
+    is_brief: a function of small arrays whose shape hardly comes again: most of its
+      time is that of its compiler.
     overwrites: the in-place form uses nothing of its target but shape and dtype.
     is_builtin: one of the library's own, which follows the rules of that style.
     replaced: the operator in whose place this one was registered.
@@ -113,6 +115,7 @@ class Operator:
   distribution: str = ""
   adds_up: bool = False
   is_exact: bool = False
+  is_brief: bool = False
   overwrites: bool = False
   is_builtin: bool = False
   replaced: "Operator | None" = None
