@@ -6,9 +6,6 @@ The laws are those of `torch.distributed`, computed by numpy from the tensors of
 members: row i of `ROWS` is what member i of the axis "tp" has.
 """
 
-import json
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 

@@ -8,10 +8,7 @@ one device, and the collectives of compiled modules are counted.
 
 import copy
 import io
-import json
 import re
-import sys
-import traceback
 from collections.abc import Callable
 
 import jax
@@ -50,7 +47,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 # After torch.distributed: a program may have imported its functions before torchax.
-import torchax
 from torchax.distributed import jax_mesh, placements_of, sharding_of
 from torchax.errors import CollectiveError
 from torchax.interop import jax_jit, jax_shard_map, jax_view
@@ -174,9 +170,7 @@ def a_dimension_of_a_mesh_is_a_group_of_collectives():
 
   def run(function):
     spec = PartitionSpec("tp")
-    mapped = jax_shard_map(
-      function, mesh=jax_mesh(mesh), in_specs=spec, out_specs=spec
-    )
+    mapped = jax_shard_map(function, mesh=jax_mesh(mesh), in_specs=spec, out_specs=spec)
     return jax_jit(mapped)(rows.to("jax")).cpu()
 
   total = rows.reshape(4, 2, 8).sum(0).repeat(4, 1)
@@ -418,9 +412,7 @@ def sequences_are_sharded_between_layers():
 def inputs_and_outputs_are_prepared():
   mesh = init_device_mesh("jax", (8,), mesh_dim_names=("tp",))
   styles = (
-    PrepareModuleInput(
-      input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-    ),
+    PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
     PrepareModuleInputOutput(
       input_layouts=(Shard(1),),
