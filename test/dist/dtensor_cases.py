@@ -9,25 +9,31 @@ one device, and the collectives of compiled modules are counted.
 import copy
 import io
 import re
-from collections.abc import Callable
 
 import jax
 import many_devices
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.tensor as factories
+
+# After torch.distributed: a program may have imported its functions before torchax.
+from dist import fsdp_cases  # noqa: F401  enters its laws
+from dist.dtensor_parts import (
+  CASES,
+  X,
+  assert_trains_alike,
+  case,
+  collectives,
+  grid,
+  line,
+  numbers,
+  pair,
+)
 from jax.sharding import PartitionSpec
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-  CPUOffloadPolicy,
-  FullyShardedDataParallel,
-  MixedPrecisionPolicy,
-  fully_shard,
-)
 from torch.distributed.tensor import (
   DTensor,
   Partial,
@@ -46,85 +52,9 @@ from torch.distributed.tensor.parallel import (
   parallelize_module,
 )
 
-# After torch.distributed: a program may have imported its functions before torchax.
 from torchax.distributed import jax_mesh, placements_of, sharding_of
 from torchax.errors import CollectiveError
 from torchax.interop import jax_jit, jax_shard_map, jax_view
-
-CASES: dict[str, Callable] = {}
-
-
-def case(function: Callable) -> Callable:
-  """Enters a law."""
-  CASES[function.__name__] = function
-  return function
-
-
-def grid() -> DeviceMesh:
-  return init_device_mesh("jax", (2, 4), mesh_dim_names=("dp", "tp"))
-
-
-def line() -> DeviceMesh:
-  return init_device_mesh("jax", (8,))
-
-
-def numbers(*shape: int) -> torch.Tensor:
-  return torch.arange(float(np.prod(shape))).reshape(shape) / 10
-
-
-class Block(nn.Module):
-  """A norm and two linear layers."""
-
-  def __init__(self):
-    super().__init__()
-    self.norm = nn.LayerNorm(8)
-    self.up = nn.Linear(8, 16)
-    self.down = nn.Linear(16, 8)
-
-  def forward(self, x):
-    return self.down(torch.relu(self.up(self.norm(x))))
-
-
-def pair() -> tuple[Block, Block]:
-  """A block, and one that is equal."""
-  torch.manual_seed(0)
-  block = Block()
-  return block, copy.deepcopy(block)
-
-
-X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
-
-
-def assert_trains_alike(sharded: nn.Module, reference: nn.Module) -> None:
-  """Results and gradients are those of one device, eagerly; compiled, results."""
-  x, mine = X.clone().requires_grad_(), X.to("jax").requires_grad_()
-  expected, found = reference(x), sharded(mine)
-  expected.pow(2).sum().backward()
-  found.pow(2).sum().backward()
-  torch.testing.assert_close(found.detach().cpu(), expected.detach())
-  torch.testing.assert_close(mine.grad.cpu(), x.grad, rtol=1e-4, atol=1e-4)
-  for (name, p), (other, q) in zip(
-    reference.named_parameters(), sharded.named_parameters(), strict=True
-  ):
-    assert name == other
-    torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-4, atol=1e-4)
-  compiled = jax_jit(lambda x: sharded(x))(X.to("jax"))
-  torch.testing.assert_close(compiled.detach().cpu(), expected.detach())
-
-
-def collectives(module: nn.Module, x: torch.Tensor) -> dict[str, int]:
-  """How many collectives of each kind a compiled forward pass has."""
-
-  def forward(parameters, x):
-    return torch.func.functional_call(module, parameters, (x,))
-
-  parameters = {name: p.detach() for name, p in module.named_parameters()}
-  arrays = jax_view((parameters, x))
-  text = jax.jit(jax_view(forward)).lower(*arrays).compile().as_text()
-  kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-  counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
-  return {kind: count for kind, count in counts.items() if count}
-
 
 # Meshes -------------------------------------------------------------------------------
 
@@ -444,62 +374,6 @@ def embeddings_are_sharded_by_columns_and_by_rows():
 
 
 @case
-def fully_sharded_modules_train_as_one_device_does():
-  block, reference = pair()
-  for part in (block.norm, block.up, block.down, block):
-    assert fully_shard(part, mesh=line()) is part
-  assert {p.placements for p in block.parameters()} == {(Shard(0),)}
-  assert {p.jax().addressable_shards[0].data.size * 8 for p in block.parameters()} == {
-    p.numel() for p in reference.parameters()
-  }
-  assert_trains_alike(block, reference)
-
-
-@case
-def fully_shard_chooses_a_dimension_that_divides():
-  module = nn.Module()
-  module.rows = nn.Parameter(numbers(8, 3))
-  module.columns = nn.Parameter(numbers(3, 8))
-  module.small = nn.Parameter(numbers(3))
-  module.frozen = nn.Parameter(numbers(8))
-  fully_shard(module.to("jax"), ignored_params={module.frozen})  # over all devices
-  found = {name: p.placements for name, p in module.named_parameters()}
-  assert found == {
-    "rows": (Shard(0),),
-    "columns": (Shard(1),),
-    "small": (Replicate(),),
-    "frozen": (),
-  }
-  chosen = nn.Linear(8, 8, bias=False)
-  fully_shard(chosen, mesh=line(), shard_placement_fn=lambda p: Shard(1))
-  assert chosen.weight.placements == (Shard(1),)
-  wrong = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)).to("jax")
-  with pytest.raises(CollectiveError, match=r"shape \(3, 8\) does not divide into 8"):
-    fully_shard(wrong, mesh=line(), shard_placement_fn=lambda p: Shard(0))
-  assert {p.placements for p in wrong.parameters()} == {()}  # nothing has changed
-
-
-@case
-def replicas_of_shards_have_the_last_dimension():
-  block, reference = pair()
-  fully_shard(block, mesh=grid())
-  assert block.up.weight.placements == (Replicate(), Shard(0))
-  assert_trains_alike(block, reference)
-
-
-@case
-def tensor_parallel_modules_are_fully_sharded_too():
-  block, reference = pair()
-  mesh = grid()
-  plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-  parallelize_module(block, mesh["tp"], plan)
-  fully_shard(block, mesh=mesh["dp"])
-  assert block.up.weight.placements == (Shard(0), Shard(0))
-  assert block.down.weight.placements == (Shard(0), Shard(1))
-  assert_trains_alike(block, reference)
-
-
-@case
 def a_sharded_batch_is_reduced_once_for_each_gradient():
   mesh = line()
   layer = distribute_module(nn.Linear(8, 8, bias=False), mesh)
@@ -570,23 +444,6 @@ REFUSALS = {
     CollectiveError,
     "joins devices, not processes",
   ),
-  "a policy of mixed precision": (
-    lambda: fully_shard(
-      Block(), mesh=line(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    ),
-    CollectiveError,
-    "torch.autocast",
-  ),
-  "a policy of offloading": (
-    lambda: fully_shard(Block(), mesh=line(), offload_policy=CPUOffloadPolicy()),
-    CollectiveError,
-    "takes no offload_policy",
-  ),
-  "the first version of FSDP": (
-    lambda: FullyShardedDataParallel(Block().to("jax"), device_mesh=line()),
-    CollectiveError,
-    "fully_shard.module, mesh=",
-  ),
   "a dtype of communication": (
     lambda: distribute_tensor(torch.ones(8), line()).redistribute(
       placements=[Shard(0)], forward_dtype=torch.bfloat16
@@ -604,7 +461,7 @@ def _enter_refusals() -> None:
       with pytest.raises(kind, match=message):
         function()
 
-    CASES[f"refused: {name}"] = refuses
+    case(refuses, f"refused: {name}")
 
 
 _enter_refusals()

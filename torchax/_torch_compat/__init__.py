@@ -23,6 +23,7 @@ from torchax._torch_compat.backend import (
   without_autocast,
 )
 from torchax._torch_compat.distributed import (
+  class_of_module,
   current_mesh,
   enter_group,
   function_of,
@@ -159,6 +160,7 @@ __all__ = [
   "aten_packets",
   "attention_of_heads",
   "backend_named",
+  "class_of_module",
   "compiled_module_class",
   "composite_decomposition",
   "composite_kernel",

@@ -80,6 +80,31 @@ def function_of(path: str) -> Callable:
   return getattr(importlib.import_module(module), name)
 
 
+def class_of_module(original: type, methods: type, base: type, more: dict) -> type:
+  """A class of modules that acts as `original` and is a `base` of torch.distributed's.
+
+  Args:
+    original: the class of a module.
+    methods: come before those of `base`.
+    base: a class that changes what modules are, such as `FSDPModule`.
+    more: further members.
+  """
+
+  def make(cls, *args, **kwargs):
+    # As torch's: `type(container)(layers)`, which slices are, is of the original class.
+    return original(*args, **kwargs)
+
+  members = {
+    "__new__": make,
+    "__module__": original.__module__,
+    "__doc__": original.__doc__,
+    "_original": original,
+    "_apply": original._apply,  # type: ignore[attr-defined]
+  }
+  name = f"{base.__name__.removesuffix('Module')}{original.__name__}"
+  return type(name, (methods, base, original), {**members, **more})
+
+
 def register_group_backend(name: str, make: Callable) -> None:
   """Adds a backend for process groups that is taken where it is asked for by name.
 

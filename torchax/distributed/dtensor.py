@@ -57,7 +57,9 @@ def distribute_tensor(
     )
   from_first = options.get("src_data_rank", 0) is not None
   placed = placements.place(tensor.detach(), mesh, placements_, from_first)
-  return placed.requires_grad_(tensor.requires_grad)
+  placed.requires_grad_(tensor.requires_grad)
+  Tensor.keep_gradient_beside(placed)
+  return placed
 
 
 def from_local(
@@ -115,12 +117,18 @@ def distribute_module(
 
 
 def replicate(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
-  """Puts those tensors of a module on a mesh, whole, that are not on it."""
+  """Puts those tensors of a module on a mesh, whole, that are not on it.
+
+  The gradient of each lies where it does.
+  """
   for tensor in tensors:
-    if isinstance(tensor, Tensor) and not placements.placements_of(tensor.jax(), mesh):
-      array = tensor.jax()
+    if not isinstance(tensor, Tensor):
+      continue
+    array = tensor.jax()
+    if not placements.placements_of(array, mesh):
       sharding = placements.sharding_of(mesh, None, tensor.shape, array)
       tensor.replace_jax(placements.put(array, sharding, from_first=True))
+    Tensor.keep_gradient_beside(tensor)
 
 
 def _add_hooks(module, mesh, input_fn, output_fn) -> None:
