@@ -9,6 +9,8 @@ one device, and the collectives of compiled modules are counted.
 import copy
 import io
 import re
+import tempfile
+from collections.abc import Callable
 
 import jax
 import many_devices
@@ -33,6 +35,11 @@ from dist.dtensor_parts import (
 )
 from jax.sharding import PartitionSpec
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+  StateDictOptions,
+  get_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
   DTensor,
@@ -51,10 +58,12 @@ from torch.distributed.tensor.parallel import (
   SequenceParallel,
   parallelize_module,
 )
+from torch.optim import swa_utils
 
 from torchax.distributed import jax_mesh, placements_of, sharding_of
 from torchax.errors import CollectiveError
 from torchax.interop import jax_jit, jax_shard_map, jax_view
+from torchax.tensor import Tensor
 
 # Meshes -------------------------------------------------------------------------------
 
@@ -231,6 +240,107 @@ def a_part_of_a_mesh_leaves_the_other_axes_alone():
   assert placements_of(z.jax(), mesh) == (Shard(0), Replicate())
 
 
+# What lies on a mesh, made of a tensor that does.
+DTENSORS: dict[str, Callable] = {
+  "distribute_tensor": lambda x: x,
+  "from_local": lambda x: DTensor.from_local(x, grid(), [Shard(0), Shard(1)]),
+  "redistribute": lambda x: x.redistribute(placements=[Replicate(), Shard(0)]),
+  "full_tensor": lambda x: x.full_tensor(),
+  "to_local": lambda x: x.to_local(),
+  "a result": lambda x: x @ x.T + 1,
+  "a view": lambda x: x[2:6],
+  "a parameter": nn.Parameter,
+  "a gradient": lambda x: torch.autograd.grad(x.requires_grad_().sum(), x)[0],
+  "a copy": copy.deepcopy,
+  "a detached one": lambda x: x.detach(),
+  "of a state": lambda x: fully_sharded_layer().state_dict()["weight"],
+  "an average": lambda x: next(
+    swa_utils.AveragedModel(fully_sharded_layer()).parameters()
+  ),
+}
+
+
+def fully_sharded_layer() -> nn.Module:
+  return distribute_module(nn.Linear(8, 8, device="jax"), line())
+
+
+@case
+def what_lies_on_a_mesh_is_a_dtensor():
+  for name, function in DTENSORS.items():
+    found = function(distribute_tensor(numbers(8, 4), grid(), [Shard(0), Replicate()]))
+    assert isinstance(found, DTensor) and isinstance(found, Tensor), name
+    assert found.placements and found.device_mesh in (grid(), line()), name
+    assert not issubclass(type(found), DTensor), name
+  layer = fully_sharded_layer()
+  assert isinstance(layer.weight, nn.Parameter)
+  for other in (
+    torch.ones(2, device="jax"),
+    torch.ones(2),
+    numbers(8, 4).to("jax").shard_(jax.sharding.SingleDeviceSharding(jax.devices()[1])),
+    layer.to("cpu").weight,
+  ):
+    assert not isinstance(other, DTensor)
+  assert layer.weight.device.type == "cpu" and isinstance(layer.weight, nn.Parameter)
+
+
+@case
+def what_asks_for_a_dtensor_gets_the_numbers():
+  x = distribute_tensor(numbers(8, 4), grid(), [Shard(0), Shard(1)])
+  torch.testing.assert_close(x, copy.deepcopy(x))
+  with pytest.raises(TypeError, match="Comparing a DTensor to a non-DTensor"):
+    torch.testing.assert_close(x, numbers(8, 4))
+  compiled = torch.compile(lambda x: (x * 2).sum(0), backend="jax", fullgraph=True)
+  torch.testing.assert_close(compiled(x).cpu(), (numbers(8, 4) * 2).sum(0))
+  layer = fully_sharded_layer()
+  whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+  state = get_model_state_dict(layer, options=whole)
+  assert torch.equal(state["weight"], layer.weight.detach().cpu())
+  assert type(state["weight"]) is torch.Tensor
+  with tempfile.TemporaryDirectory() as folder:
+    checkpoint.save({"x": x}, checkpoint_id=folder)
+    for target in (torch.zeros(8, 4), distribute_tensor(torch.zeros(8, 4), line())):
+      loaded = {"x": target}
+      checkpoint.load(loaded, checkpoint_id=folder)
+      assert torch.equal(loaded["x"].cpu(), numbers(8, 4))
+
+
+@case
+def a_plan_takes_inputs_that_are_sharded_along_other_axes_too():
+  plans = (
+    {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    {
+      "norm": SequenceParallel(),
+      "up": ColwiseParallel(input_layouts=Shard(1)),
+      "down": RowwiseParallel(output_layouts=Shard(1)),
+    },
+    PrepareModuleInputOutput(
+      input_layouts=(Shard(1),),
+      desired_input_layouts=(Replicate(),),
+      output_layouts=(Replicate(),),
+      desired_output_layouts=(Shard(1),),
+    ),
+    PrepareModuleInput(
+      input_kwarg_layouts={"x": Shard(1)},
+      desired_input_kwarg_layouts={"x": Replicate()},
+    ),
+  )
+  for plan in plans:
+    block, reference = pair()
+    mesh = grid()
+    parallelize_module(block.to("jax"), mesh["tp"], plan)
+    x = distribute_tensor(X, mesh, [Shard(0), Replicate()])
+    found = block(x=x) if plan is plans[-1] else block(x)
+    torch.testing.assert_close(found.detach().cpu(), reference(X).detach())
+    assert placements_of(found.jax(), mesh)[0] == Shard(0)
+
+
+@case
+def the_first_process_or_each_one_gives_the_numbers():
+  for source in (0, None):
+    x = distribute_tensor(numbers(8), line(), [Shard(0)], src_data_rank=source)
+    assert x.placements == (Shard(0),) and torch.equal(x.cpu(), numbers(8))
+
+
 @case
 def a_compiled_function_obeys_placements():
   mesh = grid()
@@ -239,6 +349,7 @@ def a_compiled_function_obeys_placements():
   def step(x):
     placed = DTensor.from_local(x, mesh, [Shard(0), Replicate()])
     assert placed.placements == (Shard(0), Replicate()) and placed.device_mesh == mesh
+    assert isinstance(placed, DTensor)
     return placed.redistribute(placements=[Shard(1), Replicate()]) * 2
 
   assert placements_of(step(numbers(8, 4).to("jax")).jax(), mesh)[0] == Shard(1)

@@ -6,6 +6,7 @@ changed before a program asks for jax, but for two functions that then can: the 
 starts a process group and the one that makes a mesh.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -162,6 +163,31 @@ def enter_group(group, ranks: dict[int, int]) -> None:
 def name_of_group(group) -> str:
   """The name that torch knows a group by; empty before it does."""
   return _world.pg_names.get(group, "")
+
+
+_HOOKS_OF_PLANS = (
+  ("PrepareModuleInput", "_prepare_input_fn"),
+  ("PrepareModuleInput", "_prepare_input_kwarg_fn"),
+  ("PrepareModuleOutput", "_prepare_out_fn"),
+)
+
+
+def enter_meshes_of_plans(is_meant: Callable) -> None:
+  """Has the hooks of plans that place inputs and outputs run in their mesh's block.
+
+  Args:
+    is_meant: (mesh) -> whether it is one that has to be known there.
+  """
+
+  def inside(original, self, *args):
+    mesh = args[-1]
+    with mesh if is_meant(mesh) else contextlib.nullcontext():
+      return original(self, *args)
+
+  for style, name in _HOOKS_OF_PLANS:
+    cls: Any = function_of(f"torch.distributed.tensor.parallel.{style}")
+    if hasattr(cls, name):
+      reroute_method(cls, name, inside)
 
 
 def current_mesh():
