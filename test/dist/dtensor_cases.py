@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
   get_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
   DTensor,
   Partial,
@@ -100,6 +101,84 @@ def meshes_of_one_name_and_several_sizes_have_groups_of_their_own():
     return gather(numbers(8).to("jax")).shape[0]
 
   assert [gathered(mesh) for mesh in meshes] == [64, 16, 64]
+
+
+def cube() -> DeviceMesh:
+  return init_device_mesh("jax", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+
+
+@case
+def a_flattened_mesh_is_one_dimension_of_several_axes():
+  mesh = cube()
+  flat = mesh["dp", "cp"]._flatten("dp_cp")
+  assert flat.mesh_dim_names == ("dp_cp",) and flat.size() == 4
+  assert mesh["dp_cp"] == flat == mesh["dp", "cp"]._flatten("dp_cp")
+  assert jax_mesh(flat) == jax_mesh(mesh)
+  assert flat.get_group() is mesh.get_group("dp_cp") and flat.get_group().size() == 4
+  assert flat.get_coordinate() == (0,) and flat.get_local_rank() == 0
+  assert mesh["dp_cp", "tp"].shape == (4, 2)
+  assert [g.size() for g in mesh["dp_cp", "tp"].get_all_groups()] == [4, 2]
+  whole = mesh._flatten("world")
+  assert whole.size() == 8 and whole.get_group().size() == 8
+  again = cube()["cp", "tp"]._flatten("dp_cp")  # the same name, of other axes
+  expected = [PartitionSpec(("dp", "cp")), PartitionSpec(("cp", "tp"))]
+  for part, spec in zip((flat, again), expected, strict=True):
+    found = sharding_of(part, [Shard(0)], (8, 4))
+    wanted = jax.sharding.NamedSharding(jax_mesh(part), spec)
+    assert found.is_equivalent_to(wanted, 2)
+
+
+@case
+def tensors_lie_on_flattened_meshes():
+  mesh = cube()
+  flat = mesh["dp", "cp"]._flatten("dp_cp")
+  both = mesh["dp_cp", "tp"]
+  x = distribute_tensor(numbers(8, 8), both, [Shard(0), Shard(1)])
+  assert x.placements == (Shard(0), Shard(1)) and x.device_mesh == both
+  assert placements_of(x.jax(), mesh) == (Shard(0), Shard(0), Shard(1))
+  assert placements_of(x.jax(), flat) == (Shard(0),)
+  assert x.jax().addressable_shards[0].data.shape == (2, 4)
+  y = x.redistribute(flat, [Shard(1)])
+  assert placements_of(y.jax(), mesh) == (Shard(1), Shard(1), Shard(1))
+  one = distribute_tensor(numbers(8, 4), mesh, [Shard(0), Replicate(), Replicate()])
+  assert placements_of(one.jax(), flat) == ()  # along a part of its axes alone
+  assert torch.equal(one.redistribute(flat, [Shard(0)]).cpu(), numbers(8, 4))
+
+
+@case
+def a_flattened_mesh_is_a_group_of_collectives():
+  mesh = cube()
+  rows = numbers(8, 4)
+  for axes in (("dp", "cp"), ("dp", "tp"), ("dp", "cp", "tp")):
+    group = mesh[axes]._flatten("_".join(axes))
+    spec = PartitionSpec(axes)
+    options = {"mesh": jax_mesh(mesh), "in_specs": spec}
+    total = jax_shard_map(
+      lambda x, group=group: functional.all_reduce(x.sum(0), "sum", group),
+      out_specs=PartitionSpec(),
+      **options,
+    )
+    torch.testing.assert_close(total(rows.to("jax")).cpu(), rows.sum(0))
+    gathered = jax_shard_map(
+      lambda x, group=group: functional.all_gather_tensor(x, 0, group),
+      out_specs=spec,
+      **options,
+    )
+    torch.testing.assert_close(
+      gathered(rows.to("jax")).cpu(), rows.repeat(group.size(), 1)
+    )
+
+
+@case
+def modules_are_fully_sharded_over_a_flattened_mesh():
+  block, reference = pair()
+  mesh = cube()
+  mesh["dp", "cp"]._flatten("dp_cp")
+  plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+  parallelize_module(block.to("jax"), mesh["tp"], plan)
+  fully_shard(block, mesh=mesh["dp_cp"])
+  assert placements_of(block.up.weight.jax(), mesh) == (Shard(0),) * 3
+  assert_trains_alike(block, reference)
 
 
 @case
@@ -540,10 +619,17 @@ REFUSALS = {
     CollectiveError,
     r"takes the whole tensor.*\(2,\) for one of \(16,\)",
   ),
-  "a flattened mesh": (
-    lambda: distribute_tensor(torch.ones(8), grid()._flatten("all"), [Shard(0)]),
+  "a mesh that is unflattened": (
+    lambda: init_device_mesh("jax", (8,), mesh_dim_names=("w",))._unflatten(
+      0, (2, 4), ("dp", "tp")
+    ),
     CollectiveError,
-    "a flattened mesh has no counterpart",
+    "cannot be unflattened. Make it with all of them",
+  ),
+  "a name that is taken": (
+    lambda: grid()._flatten("dp"),
+    ValueError,
+    "dp already exists for submesh",
   ),
   "a mesh of the CPU": (
     lambda: jax_mesh("cpu"),

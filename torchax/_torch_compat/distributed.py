@@ -215,8 +215,14 @@ def options_of_mesh(
   return {name: value for name, value in options.items() if name in known}, root
 
 
-def set_groups_of_mesh(mesh, groups: dict) -> None:
-  """Gives a mesh the process groups of its dimensions, by name."""
+def set_groups_of_mesh(mesh, root, groups: dict) -> None:
+  """Gives a mesh the process groups of its dimensions, by name.
+
+  Args:
+    mesh: whole, or a part.
+    root: the one that it is a part of; itself if it is whole.
+    groups: one for each dimension.
+  """
   mesh._dim_group_names = list(groups)
-  if hasattr(mesh, "_pg_registry"):  # from torch 2.12 on
-    mesh._pg_registry.update(groups)
+  if hasattr(root, "_pg_registry"):  # from torch 2.12 on
+    root._pg_registry.update(groups)
