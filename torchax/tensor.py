@@ -46,6 +46,7 @@ SUPPORTED_JAX_PLATFROM = ["cpu", "cuda", "gpu", "tpu"]
 _make_wrapper = _torch_compat.make_wrapper
 _AUTOCAST_KEYS = _torch_compat.AUTOCAST_KEYS
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
+_set_class = object.__dict__["__class__"].__set__
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
 
 
@@ -63,6 +64,10 @@ class Tensor(torch.Tensor):
   of_fake: ClassVar[Callable | None] = None
   # Has the gradient of a leaf lie where the leaf does; `_compose` sets it.
   keep_gradient_beside: ClassVar[Callable] = staticmethod(lambda tensor: None)
+  # A class that `isinstance` finds in a tensor for which the function is true, beside
+  # its own; `distributed` sets them.
+  told_class: ClassVar[type | None] = None
+  is_told: ClassVar[Callable] = staticmethod(lambda tensor: False)
   # True of the wrapper; who asks wants to know whether there are numbers.
   is_meta = False
 
@@ -82,6 +87,15 @@ class Tensor(torch.Tensor):
     self._storage = Storage(elem)
     self._chain = WHOLE
     self._env = env
+
+  @property
+  def __class__(self):
+    # Of Python, only an `isinstance` that does not hold by the type asks for this.
+    return Tensor.told_class if Tensor.is_told(self) else type(self)
+
+  @__class__.setter
+  def __class__(self, cls) -> None:
+    _set_class(self, cls)
 
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

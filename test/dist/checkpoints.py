@@ -1,14 +1,14 @@
 """One process that saves or loads the state of `in_processes.py`.
 
-  checkpoints.py save|load DIRECTORY
+checkpoints.py save|load DIRECTORY
 """
 
 import sys
 
 import jax
+from dist import in_processes
 
 import torchax
-from dist import in_processes
 
 what, path = sys.argv[1:]
 if what == "save":

@@ -6,9 +6,8 @@ The laws are those of `torch.distributed`, computed by numpy from the tensors of
 members: row i of `ROWS` is what member i of the axis "tp" has.
 """
 
-import json
-import sys
-import traceback
+import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import torchax
 from torchax.errors import CollectiveError
@@ -40,8 +39,28 @@ def case(function: Callable) -> Callable:
   return function
 
 
+_kind = [AxisType.Auto]
+
+
+@contextlib.contextmanager
+def axes_of(kind: AxisType):
+  """Has `mesh` make axes of a kind inside of the block."""
+  _kind.append(kind)
+  try:
+    yield
+  finally:
+    _kind.pop()
+
+
+KINDS = {
+  kind.name.lower(): functools.partial(axes_of, kind)
+  for kind in (AxisType.Auto, AxisType.Explicit)
+}
+
+
 def mesh() -> Mesh:
-  return Mesh(np.array(jax.devices()).reshape(2, MEMBERS), ("dp", "tp"))
+  devices = np.array(jax.devices()).reshape(2, MEMBERS)
+  return Mesh(devices, ("dp", "tp"), axis_types=(_kind[-1],) * 2)
 
 
 def on_members(function: Callable) -> Callable:
@@ -416,4 +435,4 @@ def outside_of_a_mapped_axis_the_error_says_what_to_write():
 
 
 if __name__ == "__main__":
-  many_devices.main(CASES)
+  many_devices.main(CASES, KINDS)

@@ -8,29 +8,40 @@ one device, and the collectives of compiled modules are counted.
 
 import copy
 import io
-import json
 import re
-import sys
-import traceback
+import tempfile
 from collections.abc import Callable
 
 import jax
 import many_devices
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.tensor as factories
+
+# After torch.distributed: a program may have imported its functions before torchax.
+from dist import fsdp_cases  # noqa: F401  enters its laws
+from dist.dtensor_parts import (
+  CASES,
+  X,
+  assert_trains_alike,
+  case,
+  collectives,
+  grid,
+  line,
+  numbers,
+  pair,
+)
 from jax.sharding import PartitionSpec
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-  CPUOffloadPolicy,
-  FullyShardedDataParallel,
-  MixedPrecisionPolicy,
-  fully_shard,
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+  StateDictOptions,
+  get_model_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
   DTensor,
   Partial,
@@ -48,87 +59,12 @@ from torch.distributed.tensor.parallel import (
   SequenceParallel,
   parallelize_module,
 )
+from torch.optim import swa_utils
 
-# After torch.distributed: a program may have imported its functions before torchax.
-import torchax
 from torchax.distributed import jax_mesh, placements_of, sharding_of
 from torchax.errors import CollectiveError
 from torchax.interop import jax_jit, jax_shard_map, jax_view
-
-CASES: dict[str, Callable] = {}
-
-
-def case(function: Callable) -> Callable:
-  """Enters a law."""
-  CASES[function.__name__] = function
-  return function
-
-
-def grid() -> DeviceMesh:
-  return init_device_mesh("jax", (2, 4), mesh_dim_names=("dp", "tp"))
-
-
-def line() -> DeviceMesh:
-  return init_device_mesh("jax", (8,))
-
-
-def numbers(*shape: int) -> torch.Tensor:
-  return torch.arange(float(np.prod(shape))).reshape(shape) / 10
-
-
-class Block(nn.Module):
-  """A norm and two linear layers."""
-
-  def __init__(self):
-    super().__init__()
-    self.norm = nn.LayerNorm(8)
-    self.up = nn.Linear(8, 16)
-    self.down = nn.Linear(16, 8)
-
-  def forward(self, x):
-    return self.down(torch.relu(self.up(self.norm(x))))
-
-
-def pair() -> tuple[Block, Block]:
-  """A block, and one that is equal."""
-  torch.manual_seed(0)
-  block = Block()
-  return block, copy.deepcopy(block)
-
-
-X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
-
-
-def assert_trains_alike(sharded: nn.Module, reference: nn.Module) -> None:
-  """Results and gradients are those of one device, eagerly; compiled, results."""
-  x, mine = X.clone().requires_grad_(), X.to("jax").requires_grad_()
-  expected, found = reference(x), sharded(mine)
-  expected.pow(2).sum().backward()
-  found.pow(2).sum().backward()
-  torch.testing.assert_close(found.detach().cpu(), expected.detach())
-  torch.testing.assert_close(mine.grad.cpu(), x.grad, rtol=1e-4, atol=1e-4)
-  for (name, p), (other, q) in zip(
-    reference.named_parameters(), sharded.named_parameters(), strict=True
-  ):
-    assert name == other
-    torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-4, atol=1e-4)
-  compiled = jax_jit(lambda x: sharded(x))(X.to("jax"))
-  torch.testing.assert_close(compiled.detach().cpu(), expected.detach())
-
-
-def collectives(module: nn.Module, x: torch.Tensor) -> dict[str, int]:
-  """How many collectives of each kind a compiled forward pass has."""
-
-  def forward(parameters, x):
-    return torch.func.functional_call(module, parameters, (x,))
-
-  parameters = {name: p.detach() for name, p in module.named_parameters()}
-  arrays = jax_view((parameters, x))
-  text = jax.jit(jax_view(forward)).lower(*arrays).compile().as_text()
-  kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-  counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
-  return {kind: count for kind, count in counts.items() if count}
-
+from torchax.tensor import Tensor
 
 # Meshes -------------------------------------------------------------------------------
 
@@ -167,6 +103,84 @@ def meshes_of_one_name_and_several_sizes_have_groups_of_their_own():
   assert [gathered(mesh) for mesh in meshes] == [64, 16, 64]
 
 
+def cube() -> DeviceMesh:
+  return init_device_mesh("jax", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+
+
+@case
+def a_flattened_mesh_is_one_dimension_of_several_axes():
+  mesh = cube()
+  flat = mesh["dp", "cp"]._flatten("dp_cp")
+  assert flat.mesh_dim_names == ("dp_cp",) and flat.size() == 4
+  assert mesh["dp_cp"] == flat == mesh["dp", "cp"]._flatten("dp_cp")
+  assert jax_mesh(flat) == jax_mesh(mesh)
+  assert flat.get_group() is mesh.get_group("dp_cp") and flat.get_group().size() == 4
+  assert flat.get_coordinate() == (0,) and flat.get_local_rank() == 0
+  assert mesh["dp_cp", "tp"].shape == (4, 2)
+  assert [g.size() for g in mesh["dp_cp", "tp"].get_all_groups()] == [4, 2]
+  whole = mesh._flatten("world")
+  assert whole.size() == 8 and whole.get_group().size() == 8
+  again = cube()["cp", "tp"]._flatten("dp_cp")  # the same name, of other axes
+  expected = [PartitionSpec(("dp", "cp")), PartitionSpec(("cp", "tp"))]
+  for part, spec in zip((flat, again), expected, strict=True):
+    found = sharding_of(part, [Shard(0)], (8, 4))
+    wanted = jax.sharding.NamedSharding(jax_mesh(part), spec)
+    assert found.is_equivalent_to(wanted, 2)
+
+
+@case
+def tensors_lie_on_flattened_meshes():
+  mesh = cube()
+  flat = mesh["dp", "cp"]._flatten("dp_cp")
+  both = mesh["dp_cp", "tp"]
+  x = distribute_tensor(numbers(8, 8), both, [Shard(0), Shard(1)])
+  assert x.placements == (Shard(0), Shard(1)) and x.device_mesh == both
+  assert placements_of(x.jax(), mesh) == (Shard(0), Shard(0), Shard(1))
+  assert placements_of(x.jax(), flat) == (Shard(0),)
+  assert x.jax().addressable_shards[0].data.shape == (2, 4)
+  y = x.redistribute(flat, [Shard(1)])
+  assert placements_of(y.jax(), mesh) == (Shard(1), Shard(1), Shard(1))
+  one = distribute_tensor(numbers(8, 4), mesh, [Shard(0), Replicate(), Replicate()])
+  assert placements_of(one.jax(), flat) == ()  # along a part of its axes alone
+  assert torch.equal(one.redistribute(flat, [Shard(0)]).cpu(), numbers(8, 4))
+
+
+@case
+def a_flattened_mesh_is_a_group_of_collectives():
+  mesh = cube()
+  rows = numbers(8, 4)
+  for axes in (("dp", "cp"), ("dp", "tp"), ("dp", "cp", "tp")):
+    group = mesh[axes]._flatten("_".join(axes))
+    spec = PartitionSpec(axes)
+    options = {"mesh": jax_mesh(mesh), "in_specs": spec}
+    total = jax_shard_map(
+      lambda x, group=group: functional.all_reduce(x.sum(0), "sum", group),
+      out_specs=PartitionSpec(),
+      **options,
+    )
+    torch.testing.assert_close(total(rows.to("jax")).cpu(), rows.sum(0))
+    gathered = jax_shard_map(
+      lambda x, group=group: functional.all_gather_tensor(x, 0, group),
+      out_specs=spec,
+      **options,
+    )
+    torch.testing.assert_close(
+      gathered(rows.to("jax")).cpu(), rows.repeat(group.size(), 1)
+    )
+
+
+@case
+def modules_are_fully_sharded_over_a_flattened_mesh():
+  block, reference = pair()
+  mesh = cube()
+  mesh["dp", "cp"]._flatten("dp_cp")
+  plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+  parallelize_module(block.to("jax"), mesh["tp"], plan)
+  fully_shard(block, mesh=mesh["dp_cp"])
+  assert placements_of(block.up.weight.jax(), mesh) == (Shard(0),) * 3
+  assert_trains_alike(block, reference)
+
+
 @case
 def a_dimension_of_a_mesh_is_a_group_of_collectives():
   mesh = grid()
@@ -174,9 +188,7 @@ def a_dimension_of_a_mesh_is_a_group_of_collectives():
 
   def run(function):
     spec = PartitionSpec("tp")
-    mapped = jax_shard_map(
-      function, mesh=jax_mesh(mesh), in_specs=spec, out_specs=spec
-    )
+    mapped = jax_shard_map(function, mesh=jax_mesh(mesh), in_specs=spec, out_specs=spec)
     return jax_jit(mapped)(rows.to("jax")).cpu()
 
   total = rows.reshape(4, 2, 8).sum(0).repeat(4, 1)
@@ -307,6 +319,107 @@ def a_part_of_a_mesh_leaves_the_other_axes_alone():
   assert placements_of(z.jax(), mesh) == (Shard(0), Replicate())
 
 
+# What lies on a mesh, made of a tensor that does.
+DTENSORS: dict[str, Callable] = {
+  "distribute_tensor": lambda x: x,
+  "from_local": lambda x: DTensor.from_local(x, grid(), [Shard(0), Shard(1)]),
+  "redistribute": lambda x: x.redistribute(placements=[Replicate(), Shard(0)]),
+  "full_tensor": lambda x: x.full_tensor(),
+  "to_local": lambda x: x.to_local(),
+  "a result": lambda x: x @ x.T + 1,
+  "a view": lambda x: x[2:6],
+  "a parameter": nn.Parameter,
+  "a gradient": lambda x: torch.autograd.grad(x.requires_grad_().sum(), x)[0],
+  "a copy": copy.deepcopy,
+  "a detached one": lambda x: x.detach(),
+  "of a state": lambda x: fully_sharded_layer().state_dict()["weight"],
+  "an average": lambda x: next(
+    swa_utils.AveragedModel(fully_sharded_layer()).parameters()
+  ),
+}
+
+
+def fully_sharded_layer() -> nn.Module:
+  return distribute_module(nn.Linear(8, 8, device="jax"), line())
+
+
+@case
+def what_lies_on_a_mesh_is_a_dtensor():
+  for name, function in DTENSORS.items():
+    found = function(distribute_tensor(numbers(8, 4), grid(), [Shard(0), Replicate()]))
+    assert isinstance(found, DTensor) and isinstance(found, Tensor), name
+    assert found.placements and found.device_mesh in (grid(), line()), name
+    assert not issubclass(type(found), DTensor), name
+  layer = fully_sharded_layer()
+  assert isinstance(layer.weight, nn.Parameter)
+  for other in (
+    torch.ones(2, device="jax"),
+    torch.ones(2),
+    numbers(8, 4).to("jax").shard_(jax.sharding.SingleDeviceSharding(jax.devices()[1])),
+    layer.to("cpu").weight,
+  ):
+    assert not isinstance(other, DTensor)
+  assert layer.weight.device.type == "cpu" and isinstance(layer.weight, nn.Parameter)
+
+
+@case
+def what_asks_for_a_dtensor_gets_the_numbers():
+  x = distribute_tensor(numbers(8, 4), grid(), [Shard(0), Shard(1)])
+  torch.testing.assert_close(x, copy.deepcopy(x))
+  with pytest.raises(TypeError, match="Comparing a DTensor to a non-DTensor"):
+    torch.testing.assert_close(x, numbers(8, 4))
+  compiled = torch.compile(lambda x: (x * 2).sum(0), backend="jax", fullgraph=True)
+  torch.testing.assert_close(compiled(x).cpu(), (numbers(8, 4) * 2).sum(0))
+  layer = fully_sharded_layer()
+  whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+  state = get_model_state_dict(layer, options=whole)
+  assert torch.equal(state["weight"], layer.weight.detach().cpu())
+  assert type(state["weight"]) is torch.Tensor
+  with tempfile.TemporaryDirectory() as folder:
+    checkpoint.save({"x": x}, checkpoint_id=folder)
+    for target in (torch.zeros(8, 4), distribute_tensor(torch.zeros(8, 4), line())):
+      loaded = {"x": target}
+      checkpoint.load(loaded, checkpoint_id=folder)
+      assert torch.equal(loaded["x"].cpu(), numbers(8, 4))
+
+
+@case
+def a_plan_takes_inputs_that_are_sharded_along_other_axes_too():
+  plans = (
+    {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    {
+      "norm": SequenceParallel(),
+      "up": ColwiseParallel(input_layouts=Shard(1)),
+      "down": RowwiseParallel(output_layouts=Shard(1)),
+    },
+    PrepareModuleInputOutput(
+      input_layouts=(Shard(1),),
+      desired_input_layouts=(Replicate(),),
+      output_layouts=(Replicate(),),
+      desired_output_layouts=(Shard(1),),
+    ),
+    PrepareModuleInput(
+      input_kwarg_layouts={"x": Shard(1)},
+      desired_input_kwarg_layouts={"x": Replicate()},
+    ),
+  )
+  for plan in plans:
+    block, reference = pair()
+    mesh = grid()
+    parallelize_module(block.to("jax"), mesh["tp"], plan)
+    x = distribute_tensor(X, mesh, [Shard(0), Replicate()])
+    found = block(x=x) if plan is plans[-1] else block(x)
+    torch.testing.assert_close(found.detach().cpu(), reference(X).detach())
+    assert placements_of(found.jax(), mesh)[0] == Shard(0)
+
+
+@case
+def the_first_process_or_each_one_gives_the_numbers():
+  for source in (0, None):
+    x = distribute_tensor(numbers(8), line(), [Shard(0)], src_data_rank=source)
+    assert x.placements == (Shard(0),) and torch.equal(x.cpu(), numbers(8))
+
+
 @case
 def a_compiled_function_obeys_placements():
   mesh = grid()
@@ -315,6 +428,7 @@ def a_compiled_function_obeys_placements():
   def step(x):
     placed = DTensor.from_local(x, mesh, [Shard(0), Replicate()])
     assert placed.placements == (Shard(0), Replicate()) and placed.device_mesh == mesh
+    assert isinstance(placed, DTensor)
     return placed.redistribute(placements=[Shard(1), Replicate()]) * 2
 
   assert placements_of(step(numbers(8, 4).to("jax")).jax(), mesh)[0] == Shard(1)
@@ -418,9 +532,7 @@ def sequences_are_sharded_between_layers():
 def inputs_and_outputs_are_prepared():
   mesh = init_device_mesh("jax", (8,), mesh_dim_names=("tp",))
   styles = (
-    PrepareModuleInput(
-      input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-    ),
+    PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
     PrepareModuleInputOutput(
       input_layouts=(Shard(1),),
@@ -449,62 +561,6 @@ def embeddings_are_sharded_by_columns_and_by_rows():
     assert sharded.weight.placements == (where,)
     found = sharded(tokens.to("jax"))
     torch.testing.assert_close(found.detach().cpu(), expected)
-
-
-@case
-def fully_sharded_modules_train_as_one_device_does():
-  block, reference = pair()
-  for part in (block.norm, block.up, block.down, block):
-    assert fully_shard(part, mesh=line()) is part
-  assert {p.placements for p in block.parameters()} == {(Shard(0),)}
-  assert {p.jax().addressable_shards[0].data.size * 8 for p in block.parameters()} == {
-    p.numel() for p in reference.parameters()
-  }
-  assert_trains_alike(block, reference)
-
-
-@case
-def fully_shard_chooses_a_dimension_that_divides():
-  module = nn.Module()
-  module.rows = nn.Parameter(numbers(8, 3))
-  module.columns = nn.Parameter(numbers(3, 8))
-  module.small = nn.Parameter(numbers(3))
-  module.frozen = nn.Parameter(numbers(8))
-  fully_shard(module.to("jax"), ignored_params={module.frozen})  # over all devices
-  found = {name: p.placements for name, p in module.named_parameters()}
-  assert found == {
-    "rows": (Shard(0),),
-    "columns": (Shard(1),),
-    "small": (Replicate(),),
-    "frozen": (),
-  }
-  chosen = nn.Linear(8, 8, bias=False)
-  fully_shard(chosen, mesh=line(), shard_placement_fn=lambda p: Shard(1))
-  assert chosen.weight.placements == (Shard(1),)
-  wrong = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)).to("jax")
-  with pytest.raises(CollectiveError, match=r"shape \(3, 8\) does not divide into 8"):
-    fully_shard(wrong, mesh=line(), shard_placement_fn=lambda p: Shard(0))
-  assert {p.placements for p in wrong.parameters()} == {()}  # nothing has changed
-
-
-@case
-def replicas_of_shards_have_the_last_dimension():
-  block, reference = pair()
-  fully_shard(block, mesh=grid())
-  assert block.up.weight.placements == (Replicate(), Shard(0))
-  assert_trains_alike(block, reference)
-
-
-@case
-def tensor_parallel_modules_are_fully_sharded_too():
-  block, reference = pair()
-  mesh = grid()
-  plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-  parallelize_module(block, mesh["tp"], plan)
-  fully_shard(block, mesh=mesh["dp"])
-  assert block.up.weight.placements == (Shard(0), Shard(0))
-  assert block.down.weight.placements == (Shard(0), Shard(1))
-  assert_trains_alike(block, reference)
 
 
 @case
@@ -563,10 +619,17 @@ REFUSALS = {
     CollectiveError,
     r"takes the whole tensor.*\(2,\) for one of \(16,\)",
   ),
-  "a flattened mesh": (
-    lambda: distribute_tensor(torch.ones(8), grid()._flatten("all"), [Shard(0)]),
+  "a mesh that is unflattened": (
+    lambda: init_device_mesh("jax", (8,), mesh_dim_names=("w",))._unflatten(
+      0, (2, 4), ("dp", "tp")
+    ),
     CollectiveError,
-    "a flattened mesh has no counterpart",
+    "cannot be unflattened. Make it with all of them",
+  ),
+  "a name that is taken": (
+    lambda: grid()._flatten("dp"),
+    ValueError,
+    "dp already exists for submesh",
   ),
   "a mesh of the CPU": (
     lambda: jax_mesh("cpu"),
@@ -577,23 +640,6 @@ REFUSALS = {
     lambda: dist.all_reduce(torch.ones(2, device="jax"), group=grid().get_group("tp")),
     CollectiveError,
     "joins devices, not processes",
-  ),
-  "a policy of mixed precision": (
-    lambda: fully_shard(
-      Block(), mesh=line(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    ),
-    CollectiveError,
-    "torch.autocast",
-  ),
-  "a policy of offloading": (
-    lambda: fully_shard(Block(), mesh=line(), offload_policy=CPUOffloadPolicy()),
-    CollectiveError,
-    "takes no offload_policy",
-  ),
-  "the first version of FSDP": (
-    lambda: FullyShardedDataParallel(Block().to("jax"), device_mesh=line()),
-    CollectiveError,
-    "fully_shard.module, mesh=",
   ),
   "a dtype of communication": (
     lambda: distribute_tensor(torch.ones(8), line()).redistribute(
@@ -612,7 +658,7 @@ def _enter_refusals() -> None:
       with pytest.raises(kind, match=message):
         function()
 
-    CASES[f"refused: {name}"] = refuses
+    case(refuses, f"refused: {name}")
 
 
 _enter_refusals()

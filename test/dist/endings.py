@@ -1,6 +1,6 @@
 """Two processes that compute together until process 1 ends in its own way.
 
-  endings.py WAY    which is "well", "raise", "exit", "kill" or "stop"
+endings.py WAY    which is "well", "raise", "exit", "kill" or "stop"
 """
 
 import os

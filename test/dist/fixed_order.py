@@ -1,6 +1,6 @@
 """Losses of a few steps whose sums have one order, on several numbers of devices.
 
-  fixed_order.py OUT    in a process with eight devices
+fixed_order.py OUT    in a process with eight devices
 """
 
 import json

@@ -2,8 +2,8 @@
 
   in_processes.py FOLDER    in processes that `torchax.launch` has started
 
-Each process writes FOLDER/<rank>.json: "" or a traceback for each of `CASES`. The folder
-has the checkpoint "of one": the state of `state_on`, saved by one process.
+Each process writes FOLDER/<rank>.json: "" or a traceback for each of `CASES`. The
+folder has the checkpoint "of one": the state of `state_on`, saved by one process.
 """
 
 import io
@@ -11,7 +11,6 @@ import json
 import pathlib
 import pickle
 import sys
-import traceback
 from collections.abc import Callable
 
 import jax
@@ -71,7 +70,9 @@ def print_shows_what_this_process_has():
   text, own = repr(split()), 8 // jax.process_count()
   first = own * jax.process_index()
   count = jax.process_count()
-  assert f"process {jax.process_index()} of {count} holds [{first}:{first + own}]" in text
+  assert (
+    f"process {jax.process_index()} of {count} holds [{first}:{first + own}]" in text
+  )
   numbers = ", ".join(f"{n}." for n in range(first, first + own))
   assert f"tensor([{numbers}])" in text
   assert text.startswith("tensor(size=(8,), ") and "'data': 8" in text
@@ -187,7 +188,9 @@ def connecting_twice_is_named():
 @case
 def values_that_differ_are_named_in_every_process():
   with pytest.raises(ProcessError) as caught:
-    processes.require_equal("the seed", jax.process_index() // (jax.process_count() - 1))
+    processes.require_equal(
+      "the seed", jax.process_index() // (jax.process_count() - 1)
+    )
   last = jax.process_count() - 1
   text = str(caught.value)
   assert f"process {last}: the seed: '1'" in text and "the seed: '0'" in text

@@ -1,13 +1,12 @@
 """What `dist/test_meshes.py` runs in one process that has eight devices.
 
 Each function of `CASES` is a law; those of `@for_each_kind` are asserted on a mesh of
-automatic axes and on one of explicit axes.
+automatic axes and on one of explicit axes. What follows the sharding of a tensor is in
+`following_cases.py`.
 """
 
 import contextlib
-import copy
 import functools
-import io
 import re
 import tempfile
 from collections.abc import Callable
@@ -18,11 +17,25 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from dist import following_cases  # noqa: F401  enters its laws
+from dist.mesh_parts import (
+  ALL,
+  CASES,
+  TENSOR_PARALLEL,
+  Model,
+  batch,
+  case,
+  for_each_kind,
+  made_on,
+  mesh_of,
+  on_one_device,
+  require_alike,
+  trained,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import save_file
 from torch import nn
-from torch.optim import swa_utils
 
 import torchax
 from torchax import mesh_util
@@ -31,106 +44,6 @@ from torchax.dispatch import compiling
 from torchax.errors import ShardingError
 from torchax.interop import jax_jit
 from torchax.train import mark_sharding
-
-CASES: dict[str, Callable] = {}
-
-
-def case(function: Callable) -> Callable:
-  """Enters a law."""
-  CASES[function.__name__] = function
-  return function
-
-
-def for_each_kind(function: Callable) -> Callable:
-  """Enters a law of a kind of axes, for both."""
-  for kind in (AxisType.Auto, AxisType.Explicit):
-    name = f"{function.__name__}_on_{kind.name.lower()}_axes"
-    CASES[name] = functools.partial(function, kind)
-  return function
-
-
-def mesh_of(kind: AxisType, sharder=None, **axes: int) -> mesh_util.Mesh:
-  sizes, names = tuple(axes.values()), tuple(axes)
-  made = jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
-  return mesh_util.Mesh(made, sharder)
-
-
-ALL = mesh_util.SingleAxisSharder("fsdp", 8, replicate_unshardable=True)
-TENSOR_PARALLEL = mesh_util.ShardingRules(
-  [
-    ("*.in_proj_weight", ("model", None)),
-    ("*.out_proj.weight", (None, "model")),
-    ("*.linear1.weight", ("model", None)),
-    ("*.linear1.bias", ("model",)),
-    ("*.linear2.weight", (None, "model")),
-  ],
-  by_module={nn.Embedding: {"weight": ("data", "model")}},
-)
-
-
-class Model(nn.Module):
-  """A transformer of one layer with dropout, and what models make by hand."""
-
-  def __init__(self):
-    super().__init__()
-    self.embedding = nn.Embedding(32, 16)
-    self.positions = nn.Parameter(torch.randn(8, 16) * 0.02)
-    self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-    self.out = nn.Linear(16, 32, bias=False)
-    self.register_buffer("scale", torch.arange(8.0).add(1).rsqrt())
-
-  def forward(self, tokens):
-    hidden = self.embedding(tokens) + self.positions * self.scale[:, None]
-    return self.out(self.layer(hidden))
-
-
-def batch(mesh=None) -> list:
-  """Tokens and labels; on a mesh its first axis divides them."""
-  tokens = torch.arange(64).reshape(8, 8) % 32
-  both = [tokens, (tokens * 7) % 32]
-  if mesh is None:
-    return [tensor.to("jax") for tensor in both]
-  return [mesh.shard(tensor, (mesh.jax_mesh.axis_names[0],)) for tensor in both]
-
-
-def trained(model, tokens, labels, compiles: bool):
-  """The losses of two steps of AdamW, and the optimizer."""
-  optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-
-  def step(tokens, labels):
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
-    loss.backward()
-    optimizer.step()
-    return loss
-
-  step = jax_jit(step) if compiles else step
-  torch.manual_seed(1)
-  with torchax.default_env():
-    return [step(tokens, labels).item() for _ in range(2)], optimizer
-
-
-@functools.cache
-def on_one_device(compiles: bool = False):
-  """The model's first numbers, and the losses of training it."""
-  torch.manual_seed(0)
-  with torchax.default_env(), torch.device("jax"):
-    model = Model()
-  first = {name: t.cpu().clone() for name, t in model.state_dict().items()}
-  return first, trained(model, *batch(), compiles)[0]
-
-
-def made_on(mesh: mesh_util.Mesh) -> Model:
-  torch.manual_seed(0)
-  return mesh.initialize_model_sharded(Model, ())
-
-
-def require_alike(tensor, other) -> None:
-  """Both lie in the same way."""
-  found, expected = tensor.jax().sharding, other.jax().sharding
-  assert found.is_equivalent_to(expected, other.dim()), (found, expected)
-  assert found.mesh == expected.mesh
-
 
 # Models -------------------------------------------------------------------------------
 
@@ -305,144 +218,6 @@ def rules_and_sharders_are_asked_with_names_and_shapes():
   specs = {name: t.jax().sharding.spec for name, t in model.named_parameters()}
   assert specs["0.weight"] == P(None, "model") and specs["1.weight"] == P("data")
   assert specs["0.bias"] == P("model") and specs["1.bias"] == P()
-
-
-# What follows a sharding --------------------------------------------------------------
-
-
-def followed(place) -> dict[str, Callable]:
-  """Functions of a tensor whose results lie as it does; those of `SEEDED` draw."""
-  ones = torch.ones(8, 2)
-
-  def changed(function):
-    def change(x):
-      function(x)
-      return x
-
-    return change
-
-  def saved(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return x.copy_(torch.load(file))
-
-  return {
-    "zeros_like": torch.zeros_like,
-    "ones_like": torch.ones_like,
-    "empty_like": torch.empty_like,
-    "full_like": lambda x: torch.full_like(x, 3.0),
-    "rand_like": torch.rand_like,
-    "randn_like": torch.randn_like,
-    "randint_like": lambda x: torch.randint_like(x, 5),
-    "zeros_like of a dtype": lambda x: torch.zeros_like(x, dtype=torch.int32),
-    "zeros_like of a view": lambda x: torch.zeros_like(x.view(16).view(8, 2)),
-    "new_zeros": lambda x: x.new_zeros(8, 2),
-    "new_empty": lambda x: x.new_empty((8, 2)),
-    "new_full": lambda x: x.new_full((8, 2), 2.0),
-    "new_tensor": lambda x: x.new_tensor(ones),
-    "deepcopy": copy.deepcopy,
-    "normal_": lambda x: x.normal_(),
-    "uniform_": lambda x: x.uniform_(),
-    "kaiming_uniform_": nn.init.kaiming_uniform_,
-    "trunc_normal_": nn.init.trunc_normal_,
-    "dropout": F.dropout,
-    "zero_": lambda x: x.zero_(),
-    "eye_": nn.init.eye_,
-    "copy_ of the CPU": lambda x: x.copy_(ones),
-    "copy_ of another dtype": lambda x: x.copy_(ones.int()),
-    "copy_ of jax": lambda x: x.copy_(ones.to("jax")),
-    "copy_ of another device": lambda x: x.copy_(ones.to("jax:3")),
-    "copy_ of another layout": lambda x: x.copy_(place(torch.ones(8, 2), ())),
-    "add_": lambda x: x.add_(place(torch.ones(8, 2), ())),
-    "x[i] = v": changed(lambda x: x.__setitem__(3, 9.0)),
-    "data": changed(lambda x: setattr(x, "data", x.data * 2)),
-    "_foreach_zero_": changed(lambda x: torch._foreach_zero_([x])),
-    "_foreach_copy_": changed(lambda x: torch._foreach_copy_([x], [ones.to("jax")])),
-    "torch.save": saved,
-  }
-
-
-SEEDED = (
-  *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "dropout"),
-  *("kaiming_uniform_", "trunc_normal_"),
-)
-
-
-@for_each_kind
-def what_is_made_of_a_tensor_lies_as_it_does(kind):
-  mesh = mesh_of(kind, x=8)
-  numbers = torch.arange(16.0).reshape(8, 2)
-  for name, function in followed(mesh.shard).items():
-    torch.manual_seed(5)
-    x = mesh.shard(numbers, ("x",))
-    made = function(x)
-    try:
-      require_alike(made, mesh.shard(numbers, ("x",)))
-      if name in SEEDED:
-        torch.manual_seed(5)
-        assert torch.equal(made.cpu(), function(numbers.to("jax")).cpu())
-    except AssertionError as error:
-      raise AssertionError(name) from error
-  assert mesh.shard(numbers, ("x",)).new_zeros(3).tolist() == [0, 0, 0]
-
-
-OPTIMIZERS: dict[str, Callable] = {
-  "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-  "AdamW": lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
-  "RMSprop": lambda p: torch.optim.RMSprop(p, 0.1),
-  "Adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
-}
-
-
-@for_each_kind
-def optimizers_averages_and_state_dicts_keep_the_layout(kind):
-  mesh = mesh_of(kind, x=8)
-  model = mesh.shard_model(nn.Linear(2, 8, bias=False))
-  expected = mesh.shard(torch.zeros(8, 2), ("x",))
-  x = torch.ones(8, 2, device="jax")
-  average = swa_utils.get_ema_multi_avg_fn(0.9)
-  averaged = swa_utils.AveragedModel(model, multi_avg_fn=average)
-  for name, make in OPTIMIZERS.items():
-    optimizer = make(model.parameters())
-    for _ in range(2):
-      optimizer.zero_grad()
-      (model(x) ** 2).sum().backward()
-      require_alike(model.weight.grad, expected)
-      optimizer.step()
-      optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    state = optimizer.state[model.weight].values()
-    arrays = [v for v in state if isinstance(v, torch.Tensor) and v.dim() == 2]
-    assert arrays, name
-    for tensor in (model.weight, *arrays):
-      require_alike(tensor, expected)
-    averaged.update_parameters(model)
-    require_alike(averaged.module.weight, expected)
-  copied = copy.deepcopy(model)
-  (copied(x) ** 2).sum().backward()
-  require_alike(copied.weight.grad, expected)
-  for source in (torch.ones(8, 2), torch.ones(8, 2, device="jax")):
-    model.load_state_dict({"weight": source})
-    require_alike(model.weight, expected)
-  state = copy.deepcopy(copied.state_dict())
-  model.load_state_dict(state, assign=True)
-  require_alike(model.weight, expected)
-  assert torch.equal(model.weight, copied.weight)
-
-
-@case
-def gradients_that_are_differentiated_again_lie_as_their_leaf():
-  mesh = mesh_of(AxisType.Auto, x=8)
-  leaf = torch.ones(8, 8, device="jax", requires_grad=True)
-  leaf.shard_(mesh.sharding(("x",)))
-  (first,) = torch.autograd.grad((leaf @ leaf).pow(2).sum(), leaf, create_graph=True)
-  require_alike(first, leaf)
-  first.sum().backward()
-  require_alike(leaf.grad, leaf)
-  plain = torch.ones(8, 8, device="jax", requires_grad=True)
-  (again,) = torch.autograd.grad((plain @ plain).pow(2).sum(), plain, create_graph=True)
-  again.sum().backward()
-  assert torch.equal(leaf.grad.cpu(), plain.grad.cpu())
 
 
 # Explicit axes ------------------------------------------------------------------------

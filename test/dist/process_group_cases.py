@@ -6,10 +6,7 @@ Of each collective both processes know what both have put in: `MINE[rank]`.
 """
 
 import copy
-import json
 import os
-import sys
-import traceback
 from collections.abc import Callable
 
 import jax

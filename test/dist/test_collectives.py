@@ -5,7 +5,6 @@
 
 import many_devices
 import pytest
-
 from dist import collective_cases
 
 pytestmark = pytest.mark.programs
@@ -18,6 +17,8 @@ def failures(tmp_path_factory) -> dict[str, str]:
   return many_devices.failures(collective_cases.__file__, folder, timeout=300)
 
 
+@pytest.mark.parametrize("kind", collective_cases.KINDS)
 @pytest.mark.parametrize("law", collective_cases.CASES)
-def test_on_eight_devices(failures, law):
-  assert failures[law] == "", failures[law]
+def test_on_eight_devices(failures, law, kind):
+  found = failures[f"{kind} {law}"]
+  assert found == "", found

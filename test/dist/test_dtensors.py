@@ -5,7 +5,6 @@
 
 import many_devices
 import pytest
-
 from dist import dtensor_cases
 
 pytestmark = pytest.mark.programs

@@ -9,7 +9,6 @@ import time
 import pytest
 from dist import worlds
 
-
 from torchax import launch
 
 pytestmark = pytest.mark.programs

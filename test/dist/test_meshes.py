@@ -4,9 +4,7 @@
 """
 
 import many_devices
-
 import pytest
-
 from dist import mesh_cases
 
 pytestmark = pytest.mark.programs

@@ -12,7 +12,6 @@ import sys
 
 import many_devices
 import pytest
-
 from dist import process_group_cases
 
 _PROGRAM = pathlib.Path(process_group_cases.__file__)

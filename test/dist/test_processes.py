@@ -192,7 +192,11 @@ def test_numbers_for_a_global_batch_keep_to_the_widths_of_jax():
   mesh = in_processes.Mesh(np.array(in_processes.jax.devices()[:1]), ("data",))
   sharding = in_processes.NamedSharding(mesh, in_processes.PartitionSpec("data"))
   found = processes.global_batch(
-    {"a": torch.tensor([1, 2]), "b": np.ones((2, 3), np.float32), "c": torch.ones(2).bfloat16()},
+    {
+      "a": torch.tensor([1, 2]),
+      "b": np.ones((2, 3), np.float32),
+      "c": torch.ones(2).bfloat16(),
+    },
     sharding,
   )
   assert found["a"].tolist() == [1, 2] and found["b"].shape == (2, 3)

@@ -23,8 +23,10 @@ from torchax._torch_compat.backend import (
   without_autocast,
 )
 from torchax._torch_compat.distributed import (
+  class_of_module,
   current_mesh,
   enter_group,
+  enter_meshes_of_plans,
   function_of,
   group_by_name,
   is_available,
@@ -159,6 +161,7 @@ __all__ = [
   "aten_packets",
   "attention_of_heads",
   "backend_named",
+  "class_of_module",
   "compiled_module_class",
   "composite_decomposition",
   "composite_kernel",
@@ -166,6 +169,7 @@ __all__ = [
   "count_of_hooks",
   "current_mesh",
   "enter_group",
+  "enter_meshes_of_plans",
   "decomposition_table",
   "disabled_torch_function",
   "dispatch_depth",

@@ -6,6 +6,7 @@ changed before a program asks for jax, but for two functions that then can: the 
 starts a process group and the one that makes a mesh.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -80,6 +81,31 @@ def function_of(path: str) -> Callable:
   return getattr(importlib.import_module(module), name)
 
 
+def class_of_module(original: type, methods: type, base: type, more: dict) -> type:
+  """A class of modules that acts as `original` and is a `base` of torch.distributed's.
+
+  Args:
+    original: the class of a module.
+    methods: come before those of `base`.
+    base: a class that changes what modules are, such as `FSDPModule`.
+    more: further members.
+  """
+
+  def make(cls, *args, **kwargs):
+    # As torch's: `type(container)(layers)`, which slices are, is of the original class.
+    return original(*args, **kwargs)
+
+  members = {
+    "__new__": make,
+    "__module__": original.__module__,
+    "__doc__": original.__doc__,
+    "_original": original,
+    "_apply": original._apply,  # type: ignore[attr-defined]
+  }
+  name = f"{base.__name__.removesuffix('Module')}{original.__name__}"
+  return type(name, (methods, base, original), {**members, **more})
+
+
 def register_group_backend(name: str, make: Callable) -> None:
   """Adds a backend for process groups that is taken where it is asked for by name.
 
@@ -139,6 +165,31 @@ def name_of_group(group) -> str:
   return _world.pg_names.get(group, "")
 
 
+_HOOKS_OF_PLANS = (
+  ("PrepareModuleInput", "_prepare_input_fn"),
+  ("PrepareModuleInput", "_prepare_input_kwarg_fn"),
+  ("PrepareModuleOutput", "_prepare_out_fn"),
+)
+
+
+def enter_meshes_of_plans(is_meant: Callable) -> None:
+  """Has the hooks of plans that place inputs and outputs run in their mesh's block.
+
+  Args:
+    is_meant: (mesh) -> whether it is one that has to be known there.
+  """
+
+  def inside(original, self, *args):
+    mesh = args[-1]
+    with mesh if is_meant(mesh) else contextlib.nullcontext():
+      return original(self, *args)
+
+  for style, name in _HOOKS_OF_PLANS:
+    cls: Any = function_of(f"torch.distributed.tensor.parallel.{style}")
+    if hasattr(cls, name):
+      reroute_method(cls, name, inside)
+
+
 def current_mesh():
   """The mesh whose `with` block this is, or None."""
   stack = _meshes.mesh_stack
@@ -164,8 +215,14 @@ def options_of_mesh(
   return {name: value for name, value in options.items() if name in known}, root
 
 
-def set_groups_of_mesh(mesh, groups: dict) -> None:
-  """Gives a mesh the process groups of its dimensions, by name."""
+def set_groups_of_mesh(mesh, root, groups: dict) -> None:
+  """Gives a mesh the process groups of its dimensions, by name.
+
+  Args:
+    mesh: whole, or a part.
+    root: the one that it is a part of; itself if it is whole.
+    groups: one for each dimension.
+  """
   mesh._dim_group_names = list(groups)
-  if hasattr(mesh, "_pg_registry"):  # from torch 2.12 on
-    mesh._pg_registry.update(groups)
+  if hasattr(root, "_pg_registry"):  # from torch 2.12 on
+    root._pg_registry.update(groups)

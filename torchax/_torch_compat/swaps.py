@@ -51,7 +51,11 @@ def watch_swaps(cls: type, notice) -> None:
     if type(t1) is type(t2) and has_references:
       # Such as Dynamo's guards: the tensor stays, and shows the other one's numbers.
       t1.data, t2.data = t2.data, t1.data
-    elif has_references or any(map(_is_held_by_a_graph, (t1, t2))):
+    elif (
+      has_references
+      or any(map(_is_held_by_a_graph, (t1, t2)))
+      or any(map(_tells_another_class, (t1, t2)))
+    ):
       _swap_held(t1, t2)
     else:
       _swap_tensors(t1, t2)
@@ -62,6 +66,11 @@ def watch_swaps(cls: type, notice) -> None:
 
 def _has_references(tensor) -> bool:
   return bool(weakref.getweakrefs(tensor))
+
+
+def _tells_another_class(tensor) -> bool:
+  # torch's own swap would give the other tensor that class.
+  return tensor.__class__ is not type(tensor)
 
 
 def _is_held_by_a_graph(tensor) -> bool:
@@ -79,7 +88,7 @@ def _swap_held(t1, t2) -> None:
     if _is_held_by_a_graph(tensor) and tensor.requires_grad:
       accumulate = torch.autograd.graph.get_gradient_edge(tensor).node
       accumulate.register_prehook(_refuse_swapped)
-  t1.__class__, t2.__class__ = t2.__class__, t1.__class__
+  t1.__class__, t2.__class__ = type(t2), type(t1)
   t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
   _swap_held_tensors(t1, t2)
 

@@ -129,6 +129,33 @@ def _as_typed(array, place):
 # Arrays with numbers: the same ones on a mesh of automatic axes -----------------------
 
 
+def placed(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) -> Any:
+  """Arrays as `jax.shard_map` wants them on a mesh of explicit axes; else as they are.
+
+  There a type that is another one than the spec is an error, which torch's operations,
+  that do not say how results lie, could not avoid.
+
+  Args:
+    tree: of arrays.
+    specs: of specs, a prefix of it; None leaves what is under it.
+    mesh: that of the map; None is that of the context.
+  """
+  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  if mesh.empty or not _is_explicit(mesh):
+    return tree
+
+  def place(spec, part):
+    if spec is None:
+      return part
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(
+      lambda leaf: jax.reshard(leaf, sharding) if is_array(leaf) else leaf, part
+    )
+
+  is_spec = lambda spec: spec is None or isinstance(spec, PartitionSpec)  # noqa: E731
+  return jax.tree.map(place, specs, tree, is_leaf=is_spec)
+
+
 @functools.lru_cache(maxsize=256)
 def auto_mesh(mesh: Mesh) -> Mesh:
   """The mesh of the same devices and names, with automatic axes."""

@@ -33,6 +33,8 @@ def register() -> None:
   _torch_compat.reroute(torch.distributed.init_process_group, process_group.initialize)
   _torch_compat.leave_default_backend_alone()
   _torch_compat.reroute_method(DeviceMesh, "__init__", _make_mesh)
+  if hasattr(DeviceMesh, "_unflatten"):
+    _torch_compat.reroute_method(DeviceMesh, "_unflatten", meshes.refuse_unflattened)
   data_parallel.register()
   dtensor.register_collectives()
   for name, member in dtensor.METHODS.items():

@@ -2,8 +2,8 @@
 
 Each function here takes the place of torch's where its mesh is on jax, and calls the
 original one elsewhere. The plans of `parallelize_module` are torch's own code, which
-calls these. A tensor on jax has the methods of a `DTensor`, and is none of torch's
-class, which would be in parts by itself.
+calls these. A tensor on jax has the methods of a `DTensor`, and `isinstance` says that
+it is one where it lies on a mesh; its type is not torch's, which is a part by itself.
 """
 
 import inspect
@@ -57,7 +57,9 @@ def distribute_tensor(
     )
   from_first = options.get("src_data_rank", 0) is not None
   placed = placements.place(tensor.detach(), mesh, placements_, from_first)
-  return placed.requires_grad_(tensor.requires_grad)
+  placed.requires_grad_(tensor.requires_grad)
+  Tensor.keep_gradient_beside(placed)
+  return placed
 
 
 def from_local(
@@ -115,12 +117,18 @@ def distribute_module(
 
 
 def replicate(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
-  """Puts those tensors of a module on a mesh, whole, that are not on it."""
+  """Puts those tensors of a module on a mesh, whole, that are not on it.
+
+  The gradient of each lies where it does.
+  """
   for tensor in tensors:
-    if isinstance(tensor, Tensor) and not placements.placements_of(tensor.jax(), mesh):
-      array = tensor.jax()
+    if not isinstance(tensor, Tensor):
+      continue
+    array = tensor.jax()
+    if not placements.placements_of(array, mesh):
       sharding = placements.sharding_of(mesh, None, tensor.shape, array)
       tensor.replace_jax(placements.put(array, sharding, from_first=True))
+    Tensor.keep_gradient_beside(tensor)
 
 
 def _add_hooks(module, mesh, input_fn, output_fn) -> None:
@@ -198,20 +206,36 @@ class _Permute(torch.autograd.Function):
 
 
 def _known_mesh(tensor: Tensor) -> DeviceMesh | None:
-  """The mesh that a tensor is on: its own, its array's, or that of the block."""
+  """The mesh that a tensor is on: that of the block, its own, or its array's.
+
+  The block's comes first: torch's plans, which run in the block of their part of a
+  mesh, ask for placements on that part.
+  """
   array = tensor.jax()
-  known = tensor.__dict__.get("_device_mesh")
-  if known is not None and (devices.is_traced(array) or _lies_on(array, known)):
-    return known
   current = _mesh_here(None)
-  if current is not None and (devices.is_traced(array) or _lies_on(array, current)):
-    return current
+  for known in (current, tensor.__dict__.get("_device_mesh")):
+    if known is not None and (devices.is_traced(array) or _lies_on(array, known)):
+      return known
   found = getattr(getattr(array, "sharding", None), "mesh", None)
   return meshes.device_mesh_of(found) or current
 
 
 def _lies_on(array, mesh: DeviceMesh) -> bool:
   return bool(placements.placements_of(array, mesh))
+
+
+def is_distributed(tensor: Tensor) -> bool:
+  """True where a tensor lies on a `DeviceMesh`, and so is a `DTensor` to `isinstance`.
+
+  Nothing is computed for the answer: a view lies where its base does. Dynamo, which
+  reads the parts of a DTensor of torch's class, finds none.
+  """
+  array = tensor._storage.array
+  if devices.is_traced(array):
+    return bool(tensor.__dict__.get("_placements"))
+  found = getattr(getattr(array, "sharding", None), "mesh", None)
+  is_on_mesh = found is not None and meshes.device_mesh_of(found) is not None
+  return is_on_mesh and not torch.compiler.is_compiling()
 
 
 def device_mesh(self: Tensor) -> DeviceMesh:
@@ -235,9 +259,10 @@ def placements_on(self: Tensor) -> tuple:
   if mesh is None:
     return ()
   array = self.jax()
-  if devices.is_traced(array):
-    return self.__dict__.get("_placements", ())
-  return placements.placements_of(array, mesh)
+  if not devices.is_traced(array):
+    return placements.placements_of(array, mesh)
+  is_own = self.__dict__.get("_device_mesh") == mesh
+  return self.__dict__["_placements"] if is_own else ()
 
 
 def redistribute(self: Tensor, device_mesh=None, placements_=None, **options) -> Tensor:
@@ -302,6 +327,8 @@ def register() -> None:
     route(_torch_compat.function_of(f"{_TENSOR}.{name}"), instead)
   kind: Any = _torch_compat.function_of(f"{_TENSOR}.DTensor")
   _torch_compat.reroute_method(kind, "from_local", from_local)
+  _torch_compat.enter_meshes_of_plans(meshes.is_on_jax)
+  Tensor.told_class, Tensor.is_told = kind, staticmethod(is_distributed)  # type: ignore
 
 
 METHODS = {

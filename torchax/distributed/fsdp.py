@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchax import _torch_compat
-from torchax.distributed import meshes, placements
+from torchax.distributed import fsdp_modules, meshes, mixed_precision, placements
 from torchax.errors import CollectiveError
 from torchax.tensor import Tensor
 
@@ -34,11 +34,11 @@ def fully_shard(
 
   A parameter of which no dimension does is whole on all devices. The last dimension of
   the mesh shards, one before it replicates (HSDP). `reshard_after_forward` has no
-  meaning here.
+  meaning here. The modules become `FSDPModule`s; see `fsdp_modules.py`.
 
   Raises:
-    CollectiveError: a policy of mixed precision or of offloading, or a placement of
-      `shard_placement_fn` that does not fit.
+    CollectiveError: a policy of offloading, or a placement of `shard_placement_fn`
+      that does not fit. Nothing has changed.
   """
   modules = module if isinstance(module, list | tuple) else [module]
   if mesh is None and any(map(_is_on_jax, modules)):
@@ -53,7 +53,9 @@ def fully_shard(
     }
     given = {name: value for name, value in given.items() if value is not None}
     return original(module, **given, **options)
-  _refuse_policies(mp_policy, offload_policy)
+  _refuse_offloading(offload_policy)
+  if mp_policy is not None:
+    mixed_precision.require_known(mp_policy)
   ignored = {id(parameter) for parameter in ignored_params or ()}
   for part in modules:
     part.to(meshes.DEVICE)
@@ -66,7 +68,33 @@ def fully_shard(
   for parameter, sharding in planned:
     array = placements.put(parameter.jax(), sharding, from_first=True)
     parameter.replace_jax(array)
+    Tensor.keep_gradient_beside(parameter)
+  precision = _precision(modules, ignored, mp_policy)
+  for part in modules:
+    fsdp_modules.mark(part, fsdp_modules.Record(mesh.size(), precision))
   return module
+
+
+def _precision(modules, ignored: set[int], policy):
+  """What the modules compute in; None for the dtypes that they have."""
+  if policy is None or (policy.param_dtype is None and policy.output_dtype is None):
+    return None
+  places = {
+    (part, name): None
+    for module in modules
+    for part in _without_sharded(module)
+    for name, parameter in part.named_parameters(recurse=False)
+    if parameter.is_floating_point() and id(parameter) not in ignored
+  }
+  return mixed_precision.Precision(modules, list(places), policy)
+
+
+def _without_sharded(module: torch.nn.Module):
+  """A module and those inside of it, but for the ones that `fully_shard` has had."""
+  yield module
+  for child in module.children():
+    if not fsdp_modules.is_sharded(child):
+      yield from _without_sharded(child)
 
 
 def _is_on_jax(module: torch.nn.Module) -> bool:
@@ -79,14 +107,7 @@ def _default_mesh() -> DeviceMesh:
   return dist.init_device_mesh(meshes.DEVICE, shape, mesh_dim_names=("fsdp",))
 
 
-def _refuse_policies(mp_policy, offload_policy) -> None:
-  given = vars(mp_policy) if mp_policy is not None else {}
-  dtypes = {name: kind for name, kind in given.items() if isinstance(kind, torch.dtype)}
-  if dtypes:
-    raise CollectiveError(
-      f"fully_shard on jax takes no mp_policy, but got {dtypes}. Write "
-      '`with torch.autocast("jax", dtype=torch.bfloat16):` around the forward pass.'
-    )
+def _refuse_offloading(offload_policy) -> None:
   if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
     raise CollectiveError(
       f"fully_shard on jax takes no offload_policy, but got {offload_policy}. Leave it "
@@ -136,5 +157,10 @@ def register() -> None:
   package = "torch.distributed.fsdp"
   route = _torch_compat.reroute
   route(_torch_compat.function_of(f"{package}.fully_shard"), fully_shard)
+  for name, instead in (
+    ("register_fsdp_forward_method", fsdp_modules.register_forward_method),
+    ("share_comm_ctx", fsdp_modules.share_context),
+  ):
+    route(_torch_compat.function_of(f"{package}.{name}"), instead)
   first: Any = _torch_compat.function_of(f"{package}.FullyShardedDataParallel")
   _torch_compat.reroute_method(first, "__init__", refuse_first_version)

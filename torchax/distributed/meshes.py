@@ -7,6 +7,7 @@ collectives with `mesh["tp"]` find it in `jax_shard_map(f, mesh=jax_mesh(mesh), 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,9 +62,18 @@ def is_on_jax(mesh) -> bool:
   return isinstance(mesh, DeviceMesh) and mesh.device_type == DEVICE
 
 
-def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
-  """The axis of each dimension of a mesh, or of a part of one."""
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+  """The names of the dimensions of a mesh, which are the axes of one that is whole."""
   return mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
+
+
+def axes_of(mesh: DeviceMesh) -> list[tuple[str, ...]]:
+  """The axes of JAX's mesh that each dimension of a mesh, or a part of one, stands for.
+
+  They are one, or for a flattened dimension several.
+  """
+  groups: list[Any] = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+  return [jc10d.GROUPS[group.group_name] for group in groups]
 
 
 def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
@@ -89,7 +99,7 @@ def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
 @functools.lru_cache(maxsize=256)
 def _as_jax(root: DeviceMesh) -> jax.sharding.Mesh:
   places = root.mesh.numpy()
-  return jax.sharding.Mesh(np.array(jax.devices())[places], axes_of(root))
+  return jax.sharding.Mesh(np.array(jax.devices())[places], _names_of(root))
 
 
 def device_mesh_of(mesh: jax.sharding.Mesh) -> DeviceMesh | None:
@@ -112,6 +122,8 @@ def make(original: Callable, self, device_type: str, mesh=None, **kwargs) -> Non
   original(self, device_type, mesh, **options)
   if root is None:
     _complete(self)
+  elif kwargs.get("_init_backend", True):
+    _complete_flattened(self, root)
 
 
 def _complete(mesh: Any) -> None:
@@ -125,29 +137,71 @@ def _complete(mesh: Any) -> None:
     )
   known = jax_mesh(mesh)
   _roots[known] = mesh
-  names = [_group(known, dim) for dim in range(mesh.ndim)]
-  groups = {name: _groups[name] for name in names}
-  _torch_compat.set_groups_of_mesh(mesh, groups)
+  names = [_group(known, axis, (axis,)) for axis in known.axis_names]
+  _torch_compat.set_groups_of_mesh(mesh, mesh, {name: _groups[name] for name in names})
+
+
+def _complete_flattened(mesh: Any, root: Any) -> None:
+  """Gives what `_flatten` has made of a part of a mesh the group of its axes."""
+  whole = jax_mesh(root)
+  axes = tuple(whole.axis_names[dim] for dim in _dims_of(mesh, root))
+  name = _group(whole, *_names_of(mesh), axes)
+  _torch_compat.set_groups_of_mesh(mesh, root, {name: _groups[name]})
+
+
+def _dims_of(flattened: Any, root: Any) -> list[int]:
+  """The dimensions of a whole mesh along which a flattened part goes, slowest first.
+
+  One of size 1 is none of them: nothing is divided along it.
+  """
+  places = root.mesh.numpy()
+  turns = [np.argwhere(places == place)[0] for place in flattened.mesh.numpy().flat]
+  steps = np.diff(np.array(turns), axis=0) != 0
+  varying = [dim for dim in range(places.ndim) if steps[:, dim].any()]
+  return sorted(varying, key=lambda dim: -int(steps[:, dim].argmax()))
+
+
+def refuse_unflattened(original: Callable, self, *args, **kwargs):
+  """`_unflatten`; not on jax, whose mesh has the axes that it was made with.
+
+  Raises:
+    CollectiveError: the mesh is on jax.
+  """
+  if not is_on_jax(self):
+    return original(self, *args, **kwargs)
+  raise CollectiveError(
+    "A mesh on jax has the axes that it was made with, and cannot be unflattened. Make "
+    'it with all of them, `init_device_mesh("jax", (2, 4), mesh_dim_names=("dp", "tp"))'
+    '`, and flatten a part: `mesh["dp", "tp"]._flatten("world")`.'
+  )
 
 
 # torch's registry keeps what is C++ of a group alive, and not its Python class.
 _groups: dict[str, AxisGroup] = {}
 
 
-def _group(mesh: jax.sharding.Mesh, dim: int) -> str:
-  """The name of the group of an axis, which is made where there is none."""
-  axis, size = mesh.axis_names[dim], mesh.devices.shape[dim]
-  name, known = axis, _torch_compat.group_by_name(axis)
-  if known is not None and (known is not _groups.get(axis) or known.size() != size):
-    name = f"{axis}:{size}"
+def _group(mesh: jax.sharding.Mesh, name: str, axes: tuple[str, ...]) -> str:
+  """The name of the group of an axis, or of several, which is made if there is none."""
+  sizes = [mesh.shape[axis] for axis in axes]
+  known = _torch_compat.group_by_name(name)
+  if known is not None and not _is_of(known, name, axes, math.prod(sizes)):
+    own = () if axes == (name,) else axes
+    name = ":".join((name, str(math.prod(sizes)), *own))
     known = _torch_compat.group_by_name(name)
   if known is None:
+    dims = [mesh.axis_names.index(axis) for axis in axes]
     places: dict[int, int] = {}
     for place, device in np.ndenumerate(mesh.devices):
-      places.setdefault(device.process_index, place[dim])
+      turn = np.ravel_multi_index([place[dim] for dim in dims], sizes) if dims else 0
+      places.setdefault(device.process_index, int(turn))
     here = places.get(jax.process_index(), 0)
-    _groups[name] = AxisGroup(here, size)
+    _groups[name] = AxisGroup(here, math.prod(sizes))
     _groups[name].group_name = name
     _torch_compat.enter_group(_groups[name], places)
-  jc10d.GROUPS[name] = (axis,)
+  jc10d.GROUPS[name] = axes
   return name
+
+
+def _is_of(group, name: str, axes: tuple[str, ...], size: int) -> bool:
+  is_ours = group is _groups.get(name) and jc10d.GROUPS.get(name) == axes
+  return is_ours and group.size() == size

@@ -76,8 +76,8 @@ def sharding_of(
   """The sharding that placements on a mesh stand for.
 
   Args:
-    mesh: of `init_device_mesh("jax", …)`, or a part of it. Along the axes of the
-      others, an array stays as it is.
+    mesh: of `init_device_mesh("jax", …)`, or a part of it, flattened or not. Along the
+      axes of the others, an array stays as it is.
     placements: one for each dimension of the mesh; `Replicate()` if there are none.
     shape: of the tensor.
     array: the one that is to be placed.
@@ -87,17 +87,13 @@ def sharding_of(
     ValueError: another number of placements than dimensions of the mesh.
   """
   whole = jax_mesh(mesh)
-  if not set(axes_of(mesh)) <= set(whole.axis_names):
-    raise CollectiveError(
-      f"The axes {axes_of(mesh)} are not those of {whole.axis_names}: a flattened mesh "
-      'has no counterpart. Give a placement for each axis: `mesh["dp", "tp"]`, '
-      "[Shard(0), Shard(0)]."
-    )
-  entries = _other_axes(array, whole, axes_of(mesh), len(shape))
-  for axis, placement in zip(axes_of(mesh), checked(mesh, placements), strict=True):
-    if placement.is_shard():
+  by_dim = axes_of(mesh)
+  own = tuple(axis for axes in by_dim for axis in axes)
+  entries = _other_axes(array, whole, own, len(shape))
+  for axes, placement in zip(by_dim, checked(mesh, placements), strict=True):
+    if placement.is_shard() and axes:
       dim = _dim_of(placement, shape)
-      entries[dim] = (*_known(entries[dim]), axis)
+      entries[dim] = (*_known(entries[dim]), *axes)
   for dim, names in enumerate(entries):
     count = int(np.prod([whole.shape[axis] for axis in _known(names)], dtype=int))
     if shape[dim] % count:
@@ -143,14 +139,25 @@ def _axes_by_dim(array: jax.Array) -> list[tuple[str, ...]] | None:
 
 
 def placements_of(array: jax.Array, mesh: DeviceMesh) -> tuple[Placement, ...]:
-  """How an array lies on a mesh; () where it does not, or is not known in a trace."""
+  """How an array lies on a mesh; () where it does not, or is not known in a trace.
+
+  It does not lie on a flattened mesh if it is split along a part of its axes alone.
+  """
   if devices.is_traced(array):
     return ()
   found = _axes_by_dim(array)
   if found is None or array.sharding.mesh != jax_mesh(mesh):
     return ()
-  by_axis = {axis: shard(dim) for dim, names in enumerate(found) for axis in names}
-  return tuple(by_axis.get(axis, replicated()) for axis in axes_of(mesh))
+  by_axis = {axis: dim for dim, names in enumerate(found) for axis in names}
+  placements = []
+  for axes in axes_of(mesh):
+    dims = {by_axis.get(axis) for axis in axes} or {None}
+    dim = dims.pop()
+    split = () if dim is None else [axis for axis in found[dim] if axis in axes]
+    if dims or (dim is not None and tuple(split) != axes):
+      return ()
+    placements.append(replicated() if dim is None else shard(dim))
+  return tuple(placements)
 
 
 def put(array: jax.Array, sharding: NamedSharding, from_first: bool) -> jax.Array:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from torchax.core import explicit_axes
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop.options import ShardMapOptions, merged
@@ -228,7 +229,10 @@ def _lower_shards(
   transformed = jax.shard_map(
     shard, in_specs=(whole, whole, specs), out_specs=out_specs, **options
   )
-  out = transformed(rng, captured, args)
+  operands = explicit_axes.placed(
+    (rng, captured, args), (whole, whole, specs), options.get("mesh")
+  )
+  out = transformed(*operands)
   advance = moves[-1]
   if axes:
     advance = dataclasses.replace(advance, log=adopted(advance.log, "shard"))
