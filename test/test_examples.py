@@ -93,6 +93,19 @@ def test_ring_attention_is_attention_of_one_device_and_gathers_nothing():
   assert float(losses[-1]) < float(losses[0]) - 0.5
 
 
+def test_a_pipeline_has_the_gradients_and_losses_of_the_plain_model():
+  output = _run("pipeline.py")
+  assert "of the weights (4, 128, 32) a device has (1, 128, 32)" in output
+  # One in the loop forward and one in that backward; the result goes to all.
+  assert "{'collective-permute': 2, 'all-reduce': 1}" in output
+  assert "works in 8 of 11 ticks: a bubble of 27%" in output
+  difference = re.search(r"relative difference of the gradients: (\S+)", output)[1]
+  assert float(difference) < 1e-5
+  assert float(re.search(r"of the losses: (\S+)", output)[1]) < 1e-5
+  losses = re.search(r"losses of the pipeline: (.*)", output)[1].split()
+  assert float(losses[-1]) < float(losses[0]) - 1
+
+
 def _losses_in_processes(*flags: str) -> list[str]:
   """The losses of a run of two processes, by step."""
   command = (sys.executable, "-m", "torchax.launch", "-n", "2")
