@@ -32,6 +32,7 @@ DEFAULTS = {
   "rng_addressing": "order",
   "compilation_cache_size": 4096,
   "check_indices": False,
+  "attention": "auto",
 }
 
 
@@ -41,6 +42,13 @@ def environment(**switches) -> Environment:
 
 def test_the_switches_and_their_defaults_are_those_of_upstream_and_a_few_more():
   assert dataclasses.asdict(Configuration()) == DEFAULTS
+
+
+def test_the_form_of_attention_is_one_of_four():
+  config = Configuration(attention="blockwise")
+  with pytest.raises(ValueError, match="one of 'auto', 'flash', .* but got 'quick'"):
+    config.attention = "quick"
+  assert config.attention == "blockwise"
 
 
 def test_every_switch_is_documented():

@@ -73,6 +73,39 @@ def test_a_block_in_parts_on_eight_devices_trains_as_on_one():
   assert "equal but for rounding: True" in output
 
 
+def test_ring_attention_is_attention_of_one_device_and_gathers_nothing():
+  output = _run("ring_attention.py")
+  differences = re.findall(r"one device: (\S+) (\S+) (\S+) (\S+)$", output, re.M)
+  assert len(differences) == 2  # causal, and not
+  # Of the output and of three gradients, all of magnitude 1, in float32.
+  assert all(float(d) < 5e-6 for row in differences for d in row)
+  # Keys and values in the loop forward, their gradients too in that backward, and the
+  # gradients once more on their way home.
+  assert output.count("collectives: {'collective-permute': 8}") == 2
+  assert output.count("of the output a device has (2, 2, 128, 16)") == 2
+  needs = r"(?:one device|of eight, each) needs (\d+) bytes"
+  memory = [int(size) for size in re.findall(needs, output)]
+  assert len(memory) == 4 and all(
+    30 * ring < dense for dense, ring in zip(memory[::2], memory[1::2], strict=True)
+  )
+  assert float(re.search(r"of the losses: (\S+)", output)[1]) < 1e-5
+  losses = re.search(r"losses of eight devices: (.*)", output)[1].split()
+  assert float(losses[-1]) < float(losses[0]) - 0.5
+
+
+def test_a_pipeline_has_the_gradients_and_losses_of_the_plain_model():
+  output = _run("pipeline.py")
+  assert "of the weights (4, 128, 32) a device has (1, 128, 32)" in output
+  # One in the loop forward and one in that backward; the result goes to all.
+  assert "{'collective-permute': 2, 'all-reduce': 1}" in output
+  assert "works in 8 of 11 ticks: a bubble of 27%" in output
+  difference = re.search(r"relative difference of the gradients: (\S+)", output)[1]
+  assert float(difference) < 1e-5
+  assert float(re.search(r"of the losses: (\S+)", output)[1]) < 1e-5
+  losses = re.search(r"losses of the pipeline: (.*)", output)[1].split()
+  assert float(losses[-1]) < float(losses[0]) - 1
+
+
 def _losses_in_processes(*flags: str) -> list[str]:
   """The losses of a run of two processes, by step."""
   command = (sys.executable, "-m", "torchax.launch", "-n", "2")

@@ -303,6 +303,17 @@ print(list(warnings.filters) == with_jax)
   assert run(program) == "True\n"
 
 
+def test_kernels_for_accelerators_are_loaded_by_those_who_use_them():
+  program = """
+import sys, torch, torchax
+x = torch.ones(1, 1, 4, 4, device="jax")
+with torchax.default_env():
+  torch.nn.functional.scaled_dot_product_attention(x, x, x)
+print("jax.experimental.pallas" in sys.modules)
+"""
+  assert run(program) == "False\n"
+
+
 def test_importing_does_not_load_compilers():
   """Loading them takes as long as loading torch; only who compiles pays for it."""
   slow = {"torch._dynamo", "torch._inductor", "functorch.compile", "sympy"}

@@ -1,5 +1,6 @@
 """The private API of JAX that torchax relies on exists and behaves as it assumes."""
 
+import inspect
 import threading
 
 import jax
@@ -254,6 +255,32 @@ def test_the_axes_along_which_an_array_differs_are_known():
   jax.jit(jax.shard_map(note, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(1))
   assert seen == [{"x"}, {"x"}, set()]
   assert _jax_compat.varying_axes(jnp.ones(1)) == set()
+
+
+def test_the_flash_attention_of_tpus_takes_what_it_is_given():
+  kernel = _jax_compat.flash_attention_of_tpus()
+  parameters = inspect.signature(kernel).parameters
+  assert list(parameters)[:3] == ["q", "k", "v"]
+  assert {"causal", "sm_scale"} <= set(parameters)
+
+
+def test_a_program_may_be_divided_where_not_all_axes_are_mapped(monkeypatch):
+  assert not _jax_compat.is_divisible()
+  monkeypatch.setattr(jax, "device_count", lambda: 4)
+  assert _jax_compat.is_divisible()
+  mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  seen, spec = [], jax.P("a")
+  for names in ({"a"}, {"a", "b"}):
+
+    def note(x):
+      seen.append(_jax_compat.is_divisible())
+      return x
+
+    shards = jax.shard_map(
+      note, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=names
+    )
+    jax.jit(shards)(np.ones(2))
+  assert seen == [True, False]
 
 
 def test_the_client_of_the_coordinator_is_found_and_has_what_is_used():

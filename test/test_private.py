@@ -139,6 +139,8 @@ def test_a_piece_in_a_slow_module_is_looked_up_when_it_is_used(monkeypatch):
   assert private.PIECES["torch._inductor.config"].is_found is None
   assert later() is torch._inductor.config
   assert private.PIECES["torch._inductor.config"].is_found
+  without = private.Later("torch._inductor.gone", "a test", instead=3)
+  assert without() == 3 and private.PIECES["torch._inductor.gone"].degrades
 
 
 def test_a_module_behind_a_function_of_its_name_is_found():

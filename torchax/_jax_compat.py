@@ -65,6 +65,13 @@ ShardingTypeError = private.find(
   instead=type("ShardingTypeError", (Exception,), {}),
 )
 
+# () -> the function, or None; its module is slow to import.
+flash_attention_of_tpus = private.Later(
+  "jax.experimental.pallas.ops.tpu.flash_attention.flash_attention",
+  "flash attention on TPUs",
+  instead=None,
+)
+
 _trace_context = private.essential(
   "jax._src.core.trace_ctx",
   "knowing which transformation a random number belongs to",
@@ -262,6 +269,17 @@ def varying_axes(array) -> frozenset:
   aval = jax.typeof(array)
   manual = getattr(aval, "manual_axis_type", None)
   return getattr(aval, "vma", frozenset()) if manual is None else manual.varying
+
+
+def is_divisible() -> bool:
+  """True where XLA may divide what is computed here among devices.
+
+  It may not where there is one device, nor where all axes of a mesh are mapped.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.manual_axes:
+    return set(mesh.manual_axes) != set(mesh.axis_names)
+  return jax.device_count() > 1
 
 
 def is_committed(array) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 
 CHECK_VARIABLE = "TORCHAX_CHECK"
+ATTENTION = ("auto", "flash", "plain", "blockwise")
 
 
 @dataclasses.dataclass
@@ -34,9 +35,13 @@ class Configuration:
       eager operations wait for it, and compiled functions are traced anew and look
       at it as they run. `TORCHAX_CHECK=1` in the environment of the process turns it
       on. Otherwise what is not known yet gives NaN, or the least integer.
+    attention: which form `scaled_dot_product_attention` takes. "auto": the kernels that
+      come with JAX where a device has one for the arguments, and the program is for one
+      device; "flash": in programs that XLA may divide too; "plain": all scores at once;
+      "blockwise": a block of keys at a time, on any device. See Performance.
 
   Raises:
-    ValueError: a size of the cache that is no positive integer.
+    ValueError: a size of the cache that is no positive integer, or another word.
   """
 
   debug_print_each_op: bool = False
@@ -53,6 +58,7 @@ class Configuration:
   rng_addressing: str = "order"
   compilation_cache_size: int = 4096
   check_indices: bool = os.environ.get(CHECK_VARIABLE) == "1"
+  attention: str = "auto"
 
   def __setattr__(self, name: str, value) -> None:
     if name == "compilation_cache_size" and not (type(value) is int and value > 0):
@@ -60,4 +66,7 @@ class Configuration:
         "compilation_cache_size is a number of programs, 1 or more, but got "
         f"{value!r}. `torchax.clear_caches()` drops those there are."
       )
+    if name == "attention" and value not in ATTENTION:
+      words = ", ".join(map(repr, ATTENTION))
+      raise ValueError(f"attention is one of {words}, but got {value!r}.")
     super().__setattr__(name, value)

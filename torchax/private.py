@@ -175,15 +175,20 @@ def essential(path: str, reason: str) -> Any:
 
 
 class Later:
-  """A piece in a module that is slow to import, so looked up when it is used."""
+  """A piece in a module that is slow to import, so looked up when it is used.
 
-  def __init__(self, path: str, feature: str):
-    self._path, self._feature = path, feature
-    _declare(path, feature)
+  Args:
+    path, feature: of `find`, and `options` are its `instead` and `since`.
+  """
+
+  def __init__(self, path: str, feature: str, **options):
+    self._path, self._feature, self._options = path, feature, options
+    piece = _declare(path, feature, options.get("since"))
+    piece.degrades = "instead" in options
 
   def __call__(self) -> Any:
-    """The piece, or an `Unavailable`."""
-    return find(self._path, self._feature)
+    """The piece, what is taken `instead`, or an `Unavailable`."""
+    return find(self._path, self._feature, **self._options)
 
 
 def _declare(path: str, feature: str, since: str | None = None) -> Piece:
@@ -211,5 +216,6 @@ def look_up_all() -> list[Piece]:
   """All pieces, those that are slow to import looked up as well."""
   for piece in list(PIECES.values()):
     if piece.is_found is None:
-      find(piece.path, piece.feature)
+      instead = {"instead": None} if piece.degrades else {}
+      find(piece.path, piece.feature, since=piece.since, **instead)
   return list(PIECES.values())

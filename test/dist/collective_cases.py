@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import torchax
 from torchax.errors import CollectiveError
-from torchax.interop import jax_jit, jax_shard_map, jax_vmap
+from torchax.interop import fori_loop, jax_jit, jax_shard_map, jax_vmap
 from torchax.ops import jc10d
 
 CASES: dict[str, Callable] = {}
@@ -122,6 +122,23 @@ def bools_are_added_as_or_and_compared_as_numbers():
   for name, law in (("sum", rows.any(0)), ("max", rows.any(0)), ("min", rows.all(0))):
     got = found(lambda x, name=name: functional.all_reduce(x, name, "tp"), rows)
     np.testing.assert_array_equal(got, for_all(law))
+
+
+@case
+def what_is_made_like_a_tensor_may_be_the_first_carry_of_a_loop():
+  makers = {
+    0: (torch.zeros_like, torch.empty_like, lambda x: x.new_zeros(x.shape)),
+    1: (torch.ones_like, lambda x: x.new_ones(x.shape)),
+    2: (
+      lambda x: torch.full_like(x, 2.0),
+      lambda x: x.new_full(x.shape, 2.0),
+      lambda x: torch.full_like(x, 2.0, dtype=torch.bfloat16).to(x.dtype),
+    ),
+  }
+  for number, functions in makers.items():
+    for make in functions:
+      got = found(lambda x, make=make: fori_loop(0, 3, lambda _, t: t + x, make(x)))
+      np.testing.assert_allclose(got, number + 3 * ROWS, rtol=1e-6)
 
 
 @case

@@ -135,6 +135,24 @@ def current_index() -> int:
   return (default_index() or 0) if _current.index is None else _current.index
 
 
+def current_platform() -> str:
+  """Of the device on which this thread makes tensors: "cpu", "cuda", "rocm", "tpu"."""
+  if jax.default_backend() == "cpu":
+    return "cpu"
+  device = jax.config.jax_default_device if _current.index is None else None
+  return platform_of(jax.local_devices()[current_index()] if device is None else device)
+
+
+def platform_of(device) -> str:
+  """Of a `jax.Device`, or of its platform by name."""
+  name = getattr(device, "platform", device)
+  if name != "gpu":
+    return name
+  if device is name:
+    device = jax.local_devices(backend="gpu")[0]
+  return "rocm" if "rocm" in device.client.platform_version else "cuda"
+
+
 def set_current(device) -> None:
   """Makes tensors on another device from now on, on this thread.
 

@@ -5,7 +5,6 @@ computed. With `Configuration.check_indices` they are waited for, and a compiled
 function looks at them as it runs. The rules are declared by `ops/index_rules.py`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -16,32 +15,15 @@ import torch
 
 from torchax import _jax_compat
 from torchax.config import Configuration
-from torchax.core.static_values import Identity
-from torchax.core.storage import active
 from torchax.core.view_steps import WHOLE
 from torchax.diagnostics import user_code
+from torchax.dispatch import switches
 from torchax.ops import mappings
 from torchax.ops.index_rules import Rule
 from torchax.tensor import Tensor
 
 _ArrayImpl = _jax_compat.ArrayImpl
 _OneDevice = jax.sharding.SingleDeviceSharding
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-  """Whether programs look at indices: what a function that is traced decides by."""
-
-  config: Identity
-
-  def now(self) -> bool:
-    return self.config.value.check_indices
-
-  def shown(self) -> str:
-    return str(self.now())
-
-  def __str__(self):
-    return "Configuration.check_indices"
 
 
 def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
@@ -54,9 +36,7 @@ def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
       traced raises as it runs.
   """
   waits = config.check_indices
-  if active.boundary is not None:
-    for guards in active.boundary.guards_around():
-      guards.note_decision(_Choice(Identity(config)))
+  switches.note(config, "check_indices")
   for rule in rules:
     numbers = _known(rule.numbers, waits)
     if numbers is None:

@@ -83,6 +83,12 @@ def two_words(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Ar
   return left ^ right, right
 
 
+def words_at(words, positions) -> tuple[jax.Array, jax.Array]:
+  """The `two_words` of the elements at some positions, uint32."""
+  left, right = _encrypt(words, jnp.zeros_like(positions), positions)
+  return left ^ right, right
+
+
 def second_words(key: jax.Array, shape: tuple[int, ...], dtype="uint32") -> jax.Array:
   """Random words that are independent of `jax.random.bits(key, shape, dtype)`."""
   return jax.random.bits(jax.random.fold_in(key, _SECOND), shape, dtype)

@@ -57,13 +57,13 @@ def is_below(key, shape, p) -> jax.Array:
       an array, to float32's or float64's. NaN counts as 0.
   """
   first, second = two_words(key, shape)
-  first, second = ((word >> 1).astype(jnp.int32) for word in (first, second))
   if isinstance(p, int | float):
     p = steps_below(p)
   if p is None:
     return jnp.ones(first.shape, bool)
   if isinstance(p, tuple):
-    return _is_below_steps(first, second, *p)
+    return is_below_steps(first, second, *p)
+  first, second = ((word >> 1).astype(jnp.int32) for word in (first, second))
   p = jnp.asarray(p, p.dtype if p.dtype == jnp.float64 else jnp.float32)
   steps = p * 2.0**31
   high = jnp.where((p >= 0) & (p < 1), steps, 0).astype(jnp.int32)
@@ -78,7 +78,9 @@ def steps_below(p: float) -> tuple[int, int] | None:
   return None if steps >> 62 else (steps >> 31, steps & _31_BITS)
 
 
-def _is_below_steps(first, second, high, low):
+def is_below_steps(first, second, high, low) -> jax.Array:
+  """U < p for the U of two random words and the `steps_below` of p."""
+  first, second = ((word >> 1).astype(jnp.int32) for word in (first, second))
   # Often the first word is enough, and the second one is not computed.
   if isinstance(low, int) and low == 0:
     return first < high

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from torchax import _jax_compat
 from torchax.core.static_values import StaticValue
 from torchax.ops import mappings, narrowing
 from torchax.ops.builtin import op
@@ -44,6 +45,15 @@ def _zero_array(size, dtype):
   """Zeros; float8_e8m0fnu has none, so there torch's smallest number."""
   require_size(size)
   return jnp.broadcast_to(cast(0.0, dtype), size)
+
+
+def _beside(made, like):
+  """The same numbers; in a `shard_map` they may differ by device where `like` does.
+
+  So they are of one type to JAX, as the first carry of a loop has to be.
+  """
+  axes = tuple(_jax_compat.varying_axes(like))
+  return lax.pcast(made, axes, to="varying") if axes else made
 
 
 # --- from a size -----------------------------------------------------------------
@@ -107,17 +117,17 @@ def _aten_eye(n, m=None, *, dtype=None):
 
 @op(aten.zeros_like, overwrites=True)
 def _aten_zeros_like(self, *, dtype=None):
-  return _zero_array(self.shape, _dtype_or(dtype, self.dtype))
+  return _new_zeros(self, self.shape, dtype=dtype)
 
 
 @op(aten.zero)
 def _aten_zero(self):
-  return _zero_array(self.shape, self.dtype)
+  return _new_zeros(self, self.shape)
 
 
 @op(aten.ones_like)
 def _aten_ones_like(self, *, dtype=None):
-  return jnp.ones(self.shape, _dtype_or(dtype, self.dtype))
+  return _new_ones(self, self.shape, dtype=dtype)
 
 
 @op(aten.full_like, check=_check_full_like)
@@ -132,18 +142,18 @@ def _aten_empty_like(self, *, dtype=None):
 
 @op(aten.new_zeros)
 def _new_zeros(self, size, *, dtype=None):
-  return _zero_array(size, _dtype_or(dtype, self.dtype))
+  return _beside(_zero_array(size, _dtype_or(dtype, self.dtype)), self)
 
 
 @op(aten.new_ones)
 def _new_ones(self, size, *, dtype=None):
-  return jnp.ones(size, _dtype_or(dtype, self.dtype))
+  return _beside(jnp.ones(size, _dtype_or(dtype, self.dtype)), self)
 
 
 @op(aten.new_full, check=_check_new_full)
 def _new_full(self, size, fill_value, *, dtype=None):
   value = _number(fill_value, _dtype_or(dtype, self.dtype))
-  return jnp.broadcast_to(value, size)
+  return _beside(jnp.broadcast_to(value, size), self)
 
 
 @op(aten.new_empty)

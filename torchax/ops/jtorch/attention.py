@@ -1,16 +1,38 @@
-"""Attention, caught above ATen as one function with one draw for its dropout."""
+"""Attention, caught above ATen as one function with one draw for its dropout.
 
-import inspect
-import types
+`ops/jaten/_attention_choice.py` says which form a call takes.
+"""
 
+from collections.abc import Sequence
+
+import jax
 import torch
 
-from torchax import _torch_compat, amp
-from torchax.ops.jaten import attention, multi_head
+from torchax import _jax_compat, _torch_compat, device_module
+from torchax.devices import placement
+from torchax.dispatch import switches
+from torchax.ops import mappings
+from torchax.ops.builtin import Kind, op
+from torchax.ops.jaten import _attention_choice as choice
+from torchax.ops.jaten import _attention_kernels as kernels
+from torchax.ops.jaten import _blockwise_attention as blockwise
+from torchax.ops.jaten import attention
 from torchax.ops.jtorch import dropout
 from torchax.ops.jtorch._builtin import register_function
-from torchax.ops.names import F
-from torchax.ops.ops_registry import Kind
+from torchax.rng import positions, units
+from torchax.tensor import Tensor
+
+# What draws the mask of an attention part by part.
+_library = torch.library.Library("torchax", "FRAGMENT")
+_library.define("attention_words(Tensor query, int[] size) -> Tensor")
+_words = torch.ops.torchax.attention_words.default
+
+
+@op(_words, kind=Kind.SAMPLER, distribution="bernoulli")
+def _attention_words(key, query, size):
+  """The words of a draw of a mask of the given size."""
+  return positions.words_of(key)
+
 
 # Of a key of one position, up to this many elements, XLA's best program runs as long as
 # its quickest one, which it compiles in a third of the time.
@@ -40,11 +62,20 @@ def _scaled_dot_product_attention(
     raise RuntimeError(
       f"dropout probability has to be between 0 and 1, but got {dropout_p}"
     )
+  mask = None if attn_mask is None else (attn_mask.shape, attn_mask.dtype)
+  form = form_of(env, query, key, value, mask, dropout_p, is_causal, enable_gqa)
+  if form == choice.BLOCKWISE:
+    return _blockwise(env, query, key, value, attn_mask, dropout_p, is_causal, scale)
+  if form != choice.PLAIN:
+    tensors = query, key, value, attn_mask
+    return env.functions.call(
+      kernels.attention, *tensors, kernel=form, is_causal=is_causal, scale=scale
+    )
   keep_mask = None
   if dropout_p > 0.0:
     # Before a draw; otherwise where it is compiled.
-    mask = None if attn_mask is None else attn_mask.shape
-    attention.require_shapes(query.shape, key.shape, value.shape, mask, enable_gqa)
+    of_mask = None if attn_mask is None else attn_mask.shape
+    attention.require_shapes(query.shape, key.shape, value.shape, of_mask, enable_gqa)
     shape = attention.noise_shape(query.shape, key.shape)
     keep_mask = dropout.keep_mask(query, shape, 1.0 - dropout_p)
   return env.functions.call(
@@ -63,109 +94,87 @@ def _scaled_dot_product_attention(
   )
 
 
-@register_function(F.multi_head_attention_forward, kind=Kind.TENSORS, needs_env=True)
-def _multi_head_attention_forward(*args, env, **kwargs):
-  """One function where it is the usual case; else torch's own, of functions of ours.
-
-  The latter gets the mask itself in place of the hint `is_causal`, which would let
-  torch make the mask on the wrapper's meta device; a hint without a mask it refuses.
-  """
-  given = _MULTI_HEAD.bind(*args, **kwargs)
-  given.apply_defaults()
-  with env.renewed():
-    call = _Usual(**given.arguments)
-    if amp.dtype_in_force() is None and call.is_usual():
-      return call.run(env)
-    is_causal = given.arguments["is_causal"] and given.arguments["attn_mask"] is None
-    kwargs = {**given.arguments, "is_causal": is_causal}
-    return _torch_compat.attention_of_heads(**kwargs)
-
-
-_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
-
-
-class _Usual:
-  """A call of `multi_head_attention_forward`, if it is what modules mostly ask for.
+def form_of(
+  env,
+  query,
+  key,
+  value,
+  mask: tuple[tuple[int, ...], torch.dtype] | None,
+  dropout_p: float,
+  is_causal: bool = False,
+  enable_gqa: bool = False,
+  heads: Sequence[tuple[int, ...]] | None = None,
+) -> str:
+  """The name of the form that a call takes.
 
   Args:
-    **given: its arguments. Whatever is unusual or wrong among them is for torch.
+    env: the environment, whose configuration has a wish.
+    query, key, value, dropout_p, is_causal, enable_gqa: of attention.
+    mask: its shape and dtype, if there is one.
+    heads: the shapes of the first three, where these are yet to be divided into heads.
   """
-
-  def __init__(self, **given):
-    self.given = types.SimpleNamespace(**given)
-    self.dropout_p = given["dropout_p"] if given["training"] else 0.0
-
-  def is_usual(self) -> bool:
-    """True if the arguments fit together and `run` has a case for them."""
-    given = self.given
-    if given.query.dim() != 3 or not given.query.is_floating_point():
-      return False
-    if given.use_separate_proj_weight or given.add_zero_attn:
-      return False
-    rare = (given.bias_k, given.bias_v, given.static_k, given.static_v)
-    if any(each is not None for each in rare):
-      return False
-    if self.dropout_p and given.need_weights or not 0.0 <= self.dropout_p <= 1.0:
-      return False
-    if given.is_causal and given.attn_mask is None:
-      return False
-    return self._has_usual_shapes()
-
-  def _has_usual_shapes(self) -> bool:
-    given = self.given
-    length, batch, width = given.query.shape
-    heads, positions = given.num_heads, given.key.shape[0]
-    if width != given.embed_dim_to_check or width % heads:
-      return False
-    if given.in_proj_weight is None or given.out_proj_weight is None:
-      return False
-    kept, masks = (given.query.dtype,), (given.query.dtype, torch.bool)
-    of_scores = (length, positions), (batch * heads, length, positions)
-    padding, mask = given.key_padding_mask, given.attn_mask
-    if padding is not None and mask is not None:
-      masks = (mask.dtype,)  # of others torch warns
-    return (
-      _is_one(given.key, kept, (positions, batch, width))
-      and _is_one(given.value, kept, (positions, batch, width))
-      and _is_one(given.in_proj_weight, kept, (3 * width, width))
-      and _is_one(given.in_proj_bias, kept, (3 * width,))
-      and _is_one(given.out_proj_weight, kept, (width, width))
-      and _is_one(given.out_proj_bias, kept, (width,))
-      and _is_one(padding, masks, (batch, positions))
-      and _is_one(mask, (given.query.dtype, torch.bool), *of_scores)
-    )
-
-  def run(self, env) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The result and the weights, which are None unless they are asked for."""
-    given, p = self.given, self.dropout_p
-    length, batch, _ = given.query.shape
-    keep_mask = None
-    if p > 0.0:
-      shape = (batch, given.num_heads, length, given.key.shape[0])
-      keep_mask = dropout.keep_mask(given.query, shape, 1.0 - p)
-    is_shared = given.key is given.value
-    is_of_itself = is_shared and given.query is given.key
-    weights = "mean" if given.average_attn_weights else "all"
-    result = env.functions.call(
-      multi_head.multi_head_attention,
-      given.query,
-      None if is_of_itself else given.key,
-      None if is_shared else given.value,
-      given.in_proj_weight,
-      given.in_proj_bias,
-      given.out_proj_weight,
-      given.out_proj_bias,
-      given.attn_mask,
-      given.key_padding_mask,
-      keep_mask,
-      survivor_scale=attention.scale_of_survivors(p) if p else None,
-      heads=given.num_heads,
-      weights=weights if given.need_weights else None,
-      numbers=("survivor_scale",),
-    )
-    return result if given.need_weights else (result, None)
+  switches.note(env.config, "attention")
+  wish = env.config.attention
+  platform = placement.current_platform()
+  if platform == "cpu" and wish != choice.BLOCKWISE:
+    return choice.PLAIN
+  given = query, key, value
+  if not all(isinstance(tensor, Tensor) for tensor in given):
+    return choice.PLAIN  # which says that devices are mixed
+  shapes = [tuple(tensor.shape) for tensor in given] if heads is None else heads
+  steps = units.steps_below(1.0 - dropout_p)
+  size = (*shapes[0][:-1], *shapes[1][-2:-1])
+  call = choice.Call(
+    *shapes,
+    dtypes=tuple([mappings.t2j_dtype(tensor.dtype).name for tensor in given]),
+    mask=None if mask is None else tuple(mask[0]),
+    mask_dtype="" if mask is None else mappings.t2j_dtype(mask[1]).name,
+    drops=dropout_p > 0,
+    has_positions=steps is not None
+    and positions.is_addressable(env.rng.state.key, size),
+    is_causal=is_causal,
+    enable_gqa=enable_gqa,
+  )
+  return choice.choose(_place(platform, given), call, wish)
 
 
-def _is_one(tensor, dtypes, *shapes) -> bool:
-  """True for None, and for a tensor of one of the dtypes and one of the shapes."""
-  return tensor is None or (tensor.dtype in dtypes and tuple(tensor.shape) in shapes)
+def _place(platform: str, tensors) -> choice.Place:
+  """Where an operation on some tensors runs."""
+  arrays = [tensor._storage.read(tensor) for tensor in tensors]
+  owner = _jax_compat.draw_owner()
+  if all(type(array) is _jax_compat.ArrayImpl for array in arrays):
+    devices = {d for array in arrays for d in array.sharding.device_set}
+    platform = placement.platform_of(next(iter(devices)))
+    is_divided = len(devices) > 1
+  else:
+    is_divided = _jax_compat.is_divisible()
+  return choice.Place(
+    platform,
+    device_module.get_device_capability() if platform == "cuda" else (0, 0),
+    is_divided=is_divided,
+    is_typed=any(map(_jax_compat.varying_axes, arrays)),
+    is_mapped=owner is not None and _jax_compat.is_batching(owner),
+    has_x64=jax.config.jax_enable_x64,
+  )
+
+
+def _blockwise(env, query, key, value, attn_mask, dropout_p, is_causal, scale):
+  words = high = low = None
+  if dropout_p > 0:
+    shape = attention.noise_shape(query.shape, key.shape)
+    words = _words(query.detach(), shape)
+    high, low = units.steps_below(1.0 - dropout_p)
+  return env.functions.call(
+    blockwise.attention,
+    query,
+    key,
+    value,
+    attn_mask,
+    words,
+    high,
+    low,
+    survivor_scale=attention.scale_of_survivors(dropout_p),
+    is_causal=is_causal,
+    scale=scale,
+    numbers=("high", "low", "scale", "survivor_scale"),
+  )

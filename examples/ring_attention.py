@@ -1,0 +1,225 @@
+"""Attention over a sequence that no device has as a whole: ring attention.
+
+Queries, keys and values lie in parts along the sequence on eight devices. In each turn
+a device attends with its queries to the block of keys and values that is there, while
+the block goes on to its neighbour; the softmax is summed up as the blocks come. After
+as many turns as there are devices every query has met every key, and no device has held
+more than two blocks. The backward pass goes round once more. The losses are those of
+one device, dropout included. Without accelerators the devices are eight of the CPU.
+
+Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
+Near-Infinite Context" (2023), https://arxiv.org/abs/2310.01889.
+
+usage: python examples/ring_attention.py [--steps=5]
+"""
+
+import copy
+import functools
+from collections import Counter
+
+import jax
+import torch
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from absl import app, flags
+from jax.sharding import AxisType, PartitionSpec
+from torch import nn
+
+import torchax
+from torchax.interop import call_jax, jax_jit, jax_shard_map, scan
+from torchax.mesh_util import Mesh
+from torchax.processes import collectives as collectives_of
+
+_STEPS = flags.DEFINE_integer("steps", 5, "Steps of training.", 1)
+
+DEVICES, RING = 8, "ring"
+BATCH, HEADS, LENGTH, FEATURES = 2, 2, 1024, 16
+WIDTH = HEADS * FEATURES
+
+
+def passed_on(block: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+  """What the neighbour sends, while this device's own goes to the next one."""
+  next_ones = [(i + 1) % DEVICES for i in range(DEVICES)]
+  return tuple(collectives.permute_tensor(t, next_ones, RING) for t in block)
+
+
+def turns_but_one() -> torch.Tensor:
+  """The turns after which blocks go on; the last one ends where they are."""
+  return torch.arange(DEVICES - 1, device="jax")
+
+
+def scores_of(query, key, turn, is_causal: bool) -> torch.Tensor:
+  """The scores of the queries that are here and the keys of a turn."""
+  scores = query @ key.mT * query.shape[-1] ** -0.5
+  if not is_causal:
+    return scores
+  here = call_jax(jax.lax.axis_index, RING)
+  within = torch.arange(query.shape[-2], device="jax")
+  rows = here * len(within) + within
+  columns = (here - turn) % DEVICES * len(within) + within
+  return scores.masked_fill(columns > rows[:, None], -torch.inf)
+
+
+class RingAttention(torch.autograd.Function):
+  """softmax(query keyᵀ / √features) value of one device's part of the sequence.
+
+  Each tensor has the shape (batch, heads, part of the sequence, features). For the
+  backward pass the logarithm of each row's sum is kept, and no weights.
+  """
+
+  @staticmethod
+  def forward(ctx, query, key, value, is_causal):
+    def attended(so_far, block, turn):
+      (peak, total, output), (key, value) = so_far, block
+      scores = scores_of(query, key, turn, is_causal)
+      higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
+      weights, before = torch.exp(scores - higher), torch.exp(peak - higher)
+      total = total * before + weights.sum(-1, keepdim=True)
+      return higher, total, output * before + weights @ value
+
+    def turn(carry, index):
+      so_far, block = carry
+      return (attended(so_far, block, index), passed_on(block)), None
+
+    # The first block is the device's own. In it each row sees a key, so that the peak
+    # is finite from then on.
+    start = torch.full_like(query[..., :1], -torch.inf)
+    start = start, torch.zeros_like(start), torch.zeros_like(query)
+    carry, _ = scan(turn, (start, (key, value)), turns_but_one())
+    peak, total, output = attended(*carry, DEVICES - 1)
+    output = output / total
+    ctx.is_causal = is_causal
+    ctx.save_for_backward(query, key, value, output, peak + total.log())
+    return output
+
+  @staticmethod
+  def backward(ctx, grad):
+    query, key, value, output, log_total = ctx.saved_tensors
+    scale = query.shape[-1] ** -0.5
+    mean = (grad * output).sum(-1, keepdim=True)
+
+    def added(so_far, of_block, block, turn):
+      (of_key, of_value), (key, value) = of_block, block
+      weights = torch.exp(scores_of(query, key, turn, ctx.is_causal) - log_total)
+      of_scores = weights * (grad @ value.mT - mean) * scale
+      of_block = of_key + of_scores.mT @ query, of_value + weights.mT @ grad
+      return so_far + of_scores @ key, of_block
+
+    def turn(carry, index):
+      so_far, of_block = added(*carry, index)
+      return (so_far, passed_on(of_block), passed_on(carry[2])), None
+
+    # The gradients of a block travel with it, and go one turn more to be at home.
+    nothing = torch.zeros_like(query), (torch.zeros_like(key), torch.zeros_like(value))
+    carry, _ = scan(turn, (*nothing, (key, value)), turns_but_one())
+    of_query, of_block = added(*carry, DEVICES - 1)
+    return of_query, *passed_on(of_block), None
+
+
+def ring_attention(mesh: jax.sharding.Mesh, query, key, value, is_causal=False):
+  """Attention of whole tensors (batch, heads, length, features) that lie on a ring."""
+  part = PartitionSpec(None, None, RING)
+
+  @jax_shard_map(mesh=mesh, in_specs=(part, part, part), out_specs=part)
+  def on_parts(query, key, value):
+    return RingAttention.apply(query, key, value, is_causal)
+
+  return on_parts(query, key, value)
+
+
+class Block(nn.Module):
+  """Causal attention and two linear layers, each with dropout on its output."""
+
+  def __init__(self, attend):
+    super().__init__()
+    self.attend = attend
+    self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
+    self.heads, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+    self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+    self.dropout = nn.Dropout(0.1)
+
+  def forward(self, x):
+    heads = self.heads(self.norms[0](x)).unflatten(-1, (3, HEADS, -1))
+    mixed = self.attend(*heads.permute(2, 0, 3, 1, 4), is_causal=True)
+    x = x + self.dropout(self.mix(mixed.transpose(1, 2).flatten(-2)))
+    return x + self.dropout(self.down(F.gelu(self.up(self.norms[1](x)))))
+
+
+def losses(block: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+  """Trains a few steps; returns the loss of each."""
+  optimizer = torch.optim.AdamW(block.parameters(), 1e-2)
+
+  @jax_jit
+  def step(x, y):
+    optimizer.zero_grad()
+    loss = F.mse_loss(block(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+  torch.manual_seed(1)
+  return [step(x, y).item() for _ in range(_STEPS.value)]
+
+
+def gradients(attend, is_causal: bool):
+  """A compiled function of the output of attention and of its gradients."""
+
+  @jax_jit
+  def run(query, key, value, weights):
+    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+    output = attend(*leaves, is_causal=is_causal)
+    return output.detach(), torch.autograd.grad((output * weights).sum(), leaves)
+
+  return run
+
+
+def compare(attend, ring: Mesh, is_causal: bool) -> None:
+  """Prints how far the ring is from one device, and what it sends and needs."""
+  tensors = [torch.randn(BATCH, HEADS, LENGTH, FEATURES) for _ in range(4)]
+  parts = [ring.shard(t, (None, None, RING)) for t in tensors]
+  whole = [t.to("jax") for t in tensors]
+  dense = gradients(F.scaled_dot_product_attention, is_causal)
+  sharded = gradients(attend, is_causal)
+  output, of_inputs = sharded(*parts)
+  expected, of_whole = dense(*whole)
+  pairs = [(output, expected), *zip(of_inputs, of_whole, strict=True)]
+  differences = [(a.cpu() - b.cpu()).abs().max().item() for a, b in pairs]
+  sent = collectives_of(sharded, *parts)
+  print(f"is_causal={is_causal}, {LENGTH} positions:")
+  print("  largest difference to one device:", *[f"{d:.1e}" for d in differences])
+  print("  of the output a device has", output.jax().addressable_shards[0].data.shape)
+  print("  collectives:", dict(Counter(one.kind for one in sent)))
+  for name, function, given in (
+    ("one device", dense, whole),
+    ("of eight, each", sharded, parts),
+  ):
+    memory = function.lower(*given).compile().memory_analysis()
+    print(f"  {name} needs {memory.temp_size_in_bytes} bytes beside the tensors")
+
+
+def main(argv) -> None:
+  del argv
+  axes = (AxisType.Auto,)
+  ring = Mesh(jax.make_mesh((DEVICES,), (RING,), axis_types=axes))
+  attend = functools.partial(ring_attention, ring.jax_mesh)
+  torch.manual_seed(0)
+  for is_causal in (False, True):
+    compare(attend, ring, is_causal)
+
+  block = Block(F.scaled_dot_product_attention).to("jax")
+  in_parts = copy.deepcopy(block)
+  in_parts.attend = attend
+  ring.shard_model(in_parts, lambda name, tensor: PartitionSpec())
+  x, y = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
+  one = losses(block, x.to("jax"), y.to("jax"))
+  eight = losses(in_parts, *(ring.shard(t, (None, RING)) for t in (x, y)))
+  print("losses of one device:   ", *[f"{loss:.5f}" for loss in one])
+  print("losses of eight devices:", *[f"{loss:.5f}" for loss in eight])
+  difference = max(abs(a - b) for a, b in zip(one, eight, strict=True))
+  print(f"largest difference of the losses: {difference:.1e}")
+
+
+if __name__ == "__main__":
+  jax.config.update("jax_num_cpu_devices", DEVICES)  # where there is no accelerator
+  torchax.enable_globally()
+  app.run(main)

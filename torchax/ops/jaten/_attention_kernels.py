@@ -1,0 +1,85 @@
+"""The flash attention that comes with JAX for GPUs and TPUs, in torch's layout.
+
+`_attention_choice.py` says what each takes. Their derivatives are their own, of first
+order and in reverse mode.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from torchax import _jax_compat
+from torchax.ops.jaten._attention_choice import CUDNN, PALLAS
+from torchax.ops.jaten.attention import scaled_dot_product_attention
+
+
+def attention(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  attn_mask: jax.Array | None = None,
+  kernel: str = CUDNN,
+  is_causal: bool = False,
+  scale: float | None = None,
+) -> jax.Array:
+  """Attention without dropout by a kernel, "cudnn" or "pallas".
+
+  Args:
+    query: (…, heads, l, e).
+    key, value: (…, key heads, s, e), whose heads divide the query's.
+    attn_mask: bool, broadcastable to (…, heads, l, s), for "cudnn"; keeps where True.
+    kernel: which one.
+    is_causal: position i attends to the keys 0 … i.
+    scale: of the scores; by default 1 / sqrt(e).
+
+  Returns:
+    (…, heads, l, e) in the dtype of `query`.
+  """
+  if kernel == PALLAS and _jax_compat.flash_attention_of_tpus() is None:
+    return scaled_dot_product_attention(
+      query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True
+    )
+  scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+  batched = [array.reshape(-1, *array.shape[-3:]) for array in (query, key, value)]
+  if kernel == CUDNN:
+    output = _cudnn(*batched, _as_batch(attn_mask, query, key), is_causal, scale)
+  else:
+    output = _pallas(*batched, is_causal, scale)
+  return output.reshape(query.shape)
+
+
+def _as_batch(mask, query, key):
+  """A mask of shape (batch or 1, heads or 1, l, s)."""
+  if mask is None:
+    return None
+  mask = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
+  *leading, heads = mask.shape[:-2]
+  if set(leading) != {1}:
+    leading = query.shape[:-3]
+  mask = jnp.broadcast_to(mask, (*leading, heads, query.shape[-2], key.shape[-2]))
+  return mask.reshape(-1, *mask.shape[-3:])
+
+
+def _cudnn(query, key, value, mask, is_causal, scale):
+  """cuDNN's, whose layout is (batch, positions, heads, features)."""
+  output = jax.nn.dot_product_attention(
+    *(array.swapaxes(1, 2) for array in (query, key, value)),
+    mask=mask,
+    scale=scale,
+    is_causal=is_causal,
+    implementation="cudnn",
+  ).swapaxes(1, 2)
+  if mask is None:
+    return output
+  # A row that sees no key is zeros; the kernel gives it the mean of the values.
+  return jnp.where(jnp.any(mask, axis=-1, keepdims=True), output, 0)
+
+
+def _pallas(query, key, value, is_causal, scale):
+  """The TPU's; each query head gets a key head of its own."""
+  group = query.shape[1] // key.shape[1]
+  if group > 1:
+    key, value = (jnp.repeat(array, group, axis=1) for array in (key, value))
+  kernel = _jax_compat.flash_attention_of_tpus()
+  return kernel(query, key, value, causal=is_causal, sm_scale=scale)
