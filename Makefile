@@ -7,6 +7,7 @@
 #   make test-opinfo-quick  runs PyTorch's own list of operators, a few inputs of each
 #   make test-opinfo        runs it with many inputs and writes docs/operators.md
 #   make test-bad-inputs    gives every operator bad inputs and compares the errors
+#   make test-close-numbers  calls every operator with close numbers, counts programs
 #   make test-models        runs real models and writes docs/models.md
 #   make test-ecosystem     runs programs of libraries, writes docs/training-scripts.md
 #   make test-ecosystem-quick  runs two of the libraries, in a few minutes
@@ -39,7 +40,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-accelerator soak bench-accelerator lint format bench docs clean distclean
+.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-accelerator soak bench-accelerator lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -91,6 +92,9 @@ test-opinfo: $(STAMP)
 
 test-bad-inputs: $(STAMP)
 	TORCHAX_BAD_INPUTS=all $(PYTEST) test/faults/test_bad_inputs.py $(ARGS)
+
+test-close-numbers: $(STAMP)
+	TORCHAX_CLOSE_NUMBERS=all $(PYTEST) test/faults/test_close_numbers.py $(ARGS)
 
 test-models: $(STAMP)
 	mkdir -p output

@@ -166,6 +166,9 @@ def test_a_new_length_of_a_layer():
 
 FRACTIONS = (0.11, 0.23, 0.37)
 ORDERS = (1.5, 2.5, 3.5)
+WHOLE_ORDERS = (3, 4, 5)
+PLACES = (0, 1, 3)
+SCALES = (1.26, 1.3, 1.32)
 INTEGERS = (5, 9, 13)
 
 
@@ -184,6 +187,19 @@ def _gradient(function):
 
 def _attention(x, **numbers):
   return F.scaled_dot_product_attention(x[None], x[None], x[None], **numbers)
+
+
+def _labels():
+  return torch.arange(4, device="jax")
+
+
+def _image(mode, **options):
+  return lambda x, n: F.interpolate(x[None, None], scale_factor=n, mode=mode, **options)
+
+
+def _ctc_loss(x, n):
+  steps, label = x.log_softmax(1)[:, None], torch.ones(1, 1, device="jax").int()
+  return F.ctc_loss(steps, label, torch.tensor([4]), torch.tensor([1]), blank=n)
 
 
 # What is called with a matrix of (4, 6) and each of the numbers.
@@ -228,6 +244,57 @@ NUMBERS = {
   "cdist, gradient": (_gradient(lambda x, n: torch.cdist(x, 1 - x, n)), ORDERS),
   "pdist": (lambda x, n: F.pdist(x, n), ORDERS),
   "normalize": (lambda x, n: F.normalize(x, n), ORDERS),
+  "norm, whole": (lambda x, n: x.norm(n), WHOLE_ORDERS),
+  "cdist, whole": (lambda x, n: torch.cdist(x, x + 1, n), WHOLE_ORDERS),
+  "_foreach_norm": (lambda x, n: torch._foreach_norm([x], n)[0], WHOLE_ORDERS),
+  "renorm": (lambda x, n: torch.renorm(x, n, 0, n / 4), ORDERS),
+  "renorm, whole": (lambda x, n: torch.renorm(x, n, 1, n / 9), WHOLE_ORDERS),
+  "ignore_index": (lambda x, n: F.nll_loss(x, _labels(), ignore_index=n), PLACES),
+  "ignore_index, gradient": (
+    _gradient(lambda x, n: F.cross_entropy(x, _labels(), ignore_index=n)),
+    PLACES,
+  ),
+  "padding_idx": (_gradient(lambda x, n: F.embedding(_labels(), x, n)), PLACES),
+  "padding_idx of bags": (
+    _gradient(lambda x, n: F.embedding_bag(_labels()[None], x, padding_idx=n)),
+    PLACES,
+  ),
+  "ctc_loss, blank": (_ctc_loss, (2, 3, 5)),
+  "ctc_loss, gradient": (_gradient(_ctc_loss), (2, 3, 5)),
+  "select_scatter": (lambda x, n: x.select_scatter(x[0], 0, n), (0, -1, 2)),
+  "slice_scatter": (lambda x, n: x.slice_scatter(-x[:, :2], 1, n, n + 2), (0, 1, 4)),
+  "slice_scatter, from the end": (
+    lambda x, n: x.slice_scatter(-x[:, :2], 1, n, n + 3, 2),
+    (-6, -5, -4),
+  ),
+  "diagonal_scatter": (
+    lambda x, n: x.repeat(1, 2).diagonal_scatter(x.sum(1), n),
+    (1, 2, 5),
+  ),
+  "diagonal_backward": (
+    lambda x, n: torch.ops.aten.diagonal_backward(x.sum(1), (4, 6), n, 0, 1),
+    (0, 1, 2),
+  ),
+  "narrow_copy": (lambda x, n: x.narrow_copy(1, n, 3), (0, 1, -3)),
+  "select_copy": (lambda x, n: torch.select_copy(x, 1, n), (0, 1, -3)),
+  "polygamma": (lambda x, n: torch.polygamma(n, x), (2, 3, 5)),
+  "polygamma, gradient": (_gradient(lambda x, n: torch.polygamma(n, x)), (3, 4, 6)),
+  "nearest": (_image("nearest"), SCALES),
+  "nearest-exact": (_image("nearest-exact"), SCALES),
+  "bilinear": (_image("bilinear"), SCALES),
+  "bilinear, gradient": (_gradient(_image("bilinear")), SCALES),
+  "bicubic": (_image("bicubic"), SCALES),
+  "antialias": (_image("bilinear", antialias=True), SCALES),
+  "divisor_override": (
+    lambda x, n: F.avg_pool2d(x[None], 2, divisor_override=n),
+    INTEGERS,
+  ),
+  "round": (lambda x, n: x.round(decimals=n), (1, 2, 3)),
+  "rrelu, gradient": (
+    _gradient(lambda x, n: F.rrelu(x - 0.5, n, n + 0.5, training=True)),
+    FRACTIONS,
+  ),
+  "logit, gradient": (_gradient(lambda x, n: (x / 2).logit(n)), FRACTIONS),
   "smooth_l1": (lambda x, n: F.smooth_l1_loss(x, 1 - x, beta=n), FRACTIONS),
   "smooth_l1, gradient": (
     _gradient(lambda x, n: F.smooth_l1_loss(x, 1 - x, beta=n)),

@@ -55,6 +55,8 @@ def _source_positions(in_size, out_size, scale, align_corners, real):
   if align_corners:
     step = (in_size - 1) / (out_size - 1) if out_size > 1 else 0
     return places * real(step)
+  if isinstance(scale, tuple):
+    return (places + real(0.5)) * jnp.asarray(scale[1], real) - real(0.5)
   return (places + real(0.5)) * real(1 / scale) - real(0.5)
 
 
@@ -73,7 +75,8 @@ def compute_contribs(
   Args:
     in_size: length of the axis.
     out_size: length that it gets.
-    scale: how many output elements stand for an input element.
+    scale: how many output elements stand for an input element; or that and one by it,
+      which may be traced.
     support: distance from which on the kernel is zero.
     align_corners: the first and last elements keep their places; `scale` is unused.
     dtype: of the weights; float32 by default.
@@ -86,9 +89,10 @@ def compute_contribs(
   real = np.float64 if dtype == np.float64 else np.float32
   position = _source_positions(in_size, out_size, scale, align_corners, real)
   taps = np.arange(1 - int(support), 1 + int(support))
-  indices = np.floor(position)[:, None].astype(np.int64) + taps
+  xp = jnp if isinstance(position, jax.Array) else np
+  indices = xp.floor(position)[:, None].astype(np.int32) + taps
   weights = kernel(position[:, None] - indices.astype(real))
-  return np.clip(indices, 0, in_size - 1), weights.astype(dtype or np.float32)
+  return xp.clip(indices, 0, in_size - 1), weights.astype(dtype or np.float32)
 
 
 def gather_weights(img, idxs, axis):

@@ -61,6 +61,10 @@ def integers(low: str, high: str) -> Callable:
   return prepare
 
 
+def as_they_are(given: dict) -> None:
+  """Changes nothing: each number that is named `static` is an operand as it is."""
+
+
 def static_if(name: str, *, is_static: Callable[[float], bool]) -> Callable:
   """Makes a number static where a function says so of its value.
 
@@ -90,22 +94,42 @@ def power(given: dict) -> None:
     given["exponent"] = StaticValue(exponent)
 
 
+_PLAIN_ORDERS = (0, 1, 2)
+
+
 def norm_order(name: str) -> Callable:
   """Makes the order of a norm a pair: the order, and one by it.
 
-  Whole numbers and infinity have code of their own and stay what they are.
+  0, 1, 2 and the infinities have code of their own and stay what they are.
   """
 
   def prepare(given: dict) -> None:
     order = given.get(name)
     if not _is_real(order):
       return
-    is_plain = type(order) is int or not math.isfinite(order) or order == int(order)
-    given[name] = StaticValue(order) if is_plain else (order, 1.0 / order)
+    is_plain = order in _PLAIN_ORDERS or not math.isfinite(order)
+    given[name] = StaticValue(order) if is_plain else (float(order), 1.0 / order)
+
+  return prepare
+
+
+def scales(names: tuple[str, ...]) -> Callable:
+  """Makes each scale of an image a pair: the scale, and one by it.
+
+  Whole numbers, and one by such, have code of their own: these follow from the sizes.
+  """
+
+  def prepare(given: dict) -> None:
+    for name in names:
+      scale = given.get(name)
+      if not _is_real(scale):
+        continue
+      is_plain = not 0 < scale < math.inf or scale % 1 == 0 or (1 / scale) % 1 == 0
+      given[name] = StaticValue(scale) if is_plain else (float(scale), 1.0 / scale)
 
   return prepare
 
 
 def parts(order) -> tuple:
-  """An order of a norm, prepared or not, and one by it."""
+  """An order of a norm or a scale, prepared or not, and one by it."""
   return order if isinstance(order, tuple) else (order, 1.0 / order)

@@ -15,6 +15,7 @@ from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import Kind, op
 from torchax.ops.index_rules import Condition
+from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.jaten.loss import Reduction
 from torchax.ops.names import aten
@@ -140,15 +141,29 @@ def _batched(log_probs, targets, input_lengths, target_lengths):
   return widen(log_probs), targets, *lengths
 
 
-@op(aten._ctc_loss, rules=_length_rules)
-def _aten__ctc_loss(
-  log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False
-):
-  """Losses stay infinite here; the caller zeroes them for `zero_infinity`."""
+_NUMBERS: dict = {
+  "static": ("blank", "input_lengths", "target_lengths"),
+  "prepare": _numbers.as_they_are,
+}
+
+
+def _check_blank(log_probs, targets, input_lengths, target_lengths, blank=0, *rest):
   if not 0 <= blank < log_probs.shape[-1]:
     raise RuntimeError(
       f"blank must be in label range [0, {log_probs.shape[-1]}), but got {blank}."
     )
+
+
+@op(
+  aten._ctc_loss,
+  check=_check_blank,
+  rules=_length_rules,
+  **_NUMBERS,
+)
+def _aten__ctc_loss(
+  log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False
+):
+  """Losses stay infinite here; the caller zeroes them for `zero_infinity`."""
   given = _batched(log_probs, targets, input_lengths, target_lengths)
   losses, alphas = _negative_log_likelihood(*given, blank)
   losses = out_of_range.spoiled(losses, _are_broken(*given))
@@ -157,7 +172,7 @@ def _aten__ctc_loss(
   return losses.astype(log_probs.dtype), alphas.astype(log_probs.dtype)
 
 
-@op(aten._ctc_loss_backward)
+@op(aten._ctc_loss_backward, **_NUMBERS)
 def _aten__ctc_loss_backward(
   grad,
   log_probs,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Condition, Range
+from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.jaten._writes import added
 from torchax.ops.names import aten
@@ -57,7 +58,10 @@ def _table_rules(weight, indices, *rest, **named):
   yield Range(indices, 0, weight.shape[0], IndexError, "index out of range in self")
 
 
-@op(aten.embedding, rules=_table_rules)
+_PADDING: dict = {"static": ("padding_idx",), "prepare": _numbers.as_they_are}
+
+
+@op(aten.embedding, rules=_table_rules, **_PADDING)
 def _aten_embedding(
   weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False
 ):
@@ -67,7 +71,7 @@ def _aten_embedding(
   return _rows(weight, indices)
 
 
-@op(aten.embedding_dense_backward)
+@op(aten.embedding_dense_backward, **_PADDING)
 def _aten_embedding_dense_backward(
   grad_output, indices, num_weights, padding_idx, scale_grad_by_freq
 ):
@@ -163,7 +167,7 @@ def _are_starts(offsets, count) -> jax.Array:
   )
 
 
-@op(aten._embedding_bag, aten._embedding_bag_forward_only, rules=_bag_rules)
+@op(aten._embedding_bag, aten._embedding_bag_forward_only, rules=_bag_rules, **_PADDING)
 def _aten__embedding_bag(
   weight,
   indices,
@@ -224,7 +228,7 @@ def _bag_gradient(
   return _add_rows(rows, indices, num_weights, grad.dtype)
 
 
-@op(aten._embedding_bag_backward)
+@op(aten._embedding_bag_backward, **_PADDING)
 def _aten__embedding_bag_backward(
   grad,
   indices,
@@ -257,7 +261,7 @@ def _aten__embedding_bag_backward(
   )
 
 
-@op(aten._embedding_bag_dense_backward)
+@op(aten._embedding_bag_dense_backward, **_PADDING)
 def _aten__embedding_bag_dense_backward(
   grad,
   indices,
@@ -284,7 +288,7 @@ def _aten__embedding_bag_dense_backward(
   )
 
 
-@op(aten._embedding_bag_per_sample_weights_backward)
+@op(aten._embedding_bag_per_sample_weights_backward, **_PADDING)
 def _aten__embedding_bag_per_sample_weights_backward(
   grad, weight, indices, offsets, offset2bag, mode, padding_idx=-1
 ):

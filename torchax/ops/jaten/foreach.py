@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from torchax.dispatch.in_place import require_same_length
 from torchax.ops import mappings
 from torchax.ops.builtin import op
+from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.names import aten, present, resolve
 from torchax.ops.op_base import to_float
@@ -169,10 +170,11 @@ def _aten__foreach_max(self):
   return [lower(array) for array in self]
 
 
-@op(aten._foreach_norm, static=("ord",))
+@op(aten._foreach_norm, static=("ord",), prepare=_numbers.norm_order("ord"))
 def _aten__foreach_norm(self, ord=2, dtype=None):
   require_same_length([self])
-  if math.isinf(ord) and any(array.size == 0 for array in self):
+  is_infinite = not isinstance(ord, tuple) and math.isinf(ord)
+  if is_infinite and any(array.size == 0 for array in self):
     raise RuntimeError(
       "_foreach_norm cannot compute the infinity norm on an empty tensor because the "
       "operation does not have an identity"
@@ -181,7 +183,9 @@ def _aten__foreach_norm(self, ord=2, dtype=None):
   return [lower(array, ord, dtype=dtype) for array in self]
 
 
-@op("aten::_foreach_powsum", static=("ord",))  # by name: newer than torch 2.11
+@op(  # by name: newer than torch 2.11
+  "aten::_foreach_powsum", static=("ord",), prepare=_numbers.norm_order("ord")
+)
 def _aten__foreach_powsum(self, ord=2, dtype=None):
   """Sums of powers of the magnitudes: norms before their root."""
   require_same_length([self])
@@ -192,7 +196,8 @@ def _aten__foreach_powsum(self, ord=2, dtype=None):
 
 def _powsum(array, ord):
   magnitudes = jnp.abs(to_float(array))
-  return jnp.sum(widen(magnitudes) ** ord).astype(magnitudes.dtype)
+  order, _ = ord if isinstance(ord, tuple) else (ord, None)
+  return jnp.sum(widen(magnitudes) ** order).astype(magnitudes.dtype)
 
 
 @op(aten._amp_foreach_non_finite_check_and_unscale)

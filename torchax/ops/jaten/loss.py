@@ -83,11 +83,17 @@ def _target_classes(self, target):
   return target.reshape(shape)
 
 
+def _counts(classes, ignore_index):
+  """Where a class is not the one to ignore, which the labels' dtype need not hold."""
+  wide = jnp.promote_types(classes.dtype, jnp.int32)
+  return classes.astype(wide) != ignore_index
+
+
 def _nll_loss_forward(self, target, weight, reduction, ignore_index):
   _check_classes(self, target, weight)
   axis = _class_axis(self)
   classes = _target_classes(self, target)
-  counts = classes != ignore_index
+  counts = _counts(classes, ignore_index)
   safe = out_of_range.inside(jnp.where(counts, classes, 0), self.shape[axis])
   picked = jnp.take_along_axis(widen(self), safe, axis=axis, mode="clip")
   weights = jnp.broadcast_to(_class_weights(self, weight), self.shape)
@@ -121,7 +127,7 @@ def _nll_loss_backward(
   shape = [1] * self.ndim
   shape[axis] = self.shape[axis]
   is_target = jnp.arange(self.shape[axis]).reshape(shape) == classes
-  counts = classes != ignore_index
+  counts = _counts(classes, ignore_index)
   gradient = jnp.where(is_target & counts, -_class_weights(self, weight) * grad, 0)
   broken = out_of_range.outside(classes, self.shape[axis]) & counts
   gradient = out_of_range.spoiled(gradient, broken)
@@ -135,12 +141,23 @@ def _class_rules(self, target, weight, reduction, ignore_index):
   )
 
 
-@op(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, rules=_class_rules)
+@op(
+  aten.nll_loss_forward.default,
+  aten.nll_loss2d_forward.default,
+  rules=_class_rules,
+  static=("ignore_index",),
+  prepare=_numbers.as_they_are,
+)
 def _aten_nll_loss_forward(self, target, weight, reduction, ignore_index):
   return _nll_loss_forward(self, target, weight, reduction, ignore_index)
 
 
-@op(aten.nll_loss_backward, aten.nll_loss2d_backward)
+@op(
+  aten.nll_loss_backward,
+  aten.nll_loss2d_backward,
+  static=("ignore_index",),
+  prepare=_numbers.as_they_are,
+)
 def _aten_nll_loss_backward(
   grad_output, self, target, weight, reduction, ignore_index, total_weight
 ):

@@ -9,12 +9,14 @@ and `threshold` in `activation.py`.
 
 import functools
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torchax.core.static_values import StaticValue
 from torchax.errors import WrongDtypeError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
@@ -613,7 +615,20 @@ def _aten_sign(self):
   return jnp.where(jnp.isnan(self), 0, sign) if _is_floating(self) else sign
 
 
-@op(aten.round)
+def _power_of_ten(decimals: int) -> tuple[float, bool]:
+  """What is multiplied or divided by, and whether decimals are kept."""
+  return 10.0 ** abs(decimals), decimals > 0
+
+
+def _prepare_decimals(given: dict) -> None:
+  decimals = given.get("decimals")
+  if type(decimals) is int:
+    is_plain = decimals == 0 or abs(decimals) > sys.float_info.max_10_exp
+    ten, keeps = (1.0, True) if is_plain else _power_of_ten(decimals)
+    given["decimals"] = StaticValue(decimals) if is_plain else (ten, StaticValue(keeps))
+
+
+@op(aten.round, static=("decimals",), prepare=_prepare_decimals)
 def _aten_round(self, decimals=0):
   """Half to even; negative decimals round to tens, hundreds, ...
 
@@ -622,10 +637,11 @@ def _aten_round(self, decimals=0):
   """
   if _is_exact(self):
     return self
-  if decimals == 0:
+  is_known = isinstance(decimals, int)
+  if is_known and decimals == 0:
     return jnp.round(self)
-  ten = 10.0 ** abs(decimals)
-  if decimals > 0:
+  ten, keeps_decimals = _power_of_ten(decimals) if is_known else decimals
+  if keeps_decimals:
     return _in_float32(lambda x: jnp.round(x * ten) / ten)(self)
   return _in_float32(lambda x: jnp.round(x / ten) * ten)(self)
 
@@ -674,15 +690,3 @@ def _xlogy(left, right):
 def _aten_xlogy(self, other):
   """0 * log(y) is 0 for every y except NaN."""
   return _xlogy(*map(to_float, promote(self, other)))
-
-
-@op(aten.logit, aten.special_logit)
-def _aten_logit(self, eps=None):
-  """With `eps`, the input is clamped to [eps, 1 - eps] first."""
-
-  def log_odds(x):
-    if eps is not None:
-      x = jnp.clip(x, eps, 1 - eps)
-    return jnp.log(x / (1 - x))
-
-  return _in_float32(log_odds)(to_float(self))

@@ -17,6 +17,7 @@ from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
+from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import require_size
 from torchax.ops.jaten._opmath import expand_sizes, in_opmath, widen
 from torchax.ops.jaten._writes import added, assigned
@@ -242,7 +243,7 @@ def _divisors(size, pooled, kernel, stride, padding, count_include_pad):
 def _avg_pool(
   self, rank, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor
 ):
-  if divisor == 0:
+  if isinstance(divisor, int) and divisor == 0:
     raise RuntimeError("divisor must be not zero")
   kernel, stride, padding, _ = _window_sizes(
     self, rank, kernel_size, stride, padding, 1
@@ -282,7 +283,11 @@ def _linear_gradient(function, grad_output, self):
   return gradient.astype(grad_output.dtype)
 
 
-@op(aten.avg_pool2d)
+_prepare_divisor = _numbers.static_if("divisor_override", is_static=lambda n: n == 0)
+_DIVISOR: dict = {"static": ("divisor_override",), "prepare": _prepare_divisor}
+
+
+@op(aten.avg_pool2d, **_DIVISOR)
 def _aten_avg_pool(
   self,
   kernel_size,
@@ -304,7 +309,7 @@ def _aten_avg_pool(
   )
 
 
-@op(aten.avg_pool3d)
+@op(aten.avg_pool3d, **_DIVISOR)
 def _aten_avg_pool3d(
   self,
   kernel_size,
@@ -335,7 +340,7 @@ def _aten_avg_pool1d(
   )
 
 
-@op(aten.avg_pool2d_backward)
+@op(aten.avg_pool2d_backward, **_DIVISOR)
 def _aten_avg_pool2d_backward(
   grad_output,
   self,
@@ -350,7 +355,7 @@ def _aten_avg_pool2d_backward(
   return _linear_gradient(lambda array: _avg_pool(array, 2, *sizes), grad_output, self)
 
 
-@op(aten.avg_pool3d_backward)
+@op(aten.avg_pool3d_backward, **_DIVISOR)
 def _aten_avg_pool3d_backward(
   grad_output,
   self,

@@ -13,6 +13,7 @@ import torch
 from jax import lax
 
 from torchax.core import grad_mode
+from torchax.core.static_values import StaticValue
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
@@ -371,6 +372,33 @@ def _aten_dist(self, other, p=2):
   left, right = promote(self, other)
   require_no_bool("dist, by its subtraction,", self, other)
   return _aten_linalg_vector_norm(left - right, p)
+
+
+# torch keeps from dividing by zero: aten/src/ATen/native/cpu/RenormKernel.cpp.
+RENORM_MARGIN = 1e-7
+
+_prepare_p = _numbers.norm_order("p")
+
+
+def _prepare_renorm(given: dict) -> None:
+  """What torch refuses stays static, for its own checks."""
+  p, maxnorm = given["p"], given["maxnorm"]
+  if not p > 0 or not maxnorm >= 0:
+    given["p"], given["maxnorm"] = StaticValue(p), StaticValue(maxnorm)
+  else:
+    _prepare_p(given)
+
+
+@op(aten.renorm, static=("p", "maxnorm"), prepare=_prepare_renorm)
+def _aten_renorm(self, p, dim, maxnorm):
+  """Slices along `dim` that are longer than `maxnorm` shrink to it."""
+  _require_floats(self, "renorm")
+  wide = _widened(self)
+  (kept,) = _axes(self, dim)
+  axes = tuple(axis for axis in range(self.ndim) if axis != kept)
+  norms = _norm_of_magnitudes(jnp.abs(wide), p, axes, True)
+  factors = jnp.where(norms > maxnorm, maxnorm / (norms + RENORM_MARGIN), 1)
+  return (wide * factors.astype(norms.dtype)).astype(self.dtype)
 
 
 # --- Scans --------------------------------------------------------------------------

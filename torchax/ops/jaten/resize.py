@@ -13,6 +13,7 @@ import numpy as np
 
 from torchax.ops import jax_reimplement, jimage
 from torchax.ops.builtin import op
+from torchax.ops.jaten import _numbers
 from torchax.ops.names import aten
 
 # Names that ATen gives the scales of 1, 2 and 3 spatial dimensions.
@@ -22,7 +23,8 @@ _SCALE_NAMES = {
   3: ("scales_d", "scales_h", "scales_w"),
 }
 
-_STATIC_SCALES = ("scales", "scales_d", "scales_h", "scales_w")
+_NAMES = ("scales", "scales_d", "scales_h", "scales_w")
+_SCALES: dict = {"static": _NAMES, "prepare": _numbers.scales(_NAMES)}
 
 
 def _scales(self, positional, named):
@@ -32,8 +34,10 @@ def _scales(self, positional, named):
   return [given.get(name) for name in names]
 
 
-def _scale(in_size, out_size, given) -> float:
-  """Output elements for an input element."""
+def _scale(in_size, out_size, given):
+  """Output elements for an input element; of a prepared scale that and one by it."""
+  if isinstance(given, tuple):
+    return given
   return given if given is not None and given > 0 else out_size / in_size
 
 
@@ -70,8 +74,12 @@ def _transposed(forward, grad_output, input_size, *args, **kwargs):
 # --- nearest ---------------------------------------------------------------------
 
 
-def _nearest_places(in_size, out_size, given, offset) -> np.ndarray:
-  """In float32, as torch: on ties its rounding decides."""
+def _nearest_places(in_size, out_size, given, offset):
+  """In float32, as torch: on ties its rounding decides. Traced as the scale is."""
+  if isinstance(given, tuple):
+    places = jnp.arange(out_size, dtype=np.float32) + offset
+    places = jnp.floor(places * jnp.asarray(given[1], np.float32))
+    return jnp.minimum(places.astype(np.int32), in_size - 1)
   step = np.float32(1 / _scale(in_size, out_size, given))
   if given is None:
     step = np.float32(in_size) / np.float32(out_size)
@@ -82,9 +90,8 @@ def _nearest_places(in_size, out_size, given, offset) -> np.ndarray:
 def _take_places(self, places, axis):
   size = self.shape[axis]
   factor = len(places) // size
-  if (
-    len(places) == factor * size and (places == np.arange(len(places)) // factor).all()
-  ):
+  is_known = isinstance(places, np.ndarray) and len(places) == factor * size
+  if is_known and (places == np.arange(len(places)) // factor).all():
     return jnp.repeat(self, factor, axis)  # no gather, and a sum as its transpose
   return jnp.take(self, places, axis, mode="clip")
 
@@ -101,7 +108,7 @@ def _nearest(self, output_size, scales, offset):
   aten.upsample_nearest1d.default,
   aten.upsample_nearest2d.default,
   aten.upsample_nearest3d.default,
-  static=_STATIC_SCALES,
+  **_SCALES,
 )
 def _aten_upsample_nearest(self, output_size, *scales, **named_scales):
   return _nearest(self, output_size, _scales(self, scales, named_scales), 0.0)
@@ -111,7 +118,7 @@ def _aten_upsample_nearest(self, output_size, *scales, **named_scales):
   aten._upsample_nearest_exact1d.default,
   aten._upsample_nearest_exact2d.default,
   aten._upsample_nearest_exact3d.default,
-  static=_STATIC_SCALES,
+  **_SCALES,
 )
 def _aten_upsample_nearest_exact(self, output_size, *scales, **named_scales):
   """Rounds from the centre of elements instead of their start."""
@@ -122,7 +129,7 @@ def _aten_upsample_nearest_exact(self, output_size, *scales, **named_scales):
   aten.upsample_nearest1d_backward.default,
   aten.upsample_nearest2d_backward.default,
   aten.upsample_nearest3d_backward.default,
-  static=_STATIC_SCALES,
+  **_SCALES,
 )
 def _aten_upsample_nearest_backward(
   grad_output, output_size, input_size, *scales, **named_scales
@@ -141,7 +148,7 @@ def _aten_upsample_nearest_backward(
   aten._upsample_nearest_exact1d_backward.default,
   aten._upsample_nearest_exact2d_backward.default,
   aten._upsample_nearest_exact3d_backward.default,
-  static=_STATIC_SCALES,
+  **_SCALES,
 )
 def _aten_upsample_nearest_exact_backward(
   grad_output, output_size, input_size, *scales, **named_scales
@@ -184,7 +191,7 @@ def _interpolate(self, output_size, scales, align_corners, kernel, support):
   aten.upsample_linear1d.default,
   aten.upsample_bilinear2d.default,
   aten.upsample_trilinear3d.default,
-  static=_STATIC_SCALES,
+  **_SCALES,
 )
 @_in_float
 def _aten_upsample_linear(self, output_size, align_corners, *scales, **named_scales):
@@ -196,7 +203,7 @@ def _aten_upsample_linear(self, output_size, align_corners, *scales, **named_sca
   aten.upsample_linear1d_backward.default,
   aten.upsample_bilinear2d_backward.default,
   aten.upsample_trilinear3d_backward.default,
-  static=_STATIC_SCALES,
+  **_SCALES,
 )
 def _aten_upsample_linear_backward(
   grad_output, output_size, input_size, align_corners, *scales, **named_scales
@@ -212,7 +219,7 @@ def _aten_upsample_linear_backward(
   )
 
 
-@op(aten.upsample_bicubic2d.default, static=_STATIC_SCALES)
+@op(aten.upsample_bicubic2d.default, **_SCALES)
 @_in_float
 def _aten_upsample_bicubic2d(
   self, output_size, align_corners, scales_h=None, scales_w=None
@@ -221,7 +228,7 @@ def _aten_upsample_bicubic2d(
   return _interpolate(self, output_size, scales, align_corners, _CUBIC, 2)
 
 
-@op(aten.upsample_bicubic2d_backward.default, static=_STATIC_SCALES)
+@op(aten.upsample_bicubic2d_backward.default, **_SCALES)
 def _aten_upsample_bicubic2d_backward(
   grad_output, output_size, input_size, align_corners, scales_h=None, scales_w=None
 ):
@@ -248,6 +255,8 @@ def _antialiased(self, output_size, align_corners, scales, method):
     if in_size == out_size:
       continue
     factor = _scale(in_size, out_size, given)
+    if isinstance(factor, tuple):
+      factor, _ = factor
     if align_corners:
       both_long = min(in_size, out_size) > 1
       factor = (out_size - 1) / (in_size - 1) if both_long else math.inf
@@ -258,7 +267,7 @@ def _antialiased(self, output_size, align_corners, scales, method):
   return self
 
 
-@op(aten._upsample_bilinear2d_aa.default, static=_STATIC_SCALES)
+@op(aten._upsample_bilinear2d_aa.default, **_SCALES)
 @_in_float
 def _aten_upsample_billinear_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
@@ -267,7 +276,7 @@ def _aten_upsample_billinear_aa(
   return _antialiased(self, output_size, align_corners, scales, "linear")
 
 
-@op(aten._upsample_bicubic2d_aa.default, static=_STATIC_SCALES)
+@op(aten._upsample_bicubic2d_aa.default, **_SCALES)
 @_in_float
 def _aten_upsample_bicubic2d_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
@@ -285,7 +294,7 @@ def _aten_upsample_lanczos2d_aa(
 
 
 def _register_antialiased_backward(aten_op, forward):
-  @op(aten_op.default, static=_STATIC_SCALES)
+  @op(aten_op.default, **_SCALES)
   def backward(
     grad_output, output_size, input_size, align_corners, scales_h=None, scales_w=None
   ):
@@ -299,9 +308,7 @@ _register_antialiased_backward(
 _register_antialiased_backward(
   aten._upsample_bicubic2d_aa_backward, _aten_upsample_bicubic2d_aa
 )
-op(aten._upsample_lanczos2d_aa.default, static=_STATIC_SCALES)(
-  _aten_upsample_lanczos2d_aa
-)
+op(aten._upsample_lanczos2d_aa.default, **_SCALES)(_aten_upsample_lanczos2d_aa)
 _register_antialiased_backward(
   aten._upsample_lanczos2d_aa_backward, _aten_upsample_lanczos2d_aa
 )

@@ -9,7 +9,9 @@ import math
 
 import jax.numpy as jnp
 
+from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
+from torchax.ops.jaten._opmath import in_opmath
 from torchax.ops.jaten._random_checks import require_float
 from torchax.ops.names import aten
 from torchax.rng import samplers
@@ -45,6 +47,36 @@ def _aten_rrelu_with_noise_functional(
   drawn = samplers.uniform(key, self.shape, self.dtype, lower, upper)
   slopes = jnp.where(self <= 0, drawn, 1)
   return self * slopes, slopes.astype(noise.dtype)
+
+
+# torch's: closer bounds have one slope, their mean.
+LEAST_WIDTH = 1e-6
+
+
+def _prepare_bounds(given: dict) -> None:
+  """Bounds are their mean, which is none of the drawn slopes."""
+  lower, upper = given["lower"], given["upper"]
+  is_drawn = given["training"] and upper - lower > LEAST_WIDTH
+  given["lower"] = (lower + upper) / 2
+  given["upper"] = StaticValue(is_drawn)
+
+
+@op(
+  aten.rrelu_with_noise_backward,
+  static=("lower", "upper"),
+  prepare=_prepare_bounds,
+)
+@in_opmath
+def _aten_rrelu_with_noise_backward(
+  grad_output, self, noise, lower, upper, training, self_is_result
+):
+  """By the slopes; the prepared bounds are their mean and whether slopes are drawn."""
+  is_drawn, slope = upper, lower
+  if not isinstance(upper, bool):
+    is_drawn, slope = training and upper - lower > LEAST_WIDTH, (lower + upper) / 2
+  if is_drawn:
+    return grad_output * noise
+  return jnp.where(self > 0, grad_output, grad_output * slope)
 
 
 @op(aten.rrelu_with_noise.default, kind=Kind.TENSORS)

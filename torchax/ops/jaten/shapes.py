@@ -1,9 +1,9 @@
-"""Rearranging elements: joining, repeating, diagonals, windows, slices, strides.
+"""Rearranging elements: joining, repeating, diagonals, windows, strides.
 
 Results are new arrays. The view operations (`aten.view`, `aten.slice`, …) belong to
 the core; here are their `*_copy` and `*_scatter` forms and their backwards, which
-take arrays. Elements chosen by index tensors are in `indexing.py`, borders around
-tensors in `padding.py`.
+take arrays. Slices are in `slices.py`, elements chosen by index tensors in
+`indexing.py`, borders around tensors in `padding.py`.
 """
 
 import math
@@ -14,11 +14,11 @@ import numpy as np
 from jax import lax
 
 from torchax.core import out_of_range
-from torchax.core.view_steps import put_slice
 from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
+from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import dim_of, require_size
 from torchax.ops.names import aten, prims
 from torchax.ops.op_base import promote
@@ -280,10 +280,18 @@ def _aten_col2im(self, output_size, kernel_size, dilation, padding, stride):
 # --- diagonals -------------------------------------------------------------------
 
 
-def _diagonal_places(rows, columns, offset):
-  above, below = max(offset, 0), max(-offset, 0)
-  places = jnp.arange(max(min(rows - below, columns - above), 0))
-  return places + below, places + above
+def _diagonal_length(rows, columns, offset) -> int:
+  return max(min(rows - max(-offset, 0), columns - max(offset, 0)), 0)
+
+
+def _with_diagonal(matrices, src, offset):
+  """`src` on the diagonal of the last two dimensions; a traced offset fits it."""
+  rows, columns = matrices.shape[-2:]
+  is_known = isinstance(offset, int)
+  length = _diagonal_length(rows, columns, offset) if is_known else src.shape[-1]
+  places = jnp.arange(length)
+  places = places + jnp.maximum(-offset, 0), places + jnp.maximum(offset, 0)
+  return matrices.at[..., *places].set(src.astype(matrices.dtype))
 
 
 @op(aten.diagonal_copy)
@@ -291,15 +299,30 @@ def _aten_diagonal(self, offset=0, dim1=0, dim2=1):
   return jnp.diagonal(self, offset, dim1, dim2)
 
 
-@op(aten.diagonal_scatter)
+def _check_diagonal(self, src, offset=0, dim1=0, dim2=1):
+  dims = dim_of(dim1, self.ndim), dim_of(dim2, self.ndim)
+  if dims[0] == dims[1]:
+    raise RuntimeError(f"diagonal dimensions cannot be identical {dim1}, {dim2}")
+  kept = [size for dim, size in enumerate(self.shape) if dim not in dims]
+  length = _diagonal_length(*[self.shape[dim] for dim in dims], offset)
+  if list(src.shape) != [*kept, length]:
+    raise RuntimeError(
+      "expected src to have a size equal to the slice of self. src size = "
+      f"{list(src.shape)}, slice size = {[*kept, length]}"
+    )
+
+
+_OFFSET: dict = {"static": ("offset",), "prepare": _numbers.as_they_are}
+
+
+@op(aten.diagonal_scatter, check=_check_diagonal, **_OFFSET)
 def _aten_diagonal_scatter(self, src, offset=0, dim1=0, dim2=1):
   matrices = jnp.moveaxis(self, (dim1, dim2), (-2, -1))
-  rows, columns = _diagonal_places(*matrices.shape[-2:], offset)
-  written = matrices.at[..., rows, columns].set(src.astype(self.dtype))
+  written = _with_diagonal(matrices, src, offset)
   return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
 
 
-@op(aten.diagonal_backward)
+@op(aten.diagonal_backward, **_OFFSET)
 def _aten_diagonal_backward(grad_output, input_sizes, offset, dim1, dim2):
   zeros = jnp.zeros(input_sizes, grad_output.dtype)
   return _aten_diagonal_scatter(zeros, grad_output, offset, dim1, dim2)
@@ -390,128 +413,6 @@ def _aten_as_strided_scatter(self, src, size, stride, storage_offset=None):
   places = _strided_places(flat.size, size, stride, storage_offset or 0)
   values = src.astype(self.dtype)
   return flat.at[places].set(values, mode="promise_in_bounds").reshape(self.shape)
-
-
-# --- slices ----------------------------------------------------------------------
-
-
-def _slice_range(length, start, end, step) -> range:
-  """torch clamps as Python does."""
-  if step <= 0:
-    raise ValueError(f"slice expects a step > 0, but got {step}.")
-  return range(*slice(start, end, step).indices(length))
-
-
-@op(aten.slice_copy)
-def _aten_slice(self, dim=0, start=None, end=None, step=1):
-  dim = dim_of(dim, self.ndim)
-  places = _slice_range(self.shape[dim], start, end, step)
-  stop = max(places.start, places.stop)
-  return lax.slice_in_dim(self, places.start, stop, step, dim)
-
-
-@op(aten.slice_scatter)
-def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
-  dim = dim_of(dim, self.ndim)
-  places = _slice_range(self.shape[dim], start, end, step)
-  written = (*self.shape[:dim], len(places), *self.shape[dim + 1 :])
-  if src.shape != written:
-    raise RuntimeError(
-      "slice_scatter: expected src to have a size equal to the slice of self. src size "
-      f"= {list(src.shape)}, slice size = {list(written)}"
-    )
-  src = jnp.broadcast_to(src.astype(self.dtype), written)
-  if step == 1:
-    return put_slice(self, src, dim, places.start) if len(places) else self
-  window = (slice(None),) * dim + (slice(places.start, places.stop, step),)
-  return self.at[window].set(src)
-
-
-def _spread(rows, sizes, dim, first, step):
-  """Zeros of `sizes` with `rows` along `dim` from the traced place `first` on."""
-  zeros = jnp.zeros(sizes, rows.dtype)
-  if step == 1:
-    return lax.dynamic_update_slice_in_dim(zeros, rows, first, dim)
-  places = first + step * jnp.arange(rows.shape[dim])
-  return zeros.at[(slice(None),) * dim + (places,)].set(rows)
-
-
-@op(aten.slice_backward, dynamic=("start", "end"))
-def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
-  """Zeros around and between the slice's elements: one `lax.pad` in a trace.
-
-  Eagerly the places are operands, so that slices of one shape share a program.
-  """
-  dim = dim_of(dim, len(input_sizes))
-  if grad_output.size == 0:
-    return jnp.zeros(input_sizes, grad_output.dtype)
-  size = input_sizes[dim]
-  if not isinstance(start, int):
-    first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
-    return _spread(grad_output, input_sizes, dim, first, step)
-  # torch's "to the end" is the largest int64, which without x64 comes as a float.
-  places = _slice_range(size, start, size if end > size else end, step)
-  after = size - places[-1] - 1
-  widths = [(0, 0, 0)] * grad_output.ndim
-  widths[dim] = (places.start, after, step - 1)
-  return lax.pad(grad_output, jnp.zeros((), grad_output.dtype), widths)
-
-
-@op(aten.narrow_copy)
-def _aten_narrow(self, dim, start, length):
-  if not self.ndim:
-    raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
-  if dim >= self.ndim:
-    # Here torch looks at the dimension twice, and once asserts.
-    raise RuntimeError(f"narrow expects dim < {self.ndim}, but got dim={dim}.")
-  dim = dim_of(dim, self.ndim)
-  size = self.shape[dim]
-  if not -size <= start <= size:
-    raise IndexError(
-      f"start out of range (expected to be in range of [{-size}, {size}], but got "
-      f"{start})"
-    )
-  start += self.shape[dim] if start < 0 else 0
-  if length < 0 or not 0 <= start <= self.shape[dim] - length:
-    raise RuntimeError(
-      f"narrow expects start and length within a dimension of size "
-      f"{self.shape[dim]}, but got start={start} and length={length}."
-    )
-  return lax.slice_in_dim(self, start, start + length, axis=dim)
-
-
-def _wrap_index(index, length):
-  if not -length <= index < length:
-    raise IndexError(
-      f"select expects an index in [{-length}, {length - 1}], but got {index}."
-    )
-  return index % length
-
-
-@op(aten.select_copy)
-def _aten_select(self, dim, index):
-  index = _wrap_index(index, self.shape[dim])
-  return lax.index_in_dim(self, index, dim, keepdims=False)
-
-
-@op(aten.select_scatter)
-def _aten_select_scatter(self, src, dim, index):
-  dim = dim_of(dim, self.ndim)
-  index = _wrap_index(index, self.shape[dim])
-  row = jnp.expand_dims(src.astype(self.dtype), dim)
-  return _aten_slice_scatter(self, row, dim, index, index + 1)
-
-
-@op(aten.select_backward, dynamic=("index",))
-def _aten_select_backward(grad_output, input_sizes, dim, index):
-  """The row at `index`, zeros elsewhere; the places as in `slice_backward`."""
-  dim = dim_of(dim, len(input_sizes))
-  row = jnp.expand_dims(grad_output, dim)
-  if not isinstance(index, int):
-    first = jnp.where(index < 0, index + input_sizes[dim], index)
-    return _spread(row, input_sizes, dim, first, 1)
-  index = _wrap_index(index, input_sizes[dim])
-  return _aten_slice_backward(row, input_sizes, dim, index, index + 1, 1)
 
 
 # --- copies of views -------------------------------------------------------------

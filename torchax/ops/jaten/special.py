@@ -1,7 +1,7 @@
 """The gamma and zeta families, error functions, and orthogonal polynomials.
 
 Integers are computed in the default dtype, half precision in float32. Bessel functions
-are in `bessel.py`; `erf`, `sinc`, `xlogy` and `logit` are in `pointwise.py`.
+are in `bessel.py`; `erf`, `sinc` and `xlogy` are in `pointwise.py`.
 """
 
 import functools
@@ -13,6 +13,7 @@ import torch
 from jax import lax
 from jax.scipy import special
 
+from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._arguments import require_no_bool
 from torchax.ops.jaten._chebyshev import chebyshev
@@ -59,52 +60,86 @@ def _cotangent(x):
   return jnp.sign(offset) * jnp.where(magnitude < 0.25, steep, flat)
 
 
-def _derivative_of_cotangent(n, x):
-  """dⁿ/dxⁿ cot(πx): a polynomial in the cotangent c, as c' = -π (1 + c²)."""
+def _cotangent_coefficients(n) -> list[float]:
+  """dⁿ/dxⁿ cot(πx) / πⁿ: a polynomial in the cotangent c, as c' = -π (1 + c²).
+
+  It is even or odd in c: the coefficients of c⁰, c², … or of c¹, c³, …
+  """
   coefficients = [0, 1]
   for _ in range(n):
     slopes = [power * c for power, c in enumerate(coefficients)][1:]
     shifted = [0, 0, *slopes]
     coefficients = [-low - high for low, high in zip([*slopes, 0, 0], shifted)]
-  # Even or odd in c: what is 0 is left out, so that no infinity meets a zero.
-  parity = (n + 1) % 2
-  cotangent = _cotangent(x)
-  square, total = jnp.square(cotangent), 0.0
-  for coefficient in reversed(coefficients[parity::2]):
-    total = total * square + float(coefficient)
-  return math.pi**n * total * (cotangent if parity else 1)
+  return [float(coefficient) for coefficient in coefficients[(n + 1) % 2 :: 2]]
 
 
 # The coefficients of higher derivatives are not worth their time.
 HIGHEST_REFLECTED = 30
+_MOST_COEFFICIENTS = HIGHEST_REFLECTED // 2 + 1
 
 
-@op(aten.polygamma, aten.special_polygamma)
+def _polygamma_parts(n: int) -> tuple:
+  """What ψ⁽ⁿ⁾ is made of: its order, sign, factorial, and the cotangent's derivative.
+
+  That is πⁿ, whether it is odd, and its coefficients, as many for each n; without
+  them from `HIGHEST_REFLECTED` on.
+  """
+  factorial = float(math.factorial(n)) if n <= 170 else math.inf
+  parts = (n + 1.0, 1.0 if n % 2 else -1.0, factorial)
+  if n > HIGHEST_REFLECTED:
+    return parts
+  coefficients = _cotangent_coefficients(n)
+  padding = [0.0] * (_MOST_COEFFICIENTS - len(coefficients))
+  return (*parts, math.pi**n, 1.0 - n % 2, *coefficients, *padding)
+
+
+def _derivative_of_cotangent(x, scale, is_odd, *coefficients):
+  """dⁿ/dxⁿ cot(πx) of the parts of n."""
+  cotangent = _cotangent(x)
+  square, total = jnp.square(cotangent), 0.0
+  for coefficient in reversed(coefficients):
+    # No infinity meets the zeros in front; the others have one sign.
+    total = jnp.where(total == 0, 0, total * square) + coefficient
+  return scale * total * jnp.where(is_odd == 1, cotangent, 1)
+
+
+def _prepare_polygamma(given: dict) -> None:
+  n = given["n"]
+  is_plain = type(n) is not int or n < 2  # 0 and 1 have code of their own
+  given["n"] = StaticValue(n) if is_plain else _polygamma_parts(n)
+
+
+@op(
+  aten.polygamma,
+  aten.special_polygamma,
+  static=("n",),
+  prepare=_prepare_polygamma,
+)
 def _aten_polygamma(n, self):
   """The n-th derivative of digamma: (-1)^(n+1) n! ζ(n + 1, x) for n > 0.
 
   Left of 0 by reflection at 1/2 (DLMF, 5.15.6).
   """
-  if n < 0:
+  is_known = isinstance(n, int)
+  if is_known and n < 0:
     raise RuntimeError(f"polygamma(n, x) does not support negative n, but got n={n}.")
-  if n == 0:
+  if is_known and n == 0:
     return _aten_digamma(self)
-  factorial = float(math.factorial(n)) if n <= 170 else math.inf
-  sign = 1.0 if n % 2 else -1.0
+  exponent, sign, factorial, *reflection = _polygamma_parts(n) if is_known else n
 
   def from_zeta(x):
-    return sign * factorial * _hurwitz_zeta(jnp.full_like(x, n + 1.0), x)
+    return sign * factorial * _hurwitz_zeta(jnp.full_like(x, exponent), x)
 
   def reflected(x):
     is_left = (x < 0) & (x != jnp.floor(x))
     inside = jnp.where(is_left, x, -0.5)
     right = from_zeta(jnp.where(is_left, 1 - x, x))
-    if n == 1:  # torch has this limit, and none of the higher derivatives
+    if is_known and n == 1:  # torch has this limit, and none of the higher derivatives
       right = jnp.where(x == math.inf, 0, right)
-    left = -math.pi * _derivative_of_cotangent(n, inside) - sign * right
+    left = -math.pi * _derivative_of_cotangent(inside, *reflection) - sign * right
     return jnp.where(is_left, left, right)
 
-  return _in_floats(reflected if n <= HIGHEST_REFLECTED else from_zeta)(self)
+  return _in_floats(reflected if reflection else from_zeta)(self)
 
 
 @op(aten.polygamma_.default, kind=Kind.TENSORS)
@@ -271,6 +306,31 @@ def _aten_special_xlog1py(self, other):
   """0 * log1p(y) is 0 for every y except NaN."""
   product = jnp.where(self == 0, 0.0, self * jnp.log1p(other))
   return jnp.where(jnp.isnan(other), other, product)
+
+
+@op(aten.logit, aten.special_logit)
+def _aten_logit(self, eps=None):
+  """With `eps`, the input is clamped to [eps, 1 - eps] first."""
+
+  def log_odds(x):
+    if eps is not None:
+      x = jnp.clip(x, eps, 1 - eps)
+    return jnp.log(x / (1 - x))
+
+  return _in_floats(log_odds)(self)
+
+
+@op(aten.logit_backward)
+def _aten_logit_backward(grad_output, self, eps=None):
+  """NaN outside of [0, 1], or 0 outside of [eps, 1 - eps]."""
+
+  def gradient(grad, x):
+    slope = grad / (x * (1 - x))
+    if eps is None:
+      return jnp.where((x < 0) | (x > 1), math.nan, slope)
+    return jnp.where((x < eps) | (x > 1 - eps), 0, slope)
+
+  return _in_floats(gradient)(grad_output, self)
 
 
 # --- Orthogonal polynomials ---------------------------------------------------------

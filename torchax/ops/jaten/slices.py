@@ -1,0 +1,206 @@
+"""Slices and elements along a dimension: their copies, scatter forms and backwards.
+
+Eagerly their places are operands, so that those of one shape share a program. A place
+that is traced is known to lie inside: what calls the lowering has looked.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from torchax.core.view_steps import put_slice
+from torchax.ops.builtin import op
+from torchax.ops.jaten import _numbers
+from torchax.ops.jaten._arguments import dim_of
+from torchax.ops.names import aten
+
+
+def _slice_range(length, start, end, step) -> range:
+  """torch clamps as Python does."""
+  if step <= 0:
+    raise ValueError(f"slice expects a step > 0, but got {step}.")
+  return range(*slice(start, end, step).indices(length))
+
+
+@op(aten.slice_copy)
+def _aten_slice(self, dim=0, start=None, end=None, step=1):
+  dim = dim_of(dim, self.ndim)
+  places = _slice_range(self.shape[dim], start, end, step)
+  stop = max(places.start, places.stop)
+  return lax.slice_in_dim(self, places.start, stop, step, dim)
+
+
+def _require_source(self, src, dim, length) -> None:
+  """Raises RuntimeError unless `src` is as long as what it is to replace."""
+  written = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+  if tuple(src.shape) != written:
+    raise RuntimeError(
+      "slice_scatter: expected src to have a size equal to the slice of self. src size "
+      f"= {list(src.shape)}, slice size = {list(written)}"
+    )
+
+
+def _check_slice(self, src, dim=0, start=None, end=None, step=1):
+  dim = dim_of(dim, self.ndim)
+  places = _slice_range(self.shape[dim], start, end, step)
+  _require_source(self, src, dim, len(places))
+
+
+def _prepare_slice(given: dict) -> None:
+  """The slice is as long as the source: `start` alone is needed."""
+  if type(given.get("start")) is int and "end" in given:
+    given["end"] = None
+
+
+@op(aten.slice_scatter, check=_check_slice, static=("start",), prepare=_prepare_slice)
+def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
+  dim = dim_of(dim, self.ndim)
+  if isinstance(start, jax.Array):
+    return _put_from(self, src, dim, start, step)
+  places = _slice_range(self.shape[dim], start, end, step)
+  _require_source(self, src, dim, len(places))
+  src = src.astype(self.dtype)
+  if step == 1:
+    return put_slice(self, src, dim, places.start) if len(places) else self
+  window = (slice(None),) * dim + (slice(places.start, places.stop, step),)
+  return self.at[window].set(src)
+
+
+def _put_from(self, src, dim, start, step=1):
+  """`src` in place of the elements from a traced place on, where it fits."""
+  size, length = self.shape[dim], src.shape[dim]
+  first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
+  if not length:
+    return self
+  src = src.astype(self.dtype)
+  if step == 1:
+    return put_slice(self, src, dim, first)
+  places = first + step * jnp.arange(length)
+  return self.at[(slice(None),) * dim + (places,)].set(src)
+
+
+def _spread(rows, sizes, dim, first, step):
+  """Zeros of `sizes` with `rows` along `dim` from the traced place `first` on."""
+  zeros = jnp.zeros(sizes, rows.dtype)
+  if isinstance(step, int) and step == 1:
+    return lax.dynamic_update_slice_in_dim(zeros, rows, first, dim)
+  places = first + step * jnp.arange(rows.shape[dim])
+  return zeros.at[(slice(None),) * dim + (places,)].set(rows)
+
+
+@op(
+  aten.slice_backward,
+  dynamic=("start", "end"),
+  static=("step",),
+  prepare=_numbers.static_if("step", is_static=lambda step: step == 1),
+)
+def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
+  """Zeros around and between the slice's elements: one `lax.pad` in a trace.
+
+  Eagerly the places are operands, so that slices of one shape share a program.
+  """
+  dim = dim_of(dim, len(input_sizes))
+  if grad_output.size == 0:
+    return jnp.zeros(input_sizes, grad_output.dtype)
+  size = input_sizes[dim]
+  if not isinstance(start, int):
+    first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
+    return _spread(grad_output, input_sizes, dim, first, step)
+  # torch's "to the end" is the largest int64, which without x64 comes as a float.
+  places = _slice_range(size, start, size if end > size else end, step)
+  after = size - places[-1] - 1
+  widths = [(0, 0, 0)] * grad_output.ndim
+  widths[dim] = (places.start, after, step - 1)
+  return lax.pad(grad_output, jnp.zeros((), grad_output.dtype), widths)
+
+
+def _check_narrow(self, dim, start, length) -> None:
+  if not self.ndim:
+    raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
+  if dim >= self.ndim:
+    # Here torch looks at the dimension twice, and once asserts.
+    raise RuntimeError(f"narrow expects dim < {self.ndim}, but got dim={dim}.")
+  dim = dim_of(dim, self.ndim)
+  size = self.shape[dim]
+  if not -size <= start <= size:
+    raise IndexError(
+      f"start out of range (expected to be in range of [{-size}, {size}], but got "
+      f"{start})"
+    )
+  start += self.shape[dim] if start < 0 else 0
+  if length < 0 or not 0 <= start <= self.shape[dim] - length:
+    raise RuntimeError(
+      f"narrow expects start and length within a dimension of size "
+      f"{self.shape[dim]}, but got start={start} and length={length}."
+    )
+
+
+_START: dict = {"static": ("start",), "prepare": _numbers.as_they_are}
+
+
+@op(aten.narrow_copy, check=_check_narrow, **_START)
+def _aten_narrow(self, dim, start, length):
+  if isinstance(start, int):
+    _check_narrow(self, dim, start, length)
+    start += self.shape[dim] if start < 0 else 0
+    return lax.slice_in_dim(self, start, start + length, axis=dim)
+  start = jnp.where(start < 0, start + self.shape[dim], start)
+  return lax.dynamic_slice_in_dim(self, start, length, dim)
+
+
+def _wrap_index(index, length):
+  if not -length <= index < length:
+    raise IndexError(
+      f"select expects an index in [{-length}, {length - 1}], but got {index}."
+    )
+  return index % length
+
+
+def _check_index(self, dim, index) -> None:
+  _wrap_index(index, self.shape[dim_of(dim, self.ndim)])
+
+
+_INDEX: dict = {"static": ("index",), "prepare": _numbers.as_they_are}
+
+
+@op(aten.select_copy, check=_check_index, **_INDEX)
+def _aten_select(self, dim, index):
+  size = self.shape[dim]
+  if isinstance(index, int):
+    index = _wrap_index(index, size)
+    return lax.index_in_dim(self, index, dim, keepdims=False)
+  index = jnp.where(index < 0, index + size, index)
+  return lax.dynamic_index_in_dim(self, index, dim, keepdims=False)
+
+
+def _check_select(self, src, dim, index):
+  dim = dim_of(dim, self.ndim)
+  _wrap_index(index, self.shape[dim])
+  row = (*self.shape[:dim], *self.shape[dim + 1 :])
+  if tuple(src.shape) != row:
+    raise RuntimeError(
+      "expected src to have a size equal to the slice of self. src size = "
+      f"{list(src.shape)}, slice size = {list(row)}"
+    )
+
+
+@op(aten.select_scatter, check=_check_select, **_INDEX)
+def _aten_select_scatter(self, src, dim, index):
+  dim = dim_of(dim, self.ndim)
+  row = jnp.expand_dims(src.astype(self.dtype), dim)
+  if not isinstance(index, int):
+    return _put_from(self, row, dim, index)
+  index = _wrap_index(index, self.shape[dim])
+  return _aten_slice_scatter(self, row, dim, index, index + 1)
+
+
+@op(aten.select_backward, dynamic=("index",))
+def _aten_select_backward(grad_output, input_sizes, dim, index):
+  """The row at `index`, zeros elsewhere; the places as in `slice_backward`."""
+  dim = dim_of(dim, len(input_sizes))
+  row = jnp.expand_dims(grad_output, dim)
+  if not isinstance(index, int):
+    first = jnp.where(index < 0, index + input_sizes[dim], index)
+    return _spread(row, input_sizes, dim, first, 1)
+  index = _wrap_index(index, input_sizes[dim])
+  return _aten_slice_backward(row, input_sizes, dim, index, index + 1, 1)
