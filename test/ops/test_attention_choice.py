@@ -114,7 +114,8 @@ def test_what_is_wished_for(place, given, wish, expected):
 
 def taken(env, *tensors, mask=None, dropout_p=0.0, **flags) -> str:
   causal, groups = flags.get("is_causal", False), flags.get("enable_gqa", False)
-  return caught._form(env, *tensors, mask, dropout_p, causal, groups)
+  given = None if mask is None else (mask.shape, mask.dtype)
+  return caught.form_of(env, *tensors, given, dropout_p, causal, groups)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from ops.harness import floats
 import torchax
 from torchax.core import programs
 from torchax.interop import jax_jit
+from torchax.ops.jaten import _blockwise_attention as blockwise
 
 LENGTH, POSITIONS, BATCH, WIDTH, HEADS = 5, 7, 3, 8, 2
 X = floats(LENGTH, BATCH, WIDTH)
@@ -206,3 +207,26 @@ def test_what_torch_refuses_is_refused_in_its_words(wrong):
   with torchax.default_env(), pytest.raises(expected.type) as found:
     call("jax")
   assert str(found.value).startswith(str(expected.value))
+
+
+@pytest.mark.parametrize("wish", ["auto", "blockwise"])
+def test_heads_of_a_wish_are_left_to_attention(wish, monkeypatch):
+  """So they take blocks of keys, or the kernel of a device, and draw the same mask."""
+  taken = []
+
+  def attention(*args, **kwargs):
+    taken.append(args)
+    return blockwise_attention(*args, **kwargs)
+
+  blockwise_attention = blockwise.attention
+  monkeypatch.setattr(blockwise, "attention", attention)
+  env = torchax.default_env()
+  monkeypatch.setattr(env.config, "attention", wish)
+  module, x = _module(dropout=0.5).to("jax"), X.to("jax")
+  with env, torch.no_grad():
+    torch.manual_seed(3)
+    found = module(x, x, x, need_weights=False)[0]
+    env.config.attention = "plain"
+    torch.manual_seed(3)
+    torch.testing.assert_close(found, module(x, x, x, need_weights=False)[0])
+  assert bool(taken) == (wish == "blockwise")
