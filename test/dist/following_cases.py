@@ -7,12 +7,16 @@ import copy
 import io
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from dist.mesh_parts import case, for_each_kind, mesh_of, require_alike
 from jax.sharding import AxisType
 from torch import nn
 from torch.optim import swa_utils
+
+from torchax.errors import MixedDeviceError
+from torchax.interop import jax_jit
 
 
 def followed(place) -> dict[str, Callable]:
@@ -89,7 +93,63 @@ def what_is_made_of_a_tensor_lies_as_it_does(kind):
         assert torch.equal(made.cpu(), function(numbers.to("jax")).cpu())
     except AssertionError as error:
       raise AssertionError(name) from error
-  assert mesh.shard(numbers, ("x",)).new_zeros(3).tolist() == [0, 0, 0]
+
+
+# Made of a tensor, with another shape; and its numbers.
+OF_ANOTHER_SHAPE: dict[str, tuple[Callable, list]] = {
+  "new_zeros": (lambda x: x.new_zeros(3), [0, 0, 0]),
+  "new_ones": (lambda x: x.new_ones((2, 1)), [[1], [1]]),
+  "new_full": (lambda x: x.new_full((2,), 5.0), [5, 5]),
+  "new_full of integers": (lambda x: x.new_full((2,), 5, dtype=torch.int32), [5, 5]),
+  "new_empty, filled": (lambda x: x.new_empty(2).fill_(4.0), [4, 4]),
+  "of a view": (lambda x: x[1:3].new_ones(3), [1, 1, 1]),
+}
+
+
+@for_each_kind
+def what_is_made_of_a_tensor_with_another_shape_is_whole_on_its_mesh(kind):
+  mesh = mesh_of(kind, x=4, y=2)
+  x = mesh.shard(torch.arange(16.0).reshape(8, 2), ("x", "y"))
+  for name, (function, numbers) in OF_ANOTHER_SHAPE.items():
+    made = function(x)
+    assert made.tolist() == numbers, name
+    require_alike(made, mesh.shard(torch.tensor(numbers), ()))
+    joined = made.sum() + x
+    assert joined.jax().sharding.mesh == mesh.jax_mesh, name
+  for elsewhere in (x.new_zeros(3, device="cpu"), x.new_zeros(8, 2, device="jax:1")):
+    assert elsewhere.device.type == "cpu" or elsewhere.device.index == 1
+  compiled = jax_jit(lambda x: x.new_zeros(3) + x.sum())
+  assert compiled(x).tolist() == [120.0] * 3
+
+
+@for_each_kind
+def what_takes_another_tensors_numbers_says_whose_layout_it_has(kind):
+  mesh = mesh_of(kind, x=8)
+  split, rows, columns = torch.zeros(8, 8), ("x",), (None, "x")
+  others = {
+    "of the CPU": torch.ones(8, 8),
+    "of one device": torch.ones(8, 8, device="jax"),
+    "of another layout": mesh.shard(torch.ones(8, 8), columns),
+  }
+  for name, other in others.items():
+    layer = nn.Linear(8, 8, bias=False)
+    mesh.shard_model(layer, lambda name, tensor: rows)
+    layer.load_state_dict({"weight": other})
+    require_alike(layer.weight, mesh.shard(split, rows))
+    with torch.no_grad():
+      layer.weight.copy_(other * 2)
+    require_alike(layer.weight, mesh.shard(split, rows))
+    assert layer.weight.eq(2).all(), name
+    layer.load_state_dict({"weight": other}, assign=True)
+    assert layer.weight.device.type == other.device.type, name
+    if name == "of the CPU":
+      with pytest.raises(MixedDeviceError, match=r"other\.to\(.jax.\)"):
+        mesh.shard(split, rows).data = other
+      continue
+    require_alike(layer.weight, other)
+    parameter = nn.Parameter(mesh.shard(split, rows))
+    parameter.data = other
+    require_alike(parameter, other)
 
 
 OPTIMIZERS: dict[str, Callable] = {

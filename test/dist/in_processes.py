@@ -6,6 +6,7 @@ Each process writes FOLDER/<rank>.json: "" or a traceback for each of `CASES`. T
 folder has the checkpoint "of one": the state of `state_on`, saved by one process.
 """
 
+import copy
 import io
 import json
 import pathlib
@@ -18,14 +19,21 @@ import many_devices
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torchax
-from torchax import processes
+from torchax import mesh_util, processes
 from torchax.errors import NotAddressableError, ProcessError
 from torchax.interop import jax_jit
+from torchax.mesh_util import ShardingRules
 from torchax.tensor import new_tensor
+from torchax.train import mark_sharding
 
 CASES: dict[str, Callable] = {}
 FOLDER = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".")
@@ -219,6 +227,126 @@ def a_process_that_does_not_come_is_named():
     # Its turn was missed, and it is told so.
     processes.agreement._Rounds.next()
   processes.barrier("of all")
+
+
+# Meshes -------------------------------------------------------------------------------
+
+RULES = ShardingRules(
+  [("*.weight", ("model", "data")), ("*.bias", ("model",))],
+  by_module={nn.Embedding: {"weight": ("data", "model")}},
+)
+
+
+def made() -> nn.Module:
+  return nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.Dropout(0.2))
+
+
+def losses_of(model: nn.Module, tokens: torch.Tensor) -> list[float]:
+  """The losses of two steps; the model is changed."""
+  optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+  def step(tokens):
+    optimizer.zero_grad()
+    loss = model(tokens).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+  torch.manual_seed(1)
+  with torchax.default_env():
+    return [step(tokens).item(), jax_jit(step)(tokens).item()]
+
+
+@case
+def a_model_of_rules_is_made_in_parts_and_trains_as_on_one_device():
+  mesh = mesh_util.Mesh(over(4, 2).mesh, RULES)
+  tokens = torch.arange(32).reshape(8, 4) % 8
+  torch.manual_seed(0)
+  with torchax.default_env(), torch.device("jax"):
+    alone = made()
+  first = {name: t.cpu().clone() for name, t in alone.state_dict().items()}
+  torch.manual_seed(0)
+  model = mesh.initialize_model_sharded(made, ())
+  specs = {name: p.jax().sharding.spec for name, p in model.named_parameters()}
+  assert specs["0.weight"] == PartitionSpec("data", "model")
+  assert specs["1.weight"] == PartitionSpec("model", "data")
+  assert specs["1.bias"] == PartitionSpec("model")
+  for name, tensor in processes.gather(model.state_dict()).items():
+    assert torch.equal(tensor.cpu(), first[name]), name
+  expected = losses_of(alone, tokens.to("jax"))
+  found = losses_of(model, mesh.shard(tokens, ("data",)))
+  assert found == pytest.approx(expected, rel=4e-6)
+  for name, parameter in model.named_parameters():
+    assert parameter.jax().sharding.spec == specs[name], name
+
+
+@case
+def a_model_is_laid_out_and_loaded_from_files():
+  mesh = mesh_util.Mesh(over(4, 2).mesh, RULES)
+  torch.manual_seed(0)
+  plain = made()
+  path = FOLDER / f"{jax.process_index()}.safetensors"
+  save_file(plain.state_dict(), path)
+  laid_out = mesh.shard_model(copy.deepcopy(plain))
+  with torch.device("meta"):
+    empty = made()
+  loaded = mesh.load_safetensors(empty, path)
+  for model in (laid_out, loaded):
+    for name, tensor in model.state_dict().items():
+      assert not tensor.jax().is_fully_addressable, name
+      assert torch.equal(processes.gather(tensor).cpu(), plain.state_dict()[name]), name
+
+
+@case
+def the_mesh_of_a_block_is_the_one_of_a_bare_spec():
+  mesh = mesh_util.Mesh(over(4, 2).mesh)
+  with mesh:
+    compiled = jax_jit(lambda x: mark_sharding(x * 2, PartitionSpec("model")))
+    found = compiled(split())
+    eager = mark_sharding(split() * 2, PartitionSpec("model"))
+  for tensor in (found, eager):
+    assert tensor.jax().sharding.spec == PartitionSpec("model")
+    assert processes.gather(tensor).tolist() == [2.0 * n for n in range(8)]
+  assert torchax.default_env().param.mesh is None
+
+
+@case
+def what_is_made_of_a_tensor_of_all_processes_is_of_all_processes():
+  for name in ("new_zeros", "new_ones", "new_empty"):
+    made = getattr(split(), name)(3)
+    assert made.jax().sharding == over(spec=()), name
+    assert (made * 0 + split().sum()).tolist() == [28.0] * 3
+  like = torch.full_like(split(), 2.0)
+  assert like.jax().sharding == over() and (like * split()).sum().item() == 56.0
+
+
+@case
+def tensors_of_torchs_meshes_are_of_all_processes():
+  mesh = dist.init_device_mesh("jax", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+  flat = mesh["dp", "cp"]._flatten("dp_cp")
+  numbers = torch.arange(16.0).reshape(8, 2)
+  mine = numbers + 100 * jax.process_index()  # the first process's numbers count
+  x = distribute_tensor(mine, flat, [Shard(0)])
+  assert isinstance(x, DTensor) and x.placements == (Shard(0),)
+  assert torch.equal(x.full_tensor().cpu(), numbers)
+  first = jax.devices().index(jax.local_devices()[0])
+  assert flat.get_local_rank() == first // 2 and mesh.get_local_rank("tp") == 0
+  assert mesh.get_coordinate() == (first // 4, first // 2 % 2, 0)
+  torch.manual_seed(0)
+  layer = nn.Linear(2, 8)
+  expected = layer(numbers).square().sum()
+  expected.backward()
+  norm = nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+  torch.manual_seed(0)
+  sharded = fully_shard(nn.Linear(2, 8), mesh=flat)
+  loss = sharded(x).square().sum()
+  loss.backward()
+  assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+  found = nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+  assert found.full_tensor().item() == pytest.approx(norm.item(), rel=1e-5)
+  for mine, other in zip(sharded.parameters(), layer.parameters(), strict=True):
+    assert mine.grad.placements == mine.placements
+    torch.testing.assert_close(mine.grad.full_tensor().cpu(), other.grad)
 
 
 # Checkpoints -------------------------------------------------------------------------

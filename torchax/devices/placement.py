@@ -255,6 +255,14 @@ def spread_of(array: jax.Array) -> Sharding | None:
   return array.sharding if len(array.sharding.device_set) > 1 else None
 
 
+def whole_beside(array: jax.Array) -> Sharding | None:
+  """How what has another shape lies beside an array on a mesh: whole on each device."""
+  sharding = spread_of(array)
+  if not isinstance(sharding, NamedSharding):
+    return None
+  return NamedSharding(sharding.mesh, PartitionSpec())
+
+
 def described(array: jax.Array) -> str:
   """Text for `repr` about an array on several devices; empty for any other one."""
   if not is_spread(array):

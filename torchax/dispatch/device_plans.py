@@ -83,7 +83,7 @@ class PlacedPlan:
     if not placement.is_spread(array) or not isinstance(self.plan, Plan):
       return None
     if self._is_of_size and tuple(args[1]) != tuple(source.shape):
-      return None
+      return placement.whole_beside(array)
     return (array if source._chain is WHOLE else source.jax()).sharding
 
 
