@@ -142,6 +142,34 @@ def _attention_rows() -> list[Row]:
   return rows
 
 
+def _in_form(word: str, function: Callable) -> Callable:
+  """A function whose attention takes the form of a word of `Configuration`."""
+  config = torchax.default_env().config
+
+  def run():
+    config.attention = word
+    try:
+      return function()
+    finally:
+      config.attention = "auto"
+
+  return run
+
+
+def _form_rows() -> list[Row]:
+  """What attention takes by itself, and in blocks, beside all scores at once."""
+  rows = []
+  for backward in (False, True):
+    for dropout in (0.0, 0.1):
+      function = _attention("jax", backward, dropout)
+      name = "forward and backward" if backward else "forward"
+      for word in ("auto", "blockwise"):
+        full = f"attention, {word}, {name}, dropout {dropout}"
+        forms = _in_form(word, function), _in_form("plain", function)
+        rows.append(compare(full, *forms, None, "plain form"))
+  return rows
+
+
 # Memory -------------------------------------------------------------------------------
 
 
@@ -158,7 +186,7 @@ def _rows_of(group: str) -> list[Row]:
   if group == "eager":
     return [*eager.rows(), *_eager_on_cuda()]
   if group == "attention":
-    return _attention_rows()
+    return [*_attention_rows(), *_form_rows()]
   if group == "memory":
     return _memory_rows()
   modules = {"train_step": train_step, "compiled": compiled, "lengths": lengths}

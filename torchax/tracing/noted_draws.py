@@ -12,6 +12,7 @@ from torchax.rng.arguments import restored, tensors_in
 _OF_A_SHAPE = frozenset(
   {
     "torchax.dropout.default",
+    "torchax.attention_words.default",
     "aten.native_dropout.default",
     *(f"aten.{name}.default" for name in ("uniform", "normal_functional", "random")),
     *(f"aten.{name}.default" for name in ("cauchy", "log_normal", "exponential")),

@@ -147,7 +147,7 @@ def _scores(form: _Form, query, key, start, rest: _Rest):
 
 
 def _kept(form: _Form, weights, start, rest: _Rest):
-  """The weights that survive dropout, scaled; zeros for the others."""
+  """The weights that survive dropout, not scaled yet; zeros for the others."""
   if not form.drops:
     return weights
   rows = lax.iota(jnp.uint32, math.prod(weights.shape[:-1]))
@@ -155,7 +155,7 @@ def _kept(form: _Form, weights, start, rest: _Rest):
   columns = start.astype(jnp.uint32) + lax.iota(jnp.uint32, form.block)
   places = rows * jnp.uint32(form.keys) + columns
   keep = positions.bernoulli_at(rest.words, places, rest.high, rest.low)
-  return jnp.where(keep, weights * rest.survivor_scale, 0)
+  return jnp.where(keep, weights, 0)
 
 
 def _starts(form: _Form, key):
@@ -191,16 +191,18 @@ def _forward(form: _Form, query, key, value, rest: _Rest):
   start = (nothing - jnp.inf, nothing, output)
   (peak, total, output), _ = lax.scan(turn, start, _starts(form, key))
   total = jnp.where(total == 0, 1, total)
-  output = (output / total).astype(query.dtype)
+  output = output * (rest.survivor_scale / total)
   logarithm = jnp.where(peak == -jnp.inf, 0, peak) + jnp.log(total)
-  return output, (query, key, value, rest, output, logarithm)
+  # Kept as it is: the gradient of a row with one large weight is a difference in which
+  # a rounded output would be all that is left.
+  return output.astype(query.dtype), (query, key, value, rest, output, logarithm)
 
 
 def _backward(form: _Form, residuals, grad):
   query, key, value, rest, output, logarithm = residuals
   wide = logarithm.dtype
   dtype = query.dtype
-  mean = jnp.sum(grad.astype(wide) * output.astype(wide), axis=-1, keepdims=True)
+  mean = jnp.sum(grad.astype(wide) * output, axis=-1, keepdims=True)
 
   def turn(of_query, start):
     key_here, value_here = (_block_of(form, t, start, -2) for t in (key, value))
@@ -208,10 +210,11 @@ def _backward(form: _Form, residuals, grad):
     kept = _kept(form, weights, start, rest).astype(dtype)
     of_value = _product("...rk,...rv->...kv", kept, grad)
     of_kept = _product("...rv,...kv->...rk", grad, value_here)
-    of_scores = weights * (_kept(form, of_kept, start, rest) - mean) * rest.scale
-    of_scores = of_scores.astype(dtype)
+    of_kept = _kept(form, of_kept, start, rest) * rest.survivor_scale
+    of_scores = (weights * (of_kept - mean) * rest.scale).astype(dtype)
     of_key = _product("...rk,...re->...ke", of_scores, query)
     of_query += _product("...rk,...ke->...re", of_scores, key_here)
+    of_value *= rest.survivor_scale
     return of_query, (of_key.astype(dtype), of_value.astype(dtype))
 
   start = jnp.zeros_like(query, wide)
