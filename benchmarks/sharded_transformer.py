@@ -125,6 +125,31 @@ def step_of(model: Transformer, mesh: Mesh, layout: str, **options):
   return jax_jit(step, **options)
 
 
+def functional_step(model: Transformer, differentiated):
+  """(weights, tokens) -> (loss, weights): a compiled step of parameters that are given.
+
+  Args:
+    model: whose parameters stay as they are.
+    differentiated: of the loss, a function of (weights, tokens), makes one that returns
+      the loss and the gradients.
+  """
+
+  def loss_of(weights, tokens):
+    logits, _ = torch.func.functional_call(model, weights, (tokens[:, :-1],))
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().long())
+
+  both = differentiated(loss_of)
+
+  @jax_jit
+  def step(weights, tokens):
+    loss, gradients = both(weights, tokens)
+    return loss, {
+      name: weight - RATE * gradients[name] for name, weight in weights.items()
+    }
+
+  return step
+
+
 # The same step in plain JAX --------------------------------------------------------
 
 

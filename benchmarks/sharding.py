@@ -19,6 +19,7 @@ import torchax
 from benchmarks import sharded_transformer as transformer
 from benchmarks.timing import Row, compare
 from torchax import processes
+from torchax.interop import jax_value_and_grad
 
 DEVICES = 8
 
@@ -68,10 +69,41 @@ def _rows_of(layout: str) -> list[Row]:
   ]
 
 
+def _rows_of_fixed_order() -> list[Row]:
+  """What sums of one order cost, beside those of the partitioner."""
+  mesh = transformer.mesh_of("data", DEVICES)
+  model = transformer.model_on("data", mesh)
+  sharding = NamedSharding(mesh, PartitionSpec("data"))
+  tokens = processes.global_batch(transformer.batches(4 * DEVICES), sharding)
+  weights = {name: p.detach() for name, p in model.named_parameters()}
+  in_order = transformer.functional_step(
+    model,
+    lambda loss: processes.in_fixed_order(
+      jax_value_and_grad(loss), mesh, "data", DEVICES
+    ),
+  )
+  as_ever = transformer.functional_step(model, jax_value_and_grad)
+  name = f"in_fixed_order over {DEVICES} devices of the host, {DEVICES} chunks"
+  collectives = [processes.collectives(f, weights, tokens) for f in (in_order, as_ever)]
+  sent = [float(sum(processes.moved(found).values())) for found in collectives]
+  return [
+    Row(f"bytes, not us: {name}", "one sum of all devices", *sent, goal=None),
+    compare(
+      f"step, {name}",
+      lambda: in_order(weights, tokens)[0],
+      lambda: as_ever(weights, tokens)[0],
+      goal=None,
+      baseline_name="one sum of all devices",
+      note="data sharding; each device gets the results of all chunks",
+    ),
+  ]
+
+
 def main() -> None:
   """Writes the rows as JSON, for `rows`."""
   torchax.enable_globally()
   found = [row for layout in transformer.LAYOUTS for row in _rows_of(layout)]
+  found += _rows_of_fixed_order()
   print(json.dumps([dataclasses.asdict(row) for row in found]))
 
 

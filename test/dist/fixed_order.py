@@ -7,14 +7,12 @@ import json
 import pathlib
 import sys
 
-import torch
-import torch.nn.functional as F
 from jax.sharding import NamedSharding, PartitionSpec
 
 import torchax
 from benchmarks import sharded_transformer as transformer
 from torchax import processes
-from torchax.interop import jax_jit, jax_value_and_grad
+from torchax.interop import jax_value_and_grad
 
 CHUNKS, STEPS, BATCH = 8, 8, 32
 
@@ -24,20 +22,12 @@ def losses_on(devices: int) -> list[str]:
   mesh = transformer.mesh_of("data", devices)
   model = transformer.model_on("data", mesh)
 
-  def loss_of(weights, tokens):
-    logits, _ = torch.func.functional_call(model, weights, (tokens[:, :-1],))
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().long())
-
-  mean = processes.in_fixed_order(jax_value_and_grad(loss_of), mesh, "data", CHUNKS)
-
-  @jax_jit
-  def step(weights, tokens):
-    loss, gradients = mean(weights, tokens)
-    return loss, {
-      name: weight - transformer.RATE * gradients[name]
-      for name, weight in weights.items()
-    }
-
+  step = transformer.functional_step(
+    model,
+    lambda loss: processes.in_fixed_order(
+      jax_value_and_grad(loss), mesh, "data", CHUNKS
+    ),
+  )
   rows = NamedSharding(mesh, PartitionSpec("data"))
   weights = {name: p.detach() for name, p in model.named_parameters()}
   data = transformer.batches(BATCH * STEPS).split(BATCH)

@@ -40,8 +40,18 @@ def of_one(tmp_path_factory) -> dict:
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory) -> dict:
   """What two processes of four devices find, by run."""
+  return _of_several(2, 4, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory) -> dict:
+  """What four processes of two devices find, by run."""
+  return _of_several(4, 2, tmp_path_factory)
+
+
+def _of_several(processes: int, devices: int, tmp_path_factory) -> dict:
   out = tmp_path_factory.mktemp("laws") / "found.json"
-  return _read(worlds.launch(2, TRAINING, out, *OF_EIGHT, devices=4), out)
+  return _read(worlds.launch(processes, TRAINING, out, *OF_EIGHT, devices=devices), out)
 
 
 def _losses(found: dict) -> list[float]:
@@ -64,13 +74,17 @@ def test_one_process_has_the_losses_of_one_device(of_one, run):
 
 
 @pytest.mark.parametrize("run", OF_EIGHT)
-def test_two_processes_draw_the_masks_of_one_device(of_one, of_two, run):
-  assert of_two[run]["masks"] == of_one[ONE]["masks"]
+@pytest.mark.parametrize("world", ["of_two", "of_four"])
+def test_several_processes_draw_the_masks_of_one_device(of_one, world, run, request):
+  found = request.getfixturevalue(world)
+  assert found[run]["masks"] == of_one[ONE]["masks"]
 
 
 @pytest.mark.parametrize("run", OF_EIGHT)
-def test_two_processes_have_the_losses_of_one_device(of_one, of_two, run):
-  assert _losses(of_two[run]) == pytest.approx(_losses(of_one[ONE]), rel=ROUNDINGS)
+@pytest.mark.parametrize("world", ["of_two", "of_four"])
+def test_several_processes_have_the_losses_of_one_device(of_one, world, run, request):
+  found = request.getfixturevalue(world)
+  assert _losses(found[run]) == pytest.approx(_losses(of_one[ONE]), rel=ROUNDINGS)
 
 
 # Each step asks all devices whether an index of the embedding was out of range.
