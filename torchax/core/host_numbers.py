@@ -9,9 +9,11 @@ becomes a guard.
 torch passes it through its C++ as a symbolic float, whose node is the expression.
 """
 
+import contextlib
 import operator
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 
@@ -139,6 +141,59 @@ class Entry(Expression):
     value = substituted.get((id(self.table), self.name), value)
     value = value if self.place is None else value[self.place]
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+class _Given(threading.local):
+  """The numbers with which a compiled function is being called on this thread."""
+
+  numbers: ClassVar[dict["Argument", float]] = {}
+
+
+_given = _Given()
+
+
+@contextlib.contextmanager
+def given(numbers: dict["Argument", float]) -> Iterator[None]:
+  """Inside the block arguments that are numbers of the host have these values."""
+  before, _given.numbers = _given.numbers, {**_given.numbers, **numbers}
+  try:
+    yield
+  finally:
+    _given.numbers = before
+
+
+def all_given() -> dict["Argument", float]:
+  """The numbers that arguments have now."""
+  return _given.numbers
+
+
+class Argument(Expression):
+  """A number with which a function is called.
+
+  Args:
+    owner: hashes what no other argument has.
+    name: of the argument.
+  """
+
+  __slots__ = ("owner", "name")
+
+  def __init__(self, owner, name: str):
+    self.owner, self.name = owner, name
+    self.operation, self.parts = operator.getitem, ()
+    self._hash = hash((owner, name))
+
+  def __eq__(self, other):
+    return (
+      type(other) is Argument and self.owner is other.owner and self.name == other.name
+    )
+
+  __hash__ = Expression.__hash__
+
+  def __str__(self) -> str:
+    return self.name
+
+  def now(self):
+    return _given.numbers[self]
 
 
 # (identity of a dict, name) -> the entry that a `HostNumber` stands for in a trace.

@@ -402,21 +402,23 @@ class StopGradientInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedIndexInfo(ViewInfo):
-  """One element along `dim`, at an index that is being traced.
+  """One element along `dim`, at an index that is being traced; or a slice from there.
 
-  An index outside of the dimension reads and writes `out_of_range.no_number`.
+  An index outside of the dimension reads and writes `out_of_range.no_number`. A slice
+  has to lie inside.
   """
 
   dim: int
   index: jax.Array
+  length: int | None = None
   view_info_type: ClassVar = ViewInfoType.SELECT
 
   def transform_tensor(self, jax_array):
-    moving = MovingInfo(self.dim, None, is_traced=True)
+    moving = MovingInfo(self.dim, self.length, is_traced=True)
     return moving.transform_tensor(jax_array, self.index)
 
   def update_tensor(self, new_value, jax_array):
-    moving = MovingInfo(self.dim, None, is_traced=True)
+    moving = MovingInfo(self.dim, self.length, is_traced=True)
     return moving.update_tensor(new_value, jax_array, self.index)
 
 
@@ -459,8 +461,10 @@ class MovingInfo:
 
 def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
   """A step as a moving one and its start; None for one that is no plain slice."""
-  if isinstance(info, IndexInfo | TracedIndexInfo):
-    return MovingInfo(info.dim, None, type(info) is TracedIndexInfo), info.index
+  if isinstance(info, TracedIndexInfo):
+    return MovingInfo(info.dim, info.length, is_traced=True), info.index
+  if isinstance(info, IndexInfo):
+    return MovingInfo(info.dim, None), info.index
   if isinstance(info, NarrowInfo):
     *before, (start, stop, step) = info.slices
     if step == 1 and start is not None and all(p == (None,) * 3 for p in before):

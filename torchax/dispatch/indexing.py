@@ -16,7 +16,14 @@ from torchax.core.storage import ReadOnly
 from torchax.core.view_steps import TracedIndexInfo
 from torchax.dispatch.views import of_grad_mode
 from torchax.ops.names import aten
-from torchax.tensor import Tensor, index_of, is_traced, needs_care, value_of
+from torchax.tensor import (
+  Tensor,
+  index_of,
+  is_traced,
+  needs_care,
+  new_tensor,
+  value_of,
+)
 
 _getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _ALL = slice(None)
@@ -139,6 +146,58 @@ def _element(tensor: Tensor, dim: int, place: Tensor) -> Tensor:
   chain = tensor._chain.append(TracedIndexInfo(dim, index))
   element._chain = of_grad_mode(chain)
   return element
+
+
+def slice_from(tensor: Tensor, index: tuple, dim: int, start, length: int) -> Tensor:
+  """A slice that may start at a traced place.
+
+  Where torch records a gradient, the result is a copy, as of `read`.
+
+  Args:
+    tensor: what is sliced.
+    index: of numbers and slices, taken first; an empty one takes all.
+    dim: of what that leaves.
+    start: a number, or a tensor without dimensions; from the end where it is negative.
+    length: of the slice, which lies inside.
+  """
+  view = _getitem(tensor, index) if index else tensor
+  if not isinstance(start, Tensor) or not is_traced(start):
+    return view.narrow(dim, int(start), length)
+  first = start.jax().astype(jnp.int32)
+  if view.requires_grad and torch.is_grad_enabled():
+    first = jnp.where(first < 0, first + view.shape[dim], first)
+    places = new_tensor(first + jnp.arange(length), tensor._env)
+    rows = view.index_select(dim, places)
+    rows._storage = ReadOnly(rows._storage.read())
+    return rows
+  piece = view.narrow(dim, 0, length)
+  chain = view._chain.append(TracedIndexInfo(dim, first, length))
+  piece._chain = of_grad_mode(chain)
+  return piece
+
+
+def symbolic_places(index, tensor) -> tuple[tuple, list] | None:
+  """An index with symbols among its numbers, as steps one after the other.
+
+  Returns:
+    An index without them, and (dimension of its result, symbol) of each, last first;
+    None for an index without symbols, or with tensors.
+  """
+  parts = index if type(index) is tuple else (index,)
+  if not any(isinstance(part, torch.SymInt) for part in parts):
+    return None
+  if not all(isinstance(part, _BASIC) and part is not True for part in parts):
+    return None
+  basic: list = []
+  places: list = []
+  for part in _without_ellipsis(parts, tensor):
+    if isinstance(part, torch.SymInt):
+      places.insert(0, (_dims(basic), part))
+    basic.append(_ALL if isinstance(part, torch.SymInt) else part)
+  return tuple(basic), places
+
+
+_BASIC = (int, slice, torch.SymInt, type(None), type(...))
 
 
 def write(tensor: Tensor, index, value) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchax import _torch_compat, amp
+from torchax.core import host_numbers
 from torchax.core.programs import ProgramCache
 from torchax.dispatch import autograd, compiling, index_checks
 from torchax.dispatch.operands import Flattener
@@ -97,6 +98,9 @@ class ArrayFunctionHandler:
     The first numbers are compiled for, which costs a call nothing. For all others
     together there is one program, whose operands they are.
     """
+    # What is kept here outlives a trace, in which numbers of the host have no value.
+    args = [host_numbers.settled(arg) for arg in args]
+    kwargs = {name: host_numbers.settled(arg) for name, arg in kwargs.items()}
     operands, form = self._numbered.flatten(args, kwargs)
     numbers = tuple([o for o in operands if not isinstance(o, Tensor)])
     function = self._of_numbers.get(form) if numbers else None

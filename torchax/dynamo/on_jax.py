@@ -1,18 +1,19 @@
 """Graphs of Dynamo's that compute on jax: compiled by `jax_jit`.
 
-Dynamo hands over Python numbers in its own way: a float that changes is a 0-d tensor on
-the CPU that the graph calls `item()` of, and a float that is returned goes through
-`scalar_tensor`. Here they are numbers again.
+Python numbers that Dynamo hands over are numbers again here (`numbers.py`), and so is a
+float that is returned, which goes through `scalar_tensor`.
 """
 
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
+from torchax.core import host_numbers
 from torchax.core.static_values import StaticValue
+from torchax.core.storage import active
+from torchax.dynamo import numbers
 from torchax.dynamo.options import Options
 from torchax.environment import env_on
 from torchax.graphs import higher_order
@@ -55,14 +56,16 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
   """
   module = fx.GraphModule(gm, copied(gm.graph))
   lifted = _lift_tensors_on_host(module)
-  floats = _replace_floats(module.graph)
-  integers = _replace_integers(module.graph)
+  taken = _Numbers(module.graph)
   results = _Results(module.graph)
   _replace_higher_order(module.graph)
   module.recompile()
   moved = _moved(module.graph)
   forward = at_sites(module)
-  run = forward if moved else _jitted(forward, module.graph, results, options)
+  parts = (forward, module.graph, taken, results, options)
+  run = forward if moved else _jitted(*parts)
+  # Where a function is traced around it, numbers of the host are constants.
+  inside = _jitted(*parts) if taken.are_on_host else run
   if moved:
     warnings.warn(
       "torch.compile leaves a graph uncompiled that takes a tensor on the CPU and "
@@ -73,23 +76,22 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
 
   def call(*args):
     args = [*args, *lifted]
-    for place, is_constant in floats.items():
-      number = float(args[place])
-      args[place] = StaticValue(number) if is_constant and not moved else number
-    if not moved:
-      # A size that Dynamo leaves open decides shapes: another one compiles anew.
-      args = [
-        StaticValue(arg) if type(arg) is int and place not in integers else arg
-        for place, arg in enumerate(args)
-      ]
-    with env_on(), options.applied():
-      return results.shown(run(*args))
+    if moved:
+      with env_on(), options.applied():
+        return results.shown(run(*taken.plain(args)))
+    args, on_host = taken.arguments(args)
+    with env_on(), options.applied(), host_numbers.given(on_host):
+      return results.shown((inside if active.boundary else run)(*args))
 
   return torch.compiler.disable(call)
 
 
 def _jitted(
-  forward: Callable, graph: fx.Graph, results: "_Results", options: Options
+  forward: Callable,
+  graph: fx.Graph,
+  taken: "_Numbers",
+  results: "_Results",
+  options: Options,
 ) -> Callable:
   kwargs = {}
   if options.compiler_options:
@@ -98,7 +100,7 @@ def _jitted(
     kwargs["donate_argnums"] = _overwritten(graph)
 
   def compiled_graph(*args):
-    return results.hidden(forward(*args))
+    return results.hidden(forward(*taken.in_trace(args)))
 
   compiled_graph.__name__ = NAME
   return jax_jit(compiled_graph, kwargs)
@@ -132,6 +134,58 @@ def _moved(graph: fx.Graph) -> fx.Node | None:
   return None
 
 
+class _Numbers:
+  """Numbers among the arguments, and what stands for them in the trace.
+
+  Args:
+    graph: changed, so that it takes numbers.
+  """
+
+  def __init__(self, graph: fx.Graph):
+    self._floats = numbers.of_floats(graph)
+    self._uses = {**self._floats, **numbers.of_integers(graph)}
+    self._on_host = {
+      place: host_numbers.Argument(object(), node.name)
+      for place, node in enumerate(inputs(graph))
+      if self._uses.get(place) is numbers.Use.HOST
+    }
+
+  @property
+  def are_on_host(self) -> bool:
+    """True where there are numbers of the host."""
+    return bool(self._on_host)
+
+  def plain(self, args) -> list:
+    """The arguments with Python's numbers."""
+    return [
+      float(arg) if place in self._floats else arg for place, arg in enumerate(args)
+    ]
+
+  def arguments(self, args) -> tuple[list, dict]:
+    """What the compiled function is called with, and the numbers of the host."""
+    args, on_host = self.plain(args), {}
+    for place, arg in enumerate(args):
+      use = self._uses.get(place, numbers.Use.CONSTANT)
+      if type(arg) is not int and place not in self._floats:
+        continue
+      if use is numbers.Use.HOST and active.boundary is None:
+        on_host[self._on_host[place]] = float(arg)
+        args[place] = StaticValue(self._on_host[place])
+      elif use is numbers.Use.EXPONENT and arg not in numbers.SIMPLE_EXPONENTS:
+        args[place] = float(arg)
+      elif use is not numbers.Use.OPERAND or not numbers.fits(arg):
+        # A size that Dynamo leaves open decides shapes: another one compiles anew.
+        args[place] = StaticValue(arg)
+    return args, on_host
+
+  def in_trace(self, args) -> list:
+    """The arguments of the graph, with numbers of the host that operations take."""
+    return [
+      host_numbers.HostNumber(arg) if isinstance(arg, host_numbers.Argument) else arg
+      for arg in args
+    ]
+
+
 class _Results:
   """Numbers among the results, which JAX would make arrays of.
 
@@ -156,7 +210,8 @@ class _Results:
 
   def hidden(self, results) -> tuple:
     """The results that leave the trace, with numbers as its static values."""
-    return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in results)
+    values = map(host_numbers.settled, results)
+    return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in values)
 
   def shown(self, results) -> tuple:
     """The results of a call: numbers again, or the tensors that Dynamo expects."""
@@ -173,105 +228,6 @@ _NUMBERS = frozenset({int, float, bool, complex})
 def _is_effect(node: fx.Node) -> bool:
   """True unless the node only makes a tensor of a number, which may stay unused."""
   return node.target is not _SCALAR_TENSOR
-
-
-def _replace_floats(graph: fx.Graph) -> dict[int, bool]:
-  """Has the graph take Python floats where it calls `item()` of its inputs.
-
-  Returns:
-    The places of these inputs, and whether the number has to be a constant: anywhere
-    but in arithmetic of floating-point tensors it may decide what is computed.
-  """
-  floats = {}
-  for place, node in enumerate(inputs(graph)):
-    value = example(node)
-    if not isinstance(value, torch.Tensor) or value.dim() or not node.users:
-      continue
-    if value.dtype is not torch.float64 or value.device.type != "cpu":
-      continue
-    items = list(node.users)
-    if all(user.op == "call_method" and user.target == "item" for user in items):
-      floats[place] = not all(map(_is_arithmetic, items))
-      for item in items:
-        item.replace_all_uses_with(node)
-        graph.erase_node(item)
-  return floats
-
-
-def _is_arithmetic(number: fx.Node) -> bool:
-  """True for a number of which only arithmetic makes use."""
-  return all(
-    _is_arithmetic_operation(user)
-    and (
-      _is_arithmetic(user)
-      if isinstance(example(user), torch.SymFloat)
-      else all(t.is_floating_point() for n in user.all_input_nodes for t in _tensors(n))
-    )
-    for user in number.users
-  )
-
-
-def _is_arithmetic_operation(node: fx.Node) -> bool:
-  """True for `x + y`, `torch.add(x, y)` and `x.add(y)`, without further arguments."""
-  if node.op == "call_method":
-    return node.target in _METHODS and not node.kwargs
-  return node.op == "call_function" and node.target in _ARITHMETIC
-
-
-def _replace_integers(graph: fx.Graph) -> frozenset[int]:
-  """Has the graph index by integers where it selects at those that it is given.
-
-  Returns:
-    The places of integers of which another one needs no other program: factors of
-    floating-point tensors, and positions, which Dynamo's guards keep in range.
-  """
-  found = set()
-  for place, node in enumerate(inputs(graph)):
-    if not isinstance(example(node), torch.SymInt) or not node.users:
-      continue
-    if all(map(_scales, node.users)):
-      found.add(place)
-    elif all(_selects_at(user, node) for user in node.users):
-      found.add(place)
-      for user in list(node.users):
-        tensor, dim, index = user.args
-        user.target = operator.getitem
-        user.args = (tensor, (*[slice(None)] * dim, index))
-  return frozenset(found)
-
-
-def _scales(user: fx.Node) -> bool:
-  """True for sums and products with floating-point tensors; powers are special."""
-  if not _is_arithmetic_operation(user) or user.target in _POWERS:
-    return False
-  tensors = [t for n in user.all_input_nodes for t in _tensors(n)]
-  return bool(tensors) and all(t.is_floating_point() for t in tensors)
-
-
-def _selects_at(user: fx.Node, position: fx.Node) -> bool:
-  """True for `torch.select(x, dim, position)` of a tensor on jax, dim from 0 on."""
-  if user.target is not torch.select or user.kwargs or len(user.args) != 3:
-    return False
-  tensor, dim, index = user.args
-  is_place = index is position and type(dim) is int and dim >= 0
-  return is_place and isinstance(tensor, fx.Node) and bool(_tensors(tensor))
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-  return [tensor for tensor in example_tensors(node) if tensor.device.type == "jax"]
-
-
-_ARITHMETIC = frozenset(
-  {
-    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg),
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.pow),
-    *(torch.add, torch.sub, torch.mul, torch.div, torch.pow),
-  }
-)
-_POWERS = frozenset({operator.pow, torch.pow, "pow"})
-_METHODS = frozenset(
-  {"add", "sub", "mul", "div", "pow", "add_", "sub_", "mul_", "div_"}
-)
 
 
 def _replace_higher_order(graph: fx.Graph) -> None:

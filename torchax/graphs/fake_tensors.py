@@ -14,6 +14,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torchax import _torch_compat
 from torchax.devices import placement
+from torchax.dispatch import indexing
 from torchax.dispatch.transfer import arguments_of_to
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.graphs import higher_order
@@ -72,6 +73,8 @@ class Fake(Tensor):
     if results_of is not None:
       return results_of(*args, **(kwargs or {}))
     with _torch_compat.without_function_overrides():
+      if func in _SUBSCRIPTS:
+        return _subscript(func, *args)
       return func(*args, **(kwargs or {}))
 
   def __tensor_flatten__(self):
@@ -136,6 +139,21 @@ class Fake(Tensor):
 
   def __repr__(self, **kwargs):
     return f"Fake({self.dtype}{list(self.shape)} on {self.device})"
+
+
+_SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
+def _subscript(func, tensor, index, *value):
+  """Reads or writes at an index, of which torch would make symbols known numbers."""
+  steps = indexing.symbolic_places(index, tensor)
+  if steps is None:
+    return func(tensor, index, *value)
+  basic, places = steps
+  view = torch.Tensor.__getitem__(tensor, basic)
+  for dim, place in places:
+    view = torch.select(view, dim, place)
+  return func(view, ..., *value) if value else view
 
 
 def _dispatch(func, args, kwargs):

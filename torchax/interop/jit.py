@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Unpack, overload
 import jax
 
 from torchax import _jax_compat, amp
-from torchax.core import grad_mode, programs
+from torchax.core import grad_mode, host_numbers, programs
 from torchax.core.explanations import donated, donated_twice
 from torchax.core.partitions import Partition, is_array
 from torchax.core.static_values import StaticValue
@@ -227,7 +227,8 @@ class Jitted(Generic[P, R]):
         settle(leaves, effects)
       if effects.tape is not None:
         treedef = jax.tree.structure((args, kwargs))
-        called = (leaves, treedef, rng, alive, amp.dtype_in_force())
+        numbers = host_numbers.all_given()
+        called = (leaves, treedef, rng, alive, amp.dtype_in_force(), numbers)
         again = functools.partial(self._differentiate_again, called)
         results = (out, effects.assigned)
         out, assigned = autograd_bridge.attach(effects.tape, leaves, results, again)
@@ -250,7 +251,7 @@ class Jitted(Generic[P, R]):
 
     The function is run once more, with the numbers that it drew.
     """
-    leaves, treedef, rng, alive, autocast = called
+    leaves, treedef, rng, alive, autocast, numbers = called
     given = Partition(leaves, is_array)
     jitted = program.again.get(given)
     if jitted is None:
@@ -258,11 +259,12 @@ class Jitted(Generic[P, R]):
       function = functools.partial(self._gradient, program, static, treedef, autocast)
       jitted = program.again[static] = Jitted(function, {}, self.traced.captured)
     args = (rng, given.dynamic, list(gradients))
-    return jitted.call(None, args, {}, settles=False, alive=alive)
+    with host_numbers.given(numbers):
+      return jitted.call(None, args, {}, settles=False, alive=alive)
 
   def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):
     leaves = given.filled(tensors)
-    args, kwargs = jax.tree.unflatten(treedef, leaves)
+    args, kwargs = static_arguments.shown(jax.tree.unflatten(treedef, leaves))
     with self._pure.again(arrays_of(rng)), amp.resumed(autocast):
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
