@@ -22,6 +22,7 @@ from torchax import processes
 from torchax.interop import jax_value_and_grad
 
 DEVICES = 8
+CHUNKS = (8, 32)  # of a batch whose sums have one order: one and four a device
 
 
 def rows() -> list[Row]:
@@ -69,7 +70,7 @@ def _rows_of(layout: str) -> list[Row]:
   ]
 
 
-def _rows_of_fixed_order() -> list[Row]:
+def _rows_of_fixed_order(chunks: int) -> list[Row]:
   """What sums of one order cost, beside those of the partitioner."""
   mesh = transformer.mesh_of("data", DEVICES)
   model = transformer.model_on("data", mesh)
@@ -79,11 +80,11 @@ def _rows_of_fixed_order() -> list[Row]:
   in_order = transformer.functional_step(
     model,
     lambda loss: processes.in_fixed_order(
-      jax_value_and_grad(loss), mesh, "data", DEVICES
+      jax_value_and_grad(loss), mesh, "data", chunks
     ),
   )
   as_ever = transformer.functional_step(model, jax_value_and_grad)
-  name = f"in_fixed_order over {DEVICES} devices of the host, {DEVICES} chunks"
+  name = f"in_fixed_order over {DEVICES} devices of the host, {chunks} chunks"
   collectives = [processes.collectives(f, weights, tokens) for f in (in_order, as_ever)]
   sent = [float(sum(processes.moved(found).values())) for found in collectives]
   return [
@@ -103,7 +104,8 @@ def main() -> None:
   """Writes the rows as JSON, for `rows`."""
   torchax.enable_globally()
   found = [row for layout in transformer.LAYOUTS for row in _rows_of(layout)]
-  found += _rows_of_fixed_order()
+  for chunks in CHUNKS:
+    found += _rows_of_fixed_order(chunks)
   print(json.dumps([dataclasses.asdict(row) for row in found]))
 
 

@@ -298,3 +298,21 @@ def test_what_jax_says_without_other_processes_is_recognised():
     )
   assert _jax_compat.is_about_missing_cluster(caught.value)
   assert not _jax_compat.is_about_missing_cluster(ValueError("another"))
+
+
+def test_cpus_of_processes_join_at_the_address_that_is_given(monkeypatch):
+  registered, made = {}, []
+  monkeypatch.setattr(
+    _jax_compat,
+    "_register_client",
+    lambda name, make, **o: registered.update({name: make}),
+  )
+  gloo, client = _jax_compat._make_gloo, _jax_compat._make_cpu_client
+  assert "hostname" in gloo.__doc__
+  assert "collectives" in inspect.signature(client).parameters
+  monkeypatch.setattr(_jax_compat, "_make_gloo", lambda **options: options)
+  monkeypatch.setattr(_jax_compat, "_make_cpu_client", lambda **o: made.append(o))
+  _jax_compat.join_cpus_at("127.0.0.1")
+  registered["cpu"]()
+  options = {"distributed_client": None, "hostname": "127.0.0.1"}
+  assert made == [{"collectives": options}]

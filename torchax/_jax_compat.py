@@ -324,6 +324,41 @@ def is_about_missing_cluster(error: ValueError) -> bool:
   )
 
 
+_LOCAL = "processes of one host whose name does not resolve"
+_register_client = private.find(
+  "jax._src.xla_bridge.register_backend_factory", _LOCAL, instead=None
+)
+_make_cpu_client = private.find(
+  "jax._src.xla_bridge.make_cpu_client", _LOCAL, instead=None
+)
+_make_gloo = private.find(
+  "jax._src.lib._jax.make_gloo_tcp_collectives", _LOCAL, instead=None
+)
+
+
+def join_cpus_at(address: str) -> None:
+  """Has the CPUs of processes find one another at this address of their host.
+
+  By default JAX's gloo asks what the name of the host resolves to, and listens there.
+  It is called after `jax.distributed.initialize` and before JAX sets up a device.
+  """
+  implementation = getattr(jax.config, "jax_cpu_collectives_implementation", None)
+  parts = (_register_client, _make_cpu_client, _make_gloo)
+  if implementation != "gloo" or None in parts:
+    return
+
+  def make():
+    gloo = _make_gloo(distributed_client=coordination_client(), hostname=address)
+    return _make_cpu_client(collectives=gloo)
+
+  _register_client("cpu", make, priority=0, fail_quietly=False)
+
+
+def is_about_name_of_host(error: BaseException) -> bool:
+  """True for what JAX raises where gloo does not find the address of this host."""
+  return "gloo/transport" in str(error)
+
+
 def is_about_other_processes(error: BaseException) -> bool:
   """True for what JAX raises where an array's numbers are in other processes."""
   return "non-addressable" in str(error)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -158,6 +159,24 @@ def test_a_wrong_command_line_starts_nothing(arguments, said, capsys):
     launch.main(arguments)
   assert caught.value.code == 2
   assert said in capsys.readouterr().err
+
+
+def _can_rename_the_host() -> bool:
+  """True where a process may have a name of the host of its own."""
+  known = shutil.which("unshare") and shutil.which("hostname")
+  return bool(known) and worlds.run("unshare", "--uts", "true").returncode == 0
+
+
+@pytest.mark.skipif(
+  not _can_rename_the_host(), reason="needs the right to `unshare --uts`"
+)
+def test_a_host_whose_name_does_not_resolve_is_no_matter():
+  program = (sys.executable, "-m", "torchax.launch", "-n", "2")
+  ending = ("--devices-per-process", "4", worlds.HERE / "endings.py", "well")
+  rename = 'hostname nobody-knows-this-name && exec "$@"'
+  done = worlds.run("unshare", "--uts", "sh", "-c", rename, "sh", *program, *ending)
+  assert done.returncode == 0, done.stdout[-4000:]
+  assert done.stdout.count("the sum is 28.0") == 2
 
 
 # With JAX between the processes ------------------------------------------------------

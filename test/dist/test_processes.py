@@ -115,6 +115,32 @@ def test_connecting_after_jax_has_started_is_named(monkeypatch):
     processes.initialize()
 
 
+def test_a_name_that_does_not_resolve_is_an_error_that_says_so(monkeypatch):
+  def refuse():
+    raise RuntimeError("enforce fail at external/gloo/gloo/transport/tcp/device.cc:99")
+
+  monkeypatch.setattr(start.jax, "process_count", refuse)
+  with pytest.raises(ProcessError, match=r"name of this host.*Add it to /etc/hosts"):
+    start._count()
+
+
+@pytest.mark.parametrize(
+  "coordinator, address",
+  [("127.0.0.1:7", "127.0.0.1"), ("localhost:7", "127.0.0.1"), ("host:7", None)],
+)
+def test_processes_of_one_host_join_at_its_own_address(
+  coordinator, address, monkeypatch
+):
+  joined = []
+  monkeypatch.setattr(start._jax_compat, "has_started", lambda: False)
+  monkeypatch.setattr(start._jax_compat, "join_cpus_at", joined.append)
+  monkeypatch.setattr(start, "_connect", lambda *args: None)
+  for name, value in (OF_TWO | {"JAX_COORDINATOR_ADDRESS": coordinator}).items():
+    monkeypatch.setenv(name, value)
+  processes.initialize()
+  assert joined == ([address] if address else [])
+
+
 def test_a_process_that_is_alone_stays_alone_and_agrees_with_itself(monkeypatch):
   for name in OF_TWO:
     monkeypatch.delenv(name, raising=False)

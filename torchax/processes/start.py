@@ -30,6 +30,8 @@ START_SECONDS = 300
 _EARLY_SECONDS = 5
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
+# Hosts of a coordinator that processes of this host alone can reach, and the address.
+_LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
@@ -113,8 +115,26 @@ def initialize(
     if local_device_ids is None and world.local_count > 1:
       local_device_ids = [world.local_rank]
     _connect(world, local_device_ids, timeouts)
-  if jax.process_count() > 1:
+    host = world.coordinator.rpartition(":")[0]
+    if host in _LOOPBACK:
+      _jax_compat.join_cpus_at(_LOOPBACK[host])
+  if _count() > 1:
     _leave_at_once_after_errors()
+
+
+def _count() -> int:
+  """How many processes there are; JAX sets up its devices to say so."""
+  try:
+    return jax.process_count()
+  except RuntimeError as error:
+    if not _jax_compat.is_about_name_of_host(error):
+      raise
+    raise ProcessError(
+      f"The name of this host, {socket.gethostname()!r}, does not resolve to an "
+      "address, at which the CPUs of processes find one another. Add it to /etc/hosts, "
+      "or give the host a name that resolves. For processes of one host, "
+      "`python -m torchax.launch` uses 127.0.0.1 and needs no name."
+    ) from error
 
 
 def _connect(world: World, local_device_ids, timeouts: dict[str, Any]) -> None:
