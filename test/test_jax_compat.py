@@ -257,6 +257,24 @@ def test_the_axes_along_which_an_array_differs_are_known():
   assert _jax_compat.varying_axes(jnp.ones(1)) == set()
 
 
+def test_arrays_are_given_one_type_as_to_the_axes_along_which_they_differ():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("x", "y"))
+  seen = []
+
+  def note(one, other):
+    found = _jax_compat.varying_alike(one, other, jnp.ones(1))
+    seen.extend(map(_jax_compat.varying_axes, found))
+    return sum(found)
+
+  specs = jax.P("x"), jax.P("y")
+  jax.jit(jax.shard_map(note, mesh=mesh, in_specs=specs, out_specs=jax.P(("x", "y"))))(
+    jnp.ones(1), jnp.ones(1)
+  )
+  assert seen == [{"x", "y"}] * 3
+  array = jnp.ones(1)
+  assert _jax_compat.varying_alike(array)[0] is array
+
+
 def test_the_flash_attention_of_tpus_takes_what_it_is_given():
   kernel = _jax_compat.flash_attention_of_tpus()
   parameters = inspect.signature(kernel).parameters

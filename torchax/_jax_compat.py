@@ -271,6 +271,21 @@ def varying_axes(array) -> frozenset:
   return getattr(aval, "vma", frozenset()) if manual is None else manual.varying
 
 
+def varying_alike(*arrays) -> list:
+  """The same arrays, of one type as to the mapped axes along which they may differ.
+
+  A loop wants it of what it carries, and a derivative of what it is for.
+  """
+  axes = frozenset().union(*map(varying_axes, arrays))
+  if not axes:
+    return list(arrays)
+  missing = [tuple(axes - varying_axes(array)) for array in arrays]
+  return [
+    jax.lax.pcast(array, names, to="varying") if names else array
+    for array, names in zip(arrays, missing)
+  ]
+
+
 def is_divisible() -> bool:
   """True where XLA may divide what is computed here among devices.
 

@@ -142,6 +142,47 @@ def what_is_made_like_a_tensor_may_be_the_first_carry_of_a_loop():
 
 
 @case
+def attention_in_blocks_is_a_function_of_a_shard_whatever_differs_by_shard():
+  """Of query, key and value some are divided, and the others each device has whole."""
+  tensors = [torch.randn(2, 4, 8, 8, device="cpu").to("jax") for _ in range(3)]
+  config, whole = torchax.default_env().config, PartitionSpec()
+  of_heads, of_rows = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp")
+  of_features = PartitionSpec(None, None, None, "tp")
+
+  def outcome(word, specs, out):
+    config.attention = word
+    torch.manual_seed(0)
+    attend = jax_shard_map(
+      lambda *t: torch.nn.functional.scaled_dot_product_attention(*t, dropout_p=0.3),
+      mesh=mesh(),
+      in_specs=specs,
+      out_specs=out,
+      randomness={"dp": "same"},
+    )
+
+    def run(*tensors):
+      leaves = [t.detach().requires_grad_() for t in tensors]
+      output = attend(*leaves)
+      return [output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)]
+
+    with torchax.default_env():
+      return jax_jit(run)(*tensors)
+
+  try:
+    for specs, out in (
+      ((of_heads,) * 3, of_heads),
+      ((of_rows, whole, whole), of_rows),
+      ((whole, whole, of_features), of_features),
+      ((whole,) * 3, of_heads),  # where what is dropped differs
+    ):
+      found, expected = (outcome(w, specs, out) for w in ("blockwise", "plain"))
+      for have, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(have.cpu(), want.cpu(), atol=1e-5, rtol=1e-5)
+  finally:
+    config.attention = "auto"
+
+
+@case
 def all_gather_joins_the_members():
   for name in ("_c10d_functional", "_c10d_functional_autograd"):
     gather = getattr(torch.ops, name).all_gather_into_tensor

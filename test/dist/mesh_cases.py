@@ -279,6 +279,34 @@ EAGER_ALONE: dict[str, Callable] = {
 }
 
 
+def _attention_and_gradients(query, key, value):
+  leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+  with torchax.default_env():
+    output = F.scaled_dot_product_attention(*leaves, dropout_p=0.3, is_causal=True)
+  return [output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)]
+
+
+@for_each_kind
+def attention_in_blocks_is_that_of_one_device_however_it_is_divided(kind):
+  mesh = mesh_of(kind, x=4, y=2)
+  tensors = [torch.randn(4, 2, 16, 8, device="cpu") for _ in range(3)]
+  config = torchax.default_env().config
+  torch.manual_seed(3)
+  expected = _attention_and_gradients(*[t.to("jax") for t in tensors])
+  config.attention = "blockwise"
+  try:
+    for spec in (("x", "y"), (None, None, "x"), (None, None, None, "x")):
+      torch.manual_seed(3)
+      parts = [mesh.shard(t, spec) for t in tensors]
+      found = jax_jit(_attention_and_gradients)(*parts)
+      for have, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+          have, want, check_device=False, atol=1e-5, rtol=1e-5, msg=str(spec)
+        )
+  finally:
+    config.attention = "auto"
+
+
 @case
 def operations_of_explicit_axes_give_the_numbers_of_one_device():
   mesh = mesh_of(AxisType.Explicit, x=4, y=2)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torchax import _jax_compat
 from torchax.ops.jaten._opmath import HALVES
 from torchax.rng import positions
 
@@ -86,6 +87,8 @@ def attention(
   Returns:
     (…, heads, l, v) in the dtype of `query`.
   """
+  given = [a for a in (query, key, value, attn_mask, words) if a is not None]
+  query, key, value, *_ = _jax_compat.varying_alike(*given)
   *leading, heads, rows, features = query.shape
   key_heads, keys = key.shape[-3:-1]
   form = _Form(is_causal, rows, keys, min(block, keys), words is not None)
@@ -186,10 +189,12 @@ def _forward(form: _Form, query, key, value, rest: _Rest):
     found = _product("...rk,...kv->...rv", kept, _block_of(form, value, start, -2))
     return (higher, total, output * before + found), None
 
-  nothing = jnp.zeros_like(query[..., :1], wide)
-  output = jnp.zeros_like(query[..., :1], wide, (*query.shape[:-1], value.shape[-1]))
-  start = (nothing - jnp.inf, nothing, output)
-  (peak, total, output), _ = lax.scan(turn, start, _starts(form, key))
+  start = [
+    jnp.full((*query.shape[:-1], width), number, wide)
+    for width, number in ((1, -jnp.inf), (1, 0), (value.shape[-1], 0))
+  ]
+  *start, _ = _jax_compat.varying_alike(*start, query)
+  (peak, total, output), _ = lax.scan(turn, tuple(start), _starts(form, key))
   total = jnp.where(total == 0, 1, total)
   output = output * (rest.survivor_scale / total)
   logarithm = jnp.where(peak == -jnp.inf, 0, peak) + jnp.log(total)

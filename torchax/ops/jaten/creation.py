@@ -52,8 +52,7 @@ def _beside(made, like):
 
   So they are of one type to JAX, as the first carry of a loop has to be.
   """
-  axes = tuple(_jax_compat.varying_axes(like))
-  return lax.pcast(made, axes, to="varying") if axes else made
+  return _jax_compat.varying_alike(made, like)[0]
 
 
 # --- from a size -----------------------------------------------------------------
