@@ -176,7 +176,8 @@ def jax_shard_map(
       with {"model": "same"} the shards of a data axis drop different units, those of a
       tensor-parallel axis the same.
     **options: of `jax.shard_map`: `mesh`, `in_specs`, `out_specs`, `axis_names`,
-      `check_vma`; the specs refer to the arguments of `torch_function`.
+      `check_vma`; the specs refer to the arguments of `torch_function`. On a mesh of
+      explicit axes these are laid out as `in_specs` say, where JAX's own raises.
 
   Returns:
     The function of whole tensors. Keyword arguments are not taken.
