@@ -368,6 +368,32 @@ def test_a_prepared_range_draws_the_same(low, span):
   assert (found == expected).all()
 
 
+# Calls with three numbers that fit (6, 6), and one that does not fit what is less.
+UNFIT = {
+  "select_scatter": (lambda x, n: x.select_scatter(x[0], 0, n), IndexError),
+  "slice_scatter": (lambda x, n: x.slice_scatter(x[:1], 0, n, n + 1), RuntimeError),
+  "narrow_copy": (lambda x, n: x.narrow_copy(0, n, 1), RuntimeError),
+  "select_copy": (lambda x, n: torch.select_copy(x, 0, n), IndexError),
+  "diagonal_scatter": (
+    lambda x, n: x.diagonal_scatter(x[0, : 6 - n], -n),
+    RuntimeError,
+  ),
+}
+
+
+@pytest.mark.parametrize(("function", "error"), UNFIT.values(), ids=UNFIT)
+def test_numbers_that_are_operands_fit_each_shape(function, error):
+  """Also where the same number has fitted another one."""
+  with torchax.default_env():
+    x = torch.rand(6, 6, device="jax")
+    for n in (1, 2, 3, 4):
+      torch.testing.assert_close(function(x, n).cpu(), function(x.cpu(), n))
+    with pytest.raises(error):
+      function(x.cpu()[:4], 4)
+    with pytest.raises(error):
+      function(x[:4], 4)
+
+
 # What Dynamo hands over: the first value is a constant, the next ones may be operands.
 COMPILED = {
   "a factor": (lambda x, n: x * (2 * n + 1), FRACTIONS),

@@ -290,6 +290,8 @@ class Plan:
       pairs = [(n, operands[n], numbers.get(n, operands[n])) for n in places]
       if pairs:
         compiled = self._with_numbers(args, kwargs, pairs, (write, form))
+      if compiled is not None and self.operator.fits is not None:
+        compiled = self._fitting(compiled, key, write)
     if compiled is None:
       compiled = self._compile(args, kwargs, key, write)
     self._compiled[key if write is None else (write, key)] = compiled
@@ -312,6 +314,29 @@ class Plan:
     with_numbers = _filled(program, numbers)
     with_numbers.in_traces = _filled(program.in_traces, in_traces)
     return with_numbers
+
+  def _fitting(self, compiled, key, write) -> Callable:
+    """The program of any numbers, for those of a key, which have to fit the shapes."""
+    first = 2 * self.is_sampler + (write is not None)
+    known = set()
+
+    def require(*operands):
+      args, kwargs = self.flattener.rebuild(key, operands)
+      self.operator.fits(*args, **kwargs)
+
+    def fitting(run):
+      def called(*operands):
+        shapes = tuple(map(_shape_of, operands))
+        if shapes not in known:
+          jax.eval_shape(require, *operands[first:])
+          known.add(shapes)
+        return run(*operands)
+
+      return called
+
+    result = fitting(compiled)
+    result.in_traces = fitting(compiled.in_traces)
+    return result
 
   def _compile(self, args, kwargs, key, write=None, place=None) -> Callable:
     example = None
@@ -454,6 +479,11 @@ def _filled(program: Callable, numbers) -> Callable:
     return program(*given)
 
   return filled
+
+
+def _shape_of(operand) -> tuple:
+  """The shape of an array, or of the base of a view and its starts."""
+  return (operand[0] if type(operand) is tuple else operand).shape
 
 
 def _is_traced() -> bool:

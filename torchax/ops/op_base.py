@@ -56,6 +56,7 @@ def op(
   check: Callable | None = None,
   rules: Callable | None = None,
   prepare: Callable[[dict], None] | None = None,
+  fits: Callable | None = None,
   is_jax_function: bool = True,
   needs_env: bool = False,
   is_view_op: bool = False,
@@ -92,6 +93,9 @@ def op(
       torch's arguments by name, which it may change: for numbers that are computed in
       Python's precision, and for those that have code of their own, which it makes a
       `StaticValue`.
+    fits: called with the arguments, whose arrays have shapes only, where numbers are
+      operands by `prepare`: raises for those that the shapes do not allow. Of others
+      the function sees the numbers. It is called once for each number and shape.
     is_jax_function: it takes arrays (default) instead of tensors.
     needs_env: it takes the environment as `env=`.
     is_view_op: it sees views as such.
@@ -130,6 +134,7 @@ def op(
           check=check,
           rules=rules,
           prepare=prepare,
+          fits=fits,
           index_results=index_results,
           takes_cpu=takes_cpu,
           distribution=distribution,

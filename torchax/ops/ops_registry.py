@@ -75,6 +75,8 @@ class Operator:
       the first ones. Called on the host with a dict of torch's arguments, which it may
       change. A `StaticValue` decides what is compiled and reaches `func` as its value;
       `func` also gets arguments that were not prepared.
+    fits: raises for numbers that shapes do not allow, where they are operands; called
+      with the arguments once for each of them and each of the shapes.
     saves_residuals: a torch function's gradient uses results of the forward pass
       instead of computing them again from the arguments.
     backward: a torch function's gradient: called with the cotangents of its results and
@@ -108,6 +110,7 @@ class Operator:
   check: Callable | None = None
   rules: Callable | None = None
   prepare: Callable[[dict], None] | None = None
+  fits: Callable | None = None
   saves_residuals: bool = False
   backward: Callable | None = None
   index_results: tuple[int, ...] = ()

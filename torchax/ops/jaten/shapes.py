@@ -284,14 +284,16 @@ def _diagonal_length(rows, columns, offset) -> int:
   return max(min(rows - max(-offset, 0), columns - max(offset, 0)), 0)
 
 
-def _with_diagonal(matrices, src, offset):
-  """`src` on the diagonal of the last two dimensions; a traced offset fits it."""
+def _put_diagonal(self, src, offset, dim1, dim2):
+  """`src` on the diagonal of two dimensions; a traced offset fits it."""
+  matrices = jnp.moveaxis(self, (dim1, dim2), (-2, -1))
   rows, columns = matrices.shape[-2:]
   is_known = isinstance(offset, int)
   length = _diagonal_length(rows, columns, offset) if is_known else src.shape[-1]
   places = jnp.arange(length)
   places = places + jnp.maximum(-offset, 0), places + jnp.maximum(offset, 0)
-  return matrices.at[..., *places].set(src.astype(matrices.dtype))
+  written = matrices.at[..., *places].set(src.astype(matrices.dtype))
+  return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
 
 
 @op(aten.diagonal_copy)
@@ -315,17 +317,17 @@ def _check_diagonal(self, src, offset=0, dim1=0, dim2=1):
 _OFFSET: dict = {"static": ("offset",), "prepare": _numbers.as_they_are}
 
 
-@op(aten.diagonal_scatter, check=_check_diagonal, **_OFFSET)
+@op(aten.diagonal_scatter, fits=_check_diagonal, **_OFFSET)
 def _aten_diagonal_scatter(self, src, offset=0, dim1=0, dim2=1):
-  matrices = jnp.moveaxis(self, (dim1, dim2), (-2, -1))
-  written = _with_diagonal(matrices, src, offset)
-  return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
+  if isinstance(offset, int):
+    _check_diagonal(self, src, offset, dim1, dim2)
+  return _put_diagonal(self, src, offset, dim1, dim2)
 
 
 @op(aten.diagonal_backward, **_OFFSET)
 def _aten_diagonal_backward(grad_output, input_sizes, offset, dim1, dim2):
   zeros = jnp.zeros(input_sizes, grad_output.dtype)
-  return _aten_diagonal_scatter(zeros, grad_output, offset, dim1, dim2)
+  return _put_diagonal(zeros, grad_output, offset, dim1, dim2)
 
 
 @op(aten.diag_embed)
@@ -334,7 +336,7 @@ def _aten_diag_embed(self, offset=0, dim1=-2, dim2=-1):
     raise RuntimeError(f"diagonal dimensions cannot be identical {dim1}, {dim2}")
   size = self.shape[-1] + abs(offset)
   zeros = jnp.zeros((*self.shape[:-1], size, size), self.dtype)
-  matrices = _aten_diagonal_scatter(zeros, self, offset, -2, -1)
+  matrices = _put_diagonal(zeros, self, offset, -2, -1)
   return jnp.moveaxis(matrices, (-2, -1), (dim1, dim2))
 
 
