@@ -91,6 +91,23 @@ def test_it_agrees_with_cpu_torch(inputs, masks, weights):
   _compare(_module(), inputs, {**masks(inputs[1].shape[0]), **weights})
 
 
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_as_near_to_float32_as_torchs(dtype, weights):
+  module = _module()
+  expected = module(X, X, X, need_weights=weights)
+  halves = copy.deepcopy(module).to(dtype)
+  theirs = halves(*[X.to(dtype)] * 3, need_weights=weights)
+  with torchax.default_env():
+    x = X.to("jax", dtype)
+    ours = halves.to("jax")(x, x, x, need_weights=weights)
+  for exact, found, torchs in zip(expected, ours, theirs, strict=True):
+    if exact is not None:
+      assert found.dtype == dtype
+      error = (found.cpu().float() - exact).abs().max()
+      assert error <= 2 * (torchs.float() - exact).abs().max()
+
+
 OTHERS = {
   "no biases": (dict(bias=False), INPUTS["of itself"]),
   "biases of keys and values": (dict(add_bias_kv=True), INPUTS["of a memory"]),

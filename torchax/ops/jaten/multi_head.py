@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.jaten import attention
+from torchax.ops.jaten._opmath import widen
 
 
 def project(input: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -97,9 +98,9 @@ def multi_head_attention(
       *(q, k, v, added, keep_mask), survivor_scale=survivor_scale
     )
   else:
-    scores = jnp.einsum(attention.PLAIN[0], q * math.sqrt(heads / width), k)
+    scores = widen(jnp.einsum(attention.PLAIN[0], q * math.sqrt(heads / width), k))
     scores = scores if added is None else scores + added
-    shares = jax.nn.softmax(scores, axis=-1)
+    shares = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     mixed = jnp.einsum(attention.PLAIN[1], shares, v)
   mixed = mixed.transpose(2, 0, 1, 3).reshape(length, batch, width)
   output = project(mixed, out_weight, out_bias)
