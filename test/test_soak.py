@@ -45,7 +45,7 @@ def test_a_run_counts_what_its_workloads_keep():
     0.05, {"keep": lambda n: kept.append(bytearray(10)), "count": rounds.append}
   )
   assert rounds == list(range(len(rounds))) and len(kept) == len(rounds)
-  assert len(found) >= 2  # a large process takes a second for one
+  assert rounds and len(found) >= 2
   assert [s.hours for s in found] == sorted(s.hours for s in found)
   assert all(s.memory > 10 and s.objects > 1000 for s in found)
 

@@ -230,18 +230,20 @@ def run(minutes: float, workloads: dict[str, Callable]) -> list[Sample]:
   """Runs the workloads over and over; a sample at most every ten seconds.
 
   Args:
-    minutes: how long.
+    minutes: how long, after the first sample; the last one is the end.
     workloads: by name; see `Workloads`.
   """
   start = time.monotonic()
   period = min(10.0, minutes * 60 / 20)
   samples, round = [sample(start)], 0
-  while time.monotonic() - start < minutes * 60:
+  end = time.monotonic() + minutes * 60
+  while time.monotonic() < end:
     for workload in workloads.values():
       workload(round)
     round += 1
     if time.monotonic() - start - samples[-1].hours * 3600 >= period:
       samples.append(sample(start))
+  samples.append(sample(start))
   return samples
 
 
