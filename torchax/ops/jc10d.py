@@ -296,6 +296,12 @@ def _c10d_wait_tensor(tensor):
   return tensor
 
 
+@_lowers("wait_tensors")  # from torch 2.15 on
+def _c10d_wait_tensors(tensors):
+  """The tensors, in the same way."""
+  return list(tensors)
+
+
 def permuted(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Array:
   """The array of member i at member `destinations[i]`; zeros where none arrives.
 
