@@ -164,6 +164,8 @@ dist.destroy_process_group()
 
 def _output(program: str, imports: str = "torchax") -> str:
   start = f"import {imports}\nimport torch\nimport torch.distributed as dist\n"
+  # What hangs says where.
+  start += "import faulthandler\nfaulthandler.dump_traceback_later(100, exit=True)\n"
   result = subprocess.run(
     [sys.executable, "-W", "ignore", "-c", start + program],
     capture_output=True,
