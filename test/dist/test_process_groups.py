@@ -191,12 +191,16 @@ def test_other_backends_are_as_without_torchax(before):
 
 
 OF_A_LAUNCHER = """
+import sys
 import torch, torchax
 import torch.distributed as dist
 dist.init_process_group("jax")
 total = torch.ones(2, device="jax") * (dist.get_rank() + 1)
 dist.all_reduce(total)
-print(dist.get_rank(), "of", dist.get_world_size(), total.tolist(), flush=True)
+line = f"{dist.get_rank()} of {dist.get_world_size()} {total.tolist()}\\n"
+# In one piece: torchrun's processes, and Gloo in them, write to one pipe.
+sys.stdout.write(line)
+sys.stdout.flush()
 dist.destroy_process_group()
 """
 
