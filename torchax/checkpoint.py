@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from torchax import _jax_compat, extras, rng
+from torchax.core.explanations import require_eager
 from torchax.devices import placement
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.environment import default_env
@@ -181,10 +182,12 @@ def load_checkpoint(
       damaged one; one that is not `like` the given state. Nothing of it is returned.
     ProcessError: processes load different checkpoints, or one does not come.
     UnsupportedDtypeError: 64-bit arrays of JAX, whose x64 mode is off now.
+    TracedStateError: a directory, in a compiled function.
     ImportError: Orbax is not installed.
   """
   if os.path.isfile(path):
     return torch.load(path, map_location="jax", weights_only=True)
+  require_eager("`load_checkpoint`")
   finish_saving()
   ocp, epath = _orbax()
   place = _step_directory(_absolute(path, epath), ocp)

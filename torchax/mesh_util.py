@@ -18,7 +18,9 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torchax import _jax_compat
 from torchax.core import explicit_axes
+from torchax.core.explanations import require_eager
 from torchax.devices import placement
 from torchax.dispatch.transfer import keep_gradient_beside
 from torchax.environment import default_env, env_on
@@ -287,7 +289,9 @@ class Mesh:
     Raises:
       ShardingError: a spec does not fit. Nothing has changed.
       ValueError: there is no sharder.
+      TracedStateError: in a compiled function.
     """
+    require_eager("`Mesh.shard_model`")
     places = list(_places(model))
     shardings = self._shardings(model, places, override_sharder)
     done: dict[int, torch.Tensor] = {}
@@ -319,7 +323,9 @@ class Mesh:
     Raises:
       ShardingError: a spec does not fit.
       ValueError: there is no sharder.
+      TracedStateError: in a compiled function.
     """
+    require_eager("`Mesh.initialize_model_sharded`")
     self._chosen(override_sharder)
     with contextlib.ExitStack() as scopes:
       scopes.enter_context(default_env())
@@ -348,7 +354,9 @@ class Mesh:
       ShardingError: a tensor has another shape than the model's, or a spec does not
         fit. Nothing has changed.
       ValueError: there is no sharder.
+      TracedStateError: in a compiled function.
     """
+    require_eager("`Mesh.load_safetensors`")
     places = list(_places(model, persistent_only=True))
     shardings = self._shardings(model, places, override_sharder)
     wanted = dict(zip([place.name for place in places], shardings))
@@ -432,6 +440,8 @@ def _laid_out(tensor: torch.Tensor, sharding: NamedSharding) -> Tensor:
   elif tensor.is_meta:
     dtype = mappings.t2j_dtype(tensor.dtype)
     array = jax.numpy.zeros(tuple(tensor.shape), dtype, device=sharding)
+  elif _jax_compat.is_staging():  # a constant of the compiled function
+    array = jax.device_put(mappings.t2j(tensor), sharding)
   else:
     array = mappings.t2j(tensor, place=sharding)
   return new_tensor(array, default_env())

@@ -21,7 +21,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.tensor as factories
 
 # After torch.distributed: a program may have imported its functions before torchax.
-from dist import fsdp_cases  # noqa: F401  enters its laws
+from dist import fsdp_cases, state_cases  # noqa: F401  enter their laws
 from dist.dtensor_parts import (
   CASES,
   X,
@@ -610,7 +610,7 @@ REFUSALS = {
   "a tensor of meta": (
     lambda: distribute_tensor(torch.ones(8, device="meta"), line(), [Shard(0)]),
     CollectiveError,
-    'to_empty.device="jax"',
+    "meta device, which has no numbers. Make it with",
   ),
   "a local tensor of another shape": (
     lambda: DTensor.from_local(

@@ -6,7 +6,9 @@ Of each collective both processes know what both have put in: `MINE[rank]`.
 """
 
 import copy
+import io
 import os
+import pickle
 from collections.abc import Callable
 
 import jax
@@ -16,13 +18,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+  StateDictOptions,
+  get_state_dict,
+  set_model_state_dict,
+  set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import torchax
-from torchax.errors import CollectiveError
+from torchax.errors import CollectiveError, NotAddressableError
 from torchax.interop import jax_jit
 
 CASES: dict[str, Callable] = {}
@@ -167,6 +176,48 @@ def gradients_are_the_means_of_the_processes():
   torch.testing.assert_close(module.weight.grad.cpu(), reference.weight.grad)
   torch.testing.assert_close(module.bias.grad.cpu(), reference.bias.grad)
   assert list(parallel.state_dict()) == ["module.weight", "module.bias"]
+
+
+@case
+def a_copy_averages_gradients_too():
+  parallel = DistributedDataParallel(nn.Linear(3, 2).to("jax"))
+  for again in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
+    again(torch.full((2, 3), 1.0 + RANK).to("jax")).sum().backward()
+    assert torch.equal(again.module.weight.grad.cpu(), torch.full((2, 3), 3.0))
+    assert parallel.module.weight.grad is None
+
+
+@case
+def the_state_of_the_first_process_reaches_all():
+  mesh = init_device_mesh("jax", (4,), mesh_dim_names=("shards",))
+  whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+  from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+  def trained(seed: int, rate: float):
+    torch.manual_seed(seed + RANK)  # unequal: what is placed is the first one's
+    layer = fully_shard(nn.Linear(8, 4), mesh=mesh)
+    optimizer = torch.optim.Adam(layer.parameters(), rate)
+    layer(torch.ones(4, 8, device="jax")).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+  source, target = trained(0, 0.5), trained(5, 0.1)
+  state = get_state_dict(*source, options=whole)
+  assert bool(state[0]) == (RANK == 0)
+  set_model_state_dict(target[0], dict(state[0]), options=from_first)
+  set_optimizer_state_dict(*target, dict(state[1]), options=from_first)
+  for mine, other in zip(target[0].parameters(), source[0].parameters(), strict=True):
+    assert mine.placements == (Shard(0),)
+    assert torch.equal(mine.full_tensor().cpu(), other.full_tensor().cpu())
+    moments = [o.state[p]["exp_avg"] for (_, o), p in ((target, mine), (source, other))]
+    assert torch.equal(*(moment.full_tensor().cpu() for moment in moments))
+  with torch.device("meta"):
+    deferred = fully_shard(nn.Linear(8, 4), mesh=mesh)
+  set_model_state_dict(deferred, state[0], options=from_first)
+  for mine, other in zip(deferred.parameters(), source[0].parameters(), strict=True):
+    assert torch.equal(mine.full_tensor().cpu(), other.full_tensor().cpu())
+  with pytest.raises(NotAddressableError, match=r"torchax\.save_checkpoint"):
+    torch.save(source[0].state_dict(), io.BytesIO())
 
 
 @case

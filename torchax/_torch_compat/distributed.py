@@ -31,6 +31,17 @@ _resolve_group = private.find(
 )
 _world = private.find("torch.distributed.distributed_c10d._world", _GROUPS)
 _meshes = private.find("torch.distributed.device_mesh._mesh_resources", _GROUPS)
+_STAGER = "torch.distributed.checkpoint._state_dict_stager.StateDictStager"
+_offload_tensor = private.Later(
+  f"{_STAGER}._offload_tensor",
+  "torch.distributed.checkpoint.async_save of tensors on jax",
+  instead=None,
+)
+_distribute_tensors = private.Later(
+  "torch.distributed._state_dict_utils._distribute_tensors",
+  "state dicts that the first process has, for models on a mesh on jax",
+  instead=None,
+)
 
 
 def _trampoline(*args, _route, **kwargs):
@@ -190,6 +201,31 @@ def enter_meshes_of_plans(is_meant: Callable) -> None:
       reroute_method(cls, name, inside)
 
 
+def enter_full_states(instead: Callable) -> None:
+  """Has `instead` put full tensors, which each process has, into a state dict.
+
+  It is the last step of `set_model_state_dict` and `set_optimizer_state_dict` with
+  `broadcast_from_rank0`, where torch takes from each the part of its one device.
+
+  Args:
+    instead: (original, state, keys, *rest); state[key] is a pair of what the model has
+      and of a full tensor.
+  """
+  function = _distribute_tensors()
+  if function is not None:
+    reroute(function, instead)
+
+
+def enter_staging(instead: Callable) -> None:
+  """Has `instead` copy what `torch.distributed.checkpoint.async_save` is to write.
+
+  Args:
+    instead: (original, stager, tensor, memo, …) -> the copy, which it enters in `memo`.
+  """
+  if _offload_tensor() is not None:
+    reroute_method(private.walk(_STAGER), "_offload_tensor", instead)
+
+
 def current_mesh():
   """The mesh whose `with` block this is, or None."""
   stack = _meshes.mesh_stack
@@ -213,6 +249,11 @@ def options_of_mesh(
   options = {**kwargs, "_init_backend": False, "_rank": rank}
   known = inspect.signature(original).parameters
   return {name: value for name, value in options.items() if name in known}, root
+
+
+def names_of_groups(mesh) -> list[str]:
+  """The names of the groups of a mesh's dimensions, also of those that are no more."""
+  return mesh._dim_group_names
 
 
 def set_groups_of_mesh(mesh, root, groups: dict) -> None:

@@ -1,5 +1,6 @@
 """Errors that several places raise: why a tensor has no numbers, or no gradient."""
 
+from torchax import _jax_compat
 from torchax.core.storage import active
 from torchax.errors import ConversionError, DonationError, TracedStateError
 
@@ -31,6 +32,26 @@ def leaked(user: str) -> TracedStateError:
     f"{user} was given a tensor that was made while JAX was tracing a function, and "
     "kept: it stood for a value of each later call, and has none itself. Return it "
     "from the function."
+  )
+
+
+def require_eager(user: str) -> None:
+  """Raises in a compiled function, for what makes or changes tensors that are kept.
+
+  Args:
+    user: the function, as the user wrote it.
+
+  Raises:
+    TracedStateError: a function is being traced.
+  """
+  if not _jax_compat.is_staging():
+    return
+  boundary = active.boundary
+  name = "a function" if boundary is None else f"`{boundary.name}`"
+  raise TracedStateError(
+    f"{user} was called while {name} is being traced by JAX, where the tensors that it "
+    "lays out would stand for values of each later call, and have none themselves. "
+    "Call it before, outside of the compiled function."
   )
 
 

@@ -66,6 +66,7 @@ def elsewhere(array: jax.Array, asked: str) -> NotAddressableError:
     f"process {jax.process_index()} of {jax.process_count()} holds "
     f"{text_of(bounds_here(array))} of it{placement.described(array)}. Call "
     "`torchax.processes.gather(tensor)` first, in every process, or compute what you "
-    "need on jax: a sum or a mean is on all processes. "
-    "`tensor.jax().addressable_shards` is what this one holds."
+    "need on jax: a sum or a mean is on all processes. To save it in parts, call "
+    "`torchax.save_checkpoint`. `tensor.jax().addressable_shards` is what this process "
+    "holds."
   )

@@ -19,6 +19,7 @@ if _torch_compat.is_available():
     fsdp,
     meshes,
     process_group,
+    states,
   )
   from torchax.distributed.meshes import jax_mesh
   from torchax.distributed.placements import placements_of, sharding_of
@@ -46,4 +47,5 @@ def _make_mesh(original, self, device_type, mesh=None, **kwargs) -> None:
   if device_type == meshes.DEVICE:
     dtensor.register()
     fsdp.register()
+    states.register()
   meshes.make(original, self, device_type, mesh, **kwargs)

@@ -29,10 +29,21 @@ class DistributedDataParallelOnJax(DistributedDataParallel):
     return torch.nn.Module.train(self, mode)
 
   def __getstate__(self):
-    return dict(self.__dict__)
+    """Without the process group, as torch's: a copy has that of the world."""
+    return {name: v for name, v in self.__dict__.items() if name != "process_group"}
 
   def __setstate__(self, state):
     torch.nn.Module.__setstate__(self, state)
+    self.process_group = _world()
+    self._watch()
+
+  def _watch(self) -> None:
+    """Has gradients averaged when they are complete, where there are others."""
+    if self.process_group.size() == 1:
+      return
+    for parameter in self.module.parameters():
+      if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(self._average)
 
   def _average(self, parameter: torch.nn.Parameter) -> None:
     """Called when the gradient of a parameter is complete."""
@@ -49,6 +60,21 @@ class DistributedDataParallelOnJax(DistributedDataParallel):
     dist.all_reduce(gradient, dist.ReduceOp.AVG, group=self.process_group)
 
 
+def _world() -> dist.ProcessGroup:
+  """The process group of all processes.
+
+  Raises:
+    RuntimeError: there is none.
+  """
+  world = dist.group.WORLD if dist.is_initialized() else None
+  if world is None:
+    raise RuntimeError(
+      "DistributedDataParallel needs a process group. Write "
+      '`torch.distributed.init_process_group("jax")` first.'
+    )
+  return world
+
+
 def wrap(original: Callable, self, module: torch.nn.Module, *args, **kwargs) -> None:
   """`DistributedDataParallel(module)`, of a module on jax too.
 
@@ -58,16 +84,12 @@ def wrap(original: Callable, self, module: torch.nn.Module, *args, **kwargs) -> 
   if not any(isinstance(parameter, Tensor) for parameter in module.parameters()):
     original(self, module, *args, **kwargs)
     return
-  if not dist.is_initialized():
-    raise RuntimeError(
-      "DistributedDataParallel needs a process group. Write "
-      '`torch.distributed.init_process_group("jax")` first.'
-    )
+  world = _world()
   if not any(parameter.requires_grad for parameter in module.parameters()):
     raise RuntimeError(
       "DistributedDataParallel is not needed where no parameter requires a gradient."
     )
-  group = kwargs.get("process_group") or dist.group.WORLD
+  group = kwargs.get("process_group") or world
   if not isinstance(group, process_group.ProcessGroup):
     raise CollectiveError(
       "DistributedDataParallel of a module on jax needs the process group of "
@@ -77,13 +99,10 @@ def wrap(original: Callable, self, module: torch.nn.Module, *args, **kwargs) -> 
   self.__class__ = DistributedDataParallelOnJax
   self.module, self.process_group = module, group
   self.require_backward_grad_sync = self.require_forward_param_sync = True
-  if group.size() == 1:
-    return
-  for tensor in (*module.parameters(), *module.buffers()):
-    dist.broadcast(tensor.detach(), 0, group=group)
-  for parameter in module.parameters():
-    if parameter.requires_grad:
-      parameter.register_post_accumulate_grad_hook(self._average)
+  if group.size() > 1:
+    for tensor in (*module.parameters(), *module.buffers()):
+      dist.broadcast(tensor.detach(), 0, group=group)
+  self._watch()
 
 
 def register() -> None:

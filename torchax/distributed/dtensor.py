@@ -7,15 +7,16 @@ it is one where it lies on a mesh; its type is not torch's, which is a part by i
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchax import _torch_compat
+from torchax.core.explanations import require_eager
 from torchax.devices import placement as devices
-from torchax.distributed import meshes, placements
+from torchax.distributed import meshes, modules, placements
 from torchax.errors import CollectiveError
 from torchax.ops import jc10d
 from torchax.tensor import Tensor, new_tensor
@@ -37,9 +38,12 @@ def distribute_tensor(
 ):
   """`distribute_tensor`: the tensor on the mesh, a leaf.
 
+  A parameter on `meta` has zeros then, in parts.
+
   Raises:
     RuntimeError: torch's, for a tensor that is no leaf.
-    CollectiveError: placements that the tensor cannot have, or one on `meta`.
+    CollectiveError: placements that the tensor cannot have, or one on `meta` that is
+      no parameter.
   """
   placements_ = options.pop("placements", placements_)
   mesh = _mesh_here(device_mesh)
@@ -50,16 +54,22 @@ def distribute_tensor(
       "`distribute_tensor` takes leaf tensors, but got one that autograd has recorded. "
       "Use `DTensor.from_local(tensor, mesh, placements)` inside of a model."
     )
-  if tensor.is_meta:
-    raise CollectiveError(
-      "`distribute_tensor` was given a tensor on the meta device, which has no "
-      'numbers. Write `module.to_empty(device="jax")` and initialize it first.'
-    )
+  if not isinstance(tensor, torch.nn.Parameter):
+    _require_numbers(tensor, "distribute_tensor")
   from_first = options.get("src_data_rank", 0) is not None
   placed = placements.place(tensor.detach(), mesh, placements_, from_first)
   placed.requires_grad_(tensor.requires_grad)
   Tensor.keep_gradient_beside(placed)
   return placed
+
+
+def _require_numbers(tensor: torch.Tensor, function: str) -> None:
+  if tensor.is_meta:
+    raise CollectiveError(
+      f"`{function}` was given a tensor on the meta device, which has no numbers. Make "
+      'it with `device="cpu"` or `device="jax"`; a parameter on meta, which is to be '
+      "initialized, `distribute_tensor` takes."
+    )
 
 
 def from_local(
@@ -68,12 +78,13 @@ def from_local(
   """`DTensor.from_local`: the tensor, which is whole, on the mesh.
 
   Raises:
-    CollectiveError: a shape that is another one than the tensor's.
+    CollectiveError: a shape that is another one than the tensor's, or one on `meta`.
   """
   placements_ = options.pop("placements", placements_)
   mesh = _mesh_here(device_mesh)
   if mesh is None:
     return original(local_tensor, device_mesh, placements_, **options)
+  _require_numbers(local_tensor, "DTensor.from_local")
   shape = options.get("shape")
   if shape is not None and tuple(shape) != tuple(local_tensor.shape):
     raise CollectiveError(
@@ -97,63 +108,60 @@ def distribute_module(
 
   Raises:
     RuntimeError: torch's, for a module that has been distributed.
+    TracedStateError: in a compiled function.
   """
   mesh = _mesh_here(device_mesh)
   if mesh is None:
     return original(module, device_mesh, partition_fn, input_fn, output_fn)
-  if getattr(module, "_distribute_module_applied", False):
+  # What a file has brought back is on no mesh, and can be distributed again.
+  was_applied = getattr(module, "_distribute_module_applied", False)
+  if was_applied and any(map(_has_placements, module.parameters())):
     raise RuntimeError(
       "distribute_module should only be called once on a module, but it has already "
       "been called on this module!"
     )
-  module.to(meshes.DEVICE)
+  require_eager("`distribute_module`")
   for name, part in module.named_modules():
     if partition_fn is not None:
       partition_fn(name, part, mesh)
-    replicate((*part.parameters(recurse=False), *part.buffers(recurse=False)), mesh)
-  _add_hooks(module, mesh, input_fn, output_fn)
+    modules.replicate(part, mesh)
+  if input_fn is not None:
+    module.register_forward_pre_hook(_Hook(input_fn, mesh))
+  if output_fn is not None:
+    module.register_forward_hook(_Hook(output_fn, mesh))
   module._distribute_module_applied = True  # type: ignore[assignment]
   return module
 
 
-def replicate(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
-  """Puts those tensors of a module on a mesh, whole, that are not on it.
-
-  The gradient of each lies where it does.
-  """
-  for tensor in tensors:
-    if not isinstance(tensor, Tensor):
-      continue
-    array = tensor.jax()
-    if not placements.placements_of(array, mesh):
-      sharding = placements.sharding_of(mesh, None, tensor.shape, array)
-      tensor.replace_jax(placements.put(array, sharding, from_first=True))
-    Tensor.keep_gradient_beside(tensor)
+def _has_placements(parameter) -> bool:
+  return bool(getattr(parameter, "placements", ()))
 
 
-def _add_hooks(module, mesh, input_fn, output_fn) -> None:
-  """Calls the functions around the module's forward, where its mesh is the current one.
+class _Hook:
+  """Calls a function around the forward pass of a module, in the block of its mesh.
 
-  torch's plans ask results of operations for their placements, without a mesh.
+  torch's plans ask results of operations for their placements, without a mesh. Copies
+  of the module have the same hook; a pickle has none.
+
+  Args:
+    function: of (values, mesh), or of (module, values, mesh).
+    mesh: that of `distribute_module`.
   """
 
-  def before(module, inputs):
-    with mesh:
-      return _called(input_fn, module, inputs, mesh)
+  def __init__(self, function: Callable, mesh: DeviceMesh):
+    self.function, self.mesh = function, mesh
+    self.takes_module = len(inspect.signature(function).parameters) != 2
 
-  def after(module, inputs, outputs):
-    with mesh:
-      return _called(output_fn, module, outputs, mesh)
+  def __call__(self, module, *values):
+    given = (module, values[-1]) if self.takes_module else (values[-1],)
+    with self.mesh:
+      return self.function(*given, self.mesh)
 
-  if input_fn is not None:
-    module.register_forward_pre_hook(before)
-  if output_fn is not None:
-    module.register_forward_hook(after)
+  def __deepcopy__(self, memo):
+    return self
 
-
-def _called(function: Callable, module, values, mesh):
-  count = len(inspect.signature(function).parameters)
-  return function(values, mesh) if count == 2 else function(module, values, mesh)
+  def __reduce__(self):
+    raise modules.not_pickled("A module", "distribute_module` or `parallelize_module")
 
 
 def make_filled(original: Callable, init_op, size, device_mesh=None, **options):
@@ -181,7 +189,7 @@ def permute_tensor(original: Callable, tensor, src_dst, group, tag: str = ""):
 def _group_name(group) -> str:
   if isinstance(group, tuple):
     mesh, dim = group
-    return mesh._dim_group_names[dim]
+    return _torch_compat.names_of_groups(mesh)[dim]
   if isinstance(group, DeviceMesh):
     return group.get_group().group_name
   return getattr(group, "group_name", group)

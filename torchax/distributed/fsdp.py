@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchax import _torch_compat
-from torchax.distributed import fsdp_modules, meshes, mixed_precision, placements
+from torchax.core.explanations import require_eager
+from torchax.distributed import (
+  fsdp_modules,
+  meshes,
+  mixed_precision,
+  modules,
+  placements,
+)
 from torchax.errors import CollectiveError
 from torchax.tensor import Tensor
 
@@ -33,15 +40,17 @@ def fully_shard(
   """`fully_shard`: each parameter is split along its first dimension that divides.
 
   A parameter of which no dimension does is whole on all devices. The last dimension of
-  the mesh shards, one before it replicates (HSDP). `reshard_after_forward` has no
-  meaning here. The modules become `FSDPModule`s; see `fsdp_modules.py`.
+  the mesh shards, one before it replicates (HSDP). Parameters on meta have zeros then,
+  in parts. `reshard_after_forward` has no meaning here. The modules become
+  `FSDPModule`s; see `fsdp_modules.py`.
 
   Raises:
     CollectiveError: a policy of offloading, or a placement of `shard_placement_fn`
       that does not fit. Nothing has changed.
+    TracedStateError: in a compiled function.
   """
-  modules = module if isinstance(module, list | tuple) else [module]
-  if mesh is None and any(map(_is_on_jax, modules)):
+  parts = module if isinstance(module, list | tuple) else [module]
+  if mesh is None and any(map(_is_on_jax, parts)):
     mesh = _default_mesh()
   if not meshes.is_on_jax(mesh):
     given = {
@@ -53,40 +62,42 @@ def fully_shard(
     }
     given = {name: value for name, value in given.items() if value is not None}
     return original(module, **given, **options)
+  require_eager("`fully_shard`")
   _refuse_offloading(offload_policy)
   if mp_policy is not None:
     mixed_precision.require_known(mp_policy)
   ignored = {id(parameter) for parameter in ignored_params or ()}
-  for part in modules:
-    part.to(meshes.DEVICE)
-  parameters = {id(p): p for part in modules for p in part.parameters()}
-  planned = [
-    (parameter, _sharding(parameter, mesh, shard_placement_fn))
+  parameters = {id(p): p for part in parts for p in part.parameters()}
+  planned = {
+    key: _sharding(parameter, mesh, shard_placement_fn)
     for key, parameter in parameters.items()
     if key not in ignored
-  ]
-  for parameter, sharding in planned:
+  }
+  for inner in dict.fromkeys(inner for part in parts for inner in part.modules()):
+    modules.move(inner, lambda tensor: planned.get(id(tensor)))
+  for key, sharding in planned.items():
+    parameter = parameters[key]
     array = placements.put(parameter.jax(), sharding, from_first=True)
     parameter.replace_jax(array)
     Tensor.keep_gradient_beside(parameter)
-  precision = _precision(modules, ignored, mp_policy)
-  for part in modules:
+  precision = _precision(parts, ignored, mp_policy)
+  for part in parts:
     fsdp_modules.mark(part, fsdp_modules.Record(mesh.size(), precision))
   return module
 
 
-def _precision(modules, ignored: set[int], policy):
+def _precision(roots, ignored: set[int], policy):
   """What the modules compute in; None for the dtypes that they have."""
   if policy is None or (policy.param_dtype is None and policy.output_dtype is None):
     return None
   places = {
     (part, name): None
-    for module in modules
-    for part in _without_sharded(module)
+    for root in roots
+    for part in _without_sharded(root)
     for name, parameter in part.named_parameters(recurse=False)
     if parameter.is_floating_point() and id(parameter) not in ignored
   }
-  return mixed_precision.Precision(modules, list(places), policy)
+  return mixed_precision.Precision(roots, list(places), policy)
 
 
 def _without_sharded(module: torch.nn.Module):
@@ -115,11 +126,11 @@ def _refuse_offloading(offload_policy) -> None:
     )
 
 
-def _sharding(parameter: Tensor, mesh: DeviceMesh, choose: Callable | None):
+def _sharding(parameter, mesh: DeviceMesh, choose: Callable | None):
   """How a parameter is to lie: as it does, and along the last axis of the mesh."""
-  array = parameter.jax()
-  known = placements.placements_of(array, mesh)
-  if known and known[-1].is_shard():
+  array = parameter.jax() if isinstance(parameter, Tensor) else None
+  known = () if array is None else placements.placements_of(array, mesh)
+  if array is not None and known and known[-1].is_shard():
     return array.sharding  # by an inner module's fully_shard
   others = (placements.replicated(),) * (mesh.ndim - 1)
 

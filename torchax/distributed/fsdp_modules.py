@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchax import _torch_compat
+from torchax.distributed import modules
 from torchax.distributed.mixed_precision import Precision
 from torchax.errors import CollectiveError
 
@@ -111,11 +112,24 @@ class FullySharded:
 
   def __reduce_ex__(self, protocol):
     state = self.__getstate__()  # type: ignore[attr-defined]
-    return _remade, (original_of(type(self)),), state
+    return _Making(original_of(type(self))), (), state
 
 
-def _remade(original: type) -> Any:
-  return object.__new__(class_of(original))
+class _Making:
+  """Makes what `copy.deepcopy` fills; a pickle would lose how parameters lie.
+
+  Args:
+    original: the class that the module had.
+  """
+
+  def __init__(self, original: type):
+    self.original = original
+
+  def __call__(self) -> Any:
+    return object.__new__(class_of(self.original))
+
+  def __reduce__(self):
+    raise modules.not_pickled(self.original.__name__, "fully_shard")
 
 
 def is_sharded(module) -> bool:

@@ -72,8 +72,7 @@ def axes_of(mesh: DeviceMesh) -> list[tuple[str, ...]]:
 
   They are one, or for a flattened dimension several.
   """
-  groups: list[Any] = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-  return [jc10d.GROUPS[group.group_name] for group in groups]
+  return [jc10d.GROUPS[name] for name in _torch_compat.names_of_groups(mesh)]
 
 
 def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:

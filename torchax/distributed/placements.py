@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
@@ -20,10 +21,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchax import _torch_compat
+from torchax import _jax_compat, _torch_compat
 from torchax.devices import placement as devices
 from torchax.distributed.meshes import axes_of, jax_mesh
+from torchax.environment import env_on
 from torchax.errors import CollectiveError
+from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
 
 # Of `torch.distributed.tensor`, a module that takes a second to import.
@@ -160,6 +163,35 @@ def placements_of(array: jax.Array, mesh: DeviceMesh) -> tuple[Placement, ...]:
   return tuple(placements)
 
 
+def laid_out(
+  tensor: torch.Tensor, sharding: NamedSharding, from_first: bool = True
+) -> jax.Array:
+  """The numbers of a tensor with a sharding.
+
+  Args:
+    tensor: on jax; on the CPU, of which each device gets its part alone; or on meta,
+      which has zeros then.
+    sharding: where they are to lie.
+    from_first: see `put`.
+  """
+  if isinstance(tensor, Tensor):
+    return put(tensor.jax(), sharding, from_first)
+  shape = tuple(tensor.shape)
+  if tensor.is_meta:
+    return jnp.zeros(shape, mappings.t2j_dtype(tensor.dtype), device=sharding)
+  if sharding.is_fully_addressable:
+    return mappings.t2j(tensor, place=sharding)
+  return _over_processes(mappings.values_for_jax(tensor), sharding, from_first)
+
+
+def _over_processes(
+  numbers: np.ndarray, sharding: NamedSharding, from_first: bool
+) -> jax.Array:
+  if from_first:
+    numbers = np.asarray(multihost_utils.broadcast_one_to_all(numbers))
+  return jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__)
+
+
 def put(array: jax.Array, sharding: NamedSharding, from_first: bool) -> jax.Array:
   """An array with a sharding; in a trace, XLA is told.
 
@@ -171,12 +203,7 @@ def put(array: jax.Array, sharding: NamedSharding, from_first: bool) -> jax.Arra
   if devices.is_traced(array):
     return lax.with_sharding_constraint(array, sharding)
   if array.is_fully_addressable and not sharding.is_fully_addressable:
-    numbers = np.asarray(array)
-    if from_first:
-      numbers = np.asarray(multihost_utils.broadcast_one_to_all(numbers))
-    return jax.make_array_from_callback(
-      numbers.shape, sharding, lambda index: numbers[index]
-    )
+    return _over_processes(np.asarray(array), sharding, from_first)
   return jax.device_put(array, sharding)
 
 
@@ -193,6 +220,15 @@ class _Place(torch.autograd.Function):
     return _Place.apply(gradient, ctx.sharding, False), None, None
 
 
+def _on_jax(tensor: torch.Tensor, mesh, placements, from_first: bool) -> torch.Tensor:
+  """A tensor of another device on jax; at once in parts, where nobody records that."""
+  is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+  if is_recorded or _jax_compat.is_staging():
+    return tensor.to("jax")
+  sharding = sharding_of(mesh, placements, tensor.shape)
+  return new_tensor(laid_out(tensor, sharding, from_first), env_on())
+
+
 def place(
   tensor: torch.Tensor,
   mesh: DeviceMesh,
@@ -207,7 +243,7 @@ def place(
     from_first: see `put`.
   """
   if not isinstance(tensor, Tensor):
-    tensor = tensor.to("jax")
+    tensor = _on_jax(tensor, mesh, placements, from_first)
   sharding = sharding_of(mesh, placements, tensor.shape, tensor.jax())
   placed = _Place.apply(tensor, sharding, from_first)
   placed._device_mesh, placed._placements = mesh, checked(mesh, placements)

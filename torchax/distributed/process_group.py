@@ -115,6 +115,15 @@ class ProcessGroup(dist.ProcessGroup):
   def getBackendName(self) -> str:
     return NAME
 
+  @property
+  def _device_types(self) -> list[torch.device]:
+    """Whose tensors it takes: what torch asks before it sends a state dict."""
+    return [torch.device(NAME), torch.device("cpu")]
+
+  def _get_backend(self, device: torch.device) -> "ProcessGroup":
+    """Itself: it has no other one inside."""
+    return self
+
   def _members(self, tensor: torch.Tensor) -> torch.Tensor:
     """The tensors of all members, stacked, on the CPU."""
     mine = _on_host(tensor)

@@ -20,6 +20,15 @@ from torchax.devices import placement
 from torchax.ops import mappings
 
 
+def _part(stored, index) -> torch.Tensor:
+  """A part of a tensor of a file that is open for the CPU.
+
+  safetensors makes it where a block of `torch.device` says, such as on meta.
+  """
+  with torch.device("cpu"):
+    return stored[index]
+
+
 class _Slice:
   """A tensor of a file of which parts are read."""
 
@@ -27,7 +36,7 @@ class _Slice:
     self._on_cpu, self._device = on_cpu, device
 
   def __getitem__(self, index) -> torch.Tensor:
-    return self._on_cpu[index].to(self._device)
+    return _part(self._on_cpu, index).to(self._device)
 
   def __getattr__(self, name: str):
     return getattr(self._on_cpu, name)
@@ -96,7 +105,7 @@ def load_array(path, name: str, sharding: Sharding, dtype=None) -> jax.Array:
     shape = tuple(stored.get_shape())
 
     def read(index: tuple) -> np.ndarray:
-      part = file.get_tensor(name) if not shape else stored[index]
+      part = _part(stored, index) if shape else file.get_tensor(name)
       kept = dtype or mappings.t2j_dtype(part.dtype)
       return np.asarray(mappings.host_array(part.contiguous()), kept)
 
