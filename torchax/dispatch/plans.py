@@ -21,7 +21,13 @@ from torchax.core.programs import ProgramCache
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
-from torchax.dispatch import compiling, derivatives, index_checks, torch_checks
+from torchax.dispatch import (
+  compiling,
+  derivatives,
+  host_moves,
+  index_checks,
+  torch_checks,
+)
 from torchax.dispatch.operands import IGNORED, Flattener, PreparedFlattener, strong
 from torchax.errors import MixedDeviceError, RngError, WrongDtypeError
 from torchax.ops import mappings, narrowing, real_numbers
@@ -347,7 +353,15 @@ class Plan:
       return self._call(key, write, operands, example)
 
     compiled.__name__ = self.name.replace(".", "_")
-    return compiling.compiled(compiled, self.operator, place)
+    program = compiling.compiled(compiled, self.operator, place)
+    if self.operator.on_host is None or write is not None or place is not None:
+      return program
+
+    def on_host(operands):
+      args, kwargs = self.flattener.rebuild_on_host(key, operands)
+      return self.operator.on_host(*args, **kwargs)
+
+    return host_moves.until_often(program, on_host)
 
   def _call(self, key, write, operands, example=_INLINE):
     """Runs the lowering here.

@@ -90,6 +90,8 @@ class Operator:
     adds_up: a sampler that adds floats up, in an order that the compiler chooses.
     is_exact: a sampler of integers, comparisons and at most one rounding; its bits are
       the same whatever compiles it.
+    on_host: for an operation that only moves elements: `func` of numpy arrays, which
+      runs in its place while shapes are new; gives None for what it leaves to `func`.
     is_brief: a function of small arrays whose shape hardly comes again: most of its
       time is that of its compiler.
     overwrites: the in-place form uses nothing of its target but shape and dtype.
@@ -118,6 +120,7 @@ class Operator:
   distribution: str = ""
   adds_up: bool = False
   is_exact: bool = False
+  on_host: Callable | None = None
   is_brief: bool = False
   overwrites: bool = False
   is_builtin: bool = False

@@ -375,7 +375,7 @@ def _aten_triu_indices(row, col, offset=0, *, dtype=torch.int64):
 # --- copies ----------------------------------------------------------------------
 
 
-@op(aten.clone)
+@op(aten.clone, on_host=np.array)
 def _aten_clone(self):
   return self
 

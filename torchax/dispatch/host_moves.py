@@ -1,0 +1,103 @@
+"""What only moves elements, done on the host while its shapes are new.
+
+On the CPU the program of a new shape takes a thousand times as long to compile as the
+copy that it is for, and a loop whose keys and values grow by one with every token has
+new shapes all the time. numpy moves the elements at once, and what it gives has the
+same bits. Shapes that keep coming are compiled: a program is called more quickly.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from torchax import _jax_compat
+from torchax.core.bounded_cache import BoundedCache
+from torchax.devices import placement
+
+# A call costs up to 50 us more than that of a program, which takes 20 ms to compile.
+OFTEN = 256
+# Of the arrays of a call; a program copies larger ones in less time.
+MOST_BYTES = 2**20
+_MOST_SHAPES = 4096
+_ArrayImpl = _jax_compat.ArrayImpl
+
+
+def until_often(program: Callable, on_host: Callable) -> Callable:
+  """A program, and the same on the host for shapes that have not come often.
+
+  Args:
+    program: compiled, with `in_traces`.
+    on_host: the same of the operands as numpy arrays; gives a numpy array, or None
+      where it leaves them to the program.
+  """
+  # How often shapes have come; True for those that the program is for.
+  known: BoundedCache[tuple, int | bool] = BoundedCache(_MOST_SHAPES)
+
+  def run(*operands):
+    shapes = tuple([_shape_of(operand) for operand in operands])
+    times = known.get(shapes)
+    if times is True:
+      return program(*operands)
+    times = 1 if times is None else times + 1
+    if times < OFTEN:
+      result = _moved(on_host, operands)
+      if result is not None:
+        known[shapes] = times
+        return result
+    known[shapes] = True
+    return program(*operands)
+
+  run.in_traces = program.in_traces
+  return run
+
+
+def _shape_of(operand):
+  kind = type(operand)
+  if kind is _ArrayImpl:
+    return operand.shape
+  return operand[0].shape if kind is tuple else None
+
+
+def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
+  """Operands as numpy arrays of the same memory, and where JAX would put results.
+
+  Args:
+    operands: arrays, numbers, and (array, starts) of views that move.
+
+  Returns:
+    The operands in their order and the CPU that arrays are committed to, if they are;
+    None where the host has not got all of them, or they are too many bytes.
+  """
+  if _jax_compat.is_guarded() or not jax.sharding.get_abstract_mesh().empty:
+    return None
+  place, total, found = None, 0, []
+  for operand in operands:
+    array, *starts = operand if type(operand) is tuple else (operand,)
+    if type(array) is _ArrayImpl:
+      if not (_jax_compat.is_of_host(array) and len(array.devices()) == 1):
+        return None
+      total += array.nbytes
+      if _jax_compat.is_committed(array):
+        if place is not None and place != array.sharding:
+          return None
+        place = array.sharding
+    values = np.asarray(array)
+    found.append((values, *starts) if starts else values)
+  return None if total > MOST_BYTES else (found, place)
+
+
+def _moved(on_host: Callable, operands) -> jax.Array | None:
+  """The result on the host; None where the program is to run."""
+  given = taken(operands)
+  if given is None:
+    return None
+  values, place = given
+  try:
+    result = on_host(values)
+  except (ValueError, IndexError, TypeError):
+    return None  # the program says what is wrong with them
+  if result is None or result.nbytes > MOST_BYTES:
+    return None
+  return placement.from_host(result, place)
