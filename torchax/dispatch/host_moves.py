@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from torchax import _jax_compat
 from torchax.core.bounded_cache import BoundedCache
 from torchax.devices import placement
+from torchax.dispatch.operands import shape_of
 
 # A call costs up to 50 us more than that of a program, which takes 20 ms to compile.
 OFTEN = 256
@@ -36,7 +37,7 @@ def until_often(program: Callable, on_host: Callable) -> Callable:
   known: BoundedCache[tuple, int | bool] = BoundedCache(_MOST_SHAPES)
 
   def run(*operands):
-    shapes = tuple([_shape_of(operand) for operand in operands])
+    shapes = tuple([shape_of(operand) for operand in operands])
     times = known.get(shapes)
     if times is True:
       return program(*operands)
@@ -51,13 +52,6 @@ def until_often(program: Callable, on_host: Callable) -> Callable:
 
   run.in_traces = program.in_traces
   return run
-
-
-def _shape_of(operand):
-  kind = type(operand)
-  if kind is _ArrayImpl:
-    return operand.shape
-  return operand[0].shape if kind is tuple else None
 
 
 def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:

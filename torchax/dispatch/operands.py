@@ -323,6 +323,12 @@ def _holds_arrays(values: list) -> bool:
   return any(isinstance(value, jax.Array) for value in values)
 
 
+def shape_of(operand) -> tuple | None:
+  """The shape of an array, or of the base of a view and its starts; else None."""
+  array = operand[0] if type(operand) is tuple else operand
+  return getattr(array, "shape", None)
+
+
 def strong(value):
   """Results of Python numbers alone lose their weak type: torch has none."""
   if getattr(value, "weak_type", False):

@@ -27,8 +27,15 @@ from torchax.dispatch import (
   host_moves,
   index_checks,
   torch_checks,
+  word_programs,
 )
-from torchax.dispatch.operands import IGNORED, Flattener, PreparedFlattener, strong
+from torchax.dispatch.operands import (
+  IGNORED,
+  Flattener,
+  PreparedFlattener,
+  shape_of,
+  strong,
+)
 from torchax.errors import MixedDeviceError, RngError, WrongDtypeError
 from torchax.ops import mappings, narrowing, real_numbers
 from torchax.ops.derivatives import formula_of
@@ -37,6 +44,7 @@ from torchax.ops.schema import schema_of
 from torchax.rng import arguments, generator_draws, scope
 from torchax.rng import state as rng_state
 from torchax.rng.ledger import Recording
+from torchax.rng.threefry import Words
 from torchax.tensor import Tensor, new_tensor
 
 _ArrayImpl = _jax_compat.ArrayImpl
@@ -332,7 +340,7 @@ class Plan:
 
     def fitting(run):
       def called(*operands):
-        shapes = tuple(map(_shape_of, operands))
+        shapes = tuple(map(shape_of, operands))
         if shapes not in known:
           jax.eval_shape(require, *operands[first:])
           known.add(shapes)
@@ -354,7 +362,11 @@ class Plan:
 
     compiled.__name__ = self.name.replace(".", "_")
     program = compiling.compiled(compiled, self.operator, place)
-    if self.operator.on_host is None or write is not None or place is not None:
+    if write is not None or place is not None:
+      return program
+    if self.operator.words is not None:
+      return word_programs.until_often(program, self._number_of_words(key))
+    if self.operator.on_host is None:
       return program
 
     def on_host(operands):
@@ -362,6 +374,21 @@ class Plan:
       return self.operator.on_host(*args, **kwargs)
 
     return host_moves.until_often(program, on_host)
+
+  def _number_of_words(self, key) -> Callable:
+    """(operands after the key and the count of a draw) -> how many words it takes."""
+
+    def number(operands):
+      numbers = []
+
+      def ask(given):
+        args, kwargs = self.flattener.rebuild(key, given)
+        numbers.append(self.operator.words(*args, **kwargs))
+
+      jax.eval_shape(ask, operands)
+      return numbers[0]
+
+    return number
 
   def _call(self, key, write, operands, example=_INLINE):
     """Runs the lowering here.
@@ -393,6 +420,8 @@ class Plan:
       )
     elif not self.is_sampler:
       result = self._lower(args, kwargs)
+    elif isinstance(rng_key, Words):
+      result = self._lower([rng_key, *args], kwargs)
     elif rng_key.ndim:
       keys = rng_state.fold_in(rng_key, count)
       result = by_rows(self._lower, self.name, self.flattener.names, keys, args, kwargs)
@@ -493,11 +522,6 @@ def _filled(program: Callable, numbers) -> Callable:
     return program(*given)
 
   return filled
-
-
-def _shape_of(operand) -> tuple:
-  """The shape of an array, or of the base of a view and its starts."""
-  return (operand[0] if type(operand) is tuple else operand).shape
 
 
 def _is_traced() -> bool:
