@@ -50,7 +50,7 @@ def test_the_host_moves_the_bits_of_the_program(move, dtype, monkeypatch):
   with compile_events.noted() as events:
     found = move(there)
   assert not events
-  monkeypatch.setattr(host_moves, "OFTEN", 1)  # the second time is often
+  monkeypatch.setattr(host_moves, "PROGRAM", 1)  # which has been paid by now
   with compile_events.noted() as events:
     compiled = move(there)
   assert events
@@ -71,21 +71,38 @@ def test_rows_of_a_loop_are_joined_on_the_host():
 
 
 def test_shapes_that_come_often_get_a_program(monkeypatch):
-  monkeypatch.setattr(host_moves, "OFTEN", 3)
+  monkeypatch.setattr(host_moves, "PROGRAM", 2 * host_moves.CALL)
   x = given(next(SIZE), 3).to("jax")
   counts = []
   for _ in range(5):
     with compile_events.noted() as events:
       torch.cat((x, x))
     counts.append(len(events))
-  assert counts[:2] == [0, 0] and counts[2] > 0 and counts[3:] == [0, 0]
+  assert counts == [0, 0, 1, 0, 0]
+
+
+def test_the_more_bytes_the_sooner_there_is_a_program():
+  x = torch.ones(host_moves.MOST_BYTES // 8, device="jax")
+  counts = []
+  for _ in range(4):
+    with compile_events.noted() as events:
+      torch.cat((x, x))
+    counts.append(len(events))
+  assert counts == [0, 0, 1, 0]
 
 
 def test_many_bytes_are_left_to_a_program():
-  x = torch.ones(host_moves.MOST_BYTES // 4 + next(SIZE), device="jax")
+  x = torch.ones(host_moves.MOST_BYTES // 4 + 1, device="jax")
   with compile_events.noted() as events:
     torch.cat((x, x))
-  assert events
+  assert len(events) == 1
+
+
+def test_few_bytes_of_many_are_moved_by_the_host():
+  x = torch.ones(2, host_moves.MOST_BYTES // 4, device="jax")
+  with compile_events.noted() as events:
+    torch.cat((x[:, : next(SIZE)], x[:, :3]), 1)
+  assert not events
 
 
 def test_what_a_gradient_is_recorded_of_has_its_gradient():

@@ -175,7 +175,7 @@ def test_one_position_has_a_program_of_its_own_kind(positions):
   expected.sum().backward()
   with torchax.default_env():
     moved = [tensor.to("jax").requires_grad_() for tensor in tensors]
-    assert _one_position.is_asked(*moved[:2]) == (positions == 5)
+    assert _one_position.is_brief(*moved[:2]) == (positions == 5)
     found = F.scaled_dot_product_attention(*moved)
     found.sum().backward()
   torch.testing.assert_close(found.cpu(), expected)

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 import torchax
-from torchax.dispatch import host_moves
 from torchax.ops.jtorch import _one_position
 
 LENGTHS = (5, *range(6, 20), 31, 32, 33, 40)
@@ -94,7 +93,7 @@ def test_numbers_of_keys_share_programs(call):
 def test_a_number_of_keys_that_comes_often_has_the_same_bits(monkeypatch):
   on_jax(inputs(5, heads=4), {})
   rare = [on_jax(inputs(n, heads=4), {}).cpu() for n in LENGTHS]
-  monkeypatch.setattr(host_moves, "OFTEN", 1)
+  monkeypatch.setattr(_one_position, "OFTEN", 1)
   often = [on_jax(inputs(n, heads=4), {}).cpu() for n in LENGTHS]
   assert all(map(torch.equal, rare, often))
 
@@ -122,6 +121,22 @@ def test_a_traced_call_is_not_padded():
     with torch.no_grad():
       found, expected = call(*tensors), F.scaled_dot_product_attention(*tensors)
     torch.testing.assert_close(found.cpu(), expected.cpu())
+
+
+@pytest.mark.parametrize(
+  "length, number",
+  [(1, 32), (32, 32), (33, 64), (100, 128), (129, 160), (256, 256), (257, 320)]
+  + [(1000, 1024), (1025, 1280)],
+)
+def test_numbers_to_which_keys_are_padded(length, number):
+  assert _one_position.number_for(length) == number
+
+
+def test_they_are_few_and_little_is_added():
+  numbers = [_one_position.number_for(length) for length in range(1, 4097)]
+  assert len(set(numbers)) == 4 + 4 * 5
+  for length, number in enumerate(numbers, 1):
+    assert length <= number <= max(1.25 * length, length + 31)
 
 
 REFUSED = {

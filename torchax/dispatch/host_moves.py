@@ -17,37 +17,35 @@ from torchax.core.bounded_cache import BoundedCache
 from torchax.devices import placement
 from torchax.dispatch.operands import shape_of
 
-# A call costs up to 50 us more than that of a program, which takes 20 ms to compile.
-OFTEN = 256
-# Of the arrays of a call; a program copies larger ones in less time.
-MOST_BYTES = 2**20
+# What a call on the host costs beside that of a program, and what it takes to compile
+# one, in bytes that the host copies: about 30 us and 8 ms.
+CALL, PROGRAM = 2**17, 2**25
+# Of the result of a call; a program copies more in less time.
+MOST_BYTES = 2**24
 _MOST_SHAPES = 4096
 _ArrayImpl = _jax_compat.ArrayImpl
 
 
 def until_often(program: Callable, on_host: Callable) -> Callable:
-  """A program, and the same on the host for shapes that have not come often.
+  """A program, and the same on the host until that has cost as much as compiling.
 
   Args:
     program: compiled, with `in_traces`.
     on_host: the same of the operands as numpy arrays; gives a numpy array, or None
       where it leaves them to the program.
   """
-  # How often shapes have come; True for those that the program is for.
-  known: BoundedCache[tuple, int | bool] = BoundedCache(_MOST_SHAPES)
+  # What the host was paid for shapes.
+  known: BoundedCache[tuple, int] = BoundedCache(_MOST_SHAPES)
 
   def run(*operands):
     shapes = tuple([shape_of(operand) for operand in operands])
-    times = known.get(shapes)
-    if times is True:
-      return program(*operands)
-    times = 1 if times is None else times + 1
-    if times < OFTEN:
+    paid = known.get(shapes) or 0
+    if paid < PROGRAM:
       result = _moved(on_host, operands)
       if result is not None:
-        known[shapes] = times
+        known[shapes] = paid + CALL + result.nbytes
         return result
-    known[shapes] = True
+      known[shapes] = PROGRAM
     return program(*operands)
 
   run.in_traces = program.in_traces
@@ -62,24 +60,25 @@ def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
 
   Returns:
     The operands in their order and the CPU that arrays are committed to, if they are;
-    None where the host has not got all of them, or they are too many bytes.
+    None where the host has not got all of them.
   """
   if _jax_compat.is_guarded() or not jax.sharding.get_abstract_mesh().empty:
     return None
-  place, total, found = None, 0, []
+  place, found = None, []
   for operand in operands:
     array, *starts = operand if type(operand) is tuple else (operand,)
     if type(array) is _ArrayImpl:
-      if not (_jax_compat.is_of_host(array) and len(array.devices()) == 1):
+      if not (array.is_fully_addressable and _jax_compat.is_of_host(array)):
         return None
-      total += array.nbytes
+      if len(array.devices()) > 1:
+        return None
       if _jax_compat.is_committed(array):
         if place is not None and place != array.sharding:
           return None
         place = array.sharding
     values = np.asarray(array)
     found.append((values, *starts) if starts else values)
-  return None if total > MOST_BYTES else (found, place)
+  return found, place
 
 
 def _moved(on_host: Callable, operands) -> jax.Array | None:

@@ -2,9 +2,9 @@
 
 That is what a model does that makes a token at a time, and each number of keys would
 need a program of its own. On the CPU a program takes a thousand times as long to
-compile as to run, so from the second number on keys and values are padded to the next
-power of two, by numpy while a number has not come often, and what was added is masked:
-a few programs serve all of them. Where their number never changes nothing is padded.
+compile as to run, so from the second number on keys and values are padded to one of a
+few numbers, by numpy while theirs has not come often, and what was added is masked.
+Where their number never changes nothing is padded.
 """
 
 import numpy as np
@@ -21,20 +21,37 @@ from torchax.tensor import Tensor, new_tensor
 # Of a key, up to this many elements, XLA's best program runs as long as its quickest
 # one, which it compiles in a third of the time.
 _FEW = 2**17
+# Up to so many elements padding takes less time than compiling.
+_MANY = 2**22
 _LEAST = 32
+# A call on the host costs some 30 us more than one of a program.
+OFTEN = 256
 # The number of keys that came first, for each form of a call.
 _first: BoundedCache[tuple, int] = BoundedCache(1024)
 # How often keys, values and masks of some shapes have come.
 _times: BoundedCache[tuple, int] = BoundedCache(4096)
 
 
-def is_asked(query, key) -> bool:
-  """True in a loop that makes a token at a time, with a longer key for each."""
-  return query.dim() > 1 and query.shape[-2] == 1 and key.numel() <= _FEW
+def is_brief(query, key) -> bool:
+  """True in a loop that makes a token at a time, whose programs do little."""
+  return _is_of_one_position(query) and key.numel() <= _FEW
+
+
+def _is_of_one_position(query) -> bool:
+  return query.dim() > 1 and query.shape[-2] == 1
+
+
+def number_for(length: int) -> int:
+  """The number of keys to which `length` of them are padded: at most a quarter more.
+
+  From 32 on there are four in each power of two, below it there is one.
+  """
+  step = max(_LEAST, 1 << max(0, (length - 1).bit_length() - 3))
+  return -(-length // step) * step
 
 
 def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
-  """Key, value and mask of a call by `is_asked` that shares its program with others.
+  """Key, value and mask of a call that shares its program with others.
 
   Args:
     query, key, value: (…, 1, e), (…, s, e) and (…, s, v).
@@ -42,7 +59,7 @@ def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
     enable_gqa: key and value have fewer heads.
 
   Returns:
-    (…, n, e), (…, n, v) and a mask (…, n), where n is a power of two; the arguments as
+    (…, n, e), (…, n, v) and a mask (…, n), where n is `number_for` s; the arguments as
     they are where a call cannot be padded.
   """
   if not _may_be_padded(query, key, value, attn_mask, enable_gqa):
@@ -55,11 +72,11 @@ def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
     _first[form] = first = length
   if length == first:
     return given
-  most = max(_LEAST, 1 << (length - 1).bit_length())
+  most = number_for(length)
   shapes = tuple([tensor if tensor is None else tensor.shape for tensor in given])
   times = _times.get(shapes) or 0
   env = query._env
-  if times >= host_moves.OFTEN:
+  if times >= OFTEN:
     return env.functions.call(attention.padded_keys, *given, most)
   tensors = [tensor for tensor in given if tensor is not None]
   found = host_moves.taken([tensor._storage.array for tensor in tensors])
@@ -76,6 +93,8 @@ def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
 def _may_be_padded(query, key, value, attn_mask, enable_gqa) -> bool:
   """Neither traced nor recorded for a gradient, on CPUs, and of shapes that fit."""
   if not (_jax_compat.is_top_level() and active.boundary is None):
+    return False
+  if not _is_of_one_position(query) or key.numel() > _MANY:
     return False
   tensors = [t for t in (query, key, value, attn_mask) if t is not None]
   if not all(map(_is_of_host, tensors)):

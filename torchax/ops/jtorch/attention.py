@@ -68,8 +68,7 @@ def _scaled_dot_product_attention(
     attention.require_shapes(query.shape, key.shape, value.shape, of_mask, enable_gqa)
     shape = attention.noise_shape(query.shape, key.shape)
     keep_mask = dropout.keep_mask(query, shape, 1.0 - dropout_p)
-  is_brief = _one_position.is_asked(query, key)
-  if is_brief and keep_mask is None and not is_causal:
+  if keep_mask is None and not is_causal:
     key, value, attn_mask = _one_position.padded(
       query, key, value, attn_mask, enable_gqa
     )
@@ -85,7 +84,7 @@ def _scaled_dot_product_attention(
     scale=scale,
     enable_gqa=enable_gqa,
     numbers=("scale", "survivor_scale"),
-    is_brief=is_brief,
+    is_brief=_one_position.is_brief(query, key),
   )
 
 
