@@ -143,6 +143,7 @@ REFUSED = {
   "stack of other sizes": lambda x: torch.stack((x, x[:1])),
   "an odd number of widths": lambda x: torch.ops.aten.constant_pad_nd(x, [1, 2, 3]),
   "too many widths": lambda x: torch.ops.aten.constant_pad_nd(x, [1] * 6),
+  "a number that the dtype does not hold": lambda x: F.pad(x, (0, 1), value=1e300),
   "a width that leaves nothing": lambda x: F.pad(x, (-5, 0)),
 }
 

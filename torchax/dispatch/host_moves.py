@@ -20,7 +20,7 @@ from torchax.dispatch.operands import shape_of
 # What a call on the host costs beside that of a program, and what it takes to compile
 # one, in bytes that the host copies: about 30 us and 8 ms.
 CALL, PROGRAM = 2**17, 2**25
-# Of the result of a call; a program copies more in less time.
+# Of the arguments of a call; a program copies more in less time.
 MOST_BYTES = 2**24
 _MOST_SHAPES = 4096
 _ArrayImpl = _jax_compat.ArrayImpl
@@ -89,8 +89,12 @@ def _moved(on_host: Callable, operands) -> jax.Array | None:
   values, place = given
   try:
     result = on_host(values)
-  except (ValueError, IndexError, TypeError):
+  except (ValueError, IndexError, TypeError, OverflowError):
     return None  # the program says what is wrong with them
-  if result is None or result.nbytes > MOST_BYTES:
-    return None
-  return placement.from_host(result, place)
+  return None if result is None else placement.from_host(result, place)
+
+
+def are_few(arguments) -> bool:
+  """True for arguments whose arrays, after views were taken, have `MOST_BYTES`."""
+  leaves = jax.tree.leaves(arguments)
+  return sum([getattr(leaf, "nbytes", 0) for leaf in leaves]) <= MOST_BYTES

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from torchax.ops.builtin import op
+from torchax.ops.casting import require_fit
 from torchax.ops.names import aten
 
 
@@ -34,7 +35,11 @@ def _constant_pad_nd_on_host(self, pad, value=0):
   return padded
 
 
-@op(aten.constant_pad_nd, on_host=_constant_pad_nd_on_host)
+def _check_filler(self, pad, value=0):
+  require_fit(value, self.dtype)
+
+
+@op(aten.constant_pad_nd, check=_check_filler, on_host=_constant_pad_nd_on_host)
 def _aten_constant_pad_nd(self, pad, value=0):
   widths = _pad_widths(self.ndim, pad)
   for size, (low, high) in zip(self.shape, widths):
