@@ -1,8 +1,11 @@
 """Dtypes: the default, conversions in all forms, bits, integer arithmetic, limits."""
 
+import math
+
 import jax
 import pytest
 import torch
+import torch.nn.functional as F
 from compare import assert_close, assert_same
 from ops.harness import floats
 
@@ -483,11 +486,47 @@ OUT_OF_RANGE = {
   "masked_fill": lambda d: i(d, 1, dtype=i8).masked_fill(i(d, 1).bool(), 300),
   "item assignment": lambda d: u8(d, 1).__setitem__(0, 300),
   "tensor": lambda d: torch.tensor([300], dtype=torch.uint8, device=d),
+  "pad": lambda d: F.pad(i(d, 1, dtype=i8), (0, 1), value=300),
+  "index_fill": lambda d: i(d, 1, dtype=i8).index_fill(0, i(d, 0).long(), 300),
+  "scatter": lambda d: i(d, 1, dtype=i8).scatter(0, i(d, 0), 300),
+  "clamp": lambda d: i(d, 1, dtype=i8).clamp(min=300),
+  "no number": lambda d: torch.full((1,), math.nan, dtype=i8, device=d),
+  "an infinity": lambda d: i(d, 1, dtype=i8).fill_(math.inf),
+  "float16": lambda d: torch.full((2,), 65519.0, dtype=torch.float16, device=d),
+  "float16 and an integer": lambda d: i(d, 1, 2, dtype=torch.float16).fill_(10**6),
+  "float16, clamp": lambda d: i(d, 1, dtype=torch.float16).clamp(max=1e6),
+  "float16, pad": lambda d: F.pad(i(d, 1, dtype=torch.float16), (0, 1), value=1e6),
+  "bfloat16, masked_fill": lambda d: i(d, 1, dtype=torch.bfloat16).masked_fill(
+    i(d, 1).bool(), torch.finfo(torch.float32).min
+  ),
+  "float32": lambda d: i(d, 1, dtype=torch.float32).fill_(1e300),
+  "float8": lambda d: torch.full((2,), 449.0, dtype=torch.float8_e4m3fn, device=d),
+  "float8 without infinity": lambda d: torch.full(
+    (2,), math.inf, dtype=torch.float8_e4m3fn, device=d
+  ),
+  "complex": lambda d: torch.full((1,), 1e300, dtype=torch.complex64, device=d),
 }
 
 
+IN_RANGE = {
+  "-1 in unsigned integers": lambda d: u8(d, 1).fill_(-1),
+  "any number in bools": lambda d: torch.full((1,), 5, dtype=torch.bool, device=d),
+  "an infinity": lambda d: i(d, 1, dtype=torch.float16).fill_(-math.inf),
+  "no number": lambda d: i(d, 1, dtype=torch.bfloat16).fill_(math.nan),
+  "a single one": lambda d: i(d, 1, dtype=torch.float16).fill_(10**6),
+  "the largest": lambda d: i(d, 1, dtype=torch.float16).fill_(65504.0),
+  "a bound between integers": lambda d: i(d, 1, dtype=i8).clamp(max=300.5),
+  "an infinite bound": lambda d: i(d, 1, dtype=torch.float16).clamp(max=math.inf),
+}
+
+
+@rows(IN_RANGE)
+def test_a_number_that_a_dtype_holds_is_taken(row):
+  torch.testing.assert_close(row("jax").cpu(), row("cpu"), equal_nan=True)
+
+
 @rows(OUT_OF_RANGE)
-def test_a_number_that_an_integer_dtype_cannot_hold_is_refused(row):
+def test_a_number_that_a_dtype_cannot_hold_is_refused(row):
   for device in ("cpu", "jax"):
     with pytest.raises(RuntimeError, match="without overflow"):
       row(device)

@@ -443,6 +443,11 @@ class MovingInfo:
       return self._spoiled(row, jax_array, start)
     return lax.dynamic_slice_in_dim(jax_array, start, self.length, self.dim)
 
+  def picked(self, places: np.ndarray, start) -> np.ndarray:
+    """The slice of a numpy array."""
+    part = start if self.length is None else slice(start, start + self.length)
+    return places[(slice(None),) * self.dim + (part,)]
+
   def update_tensor(self, new_value, jax_array, start) -> jax.Array:
     """The array after `new_value` was written to the slice of it."""
     if self.length is None:
@@ -492,6 +497,13 @@ class MovingChain:
     base, starts = base_and_starts
     for info, start in self._steps(starts):
       base = info.transform_tensor(base, *start)
+    return base
+
+  def picked(self, base_and_starts) -> np.ndarray:
+    """The view of a numpy array; of starts that Python knows."""
+    base, starts = base_and_starts
+    for info, start in self._steps(starts):
+      base = info.picked(base, *start)
     return base
 
   def write(self, base_and_starts, value: jax.Array) -> jax.Array:

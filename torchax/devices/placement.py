@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
@@ -414,6 +416,20 @@ def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
     jax.block_until_ready(made[-len(group) :])
   dtype = made[0].dtype if made else None  # a process may have none of the devices
   return jax.make_array_from_single_device_arrays(shape, sharding, made, dtype=dtype)
+
+
+def from_host(values: np.ndarray, place: Sharding | None = None) -> jax.Array:
+  """A numpy array that nobody else has, on the default device or another one.
+
+  Not by `jnp.array`, which compiles a program for each new shape.
+
+  Args:
+    values: of any shape.
+    place: the device to which the array is committed.
+  """
+  if _jax_compat.is_top_level() and jax.sharding.get_abstract_mesh().empty:
+    return _jax_compat.from_host(values, place)
+  return jnp.array(values)
 
 
 def constrained(array: jax.Array, place: Sharding | None) -> jax.Array:

@@ -16,8 +16,9 @@ from torchax.core import grad_mode
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
+from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
 from torchax.dispatch.operands import move
-from torchax.dispatch.plans import EXPLAINED, Plan, raise_as_torch
+from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops import mappings
 from torchax.ops.names import aten

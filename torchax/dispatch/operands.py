@@ -205,6 +205,10 @@ class Flattener:
       return _rebuild(floats, operands)
     return args, kwargs
 
+  def rebuild_on_host(self, key: tuple, operands) -> tuple[list, dict]:
+    """As `rebuild`, of numpy arrays, whose views numpy takes without a copy."""
+    return _rebuild(key, operands, _picked)
+
 
 class _Ready:
   """A number that has been prepared, or a tuple of them; an operand."""
@@ -265,12 +269,21 @@ class PreparedFlattener(Flattener):
     return part
 
 
-def _rebuild(key, operands) -> tuple[list, dict]:
+def _read(chain, operand):
+  return chain.read(operand)
+
+
+def _picked(chain, operand):
+  return chain.picked(operand)
+
+
+def _rebuild(key, operands, read=_read) -> tuple[list, dict]:
   remaining = iter(operands)
   end = 2 + key[0]
-  args = [_restore(part, remaining) for part in key[2:end]]
+  args = [_restore(part, remaining, read) for part in key[2:end]]
   named = iter(key[end:])
-  return args, {name: _restore(part, remaining) for name, part in zip(named, named)}
+  kwargs = {name: _restore(part, remaining, read) for name, part in zip(named, named)}
+  return args, kwargs
 
 
 def _is_integer(part) -> bool:
@@ -293,21 +306,27 @@ def move(chain: Chain, operands: list) -> Chain | MovingChain:
   return moving
 
 
-def _restore(part, remaining):
+def _restore(part, remaining, read):
   if isinstance(part, Chain | MovingChain):
-    return part.read(next(remaining))
+    return read(part, next(remaining))
   if part is _NUMBER:
     return next(remaining)
   if type(part) is StaticValue:
     return part.value
   if type(part) is tuple:
-    values = [_restore(inner, remaining) for inner in part[1:]]
+    values = [_restore(inner, remaining, read) for inner in part[1:]]
     return values if part[0] is _LIST and _holds_arrays(values) else tuple(values)
   return part
 
 
 def _holds_arrays(values: list) -> bool:
   return any(isinstance(value, jax.Array) for value in values)
+
+
+def shape_of(operand) -> tuple | None:
+  """The shape of an array, or of the base of a view and its starts; else None."""
+  array = operand[0] if type(operand) is tuple else operand
+  return getattr(array, "shape", None)
 
 
 def strong(value):

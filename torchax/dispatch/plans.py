@@ -15,22 +15,35 @@ from jax import lax
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core import explicit_axes, grad_mode, host_numbers
-from torchax.core.explanations import donated, leaked
 from torchax.core.partitions import Partition
 from torchax.core.programs import ProgramCache
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE
-from torchax.devices import placement
-from torchax.dispatch import compiling, derivatives, index_checks, torch_checks
-from torchax.dispatch.operands import IGNORED, Flattener, PreparedFlattener, strong
-from torchax.errors import MixedDeviceError, RngError, WrongDtypeError
-from torchax.ops import mappings, narrowing, real_numbers
+from torchax.dispatch import (
+  compiling,
+  derivatives,
+  explaining,
+  host_moves,
+  index_checks,
+  torch_checks,
+  word_programs,
+)
+from torchax.dispatch.operands import (
+  IGNORED,
+  Flattener,
+  PreparedFlattener,
+  shape_of,
+  strong,
+)
+from torchax.errors import RngError
+from torchax.ops import mappings, real_numbers
 from torchax.ops.derivatives import formula_of
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.ops.schema import schema_of
 from torchax.rng import arguments, generator_draws, scope
 from torchax.rng import state as rng_state
 from torchax.rng.ledger import Recording
+from torchax.rng.threefry import Words
 from torchax.tensor import Tensor, new_tensor
 
 _ArrayImpl = _jax_compat.ArrayImpl
@@ -96,8 +109,8 @@ class Plan:
       self.forget(args, kwargs, key)
       with torch_checks.without(self):
         return self(args, kwargs)
-    except EXPLAINED as error:
-      raise_as_torch(error, self.op, args, kwargs, self.operator)
+    except explaining.EXPLAINED as error:
+      explaining.raise_as_torch(error, self.op, args, kwargs, self.operator)
       raise
     if type(result) is _ArrayImpl and not self._is_special:
       return new_tensor(result, self.env)
@@ -201,7 +214,7 @@ class Plan:
       given = (self.op, args, kwargs, self._takes_device)
       if torch_checks.refusal(*given) is not None:
         if self.operator.check is None:  # which looks at dtypes itself
-          _require_label_dtypes(*given[:3], self.operator)
+          explaining.require_label_dtypes(*given[:3], self.operator)
         torch_checks.raise_as_torch(*given)
 
   def forget(self, args, kwargs, key, write=None) -> None:
@@ -218,7 +231,7 @@ class Plan:
       if self.operator.check is not None:
         self.operator.check(*args, **(kwargs or {}))
       self._require_rules(args, kwargs)
-    except EXPLAINED:
+    except explaining.EXPLAINED:
       self.require_of_torch(args, kwargs)  # shapes come first, as in torch
       raise
 
@@ -326,7 +339,7 @@ class Plan:
 
     def fitting(run):
       def called(*operands):
-        shapes = tuple(map(_shape_of, operands))
+        shapes = tuple(map(shape_of, operands))
         if shapes not in known:
           jax.eval_shape(require, *operands[first:])
           known.add(shapes)
@@ -347,7 +360,35 @@ class Plan:
       return self._call(key, write, operands, example)
 
     compiled.__name__ = self.name.replace(".", "_")
-    return compiling.compiled(compiled, self.operator, place)
+    program = compiling.compiled(compiled, self.operator, place)
+    if write is not None or place is not None:
+      return program
+    if self.operator.words is not None:
+      return word_programs.until_often(program, self._number_of_words(key))
+    if self.operator.on_host is None:
+      return program
+
+    def on_host(operands):
+      args, kwargs = self.flattener.rebuild_on_host(key, operands)
+      is_asked = host_moves.are_few((args, kwargs))
+      return self.operator.on_host(*args, **kwargs) if is_asked else None
+
+    return host_moves.until_often(program, on_host)
+
+  def _number_of_words(self, key) -> Callable:
+    """(operands after the key and the count of a draw) -> how many words it takes."""
+
+    def number(operands):
+      numbers = []
+
+      def ask(given):
+        args, kwargs = self.flattener.rebuild(key, given)
+        numbers.append(self.operator.words(*args, **kwargs))
+
+      jax.eval_shape(ask, operands)
+      return numbers[0]
+
+    return number
 
   def _call(self, key, write, operands, example=_INLINE):
     """Runs the lowering here.
@@ -379,6 +420,8 @@ class Plan:
       )
     elif not self.is_sampler:
       result = self._lower(args, kwargs)
+    elif isinstance(rng_key, Words):
+      result = self._lower([rng_key, *args], kwargs)
     elif rng_key.ndim:
       keys = rng_state.fold_in(rng_key, count)
       result = by_rows(self._lower, self.name, self.flattener.names, keys, args, kwargs)
@@ -481,88 +524,8 @@ def _filled(program: Callable, numbers) -> Callable:
   return filled
 
 
-def _shape_of(operand) -> tuple:
-  """The shape of an array, or of the base of a view and its starts."""
-  return (operand[0] if type(operand) is tuple else operand).shape
-
-
 def _is_traced() -> bool:
   return not _jax_compat.is_top_level()
-
-
-EXPLAINED = (
-  TypeError,
-  ValueError,
-  RuntimeError,
-  IndexError,
-  AssertionError,
-  KeyError,
-  OverflowError,
-)
-"""What JAX raises that `raise_as_torch` may have better words for."""
-
-
-# Words of JAX, and of Python, that say little of an operation.
-_BROADCAST = "ncompatible shapes for broadcasting"
-_DTYPE = "does not accept dtype"
-_RANK = "tuple index out of range"
-_PLAIN = (
-  TypeError,
-  ValueError,
-  AssertionError,
-  KeyError,
-  OverflowError,
-  jax.errors.JaxRuntimeError,
-)
-
-
-def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> None:
-  """Raises torch's own error for wrong arguments, where its shape check has one.
-
-  Only in place of JAX's plain TypeError and ValueError: errors of a class of their own
-  say more. Tracers and arrays that JAX has no use for any more are explained, and a
-  lowering of a program that asks for the values of a traced array.
-  """
-  compiling.explain(error, operator)
-  if isinstance(error, jax.errors.UnexpectedTracerError):
-    raise leaked(str(op)) from error
-  if _jax_compat.is_about_deletion(error):
-    raise donated(str(op)) from error
-  if _jax_compat.is_about_devices(error):
-    raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
-  is_plain = type(error) in _PLAIN or str(error) == _RANK
-  is_plain = is_plain and narrowing.REMEDY not in str(error)  # in words of our own
-  if is_plain:
-    _require_label_dtypes(op, args, kwargs, operator)
-  if is_plain and operator.is_builtin:
-    # In torch's own words, where torch refuses it too.
-    if isinstance(op, _torch_compat.OpOverload):
-      takes_device = "device" in schema_of(op).names
-      torch_checks.raise_as_torch(op, args, kwargs, takes_device)
-    elif op is not operator.func:
-      torch_checks.raise_as_torch(op, args, kwargs)
-  if is_plain and _BROADCAST in str(error):
-    raise RuntimeError(
-      f"{op}: the sizes of the tensors do not match and do not broadcast. {error}"
-    ) from error
-  if is_plain and _DTYPE in str(error):
-    raise WrongDtypeError(f"{op} is not implemented for this dtype: {error}") from error
-  if is_plain and str(error) == _RANK:
-    shapes = [list(t.shape) for t in args if isinstance(t, torch.Tensor)]
-    raise RuntimeError(
-      f"{op} expects tensors of more dimensions, but got shapes {shapes}."
-    ) from error
-
-
-def _require_label_dtypes(op, args, kwargs, operator: Operator) -> None:
-  """Raises RuntimeError for indices or labels that are no integers."""
-  if operator.rules is None:
-    return
-  try:
-    rules = list(operator.rules(*args, **(kwargs or {})))
-  except EXPLAINED:
-    rules = []  # of shapes that do not fit
-  index_checks.require_dtypes(rules, str(op))
 
 
 def _written_base(base, write, result):
@@ -641,8 +604,8 @@ class TensorPlan:
   def __call__(self, args, kwargs):
     try:
       return self._run(args, kwargs)
-    except EXPLAINED as error:
-      raise_as_torch(error, self.op, args, kwargs, self.operator)
+    except explaining.EXPLAINED as error:
+      explaining.raise_as_torch(error, self.op, args, kwargs, self.operator)
       raise
 
   def _run(self, args, kwargs):

@@ -14,10 +14,11 @@ from torchax import _torch_compat, amp
 from torchax.core import host_numbers
 from torchax.core.programs import ProgramCache
 from torchax.dispatch import autograd, compiling, index_checks
+from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
 from torchax.dispatch.operands import Flattener
 from torchax.dispatch.operator_table import is_aten
 from torchax.dispatch.out import write_output
-from torchax.dispatch.plans import EXPLAINED, MOST_PROGRAMS, raise_as_torch
+from torchax.dispatch.plans import MOST_PROGRAMS
 from torchax.ops import ops_registry
 from torchax.ops.ops_registry import Kind, Operator
 from torchax.tensor import Tensor

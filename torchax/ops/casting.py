@@ -5,12 +5,17 @@ integers take the low bits of a wider one, and 8-bit floats saturate as torch's 
 (c10/util/Float8_e4m3fn.h, Float8_e8m0fnu.h).
 """
 
+import functools
+import math
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
-from torchax.ops import narrowing
+from torchax.ops import mappings, narrowing
 
 _E4M3FN = jnp.dtype(jnp.float8_e4m3fn)
 _E8M0FNU = jnp.dtype(jnp.float8_e8m0fnu)
@@ -75,22 +80,59 @@ def _to_power_of_two(magnitude: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(jnp.where(is_small, 0, codes), _E8M0FNU)
 
 
-def require_fit(value, dtype: torch.dtype) -> None:
-  """Raises as torch does where a number is written into integers that cannot hold it.
+class _Limits(NamedTuple):
+  """What a dtype holds of Python's numbers: from the least to the most."""
+
+  least: float
+  most: float
+  has_infinity: bool
+
+
+@functools.cache
+def _limits(dtype: torch.dtype) -> _Limits | None:
+  """Those of a dtype; None where every number has a value in it."""
+  if dtype in (torch.bool, torch.float64, torch.complex128):
+    return None
+  if dtype.is_complex:
+    dtype = dtype.to_real()
+  if dtype.is_floating_point:
+    infinity = np.asarray(np.inf).astype(mappings.t2j_dtype(dtype))
+    has_infinity = bool(np.isinf(infinity))
+    return _Limits(torch.finfo(dtype).min, torch.finfo(dtype).max, has_infinity)
+  limits = torch.iinfo(dtype)
+  return _Limits(limits.min or -limits.max, limits.max, False)
+
+
+def require_fit(value, dtype: torch.dtype, elements: int | None = None) -> None:
+  """Raises as torch does where a number is written into a dtype that cannot hold it.
+
+  Args:
+    value: a number; others are not looked at.
+    dtype: that it is written in.
+    elements: how many are filled with it. A single one of 16 bits or less is rounded,
+      as by torch.
 
   Raises:
-    RuntimeError: out of range; unsigned integers take -max to -1 modulo their range.
+    RuntimeError: out of range; unsigned integers take -max to -1 modulo their range,
+      and floats infinities, if they have any.
   """
-  if type(value) not in (int, float) or dtype.is_floating_point or dtype.is_complex:
+  if type(value) not in (int, float):
     return
-  if dtype is torch.bool or value != value:
+  limits = _limits(dtype)
+  if limits is None or limits.least <= value <= limits.most:
     return
-  limits = torch.iinfo(dtype)
-  if not (limits.min or -limits.max) <= value <= limits.max:
-    wider = "Use a wider dtype."
-    if dtype in (torch.int32, torch.uint32) and narrowing.is_on():
-      wider = f"For 64-bit integers call {narrowing.REMEDY}."
-    raise RuntimeError(
-      f"value cannot be converted to type {dtype} without overflow: expected "
-      f"{limits.min} to {limits.max}, but got {value}. {wider}"
-    )
+  is_float = dtype.is_floating_point or dtype.is_complex
+  is_rounded = elements == 1 and dtype.itemsize <= 2
+  if is_float and (value != value or is_rounded):
+    return
+  if limits.has_infinity and value in (math.inf, -math.inf):
+    return
+  wider = "Use a wider dtype."
+  if dtype in (torch.int32, torch.uint32) and narrowing.is_on():
+    wider = f"For 64-bit integers call {narrowing.REMEDY}."
+  elif is_float:
+    wider = f"Use `torch.finfo({dtype}).max`, an infinity, or a wider dtype."
+  raise RuntimeError(
+    f"value cannot be converted to type {dtype} without overflow: expected "
+    f"{limits.least} to {limits.most}, but got {value}. {wider}"
+  )

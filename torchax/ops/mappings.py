@@ -202,7 +202,9 @@ def t2j(
     return placement.from_parts(
       shape, place, lambda index: np.array(values[index], jax_dtype)
     )
-  return jnp.array(values) if is_narrowed else jnp.array(values, dtype=jax_dtype)
+  # Memory of its own: JAX may use that of a numpy array, now or some time later.
+  own = values if is_narrowed else np.array(values, dtype=jax_dtype)
+  return placement.from_host(own)
 
 
 def values_for_jax(t: torch.Tensor) -> np.ndarray:

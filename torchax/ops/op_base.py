@@ -66,6 +66,8 @@ def op(
   distribution: str = "",
   adds_up: bool = False,
   is_exact: bool = False,
+  words: Callable[..., int] | None = None,
+  on_host: Callable | None = None,
   overwrites: bool = False,
   is_builtin: bool = False,
 ) -> Callable:
@@ -107,6 +109,11 @@ def op(
       are, so that it adds them in the order in which these do.
     is_exact: a sampler of integers, comparisons and at most one rounding; its bits are
       the same whatever compiles it, so it is compiled quickly.
+    words: of an exact sampler that draws by `threefry.two_words` once: called with its
+      arguments, whose arrays have shapes only, gives the number of elements drawn. It
+      may get the words in place of its key.
+    on_host: of an operation that only moves elements: the same of numpy arrays, or None
+      for arguments that it leaves to the lowering. It runs while shapes are new.
     overwrites: its in-place form uses nothing of its target but shape and dtype.
     is_builtin: it is one of the library's own; see `ops_registry.py`.
 
@@ -140,6 +147,8 @@ def op(
           distribution=distribution,
           adds_up=adds_up,
           is_exact=is_exact,
+          words=words,
+          on_host=on_host,
           overwrites=overwrites,
           is_builtin=is_builtin,
         )

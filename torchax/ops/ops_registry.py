@@ -90,6 +90,11 @@ class Operator:
     adds_up: a sampler that adds floats up, in an order that the compiler chooses.
     is_exact: a sampler of integers, comparisons and at most one rounding; its bits are
       the same whatever compiles it.
+    words: for a sampler that draws by `threefry.two_words` once: of how many elements,
+      by its arguments, of which arrays have shapes only. It may get the words then in
+      place of its key.
+    on_host: for an operation that only moves elements: `func` of numpy arrays, which
+      runs in its place while shapes are new; gives None for what it leaves to `func`.
     is_brief: a function of small arrays whose shape hardly comes again: most of its
       time is that of its compiler.
     overwrites: the in-place form uses nothing of its target but shape and dtype.
@@ -118,6 +123,8 @@ class Operator:
   distribution: str = ""
   adds_up: bool = False
   is_exact: bool = False
+  words: Callable[..., int] | None = None
+  on_host: Callable | None = None
   is_brief: bool = False
   overwrites: bool = False
   is_builtin: bool = False

@@ -11,6 +11,7 @@ Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,13 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 # Of a key for words beside those of `jax.random.bits`, where a generator has one each.
 _SECOND = 0xFFFFFFFF
+
+
+class Words(NamedTuple):
+  """The `two_words` of a draw in place of its key; of as many elements or more."""
+
+  first: jax.Array
+  second: jax.Array
 
 
 def unrolled(sampler):
@@ -49,7 +57,8 @@ def unrolled_key(key: jax.Array) -> jax.Array:
 def _is_ours(key) -> bool:
   """True on the CPU, unless the key's own type is needed."""
   return (
-    str(jax.random.key_impl(key)) == NAME
+    not isinstance(key, Words)
+    and str(jax.random.key_impl(key)) == NAME
     and jax.config.jax_threefry_partitionable
     # The check sees what becomes of a key only while it stays one.
     and not jax.config.jax_debug_key_reuse
@@ -67,12 +76,18 @@ def _random_bits(words, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
   return (left ^ right).astype(f"uint{bit_width}")
 
 
-def two_words(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def two_words(
+  key: jax.Array | Words, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
   """Two independent random words for each element, uint32.
 
   The first is that of `jax.random.bits`. In threefry2x32 it is the exclusive or of two
   that are computed anyway, so the second one costs next to nothing.
   """
+  if isinstance(key, Words):
+    number = math.prod(shape)
+    first, second = (lax.slice(words, (0,), (number,)) for words in key)
+    return first.reshape(shape), second.reshape(shape)
   impl = str(jax.random.key_impl(key))
   is_threefry = impl in (NAME, _IMPL_TAG) and jax.config.jax_threefry_partitionable
   if not (is_threefry and _has_short_counter(shape)):

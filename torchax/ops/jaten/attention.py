@@ -231,6 +231,36 @@ def scaled_dot_product_attention(
   return output.astype(dtype)
 
 
+def _padded(array, most: int, numpy):
+  *leading, length, width = array.shape
+  rows = numpy.zeros((*leading, most - length, width), array.dtype)
+  return numpy.concatenate([array, rows], -2)
+
+
+def _padded_mask(mask, most: int, numpy):
+  *leading, length = mask.shape
+  left_out = False if mask.dtype == numpy.bool_ else -numpy.inf
+  rest = numpy.full((*leading, most - length), left_out, mask.dtype)
+  return numpy.concatenate([mask, rest], -1)
+
+
+def padded_keys(key, value, attn_mask, most: int, numpy=jnp):
+  """Keys, values and mask of attention, padded to `most` positions.
+
+  Args:
+    key, value: (…, s, e) and (…, s, v).
+    attn_mask: (…, s), or None.
+    most: at least s.
+    numpy: the module of the arrays.
+  """
+  length = key.shape[-2]
+  if attn_mask is None:
+    mask = numpy.arange(most) < length
+  else:
+    mask = _padded_mask(attn_mask, most, numpy)
+  return _padded(key, most, numpy), _padded(value, most, numpy), mask
+
+
 # What `torch.compile` makes of it on the CPU ------------------------------------------
 
 

@@ -71,15 +71,15 @@ def _ones(size, *, dtype=None):
 
 def _check_full(size, fill_value, *, dtype=None, **_ignored):
   if dtype is not None:
-    require_fit(fill_value, dtype)
+    require_fit(fill_value, dtype, math.prod(size))
 
 
 def _check_full_like(self, fill_value, *, dtype=None, **_ignored):
-  require_fit(fill_value, dtype or self.dtype)
+  require_fit(fill_value, dtype or self.dtype, self.numel())
 
 
 def _check_new_full(self, size, fill_value, *, dtype=None, **_ignored):
-  require_fit(fill_value, dtype or self.dtype)
+  require_fit(fill_value, dtype or self.dtype, math.prod(size))
 
 
 @op(aten.full, check=_check_full)
@@ -375,7 +375,7 @@ def _aten_triu_indices(row, col, offset=0, *, dtype=torch.int64):
 # --- copies ----------------------------------------------------------------------
 
 
-@op(aten.clone)
+@op(aten.clone, on_host=np.array)
 def _aten_clone(self):
   return self
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
+from torchax.ops.casting import require_fit
 from torchax.ops.index_rules import Range, along
 from torchax.ops.jaten._arguments import dim_of, require_one_dtype
 from torchax.ops.jaten._writes import added, assigned, multiplied
@@ -122,7 +123,11 @@ def _fill_rules(self, dim, index, value):
   yield along(index, _size(self, dim), dim_of(dim, self.ndim), wraps=True)
 
 
-@op(aten.index_fill, rules=_fill_rules)
+def _check_filler(self, dim, index, value):
+  require_fit(value, self.dtype)
+
+
+@op(aten.index_fill, check=_check_filler, rules=_fill_rules)
 def _aten_index_fill(self, dim, index, value):
   filler = jnp.asarray(value).astype(self.dtype)
   return _write_along(self, dim, index, filler, assigned, wraps=True)
@@ -215,7 +220,7 @@ def _aten_scatter_src(self, dim, index, src):
   return _scatter(self, dim, index, src, assigned)
 
 
-@op(aten.scatter.value, rules=_place_rules)
+@op(aten.scatter.value, check=_check_filler, rules=_place_rules)
 def _aten_scatter(self, dim, index, value):
   return _scatter(self, dim, index, value, assigned)
 

@@ -517,7 +517,14 @@ def _clamp(self, lower, upper):
   return clamped
 
 
-@op(aten.clamp, aten.clip)
+def _check_clamp(self, min=None, max=None):
+  for bound in (min, max):
+    # Floats make floats of integers.
+    if type(bound) is int or self.dtype.is_floating_point:
+      require_fit(bound, self.dtype)
+
+
+@op(aten.clamp, aten.clip, check=_check_clamp)
 def _aten_clamp(self, min=None, max=None):
   """Where min > max the result is max; a NaN in any operand is kept."""
   if min is None and max is None:
@@ -588,7 +595,7 @@ def _aten_masked_fill(self, mask, value):
 
 
 def _check_fill(self, value):
-  require_fit(value, self.dtype)
+  require_fit(value, self.dtype, self.numel())
 
 
 @op(aten.fill, check=_check_fill, overwrites=True)

@@ -31,7 +31,19 @@ def _as_tuple(value) -> tuple:
 # --- joining and repeating -------------------------------------------------------
 
 
-@op(aten.cat)
+def _cat_on_host(tensors, dim=0):
+  first, *others = tensors
+  if any(array.dtype != first.dtype or array.ndim != first.ndim for array in others):
+    return None
+  return np.concatenate(tensors, dim)
+
+
+def _stack_on_host(tensors, dim=0):
+  is_one = len({array.dtype for array in tensors}) == 1
+  return np.stack(tensors, dim) if is_one else None
+
+
+@op(aten.cat, on_host=_cat_on_host)
 def _aten_cat(tensors, dim=0):
   """1-d tensors without elements join tensors of any shape, as torch allows."""
   arrays = promote(*tensors)
@@ -47,7 +59,7 @@ def _aten_cat(tensors, dim=0):
   return joined[0] if len(joined) == 1 else lax.concatenate(joined, dim)
 
 
-@op(aten.stack)
+@op(aten.stack, on_host=_stack_on_host)
 def _aten_stack(tensors, dim=0):
   return jnp.stack(promote(*tensors), dim)
 

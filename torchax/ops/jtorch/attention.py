@@ -17,7 +17,7 @@ from torchax.ops.jaten import _attention_choice as choice
 from torchax.ops.jaten import _attention_kernels as kernels
 from torchax.ops.jaten import _blockwise_attention as blockwise
 from torchax.ops.jaten import attention
-from torchax.ops.jtorch import dropout
+from torchax.ops.jtorch import _one_position, dropout
 from torchax.ops.jtorch._builtin import register_function
 from torchax.rng import positions, units
 from torchax.tensor import Tensor
@@ -32,16 +32,6 @@ _words = torch.ops.torchax.attention_words.default
 def _attention_words(key, query, size):
   """The words of a draw of a mask of the given size."""
   return positions.words_of(key)
-
-
-# Of a key of one position, up to this many elements, XLA's best program runs as long as
-# its quickest one, which it compiles in a third of the time.
-_FEW = 2**17
-
-
-def _is_of_one_position(query, key) -> bool:
-  """True in a loop that makes a token at a time, with a longer key for each."""
-  return query.dim() > 1 and query.shape[-2] == 1 and key.numel() <= _FEW
 
 
 @register_function(
@@ -78,6 +68,10 @@ def _scaled_dot_product_attention(
     attention.require_shapes(query.shape, key.shape, value.shape, of_mask, enable_gqa)
     shape = attention.noise_shape(query.shape, key.shape)
     keep_mask = dropout.keep_mask(query, shape, 1.0 - dropout_p)
+  if keep_mask is None and not is_causal:
+    key, value, attn_mask = _one_position.padded(
+      query, key, value, attn_mask, enable_gqa
+    )
   return env.functions.call(
     attention.scaled_dot_product_attention,
     query,
@@ -90,7 +84,7 @@ def _scaled_dot_product_attention(
     scale=scale,
     enable_gqa=enable_gqa,
     numbers=("scale", "survivor_scale"),
-    is_brief=_is_of_one_position(query, key),
+    is_brief=_one_position.is_brief(query, key),
   )
 
 

@@ -5,6 +5,7 @@ noise on the wrapper's meta device. One draw each, of the numbers that the compo
 forms would draw.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,14 @@ _forward = torch.ops.torchax.dropout.default
 _keep_mask = torch.ops.torchax.keep_mask.default
 
 
-@op(_forward, kind=Kind.SAMPLER, static=("p",), prepare=prepare_dropout, is_exact=True)
+@op(
+  _forward,
+  kind=Kind.SAMPLER,
+  static=("p",),
+  prepare=prepare_dropout,
+  is_exact=True,
+  words=lambda input, p: input.size,
+)
 def _dropout_forward(key, input, p):
   return native_dropout(key, input, p)[0]
 
@@ -54,6 +62,7 @@ def _prepare_mask(given: dict) -> None:
   prepare=_prepare_mask,
   distribution="bernoulli_",
   is_exact=True,
+  words=lambda input, size, p: math.prod(size),
 )
 def _drawn_mask(key, input, size, p):
   return samplers.bernoulli(key, size, p)

@@ -1,0 +1,188 @@
+"""Elements that the host moves while shapes are new: bits, devices, errors, counts."""
+
+import compile_events
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchax
+from torchax.dispatch import host_moves
+
+DTYPES = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int32
+SIZE = iter(range(20, 20_000))
+
+
+@pytest.fixture(autouse=True)
+def _inside_the_environment():
+  with torchax.default_env():
+    torch.ones(2, device="jax").cos()  # what JAX and its compiler do once
+    yield
+
+
+def given(*shape, dtype=torch.float32):
+  """Numbers of every bit pattern but NaNs, on the CPU."""
+  values = torch.arange(torch.Size(shape).numel()).reshape(shape) * 7919 % 251 - 125
+  return values.to(dtype)
+
+
+# Of a tensor (n, 4) of a number of rows that no other row has.
+MOVES = {
+  "cat": lambda x: torch.cat((x, x[:3]), 0),
+  "cat of a view": lambda x: torch.cat((x.t()[:, 1:], x.t()), 1),
+  "cat along the last dimension": lambda x: torch.cat((x, x), -1),
+  "cat of one that is empty": lambda x: torch.cat((x, x[:0])),
+  "stack": lambda x: torch.stack((x, x), 1),
+  "clone of a view": lambda x: x.t().clone(),
+  "contiguous": lambda x: x.t().contiguous(),
+  "reshape that copies": lambda x: x.t().reshape(-1),
+  "pad": lambda x: F.pad(x, (0, 1, 2, 3)),
+  "pad with a number": lambda x: F.pad(x, (1, 2), value=1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_the_host_moves_the_bits_of_the_program(move, dtype, monkeypatch):
+  x = given(next(SIZE), 4, dtype=dtype)
+  there = x.to("jax")
+  with compile_events.noted() as events:
+    found = move(there)
+  assert not events
+  monkeypatch.setattr(host_moves, "PROGRAM", 1)  # which has been paid by now
+  with compile_events.noted() as events:
+    compiled = move(there)
+  assert events
+  for result in (found, compiled):
+    assert result.dtype == dtype
+    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
+    assert torch.equal(result.cpu().view(carrier), move(x).view(carrier))
+
+
+def test_rows_of_a_loop_are_joined_on_the_host():
+  """Slices of which there are many share a program; their starts are numbers."""
+  x = given(next(SIZE), 2, 4)
+  there = x.to("jax")
+  for n in range(14):
+    torch.testing.assert_close(
+      torch.cat((there[n], there[n + 1])).cpu(), torch.cat((x[n], x[n + 1]))
+    )
+
+
+def test_shapes_that_come_often_get_a_program(monkeypatch):
+  monkeypatch.setattr(host_moves, "PROGRAM", 2 * host_moves.CALL)
+  x = given(next(SIZE), 3).to("jax")
+  counts = []
+  for _ in range(5):
+    with compile_events.noted() as events:
+      torch.cat((x, x))
+    counts.append(len(events))
+  assert counts == [0, 0, 1, 0, 0]
+
+
+def test_the_more_bytes_the_sooner_there_is_a_program():
+  x = torch.ones(host_moves.MOST_BYTES // 8, device="jax")
+  counts = []
+  for _ in range(4):
+    with compile_events.noted() as events:
+      torch.cat((x, x))
+    counts.append(len(events))
+  assert counts == [0, 0, 1, 0]
+
+
+def test_many_bytes_are_left_to_a_program():
+  x = torch.ones(host_moves.MOST_BYTES // 4 + 1, device="jax")
+  with compile_events.noted() as events:
+    torch.cat((x, x))
+  assert len(events) == 1
+
+
+def test_few_bytes_of_many_are_moved_by_the_host():
+  x = torch.ones(2, host_moves.MOST_BYTES // 4, device="jax")
+  with compile_events.noted() as events:
+    torch.cat((x[:, : next(SIZE)], x[:, :3]), 1)
+  assert not events
+
+
+def test_what_a_gradient_is_recorded_of_has_its_gradient():
+  x = given(next(SIZE), 2).to("jax").requires_grad_()
+  joined = torch.cat((x, x.detach(), 2 * x))
+  joined.sum().backward()
+  assert (x.grad == 3).all()
+
+
+def test_the_result_is_where_jax_would_put_it():
+  first = jax.devices()[0]
+  free = given(next(SIZE), 3).to("jax")
+  held = torchax.interop.torch_view(jax.device_put(jnp.ones((2, 3)), first))
+  assert not torch.cat((free, free)).jax().committed
+  assert torch.cat((free, held)).jax().committed
+
+
+def test_what_was_moved_outlives_what_it_was_moved_from():
+  """A copy shares no memory with an array that is donated afterwards."""
+  x = given(next(SIZE), 3).to("jax")
+  copy = x.clone()
+  expected = copy.cpu().clone()
+  replaced = jax.jit(lambda a: a * 0 - 1, donate_argnums=0)
+  replaced(x.jax()).block_until_ready()
+  assert torch.equal(copy.cpu(), expected)
+
+
+def test_a_view_under_a_transfer_guard_is_moved_by_a_program():
+  x = given(next(SIZE), 3).to("jax")
+  with jax.transfer_guard("disallow_explicit"):
+    joined = torch.cat((x, x))
+  assert joined.shape[0] == 2 * x.shape[0]
+
+
+REFUSED = {
+  "cat of other sizes": lambda x: torch.cat((x, x[:, :2]), 0),
+  "cat along a dimension that is not there": lambda x: torch.cat((x, x), 2),
+  "stack of other sizes": lambda x: torch.stack((x, x[:1])),
+  "an odd number of widths": lambda x: torch.ops.aten.constant_pad_nd(x, [1, 2, 3]),
+  "too many widths": lambda x: torch.ops.aten.constant_pad_nd(x, [1] * 6),
+  "a number that the dtype does not hold": lambda x: F.pad(x, (0, 1), value=1e300),
+  "a width that leaves nothing": lambda x: F.pad(x, (-5, 0)),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_what_torch_refuses_is_refused(call):
+  x = given(next(SIZE), 4)
+  with pytest.raises(Exception) as expected:
+    call(x)
+  with pytest.raises(expected.type):
+    call(x.to("jax"))
+
+
+TRANSFERS = {
+  "to": lambda n: torch.ones(n).to("jax"),
+  "to, of a view": lambda n: torch.ones(n, 2).t().to("jax"),
+  "to, of half precision": lambda n: torch.ones(n, dtype=torch.bfloat16).to("jax"),
+  "to, of 64 bits": lambda n: torch.ones(n, dtype=torch.int64).to("jax"),
+  "tensor of a list": lambda n: torch.tensor([1.0] * n, device="jax"),
+  "tensor of a list of integers": lambda n: torch.tensor([1] * n, device="jax"),
+  "as_tensor": lambda n: torch.as_tensor(torch.ones(n).numpy(), device="jax"),
+  "copy_": lambda n: torch.empty(4, device="jax").copy_(torch.ones(n, 4)[0]),
+  "new_tensor": lambda n: torch.ones((), device="jax").new_tensor([1] * n),
+  "to_xla": lambda n: torchax.default_env().to_xla(torch.ones(n)),
+}
+
+
+@pytest.mark.parametrize("move", TRANSFERS.values(), ids=TRANSFERS)
+def test_moving_to_jax_compiles_nothing(move):
+  with torch.device("cpu"):
+    move(next(SIZE))  # and what else it needs
+    with compile_events.noted() as events:
+      moved = move(next(SIZE))
+  assert moved.device.type == "jax"
+  assert not events
+
+
+def test_numbers_of_the_host_may_change_once_they_were_moved():
+  source = torch.zeros(next(SIZE), 64)
+  moved = source.to("jax")
+  source.fill_(1)
+  assert (moved == 0).all()

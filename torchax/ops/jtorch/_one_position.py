@@ -1,0 +1,131 @@
+"""Attention of one position over keys that grow by one with every call.
+
+That is what a model does that makes a token at a time, and each number of keys would
+need a program of its own. On the CPU a program takes a thousand times as long to
+compile as to run, so from the second number on keys and values are padded to one of a
+few numbers, by numpy while theirs has not come often, and what was added is masked.
+Where their number never changes nothing is padded.
+"""
+
+import numpy as np
+import torch
+
+from torchax import _jax_compat
+from torchax.core.bounded_cache import BoundedCache
+from torchax.core.storage import active
+from torchax.devices import placement
+from torchax.dispatch import host_moves
+from torchax.ops.jaten import attention
+from torchax.tensor import Tensor, new_tensor
+
+# Of a key, up to this many elements, XLA's best program runs as long as its quickest
+# one, which it compiles in a third of the time.
+_FEW = 2**17
+# Up to so many elements padding takes less time than compiling.
+_MANY = 2**22
+_LEAST = 32
+# A call on the host costs some 30 us more than one of a program.
+OFTEN = 256
+# The number of keys that came first, for each form of a call.
+_first: BoundedCache[tuple, int] = BoundedCache(1024)
+# How often keys, values and masks of some shapes have come.
+_times: BoundedCache[tuple, int] = BoundedCache(4096)
+
+
+def is_brief(query, key) -> bool:
+  """True in a loop that makes a token at a time, whose programs do little."""
+  return _is_of_one_position(query) and key.numel() <= _FEW
+
+
+def _is_of_one_position(query) -> bool:
+  return query.dim() > 1 and query.shape[-2] == 1
+
+
+def number_for(length: int) -> int:
+  """The number of keys to which `length` of them are padded: at most a quarter more.
+
+  From 32 on there are four in each power of two, below it there is one.
+  """
+  step = max(_LEAST, 1 << max(0, (length - 1).bit_length() - 3))
+  return -(-length // step) * step
+
+
+def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
+  """Key, value and mask of a call that shares its program with others.
+
+  Args:
+    query, key, value: (…, 1, e), (…, s, e) and (…, s, v).
+    attn_mask: broadcastable to (…, 1, s), or None.
+    enable_gqa: key and value have fewer heads.
+
+  Returns:
+    (…, n, e), (…, n, v) and a mask (…, n), where n is `number_for` s; the arguments as
+    they are where a call cannot be padded.
+  """
+  if not _may_be_padded(query, key, value, attn_mask, enable_gqa):
+    return key, value, attn_mask
+  given = key, value, attn_mask
+  length = key.shape[-2]
+  form = (key.shape[:-2], key.shape[-1], value.shape[-1], attn_mask is None)
+  first = _first.get(form)
+  if first is None:
+    _first[form] = first = length
+  if length == first:
+    return given
+  most = number_for(length)
+  shapes = tuple([tensor if tensor is None else tensor.shape for tensor in given])
+  times = _times.get(shapes) or 0
+  env = query._env
+  if times >= OFTEN:
+    return env.functions.call(attention.padded_keys, *given, most)
+  tensors = [tensor for tensor in given if tensor is not None]
+  found = host_moves.taken([tensor._storage.array for tensor in tensors])
+  if found is None:
+    return given
+  _times[shapes] = times + 1
+  values, place = found
+  views = [tensor._chain.picked(array) for tensor, array in zip(tensors, values)]
+  views += [None] * (len(given) - len(views))
+  arrays = attention.padded_keys(*views, most, np)
+  return tuple([new_tensor(placement.from_host(array, place), env) for array in arrays])
+
+
+def _may_be_padded(query, key, value, attn_mask, enable_gqa) -> bool:
+  """Neither traced nor recorded for a gradient, on CPUs, and of shapes that fit."""
+  if not (_jax_compat.is_top_level() and active.boundary is None):
+    return False
+  if not _is_of_one_position(query) or key.numel() > _MANY:
+    return False
+  tensors = [t for t in (query, key, value, attn_mask) if t is not None]
+  if not all(map(_is_of_host, tensors)):
+    return False
+  if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    return False
+  # Of what does not fit, attention says what is wrong.
+  if not query.dtype == key.dtype == value.dtype:
+    return False
+  leading, length = tuple(query.shape[:-2]), key.shape[-2]
+  of_keys = (*leading, length, query.shape[-1])
+  if enable_gqa and len(leading) and key.dim() == query.dim() and key.shape[-3]:
+    is_grouped = leading[-1] % key.shape[-3] == 0
+    of_keys = (*leading[:-1], key.shape[-3], *of_keys[-2:]) if is_grouped else of_keys
+  if not length or key.shape != of_keys or value.shape[:-1] != of_keys[:-1]:
+    return False
+  return attn_mask is None or _is_for(attn_mask, (*leading, 1, length))
+
+
+def _is_for(mask, scores: tuple) -> bool:
+  """True for a mask that broadcasts to scores of this shape, and is of all keys."""
+  if not (mask.dtype == torch.bool or mask.is_floating_point()):
+    return False
+  if not 0 < mask.dim() <= len(scores) or mask.shape[-1] != scores[-1]:
+    return False
+  sizes = zip(reversed(mask.shape), reversed(scores))
+  return all(size in (1, whole) for size, whole in sizes)
+
+
+def _is_of_host(tensor) -> bool:
+  if not isinstance(tensor, Tensor) or tensor._chain.moving is not None:
+    return False
+  array = tensor._storage.array
+  return type(array) is _jax_compat.ArrayImpl and _jax_compat.is_of_host(array)
