@@ -12,7 +12,7 @@ import torchax
 from torchax.dispatch import word_programs
 from torchax.interop import jax_jit
 from torchax.ops.jtorch.dropout import keep_mask
-from torchax.rng import threefry, words
+from torchax.rng import RngState, threefry, words
 
 SIZE = itertools.count(30)
 
@@ -92,6 +92,25 @@ def test_other_generators_and_large_draws_are_left_to_one_program():
   assert words.number_for(jax.random.key(0), words.MOST + 1) is None
   assert words.number_for(jax.random.key(0, impl="rbg"), 10) is None
   assert words.number_for(jax.random.key(0), 0) == words.LEAST
+
+
+OTHER_KEYS = {
+  "another generator": lambda: jax.random.key(0, impl="rbg"),
+  "one for each row": lambda: RngState.rows(jax.random.split(jax.random.key(0), 30)),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_KEYS.values(), ids=OTHER_KEYS)
+def test_keys_without_words_draw_as_before(other, monkeypatch):
+  x = ones(30)
+  env, found = torchax.default_env(), []
+  for often in (word_programs.OFTEN, 0):
+    monkeypatch.setattr(word_programs, "OFTEN", often)
+    torchax.clear_caches()
+    F.dropout(x, 0.3)  # with a key that has words, of the same shapes
+    with env.rng_scope(other()):
+      found.append(F.dropout(x, 0.3).cpu())
+  assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("elements", [1, 7, words.LEAST, words.LEAST + 1])

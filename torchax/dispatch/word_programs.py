@@ -29,7 +29,8 @@ def until_often(program: Callable, number_of: Callable) -> Callable:
   known: BoundedCache[tuple, tuple[int, int] | bool] = BoundedCache(_MOST_SHAPES)
 
   def run(key, count, *operands):
-    shapes = tuple([shape_of(operand) for operand in operands])
+    # Not every key has words: of another generator, or one for each row.
+    shapes = (key.dtype, key.shape, *[shape_of(operand) for operand in operands])
     found = known.get(shapes)
     if found is True:
       return program(key, count, *operands)
