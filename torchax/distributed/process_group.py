@@ -117,8 +117,13 @@ class ProcessGroup(dist.ProcessGroup):
 
   @property
   def _device_types(self) -> list[torch.device]:
-    """Whose tensors it takes: what torch asks before it sends a state dict."""
-    return [torch.device(NAME), torch.device("cpu")]
+    """Whose tensors it takes: what torch asks before it sends a state dict.
+
+    None before the group has a name: torch would have its flight recorder, which looks
+    for a name in C++, follow it.
+    """
+    is_known = bool(self.group_name)
+    return [torch.device(NAME), torch.device("cpu")] if is_known else []
 
   def _get_backend(self, device: torch.device) -> "ProcessGroup":
     """Itself: it has no other one inside."""

@@ -80,6 +80,10 @@ def _to_power_of_two(magnitude: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(jnp.where(is_small, 0, codes), _E8M0FNU)
 
 
+# What torch calls int64 and uint64 is stored in these, without JAX's x64 mode.
+_NARROWED = (torch.int32, torch.uint32)
+
+
 class _Limits(NamedTuple):
   """What a dtype holds of Python's numbers: from the least to the most."""
 
@@ -113,6 +117,7 @@ def require_fit(value, dtype: torch.dtype, elements: int | None = None) -> None:
       as by torch.
 
   Raises:
+    OverflowError: an integer that 64 bits may hold, where these are stored in 32.
     RuntimeError: out of range; unsigned integers take -max to -1 modulo their range,
       and floats infinities, if they have any.
   """
@@ -127,10 +132,10 @@ def require_fit(value, dtype: torch.dtype, elements: int | None = None) -> None:
     return
   if limits.has_infinity and value in (math.inf, -math.inf):
     return
+  if type(value) is int and dtype in _NARROWED and narrowing.is_on():
+    raise narrowing.overflow(f"The number {value}", mappings.t2j_dtype(dtype))
   wider = "Use a wider dtype."
-  if dtype in (torch.int32, torch.uint32) and narrowing.is_on():
-    wider = f"For 64-bit integers call {narrowing.REMEDY}."
-  elif is_float:
+  if is_float:
     wider = f"Use `torch.finfo({dtype}).max`, an infinity, or a wider dtype."
   raise RuntimeError(
     f"value cannot be converted to type {dtype} without overflow: expected "
