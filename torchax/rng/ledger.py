@@ -2,7 +2,7 @@
 
   with env.rng.record() as ledger:
     model(x)
-  print(ledger)
+  str(ledger)  # a line for each draw
 
 A function notes its draws while it is traced, and they come back with every call
 (`Advance`), so a function that was compiled before shows them too. Off, recording
