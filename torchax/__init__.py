@@ -34,7 +34,6 @@ from torchax.diagnostics import compile_times, tracebacks
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import (
   applied_functions,
-  backward,
   conversion_errors,
   debug,
   factories,
@@ -150,7 +149,6 @@ def _compose() -> None:
   )
   programs.Bound.on_first = staticmethod(compile_times.listen)
   Environment.on_creation = [
-    backward.register_functions,
     factories.register_functions,
     shortcuts.register_functions,
     indexing.register_functions,
@@ -176,6 +174,7 @@ def _compose() -> None:
   _torch_compat.answer_for_accelerator(device_module.ANSWERS)
   _torch_compat.leave_data_parallel_alone()
   _torch_compat.fork_one_stream()
+  _torch_compat.keep_overrides_in_backward()
   torch.Generator = device_module.Generator  # type: ignore[misc]
   torch.Stream = streams.AnyStream  # type: ignore[misc]
   torch.Event = streams.AnyEvent  # type: ignore[misc]

@@ -10,7 +10,6 @@ import dataclasses
 import torch
 
 from torchax import _torch_compat, amp, rng
-from torchax.core import grad_mode
 from torchax.devices import placement
 from torchax.devices.forks import Fork
 from torchax.devices.generator import Generator
@@ -248,7 +247,6 @@ def get_rng_state(device: int | str | torch.device = "jax") -> torch.Tensor:
   that `set_rng_state` knows in that function alone.
   """
   placement.checked_index(device)
-  grad_mode.Recomputation.expected = True
   return rng.snapshot()
 
 

@@ -22,7 +22,7 @@ from torchax.devices import placement
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.dispatch import debug, device_plans, host_operations
 from torchax.dispatch.dispatcher import Dispatcher
-from torchax.dispatch.modes import META_FACTORIES, XLADispatchMode, XLAFunctionMode
+from torchax.dispatch.modes import XLADispatchMode, XLAFunctionMode, as_jax
 from torchax.dispatch.operator_table import OperatorTable, is_aten
 from torchax.dispatch.torch_functions import FunctionTable
 from torchax.dispatch.transfer import Move, arguments_of_to
@@ -58,17 +58,10 @@ TENSOR_CONSTRUCTORS = {
 }
 
 
-class _Modes(threading.local):
-  """Our modes among those of torch, which has some for each thread.
+class _Entered(threading.local):
+  """The modes that this thread has entered, a list for each time."""
 
-  Attributes:
-    holders: how many want them there. Inside, `Environment.enabled` says who has the
-      environment on: tasks of one thread may differ.
-    modes: the modes; none where nobody wants them.
-  """
-
-  holders = 0
-  modes: tuple = ()
+  stack: tuple = ()
 
 
 def _operators() -> tuple:
@@ -109,8 +102,6 @@ class Environment(contextlib.ContextDecorator):
   True
   """
 
-  # Factories that run as lowerings; `dispatch/factories.py` fills this in.
-  lowered_factories: ClassVar[set] = set()
   # Called with each new environment; the composition root adds the factories here.
   on_creation: ClassVar[list] = []
 
@@ -124,8 +115,8 @@ class Environment(contextlib.ContextDecorator):
     self.functions = FunctionTable(self)
     self._ops = OperatorTable(_operators, self._changed)
     self._decomps = OperatorTable(_decompositions, self._changed, _decomposition)
-    self._modes = _Modes()
     self._given_modes: dict[str, Any] = {}
+    self._entered = _Entered()
     self._property = _PropertyHolder(lambda: [RuntimeProperty(None, None, None)])
     for hook in self.on_creation:
       hook(self)
@@ -140,8 +131,8 @@ class Environment(contextlib.ContextDecorator):
 
   def enable_torch_modes(self) -> None:
     """Turns the environment on for the rest of this thread; calls nest."""
-    self._push_modes()
     switches.on_thread.environments += (self,)
+    self._enter_modes()
 
   def disable_torch_modes(self, *exc) -> None:
     """Undoes one `enable_torch_modes` of this thread.
@@ -155,28 +146,32 @@ class Environment(contextlib.ContextDecorator):
       raise RuntimeError(
         "The torchax environment is not enabled on this thread: disable follows enable."
       )
-    self._pop_modes(*exc)
+    self._exit_modes(*exc)
 
-  def _push_modes(self) -> None:
-    """Puts our modes on torch's stack, unless they are there."""
-    state = self._modes
-    if not state.modes:
-      given = self._given_modes
-      state.modes = (
-        given.get("dispatch") or XLADispatchMode(self),
-        given.get("function") or XLAFunctionMode(self),
-      )
-      for mode in state.modes:
-        mode.__enter__()
-    state.holders += 1
+  def _enter_modes(self) -> None:
+    """Enters the modes that this environment needs; there are none by default."""
+    modes = [*self._given_modes.values()]
+    if self.config.treat_cuda_as_jax_device and "function" not in self._given_modes:
+      modes.append(XLAFunctionMode(self))
+    for mode in modes:
+      mode.__enter__()
+    self._entered.stack += (modes,)
+
+  def _exit_modes(self, *exc) -> None:
+    if not self._entered.stack:
+      return  # on in the context of another thread
+    *rest, modes = self._entered.stack
+    self._entered.stack = tuple(rest)
+    for mode in reversed(modes):
+      mode.__exit__(*(exc or (None, None, None)))
 
   @property
   def _function_mode(self):
-    """The mode that catches torch functions; on by itself inside `with` it.
+    """Mode for torch functions, of programs written for upstream.
 
-    One that is set is pushed wherever the environment is turned on from then on.
+    One that is set is entered wherever the environment is turned on from then on.
     """
-    return self._given_modes.get("function") or XLAFunctionMode(self, always=True)
+    return self._given_modes.get("function") or XLAFunctionMode(self)
 
   @_function_mode.setter
   def _function_mode(self, mode) -> None:
@@ -184,63 +179,12 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def _dispatch_mode(self):
-    """The mode that catches ATen operations; see `_function_mode`."""
-    return self._given_modes.get("dispatch") or XLADispatchMode(self, always=True)
+    """Mode for ATen operations; see `_function_mode`."""
+    return self._given_modes.get("dispatch") or XLADispatchMode(self)
 
   @_dispatch_mode.setter
   def _dispatch_mode(self, mode) -> None:
     self._given_modes["dispatch"] = mode
-
-  def _pop_modes(self, *exc) -> None:
-    """Undoes one `_push_modes`."""
-    state = self._modes
-    if not state.holders:
-      return  # on in the context of another thread
-    state.holders -= 1
-    # Other modes may have been pushed on top since; then ours stay, inert.
-    if state.holders == 0 and _torch_compat.are_top_modes(*state.modes):
-      for mode in reversed(state.modes):
-        mode.__exit__(*(exc or (None, None, None)))
-      state.modes = ()
-
-  @contextlib.contextmanager
-  def renewed(self) -> Iterator[None]:
-    """The environment on, whatever torch has switched off around this code.
-
-    torch runs the handler of a function with its modes off, and a backward pass is run
-    by one: `torch.autograd.grad`. A function that is traced there needs them.
-    """
-    state = self._modes
-    if not state.modes or _torch_compat.are_top_modes(*state.modes):
-      with self:
-        yield
-      return
-    on_top = _torch_compat.is_top_dispatch_mode(state.modes[0])
-    if on_top or _torch_compat.is_watched():  # ours are still there, below it
-      with XLAFunctionMode(self):
-        yield
-      return
-    before, state.modes = state.modes, ()
-    holders, state.holders = state.holders, 0
-    try:
-      with self:
-        yield
-    finally:
-      state.modes, state.holders = before, holders
-
-  def catching_factories(self):
-    """A context in which C++ code may make tensors beside jax tensors.
-
-    The modes are off inside the handlers of operations; this turns on what a
-    composite operation that runs there needs.
-    """
-    return XLADispatchMode(self, always=True)
-
-  def _is_for_jax(self, func) -> bool:
-    """True if C++ asked for a meta tensor and the user did not."""
-    return func in META_FACTORIES and not (
-      self in switches.for_meta.get() or self in switches.suspended.get()
-    )
 
   @contextlib.contextmanager
   def disabled(self) -> Iterator[None]:
@@ -252,13 +196,13 @@ class Environment(contextlib.ContextDecorator):
       switches.drop(switches.suspended, self)
 
   def __enter__(self) -> "Environment":
-    self._push_modes()
     switches.push(switches.on, self)
+    self._enter_modes()
     return self
 
   def __exit__(self, *exc) -> None:
     switches.drop(switches.on, self)
-    self._pop_modes(*exc)
+    self._exit_modes(*exc)
 
   # Operations -----------------------------------------------------------------------
 
@@ -443,10 +387,7 @@ class Environment(contextlib.ContextDecorator):
       debug.log_mixed(name, tensor)
     way = 'Move it with `.to("jax")`, or the others with `.cpu()`.'
     if tensor.device.type == "meta":
-      way = (
-        "There are no numbers to move. If it was torch that made it, call the "
-        "operation inside `with torchax.default_env():`."
-      )
+      way = "There are no numbers to move: make it on jax."
     raise MixedDeviceError(
       f"{name} expects all tensors on jax, but one of shape {list(tensor.shape)} and "
       f"{tensor.dtype} is on {tensor.device}. {way}"
@@ -524,20 +465,16 @@ class Environment(contextlib.ContextDecorator):
   # Devices --------------------------------------------------------------------------
 
   def _should_use_torchax_tensor(self, device) -> bool:
-    """True when a factory called with this device makes a jax tensor."""
+    """True when tensors of this device are made on jax."""
     if device is None:
       device = torch.get_default_device()
     kind = torch.device(device).type
     if kind == "cuda":
       return self.enabled and self.config.treat_cuda_as_jax_device
-    return kind == "jax"
+    return kind in ("jax", _torch_compat.HIDDEN_DEVICE.type)
 
   def _is_same_device(self, the_tensor: torch.Tensor, new_device) -> bool:
     if new_device is None:
-      return True
-    if isinstance(the_tensor, Tensor) and torch.device(new_device).type == "meta":
-      # torch's C++ reports jax tensors as meta and asks for that device to keep them
-      # where they are (`clip_grad_norm_` does); a user has `torch.empty_like` for it.
       return True
     to_jax = self._should_use_torchax_tensor(new_device)
     if not (to_jax and isinstance(the_tensor, Tensor)):
@@ -550,9 +487,9 @@ class Environment(contextlib.ContextDecorator):
     if self._is_same_device(the_tensor, new_device):
       return aten._to_copy.default(the_tensor, dtype=new_dtype)
     to_jax = self._should_use_torchax_tensor(new_device)
-    if not to_jax and torch.device(new_device).type != "cpu":
+    if not to_jax and torch.device(new_device).type not in ("cpu", "meta"):
       raise MixedDeviceError(
-        f"A jax tensor moves to the CPU only, not to {new_device}."
+        f'A jax tensor moves to "jax", "cpu" and "meta", but got {new_device}.'
       )
     return Move.apply(the_tensor, new_dtype, as_jax(new_device), self)
 
@@ -565,27 +502,12 @@ class Environment(contextlib.ContextDecorator):
     )
     return tensor if is_same and not copy else self._to_copy(tensor, dtype, device)
 
-  @contextlib.contextmanager
-  def meta_is_meant(self) -> Iterator[None]:
-    """Factories inside that ask for meta tensors get them."""
-    switches.push(switches.for_meta, self)
-    try:
-      yield
-    finally:
-      switches.drop(switches.for_meta, self)
-
   def _handle_tensor_constructor(self, func, args, kwargs):
     """Runs a factory function on jax if its device says so."""
     device = kwargs.get("device") or torch.get_default_device()
     if not self._should_use_torchax_tensor(device):
       return func(*args, **kwargs)
     return func(*args, **{**kwargs, "device": as_jax(device)})
-
-
-def as_jax(device) -> torch.device:
-  """The jax device that "cuda" stands for, with its index; any other as it is."""
-  device = torch.device(device)
-  return placement.torch_device(device.index) if device.type == "cuda" else device
 
 
 _default_env: Environment | None = None

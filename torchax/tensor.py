@@ -11,6 +11,7 @@ set from there.
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -25,11 +26,11 @@ from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
 from torchax import _jax_compat, _torch_compat
-from torchax.core import grad_mode
-from torchax.core.explanations import loses_gradient, no_numbers, not_assignable
-from torchax.core.storage import Content, Rebindings, Storage, Unplaced
+from torchax.core import grad_mode, switches
+from torchax.core.explanations import loses_gradient, no_numbers
+from torchax.core.storage import Content, Rebindings, Storage
 from torchax.core.storage import active as _active
-from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, is_basic, read_chain
+from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, read_chain
 from torchax.devices import placement
 from torchax.diagnostics import printing
 from torchax.diagnostics.tracebacks import ending_at_the_user, hide
@@ -44,7 +45,9 @@ META = torch.device("meta")
 SUPPORTED_JAX_PLATFROM = ["cpu", "cuda", "gpu", "tpu"]
 
 _make_wrapper = _torch_compat.make_wrapper
-_AUTOCAST_KEYS = _torch_compat.AUTOCAST_KEYS
+_without_overrides = _torch_compat.without_function_overrides
+_is_compiling = torch.compiler.is_compiling
+_suspended = switches.suspended.get
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _set_class = object.__dict__["__class__"].__set__
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
@@ -59,7 +62,6 @@ class Tensor(torch.Tensor):
     requires_grad: record operations for autograd.
   """
 
-  __torch_function__: Any = _torch_compat.disabled_torch_function
   # Makes what torch's tracers see in place of a jax tensor; `_compose` sets it.
   of_fake: ClassVar[Callable | None] = None
   # Has the gradient of a leaf lie where the leaf does; `_compose` sets it.
@@ -68,8 +70,6 @@ class Tensor(torch.Tensor):
   # its own; `distributed` sets them.
   told_class: ClassVar[type | None] = None
   is_told: ClassVar[Callable] = staticmethod(lambda tensor: False)
-  # True of the wrapper; who asks wants to know whether there are numbers.
-  is_meta = False
 
   @staticmethod
   def __new__(cls, elem: Array, env, requires_grad=False):
@@ -77,9 +77,7 @@ class Tensor(torch.Tensor):
       cls,
       elem.shape,
       dtype=mappings.j2t_dtype(elem.dtype),
-      device=META,
       requires_grad=requires_grad,
-      _extra_dispatch_keys=_AUTOCAST_KEYS,
     )
 
   def __init__(self, elem: Array, env, requires_grad=False):
@@ -98,13 +96,28 @@ class Tensor(torch.Tensor):
     _set_class(self, cls)
 
   @classmethod
+  def __torch_function__(cls, func, types, args=(), kwargs=None):
+    """Run a torch function by the environment's table, if it has an entry there."""
+    if _is_compiling():  # Dynamo reads this: its graph holds torch's own functions
+      return super().__torch_function__(func, types, args, kwargs or {})
+    if len(types) > 1 and any(map(_handles_functions, types)):
+      return NotImplemented
+    try:
+      env = find_env(args, kwargs)
+      handler = env.functions.get(func)
+      with _without_overrides():
+        if handler is not None and env not in _suspended():
+          return handler(args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+    except Exception as error:
+      hide(error)
+      raise
+
+  @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
     try:
-      try:
-        env = args[0]._env
-      except (IndexError, AttributeError):
-        env = find_env(args, kwargs)
-      return env.dispatch(func, types, args, kwargs)
+      with _without_overrides():
+        return find_env(args, kwargs).dispatch(func, types, args, kwargs)
     except Exception as error:
       hide(error)
       raise
@@ -127,8 +140,6 @@ class Tensor(torch.Tensor):
       outer_size,
       strides=outer_stride,
       dtype=shell.dtype,
-      device=META,
-      _extra_dispatch_keys=_AUTOCAST_KEYS,
     )
     tensor._storage, tensor._chain, tensor._env = storage, chain, env
     return tensor
@@ -184,15 +195,6 @@ class Tensor(torch.Tensor):
       hide(error)
       raise
 
-  def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-    """As `torch.Tensor.backward`; on any thread, in or out of the environment."""
-    try:
-      with self._env.catching_factories():
-        super().backward(gradient, retain_graph, create_graph, inputs)
-    except Exception as error:
-      hide(error)
-      raise
-
   def replace_jax(self, array: Array) -> None:
     """Replaces the numbers, as an in-place operation does: views and bases follow.
 
@@ -207,38 +209,6 @@ class Tensor(torch.Tensor):
     if self._chain is not WHOLE:
       array = self._chain.write(self._storage.read(), array)
     self._storage.write(array)
-
-  def __getitem__(self, index):
-    try:
-      if type(index) is slice or type(index) is int:
-        return super().__getitem__(index)
-      index = index_of(index, self)
-      if needs_care(index):
-        return self._env.functions.get(torch.Tensor.__getitem__)((self, index), {})
-      return super().__getitem__(index)
-    except Exception as error:
-      hide(error)
-      raise
-
-  def __setitem__(self, index, value) -> None:
-    try:
-      if isinstance(value, bool | int | float | complex) and is_basic(index):
-        if type(value) is complex or not self.dtype.is_floating_point:
-          value_of(value, self)  # raises for a number that does not fit
-        target = self[index]
-        if 0 in target.stride():  # `copy_` refuses elements that share their memory
-          target.copy_(value_of(value, self))
-        else:
-          target.fill_(value)
-        return
-      index, value = index_of(index, self), value_of(value, self)
-      if needs_care(index):
-        self._env.functions.get(torch.Tensor.__setitem__)((self, index, value), {})
-        return
-      super().__setitem__(index, value)
-    except Exception as error:
-      hide(error)
-      raise
 
   @ending_at_the_user
   def torch(self) -> TorchTensor:
@@ -331,17 +301,13 @@ class Tensor(torch.Tensor):
       non_blocking: accepted; JAX runs asynchronously in any case.
     """
     if dtype is None:
-      return super().type().replace("torch.meta.", "torch.jax.")
+      return super().type().replace("torch.lazy.", "torch.jax.")
     if isinstance(dtype, str) and dtype.startswith("torch.jax."):
       on_cpu = getattr(torch, dtype.removeprefix("torch.jax."), None)
       if on_cpu is None:
         raise ValueError(f"invalid type: {dtype!r}. Pass a torch.dtype instead.")
       dtype = on_cpu.dtype
     return self.to(dtype) if isinstance(dtype, torch.dtype) else super().type(dtype)
-
-  def type_as(self, other: TorchTensor) -> TorchTensor:
-    """This tensor in the dtype of another, on its device."""
-    return self.to(other.device, other.dtype)
 
   def new(self, *data_or_size) -> TorchTensor:  # type: ignore[override]
     """torch's legacy constructor: of a size, or of numbers, in this dtype on jax."""
@@ -507,81 +473,25 @@ class Tensor(torch.Tensor):
     return self if isinstance(self, cls) else super().as_subclass(cls)
 
 
+@functools.lru_cache(maxsize=1024)  # it keeps the classes
+def _handles_functions(cls: Any) -> bool:
+  """Whether a class that is not ours handles torch functions: then it goes first."""
+  if issubclass(cls, Tensor | _jax_compat.ArrayImpl | _jax_compat.Tracer):
+    return False
+  if cls.__module__.startswith("torch.nested."):
+    return False  # torch's own; they are refused by name
+  handler = getattr(cls.__torch_function__, "__func__", None)
+  return handler not in (None, torch.Tensor.__torch_function__.__func__)
+
+
 def _is_unresolved(tensor: Tensor) -> bool:
   """True where torch takes a copy before it looks, or a place is not known yet."""
   return _is_conj(tensor) or _is_neg(tensor) or tensor._chain.is_traced
 
 
-def index_of(index, indexed: Tensor):
-  """An index with tensors for its sequences: torch would make them on meta."""
-  kind = type(index)
-  if kind is int or kind is slice:
-    return index
-  if kind is list and not all(isinstance(i, int | float | np.generic) for i in index):
-    index = tuple(index)  # as torch reads it
-  if not isinstance(index, tuple):
-    parts = _parts_of(index, indexed)
-    return parts[0] if len(parts) == 1 else tuple(parts)
-  return tuple([part for given in index for part in _parts_of(given, indexed)])
-
-
-def _parts_of(part, indexed: Tensor) -> list:
-  """One part of an index: numbers, slices and jax tensors as they are."""
-  if isinstance(part, jax.core.Tracer):
-    return [new_tensor(part, indexed._env)]
-  if isinstance(part, jax.Array):
-    part = np.array(part)
-  if isinstance(part, list | tuple | range | np.ndarray):
-    part = torch.as_tensor(part, device="cpu")
-    part = part if part.dtype in _MASKS else part.long()
-  is_known_mask = type(part) is torch.Tensor and part.dtype in _MASKS and part.dim()
-  if is_known_mask and not _jax_compat.is_top_level():
-    return list(part.nonzero(as_tuple=True))  # in a trace it would lose its values
-  return [part]
-
-
-_MASKS = (torch.bool, torch.uint8)
-
-
-def needs_care(index) -> bool:
-  """True for an index whose numbers or truth values torch's C++ cannot look at.
-
-  It would make an index tensor of True on the wrapper's meta device.
-  """
-  if type(index) is tuple:
-    return any(map(needs_care, index))
-  if isinstance(index, bool):
-    return True
-  if not isinstance(index, torch.Tensor) or index.dim():
-    return False
-  if index.dtype in _MASKS:
-    return True
-  is_number = isinstance(index, Tensor) and not index.dtype.is_floating_point
-  return is_number and is_traced(index)
-
-
 def is_traced(tensor: Any) -> bool:
   """True where the numbers of a tensor are not known yet."""
   return isinstance(tensor._storage.read(tensor), jax.core.Tracer)
-
-
-def value_of(value, tensor: Tensor):
-  """A number as a tensor that can be assigned to parts of `tensor`.
-
-  torch would make a tensor of it on the wrapper's meta device.
-
-  Raises:
-    RuntimeError: the number does not fit the dtype of `tensor`.
-    TypeError: an array or a number of numpy's, which torch takes nowhere.
-  """
-  if isinstance(value, np.ndarray | np.generic):
-    raise not_assignable(value, tensor.device)
-  if not isinstance(value, bool | int | float | complex):
-    return value
-  number = torch.full((), value, dtype=tensor.dtype, device="cpu")
-  made = new_tensor(mappings.t2j(number), tensor._env)
-  made._storage.__class__ = Unplaced
-  return made
 
 
 def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool):
@@ -614,9 +524,7 @@ def new_tensor(array: jax.Array, env) -> Tensor:
   if dtype is None:
     dtype = mappings.j2t_dtype(array.dtype)  # raises what is wrong
   try:
-    tensor = _make_wrapper(
-      Tensor, array.shape, dtype=dtype, device=META, _extra_dispatch_keys=_AUTOCAST_KEYS
-    )
+    tensor = _make_wrapper(Tensor, array.shape, dtype=dtype)
   except TypeError as error:
     raise TypeError(
       "A torch tensor has sizes that are numbers, but got the shape "
@@ -658,8 +566,6 @@ def alias(
     strides=layout.stride(),
     storage_offset=layout.storage_offset(),
     dtype=layout.dtype,
-    device=META,
-    _extra_dispatch_keys=_AUTOCAST_KEYS,
   )
   other._storage, other._chain, other._env = storage, chain, source._env
   if chain.is_marked:
@@ -679,6 +585,10 @@ def rebind(tensor: Tensor, source: Tensor) -> None:
 
 def find_env(args, kwargs):
   """The environment of the first torchax tensor among the arguments."""
+  try:
+    return args[0]._env
+  except (IndexError, AttributeError):
+    pass
   for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
     if isinstance(leaf, Tensor):
       return leaf._env

@@ -22,7 +22,7 @@ from torchax.core.view_steps import (
   ViewInfo,
   ViewInfoType,
 )
-from torchax.tensor import META, Tensor, alias, new_tensor
+from torchax.tensor import Tensor, alias, new_tensor
 
 __all__ = [
   "AsStridedInfo",
@@ -52,8 +52,6 @@ class View(Tensor):
       cls,
       shape,
       dtype=parent.dtype,
-      device=META,
-      _extra_dispatch_keys=_torch_compat.AUTOCAST_KEYS,
     )
 
   def __init__(self, parent: Tensor, view_info: ViewInfo, env: Any):

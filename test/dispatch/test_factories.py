@@ -9,7 +9,7 @@ from compare import assert_same
 from ops.harness import floats
 
 import torchax
-from torchax.errors import MixedDeviceError, UnsupportedDtypeError
+from torchax.errors import UnsupportedDtypeError
 from torchax.interop import jax_jit
 from torchax.tensor import Tensor
 
@@ -214,16 +214,58 @@ def test_data_follows_the_default_device(default_jax):
     assert_same(torch.tensor([1.0, 2.0]), torch.ones(2, device="cpu").cumsum(0))
 
 
-@pytest.mark.parametrize("function", [torch.tensor, torch.as_tensor])
-def test_data_needs_the_environment_and_the_error_says_so(function):
-  with pytest.raises(MixedDeviceError, match="default_env") as error:
-    function([1.0, 2.0], device="jax")
-  assert '.to("jax")' in str(error.value)
+@pytest.mark.parametrize("function", [torch.tensor, torch.as_tensor, torch.asarray])
+def test_data_becomes_a_jax_tensor_without_the_environment(function):
+  assert_same(function([1.0, 2.0], device="jax"), torch.tensor([1.0, 2.0]))
+  assert_same(function(3.0, device="jax"), torch.tensor(3.0))
 
 
-def test_data_needs_the_environment_under_a_default_device(default_jax):
-  with pytest.raises(MixedDeviceError, match="default_env"):
-    torch.tensor([1.0, 2.0])
+def test_numbers_and_jax_tensors_are_data():
+  x = A.to("jax")
+  made = torch.tensor([x[0, 0], 2.0], device="jax")
+  assert_same(made, torch.stack([A[0, 0], torch.tensor(2.0)]))
+
+
+def test_data_follows_the_default_device_without_environment(default_jax):
+  assert_same(torch.tensor([1.0, 2.0]), torch.ones(2, device="cpu").cumsum(0))
+
+
+@pytest.mark.parametrize("where", ["hook", "post_accumulate_hook", "backward"])
+def test_factories_work_inside_backward(where, in_and_out):
+  """User code that autograd calls makes tensors on jax as any other code does."""
+
+  class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+      return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+      return grad * torch.tensor(2.0, device=grad.device)
+
+  x = torch.ones(3, device="jax", requires_grad=True)
+  made = []
+
+  def hook(tensor):
+    made.append(torch.as_tensor(0.5, device=tensor.device))
+    made.append(torch.where(tensor > 0, tensor, 1.0))
+    return None
+
+  if where == "hook":
+    x.register_hook(hook)
+  elif where == "post_accumulate_hook":
+    x.register_post_accumulate_grad_hook(lambda leaf: hook(leaf.grad))
+  Double.apply(x).sum().backward()
+  assert all(isinstance(tensor, Tensor) for tensor in (x.grad, *made))
+  assert_same(x.grad, torch.full((3,), 2.0))
+  assert len(made) == (0 if where == "backward" else 2)
+
+
+@pytest.mark.parametrize("cast", [torch.Tensor.type_as, torch.Tensor.to])
+def test_a_cpu_tensor_goes_where_another_one_is(cast, in_and_out):
+  made = cast(torch.ones(4), torch.zeros(2, dtype=torch.int32, device="jax"))
+  assert isinstance(made, Tensor)
+  assert_same(made, torch.ones(4, dtype=torch.int32))
 
 
 def test_the_default_device_can_be_asked_for(default_jax, in_and_out):
@@ -236,7 +278,7 @@ def test_a_jax_array_is_data():
     made = torch.tensor(array, device="jax")
     same = torch.as_tensor(array, device="jax")
   assert_same(made, torch.arange(3.0))
-  assert same.jax() is array
+  assert_same(same, torch.arange(3.0))
 
 
 def test_a_jax_tensor_is_copied_by_tensor_and_kept_by_as_tensor():
@@ -289,15 +331,9 @@ def test_initialisers_fill_parameters(init, in_and_out):
   assert parameter.detach().abs().sum() > 0
 
 
-def test_pinned_memory_of_the_host_is_plain_in_the_environment():
-  with torchax.default_env():
-    made = [
-      torch.zeros(3, pin_memory=True),
-      torch.tensor([0.0, 0.0, 0.0], pin_memory=True),
-      torch.zeros(3, device="cpu").new_zeros(3, pin_memory=True),
-    ]
-  for tensor in made:
-    assert type(tensor) is torch.Tensor and tensor.tolist() == [0.0, 0.0, 0.0]
+def test_pinned_memory_of_the_host_is_plain():
+  made = torch.zeros(3).pin_memory()
+  assert type(made) is torch.Tensor and made.tolist() == [0.0, 0.0, 0.0]
   # C++ asks nobody; docs/devices.md says what to write.
   with pytest.raises(RuntimeError, match="(?i)pinned"):
     torch.zeros(3, pin_memory=True)

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchax
-from torchax.core import grad_mode
 from torchax.errors import UnsupportedDtypeError
 
 
@@ -137,15 +136,10 @@ class Attention(nn.Module):
 FLOPS = {"linear": _model, "attention": Attention}
 
 
-@pytest.mark.parametrize("recomputes", [True, False])
 @pytest.mark.parametrize("is_on", [True, False])
 @pytest.mark.parametrize("row", FLOPS)
-def test_a_counter_of_operations_counts_those_on_jax(
-  row, is_on, recomputes, monkeypatch
-):
+def test_a_counter_of_operations_counts_those_on_jax(row, is_on):
   make = FLOPS[row]
-  # As after a checkpoint anywhere in the process.
-  monkeypatch.setattr(grad_mode.Recomputation, "expected", recomputes)
 
   def count(model, points) -> dict:
     with FlopCounterMode(display=False) as counter:

@@ -70,7 +70,6 @@ TENSORS = {
   "pickled": (lambda: pickle.loads(pickle.dumps(ones(2))), [1, 1]),
   "copied": (lambda: copy.deepcopy(ones(2)).device.type, "jax"),
   "in a format": (lambda: f"{ones(()):.2f}", "1.00"),
-  "device of one on cuda": (lambda: torch.ones(2).to("cuda").device.type, "jax"),
   "moved without blocking": (
     lambda: torch.ones(2, device="cpu").to("jax", non_blocking=True),
     [1, 1],

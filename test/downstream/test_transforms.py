@@ -9,8 +9,9 @@ from torchax import interop
 
 
 def _shifted(x):
-  assert x.device == torch.device("jax", 0)
-  return (x * torch.arange(2.0, device=x.device) + torch.ones(2, device=x.device)).sum()
+  shift = torch.ones(2, device=x.device)
+  assert shift.device == torch.device("jax", 0)
+  return (x * torch.arange(2.0, device=x.device) + shift).sum()
 
 
 TRANSFORMS = {

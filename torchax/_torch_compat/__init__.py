@@ -64,6 +64,7 @@ from torchax._torch_compat.functions import (
   are_transforms_active,
   handing_out_by,
   intercept_applied_functions,
+  keep_overrides_in_backward,
 )
 from torchax._torch_compat.graphs import (
   DataDependentOutputException,
@@ -88,7 +89,6 @@ from torchax._torch_compat.graphs import (
 from torchax._torch_compat.modes import (
   DispatchMode,
   above_dispatch,
-  are_top_modes,
   dispatch_depth,
   dispatch_is_excluded,
   forward_ad_is_on,
@@ -96,12 +96,12 @@ from torchax._torch_compat.modes import (
   holder,
   in_backward,
   in_function_forward,
-  is_top_dispatch_mode,
   is_transforming,
   is_watched,
   recording_anew,
   unnoticed,
   unwatched,
+  with_function_overrides,
   without_dispatch,
   without_function_modes,
   without_function_overrides,
@@ -133,6 +133,10 @@ from torchax._torch_compat.swaps import (
 )
 from torchax._torch_compat.wrappers import (
   AUTOCAST_KEYS,
+  HIDDEN_DEVICE,
+  HIDDEN_KEY,
+  SHAPE_KEY,
+  CpuSubclass,
   correct_aliasing,
   disabled_torch_function,
   innermost,
@@ -146,6 +150,12 @@ from torchax._torch_compat.wrappers import (
 )
 
 __all__ = [
+  "with_function_overrides",
+  "keep_overrides_in_backward",
+  "CpuSubclass",
+  "HIDDEN_KEY",
+  "SHAPE_KEY",
+  "HIDDEN_DEVICE",
   "AUTOCAST_KEYS",
   "BACKEND",
   "DataDependentOutputException",
@@ -159,7 +169,6 @@ __all__ = [
   "above_dispatch",
   "answer_for_accelerator",
   "apply_function",
-  "are_top_modes",
   "are_transforms_active",
   "aten_packets",
   "attention_of_heads",
@@ -203,7 +212,6 @@ __all__ = [
   "is_for_backend",
   "is_parameter",
   "is_read_later",
-  "is_top_dispatch_mode",
   "is_tracing",
   "is_transforming",
   "is_watched",

@@ -9,7 +9,13 @@ import torch
 from torch.utils import backend_registration
 
 from torchax import private
-from torchax._torch_compat.wrappers import AUTOCAST, AUTOCAST_KEYS
+from torchax._torch_compat.wrappers import (
+  AUTOCAST,
+  AUTOCAST_KEYS,
+  HIDDEN_DEVICE,
+  HIDDEN_KEY,
+  SHAPE_KEY,
+)
 
 BACKEND = "jax"
 
@@ -125,7 +131,8 @@ def _module_to(self, device=None):
 
 def register_kernel(name: str, kernel, key: str = "PrivateUse1") -> None:
   """Runs `kernel` for `aten::name` when called with device="jax" and no jax tensor."""
-  _kernels.impl(name, kernel, key)
+  # torch has kernels of its own for the keys of a wrapper.
+  _kernels.impl(name, kernel, key, allow_override=key in (HIDDEN_KEY, SHAPE_KEY))
 
 
 _fallbacks = torch.library.Library("_", "IMPL")
@@ -173,12 +180,12 @@ _supported_types = [
 def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices=False):
   """torch's groups by (device, dtype), with the device that Python sees.
 
-  C++ sees that of a wrapper, meta, which torch takes as a reason against foreach.
+  C++ sees that of a wrapper, which torch takes as a reason against foreach.
   """
   groups = _group_tensors(tensorlistlist, with_indices)
   found = {}
   for (device, dtype), (lists, indices) in groups.items():
-    if device.type != "meta":
+    if device != HIDDEN_DEVICE:
       found[device, dtype] = lists, indices
       continue
     rows: dict[torch.device, list[int]] = {}

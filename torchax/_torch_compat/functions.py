@@ -1,9 +1,12 @@
 """`torch.autograd.Function`: how functions with a gradient of their own are applied."""
 
+import functools
+
 import torch
 
 from torchax import private
 from torchax._torch_compat.graphs import keep_from_dynamo
+from torchax._torch_compat.modes import with_function_overrides
 
 _QUICKER = "calls of functions with gradients, which are quicker with it"
 are_transforms_active = private.find(
@@ -19,6 +22,25 @@ def apply_function(function: type[torch.autograd.Function], *args):
   if are_transforms_active():
     return function.apply(*args)
   return super(torch.autograd.Function, function).apply(*args)
+
+
+_HOOKS = "functions of torch that hooks and backward passes of a user call"
+_run_backward = private.find("torch.autograd._engine_run_backward", _HOOKS)
+
+
+def keep_overrides_in_backward() -> None:
+  """Has what a backward pass calls be handled by classes, as around it.
+
+  torch turns that off while it runs `backward` or `grad` of tensors whose class handles
+  functions: hooks, checkpoints and backward formulas of a user would run without.
+  """
+
+  @functools.wraps(_run_backward)
+  def _engine_run_backward(*args, **kwargs):
+    with with_function_overrides():
+      return _run_backward(*args, **kwargs)
+
+  private.walk("torch.autograd")._engine_run_backward = _engine_run_backward
 
 
 _FUNCTIONS = "the backward of a torch.autograd.Function inside a JAX transformation"

@@ -36,10 +36,12 @@ unnoticed = (
   if isinstance(without_function_modes, private.Unavailable)
   else without_function_modes
 )
-# Context manager: `__torch_function__` of classes is not asked.
-without_function_overrides = private.find(
-  "torch._C.DisableTorchFunctionSubclass", "a graph that torch captures"
+_OVERRIDES = "functions of torch that are caught above their operations"
+# Context managers: `__torch_function__` of classes is not asked, or is asked again.
+without_function_overrides = private.essential(
+  "torch._C.DisableTorchFunctionSubclass", _OVERRIDES
 )
+with_function_overrides = private.essential("torch._C._EnableTorchFunction", _OVERRIDES)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -69,32 +71,9 @@ def _unknown_depth() -> int:
 dispatch_depth = private.find(
   "torch._C._len_torch_dispatch_stack", _MODES, instead=_unknown_depth
 )
-_function_depth = private.find(
-  "torch._C._len_torch_function_stack", _MODES, instead=_unknown_depth
-)
-_function_mode_at = private.find(
-  "torch._C._get_function_stack_at", _MODES, instead=lambda place: None
-)
 _dispatch_mode_at = private.find(
   "torch._C._get_dispatch_stack_at", _MODES, instead=lambda place: None
 )
-
-
-def are_top_modes(dispatch_mode, function_mode) -> bool:
-  """True when both modes are the innermost of their kind on this thread."""
-  functions, dispatches = _function_depth(), dispatch_depth()
-  return (
-    functions > 0
-    and dispatches > 0
-    and _function_mode_at(functions - 1) is function_mode
-    and _dispatch_mode_at(dispatches - 1) is dispatch_mode
-  )
-
-
-def is_top_dispatch_mode(mode) -> bool:
-  """True when it is the innermost dispatch mode on this thread."""
-  depth = dispatch_depth()
-  return depth > 0 and _dispatch_mode_at(depth - 1) is mode
 
 
 def is_watched() -> bool:

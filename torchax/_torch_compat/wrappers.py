@@ -1,25 +1,26 @@
 """Tensors without memory of their own, and what torch asks them."""
 
+import functools
+
 import torch
 
 from torchax import private
 from torchax._torch_compat.modes import without_dispatch
 
-# (cls, size, *, strides, storage_offset, dtype, device, requires_grad): a tensor
-# without memory of its own whose operations go to `cls.__torch_dispatch__`.
-make_wrapper = private.essential(
-  "torch.Tensor._make_wrapper_subclass",
-  "the class of its tensors, which have no memory that torch knows",
-)
+_WRAPPERS = "the class of its tensors, which have no memory that torch knows"
+_make_wrapper = private.essential("torch.Tensor._make_wrapper_subclass", _WRAPPERS)
+_make_subclass = private.essential("torch.Tensor._make_subclass", _WRAPPERS)
+_key_set = private.essential("torch._C.DispatchKeySet", _WRAPPERS)
+_meta_key = private.essential("torch._C.DispatchKey.Meta", _WRAPPERS)
 
-AUTOCAST = 'torch.autocast("jax")'
-_key_set = private.find("torch._C.DispatchKeySet", AUTOCAST, instead=None)
-_autocast_key = private.find(
-  "torch._C.DispatchKey.AutocastPrivateUse1", AUTOCAST, instead=None
-)
-# Among a wrapper's `_extra_dispatch_keys`, it makes `torch.autocast("jax")` see the
-# wrapper, whose device is meta to torch. The key is masked where autocast is off.
-AUTOCAST_KEYS = _key_set(_autocast_key) if _key_set and _autocast_key else None
+# Device of a wrapper as C++ sees it; Python sees "jax". What C++ makes beside a wrapper
+# goes to the kernels of this device, which are ours (`functions/factories.py`), and
+# autograd runs on the calling thread for it. It does so for meta too, but there the
+# numbers of such a tensor are lost.
+HIDDEN_DEVICE = torch.device("lazy")
+HIDDEN_KEY = "Lazy"
+# Key of a wrapper under `without_dispatch`: torch's shape functions run on it.
+SHAPE_KEY = "Meta"
 
 
 @classmethod
@@ -34,6 +35,40 @@ disabled_torch_function = private.find(
   "calls of torch functions at their full speed",
   instead=_call_without_overrides,
 )
+
+
+class CpuSubclass(torch.Tensor):
+  """A tensor on the CPU whose operations go to `cls.__torch_dispatch__`.
+
+  Attributes:
+    plain: a tensor of the same memory, without the class.
+  """
+
+  __torch_function__ = disabled_torch_function
+
+  @classmethod
+  def of(cls, plain: torch.Tensor):
+    """A tensor of this class with the memory of a plain one."""
+    made = _make_subclass(cls, plain)
+    made.plain = plain
+    return made
+
+
+AUTOCAST = 'torch.autocast("jax")'
+_autocast_key = private.find(
+  "torch._C.DispatchKey.AutocastPrivateUse1", AUTOCAST, instead=None
+)
+# The key of `torch.autocast("jax")`, which is masked where autocast is off.
+AUTOCAST_KEYS = _key_set(_autocast_key) if _autocast_key else None
+_KEYS = _key_set(_meta_key)
+_KEYS = _KEYS | AUTOCAST_KEYS if AUTOCAST_KEYS else _KEYS
+
+# (cls, size, *, strides, storage_offset, dtype, requires_grad): a tensor without memory
+# of its own whose operations go to `cls.__torch_dispatch__`.
+make_wrapper = functools.partial(
+  _make_wrapper, device=HIDDEN_DEVICE, _extra_dispatch_keys=_KEYS
+)
+
 
 # (tensor, bool): marks a wrapper as the conjugate or the negative of what torch
 # believes to be its memory, so that `resolve_conj`, `is_conj`, `imag` act as on the

@@ -106,23 +106,6 @@ def detaches() -> bool:
   return not (_jax_compat.is_top_level() or _saved.are_handed_out)
 
 
-class Recomputation:
-  """Whether a backward pass may run a part of its forward pass again.
-
-  Attributes:
-    expected: True once something was recorded for a checkpoint, or somebody has asked
-      for the random state, as checkpoints do.
-  """
-
-  expected = False
-
-  @classmethod
-  def note(cls) -> None:
-    """Notes that torch is recording for a checkpoint, if it is."""
-    if _torch_compat.has_saved_tensors_hooks():
-      cls.expected = True
-
-
 def is_stopped() -> bool:
   """True where results have no gradient, whatever they are computed from."""
   if torch.is_grad_enabled() or _jax_compat.is_top_level():

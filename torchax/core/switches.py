@@ -25,9 +25,6 @@ on_thread = _OnThread()
 suspended: ContextVar[tuple] = ContextVar("suspended", default=())
 """Environments inside of which torch is plain for a while."""
 
-for_meta: ContextVar[tuple] = ContextVar("for_meta", default=())
-"""Environments in which the user has asked for meta tensors."""
-
 
 def push(switch: ContextVar[tuple], value: Any) -> None:
   """Adds a value at the end."""

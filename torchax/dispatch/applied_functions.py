@@ -160,7 +160,7 @@ class _Backward:
     """Traces what torch computes for `recorded` with respect to `sources`."""
 
     def backward(*cotangents):
-      with _torch_compat.above_dispatch(), rng.continued(), env.catching_factories():
+      with _torch_compat.above_dispatch(), rng.continued():
         seeds = [new_tensor(array, env) for array in conjugate(cotangents)]
         found = torch.autograd.grad(
           recorded, sources, seeds, retain_graph=retains, allow_unused=True

@@ -226,7 +226,6 @@ def call(function: ArrayFunction | WithNumbers, tensors: list[Tensor]):
     The function's pytree with tensors for its arrays.
   """
   if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-    grad_mode.Recomputation.note()
     structure: list = []
     leaves = _torch_compat.apply_function(_Call, function, structure, *tensors)
     return jax.tree.unflatten(structure[0], leaves)

@@ -45,7 +45,6 @@ class _Rule:
       _torch_compat.without_function_modes(),
       _torch_compat.without_autocast(),
       grad_mode.in_formula(),
-      self.env.catching_factories(),
     ):
       tensors = [new_tensor(array, self.env) for array in residuals[self.count :]]
       sources = [tensor for tensor, want in zip(tensors, wanted) if want]

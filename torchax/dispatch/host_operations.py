@@ -7,14 +7,16 @@ draws, and changes of tensors that outlive the trace.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from torchax import _torch_compat
 from torchax.core.storage import Boundary, active
 from torchax.diagnostics import user_code
+from torchax.diagnostics.tracebacks import hide
 from torchax.errors import MutationError, TracedDrawError
 from torchax.ops.names import aten
 from torchax.ops.schema import schema_of
@@ -97,14 +99,34 @@ def _tensors(values):
       yield from _tensors(value)
 
 
-def noted(func: Callable) -> Callable:
-  """A function of a tensor whose numbers Python gets, which notes it in a trace."""
+class _Functions(TorchFunctionMode):
+  """Guards on what Python reads of the CPU without an operation."""
 
-  def run_noted(args, kwargs):
-    note(args[0])
-    return func(*args, **kwargs)
+  def __torch_function__(self, func, types, args=(), kwargs=None):
+    if func in _READS:
+      note(args[0] if args else next(iter((kwargs or {}).values()), None))
+    return func(*args, **(kwargs or {}))
 
-  return run_noted
+
+class _Operations(_torch_compat.DispatchMode):
+  """Runs the operations of a trace of which no tensor is on jax."""
+
+  def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    kwargs = kwargs or {}
+    if active.boundary is None or any(issubclass(cls, Tensor) for cls in types):
+      return func(*args, **kwargs)
+    try:
+      return run(active.boundary, func, args, kwargs)
+    except Exception as error:
+      hide(error)
+      raise
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+  """Guards on operations on the CPU, while a function is traced."""
+  with _Functions(), _Operations():
+    yield
 
 
 class _Following:
@@ -152,5 +174,14 @@ def note(value) -> None:
     boundary.note_host(value)
 
 
-# Functions that give numbers to Python without an operation.
-READS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)
+# Functions that read numbers without an operation that modes see.
+_READS = frozenset(
+  {
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.tensor,
+    torch.as_tensor,
+    torch.asarray,
+  }
+)

@@ -5,25 +5,22 @@ the index as `Tensor.__getitem__` prepares it. And an integer tensor without dim
 which is an index like a Python number, may have no value yet: inside a JAX trace it
 becomes the start of a dynamic slice.
 
-The preparation of an index is in `tensor.py`, the choice of elements in
-`ops/jaten/indexing.py`.
+The choice of elements is in `ops/jaten/indexing.py`.
 """
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
-from torchax.core.storage import ReadOnly
-from torchax.core.view_steps import TracedIndexInfo
+from torchax import _jax_compat
+from torchax.core.explanations import not_assignable
+from torchax.core.storage import ReadOnly, Unplaced
+from torchax.core.view_steps import TracedIndexInfo, is_basic
 from torchax.dispatch.views import of_grad_mode
+from torchax.ops import mappings
 from torchax.ops.names import aten
-from torchax.tensor import (
-  Tensor,
-  index_of,
-  is_traced,
-  needs_care,
-  new_tensor,
-  value_of,
-)
+from torchax.tensor import Tensor, is_traced, new_tensor
 
 _getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _ALL = slice(None)
@@ -32,20 +29,96 @@ _MASKS = (torch.bool, torch.uint8)
 
 def _getitem_handler(args, kwargs):
   tensor, index = args
-  if not isinstance(tensor, Tensor):
+  if type(index) is slice or type(index) is int or not isinstance(tensor, Tensor):
     return _getitem(tensor, index)
-  index = index_of(index, tensor)
-  return read(tensor, index) if needs_care(index) else _getitem(tensor, index)
+  index = _index_of(index, tensor)
+  return read(tensor, index) if _needs_care(index) else _getitem(tensor, index)
 
 
 def _setitem_handler(args, kwargs):
   tensor, index, value = args
   if not isinstance(tensor, Tensor):
     return _setitem(tensor, index, value)
-  index, value = index_of(index, tensor), value_of(value, tensor)
-  if needs_care(index):
+  if isinstance(value, bool | int | float | complex) and is_basic(index):
+    return _fill(tensor, _getitem(tensor, index), value)
+  index, value = _index_of(index, tensor), _value_of(value, tensor)
+  if _needs_care(index):
     return write(tensor, index, value)
   return _setitem(tensor, index, value)
+
+
+def _fill(tensor: Tensor, target: Tensor, value) -> None:
+  """`target[...] = value`, where the target is a part of the tensor."""
+  if type(value) is complex or not tensor.dtype.is_floating_point:
+    _value_of(value, tensor)  # raises for a number that does not fit
+  if 0 in target.stride():  # `copy_` refuses elements that share their memory
+    target.copy_(_value_of(value, tensor))
+  else:
+    target.fill_(value)
+
+
+def _index_of(index, indexed: Tensor):
+  """An index with tensors for its sequences: torch would make them on meta."""
+  kind = type(index)
+  if kind is int or kind is slice:
+    return index
+  if kind is list and not all(isinstance(i, int | float | np.generic) for i in index):
+    index = tuple(index)  # as torch reads it
+  if not isinstance(index, tuple):
+    parts = _parts_of(index, indexed)
+    return parts[0] if len(parts) == 1 else tuple(parts)
+  return tuple([part for given in index for part in _parts_of(given, indexed)])
+
+
+def _parts_of(part, indexed: Tensor) -> list:
+  """One part of an index: numbers, slices and jax tensors as they are."""
+  if isinstance(part, jax.core.Tracer):
+    return [new_tensor(part, indexed._env)]
+  if isinstance(part, jax.Array):
+    part = np.array(part)
+  if isinstance(part, list | tuple | range | np.ndarray):
+    part = torch.as_tensor(part, device="cpu")
+    part = part if part.dtype in _MASKS else part.long()
+  is_known_mask = type(part) is torch.Tensor and part.dtype in _MASKS and part.dim()
+  if is_known_mask and not _jax_compat.is_top_level():
+    return list(part.nonzero(as_tuple=True))  # in a trace it would lose its values
+  return [part]
+
+
+def _needs_care(index) -> bool:
+  """True for an index whose numbers or truth values torch's C++ cannot look at.
+
+  It would make an index tensor of True on the wrapper's meta device.
+  """
+  if type(index) is tuple:
+    return any(map(_needs_care, index))
+  if isinstance(index, bool):
+    return True
+  if not isinstance(index, torch.Tensor) or index.dim():
+    return False
+  if index.dtype in _MASKS:
+    return True
+  is_number = isinstance(index, Tensor) and not index.dtype.is_floating_point
+  return is_number and is_traced(index)
+
+
+def _value_of(value, tensor: Tensor):
+  """A number as a tensor that can be assigned to parts of `tensor`.
+
+  torch would make a tensor of it on the wrapper's meta device.
+
+  Raises:
+    RuntimeError: the number does not fit the dtype of `tensor`.
+    TypeError: an array or a number of numpy's, which torch takes nowhere.
+  """
+  if isinstance(value, np.ndarray | np.generic):
+    raise not_assignable(value, tensor.device)
+  if not isinstance(value, bool | int | float | complex):
+    return value
+  number = torch.full((), value, dtype=tensor.dtype, device="cpu")
+  made = new_tensor(mappings.t2j(number), tensor._env)
+  made._storage.__class__ = Unplaced
+  return made
 
 
 class _Subscript:

@@ -96,6 +96,5 @@ def resize_to(tensor: Tensor, source: Tensor) -> None:
     raise MutationError(
       "A view cannot be resized: its base would not follow. Call `.clone()` first."
     )
-  with _torch_compat.without_dispatch():
-    tensor.resize_(source.shape)
+  _torch_compat.set_metadata(tensor, source)
   tensor._storage.write(source.jax())

@@ -575,7 +575,6 @@ class DecompositionPlan(Plan):
     with (
       _torch_compat.without_function_modes(),
       _torch_compat.without_autocast(),
-      self.env.catching_factories(),
     ):
       result = self.operator.func(*args, **kwargs)
     return _arrays(result)
@@ -616,8 +615,7 @@ class TensorPlan:
       kwargs = {k: host_numbers.settled(v) for k, v in kwargs.items()}
     if self.operator.needs_env:
       kwargs["env"] = self.env
-    with self.env.catching_factories():
-      return self.operator.func(*args, **kwargs)
+    return self.operator.func(*args, **kwargs)
 
 
 class FormulaTensorPlan(TensorPlan):

@@ -57,7 +57,7 @@ class Shortcut:
           return False
       elif cls not in _NUMBERS or arg is args[0]:
         return False
-    return _torch_compat.dispatch_depth() == 1 and not _torch_compat.forward_ad_is_on()
+    return not _torch_compat.dispatch_depth() and not _torch_compat.forward_ad_is_on()
 
   def __call__(self, args, kwargs):
     if not kwargs and len(args) == self.count and self.is_plain(args):

@@ -15,6 +15,8 @@ from torchax.ops import mappings
 from torchax.ops.names import aten, present
 from torchax.tensor import Tensor, new_tensor
 
+_HIDDEN = _torch_compat.HIDDEN_DEVICE
+
 
 def _item(tensor: Tensor):
   """The only number of a tensor as a Python number.
@@ -93,14 +95,12 @@ class ToCopyPlan:
     tensor, dtype = args[0], kwargs.get("dtype")
     if not isinstance(tensor, Tensor):
       return self.env.moved(tensor, device, dtype)
-    # torch asks for "meta" where it means the device of a wrapper.
-    if device is None or device.type in ("jax", "meta"):
+    if device is None or device.type == "jax" or device == _HIDDEN:
       copied = self.cast(args, {} if dtype is None else {"dtype": dtype})
-      if device is None or device.index is None or device.type == "meta":
+      if device is None or device.index is None or device == _HIDDEN:
         return copied
       return new_tensor(placement.put(copied.jax(), device), self.env)
-    copied = mappings.j2t(tensor.jax())
-    return copied if dtype is None else copied.to(dtype)
+    return _move(tensor, dtype, device, self.env)
 
 
 # What torch calls to make sparse, quantised, nested and mkldnn tensors of jax tensors,
@@ -200,10 +200,7 @@ def plan(op, schema, plan_by_registry, env):
 
 
 class Move(_torch_compat.OwnFunction):
-  """A copy between devices whose gradient moves back.
-
-  torch's own `_to_copy` would send the gradient to the wrapper's meta device.
-  """
+  """A copy between devices whose gradient goes back to where the tensor lies."""
 
   @staticmethod
   def forward(ctx, tensor, dtype, device, env):
@@ -277,6 +274,8 @@ def keep_gradient_beside(tensor: Tensor) -> None:
 
 
 def _move(tensor: torch.Tensor, dtype, device, env) -> torch.Tensor:
+  if torch.device(device).type == "meta":
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
   if torch.device(device).type != "jax":
     moved = mappings.j2t(tensor.jax(), env.config.use_dlpack_for_data_conversion)
     return moved if dtype is None else moved.to(dtype)

@@ -204,6 +204,8 @@ class _Layout:
   """What a view takes from a layout, without a tensor that has it."""
 
   __slots__ = ("shape", "dtype", "_stride", "_offset")
+  # Marks, which a change of layout leaves to the tensor.
+  is_conj = is_neg = staticmethod(bool)
 
   def __init__(self, shape, stride, offset, dtype):
     self.shape, self._stride, self._offset, self.dtype = shape, stride, offset, dtype
@@ -405,9 +407,12 @@ def _resize_(tensor, size, memory_format=None):
   if needed > base.size:
     tensor._storage = _grown(tensor._storage, needed)
     Rebindings.note()
-  with _torch_compat.without_dispatch():
-    tensor.resize_(size)
-  tensor._chain = _strided_chain(tensor, tensor)
+  layout = _Layout(
+    size, _contiguous_stride(size), tensor.storage_offset(), tensor.dtype
+  )
+  shown = new_view(tensor, layout, _strided_chain(tensor, layout))
+  _torch_compat.set_metadata(tensor, shown)
+  tensor._chain = shown._chain
   _note_reshape(tensor, aten.resize_.default, (size,))
   return tensor
 

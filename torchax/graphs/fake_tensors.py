@@ -54,9 +54,7 @@ class Fake(Tensor):
       strides=inner.stride() if stride is None else stride,
       storage_offset=inner.storage_offset(),
       dtype=inner.dtype,
-      device=META,
       requires_grad=inner.requires_grad,
-      _extra_dispatch_keys=_torch_compat.AUTOCAST_KEYS,
     )
 
   def __init__(self, inner: torch.Tensor, size=None, stride=None):

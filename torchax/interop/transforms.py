@@ -162,7 +162,7 @@ def _checkpointed_by_torch(function: Callable, args, kwargs):
 
 def _contexts():
   """What a checkpointed function runs in, forward and again."""
-  return contextlib.nullcontext(), default_env().renewed()
+  return contextlib.nullcontext(), default_env()
 
 
 def _numbers(argnums, count: int) -> frozenset[int]:

@@ -27,7 +27,7 @@ from torchax.core.host_numbers import Expression
 from torchax.core.storage import Boundary, Rebindings, Shadow, Storage, active
 from torchax.core.view_steps import WHOLE
 from torchax.dispatch import host_operations
-from torchax.environment import default_env, env_on
+from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.rng import Carried, is_typed_key
 from torchax.tensor import Tensor, new_tensor
@@ -304,7 +304,6 @@ class Traced:
   def _pure(self, operands, *args, **kwargs):
     captured, specialization, *numbers = operands
     specialization = specialization or ORDINARY
-    env = env_on()
     records = specialization.wants_grad is not None
     boundary = Boundary(
       self.records and torch.is_grad_enabled(), self.__name__, guards=self.guards
@@ -322,7 +321,7 @@ class Traced:
     if self.takes_numbers:
       boundary.numbers = dict(zip(self.numbers, numbers))
       boundary.missing = []
-    with env.renewed(), boundary.enter(), _unhooked(), watching:
+    with host_operations.watching(), boundary.enter(), _unhooked(), watching:
       for tensor, array in zip(tensors, captured):
         boundary.lift(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))

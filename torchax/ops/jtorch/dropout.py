@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from torchax import _torch_compat
-from torchax.core import grad_mode
 from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
@@ -120,7 +119,6 @@ def _dropout(input, p=0.5, training=True, inplace=False):
   if not training or p == 0.0 or not input.numel():
     return input
   if _needs_grad(input):
-    grad_mode.Recomputation.note()
     result = _torch_compat.apply_function(_Dropout, input, p, None)
   else:
     result = input._env.dispatch(_forward, (), (input, p), None)

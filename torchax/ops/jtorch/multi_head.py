@@ -24,7 +24,7 @@ def _multi_head_attention_forward(*args, env, **kwargs):
   """
   given = _MULTI_HEAD.bind(*args, **kwargs)
   given.apply_defaults()
-  with env.renewed():
+  with _torch_compat.with_function_overrides():
     call = _Usual(**given.arguments)
     if amp.dtype_in_force() is None and call.is_usual() and call.is_plain(env):
       return call.run(env)
