@@ -166,7 +166,10 @@ def _compose() -> None:
   _torch_compat.register_backend(device_module)
   _torch_compat.support_foreach(tensor.Tensor, view.View)
   _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
-  _torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
+  _torch_compat.move_parameters_in_place(
+    tensor.Tensor, files.OWN, _torch_compat.moving_placeholders
+  )
+  _torch_compat.place_new_placeholders()
   files.register(tensor.Tensor, _means_jax)
   untyped_storage.register()
   damage.register()

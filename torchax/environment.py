@@ -457,10 +457,14 @@ class Environment(contextlib.ContextDecorator):
 
   def moved(self, tensor: torch.Tensor, device=None, dtype=None) -> Tensor:
     """A CPU tensor as a new jax tensor, on the device of an index if it names one."""
-    host_operations.note(tensor)
-    target = placement.target_of(device)
-    array = placement.make(lambda: mappings.t2j(tensor, dtype=dtype), target)
+    array = self.array_of(tensor, placement.target_of(device), dtype)
     return new_tensor(array, self)
+
+  @staticmethod
+  def array_of(tensor: torch.Tensor, target, dtype=None) -> jax.Array:
+    """The array of a CPU tensor; `target` as from `placement.target_of`."""
+    host_operations.note(tensor)
+    return placement.make(lambda: mappings.t2j(tensor, dtype=dtype), target)
 
   # Devices --------------------------------------------------------------------------
 

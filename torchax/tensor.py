@@ -28,7 +28,7 @@ from torch import Tensor as TorchTensor  # in the class here, `torch` is a metho
 from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode, switches
 from torchax.core.explanations import loses_gradient, no_numbers
-from torchax.core.storage import Content, Rebindings, Storage
+from torchax.core.storage import Blank, Content, Rebindings, Storage
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, read_chain
 from torchax.devices import placement
@@ -516,6 +516,17 @@ def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool):
 
 
 torch.serialization.add_safe_globals([_rebuild])
+
+
+def blank(shape: tuple, dtype, device, env) -> Tensor:
+  """A tensor of zeros that are made when they are read; see `Blank`."""
+  tensor = _make_wrapper(Tensor, shape, dtype=mappings.j2t_dtype(dtype))
+  tensor._storage, tensor._chain, tensor._env = (
+    Blank.of(shape, dtype, device),
+    WHOLE,
+    env,
+  )
+  return tensor
 
 
 def new_tensor(array: jax.Array, env) -> Tensor:

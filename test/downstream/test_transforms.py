@@ -9,9 +9,7 @@ from torchax import interop
 
 
 def _shifted(x):
-  shift = torch.ones(2, device=x.device)
-  assert shift.device == torch.device("jax", 0)
-  return (x * torch.arange(2.0, device=x.device) + shift).sum()
+  return (x * torch.arange(2.0, device=x.device) + torch.ones(2, device=x.device)).sum()
 
 
 TRANSFORMS = {

@@ -86,6 +86,10 @@ from torchax._torch_compat.graphs import (
   trace_as_any_object,
   trace_recurrent_layers,
 )
+from torchax._torch_compat.lazy_modules import (
+  moving_placeholders,
+  place_new_placeholders,
+)
 from torchax._torch_compat.modes import (
   DispatchMode,
   above_dispatch,
@@ -139,7 +143,6 @@ from torchax._torch_compat.wrappers import (
   CpuSubclass,
   correct_aliasing,
   disabled_torch_function,
-  innermost,
   is_parameter,
   make_wrapper,
   mark_as_parameter,
@@ -150,6 +153,8 @@ from torchax._torch_compat.wrappers import (
 )
 
 __all__ = [
+  "moving_placeholders",
+  "place_new_placeholders",
   "with_function_overrides",
   "keep_overrides_in_backward",
   "CpuSubclass",
@@ -204,7 +209,6 @@ __all__ = [
   "in_files_format",
   "in_function_forward",
   "init_optimizer_group",
-  "innermost",
   "intercept_applied_functions",
   "is_available",
   "is_composite",

@@ -25,7 +25,9 @@ def apply_function(function: type[torch.autograd.Function], *args):
 
 
 _HOOKS = "functions of torch that hooks and backward passes of a user call"
-_run_backward = private.find("torch.autograd._engine_run_backward", _HOOKS)
+_run_backward = private.find(
+  "torch.autograd._engine_run_backward", _HOOKS, instead=None
+)
 
 
 def keep_overrides_in_backward() -> None:
@@ -34,6 +36,9 @@ def keep_overrides_in_backward() -> None:
   torch turns that off while it runs `backward` or `grad` of tensors whose class handles
   functions: hooks, checkpoints and backward formulas of a user would run without.
   """
+
+  if _run_backward is None:
+    return
 
   @functools.wraps(_run_backward)
   def _engine_run_backward(*args, **kwargs):

@@ -41,7 +41,9 @@ _OVERRIDES = "functions of torch that are caught above their operations"
 without_function_overrides = private.essential(
   "torch._C.DisableTorchFunctionSubclass", _OVERRIDES
 )
-with_function_overrides = private.essential("torch._C._EnableTorchFunction", _OVERRIDES)
+with_function_overrides = private.find(
+  "torch._C._EnableTorchFunction", _OVERRIDES, instead=contextlib.nullcontext
+)
 
 
 class DispatchMode(TorchDispatchMode):

@@ -107,7 +107,7 @@ class _Moves:
   are_ours = False
 
 
-def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
+def move_parameters_in_place(cls: type, own: frozenset[str], placeholders) -> None:
   """Has `Module.to` keep a parameter of a class the same object, and its attributes.
 
   torch does so for every move between devices of its own. Ties, optimizers and weak
@@ -116,6 +116,7 @@ def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
   Args:
     cls: of the parameters.
     own: the attributes that hold what a tensor of this class shows.
+    placeholders: `(module, fn)` gives a context that moves those of a lazy module.
   """
   if _apply_to_module is None:
     return
@@ -131,7 +132,8 @@ def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
       for p in parameters
     ]
     is_swapped = any(isinstance(parameter, cls) for parameter in parameters)
-    with _swapping() if is_swapped else contextlib.nullcontext():
+    swapping = _swapping() if is_swapped else contextlib.nullcontext()
+    with swapping, placeholders(self, fn):
       _apply_to_module(self, fn, recurse=False)
     for parameter, named in zip(parameters, attributes):
       for name, value in named.items():

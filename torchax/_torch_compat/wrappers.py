@@ -9,7 +9,9 @@ from torchax._torch_compat.modes import without_dispatch
 
 _WRAPPERS = "the class of its tensors, which have no memory that torch knows"
 _make_wrapper = private.essential("torch.Tensor._make_wrapper_subclass", _WRAPPERS)
-_make_subclass = private.essential("torch.Tensor._make_subclass", _WRAPPERS)
+_make_subclass = private.find(
+  "torch.Tensor._make_subclass", 'torch.tensor(…, device="jax")'
+)
 _key_set = private.essential("torch._C.DispatchKeySet", _WRAPPERS)
 _meta_key = private.essential("torch._C.DispatchKey.Meta", _WRAPPERS)
 
@@ -127,21 +129,3 @@ def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
 def is_parameter(tensor: torch.Tensor) -> bool:
   """True for what `torch.nn.Parameter` has made of a tensor."""
   return isinstance(tensor, torch.nn.Parameter)
-
-
-_IN_TRANSFORMS = "`x.device` inside the transforms of `torch.func`"
-_is_wrapped = private.find(
-  "torch._C._functorch.is_functorch_wrapped_tensor",
-  _IN_TRANSFORMS,
-  instead=lambda tensor: False,
-)
-_unwrapped = private.find(
-  "torch._C._functorch.get_unwrapped", _IN_TRANSFORMS, instead=lambda tensor: tensor
-)
-
-
-def innermost(tensor: torch.Tensor) -> torch.Tensor:
-  """The tensor that the transforms of `torch.func` have wrapped, or the tensor."""
-  while _is_wrapped(tensor):
-    tensor = _unwrapped(tensor)
-  return tensor

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
 from torchax import _jax_compat
 from torchax.errors import MutationError, TracedStateError
@@ -152,6 +153,38 @@ class _Start(Storage):
   def array(self, array: jax.Array):
     grown, shape = _array_slot.__get__(self)
     grown.write(grown.read().at[: math.prod(shape)].set(array.ravel()))
+
+
+class Blank(Storage):
+  """A storage of zeros that are made when they are first read.
+
+  `tensor.to("jax")` fills a new tensor at once, and then they never are.
+  """
+
+  __slots__ = ()
+
+  @classmethod
+  def of(cls, shape, dtype, device) -> "Blank":
+    """Zeros of a shape and dtype on a `jax.Device`; None leaves the device to JAX."""
+    return cls((shape, dtype, device))
+
+  @property
+  def device(self):
+    """The `jax.Device` of the zeros; None leaves it to JAX."""
+    return _array_slot.__get__(self)[2]
+
+  @property
+  def array(self) -> jax.Array:
+    shape, dtype, device = _array_slot.__get__(self)
+    with _jax_compat.outside_of_traces():
+      self.array = jax.device_put(np.zeros(shape, dtype), device)
+    return self.array
+
+  @array.setter
+  def array(self, array):
+    if type(array) is not tuple:
+      self.__class__ = Storage
+    _array_slot.__set__(self, array)
 
 
 class Unplaced(Storage):

@@ -8,9 +8,10 @@ torch has it, and its result is there too.
 import threading
 from collections.abc import Callable, Iterator
 
+import torch
 from jax.sharding import Sharding
 
-from torchax import _jax_compat
+from torchax import _jax_compat, _torch_compat
 from torchax.core.storage import Storage, Unplaced
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
@@ -21,6 +22,7 @@ from torchax.rng import scope
 from torchax.tensor import Tensor
 
 _ArrayImpl = _jax_compat.ArrayImpl
+_META = torch.device("meta")
 
 # What is made for a tensor of another one's kind, but of a size of its own.
 _OF_SIZE = frozenset(
@@ -39,12 +41,16 @@ class PlacedPlan:
 
   def __init__(self, plan: Callable, op):
     self.plan = plan
+    self.op = op
     self._is_of_size = op.overloadpacket in _OF_SIZE
 
   def __call__(self, args, kwargs):
     target = self._target(args, (kwargs or {}).get("device"))
     if target is None:
       return self.plan(args, kwargs)
+    if target is _META:
+      with _torch_compat.without_dispatch():
+        return self.op(*args, **kwargs)
     if isinstance(target, Sharding):
       return self.plan.made_on(target, args, kwargs)
     if getattr(self.plan, "is_sampler", False):
@@ -58,6 +64,8 @@ class PlacedPlan:
       return placement.target_of(device)
     if device is not None and device.type == "cpu":
       return None
+    if device == _META:
+      return _META
     if source is None:
       chosen = placement.layout()
       return (

@@ -9,9 +9,7 @@ the CPU, which becomes a jax tensor when it is handed out.
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
 from torchax import _jax_compat, _torch_compat
@@ -21,7 +19,7 @@ from torchax.environment import TENSOR_CONSTRUCTORS, Environment, env_on
 from torchax.errors import UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.ops.names import aten
-from torchax.tensor import Tensor, new_tensor
+from torchax.tensor import Tensor, blank, new_tensor
 
 # ATen factories whose lowerings run as they are.
 _LOWERED = (
@@ -106,8 +104,7 @@ def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
   spread = None if chosen is None else chosen(tuple(size))
   if spread is not None:
     return new_tensor(jnp.zeros(size, dtype, device=spread), env)
-  target = placement.target_of(device)
-  tensor = new_tensor(jax.device_put(np.zeros(size, dtype), target), env)
+  tensor = blank(tuple(size), dtype, placement.target_of(device), env)
   if size == [0] and asked != tensor.dtype:
     tensor._asked_dtype = asked  # `torch.load` makes one, and gives it a storage
   return tensor

@@ -7,6 +7,7 @@ import torch
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core.explanations import no_numbers
+from torchax.core.storage import Blank
 from torchax.core.view_steps import WHOLE
 from torchax.devices import parts, placement
 from torchax.dispatch import host_operations
@@ -48,7 +49,11 @@ class CopyPlan:
       return target.copy_(source.torch())
     if source.shape != target.shape:
       source = source.expand(target.shape)  # torch's error where it does not fit
-    place = placement.place_of(target._storage.array)
+    storage = target._storage
+    if type(storage) is Blank and source.device.type == "cpu":
+      storage.write(self.env.array_of(source, storage.device, target.dtype))
+      return target
+    place = placement.place_of(storage.array)
     if isinstance(source, Tensor):
       return self.in_place((target, _beside(source, target, place)), {})
     host_operations.note(source)

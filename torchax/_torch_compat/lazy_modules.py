@@ -1,0 +1,93 @@
+"""Uninitialized parameters and buffers, of `torch.nn.LazyLinear` and its kin, on jax.
+
+Until its shape is known, one stays an empty tensor on the CPU, which knows its device.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+
+from torchax._torch_compat.backend import BACKEND
+from torchax._torch_compat.swaps import swap_tensors
+
+
+class _Placed:
+  """A placeholder that becomes a tensor of another device than its own."""
+
+  _device: torch.device
+
+  @property
+  def device(self) -> torch.device:
+    return self._device
+
+  def materialize(self, shape, device=None, dtype=None) -> None:
+    """Become a tensor of a known shape, as `UninitializedParameter.materialize`."""
+    made = torch.empty(
+      shape, device=device or self._device, dtype=dtype or self.data.dtype
+    )
+    if isinstance(self, torch.nn.Parameter):
+      made = torch.nn.Parameter(made, self.requires_grad)
+    swap_tensors(self, made)
+
+  def __deepcopy__(self, memo):
+    if id(self) not in memo:
+      copied = type(self).__base__(self.requires_grad, dtype=self.data.dtype)
+      memo[id(self)] = _place(copied, self._device)
+    return memo[id(self)]
+
+
+class _PlacedParameter(_Placed, UninitializedParameter):
+  pass
+
+
+class _PlacedBuffer(_Placed, UninitializedBuffer):
+  pass
+
+
+def _place(tensor, device: torch.device):
+  """The placeholder, which will be on a device when its shape is known."""
+  is_parameter = isinstance(tensor, torch.nn.Parameter)
+  tensor.__class__ = _PlacedParameter if is_parameter else _PlacedBuffer
+  tensor._device = device
+  return tensor
+
+
+@contextlib.contextmanager
+def moving_placeholders(module: torch.nn.Module, fn: Callable) -> Iterator[None]:
+  """Moves the placeholders of a module by `fn`, and hides them from torch inside."""
+  hidden = []
+  for tensors in (module._parameters, module._buffers):
+    for name, tensor in tensors.items():
+      if not is_lazy(tensor):
+        continue
+      moved = fn(torch.empty(0, dtype=tensor.data.dtype, device=tensor.device))
+      if BACKEND in (moved.device.type, tensor.device.type):
+        tensor.data = tensor.data.to(moved.dtype)
+        hidden.append((tensors, name, _place(tensor, moved.device)))
+        tensors[name] = None
+  try:
+    yield
+  finally:
+    for tensors, name, tensor in hidden:
+      tensors[name] = tensor
+
+
+def place_new_placeholders() -> None:
+  """Has `UninitializedParameter(device="jax")` and buffers be placeholders."""
+  for cls in (UninitializedParameter, UninitializedBuffer):
+    cls.__new__ = staticmethod(_placing(cls.__new__))
+
+
+def _placing(make: Callable) -> Callable:
+  def new(cls, *args, **kwargs):
+    given = inspect.signature(make).bind(cls, *args, **kwargs).arguments
+    device = given.get("device")
+    asked = torch.get_default_device() if device is None else torch.device(device)
+    if asked.type != BACKEND:
+      return make(cls, *args, **kwargs)
+    return _place(make(**{**given, "device": "cpu"}), asked)
+
+  return new
