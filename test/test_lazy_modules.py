@@ -17,11 +17,6 @@ MODULES = {
   "conv": (nn.LazyConv2d, (4, 2), POINTS),
   "transposed_conv": (nn.LazyConvTranspose2d, (4, 2), POINTS),
   "batch_norm": (nn.LazyBatchNorm2d, (), POINTS),
-  "instance_norm": (
-    lambda **kwargs: nn.LazyInstanceNorm2d(affine=True, **kwargs),
-    (),
-    POINTS,
-  ),
 }
 WAYS = {
   "moved": lambda cls, args: cls(*args).to("jax"),
