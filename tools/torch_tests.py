@@ -119,9 +119,7 @@ class Request:
 class _Process:
   """A worker, and what it has written."""
 
-  def __init__(
-    self, request: Request, folder: pathlib.Path, work: str, done: set[str]
-  ):
+  def __init__(self, request: Request, folder: pathlib.Path, work: str, done: set[str]):
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = {
       **os.environ,
@@ -135,20 +133,20 @@ class _Process:
     if request.device == "cpu":
       environment["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = "cpu"
       del environment["PYTORCH_TESTING_DEVICE_FOR_CUSTOM"]
-    self._log = tempfile.TemporaryFile(dir=work)
-    results = tempfile.NamedTemporaryFile(dir=work, delete=False)
-    results.close()
-    self._results = open(results.name, encoding="utf-8")
-    self._rest = ""
-    command = [sys.executable, "-m", "tools.torch_tests_worker"]
-    self._popen = subprocess.Popen(
-      [*command, str(folder), request.file, request.device, results.name],
-      cwd=work,
-      env=environment,
-      stdin=subprocess.PIPE,
-      stdout=self._log,
-      stderr=subprocess.STDOUT,
-    )
+    self._log = pathlib.Path(work, "log")
+    self._results = pathlib.Path(work, f"results-{len(done)}")
+    self._results.touch()
+    self._read = 0
+    command = [sys.executable, "-m", "tools.torch_tests_worker", str(folder)]
+    with self._log.open("wb") as log:
+      self._popen = subprocess.Popen(
+        [*command, request.file, request.device, str(self._results)],
+        cwd=work,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+      )
     asked = {"rows": request.rows, "done": sorted(done), "sample": request.sample}
     assert self._popen.stdin is not None
     with self._popen.stdin as stream:
@@ -160,21 +158,21 @@ class _Process:
 
   def lines(self) -> list[dict]:
     """Whole lines that it wrote since the last call."""
-    *whole, self._rest = (self._rest + self._results.read()).split("\n")
-    return [json.loads(line) for line in whole]
+    with self._results.open("rb") as stream:
+      stream.seek(self._read)
+      whole = stream.read().rpartition(b"\n")[0]
+    self._read += len(whole) + 1 if whole else 0
+    return [json.loads(line) for line in whole.splitlines()]
 
   def last_words(self) -> str:
     """Last line of its output, or its exit status."""
-    self._log.seek(0)
-    text = self._log.read().decode(errors="replace").strip()
+    text = self._log.read_text(encoding="utf-8", errors="replace").strip()
     return text.splitlines()[-1] if text else f"exit status {self._popen.returncode}"
 
   def close(self) -> None:
     """End it."""
     self._popen.kill()
     self._popen.wait()
-    self._log.close()
-    self._results.close()
 
 
 def run_file(request: Request, folder: pathlib.Path, limit: float) -> list[Outcome]:
