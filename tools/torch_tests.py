@@ -225,7 +225,8 @@ def _follow(
       verdict = "took too long" if is_late else "crashed"
       verdict = "did not load" if rows is None else verdict
       row = current or request.file
-      found[row] = Outcome(row, verdict, process.last_words(), allowed)
+      said = f"more than {allowed:g} s" if is_late else process.last_words()
+      found[row] = Outcome(row, verdict, said, allowed)
       return rows is None or not current
     time.sleep(0.05)
 

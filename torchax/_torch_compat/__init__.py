@@ -59,11 +59,13 @@ from torchax._torch_compat.files import (
   write_storage,
 )
 from torchax._torch_compat.functions import (
+  GradientBatch,
   OwnFunction,
   apply_function,
   are_transforms_active,
   handing_out_by,
   intercept_applied_functions,
+  is_transformed,
 )
 from torchax._torch_compat.graphs import (
   DataDependentOutputException,
@@ -153,6 +155,7 @@ __all__ = [
   "HigherOrderOperator",
   "OpOverload",
   "OpOverloadPacket",
+  "GradientBatch",
   "OwnFunction",
   "TypedStorage",
   "UnsupportedOperatorException",
@@ -161,6 +164,7 @@ __all__ = [
   "apply_function",
   "are_top_modes",
   "are_transforms_active",
+  "is_transformed",
   "aten_packets",
   "attention_of_heads",
   "backend_named",

@@ -13,6 +13,7 @@ import torch
 from torchax import _torch_compat
 from torchax.core import grad_mode
 from torchax.core.static_values import StaticValue
+from torchax.dispatch.batched_gradients import over_batches
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
@@ -96,6 +97,7 @@ class _Dropout(_torch_compat.OwnFunction):
       return input._env.dispatch(_forward, (), (input, p), None)
 
   @staticmethod
+  @over_batches
   def backward(ctx, grad):
     return _Dropout.apply(grad, ctx.p, ctx.draw), None, None
 
