@@ -6,6 +6,7 @@ forms would draw.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -173,12 +174,17 @@ def _with_batch(function, input, batched_dims: int, *args):
   return input if result is batched else result.squeeze(0)
 
 
-def _check_dims(name: str, input, allowed: tuple[int, ...]) -> None:
-  if input.dim() not in allowed:
-    raise RuntimeError(
-      f"{name}: Expected an input of {' or '.join(map(str, allowed))} dimensions, but "
-      f"received a {input.dim()}D input."
-    )
+def _check_dims(name: str, input, allowed: tuple[int, int]) -> None:
+  """torch raises for the first of these functions only, and warns in the others."""
+  if input.dim() in allowed:
+    return
+  said = (
+    f"{name}: Expected {allowed[0]}D or {allowed[1]}D input, but received a "
+    f"{input.dim()}D input."
+  )
+  if name == "dropout1d":
+    raise RuntimeError(said)
+  warnings.warn(f"{said} Use dropout or dropout1d for it.", stacklevel=2)
 
 
 @register_function(F.dropout1d, kind=Kind.TENSORS)
