@@ -14,6 +14,8 @@
 #   make test-samplers  measures the samplers and writes docs/samplers.md
 #   make test-dieharder  runs dieharder on random streams, writes docs/dieharder.md
 #   make test-upstream UPSTREAM=path  runs the tests of a checkout of google/torchax
+#   make test-torch TORCH_TESTS=path  runs PyTorch's device tests, from a folder that has
+#                them, for jax and for the CPU; writes docs/torch-tests.md
 #   make soak    runs programs for an hour and looks whether the process grows
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style, formatting and types;  make format  mends what it can
@@ -25,7 +27,8 @@
 #   make clean   removes what was built;  make distclean  the environment as well
 #
 # The environment in .venv is made on first use and again when its inputs change.
-# Variables: UPSTREAM (a checkout of google/torchax), PYTHON (interpreter), JOBS (test processes), ARGS (passed to the program).
+# Variables: UPSTREAM (a checkout of google/torchax), TORCH_TESTS (the folder test of
+# PyTorch), PYTHON (interpreter), JOBS (test processes), ARGS (passed to the program).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,7 +43,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-accelerator soak bench-accelerator lint format bench docs clean distclean
+.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator soak bench-accelerator lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -131,6 +134,11 @@ test-statistics: $(STAMP)
 UPSTREAM ?=
 test-upstream: $(STAMP)
 	$(BIN)/python -m tools.upstream_tests "$(UPSTREAM)" --jobs $(JOBS) $(ARGS)
+
+TORCH_TESTS ?=
+test-torch: $(STAMP)
+	$(BIN)/python -m tools.torch_tests "$(TORCH_TESTS)" --jobs $(JOBS) \
+	  --page docs/torch-tests.md $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

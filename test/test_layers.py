@@ -58,7 +58,7 @@ LAYERS = {
     "torchax.properties",
     "torchax.view",
   ),
-  2: ("torchax.tensor",),
+  2: ("torchax.dispatch.batched_gradients", "torchax.tensor"),
   1: (
     "torchax.amp",
     "torchax.core",

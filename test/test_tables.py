@@ -10,6 +10,7 @@ PAGES = {
   "library_table": "training-scripts.md",
   "model_table": "models.md",
   "sampler_table": "samplers.md",
+  "torch_tests": "torch-tests.md",
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from source_tree import ROOT
 
-from tools import upstream_tests
+from tools import expectations, upstream_tests
 
 PASSES = """
 import unittest
@@ -148,10 +148,10 @@ def test_a_file_that_does_not_run_fails_alone(tmp_path, capsys, name):
   printed = capsys.readouterr().out
   assert said in printed and "test_ops.py: 1 passed" in printed
   row = '[[expected]]\nrow = "test_wrong.py"\nreason = "none"\n'
-  outcome = upstream_tests.Outcome("test_wrong.py", "did not load")
+  outcome = expectations.Outcome("test_wrong.py", "did not load")
   (tmp_path / "rows.toml").write_text(row)
-  rows = upstream_tests.read_expectations(tmp_path / "rows.toml")
-  assert upstream_tests.judged([outcome], rows) == ([], [])
+  rows = expectations.read_expectations(tmp_path / "rows.toml")
+  assert expectations.judged([outcome], rows) == ([], [])
 
 
 NO_CHECKOUTS = {
@@ -190,7 +190,7 @@ def test_a_wrong_file_of_expectations_is_refused(tmp_path, capsys, rows, said):
 
 
 def test_there_are_few_expectations_and_each_has_a_reason():
-  rows = upstream_tests.read_expectations(upstream_tests.EXPECTATIONS)
+  rows = expectations.read_expectations(upstream_tests.EXPECTATIONS)
   assert len(rows) <= 5 and all(len(row.reason) > 20 for row in rows)
 
 

@@ -12,8 +12,6 @@ row fails or one of these does not, 2 for a checkout or a file that cannot be us
 import argparse
 import collections
 import concurrent.futures
-import dataclasses
-import fnmatch
 import os
 import pathlib
 import shutil
@@ -21,46 +19,20 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 import xml.etree.ElementTree as ElementTree
+
+from tools.expectations import (
+  FAILED,
+  InputError,
+  Outcome,
+  judged,
+  read_expectations,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXPECTATIONS = ROOT / "test" / "upstream_expectations.toml"
 # The package at the root of the repository, or in a folder of a larger one.
 LAYOUTS = (".", "torchax")
-FAILED = ("failed", "did not load", "took too long")
-
-
-class InputError(Exception):
-  """The checkout or the file of expectations cannot be used."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-  """What became of a row.
-
-  Attributes:
-    row: "test_ops.py::TestOps::test_add", or the file alone where it did not run.
-    verdict: "passed", "skipped" or one of `FAILED`.
-    message: the first line of what went wrong.
-  """
-
-  row: str
-  verdict: str
-  message: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Expectation:
-  """Rows that fail.
-
-  Attributes:
-    row: their name; `*` stands for any characters.
-    reason: why they do.
-  """
-
-  row: str
-  reason: str
 
 
 def tests_of(checkout: pathlib.Path) -> pathlib.Path:
@@ -80,27 +52,6 @@ def tests_of(checkout: pathlib.Path) -> pathlib.Path:
     "test/test_*.py, at its root or in its folder torchax/. Clone upstream's "
     "repository and name it: make test-upstream UPSTREAM=path"
   )
-
-
-def read_expectations(path: pathlib.Path) -> list[Expectation]:
-  """The rows of a file of expectations.
-
-  Raises:
-    InputError: it cannot be read, or a row has no reason or stands there twice.
-  """
-  try:
-    tables = tomllib.loads(path.read_text(encoding="utf-8")).get("expected", [])
-  except (OSError, tomllib.TOMLDecodeError) as error:
-    raise InputError(f"{path} is no file of expectations: {error}") from None
-  found: dict[str, Expectation] = {}
-  for table in tables:
-    row, reason = table.get("row"), table.get("reason")
-    if not row or not reason:
-      raise InputError(f"{path}: [[expected]] has a row and a reason, but got {table}.")
-    if row in found:
-      raise InputError(f"{path}: {row} stands there twice.")
-    found[row] = Expectation(row, reason)
-  return list(found.values())
 
 
 def run_file(copy: pathlib.Path, name: str, limit: float) -> list[Outcome]:
@@ -161,30 +112,6 @@ def read_report(report: pathlib.Path, name: str) -> list[Outcome]:
       is_skipped = case.find("skipped") is not None
       outcomes.append(Outcome(row, "skipped" if is_skipped else "passed"))
   return outcomes
-
-
-def judged(
-  outcomes: list[Outcome], expectations: list[Expectation]
-) -> tuple[list[Outcome], list[Expectation]]:
-  """What fails unexpectedly, and what is expected to fail and does not."""
-  failed = [outcome for outcome in outcomes if outcome.verdict in FAILED]
-  unexpected = [
-    outcome
-    for outcome in failed
-    if not any(_matches(outcome, expected) for expected in expectations)
-  ]
-  stale = [
-    expected
-    for expected in expectations
-    if not any(_matches(outcome, expected) for outcome in failed)
-  ]
-  return unexpected, stale
-
-
-def _matches(outcome: Outcome, expected: Expectation) -> bool:
-  # Rows have brackets in their names, which are no patterns.
-  pattern = expected.row.replace("[", "[[]")
-  return fnmatch.fnmatchcase(outcome.row, pattern)
 
 
 def _require_ours(copy: pathlib.Path) -> None:

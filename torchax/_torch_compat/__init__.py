@@ -59,11 +59,13 @@ from torchax._torch_compat.files import (
   write_storage,
 )
 from torchax._torch_compat.functions import (
+  GradientBatch,
   OwnFunction,
   apply_function,
   are_transforms_active,
   handing_out_by,
   intercept_applied_functions,
+  is_transformed,
   keep_overrides_in_backward,
 )
 from torchax._torch_compat.graphs import (
@@ -143,6 +145,7 @@ from torchax._torch_compat.wrappers import (
   CpuSubclass,
   correct_aliasing,
   disabled_torch_function,
+  innermost,
   is_parameter,
   make_wrapper,
   mark_as_parameter,
@@ -153,6 +156,7 @@ from torchax._torch_compat.wrappers import (
 )
 
 __all__ = [
+  "innermost",
   "moving_placeholders",
   "place_new_placeholders",
   "with_function_overrides",
@@ -168,6 +172,7 @@ __all__ = [
   "HigherOrderOperator",
   "OpOverload",
   "OpOverloadPacket",
+  "GradientBatch",
   "OwnFunction",
   "TypedStorage",
   "UnsupportedOperatorException",
@@ -175,6 +180,7 @@ __all__ = [
   "answer_for_accelerator",
   "apply_function",
   "are_transforms_active",
+  "is_transformed",
   "aten_packets",
   "attention_of_heads",
   "backend_named",

@@ -1,12 +1,14 @@
 """`torch.autograd.Function`: how functions with a gradient of their own are applied."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from torchax import private
 from torchax._torch_compat.graphs import keep_from_dynamo
 from torchax._torch_compat.modes import with_function_overrides
+from torchax._torch_compat.wrappers import innermost
 
 _QUICKER = "calls of functions with gradients, which are quicker with it"
 are_transforms_active = private.find(
@@ -90,3 +92,46 @@ def handing_out_by(scope, function: type[torch.autograd.Function]):
 
 class OwnFunction(torch.autograd.Function):
   """Is a function of this library: its forward pass has the gradient for JAX, too."""
+
+
+_BATCHES = "batches of gradients: `is_grads_batched` and `vectorize=True`"
+_enter_batch = private.find("torch._C._vmapmode_increment_nesting", _BATCHES)
+_leave_batch = private.find("torch._C._vmapmode_decrement_nesting", _BATCHES)
+_dispatch_keys = private.find("torch._C._dispatch_keys", _BATCHES)
+_parse_key = private.find("torch._C._parse_dispatch_key", _BATCHES)
+_add_dim = private.find("torch._add_batch_dim", _BATCHES)
+_remove_dim = private.find("torch._remove_batch_dim", _BATCHES)
+
+
+def is_transformed(tensor: torch.Tensor | None) -> bool:
+  """Whether a transform of `torch.func` has wrapped a tensor."""
+  return tensor is not None and innermost(tensor) is not tensor
+
+
+class GradientBatch:
+  """Gradients that the vmap of `torch.autograd` has batched, unwrapped.
+
+  Attributes:
+    gradients: the tensors, with the batch as the first dimension.
+    is_batched: for each, whether it has one.
+    size: of the batch; None if there is none.
+  """
+
+  def __init__(self, gradients: Sequence[torch.Tensor | None]):
+    self._level = _enter_batch() - 1
+    _leave_batch()
+    key = _parse_key("Batched")
+    self.is_batched = [
+      gradient is not None and _dispatch_keys(gradient).has(key)
+      for gradient in gradients
+    ]
+    self.gradients = [
+      _remove_dim(gradient, self._level, 1, 0) if is_batched else gradient
+      for gradient, is_batched in zip(gradients, self.is_batched)
+    ]
+    sizes = [g.shape[0] for g, b in zip(self.gradients, self.is_batched) if b]
+    self.size: int | None = sizes[0] if sizes else None
+
+  def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+    """Batch a result by its first dimension."""
+    return _add_dim(tensor, 0, self._level)

@@ -129,3 +129,21 @@ def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
 def is_parameter(tensor: torch.Tensor) -> bool:
   """True for what `torch.nn.Parameter` has made of a tensor."""
   return isinstance(tensor, torch.nn.Parameter)
+
+
+_IN_TRANSFORMS = "moves and batched gradients inside the transforms of `torch.func`"
+_is_wrapped = private.find(
+  "torch._C._functorch.is_functorch_wrapped_tensor",
+  _IN_TRANSFORMS,
+  instead=lambda tensor: False,
+)
+_unwrapped = private.find(
+  "torch._C._functorch.get_unwrapped", _IN_TRANSFORMS, instead=lambda tensor: tensor
+)
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+  """The tensor that the transforms of `torch.func` have wrapped, or the tensor."""
+  while _is_wrapped(tensor):
+    tensor = _unwrapped(tensor)
+  return tensor

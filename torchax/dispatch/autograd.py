@@ -15,6 +15,7 @@ import torch
 from torchax import _jax_compat, _torch_compat
 from torchax.core import explicit_axes, grad_mode, programs
 from torchax.dispatch import compiling
+from torchax.dispatch.batched_gradients import over_batches
 from torchax.ops.ops_registry import Operator
 from torchax.tensor import Tensor, new_tensor
 
@@ -188,6 +189,7 @@ class _Call(_torch_compat.OwnFunction):
     return outputs
 
   @staticmethod
+  @over_batches
   def backward(ctx, *grads):
     cotangents = [
       new_tensor(jnp.zeros(shape, dtype), ctx.env) if grad is None else grad

@@ -9,6 +9,7 @@ import torch
 from torchax import _torch_compat
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
+from torchax.dispatch import torch_checks
 from torchax.dispatch.in_place import require_writable
 from torchax.dispatch.plans import require_cast
 from torchax.errors import MixedDeviceError, MutationError
@@ -22,6 +23,7 @@ class OutPlan:
   """Runs `op.out` by the functional plan and writes the results to its outputs."""
 
   def __init__(self, op, functional: Callable, env):
+    self.op = op
     self.name = str(op)
     self.functional = functional
     self.outputs = schema_of(op).outputs
@@ -29,6 +31,7 @@ class OutPlan:
     self.names = schema_of(op).names
 
   def __call__(self, args, kwargs):
+    given = args, kwargs
     kwargs = dict(kwargs or {})
     args = list(args)
     outputs = []
@@ -39,6 +42,8 @@ class OutPlan:
         outputs.append(args.pop(self.names.index(name)))
     tensors = jax.tree.leaves(outputs)
     results = self.functional(args, self._with_dtype(kwargs, tensors))
+    if any(o.dtype != r.dtype for o, r in zip(tensors, jax.tree.leaves(results))):
+      torch_checks.raise_as_torch(self.op, *given)
     for output, result in zip(tensors, jax.tree.leaves(results), strict=True):
       write_output(self.name, output, result)
     if not self.returns:

@@ -1,5 +1,6 @@
 """Operations that read numbers back to the host or move them between devices."""
 
+import functools
 import weakref
 
 import jax
@@ -11,6 +12,7 @@ from torchax.core.storage import Blank
 from torchax.core.view_steps import WHOLE
 from torchax.devices import parts, placement
 from torchax.dispatch import host_operations
+from torchax.dispatch.batched_gradients import over_batches
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.ops.names import aten, present
@@ -208,18 +210,34 @@ class Move(_torch_compat.OwnFunction):
   """A copy between devices whose gradient goes back to where the tensor lies."""
 
   @staticmethod
-  def forward(ctx, tensor, dtype, device, env):
-    ctx.source_is_jax = isinstance(tensor, Tensor)
-    ctx.place = _place_of(tensor) if ctx.source_is_jax else None
-    ctx.source_dtype = tensor.dtype
-    ctx.env = env
+  def forward(tensor, dtype, device, env):
     return _move(tensor.detach(), dtype, device, env)
 
   @staticmethod
+  def setup_context(ctx, inputs, output):
+    tensor, _, ctx.device, ctx.env = inputs
+    source = _torch_compat.innermost(tensor)
+    ctx.source_is_jax = isinstance(source, Tensor)
+    ctx.place = _place_of(source) if ctx.source_is_jax else None
+    ctx.source_dtype, ctx.dtype = tensor.dtype, output.dtype
+    ctx.set_materialize_grads(False)
+
+  @staticmethod
+  def jvp(ctx, tangent, *_):
+    return (
+      None if tangent is None else Move.apply(tangent, ctx.dtype, ctx.device, ctx.env)
+    )
+
+  @staticmethod
+  def vmap(info, in_dims, tensor, *arguments):
+    return Move.apply(tensor, *arguments), in_dims[0]
+
+  @staticmethod
+  @functools.partial(over_batches, is_mapped=False)
   def backward(ctx, grad):
     device = "jax" if ctx.source_is_jax else "cpu"
     moved = Move.apply(grad, ctx.source_dtype, device, ctx.env)
-    if ctx.source_is_jax:
+    if ctx.source_is_jax and isinstance(moved, Tensor):
       moved = PutBack.apply(moved, ctx.place)
     return moved, None, None, None
 
@@ -241,6 +259,7 @@ class PutBack(_torch_compat.OwnFunction):
     return new_tensor(placement.put_back(array, place), tensor._env)
 
   @staticmethod
+  @over_batches
   def backward(ctx, grad):
     return PutBack.apply(grad, ctx.place), None
 
@@ -254,6 +273,7 @@ class _Beside(_torch_compat.OwnFunction):
     return new_tensor(placement.constrained(grad.jax(), place), grad._env)
 
   @staticmethod
+  @over_batches
   def backward(ctx, grad):
     return _Beside.apply(grad, ctx.place), None
 

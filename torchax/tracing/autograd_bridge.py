@@ -19,6 +19,7 @@ from jax.extend import core
 from torchax import _jax_compat, _torch_compat, rng
 from torchax.core import programs
 from torchax.core.programs import ProgramCache
+from torchax.dispatch.batched_gradients import over_batches
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.module_attributes import Place
@@ -204,6 +205,7 @@ class _CompiledCall(_torch_compat.OwnFunction):
     return tuple([new_tensor(array, env) for array in arrays])
 
   @staticmethod
+  @over_batches
   def backward(ctx, *gradients):
     residuals, again = _saved(ctx)
     program, env = ctx.program, default_env()

@@ -6,22 +6,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import op
+from torchax.ops.jaten._arguments import require_one_dtype
 from torchax.ops.names import aten
 from torchax.ops.op_base import to_float
 
 
 @op(aten.complex)
 def _aten_complex(real, imag):
-  if real.dtype != imag.dtype or real.dtype not in (jnp.float32, jnp.float64):
+  require_one_dtype("complex", real, imag)
+  if real.dtype not in (jnp.float32, jnp.float64):
     raise NotImplementedError(
-      "Expected both inputs to be Float or Double tensors of one dtype, but got "
-      f"{real.dtype} and {imag.dtype}. JAX has no complex numbers of half precision."
+      "Expected both inputs to be Float or Double tensors, but got "
+      f"{real.dtype}. JAX has no complex numbers of half precision."
     )
   return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
 @op(aten.polar)
 def _aten_polar(abs, angle):
+  require_one_dtype("polar", abs, angle)
   return _aten_complex(abs * jnp.cos(angle), abs * jnp.sin(angle))
 
 

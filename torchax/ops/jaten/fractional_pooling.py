@@ -49,7 +49,8 @@ def _fractional_max_pool(self, kernel_size, output_size, random_samples, rank: i
   _check(self, kernel, pooled, rank)
   spatial = self.shape[-rank:]
   planes = self.reshape(math.prod(self.shape[:-rank]), math.prod(spatial))
-  samples = random_samples.reshape(len(planes), rank)
+  # Without a batch, torch takes the samples of the first image.
+  samples = random_samples.reshape(-1, rank)[: len(planes)]
   # In two dimensions the first sample is for the width; in three, for the depth.
   samples = samples[:, ::-1] if rank == 2 else samples
   cells = jnp.zeros((len(planes), *[1] * (2 * rank)), jnp.int32)

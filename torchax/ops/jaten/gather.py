@@ -8,6 +8,7 @@ import functools
 import math
 
 import jax.numpy as jnp
+import torch
 
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
@@ -123,7 +124,18 @@ def _fill_rules(self, dim, index, value):
   yield along(index, _size(self, dim), dim_of(dim, self.ndim), wraps=True)
 
 
+def _check_number(self, dim, index, value, **_ignored):
+  require_fit(value, self.dtype)
+
+
 def _check_filler(self, dim, index, value):
+  is_tensor = isinstance(value, torch.Tensor)
+  is_complex = value.is_complex() if is_tensor else isinstance(value, complex)
+  if is_complex and not self.dtype.is_complex:
+    raise RuntimeError(
+      "index_fill_(): Converting complex Scalar to non-complex type is not supported: "
+      f"expected a number for {self.dtype}, but got {value}. Pass its real part."
+    )
   require_fit(value, self.dtype)
 
 
@@ -220,7 +232,7 @@ def _aten_scatter_src(self, dim, index, src):
   return _scatter(self, dim, index, src, assigned)
 
 
-@op(aten.scatter.value, check=_check_filler, rules=_place_rules)
+@op(aten.scatter.value, check=_check_number, rules=_place_rules)
 def _aten_scatter(self, dim, index, value):
   return _scatter(self, dim, index, value, assigned)
 
@@ -236,7 +248,7 @@ def _aten_scatter_with_reduce(self, dim, index, src, *, reduce):
   return _aten_scatter_reduce(self, dim, index, src, _OLD_NAMES.get(reduce, reduce))
 
 
-@op(aten.scatter.value_reduce, rules=_place_rules)
+@op(aten.scatter.value_reduce, check=_check_number, rules=_place_rules)
 def _aten_scatter_value_reduce(self, dim, index, value, *, reduce):
   return _aten_scatter_reduce(self, dim, index, value, _OLD_NAMES.get(reduce, reduce))
 

@@ -294,7 +294,7 @@ def _aten__index_put_impl(self, indices, values, accumulate=False, unsafe=False)
 @op(aten.masked_select, compiled=False)
 def _aten_masked_select(self, mask):
   """The elements where the mask is true, in one dimension."""
-  if mask.dtype not in (bool, jnp.uint8):
+  if mask.dtype != bool:
     raise RuntimeError(
       f"masked_select: expected a mask of torch.bool, but got {mask.dtype}."
     )

@@ -575,8 +575,7 @@ def _aten_where(condition, self=None, other=None):
 
 
 def _check_masked_fill(self, mask, value):
-  is_tensor = isinstance(value, torch.Tensor)
-  is_complex = value.is_complex() if is_tensor else isinstance(value, complex)
+  is_complex = isinstance(value, torch.Tensor) and value.is_complex()
   if is_complex and not self.dtype.is_complex:
     raise RuntimeError(
       f"value cannot be converted to type {self.dtype} without overflow: it is complex."

@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from torchax.ops import jax_reimplement, jimage
 from torchax.ops.builtin import op
@@ -24,7 +25,21 @@ _SCALE_NAMES = {
 }
 
 _NAMES = ("scales", "scales_d", "scales_h", "scales_w")
-_SCALES: dict = {"static": _NAMES, "prepare": _numbers.scales(_NAMES)}
+
+
+def _check_image(self, *args, **kwargs):
+  if not self.dtype.is_floating_point and self.dtype is not torch.uint8:
+    raise NotImplementedError(
+      f"Resizing is not implemented for {self.dtype}: expected an image of a "
+      "floating-point dtype or of torch.uint8. Convert it first."
+    )
+
+
+_SCALES: dict = {
+  "static": _NAMES,
+  "prepare": _numbers.scales(_NAMES),
+  "check": _check_image,
+}
 
 
 def _scales(self, positional, named):

@@ -6,12 +6,14 @@ forms would draw.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
 
 from torchax import _torch_compat
 from torchax.core.static_values import StaticValue
+from torchax.dispatch.batched_gradients import over_batches
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten.random import _aten_native_dropout as native_dropout
@@ -95,6 +97,7 @@ class _Dropout(_torch_compat.OwnFunction):
       return input._env.dispatch(_forward, (), (input, p), None)
 
   @staticmethod
+  @over_batches
   def backward(ctx, grad):
     return _Dropout.apply(grad, ctx.p, ctx.draw), None, None
 
@@ -169,12 +172,17 @@ def _with_batch(function, input, batched_dims: int, *args):
   return input if result is batched else result.squeeze(0)
 
 
-def _check_dims(name: str, input, allowed: tuple[int, ...]) -> None:
-  if input.dim() not in allowed:
-    raise RuntimeError(
-      f"{name}: Expected an input of {' or '.join(map(str, allowed))} dimensions, but "
-      f"received a {input.dim()}D input."
-    )
+def _check_dims(name: str, input, allowed: tuple[int, int]) -> None:
+  """torch raises for the first of these functions only, and warns in the others."""
+  if input.dim() in allowed:
+    return
+  said = (
+    f"{name}: Expected {allowed[0]}D or {allowed[1]}D input, but received a "
+    f"{input.dim()}D input."
+  )
+  if name == "dropout1d":
+    raise RuntimeError(said)
+  warnings.warn(f"{said} Use dropout or dropout1d for it.", stacklevel=2)
 
 
 @register_function(F.dropout1d, kind=Kind.TENSORS)

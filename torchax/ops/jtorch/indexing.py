@@ -22,9 +22,9 @@ def _flat_rules(input, indices, dim=None):
 
 @register_function(functions.take_along_dim, methods.take_along_dim, rules=_flat_rules)
 def _take_along_dim(input, indices, dim=None):
-  if not jnp.issubdtype(indices.dtype, jnp.integer):
+  if indices.dtype not in (jnp.int32, jnp.int64):
     raise RuntimeError(
-      "torch.take_along_dim(): dtype of indices should be an integer type, but got "
+      "torch.take_along_dim(): dtype of indices should be Long but got "
       f"{indices.dtype}."
     )
   if dim is None:
@@ -45,9 +45,8 @@ def _take_along_dim(input, indices, dim=None):
 def _unravel_index(indices, shape):
   """Coordinates of flat indices; torch makes a tensor of the strides on the way."""
   if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
-    raise ValueError(
-      "expected 'indices' to be an integer tensor, but got one of dtype "
-      f"{indices.dtype}"
+    raise TypeError(
+      f"expected 'indices' to be an integer tensor, but got one of {indices.dtype}"
     )
   sizes = [shape] if isinstance(shape, int) else list(shape)
   if any(size < 0 for size in sizes):

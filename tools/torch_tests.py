@@ -1,0 +1,389 @@
+"""Runs PyTorch's own device tests for the device "jax", beside CPU torch.
+
+usage: python -m tools.torch_tests FOLDER [--files FILE ...] [--sample N] [--x64]
+       [--jobs N] [--time-limit SECONDS] [--output FILE] [--page PAGE.md]
+
+FOLDER holds the tests of a release of PyTorch; nothing of it is kept. Each file runs
+with 64-bit types and without (`--x64`: with them only). A test that does not pass runs
+again on CPU torch, in a process without torchax. If it does not pass there either, it
+is a difference between releases. If it does, it is a fault, or has its reason in
+`test/torch_expectations.toml`, or needs 64 bits: it passes with them. A test is slow
+that takes longer than the limit here and less than a second there. Exit status: 0 if
+there are no faults, slow tests or stale expectations, 1 if there are, 2 for a folder or
+a file that cannot be used.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+from tools import tables
+from tools.expectations import (
+  FAILED,
+  Expectation,
+  InputError,
+  Outcome,
+  read_expectations,
+)
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXPECTATIONS = ROOT / "test" / "torch_expectations.toml"
+FILES = (
+  "distributions/test_distributions.py",
+  "functorch/test_eager_transforms.py",
+  "functorch/test_vmap.py",
+  "nn/test_convolution.py",
+  "nn/test_dropout.py",
+  "nn/test_embedding.py",
+  "nn/test_multihead_attention.py",
+  "nn/test_parametrization.py",
+  "nn/test_pooling.py",
+  "test_autograd.py",
+  "test_binary_ufuncs.py",
+  "test_dataloader.py",
+  "test_dlpack.py",
+  "test_foreach.py",
+  "test_indexing.py",
+  "test_linalg.py",
+  "test_modules.py",
+  "test_nn.py",
+  "test_optim.py",
+  "test_reductions.py",
+  "test_scatter_gather_ops.py",
+  "test_segment_reductions.py",
+  "test_serialization.py",
+  "test_shape_ops.py",
+  "test_sort_and_select.py",
+  "test_tensor_creation_ops.py",
+  "test_torch.py",
+  "test_type_promotion.py",
+  "test_unary_ufuncs.py",
+  "test_view_ops.py",
+)
+MODES = ("x64", "32 bits")
+NEEDS_X64 = "64 bits"
+SECONDS_TO_LOAD = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+  """A test in one mode.
+
+  Attributes:
+    mode: one of `MODES`.
+    here: outcome on jax.
+    there: outcome on CPU torch, if it did not pass here.
+    kind: "passed", "skipped", "expected", "other release", "slow" or "fault".
+    reason: why it is expected to fail.
+  """
+
+  mode: str
+  here: Outcome
+  there: Outcome | None
+  kind: str
+  reason: str = ""
+
+  @property
+  def file(self) -> str:
+    """Its file."""
+    return self.here.row.partition("::")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """Tests of a file to run.
+
+  Attributes:
+    file: its name in the folder of tests.
+    device: "jax" or "cpu".
+    x64: whether JAX has 64-bit types.
+    rows: their names, or None for all.
+    sample: how many of the file's tests to run, or None for all.
+  """
+
+  file: str
+  device: str
+  x64: bool = False
+  rows: tuple[str, ...] | None = None
+  sample: int | None = None
+
+
+class _Process:
+  """A worker, and what it has written."""
+
+  def __init__(self, request: Request, folder: pathlib.Path, work: str, done: set[str]):
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {
+      **os.environ,
+      "PYTHONPATH": os.pathsep.join(paths),
+      "JAX_ENABLE_X64": str(int(request.x64)),
+      "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+      "PYTORCH_TESTING_DEVICE_ONLY_FOR": "privateuse1",
+      # Classes that are for "cpu" and "cuda" only run for ours as well.
+      "PYTORCH_TESTING_DEVICE_FOR_CUSTOM": "privateuse1,jax",
+    }
+    if request.device == "cpu":
+      environment["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = "cpu"
+      del environment["PYTORCH_TESTING_DEVICE_FOR_CUSTOM"]
+    self._log = pathlib.Path(work, "log")
+    self._results = pathlib.Path(work, f"results-{len(done)}")
+    self._results.touch()
+    self._read = 0
+    command = [sys.executable, "-m", "tools.torch_tests_worker", str(folder)]
+    with self._log.open("wb") as log:
+      self._popen = subprocess.Popen(
+        [*command, request.file, request.device, str(self._results)],
+        cwd=work,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+      )
+    asked = {"rows": request.rows, "done": sorted(done), "sample": request.sample}
+    assert self._popen.stdin is not None
+    with self._popen.stdin as stream:
+      stream.write(json.dumps(asked).encode())
+
+  def has_ended(self) -> bool:
+    """Whether it has; what it wrote until then is read after this."""
+    return self._popen.poll() is not None
+
+  def lines(self) -> list[dict]:
+    """Whole lines that it wrote since the last call."""
+    with self._results.open("rb") as stream:
+      stream.seek(self._read)
+      whole = stream.read().rpartition(b"\n")[0]
+    self._read += len(whole) + 1 if whole else 0
+    return [json.loads(line) for line in whole.splitlines()]
+
+  def last_words(self) -> str:
+    """Last line of its output, or its exit status."""
+    text = self._log.read_text(encoding="utf-8", errors="replace").strip()
+    return text.splitlines()[-1] if text else f"exit status {self._popen.returncode}"
+
+  def close(self) -> None:
+    """End it."""
+    self._popen.kill()
+    self._popen.wait()
+
+
+def run_file(request: Request, folder: pathlib.Path, limit: float) -> list[Outcome]:
+  """Run tests of one file; a worker that crashes or hangs is followed by another.
+
+  Args:
+    request: the tests.
+    folder: of PyTorch's tests.
+    limit: in seconds, for each test.
+  """
+  found: dict[str, Outcome] = {}
+  with tempfile.TemporaryDirectory() as work:
+    while True:
+      process = _Process(request, folder, work, set(found))
+      try:
+        is_complete = _follow(process, request, limit, found)
+      finally:
+        process.close()
+      if is_complete:
+        return list(found.values())
+
+
+def _follow(
+  process: _Process, request: Request, limit: float, found: dict[str, Outcome]
+) -> bool:
+  """Collect outcomes until the process ends; whether no test is left to run."""
+  rows: list[str] | None = None
+  current, since, fixture = request.file, time.monotonic(), "it did not run"
+  while True:
+    has_ended = process.has_ended()
+    for line in process.lines():
+      if "rows" in line:
+        rows, current = line["rows"], ""
+      elif "started" in line:
+        current, since = line["started"], time.monotonic()
+      elif "ended" in line:
+        message = " @ ".join([line.get("message", ""), *line.get("frames", [])])
+        seconds = line["seconds"]
+        found[current] = Outcome(current, line["verdict"], message, seconds)
+        current = ""
+      elif "fixture" in line:
+        fixture = line["fixture"]
+      else:  # complete: rows without an outcome failed with their class
+        for row in rows or ():
+          found.setdefault(row, Outcome(row, "failed", fixture))
+        return True
+    allowed = SECONDS_TO_LOAD if rows is None else limit
+    is_late = bool(current) and time.monotonic() - since > allowed
+    if has_ended or is_late:
+      verdict = "took too long" if is_late else "crashed"
+      verdict = "did not load" if rows is None else verdict
+      row = current or request.file
+      said = f"more than {allowed:g} s" if is_late else process.last_words()
+      found[row] = Outcome(row, verdict, said, allowed)
+      return rows is None or not current
+    time.sleep(0.05)
+
+
+def judge(
+  mode: str,
+  here: Outcome,
+  there: Outcome | None,
+  passes_with_x64: bool,
+  expectations: list[Expectation],
+) -> Judgement:
+  """Compare a test with CPU torch, and with the expectations."""
+  if here.verdict not in FAILED:
+    return Judgement(mode, here, there, here.verdict)
+  is_late = here.verdict == "took too long"
+  if there is None or there.verdict != "passed" or (is_late and there.seconds >= 1):
+    return Judgement(mode, here, there, "other release")
+  for expected in expectations:
+    if expected.matches(here):
+      return Judgement(mode, here, there, "expected", expected.reason)
+  if passes_with_x64:
+    return Judgement(mode, here, there, "expected", NEEDS_X64)
+  return Judgement(mode, here, there, "slow" if is_late else "fault")
+
+
+def judge_file(
+  file: str,
+  folder: pathlib.Path,
+  modes: tuple[str, ...],
+  sample: int | None,
+  limit: float,
+  expectations: list[Expectation],
+) -> list[Judgement]:
+  """Run one file in each mode, and on CPU torch what does not pass."""
+  here = {
+    mode: run_file(Request(file, "jax", mode == "x64", sample=sample), folder, limit)
+    for mode in modes
+  }
+  failed = {o.row for ran in here.values() for o in ran if o.verdict in FAILED}
+  there: dict[str, Outcome] = {}
+  if failed:
+    request = Request(file, "cpu", rows=tuple(sorted(failed)))
+    there = {outcome.row: outcome for outcome in run_file(request, folder, limit)}
+    if file in failed and file not in there:  # it did not load here, and does there
+      there[file] = Outcome(file, "passed")
+  passed = {o.row for o in here.get("x64", ()) if o.verdict == "passed"}
+  return [
+    judge(mode, outcome, there.get(outcome.row), outcome.row in passed, expectations)
+    for mode, ran in here.items()
+    for outcome in ran
+  ]
+
+
+def stale_expectations(
+  judgements: list[Judgement], expectations: list[Expectation]
+) -> list[Expectation]:
+  """Expectations that explain no failure."""
+  used = [j.here for j in judgements if j.kind == "expected" and j.reason != NEEDS_X64]
+  return [e for e in expectations if not any(e.matches(outcome) for outcome in used)]
+
+
+def render(judgements: list[Judgement], sample: int | None) -> str:
+  """Table of the page: a row for each file and mode, and one for all files."""
+  size = f"{sample} of each" if sample else "all tests"
+  header = [f"file ({size})", "dtypes", "run", "passed", "expected", "faults", "slow"]
+  groups: dict[tuple[str, str], list[Judgement]] = collections.defaultdict(list)
+  for judgement in judgements:
+    # Neither side can be compared: it is as if the test had not run.
+    if judgement.kind not in ("skipped", "other release"):
+      groups[judgement.file, judgement.mode].append(judgement)
+      groups["all", judgement.mode].append(judgement)
+  rows = []
+  for file, mode in sorted(groups, key=lambda key: (key[0] == "all", key[0])):
+    group = groups[file, mode]
+    kinds = collections.Counter(judgement.kind for judgement in group)
+    reasons = collections.Counter(j.reason for j in group if j.kind == "expected")
+    said = [f"{count} {reason}" for reason, count in reasons.most_common()]
+    numbers = [str(kinds[kind]) for kind in ("fault", "slow")]
+    passed = str(kinds["passed"])
+    rows.append([file, mode, str(len(group)), passed, "<br>".join(said), *numbers])
+  return tables.markdown(header, rows)
+
+
+def _write_report(path: pathlib.Path, judgements: list[Judgement]) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  rows = [dataclasses.asdict(judgement) for judgement in judgements]
+  path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="python -m tools.torch_tests",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("folder", nargs="?", default="")
+  parser.add_argument("--files", nargs="+", default=FILES)
+  parser.add_argument("--sample", type=int)
+  parser.add_argument("--x64", action="store_true")
+  parser.add_argument("--jobs", type=int, default=1)
+  parser.add_argument("--time-limit", type=float, default=20.0)
+  parser.add_argument("--expectations", type=pathlib.Path, default=EXPECTATIONS)
+  parser.add_argument("--output", type=pathlib.Path, default="output/torch_tests.json")
+  parser.add_argument("--page", type=pathlib.Path)
+  return parser.parse_args(arguments)
+
+
+def _folder(name: str, files: tuple[str, ...]) -> pathlib.Path:
+  folder = pathlib.Path(name).resolve()
+  missing = [file for file in files if not (folder / file).is_file()]
+  if not name or missing:
+    raise InputError(
+      f"{name or 'Nothing'} is no folder with the tests of a release of PyTorch: it "
+      f"has no {', '.join(missing[:3])}. Name one: make test-torch TORCH_TESTS=path"
+    )
+  return folder
+
+
+def main(arguments: list[str]) -> int:
+  """Entry point; gives the exit status."""
+  chosen = _parse(arguments)
+  files, modes = tuple(chosen.files), MODES[:1] if chosen.x64 else MODES
+  try:
+    expectations = read_expectations(chosen.expectations)
+    folder = _folder(chosen.folder, files)
+  except InputError as error:
+    print(error, file=sys.stderr)
+    return 2
+  limits = chosen.sample, chosen.time_limit, expectations
+
+  def run(file: str) -> list[Judgement]:
+    judgements = judge_file(file, folder, modes, *limits)
+    for judgement in judgements:
+      if judgement.kind in ("fault", "slow"):
+        here = judgement.here
+        kind = judgement.kind.upper()
+        print(f"{kind} ({judgement.mode}) {here.row}: {here.message}", flush=True)
+    return judgements
+
+  with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
+    judgements = [judgement for ran in pool.map(run, files) for judgement in ran]
+  _write_report(chosen.output, judgements)
+  table = render(judgements, chosen.sample)
+  print(table)
+  if chosen.page:
+    page = chosen.page.read_text(encoding="utf-8")
+    text = tables.insert(page, "torch_tests", table)
+    chosen.page.write_text(text, encoding="utf-8")
+  is_whole = chosen.sample is None and modes == MODES and files == FILES
+  stale = stale_expectations(judgements, expectations) if is_whole else []
+  for expected in stale:
+    print(f"STALE {expected.row} {expected.message}: remove it ({expected.reason})")
+  kinds = collections.Counter(judgement.kind for judgement in judgements)
+  print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
+  is_wrong = kinds["fault"] or kinds["slow"] or stale or not kinds["passed"]
+  return 1 if is_wrong else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
