@@ -29,6 +29,7 @@ def register() -> None:
   """Gives the class of jax tensors these methods."""
   for name in _NAMES:
     setattr(Tensor, name, _method(name))
+  Tensor.detach_ = _detach
 
 
 def _method(name: str) -> Callable:
@@ -51,6 +52,14 @@ def _method(name: str) -> Callable:
   return reshape
 
 
+def _detach(self):
+  """As `torch.Tensor.detach_`; torch refuses views, which a change of shape makes."""
+  if not self.__dict__.get("_has_hidden_base"):
+    return torch.Tensor.detach_(self)
+  _exchange(self, self.detach())
+  return self
+
+
 def _may_become_view(tensor) -> bool:
   """False for trained leaves, which have to stay leaves, and for others' classes."""
   is_trained = tensor.requires_grad and tensor.is_leaf
@@ -59,9 +68,11 @@ def _may_become_view(tensor) -> bool:
 
 def _exchange(tensor: Tensor, view: View) -> None:
   """Gives `tensor` the shape and graph of `view`, and `view` those of `tensor`."""
-  retains_grad = tensor.retains_grad
+  retains_grad, was_view = tensor.retains_grad, tensor._is_view()
   _torch_compat.swap_held_tensors(tensor, view)
   tensor._chain, view._chain = view._chain, tensor._chain
-  tensor.__class__, view.__class__ = View, type(tensor)
+  tensor.__class__, view.__class__ = type(view), type(tensor)
+  if not was_view:
+    tensor._has_hidden_base = True
   if retains_grad:
     tensor.retain_grad()
