@@ -1,7 +1,6 @@
 """Runs random programs and prints the first differences, shrunk."""
 
 import collections
-import sys
 import time
 
 from absl import app, flags

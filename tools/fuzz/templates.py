@@ -88,35 +88,95 @@ _VIEW = _of(
   *("{v}.view(-1)", "{v}.view({shape})", "{v}.reshape({shape})", "{v}.view_as({v})"),
   *("{v}.expand(2, *{size})", "{v}.broadcast_to((2, *{size}))", "{v}.contiguous()"),
   *("{v}.narrow({d}, {a}, {b})", "{v}.select({d}, {a})", "{v}.diagonal()"),
-  *("{v}.diagonal({n}, {d}, {e})", "{v}.unfold({d}, {b}, {b})", "{v}.unfold({d}, 2, 1)"),
+  *(
+    "{v}.diagonal({n}, {d}, {e})",
+    "{v}.unfold({d}, {b}, {b})",
+    "{v}.unfold({d}, 2, 1)",
+  ),
   *("{v}.split({b})[{a}]", "{v}.split({b}, {d})[0]", "{v}.chunk(2, {d})[-1]"),
   *("{v}.unbind({d})[{a}]", "{v}.tensor_split(2, {d})[0]", "{v}.hsplit(2)[0]"),
   *("{v}.as_strided((2, 2), (1, 2))", "{v}.as_strided((2, 3), (3, 1), {a})"),
   *("{v}.detach()", "{v}.unflatten({d}, (-1, {b}))", "{v}.ravel()", "{v}.data"),
-  *("{v}.real", "{v}.imag", "torch.view_as_real({v})", "{v}.conj()", "{v}.view({v}.dtype)"),
-  *("{v}.float().view(torch.int32)", "{v}.int().view(torch.int16)", "torch.atleast_2d({v})", "{v}"),
+  *(
+    "{v}.real",
+    "{v}.imag",
+    "torch.view_as_real({v})",
+    "{v}.conj()",
+    "{v}.view({v}.dtype)",
+  ),
+  *(
+    "{v}.float().view(torch.int32)",
+    "({v} * 1).int().view(torch.int16)",
+    "torch.atleast_2d({v})",
+    "{v}",
+  ),
 )
 
 _COPY = _of(
-  *("{v} + {w}", "{v} * {w}", "{v} - {n}", "{v} * {n}", "-{v}", "{v}.abs()", "{v} + {l}"),
+  *(
+    "{v} + {w}",
+    "{v} * {w}",
+    "{v} - {n}",
+    "{v} * {n}",
+    "-{v}",
+    "{v}.abs()",
+    "{v} + {l}",
+  ),
   *("torch.where({v} > 0.3, {v}, {w})", "torch.maximum({v}, {l})", "{v}.clamp(-1, 1)"),
   *("torch.tanh({v})", "torch.sin({v})", "{v} @ {w}", "torch.outer({v}, {w})"),
-  *("torch.cat([{v}, {l}])", "torch.stack([{v}, {l}], {d})", "{v}.flip({d})", "{v} // 2"),
-  *("{v}.roll(1, {d})", "{v}.repeat(1, 2)", "torch.tril({v})", "{v}.clone()", "{v} % 3"),
-  *("{v}[i]", "{v}[[0, 2]]", "{v}[:, [1, 0, 1]]", "{v}[{v} > 0.3]", "{v}[[0, 1], [1, 0]]"),
-  *("{v}[torch.tensor([1, 0])]", "{v}[..., [0]]", "{v}[None, [1, 0], 0]", "{v}[[0], 1:]"),
+  *(
+    "torch.cat([{v}, {l}])",
+    "torch.stack([{v}, {l}], {d})",
+    "{v}.flip({d})",
+    "{v} // 2",
+  ),
+  *(
+    "{v}.roll(1, {d})",
+    "{v}.repeat(1, 2)",
+    "torch.tril({v})",
+    "{v}.clone()",
+    "{v} % 3",
+  ),
+  *(
+    "{v}[i]",
+    "{v}[[0, 2]]",
+    "{v}[:, [1, 0, 1]]",
+    "{v}[{v} > 0.3]",
+    "{v}[[0, 1], [1, 0]]",
+  ),
+  *(
+    "{v}[torch.tensor([1, 0])]",
+    "{v}[..., [0]]",
+    "{v}[None, [1, 0], 0]",
+    "{v}[[0], 1:]",
+  ),
   *("{v}.index_select({d}, torch.tensor([0, 1, 0], device={v}.device))", "{v} > {w}"),
   *("torch.gather({v}, {d}, {v}.argsort({d}))", "{v}.masked_fill({v} > 0.3, {n})"),
   *("torch.take_along_dim({v}, {v}.argsort({d}), {d})", "{v} == {w}", "F.relu({v})"),
-  *("F.softmax({v}, {d})", "F.pad({v}, (1, 1))", "{v}.contiguous() * 2", "{v}.square()"),
+  *(
+    "F.softmax({v}, {d})",
+    "F.pad({v}, (1, 1))",
+    "{v}.contiguous() * 2",
+    "{v}.square()",
+  ),
   *("{v}.cumsum({d})", "{v}.sort({d}).values", "{v}.topk(2, {d}).values", "{v}.diff()"),
   *("torch.kron({v}, {w})", "torch.einsum('ij,kj->ik', {v}, {w})", "{v}.diag()"),
   *("torch.lerp({v}, {l}, 0.5)", "torch.addcmul({v}, {l}, {l})", "{v}.sign()"),
-  *("torch.zeros_like({v})", "torch.ones({size}, device={v}.device)", "{v}.new_zeros(3)"),
+  *(
+    "torch.zeros_like({v})",
+    "torch.ones({size}, device={v}.device)",
+    "{v}.new_zeros(3)",
+  ),
 )
 
 _REDUCTION = _of(
-  *("{v}.sum()", "{v}.sum({d})", "{v}.sum({d}, keepdim=True)", "{v}.mean()", "{v}.mean({d})"),
+  *(
+    "{v}.sum()",
+    "{v}.sum({d})",
+    "{v}.sum({d}, keepdim=True)",
+    "{v}.mean()",
+    "{v}.mean({d})",
+  ),
   *("{v}.amax({d})", "{v}.amin()", "{v}.max({d}).values", "{v}.max()", "{v}.prod({d})"),
   *("{v}.var({d})", "{v}.logsumexp({d})", "{v}.norm()", "{v}.argmax({d})", "{v}.any()"),
   *("{v}.all({d})", "({v} > 0.3).sum()", "{v}.median({d}).values", "{v}.std()"),
@@ -125,47 +185,157 @@ _REDUCTION = _of(
 
 _DTYPE = _of(
   *("{v}.to(torch.float32)", "({v} * 2).int()", "({v} * 2).long()", "{v}.bool()"),
-  *("{v} + 1j", "{v}.to({w}.dtype)", "{v}.float()", "{v}.type_as({w})", "{v} + True"),
+  *(
+    "{v} + 1j",
+    "({v} * 1).to({w}.dtype)",
+    "{v}.float()",
+    "({v} * 1).type_as({w})",
+    "{v} + True",
+  ),
   *("{v} / 2", "{v}.sum(dtype=torch.float32)", "torch.true_divide({v}, 4)", "{v} ** 2"),
   *("({v} * 2).to(torch.int8)", "({v} * 2).to(torch.int16)", "{v}.to(torch.complex64)"),
 )
 
-_IN_PLACE = _of(
+_ANYWHERE = _of(
   *("{v}.add_(1)", "{v}.mul_({n})", "{v}.sub_({l})", "{v}.copy_({w})", "{v}.zero_()"),
   *("{v}.fill_({n})", "{v}.clamp_(-1, 1)", "{v}.relu_()", "{v}.neg_()", "{v}.abs_()"),
-  *("{v}.tanh_()", "{v}[0] = {n}", "{v}[{a}] += {n}", "{v}[:, 0] = {w}", "{v}[...] = {w}"),
+  *(
+    "{v}.tanh_()",
+    "{v}[0] = {n}",
+    "{v}[{a}] += {n}",
+    "{v}[:, 0] = {w}",
+    "{v}[...] = {w}",
+  ),
   *("{v}[{v} > 0.3] = {n}", "{v}[[0, 2]] = {n}", "{v}[[1, 0]] += {w}", "{v} += {w}"),
-  *("{v} *= {l}", "{v}[1:] = {v}[:-1].clone()", "{v}[..., -1].mul_({n})", "{v}.pow_(2)"),
+  *(
+    "{v} *= {l}",
+    "{v}[1:] = {v}[:-1].clone()",
+    "{v}[..., -1].mul_({n})",
+    "{v}.pow_(2)",
+  ),
   *("{v}.masked_fill_({v} > 0.3, {n})", "{v}.index_fill_({d}, i, {n})", "{v}[i] = {n}"),
   *("{v}.index_add_({d}, torch.tensor([0, 1], device={v}.device), {v}[:2].clone())",),
   *("{v}.index_copy_(0, torch.tensor([1, 0], device={v}.device), {v}[:2].clone())",),
-  *("{v}.scatter_({d}, {v}.argsort({d}), {n})", "{v}.addcmul_({l}, {l})", "{v}.t().add_(1)"),
-  *("{v}.cumsum_({d})", "{v}.lerp_({l}, 0.5)", "{v}.data.mul_({n})", "{v}.detach().add_(1)"),
-  *("{v}.masked_scatter_({v} > 0.3, {w}.clone())", "{v}.view(-1)[1] = {n}", "{v}.diagonal().add_(1)"),
-  *("{v}.expand(2, *{size})[0].add_(1)", "{v}.put_(torch.tensor([0, 2], device={v}.device), {v}.flatten()[:2].clone())"),
-  *("{v}.logical_not_()", "{v}[[0, 1], [1, 0]] = {n}", "{v}[None, ..., 0] = {n}", "{v}.fill_diagonal_({n})"),
-  *("{v}.sin_()", "{v}.floor_()", "{v}.tril_()", "{v}.swapaxes({d}, {e}).mul_({n})", "{v}[:, [1, 0]] = {w}"),
+  *(
+    "{v}.scatter_({d}, {v}.argsort({d}), {n})",
+    "{v}.addcmul_({l}, {l})",
+    "{v}.t().add_(1)",
+  ),
+  *(
+    "{v}.cumsum_({d})",
+    "{v}.lerp_({l}, 0.5)",
+    "{v}.data.mul_({n})",
+    "{v}.detach().add_(1)",
+  ),
+  *(
+    "{v}.masked_scatter_({v} > 0.3, {w}.clone())",
+    "{v}.view(-1)[1] = {n}",
+    "{v}.diagonal().add_(1)",
+  ),
+  *(
+    "{v}.expand(2, *{size})[0].add_(1)",
+    "{v}.put_(torch.tensor([0, 2], device={v}.device), {v}.flatten()[:2].clone())",
+  ),
+  *(
+    "{v}.logical_not_()",
+    "{v}[[0, 1], [1, 0]] = {n}",
+    "{v}[None, ..., 0] = {n}",
+    "{v}.fill_diagonal_({n})",
+  ),
+  *(
+    "{v}.sin_()",
+    "{v}.floor_()",
+    "{v}.tril_()",
+    "{v}.swapaxes({d}, {e}).mul_({n})",
+    "{v}[:, [1, 0]] = {w}",
+  ),
 )
+
+# Of tensors that show an element several times: the order of the writes is torch's own.
+_IN_PART = ("{v}[..., 0].mul_({n})", "{v}[..., -1].add_(1)", "{v}[{a}].add_(1)")
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+  """True if two elements share their memory."""
+  shown = torch.zeros(tensor.shape, dtype=torch.int64)
+  for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+    steps = torch.arange(size) * stride
+    shown += steps.reshape(-1, *(1,) * (tensor.dim() - dim - 1))
+  return shown.unique().numel() < shown.numel()
+
+
+def _shares_memory(context: Context) -> bool:
+  pointers = [
+    context.tensors[name].untyped_storage().data_ptr()
+    for name in (context.name, context.other)
+  ]
+  return pointers[0] == pointers[1]
+
+
+def _in_place(context: Context) -> str | None:
+  if not _overlaps(context.tensor):
+    statement = _ANYWHERE(context)
+    # torch runs it for truth values of no dimension only.
+    is_odd = "cumsum_" in statement and context.tensor.dtype is torch.bool
+    return None if is_odd else statement
+  if context.tensor.dim() and not _overlaps(context.tensor[..., 0]):
+    return _of(*_IN_PART[:2])(context)
+  return _of(*_IN_PART[2:])(context)
+
+
+def _out(context: Context) -> str | None:
+  if _overlaps(context.tensors[context.other]) or _shares_memory(context):
+    return None
+  return _OUT(context)
+
 
 _SHAPE = _of(
   *("{v}.t_()", "{v}.transpose_({d}, {e})", "{v}.swapaxes_({d}, {e})"),
   *("{v}.swapdims_({d}, {e})", "{v}.squeeze_()", "{v}.squeeze_({d})"),
-  *("{v}.unsqueeze_({d})", "{v}.as_strided_((2, 2), (1, 2))", "{v}.detach_()"),
-  *("{v}.requires_grad_()", "{v}.t_().mul_({n})"),
+  *("{v}.unsqueeze_({d})", "{v}.as_strided_((2, 2), (1, 2))"),
+  *("{v}.t_().mul_({n})", "{v}.detach_()"),
 )
 
+
+def _shape(context: Context) -> str | None:
+  statement = _SHAPE(context)
+  # Not of a leaf: whether the caller's tensor is trained is nothing for a program.
+  is_leaf = context.tensor.requires_grad and context.tensor.is_leaf
+  return None if is_leaf and "detach_" in statement else statement
+
+
 _OUT = _of(
-  *("torch.add({v}, {n}, out={w})", "torch.mul({v}, {l}, out={w})", "torch.neg({v}, out={w})"),
-  *("torch.sum({v}, {d}, out={w})", "torch.amax({v}, {d}, out={w})", "torch.sin({v}, out={w}[:])"),
-  *("torch.cumsum({v}, {d}, out={w})", "torch.mul({v}, 2, out={v})", "torch.abs({v}, out={w}.t())"),
+  *(
+    "torch.add({v}, {n}, out={w})",
+    "torch.mul({v}, {l}, out={w})",
+    "torch.neg({v}, out={w})",
+  ),
+  *(
+    "torch.sum({v}, {d}, out={w})",
+    "torch.amax({v}, {d}, out={w})",
+    "torch.sin({v}, out={w}[:])",
+  ),
+  *(
+    "torch.cumsum({v}, {d}, out={w})",
+    "torch.mul({v}, 2, out={v})",
+    "torch.abs({v}, out={w}.t())",
+  ),
   *("torch.where({v} > 0.3, {v}, {l}, out={w})", "torch.clamp({v}, -1, 1, out={w})"),
   *("torch.matmul({v}, {v}.t(), out={w})", "torch.cat([{v}, {v}], out={w})"),
 )
 
 _DRAW = _of(
-  *("torch.rand_like({v})", "torch.randn(4, 3, device={v}.device)", "F.dropout({v}, 0.5)"),
+  *(
+    "torch.rand_like({v})",
+    "torch.randn(4, 3, device={v}.device)",
+    "F.dropout({v}, 0.5)",
+  ),
   *("torch.bernoulli({v}.sigmoid())", "torch.randint(0, 3, (4,), device={v}.device)"),
-  *("torch.randperm(4, device={v}.device)", "torch.randn_like({v})", "F.rrelu({v}, training=True)"),
+  *(
+    "torch.randperm(4, device={v}.device)",
+    "torch.randn_like({v})",
+    "F.rrelu({v}, training=True)",
+  ),
   *("torch.normal({v}, 1.0)", "torch.multinomial({v}.abs() + 0.1, 2)"),
 )
 
@@ -184,7 +354,7 @@ def _pure(context: Context) -> str:
 
 
 def _no_grad(context: Context) -> str:
-  body = context.rng.choice((_IN_PLACE, _new(_VIEW), _new(_COPY), _SHAPE))(context)
+  body = context.rng.choice((_in_place, _new(_VIEW), _new(_COPY), _shape))(context)
   mode = context.rng.choice(("no_grad", "no_grad", "enable_grad"))
   return f"with torch.{mode}():\n  {body}"
 
@@ -206,7 +376,7 @@ def _on_local(context: Context) -> Context:
 
 def _nested(context: Context) -> str:
   local = _on_local(context)
-  body = context.rng.choice((_IN_PLACE, _IN_PLACE, _new(_VIEW), _new(_COPY)))(local)
+  body = context.rng.choice((_in_place, _in_place, _new(_VIEW), _new(_COPY)))(local)
   result = context.rng.choice(("a", _VIEW(local), _COPY(local)))
   return (
     f"def f(a):\n  {body}\n  return ({result}) * 2\n"
@@ -244,9 +414,9 @@ _WEIGHTS: tuple[tuple[Callable, int], ...] = (
   (_new(_COPY), 18),
   (_new(_REDUCTION), 5),
   (_new(_DTYPE), 5),
-  (_IN_PLACE, 26),
-  (_SHAPE, 7),
-  (_OUT, 4),
+  (_in_place, 26),
+  (_shape, 7),
+  (_out, 4),
   (_no_grad, 4),
   (_hook, 2),
   (_nested, 3),

@@ -33,8 +33,8 @@ class Effects:
     arrays: the new numbers of the first three, in order; then those of arguments whose
       memory has grown.
     tape: what torch's autograd needs to go back through the call, or None.
-    reshapes: (index of an argument leaf, (operation, args, kwargs), …) of changes of shape
-      in place, to be done again with the caller's tensor.
+    reshapes: (index of an argument leaf, (operation, args, kwargs), …) of changes of
+      shape in place, to replay on the caller's tensor.
     grown: indices of the argument leaves whose memory has grown.
     of_gradients: for each of `holders`, whether it is the leaf of a gradient.
     places: plain attributes of modules that were assigned to.
