@@ -90,7 +90,7 @@ def difference(reference: Outcome, outcome: Outcome, way: str) -> str:
     if name not in outcome.values:
       return f"there is no {name}"
     found = outcome.values[name]
-    if way in UNALIASED and name.startswith("sees writes to"):
+    if name.startswith("sees writes to") and _may_be_copies(way, name, reference):
       if "result" in name:
         continue
       expected, found = map(_of_inputs, (expected, found))
@@ -100,8 +100,12 @@ def difference(reference: Outcome, outcome: Outcome, way: str) -> str:
   return f"there is a {extra[0]}" if extra else ""
 
 
-# Ways whose results share no memory with each other or with inputs.
-UNALIASED = frozenset({"jit"})
+def _may_be_copies(way: str, name: str, reference: Outcome) -> bool:
+  """True where results need not share memory: after `jax_jit`, and with a gradient."""
+  written = name.removeprefix("sees writes to ")
+  is_trained = any(name.startswith("gradient") for name in reference.values)
+  is_plain = is_trained and not reference.values[f"{written} requires grad"]
+  return way == "jit" or (way.startswith("compile") and is_plain)
 
 
 def _of_inputs(names: frozenset | None) -> frozenset:

@@ -55,8 +55,8 @@ class Context:
 def _of(*rows: str) -> Callable[[Context], str]:
   """One of the rows, with the names of `Context` filled in.
 
-  `{v}` is the variable, `{w}` another, `{l}` one of its shape, `{n}` a number, `{d}` and
-  `{e}` dimensions, `{shape}` another shape.
+  `{v}` is the variable, `{w}` another, `{l}` one of its shape, `{n}` a number, `{d}`
+  and `{e}` dimensions, `{shape}` another shape.
   """
 
   def write(context: Context) -> str:
@@ -284,7 +284,8 @@ def _in_place(context: Context) -> str | None:
 
 
 def _out(context: Context) -> str | None:
-  if _overlaps(context.tensors[context.other]) or _shares_memory(context):
+  target = context.tensors[context.other]
+  if not target.numel() or _overlaps(target) or _shares_memory(context):
     return None
   return _OUT(context)
 
@@ -293,15 +294,8 @@ _SHAPE = _of(
   *("{v}.t_()", "{v}.transpose_({d}, {e})", "{v}.swapaxes_({d}, {e})"),
   *("{v}.swapdims_({d}, {e})", "{v}.squeeze_()", "{v}.squeeze_({d})"),
   *("{v}.unsqueeze_({d})", "{v}.as_strided_((2, 2), (1, 2))"),
-  *("{v}.t_().mul_({n})", "{v}.detach_()"),
+  *("{v}.t_().mul_({n})"),
 )
-
-
-def _shape(context: Context) -> str | None:
-  statement = _SHAPE(context)
-  # Not of a leaf: whether the caller's tensor is trained is nothing for a program.
-  is_leaf = context.tensor.requires_grad and context.tensor.is_leaf
-  return None if is_leaf and "detach_" in statement else statement
 
 
 _OUT = _of(
@@ -354,7 +348,7 @@ def _pure(context: Context) -> str:
 
 
 def _no_grad(context: Context) -> str:
-  body = context.rng.choice((_in_place, _new(_VIEW), _new(_COPY), _shape))(context)
+  body = context.rng.choice((_in_place, _new(_VIEW), _new(_COPY), _SHAPE))(context)
   mode = context.rng.choice(("no_grad", "no_grad", "enable_grad"))
   return f"with torch.{mode}():\n  {body}"
 
@@ -415,7 +409,7 @@ _WEIGHTS: tuple[tuple[Callable, int], ...] = (
   (_new(_REDUCTION), 5),
   (_new(_DTYPE), 5),
   (_in_place, 26),
-  (_shape, 7),
+  (_SHAPE, 7),
   (_out, 4),
   (_no_grad, 4),
   (_hook, 2),

@@ -29,7 +29,8 @@ def register() -> None:
   """Gives the class of jax tensors these methods."""
   for name in _NAMES:
     setattr(Tensor, name, _method(name))
-  Tensor.detach_ = _detach
+  for name in ("detach_", "requires_grad_"):
+    setattr(Tensor, name, _alone(name))
 
 
 def _method(name: str) -> Callable:
@@ -43,36 +44,47 @@ def _method(name: str) -> Callable:
       hidden = view(self, *args, **kwargs)
     if type(hidden) is not View:  # a transform of `torch.func` has wrapped it
       return in_place(self, *args, **kwargs)
+    has_own_base = not self._is_view()
     _exchange(self, hidden)
+    if has_own_base:
+      self._has_hidden_base = True
     record_reshape(self, reshape, args, kwargs)
     return self
 
-  reshape.__name__ = name
-  reshape.__doc__ = f"As `torch.Tensor.{name}`."
-  return reshape
+  return _named(reshape, name)
 
 
-def _detach(self):
-  """As `torch.Tensor.detach_`; torch refuses views, which a change of shape makes."""
-  if not self.__dict__.get("_has_hidden_base"):
-    return torch.Tensor.detach_(self)
-  _exchange(self, self.detach())
-  return self
+def _named(method: Callable, name: str) -> Callable:
+  method.__name__ = name
+  method.__doc__ = f"As `torch.Tensor.{name}`."
+  return method
+
+
+def _alone(name: str) -> Callable:
+  """A method that torch has for tensors, and not for views, of a changed shape."""
+  method = getattr(torch.Tensor, name)
+
+  def run(self, *args, **kwargs):
+    is_leaf = self.is_leaf or name == "detach_"
+    if is_leaf and self.__dict__.pop("_has_hidden_base", False):
+      _exchange(self, self.detach())
+    return method(self, *args, **kwargs)
+
+  return _named(run, name)
 
 
 def _may_become_view(tensor) -> bool:
-  """False for trained leaves, which have to stay leaves, and for others' classes."""
-  is_trained = tensor.requires_grad and tensor.is_leaf
-  return type(tensor) in (Tensor, View) and not (is_trained or tensor.is_inference())
+  """False for others' classes, and where autograd would not record the change."""
+  if type(tensor) not in (Tensor, View) or tensor.is_inference():
+    return False
+  if tensor.retains_grad:  # autograd holds it weakly, so it has to stay
+    return False
+  is_recorded = torch.is_grad_enabled() and not tensor.is_leaf
+  return is_recorded or not tensor.requires_grad
 
 
 def _exchange(tensor: Tensor, view: View) -> None:
   """Gives `tensor` the shape and graph of `view`, and `view` those of `tensor`."""
-  retains_grad, was_view = tensor.retains_grad, tensor._is_view()
   _torch_compat.swap_held_tensors(tensor, view)
   tensor._chain, view._chain = view._chain, tensor._chain
   tensor.__class__, view.__class__ = type(view), type(tensor)
-  if not was_view:
-    tensor._has_hidden_base = True
-  if retains_grad:
-    tensor.retain_grad()
