@@ -294,7 +294,7 @@ _SHAPE = _of(
   *("{v}.t_()", "{v}.transpose_({d}, {e})", "{v}.swapaxes_({d}, {e})"),
   *("{v}.swapdims_({d}, {e})", "{v}.squeeze_()", "{v}.squeeze_({d})"),
   *("{v}.unsqueeze_({d})", "{v}.as_strided_((2, 2), (1, 2))"),
-  *("{v}.t_().mul_({n})"),
+  "{v}.t_().mul_({n})",
 )
 
 
