@@ -41,6 +41,7 @@ LAYERS = {
     "torchax.dispatch.factories",
     "torchax.dispatch.indexing",
     "torchax.dispatch.refusals",
+    "torchax.dispatch.reshapes",
     "torchax.dispatch.shortcuts",
     "torchax.ops.builtin",
     "torchax.ops.faces",

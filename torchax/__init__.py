@@ -41,6 +41,7 @@ from torchax.dispatch import (
   modes,
   operands,
   refusals,
+  reshapes,
   shortcuts,
   transfer,
 )
@@ -188,6 +189,7 @@ def _compose() -> None:
   higher_order.register_kernels()
   linear.register_kernels()
   refusals.register()
+  reshapes.register()
   distributed.register()
   conversion_errors.register()
   applied_functions.register()

@@ -134,6 +134,7 @@ from torchax._torch_compat.operators import (
 from torchax._torch_compat.optimizers import init_optimizer_group
 from torchax._torch_compat.swaps import (
   move_parameters_in_place,
+  swap_held_tensors,
   swap_tensors,
   watch_swaps,
 )
@@ -266,6 +267,7 @@ __all__ = [
   "set_neg",
   "storage_dtype",
   "support_foreach",
+  "swap_held_tensors",
   "swap_tensors",
   "tensor_to",
   "trace_as_any_object",

@@ -11,7 +11,8 @@ from torchax import private
 
 # (t1, t2): each of two tensors that nothing else holds becomes the other one.
 swap_tensors = _swap_tensors = torch.utils.swap_tensors
-_swap_held_tensors = private.find(
+# (t1, t2): the same for tensors that graphs and views hold: these keep what they hold.
+swap_held_tensors = private.find(
   "torch._C._swap_tensor_impl", "moving a module while a graph holds its parameters"
 )
 # Without it, torch's own swap refuses what a graph holds.
@@ -90,7 +91,7 @@ def _swap_held(t1, t2) -> None:
       accumulate.register_prehook(_refuse_swapped)
   t1.__class__, t2.__class__ = type(t2), type(t1)
   t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
-  _swap_held_tensors(t1, t2)
+  swap_held_tensors(t1, t2)
 
 
 def _refuse_swapped(gradients):

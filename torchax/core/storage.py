@@ -289,6 +289,10 @@ def _leaf_of(tensor, storage: Storage):
   return None
 
 
+def _hashable(value):
+  return tuple(value) if isinstance(value, list) else value
+
+
 class Boundary:
   """A function that is being traced.
 
@@ -389,17 +393,17 @@ class Boundary:
       self.numbers[expression] = found
     return found
 
-  def note_reshape(self, tensor, op, args) -> None:
-    """Keeps a change of shape in place for whoever has to do it again.
+  def record_reshape(self, tensor, op, args, kwargs) -> None:
+    """Record a change of shape in place, to replay it on the caller's tensor.
 
     Args:
-      tensor: that was changed.
+      tensor: the changed tensor.
       op: the operation.
-      args: of the operation after the tensor; lists of integers and integers.
+      args, kwargs: of the operation after the tensor; lists of integers and integers.
     """
-    hashable = tuple([tuple(a) if isinstance(a, list | tuple) else a for a in args])
     _, steps = self.reshapes.setdefault(id(tensor), (tensor, []))
-    steps.append((op, hashable))
+    named = [(name, _hashable(value)) for name, value in kwargs.items()]
+    steps.append((op, tuple(map(_hashable, args)), tuple(named)))
 
   def lift(self, storage: Storage, array: jax.Array, tensor) -> None:
     """Shows an outer storage as `array`, an operand of the traced function."""

@@ -21,7 +21,7 @@ import torch
 from jax import lax
 
 from torchax import _jax_compat
-from torchax.core import explicit_axes, grad_mode, out_of_range, programs
+from torchax.core import chain_writes, explicit_axes, grad_mode, out_of_range, programs
 
 
 class ViewInfoType(enum.Enum):
@@ -52,6 +52,11 @@ class ViewInfo:
   """
 
   view_info_type: ViewInfoType = ViewInfoType.INVALID
+  # It shows elements as they are; False where it changes what an element is.
+  picks: ClassVar[bool] = True
+
+  # One element may show several times.
+  overlaps: ClassVar[Any] = False
 
   def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     """The view of an array."""
@@ -204,6 +209,15 @@ class AsStridedInfo(ViewInfo):
     object.__setattr__(self, "offset", offset)
     object.__setattr__(self, "size", None if size is None else tuple(size))
 
+  @property
+  def overlaps(self):
+    reach = 0
+    for stride, length in sorted(zip(self.stride, self.size or ())):
+      if length > 1 and stride <= reach:
+        return True
+      reach += stride * (length - 1)
+    return False
+
   def _places(self, source_shape) -> np.ndarray:
     size = tuple(source_shape) if self.size is None else self.size
     places = np.full(size, self.offset)
@@ -245,6 +259,10 @@ class UnfoldInfo(ViewInfo):
   size: int
   step: int
   view_info_type: ClassVar = ViewInfoType.UNFOLD
+
+  @property
+  def overlaps(self):
+    return self.step < self.size
 
   def transform_tensor(self, jax_array):
     return self._windows(jnp, jax_array)
@@ -305,6 +323,8 @@ class ExpandInfo(ViewInfo):
   size: tuple[int, ...]
   view_info_type: ClassVar = ViewInfoType.EXPAND
 
+  overlaps = True
+
   def transform_tensor(self, jax_array):
     return jnp.broadcast_to(jax_array, self.size)
 
@@ -323,6 +343,7 @@ class DtypeInfo(ViewInfo):
 
   dtype: np.dtype
   view_info_type: ClassVar = ViewInfoType.DTYPE
+  picks = False
 
   def transform_tensor(self, jax_array):
     return jax_array.view(self.dtype)
@@ -336,6 +357,7 @@ class ComplexAsRealInfo(ViewInfo):
   """A complex array as pairs of reals along a new last dimension."""
 
   view_info_type: ClassVar = ViewInfoType.DTYPE
+  picks = False
 
   def transform_tensor(self, jax_array):
     return jnp.stack([jax_array.real, jax_array.imag], axis=-1)
@@ -349,6 +371,7 @@ class RealAsComplexInfo(ViewInfo):
   """Pairs of reals along the last dimension as a complex array."""
 
   view_info_type: ClassVar = ViewInfoType.DTYPE
+  picks = False
 
   def transform_tensor(self, jax_array):
     return lax.complex(jax_array[..., 0], jax_array[..., 1])
@@ -362,6 +385,7 @@ class ConjugateInfo(ViewInfo):
   """The complex conjugates of the elements."""
 
   view_info_type: ClassVar = ViewInfoType.CONJUGATE
+  picks = False
 
   def transform_tensor(self, jax_array):
     return lax.conj(jax_array)
@@ -375,6 +399,7 @@ class NegateInfo(ViewInfo):
   """The elements with the other sign."""
 
   view_info_type: ClassVar = ViewInfoType.NEGATE
+  picks = False
 
   def transform_tensor(self, jax_array):
     return lax.neg(jax_array)
@@ -388,6 +413,7 @@ class StopGradientInfo(ViewInfo):
   """The same elements, through which JAX's transformations see no derivative."""
 
   view_info_type: ClassVar = ViewInfoType.NO_OP
+  picks = False
 
   def transform_tensor(self, jax_array):
     return lax.stop_gradient(jax_array)
@@ -412,6 +438,7 @@ class TracedIndexInfo(ViewInfo):
   index: jax.Array
   length: int | None = None
   view_info_type: ClassVar = ViewInfoType.SELECT
+  picks = False
 
   def transform_tensor(self, jax_array):
     moving = MovingInfo(self.dim, self.length, is_traced=True)
@@ -435,6 +462,12 @@ class MovingInfo:
   dim: int
   length: int | None
   is_traced: bool = False
+  overlaps: ClassVar[bool] = False
+
+  @property
+  def picks(self) -> bool:
+    """True unless the index may be outside of the dimension."""
+    return not self.is_traced
 
   def transform_tensor(self, jax_array: jax.Array, start: jax.Array) -> jax.Array:
     """The slice of an array."""
@@ -509,13 +542,7 @@ class MovingChain:
   def write(self, base_and_starts, value: jax.Array) -> jax.Array:
     """The base array after `value` was written to the view."""
     base, starts = base_and_starts
-    steps = list(self._steps(starts))
-    sources = [base]
-    for info, start in steps[:-1]:
-      sources.append(info.transform_tensor(sources[-1], *start))
-    for (info, start), source in zip(reversed(steps), reversed(sources)):
-      value = info.update_tensor(value, source, *start)
-    return value
+    return chain_writes.write(list(self._steps(starts)), base, value)
 
   def __hash__(self):
     return hash(self.infos)
@@ -604,12 +631,7 @@ class Chain:
 
   def write(self, base: jax.Array, value: jax.Array) -> jax.Array:
     """The base array after `value`, of the view's shape, was written to the view."""
-    sources = [base]
-    for info in self.infos[:-1]:
-      sources.append(info.transform_tensor(sources[-1]))
-    for info, source in zip(reversed(self.infos), reversed(sources)):
-      value = info.update_tensor(value, source)
-    return value
+    return chain_writes.write([(info, ()) for info in self.infos], base, value)
 
   def __repr__(self):
     return f"Chain{self.infos}"

@@ -387,12 +387,12 @@ class InPlaceViewPlan:
 
   def __call__(self, args, kwargs):
     target = args[0]
-    _require_own(target, str(self.op))
+    require_own(target, str(self.op))
     view = self.view(args, kwargs)
     with _torch_compat.without_dispatch():
       self.op(*args, **(kwargs or {}))
     target._chain = view._chain
-    _note_reshape(target, self.op, args[1:])
+    record_reshape(target, self.op, args[1:])
     return target
 
 
@@ -400,7 +400,7 @@ def _resize_(tensor, size, memory_format=None):
   """Another shape over the same memory, which grows where it is too small."""
   if tuple(size) == tuple(tensor.shape):
     return tensor
-  _require_own(tensor, "resize_")
+  require_own(tensor, "resize_")
   base = tensor._storage.read()
   end = tensor.storage_offset() + math.prod(size) if 0 not in size else 0
   needed = -(-end * tensor.element_size() // base.dtype.itemsize)
@@ -413,7 +413,7 @@ def _resize_(tensor, size, memory_format=None):
   shown = new_view(tensor, layout, _strided_chain(tensor, layout))
   _torch_compat.set_metadata(tensor, shown)
   tensor._chain = shown._chain
-  _note_reshape(tensor, aten.resize_.default, (size,))
+  record_reshape(tensor, aten.resize_.default, (size,))
   return tensor
 
 
@@ -431,7 +431,7 @@ def _set_(tensor, source, offset=0, size=None, stride=()):
       "`set_` on a jax tensor expects another jax tensor as its source, but got "
       f"{type(source).__name__}."
     )
-  _require_own(tensor, "set_")
+  require_own(tensor, "set_")
   if size is not None:
     stride = stride or _contiguous_stride(size)
     source = torch.as_strided(source, size, stride, offset)
@@ -448,7 +448,7 @@ def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
       "`set_` on a jax tensor expects another one, or the storage of one, but got a "
       f'storage on {source.device}. Move the tensor that has it: `.to("jax")`.'
     )
-  _require_own(tensor, "set_")
+  require_own(tensor, "set_")
   # 64-bit numbers of a file, where jax holds 32 bits.
   dtype = tensor.__dict__.get("_asked_dtype", tensor.dtype)
   if size is None:
@@ -479,13 +479,13 @@ def _set_empty(tensor):
   return _set_(tensor, empty)
 
 
-def _note_reshape(tensor, op, args) -> None:
-  """Tells a function being traced, whose argument this may be."""
+def record_reshape(tensor, op, args, kwargs=None) -> None:
+  """Record a change of shape of what may be an argument of a traced function."""
   if active.boundary is not None:
-    active.boundary.note_reshape(tensor, op, args)
+    active.boundary.record_reshape(tensor, op, args, kwargs or {})
 
 
-def _require_own(tensor, name: str) -> None:
+def require_own(tensor, name: str) -> None:
   """Raises where a traced function would change the shape of a tensor from outside."""
   boundary = active.boundary
   if boundary is not None and tensor._storage.birth is not boundary:

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import torch
 
-from torchax.dynamo.draws import hint
 from torchax.errors import MixedDeviceError
+from torchax.graphs.memory import memory_order
 from torchax.ops import mappings, narrowing
 
 _NARROWED = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
@@ -50,7 +50,7 @@ class Result:
 
   def __init__(self, like: torch.Tensor):
     self.dtype = like.dtype
-    self.order = _memory_order(like)
+    self.order = memory_order(like)
     self.inverse = None
     if self.order is not None:
       self.inverse = tuple(int(place) for place in np.argsort(self.order))
@@ -72,20 +72,3 @@ class Result:
 
 def _is_on_cpu(array: jax.Array) -> bool:
   return next(iter(array.devices())).platform == "cpu"
-
-
-def _memory_order(like: torch.Tensor) -> tuple[int, ...] | None:
-  """Dimensions by decreasing stride; None for the usual order.
-
-  Those of one element have any stride and stay where they are.
-  """
-  strides = list(map(hint, like.stride()))
-  sizes = list(map(hint, like.shape))
-  if 0 in sizes or any(s == 0 and n > 1 for s, n in zip(strides, sizes)):
-    return None
-  order = sorted(
-    (d for d in range(like.dim()) if sizes[d] > 1), key=lambda d: -strides[d]
-  )
-  moved = iter(order)
-  order = [next(moved) if n > 1 else d for d, n in enumerate(sizes)]
-  return None if order == list(range(like.dim())) else tuple(order)

@@ -17,6 +17,7 @@ from torchax.core.partitions import Partition
 from torchax.errors import RngError
 from torchax.graphs import fx as fx_graphs
 from torchax.graphs.fx import (
+  hint,
   inner,
   is_draw,
   is_marked_random,
@@ -221,8 +222,3 @@ def _count(node: fx.Node) -> int:
 def _abstract(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
   shape = tuple(map(hint, tensor.shape))
   return jax.ShapeDtypeStruct(shape, mappings.t2j_dtype(tensor.dtype))
-
-
-def hint(number):
-  """The value that a symbolic number had when the graph was made."""
-  return number.node.hint if isinstance(number, torch.SymInt) else number

@@ -14,6 +14,7 @@ from torchax.core import host_numbers
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
 from torchax.dynamo import numbers
+from torchax.dynamo.aliases import Aliases
 from torchax.dynamo.options import Options
 from torchax.environment import env_on
 from torchax.graphs import higher_order
@@ -78,10 +79,10 @@ def compiled(gm: fx.GraphModule, options: Options) -> Callable:
     args = [*args, *lifted]
     if moved:
       with env_on(), options.applied():
-        return results.shown(run(*taken.plain(args)))
-    args, on_host = taken.arguments(args)
+        return results.shown(run(*taken.plain(args)), args)
+    given, on_host = taken.arguments(args)
     with env_on(), options.applied(), host_numbers.given(on_host):
-      return results.shown((inside if active.boundary else run)(*args))
+      return results.shown((inside if active.boundary else run)(*given), args)
 
   return torch.compiler.disable(call)
 
@@ -206,15 +207,17 @@ class _Results:
         self._dtypes.append(None)
       returned.append(node)
     output.args = (tuple(returned),)
+    self._aliases = Aliases(graph)
     graph.eliminate_dead_code(_is_effect)
 
   def hidden(self, results) -> tuple:
     """The results that leave the trace, with numbers as its static values."""
-    values = map(host_numbers.settled, results)
+    values = map(host_numbers.settled, self._aliases.box(results))
     return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in values)
 
-  def shown(self, results) -> tuple:
+  def shown(self, results, args) -> tuple:
     """The results of a call: numbers again, or the tensors that Dynamo expects."""
+    results = self._aliases.made(results, args)
     values = (v.value if type(v) is StaticValue else v for v in results)
     return tuple(
       value if dtype is None else torch.scalar_tensor(value, dtype=dtype, device="cpu")

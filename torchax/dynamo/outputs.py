@@ -42,7 +42,7 @@ class Outputs:
     self._results: list[border.Result] = []
     self._place: dict[fx.Node, int] = {}
     place = {node: number for number, node in enumerate(inputs)}
-    shared = _shared(returned, place) if shares else set()
+    shared = _shared(returned, place) if shares else _parts_of_inputs(returned, place)
     self._makers = [self._maker(value, place, shared) for value in returned]
 
   def stored(self, values: list) -> list[jax.Array]:
@@ -74,6 +74,10 @@ class Outputs:
         numbers[number], dtype=dtype
       )
     base, steps = _base(value) if value in shared else (value, ())
+    if base in place:
+      number = place[base]
+      self.passed.add(number)
+      return lambda args, tensors, numbers: _viewed(args[number], steps)
     number = self._array(base, is_own=value not in shared)
     return lambda args, tensors, numbers: _viewed(tensors[number], steps)
 
@@ -94,8 +98,20 @@ def is_number(node: fx.Node) -> bool:
   return node.target is _SCALAR_TENSOR and all(u.op == "output" for u in node.users)
 
 
+def _parts_of_inputs(returned: Sequence, inputs: dict) -> set[fx.Node]:
+  """Results of views with several results, of inputs: AOTAutograd makes other views."""
+  return {
+    value
+    for value in returned
+    if isinstance(value, fx.Node)
+    and value not in inputs
+    and _base(value)[0] in inputs
+    and any(target is operator.getitem for target, *_ in _base(value)[1])
+  }
+
+
 def _shared(returned: Sequence, inputs: dict) -> set[fx.Node]:
-  """The results that have the memory of another one."""
+  """The results that have the memory of another one, or of an input."""
   tensors = [
     v
     for v in returned
@@ -105,7 +121,11 @@ def _shared(returned: Sequence, inputs: dict) -> set[fx.Node]:
     and not is_number(v)
   ]
   bases = [_base(node)[0] for node in tensors]
-  return {node for node, base in zip(tensors, bases) if bases.count(base) > 1}
+  return _parts_of_inputs(returned, inputs) | {
+    node
+    for node, base in zip(tensors, bases)
+    if bases.count(base) > 1 and base not in inputs
+  }
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, tuple]:
@@ -123,7 +143,7 @@ def _viewed_by(node: fx.Node) -> fx.Node | None:
   if node.op != "call_function" or not (is_part or _is_view(node.target)):
     return None
   source = node.args[0]
-  if node.all_input_nodes != [source] or source.op != "call_function":
+  if node.all_input_nodes != [source]:
     return None
   if is_part and not _is_view(source.target):
     return None

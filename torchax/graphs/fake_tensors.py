@@ -19,7 +19,7 @@ from torchax.dispatch.transfer import arguments_of_to
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.graphs import higher_order
 from torchax.ops import mappings
-from torchax.tensor import META, Content, Tensor
+from torchax.tensor import META, Content, Tensor, index_of
 
 
 class NoNumbersError(TracedStateError, _torch_compat.DataDependentOutputException):
@@ -89,6 +89,12 @@ class Fake(Tensor):
         '`torch.compile(f, backend="jax")`; or compile by `torchax.compile(f)`.'
       )
     return Fake(shell, outer_size, outer_stride)
+
+  def __setitem__(self, index, value):
+    index = torch_pytree.tree_map_only(
+      torch.Tensor, lambda part: part.to(META), index_of(index, self)
+    )
+    torch.Tensor.__setitem__(self, index, value)
 
   def _stable_hash_for_caching(self) -> str:
     """For caches of other backends, which are refused before they keep anything."""

@@ -182,3 +182,8 @@ def user_name(graph: fx.Graph) -> str:
     if frames and node.op != "placeholder":
       return frames[-1][2].strip() if _is_of_user(frames[-1]) else ""
   return ""
+
+
+def hint(number):
+  """The value that a symbolic number had when the graph was made."""
+  return number.node.hint if isinstance(number, torch.SymInt) else number

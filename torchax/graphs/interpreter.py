@@ -22,7 +22,7 @@ from torchax.dispatch.plans import DecompositionPlan, Plan
 from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound
-from torchax.graphs import composites, higher_order, lowerings
+from torchax.graphs import composites, higher_order, lowerings, memory
 from torchax.graphs.fx import is_marked_random, place_of, site_of, where
 from torchax.interop.views import call_torch
 from torchax.ops.schema import schema_of
@@ -107,6 +107,9 @@ class JaxInterpreter(torch.fx.Interpreter):
       return higher_order.on_arrays(target)(self._part, *args, **kwargs)
     if not isinstance(target, _torch_compat.OpOverload):
       return self._of_numbers(target, args, kwargs)
+    if target in memory.STRIDED:
+      operation = functools.partial(_run_by_name, target)
+      return memory.run(self.node, operation, args, kwargs, self.env)
     if env_on().config.check_indices:
       with user_code.coming_from(place_of(self.node)):
         return run_operation(target, args, kwargs)
@@ -214,6 +217,10 @@ def run_operation(op, args: tuple, kwargs: dict):
     )
   # By the dispatcher: graphs of gradients have numbers in places of tensors.
   return call_torch(functools.partial(_dispatched, op), *args, **kwargs)
+
+
+def _run_by_name(op, **named):
+  return run_operation(op, tuple(named.values()), {})
 
 
 def _dispatched(op, *args, **kwargs):

@@ -33,6 +33,7 @@ OWN = frozenset(
     "_chain",
     "_device_mesh",
     "_env",
+    "_has_hidden_base",
     "_is_param",
     "_kept_shell",
     "_placements",

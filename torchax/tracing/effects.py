@@ -33,8 +33,8 @@ class Effects:
     arrays: the new numbers of the first three, in order; then those of arguments whose
       memory has grown.
     tape: what torch's autograd needs to go back through the call, or None.
-    reshapes: (index of an argument leaf, (operation, arguments), …) of changes of shape
-      in place, to be done again with the caller's tensor.
+    reshapes: (index of an argument leaf, (operation, args, kwargs), …) of changes of
+      shape in place, to replay on the caller's tensor.
     grown: indices of the argument leaves whose memory has grown.
     of_gradients: for each of `holders`, whether it is the leaf of a gradient.
     places: plain attributes of modules that were assigned to.
@@ -240,8 +240,8 @@ def settle(leaves: list, effects: Effects | None) -> None:
   for place, *steps in effects.reshapes:
     if isinstance(leaves[place], Tensor):
       with torch.no_grad():
-        for op, args in steps:
-          op(leaves[place], *args)
+        for op, args, kwargs in steps:
+          op(leaves[place], *args, **dict(kwargs))
   for place in effects.grown:
     if isinstance(leaves[place], Tensor):
       leaves[place].replace_jax(next(arrays))

@@ -1,0 +1,111 @@
+"""Makes random programs, one statement after the other.
+
+Each statement runs on CPU torch as soon as it is made: so shapes are known, and what
+torch refuses is left out. The templates are in `templates.py`.
+"""
+
+import random
+import re
+import warnings
+
+import torch
+
+from tools.fuzz import templates
+from tools.fuzz.program import INPUTS, Program
+from tools.fuzz.ways import SEED, inputs_of, namespace
+
+LENGTH = 12
+MOST_ELEMENTS = 64
+MOST_DIMS = 4
+LARGEST = 1e3
+
+
+def generate(seed: int, draws: bool | None = None) -> Program:
+  """Make the program of a seed.
+
+  Args:
+    seed: a number.
+    draws: with random numbers; by default in one program of eight.
+  """
+  rng = random.Random(seed)
+  draws = rng.random() < 1 / 8 if draws is None else draws
+  names = rng.sample(sorted(INPUTS), rng.choice((1, 2, 2, 3)))
+  if not set(names) & {"x", "y", "p", "s", "q"}:
+    names.append(rng.choice(("x", "p")))
+  maker = _Maker(rng, names, draws)
+  for _ in range(rng.randint(3, LENGTH)):
+    maker.add_statement()
+  return maker.program()
+
+
+class _Maker:
+  """A program in the making, and its variables on CPU torch."""
+
+  def __init__(self, rng: random.Random, names: list[str], draws: bool):
+    self.rng, self.names, self.draws = rng, names, draws
+    self.statements: list[str] = []
+    self.variables = self._rerun()
+    self.next = 0
+
+  def add_statement(self, tries: int = 30) -> None:
+    """Add one that CPU torch runs."""
+    for _ in range(tries):
+      statement = self._statement()
+      if statement is None:
+        continue
+      if self._runs(statement):
+        self.statements.append(statement)
+        return
+      self.variables = self._rerun()
+
+  def program(self) -> Program:
+    """The program, which returns some of the variables."""
+    tensors = [n for n in self._tensors() if n not in self.names]
+    tensors = tensors[-5:] or self.names
+    results = self.rng.sample(tensors, min(len(tensors), self.rng.randint(1, 3)))
+    return Program(tuple(self.statements), tuple(results))
+
+  def _statement(self) -> str | None:
+    tensors = self._tensors()
+    # Newer variables are used more often: programs become chains.
+    names = list(tensors)
+    name = self.rng.choice(names[-4:] if self.rng.random() < 0.6 else names)
+    other = self.rng.choice(names)
+    maker = templates.choose(self.rng, self.draws)
+    context = templates.Context(self.rng, tensors, name, other, f"v{self.next}")
+    statement = maker(context)
+    if statement is not None and re.search(rf"\bv{self.next}\b", statement):
+      self.next += 1
+    return statement
+
+  def _tensors(self) -> dict[str, torch.Tensor]:
+    return {n: v for n, v in self.variables.items() if type(v) is torch.Tensor}
+
+  def _rerun(self) -> dict:
+    torch.manual_seed(SEED)
+    variables = namespace("cpu")
+    variables.update(zip(self.names, inputs_of(self.names, "cpu")))
+    for statement in self.statements:
+      exec(statement, variables)
+    return variables
+
+  def _runs(self, statement: str) -> bool:
+    try:
+      with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(statement, self.variables)
+    except SyntaxError:
+      raise
+    except Exception:  # torch refuses it
+      return False
+    return all(map(_is_moderate, self._tensors().values()))
+
+
+def _is_moderate(tensor: torch.Tensor) -> bool:
+  """True for a tensor whose size and numbers stay small enough to compare."""
+  if tensor.numel() > MOST_ELEMENTS or tensor.dim() > MOST_DIMS:
+    return False
+  tensor = tensor.detach()
+  if not tensor.numel() or tensor.dtype is torch.bool:
+    return True
+  return bool(tensor.abs().max() < LARGEST)

@@ -1,0 +1,82 @@
+"""A program: inputs, statements as text and results. Prints as a script of its own."""
+
+import dataclasses
+import re
+
+# Name -> (CPU tensor, it requires grad). Few shapes and sixteenths keep results exact
+# and compiled operations shared.
+INPUTS = {
+  "x": ("(torch.arange(12.0).reshape(4, 3) * 5 % 12 - 5) / 4", True),
+  "y": ("(torch.arange(16.0).reshape(4, 4) * 7 % 16 - 8) / 8", True),
+  "z": ("(torch.arange(3.0) - 1) / 2", True),
+  "p": ("(torch.arange(12.0).reshape(4, 3) * 7 % 12 - 6) / 4", False),
+  "q": ("(torch.arange(24.0).reshape(2, 3, 4) * 7 % 24 - 12) / 8", False),
+  "s": ("(torch.arange(16.0).reshape(4, 4) * 5 % 16 - 8) / 4", False),
+  "k": ("torch.arange(12).reshape(4, 3) * 5 % 7 - 3", False),
+  "i": ("torch.tensor([2, 0, 1, 2])", False),
+  "m": ("torch.arange(12).reshape(4, 3) % 3 == 0", False),
+  "c": ("torch.complex(torch.arange(6.0) / 4, 1 - torch.arange(6.0) / 2)", False),
+}
+
+HEADER = """\
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+"""
+
+_DRAWS = re.compile(
+  r"rand|dropout|bernoulli|uniform_|normal|exponential_|multinomial|rrelu"
+)
+_NAMES = re.compile(r"(?<![\w.])[a-z]\w*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A program of torch on named inputs.
+
+  Attributes:
+    statements: source of one or more lines each.
+    results: names of the variables that it returns.
+  """
+
+  statements: tuple[str, ...]
+  results: tuple[str, ...]
+
+  @property
+  def inputs(self) -> tuple[str, ...]:
+    """The inputs that are used, in the order of `INPUTS`."""
+    used = set(_NAMES.findall("\n".join((*self.statements, *self.results))))
+    return tuple(name for name in INPUTS if name in used)
+
+  @property
+  def draws(self) -> bool:
+    """True if it draws random numbers."""
+    return any(map(_DRAWS.search, self.statements))
+
+  @property
+  def lines(self) -> int:
+    """The number of lines of its statements."""
+    return sum(statement.count("\n") + 1 for statement in self.statements)
+
+  @property
+  def source(self) -> str:
+    """The function `program`."""
+    body = "\n".join(self.statements).replace("\n", "\n  ")
+    head = f"def program({', '.join(self.inputs)}):\n"
+    return f"{head}  {body}\n  return {', '.join(self.results)},\n"
+
+  def script(self, on_cpu: str, on_jax: str) -> str:
+    """A program of its own that compares CPU torch with a way of running.
+
+    Args:
+      on_cpu, on_jax: source that defines `run(program, *inputs)` for each.
+    """
+    inputs = [
+      f"  ({INPUTS[name][0]}){'.requires_grad_()' * INPUTS[name][1]},\n"
+      for name in self.inputs
+    ]
+    return (
+      f"{HEADER}\n{self.source}\n\ndef inputs():\n  return [\n"
+      + "".join(f"  {line}" for line in inputs)
+      + f"  ]\n\n\n{on_cpu}\n{on_jax}"
+    )

@@ -1,0 +1,199 @@
+"""The ways to run a program, and what is observed of a run."""
+
+import dataclasses
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import torchax
+from tools.fuzz.program import INPUTS, Program
+from torchax import interop
+from torchax.errors import Documented
+
+SEED = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+  """One way to run a function.
+
+  Attributes:
+    device: of the inputs.
+    wrap: makes the function that is called of the one that was written.
+    source: the same as text, for scripts.
+    nests: `jit` inside of the program compiles.
+  """
+
+  device: str
+  wrap: Callable
+  source: str
+  nests: bool = False
+
+
+def _compile(backend: str) -> Callable:
+  def wrap(function):
+    torch.compiler.reset()
+    return torch.compile(function, backend=backend)
+
+  return wrap
+
+
+WAYS = {
+  "cpu": Way("cpu", lambda f: f, "program"),
+  "eager": Way("jax", lambda f: f, "program", nests=True),
+  "jit": Way("jax", interop.jax_jit, "interop.jax_jit(program)", nests=True),
+  "compile": Way("cpu", _compile("jax"), 'torch.compile(program, backend="jax")'),
+  "compile_on_jax": Way(
+    "jax", _compile("jax"), 'torch.compile(program, backend="jax")'
+  ),
+  "aot_eager": Way(
+    "cpu", _compile("aot_eager"), 'torch.compile(program, backend="aot_eager")'
+  ),
+}
+
+
+# Texts of refusals that name a way out; torch.compile shows some as text alone.
+_WAYS_OUT = ("docs/errors.md#", "the shape of the result depends on the values")
+
+
+@dataclasses.dataclass
+class Outcome:
+  """What a run has shown.
+
+  Attributes:
+    values: by what they are: results, inputs after the call, gradients, who sees whose
+      writes.
+    error: that it raised, if it did.
+    stage: what was done when it raised.
+  """
+
+  values: dict = dataclasses.field(default_factory=dict)
+  error: Exception | None = None
+  stage: str = "the call"
+
+  @property
+  def is_refusal(self) -> bool:
+    """True if it raised an error of ours that names a way out."""
+    error: BaseException | None = self.error
+    while error is not None:
+      if isinstance(error, Documented) or any(t in str(error) for t in _WAYS_OUT):
+        return True
+      error = error.__cause__ or error.__context__
+    return False
+
+  @property
+  def trace(self) -> str:
+    """The traceback of the error."""
+    return "".join(traceback.format_exception(self.error))
+
+
+def _scan_of_torch(function, carry, xs):
+  rows = []
+  for x in xs.unbind():
+    carry, row = function(carry, x)
+    rows.append(row)
+  return carry, torch.stack(rows)
+
+
+def namespace(way: str) -> dict:
+  """The names that a program may use, besides its inputs."""
+  nests = WAYS[way].nests
+  return {
+    "torch": torch,
+    "F": F,
+    "checkpoint": checkpoint,
+    "jit": interop.jax_jit if nests else lambda function: function,
+    "scan": interop.scan if nests else _scan_of_torch,
+  }
+
+
+def inputs_of(names: Sequence[str], device: str) -> list[torch.Tensor]:
+  """Fresh inputs on a device."""
+  made = []
+  for name in names:
+    source, trained = INPUTS[name]
+    tensor = eval(source, {"torch": torch}).to(device)
+    made.append(tensor.requires_grad_(trained))
+  return made
+
+
+def run(program: Program, way: str) -> Outcome:
+  """Run a program one way, and observe it."""
+  chosen, variables = WAYS[way], namespace(way)
+  outcome = Outcome()
+  exec(program.source, variables)
+  torch.manual_seed(SEED)
+  inputs = inputs_of(program.inputs, chosen.device)
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      results = chosen.wrap(variables["program"])(*inputs)
+      _observe(outcome, program, inputs, results, chosen.device)
+  except Exception as error:
+    outcome.error = error
+  return outcome
+
+
+def _observe(outcome, program, inputs, results, device) -> None:
+  names = [f"result {name}" for name in program.results]
+  names += [f"input {name}" for name in program.inputs]
+  tensors = dict(zip(names, [*results, *inputs]))
+  values = outcome.values
+  for name, tensor in tensors.items():
+    values[name] = _numbers(tensor)
+    values[f"{name} requires grad"] = tensor.requires_grad
+  outcome.stage = "the backward pass"
+  loss = sum(map(_weighted, results))
+  if loss.requires_grad:
+    loss.backward()
+  for name, tensor in zip(program.inputs, inputs):
+    if tensor.is_leaf and tensor.grad is not None:
+      values[f"gradient of {name}"] = _numbers(tensor.grad)
+  if program.draws and device == "jax":
+    values["next draw"] = _numbers(torch.rand(4, device="jax"))
+  outcome.stage = "a write to a result"
+  for name, tensor in tensors.items():
+    values[f"sees writes to {name}"] = _seen(tensor, tensors)
+
+
+def _weighted(result: torch.Tensor) -> torch.Tensor:
+  """A scalar that depends on each element of a result in its own way."""
+  flat = result.reshape(-1)
+  flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat.float()
+  weights = (torch.arange(flat.numel()) % 5 - 1.75).to(result.device)
+  return (flat * weights).sum()
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+  """A copy on the CPU; 64-bit numbers in the 32 bits that jax has for them."""
+  copied = tensor.detach().cpu().resolve_conj().clone()
+  narrow = {
+    torch.int64: torch.int32, torch.float64: torch.float32,
+    torch.complex128: torch.complex64,
+  }  # fmt: skip
+  return copied.to(narrow.get(copied.dtype, copied.dtype))
+
+
+def _seen(tensor: torch.Tensor, tensors: dict) -> frozenset | None:
+  """Names of the tensors that change with this one; None if it cannot be written."""
+  before = {name: _numbers(other) for name, other in tensors.items()}
+  try:
+    with torch.no_grad():
+      flat = tensor.detach()
+      flat.logical_not_() if flat.dtype is torch.bool else flat.add_(1)
+  except RuntimeError:  # elements that share their memory
+    return None
+  return frozenset(
+    name
+    for name, other in tensors.items()
+    if not torch.equal(_numbers(other).nan_to_num(), before[name].nan_to_num())
+  )
+
+
+def enable() -> None:
+  """Make this process ready for jax tensors."""
+  torchax.enable_globally()
