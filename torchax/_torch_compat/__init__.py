@@ -44,6 +44,7 @@ from torchax._torch_compat.distributed import (
 )
 from torchax._torch_compat.files import (
   TypedStorage,
+  dlpack_capsule,
   has_map_location,
   in_files_format,
   is_read_later,
@@ -146,6 +147,7 @@ from torchax._torch_compat.wrappers import (
 )
 
 __all__ = [
+  "dlpack_capsule",
   "AUTOCAST_KEYS",
   "BACKEND",
   "DataDependentOutputException",
