@@ -15,6 +15,7 @@ import torch
 
 from torchax import _jax_compat
 from torchax.config import Configuration
+from torchax.core import host_memory
 from torchax.core.view_steps import WHOLE
 from torchax.diagnostics import user_code
 from torchax.dispatch import switches
@@ -64,7 +65,7 @@ def _known(given, waits: bool) -> np.ndarray | None:
   if isinstance(given, Tensor):
     array, chain = given._storage.read(given), given._chain
   elif isinstance(given, torch.Tensor):
-    return given.detach().numpy() if given.device.type == "cpu" else None
+    return host_memory.array_of(given.detach()) if given.device.type == "cpu" else None
   elif isinstance(given, list | tuple):
     return np.asarray(given)
   else:

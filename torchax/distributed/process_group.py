@@ -19,6 +19,7 @@ import torch.distributed as dist
 from jax.experimental import multihost_utils
 
 from torchax import _jax_compat, _torch_compat, processes
+from torchax.core import host_memory
 from torchax.devices import placement
 from torchax.errors import CollectiveError
 from torchax.ops import jc10d
@@ -135,7 +136,8 @@ class ProcessGroup(dist.ProcessGroup):
     if self.size() == 1:
       return mine[None].clone()
     # As bytes: JAX would make 64-bit numbers narrower.
-    content = mine.reshape(-1).view(torch.uint8).numpy() if mine.numel() else None
+    flat = mine.reshape(-1).view(torch.uint8)
+    content = host_memory.array_of(flat) if mine.numel() else None
     shape = (self.size(), *mine.shape)
     if content is None:
       return mine.new_empty(shape)

@@ -4,7 +4,6 @@
 become their 32-bit forms, as `narrowing.py` says; they are never reinterpreted.
 """
 
-import logging
 from typing import Any, overload
 
 import jax
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
-import torch.utils.dlpack as torch_dlpack
 from jax.sharding import Sharding
 
 from torchax import _jax_compat, _torch_compat
+from torchax.core import host_memory
 from torchax.core.explanations import donated, no_numbers
 from torchax.devices import parts, placement
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
@@ -63,7 +62,7 @@ NUMPY_UNSUPPORTED_DTYPES = {
   torch.float8_e8m0fnu: ml_dtypes.float8_e8m0fnu,
 }
 
-_CARRIERS = {1: torch.uint8, 2: torch.int16}
+_CARRIERS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}
 _WIDE = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
 _NARROWED = {
   jnp.dtype(jnp.int64): jnp.dtype(jnp.int32),
@@ -223,20 +222,25 @@ def values_for_jax(t: torch.Tensor) -> np.ndarray:
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray:
-  """A detached CPU tensor as an array, of the same memory if it is contiguous."""
+  """Array of the memory of a detached CPU tensor, which stays resizable.
+
+  Raises:
+    TypeError: numpy has no such dtype.
+  """
   carried = NUMPY_UNSUPPORTED_DTYPES.get(tensor.dtype)
   if carried is None:
-    return tensor.numpy()
-  carrier = _CARRIERS[tensor.element_size()]
-  return tensor.contiguous().view(carrier).numpy().view(carried)
+    return host_memory.array_of(tensor)
+  carrier, _ = _CARRIERS[tensor.element_size()]
+  return host_memory.array_of(tensor.view(carrier)).view(carried)
 
 
-def numpy_copy(x: jax.Array, asked: str) -> np.ndarray:
+def numpy_copy(x: jax.Array, asked: str, copy: bool = True) -> np.ndarray:
   """A numpy array of the same numbers, in memory of its own.
 
   Args:
     x: a concrete array.
     asked: what needs the numbers, for messages.
+    copy: False for a read-only array, which may share the memory of `x`.
 
   Raises:
     TracedStateError: the array is being traced.
@@ -244,7 +248,7 @@ def numpy_copy(x: jax.Array, asked: str) -> np.ndarray:
     NotAddressableError: other processes have a part of it.
   """
   try:
-    return np.array(x)
+    return np.array(x) if copy else np.asarray(x)
   except jax.errors.TracerArrayConversionError:
     raise no_numbers(asked) from None
   except RuntimeError as error:
@@ -260,7 +264,7 @@ def j2t(x: jax.Array, use_dlpack: bool = True) -> torch.Tensor:
 
   Args:
     x: a concrete array; one that is sharded is gathered.
-    use_dlpack: let DLPack carry the data where it can; the result is a copy.
+    use_dlpack: accepted for older programs; the result is a copy in torch's memory.
 
   Raises:
     TracedStateError: the array is being traced.
@@ -269,20 +273,15 @@ def j2t(x: jax.Array, use_dlpack: bool = True) -> torch.Tensor:
   if isinstance(x, jax.core.Tracer):
     raise no_numbers('A copy on the CPU (`.cpu()`, `.to("cpu")`, `torch.tensor`)')
   j2t_dtype(x.dtype)  # raises for what torch does not have
-  if use_dlpack and x.dtype == jnp.bfloat16:
-    try:
-      return torch_dlpack.from_dlpack(x).clone()
-    except (BufferError, RuntimeError, ValueError) as error:
-      logging.debug("DLPack refused %s, copying through numpy: %s", x.dtype, error)
-  return torch_of(numpy_copy(x, "A copy on the CPU"))
+  return torch_of(numpy_copy(x, "A copy on the CPU", copy=False))
 
 
 def torch_of(values: np.ndarray) -> torch.Tensor:
-  """A numpy array of a dtype of JAX as a CPU tensor, in its memory if it can be."""
+  """Copy of a numpy array of a dtype of JAX as a CPU tensor, in torch's memory."""
   dtype = j2t_dtype(values.dtype)
   if dtype in NUMPY_UNSUPPORTED_DTYPES:
-    carrier = {1: np.uint8, 2: np.int16}[values.itemsize]
-    return torch.from_numpy(values.view(carrier)).view(dtype)
-  if values.dtype != np.dtype(bool) and values.dtype.kind == "V":
-    values = values.astype(np.int8)
-  return torch.from_numpy(values)
+    carrier, bits = _CARRIERS[dtype.itemsize]
+    return host_memory.tensor_of(values.view(bits), carrier).view(dtype)
+  if values.dtype in (jnp.int4, jnp.uint4):
+    values = values.astype(np.int8 if dtype is torch.int8 else np.uint8)
+  return host_memory.tensor_of(values, dtype)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import torch
 
+from torchax.core import host_memory
 from torchax.diagnostics import user_code
 from torchax.errors import NarrowingWarning
 
@@ -38,15 +39,15 @@ def narrow(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
   """
   if np.issubdtype(dtype, np.integer):
     _check_range(tensor, np.iinfo(dtype))
-    return tensor.numpy().astype(dtype)
+    return host_memory.array_of(tensor).astype(dtype)
   with np.errstate(over="call", call=_warn_of_infinity):
-    return tensor.numpy().astype(dtype)
+    return host_memory.array_of(tensor).astype(dtype)
 
 
 def _check_range(tensor: torch.Tensor, limits: np.iinfo) -> None:
   if not tensor.numel():
     return
-  values = tensor.numpy()
+  values = host_memory.array_of(tensor)
   smallest, largest = int(values.min()), int(values.max())
   if smallest < limits.min or largest > limits.max:
     raise overflow(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from torchax import _torch_compat
+from torchax.core import host_memory
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Storage
 from torchax.devices import parts, placement
@@ -204,7 +205,7 @@ class UntypedStorage(torch.UntypedStorage):
         f"copy_() expects a storage of {self.nbytes()} bytes, but got "
         f"{source.nbytes()}."
       )
-    self.fill(bytes_of(source.cpu()))
+    self.fill(np.array(bytes_of(source.cpu())))
     return self
 
   def fill_(self, value):
@@ -255,7 +256,8 @@ class UntypedStorage(torch.UntypedStorage):
 
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
   """The bytes of a storage on the CPU, of the same memory; uint8 of shape (n,)."""
-  return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+  tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+  return host_memory.array_of(tensor)
 
 
 def _made(size=0, *, device) -> UntypedStorage:

@@ -23,6 +23,7 @@ from torchax import _torch_compat
 from torchax.core.static_values import in_words, key_of
 from torchax.core.storage import Storage
 from torchax.errors import MutationError
+from torchax.ops import mappings
 from torchax.tensor import Tensor
 from torchax.tracing.module_members import Members
 from torchax.tracing.module_values import Values, is_same, writes
@@ -354,16 +355,15 @@ class _OnHost:
     )
 
 
-_SAME_BITS = {torch.bfloat16: torch.int16}
-
-
 def _memory_of(tensor: torch.Tensor) -> np.ndarray | None:
   """The memory of a tensor as a numpy array; None where it has no plain memory."""
   if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
     return None
+  if tensor.numel() and not tensor.untyped_storage().nbytes():  # it was freed
+    return None
   with _torch_compat.without_modes():
     plain = tensor.detach()
     try:
-      return plain.view(_SAME_BITS.get(plain.dtype, plain.dtype)).numpy()
+      return mappings.host_array(plain)
     except TypeError:  # a dtype that numpy lacks
       return None

@@ -184,7 +184,7 @@ def _require_value_for_each(mask, axis, values, indexed):
   rows = values.shape[-1 - after] if values.dim() > after else 1
   if rows == 1:
     return
-  mask = mask.jax() if mask.device.type == "jax" else mask.numpy()
+  mask = mask.jax() if mask.device.type == "jax" else mappings.host_array(mask)
   if isinstance(mask, jax.core.Tracer):
     return
   count = np.count_nonzero(np.asarray(mask))
