@@ -9,7 +9,7 @@
 #   make test-bad-inputs    gives every operator bad inputs and compares the errors
 #   make test-close-numbers  calls every operator with close numbers, counts programs
 #   make test-models        runs real models and writes docs/models.md
-#   make test-ecosystem     runs programs of libraries, writes docs/training-scripts.md
+#   make test-ecosystem     runs programs of libraries and users, writes docs/training-scripts.md
 #   make test-ecosystem-quick  runs two of the libraries, in a few minutes
 #   make test-samplers  measures the samplers and writes docs/samplers.md
 #   make test-dieharder  runs dieharder on random streams, writes docs/dieharder.md
@@ -110,6 +110,7 @@ test-ecosystem: $(ECOSYSTEM)
 	$(PYTEST) test/ecosystem --junitxml=output/ecosystem.xml \
 	  -o junit_family=xunit1 $(ARGS)
 	$(BIN)/python -m tools.library_table output/ecosystem.xml docs/training-scripts.md
+	$(BIN)/python -m tools.program_table output/ecosystem.xml docs/training-scripts.md
 
 test-ecosystem-quick: $(ECOSYSTEM)
 	$(PYTEST) test/ecosystem/test_trainer.py test/ecosystem/test_accelerate.py $(ARGS)

@@ -70,13 +70,18 @@ EXTRAS = {
 ECOSYSTEM = [
   "accelerate>=1.6",
   "diffusers>=0.36",
+  "gpytorch>=1.14",
   "gymnasium>=1.0",
+  "kornia>=0.8",
   "lightning>=2.5",
   "peft>=0.18",
   "safetensors>=0.5",
+  "torch-geometric>=2.6",
   "torchao>=0.15",
+  "torchdiffeq>=0.2.5",
   "torchmetrics>=1.6",
   "transformers>=5.0",
+  "x-transformers>=2.3",
 ]
 # For development; an accelerator's packages would replace those of the CPU.
 EXTRAS["all"] = sorted({name for names in EXTRAS.values() for name in names})

@@ -9,6 +9,7 @@ PAGES = {
   "dieharder_report": "dieharder.md",
   "library_table": "training-scripts.md",
   "model_table": "models.md",
+  "program_table": "training-scripts.md",
   "sampler_table": "samplers.md",
   "torch_tests": "torch-tests.md",
 }
