@@ -480,8 +480,9 @@ def _handles_functions(cls: Any) -> bool:
     return False
   if cls.__module__.startswith("torch.nested."):
     return False  # torch's own; they are refused by name
+  plain: Any = TorchTensor
   handler = getattr(cls.__torch_function__, "__func__", None)
-  return handler not in (None, torch.Tensor.__torch_function__.__func__)
+  return handler not in (None, plain.__torch_function__.__func__)
 
 
 def _is_unresolved(tensor: Tensor) -> bool:

@@ -31,7 +31,7 @@ def _getitem_handler(args, kwargs):
   tensor, index = args
   if type(index) is slice or type(index) is int or not isinstance(tensor, Tensor):
     return _getitem(tensor, index)
-  index = _index_of(index, tensor)
+  index = index_of(index, tensor)
   return read(tensor, index) if _needs_care(index) else _getitem(tensor, index)
 
 
@@ -41,7 +41,7 @@ def _setitem_handler(args, kwargs):
     return _setitem(tensor, index, value)
   if isinstance(value, bool | int | float | complex) and is_basic(index):
     return _fill(tensor, _getitem(tensor, index), value)
-  index, value = _index_of(index, tensor), _value_of(value, tensor)
+  index, value = index_of(index, tensor), _value_of(value, tensor)
   if _needs_care(index):
     return write(tensor, index, value)
   return _setitem(tensor, index, value)
@@ -57,7 +57,7 @@ def _fill(tensor: Tensor, target: Tensor, value) -> None:
     target.fill_(value)
 
 
-def _index_of(index, indexed: Tensor):
+def index_of(index, indexed: Tensor):
   """An index with tensors for its sequences: torch would make them on meta."""
   kind = type(index)
   if kind is int or kind is slice:

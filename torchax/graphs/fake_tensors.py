@@ -19,7 +19,7 @@ from torchax.dispatch.transfer import arguments_of_to
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.graphs import higher_order
 from torchax.ops import mappings
-from torchax.tensor import META, Content, Tensor, index_of
+from torchax.tensor import META, Content, Tensor
 
 
 class NoNumbersError(TracedStateError, _torch_compat.DataDependentOutputException):
@@ -92,7 +92,7 @@ class Fake(Tensor):
 
   def __setitem__(self, index, value):
     index = torch_pytree.tree_map_only(
-      torch.Tensor, lambda part: part.to(META), index_of(index, self)
+      torch.Tensor, lambda part: part.to(META), indexing.index_of(index, self)
     )
     torch.Tensor.__setitem__(self, index, value)
 
