@@ -19,6 +19,7 @@ from benchmarks import (
   compiling,
   depth,
   eager,
+  host,
   lengths,
   operators,
   sharding,
@@ -30,11 +31,12 @@ _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Where the JSON goes
 _ONLY = flags.DEFINE_list(
   "only",
   [],
-  "Groups to run: eager, operators, calls, train_step, compiled, compiling, lengths, "
-  "sharding, depth.",
+  "Groups to run: eager, host, operators, calls, train_step, compiled, compiling, "
+  "lengths, sharding, depth.",
 )
 _GROUPS = {
   "eager": eager,
+  "host": host,
   "operators": operators,
   "calls": calls,
   "train_step": train_step,
