@@ -5,7 +5,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import tables, timing
+from benchmarks import host, tables, timing
 
 
 def test_a_ratio_is_ours_over_the_baseline_and_is_held_against_the_goal():
@@ -38,3 +38,11 @@ def test_the_table_of_a_device_has_a_line_for_each_row():
   lines = tables.table(rows).splitlines()
   assert "torch" in lines[0] and "JAX" in lines[0]
   assert lines[-1] == "| a step | 30.0 | plain JAX | 10.0 | 3.00 |"
+
+
+@pytest.mark.programs
+def test_programs_on_the_cpu_are_timed_with_and_without_torchax(monkeypatch):
+  monkeypatch.setattr(host, "ROUNDS", 1)
+  rows = host.rows()
+  assert [row.name for row in rows] == [f"on the CPU: {name}" for name in host.GOALS]
+  assert all(row.ours_us > 0 and row.baseline_us > 0 for row in rows)
