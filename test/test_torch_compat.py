@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import torchax
 from torchax import _torch_compat
-from torchax.tensor import META, Tensor
+from torchax.tensor import Tensor
 
 # Wrappers -----------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ class Wrapper(torch.Tensor):
 
 
 def wrapper(**options) -> Wrapper:
-  return _torch_compat.make_wrapper(Wrapper, (3,), device=META, **options)
+  return _torch_compat.make_wrapper(Wrapper, (3,), **options)
 
 
 def test_a_wrapper_has_the_metadata_it_was_given():
@@ -114,18 +114,6 @@ class Mode(TorchFunctionMode):
     return func(*args, **(kwargs or {}))
 
 
-def test_the_innermost_modes_are_known():
-  function_mode, dispatch_mode, other = Mode(), _torch_compat.DispatchMode(), Mode()
-  are_top = _torch_compat.are_top_modes
-  assert not are_top(dispatch_mode, function_mode)
-  with function_mode, dispatch_mode:
-    assert are_top(dispatch_mode, function_mode)
-    with other:
-      assert not are_top(dispatch_mode, function_mode)
-      assert are_top(dispatch_mode, other)
-  assert not are_top(dispatch_mode, function_mode)
-
-
 def test_function_modes_are_not_asked_inside_without_function_modes():
   mode = Mode()
   with mode:
@@ -155,10 +143,11 @@ def test_no_mode_is_active_inside_without_modes():
   assert seen
 
 
-def test_dispatch_is_excluded_inside_torch_tensor_alone():
+def test_dispatch_is_excluded_where_it_is_off():
   assert not _torch_compat.dispatch_is_excluded()
-  with pytest.raises(torchax.errors.MixedDeviceError):
-    torch.tensor([1.0], device="jax")
+  with _torch_compat.without_dispatch():
+    assert _torch_compat.dispatch_is_excluded()
+  torch.tensor([1.0], device="jax")
   assert not _torch_compat.dispatch_is_excluded()
 
 
@@ -400,16 +389,6 @@ def test_saved_tensors_hooks_are_seen():
   assert not _torch_compat.has_saved_tensors_hooks()
 
 
-def test_the_top_dispatch_mode_is_known():
-  env = torchax.default_env()
-  outer, inner = env.catching_factories(), env.catching_factories()
-  assert not _torch_compat.is_top_dispatch_mode(outer)
-  with outer:
-    assert _torch_compat.is_top_dispatch_mode(outer)
-    with inner:
-      assert not _torch_compat.is_top_dispatch_mode(outer)
-
-
 def test_groups_of_tensors_have_the_device_that_python_sees():
   group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
   first, second = torch.ones(2, device="jax"), torch.ones(3, device="jax")
@@ -474,25 +453,18 @@ def cast_operation():
   del library
 
 
-@pytest.mark.parametrize(
-  ("keys", "enabled", "expected"),
-  [
-    (_torch_compat.AUTOCAST_KEYS, True, [True, False]),
-    (_torch_compat.AUTOCAST_KEYS, False, []),
-    (None, True, []),
-  ],
-)
-def test_autocast_sees_wrappers_with_its_key(cast_operation, keys, enabled, expected):
+@pytest.mark.parametrize(("enabled", "expected"), [(True, [True, False]), (False, [])])
+def test_autocast_sees_wrappers(cast_operation, enabled, expected):
   op, calls = cast_operation
   calls.clear()
-  made = wrapper(_extra_dispatch_keys=keys) if keys else wrapper()
+  made = wrapper()
   with torch.autocast("jax", dtype=torch.bfloat16, enabled=enabled):
     assert torch.equal(op(made), torch.ones(3))
   assert calls == expected
 
 
 def test_autocast_lets_through_what_has_no_kernel():
-  made = wrapper(_extra_dispatch_keys=_torch_compat.AUTOCAST_KEYS)
+  made = wrapper()
   with torch.autocast("jax", dtype=torch.bfloat16):
     assert torch.equal(torch.abs(made), torch.ones(3))
 
@@ -624,7 +596,7 @@ def test_the_code_of_classes_and_modules_is_found():
   found = {code.co_name for code in _torch_compat.graphs._code_of(_Kept)}
   assert found == {"value", "make", "<lambda>"}
   names = {code.co_name for code in _torch_compat.graphs._code_of(_torch_compat.modes)}
-  assert {"are_top_modes", "ignore_compile_internals"} <= names
+  assert {"is_watched", "ignore_compile_internals"} <= names
 
 
 def test_what_fakes_raise_where_numbers_are_asked_for():

@@ -27,7 +27,7 @@ from torch import Tensor as TorchTensor  # in the class here, `torch` is a metho
 
 from torchax import _jax_compat, _torch_compat
 from torchax.core import grad_mode, switches
-from torchax.core.explanations import loses_gradient, no_numbers
+from torchax.core.explanations import explain_arrays, loses_gradient, no_numbers
 from torchax.core.storage import Blank, Content, Rebindings, Storage
 from torchax.core.storage import active as _active
 from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, read_chain
@@ -111,6 +111,7 @@ class Tensor(torch.Tensor):
         return func(*args, **kwargs) if kwargs else func(*args)
     except Exception as error:
       hide(error)
+      explain_arrays(error, func, types)
       raise
 
   @classmethod

@@ -6,7 +6,8 @@ nothing that works is touched.
 """
 
 from torchax import _jax_compat, _torch_compat
-from torchax.errors import ConversionError, NotATensorError
+from torchax.core.explanations import explain_arrays
+from torchax.errors import ConversionError
 from torchax.tensor import Tensor
 
 
@@ -23,25 +24,15 @@ def _given_to_jax(tensor: Tensor):
 
 
 def _given_to_torch(cls, func, types, args=(), kwargs=None):
-  """Runs a function of torch as if nobody had asked; explains what it refuses.
-
-  Raises:
-    NotATensorError: it takes no arrays. A TypeError, so that an operator goes on to
-      what the array makes of it.
-  """
-  with _torch_compat.without_function_overrides():
-    try:
+  """Run a function of torch as if nobody had asked; explain what it refuses."""
+  if any(issubclass(kind, Tensor) for kind in types):
+    return NotImplemented  # it explains the same after its own lowering was tried
+  try:
+    with _torch_compat.without_function_overrides():
       return func(*args, **(kwargs or {}))
-    except TypeError as error:
-      if not any(kind.__name__ in str(error) for kind in types):
-        raise
-      name = getattr(func, "__name__", str(func))
-      raise NotATensorError(
-        f"torch's `{name}` takes tensors, but was given a jax.Array. Give it "
-        "`torch_view(array)`; nothing is copied. To use a torch function or module in "
-        "JAX, make it a function of arrays by `jax_view(f)`; to use a function of JAX "
-        "on tensors, `call_jax(f, tensor)`."
-      ) from error
+  except TypeError as error:
+    explain_arrays(error, func, types)
+    raise
 
 
 def register() -> None:
