@@ -1,8 +1,7 @@
 """`Environment`: configuration, operator table, random state and conversions.
 
-Jax tensors work anywhere, since their class handles their operations. Inside
-`with env:` two things are added on this thread: torch functions that are better caught
-above ATen (`ops/jtorch`) are, and "cuda" means "jax".
+An operation on jax tensors belongs to their environment, a factory to the one that is
+on in this thread or task; by default both are the one of `default_env()`.
 """
 
 import contextlib
@@ -125,7 +124,7 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def enabled(self) -> bool:
-    """True where torch functions of this thread or task go to this environment."""
+    """True where it is on in this thread or task, and not suspended."""
     is_on = self in switches.on.get() or self in switches.on_thread.environments
     return is_on and self not in switches.suspended.get()
 

@@ -1,4 +1,4 @@
-"""Torch functions that are caught above ATen, inside an enabled environment.
+"""Torch functions of jax tensors that are caught above ATen.
 
 The lowerings are in `ops/jtorch`; here they are called: operands are sorted out,
 functions of arrays are compiled and made differentiable, devices are resolved.
