@@ -69,6 +69,7 @@ from torchax._torch_compat.functions import (
 )
 from torchax._torch_compat.graphs import (
   DataDependentOutputException,
+  FxTracer,
   UnsupportedOperatorException,
   backend_named,
   compiled_module_class,
@@ -155,6 +156,7 @@ __all__ = [
   "HigherOrderOperator",
   "OpOverload",
   "OpOverloadPacket",
+  "FxTracer",
   "GradientBatch",
   "OwnFunction",
   "TypedStorage",
