@@ -69,11 +69,11 @@ from torchax._torch_compat.functions import (
 )
 from torchax._torch_compat.graphs import (
   DataDependentOutputException,
-  FxTracer,
   UnsupportedOperatorException,
   backend_named,
   compiled_module_class,
   count_of_hooks,
+  eager_transforms,
   fake_mode_for_export,
   fake_tensor,
   faked,
@@ -156,7 +156,6 @@ __all__ = [
   "HigherOrderOperator",
   "OpOverload",
   "OpOverloadPacket",
-  "FxTracer",
   "GradientBatch",
   "OwnFunction",
   "TypedStorage",
@@ -166,6 +165,7 @@ __all__ = [
   "apply_function",
   "are_top_modes",
   "are_transforms_active",
+  "eager_transforms",
   "is_transformed",
   "aten_packets",
   "attention_of_heads",

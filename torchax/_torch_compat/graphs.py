@@ -37,10 +37,8 @@ _VariableBuilder = private.Later(
 )
 _ShapeEnv = private.Later("torch.fx.experimental.symbolic_shapes.ShapeEnv", COMPILE)
 
-FxTracer = private.find(
-  "torch.fx.experimental.proxy_tensor._MakefxTracer",
-  "the refusal of jax tensors by make_fx",
-  instead=None,
+eager_transforms = private.find(
+  "torch._functorch.eager_transforms", "torch.func.linearize", instead=None
 )
 _FakeTensor = private.find("torch._subclasses.FakeTensor", COMPILE, instead=_Nothing)
 _FakeTensorMode = private.find("torch._subclasses.FakeTensorMode", COMPILE)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from torchax import _torch_compat
@@ -70,8 +71,23 @@ def _without_environment(function: Callable) -> Callable:
   return traced
 
 
-def _takes_jax_tensors(tracer, function, *args) -> bool:
-  return any(type(leaf) in (Tensor, View) for leaf in pytree.tree_leaves(args))
+def _of_other_tensors(make_fx: Callable) -> Callable:
+  """`make_fx` whose tracers refuse jax tensors."""
+
+  @functools.wraps(make_fx)
+  def made(*args, **kwargs):
+    trace = make_fx(*args, **kwargs)
+
+    @functools.wraps(trace)
+    def traced(*given, **named):
+      leaves = pytree.tree_leaves((given, named))
+      if any(type(leaf) in (Tensor, View) for leaf in leaves):
+        raise NotImplementedError(_MAKE_FX)
+      return trace(*given, **named)
+
+    return traced
+
+  return made
 
 
 def register() -> None:
@@ -83,6 +99,8 @@ def register() -> None:
   _refuse(torch.jit.ScriptModule, "to", _goes_to_jax, _SCRIPT_MOVE)
   for name in ("trace", "trace_module"):
     setattr(torch.jit, name, _without_environment(getattr(torch.jit, name)))
-  # Not `make_fx` itself, which Dynamo knows by its identity.
-  if _torch_compat.FxTracer is not None:
-    _refuse(_torch_compat.FxTracer, "trace", _takes_jax_tensors, _MAKE_FX)
+  make_fx = _of_other_tensors(proxy_tensor.make_fx)
+  for module in (proxy_tensor, _torch_compat.eager_transforms):
+    # `func.linearize` wants the one that Dynamo finds by its name.
+    if module is not None:
+      module.make_fx = make_fx
