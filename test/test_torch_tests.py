@@ -16,6 +16,8 @@ import sys
 import time
 import unittest
 
+from torch.testing._internal.common_utils import helper_of_an_old_release
+
 import torch
 from torch.testing._internal.common_device_type import (
   dtypes, instantiate_device_type_tests
@@ -26,6 +28,7 @@ IS_X64 = os.environ["JAX_ENABLE_X64"] == "1"
 
 
 class TestFake(TestCase):
+  @helper_of_an_old_release(1)
   @dtypes(torch.float32, torch.int32)
   def test_add(self, device, dtype):
     x = torch.ones(2, device=device, dtype=dtype)

@@ -408,6 +408,9 @@ def main(arguments: list[str]) -> int:
   stale = stale_expectations(judgements, expectations) if is_whole else []
   for expected in stale:
     print(f"STALE {expected.row} {expected.message}: remove it ({expected.reason})")
+  for record in {j.record.file: j.record for j in judgements}.values():
+    if record.here.verdict == "did not load":
+      print(f"NOT LOADED {record.here.row}: {record.here.message}")
   kinds = collections.Counter(judgement.kind for judgement in judgements)
   print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
   is_wrong = kinds["fault"] or kinds["slow"] or stale or not kinds["passed"]
