@@ -72,7 +72,7 @@ def describe(error: BaseException) -> tuple[str, list[str]]:
 
 
 class Missing:
-  """A helper that this torch has no longer: a decorator that does nothing, or false."""
+  """Helper that this torch has removed: a decorator without effect, false, no tests."""
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     is_decorator = len(args) == 1 and callable(args[0]) and not kwargs
@@ -83,6 +83,11 @@ class Missing:
 
   def __iter__(self) -> Any:
     return iter(())
+
+  def __radd__(self, other: list) -> list:
+    return other
+
+  __add__ = __radd__
 
 
 def load(name: str) -> types.ModuleType:
