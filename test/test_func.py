@@ -131,6 +131,11 @@ def test_most_work_without_the_environment(name):
   assert_same(function(*to_jax(inputs)), function(*inputs), name)
 
 
+def test_linearize_of_cpu_tensors_works_beside_torchax():
+  value, tangent = func.linearize(vector, X)
+  torch.testing.assert_close((value, tangent(V)), func.jvp(vector, (X,), (V,)))
+
+
 def test_a_module_is_called_with_other_parameters():
   models = [torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh()) for _ in "ab"]
 

@@ -1,7 +1,7 @@
 """Runs PyTorch's own device tests for the device "jax", beside CPU torch.
 
 usage: python -m tools.torch_tests FOLDER [--files FILE ...] [--sample N] [--x64]
-       [--jobs N] [--time-limit SECONDS] [--output FILE] [--page PAGE.md]
+       [--jobs N] [--time-limit SECONDS] [--output FILE] [--resume] [--page PAGE.md]
 
 FOLDER holds the tests of a release of PyTorch; nothing of it is kept. Each file runs
 with 64-bit types and without (`--x64`: with them only). A test that does not pass runs
@@ -35,6 +35,7 @@ from tools.expectations import (
 )
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "output" / "torch_tests.jsonl"
 EXPECTATIONS = ROOT / "test" / "torch_expectations.toml"
 FILES = (
   "distributions/test_distributions.py",
@@ -74,27 +75,40 @@ SECONDS_TO_LOAD = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Judgement:
+class Record:
   """A test in one mode.
 
   Attributes:
     mode: one of `MODES`.
     here: outcome on jax.
     there: outcome on CPU torch, if it did not pass here.
-    kind: "passed", "skipped", "expected", "other release", "slow" or "fault".
-    reason: why it is expected to fail.
+    passes_with_x64: whether it passes with 64-bit types.
   """
 
   mode: str
   here: Outcome
-  there: Outcome | None
-  kind: str
-  reason: str = ""
+  there: Outcome | None = None
+  passes_with_x64: bool = False
 
   @property
   def file(self) -> str:
     """Its file."""
     return self.here.row.partition("::")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+  """A record compared with CPU torch.
+
+  Attributes:
+    record: the test.
+    kind: "passed", "skipped", "expected", "other release", "slow" or "fault".
+    reason: why it is expected to fail.
+  """
+
+  record: Record
+  kind: str
+  reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,35 +245,13 @@ def _follow(
     time.sleep(0.05)
 
 
-def judge(
-  mode: str,
-  here: Outcome,
-  there: Outcome | None,
-  passes_with_x64: bool,
-  expectations: list[Expectation],
-) -> Judgement:
-  """Compare a test with CPU torch, and with the expectations."""
-  if here.verdict not in FAILED:
-    return Judgement(mode, here, there, here.verdict)
-  is_late = here.verdict == "took too long"
-  if there is None or there.verdict != "passed" or (is_late and there.seconds >= 1):
-    return Judgement(mode, here, there, "other release")
-  for expected in expectations:
-    if expected.matches(here):
-      return Judgement(mode, here, there, "expected", expected.reason)
-  if passes_with_x64:
-    return Judgement(mode, here, there, "expected", NEEDS_X64)
-  return Judgement(mode, here, there, "slow" if is_late else "fault")
-
-
-def judge_file(
+def compare_file(
   file: str,
   folder: pathlib.Path,
   modes: tuple[str, ...],
   sample: int | None,
   limit: float,
-  expectations: list[Expectation],
-) -> list[Judgement]:
+) -> list[Record]:
   """Run one file in each mode, and on CPU torch what does not pass."""
   here = {
     mode: run_file(Request(file, "jax", mode == "x64", sample=sample), folder, limit)
@@ -274,17 +266,33 @@ def judge_file(
       there[file] = Outcome(file, "passed")
   passed = {o.row for o in here.get("x64", ()) if o.verdict == "passed"}
   return [
-    judge(mode, outcome, there.get(outcome.row), outcome.row in passed, expectations)
+    Record(mode, outcome, there.get(outcome.row), outcome.row in passed)
     for mode, ran in here.items()
     for outcome in ran
   ]
+
+
+def judge(record: Record, expectations: list[Expectation]) -> Judgement:
+  """Compare a test with CPU torch, and with the expectations."""
+  here, there = record.here, record.there
+  if here.verdict not in FAILED:
+    return Judgement(record, here.verdict)
+  is_late = here.verdict == "took too long"
+  if there is None or there.verdict != "passed" or (is_late and there.seconds >= 1):
+    return Judgement(record, "other release")
+  for expected in expectations:
+    if expected.matches(here):
+      return Judgement(record, "expected", expected.reason)
+  if record.passes_with_x64:
+    return Judgement(record, "expected", NEEDS_X64)
+  return Judgement(record, "slow" if is_late else "fault")
 
 
 def stale_expectations(
   judgements: list[Judgement], expectations: list[Expectation]
 ) -> list[Expectation]:
   """Expectations that explain no failure."""
-  used = [j.here for j in judgements if j.kind == "expected" and j.reason != NEEDS_X64]
+  used = [j.record.here for j in judgements if j.kind == "expected"]
   return [e for e in expectations if not any(e.matches(outcome) for outcome in used)]
 
 
@@ -296,8 +304,9 @@ def render(judgements: list[Judgement], sample: int | None) -> str:
   for judgement in judgements:
     # Neither side can be compared: it is as if the test had not run.
     if judgement.kind not in ("skipped", "other release"):
-      groups[judgement.file, judgement.mode].append(judgement)
-      groups["all", judgement.mode].append(judgement)
+      record = judgement.record
+      groups[record.file, record.mode].append(judgement)
+      groups["all", record.mode].append(judgement)
   rows = []
   for file, mode in sorted(groups, key=lambda key: (key[0] == "all", key[0])):
     group = groups[file, mode]
@@ -310,10 +319,21 @@ def render(judgements: list[Judgement], sample: int | None) -> str:
   return tables.markdown(header, rows)
 
 
-def _write_report(path: pathlib.Path, judgements: list[Judgement]) -> None:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  rows = [dataclasses.asdict(judgement) for judgement in judgements]
-  path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+def _append(report: pathlib.Path, file: str, records: list[Record]) -> None:
+  line = {"file": file, "records": [dataclasses.asdict(record) for record in records]}
+  with report.open("a", encoding="utf-8") as stream:
+    stream.write(json.dumps(line) + "\n")
+
+
+def _read(report: pathlib.Path) -> dict[str, list[Record]]:
+  """File -> records, of a report."""
+  lines = map(json.loads, report.read_text(encoding="utf-8").splitlines())
+  return {line["file"]: list(map(_record, line["records"])) for line in lines}
+
+
+def _record(fields: dict) -> Record:
+  there = fields["there"] and Outcome(**fields["there"])
+  return Record(**{**fields, "here": Outcome(**fields["here"]), "there": there})
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -329,7 +349,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
   parser.add_argument("--jobs", type=int, default=1)
   parser.add_argument("--time-limit", type=float, default=20.0)
   parser.add_argument("--expectations", type=pathlib.Path, default=EXPECTATIONS)
-  parser.add_argument("--output", type=pathlib.Path, default="output/torch_tests.json")
+  parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
+  parser.add_argument(
+    "--resume", action="store_true", help="keep the files that are in the output"
+  )
   parser.add_argument("--page", type=pathlib.Path)
   return parser.parse_args(arguments)
 
@@ -355,20 +378,26 @@ def main(arguments: list[str]) -> int:
   except InputError as error:
     print(error, file=sys.stderr)
     return 2
-  limits = chosen.sample, chosen.time_limit, expectations
+  report = chosen.output
+  report.parent.mkdir(parents=True, exist_ok=True)
+  found = _read(report) if chosen.resume and report.is_file() else {}
+  if not found:
+    report.write_text("", encoding="utf-8")
 
   def run(file: str) -> list[Judgement]:
-    judgements = judge_file(file, folder, modes, *limits)
+    if file not in found:
+      found[file] = compare_file(file, folder, modes, chosen.sample, chosen.time_limit)
+      _append(report, file, found[file])
+    judgements = [judge(record, expectations) for record in found[file]]
     for judgement in judgements:
       if judgement.kind in ("fault", "slow"):
-        here = judgement.here
+        mode, here = judgement.record.mode, judgement.record.here
         kind = judgement.kind.upper()
-        print(f"{kind} ({judgement.mode}) {here.row}: {here.message}", flush=True)
+        print(f"{kind} ({mode}) {here.row}: {here.message}", flush=True)
     return judgements
 
   with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
     judgements = [judgement for ran in pool.map(run, files) for judgement in ran]
-  _write_report(chosen.output, judgements)
   table = render(judgements, chosen.sample)
   print(table)
   if chosen.page:
@@ -379,6 +408,9 @@ def main(arguments: list[str]) -> int:
   stale = stale_expectations(judgements, expectations) if is_whole else []
   for expected in stale:
     print(f"STALE {expected.row} {expected.message}: remove it ({expected.reason})")
+  for record in {j.record.file: j.record for j in judgements}.values():
+    if record.here.verdict == "did not load":
+      print(f"NOT LOADED {record.here.row}: {record.here.message}")
   kinds = collections.Counter(judgement.kind for judgement in judgements)
   print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
   is_wrong = kinds["fault"] or kinds["slow"] or stale or not kinds["passed"]

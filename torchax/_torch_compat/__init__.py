@@ -75,6 +75,7 @@ from torchax._torch_compat.graphs import (
   backend_named,
   compiled_module_class,
   count_of_hooks,
+  eager_transforms,
   fake_mode_for_export,
   fake_tensor,
   faked,

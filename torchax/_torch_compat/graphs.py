@@ -37,6 +37,9 @@ _VariableBuilder = private.Later(
 )
 _ShapeEnv = private.Later("torch.fx.experimental.symbolic_shapes.ShapeEnv", COMPILE)
 
+eager_transforms = private.find(
+  "torch._functorch.eager_transforms", "torch.func.linearize", instead=None
+)
 _FakeTensor = private.find("torch._subclasses.FakeTensor", COMPILE, instead=_Nothing)
 _FakeTensorMode = private.find("torch._subclasses.FakeTensorMode", COMPILE)
 # What a fake tensor raises where numbers are asked for: Dynamo breaks the graph there.

@@ -99,4 +99,8 @@ def register() -> None:
   _refuse(torch.jit.ScriptModule, "to", _goes_to_jax, _SCRIPT_MOVE)
   for name in ("trace", "trace_module"):
     setattr(torch.jit, name, _without_environment(getattr(torch.jit, name)))
-  proxy_tensor.make_fx = _of_other_tensors(proxy_tensor.make_fx)
+  make_fx = _of_other_tensors(proxy_tensor.make_fx)
+  for module in (proxy_tensor, _torch_compat.eager_transforms):
+    # `func.linearize` wants the one that Dynamo finds by its name.
+    if module is not None:
+      module.make_fx = make_fx

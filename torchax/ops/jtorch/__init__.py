@@ -1,7 +1,7 @@
 """Torch functions that are better caught above ATen, a file a theme.
 
-They are caught inside an enabled environment only. Outside of it torch's composite
-forms run, which draw the same random numbers. Importing this registers them all.
+Where the environment is suspended, torch's composite forms run, which draw the same
+random numbers. Importing this registers them all.
 """
 
 import importlib
