@@ -392,7 +392,10 @@ def _vmap(context: Context) -> str | None:
   row = Context(
     context.rng, {"a": torch.zeros(context.tensor.shape[1:])}, "a", "a", "b"
   )
-  return f"{context.new} = torch.vmap(lambda a: {_pure(row)})({context.name})"
+  body = _pure(row)
+  if "[[" in body or ", [" in body:  # Dynamo captures no lists as indices there
+    return None
+  return f"{context.new} = torch.vmap(lambda a: {body})({context.name})"
 
 
 def _scan(context: Context) -> str | None:
