@@ -14,7 +14,7 @@ from tools.fuzz.shrinking import shrink
 
 # Compiled ways cost the most; `make fuzz` runs any number of programs by each.
 PROGRAMS = {
-  "eager": (0, 200),
+  "eager": (0, 160),
   "jit": (10_000, 40),
   "compile": (20_000, 20),
   "compile_on_jax": (30_000, 15),

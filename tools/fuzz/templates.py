@@ -393,7 +393,8 @@ def _vmap(context: Context) -> str | None:
     context.rng, {"a": torch.zeros(context.tensor.shape[1:])}, "a", "a", "b"
   )
   body = _pure(row)
-  if "[[" in body or ", [" in body:  # Dynamo captures no lists as indices there
+  # There Dynamo captures no lists as indices, and torch wants 64 bits of an index.
+  if "[[" in body or ", [" in body or "argsort" in body:
     return None
   return f"{context.new} = torch.vmap(lambda a: {body})({context.name})"
 

@@ -125,10 +125,10 @@ def run(program: Program, way: str) -> Outcome:
   """Run a program one way, and observe it."""
   chosen, variables = WAYS[way], namespace(way)
   outcome = Outcome()
-  exec(program.source, variables)
   torch.manual_seed(SEED)
   inputs = inputs_of(program.inputs, chosen.device)
   try:
+    exec(program.source, variables)
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")
       results = chosen.wrap(variables["program"])(*inputs)
