@@ -24,6 +24,7 @@ _VIEWS = frozenset(
     *("split_with_sizes", "squeeze", "swapaxes", "swapdims", "t", "tensor_split"),
     *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as"),
     *("view_as_complex", "view_as_real", "vsplit"),
+    *("double", "float", "half", "int", "long", "to", "type", "type_as"),
     *("atleast_1d", "atleast_2d", "atleast_3d"),
   )
 )
