@@ -16,6 +16,7 @@
 #   make test-upstream UPSTREAM=path  runs the tests of a checkout of google/torchax
 #   make test-torch TORCH_TESTS=path  runs PyTorch's device tests, from a folder that has
 #                them, for jax and for the CPU; writes docs/torch-tests.md
+#   make fuzz SEED=0 COUNT=1000  runs random programs in every way, compares with torch
 #   make soak    runs programs for an hour and looks whether the process grows
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style, formatting and types;  make format  mends what it can
@@ -43,7 +44,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator soak bench-accelerator lint format bench docs clean distclean
+.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -120,6 +121,11 @@ test-samplers: $(STAMP)
 	TORCHAX_SAMPLERS=full $(BIN)/python -m pytest -q test/rng/test_sampler_table.py \
 	  --junitxml=output/samplers.xml $(ARGS)
 	$(BIN)/python -m tools.sampler_table output/samplers.xml docs/samplers.md
+
+SEED ?= 0
+COUNT ?= 1000
+fuzz: $(STAMP)
+	$(BIN)/python -W ignore -m tools.fuzz --seed=$(SEED) --count=$(COUNT) $(ARGS)
 
 soak: $(STAMP)
 	$(BIN)/python -m tools.soak --picture=output/soak.svg $(ARGS)

@@ -477,3 +477,16 @@ def test_backward_through_a_checkpoint_takes_every_form_of_inputs(name):
   expected, x.grad = x.grad, None
   loss.backward(inputs=INPUTS[name](x))
   _assert_close([x.grad], [expected])
+
+
+def test_a_view_made_under_no_grad_is_returned_without_a_gradient():
+  def function(x):
+    with torch.no_grad():
+      view = x[1:]
+    return view, x * 2
+
+  x = torch.ones(3, device="jax", requires_grad=True)
+  view, double = jax_jit(function)(x)
+  assert view.grad_fn is None
+  double.sum().backward()
+  assert x.grad.tolist() == [2.0, 2.0, 2.0]

@@ -327,3 +327,79 @@ def test_a_compiled_gradient_conjugates_a_number():
     run(z).backward()
     gradients.append(z.grad)
   torch.testing.assert_close(*gradients)
+
+
+SHAPE_CHANGES = [
+  ("t_",),
+  ("transpose_", 0, 1),
+  ("swapaxes_", 0, -1),
+  ("swapdims_", 1, 0),
+  ("unsqueeze_", 0),
+  ("squeeze_",),
+]
+
+
+def change_shape_between_views(x, name, *args):
+  u = x * 1
+  older = u[:, :2]
+  flat = u.view(-1)
+  getattr(u, name)(*args)
+  older.mul_(3)
+  u.mul_(2)
+  return (older**2).sum() + (u**3).sum() + flat[1] * 5
+
+
+@pytest.mark.parametrize("call", SHAPE_CHANGES, ids=lambda call: call[0])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
+def test_older_views_stay_right_when_a_shape_changes_in_place(call, wrap):
+  run = wrap(lambda x: change_shape_between_views(x, *call))
+  # A square, where views of another shape are no error.
+  ours = torch.arange(16.0, device="jax").reshape(4, 4).requires_grad_()
+  theirs = torch.arange(16.0).reshape(4, 4).requires_grad_()
+  run(ours).backward()
+  change_shape_between_views(theirs, *call).backward()
+  assert_same(ours.grad, theirs.grad)
+
+
+def test_a_view_whose_shape_changes_in_place_writes_to_its_base():
+  def run(x):
+    u = x * 1
+    view = u[:, :2]
+    view.t_()
+    view.mul_(2)
+    u.mul_(3)
+    return (view**2).sum() + (u**3).sum()
+
+  ours = torch.arange(16.0, device="jax").reshape(4, 4).requires_grad_()
+  theirs = torch.arange(16.0).reshape(4, 4).requires_grad_()
+  run(ours).backward()
+  run(theirs).backward()
+  assert_same(ours.grad, theirs.grad)
+
+
+def test_a_tensor_of_changed_shape_can_be_trained_and_detached():
+  x = torch.ones(2, 3, device="jax")
+  x.t_()
+  x.requires_grad_()
+  (x[0] * 2).sum().backward()
+  assert_same(x.grad, torch.tensor([[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]))
+  u = x * 2
+  u.t_().detach_()
+  assert not u.requires_grad and u.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+  "write",
+  [
+    lambda x: x.unfold(0, 2, 1)[:, 1].mul_(0),
+    lambda x: x.expand(2, 6)[1].add_(5),
+    lambda x: x.as_strided((3, 3), (1, 1))[1:, 2].add_(5),
+    lambda x: [x.unfold(0, 3, 1)[k % 4, k % 3].mul_(2) for k in range(12)],
+  ],
+  ids=["unfold", "expand", "as_strided", "many"],
+)
+def test_a_part_of_an_overlapping_view_is_written_once(write):
+  ours, theirs = torch.arange(6.0, device="jax"), torch.arange(6.0)
+  write(ours)
+  write(theirs)
+  assert_same(ours, theirs)

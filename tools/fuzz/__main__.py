@@ -25,13 +25,10 @@ def shrunk(program: Program, found: Comparison) -> Program:
   """The fewest lines that differ in the same way of running."""
 
   def fails(candidate: Program) -> bool:
-    try:
-      return any(
-        one.verdict is found.verdict and one.is_error == found.is_error
-        for one in compare(candidate, [found.way])
-      )
-    except SyntaxError:
-      return False
+    return any(
+      one.verdict is found.verdict and one.is_error == found.is_error
+      for one in compare(candidate, [found.way])
+    )
 
   return shrink(program, fails)
 

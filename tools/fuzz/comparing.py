@@ -90,6 +90,8 @@ def difference(reference: Outcome, outcome: Outcome, way: str) -> str:
     if name not in outcome.values:
       return f"there is no {name}"
     found = outcome.values[name]
+    if expected is None and way != "eager":
+      continue  # torch refuses the write, and the result of a compiled call is whole
     if name.startswith("sees writes to") and _may_be_copies(way, name, reference):
       if "result" in name:
         continue

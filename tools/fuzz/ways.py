@@ -125,10 +125,10 @@ def run(program: Program, way: str) -> Outcome:
   """Run a program one way, and observe it."""
   chosen, variables = WAYS[way], namespace(way)
   outcome = Outcome()
-  exec(program.source, variables)
   torch.manual_seed(SEED)
   inputs = inputs_of(program.inputs, chosen.device)
   try:
+    exec(program.source, variables)
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")
       results = chosen.wrap(variables["program"])(*inputs)
@@ -145,10 +145,11 @@ def _observe(outcome, program, inputs, results, device) -> None:
   values = outcome.values
   for name, tensor in tensors.items():
     values[name] = _numbers(tensor)
-    values[f"{name} requires grad"] = tensor.requires_grad
+    values[f"{name} requires grad"] = _is_recorded(tensor)
   outcome.stage = "the backward pass"
-  loss = sum(map(_weighted, results))
-  if loss.requires_grad:
+  recorded = [_weighted(result) for result in results if _is_recorded(result)]
+  if recorded:
+    loss = sum(recorded)
     loss.backward()
   for name, tensor in zip(program.inputs, inputs):
     if tensor.is_leaf and tensor.grad is not None:
@@ -158,6 +159,13 @@ def _observe(outcome, program, inputs, results, device) -> None:
   outcome.stage = "a write to a result"
   for name, tensor in tensors.items():
     values[f"sees writes to {name}"] = _seen(tensor, tensors)
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+  """True if it has a gradient; `requires_grad` is true of views without one as well."""
+  if tensor.grad_fn is not None:
+    return True
+  return tensor.requires_grad and not tensor._is_view()
 
 
 def _weighted(result: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,13 @@ from torchax.dispatch.in_place import require_writable
 from torchax.dispatch.plans import require_cast
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.schema import schema_of
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
+
+# They compute in the dtype of `out=`, unless `dtype=` says another.
+_IN_DTYPE_OF_OUTPUT = frozenset({aten.cumsum.out, aten.cumprod.out})
 
 
 class OutPlan:
@@ -25,6 +29,7 @@ class OutPlan:
   def __init__(self, op, functional: Callable, env):
     self.op = op
     self.name = str(op)
+    self.in_dtype_of_output = op in _IN_DTYPE_OF_OUTPUT
     self.functional = functional
     self.outputs = schema_of(op).outputs
     self.returns = bool(op._schema.returns)
@@ -53,7 +58,8 @@ class OutPlan:
   def _with_dtype(self, kwargs, outputs):
     functional = getattr(self.functional, "op", None)
     takes_dtype = functional is not None and "dtype" in schema_of(functional).names
-    if takes_dtype and "dtype" not in self.names:
+    is_open = self.in_dtype_of_output and kwargs.get("dtype") is None
+    if takes_dtype and ("dtype" not in self.names or is_open):
       return {**kwargs, "dtype": outputs[0].dtype}
     return kwargs
 

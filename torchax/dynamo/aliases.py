@@ -24,6 +24,7 @@ _VIEWS = frozenset(
     *("split_with_sizes", "squeeze", "swapaxes", "swapdims", "t", "tensor_split"),
     *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as"),
     *("view_as_complex", "view_as_real", "vsplit"),
+    *("double", "float", "half", "int", "long", "to", "type", "type_as"),
     *("atleast_1d", "atleast_2d", "atleast_3d"),
   )
 )
@@ -95,19 +96,18 @@ def _shares(value, base) -> bool:
 def _chain(node) -> list[fx.Node]:
   """A tensor and the steps from it to the node that may be views; empty for others."""
   steps: list[fx.Node] = []
+  reshapes: list[fx.Node] = []
   while isinstance(node, fx.Node):
-    if any(_name(user) in _RESHAPING for user in node.users):
-      return []
+    reshapes += [user for user in node.users if _name(user) in _RESHAPING]
     name = _name(node)
     is_view = name in _VIEWS
     if not is_view and not _is_in_place(name):
-      return [node, *reversed(steps)] if _is_tensor(node) else []
-    if node.all_input_nodes[:1] != [node.args[0]]:
-      return []
+      return [] if reshapes or not _is_tensor(node) else [node, *sorted(steps)]
     if is_view:
-      if len(node.all_input_nodes) > 1:
-        return []
-      steps.append(node)
+      steps += [node, *reshapes]
+      reshapes = []
+    if any(len(step.all_input_nodes) != 1 for step in steps) or not node.args:
+      return []
     node = node.args[0]
   return []
 
@@ -141,12 +141,13 @@ def _run(steps: list[fx.Node], root: fx.Node, base):
       node = node.args[0]
     return values[node]
 
-  last = example(steps[-1]) if steps else base
-  with torch.set_grad_enabled(last.requires_grad):
+  views = [node for node in steps if _name(node) not in _RESHAPING]
+  is_recorded = example(views[-1]).requires_grad if views else True
+  with torch.set_grad_enabled(is_recorded):
     for node in steps:
       args, kwargs = fx.map_arg((node.args, node.kwargs), given)
       if node.op == "call_method":
         values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
       else:
         values[node] = node.target(*args, **kwargs)
-  return values[steps[-1]] if steps else base
+  return values[views[-1]] if views else base

@@ -90,11 +90,11 @@ class Fake(Tensor):
       )
     return Fake(shell, outer_size, outer_stride)
 
+  def __getitem__(self, index):
+    return torch.Tensor.__getitem__(self, _fake_index(index, self))
+
   def __setitem__(self, index, value):
-    index = torch_pytree.tree_map_only(
-      torch.Tensor, lambda part: part.to(META), indexing.index_of(index, self)
-    )
-    torch.Tensor.__setitem__(self, index, value)
+    torch.Tensor.__setitem__(self, _fake_index(index, self), value)
 
   def _stable_hash_for_caching(self) -> str:
     """For caches of other backends, which are refused before they keep anything."""
@@ -143,6 +143,15 @@ class Fake(Tensor):
 
   def __repr__(self, **kwargs):
     return f"Fake({self.dtype}{list(self.shape)} on {self.device})"
+
+
+def _fake_index(index, tensor: Fake):
+  """An index whose sequences are tensors on jax, as `Tensor.__getitem__` makes them."""
+
+  def on_jax(part: torch.Tensor) -> torch.Tensor:
+    return part if part.device.type == "jax" else part.to(META)
+
+  return torch_pytree.tree_map_only(torch.Tensor, on_jax, indexing.index_of(index, tensor))
 
 
 _SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)

@@ -120,12 +120,12 @@ def record(
   Returns:
     None if no output needs a gradient, or its graph was used up inside.
   """
+  wanted = [*arguments.values(), *roots]
   places = tuple(
     place
     for place, leaf in enumerate(outputs)
-    if isinstance(leaf, Tensor) and leaf.requires_grad
+    if isinstance(leaf, Tensor) and _has_graph(leaf, wanted)
   )
-  wanted = [*arguments.values(), *roots]
   if not places or not wanted:
     return None
   recorded = [outputs[place] for place in places]
@@ -147,6 +147,16 @@ def record(
       return None
     raise
   return Tape(program, residuals) if any(program.used) else None
+
+
+def _has_graph(output: Tensor, wanted: Sequence[Tensor]) -> bool:
+  """True for what `backward` can start from.
+
+  A view that is made under `no_grad` says `requires_grad` as well if its base does.
+  """
+  if not output.requires_grad:
+    return False
+  return output.grad_fn is not None or any(output is tensor for tensor in wanted)
 
 
 def _gradients(outputs, wanted, seeds) -> list[Tensor | None]:

@@ -1,0 +1,95 @@
+"""Memory that results of `torch.compile(backend="jax")` share."""
+
+import pytest
+import torch
+from compare import assert_same
+
+import torchax
+from torchax.errors import MutationError
+
+
+@pytest.fixture(autouse=True)
+def inside():
+  torch.compiler.reset()
+  with torchax.default_env():
+    yield
+
+
+def compiled(function):
+  return torch.compile(function, backend="jax")
+
+
+def assert_written_alike(function, device):
+  """Writes to each result reach the same tensors as without a compiler."""
+  ours, theirs = torch.arange(24.0).reshape(4, 6), torch.arange(24.0).reshape(4, 6)
+  ours = ours.to(device)
+  pairs = list(zip(compiled(function)(ours), function(theirs), strict=True))
+  for found, expected in pairs:
+    found.add_(1)
+    expected.add_(1)
+  for found, expected in [*pairs, (ours, theirs)]:
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+  "function",
+  [
+    lambda p: (p[1:],),
+    lambda p: (p.split(2)[0], p.t()),
+    lambda p: (p.mul_(2)[:, 1:].unbind(1)[0],),
+    lambda p: ((v := p * 2), v[1:], v.view(-1)),
+    lambda p: (p.detach(), p.view(2, 12)[0]),
+    lambda p: ((v := p.chunk(2, 1)[1]).swapdims_(0, 1), v[0]),
+    lambda p: (p + 1, p.reshape(-1)),
+  ],
+)
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+def test_results_share_memory_as_in_torch(function, device):
+  assert_written_alike(function, device)
+
+
+def test_a_view_across_a_graph_break_is_not_lost():
+  def function(p):
+    view = p[1:]
+    torch._dynamo.graph_break()
+    view.mul_(2)
+    return p.clone()
+
+  with pytest.raises(MutationError, match="shares as a different view"):
+    compiled(function)(torch.ones(3, device="jax"))
+
+
+def test_gradients_flow_through_shared_results():
+  def function(x):
+    double = x * 2
+    return double, double[1:]
+
+  x = torch.ones(3, device="jax", requires_grad=True)
+  double, rest = compiled(function)(x)
+  rest.mul_(3)
+  (double**2).sum().backward()
+  assert_same(x.grad, torch.tensor([8.0, 72.0, 72.0]))
+
+
+def test_as_strided_follows_the_memory_of_an_input():
+  def function(p):
+    first = p.split(2)[0]
+    p.swapaxes_(0, -1)
+    first[first > 0] = -1.5
+    return p.clone(), first.clone()
+
+  p, q = [(torch.arange(12.0).reshape(4, 3) * 7 % 12 - 6) / 4 for _ in range(2)]
+  for found, expected in zip(compiled(function)(p), function(q), strict=True):
+    assert torch.equal(found, expected)
+  assert torch.equal(p, q)
+
+
+def test_a_list_as_index_of_an_assignment_is_captured():
+  def function(p):
+    p[[0, 2]] = 2
+    return p * 2
+
+  found = torch.compile(function, backend="jax", fullgraph=True)(
+    torch.ones(3, device="jax")
+  )
+  assert_same(found, torch.tensor([4.0, 2.0, 4.0]))
