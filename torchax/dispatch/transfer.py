@@ -278,7 +278,7 @@ def keep_gradient_beside(tensor: Tensor) -> None:
 
 def _move(tensor: torch.Tensor, dtype, device, env) -> torch.Tensor:
   if torch.device(device).type != "jax":
-    moved = mappings.j2t(tensor.jax(), env.config.use_dlpack_for_data_conversion)
+    moved = mappings.j2t(tensor.jax())
     return moved if dtype is None else moved.to(dtype)
   if isinstance(tensor, Tensor):
     moved = tensor if dtype is None else tensor.to(dtype)

@@ -509,12 +509,11 @@ def _clamp(self, lower, upper):
   dtype = result_dtype(self, lower, upper)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     raise NotImplementedError("clamp is not supported for complex types.")
-  clamped = lax.convert_element_type(self, dtype)
-  if lower is not None:
-    clamped = jnp.maximum(clamped, lax.convert_element_type(lower, dtype))
-  if upper is not None:
-    clamped = jnp.minimum(clamped, lax.convert_element_type(upper, dtype))
-  return clamped
+  self, *bounds = (
+    bound if bound is None else lax.convert_element_type(bound, dtype)
+    for bound in (self, lower, upper)
+  )
+  return jnp.clip(self, *bounds)
 
 
 def _check_clamp(self, min=None, max=None):
