@@ -272,3 +272,21 @@ def test_a_write_to_a_detached_tensor_of_integers_is_a_write():
 
   _, gradient = jax_value_and_grad(loss)(torch.tensor([1.0, 2.0]).to("jax"))
   assert gradient.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.int16], ids=str)
+def test_view_as_complex_dtype_keeps_every_bit(dtype):
+  bits = torch.tensor([1, 2, -1, 0x7FC00001, 0x7F800000, -(2**31)], dtype=torch.int32)
+  x = bits.to("jax").view(dtype)
+  assert x.view(torch.complex64).view(torch.int32).tolist() == bits.tolist()
+  expected = bits.view(torch.complex64).view(dtype).view(torch.int32)
+  assert torch.equal(
+    x.view(torch.complex64).view(dtype).view(torch.int32).cpu(), expected
+  )
+
+
+def test_write_through_a_complex_dtype_reaches_the_base():
+  for device in ("cpu", "jax"):
+    x = torch.zeros(2, 4, device=device)
+    x.view(torch.complex64)[:, 1] = 1 + 2j
+    assert x.tolist() == [[0.0, 0.0, 1.0, 2.0]] * 2

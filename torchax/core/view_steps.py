@@ -325,10 +325,25 @@ class DtypeInfo(ViewInfo):
   view_info_type: ClassVar = ViewInfoType.DTYPE
 
   def transform_tensor(self, jax_array):
-    return jax_array.view(self.dtype)
+    return _same_bytes(jax_array, self.dtype)
 
   def update_tensor(self, new_value, jax_array):
-    return new_value.view(jax_array.dtype)
+    return _same_bytes(new_value, jax_array.dtype)
+
+
+def _same_bytes(array, dtype):
+  """The bytes of an array as another dtype.
+
+  `jax.Array.view` adds and multiplies complex numbers, which changes NaN, infinities
+  and denormal numbers.
+  """
+  if jnp.issubdtype(array.dtype, jnp.complexfloating):
+    array = _REAL_PAIRS.transform_tensor(array)
+    array = array.reshape(*array.shape[:-2], -1)
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    array = array.view(jnp.finfo(dtype).dtype)
+    return _COMPLEX.transform_tensor(array.reshape(*array.shape[:-1], -1, 2))
+  return array.view(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,6 +370,9 @@ class RealAsComplexInfo(ViewInfo):
 
   def update_tensor(self, new_value, jax_array):
     return jnp.stack([new_value.real, new_value.imag], axis=-1)
+
+
+_REAL_PAIRS, _COMPLEX = ComplexAsRealInfo(), RealAsComplexInfo()
 
 
 @dataclasses.dataclass(frozen=True)

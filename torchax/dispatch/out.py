@@ -1,5 +1,6 @@
 """Operations with `out=`: results are put into tensors that the caller has made."""
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -13,9 +14,13 @@ from torchax.dispatch.in_place import require_writable
 from torchax.dispatch.plans import require_cast
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops import mappings
+from torchax.ops.names import aten
 from torchax.ops.schema import schema_of
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
+
+# Their results are written in the shape of an output with as many elements.
+_RAMPS = (aten.arange, aten.linspace, aten.logspace, aten.range)
 
 
 class OutPlan:
@@ -27,6 +32,7 @@ class OutPlan:
     self.outputs = schema_of(op).outputs
     self.returns = bool(op._schema.returns)
     self.names = schema_of(op).names
+    self.keeps_shape = op.overloadpacket in _RAMPS
 
   def __call__(self, args, kwargs):
     kwargs = dict(kwargs or {})
@@ -39,11 +45,24 @@ class OutPlan:
         outputs.append(args.pop(self.names.index(name)))
     tensors = jax.tree.leaves(outputs)
     results = self.functional(args, self._with_dtype(kwargs, tensors))
-    for output, result in zip(tensors, jax.tree.leaves(results), strict=True):
+    results = jax.tree.leaves(results)
+    operator = getattr(self.functional, "operator", None)
+    for place in getattr(operator, "index_results", ()):
+      self._require_index_dtype(tensors[place], results[place].dtype)
+    for output, result in zip(tensors, results, strict=True):
+      if self.keeps_shape and output.numel() == result.numel():
+        result = result.reshape(output.shape)
       write_output(self.name, output, result)
     if not self.returns:
       return None
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+  def _require_index_dtype(self, output: torch.Tensor, dtype: torch.dtype) -> None:
+    if output.dtype not in (torch.int64, dtype):
+      raise RuntimeError(
+        f"{self.name}: Expected out tensor to have dtype {torch.int64}, but got "
+        f"{output.dtype}. Make it with dtype=torch.int64."
+      )
 
   def _with_dtype(self, kwargs, outputs):
     functional = getattr(self.functional, "op", None)
@@ -58,7 +77,7 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
 
   Raises:
     MixedDeviceError: the output is on another device.
-    RuntimeError: its dtype cannot hold the result, or it is a view of another shape.
+    RuntimeError: its dtype cannot hold the result, or its memory as a view is too small.
   """
   if not isinstance(output, Tensor):
     raise MixedDeviceError(
@@ -75,11 +94,6 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
       array = array if spread is None else placement.constrained(array, spread)
     output.replace_jax(array)
     return
-  if type(output) is View:
-    raise RuntimeError(
-      f"{name}: out= is a view of shape {list(output.shape)}, but the result has "
-      f"{list(result.shape)}. Pass a tensor of its own, or one of that shape."
-    )
   if output.numel():
     warnings.warn(
       f"{name}: out= has shape {list(output.shape)}, but the result has "
@@ -87,7 +101,21 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
       "shape.",
       stacklevel=2,
     )
-  resize_to(output, new_tensor(array, output._env))
+  if type(output) is View:
+    _resize_view(output, array.shape)
+    output.replace_jax(array)
+  else:
+    resize_to(output, new_tensor(array, output._env))
+
+
+def _resize_view(view: View, shape: tuple[int, ...]) -> None:
+  """Gives a view another shape; its elements follow each other from its first one."""
+  strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+  with torch.no_grad():
+    resized = view.as_strided(shape, strides, view.storage_offset())
+  with _torch_compat.without_dispatch():
+    view.resize_(shape)
+  view._chain = resized._chain
 
 
 def resize_to(tensor: Tensor, source: Tensor) -> None:

@@ -44,6 +44,8 @@ class CopyPlan:
     target, source = args[0], args[1]
     if not isinstance(target, Tensor):
       return target.copy_(source.torch())
+    if not isinstance(source, torch.Tensor):
+      source = torch.tensor(source, device="cpu")
     if source.shape != target.shape:
       source = source.expand(target.shape)  # torch's error where it does not fit
     place = placement.place_of(target._storage.array)

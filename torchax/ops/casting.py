@@ -118,9 +118,16 @@ def require_fit(value, dtype: torch.dtype, elements: int | None = None) -> None:
 
   Raises:
     OverflowError: an integer that 64 bits may hold, where these are stored in 32.
-    RuntimeError: out of range; unsigned integers take -max to -1 modulo their range,
+    RuntimeError: a complex number for a real dtype; out of range; unsigned integers take -max to -1 modulo their range,
       and floats infinities, if they have any.
   """
+  if type(value) is complex and not dtype.is_complex:
+    if value.imag and dtype is not torch.bool:  # torch takes it as true
+      raise RuntimeError(
+        f"value cannot be converted to type {dtype} without overflow: expected a real "
+        f"number, but got {value}. Take its `.real`, or a complex dtype."
+      )
+    value = value.real
   if type(value) not in (int, float):
     return
   limits = _limits(dtype)

@@ -123,11 +123,20 @@ def _fill_rules(self, dim, index, value):
   yield along(index, _size(self, dim), dim_of(dim, self.ndim), wraps=True)
 
 
-def _check_filler(self, dim, index, value):
+def _check_filler(self, dim, index, value, *, reduce=None):
   require_fit(value, self.dtype)
 
 
-@op(aten.index_fill, check=_check_filler, rules=_fill_rules)
+def _check_index_fill(self, dim, index, value):
+  if isinstance(value, complex) and not self.dtype.is_complex:
+    raise RuntimeError(
+      "index_fill_(): Converting complex Scalar to non-complex type is not supported: "
+      f"expected a number for {self.dtype}, but got {value}. Take its `.real`."
+    )
+  require_fit(value, self.dtype)
+
+
+@op(aten.index_fill, check=_check_index_fill, rules=_fill_rules)
 def _aten_index_fill(self, dim, index, value):
   filler = jnp.asarray(value).astype(self.dtype)
   return _write_along(self, dim, index, filler, assigned, wraps=True)
@@ -236,7 +245,7 @@ def _aten_scatter_with_reduce(self, dim, index, src, *, reduce):
   return _aten_scatter_reduce(self, dim, index, src, _OLD_NAMES.get(reduce, reduce))
 
 
-@op(aten.scatter.value_reduce, rules=_place_rules)
+@op(aten.scatter.value_reduce, check=_check_filler, rules=_place_rules)
 def _aten_scatter_value_reduce(self, dim, index, value, *, reduce):
   return _aten_scatter_reduce(self, dim, index, value, _OLD_NAMES.get(reduce, reduce))
 

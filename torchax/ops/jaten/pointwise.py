@@ -575,12 +575,11 @@ def _aten_where(condition, self=None, other=None):
 
 def _check_masked_fill(self, mask, value):
   is_tensor = isinstance(value, torch.Tensor)
-  is_complex = value.is_complex() if is_tensor else isinstance(value, complex)
-  if is_complex and not self.dtype.is_complex:
+  if is_tensor and value.is_complex() and not self.dtype.is_complex:
     raise RuntimeError(
       f"value cannot be converted to type {self.dtype} without overflow: it is complex."
     )
-  if isinstance(value, torch.Tensor) and value.dim():
+  if is_tensor and value.dim():
     raise RuntimeError(
       "masked_fill only supports a 0-dimensional value tensor, but got tensor with "
       f"{value.dim()} dimension(s)."
