@@ -280,9 +280,8 @@ def test_view_as_complex_dtype_keeps_every_bit(dtype):
   x = bits.to("jax").view(dtype)
   assert x.view(torch.complex64).view(torch.int32).tolist() == bits.tolist()
   expected = bits.view(torch.complex64).view(dtype).view(torch.int32)
-  assert torch.equal(
-    x.view(torch.complex64).view(dtype).view(torch.int32).cpu(), expected
-  )
+  found = x.view(torch.complex64).view(dtype).view(torch.int32)
+  assert torch.equal(found.cpu(), expected)
 
 
 def test_write_through_a_complex_dtype_reaches_the_base():

@@ -77,7 +77,7 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
 
   Raises:
     MixedDeviceError: the output is on another device.
-    RuntimeError: its dtype cannot hold the result, or its memory as a view is too small.
+    RuntimeError: its dtype cannot hold the result, or the base of a view is too small.
   """
   if not isinstance(output, Tensor):
     raise MixedDeviceError(

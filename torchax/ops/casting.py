@@ -118,8 +118,8 @@ def require_fit(value, dtype: torch.dtype, elements: int | None = None) -> None:
 
   Raises:
     OverflowError: an integer that 64 bits may hold, where these are stored in 32.
-    RuntimeError: a complex number for a real dtype; out of range; unsigned integers take -max to -1 modulo their range,
-      and floats infinities, if they have any.
+    RuntimeError: out of range, or complex for a real dtype; unsigned integers take
+      -max to -1 modulo their range, and floats infinities, if they have any.
   """
   if type(value) is complex and not dtype.is_complex:
     if value.imag and dtype is not torch.bool:  # torch takes it as true

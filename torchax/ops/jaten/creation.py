@@ -193,8 +193,17 @@ def _arange_length(start, end, step) -> int:
   return length
 
 
+def _bound(value):
+  """A bool as an integer and a complex number as a float, as torch takes them."""
+  if type(value) is complex:
+    require_fit(value, torch.float64)
+    return value.real
+  return int(value) if type(value) is bool else value
+
+
 def _arange(start, end, step, dtype) -> tuple:
   """First value, step, length and JAX dtype: what an `arange` is made of."""
+  start, end, step = map(_bound, (start, end, step))
   are_integers = all(isinstance(value, int) for value in (start, end, step))
   if dtype is None:
     dtype = torch.int64 if are_integers else torch.get_default_dtype()
@@ -226,19 +235,10 @@ def _aten_range(start, end, step=1, *, dtype=None):
   return cast(_number(start, wide) + _number(step, wide) * places, target)
 
 
-def _bound(value):
-  """A bool as an integer and a complex number as a float, as torch takes them."""
-  if type(value) is complex:
-    require_fit(value, torch.float64)
-    return value.real
-  return int(value) if type(value) is bool else value
-
-
 def _prepare_arange(given: dict) -> None:
   """The first value and the step are operands, the length is not."""
   bounds = [given.get(name, default) for name, default in zip(_BOUNDS, (0, None, 1))]
-  bounds = [_bound(value) for value in bounds]
-  if not all(type(value) in (int, float) for value in bounds):
+  if not all(type(value) in (bool, int, float, complex) for value in bounds):
     return
   *numbers, length, target = _arange(*bounds, given.get("dtype"))
   numbers = [
