@@ -577,7 +577,7 @@ class Chain:
     self._taken: dict[MovingInfo, int] = {}
 
   def append(self, info: ViewInfo) -> "Chain":
-    """This chain and one more step; a reshape of a reshape becomes one."""
+    """This chain and one more step; two reshapes or two dtypes become one."""
     reference = self._longer.get(info)
     longer = None if reference is None else reference()
     if longer is not None:
@@ -599,6 +599,8 @@ class Chain:
     last = self.infos[-1] if self.infos else None
     if info == last and isinstance(info, ConjugateInfo | NegateInfo):
       return chain_of(*self.infos[:-1])
+    if isinstance(info, DtypeInfo) and isinstance(last, DtypeInfo):
+      return chain_of(*self.infos[:-1], info)  # the bytes are those before both
     if isinstance(info, ReshapeInfo) and isinstance(last, ReshapeInfo):
       return chain_of(*self.infos[:-1], info)
     return Chain((*self.infos, info), shorter=self)
