@@ -506,3 +506,29 @@ def test_torch_save_holds_a_random_state_as_an_object(tmp_path):
   torch.save(state, tmp_path / "file.pt")
   found = torch.load(tmp_path / "file.pt", weights_only=False)
   assert found.state_dict() == state.state_dict()
+
+
+def test_file_of_torch_save_may_hold_optimizer_states(tmp_path):
+  optax = pytest.importorskip("optax", reason="optax is not installed")
+  weights = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+  state = optax.adamw(1e-3).init(weights)
+  tensors = torchax.default_env().j2t_iso(state)
+  torch.save({"arrays": state, "tensors": tensors, "epoch": 3}, tmp_path / "file.pt")
+  found = torchax.checkpoint.load_checkpoint(tmp_path / "file.pt")
+  assert found["epoch"] == 3
+  assert jax.tree.structure(found["arrays"]) == jax.tree.structure(state)
+  assert found["arrays"][0].mu["w"].dtype == jnp.bfloat16
+  assert type(found["tensors"][0]) is type(state[0])
+  assert found["tensors"][0].mu["w"].device.type == "jax"
+
+
+class _RunsCode:
+  def __reduce__(self):
+    return print, ("code of the file",)
+
+
+def test_file_of_torch_save_runs_no_code(tmp_path, capsys):
+  torch.save({"state": _RunsCode()}, tmp_path / "file.pt")
+  with pytest.raises(pickle.UnpicklingError):
+    torchax.checkpoint.load_checkpoint(tmp_path / "file.pt")
+  assert not capsys.readouterr().out

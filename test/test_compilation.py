@@ -296,3 +296,37 @@ def test_the_persistent_cache_is_used(tmp_path):
 def test_bad_input(fn, options, error, message):
   with pytest.raises(error, match=message):
     torchax.compile(fn, CompileOptions(**options))
+
+
+class _Decoder(torch.nn.Module):
+  def __init__(self):
+    super().__init__()
+    self.layer = torch.nn.Linear(8, 8)
+
+  def forward(self, x, return_dict=True):
+    return {"out": self.layer(x)} if return_dict else self.layer(x)
+
+  def decode(self, x, steps=1):
+    return self.layer(x) * len(range(steps))
+
+
+@pytest.mark.parametrize("methods", [["decode"], ["forward", "decode"]], ids=str)
+@pytest.mark.parametrize("names", ["return_dict", ("return_dict", "steps")], ids=str)
+def test_argument_names_are_for_methods_that_take_them(methods, names):
+  model = _Decoder().to("jax")
+  kwargs = {"static_argnames": names}
+  compiled = compile(model, "jax", methods_to_compile=methods, jax_jit_kwargs=kwargs)
+  x = X.to("jax")
+  expected = model(x)["out"]
+  torch.testing.assert_close(compiled(x, return_dict=False), expected)
+  torch.testing.assert_close(compiled(x, return_dict=True)["out"], expected)
+  torch.testing.assert_close(compiled.decode(x), expected)
+  if "steps" in names:
+    torch.testing.assert_close(compiled.decode(x, steps=2), 2 * expected)
+
+
+def test_argument_name_that_no_method_takes_is_refused():
+  kwargs = {"static_argnames": ("return_dict", "wrong")}
+  options = {"methods_to_compile": ["decode"], "jax_jit_kwargs": kwargs}
+  with pytest.raises(ValueError, match="no argument 'wrong'"):
+    compile(_Decoder().to("jax"), "jax", **options)

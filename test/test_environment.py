@@ -318,6 +318,9 @@ def test_copies_cross_devices():
   back = env.j2t_copy(arrays)
   assert_close(back["a"][0], A)
   assert_close(back["b"], A)
+  copies = env.j2t_copy([A.to("jax"), (A, 1)])
+  assert copies[0].device.type == "cpu" and copies[1][1] == 1
+  assert copies[1][0].data_ptr() != A.data_ptr()
 
 
 def test_to_xla_moves_trees_and_modules():

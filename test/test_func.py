@@ -264,3 +264,32 @@ def test_rows_of_vmap_draw_as_randomness_says(name):
   assert all(torch.equal(row, same[0]) for row in same)
   pairs = [(i, j) for i in range(5) for j in range(i)]
   assert not any(torch.equal(different[i], different[j]) for i, j in pairs)
+
+
+COMPLEX_PARTS = {
+  "real": lambda z: z.real,
+  "imag": lambda z: z.imag,
+  "part of imag": lambda z: z.imag[1:],
+  "row of view_as_real": lambda z: torch.view_as_real(z)[1],
+}
+
+
+@pytest.mark.parametrize("part", COMPLEX_PARTS.values(), ids=COMPLEX_PARTS)
+def test_part_of_a_complex_tensor_takes_a_tangent(part):
+  with forward_ad.dual_level():
+    primal = part(torch.complex(X, V).to("jax"))
+    tangent = torch.ones(primal.shape).to("jax")
+    found = forward_ad.unpack_dual(forward_ad.make_dual(primal, tangent) * 3)
+    assert_same(found.primal, 3 * part(torch.complex(X, V)))
+    assert_same(found.tangent, 3 * torch.ones(primal.shape))
+
+
+@pytest.mark.parametrize("source", ["cpu", "jax"])
+@pytest.mark.parametrize("target", ["cpu", "jax"])
+def test_copy_of_a_dual_tensor_keeps_its_tangent(source, target):
+  with forward_ad.dual_level():
+    dual = forward_ad.make_dual(X.to(source), V.to(source))
+    copy = torch.zeros(4).to(target).copy_(dual)
+    primal, tangent = forward_ad.unpack_dual(copy)
+    assert primal.device.type == target
+    assert torch.equal(primal.cpu(), X) and torch.equal(tangent.cpu(), V)

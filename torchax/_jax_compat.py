@@ -27,6 +27,12 @@ class _Nothing:
   """A class that has no instances."""
 
 
+# Function in pickles of arrays that makes the array; None where it is not known.
+rebuilt_array = private.find(
+  "jax._src.array._reconstruct_array",
+  "loading arrays from files of torch.save",
+  instead=None,
+)
 # `isinstance(array, jax.Array)` tells what `type(array) is ArrayImpl` tells sooner.
 ArrayImpl = private.find(
   "jax._src.array.ArrayImpl", "telling arrays from tracers quickly", instead=_Nothing

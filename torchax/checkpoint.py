@@ -37,6 +37,7 @@ from torchax.errors import TracedStateError, UnsupportedDtypeError
 from torchax.ops import mappings
 from torchax.processes.agreement import require_equal
 from torchax.saving import layouts
+from torchax.saving.state_files import load_state
 from torchax.tensor import Tensor, new_tensor
 
 _FORMAT = 1
@@ -165,7 +166,8 @@ def load_checkpoint(
   Args:
     path: a directory of checkpoints, of which the latest step is read; or the directory
       of one step, such as `"run/300"`. Or a file of `torch.save`, which is read with
-      `weights_only=True` and whose tensors come to jax.
+      `weights_only=True` and whose tensors come to jax. Arrays of numpy and JAX and
+      named tuples of imported modules (the states of optax) are allowed in it.
     like: a state whose tensors say where those of the checkpoint go and which shapes
       they have: {"model": model.state_dict()} of a sharded model. It may leave out
       parts. Nothing of it changes.
@@ -186,7 +188,7 @@ def load_checkpoint(
     ImportError: Orbax is not installed.
   """
   if os.path.isfile(path):
-    return torch.load(path, map_location="jax", weights_only=True)
+    return load_state(path)
   require_eager("`load_checkpoint`")
   finish_saving()
   ocp, epath = _orbax()

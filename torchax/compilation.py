@@ -27,7 +27,8 @@ class CompileOptions:
   Attributes:
     methods_to_compile: names of the module's methods to compile; `forward` is among
       them in any case.
-    jax_jit_kwargs: keyword arguments of `jax.jit`. Argument numbers and shardings are
+    jax_jit_kwargs: keyword arguments of `jax.jit`, for all methods: a name of an
+      argument is for those that take it. Argument numbers and shardings are
       for the mode "jax"; the other modes take `compiler_options`.
     mode: "jax" traces the function itself, with `jax.jit`; "dynamo" lets
       `torch.compile` make graphs of it, with breaks where Python decides by numbers;
@@ -108,6 +109,7 @@ def _with_jax(fn, options: CompileOptions):
   if not isinstance(fn, torch.nn.Module):
     return jax_jit(fn, options.jax_jit_kwargs)
   module = JittableModule(fn, options.jax_jit_kwargs)
+  module._names.update(options.methods_to_compile)  # each takes the others' names
   for name in options.methods_to_compile:
     module.make_jitted(name)
   return module

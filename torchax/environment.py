@@ -434,11 +434,10 @@ class Environment(contextlib.ContextDecorator):
     return torch_pytree.tree_map(convert, args)
 
   def j2t_copy(self, args):
-    """Arrays in a tree as new CPU tensors."""
-    use_dlpack = self.config.use_dlpack_for_data_conversion
+    """Arrays and tensors in a tree as new CPU tensors."""
     return torch_pytree.tree_map(
       lambda value: (
-        mappings.j2t(value, use_dlpack) if isinstance(value, jax.Array) else value
+        mappings.j2t(value) if isinstance(value, jax.Array | torch.Tensor) else value
       ),
       args,
     )

@@ -27,21 +27,16 @@ def partition(
 
 
 def merge(list1: list[Any], list2: list[Any]) -> list[Any]:
-  """Joins what `partition` split.
+  """Joins what `partition` split; where both lists have a value, the first one's.
 
   Raises:
-    ValueError: the lists differ in length, or both hold a value at one place.
+    AssertionError: the lists differ in length.
 
   >>> merge([1, None, 2], [None, 'a', None])
   [1, 'a', 2]
   """
   if len(list1) != len(list2):
-    raise ValueError(
+    raise AssertionError(
       f"merge expects two lists of one length, but got {len(list1)} and {len(list2)}."
     )
-  merged = []
-  for place, (first, second) in enumerate(zip(list1, list2)):
-    if first is not None and second is not None:
-      raise ValueError(f"merge found a value in both lists at place {place}.")
-    merged.append(second if first is None else first)
-  return merged
+  return [second if first is None else first for first, second in zip(list1, list2)]

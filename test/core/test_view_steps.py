@@ -272,3 +272,35 @@ def test_a_write_to_a_detached_tensor_of_integers_is_a_write():
 
   _, gradient = jax_value_and_grad(loss)(torch.tensor([1.0, 2.0]).to("jax"))
   assert gradient.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.int16], ids=str)
+def test_view_as_complex_dtype_keeps_every_bit(dtype):
+  bits = torch.tensor([1, 2, -1, 0x7FC00001, 0x7F800000, -(2**31)], dtype=torch.int32)
+  x = bits.to("jax").view(dtype)
+  assert x.view(torch.complex64).view(torch.int32).tolist() == bits.tolist()
+  expected = bits.view(torch.complex64).view(dtype).view(torch.int32)
+  found = x.view(torch.complex64).view(dtype).view(torch.int32)
+  assert torch.equal(found.cpu(), expected)
+
+
+def test_write_through_a_complex_dtype_reaches_the_base():
+  for device in ("cpu", "jax"):
+    x = torch.zeros(2, 4, device=device)
+    x.view(torch.complex64)[:, 1] = 1 + 2j
+    assert x.tolist() == [[0.0, 0.0, 1.0, 2.0]] * 2
+
+
+WIDE = (torch.float16, torch.float32, torch.float64, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("complex_dtype", [torch.complex64, torch.complex128], ids=str)
+def test_any_bits_survive_views_of_complex_dtypes(dtype, complex_dtype):
+  generator = torch.Generator().manual_seed(0)
+  bits = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=generator)
+  with jax.enable_x64(True):
+    x = bits.to("jax").view(dtype)
+    assert torch.equal(x.view(complex_dtype).view(dtype).view(torch.uint8).cpu(), bits)
+    x = bits.to("jax").view(complex_dtype)
+    assert torch.equal(x.view(dtype).view(torch.uint8).cpu(), bits)

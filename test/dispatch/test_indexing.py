@@ -12,7 +12,7 @@ from compare import assert_same, to_jax
 from ops.harness import floats
 
 import torchax
-from torchax.errors import MutationError, TracedStateError
+from torchax.errors import MixedDeviceError, MutationError, TracedStateError
 from torchax.interop import jax_jit, jax_vmap
 
 CUBE = floats(2, 2, 6)
@@ -450,3 +450,46 @@ def test_an_index_of_jax_numpy_is_an_index():
   expected = CUBE.clone()
   expected[:, 0] = 0
   assert_same(tensor, expected)
+
+
+def _row(index):
+  return index.reshape(-1, 1).expand(-1, 6)
+
+
+# Functions that take an index beside the tensor: as with CUDA, both are on one device.
+OF_INDICES = {
+  "index_fill": lambda x, i: x.index_fill(0, i, 1.0),
+  "index_fill_": lambda x, i: x.clone().index_fill_(0, i, 1.0),
+  "index_add": lambda x, i: x.index_add(0, i, x[:1]),
+  "index_copy": lambda x, i: x.index_copy(0, i, x[:1]),
+  "index_reduce": lambda x, i: x.index_reduce(0, i, x[:1], "amax"),
+  "index_select": lambda x, i: x.index_select(0, i),
+  "gather": lambda x, i: x.gather(0, _row(i)),
+  "scatter": lambda x, i: x.scatter(0, _row(i), 1.0),
+  "scatter_add": lambda x, i: x.scatter_add(0, _row(i), x),
+  "take": lambda x, i: x.take(i),
+  "put": lambda x, i: x.put(i, x[0, :1]),
+}
+
+
+@pytest.mark.parametrize("function", OF_INDICES.values(), ids=OF_INDICES)
+def test_index_on_the_cpu_is_refused_beside_jax(function):
+  x, index = CUBE[0].to("jax"), torch.tensor([1])
+  with pytest.raises(MixedDeviceError, match="on jax"):
+    function(x, index)
+  assert_same(function(x, index.to("jax")), function(CUBE[0], index))
+
+
+# Those that CUDA takes: indices in brackets, and indices without dimensions.
+WITH_CPU_INDEX = {
+  "read": lambda x, i: x[i],
+  "index_put": lambda x, i: x.index_put((i,), torch.tensor(1.0)),
+  "index_fill of one": lambda x, i: x.index_fill(0, i[0], 1.0),
+  "index_select of one": lambda x, i: x.index_select(0, i[0]),
+}
+
+
+@pytest.mark.parametrize("function", WITH_CPU_INDEX.values(), ids=WITH_CPU_INDEX)
+def test_index_on_the_cpu_is_taken_where_cuda_takes_it(function):
+  index = torch.tensor([1, 0])
+  assert_same(function(CUBE[0].to("jax"), index), function(CUBE[0], index))

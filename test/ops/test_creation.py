@@ -1,10 +1,12 @@
 """Tensors from sizes, numbers and other tensors; the device follows an operand."""
 
 import contextlib
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import assert_same
 from ops.harness import Case, check, floats, ints
 
 import torchax
@@ -112,3 +114,68 @@ def test_one_hot_refuses_what_has_no_classes(made, message):
 def test_arange_needs_a_step_towards_its_end(step):
   with pytest.raises(RuntimeError, match="step"):
     torch.arange(0, 3, step, device="jax")
+
+
+NUMBERS = (2, True, 2.0, 2 + 0j, 0, False, 0.0, -0.0, 0j)
+BY_NUMBER = {
+  "pow": lambda x, number: x**number,
+  "add": torch.add,
+  "mul": torch.mul,
+  "where": lambda x, number: torch.where(x > 0, x, number),
+  "full": lambda x, number: torch.full((2,), number, device=x.device),
+  "tensor": lambda x, number: torch.tensor(number, device=x.device),
+  "arange": lambda x, number: torch.arange(number, device=x.device),
+  "scalar_tensor": lambda x, number: torch.scalar_tensor(number, device=x.device),
+  "pad": lambda x, number: torch.constant_pad_nd(x, (1, 1), number),
+}
+
+
+@pytest.mark.parametrize("function", BY_NUMBER.values(), ids=BY_NUMBER)
+@pytest.mark.parametrize("numbers", [NUMBERS, NUMBERS[::-1]], ids=["up", "down"])
+def test_equal_numbers_of_other_types_are_other_arguments(function, numbers):
+  x = torch.tensor([1.0, 2.0])
+  for number in numbers:
+    expected = function(x, number)
+    with torchax.default_env():
+      assert_same(function(x.to("jax"), number), expected, repr(number))
+
+
+def test_arange_of_flags_is_one_of_integers():
+  for bounds in ((False, True), (False, False), (0, 1), (True,)):
+    assert_same(torch.arange(*bounds, device="jax"), torch.arange(*bounds))
+
+
+INDEX = torch.tensor([0])
+WRITES = {
+  "fill_": lambda x, number: x.clone().fill_(number),
+  "full_like": torch.full_like,
+  "new_full": lambda x, number: x.new_full((2,), number),
+  "full": lambda x, number: torch.full((2,), number, dtype=x.dtype, device=x.device),
+  "scatter": lambda x, number: x.scatter(0, INDEX.to(x.device), number),
+  "scatter_": lambda x, number: x.clone().scatter_(0, INDEX.to(x.device), number),
+  "scatter_ add": lambda x, number: x.clone().scatter_(
+    0, INDEX.to(x.device), number, reduce="add"
+  ),
+  "index_fill_": lambda x, number: x.clone().index_fill_(0, INDEX.to(x.device), number),
+  "masked_fill": lambda x, number: x.masked_fill(x == 0, number),
+  "fill_diagonal_": lambda x, number: x.new_zeros(2, 2).fill_diagonal_(number),
+  "pad": lambda x, number: torch.constant_pad_nd(x, (1, 1), number),
+  "scalar_tensor": lambda x, number: torch.scalar_tensor(
+    number, dtype=x.dtype, device=x.device
+  ),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize("number", [1 + 1j, 2 + 0j], ids=str)
+def test_complex_number_is_written_where_torch_writes_it(write, dtype, number):
+  x = torch.zeros(3, dtype=dtype)
+  try:
+    expected = write(x, number)
+  except RuntimeError as error:
+    reason = str(error).split(" type ")[0]
+    with pytest.raises(RuntimeError, match=re.escape(reason)):
+      write(x.to("jax"), number)
+  else:
+    assert_same(write(x.to("jax"), number), expected)

@@ -53,3 +53,11 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ctc(case):
   check(case)
+
+
+def test_unknown_reduction_is_refused_as_by_torch():
+  arguments = (torch.zeros(5, 1, 3), torch.ones(1, 2, dtype=torch.long), (5,), (2,))
+  for device in ("cpu", "jax"):
+    log_probs, targets = (tensor.to(device) for tensor in arguments[:2])
+    with pytest.raises(ValueError, match="bad is not a valid value for reduction"):
+      F.ctc_loss(log_probs, targets, *arguments[2:], reduction="bad")

@@ -78,6 +78,11 @@ CASES = {
 }
 
 
+def test_exported_clamp_calls_clip():
+  program = torch.export.export(Module(lambda x: x.clamp(0, 1)), (X,))
+  assert "call @clip" in str(exported_program_to_stablehlo(program)[1].mlir_module())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_program_has_the_composite_and_the_same_numbers(name):
   function = CASES[name]

@@ -93,6 +93,16 @@ def test_a_round_trip_keeps_every_bit(dtype, use_dlpack):
   assert bits(back) == bits(values)
 
 
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+def test_j2t_copies_tensors_to_the_cpu(device):
+  tensor = torch.ones(2, 3).to(device).requires_grad_()
+  copy = mappings.j2t(tensor)
+  assert type(copy) is torch.Tensor and copy.device.type == "cpu"
+  assert not copy.requires_grad
+  copy.zero_()
+  assert tensor.sum().item() == 6.0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *FLOAT8], ids=str)
 def test_special_values_survive(dtype):
   values = torch.tensor([0.0, -0.0, 1.0, torch.nan, torch.inf, 448.0]).to(dtype)

@@ -126,8 +126,13 @@ class StaticValue:
 _numbers: BoundedCache[tuple, StaticValue] = BoundedCache(8192)
 
 
+_FLAGS = (StaticValue(False), StaticValue(True))
+
+
 def static_number(value) -> StaticValue:
   """A number as a static value; the same object again where that is quicker."""
+  if type(value) is bool:
+    return _FLAGS[value]
   if value == 0 or value != value:  # as keys of a dict these are not what they are here
     return StaticValue(value)
   known = _numbers.get((type(value), value))

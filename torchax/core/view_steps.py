@@ -346,10 +346,25 @@ class DtypeInfo(ViewInfo):
   picks = False
 
   def transform_tensor(self, jax_array):
-    return jax_array.view(self.dtype)
+    return _same_bytes(jax_array, self.dtype)
 
   def update_tensor(self, new_value, jax_array):
-    return new_value.view(jax_array.dtype)
+    return _same_bytes(new_value, jax_array.dtype)
+
+
+def _same_bytes(array, dtype):
+  """The bytes of an array as another dtype.
+
+  `jax.Array.view` adds and multiplies complex numbers, which changes NaN, infinities
+  and denormal numbers.
+  """
+  if jnp.issubdtype(array.dtype, jnp.complexfloating):
+    array = _REAL_PAIRS.transform_tensor(array)
+    array = array.reshape(*array.shape[:-2], -1)
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    array = array.view(jnp.finfo(dtype).dtype)
+    return _COMPLEX.transform_tensor(array.reshape(*array.shape[:-1], -1, 2))
+  return array.view(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,6 +393,9 @@ class RealAsComplexInfo(ViewInfo):
 
   def update_tensor(self, new_value, jax_array):
     return jnp.stack([new_value.real, new_value.imag], axis=-1)
+
+
+_REAL_PAIRS, _COMPLEX = ComplexAsRealInfo(), RealAsComplexInfo()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -586,7 +604,7 @@ class Chain:
     self._taken: dict[MovingInfo, int] = {}
 
   def append(self, info: ViewInfo) -> "Chain":
-    """This chain and one more step; a reshape of a reshape becomes one."""
+    """This chain and one more step; two reshapes or two dtypes become one."""
     reference = self._longer.get(info)
     longer = None if reference is None else reference()
     if longer is not None:
@@ -608,6 +626,8 @@ class Chain:
     last = self.infos[-1] if self.infos else None
     if info == last and isinstance(info, ConjugateInfo | NegateInfo):
       return chain_of(*self.infos[:-1])
+    if isinstance(info, DtypeInfo) and isinstance(last, DtypeInfo):
+      return chain_of(*self.infos[:-1], info)  # the bytes are those before both
     if isinstance(info, ReshapeInfo) and isinstance(last, ReshapeInfo):
       return chain_of(*self.infos[:-1], info)
     return Chain((*self.infos, info), shorter=self)

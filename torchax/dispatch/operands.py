@@ -156,7 +156,7 @@ class Flattener:
       if dynamic is True and (cls is not int or arg in _INT32):
         operands.append(_number_arrays(arg) if _jax_compat.is_top_level() else arg)
         return _NUMBER
-      return static_number(arg) if cls is float or dynamic else arg
+      return arg if cls is int and not dynamic else static_number(arg)
     if cls is list or cls is tuple:
       marker = _LIST if cls is list else _TUPLE
       return (

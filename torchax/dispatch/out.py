@@ -1,5 +1,6 @@
 """Operations with `out=`: results are put into tensors that the caller has made."""
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -21,6 +22,8 @@ from torchax.view import View
 
 # They compute in the dtype of `out=`, unless `dtype=` says another.
 _IN_DTYPE_OF_OUTPUT = frozenset({aten.cumsum.out, aten.cumprod.out})
+# Their results are written in the shape of an output with as many elements.
+_RAMPS = (aten.arange, aten.linspace, aten.logspace, aten.range)
 
 
 class OutPlan:
@@ -34,6 +37,7 @@ class OutPlan:
     self.outputs = schema_of(op).outputs
     self.returns = bool(op._schema.returns)
     self.names = schema_of(op).names
+    self.keeps_shape = op.overloadpacket in _RAMPS
 
   def __call__(self, args, kwargs):
     given = args, kwargs
@@ -46,10 +50,12 @@ class OutPlan:
       else:
         outputs.append(args.pop(self.names.index(name)))
     tensors = jax.tree.leaves(outputs)
-    results = self.functional(args, self._with_dtype(kwargs, tensors))
-    if any(o.dtype != r.dtype for o, r in zip(tensors, jax.tree.leaves(results))):
+    results = jax.tree.leaves(self.functional(args, self._with_dtype(kwargs, tensors)))
+    if any(o.dtype != r.dtype for o, r in zip(tensors, results)):
       torch_checks.raise_as_torch(self.op, *given)
-    for output, result in zip(tensors, jax.tree.leaves(results), strict=True):
+    for output, result in zip(tensors, results, strict=True):
+      if self.keeps_shape and output.numel() == result.numel():
+        result = result.reshape(output.shape)
       write_output(self.name, output, result)
     if not self.returns:
       return None
@@ -69,7 +75,7 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
 
   Raises:
     MixedDeviceError: the output is on another device.
-    RuntimeError: its dtype cannot hold the result, or it is a view of another shape.
+    RuntimeError: its dtype cannot hold the result, or the base of a view is too small.
   """
   if not isinstance(output, Tensor):
     raise MixedDeviceError(
@@ -86,11 +92,6 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
       array = array if spread is None else placement.constrained(array, spread)
     output.replace_jax(array)
     return
-  if type(output) is View:
-    raise RuntimeError(
-      f"{name}: out= is a view of shape {list(output.shape)}, but the result has "
-      f"{list(result.shape)}. Pass a tensor of its own, or one of that shape."
-    )
   if output.numel():
     warnings.warn(
       f"{name}: out= has shape {list(output.shape)}, but the result has "
@@ -98,7 +99,21 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
       "shape.",
       stacklevel=2,
     )
-  resize_to(output, new_tensor(array, output._env))
+  if type(output) is View:
+    _resize_view(output, array.shape)
+    output.replace_jax(array)
+  else:
+    resize_to(output, new_tensor(array, output._env))
+
+
+def _resize_view(view: View, shape: tuple[int, ...]) -> None:
+  """Gives a view another shape; its elements follow each other from its first one."""
+  strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+  with torch.no_grad():
+    resized = view.as_strided(shape, strides, view.storage_offset())
+  with _torch_compat.without_dispatch():
+    view.resize_(shape)
+  view._chain = resized._chain
 
 
 def resize_to(tensor: Tensor, source: Tensor) -> None:

@@ -49,6 +49,8 @@ class CopyPlan:
     target, source = args[0], args[1]
     if not isinstance(target, Tensor):
       return target.copy_(source.torch())
+    if not isinstance(source, torch.Tensor):
+      source = torch.tensor(source, device="cpu")
     if source.shape != target.shape:
       source = source.expand(target.shape)  # torch's error where it does not fit
     storage = target._storage
@@ -302,7 +304,7 @@ def _move(tensor: torch.Tensor, dtype, device, env) -> torch.Tensor:
   if torch.device(device).type == "meta":
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
   if torch.device(device).type != "jax":
-    moved = mappings.j2t(tensor.jax(), env.config.use_dlpack_for_data_conversion)
+    moved = mappings.j2t(tensor.jax())
     return moved if dtype is None else moved.to(dtype)
   if isinstance(tensor, Tensor):
     moved = tensor if dtype is None else tensor.to(dtype)

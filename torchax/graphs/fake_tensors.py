@@ -146,12 +146,14 @@ class Fake(Tensor):
 
 
 def _fake_index(index, tensor: Fake):
-  """An index whose sequences are tensors on jax, as `Tensor.__getitem__` makes them."""
+  """An index whose sequences are tensors on jax, as eagerly."""
 
   def on_jax(part: torch.Tensor) -> torch.Tensor:
     return part if part.device.type == "jax" else part.to(META)
 
-  return torch_pytree.tree_map_only(torch.Tensor, on_jax, indexing.index_of(index, tensor))
+  return torch_pytree.tree_map_only(
+    torch.Tensor, on_jax, indexing.index_of(index, tensor)
+  )
 
 
 _SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)

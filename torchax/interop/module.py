@@ -12,6 +12,7 @@ from torchax import _torch_compat, rng
 from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
+from torchax.interop.options import of_method
 from torchax.interop.views import jax_view
 from torchax.interop.wrapper import ModuleWrapper
 from torchax.tracing.module_members import called
@@ -277,7 +278,9 @@ class JittableModule(ModuleWrapper):
     else:
       method = called(self._model, key)
     self._names.add(key)
-    self._jitted[key] = Jitted(method, self._extra_jit_args)
+    others = [called(self._model, name) for name in {"forward", *self._names}]
+    options = of_method(called(self._model, key), others, self._extra_jit_args)
+    self._jitted[key] = Jitted(method, options)
 
 
 def _forward(module: torch.nn.Module, *args, **kwargs):

@@ -158,6 +158,31 @@ def with_names(
   return options
 
 
+def of_method(
+  method: Callable, others: Iterable[Callable], options: dict[str, Any]
+) -> dict[str, Any]:
+  """Options without the names of arguments that only other methods of a module take.
+
+  Args:
+    method: the one that they are for.
+    others: of the module, compiled with the same options.
+    options: of the transformation. Names that no method takes stay, for the check.
+  """
+  found = signature_of(method)
+  if found is None or _takes(found, inspect.Parameter.VAR_KEYWORD):
+    return options
+  signatures = [each for each in map(signature_of, others) if each is not None]
+  foreign = {name for each in signatures for name in each.parameters}
+  foreign -= set(found.parameters)
+  options = dict(options)
+  for key in ("static_argnames", "donate_argnames"):
+    names = options.get(key)
+    if names is not None:
+      names = (names,) if isinstance(names, str) else tuple(names)
+      options[key] = tuple(name for name in names if name not in foreign)
+  return options
+
+
 def _keys(kind: str) -> tuple[str, str]:
   return f"{kind}_argnums", f"{kind}_argnames"
 

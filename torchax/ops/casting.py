@@ -107,10 +107,6 @@ def _limits(dtype: torch.dtype) -> _Limits | None:
   return _Limits(limits.min or -limits.max, limits.max, False)
 
 
-def _is_real(dtype: torch.dtype) -> bool:
-  return not dtype.is_complex and dtype is not torch.bool
-
-
 def require_fit(value, dtype: torch.dtype, elements: int | None = None) -> None:
   """Raises as torch does where a number is written into a dtype that cannot hold it.
 
@@ -122,14 +118,16 @@ def require_fit(value, dtype: torch.dtype, elements: int | None = None) -> None:
 
   Raises:
     OverflowError: an integer that 64 bits may hold, where these are stored in 32.
-    RuntimeError: complex, in a real dtype; or out of range: unsigned integers take
+    RuntimeError: out of range, or complex for a real dtype; unsigned integers take
       -max to -1 modulo their range, and floats infinities, if they have any.
   """
-  if isinstance(value, complex) and value.imag and _is_real(dtype):
-    raise RuntimeError(
-      f"value cannot be converted to type {dtype} without overflow: {value} is "
-      "complex. Pass `value.real`, or convert the tensor to a complex dtype."
-    )
+  if type(value) is complex and not dtype.is_complex:
+    if value.imag and dtype is not torch.bool:  # torch takes it as true
+      raise RuntimeError(
+        f"value cannot be converted to type {dtype} without overflow: expected a real "
+        f"number, but got {value}. Take its `.real`, or a complex dtype."
+      )
+    value = value.real
   if type(value) not in (int, float):
     return
   limits = _limits(dtype)

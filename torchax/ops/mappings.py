@@ -259,17 +259,20 @@ def numpy_copy(x: jax.Array, asked: str, copy: bool = True) -> np.ndarray:
     raise
 
 
-def j2t(x: jax.Array, use_dlpack: bool = True) -> torch.Tensor:
+def j2t(x: jax.Array | torch.Tensor, use_dlpack: bool = True) -> torch.Tensor:
   """Copies a JAX array to a CPU torch tensor of the same shape and dtype.
 
   Args:
-    x: a concrete array; one that is sharded is gathered.
+    x: a concrete array; one that is sharded is gathered. A tensor is copied as well,
+      without its gradient.
     use_dlpack: accepted for older programs; the result is a copy in torch's memory.
 
   Raises:
     TracedStateError: the array is being traced.
     DonationError: its memory is gone.
   """
+  if isinstance(x, torch.Tensor):
+    return x.detach().to("cpu", copy=True)
   if isinstance(x, jax.core.Tracer):
     raise no_numbers('A copy on the CPU (`.cpu()`, `.to("cpu")`, `torch.tensor`)')
   j2t_dtype(x.dtype)  # raises for what torch does not have

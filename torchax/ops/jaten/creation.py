@@ -193,8 +193,17 @@ def _arange_length(start, end, step) -> int:
   return length
 
 
+def _bound(value):
+  """A bool as an integer and a complex number as a float, as torch takes them."""
+  if type(value) is complex:
+    require_fit(value, torch.float64)
+    return value.real
+  return int(value) if type(value) is bool else value
+
+
 def _arange(start, end, step, dtype) -> tuple:
   """First value, step, length and JAX dtype: what an `arange` is made of."""
+  start, end, step = map(_bound, (start, end, step))
   are_integers = all(isinstance(value, int) for value in (start, end, step))
   if dtype is None:
     dtype = torch.int64 if are_integers else torch.get_default_dtype()
@@ -215,10 +224,21 @@ def _arange(start, end, step, dtype) -> tuple:
 _BOUNDS = ("start", "end", "step")
 
 
+@op(aten.range.default, aten.range.step, static=_BOUNDS)
+def _aten_range(start, end, step=1, *, dtype=None):
+  """As `arange`, with the end among the values."""
+  target = _dtype_or(dtype, default_float())
+  length = _arange_length(start, end, step) if end != start else 0
+  length += (end - start) % step == 0
+  wide = jnp.promote_types(target, jnp.float32)
+  places = lax.iota(wide, length)
+  return cast(_number(start, wide) + _number(step, wide) * places, target)
+
+
 def _prepare_arange(given: dict) -> None:
   """The first value and the step are operands, the length is not."""
   bounds = [given.get(name, default) for name, default in zip(_BOUNDS, (0, None, 1))]
-  if not all(type(value) in (int, float) for value in bounds):
+  if not all(type(value) in (bool, int, float, complex) for value in bounds):
     return
   *numbers, length, target = _arange(*bounds, given.get("dtype"))
   numbers = [
@@ -315,10 +335,14 @@ def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
   return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), target)
 
 
-@op(aten.scalar_tensor)
+def _check_scalar_tensor(s, *, dtype=None, **_):
+  require_fit(s, dtype or torch.get_default_dtype())
+
+
+@op(aten.scalar_tensor, check=_check_scalar_tensor)
 def _aten_scalar_tensor(s, *, dtype=None):
   """Without `dtype`, torch's default dtype, even for an integer."""
-  return _number(s, _number_dtype(dtype, s))
+  return _number(s, _dtype_or(dtype, default_float()))
 
 
 @op(aten.vander)

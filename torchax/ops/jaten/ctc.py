@@ -233,7 +233,9 @@ def ctc_loss(
   """
   if isinstance(reduction, str):
     if reduction not in ("none", "mean", "sum"):
-      raise ValueError(f"{reduction} is not a valid value for reduction")
+      raise ValueError(
+        f"{reduction} is not a valid value for reduction: expected none, mean or sum."
+      )
     reduction = Reduction[reduction.upper()]
   input_lengths = _lengths_tensor(input_lengths, env)
   target_lengths = _lengths_tensor(target_lengths, env)

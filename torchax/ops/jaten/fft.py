@@ -1,11 +1,14 @@
-"""Fourier transforms: the three that `torch.fft` reduces to.
+"""Fourier transforms: the three that `torch.fft` reduces to, and their frequencies.
 
 torch says the normalisation by number for either direction; JAX by the name of the
 direction that carries the factor.
 """
 
 import jax.numpy as jnp
+import torch
+from jax import lax
 
+from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.names import aten
 
@@ -35,3 +38,19 @@ def _aten__fft_c2r(self, dim, normalization, last_dim_size):
   """Completes the last of `dim`, of which half is given, to `last_dim_size`."""
   sizes = [self.shape[axis] for axis in dim[:-1]] + [last_dim_size]
   return jnp.fft.irfftn(self, sizes, dim, norm=_INVERSE_NORM[normalization])
+
+
+@op(aten.fft_fftfreq, static=("d",))
+def _aten_fft_fftfreq(n, d=1.0, *, dtype=None):
+  places = lax.iota(jnp.int32, n)
+  return _frequencies(places - n * (places >= (n + 1) // 2), n, d, dtype)
+
+
+@op(aten.fft_rfftfreq, static=("d",))
+def _aten_fft_rfftfreq(n, d=1.0, *, dtype=None):
+  return _frequencies(lax.iota(jnp.int32, n // 2 + 1), n, d, dtype)
+
+
+def _frequencies(places, n, d, dtype):
+  target = mappings.t2j_dtype(dtype or torch.get_default_dtype())
+  return places.astype(target) * (1 / (n * d))

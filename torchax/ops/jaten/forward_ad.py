@@ -10,10 +10,14 @@ import torch
 
 from torchax.ops.builtin import Kind, op
 from torchax.ops.names import aten
+from torchax.tensor import Tensor
 
 
 def _elements_in_storage(tensor: torch.Tensor) -> int:
-  return math.prod(tensor._storage.read().shape)
+  """How many elements of its dtype the memory has; complex numbers hold two reals."""
+  if isinstance(tensor, Tensor):
+    return tensor._storage.read().nbytes // tensor.dtype.itemsize
+  return tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
 
 
 @op(aten._has_same_storage_numel, kind=Kind.TENSORS)

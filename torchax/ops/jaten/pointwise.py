@@ -509,12 +509,11 @@ def _clamp(self, lower, upper):
   dtype = result_dtype(self, lower, upper)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     raise NotImplementedError("clamp is not supported for complex types.")
-  clamped = lax.convert_element_type(self, dtype)
-  if lower is not None:
-    clamped = jnp.maximum(clamped, lax.convert_element_type(lower, dtype))
-  if upper is not None:
-    clamped = jnp.minimum(clamped, lax.convert_element_type(upper, dtype))
-  return clamped
+  self, *bounds = (
+    bound if bound is None else lax.convert_element_type(bound, dtype)
+    for bound in (self, lower, upper)
+  )
+  return jnp.clip(self, *bounds)
 
 
 def _check_clamp(self, min=None, max=None):
@@ -575,12 +574,12 @@ def _aten_where(condition, self=None, other=None):
 
 
 def _check_masked_fill(self, mask, value):
-  is_complex = isinstance(value, torch.Tensor) and value.is_complex()
-  if is_complex and not self.dtype.is_complex:
+  is_tensor = isinstance(value, torch.Tensor)
+  if is_tensor and value.is_complex() and not self.dtype.is_complex:
     raise RuntimeError(
       f"value cannot be converted to type {self.dtype} without overflow: it is complex."
     )
-  if isinstance(value, torch.Tensor) and value.dim():
+  if is_tensor and value.dim():
     raise RuntimeError(
       "masked_fill only supports a 0-dimensional value tensor, but got tensor with "
       f"{value.dim()} dimension(s)."

@@ -1,0 +1,49 @@
+"""States in files of `torch.save`, read without running code of the file."""
+
+import pickle
+import sys
+import zipfile
+
+import numpy as np
+import torch
+
+from torchax import _jax_compat
+from torchax.ops import mappings
+
+_SCALARS = tuple(mappings.NUMPY_UNSUPPORTED_DTYPES.values())
+# What pickles of arrays are made of, beside tensors.
+_ARRAY_PARTS = (
+  *(np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], *_SCALARS),
+  *filter(None, (_jax_compat.rebuilt_array,)),
+  *{type(np.dtype(dtype)) for dtype in mappings.JAX_DTYPE_TO_TORCH if dtype},
+)
+
+
+def load_state(path):
+  """The state in a file, its tensors on jax.
+
+  Arrays of numpy and JAX are allowed in it, and named tuples of imported modules.
+
+  Raises:
+    UnpicklingError: it has other objects.
+  """
+  try:
+    return torch.load(path, map_location="jax", weights_only=True)
+  except pickle.UnpicklingError:
+    if not zipfile.is_zipfile(path):
+      raise
+  names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+  allowed = [*_ARRAY_PARTS, *filter(_is_tuple_class, map(_imported, names))]
+  with torch.serialization.safe_globals(allowed):
+    return torch.load(path, map_location="jax", weights_only=True)
+
+
+def _imported(name: str):
+  """The object of that name, if the program has imported its module; else None."""
+  module, _, attribute = name.rpartition(".")
+  return getattr(sys.modules.get(module), attribute, None)
+
+
+def _is_tuple_class(found) -> bool:
+  is_tuple = isinstance(found, type) and issubclass(found, tuple)
+  return is_tuple and hasattr(found, "_fields")
