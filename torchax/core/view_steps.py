@@ -533,13 +533,14 @@ class Chain:
   """
 
   __slots__ = (
-    "infos", "moving", "is_marked", "_longer", "_shorter", "_taken", "__weakref__"
+    "infos", "moving", "is_marked", "_longer", "_shorter", "__weakref__"
   )  # fmt: skip
 
-  # How many slices of one form get a program of their own.
+  # How many chains of one form get a program of their own, whatever their places.
   LIMIT = 8
   # Of how many forms that is counted.
   MOST_FORMS = 1024
+  _taken: ClassVar[dict[tuple, int]] = {}
 
   def __init__(
     self,
@@ -556,7 +557,6 @@ class Chain:
     self.is_marked = any(isinstance(i, ConjugateInfo | NegateInfo) for i in infos)
     # Those that a tensor or a program has: they go with the last one.
     self._longer: dict[ViewInfo, weakref.ref[Chain]] = {}
-    self._taken: dict[MovingInfo, int] = {}
 
   def append(self, info: ViewInfo) -> "Chain":
     """This chain and one more step; a reshape of a reshape becomes one."""
@@ -566,16 +566,20 @@ class Chain:
       return longer
     if self.moving is not None or type(info) is TracedIndexInfo:
       return Chain((*self.infos, info), moving=True)
-    form = _moving(info)
-    if form is not None:
-      if len(self._taken) >= self.MOST_FORMS:
-        self._taken.clear()
-      taken = self._taken[form[0]] = self._taken.get(form[0], 0) + 1
-      if taken > self.LIMIT:
-        return Chain((*self.infos, info), moving=True)
+    if _moving(info) is not None and self._is_often_taken(info):
+      return Chain((*self.infos, info), moving=True)
     longer = self._append(info)
     self._longer[info] = weakref.ref(longer, _forgetting(self, info))
     return longer
+
+  def _is_often_taken(self, info: ViewInfo) -> bool:
+    """Count one more chain of this form; True over the limit."""
+    taken = self._taken
+    if len(taken) >= self.MOST_FORMS:
+      taken.clear()
+    form = _forms((*self.infos, info))
+    taken[form] = taken.get(form, 0) + 1
+    return taken[form] > self.LIMIT
 
   def _append(self, info: ViewInfo) -> "Chain":
     last = self.infos[-1] if self.infos else None
@@ -627,13 +631,18 @@ def _forgetting(chain: Chain, info: ViewInfo) -> Callable:
   return forget
 
 
+def _forms(infos: tuple[ViewInfo, ...]) -> tuple:
+  """Return the steps without the places at which slices start."""
+  forms = map(_moving, infos)
+  return tuple(form[0] if form else info for form, info in zip(forms, infos))
+
+
 def _as_moving(infos: tuple[ViewInfo, ...]) -> tuple[MovingChain, Any]:
-  forms = [_moving(info) for info in infos]
-  steps = tuple(form[0] if form else info for form, info in zip(forms, infos))
+  forms = map(_moving, infos)
   starts = [form[1] if form else 0 for form in forms]
   if any(isinstance(start, jax.Array) for start in starts):
-    return MovingChain(steps), tuple(starts)
-  return MovingChain(steps), np.array(starts, np.int32)
+    return MovingChain(_forms(infos)), tuple(starts)
+  return MovingChain(_forms(infos)), np.array(starts, np.int32)
 
 
 WHOLE = Chain()

@@ -370,7 +370,7 @@ class Plan:
 
     def on_host(operands):
       args, kwargs = self.flattener.rebuild_on_host(key, operands)
-      is_asked = host_moves.are_few((args, kwargs))
+      is_asked = host_moves.are_few((*args, *kwargs.values()))
       return self.operator.on_host(*args, **kwargs) if is_asked else None
 
     return host_moves.until_often(program, on_host)
