@@ -29,7 +29,8 @@ from torchax.core import grad_mode
 from torchax.core.explanations import loses_gradient, no_numbers, not_assignable
 from torchax.core.storage import Content, Rebindings, Storage, Unplaced
 from torchax.core.storage import active as _active
-from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, is_basic, read_chain
+from torchax.core.view_reads import read_chain
+from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, is_basic
 from torchax.devices import placement
 from torchax.diagnostics import printing
 from torchax.diagnostics.tracebacks import ending_at_the_user, hide

@@ -8,7 +8,6 @@ The tensors are in `tensor.py` and `view.py`.
 
 import dataclasses
 import enum
-import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -20,8 +19,10 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax import _jax_compat
-from torchax.core import explicit_axes, grad_mode, out_of_range, programs
+from torchax.core import (
+  grad_mode,
+  out_of_range,
+)
 
 
 class ViewInfoType(enum.Enum):
@@ -655,27 +656,6 @@ def chain_of(*infos: ViewInfo) -> Chain:
   for info in infos:
     chain = chain.append(info)
   return chain
-
-
-def _read(array, chain):
-  return explicit_axes.call(chain.read, (array,), "a view", (_read, chain))
-
-
-@functools.cache
-def _reading() -> Callable:
-  """(base array, chain) -> view, compiled."""
-  return programs.jit(_read, static_argnums=1)
-
-
-def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
-  """The view of a base array, in one compiled call."""
-  if isinstance(array, jax.core.Tracer):
-    return _read(array, chain)
-  reading = _reading() if _jax_compat.is_top_level() else _reading().in_traces
-  if chain.moving is not None:
-    moving, starts = chain.moving
-    return reading((array, starts), moving)
-  return reading(array, chain)
 
 
 def is_basic(index) -> bool:

@@ -324,12 +324,6 @@ def _holds_arrays(values: list) -> bool:
   return any(isinstance(value, jax.Array) for value in values)
 
 
-def shape_of(operand) -> tuple:
-  """The shape of an array, a number, or the base of a view and its starts."""
-  array = operand[0] if type(operand) is tuple else operand
-  return getattr(array, "shape", ())
-
-
 def strong(value):
   """Results of Python numbers alone lose their weak type: torch has none."""
   if getattr(value, "weak_type", False):

@@ -1,6 +1,6 @@
 """Operations on numpy arrays, with the bits of the compiled lowerings.
 
-`dispatch/host_moves.py` runs them while shapes are new. Each has the arguments of its
+`core/numpy_fallback.py` runs them while shapes are new. Each has the arguments of its
 lowering, arrays and numbers as numpy arrays, and returns None for what it leaves to the
 program: large arrays, promotion between kinds, dtypes that numpy lacks. XLA's code for
 the CPU takes subnormal numbers as zero, so arithmetic leaves those to it too. Every

@@ -230,12 +230,26 @@ def _prepare_arange(given: dict) -> None:
   given["end"] = (*numbers, StaticValue(length), StaticValue(target))
 
 
+def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
+  """Integers only."""
+  if end is None:
+    start, end = 0, start
+  ramp = end if isinstance(end, tuple) else _arange(start, end, step, dtype)
+  start, step, length, target = ramp
+  places = _on_host.filled((length,), 0, target)
+  if places is None or not jnp.issubdtype(target, jnp.integer):
+    return None
+  first, stride = (np.asarray(value).astype(target) for value in (start, step))
+  return first + stride * np.arange(length, dtype=target)
+
+
 @op(
   aten.arange.default,
   aten.arange.start,
   aten.arange.start_step,
   static=_BOUNDS,
   prepare=_prepare_arange,
+  on_host=_arange_on_host,
 )
 def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   """With one positional argument, that is the end.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import torchax
-from torchax.dispatch import host_moves
+from torchax.core import numpy_fallback
 
 DTYPES = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int32
 SIZE = iter(range(20, 20_000))
@@ -46,13 +46,13 @@ MOVES = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_the_host_moves_the_bits_of_the_program(move, dtype, monkeypatch):
+def test_the_numpy_fallback_the_bits_of_the_program(move, dtype, monkeypatch):
   x = given(next(SIZE), 4, dtype=dtype)
   there = x.to("jax")
   with compile_events.noted() as events:
     found = move(there)
   assert not events
-  monkeypatch.setattr(host_moves, "PROGRAM", 1)  # which has been paid by now
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # which has been paid by now
   with compile_events.noted() as events:
     compiled = move(there)
   assert events
@@ -73,7 +73,7 @@ def test_rows_of_a_loop_are_joined_on_the_host():
 
 
 def test_shapes_that_come_often_get_a_program(monkeypatch):
-  monkeypatch.setattr(host_moves, "PROGRAM", 2 * host_moves.CALL)
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 2 * numpy_fallback.CALL)
   x = given(next(SIZE), 3).to("jax")
   counts = []
   for _ in range(5):
@@ -84,7 +84,7 @@ def test_shapes_that_come_often_get_a_program(monkeypatch):
 
 
 def test_the_more_bytes_the_sooner_there_is_a_program():
-  x = torch.ones(host_moves.MOST_BYTES // 8, device="jax")
+  x = torch.ones(numpy_fallback.MOST_BYTES // 8, device="jax")
   counts = []
   for _ in range(4):
     with compile_events.noted() as events:
@@ -94,14 +94,14 @@ def test_the_more_bytes_the_sooner_there_is_a_program():
 
 
 def test_many_bytes_are_left_to_a_program():
-  x = torch.ones(host_moves.MOST_BYTES // 4 + 1, device="jax")
+  x = torch.ones(numpy_fallback.MOST_BYTES // 4 + 1, device="jax")
   with compile_events.noted() as events:
     torch.cat((x, x))
   assert len(events) == 1
 
 
 def test_few_bytes_of_many_are_moved_by_the_host():
-  x = torch.ones(2, host_moves.MOST_BYTES // 4, device="jax")
+  x = torch.ones(2, numpy_fallback.MOST_BYTES // 4, device="jax")
   with compile_events.noted() as events:
     torch.cat((x[:, : next(SIZE)], x[:, :3]), 1)
   assert not events
@@ -226,7 +226,7 @@ def test_host_arithmetic_has_bits_of_program(function, monkeypatch):
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     found = function(*there)
-  monkeypatch.setattr(host_moves, "PROGRAM", 1)  # which has been paid by now
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # which has been paid by now
   compiled = function(*there)
   expected = function(*arguments)
   for result in (found, compiled):
@@ -239,7 +239,7 @@ def test_subnormal_numbers_are_left_to_the_program(scale, monkeypatch):
   x = (given(next(SIZE), 4) * scale).to("jax")
   functions = (lambda: x * 0.5, lambda: x + x, lambda: x == 0, lambda: x / 2)
   found = [function().cpu() for function in functions]
-  monkeypatch.setattr(host_moves, "PROGRAM", 1)
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)
   for first, function in zip(found, functions, strict=True):
     assert torch.equal(first, function().cpu())
 
@@ -260,3 +260,22 @@ def test_elements_of_a_tensor_share_a_program():
   assert not events
   cpu = x.cpu()
   assert total.item() == sum(cpu[n, n % 6] * cpu[n + 1, 0] for n in range(12)).item()
+
+
+def test_reads_of_views_compile_nothing_while_shapes_are_new():
+  x = given(next(SIZE), 4)
+  there = x.to("jax")
+  reads = (
+    lambda t: t[3],
+    lambda t: t.t()[1:, 2:9:3],
+    lambda t: t.view(4, -1).unsqueeze(1).expand(4, 2, -1),
+    lambda t: t[5, 2],
+    lambda t: t.flatten()[7:],
+  )
+  with compile_events.noted() as events:
+    found = [read(there).cpu() for read in reads]
+    length = torch.arange(3, 3 + 2 * len(x), 2, device="jax")
+  assert not events
+  assert torch.equal(length.cpu(), torch.arange(3, 3 + 2 * len(x), 2))
+  for view, read in zip(found, reads, strict=True):
+    assert torch.equal(view, read(x))

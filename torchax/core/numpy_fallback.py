@@ -17,7 +17,6 @@ from jax.sharding import SingleDeviceSharding
 from torchax import _jax_compat
 from torchax.core.bounded_cache import BoundedCache
 from torchax.devices import placement
-from torchax.dispatch.operands import shape_of
 
 # What a call on the host costs beside that of a program, and what it takes to compile
 # one, in bytes that the host copies: about 30 us and 8 ms.
@@ -29,7 +28,7 @@ _ArrayImpl = _jax_compat.ArrayImpl
 _shape = operator.attrgetter("shape")
 
 
-def until_often(program: Callable, on_host: Callable) -> Callable:
+def with_warmup(program: Callable, on_host: Callable) -> Callable:
   """A program, and the same on the host until that has cost as much as compiling.
 
   Args:
@@ -105,7 +104,7 @@ def _moved(on_host: Callable, operands) -> jax.Array | None:
   return None if result is None else placement.from_host(result, place)
 
 
-def are_few(arguments) -> bool:
+def is_small(arguments) -> bool:
   """True for arguments whose arrays, after views were taken, have `MOST_BYTES`."""
   return _bytes(arguments) <= MOST_BYTES
 
@@ -114,3 +113,9 @@ def _bytes(arguments) -> int:
   if isinstance(arguments, list | tuple):
     return sum(map(_bytes, arguments))
   return getattr(arguments, "nbytes", 0)
+
+
+def shape_of(operand) -> tuple:
+  """The shape of an array, a number, or the base of a view and its starts."""
+  array = operand[0] if type(operand) is tuple else operand
+  return getattr(array, "shape", ())
