@@ -30,7 +30,8 @@ from torchax.core import grad_mode, switches
 from torchax.core.explanations import explain_arrays, loses_gradient, no_numbers
 from torchax.core.storage import Blank, Content, Rebindings, Storage
 from torchax.core.storage import active as _active
-from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo, read_chain
+from torchax.core.view_reads import read_chain
+from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo
 from torchax.devices import placement
 from torchax.diagnostics import printing
 from torchax.diagnostics.tracebacks import ending_at_the_user, hide

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchax
+from torchax.core import programs
 from torchax.core.view_steps import (
   WHOLE,
   AsStridedInfo,
@@ -224,6 +225,15 @@ def test_slices_in_many_places_read_and_write_as_on_the_cpu():
   assert torch.equal(on_jax.cpu(), cpu)
 
 
+def test_elements_in_many_places_share_programs():
+  """Places along three dimensions are operands, of reads and of writes."""
+  x = torch.zeros(7, 7, 7).to("jax")
+  before = programs.count()
+  for n in range(60):
+    x[n % 7, n % 5, n % 3] += x[n % 5, n % 7, n % 2]
+  assert programs.count() - before <= 4 * Chain.LIMIT
+
+
 def test_slices_in_many_places_share_one_program():
   x = torch.ones(50, 7).to("jax")
   env = torchax.default_env()
@@ -235,7 +245,8 @@ def test_slices_in_many_places_share_one_program():
   assert len(plan._compiled) - before <= Chain.LIMIT + 1
 
 
-def test_a_chain_in_a_further_place_moves_and_is_not_kept():
+def test_a_chain_in_a_further_place_moves_and_is_not_kept(monkeypatch):
+  monkeypatch.setattr(Chain, "_taken", {})
   chain = Chain()
   first = [chain.append(IndexInfo(0, i)) for i in range(Chain.LIMIT)]
   assert all(one.moving is None for one in first)

@@ -20,7 +20,7 @@ _CHOICES = "one of a few choices that torch numbers"
 # By the name of the argument: the reason, and an operator that shows it.
 NAMES: dict[str, tuple[str, str]] = {
   "dim": (_AXES, "cumsum"),
-  "dims": (_AXES, "flip"),
+  "dims": (_AXES, "roll"),
   "sumdim": (_AXES, "nn.functional.bilinear"),
   "expand1": (_AXES, "nn.functional.bilinear"),
   "expand3": (_AXES, "nn.functional.bilinear"),

@@ -8,7 +8,6 @@ The tensors are in `tensor.py` and `view.py`.
 
 import dataclasses
 import enum
-import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -20,8 +19,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax import _jax_compat
-from torchax.core import chain_writes, explicit_axes, grad_mode, out_of_range, programs
+from torchax.core import chain_writes, grad_mode, out_of_range
 
 
 class ViewInfoType(enum.Enum):
@@ -578,13 +576,14 @@ class Chain:
   """
 
   __slots__ = (
-    "infos", "moving", "is_marked", "_longer", "_shorter", "_taken", "__weakref__"
+    "infos", "moving", "is_marked", "_longer", "_shorter", "__weakref__"
   )  # fmt: skip
 
-  # How many slices of one form get a program of their own.
+  # How many chains of one form get a program of their own, whatever their places.
   LIMIT = 8
   # Of how many forms that is counted.
   MOST_FORMS = 1024
+  _taken: ClassVar[dict[tuple, int]] = {}
 
   def __init__(
     self,
@@ -601,7 +600,6 @@ class Chain:
     self.is_marked = any(isinstance(i, ConjugateInfo | NegateInfo) for i in infos)
     # Those that a tensor or a program has: they go with the last one.
     self._longer: dict[ViewInfo, weakref.ref[Chain]] = {}
-    self._taken: dict[MovingInfo, int] = {}
 
   def append(self, info: ViewInfo) -> "Chain":
     """This chain and one more step; two reshapes or two dtypes become one."""
@@ -611,16 +609,20 @@ class Chain:
       return longer
     if self.moving is not None or type(info) is TracedIndexInfo:
       return Chain((*self.infos, info), moving=True)
-    form = _moving(info)
-    if form is not None:
-      if len(self._taken) >= self.MOST_FORMS:
-        self._taken.clear()
-      taken = self._taken[form[0]] = self._taken.get(form[0], 0) + 1
-      if taken > self.LIMIT:
-        return Chain((*self.infos, info), moving=True)
+    if _moving(info) is not None and self._is_often_taken(info):
+      return Chain((*self.infos, info), moving=True)
     longer = self._append(info)
     self._longer[info] = weakref.ref(longer, _forgetting(self, info))
     return longer
+
+  def _is_often_taken(self, info: ViewInfo) -> bool:
+    """Count one more chain of this form; True over the limit."""
+    taken = self._taken
+    if len(taken) >= self.MOST_FORMS:
+      taken.clear()
+    form = _forms((*self.infos, info))
+    taken[form] = taken.get(form, 0) + 1
+    return taken[form] > self.LIMIT
 
   def _append(self, info: ViewInfo) -> "Chain":
     last = self.infos[-1] if self.infos else None
@@ -669,13 +671,18 @@ def _forgetting(chain: Chain, info: ViewInfo) -> Callable:
   return forget
 
 
+def _forms(infos: tuple[ViewInfo, ...]) -> tuple:
+  """Return the steps without the places at which slices start."""
+  forms = map(_moving, infos)
+  return tuple(form[0] if form else info for form, info in zip(forms, infos))
+
+
 def _as_moving(infos: tuple[ViewInfo, ...]) -> tuple[MovingChain, Any]:
-  forms = [_moving(info) for info in infos]
-  steps = tuple(form[0] if form else info for form, info in zip(forms, infos))
+  forms = map(_moving, infos)
   starts = [form[1] if form else 0 for form in forms]
   if any(isinstance(start, jax.Array) for start in starts):
-    return MovingChain(steps), tuple(starts)
-  return MovingChain(steps), np.array(starts, np.int32)
+    return MovingChain(_forms(infos)), tuple(starts)
+  return MovingChain(_forms(infos)), np.array(starts, np.int32)
 
 
 WHOLE = Chain()
@@ -688,27 +695,6 @@ def chain_of(*infos: ViewInfo) -> Chain:
   for info in infos:
     chain = chain.append(info)
   return chain
-
-
-def _read(array, chain):
-  return explicit_axes.call(chain.read, (array,), "a view", (_read, chain))
-
-
-@functools.cache
-def _reading() -> Callable:
-  """(base array, chain) -> view, compiled."""
-  return programs.jit(_read, static_argnums=1)
-
-
-def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
-  """The view of a base array, in one compiled call."""
-  if isinstance(array, jax.core.Tracer):
-    return _read(array, chain)
-  reading = _reading() if _jax_compat.is_top_level() else _reading().in_traces
-  if chain.moving is not None:
-    moving, starts = chain.moving
-    return reading((array, starts), moving)
-  return reading(array, chain)
 
 
 def is_basic(index) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -274,7 +275,7 @@ def _read(chain, operand):
 
 
 def _picked(chain, operand):
-  return chain.picked(operand)
+  return np.asarray(chain.picked(operand))  # numpy has other types for single elements
 
 
 def _rebuild(key, operands, read=_read) -> tuple[list, dict]:
@@ -321,12 +322,6 @@ def _restore(part, remaining, read):
 
 def _holds_arrays(values: list) -> bool:
   return any(isinstance(value, jax.Array) for value in values)
-
-
-def shape_of(operand) -> tuple | None:
-  """The shape of an array, or of the base of a view and its starts; else None."""
-  array = operand[0] if type(operand) is tuple else operand
-  return getattr(array, "shape", None)
 
 
 def strong(value):

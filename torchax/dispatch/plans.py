@@ -14,7 +14,7 @@ import torch
 from jax import lax
 
 from torchax import _jax_compat, _torch_compat
-from torchax.core import explicit_axes, grad_mode, host_numbers
+from torchax.core import explicit_axes, grad_mode, host_numbers, numpy_fallback
 from torchax.core.partitions import Partition
 from torchax.core.programs import ProgramCache
 from torchax.core.storage import active as _active
@@ -23,7 +23,6 @@ from torchax.dispatch import (
   compiling,
   derivatives,
   explaining,
-  host_moves,
   index_checks,
   torch_checks,
   word_programs,
@@ -32,7 +31,6 @@ from torchax.dispatch.operands import (
   IGNORED,
   Flattener,
   PreparedFlattener,
-  shape_of,
   strong,
 )
 from torchax.errors import RngError
@@ -339,7 +337,7 @@ class Plan:
 
     def fitting(run):
       def called(*operands):
-        shapes = tuple(map(shape_of, operands))
+        shapes = tuple(map(numpy_fallback.shape_of, operands))
         if shapes not in known:
           jax.eval_shape(require, *operands[first:])
           known.add(shapes)
@@ -370,10 +368,10 @@ class Plan:
 
     def on_host(operands):
       args, kwargs = self.flattener.rebuild_on_host(key, operands)
-      is_asked = host_moves.are_few((args, kwargs))
+      is_asked = numpy_fallback.is_small((*args, *kwargs.values()))
       return self.operator.on_host(*args, **kwargs) if is_asked else None
 
-    return host_moves.until_often(program, on_host)
+    return numpy_fallback.with_warmup(program, on_host)
 
   def _number_of_words(self, key) -> Callable:
     """(operands after the key and the count of a draw) -> how many words it takes."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 
 from torchax.core.bounded_cache import BoundedCache
-from torchax.dispatch.operands import shape_of
+from torchax.core.numpy_fallback import shape_of
 from torchax.rng import words
 
 # A draw by two programs takes about 15 us more.

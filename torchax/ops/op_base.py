@@ -112,8 +112,9 @@ def op(
     words: of an exact sampler that draws by `threefry.two_words` once: called with its
       arguments, whose arrays have shapes only, gives the number of elements drawn. It
       may get the words in place of its key.
-    on_host: of an operation that only moves elements: the same of numpy arrays, or None
-      for arguments that it leaves to the lowering. It runs while shapes are new.
+    on_host: the same for numpy arrays, with the same bits, of an operation that only
+      moves elements or rounds each once; None for arguments that it leaves to the
+      lowering. It runs while shapes are new.
     overwrites: its in-place form uses nothing of its target but shape and dtype.
     is_builtin: it is one of the library's own; see `ops_registry.py`.
 

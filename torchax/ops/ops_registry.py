@@ -93,8 +93,9 @@ class Operator:
     words: for a sampler that draws by `threefry.two_words` once: of how many elements,
       by its arguments, of which arrays have shapes only. It may get the words then in
       place of its key.
-    on_host: for an operation that only moves elements: `func` of numpy arrays, which
-      runs in its place while shapes are new; gives None for what it leaves to `func`.
+    on_host: `func` of numpy arrays with the same bits, for an operation that only moves
+      elements or rounds each once. It runs in its place while shapes are new, and
+      returns None for what it leaves to `func`.
     is_brief: a function of small arrays whose shape hardly comes again: most of its
       time is that of its compiler.
     overwrites: the in-place form uses nothing of its target but shape and dtype.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import op
+from torchax.ops.jaten import _on_host
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote
 
@@ -27,12 +28,12 @@ def _integers(name, self, other):
   return jnp.broadcast_arrays(left, right)
 
 
-@op(aten.bitwise_and, aten.__and__)
+@op(aten.bitwise_and, aten.__and__, on_host=_on_host.POINTWISE["bitwise_and"])
 def _aten_bitwise_and(self, other):
   return lax.bitwise_and(*_integers("bitwise_and", self, other))
 
 
-@op(aten.bitwise_or, aten.__or__)
+@op(aten.bitwise_or, aten.__or__, on_host=_on_host.POINTWISE["bitwise_or"])
 def _aten_bitwise_or(self, other):
   return lax.bitwise_or(*_integers("bitwise_or", self, other))
 
@@ -42,7 +43,7 @@ def _aten_bitwise_xor(self, other):
   return lax.bitwise_xor(*_integers("bitwise_xor", self, other))
 
 
-@op(aten.bitwise_not)
+@op(aten.bitwise_not, on_host=_on_host.POINTWISE["bitwise_not"])
 def _aten_bitwise_not(self):
   if jnp.issubdtype(self.dtype, jnp.inexact):
     raise NotImplementedError(

@@ -19,6 +19,7 @@ from torchax.core.static_values import StaticValue
 from torchax.ops import mappings, narrowing
 from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
+from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._arguments import require_count, require_size
 from torchax.ops.names import aten
 from torchax.ops.op_base import default_float, result_dtype
@@ -58,12 +59,12 @@ def _beside(made, like):
 # --- from a size -----------------------------------------------------------------
 
 
-@op(aten.zeros, aten._efficientzerotensor)
+@op(aten.zeros, aten._efficientzerotensor, on_host=_on_host.of_size(0))
 def _zeros(size, *, dtype=None):
   return _zero_array(size, _dtype_or(dtype, default_float()))
 
 
-@op(aten.ones)
+@op(aten.ones, on_host=_on_host.of_size(1))
 def _ones(size, *, dtype=None):
   require_size(size)
   return jnp.ones(size, _dtype_or(dtype, default_float()))
@@ -89,7 +90,7 @@ def _full(size, fill_value, *, dtype=None):
   return jnp.broadcast_to(value, size)
 
 
-@op(aten.empty)
+@op(aten.empty, on_host=_on_host.of_size(0))
 def _aten_empty(size, *, dtype=None):
   return _zeros(size, dtype=dtype)
 
@@ -114,37 +115,37 @@ def _aten_eye(n, m=None, *, dtype=None):
 # --- like a tensor ---------------------------------------------------------------
 
 
-@op(aten.zeros_like, overwrites=True)
+@op(aten.zeros_like, overwrites=True, on_host=_on_host.like(0))
 def _aten_zeros_like(self, *, dtype=None):
   return _new_zeros(self, self.shape, dtype=dtype)
 
 
-@op(aten.zero)
+@op(aten.zero, on_host=_on_host.like(0))
 def _aten_zero(self):
   return _new_zeros(self, self.shape)
 
 
-@op(aten.ones_like)
+@op(aten.ones_like, on_host=_on_host.like(1))
 def _aten_ones_like(self, *, dtype=None):
   return _new_ones(self, self.shape, dtype=dtype)
 
 
-@op(aten.full_like, check=_check_full_like)
+@op(aten.full_like, check=_check_full_like, on_host=_on_host.full_like)
 def _aten_full_like(self, fill_value, *, dtype=None):
   return _new_full(self, self.shape, fill_value, dtype=dtype)
 
 
-@op(aten.empty_like)
+@op(aten.empty_like, on_host=_on_host.like(0))
 def _aten_empty_like(self, *, dtype=None):
   return _aten_zeros_like(self, dtype=dtype)
 
 
-@op(aten.new_zeros)
+@op(aten.new_zeros, on_host=_on_host.of_new_size(0))
 def _new_zeros(self, size, *, dtype=None):
   return _beside(_zero_array(size, _dtype_or(dtype, self.dtype)), self)
 
 
-@op(aten.new_ones)
+@op(aten.new_ones, on_host=_on_host.of_new_size(1))
 def _new_ones(self, size, *, dtype=None):
   return _beside(jnp.ones(size, _dtype_or(dtype, self.dtype)), self)
 
@@ -155,7 +156,7 @@ def _new_full(self, size, fill_value, *, dtype=None):
   return _beside(jnp.broadcast_to(value, size), self)
 
 
-@op(aten.new_empty)
+@op(aten.new_empty, on_host=_on_host.of_new_size(0))
 def _new_empty(self, size, *, dtype=None):
   return _new_zeros(self, size, dtype=dtype)
 
@@ -249,12 +250,26 @@ def _prepare_arange(given: dict) -> None:
   given["end"] = (*numbers, StaticValue(length), StaticValue(target))
 
 
+def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
+  """Integers only."""
+  if end is None:
+    start, end = 0, start
+  ramp = end if isinstance(end, tuple) else _arange(start, end, step, dtype)
+  start, step, length, target = ramp
+  places = _on_host.filled((length,), 0, target)
+  if places is None or not jnp.issubdtype(target, jnp.integer):
+    return None
+  first, stride = (np.asarray(value).astype(target) for value in (start, step))
+  return first + stride * np.arange(length, dtype=target)
+
+
 @op(
   aten.arange.default,
   aten.arange.start,
   aten.arange.start_step,
   static=_BOUNDS,
   prepare=_prepare_arange,
+  on_host=_arange_on_host,
 )
 def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   """With one positional argument, that is the end.
@@ -404,7 +419,7 @@ def _aten_clone(self):
   return self
 
 
-@op(aten._to_copy)
+@op(aten._to_copy, on_host=_on_host.to_copy)
 def _aten__to_copy(self, *, dtype=None):
   return self if dtype is None else cast(self, mappings.t2j_dtype(dtype))
 
@@ -419,7 +434,7 @@ def _aten_lift_fresh_copy(self):
   return self
 
 
-@op(aten.copy, overwrites=True)
+@op(aten.copy, overwrites=True, on_host=_on_host.copy)
 def _aten_copy(self, src):
   """`src` in the dtype of `self`, broadcast to its shape."""
   return jnp.broadcast_to(cast(src, self.dtype), self.shape)

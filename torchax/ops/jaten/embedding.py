@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Condition, Range
-from torchax.ops.jaten import _numbers
+from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.jaten._writes import added
 from torchax.ops.names import aten
@@ -61,7 +61,7 @@ def _table_rules(weight, indices, *rest, **named):
 _PADDING: dict = {"static": ("padding_idx",), "prepare": _numbers.as_they_are}
 
 
-@op(aten.embedding, rules=_table_rules, **_PADDING)
+@op(aten.embedding, rules=_table_rules, on_host=_on_host.rows, **_PADDING)
 def _aten_embedding(
   weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False
 ):

@@ -14,6 +14,7 @@ from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.casting import require_fit
 from torchax.ops.index_rules import Range, along
+from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._arguments import dim_of, require_one_dtype
 from torchax.ops.jaten._writes import added, assigned, multiplied
 from torchax.ops.jaten.indexing import write_at_places
@@ -40,7 +41,7 @@ def _select_rules(self, dim, index):
   yield Range(index, 0, _size(self, dim), IndexError, _NO_ROW)
 
 
-@op(aten.index_select, rules=_select_rules)
+@op(aten.index_select, rules=_select_rules, on_host=_on_host.index_select)
 def _aten_index_select(self, dim, index):
   array = self.reshape(self.shape or (1,))
   dim = dim_of(dim, self.ndim)
@@ -186,7 +187,7 @@ def _place_rules(self, dim, index, *rest, **named):
   yield along(index, _size(self, dim), dim_of(dim, self.ndim), RuntimeError)
 
 
-@op(aten.gather, rules=_place_rules)
+@op(aten.gather, rules=_place_rules, on_host=_on_host.gather)
 def _aten_gather(self, dim, index, *, sparse_grad=False):
   """`self[i][index[i][j]]` along `dim`; `index` may be smaller in the others."""
   dim = dim_of(dim, self.ndim)

@@ -21,6 +21,7 @@ from torchax.core import out_of_range
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Condition, along
+from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._writes import added, assigned
 from torchax.ops.names import aten
 
@@ -135,6 +136,7 @@ def _rules(self, indices, *rest, **named):
   check=_check_index,
   rules=_rules,
   takes_cpu=True,
+  on_host=_on_host.index,
 )
 def _aten_index(self, indices):
   """`self[indices]`: None takes a whole dimension.

@@ -21,7 +21,7 @@ from torchax.errors import WrongDtypeError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
-from torchax.ops.jaten import _numbers
+from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import require_one_dtype
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote, result_dtype, to_float
@@ -74,7 +74,8 @@ def _scaled(value: jax.Array, factor) -> jax.Array:
 def _named(name, lowering):
   """Registers a row under upstream's function name and puts it into this module."""
   lowering.__name__ = lowering.__qualname__ = f"_aten_{name}"
-  globals()[lowering.__name__] = op(getattr(aten, name))(lowering)
+  register = op(getattr(aten, name), on_host=_on_host.POINTWISE.get(name))
+  globals()[lowering.__name__] = register(lowering)
 
 
 def _float_unary(function):
@@ -259,7 +260,7 @@ for _name, _function in ORDERING.items():
 # --- Sums and products --------------------------------------------------------------
 
 
-@op(aten.add)
+@op(aten.add, on_host=_on_host.POINTWISE["add"])
 def _aten_add(self, other, alpha=1):
   left, right = promote(self, other)
   return left + _scaled(right, alpha)
@@ -273,7 +274,7 @@ def _reject_bool_subtraction(*values):
     )
 
 
-@op(aten.sub)
+@op(aten.sub, on_host=_on_host.POINTWISE["sub"])
 def _aten_sub(self, other, alpha=1):
   _reject_bool_subtraction(self, other)
   left, right = promote(self, other)
@@ -285,7 +286,7 @@ def _aten_rsub(self, other, alpha=1):
   return _aten_sub(other, self, alpha)
 
 
-@op(aten.neg, aten.negative)
+@op(aten.neg, aten.negative, on_host=_on_host.POINTWISE["neg"])
 def _aten_neg(self):
   if self.dtype == jnp.bool_:
     raise NotImplementedError(
@@ -381,7 +382,7 @@ def _truncating_divide(left, right):
 _ROUNDED_DIVISIONS = {"floor": _floor_divide, "trunc": _truncating_divide}
 
 
-@op(aten.div, aten.divide)
+@op(aten.div, aten.divide, on_host=_on_host.POINTWISE["div"])
 def _aten_div(self, other, rounding_mode=None):
   """True division gives floats; with a rounding mode integers stay integers."""
   left, right = promote(self, other)
@@ -478,7 +479,7 @@ _SIMPLE_POWERS = {
 }  # `_numbers.power` knows them
 
 
-@op(aten.pow.Tensor_Scalar, static=("exponent",), prepare=_numbers.power)
+@op(aten.pow.Tensor_Scalar, prepare=_numbers.power, **_on_host.POWER)
 def _aten_pow_scalar(self, exponent):
   dtype = result_dtype(self, exponent)
   base = lax.convert_element_type(self, dtype)
@@ -557,7 +558,7 @@ def _selects(args, kwargs) -> bool:
   return len(args) + len(kwargs) > 1
 
 
-@op(aten.where, compiled=_selects)
+@op(aten.where, compiled=_selects, on_host=_on_host.where)
 def _aten_where(condition, self=None, other=None):
   if self is not None and condition.dtype not in (jnp.bool_, jnp.uint8):
     raise RuntimeError(
@@ -587,7 +588,7 @@ def _check_masked_fill(self, mask, value):
   require_fit(value, self.dtype)
 
 
-@op(aten.masked_fill, check=_check_masked_fill)
+@op(aten.masked_fill, check=_check_masked_fill, on_host=_on_host.masked_fill)
 def _aten_masked_fill(self, mask, value):
   return jnp.where(mask.astype(jnp.bool_), cast(value, self.dtype), self)
 
@@ -596,7 +597,7 @@ def _check_fill(self, value):
   require_fit(value, self.dtype, self.numel())
 
 
-@op(aten.fill, check=_check_fill, overwrites=True)
+@op(aten.fill, check=_check_fill, overwrites=True, on_host=_on_host.full_like)
 def _aten_fill(self, value):
   return jnp.broadcast_to(cast(value, self.dtype), self.shape)
 

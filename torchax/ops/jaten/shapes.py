@@ -18,7 +18,7 @@ from torchax.errors import TracedStateError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
-from torchax.ops.jaten import _numbers
+from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import dim_of, require_size
 from torchax.ops.names import aten, prims
 from torchax.ops.op_base import promote
@@ -140,7 +140,7 @@ def _aten_repeat_interleave_tensor(repeats, *, output_size=None):
   return out_of_range.spoiled(repeated, jnp.any(repeats < 0))
 
 
-@op(aten.flip)
+@op(aten.flip, on_host=_on_host.flip)
 def _aten_flip(self, dims):
   dims = [dim_of(dim, self.ndim) for dim in dims]
   return lax.rev(self, dims) if self.ndim else self

@@ -10,7 +10,7 @@ from jax import lax
 
 from torchax.core.view_steps import put_slice
 from torchax.ops.builtin import op
-from torchax.ops.jaten import _numbers
+from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import dim_of
 from torchax.ops.names import aten
 
@@ -93,6 +93,7 @@ def _spread(rows, sizes, dim, first, step):
   dynamic=("start", "end"),
   static=("step",),
   prepare=_numbers.static_if("step", is_static=lambda step: step == 1),
+  on_host=_on_host.slice_backward,
 )
 def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
   """Zeros around and between the slice's elements: one `lax.pad` in a trace.
@@ -194,7 +195,7 @@ def _aten_select_scatter(self, src, dim, index):
   return _aten_slice_scatter(self, row, dim, index, index + 1)
 
 
-@op(aten.select_backward, dynamic=("index",))
+@op(aten.select_backward, dynamic=("index",), on_host=_on_host.select_backward)
 def _aten_select_backward(grad_output, input_sizes, dim, index):
   """The row at `index`, zeros elsewhere; the places as in `slice_backward`."""
   dim = dim_of(dim, len(input_sizes))

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from torchax import _jax_compat
+from torchax.core import numpy_fallback
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.storage import active
 from torchax.devices import placement
-from torchax.dispatch import host_moves
 from torchax.ops.jaten import attention
 from torchax.tensor import Tensor, new_tensor
 
@@ -79,7 +79,7 @@ def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
   if times >= OFTEN:
     return env.functions.call(attention.padded_keys, *given, most)
   tensors = [tensor for tensor in given if tensor is not None]
-  found = host_moves.taken([tensor._storage.array for tensor in tensors])
+  found = numpy_fallback.taken([tensor._storage.array for tensor in tensors])
   if found is None:
     return given
   _times[shapes] = times + 1

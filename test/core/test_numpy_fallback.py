@@ -1,5 +1,7 @@
 """Elements that the host moves while shapes are new: bits, devices, errors, counts."""
 
+import warnings
+
 import compile_events
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import torchax
-from torchax.dispatch import host_moves
+from torchax.core import numpy_fallback
 
 DTYPES = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int32
 SIZE = iter(range(20, 20_000))
@@ -44,13 +46,13 @@ MOVES = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_the_host_moves_the_bits_of_the_program(move, dtype, monkeypatch):
+def test_the_numpy_fallback_the_bits_of_the_program(move, dtype, monkeypatch):
   x = given(next(SIZE), 4, dtype=dtype)
   there = x.to("jax")
   with compile_events.noted() as events:
     found = move(there)
   assert not events
-  monkeypatch.setattr(host_moves, "PROGRAM", 1)  # which has been paid by now
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # which has been paid by now
   with compile_events.noted() as events:
     compiled = move(there)
   assert events
@@ -71,7 +73,7 @@ def test_rows_of_a_loop_are_joined_on_the_host():
 
 
 def test_shapes_that_come_often_get_a_program(monkeypatch):
-  monkeypatch.setattr(host_moves, "PROGRAM", 2 * host_moves.CALL)
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 2 * numpy_fallback.CALL)
   x = given(next(SIZE), 3).to("jax")
   counts = []
   for _ in range(5):
@@ -82,7 +84,7 @@ def test_shapes_that_come_often_get_a_program(monkeypatch):
 
 
 def test_the_more_bytes_the_sooner_there_is_a_program():
-  x = torch.ones(host_moves.MOST_BYTES // 8, device="jax")
+  x = torch.ones(numpy_fallback.MOST_BYTES // 8, device="jax")
   counts = []
   for _ in range(4):
     with compile_events.noted() as events:
@@ -92,14 +94,14 @@ def test_the_more_bytes_the_sooner_there_is_a_program():
 
 
 def test_many_bytes_are_left_to_a_program():
-  x = torch.ones(host_moves.MOST_BYTES // 4 + 1, device="jax")
+  x = torch.ones(numpy_fallback.MOST_BYTES // 4 + 1, device="jax")
   with compile_events.noted() as events:
     torch.cat((x, x))
   assert len(events) == 1
 
 
 def test_few_bytes_of_many_are_moved_by_the_host():
-  x = torch.ones(2, host_moves.MOST_BYTES // 4, device="jax")
+  x = torch.ones(2, numpy_fallback.MOST_BYTES // 4, device="jax")
   with compile_events.noted() as events:
     torch.cat((x[:, : next(SIZE)], x[:, :3]), 1)
   assert not events
@@ -186,3 +188,94 @@ def test_numbers_of_the_host_may_change_once_they_were_moved():
   moved = source.to("jax")
   source.fill_(1)
   assert (moved == 0).all()
+
+
+# Of floats (n, 4), integers and masks of the same shape.
+ARITHMETIC = {
+  "add": lambda x, i, mask: x + x.flip(0),
+  "add an integer tensor of no dimension": lambda x, i, mask: x + i[0, 0],
+  "add a float to integers": lambda x, i, mask: i + 0.5,
+  "subtract with alpha": lambda x, i, mask: torch.sub(x, x, alpha=2),
+  "multiply by a column": lambda x, i, mask: x * x[:, :1],
+  "multiply a view by a number": lambda x, i, mask: x.t() * 3,
+  "multiply integers past 32 bits": lambda x, i, mask: i * 2**30,
+  "divide by zeros": lambda x, i, mask: x / (x * 0),
+  "divide": lambda x, i, mask: x / x.flip(0),
+  "square and root": lambda x, i, mask: (x**2).sqrt(),
+  "reciprocal": lambda x, i, mask: (x * 7).reciprocal(),
+  "overflow": lambda x, i, mask: x * 3e38,
+  "a number that overflows": lambda x, i, mask: x * 1e300,
+  "compare": lambda x, i, mask: (x > x.flip(0)) | (i == 3) & ~mask,
+  "where with a number": lambda x, i, mask: torch.where(mask, x, 0.25),
+  "masked_fill": lambda x, i, mask: x.masked_fill(mask, float("-inf")),
+  "masked_fill of integers": lambda x, i, mask: i.masked_fill(mask, -7),
+  "convert": lambda x, i, mask: i.float() + mask.int(),
+  "index": lambda x, i, mask: x[:, i[0].abs() % 4],
+  "index_select": lambda x, i, mask: x.index_select(0, i[:, 0].abs() % len(x)),
+  "gather": lambda x, i, mask: x.gather(1, i.abs()[:, :2] % 4),
+  "embedding": lambda x, i, mask: F.embedding(i.abs() % len(x), x),
+  "fill": lambda x, i, mask: torch.full_like(x, 2) - torch.ones_like(i),
+}
+
+
+@pytest.mark.parametrize("function", ARITHMETIC.values(), ids=ARITHMETIC)
+def test_host_arithmetic_has_bits_of_program(function, monkeypatch):
+  x = given(next(SIZE), 4) * 1.37
+  arguments = x, given(*x.shape, dtype=torch.int32), x > 40
+  there = [argument.to("jax") for argument in arguments]
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    found = function(*there)
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # which has been paid by now
+  compiled = function(*there)
+  expected = function(*arguments)
+  for result in (found, compiled):
+    assert result.dtype == expected.dtype
+    torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-39, 1e-45])
+def test_subnormal_numbers_are_left_to_the_program(scale, monkeypatch):
+  x = (given(next(SIZE), 4) * scale).to("jax")
+  functions = (lambda: x * 0.5, lambda: x + x, lambda: x == 0, lambda: x / 2)
+  found = [function().cpu() for function in functions]
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)
+  for first, function in zip(found, functions, strict=True):
+    assert torch.equal(first, function().cpu())
+
+
+def test_quotient_by_a_number_is_left_to_the_program():
+  """XLA multiplies by the reciprocal, which rounds twice."""
+  x = given(next(SIZE), 4).to("jax")
+  with compile_events.noted() as events:
+    x / 3
+  assert len(events) == 1
+
+
+def test_elements_of_a_tensor_share_a_program():
+  """Arithmetic of single elements compiles nothing while shapes are new."""
+  x = given(next(SIZE), 6).to("jax")
+  with compile_events.noted() as events:
+    total = sum(x[n, n % 6] * x[n + 1, 0] for n in range(12))
+  assert not events
+  cpu = x.cpu()
+  assert total.item() == sum(cpu[n, n % 6] * cpu[n + 1, 0] for n in range(12)).item()
+
+
+def test_reads_of_views_compile_nothing_while_shapes_are_new():
+  x = given(next(SIZE), 4)
+  there = x.to("jax")
+  reads = (
+    lambda t: t[3],
+    lambda t: t.t()[1:, 2:9:3],
+    lambda t: t.view(4, -1).unsqueeze(1).expand(4, 2, -1),
+    lambda t: t[5, 2],
+    lambda t: t.flatten()[7:],
+  )
+  with compile_events.noted() as events:
+    found = [read(there).cpu() for read in reads]
+    length = torch.arange(3, 3 + 2 * len(x), 2, device="jax")
+  assert not events
+  assert torch.equal(length.cpu(), torch.arange(3, 3 + 2 * len(x), 2))
+  for view, read in zip(found, reads, strict=True):
+    assert torch.equal(view, read(x))

@@ -1,11 +1,13 @@
-"""What only moves elements, done on the host while its shapes are new.
+"""Moves and arithmetic of few elements, done by numpy while their shapes are new.
 
 On the CPU the program of a new shape takes a thousand times as long to compile as the
-copy that it is for, and a loop whose keys and values grow by one with every token has
-new shapes all the time. numpy moves the elements at once, and what it gives has the
-same bits. Shapes that keep coming are compiled: a program is called more quickly.
+work that it is for. Loops whose keys and values grow by one with every token have new
+shapes all the time, and a short program has few others. numpy gives the same bits at
+once (`ops/jaten/_on_host.py`). Shapes that keep coming are compiled, because programs
+are called more quickly.
 """
 
+import operator
 from collections.abc import Callable
 
 import jax
@@ -15,7 +17,6 @@ from jax.sharding import SingleDeviceSharding
 from torchax import _jax_compat
 from torchax.core.bounded_cache import BoundedCache
 from torchax.devices import placement
-from torchax.dispatch.operands import shape_of
 
 # What a call on the host costs beside that of a program, and what it takes to compile
 # one, in bytes that the host copies: about 30 us and 8 ms.
@@ -24,9 +25,10 @@ CALL, PROGRAM = 2**17, 2**25
 MOST_BYTES = 2**24
 _MOST_SHAPES = 4096
 _ArrayImpl = _jax_compat.ArrayImpl
+_shape = operator.attrgetter("shape")
 
 
-def until_often(program: Callable, on_host: Callable) -> Callable:
+def with_warmup(program: Callable, on_host: Callable) -> Callable:
   """A program, and the same on the host until that has cost as much as compiling.
 
   Args:
@@ -34,18 +36,26 @@ def until_often(program: Callable, on_host: Callable) -> Callable:
     on_host: the same of the operands as numpy arrays; gives a numpy array, or None
       where it leaves them to the program.
   """
-  # What the host was paid for shapes.
+  # What the host was paid for shapes, and those of which a program has taken over.
   known: BoundedCache[tuple, int] = BoundedCache(_MOST_SHAPES)
+  compiled: set[tuple] = set()
 
   def run(*operands):
-    shapes = tuple([shape_of(operand) for operand in operands])
+    try:
+      shapes = tuple(map(_shape, operands))
+    except AttributeError:  # a number, or the base of a view and its starts
+      shapes = tuple(map(shape_of, operands))
+    if shapes in compiled:
+      return program(*operands)
     paid = known.get(shapes) or 0
     if paid < PROGRAM:
       result = _moved(on_host, operands)
       if result is not None:
         known[shapes] = paid + CALL + result.nbytes
         return result
-      known[shapes] = PROGRAM
+    if len(compiled) >= _MOST_SHAPES:
+      compiled.clear()
+    compiled.add(shapes)
     return program(*operands)
 
   run.in_traces = program.in_traces
@@ -94,7 +104,18 @@ def _moved(on_host: Callable, operands) -> jax.Array | None:
   return None if result is None else placement.from_host(result, place)
 
 
-def are_few(arguments) -> bool:
+def is_small(arguments) -> bool:
   """True for arguments whose arrays, after views were taken, have `MOST_BYTES`."""
-  leaves = jax.tree.leaves(arguments)
-  return sum([getattr(leaf, "nbytes", 0) for leaf in leaves]) <= MOST_BYTES
+  return _bytes(arguments) <= MOST_BYTES
+
+
+def _bytes(arguments) -> int:
+  if isinstance(arguments, list | tuple):
+    return sum(map(_bytes, arguments))
+  return getattr(arguments, "nbytes", 0)
+
+
+def shape_of(operand) -> tuple:
+  """The shape of an array, a number, or the base of a view and its starts."""
+  array = operand[0] if type(operand) is tuple else operand
+  return getattr(array, "shape", ())

@@ -1,0 +1,62 @@
+"""Views that are read from their base arrays, each in one compiled call.
+
+While the shapes of bases are new, numpy reads what only moves elements. `view_steps.py`
+has the steps of a view and how it is written.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from torchax import _jax_compat
+from torchax.core import explicit_axes, numpy_fallback, programs
+from torchax.core.bounded_cache import BoundedCache
+from torchax.core.view_steps import Chain, MovingChain, ViewInfo
+
+
+def _read(array, chain):
+  return explicit_axes.call(chain.read, (array,), "a view", (_read, chain))
+
+
+@functools.cache
+def _reading() -> Callable:
+  """(base array, chain) -> view, compiled."""
+  return programs.jit(_read, static_argnums=1)
+
+
+# What reads the views of a chain, by numpy while the shapes of bases are new.
+_readers: BoundedCache[Chain | MovingChain, Callable] = BoundedCache(4096)
+
+
+def _reader(chain: Chain | MovingChain) -> Callable:
+  """(base array, or it and its starts) -> view; by numpy if it only moves elements."""
+
+  def program(operand):
+    return _reading()(operand, chain)
+
+  def on_host(operands):
+    view = chain.picked(*operands)
+    return np.array(view) if numpy_fallback.is_small(view) else None
+
+  program.in_traces = lambda operand: _reading().in_traces(operand, chain)
+  if any(type(info).picked is ViewInfo.picked for info in chain.infos):
+    return program
+  return numpy_fallback.with_warmup(program, on_host)
+
+
+def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
+  """The view of a base array, in one compiled call."""
+  if isinstance(array, jax.core.Tracer):
+    return _read(array, chain)
+  operand: Any = array
+  form: Chain | MovingChain = chain
+  if chain.moving is not None:
+    form, starts = chain.moving
+    operand = (array, starts)
+  reader = _readers.get(form)
+  if reader is None:
+    reader = _readers[form] = _reader(form)
+  return (reader if _jax_compat.is_top_level() else reader.in_traces)(operand)
