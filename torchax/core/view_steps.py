@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 
 from torchax.core import chain_writes, grad_mode, out_of_range
@@ -695,12 +694,3 @@ def chain_of(*infos: ViewInfo) -> Chain:
   for info in infos:
     chain = chain.append(info)
   return chain
-
-
-def is_basic(index) -> bool:
-  """True for an index whose result is a view: integers, slices, None, Ellipsis."""
-  parts = index if type(index) is tuple else (index,)
-  return all(type(part) in _BASIC for part in parts)
-
-
-_BASIC = frozenset({int, slice, type(None), type(Ellipsis), torch.SymInt})

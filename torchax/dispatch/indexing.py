@@ -16,7 +16,7 @@ import torch
 from torchax import _jax_compat
 from torchax.core.explanations import not_assignable
 from torchax.core.storage import ReadOnly, Unplaced
-from torchax.core.view_steps import TracedIndexInfo, is_basic
+from torchax.core.view_steps import TracedIndexInfo
 from torchax.dispatch.views import of_grad_mode
 from torchax.ops import mappings
 from torchax.ops.names import aten
@@ -39,12 +39,21 @@ def _setitem_handler(args, kwargs):
   tensor, index, value = args
   if not isinstance(tensor, Tensor):
     return _setitem(tensor, index, value)
-  if isinstance(value, bool | int | float | complex) and is_basic(index):
+  if isinstance(value, bool | int | float | complex) and _is_basic(index):
     return _fill(tensor, _getitem(tensor, index), value)
   index, value = index_of(index, tensor), _value_of(value, tensor)
   if _needs_care(index):
     return write(tensor, index, value)
   return _setitem(tensor, index, value)
+
+
+def _is_basic(index) -> bool:
+  """True for an index whose result is a view: integers, slices, None, Ellipsis."""
+  parts = index if type(index) is tuple else (index,)
+  return all(type(part) in _OF_VIEWS for part in parts)
+
+
+_OF_VIEWS = frozenset({int, slice, type(None), type(Ellipsis), torch.SymInt})
 
 
 def _fill(tensor: Tensor, target: Tensor, value) -> None:
