@@ -55,7 +55,6 @@ def neural_ode(device):
   "torchdiffeq: odeint_adjoint, a neural ODE",
   library="torchdiffeq",
   rtol=5e-3,
-  fails="torch.as_tensor with a device inside of a backward pass",
 )
 def adjoint(device):
   from torchdiffeq import odeint_adjoint
