@@ -127,3 +127,9 @@ def test_tolerance_is_relative_to_the_largest_number():
   expected = torch.tensor([1000.0, 0.0])
   assert not comparing._differs(expected, expected + 1e-3)
   assert comparing._differs(expected, expected + 1.0)
+
+
+def test_a_program_prints_as_a_script(capsys):
+  way = ways.WAYS["jit"]
+  exec(PLANTED.script(way.source, way.device), {})
+  assert "device='jax:0'" in capsys.readouterr().out

@@ -60,7 +60,8 @@ def report(seed: int, program: Program, found: Comparison) -> None:
   """Print a program that differs."""
   again = [one for one in compare(program, [found.way]) if one.detail] or [found]
   print(f"# Seed {seed}, {found.way}: {again[0].detail}")
-  print(program.source, flush=True)
+  way = ways.WAYS[found.way]
+  print(program.script(way.source, way.device), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,13 @@ HEADER = """\
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+import torchax
+from torchax import interop
+from torchax.interop import jax_jit as jit
+from torchax.interop import scan
+
+torchax.enable_globally()
 """
 
 _DRAWS = re.compile(
@@ -65,18 +72,18 @@ class Program:
     head = f"def program({', '.join(self.inputs)}):\n"
     return f"{head}  {body}\n  return {', '.join(self.results)},\n"
 
-  def script(self, on_cpu: str, on_jax: str) -> str:
-    """A program of its own that compares CPU torch with a way of running.
+  def script(self, run: str, device: str) -> str:
+    """A script that runs the program.
 
     Args:
-      on_cpu, on_jax: source that defines `run(program, *inputs)` for each.
+      run: source of the function to call, made of `program`.
+      device: of the inputs.
     """
     inputs = [
-      f"  ({INPUTS[name][0]}){'.requires_grad_()' * INPUTS[name][1]},\n"
+      f'  ({INPUTS[name][0]}).to("{device}"){".requires_grad_()" * INPUTS[name][1]},\n'
       for name in self.inputs
     ]
     return (
-      f"{HEADER}\n{self.source}\n\ndef inputs():\n  return [\n"
-      + "".join(f"  {line}" for line in inputs)
-      + f"  ]\n\n\n{on_cpu}\n{on_jax}"
+      f"{HEADER}\n{self.source}\ntorch.manual_seed(1)\n"
+      f"inputs = [\n{''.join(inputs)}]\nprint(({run})(*inputs), *inputs)\n"
     )
