@@ -92,6 +92,14 @@ def test_factories_in_the_graph():
   torch.testing.assert_close(actual.cpu(), PLAIN + torch.arange(8))
 
 
+def test_data_in_the_graph_is_on_jax():
+  def scale(x):
+    return x * torch.tensor([0.5] * 8, device=x.device) + torch.where(x > 0, x, 0.0)
+
+  compiled = torch.compile(scale, backend="jax", fullgraph=True)
+  torch.testing.assert_close(compiled(PLAIN.to("jax")).cpu(), scale(PLAIN))
+
+
 def test_changes_in_place_reach_views_and_bases():
   def function(x, total):
     x[:, 0] = 5.0

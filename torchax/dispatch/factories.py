@@ -82,7 +82,10 @@ class _Pending(_torch_compat.CpuSubclass):
 
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-    return env_on().moved(args[0].plain, args[0].target)
+    plain, target = args[0].plain, args[0].target
+    if _torch_compat.is_tracing():  # a fake tensor of the device
+      return torch.empty(plain.shape, dtype=plain.dtype, device=target)
+    return env_on().moved(plain, target)
 
 
 def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
