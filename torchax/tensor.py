@@ -599,10 +599,11 @@ def rebind(tensor: Tensor, source: Tensor) -> None:
 
 def find_env(args, kwargs):
   """The environment of the first torchax tensor among the arguments."""
-  try:
-    return args[0]._env
-  except (IndexError, AttributeError):
-    pass
+  first = args[0] if args else None
+  if type(first) in (list, tuple) and first:  # `torch.cat`, `torch._foreach_add_`
+    first = first[0]
+  if isinstance(first, Tensor):
+    return first._env
   for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
     if isinstance(leaf, Tensor):
       return leaf._env
