@@ -149,7 +149,7 @@ def test_moving_copies(x):
 
 
 def test_moving_to_another_accelerator_says_where_it_can_go(x):
-  with pytest.raises(MixedDeviceError, match="CPU"):
+  with pytest.raises(MixedDeviceError, match='"cpu" and "meta", but got cuda'):
     x.to("cuda")
 
 

@@ -567,9 +567,7 @@ NOT_DENSE = {
   "csr": (lambda: SQUARE.to_sparse_csr().to("jax"), "to_dense"),
   "csc": (lambda: SQUARE.to_sparse_csc().to("jax"), "to_dense"),
   "bsr": (lambda: SQUARE.to_sparse_bsr((1, 1)).to("jax"), "to_dense"),
-  "mkldnn": (lambda: SQUARE.to_mkldnn().to("jax"), "to_dense"),
   "nested": (lambda: nested().to("jax"), "to_padded_tensor"),
-  "jagged": (lambda: nested(torch.jagged).to("jax"), "to_padded_tensor"),
   "quantised": (lambda: quantised().to("jax"), "dequantize"),
   "copy_ of sparse": (lambda: SQUARE.to("jax").copy_(SQUARE.to_sparse()), "to_dense"),
   "copy_ of quantised": (lambda: torch.ones(2).to("jax").copy_(quantised()), "dequant"),
@@ -611,6 +609,18 @@ def test_what_is_not_dense_is_refused_with_the_way_out(row):
   make, way_out = row
   with pytest.raises(UnsupportedDtypeError, match=way_out):
     make()
+
+
+def test_mkldnn_tensor_is_refused_by_torch():
+  with pytest.raises(NotImplementedError, match="mkldnn layout: jax"):
+    SQUARE.to_mkldnn().to("jax")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+def test_jagged_tensor_moves_its_parts():
+  moved = nested(torch.jagged).to("jax")
+  assert moved.values().device.type == moved.offsets().device.type == "jax"
+  assert (moved * 2).values().tolist() == [2.0] * 5
 
 
 def test_a_sparse_operand_is_refused():

@@ -392,6 +392,10 @@ class Tensor(torch.Tensor):
       )
     self.replace_jax(grad_mode.with_derivative_of(self.jax(), other.jax()))
 
+  def _is_view(self) -> bool:
+    # Not one that a change of its shape in place has made (`dispatch/reshapes.py`).
+    return super()._is_view() and "_has_hidden_base" not in self.__dict__
+
   def is_set_to(self, tensor: TorchTensor) -> bool:
     """True when both show the same places of the same storage."""
     return (

@@ -105,9 +105,9 @@ def test_an_out_argument_of_another_shape_is_resized_with_a_warning(x):
   assert_same(out, x.cpu() * 2)
 
 
-def test_a_view_is_not_resized_as_an_out_argument(x):
+def test_a_view_is_not_resized_beyond_its_base(x):
   base = torch.zeros(4, device="jax")
-  with pytest.raises(RuntimeError, match=r"view of shape \[2\].*\[3, 4\]"):
+  with pytest.raises(RuntimeError, match=r"sizes \[3, 4\].*12 elements, .* has 4"):
     torch.add(x, x, out=base[:2])
   assert_same(base, torch.zeros(4))
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from faults.programs import run
 
 import torchax
-from torchax.core import programs
+from torchax.core import numpy_fallback, programs
 from torchax.interop import jax_jit
 from torchax.rng import samplers, units
 
@@ -326,11 +326,12 @@ ROWS = {**NUMBERS, **FUNCTIONS}
 
 
 @pytest.mark.parametrize(("function", "numbers"), ROWS.values(), ids=ROWS)
-def test_numbers_share_a_program(function, numbers):
+def test_numbers_share_a_program(function, numbers, monkeypatch):
   """The first one may have its own; they give what the compiled function gives.
 
   There each of them is a constant.
   """
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 0)  # compile at the first call
   with torchax.default_env():
     torch.manual_seed(0)
     x = torch.rand(4, 6, device="jax") + 0.1

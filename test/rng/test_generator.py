@@ -452,7 +452,8 @@ def test_initialisers_take_a_generator_of_jax(of_jax):
   assert torch.equal(*weights)
 
 
-def test_inside_the_environment_cuda_is_jax_for_a_generator_too(env):
+def test_cuda_is_jax_for_a_generator_where_it_is_configured(env, monkeypatch):
+  monkeypatch.setattr(env.config, "treat_cuda_as_jax_device", True)
   with env:
     generator = torch.Generator(device="cuda").manual_seed(0)
     drawn = torch.rand(3, device="cuda", generator=generator)

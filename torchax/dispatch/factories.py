@@ -55,6 +55,7 @@ _UNSUPPORTED = (
   ("empty.memory_format", "SparseCsrPrivateUse1"),
   ("empty.memory_format", "QuantizedPrivateUse1"),
   ("empty_quantized", "QuantizedPrivateUse1"),
+  ("_to_copy", "NestedTensorPrivateUse1"),
 )
 
 
@@ -135,8 +136,9 @@ def _item(tensor: torch.Tensor):
 
 def _unsupported(*args, **kwargs):
   raise UnsupportedDtypeError(
-    "torchax holds dense and plain tensors, but was asked for a sparse or quantised "
-    "one. Make it on the CPU; `.to_dense()` or `.dequantize()` it before moving it."
+    "torchax holds dense and plain tensors, but was asked for a sparse, quantised or "
+    "nested one. Make it on the CPU, and call `.to_dense()`, `.dequantize()` or "
+    "`.to_padded_tensor(0.0)` before moving it."
   )
 
 

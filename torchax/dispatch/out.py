@@ -111,8 +111,7 @@ def _resize_view(view: View, shape: tuple[int, ...]) -> None:
   strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
   with torch.no_grad():
     resized = view.as_strided(shape, strides, view.storage_offset())
-  with _torch_compat.without_dispatch():
-    view.resize_(shape)
+  _torch_compat.set_metadata(view, resized)
   view._chain = resized._chain
 
 

@@ -54,18 +54,20 @@ class CopyPlan:
     if source.shape != target.shape:
       source = source.expand(target.shape)  # torch's error where it does not fit
     storage = target._storage
-    if type(storage) is Blank and source.device.type == "cpu":
-      storage.write(self.env.array_of(source, storage.device, target.dtype))
+    # torch's own conversion, from the 64 bits that jax might not keep.
+    is_inexact = target.dtype.is_floating_point or target.dtype.is_complex
+    dtype = target.dtype if is_inexact else None
+    is_blank = type(storage) is Blank and target._chain is WHOLE
+    if is_blank and source.device.type == "cpu":
+      array = self.env.array_of(source, storage.device, dtype)
+      storage.write(array.astype(mappings.t2j_dtype(target.dtype)))
       return target
     place = placement.place_of(storage.array)
     if isinstance(source, Tensor):
       return self.in_place((target, _beside(source, target, place)), {})
     host_operations.note(source)
-    # torch's own conversion, from the 64 bits that jax might not keep.
-    is_inexact = target.dtype.is_floating_point or target.dtype.is_complex
     spread = placement.spread_of(target._storage.array)
     at_once = spread if target._chain is WHOLE else None
-    dtype = target.dtype if is_inexact else None
     moved = mappings.t2j(source, dtype=dtype, place=at_once)
     same = tuple(source.shape) == tuple(target.shape)
     if same and target._chain is WHOLE and moved.dtype == target._storage.read().dtype:

@@ -123,7 +123,7 @@ def _boolean(function):
 
 def power(self, exponent):
   """Squares only."""
-  is_square = not isinstance(exponent, np.ndarray) and exponent == 2
+  is_square = type(exponent) in (int, float) and exponent == 2
   return _square(self) if is_square else None
 
 

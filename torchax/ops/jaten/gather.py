@@ -140,16 +140,7 @@ def _check_filler(self, dim, index, value):
   require_fit(value, self.dtype)
 
 
-def _check_index_fill(self, dim, index, value):
-  if isinstance(value, complex) and not self.dtype.is_complex:
-    raise RuntimeError(
-      "index_fill_(): Converting complex Scalar to non-complex type is not supported: "
-      f"expected a number for {self.dtype}, but got {value}. Take its `.real`."
-    )
-  require_fit(value, self.dtype)
-
-
-@op(aten.index_fill, check=_check_index_fill, rules=_fill_rules)
+@op(aten.index_fill, check=_check_filler, rules=_fill_rules)
 def _aten_index_fill(self, dim, index, value):
   filler = jnp.asarray(value).astype(self.dtype)
   return _write_along(self, dim, index, filler, assigned, wraps=True)
