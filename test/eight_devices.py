@@ -416,7 +416,7 @@ def a_traced_tensor_is_on_the_current_device():
 
 @case
 def cuda_means_the_same_index_of_jax():
-  with torchax.default_env():
+  with torchax.Environment(torchax.Configuration(treat_cuda_as_jax_device=True)):
     assert torch.ones(2, device="cuda:4").device == on(4)
     assert torch.ones(2).cuda(5).device == x().cuda(5).device == on(5)
     assert torch.ones(2).to("cuda:1").device == on(1)

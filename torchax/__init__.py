@@ -108,7 +108,7 @@ def clear_caches() -> None:
 
 def _means_jax(location: str) -> bool:
   """Whether files are to be loaded onto jax: "jax:0", and "cuda" in the environment."""
-  return default_env()._should_use_torchax_tensor(location)
+  return environment.env_on()._should_use_torchax_tensor(location)
 
 
 # What upstream defines in `torchax.tensor`, and its home here.

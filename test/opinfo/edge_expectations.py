@@ -30,6 +30,13 @@ BY_JAX = ("jax_gradient",)
 
 DIFFERENCES: tuple[EdgeDifference, ...] = (
   EdgeDifference(
+    ("linalg.cond", "linalg.eig", "linalg.eigvals"),
+    CHECKS,
+    "equal eigenvalues have no derivative: which vectors LAPACK returns for them, and "
+    "whether their matrix is singular, goes by the processor",
+    points=("ties",),
+  ),
+  EdgeDifference(
     ("kthvalue", "topk", "sort", "msort"),
     CHECKS,
     "among equal elements any may have the gradient; torch's choice goes by the size",

@@ -8,6 +8,7 @@ torch has it, and its result is there too.
 import threading
 from collections.abc import Callable, Iterator
 
+import jax
 import torch
 from jax.sharding import Sharding
 
@@ -45,7 +46,10 @@ class PlacedPlan:
     self._is_of_size = op.overloadpacket in _OF_SIZE
 
   def __call__(self, args, kwargs):
-    target = self._target(args, (kwargs or {}).get("device"))
+    device = (kwargs or {}).get("device")
+    target = self._target(args, device)
+    if target is None and device is not None and device.index is not None:
+      return self._on_default_device(args, kwargs)
     if target is None:
       return self.plan(args, kwargs)
     if target is _META:
@@ -57,6 +61,15 @@ class PlacedPlan:
       # Its key stays where JAX makes it.
       scope.current(self.plan.env.streams).peek(self.plan.name)
     return make(lambda: self.plan(args, kwargs), target)
+
+  def _on_default_device(self, args, kwargs):
+    """The result where JAX puts what no array is committed to, whatever its tensor."""
+    made = self.plan(args, kwargs)
+    array = made._storage.array
+    if type(array) is _ArrayImpl and _jax_compat.is_committed(array):
+      target = placement.jax_device(placement.default_index())
+      made._storage.array = jax.device_put(array, target)
+    return made
 
   def _target(self, args, device):
     source = args[0] if args and isinstance(args[0], Tensor) else None

@@ -188,10 +188,17 @@ def _to(env: Environment) -> Callable:
   return to
 
 
+def _type_as(args, kwargs) -> torch.Tensor:
+  """`x.type_as(other)`, with the index of the device, which C++ does not know."""
+  tensor, other = args
+  return tensor.to(other.device, other.dtype)
+
+
 def register_functions(env: Environment) -> None:
   """Adds factories with `out=` and moves to where a jax tensor is to an environment."""
   for func in TENSOR_CONSTRUCTORS:
     env.functions.add(func, _without_device(func))
   env.functions.add(_torch_compat.parse_to, _parse_to)
+  env.functions.add(torch.Tensor.type_as, _type_as)
   for func in (_torch_compat.tensor_to, _torch_compat.resolving_to):
     env.functions.add(func, _to(env))
