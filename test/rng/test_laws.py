@@ -479,14 +479,15 @@ def test_no_draw_and_no_compiled_call_reads_from_the_device(env, no_readback):
     return [draw(x) for draw in draws]
 
   x = torch.ones(6, device="jax")
-  for n in (1, 2):  # so those of the program are operands: they are not the first
-    torch.randint(n, 90, (6,), device="jax")
-    torch.empty_like(x).random_(n, 90)
-    torch.empty_like(x).bernoulli_(n / 10)
-    F.dropout(x, n / 10)
   compiled = jax_jit(program)
   step = jax_value_and_grad(gradient_checkpoint(lambda x: _drop(x).sum()))
+  # Under a guard no operation runs on the host while its shapes are new.
   with jax.transfer_guard_device_to_host("disallow"):
+    for n in (1, 2):  # so those of the program are operands: they are not the first
+      torch.randint(n, 90, (6,), device="jax")
+      torch.empty_like(x).random_(n, 90)
+      torch.empty_like(x).bernoulli_(n / 10)
+      F.dropout(x, n / 10)
     program(x)
     compiled(x)
     compiled(x)
