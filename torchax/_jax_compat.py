@@ -344,8 +344,13 @@ def from_host(values: np.ndarray, place: Sharding | None = None) -> jax.Array:
 
 
 def is_guarded() -> bool:
-  """True while the user has JAX watch what moves from the host to devices."""
-  return jax.config.jax_transfer_guard_host_to_device not in (None, "allow")
+  """True while the user has JAX watch what moves between the host and devices."""
+  config = jax.config
+  guards = (
+    config.jax_transfer_guard_host_to_device,
+    config.jax_transfer_guard_device_to_host,
+  )
+  return any(guard not in (None, "allow") for guard in guards)
 
 
 def is_of_host(array) -> bool:
