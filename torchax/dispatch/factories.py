@@ -169,7 +169,9 @@ def _without_device(func) -> Callable:
   """A factory with `out=` on jax: torch would compare devices with the hidden one."""
 
   def make(args, kwargs):
-    return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+    if isinstance(kwargs.get("out"), Tensor):
+      kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+    return func(*args, **kwargs)
 
   return make
 
@@ -196,7 +198,7 @@ def _type_as(args, kwargs) -> torch.Tensor:
 
 def register_functions(env: Environment) -> None:
   """Adds factories with `out=` and moves to where a jax tensor is to an environment."""
-  for func in TENSOR_CONSTRUCTORS:
+  for func in (*TENSOR_CONSTRUCTORS, torch.normal):
     env.functions.add(func, _without_device(func))
   env.functions.add(_torch_compat.parse_to, _parse_to)
   env.functions.add(torch.Tensor.type_as, _type_as)
