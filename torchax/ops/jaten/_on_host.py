@@ -31,7 +31,8 @@ def _pair(left, right):
   if not (_is_small(left) and _is_small(right)):
     return None
   if left.dtype != right.dtype:
-    if left.ndim == 0 and (right.ndim or right.dtype in _FLOATS):
+    # Without dimensions, 64 bits may be a number's, which has no dtype to promote to.
+    if left.ndim == 0 and (right.ndim or right.dtype == np.float32):
       left = _scalar_as(left, right)
     elif right.ndim == 0:
       right = _scalar_as(right, left)
