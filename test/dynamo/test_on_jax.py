@@ -100,6 +100,39 @@ def test_data_in_the_graph_is_on_jax():
   torch.testing.assert_close(compiled(PLAIN.to("jax")).cpu(), scale(PLAIN))
 
 
+def test_attention_with_a_mask_is_one_graph():
+  """torch's C++ makes a number for the mask on the hidden device of a wrapper."""
+
+  def attend(x, mask):
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+  x, mask = PLAIN.reshape(1, 2, 2, 8), torch.tensor([[True, False], [True, True]])
+  compiled = torch.compile(attend, backend="jax", fullgraph=True)
+  torch.testing.assert_close(
+    compiled(x.to("jax"), mask.to("jax")).cpu(), attend(x, mask)
+  )
+
+
+def test_a_cast_like_another_tensor_is_in_the_graph():
+  compiled = torch.compile(lambda x, y: x.type_as(y) + y, backend="jax", fullgraph=True)
+  y = torch.ones(4, 8, dtype=torch.bfloat16, device="jax")
+  assert compiled(PLAIN.to("jax"), y).dtype == torch.bfloat16
+
+
+def test_an_unused_move_leaves_a_graph_on_the_cpu():
+  """Libraries ask `isinstance(x.jax(), Tracer)` of any tensor."""
+
+  def function(x):
+    isinstance(x.jax(), int)
+    return F.dropout(x, 0.5)
+
+  torch.manual_seed(0)
+  actual = torch.compile(function, backend="jax", fullgraph=True)(PLAIN)
+  assert actual.device.type == "cpu"
+  torch.manual_seed(0)
+  assert torch.equal(actual, F.dropout(PLAIN.to("jax"), 0.5).cpu())
+
+
 def test_changes_in_place_reach_views_and_bases():
   def function(x, total):
     x[:, 0] = 5.0

@@ -53,16 +53,22 @@ def backend(
   """
   chosen = Options.of(mode, options)
   _torch_compat.require_capture()
-  if on_jax.is_on_jax(gm, example_inputs):
-    return on_jax.compiled(gm, chosen)
-  return _compiled_plain(gm, example_inputs, chosen)
+  module = _copied(gm)
+  on_jax.drop_unused_moves(module.graph)
+  if on_jax.is_on_jax(module, example_inputs):
+    return on_jax.compiled(module, chosen)
+  return _compiled_plain(module, example_inputs, chosen)
 
 
-def _compiled_plain(gm, example_inputs, options: Options) -> Callable:
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
   module = fx.GraphModule(gm, copied(gm.graph))
   module.meta = dict(gm.meta)
   if hasattr(gm, "_param_name_to_source"):
     module._param_name_to_source = gm._param_name_to_source
+  return module
+
+
+def _compiled_plain(module, example_inputs, options: Options) -> Callable:
   checkpoints.call_plainly(module, example_inputs)
   recurrent.replace(module)
   draws.add_input(module.graph)

@@ -21,7 +21,6 @@ from torchax.graphs import higher_order
 from torchax.graphs.fx import (
   add_input,
   attribute,
-  copied,
   example,
   example_tensors,
   inner,
@@ -45,17 +44,26 @@ def is_on_jax(gm: fx.GraphModule, example_inputs: Sequence) -> bool:
   return any(tensor.device.type == "jax" for tensor in tensors)
 
 
-def compiled(gm: fx.GraphModule, options: Options) -> Callable:
+def drop_unused_moves(graph: fx.Graph) -> None:
+  """Erase moves to jax whose result nobody uses: a library asks `x.jax()` for a tracer.
+
+  Without them the graph of a program on the CPU is on the CPU.
+  """
+  for node in graph.find_nodes(op="call_method", target="jax"):
+    if not node.users:
+      graph.erase_node(node)
+
+
+def compiled(module: fx.GraphModule, options: Options) -> Callable:
   """The graph compiled by `jax_jit`, gradients and changes in place included.
 
   Args:
-    gm: the graph; left as it is.
+    module: the graph, which is changed.
     options: of the backend.
 
   Returns:
     A function of the graph's inputs.
   """
-  module = fx.GraphModule(gm, copied(gm.graph))
   lifted = _lift_tensors_on_host(module)
   taken = _Numbers(module.graph)
   results = _Results(module.graph)

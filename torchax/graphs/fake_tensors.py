@@ -131,7 +131,7 @@ class Fake(Tensor):
       NoNumbersError: another device is asked for, which needs the numbers.
     """
     device, dtype, memory_format, copy = arguments_of_to(args, kwargs)
-    if device is not None and device.type not in ("jax", "meta"):
+    if device is not None and device.type not in (*_KINDS, "meta"):
       raise NoNumbersError(f"Tensor.to({device.type!r})")
     kwargs = {} if memory_format is None else {"memory_format": memory_format}
     return torch.Tensor.to(self, dtype or self.dtype, copy=copy, **kwargs)
@@ -210,13 +210,17 @@ def _of_shape(value):
   return torch.empty(value.shape, dtype=mappings.j2t_dtype(value.dtype), device=META)
 
 
+# Devices of jax tensors, as Python and as C++ see them.
+_KINDS = ("jax", _torch_compat.HIDDEN_DEVICE.type)
+
+
 def _inner(value):
   if isinstance(value, Fake):
     return value._shell
-  if isinstance(value, torch.device) and value.type == "jax":
+  if isinstance(value, torch.device) and value.type in _KINDS:
     return META
-  if _torch_compat.is_fake(value) and value.device.type == "jax":
-    # Made by a factory, on the device that the user named.
+  if _torch_compat.is_fake(value) and value.device.type in _KINDS:
+    # Made by a factory, on the device that the user named, or by C++ beside a wrapper.
     layout = (value.shape, value.stride())
     return torch.empty_strided(*layout, dtype=value.dtype, device=META)
   return value
