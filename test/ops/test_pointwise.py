@@ -207,6 +207,19 @@ BINARY_CASES = (
   Case(torch.xlogy, INTS, 3),
 )
 
+INFINITE = float("inf")
+# False is a zero: times infinity it is NaN. XLA would leave it out.
+MASK_CASES = (
+  Case(lambda mask: mask / 0.0, BOOLS),
+  Case(lambda mask: mask * -0.0, BOOLS),
+  Case(lambda mask: mask * INFINITE, BOOLS),
+  Case(lambda mask: mask * torch.full_like(mask, INFINITE, dtype=f32), BOOLS),
+  Case(lambda mask: mask.float() * INFINITE, BOOLS),
+  Case(lambda mask: mask.to(torch.complex64) * INFINITE, BOOLS),
+  Case(lambda mask: (mask.half() * INFINITE).sum(), BOOLS),
+  Case(lambda x: (x > 0).float() * -INFINITE, X),
+  Case(lambda x, mask: torch.addcmul(x, mask, x / 0), X, BOOLS),
+)
 POWER_CASES = (
   *(
     Case(torch.pow, POSITIVE, exponent, grad=True)
@@ -275,6 +288,7 @@ CASES = (
   FLOAT_CASES
   + UNARY_CASES
   + BINARY_CASES
+  + MASK_CASES
   + POWER_CASES
   + COMPARISON_CASES
   + SELECTION_CASES

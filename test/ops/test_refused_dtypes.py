@@ -28,7 +28,27 @@ def resize(mode, dtype, dims=2):
   )
 
 
+FACTORS = {
+  "addcmul": lambda x: torch.addcmul(x, x, x, value=COMPLEX),
+  "addcmul_": lambda x: x.addcmul_(x, x, value=COMPLEX),
+  "addcdiv": lambda x: torch.addcdiv(x, x, x, value=COMPLEX),
+  "lerp": lambda x: torch.lerp(x, x, COMPLEX),
+  "addmv": lambda x: torch.addmv(x[0], x, x[0], alpha=COMPLEX),
+  "addmm": lambda x: torch.addmm(x, x, x, beta=COMPLEX),
+  "addr": lambda x: torch.addr(x, x[0], x[0], alpha=COMPLEX),
+  "baddbmm": lambda x: torch.baddbmm(x, x[None], x[None], beta=COMPLEX),
+  "addbmm": lambda x: torch.addbmm(x, x[None], x[None], alpha=COMPLEX),
+  "_foreach_addcmul": lambda x: torch._foreach_addcmul([x], [x], [x], [COMPLEX]),
+  "_foreach_lerp": lambda x: torch._foreach_lerp([x], [x], COMPLEX),
+}
+
 REFUSED = {
+  **{
+    f"{name} with a complex factor": lambda d, scaled=scaled: scaled(
+      ones(d, torch.float32, 3, 3)
+    )
+    for name, scaled in FACTORS.items()
+  },
   "fill_ with a complex number": lambda d: ones(d).fill_(COMPLEX),
   "full_like with a complex number": lambda d: torch.full_like(ones(d), COMPLEX),
   "full of a real dtype": lambda d: torch.full(

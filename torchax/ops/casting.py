@@ -54,7 +54,17 @@ def cast(array: jax.Array, dtype) -> jax.Array:
   if dtype in _SMALL_INTEGERS and jnp.issubdtype(source, jnp.floating):
     # XLA saturates at the bounds; torch keeps the low bits (c10/util/TypeCast.h).
     array = lax.convert_element_type(array, jnp.int32)
-  return lax.convert_element_type(array, dtype)
+  return convert(array, dtype)
+
+
+def convert(value, dtype) -> jax.Array:
+  """The value in another dtype, with False as a zero that counts.
+
+  XLA makes `where(mask, x, 0)` of a converted mask times `x`, even for infinite `x`.
+  """
+  if jnp.result_type(value) == jnp.bool_ and jnp.issubdtype(dtype, jnp.inexact):
+    return jnp.where(value, jnp.ones((), dtype), jnp.zeros((), dtype))
+  return lax.convert_element_type(value, dtype)
 
 
 def _to_float8(array: jax.Array, dtype) -> jax.Array:

@@ -27,6 +27,7 @@ from jax import lax
 
 from torchax.dispatch.out import write_output
 from torchax.ops import mappings
+from torchax.ops.casting import convert
 from torchax.ops.ops_registry import Kind, Operator, register
 from torchax.tensor import Tensor
 from torchax.types import JaxCallable, JaxValue, P, R
@@ -262,13 +263,13 @@ def result_dtype(*values) -> jnp.dtype:
 def promote(*values) -> list[jax.Array]:
   """The values as arrays of their `result_dtype`; shapes are left to broadcasting."""
   dtype = result_dtype(*values)
-  return [lax.convert_element_type(value, dtype) for value in values]
+  return [convert(value, dtype) for value in values]
 
 
 def to_float(value: jax.Array) -> jax.Array:
   """Integers and bools in torch's default dtype; floats and complex unchanged."""
   if _category(jnp.dtype(value.dtype)) < 2:
-    return lax.convert_element_type(value, default_float())
+    return convert(value, default_float())
   return value
 
 

@@ -3,7 +3,9 @@
 JAX says something else, or takes them. Sizes that are symbols of an export pass.
 """
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def _is_negative(number) -> bool:
@@ -61,3 +63,17 @@ def require_inexact(name: str, *arrays) -> None:
   if not jnp.issubdtype(jnp.result_type(*arrays), jnp.inexact):
     dtypes = " and ".join(str(array.dtype) for array in arrays)
     raise RuntimeError(f"{name} expects floating-point numbers, but got {dtypes}.")
+
+
+def factor_in(dtype, factor) -> jax.Array:
+  """A factor in the dtype of what it multiplies; beside integers it is truncated.
+
+  Raises:
+    RuntimeError: it is complex, and the dtype is not.
+  """
+  if jnp.iscomplexobj(factor) and not jnp.issubdtype(dtype, jnp.complexfloating):
+    raise RuntimeError(
+      f"value cannot be converted to type {dtype} without overflow: a complex factor "
+      "needs complex tensors. Take its `.real`, or convert a tensor."
+    )
+  return lax.convert_element_type(factor, dtype)

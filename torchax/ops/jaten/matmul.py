@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.jaten._arguments import require_one_dtype
+from torchax.ops.jaten._arguments import factor_in, require_one_dtype
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote
 
@@ -54,8 +53,7 @@ def _scaled(array, factor):
   """`factor * array` in the dtype of `array`; 0 gives zeros even for NaN."""
   if isinstance(factor, int | float) and factor == 1:
     return array
-  # A fraction beside integers is truncated, as torch's kernels for the CPU do.
-  factor = lax.convert_element_type(factor, array.dtype)
+  factor = factor_in(array.dtype, factor)
   return jnp.where(factor == 0, jnp.zeros_like(array), factor * array)
 
 
@@ -65,7 +63,7 @@ def _multiplied(product, alpha):
     return product
   if _is_exact(product) and not _is_exact(alpha):
     return _scaled(product, alpha)
-  return product * lax.convert_element_type(alpha, product.dtype)
+  return product * factor_in(product.dtype, alpha)
 
 
 def _affine(self, product, beta, alpha):

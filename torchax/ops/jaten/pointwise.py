@@ -20,9 +20,9 @@ from torchax.core.static_values import StaticValue
 from torchax.errors import WrongDtypeError
 from torchax.ops import mappings
 from torchax.ops.builtin import op
-from torchax.ops.casting import cast, require_fit
+from torchax.ops.casting import cast, convert, require_fit
 from torchax.ops.jaten import _numbers, _on_host
-from torchax.ops.jaten._arguments import require_one_dtype
+from torchax.ops.jaten._arguments import factor_in, require_one_dtype
 from torchax.ops.names import aten
 from torchax.ops.op_base import promote, result_dtype, to_float
 
@@ -65,7 +65,7 @@ def _scaled(value: jax.Array, factor) -> jax.Array:
       "For integral input tensors, argument alpha must not be a floating point "
       f"number, but the operands have dtype {value.dtype}."
     )
-  return value * lax.convert_element_type(factor, value.dtype)
+  return value * factor_in(value.dtype, factor)
 
 
 # --- Tables -------------------------------------------------------------------------
@@ -298,13 +298,10 @@ def _aten_neg(self):
 @op(aten.addcmul)
 def _aten_addcmul(self, tensor1, tensor2, value=1):
   dtype = result_dtype(self, tensor1, tensor2)
-  start, left, right = (
-    lax.convert_element_type(array, dtype) for array in (self, tensor1, tensor2)
-  )
+  start, left, right = (convert(array, dtype) for array in (self, tensor1, tensor2))
 
-  # A fraction beside integers is truncated here, as torch does.
   def add(start, left, right):
-    return start + left * right * lax.convert_element_type(value, left.dtype)
+    return start + left * right * factor_in(left.dtype, value)
 
   return _in_float32(add)(start, left, right)
 
@@ -334,7 +331,8 @@ def _aten_lerp(self, end, weight):
     raise NotImplementedError(
       f"lerp expects floating-point tensors, but got {self.dtype}. Call `.float()`."
     )
-  return _lerp(*promote(self, end, weight))
+  start, end = promote(self, end)
+  return _lerp(start, end, factor_in(start.dtype, weight))
 
 
 # --- Division -----------------------------------------------------------------------
@@ -462,9 +460,7 @@ def _aten_pow(self, exponent):
   dtype = result_dtype(self, exponent)
   if dtype == jnp.bool_:
     return jnp.logical_or(self, jnp.logical_not(exponent))
-  return _power(
-    lax.convert_element_type(self, dtype), lax.convert_element_type(exponent, dtype)
-  )
+  return _power(convert(self, dtype), convert(exponent, dtype))
 
 
 # Exponents that torch computes by products and roots rather than by `pow`.
