@@ -50,7 +50,6 @@ from torchax.graphs import fake_tensors, higher_order
 from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
 from torchax.logs import set_logs
 from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms, mappings
-from torchax.ops.jtorch import linear
 from torchax.rng import RngState, rng_scope
 from torchax.saving import damage, files, safetensors, untyped_storage
 from torchax.tracing import foretold_draws, noted_draws, transform
@@ -153,6 +152,7 @@ def _compose() -> None:
     factories.register_functions,
     shortcuts.register_functions,
     indexing.register_functions,
+    reshapes.register_functions,
     higher_order.register_functions,
   ]
   forks.Fork.ways = _WAYS_TO_JAX
@@ -167,9 +167,7 @@ def _compose() -> None:
   _torch_compat.register_backend(device_module)
   _torch_compat.support_foreach(tensor.Tensor, view.View)
   _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
-  _torch_compat.move_parameters_in_place(
-    tensor.Tensor, files.OWN, _torch_compat.moving_placeholders
-  )
+  _torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
   _torch_compat.place_new_placeholders()
   files.register(tensor.Tensor, _means_jax)
   untyped_storage.register()
@@ -187,9 +185,7 @@ def _compose() -> None:
   )
   factories.register_kernels()
   higher_order.register_kernels()
-  linear.register_kernels()
   refusals.register()
-  reshapes.register()
   distributed.register()
   conversion_errors.register()
   applied_functions.register()

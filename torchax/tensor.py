@@ -1,6 +1,6 @@
 """`Tensor`: a `torch.Tensor` that holds a `jax.Array`.
 
-torch sees a wrapper without memory on the `meta` device, so that autograd runs on the
+torch sees a wrapper without memory on a hidden device, so that autograd runs on the
 calling thread; Python sees `device="jax"`. Shape, strides and dtype are torch's own
 records; the numbers are in a `Storage`, read through the view's `Chain`.
 Operations arrive in `__torch_dispatch__` and go on in `dispatch/dispatcher.py`. The
@@ -324,7 +324,7 @@ class Tensor(torch.Tensor):
     self, data, *, dtype=None, device=None, requires_grad=False, **layout
   ) -> TorchTensor:
     """A copy of `data` in this tensor's dtype on jax, unless told otherwise."""
-    # torch would make it on the wrapper's meta device.
+    # C++ knows neither the index of the device nor the sharding.
     if not isinstance(data, torch.Tensor):
       data = torch.tensor(data, dtype=dtype or self.dtype, device="cpu", **layout)
     copied = data.detach().to(device or self.device, dtype or self.dtype, copy=True)

@@ -90,10 +90,7 @@ from torchax._torch_compat.graphs import (
   trace_as_any_object,
   trace_recurrent_layers,
 )
-from torchax._torch_compat.lazy_modules import (
-  moving_placeholders,
-  place_new_placeholders,
-)
+from torchax._torch_compat.lazy_modules import place_new_placeholders
 from torchax._torch_compat.modes import (
   DispatchMode,
   above_dispatch,

@@ -106,8 +106,8 @@ def register_guard() -> None:
 
   Autograd starts a thread for each device that is known at its first backward pass, and
   then refuses to run in a forked process. Nothing runs on one of this backend, since a
-  wrapper is on meta to C++. So this waits for who asks for the device, and until
-  autograd has started without it.
+  wrapper is on the hidden device to C++. So this waits for who asks for the device, and
+  until autograd has started without it.
   """
   # On a thread of its own, where no mode of the caller sees it.
   starting = threading.Thread(target=_start_autograd)

@@ -11,7 +11,6 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from torchax._torch_compat.backend import BACKEND
-from torchax._torch_compat.swaps import swap_tensors
 
 
 class _Placed:
@@ -30,7 +29,7 @@ class _Placed:
     )
     if isinstance(self, torch.nn.Parameter):
       made = torch.nn.Parameter(made, self.requires_grad)
-    swap_tensors(self, made)
+    torch.utils.swap_tensors(self, made)
 
   def __deepcopy__(self, memo):
     if id(self) not in memo:

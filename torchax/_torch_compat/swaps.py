@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from torchax import private
+from torchax._torch_compat.lazy_modules import moving_placeholders
 
 # (t1, t2): each of two tensors that nothing else holds becomes the other one.
 swap_tensors = _swap_tensors = torch.utils.swap_tensors
@@ -108,7 +109,7 @@ class _Moves:
   are_ours = False
 
 
-def move_parameters_in_place(cls: type, own: frozenset[str], placeholders) -> None:
+def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
   """Has `Module.to` keep a parameter of a class the same object, and its attributes.
 
   torch does so for every move between devices of its own. Ties, optimizers and weak
@@ -117,7 +118,6 @@ def move_parameters_in_place(cls: type, own: frozenset[str], placeholders) -> No
   Args:
     cls: of the parameters.
     own: the attributes that hold what a tensor of this class shows.
-    placeholders: `(module, fn)` gives a context that moves those of a lazy module.
   """
   if _apply_to_module is None:
     return
@@ -134,7 +134,7 @@ def move_parameters_in_place(cls: type, own: frozenset[str], placeholders) -> No
     ]
     is_swapped = any(isinstance(parameter, cls) for parameter in parameters)
     swapping = _swapping() if is_swapped else contextlib.nullcontext()
-    with swapping, placeholders(self, fn):
+    with swapping, moving_placeholders(self, fn):
       _apply_to_module(self, fn, recurse=False)
     for parameter, named in zip(parameters, attributes):
       for name, value in named.items():

@@ -29,14 +29,14 @@ _shape = operator.attrgetter("shape")
 
 
 def with_warmup(program: Callable, on_host: Callable) -> Callable:
-  """A program, and the same on the host until that has cost as much as compiling.
+  """A function that runs on the host until that has cost as much as compiling.
 
   Args:
     program: compiled, with `in_traces`.
     on_host: the same of the operands as numpy arrays; gives a numpy array, or None
       where it leaves them to the program.
   """
-  # What the host was paid for shapes, and those of which a program has taken over.
+  # Cost so far on the host, by shapes; and the shapes that run as a program.
   known: BoundedCache[tuple, int] = BoundedCache(_MOST_SHAPES)
   compiled: set[tuple] = set()
 

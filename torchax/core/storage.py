@@ -158,7 +158,7 @@ class _Start(Storage):
 class Blank(Storage):
   """A storage of zeros that are made when they are first read.
 
-  `tensor.to("jax")` fills a new tensor at once, and then they never are.
+  `tensor.to("jax")` fills a new tensor at once, so it needs none.
   """
 
   __slots__ = ()

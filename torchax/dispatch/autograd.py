@@ -180,7 +180,7 @@ class _Call(_torch_compat.OwnFunction):
     ctx.function, ctx.env = function, env
     ctx.shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
     ctx.save_for_backward(*tensors)
-    # torch would make its zeros on the wrapper's meta device.
+    # `backward` makes zeros where they are needed, beside the results.
     ctx.set_materialize_grads(False)
     outputs = tuple([new_tensor(leaf, env) for leaf in leaves])
     exact = [o for o in outputs if not (o.is_floating_point() or o.is_complex())]

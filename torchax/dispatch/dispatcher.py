@@ -18,7 +18,6 @@ from torchax.dispatch import (
   device_plans,
   generator_arguments,
   in_place,
-  shape_questions,
   transfer,
   views,
 )
@@ -44,7 +43,6 @@ _SPECIAL_PLANS = (
   device_plans.plan,
   generator_arguments.plan,
   in_place.plan,
-  shape_questions.plan,
 )
 
 

@@ -183,13 +183,6 @@ def _parse_to(args, kwargs):
   return _torch_compat.parse_to(*args, **kwargs)
 
 
-def _to(env: Environment) -> Callable:
-  def to(args, kwargs):
-    return env._torch_Tensor_to(args, kwargs)
-
-  return to
-
-
 def _type_as(args, kwargs) -> torch.Tensor:
   """`x.type_as(other)`, with the index of the device, which C++ does not know."""
   tensor, other = args
@@ -203,4 +196,4 @@ def register_functions(env: Environment) -> None:
   env.functions.add(_torch_compat.parse_to, _parse_to)
   env.functions.add(torch.Tensor.type_as, _type_as)
   for func in (_torch_compat.tensor_to, _torch_compat.resolving_to):
-    env.functions.add(func, _to(env))
+    env.functions.add(func, env._torch_Tensor_to)

@@ -100,11 +100,12 @@ def _tensors(values):
 
 
 class _Functions(TorchFunctionMode):
-  """Guards on what Python reads of the CPU without an operation."""
+  """Guards on numbers of CPU tensors that Python reads without an operation."""
 
   def __torch_function__(self, func, types, args=(), kwargs=None):
     if func in _READS:
-      note(args[0] if args else next(iter((kwargs or {}).values()), None))
+      kwargs = kwargs or {}
+      note(args[0] if args else kwargs.get("data", kwargs.get("obj")))
     return func(*args, **(kwargs or {}))
 
 
@@ -124,7 +125,7 @@ class _Operations(_torch_compat.DispatchMode):
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-  """Guards on operations on the CPU, while a function is traced."""
+  """Guard on operations on CPU tensors, while a function is traced."""
   with _Functions(), _Operations():
     yield
 

@@ -1,9 +1,7 @@
 """`x[index]` and `x[index] = value` where torch's C++ alone does not get it right.
 
-Called as functions (`operator.getitem` of a mode, `torch.Tensor.__getitem__`), they get
-the index as `Tensor.__getitem__` prepares it. And an integer tensor without dimensions,
-which is an index like a Python number, may have no value yet: inside a JAX trace it
-becomes the start of a dynamic slice.
+An integer tensor without dimensions, which is an index like a Python number, may have
+no value yet: inside a JAX trace it becomes the start of a dynamic slice.
 
 The choice of elements is in `ops/jaten/indexing.py`.
 """
@@ -67,7 +65,7 @@ def _fill(tensor: Tensor, target: Tensor, value) -> None:
 
 
 def index_of(index, indexed: Tensor):
-  """An index with tensors for its sequences: torch would make them on meta."""
+  """An index with tensors for its sequences and arrays."""
   kind = type(index)
   if kind is int or kind is slice:
     return index
@@ -95,10 +93,7 @@ def _parts_of(part, indexed: Tensor) -> list:
 
 
 def _needs_care(index) -> bool:
-  """True for an index whose numbers or truth values torch's C++ cannot look at.
-
-  It would make an index tensor of True on the wrapper's meta device.
-  """
+  """True for an index whose numbers or truth values torch's C++ cannot read."""
   if type(index) is tuple:
     return any(map(_needs_care, index))
   if isinstance(index, bool):
@@ -113,8 +108,6 @@ def _needs_care(index) -> bool:
 
 def _value_of(value, tensor: Tensor):
   """A number as a tensor that can be assigned to parts of `tensor`.
-
-  torch would make a tensor of it on the wrapper's meta device.
 
   Raises:
     RuntimeError: the number does not fit the dtype of `tensor`.

@@ -20,9 +20,9 @@ from torchax.ops.schema import schema_of
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
-# They compute in the dtype of `out=`, unless `dtype=` says another.
+# Operations that compute in the dtype of `out=`, unless `dtype=` is given.
 _IN_DTYPE_OF_OUTPUT = frozenset({aten.cumsum.out, aten.cumprod.out})
-# Their results are written in the shape of an output with as many elements.
+# Operations whose result takes the shape of an output with as many elements.
 _RAMPS = (aten.arange, aten.linspace, aten.logspace, aten.range)
 
 

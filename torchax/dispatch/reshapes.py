@@ -25,52 +25,48 @@ _NAMES = (
 )
 
 
-def register() -> None:
-  """Gives the class of jax tensors these methods."""
+def register_functions(env) -> None:
+  """Adds the changes of shape, and what torch refuses of views, to an environment."""
   for name in _NAMES:
-    setattr(Tensor, name, _method(name))
+    env.functions.add(getattr(torch.Tensor, name), _reshape(name))
   for name in ("detach_", "requires_grad_"):
-    setattr(Tensor, name, _alone(name))
+    env.functions.add(getattr(torch.Tensor, name), _without_base(name))
 
 
-def _method(name: str) -> Callable:
+def _reshape(name: str) -> Callable:
   in_place, view = getattr(torch.Tensor, name), getattr(torch.Tensor, name[:-1])
 
-  def reshape(self, *args, **kwargs):
-    if not _may_become_view(self):
-      return in_place(self, *args, **kwargs)
-    require_own(self, name)
+  def reshape(args, kwargs):
+    tensor, *rest = args
+    if not _may_become_view(tensor):
+      return in_place(*args, **kwargs)
+    require_own(tensor, name)
     with torch.enable_grad():
-      hidden = view(self, *args, **kwargs)
+      hidden = view(*args, **kwargs)
     if type(hidden) is not View:  # a transform of `torch.func` has wrapped it
-      return in_place(self, *args, **kwargs)
-    has_own_base = not self._is_view()
-    _exchange(self, hidden)
+      return in_place(*args, **kwargs)
+    has_own_base = not tensor._is_view()
+    _exchange(tensor, hidden)
     if has_own_base:
-      self._has_hidden_base = True
-    record_reshape(self, reshape, args, kwargs)
-    return self
+      tensor._has_hidden_base = True
+    record_reshape(tensor, in_place, rest, kwargs)
+    return tensor
 
-  return _named(reshape, name)
-
-
-def _named(method: Callable, name: str) -> Callable:
-  method.__name__ = name
-  method.__doc__ = f"As `torch.Tensor.{name}`."
-  return method
+  return reshape
 
 
-def _alone(name: str) -> Callable:
-  """A method that torch has for tensors, and not for views, of a changed shape."""
-  method = getattr(torch.Tensor, name)
+def _without_base(name: str) -> Callable:
+  """A function that torch has for tensors, and not for views."""
+  function = getattr(torch.Tensor, name)
 
-  def run(self, *args, **kwargs):
-    is_leaf = self.is_leaf or name == "detach_"
-    if is_leaf and self.__dict__.pop("_has_hidden_base", False):
-      _exchange(self, self.detach())
-    return method(self, *args, **kwargs)
+  def run(args, kwargs):
+    tensor = args[0]
+    is_leaf = tensor.is_leaf or name == "detach_"
+    if is_leaf and tensor.__dict__.pop("_has_hidden_base", False):
+      _exchange(tensor, tensor.detach())
+    return function(*args, **kwargs)
 
-  return _named(run, name)
+  return run
 
 
 def _may_become_view(tensor) -> bool:

@@ -1,8 +1,7 @@
 """The dropout family of `torch.nn.functional`.
 
-torch's composite forms take several operations; the feature forms also make their
-noise on the wrapper's meta device. One draw each, of the numbers that the composite
-forms would draw.
+torch's composite forms take several operations. One draw each, of the numbers that the
+composite forms would draw.
 """
 
 import math

@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax import _torch_compat, private
+from torchax import _torch_compat
 from torchax.core import out_of_range
-from torchax.environment import default_env
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
 from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import aten
 from torchax.ops.ops_registry import Kind
-from torchax.tensor import Tensor
 
 _BEYOND = 2**63  # any integer is less
 
@@ -74,22 +72,3 @@ def _one_hot_of(input, num_classes):
   classes = jnp.arange(num_classes, dtype=input.dtype)
   rows = (input[..., None] == classes).astype(input.dtype)
   return out_of_range.spoiled(rows, out_of_range.outside(input, num_classes)[..., None])
-
-
-def register_kernels() -> None:
-  """Has torch run `one_hot` here outside of environments too.
-
-  Its C++ asks for int64, and makes a part of the result on the wrapper's device, meta.
-  """
-  one_hot = aten.one_hot.default
-  of_torch = one_hot and _torch_compat.composite_kernel(one_hot)
-  if not one_hot or isinstance(of_torch, private.Unavailable):
-    return
-
-  def kernel(tensor, num_classes=-1):
-    if isinstance(tensor, Tensor):
-      return default_env().dispatch(one_hot, (), (tensor, num_classes), {})
-    return of_torch(tensor, num_classes)
-
-  # The key of jax tensors above the one at which Python sees an operation.
-  _torch_compat.register_kernel("one_hot", kernel, "AutogradMeta")

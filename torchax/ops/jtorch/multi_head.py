@@ -17,20 +17,14 @@ from torchax.ops.ops_registry import Kind
 
 @register_function(F.multi_head_attention_forward, kind=Kind.TENSORS, needs_env=True)
 def _multi_head_attention_forward(*args, env, **kwargs):
-  """One function where it is the usual case; else torch's own, of functions of ours.
-
-  The latter gets the mask itself in place of the hint `is_causal`, which would let
-  torch make the mask on the wrapper's meta device; a hint without a mask it refuses.
-  """
+  """One function where it is the usual case; else torch's own, of functions of ours."""
   given = _MULTI_HEAD.bind(*args, **kwargs)
   given.apply_defaults()
   with _torch_compat.with_function_overrides():
     call = _Usual(**given.arguments)
     if amp.dtype_in_force() is None and call.is_usual() and call.is_plain(env):
       return call.run(env)
-    is_causal = given.arguments["is_causal"] and given.arguments["attn_mask"] is None
-    kwargs = {**given.arguments, "is_causal": is_causal}
-    return _torch_compat.attention_of_heads(**kwargs)
+    return _torch_compat.attention_of_heads(**given.arguments)
 
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
