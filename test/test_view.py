@@ -193,6 +193,10 @@ REINTERPRETATIONS = {
     COMPLEX,
     lambda t: torch.view_as_real(t).view(torch.int32).as_strided((2,), (4,), 1),
   ),
+  "complex_as_int": (COMPLEX, lambda t: t.view(torch.int32)),
+  "number_as_int": (torch.tensor(1.5), lambda t: t.view(torch.int32)),
+  "empty_as_complex": (torch.empty(0, 4), lambda t: t.view(torch.complex64)),
+  "empty_complex_as_int": (COMPLEX[:0], lambda t: t.view(torch.int16)),
   "unfold_as_int": (BASE, lambda t: t.view(torch.int32).unfold(1, 2, 2)),
 }
 

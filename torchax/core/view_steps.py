@@ -355,12 +355,16 @@ def _same_bytes(array, dtype):
   `jax.Array.view` adds and multiplies complex numbers, which changes NaN, infinities
   and denormal numbers.
   """
+  if not array.ndim:
+    return _same_bytes(array[None], dtype)[0]
   if jnp.issubdtype(array.dtype, jnp.complexfloating):
     array = _REAL_PAIRS.transform_tensor(array)
-    array = array.reshape(*array.shape[:-2], -1)
+    array = array.reshape(*array.shape[:-2], 2 * array.shape[-2])
   if jnp.issubdtype(dtype, jnp.complexfloating):
     array = array.view(jnp.finfo(dtype).dtype)
-    return _COMPLEX.transform_tensor(array.reshape(*array.shape[:-1], -1, 2))
+    return _COMPLEX.transform_tensor(
+      array.reshape(*array.shape[:-1], array.shape[-1] // 2, 2)
+    )
   return array.view(dtype)
 
 

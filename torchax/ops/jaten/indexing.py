@@ -11,6 +11,7 @@ run on concrete arrays. A write through one mask has a fixed shape and compiles.
 
 import itertools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,7 @@ def _places(indices, name) -> tuple:
       places.extend(np.nonzero(_concrete(index, name)))
     else:
       places.append(index)
+  _require_common_shape([place.shape for place in places if hasattr(place, "shape")])
   return tuple(places)
 
 
@@ -105,18 +107,28 @@ def _check_index(self, indices):
         "tensors used as indices must be long, int, byte or bool tensors, but got "
         f"{index.dtype}. Convert it with `.long()`."
       )
+    if index.dtype == torch.uint8:
+      warnings.warn(
+        "indexing with dtype torch.uint8 is now deprecated, please use a dtype "
+        "torch.bool instead.",
+        stacklevel=2,
+      )
     if index.dtype not in _MASK_DTYPES:
-      shapes.append(tuple(index.shape))
-  if len(shapes) > 1 and not _can_broadcast(shapes):
-    raise IndexError(
-      "shape mismatch: indexing tensors could not be broadcast together with shapes "
-      f"{', '.join(map(str, shapes))}"
-    )
+      shapes.append(index.shape)
+  _require_common_shape(shapes)
 
 
 def _can_broadcast(shapes) -> bool:
   aligned = itertools.zip_longest(*[reversed(shape) for shape in shapes], fillvalue=1)
   return all(len({size for size in sizes if size != 1}) < 2 for sizes in aligned)
+
+
+def _require_common_shape(shapes) -> None:
+  if not _can_broadcast(shapes):
+    raise IndexError(
+      "shape mismatch: indexing tensors could not be broadcast together with shapes "
+      f"{', '.join(str(list(shape)) for shape in shapes)}"
+    )
 
 
 def _rules(self, indices, *rest, **named):
