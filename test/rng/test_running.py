@@ -1,7 +1,6 @@
 """Who is running: calls of modules are followed while somebody asks for sites."""
 
 import asyncio
-import gc
 import threading
 
 import jax
@@ -58,11 +57,19 @@ def _is_followed() -> bool:
   return torch.nn.Module.__call__ in running._originals
 
 
-def test_torch_is_as_it_was_where_nobody_asks(env):
+@pytest.fixture
+def nobody_asks(monkeypatch):
+  """Calls of modules as torch has them, whatever other tests have left alive."""
+  call = torch.nn.Module.__call__
+  torch.nn.Module.__call__ = running._originals.get(call, call)
+  monkeypatch.setattr(running, "following", running._Following())
+  yield
+  torch.nn.Module.__call__ = call
+
+
+def test_torch_is_as_it_was_where_nobody_asks(env, nobody_asks):
   with env:
     Pair()(_x())
-    gc.collect()  # what other tests have addressed by site
-    running.following.settle()
     original = torch.nn.Module.__call__
     assert not _is_followed()
     jax_jit(Pair())(_x())
