@@ -222,7 +222,7 @@ def test_inference_mode_changes_no_precision(inside, function, tensors):
 
 def test_composites_taken_apart_are_composites():
   for op in amp._functional_overloads(amp._COMPOSITES):
-    assert torchax._torch_compat.is_composite(op), op
+    assert torchax.compat.torch_compat.is_composite(op), op
 
 
 def test_a_policy_is_that_of_an_overload():

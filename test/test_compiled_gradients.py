@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torchax
-from torchax import versions
+from torchax.compat import versions
 from torchax.errors import MutationError, RngError
 from torchax.interop import (
   JittableModule,

@@ -12,7 +12,8 @@ from test_export import arrays, assert_equals, export_of, program_of
 from torch import nn
 from torch.export import Dim
 
-from torchax import export, versions
+from torchax import export
+from torchax.compat import versions
 from torchax.errors import DataDependentError, OperatorNotFound, RngError
 from torchax.export import (
   JaxInterpreter,

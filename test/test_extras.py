@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from source_tree import ROOT, modules
 
 import torchax
-from torchax import extras
+from torchax.compat import extras
 from torchax.errors import UnsupportedVersionError
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from torchax import versions
+from torchax.compat import versions
 
 pytestmark = pytest.mark.programs
 

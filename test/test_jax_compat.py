@@ -8,26 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from torchax import _jax_compat, private
+from torchax.compat import jax_compat, private
 
 # The trace in progress ----------------------------------------------------------------
 
 
 def seen_in(transform, *args):
-  """What `_jax_compat` says inside a transformation."""
+  """What `jax_compat` says inside a transformation."""
   seen = []
 
   def function(x):
-    trace = _jax_compat._trace_context.trace
-    owner = _jax_compat.draw_owner()
+    trace = jax_compat._trace_context.trace
+    owner = jax_compat.draw_owner()
     seen.append(
       {
         "trace": type(trace).__name__,
-        "top_level": _jax_compat.is_top_level(),
-        "staging": _jax_compat.is_staging(),
-        "batching": _jax_compat.is_batching(trace),
+        "top_level": jax_compat.is_top_level(),
+        "staging": jax_compat.is_staging(),
+        "batching": jax_compat.is_batching(trace),
         "owner": None if owner is None else type(owner).__name__,
-        "abstract": _jax_compat.has_abstract_value(x),
+        "abstract": jax_compat.has_abstract_value(x),
       }
     )
     return x * 2
@@ -73,9 +73,9 @@ def test_a_transformation_is_told_by_its_trace(row):
 
 
 def test_no_transformation_is_in_progress_at_the_top():
-  assert _jax_compat.is_top_level()
-  assert not _jax_compat.is_staging()
-  assert _jax_compat.draw_owner() is None
+  assert jax_compat.is_top_level()
+  assert not jax_compat.is_staging()
+  assert jax_compat.draw_owner() is None
   seen = seen_in(lambda f: f)
   assert seen["top_level"] and not seen["abstract"] and seen["owner"] is None
 
@@ -108,7 +108,7 @@ def test_the_trace_belongs_to_a_thread():
   inside = []
 
   def function(x):
-    thread = threading.Thread(target=lambda: inside.append(_jax_compat.is_top_level()))
+    thread = threading.Thread(target=lambda: inside.append(jax_compat.is_top_level()))
     thread.start()
     thread.join()
     return x
@@ -121,7 +121,7 @@ def test_values_are_concrete_outside_of_traces():
   found = []
 
   def note(x):
-    with _jax_compat.outside_of_traces():
+    with jax_compat.outside_of_traces():
       found.append(jnp.arange(3) + 1)
     return x
 
@@ -137,22 +137,22 @@ def test_values_are_concrete_outside_of_traces():
 
 def test_jax_has_started_once_an_array_exists():
   jnp.ones(1).block_until_ready()
-  assert _jax_compat.has_started()
+  assert jax_compat.has_started()
 
 
 def test_an_array_of_the_cpu_is_of_the_host():
   on_cpu = jax.device_put(jnp.ones(2), jax.devices("cpu")[0])
-  assert _jax_compat.is_of_host(on_cpu)
-  assert not _jax_compat.is_of_host(object())
+  assert jax_compat.is_of_host(on_cpu)
+  assert not jax_compat.is_of_host(object())
   for device in jax.devices():
     there = jax.device_put(jnp.ones(2), device)
-    assert _jax_compat.is_of_host(there) == (device.platform == "cpu")
+    assert jax_compat.is_of_host(there) == (device.platform == "cpu")
 
 
 def test_an_array_is_an_instance_of_the_concrete_class():
-  assert type(jnp.ones(2)) is _jax_compat.ArrayImpl
+  assert type(jnp.ones(2)) is jax_compat.ArrayImpl
   traced = []
-  jax.jit(lambda x: traced.append(type(x) is _jax_compat.ArrayImpl))(jnp.ones(2))
+  jax.jit(lambda x: traced.append(type(x) is jax_compat.ArrayImpl))(jnp.ones(2))
   assert traced == [False]
 
 
@@ -166,13 +166,13 @@ def test_jax_asks_what_a_value_of_a_class_is(use):
 
   with pytest.raises(TypeError):
     use(Stranger())
-  _jax_compat.describe(Stranger, describe)
+  jax_compat.describe(Stranger, describe)
   with pytest.raises(ValueError, match="it is a stranger"):
     use(Stranger())
 
 
 def test_torch_asks_about_arrays_and_tracers():
-  for cls in (type(jnp.ones(1)), _jax_compat.Tracer):
+  for cls in (type(jnp.ones(1)), jax_compat.Tracer):
     assert callable(cls.__torch_function__)
 
 
@@ -186,21 +186,21 @@ def test_what_jax_says_of_memory_is_recognised():
   array = jnp.ones(2)
   array.delete()
   deleted = _raised(lambda: array + 1)
-  assert _jax_compat.is_about_deletion(deleted)
+  assert jax_compat.is_about_deletion(deleted)
   for donated in (0, 1):
     add = jax.jit(lambda x, y: (x + 1, y + 1), donate_argnums=donated)
     array = jnp.ones(2)
-    assert _jax_compat.is_about_donation(_raised(add, array, array))
-  for is_about in (_jax_compat.is_about_deletion, _jax_compat.is_about_donation):
+    assert jax_compat.is_about_donation(_raised(add, array, array))
+  for is_about in (jax_compat.is_about_deletion, jax_compat.is_about_donation):
     assert not is_about(RuntimeError("another"))
 
 
 def test_what_jax_says_of_arguments_is_recognised():
   jitted = jax.jit(lambda x, *others: x, static_argnums=2)
   refused = _raised(jitted, 1.0, object())
-  assert _jax_compat.refused_argument(refused) == ("object", "others[0]")
-  assert _jax_compat.refused_argument(TypeError("another")) is None
-  assert _jax_compat.is_about_static_arguments(_raised(jitted, 1.0, 2.0, []))
+  assert jax_compat.refused_argument(refused) == ("object", "others[0]")
+  assert jax_compat.refused_argument(TypeError("another")) is None
+  assert jax_compat.is_about_static_arguments(_raised(jitted, 1.0, 2.0, []))
 
 
 NEEDS_VALUES = {
@@ -216,12 +216,12 @@ NEEDS_VALUES = {
 @pytest.mark.parametrize("name", NEEDS_VALUES)
 def test_what_jax_says_of_values_is_recognised(name):
   error = _raised(jax.jit(NEEDS_VALUES[name]), jnp.ones(2))
-  assert _jax_compat.is_about_values(error)
+  assert jax_compat.is_about_values(error)
 
 
 def test_other_mistakes_in_a_trace_are_not_about_values():
   for function in (lambda x: "a" + x, lambda x: x @ jnp.ones(3), lambda x: x[0, 0]):
-    assert not _jax_compat.is_about_values(_raised(jax.jit(function), jnp.ones(2)))
+    assert not jax_compat.is_about_values(_raised(jax.jit(function), jnp.ones(2)))
 
 
 def test_the_constants_of_a_scan_are_counted():
@@ -230,7 +230,7 @@ def test_the_constants_of_a_scan_are_counted():
 
   program = jax.make_jaxpr(scanned)(1.0, 2.0, jnp.ones(3))
   (params,) = [e.params for e in program.jaxpr.eqns if e.primitive.name == "scan"]
-  assert _jax_compat.constants_of_scan(params) == 1
+  assert jax_compat.constants_of_scan(params) == 1
 
 
 def test_what_jax_says_of_types_that_leave_a_layout_open_is_recognised():
@@ -239,7 +239,7 @@ def test_what_jax_says_of_types_that_leave_a_layout_open_is_recognised():
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
   array = jax.device_put(jnp.ones((4, 4)), rows)
   error = _raised(jax.jit(lambda x: x.T @ x), array)
-  assert type(error) is _jax_compat.ShardingTypeError
+  assert type(error) is jax_compat.ShardingTypeError
 
 
 def test_the_axes_along_which_an_array_differs_are_known():
@@ -247,14 +247,14 @@ def test_the_axes_along_which_an_array_differs_are_known():
   seen = []
 
   def note(array):
-    seen.extend([_jax_compat.varying_axes(array), _jax_compat.varying_axes(array * 0)])
-    seen.append(_jax_compat.varying_axes(jax.lax.psum(array, "x")))
+    seen.extend([jax_compat.varying_axes(array), jax_compat.varying_axes(array * 0)])
+    seen.append(jax_compat.varying_axes(jax.lax.psum(array, "x")))
     return array
 
   spec = jax.sharding.PartitionSpec("x")
   jax.jit(jax.shard_map(note, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(1))
   assert seen == [{"x"}, {"x"}, set()]
-  assert _jax_compat.varying_axes(jnp.ones(1)) == set()
+  assert jax_compat.varying_axes(jnp.ones(1)) == set()
 
 
 def test_arrays_are_given_one_type_as_to_the_axes_along_which_they_differ():
@@ -262,8 +262,8 @@ def test_arrays_are_given_one_type_as_to_the_axes_along_which_they_differ():
   seen = []
 
   def note(one, other):
-    found = _jax_compat.varying_alike(one, other, jnp.ones(1))
-    seen.extend(map(_jax_compat.varying_axes, found))
+    found = jax_compat.varying_alike(one, other, jnp.ones(1))
+    seen.extend(map(jax_compat.varying_axes, found))
     return sum(found)
 
   specs = jax.P("x"), jax.P("y")
@@ -272,26 +272,26 @@ def test_arrays_are_given_one_type_as_to_the_axes_along_which_they_differ():
   )
   assert seen == [{"x", "y"}] * 3
   array = jnp.ones(1)
-  assert _jax_compat.varying_alike(array)[0] is array
+  assert jax_compat.varying_alike(array)[0] is array
 
 
 def test_the_flash_attention_of_tpus_takes_what_it_is_given():
-  kernel = _jax_compat.flash_attention_of_tpus()
+  kernel = jax_compat.flash_attention_of_tpus()
   parameters = inspect.signature(kernel).parameters
   assert list(parameters)[:3] == ["q", "k", "v"]
   assert {"causal", "sm_scale"} <= set(parameters)
 
 
 def test_a_program_may_be_divided_where_not_all_axes_are_mapped(monkeypatch):
-  assert not _jax_compat.is_divisible()
+  assert not jax_compat.is_divisible()
   monkeypatch.setattr(jax, "device_count", lambda: 4)
-  assert _jax_compat.is_divisible()
+  assert jax_compat.is_divisible()
   mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   seen, spec = [], jax.P("a")
   for names in ({"a"}, {"a", "b"}):
 
     def note(x):
-      seen.append(_jax_compat.is_divisible())
+      seen.append(jax_compat.is_divisible())
       return x
 
     shards = jax.shard_map(
@@ -302,7 +302,7 @@ def test_a_program_may_be_divided_where_not_all_axes_are_mapped(monkeypatch):
 
 
 def test_the_client_of_the_coordinator_is_found_and_has_what_is_used():
-  assert _jax_compat.coordination_client() is None  # a process that is alone
+  assert jax_compat.coordination_client() is None  # a process that is alone
   from_runtime = private.walk("jax._src.lib._jax.DistributedRuntimeClient")
   for name in ("wait_at_barrier", "key_value_set", "key_value_dir_get"):
     assert callable(getattr(from_runtime, name))
@@ -314,23 +314,23 @@ def test_what_jax_says_without_other_processes_is_recognised():
     private.walk("jax._src.distributed.State")().initialize(
       cluster_detection_method="deactivate"
     )
-  assert _jax_compat.is_about_missing_cluster(caught.value)
-  assert not _jax_compat.is_about_missing_cluster(ValueError("another"))
+  assert jax_compat.is_about_missing_cluster(caught.value)
+  assert not jax_compat.is_about_missing_cluster(ValueError("another"))
 
 
 def test_cpus_of_processes_join_at_the_address_that_is_given(monkeypatch):
   registered, made = {}, []
   monkeypatch.setattr(
-    _jax_compat,
+    jax_compat,
     "_register_client",
     lambda name, make, **o: registered.update({name: make}),
   )
-  gloo, client = _jax_compat._make_gloo, _jax_compat._make_cpu_client
+  gloo, client = jax_compat._make_gloo, jax_compat._make_cpu_client
   assert "hostname" in gloo.__doc__
   assert "collectives" in inspect.signature(client).parameters
-  monkeypatch.setattr(_jax_compat, "_make_gloo", lambda **options: options)
-  monkeypatch.setattr(_jax_compat, "_make_cpu_client", lambda **o: made.append(o))
-  _jax_compat.join_cpus_at("127.0.0.1")
+  monkeypatch.setattr(jax_compat, "_make_gloo", lambda **options: options)
+  monkeypatch.setattr(jax_compat, "_make_cpu_client", lambda **o: made.append(o))
+  jax_compat.join_cpus_at("127.0.0.1")
   registered["cpu"]()
   options = {"distributed_client": None, "hostname": "127.0.0.1"}
   assert made == [{"collectives": options}]

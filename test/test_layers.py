@@ -75,20 +75,16 @@ LAYERS = {
     "torchax.saving",
   ),
   0: (
-    "torchax._jax_compat",
-    "torchax._torch_compat",
+    "torchax.compat",
     "torchax.config",
     "torchax.diagnostics.tracebacks",
     "torchax.diagnostics.user_code",
     "torchax.errors",
-    "torchax.extras",
     "torchax.logs",
     "torchax.ops.names",
-    "torchax.private",
     "torchax.types",
     "torchax.util",
     "torchax.version",
-    "torchax.versions",
   ),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
@@ -109,7 +105,7 @@ OPTIONAL = {
 # Where private API is used: each piece is looked up by its name, a string, so that a
 # version without it costs a feature. What is written out is what `find` cannot do.
 PRIVATE_API = {
-  "torch._C._group_tensors_by_device_and_dtype": "torchax._torch_compat.backend",
+  "torch._C._group_tensors_by_device_and_dtype": "torchax.compat.torch_compat.backend",
 }
 # Underscored, yet what every extension of torch is told to use, for want of another
 # name: operations, trees, and the base class of dispatch modes.
@@ -217,7 +213,9 @@ def _looked_up_names(module: Module):
 
 @each_module
 def test_private_api_is_looked_up_in_the_compat_modules(module):
-  if module.name.startswith(("torchax._jax_compat", "torchax._torch_compat")):
+  if module.name.startswith(
+    "torchax.compat."
+  ):
     return
   found = list(_looked_up_names(module))
   assert not found, f"private API in {module.path}, lines {found}"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import torchax
-from torchax import private
+from torchax.compat import private
 from torchax.errors import OperatorNotFound, PrivateApiError, UnsupportedVersionError
 from torchax.ops import names, ops_registry
 

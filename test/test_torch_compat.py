@@ -14,7 +14,7 @@ from functorch.compile import aot_module_simplified, make_boxed_func
 from torch.overrides import TorchFunctionMode
 
 import torchax
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.tensor import Tensor
 
 # Wrappers -----------------------------------------------------------------------------
@@ -24,7 +24,7 @@ class Wrapper(torch.Tensor):
   """A tensor without memory that counts its operations."""
 
   calls = 0
-  __torch_function__ = _torch_compat.disabled_torch_function
+  __torch_function__ = torch_compat.disabled_torch_function
 
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -33,7 +33,7 @@ class Wrapper(torch.Tensor):
 
 
 def wrapper(**options) -> Wrapper:
-  return _torch_compat.make_wrapper(Wrapper, (3,), **options)
+  return torch_compat.make_wrapper(Wrapper, (3,), **options)
 
 
 def test_a_wrapper_has_the_metadata_it_was_given():
@@ -53,7 +53,7 @@ def test_operations_on_a_wrapper_go_to_its_class():
 
 def test_operations_run_as_on_plain_tensors_without_dispatch():
   before = Wrapper.calls
-  with _torch_compat.without_dispatch():
+  with torch_compat.without_dispatch():
     result = torch.ops.aten.expand.default(wrapper(), (2, 3))
   assert Wrapper.calls == before
   assert result.shape == (2, 3) and result.stride() == (0, 1)
@@ -81,7 +81,7 @@ def test_metadata_is_taken_over_and_identity_kept():
   tensor = torch.zeros(2, 3, device="jax")
   source = torch.zeros(4, dtype=torch.int32, device="jax")
   identity = id(tensor)
-  _torch_compat.set_metadata(tensor, source)
+  torch_compat.set_metadata(tensor, source)
   assert id(tensor) == identity
   assert tensor.shape == (4,) and tensor.dtype == torch.int32
 
@@ -94,11 +94,11 @@ def test_metadata_can_be_set_inside_an_operation():
 
 def test_a_tensor_becomes_a_parameter():
   tensor = torch.ones(2, device="jax")
-  assert not _torch_compat.is_parameter(tensor)
-  assert _torch_compat.mark_as_parameter(tensor) is tensor
-  assert _torch_compat.is_parameter(tensor)
-  assert _torch_compat.is_parameter(torch.nn.Parameter(torch.ones(2)))
-  assert not _torch_compat.is_parameter(torch.ones(2))
+  assert not torch_compat.is_parameter(tensor)
+  assert torch_compat.mark_as_parameter(tensor) is tensor
+  assert torch_compat.is_parameter(tensor)
+  assert torch_compat.is_parameter(torch.nn.Parameter(torch.ones(2)))
+  assert not torch_compat.is_parameter(torch.ones(2))
 
 
 # Modes --------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_function_modes_are_not_asked_inside_without_function_modes():
   with mode:
     torch.ones(1)
     before = mode.asked
-    with _torch_compat.without_function_modes():
+    with torch_compat.without_function_modes():
       torch.ones(1)
     assert mode.asked == before
     torch.ones(1)
@@ -136,7 +136,7 @@ def test_no_mode_is_active_inside_without_modes():
       return func(*args, **(kwargs or {}))
 
   with mode, Dispatch():
-    with _torch_compat.without_modes():
+    with torch_compat.without_modes():
       torch.ones(1)
     assert not seen
     torch.ones(1)
@@ -144,24 +144,24 @@ def test_no_mode_is_active_inside_without_modes():
 
 
 def test_dispatch_is_excluded_where_it_is_off():
-  assert not _torch_compat.dispatch_is_excluded()
-  with _torch_compat.without_dispatch():
-    assert _torch_compat.dispatch_is_excluded()
+  assert not torch_compat.dispatch_is_excluded()
+  with torch_compat.without_dispatch():
+    assert torch_compat.dispatch_is_excluded()
   torch.tensor([1.0], device="jax")
-  assert not _torch_compat.dispatch_is_excluded()
+  assert not torch_compat.dispatch_is_excluded()
 
 
 # The backend --------------------------------------------------------------------------
 
 
 def test_the_backend_has_the_name_jax():
-  assert torch._C._get_privateuse1_backend_name() == _torch_compat.BACKEND == "jax"
+  assert torch._C._get_privateuse1_backend_name() == torch_compat.BACKEND == "jax"
   assert torch.device("jax:0").type == "jax"
   assert torch.jax is torchax.device_module
 
 
 def test_registering_the_backend_twice_is_harmless():
-  _torch_compat.register_backend(torchax.device_module)
+  torch_compat.register_backend(torchax.device_module)
   assert torch.ones(1, device="jax").device.type == "jax"
 
 
@@ -199,16 +199,16 @@ PARSED = {
 @pytest.mark.parametrize("row", PARSED.values(), ids=PARSED)
 def test_the_arguments_of_to_are_parsed(row):
   args, kwargs, expected = row
-  assert _torch_compat.parse_to(*args, **kwargs)[:2] == expected
+  assert torch_compat.parse_to(*args, **kwargs)[:2] == expected
 
 
 BUILTINS = {
-  "linear": (_torch_compat.linear, torch.nn.functional.linear),
+  "linear": (torch_compat.linear, torch.nn.functional.linear),
   "attention": (
-    _torch_compat.scaled_dot_product_attention,
+    torch_compat.scaled_dot_product_attention,
     torch.nn.functional.scaled_dot_product_attention,
   ),
-  "one_hot": (_torch_compat.one_hot, torch.nn.functional.one_hot),
+  "one_hot": (torch_compat.one_hot, torch.nn.functional.one_hot),
 }
 
 
@@ -231,8 +231,8 @@ def test_attention_of_heads_asks_for_handlers_of_its_parts():
   weights = (layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0)
   out = (layer.out_proj.weight, layer.out_proj.bias)
   with Notes():
-    found, _ = _torch_compat.attention_of_heads(x, x, x, 4, 2, *weights, *out)
-  assert {_torch_compat.linear, torch.nn.functional.softmax} <= set(seen)
+    found, _ = torch_compat.attention_of_heads(x, x, x, 4, 2, *weights, *out)
+  assert {torch_compat.linear, torch.nn.functional.softmax} <= set(seen)
   assert torch.nn.functional.multi_head_attention_forward not in seen
   torch.testing.assert_close(found, layer(x, x, x)[0])
 
@@ -254,37 +254,37 @@ def test_a_recurrent_builtin_reaches_function_modes(name):
   }[name](2, 3)
   with Notes():
     layer(torch.ones(1, 1, 2))
-  assert getattr(_torch_compat, name) in seen
+  assert getattr(torch_compat, name) in seen
 
 
 # Decompositions -----------------------------------------------------------------------
 
 
 def test_the_table_of_decompositions_is_keyed_by_overload():
-  table = _torch_compat.decomposition_table()
+  table = torch_compat.decomposition_table()
   assert callable(table[torch.ops.aten.silu_backward.default])
 
 
 def test_a_composite_kernel_is_found():
   composite = torch.ops.aten.linear.default
-  decompose = _torch_compat.composite_decomposition(composite)
+  decompose = torch_compat.composite_decomposition(composite)
   x, weight = torch.ones(2, 3), torch.ones(4, 3)
   assert torch.equal(decompose(x, weight), x @ weight.t())
-  assert _torch_compat.composite_decomposition(torch.ops.aten.mm.default) is None
-  assert _torch_compat.composite_decomposition(torch.mm) is None
+  assert torch_compat.composite_decomposition(torch.ops.aten.mm.default) is None
+  assert torch_compat.composite_decomposition(torch.mm) is None
 
 
 def test_a_composite_operation_is_told_from_others():
   aten = torch.ops.aten
-  assert _torch_compat.is_composite(aten.nll_loss.default)
-  assert not _torch_compat.is_composite(aten.mm.default)
+  assert torch_compat.is_composite(aten.nll_loss.default)
+  assert not torch_compat.is_composite(aten.mm.default)
   # It exists for TorchScript alone.
-  assert not _torch_compat.is_composite(aten.__and__.bool)
-  assert not _torch_compat.is_composite(torch.mm)
+  assert not torch_compat.is_composite(aten.__and__.bool)
+  assert not torch_compat.is_composite(torch.mm)
 
 
 def test_a_composite_kernel_is_torchs_own():
-  kernel = _torch_compat.composite_kernel(torch.ops.aten.dropout.default)
+  kernel = torch_compat.composite_kernel(torch.ops.aten.dropout.default)
   x = torch.ones(50)
   torch.manual_seed(0)
   dropped = kernel(x, 0.5, True)
@@ -297,7 +297,7 @@ def notices(monkeypatch):
   """What is noticed of swaps of tensors of the class `Swapped`."""
   monkeypatch.setattr(torch.utils, "swap_tensors", torch.utils.swap_tensors)
   seen = []
-  _torch_compat.watch_swaps(Swapped, lambda: seen.append(1))
+  torch_compat.watch_swaps(Swapped, lambda: seen.append(1))
   return seen
 
 
@@ -352,7 +352,7 @@ def test_a_module_holds_other_tensors_inside_a_block():
   model[1].weight = model[0].weight
   own = model[0].weight
   other = torch.zeros(2, 2)
-  with _torch_compat.reparametrized(model, {"0.weight": other}):
+  with torch_compat.reparametrized(model, {"0.weight": other}):
     assert model[0].weight is other
     assert model[1].weight is other  # tied weights stay tied
   assert model[0].weight is own and model[1].weight is own
@@ -366,12 +366,12 @@ def test_operations_are_recorded_above_dispatch():
   """Also in a handler, and with a mode on that catches what C++ makes."""
   seen = []
 
-  class Handler(_torch_compat.DispatchMode):
+  class Handler(torch_compat.DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
       seen.append(str(func))
       if func is not torch.ops.aten.neg.default:
         return func(*args, **(kwargs or {}))
-      with _torch_compat.above_dispatch(), Handler():
+      with torch_compat.above_dispatch(), Handler():
         leaf = args[0].detach().requires_grad_()
         (gradient,) = torch.autograd.grad(leaf.clamp(0.0, 1.0).sum(), leaf)
       return gradient
@@ -383,10 +383,10 @@ def test_operations_are_recorded_above_dispatch():
 
 
 def test_saved_tensors_hooks_are_seen():
-  assert not _torch_compat.has_saved_tensors_hooks()
+  assert not torch_compat.has_saved_tensors_hooks()
   with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-    assert _torch_compat.has_saved_tensors_hooks()
-  assert not _torch_compat.has_saved_tensors_hooks()
+    assert torch_compat.has_saved_tensors_hooks()
+  assert not torch_compat.has_saved_tensors_hooks()
 
 
 def test_groups_of_tensors_have_the_device_that_python_sees():
@@ -415,19 +415,19 @@ def test_optimizers_and_clipping_take_jax_tensors_for_lists():
 
 
 def test_all_packets_of_aten_are_found():
-  packets = _torch_compat.aten_packets()
+  packets = torch_compat.aten_packets()
   assert torch.ops.aten.add in packets and torch.ops.aten._foreach_add_ in packets
   assert all(packet.overloads() for packet in packets)
 
 
 def test_a_wrapper_can_be_marked_as_conjugate_and_negative():
-  wrapper = _torch_compat.make_wrapper(
+  wrapper = torch_compat.make_wrapper(
     Wrapper, (2,), dtype=torch.complex64, device="meta"
   )
-  _torch_compat.set_conj(wrapper, True)
-  _torch_compat.set_neg(wrapper, True)
+  torch_compat.set_conj(wrapper, True)
+  torch_compat.set_neg(wrapper, True)
   assert torch.Tensor.is_conj(wrapper) and torch.Tensor.is_neg(wrapper)
-  _torch_compat.set_conj(wrapper, False)
+  torch_compat.set_conj(wrapper, False)
   assert not torch.Tensor.is_conj(wrapper)
 
 
@@ -443,11 +443,11 @@ def cast_operation():
 
   def kernel(x):
     calls.append(torch.is_autocast_enabled("jax"))
-    with _torch_compat.without_autocast():
+    with torch_compat.without_autocast():
       calls.append(torch.is_autocast_enabled("jax"))
       return op(x)
 
-  _torch_compat.register_autocast_kernel(op, kernel)
+  torch_compat.register_autocast_kernel(op, kernel)
   yield op, calls
   # Its own kernels alone: torch drops those of a library with the library.
   del library
@@ -475,9 +475,9 @@ def test_autocast_lets_through_what_has_no_kernel():
 def test_regions_of_a_graph_are_higher_order_operators():
   for name in ("cond", "while_loop", "wrap_with_set_grad_enabled"):
     region = getattr(torch.ops.higher_order, name)
-    assert isinstance(region, _torch_compat.HigherOrderOperator)
+    assert isinstance(region, torch_compat.HigherOrderOperator)
     assert region.name() == name
-  assert not isinstance(torch.ops.aten.add.Tensor, _torch_compat.HigherOrderOperator)
+  assert not isinstance(torch.ops.aten.add.Tensor, torch_compat.HigherOrderOperator)
 
 
 # torch.compile ------------------------------------------------------------------------
@@ -487,8 +487,8 @@ def test_fakes_are_known_and_made_where_a_graph_is_traced():
   seen = []
 
   def backend(graph, inputs):
-    example = _torch_compat.faked(torch.ones(3))
-    seen.append((_torch_compat.is_tracing(), _torch_compat.is_fake(example)))
+    example = torch_compat.faked(torch.ones(3))
+    seen.append((torch_compat.is_tracing(), torch_compat.is_fake(example)))
     return graph
 
   torch.compiler.reset()
@@ -496,9 +496,9 @@ def test_fakes_are_known_and_made_where_a_graph_is_traced():
   torch.compiler.reset()
   assert seen == [(True, True)]
   plain = torch.ones(3)
-  assert not _torch_compat.is_tracing()
-  assert _torch_compat.faked(plain) is plain
-  assert not _torch_compat.is_fake(plain)
+  assert not torch_compat.is_tracing()
+  assert torch_compat.faked(plain) is plain
+  assert not torch_compat.is_fake(plain)
 
 
 def test_results_are_the_arguments_that_an_operation_writes():
@@ -507,10 +507,10 @@ def test_results_are_the_arguments_that_an_operation_writes():
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
       plain = [x.inner if type(x) is cls else x for x in args]
       result = make(func(*plain, **(kwargs or {})))
-      return _torch_compat.correct_aliasing(func, args, kwargs or {}, result)
+      return torch_compat.correct_aliasing(func, args, kwargs or {}, result)
 
   def make(inner):
-    made = _torch_compat.make_wrapper(Wrapper, inner.shape, dtype=inner.dtype)
+    made = torch_compat.make_wrapper(Wrapper, inner.shape, dtype=inner.dtype)
     made.inner = inner
     return made
 
@@ -526,7 +526,7 @@ def test_recurrent_layers_are_traced():
   before = torch._dynamo.config.allow_rnn
   try:
     torch._dynamo.config.allow_rnn = False
-    _torch_compat.trace_recurrent_layers()
+    torch_compat.trace_recurrent_layers()
     assert torch._dynamo.config.allow_rnn
   finally:
     torch._dynamo.config.allow_rnn = before
@@ -534,7 +534,7 @@ def test_recurrent_layers_are_traced():
 
 def test_a_compiled_module_has_its_class():
   compiled = torch.compile(torch.nn.ReLU(), backend="eager")
-  assert type(compiled) is _torch_compat.compiled_module_class()
+  assert type(compiled) is torch_compat.compiled_module_class()
 
 
 def inner_function(x):
@@ -553,7 +553,7 @@ def test_a_function_is_kept_from_dynamo():
     return graph
 
   torch.compiler.reset()
-  _torch_compat.keep_from_dynamo(outer_function)
+  torch_compat.keep_from_dynamo(outer_function)
   run = torch.compile(outer_function, backend=backend)
   assert run(torch.ones(2)).tolist() == [2.0, 2.0]
   assert not graphs
@@ -563,10 +563,10 @@ def test_a_function_is_kept_from_dynamo():
 
 
 def test_export_takes_fake_tensors_of_any_device():
-  mode = _torch_compat.fake_mode_for_export()
+  mode = torch_compat.fake_mode_for_export()
   shell = torch.empty(2, 3, device="meta")
-  fake = _torch_compat.fake_tensor(mode, shell, torch.device("cuda:0"))
-  assert _torch_compat.is_fake(fake)
+  fake = torch_compat.fake_tensor(mode, shell, torch.device("cuda:0"))
+  assert torch_compat.is_fake(fake)
   assert fake.device == torch.device("cuda:0")
   program = torch.export.export(torch.nn.ReLU(), (fake,))
   (result,) = (n.meta["val"] for n in program.graph.nodes if n.op == "call_function")
@@ -575,9 +575,9 @@ def test_export_takes_fake_tensors_of_any_device():
 
 def test_hooks_are_counted():
   module = torch.nn.ReLU()
-  before = _torch_compat.count_of_hooks()
+  before = torch_compat.count_of_hooks()
   module.register_forward_hook(lambda *args: None)
-  assert _torch_compat.count_of_hooks() > before
+  assert torch_compat.count_of_hooks() > before
 
 
 class _Kept:
@@ -593,21 +593,21 @@ class _Kept:
 
 
 def test_the_code_of_classes_and_modules_is_found():
-  found = {code.co_name for code in _torch_compat.graphs._code_of(_Kept)}
+  found = {code.co_name for code in torch_compat.graphs._code_of(_Kept)}
   assert found == {"value", "make", "<lambda>"}
-  names = {code.co_name for code in _torch_compat.graphs._code_of(_torch_compat.modes)}
+  names = {code.co_name for code in torch_compat.graphs._code_of(torch_compat.modes)}
   assert {"is_watched", "ignore_compile_internals"} <= names
 
 
 def test_what_fakes_raise_where_numbers_are_asked_for():
-  error = _torch_compat.DataDependentOutputException("Tensor.answer")
+  error = torch_compat.DataDependentOutputException("Tensor.answer")
   assert isinstance(error, RuntimeError) and error.func == "Tensor.answer"
 
 
 def test_packages_are_left_to_python():
   trace_rules = importlib.import_module("torch._dynamo.trace_rules")
   path = importlib.import_module("jax.numpy").__file__
-  _torch_compat.leave_frames_of("jax")
+  torch_compat.leave_frames_of("jax")
   assert trace_rules.check_file(path).skipped
   assert not trace_rules.check_file(__file__).skipped
 
@@ -620,7 +620,7 @@ def test_draws_that_are_not_used_stay_in_graphs():
       found.append([str(node.target) for node in module.graph.nodes])
       return make_boxed_func(module.forward)
 
-    with _torch_compat.keeping_draws():
+    with torch_compat.keeping_draws():
       return aot_module_simplified(graph, inputs, fw_compiler=keep)
 
   torch.compiler.reset()
@@ -634,7 +634,7 @@ def test_draws_that_are_not_used_stay_in_graphs():
 def test_operations_that_take_graphs_come_to_dispatch_modes():
   seen = []
 
-  class Mode(_torch_compat.DispatchMode):
+  class Mode(torch_compat.DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
       seen.append(func)
       return func(*args, **(kwargs or {}))
@@ -671,7 +671,7 @@ def test_a_function_is_applied_as_by_apply_also_under_transforms():
   x = torch.ones(3, requires_grad=True)
 
   def twice(x):
-    return _torch_compat.apply_function(Twice, x)
+    return torch_compat.apply_function(Twice, x)
 
   twice(x).sum().backward()
   assert torch.equal(x.grad, torch.full((3,), 2.0))
@@ -683,7 +683,7 @@ def test_a_function_is_applied_as_by_apply_also_under_transforms():
 
 def test_a_holder_is_plain_whatever_is_on():
   with torchax.default_env(), torch.device("jax"):
-    holder = _torch_compat.holder()
+    holder = torch_compat.holder()
   assert type(holder) is torch.Tensor
   assert holder.device.type == "cpu"
 
@@ -695,13 +695,13 @@ def test_what_transforms_have_wrapped_is_found():
   x, found = torch.ones(2, 3), []
 
   def note(row):
-    found.append((row, _torch_compat.innermost(row)))
+    found.append((row, torch_compat.innermost(row)))
     return row.sum()
 
   torch.func.vmap(torch.func.grad(note))(x)
   ((wrapped, inner),) = found
   assert wrapped.shape == (3,) and inner is not wrapped and inner.shape == (2, 3)
-  assert _torch_compat.innermost(x) is x
+  assert torch_compat.innermost(x) is x
 
 
 # torch.distributed --------------------------------------------------------------------
@@ -728,7 +728,7 @@ def test_a_rerouted_function_stays_the_object_that_it_was():
     return original(*args, **kwargs) if args[0] else "ours"
 
   for _ in range(2):  # the second time changes nothing
-    _torch_compat.reroute(decorated, instead)
+    torch_compat.reroute(decorated, instead)
   assert decorated(1) == ("around", 4) and decorated(1, 2, z=5) == ("around", 8)
   assert decorated(0, z=5) == ("around", "ours")
   assert calls == [((1,), {}), ((1, 2), {"z": 5}), ((0,), {"z": 5})]
@@ -748,7 +748,7 @@ def test_a_rerouted_method_stays_static_or_bound():
 
   for name in ("bound", "static"):
     for _ in range(2):
-      _torch_compat.reroute_method(
+      torch_compat.reroute_method(
         Counter, name, lambda original, *args: [original(*args)]
       )
   assert Counter().bound(1) == [("Counter", 1)]
@@ -768,7 +768,7 @@ def test_a_rerouted_method_stays_static_or_bound():
   ],
 )
 def test_what_is_rerouted_closes_over_nothing(path):
-  assert not inspect.unwrap(_torch_compat.function_of(path)).__closure__
+  assert not inspect.unwrap(torch_compat.function_of(path)).__closure__
 
 
 def test_a_mesh_can_be_made_without_communicators():
@@ -776,7 +776,7 @@ def test_a_mesh_can_be_made_without_communicators():
 
   original = DeviceMesh.__init__
   original = getattr(original, "_torchax_original", original)
-  names = {*_torch_compat.options_of_mesh(original, {"mesh_dim_names": ("x",)}, 3)[0]}
+  names = {*torch_compat.options_of_mesh(original, {"mesh_dim_names": ("x",)}, 3)[0]}
   assert {"mesh_dim_names", "_init_backend", "_rank"} == names
-  assert _torch_compat.current_mesh() is None
-  assert _torch_compat.group_by_name("no group has this name") is None
+  assert torch_compat.current_mesh() is None
+  assert torch_compat.group_by_name("no group has this name") is None

@@ -10,7 +10,7 @@ from compare import assert_close, assert_same
 from ops.harness import floats
 
 import torchax
-from torchax import versions
+from torchax.compat import versions
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 from torchax.interop import jax_jit
 from torchax.ops import mappings

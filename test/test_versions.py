@@ -14,7 +14,7 @@ import torch
 from packaging.requirements import Requirement
 from source_tree import ROOT
 
-from torchax import versions
+from torchax.compat import versions
 from torchax.errors import UnsupportedVersionError
 
 NEWEST = {"torch": "99.0", "jax": "99.0", "jaxlib": "99.0", "numpy": "99.0"}

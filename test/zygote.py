@@ -34,7 +34,7 @@ class _Hiding(importlib.machinery.SourceFileLoader):
 
   def exec_module(self, module):
     super().exec_module(module)
-    if module.__name__ == "torchax.private":
+    if module.__name__ == "torchax.compat.private":
       self._hide_private(module)
     else:
       self._hide_operations(module)
@@ -60,7 +60,7 @@ class _Hiding(importlib.machinery.SourceFileLoader):
 
 class _Finder(importlib.abc.MetaPathFinder):
   FILES = {
-    "torchax.private": PACKAGE / "private.py",
+    "torchax.compat.private": PACKAGE / "compat/private.py",
     "torchax.ops.names": PACKAGE / "ops" / "names.py",
   }
 

@@ -13,7 +13,6 @@ import jax
 import torch
 
 from torchax import (
-  _torch_compat,
   amp,
   decompositions,
   device_module,
@@ -26,6 +25,7 @@ from torchax import (
   view,
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
+from torchax.compat import torch_compat
 from torchax.compilation import CompileOptions, compile
 from torchax.config import Configuration
 from torchax.core import programs, storage
@@ -164,19 +164,19 @@ def _compose() -> None:
   tensor.Tensor.of_fake = fake_tensors.Fake
   tensor.Tensor.keep_gradient_beside = staticmethod(transfer.keep_gradient_beside)
   fake_tensors.Fake.shapes = lambda *called: default_env().shapes(*called)
-  _torch_compat.register_backend(device_module)
-  _torch_compat.support_foreach(tensor.Tensor, view.View)
-  _torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
-  _torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
-  _torch_compat.place_new_placeholders()
+  torch_compat.register_backend(device_module)
+  torch_compat.support_foreach(tensor.Tensor, view.View)
+  torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
+  torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
+  torch_compat.place_new_placeholders()
   files.register(tensor.Tensor, _means_jax)
   untyped_storage.register()
   damage.register()
   safetensors.register(_means_jax)
-  _torch_compat.answer_for_accelerator(device_module.ANSWERS)
-  _torch_compat.leave_data_parallel_alone()
-  _torch_compat.fork_one_stream()
-  _torch_compat.keep_overrides_in_backward()
+  torch_compat.answer_for_accelerator(device_module.ANSWERS)
+  torch_compat.leave_data_parallel_alone()
+  torch_compat.fork_one_stream()
+  torch_compat.keep_overrides_in_backward()
   torch.Generator = device_module.Generator  # type: ignore[misc]
   torch.Stream = streams.AnyStream  # type: ignore[misc]
   torch.Event = streams.AnyEvent  # type: ignore[misc]
@@ -189,7 +189,7 @@ def _compose() -> None:
   distributed.register()
   conversion_errors.register()
   applied_functions.register()
-  _torch_compat.keep_from_dynamo(
+  torch_compat.keep_from_dynamo(
     *(tensor, view, environment, modes, device_module, device_module.Generator),
     *(placement, streams.AnyStream, streams.AnyEvent),
     *(tracebacks, *interop.MODULES),

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.ops.names import aten, present, resolve
 
-DEVICE = _torch_compat.BACKEND
+DEVICE = torch_compat.BACKEND
 
 
 class CastPolicy(enum.Enum):
@@ -118,7 +118,7 @@ def _run(op, *args, **kwargs):
   """An operation under autocast: its policy is looked up, so it may be changed."""
   policy = autocast_policy.get(op)
   dtype = torch.get_autocast_dtype(DEVICE)
-  with _torch_compat.without_autocast():
+  with torch_compat.without_autocast():
     if policy is None:
       return op(*args, **kwargs)
     args, kwargs = execute_policy(policy, args, kwargs, dtype)
@@ -145,13 +145,13 @@ class _Policies(dict):
     self._by_name: dict[str, Any] = {}
 
   def __setitem__(self, op, policy: CastPolicy) -> None:
-    if not isinstance(op, _torch_compat.OpOverload):
+    if not isinstance(op, torch_compat.OpOverload):
       raise TypeError(
         "autocast_policy expects an overload, such as torch.ops.aten.mm.default, but "
         f"got {op!r}. For all overloads of an operation, set each of `.overloads()`."
       )
     if op not in self._seen:
-      _torch_compat.register_autocast_kernel(op, functools.partial(_run, op))
+      torch_compat.register_autocast_kernel(op, functools.partial(_run, op))
       self._seen.add(op)
       self._by_name.setdefault(_name_of(op), op)
     super().__setitem__(op, policy)
@@ -339,4 +339,4 @@ for op in present(_WITH_OPTIONAL_DTYPE):
 for op in _WITH_DTYPE:
   autocast_policy[op] = CastPolicy.FP32_APPEND_DTYPE
 for op in _functional_overloads(_COMPOSITES):
-  _torch_compat.register_autocast_kernel(op, _torch_compat.composite_kernel(op))
+  torch_compat.register_autocast_kernel(op, torch_compat.composite_kernel(op))

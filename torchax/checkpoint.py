@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import _jax_compat, extras, rng
+from torchax import rng
+from torchax.compat import extras, jax_compat
 from torchax.core.explanations import require_eager
 from torchax.devices import placement
 from torchax.diagnostics.tracebacks import ending_at_the_user
@@ -621,7 +622,7 @@ class _Reader:
     if kind in _ON_JAX:
       array = jnp.asarray(array)
       if "layout" not in node and not placement.is_spread(array):
-        array = _jax_compat.uncommitted(array)
+        array = jax_compat.uncommitted(array)
     if kind == "keys":
       return _keys(array, node["impl"])
     if kind.endswith("tensor"):

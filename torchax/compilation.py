@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.export.compiled import ExportedFunction
 from torchax.interop import JittableModule, jax_jit
@@ -174,7 +174,7 @@ def _with_dynamo(function, owner, options: CompileOptions, is_renewed: bool = Fa
   if is_renewed:
     # A backend of its own: Dynamo, which ignores hooks that are registered later, finds
     # nothing of what it compiled before.
-    backend = functools.partial(_torch_compat.backend_named(backend))
+    backend = functools.partial(torch_compat.backend_named(backend))
   return torch.compile(function, backend=backend, options=dict(options.jax_jit_kwargs))
 
 

@@ -8,13 +8,13 @@ than `rand`. They draw through torch, from the scope of the tensors' device.
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.ops import ops_registry
 from torchax.ops.schema import schema_of
 
 DECOMPOSITIONS: dict = {
   op: function
-  for op, function in _torch_compat.decomposition_table().items()
+  for op, function in torch_compat.decomposition_table().items()
   if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())
 }
 
@@ -22,7 +22,7 @@ DECOMPOSITIONS: dict = {
 MUTABLE_DECOMPOSITION: list = [
   op
   for op in DECOMPOSITIONS
-  if isinstance(op, _torch_compat.OpOverload) and schema_of(op).written
+  if isinstance(op, torch_compat.OpOverload) and schema_of(op).written
 ]
 
 ops_registry.decompositions = DECOMPOSITIONS

@@ -9,7 +9,8 @@ import dataclasses
 
 import torch
 
-from torchax import _torch_compat, amp, rng
+from torchax import amp, rng
+from torchax.compat import torch_compat
 from torchax.devices import placement
 from torchax.devices.forks import Fork
 from torchax.devices.generator import Generator
@@ -190,7 +191,7 @@ def _capability(index: int) -> dict[str, set[torch.dtype]]:
 
 def _lazy_init() -> None:
   """torch calls it once, before its C++ makes or moves a tensor to the device."""
-  _torch_compat.register_guard()
+  torch_compat.register_guard()
 
 
 def _is_in_bad_fork() -> bool:
@@ -204,7 +205,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
   Raises:
     PrivateApiError: this version of torch would cast nothing.
   """
-  _torch_compat.require_autocast()
+  torch_compat.require_autocast()
   return list(amp.LOWER_PRECISION)
 
 

@@ -14,7 +14,8 @@ import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat, amp, rng
+from torchax import amp, rng
+from torchax.compat import torch_compat
 from torchax.config import Configuration
 from torchax.core import switches
 from torchax.devices import placement
@@ -473,7 +474,7 @@ class Environment(contextlib.ContextDecorator):
     kind = torch.device(device).type
     if kind == "cuda":
       return self.enabled and self.config.treat_cuda_as_jax_device
-    return kind in ("jax", _torch_compat.HIDDEN_DEVICE.type)
+    return kind in ("jax", torch_compat.HIDDEN_DEVICE.type)
 
   def _is_same_device(self, the_tensor: torch.Tensor, new_device) -> bool:
     if new_device is None:

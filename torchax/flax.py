@@ -18,7 +18,8 @@ import jax
 import numpy as np
 import torch
 
-from torchax import extras, rng
+from torchax import rng
+from torchax.compat import extras
 from torchax.core.partitions import Partition, is_array
 from torchax.core.programs import ProgramCache
 from torchax.dispatch import autograd

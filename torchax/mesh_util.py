@@ -18,7 +18,7 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core import explicit_axes
 from torchax.core.explanations import require_eager
 from torchax.devices import placement
@@ -440,7 +440,7 @@ def _laid_out(tensor: torch.Tensor, sharding: NamedSharding) -> Tensor:
   elif tensor.is_meta:
     dtype = mappings.t2j_dtype(tensor.dtype)
     array = jax.numpy.zeros(tuple(tensor.shape), dtype, device=sharding)
-  elif _jax_compat.is_staging():  # a constant of the compiled function
+  elif jax_compat.is_staging():  # a constant of the compiled function
     array = jax.device_put(mappings.t2j(tensor), sharding)
   else:
     array = mappings.t2j(tensor, place=sharding)

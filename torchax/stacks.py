@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.partitions import Partition
 from torchax.interop import gradient_checkpoint, jax_jit, scan
@@ -135,7 +135,7 @@ class ScannedModule(torch.nn.Module):
     args, kwargs = arguments.filled(others)
 
     def layer(value, tensors):
-      with _torch_compat.reparametrized(self.c.one_mod, tensors):
+      with torch_compat.reparametrized(self.c.one_mod, tensors):
         result = self.next_input(self.c.one_mod(value, *args, **kwargs))
       return result, {name: tensors[name] for name in self._layer_buffers}
 

@@ -25,7 +25,7 @@ from jax import Array
 from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode, switches
 from torchax.core.explanations import explain_arrays, loses_gradient, no_numbers
 from torchax.core.storage import Blank, Content, Rebindings, Storage
@@ -45,8 +45,8 @@ T = TypeVar("T", bound="Tensor")
 META = torch.device("meta")
 SUPPORTED_JAX_PLATFROM = ["cpu", "cuda", "gpu", "tpu"]
 
-_make_wrapper = _torch_compat.make_wrapper
-_without_overrides = _torch_compat.without_function_overrides
+_make_wrapper = torch_compat.make_wrapper
+_without_overrides = torch_compat.without_function_overrides
 _is_compiling = torch.compiler.is_compiling
 _suspended = switches.suspended.get
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
@@ -135,7 +135,7 @@ class Tensor(torch.Tensor):
   def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
     storage, chain, env = context.storage, context.chain, context.env
     shell = inner_tensors["_shell"]
-    if _torch_compat.is_fake(shell):
+    if torch_compat.is_fake(shell):
       return Tensor.of_fake(shell, outer_size, outer_stride)
     tensor = _make_wrapper(
       Tensor,
@@ -155,7 +155,7 @@ class Tensor(torch.Tensor):
     shell = self.__dict__.get("_kept_shell")
     layout = (self.shape, self.stride(), self.dtype)
     if shell is None or (shell.shape, shell.stride(), shell.dtype) != layout:
-      with _torch_compat.without_modes():
+      with torch_compat.without_modes():
         shell = torch.empty_strided(*layout[:2], dtype=self.dtype, device=META)
       self._kept_shell = shell
     return shell
@@ -364,7 +364,7 @@ class Tensor(torch.Tensor):
     Unlike `detach()`, changes of it in place are not counted: as in torch, a backward
     pass does not notice them.
     """
-    if _jax_compat.is_top_level():
+    if jax_compat.is_top_level():
       return like(self, self._storage, self._chain)
     return like(self, self._storage, self._chain.append(StopGradientInfo()))
 
@@ -379,7 +379,7 @@ class Tensor(torch.Tensor):
     if boundary is not None and self._storage.birth is not boundary:
       self._replace_outer(other)
       return
-    _torch_compat.set_metadata(self, other)
+    torch_compat.set_metadata(self, other)
     rebind(self, other)
 
   def _replace_outer(self, other: Tensor) -> None:
@@ -432,8 +432,8 @@ class Tensor(torch.Tensor):
       storage = memo[id(self._storage)] = Storage(jnp.copy(self._storage.read()))
     copied = like(self, storage, self._chain)
     memo[id(self)] = copied
-    if _torch_compat.is_parameter(self):
-      _torch_compat.mark_as_parameter(copied)
+    if torch_compat.is_parameter(self):
+      torch_compat.mark_as_parameter(copied)
     for name, value in self.__dict__.items():
       if name not in files.OWN:
         copied.__dict__[name] = copy.deepcopy(value, memo)
@@ -482,7 +482,7 @@ class Tensor(torch.Tensor):
 @functools.lru_cache(maxsize=1024)  # it keeps the classes
 def _handles_functions(cls: Any) -> bool:
   """Whether a class that is not ours handles torch functions: then it goes first."""
-  if issubclass(cls, Tensor | _jax_compat.ArrayImpl | _jax_compat.Tracer):
+  if issubclass(cls, Tensor | jax_compat.ArrayImpl | jax_compat.Tracer):
     return False
   if cls.__module__.startswith("torch.nested."):
     return False  # torch's own; they are refused by name
@@ -514,8 +514,8 @@ def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool):
       f"A saved jax tensor holds a tensor, but got {type(data).__name__}: the file is "
       "damaged, or not one of torch.save."
     )
-  is_placed = isinstance(data, Tensor) or _torch_compat.has_map_location()
-  if not is_placed and not _torch_compat.is_read_later(data.untyped_storage()):
+  is_placed = isinstance(data, Tensor) or torch_compat.has_map_location()
+  if not is_placed and not torch_compat.is_read_later(data.untyped_storage()):
     data = data.to("jax")
   if is_parameter:
     return torch.nn.Parameter(data, requires_grad)
@@ -589,9 +589,9 @@ def alias(
   if chain.is_marked:
     marks = layout if isinstance(layout, torch.Tensor) else source
     if _is_conj(marks):
-      _torch_compat.set_conj(other, True)
+      torch_compat.set_conj(other, True)
     if _is_neg(marks):
-      _torch_compat.set_neg(other, True)
+      torch_compat.set_neg(other, True)
   return other
 
 

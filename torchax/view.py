@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.view_steps import (
   AsStridedInfo,
   Chain,
@@ -48,7 +48,7 @@ class View(Tensor):
   @staticmethod
   def __new__(cls, parent: Tensor, view_info: ViewInfo, env: Any):
     shape = view_info.calculate_output_shape(parent.jax())
-    return _torch_compat.make_wrapper(
+    return torch_compat.make_wrapper(
       cls,
       shape,
       dtype=parent.dtype,

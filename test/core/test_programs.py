@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from torchax import versions
+from torchax.compat import versions
 from torchax.core import programs
 from torchax.ops.casting import cast
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchax
-from torchax import private, versions
+from torchax.compat import private, versions
 from torchax.diagnostics import report, self_check
 
 pytestmark = pytest.mark.programs

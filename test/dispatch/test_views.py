@@ -10,7 +10,7 @@ from compare import assert_same
 from ops.harness import floats
 
 import torchax
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.dispatch import views
 from torchax.interop import jax_jit
 from torchax.ops.schema import schema_of
@@ -153,7 +153,7 @@ WITHOUT_ROW = {
 def test_what_has_a_step_of_its_own_is_not_made_of_other_operations():
   # So a view that has one needs no look at how torch makes it.
   steps = {*views.STEPS, *views.MULTIPLE_STEPS}
-  assert not [op for op in steps if _torch_compat.is_composite(op)]
+  assert not [op for op in steps if torch_compat.is_composite(op)]
 
 
 def _overload(name: str):

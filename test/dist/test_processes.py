@@ -132,8 +132,8 @@ def test_processes_of_one_host_join_at_its_own_address(
   coordinator, address, monkeypatch
 ):
   joined = []
-  monkeypatch.setattr(start._jax_compat, "has_started", lambda: False)
-  monkeypatch.setattr(start._jax_compat, "join_cpus_at", joined.append)
+  monkeypatch.setattr(start.jax_compat, "has_started", lambda: False)
+  monkeypatch.setattr(start.jax_compat, "join_cpus_at", joined.append)
   monkeypatch.setattr(start, "_connect", lambda *args: None)
   for name, value in (OF_TWO | {"JAX_COORDINATOR_ADDRESS": coordinator}).items():
     monkeypatch.setenv(name, value)

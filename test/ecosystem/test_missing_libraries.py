@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from torchax import extras
+from torchax.compat import extras
 from torchax.errors import UnsupportedVersionError
 
 pytest.importorskip("accelerate", reason="the extra `ecosystem` is not installed")

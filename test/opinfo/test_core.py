@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import torchax
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 
 CORE = [
   overload
-  for packet in _torch_compat.aten_packets()
+  for packet in torch_compat.aten_packets()
   for overload in (getattr(packet, name) for name in packet.overloads())
   if torch.Tag.core in overload.tags
 ]

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from jax.experimental.pallas import tpu as pallas_tpu
 
 import torchax
-from torchax import _jax_compat, device_module
+from torchax import device_module
+from torchax.compat import jax_compat
 from torchax.devices import placement
 from torchax.interop import jax_view
 from torchax.ops.jaten import _attention_kernels as kernels
@@ -62,7 +63,7 @@ def test_the_kernel_of_tpus_is_attention_when_it_is_interpreted(
 
 
 def test_without_the_kernel_attention_is_plain(monkeypatch):
-  monkeypatch.setattr(_jax_compat, "flash_attention_of_tpus", lambda: None)
+  monkeypatch.setattr(jax_compat, "flash_attention_of_tpus", lambda: None)
   query, key = normals((1, 2, 8, 4), (1, 1, 6, 4))
   found = kernels.attention(query, key, key, kernel="pallas", scale=0.3)
   expected = scaled_dot_product_attention(query, key, key, scale=0.3, enable_gqa=True)

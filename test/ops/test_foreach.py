@@ -10,7 +10,7 @@ from torch.testing._internal import common_methods_invocations as database
 from torch.utils import _pytree as pytree
 
 import torchax
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.errors import MixedDeviceError
 from torchax.interop import jax_jit
 from torchax.ops.jaten import foreach
@@ -105,7 +105,7 @@ def test_a_foreach_function_gives_what_torch_gives(name, dtype):
 def test_every_foreach_operation_of_torch_has_something_to_run(env):
   packets = [
     packet
-    for packet in _torch_compat.aten_packets()
+    for packet in torch_compat.aten_packets()
     if packet.__name__.startswith("_foreach_")
   ]
   assert len(packets) > 90

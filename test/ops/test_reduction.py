@@ -7,7 +7,7 @@ import torch
 from ops.harness import Case, check, floats, ints
 
 import torchax
-from torchax import versions
+from torchax.compat import versions
 
 bf16 = torch.bfloat16
 X = floats(3, 4, 5)

@@ -23,7 +23,7 @@ from compare import assert_same
 from source_tree import PACKAGE
 
 import torchax
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.interop import jax_jit
 from torchax.ops import builtin, jaten, jtorch, ops_registry
@@ -702,7 +702,7 @@ def test_a_decomposition_stands_in_for_a_lowering():
     if isinstance(operation, torch._ops.OpOverload)
     and operation not in ops_registry.all_aten_ops
     and operation.overloadpacket not in ops_registry.all_aten_ops
-    and not _torch_compat.is_composite(operation)
+    and not torch_compat.is_composite(operation)
   ]
   assert decomposed
   for operation in decomposed:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchax
-from torchax import versions
+from torchax.compat import versions
 from torchax.errors import TracedDrawError
 from torchax.interop import call_jax, jax_jit, jax_view, torch_view
 

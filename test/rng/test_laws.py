@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from rng.draws import DRAWS
 from rng.jaxprs import equations
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.errors import TracedDrawError
 from torchax.interop import (
   functional_rng,
@@ -427,8 +427,8 @@ def no_readback(monkeypatch):
   def read(array, *args):
     raise AssertionError("an array was read back from the device")
 
-  monkeypatch.setattr(_jax_compat.ArrayImpl, "_value", property(read))
-  monkeypatch.setattr(_jax_compat.ArrayImpl, "item", read)
+  monkeypatch.setattr(jax_compat.ArrayImpl, "_value", property(read))
+  monkeypatch.setattr(jax_compat.ArrayImpl, "item", read)
   # numpy takes the memory of a CPU array without asking it.
   for name in ("array", "asarray"):
     plain = getattr(np, name)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils import data
 
-from torchax import versions
+from torchax.compat import versions
 from torchax.errors import TracedStateError
 from torchax.interop import jax_jit
 

@@ -24,7 +24,7 @@ from spawned import answer
 
 import torchax
 from torchax import tensor as _tensor
-from torchax import versions
+from torchax.compat import versions
 from torchax.errors import (
   DamagedFileError,
   MutationError,

@@ -1,6 +1,6 @@
 """Errors that several places raise: why a tensor has no numbers, or no gradient."""
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core.storage import active
 from torchax.errors import (
   ConversionError,
@@ -9,7 +9,7 @@ from torchax.errors import (
   TracedStateError,
 )
 
-_ARRAYS = (_jax_compat.ArrayImpl, _jax_compat.Tracer)
+_ARRAYS = (jax_compat.ArrayImpl, jax_compat.Tracer)
 
 
 def no_numbers(asked: str) -> TracedStateError:
@@ -51,7 +51,7 @@ def require_eager(user: str) -> None:
   Raises:
     TracedStateError: a function is being traced.
   """
-  if not _jax_compat.is_staging():
+  if not jax_compat.is_staging():
     return
   boundary = active.boundary
   name = "a function" if boundary is None else f"`{boundary.name}`"

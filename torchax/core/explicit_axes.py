@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core import programs
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.partitions import Partition, is_array
@@ -25,7 +25,7 @@ from torchax.errors import ShardingError
 
 # What JAX raises where types do not agree: its own class; loops and conversions raise
 # plain ones. A mistake in the arguments raises the same in both kinds of axes.
-_REFUSALS = (_jax_compat.ShardingTypeError, TypeError, ValueError, NotImplementedError)
+_REFUSALS = (jax_compat.ShardingTypeError, TypeError, ValueError, NotImplementedError)
 _chosen: BoundedCache = BoundedCache(4096)
 
 
@@ -259,7 +259,7 @@ def _places(function: Callable, operands, mesh: AbstractMesh, name: str, key):
     return function(*flat.filled(arrays))
 
   run.__name__ = "layout_of_" + name.replace(".", "_")
-  with _jax_compat.outside_of_traces(), no_mesh():
+  with jax_compat.outside_of_traces(), no_mesh():
     lowered = jax.jit(run).lower(*map(described, flat.dynamic))
     shardings = lowered.compile().output_shardings
   explicit = {

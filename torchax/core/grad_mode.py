@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 
 
 class _Applied(threading.local):
@@ -53,7 +53,7 @@ def counted_anew() -> Iterator[None]:
   `torch.no_grad`, inference mode and the forward pass of a function count inside of it,
   and not around it.
   """
-  with forward_pass(is_stopped=False), _torch_compat.recording_anew():
+  with forward_pass(is_stopped=False), torch_compat.recording_anew():
     yield
 
 
@@ -103,16 +103,16 @@ def runs_formula() -> bool:
 
 def detaches() -> bool:
   """Whether `detach` has JAX see no derivative."""
-  return not (_jax_compat.is_top_level() or _saved.are_handed_out)
+  return not (jax_compat.is_top_level() or _saved.are_handed_out)
 
 
 def is_stopped() -> bool:
   """True where results have no gradient, whatever they are computed from."""
-  if torch.is_grad_enabled() or _jax_compat.is_top_level():
+  if torch.is_grad_enabled() or jax_compat.is_top_level():
     return False
-  if _torch_compat.in_backward():
+  if torch_compat.in_backward():
     return False
-  return not _torch_compat.in_function_forward() or _applied.is_stopped
+  return not torch_compat.in_function_forward() or _applied.is_stopped
 
 
 def stopped(tree):

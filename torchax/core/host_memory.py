@@ -7,7 +7,7 @@ The tensors stay resizable: `Tensor.numpy()` and `torch.from_numpy` leave a stor
 import numpy as np
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 
 _CPU = (1, 0)  # DLPack's name of the device
 
@@ -18,7 +18,7 @@ class _Exported:
   __slots__ = ("_capsule",)
 
   def __init__(self, tensor: torch.Tensor):
-    self._capsule = _torch_compat.dlpack_capsule(tensor)
+    self._capsule = torch_compat.dlpack_capsule(tensor)
 
   def __dlpack__(self, **options):
     return self._capsule
@@ -48,7 +48,7 @@ def tensor_of(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     values: of any shape, in a dtype that numpy and torch share.
     dtype: torch's name of that dtype.
   """
-  with _torch_compat.unnoticed(), _torch_compat.without_dispatch():
+  with torch_compat.unnoticed(), torch_compat.without_dispatch():
     tensor = torch.empty(values.shape, dtype=dtype, device="cpu")
     np.copyto(array_of(tensor), values)
   return tensor

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core.bounded_cache import BoundedCache
 from torchax.devices import placement
 
@@ -24,7 +24,7 @@ CALL, PROGRAM = 2**17, 2**25
 # Of the arguments of a call; a program copies more in less time.
 MOST_BYTES = 2**24
 _MOST_SHAPES = 4096
-_ArrayImpl = _jax_compat.ArrayImpl
+_ArrayImpl = jax_compat.ArrayImpl
 _shape = operator.attrgetter("shape")
 
 
@@ -72,17 +72,17 @@ def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
     The operands in their order and the CPU that arrays are committed to, if they are;
     None where the host has not got all of them.
   """
-  if _jax_compat.is_guarded() or not jax.sharding.get_abstract_mesh().empty:
+  if jax_compat.is_guarded() or not jax.sharding.get_abstract_mesh().empty:
     return None
   place, found = None, []
   for operand in operands:
     array, *starts = operand if type(operand) is tuple else (operand,)
     if type(array) is _ArrayImpl:
-      if not (array.is_fully_addressable and _jax_compat.is_of_host(array)):
+      if not (array.is_fully_addressable and jax_compat.is_of_host(array)):
         return None
       if len(array.devices()) > 1:
         return None
-      if _jax_compat.is_committed(array):
+      if jax_compat.is_committed(array):
         if place is not None and place != array.sharding:
           return None
         place = array.sharding

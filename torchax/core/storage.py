@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.errors import MutationError, TracedStateError
 
 
@@ -176,7 +176,7 @@ class Blank(Storage):
   @property
   def array(self) -> jax.Array:
     shape, dtype, device = _array_slot.__get__(self)
-    with _jax_compat.outside_of_traces():
+    with jax_compat.outside_of_traces():
       self.array = jax.device_put(np.zeros(shape, dtype), device)
     return self.array
 
@@ -238,7 +238,7 @@ class Ended(Storage):
 
   @property
   def array(self) -> jax.Array:
-    if self.birth.is_trace or _jax_compat.is_top_level():
+    if self.birth.is_trace or jax_compat.is_top_level():
       raise self._error()
     return _array_slot.__get__(self)
 

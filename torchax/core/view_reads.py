@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core import explicit_axes, numpy_fallback, programs
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.view_steps import Chain, MovingChain, ViewInfo
@@ -59,4 +59,4 @@ def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
   reader = _readers.get(form)
   if reader is None:
     reader = _readers[form] = _reader(form)
-  return (reader if _jax_compat.is_top_level() else reader.in_traces)(operand)
+  return (reader if jax_compat.is_top_level() else reader.in_traces)(operand)

@@ -9,7 +9,7 @@ They are replaced in the child alone, so nobody asks about forks on the way to J
 import os
 from typing import Any, ClassVar
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.errors import ForkError
 
 MESSAGE = (
@@ -41,7 +41,7 @@ class Fork:
   @classmethod
   def _before(cls) -> None:
     # Asked here: in the child, JAX's lock may be held by a thread that is not there.
-    cls._has_started = _jax_compat.has_started()
+    cls._has_started = jax_compat.has_started()
 
   @classmethod
   def _in_child(cls) -> None:

@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from typing import Any
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.devices import placement
 
 _IN_USE, _PEAK, _LIMIT = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
@@ -28,7 +28,7 @@ def memory_stats(device=None) -> OrderedDict[str, Any]:
     NoSuchDeviceError: there is no such device.
   """
   index = _index(device)
-  if not _jax_compat.has_started():
+  if not jax_compat.has_started():
     return OrderedDict()
   return OrderedDict(placement.jax_device(index).memory_stats() or {})
 

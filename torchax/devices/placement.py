@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.errors import NoSuchDeviceError, ShardingError
 
-_ArrayImpl = _jax_compat.ArrayImpl
+_ArrayImpl = jax_compat.ArrayImpl
 
 
 class _Current(threading.local):
@@ -167,7 +167,7 @@ def set_current(device) -> None:
   _current.index = index
   if index and not Several.resolves:
     Several.resolves = True
-    _torch_compat.resolve_in_to(_resolved)
+    torch_compat.resolve_in_to(_resolved)
 
 
 def _resolved(value):
@@ -252,7 +252,7 @@ def is_spread(array: jax.Array) -> bool:
 
 def spread_of(array: jax.Array) -> Sharding | None:
   """How an array lies on several devices; None for any other one."""
-  if type(array) is not _ArrayImpl or not _jax_compat.is_committed(array):
+  if type(array) is not _ArrayImpl or not jax_compat.is_committed(array):
     return None  # the common case
   return array.sharding if len(array.sharding.device_set) > 1 else None
 
@@ -311,7 +311,7 @@ def make(function: Callable, target) -> Any:
     function: without arguments; returns a tree of arrays.
     target: see `target_of`; None lets it run as it is.
   """
-  if target is None or _jax_compat.is_staging():
+  if target is None or jax_compat.is_staging():
     return function()
   with jax.default_device(target):
     made = function()
@@ -331,7 +331,7 @@ def put(array: jax.Array, device) -> jax.Array:
     return array
   moved = jax.device_put(array, target)
   if index == default_index():
-    return _jax_compat.uncommitted(moved)
+    return jax_compat.uncommitted(moved)
   Several.in_use = True
   return moved
 
@@ -427,8 +427,8 @@ def from_host(values: np.ndarray, place: Sharding | None = None) -> jax.Array:
     values: of any shape.
     place: the device to which the array is committed.
   """
-  if _jax_compat.is_top_level() and jax.sharding.get_abstract_mesh().empty:
-    return _jax_compat.from_host(values, place)
+  if jax_compat.is_top_level() and jax.sharding.get_abstract_mesh().empty:
+    return jax_compat.from_host(values, place)
   return jnp.array(values)
 
 
@@ -443,7 +443,7 @@ def constrained(array: jax.Array, place: Sharding | None) -> jax.Array:
 
 def place_of(array: jax.Array) -> Sharding | None:
   """What an array is committed to; None for one that JAX may move."""
-  if type(array) is _ArrayImpl and _jax_compat.is_committed(array):
+  if type(array) is _ArrayImpl and jax_compat.is_committed(array):
     return array.sharding
   return None
 
@@ -454,8 +454,8 @@ def put_back(array: jax.Array, place: Sharding | None) -> jax.Array:
     return array
   if place is not None:
     return array if array.sharding == place else jax.device_put(array, place)
-  if _jax_compat.is_committed(array) and not is_spread(array):
-    return _jax_compat.uncommitted(
+  if jax_compat.is_committed(array) and not is_spread(array):
+    return jax_compat.uncommitted(
       jax.device_put(array, jax_device(default_index() or 0))
     )
   return array

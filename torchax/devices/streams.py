@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import jax
 import torch
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.devices import placement
 from torchax.devices.stand_in import StandIn
 
@@ -37,7 +37,7 @@ def synchronize(device=None) -> None:
     NoSuchDeviceError: there is no such device.
   """
   index = placement.checked_index(device)
-  if not _jax_compat.has_started():
+  if not jax_compat.has_started():
     return
   target = None if index is None else placement.jax_device(index)
   for array in live_arrays():
@@ -56,7 +56,7 @@ class Stream(_StreamOfTorch):
   def __new__(cls, device=None, priority: int = 0, **_ignored):
     """Raises NoSuchDeviceError for a device that does not exist."""
     index = placement.checked_index(device)
-    _torch_compat.register_guard()
+    torch_compat.register_guard()
     stream = super().__new__(cls, device="jax")
     stream._index = placement.current_index() if index is None else index
     return stream
@@ -78,7 +78,7 @@ class Stream(_StreamOfTorch):
 
   def query(self) -> bool:
     """True if nothing is being computed on the device."""
-    if not _jax_compat.has_started():
+    if not jax_compat.has_started():
       return True
     device = placement.jax_device(self._index)
     arrays = [a for a in live_arrays() if device in a.sharding.device_set]

@@ -4,7 +4,7 @@ import textwrap
 
 import jax
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.storage import Ended
 from torchax.devices import parts, placement
 from torchax.ops import mappings
@@ -30,7 +30,7 @@ def text_of(tensor) -> str:
   elif tensor.requires_grad:
     suffix += ", requires_grad=True"
   text = f"{text[:-1]}{suffix})"
-  is_parameter = _torch_compat.is_parameter(tensor)
+  is_parameter = torch_compat.is_parameter(tensor)
   return f"Parameter containing:\n{text}" if is_parameter else text
 
 

@@ -6,7 +6,8 @@ import platform
 
 import jax
 
-from torchax import private, rng, versions
+from torchax import rng
+from torchax.compat import private, versions
 from torchax.version import VERSION
 
 _LIBRARIES = (

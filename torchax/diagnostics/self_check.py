@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.environment import default_env
 from torchax.errors import PrivateApiError
 from torchax.interop import jax_jit
@@ -91,14 +91,14 @@ def _draws() -> None:
     torch.manual_seed(0)
     return function()
 
-  with torch.random.fork_rng(devices=[0], device_type=_torch_compat.BACKEND):
+  with torch.random.fork_rng(devices=[0], device_type=torch_compat.BACKEND):
     eager = drawn_by(draw)
     _require_close(drawn_by(jax_jit(draw)), eager.cpu())
     _require_close(drawn_by(draw), eager.cpu())
 
 
 def _compile() -> None:
-  _torch_compat.require_capture()
+  torch_compat.require_capture()
   x = torch.linspace(0, 1, 4)
   _require_close(torch.compile(lambda x: x.cos() + 1, backend="jax")(x), x.cos() + 1)
 

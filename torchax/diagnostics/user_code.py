@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import jax
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 
 # Nobody looks in the files of these packages for the reason of a message.
 _FILES = (os.path.dirname(__file__), torch.__file__, jax.__file__)
@@ -53,7 +53,7 @@ def line() -> tuple[str, int] | None:
   Returns:
     None where JAX does not know it.
   """
-  return _graph.line or _jax_compat.line_outside(LIBRARIES)
+  return _graph.line or jax_compat.line_outside(LIBRARIES)
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -14,7 +14,8 @@ import torch
 from jax import lax
 from jax.extend import core
 
-from torchax import _jax_compat, _torch_compat, rng
+from torchax import rng
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode
 from torchax.core.linear_maps import with_derivative
 from torchax.dispatch.autograd import conjugate, is_inexact
@@ -23,15 +24,15 @@ from torchax.tensor import Tensor, new_tensor
 
 def _apply(apply: Callable, args: tuple):
   """`apply(*args)`, which is what torch does, with the function's own gradient."""
-  if _jax_compat.is_top_level():
+  if jax_compat.is_top_level():
     return apply(*args)
   # A function that another one applies is as the other one is.
-  if _torch_compat.in_function_forward() or torch.is_inference_mode_enabled():
+  if torch_compat.in_function_forward() or torch.is_inference_mode_enabled():
     return apply(*args)
   is_stopped = grad_mode.is_stopped()
-  if not is_stopped and not issubclass(apply.__self__, _torch_compat.OwnFunction):
+  if not is_stopped and not issubclass(apply.__self__, torch_compat.OwnFunction):
     places = [place for place, arg in enumerate(args) if _is_differentiated(arg)]
-    if places and not _torch_compat.are_transforms_active():
+    if places and not torch_compat.are_transforms_active():
       return _Application(args, places).run(apply.__self__)
   with grad_mode.forward_pass(is_stopped):
     return apply(*args)
@@ -44,7 +45,7 @@ def _is_differentiated(arg) -> bool:
   return isinstance(array, jax.core.Tracer) and is_inexact(array)
 
 
-class _Same(_torch_compat.OwnFunction):
+class _Same(torch_compat.OwnFunction):
   """Tensors with other arrays, which are theirs for torch."""
 
   @staticmethod
@@ -57,7 +58,7 @@ class _Same(_torch_compat.OwnFunction):
 
 
 def _same(arrays, tensors) -> tuple[Tensor, ...]:
-  return _torch_compat.apply_function(_Same, arrays, *tensors)
+  return torch_compat.apply_function(_Same, arrays, *tensors)
 
 
 class _Application:
@@ -93,8 +94,8 @@ class _Application:
     return tuple(leaves) if isinstance(out, tuple) else leaves[0]
 
   def _forward(self, function):
-    apply = _torch_compat.handing_out_by(grad_mode.handing_out_saved, function)
-    with _torch_compat.above_dispatch(), torch.enable_grad():
+    apply = torch_compat.handing_out_by(grad_mode.handing_out_saved, function)
+    with torch_compat.above_dispatch(), torch.enable_grad():
       sources = [new_tensor(array, self.env) for array in self.stopped]
       for source in sources:
         source.requires_grad_()
@@ -160,7 +161,7 @@ class _Backward:
     """Traces what torch computes for `recorded` with respect to `sources`."""
 
     def backward(*cotangents):
-      with _torch_compat.above_dispatch(), rng.continued():
+      with torch_compat.above_dispatch(), rng.continued():
         seeds = [new_tensor(array, env) for array in conjugate(cotangents)]
         found = torch.autograd.grad(
           recorded, sources, seeds, retain_graph=retains, allow_unused=True
@@ -183,7 +184,7 @@ class _Backward:
         raise failure
 
       return cls([], fail)
-    jaxpr = _jax_compat.without_constants(closed)
+    jaxpr = jax_compat.without_constants(closed)
 
     def run(constants, cotangents):
       return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))(*cotangents)
@@ -219,5 +220,5 @@ class _Backward:
 
 def register() -> None:
   """Has each function that is applied come here first."""
-  _torch_compat.keep_from_dynamo(_Application)
-  _torch_compat.intercept_applied_functions(_apply)
+  torch_compat.keep_from_dynamo(_Application)
+  torch_compat.intercept_applied_functions(_apply)

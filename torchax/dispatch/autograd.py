@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import explicit_axes, grad_mode, programs
 from torchax.dispatch import compiling
 from torchax.dispatch.batched_gradients import over_batches
@@ -75,9 +75,9 @@ class ArrayFunction:
     allowed = self._operator is None or self._operator.compiled is not False
     if not (allowed and self._is_compiled):
       return function
-    if _jax_compat.is_top_level():
+    if jax_compat.is_top_level():
       return compiled
-    return function if _jax_compat.is_staging() else compiled.in_traces
+    return function if jax_compat.is_staging() else compiled.in_traces
 
   def linearize(self, *arrays):
     """The result, and its pull-back: cotangents of outputs -> of inputs.
@@ -164,7 +164,7 @@ def _compiled_pull() -> Callable:
   return programs.jit(_pull)
 
 
-class _Call(_torch_compat.OwnFunction):
+class _Call(torch_compat.OwnFunction):
   """One recorded call of an `ArrayFunction`."""
 
   @staticmethod
@@ -229,11 +229,11 @@ def call(function: ArrayFunction | WithNumbers, tensors: list[Tensor]):
   """
   if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
     structure: list = []
-    leaves = _torch_compat.apply_function(_Call, function, structure, *tensors)
+    leaves = torch_compat.apply_function(_Call, function, structure, *tensors)
     return jax.tree.unflatten(structure[0], leaves)
   env = tensors[0]._env
   result = function.value(*[t.jax() for t in tensors])
-  if type(result) is _jax_compat.ArrayImpl:  # the common case, quicker
+  if type(result) is jax_compat.ArrayImpl:  # the common case, quicker
     return new_tensor(result, env)
   result = grad_mode.stopped(result)
   return jax.tree.map(lambda array: new_tensor(array, env), result)

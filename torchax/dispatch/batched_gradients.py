@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -28,9 +28,9 @@ def over_batches(backward: Callable, is_mapped: bool = True) -> Callable:
     if all(gradient is None or isinstance(gradient, Tensor) for gradient in gradients):
       return backward(ctx, *gradients)
     rows = _Rows(functools.partial(run, ctx), is_mapped)
-    if any(map(_torch_compat.is_transformed, gradients)):
+    if any(map(torch_compat.is_transformed, gradients)):
       return rows.with_none(_InTransforms.apply(rows, *gradients))
-    batch = _torch_compat.GradientBatch(gradients)
+    batch = torch_compat.GradientBatch(gradients)
     if batch.size is None:  # on the CPU
       return backward(ctx, *gradients)
     found = rows.stacked(batch.gradients, batch.is_batched, batch.size)
@@ -88,7 +88,7 @@ class _Rows:
     return tuple([new_tensor(array, env) for array in arrays])
 
 
-class _InTransforms(_torch_compat.OwnFunction):
+class _InTransforms(torch_compat.OwnFunction):
   """A backward pass inside the transforms of `torch.func`."""
 
   @staticmethod

@@ -7,7 +7,7 @@ where a result's shape depends on data, is not compiled from then on.
 import logging
 from collections.abc import Callable
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core import programs
 from torchax.errors import DataDependentError
 from torchax.ops.ops_registry import Kind, Operator, name_of
@@ -84,7 +84,7 @@ def explain(error: Exception, operator: Operator) -> None:
   Raises:
     DataDependentError: the lowering of a program asked for the values of an array.
   """
-  if operator.is_builtin or not _jax_compat.is_about_values(error):
+  if operator.is_builtin or not jax_compat.is_about_values(error):
     return
   raise DataDependentError(
     f"The lowering {name_of(operator.func)} of {operator.torch_op} needs the values of "

@@ -5,7 +5,7 @@ an answer here. What is asked is asked of values that they could not take anyway
 nothing that works is touched.
 """
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core.explanations import explain_arrays
 from torchax.errors import ConversionError
 from torchax.tensor import Tensor
@@ -28,7 +28,7 @@ def _given_to_torch(cls, func, types, args=(), kwargs=None):
   if any(issubclass(kind, Tensor) for kind in types):
     return NotImplemented  # it explains the same after its own lowering was tried
   try:
-    with _torch_compat.without_function_overrides():
+    with torch_compat.without_function_overrides():
       return func(*args, **(kwargs or {}))
   except TypeError as error:
     explain_arrays(error, func, types)
@@ -37,5 +37,5 @@ def _given_to_torch(cls, func, types, args=(), kwargs=None):
 
 def register() -> None:
   """Puts the answers in place."""
-  _jax_compat.describe(Tensor, _given_to_jax)
-  _jax_compat.answer_torch(_given_to_torch)
+  jax_compat.describe(Tensor, _given_to_jax)
+  jax_compat.answer_torch(_given_to_torch)

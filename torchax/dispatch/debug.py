@@ -5,7 +5,7 @@ import logging
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
@@ -105,4 +105,4 @@ def dispatch(env, dispatcher, func, args, kwargs):
 
 
 def _is_traced(value) -> bool:
-  return isinstance(value, Tensor) and _jax_compat.has_abstract_value(value.jax())
+  return isinstance(value, Tensor) and jax_compat.has_abstract_value(value.jax())

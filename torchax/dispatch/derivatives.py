@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core import grad_mode
 from torchax.core.linear_maps import with_derivative
 from torchax.core.partitions import Partition
@@ -41,9 +41,9 @@ class _Rule:
 
   def __call__(self, residuals, cotangents, wanted) -> list:
     with (
-      _torch_compat.above_dispatch(),
-      _torch_compat.without_function_modes(),
-      _torch_compat.without_autocast(),
+      torch_compat.above_dispatch(),
+      torch_compat.without_function_modes(),
+      torch_compat.without_autocast(),
       grad_mode.in_formula(),
     ):
       tensors = [new_tensor(array, self.env) for array in residuals[self.count :]]

@@ -12,7 +12,7 @@ import jax
 import torch
 from jax.sharding import Sharding
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core.storage import Storage, Unplaced
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
@@ -22,7 +22,7 @@ from torchax.ops.names import aten
 from torchax.rng import scope
 from torchax.tensor import Tensor
 
-_ArrayImpl = _jax_compat.ArrayImpl
+_ArrayImpl = jax_compat.ArrayImpl
 _META = torch.device("meta")
 
 # What is made for a tensor of another one's kind, but of a size of its own.
@@ -53,7 +53,7 @@ class PlacedPlan:
     if target is None:
       return self.plan(args, kwargs)
     if target is _META:
-      with _torch_compat.without_dispatch():
+      with torch_compat.without_dispatch():
         return self.op(*args, **kwargs)
     if isinstance(target, Sharding):
       return self.plan.made_on(target, args, kwargs)
@@ -66,7 +66,7 @@ class PlacedPlan:
     """The result where JAX puts what no array is committed to, whatever its tensor."""
     made = self.plan(args, kwargs)
     array = made._storage.array
-    if type(array) is _ArrayImpl and _jax_compat.is_committed(array):
+    if type(array) is _ArrayImpl and jax_compat.is_committed(array):
       target = placement.jax_device(placement.default_index())
       made._storage.array = jax.device_put(array, target)
     return made
@@ -229,6 +229,6 @@ def _follow(tensor: Tensor, index: int | None, is_free: bool) -> None:
   if is_free:
     unplaced(tensor)
   array = storage.array
-  if index is None or type(array) is not _ArrayImpl or _jax_compat.is_committed(array):
+  if index is None or type(array) is not _ArrayImpl or jax_compat.is_committed(array):
     return
   storage.array = placement.put(array, index)

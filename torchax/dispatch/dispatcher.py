@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.devices.placement import Several as _Several
 from torchax.dispatch import (
   device_plans,
@@ -137,7 +137,7 @@ class Dispatcher:
     operator = self.operator(func)
     if operator is not None:
       return operator
-    if not isinstance(func, _torch_compat.OpOverload):
+    if not isinstance(func, torch_compat.OpOverload):
       overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
       overloads.sort(key=lambda overload: bool(schema_of(overload).written))
       found = (self.find(overload) for overload in overloads)
@@ -158,10 +158,10 @@ class Dispatcher:
     # One that torch makes of others arrives whole where autograd is off, as in
     # inference mode. There too it is made as anywhere else, in the same parts: they
     # may write to running statistics, or ask for a number.
-    is_composite = _torch_compat.is_composite(func)
+    is_composite = torch_compat.is_composite(func)
     decompose = None if is_composite else ops_registry.decompositions.get(func)
     if decompose is None:
-      decompose = _torch_compat.composite_decomposition(func)
+      decompose = torch_compat.composite_decomposition(func)
     if decompose is None:
       return None
     # One that draws would draw inside the compiled function; one that answers with a
@@ -177,7 +177,7 @@ class Dispatcher:
       OperatorNotFound: there is none.
     """
     operator = self.operator(func)
-    if not isinstance(func, _torch_compat.OpOverload):
+    if not isinstance(func, torch_compat.OpOverload):
       if operator is None:
         raise self.not_found(func)
       return self._plan_of(func, operator)

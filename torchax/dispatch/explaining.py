@@ -3,7 +3,7 @@
 import jax
 import torch
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core.explanations import donated, leaked
 from torchax.devices import placement
 from torchax.dispatch import compiling, index_checks, torch_checks
@@ -48,9 +48,9 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
   compiling.explain(error, operator)
   if isinstance(error, jax.errors.UnexpectedTracerError):
     raise leaked(str(op)) from error
-  if _jax_compat.is_about_deletion(error):
+  if jax_compat.is_about_deletion(error):
     raise donated(str(op)) from error
-  if _jax_compat.is_about_devices(error):
+  if jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
   is_plain = type(error) in _PLAIN or str(error) == _RANK
   is_plain = is_plain and narrowing.REMEDY not in str(error)  # in words of our own
@@ -58,7 +58,7 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
     require_label_dtypes(op, args, kwargs, operator)
   if is_plain and operator.is_builtin:
     # In torch's own words, where torch refuses it too.
-    if isinstance(op, _torch_compat.OpOverload):
+    if isinstance(op, torch_compat.OpOverload):
       takes_device = "device" in schema_of(op).names
       torch_checks.raise_as_torch(op, args, kwargs, takes_device)
     elif op is not operator.func:

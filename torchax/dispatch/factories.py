@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import torch
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.devices import placement
 from torchax.dispatch import device_plans
 from torchax.environment import TENSOR_CONSTRUCTORS, Environment, env_on
@@ -78,13 +78,13 @@ def _unplaced_kernel(op) -> Callable:
   return kernel
 
 
-class _Pending(_torch_compat.CpuSubclass):
+class _Pending(torch_compat.CpuSubclass):
   """A CPU tensor that torch fills with numbers and then hands out: on jax."""
 
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
     plain, target = args[0].plain, args[0].target
-    if _torch_compat.is_tracing():  # a fake tensor of the device
+    if torch_compat.is_tracing():  # a fake tensor of the device
       return torch.empty(plain.shape, dtype=plain.dtype, device=target)
     return env_on().moved(plain, target)
 
@@ -96,13 +96,13 @@ def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
       f"Trying to create tensor with negative dimension {min(size)}: {list(size)}"
     )
   dtype = dtype or torch.get_default_dtype()
-  if _torch_compat.dispatch_is_excluded():
+  if torch_compat.dispatch_is_excluded():
     pending = _Pending.of(torch.empty(size, dtype=dtype, device="cpu"))
     pending.target = device
     return pending
   env = env_on()
   asked, dtype = dtype, mappings.t2j_dtype(dtype)
-  if _jax_compat.is_staging():
+  if jax_compat.is_staging():
     return new_tensor(jnp.zeros(size, dtype), env)
   chosen = placement.layout()
   spread = None if chosen is None else chosen(tuple(size))
@@ -149,20 +149,20 @@ def _pinned(tensor: torch.Tensor, device=None) -> torch.Tensor:
 
 def register_kernels() -> None:
   """Registers the kernels of factories for both devices, "jax" and the hidden one."""
-  register = _torch_compat.register_kernel
+  register = torch_compat.register_kernel
   register("_pin_memory", _pinned, "CPU")
   register("empty.memory_format", _empty)
   register("empty_strided", _empty_strided)
-  register("empty.memory_format", _empty_unplaced, _torch_compat.HIDDEN_KEY)
-  register("empty_strided", _empty_strided_unplaced, _torch_compat.HIDDEN_KEY)
-  register("_local_scalar_dense", _item, _torch_compat.SHAPE_KEY)
+  register("empty.memory_format", _empty_unplaced, torch_compat.HIDDEN_KEY)
+  register("empty_strided", _empty_strided_unplaced, torch_compat.HIDDEN_KEY)
+  register("_local_scalar_dense", _item, torch_compat.SHAPE_KEY)
   for name, key in _UNSUPPORTED:
     register(name, _unsupported, key)
   for name in _LOWERED:
     op = _overload(name)
     if op:
       register(name, _lowered_kernel(op))
-      register(name, _unplaced_kernel(op), _torch_compat.HIDDEN_KEY)
+      register(name, _unplaced_kernel(op), torch_compat.HIDDEN_KEY)
 
 
 def _without_device(func) -> Callable:
@@ -180,7 +180,7 @@ def _parse_to(args, kwargs):
   """What `Module.to` is asked for: C++ would take the wrapper's hidden device."""
   if args and isinstance(args[0], Tensor):
     args = (args[0].device, args[0].dtype, *args[1:])
-  return _torch_compat.parse_to(*args, **kwargs)
+  return torch_compat.parse_to(*args, **kwargs)
 
 
 def _type_as(args, kwargs) -> torch.Tensor:
@@ -193,7 +193,7 @@ def register_functions(env: Environment) -> None:
   """Adds factories with `out=` and moves to where a jax tensor is to an environment."""
   for func in (*TENSOR_CONSTRUCTORS, torch.normal):
     env.functions.add(func, _without_device(func))
-  env.functions.add(_torch_compat.parse_to, _parse_to)
+  env.functions.add(torch_compat.parse_to, _parse_to)
   env.functions.add(torch.Tensor.type_as, _type_as)
-  for func in (_torch_compat.tensor_to, _torch_compat.resolving_to):
+  for func in (torch_compat.tensor_to, torch_compat.resolving_to):
     env.functions.add(func, env._torch_Tensor_to)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.storage import Boundary, active
 from torchax.diagnostics import user_code
 from torchax.diagnostics.tracebacks import hide
@@ -34,7 +34,7 @@ def run(boundary: Boundary, func, args, kwargs):
     TracedDrawError: it draws.
     MutationError: it changes a tensor that was not made in the trace.
   """
-  if _torch_compat.is_tracing():
+  if torch_compat.is_tracing():
     return func(*args, **kwargs)
   tensors = list(_tensors((*args, *kwargs.values())))
   if any(tensor.device.type != "cpu" for tensor in tensors):
@@ -109,7 +109,7 @@ class _Functions(TorchFunctionMode):
     return func(*args, **(kwargs or {}))
 
 
-class _Operations(_torch_compat.DispatchMode):
+class _Operations(torch_compat.DispatchMode):
   """Runs the operations of a trace of which no tensor is on jax."""
 
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -171,7 +171,7 @@ def note(value) -> None:
   boundary = active.boundary
   if boundary is None or isinstance(value, Tensor):
     return
-  if isinstance(value, torch.Tensor | np.ndarray) and not _torch_compat.is_tracing():
+  if isinstance(value, torch.Tensor | np.ndarray) and not torch_compat.is_tracing():
     boundary.note_host(value)
 
 

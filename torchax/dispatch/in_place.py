@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core import grad_mode
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
@@ -26,7 +26,7 @@ from torchax.ops.schema import schema_of
 from torchax.tensor import Tensor
 from torchax.view import View
 
-_ArrayImpl = _jax_compat.ArrayImpl
+_ArrayImpl = jax_compat.ArrayImpl
 
 
 def writes_lists(op) -> bool:

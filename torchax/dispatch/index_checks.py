@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.config import Configuration
 from torchax.core import host_memory
 from torchax.core.view_steps import WHOLE
@@ -23,7 +23,7 @@ from torchax.ops import mappings
 from torchax.ops.index_rules import Rule
 from torchax.tensor import Tensor
 
-_ArrayImpl = _jax_compat.ArrayImpl
+_ArrayImpl = jax_compat.ArrayImpl
 _OneDevice = jax.sharding.SingleDeviceSharding
 
 
@@ -81,7 +81,7 @@ def _is_at_hand(array) -> bool:
   """True for an array of one CPU device that is computed."""
   return (
     type(array.sharding) is _OneDevice
-    and _jax_compat.is_of_host(array)
+    and jax_compat.is_of_host(array)
     and array.is_ready()
   )
 

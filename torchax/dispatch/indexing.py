@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core.explanations import not_assignable
 from torchax.core.storage import ReadOnly, Unplaced
 from torchax.core.view_steps import TracedIndexInfo
@@ -87,7 +87,7 @@ def _parts_of(part, indexed: Tensor) -> list:
     part = torch.as_tensor(part, device="cpu")
     part = part if part.dtype in _MASKS else part.long()
   is_known_mask = type(part) is torch.Tensor and part.dtype in _MASKS and part.dim()
-  if is_known_mask and not _jax_compat.is_top_level():
+  if is_known_mask and not jax_compat.is_top_level():
     return list(part.nonzero(as_tuple=True))  # in a trace it would lose its values
   return [part]
 

@@ -10,7 +10,7 @@ nothing. Modes are entered where "cuda" means "jax", and while a function is tra
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.devices import placement
 from torchax.tensor import Tensor
 
@@ -54,7 +54,7 @@ class XLAFunctionMode(TorchFunctionMode):
     return func(*args, **{name: _translated(arg) for name, arg in kwargs.items()})
 
 
-class XLADispatchMode(_torch_compat.DispatchMode):
+class XLADispatchMode(torch_compat.DispatchMode):
   """Runs operations on jax tensors by an environment, whichever theirs is.
 
   Args:
@@ -66,6 +66,6 @@ class XLADispatchMode(_torch_compat.DispatchMode):
     self.env = env
 
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-    if any(issubclass(cls, Tensor) for cls in types) and not _torch_compat.is_watched():
+    if any(issubclass(cls, Tensor) for cls in types) and not torch_compat.is_watched():
       return self.env.dispatch(func, types, args, kwargs)
     return func(*args, **(kwargs or {}))

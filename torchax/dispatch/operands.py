@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core import host_numbers
 from torchax.core.static_values import StaticValue, static_number
 from torchax.core.storage import active as _active
@@ -155,7 +155,7 @@ class Flattener:
   def _flatten_other(self, arg, cls, dynamic: bool | _Marker, operands: list):
     if cls in _NUMBERS:
       if dynamic is True and (cls is not int or arg in _INT32):
-        operands.append(_number_arrays(arg) if _jax_compat.is_top_level() else arg)
+        operands.append(_number_arrays(arg) if jax_compat.is_top_level() else arg)
         return _NUMBER
       return arg if cls is int and not dynamic else static_number(arg)
     if cls is list or cls is tuple:
@@ -300,7 +300,7 @@ def move(chain: Chain, operands: list) -> Chain | MovingChain:
   Inside a trace the places are constants: XLA knows better what to do with them.
   Those that are traced themselves are operands anywhere.
   """
-  if _jax_compat.is_staging() and not chain.is_traced:
+  if jax_compat.is_staging() and not chain.is_traced:
     return chain
   moving, starts = chain.moving
   operands[-1] = (operands[-1], starts)

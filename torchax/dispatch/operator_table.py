@@ -8,14 +8,14 @@ is hidden here only.
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.ops.names import resolve
 from torchax.ops.ops_registry import Operator, keys_of
 
 
 def is_aten(operation) -> bool:
   """True for what dispatch sees, an overload, a packet or a packet's name."""
-  kinds = _torch_compat.OpOverload | _torch_compat.OpOverloadPacket | str
+  kinds = torch_compat.OpOverload | torch_compat.OpOverloadPacket | str
   return isinstance(operation, kinds)
 
 

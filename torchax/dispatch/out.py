@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
@@ -111,7 +111,7 @@ def _resize_view(view: View, shape: tuple[int, ...]) -> None:
   strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
   with torch.no_grad():
     resized = view.as_strided(shape, strides, view.storage_offset())
-  _torch_compat.set_metadata(view, resized)
+  torch_compat.set_metadata(view, resized)
   view._chain = resized._chain
 
 
@@ -121,5 +121,5 @@ def resize_to(tensor: Tensor, source: Tensor) -> None:
     raise MutationError(
       "A view cannot be resized: its base would not follow. Call `.clone()` first."
     )
-  _torch_compat.set_metadata(tensor, source)
+  torch_compat.set_metadata(tensor, source)
   tensor._storage.write(source.jax())

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import explicit_axes, grad_mode, host_numbers, numpy_fallback
 from torchax.core.partitions import Partition
 from torchax.core.programs import ProgramCache
@@ -44,7 +44,7 @@ from torchax.rng.ledger import Recording
 from torchax.rng.threefry import Words
 from torchax.tensor import Tensor, new_tensor
 
-_ArrayImpl = _jax_compat.ArrayImpl
+_ArrayImpl = jax_compat.ArrayImpl
 
 
 # Of one operation; a program is a few hundred kilobytes.
@@ -62,7 +62,7 @@ class Plan:
     self.operator = operator
     self.env = env
     self.name = str(op)
-    schema = schema_of(op) if isinstance(op, _torch_compat.OpOverload) else None
+    schema = schema_of(op) if isinstance(op, torch_compat.OpOverload) else None
     numbers = schema.dynamic - set(operator.static) if schema else frozenset()
     dynamic = set(operator.dynamic) | (numbers if operator.is_builtin else set())
     names = schema.names if schema else ()
@@ -85,7 +85,7 @@ class Plan:
     self._formula = formula_of(op)
     self._is_real = real_numbers.are_asked(self.name) and operator.is_builtin
     # Where a lowering is a part of what is traced and not a program of its own.
-    self._is_inlined = _is_traced if self._formula else _jax_compat.is_staging
+    self._is_inlined = _is_traced if self._formula else jax_compat.is_staging
     # Nothing to check, to draw or to decide before the compiled function is called.
     self._is_simple = (
       operator.check is None
@@ -97,7 +97,7 @@ class Plan:
   def __call__(self, args, kwargs):
     operands, key = self.flattener.flatten(args, kwargs)
     try:
-      if self._is_simple and _jax_compat.is_top_level():
+      if self._is_simple and jax_compat.is_top_level():
         compiled = self._compiled.get(key) or self._found(args, kwargs, key)
         result = compiled(*operands)
       else:
@@ -275,7 +275,7 @@ class Plan:
       compiled = self._placed(args, kwargs, cache_key, key, write, place)
     else:
       compiled = self._compiled.get(cache_key) or self._found(args, kwargs, key, write)
-    if not _jax_compat.is_top_level():
+    if not jax_compat.is_top_level():
       compiled = compiled.in_traces
     return compiled(*operands)
 
@@ -523,7 +523,7 @@ def _filled(program: Callable, numbers) -> Callable:
 
 
 def _is_traced() -> bool:
-  return not _jax_compat.is_top_level()
+  return not jax_compat.is_top_level()
 
 
 def _written_base(base, write, result):
@@ -571,8 +571,8 @@ class DecompositionPlan(Plan):
     args, kwargs = _tensors((args, kwargs), self.env)
     # What is compiled here is kept, whatever is in force when it is called again.
     with (
-      _torch_compat.without_function_modes(),
-      _torch_compat.without_autocast(),
+      torch_compat.without_function_modes(),
+      torch_compat.without_autocast(),
     ):
       result = self.operator.func(*args, **kwargs)
     return _arrays(result)
@@ -624,7 +624,7 @@ class FormulaTensorPlan(TensorPlan):
     self._formula = formula_of(op)
 
   def __call__(self, args, kwargs):
-    if _jax_compat.is_top_level():
+    if jax_compat.is_top_level():
       return super().__call__(args, kwargs)
     # The arguments are arrays from here on.
     given = _arrays((list(args), kwargs or {}))

@@ -11,7 +11,7 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.environment import default_env
 from torchax.tensor import Tensor
 from torchax.view import View
@@ -65,7 +65,7 @@ def _without_environment(function: Callable) -> Callable:
   @functools.wraps(function)
   def traced(*args, **kwargs):
     # Nor do its own numbers pass a mode: they would arrive as Python's.
-    with default_env().disabled(), _torch_compat.without_modes():
+    with default_env().disabled(), torch_compat.without_modes():
       return function(*args, **kwargs)
 
   return traced
@@ -100,7 +100,7 @@ def register() -> None:
   for name in ("trace", "trace_module"):
     setattr(torch.jit, name, _without_environment(getattr(torch.jit, name)))
   make_fx = _of_other_tensors(proxy_tensor.make_fx)
-  for module in (proxy_tensor, _torch_compat.eager_transforms):
+  for module in (proxy_tensor, torch_compat.eager_transforms):
     # `func.linearize` wants the one that Dynamo finds by its name.
     if module is not None:
       module.make_fx = make_fx

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.dispatch.views import record_reshape, require_own
 from torchax.tensor import Tensor
 from torchax.view import View
@@ -81,6 +81,6 @@ def _may_become_view(tensor) -> bool:
 
 def _exchange(tensor: Tensor, view: View) -> None:
   """Gives `tensor` the shape and graph of `view`, and `view` those of `tensor`."""
-  _torch_compat.swap_held_tensors(tensor, view)
+  torch_compat.swap_held_tensors(tensor, view)
   tensor._chain, view._chain = view._chain, tensor._chain
   tensor.__class__, view.__class__ = type(view), type(tensor)

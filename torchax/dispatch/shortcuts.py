@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.dispatch.torch_functions import WithoutOut
 from torchax.ops.names import aten
 from torchax.tensor import Tensor
@@ -57,7 +57,7 @@ class Shortcut:
           return False
       elif cls not in _NUMBERS or arg is args[0]:
         return False
-    return not _torch_compat.dispatch_depth() and not _torch_compat.forward_ad_is_on()
+    return not torch_compat.dispatch_depth() and not torch_compat.forward_ad_is_on()
 
   def __call__(self, args, kwargs):
     if not kwargs and len(args) == self.count and self.is_plain(args):

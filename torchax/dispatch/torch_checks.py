@@ -16,7 +16,7 @@ import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.ops import mappings
 
 # What a meta kernel raises that says nothing of the arguments.
@@ -166,9 +166,9 @@ def _count(given) -> int:
 def _raised(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
   """What torch raises for tensors that `convert(shape, dtype)` makes."""
   with (
-    _torch_compat.unnoticed(),
-    _torch_compat.unwatched(),
-    _torch_compat.without_dispatch(),
+    torch_compat.unnoticed(),
+    torch_compat.unwatched(),
+    torch_compat.without_dispatch(),
     torch.no_grad(),
   ):
     args, kwargs = torch_pytree.tree_map(

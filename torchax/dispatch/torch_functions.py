@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from torchax import _torch_compat, amp
+from torchax import amp
+from torchax.compat import torch_compat
 from torchax.core import host_numbers
 from torchax.core.programs import ProgramCache
 from torchax.dispatch import autograd, compiling, index_checks
@@ -41,8 +42,8 @@ def _is_for_torch(args, kwargs) -> bool:
   """
   return (
     not _has_jax_tensor(args, kwargs)
-    or _torch_compat.is_transforming()
-    or _torch_compat.is_watched()
+    or torch_compat.is_transforming()
+    or torch_compat.is_watched()
   )
 
 
@@ -176,7 +177,7 @@ class AutocastHandler:
     if dtype is None or _is_for_torch(args, kwargs):
       return self.handler(args, kwargs)
     policy = amp.policy_of_function(self.func)
-    with _torch_compat.without_autocast():
+    with torch_compat.without_autocast():
       # As in torch, a call with `out=` is not cast.
       if policy is not None and kwargs.get("out") is None:
         args, kwargs = amp.execute_policy(policy, args, kwargs, dtype)

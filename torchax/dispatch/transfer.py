@@ -6,7 +6,7 @@ import weakref
 import jax
 import torch
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Blank
 from torchax.core.view_steps import WHOLE
@@ -18,7 +18,7 @@ from torchax.ops import mappings
 from torchax.ops.names import aten, present
 from torchax.tensor import Tensor, new_tensor
 
-_HIDDEN = _torch_compat.HIDDEN_DEVICE
+_HIDDEN = torch_compat.HIDDEN_DEVICE
 
 
 def _item(tensor: Tensor):
@@ -33,7 +33,7 @@ def _item(tensor: Tensor):
   try:
     return array.item()
   except RuntimeError as error:
-    if _jax_compat.is_about_other_processes(error):
+    if jax_compat.is_about_other_processes(error):
       raise parts.elsewhere(array, "`.item()`") from None
     raise
 
@@ -210,7 +210,7 @@ def plan(op, schema, plan_by_registry, env):
   return None
 
 
-class Move(_torch_compat.OwnFunction):
+class Move(torch_compat.OwnFunction):
   """A copy between devices whose gradient goes back to where the tensor lies."""
 
   @staticmethod
@@ -220,7 +220,7 @@ class Move(_torch_compat.OwnFunction):
   @staticmethod
   def setup_context(ctx, inputs, output):
     tensor, _, ctx.device, ctx.env = inputs
-    source = _torch_compat.innermost(tensor)
+    source = torch_compat.innermost(tensor)
     ctx.source_is_jax = isinstance(source, Tensor)
     ctx.place = _place_of(source) if ctx.source_is_jax else None
     ctx.source_dtype, ctx.dtype = tensor.dtype, output.dtype
@@ -253,7 +253,7 @@ def _place_of(tensor: Tensor):
   return placement.place_of(tensor.jax() if is_part else array)
 
 
-class PutBack(_torch_compat.OwnFunction):
+class PutBack(torch_compat.OwnFunction):
   """A gradient in the place of what it is the gradient of; see `placement.place_of`."""
 
   @staticmethod
@@ -268,7 +268,7 @@ class PutBack(_torch_compat.OwnFunction):
     return PutBack.apply(grad, ctx.place), None
 
 
-class _Beside(_torch_compat.OwnFunction):
+class _Beside(torch_compat.OwnFunction):
   """A gradient laid out as what it is the gradient of, traced or not."""
 
   @staticmethod
@@ -330,7 +330,7 @@ def arguments_of_to(args, kwargs) -> tuple:
   if isinstance(other, torch.Tensor):
     rest[:1] = [other.device, other.dtype]
   copy = bool(kwargs.pop("copy", False)) or _pop_copy(rest)
-  device, dtype, _, memory_format = _torch_compat.parse_to(*rest, **kwargs)
+  device, dtype, _, memory_format = torch_compat.parse_to(*rest, **kwargs)
   return device, dtype, memory_format, copy
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import torch
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode
 from torchax.core.storage import Rebindings, Storage, active
 from torchax.core.view_steps import (
@@ -243,7 +243,7 @@ class ViewPlan:
         chain = source._chain.append(step(source, layout, *args[1:]))
         return self._finish(new_view(source, layout, of_grad_mode(chain)))
     kwargs = kwargs or {}
-    with _torch_compat.without_dispatch():
+    with torch_compat.without_dispatch():
       layout = self.op(*args, **kwargs)
     if isinstance(layout, torch.Tensor):
       chain = self._chain(source, layout, args, kwargs)
@@ -261,7 +261,7 @@ class ViewPlan:
 
   def _unchanged(self, source) -> Chain:
     """The source's chain; inside JAX's transformations `detach` adds a step."""
-    if _jax_compat.is_top_level():
+    if jax_compat.is_top_level():
       return source._chain
     if self.op is aten.detach.default:
       return source._chain.append(_STOP) if grad_mode.detaches() else source._chain
@@ -286,7 +286,7 @@ _STOP = StopGradientInfo()
 
 def of_grad_mode(chain: Chain) -> Chain:
   """The chain of a view that is made now: without a gradient under `no_grad`."""
-  if _jax_compat.is_top_level() or not grad_mode.is_stopped() or _STOP in chain.infos:
+  if jax_compat.is_top_level() or not grad_mode.is_stopped() or _STOP in chain.infos:
     return chain
   return chain.append(_STOP)
 
@@ -389,7 +389,7 @@ class InPlaceViewPlan:
     target = args[0]
     require_own(target, str(self.op))
     view = self.view(args, kwargs)
-    with _torch_compat.without_dispatch():
+    with torch_compat.without_dispatch():
       self.op(*args, **(kwargs or {}))
     target._chain = view._chain
     record_reshape(target, self.op, args[1:])
@@ -411,7 +411,7 @@ def _resize_(tensor, size, memory_format=None):
     size, _contiguous_stride(size), tensor.storage_offset(), tensor.dtype
   )
   shown = new_view(tensor, layout, _strided_chain(tensor, layout))
-  _torch_compat.set_metadata(tensor, shown)
+  torch_compat.set_metadata(tensor, shown)
   tensor._chain = shown._chain
   record_reshape(tensor, aten.resize_.default, (size,))
   return tensor
@@ -435,7 +435,7 @@ def _set_(tensor, source, offset=0, size=None, stride=()):
   if size is not None:
     stride = stride or _contiguous_stride(size)
     source = torch.as_strided(source, size, stride, offset)
-  with _torch_compat.without_dispatch():
+  with torch_compat.without_dispatch():
     tensor.set_(source)
   rebind(tensor, source)
   return tensor
@@ -468,7 +468,7 @@ def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
   else:
     chain = chain_of(*_steps_over(storage, layout))
   shown = alias(Tensor, tensor, layout, storage, chain)
-  with _torch_compat.without_dispatch():
+  with torch_compat.without_dispatch():
     tensor.set_(shown)
   rebind(tensor, shown)
   return tensor
@@ -533,8 +533,8 @@ def plan(op, schema, plan_by_registry, env) -> Callable | None:
     return None
   if op in STEPS or op in MULTIPLE_STEPS:
     return ViewPlan(op, env)
-  if _torch_compat.is_composite(op):
+  if torch_compat.is_composite(op):
     # It arrives whole where autograd is off; only its parts know whether it copies.
-    decompose = _torch_compat.composite_kernel(op)
+    decompose = torch_compat.composite_kernel(op)
     return lambda args, kwargs: decompose(*args, **(kwargs or {}))
   return ViewPlan(op, env)

@@ -4,12 +4,12 @@ torch's own functions are what programs call; for meshes and tensors on jax they
 the modules here say. The functional collectives are in `ops/jc10d.py`.
 """
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.tensor import Tensor
 
 __all__: list[str] = []
 
-if _torch_compat.is_available():
+if torch_compat.is_available():
   import torch.distributed
   from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,13 +29,13 @@ if _torch_compat.is_available():
 
 def register() -> None:
   """Has torch.distributed know jax. Of a torch that was built without it: nothing."""
-  if not _torch_compat.is_available():
+  if not torch_compat.is_available():
     return
-  _torch_compat.reroute(torch.distributed.init_process_group, process_group.initialize)
-  _torch_compat.leave_default_backend_alone()
-  _torch_compat.reroute_method(DeviceMesh, "__init__", _make_mesh)
+  torch_compat.reroute(torch.distributed.init_process_group, process_group.initialize)
+  torch_compat.leave_default_backend_alone()
+  torch_compat.reroute_method(DeviceMesh, "__init__", _make_mesh)
   if hasattr(DeviceMesh, "_unflatten"):
-    _torch_compat.reroute_method(DeviceMesh, "_unflatten", meshes.refuse_unflattened)
+    torch_compat.reroute_method(DeviceMesh, "_unflatten", meshes.refuse_unflattened)
   data_parallel.register()
   dtensor.register_collectives()
   for name, member in dtensor.METHODS.items():

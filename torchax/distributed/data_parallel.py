@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.devices import placement as devices
 from torchax.distributed import process_group
 from torchax.errors import CollectiveError
@@ -107,4 +107,4 @@ def wrap(original: Callable, self, module: torch.nn.Module, *args, **kwargs) -> 
 
 def register() -> None:
   """Puts the function in place of the constructor of torch's."""
-  _torch_compat.reroute_method(DistributedDataParallel, "__init__", wrap)
+  torch_compat.reroute_method(DistributedDataParallel, "__init__", wrap)

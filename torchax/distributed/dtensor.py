@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.explanations import require_eager
 from torchax.devices import placement as devices
 from torchax.distributed import meshes, modules, placements
@@ -26,7 +26,7 @@ _TENSOR = "torch.distributed.tensor"
 
 def _mesh_here(mesh: DeviceMesh | None) -> DeviceMesh | None:
   """The mesh that was given, else that of the `with` block, if it is on jax."""
-  mesh = mesh or _torch_compat.current_mesh()
+  mesh = mesh or torch_compat.current_mesh()
   return mesh if meshes.is_on_jax(mesh) else None
 
 
@@ -189,7 +189,7 @@ def permute_tensor(original: Callable, tensor, src_dst, group, tag: str = ""):
 def _group_name(group) -> str:
   if isinstance(group, tuple):
     mesh, dim = group
-    return _torch_compat.names_of_groups(mesh)[dim]
+    return torch_compat.names_of_groups(mesh)[dim]
   if isinstance(group, DeviceMesh):
     return group.get_group().group_name
   return getattr(group, "group_name", group)
@@ -308,7 +308,7 @@ def full_tensor(self: Tensor, *, grad_placements=None) -> Tensor:
   mesh = _known_mesh(self)
   if mesh is None:
     return self
-  return placements.place(self, _torch_compat.root_of(mesh), None)
+  return placements.place(self, torch_compat.root_of(mesh), None)
 
 
 def wrap_result(original: Callable, tensor):
@@ -319,23 +319,23 @@ def wrap_result(original: Callable, tensor):
 def register_collectives() -> None:
   """Puts `permute_tensor` in place of torch's, which is for one rank."""
   module = "torch.distributed._functional_collectives"
-  route = _torch_compat.reroute
-  route(_torch_compat.function_of(f"{module}.permute_tensor"), permute_tensor)
-  route(_torch_compat.function_of(f"{module}._maybe_wrap_tensor"), wrap_result)
+  route = torch_compat.reroute
+  route(torch_compat.function_of(f"{module}.permute_tensor"), permute_tensor)
+  route(torch_compat.function_of(f"{module}._maybe_wrap_tensor"), wrap_result)
 
 
 def register() -> None:
   """Puts the functions in place of torch's, and the methods on tensors."""
-  route = _torch_compat.reroute
+  route = torch_compat.reroute
   for name, instead in (
     ("distribute_tensor", distribute_tensor),
     ("distribute_module", distribute_module),
     ("_api._dtensor_init_helper", make_filled),
   ):
-    route(_torch_compat.function_of(f"{_TENSOR}.{name}"), instead)
-  kind: Any = _torch_compat.function_of(f"{_TENSOR}.DTensor")
-  _torch_compat.reroute_method(kind, "from_local", from_local)
-  _torch_compat.enter_meshes_of_plans(meshes.is_on_jax)
+    route(torch_compat.function_of(f"{_TENSOR}.{name}"), instead)
+  kind: Any = torch_compat.function_of(f"{_TENSOR}.DTensor")
+  torch_compat.reroute_method(kind, "from_local", from_local)
+  torch_compat.enter_meshes_of_plans(meshes.is_on_jax)
   Tensor.told_class, Tensor.is_told = kind, staticmethod(is_distributed)  # type: ignore
 
 

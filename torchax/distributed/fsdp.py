@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.explanations import require_eager
 from torchax.distributed import (
   fsdp_modules,
@@ -166,12 +166,12 @@ def refuse_first_version(original: Callable, self, module, *args, **kwargs) -> N
 def register() -> None:
   """Puts the functions in place of torch's."""
   package = "torch.distributed.fsdp"
-  route = _torch_compat.reroute
-  route(_torch_compat.function_of(f"{package}.fully_shard"), fully_shard)
+  route = torch_compat.reroute
+  route(torch_compat.function_of(f"{package}.fully_shard"), fully_shard)
   for name, instead in (
     ("register_fsdp_forward_method", fsdp_modules.register_forward_method),
     ("share_comm_ctx", fsdp_modules.share_context),
   ):
-    route(_torch_compat.function_of(f"{package}.{name}"), instead)
-  first: Any = _torch_compat.function_of(f"{package}.FullyShardedDataParallel")
-  _torch_compat.reroute_method(first, "__init__", refuse_first_version)
+    route(torch_compat.function_of(f"{package}.{name}"), instead)
+  first: Any = torch_compat.function_of(f"{package}.FullyShardedDataParallel")
+  torch_compat.reroute_method(first, "__init__", refuse_first_version)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.distributed import modules
 from torchax.distributed.mixed_precision import Precision
 from torchax.errors import CollectiveError
@@ -165,14 +165,14 @@ def mark(module: torch.nn.Module, record: Record) -> None:
 @functools.cache
 def class_of(original: type) -> type:
   """The class of a fully sharded module of a class."""
-  base: Any = _torch_compat.function_of("torch.distributed.fsdp.FSDPModule")
+  base: Any = torch_compat.function_of("torch.distributed.fsdp.FSDPModule")
   methods = {}
   for name, function in vars(base).items():
     if name.startswith("_") or not callable(function) or hasattr(FullySharded, name):
       continue
     made = _doing_nothing if name in SCHEDULE else _refusing
     methods[name] = functools.wraps(function)(made(function))
-  return _torch_compat.class_of_module(original, FullySharded, base, methods)
+  return torch_compat.class_of_module(original, FullySharded, base, methods)
 
 
 def _doing_nothing(function: Callable) -> Callable:

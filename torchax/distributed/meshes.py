@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.distributed import process_group
 from torchax.errors import CollectiveError
 from torchax.ops import jc10d
@@ -72,7 +72,7 @@ def axes_of(mesh: DeviceMesh) -> list[tuple[str, ...]]:
 
   They are one, or for a flattened dimension several.
   """
-  return [jc10d.GROUPS[name] for name in _torch_compat.names_of_groups(mesh)]
+  return [jc10d.GROUPS[name] for name in torch_compat.names_of_groups(mesh)]
 
 
 def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
@@ -92,7 +92,7 @@ def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
       'Expected a mesh of `init_device_mesh("jax", shape)`, but got '
       f"{type(mesh).__name__} on {getattr(mesh, 'device_type', None)}."
     )
-  return _as_jax(_torch_compat.root_of(mesh))
+  return _as_jax(torch_compat.root_of(mesh))
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,7 +117,7 @@ def make(original: Callable, self, device_type: str, mesh=None, **kwargs) -> Non
     return
   process_group.start()
   rank = next(i for i, d in enumerate(jax.devices()) if d in jax.local_devices())
-  options, root = _torch_compat.options_of_mesh(original, kwargs, rank)
+  options, root = torch_compat.options_of_mesh(original, kwargs, rank)
   original(self, device_type, mesh, **options)
   if root is None:
     _complete(self)
@@ -137,7 +137,7 @@ def _complete(mesh: Any) -> None:
   known = jax_mesh(mesh)
   _roots[known] = mesh
   names = [_group(known, axis, (axis,)) for axis in known.axis_names]
-  _torch_compat.set_groups_of_mesh(mesh, mesh, {name: _groups[name] for name in names})
+  torch_compat.set_groups_of_mesh(mesh, mesh, {name: _groups[name] for name in names})
 
 
 def _complete_flattened(mesh: Any, root: Any) -> None:
@@ -145,7 +145,7 @@ def _complete_flattened(mesh: Any, root: Any) -> None:
   whole = jax_mesh(root)
   axes = tuple(whole.axis_names[dim] for dim in _dims_of(mesh, root))
   name = _group(whole, *_names_of(mesh), axes)
-  _torch_compat.set_groups_of_mesh(mesh, root, {name: _groups[name]})
+  torch_compat.set_groups_of_mesh(mesh, root, {name: _groups[name]})
 
 
 def _dims_of(flattened: Any, root: Any) -> list[int]:
@@ -182,11 +182,11 @@ _groups: dict[str, AxisGroup] = {}
 def _group(mesh: jax.sharding.Mesh, name: str, axes: tuple[str, ...]) -> str:
   """The name of the group of an axis, or of several, which is made if there is none."""
   sizes = [mesh.shape[axis] for axis in axes]
-  known = _torch_compat.group_by_name(name)
+  known = torch_compat.group_by_name(name)
   if known is not None and not _is_of(known, name, axes, math.prod(sizes)):
     own = () if axes == (name,) else axes
     name = ":".join((name, str(math.prod(sizes)), *own))
-    known = _torch_compat.group_by_name(name)
+    known = torch_compat.group_by_name(name)
   if known is None:
     dims = [mesh.axis_names.index(axis) for axis in axes]
     places: dict[int, int] = {}
@@ -196,7 +196,7 @@ def _group(mesh: jax.sharding.Mesh, name: str, axes: tuple[str, ...]) -> str:
     here = places.get(jax.process_index(), 0)
     _groups[name] = AxisGroup(here, math.prod(sizes))
     _groups[name].group_name = name
-    _torch_compat.enter_group(_groups[name], places)
+    torch_compat.enter_group(_groups[name], places)
   jc10d.GROUPS[name] = axes
   return name
 

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.devices import placement as devices
 from torchax.distributed.meshes import axes_of, jax_mesh
 from torchax.environment import env_on
@@ -38,12 +38,12 @@ _KINDS = ("Shard", "Replicate", "Partial")
 
 def shard(dim: int) -> Placement:
   """`Shard(dim)`."""
-  return _torch_compat.function_of("torch.distributed.tensor.Shard")(dim)
+  return torch_compat.function_of("torch.distributed.tensor.Shard")(dim)
 
 
 def replicated() -> Placement:
   """`Replicate()`."""
-  return _torch_compat.function_of("torch.distributed.tensor.Replicate")()
+  return torch_compat.function_of("torch.distributed.tensor.Replicate")()
 
 
 def checked(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple:
@@ -223,7 +223,7 @@ class _Place(torch.autograd.Function):
 def _on_jax(tensor: torch.Tensor, mesh, placements, from_first: bool) -> torch.Tensor:
   """A tensor of another device on jax; at once in parts, where nobody records that."""
   is_recorded = tensor.requires_grad and torch.is_grad_enabled()
-  if is_recorded or _jax_compat.is_staging():
+  if is_recorded or jax_compat.is_staging():
     return tensor.to("jax")
   sharding = sharding_of(mesh, placements, tensor.shape)
   return new_tensor(laid_out(tensor, sharding, from_first), env_on())

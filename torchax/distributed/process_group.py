@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from jax.experimental import multihost_utils
 
-from torchax import _jax_compat, _torch_compat, processes
+from torchax import processes
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import host_memory
 from torchax.devices import placement
 from torchax.errors import CollectiveError
@@ -111,7 +112,7 @@ class ProcessGroup(dist.ProcessGroup):
   @property
   def group_name(self) -> str:
     """By which torch finds it."""
-    return _torch_compat.name_of_group(self)
+    return torch_compat.name_of_group(self)
 
   def getBackendName(self) -> str:
     return NAME
@@ -277,7 +278,7 @@ def _world() -> dict:
     CollectiveError: a launcher has started several processes that JAX knows nothing of.
   """
   is_told = int(os.environ.get("WORLD_SIZE", 1)) > 1
-  if is_told and not (jax.distributed.is_initialized() or _jax_compat.has_started()):
+  if is_told and not (jax.distributed.is_initialized() or jax_compat.has_started()):
     processes.initialize()
   count, index = jax.process_count(), jax.process_index()
   told = int(os.environ.get("WORLD_SIZE", count))
@@ -320,7 +321,7 @@ def initialize(original: Callable, *args, **kwargs) -> None:
     world.pop("store", None)
   if "store" in world:
     given.pop("init_method", None)
-  _torch_compat.register_group_backend(NAME, _make)
+  torch_compat.register_group_backend(NAME, _make)
   original(**{**given, **world})
   group: Any = dist.group.WORLD
   jc10d.WORLDS.add(group.group_name)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.distributed import placements
 from torchax.tensor import Tensor, new_tensor
 
@@ -48,5 +48,5 @@ def staged(original: Callable, self, tensor, memo: dict, *args, **kwargs):
 
 def register() -> None:
   """Puts the functions in place of torch's."""
-  _torch_compat.enter_full_states(distribute_full)
-  _torch_compat.enter_staging(staged)
+  torch_compat.enter_full_states(distribute_full)
+  torch_compat.enter_staging(staged)

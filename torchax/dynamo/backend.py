@@ -17,7 +17,7 @@ from functorch.compile import (
 )
 from torch import fx
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.devices.generator import Generator
 from torchax.dynamo import checkpoints, draws, logs, on_jax, recurrent
 from torchax.dynamo.options import Options
@@ -52,7 +52,7 @@ def backend(
     PrivateApiError: this version of torch captures graphs in another way.
   """
   chosen = Options.of(mode, options)
-  _torch_compat.require_capture()
+  torch_compat.require_capture()
   module = _copied(gm)
   on_jax.drop_unused_moves(module.graph)
   if on_jax.is_on_jax(module, example_inputs):
@@ -73,9 +73,9 @@ def _compiled_plain(module, example_inputs, options: Options) -> Callable:
   recurrent.replace(module)
   draws.add_input(module.graph)
   module.recompile()
-  example = _torch_compat.faked(torch.zeros(3, dtype=torch.uint32))
+  example = torch_compat.faked(torch.zeros(3, dtype=torch.uint32))
   keys = Keys()
-  with _torch_compat.keeping_draws():
+  with torch_compat.keeping_draws():
     compiled = aot_module_simplified(
       module,
       [*example_inputs, example],
@@ -115,14 +115,14 @@ def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
   graph.owning_module.recompile()
 
 
-_torch_compat.leave_frames_of("jax", "jaxlib")
-_torch_compat.trace_as_any_object(Generator)
+torch_compat.leave_frames_of("jax", "jaxlib")
+torch_compat.trace_as_any_object(Generator)
 # Run in the backward pass, which may be called from compiled code.
-_torch_compat.keep_from_dynamo(Program)
+torch_compat.keep_from_dynamo(Program)
 # Else LSTM, GRU and RNN would be left out of the graphs and run by CPU torch.
-_torch_compat.trace_recurrent_layers()
+torch_compat.trace_recurrent_layers()
 # The draws of a module have the same sites, compiled or not.
-setattr(_torch_compat.compiled_module_class(), TRANSPARENT, "_orig_mod")
+setattr(torch_compat.compiled_module_class(), TRANSPARENT, "_orig_mod")
 
 
 class _Compiled:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.dynamo import draws
 from torchax.environment import default_env
 from torchax.errors import DataDependentError, OperatorNotFound
@@ -44,10 +44,10 @@ def require_runnable(steps: Sequence[fx.Node]) -> None:
 
 def _require_known(node: fx.Node, target) -> None:
   dispatcher = default_env()._dispatcher
-  if isinstance(target, _torch_compat.HigherOrderOperator):
-    if node.args and isinstance(node.args[0], _torch_compat.OpOverload):
+  if isinstance(target, torch_compat.HigherOrderOperator):
+    if node.args and isinstance(node.args[0], torch_compat.OpOverload):
       # A custom operation that changes its arguments, made functional.
       dispatcher.plan_for(node.args[0])
     higher_order.on_arrays(target)
-  elif isinstance(target, _torch_compat.OpOverload):
+  elif isinstance(target, torch_compat.OpOverload):
     dispatcher.plan_for(target)

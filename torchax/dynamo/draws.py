@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.partitions import Partition
 from torchax.errors import RngError
 from torchax.graphs import fx as fx_graphs
@@ -214,7 +214,7 @@ def _count(node: fx.Node) -> int:
       found.append(stream.draws)
 
   found: list[int] = []
-  with _torch_compat.without_modes():
+  with torch_compat.without_modes():
     jax.eval_shape(run, *map(_abstract, parts.dynamic))
   return found[0]
 

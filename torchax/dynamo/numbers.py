@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.dispatch import indexing
 from torchax.graphs.fx import example, example_tensors, inputs
 
@@ -120,7 +120,7 @@ def _is_for_host(number: fx.Node) -> bool:
 
 def _is_of_torch(node: fx.Node) -> bool:
   is_function = node.op == "call_function" and not isinstance(
-    node.target, _torch_compat.HigherOrderOperator | _torch_compat.OpOverload
+    node.target, torch_compat.HigherOrderOperator | torch_compat.OpOverload
   )
   return is_function and getattr(node.target, "__module__", None) in _MODULES
 

@@ -12,7 +12,7 @@ import jax
 import torch
 from torch import fx
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.dynamo import border
 from torchax.ops.names import aten
 from torchax.ops.schema import schema_of
@@ -151,7 +151,7 @@ def _viewed_by(node: fx.Node) -> fx.Node | None:
 
 
 def _is_view(target) -> bool:
-  return isinstance(target, _torch_compat.OpOverload) and schema_of(target).is_view
+  return isinstance(target, torch_compat.OpOverload) and schema_of(target).is_view
 
 
 def _viewed(tensor, steps):

@@ -12,7 +12,7 @@ import jax
 import torch
 from torch import fx
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core import programs
 from torchax.dynamo import border, checks, draws, products
 from torchax.dynamo.options import Options
@@ -123,7 +123,7 @@ class Program:
     words = None if self._rng is None else values[self._inputs[self._rng]]
     stream = None if words is None else PackedStream(words, form)
     interpreter = _Interpreter(self.module, constants, stream)
-    with torch.no_grad(), _torch_compat.without_autocast():
+    with torch.no_grad(), torch_compat.without_autocast():
       interpreter.run(initial_env=values, enable_io_processing=False)
     values = interpreter.env
     taken = {id(array) for array in arrays}

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import torch
 from torch import fx
 
-from torchax import _torch_compat, amp
+from torchax import amp
+from torchax.compat import torch_compat
 from torchax.graphs.fx import copied
 from torchax.ops.builtin import op
 from torchax.ops.jaten import rnn
@@ -106,7 +107,7 @@ def _layers(function: Callable, cell: str) -> Callable:
   """What a graph calls in place of a recurrent function of torch."""
 
   def run(*args):
-    if not eager.is_padded(args) or _torch_compat.is_transforming():
+    if not eager.is_padded(args) or torch_compat.is_transforming():
       # A sequence of lengths that the graph does not know; no rule for `torch.vmap`.
       return function(*args)
     if torch.is_autocast_enabled("cpu"):
@@ -133,10 +134,10 @@ def _with_autocast(cell: str, args) -> tuple:
 _REPLACEMENTS = {
   function: _layers(function, cell)
   for function, cell in (
-    (_torch_compat.lstm, "lstm"),
-    (_torch_compat.gru, "gru"),
-    (_torch_compat.rnn_tanh, "tanh"),
-    (_torch_compat.rnn_relu, "relu"),
+    (torch_compat.lstm, "lstm"),
+    (torch_compat.gru, "gru"),
+    (torch_compat.rnn_tanh, "tanh"),
+    (torch_compat.rnn_relu, "relu"),
   )
 }
 

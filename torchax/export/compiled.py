@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from torchax import _torch_compat, amp
+from torchax import amp
+from torchax.compat import torch_compat
 from torchax.core.partitions import Partition
 from torchax.core.programs import ProgramCache
 from torchax.core.static_values import StaticValue
@@ -322,7 +323,7 @@ class _Called(torch.nn.Module):
 
 def _faked(wrapped: _Called, tensors: list) -> tuple:
   """A copy of the module, and arguments, with fake tensors in place of jax tensors."""
-  mode = _torch_compat.fake_mode_for_export()
+  mode = torch_compat.fake_mode_for_export()
   memo: dict[int, Any] = {}
   known = _tensors_by_name(wrapped)
   for tensor in (*tensors, *known.values()):
@@ -336,7 +337,7 @@ def _faked(wrapped: _Called, tensors: list) -> tuple:
 
 
 def _fake(tensor: Tensor, mode) -> torch.Tensor:
-  fake = _torch_compat.fake_tensor(mode, tensor._shell, tensor.device)
+  fake = torch_compat.fake_tensor(mode, tensor._shell, tensor.device)
   if isinstance(tensor, torch.nn.Parameter):
     return torch.nn.Parameter(fake, tensor.requires_grad)
   return fake.requires_grad_() if tensor.requires_grad else fake

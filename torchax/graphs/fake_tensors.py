@@ -12,7 +12,7 @@ import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.devices import placement
 from torchax.dispatch import indexing
 from torchax.dispatch.transfer import arguments_of_to
@@ -22,7 +22,7 @@ from torchax.ops import mappings
 from torchax.tensor import META, Content, Tensor
 
 
-class NoNumbersError(TracedStateError, _torch_compat.DataDependentOutputException):
+class NoNumbersError(TracedStateError, torch_compat.DataDependentOutputException):
   """Numbers are asked for where there are none: Dynamo breaks the graph there.
 
   Attributes:
@@ -48,7 +48,7 @@ class Fake(Tensor):
 
   @staticmethod
   def __new__(cls, inner: torch.Tensor, size=None, stride=None):
-    return _torch_compat.make_wrapper(
+    return torch_compat.make_wrapper(
       cls,
       inner.shape if size is None else size,
       strides=inner.stride() if stride is None else stride,
@@ -70,7 +70,7 @@ class Fake(Tensor):
     results_of = higher_order.on_fakes(func)
     if results_of is not None:
       return results_of(*args, **(kwargs or {}))
-    with _torch_compat.without_function_overrides():
+    with torch_compat.without_function_overrides():
       if func in _SUBSCRIPTS:
         return _subscript(func, *args)
       return func(*args, **(kwargs or {}))
@@ -81,7 +81,7 @@ class Fake(Tensor):
   @staticmethod
   def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
     shell = inner_tensors["_shell"]
-    if _torch_compat.is_for_backend(shell):
+    if torch_compat.is_for_backend(shell):
       # The backend "jax" takes graphs on jax tensors before it comes to that.
       raise ConversionError(
         "This backend of torch.compile is for tensors with memory in torch, and the "
@@ -182,12 +182,12 @@ def _dispatch(func, args, kwargs):
   plain_args, plain_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
   try:
     result = func(*plain_args, **plain_kwargs)
-  except (NotImplementedError, _torch_compat.UnsupportedOperatorException):
+  except (NotImplementedError, torch_compat.UnsupportedOperatorException):
     result = _by_lowering(func, plain_args, plain_kwargs)
     if result is None:
       raise
   result = tree_map(_outer, result)
-  return _torch_compat.correct_aliasing(func, args, kwargs, result)
+  return torch_compat.correct_aliasing(func, args, kwargs, result)
 
 
 def _by_lowering(func, args, kwargs):
@@ -211,7 +211,7 @@ def _of_shape(value):
 
 
 # Devices of jax tensors, as Python and as C++ see them.
-_KINDS = ("jax", _torch_compat.HIDDEN_DEVICE.type)
+_KINDS = ("jax", torch_compat.HIDDEN_DEVICE.type)
 
 
 def _inner(value):
@@ -219,7 +219,7 @@ def _inner(value):
     return value._shell
   if isinstance(value, torch.device) and value.type in _KINDS:
     return META
-  if _torch_compat.is_fake(value) and value.device.type in _KINDS:
+  if torch_compat.is_fake(value) and value.device.type in _KINDS:
     # Made by a factory, on the device that the user named, or by C++ beside a wrapper.
     layout = (value.shape, value.stride())
     return torch.empty_strided(*layout, dtype=value.dtype, device=META)

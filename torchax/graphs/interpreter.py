@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import torch
 from jax.extend.core import InconclusiveDimensionOperation
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.diagnostics import user_code
 from torchax.dispatch import device_plans
 from torchax.dispatch.operands import IGNORED
@@ -32,7 +32,7 @@ from torchax.rng import running
 _logger = logging.getLogger("torchax.export")
 
 # JAX's errors for a Python value of something that is being traced.
-_NO_VALUE = _jax_compat.NO_VALUE
+_NO_VALUE = jax_compat.NO_VALUE
 
 
 class JaxInterpreter(torch.fx.Interpreter):
@@ -61,7 +61,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     """
     self.node = n
     try:
-      if is_marked_random(n) or isinstance(n.target, _torch_compat.HigherOrderOperator):
+      if is_marked_random(n) or isinstance(n.target, torch_compat.HigherOrderOperator):
         with running.at(site_of(n, self.base)):
           value = super().run_node(n)
       else:
@@ -85,7 +85,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     return value
 
   def _has_symbols(self, n: torch.fx.Node) -> bool:
-    if not isinstance(n.target, _torch_compat.OpOverload):
+    if not isinstance(n.target, torch_compat.OpOverload):
       return False
     operands = self.fetch_args_kwargs_from_env(n)
     return any(map(_is_symbolic, jax.tree.leaves(_plain(operands))))
@@ -103,9 +103,9 @@ class JaxInterpreter(torch.fx.Interpreter):
   def call_function(self, target, args: tuple, kwargs: dict) -> Any:
     """Runs an operation, or a Python function of numbers, on arrays."""
     args, kwargs = _plain(tuple(args)), _plain(dict(kwargs))
-    if isinstance(target, _torch_compat.HigherOrderOperator):
+    if isinstance(target, torch_compat.HigherOrderOperator):
       return higher_order.on_arrays(target)(self._part, *args, **kwargs)
-    if not isinstance(target, _torch_compat.OpOverload):
+    if not isinstance(target, torch_compat.OpOverload):
       return self._of_numbers(target, args, kwargs)
     if target in memory.STRIDED:
       operation = functools.partial(_run_by_name, target)

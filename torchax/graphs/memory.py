@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.errors import OperatorNotFound
 from torchax.graphs.fx import hint, meta
 from torchax.ops.names import aten
@@ -63,7 +63,7 @@ def _writes(node: fx.Node) -> bool:
 
 def _views(node: fx.Node) -> bool:
   return isinstance(node, fx.Node) and (
-    isinstance(node.target, _torch_compat.OpOverload) and schema_of(node.target).is_view
+    isinstance(node.target, torch_compat.OpOverload) and schema_of(node.target).is_view
   )
 
 

@@ -6,7 +6,7 @@ knows no other way to a device of another package.
 
 import os
 
-from torchax import extras
+from torchax.compat import extras
 from torchax.environment import default_env
 from torchax.integrations._random_state import RandomState
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from torchax import extras, rng
+from torchax import rng
+from torchax.compat import extras
 from torchax.devices import placement
 from torchax.environment import default_env
 

@@ -7,7 +7,8 @@ saves the random states of those that it knows.
 
 import torch
 
-from torchax import extras, rng
+from torchax import rng
+from torchax.compat import extras
 from torchax.integrations import accelerate
 
 _USER = "torchax.integrations.transformers"

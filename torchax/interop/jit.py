@@ -13,7 +13,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, Unpack, overload
 
 import jax
 
-from torchax import _jax_compat, amp
+from torchax import amp
+from torchax.compat import jax_compat
 from torchax.core import grad_mode, host_numbers, programs
 from torchax.core.explanations import donated, donated_twice
 from torchax.core.partitions import Partition, is_array
@@ -146,14 +147,14 @@ class Jitted(Generic[P, R]):
       args, kwargs: of the call.
     """
     name = self.traced.__name__
-    if _jax_compat.is_about_devices(error):
+    if jax_compat.is_about_devices(error):
       message = placement.MIXED.format(what=name, found=error)
       raise MixedDeviceError(message) from error
-    if _jax_compat.is_about_deletion(error):
+    if jax_compat.is_about_deletion(error):
       raise donated(name) from error
-    if _jax_compat.is_about_donation(error):
+    if jax_compat.is_about_donation(error):
       raise donated_twice(name, self._shared_memory(args, kwargs)) from error
-    refused = _jax_compat.refused_argument(error)
+    refused = jax_compat.refused_argument(error)
     if refused is not None:
       kind, place = refused
       raise TypeError(
@@ -162,7 +163,7 @@ class Jitted(Generic[P, R]):
         "Name the place of anything else that has a hash in `static_argnums` or "
         "`static_argnames`, or close over it."
       ) from error
-    if _jax_compat.is_about_static_arguments(error):
+    if jax_compat.is_about_static_arguments(error):
       raise ValueError(
         f"`{name}` has a static argument without a hash: a list, a dict or a tensor. "
         "Static arguments are part of what a function is compiled for. Pass a tuple, "
@@ -242,7 +243,7 @@ class Jitted(Generic[P, R]):
       if effects.environments:
         out = grad_mode.stopped(out)
         return tensors_of(environments.given_back(out, effects.environments))
-    if type(out) is _jax_compat.ArrayImpl:  # typed keys are of another class
+    if type(out) is jax_compat.ArrayImpl:  # typed keys are of another class
       return new_tensor(out, self._env)
     return tensors_of(grad_mode.stopped(out))
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop import mismatches
@@ -391,7 +391,7 @@ def _run(lower: Callable, functions: tuple, options: tuple, args: tuple) -> Any:
   for function in functions:
     if not callable(function):
       raise TypeError(f"Expected a function, but got {type(function).__name__}.")
-  if not _jax_compat.is_top_level():
+  if not jax_compat.is_top_level():
     return lower(functions, args, *options)
   first = functions[0]
   owner = first.__self__ if isinstance(_weak(first), weakref.WeakMethod) else first

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import torch
 
-from torchax import _torch_compat, rng
+from torchax import rng
+from torchax.compat import torch_compat
 from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
@@ -85,7 +86,7 @@ def extract_jax(
   arrays = {name: env.t2j_copy(tensor.detach()) for name, tensor in kept.items()}
 
   def call(states, args, kwargs):
-    with _torch_compat.reparametrized(mod, states):
+    with torch_compat.reparametrized(mod, states):
       return mod(*args, **kwargs)
 
   called = jax_view(call)
@@ -236,7 +237,7 @@ class JittableModule(ModuleWrapper):
       method = getattr(self._model, method_or_name)
     else:
       method = functools.partial(method_or_name, self._model)
-    with _torch_compat.reparametrized(self._model, {**params, **buffers}):
+    with torch_compat.reparametrized(self._model, {**params, **buffers}):
       return method(*args, **kwargs)
 
   def jittable_call(self, method_name: str, *args, **kwargs):

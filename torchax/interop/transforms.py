@@ -14,7 +14,7 @@ import jax
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core import grad_mode
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.environment import default_env
@@ -138,7 +138,7 @@ def gradient_checkpoint(
   @ending_at_the_user
   @functools.wraps(torch_function, updated=())
   def checkpointed(*args, **kwargs):
-    if _jax_compat.is_top_level():
+    if jax_compat.is_top_level():
       return _checkpointed_by_torch(torch_function, args, kwargs)
     function = torch_function
     by_name = {key: kwargs.pop(key) for key in static_argnames if key in kwargs}

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax import _jax_compat, rng
+from torchax import rng
+from torchax.compat import jax_compat
 from torchax.core import grad_mode
 from torchax.core.partitions import Partition, is_tensor
 from torchax.core.storage import Boundary
@@ -176,7 +177,7 @@ def call_torch(torch_func, *args, **kwargs):
       not among its arguments.
   """
   with default_env():
-    if _jax_compat.is_top_level():
+    if jax_compat.is_top_level():
       return jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
     # Under JAX's transformations `torch.no_grad` counts inside the function, as with
     # `torch.func.grad`, and not around it.

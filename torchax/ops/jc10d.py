@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.errors import CollectiveError
 from torchax.ops.builtin import Kind
 from torchax.ops.builtin import op as builtin_op
@@ -112,7 +112,7 @@ def _shared(array: jax.Array, axes: Axes) -> jax.Array:
 
   JAX refuses a collective over axes along one of which alone an array differs.
   """
-  varying = _jax_compat.varying_axes(array)
+  varying = jax_compat.varying_axes(array)
   others = tuple(axis for axis in axes if axis not in varying)
   if not others or len(others) == len(axes):
     return array

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import host_memory
 from torchax.core.explanations import donated, no_numbers
 from torchax.devices import parts, placement
@@ -190,7 +190,7 @@ def t2j(
       + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
     )
   # Nobody is told of what is read here: that is for who asks for the conversion.
-  with _torch_compat.unnoticed():
+  with torch_compat.unnoticed():
     t = t.detach().resolve_conj().resolve_neg()
     if dtype is not None and dtype is not t.dtype:
       t = t.to(dtype)  # in 64 bits still, where they are narrowed afterwards
@@ -214,7 +214,7 @@ def values_for_jax(t: torch.Tensor) -> np.ndarray:
   """
   check_layout(t)
   jax_dtype = t2j_dtype(t.dtype)
-  with _torch_compat.unnoticed():
+  with torch_compat.unnoticed():
     t = t.detach().resolve_conj().resolve_neg()
     if t.dtype in _WIDE and narrowing.is_on():
       return np.asarray(narrowing.narrow(t, jax_dtype))
@@ -252,9 +252,9 @@ def numpy_copy(x: jax.Array, asked: str, copy: bool = True) -> np.ndarray:
   except jax.errors.TracerArrayConversionError:
     raise no_numbers(asked) from None
   except RuntimeError as error:
-    if _jax_compat.is_about_deletion(error):
+    if jax_compat.is_about_deletion(error):
       raise donated(asked) from None
-    if _jax_compat.is_about_other_processes(error):
+    if jax_compat.is_about_other_processes(error):
       raise parts.elsewhere(x, asked) from None
     raise
 

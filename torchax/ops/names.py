@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from torchax._torch_compat import OpOverloadPacket
+from torchax.compat.torch_compat import OpOverloadPacket
 from torchax.errors import OperatorNotFound
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchax._torch_compat import OpOverload, OpOverloadPacket
+from torchax.compat.torch_compat import OpOverload, OpOverloadPacket
 from torchax.diagnostics import user_code
 from torchax.ops.names import Missing, resolve
 from torchax.types import JaxCallable, TorchCallable

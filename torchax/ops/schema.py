@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from torchax._torch_compat import OpOverload
+from torchax.compat.torch_compat import OpOverload
 from torchax.ops.names import aten, present, resolve
 
 # Functional forms that the naming rule does not find.

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.errors import ProcessError
 
@@ -105,7 +105,7 @@ def require_same_program(
 
 def _compare(what: str, text: str, shown: str, timeout: float) -> None:
   """Raises where the text differs; `shown` stands for it in the message."""
-  client = _jax_compat.coordination_client()
+  client = jax_compat.coordination_client()
   number, rank = _Rounds.next(), jax.process_index()
   folder = f"torchax/round/{number}/"
   digest = hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.errors import ProcessError
 
@@ -97,7 +97,7 @@ def initialize(
   world = world_of(os.environ)
   if world is not None and world.size == 1:
     return
-  if _jax_compat.has_started():
+  if jax_compat.has_started():
     raise RuntimeError(
       "`torchax.processes.initialize()` has to come before anything that uses a device "
       "of JAX: before the first tensor on jax, `jax.devices()` and `torch.jax."
@@ -117,7 +117,7 @@ def initialize(
     _connect(world, local_device_ids, timeouts)
     host = world.coordinator.rpartition(":")[0]
     if host in _LOOPBACK:
-      _jax_compat.join_cpus_at(_LOOPBACK[host])
+      jax_compat.join_cpus_at(_LOOPBACK[host])
   if _count() > 1:
     _leave_at_once_after_errors()
 
@@ -127,7 +127,7 @@ def _count() -> int:
   try:
     return jax.process_count()
   except RuntimeError as error:
-    if not _jax_compat.is_about_name_of_host(error):
+    if not jax_compat.is_about_name_of_host(error):
       raise
     raise ProcessError(
       f"The name of this host, {socket.gethostname()!r}, does not resolve to an "
@@ -161,7 +161,7 @@ def _is_found_by_jax(local_device_ids, timeouts: dict[str, Any]) -> bool:
   try:
     jax.distributed.initialize(local_device_ids=local_device_ids, **timeouts)
   except ValueError as error:
-    if _jax_compat.is_about_missing_cluster(error):
+    if jax_compat.is_about_missing_cluster(error):
       return False
     raise
   return True
@@ -264,7 +264,7 @@ def _leave() -> None:
 
 def _wait_for_the_others() -> None:
   """Says so where this process is at its end long before others; JAX waits then."""
-  client = _jax_compat.coordination_client()
+  client = jax_compat.coordination_client()
   if client is None:  # shut down by the program itself
     return
   try:

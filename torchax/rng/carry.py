@@ -22,7 +22,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.errors import RngError, TracedDrawError
 from torchax.rng import ledger, running, scope
 from torchax.rng.advance import Advance
@@ -201,7 +201,7 @@ class Carried:
     last_key, last_count, operands = self._last
     if last_key is not key or last_count != count:
       operands = ((key, np.uint32(count)),)
-    elif type(operands[0][1]) is np.uint32 and _jax_compat.is_top_level():
+    elif type(operands[0][1]) is np.uint32 and jax_compat.is_top_level():
       operands = ((key, jax.numpy.asarray(operands[0][1])),)
     self._last = (key, count, operands)
     return operands
@@ -215,7 +215,7 @@ class Carried:
     if advance is None:
       return
     on = scope.current()
-    if advance.total and not _jax_compat.is_top_level():
+    if advance.total and not jax_compat.is_top_level():
       on.check(self.__name__)
     if advance.log and (ledger.Recording.count or on.log is not None):
       ledger.commit(on.log, advance.log, self.streams())

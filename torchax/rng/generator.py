@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.rng import state as rng_state
 
 WORDS = 2
@@ -26,7 +26,7 @@ def draw_words(generator: torch.Generator, draws: int) -> np.ndarray:
   Returns:
     Key material: uint32 of shape (draws, 2).
   """
-  with _torch_compat.without_modes():
+  with torch_compat.without_modes():
     words = torch.randint(
       0, 1 << 32, (draws, WORDS), generator=generator, dtype=torch.int64, device="cpu"
     )

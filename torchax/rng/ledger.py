@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core import switches
 from torchax.rng import ledger_files, ledger_plot, running, soundness
 from torchax.rng.draw import Draw, Repeated
@@ -388,7 +388,7 @@ def _identity(key) -> tuple:
   """What tells a key from others: its words, or which traced value it is."""
   if isinstance(key, jax.core.Tracer):
     return ("traced", id(key))
-  with _jax_compat.outside_of_traces():  # a function may be being traced
+  with jax_compat.outside_of_traces():  # a function may be being traced
     words = np.asarray(jax.random.key_data(key)).ravel().tolist()
   return (str(jax.random.key_impl(key)), *words)
 

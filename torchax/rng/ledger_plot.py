@@ -2,7 +2,7 @@
 
 import math
 
-from torchax import extras
+from torchax.compat import extras
 
 
 def plot(ledger, ax=None):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.errors import TracedDrawError
 from torchax.rng import ledger, running, scope, sites
 from torchax.rng import state as rng_state
@@ -63,7 +63,7 @@ class Packer:
     """
     stream = scope.current()
     stream.check_now(name)
-    if stream.is_traced or not _jax_compat.is_top_level():
+    if stream.is_traced or not jax_compat.is_top_level():
       raise TracedDrawError(
         f"{name} draws, and is called inside a JAX transformation. Call it outside, or "
         "compile with torchax.interop.jax_jit in its place."

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import torch
 
-from torchax import _jax_compat, _torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.rng import running
 from torchax.rng import state as rng_state
 from torchax.rng.counter import Counter, DrawOperands
@@ -39,7 +39,7 @@ def replay(modules: tuple | None) -> Replay | None:
   `torch.utils.checkpoint` runs a part of a model again outside of the modules around
   it, and the sites are to be the same. None where nothing is run again.
   """
-  if modules is None or not _torch_compat.in_backward():
+  if modules is None or not torch_compat.in_backward():
     return None
   return Replay(modules, running.innermost())
 
@@ -78,7 +78,7 @@ def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
 
 
 def _is_going_on(replayed: Replay, call: running.Call | None) -> bool:
-  return _torch_compat.in_backward() and running.is_below(call, replayed.call)
+  return torch_compat.in_backward() and running.is_below(call, replayed.call)
 
 
 def _name_in(parent, child) -> str:
@@ -136,7 +136,7 @@ class SiteTable:
     if counter is None:
       # A concrete key has concrete ones, also where a function is being traced.
       is_traced = isinstance(self._key, jax.core.Tracer)
-      free = contextlib.nullcontext if is_traced else _jax_compat.outside_of_traces
+      free = contextlib.nullcontext if is_traced else jax_compat.outside_of_traces
       with free():
         key = rng_state.named_key(self._key, path)
       counter = self._counters[path] = Counter(key, self._count(path))

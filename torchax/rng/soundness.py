@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable
 import jax
 from jax.extend import core
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.diagnostics import user_code
 from torchax.rng.state import is_typed_key
 
@@ -133,7 +133,7 @@ class _Walk:
   def _line(self) -> str:
     """The line of the equation that is looked at, or of the one around it."""
     for eqn in reversed(self._around):
-      place = _jax_compat.line_of(eqn.source_info, user_code.LIBRARIES)
+      place = jax_compat.line_of(eqn.source_info, user_code.LIBRARIES)
       if place is not None:
         return "{}:{}".format(*place)
     return "A line that is not known"
@@ -177,7 +177,7 @@ class _Walk:
     return self._fresh(eqn, inputs)
 
   def _scan(self, eqn, inputs: list[_Value]) -> list[_Value]:
-    body, n_consts = eqn.params["jaxpr"], _jax_compat.constants_of_scan(eqn.params)
+    body, n_consts = eqn.params["jaxpr"], jax_compat.constants_of_scan(eqn.params)
     if eqn.params["length"] > 1:
       loop = self._new_loop()
       changing = self._in_turns(loop, len(inputs) - n_consts)

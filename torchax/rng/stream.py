@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import jax
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.errors import ClosedScopeError, TracedDrawError
 from torchax.rng import ledger, running, sites
 from torchax.rng import state as rng_state
@@ -53,7 +53,7 @@ class RngStream(Counter):
   )
 
   def __init__(self, state: RngState, label: str = ""):
-    self._owner = _weak(_jax_compat.draw_owner())
+    self._owner = _weak(jax_compat.draw_owner())
     self._closed = False
     self._draws = 0
     self._places: dict[int, tuple] = {}
@@ -310,7 +310,7 @@ class RngStream(Counter):
   def nested(self) -> "RngStream":
     """This stream for a trace inside its own; it knows the places marked so far."""
     inner = copy.copy(self)
-    inner._owner = _weak(_jax_compat.draw_owner())
+    inner._owner = _weak(jax_compat.draw_owner())
     inner._places, inner.held = dict(self._places), FREE
     if self._sites is not None:
       inner._sites = self._sites.copy()
@@ -330,7 +330,7 @@ class RngStream(Counter):
 
   def check_now(self, name: str) -> None:
     """`check`, quick where no function is being traced."""
-    if self._closed or self._owner is not None or not _jax_compat.is_top_level():
+    if self._closed or self._owner is not None or not jax_compat.is_top_level():
       self.check(name)
 
   def check(self, name: str) -> None:
@@ -341,14 +341,14 @@ class RngStream(Counter):
         "`with env.rng_scope(...)` block, or take `env.rng` anew for the current "
         "stream."
       )
-    trace = _jax_compat.draw_owner()
+    trace = jax_compat.draw_owner()
     if trace is (None if self._owner is None else self._owner()):
       return
     if trace is None:  # a traced stream outside of its trace: its scope has leaked
       raise ClosedScopeError(
         f"{name} used the stream of a compiled function outside of that function."
       )
-    if _jax_compat.is_batching(trace):
+    if jax_compat.is_batching(trace):
       raise TracedDrawError(
         f"{name} inside a raw `jax.vmap` would give every row the same numbers. Say "
         'what rows draw: `torchax.interop.jax_vmap(f, randomness="different")` or '

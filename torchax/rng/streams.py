@@ -12,7 +12,7 @@ import weakref
 
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.rng import running
 from torchax.rng import state as rng_state
 from torchax.rng.root_seed import RootSeed
@@ -146,7 +146,7 @@ class Streams:
     computed outside of any.
     """
     epoch, seeding = self._epoch, self._seedings
-    with _jax_compat.outside_of_traces():
+    with jax_compat.outside_of_traces():
       if root.stream is None:
         root.stream = RngStream.root(self.addressed(self.root_seed().state()))
       elif root.seeding != seeding:

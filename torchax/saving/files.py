@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Storage
 from torchax.core.view_steps import WHOLE, ConjugateInfo, NegateInfo
@@ -56,13 +56,13 @@ def reduce(tensor) -> tuple:
     raise no_numbers("Saving or pickling")
   torch.utils.hooks.warn_if_has_hooks(tensor)
   state = {name: v for name, v in tensor.__dict__.items() if name not in OWN}
-  if _torch_compat.is_parameter(tensor):
+  if torch_compat.is_parameter(tensor):
     # The numbers alone: as a part of the parameter they are no parameter.
-    return _torch_compat.parameter_in_files_format(
+    return torch_compat.parameter_in_files_format(
       tensor.data, tensor.requires_grad, state
     )
-  made = _torch_compat.in_files_format(*_parts(tensor))
-  return _torch_compat.with_state_in_files_format(made, state) if state else made
+  made = torch_compat.in_files_format(*_parts(tensor))
+  return torch_compat.with_state_in_files_format(made, state) if state else made
 
 
 def _parts(tensor) -> tuple:
@@ -71,7 +71,7 @@ def _parts(tensor) -> tuple:
   To torch a mark that it does not know is one of another backend, and means nothing.
   """
   home = {str(tensor.device): True}
-  dtype = _torch_compat.storage_dtype(tensor.dtype)
+  dtype = torch_compat.storage_dtype(tensor.dtype)
   if _shows_all(tensor) or _is_strided(tensor):
     storage = UntypedStorage.of(tensor._storage)
     layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
@@ -132,7 +132,7 @@ def _marks(tensor) -> dict[str, bool]:
   return {name: True for name, is_set in marks.items() if is_set}
 
 
-class _Saved(_torch_compat.TypedStorage):
+class _Saved(torch_compat.TypedStorage):
   """A storage on its way to a file, as CPU memory, or into a pickle, as jax memory."""
 
   def __init__(self, untyped: UntypedStorage, dtype: torch.dtype):
@@ -156,7 +156,7 @@ def _typed(storage: UntypedStorage, dtype: torch.dtype) -> _Saved:
 def _storage_of(content: np.ndarray, dtype: torch.dtype, device: str):
   """Unpickles a storage onto jax. Pickles name this function."""
   untyped = UntypedStorage.of_bytes(content, placement.checked_index(device))
-  return _torch_compat.typed_storage(untyped, dtype)
+  return torch_compat.typed_storage(untyped, dtype)
 
 
 def _tag(storage) -> str | None:
@@ -173,7 +173,7 @@ def _moved(storage: torch.UntypedStorage, device: torch.device) -> UntypedStorag
   index = placement.checked_index(device)
   if isinstance(storage, UntypedStorage):
     return storage
-  if _torch_compat.is_read_later(storage):
+  if torch_compat.is_read_later(storage):
     return UntypedStorage.of_bytes(np.zeros(storage.nbytes(), np.uint8), index)
   return UntypedStorage.of_bytes(bytes_of(storage), index)
 
@@ -185,10 +185,10 @@ def _mark(tensor, metadata: dict[str, bool]) -> None:
   """Makes a tensor that was loaded onto jax a conjugate or negative one."""
   if metadata.get("conj"):
     tensor._chain = tensor._chain.append(ConjugateInfo())
-    _torch_compat.set_conj(tensor, True)
+    torch_compat.set_conj(tensor, True)
   if metadata.get("neg"):
     tensor._chain = tensor._chain.append(NegateInfo())
-    _torch_compat.set_neg(tensor, True)
+    torch_compat.set_neg(tensor, True)
 
 
 def _home(tensor, metadata: dict[str, bool]) -> torch.device | None:
@@ -196,8 +196,8 @@ def _home(tensor, metadata: dict[str, bool]) -> torch.device | None:
   name = next((name for name in metadata if _JAX.fullmatch(name)), None)
   if name is None or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
     return None
-  is_placed = _torch_compat.has_map_location()
-  if is_placed or _torch_compat.is_read_later(tensor.untyped_storage()):
+  is_placed = torch_compat.has_map_location()
+  if is_placed or torch_compat.is_read_later(tensor.untyped_storage()):
     return None
   device = torch.device(name)
   exists = device.index is not None and device.index < placement.count()
@@ -214,7 +214,7 @@ def _bring_home(tensor: torch.Tensor, device: torch.device, metadata) -> None:
   made = torch.empty(0, dtype=tensor.dtype, device=device)
   made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
   _mark(made, metadata)
-  _torch_compat.swap_tensors(tensor, made.requires_grad_(tensor.requires_grad))
+  torch_compat.swap_tensors(tensor, made.requires_grad_(tensor.requires_grad))
 
 
 def register(cls: type, is_jax: Callable[[str], bool]) -> None:
@@ -242,6 +242,6 @@ def register(cls: type, is_jax: Callable[[str], bool]) -> None:
     return device is not None
 
   torch.serialization.register_package(_PRIORITY, _tag, restore)
-  _torch_compat.watch_marks(mark)
-  _torch_compat.watch_moves_of_storages(_moved)
-  _torch_compat.watch_late_reads()
+  torch_compat.watch_marks(mark)
+  torch_compat.watch_moves_of_storages(_moved)
+  torch_compat.watch_late_reads()

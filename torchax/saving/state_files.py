@@ -7,14 +7,14 @@ import zipfile
 import numpy as np
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.ops import mappings
 
 _SCALARS = tuple(mappings.NUMPY_UNSUPPORTED_DTYPES.values())
 # What pickles of arrays are made of, beside tensors.
 _ARRAY_PARTS = (
   *(np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], *_SCALARS),
-  *filter(None, (_jax_compat.rebuilt_array,)),
+  *filter(None, (jax_compat.rebuilt_array,)),
   *{type(np.dtype(dtype)) for dtype in mappings.JAX_DTYPE_TO_TORCH if dtype},
 )
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core import host_memory
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Storage
@@ -245,11 +245,11 @@ class UntypedStorage(torch.UntypedStorage):
   # How torch's older format reads and writes --------------------------------------
 
   def _write_file(self, *args):
-    _torch_compat.write_storage(self.cpu(), *args)
+    torch_compat.write_storage(self.cpu(), *args)
 
   def _set_from_file(self, *args):
     content = torch.UntypedStorage(self._nbytes_in_file)
-    _torch_compat.read_storage(content, *args)
+    torch_compat.read_storage(content, *args)
     self.fill(bytes_of(content))
     return self
 
@@ -278,4 +278,4 @@ def _made(size=0, *, device) -> UntypedStorage:
 
 def register() -> None:
   """Has `torch.UntypedStorage` make storages of jax."""
-  _torch_compat.make_storages(_made)
+  torch_compat.make_storages(_made)

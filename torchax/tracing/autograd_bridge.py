@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import torch
 from jax.extend import core
 
-from torchax import _jax_compat, _torch_compat, rng
+from torchax import rng
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import programs
 from torchax.core.programs import ProgramCache
 from torchax.dispatch.batched_gradients import over_batches
@@ -56,7 +57,7 @@ class BackwardProgram:
   def trace(self, backward: Callable) -> list:
     """Traces `backward(*cotangents)`; returns the residuals, tracers of this trace."""
     closed = jax.make_jaxpr(backward)(*self.avals)
-    self._jaxpr = _jax_compat.without_constants(closed)
+    self._jaxpr = jax_compat.without_constants(closed)
     is_residual = [isinstance(value, jax.core.Tracer) for value in closed.consts]
     residuals = [v for v, is_one in zip(closed.consts, is_residual) if is_one]
     self._constants = [
@@ -181,9 +182,9 @@ def _gradients(outputs, wanted, seeds) -> list[Tensor | None]:
 
 def _save(ctx, residuals: list, again: Callable, env) -> None:
   """Gives what backward needs to torch, which frees it with the graph."""
-  if not _torch_compat.has_saved_tensors_hooks():
+  if not torch_compat.has_saved_tensors_hooks():
     # One tensor and its attributes, rather than a tensor for each of them.
-    holder = _torch_compat.holder()
+    holder = torch_compat.holder()
     holder.residuals, holder.again = residuals, again
     ctx.keys = None
     ctx.save_for_backward(holder)
@@ -204,7 +205,7 @@ def _saved(ctx) -> tuple[list, Callable]:
   return residuals, ctx.again
 
 
-class _CompiledCall(_torch_compat.OwnFunction):
+class _CompiledCall(torch_compat.OwnFunction):
   """One recorded call of a compiled function."""
 
   @staticmethod
@@ -245,7 +246,7 @@ def attach(tape: Tape, leaves: list, out, again: Callable):
   inputs = [*[leaves[place] for place in program.arguments], *program.roots]
   outputs, treedef = jax.tree.flatten(out)
   arrays = [outputs[place] for place in program.places]
-  recorded = _torch_compat.apply_function(_CompiledCall, tape, arrays, again, *inputs)
+  recorded = torch_compat.apply_function(_CompiledCall, tape, arrays, again, *inputs)
   for place, tensor in zip(program.places, recorded):
     outputs[place] = tensor
   return jax.tree.unflatten(treedef, outputs)

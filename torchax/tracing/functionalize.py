@@ -22,7 +22,8 @@ import jax
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchax import _jax_compat, _torch_compat, amp
+from torchax import amp
+from torchax.compat import jax_compat, torch_compat
 from torchax.core.host_numbers import Expression
 from torchax.core.storage import Boundary, Rebindings, Shadow, Storage, active
 from torchax.core.view_steps import WHOLE
@@ -75,7 +76,7 @@ class _Taken(threading.local):
 
 def _unhooked():
   """Keeps what is traced from hooks of the caller: a checkpoint around the call."""
-  if _torch_compat.has_saved_tensors_hooks():
+  if torch_compat.has_saved_tensors_hooks():
     return saved_tensors_hooks(_itself, _itself)
   return contextlib.nullcontext()
 
@@ -260,7 +261,7 @@ class Traced:
     # A number that stays is an array from its second call on, which costs less.
     if before != values or 0.0 in values:
       operands = values
-    elif operands is before and _jax_compat.is_top_level():
+    elif operands is before and jax_compat.is_top_level():
       operands = tuple(map(jax.numpy.asarray, values))
     self._last_numbers = (values, operands)
     return operands
@@ -292,7 +293,7 @@ class Traced:
     """Which operands torch would record a gradient for; None for none at all."""
     if not self.records:
       return None
-    with _torch_compat.without_function_modes():
+    with torch_compat.without_function_modes():
       flags = [type(x) in _TENSORS and x.requires_grad for x in leaves]
       flags += map(_requires_grad, self.captured)
       for views in self.view_leaves.values():

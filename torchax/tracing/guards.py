@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.static_values import in_words, key_of
 from torchax.core.storage import Storage
 from torchax.errors import MutationError
@@ -88,7 +88,7 @@ class Guards:
     return (self.edition, *key) if self.edition else key
 
   def _of_modules(self) -> tuple:
-    seen = (writes.count, _torch_compat.count_of_hooks())
+    seen = (writes.count, torch_compat.count_of_hooks())
     if seen != self._seen or not all(map(is_same, self._containers)):
       self._look()
       self._seen = seen
@@ -114,7 +114,7 @@ class Guards:
       for key in gone:
         del self._host[key]
       self.edition += 1
-    with _torch_compat.without_function_modes():
+    with torch_compat.without_function_modes():
       return tuple(
         [
           (value.number, now)
@@ -149,7 +149,7 @@ class Guards:
         self._members.add(part)
         self._containers += values.containers
     if self._seen[0] < 0:
-      self._seen = (writes.count, _torch_compat.count_of_hooks())
+      self._seen = (writes.count, torch_compat.count_of_hooks())
 
   def note_host(self, value) -> None:
     """Adds a tensor on the CPU or a numpy array."""
@@ -309,7 +309,7 @@ class _OnHost:
     self._reference = weakref.ref(value)
     self._shape, self._nbytes = value.shape, value.nbytes
     self._memory: np.ndarray | None = None
-    with _torch_compat.without_function_modes():
+    with torch_compat.without_function_modes():
       if self._is_tensor:
         self._memory = _memory_of(value)
       self.first = self.look()
@@ -337,7 +337,7 @@ class _OnHost:
     value = self._reference()
     if value is None or self._nbytes > MOST_BYTES:
       return f"number {hash(self.look())}"
-    with _torch_compat.without_function_modes():
+    with torch_compat.without_function_modes():
       return in_words(value.tolist())
 
   def __str__(self) -> str:
@@ -361,7 +361,7 @@ def _memory_of(tensor: torch.Tensor) -> np.ndarray | None:
     return None
   if tensor.numel() and not tensor.untyped_storage().nbytes():  # it was freed
     return None
-  with _torch_compat.without_modes():
+  with torch_compat.without_modes():
     plain = tensor.detach()
     try:
       return mappings.host_array(plain)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.tracing.module_values import containers_in, is_same
 
 # Stands after everything that modules hold.
@@ -155,7 +155,7 @@ class Hooks:
     self._look()
 
   def _look(self) -> None:
-    self._registrations = _torch_compat.count_of_hooks()
+    self._registrations = torch_compat.count_of_hooks()
     tables = (
       vars(module).get(name) for module in self._module.modules() for name in _TABLES
     )
@@ -163,7 +163,7 @@ class Hooks:
 
   def changed(self) -> bool:
     """True if hooks were added or removed since this was last asked."""
-    is_known = self._registrations == _torch_compat.count_of_hooks()
+    is_known = self._registrations == torch_compat.count_of_hooks()
     if is_known and all(map(_is_unchanged, self._tables)):
       return False
     before = [hooks for _, hooks in self._tables]

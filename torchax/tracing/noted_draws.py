@@ -2,7 +2,7 @@
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.rng import Draw
@@ -59,7 +59,7 @@ def _given(draw: Draw, operation, wanted: list, parameters: list) -> list[torch.
     ValueError: there are too few or too many, or they are of other shapes or dtypes.
   """
   is_of_a_shape = draw.op in _OF_A_SHAPE or operation._schema.name.endswith("_like")
-  with _torch_compat.without_modes():
+  with torch_compat.without_modes():
     found = [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in parameters]
   if found == wanted:
     return [parameter.to("jax") for parameter in parameters]

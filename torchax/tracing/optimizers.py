@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
   register_optimizer_step_pre_hook,
 )
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.host_numbers import Entry, HostNumber, substituted
 from torchax.core.static_values import Identity, in_words, key_of
 from torchax.core.storage import active
@@ -293,7 +293,7 @@ def _init(optimizer: torch.optim.Optimizer, group: dict) -> None:
       for parameter in missing:
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return
-  _torch_compat.init_optimizer_group(optimizer, group)
+  torch_compat.init_optimizer_group(optimizer, group)
 
 
 def _as_tensor(number: HostNumber, parameters: list[torch.Tensor]) -> torch.Tensor:

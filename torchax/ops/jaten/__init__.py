@@ -4,7 +4,7 @@ import functools
 import importlib
 import pkgutil
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.ops.faces import lookup, of_aten
 from torchax.ops.op_base import op
 from torchax.ops.ops_registry import all_aten_ops as all_ops
@@ -31,7 +31,7 @@ __all__ = [
 def _mutations() -> dict:
   """In-place packets of ATen, each with the packet of its functional form."""
   found = {}
-  for packet in _torch_compat.aten_packets():
+  for packet in torch_compat.aten_packets():
     for overload in [getattr(packet, name) for name in packet.overloads()]:
       functional = functional_form(overload) if is_in_place(overload) else None
       if functional is not None:

@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.ops.jaten._attention_choice import CUDNN, PALLAS
 from torchax.ops.jaten.attention import scaled_dot_product_attention
 
@@ -36,12 +36,12 @@ def attention(
   Returns:
     (…, heads, l, e) in the dtype of `query`.
   """
-  if kernel == PALLAS and _jax_compat.flash_attention_of_tpus() is None:
+  if kernel == PALLAS and jax_compat.flash_attention_of_tpus() is None:
     return scaled_dot_product_attention(
       query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True
     )
   scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-  query, key, value = _jax_compat.varying_alike(query, key, value)
+  query, key, value = jax_compat.varying_alike(query, key, value)
   batched = [array.reshape(-1, *array.shape[-3:]) for array in (query, key, value)]
   if kernel == CUDNN:
     output = _cudnn(*batched, _as_batch(attn_mask, query, key), is_causal, scale)
@@ -82,5 +82,5 @@ def _pallas(query, key, value, is_causal, scale):
   group = query.shape[1] // key.shape[1]
   if group > 1:
     key, value = (jnp.repeat(array, group, axis=1) for array in (key, value))
-  kernel = _jax_compat.flash_attention_of_tpus()
+  kernel = jax_compat.flash_attention_of_tpus()
   return kernel(query, key, value, causal=is_causal, sm_scale=scale)

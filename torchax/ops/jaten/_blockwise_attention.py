@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.ops.jaten._opmath import HALVES
 from torchax.rng import positions
 
@@ -88,7 +88,7 @@ def attention(
     (…, heads, l, v) in the dtype of `query`.
   """
   given = [a for a in (query, key, value, attn_mask, words) if a is not None]
-  query, key, value, *_ = _jax_compat.varying_alike(*given)
+  query, key, value, *_ = jax_compat.varying_alike(*given)
   *leading, heads, rows, features = query.shape
   key_heads, keys = key.shape[-3:-1]
   form = _Form(is_causal, rows, keys, min(block, keys), words is not None)
@@ -193,7 +193,7 @@ def _forward(form: _Form, query, key, value, rest: _Rest):
     jnp.full((*query.shape[:-1], width), number, wide)
     for width, number in ((1, -jnp.inf), (1, 0), (value.shape[-1], 0))
   ]
-  *start, _ = _jax_compat.varying_alike(*start, query)
+  *start, _ = jax_compat.varying_alike(*start, query)
   (peak, total, output), _ = lax.scan(turn, tuple(start), _starts(form, key))
   total = jnp.where(total == 0, 1, total)
   output = output * (rest.survivor_scale / total)

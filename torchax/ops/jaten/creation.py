@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core.static_values import StaticValue
 from torchax.ops import mappings, narrowing
 from torchax.ops.builtin import op
@@ -53,7 +53,7 @@ def _beside(made, like):
 
   So they are of one type to JAX, as the first carry of a loop has to be.
   """
-  return _jax_compat.varying_alike(made, like)[0]
+  return jax_compat.varying_alike(made, like)[0]
 
 
 # --- from a size -----------------------------------------------------------------

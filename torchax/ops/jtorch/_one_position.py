@@ -10,7 +10,7 @@ Where their number never changes nothing is padded.
 import numpy as np
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.core import numpy_fallback
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.storage import active
@@ -92,7 +92,7 @@ def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
 
 def _may_be_padded(query, key, value, attn_mask, enable_gqa) -> bool:
   """Neither traced nor recorded for a gradient, on CPUs, and of shapes that fit."""
-  if not (_jax_compat.is_top_level() and active.boundary is None):
+  if not (jax_compat.is_top_level() and active.boundary is None):
     return False
   if not _is_of_one_position(query) or key.numel() > _MANY:
     return False
@@ -128,4 +128,4 @@ def _is_of_host(tensor) -> bool:
   if not isinstance(tensor, Tensor) or tensor._chain.moving is not None:
     return False
   array = tensor._storage.array
-  return type(array) is _jax_compat.ArrayImpl and _jax_compat.is_of_host(array)
+  return type(array) is jax_compat.ArrayImpl and jax_compat.is_of_host(array)

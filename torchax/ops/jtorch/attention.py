@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import jax
 import torch
 
-from torchax import _jax_compat, _torch_compat, device_module
+from torchax import device_module
+from torchax.compat import jax_compat, torch_compat
 from torchax.devices import placement
 from torchax.dispatch import switches
 from torchax.ops import mappings
@@ -35,7 +36,7 @@ def _attention_words(key, query, size):
 
 
 @register_function(
-  _torch_compat.scaled_dot_product_attention, kind=Kind.TENSORS, needs_env=True
+  torch_compat.scaled_dot_product_attention, kind=Kind.TENSORS, needs_env=True
 )
 def _scaled_dot_product_attention(
   query,
@@ -135,19 +136,19 @@ def form_of(
 def _place(platform: str, tensors) -> choice.Place:
   """Where an operation on some tensors runs."""
   arrays = [tensor._storage.read(tensor) for tensor in tensors]
-  owner = _jax_compat.draw_owner()
-  if all(type(array) is _jax_compat.ArrayImpl for array in arrays):
+  owner = jax_compat.draw_owner()
+  if all(type(array) is jax_compat.ArrayImpl for array in arrays):
     devices = {d for array in arrays for d in array.sharding.device_set}
     platform = placement.platform_of(next(iter(devices)))
     is_divided = len(devices) > 1
   else:
-    is_divided = _jax_compat.is_divisible()
+    is_divided = jax_compat.is_divisible()
   return choice.Place(
     platform,
     device_module.get_device_capability() if platform == "cuda" else (0, 0),
     is_divided=is_divided,
-    is_typed=any(map(_jax_compat.varying_axes, arrays)),
-    is_mapped=owner is not None and _jax_compat.is_batching(owner),
+    is_typed=any(map(jax_compat.varying_axes, arrays)),
+    is_mapped=owner is not None and jax_compat.is_batching(owner),
     has_x64=jax.config.jax_enable_x64,
   )
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core.static_values import StaticValue
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.ops.builtin import op
@@ -79,7 +79,7 @@ def keep_mask(input: torch.Tensor, shape: Sequence[int], keep: float) -> torch.T
   return input._env.dispatch(_keep_mask, (), (input, shape, keep), None)
 
 
-class _Dropout(_torch_compat.OwnFunction):
+class _Dropout(torch_compat.OwnFunction):
   """Dropout and its gradient, which is dropout with the key of the forward pass.
 
   So no mask is kept: forward and backward agree because they draw the same one.
@@ -121,7 +121,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
   if not training or p == 0.0 or not input.numel():
     return input
   if _needs_grad(input):
-    result = _torch_compat.apply_function(_Dropout, input, p, None)
+    result = torch_compat.apply_function(_Dropout, input, p, None)
   else:
     result = input._env.dispatch(_forward, (), (input, p), None)
   return _finish(input, result, inplace)

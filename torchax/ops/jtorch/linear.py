@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.index_rules import Range
@@ -18,7 +18,7 @@ from torchax.ops.ops_registry import Kind
 _BEYOND = 2**63  # any integer is less
 
 
-@register_function(_torch_compat.linear)
+@register_function(torch_compat.linear)
 def _linear(input, weight, bias=None):
   if input.dtype != weight.dtype:
     raise RuntimeError(
@@ -42,7 +42,7 @@ def _linear(input, weight, bias=None):
 
 
 @op(aten.one_hot, kind=Kind.TENSORS)
-@register_function(_torch_compat.one_hot, kind=Kind.TENSORS)
+@register_function(torch_compat.one_hot, kind=Kind.TENSORS)
 def _one_hot(input, num_classes=-1):
   if input.is_floating_point() or input.is_complex() or input.dtype == torch.bool:
     raise RuntimeError(f"one_hot expects integers, but got a tensor of {input.dtype}.")

@@ -5,7 +5,8 @@ import types
 
 import torch
 
-from torchax import _torch_compat, amp
+from torchax import amp
+from torchax.compat import torch_compat
 from torchax.ops.jaten import _attention_choice as choice
 from torchax.ops.jaten import attention, multi_head
 from torchax.ops.jtorch import dropout
@@ -20,11 +21,11 @@ def _multi_head_attention_forward(*args, env, **kwargs):
   """One function where it is the usual case; else torch's own, of functions of ours."""
   given = _MULTI_HEAD.bind(*args, **kwargs)
   given.apply_defaults()
-  with _torch_compat.with_function_overrides():
+  with torch_compat.with_function_overrides():
     call = _Usual(**given.arguments)
     if amp.dtype_in_force() is None and call.is_usual() and call.is_plain(env):
       return call.run(env)
-    return _torch_compat.attention_of_heads(**given.arguments)
+    return torch_compat.attention_of_heads(**given.arguments)
 
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchax import _torch_compat
+from torchax.compat import torch_compat
 from torchax.ops.jaten import rnn
 from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F
@@ -56,21 +56,21 @@ def _recurrent(cell, args, env):
   return run(parts, cell, *args)
 
 
-@register_function(_torch_compat.lstm, kind=Kind.TENSORS, needs_env=True)
+@register_function(torch_compat.lstm, kind=Kind.TENSORS, needs_env=True)
 def _lstm(*args, env):
   return _recurrent("lstm", args, env)
 
 
-@register_function(_torch_compat.gru, kind=Kind.TENSORS, needs_env=True)
+@register_function(torch_compat.gru, kind=Kind.TENSORS, needs_env=True)
 def _gru(*args, env):
   return _recurrent("gru", args, env)
 
 
-@register_function(_torch_compat.rnn_tanh, kind=Kind.TENSORS, needs_env=True)
+@register_function(torch_compat.rnn_tanh, kind=Kind.TENSORS, needs_env=True)
 def _rnn_tanh(*args, env):
   return _recurrent("tanh", args, env)
 
 
-@register_function(_torch_compat.rnn_relu, kind=Kind.TENSORS, needs_env=True)
+@register_function(torch_compat.rnn_relu, kind=Kind.TENSORS, needs_env=True)
 def _rnn_relu(*args, env):
   return _recurrent("relu", args, env)

@@ -9,7 +9,7 @@ import math
 import jax.numpy as jnp
 import torch
 
-from torchax import _jax_compat
+from torchax.compat import jax_compat
 from torchax.ops.jtorch._builtin import register_function
 from torchax.ops.names import F, functions, methods
 from torchax.ops.op_base import to_float
@@ -26,14 +26,14 @@ def _correlation(input):
 
 @register_function(functions.cov, methods.cov, kind=Kind.TENSORS)
 def _cov(input, *, correction=1, fweights=None, aweights=None):
-  if _jax_compat.is_top_level():
+  if jax_compat.is_top_level():
     return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
   return input._env.functions.call(_covariance, input, correction, fweights, aweights)
 
 
 @register_function(functions.corrcoef, methods.corrcoef, kind=Kind.TENSORS)
 def _corrcoef(input):
-  if _jax_compat.is_top_level():
+  if jax_compat.is_top_level():
     return torch.corrcoef(input)
   return input._env.functions.call(_correlation, input)
 
@@ -43,7 +43,7 @@ _REDUCTIONS = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
 
 @register_function(F.gaussian_nll_loss, kind=Kind.TENSORS)
 def _gaussian_nll_loss(input, target, var, full=False, eps=1e-6, reduction="mean"):
-  if _jax_compat.is_top_level():
+  if jax_compat.is_top_level():
     return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
   if reduction not in _REDUCTIONS:
     raise ValueError(f"{reduction} is not valid: expected one of {list(_REDUCTIONS)}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from torchax._torch_compat.backend import BACKEND
+from torchax.compat.torch_compat.backend import BACKEND
 
 
 class _Placed:

@@ -6,7 +6,7 @@ import types
 import torch
 import torch.nn.functional as F
 
-from torchax import private
+from torchax.compat import private
 
 
 class _Nothing:

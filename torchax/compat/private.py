@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 from typing import Any, NoReturn
 
-from torchax import versions
+from torchax.compat import versions
 from torchax.errors import PrivateApiError, UnsupportedVersionError
 
 _LIBRARIES = ("torch", "jax")

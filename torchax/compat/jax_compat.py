@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from torchax import private
+from torchax.compat import private
 
 _REFUSED_ARGUMENT = re.compile(
   r"value is of type <class '(.+?)'> and was passed to the function at path (\S+?)\.\n"

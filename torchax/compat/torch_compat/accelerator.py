@@ -10,8 +10,8 @@ import inspect
 
 import torch
 
-from torchax import private
-from torchax._torch_compat.backend import BACKEND
+from torchax.compat import private
+from torchax.compat.torch_compat.backend import BACKEND
 
 _FEATURE = "torch.accelerator on jax"
 # What older versions of torch do not ask.

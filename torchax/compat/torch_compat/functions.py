@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
-from torchax import private
-from torchax._torch_compat.graphs import keep_from_dynamo
-from torchax._torch_compat.modes import with_function_overrides
-from torchax._torch_compat.wrappers import innermost
+from torchax.compat import private
+from torchax.compat.torch_compat.graphs import keep_from_dynamo
+from torchax.compat.torch_compat.modes import with_function_overrides
+from torchax.compat.torch_compat.wrappers import innermost
 
 _QUICKER = "calls of functions with gradients, which are quicker with it"
 are_transforms_active = private.find(

@@ -8,8 +8,8 @@ import threading
 import torch
 from torch.utils import backend_registration
 
-from torchax import private
-from torchax._torch_compat.wrappers import (
+from torchax.compat import private
+from torchax.compat.torch_compat.wrappers import (
   AUTOCAST,
   AUTOCAST_KEYS,
   HIDDEN_DEVICE,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from torchax import private
-from torchax._torch_compat.lazy_modules import moving_placeholders
+from torchax.compat import private
+from torchax.compat.torch_compat.lazy_modules import moving_placeholders
 
 # (t1, t2): each of two tensors that nothing else holds becomes the other one.
 swap_tensors = _swap_tensors = torch.utils.swap_tensors

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchax import private
+from torchax.compat import private
 
 # Context managers: operations run as if the tensors were plain; no modes are active.
 without_dispatch = private.essential(

@@ -5,8 +5,8 @@ import functools
 
 import torch
 
-from torchax import private
-from torchax._torch_compat.backend import BACKEND
+from torchax.compat import private
+from torchax.compat.torch_compat.backend import BACKEND
 
 _FEATURE = "torch.save and torch.load of jax tensors"
 _new_dtypes = private.find("torch.storage._new_dtypes", _FEATURE)

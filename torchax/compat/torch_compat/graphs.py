@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.utils.stateless
 
-from torchax import private
+from torchax.compat import private
 
 COMPILE = "torch.compile and torch.export of code on jax"
 

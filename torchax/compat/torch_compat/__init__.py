@@ -4,7 +4,7 @@ A file a theme. Each private name is looked up by `private.find`, which says wha
 for and what happens on a version of torch that has moved it.
 """
 
-from torchax._torch_compat.accelerator import (
+from torchax.compat.torch_compat.accelerator import (
   answer_for_accelerator,
   fork_one_stream,
   leave_data_parallel_alone,
@@ -12,7 +12,7 @@ from torchax._torch_compat.accelerator import (
   resolving_to,
   tensor_to,
 )
-from torchax._torch_compat.backend import (
+from torchax.compat.torch_compat.backend import (
   BACKEND,
   register_autocast_kernel,
   register_backend,
@@ -22,7 +22,7 @@ from torchax._torch_compat.backend import (
   support_foreach,
   without_autocast,
 )
-from torchax._torch_compat.distributed import (
+from torchax.compat.torch_compat.distributed import (
   class_of_module,
   current_mesh,
   enter_full_states,
@@ -42,7 +42,7 @@ from torchax._torch_compat.distributed import (
   root_of,
   set_groups_of_mesh,
 )
-from torchax._torch_compat.files import (
+from torchax.compat.torch_compat.files import (
   TypedStorage,
   dlpack_capsule,
   has_map_location,
@@ -59,7 +59,7 @@ from torchax._torch_compat.files import (
   with_state_in_files_format,
   write_storage,
 )
-from torchax._torch_compat.functions import (
+from torchax.compat.torch_compat.functions import (
   GradientBatch,
   OwnFunction,
   apply_function,
@@ -69,7 +69,7 @@ from torchax._torch_compat.functions import (
   is_transformed,
   keep_overrides_in_backward,
 )
-from torchax._torch_compat.graphs import (
+from torchax.compat.torch_compat.graphs import (
   DataDependentOutputException,
   UnsupportedOperatorException,
   backend_named,
@@ -90,8 +90,8 @@ from torchax._torch_compat.graphs import (
   trace_as_any_object,
   trace_recurrent_layers,
 )
-from torchax._torch_compat.lazy_modules import place_new_placeholders
-from torchax._torch_compat.modes import (
+from torchax.compat.torch_compat.lazy_modules import place_new_placeholders
+from torchax.compat.torch_compat.modes import (
   DispatchMode,
   above_dispatch,
   dispatch_depth,
@@ -112,7 +112,7 @@ from torchax._torch_compat.modes import (
   without_function_overrides,
   without_modes,
 )
-from torchax._torch_compat.operators import (
+from torchax.compat.torch_compat.operators import (
   HigherOrderOperator,
   OpOverload,
   OpOverloadPacket,
@@ -130,14 +130,14 @@ from torchax._torch_compat.operators import (
   rnn_tanh,
   scaled_dot_product_attention,
 )
-from torchax._torch_compat.optimizers import init_optimizer_group
-from torchax._torch_compat.swaps import (
+from torchax.compat.torch_compat.optimizers import init_optimizer_group
+from torchax.compat.torch_compat.swaps import (
   move_parameters_in_place,
   swap_held_tensors,
   swap_tensors,
   watch_swaps,
 )
-from torchax._torch_compat.wrappers import (
+from torchax.compat.torch_compat.wrappers import (
   AUTOCAST_KEYS,
   HIDDEN_DEVICE,
   HIDDEN_KEY,

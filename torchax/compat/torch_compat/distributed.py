@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from torchax import private
-from torchax._torch_compat.backend import BACKEND
+from torchax.compat import private
+from torchax.compat.torch_compat.backend import BACKEND
 
 _GROUPS = "process groups of torch.distributed that are axes of a mesh on jax"
 
