@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Iterator
 
-from torchax.ops import ops_registry
+from torchax.registry import operators
 
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
   """What is registered inside is forgotten at the end."""
-  tables = (ops_registry.all_aten_ops, ops_registry.all_torch_functions)
+  tables = (operators.all_aten_ops, operators.all_torch_functions)
   before = [dict(table) for table in tables]
   try:
     yield
@@ -17,4 +17,4 @@ def restored() -> Iterator[None]:
     for table, entries in zip(tables, before):
       table.clear()
       table.update(entries)
-    ops_registry._generation += 1
+    operators._generation += 1

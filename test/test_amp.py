@@ -11,7 +11,7 @@ from compare import assert_same, to_jax
 import torchax
 from torchax import amp
 from torchax.amp import CastPolicy
-from torchax.ops.ops_registry import Kind, Operator
+from torchax.registry.operators import Kind, Operator
 
 env = torchax.default_env()
 bf16, f16, f32, f64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

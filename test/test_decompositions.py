@@ -7,8 +7,8 @@ from compare import assert_same
 import torchax
 from torchax import decompositions
 from torchax.interop import jax_jit
-from torchax.ops import ops_registry
-from torchax.ops.schema import schema_of
+from torchax.registry import operators
+from torchax.registry.schema import schema_of
 
 aten = torch.ops.aten
 HALVES = torch.full((40, 50), 0.5)
@@ -22,7 +22,7 @@ def env():
 
 
 def test_random_operations_are_not_decomposed():
-  assert decompositions.DECOMPOSITIONS is ops_registry.decompositions
+  assert decompositions.DECOMPOSITIONS is operators.decompositions
   assert aten.native_dropout.default not in decompositions.DECOMPOSITIONS
   assert aten.addcmul.default in decompositions.DECOMPOSITIONS
 

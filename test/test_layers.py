@@ -6,88 +6,46 @@ import graphlib
 import pytest
 from source_tree import Module, dotted_names, imports, module_names, modules
 
-# Layer -> modules; a name stands for its submodules as well, the longest name counts.
-# A module may import what is in its own layer (without a circle) or below.
+# Layer -> folders and public modules. A module may import what is in its own layer
+# (without a circle) or below.
 LAYERS = {
-  12: ("torchax", "torchax.__main__", "torchax.launch"),
+  13: ("", "__main__", "launch"),
+  12: ("checkpoint", "dynamo", "export", "stacks", "train"),
   11: (
-    "torchax.checkpoint",
-    "torchax.compilation",
-    "torchax.diagnostics",
-    "torchax.distributed",
-    "torchax.dynamo",
-    "torchax.export",
-    "torchax.flax",
-    "torchax.integrations",
-    "torchax.mesh_util",
-    "torchax.processes",
-    "torchax.ops.jlibrary",
-    "torchax.saving.safetensors",
-    "torchax.stacks",
-    "torchax.train",
+    "distributed",
+    "mesh_util",
+    "processes",
+    "diagnostics",
+    "graphs",
+    "integrations",
   ),
-  10: ("torchax.graphs",),
-  9: ("torchax.interop",),
-  8: (
-    "torchax.decompositions",
-    "torchax.ops.jc10d",
-    "torchax.ops.jtorch",
-    "torchax.ops.jtorchvision_nms",
-    "torchax.tracing",
-  ),
-  7: ("torchax.ops.jaten",),
-  6: (
-    "torchax.dispatch.backward",
-    "torchax.dispatch.factories",
-    "torchax.dispatch.indexing",
-    "torchax.dispatch.refusals",
-    "torchax.dispatch.reshapes",
-    "torchax.dispatch.shortcuts",
-    "torchax.ops.builtin",
-    "torchax.ops.faces",
-    "torchax.ops.op_base",
-  ),
-  5: ("torchax.environment",),
-  4: ("torchax.dispatch",),
-  3: (
-    "torchax.dispatch.autograd",
-    "torchax.dispatch.compiling",
-    "torchax.dispatch.conversion_errors",
-    "torchax.dispatch.debug",
-    "torchax.dispatch.host_operations",
-    "torchax.dispatch.transfer",
-    "torchax.properties",
-    "torchax.view",
-  ),
-  2: ("torchax.dispatch.batched_gradients", "torchax.tensor"),
-  1: (
-    "torchax.amp",
-    "torchax.core",
-    "torchax.diagnostics.printing",
-    "torchax.device_module",
-    "torchax.devices",
-    "torchax.ops",
-    "torchax.ops.jax_reimplement",
-    "torchax.ops.jimage",
-    "torchax.ops.mappings",
-    "torchax.ops.ops_registry",
-    "torchax.rng",
-    "torchax.saving",
-  ),
-  0: (
-    "torchax.compat",
-    "torchax.config",
-    "torchax.diagnostics.tracebacks",
-    "torchax.diagnostics.user_code",
-    "torchax.errors",
-    "torchax.logs",
-    "torchax.ops.names",
-    "torchax.types",
-    "torchax.util",
-    "torchax.version",
-  ),
+  10: ("interop", "flax"),
+  9: ("tracing", "functions", "upstream"),
+  8: ("environment", "properties"),
+  7: ("dispatch", "view"),
+  6: ("ops", "device_module"),
+  5: ("tensor", "amp", "decompositions"),
+  4: ("registry", "rng", "saving"),
+  3: ("core", "devices"),
+  2: ("compat",),
+  1: ("errors", "types", "config", "util", "logs", "version"),
 }
-LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
+# Public modules of upstream that show code of higher layers; the package itself does
+# not use them.
+SHELLS = {
+  "ops.jaten": 9,
+  "ops.jc10d": 9,
+  "ops.jlibrary": 10,
+  "ops.jtorch": 9,
+  "ops.jtorchvision_nms": 9,
+  "ops.op_base": 9,
+}
+LAYER_OF = {
+  f"torchax.{name}".rstrip("."): layer
+  for layer, names in LAYERS.items()
+  for name in names
+}
+SHELL_OF = {f"torchax.{name}": layer for name, layer in SHELLS.items()}
 
 # May be missing on a user's machine, so a function may import them.
 OPTIONAL = {
@@ -119,14 +77,9 @@ each_module = pytest.mark.parametrize("module", modules(), ids=str)
 
 
 def _layer(name: str) -> int | None:
-  """The layer of a module; "torchax" itself is a layer, not the rest of the world."""
-  if name == "torchax":
-    return LAYER_OF[name]
-  while name != "torchax":
-    if name in LAYER_OF:
-      return LAYER_OF[name]
-    name = name.rpartition(".")[0]
-  return None
+  """Layer of a module: its own as a shell, or that of its folder."""
+  folder = ".".join(name.split(".")[:2])
+  return SHELL_OF.get(name, LAYER_OF.get(folder))
 
 
 def _imported_modules(module: Module) -> set[str]:
@@ -143,8 +96,18 @@ def _imported_modules(module: Module) -> set[str]:
 @each_module
 def test_every_module_has_a_layer(module):
   assert _layer(module.name) is not None, (
-    f"{module.path} is in no layer: enter it in LAYERS."
+    f"{module.path} is in no layer: enter its folder in LAYERS."
   )
+
+
+@pytest.mark.parametrize("shell", SHELL_OF)
+def test_shells_are_for_users_only(shell):
+  users = [
+    module.name
+    for module in modules()
+    if shell in _imported_modules(module) and _layer(module.name) < _layer(shell)
+  ]
+  assert not users, f"{shell} is imported by {users}"
 
 
 @each_module
@@ -213,9 +176,7 @@ def _looked_up_names(module: Module):
 
 @each_module
 def test_private_api_is_looked_up_in_the_compat_modules(module):
-  if module.name.startswith(
-    "torchax.compat."
-  ):
+  if module.name.startswith("torchax.compat."):
     return
   found = list(_looked_up_names(module))
   assert not found, f"private API in {module.path}, lines {found}"

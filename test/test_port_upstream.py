@@ -21,7 +21,7 @@ from tools import port_upstream
 JATEN = "torchax/ops/jaten.py"
 JTORCH = "torchax/ops/jtorch.py"
 PORTED = "torchax/ops/jaten/ported.py"
-PORTED_FUNCTIONS = "torchax/ops/jtorch/ported.py"
+PORTED_FUNCTIONS = "torchax/functions/ported.py"
 THEME = "torchax/ops/jaten/activation.py"
 
 # What the operator files of both projects start with.
@@ -288,7 +288,7 @@ ROWS = {
     },
     [BY_HAND],
     1,
-    said="torchax/ops/schema.py",
+    said="torchax/registry/schema.py",
   ),
   "a random operator, which takes a key here": Row(
     {JATEN: BASE + lowering("bernoulli", more=", needs_env=True")},

@@ -17,7 +17,7 @@ import torch
 import torchax
 from torchax.compat import private
 from torchax.errors import OperatorNotFound, PrivateApiError, UnsupportedVersionError
-from torchax.ops import names, ops_registry
+from torchax.registry import names, operators
 
 pytestmark = pytest.mark.programs
 
@@ -250,10 +250,10 @@ def test_eager_work_does_without_the_operations_it_does_not_use(run_without):
 
 def test_an_operation_that_torch_lacks_is_not_registered():
   gone = names.aten.there_is_no_such_operation
-  before = dict(ops_registry.all_aten_ops)
+  before = dict(operators.all_aten_ops)
   for operation in (gone, gone.default):
     torchax.jaten.op(operation)(lambda self: self)
-  assert ops_registry.all_aten_ops == before
+  assert operators.all_aten_ops == before
   assert not gone
   assert names.present({gone: 1, names.aten.add: gone.out}) == {}
   with pytest.raises(OperatorNotFound, match="no torch.ops.aten.there_is_no_such"):

@@ -14,7 +14,7 @@ from source_tree import ROOT
 
 import torchax
 from torchax import errors, interop
-from torchax.diagnostics import tracebacks
+from torchax.core import tracebacks
 from torchax.errors import (
   ConversionError,
   DonationError,

@@ -167,6 +167,12 @@ def test_an_expanded_view_refuses_a_write_as_torch_does(view):
   assert_same(tensor, BASE)
 
 
+def test_an_expanded_view_without_elements_takes_writes():
+  for device in ("cpu", "jax"):
+    empty = torch.ones(1, 0, device=device).expand(2, 0)
+    assert empty.add_(1).shape == (2, 0)
+
+
 # Complex numbers and other dtypes -----------------------------------------------------
 
 REINTERPRETATIONS = {

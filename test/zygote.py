@@ -61,7 +61,7 @@ class _Hiding(importlib.machinery.SourceFileLoader):
 class _Finder(importlib.abc.MetaPathFinder):
   FILES = {
     "torchax.compat.private": PACKAGE / "compat/private.py",
-    "torchax.ops.names": PACKAGE / "ops" / "names.py",
+    "torchax.registry.names": PACKAGE / "registry" / "names.py",
   }
 
   def find_spec(self, name, path=None, target=None):

@@ -26,32 +26,29 @@ from torchax import (
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.compat import torch_compat
-from torchax.compilation import CompileOptions, compile
 from torchax.config import Configuration
-from torchax.core import programs, storage
+from torchax.core import mappings, programs, storage, tracebacks
 from torchax.devices import forks, placement, streams
-from torchax.diagnostics import compile_times, tracebacks
+from torchax.diagnostics import compile_times
 from torchax.diagnostics.report import EnvInfo, env_info
-from torchax.dispatch import (
-  applied_functions,
+from torchax.dispatch import applied_functions, debug, modes, operands, transfer
+from torchax.dynamo.compilation import CompileOptions, compile
+from torchax.environment import Environment, default_env
+from torchax.functions import (
   conversion_errors,
-  debug,
   factories,
   indexing,
-  modes,
-  operands,
   refusals,
   reshapes,
   shortcuts,
-  transfer,
 )
-from torchax.environment import Environment, default_env
 from torchax.graphs import fake_tensors, higher_order
+from torchax.integrations import safetensors
 from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
 from torchax.logs import set_logs
-from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms, mappings
+from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms
 from torchax.rng import RngState, rng_scope
-from torchax.saving import damage, files, safetensors, untyped_storage
+from torchax.saving import damage, files, untyped_storage
 from torchax.tracing import foretold_draws, noted_draws, transform
 from torchax.version import VERSION
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import torch_compat
-from torchax.ops.names import aten, present, resolve
+from torchax.registry.names import aten, present, resolve
 
 DEVICE = torch_compat.BACKEND
 

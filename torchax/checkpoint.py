@@ -30,13 +30,13 @@ import torch
 
 from torchax import rng
 from torchax.compat import extras, jax_compat
+from torchax.core import mappings
 from torchax.core.explanations import require_eager
+from torchax.core.tracebacks import ending_at_the_user
 from torchax.devices import placement
-from torchax.diagnostics.tracebacks import ending_at_the_user
+from torchax.distributed.processes.agreement import require_equal
 from torchax.environment import default_env
 from torchax.errors import TracedStateError, UnsupportedDtypeError
-from torchax.ops import mappings
-from torchax.processes.agreement import require_equal
 from torchax.saving import layouts
 from torchax.saving.state_files import load_state
 from torchax.tensor import Tensor, new_tensor

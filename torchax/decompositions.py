@@ -9,8 +9,8 @@ than `rand`. They draw through torch, from the scope of the tensors' device.
 import torch
 
 from torchax.compat import torch_compat
-from torchax.ops import ops_registry
-from torchax.ops.schema import schema_of
+from torchax.registry import operators
+from torchax.registry.schema import schema_of
 
 DECOMPOSITIONS: dict = {
   op: function
@@ -25,7 +25,7 @@ MUTABLE_DECOMPOSITION: list = [
   if isinstance(op, torch_compat.OpOverload) and schema_of(op).written
 ]
 
-ops_registry.decompositions = DECOMPOSITIONS
+operators.decompositions = DECOMPOSITIONS
 
 
 def rand_like(self: torch.Tensor, **kwargs) -> torch.Tensor:

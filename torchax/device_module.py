@@ -11,6 +11,7 @@ import torch
 
 from torchax import amp, rng
 from torchax.compat import torch_compat
+from torchax.core import mappings
 from torchax.devices import placement
 from torchax.devices.forks import Fork
 from torchax.devices.generator import Generator
@@ -37,7 +38,6 @@ from torchax.devices.streams import (
   stream,
   synchronize,
 )
-from torchax.ops import mappings
 
 # torch.utils.checkpoint saves the random state of initialised devices only.
 _initialized = True

@@ -17,20 +17,20 @@ from torch.utils import _pytree as torch_pytree
 from torchax import amp, rng
 from torchax.compat import torch_compat
 from torchax.config import Configuration
-from torchax.core import switches
+from torchax.core import mappings, switches
+from torchax.core.tracebacks import ending_at_the_user
 from torchax.devices import placement
-from torchax.diagnostics.tracebacks import ending_at_the_user
 from torchax.dispatch import debug, device_plans, host_operations
 from torchax.dispatch.dispatcher import Dispatcher
 from torchax.dispatch.modes import XLADispatchMode, XLAFunctionMode, as_jax
-from torchax.dispatch.operator_table import OperatorTable, is_aten
 from torchax.dispatch.torch_functions import FunctionTable
 from torchax.dispatch.transfer import Move, arguments_of_to
 from torchax.errors import MixedDeviceError, OperatorNotFound, UnsupportedDtypeError
-from torchax.ops import mappings, ops_registry
-from torchax.ops.names import aten
-from torchax.ops.ops_registry import Kind, Operator
 from torchax.properties import RuntimeProperty, _None, _PropertyHolder
+from torchax.registry import operators
+from torchax.registry.names import aten
+from torchax.registry.operator_table import OperatorTable, is_aten
+from torchax.registry.operators import Kind, Operator
 from torchax.rng.stream import RngStream
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
@@ -65,11 +65,11 @@ class _Entered(threading.local):
 
 
 def _operators() -> tuple:
-  return ops_registry.all_aten_ops, ops_registry.all_torch_functions
+  return operators.all_aten_ops, operators.all_torch_functions
 
 
 def _decompositions() -> tuple:
-  return (ops_registry.decompositions,)
+  return (operators.decompositions,)
 
 
 def _decomposition(operation, function) -> Operator:

@@ -26,18 +26,16 @@ from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import grad_mode, switches
+from torchax.core import grad_mode, mappings, switches
 from torchax.core.explanations import explain_arrays, loses_gradient, no_numbers
 from torchax.core.storage import Blank, Content, Rebindings, Storage
 from torchax.core.storage import active as _active
+from torchax.core.tracebacks import ending_at_the_user, hide
 from torchax.core.view_reads import read_chain
 from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo
 from torchax.devices import placement
-from torchax.diagnostics import printing
-from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.errors import MixedDeviceError, MutationError, OperatorNotFound
-from torchax.ops import mappings
-from torchax.saving import files
+from torchax.saving import files, printing
 from torchax.saving.untyped_storage import UntypedStorage
 
 T = TypeVar("T", bound="Tensor")
@@ -393,7 +391,7 @@ class Tensor(torch.Tensor):
     self.replace_jax(grad_mode.with_derivative_of(self.jax(), other.jax()))
 
   def _is_view(self) -> bool:
-    # Not one that a change of its shape in place has made (`dispatch/reshapes.py`).
+    # Not one that a change of its shape in place has made (`functions/reshapes.py`).
     return super()._is_view() and "_has_hidden_base" not in self.__dict__
 
   def is_set_to(self, tensor: TorchTensor) -> bool:

@@ -10,7 +10,7 @@ from torchax.core import programs, static_values, view_steps
 from torchax.core.bounded_cache import BoundedCache
 from torchax.dispatch import torch_functions
 from torchax.interop import JittableModule
-from torchax.ops import ops_registry
+from torchax.registry import operators
 from torchax.tracing import specialization
 
 LIMIT = 4
@@ -56,7 +56,7 @@ def test_programs_of_a_torch_function():
   x = torch.ones(3, 4, device="jax")
   handler = torch_functions.ArrayFunctionHandler(
     torch.nn.functional.layer_norm,
-    ops_registry.all_torch_functions[torch.nn.functional.layer_norm],
+    operators.all_torch_functions[torch.nn.functional.layer_norm],
     torchax.default_env(),
   )
   handler._functions = BoundedCache(LIMIT)

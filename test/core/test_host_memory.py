@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import torchax
-from torchax.core import host_memory
-from torchax.ops import mappings
+from torchax.core import host_memory, mappings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*32 bits wide")
 

@@ -13,8 +13,8 @@ from ops.harness import ints
 
 from torchax.dispatch import autograd
 from torchax.interop import jax_jit
-from torchax.ops import ops_registry
 from torchax.ops.jtorch import register_function
+from torchax.registry import operators
 
 # Functions of one's own ---------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def registered(torch_function, function, **kwargs):
       with env:
         yield
     finally:
-      del ops_registry.all_torch_functions[torch_function]
+      del operators.all_torch_functions[torch_function]
 
   return scope()
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import torchax
 from torchax.dispatch import derivatives
 from torchax.interop import gradient_checkpoint, jax_value_and_grad, jax_view
-from torchax.ops import ops_registry
+from torchax.registry import operators
 
 aten = torch.ops.aten
 
@@ -217,7 +217,7 @@ def test_second_derivatives_are_those_of_the_formula():
 def test_a_number_that_is_traced_is_differentiated_by_jax():
   """torch's clamp takes Python numbers; the lowering takes any."""
   clamp = torch.ops.aten.clamp.default
-  lower = ops_registry.all_aten_ops[torch.ops.aten.clamp].func
+  lower = operators.all_aten_ops[torch.ops.aten.clamp].func
 
   def function(x, limit):
     run = lambda args, kwargs: lower(*args, **kwargs)  # noqa: E731

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchax.core import programs
 from torchax.dispatch import torch_checks
-from torchax.ops.schema import functional_form, is_in_place, schema_of
+from torchax.registry.schema import functional_form, is_in_place, schema_of
 
 
 @pytest.fixture

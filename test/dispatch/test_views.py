@@ -13,7 +13,7 @@ import torchax
 from torchax.compat import torch_compat
 from torchax.dispatch import views
 from torchax.interop import jax_jit
-from torchax.ops.schema import schema_of
+from torchax.registry.schema import schema_of
 
 aten = torch.ops.aten
 BASE = floats(4, 6)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import torchax
 from torchax.dispatch import word_programs
+from torchax.functions.dropout import keep_mask
 from torchax.interop import jax_jit
-from torchax.ops.jtorch.dropout import keep_mask
 from torchax.rng import RngState, threefry, words
 
 SIZE = itertools.count(30)

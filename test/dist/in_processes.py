@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torchax
 from torchax import mesh_util, processes
+from torchax.distributed.processes import agreement
 from torchax.errors import NotAddressableError, ProcessError
 from torchax.interop import jax_jit
 from torchax.mesh_util import ShardingRules
@@ -225,7 +226,7 @@ def a_process_that_does_not_come_is_named():
       processes.barrier("of one", timeout=1)
   else:
     # Its turn was missed, and it is told so.
-    processes.agreement._Rounds.next()
+    agreement._Rounds.next()
   processes.barrier("of all")
 
 

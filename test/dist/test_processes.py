@@ -13,8 +13,8 @@ import torch
 from dist import in_processes, worlds
 
 from torchax import processes
+from torchax.distributed.processes import start, traffic
 from torchax.errors import ProcessError
-from torchax.processes import start, traffic
 
 WORLDS = {"2 x 4": (2, 4), "4 x 2": (4, 2)}
 

@@ -418,7 +418,7 @@ def test_64_bits_without_x64():
 
 
 def test_float64_is_narrowed_with_a_warning(monkeypatch):
-  monkeypatch.setattr("torchax.ops.narrowing._warned", set())
+  monkeypatch.setattr("torchax.core.narrowing._warned", set())
   with pytest.warns(NarrowingWarning):
     result = compiled(lambda x: x / 3)(torch.ones(3, dtype=torch.float64))
   assert result.dtype is torch.float64

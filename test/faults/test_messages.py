@@ -9,8 +9,8 @@ from torch.fx.experimental import proxy_tensor
 
 import torchax
 from torchax import checkpoint, interop
-from torchax.ops.names import Missing, aten, find
-from torchax.ops.real_numbers import REAL
+from torchax.registry.names import Missing, aten, find
+from torchax.registry.real_numbers import REAL
 
 
 def ones(*shape, dtype=torch.float32):

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from ops.harness import floats
 
 import torchax
+from torchax.functions import one_position
 from torchax.ops import mappings
 from torchax.ops.jaten.attention import scaled_dot_product_attention
-from torchax.ops.jtorch import _one_position
 
 QUERY, KEY, VALUE = floats(2, 4, 5, 8), floats(2, 4, 7, 8, seed=1), floats(2, 4, 7, 6)
 MASK = floats(5, 7, seed=3) > 0
@@ -175,7 +175,7 @@ def test_one_position_has_a_program_of_its_own_kind(positions):
   expected.sum().backward()
   with torchax.default_env():
     moved = [tensor.to("jax").requires_grad_() for tensor in tensors]
-    assert _one_position.is_brief(*moved[:2]) == (positions == 5)
+    assert one_position.is_brief(*moved[:2]) == (positions == 5)
     found = F.scaled_dot_product_attention(*moved)
     found.sum().backward()
   torch.testing.assert_close(found.cpu(), expected)

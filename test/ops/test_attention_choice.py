@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 import torchax
 from torchax import device_module
 from torchax.devices import placement
+from torchax.functions import attention as caught
 from torchax.interop import jax_jit
 from torchax.ops.jaten._attention_choice import Call, Place, choose
-from torchax.ops.jtorch import attention as caught
 
 HOPPER, AMPERE, TURING = (Place("cuda", c) for c in ((9, 0), (8, 6), (7, 5)))
 TPU, ROCM, CPU = Place("tpu"), Place("rocm"), Place("cpu")

@@ -11,12 +11,12 @@ from compare import assert_same
 
 import torchax
 from torchax.export import exported_program_to_stablehlo
-from torchax.ops import ops_registry
 from torchax.ops.jlibrary import (
   _jit_composite_impl,
   register_jax_composite,
   register_torch_composite,
 )
+from torchax.registry import operators
 
 aten = torch.ops.aten
 library = torch.library.Library("torchax_test_jlibrary", "DEF")
@@ -45,7 +45,7 @@ def softclip(x, limit=1.0, mode=None):
 def _registered():
   """The composites of these tests; what they replace is back afterwards."""
   added = (mylib.softclip, mylib.join)
-  before = ops_registry.all_aten_ops[aten.gelu]
+  before = operators.all_aten_ops[aten.gelu]
   register_jax_composite("test.softclip", softclip, mylib.softclip)
   register_jax_composite(
     "test.join", lambda parts, weights: _join_on_cpu(parts, weights), mylib.join
@@ -53,8 +53,8 @@ def _registered():
   register_torch_composite("test.gelu", _gelu, aten.gelu)
   yield
   for op in added:
-    del ops_registry.all_aten_ops[op]
-  ops_registry.register(dataclasses.replace(before, is_user_defined=True))
+    del operators.all_aten_ops[op]
+  operators.register(dataclasses.replace(before, is_user_defined=True))
 
 
 def _gelu(self, *, approximate="none"):

@@ -11,8 +11,9 @@ import torch
 from compare import assert_same
 
 import torchax
+from torchax.core import narrowing
 from torchax.errors import NarrowingWarning
-from torchax.ops import mappings, narrowing
+from torchax.ops import mappings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*32 bits wide")
 

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 
 import torchax
-from torchax.ops.jtorch import _one_position
+from torchax.functions import one_position
 
 LENGTHS = (5, *range(6, 20), 31, 32, 33, 40)
 
 
 @pytest.fixture(autouse=True)
 def _inside_the_environment(monkeypatch):
-  monkeypatch.setattr(_one_position, "_first", type(_one_position._first)(1024))
+  monkeypatch.setattr(one_position, "_first", type(one_position._first)(1024))
   with torchax.default_env():
     yield
 
@@ -93,7 +93,7 @@ def test_numbers_of_keys_share_programs(call):
 def test_a_number_of_keys_that_comes_often_has_the_same_bits(monkeypatch):
   on_jax(inputs(5, heads=4), {})
   rare = [on_jax(inputs(n, heads=4), {}).cpu() for n in LENGTHS]
-  monkeypatch.setattr(_one_position, "OFTEN", 1)
+  monkeypatch.setattr(one_position, "OFTEN", 1)
   often = [on_jax(inputs(n, heads=4), {}).cpu() for n in LENGTHS]
   assert all(map(torch.equal, rare, often))
 
@@ -101,16 +101,16 @@ def test_a_number_of_keys_that_comes_often_has_the_same_bits(monkeypatch):
 def test_a_number_of_keys_that_stays_is_not_padded():
   tensors = [t.to("jax") for t in inputs(9, heads=4)]
   for _ in range(2):
-    assert _one_position.padded(*tensors, None, False)[0] is tensors[1]
+    assert one_position.padded(*tensors, None, False)[0] is tensors[1]
 
 
 def test_a_call_with_gradients_is_not_padded():
   for length in (5, 6):
     query, key, value = [t.to("jax") for t in inputs(length, heads=4)]
     key.requires_grad_()
-    assert _one_position.padded(query, key, value, None, False)[0] is key
+    assert one_position.padded(query, key, value, None, False)[0] is key
     with torch.no_grad():
-      is_padded = _one_position.padded(query, key, value, None, False)[0] is not key
+      is_padded = one_position.padded(query, key, value, None, False)[0] is not key
     assert is_padded == (length == 6)
 
 
@@ -129,11 +129,11 @@ def test_a_traced_call_is_not_padded():
   + [(1000, 1024), (1025, 1280)],
 )
 def test_numbers_to_which_keys_are_padded(length, number):
-  assert _one_position.number_for(length) == number
+  assert one_position.number_for(length) == number
 
 
 def test_they_are_few_and_little_is_added():
-  numbers = [_one_position.number_for(length) for length in range(1, 4097)]
+  numbers = [one_position.number_for(length) for length in range(1, 4097)]
   assert len(set(numbers)) == 4 + 4 * 5
   for length, number in enumerate(numbers, 1):
     assert length <= number <= max(1.25 * length, length + 31)

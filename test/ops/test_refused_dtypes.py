@@ -124,7 +124,6 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 @pytest.mark.filterwarnings("ignore:An output with one or more elements")
-@pytest.mark.filterwarnings("ignore:.*so it was resized")
 def test_accepted_as_on_the_cpu(name):
   expected = ACCEPTED[name]("cpu")
   with torchax.default_env():

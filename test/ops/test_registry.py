@@ -26,9 +26,10 @@ import torchax
 from torchax.compat import torch_compat
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.interop import jax_jit
-from torchax.ops import builtin, jaten, jtorch, ops_registry
+from torchax.ops import builtin, jaten, jtorch
 from torchax.ops.op_base import op
-from torchax.ops.ops_registry import (
+from torchax.registry import operators
+from torchax.registry.operators import (
   Kind,
   Operator,
   register_torch_dispatch_op,
@@ -278,7 +279,7 @@ def test_what_needs_data_is_noticed_at_the_first_call(define, name):
   for _ in range(3):
     assert_same(packet(tensor), torch.tensor(expected))
   assert calls == [True, False, False, False]
-  assert ops_registry.all_aten_ops[packet].compiled is False
+  assert operators.all_aten_ops[packet].compiled is False
 
 
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
@@ -314,8 +315,8 @@ def test_a_function_of_arrays_that_needs_data_is_named_in_a_trace():
       with pytest.raises(DataDependentError, match="first of (.|\n)*corrcoef"):
         jax_jit(torch.corrcoef)(tensor)
   finally:
-    ours = ops_registry.all_torch_functions[torch.corrcoef].replaced
-    ops_registry.register(dataclasses.replace(ours, is_user_defined=True))
+    ours = operators.all_torch_functions[torch.corrcoef].replaced
+    operators.register(dataclasses.replace(ours, is_user_defined=True))
 
 
 def test_other_mistakes_in_a_trace_stay_what_they_are(define):
@@ -331,9 +332,9 @@ def test_what_needs_data_for_some_inputs_only_is_noticed_there(define):
   tensor = torch.arange(4.0).to("jax")
   mask = tensor > 1
   assert_same(packet(tensor, mask.long()), torch.tensor([0.0, 0.0, 1.0, 1.0]))
-  assert ops_registry.all_aten_ops[packet].compiled is None
+  assert operators.all_aten_ops[packet].compiled is None
   assert_same(packet(tensor, mask), torch.tensor([2.0, 3.0]))
-  assert ops_registry.all_aten_ops[packet].compiled is False
+  assert operators.all_aten_ops[packet].compiled is False
   assert_same(packet(tensor, mask.long()), torch.tensor([0.0, 0.0, 1.0, 1.0]))
 
 
@@ -357,7 +358,7 @@ def test_a_mistake_in_the_arguments_is_none_of_the_operator(define):
 
   with pytest.raises(TypeError, match="got a ArrayImpl of another shape"):
     packet(on_jax(), torch.ones(2).to("jax"))
-  assert ops_registry.all_aten_ops[packet].compiled is None
+  assert operators.all_aten_ops[packet].compiled is None
   assert_same(packet(on_jax(), on_jax()), ONES + 1)
 
 
@@ -371,7 +372,7 @@ def test_the_library_says_itself_what_cannot_be_compiled(define):
 def test_in_place_and_out_forms_of_what_needs_data_are_derived():
   """`clamp` stands for an operator that looks at its numbers."""
   clamp = torch.ops.aten.clamp.default
-  ours = ops_registry.all_aten_ops[torch.ops.aten.clamp]
+  ours = operators.all_aten_ops[torch.ops.aten.clamp]
   env = torchax.Environment()
 
   def lowering(self, min=None, max=None):
@@ -384,7 +385,7 @@ def test_in_place_and_out_forms_of_what_needs_data_are_derived():
   out = env.to_xla(torch.zeros(3))
   torch.clamp(env.to_xla(torch.tensor([2.0, 0.0, 5.0])), 0.0, 3.0, out=out)
   assert_same(out, torch.tensor([2.0, 2.0, 3.0]))
-  assert ops_registry.all_aten_ops[torch.ops.aten.clamp] is ours
+  assert operators.all_aten_ops[torch.ops.aten.clamp] is ours
 
 
 def test_a_torch_function_that_needs_data_has_a_gradient():
@@ -401,7 +402,7 @@ def test_a_torch_function_that_needs_data_has_a_gradient():
         result.sum().backward()
         assert_same(tensor.grad, torch.tensor([0.0, 0.0, 4.0, 6.0]))
   finally:
-    del ops_registry.all_torch_functions[torch_function]
+    del operators.all_torch_functions[torch_function]
 
 
 # A file of upstream's style -----------------------------------------------------------
@@ -413,7 +414,8 @@ from typing import Sequence
 import jax.numpy as jnp
 import torch
 
-from torchax.ops import mappings, ops_registry
+from torchax.ops import mappings
+from torchax.registry import operators
 {imports}
 
 @op(torch.ops.aten.heaviside)
@@ -451,7 +453,7 @@ IMPORTS = {
 def op(*aten, **kwargs):
   def inner(func):
     for a in aten:
-      ops_registry.register_torch_dispatch_op(a, func, **kwargs)
+      operators.register_torch_dispatch_op(a, func, **kwargs)
     return func
 
   return inner
@@ -459,7 +461,7 @@ def op(*aten, **kwargs):
 
 def register_function(torch_func):
   def inner(func):
-    ops_registry.register_torch_function_op(torch_func, func)
+    operators.register_torch_function_op(torch_func, func)
     return func
 
   return inner
@@ -600,28 +602,28 @@ def test_a_torch_function_is_replaced_in_the_same_way():
 
   of_library = Operator(torch_function, jnp.negative, is_builtin=True)
   try:
-    ops_registry.register(of_library)
+    operators.register(of_library)
     with pytest.raises(ValueError, match="torch_function"):
-      ops_registry.register(dataclasses.replace(of_library))
+      operators.register(dataclasses.replace(of_library))
     for register in (
       functools.partial(register_torch_function_op, torch_function),
       jtorch.register_function(torch_function),
     ):
       with pytest.warns(UserWarning, match="torch_function"):
         register(jnp.abs)
-      assert ops_registry.all_torch_functions[torch_function].func is jnp.abs
+      assert operators.all_torch_functions[torch_function].func is jnp.abs
   finally:
-    del ops_registry.all_torch_functions[torch_function]
+    del operators.all_torch_functions[torch_function]
 
 
 def test_a_user_may_replace_a_lowering_of_the_library():
   aten_op = torch.ops.aten.erfinv
-  ours = ops_registry.all_aten_ops[aten_op]
+  ours = operators.all_aten_ops[aten_op]
   register_torch_dispatch_op(aten_op, lambda x: x * 0 + 7, is_user_defined=True)
   try:
     assert_same(torch.erfinv(on_jax()), torch.full((3,), 7.0))
   finally:
-    ops_registry.register(dataclasses.replace(ours, is_user_defined=True))
+    operators.register(dataclasses.replace(ours, is_user_defined=True))
   assert_same(torch.erfinv(on_jax() / 2), torch.erfinv(ONES / 2))
 
 
@@ -647,7 +649,7 @@ def test_a_living_environment_sees_a_later_function():
     try:
       assert_same(torch_function(tensor), ONES + 5)
     finally:
-      del ops_registry.all_torch_functions[torch_function]
+      del operators.all_torch_functions[torch_function]
 
 
 def test_an_override_belongs_to_one_environment(define):
@@ -698,23 +700,23 @@ def test_a_decomposition_stands_in_for_a_lowering():
   env = torchax.default_env()
   decomposed = [
     operation
-    for operation in ops_registry.decompositions
+    for operation in operators.decompositions
     if isinstance(operation, torch._ops.OpOverload)
-    and operation not in ops_registry.all_aten_ops
-    and operation.overloadpacket not in ops_registry.all_aten_ops
+    and operation not in operators.all_aten_ops
+    and operation.overloadpacket not in operators.all_aten_ops
     and not torch_compat.is_composite(operation)
   ]
   assert decomposed
   for operation in decomposed:
     found = env._get_op_or_decomp(operation)
-    assert found.func is ops_registry.decompositions[operation]
+    assert found.func is operators.decompositions[operation]
     assert found.kind is Kind.TENSORS
 
 
 def test_torchs_own_kernel_makes_a_composite_operation_of_its_parts():
   """Its reference in Python may take other arguments, or ask for itself."""
   composite = torch.ops.aten.nll_loss.default
-  assert composite in ops_registry.decompositions
+  assert composite in operators.decompositions
   found = torchax.default_env()._get_op_or_decomp(composite)
   scores, target = torch.rand(4, 3), torch.arange(3).repeat(2)[:4]
   summed = found.func(scores, target, None, 2, -100)
@@ -729,8 +731,8 @@ def test_an_unknown_operation_is_not_found(define):
 
 def test_upstreams_names_lead_to_the_registry():
   assert jaten.op is op
-  assert jaten.all_ops is ops_registry.all_aten_ops
-  assert ops_registry.all_aten_ops[torch.ops.aten.add].is_jax_function
+  assert jaten.all_ops is operators.all_aten_ops
+  assert operators.all_aten_ops[torch.ops.aten.add].is_jax_function
 
 
 # Kinds --------------------------------------------------------------------------------
@@ -780,7 +782,7 @@ def test_the_lowerings_of_the_library_are_built_in():
   """Others pay for a program for each number; what is carried over is in `ported`."""
   others = [
     f"{operation}: {operator.func.__module__}"
-    for table in (ops_registry.all_aten_ops, ops_registry.all_torch_functions)
+    for table in (operators.all_aten_ops, operators.all_torch_functions)
     for operation, operator in table.items()
     if operator.func.__module__.startswith("torchax.")
     and not operator.func.__module__.rpartition(".")[2].startswith("ported")
@@ -790,6 +792,6 @@ def test_the_lowerings_of_the_library_are_built_in():
 
 
 def test_every_registered_lowering_names_its_operation():
-  for operation, operator in ops_registry.all_aten_ops.items():
+  for operation, operator in operators.all_aten_ops.items():
     assert operator.torch_op is operation
     assert callable(operator.func)

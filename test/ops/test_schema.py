@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchax.ops.schema import functional_form, is_in_place, schema_of
+from torchax.registry.schema import functional_form, is_in_place, schema_of
 
 aten = torch.ops.aten
 

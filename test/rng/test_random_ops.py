@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import torchax
 from torchax.interop import jax_jit, jax_view
-from torchax.ops.schema import functional_form, is_in_place, schema_of
+from torchax.registry.schema import functional_form, is_in_place, schema_of
 
 pytestmark = pytest.mark.distributions
 

@@ -13,9 +13,9 @@ from rng.draws import DRAWS
 from rng.jaxprs import equations
 
 import torchax
+from torchax.functions.dropout import keep_mask
 from torchax.interop import jax_view
-from torchax.ops import ops_registry
-from torchax.ops.jtorch.dropout import keep_mask
+from torchax.registry import operators
 
 ADDING_UP = {
   "multinomial with replacement": DRAWS["multinomial with replacement"],
@@ -49,8 +49,8 @@ def test_samplers_that_add_up_say_so(name):
 
 
 def test_the_samplers_that_add_up_are_compiled_as_programs_of_users_are():
-  operators = ops_registry.all_aten_ops.values()
-  known = {str(each.torch_op).split(".")[1] for each in operators if each.adds_up}
+  rows = operators.all_aten_ops.values()
+  known = {str(row.torch_op).split(".")[1] for row in rows if row.adds_up}
   assert known == {"multinomial", "_sample_dirichlet"}
 
 
@@ -88,8 +88,8 @@ def test_the_arithmetic_of_exact_samplers_has_one_result(draw):
 
 
 def test_the_exact_samplers():
-  operators = ops_registry.all_aten_ops.values()
-  known = {str(each.torch_op).split(".")[1] for each in operators if each.is_exact}
+  each_operator = operators.all_aten_ops.values()
+  known = {str(each.torch_op).split(".")[1] for each in each_operator if each.is_exact}
   assert known == {
     *("bernoulli", "native_dropout", "_fused_dropout", "dropout", "keep_mask"),
     *("randint", "randint_like", "random"),

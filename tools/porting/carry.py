@@ -44,14 +44,14 @@ class Item:
 # Upstream's operator files, and where what is new in them goes.
 PORTED = {
   "torchax/ops/jaten.py": "torchax/ops/jaten/ported.py",
-  "torchax/ops/jtorch.py": "torchax/ops/jtorch/ported.py",
+  "torchax/ops/jtorch.py": "torchax/functions/ported.py",
 }
 _HEADERS = {
   "torchax/ops/jaten/ported.py": (
     '"""Lowerings that were carried over from upstream, as they are there."""\n'
     "\nfrom torchax.ops.jaten import op\n"
   ),
-  "torchax/ops/jtorch/ported.py": (
+  "torchax/functions/ported.py": (
     '"""Torch functions that were carried over, as they are upstream."""\n'
     "\nfrom torchax.ops.jtorch import register_function\n"
   ),
@@ -173,7 +173,7 @@ class Carrier:
         items.append(Item(THERE, f"{form} {written}", place, f"derived: {reason}"))
       else:
         reason = "no form is derived from torch's schema"
-        here = "torchax/ops/schema.py"
+        here = "torchax/registry/schema.py"
         items.append(Item(BY_HAND, f"{form} {written}", place, reason, here))
     return items
 

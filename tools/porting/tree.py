@@ -15,7 +15,7 @@ from tools.porting.syntax import Definition, Source
 from torchax.dispatch.plans import DecompositionPlan, TensorPlan
 from torchax.errors import OperatorNotFound
 from torchax.ops import ops_registry
-from torchax.ops.schema import functional_form, schema_of
+from torchax.registry.schema import functional_form, schema_of
 
 
 class Tree:

@@ -1,1 +1,5 @@
-"""What a tensor is made of: memory, the steps of its views, gradient mode."""
+"""What a tensor is made of: memory, views, dtypes, programs, gradient mode.
+
+Start at `storage.py` (the array that tensors share) and `view_steps.py` (how a view
+reads and writes it). Nothing here knows `Tensor`, an operator or an environment.
+"""

@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchax.core.boundary import Boundary
 from torchax.core.static_values import key_of
-from torchax.core.storage import Boundary, active
+from torchax.core.storage import active
 
 _SIGNS = {
   operator.add: "+",

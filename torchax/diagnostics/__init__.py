@@ -1,4 +1,5 @@
-"""What users are shown: tensors in print, tracebacks, lines of their code.
+"""Programs that report on an installation: `python -m torchax`.
 
-And by `python -m torchax`: what is installed here, and whether it works.
+Start at `report.py`. Errors are worded where they are raised, tracebacks shortened in
+`core/tracebacks.py`.
 """

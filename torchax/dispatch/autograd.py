@@ -16,7 +16,7 @@ from torchax.compat import jax_compat, torch_compat
 from torchax.core import explicit_axes, grad_mode, programs
 from torchax.dispatch import compiling
 from torchax.dispatch.batched_gradients import over_batches
-from torchax.ops.ops_registry import Operator
+from torchax.registry.operators import Operator
 from torchax.tensor import Tensor, new_tensor
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torchax.compat import jax_compat
 from torchax.core import programs
 from torchax.errors import DataDependentError
-from torchax.ops.ops_registry import Kind, Operator, name_of
+from torchax.registry.operators import Kind, Operator, name_of
 
 _logger = logging.getLogger("torchax")
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import jax_compat
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.tensor import Tensor
 
 _logger = logging.getLogger("torchax")

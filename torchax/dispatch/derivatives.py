@@ -2,7 +2,7 @@
 
 JAX would differentiate the lowering. At most points that is the same; where it is not
 (at ties and bounds, at zero, for a padding row), torch's own backward formula is the
-rule: `ops/derivatives.py` says of which operations.
+rule: `registry/derivatives.py` says of which operations.
 """
 
 import jax
@@ -15,7 +15,7 @@ from torchax.core import grad_mode
 from torchax.core.linear_maps import with_derivative
 from torchax.core.partitions import Partition
 from torchax.dispatch.autograd import conjugate, is_inexact
-from torchax.ops.schema import schema_of
+from torchax.registry.schema import schema_of
 from torchax.tensor import Tensor, new_tensor
 
 

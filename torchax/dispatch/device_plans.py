@@ -18,7 +18,7 @@ from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 from torchax.rng import scope
 from torchax.tensor import Tensor
 

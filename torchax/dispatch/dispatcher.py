@@ -26,9 +26,9 @@ from torchax.dispatch.in_place import InPlacePlan
 from torchax.dispatch.out import OutPlan
 from torchax.dispatch.plans import DecompositionPlan, Plan, TensorPlan, tensor_plan
 from torchax.errors import OperatorNotFound
-from torchax.ops import ops_registry
-from torchax.ops.ops_registry import Kind, Operator
-from torchax.ops.schema import (
+from torchax.registry import operators
+from torchax.registry.operators import Kind, Operator
+from torchax.registry.schema import (
   functional_form,
   gives_tensors,
   is_in_place,
@@ -71,9 +71,9 @@ class Dispatcher:
 
   def plan_for(self, func, args=(), kwargs=None) -> Callable:
     """The plan of an overload, made on first use; the arguments are for errors."""
-    if self._generation != ops_registry.generation():
+    if self._generation != operators.generation():
       self._plans.clear()
-      self._generation = ops_registry.generation()
+      self._generation = operators.generation()
     entry = self._plans.get(id(func))
     if entry is None:
       # The overload is kept with its plan, so its id stays its own.
@@ -115,11 +115,11 @@ class Dispatcher:
 
   def operator(self, func) -> Operator | None:
     """The operator of an overload or of its packet."""
-    own, keys = self._env._ops.own, ops_registry.keys_of(func)
+    own, keys = self._env._ops.own, operators.keys_of(func)
     for key in keys:
       if key in own:
         return own[key]
-    found = (ops_registry.all_aten_ops.get(key) for key in keys)
+    found = (operators.all_aten_ops.get(key) for key in keys)
     return next((operator for operator in found if operator is not None), None)
 
   def is_own(self, func) -> bool:
@@ -129,7 +129,7 @@ class Dispatcher:
       return False
     own = self._env._ops.own
     return operator.is_user_defined or any(
-      key in own for key in ops_registry.keys_of(func)
+      key in own for key in operators.keys_of(func)
     )
 
   def find(self, func) -> Operator | None:
@@ -159,7 +159,7 @@ class Dispatcher:
     # inference mode. There too it is made as anywhere else, in the same parts: they
     # may write to running statistics, or ask for a number.
     is_composite = torch_compat.is_composite(func)
-    decompose = None if is_composite else ops_registry.decompositions.get(func)
+    decompose = None if is_composite else operators.decompositions.get(func)
     if decompose is None:
       decompose = torch_compat.composite_decomposition(func)
     if decompose is None:

@@ -4,13 +4,13 @@ import jax
 import torch
 
 from torchax.compat import jax_compat, torch_compat
+from torchax.core import narrowing
 from torchax.core.explanations import donated, leaked
 from torchax.devices import placement
 from torchax.dispatch import compiling, index_checks, torch_checks
 from torchax.errors import MixedDeviceError, WrongDtypeError
-from torchax.ops import narrowing
-from torchax.ops.ops_registry import Operator
-from torchax.ops.schema import schema_of
+from torchax.registry.operators import Operator
+from torchax.registry.schema import schema_of
 
 EXPLAINED = (
   TypeError,

@@ -14,12 +14,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchax.compat import torch_compat
-from torchax.core.storage import Boundary, active
-from torchax.diagnostics import user_code
-from torchax.diagnostics.tracebacks import hide
+from torchax.core import user_code
+from torchax.core.boundary import Boundary
+from torchax.core.storage import active
+from torchax.core.tracebacks import hide
 from torchax.errors import MutationError, TracedDrawError
-from torchax.ops.names import aten
-from torchax.ops.schema import schema_of
+from torchax.registry.names import aten
+from torchax.registry.schema import schema_of
 from torchax.tensor import Tensor
 
 # Torch passes a tensor through it that it has just made of Python's numbers.

@@ -7,12 +7,10 @@ way that makes the order of the writes matter, the rows are run one after the ot
 torch's kernels for the CPU do.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from torchax.compat import jax_compat
-from torchax.core import grad_mode
+from torchax.core import grad_mode, mappings
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
@@ -20,9 +18,9 @@ from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
 from torchax.dispatch.operands import move
 from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError, MutationError
-from torchax.ops import mappings
-from torchax.ops.names import aten
-from torchax.ops.schema import schema_of
+from torchax.ops.list_checks import require_same_length
+from torchax.registry.names import aten
+from torchax.registry.schema import schema_of
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -33,23 +31,6 @@ def writes_lists(op) -> bool:
   """True for an operation that writes to more than one tensor."""
   written = [a for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
   return len(written) > 1 or any(str(a.type) == "List[Tensor]" for a in written)
-
-
-def require_same_length(lists: Sequence[Sequence]) -> None:
-  """Raises torch's error for lists that do not belong together, row by row.
-
-  Raises:
-    RuntimeError: a list is empty, or one has another length than the first.
-  """
-  lengths = [len(one) for one in lists]
-  if not lengths[0]:
-    raise RuntimeError("Tensor list must have at least one tensor.")
-  for length in lengths[1:]:
-    if length != lengths[0]:
-      raise RuntimeError(
-        "Tensor lists must have the same number of tensors, and as many scalars, got "
-        f"{lengths[0]} and {length}."
-      )
 
 
 class InPlacePlan:
@@ -184,7 +165,7 @@ def require_writable(target: torch.Tensor, name: str) -> None:
       f"{name} would write jax data to a tensor on {target.device}. "
       'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
     )
-  if type(target) is View and 0 in target.stride():
+  if type(target) is View and 0 in target.stride() and target.numel():
     _require_separate(target, name)
 
 

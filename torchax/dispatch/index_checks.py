@@ -2,7 +2,7 @@
 
 Before it runs, where nobody has to wait for the numbers: they are on the CPU and
 computed. With `Configuration.check_indices` they are waited for, and a compiled
-function looks at them as it runs. The rules are declared by `ops/index_rules.py`.
+function looks at them as it runs. The rules are declared by `registry/index_rules.py`.
 """
 
 import functools
@@ -15,12 +15,10 @@ import torch
 
 from torchax.compat import jax_compat
 from torchax.config import Configuration
-from torchax.core import host_memory
+from torchax.core import host_memory, mappings, user_code
 from torchax.core.view_steps import WHOLE
-from torchax.diagnostics import user_code
 from torchax.dispatch import switches
-from torchax.ops import mappings
-from torchax.ops.index_rules import Rule
+from torchax.registry.index_rules import Rule
 from torchax.tensor import Tensor
 
 _ArrayImpl = jax_compat.ArrayImpl

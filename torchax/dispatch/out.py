@@ -8,15 +8,15 @@ import jax
 import torch
 
 from torchax.compat import torch_compat
+from torchax.core import mappings
 from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
 from torchax.dispatch.in_place import require_writable
 from torchax.dispatch.plans import require_cast
 from torchax.errors import MixedDeviceError, MutationError
-from torchax.ops import mappings
-from torchax.ops.names import aten
-from torchax.ops.schema import schema_of
+from torchax.registry.names import aten
+from torchax.registry.schema import schema_of
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
@@ -94,9 +94,9 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
     return
   if output.numel():
     warnings.warn(
-      f"{name}: out= has shape {list(output.shape)}, but the result has "
-      f"{list(result.shape)}, so it was resized. Pass an empty tensor, or one of that "
-      "shape.",
+      "An output with one or more elements was resized since it had shape "
+      f"{list(output.shape)}, which does not match the required output shape "
+      f"{list(result.shape)} of {name}. Pass an empty tensor, or one of that shape.",
       stacklevel=2,
     )
   if type(output) is View:

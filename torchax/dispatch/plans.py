@@ -14,7 +14,13 @@ import torch
 from jax import lax
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import explicit_axes, grad_mode, host_numbers, numpy_fallback
+from torchax.core import (
+  explicit_axes,
+  grad_mode,
+  host_numbers,
+  mappings,
+  numpy_fallback,
+)
 from torchax.core.partitions import Partition
 from torchax.core.programs import ProgramCache
 from torchax.core.storage import active as _active
@@ -34,10 +40,10 @@ from torchax.dispatch.operands import (
   strong,
 )
 from torchax.errors import RngError
-from torchax.ops import mappings, real_numbers
-from torchax.ops.derivatives import formula_of
-from torchax.ops.ops_registry import Kind, Operator
-from torchax.ops.schema import schema_of
+from torchax.registry import real_numbers
+from torchax.registry.derivatives import formula_of
+from torchax.registry.operators import Kind, Operator
+from torchax.registry.schema import schema_of
 from torchax.rng import arguments, generator_draws, scope
 from torchax.rng import state as rng_state
 from torchax.rng.ledger import Recording

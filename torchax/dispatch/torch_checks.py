@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import torch_compat
-from torchax.ops import mappings
+from torchax.core import mappings
 
 # What a meta kernel raises that says nothing of the arguments.
 _OF_META = ("meta", "Could not run", "PrivateUse1")

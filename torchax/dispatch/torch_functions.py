@@ -1,6 +1,6 @@
 """Torch functions of jax tensors that are caught above ATen.
 
-The lowerings are in `ops/jtorch`; here they are called: operands are sorted out,
+The lowerings are in `functions`; here they are called: operands are sorted out,
 functions of arrays are compiled and made differentiable, devices are resolved.
 """
 
@@ -17,11 +17,11 @@ from torchax.core.programs import ProgramCache
 from torchax.dispatch import autograd, compiling, index_checks
 from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
 from torchax.dispatch.operands import Flattener
-from torchax.dispatch.operator_table import is_aten
 from torchax.dispatch.out import write_output
 from torchax.dispatch.plans import MOST_PROGRAMS
-from torchax.ops import ops_registry
-from torchax.ops.ops_registry import Kind, Operator
+from torchax.registry import operators
+from torchax.registry.operator_table import is_aten
+from torchax.registry.operators import Kind, Operator
 from torchax.tensor import Tensor
 
 
@@ -221,7 +221,7 @@ class FunctionTable:
 
   def get(self, func) -> Callable | None:
     """The handler of a torch function, `(args, kwargs) -> result`, or None."""
-    if self._generation != ops_registry.generation():
+    if self._generation != operators.generation():
       self._load()
     return self._handlers.get(func)
 
@@ -266,11 +266,11 @@ class FunctionTable:
     return handler(args, kwargs)
 
   def _load(self) -> None:
-    self._generation = ops_registry.generation()
-    operators = {**ops_registry.all_torch_functions, **self._env._ops.own}
+    self._generation = operators.generation()
+    known = {**operators.all_torch_functions, **self._env._ops.own}
     handlers = {
       func: self._handler(func, operator)
-      for func, operator in operators.items()
+      for func, operator in known.items()
       if operator is not None and not is_aten(func)
     }
     handlers = {**self._builtin, **handlers}

@@ -7,6 +7,7 @@ import jax
 import torch
 
 from torchax.compat import jax_compat, torch_compat
+from torchax.core import mappings
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Blank
 from torchax.core.view_steps import WHOLE
@@ -14,8 +15,7 @@ from torchax.devices import parts, placement
 from torchax.dispatch import host_operations
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
-from torchax.ops import mappings
-from torchax.ops.names import aten, present
+from torchax.registry.names import aten, present
 from torchax.tensor import Tensor, new_tensor
 
 _HIDDEN = torch_compat.HIDDEN_DEVICE

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import grad_mode
+from torchax.core import grad_mode, mappings
 from torchax.core.storage import Rebindings, Storage, active
 from torchax.core.view_steps import (
   WHOLE,
@@ -35,9 +35,8 @@ from torchax.core.view_steps import (
   slice_of,
 )
 from torchax.errors import MutationError
-from torchax.ops import mappings
-from torchax.ops.names import aten
-from torchax.ops.schema import functional_form
+from torchax.registry.names import aten
+from torchax.registry.schema import functional_form
 from torchax.saving.untyped_storage import UntypedStorage
 from torchax.tensor import Tensor, alias, like, new_tensor, rebind
 from torchax.view import new_view

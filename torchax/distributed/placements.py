@@ -22,11 +22,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchax.compat import jax_compat, torch_compat
+from torchax.core import mappings
 from torchax.devices import placement as devices
 from torchax.distributed.meshes import axes_of, jax_mesh
 from torchax.environment import env_on
 from torchax.errors import CollectiveError
-from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
 
 # Of `torch.distributed.tensor`, a module that takes a second to import.

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from jax.experimental import multihost_utils
 
-from torchax import processes
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import host_memory
 from torchax.devices import placement
+from torchax.distributed import processes
 from torchax.errors import CollectiveError
 from torchax.ops import jc10d
 from torchax.tensor import Tensor

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import torch
 
+from torchax.core import mappings, narrowing
 from torchax.errors import MixedDeviceError
 from torchax.graphs.memory import memory_order
-from torchax.ops import mappings, narrowing
 
 _NARROWED = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
 

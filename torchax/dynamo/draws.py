@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import torch_compat
+from torchax.core import mappings
 from torchax.core.partitions import Partition
 from torchax.errors import RngError
 from torchax.graphs import fx as fx_graphs
@@ -27,9 +28,8 @@ from torchax.graphs.fx import (
   where,
 )
 from torchax.graphs.interpreter import run_operation
-from torchax.ops import mappings
-from torchax.ops.names import aten, higher_order
-from torchax.ops.ops_registry import Kind
+from torchax.registry.names import aten, higher_order
+from torchax.registry.operators import Kind
 from torchax.rng import rng_scope
 
 PLACEHOLDER = "torchax_rng"

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from torchax.compat import torch_compat
-from torchax.dispatch import indexing
+from torchax.functions import indexing
 from torchax.graphs.fx import example, example_tensors, inputs
 
 

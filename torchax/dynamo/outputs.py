@@ -14,8 +14,8 @@ from torch import fx
 
 from torchax.compat import torch_compat
 from torchax.dynamo import border
-from torchax.ops.names import aten
-from torchax.ops.schema import schema_of
+from torchax.registry.names import aten
+from torchax.registry.schema import schema_of
 
 _SCALAR_TENSOR = aten.scalar_tensor.default
 

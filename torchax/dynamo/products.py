@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from torch import fx
 
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 
 def contract(node: fx.Node, values: dict):

@@ -13,14 +13,13 @@ import torch
 from torch import fx
 
 from torchax.compat import torch_compat
-from torchax.core import programs
+from torchax.core import mappings, programs
 from torchax.dynamo import border, checks, draws, products
 from torchax.dynamo.options import Options
 from torchax.dynamo.outputs import Outputs, is_number
 from torchax.graphs.fx import attribute, inputs, line_of, meta, returned
 from torchax.graphs.interpreter import JaxInterpreter
-from torchax.ops import mappings
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 from torchax.rng import rng_scope
 from torchax.rng.packing import Form, PackedStream, Place
 

@@ -14,10 +14,10 @@ from torch import fx
 
 from torchax import amp
 from torchax.compat import torch_compat
+from torchax.functions import recurrent as eager
 from torchax.graphs.fx import copied
 from torchax.ops.builtin import op
 from torchax.ops.jaten import rnn
-from torchax.ops.jtorch import recurrent as eager
 
 # Weights are [w_ih, w_hh], then [b_ih, b_hh] if there are any, then [w_hr] likewise.
 # Results are the outputs and the last state; of the second, the gradients.

@@ -13,7 +13,7 @@ from torchax.compat import torch_compat
 from torchax.core.partitions import Partition
 from torchax.core.programs import ProgramCache
 from torchax.core.static_values import StaticValue
-from torchax.diagnostics.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import ending_at_the_user
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError
 from torchax.export import exported_program_to_jax

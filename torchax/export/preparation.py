@@ -14,9 +14,9 @@ from jax import lax
 from torch.export import ExportedProgram
 
 from torchax.graphs.fx import is_draw
-from torchax.ops import ops_registry
 from torchax.ops.builtin import Kind, op
-from torchax.ops.names import aten, higher_order
+from torchax.registry import operators
+from torchax.registry.names import aten, higher_order
 
 _library = torch.library.Library("torchax_export", "DEF")
 _library.define("stop_gradient(Tensor self) -> Tensor")
@@ -72,7 +72,7 @@ def _decompositions() -> dict:
 
 
 def _has_lowering(overload) -> bool:
-  table = ops_registry.all_aten_ops
+  table = operators.all_aten_ops
   operator = table.get(overload) or table.get(overload.overloadpacket)
   return operator is not None and operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
 

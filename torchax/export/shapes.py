@@ -14,7 +14,7 @@ import jax
 import torch
 from torch.export import ExportedProgram
 
-from torchax.ops import mappings
+from torchax.core import mappings
 
 # No program has more elements than this; torch writes it for "no bound".
 _UNBOUNDED = 2**62

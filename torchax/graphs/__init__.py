@@ -1,1 +1,4 @@
-"""Running and rewriting graphs of `torch.fx`."""
+"""Running and rewriting graphs of `torch.fx`, for `dynamo` and `export`.
+
+Start at `interpreter.py`, which runs a graph operation by operation.
+"""

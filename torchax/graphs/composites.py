@@ -1,7 +1,7 @@
 """Composite operations that an exported program keeps whole: attention, recurrence.
 
 Each computes and draws the same as its eager form, which is caught above ATen
-(`torchax/ops/jtorch`). Sizes may be symbols here.
+(`torchax/functions`). Sizes may be symbols here.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from torchax.environment import default_env
 from torchax.ops.jaten import attention, rnn
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 
 def _run(op, *args):

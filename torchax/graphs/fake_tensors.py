@@ -13,12 +13,12 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import torch_compat
+from torchax.core import mappings
 from torchax.devices import placement
-from torchax.dispatch import indexing
 from torchax.dispatch.transfer import arguments_of_to
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
+from torchax.functions import indexing
 from torchax.graphs import higher_order
-from torchax.ops import mappings
 from torchax.tensor import META, Content, Tensor
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as torch_pytree
 
-from torchax.diagnostics import user_code
+from torchax.core import user_code
 from torchax.environment import default_env
-from torchax.ops.ops_registry import Kind
+from torchax.registry.operators import Kind
 
 # Nodes and inputs ---------------------------------------------------------------------
 

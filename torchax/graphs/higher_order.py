@@ -23,7 +23,7 @@ from torchax.errors import OperatorNotFound, RngError
 from torchax.graphs.fx import inner, may_draw, meta, returned, user_name, where
 from torchax.graphs.sites import at_sites
 from torchax.interop import loops, mismatches
-from torchax.ops.names import higher_order, present
+from torchax.registry.names import higher_order, present
 from torchax.rng import RngState, RngStream, current, rng_scope
 from torchax.tensor import Tensor
 from torchax.view import View

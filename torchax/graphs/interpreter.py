@@ -15,7 +15,7 @@ import torch
 from jax.extend.core import InconclusiveDimensionOperation
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.diagnostics import user_code
+from torchax.core import user_code
 from torchax.dispatch import device_plans
 from torchax.dispatch.operands import IGNORED
 from torchax.dispatch.plans import DecompositionPlan, Plan
@@ -25,7 +25,7 @@ from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.graphs import composites, higher_order, lowerings, memory
 from torchax.graphs.fx import is_marked_random, place_of, site_of, where
 from torchax.interop.views import call_torch
-from torchax.ops.schema import schema_of
+from torchax.registry.schema import schema_of
 from torchax.rng import running
 
 # Of exported programs, which ask for it (`torchax.export.DEBUG`).

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax.ops import casting, mappings, narrowing, ops_registry
-from torchax.ops.names import aten, prims, resolve
+from torchax.core import mappings, narrowing
+from torchax.ops import casting
+from torchax.registry import operators
+from torchax.registry.names import aten, prims, resolve
 
 # Sizes and assertions ----------------------------------------------------------------
 
@@ -89,7 +91,7 @@ def copy_of(op):
   """The operation that copies what a view shows, if it has a lowering; else None."""
   packet = getattr(aten, f"{op.overloadpacket.__name__.lstrip('_')}_copy")
   overload = resolve(getattr(packet, op._overloadname))
-  table = ops_registry.all_aten_ops
+  table = operators.all_aten_ops
   return overload if overload in table or resolve(packet) in table else None
 
 

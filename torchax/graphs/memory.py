@@ -13,8 +13,8 @@ from torch import fx
 from torchax.compat import torch_compat
 from torchax.errors import OperatorNotFound
 from torchax.graphs.fx import hint, meta
-from torchax.ops.names import aten
-from torchax.ops.schema import schema_of
+from torchax.registry.names import aten
+from torchax.registry.schema import schema_of
 
 _READ = aten.as_strided.default
 STRIDED = frozenset(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from torchax.diagnostics import user_code
+from torchax.core import user_code
 from torchax.environment import env_on
 from torchax.graphs.fx import inner, place_of, site_of
 from torchax.rng import current, running

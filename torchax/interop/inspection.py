@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchax.core.static_values import in_words, key_of
-from torchax.diagnostics.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import ending_at_the_user
 from torchax.interop.jit import Jitted
 from torchax.interop.module import JittableModule
 from torchax.interop.wrapper import ModuleWrapper

@@ -20,8 +20,8 @@ from torchax.core.explanations import donated, donated_twice
 from torchax.core.partitions import Partition, is_array
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
+from torchax.core.tracebacks import ending_at_the_user, hide
 from torchax.devices import placement
-from torchax.diagnostics.tracebacks import ending_at_the_user, hide
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError
 from torchax.interop.options import JitOptions, merged, with_names

@@ -19,7 +19,7 @@ import torch
 from jax import lax
 
 from torchax.compat import jax_compat
-from torchax.diagnostics.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop import mismatches
 from torchax.interop.jit import Jitted

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from torchax.core import explicit_axes
-from torchax.diagnostics.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop.options import ShardMapOptions, merged
 from torchax.rng import Advance, bundle

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.tracing.names import name_of
 
 

@@ -10,7 +10,7 @@ import torch
 
 from torchax import rng
 from torchax.compat import torch_compat
-from torchax.diagnostics.tracebacks import ending_at_the_user, hide
+from torchax.core.tracebacks import ending_at_the_user, hide
 from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
 from torchax.interop.options import of_method

@@ -16,7 +16,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from torchax.compat import jax_compat
 from torchax.core import grad_mode
-from torchax.diagnostics.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import ending_at_the_user
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums

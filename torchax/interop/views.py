@@ -17,15 +17,14 @@ import torch
 
 from torchax import rng
 from torchax.compat import jax_compat
-from torchax.core import grad_mode
+from torchax.core import grad_mode, mappings
+from torchax.core.boundary import Boundary
 from torchax.core.partitions import Partition, is_tensor
-from torchax.core.storage import Boundary
-from torchax.diagnostics.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import ending_at_the_user
 from torchax.dispatch import autograd
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.interop.options import signature_of
-from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import pytrees
 from torchax.tracing.conversions import is_leaf

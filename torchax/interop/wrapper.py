@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchax.diagnostics.tracebacks import hide
+from torchax.core.tracebacks import hide
 from torchax.rng.running import TRANSPARENT
 from torchax.tracing.module_members import has_hooks
 

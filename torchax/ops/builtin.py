@@ -7,9 +7,9 @@ write, and what is carried over from upstream, takes `op` from `torchax.ops.jate
 
 import functools
 
-from torchax.ops import op_base
-from torchax.ops.ops_registry import Kind
+from torchax.ops import register
+from torchax.registry.operators import Kind
 
 __all__ = ["Kind", "op"]
 
-op = functools.partial(op_base.op, is_builtin=True)
+op = functools.partial(register.op, is_builtin=True)

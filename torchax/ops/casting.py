@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax.ops import mappings, narrowing
+from torchax.core import mappings, narrowing
 
 _E4M3FN = jnp.dtype(jnp.float8_e4m3fn)
 _E8M0FNU = jnp.dtype(jnp.float8_e8m0fnu)

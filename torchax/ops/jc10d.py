@@ -27,7 +27,7 @@ from torchax.compat import jax_compat
 from torchax.errors import CollectiveError
 from torchax.ops.builtin import Kind
 from torchax.ops.builtin import op as builtin_op
-from torchax.ops.op_base import op
+from torchax.ops.register import op
 
 __all__ = ["GROUPS", "WORLDS", "axes_of", "op", "permuted", "reduced"]
 

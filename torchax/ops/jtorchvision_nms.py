@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from jax import lax
 
+from torchax.core import mappings
 from torchax.errors import TracedStateError
-from torchax.ops import mappings
 from torchax.ops.builtin import op
 
 

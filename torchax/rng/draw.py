@@ -6,7 +6,7 @@ import math
 import jax
 import numpy as np
 
-from torchax.diagnostics import user_code
+from torchax.core import user_code
 from torchax.errors import RngError
 from torchax.rng import state as rng_state
 

@@ -13,7 +13,7 @@ import jax
 from jax.extend import core
 
 from torchax.compat import jax_compat
-from torchax.diagnostics import user_code
+from torchax.core import user_code
 from torchax.rng.state import is_typed_key
 
 # How programs of random operations are called (`dispatch/plans.py`). Their first

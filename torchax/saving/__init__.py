@@ -1,1 +1,5 @@
-"""Files that hold jax tensors."""
+"""How jax tensors are pickled, printed and stored by torch.
+
+Start at `files.py`. Checkpoints of training states are in `checkpoint.py`; files of
+other libraries are in `integrations`.
+"""

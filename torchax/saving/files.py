@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from torchax.compat import torch_compat
+from torchax.core import mappings
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Storage
 from torchax.core.view_steps import WHOLE, ConjugateInfo, NegateInfo
 from torchax.devices import placement
-from torchax.ops import mappings
 from torchax.saving.untyped_storage import UntypedStorage, bytes_of
 
 # Attributes of a jax tensor that are no state of the user's.

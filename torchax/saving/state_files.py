@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from torchax.compat import jax_compat
-from torchax.ops import mappings
+from torchax.core import mappings
 
 _SCALARS = tuple(mappings.NUMPY_UNSUPPORTED_DTYPES.values())
 # What pickles of arrays are made of, beside tensors.

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from torchax.compat import torch_compat
-from torchax.core import host_memory
+from torchax.core import host_memory, mappings
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Storage
 from torchax.devices import parts, placement
-from torchax.ops import mappings
 
 
 class UntypedStorage(torch.UntypedStorage):

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import jax
 import torch
 
+from torchax.core import mappings
+from torchax.core.boundary import Boundary
 from torchax.core.static_values import Identity
-from torchax.core.storage import Boundary, Storage
+from torchax.core.storage import Storage
 from torchax.errors import MutationError
-from torchax.ops import mappings
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.autograd_bridge import Tape
 from torchax.tracing.conversions import tensors_of

@@ -20,10 +20,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchax.compat import torch_compat
+from torchax.core import mappings
 from torchax.core.static_values import in_words, key_of
 from torchax.core.storage import Storage
 from torchax.errors import MutationError
-from torchax.ops import mappings
 from torchax.tensor import Tensor
 from torchax.tracing.module_members import Members
 from torchax.tracing.module_values import Values, is_same, writes

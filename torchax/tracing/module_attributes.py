@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
+from torchax.core.boundary import Boundary
 from torchax.core.static_values import Identity
-from torchax.core.storage import Boundary, Storage, active
+from torchax.core.storage import Storage, active
 from torchax.core.view_steps import WHOLE
 from torchax.errors import MutationError
 from torchax.tensor import Tensor

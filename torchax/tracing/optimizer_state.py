@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from torchax.core.boundary import Boundary
 from torchax.core.static_values import Identity
-from torchax.core.storage import Boundary, active
+from torchax.core.storage import active
 from torchax.errors import TracedStateError
 from torchax.tensor import Tensor
 

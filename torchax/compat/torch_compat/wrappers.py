@@ -16,7 +16,7 @@ _key_set = private.essential("torch._C.DispatchKeySet", _WRAPPERS)
 _meta_key = private.essential("torch._C.DispatchKey.Meta", _WRAPPERS)
 
 # Device of a wrapper as C++ sees it; Python sees "jax". What C++ makes beside a wrapper
-# goes to the kernels of this device, which are ours (`dispatch/factories.py`), and
+# goes to the kernels of this device, which are ours (`functions/factories.py`), and
 # autograd runs on the calling thread for it. It does so for meta too, but there the
 # numbers of such a tensor are lost.
 HIDDEN_DEVICE = torch.device("lazy")

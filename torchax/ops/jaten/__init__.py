@@ -5,10 +5,10 @@ import importlib
 import pkgutil
 
 from torchax.compat import torch_compat
-from torchax.ops.faces import lookup, of_aten
-from torchax.ops.op_base import op
-from torchax.ops.ops_registry import all_aten_ops as all_ops
-from torchax.ops.schema import functional_form, is_in_place, schema_of
+from torchax.ops.register import op
+from torchax.registry.operators import all_aten_ops as all_ops
+from torchax.registry.schema import functional_form, is_in_place, schema_of
+from torchax.upstream.aliases import lookup, of_aten
 
 THEMES = tuple(
   module.name
@@ -16,7 +16,7 @@ THEMES = tuple(
   if not module.name.startswith("_")
 )
 _themes = [importlib.import_module(f"{__name__}.{theme}") for theme in THEMES]
-_upstream = importlib.import_module(f"{__name__}._upstream")
+_helpers = importlib.import_module("torchax.upstream.jaten_helpers")
 
 __all__ = [
   "THEMES",
@@ -60,8 +60,8 @@ def __getattr__(name: str):
     return _mutations()
   if name == "mutation_needs_env":
     return _random_mutations()
-  found = _upstream.FACES.get(name)
-  found = found or lookup(name, (_upstream, *_themes), all_ops.values())
+  found = _helpers.FACES.get(name)
+  found = found or lookup(name, (_helpers, *_themes), all_ops.values())
   found = found or of_aten(name)
   if found is not None:
     return found

@@ -12,8 +12,8 @@ import math
 import jax
 import numpy as np
 
-from torchax.ops import mappings
-from torchax.ops.op_base import default_float
+from torchax.core import mappings
+from torchax.ops.promotion import default_float
 
 # Elements of a result; numpy is as quick as a program for so few.
 _MOST = 2**15

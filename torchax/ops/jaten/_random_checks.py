@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax.ops import mappings
+from torchax.core import mappings
 
 
 def require_float(

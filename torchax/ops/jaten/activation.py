@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import require_no_bool
 from torchax.ops.jaten._opmath import HALVES, in_opmath, widen
-from torchax.ops.names import aten
-from torchax.ops.op_base import promote
+from torchax.ops.promotion import promote
+from torchax.registry.names import aten
 
 # Klambauer et al. 2017, "Self-Normalizing Neural Networks", equation 14.
 SELU_ALPHA = 1.6732632423543772848170429916717

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from torchax.ops.builtin import op
 from torchax.ops.jaten._chebyshev import chebyshev
-from torchax.ops.names import aten
-from torchax.ops.op_base import to_float
+from torchax.ops.promotion import to_float
+from torchax.registry.names import aten
 
 # Chebyshev coefficients, fitted with mpmath at 40 digits; ζ = 2/3 |x|^(3/2).
 # On -6 ≤ x ≤ 2, t = (x + 2)/4: Ai(x). On x ≥ 2, t = 2 (2/x)^(3/2) - 1:

@@ -1,8 +1,8 @@
 """Assertions that exported programs carry: they compute nothing and may raise."""
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import Kind, op
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 from torchax.tensor import is_traced
 
 

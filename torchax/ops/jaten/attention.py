@@ -14,7 +14,7 @@ from jax import lax
 
 from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import HALVES
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 # Query heads are (key head, member of its group), so that grouped heads share a key
 # without repeating it in memory.

@@ -15,8 +15,8 @@ from jax import lax
 
 from torchax.ops.builtin import op
 from torchax.ops.jaten._chebyshev import chebyshev
-from torchax.ops.names import aten
-from torchax.ops.op_base import to_float
+from torchax.ops.promotion import to_float
+from torchax.registry.names import aten
 
 # Chebyshev coefficients c₀ … cₙ of Σ cₖ Tₖ(t), fitted with mpmath at 40 digits.
 # On 0 ≤ x ≤ 8, t = x²/32 - 1: J0(x), J1(x)/x, and what is left of Y0(x) and Y1(x)/x

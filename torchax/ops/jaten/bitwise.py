@@ -9,8 +9,8 @@ from jax import lax
 
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _on_host
-from torchax.ops.names import aten
-from torchax.ops.op_base import promote
+from torchax.ops.promotion import promote
+from torchax.registry.names import aten
 
 
 def _integers(name, self, other):

@@ -7,8 +7,8 @@ from jax import lax
 
 from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import require_one_dtype
-from torchax.ops.names import aten
-from torchax.ops.op_base import to_float
+from torchax.ops.promotion import to_float
+from torchax.registry.names import aten
 
 
 @op(aten.complex)

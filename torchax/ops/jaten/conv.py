@@ -11,7 +11,7 @@ from jax import lax
 
 from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import expand_sizes
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 
 def _correlate(input, weight, stride, padding, dilation, groups):

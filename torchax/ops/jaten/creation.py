@@ -15,14 +15,14 @@ import torch
 from jax import lax
 
 from torchax.compat import jax_compat
+from torchax.core import mappings, narrowing
 from torchax.core.static_values import StaticValue
-from torchax.ops import mappings, narrowing
 from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._arguments import require_count, require_size
-from torchax.ops.names import aten
-from torchax.ops.op_base import default_float, result_dtype
+from torchax.ops.promotion import default_float, result_dtype
+from torchax.registry.names import aten
 
 
 def _dtype_or(dtype, fallback):

@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from jax import lax
 
-from torchax.core import out_of_range
-from torchax.ops import mappings
+from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import Kind, op
-from torchax.ops.index_rules import Condition
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.jaten.loss import Reduction
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Condition
+from torchax.registry.names import aten
 
 
 def _padded_targets(targets, target_lengths):

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Condition, Range
 from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._opmath import widen
 from torchax.ops.jaten._writes import added
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Condition, Range
+from torchax.registry.names import aten
 
 # embedding_renorm_ scales to just below the limit: aten/src/ATen/native/Embedding.cpp.
 RENORM_MARGIN = 1e-7

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from torchax.ops.builtin import Kind, op
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 # torch's numbers for what a mask means.
 _KEY_PADDING = 1

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import op
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 # ATen's fft_norm_mode: no factor, 1 / sqrt(n), 1 / n.
 _FORWARD_NORM = ("backward", "ortho", "forward")

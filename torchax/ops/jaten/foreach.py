@@ -11,14 +11,14 @@ import math
 
 import jax.numpy as jnp
 
-from torchax.dispatch.in_place import require_same_length
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._opmath import widen
-from torchax.ops.names import aten, present, resolve
-from torchax.ops.op_base import to_float
-from torchax.ops.ops_registry import all_aten_ops
+from torchax.ops.list_checks import require_same_length
+from torchax.ops.promotion import to_float
+from torchax.registry.names import aten, present, resolve
+from torchax.registry.operators import all_aten_ops
 
 _UNARY = (
   *("abs", "acos", "asin", "atan", "ceil", "clone", "cos", "cosh", "erf", "erfc"),

@@ -9,7 +9,7 @@ import math
 import torch
 
 from torchax.ops.builtin import Kind, op
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 from torchax.tensor import Tensor
 
 

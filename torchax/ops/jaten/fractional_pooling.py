@@ -10,11 +10,11 @@ import math
 import jax.numpy as jnp
 import torch
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import expand_sizes
 from torchax.ops.jaten.pooling import _send_back
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 
 def _starts(sample, size: int, pooled: int, kernel: int):

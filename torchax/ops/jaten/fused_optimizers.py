@@ -10,10 +10,10 @@ import math
 
 import jax.numpy as jnp
 
-from torchax.dispatch.in_place import require_same_length
 from torchax.ops.builtin import op
 from torchax.ops.jaten._opmath import widen
-from torchax.ops.names import aten
+from torchax.ops.list_checks import require_same_length
+from torchax.registry.names import aten
 
 
 def _step(update, lists, grad_scale, found_inf) -> tuple[list, ...]:

@@ -13,12 +13,12 @@ import torch
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.casting import require_fit
-from torchax.ops.index_rules import Range, along
 from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._arguments import dim_of, require_one_dtype
 from torchax.ops.jaten._writes import added, assigned, multiplied
 from torchax.ops.jaten.indexing import write_at_places
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Range, along
+from torchax.registry.names import aten
 
 # --- along one dimension ---------------------------------------------------------
 

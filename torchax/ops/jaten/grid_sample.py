@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from torchax.ops import jimage
 from torchax.ops.builtin import op
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 # ATen's numbers of the modes of `torch.nn.functional.grid_sample`.
 _BILINEAR, _NEAREST, _BICUBIC = range(3)

@@ -8,9 +8,9 @@ matrices are in `matmul.py`.
 import jax.numpy as jnp
 from jax import lax
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import op
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 # Rows of the left matrix and columns of the right one are groups of the inner
 # dimension, each of which gives a matrix.

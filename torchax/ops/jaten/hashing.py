@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import op
 
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from torchax.core import mappings
 from torchax.core.static_values import StaticValue
-from torchax.ops import mappings
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Condition
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Condition
+from torchax.registry.names import aten
 
 # --- bins of equal width ---------------------------------------------------------
 

@@ -18,13 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax.core import out_of_range
-from torchax.ops import mappings
+from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Condition, along
 from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._writes import added, assigned
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Condition, along
+from torchax.registry.names import aten
 
 _MASK_DTYPES = (torch.bool, torch.uint8, jnp.dtype(jnp.bool_), jnp.dtype(jnp.uint8))
 

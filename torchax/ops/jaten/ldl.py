@@ -15,14 +15,14 @@ from jax import lax
 
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Range
 from torchax.ops.jaten.solve import (
   check_info,
   needs_no_check,
   require_pivots,
   require_square,
 )
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Range
+from torchax.registry.names import aten
 
 # How large a diagonal element must be beside its column to be a pivot (Bunch & Kaufman,
 # "Some stable methods for calculating inertia", Math. Comp. 31, 1977).

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax.core import out_of_range
-from torchax.ops import mappings
+from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Range
 from torchax.ops.jaten._arguments import require_one_dtype
+from torchax.registry.index_rules import Range
 
 
 class _Classes(NamedTuple):

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Range
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import require_inexact, require_one_dtype
 from torchax.ops.jaten._opmath import in_opmath, widen
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Range
+from torchax.registry.names import aten
 
 # torch bounds the logarithms of binary cross entropy, so that the loss stays finite,
 # and its gradient's divisor: aten/src/ATen/native/Loss.cpp.

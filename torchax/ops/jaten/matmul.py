@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import factor_in, require_one_dtype
-from torchax.ops.names import aten
-from torchax.ops.op_base import promote
+from torchax.ops.promotion import promote
+from torchax.registry.names import aten
 
 # torch's threshold for computing Euclidean distances through one matrix product.
 DISTANCE_MATMUL_SIZE = 25

@@ -13,7 +13,7 @@ from jax import lax
 
 from torchax.ops.builtin import op
 from torchax.ops.jaten.solve import require_square, singular
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 # Degree of the series, and the 1-norm up to which the first term left out,
 # norm^(degree + 1) / (degree + 1)!, is below the rounding of 1.

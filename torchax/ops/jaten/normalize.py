@@ -13,7 +13,7 @@ from jax import lax
 
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._opmath import widen
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 
 def _moments(self, axes):

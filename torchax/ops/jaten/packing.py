@@ -1,13 +1,13 @@
 """Packed sequences: padded batches as rows without the padding, time after time.
 
 The lengths are numbers on the host, as in torch; the recurrent networks themselves are
-in `ops/jtorch/recurrent.py`.
+in `functions/recurrent.py`.
 """
 
 import torch
 
 from torchax.ops.builtin import Kind, op
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 
 def _places(batch_sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

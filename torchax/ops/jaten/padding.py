@@ -11,7 +11,7 @@ from jax import lax
 
 from torchax.ops.builtin import op
 from torchax.ops.casting import require_fit
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 
 def _pad_widths(ndim: int, pad) -> list[tuple[int, int]]:

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torchax.core import mappings
 from torchax.core.static_values import StaticValue
 from torchax.errors import WrongDtypeError
-from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.casting import cast, convert, require_fit
 from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import factor_in, require_one_dtype
-from torchax.ops.names import aten
-from torchax.ops.op_base import promote, result_dtype, to_float
+from torchax.ops.promotion import promote, result_dtype, to_float
+from torchax.registry.names import aten
 
 HALF_DTYPES = (jnp.bfloat16, jnp.float16)
 

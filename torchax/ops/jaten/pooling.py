@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax.core import out_of_range
-from torchax.ops import mappings
+from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Range
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import require_size
 from torchax.ops.jaten._opmath import expand_sizes, in_opmath, widen
 from torchax.ops.jaten._writes import added, assigned
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Range
+from torchax.registry.names import aten
 
 # The index of a cell of the padding: any cell of the input replaces it.
 NO_INDEX = -1

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._random_checks import (
@@ -23,8 +23,8 @@ from torchax.ops.jaten._random_checks import (
   require_size,
   require_std,
 )
-from torchax.ops.names import aten
-from torchax.ops.op_base import default_float, result_dtype
+from torchax.ops.promotion import default_float, result_dtype
+from torchax.registry.names import aten
 from torchax.rng import samplers
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torchax.ops import mappings
+from torchax.core import mappings
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._random_checks import require_float, require_real
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 from torchax.rng import pathwise, rejection, samplers
 
 

@@ -12,15 +12,14 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax.core import grad_mode
+from torchax.core import grad_mode, mappings
 from torchax.core.static_values import StaticValue
 from torchax.errors import TracedStateError
-from torchax.ops import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import require_no_bool
-from torchax.ops.names import aten, prims
-from torchax.ops.op_base import promote, to_float
+from torchax.ops.promotion import promote, to_float
+from torchax.registry.names import aten, prims
 
 
 def _index_dtype():

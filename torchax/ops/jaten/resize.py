@@ -15,7 +15,7 @@ import torch
 from torchax.ops import jax_reimplement, jimage
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 # Names that ATen gives the scales of 1, 2 and 3 spatial dimensions.
 _SCALE_NAMES = {

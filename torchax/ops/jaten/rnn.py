@@ -1,7 +1,7 @@
 """Recurrent networks: one `lax.scan` over time for each layer and direction.
 
 torch's composite form unrolls time, which grows the traced program with the length of
-the sequence. Layers are joined by `network`, for tensors in `ops/jtorch/recurrent.py`
+the sequence. Layers are joined by `network`, for tensors in `functions/recurrent.py`
 and in graphs of Dynamo's (`dynamo/recurrent.py`), for arrays in exported programs.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import op
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 
 def _affine(input, weight, bias):

@@ -13,7 +13,7 @@ from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._opmath import in_opmath
 from torchax.ops.jaten._random_checks import require_float
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 from torchax.rng import samplers
 
 _FUNCTIONAL = aten.rrelu_with_noise_functional.default

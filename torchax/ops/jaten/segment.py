@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Condition
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Condition
+from torchax.registry.names import aten
 
 # What a reduction of nothing gives, and how two results of it are put together.
 _REDUCTIONS = {

@@ -13,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax.core import out_of_range
+from torchax.core import mappings, out_of_range
 from torchax.errors import TracedStateError
-from torchax.ops import mappings
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Range
 from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import dim_of, require_size
-from torchax.ops.names import aten, prims
-from torchax.ops.op_base import promote
+from torchax.ops.promotion import promote
+from torchax.registry.index_rules import Range
+from torchax.registry.names import aten, prims
 
 
 def _as_tuple(value) -> tuple:

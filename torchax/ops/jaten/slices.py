@@ -12,7 +12,7 @@ from torchax.core.view_steps import put_slice
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import dim_of
-from torchax.ops.names import aten
+from torchax.registry.names import aten
 
 
 def _slice_range(length, start, end, step) -> range:

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax.core import out_of_range
-from torchax.ops import mappings
+from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import Kind, op
-from torchax.ops.index_rules import Range
 from torchax.ops.jaten._arguments import require_one_dtype
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Range
+from torchax.registry.names import aten
 
 # --- Shapes and errors --------------------------------------------------------------
 

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from jax import lax
 
-from torchax.core import out_of_range
-from torchax.ops import mappings
+from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.index_rules import Range
-from torchax.ops.names import aten
+from torchax.registry.index_rules import Range
+from torchax.registry.names import aten
 
 
 def _int64():

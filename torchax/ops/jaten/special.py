@@ -17,8 +17,8 @@ from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._arguments import require_no_bool
 from torchax.ops.jaten._chebyshev import chebyshev
-from torchax.ops.names import aten
-from torchax.ops.op_base import promote, to_float
+from torchax.ops.promotion import promote, to_float
+from torchax.registry.names import aten
 
 
 def _in_floats(function):

@@ -1,0 +1,289 @@
+"""Dtypes and data between torch and JAX.
+
+64-bit types follow JAX's x64 switch: with it off, int64, float64 and complex128
+become their 32-bit forms, as `narrowing.py` says; they are never reinterpreted.
+"""
+
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+from jax.sharding import Sharding
+
+from torchax.compat import jax_compat, torch_compat
+from torchax.core import host_memory, narrowing
+from torchax.core.explanations import donated, no_numbers
+from torchax.devices import parts, placement
+from torchax.errors import MixedDeviceError, UnsupportedDtypeError
+
+TORCH_DTYPE_TO_JAX = {
+  None: None,
+  torch.bool: jnp.dtype(jnp.bool_),
+  torch.uint8: jnp.dtype(jnp.uint8),
+  torch.uint16: jnp.dtype(jnp.uint16),
+  torch.uint32: jnp.dtype(jnp.uint32),
+  torch.uint64: jnp.dtype(jnp.uint64),
+  torch.int8: jnp.dtype(jnp.int8),
+  torch.int16: jnp.dtype(jnp.int16),
+  torch.int32: jnp.dtype(jnp.int32),
+  torch.int64: jnp.dtype(jnp.int64),
+  torch.float16: jnp.dtype(jnp.float16),
+  torch.bfloat16: jnp.dtype(jnp.bfloat16),
+  torch.float32: jnp.dtype(jnp.float32),
+  torch.float64: jnp.dtype(jnp.float64),
+  torch.complex64: jnp.dtype(jnp.complex64),
+  torch.complex128: jnp.dtype(jnp.complex128),
+  torch.float8_e4m3fn: jnp.dtype(jnp.float8_e4m3fn),
+  torch.float8_e5m2: jnp.dtype(jnp.float8_e5m2),
+  torch.float8_e4m3fnuz: jnp.dtype(jnp.float8_e4m3fnuz),
+  torch.float8_e5m2fnuz: jnp.dtype(jnp.float8_e5m2fnuz),
+  torch.float8_e8m0fnu: jnp.dtype(jnp.float8_e8m0fnu),
+}
+
+JAX_DTYPE_TO_TORCH: dict[Any, Any] = {
+  jax_: torch_ for torch_, jax_ in TORCH_DTYPE_TO_JAX.items()
+}
+# jnp.int4 and uint4 have no torch dtype that holds values: torch's are shells.
+JAX_DTYPE_TO_TORCH[jnp.dtype(jnp.int4)] = torch.int8
+JAX_DTYPE_TO_TORCH[jnp.dtype(jnp.uint4)] = torch.uint8
+
+# Torch dtypes that `Tensor.numpy()` refuses: the bits travel as an integer of the
+# same width and get their meaning back on the other side.
+NUMPY_UNSUPPORTED_DTYPES = {
+  torch.bfloat16: ml_dtypes.bfloat16,
+  torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
+  torch.float8_e5m2: ml_dtypes.float8_e5m2,
+  torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
+  torch.float8_e5m2fnuz: ml_dtypes.float8_e5m2fnuz,
+  torch.float8_e8m0fnu: ml_dtypes.float8_e8m0fnu,
+}
+
+_CARRIERS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}
+_WIDE = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
+_NARROWED = {
+  jnp.dtype(jnp.int64): jnp.dtype(jnp.int32),
+  jnp.dtype(jnp.uint64): jnp.dtype(jnp.uint32),
+  jnp.dtype(jnp.float64): jnp.dtype(jnp.float32),
+  jnp.dtype(jnp.complex128): jnp.dtype(jnp.complex64),
+}
+# Stored as they are, 64-bit integers lose nothing; floats lose digits.
+_LOSSY = frozenset({torch.float64, torch.complex128})
+
+
+@overload
+def t2j_dtype(dtype: torch.dtype) -> jnp.dtype: ...
+
+
+@overload
+def t2j_dtype(dtype: None) -> None: ...
+
+
+def t2j_dtype(dtype):
+  """The JAX dtype for a torch dtype, as wide as JAX's x64 switch allows.
+
+  Raises:
+    UnsupportedDtypeError: JAX has no such dtype (quantised types, for example).
+
+  >>> t2j_dtype(torch.bfloat16)
+  dtype(bfloat16)
+  """
+  try:
+    jax_dtype = TORCH_DTYPE_TO_JAX[dtype]
+  except (KeyError, TypeError):
+    raise UnsupportedDtypeError(
+      f"torchax has no JAX dtype for {dtype}. Convert the tensor to one of "
+      f"{', '.join(str(known) for known in TORCH_DTYPE_TO_JAX if known)} first."
+    ) from None
+  if dtype in _WIDE and narrowing.is_on():
+    if dtype in _LOSSY:
+      narrowing.warn_once(dtype)
+    return _NARROWED[jax_dtype]
+  return jax_dtype
+
+
+def j2t_dtype(dtype) -> torch.dtype:
+  """The torch dtype for a JAX (numpy) dtype.
+
+  Raises:
+    UnsupportedDtypeError: torch has no such dtype; a typed PRNG key, for example.
+  """
+  try:
+    return JAX_DTYPE_TO_TORCH[dtype]
+  except (KeyError, TypeError):
+    pass
+  try:
+    return JAX_DTYPE_TO_TORCH[jnp.dtype(dtype)]
+  except (KeyError, TypeError):
+    raise UnsupportedDtypeError(
+      f"torch has no dtype for the JAX dtype {dtype}. A typed PRNG key is no tensor: "
+      "pass it as `rng=` or to `env.rng_scope`."
+    ) from None
+
+
+def check_torch_tensor(tensor: torch.Tensor) -> None:
+  """Raises UnsupportedDtypeError unless the tensor is strided and of a known dtype."""
+  check_layout(tensor)
+  t2j_dtype(tensor.dtype)
+
+
+def check_layout(tensor: torch.Tensor) -> None:
+  """Raises UnsupportedDtypeError for a sparse, nested, quantised or mkldnn tensor."""
+  if tensor.is_nested:
+    raise UnsupportedDtypeError(
+      "torchax holds tensors with one shape, but got a nested tensor. Call "
+      "`.to_padded_tensor(value)` first, or `.unbind()` for a list of tensors."
+    )
+  if tensor.layout is not torch.strided:
+    raise UnsupportedDtypeError(
+      f"torchax holds dense tensors, but got layout {tensor.layout}. "
+      "Call `.to_dense()` first."
+    )
+  if tensor.is_quantized:
+    raise UnsupportedDtypeError(
+      f"torchax holds plain tensors, but got the quantised dtype {tensor.dtype}. "
+      "Call `.dequantize()` first."
+    )
+
+
+_MOST_DIMS = 64  # of numpy's arrays, which is torch's limit in many operations
+
+
+def t2j(
+  t: torch.Tensor,
+  use_dlpack: bool = True,
+  dtype: torch.dtype | None = None,
+  place: Sharding | None = None,
+) -> jax.Array:
+  """Copies a CPU torch tensor into a JAX array on the default device.
+
+  Args:
+    t: a dense tensor of any shape on the CPU.
+    use_dlpack: let DLPack carry the data; the result never aliases `t`.
+    dtype: of the array, instead of that of `t`.
+    place: on several devices instead; each gets a copy of its part alone.
+
+  Returns:
+    An array of the same shape.
+
+  Raises:
+    UnsupportedDtypeError: sparse, quantised or of a dtype unknown to JAX.
+    RuntimeError: of more dimensions than numpy has.
+    MixedDeviceError: not on the CPU.
+    OverflowError: an int64 value that needs x64 mode.
+
+  Warns:
+    NarrowingWarning: float64 values become float32, once; ones that become infinite.
+  """
+  check_layout(t)
+  if t.dim() > _MOST_DIMS:
+    raise RuntimeError(
+      f"only tensors with up to {_MOST_DIMS} dims are supported, but got {t.dim()}."
+    )
+  jax_dtype = t2j_dtype(dtype or t.dtype)
+  if t.device.type != "cpu":
+    raise MixedDeviceError(
+      f"Data moves to jax from the CPU, but got a tensor on {t.device}. "
+      + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
+    )
+  # Nobody is told of what is read here: that is for who asks for the conversion.
+  with torch_compat.unnoticed():
+    t = t.detach().resolve_conj().resolve_neg()
+    if dtype is not None and dtype is not t.dtype:
+      t = t.to(dtype)  # in 64 bits still, where they are narrowed afterwards
+    is_narrowed = t.dtype in _WIDE and narrowing.is_on()
+    values = narrowing.narrow(t, jax_dtype) if is_narrowed else host_array(t)
+  if place is not None:
+    shape = tuple(values.shape)
+    return placement.from_parts(
+      shape, place, lambda index: np.array(values[index], jax_dtype)
+    )
+  # Memory of its own: JAX may use that of a numpy array, now or some time later.
+  own = values if is_narrowed else np.array(values, dtype=jax_dtype)
+  return placement.from_host(own)
+
+
+def values_for_jax(t: torch.Tensor) -> np.ndarray:
+  """The numbers of a CPU tensor in the dtype that they have on jax, on the host.
+
+  Raises:
+    UnsupportedDtypeError, OverflowError: as `t2j`.
+  """
+  check_layout(t)
+  jax_dtype = t2j_dtype(t.dtype)
+  with torch_compat.unnoticed():
+    t = t.detach().resolve_conj().resolve_neg()
+    if t.dtype in _WIDE and narrowing.is_on():
+      return np.asarray(narrowing.narrow(t, jax_dtype))
+    return host_array(t).astype(jax_dtype, copy=False)
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+  """Array of the memory of a detached CPU tensor, which stays resizable.
+
+  Raises:
+    TypeError: numpy has no such dtype.
+  """
+  carried = NUMPY_UNSUPPORTED_DTYPES.get(tensor.dtype)
+  if carried is None:
+    return host_memory.array_of(tensor)
+  carrier, _ = _CARRIERS[tensor.element_size()]
+  return host_memory.array_of(tensor.view(carrier)).view(carried)
+
+
+def numpy_copy(x: jax.Array, asked: str, copy: bool = True) -> np.ndarray:
+  """A numpy array of the same numbers, in memory of its own.
+
+  Args:
+    x: a concrete array.
+    asked: what needs the numbers, for messages.
+    copy: False for a read-only array, which may share the memory of `x`.
+
+  Raises:
+    TracedStateError: the array is being traced.
+    DonationError: its memory is gone.
+    NotAddressableError: other processes have a part of it.
+  """
+  try:
+    return np.array(x) if copy else np.asarray(x)
+  except jax.errors.TracerArrayConversionError:
+    raise no_numbers(asked) from None
+  except RuntimeError as error:
+    if jax_compat.is_about_deletion(error):
+      raise donated(asked) from None
+    if jax_compat.is_about_other_processes(error):
+      raise parts.elsewhere(x, asked) from None
+    raise
+
+
+def j2t(x: jax.Array | torch.Tensor, use_dlpack: bool = True) -> torch.Tensor:
+  """Copies a JAX array to a CPU torch tensor of the same shape and dtype.
+
+  Args:
+    x: a concrete array; one that is sharded is gathered. A tensor is copied as well,
+      without its gradient.
+    use_dlpack: accepted for older programs; the result is a copy in torch's memory.
+
+  Raises:
+    TracedStateError: the array is being traced.
+    DonationError: its memory is gone.
+  """
+  if isinstance(x, torch.Tensor):
+    return x.detach().to("cpu", copy=True)
+  if isinstance(x, jax.core.Tracer):
+    raise no_numbers('A copy on the CPU (`.cpu()`, `.to("cpu")`, `torch.tensor`)')
+  j2t_dtype(x.dtype)  # raises for what torch does not have
+  return torch_of(numpy_copy(x, "A copy on the CPU", copy=False))
+
+
+def torch_of(values: np.ndarray) -> torch.Tensor:
+  """Copy of a numpy array of a dtype of JAX as a CPU tensor, in torch's memory."""
+  dtype = j2t_dtype(values.dtype)
+  if dtype in NUMPY_UNSUPPORTED_DTYPES:
+    carrier, bits = _CARRIERS[dtype.itemsize]
+    return host_memory.tensor_of(values.view(bits), carrier).view(dtype)
+  if values.dtype in (jnp.int4, jnp.uint4):
+    values = values.astype(np.int8 if dtype is torch.int8 else np.uint8)
+  return host_memory.tensor_of(values, dtype)

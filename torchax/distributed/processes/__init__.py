@@ -1,0 +1,33 @@
+"""One program in several processes: starting them, agreeing, and sharing the data.
+
+>>> from torchax import processes
+>>> processes.initialize()  # a single process: nothing to connect
+>>> [rows for rows in processes.Batches(6, batch_size=3, shuffle=False, epochs=1)]
+[[0, 1, 2], [3, 4, 5]]
+"""
+
+from torchax.distributed.processes.agreement import (
+  barrier,
+  require_equal,
+  require_same_program,
+)
+from torchax.distributed.processes.arrays import gather, global_batch, rows_here
+from torchax.distributed.processes.batches import Batches
+from torchax.distributed.processes.ordered import in_fixed_order
+from torchax.distributed.processes.start import initialize
+from torchax.distributed.processes.traffic import Collective, collectives, moved
+
+__all__ = [
+  "Batches",
+  "Collective",
+  "barrier",
+  "collectives",
+  "gather",
+  "global_batch",
+  "in_fixed_order",
+  "initialize",
+  "moved",
+  "require_equal",
+  "require_same_program",
+  "rows_here",
+]

@@ -1,0 +1,163 @@
+"""What all processes have to agree on, compared before it is too late.
+
+Processes that run different programs wait for one another in collectives that do not
+fit. Here they compare short texts by JAX's coordinator, which needs no device and ends
+after a time with the names of those who did not come.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from typing import Any
+
+import jax
+
+from torchax.compat import jax_compat
+from torchax.core.tracebacks import ending_at_the_user
+from torchax.errors import ProcessError
+
+SECONDS = 60
+"""That the first process to come waits for the last."""
+
+_SHOWN = 200  # characters of a value in messages
+
+
+class _Rounds:
+  """Comparisons made so far: the n-th of one process is the n-th of all."""
+
+  count = 0
+  lock = threading.Lock()
+
+  @classmethod
+  def next(cls) -> int:
+    """The number of the next one."""
+    with cls.lock:
+      cls.count += 1
+      return cls.count
+
+
+@ending_at_the_user
+def barrier(name: str, timeout: float = SECONDS) -> None:
+  """Waits until all processes have come to this barrier.
+
+  Args:
+    name: of the barrier, for messages; the same in all processes.
+    timeout: in seconds.
+
+  Raises:
+    ProcessError: in every process that came: some did not, or came to another barrier.
+  """
+  if jax.process_count() > 1:
+    _compare(f"the barrier {name}", "", "reached", timeout)
+
+
+@ending_at_the_user
+def require_equal(
+  what: str, value: Any, timeout: float = SECONDS, *, shown: str | None = None
+) -> None:
+  """Raises in every process where a value differs between processes.
+
+  All processes call it, in the same order. It compares by way of JAX's coordinator and
+  runs nothing on devices.
+
+  Args:
+    what: names the value in messages: "the seed".
+    value: a string, number, or anything else that JSON holds.
+    timeout: in seconds, for the last process to come.
+    shown: stands for the value in the message; by default its beginning does.
+
+  Raises:
+    ProcessError: the values differ, or a process did not come in time.
+
+  >>> require_equal("the seed", 0)  # a single process agrees with itself
+  """
+  if jax.process_count() > 1:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    shown = repr(text[:_SHOWN]) if shown is None else shown
+    _compare(what, text, shown, timeout)
+
+
+@ending_at_the_user
+def require_same_program(
+  function: Any, *args: Any, timeout: float = SECONDS, **kwargs: Any
+) -> None:
+  """Raises in every process where a compiled function differs between processes.
+
+  It is traced and lowered for the arguments, not compiled or run; no state advances.
+  Call it once, before the first step.
+
+  Args:
+    function: what `jax_jit`, `torchax.jit` or `jax.jit` returns.
+    *args, **kwargs: of the call that is to come.
+    timeout: in seconds, for the last process to come.
+
+  Raises:
+    ProcessError: a process has another program, or did not come.
+  """
+  if jax.process_count() == 1:
+    return
+  name = getattr(function, "__name__", type(function).__name__)
+  text = function.lower(*args, **kwargs).as_text()
+  shown = f"{text.count(' = ')} operations, {len(text)} characters"
+  _compare(f"the program of `{name}`", text, shown, timeout)
+
+
+def _compare(what: str, text: str, shown: str, timeout: float) -> None:
+  """Raises where the text differs; `shown` stands for it in the message."""
+  client = jax_compat.coordination_client()
+  number, rank = _Rounds.next(), jax.process_index()
+  folder = f"torchax/round/{number}/"
+  digest = hashlib.sha256(text.encode()).hexdigest()
+  said = json.dumps([what, digest, shown])
+  client.key_value_set(f"{folder}{rank}", said)
+  deadline = time.monotonic() + timeout
+  try:
+    client.wait_at_barrier(f"torchax/round/{number}", int(timeout * 1000))
+  except jax.errors.JaxRuntimeError as error:
+    came = _said(client, folder)
+    missing = [r for r in range(jax.process_count()) if r not in came]
+    if not missing and time.monotonic() < deadline:
+      raise
+    raise ProcessError(
+      f"{(_named(missing) or 'a process').capitalize()} did not come to {what} within "
+      f"{timeout:g} s, but {_named(sorted(came))} did. Either it runs another program "
+      "(each process has to take the same steps in the same order), or it has died, or "
+      "it is slower: then pass a longer timeout."
+    ) from error
+  _require_one(_said(client, folder))
+  if number > 1:
+    # Everybody is here, so nobody reads what was said before any more.
+    client.key_value_delete(f"torchax/round/{number - 1}/{rank}")
+
+
+def _said(client, folder: str) -> dict[int, list[str]]:
+  """What each process has said in a round, by rank."""
+  found = client.key_value_dir_get(folder)
+  return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+
+
+def _named(ranks: list[int]) -> str:
+  if not ranks:
+    return ""
+  name = "process" if len(ranks) == 1 else "processes"
+  return f"{name} {', '.join(map(str, ranks))}"
+
+
+def _require_one(said: dict[int, list[str]]) -> None:
+  """Raises unless all have said the same."""
+  groups: dict[tuple[str, ...], list[int]] = {}
+  for rank, found in sorted(said.items()):
+    groups.setdefault(tuple(found[:2]), []).append(rank)
+  if len(groups) == 1:
+    return
+  lines = [
+    f"  {_named(ranks)}: {said[ranks[0]][0]}: {said[ranks[0]][2]}"
+    for ranks in groups.values()
+  ]
+  raise ProcessError(
+    "The processes do not agree:\n"
+    + "\n".join(lines)
+    + "\nEach process has to run the same program with the same seed; only the data "
+    "that it reads may be its own."
+  )

@@ -1,0 +1,277 @@
+"""Connecting the processes of a run, and ending all of them where one fails.
+
+Who started them says where they find one another: `torchax.launch`, `torchrun`, or a
+cluster that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU).
+"""
+
+import atexit
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+
+from torchax.compat import jax_compat
+from torchax.core.tracebacks import ending_at_the_user
+from torchax.errors import ProcessError
+
+HEARTBEAT_SECONDS = 40
+"""After which a process that does not answer counts as dead."""
+SHUTDOWN_SECONDS = 60
+"""That a process waits at its end for the others to come to theirs."""
+START_SECONDS = 300
+"""That a process waits at the beginning for all to be there."""
+
+# After which a process that has ended before others says so.
+_EARLY_SECONDS = 5
+
+_ADDRESS = "JAX_COORDINATOR_ADDRESS"
+# Hosts of a coordinator that processes of this host alone can reach, and the address.
+_LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
+_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+
+
+class World(NamedTuple):
+  """What a process has to know of the others.
+
+  Attributes:
+    coordinator: host and port where process 0 waits for the others.
+    size: how many processes there are.
+    rank: of this one, from 0 on.
+    local_rank: of this one on its host.
+    local_count: of the processes on this host.
+  """
+
+  coordinator: str
+  size: int
+  rank: int
+  local_rank: int
+  local_count: int
+
+
+@ending_at_the_user
+def initialize(
+  *,
+  local_device_ids: Sequence[int] | None = None,
+  heartbeat_timeout: int = HEARTBEAT_SECONDS,
+  shutdown_timeout: int = SHUTDOWN_SECONDS,
+  start_timeout: int = START_SECONDS,
+) -> None:
+  """Connects this process with the others of its run; the first line of a program.
+
+  It takes its place from the environment that `python -m torchax.launch` and `torchrun`
+  set, else from a cluster that `jax.distributed.initialize` detects. A process that
+  nobody started together with others stays alone, so that one program runs on a laptop
+  and on a pod. Afterwards `jax.devices()` are those of all processes,
+  `jax.local_devices()` those of this one.
+
+  Where a process dies, or its host does not answer for `heartbeat_timeout`, JAX ends
+  the others with a message that names it. One that ends with an exception leaves at
+  once, without waiting for the others.
+
+  Args:
+    local_device_ids: GPUs of this host for this process. By default the one of its
+      local rank where a host has several processes, else all.
+    heartbeat_timeout: in seconds.
+    shutdown_timeout: in seconds; that the processes which end first wait for the last.
+      Where one works alone for longer at the end, let all call `barrier` after it.
+    start_timeout: in seconds; for the processes to find one another.
+
+  Raises:
+    RuntimeError: called twice, or after JAX has set up its devices.
+    ProcessError: variables of the environment that contradict each other, or are
+      missing; the others do not come.
+
+  >>> initialize()  # in a process that is alone
+  """
+  if jax.distributed.is_initialized():
+    raise RuntimeError(
+      f"The processes are connected: this one is {jax.process_index()} of "
+      f"{jax.process_count()}. `initialize` is called once in each process; remove the "
+      "second call, or that of jax.distributed.initialize."
+    )
+  world = world_of(os.environ)
+  if world is not None and world.size == 1:
+    return
+  if jax_compat.has_started():
+    raise RuntimeError(
+      "`torchax.processes.initialize()` has to come before anything that uses a device "
+      "of JAX: before the first tensor on jax, `jax.devices()` and `torch.jax."
+      "device_count()`. Make it the first line after the imports."
+    )
+  timeouts: dict[str, Any] = {
+    "heartbeat_timeout_seconds": heartbeat_timeout,
+    "shutdown_timeout_seconds": shutdown_timeout,
+    "initialization_timeout": start_timeout,
+  }
+  if world is None:
+    if not _is_found_by_jax(local_device_ids, timeouts):
+      return
+  else:
+    if local_device_ids is None and world.local_count > 1:
+      local_device_ids = [world.local_rank]
+    _connect(world, local_device_ids, timeouts)
+    host = world.coordinator.rpartition(":")[0]
+    if host in _LOOPBACK:
+      jax_compat.join_cpus_at(_LOOPBACK[host])
+  if _count() > 1:
+    _leave_at_once_after_errors()
+
+
+def _count() -> int:
+  """How many processes there are; JAX sets up its devices to say so."""
+  try:
+    return jax.process_count()
+  except RuntimeError as error:
+    if not jax_compat.is_about_name_of_host(error):
+      raise
+    raise ProcessError(
+      f"The name of this host, {socket.gethostname()!r}, does not resolve to an "
+      "address, at which the CPUs of processes find one another. Add it to /etc/hosts, "
+      "or give the host a name that resolves. For processes of one host, "
+      "`python -m torchax.launch` uses 127.0.0.1 and needs no name."
+    ) from error
+
+
+def _connect(world: World, local_device_ids, timeouts: dict[str, Any]) -> None:
+  try:
+    jax.distributed.initialize(
+      coordinator_address=world.coordinator,
+      num_processes=world.size,
+      process_id=world.rank,
+      local_device_ids=local_device_ids,
+      cluster_detection_method="deactivate",
+      **timeouts,
+    )
+  except jax.errors.JaxRuntimeError as error:
+    raise ProcessError(
+      f"Process {world.rank} of {world.size} did not find the others at "
+      f"{world.coordinator} within {timeouts['initialization_timeout']} s. Is process "
+      "0 alive, can this host reach that address, and were all processes started? "
+      f"JAX says: {error}"
+    ) from error
+
+
+def _is_found_by_jax(local_device_ids, timeouts: dict[str, Any]) -> bool:
+  """Connects by JAX's own detection of clusters; False for a process that is alone."""
+  try:
+    jax.distributed.initialize(local_device_ids=local_device_ids, **timeouts)
+  except ValueError as error:
+    if jax_compat.is_about_missing_cluster(error):
+      return False
+    raise
+  return True
+
+
+def world_of(variables: Mapping[str, str]) -> World | None:
+  """What the environment says of the processes of a run; None if it says nothing.
+
+  Args:
+    variables: of the environment.
+
+  Raises:
+    ProcessError: variables are missing, or are no numbers that go together.
+  """
+  if "RANK" not in variables and "WORLD_SIZE" not in variables:
+    return None
+  count, rank = _number("WORLD_SIZE", variables), _number("RANK", variables)
+  if not 0 <= rank < count:
+    raise ProcessError(
+      f"RANK is from 0 to WORLD_SIZE - 1, but got RANK={rank} and WORLD_SIZE={count}. "
+      "Start the processes by `python -m torchax.launch` or torchrun, which set both."
+    )
+  local_rank = _number("LOCAL_RANK", variables) if "LOCAL_RANK" in variables else 0
+  local_count = 1
+  if "LOCAL_WORLD_SIZE" in variables:
+    local_count = _number("LOCAL_WORLD_SIZE", variables)
+  coordinator = variables.get(_ADDRESS) or ""
+  if not coordinator and count > 1:
+    coordinator = _coordinator(variables, rank)
+  return World(coordinator, count, rank, local_rank, local_count)
+
+
+def _number(name: str, variables: Mapping[str, str]) -> int:
+  text = variables.get(name, "")
+  if not text.isdecimal():
+    found = f"{name}={text}" if name in variables else "it is missing"
+    raise ProcessError(
+      f"The variable {name} of the environment has to be a number, but {found}. Start "
+      "the processes by `python -m torchax.launch` or by torchrun, which set it; or "
+      "remove RANK and WORLD_SIZE for a process that is alone."
+    )
+  return int(text)
+
+
+def _coordinator(variables: Mapping[str, str], rank: int) -> str:
+  """Where JAX's coordinator is to listen, on the host of process 0."""
+  host, port = variables.get("MASTER_ADDR"), _number("MASTER_PORT", variables)
+  if not host:
+    raise ProcessError(
+      "MASTER_ADDR, the host of process 0, is missing in the environment. Start the "
+      "processes by torchrun, or set JAX_COORDINATOR_ADDRESS to its host and a port."
+    )
+  if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    return f"{host}:{port}"
+  # torchrun itself listens at that port, and passes on where process 0 will.
+  store = torch.distributed.TCPStore(host, port, is_master=False)
+  key = f"torchax/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}/coordinator"
+  if rank == 0:
+    with socket.socket() as held:
+      held.bind(("", 0))
+      store.set(key, str(held.getsockname()[1]))
+  return f"{host}:{int(store.get(key))}"
+
+
+class _Ending:
+  """How this process ends: with an error, as whose exit code, or well (None)."""
+
+  code: int | None = None
+
+
+def _leave_at_once_after_errors() -> None:
+  """Lets a process that raises end without waiting for the others.
+
+  JAX waits at the end until all processes have come to theirs, and the others may wait
+  for this one in a computation of all. What was registered with `atexit` after this
+  runs as always, before it.
+  """
+  report = sys.excepthook
+
+  def note(kind, error, traceback):
+    _Ending.code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+    report(kind, error, traceback)
+    sys.stderr.write(
+      f"Process {jax.process_index()} of {jax.process_count()} ends with this error.\n"
+    )
+
+  sys.excepthook = note
+  atexit.register(_leave)
+
+
+def _leave() -> None:
+  if _Ending.code is None:
+    _wait_for_the_others()
+    return
+  logging.shutdown()
+  for stream in (sys.stdout, sys.stderr):
+    stream.flush()
+  os._exit(_Ending.code)
+
+
+def _wait_for_the_others() -> None:
+  """Says so where this process is at its end long before others; JAX waits then."""
+  client = jax_compat.coordination_client()
+  if client is None:  # shut down by the program itself
+    return
+  try:
+    client.wait_at_barrier("torchax/end", _EARLY_SECONDS * 1000)
+  except jax.errors.JaxRuntimeError:
+    sys.stderr.write(
+      f"Process {jax.process_index()} of {jax.process_count()} is at its end, and "
+      "waits for others that are not.\n"
+    )
+    sys.stderr.flush()

@@ -1,0 +1,185 @@
+"""`torchax.compile`: one call for the three ways to compile a function or a module."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+
+from torchax.compat import torch_compat
+from torchax.core.tracebacks import ending_at_the_user
+from torchax.export.compiled import ExportedFunction
+from torchax.interop import JittableModule, jax_jit
+from torchax.interop.wrapper import ModuleWrapper
+from torchax.tracing.module_members import Hooks, called
+from torchax.types import P, R
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+MODES = ("jax", "dynamo", "export")
+
+
+@dataclasses.dataclass
+class CompileOptions:
+  """How `torchax.compile` compiles.
+
+  Attributes:
+    methods_to_compile: names of the module's methods to compile; `forward` is among
+      them in any case.
+    jax_jit_kwargs: keyword arguments of `jax.jit`, for all methods: a name of an
+      argument is for those that take it. Argument numbers and shardings are
+      for the mode "jax"; the other modes take `compiler_options`.
+    mode: "jax" traces the function itself, with `jax.jit`; "dynamo" lets
+      `torch.compile` make graphs of it, with breaks where Python decides by numbers;
+      "export" makes one graph with `torch.export`, for each structure and shape of the
+      arguments.
+  """
+
+  methods_to_compile: list[str] = dataclasses.field(default_factory=lambda: ["forward"])
+  jax_jit_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+  mode: str = "jax"
+
+
+@overload
+def compile(fn: M, options: CompileOptions | None = None) -> M: ...
+
+
+@overload
+def compile(
+  fn: Callable[P, R], options: CompileOptions | None = None
+) -> Callable[P, R]: ...
+
+
+@ending_at_the_user
+def compile(fn, options=None):
+  """Compiles a function or a module of jax tensors.
+
+  All modes give the same results, draw the same numbers, have gradients, and change
+  parameters, buffers and arguments in place as the function itself does.
+
+  Args:
+    fn: a function of tensors, or a module on jax.
+    options: see `CompileOptions`; the mode "jax" by default.
+
+  Returns:
+    A function; for a module a module, whose compiled methods run compiled and whose
+    other attributes are the module's.
+
+  Raises:
+    ValueError: a mode that there is not, or arguments that the mode cannot use.
+    TypeError: `fn` is not callable.
+    AttributeError: a method that the module does not have.
+
+  >>> import torch, torchax
+  >>> double = torchax.compile(lambda x: 2 * x)
+  >>> double(torch.ones(2, device="jax"))
+  tensor([2., 2.], device='jax:0')
+  """
+  options = options or CompileOptions()
+  _check(fn, options)
+  if options.mode == "jax":
+    return _with_jax(fn, options)
+  return _with_methods(fn, options, _WAYS[options.mode])
+
+
+def _check(fn, options: CompileOptions) -> None:
+  if options.mode not in MODES:
+    raise ValueError(f"The mode is one of {MODES}, but got {options.mode!r}.")
+  if not callable(fn):
+    raise TypeError(f"A function or a module is expected, but got {fn!r}.")
+  named = set(options.methods_to_compile) - {"forward"}
+  if named and not isinstance(fn, torch.nn.Module):
+    raise ValueError(
+      f"methods_to_compile names methods of a module, but got {fn!r}. Compile each "
+      "function by itself."
+    )
+  for name in named:
+    if not callable(getattr(fn, name, None)):
+      raise AttributeError(f"{type(fn).__name__} has no method {name!r} to compile.")
+  unused = sorted(set(options.jax_jit_kwargs) - {"compiler_options"})
+  if options.mode != "jax" and unused:
+    raise ValueError(
+      f'The mode "{options.mode}" compiles graphs, whose arguments are not those of '
+      f'the function: {", ".join(unused)} cannot be used. Use the mode "jax".'
+    )
+
+
+def _with_jax(fn, options: CompileOptions):
+  if not isinstance(fn, torch.nn.Module):
+    return jax_jit(fn, options.jax_jit_kwargs)
+  module = JittableModule(fn, options.jax_jit_kwargs)
+  module._names.update(options.methods_to_compile)  # each takes the others' names
+  for name in options.methods_to_compile:
+    module.make_jitted(name)
+  return module
+
+
+def _with_methods(fn, options: CompileOptions, way: Callable):
+  if not isinstance(fn, torch.nn.Module):
+    return way(fn, fn, options)
+  return CompiledModule(fn, options)
+
+
+class CompiledModule(ModuleWrapper):
+  """A module of which some methods run compiled.
+
+  Attributes that are set go to the module, as they come from it. A copy, and what is
+  loaded from a pickle, is compiled anew on its first call.
+
+  Args:
+    module: the module; its parameters and buffers are this one's.
+    options: how `forward` and the methods that it names are compiled.
+  """
+
+  def __init__(self, module: torch.nn.Module, options: CompileOptions):
+    super().__init__(module)
+    own = vars(self)
+    own["_options"] = options
+    own["_names"] = frozenset(("forward", *options.methods_to_compile))
+    self._restore()
+
+  def forward(self, *args, **kwargs):
+    """Runs the module's `forward`, compiled."""
+    return self._compiled("forward")(*args, **kwargs)
+
+  def _compiled(self, name: str) -> Callable:
+    if self._hooks.changed():
+      self._methods.clear()
+      vars(self)["_is_renewed"] = True
+    method = self._methods.get(name)
+    if method is None:
+      way = _WAYS[self._options.mode]
+      function = called(self._model, name)
+      method = way(function, self._model, self._options, self._is_renewed)
+      self._methods[name] = method
+    return method
+
+  def _method(self, name: str) -> Callable | None:
+    return self._compiled(name) if name in self._names else None
+
+  def _forget(self) -> None:
+    self._methods.clear()
+
+  def _restore(self) -> None:
+    vars(self).update(_methods={}, _hooks=Hooks(self._model), _is_renewed=False)
+
+  _derived = ("_methods", "_hooks", "_is_renewed")
+
+
+def _with_dynamo(function, owner, options: CompileOptions, is_renewed: bool = False):
+  # By its name: loading Dynamo takes as long as loading torch, so only who wants it
+  # pays, and torch loads the backend with it.
+  backend: Any = "jax"
+  if is_renewed:
+    # A backend of its own: Dynamo, which ignores hooks that are registered later, finds
+    # nothing of what it compiled before.
+    backend = functools.partial(torch_compat.backend_named(backend))
+  return torch.compile(function, backend=backend, options=dict(options.jax_jit_kwargs))
+
+
+def _with_export(function, owner, options: CompileOptions, is_renewed: bool = False):
+  return ExportedFunction(function, owner, options.jax_jit_kwargs)
+
+
+_WAYS = {"dynamo": _with_dynamo, "export": _with_export}

@@ -1,0 +1,199 @@
+"""Factories on jax: `torch.ones(2, device="jax")`, and what C++ makes beside a wrapper.
+
+torch parses the call and hands it to a kernel of the device, which runs the lowering.
+C++ asks for the hidden device of wrappers: for the zeros of a gradient formula, the
+number in `torch.where(mask, x, 0.0)`, or `type_as`. These may meet tensors of any
+device. `torch.tensor` hides its copy into the new tensor from Python, so it gets one on
+the CPU, which becomes a jax tensor when it is handed out.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import torch
+
+from torchax.compat import jax_compat, torch_compat
+from torchax.core import mappings
+from torchax.devices import placement
+from torchax.dispatch import device_plans
+from torchax.environment import TENSOR_CONSTRUCTORS, Environment, env_on
+from torchax.errors import UnsupportedDtypeError
+from torchax.registry.names import aten
+from torchax.tensor import Tensor, blank, new_tensor
+
+# ATen factories whose lowerings run as they are.
+_LOWERED = (
+  "ones",
+  "zeros",
+  "full",
+  "arange",
+  "arange.start",
+  "arange.start_step",
+  "linspace",
+  "eye",
+  "eye.m",
+  "rand",
+  "rand.generator",
+  "randn",
+  "randn.generator",
+  "randint",
+  "randint.low",
+  "randint.generator",
+  "randint.low_generator",
+  "randperm",
+  "randperm.generator",
+  "logspace",
+  "scalar_tensor",
+  "tril_indices",
+  "triu_indices",
+  "_efficientzerotensor",
+)
+
+# What torch calls for sparse and quantised tensors, and the key it calls it with.
+_UNSUPPORTED = (
+  ("empty.memory_format", "SparsePrivateUse1"),
+  ("empty.memory_format", "SparseCsrPrivateUse1"),
+  ("empty.memory_format", "QuantizedPrivateUse1"),
+  ("empty_quantized", "QuantizedPrivateUse1"),
+  ("_to_copy", "NestedTensorPrivateUse1"),
+)
+
+
+def _overload(name: str):
+  packet, _, overload = name.partition(".")
+  return getattr(getattr(aten, packet), overload or "default")
+
+
+def _lowered_kernel(op) -> Callable:
+  def kernel(*args, **kwargs):
+    return env_on().dispatch(op, (), args, kwargs)
+
+  return kernel
+
+
+def _unplaced_kernel(op) -> Callable:
+  def kernel(*args, **kwargs):
+    return device_plans.made_by_torch(env_on(), op, (), args, kwargs)
+
+  return kernel
+
+
+class _Pending(torch_compat.CpuSubclass):
+  """A CPU tensor that torch fills with numbers and then hands out: on jax."""
+
+  @classmethod
+  def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    plain, target = args[0].plain, args[0].target
+    if torch_compat.is_tracing():  # a fake tensor of the device
+      return torch.empty(plain.shape, dtype=plain.dtype, device=target)
+    return env_on().moved(plain, target)
+
+
+def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
+  """Zeros: JAX has no uninitialised memory. Made on the host, so nothing compiles."""
+  if any(length < 0 for length in size):
+    raise RuntimeError(
+      f"Trying to create tensor with negative dimension {min(size)}: {list(size)}"
+    )
+  dtype = dtype or torch.get_default_dtype()
+  if torch_compat.dispatch_is_excluded():
+    pending = _Pending.of(torch.empty(size, dtype=dtype, device="cpu"))
+    pending.target = device
+    return pending
+  env = env_on()
+  asked, dtype = dtype, mappings.t2j_dtype(dtype)
+  if jax_compat.is_staging():
+    return new_tensor(jnp.zeros(size, dtype), env)
+  chosen = placement.layout()
+  spread = None if chosen is None else chosen(tuple(size))
+  if spread is not None:
+    return new_tensor(jnp.zeros(size, dtype, device=spread), env)
+  tensor = blank(tuple(size), dtype, placement.target_of(device), env)
+  if size == [0] and asked != tensor.dtype:
+    tensor._asked_dtype = asked  # `torch.load` makes one, and gives it a storage
+  return tensor
+
+
+def _empty_strided(size, stride, **kwargs) -> torch.Tensor:
+  return _empty(size, **kwargs)
+
+
+def _empty_unplaced(size, *, device=None, **kwargs) -> torch.Tensor:
+  with placement.anywhere():
+    return device_plans.unplaced(_empty(size, **kwargs))
+
+
+def _empty_strided_unplaced(size, stride, **kwargs) -> torch.Tensor:
+  return _empty_unplaced(size, **kwargs)
+
+
+def _item(tensor: torch.Tensor):
+  """The number of a tensor, for `torch.tensor([x, 1.0])`, where dispatch is off."""
+  if isinstance(tensor, Tensor):
+    return tensor.tolist()
+  raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+
+def _unsupported(*args, **kwargs):
+  raise UnsupportedDtypeError(
+    "torchax holds dense and plain tensors, but was asked for a sparse, quantised or "
+    "nested one. Make it on the CPU, and call `.to_dense()`, `.dequantize()` or "
+    "`.to_padded_tensor(0.0)` before moving it."
+  )
+
+
+def _pinned(tensor: torch.Tensor, device=None) -> torch.Tensor:
+  """The same memory: JAX reads any of the host, and knows none that is pinned."""
+  return tensor.detach()
+
+
+def register_kernels() -> None:
+  """Registers the kernels of factories for both devices, "jax" and the hidden one."""
+  register = torch_compat.register_kernel
+  register("_pin_memory", _pinned, "CPU")
+  register("empty.memory_format", _empty)
+  register("empty_strided", _empty_strided)
+  register("empty.memory_format", _empty_unplaced, torch_compat.HIDDEN_KEY)
+  register("empty_strided", _empty_strided_unplaced, torch_compat.HIDDEN_KEY)
+  register("_local_scalar_dense", _item, torch_compat.SHAPE_KEY)
+  for name, key in _UNSUPPORTED:
+    register(name, _unsupported, key)
+  for name in _LOWERED:
+    op = _overload(name)
+    if op:
+      register(name, _lowered_kernel(op))
+      register(name, _unplaced_kernel(op), torch_compat.HIDDEN_KEY)
+
+
+def _without_device(func) -> Callable:
+  """A factory with `out=` on jax: torch would compare devices with the hidden one."""
+
+  def make(args, kwargs):
+    if isinstance(kwargs.get("out"), Tensor):
+      kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+    return func(*args, **kwargs)
+
+  return make
+
+
+def _parse_to(args, kwargs):
+  """What `Module.to` is asked for: C++ would take the wrapper's hidden device."""
+  if args and isinstance(args[0], Tensor):
+    args = (args[0].device, args[0].dtype, *args[1:])
+  return torch_compat.parse_to(*args, **kwargs)
+
+
+def _type_as(args, kwargs) -> torch.Tensor:
+  """`x.type_as(other)`, with the index of the device, which C++ does not know."""
+  tensor, other = args
+  return tensor.to(other.device, other.dtype)
+
+
+def register_functions(env: Environment) -> None:
+  """Adds factories with `out=` and moves to where a jax tensor is to an environment."""
+  for func in (*TENSOR_CONSTRUCTORS, torch.normal, torch.range):
+    env.functions.add(func, _without_device(func))
+  env.functions.add(torch_compat.parse_to, _parse_to)
+  env.functions.add(torch.Tensor.type_as, _type_as)
+  for func in (torch_compat.tensor_to, torch_compat.resolving_to):
+    env.functions.add(func, env._torch_Tensor_to)

@@ -1,0 +1,74 @@
+"""Linear maps, caught above ATen to contract the weight as it lies.
+
+torch's composite form transposes the weight first, which XLA does not always fold.
+"""
+
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torchax.compat import torch_compat
+from torchax.core import out_of_range
+from torchax.functions.builtin import register_function
+from torchax.ops.builtin import op
+from torchax.registry.index_rules import Range
+from torchax.registry.names import aten
+from torchax.registry.operators import Kind
+
+_BEYOND = 2**63  # any integer is less
+
+
+@register_function(torch_compat.linear)
+def _linear(input, weight, bias=None):
+  if input.dtype != weight.dtype:
+    raise RuntimeError(
+      f"linear expects input and weight of one dtype, but got {input.dtype} and "
+      f"{weight.dtype}."
+    )
+  if not (input.ndim and weight.ndim):
+    raise RuntimeError(
+      "both arguments to linear need to be at least 1D, but they are "
+      f"{input.ndim}D and {weight.ndim}D"
+    )
+  if input.shape[-1] != weight.shape[-1]:
+    raise RuntimeError(
+      "mat1 and mat2 shapes cannot be multiplied: linear got input of shape "
+      f"{list(input.shape)} and weight of shape {list(weight.shape)}; their last "
+      "dimensions must be equal."
+    )
+  contracted = ((input.ndim - 1,), (weight.ndim - 1,))
+  product = lax.dot_general(input, weight, (contracted, ((), ())))
+  return product if bias is None else product + bias.astype(product.dtype)
+
+
+@op(aten.one_hot, kind=Kind.TENSORS)
+@register_function(torch_compat.one_hot, kind=Kind.TENSORS)
+def _one_hot(input, num_classes=-1):
+  if input.is_floating_point() or input.is_complex() or input.dtype == torch.bool:
+    raise RuntimeError(f"one_hot expects integers, but got a tensor of {input.dtype}.")
+  if num_classes == -1:
+    if not input.numel():
+      raise RuntimeError(
+        "one_hot cannot tell the number of classes from an empty tensor: pass "
+        "num_classes."
+      )
+    # As torch: the number of classes is a shape, so the data is waited for.
+    num_classes = int(input.max()) + 1
+  return input._env.functions.call(_one_hot_of, input, num_classes, rules=_class_rules)
+
+
+def _class_rules(input, num_classes):
+  yield Range(input, 0, _BEYOND, RuntimeError, "Class values must be non-negative.")
+  yield Range(
+    input,
+    -_BEYOND,
+    num_classes,
+    RuntimeError,
+    "Class values must be smaller than num_classes.",
+  )
+
+
+def _one_hot_of(input, num_classes):
+  classes = jnp.arange(num_classes, dtype=input.dtype)
+  rows = (input[..., None] == classes).astype(input.dtype)
+  return out_of_range.spoiled(rows, out_of_range.outside(input, num_classes)[..., None])

@@ -1,0 +1,76 @@
+"""Recurrent networks of tensors, padded or packed; see `ops/jaten/rnn.py`."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from torchax.compat import torch_compat
+from torchax.functions.builtin import register_function
+from torchax.ops.jaten import rnn
+from torchax.registry.names import F
+from torchax.registry.operators import Kind
+
+
+def on_tensors(layer: Callable) -> rnn.Parts:
+  """The parts of a network of tensors.
+
+  Args:
+    layer: does what `rnn.layer` does, with tensors.
+  """
+  return rnn.Parts(
+    layer,
+    concatenate=lambda outputs: torch.cat(outputs, dim=-1),
+    stack=torch.stack,
+    dropout=lambda input, p: F.dropout(input, p, True),
+  )
+
+
+def _run_packed(parts, cell, data, batch_sizes, *options):
+  padded, mask, rows, columns = _unpack(data, batch_sizes)
+  output, *finals = rnn.network(parts, cell, padded, *options, mask=mask)
+  return (output[rows, columns], *finals)
+
+
+def _unpack(data, batch_sizes):
+  """A packed sequence as (time, batch, …), its mask, and where each row went."""
+  sizes = batch_sizes.tolist()
+  rows = [time for time, size in enumerate(sizes) for _ in range(size)]
+  columns = [column for size in sizes for column in range(size)]
+  rows, columns = torch.tensor(rows), torch.tensor(columns)
+  padded = data.new_zeros((len(sizes), sizes[0], *data.shape[1:]))
+  padded = torch.index_put(padded, (rows, columns), data)
+  mask = torch.zeros(len(sizes), sizes[0], 1, dtype=torch.bool)
+  mask[rows, columns] = True
+  return padded, mask.to(data.device), rows, columns
+
+
+def is_padded(args) -> bool:
+  """Which of torch's signatures: padded with `batch_first`, packed with batch sizes."""
+  return isinstance(args[3], bool)
+
+
+def _recurrent(cell, args, env):
+  parts = on_tensors(functools.partial(env.functions.call, rnn.layer))
+  run = rnn.network if is_padded(args) else _run_packed
+  return run(parts, cell, *args)
+
+
+@register_function(torch_compat.lstm, kind=Kind.TENSORS, needs_env=True)
+def _lstm(*args, env):
+  return _recurrent("lstm", args, env)
+
+
+@register_function(torch_compat.gru, kind=Kind.TENSORS, needs_env=True)
+def _gru(*args, env):
+  return _recurrent("gru", args, env)
+
+
+@register_function(torch_compat.rnn_tanh, kind=Kind.TENSORS, needs_env=True)
+def _rnn_tanh(*args, env):
+  return _recurrent("tanh", args, env)
+
+
+@register_function(torch_compat.rnn_relu, kind=Kind.TENSORS, needs_env=True)
+def _rnn_relu(*args, env):
+  return _recurrent("relu", args, env)

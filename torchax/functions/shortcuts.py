@@ -1,0 +1,120 @@
+"""Frequent operations that need no gradient, without the way through torch's C++.
+
+A function caught by the environment whose arguments are what its ATen operation takes
+goes straight to that operation's plan, which halves what it costs eagerly. Whatever is
+not plain (a gradient to record, keyword arguments, another mode on top) takes torch's
+way. In-place functions always do: torch counts them to protect saved tensors.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+
+from torchax.compat import torch_compat
+from torchax.dispatch.torch_functions import WithoutOut
+from torchax.registry.names import aten
+from torchax.tensor import Tensor
+from torchax.view import View
+
+_BINARY = {"add": aten.add, "sub": aten.sub, "mul": aten.mul, "div": aten.div}
+_UNARY = {
+  "clone": aten.clone,
+  "exp": aten.exp,
+  "neg": aten.neg,
+  "relu": aten.relu,
+  "sigmoid": aten.sigmoid,
+  "sqrt": aten.sqrt,
+  "tanh": aten.tanh,
+}
+_NUMBERS = frozenset({int, float})
+
+
+class Shortcut:
+  """Runs a torch function as an ATen operation, if nothing speaks against it.
+
+  Args:
+    func: the torch function.
+    op: the overload with the same positional arguments.
+    count: how many arguments it takes.
+    env: the environment.
+  """
+
+  def __init__(self, func: Callable, op, count: int, env):
+    self.func = func
+    self.op = op
+    self.count = count
+    self.env = env
+
+  def is_plain(self, args) -> bool:
+    """True for jax tensors and numbers, the first a tensor, without gradients."""
+    records = torch.is_grad_enabled()
+    for arg in args:
+      cls = type(arg)
+      if cls is Tensor or cls is View:
+        if records and arg.requires_grad:
+          return False
+      elif cls not in _NUMBERS or arg is args[0]:
+        return False
+    return not torch_compat.dispatch_depth() and not torch_compat.forward_ad_is_on()
+
+  def __call__(self, args, kwargs):
+    if not kwargs and len(args) == self.count and self.is_plain(args):
+      return self.env.dispatch(self.op, (), args, None)
+    return self._by_torch(args, kwargs)
+
+  def _by_torch(self, args, kwargs):
+    return self.func(*args, **kwargs)
+
+
+def _products(left, right):
+  return jnp.matmul(left, right)
+
+
+class MatmulShortcut(Shortcut):
+  """Products of matrices are `mm`; other shapes are for torch to take apart.
+
+  But for stacks of several dimensions, such as (batch, heads): torch would make one of
+  them, for which devices that share both would have to gather the stacks.
+  """
+
+  def _by_torch(self, args, kwargs):
+    if not kwargs and len(args) == 2 and self._is_of_stacks(*args):
+      return self.env.functions.call(_products, *args)
+    return WithoutOut(self.func)(args, kwargs)
+
+  @staticmethod
+  def _is_of_stacks(left, right) -> bool:
+    return (
+      isinstance(left, Tensor)
+      and isinstance(right, Tensor)
+      and left.dim() == right.dim() >= 4
+      and left.shape[:-2] == right.shape[:-2]
+      and left.shape[-1] == right.shape[-2]
+      and left.dtype == right.dtype
+    )
+
+  def is_plain(self, args) -> bool:
+    return (
+      super().is_plain(args)
+      and isinstance(args[1], Tensor)
+      and args[0].dim() == args[1].dim() == 2
+    )
+
+
+def register_functions(env) -> None:
+  """Adds the shortcuts to an environment."""
+  for name, packet in _BINARY.items():
+    for func in (getattr(torch, name), getattr(torch.Tensor, name)):
+      env.functions.add(func, Shortcut(func, packet.Tensor, 2, env))
+  for name, packet in _UNARY.items():
+    for func in (getattr(torch, name), getattr(torch.Tensor, name)):
+      env.functions.add(func, Shortcut(func, packet.default, 1, env))
+  for func in (F.gelu, F.relu):
+    op = aten.gelu.default if func is F.gelu else aten.relu.default
+    env.functions.add(func, Shortcut(func, op, 1, env))
+  for func in (torch.linalg.matmul, torch.linalg.matrix_rank):
+    env.functions.add(func, WithoutOut(func))
+  for func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
+    env.functions.add(func, MatmulShortcut(func, aten.mm.default, 2, env))

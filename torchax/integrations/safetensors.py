@@ -1,0 +1,149 @@
+"""safetensors' files, loaded onto jax: `load_file(path, device="jax")`.
+
+The library knows its devices by name, in Rust. A file that is opened for jax is opened
+for the CPU, and its tensors are moved one by one as they are read. Saving needs
+nothing: the library asks tensors for their storages, and copies them to the CPU.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Sharding
+
+from torchax.core import mappings
+from torchax.devices import placement
+
+
+def _part(stored, index) -> torch.Tensor:
+  """A part of a tensor of a file that is open for the CPU.
+
+  safetensors makes it where a block of `torch.device` says, such as on meta.
+  """
+  with torch.device("cpu"):
+    return stored[index]
+
+
+class _Slice:
+  """A tensor of a file of which parts are read."""
+
+  def __init__(self, on_cpu, device):
+    self._on_cpu, self._device = on_cpu, device
+
+  def __getitem__(self, index) -> torch.Tensor:
+    return _part(self._on_cpu, index).to(self._device)
+
+  def __getattr__(self, name: str):
+    return getattr(self._on_cpu, name)
+
+
+class _File:
+  """An open file whose tensors come on a jax device."""
+
+  def __init__(self, on_cpu, device):
+    self._on_cpu, self._device = on_cpu, device
+
+  def get_tensor(self, name: str) -> torch.Tensor:
+    return self._on_cpu.get_tensor(name).to(self._device)
+
+  def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    names = self._on_cpu.keys() if names is None else names
+    return {name: self.get_tensor(name) for name in names}
+
+  def get_slice(self, name: str) -> _Slice:
+    return _Slice(self._on_cpu.get_slice(name), self._device)
+
+  def __enter__(self):
+    self._on_cpu.__enter__()
+    return self
+
+  def __exit__(self, *error) -> None:
+    self._on_cpu.__exit__(*error)
+
+  def __getattr__(self, name: str):
+    return getattr(self._on_cpu, name)
+
+
+def shapes(paths: Iterable) -> dict[str, tuple[Any, tuple[int, ...]]]:
+  """For each tensor in files, by name, the path of its file and its shape.
+
+  Raises:
+    ValueError: two files have a tensor of one name.
+  """
+  from safetensors import safe_open
+
+  found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+  for path in paths:
+    with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
+      for name in file.keys():  # noqa: SIM118 - it is no dict
+        if name in found:
+          raise ValueError(f"{name} is in two files, {found[name][0]} and {path}.")
+        found[name] = (path, tuple(file.get_slice(name).get_shape()))
+  return found
+
+
+def load_array(path, name: str, sharding: Sharding, dtype=None) -> jax.Array:
+  """A tensor of a file as an array on several devices.
+
+  The host reads, and holds, the part of one device at a time.
+
+  Args:
+    path: of the file.
+    name: of the tensor.
+    sharding: how it lies on the devices.
+    dtype: of the array; None for that of the file.
+  """
+  from safetensors import safe_open
+
+  with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
+    stored = file.get_slice(name)
+    shape = tuple(stored.get_shape())
+
+    def read(index: tuple) -> np.ndarray:
+      part = _part(stored, index) if shape else file.get_tensor(name)
+      kept = dtype or mappings.t2j_dtype(part.dtype)
+      return np.asarray(mappings.host_array(part.contiguous()), kept)
+
+    return placement.from_parts(shape, sharding, read)
+
+
+def register(is_jax: Callable[[str], bool]) -> None:
+  """Has safetensors, where it is installed, load onto jax.
+
+  Args:
+    is_jax: whether a location, such as "jax:0" or "cuda", means jax.
+  """
+  try:
+    import safetensors.torch
+  except ImportError:
+    return
+  known = safetensors.safe_open
+
+  def safe_open(filename, framework, device="cpu", **options):
+    """`safetensors.safe_open`, which also takes a jax device."""
+    name = str(device)
+    if not name.startswith(("jax", "cuda")) or not is_jax(name):
+      return known(filename, framework=framework, device=device, **options)
+    if os.path.isdir(filename):
+      raise IsADirectoryError(
+        errno.EISDIR, "safetensors expects a file, but got a directory", str(filename)
+      )
+    try:
+      on_cpu = known(filename, framework=framework, device="cpu", **options)
+    except safetensors.SafetensorError as error:
+      raise safetensors.SafetensorError(
+        f"safetensors expects a whole file of its format, but {filename} is damaged, "
+        f"or of another kind ({error}). Nothing was loaded. Copy or download it again; "
+        "one that is whole may need a newer safetensors."
+      ) from error
+    return _File(on_cpu, placement.torch_device(torch.device(device).index))
+
+  # Libraries that were imported before have the name in modules of their own.
+  for module in list(sys.modules.values()):
+    if getattr(module, "__dict__", {}).get("safe_open") is known:
+      module.safe_open = safe_open

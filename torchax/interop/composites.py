@@ -1,0 +1,186 @@
+"""Composites: operations that stay recognisable in an exported program.
+
+A StableHLO composite is a name with a decomposition. A compiler that knows the name has
+a kernel of its own for it; any other runs the decomposition. Operations that are
+registered here lower to one, eagerly and in exported programs alike.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import torch
+
+from torchax.interop.views import jax_view
+from torchax.registry.operators import Operator, register
+from torchax.types import JaxCallable, TorchCallable
+
+# What the attributes of a composite can be.
+_ATTRIBUTES = (bool, int, float, str)
+
+
+def register_jax_composite(
+  composite_name: str, impl: JaxCallable, *ops, **jit_args
+) -> JaxCallable:
+  """Lowers operations to a composite whose decomposition is a JAX function.
+
+  Args:
+    composite_name: of the composite in StableHLO, such as `"vendor.softclip"`.
+    impl: the decomposition, with the operation's signature: arrays for tensors.
+      Numbers and strings become attributes of the composite.
+    *ops: torch operations (overloads or packets). A lowering that they have is
+      replaced.
+    **jit_args: of the `jax.jit` that compiles the decomposition.
+
+  Returns:
+    The lowering, a function of arrays.
+
+  >>> library = torch.library.Library("example", "DEF")
+  >>> library.define("twice(Tensor x) -> Tensor")
+  'twice'
+  >>> twice = register_jax_composite(
+  ...   "example.twice", lambda x: x + x, torch.ops.example.twice
+  ... )
+  >>> "stablehlo.composite" in jax.jit(twice).lower(jnp.ones(2)).as_text()
+  True
+  """
+  lowering = _jit_composite_impl(composite_name, impl, **jit_args)
+  for torch_op in ops:
+    register(Operator(torch_op, lowering, is_user_defined=True))
+  return lowering
+
+
+def register_torch_composite(
+  composite_name: str, impl: TorchCallable, *ops, **jit_args
+) -> JaxCallable:
+  """Lowers operations to a composite whose decomposition is a torch function.
+
+  Args:
+    composite_name: see `register_jax_composite`.
+    impl: function or module of tensors, with the operation's signature. It must not
+      call the operation itself, and must not draw random numbers.
+    *ops: see `register_jax_composite`.
+    **jit_args: see `register_jax_composite`.
+
+  Returns:
+    The lowering, a function of arrays.
+  """
+  signature = _signature_of(impl)
+  decomposition = jax_view(impl)
+
+  def on_arrays(*args, **kwargs):
+    return decomposition(*args, **kwargs)
+
+  on_arrays.__signature__ = signature
+  return register_jax_composite(composite_name, on_arrays, *ops, **jit_args)
+
+
+def _signature_of(impl: Callable) -> inspect.Signature:
+  is_module = isinstance(impl, torch.nn.Module)
+  return inspect.signature(impl.forward if is_module else impl)
+
+
+def _jit_composite_impl(
+  composite_name: str, jaxpr_impl: JaxCallable, **jit_args
+) -> JaxCallable:
+  """A JAX function as one that calls the composite of that name.
+
+  Args:
+    composite_name: of the composite in StableHLO.
+    jaxpr_impl: the decomposition.
+    **jit_args: of the `jax.jit` that compiles it. `static_argnums` and
+      `static_argnames` are not needed: what is no array is static anyway.
+
+  Returns:
+    A function of the same arguments. JAX differentiates and vectorizes the
+    decomposition, since it knows no rule for the composite.
+  """
+  options = {k: v for k, v in jit_args.items() if not k.startswith("static_arg")}
+  signature = inspect.signature(jaxpr_impl)
+
+  @functools.wraps(jaxpr_impl)
+  def lowering(*args, **kwargs):
+    bound = signature.bind(*args, **kwargs)
+    named = _named(bound, signature)
+    arrays, static = {}, {}
+    for name, value in named.items():
+      is_static = not _holds_arrays(value)
+      (static if is_static else arrays)[name] = value
+    attributes = {k: v for k, v in static.items() if _is_attribute(v)}
+
+    def decomposition(arrays, **_):
+      return _call(jaxpr_impl, signature, {**arrays, **static})
+
+    decomposition.__name__ = composite_name
+    compiled = jax.jit(decomposition, static_argnames=tuple(attributes), **options)
+    return _transformable(
+      jax.lax.composite(compiled, composite_name), decomposition, attributes
+    )(arrays)
+
+  return lowering
+
+
+def _named(bound: inspect.BoundArguments, signature) -> dict:
+  """Arguments by name, those of `*args` and `**kwargs` each on its own."""
+  named = {}
+  for name, value in bound.arguments.items():
+    kind = signature.parameters[name].kind
+    if kind is inspect.Parameter.VAR_POSITIONAL:
+      named.update({f"{name}.{place}": part for place, part in enumerate(value)})
+    elif kind is inspect.Parameter.VAR_KEYWORD:
+      named.update(value)
+    else:
+      named[name] = value
+  return named
+
+
+def _call(function, signature, named: dict):
+  """Calls a function with what `_named` gave."""
+  named = dict(named)
+  positional = []
+  for name, parameter in signature.parameters.items():
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+      places = [key for key in named if key.startswith(f"{name}.")]
+      positional += [named.pop(key) for key in sorted(places, key=_place)]
+    elif name in named and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+      positional.append(named.pop(name))
+  return function(*positional, **named)
+
+
+def _place(key: str) -> int:
+  return int(key.rpartition(".")[2])
+
+
+def _transformable(composite, decomposition, attributes) -> Callable:
+  """The composite; under `jax.vmap` and differentiation, its decomposition."""
+
+  @jax.custom_batching.custom_vmap
+  def call(arrays):
+    return composite(arrays, **attributes)
+
+  @call.def_vmap
+  def _rows(axis_size, is_batched, arrays):
+    axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched[0])
+    out = jax.vmap(decomposition, (axes,), axis_size=axis_size)(arrays)
+    return out, jax.tree.map(lambda _: True, out)
+
+  call = jax.custom_jvp(call)
+
+  @call.defjvp
+  def _derivative(primals, tangents):
+    return jax.jvp(decomposition, primals, tangents)
+
+  return call
+
+
+def _holds_arrays(value) -> bool:
+  leaves = jax.tree.leaves(value)
+  return any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+
+
+def _is_attribute(value) -> bool:
+  if isinstance(value, tuple):
+    return bool(value) and {*map(type, value)} in ({int}, {float})
+  return isinstance(value, _ATTRIBUTES)

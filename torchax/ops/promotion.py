@@ -1,0 +1,182 @@
+"""torch's type promotion of arrays, 0-d arrays and Python numbers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax.core import mappings
+from torchax.ops.casting import convert
+from torchax.types import JaxCallable, JaxValue, P, R
+
+
+def default_float() -> jnp.dtype:
+  """The JAX form of torch's default dtype."""
+  return mappings.t2j_dtype(torch.get_default_dtype())
+
+
+_NUMBER_DTYPES = {
+  bool: lambda: jnp.dtype(bool),
+  int: lambda: mappings.t2j_dtype(torch.int64),
+  float: default_float,
+  complex: lambda: jnp.promote_types(default_float(), jnp.complex64),
+}
+
+
+def _is_number(value) -> bool:
+  return isinstance(value, bool | int | float | complex) or getattr(
+    value, "weak_type", False
+  )
+
+
+def _number_dtype(value) -> jnp.dtype:
+  if isinstance(value, bool | int | float | complex):
+    return _NUMBER_DTYPES[type(value)]()
+  if jnp.issubdtype(value.dtype, jnp.floating):
+    return default_float()
+  if jnp.issubdtype(value.dtype, jnp.complexfloating):
+    return _NUMBER_DTYPES[complex]()
+  return jnp.dtype(value.dtype)
+
+
+def _category(dtype) -> int:
+  """Bool, integer, floating, complex: the order in which promotion decides."""
+  if dtype is None:
+    return -1
+  if dtype == jnp.bool_:
+    return 0
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    return 3
+  return 1 if jnp.issubdtype(dtype, jnp.integer) else 2
+
+
+_FLOAT8 = frozenset(
+  jax_dtype
+  for dtype, jax_dtype in mappings.TORCH_DTYPE_TO_JAX.items()
+  if "float8" in str(dtype)
+)
+# torch has these dtypes for storage, and promotes them with floats alone.
+_WIDE_UNSIGNED = frozenset(map(jnp.dtype, ("uint16", "uint32", "uint64")))
+
+
+def _join(left, right):
+  """The common dtype of two operands of one group.
+
+  Raises:
+    RuntimeError: torch promotes neither 8-bit floats nor, beside another dtype that
+      is no float, uint16, uint32 and uint64.
+  """
+  if left == right:
+    return left
+  pair = {left, right}
+  if pair & _FLOAT8 or (pair & _WIDE_UNSIGNED and {*map(_category, pair)} != {1, 2}):
+    raise RuntimeError(
+      f"torch does not promote {left} with {right}. Convert one of the tensors with "
+      "`.to(dtype)` first."
+    )
+  return jnp.promote_types(left, right)
+
+
+def _combine(higher, lower):
+  """A lower group (0-d, numbers) decides only by being of a higher category."""
+  if higher is None:
+    return lower
+  if lower is None or _category(higher) >= _category(lower):
+    return higher
+  if _category(higher) == 2:  # a complex number beside floats keeps their precision
+    return _join(higher, jnp.dtype(jnp.complex64))
+  return lower if _category(lower) == 3 else _join(higher, lower)
+
+
+def result_dtype(*values) -> jnp.dtype:
+  """torch's promoted dtype of arrays, 0-d arrays and Python numbers.
+
+  Arrays with dimensions decide first, then 0-d arrays, then numbers
+  (https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch-dtype).
+
+  >>> result_dtype(jnp.ones(3, jnp.bfloat16), 2.5)
+  dtype(bfloat16)
+  """
+  groups: list[Any] = [None, None, None]
+  for value in values:
+    if value is None:
+      continue
+    if _is_number(value):
+      place, dtype = 2, _number_dtype(value)
+    else:
+      place, dtype = (0 if jnp.ndim(value) else 1), jnp.dtype(value.dtype)
+    known = groups[place]
+    groups[place] = dtype if known is None else _join(known, dtype)
+  return _combine(_combine(groups[0], groups[1]), groups[2])
+
+
+def promote(*values) -> list[jax.Array]:
+  """The values as arrays of their `result_dtype`; shapes are left to broadcasting."""
+  dtype = result_dtype(*values)
+  return [convert(value, dtype) for value in values]
+
+
+def to_float(value: jax.Array) -> jax.Array:
+  """Integers and bools in torch's default dtype; floats and complex unchanged."""
+  if _category(jnp.dtype(value.dtype)) < 2:
+    return convert(value, default_float())
+  return value
+
+
+def promote_int_input(
+  f: Callable[Concatenate[jax.Array, P], R],
+) -> Callable[Concatenate[jax.Array, P], R]:
+  """Makes a lowering whose first argument may be an integer array compute in floats."""
+
+  @functools.wraps(f)
+  def with_float_input(x: jax.Array, *args: P.args, **kwargs: P.kwargs) -> R:
+    return f(to_float(x), *args, **kwargs)
+
+  return with_float_input
+
+
+def convert_dtype(use_default_dtype: bool = True) -> Callable:
+  """Turns the keyword argument `dtype` of a lowering into a JAX dtype.
+
+  Args:
+    use_default_dtype: pass torch's default dtype when there is none.
+  """
+
+  def decorate(func: JaxCallable) -> JaxCallable:
+    @functools.wraps(func)
+    def with_jax_dtype(*args, dtype: torch.dtype | None = None, **kwargs):
+      if dtype is None and use_default_dtype:
+        dtype = torch.get_default_dtype()
+      converted = mappings.t2j_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
+      return func(*args, dtype=converted, **kwargs)
+
+    return with_jax_dtype
+
+  return decorate
+
+
+def maybe_convert_constant_dtype(
+  val: JaxValue | None, dtype: np.dtype | None
+) -> JaxValue | None:
+  """A 0-d array or number in the given dtype; anything else as it is."""
+  if val is None or dtype is None:
+    return val
+  if isinstance(val, jax.Array) and val.ndim == 0:
+    return lax.convert_element_type(val, dtype)
+  if isinstance(val, bool | int | float | complex):
+    return jnp.asarray(val, dtype)
+  return val
+
+
+def foreach_loop(
+  seq: jax.Array,
+  fn: Callable[[jax.Array, jax.Array], jax.Array],
+  init_val=0.0,
+) -> jax.Array:
+  """Folds `fn(carry, element)` over the first axis of `seq`, as one `lax.fori_loop`."""
+  return lax.fori_loop(0, len(seq), lambda i, carry: fn(carry, seq[i]), init_val)

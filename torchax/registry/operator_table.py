@@ -1,0 +1,100 @@
+"""What an environment runs for operations: the registry's entries, and its own.
+
+`env._ops[op] = Operator(…)` and `env._decomps[op] = Operator(…)` change one
+environment; the registry stays as it is, and others go by it. An entry that is deleted
+is hidden here only.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torchax.compat import torch_compat
+from torchax.registry.names import resolve
+from torchax.registry.operators import Operator, keys_of
+
+
+def is_aten(operation) -> bool:
+  """True for what dispatch sees, an overload, a packet or a packet's name."""
+  kinds = torch_compat.OpOverload | torch_compat.OpOverloadPacket | str
+  return isinstance(operation, kinds)
+
+
+class OperatorTable(MutableMapping):
+  """Operation -> operator: entries of one environment before those of all.
+
+  Args:
+    shared: gives the tables of all environments.
+    changed: called with an operation whose entry here has changed.
+    as_operator: `(operation, entry) -> Operator` for tables of something else.
+  """
+
+  def __init__(
+    self,
+    shared: Callable[[], tuple[Mapping, ...]],
+    changed: Callable[[Any], None],
+    as_operator: Callable[[Any, Any], Operator] = lambda operation, entry: entry,
+  ):
+    self._shared = shared
+    self._changed = changed
+    self._as_operator = as_operator
+    self.own: dict[Any, Operator | None] = {}
+
+  def __getitem__(self, operation) -> Operator:
+    """The operator of an overload (or else of its packet), a packet, a function."""
+    keys = keys_of(operation)
+    for key in keys:
+      if key in self.own:
+        found = self.own[key]
+        if found is None:
+          raise KeyError(operation)
+        return found
+    tables = self._shared()
+    for table in tables:
+      for key in keys:
+        if key in table:
+          return self._as_operator(operation, table[key])
+    # The last may derive what it does not list.
+    return self._as_operator(operation, tables[-1][operation])
+
+  def __setitem__(self, operation, operator: Operator) -> None:
+    """Runs another operator for an operation in this environment, from now on.
+
+    Raises:
+      TypeError: not an `Operator`.
+    """
+    if not isinstance(operator, Operator):
+      raise TypeError(
+        f"The entry of {operation} is an Operator, but got {operator!r}. Write "
+        "`Operator(op, function, is_jax_function=…)`, or call "
+        "`env.override_op_definition(op, function)`."
+      )
+    operation = resolve(operation)
+    self.own.pop(operation, None)
+    if self.get(operation) is not operator:
+      self.own[operation] = operator
+    self._changed(operation)
+
+  def __delitem__(self, operation) -> None:
+    self[operation]  # raises where there is none
+    self.own[resolve(operation)] = None
+    self._changed(operation)
+
+  def __contains__(self, operation) -> bool:
+    keys = keys_of(operation)
+    for key in keys:
+      if key in self.own:
+        return self.own[key] is not None
+    return any(key in table for table in self._shared() for key in keys)
+
+  def __iter__(self) -> Iterator:
+    seen = {**self.own}
+    for table in self._shared():
+      seen.update(dict.fromkeys(key for key in table if key not in seen))
+    return (key for key in seen if key in self)
+
+  def __len__(self) -> int:
+    return sum(1 for _ in self)
+
+  def __repr__(self) -> str:
+    count = sum(operator is not None for operator in self.own.values())
+    return f"<{len(self)} operators, {count} of this environment alone>"

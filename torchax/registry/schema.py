@@ -1,0 +1,124 @@
+"""What torch's schemas state about an operation: writes, aliases, functional forms.
+
+The in-place and `out=` forms of an operation and the argument they write are derived
+here; only the exceptions are written down.
+"""
+
+import dataclasses
+import functools
+
+import torch
+
+from torchax.compat.torch_compat import OpOverload
+from torchax.registry.names import aten, present, resolve
+
+# Functional forms that the naming rule does not find.
+_FUNCTIONAL_FORMS = present(
+  {
+    aten.normal_.default: aten.normal_functional.default,
+    aten.normal.out: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.zero_.default: aten.zeros_like.default,
+    aten.resize_as_.default: None,
+  }
+)
+
+_SCALAR_TYPES = ("number", "float", "Scalar")
+_DYNAMIC_TYPES = ("Tensor", *_SCALAR_TYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+  """The parts of an overload's schema that dispatch needs.
+
+  Attributes:
+    names: argument names, positional ones first.
+    dynamic: names whose Python numbers may change without recompiling.
+    scalars: those of them that take no tensor: torch needs them as Python numbers.
+    written: names of arguments that are written to.
+    outputs: those of them that only receive results: `out=` and its like.
+    is_view: a result aliases an argument and nothing is written. `_unsafe_view` does
+      without saying so: autograd takes it for new, composite operations write to it.
+    is_random: the operation draws from a generator.
+  """
+
+  names: tuple[str, ...]
+  dynamic: frozenset[str]
+  scalars: frozenset[str]
+  written: tuple[str, ...]
+  outputs: tuple[str, ...]
+  is_view: bool
+  is_random: bool
+
+
+def _kind(argument) -> str:
+  """The type of an argument, or of the elements of a list, without "Optional"."""
+  kind = str(argument.type).removeprefix("Optional[").removeprefix("List[")
+  return kind.rstrip("]")
+
+
+@functools.cache
+def schema_of(op: OpOverload) -> Schema:
+  """The schema of an overload."""
+  arguments = op._schema.arguments
+  written = tuple(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
+  aliased = any(r.alias_info is not None for r in op._schema.returns)
+  return Schema(
+    names=tuple(a.name for a in arguments),
+    dynamic=frozenset(a.name for a in arguments if _kind(a) in _DYNAMIC_TYPES),
+    scalars=frozenset(a.name for a in arguments if _kind(a) in _SCALAR_TYPES),
+    written=written,
+    outputs=tuple(a.name for a in arguments if a.is_out),
+    is_view=(aliased and not written) or op is aten._unsafe_view.default,
+    is_random=torch.Tag.nondeterministic_seeded in op.tags,
+  )
+
+
+# What factories take and their `out=` forms do not; no part of an operation's identity.
+_TENSOR_OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
+
+
+def _signature(op: OpOverload, without=()) -> tuple:
+  return tuple(
+    (a.name, str(a.type))
+    for a in op._schema.arguments
+    if a.name not in without and not (a.kwarg_only and a.name in _TENSOR_OPTIONS)
+  )
+
+
+@functools.cache
+def functional_form(op: OpOverload) -> OpOverload | None:
+  """The overload without the write: `aten.add.Tensor` for `add_.Tensor`, `add.out`.
+
+  Returns None where torch has none.
+  """
+  if op in _FUNCTIONAL_FORMS:
+    return _FUNCTIONAL_FORMS[op]
+  name = op._schema.name.split("::")[1]
+  in_place = is_in_place(op)
+  packet = resolve(getattr(aten, name.removesuffix("_") if in_place else name))
+  if packet is None:
+    return None
+  schema = schema_of(op)
+  if not in_place and not schema.outputs:
+    return None  # it changes an argument by the way, as running statistics are
+  wanted = _signature(op, () if in_place else schema.outputs)
+  # What an `out=` form writes besides, such as running statistics, the other does too.
+  written = set() if in_place else set(schema.written) - set(schema.outputs)
+  for overload_name in packet.overloads():
+    overload = getattr(packet, overload_name)
+    if set(schema_of(overload).written) == written and _signature(overload) == wanted:
+      return overload
+  return None
+
+
+def is_in_place(op: OpOverload) -> bool:
+  """True for `add_`; False for `add.out`."""
+  written = schema_of(op).written
+  return bool(written) and op._schema.arguments[0].name == written[0]
+
+
+def gives_tensors(op) -> bool:
+  """False for an operation that returns a number, such as `aten.is_same_size`."""
+  returns = op._schema.returns if isinstance(op, OpOverload) else ()
+  return all("Tensor" in str(value.type) for value in returns)

@@ -1,0 +1,53 @@
+"""What a jax tensor looks like in print: its numbers, or why it has none."""
+
+import textwrap
+
+import jax
+
+from torchax.compat import torch_compat
+from torchax.core import mappings
+from torchax.core.storage import Ended
+from torchax.devices import parts, placement
+
+
+def has_numbers(tensor) -> bool:
+  """False for a tensor that is being traced, or was made in a trace that has ended."""
+  storage = tensor._storage
+  return not (
+    isinstance(storage, Ended) or isinstance(storage.read(tensor), jax.core.Tracer)
+  )
+
+
+def text_of(tensor) -> str:
+  """A tensor as `print` shows it, in torch's form."""
+  if not has_numbers(tensor):
+    return _without_numbers(tensor)
+  array = tensor.jax()
+  text = repr(mappings.j2t(array)) if parts.is_whole(array) else _part_of(array)
+  suffix = f", device='{tensor.device}'{placement.described(tensor._storage.array)}"
+  if tensor.grad_fn is not None:
+    suffix += f", grad_fn=<{tensor.grad_fn.name()}>"
+  elif tensor.requires_grad:
+    suffix += ", requires_grad=True"
+  text = f"{text[:-1]}{suffix})"
+  is_parameter = torch_compat.is_parameter(tensor)
+  return f"Parameter containing:\n{text}" if is_parameter else text
+
+
+def _part_of(array: jax.Array) -> str:
+  """What this process holds; nothing is sent, so that one process alone may print."""
+  bounds = parts.bounds_here(array)
+  where = f"process {jax.process_index()} of {jax.process_count()} holds"
+  text = f"tensor(size={tuple(array.shape)}, {where} {parts.text_of(bounds)}"
+  if bounds is None:
+    return f"{text})"
+  values = mappings.torch_of(parts.values_here(array, bounds))
+  return f"{text}:\n{textwrap.indent(repr(values), '  ')})"
+
+
+def _without_numbers(tensor) -> str:
+  shape = f"size={tuple(tensor.shape)}, dtype={tensor.dtype}"
+  if isinstance(tensor._storage, Ended):
+    name = tensor._storage.birth.name
+    return f"tensor(no value: made while `{name}` was being traced, {shape})"
+  return f"tensor(traced, {shape}, device='{tensor.device}')"
