@@ -21,11 +21,13 @@ from torchax.ops.promotion import (
 from torchax.ops.register import op
 from torchax.registry.operators import Kind
 from torchax.tensor import Tensor
+from torchax.types import P
 
 __all__ = [
   "InplaceOp",
   "Kind",
   "OutVariant",
+  "P",
   "convert_dtype",
   "default_float",
   "foreach_loop",

@@ -4,6 +4,7 @@ from torchax.registry.operators import (
   Operator,
   all_aten_ops,
   all_torch_functions,
+  register,
   register_torch_dispatch_op,
   register_torch_function_op,
 )
@@ -12,6 +13,7 @@ __all__ = [
   "Operator",
   "all_aten_ops",
   "all_torch_functions",
+  "register",
   "register_torch_dispatch_op",
   "register_torch_function_op",
 ]
