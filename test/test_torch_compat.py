@@ -562,17 +562,6 @@ def test_a_function_is_kept_from_dynamo():
   torch.compiler.reset()
 
 
-def test_export_takes_fake_tensors_of_any_device():
-  mode = torch_compat.fake_mode_for_export()
-  shell = torch.empty(2, 3, device="meta")
-  fake = torch_compat.fake_tensor(mode, shell, torch.device("cuda:0"))
-  assert torch_compat.is_fake(fake)
-  assert fake.device == torch.device("cuda:0")
-  program = torch.export.export(torch.nn.ReLU(), (fake,))
-  (result,) = (n.meta["val"] for n in program.graph.nodes if n.op == "call_function")
-  assert (tuple(result.shape), result.device) == ((2, 3), torch.device("cuda:0"))
-
-
 def test_hooks_are_counted():
   module = torch.nn.ReLU()
   before = torch_compat.count_of_hooks()

@@ -101,7 +101,6 @@ MODULES = {
   "JittableModule": JittableModule,
   "mode jax": functools.partial(in_mode, "jax"),
   "mode dynamo": functools.partial(in_mode, "dynamo"),
-  "mode export": functools.partial(in_mode, "export"),
 }
 each_form = pytest.mark.parametrize(
   "way", [*FUNCTIONS.values(), *MODULES.values()], ids=[*FUNCTIONS, *MODULES]

@@ -44,7 +44,6 @@ FORMS = {
   "JittableModule": JittableModule,
   "compile, jax": _mode("jax"),
   "compile, dynamo": _mode("dynamo"),
-  "compile, export": _mode("export"),
   "checkpoint": gradient_checkpoint,
   "checkpoint in jax_jit": _jit_around_checkpoint,
   "jax_jit in jax_jit": _jit_around_jit,

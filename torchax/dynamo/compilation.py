@@ -1,4 +1,4 @@
-"""`torchax.compile`: one call for the three ways to compile a function or a module."""
+"""`torchax.compile`: one call for the two ways to compile a function or a module."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ import torch
 
 from torchax.compat import torch_compat
 from torchax.core.tracebacks import ending_at_the_user
-from torchax.export.compiled import ExportedFunction
 from torchax.interop import JittableModule, jax_jit
 from torchax.interop.wrapper import ModuleWrapper
 from torchax.tracing.module_members import Hooks, called
@@ -17,7 +16,7 @@ from torchax.types import P, R
 
 M = TypeVar("M", bound=torch.nn.Module)
 
-MODES = ("jax", "dynamo", "export")
+MODES = ("jax", "dynamo")
 
 
 @dataclasses.dataclass
@@ -29,11 +28,9 @@ class CompileOptions:
       them in any case.
     jax_jit_kwargs: keyword arguments of `jax.jit`, for all methods: a name of an
       argument is for those that take it. Argument numbers and shardings are
-      for the mode "jax"; the other modes take `compiler_options`.
+      for the mode "jax"; "dynamo" takes `compiler_options`.
     mode: "jax" traces the function itself, with `jax.jit`; "dynamo" lets
-      `torch.compile` make graphs of it, with breaks where Python decides by numbers;
-      "export" makes one graph with `torch.export`, for each structure and shape of the
-      arguments.
+      `torch.compile` make graphs of it, with breaks where Python decides by numbers.
   """
 
   methods_to_compile: list[str] = dataclasses.field(default_factory=lambda: ["forward"])
@@ -80,10 +77,17 @@ def compile(fn, options=None):
   _check(fn, options)
   if options.mode == "jax":
     return _with_jax(fn, options)
-  return _with_methods(fn, options, _WAYS[options.mode])
+  if isinstance(fn, torch.nn.Module):
+    return CompiledModule(fn, options)
+  return _with_dynamo(fn, options)
 
 
 def _check(fn, options: CompileOptions) -> None:
+  if options.mode == "export":
+    raise ValueError(
+      f'The mode "export" is gone: expected one of {MODES}. For one graph, give '
+      "`torch.export.export(…)` to `torchax.export.exported_program_to_jax`."
+    )
   if options.mode not in MODES:
     raise ValueError(f"The mode is one of {MODES}, but got {options.mode!r}.")
   if not callable(fn):
@@ -115,12 +119,6 @@ def _with_jax(fn, options: CompileOptions):
   return module
 
 
-def _with_methods(fn, options: CompileOptions, way: Callable):
-  if not isinstance(fn, torch.nn.Module):
-    return way(fn, fn, options)
-  return CompiledModule(fn, options)
-
-
 class CompiledModule(ModuleWrapper):
   """A module of which some methods run compiled.
 
@@ -149,9 +147,8 @@ class CompiledModule(ModuleWrapper):
       vars(self)["_is_renewed"] = True
     method = self._methods.get(name)
     if method is None:
-      way = _WAYS[self._options.mode]
       function = called(self._model, name)
-      method = way(function, self._model, self._options, self._is_renewed)
+      method = _with_dynamo(function, self._options, self._is_renewed)
       self._methods[name] = method
     return method
 
@@ -167,7 +164,7 @@ class CompiledModule(ModuleWrapper):
   _derived = ("_methods", "_hooks", "_is_renewed")
 
 
-def _with_dynamo(function, owner, options: CompileOptions, is_renewed: bool = False):
+def _with_dynamo(function, options: CompileOptions, is_renewed: bool = False):
   # By its name: loading Dynamo takes as long as loading torch, so only who wants it
   # pays, and torch loads the backend with it.
   backend: Any = "jax"
@@ -176,10 +173,3 @@ def _with_dynamo(function, owner, options: CompileOptions, is_renewed: bool = Fa
     # nothing of what it compiled before.
     backend = functools.partial(torch_compat.backend_named(backend))
   return torch.compile(function, backend=backend, options=dict(options.jax_jit_kwargs))
-
-
-def _with_export(function, owner, options: CompileOptions, is_renewed: bool = False):
-  return ExportedFunction(function, owner, options.jax_jit_kwargs)
-
-
-_WAYS = {"dynamo": _with_dynamo, "export": _with_export}

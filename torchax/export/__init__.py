@@ -131,10 +131,6 @@ class Program:
     with rng_scope(rng):
       return self._run(states, values)
 
-  def leave_out(self, path: str) -> None:
-    """Leaves the path of a module out of the sites at which the program draws."""
-    self._graph.base = path
-
   def updated(self, states: Sequence, updates: dict) -> list:
     """The states with the updates in their places."""
     named = zip(self.names, states, strict=True)

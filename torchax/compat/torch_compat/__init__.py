@@ -76,8 +76,6 @@ from torchax.compat.torch_compat.graphs import (
   compiled_module_class,
   count_of_hooks,
   eager_transforms,
-  fake_mode_for_export,
-  fake_tensor,
   faked,
   is_fake,
   is_for_backend,

@@ -35,13 +35,11 @@ _OptimizedModule = private.Later("torch._dynamo.OptimizedModule", COMPILE)
 _VariableBuilder = private.Later(
   "torch._dynamo.variables.builder.VariableBuilder", COMPILE
 )
-_ShapeEnv = private.Later("torch.fx.experimental.symbolic_shapes.ShapeEnv", COMPILE)
 
 eager_transforms = private.find(
   "torch._functorch.eager_transforms", "torch.func.linearize", instead=None
 )
 _FakeTensor = private.find("torch._subclasses.FakeTensor", COMPILE, instead=_Nothing)
-_FakeTensorMode = private.find("torch._subclasses.FakeTensorMode", COMPILE)
 # What a fake tensor raises where numbers are asked for: Dynamo breaks the graph there.
 DataDependentOutputException = private.find(
   "torch._subclasses.fake_tensor.DataDependentOutputException",
@@ -194,24 +192,6 @@ def compiled_module_class() -> type:
 def is_fake(tensor) -> bool:
   """True for a tensor without numbers that a tracer of torch has made."""
   return isinstance(tensor, _FakeTensor)
-
-
-def fake_mode_for_export():
-  """A mode whose fake tensors `torch.export` takes for arguments and parameters."""
-  return _FakeTensorMode(
-    shape_env=_ShapeEnv()(), allow_non_fake_inputs=True, export=True
-  )
-
-
-def fake_tensor(mode, shell: torch.Tensor, device: torch.device) -> torch.Tensor:
-  """A tensor without numbers on any device; autocast for the device sees it.
-
-  Args:
-    mode: see `fake_mode_for_export`.
-    shell: a tensor on meta, with shape, strides and dtype.
-    device: that the tensor seems to be on.
-  """
-  return _FakeTensor(mode, shell, device)
 
 
 def is_tracing() -> bool:
