@@ -9,7 +9,6 @@ import pkgutil
 from torchax import functions
 from torchax.functions.register import register_function
 from torchax.registry.operators import all_torch_functions, register_torch_function_op
-from torchax.upstream import jtorch_helpers
 from torchax.upstream.aliases import lookup
 
 THEMES = tuple(module.name for module in pkgutil.iter_modules(functions.__path__))
@@ -32,9 +31,8 @@ def __getattr__(name: str):
 
   Arrays give arrays, tensors give tensors.
   """
-  found = jtorch_helpers.FACES.get(name)
   themes_name = _UPSTREAMS.get(name, name)
-  found = found or lookup(themes_name, _themes, all_torch_functions.values())
+  found = lookup(themes_name, _themes, all_torch_functions.values())
   if found is None:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   return found

@@ -62,25 +62,20 @@ def of_aten(name: str) -> Callable | None:
   return run
 
 
-def of_tensors(
-  function: Callable, *, needs_env: bool = False, makes: bool = False
-) -> Callable:
+def of_tensors(function: Callable, *, needs_env: bool = False) -> Callable:
   """A function of tensors as one of arrays too: arrays in, arrays out.
 
   Args:
     function: takes tensors and may call torch.
     needs_env: it takes the environment as `env=`.
-    makes: it makes its results of shapes and numbers: they are on jax, and arrays.
   """
 
   @_called_like(function)
   def run(*args, env=None, **kwargs):
     env = env or env_on()
-    given = {"env": env} if needs_env else {"device": "jax"} if makes else {}
-    is_of_arrays = makes or any(
-      isinstance(leaf, jax.Array) for leaf in pytree.tree_leaves((args, kwargs))
-    )
-    if not is_of_arrays:
+    given = {"env": env} if needs_env else {}
+    leaves = pytree.tree_leaves((args, kwargs))
+    if not any(isinstance(leaf, jax.Array) for leaf in leaves):
       return function(*args, **kwargs, **given)
     args, kwargs = env.j2t_iso((args, kwargs))
     with env:
@@ -101,26 +96,6 @@ def in_environment(function: Callable) -> Callable:
   def run(*args, env=None, **kwargs):
     return function(*args, env=env or env_on(), **kwargs)
 
-  return run
-
-
-def with_defaults(function: Callable, **defaults) -> Callable:
-  """A lowering that needs fewer arguments; all that it takes may stand in a place."""
-  signature = inspect.signature(function)
-  places = [
-    place.replace(
-      default=defaults.get(name, place.default), kind=place.POSITIONAL_OR_KEYWORD
-    )
-    for name, place in signature.parameters.items()
-  ]
-  signature = signature.replace(parameters=places)
-
-  @functools.wraps(function)
-  def run(*args, **kwargs):
-    bound = signature.bind(*args, **kwargs)
-    return function(**defaults | bound.arguments)
-
-  run.__signature__ = signature  # type: ignore[attr-defined]
   return run
 
 

@@ -16,7 +16,6 @@ THEMES = tuple(
   if not module.name.startswith("_")
 )
 _themes = [importlib.import_module(f"{__name__}.{theme}") for theme in THEMES]
-_helpers = importlib.import_module("torchax.upstream.jaten_helpers")
 
 __all__ = [
   "THEMES",
@@ -60,9 +59,7 @@ def __getattr__(name: str):
     return _mutations()
   if name == "mutation_needs_env":
     return _random_mutations()
-  found = _helpers.FACES.get(name)
-  found = found or lookup(name, (_helpers, *_themes), all_ops.values())
-  found = found or of_aten(name)
+  found = lookup(name, _themes, all_ops.values()) or of_aten(name)
   if found is not None:
     return found
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
