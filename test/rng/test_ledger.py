@@ -1,7 +1,5 @@
 """The ledger: who drew what, in what order, with which key."""
 
-import csv
-import io
 import subprocess
 import sys
 import threading
@@ -330,10 +328,9 @@ def test_a_ledger_prints_as_a_table(env):
 def test_a_ledger_exports_its_rows(env):
   with env.rng.record() as ledger:
     Net()(_x())
-  rows = list(csv.DictReader(io.StringIO(ledger.to_csv())))
+  rows = ledger.rows()
   assert [row["site"] for row in rows] == SITES
-  assert [row["site"] for row in ledger.rows()] == SITES
-  assert rows[0]["shape"] == "(6,)"
+  assert rows[0]["shape"] == (6,)
 
 
 def test_the_picture_has_a_row_for_each_site_and_a_mark_for_each_draw(env):

@@ -5,7 +5,6 @@ compiled function are part of what it was compiled to.
 """
 
 import math
-from typing import Any
 
 import jax
 import torch
@@ -40,11 +39,6 @@ def _noted(value):
   if type(value) in _PLAIN:
     return value
   return ("other", type(value).__name__)
-
-
-def hashable(value: Any):
-  """What `noted` gave, from its form in JSON, whose tuples are lists."""
-  return tuple(map(hashable, value)) if isinstance(value, list) else value
 
 
 def restored(value, parameters: list[torch.Tensor]):

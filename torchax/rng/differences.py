@@ -70,7 +70,7 @@ def diff(first: Sequence[Draw], second: Sequence[Draw]) -> Difference | None:
   """The first draw in which two runs differ.
 
   Args:
-    first, second: ledgers, such as `Ledger.load` and `env.rng.record()` give.
+    first, second: ledgers, such as `env.rng.record()` gives.
 
   Returns:
     None where the runs draw the same from the same keys. Lines of code are not

@@ -10,12 +10,8 @@ costs one comparison a draw.
 """
 
 import collections
-import csv
 import dataclasses
-import html
-import io
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -26,7 +22,7 @@ import numpy as np
 
 from torchax.compat import jax_compat
 from torchax.core import switches
-from torchax.rng import ledger_files, ledger_plot, running, soundness
+from torchax.rng import ledger_plot, running, soundness
 from torchax.rng.draw import Draw, Repeated
 
 
@@ -50,14 +46,6 @@ class Ledger:
   def rows(self) -> list[dict[str, Any]]:
     """The draws as dicts, one a row."""
     return [{name: getattr(draw, name) for name in _COLUMNS} for draw in self._draws]
-
-  def to_csv(self) -> str:
-    """The draws as comma-separated values with a header."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(self.rows())
-    return text.getvalue()
 
   def duplicates(self) -> list[list[Draw]]:
     """Draws that used one key, in groups of two and more.
@@ -123,32 +111,9 @@ class Ledger:
     """
     return ledger_plot.plot(self, ax)
 
-  def save(self, path: str | os.PathLike) -> None:
-    """Writes the draws to a file of JSON lines, which opens without torchax."""
-    ledger_files.save(self, path)
-
-  @classmethod
-  def load(cls, path: str | os.PathLike) -> "Ledger":
-    """The ledger that `save` wrote.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: the file holds no ledger, one of a newer version, or is damaged.
-    """
-    return cls(ledger_files.load(path))
-
   def _cells(self) -> list[list[str]]:
     rows = [[str(value) for value in row.values()] for row in self.rows()]
     return [[*row[:-1], row[-1].rpartition("/")[2]] for row in rows]
-
-  def _repr_html_(self) -> str:
-    """The table in a notebook."""
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    body = "".join(
-      "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-      for row in self._cells()
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
   def __str__(self):
     rows = self._cells()
