@@ -1,7 +1,6 @@
 """`torch.jax`: what torch's own random functions do to the streams."""
 
 import contextlib
-import pickle
 import threading
 
 import jax
@@ -66,10 +65,6 @@ TAKE_A_DEVICE = {
   "synchronize": torch.jax.synchronize,
   "jax.Stream": torch.jax.Stream,
   "jax.Event": torch.jax.Event,
-  "Stream": torch.Stream,
-  "Stream by name": lambda device: torch.Stream(device=device, priority=-1),
-  "Event": torch.Event,
-  "subclass of Stream": lambda device: type("Own", (torch.Stream,), {})(device),
   "current_stream": torch.jax.current_stream,
   "default_stream": torch.jax.default_stream,
   "name": torch.jax.get_device_name,
@@ -227,27 +222,8 @@ def test_events_take_the_time_of_the_work_between_them():
   assert end.query() and isinstance(end, torch.Event)
 
 
-def test_torch_s_own_names_make_streams_and_events_of_jax():
-  for device in (None, 0, "jax", torch.device("jax:0")):
-    assert torch.Stream(device) == torch.jax.current_stream()
-    assert isinstance(torch.Event(device), torch.jax.Event)
-  start, end = (torch.Event("jax", enable_timing=True) for _ in range(2))
-  start.record()
-  end.record()
-  end.synchronize()
-  assert start.elapsed_time(end) >= 0
-  for name, kind in (("Stream", torch.Stream), ("Event", torch.Event)):
-    assert repr(kind) == f"<class 'torch.{name}'>"
-    assert pickle.loads(pickle.dumps(kind)) is kind
-    made = kind("cpu")
-    assert made.device.type == "cpu" and type(made) is kind.of_torch
-    assert isinstance(made, kind) and not isinstance(made, getattr(torch.jax, name))
-    assert issubclass(getattr(torch.jax, name), kind) and not isinstance(0, kind)
-
-
 def test_a_stream_that_torch_makes_itself_waits_for_nothing():
-  # Of code that took the name before torchax was imported.
-  stream, ours = torch.Stream.of_torch("jax"), torch.jax.current_stream()
+  stream, ours = torch.Stream("jax"), torch.jax.current_stream()
   with stream:
     work = torch.ones(2, device="jax") + 1
   stream.wait_stream(ours)
@@ -260,7 +236,7 @@ def test_a_stream_that_torch_makes_itself_waits_for_nothing():
 
 
 def test_an_event_that_torch_makes_itself_is_not_waited_for():
-  event = torch.Event.of_torch("jax")
+  event = torch.Event("jax")
   torch.jax.current_stream().record_event(event)
   assert event.query()
   with pytest.raises(RuntimeError, match="doesn't support synchronizing events"):

@@ -175,8 +175,6 @@ def _compose() -> None:
   torch_compat.fork_one_stream()
   torch_compat.keep_overrides_in_backward()
   torch.Generator = device_module.Generator  # type: ignore[misc]
-  torch.Stream = streams.AnyStream  # type: ignore[misc]
-  torch.Event = streams.AnyEvent  # type: ignore[misc]
   device_module.Generator.means_jax = lambda kind: (
     kind == "jax" or (kind == "cuda" and _means_jax(kind))
   )
@@ -188,8 +186,7 @@ def _compose() -> None:
   applied_functions.register()
   torch_compat.keep_from_dynamo(
     *(tensor, view, environment, modes, device_module, device_module.Generator),
-    *(placement, streams.AnyStream, streams.AnyEvent),
-    *(tracebacks, *interop.MODULES),
+    *(placement, tracebacks, *interop.MODULES),
   )
 
 

@@ -7,17 +7,35 @@ on jax build their keys from either kind (`rng/generator.py`).
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from torchax.devices import placement
-from torchax.devices.stand_in import StandIn
 
 _OfTorch = getattr(torch.Generator, "of_torch", torch.Generator)
+_Meta: type = type(_OfTorch)
 
 
-class Generator(_OfTorch, metaclass=StandIn):
+class _AnyGenerator(_Meta):
+  """Type of `Generator`: torch's own generators count as instances of it."""
+
+  of_torch: Any
+
+  def __instancecheck__(cls, instance):
+    own = cls.__dict__.get("of_torch")
+    return (
+      super().__instancecheck__(instance) if own is None else isinstance(instance, own)
+    )
+
+  def __subclasscheck__(cls, subclass):
+    own = cls.__dict__.get("of_torch")
+    return (
+      super().__subclasscheck__(subclass) if own is None else issubclass(subclass, own)
+    )
+
+
+class Generator(_OfTorch, metaclass=_AnyGenerator):
   """`torch.Generator`, of any device; see torch's documentation.
 
   One of jax draws what a CPU generator of the same seed draws on jax. Its state is that

@@ -3,8 +3,8 @@
 There is one stream a device, and work is on it in the order in which it was started. So
 nothing has to wait for anything, except the host: for that there is `synchronize`.
 
-C++ knows one device of this backend, and takes each index for it. So `torch.Stream` and
-`torch.Event` are classes here that make a stream and an event of `torch.jax` for jax.
+C++ knows one device of this backend, and takes each index for it: `torch.Stream("jax")`
+is torch's own stream of that device, `torch.jax.Stream(1)` one of another.
 """
 
 import contextlib
@@ -16,10 +16,6 @@ import torch
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.devices import placement
-from torchax.devices.stand_in import StandIn
-
-_StreamOfTorch = getattr(torch.Stream, "of_torch", torch.Stream)
-_EventOfTorch = getattr(torch.Event, "of_torch", torch.Event)
 
 
 def live_arrays() -> list[jax.Array]:
@@ -45,7 +41,7 @@ def synchronize(device=None) -> None:
       array.block_until_ready()
 
 
-class Stream(_StreamOfTorch):
+class Stream(torch.Stream):
   """The stream of a device. All of them are the one that JAX works on.
 
   Args:
@@ -118,7 +114,7 @@ class Stream(_StreamOfTorch):
     return f"torch.jax.Stream(device={str(self.device)!r})"
 
 
-class Event(_EventOfTorch):
+class Event(torch.Event):
   """A moment in the work of a device.
 
   Args:
@@ -220,63 +216,9 @@ def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Non
 def _index_of(stream) -> int | None:
   if stream is None:
     return None
-  if not isinstance(stream, _StreamOfTorch):
+  if not isinstance(stream, torch.Stream):
     raise TypeError(
       f"Expected a stream, such as `torch.jax.Stream(0)`, but got {stream!r}. For a "
       "device there is `torch.jax.device`."
     )
   return stream.device_index
-
-
-# What torch's names stand for --------------------------------------------------------
-
-
-def _is_for_jax(device) -> bool:
-  """Whether torch takes it for a device of jax.
-
-  Raises:
-    NoSuchDeviceError: it does, and there is no such device.
-  """
-  # No device, and an index alone, mean the accelerator.
-  if device is None or type(device) is int or torch.device(device).type == "jax":
-    placement.checked_index(device)
-    return True
-  return False
-
-
-class AnyStream(_StreamOfTorch, metaclass=StandIn):
-  """`torch.Stream`, of any device; see torch's documentation.
-
-  For jax it makes a `torch.jax.Stream`.
-  """
-
-  of_torch = _StreamOfTorch
-
-  def __new__(cls, *args, **kwargs):
-    """Raises NoSuchDeviceError for an index of jax that does not exist."""
-    is_by_number = "stream_id" in kwargs or len(args) > 1
-    device = args[0] if args else kwargs.get("device")
-    if not is_by_number and _is_for_jax(device) and cls is AnyStream:
-      return Stream(*args, **kwargs)
-    made = _StreamOfTorch if cls is AnyStream else cls
-    return super().__new__(made, *args, **kwargs)
-
-
-class AnyEvent(_EventOfTorch, metaclass=StandIn):
-  """`torch.Event`, of any device; see torch's documentation.
-
-  For jax it makes a `torch.jax.Event`.
-  """
-
-  of_torch = _EventOfTorch
-
-  def __new__(cls, device=None, **kwargs):
-    """Raises NoSuchDeviceError for an index of jax that does not exist."""
-    if _is_for_jax(device) and cls is AnyEvent:
-      return Event(device, **kwargs)
-    return super().__new__(_EventOfTorch if cls is AnyEvent else cls, device, **kwargs)
-
-
-for _cls, _name in ((AnyStream, "Stream"), (AnyEvent, "Event")):
-  # Found by pickle, and shown, as what it stands for.
-  _cls.__module__, _cls.__name__, _cls.__qualname__ = "torch", _name, _name
