@@ -32,7 +32,6 @@ from torchax.devices import forks, placement, streams
 from torchax.diagnostics import compile_times
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import applied_functions, debug, modes, operands, transfer
-from torchax.dynamo.compilation import CompileOptions, compile
 from torchax.environment import Environment, default_env
 from torchax.functions import (
   conversion_errors,
@@ -45,6 +44,7 @@ from torchax.functions import (
 from torchax.graphs import fake_tensors, higher_order
 from torchax.integrations import safetensors
 from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
+from torchax.interop.compilation import CompileOptions, compile
 from torchax.logs import set_logs
 from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms
 from torchax.rng import RngState, rng_scope
