@@ -53,9 +53,11 @@ def require_one_dtype(name: str, *arrays) -> None:
 
 
 def require_no_bool(name: str, *arrays) -> None:
-  """Raises RuntimeError for bools."""
+  """Raises NotImplementedError, a RuntimeError, for bools."""
   if any(array.dtype == bool for array in arrays):
-    raise RuntimeError(f"{name} does not support bool input: convert it with `.int()`.")
+    raise NotImplementedError(
+      f"{name} does not support bool input: convert it with `.int()`."
+    )
 
 
 def require_inexact(name: str, *arrays) -> None:

@@ -37,7 +37,7 @@ def _check(self, kernel, pooled, rank: int):
     )
   for size, k, out in zip(self.shape[-rank:], kernel, pooled):
     # In three dimensions torch leaves no room for the last window to end at the edge.
-    if out < 1 or k < 1 or out + k - 1 > size - (rank == 3):
+    if out < 0 or k < 1 or out + k - 1 > size - (rank == 3):
       raise RuntimeError(
         f"fractional_max_pool{rank}d(): {out} windows of size {k} are too many or too "
         f"large for an input of size {size}."
