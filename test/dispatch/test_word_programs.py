@@ -12,7 +12,7 @@ import torchax
 from torchax.dispatch import word_programs
 from torchax.functions.dropout import keep_mask
 from torchax.interop import jax_jit
-from torchax.rng import RngState, threefry, words
+from torchax.rng import threefry, words
 
 SIZE = itertools.count(30)
 
@@ -96,7 +96,6 @@ def test_other_generators_and_large_draws_are_left_to_one_program():
 
 OTHER_KEYS = {
   "another generator": lambda: jax.random.key(0, impl="rbg"),
-  "one for each row": lambda: RngState.rows(jax.random.split(jax.random.key(0), 30)),
 }
 
 

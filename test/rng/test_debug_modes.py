@@ -27,7 +27,6 @@ from torchax.interop import (
   scan,
   while_loop,
 )
-from torchax.rng import RngState
 
 
 def _x() -> torch.Tensor:
@@ -122,23 +121,6 @@ def test_no_tracer_leaks_from_a_refused_draw(env, name):
   with jax.checking_leaks(), pytest.raises(TracedDrawError):
     jax.jit(view)(_x().jax())
   assert env.rng.state.state_dict() == before
-
-
-def _draw_rows(env) -> None:
-  for program in (lambda x: _drop(x), jax_jit(_drop)):
-    with env.rng_scope(RngState.rows([7, 8])):
-      program(torch.ones(2, 4, device="jax"))
-      program(torch.ones(2, 4, device="jax"))
-
-
-def test_rows_with_keys_of_their_own_use_no_key_twice(env):
-  with jax.debug_key_reuse(True):
-    _draw_rows(env)
-
-
-def test_no_tracer_leaks_from_rows_with_keys_of_their_own(env):
-  with jax.checking_leaks():
-    _draw_rows(env)
 
 
 REUSED = {

@@ -177,13 +177,6 @@ def test_a_draw_with_a_generator_is_made_again(env):
   assert torch.equal(generator.get_state(), before)
 
 
-def test_rows_of_a_batch_are_drawn_again(env):
-  keys = torchax.rng.RngState.rows([1, 2, 3])
-  with env.rng_scope(keys), env.rng.record() as ledger:
-    drawn = torch.rand(3, 2, device="jax")
-  assert torch.equal(replay(ledger[0]), drawn)
-
-
 def test_a_key_that_was_taken_is_known_and_draws_nothing(env):
   with env.rng.record() as ledger:
     key = env.get_and_rotate_prng_key()

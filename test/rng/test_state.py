@@ -232,7 +232,7 @@ def test_arrays_that_are_no_key_are_refused(value):
 
 
 def test_a_batch_of_keys_is_refused_and_the_error_says_how_to_use_one():
-  with pytest.raises(SeedError, match="one scalar key.*RngState.rows"):
+  with pytest.raises(SeedError, match="one scalar key.*jax.vmap"):
     as_key(jax.random.split(jax.random.key(0), 3))
 
 
@@ -454,16 +454,11 @@ def test_a_state_is_a_pytree_of_its_key_and_its_count():
   assert doubled.state_dict() == GOOD.advance(3).state_dict()
 
 
-EXTRA = {
-  "rows": RngState.rows([1, 2, 3]),
-  "sites": RngState(RngState.from_seed(0).key, 5, {"a.b": 2, "": 3}),
-  "rows by site": RngState(RngState.rows([4, 5]).key, 1, {"layer": 1}),
-}
+BY_SITE = RngState(RngState.from_seed(0).key, 5, {"a.b": 2, "": 3})
 
 
-@pytest.mark.parametrize("name", EXTRA)
-def test_a_state_with_rows_or_sites_survives_every_serialisation(name):
-  state = EXTRA[name]
+def test_a_state_with_sites_survives_every_serialisation():
+  state = BY_SITE
   for copy in (
     RngState.from_state_dict(state.state_dict()),
     RngState.from_tensor(state.to_tensor()),
@@ -472,29 +467,8 @@ def test_a_state_with_rows_or_sites_survives_every_serialisation(name):
     assert copy.key.shape == state.key.shape
 
 
-@pytest.mark.parametrize("name", EXTRA)
-def test_a_truncated_state_with_rows_or_sites_is_refused(name):
-  tensor = EXTRA[name].to_tensor()
+def test_a_truncated_state_with_sites_is_refused():
+  tensor = BY_SITE.to_tensor()
   for length in range(len(tensor)):
     with pytest.raises(ValueError, match="truncated|no random state|JAX has no PRNG"):
       RngState.from_tensor(tensor[:length])
-
-
-@pytest.mark.parametrize(
-  "value",
-  [3, [], "abc", jax.random.key(0), torch.tensor(1), [1, None]],
-  ids=repr,
-)
-def test_rows_of_something_else_are_refused(value):
-  with pytest.raises(SeedError, match="row|seed"):
-    RngState.rows(value)
-
-
-def test_rows_take_seeds_keys_and_states():
-  keys = jax.random.split(jax.random.key(3), 2)
-  assert RngState.rows(keys).state_dict() == RngState.rows(list(keys)).state_dict()
-  by_seed = RngState.rows([7, 8]).state_dict()
-  assert RngState.rows(torch.tensor([7, 8])).state_dict() == by_seed
-  states = [RngState.from_seed(7), RngState.from_seed(8)]
-  assert RngState.rows(states).state_dict() == by_seed
-  assert RngState.rows([states[0].advance(1), 8]).state_dict() != by_seed

@@ -39,7 +39,6 @@ from torchax.dispatch.operands import (
   PreparedFlattener,
   strong,
 )
-from torchax.errors import RngError
 from torchax.registry import real_numbers
 from torchax.registry.derivatives import formula_of
 from torchax.registry.operators import Kind, Operator
@@ -426,9 +425,6 @@ class Plan:
       result = self._lower(args, kwargs)
     elif isinstance(rng_key, Words):
       result = self._lower([rng_key, *args], kwargs)
-    elif rng_key.ndim:
-      keys = rng_state.fold_in(rng_key, count)
-      result = by_rows(self._lower, self.name, self.flattener.names, keys, args, kwargs)
     else:
       result = self._lower([rng_state.fold_in(rng_key, count), *args], kwargs)
     if write is None:
@@ -466,44 +462,6 @@ class Plan:
     if isinstance(result, list):
       return [self._wrap_array(value) for value in result]
     return result
-
-
-def by_rows(sampler, name: str, names, keys, args, kwargs):
-  """Runs a sampler on each row of a batch with the row's own key.
-
-  Args:
-    sampler: `([key, *args], kwargs) -> arrays`.
-    name: of the operation, for errors.
-    names: of its arguments.
-    keys: typed keys of shape (n,).
-    args, kwargs: of the sampler; arrays have n rows or none, and so has the size.
-
-  Raises:
-    RngError: a size or array without a row for each key.
-  """
-  rows = len(keys)
-  args, kwargs = list(args), dict(kwargs)
-  has_rows = False
-  for place, arg in enumerate(args):
-    if place < len(names) and names[place] == "size":
-      has_rows = len(arg) > 0 and arg[0] == rows
-      args[place] = arg[1:]
-  given = Partition((args, kwargs), np.ndim)
-  shapes = [leaf.shape for leaf in given.dynamic]
-  has_rows = all(shape[0] == rows for shape in shapes) if shapes else has_rows
-  if not has_rows:
-    raise RngError(
-      f"{name} draws from a stream with keys for {rows} rows, so its size or its "
-      f"tensors start with a dimension of {rows}"
-      + (f", but they have the shapes {shapes}." if shapes else ".")
-      + " Draw what is not of a row in a scope with a single key."
-    )
-
-  def one_row(key, *parts):
-    args, kwargs = given.filled(parts)
-    return sampler([key, *args], kwargs)
-
-  return jax.vmap(one_row)(keys, *given.dynamic)
 
 
 def _is_cpu(device) -> bool:

@@ -51,7 +51,7 @@ def until_often(program: Callable, number_of: Callable) -> Callable:
 
 def _number(key, operands, number_of: Callable) -> int | None:
   """How many words are drawn; None where the draw is better left alone."""
-  if key.ndim or not _is_on_one_cpu(key):
+  if not _is_on_one_cpu(key):
     return None
   return words.number_for(key, number_of(operands))
 

@@ -1,7 +1,6 @@
 """A draw as a ledger notes it."""
 
 import dataclasses
-import math
 
 import jax
 import numpy as np
@@ -64,9 +63,7 @@ class Draw:
         "function, where the key has no value. Record the function as it runs eagerly."
       )
     impl, *words, count = self.key
-    size = rng_state.key_data_shape(impl)
-    rows = len(words) // math.prod(size)
-    data = np.asarray(words, np.uint32).reshape(size if rows == 1 else (rows, *size))
+    data = np.asarray(words, np.uint32).reshape(rng_state.key_data_shape(impl))
     return jax.random.wrap_key_data(data, impl=impl), count
 
   @property

@@ -16,12 +16,11 @@ def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
   """True if the elements of a draw of this shape have positions.
 
   Args:
-    key: a typed key; one for each row of a batch has none.
+    key: a typed key.
     shape: of the whole draw.
   """
   return (
-    key.ndim == 0
-    and str(jax.random.key_impl(key)) == threefry.NAME
+    str(jax.random.key_impl(key)) == threefry.NAME
     and bool(jax.config.jax_threefry_partitionable)
     and math.prod(shape) < 2**32
   )

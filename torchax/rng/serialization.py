@@ -2,8 +2,8 @@
 
   magic | length of name, count, number of words | name | [length, JSON] | words
 
-The part in brackets is there under the second magic only: the counts of sites, and the
-number of rows of a batched state. Words are little-endian 32-bit integers.
+The part in brackets is there under the second magic only: the counts of sites. Words
+are little-endian 32-bit integers.
 
 Of several environments the states are joined: magic | (number, length) and the state,
 for each, that of the environment which is on first.
@@ -55,8 +55,6 @@ def encode(data: dict[str, Any]) -> bytes:
   """The bytes of what `RngState.state_dict` returns."""
   words = np.asarray(data["key_data"], "<u4")
   extra = {"sites": data["sites"]} if "sites" in data else {}
-  if words.ndim > 1:
-    extra["rows"] = len(words)
   name = data["impl"].encode()
   payload = _HEADER.pack(len(name), data["count"], words.shape[-1]) + name
   if not extra:
@@ -86,17 +84,14 @@ def decode(payload: bytes) -> dict[str, Any]:
     text = _sized(payload, start)
     start += _LENGTH.size + len(text)
     extra = json.loads(text)
-  rows = extra.get("rows", 1)
-  expected = start + 4 * rows * n_words
+  expected = start + 4 * n_words
   if len(payload) != expected:
     raise ValueError(
       f"The random state is truncated: expected {expected} bytes, but got "
       f"{len(payload)}."
     )
-  words = np.frombuffer(payload, "<u4", rows * n_words, start)
+  words = np.frombuffer(payload, "<u4", n_words, start)
   data = {"impl": name, "key_data": words, "count": count}
-  if "rows" in extra:
-    data["key_data"] = words.reshape(rows, n_words)
   if "sites" in extra:
     data["sites"] = extra["sites"]
   return data

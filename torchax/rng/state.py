@@ -108,9 +108,7 @@ def key_from_words(words: jax.Array, impl: str) -> jax.Array:
 
 
 def fold_in(key: jax.Array, count) -> jax.Array:
-  """The key of draw `count` of a stream, or of each row's stream; traceable."""
-  if key.ndim:
-    return jax.vmap(lambda row: jax.random.fold_in(row, count))(key)
+  """The key of draw `count` of a stream; traceable."""
   return jax.random.fold_in(key, count)
 
 
@@ -135,7 +133,7 @@ def selected(key: jax.Array, following: jax.Array, count) -> tuple[jax.Array, An
   """`settled` of a traced count, with the key that follows."""
   count = jnp.asarray(count)
   is_over = count >= REKEY_AT
-  keys = jax.lax.select(jnp.broadcast_to(is_over, key.shape), following, key)
+  keys = jax.lax.select(is_over, following, key)
   return keys, jnp.where(is_over, count - REKEY_AT, count)
 
 
@@ -182,7 +180,8 @@ def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
     if value.shape:
       raise SeedError(
         f"A stream takes one scalar key, but got keys of shape {value.shape}. "
-        "Pick one; or give each row of a batch its key: `RngState.rows(keys)`."
+        "Pick one; or give each row of a batch its key: "
+        "`jax.vmap(lambda key, x: jax_view(f)(x, rng=key))(keys, x)`."
       )
     return value
   if isinstance(value, jax.Array | np.ndarray) and value.ndim == 1:
@@ -223,7 +222,7 @@ class RngState:
   """Where a stream stands; a JAX pytree of the key, the count and the sites' counts.
 
   Attributes:
-    key: typed key (`key<fry>[]`); or one for each row of a batch (`key<fry>[n]`).
+    key: typed key (`key<fry>[]`).
     count: draws made so far: a Python int on the host, uint32[] inside a trace. After
       2**30 draws a stream goes on with the key that follows, and counts anew.
     sites: None where draws are numbered in their order; else draws are addressed by
@@ -241,34 +240,6 @@ class RngState:
   def from_seed(cls, seed: int, impl: str = DEFAULT_IMPL) -> "RngState":
     """The state that `torch.manual_seed(seed)` gives the main thread."""
     return cls(key_from_seed(seed, check_impl(impl)), 0)
-
-  @classmethod
-  def rows(cls, seeds_or_keys, impl: str = DEFAULT_IMPL) -> "RngState":
-    """A state that gives each row of a batch numbers of its own.
-
-    A draw of shape (n, …) then takes row i from row i's key alone: the numbers of a
-    row depend neither on the batch size nor on the other rows.
-
-    Args:
-      seeds_or_keys: n seeds, keys or scalar states, or typed keys of shape (n,).
-
-    Raises:
-      SeedError: not a sequence of what a stream takes.
-    """
-    if is_typed_key(seeds_or_keys) and seeds_or_keys.ndim == 1:
-      return cls(seeds_or_keys, 0)
-    if isinstance(seeds_or_keys, torch.Tensor | jax.Array | np.ndarray):
-      if not np.ndim(seeds_or_keys):
-        raise SeedError("Expected a seed or key for each row, but got a single one.")
-    elif not isinstance(seeds_or_keys, list | tuple):
-      raise SeedError(
-        "Expected a list of seeds or keys, one for each row of the batch, but got "
-        f"{type(seeds_or_keys).__name__}."
-      )
-    if not len(seeds_or_keys):
-      raise SeedError("Expected a seed or key for each row, but got none.")
-    keys = [_row_key(value, impl) for value in seeds_or_keys]
-    return cls(jax.numpy.stack(keys), 0)
 
   @property
   def impl(self) -> str:
@@ -336,7 +307,7 @@ class RngState:
     impl = check_impl(data["impl"])
     words = np.asarray(data["key_data"])
     expected = key_data_shape(impl)
-    if words.shape[-1:] != expected or words.ndim > 2:
+    if words.shape != expected:
       raise ValueError(
         f"Key data of {impl} has shape {expected}, but got {words.shape}."
       )
@@ -376,8 +347,6 @@ class RngState:
     sites = "" if self.sites is None else f", sites={self.sites}"
     if isinstance(self.key, jax.core.Tracer):
       return f"RngState(traced, count={self.count}{sites})"
-    if self.key.ndim:
-      return f"RngState({self.impl}, {len(self.key)} rows, count={self.count}{sites})"
     words = ":".join(f"{word:x}" for word in np.asarray(jax.random.key_data(self.key)))
     return f"RngState({self.impl}, key={words}, count={self.count}{sites})"
 
@@ -401,11 +370,3 @@ def _check_count(count, most: int) -> None:
 def as_state(value, impl: str = DEFAULT_IMPL) -> RngState:
   """An RngState from a state, or from anything that `as_key` takes."""
   return value if isinstance(value, RngState) else RngState(as_key(value, impl), 0)
-
-
-def _row_key(value, impl: str) -> jax.Array:
-  """The key of one row."""
-  if isinstance(value, RngState):
-    key, count = settled(value.key, value.count)
-    return rebased_key(key, count) if count else key
-  return as_key(value, impl)
