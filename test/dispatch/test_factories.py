@@ -75,13 +75,11 @@ def test_a_factory_follows_the_default_device(make, default_jax):
   assert_same(make(), make(device="cpu"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
 @pytest.mark.parametrize(
-  "name", ("arange", "range", "linspace", "logspace", "zeros", "ones", "eye", "empty")
+  "name", ("arange", "linspace", "logspace", "zeros", "ones", "eye", "empty")
 )
 def test_factory_with_output_accepts_its_device(name, in_and_out):
   arguments = (0, 3, 4) if name in ("linspace", "logspace") else (3,)
-  arguments = (0, 3) if name == "range" else arguments
   out = torch.tensor((), device="jax")
   assert getattr(torch, name)(*arguments, device="jax", out=out) is out
   if name != "empty":

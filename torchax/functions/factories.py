@@ -191,7 +191,7 @@ def _type_as(args, kwargs) -> torch.Tensor:
 
 def register_functions(env: Environment) -> None:
   """Adds factories with `out=` and moves to where a jax tensor is to an environment."""
-  for func in (*TENSOR_CONSTRUCTORS, torch.normal, torch.range):
+  for func in (*TENSOR_CONSTRUCTORS, torch.normal):
     env.functions.add(func, _without_device(func))
   env.functions.add(torch_compat.parse_to, _parse_to)
   env.functions.add(torch.Tensor.type_as, _type_as)
