@@ -1,6 +1,7 @@
 """Stacks of equal layers that are found in a model and run as loops."""
 
 import copy
+import gc
 
 import jax
 import pytest
@@ -172,6 +173,7 @@ def test_programs_are_as_many_for_any_depth():
     model = scan_layers(Deep(depth).to("jax"), _x())
     x = _x()
     model(x)
+    gc.collect()  # programs of other tests do not count
     before = programs.count()
     jax.block_until_ready(jax_jit(lambda x, model=model: model(x))(x).jax())
     counts.append(programs.count() - before)

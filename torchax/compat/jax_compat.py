@@ -354,9 +354,10 @@ def is_guarded() -> bool:
 
 
 def is_of_host(array) -> bool:
-  """True for an array in the memory of the host, which numpy reads without a copy."""
+  """True for a live array in memory of the host, which numpy reads without a copy."""
   platform = getattr(array, "platform", None)
-  return platform is not None and platform() == "cpu"
+  # Since JAX 0.12 a deleted array does not say where it was.
+  return platform is not None and not array.is_deleted() and platform() == "cpu"
 
 
 _distributed_state = private.find(
