@@ -153,13 +153,11 @@ def _tests_of(tree: Tree, places: set[str]) -> list[str]:
   found = []
   for path in places:
     name = path.rpartition("/")[2]
-    found += [
-      test
-      for test in tree.paths("test")
-      if test in (f"test/ops/test_{name}", f"test/test_{name}")
-    ]
+    found += [t for t in tree.paths("test") if t.endswith(f"/test_{name}")]
     if name == "ported.py":
-      found += [t for t in ("test/ops/test_registry.py",) if t in tree.paths("test")]
+      found += [
+        t for t in ("test/registry/test_registry.py",) if t in tree.paths("test")
+      ]
   return found
 
 
