@@ -122,7 +122,7 @@ class Counted(nn.Module):
 TRACED = ("jax_jit of a module", "jax_jit of a function", "JittableModule")
 
 
-@pytest.mark.parametrize("form", [*TRACED, "compile, jax", "compile, export"])
+@pytest.mark.parametrize("form", [*TRACED, "compile, jax"])
 def test_the_python_of_a_module_runs_once_for_its_first_call_and_not_again(form):
   model, x = Counted().to("jax"), X.to("jax")
   compiled = FORMS[form](model)
@@ -210,7 +210,7 @@ def test_a_plain_tensor_that_is_replaced_is_followed(form):
   assert run(x).item() == 48.0
 
 
-@pytest.mark.parametrize("form", [name for name in FORMS if name != "compile, export"])
+@pytest.mark.parametrize("form", FORMS)
 def test_tensors_in_a_list_of_a_module_are_followed(form):
   model, x = _remembering(shares=2), X.to("jax")
   run = FORMS[form](model)
@@ -219,12 +219,6 @@ def test_tensors_in_a_list_of_a_module_are_followed(form):
   assert run(x).item() == 48.0
   model.shares.append(torch.full((), 2.0, device="jax"))
   assert run(x).item() == 96.0
-
-
-def test_an_exported_module_names_the_list_that_holds_its_tensors():
-  model = _remembering(shares=1)
-  with pytest.raises(TypeError, match="attribute `shares` is a list with tensors"):
-    FORMS["compile, export"](model)(X.to("jax"))
 
 
 def _prune(model):
