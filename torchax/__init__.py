@@ -37,6 +37,7 @@ from torchax.functions import (
   conversion_errors,
   factories,
   indexing,
+  linear,
   refusals,
   reshapes,
   shortcuts,
@@ -180,6 +181,7 @@ def _compose() -> None:
   )
   factories.register_kernels()
   higher_order.register_kernels()
+  linear.register_kernels()
   refusals.register()
   distributed.register()
   conversion_errors.register()

@@ -28,7 +28,6 @@ class Row:
     cls: the class, where `build` is a function.
     undrawable: why a compiled function cannot draw from it.
     unchecked: why it can be built in a compiled function with validate_args=False only.
-    outside: False where it needs the environment to be on.
     gradient_rtol: tolerance of a sample's gradient beside its largest element, if not
       that of the dtype.
     no_gradient: why CPU torch has no gradient of a sample.
@@ -42,7 +41,6 @@ class Row:
   cls: type | None = None
   undrawable: str = ""
   unchecked: str = ""
-  outside: bool = True
   gradient_rtol: float | None = None
   no_gradient: str = ""
 
@@ -122,7 +120,6 @@ ROWS = {
     {"df": t([1.0, 4.0])},
     ("df", t([-1.0, 1.0])),
     stats.chi2([1, 4]),
-    outside=False,
     gradient_rtol=FIT_RTOL,
   ),
   "ContinuousBernoulli": Row(
@@ -186,14 +183,12 @@ ROWS = {
     {"scale": SCALE},
     ("scale", t([0.0, 1.0])),
     stats.halfcauchy(scale=_scale),
-    outside=False,
   ),
   "HalfNormal": Row(
     D.HalfNormal,
     {"scale": SCALE},
     ("scale", t([0.0, 1.0])),
     stats.halfnorm(scale=_scale),
-    outside=False,
   ),
   "Independent": Row(
     lambda loc, scale, **kwargs: D.Independent(
@@ -280,7 +275,6 @@ ROWS = {
     {"total_count": 10, "probs": WEIGHTS},
     ("probs", t([-0.2, 0.5, 0.7])),
     stats.binom(10, _weights),
-    outside=False,
   ),
   "MultivariateNormal": Row(
     D.MultivariateNormal,
@@ -360,7 +354,6 @@ ROWS = {
     {"df": t([3.0, 5.0]), "loc": LOC, "scale": SCALE},
     ("df", t([0.0, 1.0])),
     stats.t([3, 5], _loc, _scale),
-    outside=False,
     gradient_rtol=FIT_RTOL,
   ),
   "TransformedDistribution": Row(
@@ -410,7 +403,6 @@ ROWS = {
       axis=-1,
     ),
     undrawable="torch draws again where a matrix is singular: data decides how often",
-    outside=False,
     no_gradient="torch 2.13 changes a mask in place that its gradient needs",
   ),
 }

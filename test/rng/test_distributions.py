@@ -338,7 +338,7 @@ def test_a_compiled_function_cannot_refuse_parameters_that_have_no_value():
 # Outside of the environment ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.outside])
+@pytest.mark.parametrize("name", ROWS)
 def test_the_numbers_are_the_same_outside_of_the_environment(name, env):
   row = ROWS[name]
   torch.manual_seed(0)
@@ -346,12 +346,6 @@ def test_the_numbers_are_the_same_outside_of_the_environment(name, env):
     outside = _draw(_build(row))
   torch.manual_seed(0)
   assert torch.equal(outside, _draw(_build(row)))
-
-
-@pytest.mark.parametrize("name", [n for n, row in ROWS.items() if not row.outside])
-def test_what_makes_tensors_on_the_way_needs_the_environment(name, env):
-  with env.disabled(), pytest.raises(RuntimeError):
-    _draw(_build(ROWS[name]))
 
 
 # Distributions ----------------------------------------------------------------------

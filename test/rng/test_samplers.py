@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchax.errors import MixedDeviceError
 from torchax.ops import mappings
 from torchax.rng import RngState, samplers
 
@@ -253,21 +252,7 @@ def test_dropout_without_training_or_with_p_0_draws_nothing_and_changes_nothing(
   assert env.rng.state.state_dict() == before
 
 
-@pytest.mark.parametrize(
-  "with_env",
-  [
-    True,
-    pytest.param(
-      False,
-      marks=pytest.mark.xfail(
-        strict=True,
-        raises=MixedDeviceError,
-        reason="outside the environment torch's composite form multiplies by a zero "
-        "that it makes on the wrapper's meta device",
-      ),
-    ),
-  ],
-)
+@pytest.mark.parametrize("with_env", [True, False])
 def test_dropout_with_p_1_gives_zeros(env, with_env):
   with env if with_env else contextlib.nullcontext():
     assert not F.dropout(torch.ones(100, device="jax"), 1.0).any().item()

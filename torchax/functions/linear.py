@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax.compat import torch_compat
+from torchax.compat import private, torch_compat
 from torchax.core import out_of_range
+from torchax.environment import default_env
 from torchax.functions.builtin import register_function
 from torchax.ops.builtin import op
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 from torchax.registry.operators import Kind
+from torchax.tensor import Tensor
 
 _BEYOND = 2**63  # any integer is less
 
@@ -72,3 +74,22 @@ def _one_hot_of(input, num_classes):
   classes = jnp.arange(num_classes, dtype=input.dtype)
   rows = (input[..., None] == classes).astype(input.dtype)
   return out_of_range.spoiled(rows, out_of_range.outside(input, num_classes)[..., None])
+
+
+def register_kernels() -> None:
+  """Has torch run `one_hot` here where the environment is suspended, too.
+
+  Its C++ asks for int64, which JAX lacks without its x64 mode.
+  """
+  one_hot = aten.one_hot.default
+  of_torch = one_hot and torch_compat.composite_kernel(one_hot)
+  if not one_hot or isinstance(of_torch, private.Unavailable):
+    return
+
+  def kernel(tensor, num_classes=-1):
+    if isinstance(tensor, Tensor):
+      return default_env().dispatch(one_hot, (), (tensor, num_classes), {})
+    return of_torch(tensor, num_classes)
+
+  # The key of jax tensors above the one at which Python sees an operation.
+  torch_compat.register_kernel("one_hot", kernel, "AutogradMeta")
