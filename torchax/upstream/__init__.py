@@ -1,5 +1,4 @@
-"""Names and helpers that are kept for programs written for google/torchax.
+"""Lookup of lowerings by upstream's names, for programs written for google/torchax.
 
-Nothing else in the package uses them, except the public modules that show them
-(`ops/jaten`, `ops/jtorch.py`, `ops/op_base.py`).
+The public modules `ops/jaten` and `ops/jtorch.py` use it; nothing else does.
 """
