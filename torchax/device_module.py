@@ -12,8 +12,7 @@ import torch
 from torchax import amp, rng
 from torchax.compat import torch_compat
 from torchax.core import mappings
-from torchax.devices import placement
-from torchax.devices.forks import Fork
+from torchax.devices import forks, placement
 from torchax.devices.generator import Generator
 from torchax.devices.memory import (
   accelerator_stats,
@@ -196,7 +195,7 @@ def _lazy_init() -> None:
 
 def _is_in_bad_fork() -> bool:
   """True where JAX would hang; torch then seeds the CPU alone, as workers need."""
-  return Fork.is_bad
+  return forks.is_bad()
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

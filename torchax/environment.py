@@ -7,8 +7,8 @@ on in this thread or task; by default both are the one of `default_env()`.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import torch
@@ -58,6 +58,14 @@ TENSOR_CONSTRUCTORS = {
 }
 
 
+_on_creation: list[Callable[["Environment"], None]] = []
+
+
+def on_creation(hook: Callable[["Environment"], None]) -> None:
+  """Call `hook(env)` with each environment that is made from now on."""
+  _on_creation.append(hook)
+
+
 class _Entered(threading.local):
   """The modes that this thread has entered, a list for each time."""
 
@@ -102,9 +110,6 @@ class Environment(contextlib.ContextDecorator):
   True
   """
 
-  # Called with each new environment; the composition root adds the factories here.
-  on_creation: ClassVar[list] = []
-
   def __init__(
     self, configuration: Configuration | None = None, seed: int | None = None
   ):
@@ -118,7 +123,7 @@ class Environment(contextlib.ContextDecorator):
     self._given_modes: dict[str, Any] = {}
     self._entered = _Entered()
     self._property = _PropertyHolder(lambda: [RuntimeProperty(None, None, None)])
-    for hook in self.on_creation:
+    for hook in _on_creation:
       hook(self)
 
   # Turning it on and off ------------------------------------------------------------

@@ -6,7 +6,6 @@ only exist because a tensor lives in JAX. Each derives from the built-in type
 that torch users already catch, and has a section of its own in `docs/errors.md`.
 """
 
-import pickle
 from typing import Any, ClassVar
 
 PAGE = "https://github.com/torchax/torchax/blob/main/docs/errors.md"
@@ -49,10 +48,6 @@ class TracedStateError(Documented, RuntimeError):
 
 class ConversionError(Documented, ValueError):
   """A function of JAX was given a torch tensor, or one of torch an array of JAX."""
-
-
-class NotATensorError(ConversionError, TypeError):
-  """A function of torch was given an array of JAX."""
 
 
 class MixedDeviceError(Documented, RuntimeError):
@@ -120,10 +115,6 @@ class SeedError(Documented, TypeError):
 
 class NarrowingWarning(UserWarning):
   """A 64-bit floating-point dtype is stored in 32 bits; not raised but warned of."""
-
-
-class DamagedFileError(Documented, RuntimeError, EOFError, pickle.UnpicklingError):
-  """A file is cut off, empty, changed or of another kind; nothing of it was loaded."""
 
 
 class PrivateApiError(Documented, RuntimeError):

@@ -27,7 +27,7 @@ from torch import Tensor as TorchTensor  # in the class here, `torch` is a metho
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode, mappings, switches
-from torchax.core.explanations import explain_arrays, loses_gradient, no_numbers
+from torchax.core.explanations import loses_gradient, no_numbers
 from torchax.core.storage import Blank, Content, Rebindings, Storage
 from torchax.core.storage import active as _active
 from torchax.core.tracebacks import ending_at_the_user, hide
@@ -46,6 +46,7 @@ SUPPORTED_JAX_PLATFROM = ["cpu", "cuda", "gpu", "tpu"]
 _make_wrapper = torch_compat.make_wrapper
 _without_overrides = torch_compat.without_function_overrides
 _is_compiling = torch.compiler.is_compiling
+_is_scripting = torch_compat.is_tracing_for_torchscript
 _suspended = switches.suspended.get
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _set_class = object.__dict__["__class__"].__set__
@@ -61,14 +62,11 @@ class Tensor(torch.Tensor):
     requires_grad: record operations for autograd.
   """
 
-  # Makes what torch's tracers see in place of a jax tensor; `_compose` sets it.
-  of_fake: ClassVar[Callable | None] = None
-  # Has the gradient of a leaf lie where the leaf does; `_compose` sets it.
-  keep_gradient_beside: ClassVar[Callable] = staticmethod(lambda tensor: None)
-  # A class that `isinstance` finds in a tensor for which the function is true, beside
-  # its own; `distributed` sets them.
-  told_class: ClassVar[type | None] = None
-  is_told: ClassVar[Callable] = staticmethod(lambda tensor: False)
+  # Values of `connect` and `also_instances_of`.
+  _from_fake: ClassVar[Callable]
+  _shard_gradient: ClassVar[Callable]
+  _other_class: ClassVar[type | None] = None
+  _is_of_other_class: ClassVar[Callable] = staticmethod(lambda tensor: False)
 
   @staticmethod
   def __new__(cls, elem: Array, env, requires_grad=False):
@@ -88,7 +86,7 @@ class Tensor(torch.Tensor):
   @property
   def __class__(self):
     # Of Python, only an `isinstance` that does not hold by the type asks for this.
-    return Tensor.told_class if Tensor.is_told(self) else type(self)
+    return Tensor._other_class if Tensor._is_of_other_class(self) else type(self)
 
   @__class__.setter
   def __class__(self, cls) -> None:
@@ -105,12 +103,12 @@ class Tensor(torch.Tensor):
       env = find_env(args, kwargs)
       handler = env.functions.get(func)
       with _without_overrides():
-        if handler is not None and env not in _suspended():
+        # TorchScript records what torch's C++ dispatches: handlers pass by that.
+        if handler is not None and env not in _suspended() and not _is_scripting():
           return handler(args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
     except Exception as error:
       hide(error)
-      explain_arrays(error, func, types)
       raise
 
   @classmethod
@@ -134,7 +132,7 @@ class Tensor(torch.Tensor):
     storage, chain, env = context.storage, context.chain, context.env
     shell = inner_tensors["_shell"]
     if torch_compat.is_fake(shell):
-      return Tensor.of_fake(shell, outer_size, outer_stride)
+      return Tensor._from_fake(shell, outer_size, outer_stride)
     tensor = _make_wrapper(
       Tensor,
       outer_size,
@@ -352,7 +350,7 @@ class Tensor(torch.Tensor):
       ShardingError: the spec of a `NamedSharding` does not fit the tensor.
     """
     self.apply_jax_(placement.lay_out, sharding)
-    Tensor.keep_gradient_beside(self)
+    Tensor._shard_gradient(self)
     return self
 
   @property
@@ -439,7 +437,7 @@ class Tensor(torch.Tensor):
       copied.grad = copy.deepcopy(self.grad, memo)
     copied.requires_grad_(self.requires_grad)
     if "_beside" in self.__dict__:
-      Tensor.keep_gradient_beside(copied)
+      Tensor._shard_gradient(copied)
     return copied
 
   def __copy__(self):
@@ -478,6 +476,23 @@ class Tensor(torch.Tensor):
 
 
 @functools.lru_cache(maxsize=1024)  # it keeps the classes
+def connect(from_fake: Callable, shard_gradient: Callable) -> None:
+  """Give tensors what is defined above them.
+
+  Args:
+    from_fake: (fake tensor, shape, strides) -> what torch's tracers see in place of a
+      jax tensor.
+    shard_gradient: (leaf) -> None; its gradient gets the sharding of the leaf.
+  """
+  Tensor._from_fake = staticmethod(from_fake)
+  Tensor._shard_gradient = staticmethod(shard_gradient)
+
+
+def also_instances_of(cls: type, applies: Callable[[Tensor], bool]) -> None:
+  """Have `isinstance(tensor, cls)` hold where `applies(tensor)` is true."""
+  Tensor._other_class, Tensor._is_of_other_class = cls, staticmethod(applies)
+
+
 def _handles_functions(cls: Any) -> bool:
   """Whether a class that is not ours handles torch functions: then it goes first."""
   if issubclass(cls, Tensor | jax_compat.ArrayImpl | jax_compat.Tracer):

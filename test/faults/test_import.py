@@ -1,10 +1,6 @@
 """Programs of plain torch print the same with and without torchax imported."""
 
-import fnmatch
-import re
-
 import pytest
-import source_tree
 from faults.programs import run
 
 pytestmark = pytest.mark.programs
@@ -117,43 +113,3 @@ def test_a_program_of_plain_torch_does_the_same_with_torchax_imported(program):
   plain = run(f"{start}\n{program}")
   assert plain
   assert run(f"{start}, torchax\n{program}") == plain
-
-
-# Counted up by whoever registers a hook; written by Python's warnings and imports.
-COUNTERS = {"RemovableHandle.next_id", "overrides.__warningregistry__", "ops.__path__"}
-
-CHANGES = """
-import sys, torch, torch.utils.data, torch.optim, torch.distributed, jax, numpy
-
-def attributes():
-  found = {}
-  for name, module in list(sys.modules.items()):
-    if name.partition(".")[0] != "torch" or not hasattr(module, "__dict__"):
-      continue
-    for key, value in list(vars(module).items()):
-      if getattr(value, "__module__", None) == name and isinstance(value, type):
-        for k, v in list(vars(value).items()):
-          if k not in ("__dict__", "__weakref__"):
-            found[id(value), f"{key}.{k}"] = v
-      found[name, f"{name.rpartition('.')[2]}.{key}"] = value
-  return found
-
-before = attributes()
-known = {module for module, name in before}  # and classes, by their id
-import torchax
-for (module, name), value in attributes().items():
-  if module in known and before.get((module, name), before) is not value:
-    print(name)
-"""
-
-
-def test_the_page_names_what_the_import_changes_in_torch():
-  page = (source_tree.ROOT / "docs" / "devices.md").read_text()
-  section = page.partition("## What the import changes")[2].partition("\n## ")[0]
-  patterns = re.findall("`([^`]+)`", section)
-  changed = set(run(CHANGES).split()) - COUNTERS
-  assert "Tensor.jax" in changed and "utils.swap_tensors" in changed
-  unnamed = [
-    name for name in changed if not any(fnmatch.fnmatch(name, p) for p in patterns)
-  ]
-  assert not sorted(unnamed)

@@ -5,7 +5,6 @@ import pathlib
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx.experimental import proxy_tensor
 
 import torchax
 from torchax import checkpoint, interop
@@ -153,26 +152,6 @@ def test_a_state_that_contains_itself_is_named_by_its_path(tmp_path: pathlib.Pat
   twice = [1, 2]
   checkpoint.save_checkpoint({"a": twice, "b": twice}, tmp_path, 2)
   assert checkpoint.load_checkpoint(tmp_path) == {"a": [1, 2], "b": [1, 2]}
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in the environment"])
-def test_a_function_is_traced_by_torchscript(inside):
-  def trace():
-    return torch.jit.trace(lambda x: x * 2 + 1, (ones(3),))
-
-  if not inside:
-    traced = trace()
-  else:
-    with torchax.default_env():
-      traced = trace()
-  assert traced(torch.arange(3.0).to("jax")).tolist() == [1.0, 3.0, 5.0]
-
-
-def test_make_fx_of_jax_tensors_names_what_to_do():
-  with pytest.raises(NotImplementedError, match=r"make_fx.*torch\.export"):
-    proxy_tensor.make_fx(lambda y: y + 1)(ones(3))
-  graph = proxy_tensor.make_fx(lambda y: y + 1)(torch.ones(3))
-  assert graph(ones(3)).tolist() == [2, 2, 2]
 
 
 def test_negative_repeats_are_refused_with_the_size_of_the_result_too():

@@ -4,7 +4,6 @@ Checkpoints of whole runs are in `test_checkpoint.py`.
 """
 
 import copy
-import gzip
 import io
 import json
 import os
@@ -26,7 +25,6 @@ import torchax
 from torchax import tensor as _tensor
 from torchax.compat import versions
 from torchax.errors import (
-  DamagedFileError,
   MutationError,
   NoSuchDeviceError,
   TracedStateError,
@@ -545,70 +543,12 @@ def test_a_malicious_file_runs_nothing(tmp_path):
 @pytest.mark.parametrize("kept", [0.0, 0.0001, 0.1, 0.5, 0.95])
 @pytest.mark.parametrize("place", [None, "jax"])
 @each_format
-def test_a_truncated_file_is_named(options, place, kept, tmp_path):
+def test_truncated_file_raises(options, place, kept, tmp_path):
   whole = _saved({"a": torch.zeros(2000).to("jax")}, **options).getvalue()
   path = tmp_path / "part.pt"
   path.write_bytes(whole[: int(len(whole) * kept)])
-  with pytest.raises(DamagedFileError, match=r"part\.pt is damaged.*Copy") as caught:
+  with pytest.raises((RuntimeError, EOFError, OSError, pickle.UnpicklingError)):
     torch.load(path, map_location=place)
-  assert caught.value.__cause__ is not None, "torch's own error is kept"
-
-
-def _with_changed_end(whole: bytes) -> bytes:
-  """An archive whose list of parts has another signature, which torch notices."""
-  return whole.replace(b"PK\x01\x02", b"PK\x01\x03")
-
-
-def _with_changed_part(whole: bytes) -> bytes:
-  return whole.replace(b"PK\x03\x04", b"PK\x03\x05").replace(
-    b"PK\x03\x05", b"PK\x03\x04", 1
-  )
-
-
-@pytest.mark.parametrize("change", [_with_changed_end, _with_changed_part])
-@pytest.mark.parametrize("place", [None, "jax"])
-def test_a_changed_archive_is_named(change, place, tmp_path):
-  stream = io.BytesIO(change(_saved([torch.zeros(20).to("jax")]).getvalue()))
-  with pytest.raises(DamagedFileError, match="given BytesIO is damaged"):
-    torch.load(stream, map_location=place)
-  path = tmp_path / "changed.pt"
-  path.write_bytes(stream.getvalue())
-  with pytest.raises(DamagedFileError, match=r"changed\.pt is damaged"):
-    torch.load(path, map_location=place, mmap=True)
-
-
-OF_ANOTHER_KIND = {
-  "text": (b"hello world, this is a text\n", "another kind: it starts with b'hello"),
-  "short text": (b"{}", "another kind"),
-  "web page": (b"<!DOCTYPE html><html>404</html>", "another kind: .*DOCTYPE"),
-  "pointer": (b"version https://git-lfs.github.com/spec/v1\n", "another kind"),
-  "gzip": (gzip.compress(bytes(900)), "another kind"),
-  "zeros": (bytes(2000), "its first 512 bytes are zeros"),
-  "pickle": (pickle.dumps({"a": 1}), "a pickle that torch.save has not written"),
-  "older pickle": (pickle.dumps([1] * 300, 2), "a pickle that torch.save has not"),
-}
-
-
-@pytest.mark.parametrize("kind", OF_ANOTHER_KIND)
-@pytest.mark.parametrize("weights_only", [True, False])
-def test_a_file_of_another_kind_is_named(kind, weights_only, tmp_path):
-  content, message = OF_ANOTHER_KIND[kind]
-  path = tmp_path / "other.pt"
-  path.write_bytes(content)
-  for file in (path, str(path), io.BytesIO(content)):
-    with pytest.raises(DamagedFileError, match=message) as caught:
-      torch.load(file, map_location="jax", weights_only=weights_only)
-  assert isinstance(caught.value, pickle.UnpicklingError)
-
-
-@each_format
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_each_protocol_of_pickles_is_known(options, protocol):
-  whole = _saved([BASE], pickle_protocol=protocol, **options).getvalue()
-  assert torch.equal(torch.load(io.BytesIO(whole), weights_only=False)[0], BASE)
-  for size in (1, 3, 9, 14, 24, 40):
-    with pytest.raises(DamagedFileError, match="is damaged: "):
-      torch.load(io.BytesIO(whole[:size]), weights_only=protocol == 2)
 
 
 def _with_version(whole: bytes, version: bytes) -> bytes:
@@ -624,9 +564,8 @@ def _with_version(whole: bytes, version: bytes) -> bytes:
 def test_a_file_of_a_newer_version_says_what_to_do(place):
   """torch's own error says it; its formats are nothing of jax's."""
   newer = _with_version(_saved([BASE.to("jax")]).getvalue(), b"99\n")
-  with pytest.raises(RuntimeError, match="version 99.*please upgrade") as caught:
+  with pytest.raises(RuntimeError, match="version 99.*please upgrade"):
     torch.load(io.BytesIO(newer), map_location=place)
-  assert not isinstance(caught.value, DamagedFileError)
 
 
 def test_what_is_wrong_with_a_whole_file_is_said_by_torch(tmp_path):
@@ -638,9 +577,8 @@ def test_what_is_wrong_with_a_whole_file_is_said_by_torch(tmp_path):
   with zipfile.ZipFile(other, "w") as archive:
     archive.writestr("a.txt", "no tensor")
   for file in (other, other.open("rb")):
-    with pytest.raises(RuntimeError, match="subdirectory") as caught:
+    with pytest.raises(RuntimeError, match="subdirectory"):
       torch.load(file)
-    assert not isinstance(caught.value, DamagedFileError)
 
 
 def test_a_truncated_file_of_safetensors_is_named(tmp_path):

@@ -6,7 +6,6 @@ has started, because it does not survive a fork (`torchax/device_module.py`).
 """
 
 import re
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -36,19 +35,6 @@ rebuilt_array = private.find(
 # `isinstance(array, jax.Array)` tells what `type(array) is ArrayImpl` tells sooner.
 ArrayImpl = private.find(
   "jax._src.array.ArrayImpl", "telling arrays from tracers quickly", instead=_Nothing
-)
-
-# By class: what makes JAX's description of a value that a function of JAX is given.
-_GIVEN_TENSORS = "the error of a function of JAX that is given a torch tensor"
-_descriptions = private.find(
-  "jax._src.core.pytype_aval_mappings", _GIVEN_TENSORS, instead={}
-)
-# (class, function of a value): what its value is to `jax.lax`.
-_register_value = private.find(
-  "jax._src.dtypes.register_canonicalize_value_handler",
-  _GIVEN_TENSORS,
-  instead=lambda cls, handler: None,
-  since="0.10.2",
 )
 
 # () -> bool: True once JAX has set up a device.
@@ -156,22 +142,6 @@ def is_batching(trace: Trace) -> bool:
 def has_abstract_value(array) -> bool:
   """True for a value that is being traced."""
   return isinstance(array, Tracer)
-
-
-def describe(cls: type, description: Callable) -> None:
-  """Has JAX ask `description(value)` what a value of a class is, or why it is none."""
-  _descriptions[cls] = description
-  _register_value(cls, description)
-
-
-def answer_torch(handler: Callable) -> None:
-  """Has torch ask a handler about arrays of JAX that its functions are given.
-
-  Args:
-    handler: `(cls, func, types, args=(), kwargs=None)`, as `__torch_function__` is.
-  """
-  for cls in (ArrayImpl, Tracer):
-    cls.__torch_function__ = classmethod(handler)
 
 
 def line_outside(libraries: tuple[str, ...]) -> tuple[str, int] | None:

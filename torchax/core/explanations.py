@@ -5,11 +5,8 @@ from torchax.core.storage import active
 from torchax.errors import (
   ConversionError,
   DonationError,
-  NotATensorError,
   TracedStateError,
 )
-
-_ARRAYS = (jax_compat.ArrayImpl, jax_compat.Tracer)
 
 
 def no_numbers(asked: str) -> TracedStateError:
@@ -60,32 +57,6 @@ def require_eager(user: str) -> None:
     "lays out would stand for values of each later call, and have none themselves. "
     "Call it before, outside of the compiled function."
   )
-
-
-def explain_arrays(error: Exception, func, types) -> None:
-  """Name the way across, if a torch function has refused an array of JAX.
-
-  Args:
-    error: of the function.
-    func: the torch function.
-    types: the classes of its arguments that torch found to handle functions.
-
-  Raises:
-    NotATensorError: it takes no arrays. A TypeError, so that an operator goes on to
-      what the array makes of it.
-  """
-  arrays = [kind for kind in types if issubclass(kind, _ARRAYS)]
-  if not isinstance(error, TypeError) or not any(
-    kind.__name__ in str(error) for kind in arrays
-  ):
-    return
-  name = getattr(func, "__name__", str(func))
-  raise NotATensorError(
-    f"torch's `{name}` takes tensors, but was given a jax.Array. Give it "
-    "`torch_view(array)`; nothing is copied. To use a torch function or module in "
-    "JAX, make it a function of arrays by `jax_view(f)`; to use a function of JAX "
-    "on tensors, `call_jax(f, tensor)`."
-  ) from error
 
 
 def donated(user: str) -> DonationError:

@@ -28,16 +28,21 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Bound:
-  """How many programs are kept, and who is told of the first one.
+class _Policy:
+  """Limit on the number of programs, and a call before the first one is traced."""
 
-  Attributes:
-    most: () -> the bound; the configuration's, once there is one.
-    on_first: called before the first program is traced.
-  """
+  limit: Callable[[], int] = staticmethod(lambda: 4096)
+  before_first: Callable[[], None] | None = None
 
-  most: Callable[[], int] = staticmethod(lambda: 4096)
-  on_first: Callable[[], None] | None = None
+
+def limit(count: Callable[[], int]) -> None:
+  """Keep at most `count()` programs."""
+  _Policy.limit = staticmethod(count)
+
+
+def before_first(call: Callable[[], None]) -> None:
+  """Run `call()` once, before the first program is traced."""
+  _Policy.before_first = staticmethod(call)
 
 
 class Counted:
@@ -64,8 +69,8 @@ class Counted:
 
   def traced(self, function: Callable, *args, **kwargs):
     """Calls the function that JAX traces, and counts one program more."""
-    if Bound.on_first is not None:
-      first, Bound.on_first = Bound.on_first, None
+    if _Policy.before_first is not None:
+      first, _Policy.before_first = _Policy.before_first, None
       first()
     _make_room()
     with _lock:
@@ -228,7 +233,7 @@ def count() -> int:
 
 def _make_room() -> None:
   """Drops programs where one more would be over the bound."""
-  most = Bound.most()
+  most = _Policy.limit()
   if count() < most:
     return
   for cache in list(_caches):

@@ -6,8 +6,10 @@ functions by which anything of torchax comes to JAX are replaced by ones that ra
 They are replaced in the child alone, so nobody asks about forks on the way to JAX.
 """
 
+import functools
 import os
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from torchax.compat import jax_compat
 from torchax.errors import ForkError
@@ -26,35 +28,37 @@ def _refuse(*args, **kwargs):
   raise ForkError(MESSAGE)
 
 
-class Fork:
-  """Whether this process was forked from one that had started JAX.
+class _Fork:
+  """Whether JAX had started before this process was forked; its functions then raise.
 
-  Attributes:
-    is_bad: it was.
-    ways: (owner, name) of the functions that lead to JAX; the composition root says.
+  JAX is asked before the fork: in the child, a thread that is gone may hold its lock.
   """
 
   is_bad = False
-  ways: ClassVar[tuple[tuple[Any, str], ...]] = ()
   _has_started = False
 
   @classmethod
-  def _before(cls) -> None:
-    # Asked here: in the child, JAX's lock may be held by a thread that is not there.
+  def before(cls) -> None:
     cls._has_started = jax_compat.has_started()
 
   @classmethod
-  def _in_child(cls) -> None:
-    if not cls._has_started:
-      return
-    cls.is_bad = True
-    for owner, name in cls.ways:
-      setattr(owner, name, _refuse)
-
-  @classmethod
-  def watch(cls) -> None:
-    """Watches the forks of this process, once."""
-    os.register_at_fork(before=cls._before, after_in_child=cls._in_child)
+  def in_child(cls, functions: Sequence[tuple[Any, str]]) -> None:
+    if cls._has_started:
+      cls.is_bad = True
+      for owner, name in functions:
+        setattr(owner, name, _refuse)
 
 
-Fork.watch()
+def is_bad() -> bool:
+  """True in a process that was forked from one that had started JAX."""
+  return _Fork.is_bad
+
+
+def watch(functions: Sequence[tuple[Any, str]]) -> None:
+  """Have functions raise ForkError in processes that are forked after JAX has started.
+
+  Args:
+    functions: (owner, name) of each function that leads to JAX.
+  """
+  in_child = functools.partial(_Fork.in_child, functions)
+  os.register_at_fork(before=_Fork.before, after_in_child=in_child)

@@ -7,7 +7,7 @@ on jax build their keys from either kind (`rng/generator.py`).
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,6 +35,18 @@ class _AnyGenerator(_Meta):
     )
 
 
+_MEANS_JAX: list[Callable[[str], bool]] = []
+
+
+def register(means_jax: Callable[[str], bool]) -> None:
+  """Have `Generator` take another kind of device, such as "cuda", for jax.
+
+  Args:
+    means_jax: whether a kind means jax now.
+  """
+  _MEANS_JAX.append(means_jax)
+
+
 class Generator(_OfTorch, metaclass=_AnyGenerator):
   """`torch.Generator`, of any device; see torch's documentation.
 
@@ -46,13 +58,11 @@ class Generator(_OfTorch, metaclass=_AnyGenerator):
   """
 
   of_torch = _OfTorch
-  # Whether a kind of device means jax; `_compose` sets it.
-  means_jax: ClassVar[Callable] = staticmethod(lambda kind: kind == "jax")
 
   def __new__(cls, device="cpu"):
     """Raises NoSuchDeviceError for an index of jax that does not exist."""
     named = torch.device("cpu" if device is None else device)
-    if cls.means_jax(named.type):
+    if named.type == "jax" or any(means(named.type) for means in _MEANS_JAX):
       index = placement.checked_index(named.index)
       generator = super().__new__(cls)
       if index is None:

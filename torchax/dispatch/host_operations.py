@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchax.compat import torch_compat
+from torchax.compat.patches import Patch, patch
 from torchax.core import user_code
 from torchax.core.boundary import Boundary
 from torchax.core.storage import active
@@ -140,21 +141,25 @@ class _Following:
   def __init__(self):
     self._lock = threading.Lock()
     self._holders = 0
+    self._patch: Patch | None = None
     self._original = torch.from_numpy
 
   @contextlib.contextmanager
   def __call__(self) -> Iterator[None]:
     with self._lock:
       self._holders += 1
-      if self._holders == 1:
-        self._original, torch.from_numpy = torch.from_numpy, self._from_numpy
+      if self._patch is None:
+        self._original = torch.from_numpy
+        reason = "arrays of numpy that a function reads while it is traced"
+        self._patch = patch(torch, "from_numpy", self._from_numpy, reason)
     try:
       yield
     finally:
       with self._lock:
         self._holders -= 1
-        if not self._holders:
-          torch.from_numpy = self._original
+        if self._patch is not None and not self._holders:
+          self._patch.undo()
+          self._patch = None
 
   def _from_numpy(self, ndarray):
     note(ndarray)

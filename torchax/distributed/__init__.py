@@ -10,7 +10,6 @@ from torchax.tensor import Tensor
 __all__: list[str] = []
 
 if torch_compat.is_available():
-  import torch.distributed
   from torch.distributed.device_mesh import DeviceMesh
 
   from torchax.distributed import (
@@ -31,7 +30,9 @@ def register() -> None:
   """Has torch.distributed know jax. Of a torch that was built without it: nothing."""
   if not torch_compat.is_available():
     return
-  torch_compat.reroute(torch.distributed.init_process_group, process_group.initialize)
+  torch_compat.replace_function(
+    "torch.distributed.init_process_group", process_group.initialize
+  )
   torch_compat.leave_default_backend_alone()
   torch_compat.reroute_method(DeviceMesh, "__init__", _make_mesh)
   if hasattr(DeviceMesh, "_unflatten"):

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchax.compat import torch_compat
 from torchax.core.explanations import require_eager
 from torchax.devices import placement as devices
+from torchax.dispatch.transfer import keep_gradient_beside
 from torchax.distributed import meshes, modules, placements
 from torchax.errors import CollectiveError
 from torchax.ops import jc10d
-from torchax.tensor import Tensor, new_tensor
+from torchax.tensor import Tensor, also_instances_of, new_tensor
 
 _TENSOR = "torch.distributed.tensor"
 
@@ -59,7 +60,7 @@ def distribute_tensor(
   from_first = options.get("src_data_rank", 0) is not None
   placed = placements.place(tensor.detach(), mesh, placements_, from_first)
   placed.requires_grad_(tensor.requires_grad)
-  Tensor.keep_gradient_beside(placed)
+  keep_gradient_beside(placed)
   return placed
 
 
@@ -319,9 +320,8 @@ def wrap_result(original: Callable, tensor):
 def register_collectives() -> None:
   """Puts `permute_tensor` in place of torch's, which is for one rank."""
   module = "torch.distributed._functional_collectives"
-  route = torch_compat.reroute
-  route(torch_compat.function_of(f"{module}.permute_tensor"), permute_tensor)
-  route(torch_compat.function_of(f"{module}._maybe_wrap_tensor"), wrap_result)
+  torch_compat.replace_function(f"{module}.permute_tensor", permute_tensor)
+  torch_compat.replace_function(f"{module}._maybe_wrap_tensor", wrap_result)
 
 
 def register() -> None:
@@ -336,7 +336,7 @@ def register() -> None:
   kind: Any = torch_compat.function_of(f"{_TENSOR}.DTensor")
   torch_compat.reroute_method(kind, "from_local", from_local)
   torch_compat.enter_meshes_of_plans(meshes.is_on_jax)
-  Tensor.told_class, Tensor.is_told = kind, staticmethod(is_distributed)  # type: ignore
+  also_instances_of(kind, is_distributed)
 
 
 METHODS = {

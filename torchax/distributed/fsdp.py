@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchax.compat import torch_compat
 from torchax.core.explanations import require_eager
+from torchax.dispatch.transfer import keep_gradient_beside
 from torchax.distributed import (
   fsdp_modules,
   meshes,
@@ -79,7 +80,7 @@ def fully_shard(
     parameter = parameters[key]
     array = placements.put(parameter.jax(), sharding, from_first=True)
     parameter.replace_jax(array)
-    Tensor.keep_gradient_beside(parameter)
+    keep_gradient_beside(parameter)
   precision = _precision(parts, ignored, mp_policy)
   for part in parts:
     fsdp_modules.mark(part, fsdp_modules.Record(mesh.size(), precision))

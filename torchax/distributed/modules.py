@@ -12,6 +12,7 @@ import torch
 from jax.sharding import NamedSharding
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchax.dispatch.transfer import keep_gradient_beside
 from torchax.distributed import placements
 from torchax.environment import env_on
 from torchax.tensor import Tensor, new_tensor
@@ -60,7 +61,7 @@ def replicate(module: torch.nn.Module, mesh: DeviceMesh) -> None:
       sharding = placements.sharding_of(mesh, None, tensor.shape, array)
       placed = placements.put(array, sharding, from_first=True)
       tensor.replace_jax(placed)  # type: ignore[attr-defined]
-    Tensor.keep_gradient_beside(tensor)
+    keep_gradient_beside(tensor)
 
 
 def not_pickled(name: str, function: str) -> pickle.PicklingError:

@@ -18,6 +18,7 @@ from functorch.compile import (
 from torch import fx
 
 from torchax.compat import torch_compat
+from torchax.compat.patches import patch
 from torchax.devices.generator import Generator
 from torchax.dynamo import checkpoints, draws, logs, on_jax, recurrent
 from torchax.dynamo.options import Options
@@ -122,7 +123,12 @@ torch_compat.keep_from_dynamo(Program)
 # Else LSTM, GRU and RNN would be left out of the graphs and run by CPU torch.
 torch_compat.trace_recurrent_layers()
 # The draws of a module have the same sites, compiled or not.
-setattr(torch_compat.compiled_module_class(), TRANSPARENT, "_orig_mod")
+patch(
+  torch_compat.compiled_module_class(),
+  TRANSPARENT,
+  "_orig_mod",
+  "the same sites of draws in compiled modules",
+)
 
 
 class _Compiled:

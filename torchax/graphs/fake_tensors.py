@@ -5,9 +5,6 @@ fake meta tensor (`FakeTensor`) of the same shape and strides; operations on it 
 that one.
 """
 
-from collections.abc import Callable
-from typing import ClassVar
-
 import jax
 import torch
 from torch.utils import _pytree as torch_pytree
@@ -16,6 +13,7 @@ from torchax.compat import torch_compat
 from torchax.core import mappings
 from torchax.devices import placement
 from torchax.dispatch.transfer import arguments_of_to
+from torchax.environment import default_env
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.functions import indexing
 from torchax.graphs import higher_order
@@ -103,9 +101,6 @@ class Fake(Tensor):
   _shell = None
   # Its memory is that of the wrapper, by which torch's tracers tell inputs apart.
   untyped_storage, data_ptr = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
-  # `Dispatcher.shapes`, for operations that torch has no shape rule of; `_compose` sets
-  # it.
-  shapes: ClassVar[Callable | None] = None
 
   @property
   def device(self) -> torch.device:
@@ -193,7 +188,9 @@ def _dispatch(func, args, kwargs):
 def _by_lowering(func, args, kwargs):
   """Fake results where torch has no shape rule; None where our lowering has none."""
   tree_map = torch_pytree.tree_map
-  shapes = Fake.shapes(func, tree_map(_shape_of, args), tree_map(_shape_of, kwargs))
+  shapes = default_env().shapes(
+    func, tree_map(_shape_of, args), tree_map(_shape_of, kwargs)
+  )
   return tree_map(_of_shape, shapes)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from jax.sharding import Sharding
 
+from torchax.compat.patches import patch
 from torchax.core import mappings
 from torchax.devices import placement
 
@@ -146,4 +147,4 @@ def register(is_jax: Callable[[str], bool]) -> None:
   # Libraries that were imported before have the name in modules of their own.
   for module in list(sys.modules.values()):
     if getattr(module, "__dict__", {}).get("safe_open") is known:
-      module.safe_open = safe_open
+      patch(module, "safe_open", safe_open, "safetensors files that load onto jax")

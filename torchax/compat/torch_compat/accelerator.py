@@ -11,6 +11,7 @@ import inspect
 import torch
 
 from torchax.compat import private
+from torchax.compat.patches import patch
 from torchax.compat.torch_compat.backend import BACKEND
 
 _FEATURE = "torch.accelerator on jax"
@@ -29,14 +30,13 @@ def answer_for_accelerator(answers: dict) -> None:
   for name, answer in answers.items():
     path = f"torch._C._accelerator_{name}"
     if private.find(path, _FEATURE, instead=None, since=_SINCE.get(name)):
-      setattr(owner, f"_accelerator_{name}", answer)
+      patch(owner, f"_accelerator_{name}", answer, _FEATURE)
 
 
 _DATA_PARALLEL = "torch.nn.parallel.data_parallel"
+_REPLICAS = "torch.nn.DataParallel of modules on jax"
 _available_device_type = private.find(
-  f"{_DATA_PARALLEL}._get_available_device_type",
-  "torch.nn.DataParallel of modules on jax",
-  instead=None,
+  f"{_DATA_PARALLEL}._get_available_device_type", _REPLICAS, instead=None
 )
 
 
@@ -55,7 +55,7 @@ def leave_data_parallel_alone() -> None:
 
   # Not by attributes: a function of its name hides the module.
   module = importlib.import_module(_DATA_PARALLEL)
-  module._get_available_device_type = _get_available_device_type
+  patch(module, "_get_available_device_type", _get_available_device_type, _REPLICAS)
 
 
 _fork_rng = torch.random.fork_rng
@@ -77,7 +77,7 @@ def fork_one_stream() -> None:
       devices = [0]
     return _fork_rng(devices, *args, **kwargs)
 
-  torch.random.fork_rng = fork_rng
+  patch(torch.random, "fork_rng", fork_rng, "the random state of jax in fork_rng")
 
 
 # As C++ has it; `resolve_in_to` puts the other one in its place.
@@ -98,4 +98,4 @@ def resolve_in_to(resolve) -> None:
   C++ takes a device of this backend without an index for the first one.
   """
   resolving_to.resolve = resolve
-  torch.Tensor.to = resolving_to
+  patch(torch.Tensor, "to", resolving_to, "the current device of several, in Tensor.to")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import sys
 import threading
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils import backend_registration
 
 from torchax.compat import private
+from torchax.compat.patches import patch
 from torchax.compat.torch_compat.wrappers import (
   AUTOCAST,
   AUTOCAST_KEYS,
@@ -95,7 +97,7 @@ def register_backend(device_module) -> None:
   torch.utils.rename_privateuse1_backend(BACKEND)
   _register_module(BACKEND, device_module)
   backend_registration.generate_methods_for_privateuse1_backend(for_storage=False)
-  torch.nn.Module.jax = _module_to
+  patch(torch.nn.Module, "jax", _module_to, "Module.jax, which moves parameters")
   if _register_hooks and _HooksBase is not object:
     _register_hooks(_hooks)
 
@@ -170,10 +172,10 @@ _FOREACH = "the foreach implementations of optimizers and gradient clipping"
 _group_tensors = private.find(
   "torch._C._group_tensors_by_device_and_dtype", _FOREACH, instead=None
 )
+_FOREACH_MODULES = ("torch.optim.optimizer", "torch.utils._foreach_utils")
 _supported_types = [
   private.find(f"{module}._foreach_supported_types", _FOREACH, instead=None)
-  # `torch.optim` hides its module of this name.
-  for module in ("torch.optim.optimizer", "torch.utils._foreach_utils")
+  for module in _FOREACH_MODULES
 ]
 
 
@@ -207,6 +209,8 @@ def support_foreach(*classes: type) -> None:
   """
   if _group_tensors is None or None in _supported_types:
     return
-  for supported in _supported_types:
-    supported += [cls for cls in classes if cls not in supported]
-  torch._C._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype
+  for module, supported in zip(_FOREACH_MODULES, _supported_types):
+    owner = importlib.import_module(module)
+    patch(owner, "_foreach_supported_types", [*supported, *classes], _FOREACH)
+  name = "_group_tensors_by_device_and_dtype"
+  patch(private.walk("torch._C"), name, _group_tensors_by_device_and_dtype, _FOREACH)

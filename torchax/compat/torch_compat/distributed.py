@@ -1,9 +1,8 @@
 """torch.distributed: its functions ask torchax first; groups that are axes of meshes.
 
-A program has imported `distribute_tensor` before torchax as often as after, so the
-function itself is changed, not the names of modules that it is known by. Nothing is
-changed before a program asks for jax, but for two functions that then can: the one that
-starts a process group and the one that makes a mesh.
+The import replaces what starts a process group and what makes a mesh. The rest waits
+for the first mesh on jax. By then a program has imported `distribute_tensor` by its
+name, so `reroute` changes the function itself.
 """
 
 import contextlib
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from torchax.compat import private
+from torchax.compat.patches import patch
 from torchax.compat.torch_compat.backend import BACKEND
 
 _GROUPS = "process groups of torch.distributed that are axes of a mesh on jax"
@@ -65,9 +65,32 @@ def reroute(function: Callable, instead: Callable) -> None:
   )
   original.__kwdefaults__ = inner.__kwdefaults__
   original.__doc__, original.__module__ = inner.__doc__, inner.__module__
-  inner.__signature__ = inspect.signature(inner)
-  inner.__code__, inner.__defaults__ = _trampoline.__code__, None
-  inner.__kwdefaults__ = {"_route": functools.partial(instead, original)}
+  route = {"_route": functools.partial(instead, original)}
+  for name, value in (
+    ("__signature__", inspect.signature(inner)),
+    ("__kwdefaults__", route),
+    ("__defaults__", None),
+    ("__code__", _trampoline.__code__),
+  ):
+    patch(inner, name, value, _GROUPS)
+
+
+def replace_function(path: str, instead: Callable) -> None:
+  """Has a function of torch's, by the names of its modules, run `instead(original, …)`.
+
+  Args:
+    path: dotted name; the module that defines the function has it by the same name.
+    instead: calls `original(*args, **kwargs)` where it has nothing of its own to do.
+  """
+  original = function_of(path)
+
+  @functools.wraps(original)
+  def function(*args, **kwargs):
+    return instead(original, *args, **kwargs)
+
+  module, _, name = path.rpartition(".")
+  for owner in dict.fromkeys((module, original.__module__)):
+    patch(importlib.import_module(owner), name, function, _GROUPS)
 
 
 def reroute_method(cls: type, name: str, instead: Callable) -> None:
@@ -83,7 +106,7 @@ def reroute_method(cls: type, name: str, instead: Callable) -> None:
     return instead(original, *args, **kwargs)
 
   method._torchax_original = original  # type: ignore[attr-defined]
-  setattr(cls, name, staticmethod(method) if is_static else method)
+  patch(cls, name, staticmethod(method) if is_static else method, _GROUPS)
 
 
 def function_of(path: str) -> Callable:

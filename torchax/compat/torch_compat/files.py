@@ -6,9 +6,11 @@ import functools
 import torch
 
 from torchax.compat import private
+from torchax.compat.patches import patch
 from torchax.compat.torch_compat.backend import BACKEND
 
 _FEATURE = "torch.save and torch.load of jax tensors"
+_STORAGES = "storages of jax tensors"
 _new_dtypes = private.find("torch.storage._new_dtypes", _FEATURE)
 _rebuild_tensor_v2 = private.find("torch._utils._rebuild_tensor_v2", _FEATURE)
 _rebuild_tensor_v3 = private.find("torch._utils._rebuild_tensor_v3", _FEATURE)
@@ -116,7 +118,7 @@ def watch_late_reads() -> None:
     self._torch_load_uninitialized = False
     return self
 
-  private.walk("torch.UntypedStorage")._set_from_file = _set_from_file
+  patch(torch.UntypedStorage, "_set_from_file", _set_from_file, _FEATURE)
 
 
 def has_map_location() -> bool:
@@ -137,7 +139,9 @@ def watch_marks(mark) -> None:
     if not mark(tensor, metadata):
       _set_marks(tensor, metadata)
 
-  private.walk("torch._utils").set_tensor_metadata = set_tensor_metadata
+  patch(
+    private.walk("torch._utils"), "set_tensor_metadata", set_tensor_metadata, _FEATURE
+  )
 
 
 def watch_moves_of_storages(move) -> None:
@@ -154,8 +158,8 @@ def watch_moves_of_storages(move) -> None:
     """A copy of the storage on a jax device."""
     return move(self, torch.device(BACKEND if device is None else device))
 
-  torch.UntypedStorage.to = to_device
-  torch.UntypedStorage.jax = to_jax
+  patch(torch.UntypedStorage, "to", to_device, _STORAGES)
+  patch(torch.UntypedStorage, "jax", to_jax, _STORAGES)
 
 
 def make_storages(make) -> None:
@@ -172,7 +176,7 @@ def make_storages(make) -> None:
       return new(kind, *args, **kwargs)
     return make(*args, **kwargs)
 
-  cls.__new__ = of_any_device
+  patch(cls, "__new__", staticmethod(of_any_device), _STORAGES)
 
 
 def _dlpack_method(tensor: torch.Tensor):

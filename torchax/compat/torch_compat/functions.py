@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from torchax.compat import private
+from torchax.compat.patches import patch
 from torchax.compat.torch_compat.graphs import keep_from_dynamo
 from torchax.compat.torch_compat.modes import with_function_overrides
 from torchax.compat.torch_compat.wrappers import innermost
@@ -47,7 +48,7 @@ def keep_overrides_in_backward() -> None:
     with with_function_overrides():
       return _run_backward(*args, **kwargs)
 
-  private.walk("torch.autograd")._engine_run_backward = _engine_run_backward
+  patch(torch.autograd, "_engine_run_backward", _engine_run_backward, _HOOKS)
 
 
 _FUNCTIONS = "the backward of a torch.autograd.Function inside a JAX transformation"
@@ -70,10 +71,10 @@ def intercept_applied_functions(handler) -> None:
     return of_torch(*args, **kwargs) if kwargs else handler(of_torch, args)
 
   keep_from_dynamo(apply, handler, with_calls=False)
-  _function_class.apply = classmethod(apply)
+  patch(_function_class, "apply", classmethod(apply), _FUNCTIONS)
   # Before torch 2.15, `Function` has an `apply` in Python that calls this one.
   if not isinstance(vars(torch.autograd.Function).get("apply"), classmethod):
-    torch.autograd.Function.apply = classmethod(apply)
+    patch(torch.autograd.Function, "apply", classmethod(apply), _FUNCTIONS)
 
 
 def handing_out_by(scope, function: type[torch.autograd.Function]):

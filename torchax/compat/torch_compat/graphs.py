@@ -9,6 +9,7 @@ import torch
 import torch.nn.utils.stateless
 
 from torchax.compat import private
+from torchax.compat.patches import patch
 
 COMPILE = "torch.compile and torch.export of code on jax"
 
@@ -36,9 +37,6 @@ _VariableBuilder = private.Later(
   "torch._dynamo.variables.builder.VariableBuilder", COMPILE
 )
 
-eager_transforms = private.find(
-  "torch._functorch.eager_transforms", "torch.func.linearize", instead=None
-)
 _FakeTensor = private.find("torch._subclasses.FakeTensor", COMPILE, instead=_Nothing)
 # What a fake tensor raises where numbers are asked for: Dynamo breaks the graph there.
 DataDependentOutputException = private.find(
@@ -213,3 +211,22 @@ def faked(tensor: torch.Tensor) -> torch.Tensor:
   context = _TracingContext.try_get()
   mode = None if context is None else context.fake_mode
   return tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
+
+
+is_tracing_for_torchscript = private.find(
+  "torch._C._is_tracing", "torch.jit.trace", instead=torch.jit.is_tracing
+)
+
+_MAKE_FX = "make_fx and torch.func.linearize of functions with jax tensors"
+_recorded_classes = private.find(
+  "torch.fx.experimental.proxy_tensor.HANDLED_TYPES", _MAKE_FX, instead=()
+)
+
+
+def record_in_make_fx(*classes: type) -> None:
+  """Has `make_fx` record operations on tensors of these classes that it was not given.
+
+  It would leave them to the class, and their results would be constants of the graph.
+  """
+  owner = private.walk("torch.fx.experimental.proxy_tensor")
+  patch(owner, "HANDLED_TYPES", (*_recorded_classes, *classes), _MAKE_FX)

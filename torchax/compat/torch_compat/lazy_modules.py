@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from torchax.compat.patches import patch
 from torchax.compat.torch_compat.backend import BACKEND
 
 
@@ -77,7 +78,7 @@ def moving_placeholders(module: torch.nn.Module, fn: Callable) -> Iterator[None]
 def place_new_placeholders() -> None:
   """Has `UninitializedParameter(device="jax")` and buffers be placeholders."""
   for cls in (UninitializedParameter, UninitializedBuffer):
-    cls.__new__ = staticmethod(_placing(cls.__new__))
+    patch(cls, "__new__", staticmethod(_placing(cls.__new__)), "lazy modules on jax")
 
 
 def _placing(make: Callable) -> Callable:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from torchax.compat import private
+from torchax.compat.patches import patch
 from torchax.compat.torch_compat.lazy_modules import moving_placeholders
 
 # (t1, t2): each of two tensors that nothing else holds becomes the other one.
@@ -23,7 +24,7 @@ _count_of_uses = private.find(
   instead=lambda tensor: 0,
 )
 
-_SAME_OBJECT = "modules that move to the CPU with the same objects as parameters"
+_SAME_OBJECT = "modules that move with the same objects as parameters"
 _apply_to_module = private.find("torch.nn.Module._apply", _SAME_OBJECT, instead=None)
 _can_take_data = private.find(
   "torch._has_compatible_shallow_copy_type",
@@ -63,7 +64,7 @@ def watch_swaps(cls: type, notice) -> None:
       _swap_tensors(t1, t2)
     notice()
 
-  torch.utils.swap_tensors = swap_tensors
+  patch(torch.utils, "swap_tensors", swap_tensors, _SAME_OBJECT)
 
 
 def _has_references(tensor) -> bool:
@@ -141,7 +142,7 @@ def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
         parameter.__dict__.setdefault(name, value)
     return self
 
-  private.walk("torch.nn.Module")._apply = _apply
+  patch(torch.nn.Module, "_apply", _apply, _SAME_OBJECT)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""Features of torch that have no way to jax tensors say what to use instead."""
+"""TorchScript, make_fx, quantization and counters of operations on jax tensors."""
 
-import copy
 import io
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental import proxy_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -55,20 +55,28 @@ def test_torchscript_of_a_module_on_jax_computes_and_differentiates(way, is_on):
   assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_trace_of_functions_records_operations_not_numbers(is_on):
+  def run(x):
+    weight = torch.eye(4, device="jax")
+    x = nn.functional.layer_norm(nn.functional.linear(x, weight), (4,))
+    return nn.functional.scaled_dot_product_attention(x, x, x) @ weight
+
+  with _in_environment(is_on), torch.no_grad():
+    points = POINTS.to("jax")
+    traced = torch.jit.trace(run, points)
+    torch.testing.assert_close(traced(points * 3), run(points * 3))
+
+
 @each_jit
-def test_a_torchscript_file_of_jax_tensors_is_refused(way, tmp_path):
+def test_saving_torchscript_of_jax_tensors_raises(way, tmp_path):
   points, model = POINTS.to("jax"), _model().to("jax")
   scripted = (
     torch.jit.script(model) if way == "script" else torch.jit.trace(model, points)
   )
-  for save in (
-    lambda: torch.jit.save(scripted, str(tmp_path / "model.pt")),
-    lambda: scripted.save(str(tmp_path / "model.pt")),
-    lambda: torch.jit.save(scripted, io.BytesIO()),
-  ):
-    with pytest.raises(NotImplementedError, match=r"torchax\.export"):
-      save()
-  assert not list(tmp_path.iterdir())
+  for file in (str(tmp_path / "model.pt"), io.BytesIO()):
+    with pytest.raises(RuntimeError):
+      torch.jit.save(scripted, file)
 
 
 @each_jit
@@ -79,17 +87,30 @@ def test_a_torchscript_file_of_cpu_tensors_is_torchs_own(way, tmp_path):
 
 
 @each_jit
-@pytest.mark.parametrize("arguments", [("jax",), (torch.device("jax:0"),)])
-def test_moving_a_scripted_module_to_jax_is_refused_before_anything_moves(
-  way, arguments
-):
+def test_scripted_module_stays_where_it_is(way):
   scripted = JIT[way](_model())
-  with pytest.raises(NotImplementedError, match="move the module first"):
-    scripted.to(*arguments)
-  with pytest.raises(NotImplementedError, match="move the module first"):
-    scripted.to(device=arguments[0])
+  with pytest.raises(RuntimeError):
+    scripted.to("jax")
   assert {p.device.type for p in scripted.parameters()} == {"cpu"}
   assert scripted.to(torch.float64)(POINTS.double()).dtype == torch.float64
+
+
+MAKE_FX = {
+  "pointwise": lambda x: x.sin() * 2,
+  "linear": lambda x: nn.functional.linear(x, torch.eye(4, device="jax")),
+  "view and write": lambda x: x.t().add_(1).exp(),
+  "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x),
+}
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("function", MAKE_FX.values(), ids=MAKE_FX)
+def test_make_fx_records_operations_not_numbers(function, is_on):
+  with _in_environment(is_on):
+    graph = proxy_tensor.make_fx(function)(POINTS.to("jax"))
+    other = POINTS.flip(0) * 3
+    actual = graph(other.to("jax"))
+    torch.testing.assert_close(actual, function(other.to("jax")))
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
@@ -164,10 +185,3 @@ def test_a_counter_of_operations_leaves_draws_as_they_are():
   with torchax.default_env():
     expected = run(torchax.default_env())
     assert torch.equal(run(FlopCounterMode(display=False)), expected)
-
-
-def test_a_module_is_copied_before_it_is_scripted():
-  """The advice of the error works."""
-  model = _model()
-  scripted = torch.jit.script(copy.deepcopy(model).to("jax"))
-  torch.testing.assert_close(scripted(POINTS.to("jax")).cpu(), model(POINTS))
