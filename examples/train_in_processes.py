@@ -5,8 +5,9 @@ numbers are those of a single process. With `--until` the run ends early, as if 
 the next run of the same command goes on from the last checkpoint, with the same
 numbers.
 
-usage: python -m torchax.launch -n 2 --devices-per-process 2 \
-         examples/train_in_processes.py [--steps=20] [--checkpoints=DIR] [--until=STEP]
+usage: JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2 \
+         torchrun --standalone --nproc-per-node=2 examples/train_in_processes.py \
+         [--steps=20] [--checkpoints=DIR] [--until=STEP]
 """
 
 import os

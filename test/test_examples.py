@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from dist import worlds
 
 pytestmark = pytest.mark.programs
 
@@ -108,13 +109,9 @@ def test_a_pipeline_has_the_gradients_and_losses_of_the_plain_model():
 
 def _losses_in_processes(*flags: str) -> list[str]:
   """The losses of a run of two processes, by step."""
-  command = (sys.executable, "-m", "torchax.launch", "-n", "2")
-  program = ("--devices-per-process", "2", EXAMPLES / "train_in_processes.py")
-  result = subprocess.run(
-    [*command, *program, *flags], capture_output=True, text=True, timeout=400
-  )
-  assert result.returncode == 0, result.stderr[-3000:]
-  return re.findall(r"\[0\] (step \d+ loss \S+)", result.stdout)
+  result = worlds.launch(2, EXAMPLES / "train_in_processes.py", *flags, devices=2)
+  assert result.returncode == 0, result.stdout[-3000:]
+  return re.findall(r"\[default0\]:(step \d+ loss \S+)", result.stdout)
 
 
 def test_training_in_processes_goes_on_as_if_it_had_not_ended(tmp_path):

@@ -9,7 +9,7 @@ from source_tree import Module, dotted_names, imports, module_names, modules
 # Layer -> folders and public modules. A module may import what is in its own layer
 # (without a circle) or below.
 LAYERS = {
-  13: ("", "__main__", "launch"),
+  13: ("", "__main__"),
   12: ("checkpoint", "dynamo", "export", "stacks", "train"),
   11: (
     "distributed",

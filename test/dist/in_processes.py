@@ -1,6 +1,6 @@
 """Laws of a world of eight devices, whatever processes they are in.
 
-  in_processes.py FOLDER    in processes that `torchax.launch` has started
+  in_processes.py FOLDER    in processes that torchrun has started
 
 Each process writes FOLDER/<rank>.json: "" or a traceback for each of `CASES`. The
 folder has the checkpoint "of one": the state of `state_on`, saved by one process.

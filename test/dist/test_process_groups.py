@@ -205,19 +205,12 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-  "launcher",
-  [
-    ("torchax.launch", "-n", "2"),
-    ("torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-  ],
-  ids=["torchax.launch", "torchrun"],
-)
-def test_a_group_connects_the_processes_of_a_launcher(launcher, tmp_path):
+def test_a_group_connects_the_processes_of_torchrun(tmp_path):
   script = tmp_path / "program.py"
   script.write_text(OF_A_LAUNCHER)
+  torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
   result = subprocess.run(
-    [sys.executable, "-m", *launcher, str(script)],
+    [sys.executable, "-m", *torchrun, str(script)],
     capture_output=True,
     text=True,
     check=False,

@@ -5,7 +5,9 @@
 
 import json
 import re
+import shutil
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -238,3 +240,53 @@ def test_chunks_that_cannot_be_shared_equally_are_named():
   mean = processes.in_fixed_order(lambda w, x: x.mean(), mesh, "data", 4)
   with pytest.raises(ValueError, match="into 4 chunks .* got 6 rows"):
     mean({}, torch.ones(6, device="jax"))
+
+
+# Endings -----------------------------------------------------------------------------
+
+
+def _end(way: str, prefix=()):
+  return worlds.launch(2, worlds.HERE / "endings.py", way, devices=4, prefix=prefix)
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(
+  "way, status, said",
+  [
+    ("well", 0, ()),
+    (
+      "raise",
+      1,
+      ("ValueError: of process 1", "Process 1 of 2 ends with this error."),
+    ),
+    ("kill", 1, ("Signal 9 (SIGKILL) received",)),
+    # JAX's own words for one that does not answer, and what stops the others.
+    ("stop", 1, ("stopped sending heartbeats", "exitcode: -6")),
+    ("exit", None, ("Process 1 of 2 is at its end, and waits for others",)),
+  ],
+)
+def test_an_ending_process_is_noticed_within_a_minute(way, status, said):
+  began = time.monotonic()
+  done = _end(way)
+  assert done.stdout.count("the sum is 28.0") == 2, done.stdout
+  assert (done.returncode == status) if status is not None else done.returncode
+  for words in said:
+    assert words in done.stdout
+  assert time.monotonic() - began < 120  # a minute, and the time to start
+
+
+def _can_rename_the_host() -> bool:
+  """True where a process may have a name of the host of its own."""
+  known = shutil.which("unshare") and shutil.which("hostname")
+  return bool(known) and worlds.run("unshare", "--uts", "true").returncode == 0
+
+
+@pytest.mark.programs
+@pytest.mark.skipif(
+  not _can_rename_the_host(), reason="needs the right to `unshare --uts`"
+)
+def test_one_host_needs_no_name_that_resolves():
+  rename = 'hostname nobody-knows-this-name && exec "$@"'
+  done = _end("well", ("unshare", "--uts", "sh", "-c", rename, "sh"))
+  assert done.returncode == 0, done.stdout[-4000:]
+  assert done.stdout.count("the sum is 28.0") == 2

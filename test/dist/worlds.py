@@ -63,12 +63,17 @@ def run(*command, **options) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
-def launch(processes: int, *program, devices: int | None = None):
-  """Runs a program in several processes."""
-  options = ["-n", processes]
-  if devices is not None:
-    options += ["--devices-per-process", devices]
-  return run(sys.executable, "-m", "torchax.launch", *options, *program)
+# The output of each process has its rank in front: "[default1]:".
+TORCHRUN = (
+  *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+  *("--local-addr=127.0.0.1", "--tee=3"),
+)
+
+
+def launch(processes: int, *program, devices: int | None = None, prefix=()):
+  """Runs a program in several processes, as a laptop rehearses several hosts."""
+  command = (*prefix, *TORCHRUN, f"--nproc-per-node={processes}", *program)
+  return run(*command, env=environment(devices))
 
 
 def alone(devices: int, *program):

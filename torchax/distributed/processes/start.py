@@ -1,7 +1,7 @@
 """Connecting the processes of a run, and ending all of them where one fails.
 
-Who started them says where they find one another: `torchax.launch`, `torchrun`, or a
-cluster that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU).
+The launcher says where they find one another: `torchrun`, or a cluster that JAX knows
+(Slurm, Open MPI, Kubernetes, Cloud TPU).
 """
 
 import atexit
@@ -25,11 +25,14 @@ SHUTDOWN_SECONDS = 60
 """That a process waits at its end for the others to come to theirs."""
 START_SECONDS = 300
 """That a process waits at the beginning for all to be there."""
+COLLECTIVE_SECONDS = 600
+"""Longest wait for the others in a collective between CPUs; the slowest may compile."""
 
 # After which a process that has ended before others says so.
 _EARLY_SECONDS = 5
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
+_COLLECTIVES = "--xla_cpu_collective_timeout_seconds"
 # Hosts of a coordinator that processes of this host alone can reach, and the address.
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
@@ -63,10 +66,9 @@ def initialize(
 ) -> None:
   """Connects this process with the others of its run; the first line of a program.
 
-  It takes its place from the environment that `python -m torchax.launch` and `torchrun`
-  set, else from a cluster that `jax.distributed.initialize` detects. A process that
-  nobody started together with others stays alone, so that one program runs on a laptop
-  and on a pod. Afterwards `jax.devices()` are those of all processes,
+  It takes its rank from the environment that `torchrun` sets, else from a cluster that
+  `jax.distributed.initialize` detects. A process that was started by itself stays alone,
+  so that one program runs on a laptop and on a pod. Afterwards `jax.devices()` are those of all processes,
   `jax.local_devices()` those of this one.
 
   Where a process dies, or its host does not answer for `heartbeat_timeout`, JAX ends
@@ -133,14 +135,21 @@ def _count() -> int:
       f"The name of this host, {socket.gethostname()!r}, does not resolve to an "
       "address, at which the CPUs of processes find one another. Add it to /etc/hosts, "
       "or give the host a name that resolves. For processes of one host, "
-      "`python -m torchax.launch` uses 127.0.0.1 and needs no name."
+      "`torchrun --standalone --local-addr=127.0.0.1` needs no name."
     ) from error
 
 
 def _connect(world: World, local_device_ids, timeouts: dict[str, Any]) -> None:
+  xla_flags = os.environ.get("XLA_FLAGS", "")
+  if _COLLECTIVES not in xla_flags:
+    own = f"{_COLLECTIVES}={COLLECTIVE_SECONDS}"
+    os.environ["XLA_FLAGS"] = f"{xla_flags} {own}".strip()
+  is_local = world.coordinator.rpartition(":")[0] in _LOOPBACK
   try:
     jax.distributed.initialize(
       coordinator_address=world.coordinator,
+      # By default the coordinator listens to the network.
+      coordinator_bind_address=world.coordinator if is_local else None,
       num_processes=world.size,
       process_id=world.rank,
       local_device_ids=local_device_ids,
@@ -182,7 +191,7 @@ def world_of(variables: Mapping[str, str]) -> World | None:
   if not 0 <= rank < count:
     raise ProcessError(
       f"RANK is from 0 to WORLD_SIZE - 1, but got RANK={rank} and WORLD_SIZE={count}. "
-      "Start the processes by `python -m torchax.launch` or torchrun, which set both."
+      "Start the processes by torchrun, which sets both."
     )
   local_rank = _number("LOCAL_RANK", variables) if "LOCAL_RANK" in variables else 0
   local_count = 1
@@ -200,8 +209,8 @@ def _number(name: str, variables: Mapping[str, str]) -> int:
     found = f"{name}={text}" if name in variables else "it is missing"
     raise ProcessError(
       f"The variable {name} of the environment has to be a number, but {found}. Start "
-      "the processes by `python -m torchax.launch` or by torchrun, which set it; or "
-      "remove RANK and WORLD_SIZE for a process that is alone."
+      "the processes by torchrun, which sets it; or remove RANK and WORLD_SIZE for a "
+      "process that is alone."
     )
   return int(text)
 
