@@ -2,6 +2,7 @@
 #
 #   make demo    trains the vision transformer of examples/train_digits.py
 #   make test    runs the tests
+#   make test-changed BASE=main  runs those that the changes since a branch concern
 #   make test-programs  runs those that start programs: examples, pages, devices
 #   make test-distributions  runs those that compare draws with their distributions
 #   make test-opinfo-quick  runs PyTorch's own list of operators, a few inputs of each
@@ -28,8 +29,9 @@
 #   make clean   removes what was built;  make distclean  the environment as well
 #
 # The environment in .venv is made on first use and again when its inputs change.
-# Variables: UPSTREAM (a checkout of google/torchax), TORCH_TESTS (the folder test of
-# PyTorch), PYTHON (interpreter), JOBS (test processes), ARGS (passed to the program).
+# Variables: BASE (a branch or commit), UPSTREAM (a checkout of google/torchax),
+# TORCH_TESTS (the folder test of PyTorch), PYTHON (interpreter), JOBS (test processes),
+# ARGS (passed to the program).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,7 +46,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs clean distclean
+.PHONY: help install demo test test-changed test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -75,10 +77,15 @@ demo: $(STAMP)
 PYTEST := $(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal
 
 # Folders with targets of their own.
-ELSEWHERE := $(addprefix --ignore=test/,opinfo ecosystem models)
+ELSEWHERE := $(addprefix --ignore=test/suites/,opinfo ecosystem models)
 
 test: $(STAMP)
 	$(PYTEST) -m 'not programs and not distributions' $(ELSEWHERE) $(ARGS)
+
+BASE ?= main
+test-changed: $(STAMP)
+	files=$$($(BIN)/python -m tools.changed_tests "$(BASE)") && \
+	  $(PYTEST) -m 'not programs and not distributions' $$files $(ARGS)
 
 test-programs: $(STAMP)
 	$(PYTEST) -m programs $(ELSEWHERE) $(ARGS)
@@ -87,34 +94,34 @@ test-distributions: $(STAMP)
 	$(PYTEST) -m distributions $(ELSEWHERE) $(ARGS)
 
 test-opinfo-quick: $(STAMP)
-	$(PYTEST) test/opinfo $(ARGS)
+	$(PYTEST) test/suites/opinfo $(ARGS)
 
 test-opinfo: $(STAMP)
 	mkdir -p output
-	TORCHAX_OPINFO=full $(PYTEST) test/opinfo --junitxml=output/opinfo.xml $(ARGS)
+	TORCHAX_OPINFO=full $(PYTEST) test/suites/opinfo --junitxml=output/opinfo.xml $(ARGS)
 	$(BIN)/python tools/operator_coverage.py output/opinfo.xml docs/operators.md
 
 test-bad-inputs: $(STAMP)
-	TORCHAX_BAD_INPUTS=all $(PYTEST) test/faults/test_bad_inputs.py $(ARGS)
+	TORCHAX_BAD_INPUTS=all $(PYTEST) test/suites/faults/test_bad_inputs.py $(ARGS)
 
 test-close-numbers: $(STAMP)
-	TORCHAX_CLOSE_NUMBERS=all $(PYTEST) test/faults/test_close_numbers.py $(ARGS)
+	TORCHAX_CLOSE_NUMBERS=all $(PYTEST) test/suites/faults/test_close_numbers.py $(ARGS)
 
 test-models: $(STAMP)
 	mkdir -p output
-	$(PYTEST) test/models --junitxml=output/models.xml $(ARGS)
+	$(PYTEST) test/suites/models --junitxml=output/models.xml $(ARGS)
 	$(BIN)/python -m tools.model_table output/models.xml docs/models.md
 
 test-ecosystem: $(ECOSYSTEM)
 	mkdir -p output
 	@# The family of reports that holds what tests say of themselves.
-	$(PYTEST) test/ecosystem --junitxml=output/ecosystem.xml \
+	$(PYTEST) test/suites/ecosystem --junitxml=output/ecosystem.xml \
 	  -o junit_family=xunit1 $(ARGS)
 	$(BIN)/python -m tools.library_table output/ecosystem.xml docs/training-scripts.md
 	$(BIN)/python -m tools.program_table output/ecosystem.xml docs/training-scripts.md
 
 test-ecosystem-quick: $(ECOSYSTEM)
-	$(PYTEST) test/ecosystem/test_trainer.py test/ecosystem/test_accelerate.py $(ARGS)
+	$(PYTEST) test/suites/ecosystem/test_trainer.py test/suites/ecosystem/test_accelerate.py $(ARGS)
 
 test-samplers: $(STAMP)
 	mkdir -p output
@@ -135,8 +142,8 @@ test-dieharder: $(STAMP)
 	$(BIN)/python -m tools.dieharder_report docs/dieharder.md $(ARGS)
 
 test-statistics: $(STAMP)
-	TORCHAX_SEEDS_FACTOR=10 $(PYTEST) -m statistics --ignore=test/opinfo \
-	  --ignore=test/ecosystem $(ARGS)
+	TORCHAX_SEEDS_FACTOR=10 $(PYTEST) -m statistics --ignore=test/suites/opinfo \
+	  --ignore=test/suites/ecosystem $(ARGS)
 
 UPSTREAM ?=
 test-upstream: $(STAMP)
@@ -166,7 +173,7 @@ bench-accelerator: $(STAMP)
 test-accelerator: $(STAMP)
 	TORCHAX_ACCELERATOR=1 $(BIN)/python -m pytest -q --durations=10 \
 	  -m 'not programs and not distributions' test/ops test/core test/dispatch \
-	  test/tracing test/dynamo test/rng test/test_training.py $(ARGS)
+	  test/tracing test/dynamo test/rng test/suites/training/test_training.py $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,7 +1,7 @@
 """A tiny transformer with dropout, its layouts over a mesh, and the same step in JAX.
 
-`sharding.py` measures it, and `test/dist/training.py` trains it. The masks of a step
-are a result of it, so that they can be compared.
+`sharding.py` measures it, and `test/distributed/training.py` trains it. A step returns
+its masks, so that they can be compared.
 """
 
 import jax

@@ -3,7 +3,7 @@
 usage: python -m tools.library_table REPORT.xml docs/training-scripts.md
 
 The part of the page between the two markers is replaced. A test says in its name what
-holds; what it belongs to is among its properties (test/ecosystem/conftest.py).
+holds; what it belongs to is among its properties (test/suites/ecosystem/conftest.py).
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ElementTree
 
 from tools import tables
 
-# What the tests of test/models/test_matrix.py compare, in the order of the table.
+# What test/suites/models/test_matrix.py compares, in the order of the table.
 CHECKS = {
   "test_results_in_evaluation_are_those_of_the_cpu": "results",
   "test_gradients_in_training_are_those_of_the_cpu": "gradients",

@@ -128,7 +128,7 @@ def render(verdicts: Verdicts) -> str:
       "where a derivative is a choice: zeros, ties, the bounds that a call names,",
       "infinities, tensors without elements, repeated indices, padding and ignored",
       "labels; in float32 some 9,000 points of 540 operators. What differs there is in",
-      "`test/opinfo/edge_expectations.py`.",
+      "`test/suites/opinfo/edge_expectations.py`.",
       "",
       *_summary(verdicts),
       "",
@@ -145,7 +145,7 @@ def render(verdicts: Verdicts) -> str:
 
 
 def unneeded(verdicts: Verdicts) -> list[str]:
-  """The reasons in `test/opinfo/expectations.py` that no verdict gives."""
+  """The reasons in `test/suites/opinfo/expectations.py` that no verdict gives."""
   sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "test"))
   expectations = importlib.import_module("opinfo.expectations")
   given = {
@@ -169,7 +169,7 @@ def main(arguments: list[str]) -> None:
   reasons = unneeded(verdicts)
   if reasons:
     raise SystemExit(
-      "These rows of test/opinfo/expectations.py can go:\n" + "\n".join(reasons)
+      "These rows of test/suites/opinfo/expectations.py can go:\n" + "\n".join(reasons)
     )
 
 

@@ -2,8 +2,8 @@
 
 usage: python -m tools.program_table REPORT.xml docs/training-scripts.md
 
-The rows are the tests of test/ecosystem/test_programs.py, whose properties say the
-program, the lines that change and the seconds that it took.
+The rows are the tests of test/suites/ecosystem/test_programs.py. Their properties are
+the program, the lines that change and the seconds that it took.
 """
 
 import pathlib

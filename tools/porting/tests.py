@@ -16,7 +16,7 @@ def mirrored(tree: Tree, path: str) -> str:
   """The file here for a file of upstream's tests: of its name, else in `ported`."""
   name = path.rpartition("/")[2]
   found = [one for one in tree.paths("test") if one.rpartition("/")[2] == name]
-  return found[0] if len(found) == 1 else f"test/ported/{name}"
+  return found[0] if len(found) == 1 else f"test/suites/ported/{name}"
 
 
 def carry(tree: Tree, file: FileChange) -> list[tuple]:

@@ -1,0 +1,56 @@
+"""Type checkers understand programs that call torchax, and report their mistakes."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from source_tree import ROOT
+
+pytestmark = pytest.mark.programs
+
+PROGRAMS = ROOT / "test" / "suites" / "house" / "typing"
+MISTAKES = PROGRAMS / "user_mistakes.py"
+_REPORT = re.compile(r"^(?P<file>.+?):(?P<line>\d+): error: .*\[(?P<code>[\w-]+)\]$")
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, set[tuple[int, str]]]:
+  """Line and code of the checker's errors, by file. One run: it reads torch first."""
+  done = subprocess.run(
+    [sys.executable, "-m", "mypy", "--no-error-summary", *PROGRAMS.glob("*.py")],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode in (0, 1), done.stdout + done.stderr
+  found: dict[str, set[tuple[int, str]]] = {}
+  for line in done.stdout.splitlines():
+    report = _REPORT.match(line)
+    assert report or ": note: " in line, done.stdout
+    if report:
+      name = pathlib.Path(report["file"]).name
+      found.setdefault(name, set()).add((int(report["line"]), report["code"]))
+  return found
+
+
+def test_a_correct_program_has_the_types_that_it_says(reports):
+  assert not reports.get("user_program.py")
+
+
+def test_every_mistake_is_reported_where_it_is(reports):
+  lines = MISTAKES.read_text(encoding="utf-8").splitlines()
+  marked = {
+    (number, line.rpartition("# error: ")[2])
+    for number, line in enumerate(lines, 1)
+    if "# error: " in line
+  }
+  assert marked and reports["user_mistakes.py"] == marked
+
+
+def test_the_correct_program_runs():
+  command = [sys.executable, PROGRAMS / "user_program.py"]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
