@@ -279,7 +279,7 @@ def test_what_needs_data_is_noticed_at_the_first_call(define, name):
   for _ in range(3):
     assert_same(packet(tensor), torch.tensor(expected))
   assert calls == [True, False, False, False]
-  assert operators.all_aten_ops[packet].compiled is False
+  assert operators.all_aten_ops[packet].compiled is None
 
 
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
@@ -334,8 +334,35 @@ def test_what_needs_data_for_some_inputs_only_is_noticed_there(define):
   assert_same(packet(tensor, mask.long()), torch.tensor([0.0, 0.0, 1.0, 1.0]))
   assert operators.all_aten_ops[packet].compiled is None
   assert_same(packet(tensor, mask), torch.tensor([2.0, 3.0]))
-  assert operators.all_aten_ops[packet].compiled is False
+  assert operators.all_aten_ops[packet].compiled is None
   assert_same(packet(tensor, mask.long()), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+
+
+def test_a_fallback_is_that_of_one_program_and_logged_once(define, caplog):
+  packet = define("(Tensor x, bool masked) -> Tensor")
+  traced = []
+
+  @op(packet)
+  def picked(x, masked):
+    traced.append((masked, isinstance(x, jax.core.Tracer)))
+    return x[x > 1] if masked else x + 1
+
+  operator = operators.all_aten_ops[packet]
+  before = dataclasses.replace(operator)
+  tensor = torch.arange(4.0).to("jax")
+  with caplog.at_level("WARNING", logger="torchax"):
+    for _ in range(2):
+      assert_same(packet(tensor, True), torch.tensor([2.0, 3.0]))
+      assert_same(packet(tensor, False), torch.arange(4.0) + 1)
+  assert traced == [(True, True), (True, False), (False, True), (True, False)]
+  assert operators.all_aten_ops[packet] is operator == before
+  (record,) = [r for r in caplog.records if r.name == "torchax"]
+  message = record.getMessage()
+  assert message.startswith(f"The lowering picked of {packet} does not compile")
+  assert "compiled=False" in message and "NonConcreteBooleanIndex" in message
+  with torchax.Environment(), caplog.at_level("WARNING", logger="torchax"):
+    assert_same(packet(tensor, True), torch.tensor([2.0, 3.0]))
+  assert len([r for r in caplog.records if r.name == "torchax"]) == 1
 
 
 def test_what_can_be_compiled_is_traced_once(define):

@@ -1,10 +1,12 @@
-"""`jax.jit` of lowerings that have not said whether they can be compiled.
+"""`jax.jit` of lowerings, with a fallback for those that may not compile.
 
-The library's own say so. Others are tried: what fails compiled and runs without, as
-where a result's shape depends on data, is not compiled from then on.
+The library's own lowerings say whether they compile. Others are tried: a program that
+fails under `jax.jit` and runs without, as where a result's shape depends on data, runs
+uncompiled from then on. The registry and all other programs stay as they are.
 """
 
 import logging
+import weakref
 from collections.abc import Callable
 
 from torchax.compat import jax_compat
@@ -13,6 +15,9 @@ from torchax.errors import DataDependentError
 from torchax.registry.operators import Kind, Operator, name_of
 
 _logger = logging.getLogger("torchax")
+
+# Operators whose fallback was logged, by id.
+_logged: "weakref.WeakValueDictionary[int, Operator]" = weakref.WeakValueDictionary()
 
 NOT_COMPILABLE = (TypeError, IndexError)
 """What JAX raises where a traced array would have to be known.
@@ -25,7 +30,7 @@ first; traced shapes raise that class itself, traced slices the second.
 def compiled(
   function: Callable, operator: Operator | None = None, place=None
 ) -> Callable:
-  """A function under `jax.jit`; as it is where its operator turns out not to allow it.
+  """A function under `jax.jit`, with a fallback where its operator may not compile.
 
   Args:
     function: of arrays; the lowering, with what surrounds it.
@@ -39,9 +44,7 @@ def compiled(
   jitted = programs.jit(function, effort=_effort(operator), **options)
   if operator is None or operator.compiled is not None:
     return jitted
-  attempt = _attempt(jitted, function, operator)
-  attempt.in_traces = _attempt(jitted.in_traces, function, operator)
-  return attempt
+  return _with_fallback(jitted, function, operator)
 
 
 def _effort(operator: Operator | None) -> programs.Effort:
@@ -56,24 +59,46 @@ def _effort(operator: Operator | None) -> programs.Effort:
   return programs.Effort.SAME_BITS if is_known else programs.Effort.FULL
 
 
-def _attempt(jitted: Callable, function: Callable, operator: Operator) -> Callable:
-  """Runs a function compiled, and as it is once its operator has not allowed that."""
+def _with_fallback(
+  jitted: Callable, function: Callable, operator: Operator
+) -> Callable:
+  """Run `jitted` until it fails where `function` succeeds, then only `function`."""
+  has_failed = False
 
-  def attempt(*operands):
-    # Shapes and dtypes that come later may need what the first ones did not.
-    if operator.compiled is False:
-      return function(*operands)
-    try:
-      return jitted(*operands)
-    except NOT_COMPILABLE as error:
-      reason = error
-    # A mistake in the arguments is one here too, and is told of arrays, not tracers.
-    result = function(*operands)
-    operator.compiled = False
-    _logger.info("%s runs uncompiled from now on: %s", operator.torch_op, reason)
-    return result
+  def guarded(run: Callable) -> Callable:
+    def call(*operands):
+      nonlocal has_failed
+      if has_failed:
+        return function(*operands)
+      try:
+        return run(*operands)
+      except NOT_COMPILABLE as error:
+        reason = error
+      # A mistake in the arguments raises here too, and names arrays, not tracers.
+      result = function(*operands)
+      has_failed = True
+      _log_fallback(operator, reason)
+      return result
 
-  return attempt
+    return call
+
+  program = guarded(jitted)
+  program.in_traces = guarded(jitted.in_traces)
+  return program
+
+
+def _log_fallback(operator: Operator, reason: Exception) -> None:
+  """Log the first fallback of an operator."""
+  if id(operator) in _logged:
+    return
+  _logged[id(operator)] = operator
+  _logger.warning(
+    "The lowering %s of %s does not compile under jax.jit, so it runs uncompiled for "
+    "such arguments. Register it with compiled=False if that is meant. The reason: %s",
+    name_of(operator.func),
+    operator.torch_op,
+    reason,
+  )
 
 
 def explain(error: Exception, operator: Operator) -> None:

@@ -36,8 +36,9 @@ def register_function(
       differentiates the function, which may take a program several times as large.
     dynamic: names of numbers that may change without recompiling: all but the first
       ones that a function sees are operands, and arrive as traced scalars.
-    compiled: False where the result's shape depends on data. By default this is
-      noticed: a function that fails compiled and runs without is not compiled any more.
+    compiled: False where the result's shape depends on data. By default it is tried:
+      calls with arguments for which the function fails compiled run without, after one
+      warning in the log.
     rules: called with the arguments, tensors or arrays; gives the rules for the numbers
       of its indices (`registry/index_rules.py`).
     is_builtin: it is one of the library's own; see `ops_registry.py`.

@@ -57,8 +57,8 @@ def op(
     dynamic: names of numbers that may change without recompiling; in eager calls they
       arrive as traced scalars.
     compiled: False where the result's shape depends on data, or a function of
-      (args, kwargs) that tells. By default this is noticed: a function that fails
-      compiled and runs without is not compiled from then on.
+      (args, kwargs) that tells. By default it is tried: calls with arguments for which
+      the function fails compiled run without, after one warning in the log.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
     rules: called with the arguments, tensors or arrays; gives the rules for the numbers

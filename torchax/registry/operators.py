@@ -9,9 +9,9 @@ There are two styles. The library's own lowerings (`builtin.py`) say what they c
 their numbers are operands, a shape that depends on data is written down, and two for
 one operation are a mistake. Any other one, a user's or one that was written for
 upstream's registry, has said nothing: it gets Python numbers, whether it compiles is
-found out by calling it, and it replaces what was there, whichever is loaded first,
-with a warning unless it says `is_user_defined=True`; what ran before is its `replaced`.
-Environments notice later registrations through `generation`.
+tried for each of its programs, and it replaces what was there, whichever is loaded
+first, with a warning unless it says `is_user_defined=True`; what ran before is its
+`replaced`. Environments notice later registrations through `generation`.
 """
 
 import dataclasses
@@ -65,8 +65,8 @@ class Operator:
       scalars, inside traces integers are Python numbers.
     compiled: False where the result's shape depends on data, so that the function
       cannot run under `jax.jit`; or a function of (args, kwargs) that tells. None
-      until that is known: a function that is not built in becomes False when it runs
-      only without.
+      where that is unknown: a function that is not built in is tried, and a program
+      that fails compiled falls back to running without.
     check: called with torch's arguments before anything is drawn or computed; raises
       where they are wrong.
     rules: called with torch's arguments, or with arrays for tensors; gives the
