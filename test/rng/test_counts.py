@@ -1,9 +1,11 @@
-"""Law 1 where counts run out: a key has 2**30 draws, then the next key follows.
+"""Law 1 where counts run out: after 2**30 draws a stream takes a new key.
 
-Each form draws across the last count, and gives what the eager program gives.
+A compiled call has the key with which it begins: the one call that counts past the end
+draws on with it, and its caller's stream takes the new key when the call returns.
 """
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +23,10 @@ from torchax.rng import RngState
 from torchax.rng import state as rng_state
 
 LAST = rng_state.REKEY_AT - 1
-# Before the last draw, far before it, at it, and after it.
-COUNTS = (LAST - 1, LAST - 2, LAST, LAST + 1, 2**31 + 5)
+# No call that begins there counts past the end: before it, at it, and after it.
+COUNTS = (LAST - 20, LAST + 1, 2**31 + 5)
+# Calls that begin there do.
+CROSSING = (LAST - 1, LAST)
 
 
 def _draws(x) -> list[torch.Tensor]:
@@ -77,28 +81,47 @@ def _run(env, program, count):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_compiled_call_over_the_last_count_draws_what_the_eager_one_draws(env, name):
+def test_compiled_calls_near_the_last_count_draw_as_eager_ones(env, name):
   eager, compiled = PROGRAMS[name]
   for count in COUNTS:
     assert _run(env, compiled, count) == _run(env, eager, count), count
-  assert len(set(map(str, _run(env, compiled, LAST)))) == len(_run(env, eager, LAST))
 
 
-def test_graphs_of_plain_tensors_step_over_the_last_count_too(env):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_call_past_the_last_count_keeps_its_key(env, name):
+  """The count goes on as it does where it has no value; no number repeats."""
+  eager, compiled = PROGRAMS[name]
+  for count in CROSSING:
+    *drawn, after = _run(env, compiled, count)
+    assert drawn == _run(env, eager, jnp.uint32(count))[:-1]
+    assert len(set(map(str, (*drawn, after)))) == len(drawn) + 1
+
+
+def test_a_stream_takes_its_new_key_when_the_call_returns(env):
+  key = jax.random.key(3)
+  compiled = PROGRAMS["jit"][1]
+  with env.rng_scope(RngState(key, LAST)) as stream:
+    compiled(torch.ones(4, device="jax"))
+    assert stream.state == RngState(rng_state.rekeyed(key), 2)
+
+
+def test_graphs_of_plain_tensors_draw_as_eager_ones_near_it(env):
   def drawing(x):
     return [F.dropout(x, 0.5), F.dropout(x * 2, 0.5), F.dropout(x * 3, 0.5)]
 
+  def gradients(function, device, count):
+    with env.rng_scope(RngState(jax.random.key(3), count)):
+      x = torch.ones(4, device=device, requires_grad=True)
+      drawn = function(x)
+      sum(drawn).sum().backward()
+      return [t.tolist() for t in (*drawn, x.grad)]
+
   compiled = torch.compile(drawing, backend="jax")
   for count in (0, *COUNTS):
-    results = []
-    for function, device in ((drawing, "jax"), (compiled, "cpu")):
-      with env.rng_scope(RngState(jax.random.key(3), count)):
-        x = torch.ones(4, device=device, requires_grad=True)
-        drawn = function(x)
-        sum(drawn).sum().backward()
-        results.append([t.tolist() for t in (*drawn, x.grad)])
-        results[-1].append(torch.rand(4, device="jax").tolist())
-    assert results[0] == results[1], count
+    assert gradients(compiled, "cpu", count) == gradients(drawing, "jax", count)
+  for count in CROSSING:
+    expected = gradients(drawing, "jax", jnp.uint32(count))
+    assert gradients(compiled, "cpu", count) == expected
 
 
 def test_gradients_over_the_last_count_have_the_masks_of_the_forward_pass(env):
@@ -106,18 +129,19 @@ def test_gradients_over_the_last_count_have_the_masks_of_the_forward_pass(env):
     first = checkpoint(F.dropout, x, 0.5, use_reentrant=False)
     return (F.dropout(first, 0.5) ** 3).sum()
 
-  def gradients(function):
-    with env.rng_scope(RngState(jax.random.key(3), LAST)):
+  def gradients(function, count=LAST):
+    with env.rng_scope(RngState(jax.random.key(3), count)):
       x = torch.linspace(1, 2, 16).to("jax").requires_grad_()
       (first,) = torch.autograd.grad(function(x), x, create_graph=True)
       (second,) = torch.autograd.grad(first.sum(), x)
     return [first.detach(), second]
 
-  for actual, expected in zip(gradients(jax_jit(loss)), gradients(loss)):
+  eager = gradients(loss, jnp.uint32(LAST))
+  for actual, expected in zip(gradients(jax_jit(loss)), eager):
     torch.testing.assert_close(actual, expected)
   with env.rng_scope(RngState(jax.random.key(3), LAST)):
     x = torch.linspace(1, 2, 16).to("jax")
-    torch.testing.assert_close(jax_value_and_grad(loss)(x)[1], gradients(loss)[0])
+    torch.testing.assert_close(jax_value_and_grad(loss)(x)[1], eager[0])
 
 
 def test_a_state_beyond_the_last_count_is_that_of_the_key_that_follows(env):
@@ -131,7 +155,7 @@ def test_a_state_beyond_the_last_count_is_that_of_the_key_that_follows(env):
   assert RngState.from_tensor(state.to_tensor()) == same
 
 
-SITE_COUNTS = (LAST - 1, LAST, LAST + 1, 2 * rng_state.REKEY_AT - 1)
+SITE_COUNTS = (LAST - 20, LAST + 1, 2 * rng_state.REKEY_AT)
 
 
 def _run_at_a_site(env, program, count):
@@ -144,13 +168,16 @@ def _run_at_a_site(env, program, count):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_site_has_as_many_draws_as_a_stream(env, name):
-  """Its key is followed by the next one too, in eager code and in compiled calls."""
+  """Its key is followed by the next one too, in eager code and after compiled calls."""
   eager, compiled = PROGRAMS[name]
   for count in SITE_COUNTS:
     expected = _run_at_a_site(env, eager, count)
     assert _run_at_a_site(env, compiled, count) == expected
-    numbers = [tuple(row) for row in expected[0] if 1.0 > max(row) > 0.0]
+  for run in (eager, compiled):
+    drawn, sites = _run_at_a_site(env, run, LAST)
+    numbers = [tuple(row) for row in drawn if 1.0 > max(row) > 0.0]
     assert len(set(numbers)) == len(numbers)
+    assert sites[""] > LAST
 
 
 def test_a_site_beyond_its_last_count_is_saved_and_goes_on(env):

@@ -35,19 +35,14 @@ class Position(NamedTuple):
   Attributes:
     source: its key; of a generator, uint32 (draws, 2), the words of its next draws.
     count: draws made so far; of a generator, words that are used up.
-    following: the key after this one, where the counts may run out; else None.
   """
 
   source: jax.Array
   count: Any = None  # type: ignore[assignment]  # tuples have such a method
-  following: jax.Array | None = None
 
   def shard(self, index) -> "Position":
     """The position of one shard of many, whose number may be traced."""
-    key, following = rng_state.shard_key(self.source, index), self.following
-    if following is not None:
-      following = rng_state.rekeyed(key)
-    return self._replace(source=key, following=following)
+    return self._replace(source=rng_state.shard_key(self.source, index))
 
   def start(self, key: jax.Array) -> "Position":
     """The first position with a key."""
@@ -138,9 +133,9 @@ class OfEnvironment:
   def position(self, draws: int, asker: str) -> Position:
     """Where the caller's stream stands."""
     stream = scope.current(self.owner)
-    key, count, following = stream.position()
+    key, count = stream.next()
     kind = SitedPosition if stream.by_site else Position
-    return kind(key, _as_operand(count), following)
+    return kind(key, _as_operand(count))
 
   def advance(self, draws: int) -> None:
     """Moves the caller's stream."""
@@ -166,8 +161,8 @@ class OfSite:
     stream, path = self._find()
     if not stream.by_site:
       return None
-    key, count, following = stream.site(path).position()
-    return Position(key, _as_operand(count), following)
+    key, count = stream.site(path).next()
+    return Position(key, _as_operand(count))
 
   def advance(self, draws: int) -> None:
     stream, path = self._find()
@@ -225,7 +220,6 @@ class CarriedStream(RngStream):
     is_by_site = isinstance(position, SitedPosition)
     counts: dict | None = {} if is_by_site else None
     super().__init__(RngState(position.source, position.count, counts))
-    self.following = position.following
     self.log, self.held = bundle.log, FREE
     self.environment = (name.owner or scope.streams_on()).number
     self._bundle, self.name = bundle, name
@@ -286,7 +280,7 @@ class Bundle:
 
   def _open(self, name: Name, position: Position, limit: int) -> None:
     if isinstance(name, OfGenerator):
-      words, used, _ = position
+      words, used = position
       self.slots[name] = GeneratorSlot(name.generator, words, used, limit)
       return
     owner = name.owner or self._on

@@ -180,9 +180,7 @@ class Carried:
       if self.generators:
         raise
     if self.names is _ON and not stream.by_site:
-      key, count, following = stream.position()
-      if following is None:
-        return self._plain_operands(key, count)
+      return self._plain_operands(*stream.next())
     return tuple(
       [
         name.position(self._limits.get(name, 0) * times, self.__name__)

@@ -15,20 +15,15 @@ class DrawOperands(NamedTuple):
 
 
 class Counter:
-  """Counts draws. On the host it goes on with the next key where counts run out.
+  """Counts draws. On the host it takes a new key after 2**30 of them."""
 
-  Attributes:
-    following: the next key, in a trace in which the counts may run out; else None.
-  """
+  __slots__ = ("_base", "_count", "_key")
 
-  __slots__ = ("_base", "_count", "_key", "following")
+  def __init__(self, key: jax.Array, count: Any = 0):
+    self._start(key, count)
 
-  def __init__(self, key: jax.Array, count: Any = 0, following=None):
-    self._start(key, count, following)
-
-  def _start(self, key: jax.Array, count: Any, following=None) -> None:
+  def _start(self, key: jax.Array, count: Any) -> None:
     """A traced count stays apart from the Python counter."""
-    self.following = following
     on_host = isinstance(count, int)
     self._key, self._count = rng_state.settled(key, count) if on_host else (key, 0)
     self._base = None if on_host else count
@@ -37,18 +32,7 @@ class Counter:
     """The operands of the next draw."""
     if self._base is None:
       return DrawOperands(self._key, self._count)
-    count = self._base + self._count
-    if self.following is None:
-      return DrawOperands(self._key, count)
-    return DrawOperands(*rng_state.selected(self._key, self.following, count))
-
-  def position(self) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Key, count, and the next key where the counts may run out in a call."""
-    if self._base is not None:
-      return self._key, self._base + self._count, self.following
-    near_the_end = self._count >= rng_state.NEAR_THE_END
-    following = rng_state.rekeyed(self._key) if near_the_end else None
-    return self._key, self._count, following
+    return DrawOperands(self._key, self._base + self._count)
 
   def step(self, draws: int) -> None:
     """Counts draws."""

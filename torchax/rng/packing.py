@@ -23,18 +23,16 @@ from torchax.rng.stream import RngStream
 
 
 class Form(NamedTuple):
-  """What words stand for: the static part of packed operands.
+  """Static part of packed operands.
 
   Attributes:
     impl: the implementation of the keys.
     paths: of the sites whose streams follow that of the environment; None where draws
       are addressed by their order.
-    followed: for each stream, whether the key after its own is there too.
   """
 
   impl: str
   paths: tuple[str, ...] | None
-  followed: tuple[bool, ...]
 
 
 class Packer:
@@ -55,8 +53,7 @@ class Packer:
       paths: sites of the graph that is called, used where draws are addressed by site.
 
     Returns:
-      uint32 (n,): for each stream key data, data of the key that follows where the
-      counts may run out, and the count; and their form.
+      uint32 (n,): for each stream key data and the count; and their form.
 
     Raises:
       TracedDrawError: a JAX transformation is in progress, in which a key has no words.
@@ -69,32 +66,23 @@ class Packer:
         "compile with torchax.interop.jax_jit in its place."
       )
     words: list[np.ndarray] = []
-    followed: list[bool] = []
     counters: list[tuple[str | None, Counter]] = [(None, stream)]
     if stream.by_site:
       prefix = stream.caller_path()
       counters += [(path, stream.site(ledger.join(prefix, path))) for path in paths]
     for path, counter in counters:
-      key, count, following = counter.position()
-      words.append(self._key_data(path, key))
-      followed.append(following is not None)
-      if following is not None:
-        words.append(_key_data(following))
-      words.append(np.asarray([count], np.uint32))
+      key, count = counter.next()
+      words += [self._key_data(path, key), np.asarray([count], np.uint32)]
     by_site = tuple(paths) if stream.by_site else None
-    return np.concatenate(words), Form(self._impl, by_site, tuple(followed))
+    return np.concatenate(words), Form(self._impl, by_site)
 
   def _key_data(self, path: str | None, key: jax.Array) -> np.ndarray:
     last, data = self._data.get(path, (None, None))
     if last is not key:
-      data = _key_data(key)
+      data = np.asarray(jax.random.key_data(key)).reshape(-1)
       self._data[path] = (key, data)
       self._impl = str(jax.random.key_impl(key))
     return data
-
-
-def _key_data(key: jax.Array) -> np.ndarray:
-  return np.asarray(jax.random.key_data(key)).reshape(-1)
 
 
 class Place(NamedTuple):
@@ -118,17 +106,11 @@ class PackedStream(RngStream):
 
   def __init__(self, words: jax.Array, form: Form):
     (size,) = rng_state.key_data_shape(form.impl)
-    counters, start = [], 0
-    for is_followed in form.followed:
-      keys = [
-        jax.random.wrap_key_data(words[first : first + size], impl=form.impl)
-        for first in range(start, start + size * (1 + is_followed), size)
-      ]
-      start += size * len(keys) + 1
-      counters.append((keys[0], words[start - 1], *keys[1:]))
-    (key, count, *following), *of_sites = counters
+    (key, count), *of_sites = [
+      (jax.random.wrap_key_data(row[:size], impl=form.impl), row[size])
+      for row in words.reshape(-1, size + 1)
+    ]
     super().__init__(RngState(key, count, None if form.paths is None else {}))
-    self.following = following[0] if following else None
     self.log = []
     if self._sites is not None:
       for path, counter in zip(form.paths or (), of_sites):

@@ -144,7 +144,7 @@ class SiteTable:
 
   def add(self, path: str, counter: Counter) -> None:
     """A site whose key was carried in."""
-    self._before[path] = counter.position()[1]
+    self._before[path] = counter.next().count
     self._counters[path] = counter
 
   def _count(self, path: str):
@@ -157,10 +157,10 @@ class SiteTable:
 
   def operands(self, path: str, turn: int) -> DrawOperands:
     """The operands of a draw of a site; its number is one of `progress`."""
-    count = self._count(path)
-    if isinstance(count, int) and max(count, turn) >= rng_state.REKEY_AT:
-      return Counter(rng_state.named_key(self._key, path), turn).next()
-    return DrawOperands(self[path].position()[0], turn)
+    key, count = self[path].next()
+    total = self._count(path)
+    # A site counts all its draws, its key those that were made with it.
+    return DrawOperands(key, turn - (total - count) if type(total) is int else turn)
 
   def counts(self) -> dict:
     """The counts of all sites."""

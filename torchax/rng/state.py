@@ -19,10 +19,9 @@ from torchax.rng import serialization
 
 DEFAULT_IMPL = "threefry2x32"
 
-# A stream re-keys itself here, far below the first child index.
+# A stream takes a new key here, between calls. A call of a compiled function keeps its
+# key: it may count on to the first child index.
 REKEY_AT = 1 << 30
-# No call of a compiled function draws so often; from here on it is given the next key.
-NEAR_THE_END = 1 << 29
 # The count of a site is that of all its draws, whatever key they have had.
 _MOST_OF_A_SITE = 1 << 62
 
@@ -127,14 +126,6 @@ def settled(key: jax.Array, count: int) -> tuple[jax.Array, int]:
   while count >= REKEY_AT:
     key, count = rekeyed(key), count - REKEY_AT
   return key, count
-
-
-def selected(key: jax.Array, following: jax.Array, count) -> tuple[jax.Array, Any]:
-  """`settled` of a traced count, with the key that follows."""
-  count = jnp.asarray(count)
-  is_over = count >= REKEY_AT
-  keys = jax.lax.select(is_over, following, key)
-  return keys, jnp.where(is_over, count - REKEY_AT, count)
 
 
 def thread_key(key: jax.Array, ordinal: int) -> jax.Array:

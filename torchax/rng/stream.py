@@ -137,7 +137,7 @@ class RngStream(Counter):
   def operands_of(self, draw: Draw) -> DrawOperands:
     """The operands of a draw by its number, or by its number at its site."""
     if draw.turn is None or self._sites is None:
-      return Counter(self._key, draw.index).next()
+      return DrawOperands(self._key, draw.index)
     return self._sites.operands(draw.site, draw.turn)
 
   def next_key(self, name: str = "a draw") -> jax.Array:
@@ -263,7 +263,7 @@ class RngStream(Counter):
     """
     self.check("saving the random state")
     table = None if self._sites is None else self._sites.copy()
-    numbers = (self._key, self._count, self._base, self.following, self._draws)
+    numbers = (self._key, self._count, self._base, self._draws)
     place = (*numbers, self._reseeded, table)
     mark = next(_marks)
     self._places[mark] = (place, sites.here())
@@ -284,7 +284,7 @@ class RngStream(Counter):
       )
     (*numbers, table), modules = place
     self._replayed = sites.replay(modules)
-    self._key, self._count, self._base, self.following, self._draws = numbers[:-1]
+    self._key, self._count, self._base, self._draws = numbers[:-1]
     self._reseeded = numbers[-1]
     self._sites = None if table is None else table.copy()
 
