@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import torchax
-from torchax.checkpoint import _to_jax, _to_torch
+from torchax.checkpoint.structure import to_jax, to_torch
 from torchax.errors import TracedStateError, UnsupportedDtypeError
 
 pytest.importorskip("orbax.checkpoint", reason="the checkpoint extra is not installed")
@@ -39,7 +39,7 @@ def _bits(value) -> tuple:
   """Type, dtype, shape and bytes of something with numbers."""
   if isinstance(value, torch.Tensor):
     kind = (type(value).__name__, value.device.type, str(value.dtype))
-    array = np.asarray(_to_jax(value))
+    array = np.asarray(to_jax(value))
   else:
     kind, array = (type(value).__name__,), np.asarray(value)
   return (*kind, str(array.dtype), array.shape, array.tobytes())
@@ -77,7 +77,7 @@ SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, 1 / 3]
   ids=lambda array: f"{array.dtype}{list(array.shape)}",
 )
 def test_numbers_of_every_dtype_come_back_bit_for_bit(array, tmp_path):
-  on_cpu = _to_torch(array)
+  on_cpu = to_torch(array)
   assert on_cpu.device.type == "cpu"
   values = {"numpy": array, "CPU": on_cpu}
   if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype:
@@ -209,9 +209,9 @@ def test_what_comes_back_can_be_changed_in_place(tmp_path):
 
 def test_trees_of_tensors_and_of_arrays_convert_into_each_other():
   tree = {"a": [torch.ones(2).to("jax"), torch.ones(2, dtype=torch.float64)], "b": 3}
-  arrays = _to_jax(tree)
+  arrays = to_jax(tree)
   assert isinstance(arrays["a"][0], jax.Array) and arrays["a"][1].dtype == np.float64
-  assert _flat(_to_torch(arrays)) == _flat(tree)
+  assert _flat(to_torch(arrays)) == _flat(tree)
 
 
 # Steps and places --------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_params_are_parameters_and_the_other_collections_buffers(net):
 def test_a_nested_dict_survives_encoding(net):
   nested = {"layer": {"kernel": jnp.ones((2, 3)), "empty": {}}, "bias": jnp.zeros(3)}
   decoded = net._decode_nested_dict(net._encode_nested_dict(nested))
-  arrays = torchax.checkpoint._to_jax(decoded)
+  arrays = torchax.checkpoint.structure.to_jax(decoded)
   assert jax.tree.structure(arrays) == jax.tree.structure(nested)
   assert all(map(jnp.array_equal, jax.tree.leaves(arrays), jax.tree.leaves(nested)))
 

@@ -27,12 +27,13 @@ from torch import Tensor as TorchTensor  # in the class here, `torch` is a metho
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode, mappings, switches
+from torchax.core.chains import WHOLE, Chain
 from torchax.core.explanations import loses_gradient, no_numbers
 from torchax.core.storage import Blank, Content, Rebindings, Storage
 from torchax.core.storage import active as _active
 from torchax.core.tracebacks import ending_at_the_user, hide
 from torchax.core.view_reads import read_chain
-from torchax.core.view_steps import WHOLE, Chain, StopGradientInfo
+from torchax.core.view_steps import StopGradientInfo
 from torchax.devices import placement
 from torchax.errors import MixedDeviceError, MutationError, OperatorNotFound
 from torchax.saving import files, printing

@@ -13,9 +13,9 @@ import jax
 import torch
 
 from torchax.compat import torch_compat
+from torchax.core.chains import Chain
 from torchax.core.view_steps import (
   AsStridedInfo,
-  Chain,
   DiagonalInfo,
   NarrowInfo,
   SelectInfo,

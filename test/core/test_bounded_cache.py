@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchax
-from torchax.core import programs, static_values, view_steps
+from torchax.core import chains, programs, static_values
 from torchax.core.bounded_cache import BoundedCache
 from torchax.dispatch import torch_functions
 from torchax.interop import JittableModule
@@ -74,14 +74,14 @@ def test_static_numbers():
 def test_chains_of_views_go_with_the_last_tensor():
   base = torch.arange(60.0, device="jax")
   gc.collect()
-  before = len(view_steps.WHOLE._longer)
+  before = len(chains.WHOLE._longer)
   views = [base.view(*shape) for shape in ((2, 30), (30, 2), (3, 20), (20, 3), (4, 15))]
   assert views[0]._chain is base.view(2, 30)._chain
-  known = len(view_steps.WHOLE._longer)
+  known = len(chains.WHOLE._longer)
   assert known > before
   del views
   gc.collect()
-  assert len(view_steps.WHOLE._longer) == before
+  assert len(chains.WHOLE._longer) == before
 
 
 def test_a_kept_chain_stays_the_chain_of_its_steps():

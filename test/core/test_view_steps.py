@@ -8,10 +8,9 @@ import torch
 
 import torchax
 from torchax.core import programs
+from torchax.core.chains import WHOLE, Chain, chain_of
 from torchax.core.view_steps import (
-  WHOLE,
   AsStridedInfo,
-  Chain,
   ComplexAsRealInfo,
   DiagonalInfo,
   DtypeInfo,
@@ -24,7 +23,6 @@ from torchax.core.view_steps import (
   SelectInfo,
   ViewInfo,
   ViewInfoType,
-  chain_of,
   slice_of,
 )
 from torchax.interop import jax_jit, jax_value_and_grad

@@ -14,7 +14,8 @@ import numpy as np
 from torchax.compat import jax_compat
 from torchax.core import explicit_axes, numpy_fallback, programs
 from torchax.core.bounded_cache import BoundedCache
-from torchax.core.view_steps import Chain, MovingChain, ViewInfo
+from torchax.core.chains import Chain, MovingChain
+from torchax.core.view_steps import ViewInfo
 
 
 def _read(array, chain):

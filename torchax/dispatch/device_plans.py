@@ -13,8 +13,8 @@ import torch
 from jax.sharding import Sharding
 
 from torchax.compat import jax_compat, torch_compat
+from torchax.core.chains import WHOLE
 from torchax.core.storage import Storage, Unplaced
-from torchax.core.view_steps import WHOLE
 from torchax.devices import placement
 from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError

@@ -11,7 +11,7 @@ import torch
 
 from torchax.compat import jax_compat
 from torchax.core import grad_mode, mappings
-from torchax.core.view_steps import WHOLE
+from torchax.core.chains import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
 from torchax.dispatch.explaining import EXPLAINED, raise_as_torch

@@ -16,7 +16,7 @@ import torch
 from torchax.compat import jax_compat
 from torchax.config import Configuration
 from torchax.core import host_memory, mappings, user_code
-from torchax.core.view_steps import WHOLE
+from torchax.core.chains import WHOLE
 from torchax.dispatch import switches
 from torchax.registry.index_rules import Rule
 from torchax.tensor import Tensor

@@ -16,9 +16,9 @@ from jax import lax
 
 from torchax.compat import jax_compat
 from torchax.core import host_numbers, narrowing
+from torchax.core.chains import WHOLE, Chain, MovingChain
 from torchax.core.static_values import StaticValue, static_number
 from torchax.core.storage import active as _active
-from torchax.core.view_steps import WHOLE, Chain, MovingChain
 from torchax.errors import UnsupportedDtypeError
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View

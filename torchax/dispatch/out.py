@@ -9,7 +9,7 @@ import torch
 
 from torchax.compat import torch_compat
 from torchax.core import mappings
-from torchax.core.view_steps import WHOLE
+from torchax.core.chains import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
 from torchax.dispatch.in_place import require_writable

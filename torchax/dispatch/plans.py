@@ -21,10 +21,10 @@ from torchax.core import (
   mappings,
   numpy_fallback,
 )
+from torchax.core.chains import WHOLE
 from torchax.core.partitions import Partition
 from torchax.core.programs import ProgramCache
 from torchax.core.storage import active as _active
-from torchax.core.view_steps import WHOLE
 from torchax.dispatch import (
   compiling,
   derivatives,

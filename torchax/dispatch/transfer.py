@@ -8,9 +8,9 @@ import torch
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import mappings
+from torchax.core.chains import WHOLE
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Blank
-from torchax.core.view_steps import WHOLE
 from torchax.devices import parts, placement
 from torchax.dispatch import host_operations
 from torchax.dispatch.batched_gradients import over_batches

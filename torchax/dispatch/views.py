@@ -13,11 +13,10 @@ import torch
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode, mappings
+from torchax.core.chains import WHOLE, Chain, chain_of
 from torchax.core.storage import Rebindings, Storage, active
 from torchax.core.view_steps import (
-  WHOLE,
   AsStridedInfo,
-  Chain,
   ComplexAsRealInfo,
   ConjugateInfo,
   DiagonalInfo,
@@ -31,7 +30,6 @@ from torchax.core.view_steps import (
   StopGradientInfo,
   UnfoldInfo,
   ViewInfo,
-  chain_of,
   slice_of,
 )
 from torchax.errors import MutationError

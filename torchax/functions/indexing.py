@@ -13,9 +13,9 @@ import torch
 
 from torchax.compat import jax_compat
 from torchax.core import mappings
+from torchax.core.chains import TracedIndexInfo
 from torchax.core.explanations import not_assignable
 from torchax.core.storage import ReadOnly, Unplaced
-from torchax.core.view_steps import TracedIndexInfo
 from torchax.dispatch.views import of_grad_mode
 from torchax.registry.names import aten
 from torchax.tensor import Tensor, is_traced, new_tensor

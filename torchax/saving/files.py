@@ -19,9 +19,10 @@ import torch
 
 from torchax.compat import torch_compat
 from torchax.core import mappings
+from torchax.core.chains import WHOLE
 from torchax.core.explanations import no_numbers
 from torchax.core.storage import Storage
-from torchax.core.view_steps import WHOLE, ConjugateInfo, NegateInfo
+from torchax.core.view_steps import ConjugateInfo, NegateInfo
 from torchax.devices import placement
 from torchax.saving.untyped_storage import UntypedStorage, bytes_of
 

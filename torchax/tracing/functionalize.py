@@ -25,9 +25,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchax import amp
 from torchax.compat import jax_compat, torch_compat
 from torchax.core.boundary import Boundary, Shadow
+from torchax.core.chains import WHOLE
 from torchax.core.host_numbers import Expression
 from torchax.core.storage import Rebindings, Storage, active
-from torchax.core.view_steps import WHOLE
 from torchax.dispatch import host_operations
 from torchax.environment import default_env
 from torchax.errors import MutationError

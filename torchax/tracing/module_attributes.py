@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 
 from torchax.core.boundary import Boundary
+from torchax.core.chains import WHOLE
 from torchax.core.static_values import Identity
 from torchax.core.storage import Storage, active
-from torchax.core.view_steps import WHOLE
 from torchax.errors import MutationError
 from torchax.tensor import Tensor
 from torchax.tracing.module_values import writes

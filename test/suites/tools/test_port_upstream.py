@@ -21,6 +21,7 @@ from tools import port_upstream
 JATEN = "torchax/ops/jaten.py"
 JTORCH = "torchax/ops/jtorch.py"
 PORTED = "torchax/ops/jaten/ported.py"
+PORTED_TESTS = "test/suites/ported/test_ops.py"
 PORTED_FUNCTIONS = "torchax/functions/ported.py"
 THEME = "torchax/ops/jaten/activation.py"
 
@@ -370,8 +371,14 @@ ROWS = {
       + "\n  def test_after(self):\n    self.assertEqual(torch.ones(1).sum(), 1)\n"
     },
     [CARRIED],
-    has={"test/suites/ported/test_ops.py": ("def setUp", "def test_after", "import unittest")},
-    lacks={"test/suites/ported/test_ops.py": ("def test_before",)},
+    has={
+      PORTED_TESTS: (
+        "def setUp",
+        "def test_after",
+        "import unittest",
+      )
+    },
+    lacks={PORTED_TESTS: ("def test_before",)},
   ),
   "a test in a file that is here": Row(
     {"test/test_activation.py": "import torch\n"},
@@ -390,7 +397,10 @@ ROWS = {
       "test/test_ops.py": "import torch\n\n\ndef test_new():\n  assert torch.e\n",
     },
     [CARRIED, CARRIED],
-    has={PORTED: ("_aten_glu_jvp",), "test/suites/ported/test_ops.py": ("def test_new",)},
+    has={
+      PORTED: ("_aten_glu_jvp",),
+      PORTED_TESTS: ("def test_new",),
+    },
   ),
   "what is dropped": Row({JATEN: BASE + lowering("exp")}, {JATEN: BASE}, [MEANINGLESS]),
   "nothing but white space": Row({JATEN: BASE}, {JATEN: BASE + "\n\n"}, [MEANINGLESS]),

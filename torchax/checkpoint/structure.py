@@ -1,0 +1,300 @@
+"""States as JSON, with their arrays put aside by name, and back."""
+
+import collections
+import contextlib
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torchax import rng
+from torchax.compat import jax_compat
+from torchax.core import mappings
+from torchax.devices import placement
+from torchax.environment import default_env
+from torchax.errors import TracedStateError
+from torchax.saving import layouts
+from torchax.tensor import Tensor, new_tensor
+
+_PLAIN = (type(None), bool, int, float, str)
+ON_HOST = ("CPU tensor", "numpy array", "numpy scalar")
+_ON_JAX = ("jax tensor", "jax array", "keys")
+
+
+# Trees of tensors and trees of arrays ------------------------------------------------
+
+
+def to_jax(pytree) -> Any:
+  """Jax tensors in a tree as JAX arrays, CPU tensors as numpy arrays.
+
+  A CPU tensor keeps its 64 bits, whatever JAX's x64 switch says.
+  """
+  is_leaf = lambda value: isinstance(value, torch.Tensor)  # noqa: E731
+  return jax.tree.map(_array_of, pytree, is_leaf=is_leaf)
+
+
+def to_torch(pytree) -> Any:
+  """JAX arrays in a tree as jax tensors, numpy arrays as CPU tensors."""
+  return jax.tree.map(_tensor_of, pytree)
+
+
+def _array_of(value):
+  if isinstance(value, Tensor):
+    return value.jax()
+  if isinstance(value, torch.Tensor):
+    mappings.check_torch_tensor(value)
+    return mappings.host_array(value.detach().cpu().resolve_conj().resolve_neg())
+  return value
+
+
+def _tensor_of(value):
+  if rng.is_typed_key(value):
+    return value
+  if isinstance(value, jax.Array):
+    return new_tensor(value, default_env())
+  return mappings.j2t(value, False) if isinstance(value, np.ndarray) else value
+
+
+# Structure ---------------------------------------------------------------------------
+
+
+def _array_kind(value) -> str | None:
+  """How a value with numbers in an array is to come back; None for other values."""
+  if isinstance(value, Tensor):
+    return "jax tensor"
+  if isinstance(value, torch.Tensor):
+    return "CPU tensor"
+  if isinstance(value, jax.Array):
+    return "keys" if rng.is_typed_key(value) else "jax array"
+  if isinstance(value, np.ndarray):
+    return "numpy array"
+  return "numpy scalar" if isinstance(value, np.generic) else None
+
+
+def _is_named_tuple(value) -> bool:
+  return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+class Writer:
+  """Turns a state into JSON; its arrays are put aside by name."""
+
+  def __init__(self, copies: bool):
+    self.arrays: dict[str, Any] = {}
+    # Checksums of what this process has for itself, where other processes have it too.
+    self.local: dict[str, int] = {}
+    self._copies = copies
+    # Tied weights are one array, which is saved once.
+    self._names: dict[int, str] = {}
+    self._kept: list[Any] = []  # so that no other array gets an id of these
+    # The containers that a value is in, by their identity.
+    self._around: dict[int, str] = {}
+
+  @contextlib.contextmanager
+  def _inside(self, container, where: str) -> Iterator[None]:
+    """Raises ValueError for a container that holds itself."""
+    if id(container) in self._around:
+      raise ValueError(
+        f"{where} is {self._around[id(container)]} itself, and a checkpoint holds no "
+        "state that contains itself. Leave the reference out."
+      )
+    self._around[id(container)] = where
+    yield
+    del self._around[id(container)]
+
+  def node(self, value, where: str, path: tuple[str, ...]):
+    """The JSON of a value; `where` names it in errors, `path` its arrays."""
+    kind = type(value)
+    if kind in _PLAIN:
+      return value
+    if kind in (dict, collections.OrderedDict):
+      with self._inside(value, where):
+        return self._dict(value, where, path)
+    if kind in (list, tuple, torch.Size) or _is_named_tuple(value):
+      with self._inside(value, where):
+        return self._sequence(value, where, path)
+    if isinstance(value, rng.RngState):
+      state = self.node(value.state_dict(), where, path)
+      return {"type": "rng state", "state": state}
+    as_array = _array_kind(value)
+    if as_array is not None:
+      return self._array(value, as_array, where, path)
+    if kind is torch.dtype:
+      return {"type": "dtype", "name": str(value).removeprefix("torch.")}
+    if kind is complex:
+      return {"type": "complex", "parts": [value.real, value.imag]}
+    if kind is bytes:
+      return {"type": "bytes", "hex": value.hex()}
+    raise TypeError(
+      f"{where} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint "
+      "does not hold. Save a module or an optimizer as its `.state_dict()`, a "
+      "torch.Generator as its `.get_state()`, a stream as its `.state`, and another "
+      "object as a dict of its fields."
+    )
+
+  def _dict(self, value, where, path):
+    items = [
+      [
+        self.node(key, f"the key {key!r} of {where}", path),
+        self.node(entry, f"{where}[{key!r}]", (*path, str(key))),
+      ]
+      for key, entry in value.items()
+    ]
+    if type(value) is dict:
+      return {"type": "dict", "items": items}
+    # A module's state_dict keeps the versions of its layers in this attribute.
+    metadata = self.node(getattr(value, "_metadata", None), where, path)
+    return {"type": "ordered dict", "items": items, "metadata": metadata}
+
+  def _sequence(self, value, where, path):
+    items = [
+      self.node(entry, f"{where}[{place}]", (*path, str(place)))
+      for place, entry in enumerate(value)
+    ]
+    if _is_named_tuple(value):
+      cls = type(value)
+      name = f"{cls.__module__}:{cls.__qualname__}"
+      fields = list(cls._fields)
+      return {"type": "named tuple", "name": name, "fields": fields, "items": items}
+    return {"type": type(value).__name__, "items": items}
+
+  def _array(self, value, kind, where, path):
+    node = {"type": kind}
+    array = to_jax(value)
+    if isinstance(array, jax.core.Tracer):
+      raise TracedStateError(
+        f"{where} is being traced and has no value yet. Save outside of the compiled "
+        "function."
+      )
+    if kind == "keys":
+      node["impl"] = str(jax.random.key_impl(array))
+      array = jax.random.key_data(array)
+    if array.dtype.kind in "OSUMm" or array.dtype.names:
+      raise TypeError(
+        f"{where} is a numpy array of dtype {array.dtype}; a checkpoint holds arrays "
+        "of numbers. Save strings as a list."
+      )
+    node |= {"shape": list(array.shape), "dtype": str(array.dtype)}
+    if isinstance(array, jax.Array) and (layout := layouts.described(array)):
+      node["layout"] = layout
+    if array.size:  # Orbax saves no empty arrays
+      if jax.process_count() > 1:
+        array = self._of_all(array, where)
+      node["name"] = self._put(array, "/".join(path))
+    return node
+
+  def _of_all(self, array, where: str):
+    """An array of all processes, or numbers that each of them has."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+      return array
+    values = np.asarray(array)
+    self.local[where] = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data)
+    self._kept.append(array)
+    return values
+
+  def _put(self, array, name: str) -> str:
+    known = self._names.get(id(array))
+    if known is not None:
+      return known
+    free, number = name, 1
+    while free in self.arrays:  # the keys 1 and "1" have one name
+      free, number = f"{name}~{number}", number + 1
+    # Numpy scalars are no arrays to Orbax.
+    saved = np.asarray(array) if isinstance(array, np.generic) else array
+    if self._copies:  # its memory may be another's before it is written
+      saved = jnp.copy(saved) if isinstance(saved, jax.Array) else np.array(saved)
+    self.arrays[free] = saved
+    self._names[id(array)] = free
+    self._kept.append(array)
+    return free
+
+
+class Reader:
+  """Turns the JSON of a state into the state."""
+
+  def __init__(self, arrays: dict[str, Any]):
+    self.arrays = arrays
+
+  def value(self, node):
+    """The value that `Writer.node` described."""
+    if not isinstance(node, dict):
+      return node
+    kind = node["type"]
+    if kind in _CONTAINERS:
+      return _CONTAINERS[kind](self, node)
+    return self._array(node)
+
+  def _dict(self, node):
+    return {self.value(key): self.value(entry) for key, entry in node["items"]}
+
+  def _ordered_dict(self, node):
+    found = collections.OrderedDict(self._dict(node))
+    metadata = self.value(node["metadata"])
+    if metadata is not None:
+      found._metadata = metadata
+    return found
+
+  def _items(self, node):
+    return [self.value(entry) for entry in node["items"]]
+
+  def _named_tuple(self, node):
+    cls = _named_tuple_class(node["name"], tuple(node["fields"]))
+    return cls._make(self._items(node))
+
+  def _rng_state(self, node):
+    return rng.RngState.from_state_dict(self.value(node["state"]))
+
+  def _array(self, node):
+    kind = node["type"]
+    if kind not in ON_HOST and kind not in _ON_JAX:
+      raise ValueError(f"A state has no values of type {kind!r}.")
+    if "name" in node:
+      array = self.arrays[node["name"]]
+    else:
+      array = np.empty(node["shape"], jnp.dtype(node["dtype"]))
+    if kind in _ON_JAX:
+      array = jnp.asarray(array)
+      if "layout" not in node and not placement.is_spread(array):
+        array = jax_compat.uncommitted(array)
+    if kind == "keys":
+      return _keys(array, node["impl"])
+    if kind.endswith("tensor"):
+      return to_torch(array)
+    return array[()] if kind == "numpy scalar" else array
+
+
+_CONTAINERS = {
+  "dict": Reader._dict,
+  "ordered dict": Reader._ordered_dict,
+  "list": Reader._items,
+  "tuple": lambda reader, node: tuple(reader._items(node)),
+  "Size": lambda reader, node: torch.Size(reader._items(node)),
+  "named tuple": Reader._named_tuple,
+  "rng state": Reader._rng_state,
+  "dtype": lambda reader, node: getattr(torch, node["name"]),
+  "complex": lambda reader, node: complex(*node["parts"]),
+  "bytes": lambda reader, node: bytes.fromhex(node["hex"]),
+}
+
+
+def _named_tuple_class(name: str, fields: tuple[str, ...]) -> type:
+  """The class of that name among the modules that are imported, or a new one."""
+  module, _, qualified = name.partition(":")
+  found: Any = sys.modules.get(module)
+  for part in qualified.split("."):
+    found = getattr(found, part, None)
+  is_tuple = isinstance(found, type) and issubclass(found, tuple)
+  if is_tuple and getattr(found, "_fields", None) == fields:
+    return found
+  return collections.namedtuple(qualified.rpartition(".")[2], fields)
+
+
+def _keys(words: jax.Array, impl: str) -> jax.Array:
+  """Typed keys of any shape from their key data."""
+  shape = words.shape[:-1]
+  rows = words.reshape(-1, words.shape[-1])
+  return jax.vmap(lambda row: rng.as_key(row, impl))(rows).reshape(shape)

@@ -1,0 +1,128 @@
+"""Where the arrays of a checkpoint go: shardings by layout, or like a given state."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torchax.checkpoint.structure import ON_HOST, Reader
+from torchax.devices import placement
+from torchax.errors import UnsupportedDtypeError
+from torchax.saving import layouts
+from torchax.tensor import Tensor
+
+
+def array_nodes(node):
+  """The nodes of a structure that stand for arrays."""
+  if isinstance(node, dict):
+    if "shape" in node:
+      yield node
+    for child in node.values():
+      yield from array_nodes(child)
+  elif isinstance(node, list):
+    for child in node:
+      yield from array_nodes(child)
+
+
+def require_width(nodes, place) -> None:
+  """Raises where JAX would cut 64-bit numbers to 32 without a word."""
+  if jax.config.read("jax_enable_x64"):
+    return
+  for node in nodes:
+    dtype = jnp.dtype(node["dtype"])
+    if node["type"] not in ON_HOST and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+      raise UnsupportedDtypeError(
+        f"{place} holds JAX arrays of {dtype}, but JAX's x64 mode is off. Call "
+        '`jax.config.update("jax_enable_x64", True)` before loading it.'
+      )
+
+
+def target_of(nodes, wanted: dict[int, Any]) -> dict:
+  """Where each array goes.
+
+  Args:
+    nodes: of the structure.
+    wanted: shardings that were asked for, by the identity of the node.
+  """
+  alone = jax.process_count() == 1
+  first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  target = {}
+  for node in nodes:
+    if "name" not in node or node["name"] in target:
+      continue
+    shape, dtype = node["shape"], jnp.dtype(node["dtype"])
+    place = None
+    if node["type"] not in ON_HOST:
+      place = wanted.get(id(node)) or layouts.restored(node.get("layout"))
+      if place is None and alone:
+        place = first
+    # What each process has for itself is read as numbers of the host.
+    target[node["name"]] = (
+      np.empty(shape, dtype)
+      if place is None
+      else jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    )
+  return target
+
+
+def shardings_like(state, like, place) -> dict[int, Any]:
+  """Shardings that a state asks for, by the identity of a node.
+
+  Args:
+    state: the node of the checkpoint's state.
+    like: the state that it must match, or a part of it, or None.
+    place: the checkpoint, for messages.
+
+  Raises:
+    ValueError: the checkpoint has no such part, or of another shape.
+  """
+  return dict(_Comparison(place).pairs(state, like, "state"))
+
+
+class _Comparison:
+  """Goes through a checkpoint and the state that it must match, side by side."""
+
+  def __init__(self, place):
+    self.place = place
+
+  def pairs(self, node, like, where: str) -> Iterator[tuple[int, Any]]:
+    if like is None or not isinstance(node, dict):
+      return
+    if "shape" in node:
+      yield from self._of_array(node, like, where)
+    elif node["type"] in ("dict", "ordered dict") and isinstance(like, dict):
+      reader = Reader({})
+      held = {reader.value(key): entry for key, entry in node["items"]}
+      for key, part in like.items():
+        if key not in held:
+          raise self._error(where, f"no {key!r}", f"{key!r} among {list(held)}")
+        yield from self.pairs(held[key], part, f"{where}[{key!r}]")
+    elif "items" in node and isinstance(like, list | tuple):
+      if len(node["items"]) != len(like):
+        found, expected = f"{len(node['items'])} entries", str(len(like))
+        raise self._error(where, found, expected)
+      for number, (entry, part) in enumerate(zip(node["items"], like)):
+        yield from self.pairs(entry, part, f"{where}[{number}]")
+
+  def _of_array(self, node, like, where: str) -> Iterator[tuple[int, Any]]:
+    array = like.jax() if isinstance(like, Tensor) else like
+    if not hasattr(array, "shape"):
+      found = f"an array of shape {node['shape']}"
+      raise self._error(where, found, f"a {type(like).__name__}")
+    if list(array.shape) != node["shape"]:
+      raise self._error(where, f"shape {node['shape']}", f"{list(array.shape)}")
+    if isinstance(array, jax.Array):
+      sharding = placement.place_of(array)
+    else:
+      sharding = getattr(array, "sharding", None)  # of a jax.ShapeDtypeStruct
+    if sharding is not None:
+      yield id(node), sharding
+
+  def _error(self, where: str, found: str, expected: str) -> ValueError:
+    return ValueError(
+      f"{self.place} is not like the state it is loaded for: {where} has {found} in "
+      f"the checkpoint, but expected was {expected}. Load it into the model that it "
+      "was saved from, or leave that part out of `like`."
+    )

@@ -1,0 +1,328 @@
+"""Chains of view steps: how a view reads from its base and writes back to it.
+
+A `Chain` is the steps from a base to a view. It is immutable and interned: a compiled
+operation is cached by the chains of its arguments, and so reads its views as part of
+one XLA computation. The tensors are in `tensor.py` and `view.py`.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from torchax.core import out_of_range
+from torchax.core.view_steps import (
+  ConjugateInfo,
+  DtypeInfo,
+  IndexInfo,
+  NarrowInfo,
+  NegateInfo,
+  ReshapeInfo,
+  ViewInfo,
+  ViewInfoType,
+  put_slice,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedIndexInfo(ViewInfo):
+  """One element along `dim`, at an index that is being traced; or a slice from there.
+
+  An index outside of the dimension reads and writes `out_of_range.no_number`. A slice
+  has to lie inside.
+  """
+
+  dim: int
+  index: jax.Array
+  length: int | None = None
+  view_info_type: ClassVar = ViewInfoType.SELECT
+  picks = False
+
+  def transform_tensor(self, jax_array):
+    moving = MovingInfo(self.dim, self.length, is_traced=True)
+    return moving.transform_tensor(jax_array, self.index)
+
+  def update_tensor(self, new_value, jax_array):
+    moving = MovingInfo(self.dim, self.length, is_traced=True)
+    return moving.update_tensor(new_value, jax_array, self.index)
+
+
+@dataclasses.dataclass(frozen=True)
+class MovingInfo:
+  """A slice of known length along one dimension whose start is an operand.
+
+  Attributes:
+    dim: the dimension.
+    length: of the slice; None for a single element, whose dimension disappears.
+    is_traced: nobody knows whether there is such an element.
+  """
+
+  dim: int
+  length: int | None
+  is_traced: bool = False
+  overlaps: ClassVar[bool] = False
+
+  @property
+  def picks(self) -> bool:
+    """True unless the index may be outside of the dimension."""
+    return not self.is_traced
+
+  def transform_tensor(self, jax_array: jax.Array, start: jax.Array) -> jax.Array:
+    """The slice of an array."""
+    if self.length is None:
+      row = lax.dynamic_index_in_dim(jax_array, start, self.dim, keepdims=False)
+      return self._spoiled(row, jax_array, start)
+    return lax.dynamic_slice_in_dim(jax_array, start, self.length, self.dim)
+
+  def picked(self, places: np.ndarray, start) -> np.ndarray:
+    """The slice of a numpy array."""
+    part = start if self.length is None else slice(start, start + self.length)
+    return places[(slice(None),) * self.dim + (part,)]
+
+  def update_tensor(self, new_value, jax_array, start) -> jax.Array:
+    """The array after `new_value` was written to the slice of it."""
+    if self.length is None:
+      new_value = self._spoiled(new_value, jax_array, start)
+      new_value = jnp.expand_dims(new_value, self.dim)
+    if 0 in new_value.shape:
+      return jax_array
+    return put_slice(jax_array, new_value, self.dim, jnp.asarray(start))
+
+  def _spoiled(self, row, jax_array, start) -> jax.Array:
+    if not self.is_traced:
+      return row
+    size = jax_array.shape[self.dim]
+    return out_of_range.spoiled(row, out_of_range.outside(start, size, wraps=True))
+
+
+def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
+  """A step as a moving one and its start; None for one that is no plain slice."""
+  if isinstance(info, TracedIndexInfo):
+    return MovingInfo(info.dim, info.length, is_traced=True), info.index
+  if isinstance(info, IndexInfo):
+    return MovingInfo(info.dim, None), info.index
+  if isinstance(info, NarrowInfo):
+    *before, (start, stop, step) = info.slices
+    if step == 1 and start is not None and all(p == (None,) * 3 for p in before):
+      return MovingInfo(len(before), stop - start), start
+  return None
+
+
+def _write_through(steps: list, base: jax.Array, value: jax.Array) -> jax.Array:
+  """The base after a write of `value` through steps to it.
+
+  If an element shows several times, and later steps show a part of that, all of these
+  are one step: the other appearances would overwrite the new value.
+
+  Args:
+    steps: pairs of a `ViewInfo` and its starts, which only a `MovingInfo` has.
+    base: the array that the first step reads.
+    value: of the shape of the view.
+  """
+  sources = [base]
+  for info, start in steps[:-1]:
+    sources.append(info.transform_tensor(sources[-1], *start))
+  end = len(steps)
+  while end:
+    first = _first_of_write(steps, end)
+    info, start = steps[first]
+    if first == end - 1:
+      value = info.update_tensor(value, sources[first], *start)
+    else:
+      value = _write_picked(steps[first:end], sources[first], value)
+    end = first
+  return value
+
+
+def _first_of_write(steps: list, end: int) -> int:
+  """The first of the steps before `end` that have to be written through as one."""
+  first = end - 1
+  for place in range(end - 1, -1, -1):
+    info, _ = steps[place]
+    if not info.picks:
+      break
+    first = place if info.overlaps else first
+  return first
+
+
+def _write_picked(steps: list, source: jax.Array, value: jax.Array) -> jax.Array:
+  picked = jnp.arange(source.size).reshape(source.shape)
+  for info, start in steps:
+    picked = info.transform_tensor(picked, *start)
+  return source.ravel().at[picked].set(value).reshape(source.shape)
+
+
+class MovingChain:
+  """A chain whose slices start where an operand says: one program for all places.
+
+  Reads and writes take (base array, starts) for the base.
+  """
+
+  __slots__ = ("infos",)
+
+  def __init__(self, infos: tuple):
+    self.infos = infos
+
+  def _steps(self, starts):
+    for place, info in enumerate(self.infos):
+      yield info, ((starts[place],) if isinstance(info, MovingInfo) else ())
+
+  def read(self, base_and_starts) -> jax.Array:
+    """The view of a base array."""
+    base, starts = base_and_starts
+    for info, start in self._steps(starts):
+      base = info.transform_tensor(base, *start)
+    return base
+
+  def picked(self, base_and_starts) -> np.ndarray:
+    """The view of a numpy array; of starts that Python knows."""
+    base, starts = base_and_starts
+    for info, start in self._steps(starts):
+      base = info.picked(base, *start)
+    return base
+
+  def write(self, base_and_starts, value: jax.Array) -> jax.Array:
+    """The base array after `value` was written to the view."""
+    base, starts = base_and_starts
+    return _write_through(list(self._steps(starts)), base, value)
+
+  def __hash__(self):
+    return hash(self.infos)
+
+  def __eq__(self, other):
+    return type(other) is MovingChain and self.infos == other.infos
+
+
+class Chain:
+  """The steps from a base array to a view of it. Interned: compare by identity.
+
+  Where many slices of one form are taken (`for row in x`), the later ones are
+  `moving`: (a `MovingChain`, the starts), and are not interned. So are those with an
+  index that is being traced: their starts are a tuple.
+  """
+
+  __slots__ = (
+    "infos", "moving", "is_marked", "_longer", "_shorter", "__weakref__"
+  )  # fmt: skip
+
+  # How many chains of one form get a program of their own, whatever their places.
+  LIMIT = 8
+  # Of how many forms that is counted.
+  MOST_FORMS = 1024
+  _taken: ClassVar[dict[tuple, int]] = {}
+
+  def __init__(
+    self,
+    infos: tuple[ViewInfo, ...] = (),
+    moving: bool = False,
+    shorter: "Chain | None" = None,
+  ):
+    self.infos = infos
+    # The one that knows this one: without it there would be another of these steps,
+    # for which everything is compiled again.
+    self._shorter = shorter
+    self.moving = _as_moving(infos) if moving else None
+    # torch's bits for conjugate and negative may be set.
+    self.is_marked = any(isinstance(i, ConjugateInfo | NegateInfo) for i in infos)
+    # Those that a tensor or a program has: they go with the last one.
+    self._longer: dict[ViewInfo, weakref.ref[Chain]] = {}
+
+  def append(self, info: ViewInfo) -> "Chain":
+    """This chain and one more step; two reshapes or two dtypes become one."""
+    reference = self._longer.get(info)
+    longer = None if reference is None else reference()
+    if longer is not None:
+      return longer
+    if self.moving is not None or type(info) is TracedIndexInfo:
+      return Chain((*self.infos, info), moving=True)
+    if _moving(info) is not None and self._is_often_taken(info):
+      return Chain((*self.infos, info), moving=True)
+    longer = self._append(info)
+    self._longer[info] = weakref.ref(longer, _forgetting(self, info))
+    return longer
+
+  def _is_often_taken(self, info: ViewInfo) -> bool:
+    """Count one more chain of this form; True over the limit."""
+    taken = self._taken
+    if len(taken) >= self.MOST_FORMS:
+      taken.clear()
+    form = _forms((*self.infos, info))
+    taken[form] = taken.get(form, 0) + 1
+    return taken[form] > self.LIMIT
+
+  def _append(self, info: ViewInfo) -> "Chain":
+    last = self.infos[-1] if self.infos else None
+    if info == last and isinstance(info, ConjugateInfo | NegateInfo):
+      return chain_of(*self.infos[:-1])
+    if isinstance(info, DtypeInfo) and isinstance(last, DtypeInfo):
+      return chain_of(*self.infos[:-1], info)  # the bytes are those before both
+    if isinstance(info, ReshapeInfo) and isinstance(last, ReshapeInfo):
+      return chain_of(*self.infos[:-1], info)
+    return Chain((*self.infos, info), shorter=self)
+
+  @property
+  def is_traced(self) -> bool:
+    """True where an index has no value yet."""
+    return self.moving is not None and type(self.moving[1]) is tuple
+
+  def read(self, base: jax.Array) -> jax.Array:
+    """The view of a base array."""
+    for info in self.infos:
+      base = info.transform_tensor(base)
+    return base
+
+  def picked(self, base: np.ndarray) -> np.ndarray:
+    """The view of a numpy array, without a copy where numpy has it."""
+    for info in self.infos:
+      base = info.picked(base)
+    return base
+
+  def write(self, base: jax.Array, value: jax.Array) -> jax.Array:
+    """The base array after `value`, of the view's shape, was written to the view."""
+    return _write_through([(info, ()) for info in self.infos], base, value)
+
+  def __repr__(self):
+    return f"Chain{self.infos}"
+
+
+def _forgetting(chain: Chain, info: ViewInfo) -> Callable:
+  """Drops what a chain knows of a longer one that is gone; does not keep the chain."""
+  shorter = weakref.ref(chain)
+
+  def forget(reference: weakref.ref) -> None:
+    chain = shorter()
+    if chain is not None and chain._longer.get(info) is reference:
+      del chain._longer[info]
+
+  return forget
+
+
+def _forms(infos: tuple[ViewInfo, ...]) -> tuple:
+  """Return the steps without the places at which slices start."""
+  forms = map(_moving, infos)
+  return tuple(form[0] if form else info for form, info in zip(forms, infos))
+
+
+def _as_moving(infos: tuple[ViewInfo, ...]) -> tuple[MovingChain, Any]:
+  forms = map(_moving, infos)
+  starts = [form[1] if form else 0 for form in forms]
+  if any(isinstance(start, jax.Array) for start in starts):
+    return MovingChain(_forms(infos)), tuple(starts)
+  return MovingChain(_forms(infos)), np.array(starts, np.int32)
+
+
+WHOLE = Chain()
+"""The chain of a tensor that shows all of its storage."""
+
+
+def chain_of(*infos: ViewInfo) -> Chain:
+  """The interned chain of the given steps."""
+  chain = WHOLE
+  for info in infos:
+    chain = chain.append(info)
+  return chain
