@@ -7,6 +7,7 @@ learning rate, and compares parameters and state with those of torch on the CPU.
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import torchax
 from torchax.errors import TracedStateError
@@ -202,3 +203,55 @@ def test_explain_names_the_state_that_a_call_makes():
   effects = torchax.explain(step, X.to("jax")).effects
   assert effects["SGD.state[0]['momentum_buffer']"] == "assigned"
   assert not optimizer.state
+
+
+class Watching(optim.SGD):
+  """Notes what its groups, and those of the caller's optimizer, are in a step."""
+
+  def step(self, closure=None):
+    seen.append((self.param_groups[0]["lr"], caller[0].param_groups[0]["lr"]))
+    self.steps = 1 + getattr(self, "steps", 0)
+    return super().step(closure)
+
+
+seen: list = []
+caller: list = []
+
+
+def test_a_traced_step_leaves_the_groups_of_the_optimizer_alone():
+  model = _model().to("jax")
+  optimizer = Watching(model.parameters(), 0.5)
+  caller[:], seen[:] = [optimizer], []
+  jax_jit(lambda x: _step(model, optimizer, x))(X.to("jax"))
+  assert seen
+  assert all(type(given) is float for _, given in seen)
+  assert not any(type(inside) is float for inside, _ in seen)
+  assert optimizer.steps == len(seen)
+
+
+def test_a_hook_that_changes_the_groups_in_a_traced_step_is_refused():
+  model = _model().to("jax")
+  optimizer = optim.SGD(model.parameters(), 0.5)
+
+  def halve(optimizer, args, kwargs):
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+  optimizer.register_step_pre_hook(halve)
+  with pytest.raises(TracedStateError, match="SGD changes 'lr'"):
+    jax_jit(lambda x: _step(model, optimizer, x))(X.to("jax"))
+  assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_hooks_of_optimizers_are_there_only_while_a_function_is_traced():
+  model = _model().to("jax")
+  optimizer = optim.SGD(model.parameters(), 0.5)
+  hooks = _global_optimizer_pre_hooks
+  counts = [len(hooks)]
+
+  def step(x):
+    counts.append(len(hooks))
+    return _step(model, optimizer, x)
+
+  jax_jit(step)(X.to("jax"))
+  assert len(hooks) == counts[0]
+  assert set(counts[1:]) == {counts[0] + 1}

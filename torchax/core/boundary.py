@@ -69,10 +69,8 @@ class Boundary:
     made: by identity, tensors on the CPU that were made in the trace.
     numbers: what stands for numbers of the host, by the expression of each.
     missing: expressions that are no operands yet; None where none become operands.
-    made_state: optimizers, each with the parameters whose state was made in the trace.
     stepped: by identity, the state that optimizers had before their first step in it
       (`tracing/optimizer_state.py`).
-    undo: called when the trace ends, the last one first.
     name: of the function, for messages.
     is_trace: a trace of JAX ends with it; else it is a part of a larger one.
     born: references to the storages that were made in it.
@@ -99,9 +97,7 @@ class Boundary:
     self.made: dict[int, object] = {}
     self.numbers: dict = {}
     self.missing: list | None = None
-    self.made_state: list = []
     self.stepped: dict = {}
-    self.undo: list = []
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
     """The array of any storage, inside this boundary."""
@@ -200,8 +196,6 @@ class Boundary:
     try:
       yield self
     finally:
-      while self.undo:
-        self.undo.pop()()
       active.boundary = self.parent
       self.closed = True
       self._end()

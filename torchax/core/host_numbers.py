@@ -13,7 +13,7 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -139,7 +139,6 @@ class Entry(Expression):
 
   def now(self):
     value = self.table[self.name]
-    value = substituted.get((id(self.table), self.name), value)
     value = value if self.place is None else value[self.place]
     return value.item() if isinstance(value, torch.Tensor) else value
 
@@ -195,10 +194,6 @@ class Argument(Expression):
 
   def now(self):
     return _given.numbers[self]
-
-
-# (identity of a dict, name) -> the entry that a `HostNumber` stands for in a trace.
-substituted: dict[tuple[int, str], Any] = {}
 
 
 def _key(part):

@@ -6,19 +6,20 @@ draws, and changes of tensors that outlive the trace.
 """
 
 import contextlib
-import threading
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from torchax.compat import torch_compat
-from torchax.compat.patches import Patch, patch
+from torchax.compat.patches import patch
 from torchax.core import user_code
 from torchax.core.boundary import Boundary
 from torchax.core.storage import active
 from torchax.core.tracebacks import hide
+from torchax.core.while_needed import WhileNeeded
 from torchax.errors import MutationError, TracedDrawError
 from torchax.registry.names import aten
 from torchax.registry.schema import schema_of
@@ -132,44 +133,24 @@ def watching() -> Iterator[None]:
     yield
 
 
-class _Following:
-  """Notes the arrays of `torch.from_numpy`, of which torch tells nobody.
+def _follow_arrays() -> Callable[[], None]:
+  """Guard on the arrays of `torch.from_numpy`, which is no operation."""
+  original = torch.from_numpy
 
-  torch has its own function back where nothing is being traced.
-  """
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self._holders = 0
-    self._patch: Patch | None = None
-    self._original = torch.from_numpy
-
-  @contextlib.contextmanager
-  def __call__(self) -> Iterator[None]:
-    with self._lock:
-      self._holders += 1
-      if self._patch is None:
-        self._original = torch.from_numpy
-        reason = "arrays of numpy that a function reads while it is traced"
-        self._patch = patch(torch, "from_numpy", self._from_numpy, reason)
-    try:
-      yield
-    finally:
-      with self._lock:
-        self._holders -= 1
-        if self._patch is not None and not self._holders:
-          self._patch.undo()
-          self._patch = None
-
-  def _from_numpy(self, ndarray):
+  @functools.wraps(original)
+  def from_numpy(ndarray):
     note(ndarray)
-    tensor = self._original(ndarray)
+    tensor = original(ndarray)
     if active.boundary is not None:
       active.boundary.made[id(tensor)] = tensor
     return tensor
 
+  reason = "arrays of numpy that a function reads while it is traced"
+  return patch(torch, "from_numpy", from_numpy, reason).undo
 
-following_arrays = _Following()
+
+following_arrays = WhileNeeded(_follow_arrays)
+"""Context of a trace: numpy arrays that become tensors in it are guards."""
 
 
 def note(value) -> None:

@@ -137,16 +137,10 @@ def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict
   if effects is None:
     return {}
   names = {id(t._storage): name for t, name in zip(traced.captured, captured)}
-  found = {arguments[place]: "changed in place" for place in effects.arguments}
-  for storage in effects.storages:
-    found[names.get(id(storage), "a tensor")] = "changed in place"
-  for leaf in effects.leaves:
-    found[f"{names.get(id(leaf._storage), 'a tensor')}.grad"] = "set"
-  for leaf in effects.cleared:
-    found[f"{names.get(id(leaf._storage), 'a tensor')}.grad"] = "cleared"
+  found = {change.named(arguments, names): change.kind for change in effects.changes}
   paths = {id(values.module): path for path, values in traced.guards.modules()}
-  for place in effects.places:
-    found[place.shown(paths)] = "assigned"
+  for target in effects.targets:
+    found[target.describe(paths)] = "assigned"
   return found
 
 

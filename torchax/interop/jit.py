@@ -29,7 +29,6 @@ from torchax.rng import NewOperands, current
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import autograd_bridge, environments, forms, static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
-from torchax.tracing.effects import assign, settle
 from torchax.tracing.functionalize import Traced
 from torchax.tracing.specialization import ORDINARY
 from torchax.types import P, R
@@ -225,7 +224,7 @@ class Jitted(Generic[P, R]):
         guards.note_inner(traced.guards)
     if effects is not None:
       if settles:
-        settle(leaves, effects)
+        effects.apply(leaves)
       if effects.tape is not None:
         treedef = jax.tree.structure((args, kwargs))
         numbers = host_numbers.all_given()
@@ -234,12 +233,12 @@ class Jitted(Generic[P, R]):
         results = (out, effects.assigned)
         out, assigned = autograd_bridge.attach(effects.tape, leaves, results, again)
         if settles:
-          assign(effects.places, assigned)
+          effects.assign(assigned)
         if effects.environments:
           out = environments.given_back(out, effects.environments)
         return tensors_of(out)
-      if settles and effects.places:
-        assign(effects.places, grad_mode.stopped(effects.assigned))
+      if settles and effects.targets:
+        effects.assign(grad_mode.stopped(effects.assigned))
       if effects.environments:
         out = grad_mode.stopped(out)
         return tensors_of(environments.given_back(out, effects.environments))

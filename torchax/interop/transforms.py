@@ -24,9 +24,8 @@ from torchax.interop.options import CheckpointOptions, GradOptions, merged, with
 from torchax.rng import Advance
 from torchax.tensor import Tensor
 from torchax.tracing.conversions import tensors_of
-from torchax.tracing.effects import assign, settle
+from torchax.tracing.effects import Effects
 from torchax.tracing.functionalize import Traced
-from torchax.tracing.module_attributes import Place
 from torchax.tracing.names import name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R
@@ -87,9 +86,9 @@ def jax_value_and_grad(
     except TypeError as error:
       _explain(error, traced.__name__, argnums_of_user, len(args))
       raise
-    settle(leaves, effects)
     if effects is not None:
-      assign(effects.places, effects.assigned)
+      effects.apply(leaves)
+      effects.assign(effects.assigned)
     return tensors_of((value, grads))
 
   return value_and_grad
@@ -188,7 +187,7 @@ class _Checkpointed:
     self._static = {number: args[number] for number in static}
     self._count = len(args)
     self._changed: tuple[int, ...] = ()
-    self._places: tuple[Place, ...] = ()
+    self._targets: tuple = ()
     self._transformed = Transformed(
       "gradient_checkpoint", (on_dynamic,), self._lower, hands_out=True
     )
@@ -206,7 +205,7 @@ class _Checkpointed:
             "a gradient. Return the new value instead."
           )
         leaves[place].replace_jax(tensor.jax())
-    assign(self._places, assigned)
+    Effects(targets=self._targets).assign(assigned)
     return out
 
   def _lower(self, call, rng, captured, args):
@@ -215,7 +214,7 @@ class _Checkpointed:
     def pure(rng, captured, args):
       done = call(0, rng, captured, args)
       moves.append(done.advance)
-      self._changed, self._places = tuple(done.arguments), tuple(done.assigned)
+      self._changed, self._targets = tuple(done.arguments), tuple(done.assigned)
       results = (done.out, [*done.arguments.values()], [*done.assigned.values()])
       # A re-seed comes back as an array.
       return results, done.states, done.advance.keys

@@ -23,7 +23,6 @@ from torchax.core.programs import ProgramCache
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracing.module_attributes import Place
 
 # Of one program, for other static arguments.
 MOST_AGAIN = 16
@@ -38,7 +37,7 @@ class BackwardProgram:
     arguments: indices of the argument leaves that get one.
     roots: outer tensors that get one; with their graphs, if they are not leaves.
     used: for each of the last two, in order, whether the outputs depend on it.
-    assigned: attributes of modules whose tensors are outputs, after the result's.
+    assigned: targets (`effects.py`) whose tensors are outputs, after the result's.
   """
 
   def __init__(self, places, avals, arguments, roots):
@@ -47,7 +46,7 @@ class BackwardProgram:
     self.arguments: tuple[int, ...] = arguments
     self.roots: tuple[Tensor, ...] = roots
     self.used: tuple[bool, ...] = ()
-    self.assigned: tuple[Place, ...] = ()
+    self.assigned: tuple = ()
     # Compiled gradients that can be differentiated, by the static arguments.
     self.again: ProgramCache = ProgramCache(MOST_AGAIN)
     self._jaxpr = None
@@ -78,7 +77,7 @@ class BackwardProgram:
       gradients: of the output leaves that have one.
     """
     outputs = jax.tree.leaves(out, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
-    outputs += [place.get() for place in self.assigned]
+    outputs += [target.get() for target in self.assigned]
     recorded = [outputs[place] for place in self.places]
     wanted = [*[leaves[place] for place in self.arguments], *self.roots]
     return torch.autograd.grad(

@@ -1,8 +1,11 @@
-"""What a traced function changes in place: found in the trace, applied after a call."""
+"""Effects of a traced function: found in the trace, applied after each call.
+
+Each change is static. Its array, if it has one, is a result of the program.
+"""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -15,79 +18,179 @@ from torchax.errors import MutationError
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.autograd_bridge import Tape
 from torchax.tracing.conversions import tensors_of
-from torchax.tracing.module_attributes import Assignment, Place, is_born_in
-from torchax.tracing.specialization import is_trained
+from torchax.tracing.module_attributes import is_born_in
+from torchax.tracing.specialization import Specialization, is_trained
+
+
+class Change:
+  """A change that each call of a program makes.
+
+  `apply(leaves, array)` makes it: `leaves` are those of the arguments, `array` has the
+  new numbers, or is None. `named(arguments, names)` returns its target for messages,
+  given the names of the argument leaves, and those of captured tensors by the identity
+  of their storages.
+  """
+
+  kind = "changed in place"
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteArgument(Change):
+  """New numbers of an argument leaf, given by its index."""
+
+  index: int
+
+  def apply(self, leaves: list, array) -> None:
+    leaf = leaves[self.index]
+    if isinstance(leaf, Tensor):
+      leaf.replace_jax(array)
+    elif isinstance(leaf, torch.Tensor):  # 0-d on the CPU, such as a count of steps
+      with torch.no_grad():
+        leaf.copy_(mappings.j2t(array))
+
+  def named(self, arguments: list, names: dict) -> str:
+    return arguments[self.index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshape(WriteArgument):
+  """Changes of an argument's shape in place, replayed on the caller's tensor.
+
+  It has an array where the memory of the argument has grown.
+
+  Attributes:
+    steps: (operation, args, kwargs) of each.
+  """
+
+  steps: tuple
+
+  def apply(self, leaves, array):
+    leaf = leaves[self.index]
+    if isinstance(leaf, Tensor):
+      with torch.no_grad():
+        for op, args, kwargs in self.steps:
+          op(leaf, *args, **dict(kwargs))
+      if array is not None:
+        leaf.replace_jax(array)
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteStorage(Change):
+  """New numbers of a storage from outside.
+
+  Attributes:
+    storage: in the trace.
+    holder: the captured tensor that had it; for a captured gradient its leaf; or None.
+    is_gradient: the storage is that of `holder.grad`.
+  """
+
+  storage: Identity
+  holder: Identity | None = None
+  is_gradient: bool = False
+
+  def apply(self, leaves, array):
+    holder = None if self.holder is None else self.holder.value
+    found = holder.grad if self.is_gradient else holder
+    (self.storage.value if found is None else found._storage).write(array)
+
+  def named(self, arguments, names):
+    return names.get(id(self.storage.value), "a tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class SetGradient(Change):
+  """A new tensor for the `.grad` of an outer leaf."""
+
+  leaf: Identity
+  kind = "set"
+
+  def apply(self, leaves, array):
+    leaf = self.leaf.value
+    leaf.grad = new_tensor(array, leaf._env)
+
+  def named(self, arguments, names):
+    return names.get(id(self.leaf.value._storage), "a tensor") + ".grad"
+
+
+class ClearGradient(SetGradient):
+  """None for the `.grad` of an outer leaf."""
+
+  kind = "cleared"
+
+  def apply(self, leaves, array):
+    self.leaf.value.grad = None
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class Effects:
-  """What a traced function changed in place; which is static, the numbers are not.
+  """Changes of a traced function, with the arrays of one call.
 
   Attributes:
-    arguments: indices of argument leaves.
-    storages: of outer tensors.
-    holders: for each of these, the captured tensor whose storage it was in the trace,
-      or None; for the storage of a captured leaf's gradient, the leaf.
-    leaves: outer leaves whose `.grad` was set.
-    cleared: outer leaves whose `.grad` became None.
-    arrays: the new numbers of the first three, in order; then those of arguments whose
-      memory has grown.
-    tape: what torch's autograd needs to go back through the call, or None.
-    reshapes: (index of an argument leaf, (operation, args, kwargs), …) of changes of
-      shape in place, to replay on the caller's tensor.
-    grown: indices of the argument leaves whose memory has grown.
-    of_gradients: for each of `holders`, whether it is the leaf of a gradient.
-    places: plain attributes of modules that were assigned to.
-    assigned: their new tensors, as arrays.
+    changes: in the order in which they are applied.
+    arrays: the new numbers of each; None for a change without.
+    targets: attributes of modules and entries of optimizers' states (`Target`,
+      `StateTarget`) that each call gives new tensors.
+    assigned: arrays of these tensors.
+    tape: the backward pass of the call for torch's autograd, or None.
     environments: of the results; empty where all are of the default one.
   """
 
-  arguments: tuple[int, ...]
-  storages: tuple[Storage, ...]
-  holders: tuple[Tensor | None, ...]
-  leaves: tuple[Tensor, ...]
-  cleared: tuple[Tensor, ...]
-  arrays: list[jax.Array]
+  changes: tuple[Change, ...] = ()
+  arrays: list = dataclasses.field(default_factory=list)
+  targets: tuple = ()
+  assigned: list = dataclasses.field(default_factory=list)
   tape: Tape | None = None
-  reshapes: tuple = ()
-  grown: tuple[int, ...] = ()
-  of_gradients: tuple[bool, ...] = ()
-  places: tuple[Place, ...] = ()
-  assigned: list[jax.Array] = dataclasses.field(default_factory=list)
   environments: tuple = ()
 
   def tree_flatten(self):
-    objects = (*self.storages, *self.holders, *self.leaves, *self.cleared)
-    static = tuple(map(Identity, objects))
-    counts = (len(self.storages), len(self.leaves))
-    shapes = (self.reshapes, self.grown, self.of_gradients, self.places)
-    children = (self.arrays, self.tape, self.assigned)
-    return children, (self.arguments, static, counts, shapes, self.environments)
+    static = (self.changes, self.targets, self.environments)
+    return (self.arrays, self.assigned, self.tape), static
 
   @classmethod
   def tree_unflatten(cls, static, children):
-    arguments, identities, (n_storages, n_leaves), shapes, environments = static
-    arrays, tape, assigned = children
-    objects = tuple([identity.value for identity in identities])
-    start = 2 * n_storages
-    middle = start + n_leaves
+    changes, targets, environments = static
+    arrays, assigned, tape = children
+    return cls(changes, arrays, targets, assigned, tape, environments)
+
+  @classmethod
+  def of(cls, changes: Sequence[tuple], assigned: Sequence[tuple]) -> "Effects":
+    """Effects of (change, array) pairs and (target, tensor) pairs."""
     return cls(
-      arguments,
-      objects[:n_storages],
-      objects[n_storages:start],
-      objects[start:middle],
-      objects[middle:],
-      arrays,
-      tape,
-      *shapes,
-      assigned,
-      environments,
+      tuple([change for change, _ in changes]),
+      [array for _, array in changes],
+      tuple([target for target, _ in assigned]),
+      [tensor.jax() for _, tensor in assigned],
     )
 
+  def or_none(self) -> "Effects | None":
+    """None in place of no effects, which a call passes over."""
+    return (
+      self if self.changes or self.targets or self.tape or self.environments else None
+    )
 
-NONE = Effects((), (), (), (), (), [])
-"""Nothing has changed."""
+  def apply(self, leaves: list) -> None:
+    """Make the changes to the caller's tensors.
+
+    Args:
+      leaves: of the arguments.
+    """
+    for change, array in zip(self.changes, self.arrays):
+      change.apply(leaves, array)
+
+  def assign(self, values: Sequence) -> None:
+    """Give the targets their tensors.
+
+    Args:
+      values: the tensors; or arrays, which have no gradient.
+    """
+    for target, tensor in zip(self.targets, tensors_of(list(values))):
+      target.set(tensor)
+
+  def of_kind(self, *kinds: type) -> list[tuple[Any, Any]]:
+    """Return the changes of these classes, with their arrays."""
+    pairs = zip(self.changes, self.arrays)
+    return [(change, array) for change, array in pairs if type(change) in kinds]
 
 
 class Lifted(NamedTuple):
@@ -108,10 +211,10 @@ class Lifted(NamedTuple):
 
 
 def collect(
-  name: str, boundary: Boundary, inner: list, born: list, specialization,
-  lifted: Lifted, assignments: Sequence[Assignment] = (),
-) -> Effects | None:  # fmt: skip
-  """What a function has changed in place in its trace; None for nothing.
+  name: str, boundary: Boundary, inner: list, born: list,
+  specialization: Specialization, lifted: Lifted,
+) -> list[tuple[Change, Any]]:  # fmt: skip
+  """Return the changes that a function has made in its trace, with their arrays.
 
   Args:
     name: of the function.
@@ -120,68 +223,55 @@ def collect(
     born: the storages that these had when the trace began; None for what is no tensor.
     specialization: of the trace.
     lifted: the captured tensors.
-    assignments: to plain attributes of modules.
 
   Raises:
-    MutationError: what changed cannot be handed back to the caller.
+    MutationError: a change cannot be handed back to the caller.
   """
-  repeats = {place for place, _ in specialization.same}
-  reshapes = tuple(
-    (place, *boundary.reshapes[id(value)][1])
-    for place, value in enumerate(inner)
-    if id(value) in boundary.reshapes and place not in repeats
-  )
-  reshaped = {place for place, *_ in reshapes}
-  changed = tuple(
-    place
-    for place, (value, storage) in enumerate(zip(inner, born))
-    if storage is not None
-    and place not in repeats
-    and (storage.version or value._storage is not storage or place in reshaped)
-  )
-  if set(changed) & set(specialization.overlapping):
+  repeats = {index for index, _ in specialization.same}
+  found: list[tuple[WriteArgument, Any]] = []
+  reshapes: list[tuple[Change, Any]] = []
+  for index, (value, storage) in enumerate(zip(inner, born)):
+    if storage is None or index in repeats:
+      continue
+    is_rebound = value._storage is not storage
+    if id(value) in boundary.reshapes:
+      _, steps = boundary.reshapes[id(value)]
+      change = Reshape(index, tuple(steps))
+      reshapes.append((change, value.jax() if is_rebound else None))
+      found.append((WriteArgument(index), storage.array))
+    elif is_rebound:
+      found.append((WriteArgument(index), _rebound(name, value, storage)))
+    elif storage.version:
+      found.append((WriteArgument(index), storage.array))
+  if {change.index for change, _ in found} & set(specialization.overlapping):
     raise MutationError(
       f"{name} changes an argument in place whose memory another argument "
       "shares as a different view. Pass the base and take the views inside."
     )
+  return [*found, *_of_captured(boundary, lifted), *reshapes]
+
+
+def _of_captured(boundary: Boundary, lifted: Lifted) -> Iterator[tuple[Change, Any]]:
+  """Changes of outer storages, and of the gradients of outer leaves."""
   grads = lifted.grads
+  holders = {id(tensor._storage): (tensor, False) for tensor in lifted.tensors}
+  for leaf in lifted.gradients:
+    gradient = grads.get(id(leaf))
+    if isinstance(gradient, Tensor):
+      holders[id(gradient._storage)] = (leaf, True)
+  for shadow in boundary.written():
+    holder = holders.get(id(shadow.storage))
+    change = WriteStorage(Identity(shadow.storage))
+    if holder is not None:
+      change = WriteStorage(change.storage, Identity(holder[0]), holder[1])
+    yield change, shadow.array
   leaves = trained_leaves(boundary)
-  updated = [t for t in leaves if is_born_in(t.grad, boundary)]
-  cleared = [t for t in leaves if t.grad is None and grads.get(id(t)) is not None]
-  shadows = boundary.written()
-  if not (changed or shadows or updated or cleared or assignments):
-    return None
-  arrays = [
-    born[place].array
-    if inner[place]._storage is born[place] or place in reshaped
-    else _rebound(name, inner[place], born[place])
-    for place in changed
-  ]
-  arrays += [shadow.array for shadow in shadows]
-  arrays += [tensor.grad.jax() for tensor in updated]
-  grown = tuple(p for p in reshaped if inner[p]._storage is not born[p])
-  arrays += [inner[place].jax() for place in grown]
-  storages = tuple(shadow.storage for shadow in shadows)
-  holders = {id(tensor._storage): tensor for tensor in lifted.tensors}
-  gradients = {
-    id(grads[id(leaf)]._storage): leaf
-    for leaf in lifted.gradients
-    if isinstance(grads.get(id(leaf)), Tensor)
-  }
-  keys = [id(storage) for storage in storages]
-  return Effects(
-    changed,
-    storages,
-    tuple([gradients.get(key, holders.get(key)) for key in keys]),
-    tuple(updated),
-    tuple(cleared),
-    arrays,
-    reshapes=reshapes,
-    grown=grown,
-    of_gradients=tuple([key in gradients for key in keys]),
-    places=tuple([assignment.place for assignment in assignments]),
-    assigned=[assignment.value.jax() for assignment in assignments],
-  )
+  for leaf in leaves:
+    if is_born_in(leaf.grad, boundary):
+      yield SetGradient(Identity(leaf)), leaf.grad.jax()
+  for leaf in leaves:
+    if leaf.grad is None and grads.get(id(leaf)) is not None:
+      yield ClearGradient(Identity(leaf)), None
 
 
 def _rebound(name: str, tensor: Tensor, storage: Storage) -> jax.Array:
@@ -209,58 +299,3 @@ def drop_traced_grads(boundary: Boundary, lifted: Lifted) -> None:
     was_cleared = tensor.grad is None and before is not None
     if was_cleared or is_born_in(tensor.grad, boundary):
       tensor.grad = before
-
-
-# After a call -------------------------------------------------------------------------
-
-
-def settle(leaves: list, effects: Effects | None) -> None:
-  """Applies what the function changed in place to the caller's tensors."""
-  if effects is None:
-    return
-  arrays = iter(effects.arrays)
-  on_host = []
-  for place in effects.arguments:
-    leaf, array = leaves[place], next(arrays)
-    if isinstance(leaf, Tensor):
-      leaf.replace_jax(array)
-    elif isinstance(leaf, torch.Tensor):
-      on_host.append((leaf, array))
-    # else an array, whose holder cannot see the change
-  if on_host:
-    _write_to_host(on_host)
-  for storage, holder, is_gradient in zip(
-    effects.storages, effects.holders, effects.of_gradients
-  ):
-    found = holder.grad if is_gradient else holder
-    (storage if found is None else found._storage).write(next(arrays))
-  for tensor in effects.leaves:
-    tensor.grad = new_tensor(next(arrays), tensor._env)
-  for tensor in effects.cleared:
-    tensor.grad = None
-  for place, *steps in effects.reshapes:
-    if isinstance(leaves[place], Tensor):
-      with torch.no_grad():
-        for op, args, kwargs in steps:
-          op(leaves[place], *args, **dict(kwargs))
-  for place in effects.grown:
-    if isinstance(leaves[place], Tensor):
-      leaves[place].replace_jax(next(arrays))
-
-
-def assign(places: Sequence[Place], values: Sequence) -> None:
-  """Gives plain attributes of modules the tensors that a call has made for them.
-
-  Args:
-    places: the attributes.
-    values: the tensors; or arrays, which have no gradient.
-  """
-  for place, tensor in zip(places, tensors_of(list(values))):
-    place.set(tensor)
-
-
-def _write_to_host(changes: list[tuple[torch.Tensor, jax.Array]]) -> None:
-  """Changes 0-d tensors on the CPU, such as an optimizer's count of its steps."""
-  with torch.no_grad():
-    for tensor, array in changes:
-      tensor.copy_(mappings.j2t(array))

@@ -10,7 +10,6 @@ captured tensors and to the `.grad` of captured leaves. `settle` applies them.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import operator
@@ -44,9 +43,9 @@ from torchax.tracing import (
 )
 from torchax.tracing.conversions import arrays_of
 from torchax.tracing.effects import (
-  NONE,
   Effects,
   Lifted,
+  WriteArgument,
   collect,
   drop_traced_grads,
   trained_leaves,
@@ -323,7 +322,8 @@ class Traced:
     if self.takes_numbers:
       boundary.numbers = dict(zip(self.numbers, numbers))
       boundary.missing = []
-    with host_operations.watching(), boundary.enter(), _unhooked(), watching:
+    steps = optimizers.tracing_steps
+    with host_operations.watching(), boundary.enter(), _unhooked(), watching, steps:
       for tensor, array in zip(tensors, captured):
         boundary.lift(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
@@ -335,26 +335,22 @@ class Traced:
           out = self.function(*args, **kwargs)
         out = static_arguments.hidden_results(out, self.__name__)
         arrays = arrays_of(out)
-        assignments = [
+        assigned = [
           *attributes.settle(boundary, self.__name__, self.hands_out),
           *optimizer_state.settle(boundary, self.hands_out),
         ]
         self._note_gradients(boundary, lifted)
-        effects = collect(
-          self.__name__, boundary, inner, born, specialization, lifted, assignments
-        )
+        changes = collect(self.__name__, boundary, inner, born, specialization, lifted)
+        effects = Effects.of(changes, assigned)
+        effects.environments = environments.of_results(out)
         if records:
           outputs = jax.tree.leaves(out, is_leaf=_is_tensor)
-          outputs += [assignment.value for assignment in assignments]
-          effects = self._with_tape(effects, outputs, inner, specialization, boundary)
-        of_results = environments.of_results(out)
-        if of_results:
-          effects = dataclasses.replace(effects or NONE, environments=of_results)
+          outputs += [value for _, value in assigned]
+          effects.tape = self._tape(effects, outputs, inner, specialization, boundary)
         self._require_plain(boundary)
       except BaseException as error:
         attributes.undo_traced(boundary)
-        optimizer_state.undo(boundary)
-        optimizers.undo_state(boundary)
+        optimizer_state.undo(boundary, has_failed=True)
         # A parameter that is a leaf outside as well keeps torch's own words.
         is_given = records and any(specialization.wants_grad[: len(inputs)])
         if is_given and _OF_LEAF in str(error):
@@ -365,9 +361,9 @@ class Traced:
     self._require_operands(boundary, tensors)
     if self.lifts:
       self.guards.follow_attributes(
-        [*self._storages, *(() if effects is None else effects.storages)]
+        [*self._storages, *(shadow.storage for shadow in boundary.written())]
       )
-    return arrays, effects
+    return arrays, effects.or_none()
 
   def note_trace(self, operands, args: tuple, kwargs: dict) -> None:
     """Keeps what a finished trace was made for, to tell why there is another one."""
@@ -390,9 +386,9 @@ class Traced:
         inner.append(value)
     return inner
 
-  def _with_tape(
-    self, effects, outputs, inner, specialization, boundary
-  ) -> Effects | None:
+  def _tape(
+    self, effects: Effects, outputs, inner, specialization, boundary
+  ) -> autograd_bridge.Tape | None:
     wanted = {
       place: value
       for place, value in enumerate(inner)
@@ -400,13 +396,11 @@ class Traced:
     }
     for place, _ in specialization.same:
       wanted.pop(place, None)
-    self._require_followed(effects, inner, boundary)
+    self._require_followed(effects, inner)
     tape = autograd_bridge.record(outputs, wanted, list(boundary.roots.values()))
-    if tape is None:
-      return effects
-    effects = effects or NONE
-    tape.program.assigned = effects.places
-    return dataclasses.replace(effects, tape=tape)
+    if tape is not None:
+      tape.program.assigned = effects.targets
+    return tape
 
   def _require_plain(self, boundary: Boundary) -> None:
     """Raises MutationError where an outer tensor has become part of a traced graph."""
@@ -421,9 +415,9 @@ class Traced:
         "`torch.no_grad()`, or return the new value instead."
       )
 
-  def _require_followed(self, effects, inner, boundary) -> None:
+  def _require_followed(self, effects: Effects, inner) -> None:
     """Raises MutationError where a change in place would lose a gradient."""
-    changed = [inner[place] for place in effects.arguments] if effects else []
+    changed = [inner[change.index] for change, _ in effects.of_kind(WriteArgument)]
     if any(tensor.grad_fn is not None for tensor in changed):
       self._refuse_followed()
 
@@ -502,7 +496,7 @@ def on_host(name: str, place: tuple[str, int] | None) -> Iterator[None]:
     yield
     return
   refused = host_randomness.refused(name, place)
-  with host_operations.following_arrays(), refused:
+  with host_operations.following_arrays, refused:
     yield
 
 

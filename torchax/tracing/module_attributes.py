@@ -48,9 +48,9 @@ class Assignment:
     return self.table is not vars(self.module)
 
   @property
-  def place(self) -> "Place":
-    """Where the tensor of a plain attribute goes after a call."""
-    return Place(Identity(self.module), self.name, self.value.requires_grad)
+  def target(self) -> "Target":
+    """The plain attribute, as a call finds it."""
+    return Target(Identity(self.module), self.name, self.value.requires_grad)
 
   def undo(self) -> None:
     """Gives the attribute the value that it had."""
@@ -64,8 +64,8 @@ class Assignment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-  """A plain attribute, by its module and name; a part of what a program returns."""
+class Target:
+  """Plain attribute of a module that each call gives a new tensor."""
 
   module: Identity
   name: str
@@ -85,8 +85,8 @@ class Place:
       writes.count += 1  # that there is a tensor now is what Python may decide by
     attributes[self.name] = tensor if self.has_gradient else tensor.detach()
 
-  def shown(self, paths: dict[int, str]) -> str:
-    """What it is called in tables, with the paths of modules by their identities."""
+  def describe(self, paths: dict[int, str]) -> str:
+    """Return its name, given the paths of modules by their identities."""
     module = self.module.value
     return f"{paths.get(id(module), type(module).__name__)}.{self.name}"
 
@@ -122,7 +122,7 @@ class Attributes:
       if is_born_in(assignment.value, boundary):
         assignment.undo()
 
-  def settle(self, boundary: Boundary, name: str, hands_out: bool) -> list[Assignment]:
+  def settle(self, boundary: Boundary, name: str, hands_out: bool) -> list[tuple]:
     """Takes back what was assigned; it takes effect when the function has run.
 
     Args:
@@ -133,8 +133,8 @@ class Attributes:
         is wrong when it is used.
 
     Returns:
-      The assignments to plain attributes that are results. The others are changes of
-      the tensors that the modules have.
+      Plain attributes whose tensors are results (`Target`), with these tensors. The
+      other assignments are changes of the tensors that the modules have.
 
     Raises:
       MutationError: the assigned tensor cannot be written to the one before.
@@ -162,7 +162,7 @@ class Attributes:
       assignment.undo()
     for assignment, array in zip(found, arrays):
       assignment.before._storage.write(array)
-    return results
+    return [(assignment.target, assignment.value) for assignment in results]
 
   def _was_read(self, assignment: Assignment, boundary: Boundary) -> bool:
     """True where a later call may depend on what is assigned in this one.

@@ -19,8 +19,8 @@ from torchax.tensor import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class StatePlace:
-  """An entry of an optimizer's state; a part of what a program returns."""
+class StateTarget:
+  """Entry of an optimizer's state that each call gives a new tensor."""
 
   optimizer: Identity
   parameter: Identity
@@ -34,28 +34,15 @@ class StatePlace:
     """Gives it a tensor, which has no gradient."""
     optimizer = self.optimizer.value
     if active.boundary is not None:
-      note(optimizer, active.boundary)  # it is handed on from there
+      record(optimizer, active.boundary)  # it is handed on from there
     optimizer.state[self.parameter.value][self.name] = tensor.detach()
 
-  def shown(self, paths: dict[int, str]) -> str:
-    """What it is called in tables."""
+  def describe(self, paths: dict[int, str]) -> str:
+    """Return its name."""
     optimizer = self.optimizer.value
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     number = [id(p) for p in parameters].index(id(self.parameter.value))
     return f"{type(optimizer).__name__}.state[{number}][{self.name!r}]"
-
-
-@dataclasses.dataclass(frozen=True)
-class MadeState:
-  """A tensor that a step has put into an optimizer's state.
-
-  Attributes:
-    place: where.
-    value: the tensor.
-  """
-
-  place: StatePlace
-  value: torch.Tensor
 
 
 class State:
@@ -63,14 +50,16 @@ class State:
 
   def __init__(self, optimizer: torch.optim.Optimizer):
     self.optimizer = optimizer
+    # Parameters whose state was made for the trace.
+    self._made: list[torch.Tensor] = []
     self._before = {
       parameter: dict(entries)
       for parameter, entries in optimizer.state.items()
       if isinstance(entries, dict)
     }
 
-  def made(self, boundary: Boundary) -> list[MadeState]:
-    """The entries that steps in a trace have put there.
+  def made(self, boundary: Boundary) -> list[tuple[StateTarget, torch.Tensor]]:
+    """Return the entries that steps in a trace have put there, and their tensors.
 
     Raises:
       TracedStateError: an entry is no jax tensor, so that a call cannot give it back.
@@ -84,20 +73,27 @@ class State:
         if name in before and before[name] is value:
           continue
         if isinstance(value, Tensor) and value._storage.birth is boundary:
-          place = StatePlace(Identity(self.optimizer), Identity(parameter), name)
-          found.append(MadeState(place, value))
+          owners = Identity(self.optimizer), Identity(parameter)
+          found.append((StateTarget(*owners, name), value))
         elif not isinstance(value, Tensor) and not _is_equal(before.get(name), value):
           raise on_host(self.optimizer, name)
     return found
 
   def keep(self, parameters: Sequence[torch.Tensor]) -> None:
-    """Takes the state of these parameters for what was there before."""
+    """Take the state of these parameters, made for the trace, for what was there."""
+    self._made += parameters
     for parameter in parameters:
       self._before[parameter] = dict(self.optimizer.state[parameter])
 
-  def undo(self) -> None:
-    """Gives the optimizer the entries that it had."""
+  def undo(self, has_failed: bool = False) -> None:
+    """Give the optimizer the entries that it had.
+
+    Args:
+      has_failed: the trace has; what was made for it goes as well.
+    """
     state = self.optimizer.state
+    for parameter in self._made if has_failed else ():
+      self._before.pop(parameter, None)
     for parameter, entries in list(state.items()):
       if not isinstance(entries, dict):
         continue
@@ -128,12 +124,12 @@ def on_host(optimizer: torch.optim.Optimizer, entry: str) -> TracedStateError:
   )
 
 
-def note(
+def record(
   optimizer: torch.optim.Optimizer,
   boundary: Boundary,
   made: Sequence[torch.Tensor] = (),
 ) -> None:
-  """Keeps the state of an optimizer as it is before its first step in a trace.
+  """Record the state of an optimizer before its first step in a trace.
 
   Args:
     optimizer: the optimizer.
@@ -144,12 +140,15 @@ def note(
   known.keep(made)
 
 
-def settle(boundary: Boundary, hands_out: bool) -> list[MadeState]:
-  """Takes out of the optimizers what a trace has made; it is a result of each call.
+def settle(boundary: Boundary, hands_out: bool) -> list[tuple]:
+  """Take out of the optimizers what a trace has made; it is a result of each call.
 
   Args:
     boundary: of the trace.
     hands_out: the tensors can be results of the function.
+
+  Returns:
+    Entries of states (`StateTarget`), with the tensors for them.
 
   Raises:
     TracedStateError: they cannot, or something else than tensors has changed.
@@ -168,7 +167,7 @@ def settle(boundary: Boundary, hands_out: bool) -> list[MadeState]:
   return made
 
 
-def undo(boundary: Boundary) -> None:
-  """Gives the optimizers that were stepped in a trace the state from before it."""
+def undo(boundary: Boundary, has_failed: bool = False) -> None:
+  """Give the optimizers that were stepped in a trace the state from before it."""
   for state in boundary.stepped.values():
-    state.undo()
+    state.undo(has_failed)

@@ -1,10 +1,10 @@
 """`torch.optim` inside compiled functions, as it is written outside of them.
 
-While a step is traced, the numbers of the parameter groups are numbers of the host
-(`core/host_numbers.py`), so that a schedule of learning rates is followed. The state is
-made before the trace goes on, and steps are counted on the device, as with
-`capturable=True`. What would be counted on the host is refused: a compiled function
-would do it only while it is traced.
+A step that is traced runs on a copy of the optimizer. There the numbers of the
+parameter groups are numbers of the host (`core/host_numbers.py`), so that a schedule of
+learning rates is followed. The state is made before the trace goes on, and steps are
+counted on the device, as with `capturable=True`. A count on the host is refused: a
+compiled function would count only while it is traced.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import torch
@@ -22,9 +22,10 @@ from torch.optim.optimizer import (
 )
 
 from torchax.compat import torch_compat
-from torchax.core.host_numbers import Entry, HostNumber, substituted
+from torchax.core.host_numbers import Entry, HostNumber
 from torchax.core.static_values import Identity, in_words, key_of
 from torchax.core.storage import active
+from torchax.core.while_needed import WhileNeeded
 from torchax.errors import TracedStateError
 from torchax.tensor import Tensor
 from torchax.tracing import optimizer_state
@@ -120,7 +121,7 @@ def _kind(value):
 
 def _is_number(value) -> bool:
   """True for a floating-point number, also in a 0-d tensor on the CPU."""
-  if isinstance(value, float | HostNumber):
+  if isinstance(value, float):
     return True
   is_on_host = isinstance(value, torch.Tensor) and not isinstance(value, Tensor)
   return is_on_host and not value.dim() and value.is_floating_point()
@@ -138,94 +139,123 @@ def _outside() -> Iterator[None]:
 
 
 class _Step:
-  """A step of an optimizer in a trace."""
+  """A step of an optimizer in a trace, which runs on a copy of it.
+
+  The copy has parameter groups of its own; the state is the optimizer's. So other
+  threads never see what the numbers of the groups are in the trace.
+
+  Attributes:
+    copy: the copy.
+  """
 
   def __init__(self, optimizer: torch.optim.Optimizer):
     self._optimizer = optimizer
-    self._before = [dict(group) for group in optimizer.param_groups]
-    self._inside: list[dict] = []
-
-  def begin(self) -> None:
-    """Gives the parameter groups what they have in the trace."""
-    kind = type(self._optimizer).__name__
-    for number, group in enumerate(self._optimizer.param_groups):
-      owner = f"{kind}.param_groups[{number}]"
-      if group.get("capturable") is False:
-        group["capturable"] = True
-        if group.get("fused"):  # it takes numbers that C++ wants to know
-          group["fused"], group["foreach"] = False, True
-      elif _counts_when_fused(self._optimizer):
-        group["fused"], group["foreach"] = True, False
-      for name, value in list(group.items()):
-        if _is_number(value):
-          substituted[id(group), name] = value
-          group[name] = HostNumber(Entry(group, name, owner))
-          if name == "lr" and _counts_when_fused(self._optimizer):
-            group[name] = _as_tensor(group[name], group["params"])
-        elif isinstance(value, tuple) and value and all(map(_is_number, value)):
-          substituted[id(group), name] = value
-          group[name] = tuple(
-            [HostNumber(Entry(group, name, owner, n)) for n in range(len(value))]
-          )
-    self._inside = [dict(group) for group in self._optimizer.param_groups]
+    self._before = dict(vars(optimizer))
+    self._groups = [dict(group) for group in optimizer.param_groups]
+    self.copy = object.__new__(type(optimizer))
+    vars(self.copy).update(self._before)
+    groups = [
+      _in_trace(optimizer, number) for number in range(len(optimizer.param_groups))
+    ]
+    self.copy.param_groups = groups
+    self._inside = [dict(group) for group in groups]
+    vars(self.copy)[_STEP] = self
 
   def end(self) -> None:
-    """Gives the parameter groups what they had; raises if the step has changed them."""
+    """Hand attributes that the step has set to the optimizer.
+
+    Raises:
+      TracedStateError: the step has changed the parameter groups.
+    """
     changed = [
-      name
-      for group, inside in zip(self._optimizer.param_groups, self._inside)
-      for name in group
-      if group[name] is not inside.get(name)
+      *_differences(self.copy.param_groups, self._inside),
+      *_differences(self._optimizer.param_groups, self._groups),
     ]
-    self.undo()
     if changed:
+      for group, before in zip(self._optimizer.param_groups, self._groups):
+        group.clear()
+        group.update(before)
       raise TracedStateError(
         f"{type(self._optimizer).__name__} changes {changed[0]!r} of its parameter "
         "groups in a step, which a compiled function does only while it is traced. Run "
         "its steps eagerly."
       )
-
-  def undo(self) -> None:
-    """Gives the parameter groups what they had."""
-    for group, before in zip(self._optimizer.param_groups, self._before):
-      for name in before:
-        substituted.pop((id(group), name), None)
-      group.clear()
-      group.update(before)
-    self._before = []
+    for name, value in vars(self.copy).items():
+      is_own = name in ("param_groups", _STEP)
+      if not is_own and value is not self._before.get(name, self):
+        vars(self._optimizer)[name] = value
 
 
-_steps: dict[int, _Step] = {}
+# Attribute of a copy: its step.
+_STEP = "_torchax_step"
 
 
-def _begin_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-  """Prepares a step inside a compiled function."""
+def _differences(groups: list[dict], known: list[dict]) -> list[str]:
+  found = [] if len(groups) == len(known) else ["params"]
+  for group, before in zip(groups, known):
+    found += [name for name in group if group[name] is not before.get(name)]
+  return found
+
+
+def _in_trace(optimizer: torch.optim.Optimizer, number: int) -> dict:
+  """A parameter group as a step in a trace has it."""
+  original = optimizer.param_groups[number]
+  owner = f"{type(optimizer).__name__}.param_groups[{number}]"
+  group = dict(original)
+  counts_when_fused = _counts_when_fused(optimizer)
+  if group.get("capturable") is False:
+    group["capturable"] = True
+    if group.get("fused"):  # it takes numbers that C++ wants to know
+      group["fused"], group["foreach"] = False, True
+  elif counts_when_fused:
+    group["fused"], group["foreach"] = True, False
+  for name, value in original.items():
+    if _is_number(value):
+      group[name] = HostNumber(Entry(original, name, owner))
+      if name == "lr" and counts_when_fused:
+        group[name] = _as_tensor(group[name], group["params"])
+    elif isinstance(value, tuple) and value and all(map(_is_number, value)):
+      group[name] = tuple(
+        [HostNumber(Entry(original, name, owner, n)) for n in range(len(value))]
+      )
+  return group
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
+  """Have a step inside a compiled function run on a copy of the optimizer."""
   boundary = active.boundary
-  if boundary is None or id(optimizer) in _steps:
-    return
-  made = _make_state(optimizer, boundary)
+  if boundary is None or _STEP in vars(optimizer):
+    return None
+  if _is_left(optimizer):
+    optimizer_state.record(optimizer, boundary, _make_state(optimizer))
   if any(_counts_on_host(state) for state in optimizer.state.values()):
     raise optimizer_state.on_host(optimizer, "step")
-  if _is_left(optimizer):
-    optimizer_state.note(optimizer, boundary, made)
   for guards in boundary.guards_around():
     guards.note_optimizer(Watched(optimizer))
-  step = _steps[id(optimizer)] = _Step(optimizer)
-  boundary.undo.append(lambda: _forget(optimizer, step))
-  step.begin()
+  return (_Step(optimizer).copy, *args[1:]), kwargs
 
 
-def _forget(optimizer, step: _Step) -> None:
-  if _steps.get(id(optimizer)) is step:
-    del _steps[id(optimizer)]
-    step.undo()
+def _end_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+  step = vars(args[0]).get(_STEP)
+  if step is not None and optimizer is not args[0]:
+    step.end()
 
 
-def _end_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-  step = _steps.pop(id(optimizer), None)
-  if step is None:
-    return
-  step.end()
+def _install() -> Callable[[], None]:
+  handles = (
+    register_optimizer_step_pre_hook(_begin_step),
+    register_optimizer_step_post_hook(_end_step),
+  )
+
+  def remove() -> None:
+    for handle in handles:
+      handle.remove()
+
+  return remove
+
+
+tracing_steps = WhileNeeded(_install)
+"""Context of a trace: steps of optimizers inside of it are traced."""
 
 
 def _is_left(optimizer: torch.optim.Optimizer) -> bool:
@@ -237,43 +267,22 @@ def _is_left(optimizer: torch.optim.Optimizer) -> bool:
   )
 
 
-def undo_state(boundary) -> None:
-  """Takes the state away again that was made for a trace which has failed."""
-  for optimizer, parameters in boundary.made_state:
-    for parameter in parameters:
-      optimizer.state.pop(parameter, None)
-
-
-def _make_state(optimizer: torch.optim.Optimizer, boundary) -> list[torch.Tensor]:
-  """Makes the state that a first step would make, and moves counts of steps to jax.
-
-  Where the parameters are made in a trace themselves, it is left to the step.
+def _make_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+  """Make the state that a first step would make, and move counts of steps to jax.
 
   Returns:
     The parameters whose state was made.
   """
-  if not _is_left(optimizer):
-    return []
   parameters = [p for group in optimizer.param_groups for p in group["params"]]
   known = set(map(id, optimizer.state))
-  capturable = [group.get("capturable") for group in optimizer.param_groups]
-  try:
-    with _outside():
-      for group in optimizer.param_groups:
-        if "capturable" in group:
-          group["capturable"] = True
-        if "capturable" in group or _counts_when_fused(optimizer):
-          for parameter in group["params"]:
-            _move_count(optimizer.state.get(parameter))
-        _init(optimizer, group)
-  finally:
-    for group, value in zip(optimizer.param_groups, capturable):
-      if value is not None:
-        group["capturable"] = value
-  made = [p for p in parameters if p in optimizer.state and id(p) not in known]
-  if made:
-    boundary.made_state.append((optimizer, made))
-  return made
+  with _outside():
+    for group in optimizer.param_groups:
+      if "capturable" in group or _counts_when_fused(optimizer):
+        for parameter in group["params"]:
+          _move_count(optimizer.state.get(parameter))
+      capturable = {"capturable": True} if "capturable" in group else {}
+      _init(optimizer, {**group, **capturable})
+  return [p for p in parameters if p in optimizer.state and id(p) not in known]
 
 
 def _move_count(state: dict | None) -> None:
@@ -314,7 +323,3 @@ def _counts_when_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 def _counts_on_host(state: dict) -> bool:
   return "step" in state and not isinstance(state["step"], Tensor)
-
-
-register_optimizer_step_pre_hook(_begin_step)
-register_optimizer_step_post_hook(_end_step)

@@ -24,9 +24,14 @@ from torchax.rng import Advance
 from torchax.tensor import Tensor
 from torchax.tracing import environments, static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
-from torchax.tracing.effects import Effects
+from torchax.tracing.effects import (
+  ClearGradient,
+  Effects,
+  SetGradient,
+  WriteArgument,
+  WriteStorage,
+)
 from torchax.tracing.functionalize import Traced
-from torchax.tracing.module_attributes import Place
 from torchax.tracing.names import name_of
 from torchax.tracing.specialization import Specialization
 
@@ -39,14 +44,15 @@ class Result(NamedTuple):
     states: new arrays of the captured tensors that change (`Transformed.changing`).
     advance: how far its stream moved.
     arguments: new arrays of the argument leaves that it changed in place, by number.
-    assigned: new arrays of plain attributes of modules, by their places.
+    assigned: new arrays of plain attributes of modules and entries of optimizers'
+      states, by the targets.
   """
 
   out: Any
   states: list[jax.Array]
   advance: Advance
   arguments: dict[int, jax.Array]
-  assigned: dict[Place, jax.Array]
+  assigned: dict[Any, jax.Array]
 
 
 class Transformed:
@@ -192,24 +198,22 @@ class Transformed:
     else:
       specialization = Specialization.of(extra=branch)
     (out, effects), advance = self.traced.pure(rng, (captured, specialization), *args)
-    self._of_results = () if effects is None else effects.environments
+    effects = Effects() if effects is None else effects
+    self._of_results = effects.environments
     advance = Advance() if advance is None else advance
     states = self._states(effects, captured)
-    if effects is None:
-      return Result(out, states, advance, {}, {})
-    changed = dict(zip(effects.arguments, effects.arrays))
-    assigned = dict(zip(effects.places, effects.assigned))
+    changed = {c.index: array for c, array in effects.of_kind(WriteArgument)}
+    assigned = dict(zip(effects.targets, effects.assigned))
     return Result(out, states, advance, changed, assigned)
 
-  def _states(self, effects: Effects | None, captured) -> list[jax.Array]:
-    if effects is not None and (effects.leaves or effects.cleared):
+  def _states(self, effects: Effects, captured) -> list[jax.Array]:
+    if effects.of_kind(SetGradient, ClearGradient):
       raise MutationError(
         f"A function in {self.name} calls `backward`, or clears gradients: `.grad` of "
         "a tensor outside cannot change there. Use `torch.autograd.grad` and return "
         "the gradients, or jit the step and loop in Python."
       )
-    arrays = [] if effects is None else effects.arrays[len(effects.arguments) :]
-    written = {} if effects is None else dict(zip(effects.storages, arrays))
+    written = {c.storage.value: array for c, array in effects.of_kind(WriteStorage)}
     if written and not self._may_change:
       raise MutationError(
         f"A function in {self.name} changes {len(written)} tensor(s) that are not its "
