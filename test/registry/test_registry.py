@@ -279,7 +279,7 @@ def test_what_needs_data_is_noticed_at_the_first_call(define, name):
   for _ in range(3):
     assert_same(packet(tensor), torch.tensor(expected))
   assert calls == [True, False, False, False]
-  assert operators.all_aten_ops[packet].compiled is None
+  assert operators.all_aten_ops[packet].execution.compiled is None
 
 
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
@@ -332,9 +332,9 @@ def test_what_needs_data_for_some_inputs_only_is_noticed_there(define):
   tensor = torch.arange(4.0).to("jax")
   mask = tensor > 1
   assert_same(packet(tensor, mask.long()), torch.tensor([0.0, 0.0, 1.0, 1.0]))
-  assert operators.all_aten_ops[packet].compiled is None
+  assert operators.all_aten_ops[packet].execution.compiled is None
   assert_same(packet(tensor, mask), torch.tensor([2.0, 3.0]))
-  assert operators.all_aten_ops[packet].compiled is None
+  assert operators.all_aten_ops[packet].execution.compiled is None
   assert_same(packet(tensor, mask.long()), torch.tensor([0.0, 0.0, 1.0, 1.0]))
 
 
@@ -385,8 +385,23 @@ def test_a_mistake_in_the_arguments_is_none_of_the_operator(define):
 
   with pytest.raises(TypeError, match="got a ArrayImpl of another shape"):
     packet(on_jax(), torch.ones(2).to("jax"))
-  assert operators.all_aten_ops[packet].compiled is None
+  assert operators.all_aten_ops[packet].execution.compiled is None
   assert_same(packet(on_jax(), on_jax()), ONES + 1)
+
+
+def test_options_are_fields_of_an_operator_or_of_its_groups(define):
+  packet = define("(Tensor x, int n) -> Tensor")
+  op(packet, dynamic=("n",), compiled=False, distribution="none")(lambda x, n: x)
+  operator = operators.all_aten_ops[packet]
+  assert operator.numbers == operators.Numbers(dynamic=("n",))
+  assert operator.execution == operators.Execution(compiled=False)
+  assert operator.draw.distribution == "none"
+  assert operator.checks is not None and not operator.is_builtin
+
+
+def test_an_unknown_option_is_refused_by_its_name(define):
+  with pytest.raises(TypeError, match="dynamics"):
+    op(define("(Tensor x) -> Tensor"), dynamics=("x",))(lambda x: x)
 
 
 def test_the_library_says_itself_what_cannot_be_compiled(define):

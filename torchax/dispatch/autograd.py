@@ -72,7 +72,7 @@ class ArrayFunction:
 
   def chosen(self, compiled: Callable, function: Callable) -> Callable:
     """What a call now goes through: a program, the same in a trace, or the function."""
-    allowed = self._operator is None or self._operator.compiled is not False
+    allowed = self._operator is None or self._operator.execution.compiled is not False
     if not (allowed and self._is_compiled):
       return function
     if jax_compat.is_top_level():

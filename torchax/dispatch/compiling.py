@@ -42,20 +42,20 @@ def compiled(
   """
   options = {} if place is None else {"out_shardings": place}
   jitted = programs.jit(function, effort=_effort(operator), **options)
-  if operator is None or operator.compiled is not None:
+  if operator is None or operator.execution.compiled is not None:
     return jitted
   return _with_fallback(jitted, function, operator)
 
 
 def _effort(operator: Operator | None) -> programs.Effort:
   """How a lowering is compiled: what draws has the bits of compiled functions."""
-  if operator is not None and operator.is_brief:
+  if operator is not None and operator.execution.is_brief:
     return programs.Effort.NONE
   if operator is None or operator.kind is not Kind.SAMPLER:
     return programs.Effort.LEAST
-  if operator.is_exact:
+  if operator.draw.is_exact:
     return programs.Effort.LEAST
-  is_known = operator.is_builtin and not operator.adds_up
+  is_known = operator.is_builtin and not operator.draw.order_dependent
   return programs.Effort.SAME_BITS if is_known else programs.Effort.FULL
 
 

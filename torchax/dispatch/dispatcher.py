@@ -7,7 +7,6 @@ Under a JAX trace the lowering is called as it is. In-place, `out=` and view for
 derived from torch's schemas.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -97,7 +96,7 @@ class Dispatcher:
       args, kwargs: its arguments, with `jax.ShapeDtypeStruct`s for tensors.
     """
     operator = self.operator(func)
-    if operator is None or operator.compiled not in (True, None):
+    if operator is None or operator.execution.compiled not in (True, None):
       return None
     plan = self._plan_by_registry(func)
     if not isinstance(plan, Plan):
@@ -105,7 +104,7 @@ class Dispatcher:
     try:
       return plan.shapes(args, kwargs)
     except NOT_COMPILABLE:
-      if operator.compiled is None:
+      if operator.execution.compiled is None:
         return None
       raise
 
@@ -168,7 +167,9 @@ class Dispatcher:
     # Python value needs numbers, or none at all.
     is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     may_compile = not (is_random or is_composite) and gives_tensors(func)
-    return Operator(func, decompose, kind=Kind.TENSORS, compiled=may_compile)
+    return Operator.with_options(
+      func, decompose, kind=Kind.TENSORS, compiled=may_compile
+    )
 
   def plan(self, func) -> Callable:
     """What runs for an overload: its operator, else what its schema derives.
@@ -204,7 +205,7 @@ class Dispatcher:
       raise self.not_found(func)
     if func in self._env._decomps.own:
       return self._plan_of(func, decomposition)
-    if schema.written or not decomposition.compiled:
+    if schema.written or not decomposition.execution.compiled:
       return tensor_plan(func, decomposition, self._env)
     return DecompositionPlan(func, decomposition, self._env)
 
@@ -213,7 +214,7 @@ class Dispatcher:
       return Plan(func, operator, self._env)
     if operator.kind is Kind.ENV_ARRAYS:
       # It may draw by itself, so it is not compiled.
-      return Plan(func, _uncompiled(operator), self._env)
+      return Plan(func, operator.uncompiled(), self._env)
     return tensor_plan(func, operator, self._env)
 
   def _derived(self, func) -> Callable | None:
@@ -251,7 +252,3 @@ def describe(args, kwargs) -> str:
 
   named = [f"{name}={one(value)}" for name, value in (kwargs or {}).items()]
   return ", ".join([*map(one, args), *named])
-
-
-def _uncompiled(operator: Operator) -> Operator:
-  return dataclasses.replace(operator, compiled=False)

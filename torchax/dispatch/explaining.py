@@ -78,10 +78,10 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
 
 def require_label_dtypes(op, args, kwargs, operator: Operator) -> None:
   """Raises RuntimeError for indices or labels that are no integers."""
-  if operator.rules is None:
+  if operator.checks.rules is None:
     return
   try:
-    rules = list(operator.rules(*args, **(kwargs or {})))
+    rules = list(operator.checks.rules(*args, **(kwargs or {})))
   except EXPLAINED:
     rules = []  # of shapes that do not fit
   index_checks.require_dtypes(rules, str(op))

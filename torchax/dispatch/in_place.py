@@ -46,7 +46,7 @@ class InPlacePlan:
     self.writes_lists = writes_lists(op)
     self.returns = bool(op._schema.returns)
     # What depends on no number of the target would be computed elsewhere.
-    self.overwrites = functional.is_sampler or functional.operator.overwrites
+    self.overwrites = functional.is_sampler or functional.operator.execution.overwrites
 
   def __call__(self, args, kwargs):
     targets = self._targets(args, kwargs) if self.writes_lists else [args[0]]

@@ -223,7 +223,7 @@ class PreparedFlattener(Flattener):
   """One by which other numbers than the first ones are operands.
 
   Args:
-    prepare: see `Operator.prepare`.
+    prepare: see `operators.Numbers`.
     static: names of numbers that otherwise decide what is compiled.
     *args, **kwargs: of `Flattener`.
 

@@ -68,14 +68,18 @@ class Plan:
     self.env = env
     self.name = str(op)
     schema = schema_of(op) if isinstance(op, torch_compat.OpOverload) else None
-    numbers = schema.dynamic - set(operator.static) if schema else frozenset()
-    dynamic = set(operator.dynamic) | (numbers if operator.is_builtin else set())
+    numbers = schema.dynamic - set(operator.numbers.static) if schema else frozenset()
+    dynamic = set(operator.numbers.dynamic) | (
+      numbers if operator.is_builtin else set()
+    )
     names = schema.names if schema else ()
-    described = (self.name, env, dynamic, names, operator.takes_cpu, numbers)
+    described = (self.name, env, dynamic, names, operator.execution.takes_cpu, numbers)
     self.flattener = Flattener(*described)
     self._prepared: PreparedFlattener | None = None
-    if operator.prepare is not None:
-      self._prepared = PreparedFlattener(operator.prepare, operator.static, *described)
+    if operator.numbers.prepare is not None:
+      self._prepared = PreparedFlattener(
+        operator.numbers.prepare, operator.numbers.static, *described
+      )
     # Of other numbers than the first ones; False where there were no others yet.
     self._of_numbers: ProgramCache[tuple, Callable | bool] = ProgramCache(MOST_PROGRAMS)
     self.is_sampler = operator.kind is Kind.SAMPLER
@@ -85,7 +89,7 @@ class Plan:
     # A user's lowering may take what torch does not.
     self._is_checked = operator.is_builtin and schema is not None
     # The result is not always simply an array on jax.
-    self._is_special = bool(operator.index_results) or takes_device
+    self._is_special = bool(operator.execution.index_results) or takes_device
     # JAX is given torch's derivative.
     self._formula = formula_of(op)
     self._is_real = real_numbers.are_asked(self.name) and operator.is_builtin
@@ -93,9 +97,9 @@ class Plan:
     self._is_inlined = _is_traced if self._formula else jax_compat.is_staging
     # Nothing to check, to draw or to decide before the compiled function is called.
     self._is_simple = (
-      operator.check is None
-      and operator.rules is None
-      and operator.compiled in (True, None)
+      operator.checks.check is None
+      and operator.checks.rules is None
+      and operator.execution.compiled in (True, None)
       and not self.is_sampler
     )
 
@@ -148,7 +152,7 @@ class Plan:
     self._require_rules(args, kwargs)
     operands, key = self.flattener.flatten(args, kwargs)
     call = functools.partial(self._call, key, None)
-    if caches and self.operator.compiled in (True, None):
+    if caches and self.operator.execution.compiled in (True, None):
       call = lambda operands: self._execute(args, kwargs, operands, key, None)  # noqa: E731
     with torch_checks.without(self):
       if not self.is_sampler:
@@ -216,7 +220,7 @@ class Plan:
     if self._is_checked:
       given = (self.op, args, kwargs, self._takes_device)
       if torch_checks.refusal(*given) is not None:
-        if self.operator.check is None:  # which looks at dtypes itself
+        if self.operator.checks.check is None:  # which looks at dtypes itself
           explaining.require_label_dtypes(*given[:3], self.operator)
         torch_checks.raise_as_torch(*given)
 
@@ -231,15 +235,15 @@ class Plan:
   def _require(self, args, kwargs) -> None:
     """Raises for arguments that break the operation's own rules."""
     try:
-      if self.operator.check is not None:
-        self.operator.check(*args, **(kwargs or {}))
+      if self.operator.checks.check is not None:
+        self.operator.checks.check(*args, **(kwargs or {}))
       self._require_rules(args, kwargs)
     except explaining.EXPLAINED:
       self.require_of_torch(args, kwargs)  # shapes come first, as in torch
       raise
 
   def _require_rules(self, args, kwargs) -> None:
-    rules = self.operator.rules
+    rules = self.operator.checks.rules
     if rules is not None:
       given = rules(*args, **(kwargs or {}))
       index_checks.require(given, self.name, self.env.config)
@@ -264,11 +268,13 @@ class Plan:
       for name, arg in zip(self.flattener.names, args)
       if type(arg) in (int, float)
     ]
-    name = self.operator.distribution or self.name.split(".")[1].removesuffix("_like")
+    name = self.operator.draw.distribution or self.name.split(".")[1].removesuffix(
+      "_like"
+    )
     return name if name.endswith(")") else f"{name}({', '.join(numbers)})"
 
   def _execute(self, args, kwargs, operands, key, write, place=None):
-    may_compile = self.operator.compiled
+    may_compile = self.operator.execution.compiled
     if callable(may_compile):
       may_compile = bool(may_compile(args, kwargs or {}))
     # Samplers are compiled inside traces too: one that JAX runs step by step, as
@@ -306,7 +312,7 @@ class Plan:
       pairs = [(n, operands[n], numbers.get(n, operands[n])) for n in places]
       if pairs:
         compiled = self._with_numbers(args, kwargs, pairs, (write, form))
-      if compiled is not None and self.operator.fits is not None:
+      if compiled is not None and self.operator.checks.shape_check is not None:
         compiled = self._fitting(compiled, key, write)
     if compiled is None:
       compiled = self._compile(args, kwargs, key, write)
@@ -338,7 +344,7 @@ class Plan:
 
     def require(*operands):
       args, kwargs = self.flattener.rebuild(key, operands)
-      self.operator.fits(*args, **kwargs)
+      self.operator.checks.shape_check(*args, **kwargs)
 
     def fitting(run):
       def called(*operands):
@@ -366,15 +372,15 @@ class Plan:
     program = compiling.compiled(compiled, self.operator, place)
     if write is not None or place is not None:
       return program
-    if self.operator.words is not None:
+    if self.operator.draw.shared_bits is not None:
       return word_programs.until_often(program, self._number_of_words(key))
-    if self.operator.on_host is None:
+    if self.operator.execution.on_host is None:
       return program
 
     def on_host(operands):
       args, kwargs = self.flattener.rebuild_on_host(key, operands)
       is_asked = numpy_fallback.is_small((*args, *kwargs.values()))
-      return self.operator.on_host(*args, **kwargs) if is_asked else None
+      return self.operator.execution.on_host(*args, **kwargs) if is_asked else None
 
     return numpy_fallback.with_warmup(program, on_host)
 
@@ -386,7 +392,7 @@ class Plan:
 
       def ask(given):
         args, kwargs = self.flattener.rebuild(key, given)
-        numbers.append(self.operator.words(*args, **kwargs))
+        numbers.append(self.operator.draw.shared_bits(*args, **kwargs))
 
       jax.eval_shape(ask, operands)
       return numbers[0]
@@ -443,13 +449,13 @@ class Plan:
 
   def _wrap(self, result):
     result = grad_mode.stopped(result)
-    if self.operator.index_results and self.env.config.use_int32_for_index:
+    if self.operator.execution.index_results and self.env.config.use_int32_for_index:
       result = self._with_narrow_indices(result)
     return self._wrap_array(result)
 
   def _with_narrow_indices(self, result):
     results = list(result) if isinstance(result, tuple) else [result]
-    for place in self.operator.index_results:
+    for place in self.operator.execution.index_results:
       if place < len(results) and results[place].dtype == jnp.int64:
         results[place] = results[place].astype(jnp.int32)
     return tuple(results) if isinstance(result, tuple) else results[0]

@@ -60,9 +60,9 @@ class ArrayFunctionHandler:
     self.flattener = Flattener(self.name, env)
     self.flattener.keeps_tensors = True
     self._numbered = self.flattener
-    if operator.dynamic:
+    if operator.numbers.dynamic:
       names = tuple(inspect.signature(operator.func).parameters)
-      self._numbered = Flattener(self.name, env, operator.dynamic, names)
+      self._numbered = Flattener(self.name, env, operator.numbers.dynamic, names)
       self._numbered.keeps_tensors = True
     self._functions: ProgramCache[tuple, autograd.ArrayFunction | autograd.WithNumbers]
     self._functions = ProgramCache(MOST_PROGRAMS)
@@ -76,7 +76,7 @@ class ArrayFunctionHandler:
     if kwargs.get("out") is not None:
       return _into_out(self.name, lambda *a, **k: self(a, k), args, kwargs)
     try:
-      rules = self.operator.rules
+      rules = self.operator.checks.rules
       if rules is not None:
         given = rules(*args, **kwargs)
         index_checks.require(given, self.name, self.env.config)
@@ -117,7 +117,7 @@ class ArrayFunctionHandler:
 
   def _compiled(self, flattener, key, is_number) -> autograd.ArrayFunction:
     extra = {"env": self.env} if self.operator.needs_env else {}
-    formula = self.operator.backward
+    formula = self.operator.execution.backward
     count = sum(is_number)
 
     def arguments(arrays):
@@ -137,7 +137,7 @@ class ArrayFunctionHandler:
     on_arrays.__name__ = getattr(self.operator.func, "__name__", "function")
     return autograd.ArrayFunction(
       on_arrays,
-      self.operator.saves_residuals,
+      self.operator.execution.saves_residuals,
       operator=self.operator,
       numbers=count,
       backward=formula and backward,
@@ -252,7 +252,7 @@ class FunctionTable:
     """
     handler = self._cores.get((array_function, is_brief))
     if handler is None:
-      operator = Operator(
+      operator = Operator.with_options(
         array_function,
         array_function,
         rules=rules,

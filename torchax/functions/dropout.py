@@ -41,7 +41,7 @@ _keep_mask = torch.ops.torchax.keep_mask.default
   static=("p",),
   prepare=prepare_dropout,
   is_exact=True,
-  words=lambda input, p: input.size,
+  shared_bits=lambda input, p: input.size,
 )
 def _dropout_forward(key, input, p):
   return native_dropout(key, input, p)[0]
@@ -62,7 +62,7 @@ def _prepare_mask(given: dict) -> None:
   prepare=_prepare_mask,
   distribution="bernoulli_",
   is_exact=True,
-  words=lambda input, size, p: math.prod(size),
+  shared_bits=lambda input, size, p: math.prod(size),
 )
 def _drawn_mask(key, input, size, p):
   return samplers.bernoulli(key, size, p)

@@ -12,12 +12,8 @@ def register_function(
   is_user_defined: bool = False,
   is_view_op: bool = False,
   kind: Kind | None = None,
-  saves_residuals: bool = False,
-  backward: Callable | None = None,
-  dynamic: tuple[str, ...] = (),
-  compiled: bool | None = None,
-  rules: Callable | None = None,
   is_builtin: bool = False,
+  **options,
 ) -> Callable:
   """Registers the decorated function to run in place of torch functions.
 
@@ -29,25 +25,18 @@ def register_function(
     needs_env: it takes the environment as `env=`.
     is_user_defined: it is meant to replace what exists, which is then no warning.
     kind: in place of the flags.
-    saves_residuals: the gradient uses results of the forward pass, for functions that
-      cost much; otherwise it starts again from the arguments.
-    backward: called with the cotangents of the results and with the arguments; gives
-      the gradients of the tensors among the arguments, in their order. Without one JAX
-      differentiates the function, which may take a program several times as large.
-    dynamic: names of numbers that may change without recompiling: all but the first
-      ones that a function sees are operands, and arrive as traced scalars.
-    compiled: False where the result's shape depends on data. By default it is tried:
-      calls with arguments for which the function fails compiled run without, after one
-      warning in the log.
-    rules: called with the arguments, tensors or arrays; gives the rules for the numbers
-      of its indices (`registry/index_rules.py`).
-    is_builtin: it is one of the library's own; see `ops_registry.py`.
+    is_builtin: it is one of the library's own; see `registry/operators.py`.
+    **options: fields of the groups of an operator, as `dynamic=`, `rules=`,
+      `compiled=`, `saves_residuals=` and `backward=`: see `Numbers`, `Checks` and
+      `Execution` in `registry/operators.py`.
 
   Raises:
+    TypeError: an option has another name.
     ValueError: it is built in, and so is one that the torch function already has.
 
   Warns:
     UserWarning: it replaces another one, and comes from code outside of the library.
+
   Returns:
     The decorator. It gives back what it is given: a function, a partial, or any other
     callable.
@@ -56,7 +45,7 @@ def register_function(
   def register_all(func):
     for torch_function in torch_functions:
       register(
-        Operator(
+        Operator.with_options(
           torch_function,
           func,
           is_jax_function=is_jax_function,
@@ -64,12 +53,8 @@ def register_function(
           is_user_defined=is_user_defined,
           is_view_op=is_view_op,
           kind=kind,
-          saves_residuals=saves_residuals,
-          backward=backward,
-          dynamic=dynamic,
-          compiled=compiled,
-          rules=rules,
           is_builtin=is_builtin,
+          **options,
         )
       )
     return func

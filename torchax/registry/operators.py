@@ -45,6 +45,112 @@ class Kind(enum.Enum):
     return cls.ENV_ARRAYS if needs_env else cls.ARRAYS
 
 
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+  """Numbers among the arguments: static values or operands.
+
+  Attributes:
+    static: names of float or Scalar arguments that a built-in lowering needs as Python
+      values; integers, flags, shapes and dtypes always are.
+    dynamic: names of numbers that may change without recompiling. In a built-in
+      lowering these are integers, in any other one numbers of any type. Eager calls
+      hand them over as traced scalars; inside traces integers are Python numbers.
+    prepare: turns `static` numbers into operands once others than the first ones are
+      seen. Called on the host with a dict of torch's arguments, which it may change. A
+      `StaticValue` decides what is compiled and reaches the lowering as its value. The
+      lowering also gets arguments that were not prepared.
+  """
+
+  static: tuple[str, ...] = ()
+  dynamic: tuple[str, ...] = ()
+  prepare: Callable[[dict], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checks:
+  """Checks of the arguments.
+
+  Attributes:
+    check: called with torch's arguments before anything is drawn or computed; raises
+      where they are wrong.
+    rules: called with torch's arguments, or with arrays for tensors; returns the
+      `index_rules.Rule`s for the values of its indices.
+    shape_check: raises for numbers that the shapes do not allow, where `prepare` made
+      them operands. Called once for each number and shapes, with arrays that have
+      shapes only. The lowering itself sees all other numbers.
+  """
+
+  check: Callable | None = None
+  rules: Callable | None = None
+  shape_check: Callable | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """Draws of a sampler.
+
+  Attributes:
+    distribution: name for ledgers, where the operation's name does not say it; with its
+      parameters where these are no arguments.
+    order_dependent: it adds floats, so its bits depend on the order that the compiler
+      chooses. Eager programs are compiled as those of users are, with the same bits.
+    is_exact: integers, comparisons and at most one rounding; the bits are the same
+      whatever compiles it, so it is compiled quickly.
+    shared_bits: number of elements of an exact sampler that calls `threefry.two_words`
+      once, by its arguments, whose arrays have shapes only. The sampler may get these
+      bits in place of its key.
+  """
+
+  distribution: str = ""
+  order_dependent: bool = False
+  is_exact: bool = False
+  shared_bits: Callable[..., int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+  """How a lowering is run.
+
+  Attributes:
+    compiled: False where the result's shape depends on data, so that `jax.jit` cannot
+      run the lowering; or a function of (args, kwargs) that tells. None where that is
+      unknown: the lowering is tried, and a program that fails compiled falls back to
+      running without, after one warning in the log.
+    on_host: the lowering for numpy arrays, with the same bits, for an operation that
+      only moves elements or rounds each once. Runs while shapes are new; returns None
+      for what it leaves to the lowering.
+    is_brief: small arrays whose shape is rarely seen again: most of the time is that of
+      the compiler.
+    index_results: positions of the results that are indices, which
+      `Configuration.use_int32_for_index` narrows. A single result is at 0.
+    takes_cpu: takes CPU tensors beside jax tensors, as torch does here.
+    overwrites: the in-place form uses only the shape and dtype of its target.
+    saves_residuals: the gradient of a torch function uses results of the forward pass
+      instead of computing them again from the arguments.
+    backward: gradient of a torch function: called with the cotangents of its results
+      and its arguments; returns the gradients of the tensors among these, in their
+      order. Without one JAX differentiates the function, which may take a program
+      several times as large.
+  """
+
+  compiled: bool | Callable[[tuple, dict], bool] | None = None
+  on_host: Callable | None = None
+  is_brief: bool = False
+  index_results: tuple[int, ...] = ()
+  takes_cpu: bool = False
+  overwrites: bool = False
+  saves_residuals: bool = False
+  backward: Callable | None = None
+
+
+_GROUPS = {"numbers": Numbers, "checks": Checks, "draw": Draw, "execution": Execution}
+_GROUP_OF = {
+  field.name: group
+  for group, cls in _GROUPS.items()
+  for field in dataclasses.fields(cls)
+}
+
+
 @dataclasses.dataclass
 class Operator:
   """A torch operation and its lowering.
@@ -57,49 +163,9 @@ class Operator:
     needs_env: upstream's flag: `func` takes `env=`.
     is_view_op: upstream's flag: `func` sees views.
     kind: what `func` consumes; follows from the flags where not given. Only a function
-      of tensors may ask for `env=` beside it.
-    static: names of float or Scalar arguments that a built-in `func` needs as Python
-      values; integers, flags, shapes and dtypes always are.
-    dynamic: names of numbers that may change without recompiling: of integers, and in
-      a `func` that is not built in of any. In eager calls `func` gets them as traced
-      scalars, inside traces integers are Python numbers.
-    compiled: False where the result's shape depends on data, so that the function
-      cannot run under `jax.jit`; or a function of (args, kwargs) that tells. None
-      where that is unknown: a function that is not built in is tried, and a program
-      that fails compiled falls back to running without.
-    check: called with torch's arguments before anything is drawn or computed; raises
-      where they are wrong.
-    rules: called with torch's arguments, or with arrays for tensors; gives the
-      `index_rules.Rule`s for the numbers of its indices.
-    prepare: how numbers that are `static` become operands once there are others than
-      the first ones. Called on the host with a dict of torch's arguments, which it may
-      change. A `StaticValue` decides what is compiled and reaches `func` as its value;
-      `func` also gets arguments that were not prepared.
-    fits: raises for numbers that shapes do not allow, where they are operands; called
-      with the arguments once for each of them and each of the shapes.
-    saves_residuals: a torch function's gradient uses results of the forward pass
-      instead of computing them again from the arguments.
-    backward: a torch function's gradient: called with the cotangents of its results and
-      its own arguments; gives the gradients of the tensors among these, in their order.
-      Without one JAX differentiates the function.
-    index_results: places of the results that are indices, which
-      `Configuration.use_int32_for_index` makes narrower. A single result is at 0.
-    takes_cpu: takes CPU tensors beside jax tensors, as torch does here.
-    distribution: what a sampler draws, for ledgers, where the operation's name does not
-      say it; with its parameters where these are no arguments.
-    adds_up: a sampler that adds floats up, in an order that the compiler chooses.
-    is_exact: a sampler of integers, comparisons and at most one rounding; its bits are
-      the same whatever compiles it.
-    words: for a sampler that draws by `threefry.two_words` once: of how many elements,
-      by its arguments, of which arrays have shapes only. It may get the words then in
-      place of its key.
-    on_host: `func` of numpy arrays with the same bits, for an operation that only moves
-      elements or rounds each once. It runs in its place while shapes are new, and
-      returns None for what it leaves to `func`.
-    is_brief: a function of small arrays whose shape hardly comes again: most of its
-      time is that of its compiler.
-    overwrites: the in-place form uses nothing of its target but shape and dtype.
+      of tensors may ask for `env=` as well.
     is_builtin: one of the library's own, which follows the rules of that style.
+    numbers, checks, draw, execution: see these classes.
     replaced: the operator in whose place this one was registered.
   """
 
@@ -110,30 +176,16 @@ class Operator:
   needs_env: bool = False
   is_view_op: bool = False
   kind: Kind | None = None
-  static: tuple[str, ...] = ()
-  dynamic: tuple[str, ...] = ()
-  compiled: bool | Callable[[tuple, dict], bool] | None = None
-  check: Callable | None = None
-  rules: Callable | None = None
-  prepare: Callable[[dict], None] | None = None
-  fits: Callable | None = None
-  saves_residuals: bool = False
-  backward: Callable | None = None
-  index_results: tuple[int, ...] = ()
-  takes_cpu: bool = False
-  distribution: str = ""
-  adds_up: bool = False
-  is_exact: bool = False
-  words: Callable[..., int] | None = None
-  on_host: Callable | None = None
-  is_brief: bool = False
-  overwrites: bool = False
   is_builtin: bool = False
+  numbers: Numbers = Numbers()
+  checks: Checks = Checks()
+  draw: Draw = Draw()
+  execution: Execution = Execution()
   replaced: "Operator | None" = None
 
   def __post_init__(self):
-    if self.compiled is None and self.is_builtin:
-      self.compiled = True
+    if self.execution.compiled is None and self.is_builtin:
+      self.execution = dataclasses.replace(self.execution, compiled=True)
     if self.kind is None:
       self.kind = Kind.from_flags(self.is_jax_function, self.needs_env, self.is_view_op)
       return
@@ -141,6 +193,30 @@ class Operator:
     self.needs_env = self.kind is Kind.ENV_ARRAYS or (
       self.needs_env and self.kind is Kind.TENSORS
     )
+
+  @classmethod
+  def with_options(cls, torch_op, func: Callable, **options) -> "Operator":
+    """An operator by the names of its fields and of those of its groups.
+
+    Args:
+      torch_op, func: see `Operator`.
+      **options: fields of `Operator`, `Numbers`, `Checks`, `Draw` and `Execution`.
+
+    Raises:
+      TypeError: an option has another name.
+    """
+    grouped: dict[str, dict] = {group: {} for group in _GROUPS}
+    own: dict[str, Any] = {}
+    for name, value in options.items():
+      group = _GROUP_OF.get(name)
+      (own if group is None else grouped[group])[name] = value
+    parts = {group: _GROUPS[group](**given) for group, given in grouped.items()}
+    return cls(torch_op, func, **own, **parts)
+
+  def uncompiled(self) -> "Operator":
+    """This operator, which is not compiled."""
+    execution = dataclasses.replace(self.execution, compiled=False)
+    return dataclasses.replace(self, execution=execution)
 
 
 def keys_of(operation) -> tuple:

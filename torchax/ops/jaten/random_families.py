@@ -104,7 +104,7 @@ def _aten__standard_gamma_grad(self, output):
   return pathwise.gamma_gradient(self, output)
 
 
-@_sampler(aten._sample_dirichlet, adds_up=True)
+@_sampler(aten._sample_dirichlet, order_dependent=True)
 def _aten__sample_dirichlet(key, self):
   dtype = require_float("_sample_dirichlet", self.dtype)
   return rejection.dirichlet(key, self, dtype)
@@ -163,7 +163,7 @@ def _check_weights(weights: jax.Array) -> None:
     raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
 
 
-@_sampler(aten.multinomial, check=_check_multinomial, adds_up=True)
+@_sampler(aten.multinomial, check=_check_multinomial, order_dependent=True)
 def _aten_multinomial(key, self, num_samples, replacement=False):
   drawn = samplers.multinomial(key, self, num_samples, replacement)
   return drawn.astype(mappings.t2j_dtype(torch.int64))

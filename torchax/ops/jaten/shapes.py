@@ -328,7 +328,7 @@ def _check_diagonal(self, src, offset=0, dim1=0, dim2=1):
 _OFFSET: dict = {"static": ("offset",), "prepare": _numbers.as_they_are}
 
 
-@op(aten.diagonal_scatter, fits=_check_diagonal, **_OFFSET)
+@op(aten.diagonal_scatter, shape_check=_check_diagonal, **_OFFSET)
 def _aten_diagonal_scatter(self, src, offset=0, dim1=0, dim2=1):
   if isinstance(offset, int):
     _check_diagonal(self, src, offset, dim1, dim2)

@@ -52,7 +52,12 @@ def _prepare_slice(given: dict) -> None:
     given["end"] = None
 
 
-@op(aten.slice_scatter, fits=_check_slice, static=("start",), prepare=_prepare_slice)
+@op(
+  aten.slice_scatter,
+  shape_check=_check_slice,
+  static=("start",),
+  prepare=_prepare_slice,
+)
 def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
   dim = dim_of(dim, self.ndim)
   if isinstance(start, jax.Array):
@@ -139,7 +144,7 @@ def _check_narrow(self, dim, start, length) -> None:
 _START: dict = {"static": ("start",), "prepare": _numbers.as_they_are}
 
 
-@op(aten.narrow_copy, fits=_check_narrow, **_START)
+@op(aten.narrow_copy, shape_check=_check_narrow, **_START)
 def _aten_narrow(self, dim, start, length):
   if isinstance(start, int):
     _check_narrow(self, dim, start, length)
@@ -164,7 +169,7 @@ def _check_index(self, dim, index) -> None:
 _INDEX: dict = {"static": ("index",), "prepare": _numbers.as_they_are}
 
 
-@op(aten.select_copy, fits=_check_index, **_INDEX)
+@op(aten.select_copy, shape_check=_check_index, **_INDEX)
 def _aten_select(self, dim, index):
   size = self.shape[dim]
   if isinstance(index, int):
@@ -185,7 +190,7 @@ def _check_select(self, src, dim, index):
     )
 
 
-@op(aten.select_scatter, fits=_check_select, **_INDEX)
+@op(aten.select_scatter, shape_check=_check_select, **_INDEX)
 def _aten_select_scatter(self, src, dim, index):
   dim = dim_of(dim, self.ndim)
   row = jnp.expand_dims(src.astype(self.dtype), dim)
