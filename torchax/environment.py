@@ -336,8 +336,8 @@ class Environment(contextlib.ContextDecorator):
   ) -> jax.Array:
     """The key of the next draw of the current stream, or of the generator."""
     if generator is not None:
-      operands = rng.generator_operands(generator, "get_and_rotate_prng_key")
-      return rng.fold_in(operands.key, operands.count)
+      key, count = rng.generator_operands(generator, "get_and_rotate_prng_key")
+      return rng.fold_in(key, count)
     return self.rng.next_key("get_and_rotate_prng_key")
 
   @property

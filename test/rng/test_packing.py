@@ -7,7 +7,7 @@ import pytest
 
 from torchax import rng
 from torchax.errors import TracedDrawError
-from torchax.rng import packing, running
+from torchax.rng import active_functions, packing
 from torchax.rng.packing import Form, PackedStream, Packer, Place
 
 
@@ -70,9 +70,9 @@ def test_sites_are_packed_behind_their_environment():
   ]
   with rng.rng_scope(rng.RngState(jax.random.key(3), 0, {"a": 4})) as stream:
     words, form = Packer().pack("a test", ("a", "b"))
-    with running.at("a"):
+    with active_functions.at("a"):
       expected = {"a": [stream.next_key(), stream.next_key()]}
-    with running.at("b"):
+    with active_functions.at("b"):
       expected["b"] = [stream.next_key()]
 
   def draw(words):

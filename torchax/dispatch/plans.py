@@ -43,8 +43,9 @@ from torchax.registry import real_numbers
 from torchax.registry.derivatives import formula_of
 from torchax.registry.operators import Kind, Operator
 from torchax.registry.schema import schema_of
-from torchax.rng import arguments, generator_draws, scope
+from torchax.rng import arguments, generator_operands, scope
 from torchax.rng import state as rng_state
+from torchax.rng.generator import record_generator_draw
 from torchax.rng.ledger import Recording
 from torchax.rng.threefry import Words
 from torchax.tensor import Tensor, new_tensor
@@ -196,7 +197,7 @@ class Plan:
     generator = kwargs.get("generator") if kwargs else None
     if generator is not None:
       before = generator.get_state()
-      draw = generator_draws.generator_operands(generator, self.name)
+      draw = generator_operands(generator, self.name)
       try:
         result = self._execute(args, kwargs, [*draw, *operands], key, write, place)
       except BaseException:
@@ -208,7 +209,7 @@ class Plan:
         result,
         arguments.noted(args, kwargs),
       )
-      generator_draws.note_generator_draw(*noted, draw.key)
+      record_generator_draw(*noted, draw[0])
       return result
     execute = functools.partial(
       self._execute, args, kwargs, key=key, write=write, place=place

@@ -25,7 +25,7 @@ from torchax.dynamo.options import Options
 from torchax.dynamo.program import INFERENCE, Keys, Program
 from torchax.graphs.fx import copied, inputs
 from torchax.rng import current, packing
-from torchax.rng.running import TRANSPARENT
+from torchax.rng.active_functions import TRANSPARENT
 
 
 def backend(

@@ -25,6 +25,7 @@ from torchax.graphs.sites import at_sites
 from torchax.interop import loops, mismatches
 from torchax.registry.names import higher_order, present
 from torchax.rng import RngState, RngStream, current, rng_scope
+from torchax.rng.sites import advance_past_branches
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -56,7 +57,7 @@ def _cond(part, predicate, on_true, on_false, operands=()):
   with mismatches.explained(lambda: _mismatch(graphs, forms)):
     out = lax.switch(index, branches, None)
   if stream is not None:
-    stream.pass_over_farthest(list(inside.values()))
+    advance_past_branches(stream, list(inside.values()))
   return out
 
 

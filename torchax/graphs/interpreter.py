@@ -26,7 +26,7 @@ from torchax.graphs import composites, higher_order, lowerings, memory
 from torchax.graphs.fx import is_marked_random, place_of, site_of, where
 from torchax.interop.views import call_torch
 from torchax.registry.schema import schema_of
-from torchax.rng import running
+from torchax.rng import active_functions
 
 # Of exported programs, which ask for it (`torchax.export.DEBUG`).
 _logger = logging.getLogger("torchax.export")
@@ -62,7 +62,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     self.node = n
     try:
       if is_marked_random(n) or isinstance(n.target, torch_compat.HigherOrderOperator):
-        with running.at(site_of(n, self.base)):
+        with active_functions.at(site_of(n, self.base)):
           value = super().run_node(n)
       else:
         value = super().run_node(n)

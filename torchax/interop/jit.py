@@ -204,7 +204,7 @@ class Jitted(Generic[P, R]):
       try:
         operands = self._operands(leaves, extra)
         with current().held:
-          rng = pure.operands()
+          rng = pure.values()
           (out, effects), advance = jitted(rng, operands, *args, **kwargs)
           if advance is not None:
             pure.commit(advance)
@@ -265,7 +265,7 @@ class Jitted(Generic[P, R]):
   def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):
     leaves = given.filled(tensors)
     args, kwargs = static_arguments.shown(jax.tree.unflatten(treedef, leaves))
-    with self._pure.again(arrays_of(rng)), amp.resumed(autocast):
+    with self._pure.replay(arrays_of(rng)), amp.resumed(autocast):
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
 

@@ -23,7 +23,7 @@ from torchax.core.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
-from torchax.rng import Advance, bundle, fold_in
+from torchax.rng import Advance, boundary, fold_in
 from torchax.tensor import Tensor
 from torchax.tracing.names import name_of, place_of
 from torchax.tracing.transform import Transformed
@@ -214,16 +214,16 @@ def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
 
     def body(carry, x):
       counts, states, value = carry
-      here = bundle.at(rng, counts)
+      here = boundary.with_counts(rng, counts)
       done = call(0, here, loop.with_states(captured, states), (value, x))
       before, (value, y) = value, _pair(done.out, functions[0])
       forms[:] = mismatches.forms_of(before), mismatches.forms_of(value)
       _require_no_seed(kind, done.advance)
       moves.append(done.advance)
-      counts = bundle.counts_after(counts, done.advance.draws)
+      counts = boundary.counts_after(counts, done.advance.draws)
       return (counts, done.states, value), y
 
-    start = bundle.counts_of(rng), loop.states_of(captured), init
+    start = boundary.counts_of(rng), loop.states_of(captured), init
     with mismatches.explained(lambda: mismatches.of_turns(kind, functions[0], *forms)):
       (_, states, value), ys = lax.scan(
         body, start, xs, length=length, reverse=reverse, unroll=unroll
@@ -273,13 +273,13 @@ def _while(functions, args, kind="while_loop"):
     pure = loop.traced.pure
     taken = {owner: s.peek(kind) for owner, s in pure.drawn_from(loop.known).items()}
     keys = {owner: fold_in(*operands) for owner, operands in taken.items()}
-    child = bundle.children(pure.names, rng, keys)
+    child = pure.children(rng, keys)
     moves: list[Advance] = []
     forms: list = [None, None, None]
 
     def goes_on(carry):
       counts, states, value = carry
-      here = bundle.at(child, counts)
+      here = boundary.with_counts(child, counts)
       done = call(0, here, loop.with_states(captured, states), (value,))
       if any(done.advance.draws):
         raise RngError(
@@ -291,19 +291,19 @@ def _while(functions, args, kind="while_loop"):
 
     def body(carry):
       counts, states, value = carry
-      here = bundle.at(child, counts)
+      here = boundary.with_counts(child, counts)
       done = call(1, here, loop.with_states(captured, states), (value,))
       forms[:2] = mismatches.forms_of(value), mismatches.forms_of(done.out)
       _require_no_seed(kind, done.advance)
       loop.require_known(done.advance)
       moves.append(done.advance)
-      counts = bundle.counts_after(counts, done.advance.draws)
+      counts = boundary.counts_after(counts, done.advance.draws)
       return counts, done.states, done.out
 
-    start = bundle.counts_of(child), loop.states_of(captured), args[0]
+    start = boundary.counts_of(child), loop.states_of(captured), args[0]
     with mismatches.explained(lambda: mismatches.of_loop(kind, functions, *forms)):
       _, states, value = lax.while_loop(goes_on, body, start)
-    return value, states, moves[-1].of_child("while_loop")
+    return value, states, moves[-1].log_only("while_loop")
 
   loop = Transformed(kind, functions, lower, times=None)
   value = loop(args)
@@ -332,7 +332,7 @@ def _switch(functions, args, kind):
       names = list(map(name_of, functions))
       with mismatches.explained(lambda: mismatches.of_branches(kind, names, forms)):
         out, states = lax.switch(index, branches, operands)
-    return out, states, Advance.farthest([moves[n] for n in range(len(branches))])
+    return out, states, Advance.of_branches([moves[n] for n in range(len(branches))])
 
   return Transformed(kind, functions, lower)(args)
 

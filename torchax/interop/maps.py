@@ -19,8 +19,8 @@ from torchax.core import explicit_axes
 from torchax.core.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop.options import ShardMapOptions, merged
-from torchax.rng import Advance, bundle
-from torchax.rng.ledger import adopted
+from torchax.rng import Advance, boundary
+from torchax.rng.ledger import of_derived_stream
 from torchax.tracing.names import name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R
@@ -116,12 +116,12 @@ def _lower_vmap(
   return out, [], moves[-1].repeated(rows.times or 0, "row")
 
 
-def _of_row(rows: Transformed, rng: bundle.Operands, name) -> bundle.Operands:
+def _of_row(rows: Transformed, rng: boundary.Values, name) -> boundary.Values:
   """Where the streams of a row stand: where a loop would come to it."""
   if rows.known.is_nothing:
     return rng
   turn = jax.lax.axis_index(name).astype(jnp.uint32)
-  return bundle.moved(rng, [turn * n if n else 0 for n in rows.known.draws])
+  return boundary.advanced(rng, [turn * n if n else 0 for n in rows.known.draws])
 
 
 def _check(advance: Advance, randomness: str) -> None:
@@ -219,7 +219,7 @@ def _lower_shards(
 
   def shard(rng, captured, args):
     # A tree inside an operand has its static parts for every shard.
-    here = bundle.shard(rng, _index(axes)) if axes else rng
+    here = boundary.of_shard(rng, _index(axes)) if axes else rng
     done = call(0, here, captured, args)
     _check(done.advance, SAME)
     moves.append(done.advance)
@@ -236,7 +236,7 @@ def _lower_shards(
   out = transformed(*operands)
   advance = moves[-1]
   if axes:
-    advance = dataclasses.replace(advance, log=adopted(advance.log, "shard"))
+    advance = dataclasses.replace(advance, log=of_derived_stream(advance.log, "shard"))
   return out, [], advance.or_none()
 
 

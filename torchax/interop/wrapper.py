@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from torchax.core.tracebacks import hide
-from torchax.rng.running import TRANSPARENT
+from torchax.rng.active_functions import TRANSPARENT
 from torchax.tracing.module_members import has_hooks
 
 

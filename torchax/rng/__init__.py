@@ -4,13 +4,13 @@
 derives keys; lowerings receive them.
 """
 
-from torchax.rng.advance import Advance
-from torchax.rng.carry import Carried, NewOperands
+from torchax.rng.active_functions import inside
+from torchax.rng.boundary import Advance
 from torchax.rng.differences import Difference, diff
 from torchax.rng.draw import Draw
-from torchax.rng.generator_draws import generator_operands
+from torchax.rng.generator import generator_operands
+from torchax.rng.keyed_function import KeyedFunction, NewOperands
 from torchax.rng.ledger import Ledger, explain, replay
-from torchax.rng.running import inside
 from torchax.rng.scope import (
   address_by,
   addressed_by,
@@ -30,9 +30,9 @@ from torchax.rng.streams import Streams
 
 __all__ = [
   "Advance",
-  "Carried",
   "Difference",
   "Draw",
+  "KeyedFunction",
   "Ledger",
   "NewOperands",
   "RngState",

@@ -1,41 +1,84 @@
-"""Draws with one key, in order: what every stream is, and every site of one."""
+"""Draws with one key, in order: each stream has a counter, and each site of one."""
 
-from typing import Any, NamedTuple
+import copy
+from typing import Any
 
 import jax
 
+from torchax.rng import active_functions
 from torchax.rng import state as rng_state
+from torchax.rng.state import RngState
 
-
-class DrawOperands(NamedTuple):
-  """What a fused sampler needs to derive the key of one draw."""
-
-  key: jax.Array
-  count: int | jax.Array  # type: ignore[assignment]  # tuples have such a method
+DrawOperands = tuple[jax.Array, Any]
+"""Key of a stream and number of a draw; a fused sampler folds one into the other."""
 
 
 class Counter:
-  """Counts draws. On the host it takes a new key after 2**30 of them."""
+  """A key and the number of draws made with it.
 
-  __slots__ = ("_base", "_count", "_key")
+  On the host it takes a new key after 2**30 draws.
 
-  def __init__(self, key: jax.Array, count: Any = 0):
-    self._start(key, count)
+  Attributes:
+    key: typed key.
+    base: traced number of draws before the trace; None on the host.
+    count: draws, a Python int; in a trace those since `base`.
+    is_operand: key and count are operands of the function being traced. Its caller
+      knows the key, and paths of modules start at the function.
+    replayed: the part of a forward pass that runs again; see `active_functions.replay`.
+  """
 
-  def _start(self, key: jax.Array, count: Any) -> None:
-    """A traced count stays apart from the Python counter."""
-    on_host = isinstance(count, int)
-    self._key, self._count = rng_state.settled(key, count) if on_host else (key, 0)
-    self._base = None if on_host else count
+  __slots__ = ("base", "count", "is_operand", "key", "replayed")
+  by_site = False
+
+  def __init__(self, key: jax.Array, count: Any = 0, is_operand: bool = False):
+    self.is_operand = is_operand
+    self.replayed: active_functions.Replay | None = None
+    if isinstance(count, int):
+      self.base = None
+      self.key, self.count = rng_state.settled(key, count)
+    else:
+      self.key, self.base, self.count = key, count, 0
+
+  def position(self) -> DrawOperands:
+    """The key and the number of draws."""
+    return self.key, self.count if self.base is None else self.base + self.count
 
   def next(self) -> DrawOperands:
-    """The operands of the next draw."""
-    if self._base is None:
-      return DrawOperands(self._key, self._count)
-    return DrawOperands(self._key, self._base + self._count)
+    """The operands of the next draw; `advance` follows."""
+    return self.key, self.count if self.base is None else self.base + self.count
 
-  def step(self, draws: int) -> None:
-    """Counts draws."""
-    self._count += draws
-    if self._count >= rng_state.REKEY_AT and self._base is None:
-      self._start(self._key, self._count)
+  def operands_of(self, index: int, site: str, turn: int | None) -> DrawOperands:
+    """The operands of a draw by its number, or by its number at its site."""
+    return self.key, index
+
+  @property
+  def state(self) -> RngState:
+    """The state before the next draw."""
+    return RngState(*self.position())
+
+  def progress(self, path: str | None = None) -> int:
+    """Draws since the key was set or became an operand: in all, or those of a site."""
+    return self.count
+
+  def site(self) -> tuple[str, int | None]:
+    """Path of the draw that is made now, and its number there where sites count."""
+    return self.path(), None
+
+  def path(self) -> str:
+    """Path of the modules that are running; prefix of the sites of a callee."""
+    return active_functions.path(self.replayed, self.is_operand)
+
+  def advance(self, draws: int) -> None:
+    """Counts draws made with the operands of `next`."""
+    self.count += draws
+    if self.count >= rng_state.REKEY_AT and self.base is None:
+      self.key, self.count = rng_state.settled(self.key, self.count)
+
+  def advance_past(self, draws: int, path: str | None = None) -> None:
+    """Counts draws of a compiled call; with `path`, those of one site only."""
+    if path is None:
+      self.advance(draws)
+
+  def copy(self) -> "Counter":
+    """A counter that goes on by itself."""
+    return copy.copy(self)

@@ -4,12 +4,13 @@
     model(x)
   str(ledger)  # a line for each draw
 
-A function notes its draws while it is traced, and they come back with every call
+A function records its draws while it is traced, and they return with every call
 (`Advance`), so a function that was compiled before shows them too. Off, recording
 costs one comparison a draw.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -22,7 +23,8 @@ import numpy as np
 
 from torchax.compat import jax_compat
 from torchax.core import switches
-from torchax.rng import ledger_plot, running, soundness
+from torchax.rng import active_functions, ledger_plot, soundness
+from torchax.rng.counter import DrawOperands
 from torchax.rng.draw import Draw, Repeated
 
 
@@ -141,54 +143,77 @@ class Recording:
   count = 0
 
 
-def start() -> Ledger:
-  """Opens a ledger in this thread or task."""
+@contextlib.contextmanager
+def recording() -> Iterator[Ledger]:
+  """Yields a ledger that is open in the block, in this thread or task."""
   ledger = Ledger()
-  switches.push(_open, ledger)
-  running.following.hold()
+  with active_functions.following.hold():
+    switches.push(_open, ledger)
+    _count(1)
+    try:
+      yield ledger
+    finally:
+      switches.drop(_open, ledger)
+      _count(-1)
+
+
+def _count(ledgers: int) -> None:
   with _lock:
-    Recording.count += 1
-  return ledger
+    Recording.count += ledgers
 
 
-def stop(ledger: Ledger) -> None:
-  """Closes a ledger."""
-  switches.drop(_open, ledger)
-  with _lock:
-    Recording.count -= 1
-  running.following.release()
+def record(stream, op, distribution: str, result, arguments: tuple | None) -> None:
+  """Records the draw that a stream is making.
+
+  Args:
+    stream: an `RngStream`, before it advances.
+    op: the operation.
+    distribution: its parameters.
+    result: array or arrays that were drawn.
+    arguments: of the operation, as `arguments.noted` gives them.
+  """
+  counter = stream.counter
+  site, turn = counter.site()
+  where = {"stream": stream.label, "turn": turn, "arguments": arguments}
+  draw = Draw.of(counter.count, op, site, distribution, result, **where)
+  draw = dataclasses.replace(draw, environment=stream.environment)
+  if not counter.is_operand:  # else its caller knows the key
+    draw = _with_key(draw, counter.operands_of(draw.index, site, turn))
+  _append(stream.log, [draw])
 
 
-def note(log: list | None, draw: Draw, operands) -> None:
-  """Notes a draw that was just made.
+def record_generator(
+  log: list | None, op, distribution: str, result, arguments, operands: DrawOperands
+) -> None:
+  """Records a draw with `generator=`.
 
   Args:
     log: of the function being traced; None on the host.
-    draw: without its key.
-    operands: of the draw, key and count; None for a carried stream of the function
-      being traced.
+    op, distribution, result, arguments: of the draw, as in `record`.
+    operands: its key and number.
   """
-  if operands is not None:
-    draw = _with_key(draw, operands)
-  if log is not None:
-    log.append(draw)
-  else:
-    _add([draw])
+  site = active_functions.path(from_boundary=log is not None)
+  where = {"stream": "generator", "arguments": arguments}
+  draw = Draw.of(0, op, site, distribution, result, **where)
+  _append(log, [_with_key(draw, operands)])
+
+
+def _append(log: list | None, draws: list) -> None:
+  """Adds draws to the log of the function being traced, or to the open ledgers."""
+  for each in [ledger._draws for ledger in _open.get()] if log is None else [log]:
+    each += draws
 
 
 def commit(log: list | None, entries: tuple, streams: dict) -> None:
-  """Notes the draws of a compiled function that is being called.
+  """Records the draws of a compiled function that is being called.
 
   Args:
     log: of the function being traced around it; None on the host.
-    entries: what it noted when it was traced.
+    entries: what it recorded when it was traced.
     streams: the caller's, before they advance, by the numbers of their environments.
   """
   called = _of_caller(entries, streams)
-  if log is not None:
-    log += called
-  else:
-    _add(_placed(called, streams))
+  _append(log, called if log is not None else _with_keys(called, streams))
 
 
 class Explainer:
@@ -250,39 +275,40 @@ def replay(draw: Draw, *parameters):
   return Explainer.redraw(draw, parameters)
 
 
-def foretold(entries: tuple, streams: dict, program) -> Ledger:
+def dry_run(entries: tuple, streams: dict, program) -> Ledger:
   """The draws that a function would make from where the streams stand.
 
   Args:
-    entries: what it noted when it was traced.
+    entries: what it recorded when it was traced.
     streams: the caller's, by the numbers of their environments.
     program: its jaxpr.
   """
-  return Ledger(_placed(_of_caller(entries, streams), streams), program)
+  return Ledger(_with_keys(_of_caller(entries, streams), streams), program)
 
 
 def _of_caller(entries: tuple, streams: dict) -> list:
   call = next(_calls)
-  prefix = next(iter(streams.values())).caller_path()
-  return [shifted(entry, streams, prefix, call) for entry in entries]
+  prefix = next(iter(streams.values())).counter.path()
+  return [_shifted(entry, streams, prefix, call) for entry in entries]
 
 
-def _placed(entries, streams: dict) -> list[Draw]:
+def _with_keys(entries, streams: dict) -> list[Draw]:
   """Single draws with the keys that the streams give them."""
-  placed = []
-  for draw in expand(entries):
+  draws = []
+  for draw in _expand(entries):
     if draw.key is None:
-      draw = _with_key(draw, streams[draw.environment].operands_of(draw))
-    placed.append(dataclasses.replace(draw, environment=None))
-  return placed
+      counter = streams[draw.environment].counter
+      draw = _with_key(draw, counter.operands_of(draw.index, draw.site, draw.turn))
+    draws.append(dataclasses.replace(draw, environment=None))
+  return draws
 
 
-def shifted(entry, streams: dict, prefix: str, call: int):
+def _shifted(entry, streams: dict, prefix: str, call: int):
   """A draw of a function as one of its caller, whose streams have drawn before."""
   if isinstance(entry, Repeated):
     return dataclasses.replace(
       entry,
-      entries=tuple([shifted(e, streams, prefix, call) for e in entry.entries]),
+      entries=tuple([_shifted(e, streams, prefix, call) for e in entry.entries]),
       moves=tuple(
         (number, path if path is None else join(prefix, path), n)
         for number, path, n in entry.moves
@@ -290,36 +316,36 @@ def shifted(entry, streams: dict, prefix: str, call: int):
     )
   draw = dataclasses.replace(entry, site=join(prefix, entry.site))
   if draw.key is None:
-    stream = streams[draw.environment]
-    turn = None if draw.turn is None else draw.turn + stream.progress(draw.site)
-    return dataclasses.replace(draw, index=draw.index + stream.progress(), turn=turn)
+    counter = streams[draw.environment].counter
+    turn = None if draw.turn is None else draw.turn + counter.progress(draw.site)
+    return dataclasses.replace(draw, index=draw.index + counter.progress(), turn=turn)
   if draw.key[0] == "traced":
     return dataclasses.replace(draw, key=(*draw.key, call))
   return draw
 
 
-def adopted(entries: Iterable, label: str) -> tuple:
-  """Draws of a stream that was derived from the carried one, which has another key."""
+def of_derived_stream(entries: Iterable, label: str) -> tuple:
+  """Draws of a stream derived from the caller's, which has another key."""
   number = next(_calls)
-  return tuple([_adopted(entry, label, number) for entry in entries])
+  return tuple([_of_derived(entry, label, number) for entry in entries])
 
 
-def _adopted(entry, label: str, number: int):
+def _of_derived(entry, label: str, number: int):
   if isinstance(entry, Repeated):
-    entries = tuple([_adopted(inner, label, number) for inner in entry.entries])
+    entries = tuple([_of_derived(inner, label, number) for inner in entry.entries])
     return dataclasses.replace(entry, entries=entries)
   stream = f"{label} {entry.stream}".rstrip()
   key = entry.key or ("traced", number, entry.site, entry.index, entry.turn)
   return dataclasses.replace(entry, stream=stream, key=key)
 
 
-def expand(entries: Iterable) -> Iterator[Draw]:
-  """The single draws that entries stand for."""
+def _expand(entries: Iterable) -> Iterator[Draw]:
+  """The single draws of entries, those of loops in each turn."""
   for entry in entries:
     if isinstance(entry, Draw):
       yield entry
       continue
-    inner = list(expand(entry.entries))
+    inner = list(_expand(entry.entries))
     moves = {(environment, path): n for environment, path, n in entry.moves}
     for turn in range(entry.times):
       for draw in inner:
@@ -337,11 +363,6 @@ def _in_turn(draw: Draw, label: str, moves: dict, number: int) -> Draw:
   if draw.key[0] == "traced":
     return dataclasses.replace(draw, key=(*draw.key, number), stream=stream)
   return dataclasses.replace(draw, stream=stream)
-
-
-def _add(draws: list[Draw]) -> None:
-  for ledger in _open.get():
-    ledger._draws += draws
 
 
 def _with_key(draw: Draw, operands) -> Draw:

@@ -1,4 +1,4 @@
-"""The operands of a bundle as plain words, for borders that carry no typed key.
+"""The operands of a stream as plain words, for boundaries that take no typed key.
 
 AOTAutograd passes torch tensors between the forward and the backward pass of a compiled
 graph; a key crosses as its key data, with the count behind it.
@@ -14,10 +14,10 @@ import numpy as np
 
 from torchax.compat import jax_compat
 from torchax.errors import TracedDrawError
-from torchax.rng import ledger, running, scope, sites
+from torchax.rng import active_functions, ledger, scope
 from torchax.rng import state as rng_state
-from torchax.rng.counter import Counter, DrawOperands
-from torchax.rng.draw import Draw
+from torchax.rng.counter import Counter
+from torchax.rng.sites import SiteCounter
 from torchax.rng.state import RngState
 from torchax.rng.stream import RngStream
 
@@ -65,15 +65,15 @@ class Packer:
         f"{name} draws, and is called inside a JAX transformation. Call it outside, or "
         "compile with torchax.interop.jax_jit in its place."
       )
-    words: list[np.ndarray] = []
-    counters: list[tuple[str | None, Counter]] = [(None, stream)]
-    if stream.by_site:
-      prefix = stream.caller_path()
-      counters += [(path, stream.site(ledger.join(prefix, path))) for path in paths]
-    for path, counter in counters:
-      key, count = counter.next()
+    counter, words = stream.counter, []
+    counters: list[tuple[str | None, Counter]] = [(None, counter)]
+    if isinstance(counter, SiteCounter):
+      prefix = counter.path()
+      counters += [(path, counter.at(ledger.join(prefix, path))) for path in paths]
+    for path, each in counters:
+      key, count = each.position()
       words += [self._key_data(path, key), np.asarray([count], np.uint32)]
-    by_site = tuple(paths) if stream.by_site else None
+    by_site = tuple(paths) if counter.by_site else None
     return np.concatenate(words), Form(self._impl, by_site)
 
   def _key_data(self, path: str | None, key: jax.Array) -> np.ndarray:
@@ -86,7 +86,7 @@ class Packer:
 
 
 class Place(NamedTuple):
-  """Which draw of a graph an operation makes.
+  """The draw of a graph that an operation makes.
 
   Attributes:
     number: among all draws.
@@ -111,29 +111,24 @@ class PackedStream(RngStream):
       for row in words.reshape(-1, size + 1)
     ]
     super().__init__(RngState(key, count, None if form.paths is None else {}))
-    self.log = []
-    if self._sites is not None:
-      for path, counter in zip(form.paths or (), of_sites):
-        self._sites.add(path, Counter(*counter))
+    self.log: list = []
+    self.counter.is_operand = True
+    if isinstance(self.counter, SiteCounter):
+      for path, position in zip(form.paths or (), of_sites):
+        self.counter.add(path, *position)
 
   @contextlib.contextmanager
   def at(self, place: Place, line: str) -> Iterator[None]:
-    """The draws inside the block are those of a place."""
-    self._count = place.number
-    if self._sites is not None:
+    """Makes the draws in the block those of a place."""
+    counter, recorded = self.counter, len(self.log)
+    counter.count = place.number
+    if isinstance(counter, SiteCounter):
       for path, turn in place.turns:
-        self._sites.go_to(path, turn)
-    noted = len(self.log)
-    with running.boundary(), running.at(place.site):
+        counter.advance_past(turn - counter.draws.get(path, 0), path)
+    with active_functions.boundary(), active_functions.at(place.site):
       yield
-    for number in range(noted, len(self.log)):
+    for number in range(recorded, len(self.log)):
       self.log[number] = dataclasses.replace(self.log[number], line=line)
-
-  def _path(self) -> str:
-    return sites.path(from_boundary=True)
-
-  def _noted_operands(self, draw: Draw) -> DrawOperands | None:
-    return None  # the caller knows the key
 
 
 def commit(draws: int, by_site: dict[str, int], log: tuple) -> None:
@@ -142,7 +137,7 @@ def commit(draws: int, by_site: dict[str, int], log: tuple) -> None:
   if log and (ledger.Recording.count or stream.log is not None):
     ledger.commit(stream.log, log, {None: stream})
   if stream.by_site:
-    prefix = stream.caller_path()
+    prefix = stream.counter.path()
     for path, n in by_site.items():
-      stream.pass_over(n, ledger.join(prefix, path))
-  stream.pass_over(draws)
+      stream.advance_past(n, ledger.join(prefix, path))
+  stream.advance_past(draws)

@@ -17,14 +17,14 @@ import torch
 
 from torchax.core import switches
 from torchax.errors import RngError, SeedError
-from torchax.rng import running, streams
+from torchax.rng import active_functions, streams
 from torchax.rng import state as rng_state
 from torchax.rng.state import RngState
 from torchax.rng.stream import RngStream
 from torchax.rng.streams import Streams
 
-# A scope: whose it is, and its stream. Or None, and the bundle of a function that is
-# being traced (`bundle.py`), which has a stream for every environment.
+# A scope: its environment's streams, and its stream. Or None, and the `StreamOperands`
+# of a function that is being traced, which have a stream for every environment.
 _Scope = tuple[Streams | None, Any]
 _scopes: ContextVar[tuple[_Scope, ...]] = ContextVar("scopes", default=())
 
@@ -60,15 +60,15 @@ def all_here() -> "tuple[_Scope, ...]":
   return _scopes.get()
 
 
-def bundle_here():
-  """The bundle of the function that is being traced; None on the host."""
+def operands_here():
+  """The `StreamOperands` of the function that is being traced; None on the host."""
   return next((s for owner, s in reversed(_scopes.get()) if owner is None), None)
 
 
 def owners_here() -> list[Streams]:
-  """The environments that a state or a seed is of here; see `snapshots.py`."""
-  bundle = bundle_here()
-  return streams.every() if bundle is None else bundle.owners
+  """Environments covered by `snapshot` and `restore` in the current scope."""
+  operands = operands_here()
+  return streams.every() if operands is None else operands.owners
 
 
 def has_scope(owner: Streams) -> bool:
@@ -77,15 +77,15 @@ def has_scope(owner: Streams) -> bool:
 
 
 @contextlib.contextmanager
-def carrying(bundle) -> Iterator[None]:
-  """Draws from the streams of a bundle inside the block, and ends them."""
-  scope = (None, bundle)
+def carrying(operands) -> Iterator[None]:
+  """Draws in the block are from these `StreamOperands`, which end with it."""
+  scope = (None, operands)
   switches.push(_scopes, scope)
   try:
     yield
   finally:
     _leave(scope)
-    bundle.close()
+    operands.close()
 
 
 def address_by(mode: str) -> None:
@@ -152,7 +152,7 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
   scope = (owner, stream)
   switches.push(_scopes, scope)
   try:
-    with running.alone() if begins else contextlib.nullcontext():
+    with active_functions.alone() if begins else contextlib.nullcontext():
       yield stream
   except BaseException:
     _leave(scope)

@@ -17,8 +17,12 @@ import numpy as np
 
 _MAGIC = b"torchax-rng-1\0"
 _MAGIC_EXTRA = b"torchax-rng-2\0"
+_MAGIC_SEED = b"torchax-seed-1\0"
+_MAGIC_MARK = b"torchax-mark-1\0"
 _SEVERAL = b"torchax-several-1\0"
 _HEADER = struct.Struct("<BQB")
+_SEED = struct.Struct("<QIB")
+_MARK = struct.Struct("<Q")
 _ENTRY = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<I")
 
@@ -28,8 +32,8 @@ def joined(states: list[tuple[int, bytes]]) -> bytes:
   return _SEVERAL + b"".join(_ENTRY.pack(n, len(state)) + state for n, state in states)
 
 
-def parted(payload: bytes) -> list[tuple[int | None, bytes]]:
-  """What `joined` has joined; a state by itself has no number.
+def split(payload: bytes) -> list[tuple[int | None, bytes]]:
+  """The states that `joined` has joined; a state by itself has no number.
 
   Raises:
     ValueError: the bytes are truncated.
@@ -49,6 +53,33 @@ def parted(payload: bytes) -> list[tuple[int | None, bytes]]:
       )
     states.append((number, payload[start - length : start]))
   return states
+
+
+def encode_seed(seed: int, ordinal: int, impl: str) -> bytes:
+  """The bytes of a root stream that was not drawn from; see `streams.RootSeed`."""
+  name = impl.encode()
+  return _MAGIC_SEED + _SEED.pack(seed, ordinal, len(name)) + name
+
+
+def decode_seed(payload: bytes) -> tuple[int, int, str] | None:
+  """The seed that `encode_seed` wrote; None for other bytes."""
+  start = len(_MAGIC_SEED) + _SEED.size
+  if not payload.startswith(_MAGIC_SEED) or len(payload) < start:
+    return None
+  seed, ordinal, length = _SEED.unpack_from(payload, len(_MAGIC_SEED))
+  name = payload[start:].decode(errors="replace")
+  return (seed, ordinal, name) if len(payload) == start + length else None
+
+
+def encode_mark(number: int) -> bytes:
+  """The bytes of a mark in a compiled function, where the state has no value."""
+  return _MAGIC_MARK + _MARK.pack(number)
+
+
+def decode_mark(payload: bytes) -> int | None:
+  """The number that `encode_mark` wrote; None for other bytes."""
+  is_mark = payload.startswith(_MAGIC_MARK)
+  return _MARK.unpack(payload[len(_MAGIC_MARK) :])[0] if is_mark else None
 
 
 def encode(data: dict[str, Any]) -> bytes:

@@ -1,183 +1,131 @@
-"""Where in a program a draw is made: the path of modules.
+"""Draws addressed by site: by the path of the modules that draw.
 
-A path is made of the names that modules have in one another, from the outermost one
-that is running, which has none: "layers.0.dropout". Who runs is in `running.py`.
+A site is a stream of its own, with a key derived from the path ("layers.0.dropout").
+`active_functions.py` knows which modules are running.
 """
 
 import contextlib
-import copy
-import weakref
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
-import torch
+import numpy as np
 
-from torchax.compat import jax_compat, torch_compat
-from torchax.rng import running
+from torchax.compat import jax_compat
+from torchax.rng import active_functions
 from torchax.rng import state as rng_state
 from torchax.rng.counter import Counter, DrawOperands
+from torchax.rng.state import RngState
 
-_names: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
+class SiteCounter(Counter):
+  """Counter of a stream whose draws are addressed by site.
 
-class Replay(NamedTuple):
-  """A part of a forward pass that a backward pass runs again.
+  Args:
+    state: its `sites` are the draws made before at each path; may be traced.
+    is_operand: see `Counter`.
 
   Attributes:
-    modules: those that ran when the state was saved to which the stream has returned.
-    call: what was running when it returned; it stands for these modules.
+    draws: draws of each site since.
+    meet: called with the path of a site that is no operand of the trace; None on the
+      host.
   """
 
-  modules: tuple
-  call: running.Call | None
+  __slots__ = ("__weakref__", "_before", "_counters", "_site", "draws", "meet")
+  by_site = True
 
-
-def replay(modules: tuple | None) -> Replay | None:
-  """What runs from now on runs in place of what ran in these modules.
-
-  `torch.utils.checkpoint` runs a part of a model again outside of the modules around
-  it, and the sites are to be the same. None where nothing is run again.
-  """
-  if modules is None or not torch_compat.in_backward():
-    return None
-  return Replay(modules, running.innermost())
-
-
-def here() -> tuple:
-  """The modules that are running now, for `replay`; None stands for a boundary."""
-  return tuple(running.modules(running.innermost()))
-
-
-def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
-  """The names of the modules that are running.
-
-  Args:
-    replayed: what is being run again.
-    from_boundary: only those inside the innermost boundary.
-  """
-  call = running.innermost()
-  if replayed is None or not _is_going_on(replayed, call):
-    modules = running.modules(call)
-  else:
-    modules = [*replayed.modules, *running.modules(call, replayed.call)]
-  names: list[str] = []
-  parent = None
-  for module in modules:
-    if module is None:
-      if from_boundary:
-        names.clear()
-    elif isinstance(module, str):
-      names += [module] if module else []
-      parent = None
-    elif module is not parent:
-      if parent is not None:
-        names.append(_name_in(parent, module))
-      parent = module
-  return ".".join(names)
-
-
-def _is_going_on(replayed: Replay, call: running.Call | None) -> bool:
-  return torch_compat.in_backward() and running.is_below(call, replayed.call)
-
-
-def _name_in(parent, child) -> str:
-  name = _known_name(parent, child)
-  return type(child).__name__ if name is None else name
-
-
-def _known_name(parent, child) -> str | None:
-  for name, module in parent._modules.items():
-    if module is child or module is not None and running.meant(module) is child:
-      return name
-  known = _names.setdefault(parent, {})
-  name, reference = known.get(id(child), (None, None))
-  if reference is None or reference() is not child:
-    found = (name for name, module in _inside(parent, set()) if module is child)
-    name = next(found, None)
-    known[id(child)] = (name, weakref.ref(child))
-  return name
-
-
-def _inside(parent: torch.nn.Module, seen: set) -> Iterator[tuple]:
-  """The modules in a module, with paths, in which wrappers of modules have no part."""
-  for name, module in parent._modules.items():
-    if module is None or id(module) in seen:
-      continue
-    seen.add(id(module))
-    module = running.meant(module)
-    yield name, module
-    for path, inner in _inside(module, seen):
-      yield f"{name}.{path}", inner
-
-
-class SiteTable:
-  """The draws of each site of a stream: a site is a stream by itself.
-
-  Args:
-    key: of the stream.
-    counts: draws made before, by the path; may be traced.
-    counters: those of sites whose key was carried in.
-  """
-
-  def __init__(self, key, counts: dict, counters: dict[str, Counter] | None = None):
-    self._key = key
-    self._before = dict(counts)
-    self._counters = {} if counters is None else dict(counters)
-    # Draws made since.
+  def __init__(self, state: RngState, is_operand: bool = False):
+    super().__init__(state.key, state.count, is_operand)
+    # Counts of all draws, whatever key the site had for them.
+    self._before = dict(state.sites or {})
+    self._counters: dict[str, Counter] = {}
+    self._site = ""
     self.draws: dict[str, int] = {}
-    running.following.hold_for(self)
+    self.meet: Callable[[str], None] | None = None
+    active_functions.following.hold_for(self)
 
-  def __contains__(self, path: str) -> bool:
-    return path in self._before
+  def next(self) -> DrawOperands:
+    self._site = self.path()
+    return self.at(self._site).next()
 
-  def __getitem__(self, path: str) -> Counter:
+  def at(self, path: str) -> Counter:
+    """The counter of a site."""
     counter = self._counters.get(path)
     if counter is None:
       # A concrete key has concrete ones, also where a function is being traced.
-      is_traced = isinstance(self._key, jax.core.Tracer)
-      free = contextlib.nullcontext if is_traced else jax_compat.outside_of_traces
-      with free():
-        key = rng_state.named_key(self._key, path)
-      counter = self._counters[path] = Counter(key, self._count(path))
+      is_traced = isinstance(self.key, jax.core.Tracer)
+      with contextlib.nullcontext() if is_traced else jax_compat.outside_of_traces():
+        key = rng_state.named_key(self.key, path)
+      if self.meet is not None:
+        self.meet(path)  # the count is a placeholder: the function is traced again
+        self._before[path] = np.uint32(0)
+      counter = self._counters[path] = Counter(key, self._total(path))
     return counter
 
-  def add(self, path: str, counter: Counter) -> None:
-    """A site whose key was carried in."""
-    self._before[path] = counter.next().count
-    self._counters[path] = counter
+  def add(self, path: str, key: jax.Array, count) -> None:
+    """Adds a site whose key and count are operands."""
+    self._before[path] = count
+    self._counters[path] = Counter(key, count)
 
-  def _count(self, path: str):
+  def _total(self, path: str):
     return self._before.get(path, 0) + self.draws.get(path, 0)
 
-  def progress(self, path: str) -> int:
-    """Draws that a site has made; in a trace those since it was carried in."""
-    count = self._count(path)
-    return count if isinstance(count, int) else self.draws.get(path, 0)
+  def operands_of(self, index: int, site: str, turn: int | None) -> DrawOperands:
+    if turn is None:
+      return self.key, index
+    (key, count), total = self.at(site).next(), self._total(site)
+    return key, turn - (total - count) if isinstance(total, int) else turn
 
-  def operands(self, path: str, turn: int) -> DrawOperands:
-    """The operands of a draw of a site; its number is one of `progress`."""
-    key, count = self[path].next()
-    total = self._count(path)
-    # A site counts all its draws, its key those that were made with it.
-    return DrawOperands(key, turn - (total - count) if type(total) is int else turn)
+  @property
+  def state(self) -> RngState:
+    paths = {**self._before, **self.draws}
+    return RngState(*self.position(), {path: self._total(path) for path in paths})
 
-  def counts(self) -> dict:
-    """The counts of all sites."""
-    return {path: self._count(path) for path in {**self._before, **self.draws}}
+  def progress(self, path: str | None = None) -> int:
+    if path is None:
+      return self.count
+    total = self._total(path)
+    return total if isinstance(total, int) else self.draws.get(path, 0)
 
-  def advance(self, path: str, draws: int) -> None:
-    """Counts draws of a site."""
-    self[path].step(draws)
-    self.draws[path] = self.draws.get(path, 0) + draws
+  def site(self) -> tuple[str, int | None]:
+    return self._site, self.progress(self._site)
 
-  def go_to(self, path: str, draws: int) -> None:
-    """Sets the number of draws of a site since it was carried in."""
-    self.advance(path, draws - self.draws.get(path, 0))
+  def advance(self, draws: int) -> None:
+    self.advance_past(draws, self._site)
+    self.advance_past(draws)
 
-  def copy(self) -> "SiteTable":
-    """A table that counts on its own."""
-    counters = {path: copy.copy(each) for path, each in self._counters.items()}
-    table = SiteTable(self._key, self._before, counters)
-    table.draws = dict(self.draws)
-    return table
+  def advance_past(self, draws: int, path: str | None = None) -> None:
+    if path is not None:
+      self.at(path).advance(draws)
+      self.draws[path] = self.draws.get(path, 0) + draws
+    elif draws:  # this count only tells that there are draws
+      self.count = (self.count + draws - 1) % (rng_state.REKEY_AT - 1) + 1
+
+  def copy(self) -> "SiteCounter":
+    other = SiteCounter(RngState(self.key, 0, self._before), self.is_operand)
+    other.base, other.count, other.replayed = self.base, self.count, self.replayed
+    other._counters = {path: each.copy() for path, each in self._counters.items()}
+    other.draws, other.meet, other._site = dict(self.draws), self.meet, self._site
+    return other
+
+
+def counter_of(state: RngState) -> Counter:
+  """The counter of a state."""
+  return Counter(state.key, state.count) if state.sites is None else SiteCounter(state)
+
+
+def advance_past_branches(stream, branches: list) -> None:
+  """Advances a stream past branches of which one is run, by the most draws of one.
+
+  Args:
+    stream: an `RngStream`.
+    branches: the stream as each branch has left it, `nested`.
+  """
+  before = _draws(stream)
+  for path in dict.fromkeys(path for branch in branches for path in _draws(branch)):
+    most = max(_draws(branch).get(path, 0) for branch in branches)
+    stream.advance_past(max(most - before.get(path, 0), 0), path)
+  stream.advance_past(max(branch.draws for branch in branches) - stream.draws)
+
+
+def _draws(stream) -> dict[str, int]:
+  return dict(stream.counter.draws) if stream.by_site else {}

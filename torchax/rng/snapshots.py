@@ -1,24 +1,20 @@
 """Random states as tensors: `torch.jax.get_rng_state()` and `set_rng_state`.
 
-What torch saves and brings back around a block (`fork_rng`, a checkpoint) are the
-states of all environments, as those of all devices elsewhere: that of the one which is
-on, and behind it the others', each with the number of its environment.
+What torch saves and restores around a block (`fork_rng`, a checkpoint) are the states
+of all environments, as those of all devices elsewhere: first that of the one which is
+on, then the others', each with the number of its environment.
 """
 
-import struct
+import itertools
 import weakref
 
 import torch
 
-from torchax.rng import serialization, sites
-from torchax.rng.root_seed import RootSeed
+from torchax.rng import active_functions, serialization
 from torchax.rng.scope import current, has_scope, owners_here, streams_on
-from torchax.rng.state import RngState
-from torchax.rng.streams import Streams
-
-# A traced state has no value; what stands for it is good in its compiled function only.
-_TICKET = b"torchax-mark-1\0"
-_TICKET_BODY = struct.Struct("<Q")
+from torchax.rng.state import RngState, bytes_of
+from torchax.rng.stream import RngStream
+from torchax.rng.streams import RootSeed, Streams, root_state
 
 
 def snapshot() -> torch.Tensor:
@@ -28,34 +24,29 @@ def snapshot() -> torch.Tensor:
   Inside a compiled function the tensor is a mark that `restore` knows there alone.
   """
   first = streams_on()
-  others = [owner for owner in owners_here() if owner is not first]
-  if not others:
-    return _snapshot(first)
-  # Modules are remembered for the tensor that the user has.
-  states = [(owner.number, _bytes(_snapshot(owner))) for owner in (first, *others)]
-  payload = bytearray(serialization.joined(states))
-  tensor = torch.frombuffer(payload, dtype=torch.uint8)
-  if current(first).by_site and not current(first).is_traced:
-    _saved_in.keep(tensor, sites.here())
+  owners = [first, *[owner for owner in owners_here() if owner is not first]]
+  states = [(owner.number, _saved(owner)) for owner in owners]
+  payload = states[0][1] if len(states) == 1 else serialization.joined(states)
+  tensor = _tensor(payload)
+  # A checkpoint that restores the state runs below the modules that run now.
+  stream = None if is_unopened(first) else current(first)
+  if stream is not None and stream.by_site and not stream.is_traced:
+    _modules_of.keep(tensor, active_functions.here())
   return tensor
 
 
-def _snapshot(owner: Streams) -> torch.Tensor:
-  """The state of the current stream of one environment."""
+def _saved(owner: Streams) -> bytes:
+  """The current stream of one environment as bytes."""
   if is_unopened(owner) and not owner.by_site:
-    return owner.root_seed().to_tensor()
+    return serialization.encode_seed(*owner.root_seed())
   stream = current(owner)
   if stream.is_traced:
-    ticket = _TICKET + _TICKET_BODY.pack(stream.mark())
-    return torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
-  tensor = stream.state.to_tensor()
-  if stream.by_site:
-    _saved_in.keep(tensor, sites.here())
-  return tensor
+    return serialization.encode_mark(_mark(stream))
+  return serialization.encode(stream.state.state_dict())
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-  return bytes(tensor.tolist())
+def _tensor(payload: bytes) -> torch.Tensor:
+  return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 def is_unopened(owner: Streams) -> bool:
@@ -63,31 +54,62 @@ def is_unopened(owner: Streams) -> bool:
   return owner.is_unopened() and not has_scope(owner)
 
 
-class _SavedIn:
-  """Which modules ran when a state was saved, as long as its tensor is there."""
+class _Modules:
+  """The modules that ran when a state was saved, as long as its tensor is alive."""
 
   def __init__(self):
-    self._modules: dict[int, tuple] = {}
+    self._found: dict[int, tuple] = {}
 
   def keep(self, state: torch.Tensor, modules: tuple) -> None:
     """Remembers the modules for a state; None among them is a boundary."""
-    place = id(state)
-    reference = weakref.ref(state, lambda _: self._modules.pop(place, None))
+    key = id(state)
+    reference = weakref.ref(state, lambda _: self._found.pop(key, None))
     references = [
       module if module is None else weakref.ref(module) for module in modules
     ]
-    self._modules[place] = (reference, references)
+    self._found[key] = (reference, references)
 
   def find(self, state: torch.Tensor) -> tuple | None:
-    """The modules; None if they are not known or not there any more."""
-    reference, references = self._modules.get(id(state), (None, ()))
+    """The modules; None if they are not known or not alive any more."""
+    reference, references = self._found.get(id(state), (None, ()))
     if reference is None or reference() is not state:
       return None
     modules = [None if module is None else module() for module in references]
     return tuple(modules) if modules.count(None) == references.count(None) else None
 
 
-_saved_in = _SavedIn()
+_modules_of = _Modules()
+
+
+# Marks: positions of traced streams, which have no value that could be written down ---
+
+_marks = itertools.count()
+
+
+def _mark(stream: RngStream) -> int:
+  """Saves the position of a stream under a number, for `_restore_mark`."""
+  stream.check("saving the random state")
+  mark = next(_marks)
+  position = (stream.counter.copy(), stream.draws, stream.reseeded)
+  stream.marks[mark] = (position, active_functions.here())
+  return mark
+
+
+def _restore_mark(stream: RngStream, mark: int) -> None:
+  """Returns to a mark as if the draws since had not been made.
+
+  Raises:
+    ValueError: the mark is another stream's.
+  """
+  stream.check("restoring the random state")
+  if mark not in stream.marks:
+    raise ValueError(
+      "This random state was saved inside a compiled function, where it has no "
+      "value, and is restored outside of it. Save and restore on the same side."
+    )
+  (counter, stream.draws, stream.reseeded), modules = stream.marks[mark]
+  stream.counter = counter.copy()
+  stream.counter.replayed = active_functions.replay(modules)
 
 
 def restore(tensor: torch.Tensor) -> None:
@@ -98,66 +120,48 @@ def restore(tensor: torch.Tensor) -> None:
     ValueError: not a state, a damaged one, or one from inside another compiled
       function. The streams stay as they were.
   """
-  parts = _parts(tensor)
+  (_, state), *others = serialization.split(bytes_of(tensor))
   first = streams_on()
-  restored = [(first, _read(parts[0][1], first))]
+  restored = [(first, _read(state, first))]
   by_number = {owner.number: owner for owner in owners_here() if owner is not first}
-  for number, part in parts[1:]:
+  for number, state in others:
     owner = by_number.get(number)
     # One that has not moved stays; a compiled function carries the one that is on.
-    if owner is not None and _bytes(_snapshot(owner)) != _bytes(part):
-      restored.append((owner, _read(part, owner)))
+    if owner is not None and _saved(owner) != state:
+      restored.append((owner, _read(state, owner)))
   for owner, value in restored:
     _restore(owner, value, tensor)
 
 
-def _parts(tensor: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
-  """The states of the environments, with their numbers; the first is the current one's.
+def _read(state: bytes, owner: Streams) -> RootSeed | RngState | int:
+  """The content of a saved state: a seed, a state, or the number of a mark.
 
   Raises:
-    ValueError: the tensor is truncated.
+    ValueError: nothing that the current stream could go on from.
   """
-  if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
-    return [(None, tensor)]
-  states = serialization.parted(_bytes(tensor))
-  if len(states) == 1 and states[0][0] is None:
-    return [(None, tensor)]
-  return [
-    (number, torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    for number, state in states
-  ]
+  seed = serialization.decode_seed(state)
+  if seed is not None:
+    _require_impl(seed[2], owner)
+    return seed
+  mark = serialization.decode_mark(state)
+  if mark is not None:
+    return mark
+  found = RngState.from_state_dict(serialization.decode(state))
+  _require_impl(found.impl, owner)
+  return found
 
 
-def _read(tensor: torch.Tensor, owner: Streams) -> RootSeed | RngState | int:
-  """What a tensor stands for: a root, a state, or the number of a mark.
-
-  Raises:
-    SeedError, ValueError: nothing that the current stream could go on from.
-  """
-  root_seed = RootSeed.from_tensor(tensor)
-  if root_seed is not None:
-    _require_impl(root_seed.impl, owner)
-    return root_seed
-  payload = b""
-  if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.uint8:
-    payload = _bytes(tensor)
-  if payload.startswith(_TICKET):
-    return _TICKET_BODY.unpack(payload[len(_TICKET) :])[0]
-  state = RngState.from_tensor(tensor)
-  _require_impl(state.impl, owner)
-  return state
-
-
-def _restore(owner: Streams, value, tensor: torch.Tensor) -> None:
+def _restore(owner: Streams, value: RootSeed | RngState | int, tensor) -> None:
   if isinstance(value, int):
-    current(owner).return_to(value)
+    _restore_mark(current(owner), value)
   elif isinstance(value, RngState):
     stream = current(owner)
     stream.reseed(value)
     if value.sites is not None:
-      stream.return_below(_saved_in.find(tensor))
+      modules = _modules_of.find(tensor)
+      stream.counter.replayed = active_functions.replay(modules)
   elif has_scope(owner):
-    current(owner).reseed(owner.addressed(value.state()))
+    current(owner).reseed(owner.addressed(root_state(value)))
   else:
     owner.restore(value)
 

@@ -328,10 +328,7 @@ class RngState:
       SeedError: not a uint8 tensor.
       ValueError: truncated, or written by something else.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
-      kind = getattr(tensor, "dtype", type(tensor).__name__)
-      raise SeedError(f"A random state is a uint8 tensor, but got {kind}.")
-    _, payload = serialization.parted(bytes(tensor.cpu().numpy()))[0]
+    _, payload = serialization.split(bytes_of(tensor))[0]
     return cls.from_state_dict(serialization.decode(payload))
 
   def __repr__(self):
@@ -350,6 +347,14 @@ class RngState:
   def tree_unflatten(cls, paths, children):
     key, count, *counts = children
     return cls(key, count, None if paths is None else dict(zip(paths, counts)))
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+  """The bytes of a saved state; raises SeedError for other than a uint8 tensor."""
+  if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
+    kind = getattr(tensor, "dtype", type(tensor).__name__)
+    raise SeedError(f"A random state is a uint8 tensor, but got {kind}.")
+  return bytes(tensor.tolist())
 
 
 def _check_count(count, most: int) -> None:

@@ -13,11 +13,24 @@ import weakref
 import torch
 
 from torchax.compat import jax_compat
-from torchax.rng import running
 from torchax.rng import state as rng_state
-from torchax.rng.root_seed import RootSeed
+from torchax.rng.active_functions import following
 from torchax.rng.state import RngState
-from torchax.rng.stream import RngStream
+from torchax.rng.stream import FREE, RngStream
+
+RootSeed = tuple[int, int, str]
+"""Start of a root stream: seed in [0, 2**64), number of the thread, implementation.
+
+Seeding and `torch.random.fork_rng` must not start JAX's backend, which takes a GPU's
+memory, in code that never uses a jax tensor. So the key is computed at the first draw.
+"""
+
+
+def root_state(root_seed: RootSeed) -> RngState:
+  """The state at the start of a root stream."""
+  seed, ordinal, impl = root_seed
+  key = rng_state.key_from_seed(seed, impl)
+  return RngState(rng_state.thread_key(key, ordinal), 0)
 
 
 class _Root(threading.local):
@@ -127,9 +140,9 @@ class Streams:
         return
       self._hold = _SiteHold() if on else None
       if self._hold is not None:
-        running.following.hold_for(self._hold)
+        following.hold_for(self._hold)
       self._epoch += 1
-    running.following.settle()
+    following.update()
 
   def root(self) -> RngStream:
     """The root stream of this thread."""
@@ -147,12 +160,16 @@ class Streams:
     """
     epoch, seeding = self._epoch, self._seedings
     with jax_compat.outside_of_traces():
-      if root.stream is None:
-        root.stream = RngStream.root(self.addressed(self.root_seed().state()))
-      elif root.seeding != seeding:
-        root.stream.restart(self.addressed(self.root_seed().state()))
-      else:
-        root.stream.address_by_site(self.by_site)
+      if root.seeding != seeding:
+        state = self.addressed(root_state(self.root_seed()))
+        if root.stream is None:
+          root.stream = RngStream(state)
+          root.stream.owner, root.stream.held = None, FREE
+        else:
+          root.stream.reseed(state)
+      elif root.stream is not None and root.stream.by_site != self.by_site:
+        root.stream.reseed(self.addressed(RngState(root.stream.rebase())))
+        following.update()
     root.epoch, root.seeding = epoch, seeding
 
   def is_unopened(self) -> bool:
@@ -164,7 +181,7 @@ class Streams:
     restored, seeding = self._root.restored
     if restored is not None and seeding == self._seedings:
       return restored
-    return RootSeed(self.seed, self._ordinal(), self.impl)
+    return self.seed % (1 << 64), self._ordinal(), self.impl
 
   def restore(self, root_seed: RootSeed) -> None:
     """Has the root of this thread start from what another one has started from."""

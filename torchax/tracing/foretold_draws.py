@@ -30,4 +30,4 @@ def foretell(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> L
   trace = jax.make_jaxpr(on_arrays)
   program = traced.pure.try_abstractly(lambda rng: trace(rng, *arrays))
   entries = advances[-1].log if advances[-1] else ()
-  return ledger.foretold(entries, traced.pure.streams(), program)
+  return ledger.dry_run(entries, traced.pure.streams(), program)

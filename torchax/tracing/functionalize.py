@@ -4,7 +4,7 @@
 
   pure(rng, captured, *args, **kwargs) -> ((out, effects), advance)
 
-`rng` carries the random stream (`torchax/rng/carry.py`), `captured` the tensors that
+`rng` carries the random stream (`rng/keyed_function.py`), `captured` the tensors that
 the function closes over, `effects` the changes it made in place: to arguments, to
 captured tensors and to the `.grad` of captured leaves. `settle` applies them.
 """
@@ -30,7 +30,7 @@ from torchax.core.storage import Rebindings, Storage, active
 from torchax.dispatch import host_operations
 from torchax.environment import default_env
 from torchax.errors import MutationError
-from torchax.rng import Carried, is_typed_key
+from torchax.rng import KeyedFunction, is_typed_key
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import (
   autograd_bridge,
@@ -150,7 +150,7 @@ class Traced:
     self._may_guess = lifts and not captured
     # Whether a trace has met a gradient of a captured leaf, which may come and go.
     self._touches_grad = False
-    self.pure = Carried(self._pure)
+    self.pure = KeyedFunction(self._pure)
     self.pure.__name__ = name_of(function)
     self.__name__ = self.pure.__name__
     self._note_captured()

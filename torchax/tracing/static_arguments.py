@@ -2,7 +2,7 @@
 
 JAX takes arrays and static values, in containers that it knows (`pytrees.py`). A
 generator is static, by its identity; what it draws are operands
-(`torchax/rng/carry.py`). Booleans, strings, dtypes and devices decide in Python what a
+(`rng/keyed_function.py`). Booleans, strings, dtypes and devices decide in Python what a
 torch function does, so they are static by their values.
 """
 

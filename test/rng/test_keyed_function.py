@@ -1,4 +1,4 @@
-"""`Carried`: key and count go in as operands, the advance comes back without arrays."""
+"""`KeyedFunction`: key and count are operands, the advance returns without arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from torchax.errors import TracedDrawError
 from torchax.interop import jax_jit, jax_view
-from torchax.rng import Carried, NewOperands, RngState
+from torchax.rng import KeyedFunction, NewOperands, RngState
 
 
 def _drop(array):
@@ -21,23 +21,23 @@ def _rand(generator=None) -> torch.Tensor:
 
 
 def test_the_key_and_the_count_are_typed_operands():
-  pure = Carried(_drop)
-  closed = jax.make_jaxpr(pure)(pure.operands(), jnp.ones(4))
+  pure = KeyedFunction(_drop)
+  closed = jax.make_jaxpr(pure)(pure.values(), jnp.ones(4))
   kinds = [str(var.aval) for var in closed.jaxpr.invars]
   assert kinds == ["key<fry>[]", "uint32[]", "float32[4]"]
   assert not closed.consts
 
 
 def test_the_advance_is_static_and_has_no_array(env):
-  pure = Carried(lambda x: _drop(_drop(x)))
-  out, advance = jax.eval_shape(pure, pure.operands(), jnp.ones(4))
+  pure = KeyedFunction(lambda x: _drop(_drop(x)))
+  out, advance = jax.eval_shape(pure, pure.values(), jnp.ones(4))
   assert advance.total == 2 and advance.draws == (2,)
   assert jax.tree.leaves(advance) == []
   assert len(jax.tree.leaves((out, advance))) == 1
 
 
 def test_a_cached_call_brings_the_advance_back(env):
-  pure = Carried(lambda x: _drop(_drop(x)))
+  pure = KeyedFunction(lambda x: _drop(_drop(x)))
   jitted = jax.jit(pure)
   for calls in range(1, 4):
     pure.run(lambda rng: jitted(rng, jnp.ones(4)))
@@ -47,11 +47,11 @@ def test_a_cached_call_brings_the_advance_back(env):
 
 def test_operands_depend_on_nothing_that_was_computed(env):
   """Two calls of a step are joined by no array of the random state."""
-  pure = Carried(_drop)
+  pure = KeyedFunction(_drop)
   jitted = jax.jit(pure)
-  ((key, _),) = pure.operands()
+  ((key, _),) = pure.values()
   pure.run(lambda rng: jitted(rng, jnp.ones(4)))
-  ((later_key, count),) = pure.operands()
+  ((later_key, count),) = pure.values()
   assert later_key is key
   assert isinstance(count, np.uint32) and count == 1
 
@@ -61,7 +61,7 @@ def test_a_reseed_inside_comes_back_as_a_leaf(env):
     torch.manual_seed(6)
     return _drop(x)
 
-  pure = Carried(reseeded)
+  pure = KeyedFunction(reseeded)
   pure.run(lambda rng: jax.jit(pure)(rng, jnp.ones(4)))
   assert env.rng.state.state_dict() == RngState.from_seed(6).advance(1).state_dict()
 
@@ -75,7 +75,7 @@ def test_an_exception_leaves_the_stream_and_the_generators_where_they_were(env):
     raise KeyError("mine")
 
   before, words = env.rng.state.state_dict(), generator.get_state()
-  pure = Carried(fails)
+  pure = KeyedFunction(fails)
   for _ in range(2):
     with pytest.raises(KeyError, match="mine"):
       pure.run(lambda rng: jax.jit(pure)(rng, jnp.ones(4)))
@@ -85,7 +85,7 @@ def test_an_exception_leaves_the_stream_and_the_generators_where_they_were(env):
 
 def test_trying_abstractly_advances_nothing(env):
   generator = torch.Generator().manual_seed(0)
-  pure = Carried(lambda x: jax_view(_rand(generator)) + _drop(x))
+  pure = KeyedFunction(lambda x: jax_view(_rand(generator)) + _drop(x))
   before, words = env.rng.state.state_dict(), generator.get_state()
   traced = pure.try_abstractly(lambda rng: jax.jit(pure).trace(rng, jnp.ones(3)))
   assert env.rng.state.state_dict() == before
@@ -102,7 +102,7 @@ def test_a_generator_costs_one_more_trace_and_then_none():
     traces.append(None)
     return jax_view(_rand(generator)) + x
 
-  pure = Carried(f)
+  pure = KeyedFunction(f)
   jitted = jax.jit(pure)
   for _ in range(4):
     pure.run(lambda rng: jitted(rng, jnp.zeros(3)))

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchax
 from torchax.interop import JittableModule, gradient_checkpoint, jax_jit
-from torchax.rng import RngState, running, sites
+from torchax.rng import RngState, active_functions
 
 
 @pytest.fixture
@@ -54,15 +54,15 @@ def _x() -> torch.Tensor:
 
 
 def _is_followed() -> bool:
-  return torch.nn.Module.__call__ in running._originals
+  return torch.nn.Module.__call__ in active_functions._originals
 
 
 @pytest.fixture
 def nobody_asks(monkeypatch):
   """Calls of modules as torch has them, whatever other tests have left alive."""
   call = torch.nn.Module.__call__
-  torch.nn.Module.__call__ = running._originals.get(call, call)
-  monkeypatch.setattr(running, "following", running._Following())
+  torch.nn.Module.__call__ = active_functions._originals.get(call, call)
+  monkeypatch.setattr(active_functions, "following", active_functions._Following())
   yield
   torch.nn.Module.__call__ = call
 
@@ -145,7 +145,7 @@ def test_an_exception_ends_the_module_that_it_leaves(by_site, error):
   Net()(_x())
   with pytest.raises(error):
     Failing()(_x())
-  assert sites.path() == "" and running.innermost() is None
+  assert active_functions.path() == "" and active_functions.innermost() is None
   assert by_site.rng.state.sites == {"a": 1}
 
 
@@ -255,22 +255,22 @@ def test_a_jitted_method_of_a_running_module_has_the_eager_sites(by_site):
 
 def test_each_thread_and_each_task_runs_its_own_modules(by_site):
   async def one(net):
-    with running.inside(net):
+    with active_functions.inside(net):
       await asyncio.sleep(0)
-      with running.inside(net.a):
+      with active_functions.inside(net.a):
         await asyncio.sleep(0)
-        return sites.path()
+        return active_functions.path()
 
   async def both():
     return await asyncio.gather(one(Pair()), one(Pair()))
 
   found = []
   net = Pair()
-  with running.inside(net), running.inside(net.a):
-    thread = threading.Thread(target=lambda: found.append(sites.path()))
+  with active_functions.inside(net), active_functions.inside(net.a):
+    thread = threading.Thread(target=lambda: found.append(active_functions.path()))
     thread.start()
     thread.join()
-    assert sites.path() == "a"
+    assert active_functions.path() == "a"
   assert found == [""]
   assert asyncio.run(both()) == ["a", "a"]
 

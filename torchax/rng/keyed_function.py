@@ -1,0 +1,308 @@
+"""A function whose random streams are operands: the one way across a boundary.
+
+  pure = KeyedFunction(fn)      # pure(values, *args, **kwargs) -> (out, advance)
+  out = pure.run(jax.jit(pure), *args)
+
+Keys and counts are operands (`boundary.py`). The number of draws is static for a trace,
+so it needs no output array and returns with every cached call, without a device sync; a
+re-seed inside returns as a leaf.
+
+Tracing finds the streams that a function draws from; at first the stream of the
+environment which is on is the only operand. A trace that meets another one finishes,
+is discarded, and is made again with an operand for it (`NewOperands`).
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from torchax.compat import jax_compat
+from torchax.errors import RngError, TracedDrawError
+from torchax.rng import active_functions, ledger, scope
+from torchax.rng import generator as generators
+from torchax.rng.boundary import (
+  Advance,
+  EnvironmentOperand,
+  GeneratorOperand,
+  Operand,
+  StreamOperands,
+  Values,
+)
+from torchax.rng.state import RngState
+
+
+class NewOperands(BaseException):
+  """Ends a trace that met something it has no operand for yet; it is made again.
+
+  A BaseException, so that no `except Exception` of traced code keeps it.
+  """
+
+
+class _Attempt(threading.local):
+  """Retracing on this thread.
+
+  Attributes:
+    deferred: a trace that misses an operand is finished before it is made again.
+    asked: to be made again.
+  """
+
+  deferred = False
+  asked = False
+
+
+def _once() -> int:
+  return 1
+
+
+_ON = (EnvironmentOperand(),)
+
+
+class KeyedFunction:
+  """A function whose random streams are operands; `pure` for any JAX transformation.
+
+  Attributes:
+    operands: the streams, in the order of their values.
+  """
+
+  def __init__(self, function: Callable):
+    self.function = function
+    self.operands: tuple[Operand, ...] = _ON
+    self._just_met: list[GeneratorOperand] = []
+    self._attempt = _Attempt()
+    # Key and count of the last call, and the values made of them.
+    self._last: tuple = (None, None, None)
+    self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+  def _generators(self) -> list[GeneratorOperand]:
+    if len(self.operands) == 1:
+      return []
+    return [each for each in self.operands if isinstance(each, GeneratorOperand)]
+
+  @property
+  def generators(self) -> list[torch.Generator]:
+    """The generators among the streams."""
+    return [operand.generator for operand in self._generators()]
+
+  def draws_of_generators(self) -> list[int]:
+    """How many draws a call makes with each generator, at most."""
+    return [operand.limit for operand in self._generators()]
+
+  def __call__(self, values: Values, *args, **kwargs):
+    """The pure function: `(values, *args, **kwargs) -> (out, Advance or None)`."""
+    traced = StreamOperands(self.operands, values)
+    with (
+      scope.carrying(traced),
+      active_functions.following.hold(),
+      active_functions.boundary(),
+    ):
+      out = self.function(*args, **kwargs)
+      advance = traced.advance()
+    self._require(traced)
+    for operand in traced.generators:
+      operand.require_untouched(self.__name__)
+    return out, advance
+
+  def _require(self, traced: StreamOperands) -> None:
+    """Retraces if streams were met that have no operands yet."""
+    generators = list(traced.generators)
+    if not traced.missing and not any(each.is_short for each in generators):
+      self._just_met = []
+      return
+    self._require_old_generators(generators)
+    known = {each: each.limit for each in self._generators()}
+    limits = {each: max(each.asked, known.get(each, 0)) for each in generators}
+    self.operands = tuple(
+      [
+        GeneratorOperand(operand.generator, limits.get(operand, operand.limit))
+        if isinstance(operand, GeneratorOperand)
+        else operand
+        for operand in dict.fromkeys((*self.operands, *traced.missing))
+      ]
+    )
+    for operand in generators:
+      operand.restore()  # the function runs again, from the start
+    self.retrace()
+
+  def retrace(self) -> None:
+    """Makes the trace in progress again, since it lacks an operand.
+
+    Raises:
+      NewOperands: now, or where `deferring` ends.
+    """
+    if not self._attempt.deferred:
+      raise NewOperands
+    self._attempt.asked = True
+
+  @contextlib.contextmanager
+  def deferring(self) -> Iterator[None]:
+    """Finishes traces in the block that lack an operand, then retraces.
+
+    If an exception leaves a trace that read outer tracers, JAX keeps the trace alive.
+    """
+    attempt = self._attempt
+    before = (attempt.deferred, attempt.asked)
+    attempt.deferred, attempt.asked = True, False
+    try:
+      yield
+      if attempt.asked:
+        raise NewOperands
+    finally:
+      attempt.deferred, attempt.asked = before
+
+  def _require_old_generators(self, generators: list[GeneratorOperand]) -> None:
+    """Raises RngError if each trace meets other generators: it would never end."""
+    met = [operand for operand in generators if operand.words is None]
+    missed = {each for each in generators if not each.asked} & {*self._just_met}
+    self._just_met = met
+    if met and missed:
+      self.operands = tuple([each for each in self.operands if each not in missed])
+      raise RngError(
+        f"{self.__name__} makes a torch.Generator while it is compiled, which would be "
+        "one generator for ever. Make it outside of the function."
+      )
+
+  @contextlib.contextmanager
+  def replay(self, values: Values) -> Iterator[None]:
+    """Repeats in the block the draws of the call that had these values.
+
+    For a trace in which the function runs once more; nothing advances.
+    """
+    with scope.carrying(StreamOperands(self.operands, values)):
+      yield
+
+  def values(self, times: int = 1) -> Values:
+    """The values of the next call: where the caller's streams stand.
+
+    Inside a raw JAX transformation they are good for a function that draws nothing
+    only; `commit` raises for another.
+
+    Args:
+      times: how often the function is going to be run; generators give as many words.
+    """
+    stream = scope.current()
+    try:
+      stream.check_now(self.__name__)
+    except TracedDrawError:
+      if self.generators:
+        raise
+    if self.operands is _ON and not stream.by_site:
+      return self._plain_values(*stream.counter.position())
+    return tuple([operand.read(times, self.__name__) for operand in self.operands])
+
+  def _plain_values(self, key, count) -> Values:
+    """Key and count of the only stream.
+
+    A function that draws nothing is called again with the same count; it gets the same
+    arrays, with the count on the device.
+    """
+    if type(count) is not int:
+      return ((key, count),)
+    last_key, last_count, values = self._last
+    if last_key is not key or last_count != count:
+      values = ((key, np.uint32(count)),)
+    elif type(values[0][1]) is np.uint32 and jax_compat.is_top_level():
+      values = ((key, jax.numpy.asarray(values[0][1])),)
+    self._last = (key, count, values)
+    return values
+
+  def children(self, values: Values, keys: dict) -> Values:
+    """Values of streams that start with keys of their own.
+
+    Args:
+      values: of the streams.
+      keys: of the environments' children, by their owners; those of which nothing is
+        drawn have none.
+    """
+    pairs = zip(self.operands, values)
+    return tuple([value and operand.child(value, keys) for operand, value in pairs])
+
+  def commit(self, advance: Advance | None) -> None:
+    """Advances the caller's streams as far as the function did.
+
+    Raises:
+      TracedDrawError: the function drew inside a raw JAX transformation.
+    """
+    if advance is None:
+      return
+    on = scope.current()
+    if advance.total and not jax_compat.is_top_level():
+      on.check(self.__name__)
+    if advance.log and (ledger.Recording.count or on.log is not None):
+      ledger.commit(on.log, advance.log, self.streams())
+    for operand, draws in zip(self.operands, advance.draws):
+      if draws:
+        operand.advance(draws)
+    for (index, count, sites), key in zip(advance.seedings, advance.keys):
+      by_site = None if sites is None else dict(sites)
+      stream = scope.current(self.operands[index].owner)
+      stream.reseed(RngState(key, count, by_site))
+
+  def drawn_from(self, advance: Advance) -> dict:
+    """The caller's streams of environments that a function moves, by their owners."""
+    return {
+      operand.owner: scope.current(operand.owner)
+      for operand, draws in zip(self.operands, advance.draws)
+      if isinstance(operand, EnvironmentOperand) and draws
+    }
+
+  def streams(self) -> dict:
+    """The caller's streams, by the numbers of their environments."""
+    operands = [each for each in self.operands if isinstance(each, EnvironmentOperand)]
+    owners = [operand.owner or scope.streams_on() for operand in operands]
+    return {owner.number: scope.current(owner) for owner in owners}
+
+  def run(self, transformed: Callable[[Values], Any], times: Callable[[], int] = _once):
+    """Calls a transformed function with the caller's streams as its operands.
+
+    Args:
+      transformed: `values -> (out, Advance)`; called again where the trace met
+        something that it has no operand for yet.
+      times: tells how often it runs the function.
+
+    Returns:
+      `out`; the streams stand where the function left them, or, after an exception,
+      where they stood before.
+    """
+    while True:
+      before = self._positions()
+      try:
+        with scope.current().held:
+          out, advance = transformed(self.values(times()))
+          self.commit(advance)
+      except BaseException as error:
+        self._restore(before)
+        if isinstance(error, NewOperands):
+          continue
+        raise
+      if before and advance is not None:
+        for operand, draws in zip(self.operands, advance.draws):
+          # More was taken than was drawn, in a call that draws less than others.
+          if operand in before and draws < operand.limit * times():
+            generators.go_to(operand.generator, before[operand], draws)
+      return out
+
+  def _positions(self) -> dict[GeneratorOperand, tuple]:
+    return {
+      operand: generators.position(operand.generator, self.__name__)
+      for operand in self._generators()
+    }
+
+  def _restore(self, positions: dict[GeneratorOperand, tuple]) -> None:
+    for operand, position in positions.items():
+      generators.go_to(operand.generator, position)
+
+  def try_abstractly(self, transformed: Callable[[Values], Any]):
+    """`run` for something that only traces: no stream, no generator advances."""
+    while True:
+      before = self._positions()
+      try:
+        return transformed(self.values())
+      except NewOperands:
+        continue
+      finally:
+        self._restore(before)
