@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -476,7 +475,6 @@ class Tensor(torch.Tensor):
     return self if isinstance(self, cls) else super().as_subclass(cls)
 
 
-@functools.lru_cache(maxsize=1024)  # it keeps the classes
 def connect(from_fake: Callable, shard_gradient: Callable) -> None:
   """Give tensors what is defined above them.
 
@@ -494,6 +492,7 @@ def also_instances_of(cls: type, applies: Callable[[Tensor], bool]) -> None:
   Tensor._other_class, Tensor._is_of_other_class = cls, staticmethod(applies)
 
 
+@functools.lru_cache(maxsize=1024)  # it keeps the classes
 def _handles_functions(cls: Any) -> bool:
   """Whether a class that is not ours handles torch functions: then it goes first."""
   if issubclass(cls, Tensor | jax_compat.ArrayImpl | jax_compat.Tracer):
@@ -513,30 +512,6 @@ def _is_unresolved(tensor: Tensor) -> bool:
 def is_traced(tensor: Any) -> bool:
   """True where the numbers of a tensor are not known yet."""
   return isinstance(tensor._storage.read(tensor), jax.core.Tracer)
-
-
-def _rebuild(data: torch.Tensor, requires_grad: bool, is_parameter: bool):
-  """Unpickles a tensor of torchax 0.1, whose files and pickles name this function.
-
-  It comes back on jax, unless `torch.load` was told where tensors go.
-
-  Raises:
-    pickle.UnpicklingError: `data` is no tensor.
-  """
-  if not isinstance(data, torch.Tensor):
-    raise pickle.UnpicklingError(
-      f"A saved jax tensor holds a tensor, but got {type(data).__name__}: the file is "
-      "damaged, or not one of torch.save."
-    )
-  is_placed = isinstance(data, Tensor) or torch_compat.has_map_location()
-  if not is_placed and not torch_compat.is_read_later(data.untyped_storage()):
-    data = data.to("jax")
-  if is_parameter:
-    return torch.nn.Parameter(data, requires_grad)
-  return data.requires_grad_(requires_grad)
-
-
-torch.serialization.add_safe_globals([_rebuild])
 
 
 def blank(shape: tuple, dtype, device, env) -> Tensor:

@@ -27,7 +27,6 @@ BY_TORCH = {
   "ProfilerActivity.name",
   "Tensor.is_jax",
   "Tensor.jax",
-  "_weights_only_unpickler._marked_safe_globals_set",
   "backend_registration._privateuse1_backend_name",
 }
 CHANGES = """

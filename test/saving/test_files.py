@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from spawned import answer
 
 import torchax
-from torchax import tensor as _tensor
 from torchax.compat import versions
 from torchax.errors import (
   MutationError,
@@ -480,39 +479,10 @@ def test_another_process_gets_values_and_sends_some():
   assert_same(base, BASE)  # a value was sent, not the memory
 
 
-# Files of torchax 0.1 ---------------------------------------------------------------
-
-
-class _Old:
-  """Is saved as torchax 0.1 saved a jax tensor."""
-
-  def __init__(self, data, requires_grad=False, is_parameter=False):
-    self.parts = (data, requires_grad, is_parameter)
-
-  def __reduce__(self):
-    return _tensor._rebuild, self.parts
-
-
-@pytest.mark.parametrize("place", [None, "cpu", "jax"])
-@each_format
-def test_files_of_earlier_versions_load(place, options):
-  saved = {"a": _Old(BASE), "b": _Old(BASE.bfloat16(), True, True)}
-  loaded = torch.load(_saved(saved, **options), map_location=place)
-  assert _same_bits(loaded["a"], BASE) and _same_bits(loaded["b"], BASE.bfloat16())
-  assert isinstance(loaded["b"], torch.nn.Parameter) and loaded["b"].requires_grad
-  if not options:
-    assert {t.device.type for t in loaded.values()} == {place or "jax"}
-
-
 def test_a_storage_that_was_pickled_moves_with_its_bytes():
   storage = pickle.loads(pickle.dumps(BASE)).untyped_storage()
   moved = torch.empty(0, device="jax").set_(storage.to(device="jax"))
   assert_same(moved, BASE.view(-1))
-
-
-def test_pickles_of_earlier_versions_load():
-  torch.load(_saved(0))  # torch keeps the map_location of a load that failed
-  assert_same(pickle.loads(pickle.dumps([_Old(BASE)])), [BASE])
 
 
 # What is refused --------------------------------------------------------------------
@@ -531,12 +501,9 @@ class _Calls:
 def test_a_malicious_file_runs_nothing(tmp_path):
   made = tmp_path / "made"
   inner = _Calls(made.write_text, "ran")
-  for value in (inner, _Old(inner), _Old(BASE, inner), [BASE.to("jax"), inner]):
+  for value in (inner, [BASE.to("jax"), inner]):
     with pytest.raises(pickle.UnpicklingError, match="[Ww]eights"):
       torch.load(_saved(value), weights_only=True)
-  for value in ("x", [BASE], {"a": BASE}, None):
-    with pytest.raises(pickle.UnpicklingError, match="holds a tensor"):
-      torch.load(_saved(_Old(value)), weights_only=True)
   assert not made.exists()
 
 

@@ -1,156 +1,19 @@
 """The only package that touches private API of torch; `test_torch_compat.py` guards it.
 
 A file a theme. Each private name is looked up by `private.find`, which says what it is
-for and what happens on a version of torch that has moved it.
+for and what happens on a version of torch that has moved it. This file has the public
+names of all themes.
 """
 
-from torchax.compat.torch_compat.accelerator import (
-  answer_for_accelerator,
-  fork_one_stream,
-  leave_data_parallel_alone,
-  resolve_in_to,
-  resolving_to,
-  tensor_to,
-)
-from torchax.compat.torch_compat.backend import (
-  BACKEND,
-  register_autocast_kernel,
-  register_backend,
-  register_guard,
-  register_kernel,
-  require_autocast,
-  support_foreach,
-  without_autocast,
-)
-from torchax.compat.torch_compat.distributed import (
-  class_of_module,
-  current_mesh,
-  enter_full_states,
-  enter_group,
-  enter_meshes_of_plans,
-  enter_staging,
-  function_of,
-  group_by_name,
-  is_available,
-  leave_default_backend_alone,
-  name_of_group,
-  names_of_groups,
-  options_of_mesh,
-  register_group_backend,
-  replace_function,
-  reroute,
-  reroute_method,
-  root_of,
-  set_groups_of_mesh,
-)
-from torchax.compat.torch_compat.files import (
-  TypedStorage,
-  dlpack_capsule,
-  has_map_location,
-  in_files_format,
-  is_read_later,
-  make_storages,
-  parameter_in_files_format,
-  read_storage,
-  storage_dtype,
-  typed_storage,
-  watch_late_reads,
-  watch_marks,
-  watch_moves_of_storages,
-  with_state_in_files_format,
-  write_storage,
-)
-from torchax.compat.torch_compat.functions import (
-  GradientBatch,
-  OwnFunction,
-  apply_function,
-  are_transforms_active,
-  handing_out_by,
-  intercept_applied_functions,
-  is_transformed,
-  keep_overrides_in_backward,
-)
-from torchax.compat.torch_compat.graphs import (
-  DataDependentOutputException,
-  UnsupportedOperatorException,
-  backend_named,
-  compiled_module_class,
-  count_of_hooks,
-  faked,
-  is_fake,
-  is_for_backend,
-  is_tracing,
-  is_tracing_for_torchscript,
-  keep_from_dynamo,
-  keeping_draws,
-  leave_frames_of,
-  record_in_make_fx,
-  reparametrized,
-  require_capture,
-  trace_as_any_object,
-  trace_recurrent_layers,
-)
-from torchax.compat.torch_compat.lazy_modules import place_new_placeholders
-from torchax.compat.torch_compat.modes import (
-  DispatchMode,
-  above_dispatch,
-  dispatch_depth,
-  dispatch_is_excluded,
-  forward_ad_is_on,
-  has_saved_tensors_hooks,
-  holder,
-  in_backward,
-  in_function_forward,
-  is_transforming,
-  is_watched,
-  recording_anew,
-  unnoticed,
-  unwatched,
-  with_function_overrides,
-  without_dispatch,
-  without_function_modes,
-  without_function_overrides,
-  without_modes,
-)
-from torchax.compat.torch_compat.operators import (
-  HigherOrderOperator,
-  OpOverload,
-  OpOverloadPacket,
-  aten_packets,
-  attention_of_heads,
-  composite_decomposition,
-  composite_kernel,
-  decomposition_table,
-  gru,
-  is_composite,
-  linear,
-  lstm,
-  one_hot,
-  rnn_relu,
-  rnn_tanh,
-  scaled_dot_product_attention,
-)
-from torchax.compat.torch_compat.optimizers import init_optimizer_group
-from torchax.compat.torch_compat.swaps import (
-  move_parameters_in_place,
-  swap_held_tensors,
-  swap_tensors,
-  watch_swaps,
-)
-from torchax.compat.torch_compat.wrappers import (
-  AUTOCAST_KEYS,
-  HIDDEN_DEVICE,
-  HIDDEN_KEY,
-  SHAPE_KEY,
-  CpuSubclass,
-  correct_aliasing,
-  disabled_torch_function,
-  innermost,
-  is_parameter,
-  make_wrapper,
-  mark_as_parameter,
-  parse_to,
-  set_conj,
-  set_metadata,
-  set_neg,
-)
+from torchax.compat.torch_compat.accelerator import *
+from torchax.compat.torch_compat.backend import *
+from torchax.compat.torch_compat.distributed import *
+from torchax.compat.torch_compat.files import *
+from torchax.compat.torch_compat.functions import *
+from torchax.compat.torch_compat.graphs import *
+from torchax.compat.torch_compat.lazy_modules import *
+from torchax.compat.torch_compat.modes import *
+from torchax.compat.torch_compat.operators import *
+from torchax.compat.torch_compat.optimizers import *
+from torchax.compat.torch_compat.swaps import *
+from torchax.compat.torch_compat.wrappers import *
