@@ -359,7 +359,25 @@ def scan_layers(
     ValueError: it has no stack, with the reason for each list of equal layers; or there
       is no such policy.
   """
-  policy = policy_of(policy)
+  stacks, reasons = _found_stacks(model, args, kwargs, policy_of(policy))
+  if not stacks:
+    found = "; ".join(reasons) or "no ModuleList or Sequential has equal neighbours"
+    raise ValueError(
+      f"{type(model).__name__} has no stack of layers to scan: {found}. Write a stack "
+      "as `for layer in self.layers: x = layer(x, …)`, or use `ScannedModule`."
+    )
+  for name in {name for name, _, _ in stacks}:
+    model.get_submodule(name).register_load_state_dict_pre_hook(_restack)
+  for name, run, stack in stacks:
+    parent = model.get_submodule(name)
+    parent._modules[run[0]] = stack
+    for key in run[1:]:
+      del parent._modules[key]
+  return model
+
+
+def _found_stacks(model: torch.nn.Module, args, kwargs, policy) -> tuple[list, list]:
+  """Stacks as (name of their list, keys in it, stack), and why others are none."""
   lists = _candidates(model)
   runs = [(name, run) for name, found in lists.items() for run in found]
   layers = {
@@ -378,20 +396,7 @@ def scan_layers(
       stacks.append((name, run, LayerStack(of_run, run, unpacks, policy)))
     else:
       reasons.append(f"{name or type(model).__name__}: {reason}")
-  if not stacks:
-    found = "; ".join(reasons) or "no ModuleList or Sequential has equal neighbours"
-    raise ValueError(
-      f"{type(model).__name__} has no stack of layers to scan: {found}. Write a stack "
-      "as `for layer in self.layers: x = layer(x, …)`, or use `ScannedModule`."
-    )
-  for name in {name for name, _, _ in stacks}:
-    model.get_submodule(name).register_load_state_dict_pre_hook(_restack)
-  for name, run, stack in stacks:
-    parent = model.get_submodule(name)
-    parent._modules[run[0]] = stack
-    for key in run[1:]:
-      del parent._modules[key]
-  return model
+  return stacks, reasons
 
 
 # Policies -----------------------------------------------------------------------------

@@ -99,8 +99,6 @@ def make_train_step(
     ValueError: `microbatches` is no positive integer, there is no such policy, or a
       batch that does not divide.
   """
-  if microbatches < 1:
-    raise ValueError(f"microbatches is 1 or more, but got {microbatches}.")
 
   def loss(
     weights: Weights, buffers: Buffers, args: Args, label: Label
@@ -127,6 +125,8 @@ def make_train_step(
 
 def _in_parts(value_and_grad: Callable, count: int) -> Callable:
   """The mean of a loss and of its gradients over parts of the batch, in a loop."""
+  if count < 1:
+    raise ValueError(f"microbatches is 1 or more, but got {count}.")
   if count == 1:
     return value_and_grad
 

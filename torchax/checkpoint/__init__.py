@@ -78,19 +78,25 @@ def save_checkpoint(
       "save_checkpoint expects a dict, such as {'model': model.state_dict()}, but got "
       f"{type(state).__name__}."
     )
-  if isinstance(step, bool) or operator.index(step) < 0:
-    raise ValueError(f"A step is an int >= 0, but got {step!r}.")
-  place = _absolute(path, epath) / str(operator.index(step))
-  if place.exists():
-    raise FileExistsError(
-      f"{place} exists, and a checkpoint is never overwritten. Save under another "
-      "step, or remove that directory first."
-    )
+  place = _new_step(_absolute(path, epath), step)
   finish_saving()
   writer = Writer(background)
   structure = {"format": _FORMAT, "state": writer.node(state, "state", ())}
   _require_equal_states(state, structure, writer.local, place)
   _write(ocp, structure, writer.arrays, place, background)
+
+
+def _new_step(path, step: int):
+  """The directory of a step that is to be saved."""
+  if isinstance(step, bool) or operator.index(step) < 0:
+    raise ValueError(f"A step is an int >= 0, but got {step!r}.")
+  place = path / str(operator.index(step))
+  if place.exists():
+    raise FileExistsError(
+      f"{place} exists, and a checkpoint is never overwritten. Save under another "
+      "step, or remove that directory first."
+    )
+  return place
 
 
 def _write(ocp, structure, arrays: dict, place, background: bool) -> None:

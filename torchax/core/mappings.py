@@ -178,16 +178,8 @@ def t2j(
     NarrowingWarning: float64 values become float32, once; ones that become infinite.
   """
   check_layout(t)
-  if t.dim() > _MOST_DIMS:
-    raise RuntimeError(
-      f"only tensors with up to {_MOST_DIMS} dims are supported, but got {t.dim()}."
-    )
   jax_dtype = t2j_dtype(dtype or t.dtype)
-  if t.device.type != "cpu":
-    raise MixedDeviceError(
-      f"Data moves to jax from the CPU, but got a tensor on {t.device}. "
-      + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
-    )
+  _require_data_on_cpu(t)
   # Nobody is told of what is read here: that is for who asks for the conversion.
   with torch_compat.unnoticed():
     t = t.detach().resolve_conj().resolve_neg()
@@ -203,6 +195,18 @@ def t2j(
   # Memory of its own: JAX may use that of a numpy array, now or some time later.
   own = values if is_narrowed else np.array(values, dtype=jax_dtype)
   return placement.from_host(own)
+
+
+def _require_data_on_cpu(t: torch.Tensor) -> None:
+  if t.dim() > _MOST_DIMS:
+    raise RuntimeError(
+      f"only tensors with up to {_MOST_DIMS} dims are supported, but got {t.dim()}."
+    )
+  if t.device.type != "cpu":
+    raise MixedDeviceError(
+      f"Data moves to jax from the CPU, but got a tensor on {t.device}. "
+      + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
+    )
 
 
 def values_for_jax(t: torch.Tensor) -> np.ndarray:

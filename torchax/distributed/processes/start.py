@@ -99,29 +99,27 @@ def initialize(
   world = world_of(os.environ)
   if world is not None and world.size == 1:
     return
+  _require_no_device_in_use()
+  timeouts: dict[str, Any] = {
+    "heartbeat_timeout_seconds": heartbeat_timeout,
+    "shutdown_timeout_seconds": shutdown_timeout,
+    "initialization_timeout": start_timeout,
+  }
+  if world is not None:
+    _connect(world, local_device_ids, timeouts)
+  elif not _is_found_by_jax(local_device_ids, timeouts):
+    return
+  if _count() > 1:
+    _leave_at_once_after_errors()
+
+
+def _require_no_device_in_use() -> None:
   if jax_compat.has_started():
     raise RuntimeError(
       "`torchax.processes.initialize()` has to come before anything that uses a device "
       "of JAX: before the first tensor on jax, `jax.devices()` and `torch.jax."
       "device_count()`. Make it the first line after the imports."
     )
-  timeouts: dict[str, Any] = {
-    "heartbeat_timeout_seconds": heartbeat_timeout,
-    "shutdown_timeout_seconds": shutdown_timeout,
-    "initialization_timeout": start_timeout,
-  }
-  if world is None:
-    if not _is_found_by_jax(local_device_ids, timeouts):
-      return
-  else:
-    if local_device_ids is None and world.local_count > 1:
-      local_device_ids = [world.local_rank]
-    _connect(world, local_device_ids, timeouts)
-    host = world.coordinator.rpartition(":")[0]
-    if host in _LOOPBACK:
-      jax_compat.join_cpus_at(_LOOPBACK[host])
-  if _count() > 1:
-    _leave_at_once_after_errors()
 
 
 def _count() -> int:
@@ -144,12 +142,14 @@ def _connect(world: World, local_device_ids, timeouts: dict[str, Any]) -> None:
   if _COLLECTIVES not in xla_flags:
     own = f"{_COLLECTIVES}={COLLECTIVE_SECONDS}"
     os.environ["XLA_FLAGS"] = f"{xla_flags} {own}".strip()
-  is_local = world.coordinator.rpartition(":")[0] in _LOOPBACK
+  if local_device_ids is None and world.local_count > 1:
+    local_device_ids = [world.local_rank]
+  host = world.coordinator.rpartition(":")[0]
   try:
     jax.distributed.initialize(
       coordinator_address=world.coordinator,
       # By default the coordinator listens to the network.
-      coordinator_bind_address=world.coordinator if is_local else None,
+      coordinator_bind_address=world.coordinator if host in _LOOPBACK else None,
       num_processes=world.size,
       process_id=world.rank,
       local_device_ids=local_device_ids,
@@ -163,6 +163,8 @@ def _connect(world: World, local_device_ids, timeouts: dict[str, Any]) -> None:
       "0 alive, can this host reach that address, and were all processes started? "
       f"JAX says: {error}"
     ) from error
+  if host in _LOOPBACK:
+    jax_compat.join_cpus_at(_LOOPBACK[host])
 
 
 def _is_found_by_jax(local_device_ids, timeouts: dict[str, Any]) -> bool:
