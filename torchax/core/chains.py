@@ -108,7 +108,8 @@ def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
     return MovingInfo(info.dim, None), info.index
   if isinstance(info, NarrowInfo):
     *before, (start, stop, step) = info.slices
-    if step == 1 and start is not None and all(p == (None,) * 3 for p in before):
+    is_whole = all(part == (None, None, None) for part in before)
+    if is_whole and step == 1 and start is not None and stop is not None:
       return MovingInfo(len(before), stop - start), start
   return None
 

@@ -13,7 +13,6 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 import torch
 
@@ -146,7 +145,7 @@ class Entry(Expression):
 class _Given(threading.local):
   """The numbers with which a compiled function is being called on this thread."""
 
-  numbers: ClassVar[dict["Argument", float]] = {}
+  numbers: dict["Argument", float] = {}
 
 
 _given = _Given()

@@ -6,6 +6,8 @@ digits, which a `NarrowingWarning` says once for each dtype. Results that overfl
 the device wrap as 32-bit integers do.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 import torch
@@ -19,11 +21,13 @@ REMEDY = (
 )
 INT32, UINT32 = np.iinfo(np.int32), np.iinfo(np.uint32)
 _warned: set[torch.dtype] = set()
+# JAX's annotations lack its flags.
+_config: Any = jax.config
 
 
 def is_on() -> bool:
   """True while 64-bit types are stored in 32 bits."""
-  return not jax.config.jax_enable_x64
+  return not _config.jax_enable_x64
 
 
 def narrow(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:

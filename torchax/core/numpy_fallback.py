@@ -9,6 +9,7 @@ are called more quickly.
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ _ArrayImpl = jax_compat.ArrayImpl
 _shape = operator.attrgetter("shape")
 
 
-def with_warmup(program: Callable, on_host: Callable) -> Callable:
+def with_warmup(program: Any, on_host: Callable) -> Callable:
   """A function that runs on the host until that has cost as much as compiling.
 
   Args:
@@ -58,8 +59,9 @@ def with_warmup(program: Callable, on_host: Callable) -> Callable:
     compiled.add(shapes)
     return program(*operands)
 
-  run.in_traces = program.in_traces
-  return run
+  warmed: Any = run
+  warmed.in_traces = program.in_traces
+  return warmed
 
 
 def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:

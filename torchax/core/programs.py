@@ -18,7 +18,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -173,7 +173,9 @@ def jit(
     return counted.traced(function, *args, **kwargs)
 
   traced.__name__ = counted.name
-  own = {} if is_of_user else {"compiler_options": quick_options(effort)}
+  own: dict[str, Any] = {}
+  if not is_of_user:
+    own["compiler_options"] = quick_options(effort)
   jitted = counted.of(jax.jit(traced, **options, **own))
   jitted.in_traces = jax.jit(traced, **options)
   return jitted

@@ -66,6 +66,8 @@ class Storage:
   """
 
   __slots__ = ("array", "version", "birth", "range", "untyped", "__weakref__")
+  range: tuple[int, int]
+  untyped: weakref.ref
 
   def __init__(self, array: jax.Array):
     self.array = array
@@ -128,7 +130,7 @@ class Storage:
     _array_slot.__set__(self, (grown, shape))
 
 
-_array_slot = Storage.array  # the slot, which `Start` covers
+_array_slot = Storage.__dict__["array"]  # which subclasses cover by a property
 
 
 class Start(Storage):
@@ -165,7 +167,8 @@ class Blank(Storage):
   @classmethod
   def of(cls, shape, dtype, device) -> "Blank":
     """Zeros of a shape and dtype on a `jax.Device`; None leaves the device to JAX."""
-    return cls((shape, dtype, device))
+    zeros: Any = (shape, dtype, device)
+    return cls(zeros)
 
   @property
   def device(self):

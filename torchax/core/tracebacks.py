@@ -12,7 +12,6 @@ costs nothing until something is raised.
 
 import functools
 import os
-import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,7 +30,7 @@ _NOTE_OF_JAX = "JAX_TRACEBACK_FILTERING"
 def are_full() -> bool:
   """True where all frames were asked for."""
   asked = os.environ.get(VARIABLE) == "full"
-  return asked or jax.config.jax_traceback_filtering == "off"
+  return asked or jax.config.read("jax_traceback_filtering") == "off"
 
 
 def hide(error: BaseException) -> None:
@@ -59,12 +58,12 @@ def _is_of_frames(note: str) -> bool:
 def _hide_frames(error: BaseException) -> bool:
   """Hides the frames of one exception; says whether there were any."""
   kept, entry, is_shorter = [], error.__traceback__, False
-  for frame, _ in traceback.walk_tb(entry):
-    if frame.f_code.co_filename.startswith(user_code.LIBRARIES):
+  while entry is not None:
+    if entry.tb_frame.f_code.co_filename.startswith(user_code.LIBRARIES):
       is_shorter = True
     else:
       kept.append(entry)
-    entry = entry.tb_next if entry is not None else None
+    entry = entry.tb_next
   for one, following in zip(kept, [*kept[1:], None]):
     one.tb_next = following
   error.__traceback__ = kept[0] if kept else None
@@ -87,5 +86,5 @@ def ending_at_the_user(function: F) -> F:
       raise
 
   # A wrapper of the user's function shows that one, not itself.
-  called.__wrapped__ = getattr(function, "__wrapped__", function)  # type: ignore
+  called.__wrapped__ = getattr(function, "__wrapped__", function)
   return called  # type: ignore[return-value]

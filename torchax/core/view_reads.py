@@ -5,7 +5,6 @@ has the steps of a view and how it is written.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,25 +22,26 @@ def _read(array, chain):
 
 
 @functools.cache
-def _reading() -> Callable:
+def _reading() -> Any:
   """(base array, chain) -> view, compiled."""
   return programs.jit(_read, static_argnums=1)
 
 
 # What reads the views of a chain, by numpy while the shapes of bases are new.
-_readers: BoundedCache[Chain | MovingChain, Callable] = BoundedCache(4096)
+_readers: BoundedCache[Chain | MovingChain, Any] = BoundedCache(4096)
 
 
-def _reader(chain: Chain | MovingChain) -> Callable:
+def _reader(chain: Chain | MovingChain) -> Any:
   """(base array, or it and its starts) -> view; by numpy if it only moves elements."""
 
-  def program(operand):
+  def read(operand):
     return _reading()(operand, chain)
 
   def on_host(operands):
     view = chain.picked(*operands)
     return np.array(view) if numpy_fallback.is_small(view) else None
 
+  program: Any = read
   program.in_traces = lambda operand: _reading().in_traces(operand, chain)
   if any(type(info).picked is ViewInfo.picked for info in chain.infos):
     return program

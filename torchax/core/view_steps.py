@@ -35,7 +35,6 @@ class ViewInfoType(enum.Enum):
   NEGATE = 13
 
 
-@dataclasses.dataclass(frozen=True)
 class ViewInfo:
   """One step from an array to a view of it.
 
@@ -43,12 +42,15 @@ class ViewInfo:
   elements. Those that have a cheaper inverse give that.
   """
 
-  view_info_type: ViewInfoType = ViewInfoType.INVALID
+  view_info_type: ClassVar[ViewInfoType] = ViewInfoType.INVALID
   # It shows elements as they are; False where it changes what an element is.
   picks: ClassVar[bool] = True
 
   # One element may show several times.
   overlaps: ClassVar[Any] = False
+
+  def __init__(self, view_info_type: ViewInfoType = ViewInfoType.INVALID):
+    object.__setattr__(self, "view_info_type", view_info_type)
 
   def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     """The view of an array."""

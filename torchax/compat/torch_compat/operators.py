@@ -2,6 +2,7 @@
 
 import functools
 import types
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,11 @@ class _Nothing:
   """A class that has no instances."""
 
 
-OpOverload: type = type(torch.ops.aten.add.Tensor)
-OpOverloadPacket: type = type(torch.ops.aten.add)
+if TYPE_CHECKING:
+  from torch._ops import OpOverload, OpOverloadPacket
+else:
+  OpOverload = type(torch.ops.aten.add.Tensor)
+  OpOverloadPacket = type(torch.ops.aten.add)
 # `torch.cond` and its like in a graph: its arguments are graphs themselves.
 HigherOrderOperator = private.find(
   "torch._ops.HigherOrderOperator", "graphs with branches and loops", instead=_Nothing
