@@ -540,6 +540,14 @@ def env_on() -> Environment:
   return found[-1] if found else default_env()
 
 
+def _streams_on() -> rng.Streams:
+  found = switches.on.get() or switches.on_thread.environments
+  return found[-1].streams if found else rng.default_streams
+
+
+rng.scope.find_streams_by(_streams_on)
+
+
 __all__ = [
   "Environment",
   "OperatorNotFound",

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torchax
+from torchax.compat.torch_compat import active_functions
 from torchax.interop import JittableModule, gradient_checkpoint, jax_jit
-from torchax.rng import RngState, active_functions
+from torchax.rng import RngState, paths
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_an_exception_ends_the_module_that_it_leaves(by_site, error):
   Net()(_x())
   with pytest.raises(error):
     Failing()(_x())
-  assert active_functions.path() == "" and active_functions.innermost() is None
+  assert paths.path() == "" and active_functions.innermost() is None
   assert by_site.rng.state.sites == {"a": 1}
 
 
@@ -259,7 +260,7 @@ def test_each_thread_and_each_task_runs_its_own_modules(by_site):
       await asyncio.sleep(0)
       with active_functions.inside(net.a):
         await asyncio.sleep(0)
-        return active_functions.path()
+        return paths.path()
 
   async def both():
     return await asyncio.gather(one(Pair()), one(Pair()))
@@ -267,10 +268,10 @@ def test_each_thread_and_each_task_runs_its_own_modules(by_site):
   found = []
   net = Pair()
   with active_functions.inside(net), active_functions.inside(net.a):
-    thread = threading.Thread(target=lambda: found.append(active_functions.path()))
+    thread = threading.Thread(target=lambda: found.append(paths.path()))
     thread.start()
     thread.join()
-    assert active_functions.path() == "a"
+    assert paths.path() == "a"
   assert found == [""]
   assert asyncio.run(both()) == ["a", "a"]
 

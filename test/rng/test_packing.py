@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from torchax import rng
+from torchax.compat.torch_compat import active_functions
 from torchax.errors import TracedDrawError
-from torchax.rng import active_functions, packing
+from torchax.rng import packing
 from torchax.rng.packing import Form, PackedStream, Packer, Place
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from torchax.rng import positions, samplers, units
+from torchax.rng import samplers, threefry, units
 
 
 @pytest.mark.parametrize("p", (0.0, 0.25, 0.7, 0.9, 1 - 1e-8))
@@ -14,8 +14,8 @@ def test_elements_are_those_of_the_whole_draw(shape, p):
   key = jax.random.fold_in(jax.random.key(3), 8)
   whole = samplers.bernoulli(key, shape, p)
   places = np.random.default_rng(0).permutation(whole.size).astype(np.uint32)
-  found = positions.bernoulli_at(
-    positions.words_of(key), jnp.asarray(places), *units.steps_below(p)
+  found = units.bernoulli_at(
+    threefry.words_of(key), jnp.asarray(places), *units.steps_below(p)
   )
   np.testing.assert_array_equal(found, whole.reshape(-1)[places])
 
@@ -30,9 +30,9 @@ def test_elements_are_those_of_the_whole_draw(shape, p):
   ids=("threefry", "too many", "rbg"),
 )
 def test_what_has_positions(key, shape, expected):
-  assert positions.is_addressable(key(), shape) == expected
+  assert threefry.is_addressable(key(), shape) == expected
 
 
 def test_the_older_threefry_has_no_positions():
   with jax.threefry_partitionable(False):
-    assert not positions.is_addressable(jax.random.key(0), (4,))
+    assert not threefry.is_addressable(jax.random.key(0), (4,))

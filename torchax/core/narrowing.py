@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import torch
 
-from torchax.core import host_memory, user_code
+from torchax.compat import user_code
+from torchax.core import host_memory
 from torchax.errors import NarrowingWarning
 
 REMEDY = (

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from torchax.core import user_code
+from torchax.compat import user_code
 
 F = TypeVar("F", bound=Callable[..., Any])
 

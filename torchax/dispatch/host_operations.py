@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchax.compat import torch_compat
+from torchax.compat import torch_compat, user_code
 from torchax.compat.patches import patch
-from torchax.core import user_code
 from torchax.core.boundary import Boundary
 from torchax.core.storage import active
 from torchax.core.tracebacks import hide

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchax.compat import jax_compat
+from torchax.compat import jax_compat, user_code
 from torchax.config import Configuration
-from torchax.core import host_memory, mappings, user_code
+from torchax.core import host_memory, mappings
 from torchax.core.chains import WHOLE
 from torchax.dispatch import switches
 from torchax.registry.index_rules import Rule

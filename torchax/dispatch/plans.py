@@ -30,6 +30,7 @@ from torchax.dispatch import (
   derivatives,
   explaining,
   index_checks,
+  recorded_arguments,
   torch_checks,
   word_programs,
 )
@@ -43,7 +44,7 @@ from torchax.registry import real_numbers
 from torchax.registry.derivatives import formula_of
 from torchax.registry.operators import Kind, Operator
 from torchax.registry.schema import schema_of
-from torchax.rng import arguments, generator_operands, scope
+from torchax.rng import generator_operands, scope
 from torchax.rng import state as rng_state
 from torchax.rng.generator import record_generator_draw
 from torchax.rng.ledger import Recording
@@ -207,7 +208,7 @@ class Plan:
         self.name,
         self._distribution(args),
         result,
-        arguments.noted(args, kwargs),
+        recorded_arguments.plain(args, kwargs),
       )
       record_generator_draw(*noted, draw[0])
       return result
@@ -256,7 +257,7 @@ class Plan:
       draw = stream.peek(self.name)
       result = execute([*draw, *operands])
       if Recording.count or stream.log is not None:
-        noted = arguments.noted(args, kwargs)
+        noted = recorded_arguments.plain(args, kwargs)
         stream.draw(self.name, self._distribution(args), result, noted)
       else:
         stream.advance(1)

@@ -19,13 +19,13 @@ from torch import fx
 
 from torchax.compat import torch_compat
 from torchax.compat.patches import patch
+from torchax.compat.torch_compat.active_functions import TRANSPARENT
 from torchax.devices.generator import Generator
 from torchax.dynamo import checkpoints, draws, logs, on_jax, recurrent
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import INFERENCE, Keys, Program
 from torchax.graphs.fx import copied, inputs
 from torchax.rng import current, packing
-from torchax.rng.active_functions import TRANSPARENT
 
 
 def backend(

@@ -20,7 +20,7 @@ from torchax.ops.jaten import _attention_choice as choice
 from torchax.ops.jaten import _attention_kernels as kernels
 from torchax.ops.jaten import _blockwise_attention as blockwise
 from torchax.ops.jaten import attention
-from torchax.rng import positions, units
+from torchax.rng import threefry, units
 from torchax.tensor import Tensor
 
 # What draws the mask of an attention part by part.
@@ -32,7 +32,7 @@ _words = torch.ops.torchax.attention_words.default
 @op(_words, kind=Kind.SAMPLER, distribution="bernoulli")
 def _attention_words(key, query, size):
   """The words of a draw of a mask of the given size."""
-  return positions.words_of(key)
+  return threefry.words_of(key)
 
 
 @register_function(
@@ -126,7 +126,7 @@ def form_of(
     mask_dtype="" if mask is None else mappings.t2j_dtype(mask[1]).name,
     drops=dropout_p > 0,
     has_positions=steps is not None
-    and positions.is_addressable(env.rng.state.key, size),
+    and threefry.is_addressable(env.rng.state.key, size),
     is_causal=is_causal,
     enable_gqa=enable_gqa,
   )

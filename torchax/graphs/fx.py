@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as torch_pytree
 
-from torchax.core import user_code
+from torchax.compat import user_code
 from torchax.environment import default_env
 from torchax.registry.operators import Kind
 

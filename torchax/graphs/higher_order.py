@@ -51,7 +51,7 @@ def _cond(part, predicate, on_true, on_false, operands=()):
   stream = current() if any(map(may_draw, graphs)) else None
   inside: dict[int, RngStream] = {}
   if stream is not None:
-    stream.check_now("torch.cond")
+    stream.check("torch.cond")
     branches = [_drawing(b, stream, inside, n) for n, b in enumerate(branches)]
   index = jnp.asarray(predicate, bool).reshape(()).astype(jnp.int32)
   with mismatches.explained(lambda: _mismatch(graphs, forms)):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import torch
 from jax.extend.core import InconclusiveDimensionOperation
 
-from torchax.compat import jax_compat, torch_compat
-from torchax.core import user_code
+from torchax.compat import jax_compat, torch_compat, user_code
+from torchax.compat.torch_compat.active_functions import at
 from torchax.dispatch import device_plans
 from torchax.dispatch.operands import IGNORED
 from torchax.dispatch.plans import DecompositionPlan, Plan
@@ -26,7 +26,6 @@ from torchax.graphs import composites, higher_order, lowerings, memory
 from torchax.graphs.fx import is_marked_random, place_of, site_of, where
 from torchax.interop.views import call_torch
 from torchax.registry.schema import schema_of
-from torchax.rng import active_functions
 
 # Of exported programs, which ask for it (`torchax.export.DEBUG`).
 _logger = logging.getLogger("torchax.export")
@@ -62,7 +61,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     self.node = n
     try:
       if is_marked_random(n) or isinstance(n.target, torch_compat.HigherOrderOperator):
-        with active_functions.at(site_of(n, self.base)):
+        with at(site_of(n, self.base)):
           value = super().run_node(n)
       else:
         value = super().run_node(n)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from torch import fx
 
-from torchax.core import user_code
+from torchax.compat import user_code
+from torchax.compat.torch_compat.active_functions import UNSEEN, at
 from torchax.environment import env_on
 from torchax.graphs.fx import inner, place_of, site_of
-from torchax.rng import active_functions, current
+from torchax.rng import current
 
 
 def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
@@ -22,9 +23,9 @@ def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
       in it that its operations run.
     base: site of the operation that runs the graph.
   """
-  if hasattr(type(module), active_functions.UNSEEN):
+  if hasattr(type(module), UNSEEN):
     return module.forward
-  setattr(type(module), active_functions.UNSEEN, True)  # each has a class of its own
+  setattr(type(module), UNSEEN, True)  # each has a class of its own
   forward = module.forward
   for node in module.graph.nodes:
     body = inner(node)
@@ -53,6 +54,6 @@ class _AtSites(fx.Interpreter):
     self._base = base
 
   def run_node(self, node: fx.Node):
-    site = active_functions.at(site_of(node, self._base))
+    site = at(site_of(node, self._base))
     with site, user_code.coming_from(place_of(node)):
       return super().run_node(node)

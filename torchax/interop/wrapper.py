@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from torchax.compat.torch_compat.active_functions import TRANSPARENT
 from torchax.core.tracebacks import hide
-from torchax.rng.active_functions import TRANSPARENT
 from torchax.tracing.module_members import has_hooks
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from torchax.compat import user_code
 from torchax.compat.torch_compat import OpOverload, OpOverloadPacket
-from torchax.core import user_code
 from torchax.registry.names import Missing, resolve
 from torchax.types import JaxCallable, TorchCallable
 

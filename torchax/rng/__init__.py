@@ -4,13 +4,12 @@
 derives keys; lowerings receive them.
 """
 
-from torchax.rng.active_functions import inside
+from torchax.compat.torch_compat.active_functions import inside
 from torchax.rng.boundary import Advance
-from torchax.rng.differences import Difference, diff
-from torchax.rng.draw import Draw
 from torchax.rng.generator import generator_operands
 from torchax.rng.keyed_function import KeyedFunction, NewOperands
-from torchax.rng.ledger import Ledger, explain, replay
+from torchax.rng.ledger import Draw, Ledger, explain
+from torchax.rng.runs import Difference, diff, replay
 from torchax.rng.scope import (
   address_by,
   addressed_by,

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from torchax.rng import active_functions
+from torchax.rng import paths
 from torchax.rng import state as rng_state
 from torchax.rng.state import RngState
 
@@ -24,7 +24,7 @@ class Counter:
     count: draws, a Python int; in a trace those since `base`.
     is_operand: key and count are operands of the function being traced. Its caller
       knows the key, and paths of modules start at the function.
-    replayed: the part of a forward pass that runs again; see `active_functions.replay`.
+    replayed: the part of a forward pass that runs again; see `paths.replay`.
   """
 
   __slots__ = ("base", "count", "is_operand", "key", "replayed")
@@ -32,7 +32,7 @@ class Counter:
 
   def __init__(self, key: jax.Array, count: Any = 0, is_operand: bool = False):
     self.is_operand = is_operand
-    self.replayed: active_functions.Replay | None = None
+    self.replayed: paths.Replay | None = None
     if isinstance(count, int):
       self.base = None
       self.key, self.count = rng_state.settled(key, count)
@@ -42,6 +42,16 @@ class Counter:
   def position(self) -> DrawOperands:
     """The key and the number of draws."""
     return self.key, self.count if self.base is None else self.base + self.count
+
+  @property
+  def is_traced(self) -> bool:
+    """Whether key or count have no value yet."""
+    return isinstance(self.key, jax.core.Tracer) or self.base is not None
+
+  @property
+  def has_counted(self) -> bool:
+    """Whether there may have been draws."""
+    return self.count > 0 or self.base is not None
 
   def next(self) -> DrawOperands:
     """The operands of the next draw; `advance` follows."""
@@ -66,7 +76,7 @@ class Counter:
 
   def path(self) -> str:
     """Path of the modules that are running; prefix of the sites of a callee."""
-    return active_functions.path(self.replayed, self.is_operand)
+    return paths.path(self.replayed, self.is_operand)
 
   def advance(self, draws: int) -> None:
     """Counts draws made with the operands of `next`."""

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from torchax.compat import jax_compat
+from torchax.compat.torch_compat import active_functions
 from torchax.errors import RngError, TracedDrawError
-from torchax.rng import active_functions, ledger, scope
 from torchax.rng import generator as generators
+from torchax.rng import ledger, scope
 from torchax.rng.boundary import (
   Advance,
   EnvironmentOperand,
@@ -186,7 +187,7 @@ class KeyedFunction:
     """
     stream = scope.current()
     try:
-      stream.check_now(self.__name__)
+      stream.check(self.__name__)
     except TracedDrawError:
       if self.generators:
         raise

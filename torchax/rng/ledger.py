@@ -21,20 +21,107 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from torchax.compat import jax_compat
-from torchax.core import switches
-from torchax.rng import active_functions, ledger_plot, soundness
+from torchax.compat import jax_compat, user_code
+from torchax.compat.torch_compat import active_functions
+from torchax.errors import RngError
+from torchax.rng import ledger_plot, paths
+from torchax.rng import state as rng_state
 from torchax.rng.counter import DrawOperands
-from torchax.rng.draw import Draw, Repeated
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """One draw, as a ledger records it.
+
+  Attributes:
+    index: number of the draw in its stream, from 0.
+    op: the operation.
+    site: path of the module that drew; empty outside of modules.
+    distribution: the operation's parameters, as far as they are numbers.
+    shape: of the first result.
+    dtype: of the first result, its name.
+    stream: which stream it was: empty for the current one of the thread.
+    line: file and line of the code that drew; empty where it is not known.
+    key: tells the key from those of other draws: implementation, words, and the
+      number that is folded in; or "traced" and what tells traced keys apart; None for
+      that of the carried stream at `index`, which the caller knows.
+    turn: number of the draw at its site, where draws are addressed by site.
+    environment: number of the environment whose stream it was, in the log of a function
+      being traced; else None.
+    arguments: of the operation, as plain data; None where a key was taken and nothing
+      was drawn.
+  """
+
+  index: int
+  op: str
+  site: str
+  distribution: str
+  shape: tuple[int, ...]
+  dtype: str
+  stream: str = ""
+  line: str = ""
+  key: tuple | None = None
+  turn: int | None = None
+  arguments: tuple | None = None
+  environment: int | None = None
+
+  @classmethod
+  def of(cls, index: int, op, site: str, distribution: str, result, **where) -> "Draw":
+    """The draw that gave `result`, arrays, to the code that is running."""
+    leaf = next(iter(jax.tree.leaves(result)), None)
+    shape, dtype = ((), "") if leaf is None else (leaf.shape, str(leaf.dtype))
+    place = user_code.line()
+    line = "" if place is None else "{}:{}".format(*place)
+    return cls(index, str(op), site, distribution, shape, dtype, line=line, **where)
+
+  def operands(self) -> tuple[jax.Array, int]:
+    """The key of the stream and the number that is folded in; see `prng_key`."""
+    if self.key is None or self.key[0] == "traced":
+      raise RngError(
+        f"Draw {self.index} ({self.op}) took its key from a scope inside a compiled "
+        "function, where the key has no value. Record the function as it runs eagerly."
+      )
+    impl, *words, count = self.key
+    data = jax.numpy.asarray(words, np.uint32).reshape(rng_state.key_data_shape(impl))
+    return jax.random.wrap_key_data(data, impl=impl), count
+
+  @property
+  def prng_key(self) -> jax.Array:
+    """The typed key of the draw.
+
+    Raises:
+      RngError: the draw was made in a scope inside a compiled function.
+    """
+    return rng_state.fold_in(*self.operands())
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+  """Draws that a loop, or the rows of a batch, repeat.
+
+  Attributes:
+    entries: the draws of one turn.
+    times: number of turns.
+    moves: how far one turn moves each stream: the number of its environment, the path
+      of a site or None, and draws.
+    label: what repeats.
+  """
+
+  entries: tuple
+  times: int
+  moves: tuple[tuple[int | None, str | None, int], ...]
+  label: str
 
 
 class Ledger:
   """The draws of a block of code, in order: a sequence of `Draw`."""
 
-  def __init__(self, draws: Iterable[Draw] = (), program=None):
+  def __init__(
+    self, draws: Iterable[Draw] = (), find_faults: Callable[[], list] | None = None
+  ):
     self._draws = list(draws)
-    # The jaxpr of the call that `explain` has looked at.
-    self._program = program
+    # Looks at the program of the call that `explain` has traced.
+    self._find_faults = find_faults
 
   def __len__(self):
     return len(self._draws)
@@ -90,12 +177,12 @@ class Ledger:
     >>> drop = torch.nn.Dropout(0.5)
     >>> explain(drop, torch.ones(4, device="jax")).require_sound()
     """
-    if self._program is None:
+    if self._find_faults is None:
       raise ValueError(
         "Only a ledger of `torchax.rng.explain(f, …)` has a program that can be looked "
         "at. For draws that were made there is `require_unique()`."
       )
-    found = soundness.faults(self._program)
+    found = self._find_faults()
     if found:
       raise AssertionError("\n".join(map(str, found)))
 
@@ -148,12 +235,13 @@ def recording() -> Iterator[Ledger]:
   """Yields a ledger that is open in the block, in this thread or task."""
   ledger = Ledger()
   with active_functions.following.hold():
-    switches.push(_open, ledger)
+    _open.set((*_open.get(), ledger))
     _count(1)
     try:
       yield ledger
     finally:
-      switches.drop(_open, ledger)
+      # Another task may have opened it, or opened others since.
+      _open.set(tuple([each for each in _open.get() if each is not ledger]))
       _count(-1)
 
 
@@ -170,7 +258,7 @@ def record(stream, op, distribution: str, result, arguments: tuple | None) -> No
     op: the operation.
     distribution: its parameters.
     result: array or arrays that were drawn.
-    arguments: of the operation, as `arguments.noted` gives them.
+    arguments: of the operation, as `dispatch/recorded_arguments.py` gives them.
   """
   counter = stream.counter
   site, turn = counter.site()
@@ -192,7 +280,7 @@ def record_generator(
     op, distribution, result, arguments: of the draw, as in `record`.
     operands: its key and number.
   """
-  site = active_functions.path(from_boundary=log is not None)
+  site = paths.path(from_boundary=log is not None)
   where = {"stream": "generator", "arguments": arguments}
   draw = Draw.of(0, op, site, distribution, result, **where)
   _append(log, [_with_key(draw, operands)])
@@ -217,7 +305,7 @@ def commit(log: list | None, entries: tuple, streams: dict) -> None:
 
 
 class Explainer:
-  """What the layers above do for a ledger; the composition root knows them.
+  """Services of the layers above, set by the composition root.
 
   Attributes:
     trace: `(function, args, kwargs) -> Ledger`.
@@ -246,44 +334,15 @@ def explain(torch_function: Callable, *args, **kwargs) -> Ledger:
   return Explainer.trace(torch_function, args, kwargs)
 
 
-def replay(draw: Draw, *parameters):
-  """Draws the numbers of a noted draw again; no stream moves.
-
-  Args:
-    draw: of a ledger, also of one that was loaded from a file.
-    *parameters: the tensors among the arguments of the operation, in their order, such
-      as the rates of a Poisson draw. They may be left out where the numbers depend on
-      their shapes and dtypes alone (`rand_like`, `uniform_`). A dropout gives what it
-      would make of ones, unless its input is given.
-
-  Returns:
-    The tensor that the operation gave, or for one that writes to a tensor, what it
-    wrote.
-
-  Raises:
-    RngError: the key was taken in a scope inside a compiled function, or nothing was
-      drawn with it (`draw.prng_key` has the key).
-    ValueError: parameters are missing, or have other shapes or dtypes.
-
-  >>> import torch, torchax
-  >>> env = torchax.default_env()
-  >>> with env, env.rng.record() as ledger:
-  ...   x = torch.randn(3, device="jax")
-  >>> torch.equal(replay(ledger[0]), x)
-  True
-  """
-  return Explainer.redraw(draw, parameters)
-
-
-def dry_run(entries: tuple, streams: dict, program) -> Ledger:
+def dry_run(entries: tuple, streams: dict, find_faults: Callable) -> Ledger:
   """The draws that a function would make from where the streams stand.
 
   Args:
     entries: what it recorded when it was traced.
     streams: the caller's, by the numbers of their environments.
-    program: its jaxpr.
+    find_faults: looks at its program for `Ledger.require_sound`.
   """
-  return Ledger(_with_keys(_of_caller(entries, streams), streams), program)
+  return Ledger(_with_keys(_of_caller(entries, streams), streams), find_faults)
 
 
 def _of_caller(entries: tuple, streams: dict) -> list:

@@ -20,23 +20,24 @@ def owner_here() -> weakref.ref | None:
   return None if trace is None else weakref.ref(trace)
 
 
-def require_open(is_closed: bool, name: str) -> None:
-  """Raises ClosedScopeError if `name` uses a stream whose scope has ended."""
+def require(owner: weakref.ref | None, is_closed: bool, name: str) -> None:
+  """Raises unless `name` may use a stream in the trace in progress.
+
+  Args:
+    owner: trace that the stream belongs to.
+    is_closed: its scope has ended.
+    name: the operation, for error messages.
+
+  Raises:
+    ClosedScopeError: the scope has ended, or a traced stream is outside of its trace.
+    TracedDrawError: a trace that the stream does not belong to.
+  """
   if is_closed:
     raise ClosedScopeError(
       f"{name} used a random stream after its scope had closed. Draw inside the "
       "`with env.rng_scope(...)` block, or take `env.rng` anew for the current "
       "stream."
     )
-
-
-def require_own(owner: weakref.ref | None, name: str) -> None:
-  """Raises unless `name` may use a stream of this owner in the trace in progress.
-
-  Raises:
-    ClosedScopeError: a traced stream outside of its trace.
-    TracedDrawError: a trace that the stream does not belong to.
-  """
   trace = jax_compat.draw_owner()
   if trace is (None if owner is None else owner()):
     return

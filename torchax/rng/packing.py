@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from torchax.compat import jax_compat
+from torchax.compat.torch_compat import active_functions
 from torchax.errors import TracedDrawError
-from torchax.rng import active_functions, ledger, scope
+from torchax.rng import ledger, scope
 from torchax.rng import state as rng_state
 from torchax.rng.counter import Counter
 from torchax.rng.sites import SiteCounter
@@ -59,7 +60,7 @@ class Packer:
       TracedDrawError: a JAX transformation is in progress, in which a key has no words.
     """
     stream = scope.current()
-    stream.check_now(name)
+    stream.check(name)
     if stream.is_traced or not jax_compat.is_top_level():
       raise TracedDrawError(
         f"{name} draws, and is called inside a JAX transformation. Call it outside, or "
@@ -101,8 +102,6 @@ class Place(NamedTuple):
 
 class PackedStream(RngStream):
   """The stream of a graph in which every draw has a place."""
-
-  __slots__ = ()
 
   def __init__(self, words: jax.Array, form: Form):
     (size,) = rng_state.key_data_shape(form.impl)

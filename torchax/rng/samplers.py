@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax.core.static_values import StaticValue
-from torchax.rng.quantiles import normal_above
+from torchax.rng.special import normal_above
 from torchax.rng.threefry import unrolled
 from torchax.rng.units import halves, is_below, scaled, unit
 
@@ -112,20 +111,6 @@ def integers_from(key, shape, dtype, low, span) -> jax.Array:
     low = np.asarray(low % 2**bits)
   # Sums wrap around, so the lower bound is right modulo the size of the type.
   return scaled(key, shape, span, word).astype(dtype) + low.astype(dtype)
-
-
-def range_operands(low: int, high: int) -> tuple:
-  """`low` and `span` for `integers_from`: numbers, as far as 32 bits hold them.
-
-  A span that is a power of two, or more than 2**32, has code of its own.
-  """
-  span = high - low
-  return (
-    low if -(2**31) <= low < 2**31 else StaticValue(low),
-    StaticValue(span)
-    if span & (span - 1) == 0 or span > 2**32
-    else (span + 2**31) % 2**32 - 2**31,
-  )
 
 
 def no_integer(dtype):

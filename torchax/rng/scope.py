@@ -8,17 +8,17 @@ environment mean the one that is on.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchax.core import switches
+from torchax.compat.torch_compat import active_functions
 from torchax.errors import RngError, SeedError
-from torchax.rng import active_functions, streams
 from torchax.rng import state as rng_state
+from torchax.rng import streams
 from torchax.rng.state import RngState
 from torchax.rng.stream import RngStream
 from torchax.rng.streams import Streams
@@ -32,10 +32,18 @@ default_streams = Streams()
 """Those of the default environment."""
 
 
+class _Environments:
+  streams_on: Callable[[], Streams] = staticmethod(lambda: default_streams)
+
+
+def find_streams_by(streams_on: Callable[[], Streams]) -> None:
+  """Sets what finds the streams of the environment that is on."""
+  _Environments.streams_on = staticmethod(streams_on)
+
+
 def streams_on() -> Streams:
   """The streams of the environment that is on; by default, of the default one."""
-  environments = switches.on.get() or switches.on_thread.environments
-  return environments[-1].streams if environments else default_streams
+  return _Environments.streams_on()
 
 
 def current(owner: Streams | None = None) -> RngStream:
@@ -80,7 +88,7 @@ def has_scope(owner: Streams) -> bool:
 def carrying(operands) -> Iterator[None]:
   """Draws in the block are from these `StreamOperands`, which end with it."""
   scope = (None, operands)
-  switches.push(_scopes, scope)
+  _scopes.set((*_scopes.get(), scope))
   try:
     yield
   finally:
@@ -150,7 +158,7 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
   # Where draws are numbered in their order, nobody knows what runs around the scope.
   begins = stream.by_site and not (outer.by_site or owner.by_site)
   scope = (owner, stream)
-  switches.push(_scopes, scope)
+  _scopes.set((*_scopes.get(), scope))
   try:
     with active_functions.alone() if begins else contextlib.nullcontext():
       yield stream

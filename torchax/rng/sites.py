@@ -1,7 +1,7 @@
 """Draws addressed by site: by the path of the modules that draw.
 
 A site is a stream of its own, with a key derived from the path ("layers.0.dropout").
-`active_functions.py` knows which modules are running.
+`paths.py` knows which modules are running.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from torchax.compat import jax_compat
-from torchax.rng import active_functions
+from torchax.compat.torch_compat import active_functions
 from torchax.rng import state as rng_state
 from torchax.rng.counter import Counter, DrawOperands
 from torchax.rng.state import RngState

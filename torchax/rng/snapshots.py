@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from torchax.rng import active_functions, serialization
+from torchax.rng import paths, serialization
 from torchax.rng.scope import current, has_scope, owners_here, streams_on
 from torchax.rng.state import RngState, bytes_of
 from torchax.rng.stream import RngStream
@@ -31,7 +31,7 @@ def snapshot() -> torch.Tensor:
   # A checkpoint that restores the state runs below the modules that run now.
   stream = None if is_unopened(first) else current(first)
   if stream is not None and stream.by_site and not stream.is_traced:
-    _modules_of.keep(tensor, active_functions.here())
+    _modules_of.keep(tensor, paths.here())
   return tensor
 
 
@@ -91,7 +91,7 @@ def _mark(stream: RngStream) -> int:
   stream.check("saving the random state")
   mark = next(_marks)
   position = (stream.counter.copy(), stream.draws, stream.reseeded)
-  stream.marks[mark] = (position, active_functions.here())
+  stream.marks[mark] = (position, paths.here())
   return mark
 
 
@@ -109,7 +109,7 @@ def _restore_mark(stream: RngStream, mark: int) -> None:
     )
   (counter, stream.draws, stream.reseeded), modules = stream.marks[mark]
   stream.counter = counter.copy()
-  stream.counter.replayed = active_functions.replay(modules)
+  stream.counter.replayed = paths.replay(modules)
 
 
 def restore(tensor: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ def _restore(owner: Streams, value: RootSeed | RngState | int, tensor) -> None:
     stream.reseed(value)
     if value.sites is not None:
       modules = _modules_of.find(tensor)
-      stream.counter.replayed = active_functions.replay(modules)
+      stream.counter.replayed = paths.replay(modules)
   elif has_scope(owner):
     current(owner).reseed(owner.addressed(root_state(value)))
   else:

@@ -7,7 +7,6 @@ Draws only advance a counter in Python; samplers derive keys from it by `fold_in
 import contextlib
 import copy
 import threading
-import weakref
 
 import jax
 
@@ -31,19 +30,14 @@ class RngStream:
   Attributes:
     counter: key and number of draws.
     draws: draws since the stream was opened, whatever it was re-seeded to.
-    reseeded: the key is another than the one the stream was opened with.
+    reseeded: whether the key is another than the one the stream was opened with.
     label: name in ledgers.
     log: records of the function being traced; None on the host.
     environment: number of the environment, if a compiled function carries the stream.
-    owner: trace that the stream belongs to; None for the host.
+    owner: trace that the stream belongs to; None on the host.
     held: lock around a draw. Threads with a copied context share a scope's stream.
-    marks: positions saved inside a trace; see `snapshots.py`.
+    marks: positions saved in a trace; see `snapshots.py`.
   """
-
-  __slots__ = (
-    *("counter", "draws", "reseeded", "label", "log", "environment"),
-    *("owner", "held", "marks", "_is_closed"),
-  )
 
   def __init__(self, state: RngState, label: str = ""):
     self.counter: Counter = sites.counter_of(state)
@@ -52,7 +46,7 @@ class RngStream:
     self.label = label
     self.log: list | None = None
     self.environment: int | None = None
-    self.owner: weakref.ref | None = ownership.owner_here()
+    self.owner = ownership.owner_here()
     self.held: contextlib.AbstractContextManager = threading.RLock()
     self.marks: dict[int, tuple] = {}
     self._is_closed = False
@@ -70,8 +64,7 @@ class RngStream:
   @property
   def is_traced(self) -> bool:
     """Whether key or count have no value yet."""
-    is_key_traced = isinstance(self.counter.key, jax.core.Tracer)
-    return is_key_traced or self.counter.base is not None
+    return self.counter.is_traced
 
   def peek(self, name: str = "a draw") -> DrawOperands:
     """Key and number of the next draw; `advance(1)` follows when it has succeeded.
@@ -83,7 +76,7 @@ class RngStream:
       ClosedScopeError: the scope of this stream has ended.
       TracedDrawError: a trace that this stream does not belong to is in progress.
     """
-    self.check_now(name)
+    self.check(name)
     return self.counter.next()
 
   def advance(self, draws: int) -> None:
@@ -93,9 +86,14 @@ class RngStream:
 
   def advance_past(self, draws: int, path: str | None = None) -> None:
     """Advances past the draws of a compiled call; with `path`, of one site only."""
-    if path is None:
-      self.draws += draws
+    self.draws += draws if path is None else 0
     self.counter.advance_past(draws, path)
+
+  def draw(self, op, distribution="", result=None, arguments=None) -> None:
+    """Advances by one draw; `ledger.record` describes the arguments."""
+    if ledger.Recording.count or self.log is not None:
+      ledger.record(self, op, distribution, result, arguments)
+    self.advance(1)
 
   def next_key(self, name: str = "a draw") -> jax.Array:
     """Advances by one draw and returns its key."""
@@ -104,22 +102,8 @@ class RngStream:
       self.draw(name)
     return rng_state.fold_in(key, count)
 
-  def draw(self, op, distribution="", result=None, arguments=None) -> None:
-    """Advances by the draw that was made with the operands of `peek`.
-
-    Args:
-      op, distribution, result, arguments: of the draw, as `ledger.record` takes them.
-    """
-    if ledger.Recording.count or self.log is not None:
-      ledger.record(self, op, distribution, result, arguments)
-    self.advance(1)
-
   def record(self) -> contextlib.AbstractContextManager[ledger.Ledger]:
-    """Records every draw of this thread or task in the block, of whatever stream.
-
-    Returns:
-      A context with the ledger: a table, rows, a picture, a search for repeated keys.
-    """
+    """Context with a `Ledger` of all draws of this thread or task, of any stream."""
     return ledger.recording()
 
   def fork(self, name: str) -> "RngStream":
@@ -135,13 +119,13 @@ class RngStream:
     self.reseeded = True
 
   def rebase(self) -> jax.Array:
-    """Returns a key for the rest of the stream, which goes on from it.
+    """A key for the rest of the stream, which goes on from it.
 
     Without draws since the last key this is the key itself.
     """
     self.check("reading the key")
     key, count = self.counter.position()
-    if self.counter.count or self.counter.base is not None:
+    if self.counter.has_counted:
       key = rng_state.rebased_key(key, count)
       self.reseed(RngState(key, 0, {} if self.by_site else None))
     return key
@@ -157,16 +141,10 @@ class RngStream:
     """Ends the stream: any further draw raises ClosedScopeError."""
     self._is_closed = True
 
-  def check_now(self, name: str) -> None:
-    """`check`, quick where no function is being traced."""
-    if self._is_closed or self.owner is not None or not jax_compat.is_top_level():
-      self.check(name)
-
   def check(self, name: str) -> None:
     """Raises unless `name` may use this stream in the trace in progress."""
-    ownership.require_open(self._is_closed, name)
-    ownership.require_own(self.owner, name)
+    if self._is_closed or self.owner is not None or not jax_compat.is_top_level():
+      ownership.require(self.owner, self._is_closed, name)
 
   def __repr__(self):
-    status = ", closed" if self._is_closed else ""
-    return f"RngStream({self.state!r}{status})"
+    return f"RngStream({self.state!r}{', closed' if self._is_closed else ''})"

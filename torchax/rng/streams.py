@@ -13,8 +13,8 @@ import weakref
 import torch
 
 from torchax.compat import jax_compat
+from torchax.compat.torch_compat import active_functions
 from torchax.rng import state as rng_state
-from torchax.rng.active_functions import following
 from torchax.rng.state import RngState
 from torchax.rng.stream import FREE, RngStream
 
@@ -140,9 +140,9 @@ class Streams:
         return
       self._hold = _SiteHold() if on else None
       if self._hold is not None:
-        following.hold_for(self._hold)
+        active_functions.following.hold_for(self._hold)
       self._epoch += 1
-    following.update()
+    active_functions.following.update()
 
   def root(self) -> RngStream:
     """The root stream of this thread."""
@@ -169,7 +169,7 @@ class Streams:
           root.stream.reseed(state)
       elif root.stream is not None and root.stream.by_site != self.by_site:
         root.stream.reseed(self.addressed(RngState(root.stream.rebase())))
-        following.update()
+        active_functions.following.update()
     root.epoch, root.seeding = epoch, seeding
 
   def is_unopened(self) -> bool:

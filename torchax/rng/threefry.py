@@ -104,6 +104,28 @@ def words_at(words, positions) -> tuple[jax.Array, jax.Array]:
   return left ^ right, right
 
 
+def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
+  """Whether the elements of a draw can be drawn by their positions.
+
+  With threefry2x32 element i of a draw is a function of the key and of i, so a part of
+  a mask can be drawn by itself (`units.bernoulli_at`).
+
+  Args:
+    key: a typed key.
+    shape: of the whole draw.
+  """
+  return (
+    str(jax.random.key_impl(key)) == NAME
+    and bool(jax.config.jax_threefry_partitionable)
+    and math.prod(shape) < 2**32
+  )
+
+
+def words_of(key: jax.Array) -> jax.Array:
+  """The two words of an addressable key, uint32 of shape (2,)."""
+  return jax.random.key_data(key)
+
+
 def second_words(key: jax.Array, shape: tuple[int, ...], dtype="uint32") -> jax.Array:
   """Random words that are independent of `jax.random.bits(key, shape, dtype)`."""
   return jax.random.bits(jax.random.fold_in(key, _SECOND), shape, dtype)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torchax.rng.threefry import second_words, two_words
+from torchax.rng.threefry import second_words, two_words, words_at
 
 _31_BITS = 0x7FFFFFFF
 
@@ -85,6 +85,17 @@ def is_below_steps(first, second, high, low) -> jax.Array:
   if isinstance(low, int) and low == 0:
     return first < high
   return (first < high) | ((first == high) & (second < low))
+
+
+def bernoulli_at(words, positions, high, low) -> jax.Array:
+  """The elements of `samplers.bernoulli(key, shape, p)` at some positions; bool.
+
+  Args:
+    words: `threefry.words_of` the key.
+    positions: in the flattened shape, uint32.
+    high, low: `steps_below(p)`, of a p that has steps.
+  """
+  return is_below_steps(*words_at(words, positions), high, low)
 
 
 def scaled(key, shape, span, dtype) -> jax.Array:

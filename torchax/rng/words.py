@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 
 from torchax.core import programs
-from torchax.rng import positions, state, threefry
+from torchax.rng import state, threefry
 
 # As many elements share a program, and as many words are drawn at most.
 LEAST, MOST = 2**10, 2**20
@@ -20,7 +20,7 @@ LEAST, MOST = 2**10, 2**20
 def number_for(key: jax.Array, elements: int) -> int | None:
   """How many words are drawn for so many elements; None where they cannot be."""
   number = max(LEAST, 1 << (elements - 1).bit_length()) if elements else LEAST
-  is_fit = number <= MOST and positions.is_addressable(key, (number,))
+  is_fit = number <= MOST and threefry.is_addressable(key, (number,))
   return number if is_fit else None
 
 

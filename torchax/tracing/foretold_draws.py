@@ -1,11 +1,13 @@
 """What a function would draw, found by tracing it; for `torchax.rng.explain`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from torchax.rng import Ledger, ledger
+from torchax.tracing import soundness
 from torchax.tracing.conversions import arrays_of
 from torchax.tracing.functionalize import Traced
 
@@ -30,4 +32,5 @@ def foretell(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> L
   trace = jax.make_jaxpr(on_arrays)
   program = traced.pure.try_abstractly(lambda rng: trace(rng, *arrays))
   entries = advances[-1].log if advances[-1] else ()
-  return ledger.dry_run(entries, traced.pure.streams(), program)
+  find_faults = functools.partial(soundness.faults, program)
+  return ledger.dry_run(entries, traced.pure.streams(), find_faults)

@@ -3,10 +3,10 @@
 import torch
 
 from torchax.compat import torch_compat
+from torchax.dispatch.recorded_arguments import restored, tensors_in
 from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.rng import Draw
-from torchax.rng.arguments import restored, tensors_in
 
 # Those whose numbers depend on the shape and dtype of a tensor alone.
 _OF_A_SHAPE = frozenset(

@@ -11,6 +11,7 @@ from faults.programs import run
 import torchax
 from torchax.core import numpy_fallback, programs
 from torchax.interop import jax_jit
+from torchax.ops.jaten._numbers import range_operands
 from torchax.rng import samplers, units
 
 
@@ -362,7 +363,7 @@ SPANS = (1, 2, 3, 7, 2**10, 2**16 + 1, 2**31 - 1, 2**31, 2**31 + 7, 2**32 - 1, 2
 @pytest.mark.parametrize("low", [-7, 5, -(2**31)])
 def test_a_prepared_range_draws_the_same(low, span):
   key = jax.random.key(3)
-  first, operand = samplers.range_operands(low, low + span)
+  first, operand = range_operands(low, low + span)
   operand = jax.numpy.int32(operand) if type(operand) is int else operand.value
   found = samplers.integers_from(key, (99,), jax.numpy.int32, first, operand)
   expected = samplers.integers(key, (99,), jax.numpy.int32, low, low + span)

@@ -2,7 +2,7 @@
 
 The softmax is summed up over the blocks; the backward pass computes the weights again
 from the logarithm of each row's sum. What dropout keeps is drawn block by block too, by
-position (`rng/positions.py`): the mask is that of `attention.py`, and never there as a
+position (`rng/units.py`): the mask is that of `attention.py`, and never there as a
 whole.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018),
@@ -21,7 +21,7 @@ from jax import lax
 
 from torchax.compat import jax_compat
 from torchax.ops.jaten._opmath import HALVES
-from torchax.rng import positions
+from torchax.rng import units
 
 BLOCK = 512
 """Keys in a block."""
@@ -157,7 +157,7 @@ def _kept(form: _Form, weights, start, rest: _Rest):
   rows = rows.reshape(*weights.shape[:-1], 1)
   columns = start.astype(jnp.uint32) + lax.iota(jnp.uint32, form.block)
   places = rows * jnp.uint32(form.keys) + columns
-  keep = positions.bernoulli_at(rest.words, places, rest.high, rest.low)
+  keep = units.bernoulli_at(rest.words, places, rest.high, rest.low)
   return jnp.where(keep, weights, 0)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from torchax.core.static_values import StaticValue
-from torchax.rng import samplers, units
+from torchax.rng import units
 
 # Of these a program may be made; others share one.
 _PLAIN_PROBABILITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -54,11 +54,25 @@ def integers(low: str, high: str) -> Callable:
   def prepare(given: dict) -> None:
     first, end = given.get(low, 0), given.get(high)
     if type(first) is int and type(end) is int and first < end:
-      given[high] = samplers.range_operands(first, end)
+      given[high] = range_operands(first, end)
       if low in given:
         given[low] = None
 
   return prepare
+
+
+def range_operands(low: int, high: int) -> tuple:
+  """`low` and `span` for `samplers.integers_from`; numbers if 32 bits hold them.
+
+  A span that is a power of two, or more than 2**32, has code of its own.
+  """
+  span = high - low
+  return (
+    low if -(2**31) <= low < 2**31 else StaticValue(low),
+    StaticValue(span)
+    if span & (span - 1) == 0 or span > 2**32
+    else (span + 2**31) % 2**32 - 2**31,
+  )
 
 
 def as_they_are(given: dict) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of a draw as plain data: what a ledger keeps to draw it again.
+"""Arguments of a draw as plain data: a ledger keeps them to draw it again.
 
 Of a tensor only shape and dtype are kept. Everything is hashable, since the draws of a
 compiled function are part of what it was compiled to.
@@ -16,24 +16,24 @@ _PLACES = frozenset(
 _PLAIN = (type(None), bool, int, str)
 
 
-def noted(args: tuple, kwargs: dict | None) -> tuple:
+def plain(args: tuple, kwargs: dict | None) -> tuple:
   """Positional arguments, then pairs of the names and values of the others."""
   named = [
-    (name, _noted(value))
+    (name, _plain(value))
     for name, value in (kwargs or {}).items()
     if name not in _PLACES and value is not None
   ]
-  return (tuple(map(_noted, args)), tuple(named))
+  return (tuple(map(_plain, args)), tuple(named))
 
 
-def _noted(value):
+def _plain(value):
   if isinstance(value, torch.Tensor | jax.Array):
     dtype = str(value.dtype).removeprefix("torch.")
     return ("tensor", tuple(value.shape), dtype)
   if isinstance(value, torch.dtype):
     return ("dtype", str(value).removeprefix("torch."))
   if isinstance(value, list | tuple):
-    return ("list", tuple(map(_noted, value)))
+    return ("list", tuple(map(_plain, value)))
   if type(value) is float:
     return value if math.isfinite(value) else ("float", repr(value))
   if type(value) in _PLAIN:

@@ -12,8 +12,7 @@ from collections.abc import Hashable, Iterable
 import jax
 from jax.extend import core
 
-from torchax.compat import jax_compat
-from torchax.core import user_code
+from torchax.compat import jax_compat, user_code
 from torchax.rng.state import is_typed_key
 
 # How programs of random operations are called (`dispatch/plans.py`). Their first

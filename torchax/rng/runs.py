@@ -1,11 +1,11 @@
-"""Where two runs part: the first draw that differs."""
+"""Comparing and replaying draws that ledgers have recorded."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
 from torchax.rng import ledger_plot
-from torchax.rng.draw import Draw
+from torchax.rng.ledger import Draw, Explainer
 
 # Compared in this order, which is that of what matters to the reader.
 _FIELDS = ("key", "site", "shape", "distribution", "dtype", "op")
@@ -111,3 +111,32 @@ def _value(draw: Draw, name: str) -> str:
     return "a traced key"
   *words, count = value[1:]
   return f"{value[0]} {':'.join(f'{word:x}' for word in words)}, number {count}"
+
+
+def replay(draw: Draw, *parameters):
+  """Draws the numbers of a recorded draw again; no stream advances.
+
+  Args:
+    draw: of a ledger.
+    *parameters: the tensors among the arguments of the operation, in their order, such
+      as the rates of a Poisson draw. They may be left out where the numbers depend on
+      their shapes and dtypes alone (`rand_like`, `uniform_`). A dropout gives what it
+      would make of ones, unless its input is given.
+
+  Returns:
+    The tensor that the operation gave, or for one that writes to a tensor, what it
+    wrote.
+
+  Raises:
+    RngError: the key was taken in a scope inside a compiled function, or nothing was
+      drawn with it (`draw.prng_key` has the key).
+    ValueError: parameters are missing, or have other shapes or dtypes.
+
+  >>> import torch, torchax
+  >>> env = torchax.default_env()
+  >>> with env, env.rng.record() as ledger:
+  ...   x = torch.randn(3, device="jax")
+  >>> torch.equal(replay(ledger[0]), x)
+  True
+  """
+  return Explainer.redraw(draw, parameters)
