@@ -23,7 +23,7 @@ from torchax.compat import extras
 from torchax.core.partitions import Partition, is_array
 from torchax.core.programs import ProgramCache
 from torchax.dispatch import autograd
-from torchax.dispatch.plans import MOST_PROGRAMS
+from torchax.dispatch.programs import MOST_PROGRAMS
 from torchax.environment import Environment, default_env
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.conversions import arrays_of, tensors_of

@@ -189,9 +189,9 @@ def test_a_number_is_no_part_of_what_is_compiled(x):
   plan = env._dispatcher.plan(torch.ops.aten.add.Tensor)
   for number in (0.5, 1.5, -2.5, math.inf):
     plan((x, number), {})
-  assert len(plan._compiled) == 1
+  assert len(plan.programs) == 1
   plan((x, 2), {})
-  assert len(plan._compiled) == 1
+  assert len(plan.programs) == 1
 
 
 def test_a_shape_is_a_part_of_what_is_compiled(x):
@@ -200,7 +200,7 @@ def test_a_shape_is_a_part_of_what_is_compiled(x):
   plan((x, [0]), {})
   plan((x, [0]), {})
   plan((x, [1]), {})
-  assert len(plan._compiled) == 2
+  assert len(plan.programs) == 2
 
 
 def test_results_have_no_weak_type(x):

@@ -12,7 +12,7 @@ import torch
 import torchax
 from tools.porting.changes import PortError
 from tools.porting.syntax import Definition, Source
-from torchax.dispatch.plans import DecompositionPlan, TensorPlan
+from torchax.dispatch.decomposed import DecompositionPlan, TensorPlan
 from torchax.errors import OperatorNotFound
 from torchax.ops import ops_registry
 from torchax.registry.schema import functional_form, schema_of

@@ -21,9 +21,10 @@ from torchax.dispatch import (
   views,
 )
 from torchax.dispatch.compiling import NOT_COMPILABLE
+from torchax.dispatch.decomposed import DecompositionPlan, TensorPlan, tensor_plan
 from torchax.dispatch.in_place import InPlacePlan
 from torchax.dispatch.out import OutPlan
-from torchax.dispatch.plans import DecompositionPlan, Plan, TensorPlan, tensor_plan
+from torchax.dispatch.plans import Plan
 from torchax.errors import OperatorNotFound
 from torchax.registry import operators
 from torchax.registry.operators import Kind, Operator

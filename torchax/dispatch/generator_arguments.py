@@ -6,7 +6,7 @@ older ones have it as their last positional argument; here it becomes a keyword.
 
 from collections.abc import Callable
 
-from torchax.dispatch.plans import TensorPlan
+from torchax.dispatch.decomposed import TensorPlan
 
 _NAME = "generator"
 

@@ -130,13 +130,11 @@ class InPlacePlan:
       bases, write = [tuple(bases)], tuple(writes)
     else:
       (write,) = writes
-    place = self._spread(targets) if self.overwrites else None
+    sharding = self._spread(targets) if self.overwrites else None
     try:
-      written = plan.run(args, kwargs, [*bases, *operands], key, write, place)
+      written = plan.run(args, kwargs, [*bases, *operands], key, write, sharding)
     except torch_checks.Refused:
-      plan.require_of_torch(args, kwargs)
-      plan.forget(args, kwargs, key, write)
-      with torch_checks.without(plan):
+      with plan.accepted(args, kwargs, key, write):
         return self._run(targets, args, kwargs)
     except EXPLAINED as error:
       raise_as_torch(error, self.op, args, kwargs, plan.operator)

@@ -5,8 +5,7 @@ everything else, the view chains included. A lowering is compiled once for each 
 """
 
 import itertools
-import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from torchax.core.chains import WHOLE, Chain, MovingChain
 from torchax.core.static_values import StaticValue, static_number
 from torchax.core.storage import active as _active
 from torchax.errors import UnsupportedDtypeError
+from torchax.registry.operators import Numbers
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
@@ -48,6 +48,8 @@ class _Marker:
 _NUMBER, _LIST, _TUPLE = _Marker("number"), _Marker("list"), _Marker("tuple")
 # In place of "dynamic": a number of any type, which the lowering gets as it is.
 _KEPT = _Marker("kept")
+# In place of "dynamic": numbers of a `_Prepared` argument.
+_PREPARED = _Marker("prepared")
 
 
 class _NumberArrays:
@@ -210,8 +212,8 @@ class Flattener:
     return _rebuild(key, operands, _picked)
 
 
-class _Ready:
-  """A number that has been prepared, or a tuple of them; an operand."""
+class _Prepared:
+  """An argument whose numbers become operands."""
 
   __slots__ = ("value",)
 
@@ -219,29 +221,31 @@ class _Ready:
     self.value = value
 
 
+class _NumberOperand(NamedTuple):
+  """A prepared number among the operands: an array, and the number in Python."""
+
+  array: Any
+  number: Any
+
+
 class PreparedFlattener(Flattener):
-  """One by which other numbers than the first ones are operands.
+  """Flattener for numbers that `prepare` turns into operands.
 
   Args:
-    prepare: see `operators.Numbers`.
-    static: names of numbers that otherwise decide what is compiled.
-    *args, **kwargs: of `Flattener`.
-
-  Attributes:
-    places: of the operands that are such numbers, after a call of `flatten`.
-    numbers: Python's numbers by the places of the operands that were made of them.
-    held: a lock to hold until they are read.
+    numbers: of the operator; see `operators.Numbers`.
+    *args: of `Flattener`.
   """
 
-  def __init__(self, prepare, static, *args, **kwargs):
-    super().__init__(*args, **kwargs)
-    self._prepare, self._static = prepare, static
-    self.places: list[int] = []
-    self.numbers: dict[int, Any] = {}
-    self.held = threading.RLock()
+  def __init__(self, numbers: Numbers, *args):
+    super().__init__(*args)
+    self._prepare, self._static = numbers.prepare, numbers.static
 
-  def flatten(self, args, kwargs) -> tuple[list, tuple]:
-    """As `Flattener.flatten`, of what `prepare` makes of the arguments."""
+  def numbers_of(self, args, kwargs) -> tuple[list[tuple], tuple]:
+    """The prepared numbers of a call, and the key without them.
+
+    Returns:
+      (index among the operands, array, Python number) of each, and the key.
+    """
     given = dict(zip(self.names, args))
     given.update(kwargs or {})
     if _active.boundary is not None:
@@ -250,22 +254,29 @@ class PreparedFlattener(Flattener):
     self._prepare(given)
     for name, value in given.items():
       if name in self._static or value is not before[name]:
-        given[name] = _Ready(value)
-    self.places, self.numbers = [], {}
+        given[name] = _Prepared(value)
     values = list(given.values())
-    names = list(given)[len(args) :]
-    return super().flatten(values[: len(args)], dict(zip(names, values[len(args) :])))
+    named = dict(zip(list(given)[len(args) :], values[len(args) :]))
+    operands, key = self.flatten(values[: len(args)], named)
+    numbers = [
+      (index, *operand)
+      for index, operand in enumerate(operands)
+      if type(operand) is _NumberOperand
+    ]
+    return numbers, key
 
   def _flatten_other(self, arg, cls, dynamic, operands: list):
+    if cls is _Prepared:
+      is_tensor = isinstance(arg.value, torch.Tensor | jax.Array)
+      dynamic = True if is_tensor else _PREPARED
+      return self._flatten_other(arg.value, type(arg.value), dynamic, operands)
+    if dynamic is not _PREPARED or cls is list or cls is tuple:
+      return super()._flatten_other(arg, cls, dynamic, operands)
     start = len(operands)
-    if cls is not _Ready:
-      part = super()._flatten_other(arg, cls, dynamic, operands)
-      if cls in _NUMBERS and len(operands) > start:
-        self.numbers[start] = arg
-      return part
-    part = self._flatten_other(arg.value, type(arg.value), True, operands)
-    if not isinstance(arg.value, torch.Tensor | jax.Array):
-      self.places += range(start, len(operands))
+    part = super()._flatten_other(arg, cls, True, operands)
+    if len(operands) > start:
+      array = operands[start]
+      operands[start] = _NumberOperand(array, arg if cls in _NUMBERS else array)
     return part
 
 

@@ -13,7 +13,7 @@ from torchax.core.chains import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
 from torchax.dispatch.in_place import require_writable
-from torchax.dispatch.plans import require_cast
+from torchax.dispatch.lowering import require_cast
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.registry.names import aten
 from torchax.registry.schema import schema_of

@@ -1,9 +1,10 @@
 """torch's own checks of an operation's arguments, for each program that is new.
 
 torch has a kernel without numbers for nearly every operation, which computes shapes and
-dtypes on the meta device, and refuses what does not fit in torch's words. It runs where
-JAX traces a program, so that a call of what is compiled costs nothing. The shapes are
-those of the traced arrays there; numbers that are operands are those of the program's
+dtypes on the meta device, and refuses what does not fit in torch's words. It runs when
+a program is made, with the arguments of the call, and whenever JAX traces the program
+for other shapes, so that a call of a compiled program costs nothing. There the shapes
+are those of the traced arrays. Numbers that are operands are those of the program's
 first call, so what is refused is checked once more with the arguments of the call.
 """
 
@@ -59,8 +60,13 @@ def without(owner) -> Iterator[None]:
     _unchecked.owner = before
 
 
+def is_off(owner) -> bool:
+  """True inside `without(owner)`."""
+  return _unchecked.owner is owner
+
+
 class Example:
-  """The arguments of a program's first call, without its tensors.
+  """The arguments of a program's first call, which torch has checked, without tensors.
 
   Args:
     owner: see `without`.
@@ -69,23 +75,36 @@ class Example:
     takes_device: it makes tensors where it is told to.
   """
 
-  __slots__ = ("owner", "op", "given", "takes_device")
+  __slots__ = ("owner", "op", "given", "takes_device", "_checked")
 
   def __init__(self, owner, op, args, kwargs, takes_device: bool = False):
     self.owner, self.op, self.takes_device = owner, op, takes_device
-    self.given = _emptied((tuple(args), kwargs or {}))
+    given = tuple(args), kwargs or {}
+    self._checked = _tensor_types(given)
+    self.given = _emptied(given)
 
   def require(self, args, kwargs) -> None:
-    """Checks the arrays of a call that is being traced, with the example's numbers.
+    """Checks arrays of other shapes that are being traced, with the example's numbers.
 
     Raises:
       Refused: the caller is to check the arguments that it has by `refusal`.
     """
-    if _unchecked.owner is self.owner:
+    if is_off(self.owner) or _tensor_types((args, kwargs)) == self._checked:
       return
     args, kwargs = _filled(self.given, (args, kwargs))
     if refusal(self.op, args, kwargs, self.takes_device) is not None:
       raise Refused
+
+
+def _tensor_types(tree) -> list[tuple]:
+  """Shape and dtype of each tensor or array of a tree."""
+  return [
+    (tuple(leaf.shape), leaf.dtype)
+    if isinstance(leaf, torch.Tensor)
+    else (leaf.shape, mappings.j2t_dtype(leaf.dtype))
+    for leaf in torch_pytree.tree_leaves(tree)
+    if isinstance(leaf, torch.Tensor | jax.Array)
+  ]
 
 
 def _emptied(value):

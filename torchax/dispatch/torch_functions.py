@@ -18,7 +18,7 @@ from torchax.dispatch import autograd, compiling, index_checks
 from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
 from torchax.dispatch.operands import Flattener
 from torchax.dispatch.out import write_output
-from torchax.dispatch.plans import MOST_PROGRAMS
+from torchax.dispatch.programs import MOST_PROGRAMS, NumberPrograms
 from torchax.registry import operators
 from torchax.registry.operator_table import is_aten
 from torchax.registry.operators import Kind, Operator
@@ -66,9 +66,7 @@ class ArrayFunctionHandler:
       self._numbered.keeps_tensors = True
     self._functions: ProgramCache[tuple, autograd.ArrayFunction | autograd.WithNumbers]
     self._functions = ProgramCache(MOST_PROGRAMS)
-    # Of other numbers than the first ones; False where there were no others yet.
-    self._of_numbers: ProgramCache[tuple, autograd.ArrayFunction | bool]
-    self._of_numbers = ProgramCache(MOST_PROGRAMS)
+    self._of_any_numbers: NumberPrograms[autograd.ArrayFunction] = NumberPrograms()
 
   def __call__(self, args, kwargs):
     if _is_for_torch(args, kwargs):
@@ -95,24 +93,19 @@ class ArrayFunctionHandler:
   def _function(
     self, args, kwargs, key
   ) -> autograd.ArrayFunction | autograd.WithNumbers:
-    """The function of the tensors that are compiled for a key.
-
-    The first numbers are compiled for, which costs a call nothing. For all others
-    together there is one program, whose operands they are.
-    """
+    """The function of the tensors of a key; see `NumberPrograms`."""
     # What is kept here outlives a trace, in which numbers of the host have no value.
     args = [host_numbers.settled(arg) for arg in args]
     kwargs = {name: host_numbers.settled(arg) for name, arg in kwargs.items()}
     operands, form = self._numbered.flatten(args, kwargs)
     numbers = tuple([o for o in operands if not isinstance(o, Tensor)])
-    function = self._of_numbers.get(form) if numbers else None
-    if function is None:
-      self._of_numbers[form] = False
-      return self._compiled(self.flattener, key, ())
-    if function is False:
+    function = None
+    if numbers:
       is_number = [not isinstance(operand, Tensor) for operand in operands]
-      function = self._compiled(self._numbered, form, is_number)
-      self._of_numbers[form] = function
+      make = lambda: self._compiled(self._numbered, form, is_number)  # noqa: E731
+      function = self._of_any_numbers.get(form, make)
+    if function is None:
+      return self._compiled(self.flattener, key, ())
     return autograd.WithNumbers(function, numbers)
 
   def _compiled(self, flattener, key, is_number) -> autograd.ArrayFunction:

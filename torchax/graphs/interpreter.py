@@ -17,8 +17,9 @@ from jax.extend.core import InconclusiveDimensionOperation
 from torchax.compat import jax_compat, torch_compat, user_code
 from torchax.compat.torch_compat.active_functions import at
 from torchax.dispatch import device_plans
+from torchax.dispatch.decomposed import DecompositionPlan
 from torchax.dispatch.operands import IGNORED
-from torchax.dispatch.plans import DecompositionPlan, Plan
+from torchax.dispatch.plans import Plan
 from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound

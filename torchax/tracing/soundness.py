@@ -15,7 +15,7 @@ from jax.extend import core
 from torchax.compat import jax_compat, user_code
 from torchax.rng.state import is_typed_key
 
-# How programs of random operations are called (`dispatch/plans.py`). Their first
+# How programs of random operations are called (`dispatch/lowering.py`). Their first
 # operands are a key and the number to fold in.
 _OPERATIONS = ("aten_", "torchax_")
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import torchax
-from torchax.dispatch import word_programs
+from torchax.dispatch import new_shapes
 from torchax.functions.dropout import keep_mask
 from torchax.interop import jax_jit
 from torchax.rng import threefry, words
@@ -44,7 +44,7 @@ def test_words_first_and_both_at_once_give_the_same_bits(draw, monkeypatch):
   x = ones(next(SIZE))
   found = []
   for often, form in ((64, draw), (0, draw), (0, jax_jit(draw))):
-    monkeypatch.setattr(word_programs, "OFTEN", often)
+    monkeypatch.setattr(new_shapes, "OFTEN", often)
     torchax.clear_caches()
     torch.manual_seed(7)
     found.append(form(x).cpu())
@@ -62,7 +62,7 @@ def test_other_shapes_draw_no_words_of_their_own():
 
 
 def test_shapes_that_come_often_get_one_program(monkeypatch):
-  monkeypatch.setattr(word_programs, "OFTEN", 3)
+  monkeypatch.setattr(new_shapes, "OFTEN", 3)
   x = ones(next(SIZE))
   counts = []
   for _ in range(6):
@@ -103,8 +103,8 @@ OTHER_KEYS = {
 def test_keys_without_words_draw_as_before(other, monkeypatch):
   x = ones(30)
   env, found = torchax.default_env(), []
-  for often in (word_programs.OFTEN, 0):
-    monkeypatch.setattr(word_programs, "OFTEN", often)
+  for often in (new_shapes.OFTEN, 0):
+    monkeypatch.setattr(new_shapes, "OFTEN", often)
     torchax.clear_caches()
     F.dropout(x, 0.3)  # with a key that has words, of the same shapes
     with env.rng_scope(other()):

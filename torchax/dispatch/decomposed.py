@@ -1,0 +1,94 @@
+"""Plans of operations that a function of tensors runs, as torch's decompositions."""
+
+import dataclasses
+
+import jax
+
+from torchax.compat import jax_compat, torch_compat
+from torchax.core import host_numbers
+from torchax.core.storage import active as _active
+from torchax.dispatch import derivatives, explaining
+from torchax.dispatch.operands import IGNORED
+from torchax.dispatch.plans import Plan
+from torchax.registry.derivatives import formula_of
+from torchax.registry.operators import Kind, Operator
+from torchax.tensor import Tensor, new_tensor
+
+
+class DecompositionPlan(Plan):
+  """Runs an operation by torch's decomposition, compiled as one function.
+
+  torch's functions look at numbers, so all of them are static.
+  """
+
+  def __init__(self, op, operator: Operator, env):
+    def on_arrays(*args, **kwargs):
+      args, kwargs = _tensors((args, kwargs), env)
+      # A compiled decomposition must not depend on the modes of its first call.
+      with torch_compat.without_function_modes(), torch_compat.without_autocast():
+        return _arrays(operator.func(*args, **kwargs))
+
+    array_operator = dataclasses.replace(operator, func=on_arrays, kind=Kind.ARRAYS)
+    super().__init__(op, array_operator, env)
+
+
+def _tensors(tree, env):
+  return jax.tree.map(
+    lambda leaf: new_tensor(leaf, env) if isinstance(leaf, jax.Array) else leaf, tree
+  )
+
+
+def _arrays(tree):
+  return jax.tree.map(
+    lambda leaf: leaf.jax() if isinstance(leaf, Tensor) else leaf, tree
+  )
+
+
+class TensorPlan:
+  """Runs an operation by a function of tensors, which may call torch operations."""
+
+  def __init__(self, op, operator: Operator, env):
+    self.op = op
+    self.operator = operator
+    self.env = env
+
+  def __call__(self, args, kwargs):
+    try:
+      return self._run(args, kwargs)
+    except explaining.EXPLAINED as error:
+      explaining.raise_as_torch(error, self.op, args, kwargs, self.operator)
+      raise
+
+  def _run(self, args, kwargs):
+    dropped = IGNORED - {"generator"}  # the operations that it calls draw with it
+    kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
+    if _active.boundary is not None:
+      args = [host_numbers.settled(arg) for arg in args]
+      kwargs = {k: host_numbers.settled(v) for k, v in kwargs.items()}
+    if self.operator.needs_env:
+      kwargs["env"] = self.env
+    return self.operator.func(*args, **kwargs)
+
+
+class FormulaTensorPlan(TensorPlan):
+  """The same for an operation of whose derivative JAX is told torch's formula."""
+
+  def __init__(self, op, operator: Operator, env):
+    super().__init__(op, operator, env)
+    self._formula = formula_of(op)
+
+  def __call__(self, args, kwargs):
+    if jax_compat.is_top_level():
+      return super().__call__(args, kwargs)
+    # The arguments are arrays from here on.
+    given = _arrays((list(args), kwargs or {}))
+    found = derivatives.differentiated(self._formula, self._lower, self.env, *given)
+    return _tensors(found, self.env)
+
+  def _lower(self, args, kwargs):
+    return _arrays(super().__call__(*_tensors((args, kwargs), self.env)))
+
+
+def tensor_plan(op, operator: Operator, env) -> TensorPlan:
+  """The plan of an operation that a function of tensors runs."""
+  return (FormulaTensorPlan if formula_of(op) else TensorPlan)(op, operator, env)

@@ -1,0 +1,162 @@
+"""A lowering on arrays, with everything that runs beside it in the same program.
+
+Operands become arguments, views are read, a draw derives its key, and the result of an
+in-place operation is written to its base.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torchax.compat import jax_compat, torch_compat
+from torchax.core import explicit_axes, mappings
+from torchax.core.chains import WHOLE
+from torchax.dispatch import derivatives, torch_checks
+from torchax.dispatch.operands import Flattener, PreparedFlattener, strong
+from torchax.registry import real_numbers
+from torchax.registry.derivatives import formula_of
+from torchax.registry.operators import Kind, Operator
+from torchax.registry.schema import schema_of
+from torchax.rng import state as rng_state
+from torchax.rng.threefry import Words
+
+
+class Lowering:
+  """The lowering of one operation, called with operands and a static key.
+
+  Attributes:
+    op, operator, env: the operation, its operator, and the environment.
+    name: of the operation.
+    flattener: sorts arguments into operands and key.
+    prepared: the same for numbers that become operands; None without such numbers.
+    is_checked: torch's meta kernel checks the arguments of each program.
+    takes_device: the operation makes tensors where `device=` says.
+    is_inlined: function that returns True where the lowering is part of an outer trace
+      instead of a program of its own.
+  """
+
+  def __init__(self, op, operator: Operator, env):
+    self.op, self.operator, self.env = op, operator, env
+    self.name = str(op)
+    schema = schema_of(op) if isinstance(op, torch_compat.OpOverload) else None
+    names = schema.names if schema else ()
+    static, dynamic = set(operator.numbers.static), set(operator.numbers.dynamic)
+    numbers = schema.dynamic - static if schema else frozenset()
+    if operator.is_builtin:
+      dynamic |= numbers
+    described = (
+      self.name,
+      env,
+      dynamic,
+      names,
+      operator.execution.takes_cpu,
+      numbers,
+    )
+    self.flattener = Flattener(*described)
+    self.prepared: PreparedFlattener | None = None
+    if operator.numbers.prepare is not None:
+      self.prepared = PreparedFlattener(operator.numbers, *described)
+    self.is_sampler = operator.kind is Kind.SAMPLER
+    self.takes_device = "device" in names
+    # A user's lowering may take what torch does not.
+    self.is_checked = operator.is_builtin and schema is not None
+    self._is_real = operator.is_builtin and real_numbers.are_asked(self.name)
+    # Where JAX is given torch's derivative.
+    self._formula = formula_of(op)
+    self.is_inlined = _is_traced if self._formula else jax_compat.is_staging
+
+  def inline(self, key, write, operands):
+    """Run as part of what is traced now, or uncompiled; see `Plan.run`."""
+    return self._call(key, write, None, True, operands)
+
+  def program(self, key, write, example: torch_checks.Example | None) -> Callable:
+    """The function of operands that is compiled for a key.
+
+    Args:
+      key, write: see `Plan.run`.
+      example: checks the arguments whenever JAX traces the function; or None.
+    """
+
+    def program(*operands):
+      return self._call(key, write, example, False, operands)
+
+    program.__name__ = self.name.replace(".", "_")
+    return program
+
+  def _call(self, key, write, example, is_inline, operands):
+    run = functools.partial(self._run, key, write, example, is_inline)
+    form = (self, key, write, is_inline)
+    return explicit_axes.call(run, operands, self.name, form)
+
+  def _run(self, key, write, example, is_inline, *operands):
+    if self.is_sampler:
+      rng_key, count, *operands = operands
+    if write is not None:
+      base, *operands = operands
+    args, kwargs = self.flattener.rebuild(key, operands)
+    self._require_real(args, kwargs)
+    if example is not None:
+      example.require(args, kwargs)
+    if self.is_sampler:
+      is_key = not isinstance(rng_key, Words)
+      args = [rng_state.fold_in(rng_key, count) if is_key else rng_key, *args]
+    if self._formula and is_inline:
+      result = derivatives.differentiated(
+        self._formula, self._lower, self.env, args, kwargs
+      )
+    else:
+      result = self._lower(args, kwargs)
+    if write is None:
+      return jax.tree.map(strong, result)
+    return _written_base(base, write, result)
+
+  def _lower(self, args, kwargs):
+    if self.operator.kind is Kind.ENV_ARRAYS:
+      return self.operator.func(*args, **kwargs, env=self.env)
+    return self.operator.func(*args, **kwargs)
+
+  def _require_real(self, args, kwargs) -> None:
+    if self._is_real:
+      real_numbers.require(self.name, args, kwargs)
+
+
+def _is_traced() -> bool:
+  return not jax_compat.is_top_level()
+
+
+def _written_base(base, write, result):
+  """The base of a view after an in-place operation gave `result` for the view."""
+  if type(write[0]) is tuple:
+    parts = zip(base, write, jax.tree.leaves(result), strict=True)
+    return tuple([_written_base(*part) for part in parts])
+  chain, dtype, shape = write
+  if np.broadcast_shapes(result.shape, shape) != shape:
+    raise RuntimeError(
+      f"output with shape {list(shape)} doesn't match the broadcast shape "
+      f"{list(result.shape)}: an in-place operation cannot change the shape."
+    )
+  require_cast(result.dtype, dtype)
+  result = lax.convert_element_type(result, dtype) if result.dtype != dtype else result
+  if result.shape != shape:
+    result = jnp.broadcast_to(result, shape)
+  return result if chain is WHOLE else chain.write(base, result)
+
+
+def require_cast(source, target) -> None:
+  """Raises as torch does where a result would lose its kind (float to integer)."""
+  source, target = mappings.j2t_dtype(source), mappings.j2t_dtype(target)
+  if not torch.can_cast(source, target):
+    raise RuntimeError(
+      f"result type {_kind_name(source)} can't be cast to the desired output type "
+      f"{_kind_name(target)}"
+    )
+
+
+def _kind_name(dtype) -> str:
+  """torch's C++ name of a dtype, as its errors have it."""
+  return torch.empty(0, dtype=dtype, device="meta").type().rpartition(".")[2][:-6]

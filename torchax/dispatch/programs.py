@@ -1,0 +1,164 @@
+"""Compiled programs of one lowering: made, checked and kept for a static key.
+
+A program is made when its key is new. torch checks the arguments then, once, and the
+program checks those of other shapes while JAX traces them. Numbers that are static for
+the first call become operands of one program for all others.
+"""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import jax
+
+from torchax.core import numpy_fallback
+from torchax.core.programs import ProgramCache
+from torchax.dispatch import compiling, explaining, new_shapes, torch_checks
+from torchax.dispatch.lowering import Lowering
+
+# Of one operation; a program is a few hundred kilobytes.
+MOST_PROGRAMS = 512
+
+P = TypeVar("P")
+
+
+class NumberPrograms(Generic[P]):
+  """Programs whose numbers are operands, made for the second numbers of a form.
+
+  The first numbers are compiled for, which costs a call nothing. All others share one
+  program, whose operands they are.
+  """
+
+  def __init__(self):
+    # False where only the first numbers of a form were seen.
+    self._by_form: ProgramCache[tuple, P | bool] = ProgramCache(MOST_PROGRAMS)
+
+  def get(self, form, make: Callable[[], P]) -> P | None:
+    """The program of a form; None for its first numbers."""
+    found = self._by_form.get(form)
+    if found is None:
+      self._by_form[form] = False
+      return None
+    if found is False:
+      found = self._by_form[form] = make()
+    return found
+
+  def pop(self, form) -> None:
+    """Drop the program of a form."""
+    self._by_form.pop(form)
+
+
+class Programs:
+  """The programs of a lowering by static key, view that is written to and sharding."""
+
+  def __init__(self, lowering: Lowering):
+    self._lowering = lowering
+    self._operator = lowering.operator
+    self._by_key: ProgramCache[tuple, Callable] = ProgramCache(MOST_PROGRAMS)
+    self._of_any_numbers: NumberPrograms[Callable] = NumberPrograms()
+    # (key) -> the program of a functional call, or None.
+    self.get = self._by_key.get
+
+  def __len__(self) -> int:
+    return len(self._by_key)
+
+  def find(self, args, kwargs, key, write=None, sharding=None) -> Callable:
+    """The program of a key; made if the key is new.
+
+    Args:
+      args, kwargs: torch's arguments.
+      key, write, sharding: see `Plan.run`.
+    """
+    kept = key if write is None else (write, key)
+    if sharding is not None:
+      kept = (sharding, kept)
+    program = self._by_key.get(kept)
+    if program is None:
+      if self._lowering.prepared is not None and sharding is None:
+        program = self._with_numbers(args, kwargs, key, write)
+      if program is None:
+        program = self._make(args, kwargs, key, write, sharding)
+      self._by_key[kept] = program
+    return program
+
+  def forget(self, args, kwargs, key, write=None) -> None:
+    """Drop the program of a key: JAX runs one slower whose tracing has failed."""
+    self._by_key.pop(key if write is None else (write, key))
+    if self._lowering.prepared is not None:
+      _, form = self._lowering.prepared.numbers_of(args, kwargs)
+      self._of_any_numbers.pop((write, form))
+
+  def require_of_torch(self, args, kwargs) -> None:
+    """Raises torch's own error for arguments that torch refuses on every device."""
+    lowering = self._lowering
+    if lowering.is_checked:
+      given = (lowering.op, args, kwargs, lowering.takes_device)
+      if torch_checks.refusal(*given) is not None:
+        if self._operator.checks.check is None:  # which looks at dtypes itself
+          explaining.require_label_dtypes(*given[:3], self._operator)
+        torch_checks.raise_as_torch(*given)
+
+  def _make(self, args, kwargs, key, write=None, sharding=None) -> Callable:
+    lowering = self._lowering
+    example = None
+    if lowering.is_checked:
+      if not torch_checks.is_off(self):
+        self.require_of_torch(args, kwargs)
+      given = (lowering.op, args, kwargs, lowering.takes_device)
+      example = torch_checks.Example(self, *given)
+    function = lowering.program(key, write, example)
+    program = compiling.compiled(function, self._operator, sharding)
+    if write is not None or sharding is not None:
+      return program
+    return new_shapes.with_warmup(program, self._operator, lowering.flattener, key)
+
+  def _with_numbers(self, args, kwargs, key, write) -> Callable | None:
+    """The program of any numbers, with those of a call; None for the first ones."""
+    pairs, form = self._lowering.prepared.numbers_of(args, kwargs)
+    if not pairs:
+      return None
+    make = lambda: self._make(args, kwargs, form, write)  # noqa: E731
+    program = self._of_any_numbers.get((write, form), make)
+    if program is None:
+      return None
+    # In front are the key of a draw, its number, and the base that is written to.
+    first = 2 * self._lowering.is_sampler + (write is not None)
+    # An array would be a constant to read back inside a trace.
+    arrays = [(first + index, array) for index, array, _ in pairs]
+    numbers = [(first + index, number) for index, _, number in pairs]
+    require = self._shape_check(key, first)
+    with_numbers = _filled(program, arrays, require)
+    with_numbers.in_traces = _filled(program.in_traces, numbers, require)
+    return with_numbers
+
+  def _shape_check(self, key, first: int) -> Callable | None:
+    """Raises for operands whose shapes the numbers of a key do not fit."""
+    shape_check = self._operator.checks.shape_check
+    if shape_check is None:
+      return None
+    known = set()
+
+    def check(*operands):
+      args, kwargs = self._lowering.flattener.rebuild(key, operands)
+      shape_check(*args, **kwargs)
+
+    def require(operands) -> None:
+      shapes = tuple(map(numpy_fallback.shape_of, operands))
+      if shapes not in known:
+        jax.eval_shape(check, *operands[first:])
+        known.add(shapes)
+
+    return require
+
+
+def _filled(program: Callable, numbers, require: Callable | None) -> Callable:
+  """A program with (index, number) among its operands, by ascending index."""
+
+  def filled(*operands):
+    if require is not None:
+      require(operands)
+    given = list(operands)
+    for index, number in numbers:
+      given.insert(index, number)
+    return program(*given)
+
+  return filled

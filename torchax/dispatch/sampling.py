@@ -1,0 +1,67 @@
+"""Draws of an operation: from the current stream, or from a generator."""
+
+from collections.abc import Callable
+
+from torchax.dispatch import recorded_arguments
+from torchax.registry.operators import Operator
+from torchax.rng import generator_operands, scope
+from torchax.rng.generator import record_generator_draw
+from torchax.rng.ledger import Recording
+
+
+class Sampling:
+  """Runs a sampler with the operands of its next draw.
+
+  Args:
+    name: of the operation.
+    operator: its operator.
+    env: its environment.
+    names: of its arguments.
+  """
+
+  def __init__(self, name: str, operator: Operator, env, names):
+    self.name, self.operator, self.env, self.names = name, operator, env, names
+
+  def run(self, args, kwargs, operands, execute: Callable):
+    """`execute` with the key and the number of a draw in front of the operands."""
+    generator = kwargs.get("generator") if kwargs else None
+    if generator is None:
+      return self.from_stream(args, kwargs, operands, execute)
+    before = generator.get_state()
+    draw = generator_operands(generator, self.name)
+    try:
+      result = execute([*draw, *operands])
+    except BaseException:
+      generator.set_state(before)
+      raise
+    recorded = (
+      self._distribution(args),
+      result,
+      recorded_arguments.plain(args, kwargs),
+    )
+    record_generator_draw(self.name, *recorded, draw[0])
+    return result
+
+  def from_stream(self, args, kwargs, operands, execute: Callable):
+    """The same with the current stream, which advances if `execute` succeeds."""
+    stream = scope.current(self.env.streams)
+    with stream.held:
+      draw = stream.peek(self.name)
+      result = execute([*draw, *operands])
+      if Recording.count or stream.log is not None:
+        recorded = recorded_arguments.plain(args, kwargs)
+        stream.draw(self.name, self._distribution(args), result, recorded)
+      else:
+        stream.advance(1)
+    return result
+
+  def _distribution(self, args) -> str:
+    """The distribution of a draw, with the parameters that are numbers."""
+    numbers = [
+      f"{name}={arg:g}"
+      for name, arg in zip(self.names, args)
+      if type(arg) in (int, float)
+    ]
+    name = self.operator.draw.distribution
+    name = name or self.name.split(".")[1].removesuffix("_like")
+    return name if name.endswith(")") else f"{name}({', '.join(numbers)})"
