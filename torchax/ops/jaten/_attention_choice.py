@@ -93,7 +93,9 @@ def choose(place: Place, call: Call, wish: str = AUTO) -> str:
   if wish == PLAIN or not _is_regular(call):
     return PLAIN
   if wish == BLOCKWISE:
-    return BLOCKWISE if _can_be_blockwise(call) else PLAIN
+    has_bools = call.mask is None or call.mask_dtype == "bool"
+    is_possible = has_bools and (call.has_positions or not call.drops)
+    return BLOCKWISE if is_possible else PLAIN
   if place.is_divided and wish != FLASH:
     return PLAIN
   if call.drops:
@@ -130,11 +132,6 @@ def _is_mask(call: Call) -> bool:
   if len(mask) > len(scores):
     return False
   return all(m in (1, s) for m, s in zip(reversed(mask), reversed(scores)))
-
-
-def _can_be_blockwise(call: Call) -> bool:
-  has_bools = call.mask is None or call.mask_dtype == "bool"
-  return has_bools and (call.has_positions or not call.drops)
 
 
 def _is_long(call: Call) -> bool:

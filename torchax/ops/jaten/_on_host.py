@@ -54,15 +54,13 @@ def _scalar_as(scalar, other):
   is_number = scalar.dtype.itemsize == 8 and not jax.config.jax_enable_x64
   if other.dtype in _FLOATS:
     is_lower = kinds[0] in "bi" or (kinds[0] == "f" and (other.ndim or is_number))
+  elif kinds == ("i", "i") and is_number:
+    limits = np.iinfo(other.dtype)
+    is_lower = limits.min <= scalar <= limits.max
   else:
-    is_lower = kinds == ("i", "i") and is_number and _holds(other.dtype, scalar)
+    is_lower = False
   with np.errstate(over="ignore"):
     return scalar.astype(other.dtype) if is_lower else None
-
-
-def _holds(dtype, integer) -> bool:
-  limits = np.iinfo(dtype)
-  return bool(limits.min <= integer <= limits.max)
 
 
 def _has_subnormal(array) -> bool:

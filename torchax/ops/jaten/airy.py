@@ -90,15 +90,11 @@ def _oscillating(x):
   return turned * math.sqrt(0.5 / math.pi) / jnp.sqrt(jnp.sqrt(distance))
 
 
-def _airy_ai(x):
-  value = jnp.where(x < LEFT_BOUND, _oscillating(x), _near(x))
-  value = jnp.where(x > RIGHT_BOUND, _decaying(x), value)
-  return jnp.where(jnp.isfinite(x), value, math.nan)
-
-
 @op(aten.special_airy_ai)
 def _aten_special_airy_ai(x):
   """NaN at both infinities, as in torch."""
-  value = to_float(x)
-  wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-  return _airy_ai(wide).astype(value.dtype)
+  x = to_float(x)
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  value = jnp.where(wide < LEFT_BOUND, _oscillating(wide), _near(wide))
+  value = jnp.where(wide > RIGHT_BOUND, _decaying(wide), value)
+  return jnp.where(jnp.isfinite(wide), value, math.nan).astype(x.dtype)

@@ -237,13 +237,6 @@ def _padded(array, most: int, numpy):
   return numpy.concatenate([array, rows], -2)
 
 
-def _padded_mask(mask, most: int, numpy):
-  *leading, length = mask.shape
-  left_out = False if mask.dtype == numpy.bool_ else -numpy.inf
-  rest = numpy.full((*leading, most - length), left_out, mask.dtype)
-  return numpy.concatenate([mask, rest], -1)
-
-
 def padded_keys(key, value, attn_mask, most: int, numpy=jnp):
   """Keys, values and mask of attention, padded to `most` positions.
 
@@ -257,7 +250,9 @@ def padded_keys(key, value, attn_mask, most: int, numpy=jnp):
   if attn_mask is None:
     mask = numpy.arange(most) < length
   else:
-    mask = _padded_mask(attn_mask, most, numpy)
+    left_out = False if attn_mask.dtype == numpy.bool_ else -numpy.inf
+    rest = numpy.full((*attn_mask.shape[:-1], most - length), left_out, attn_mask.dtype)
+    mask = numpy.concatenate([attn_mask, rest], -1)
   return _padded(key, most, numpy), _padded(value, most, numpy), mask
 
 

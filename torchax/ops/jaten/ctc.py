@@ -29,12 +29,6 @@ def _padded_targets(targets, target_lengths):
   return targets.at[positions].get(mode="fill", fill_value=0)
 
 
-def _extended(labels, blank):
-  """(N, 2 S + 1): a blank at each even place, a label at each odd one."""
-  shape = (labels.shape[0], 2 * labels.shape[1] + 1)
-  return jnp.full(shape, blank, labels.dtype).at[:, 1::2].set(labels)
-
-
 def _log_sum(*terms):
   """log(sum(exp)) whose gradient stays zero where all terms are minus infinity."""
   stacked = jnp.stack(terms)
@@ -75,7 +69,10 @@ def _forward_variables(emissions, may_skip, input_lengths):
 
 def _negative_log_likelihood(log_probs, targets, input_lengths, target_lengths, blank):
   """(N,) losses and the (N, T, 2 S + 1) log forward variables."""
-  labels = _extended(_padded_targets(targets, target_lengths), blank)
+  targets = _padded_targets(targets, target_lengths)
+  # (N, 2 S + 1): a blank at each even position, a label at each odd one.
+  shape = (targets.shape[0], 2 * targets.shape[1] + 1)
+  labels = jnp.full(shape, blank, targets.dtype).at[:, 1::2].set(targets)
   labels = jnp.clip(labels, 0, log_probs.shape[2] - 1)
   emissions = jnp.take_along_axis(log_probs, labels[None], axis=2)
   repeats = labels == jnp.pad(labels, ((0, 0), (2, 0)), constant_values=-1)[:, :-2]

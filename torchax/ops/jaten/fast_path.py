@@ -26,11 +26,6 @@ def _additive(mask, mask_type, like):
   return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
 
 
-def _heads(projected, num_heads):
-  """(batch, length, width) as (batch, heads, length, width / heads)."""
-  return projected.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-
-
 @op(aten._native_multi_head_attention, kind=Kind.TENSORS)
 def _aten__native_multi_head_attention(
   query,
@@ -48,7 +43,9 @@ def _aten__native_multi_head_attention(
   mask_type=None,
 ):
   parts = zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3))
-  q, k, v = (_heads(F.linear(x, w, b), num_head) for x, w, b in parts)
+  projected = (F.linear(x, w, b) for x, w, b in parts)
+  # (batch, length, width) as (batch, heads, length, width / heads).
+  q, k, v = (p.unflatten(-1, (num_head, -1)).transpose(1, 2) for p in projected)
   scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
   added = _additive(mask, mask_type, scores)
   weights = torch.softmax(scores if added is None else scores + added, dim=-1)

@@ -191,13 +191,9 @@ def _aten__foreach_powsum(self, ord=2, dtype=None):
   require_same_length([self])
   if dtype is not None:
     self = [array.astype(mappings.t2j_dtype(dtype)) for array in self]
-  return [_powsum(array, ord) for array in self]
-
-
-def _powsum(array, ord):
-  magnitudes = jnp.abs(to_float(array))
   order, _ = ord if isinstance(ord, tuple) else (ord, None)
-  return jnp.sum(widen(magnitudes) ** order).astype(magnitudes.dtype)
+  magnitudes = [jnp.abs(to_float(array)) for array in self]
+  return [jnp.sum(widen(array) ** order).astype(array.dtype) for array in magnitudes]
 
 
 @op(aten._amp_foreach_non_finite_check_and_unscale)

@@ -194,13 +194,6 @@ def _aten_gather(self, dim, index, *, sparse_grad=False):
   return out_of_range.read(self[window], index, dim)
 
 
-def _grid(index, dim) -> tuple:
-  """Places of all elements of `index`, with its values along `dim`."""
-  grid = list(jnp.ogrid[tuple(slice(size) for size in index.shape)])
-  grid[dim] = index
-  return tuple(grid)
-
-
 def _scatter(self, dim, index, src, how, gathers=False):
   """Applies `how(array, places, values)`; `index` may cover but a part of `src`."""
   array = self.reshape(self.shape or (1,))
@@ -221,7 +214,9 @@ def _scatter(self, dim, index, src, how, gathers=False):
   if index.size == 0:
     return self
   size = array.shape[dim]
-  places = _grid(out_of_range.inside(index, size), dim)
+  grid = list(jnp.ogrid[tuple(slice(extent) for extent in index.shape)])
+  grid[dim] = out_of_range.inside(index, size)
+  places = tuple(grid)
   values = jnp.broadcast_to(values, index.shape)
   broken = out_of_range.outside(index, size)
   written = out_of_range.write(array, places, values, how, broken, gathers)

@@ -59,13 +59,6 @@ def _pad(position, size, padding, align_corners):
   return jnp.clip(position, 0, size - 1), jnp.where(is_inside, slope, 0)
 
 
-def _position(share, size, align_corners):
-  """Positions in elements of numbers from -1 to 1, and their slope."""
-  scale = (size - 1 if align_corners else size) / 2
-  start = 0.0 if align_corners else 0.5
-  return (share + 1) * scale - start, scale
-
-
 # --- taps of a dimension ---------------------------------------------------------
 
 
@@ -91,7 +84,9 @@ def _cubic_taps(position, slope, pad):
 
 def _taps(share, size, mode, padding, align_corners) -> _Taps:
   """The taps of numbers from -1 to 1 of one dimension of the grid."""
-  position, scale = _position(share, size, align_corners)
+  scale = (size - 1 if align_corners else size) / 2
+  start = 0.0 if align_corners else 0.5
+  position = (share + 1) * scale - start
 
   def pad(places):
     return _pad(places, size, padding, align_corners)

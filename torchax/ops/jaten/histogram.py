@@ -162,19 +162,7 @@ def _points(name, self, dimensions):
   return self.reshape(math.prod(self.shape[:-1]), dimensions)
 
 
-def _check_bins(name, bins):
-  if any(count <= 0 for count in bins):
-    raise RuntimeError(f"{name}: bins must be > 0, but got {tuple(bins)}.")
-
-
 # --- counting --------------------------------------------------------------------
-
-
-def _bin_of(values, edges):
-  """The bin of each value, and whether it is in one."""
-  place = jnp.searchsorted(edges, values, side="right") - 1
-  is_inside = (values >= edges[0]) & (values <= edges[-1])
-  return jnp.clip(place, 0, len(edges) - 2), is_inside
 
 
 def _count(points, edges, weight, density):
@@ -191,8 +179,9 @@ def _count(points, edges, weight, density):
     counts = weight.reshape(-1).astype(dtype)
   at = []
   for column, edge in zip(points.T, edges):
-    place, is_inside = _bin_of(column, edge)
-    at.append(place)
+    bins = jnp.searchsorted(edge, column, side="right") - 1
+    at.append(jnp.clip(bins, 0, len(edge) - 2))
+    is_inside = (column >= edge[0]) & (column <= edge[-1])
     counts = jnp.where(is_inside, counts, 0)
   histogram = jnp.zeros(sizes, dtype).at[tuple(at)].add(counts)
   if not density:
@@ -207,7 +196,8 @@ def _count(points, edges, weight, density):
 
 
 def _edges_of(name, points, bins, range):
-  _check_bins(name, bins)
+  if any(count <= 0 for count in bins):
+    raise RuntimeError(f"{name}: bins must be > 0, but got {tuple(bins)}.")
   limits = _limits(name, points, range)
   return [_equal_edges(*pair, count, points.dtype) for pair, count in zip(limits, bins)]
 

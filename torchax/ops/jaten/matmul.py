@@ -305,12 +305,6 @@ def _aten_euclidean_dist(x1, x2):
   return jnp.sqrt(jnp.maximum(squared, 0))
 
 
-def _uses_matmul(x1, x2, compute_mode) -> bool:
-  """Modes: None or 0 leaves it to the size, 1 always takes the product, 2 never."""
-  large = max(x1.shape[-2], x2.shape[-2]) > DISTANCE_MATMUL_SIZE
-  return compute_mode == 1 or (not compute_mode and large)
-
-
 def _check_cdist(x1, x2, p=2.0, compute_mode=None):
   if p < 0:
     raise RuntimeError(f"cdist only supports non-negative p values, but got p={p}.")
@@ -326,7 +320,9 @@ def _aten_cdist_forward(x1, x2, p, compute_mode=None):
       "cdist: expected X1 and X2 to have the same number of columns, but got shapes "
       f"{x1.shape} and {x2.shape}."
     )
-  if p == 2 and _uses_matmul(x1, x2, compute_mode):
+  # Modes: None or 0 leaves it to the size, 1 always takes the product, 2 never.
+  is_large = max(x1.shape[-2], x2.shape[-2]) > DISTANCE_MATMUL_SIZE
+  if p == 2 and (compute_mode == 1 or (not compute_mode and is_large)):
     return _aten_euclidean_dist(x1, x2)
   return _norm_of_last(_pairwise_difference(x1, x2), p)
 

@@ -103,37 +103,33 @@ def _aten_pad(self, pad, mode="constant", value=None):
   return _pad_with_border(self, pad, mode)
 
 
+# The rank of the padding tells the dimensions; one function serves all three.
+@op(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
 def _aten_reflection_pad(self, padding):
   return _pad_with_border(self, padding, "reflect")
 
 
+@op(
+  aten.reflection_pad1d_backward,
+  aten.reflection_pad2d_backward,
+  aten.reflection_pad3d_backward,
+)
 def _aten_reflection_pad_backward(grad_output, self, padding):
   return jax.vjp(lambda x: _aten_reflection_pad(x, padding), self)[1](grad_output)[0]
 
 
+@op(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
 def _aten_replication_pad(self, padding):
   return _pad_with_border(self, padding, "replicate")
 
 
+@op(
+  aten.replication_pad1d_backward,
+  aten.replication_pad2d_backward,
+  aten.replication_pad3d_backward,
+)
 def _aten_replication_pad_backward(grad_output, self, padding):
   return jax.vjp(lambda x: _aten_replication_pad(x, padding), self)[1](grad_output)[0]
 
 
-# The rank of the padding tells the dimensions; one function serves all three.
-op(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)(
-  _aten_reflection_pad
-)
-op(
-  aten.reflection_pad1d_backward,
-  aten.reflection_pad2d_backward,
-  aten.reflection_pad3d_backward,
-)(_aten_reflection_pad_backward)
-op(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)(
-  _aten_replication_pad
-)
-op(
-  aten.replication_pad1d_backward,
-  aten.replication_pad2d_backward,
-  aten.replication_pad3d_backward,
-)(_aten_replication_pad_backward)
 _aten_reflection_pad1d = _aten_reflection_pad

@@ -455,12 +455,6 @@ def _aten_cummin(self, dim):
 # --- Order statistics ---------------------------------------------------------------
 
 
-def _sorted_along(array, axis):
-  """Values and their positions in ascending order; NaN is the greatest."""
-  positions = lax.broadcasted_iota(_index_dtype(), array.shape, axis)
-  return lax.sort((array, positions), dimension=axis, num_keys=1, is_stable=True)
-
-
 def _pick(arrays, rank, axis, keepdim):
   """The elements at `rank` (an integer, or one for each slice) of sorted arrays."""
   picked = [
@@ -472,19 +466,16 @@ def _pick(arrays, rank, axis, keepdim):
   return tuple(p if keepdim else jnp.squeeze(p, axis) for p in picked)
 
 
-def _axis_of(self, dim):
-  """The array with at least one dimension, and the axis that `dim` names in it."""
-  axes = _axes(self, dim)
-  return (jnp.atleast_1d(self), axes[0] if axes else 0)
-
-
 def _order_statistic(self, dim, keepdim, rank_of):
   """The element of rank `rank_of(array, axis)` of each slice, and where it stood."""
-  array, axis = _axis_of(self, dim)
+  array, axes = jnp.atleast_1d(self), _axes(self, dim)
+  axis = axes[0] if axes else 0
   _require_elements(array, (axis,), "median")
-  values, indices = _sorted_along(array, axis)
+  positions = lax.broadcasted_iota(_index_dtype(), array.shape, axis)
+  # NaN is the greatest.
+  ascending = lax.sort((array, positions), dimension=axis, num_keys=1, is_stable=True)
   keepdim = keepdim and self.ndim > 0
-  return _pick((values, indices), rank_of(values, axis), axis, keepdim)
+  return _pick(ascending, rank_of(ascending[0], axis), axis, keepdim)
 
 
 def _median_rank(values, axis):

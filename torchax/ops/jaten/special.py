@@ -7,7 +7,6 @@ are in `bessel.py`; `erf`, `sinc` and `xlogy` are in `pointwise.py`.
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
@@ -396,24 +395,19 @@ POLYNOMIALS = {
 }
 
 
-def _register(name, change_variable=None):
+def _register(name):
   first, step = POLYNOMIALS[name.removeprefix("shifted_")]
+  is_shifted = name.startswith("shifted_")
 
   def lowering(x, n):
-    return _polynomial(
-      x if change_variable is None else change_variable(x), n, first, step
-    )
+    # The shifted polynomials live on [0, 1].
+    return _polynomial(2 * x - 1 if is_shifted else x, n, first, step)
 
   lowering.__name__ = lowering.__qualname__ = f"_aten_special_{name}"
   globals()[lowering.__name__] = op(getattr(aten, f"special_{name}"))(lowering)
 
 
-def _to_unit_interval(x) -> jax.Array:
-  """The shifted polynomials live on [0, 1]."""
-  return 2 * x - 1
-
-
 for _name in POLYNOMIALS:
   _register(_name)
   if _name.startswith("chebyshev"):
-    _register(f"shifted_{_name}", _to_unit_interval)
+    _register(f"shifted_{_name}")
