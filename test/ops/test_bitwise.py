@@ -1,13 +1,15 @@
-"""Bitwise operators against CPU torch."""
+"""Bitwise operators and hashes against CPU torch."""
 
 import operator
 
+import jax
 import pytest
 import torch
 from ops.harness import Case, check, floats, ints
 
 import torchax
 
+NUMBERS = floats(3, 4)
 INTS = ints(3, 4, low=-100, high=100)
 OTHER = ints(3, 4, low=-100, high=100, seed=1)
 BYTES = ints(3, 4, low=0, high=256, dtype=torch.uint8)
@@ -61,3 +63,36 @@ def test_it_gives_what_cpu_torch_gives(case):
 def test_floats_have_no_bits(function):
   with torchax.default_env(), pytest.raises(RuntimeError):
     function(floats(3).to("jax"), floats(3).to("jax"))
+
+
+@pytest.mark.parametrize(
+  "values", [NUMBERS, NUMBERS.bfloat16(), NUMBERS.double(), INTS]
+)
+@pytest.mark.parametrize("dims", [{}, {"dim": 1}, {"dim": (-1,), "keepdim": True}])
+def test_a_hash_is_that_of_cpu_torch(values, dims):
+  with jax.enable_x64(True), torchax.default_env():
+    actual = torch.hash_tensor(values.to("jax"), **dims).cpu()
+  expected = torch.hash_tensor(values, **dims)
+  assert actual.dtype == expected.dtype == torch.uint64
+  assert actual.shape == expected.shape
+  assert actual.tolist() == expected.tolist()
+
+
+def test_hashes_of_integers_have_the_lower_half_without_x64():
+  with torchax.default_env():
+    actual = torch.hash_tensor(INTS.to("jax")).item()
+  assert actual == torch.hash_tensor(INTS).item() % 2**32
+
+
+def test_hashes_of_floats_need_x64():
+  with torchax.default_env(), pytest.raises(RuntimeError, match="x64"):
+    torch.hash_tensor(NUMBERS.to("jax"))
+
+
+@pytest.mark.parametrize(
+  "error, values, dims",
+  [(RuntimeError, INTS[:0], {}), (IndexError, INTS[:0], {"dim": 0})],
+)
+def test_nothing_has_no_hash(error, values, dims):
+  with torchax.default_env(), pytest.raises(error):
+    torch.hash_tensor(values.to("jax"), **dims)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,23 @@ DISTANCE_CASES = (
   *(Case(torch.pdist, POINTS, p, grad=True) for p in (0.5, 1.0, 2.0, 3.0, math.inf)),
 )
 
-CASES = PRODUCT_CASES + SUM_CASES + DISTANCE_CASES
+grouped_mm = torch.ops.aten._grouped_mm
+bf16 = torch.bfloat16
+ROWS = floats(8, 16)
+EXPERTS = floats(4, 16, 32, seed=1)
+COLUMNS = floats(16, 8, seed=2)
+# The second group is empty.
+ENDS = torch.tensor([3, 3, 6, 8], dtype=torch.int32)
+GROUP_CASES = (
+  Case(grouped_mm, ROWS, EXPERTS, ENDS, grad=True, name="rows"),
+  Case(grouped_mm, ROWS.to(bf16), EXPERTS.to(bf16), ENDS, name="rows in bfloat16"),
+  Case(grouped_mm, EXPERTS.mT, COLUMNS, ENDS, grad=True, name="columns"),
+  Case(grouped_mm, ROWS.T, floats(8, 32, seed=3), ENDS, grad=True, name="inner"),
+  Case(grouped_mm, EXPERTS, EXPERTS.mT, grad=True, name="batches"),
+  Case(torch.nn.functional.grouped_mm, ROWS, EXPERTS, offs=ENDS, name="public name"),
+)
+
+CASES = PRODUCT_CASES + SUM_CASES + DISTANCE_CASES + GROUP_CASES
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -168,3 +185,27 @@ def test_stacks_that_do_not_fit_raise_what_torch_raises():
     for shape in ((2, 3, 5, 4), (2, 4, 4, 4), (3, 3, 4, 4)):
       with pytest.raises(RuntimeError):
         torch.ones(2, 3, 4, 4, device="jax") @ torch.ones(*shape, device="jax")
+
+
+REFUSED_GROUPS = {
+  "no offsets": (ROWS, EXPERTS),
+  "offsets of batches": (EXPERTS, EXPERTS.mT, ENDS),
+  "inner size": (ROWS, EXPERTS.mT, ENDS),
+  "number of groups": (ROWS, EXPERTS[:3], ENDS),
+  "dtypes": (ROWS, EXPERTS.to(bf16), ENDS),
+  "integers": (ROWS.int(), EXPERTS.int(), ENDS),
+  "offsets in another dtype": (ROWS, EXPERTS, ENDS.to(torch.int16)),
+  "one dimension": (ROWS[0], EXPERTS, ENDS),
+  "bias": (ROWS, EXPERTS, ENDS, floats(4, 32)),
+  "wider result": (ROWS.to(bf16), EXPERTS.to(bf16), ENDS, None, torch.float32),
+}
+
+
+@pytest.mark.parametrize("args", REFUSED_GROUPS.values(), ids=REFUSED_GROUPS)
+def test_grouped_mm_raises_where_torch_raises(args):
+  with pytest.raises(RuntimeError) as of_torch:
+    grouped_mm(*args)
+  moved = [arg.to("jax") if isinstance(arg, torch.Tensor) else arg for arg in args]
+  expected = f"_grouped_mm|{re.escape(str(of_torch.value).splitlines()[0])}"
+  with torchax.default_env(), pytest.raises(RuntimeError, match=expected):
+    grouped_mm(*moved)

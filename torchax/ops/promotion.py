@@ -1,4 +1,7 @@
-"""torch's type promotion of arrays, 0-d arrays and Python numbers."""
+"""The dtypes that torch computes in: promotion of operands, and half precision.
+
+Operands are arrays, 0-d arrays and Python numbers.
+"""
 
 import functools
 from collections.abc import Callable
@@ -126,6 +129,70 @@ def to_float(value: jax.Array) -> jax.Array:
   if _category(jnp.dtype(value.dtype)) < 2:
     return convert(value, default_float())
   return value
+
+
+def is_exact(value) -> bool:
+  """Integer or bool."""
+  return not jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+
+
+# --- Half precision: in float32, rounded once at the end, as torch computes it -------
+# XLA fuses the conversions with the arithmetic between them, so they cost no memory.
+
+HALVES = frozenset({jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)})
+
+
+def is_tensor(value) -> bool:
+  """An array that stands for a tensor, not for a Python number or a dtype."""
+  return hasattr(value, "shape") and not getattr(value, "weak_type", False)
+
+
+def widen(value):
+  """Half-precision arrays as float32; everything else as it is."""
+  if is_tensor(value) and value.dtype in HALVES:
+    return value.astype(jnp.float32)
+  return value
+
+
+def in_opmath(lowering: Callable) -> Callable:
+  """Makes a floating-point lowering compute halves in float32.
+
+  Its results come back in the promoted dtype of its tensors.
+
+  Raises:
+    NotImplementedError: all tensors are integers, as in torch.
+  """
+
+  @functools.wraps(lowering)
+  def widened(*args, **kwargs):
+    dtype = result_dtype(*filter(is_tensor, (*args, *kwargs.values())))
+    if not jnp.issubdtype(dtype, jnp.inexact):
+      raise NotImplementedError(
+        f"{lowering.__name__} is not implemented for {dtype}: convert the input to a "
+        "floating-point dtype first."
+      )
+    wide_kwargs = {name: widen(value) for name, value in kwargs.items()}
+    result = lowering(*map(widen, args), **wide_kwargs)
+    return jax.tree.map(lambda array: array.astype(dtype), result)
+
+  return widened
+
+
+def in_float32(function):
+  """Computes half precision in float32 and rounds once, as torch's CPU kernels do."""
+
+  @functools.wraps(function)
+  def with_wide_operands(*arrays):
+    dtype = arrays[0].dtype
+    if dtype not in HALVES:
+      return function(*arrays)
+    wide = [array.astype(jnp.float32) for array in arrays]
+    return function(*wide).astype(dtype)
+
+  return with_wide_operands
+
+
+# --- Decorators of upstream ---------------------------------------------------------
 
 
 def promote_int_input(

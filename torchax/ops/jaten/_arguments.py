@@ -79,3 +79,10 @@ def factor_in(dtype, factor) -> jax.Array:
       "needs complex tensors. Take its `.real`, or convert a tensor."
     )
   return lax.convert_element_type(factor, dtype)
+
+
+def expand_sizes(values: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
+  """One value for each of `rank` spatial dimensions: torch accepts one for all."""
+  if isinstance(values, int):
+    return (values,) * rank
+  return tuple(values) * rank if len(values) == 1 else tuple(values)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.compat import jax_compat
-from torchax.ops.jaten._opmath import HALVES
+from torchax.ops.promotion import HALVES
 from torchax.rng import units
 
 BLOCK = 512

@@ -15,8 +15,7 @@ from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import require_no_bool
-from torchax.ops.jaten._opmath import HALVES, in_opmath, widen
-from torchax.ops.promotion import promote
+from torchax.ops.promotion import HALVES, in_opmath, promote, widen
 from torchax.registry.names import aten
 
 # Klambauer et al. 2017, "Self-Normalizing Neural Networks", equation 14.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import op
-from torchax.ops.jaten._opmath import HALVES
+from torchax.ops.promotion import HALVES
 from torchax.registry.names import aten
 
 # Query heads are (key head, member of its group), so that grouped heads share a key

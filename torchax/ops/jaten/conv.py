@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import op
-from torchax.ops.jaten._opmath import expand_sizes
+from torchax.ops.jaten._arguments import expand_sizes
 from torchax.registry.names import aten
 
 

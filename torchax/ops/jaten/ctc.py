@@ -14,8 +14,8 @@ from jax import lax
 from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten import _numbers
-from torchax.ops.jaten._opmath import widen
 from torchax.ops.jaten.loss import Reduction
+from torchax.ops.promotion import widen
 from torchax.registry.index_rules import Condition
 from torchax.registry.names import aten
 

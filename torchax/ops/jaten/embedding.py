@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers, _on_host
-from torchax.ops.jaten._opmath import widen
-from torchax.ops.jaten._writes import added
+from torchax.ops.jaten.indexing import added
+from torchax.ops.promotion import widen
 from torchax.registry.index_rules import Condition, Range
 from torchax.registry.names import aten
 

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.jaten._opmath import widen
 from torchax.ops.list_checks import require_same_length
-from torchax.ops.promotion import to_float
+from torchax.ops.promotion import to_float, widen
 from torchax.registry.names import aten, present, resolve
 from torchax.registry.operators import all_aten_ops
 

@@ -12,7 +12,7 @@ import torch
 
 from torchax.core import mappings
 from torchax.ops.builtin import op
-from torchax.ops.jaten._opmath import expand_sizes
+from torchax.ops.jaten._arguments import expand_sizes
 from torchax.ops.jaten.pooling import _send_back
 from torchax.registry.names import aten
 

@@ -11,8 +11,8 @@ import math
 import jax.numpy as jnp
 
 from torchax.ops.builtin import op
-from torchax.ops.jaten._opmath import widen
 from torchax.ops.list_checks import require_same_length
+from torchax.ops.promotion import widen
 from torchax.registry.names import aten
 
 

@@ -15,8 +15,7 @@ from torchax.ops.builtin import op
 from torchax.ops.casting import require_fit
 from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._arguments import dim_of, require_one_dtype
-from torchax.ops.jaten._writes import added, assigned, multiplied
-from torchax.ops.jaten.indexing import write_at_places
+from torchax.ops.jaten.indexing import added, assigned, multiplied, write_at_places
 from torchax.registry.index_rules import Range, along
 from torchax.registry.names import aten
 

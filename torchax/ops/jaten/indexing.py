@@ -21,9 +21,29 @@ import torch
 from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _on_host
-from torchax.ops.jaten._writes import added, assigned
 from torchax.registry.index_rules import Condition, along
 from torchax.registry.names import aten
+
+# --- ways to write: (array, places, values) -> array ---------------------------------
+# Bools, which JAX does not add or multiply, are joined by "or" and "and".
+
+
+def assigned(array, places, values):
+  """The values in place of the elements."""
+  return array.at[places].set(values)
+
+
+def added(array, places, values):
+  """The sums of the elements and all values of their place."""
+  at = array.at[places]
+  return at.max(values) if values.dtype == jnp.bool_ else at.add(values)
+
+
+def multiplied(array, places, values):
+  """The products of the elements and all values of their place."""
+  at = array.at[places]
+  return at.min(values) if values.dtype == jnp.bool_ else at.multiply(values)
+
 
 _MASK_DTYPES = (torch.bool, torch.uint8, jnp.dtype(jnp.bool_), jnp.dtype(jnp.uint8))
 

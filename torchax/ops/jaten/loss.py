@@ -14,7 +14,7 @@ from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import require_inexact, require_one_dtype
-from torchax.ops.jaten._opmath import in_opmath, widen
+from torchax.ops.promotion import in_opmath, widen
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 

@@ -12,7 +12,7 @@ import torch
 from jax import lax
 
 from torchax.ops.builtin import Kind, op
-from torchax.ops.jaten._opmath import widen
+from torchax.ops.promotion import widen
 from torchax.registry.names import aten
 
 

@@ -1,17 +1,15 @@
-"""Elementwise arithmetic, comparison, rounding, exponentials and trigonometry.
+"""Comparison, selection, rounding, exponentials, trigonometry, complex numbers.
 
 Operands are promoted by torch's rules before JAX sees them, so the JAX function always
 gets arrays of one dtype. Thin operators are rows of a table; those whose meaning
 differs between torch and JAX are functions with the reason in their docstring.
-Bits are in `bitwise.py`, the gamma and Bessel families in `special.py`, activations
-and `threshold` in `activation.py`.
+Sums, quotients and powers are in `arithmetic.py`, bits in `bitwise.py`, the gamma
+family in `special.py`, activations and `threshold` in `activation.py`.
 """
 
-import functools
 import math
 import sys
 
-import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
@@ -20,52 +18,22 @@ from torchax.core import mappings
 from torchax.core.static_values import StaticValue
 from torchax.errors import WrongDtypeError
 from torchax.ops.builtin import op
-from torchax.ops.casting import cast, convert, require_fit
-from torchax.ops.jaten import _numbers, _on_host
-from torchax.ops.jaten._arguments import factor_in, require_one_dtype
-from torchax.ops.promotion import promote, result_dtype, to_float
+from torchax.ops.casting import cast, require_fit
+from torchax.ops.jaten import _on_host
+from torchax.ops.jaten._arguments import require_one_dtype
+from torchax.ops.promotion import (
+  HALVES,
+  in_float32,
+  is_exact,
+  promote,
+  result_dtype,
+  to_float,
+)
 from torchax.registry.names import aten
-
-HALF_DTYPES = (jnp.bfloat16, jnp.float16)
-
-
-def _is_complex(value) -> bool:
-  return jnp.issubdtype(jnp.result_type(value), jnp.complexfloating)
 
 
 def _is_floating(value) -> bool:
   return jnp.issubdtype(jnp.result_type(value), jnp.floating)
-
-
-def _is_exact(value) -> bool:
-  """Integer or bool."""
-  return not jnp.issubdtype(jnp.result_type(value), jnp.inexact)
-
-
-def _in_float32(function):
-  """Computes half precision in float32 and rounds once, as torch's CPU kernels do."""
-
-  @functools.wraps(function)
-  def with_wide_operands(*arrays):
-    dtype = arrays[0].dtype
-    if dtype not in HALF_DTYPES:
-      return function(*arrays)
-    wide = [array.astype(jnp.float32) for array in arrays]
-    return function(*wide).astype(dtype)
-
-  return with_wide_operands
-
-
-def _scaled(value: jax.Array, factor) -> jax.Array:
-  """`factor * value` in the dtype of `value`; the default factor 1 costs nothing."""
-  if isinstance(factor, int) and factor == 1:
-    return value
-  if _is_exact(value) and not _is_exact(factor):
-    raise RuntimeError(
-      "For integral input tensors, argument alpha must not be a floating point "
-      f"number, but the operands have dtype {value.dtype}."
-    )
-  return value * factor_in(value.dtype, factor)
 
 
 # --- Tables -------------------------------------------------------------------------
@@ -84,7 +52,7 @@ def _float_unary(function):
 
 def _exact_unary(function):
   """Rounding: integers are already round."""
-  return lambda self: self if _is_exact(self) else function(self)
+  return lambda self: self if is_exact(self) else function(self)
 
 
 def _binary(function):
@@ -114,7 +82,7 @@ _OPERATORS = ("lt", "le", "gt", "ge")
 def _ordering(name, function):
   def compare(self, other):
     left, right = promote(self, other)
-    if _is_complex(left):
+    if jnp.iscomplexobj(left):
       # Of operators Python expects that they raise no TypeError.
       error = NotImplementedError if name in _OPERATORS else WrongDtypeError
       raise error(f"{name} is not defined for complex numbers.")
@@ -133,22 +101,22 @@ FLOAT_UNARY = {
   "atanh": jnp.arctanh,
   "cos": jnp.cos,
   "cosh": jnp.cosh,
-  "deg2rad": _in_float32(jnp.deg2rad),
+  "deg2rad": in_float32(jnp.deg2rad),
   "erf": lax.erf,
   "erfc": lax.erfc,
   "exp": jnp.exp,
   "exp2": jnp.exp2,
   "expm1": jnp.expm1,
   "log": jnp.log,
-  "log10": _in_float32(jnp.log10),
+  "log10": in_float32(jnp.log10),
   "log1p": jnp.log1p,
-  "log2": _in_float32(jnp.log2),
-  "rad2deg": _in_float32(jnp.rad2deg),
+  "log2": in_float32(jnp.log2),
+  "rad2deg": in_float32(jnp.rad2deg),
   "reciprocal": jnp.reciprocal,
   "rsqrt": lax.rsqrt,
   "sigmoid": lax.logistic,
   "sin": jnp.sin,
-  "sinc": _in_float32(jnp.sinc),
+  "sinc": in_float32(jnp.sinc),
   "sinh": jnp.sinh,
   "sqrt": jnp.sqrt,
   "tan": jnp.tan,
@@ -187,7 +155,7 @@ PLAIN_UNARY = {
 
 def _logaddexp(left, right):
   """log(exp(left) + exp(right)); of complex numbers on torch's branch."""
-  if not _is_complex(left):
+  if not jnp.iscomplexobj(left):
     return jnp.logaddexp(left, right)
   is_larger = left.real >= right.real
   larger, smaller = (
@@ -199,9 +167,9 @@ def _logaddexp(left, right):
 
 BINARY = {
   "eq": jnp.equal,
-  "hypot": _in_float32(jnp.hypot),
-  "logaddexp": _in_float32(_logaddexp),
-  "logaddexp2": _in_float32(jnp.logaddexp2),
+  "hypot": in_float32(jnp.hypot),
+  "logaddexp": in_float32(_logaddexp),
+  "logaddexp2": in_float32(jnp.logaddexp2),
   "mul": jnp.multiply,
   "ne": jnp.not_equal,
 }
@@ -209,7 +177,7 @@ BINARY = {
 INTEGER_BINARY = {"gcd": jnp.gcd, "lcm": jnp.lcm}
 
 FLOAT_BINARY = {
-  "atan2": _in_float32(jnp.arctan2),
+  "atan2": in_float32(jnp.arctan2),
   "copysign": jnp.copysign,
   "true_divide": jnp.divide,
 }
@@ -257,248 +225,6 @@ for _name, _function in ORDERING.items():
   _named(_name, _ordering(_name, _function))
 
 
-# --- Sums and products --------------------------------------------------------------
-
-
-@op(aten.add, on_host=_on_host.POINTWISE["add"])
-def _aten_add(self, other, alpha=1):
-  left, right = promote(self, other)
-  return left + _scaled(right, alpha)
-
-
-def _reject_bool_subtraction(*values):
-  if any(jnp.result_type(value) == jnp.bool_ for value in values):
-    raise NotImplementedError(
-      "Subtraction with a bool tensor is not supported. Use `^` or `logical_not()`, or "
-      "convert the bool tensor first."
-    )
-
-
-@op(aten.sub, on_host=_on_host.POINTWISE["sub"])
-def _aten_sub(self, other, alpha=1):
-  _reject_bool_subtraction(self, other)
-  left, right = promote(self, other)
-  return left - _scaled(right, alpha)
-
-
-@op(aten.rsub)
-def _aten_rsub(self, other, alpha=1):
-  return _aten_sub(other, self, alpha)
-
-
-@op(aten.neg, aten.negative, on_host=_on_host.POINTWISE["neg"])
-def _aten_neg(self):
-  if self.dtype == jnp.bool_:
-    raise NotImplementedError(
-      "Negation of a bool tensor is not supported. Use `~` or `logical_not()` instead."
-    )
-  return -self
-
-
-@op(aten.addcmul)
-def _aten_addcmul(self, tensor1, tensor2, value=1):
-  dtype = result_dtype(self, tensor1, tensor2)
-  start, left, right = (convert(array, dtype) for array in (self, tensor1, tensor2))
-
-  def add(start, left, right):
-    return start + left * right * factor_in(left.dtype, value)
-
-  return _in_float32(add)(start, left, right)
-
-
-@op(aten.addcdiv)
-def _aten_addcdiv(self, tensor1, tensor2, value=1):
-  if _is_exact(tensor1) and _is_exact(tensor2):
-    raise RuntimeError(
-      "Integer division with addcdiv is not supported. Use (input + value * "
-      "torch.trunc(tensor1 / tensor2)) or convert the tensors to a floating dtype."
-    )
-  start, left, right = promote(self, tensor1, tensor2)
-  return _in_float32(lambda s, a, b: s + _scaled(a / b, value))(start, left, right)
-
-
-@_in_float32
-def _lerp(start, end, weight):
-  # From the nearer end, so that both ends come out exactly.
-  span = end - start
-  near_start = jnp.abs(weight) < 0.5
-  return jnp.where(near_start, start + weight * span, end - span * (1 - weight))
-
-
-@op(aten.lerp)
-def _aten_lerp(self, end, weight):
-  if _is_exact(self):
-    raise NotImplementedError(
-      f"lerp expects floating-point tensors, but got {self.dtype}. Call `.float()`."
-    )
-  start, end = promote(self, end)
-  return _lerp(start, end, factor_in(start.dtype, weight))
-
-
-# --- Division -----------------------------------------------------------------------
-
-
-@_in_float32
-def _floor_divide_floats(numerator, denominator):
-  """Rounds the exact quotient down, after Python's float `//`; x / 0 is not NaN.
-
-  The quotient comes from an exact remainder: floor(a / b) is wrong where a / b rounds
-  up to an integer.
-  """
-  remainder = jnp.fmod(numerator, denominator)
-  quotient = (numerator - remainder) / denominator
-  borrow = (remainder != 0) & ((denominator < 0) != (remainder < 0))
-  quotient = jnp.round(jnp.where(borrow, quotient - 1, quotient))
-  plain = numerator / denominator
-  signed_zero = jnp.copysign(jnp.zeros_like(plain), plain)
-  quotient = jnp.where(quotient == 0, signed_zero, quotient)
-  return jnp.where(denominator == 0, plain, quotient)
-
-
-def _reject_bools(name, array):
-  """torch has no quotient or remainder of two bools; JAX would give integers."""
-  if array.dtype == jnp.bool_:
-    raise NotImplementedError(
-      f"{name} is not implemented for bools. Convert one operand with `.int()` first."
-    )
-
-
-def _floor_divide(left, right):
-  _reject_bools("floor division", left)
-  if _is_exact(left):
-    return jnp.floor_divide(left, right)
-  return _floor_divide_floats(left, right)
-
-
-def _truncating_divide(left, right):
-  _reject_bools("truncating division", left)
-  if _is_exact(left):
-    return lax.div(*jnp.broadcast_arrays(left, right))
-  return _in_float32(lambda a, b: jnp.trunc(a / b))(left, right)
-
-
-_ROUNDED_DIVISIONS = {"floor": _floor_divide, "trunc": _truncating_divide}
-
-
-@op(aten.div, aten.divide, on_host=_on_host.POINTWISE["div"])
-def _aten_div(self, other, rounding_mode=None):
-  """True division gives floats; with a rounding mode integers stay integers."""
-  left, right = promote(self, other)
-  if rounding_mode is None:
-    return jnp.divide(to_float(left), to_float(right))
-  if rounding_mode not in _ROUNDED_DIVISIONS:
-    raise RuntimeError(
-      "div expects rounding_mode to be one of None, 'trunc' or 'floor', but got "
-      f"{rounding_mode!r}."
-    )
-  # In steps, whose derivative torch has as 0 at the steps too.
-  return lax.stop_gradient(_ROUNDED_DIVISIONS[rounding_mode](left, right))
-
-
-@op(aten.floor_divide)
-def _aten_floor_divide(self, other):
-  return _floor_divide(*promote(self, other))
-
-
-@op(aten.remainder)
-def _aten_remainder(self, other):
-  """The sign is the divisor's, as in Python."""
-  left, right = promote(self, other)
-  _reject_bools("remainder", left)
-  return _in_float32(jnp.remainder)(left, right)
-
-
-@op(aten.fmod)
-def _aten_fmod(self, other):
-  """The sign is the dividend's, as in C."""
-  left, right = promote(self, other)
-  _reject_bools("fmod", left)
-  return _in_float32(jnp.fmod)(left, right)
-
-
-# --- Powers -------------------------------------------------------------------------
-
-
-def _float_power(base, exponent):
-  power = jnp.power(base, exponent)
-  if not _is_complex(power):
-    return power
-  # By way of the logarithm of 0, a power of 0 would be NaN.
-  return jnp.where((base == 0) & (exponent.real > 0), 0, power)
-
-
-def _integer_power(base, exponent):
-  """An integer to a power that is not negative, modulo 2 to the bits of its dtype.
-
-  By squares: `jnp.power` looks at the lowest six bits of the exponent.
-  """
-  base, exponent = jnp.broadcast_arrays(base, exponent)
-  bits = jnp.iinfo(exponent.dtype).bits
-
-  def times(bit, powers):
-    power, square = powers
-    has_bit = (exponent >> bit.astype(exponent.dtype)) & 1
-    return jnp.where(has_bit, power * square, power), square * square
-
-  return lax.fori_loop(0, bits, times, (jnp.ones_like(base), base))[0]
-
-
-def _power(base, exponent):
-  """Powers of arrays of one dtype; an integer to a negative power truncates to 0."""
-  if not _is_exact(base):
-    return _in_float32(_float_power)(base, exponent)
-  if jnp.issubdtype(base.dtype, jnp.unsignedinteger):
-    return _integer_power(base, exponent)
-  power = _integer_power(base, jnp.maximum(exponent, 0))
-  sign = jnp.where(exponent % 2 == 0, 1, base).astype(base.dtype)
-  inverse = jnp.where(jnp.abs(base) == 1, sign, 0).astype(base.dtype)
-  return jnp.where(exponent < 0, inverse, power)
-
-
-@op(aten.pow.Tensor_Tensor, aten.pow.Scalar)
-def _aten_pow(self, exponent):
-  dtype = result_dtype(self, exponent)
-  if dtype == jnp.bool_:
-    return jnp.logical_or(self, jnp.logical_not(exponent))
-  return _power(convert(self, dtype), convert(exponent, dtype))
-
-
-# Exponents that torch computes by products and roots rather than by `pow`.
-_SIMPLE_POWERS = {
-  0.5: jnp.sqrt,
-  1: lambda x: x,
-  2: jnp.square,
-  3: lambda x: x * x * x,
-  -0.5: lax.rsqrt,
-  -1: jnp.reciprocal,
-  -2: lambda x: jnp.reciprocal(jnp.square(x)),
-}  # `_numbers.power` knows them
-
-
-@op(aten.pow.Tensor_Scalar, prepare=_numbers.power, **_on_host.POWER)
-def _aten_pow_scalar(self, exponent):
-  dtype = result_dtype(self, exponent)
-  base = lax.convert_element_type(self, dtype)
-  is_known = not isinstance(exponent, jax.Array)
-  if is_known and _is_exact(base) and exponent < 0:
-    raise RuntimeError("Integers to negative integer powers are not allowed.")
-  if is_known and exponent in _SIMPLE_POWERS:
-    return _in_float32(_SIMPLE_POWERS[exponent])(base)
-  if _is_exact(base):  # modulo 2**32, and so in bytes
-    power = lax.integer_pow if is_known else _integer_power
-    return power(base.astype(jnp.promote_types(dtype, "int32")), exponent).astype(dtype)
-  return _in_float32(lambda x: _float_power(x, jnp.asarray(exponent, x.dtype)))(base)
-
-
-@op(aten.ldexp)
-def _aten_ldexp(self, other):
-  """torch multiplies by 2.0 ** other, so two integers give a float."""
-  scale = to_float(lax.convert_element_type(other, result_dtype(other, 2.0)))
-  value, scale = promote(self, scale)
-  # In half precision the power alone would cost half of the digits.
-  return _in_float32(lambda v, s: v * jnp.exp2(s))(value, scale)
-
-
 # --- Bounds -------------------------------------------------------------------------
 
 
@@ -540,7 +266,7 @@ def _aten_clamp_max(self, max):
 
 @op(aten.nan_to_num)
 def _aten_nan_to_num(self, nan=None, posinf=None, neginf=None):
-  if _is_exact(self):
+  if is_exact(self):
     return self
   nan = 0.0 if nan is None else nan
   return jnp.nan_to_num(self, nan=nan, posinf=posinf, neginf=neginf)
@@ -637,15 +363,15 @@ def _aten_round(self, decimals=0):
   The power of ten is applied by torch's two steps, not by jnp.round's, which differ in
   the last digit.
   """
-  if _is_exact(self):
+  if is_exact(self):
     return self
   is_known = isinstance(decimals, int)
   if is_known and decimals == 0:
     return jnp.round(self)
   ten, keeps_decimals = _power_of_ten(decimals) if is_known else decimals
   if keeps_decimals:
-    return _in_float32(lambda x: jnp.round(x * ten) / ten)(self)
-  return _in_float32(lambda x: jnp.round(x / ten) * ten)(self)
+    return in_float32(lambda x: jnp.round(x * ten) / ten)(self)
+  return in_float32(lambda x: jnp.round(x / ten) * ten)(self)
 
 
 @op(aten.frexp)
@@ -656,17 +382,13 @@ def _aten_frexp(self):
   return mantissa.astype(self.dtype), exponent.astype(jnp.int32)
 
 
-def _integer_of_width(dtype):
-  return jnp.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")
-
-
 @op(aten.nextafter)
 def _aten_nextafter(self, other):
   """XLA lacks nextafter for half precision, so there the bits are stepped."""
   start, towards = promote(self, other)
-  if start.dtype not in HALF_DTYPES:
+  if start.dtype not in HALVES:
     return jnp.nextafter(start, towards)
-  integer = _integer_of_width(start.dtype)
+  integer = jnp.dtype(f"int{8 * start.dtype.itemsize}")
   start, towards = jnp.broadcast_arrays(start, towards)
   bits = lax.bitcast_convert_type(start, integer)
   # Away from zero the bit pattern grows with the magnitude, whatever the sign.
@@ -682,7 +404,7 @@ def _aten_nextafter(self, other):
 # --- Logarithms ---------------------------------------------------------------------
 
 
-@_in_float32
+@in_float32
 def _xlogy(left, right):
   product = jnp.where(left == 0, jnp.zeros_like(left), left * jnp.log(right))
   return jnp.where(jnp.isnan(right), right, product)
@@ -692,3 +414,33 @@ def _xlogy(left, right):
 def _aten_xlogy(self, other):
   """0 * log(y) is 0 for every y except NaN."""
   return _xlogy(*map(to_float, promote(self, other)))
+
+
+# --- Complex numbers ----------------------------------------------------------------
+
+
+@op(aten.complex)
+def _aten_complex(real, imag):
+  require_one_dtype("complex", real, imag)
+  if real.dtype not in (jnp.float32, jnp.float64):
+    raise NotImplementedError(
+      "Expected both inputs to be Float or Double tensors, but got "
+      f"{real.dtype}. JAX has no complex numbers of half precision."
+    )
+  return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@op(aten.polar)
+def _aten_polar(abs, angle):
+  require_one_dtype("polar", abs, angle)
+  return _aten_complex(abs * jnp.cos(angle), abs * jnp.sin(angle))
+
+
+@op(aten.angle)
+def _aten_angle(self):
+  """Of a real number: 0, or pi where it is negative; NaN stays NaN."""
+  if jnp.iscomplexobj(self):
+    return jnp.angle(self)
+  value = to_float(self)
+  direction = jnp.where(value < 0, math.pi, 0.0).astype(value.dtype)
+  return jnp.where(jnp.isnan(value), value, direction)

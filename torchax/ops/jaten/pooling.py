@@ -16,9 +16,9 @@ from jax import lax
 from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.jaten._arguments import require_size
-from torchax.ops.jaten._opmath import expand_sizes, in_opmath, widen
-from torchax.ops.jaten._writes import added, assigned
+from torchax.ops.jaten._arguments import expand_sizes, require_size
+from torchax.ops.jaten.indexing import added, assigned
+from torchax.ops.promotion import in_opmath, widen
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 

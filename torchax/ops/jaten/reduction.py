@@ -18,7 +18,7 @@ from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import require_no_bool
-from torchax.ops.promotion import promote, to_float
+from torchax.ops.promotion import is_exact, promote, to_float
 from torchax.registry.names import aten, prims
 
 
@@ -26,12 +26,8 @@ def _index_dtype():
   return mappings.t2j_dtype(torch.int64)
 
 
-def _is_exact(array) -> bool:
-  return not jnp.issubdtype(array.dtype, jnp.inexact)
-
-
 def _require_floats(array, name: str):
-  if _is_exact(array):
+  if is_exact(array):
     raise NotImplementedError(
       f"{name} expects a floating-point or complex tensor, but got {array.dtype}. "
       "Convert it with `.float()`, or pass `dtype=` where the function takes one."
@@ -68,13 +64,13 @@ def _accumulable(array, dtype):
   """The array in the dtype in which sums and products of it are returned."""
   if dtype is not None:
     return array.astype(mappings.t2j_dtype(dtype))
-  return array.astype(_index_dtype()) if _is_exact(array) else array
+  return array.astype(_index_dtype()) if is_exact(array) else array
 
 
 def _widened(array):
   """float32 for half precision; reductions round once at their end."""
   wide = jnp.promote_types(array.dtype, jnp.float32)
-  return array if _is_exact(array) else array.astype(wide)
+  return array if is_exact(array) else array.astype(wide)
 
 
 # --- Sums ---------------------------------------------------------------------------
@@ -89,7 +85,7 @@ def _aten_sum(self, dim=None, keepdim=False, dtype=None):
 
 @op(aten.nansum)
 def _aten_nansum(self, dim=None, keepdim=False, dtype=None):
-  terms = self if _is_exact(self) else jnp.where(jnp.isnan(self), 0, self)
+  terms = self if is_exact(self) else jnp.where(jnp.isnan(self), 0, self)
   return _aten_sum(terms, dim, keepdim, dtype)
 
 
@@ -437,7 +433,7 @@ def _running_extremum(scan, self, dim):
   extrema = scan(self, axis=axes[0])
   positions = lax.broadcasted_iota(_index_dtype(), self.shape, axes[0])
   attains = self == extrema
-  if not _is_exact(self):
+  if not is_exact(self):
     attains |= jnp.isnan(self)
   return extrema, lax.cummax(jnp.where(attains, positions, 0), axis=axes[0])
 
@@ -482,14 +478,14 @@ def _median_rank(values, axis):
   """The lower of the two in the middle; with a NaN among them, the first NaN."""
   size = values.shape[axis]
   middle = (size - 1) // 2
-  if _is_exact(values):
+  if is_exact(values):
     return middle
   numbers = jnp.sum(~jnp.isnan(values), axis=axis, keepdims=True)
   return jnp.where(numbers < size, numbers, middle)
 
 
 def _nanmedian_rank(values, axis):
-  if _is_exact(values):
+  if is_exact(values):
     return _median_rank(values, axis)
   numbers = jnp.sum(~jnp.isnan(values), axis=axis, keepdims=True)
   return jnp.maximum(numbers - 1, 0) // 2

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
-from torchax.ops.jaten._opmath import in_opmath
 from torchax.ops.jaten._random_checks import require_float
+from torchax.ops.promotion import in_opmath
 from torchax.registry.names import aten
 from torchax.rng import samplers
 

@@ -7,6 +7,7 @@ are in `bessel.py`; `erf`, `sinc` and `xlogy` are in `pointwise.py`.
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
@@ -15,9 +16,16 @@ from jax.scipy import special
 from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._arguments import require_no_bool
-from torchax.ops.jaten._chebyshev import chebyshev
 from torchax.ops.promotion import promote, to_float
 from torchax.registry.names import aten
+
+
+def chebyshev(coefficients: tuple[float, ...], t: jax.Array) -> jax.Array:
+  """Σ cₖ Tₖ(t) on -1 ≤ t ≤ 1, by Clenshaw's recurrence."""
+  last = before_last = jnp.zeros_like(t)
+  for coefficient in reversed(coefficients[1:]):
+    last, before_last = coefficient + 2 * t * last - before_last, last
+  return coefficients[0] + t * last - before_last
 
 
 def _in_floats(function):

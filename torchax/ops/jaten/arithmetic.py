@@ -1,0 +1,271 @@
+"""Sums, products, quotients and powers of elements.
+
+Operands are promoted by torch's rules before JAX sees them, so the JAX function always
+gets arrays of one dtype. `mul`, which JAX computes as torch does, is in a table of
+`pointwise.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from torchax.ops.builtin import op
+from torchax.ops.casting import convert
+from torchax.ops.jaten import _numbers, _on_host
+from torchax.ops.jaten._arguments import factor_in
+from torchax.ops.promotion import in_float32, is_exact, promote, result_dtype, to_float
+from torchax.registry.names import aten
+
+
+def _scaled(value: jax.Array, factor) -> jax.Array:
+  """`factor * value` in the dtype of `value`; the default factor 1 costs nothing."""
+  if isinstance(factor, int) and factor == 1:
+    return value
+  if is_exact(value) and not is_exact(factor):
+    raise RuntimeError(
+      "For integral input tensors, argument alpha must not be a floating point "
+      f"number, but the operands have dtype {value.dtype}."
+    )
+  return value * factor_in(value.dtype, factor)
+
+
+# --- Sums and products --------------------------------------------------------------
+
+
+@op(aten.add, on_host=_on_host.POINTWISE["add"])
+def _aten_add(self, other, alpha=1):
+  left, right = promote(self, other)
+  return left + _scaled(right, alpha)
+
+
+def _reject_bool_subtraction(*values):
+  if any(jnp.result_type(value) == jnp.bool_ for value in values):
+    raise NotImplementedError(
+      "Subtraction with a bool tensor is not supported. Use `^` or `logical_not()`, or "
+      "convert the bool tensor first."
+    )
+
+
+@op(aten.sub, on_host=_on_host.POINTWISE["sub"])
+def _aten_sub(self, other, alpha=1):
+  _reject_bool_subtraction(self, other)
+  left, right = promote(self, other)
+  return left - _scaled(right, alpha)
+
+
+@op(aten.rsub)
+def _aten_rsub(self, other, alpha=1):
+  return _aten_sub(other, self, alpha)
+
+
+@op(aten.neg, aten.negative, on_host=_on_host.POINTWISE["neg"])
+def _aten_neg(self):
+  if self.dtype == jnp.bool_:
+    raise NotImplementedError(
+      "Negation of a bool tensor is not supported. Use `~` or `logical_not()` instead."
+    )
+  return -self
+
+
+@op(aten.addcmul)
+def _aten_addcmul(self, tensor1, tensor2, value=1):
+  dtype = result_dtype(self, tensor1, tensor2)
+  start, left, right = (convert(array, dtype) for array in (self, tensor1, tensor2))
+
+  def add(start, left, right):
+    return start + left * right * factor_in(left.dtype, value)
+
+  return in_float32(add)(start, left, right)
+
+
+@op(aten.addcdiv)
+def _aten_addcdiv(self, tensor1, tensor2, value=1):
+  if is_exact(tensor1) and is_exact(tensor2):
+    raise RuntimeError(
+      "Integer division with addcdiv is not supported. Use (input + value * "
+      "torch.trunc(tensor1 / tensor2)) or convert the tensors to a floating dtype."
+    )
+  start, left, right = promote(self, tensor1, tensor2)
+  return in_float32(lambda s, a, b: s + _scaled(a / b, value))(start, left, right)
+
+
+@in_float32
+def _lerp(start, end, weight):
+  # From the nearer end, so that both ends come out exactly.
+  span = end - start
+  near_start = jnp.abs(weight) < 0.5
+  return jnp.where(near_start, start + weight * span, end - span * (1 - weight))
+
+
+@op(aten.lerp)
+def _aten_lerp(self, end, weight):
+  if is_exact(self):
+    raise NotImplementedError(
+      f"lerp expects floating-point tensors, but got {self.dtype}. Call `.float()`."
+    )
+  start, end = promote(self, end)
+  return _lerp(start, end, factor_in(start.dtype, weight))
+
+
+# --- Division -----------------------------------------------------------------------
+
+
+@in_float32
+def _floor_divide_floats(numerator, denominator):
+  """Rounds the exact quotient down, after Python's float `//`; x / 0 is not NaN.
+
+  The quotient comes from an exact remainder: floor(a / b) is wrong where a / b rounds
+  up to an integer.
+  """
+  remainder = jnp.fmod(numerator, denominator)
+  quotient = (numerator - remainder) / denominator
+  borrow = (remainder != 0) & ((denominator < 0) != (remainder < 0))
+  quotient = jnp.round(jnp.where(borrow, quotient - 1, quotient))
+  plain = numerator / denominator
+  signed_zero = jnp.copysign(jnp.zeros_like(plain), plain)
+  quotient = jnp.where(quotient == 0, signed_zero, quotient)
+  return jnp.where(denominator == 0, plain, quotient)
+
+
+def _reject_bools(name, array):
+  """torch has no quotient or remainder of two bools; JAX would give integers."""
+  if array.dtype == jnp.bool_:
+    raise NotImplementedError(
+      f"{name} is not implemented for bools. Convert one operand with `.int()` first."
+    )
+
+
+def _floor_divide(left, right):
+  _reject_bools("floor division", left)
+  if is_exact(left):
+    return jnp.floor_divide(left, right)
+  return _floor_divide_floats(left, right)
+
+
+def _truncating_divide(left, right):
+  _reject_bools("truncating division", left)
+  if is_exact(left):
+    return lax.div(*jnp.broadcast_arrays(left, right))
+  return in_float32(lambda a, b: jnp.trunc(a / b))(left, right)
+
+
+_ROUNDED_DIVISIONS = {"floor": _floor_divide, "trunc": _truncating_divide}
+
+
+@op(aten.div, aten.divide, on_host=_on_host.POINTWISE["div"])
+def _aten_div(self, other, rounding_mode=None):
+  """True division gives floats; with a rounding mode integers stay integers."""
+  left, right = promote(self, other)
+  if rounding_mode is None:
+    return jnp.divide(to_float(left), to_float(right))
+  if rounding_mode not in _ROUNDED_DIVISIONS:
+    raise RuntimeError(
+      "div expects rounding_mode to be one of None, 'trunc' or 'floor', but got "
+      f"{rounding_mode!r}."
+    )
+  # In steps, whose derivative torch has as 0 at the steps too.
+  return lax.stop_gradient(_ROUNDED_DIVISIONS[rounding_mode](left, right))
+
+
+@op(aten.floor_divide)
+def _aten_floor_divide(self, other):
+  return _floor_divide(*promote(self, other))
+
+
+@op(aten.remainder)
+def _aten_remainder(self, other):
+  """The sign is the divisor's, as in Python."""
+  left, right = promote(self, other)
+  _reject_bools("remainder", left)
+  return in_float32(jnp.remainder)(left, right)
+
+
+@op(aten.fmod)
+def _aten_fmod(self, other):
+  """The sign is the dividend's, as in C."""
+  left, right = promote(self, other)
+  _reject_bools("fmod", left)
+  return in_float32(jnp.fmod)(left, right)
+
+
+# --- Powers -------------------------------------------------------------------------
+
+
+def _float_power(base, exponent):
+  power = jnp.power(base, exponent)
+  if not jnp.iscomplexobj(power):
+    return power
+  # By way of the logarithm of 0, a power of 0 would be NaN.
+  return jnp.where((base == 0) & (exponent.real > 0), 0, power)
+
+
+def _integer_power(base, exponent):
+  """An integer to a power that is not negative, modulo 2 to the bits of its dtype.
+
+  By squares: `jnp.power` looks at the lowest six bits of the exponent.
+  """
+  base, exponent = jnp.broadcast_arrays(base, exponent)
+  bits = jnp.iinfo(exponent.dtype).bits
+
+  def times(bit, powers):
+    power, square = powers
+    has_bit = (exponent >> bit.astype(exponent.dtype)) & 1
+    return jnp.where(has_bit, power * square, power), square * square
+
+  return lax.fori_loop(0, bits, times, (jnp.ones_like(base), base))[0]
+
+
+def _power(base, exponent):
+  """Powers of arrays of one dtype; an integer to a negative power truncates to 0."""
+  if not is_exact(base):
+    return in_float32(_float_power)(base, exponent)
+  if jnp.issubdtype(base.dtype, jnp.unsignedinteger):
+    return _integer_power(base, exponent)
+  power = _integer_power(base, jnp.maximum(exponent, 0))
+  sign = jnp.where(exponent % 2 == 0, 1, base).astype(base.dtype)
+  inverse = jnp.where(jnp.abs(base) == 1, sign, 0).astype(base.dtype)
+  return jnp.where(exponent < 0, inverse, power)
+
+
+@op(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def _aten_pow(self, exponent):
+  dtype = result_dtype(self, exponent)
+  if dtype == jnp.bool_:
+    return jnp.logical_or(self, jnp.logical_not(exponent))
+  return _power(convert(self, dtype), convert(exponent, dtype))
+
+
+# Exponents that torch computes by products and roots rather than by `pow`.
+_SIMPLE_POWERS = {
+  0.5: jnp.sqrt,
+  1: lambda x: x,
+  2: jnp.square,
+  3: lambda x: x * x * x,
+  -0.5: lax.rsqrt,
+  -1: jnp.reciprocal,
+  -2: lambda x: jnp.reciprocal(jnp.square(x)),
+}  # `_numbers.power` knows them
+
+
+@op(aten.pow.Tensor_Scalar, prepare=_numbers.power, **_on_host.POWER)
+def _aten_pow_scalar(self, exponent):
+  dtype = result_dtype(self, exponent)
+  base = lax.convert_element_type(self, dtype)
+  is_known = not isinstance(exponent, jax.Array)
+  if is_known and is_exact(base) and exponent < 0:
+    raise RuntimeError("Integers to negative integer powers are not allowed.")
+  if is_known and exponent in _SIMPLE_POWERS:
+    return in_float32(_SIMPLE_POWERS[exponent])(base)
+  if is_exact(base):  # modulo 2**32, and so in bytes
+    power = lax.integer_pow if is_known else _integer_power
+    return power(base.astype(jnp.promote_types(dtype, "int32")), exponent).astype(dtype)
+  return in_float32(lambda x: _float_power(x, jnp.asarray(exponent, x.dtype)))(base)
+
+
+@op(aten.ldexp)
+def _aten_ldexp(self, other):
+  """torch multiplies by 2.0 ** other, so two integers give a float."""
+  scale = to_float(lax.convert_element_type(other, result_dtype(other, 2.0)))
+  value, scale = promote(self, scale)
+  # In half precision the power alone would cost half of the digits.
+  return in_float32(lambda v, s: v * jnp.exp2(s))(value, scale)
