@@ -49,7 +49,7 @@ from torchax.logs import set_logs
 from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms
 from torchax.rng import RngState, rng_scope
 from torchax.saving import files, untyped_storage
-from torchax.tracing import foretold_draws, noted_draws, transform
+from torchax.tracing import draw_counts, recorded_draws, transform
 from torchax.version import VERSION
 
 __version__ = VERSION
@@ -146,8 +146,8 @@ def _compose() -> None:
   for module in (factories, shortcuts, indexing, reshapes, higher_order):
     environment.on_creation(module.register_functions)
   forks.watch(_WAYS_TO_JAX)
-  rng.ledger.Explainer.trace = foretold_draws.foretell
-  rng.ledger.Explainer.redraw = noted_draws.redraw
+  rng.ledger.Explainer.trace = draw_counts.dry_run
+  rng.ledger.Explainer.redraw = recorded_draws.redraw
   for module, names in _OF_TENSOR.items():
     for name in names:
       setattr(tensor, name, getattr(module, name))

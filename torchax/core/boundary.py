@@ -22,16 +22,18 @@ class Shadow:
     tensor: by which it was reached.
     array: what it holds, as far as the function has come.
     written: the function has changed it.
+    writers: outer tensors without a graph by which it was changed in place.
     is_touched: the function has read or changed it.
   """
 
-  __slots__ = ("storage", "tensor", "array", "written", "is_touched")
+  __slots__ = ("storage", "tensor", "array", "written", "writers", "is_touched")
 
   def __init__(self, storage: Storage, array: jax.Array, tensor=None):
     self.storage = storage
     self.tensor = tensor
     self.array = array
     self.written = self.is_touched = False
+    self.writers: list = []
 
 
 def _leaf_of(tensor, storage: Storage):
@@ -60,17 +62,14 @@ class Boundary:
     closed: True once the trace has ended; tensors born in it have no value then.
     roots: outer tensors that were read and need a gradient, by identity; None where
       no gradient is recorded.
-    plain: outer tensors without a graph that were changed in place, by identity.
     reshapes: by identity, tensors whose shape was changed in place, and how.
     guards: of the function (`tracing/guards.py`), which note what it decides by; None
       where another boundary's stand for it.
-    attributes: what modules had when the trace began (`tracing/module_attributes.py`);
-      None where nothing is handed out.
+    attributes: what modules and optimizers had when the trace began
+      (`tracing/module_attributes.py`); None where nothing is handed out.
     made: by identity, tensors on the CPU that were made in the trace.
-    numbers: what stands for numbers of the host, by the expression of each.
-    missing: expressions that are no operands yet; None where none become operands.
-    stepped: by identity, the state that optimizers had before their first step in it
-      (`tracing/optimizer_state.py`).
+    numbers: values of numbers of the host, by the expression of each: operands, and
+      those that are no operands yet. None where no number becomes an operand.
     name: of the function, for messages.
     is_trace: a trace of JAX ends with it; else it is a part of a larger one.
     born: references to the storages that were made in it.
@@ -90,14 +89,11 @@ class Boundary:
     self.shadows: dict[int, Shadow] = {}
     self.closed = False
     self.roots: dict[int, object] | None = {} if records else None
-    self.plain: dict[int, object] = {}
     self.reshapes: dict[int, tuple[object, list]] = {}
     self.guards = guards
     self.attributes = None
     self.made: dict[int, object] = {}
-    self.numbers: dict = {}
-    self.missing: list | None = None
-    self.stepped: dict = {}
+    self.numbers: dict | None = None
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
     """The array of any storage, inside this boundary."""
@@ -115,14 +111,14 @@ class Boundary:
     shadow.array = array
     shadow.written = True
     if tensor is not None and tensor.grad_fn is None:
-      self.plain[id(tensor)] = tensor
+      shadow.writers.append(tensor)
 
-  def note_host(self, value) -> None:
+  def guard_on_host(self, value) -> None:
     """Notes a tensor on the CPU, or a numpy array, whose numbers are constants."""
     boundary: Boundary | None = self
     while boundary is not None and id(value) not in boundary.made:
       if boundary.guards is not None:
-        boundary.guards.note_host(value)
+        boundary.guards.guard_on_host(value)
       boundary = boundary.parent
 
   def guards_around(self) -> Iterator:
@@ -134,17 +130,12 @@ class Boundary:
       boundary = boundary.parent
 
   def number(self, expression):
-    """What stands for a number of the host: an operand of the function."""
+    """Return the operand for a number of the host, or the number before it has one."""
+    if self.numbers is None:
+      return expression.now() if self.parent is None else self.parent.number(expression)
     found = self.numbers.get(expression)
     if found is None:
-      if self.missing is not None:
-        self.missing.append(expression)
-        found = expression.now()
-      elif self.parent is not None:
-        found = self.parent.number(expression)
-      else:
-        found = expression.now()
-      self.numbers[expression] = found
+      found = self.numbers[expression] = expression.now()
     return found
 
   def record_reshape(self, tensor, op, args, kwargs) -> None:

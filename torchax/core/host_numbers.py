@@ -78,7 +78,7 @@ class Expression:
     name = getattr(self.operation, "__name__", str(self.operation))
     return f"{name}({', '.join(parts)})"
 
-  def shown(self) -> str:
+  def describe(self) -> str:
     """What it is at this moment, for messages."""
     return repr(self.now())
 
@@ -203,7 +203,7 @@ def decide(expression: Expression):
   """The value of an expression by which Python decides what is traced."""
   if active.boundary is not None:
     for guards in active.boundary.guards_around():
-      guards.note_decision(expression)
+      guards.guard_on_number(expression)
   return expression.now()
 
 

@@ -1,8 +1,8 @@
 """Operations on the CPU inside a function that is being traced.
 
-They run once, while the function is traced. What they read there is noted, so that a
-change of it is followed (`Boundary.note_host`); what could not be followed is refused:
-draws, and changes of tensors that outlive the trace.
+They run once, while the function is traced. What they read there is a guard
+(`Boundary.guard_on_host`), so a change of it is followed. Draws, and changes of tensors
+that outlive the trace, could not be followed and are refused.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def run(boundary: Boundary, func, args, kwargs):
     _require_own(boundary, func, args, kwargs)
   if func not in _FRESH:
     for tensor in tensors:
-      boundary.note_host(tensor)
+      boundary.guard_on_host(tensor)
   result = func(*args, **kwargs)
   for tensor in _tensors((result,)):
     boundary.made.setdefault(id(tensor), tensor)
@@ -158,7 +158,7 @@ def note(value) -> None:
   if boundary is None or isinstance(value, Tensor):
     return
   if isinstance(value, torch.Tensor | np.ndarray) and not torch_compat.is_tracing():
-    boundary.note_host(value)
+    boundary.guard_on_host(value)
 
 
 # Functions that read numbers without an operation that modes see.

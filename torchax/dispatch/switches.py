@@ -20,7 +20,7 @@ class _Switch:
   def now(self):
     return getattr(self.config.value, self.name)
 
-  def shown(self) -> str:
+  def describe(self) -> str:
     return str(self.now())
 
   def __str__(self):
@@ -31,4 +31,4 @@ def note(config: Configuration, name: str) -> None:
   """Has the functions that are being traced depend on a switch."""
   if active.boundary is not None:
     for guards in active.boundary.guards_around():
-      guards.note_decision(_Switch(Identity(config), name))
+      guards.guard_on_number(_Switch(Identity(config), name))

@@ -12,7 +12,7 @@ from torchax.core.tracebacks import ending_at_the_user
 from torchax.interop.jit import Jitted
 from torchax.interop.module import JittableModule
 from torchax.interop.wrapper import ModuleWrapper
-from torchax.tracing import forms
+from torchax.tracing import program_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +109,14 @@ def _jitted_of(function) -> Jitted:
 
 def _explained(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanation:
   traced = jitted.traced
-  (form, arguments), effects, advance = jitted.abstractly(args, kwargs)
-  captured = forms.captured_names(traced)
-  operands = {name: form[name] for name in arguments}
+  (key, arguments), effects, advance = jitted.abstractly(args, kwargs)
+  captured = program_keys.captured_names(traced)
+  operands = {name: key[name] for name in arguments}
   operands |= {
     name: f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")
-    for name, tensor in zip(captured, traced.captured)
+    for name, tensor in zip(captured, traced.captures.tensors)
   }
-  operands |= {str(number): number.shown() for number in traced.numbers}
+  operands |= {str(number): number.describe() for number in traced.numbers.expressions}
   for number, draws in enumerate(traced.pure.draws_of_generators()):
     operands[f"generator {number}"] = f"{draws} draws"
   if advance is not None and advance.draws:
@@ -124,7 +124,7 @@ def _explained(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanati
   return Explanation(
     function=traced.__name__,
     operands=operands,
-    guards={name: v for name, v in form.items() if name not in operands},
+    guards={name: v for name, v in key.items() if name not in operands},
     constants=dict(_constants(traced.function)),
     effects=_effects(effects, arguments, traced, captured),
     draws=0 if advance is None else advance.total,
@@ -136,9 +136,9 @@ def _explained(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanati
 def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict:
   if effects is None:
     return {}
-  names = {id(t._storage): name for t, name in zip(traced.captured, captured)}
+  names = {id(t._storage): name for t, name in zip(traced.captures.tensors, captured)}
   found = {change.named(arguments, names): change.kind for change in effects.changes}
-  paths = {id(values.module): path for path, values in traced.guards.modules()}
+  paths = {id(values.module): path for path, values in traced.guards.modules}
   for target in effects.targets:
     found[target.describe(paths)] = "assigned"
   return found

@@ -27,10 +27,15 @@ from torchax.errors import MixedDeviceError
 from torchax.interop.options import JitOptions, merged, with_names
 from torchax.rng import NewOperands, current
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracing import autograd_bridge, environments, forms, static_arguments
+from torchax.tracing import (
+  autograd_bridge,
+  environments,
+  program_keys,
+  static_arguments,
+)
 from torchax.tracing.conversions import arrays_of, tensors_of
-from torchax.tracing.functionalize import Traced
 from torchax.tracing.specialization import ORDINARY
+from torchax.tracing.trace import Options, Traced
 from torchax.types import P, R
 from torchax.view import View
 
@@ -92,10 +97,7 @@ class Jitted(Generic[P, R]):
   ):
     if jit is jax.jit:
       jit_kwargs = with_names("jax_jit", function, jit_kwargs, ("static", "donate"))
-    self.traced = Traced(
-      function, lifts=True, captured=captured, records=True, hands_out=True
-    )
-    self.traced.takes_numbers = True
+    self.traced = Traced(function, Options(True, True, True, True), captured)
     self._compile = jit
     self._pure = self.traced.pure
     self._env = default_env()
@@ -110,7 +112,7 @@ class Jitted(Generic[P, R]):
     counted = programs.Counted(self.traced.__name__, is_of_user=True)
 
     def pure(rng, operands, *args, **kwargs):
-      result = counted.traced(self._pure, rng, operands, *args, **kwargs)
+      result = counted.traced(self.traced, rng, operands, *args, **kwargs)
       self.traced.note_trace(operands, args, kwargs)
       return result
 
@@ -171,7 +173,7 @@ class Jitted(Generic[P, R]):
 
   def _shared_memory(self, args, kwargs) -> list[list[int]]:
     """Shapes of the tensors that are arguments and closed over at once."""
-    closed_over = {id(tensor._storage) for tensor in self.traced.captured}
+    closed_over = {id(tensor._storage) for tensor in self.traced.captures.tensors}
     leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda v: isinstance(v, Tensor))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return [list(t.shape) for t in tensors if id(t._storage) in closed_over]
@@ -202,26 +204,26 @@ class Jitted(Generic[P, R]):
     out = NotImplemented
     if not pure.generators:  # the common case, without a closure
       try:
-        operands = self._operands(leaves, extra)
+        operands = traced.operands(leaves, extra)
         with current().held:
           rng = pure.values()
           (out, effects), advance = jitted(rng, operands, *args, **kwargs)
           if advance is not None:
             pure.commit(advance)
-      except NewOperands:
-        out = NotImplemented
+      except NewOperands as found:
+        found.provide()
     if out is NotImplemented:
 
       def run(operands):
         nonlocal rng
         rng = operands
-        operands = self._operands(leaves, extra)
+        operands = traced.operands(leaves, extra)
         return jitted(rng, operands, *args, **kwargs)
 
       out, effects = pure.run(run)
     if active.boundary is not None:
       for guards in active.boundary.guards_around():
-        guards.note_inner(traced.guards)
+        guards.guard_on_function(traced.guards)
     if effects is not None:
       if settles:
         effects.apply(leaves)
@@ -257,7 +259,9 @@ class Jitted(Generic[P, R]):
     if jitted is None:
       static = given.without_arrays()
       function = functools.partial(self._gradient, program, static, treedef, autocast)
-      jitted = program.again[static] = Jitted(function, {}, self.traced.captured)
+      jitted = program.again[static] = Jitted(
+        function, {}, self.traced.captures.tensors
+      )
     args = (rng, given.dynamic, list(gradients))
     with host_numbers.given(numbers):
       return jitted.call(None, args, {}, settles=False, alive=alive)
@@ -275,7 +279,7 @@ class Jitted(Generic[P, R]):
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._transformed(len(args))
     return self._pure.try_abstractly(
-      lambda rng: jitted.lower(rng, self._operands(leaves), *args, **kwargs)
+      lambda rng: jitted.lower(rng, self.traced.operands(leaves), *args, **kwargs)
     )
 
   @ending_at_the_user
@@ -284,7 +288,7 @@ class Jitted(Generic[P, R]):
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._transformed(len(args))
     return self._pure.try_abstractly(
-      lambda rng: jitted.trace(rng, self._operands(leaves), *args, **kwargs)
+      lambda rng: jitted.trace(rng, self.traced.operands(leaves), *args, **kwargs)
     )
 
   def abstractly(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -299,9 +303,9 @@ class Jitted(Generic[P, R]):
     named = self._with_static(args, kwargs)
 
     def trace(rng):
-      operands = self._operands(leaves)
+      operands = self.traced.operands(leaves)
       (_, effects), advance = jitted.eval_shape(rng, operands, *args, **kwargs)
-      form = forms.form_of(self.traced, operands[1] or ORDINARY, *named)
+      form = program_keys.key_of_call(self.traced, operands[1] or ORDINARY, *named)
       return form, effects, advance
 
     return self._pure.try_abstractly(trace)
@@ -318,12 +322,6 @@ class Jitted(Generic[P, R]):
       tuple([StaticValue(v) if n in places else v for n, v in enumerate(args)]),
       {name: StaticValue(v) if name in names else v for name, v in kwargs.items()},
     )
-
-  def _operands(self, leaves, extra=None) -> tuple:
-    """Operands in front of the user's: captured arrays, the specialization, numbers."""
-    traced = self.traced
-    operands = (traced.captured_arrays(), traced.specialization(leaves, extra))
-    return (*operands, *traced.number_operands()) if traced.numbers else operands
 
 
 def _flatten(args, kwargs):

@@ -361,11 +361,11 @@ class _Loop:
     self._references = tuple(map(_weak, functions))
     self.options = options
     self.jitted = Jitted(self._trace, {})
-    self.jitted.traced.place = place_of(functions[0])
+    self.jitted.traced.location = place_of(functions[0])
     for function in functions:
       owner = getattr(function, "__self__", None)
       if isinstance(owner, torch.nn.Module):
-        self.jitted.traced.guards.note_module(owner)
+        self.jitted.traced.guards.guard_on_module(owner)
 
   def is_of(self, lower: Callable, functions: tuple, options: tuple) -> bool:
     """True for the same loop over the same functions."""

@@ -25,8 +25,8 @@ from torchax.rng import Advance
 from torchax.tensor import Tensor
 from torchax.tracing.conversions import tensors_of
 from torchax.tracing.effects import Effects
-from torchax.tracing.functionalize import Traced
 from torchax.tracing.names import name_of
+from torchax.tracing.trace import Options, Traced
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R
 
@@ -56,12 +56,12 @@ def jax_value_and_grad(
   has_aux = kwargs_for_jax.pop("has_aux", False)
   argnums_of_user = kwargs_for_jax.pop("argnums", 0)
   argnums = shift_argnums(argnums_of_user)
-  traced = Traced(torch_function, lifts=False, hands_out=True)
+  traced = Traced(torch_function, Options(hands_out=True))
 
   def with_aux(rng, operands, *args, **kwargs):
     # JAX differentiates, whether torch records around this call or not.
     with grad_mode.counted_anew():
-      (out, effects), advance = traced.pure(rng, operands, *args, **kwargs)
+      (out, effects), advance = traced(rng, operands, *args, **kwargs)
     value, aux = out if has_aux else (out, None)
     return value, (aux, effects, advance)
 

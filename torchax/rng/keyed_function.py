@@ -9,12 +9,12 @@ re-seed inside returns as a leaf.
 
 Tracing finds the streams that a function draws from; at first the stream of the
 environment which is on is the only operand. A trace that meets another one finishes,
-is discarded, and is made again with an operand for it (`NewOperands`).
+is discarded, and is repeated with operands for all that it met (`NewOperands`).
 """
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -38,22 +38,22 @@ from torchax.rng.state import RngState
 
 
 class NewOperands(BaseException):
-  """Ends a trace that met something it has no operand for yet; it is made again.
+  """End of a trace that met something it has no operand for; it is repeated.
 
   A BaseException, so that no `except Exception` of traced code keeps it.
-  """
-
-
-class _Attempt(threading.local):
-  """Retracing on this thread.
 
   Attributes:
-    deferred: a trace that misses an operand is finished before it is made again.
-    asked: to be made again.
+    needs: functions that make operands of all that the trace has met.
   """
 
-  deferred = False
-  asked = False
+  def __init__(self, needs: Sequence[Callable[[], object]] = ()):
+    super().__init__()
+    self.needs = needs
+
+  def provide(self) -> None:
+    """Make the operands."""
+    for need in self.needs:
+      need()
 
 
 def _once() -> int:
@@ -74,7 +74,6 @@ class KeyedFunction:
     self.function = function
     self.operands: tuple[Operand, ...] = _ON
     self._just_met: list[GeneratorOperand] = []
-    self._attempt = _Attempt()
     # Key and count of the last call, and the values made of them.
     self._last: tuple = (None, None, None)
     self.__name__ = getattr(function, "__name__", type(function).__name__)
@@ -94,7 +93,22 @@ class KeyedFunction:
     return [operand.limit for operand in self._generators()]
 
   def __call__(self, values: Values, *args, **kwargs):
-    """The pure function: `(values, *args, **kwargs) -> (out, Advance or None)`."""
+    """The pure function: `(values, *args, **kwargs) -> (out, Advance or None)`.
+
+    Raises:
+      NewOperands: it draws from a stream that has no operand yet.
+    """
+    out, advance, needs = self.attempt(values, *args, **kwargs)
+    if needs:
+      raise NewOperands(needs)
+    return out, advance
+
+  def attempt(self, values: Values, *args, **kwargs) -> tuple:
+    """Return `(out, advance, needs)` of a trace that may lack operands.
+
+    If an exception leaves a trace that read outer tracers, JAX keeps the trace alive;
+    so whoever transforms the function finishes first, then raises `NewOperands(needs)`.
+    """
     traced = StreamOperands(self.operands, values)
     with (
       scope.carrying(traced),
@@ -103,18 +117,22 @@ class KeyedFunction:
     ):
       out = self.function(*args, **kwargs)
       advance = traced.advance()
-    self._require(traced)
-    for operand in traced.generators:
-      operand.require_untouched(self.__name__)
-    return out, advance
-
-  def _require(self, traced: StreamOperands) -> None:
-    """Retraces if streams were met that have no operands yet."""
     generators = list(traced.generators)
-    if not traced.missing and not any(each.is_short for each in generators):
-      self._just_met = []
-      return
-    self._require_old_generators(generators)
+    if traced.missing or any(operand.is_short for operand in generators):
+      self._require_old_generators(generators)
+      for operand in generators:
+        operand.restore()  # the function runs again, from the start
+      need = functools.partial(self._add, generators, tuple(traced.missing))
+      return out, advance, [need]
+    self._just_met = []
+    for operand in generators:
+      operand.require_untouched(self.__name__)
+    return out, advance, []
+
+  def _add(
+    self, generators: list[GeneratorOperand], missing: Iterable[Operand]
+  ) -> None:
+    """Take streams that a trace has met as operands."""
     known = {each: each.limit for each in self._generators()}
     limits = {each: max(each.asked, known.get(each, 0)) for each in generators}
     self.operands = tuple(
@@ -122,38 +140,9 @@ class KeyedFunction:
         GeneratorOperand(operand.generator, limits.get(operand, operand.limit))
         if isinstance(operand, GeneratorOperand)
         else operand
-        for operand in dict.fromkeys((*self.operands, *traced.missing))
+        for operand in dict.fromkeys((*self.operands, *missing))
       ]
     )
-    for operand in generators:
-      operand.restore()  # the function runs again, from the start
-    self.retrace()
-
-  def retrace(self) -> None:
-    """Makes the trace in progress again, since it lacks an operand.
-
-    Raises:
-      NewOperands: now, or where `deferring` ends.
-    """
-    if not self._attempt.deferred:
-      raise NewOperands
-    self._attempt.asked = True
-
-  @contextlib.contextmanager
-  def deferring(self) -> Iterator[None]:
-    """Finishes traces in the block that lack an operand, then retraces.
-
-    If an exception leaves a trace that read outer tracers, JAX keeps the trace alive.
-    """
-    attempt = self._attempt
-    before = (attempt.deferred, attempt.asked)
-    attempt.deferred, attempt.asked = True, False
-    try:
-      yield
-      if attempt.asked:
-        raise NewOperands
-    finally:
-      attempt.deferred, attempt.asked = before
 
   def _require_old_generators(self, generators: list[GeneratorOperand]) -> None:
     """Raises RngError if each trace meets other generators: it would never end."""
@@ -278,6 +267,7 @@ class KeyedFunction:
       except BaseException as error:
         self._restore(before)
         if isinstance(error, NewOperands):
+          error.provide()
           continue
         raise
       if before and advance is not None:
@@ -303,7 +293,7 @@ class KeyedFunction:
       before = self._positions()
       try:
         return transformed(self.values())
-      except NewOperands:
-        continue
+      except NewOperands as found:
+        found.provide()
       finally:
         self._restore(before)

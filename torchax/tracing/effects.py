@@ -34,7 +34,7 @@ class Change:
   kind = "changed in place"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class WriteArgument(Change):
   """New numbers of an argument leaf, given by its index."""
 
@@ -52,7 +52,7 @@ class WriteArgument(Change):
     return arguments[self.index]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reshape(WriteArgument):
   """Changes of an argument's shape in place, replayed on the caller's tensor.
 
@@ -74,7 +74,7 @@ class Reshape(WriteArgument):
         leaf.replace_jax(array)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class WriteStorage(Change):
   """New numbers of a storage from outside.
 
@@ -89,20 +89,21 @@ class WriteStorage(Change):
   is_gradient: bool = False
 
   def apply(self, leaves, array):
-    holder = None if self.holder is None else self.holder.value
-    found = holder.grad if self.is_gradient else holder
+    found = self.holder and self.holder.value
+    if self.is_gradient:
+      found = found.grad
     (self.storage.value if found is None else found._storage).write(array)
 
   def named(self, arguments, names):
     return names.get(id(self.storage.value), "a tensor")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class SetGradient(Change):
   """A new tensor for the `.grad` of an outer leaf."""
 
-  leaf: Identity
   kind = "set"
+  leaf: Identity
 
   def apply(self, leaves, array):
     leaf = self.leaf.value

@@ -1,14 +1,14 @@
-"""What a traced function decides by, besides the values of its operands: guards.
+"""Guards: what a traced function decides by, except the values of its operands.
 
-While a function is traced, what it looks at on the host is noted: attributes of the
-modules that it runs, tensors on the CPU and numpy arrays that it closes over, numbers
-of optimizers by which Python has decided. Before each call it is compared with what it
-was when it was noted; the differences are a part of the key that a program is compiled
-for. So a call after a change is traced anew, and after the change is undone the program
-of before is used again.
+A trace adds what it reads on the host: attributes of the modules that it runs, tensors
+on the CPU and numpy arrays that it closes over, numbers of optimizers by which Python
+has decided. Before each call they are compared with what they were; the differences
+are a part of the key that a program is compiled for. So a call after a change is
+retraced, and after the change is undone the old program is used again.
 """
 
 import contextlib
+import itertools
 import threading
 import warnings
 import weakref
@@ -35,8 +35,8 @@ MOST_BYTES = 1 << 14
 MOST_BYTES_OF_ARRAY = 1 << 20
 
 
-class Guards:
-  """What one function decides by.
+class ModuleGuards:
+  """Guards on what the modules of a function hold, and on what its traces change there.
 
   Args:
     name: of the function, for messages.
@@ -44,35 +44,124 @@ class Guards:
 
   def __init__(self, name: str = "A function"):
     self.name = name
-    # Nothing was ever noted, as for a function of its arguments alone.
-    self.is_empty = True
-    # What the modules hold; what is captured is found again when it is replaced.
-    self._members = Members()
-    self._modules: dict[int, tuple[int, Values]] = {}
-    self._count = 0
+    # Tensors and submodules; what is captured is found again when one is replaced.
+    self.members = Members()
+    self._noted: dict[int, tuple[int, Values]] = {}
+    self._numbers = itertools.count()
     self._seen = (-1, -1)
     self._differences: tuple = ()
     self._containers: list[tuple] = []
     # (number of the module, name) -> how many traces have changed it.
     self._changes: dict[tuple[int, str], int] = {}
+
+  def __bool__(self) -> bool:
+    return bool(self._noted)
+
+  def __iter__(self) -> Iterator[tuple[str, Values]]:
+    """The modules, with their paths."""
+    return _named([values for _, values in self._noted.values()])
+
+  def key(self) -> tuple:
+    """Return the differences from what the modules held when they were added."""
+    seen = (writes.count, torch_compat.count_of_hooks())
+    if seen != self._seen or not all(map(is_same, self._containers)):
+      self._look()
+      self._seen = seen
+    return self._differences
+
+  def _look(self) -> None:
+    differences: list[tuple] = []
+    self._containers = []
+    ignored = {place for place, n in self._changes.items() if n >= MOST_CHANGES}
+    for number, values in self._noted.values():
+      values.look()
+      self._containers += values.containers
+      differences += [
+        (number, name, key)
+        for name, key in values.changed()
+        if (number, name) not in ignored
+      ]
+    self._differences = tuple(differences)
+
+  # In a trace -------------------------------------------------------------------------
+
+  def add(self, module: torch.nn.Module) -> bool:
+    """Add the attributes of a module and of its submodules; False if they are known."""
+    known = self._noted.get(id(module))
+    if known is not None and known[1].module is module:
+      return False
+    for part in module.modules():
+      known = self._noted.get(id(part))
+      if known is None or known[1].module is not part:
+        values = Values(part)
+        self._noted[id(part)] = (next(self._numbers), values)
+        self.members.add(part)
+        self._containers += values.containers
+    if self._seen[0] < 0:
+      self._seen = (writes.count, torch_compat.count_of_hooks())
+    return True
+
+  def end_trace(self) -> None:
+    """Count what the function has changed itself, while it was traced."""
+    for number, values in self._noted.values():
+      before = values.now
+      values.look()
+      if values.now is before or values.now == before:
+        continue
+      for name in {**before, **values.now}:
+        if before.get(name) != values.now.get(name):
+          self._count_change(number, values.kind, name)
+    self.members.note()  # what the function itself replaces is a part of its trace
+    self._seen = (-2, -2)  # looked at again before the next call
+
+  def _count_change(self, number: int, kind: str, name: str) -> None:
+    changes = self._changes.get((number, name), 0) + 1
+    self._changes[number, name] = changes
+    if changes == MOST_CHANGES:
+      warnings.warn(
+        f"{self.name} changes {kind}.{name} each time it is traced, so it would be "
+        "compiled for ever. From now on the compiled function does not follow it: a "
+        "number that changes with every call has to be a tensor.",
+        stacklevel=2,
+      )
+
+
+class Guards:
+  """What one function decides by.
+
+  Args:
+    name: of the function, for messages.
+
+  Attributes:
+    is_empty: there are no guards, as for a function of its arguments alone.
+    modules: guards on modules.
+    optimizers: those of which a step was traced.
+    edition: how often something that was guarded on has gone, so that what was
+      compiled is of no use.
+  """
+
+  def __init__(self, name: str = "A function"):
+    self.name = name
+    self.is_empty = True
+    self.modules = ModuleGuards(name)
+    self.optimizers: list = []
+    self.edition = 0
     self._host: dict[int, _OnHost] = {}
+    self._count = 0
     # Compiled functions that this one has called, and how they were when it was traced.
     self._inner: dict[int, tuple[weakref.ref, Hashable]] = {}
     # Host numbers by which Python has decided, and what they were.
     self._decisions: dict[Any, Hashable] = {}
-    self.optimizers: list = []
-    # How often something that was noted has gone: what was compiled is of no use.
-    self.edition = 0
 
   # Before a call ----------------------------------------------------------------------
 
   def key(self) -> tuple:
-    """The differences from what was noted; () where nothing has changed."""
+    """Return the differences from the first traces; () where nothing has changed."""
     if self.is_empty:
       return ()
     key: tuple = ()
-    if self._modules:
-      key = self._of_modules()
+    if self.modules:
+      key = self.modules.key()
     if self._host:
       key += self._of_host()
     if self._decisions:
@@ -86,27 +175,6 @@ class Guards:
     if self._inner:
       key += self._of_inner()
     return (self.edition, *key) if self.edition else key
-
-  def _of_modules(self) -> tuple:
-    seen = (writes.count, torch_compat.count_of_hooks())
-    if seen != self._seen or not all(map(is_same, self._containers)):
-      self._look()
-      self._seen = seen
-    return self._differences
-
-  def _look(self) -> None:
-    differences: list[tuple] = []
-    self._containers = []
-    ignored = {place for place, n in self._changes.items() if n >= MOST_CHANGES}
-    for number, values in self._modules.values():
-      values.look()
-      self._containers += values.containers
-      differences += [
-        (number, name, key)
-        for name, key in values.changed()
-        if (number, name) not in ignored
-      ]
-    self._differences = tuple(differences)
 
   def _of_host(self) -> tuple:
     gone = [key for key, value in self._host.items() if value.is_gone]
@@ -136,43 +204,35 @@ class Guards:
 
   # In a trace -------------------------------------------------------------------------
 
-  def note_module(self, module: torch.nn.Module) -> None:
+  def guard_on_module(self, module: torch.nn.Module) -> None:
     """Adds the attributes of a module and of its submodules."""
-    known = self._modules.get(id(module))
-    if known is not None and known[1].module is module:
-      return
-    for part in module.modules():
-      known = self._modules.get(id(part))
-      if known is None or known[1].module is not part:
-        values = Values(part)
-        self._modules[id(part)] = (self._number(), values)
-        self._members.add(part)
-        self._containers += values.containers
-    if self._seen[0] < 0:
-      self._seen = (writes.count, torch_compat.count_of_hooks())
+    if self.modules.add(module):
+      self.is_empty = False
 
-  def note_host(self, value) -> None:
+  def guard_on_host(self, value) -> None:
     """Adds a tensor on the CPU or a numpy array."""
     known = self._host.get(id(value))
     if known is None or known.is_gone:
-      self._host[id(value)] = _OnHost(value, self._number(), self.name)
+      self.is_empty = False
+      self._count += 1
+      self._host[id(value)] = _OnHost(value, self._count, self.name)
 
-  def note_inner(self, inner: "Guards") -> None:
+  def guard_on_function(self, inner: "Guards") -> None:
     """Adds what a compiled function depends on that was called in the trace."""
     if inner is not self and id(inner) not in self._inner:
       self.is_empty = False
       self._inner[id(inner)] = (weakref.ref(inner), inner.key())
 
-  def note_decision(self, decision) -> None:
+  def guard_on_number(self, decision) -> None:
     """Adds a number of the host by which Python has decided.
 
     Args:
-      decision: tells what it is by `now()`, and in messages by `in_words()`.
+      decision: tells what it is by `now()`, and in messages by `describe()`.
     """
     self.is_empty = False
     self._decisions.setdefault(decision, _now(decision))
 
-  def note_optimizer(self, optimizer) -> None:
+  def guard_on_optimizer(self, optimizer) -> None:
     """Adds an optimizer that a step was traced of (`optimizers.Watched`)."""
     if optimizer not in self._decisions:
       self.is_empty = False
@@ -191,44 +251,35 @@ class Guards:
       storages: of tensors that a trace has captured, or changes.
     """
     keys = set(map(id, storages))
-    self._members.follow(
+    self.modules.members.follow(
       lambda tensor: isinstance(tensor, Tensor) and id(tensor._storage) in keys
     )
 
   def members_edition(self) -> int:
     """How often a tensor or submodule of a module was found replaced by another one."""
-    edition = self._members.look()
+    edition = self.modules.members.look()
     if self._inner:
       for reference, _ in self._inner.values():
         inner = reference()
         edition += 0 if inner is None else inner.members_edition()
     return edition
 
-  def modules(self) -> Iterator[tuple[str, Values]]:
-    """The modules that are noted, by path."""
-    return _named([values for _, values in self._modules.values()])
-
   def described(self) -> dict[str, str]:
     """What is noted, by name: attributes, host tensors and decisions, as they are."""
     found: dict[str, str] = {}
-    for name, values in self.modules():
-      for attribute, text in values.shown():
+    for name, values in self.modules:
+      for attribute, text in values.describe():
         found[f"{name}.{attribute}"] = text
     for value in self._host.values():
       if not value.is_gone:
-        found[f"{value} (number {value.number})"] = value.shown()
+        found[f"{value} (number {value.number})"] = value.describe()
     for decision in self._decisions:
-      found[str(decision)] = decision.shown()
+      found[str(decision)] = decision.describe()
     for reference, _ in self._inner.values():
       inner = reference()
       if inner is not None:
         found |= {f"{inner.name}: {k}": v for k, v in inner.described().items()}
     return found
-
-  def _number(self) -> int:
-    self.is_empty = False
-    self._count += 1
-    return self._count
 
   @contextlib.contextmanager
   def watching(self, note: Callable) -> Iterator[None]:
@@ -241,7 +292,7 @@ class Guards:
 
     def hook(module, args):
       if threading.get_ident() == thread:
-        self.note_module(module)
+        self.guard_on_module(module)
         note(module)
 
     handle = register_module_forward_pre_hook(hook)
@@ -249,33 +300,9 @@ class Guards:
       yield
     finally:
       handle.remove()
-      self._after_trace()
-
-  def _after_trace(self) -> None:
-    """Counts what the function has changed itself, while it was traced."""
-    for number, values in self._modules.values():
-      before = values.now
-      values.look()
-      if values.now is before or values.now == before:
-        continue
-      for name in {**before, **values.now}:
-        if before.get(name) != values.now.get(name):
-          self._count_change(number, values.kind, name)
-    self._members.note()  # what the function itself replaces is a part of its trace
-    self._seen = (-2, -2)  # looked at anew before the next call
-    for value in list(self._host.values()):
-      value.require_followed()
-
-  def _count_change(self, number: int, kind: str, name: str) -> None:
-    changes = self._changes.get((number, name), 0) + 1
-    self._changes[number, name] = changes
-    if changes == MOST_CHANGES:
-      warnings.warn(
-        f"{self.name} changes {kind}.{name} each time it is traced, so it would be "
-        "compiled for ever. From now on the compiled function does not follow it: a "
-        "number that changes with every call has to be a tensor.",
-        stacklevel=2,
-      )
+      self.modules.end_trace()
+      for value in list(self._host.values()):
+        value.require_followed()
 
 
 def _named(noted: list[Values]) -> Iterator[tuple[str, Values]]:
@@ -332,7 +359,7 @@ class _OnHost:
       self._memory = _memory_of(value)
     return None if self._memory is None else self._memory.tobytes()
 
-  def shown(self) -> str:
+  def describe(self) -> str:
     """Its numbers, or those of them that tell it from another one."""
     value = self._reference()
     if value is None or self._nbytes > MOST_BYTES:

@@ -1,4 +1,4 @@
-"""Why a compiled function was compiled anew: what each of its traces was made for.
+"""Reasons of recompilations: the keys for which a function was traced.
 
 `TORCHAX_LOGS=recompiles` shows it as it happens (`torchax/logs.py`), and
 `torchax.explain` what is known of the last one.
@@ -14,40 +14,31 @@ logger = logging.getLogger("torchax.recompiles")
 # Earlier traces that the next one is compared with.
 MOST_TRACES = 8
 
-# What a program was compiled for: what Python decides by, by name.
-Form = dict[str, str]
+# All that Python decides by in a program, described by name.
+ProgramKey = dict[str, str]
 
 _ABSENT = "not there"
 
 
 class History:
-  """The traces of one function.
+  """Traces of one function.
 
   Attributes:
     count: how many there were.
-    reasons: what told the last one from the most similar one before.
+    reasons: differences of the last one from the most similar one before.
   """
 
   def __init__(self, name: str):
     self._name = name
     self.count = 0
     self.reasons: tuple[str, ...] = ()
-    self._forms: deque[Form] = deque(maxlen=MOST_TRACES)
+    self._keys: deque[ProgramKey] = deque(maxlen=MOST_TRACES)
 
-  @property
-  def form(self) -> Form:
-    """What the last trace was made for; {} before the first."""
-    return self._forms[-1] if self._forms else {}
-
-  def note(self, form: Form) -> None:
-    """Adds a trace.
-
-    Args:
-      form: what it was made for.
-    """
+  def record(self, key: ProgramKey) -> None:
+    """Add a trace that was made for this key."""
     self.count += 1
-    self.reasons = self._compared(form)
-    self._forms.append(form)
+    self.reasons = self._compared(key)
+    self._keys.append(key)
     if self.count > 1 and logs.are_on("recompiles"):
       reasons = "\n".join([f"  {reason}" for reason in self.reasons])
       logger.info("%s is compiled for the %s time:\n%s", *self._named(), reasons)
@@ -58,21 +49,21 @@ class History:
     ending = "th" if is_teen else endings.get(self.count % 10, "th")
     return self._name, f"{self.count}{ending}"
 
-  def _compared(self, form: Form) -> tuple[str, ...]:
-    if not self._forms:
+  def _compared(self, key: ProgramKey) -> tuple[str, ...]:
+    if not self._keys:
       return ()
     # Of equally similar ones the last.
-    fewest = min(reversed(self._forms), key=lambda before: len(_changes(before, form)))
-    changes = _changes(fewest, form)
+    fewest = min(reversed(self._keys), key=lambda before: len(_changes(before, key)))
+    changes = _changes(fewest, key)
     if not changes:
       return ("what was compiled for the same was dropped",)
     return tuple(
       [
-        f"{name}: {form.get(name, _ABSENT)}, before {fewest.get(name, _ABSENT)}"
+        f"{name}: {key.get(name, _ABSENT)}, before {fewest.get(name, _ABSENT)}"
         for name in changes
       ]
     )
 
 
-def _changes(before: Form, now: Form) -> list[str]:
+def _changes(before: ProgramKey, now: ProgramKey) -> list[str]:
   return [name for name in {**now, **before} if before.get(name) != now.get(name)]

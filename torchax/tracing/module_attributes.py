@@ -10,6 +10,7 @@ buffer, or what was read before, keeps its tensor, which takes the new numbers.
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -92,9 +93,14 @@ class Target:
 
 
 class Attributes:
-  """What the attributes of modules were when the modules were noted."""
+  """Attributes of modules, and states of optimizers, before a trace.
+
+  Attributes:
+    states: of the optimizers that were stepped, by identity (`optimizer_state.py`).
+  """
 
   def __init__(self):
+    self.states: dict[int, Any] = {}
     self._noted: dict[int, tuple[torch.nn.Module, list[tuple[dict, dict]]]] = {}
 
   def note(self, module: torch.nn.Module) -> None:
@@ -122,7 +128,7 @@ class Attributes:
       if is_born_in(assignment.value, boundary):
         assignment.undo()
 
-  def settle(self, boundary: Boundary, name: str, hands_out: bool) -> list[tuple]:
+  def take_out(self, boundary: Boundary, name: str, hands_out: bool) -> list[tuple]:
     """Takes back what was assigned; it takes effect when the function has run.
 
     Args:

@@ -125,7 +125,7 @@ class Values:
       containers.append((vars(module).values(), tuple(vars(module).values())))
     self.now, self.containers = now, containers
 
-  def shown(self) -> Iterator[tuple[str, str]]:
+  def describe(self) -> Iterator[tuple[str, str]]:
     """(name, value) of each, as messages have them."""
     module = self._reference()
     for name in self.now:

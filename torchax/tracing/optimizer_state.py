@@ -136,15 +136,17 @@ def record(
     boundary: of the trace.
     made: parameters whose state was made for the trace since, and stays.
   """
-  known = boundary.stepped.setdefault(id(optimizer), State(optimizer))
-  known.keep(made)
+  if boundary.attributes is not None:
+    states = boundary.attributes.states
+    states.setdefault(id(optimizer), State(optimizer)).keep(made)
 
 
-def settle(boundary: Boundary, hands_out: bool) -> list[tuple]:
+def take_out(boundary: Boundary, states: dict[int, State], hands_out: bool) -> list:
   """Take out of the optimizers what a trace has made; it is a result of each call.
 
   Args:
     boundary: of the trace.
+    states: of the optimizers that were stepped in it.
     hands_out: the tensors can be results of the function.
 
   Returns:
@@ -154,7 +156,7 @@ def settle(boundary: Boundary, hands_out: bool) -> list[tuple]:
     TracedStateError: they cannot, or something else than tensors has changed.
   """
   made = []
-  for state in boundary.stepped.values():
+  for state in states.values():
     found = state.made(boundary)
     if found and not hands_out:
       name = type(state.optimizer).__name__
@@ -163,11 +165,11 @@ def settle(boundary: Boundary, hands_out: bool) -> list[tuple]:
         "so that the state exists."
       )
     made += found
-  undo(boundary)
+  undo(states)
   return made
 
 
-def undo(boundary: Boundary, has_failed: bool = False) -> None:
+def undo(states: dict[int, State], has_failed: bool = False) -> None:
   """Give the optimizers that were stepped in a trace the state from before it."""
-  for state in boundary.stepped.values():
+  for state in states.values():
     state.undo(has_failed)

@@ -32,7 +32,7 @@ from torchax.tracing import optimizer_state
 
 
 class Watched:
-  """An optimizer that a traced function steps: a guard (`Guards.note_decision`)."""
+  """An optimizer that a traced function steps: a guard (`Guards.guard_on_number`)."""
 
   def __init__(self, optimizer: torch.optim.Optimizer):
     self._reference = weakref.ref(optimizer)
@@ -66,7 +66,7 @@ class Watched:
   def __str__(self) -> str:
     return f"{type(self._reference()).__name__}.param_groups"
 
-  def shown(self) -> str:
+  def describe(self) -> str:
     """What Python decides by, for messages: all but the numbers that are operands."""
     optimizer = self._reference()
     groups = [] if optimizer is None else optimizer.param_groups
@@ -231,7 +231,7 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
   if any(_counts_on_host(state) for state in optimizer.state.values()):
     raise optimizer_state.on_host(optimizer, "step")
   for guards in boundary.guards_around():
-    guards.note_optimizer(Watched(optimizer))
+    guards.guard_on_optimizer(Watched(optimizer))
   return (_Step(optimizer).copy, *args[1:]), kwargs
 
 

@@ -13,6 +13,37 @@ _known: "weakref.WeakValueDictionary[tuple, Specialization]"
 _known = weakref.WeakValueDictionary()
 
 
+class CapturedTensors(list[Tensor]):
+  """List of captured tensors, in the order of the operands."""
+
+  __slots__ = ("__weakref__",)
+
+
+class CaptureKey:
+  """Key of the captured tensors for which programs are compiled, by its identity.
+
+  It refers to them weakly, since JAX's caches keep it.
+
+  Attributes:
+    edition: how often the function has got other tensors to capture.
+  """
+
+  __slots__ = ("edition", "_reference")
+
+  def __init__(self, edition: int, tensors: CapturedTensors):
+    self.edition = edition
+    self.refer_to(tensors)
+
+  def refer_to(self, tensors: CapturedTensors) -> None:
+    """Take a list in which gradients have come or gone."""
+    self._reference = weakref.ref(tensors)
+
+  @property
+  def tensors(self) -> list[Tensor]:
+    """The tensors; none where the function captures others by now."""
+    return self._reference() or []
+
+
 @jax.tree_util.register_static
 class Specialization:
   """What a trace is made for besides shapes and dtypes.
@@ -30,8 +61,7 @@ class Specialization:
     no_grad: called under `torch.no_grad`.
     default_dtype: torch's, which decides what integers and factories give.
     autocast: the dtype of the autocast around the call, or None.
-    edition: how often the captured tensors have come to lie otherwise in memory, or
-      were replaced by others.
+    captures: the captured tensors; None for none.
     guards: the differences from what the function decided by at first (`Guards`).
     environments: the one that is on, and that of each argument leaf; empty where all
       are the default one.
@@ -39,7 +69,7 @@ class Specialization:
 
   __slots__ = (
     *("same", "overlapping", "has_grad", "extra", "wants_grad", "no_grad"),
-    *("default_dtype", "autocast", "edition", "guards", "environments", "__weakref__"),
+    *("default_dtype", "autocast", "captures", "guards", "environments", "__weakref__"),
   )
 
   @classmethod
@@ -53,13 +83,13 @@ class Specialization:
     no_grad=False,
     default_dtype=torch.float32,
     autocast=None,
-    edition=0,
+    captures=None,
     guards=(),
     environments=(),
   ) -> "Specialization":
     """The one with these attributes; always the same object."""
     attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
-    attributes += (default_dtype, autocast, edition, guards, environments)
+    attributes += (default_dtype, autocast, captures, guards, environments)
     with _interning:
       known = _known.get(attributes)
       if known is None:
@@ -69,7 +99,7 @@ class Specialization:
       return known
 
 
-ORDINARY_ATTRIBUTES = ((), (), (), None, None, False, torch.float32, None, 0, (), ())
+ORDINARY_ATTRIBUTES = ((), (), (), None, None, False, torch.float32, None, None, (), ())
 ORDINARY = Specialization.of()
 """No argument repeats another one, and nothing else matters."""
 

@@ -10,6 +10,7 @@ functions close over are operands. Where torch records gradients, the transforme
 function is recorded as one operation, which JAX differentiates.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ import jax
 import torch
 
 from torchax.core import grad_mode
+from torchax.core.static_values import StaticValue
 from torchax.core.storage import Storage
 from torchax.dispatch import autograd
 from torchax.errors import MutationError, RngError
-from torchax.rng import Advance
+from torchax.rng import Advance, NewOperands
 from torchax.tensor import Tensor
 from torchax.tracing import environments, static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
@@ -31,9 +33,9 @@ from torchax.tracing.effects import (
   WriteArgument,
   WriteStorage,
 )
-from torchax.tracing.functionalize import Traced
 from torchax.tracing.names import name_of
 from torchax.tracing.specialization import Specialization
+from torchax.tracing.trace import Options, Traced
 
 
 class Result(NamedTuple):
@@ -81,26 +83,21 @@ class Transformed:
     self._functions = functions
     self._lower = lower
     self._may_change = may_change
-    self._branch = 0
-    self.traced = Traced(
-      self._run_branch, lifts=True, records=True, hands_out=hands_out
-    )
+    self.traced = Traced(self._run_branch, Options(True, True, hands_out))
     self.traced.pure.__name__ = self.traced.__name__ = name
     # Captured tensors that the functions change.
     self.changing: list[Storage] = []
-    # Those that the last trace has found.
-    self._found: list[Storage] = []
+    # What the trace in progress has met without an operand (`NewOperands`).
+    self._needs: list[Callable] = []
     # How far a call moves its stream, as far as earlier traces have shown.
     self.known = Advance()
     self.times = times
-    # Whether the last call drew numbers.
-    self.has_drawn = False
     # Of the arguments, and of the last trace's results; see `environments.py`.
     self._of_call: tuple = ()
     self._of_results: tuple = ()
 
-  def _run_branch(self, *args, **kwargs):
-    return self._functions[self._branch](*args, **kwargs)
+  def _run_branch(self, branch: int, *args):
+    return self._functions[branch](*args)
 
   def __call__(self, args: tuple):
     """Runs the functions on a tuple of trees of tensors, arguments for `lower`."""
@@ -116,10 +113,11 @@ class Transformed:
           "known before it runs. Use `scan` or `fori_loop` with numbers for bounds, or "
           "draw from the environment's stream."
         )
-      self.changing += self._found
-      self._found = []
-      with self.traced.pure.deferring():
-        return self._run(rng, leaves, arrays, treedef)
+      self._needs = []
+      result = self._run(rng, leaves, arrays, treedef)
+      if self._needs:  # JAX has finished its trace
+        raise NewOperands(self._needs)
+      return result
 
     out, states = self.traced.pure.run(run, self._count)
     for storage, array in zip(self.changing, states):
@@ -133,15 +131,15 @@ class Transformed:
     return 1 if self.times is None else self.times
 
   def _run(self, rng, leaves, arrays, treedef):
-    captured = self.traced.captured_arrays()
+    captures = self.traced.captures
+    captured, _ = captures.operands(self.traced.guards)
     operands = [*captured, *arrays]
-    tensors = [*map(self._with_gradient, self.traced.captured), *leaves]
+    tensors = [*map(self._with_gradient, captures.tensors), *leaves]
     count = len(captured)
     # Only what needs a gradient: torch forbids changes in place of what it keeps.
     places = [n for n, t in enumerate(tensors) if _is_tensor(t) and t.requires_grad]
     if not (places and torch.is_grad_enabled()):
       out, states, advance = self._apply(rng, captured, arrays, treedef)
-      self.has_drawn = advance is not None
       return (out, states), advance
     advances: list[Advance | None] = []
 
@@ -159,7 +157,6 @@ class Transformed:
     function = autograd.ArrayFunction(on_arrays, saves_residuals=True, compiled=False)
     result = autograd.call(function, [tensors[place] for place in places])
     advance = advances[-1]
-    self.has_drawn = advance is not None
     if advance is not None and advance.seedings:
       raise RngError(
         f"{self.name} seeds its random stream while a gradient is recorded. Seed "
@@ -169,7 +166,7 @@ class Transformed:
 
   def _with_gradient(self, tensor: Tensor) -> Tensor:
     """A captured tensor as one that depends on the leaves that are views of it."""
-    leaves = self.traced.view_leaves.get(id(tensor._storage))
+    leaves = self.traced.captures.view_leaves.get(id(tensor._storage))
     if leaves is None or tensor.requires_grad or not torch.is_grad_enabled():
       return tensor
 
@@ -187,17 +184,18 @@ class Transformed:
 
   def _call(self, branch: int, rng, captured, args) -> Result:
     """Runs one of the functions in the trace in progress."""
-    self._branch = branch
     self.traced.__name__ = f"{name_of(self._functions[branch])} (in {self.name})"
-    if self._of_call:  # a branch of `switch` is not given the first argument
-      on, *of_leaves = self._of_call
+    environments = self._of_call
+    if environments:  # a branch of `switch` is not given the first argument
+      on, *of_leaves = environments
       count = len(jax.tree.leaves(args))
-      specialization = Specialization.of(
-        extra=branch, environments=(on, *of_leaves[len(of_leaves) - count :])
-      )
-    else:
-      specialization = Specialization.of(extra=branch)
-    (out, effects), advance = self.traced.pure(rng, (captured, specialization), *args)
+      environments = (on, *of_leaves[len(of_leaves) - count :])
+    key = self.traced.captures.key
+    operands = (captured, Specialization.of(captures=key, environments=environments))
+    (out, effects), advance, needs = self.traced.trace(
+      rng, operands, StaticValue(branch), *args
+    )
+    self._needs += needs
     effects = Effects() if effects is None else effects
     self._of_results = effects.environments
     advance = Advance() if advance is None else advance
@@ -219,15 +217,16 @@ class Transformed:
         f"A function in {self.name} changes {len(written)} tensor(s) that are not its "
         "arguments, to other numbers in each of its calls. Return them instead."
       )
-    known = [*self.changing, *self._found]
-    new = [storage for storage in written if storage not in known]
+    new = [storage for storage in written if storage not in self.changing]
     if new:
-      self._found += new
-      self.traced.pure.retrace()
+      self._needs.append(functools.partial(self._add_changing, new))
     return [
       written.get(storage, array)
       for storage, array in zip(self.changing, self.states_of(captured))
     ]
+
+  def _add_changing(self, storages: list[Storage]) -> None:
+    self.changing += [s for s in storages if s not in self.changing]
 
   def with_states(self, captured, states) -> tuple:
     """Captured arrays, with those of the changing tensors replaced."""
@@ -241,15 +240,14 @@ class Transformed:
     return [captured[place] for place in self._places()]
 
   def _places(self) -> list[int]:
-    storages = [tensor._storage for tensor in self.traced.captured]
+    storages = [tensor._storage for tensor in self.traced.captures.tensors]
     return [storages.index(storage) for storage in self.changing]
 
   def require_known(self, advance: Advance) -> None:
-    """Traces again where a call moves its stream otherwise than was known."""
+    """Have the trace repeated if a call moves its stream otherwise than was known."""
     found = advance.without_log()
     if found != self.known:
-      self.known = found
-      self.traced.pure.retrace()
+      self._needs.append(functools.partial(setattr, self, "known", found))
 
 
 def _is_tensor(value) -> bool:

@@ -1,4 +1,4 @@
-"""Draws that a ledger has noted, made again; for `torchax.rng.replay`."""
+"""Replay of draws that a ledger has recorded; for `torchax.rng.replay`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a program was compiled for, in words: for `History` and `torchax.explain`."""
+"""Keys of programs, described for `History` and `torchax.explain`."""
 
 import inspect
 import itertools
@@ -10,16 +10,16 @@ import torch
 
 from torchax.core.static_values import StaticValue, in_words
 from torchax.tensor import Tensor
-from torchax.tracing.history import Form
+from torchax.tracing.history import ProgramKey
 from torchax.tracing.names import name_of, signature_of
 from torchax.tracing.specialization import is_trained
 from torchax.tracing.static_arguments import HiddenGenerator
 
 
-def form_of(
+def key_of_call(
   traced, specialization, args: tuple, kwargs: dict[str, Any]
-) -> tuple[Form, list[str]]:
-  """What a trace is made for, by name, and the names of the argument leaves.
+) -> tuple[ProgramKey, list[str]]:
+  """Return the key of a trace, and the names of the argument leaves.
 
   Args:
     traced: the function (`Traced`).
@@ -27,38 +27,38 @@ def form_of(
     args, kwargs: arrays or tracers, and static values.
   """
   found = list(arguments(traced.function, args, kwargs))
-  form = {name: described(leaf) for name, leaf in found}
+  key = {name: described(leaf) for name, leaf in found}
   names = [name for name, leaf in found if not _is_static(leaf)]
-  form |= _of_specialization(specialization, names, traced)
-  return form | traced.guards.described(), names
+  key |= _of_specialization(specialization, names, traced)
+  return key | traced.guards.described(), names
 
 
-def _of_specialization(specialization, leaves: list[str], traced) -> Form:
+def _of_specialization(specialization, leaves: list[str], traced) -> ProgramKey:
   captured = captured_names(traced)
-  form = {"torch.is_grad_enabled()": str(not specialization.no_grad)}
-  form["torch.get_default_dtype()"] = str(specialization.default_dtype)
+  key = {"torch.is_grad_enabled()": str(not specialization.no_grad)}
+  key["torch.get_default_dtype()"] = str(specialization.default_dtype)
   if specialization.autocast is not None:
-    form["autocast"] = str(specialization.autocast)
+    key["autocast"] = str(specialization.autocast)
   if specialization.extra is not None:
-    form["compiled for"] = str(specialization.extra)
+    key["compiled for"] = str(specialization.extra)
   for place, earlier in specialization.same:
-    form[f"tensor of {leaves[place]}"] = f"that of {leaves[earlier]}"
+    key[f"tensor of {leaves[place]}"] = f"that of {leaves[earlier]}"
   for place in specialization.overlapping:
-    form[f"memory of {leaves[place]}"] = "shared with another argument"
+    key[f"memory of {leaves[place]}"] = "shared with another argument"
   if specialization.wants_grad is not None:
     recorded = zip([*leaves, *captured], specialization.wants_grad)
     needed = [name for name, is_needed in recorded if is_needed]
-    form["gradients recorded for"] = ", ".join(needed)
+    key["gradients recorded for"] = ", ".join(needed)
   if specialization.has_grad:
-    trained = [n for n, t in zip(captured, traced.captured) if is_trained(t)]
+    trained = [n for n, t in zip(captured, traced.captures.tensors) if is_trained(t)]
     there = itertools.compress(trained, specialization.has_grad)
-    form["gradients that are there"] = ", ".join(there) or "none"
+    key["gradients that are there"] = ", ".join(there) or "none"
   if specialization.environments:
     numbers = [str(env.streams.number) for env in specialization.environments]
-    form["environments"] = ", ".join(numbers)
-  if specialization.edition:
-    form["tensors and modules replaced"] = f"{specialization.edition} times"
-  return form
+    key["environments"] = ", ".join(numbers)
+  if specialization.captures is not None and specialization.captures.edition:
+    key["tensors and modules replaced"] = f"{specialization.captures.edition} times"
+  return key
 
 
 def arguments(
@@ -81,7 +81,7 @@ def arguments(
 def captured_names(traced) -> list[str]:
   """Names of the tensors that a function closes over, by the modules that hold them."""
   names: dict[int, str] = {}
-  for root, values in traced.guards.modules():
+  for root, values in traced.guards.modules:
     module = values.module
     tables = (module._parameters, module._buffers, vars(module))
     for name, value in itertools.chain.from_iterable(map(dict.items, tables)):
@@ -94,7 +94,7 @@ def captured_names(traced) -> list[str]:
       names.setdefault(id(tensor._storage), name)
   return [
     names.get(id(tensor._storage), f"tensor {number} that is closed over")
-    for number, tensor in enumerate(traced.captured)
+    for number, tensor in enumerate(traced.captures.tensors)
   ]
 
 

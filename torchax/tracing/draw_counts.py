@@ -1,4 +1,4 @@
-"""What a function would draw, found by tracing it; for `torchax.rng.explain`."""
+"""Draws of a call, counted by a dry run of its trace; for `torchax.rng.explain`."""
 
 import functools
 from collections.abc import Callable
@@ -9,12 +9,12 @@ import jax
 from torchax.rng import Ledger, ledger
 from torchax.tracing import soundness
 from torchax.tracing.conversions import arrays_of
-from torchax.tracing.functionalize import Traced
+from torchax.tracing.trace import Options, Traced
 
 
-def foretell(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
+def dry_run(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
   """The draws of a call that is not made; see `torchax.rng.explain`."""
-  traced = Traced(torch_function, lifts=False, hands_out=True)
+  traced = Traced(torch_function, Options(hands_out=True))
   leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))
   places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
   advances = []
@@ -24,7 +24,7 @@ def foretell(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> L
     for place, array in zip(places, arrays):
       values[place] = array
     args, kwargs = jax.tree.unflatten(treedef, values)
-    out, advance = traced.pure(operands, ((), None), *args, **kwargs)
+    out, advance = traced(operands, ((), None), *args, **kwargs)
     advances.append(advance)
     return out
 

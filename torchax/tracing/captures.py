@@ -1,0 +1,285 @@
+"""Captures: tensors and numbers from outside that a function reads, as operands.
+
+They are found while the function is traced. A trace that has met another one is thrown
+away, and repeated with an operand for it.
+"""
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+
+import jax
+import torch
+
+from torchax.compat import jax_compat
+from torchax.core.boundary import Boundary, Shadow
+from torchax.core.chains import WHOLE
+from torchax.core.host_numbers import Expression
+from torchax.core.storage import Rebindings, Storage, active
+from torchax.environment import default_env
+from torchax.tensor import Tensor, new_tensor
+from torchax.tracing.guards import Guards
+from torchax.tracing.specialization import CapturedTensors, CaptureKey, is_trained
+
+_array_of_storage = operator.attrgetter("array")
+
+# States of a guess.
+_NONE, _DUE, _MADE = range(3)
+
+
+class Captures:
+  """Tensors that a function closes over.
+
+  Args:
+    tensors: known ones.
+    guess_from: a function that names modules, whose tensors are taken for captured
+      until the first trace; None for no guess.
+
+  Attributes:
+    tensors: the tensors; the list is never changed in place, since other threads may
+      be using it.
+    key: of the tensors, for which programs are compiled.
+    view_leaves: leaves that are views, such as `nn.Parameter(x[0])`, by the identity of
+      the storage. Its tensor is captured, and has no gradient itself.
+    gradients: index of the captured `.grad` of each captured leaf that has one.
+    touches_grad: a trace has met a gradient of a captured leaf, which comes and goes.
+    storages: of the tensors.
+  """
+
+  def __init__(
+    self, tensors: Sequence[Tensor] = (), guess_from: Callable | None = None
+  ):
+    self.tensors = CapturedTensors(tensors)
+    self.key = CaptureKey(0, self.tensors)
+    self.view_leaves: dict[int, list[Tensor]] = {}
+    self.gradients: dict[Tensor, int] = {}
+    self.touches_grad = False
+    self._guess_from = guess_from
+    # A guess is due before a call, or was made, which the next trace confirms.
+    self._guess_state = _DUE if guess_from is not None and not tensors else _NONE
+    self.storages: list[Storage] = []
+    # Views and shared storages of the tensors, by which programs read them.
+    self._layout: tuple = ()
+    self._is_in_trace = False
+    self._rebindings = -1
+    self._members_edition = 0
+    self._look()
+
+  # Before a call ----------------------------------------------------------------------
+
+  def operands(self, guards: Guards) -> tuple[tuple[jax.Array, ...], CaptureKey | None]:
+    """Return the arrays for a call, and the key of what they are the arrays of.
+
+    Args:
+      guards: of the function.
+    """
+    if not guards.is_empty:
+      edition = guards.members_edition()
+      is_other = edition != self._members_edition
+      if is_other or guards.optimizers and guards.has_other_state():
+        self._find_again(edition)
+    if self._guess_state == _DUE:
+      self._guess()
+    if self._rebindings != Rebindings.count:
+      self._follow_rebindings()
+    if self.gradients:
+      self._follow_gradients()
+    if self._is_in_trace:
+      self._drop_dead()
+    key, tensors, storages = self.key, self.tensors, self.storages
+    if not tensors:
+      return (), key if key.edition else None
+    if active.boundary is None and len(storages) == len(tensors):
+      return tuple(map(_array_of_storage, storages)), key
+    return tuple([tensor._storage.read(tensor) for tensor in tensors]), key
+
+  def has_gradients(self) -> tuple[bool, ...]:
+    """Return for each captured leaf whether it has a gradient, where that matters."""
+    if not self.touches_grad:
+      return ()
+    return tuple([t.grad is not None for t in self.tensors if is_trained(t)])
+
+  def _find_again(self, edition: int) -> None:
+    """Start over after a module or an optimizer has got another tensor."""
+    self._members_edition = edition
+    self.view_leaves = {}
+    self._guess_state = _NONE if self._guess_from is None else _DUE
+    self._replace([], is_other_edition=True)
+
+  def _guess(self) -> None:
+    """Take the tensors of the modules that the function names for captured."""
+    self._guess_state = _NONE
+    if self.tensors or active.boundary is not None:
+      return  # in another function's trace all that it reads is captured there too
+    found: dict[int, Tensor] = {}
+    for module in reachable_modules(self._guess_from):
+      for part in module.modules():
+        tables = (part._parameters, part._buffers, vars(part))
+        for value in itertools.chain.from_iterable(map(dict.values, tables)):
+          if type(value) is Tensor and (value.is_leaf or not value.requires_grad):
+            found.setdefault(id(value._storage), value)
+    self._replace(list(found.values()))
+    self._guess_state = _MADE if found else _NONE
+
+  def _follow_rebindings(self) -> None:
+    """Look again at tensors that may have other memory, or be on another device."""
+    tensors = [tensor for tensor in self.tensors if isinstance(tensor, Tensor)]
+    before = self._layout
+    if len(tensors) == len(self.tensors):
+      self._look()
+    if len(tensors) != len(self.tensors) or self._layout != before:
+      self._replace(tensors, is_other_edition=True)
+
+  def _follow_gradients(self) -> None:
+    """Replace each captured `.grad` by what the leaf has now, or drop it."""
+    captured: list = list(self.tensors)
+    for leaf, index in self.gradients.items():
+      captured[index] = leaf.grad
+    if any(map(operator.is_not, captured, self.tensors)):
+      self.tensors = CapturedTensors([t for t in captured if t is not None])
+      self.key.refer_to(self.tensors)
+      if len(self.tensors) < len(captured):
+        self._look()
+      else:
+        self._look_at_storages()
+
+  def _drop_dead(self) -> None:
+    """Drop tensors of an outer trace that has ended."""
+    births = [tensor._storage.birth for tensor in self.tensors]
+    if any(birth is not None and birth.closed for birth in births):
+      pairs = zip(self.tensors, births)
+      self._replace([t for t, birth in pairs if birth is None or not birth.closed])
+
+  def _replace(self, tensors: list[Tensor], is_other_edition: bool = False) -> None:
+    """Take other tensors, for which other programs are compiled."""
+    self.tensors = CapturedTensors(tensors)
+    self.key = CaptureKey(self.key.edition + is_other_edition, self.tensors)
+    self._look()
+
+  def _look(self) -> None:
+    """Derive from the tensors what a call has to look at."""
+    tensors = self.tensors
+    self._rebindings = Rebindings.count
+    self._look_at_storages()
+    first = {id(storage): n for n, storage in enumerate(self.storages)}
+    shared = [first[id(storage)] for storage in self.storages]
+    self._layout = ([tensor._chain for tensor in tensors], shared)
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    self.gradients = {
+      t: indices[id(t.grad)]
+      for t in tensors
+      if is_trained(t) and t.grad is not None and id(t.grad) in indices
+    }
+
+  def _look_at_storages(self) -> None:
+    self.storages = [tensor._storage for tensor in self.tensors]
+    self._is_in_trace = any([s.birth is not None for s in self.storages])
+
+  # After a trace ----------------------------------------------------------------------
+
+  def wrong_guesses(self, boundary: Boundary, lifted: Sequence[Tensor]) -> list[Tensor]:
+    """Return what was captured by a guess, and was not touched by the first trace.
+
+    A module's own method keeps all tensors of the module.
+    """
+    state, self._guess_state = self._guess_state, _NONE
+    if state != _MADE or module_of(self._guess_from) is not None:
+      return []
+    return [t for t in lifted if not boundary.shadows[id(t._storage)].is_touched]
+
+  def drop(self, tensors: Sequence[Tensor]) -> None:
+    """Let go of tensors that are not needed."""
+    dropped = set(map(id, tensors))
+    self._replace([t for t in self.tensors if id(t) not in dropped])
+
+  def missing(self, boundary: Boundary, lifted: Sequence[Tensor]) -> list[Tensor]:
+    """Return a tensor for each storage that a trace has met without an operand."""
+    known = {id(t._storage) for t in lifted}
+    if boundary.shadows.keys() <= known:
+      return []
+    roots = {id(t._storage): t for t in (boundary.roots or {}).values()}
+    shadows = [shadow for key, shadow in boundary.shadows.items() if key not in known]
+    env = default_env()
+    return [_tensor_of(s, env, roots.get(id(s.storage))) for s in shadows]
+
+  def add(self, tensors: Sequence[Tensor], roots: Sequence[Tensor] = ()) -> None:
+    """Capture tensors.
+
+    Args:
+      tensors: that a trace has met.
+      roots: those that it has read and that need a gradient.
+    """
+    for leaf in roots:
+      if leaf.is_leaf and leaf._chain is not WHOLE:
+        self.view_leaves.setdefault(id(leaf._storage), []).append(leaf)
+    known = set(map(id, self.storages))
+    new = [tensor for tensor in tensors if id(tensor._storage) not in known]
+    self._replace(self.tensors + new)
+
+
+def _tensor_of(shadow: Shadow, env, root: Tensor | None) -> Tensor:
+  """The tensor that read the storage, or one for a storage that was only written."""
+  found = shadow.tensor if shadow.tensor is not None else root
+  if found is not None and found._chain is WHOLE:
+    return found
+  tensor = new_tensor(shadow.storage.array, env)
+  tensor._storage = shadow.storage
+  return tensor
+
+
+def module_of(function) -> torch.nn.Module | None:
+  """Return the module that a function is, or is a method of."""
+  owner = getattr(function, "__self__", function)
+  return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def reachable_modules(function) -> list[torch.nn.Module]:
+  """The modules that a function names: its own, and those that it closes over."""
+  found: list = []
+  while isinstance(function, functools.partial):
+    found += [*function.args, *function.keywords.values()]
+    function = function.func
+  found += [function, getattr(function, "__self__", None)]
+  code = getattr(function, "__code__", None)
+  if code is not None:
+    names = function.__globals__
+    found += [names[name] for name in code.co_names if name in names]
+    found += function.__defaults__ or ()
+    for cell in function.__closure__ or ():
+      with contextlib.suppress(ValueError):  # a name that has no value yet
+        found.append(cell.cell_contents)
+  return [value for value in found if isinstance(value, torch.nn.Module)]
+
+
+class Numbers:
+  """Numbers of the host that are operands of a call.
+
+  Attributes:
+    expressions: how each is computed, in the order of the operands.
+  """
+
+  def __init__(self):
+    self.expressions: tuple[Expression, ...] = ()
+    # Values and operands of the last call.
+    self._last: tuple = ((), ())
+
+  def add(self, expressions: Sequence[Expression]) -> None:
+    """Take numbers that a trace has met as operands."""
+    new = [number for number in expressions if number not in self.expressions]
+    self.expressions = (*self.expressions, *new)
+
+  def operands(self) -> tuple:
+    """Return the operands of a call."""
+    if active.boundary is not None:
+      return tuple(map(active.boundary.number, self.expressions))
+    values = tuple([number.now() for number in self.expressions])
+    before, operands = self._last
+    # A number that stays is an array from its second call on, which costs less.
+    if before != values or 0.0 in values:
+      operands = values
+    elif operands is before and jax_compat.is_top_level():
+      operands = tuple(map(jax.numpy.asarray, values))
+    self._last = (values, operands)
+    return operands
