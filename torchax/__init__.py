@@ -37,7 +37,7 @@ from torchax.environment import Environment, default_env
 from torchax.functions import (
   factories,
   indexing,
-  linear,
+  layers,
   reshapes,
   shortcuts,
 )
@@ -169,7 +169,7 @@ def _compose() -> None:
   generator.register(lambda kind: kind == "cuda" and _means_jax(kind))
   factories.register_kernels()
   higher_order.register_kernels()
-  linear.register_kernels()
+  layers.register_kernels()
   distributed.register()
   applied_functions.register()
   torch_compat.keep_from_dynamo(

@@ -3,8 +3,11 @@
 An integer tensor without dimensions, which is an index like a Python number, may have
 no value yet: inside a JAX trace it becomes the start of a dynamic slice.
 
-The choice of elements is in `ops/jaten/indexing.py`.
+The choice of elements is in `ops/jaten/indexing.py`. `take_along_dim` and
+`unravel_index` are here because torch's forms insist on 64-bit indices.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +15,15 @@ import numpy as np
 import torch
 
 from torchax.compat import jax_compat
-from torchax.core import mappings
+from torchax.core import mappings, out_of_range
 from torchax.core.chains import TracedIndexInfo
 from torchax.core.explanations import not_assignable
 from torchax.core.storage import ReadOnly, Unplaced
 from torchax.dispatch.views import of_grad_mode
-from torchax.registry.names import aten
+from torchax.functions.builtin import register_function
+from torchax.registry.index_rules import along
+from torchax.registry.names import aten, functions, methods
+from torchax.registry.operators import Kind
 from torchax.tensor import Tensor, is_traced, new_tensor
 
 _getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
@@ -37,20 +43,17 @@ def _setitem_handler(args, kwargs):
   tensor, index, value = args
   if not isinstance(tensor, Tensor):
     return _setitem(tensor, index, value)
-  if isinstance(value, bool | int | float | complex) and _is_basic(index):
-    return _fill(tensor, _getitem(tensor, index), value)
+  if isinstance(value, bool | int | float | complex):
+    parts = index if type(index) is tuple else (index,)
+    if all(type(part) in _OF_VIEWS for part in parts):
+      return _fill(tensor, _getitem(tensor, index), value)
   index, value = index_of(index, tensor), _value_of(value, tensor)
   if _needs_care(index):
     return write(tensor, index, value)
   return _setitem(tensor, index, value)
 
 
-def _is_basic(index) -> bool:
-  """True for an index whose result is a view: integers, slices, None, Ellipsis."""
-  parts = index if type(index) is tuple else (index,)
-  return all(type(part) in _OF_VIEWS for part in parts)
-
-
+# Parts of an index whose result is a view.
 _OF_VIEWS = frozenset({int, slice, type(None), type(Ellipsis), torch.SymInt})
 
 
@@ -322,3 +325,50 @@ def register_functions(env) -> None:
   env.functions.add(_setitem, _setitem_handler)
   for func in (torch.tensor_split, torch.Tensor.tensor_split):
     env.functions.add(func, _tensor_split(func))
+
+
+# --- Composite forms that insist on 64-bit indices ----------------------------------
+# Without x64 an index tensor on jax is 32 bits wide; the numbers are the same.
+
+
+def _flat_rules(input, indices, dim=None):
+  if dim is None:
+    yield along(indices, math.prod(input.shape), 0, RuntimeError)
+
+
+@register_function(functions.take_along_dim, methods.take_along_dim, rules=_flat_rules)
+def _take_along_dim(input, indices, dim=None):
+  if indices.dtype not in (jnp.int32, jnp.int64):
+    raise RuntimeError(
+      "torch.take_along_dim(): dtype of indices should be Long but got "
+      f"{indices.dtype}."
+    )
+  if dim is None:
+    places = out_of_range.from_start(indices.ravel(), input.size)
+    return out_of_range.read(input.ravel(), places, 0)
+  if input.ndim != indices.ndim:
+    raise RuntimeError(
+      "torch.take_along_dim(): input and indices should have the same number of "
+      f"dimensions, but got {input.ndim} dimensions for input, and {indices.ndim} "
+      "dimensions for indices"
+    )
+  # Along a dimension torch takes any number, modulo its size.
+  places = indices % max(input.shape[dim], 1) if input.ndim else indices
+  return out_of_range.read(input, places, dim)
+
+
+@register_function(functions.unravel_index, kind=Kind.TENSORS)
+def _unravel_index(indices, shape):
+  """Coordinates of flat indices; torch makes a tensor of the strides on the way."""
+  if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
+    raise TypeError(
+      f"expected 'indices' to be an integer tensor, but got one of {indices.dtype}"
+    )
+  sizes = [shape] if isinstance(shape, int) else list(shape)
+  if any(size < 0 for size in sizes):
+    raise ValueError(f"'shape' cannot have negative values, but got {tuple(sizes)}")
+  coordinates = []
+  for size in reversed(sizes):
+    coordinates.append(indices % size)
+    indices = indices.div(size, rounding_mode="floor")
+  return tuple(reversed(coordinates))

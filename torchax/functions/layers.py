@@ -1,6 +1,7 @@
-"""Linear maps, caught above ATen to contract the weight as it lies.
+"""Layers that are one operation here: linear maps, normalisation, one-hot, rrelu.
 
-torch's composite form transposes the weight first, which XLA does not always fold.
+`linear` contracts the weight as it lies: torch's composite form transposes it first,
+which XLA does not always fold.
 """
 
 import jax.numpy as jnp
@@ -12,8 +13,13 @@ from torchax.core import out_of_range
 from torchax.environment import default_env
 from torchax.functions.builtin import register_function
 from torchax.ops.builtin import op
+from torchax.ops.jaten.normalize import (
+  _aten__fused_rms_norm,
+  _aten_native_layer_norm,
+  _aten_native_layer_norm_backward,
+)
 from torchax.registry.index_rules import Range
-from torchax.registry.names import aten
+from torchax.registry.names import F, aten, functions
 from torchax.registry.operators import Kind
 from torchax.tensor import Tensor
 
@@ -93,3 +99,69 @@ def register_kernels() -> None:
 
   # The key of jax tensors above the one at which Python sees an operation.
   torch_compat.register_kernel("one_hot", kernel, "AutogradMeta")
+
+
+# --- Normalisation ------------------------------------------------------------------
+# torch's layer normalisation has two further results for its own backward formula, and
+# its RMS normalisation is a chain of operations, unless the device is CUDA. Here the
+# gradient of the first computes the statistics again and takes torch's formula, a
+# fourth of the program that JAX makes of it; JAX differentiates the other.
+
+
+def _layer_norm_backward(
+  grad, input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
+):
+  _, mean, rstd = _aten_native_layer_norm(input, normalized_shape, None, None, eps)
+  gradients = _aten_native_layer_norm_backward(
+    grad, input, normalized_shape, mean, rstd, weight, bias, (True, True, True)
+  )
+  return [gradient for gradient in gradients if gradient is not None]
+
+
+@register_function(
+  F.layer_norm,
+  functions.layer_norm,
+  dynamic=("eps",),
+  backward=_layer_norm_backward,
+)
+def _layer_norm(
+  input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
+):
+  return _aten_native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+
+
+@register_function(F.rms_norm, functions.rms_norm, dynamic=("eps",))
+def _rms_norm(input, normalized_shape, weight=None, eps=None):
+  if input.ndim < len(normalized_shape):
+    raise ValueError(
+      f"Input tensor must have at least {len(normalized_shape)} dimensions, but got "
+      f"{input.ndim}"
+    )
+  return _aten__fused_rms_norm(input, normalized_shape, weight, eps)[0]
+
+
+# --- Randomised leaky ReLU ----------------------------------------------------------
+# A product with slopes that were drawn before. torch writes the slopes into a tensor
+# that it has already kept for the gradient; a checkpoint takes what is kept as it is at
+# that time, and would find no slopes in it.
+
+_slopes = aten.rrelu_with_noise_functional.default
+
+
+@register_function(torch.rrelu, kind=Kind.TENSORS)
+def _torch_rrelu(input, lower=1 / 8, upper=1 / 3, training=False, generator=None):
+  if not training:
+    return aten.rrelu_with_noise(input, input.detach(), lower, upper, False)
+  values = input.detach()
+  _, slopes = _slopes(values, torch.empty_like(values), lower, upper, True, generator)
+  return input * slopes
+
+
+@register_function(torch.rrelu_, kind=Kind.TENSORS)
+def _torch_rrelu_(input, *args, **kwargs):
+  return input.copy_(_torch_rrelu(input, *args, **kwargs))
+
+
+@register_function(F.rrelu, kind=Kind.TENSORS)
+def _rrelu(input, lower=1 / 8, upper=1 / 3, training=False, inplace=False):
+  return (_torch_rrelu_ if inplace else _torch_rrelu)(input, lower, upper, training)
