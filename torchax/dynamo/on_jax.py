@@ -20,6 +20,7 @@ from torchax.environment import env_on
 from torchax.graphs import higher_order
 from torchax.graphs.fx import (
   add_input,
+  at_sites,
   attribute,
   example,
   example_tensors,
@@ -27,7 +28,6 @@ from torchax.graphs.fx import (
   inputs,
   where,
 )
-from torchax.graphs.sites import at_sites
 from torchax.interop import jax_jit
 from torchax.tensor import Tensor
 

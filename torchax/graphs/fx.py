@@ -1,15 +1,18 @@
-"""Graphs of `torch.fx`: their nodes, their draws, and the user's code behind them."""
+"""Graphs of `torch.fx`: nodes, draws, sites, and the user's code behind them."""
 
 import operator
 import re
+from collections.abc import Callable
 
 import torch
 from torch import fx
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import user_code
-from torchax.environment import default_env
+from torchax.compat.torch_compat.active_functions import UNSEEN, at
+from torchax.environment import default_env, env_on
 from torchax.registry.operators import Kind
+from torchax.rng import current
 
 # Nodes and inputs ---------------------------------------------------------------------
 
@@ -187,3 +190,52 @@ def user_name(graph: fx.Graph) -> str:
 def hint(number):
   """The value that a symbolic number had when the graph was made."""
   return number.node.hint if isinstance(number, torch.SymInt) else number
+
+
+# Running at the sites of modules ------------------------------------------------------
+# The modules are not running when a graph runs; its operations say whose they are.
+# Draws ask for the sites, messages about indices for the lines.
+
+
+def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
+  """A graph's function; where draws are addressed by site, they have their modules'.
+
+  Args:
+    module: the graph. It is changed to be this function itself, and so are the graphs
+      in it that its operations run.
+    base: site of the operation that runs the graph.
+  """
+  if hasattr(type(module), UNSEEN):
+    return module.forward
+  setattr(type(module), UNSEEN, True)  # each has a class of its own
+  forward = module.forward
+  for node in module.graph.nodes:
+    body = inner(node)
+    if body is not None and node.users:
+      at_sites(body, site_of(next(iter(node.users))))
+
+  def run(*args):
+    if current().by_site or env_on().config.check_indices:
+      return _AtSites(module, base).run(*args, enable_io_processing=False)
+    return forward(*args)
+
+  module.forward = run
+  return run
+
+
+class _AtSites(fx.Interpreter):
+  """Runs each operation of a graph at the site of the modules that it came from.
+
+  Args:
+    module: the graph.
+    base: site of the operation that runs it.
+  """
+
+  def __init__(self, module: fx.GraphModule, base: str):
+    super().__init__(module)
+    self._base = base
+
+  def run_node(self, node: fx.Node):
+    site = at(site_of(node, self._base))
+    with site, user_code.coming_from(place_of(node)):
+      return super().run_node(node)

@@ -20,8 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from torchax.environment import default_env
 from torchax.errors import OperatorNotFound, RngError
-from torchax.graphs.fx import inner, may_draw, meta, returned, user_name, where
-from torchax.graphs.sites import at_sites
+from torchax.graphs.fx import (
+  at_sites,
+  inner,
+  may_draw,
+  meta,
+  returned,
+  user_name,
+  where,
+)
 from torchax.interop import loops, mismatches
 from torchax.registry.names import higher_order, present
 from torchax.rng import RngState, RngStream, current, rng_scope

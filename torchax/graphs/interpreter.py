@@ -23,7 +23,7 @@ from torchax.dispatch.plans import Plan
 from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound
-from torchax.graphs import composites, higher_order, lowerings, memory
+from torchax.graphs import higher_order, lowerings, memory
 from torchax.graphs.fx import is_marked_random, place_of, site_of, where
 from torchax.interop.views import call_torch
 from torchax.registry.schema import schema_of
@@ -192,7 +192,7 @@ def run_operation(op, args: tuple, kwargs: dict):
       "`run_decompositions()` on the exported program first."
     )
   kwargs = {k: v for k, v in kwargs.items() if k == "layout" or k not in IGNORED}
-  special = lowerings.ON_ARRAYS.get(op) or composites.ON_ARRAYS.get(op)
+  special = lowerings.ON_ARRAYS.get(op) or lowerings.COMPOSITES.get(op)
   if special is not None:
     return special(*args, **kwargs)
   is_symbolic = any(map(_is_symbolic, jax.tree.leaves((args, kwargs))))

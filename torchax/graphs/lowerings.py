@@ -1,9 +1,10 @@
 """Lowerings for graphs of ATen operations, besides those in the operator table.
 
-Here are sizes, assertions, casts, and views as copies. Composite operations that are
-kept whole are in `composites.py`, higher-order operators in `higher_order.py`.
+Here are sizes, assertions, casts, views as copies, and composite operations that are
+kept whole. Higher-order operators are in `higher_order.py`.
 """
 
+import functools
 import math
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import torch
 
 from torchax.core import mappings, narrowing
+from torchax.environment import default_env
 from torchax.ops import casting
+from torchax.ops.jaten import attention, rnn
 from torchax.registry import operators
 from torchax.registry.names import aten, prims, resolve
 
@@ -66,21 +69,13 @@ ON_ARRAYS: dict = {
 ASSERTIONS = frozenset(op for op, f in ON_ARRAYS.items() if f is _assert_scalar)
 
 
-def _maximum(left, right):
-  return jax.core.max_dim(left, right)
-
-
-def _minimum(left, right):
-  return jax.core.min_dim(left, right)
-
-
 def _sym_float(value):
   return float(value) if isinstance(value, int | float) else jnp.asarray(value, float)
 
 
 NUMBERS: dict = {
-  torch.sym_max: _maximum,
-  torch.sym_min: _minimum,
+  torch.sym_max: jax.core.max_dim,
+  torch.sym_min: jax.core.min_dim,
   torch.sym_float: _sym_float,
 }
 
@@ -117,4 +112,70 @@ SYMBOLIC: dict = {
   aten.view.default: jnp.reshape,
   aten.slice.Tensor: _slice,
   aten.select.int: _select,
+}
+
+
+# Composite operations that an exported program keeps whole ---------------------------
+# Each computes and draws the same as its eager form, which is caught above ATen
+# (`torchax/functions`). Sizes may be symbols here.
+
+
+def _run(op, *args):
+  """An operation with a lowering of its own."""
+  return default_env().plan_for(op).on_arrays(args, {}, caches=False)
+
+
+def _attention(
+  query,
+  key,
+  value,
+  attn_mask=None,
+  dropout_p=0.0,
+  is_causal=False,
+  *,
+  scale=None,
+  enable_gqa=False,
+):
+  """Attention with one draw for its dropout."""
+  keep_mask = None
+  if dropout_p > 0.0:
+    shape = attention.noise_shape(query.shape, key.shape)
+    noise = _run(aten.bernoulli.p, jnp.zeros(shape, query.dtype), 1.0 - dropout_p)
+    keep_mask = noise.astype(bool)
+  return _compiled_attention(
+    query,
+    key,
+    value,
+    attn_mask,
+    keep_mask,
+    dropout_p=dropout_p,
+    is_causal=is_causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
+  )
+
+
+_compiled_attention = jax.jit(
+  attention.scaled_dot_product_attention,
+  static_argnames=("dropout_p", "is_causal", "scale", "enable_gqa"),
+)
+
+_PARTS = rnn.Parts(
+  jax.jit(rnn.layer, static_argnums=(4, 5)),
+  concatenate=lambda outputs: jnp.concatenate(outputs, axis=-1),
+  stack=jnp.stack,
+  dropout=lambda input, p: _run(aten.native_dropout.default, input, p, True)[0],
+)
+
+
+def _recurrent(cell: str):
+  return functools.partial(rnn.network, _PARTS, cell)
+
+
+COMPOSITES: dict = {
+  aten.scaled_dot_product_attention.default: _attention,
+  aten.lstm.input: _recurrent("lstm"),
+  aten.gru.input: _recurrent("gru"),
+  aten.rnn_tanh.input: _recurrent("tanh"),
+  aten.rnn_relu.input: _recurrent("relu"),
 }
