@@ -147,7 +147,9 @@ class Program:
     outputs: list[Any] = []
     updates: list[Any] = []
     for is_update, result in zip(self._is_update, results, strict=True):
-      (updates if is_update else outputs).append(_as_result(result))
+      if jax.export.is_symbolic_dim(result):
+        result = jnp.asarray(result)
+      (updates if is_update else outputs).append(result)
     return tuple(outputs), dict(zip(self._updated, updates, strict=True))
 
   def _leaves(self, inputs, kwargs) -> list:
@@ -169,10 +171,6 @@ class Program:
     return [
       next(remaining) if shapes.is_array(value) else value for _, value in self._inputs
     ]
-
-
-def _as_result(value):
-  return jnp.asarray(value) if jax.export.is_symbolic_dim(value) else value
 
 
 def _require_plain(signature) -> None:

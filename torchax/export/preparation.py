@@ -62,19 +62,16 @@ def functional(program: ExportedProgram) -> ExportedProgram:
 
 def _decompositions() -> dict:
   table = torch.export.default_decompositions()
+  lowerings = operators.all_aten_ops
   for known in list(table):
-    if known in WHOLE or _has_lowering(known):
+    operator = lowerings.get(known) or lowerings.get(known.overloadpacket)
+    is_lowered = operator is not None and operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
+    if known in WHOLE or is_lowered:
       table.pop(known)
   table[aten.dropout.default] = _dropout
   table[aten.linalg_inv.default] = _inverse
   table[aten.linalg_solve.default] = _solution
   return table
-
-
-def _has_lowering(overload) -> bool:
-  table = operators.all_aten_ops
-  operator = table.get(overload) or table.get(overload.overloadpacket)
-  return operator is not None and operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
 
 
 def _dropout(input, p, train):
@@ -101,8 +98,11 @@ def _solution(A, B, left=True):
 def _annotated(program: ExportedProgram) -> ExportedProgram:
   """The program with our operations where information would be lost."""
   graph = copy.deepcopy(program.graph_module.graph)
-  if not _annotate(graph, program.graph_module):
+  changes = list(_changes(graph))
+  if not changes:
     return program
+  for change, node in changes:
+    change(graph, node)
   graph.lint()
   signature = copy.deepcopy(program.graph_signature)
   (results,) = graph.output_node().args
@@ -120,13 +120,6 @@ def _annotated(program: ExportedProgram) -> ExportedProgram:
     constants=program.constants,
     verifiers=program.verifiers,
   )
-
-
-def _annotate(graph: torch.fx.Graph, root: torch.nn.Module) -> bool:
-  changes = list(_changes(graph))
-  for change, node in changes:
-    change(graph, node)
-  return bool(changes)
 
 
 def _changes(graph: torch.fx.Graph) -> Iterator[tuple]:
