@@ -135,7 +135,7 @@ def test_inputs_are_not_copied():
   x = torch.ones(1 << 22)
   run = compiled(lambda x: x[:4].sum())
   run(x)
-  array = torchax.dynamo.border.as_numpy(x)
+  array = torchax.dynamo.torch_io.as_numpy(x)
   assert array.ctypes.data == x.data_ptr()
 
 

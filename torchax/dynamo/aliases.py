@@ -101,7 +101,8 @@ def _chain(node) -> list[fx.Node]:
     reshapes += [user for user in node.users if _name(user) in _RESHAPING]
     name = _name(node)
     is_view = name in _VIEWS
-    if not is_view and not _is_in_place(name):
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    if not is_view and not is_in_place:
       return [] if reshapes or not _is_tensor(node) else [node, *sorted(steps)]
     if is_view:
       steps += [node, *reshapes]
@@ -115,10 +116,6 @@ def _chain(node) -> list[fx.Node]:
 def _is_tensor(node: fx.Node) -> bool:
   value = example(node)
   return isinstance(value, torch.Tensor) and value.device.type == "jax"
-
-
-def _is_in_place(name: str) -> bool:
-  return name.endswith("_") and not name.endswith("__")
 
 
 def _name(node: fx.Node) -> str:

@@ -7,6 +7,7 @@ compiled JAX function (`program.py`).
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +22,15 @@ from torchax.compat import torch_compat
 from torchax.compat.patches import patch
 from torchax.compat.torch_compat.active_functions import TRANSPARENT
 from torchax.devices.generator import Generator
-from torchax.dynamo import checkpoints, draws, logs, on_jax, recurrent
+from torchax.dynamo import draws, on_jax, recurrent
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import INFERENCE, Keys, Program
-from torchax.graphs.fx import copied, inputs
+from torchax.graphs.fx import copied, inner, inputs, line_of
+from torchax.logs import are_on
 from torchax.rng import current, packing
+
+_logger = logging.getLogger("torchax.dynamo")
+_checkpoint = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def backend(
@@ -70,7 +75,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _compiled_plain(module, example_inputs, options: Options) -> Callable:
-  checkpoints.call_plainly(module, example_inputs)
+  _call_checkpoints_plainly(module, example_inputs)
   recurrent.replace(module)
   draws.add_input(module.graph)
   module.recompile()
@@ -89,8 +94,42 @@ def _compiled_plain(module, example_inputs, options: Options) -> Callable:
   return torch.compiler.disable(_Compiled(compiled, keys))
 
 
+def _call_checkpoints_plainly(module: fx.GraphModule, example_inputs: Sequence) -> None:
+  """Replaces the checkpoints of a graph of Dynamo's by calls of their functions.
+
+  torch would still look for a backward pass to recompute them in, and refuse their
+  draws.
+
+  Args:
+    module: the graph, which is changed, unless a gradient may be recorded.
+    example_inputs: of the graph.
+  """
+  if torch.is_grad_enabled() and any(map(_needs_grad, example_inputs)):
+    return
+  for node in list(module.graph.nodes):
+    if node.op != "call_function" or node.target is not _checkpoint:
+      continue
+    body, *args = node.args
+    function = inner(body)
+    assert function is not None, f"{node} checkpoints no graph"
+    own = fx.GraphModule(function, copied(function.graph))
+    _call_checkpoints_plainly(own, ())
+    name = f"{body.target}_without_checkpoint"
+    module.add_submodule(name, own)
+    with module.graph.inserting_before(node):
+      call = module.graph.call_module(name, tuple(args))
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
+    module.graph.erase_node(node)
+  module.recompile()
+
+
+def _needs_grad(value) -> bool:
+  return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
-  logs.note(name, module, keys.rng)
+  _log(name, module, keys.rng)
   return Program(module, options, keys, name)
 
 
@@ -149,3 +188,46 @@ class _Compiled:
       result = self._function(*args, torch.from_numpy(words))
       packing.commit(keys.draws, keys.sites, keys.log)
     return result
+
+
+# Logs ---------------------------------------------------------------------------------
+
+
+def _log(name: str, module: fx.GraphModule, rng: str) -> None:
+  """Logs a graph that is about to be compiled, as `torchax.set_logs` asks.
+
+  Args:
+    name: which part of the function it is.
+    module: the graph.
+    rng: name of the input that holds the packed key.
+  """
+  nodes = list(module.graph.nodes)
+  if are_on("graphs"):
+    code = module.print_readable(print_output=False)
+    _logger.info("graph of %s:\n%s", name, code)
+  if are_on("operands"):
+    operands = [_operand(node, rng) for node in inputs(module.graph)]
+    _logger.info("operands of %s:\n%s", name, "\n".join(operands))
+  if are_on("draws"):
+    drawn = [_draw(node) for node in nodes if node.target is draws.keyed]
+    _logger.info("draws of %s:\n%s", name, "\n".join(drawn) or "  none")
+
+
+def _operand(node: fx.Node, rng: str) -> str:
+  meta = node.meta.get("val")
+  if not isinstance(meta, torch.Tensor):
+    return f"  {node.name}: size"
+  key = "  (key and count)" if node.name == rng else ""
+  return f"  {node.name}: {_shown(meta)}{key}"
+
+
+def _draw(node: fx.Node) -> str:
+  _, number, operation, *_ = node.args
+  meta = node.meta.get("val")
+  first = next((m for m in (meta if isinstance(meta, tuple) else (meta,))), None)
+  place = "  ".join(filter(None, (draws.site_of(node), line_of(node))))
+  return f"  {number}  {operation}  {_shown(first)}  {place}"
+
+
+def _shown(tensor) -> str:
+  return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"

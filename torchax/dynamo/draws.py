@@ -215,10 +215,9 @@ def _count(node: fx.Node) -> int:
 
   found: list[int] = []
   with torch_compat.without_modes():
-    jax.eval_shape(run, *map(_abstract, parts.dynamic))
+    abstract = [
+      jax.ShapeDtypeStruct(tuple(map(hint, t.shape)), mappings.t2j_dtype(t.dtype))
+      for t in parts.dynamic
+    ]
+    jax.eval_shape(run, *abstract)
   return found[0]
-
-
-def _abstract(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:
-  shape = tuple(map(hint, tensor.shape))
-  return jax.ShapeDtypeStruct(shape, mappings.t2j_dtype(tensor.dtype))

@@ -5,19 +5,25 @@ while `jax.jit` traces. Symbolic sizes are static: other ones compile anew, with
 Dynamo. The packed key is an operand; the graph's draws have fixed numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
+from jax import lax
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from torchax.compat import torch_compat
 from torchax.core import mappings, programs
-from torchax.dynamo import border, checks, draws, products
+from torchax.dynamo import draws
 from torchax.dynamo.options import Options
-from torchax.dynamo.outputs import Outputs, is_number
-from torchax.graphs.fx import attribute, inputs, line_of, meta, returned
+from torchax.dynamo.torch_io import Outputs, as_numpy, is_number
+from torchax.environment import default_env
+from torchax.errors import DataDependentError, OperatorNotFound
+from torchax.graphs import higher_order
+from torchax.graphs.fx import attribute, inputs, line_of, meta, returned, where
 from torchax.graphs.interpreter import JaxInterpreter
 from torchax.registry.names import aten
 from torchax.rng import rng_scope
@@ -78,7 +84,7 @@ class Program:
     self.module, self.options, self.keys, self.name = module, options, keys, name
     self._inputs = inputs(module.graph)
     self._numbers = list(filter(is_number, module.graph.nodes))
-    checks.require_runnable([n for n in module.graph.nodes if not is_number(n)])
+    _require_runnable([n for n in module.graph.nodes if not is_number(n)])
     results = returned(module.graph)
     self._outputs = Outputs(results, self._inputs, shares=name == INFERENCE)
     named = [node.name == keys.rng for node in self._inputs]
@@ -148,7 +154,7 @@ class Program:
     for place, value in enumerate(args):
       if isinstance(value, torch.Tensor):
         if self._is_needed[place]:
-          arrays.append(border.as_numpy(value))
+          arrays.append(as_numpy(value))
       else:
         numbers.append(value)
     given = {place: args[place] for place in self._outputs.passed}
@@ -195,7 +201,7 @@ class _Interpreter(JaxInterpreter):
       return None
     if target is draws.keyed:
       return self._draw(*args, **kwargs)
-    product = products.contract(self.node, self.env)
+    product = _contract(self.node, self.env)
     return super().call_function(target, args, kwargs) if product is None else product
 
   def _draw(self, words, place: tuple, operation, *args, **kwargs):
@@ -216,3 +222,90 @@ def _own(array: jax.Array, taken: set[int]) -> jax.Array:
     return jax.numpy.copy(array)
   taken.add(id(array))
   return array
+
+
+# Checks before compiling --------------------------------------------------------------
+
+
+def _require_runnable(steps: Sequence[fx.Node]) -> None:
+  """Checks the operations of a graph.
+
+  Raises:
+    OperatorNotFound: an operation cannot run; names the user's code.
+    DataDependentError: the shape of a result, or a number, depends on the values of a
+      tensor.
+    TypeError: the branches of a `torch.cond` differ in their results.
+  """
+  for node in steps:
+    if has_free_unbacked_symbols(node.meta.get("val")):
+      higher_order.require_equal_branches(node)
+      raise DataDependentError(
+        f"{node.target} gives a number or a shape that depends on the values of a "
+        "tensor, so it cannot be part of a compiled JAX program. Leave "
+        "torch._dynamo.config.capture_scalar_outputs and "
+        "capture_dynamic_output_shape_ops off, so that the graph breaks there."
+        f"{where(node)}"
+      )
+    target = node.args[2] if node.target is draws.keyed else node.target
+    try:
+      _require_known(node, target)
+    except OperatorNotFound as error:
+      raise OperatorNotFound(
+        f"{error.text}{where(node)} Or keep that code out of the graph with "
+        "@torch.compiler.disable."
+      ) from None
+
+
+def _require_known(node: fx.Node, target) -> None:
+  dispatcher = default_env()._dispatcher
+  if isinstance(target, torch_compat.HigherOrderOperator):
+    if node.args and isinstance(node.args[0], torch_compat.OpOverload):
+      # A custom operation that changes its arguments, made functional.
+      dispatcher.plan_for(node.args[0])
+    higher_order.on_arrays(target)
+  elif isinstance(target, torch_compat.OpOverload):
+    dispatcher.plan_for(target)
+
+
+# Matrix products with the operands as they are in memory ------------------------------
+# torch's graphs multiply with transposed matrices (`x @ weight.t()`). XLA's CPU backend
+# would write the transposed matrix out first; a contraction over the other dimension
+# needs no copy.
+
+
+def _contract(node: fx.Node, values: dict):
+  """The result of a product with a transposed operand.
+
+  Args:
+    node: any operation of the graph.
+    values: arrays by the nodes that gave them.
+
+  Returns:
+    The array; None for any other operation.
+  """
+  if node.kwargs or node.target not in _PRODUCTS:
+    return None
+  *bias, left, right = node.args
+  if len(bias) != _PRODUCTS[node.target]:
+    return None
+  left, is_left = _source(left)
+  right, is_right = _source(right)
+  if not (is_left or is_right):
+    return None
+  left, right = values[left], values[right]
+  if left.dtype != right.dtype or not jnp.issubdtype(left.dtype, jnp.inexact):
+    return None
+  dimensions = (((0 if is_left else 1,), (1 if is_right else 0,)), ((), ()))
+  product = lax.dot_general(left, right, dimensions)
+  return values[bias[0]] + product if bias else product
+
+
+# How many operands come before the two matrices.
+_PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
+
+
+def _source(node: fx.Node) -> tuple[fx.Node, bool]:
+  """A matrix as it lies, and whether it is used transposed."""
+  if node.op == "call_function" and node.target is aten.t.default:
+    return node.args[0], True
+  return node, False

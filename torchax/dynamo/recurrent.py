@@ -157,12 +157,8 @@ def replace(module: fx.GraphModule) -> None:
       node.target = _REPLACEMENTS[node.target]
   for name, inner in module.named_children():
     if isinstance(inner, fx.GraphModule):
-      setattr(module, name, _replaced(inner))
+      changed = fx.GraphModule(inner, copied(inner.graph))
+      changed.meta = dict(inner.meta)
+      replace(changed)
+      setattr(module, name, changed)
   module.recompile()
-
-
-def _replaced(module: fx.GraphModule) -> fx.GraphModule:
-  changed = fx.GraphModule(module, copied(module.graph))
-  changed.meta = dict(module.meta)
-  replace(changed)
-  return changed
