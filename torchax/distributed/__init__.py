@@ -17,8 +17,8 @@ if torch_compat.is_available():
     dtensor,
     fsdp,
     meshes,
+    modules,
     process_group,
-    states,
   )
   from torchax.distributed.meshes import jax_mesh
   from torchax.distributed.placements import placements_of, sharding_of
@@ -48,5 +48,5 @@ def _make_mesh(original, self, device_type, mesh=None, **kwargs) -> None:
   if device_type == meshes.DEVICE:
     dtensor.register()
     fsdp.register()
-    states.register()
+    modules.register_states()
   meshes.make(original, self, device_type, mesh, **kwargs)

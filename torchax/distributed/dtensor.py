@@ -116,7 +116,7 @@ def distribute_module(
     return original(module, device_mesh, partition_fn, input_fn, output_fn)
   # What a file has brought back is on no mesh, and can be distributed again.
   was_applied = getattr(module, "_distribute_module_applied", False)
-  if was_applied and any(map(_has_placements, module.parameters())):
+  if was_applied and any(getattr(p, "placements", ()) for p in module.parameters()):
     raise RuntimeError(
       "distribute_module should only be called once on a module, but it has already "
       "been called on this module!"
@@ -132,10 +132,6 @@ def distribute_module(
     module.register_forward_hook(_Hook(output_fn, mesh))
   module._distribute_module_applied = True  # type: ignore[assignment]
   return module
-
-
-def _has_placements(parameter) -> bool:
-  return bool(getattr(parameter, "placements", ()))
 
 
 class _Hook:
@@ -223,14 +219,12 @@ def _known_mesh(tensor: Tensor) -> DeviceMesh | None:
   array = tensor.jax()
   current = _mesh_here(None)
   for known in (current, tensor.__dict__.get("_device_mesh")):
-    if known is not None and (devices.is_traced(array) or _lies_on(array, known)):
+    if known is None:
+      continue
+    if devices.is_traced(array) or placements.placements_of(array, known):
       return known
   found = getattr(getattr(array, "sharding", None), "mesh", None)
   return meshes.device_mesh_of(found) or current
-
-
-def _lies_on(array, mesh: DeviceMesh) -> bool:
-  return bool(placements.placements_of(array, mesh))
 
 
 def is_distributed(tensor: Tensor) -> bool:

@@ -5,7 +5,9 @@ it. Here a parameter keeps its shape and is annotated; when to gather it, and th
 gradient is reduced and scattered, is decided by the compiler.
 """
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -16,13 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchax.compat import torch_compat
 from torchax.core.explanations import require_eager
 from torchax.dispatch.transfer import keep_gradient_beside
-from torchax.distributed import (
-  fsdp_modules,
-  meshes,
-  mixed_precision,
-  modules,
-  placements,
-)
+from torchax.distributed import meshes, mixed_precision, modules, placements
+from torchax.distributed.mixed_precision import Precision
 from torchax.errors import CollectiveError
 from torchax.tensor import Tensor
 
@@ -43,7 +40,7 @@ def fully_shard(
   A parameter of which no dimension does is whole on all devices. The last dimension of
   the mesh shards, one before it replicates (HSDP). Parameters on meta have zeros then,
   in parts. `reshard_after_forward` has no meaning here. The modules become
-  `FSDPModule`s; see `fsdp_modules.py`.
+  `FSDPModule`s.
 
   Raises:
     CollectiveError: a policy of offloading, or a placement of `shard_placement_fn`
@@ -52,7 +49,8 @@ def fully_shard(
   """
   parts = module if isinstance(module, list | tuple) else [module]
   if mesh is None and any(map(_is_on_jax, parts)):
-    mesh = _default_mesh()
+    shape = (jax.device_count(),)
+    mesh = dist.init_device_mesh(meshes.DEVICE, shape, mesh_dim_names=("fsdp",))
   if not meshes.is_on_jax(mesh):
     given = {
       "mesh": mesh,
@@ -68,9 +66,20 @@ def fully_shard(
   if mp_policy is not None:
     mixed_precision.require_known(mp_policy)
   ignored = {id(parameter) for parameter in ignored_params or ()}
+  _place_parameters(parts, mesh, ignored, shard_placement_fn)
+  precision = _precision(parts, ignored, mp_policy)
+  for part in parts:
+    mark(part, Record(mesh.size(), precision))
+  return module
+
+
+def _place_parameters(
+  parts, mesh: DeviceMesh, ignored: set[int], choose: Callable | None
+) -> None:
+  """Put the parameters of modules on a mesh in parts, except the ignored ones."""
   parameters = {id(p): p for part in parts for p in part.parameters()}
   planned = {
-    key: _sharding(parameter, mesh, shard_placement_fn)
+    key: _sharding(parameter, mesh, choose)
     for key, parameter in parameters.items()
     if key not in ignored
   }
@@ -81,10 +90,6 @@ def fully_shard(
     array = placements.put(parameter.jax(), sharding, from_first=True)
     parameter.replace_jax(array)
     keep_gradient_beside(parameter)
-  precision = _precision(parts, ignored, mp_policy)
-  for part in parts:
-    fsdp_modules.mark(part, fsdp_modules.Record(mesh.size(), precision))
-  return module
 
 
 def _precision(roots, ignored: set[int], policy):
@@ -105,18 +110,12 @@ def _without_sharded(module: torch.nn.Module):
   """A module and those inside of it, but for the ones that `fully_shard` has had."""
   yield module
   for child in module.children():
-    if not fsdp_modules.is_sharded(child):
+    if not is_sharded(child):
       yield from _without_sharded(child)
 
 
 def _is_on_jax(module: torch.nn.Module) -> bool:
   return any(isinstance(parameter, Tensor) for parameter in module.parameters())
-
-
-def _default_mesh() -> DeviceMesh:
-  """One axis over all devices."""
-  shape = (jax.device_count(),)
-  return dist.init_device_mesh(meshes.DEVICE, shape, mesh_dim_names=("fsdp",))
 
 
 def _refuse_offloading(offload_policy) -> None:
@@ -149,6 +148,224 @@ def _sharding(parameter, mesh: DeviceMesh, choose: Callable | None):
   return along(placements.replicated())
 
 
+# Modules ------------------------------------------------------------------------------
+# torch's methods of an `FSDPModule` say when parameters are gathered and freed, and
+# when gradients are reduced. Here that is the compiler's decision, and a parameter is
+# whole to the program at any time, so that most of them have nothing to do; what would
+# change numbers raises.
+
+SCHEDULE = (
+  "reshard",
+  "reset_iter_state",
+  "set_allocate_memory_from_process_group_for_comm",
+  "set_force_sum_reduction_for_comms",
+  "set_is_last_backward",
+  "set_post_optim_event",
+  "set_reduce_scatter_max_input_buffers",
+  "set_reduce_scatter_unused_params",
+  "set_requires_all_reduce",
+  "set_requires_gradient_sync",
+  "set_reshard_after_backward",
+  "set_reshard_after_forward",
+  "set_separate_reduce_scatter_group",
+  "set_symm_mem_for_comm",
+  "set_unshard_in_backward",
+)
+"""Methods that change when something is sent and kept, and no numbers.
+
+Gradients that are accumulated are those of the whole batch after each backward pass.
+"""
+
+_COMMUNICATION = "XLA communicates by itself"
+_REASONS = {
+  "set_custom_all_gather": _COMMUNICATION,
+  "set_custom_reduce_scatter": _COMMUNICATION,
+  "set_all_reduce_hook": f"{_COMMUNICATION}; a gradient that is complete is seen by "
+  "`parameter.register_post_accumulate_grad_hook(hook)`",
+}
+
+_RECORD = "_fully_sharded"
+
+
+class Record:
+  """What `fully_shard` was told of a module.
+
+  Attributes:
+    devices: over how many the batch is.
+    precision: what the module computes in; None for the dtypes that it has.
+  """
+
+  def __init__(self, devices: int, precision: Precision | None):
+    self.devices, self.precision = devices, precision
+
+
+class Handle:
+  """What `unshard(async_op=True)` returns."""
+
+  def wait(self) -> None:
+    """Nothing is on its way."""
+
+
+class FullySharded:
+  """The methods of an `FSDPModule` on jax."""
+
+  def unshard(self, async_op: bool = False) -> Handle | None:
+    """Parameters are whole to the program as it is."""
+    return Handle() if async_op else None
+
+  def set_modules_to_forward_prefetch(self, modules) -> None:
+    """XLA decides when to gather.
+
+    Raises:
+      ValueError: torch's, for a module that `fully_shard` has not been applied to.
+    """
+    _require_sharded(modules)
+
+  def set_modules_to_backward_prefetch(self, modules) -> None:
+    """XLA decides when to gather; raises as `set_modules_to_forward_prefetch`."""
+    _require_sharded(modules)
+
+  def set_gradient_divide_factor(self, factor: float) -> None:
+    """The gradient is that of the loss, of whatever mean or sum that is.
+
+    Args:
+      factor: 1, for a loss that is divided by the size of the whole batch; or the
+        number of devices, for the mean of their means. Here they are one.
+
+    Raises:
+      CollectiveError: another one.
+    """
+    devices = record_of(self).devices
+    if factor not in (1, devices):
+      raise CollectiveError(
+        "Gradients on jax are those of the loss of the whole batch, which lies on "
+        f"{devices} devices here, so that a divide factor is 1 or {devices}, but got "
+        f"{factor}. Divide the loss instead."
+      )
+
+  def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    """torch's former name of `set_gradient_divide_factor`."""
+    self.set_gradient_divide_factor(factor)
+
+  def __reduce_ex__(self, protocol):
+    state = self.__getstate__()  # type: ignore[attr-defined]
+    return _Making(original_of(type(self))), (), state
+
+
+class _Making:
+  """Makes what `copy.deepcopy` fills; a pickle would lose how parameters lie.
+
+  Args:
+    original: the class that the module had.
+  """
+
+  def __init__(self, original: type):
+    self.original = original
+
+  def __call__(self) -> Any:
+    return object.__new__(class_of(self.original))
+
+  def __reduce__(self):
+    raise modules.not_pickled(self.original.__name__, "fully_shard")
+
+
+def is_sharded(module) -> bool:
+  """True for a module that `fully_shard` was applied to, on jax."""
+  return isinstance(module, FullySharded)
+
+
+def record_of(module: Any) -> Record:
+  """What `fully_shard` was told of a module."""
+  return module.__dict__[_RECORD]
+
+
+def original_of(cls: type) -> type:
+  """The class that a module had before `fully_shard`."""
+  return cls._original  # type: ignore[attr-defined]
+
+
+def _require_sharded(modules: Iterable) -> None:
+  for module in modules:
+    if not is_sharded(module):
+      raise ValueError(
+        "Expects modules that fully_shard was applied to, but got "
+        f"{type(module).__name__}."
+      )
+
+
+def mark(module: torch.nn.Module, record: Record) -> None:
+  """Makes a module an `FSDPModule`."""
+  module.__dict__[_RECORD] = record
+  module.__class__ = class_of(type(module))
+
+
+@functools.cache
+def class_of(original: type) -> type:
+  """The class of a fully sharded module of a class."""
+  base: Any = torch_compat.function_of("torch.distributed.fsdp.FSDPModule")
+  methods = {}
+  for name, function in vars(base).items():
+    if name.startswith("_") or not callable(function) or hasattr(FullySharded, name):
+      continue
+    made = _doing_nothing if name in SCHEDULE else _refusing
+    methods[name] = functools.wraps(function)(made(function))
+  return torch_compat.class_of_module(original, FullySharded, base, methods)
+
+
+def _doing_nothing(function: Callable) -> Callable:
+  signature = inspect.signature(function)
+
+  def method(*args, **kwargs) -> None:
+    signature.bind(*args, **kwargs)  # raises for what torch does not take
+
+  return method
+
+
+def _refusing(function: Callable) -> Callable:
+  name = function.__name__
+  reason = _REASONS.get(name, "it has no counterpart")
+
+  def method(*args, **kwargs):
+    raise CollectiveError(f"A module on jax has no `{name}`: {reason}.")
+
+  return method
+
+
+def register_forward_method(original: Callable, module, method_name: str) -> None:
+  """`register_fsdp_forward_method`: a method computes as the forward pass does.
+
+  Raises:
+    ValueError: torch's, for a method that the module does not have.
+  """
+  if not is_sharded(module):
+    original(module, method_name)
+    return
+  method = getattr(module, method_name, None)
+  if method is None:
+    kind = original_of(type(module))
+    raise ValueError(f"{kind} does not have a method {method_name}")
+  precision = record_of(module).precision
+  if precision is None:
+    return
+
+  @functools.wraps(method)
+  def wrapped(*args, **kwargs):
+    return precision.called(module, method, args, kwargs)
+
+  setattr(module, method_name, wrapped)
+
+
+def share_context(original: Callable, modules) -> None:
+  """`share_comm_ctx`: there are no streams of communication to share."""
+  if not any(map(is_sharded, modules)):
+    original(modules)
+    return
+  _require_sharded(modules)
+
+
+# What takes the place of torch's functions --------------------------------------------
+
+
 def refuse_first_version(original: Callable, self, module, *args, **kwargs) -> None:
   """`FullyShardedDataParallel(module)`, which flattens parameters; not on jax.
 
@@ -170,8 +387,8 @@ def register() -> None:
   route = torch_compat.reroute
   route(torch_compat.function_of(f"{package}.fully_shard"), fully_shard)
   for name, instead in (
-    ("register_fsdp_forward_method", fsdp_modules.register_forward_method),
-    ("share_comm_ctx", fsdp_modules.share_context),
+    ("register_fsdp_forward_method", register_forward_method),
+    ("share_comm_ctx", share_context),
   ):
     route(torch_compat.function_of(f"{package}.{name}"), instead)
   first: Any = torch_compat.function_of(f"{package}.FullyShardedDataParallel")

@@ -183,7 +183,8 @@ def _group(mesh: jax.sharding.Mesh, name: str, axes: tuple[str, ...]) -> str:
   """The name of the group of an axis, or of several, which is made if there is none."""
   sizes = [mesh.shape[axis] for axis in axes]
   known = torch_compat.group_by_name(name)
-  if known is not None and not _is_of(known, name, axes, math.prod(sizes)):
+  is_ours = known is _groups.get(name) and jc10d.GROUPS.get(name) == axes
+  if known is not None and not (is_ours and known.size() == math.prod(sizes)):
     own = () if axes == (name,) else axes
     name = ":".join((name, str(math.prod(sizes)), *own))
     known = torch_compat.group_by_name(name)
@@ -199,8 +200,3 @@ def _group(mesh: jax.sharding.Mesh, name: str, axes: tuple[str, ...]) -> str:
     torch_compat.enter_group(_groups[name], places)
   jc10d.GROUPS[name] = axes
   return name
-
-
-def _is_of(group, name: str, axes: tuple[str, ...], size: int) -> bool:
-  is_ours = group is _groups.get(name) and jc10d.GROUPS.get(name) == axes
-  return is_ours and group.size() == size

@@ -1,4 +1,4 @@
-"""The tensors of modules, put on a mesh.
+"""The tensors of modules, put on a mesh, and their state dicts.
 
 What a module has on the CPU goes to the devices part by part, so that no device holds
 more than its own. What it has on meta becomes zeros in parts, to be initialized or
@@ -12,6 +12,7 @@ import torch
 from jax.sharding import NamedSharding
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchax.compat import torch_compat
 from torchax.dispatch.transfer import keep_gradient_beside
 from torchax.distributed import placements
 from torchax.environment import env_on
@@ -79,3 +80,47 @@ def not_pickled(name: str, function: str) -> pickle.PicklingError:
     "  model.load_state_dict(torch.load(path))\n"
     "`copy.deepcopy(model)` gives a copy in this process."
   )
+
+
+# State dicts of `torch.distributed.checkpoint` ----------------------------------------
+# torch takes from a full tensor the part of its one device, and copies what it saves in
+# the background storage by storage. Here a process has a tensor as a whole.
+
+
+def distribute_full(original: Callable, state: dict, keys, *rest) -> None:
+  """Puts full tensors, which each process has, into those of a model.
+
+  Args:
+    original: torch's, for what is not on jax.
+    state: by key a pair: what the model has, and the full tensor. It is changed to hold
+      the former.
+    keys: of `state`.
+    *rest: what else `original` takes.
+  """
+  others = []
+  for key in keys:
+    pair = state.get(key)
+    if not isinstance(pair, tuple) or not isinstance(pair[0], Tensor):
+      others.append(key)
+      continue
+    own, full = pair
+    sharding = own.jax().sharding
+    array = placements.laid_out(full, sharding, from_first=False)
+    state[key] = own.copy_(new_tensor(array, own._env))
+  original(state, others, *rest)
+
+
+def staged(original: Callable, self, tensor, memo: dict, *args, **kwargs):
+  """The copy that `async_save` writes, while the program goes on."""
+  if not isinstance(tensor, Tensor):
+    return original(self, tensor, memo, *args, **kwargs)
+  copied = memo[id(tensor)] = (
+    tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+  )
+  return copied
+
+
+def register_states() -> None:
+  """Puts the functions in place of torch's."""
+  torch_compat.enter_full_states(distribute_full)
+  torch_compat.enter_staging(staged)

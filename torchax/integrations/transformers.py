@@ -51,11 +51,6 @@ class RandomStateCallback(_callbacks.TrainerCallback, _callbacks.ExportableState
       self._pending = None
 
 
-def _always() -> bool:
-  """JAX computes in bfloat16 on each of its devices."""
-  return True
-
-
 def use_jax() -> None:
   """Makes jax the device of each `transformers.Trainer` made from now on.
 
@@ -66,8 +61,9 @@ def use_jax() -> None:
     RuntimeError: an `Accelerator` exists already, and has another device.
   """
   accelerate.use_jax()
-  # It asks the devices it knows by name, of which none is here.
-  _arguments.is_torch_bf16_gpu_available = _always
+  # transformers asks the devices that it knows by name, and jax is none of them. JAX
+  # computes in bfloat16 on each of its devices.
+  _arguments.is_torch_bf16_gpu_available = lambda: True
   if RandomStateCallback not in _trainer.DEFAULT_CALLBACKS:
     _trainer.DEFAULT_CALLBACKS.append(RandomStateCallback)
 

@@ -67,7 +67,8 @@ def register_torch_composite(
   Returns:
     The lowering, a function of arrays.
   """
-  signature = _signature_of(impl)
+  is_module = isinstance(impl, torch.nn.Module)
+  signature = inspect.signature(impl.forward if is_module else impl)
   decomposition = jax_view(impl)
 
   def on_arrays(*args, **kwargs):
@@ -75,11 +76,6 @@ def register_torch_composite(
 
   on_arrays.__signature__ = signature
   return register_jax_composite(composite_name, on_arrays, *ops, **jit_args)
-
-
-def _signature_of(impl: Callable) -> inspect.Signature:
-  is_module = isinstance(impl, torch.nn.Module)
-  return inspect.signature(impl.forward if is_module else impl)
 
 
 def _jit_composite_impl(

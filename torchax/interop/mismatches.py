@@ -49,7 +49,10 @@ def of_branches(kind: str, names: Sequence[str], forms: dict) -> str | None:
     names: of the branches' functions; "" where it is not known.
     forms: of their results, by number.
   """
-  names = _labels_of_branches(kind, names)
+  labels = [f"branch {number}" for number in range(len(names))]
+  if kind == "cond":
+    labels = ["the false branch", "the true branch"]
+  names = [f"{label} `{name}`" if name else label for label, name in zip(labels, names)]
   for number, form in forms.items():
     found = _difference(forms.get(0), form)
     if found is not None:
@@ -61,13 +64,6 @@ def of_branches(kind: str, names: Sequence[str], forms: dict) -> str | None:
         "of what one of them lacks."
       )
   return None
-
-
-def _labels_of_branches(kind: str, names) -> list[str]:
-  labels = [f"branch {number}" for number in range(len(names))]
-  if kind == "cond":
-    labels = ["the false branch", "the true branch"]
-  return [f"{label} `{name}`" if name else label for label, name in zip(labels, names)]
 
 
 def of_loop(kind: str, functions, before, after, condition) -> str | None:

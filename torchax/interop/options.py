@@ -137,7 +137,9 @@ def with_names(
   Raises:
     ValueError: the function has no such argument, or one is static and donated.
   """
-  given = [kind for kind in kinds if _is_given(options, kind)]
+  given = [
+    kind for kind in kinds if any(options.get(key) is not None for key in _keys(kind))
+  ]
   found = signature_of(function) if given else None
   if found is None:
     return options
@@ -185,10 +187,6 @@ def of_method(
 
 def _keys(kind: str) -> tuple[str, str]:
   return f"{kind}_argnums", f"{kind}_argnames"
-
-
-def _is_given(options: dict[str, Any], kind: str) -> bool:
-  return any(options.get(key) is not None for key in _keys(kind))
 
 
 _POSITIONAL = (
