@@ -120,6 +120,21 @@ def _split_heads(array, key_heads):
   return array.reshape(*array.shape[:-3], *split, *array.shape[-2:])
 
 
+def _join_heads(array):
+  """The inverse of `_split_heads`."""
+  return array.reshape(*array.shape[:-4], -1, *array.shape[-2:])
+
+
+def _split_mask(mask, key_heads):
+  has_heads = mask is not None and mask.ndim > 2
+  return _split_heads(mask, key_heads) if has_heads else mask
+
+
+def _with_heads(array, heads):
+  """Each head as often as makes `heads` of them."""
+  return jnp.repeat(array, heads // array.shape[-3], axis=-3)
+
+
 def _apply_mask(scores, attn_mask, is_causal):
   if is_causal:
     # Aligned at the first key, as torch: row i sees the keys 0 … i.
@@ -142,9 +157,11 @@ def _safe_softmax(scores):
   return weights / jnp.where(total == 0, 1, total)
 
 
-def _drop(weights, keep_mask, survivor_scale):
+def _drop(weights, keep_mask, dropout_p, survivor_scale):
   if keep_mask is None:
     return weights
+  if survivor_scale is None:
+    survivor_scale = scale_of_survivors(dropout_p)
   return jnp.where(keep_mask, weights * survivor_scale, 0)
 
 
@@ -183,9 +200,8 @@ def scaled_dot_product_attention(
   """softmax(query keyᵀ scale + mask) value, with dropout of the weights.
 
   Args:
-    query: (…, heads, l, e).
-    key: (…, heads, s, e); leading dimensions broadcast against those of `query`.
-    value: (…, heads, s, v), of the same dtype.
+    query, key, value: (…, heads, l, e), (…, heads, s, e) and (…, heads, s, v), of one
+      dtype; leading dimensions broadcast.
     attn_mask: broadcastable to (…, heads, l, s); bool keeps where True, floats are
       added to the scores.
     keep_mask: bool (…, heads, l, s), the weights that survive dropout; None for all.
@@ -202,33 +218,22 @@ def scaled_dot_product_attention(
     RuntimeError: shapes, dtypes or masks that torch refuses as well.
   """
   _check(query, key, value, attn_mask, is_causal, enable_gqa)
-  dtype = query.dtype
-  wide = jnp.float32 if dtype in HALVES else dtype
+  wide = jnp.float32 if query.dtype in HALVES else query.dtype
   scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-  grouped = enable_gqa and query.shape[-3] != key.shape[-3]
   if enable_gqa and key.shape[-3] != value.shape[-3]:
     # Two group sizes have no common split: give both all of query's heads.
-    key, value = (
-      jnp.repeat(t, query.shape[-3] // t.shape[-3], axis=-3) for t in (key, value)
-    )
-    grouped = False
+    key, value = (_with_heads(t, query.shape[-3]) for t in (key, value))
+  grouped = enable_gqa and query.shape[-3] != key.shape[-3]
   if grouped:
     heads = key.shape[-3]
     query = _split_heads(query, heads)
-    attn_mask, keep_mask = (
-      _split_heads(mask, heads) if mask is not None and mask.ndim > 2 else mask
-      for mask in (attn_mask, keep_mask)
-    )
+    attn_mask, keep_mask = (_split_mask(m, heads) for m in (attn_mask, keep_mask))
   score_product, value_product = GROUPED if grouped else PLAIN
   scores = jnp.einsum(score_product, query, key, preferred_element_type=wide) * scale
   weights = _safe_softmax(_apply_mask(scores, attn_mask, is_causal))
-  if survivor_scale is None:
-    survivor_scale = scale_of_survivors(dropout_p)
-  weights = _drop(weights, keep_mask, survivor_scale).astype(dtype)
+  weights = _drop(weights, keep_mask, dropout_p, survivor_scale).astype(query.dtype)
   output = jnp.einsum(value_product, weights, value, preferred_element_type=wide)
-  if grouped:
-    output = output.reshape(*output.shape[:-4], -1, *output.shape[-2:])
-  return output.astype(dtype)
+  return (_join_heads(output) if grouped else output).astype(query.dtype)
 
 
 def _padded(array, most: int, numpy):

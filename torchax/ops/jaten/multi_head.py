@@ -60,6 +60,13 @@ def _added(mask, padding, batch: int, heads: int, dtype):
   return sum(numbers[1:], numbers[0]) if numbers else None
 
 
+def _shares(scaled_query, key, added):
+  """The weights of attention, (batch, heads, l, s)."""
+  scores = widen(jnp.einsum(attention.PLAIN[0], scaled_query, key))
+  scores = scores if added is None else scores + added
+  return jax.nn.softmax(scores, axis=-1).astype(scaled_query.dtype)
+
+
 def multi_head_attention(
   query: jax.Array,
   key: jax.Array | None,
@@ -82,10 +89,8 @@ def multi_head_attention(
     query: (l, batch, width).
     key: (s, batch, width); None where it is the query.
     value: as the key; None where it is the key.
-    in_weight: (3 width, width), of query, key and value.
-    in_bias: (3 width,).
-    out_weight: (width, width).
-    out_bias: (width,).
+    in_weight, in_bias: (3 width, width) and (3 width,), of query, key and value.
+    out_weight, out_bias: (width, width) and (width,).
     attn_mask: (l, s) or (batch heads, l, s); bool is True for what is left out, floats
       are added to the scores.
     key_padding_mask: (batch, s), in the same way.
@@ -106,9 +111,7 @@ def multi_head_attention(
       *(q, k, v, added, keep_mask), survivor_scale=survivor_scale
     )
   else:
-    scores = widen(jnp.einsum(attention.PLAIN[0], q * math.sqrt(heads / width), k))
-    scores = scores if added is None else scores + added
-    shares = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    shares = _shares(q * math.sqrt(heads / width), k, added)
     mixed = jnp.einsum(attention.PLAIN[1], shares, v)
   mixed = mixed.transpose(2, 0, 1, 3).reshape(length, batch, width)
   output = project(mixed, out_weight, out_bias)
