@@ -21,6 +21,26 @@ from torchax.rng import rng_scope
 _MOST_SEEDS = 2**31 - 1
 
 
+def _on_each_chunk(function: Callable) -> Callable:
+  """The function for the rows of one device, chunk by chunk, each with its own seed."""
+
+  def of_device(parameters, rows, seeds):
+    def of_chunk(carry, given):
+      chunk, seed = given
+      with rng_scope(seed):
+        return carry, function(parameters, chunk)
+
+    return scan(of_chunk, torch.zeros((), device="jax"), (rows, seeds))[1]
+
+  return of_device
+
+
+def _mean_in_order(everywhere: NamedSharding, found: jax.Array) -> jax.Array:
+  """The mean of the results of all chunks, which each device adds in their order."""
+  found = jax.lax.with_sharding_constraint(found, everywhere)
+  return functools.reduce(lambda a, b: a + b, list(found)) / len(found)
+
+
 @ending_at_the_user
 def in_fixed_order(
   function: Callable[[Any, torch.Tensor], Any], mesh: Mesh, axis: str, chunks: int
@@ -28,16 +48,14 @@ def in_fixed_order(
   """The mean of a function over the chunks of a batch, on any number of devices.
 
   With `jax_value_and_grad(loss)` as the function, losses and gradients are the same on
-  two and more devices of one kind, bit for bit; a single one, for which XLA compiles
-  another program, may differ from them in the last bit. All devices have the parameters
-  as a whole. In place of one sum of all devices, each gets the results of all chunks:
-  `chunks` times as many bytes.
+  two and more devices of one kind, bit for bit; on a single device, where XLA compiles
+  another program, the last bit may differ. All devices have all parameters, and each
+  gets the results of all chunks: `chunks` times the bytes of one sum.
 
   Args:
     function: `(parameters, rows) -> tree of tensors`, a mean over its rows. What it
       draws is drawn for each chunk; other numbers than those of the whole batch.
-    mesh: of the devices.
-    axis: of the mesh, over which the batch is spread.
+    mesh, axis: of the devices, and its axis over which the batch is spread.
     chunks: a multiple of the size of that axis.
 
   Returns:
@@ -53,27 +71,16 @@ def in_fixed_order(
       f"the axis {axis!r} divide, but got {chunks}."
     )
   parts, whole = PartitionSpec(axis), PartitionSpec()
-  everywhere = NamedSharding(mesh, whole)
-
-  def of_device(parameters, rows, seeds):
-    def of_chunk(carry, given):
-      chunk, seed = given
-      with rng_scope(seed):
-        return carry, function(parameters, chunk)
-
-    return scan(of_chunk, torch.zeros((), device="jax"), (rows, seeds))[1]
 
   of_all = jax_shard_map(
-    of_device,
+    _on_each_chunk(function),
     mesh=mesh,
     in_specs=(whole, parts, parts),
     out_specs=parts,
     check_vma=False,
   )
 
-  def mean(found):
-    found = jax.lax.with_sharding_constraint(found, everywhere)
-    return functools.reduce(lambda a, b: a + b, list(found)) / chunks
+  mean = functools.partial(_mean_in_order, NamedSharding(mesh, whole))
 
   def run(parameters, batch):
     if batch.shape[0] % chunks:
