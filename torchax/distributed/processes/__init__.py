@@ -12,8 +12,7 @@ from torchax.distributed.processes.agreement import (
   require_same_program,
 )
 from torchax.distributed.processes.arrays import gather, global_batch, rows_here
-from torchax.distributed.processes.batches import Batches
-from torchax.distributed.processes.ordered import in_fixed_order
+from torchax.distributed.processes.batches import Batches, in_fixed_order
 from torchax.distributed.processes.start import initialize
 from torchax.distributed.processes.traffic import Collective, collectives, moved
 
