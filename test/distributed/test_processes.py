@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -136,7 +137,8 @@ def test_processes_of_one_host_join_at_its_own_address(
   joined = []
   monkeypatch.setattr(start.jax_compat, "has_started", lambda: False)
   monkeypatch.setattr(start.jax_compat, "join_cpus_at", joined.append)
-  monkeypatch.setattr(start, "_connect", lambda *args: None)
+  monkeypatch.setattr(start.jax.distributed, "initialize", lambda **options: None)
+  monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # restored after
   for name, value in (OF_TWO | {"JAX_COORDINATOR_ADDRESS": coordinator}).items():
     monkeypatch.setenv(name, value)
   processes.initialize()
