@@ -12,6 +12,7 @@ costs nothing until something is raised.
 
 import functools
 import os
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -58,12 +59,12 @@ def _is_of_frames(note: str) -> bool:
 def _hide_frames(error: BaseException) -> bool:
   """Hides the frames of one exception; says whether there were any."""
   kept, entry, is_shorter = [], error.__traceback__, False
-  while entry is not None:
-    if entry.tb_frame.f_code.co_filename.startswith(user_code.LIBRARIES):
+  for frame, _ in traceback.walk_tb(entry):
+    if frame.f_code.co_filename.startswith(user_code.LIBRARIES):
       is_shorter = True
-    else:
+    elif entry is not None:
       kept.append(entry)
-    entry = entry.tb_next
+    entry = entry.tb_next if entry is not None else None
   for one, following in zip(kept, [*kept[1:], None]):
     one.tb_next = following
   error.__traceback__ = kept[0] if kept else None

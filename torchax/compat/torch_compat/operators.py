@@ -15,10 +15,10 @@ class _Nothing:
 
 
 if TYPE_CHECKING:
-  from torch._ops import OpOverload, OpOverloadPacket
+  from torch.library import OpOverload
 else:
   OpOverload = type(torch.ops.aten.add.Tensor)
-  OpOverloadPacket = type(torch.ops.aten.add)
+OpOverloadPacket: type = type(torch.ops.aten.add)
 # `torch.cond` and its like in a graph: its arguments are graphs themselves.
 HigherOrderOperator = private.find(
   "torch._ops.HigherOrderOperator", "graphs with branches and loops", instead=_Nothing
