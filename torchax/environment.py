@@ -6,6 +6,7 @@ on in this thread or task; by default both are the one of `default_env()`.
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -228,8 +229,15 @@ class Environment(contextlib.ContextDecorator):
     """What a lowering gives for arrays of given shapes; see `Dispatcher.shapes`."""
     return self._dispatcher.shapes(func, args, kwargs)
 
+  def draw(self, func, args):
+    """Runs a random operation; returns its result, and its draw for `redraw`."""
+    draws: list = []
+    run = functools.partial(self._dispatcher.draw, draws)
+    result = debug.dispatch(self, run, func, args, {})
+    return result, draws[-1]
+
   def redraw(self, func, draw, args, kwargs=None):
-    """Runs a random operation with the key of an earlier draw (`RngStream.peek`).
+    """Runs a random operation with the key of an earlier draw (`draw`).
 
     For gradients that need the numbers of the forward pass again.
     """

@@ -12,7 +12,7 @@ import torchax
 from torchax.dispatch import new_shapes
 from torchax.functions.dropout import keep_mask
 from torchax.interop import jax_jit
-from torchax.rng import threefry, words
+from torchax.rng import threefry
 
 SIZE = itertools.count(30)
 
@@ -89,9 +89,9 @@ def test_the_gradient_drops_what_was_dropped():
 
 
 def test_other_generators_and_large_draws_are_left_to_one_program():
-  assert words.number_for(jax.random.key(0), words.MOST + 1) is None
-  assert words.number_for(jax.random.key(0, impl="rbg"), 10) is None
-  assert words.number_for(jax.random.key(0), 0) == words.LEAST
+  assert threefry.number_of_shared(jax.random.key(0), threefry.MOST_SHARED + 1) is None
+  assert threefry.number_of_shared(jax.random.key(0, impl="rbg"), 10) is None
+  assert threefry.number_of_shared(jax.random.key(0), 0) == threefry.LEAST_SHARED
 
 
 OTHER_KEYS = {
@@ -112,11 +112,13 @@ def test_keys_without_words_draw_as_before(other, monkeypatch):
   assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("elements", [1, 7, words.LEAST, words.LEAST + 1])
+@pytest.mark.parametrize(
+  "elements", [1, 7, threefry.LEAST_SHARED, threefry.LEAST_SHARED + 1]
+)
 def test_a_draw_has_the_first_words_of_a_larger_one(elements):
   key, count = jax.random.key(3), 5
-  number = words.number_for(key, elements)
-  given = words.drawn(key, count, number)
+  number = threefry.number_of_shared(key, elements)
+  given = threefry.random_words(key, count, number)
   draw = jax.random.fold_in(key, count)
   for shape in [(elements,), (1, elements)]:
     expected = threefry.two_words(draw, shape)

@@ -7,6 +7,7 @@ Under a JAX trace the lowering is called as it is. In-place, `out=` and view for
 derived from torch's schemas.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -68,6 +69,13 @@ class Dispatcher:
     if _Several.in_use:
       return device_plans.run(self.plan_for(func, args, kwargs), func, args, kwargs)
     return self.plan_for(func, args, kwargs)(args, kwargs)
+
+  def draw(self, draws: list, func, args, kwargs):
+    """Runs a random operation, and adds its draw to `draws`, for `Plan.redraw`."""
+    plan = functools.partial(device_plans.inner(self.plan_for(func)), draws=draws)
+    if _Several.in_use:
+      return device_plans.run(plan, func, args, kwargs)
+    return plan(args, kwargs)
 
   def plan_for(self, func, args=(), kwargs=None) -> Callable:
     """The plan of an overload, made on first use; the arguments are for errors."""

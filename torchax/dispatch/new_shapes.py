@@ -2,21 +2,22 @@
 
 Two ways, with the same bits as the program: numpy on the host computes few elements
 (`core/numpy_fallback.py`), and a sampler gets its random bits from a program that many
-shapes share (`rng/words.py`), so that its own program takes a fifth of the time to
+shapes share (`rng/threefry.py`), so that its own program takes a fifth of the time to
 compile. Shapes that are seen often get a program for everything, which is called more
 quickly.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 
-from torchax.core import numpy_fallback
+from torchax.core import numpy_fallback, programs
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.numpy_fallback import shape_of
 from torchax.dispatch.operands import Flattener
 from torchax.registry.operators import Operator
-from torchax.rng import words
+from torchax.rng import threefry
 
 # A draw by two programs takes about 15 us more.
 OFTEN = 64
@@ -78,10 +79,15 @@ def _with_shared_bits(program: Callable, elements: Callable) -> Callable:
       known[shapes] = True
       return program(key, count, *operands)
     known[shapes] = (times + 1, number)
-    return program(words.drawn(key, count, number), count, *operands)
+    return program(_random_words()(key, count, number), count, *operands)
 
   run.in_traces = program.in_traces
   return run
+
+
+@functools.cache
+def _random_words() -> Callable:
+  return programs.jit(threefry.random_words, static_argnums=2)
 
 
 def _number(key, operands, elements: Callable) -> int | None:
@@ -90,7 +96,7 @@ def _number(key, operands, elements: Callable) -> int | None:
     return None
   numbers = []
   jax.eval_shape(lambda given: numbers.append(elements(*given)), operands)
-  return words.number_for(key, numbers[0])
+  return threefry.number_of_shared(key, numbers[0])
 
 
 def _is_on_one_cpu(operand) -> bool:

@@ -49,17 +49,17 @@ class Plan:
       and not self.is_sampler
     )
 
-  def __call__(self, args, kwargs):
+  def __call__(self, args, kwargs, draws=None):
     operands, key = self.flattener.flatten(args, kwargs)
     try:
       if self._is_simple and jax_compat.is_top_level():
         program = self.programs.get(key) or self.programs.find(args, kwargs, key)
         result = program(*operands)
       else:
-        result = self.run(args, kwargs, operands, key)
+        result = self.run(args, kwargs, operands, key, draws=draws)
     except torch_checks.Refused:
       with self.accepted(args, kwargs, key):
-        return self(args, kwargs)
+        return self(args, kwargs, draws)
     except explaining.EXPLAINED as error:
       explaining.raise_as_torch(error, self.op, args, kwargs, self.operator)
       raise
@@ -138,7 +138,7 @@ class Plan:
 
     return jax.eval_shape(run, draw, given.dynamic)
 
-  def run(self, args, kwargs, operands, key, write=None, sharding=None):
+  def run(self, args, kwargs, operands, key, write=None, sharding=None, draws=None):
     """Arrays out of operands.
 
     Args:
@@ -149,6 +149,7 @@ class Plan:
         of these, for several tensors with a tuple of bases.
       sharding: the sharding in which the result is made, or a tuple of them; None
         leaves it to JAX.
+      draws: a sampler adds its draw to it, for `redraw`.
     """
     if self.lowering.is_inlined():
       self.programs.require_of_torch(args, kwargs)
@@ -159,7 +160,7 @@ class Plan:
     def execute(operands):
       return self._execute(args, kwargs, operands, key, write, sharding)
 
-    return self.sampling.run(args, kwargs, operands, execute)
+    return self.sampling.run(args, kwargs, operands, execute, draws)
 
   def _require(self, args, kwargs) -> None:
     """Raises for arguments that break the operation's own rules."""

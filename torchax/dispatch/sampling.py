@@ -22,11 +22,18 @@ class Sampling:
   def __init__(self, name: str, operator: Operator, env, names):
     self.name, self.operator, self.env, self.names = name, operator, env, names
 
-  def run(self, args, kwargs, operands, execute: Callable):
-    """`execute` with the key and the number of a draw in front of the operands."""
+  def run(self, args, kwargs, operands, execute: Callable, draws: list | None = None):
+    """`execute` with the key and the number of a draw in front of the operands.
+
+    Args:
+      args, kwargs: torch's arguments.
+      operands: what `flatten` made of them.
+      execute: `operands -> result`.
+      draws: the draw is added to it, for `Plan.redraw`.
+    """
     generator = kwargs.get("generator") if kwargs else None
     if generator is None:
-      return self.from_stream(args, kwargs, operands, execute)
+      return self.from_stream(args, kwargs, operands, execute, draws)
     before = generator.get_state()
     draw = generator_operands(generator, self.name)
     try:
@@ -42,10 +49,10 @@ class Sampling:
     record_generator_draw(self.name, *recorded, draw[0])
     return result
 
-  def from_stream(self, args, kwargs, operands, execute: Callable):
-    """The same with the current stream, which advances if `execute` succeeds."""
+  def from_stream(self, args, kwargs, operands, execute: Callable, draws=None):
+    """`run` with the current stream, which advances if `execute` succeeds."""
     stream = scope.current(self.env.streams)
-    with stream.held:
+    with stream.lock:
       draw = stream.peek(self.name)
       result = execute([*draw, *operands])
       if Recording.count or stream.log is not None:
@@ -53,6 +60,8 @@ class Sampling:
         stream.draw(self.name, self._distribution(args), result, recorded)
       else:
         stream.advance(1)
+    if draws is not None:
+      draws.append(draw)
     return result
 
   def _distribution(self, args) -> str:

@@ -183,7 +183,7 @@ class _Compiled:
     keys = self._keys
     if not keys.draws:
       return self._function(*args, self._unused)
-    with current().held:
+    with current().lock:
       words, keys.form = self._packer.pack(on_jax.NAME, tuple(keys.sites))
       result = self._function(*args, torch.from_numpy(words))
       packing.commit(keys.draws, keys.sites, keys.log)

@@ -90,10 +90,8 @@ class _Dropout(torch_compat.OwnFunction):
     ctx.p, ctx.draw = p, draw
     if draw is not None:
       return input._env.redraw(_forward, draw, (input, p))
-    stream = input._env.rng
-    with stream.held:
-      ctx.draw = stream.peek("dropout")
-      return input._env.dispatch(_forward, (), (input, p), None)
+    result, ctx.draw = input._env.draw(_forward, (input, p))
+    return result
 
   @staticmethod
   @over_batches

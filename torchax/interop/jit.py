@@ -205,7 +205,7 @@ class Jitted(Generic[P, R]):
     if not pure.generators:  # the common case, without a closure
       try:
         operands = traced.operands(leaves, extra)
-        with current().held:
+        with current().lock:
           rng = pure.values()
           (out, effects), advance = jitted(rng, operands, *args, **kwargs)
           if advance is not None:

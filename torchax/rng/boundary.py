@@ -249,7 +249,7 @@ class StreamOperands:
   def _add(self, operand: EnvironmentOperand, key, count, *by_site) -> RngStream:
     owner = operand.owner or self._on
     stream = RngStream(RngState(key, count, {} if by_site else None))
-    stream.log, stream.held, stream.environment = self.log, FREE, owner.number
+    stream.log, stream.lock, stream.environment = self.log, FREE, owner.number
     stream.counter.is_operand = True
     if isinstance(stream.counter, SiteCounter):
       meet = lambda path: self.missing.append(SiteOperand(operand.owner, path))  # noqa: E731

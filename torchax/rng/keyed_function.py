@@ -261,7 +261,7 @@ class KeyedFunction:
     while True:
       before = self._positions()
       try:
-        with scope.current().held:
+        with scope.current().lock:
           out, advance = transformed(self.values(times()))
           self.commit(advance)
       except BaseException as error:

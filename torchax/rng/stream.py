@@ -35,7 +35,7 @@ class RngStream:
     log: records of the function being traced; None on the host.
     environment: number of the environment, if a compiled function carries the stream.
     owner: trace that the stream belongs to; None on the host.
-    held: lock around a draw. Threads with a copied context share a scope's stream.
+    lock: lock around a draw. Threads with a copied context share a scope's stream.
     marks: positions saved in a trace; see `snapshots.py`.
   """
 
@@ -47,7 +47,7 @@ class RngStream:
     self.log: list | None = None
     self.environment: int | None = None
     self.owner = ownership.owner_here()
-    self.held: contextlib.AbstractContextManager = threading.RLock()
+    self.lock: contextlib.AbstractContextManager = threading.RLock()
     self.marks: dict[int, tuple] = {}
     self._is_closed = False
 
@@ -97,7 +97,7 @@ class RngStream:
 
   def next_key(self, name: str = "a draw") -> jax.Array:
     """Advances by one draw and returns its key."""
-    with self.held:
+    with self.lock:
       key, count = self.peek(name)
       self.draw(name)
     return rng_state.fold_in(key, count)
@@ -134,7 +134,7 @@ class RngStream:
     """This stream for a trace inside its own; it knows the marks made so far."""
     inner = copy.copy(self)
     inner.counter, inner.marks = self.counter.copy(), dict(self.marks)
-    inner.owner, inner.held = ownership.owner_here(), FREE
+    inner.owner, inner.lock = ownership.owner_here(), FREE
     return inner
 
   def close(self) -> None:

@@ -164,7 +164,7 @@ class Streams:
         state = self.addressed(root_state(self.root_seed()))
         if root.stream is None:
           root.stream = RngStream(state)
-          root.stream.owner, root.stream.held = None, FREE
+          root.stream.owner, root.stream.lock = None, FREE
         else:
           root.stream.reseed(state)
       elif root.stream is not None and root.stream.by_site != self.by_site:

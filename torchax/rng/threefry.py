@@ -19,6 +19,8 @@ from jax import lax
 from jax.extend import random as jax_extend_random
 
 NAME = "threefry2x32"
+# Draws of as many elements share their words; more words are not drawn beforehand.
+LEAST_SHARED, MOST_SHARED = 2**10, 2**20
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 # The parity of the key schedule, of Threefish (Skein 1.3).
 _PARITY = 0x1BD11BDA
@@ -96,6 +98,23 @@ def two_words(
   if jax.config.jax_debug_key_reuse:  # the check has to see the use of the key
     return jax.random.bits(key, shape), right
   return left ^ right, right
+
+
+def number_of_shared(key: jax.Array, elements: int) -> int | None:
+  """How many words to draw for so many elements; None where they cannot be shared.
+
+  A draw of fewer elements has the first words of one of more, so that draws of many
+  sizes share the program of `random_words`, and get a small one for the rest.
+  """
+  number = max(LEAST_SHARED, 1 << max(elements - 1, 0).bit_length())
+  is_fit = number <= MOST_SHARED and is_addressable(key, (number,))
+  return number if is_fit else None
+
+
+def random_words(key: jax.Array, count, number: int) -> Words:
+  """The words of draw `count` of a stream; `number` by `number_of_shared`."""
+  draw = unrolled_key(jax.random.fold_in(key, count))
+  return Words(*two_words(draw, (number,)))
 
 
 def words_at(words, positions) -> tuple[jax.Array, jax.Array]:
