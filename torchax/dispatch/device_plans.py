@@ -40,8 +40,8 @@ _OF_SIZE = frozenset(
 class PlacedPlan:
   """Runs a factory on the device that it is asked for, or on that of its tensor."""
 
-  def __init__(self, plan: Callable, op):
-    self.plan = plan
+  def __init__(self, op, default: Callable, env):
+    self.plan = default()
     self.op = op
     self._is_of_size = op.overloadpacket in _OF_SIZE
 
@@ -127,11 +127,9 @@ def make(function: Callable, target):
   return made[0]
 
 
-def plan(op, schema, plan_by_registry: Callable, env) -> PlacedPlan | None:
-  """The plan of an operation that takes a device; None for any other one."""
-  if "device" not in schema.names or schema.written:
-    return None
-  return PlacedPlan(plan_by_registry(op), op)
+def takes_device(op, schema) -> bool:
+  """True for operations that make a tensor where `device=` says."""
+  return "device" in schema.names and not schema.written
 
 
 def unplaced(tensor: Tensor) -> Tensor:

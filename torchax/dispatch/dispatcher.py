@@ -14,13 +14,7 @@ import torch
 
 from torchax.compat import torch_compat
 from torchax.devices.placement import Several as _Several
-from torchax.dispatch import (
-  device_plans,
-  generator_arguments,
-  in_place,
-  transfer,
-  views,
-)
+from torchax.dispatch import device_plans, special_plans
 from torchax.dispatch.compiling import NOT_COMPILABLE
 from torchax.dispatch.decomposed import DecompositionPlan, TensorPlan, tensor_plan
 from torchax.dispatch.in_place import InPlacePlan
@@ -34,16 +28,6 @@ from torchax.registry.schema import (
   gives_tensors,
   is_in_place,
   schema_of,
-)
-
-# (op, schema, plan by registry, env) -> plan or None, in the order in which they are
-# asked. An operation that none of them wants is run by its operator.
-_SPECIAL_PLANS = (
-  views.plan,
-  transfer.plan,
-  device_plans.plan,
-  generator_arguments.plan,
-  in_place.plan,
 )
 
 
@@ -191,12 +175,10 @@ class Dispatcher:
       if operator is None:
         raise self.not_found(func)
       return self._plan_of(func, operator)
-    schema, is_own = schema_of(func), self.is_own(func)
-    for special in _SPECIAL_PLANS:
-      found = special(func, schema, self._plan_by_registry, self._env)
-      if found is not None and not is_own:
-        return found
-    return self._plan_by_registry(func)
+    special = None if self.is_own(func) else special_plans.find(func, schema_of(func))
+    if special is None:
+      return self._plan_by_registry(func)
+    return special.make(func, lambda: self._plan_by_registry(func), self._env)
 
   def _plan_by_registry(self, func) -> Callable:
     operator, schema = self.operator(func), schema_of(func)

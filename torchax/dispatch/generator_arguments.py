@@ -7,6 +7,7 @@ older ones have it as their last positional argument; here it becomes a keyword.
 from collections.abc import Callable
 
 from torchax.dispatch.decomposed import TensorPlan
+from torchax.registry.schema import schema_of
 
 _NAME = "generator"
 
@@ -29,15 +30,19 @@ class NamedGeneratorPlan:
     return self.plan.redraw(draw, args, kwargs)
 
 
-def plan(op, schema, plan_by_registry: Callable, env) -> NamedGeneratorPlan | None:
-  """The plan of an operation with a positional generator; None for all others.
+def takes_generator(op, schema) -> bool:
+  """True for random operations with a positional generator."""
+  if not schema.is_random or _NAME not in schema.names:
+    return False
+  return not op._schema.arguments[schema.names.index(_NAME)].kwarg_only
+
+
+def generator_plan(op, default, env) -> Callable:
+  """The plan of such an operation; see `special_plans.Special`.
 
   A lowering that is a function of tensors passes the generator on by itself.
   """
-  if not schema.is_random or _NAME not in schema.names:
-    return None
-  place = schema.names.index(_NAME)
-  if op._schema.arguments[place].kwarg_only:
-    return None
-  found = plan_by_registry(op)
-  return None if isinstance(found, TensorPlan) else NamedGeneratorPlan(found, place)
+  found = default()
+  if isinstance(found, TensorPlan):
+    return found
+  return NamedGeneratorPlan(found, schema_of(op).names.index(_NAME))

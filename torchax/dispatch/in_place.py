@@ -19,7 +19,6 @@ from torchax.dispatch.operands import move
 from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops.list_checks import require_same_length
-from torchax.registry.names import aten
 from torchax.registry.schema import schema_of
 from torchax.tensor import Tensor
 from torchax.view import View
@@ -194,8 +193,8 @@ def _require_separate(target: View, name: str) -> None:
 class ForeachCopyPlan:
   """`_foreach_copy_`: one program within jax, else one tensor after the other."""
 
-  def __init__(self, in_place: InPlacePlan):
-    self.in_place = in_place
+  def __init__(self, op, default, env):
+    self.in_place = default()
 
   def __call__(self, args, kwargs):
     targets, sources = args[0], args[1]
@@ -205,10 +204,3 @@ class ForeachCopyPlan:
       return
     for target, source in zip(targets, sources):
       target.copy_(source)
-
-
-def plan(op, schema, plan_by_registry, env):
-  """The plan of a copy of lists, None for any other operation."""
-  if op is aten._foreach_copy_.default:
-    return ForeachCopyPlan(plan_by_registry(op))
-  return None

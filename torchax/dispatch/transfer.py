@@ -41,8 +41,8 @@ def _item(tensor: Tensor):
 class CopyPlan:
   """`copy_`: within jax by the derived in-place form, else through the host."""
 
-  def __init__(self, in_place, env):
-    self.in_place = in_place
+  def __init__(self, op, default, env):
+    self.in_place = default()
     self.env = env
 
   def __call__(self, args, kwargs):
@@ -96,8 +96,8 @@ def _beside(source: Tensor, target: Tensor, place) -> Tensor:
 class ToCopyPlan:
   """`_to_copy`: to the CPU, or to another dtype on jax."""
 
-  def __init__(self, cast, env):
-    self.cast = cast
+  def __init__(self, op, default, env):
+    self.cast = default()
     self.env = env
 
   def __call__(self, args, kwargs):
@@ -185,29 +185,29 @@ def _refuse(op, kind: str):
   )
 
 
-def _refuse_to_pin():
+def is_refused(op, schema) -> bool:
+  """True for operations of sparse, quantised, nested and mkldnn tensors."""
+  return op.overloadpacket in _REFUSED_KIND
+
+
+def refusing_plan(op, default, env):
+  """The plan of a refused operation; see `special_plans.Special`."""
+  return lambda args, kwargs: _refuse(op, _REFUSED_KIND[op.overloadpacket])
+
+
+def _refuse_to_pin(*args, **kwargs):
   raise RuntimeError(
     "pin_memory() expects a dense CPU tensor, but got one on jax. Pin the source of a "
     "transfer, not its result."
   )
 
 
-def plan(op, schema, plan_by_registry, env):
-  """The plan of a transfer, None for any other operation."""
-  kind = _REFUSED_KIND.get(getattr(op, "overloadpacket", None))
-  if kind is not None:
-    return lambda args, kwargs: _refuse(op, kind)
-  if op is aten.is_pinned.default:
-    return lambda args, kwargs: False
-  if op is aten._pin_memory.default:
-    return lambda args, kwargs: _refuse_to_pin()
-  if op is aten._local_scalar_dense.default:
-    return lambda args, kwargs: _item(args[0])
-  if op is aten.copy_.default:
-    return CopyPlan(plan_by_registry(op), env)
-  if op is aten._to_copy.default:
-    return ToCopyPlan(plan_by_registry(op), env)
-  return None
+# Overload -> what runs in its place, called with its arguments.
+FUNCTIONS = {
+  aten.is_pinned.default: lambda *args, **kwargs: False,
+  aten._pin_memory.default: _refuse_to_pin,
+  aten._local_scalar_dense.default: lambda tensor: _item(tensor),
+}
 
 
 class Move(torch_compat.OwnFunction):

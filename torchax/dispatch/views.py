@@ -493,7 +493,8 @@ def require_own(tensor, name: str) -> None:
     )
 
 
-_FUNCTIONS: dict[object, Callable] = {
+# Overload -> what runs in its place, called with its arguments.
+FUNCTIONS: dict[object, Callable] = {
   aten.resize_.default: _resize_,
   aten.resize_as_.default: lambda tensor, other, **_: _resize_(tensor, other.shape),
   aten.set_.source_Tensor: _set_,
@@ -501,9 +502,10 @@ _FUNCTIONS: dict[object, Callable] = {
   aten.set_.source_Storage: _set_to_storage,
   aten.set_.source_Storage_storage_offset: _set_to_storage,
   aten.set_.default: _set_empty,
+  aten.lift_fresh.default: lambda tensor: tensor,
 }
 
-_IN_PLACE_VIEWS = frozenset(
+IN_PLACE_VIEWS = frozenset(
   {
     aten.t_.default,
     aten.transpose_.default,
@@ -516,22 +518,15 @@ _IN_PLACE_VIEWS = frozenset(
 )
 
 
-def plan(op, schema, plan_by_registry, env) -> Callable | None:
-  """The plan of a view or resizing operation, None for any other."""
-  function = _FUNCTIONS.get(op)
-  if function is not None:
-    return lambda args, kwargs: function(*args, **(kwargs or {}))
-  if op in _IN_PLACE_VIEWS:
-    return InPlaceViewPlan(op, env)
-  if op is aten.lift_fresh.default:
-    return lambda args, kwargs: args[0]
-  # Views of other libraries are what their lowerings say.
-  if not schema.is_view or op.namespace != "aten":
-    return None
-  if op in STEPS or op in MULTIPLE_STEPS:
+def is_view(op, schema) -> bool:
+  """True for views of ATen; those of other libraries are what their lowerings say."""
+  return schema.is_view and op.namespace == "aten"
+
+
+def view_plan(op, default, env) -> Callable:
+  """The plan of a view; see `special_plans.Special`."""
+  if op in STEPS or op in MULTIPLE_STEPS or not torch_compat.is_composite(op):
     return ViewPlan(op, env)
-  if torch_compat.is_composite(op):
-    # It arrives whole where autograd is off; only its parts know whether it copies.
-    decompose = torch_compat.composite_kernel(op)
-    return lambda args, kwargs: decompose(*args, **(kwargs or {}))
-  return ViewPlan(op, env)
+  # It arrives whole where autograd is off; only its parts know whether it copies.
+  decompose = torch_compat.composite_kernel(op)
+  return lambda args, kwargs: decompose(*args, **(kwargs or {}))

@@ -1,0 +1,68 @@
+"""The table of operations whose plan is not the one of their lowering alone.
+
+The first row that takes an operation wins, so the order counts where two rows do. An
+operator of a user, or of one environment, comes before all rows.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torchax.dispatch import (
+  device_plans,
+  generator_arguments,
+  in_place,
+  transfer,
+  views,
+)
+from torchax.registry.names import aten
+
+_FUNCTIONS = {**views.FUNCTIONS, **transfer.FUNCTIONS}
+
+
+class Special(NamedTuple):
+  """A row of the table.
+
+  Attributes:
+    name: kind of operation.
+    takes: (op, schema) -> whether the row is for this overload.
+    make: (op, default, env) -> plan. `default()` is the plan without this table.
+  """
+
+  name: str
+  takes: Callable[..., bool]
+  make: Callable[..., Callable]
+
+
+def _function_plan(op, default, env) -> Callable:
+  function = _FUNCTIONS[op]
+  return lambda args, kwargs: function(*args, **(kwargs or {}))
+
+
+def _is(overload) -> Callable[..., bool]:
+  return lambda op, schema: op is overload
+
+
+TABLE = (
+  Special("function of tensors", lambda op, schema: op in _FUNCTIONS, _function_plan),
+  Special(
+    "in-place view",
+    lambda op, schema: op in views.IN_PLACE_VIEWS,
+    lambda op, default, env: views.InPlaceViewPlan(op, env),
+  ),
+  Special("view", views.is_view, views.view_plan),
+  Special("refused operation", transfer.is_refused, transfer.refusing_plan),
+  Special("copy to a tensor", _is(aten.copy_.default), transfer.CopyPlan),
+  Special("cast or move", _is(aten._to_copy.default), transfer.ToCopyPlan),
+  Special("factory", device_plans.takes_device, device_plans.PlacedPlan),
+  Special(
+    "positional generator",
+    generator_arguments.takes_generator,
+    generator_arguments.generator_plan,
+  ),
+  Special("copy of lists", _is(aten._foreach_copy_.default), in_place.ForeachCopyPlan),
+)
+
+
+def find(op, schema) -> Special | None:
+  """The row of an overload, or None."""
+  return next((row for row in TABLE if row.takes(op, schema)), None)
