@@ -31,6 +31,7 @@ from torchax.config import Configuration
 from torchax.core import mappings, programs, storage, tracebacks
 from torchax.devices import forks, generator, placement, streams
 from torchax.diagnostics import compile_times
+from torchax.diagnostics.operators import explain_operator
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import applied_functions, debug, modes, operands, transfer
 from torchax.environment import Environment, default_env
@@ -203,6 +204,7 @@ __all__ = [
   "enable_performance_mode",
   "env_info",
   "explain",
+  "explain_operator",
   "extract_jax",
   "interop",
   "jaten",

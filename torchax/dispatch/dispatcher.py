@@ -7,8 +7,10 @@ Under a JAX trace the lowering is called as it is. In-place, `out=` and view for
 derived from torch's schemas.
 """
 
+import enum
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +31,30 @@ from torchax.registry.schema import (
   is_in_place,
   schema_of,
 )
+
+
+class Step(enum.Enum):
+  """Steps that decide what runs for an overload, in their order."""
+
+  SPECIAL = "special plan"
+  DERIVED = "derived form"
+  LOWERING = "lowering"
+  DECOMPOSITION = "decomposition"
+
+
+class Choice(NamedTuple):
+  """The plan of an overload, and the step that decided.
+
+  Attributes:
+    step: the first one with an answer.
+    plan: what runs, called with (args, kwargs).
+    source: the row of `special_plans.TABLE`, the functional overload of a derived form,
+      or the operator.
+  """
+
+  step: Step
+  plan: Callable
+  source: Any
 
 
 class _InPlaceOf:
@@ -165,40 +191,68 @@ class Dispatcher:
     )
 
   def plan(self, func) -> Callable:
-    """What runs for an overload: its operator, else what its schema derives.
+    """What runs for an overload; see `choose`."""
+    return self.choose(func).plan
+
+  def choose(self, func, steps=tuple(Step)) -> Choice:
+    """The plan of an overload, by the first step that has one.
 
     Raises:
       OperatorNotFound: there is none.
     """
-    operator = self.operator(func)
-    if not isinstance(func, torch_compat.OpOverload):
-      if operator is None:
-        raise self.not_found(func)
-      return self._plan_of(func, operator)
-    special = None if self.is_own(func) else special_plans.find(func, schema_of(func))
-    if special is None:
-      return self._plan_by_registry(func)
-    return special.make(func, lambda: self._plan_by_registry(func), self._env)
+    for step in steps:
+      found = _DECISIONS[step](self, func)
+      if found is not None:
+        return Choice(step, *found)
+    raise self.not_found(func)
 
   def _plan_by_registry(self, func) -> Callable:
+    return self.choose(func, tuple(Step)[1:]).plan
+
+  def _special(self, func):
+    if not isinstance(func, torch_compat.OpOverload) or self.is_own(func):
+      return None
+    row = special_plans.find(func, schema_of(func))
+    if row is None:
+      return None
+    return row.make(func, lambda: self._plan_by_registry(func), self._env), row
+
+  def _derived(self, func):
+    """The in-place or `out=` form of a functional overload, where none is lowered."""
+    if not isinstance(func, torch_compat.OpOverload):
+      return None
     operator, schema = self.operator(func), schema_of(func)
-    exact = operator is not None and operator.torch_op is func
+    is_exact = operator is not None and operator.torch_op is func
     is_functional = operator is None or operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
-    derivable = is_functional or bool(schema.outputs)
-    if schema.written and not exact and derivable:
-      derived = self._derived(func)
-      if derived is not None:
-        return derived
-    if operator is not None:
-      return self._plan_of(func, operator)
-    decomposition = self.decomposition(func)
-    if decomposition is None:
-      raise self.not_found(func)
+    if not schema.written or is_exact or not (is_functional or schema.outputs):
+      return None
+    functional_op = functional_form(func)
+    if functional_op is None:
+      return None
+    functional = device_plans.inner(self.plan(functional_op))
+    if not is_in_place(func):
+      return OutPlan(func, functional, self._env), functional_op
+    if isinstance(functional, Plan):
+      return InPlacePlan(func, functional, self._env), functional_op
+    if isinstance(functional, TensorPlan) and self.is_own(functional_op):
+      return _InPlaceOf(functional), functional_op
+    return None
+
+  def _registered(self, func):
+    operator = self.operator(func)
+    return None if operator is None else (self._plan_of(func, operator), operator)
+
+  def _decomposed(self, func):
+    if not isinstance(func, torch_compat.OpOverload):
+      return None
+    found = self.decomposition(func)
+    if found is None:
+      return None
     if func in self._env._decomps.own:
-      return self._plan_of(func, decomposition)
-    if schema.written or not decomposition.execution.compiled:
-      return tensor_plan(func, decomposition, self._env)
-    return DecompositionPlan(func, decomposition, self._env)
+      return self._plan_of(func, found), found
+    if schema_of(func).written or not found.execution.compiled:
+      return tensor_plan(func, found, self._env), found
+    return DecompositionPlan(func, found, self._env), found
 
   def _plan_of(self, func, operator: Operator) -> Callable:
     if operator.kind in (Kind.ARRAYS, Kind.SAMPLER):
@@ -208,19 +262,6 @@ class Dispatcher:
       return Plan(func, operator.uncompiled(), self._env)
     return tensor_plan(func, operator, self._env)
 
-  def _derived(self, func) -> Callable | None:
-    functional_op = functional_form(func)
-    if functional_op is None:
-      return None
-    functional = device_plans.inner(self.plan(functional_op))
-    if not is_in_place(func):
-      return OutPlan(func, functional, self._env)
-    if isinstance(functional, Plan):
-      return InPlacePlan(func, functional, self._env)
-    if isinstance(functional, TensorPlan) and self.is_own(functional_op):
-      return _InPlaceOf(functional)
-    return None
-
   def not_found(self, func, args=(), kwargs=None) -> OperatorNotFound:
     """The error for an operation that has nothing to run, called with arguments."""
     called = f" It was called with ({describe(args, kwargs)})." if args else ""
@@ -229,6 +270,14 @@ class Dispatcher:
       "`@torchax.ops.op_base.op(…)` (docs: Writing lowerings), or move the tensors to "
       "the CPU for this operation with `.cpu()`."
     )
+
+
+_DECISIONS = {
+  Step.SPECIAL: Dispatcher._special,
+  Step.DERIVED: Dispatcher._derived,
+  Step.LOWERING: Dispatcher._registered,
+  Step.DECOMPOSITION: Dispatcher._decomposed,
+}
 
 
 def describe(args, kwargs) -> str:
