@@ -1,5 +1,5 @@
 """How jax tensors are pickled, printed and stored by torch.
 
-Start at `files.py`. Checkpoints of training states are in `checkpoint.py`; files of
+Start at `files.py`. Checkpoints of training states are in `checkpoint/`; files of
 other libraries are in `integrations`.
 """
