@@ -35,7 +35,7 @@ class Counter:
     self.replayed: paths.Replay | None = None
     if isinstance(count, int):
       self.base = None
-      self.key, self.count = rng_state.settled(key, count)
+      self.key, self.count = rng_state.resolved(key, count)
     else:
       self.key, self.base, self.count = key, count, 0
 
@@ -82,7 +82,7 @@ class Counter:
     """Counts draws made with the operands of `next`."""
     self.count += draws
     if self.count >= rng_state.REKEY_AT and self.base is None:
-      self.key, self.count = rng_state.settled(self.key, self.count)
+      self.key, self.count = rng_state.resolved(self.key, self.count)
 
   def advance_past(self, draws: int, path: str | None = None) -> None:
     """Counts draws of a compiled call; with `path`, those of one site only."""

@@ -242,9 +242,11 @@ class KeyedFunction:
 
   def streams(self) -> dict:
     """The caller's streams, by the numbers of their environments."""
-    operands = [each for each in self.operands if isinstance(each, EnvironmentOperand)]
-    owners = [operand.owner or scope.streams_on() for operand in operands]
-    return {owner.number: scope.current(owner) for owner in owners}
+    return {
+      (operand.owner or scope.streams_on()).number: scope.current(operand.owner)
+      for operand in self.operands
+      if isinstance(operand, EnvironmentOperand)
+    }
 
   def run(self, transformed: Callable[[Values], Any], times: Callable[[], int] = _once):
     """Calls a transformed function with the caller's streams as its operands.

@@ -346,9 +346,37 @@ def dry_run(entries: tuple, streams: dict, find_faults: Callable) -> Ledger:
 
 
 def _of_caller(entries: tuple, streams: dict) -> list:
+  """Draws of a function as those of its caller, whose streams have drawn before."""
   call = next(_calls)
   prefix = next(iter(streams.values())).counter.path()
-  return [_shifted(entry, streams, prefix, call) for entry in entries]
+
+  def shifted(draw: Draw) -> Draw:
+    draw = dataclasses.replace(draw, site=join(prefix, draw.site))
+    if draw.key is not None:
+      is_traced = draw.key[0] == "traced"
+      return dataclasses.replace(draw, key=(*draw.key, call)) if is_traced else draw
+    counter = streams[draw.environment].counter
+    turn = None if draw.turn is None else draw.turn + counter.progress(draw.site)
+    return dataclasses.replace(draw, index=draw.index + counter.progress(), turn=turn)
+
+  return _each(entries, shifted, prefix)
+
+
+def _each(entries: Iterable, change: Callable[[Draw], Draw], prefix: str = "") -> list:
+  """Entries with each draw changed, and the paths of sites below a prefix."""
+  changed = []
+  for entry in entries:
+    if isinstance(entry, Repeated):
+      moves = [
+        (number, None if path is None else join(prefix, path), n)
+        for number, path, n in entry.moves
+      ]
+      inner = tuple(_each(entry.entries, change, prefix))
+      entry = dataclasses.replace(entry, entries=inner, moves=tuple(moves))
+    else:
+      entry = change(entry)
+    changed.append(entry)
+  return changed
 
 
 def _with_keys(entries, streams: dict) -> list[Draw]:
@@ -362,40 +390,16 @@ def _with_keys(entries, streams: dict) -> list[Draw]:
   return draws
 
 
-def _shifted(entry, streams: dict, prefix: str, call: int):
-  """A draw of a function as one of its caller, whose streams have drawn before."""
-  if isinstance(entry, Repeated):
-    return dataclasses.replace(
-      entry,
-      entries=tuple([_shifted(e, streams, prefix, call) for e in entry.entries]),
-      moves=tuple(
-        (number, path if path is None else join(prefix, path), n)
-        for number, path, n in entry.moves
-      ),
-    )
-  draw = dataclasses.replace(entry, site=join(prefix, entry.site))
-  if draw.key is None:
-    counter = streams[draw.environment].counter
-    turn = None if draw.turn is None else draw.turn + counter.progress(draw.site)
-    return dataclasses.replace(draw, index=draw.index + counter.progress(), turn=turn)
-  if draw.key[0] == "traced":
-    return dataclasses.replace(draw, key=(*draw.key, call))
-  return draw
-
-
 def of_derived_stream(entries: Iterable, label: str) -> tuple:
   """Draws of a stream derived from the caller's, which has another key."""
   number = next(_calls)
-  return tuple([_of_derived(entry, label, number) for entry in entries])
 
+  def derived(draw: Draw) -> Draw:
+    stream = f"{label} {draw.stream}".rstrip()
+    key = draw.key or ("traced", number, draw.site, draw.index, draw.turn)
+    return dataclasses.replace(draw, stream=stream, key=key)
 
-def _of_derived(entry, label: str, number: int):
-  if isinstance(entry, Repeated):
-    entries = tuple([_of_derived(inner, label, number) for inner in entry.entries])
-    return dataclasses.replace(entry, entries=entries)
-  stream = f"{label} {entry.stream}".rstrip()
-  key = entry.key or ("traced", number, entry.site, entry.index, entry.turn)
-  return dataclasses.replace(entry, stream=stream, key=key)
+  return tuple(_each(entries, derived))
 
 
 def _expand(entries: Iterable) -> Iterator[Draw]:

@@ -31,16 +31,10 @@ class Difference:
   draws: tuple[tuple[Draw, ...], tuple[Draw, ...]] = dataclasses.field(repr=False)
 
   def __str__(self):
-    if self.first is None or self.second is None:
-      longer, drawn = (
-        ("second", self.second)
-        if self.first is None
-        else (
-          "first",
-          self.first,
-        )
-      )
-      return f"draw {self.place}: only the {longer} run makes it: {_words(drawn)}"
+    if self.first is None:
+      return f"draw {self.place}: only the second run makes it: {_words(self.second)}"
+    if self.second is None:
+      return f"draw {self.place}: only the first run makes it: {_words(self.first)}"
     parts = [
       f"{name}: {_value(self.first, name)} / {_value(self.second, name)}"
       for name in self.fields

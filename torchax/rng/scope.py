@@ -7,7 +7,6 @@ environment mean the one that is on.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -80,7 +79,7 @@ def owners_here() -> list[Streams]:
 
 
 def has_scope(owner: Streams) -> bool:
-  """True where its current stream is no root."""
+  """Whether the current stream of an environment is not the root."""
   return any(scope_owner in (owner, None) for scope_owner, _ in _scopes.get())
 
 
@@ -97,16 +96,16 @@ def carrying(operands) -> Iterator[None]:
 
 
 def address_by(mode: str) -> None:
-  """Says what decides which number a draw gets, in all environments and threads.
+  """Sets what a draw's numbers depend on, in all environments and threads.
 
   "order", the default: the number of draws before it. "site": the path of the modules
-  that make the draw ("encoder.layers.3.dropout") and the number of draws made there
-  before. Then putting in another dropout layer, or exchanging two of them, changes no
-  other layer's numbers. Both obey the same laws; a path costs some microseconds a
-  draw. Streams go on from a fresh key, so that no number repeats.
+  that draw ("encoder.layers.3.dropout") and the number of draws made there before, so
+  that adding or exchanging dropout layers changes no other layer's numbers. Both obey
+  the same laws; a path costs some microseconds a draw. Streams go on from a fresh key,
+  so that no number repeats.
 
-  A state that was saved keeps its mode. Draws outside of modules share one site. Calls
-  of modules are followed from now on, so say it before the model runs; for methods that
+  A saved state keeps its mode. Draws outside of modules share one site. Calls of
+  modules are followed from now on, so call this before the model runs; for methods that
   are called by their own name see `inside`.
 
   Raises:
@@ -133,8 +132,8 @@ def addressed_by() -> str:
 def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
   """Draws from `value` inside the block; the outer stream resumes after it.
 
-  The scope is that of its thread and task. A task that is begun inside of it draws from
-  it too, and so does a thread with a copied context (`asyncio.to_thread`).
+  The scope belongs to its thread and task. A task that begins inside it draws from it
+  too, and so does a thread with a copied context (`asyncio.to_thread`).
 
   Args:
     value: an `RngState`, a typed key, raw key data, a seed, or an `RngStream` (a
@@ -155,7 +154,7 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
   stream = RngStream(_new_state(value, owner), "scope") if owned else value
   if stream.log is None:
     stream.log = outer.log
-  # Where draws are numbered in their order, nobody knows what runs around the scope.
+  # Around the scope calls of modules are not followed, so paths begin at it.
   begins = stream.by_site and not (outer.by_site or owner.by_site)
   scope = (owner, stream)
   _scopes.set((*_scopes.get(), scope))
@@ -180,27 +179,27 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
 
 
 def _leave(scope: _Scope) -> bool:
-  """Takes a scope off; False where others of its environment lie on top.
+  """Removes a scope; False if others of its environment were opened inside it.
 
-  One that was left open may end late, in another task or when it is there no more.
+  A scope that was left open may end late, in another task or after its removal.
   """
   scopes = _scopes.get()
-  place = next((n for n, found in enumerate(scopes) if found is scope), None)
-  if place is None:
+  index = next((n for n, found in enumerate(scopes) if found is scope), None)
+  if index is None:
     return True
-  _scopes.set(scopes[:place])
-  return not any(owner is scope[0] for owner, _ in scopes[place + 1 :])
+  _scopes.set(scopes[:index])
+  return not any(owner is scope[0] for owner, _ in scopes[index + 1 :])
 
 
 @contextlib.contextmanager
 def continued() -> Iterator[None]:
-  """Draws inside the block go on in a trace that is nested in the current one's.
+  """Continues the traced streams in a trace that is nested in theirs.
 
-  For a backward pass that is traced apart from its forward pass: a part of the forward
-  pass may be run again in it, with the state that was saved before.
+  For a backward pass that is traced apart from its forward pass: it may run a part of
+  the forward pass again, with the state that was saved before.
 
   Raises:
-    RngError: the block has moved the stream, which nothing would bring back.
+    RngError: the block has advanced a stream, which nothing would return to the caller.
   """
   outer = _scopes.get()
   inner = tuple([(owner, s.nested() if s.is_traced else s) for owner, s in outer])
@@ -219,7 +218,6 @@ def continued() -> Iterator[None]:
 
 
 def _new_state(value, owner: Streams) -> RngState:
-  """A state for a scope: a given one as it is, one made of a key as the others are."""
   if isinstance(value, RngState):
     return value
   return owner.addressed(rng_state.as_state(value, owner.impl))
@@ -243,9 +241,7 @@ def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> 
   if isinstance(seed, bool | float):
     raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
   if owner is None:
-    inside = list(
-      dict.fromkeys(owner for owner, _ in _scopes.get() if owner is not None)
-    )
+    inside = [owner for owner, _ in _scopes.get() if owner is not None]
     owners = inside or [streams_on(), *streams.every()]
   else:
     owners = [owner]
@@ -254,8 +250,8 @@ def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> 
       each.reseed(int(seed), impl)
     else:
       stream = current(each)
-      state = RngState(rng_state.as_key(seed, impl or each.impl), 0)
-      stream.reseed(dataclasses.replace(state, sites={}) if stream.by_site else state)
+      key = rng_state.as_key(seed, impl or each.impl)
+      stream.reseed(RngState(key, 0, {} if stream.by_site else None))
 
 
 def _is_integer(seed) -> bool:

@@ -50,7 +50,7 @@ def _tensor(payload: bytes) -> torch.Tensor:
 
 
 def is_unopened(owner: Streams) -> bool:
-  """True where the current stream is a root that is only a seed so far."""
+  """Whether the current stream is a root that is only a seed so far."""
   return owner.is_unopened() and not has_scope(owner)
 
 

@@ -1,8 +1,8 @@
-"""The random number state as a value: a typed key and a number of draws.
+"""The random state as a value: a typed key and a number of draws.
 
-Draw i of a stream uses `fold_in(key, i)` with i < 2**31; the upper half of the 32-bit
-space derives children (threads, forks, re-keyed streams), so that no child's key is
-ever the key of a draw. Who advances a state is in `stream.py`.
+Draw i of a stream uses `fold_in(key, i)` with i < 2**31. The upper half of the 32-bit
+space derives children (threads, forks, new keys of a stream), so no child's key is ever
+the key of a draw.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from torchax.rng import serialization
 
 DEFAULT_IMPL = "threefry2x32"
 
-# A stream takes a new key here, between calls. A call of a compiled function keeps its
-# key: it may count on to the first child index.
+# Draws of a key; then a stream takes the next one. A compiled call keeps its key, and
+# may count on to the first child index.
 REKEY_AT = 1 << 30
-# The count of a site is that of all its draws, whatever key they have had.
+# A site counts all its draws, whatever key they had.
 _MOST_OF_A_SITE = 1 << 62
 
 # Children of a key: fold_in(fold_in(key, index), identifier).
@@ -34,10 +34,10 @@ _REFUSED_IMPLS = {"philox2x32": "its 32-bit keys collide"}
 
 
 def check_impl(impl: str) -> str:
-  """The name, if streams may use that PRNG implementation.
+  """Returns the name, if streams may use that PRNG implementation.
 
-  `rbg` and `unsafe_rbg` are accepted, but under them a vmapped draw differs from a
-  loop of draws, and `unsafe_rbg` derives keys without a cryptographic hash.
+  Under `rbg` and `unsafe_rbg` a vmapped draw differs from a loop of draws, and
+  `unsafe_rbg` derives keys without a cryptographic hash.
 
   Raises:
     ValueError: an implementation unknown to JAX, or refused because keys collide.
@@ -91,7 +91,6 @@ def key_from_seed(seed: int, impl: str = DEFAULT_IMPL) -> jax.Array:
 
 
 def _key_from_traced_seed(seed: jax.Array, impl: str) -> jax.Array:
-  """`key_from_seed` of a seed that has no value yet."""
   low = seed.astype(jnp.uint32)
   if jnp.iinfo(seed.dtype).bits == 64:
     high = (seed >> 32).astype(jnp.uint32)
@@ -121,8 +120,8 @@ def rekeyed(key: jax.Array) -> jax.Array:
   return _child(key, _REKEY, 0)
 
 
-def settled(key: jax.Array, count: int) -> tuple[jax.Array, int]:
-  """Key and count of the same draw, with a count that the key has."""
+def resolved(key: jax.Array, count: int) -> tuple[jax.Array, int]:
+  """Key and count of the same draw, with a count below `REKEY_AT`."""
   while count >= REKEY_AT:
     key, count = rekeyed(key), count - REKEY_AT
   return key, count
@@ -136,8 +135,7 @@ def thread_key(key: jax.Array, ordinal: int) -> jax.Array:
 def named_key(key: jax.Array, name: str) -> jax.Array:
   """The root key of an independent stream with a name.
 
-  The name counts with 64 bits of its hash: among a million names two share a stream
-  with a probability of 3e-8.
+  64 bits of the name's hash count: two of a million names collide with p = 3e-8.
   """
   digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
   low, high = np.frombuffer(digest, "<u4").astype(np.uint32)
@@ -210,14 +208,13 @@ def key_data_shape(impl: str) -> tuple[int, ...]:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class RngState:
-  """Where a stream stands; a JAX pytree of the key, the count and the sites' counts.
+  """Position of a stream; a JAX pytree of the key, the count and the sites' counts.
 
   Attributes:
     key: typed key (`key<fry>[]`).
-    count: draws made so far: a Python int on the host, uint32[] inside a trace. After
-      2**30 draws a stream goes on with the key that follows, and counts anew.
-    sites: None where draws are numbered in their order; else draws are addressed by
-      the place that makes them, and these are the draws made at each (`address_by`).
+    count: draws made with the key: a Python int on the host, uint32[] inside a trace.
+    sites: draws made at each site, where draws are addressed by site (`address_by`);
+      else None.
 
   >>> RngState.from_seed(0).advance(3)
   RngState(threefry2x32, key=0:0, count=3)
@@ -253,7 +250,7 @@ class RngState:
   def draw_key(self, ahead: int = 0) -> jax.Array:
     """The key of the next draw, or of one further ahead."""
     if isinstance(self.count, int) and isinstance(ahead, int):
-      return fold_in(*settled(self.key, self.count + ahead))
+      return fold_in(*resolved(self.key, self.count + ahead))
     return fold_in(self.key, self.count + ahead)
 
   def fork(self, name: str) -> "RngState":
@@ -274,7 +271,7 @@ class RngState:
       )
     key, count = self.key, int(self.count)
     if self.sites is None:
-      key, count = settled(key, count)
+      key, count = resolved(key, count)
     words = np.asarray(jax.random.key_data(key)).tolist()
     data = {"impl": self.impl, "key_data": words, "count": count}
     if self.sites is not None:
@@ -283,7 +280,7 @@ class RngState:
 
   @classmethod
   def from_state_dict(cls, data: dict[str, Any]) -> "RngState":
-    """The state that `state_dict` described.
+    """The state of a `state_dict`.
 
     Raises:
       ValueError: a missing field, an unknown impl, key data of a wrong length, or a
@@ -320,9 +317,7 @@ class RngState:
 
   @classmethod
   def from_tensor(cls, tensor: torch.Tensor) -> "RngState":
-    """The state that `to_tensor` wrote, or `torch.jax.get_rng_state()`.
-
-    Of several environments it is that of the one which was on.
+    """The state of `to_tensor`, or of the environment on in `get_rng_state()`.
 
     Raises:
       SeedError: not a uint8 tensor.

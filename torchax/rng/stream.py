@@ -35,7 +35,7 @@ class RngStream:
     log: records of the function being traced; None on the host.
     environment: number of the environment, if a compiled function carries the stream.
     owner: trace that the stream belongs to; None on the host.
-    lock: lock around a draw. Threads with a copied context share a scope's stream.
+    lock: held during a draw. Threads with a copied context share a scope's stream.
     marks: positions saved in a trace; see `snapshots.py`.
   """
 

@@ -40,17 +40,13 @@ class _Root(threading.local):
     stream: None until something is drawn.
     epoch, seeding: those of the streams when it was opened.
     ordinal: the number of the thread, and the seeding since which it counts.
-    restored: what `Streams.restore` put in place of the seed, and after which seeding.
+    restored: replacement of the seed by `Streams.restore`, and its seeding.
   """
 
   stream: RngStream | None = None
   epoch = seeding = -1
   ordinal: tuple[int, int] = (-1, -1)
   restored: tuple[RootSeed | None, int] = (None, -1)
-
-
-class _SiteHold:
-  """Lives while the draws of an environment are addressed by site."""
 
 
 _numbers = itertools.count()
@@ -74,11 +70,11 @@ class Streams:
     seed: in [-2**63, 2**64); by default that of torch's own generator, as it is at the
       first draw.
     impl: PRNG implementation.
-    by_site: draws are addressed by the place that makes them.
+    by_site: draws are addressed by the modules that make them.
 
   Attributes:
     number: tells it from others in this process.
-    impl: PRNG implementation.
+    impl, by_site: see above.
 
   Raises:
     SeedError, ValueError: not a seed, or not an implementation.
@@ -94,11 +90,11 @@ class Streams:
     self._seed = None if seed is None else rng_state.check_seed(seed)
     self.number = next(_numbers)
     self._lock = threading.Lock()
-    # Grows with every change, so that the threads notice it; and with every new seed.
+    # Threads compare their epoch with this one, and their seeding.
     self._epoch = self._seedings = 0
     self._ordinals = itertools.count(1)
     self._root = _Root()
-    self._hold: _SiteHold | None = None
+    self.by_site = False
     if by_site:
       self.address_by_site(True)
     _all.add(self)
@@ -112,7 +108,7 @@ class Streams:
       return self._seed
 
   def reseed(self, seed: int, impl: str | None = None) -> None:
-    """Starts all threads anew; they count anew, this one first.
+    """Starts the streams of all threads over; this thread is number 0.
 
     Raises:
       SeedError, ValueError: not a seed, or not an implementation; nothing is changed.
@@ -128,21 +124,17 @@ class Streams:
       self._ordinals = itertools.count(1)
       self._root.ordinal = (0, self._seedings)
 
-  @property
-  def by_site(self) -> bool:
-    """Whether draws are addressed by the place that makes them."""
-    return self._hold is not None
-
   def address_by_site(self, on: bool) -> None:
-    """Says how draws are addressed; roots go on from a fresh key."""
+    """Sets how draws are addressed; roots go on from a fresh key."""
     with self._lock:
       if on == self.by_site:
         return
-      self._hold = _SiteHold() if on else None
-      if self._hold is not None:
-        active_functions.following.hold_for(self._hold)
+      self.by_site = on
       self._epoch += 1
-    active_functions.following.update()
+      if on:
+        active_functions.following.hold_for(self)
+      else:
+        active_functions.following.release(self)
 
   def root(self) -> RngStream:
     """The root stream of this thread."""
@@ -173,18 +165,18 @@ class Streams:
     root.epoch, root.seeding = epoch, seeding
 
   def is_unopened(self) -> bool:
-    """True where the root of this thread is only a seed so far."""
+    """Whether the root of this thread is only a seed so far."""
     return self._root.seeding != self._seedings
 
   def root_seed(self) -> RootSeed:
-    """What the root of this thread starts from."""
+    """The start of the root of this thread."""
     restored, seeding = self._root.restored
     if restored is not None and seeding == self._seedings:
       return restored
     return self.seed % (1 << 64), self._ordinal(), self.impl
 
   def restore(self, root_seed: RootSeed) -> None:
-    """Has the root of this thread start from what another one has started from."""
+    """Makes the root of this thread start from a given seed."""
     root = self._root
     root.restored = (root_seed, self._seedings)
     root.epoch = root.seeding = -1

@@ -144,9 +144,15 @@ class _Following:
       self.update()
 
   def hold_for(self, owner) -> None:
-    """Follows calls until an object is gone; `update` notices that."""
+    """Follows calls until `release`, or until the object is gone."""
     with self._lock:
       self._owners.add(owner)
+      self.update()
+
+  def release(self, owner) -> None:
+    """Undoes `hold_for`."""
+    with self._lock:
+      self._owners.discard(owner)
       self.update()
 
   def update(self) -> None:
