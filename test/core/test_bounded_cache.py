@@ -8,6 +8,7 @@ import torch
 import torchax
 from torchax.core import chains, programs, static_values
 from torchax.core.bounded_cache import BoundedCache
+from torchax.dispatch import programs as operation_programs
 from torchax.dispatch import torch_functions
 from torchax.interop import JittableModule
 from torchax.registry import operators
@@ -46,7 +47,8 @@ def test_programs_of_an_operation(monkeypatch):
   x = torch.ones(3, 3, device="jax")
   x.tril(0)
   plan = torchax.default_env()._dispatcher.plan_for(torch.ops.aten.tril.default)
-  monkeypatch.setattr(plan, "_compiled", BoundedCache(LIMIT))
+  monkeypatch.setattr(operation_programs, "MOST_PROGRAMS", LIMIT)
+  monkeypatch.setattr(plan, "programs", operation_programs.Programs(plan.lowering))
   for n in [*range(-6, 6), -6]:
     assert torch.equal(x.tril(n).cpu(), torch.ones(3, 3).tril(n))
     assert len(plan.programs) <= LIMIT
