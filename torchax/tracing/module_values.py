@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from torchax.compat.patches import patch
 from torchax.core.static_values import Identity, in_words, key_of
 
 # What torch keeps in each module for itself.
@@ -52,11 +53,9 @@ _following: list[Callable] = []
 
 
 def _follow_assignments() -> None:
-  """Has assignments to attributes of modules counted; where nobody asks, they are not.
-
-  A module that is watched stays so, whatever its class does besides.
-  """
-  if torch.nn.Module.__setattr__ in _following:
+  """Count assignments to attributes of modules, from the first watched module on."""
+  cls = torch.nn.Module
+  if cls.__setattr__ in _following:
     return
   watched = writes.watched
 
@@ -69,9 +68,9 @@ def _follow_assignments() -> None:
 
     return assign
 
-  cls = torch.nn.Module
-  cls.__setattr__ = counted(cls.__setattr__)  # type: ignore[method-assign]
-  cls.__delattr__ = counted(cls.__delattr__)  # type: ignore[method-assign]
+  reason = "assignments to modules of compiled functions, which are retraced"
+  patch(cls, "__setattr__", counted(cls.__setattr__), reason)
+  patch(cls, "__delattr__", counted(cls.__delattr__), reason)
   _following.append(cls.__setattr__)
 
 
