@@ -20,7 +20,7 @@ from torchax.tracing.effects import (
   WriteStorage,
   collect,
 )
-from torchax.tracing.module_attributes import Target
+from torchax.tracing.modules import Target
 from torchax.tracing.specialization import ORDINARY, Specialization
 
 ONES = jnp.ones(3)

@@ -66,7 +66,7 @@ class Boundary:
     guards: of the function (`tracing/guards.py`), which note what it decides by; None
       where another boundary's stand for it.
     attributes: what modules and optimizers had when the trace began
-      (`tracing/module_attributes.py`); None where nothing is handed out.
+      (`tracing/modules.py`); None where nothing is handed out.
     made: by identity, tensors on the CPU that were made in the trace.
     numbers: values of numbers of the host, by the expression of each: operands, and
       those that are no operands yet. None where no number becomes an operand.

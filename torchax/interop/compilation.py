@@ -10,8 +10,8 @@ import torch
 from torchax.compat import torch_compat
 from torchax.core.tracebacks import ending_at_the_user
 from torchax.interop import JittableModule, jax_jit
+from torchax.interop.module_hooks import Hooks, called
 from torchax.interop.wrapper import ModuleWrapper
-from torchax.tracing.module_members import Hooks, called
 from torchax.types import P, R
 
 M = TypeVar("M", bound=torch.nn.Module)

@@ -13,10 +13,10 @@ from torchax.compat import torch_compat
 from torchax.core.tracebacks import ending_at_the_user, hide
 from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
+from torchax.interop.module_hooks import called
 from torchax.interop.options import of_method
 from torchax.interop.views import jax_view
 from torchax.interop.wrapper import ModuleWrapper
-from torchax.tracing.module_members import called
 
 
 def extract_all_buffers(

@@ -6,7 +6,7 @@ import torch
 
 from torchax.compat.torch_compat.active_functions import TRANSPARENT
 from torchax.core.tracebacks import hide
-from torchax.tracing.module_members import has_hooks
+from torchax.interop.module_hooks import has_hooks
 
 
 class ModuleWrapper(torch.nn.Module):

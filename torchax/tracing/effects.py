@@ -18,7 +18,7 @@ from torchax.errors import MutationError
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.autograd_bridge import Tape
 from torchax.tracing.conversions import tensors_of
-from torchax.tracing.module_attributes import is_born_in
+from torchax.tracing.modules import is_born_in
 from torchax.tracing.specialization import Specialization, is_trained
 
 

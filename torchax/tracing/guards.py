@@ -25,8 +25,7 @@ from torchax.core.static_values import in_words, key_of
 from torchax.core.storage import Storage
 from torchax.errors import MutationError
 from torchax.tensor import Tensor
-from torchax.tracing.module_members import Members
-from torchax.tracing.module_values import Values, is_same, writes
+from torchax.tracing.modules import Members, Values, is_same, writes
 
 # A value that its own function has changed in more traces is followed no more.
 MOST_CHANGES = 8

@@ -56,7 +56,7 @@ from torchax.tracing.effects import (
 )
 from torchax.tracing.guards import Guards
 from torchax.tracing.history import History
-from torchax.tracing.module_attributes import Attributes
+from torchax.tracing.modules import Attributes
 from torchax.tracing.names import name_of, place_of
 from torchax.tracing.specialization import (
   ORDINARY,

@@ -1,0 +1,491 @@
+"""Modules of a traced function: what they hold, before calls and in a trace.
+
+`Values` and `Members` find what was changed between two calls: numbers, flags and
+strings, which are guards, and tensors and submodules, which are captured again. Values
+are compared only after an attribute was set: `Module.__setattr__` counts for modules
+that a compiled function has run. Lists and dicts, which change without that, are
+compared element by element on each call.
+
+`Attributes` finds what a trace assigns: `self.c = self.c * 2` gives the module a traced
+value, which has no numbers outside of the trace. A plain attribute whose tensor was not
+read gets a new tensor after each call, which is a result of the program like any other.
+A buffer, or what was read before, keeps its tensor, which takes the new numbers.
+"""
+
+import dataclasses
+import functools
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchax.compat.patches import patch
+from torchax.core.boundary import Boundary
+from torchax.core.chains import WHOLE
+from torchax.core.static_values import Identity, in_words, key_of
+from torchax.core.storage import Storage, active
+from torchax.errors import MutationError
+from torchax.tensor import Tensor
+
+# What torch keeps in each module for itself.
+OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+_HOOKS = (
+  *("_forward_pre_hooks", "_forward_hooks"),
+  *("_backward_pre_hooks", "_backward_hooks"),
+)
+
+
+class _Writes:
+  """Counts assignments to attributes of watched modules.
+
+  Attributes:
+    count: how many there were.
+    watched: the modules, by identity.
+  """
+
+  def __init__(self):
+    self.count = 0
+    self.watched: dict[int, weakref.ref] = {}
+
+  def watch(self, module: torch.nn.Module) -> None:
+    """Counts what is assigned to the module from now on."""
+    number = id(module)
+    if number not in self.watched:
+      _follow_assignments()
+      forget = functools.partial(self._forget, number)
+      self.watched[number] = weakref.ref(module, forget)
+
+  def _forget(self, number: int, reference) -> None:
+    if self.watched.get(number) is reference:
+      del self.watched[number]
+
+
+writes = _Writes()
+_following: list[Callable] = []
+
+
+def _follow_assignments() -> None:
+  """Count assignments to attributes of modules, from the first watched module on."""
+  cls = torch.nn.Module
+  if cls.__setattr__ in _following:
+    return
+  watched = writes.watched
+
+  def counted(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def assign(self, *args):
+      if id(self) in watched:
+        writes.count += 1
+      return original(self, *args)
+
+    return assign
+
+  reason = "assignments to modules of compiled functions, which are retraced"
+  patch(cls, "__setattr__", counted(cls.__setattr__), reason)
+  patch(cls, "__delattr__", counted(cls.__delattr__), reason)
+  _following.append(cls.__setattr__)
+
+
+class Values:
+  """The values of one module, by name.
+
+  Attributes:
+    first: a key of each, as the module had them when it was noted.
+    now: the same as of the last look.
+  """
+
+  def __init__(self, module: torch.nn.Module):
+    writes.watch(module)
+    self._reference = weakref.ref(module)
+    self.kind = type(module).__name__
+    # A class that has an `__setattr__` of its own may not tell of assignments.
+    self.is_silent = type(module).__setattr__ is not torch.nn.Module.__setattr__
+    self.first: dict = {}
+    self.now: dict = {}
+    self.containers: list[tuple] = []
+    self.look()
+    self.first = self.now
+
+  @property
+  def module(self) -> torch.nn.Module | None:
+    """The module, if it still exists."""
+    return self._reference()
+
+  def look(self) -> None:
+    """Takes the values as they are now."""
+    module = self._reference()
+    if module is None:
+      return
+    now, containers = {}, []
+    for name, value in vars(module).items():
+      if name in OF_TORCH:
+        continue
+      if isinstance(value, torch.Tensor):
+        now[name] = torch.Tensor  # that there is one
+        continue
+      key = key_of(value)
+      if key is not None:
+        now[name] = key
+        containers += containers_in(value)
+    for name in _HOOKS:
+      hooks = vars(module).get(name)
+      if hooks:
+        now[name] = tuple(map(Identity, hooks.values()))
+        containers.append((hooks.values(), tuple(hooks.values())))
+    if self.is_silent:
+      containers.append((vars(module).values(), tuple(vars(module).values())))
+    self.now, self.containers = now, containers
+
+  def describe(self) -> Iterator[tuple[str, str]]:
+    """(name, value) of each, as messages have them."""
+    module = self._reference()
+    for name in self.now:
+      value = vars(module).get(name)
+      if name in _HOOKS:
+        value = list(value.values())
+      yield name, "a tensor" if isinstance(value, torch.Tensor) else in_words(value)
+
+  def changed(self) -> Iterator[tuple]:
+    """(name, key) of each value that is another one than at first."""
+    first, now = self.first, self.now
+    if first is now or first == now:
+      return
+    for name in {**first, **now}:
+      if first.get(name) != now.get(name):
+        yield name, now.get(name)
+
+
+def containers_in(value) -> Iterator[tuple]:
+  """The lists and dicts in a value, each with a copy of what it holds."""
+  if isinstance(value, dict):
+    yield value.keys(), tuple(value)
+    yield value.values(), tuple(value.values())
+    value = value.values()
+  elif isinstance(value, list | set):
+    yield value, tuple(value)
+  elif not isinstance(value, tuple | frozenset):
+    return
+  for part in value:
+    yield from containers_in(part)
+
+
+def is_same(entry: tuple) -> bool:
+  """True for a container that still holds what its copy holds."""
+  container, known = entry
+  return len(container) == len(known) and all(map(operator.is_, container, known))
+
+
+# Tensors and submodules ---------------------------------------------------------------
+
+
+# Stands after everything that modules hold.
+_END = object()
+
+
+class Members:
+  """The parameters, buffers and submodules of modules, by identity.
+
+  Tensors that are plain attributes are looked at where they are followed.
+
+  Args:
+    module: is added with its submodules.
+
+  Attributes:
+    edition: how often one was found replaced, added or removed.
+  """
+
+  def __init__(self, module: torch.nn.Module | None = None):
+    self.edition = 0
+    self._modules: dict[int, weakref.ref] = {}
+    self._views: list = []
+    self._known: list = []
+    # (attributes of a module, name, value), and lists and dicts in such values.
+    self._followed: list[tuple] = []
+    self._containers: list[tuple] = []
+    if module is not None:
+      for part in module.modules():
+        self.add(part)
+    self.note()
+
+  def add(self, module: torch.nn.Module) -> None:
+    """Adds a module without its submodules, as `note` is going to find it."""
+    self._modules[id(module)] = weakref.ref(module)
+
+  def note(self) -> None:
+    """Takes what the modules have now for what they should have."""
+    self._views = []
+    for key, reference in list(self._modules.items()):
+      module = reference()
+      if module is None:
+        del self._modules[key]
+        continue
+      tables = (module._parameters, module._buffers, module._modules)
+      self._views += [table.values() for table in tables]
+    self._views.append((_END,))
+    self._known = list(itertools.chain.from_iterable(self._views))
+
+  def follow(self, is_needed: Callable[[torch.Tensor], bool]) -> None:
+    """Follows the plain attributes that hold a tensor which is needed, from now on.
+
+    Args:
+      is_needed: says of a tensor whether it is.
+    """
+    known = {(id(attributes), name) for attributes, name, _ in self._followed}
+    for reference in self._modules.values():
+      module = reference()
+      for name, value in () if module is None else vars(module).items():
+        if (id(vars(module)), name) in known or not any(
+          map(is_needed, tensors_in(value))
+        ):
+          continue
+        self._followed.append((vars(module), name, value))
+        self._containers += containers_in(value)
+
+  def have_changed(self) -> bool:
+    """True where something was replaced, added or removed since `note`."""
+    # Every call asks. The mark at the end tells of what was added or removed there.
+    if self._followed:
+      if any(now.get(name) is not value for now, name, value in self._followed):
+        return True
+      if not all(map(is_same, self._containers)):
+        return True
+    found = itertools.chain.from_iterable(self._views)
+    return not all(map(operator.is_, found, self._known))
+
+  def look(self) -> int:
+    """The edition; what was replaced since the last look is noted, and counts."""
+    if self.have_changed():
+      self.edition += 1
+      self.note()
+      # What is needed is found again by the trace that follows.
+      self._followed, self._containers = [], []
+    return self.edition
+
+
+def tensors_in(value) -> Iterator[torch.Tensor]:
+  """The tensors in lists, tuples and dicts of each other; a tensor itself."""
+  if isinstance(value, torch.Tensor):
+    yield value
+  elif isinstance(value, dict):
+    for part in value.values():
+      yield from tensors_in(part)
+  elif isinstance(value, list | tuple):
+    for part in value:
+      yield from tensors_in(part)
+
+
+# Assignments in a trace ---------------------------------------------------------------
+
+
+_MISSING = object()
+
+
+@dataclasses.dataclass
+class Assignment:
+  """A tensor that was assigned to an attribute of a module.
+
+  Attributes:
+    module: the module.
+    name: of the attribute.
+    table: the dict that holds it: parameters, buffers, or plain attributes.
+    before: the value that it had; anything where it had no tensor.
+    value: the tensor that it has now.
+  """
+
+  module: torch.nn.Module
+  name: str
+  table: dict
+  before: object
+  value: torch.Tensor
+
+  @property
+  def is_registered(self) -> bool:
+    """True for a parameter or buffer, False for a plain attribute."""
+    return self.table is not vars(self.module)
+
+  @property
+  def target(self) -> "Target":
+    """The plain attribute, as a call finds it."""
+    return Target(Identity(self.module), self.name, self.value.requires_grad)
+
+  def undo(self) -> None:
+    """Gives the attribute the value that it had."""
+    if self.before is _MISSING:
+      self.table.pop(self.name, None)
+    else:
+      self.table[self.name] = self.before
+
+  def __str__(self) -> str:
+    return f"{type(self.module).__name__}.{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """Plain attribute of a module that each call gives a new tensor."""
+
+  module: Identity
+  name: str
+  has_gradient: bool
+
+  def get(self) -> torch.Tensor:
+    """The tensor that it has."""
+    return vars(self.module.value)[self.name]
+
+  def set(self, tensor: torch.Tensor) -> None:
+    """Gives it a tensor."""
+    boundary = active.boundary
+    if boundary is not None and boundary.attributes is not None:
+      boundary.attributes.note(self.module.value)  # it is handed on from there
+    attributes = vars(self.module.value)
+    if not isinstance(attributes.get(self.name), torch.Tensor):
+      writes.count += 1  # that there is a tensor now is what Python may decide by
+    attributes[self.name] = tensor if self.has_gradient else tensor.detach()
+
+  def describe(self, paths: dict[int, str]) -> str:
+    """Return its name, given the paths of modules by their identities."""
+    module = self.module.value
+    return f"{paths.get(id(module), type(module).__name__)}.{self.name}"
+
+
+class Attributes:
+  """Attributes of modules, and states of optimizers, before a trace.
+
+  Attributes:
+    states: of the optimizers that were stepped, by identity (`optimizer_state.py`).
+  """
+
+  def __init__(self):
+    self.states: dict[int, Any] = {}
+    self._noted: dict[int, tuple[torch.nn.Module, list[tuple[dict, dict]]]] = {}
+
+  def note(self, module: torch.nn.Module) -> None:
+    """Adds a module with its submodules, as they are now."""
+    if id(module) in self._noted:
+      return
+    for part in module.modules():
+      tables = (part._parameters, part._buffers, vars(part))
+      self._noted.setdefault(
+        id(part), (part, [(table, dict(table)) for table in tables])
+      )
+
+  def assigned(self) -> Iterator[Assignment]:
+    """The tensors that were assigned since."""
+    for module, tables in self._noted.values():
+      for table, before in tables:
+        for name, value in list(table.items()):
+          known = before.get(name, _MISSING)
+          if isinstance(value, torch.Tensor) and value is not known:
+            yield Assignment(module, name, table, known, value)
+
+  def undo_traced(self, boundary: Boundary) -> None:
+    """Takes the tensors that were born in a trace out of the attributes."""
+    for assignment in list(self.assigned()):
+      if is_born_in(assignment.value, boundary):
+        assignment.undo()
+
+  def take_out(self, boundary: Boundary, name: str, hands_out: bool) -> list[tuple]:
+    """Takes back what was assigned; it takes effect when the function has run.
+
+    Args:
+      boundary: the trace.
+      name: of the function.
+      hands_out: the tensors of plain attributes can be results of the function.
+        Otherwise an attribute that had no tensor keeps the traced one, which says what
+        is wrong when it is used.
+
+    Returns:
+      Plain attributes whose tensors are results (`Target`), with these tensors. The
+      other assignments are changes of the tensors that the modules have.
+
+    Raises:
+      MutationError: the assigned tensor cannot be written to the one before.
+    """
+    found, results = [], []
+    for assignment in self.assigned():
+      # Anything else is a module's own tensor, back after a call with others.
+      if not is_born_in(assignment.value, boundary):
+        continue
+      if hands_out and not self._was_read(assignment, boundary):
+        results.append(assignment)
+      elif assignment.is_registered or _is_alive(assignment.before):
+        found.append(assignment)
+    arrays = []
+    for assignment in found:
+      reason = self._obstacle(assignment)
+      if reason:
+        raise MutationError(
+          f"{name} assigns a new tensor to {assignment} {reason}, which cannot be "
+          f"handed back to the module. Write the numbers to the tensor it has, such as "
+          f"`self.{assignment.name}.copy_(…)` or `.mul_(…)`, or return the new tensor."
+        )
+      arrays.append(assignment.value.jax())
+    for assignment in (*found, *results):
+      assignment.undo()
+    for assignment, array in zip(found, arrays):
+      assignment.before._storage.write(array)
+    return [(assignment.target, assignment.value) for assignment in results]
+
+  def _was_read(self, assignment: Assignment, boundary: Boundary) -> bool:
+    """True where a later call may depend on what is assigned in this one.
+
+    Memory that another attribute shares, as after `spectral_norm(module)`, may have
+    been read by that one. If not, the guard of the attribute has the next call traced
+    again, and there its memory is its own.
+    """
+    before = assignment.before
+    if assignment.is_registered:
+      return True
+    if not _is_alive(before):
+      return False
+    storage = before._storage
+    shadow = boundary.shadows.get(id(storage))
+    is_touched = shadow is not None and shadow.is_touched
+    return storage.birth is boundary or (is_touched and self._sharers(storage) == 1)
+
+  def _sharers(self, storage: Storage) -> int:
+    """How many different tensors of the modules had a storage."""
+    values = itertools.chain.from_iterable(
+      before.values() for _, tables in self._noted.values() for _, before in tables
+    )
+    tensors = {id(v): v for v in values if isinstance(v, Tensor)}
+    return sum(tensor._storage is storage for tensor in tensors.values())
+
+  def _obstacle(self, assignment: Assignment) -> str | None:
+    before, value = assignment.before, assignment.value
+    if not _is_alive(before) or not isinstance(value, Tensor):
+      return "that had no jax tensor before"
+    if isinstance(before, torch.nn.Parameter):
+      return "that is a parameter"
+    if before.shape != value.shape or before.dtype != value.dtype:
+      was, now = [f"{t.dtype}{list(t.shape)}" for t in (before, value)]
+      return f"of another shape or dtype ({now}, but it was {was})"
+    if value.requires_grad or before.requires_grad:
+      return "that needs a gradient (`.detach()` it if it should not)"
+    if before._chain is not WHOLE or self.holders(before) > 1:
+      return "whose memory other tensors share"
+    return None
+
+  def holders(self, tensor: torch.Tensor) -> int:
+    """In how many places of the modules a tensor was."""
+    return sum(
+      value is tensor
+      for _, tables in self._noted.values()
+      for _, before in tables
+      for value in before.values()
+    )
+
+
+def is_born_in(tensor, boundary: Boundary) -> bool:
+  """True for a jax tensor that was made in a trace."""
+  return isinstance(tensor, Tensor) and tensor._storage.birth is boundary
+
+
+def _is_alive(value) -> bool:
+  """True for a jax tensor that is not left over from a trace that has ended."""
+  if not isinstance(value, Tensor):
+    return False
+  birth = value._storage.birth
+  return birth is None or not birth.closed
