@@ -225,8 +225,8 @@ def _aten_unique2(self, sorted=True, return_inverse=False, return_counts=False):
 def _aten_unique_dim(self, dim, sorted=True, return_inverse=False, return_counts=False):
   """Distinct slices in lexicographic order; inverse and counts always come.
 
-  NaN is larger than any number. torch compares it with `<`, so that slices with NaN come
-  in an order that depends on the others.
+  NaN is larger than any number. torch compares it with `<`, so that the order of slices
+  with NaN depends on the others.
   """
   return _distinct(self, "unique", dim)
 
