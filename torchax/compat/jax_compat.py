@@ -1,7 +1,7 @@
 """The only file that touches private API of JAX; `test_jax_compat.py` guards it.
 
 What is needed: to know which trace is in progress, because a draw from a stream of
-another trace would be baked in or repeated (`torchax/rng/scope.py`); and whether JAX
+another trace would be baked in or repeated (`rng/ownership.py`); and whether JAX
 has started, because it does not survive a fork (`torchax/device_module.py`).
 """
 
