@@ -66,13 +66,17 @@ class Lowering:
     # A user's lowering may take what torch does not.
     self.is_checked = operator.is_builtin and schema is not None
     self._is_real = operator.is_builtin and real_numbers.are_asked(self.name)
+    self._func = operator.func
+    if operator.kind is Kind.ENV_ARRAYS:
+      self._func = functools.partial(operator.func, env=env)
     # Where JAX is given torch's derivative.
     self._formula = formula_of(op)
     self.is_inlined = _is_traced if self._formula else jax_compat.is_staging
 
   def inline(self, key, write, operands):
     """Run as part of what is traced now, or uncompiled; see `Plan.run`."""
-    return self._call(key, write, None, True, operands)
+    run = functools.partial(self._run, key, write, None, True)
+    return explicit_axes.call(run, operands, self.name, (self, key, write, True))
 
   def program(self, key, write, example: torch_checks.Example | None) -> Callable:
     """The function of operands that is compiled for a key.
@@ -81,17 +85,14 @@ class Lowering:
       key, write: see `Plan.run`.
       example: checks the arguments whenever JAX traces the function; or None.
     """
+    run = functools.partial(self._run, key, write, example, False)
+    form = (self, key, write, False)
 
     def program(*operands):
-      return self._call(key, write, example, False, operands)
+      return explicit_axes.call(run, operands, self.name, form)
 
     program.__name__ = self.name.replace(".", "_")
     return program
-
-  def _call(self, key, write, example, is_inline, operands):
-    run = functools.partial(self._run, key, write, example, is_inline)
-    form = (self, key, write, is_inline)
-    return explicit_axes.call(run, operands, self.name, form)
 
   def _run(self, key, write, example, is_inline, *operands):
     if self.is_sampler:
@@ -106,19 +107,13 @@ class Lowering:
       is_key = not isinstance(rng_key, Words)
       args = [rng_state.fold_in(rng_key, count) if is_key else rng_key, *args]
     if self._formula and is_inline:
-      result = derivatives.differentiated(
-        self._formula, self._lower, self.env, args, kwargs
-      )
+      lower = lambda args, kwargs: self._func(*args, **kwargs)  # noqa: E731
+      result = derivatives.differentiated(self._formula, lower, self.env, args, kwargs)
     else:
-      result = self._lower(args, kwargs)
+      result = self._func(*args, **kwargs)
     if write is None:
       return jax.tree.map(strong, result)
     return _written_base(base, write, result)
-
-  def _lower(self, args, kwargs):
-    if self.operator.kind is Kind.ENV_ARRAYS:
-      return self.operator.func(*args, **kwargs, env=self.env)
-    return self.operator.func(*args, **kwargs)
 
   def _require_real(self, args, kwargs) -> None:
     if self._is_real:
