@@ -113,32 +113,32 @@ class Entry(Expression):
     table: the dict.
     name: of the number.
     owner: what the dict is called in messages.
-    place: its place where the entry is a tuple of numbers.
+    index: into the entry, where that is a tuple of numbers.
   """
 
-  __slots__ = ("table", "name", "owner", "place")
+  __slots__ = ("table", "name", "owner", "index")
 
-  def __init__(self, table: dict, name: str, owner: str, place: int | None = None):
-    self.table, self.name, self.owner, self.place = table, name, owner, place
+  def __init__(self, table: dict, name: str, owner: str, index: int | None = None):
+    self.table, self.name, self.owner, self.index = table, name, owner, index
     self.operation, self.parts = operator.getitem, ()
-    self._hash = hash((id(table), name, place))
+    self._hash = hash((id(table), name, index))
 
   def __eq__(self, other):
     return (
       type(other) is Entry
       and self.table is other.table
-      and (self.name, self.place) == (other.name, other.place)
+      and (self.name, self.index) == (other.name, other.index)
     )
 
   __hash__ = Expression.__hash__
 
   def __str__(self) -> str:
-    place = "" if self.place is None else f"[{self.place}]"
-    return f"{self.owner}[{self.name!r}]{place}"
+    index = "" if self.index is None else f"[{self.index}]"
+    return f"{self.owner}[{self.name!r}]{index}"
 
   def now(self):
     value = self.table[self.name]
-    value = value if self.place is None else value[self.place]
+    value = value if self.index is None else value[self.index]
     return value.item() if isinstance(value, torch.Tensor) else value
 
 

@@ -268,7 +268,7 @@ class Jitted(Generic[P, R]):
 
   def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):
     leaves = given.filled(tensors)
-    args, kwargs = static_arguments.shown(jax.tree.unflatten(treedef, leaves))
+    args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, leaves))
     with self._pure.replay(arrays_of(rng)), amp.resumed(autocast):
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
@@ -338,7 +338,7 @@ def _flatten(args, kwargs):
         break
     else:
       return args, arrays, kwargs
-  leaves, treedef = jax.tree.flatten(static_arguments.hidden_arguments((args, kwargs)))
+  leaves, treedef = jax.tree.flatten(static_arguments.box_arguments((args, kwargs)))
   args, kwargs = jax.tree.unflatten(treedef, arrays_of(leaves))
   return leaves, args, kwargs
 

@@ -25,7 +25,7 @@ from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
 from torchax.rng import Advance, boundary, fold_in
 from torchax.tensor import Tensor
-from torchax.tracing.names import name_of, place_of
+from torchax.tracing.names import location_of, name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import R
 
@@ -361,7 +361,7 @@ class _Loop:
     self._references = tuple(map(_weak, functions))
     self.options = options
     self.jitted = Jitted(self._trace, {})
-    self.jitted.traced.location = place_of(functions[0])
+    self.jitted.traced.location = location_of(functions[0])
     for function in functions:
       owner = getattr(function, "__self__", None)
       if isinstance(owner, torch.nn.Module):

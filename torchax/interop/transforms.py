@@ -197,14 +197,14 @@ class _Checkpointed:
     args = [arg for number, arg in enumerate(args) if number not in self._static]
     out, changed, assigned = self._transformed((args, kwargs))
     leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Tensor))
-    for place, tensor in zip(self._changed, changed):
-      if isinstance(leaves[place], Tensor):
+    for index, tensor in zip(self._changed, changed):
+      if isinstance(leaves[index], Tensor):
         if tensor.requires_grad:
           raise MutationError(
             "A checkpointed function changes an argument in place in a way that needs "
             "a gradient. Return the new value instead."
           )
-        leaves[place].replace_jax(tensor.jax())
+        leaves[index].replace_jax(tensor.jax())
     Effects(targets=self._targets).assign(assigned)
     return out
 

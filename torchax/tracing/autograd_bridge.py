@@ -32,7 +32,7 @@ class BackwardProgram:
   """The backward pass of a traced function; compiled when it first runs.
 
   Attributes:
-    places: indices of the output leaves that have a gradient.
+    indices: indices of the output leaves that have a gradient.
     avals: their shapes and dtypes.
     arguments: indices of the argument leaves that get one.
     roots: outer tensors that get one; with their graphs, if they are not leaves.
@@ -40,8 +40,8 @@ class BackwardProgram:
     assigned: targets (`effects.py`) whose tensors are outputs, after the result's.
   """
 
-  def __init__(self, places, avals, arguments, roots):
-    self.places: tuple[int, ...] = places
+  def __init__(self, indices, avals, arguments, roots):
+    self.indices: tuple[int, ...] = indices
     self.avals = avals
     self.arguments: tuple[int, ...] = arguments
     self.roots: tuple[Tensor, ...] = roots
@@ -78,8 +78,8 @@ class BackwardProgram:
     """
     outputs = jax.tree.leaves(out, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
     outputs += [target.get() for target in self.assigned]
-    recorded = [outputs[place] for place in self.places]
-    wanted = [*[leaves[place] for place in self.arguments], *self.roots]
+    recorded = [outputs[index] for index in self.indices]
+    wanted = [*[leaves[index] for index in self.arguments], *self.roots]
     return torch.autograd.grad(
       recorded, wanted, gradients, create_graph=True, allow_unused=True
     )
@@ -121,16 +121,16 @@ def record(
     None if no output needs a gradient, or its graph was used up inside.
   """
   wanted = [*arguments.values(), *roots]
-  places = tuple(
-    place
-    for place, leaf in enumerate(outputs)
+  indices = tuple(
+    index
+    for index, leaf in enumerate(outputs)
     if isinstance(leaf, Tensor) and _has_graph(leaf, wanted)
   )
-  if not places or not wanted:
+  if not indices or not wanted:
     return None
-  recorded = [outputs[place] for place in places]
+  recorded = [outputs[index] for index in indices]
   avals = tuple(jax.ShapeDtypeStruct(t.shape, t.jax().dtype) for t in recorded)
-  program = BackwardProgram(places, avals, tuple(arguments), tuple(roots))
+  program = BackwardProgram(indices, avals, tuple(arguments), tuple(roots))
   env = default_env()
 
   def backward(*cotangents):
@@ -242,10 +242,10 @@ def attach(tape: Tape, leaves: list, out, again: Callable):
     again: `(program, gradients) -> gradients`, for higher derivatives.
   """
   program = tape.program
-  inputs = [*[leaves[place] for place in program.arguments], *program.roots]
+  inputs = [*[leaves[index] for index in program.arguments], *program.roots]
   outputs, treedef = jax.tree.flatten(out)
-  arrays = [outputs[place] for place in program.places]
+  arrays = [outputs[index] for index in program.indices]
   recorded = torch_compat.apply_function(_CompiledCall, tape, arrays, again, *inputs)
-  for place, tensor in zip(program.places, recorded):
-    outputs[place] = tensor
+  for index, tensor in zip(program.indices, recorded):
+    outputs[index] = tensor
   return jax.tree.unflatten(treedef, outputs)

@@ -30,7 +30,7 @@ def is_leaf(value) -> bool:
 
 
 def tensors_of(tree) -> Any:
-  """Arrays in a tree as tensors, hidden constants and containers shown.
+  """Arrays in a tree as tensors, boxed constants and containers unboxed.
 
   Typed keys and anything else stay as they are.
   """
@@ -49,7 +49,7 @@ def _tensor_of(leaf):
     return new_tensor(leaf, default_env())
   if type(leaf) is StaticValue:
     return leaf.value
-  return leaf.opened(tensors_of) if type(leaf) is pytrees.Container else leaf
+  return leaf.unbox(tensors_of) if type(leaf) is pytrees.Container else leaf
 
 
 def arrays_of(tree) -> Any:

@@ -16,19 +16,19 @@ def dry_run(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Le
   """The draws of a call that is not made; see `torchax.rng.explain`."""
   traced = Traced(torch_function, Options(hands_out=True))
   leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))
-  places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+  indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
   advances = []
 
   def on_arrays(operands, *arrays):
     values = list(leaves)
-    for place, array in zip(places, arrays):
-      values[place] = array
+    for index, array in zip(indices, arrays):
+      values[index] = array
     args, kwargs = jax.tree.unflatten(treedef, values)
     out, advance = traced(operands, ((), None), *args, **kwargs)
     advances.append(advance)
     return out
 
-  arrays = [leaves[place] for place in places]
+  arrays = [leaves[index] for index in indices]
   trace = jax.make_jaxpr(on_arrays)
   program = traced.pure.try_abstractly(lambda rng: trace(rng, *arrays))
   entries = advances[-1].log if advances[-1] else ()

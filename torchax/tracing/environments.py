@@ -40,9 +40,9 @@ def _unless_default(found: tuple) -> tuple:
 def given_back(out, environments: tuple) -> Any:
   """A tree of arrays and tensors with tensors of these environments."""
   leaves, treedef = jax.tree.flatten(out, is_leaf=is_leaf)
-  for place, (leaf, env) in enumerate(zip(leaves, environments)):
+  for index, (leaf, env) in enumerate(zip(leaves, environments)):
     if isinstance(leaf, Tensor):
       leaf._env = env
     elif isinstance(leaf, jax.Array) and not is_typed_key(leaf):
-      leaves[place] = new_tensor(leaf, env)
+      leaves[index] = new_tensor(leaf, env)
   return jax.tree.unflatten(treedef, leaves)

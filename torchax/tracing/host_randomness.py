@@ -14,12 +14,12 @@ from torchax.errors import TracedDrawError
 
 
 @contextlib.contextmanager
-def refused(name: str, place: tuple[str, int] | None) -> Iterator[None]:
+def refused(name: str, location: tuple[str, int] | None) -> Iterator[None]:
   """Raises where code inside draws from `random` or `np.random`.
 
   Args:
     name: of the function, for messages.
-    place: file and line of the function.
+    location: file and line of the function.
 
   Raises:
     TracedDrawError: the generators stand where they stood before.
@@ -28,10 +28,10 @@ def refused(name: str, place: tuple[str, int] | None) -> Iterator[None]:
   yield
   if random.getstate() != python:
     random.setstate(python)
-    raise TracedDrawError(draw_message(f"Python's `random` in {name}", place))
+    raise TracedDrawError(draw_message(f"Python's `random` in {name}", location))
   if not _is_same(np.random.get_state(), numpy):
     np.random.set_state(numpy)
-    raise TracedDrawError(draw_message(f"`np.random` in {name}", place))
+    raise TracedDrawError(draw_message(f"`np.random` in {name}", location))
 
 
 def _is_same(one, other) -> bool:

@@ -23,7 +23,7 @@ def name_of(function) -> str:
   return name
 
 
-def place_of(function) -> tuple[str, int] | None:
+def location_of(function) -> tuple[str, int] | None:
   """File and line where the user's function begins, where that is known."""
   while isinstance(function, functools.partial):
     function = function.func

@@ -13,7 +13,7 @@ from torchax.tensor import Tensor
 from torchax.tracing.history import ProgramKey
 from torchax.tracing.names import name_of, signature_of
 from torchax.tracing.specialization import is_trained
-from torchax.tracing.static_arguments import HiddenGenerator
+from torchax.tracing.static_arguments import BoxedGenerator
 
 
 def key_of_call(
@@ -41,10 +41,10 @@ def _of_specialization(specialization, leaves: list[str], traced) -> ProgramKey:
     key["autocast"] = str(specialization.autocast)
   if specialization.extra is not None:
     key["compiled for"] = str(specialization.extra)
-  for place, earlier in specialization.same:
-    key[f"tensor of {leaves[place]}"] = f"that of {leaves[earlier]}"
-  for place in specialization.overlapping:
-    key[f"memory of {leaves[place]}"] = "shared with another argument"
+  for index, earlier in specialization.same:
+    key[f"tensor of {leaves[index]}"] = f"that of {leaves[earlier]}"
+  for index in specialization.overlapping:
+    key[f"memory of {leaves[index]}"] = "shared with another argument"
   if specialization.wants_grad is not None:
     recorded = zip([*leaves, *captured], specialization.wants_grad)
     needed = [name for name, is_needed in recorded if is_needed]
@@ -69,12 +69,12 @@ def arguments(
   found, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_static)
   for (which, *path), leaf in found:
     if which.idx == 0:
-      place, *path = path
-      is_named = place.idx < len(parameters)
-      name = parameters[place.idx] if is_named else f"argument {place.idx}"
+      first, *path = path
+      is_named = first.idx < len(parameters)
+      name = parameters[first.idx] if is_named else f"argument {first.idx}"
     else:
-      place, *path = path
-      name = str(place.key)
+      first, *path = path
+      name = str(first.key)
     yield name + jax.tree_util.keystr(tuple(path)), leaf
 
 
@@ -115,7 +115,7 @@ def _parameters(function: Callable) -> list[str]:
 
 
 def _is_static(leaf) -> bool:
-  return isinstance(leaf, StaticValue | HiddenGenerator)
+  return isinstance(leaf, StaticValue | BoxedGenerator)
 
 
 def described(leaf) -> str:
@@ -123,7 +123,7 @@ def described(leaf) -> str:
   if isinstance(leaf, jax.Array):
     kind = f"{leaf.dtype.name}{list(leaf.shape)}"
     return f"{kind} of a Python number" if leaf.weak_type else kind
-  if isinstance(leaf, HiddenGenerator):
+  if isinstance(leaf, BoxedGenerator):
     return f"torch.Generator {leaf.generator._cdata}"
   if type(leaf) in (int, float, complex):
     return f"{type(leaf).__name__} number"

@@ -55,13 +55,13 @@ class Container:
   def tree_unflatten(cls, static, children):
     return cls(*static, children)
 
-  def opened(self, convert: Callable) -> Any:
+  def unbox(self, convert: Callable) -> Any:
     """The container itself, of the converted children."""
     node = torch_pytree.SUPPORTED_NODES[self.cls]
     return node.unflatten_fn(list(map(convert, self.children)), self.context.value)
 
 
-def closed(leaf, convert: Callable) -> Container | None:
+def box(leaf, convert: Callable) -> Container | None:
   """A leaf of JAX's that torch takes apart, with converted children; else None."""
   node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
   if node is None:

@@ -113,17 +113,17 @@ def repeated(leaves: list) -> tuple[tuple, tuple]:
   """Which argument leaves are the same tensor, and which overlap otherwise."""
   first: dict[int, int] = {}
   same, overlapping = [], []
-  for place, leaf in enumerate(leaves):
+  for index, leaf in enumerate(leaves):
     if not isinstance(leaf, Tensor):
       continue
-    earlier = first.setdefault(id(leaf._storage), place)
-    if earlier == place:
+    earlier = first.setdefault(id(leaf._storage), index)
+    if earlier == index:
       continue
     first_leaf = leaves[earlier]
     # A tensor and its `detach()` are two: only one of them takes part in gradients.
     is_same = leaf is first_leaf or not (leaf.requires_grad or first_leaf.requires_grad)
     if first_leaf._chain is leaf._chain and is_same:
-      same.append((place, earlier))
+      same.append((index, earlier))
     else:
-      overlapping += [earlier, place]
+      overlapping += [earlier, index]
   return tuple(same), tuple(overlapping)

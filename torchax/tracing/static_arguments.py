@@ -30,7 +30,7 @@ def require_constant(leaf, name: str) -> None:
 
 
 @jax.tree_util.register_static
-class HiddenGenerator:
+class BoxedGenerator:
   """A generator as a part of a tree's structure."""
 
   __slots__ = ("generator",)
@@ -43,7 +43,7 @@ class HiddenGenerator:
 
   def __eq__(self, other):
     # torch may wrap one generator in several objects.
-    same = type(other) is HiddenGenerator
+    same = type(other) is BoxedGenerator
     return same and self.generator._cdata == other.generator._cdata
 
 
@@ -52,18 +52,18 @@ _CONSTANT_RESULTS = CONSTANTS - {bool, int, float, complex}
 _KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic, pytrees.Container)
 
 
-def hidden(tree) -> Any:
-  """The tree with its generators as structure, and torch's containers as JAX's."""
-  return jax.tree.map(_hidden, tree, is_leaf=_is_whole)
+def box(tree) -> Any:
+  """Make generators structure of the tree, and torch's containers those of JAX."""
+  return jax.tree.map(_box_leaf, tree, is_leaf=_is_whole)
 
 
-def hidden_arguments(tree) -> Any:
-  """`hidden`, with flags, strings, dtypes and devices as structure as well."""
-  return jax.tree.map(_hidden_argument, tree, is_leaf=_is_whole)
+def box_arguments(tree) -> Any:
+  """`box`, which makes flags, strings, dtypes and devices structure as well."""
+  return jax.tree.map(_box_argument, tree, is_leaf=_is_whole)
 
 
-def hidden_results(tree, name: str) -> Any:
-  """`hidden` for what a function returns, with its constants as structure.
+def box_results(tree, name: str) -> Any:
+  """`box` for the result of a function, which makes its constants structure.
 
   Numbers and booleans stay: they become tensors.
 
@@ -76,7 +76,7 @@ def hidden_results(tree, name: str) -> Any:
   """
 
   def hide(leaf):
-    leaf = _hidden(leaf, lambda part: hidden_results(part, name))
+    leaf = _box_leaf(leaf, lambda part: box_results(part, name))
     if type(leaf) in _CONSTANT_RESULTS:
       return StaticValue(leaf)
     if not isinstance(leaf, _KNOWN_RESULTS):
@@ -86,37 +86,37 @@ def hidden_results(tree, name: str) -> Any:
   return jax.tree.map(hide, tree, is_leaf=_is_whole)
 
 
-def _hidden_argument(leaf):
+def _box_argument(leaf):
   if type(leaf) in _CONSTANTS:
     return StaticValue(leaf)
-  return _hidden(leaf, hidden_arguments)
+  return _box_leaf(leaf, box_arguments)
 
 
-def _hidden(leaf, convert=hidden):
+def _box_leaf(leaf, convert=box):
   if isinstance(leaf, torch.Generator):
-    return HiddenGenerator(leaf)
-  return pytrees.closed(leaf, convert) or leaf
+    return BoxedGenerator(leaf)
+  return pytrees.box(leaf, convert) or leaf
 
 
 def _is_whole(value) -> bool:
   return isinstance(value, torch.Tensor) or pytrees.is_adopted(value)
 
 
-def shown(tree) -> Any:
-  """The tree with generators and containers again where `hidden` has hidden them."""
-  return jax.tree.map(_shown, tree, is_leaf=_is_hidden)
+def unbox(tree) -> Any:
+  """Undo `box`, also of arguments and results."""
+  return jax.tree.map(_unbox_leaf, tree, is_leaf=_is_boxed)
 
 
-def _shown(leaf):
-  if isinstance(leaf, HiddenGenerator):
+def _unbox_leaf(leaf):
+  if isinstance(leaf, BoxedGenerator):
     return leaf.generator
   if type(leaf) is StaticValue:
     return leaf.value
-  return leaf.opened(shown) if type(leaf) is pytrees.Container else leaf
+  return leaf.unbox(unbox) if type(leaf) is pytrees.Container else leaf
 
 
-def _is_hidden(value) -> bool:
-  return isinstance(value, _HIDDEN)
+def _is_boxed(value) -> bool:
+  return isinstance(value, _BOXED)
 
 
-_HIDDEN = (HiddenGenerator, StaticValue, pytrees.Container, torch.Tensor)
+_BOXED = (BoxedGenerator, StaticValue, pytrees.Container, torch.Tensor)

@@ -57,7 +57,7 @@ from torchax.tracing.effects import (
 from torchax.tracing.guards import Guards
 from torchax.tracing.history import History
 from torchax.tracing.modules import Attributes
-from torchax.tracing.names import name_of, place_of
+from torchax.tracing.names import location_of, name_of
 from torchax.tracing.specialization import (
   ORDINARY,
   ORDINARY_ATTRIBUTES,
@@ -129,7 +129,7 @@ class Traced:
     self.function = function
     self.options = options
     self.__name__ = name_of(function)
-    self.location = place_of(function)
+    self.location = location_of(function)
     self.captures = Captures(captured, function if options.lifts else None)
     self.numbers = Numbers()
     self.guards = Guards(self.__name__)
@@ -165,7 +165,7 @@ class Traced:
     if same and not self.options.lifts:
       # Each argument has a gradient of its own, so they stay apart; then none of them
       # may be changed in place.
-      overlapping += tuple([place for pair in same for place in pair])
+      overlapping += tuple([index for pair in same for index in pair])
       same = ()
     attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
     attributes += (torch.get_default_dtype(), amp.dtype_in_force(), captures)
@@ -244,11 +244,11 @@ class Traced:
       inputs, treedef = jax.tree.flatten((args, kwargs))
       inner = self._wrap(inputs, specialization)
       born = [value._storage if isinstance(value, Tensor) else None for value in inner]
-      args, kwargs = static_arguments.shown(jax.tree.unflatten(treedef, inner))
+      args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, inner))
       try:
         with on_host(self.__name__, self.location):
           out = self.function(*args, **kwargs)
-        out = static_arguments.hidden_results(out, self.__name__)
+        out = static_arguments.box_results(out, self.__name__)
         arrays = arrays_of(out)
         assigned = [
           *attributes.take_out(boundary, self.__name__, options.hands_out),
@@ -290,12 +290,12 @@ class Traced:
     same, wants_grad = dict(specialization.same), specialization.wants_grad
     envs = specialization.environments[1:] or itertools.repeat(default_env())
     inner: list = []
-    for place, (value, env) in enumerate(zip(inputs, envs)):
-      if place in same:
-        inner.append(inner[same[place]])
+    for index, (value, env) in enumerate(zip(inputs, envs)):
+      if index in same:
+        inner.append(inner[same[index]])
       elif isinstance(value, jax.Array) and not is_typed_key(value):
         tensor = new_tensor(value, env)
-        needs_grad = wants_grad is not None and wants_grad[place]
+        needs_grad = wants_grad is not None and wants_grad[index]
         inner.append(tensor.requires_grad_() if needs_grad else tensor)
       else:
         inner.append(value)
@@ -305,12 +305,12 @@ class Traced:
     self, effects: Effects, outputs, inner, specialization, boundary
   ) -> autograd_bridge.Tape | None:
     wanted = {
-      place: value
-      for place, value in enumerate(inner)
+      index: value
+      for index, value in enumerate(inner)
       if isinstance(value, Tensor) and value.is_leaf and value.requires_grad
     }
-    for place, _ in specialization.same:
-      wanted.pop(place, None)
+    for index, _ in specialization.same:
+      wanted.pop(index, None)
     self._require_followed(effects, inner)
     tape = autograd_bridge.record(outputs, wanted, list(boundary.roots.values()))
     if tape is not None:
@@ -365,15 +365,15 @@ class Traced:
 
 
 @contextlib.contextmanager
-def on_host(name: str, place: tuple[str, int] | None) -> Iterator[None]:
+def on_host(name: str, location: tuple[str, int] | None) -> Iterator[None]:
   """Refuses draws of Python's and numpy's generators, and follows arrays of numpy.
 
   Args:
-    name, place: of the function, for messages.
+    name, location: of the function, for messages.
   """
   if active.boundary.parent is not None:
     yield
     return
-  refused = host_randomness.refused(name, place)
+  refused = host_randomness.refused(name, location)
   with host_operations.following_arrays, refused:
     yield

@@ -101,8 +101,8 @@ class Transformed:
 
   def __call__(self, args: tuple):
     """Runs the functions on a tuple of trees of tensors, arguments for `lower`."""
-    hidden = static_arguments.hidden(args)
-    leaves, treedef = jax.tree.flatten(hidden, is_leaf=_is_tensor)
+    boxed = static_arguments.box(args)
+    leaves, treedef = jax.tree.flatten(boxed, is_leaf=_is_tensor)
     arrays = arrays_of(leaves)
     self._of_call = environments.of_call(leaves)
 
@@ -137,16 +137,16 @@ class Transformed:
     tensors = [*map(self._with_gradient, captures.tensors), *leaves]
     count = len(captured)
     # Only what needs a gradient: torch forbids changes in place of what it keeps.
-    places = [n for n, t in enumerate(tensors) if _is_tensor(t) and t.requires_grad]
-    if not (places and torch.is_grad_enabled()):
+    indices = [n for n, t in enumerate(tensors) if _is_tensor(t) and t.requires_grad]
+    if not (indices and torch.is_grad_enabled()):
       out, states, advance = self._apply(rng, captured, arrays, treedef)
       return (out, states), advance
     advances: list[Advance | None] = []
 
     def on_arrays(*needed):
       values = list(operands)
-      for place, array in zip(places, needed):
-        values[place] = array
+      for index, array in zip(indices, needed):
+        values[index] = array
       captured, arrays = tuple(values[:count]), values[count:]
       # torch is recording, though it does not record what is inside of its functions.
       with grad_mode.counted_anew():
@@ -155,7 +155,7 @@ class Transformed:
       return out, states
 
     function = autograd.ArrayFunction(on_arrays, saves_residuals=True, compiled=False)
-    result = autograd.call(function, [tensors[place] for place in places])
+    result = autograd.call(function, [tensors[index] for index in indices])
     advance = advances[-1]
     if advance is not None and advance.seedings:
       raise RngError(
@@ -231,15 +231,15 @@ class Transformed:
   def with_states(self, captured, states) -> tuple:
     """Captured arrays, with those of the changing tensors replaced."""
     captured = list(captured)
-    for place, state in zip(self._places(), states):
-      captured[place] = state
+    for index, state in zip(self._changing_indices(), states):
+      captured[index] = state
     return tuple(captured)
 
   def states_of(self, captured) -> list[jax.Array]:
     """The captured arrays of the changing tensors."""
-    return [captured[place] for place in self._places()]
+    return [captured[index] for index in self._changing_indices()]
 
-  def _places(self) -> list[int]:
+  def _changing_indices(self) -> list[int]:
     storages = [tensor._storage for tensor in self.traced.captures.tensors]
     return [storages.index(storage) for storage in self.changing]
 
