@@ -28,7 +28,7 @@ from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode, mappings, switches
 from torchax.core.chains import WHOLE, Chain
 from torchax.core.explanations import loses_gradient, no_numbers
-from torchax.core.storage import Blank, Content, Rebindings, Storage
+from torchax.core.storage import Content, Rebindings, Storage
 from torchax.core.storage import active as _active
 from torchax.core.tracebacks import ending_at_the_user, hide
 from torchax.core.view_reads import read_chain
@@ -129,17 +129,12 @@ class Tensor(torch.Tensor):
 
   @staticmethod
   def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
-    storage, chain, env = context.storage, context.chain, context.env
     shell = inner_tensors["_shell"]
     if torch_compat.is_fake(shell):
       return Tensor._from_fake(shell, outer_size, outer_stride)
-    tensor = _make_wrapper(
-      Tensor,
-      outer_size,
-      strides=outer_stride,
-      dtype=shell.dtype,
-    )
-    tensor._storage, tensor._chain, tensor._env = storage, chain, env
+    tensor = _make_wrapper(Tensor, outer_size, strides=outer_stride, dtype=shell.dtype)
+    tensor._storage, tensor._chain = context.storage, context.chain
+    tensor._env = context.env
     return tensor
 
   @property
@@ -394,13 +389,15 @@ class Tensor(torch.Tensor):
 
   def is_set_to(self, tensor: TorchTensor) -> bool:
     """True when both show the same places of the same storage."""
+    if not isinstance(tensor, Tensor) or self._storage is not tensor._storage:
+      return False
+    # torch would copy before it looks, or the place is not known yet.
+    if any(_is_conj(t) or _is_neg(t) or t._chain.is_traced for t in (self, tensor)):
+      return False
     return (
-      isinstance(tensor, Tensor)
-      and self._storage is tensor._storage
-      and self.shape == tensor.shape
+      self.shape == tensor.shape
       and self.stride() == tensor.stride()
       and self.storage_offset() == tensor.storage_offset()
-      and not (_is_unresolved(self) or _is_unresolved(tensor))
     )
 
   @ending_at_the_user
@@ -504,25 +501,9 @@ def _handles_functions(cls: Any) -> bool:
   return handler not in (None, plain.__torch_function__.__func__)
 
 
-def _is_unresolved(tensor: Tensor) -> bool:
-  """True where torch takes a copy before it looks, or a place is not known yet."""
-  return _is_conj(tensor) or _is_neg(tensor) or tensor._chain.is_traced
-
-
 def is_traced(tensor: Any) -> bool:
   """True where the numbers of a tensor are not known yet."""
   return isinstance(tensor._storage.read(tensor), jax.core.Tracer)
-
-
-def blank(shape: tuple, dtype, device, env) -> Tensor:
-  """A tensor of zeros that are made when they are read; see `Blank`."""
-  tensor = _make_wrapper(Tensor, shape, dtype=mappings.j2t_dtype(dtype))
-  tensor._storage, tensor._chain, tensor._env = (
-    Blank.of(shape, dtype, device),
-    WHOLE,
-    env,
-  )
-  return tensor
 
 
 def new_tensor(array: jax.Array, env) -> Tensor:

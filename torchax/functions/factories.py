@@ -14,12 +14,14 @@ import torch
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import mappings
+from torchax.core.chains import WHOLE
+from torchax.core.storage import Blank
 from torchax.devices import placement
 from torchax.dispatch import device_plans
 from torchax.environment import TENSOR_CONSTRUCTORS, Environment, env_on
 from torchax.errors import UnsupportedDtypeError
 from torchax.registry.names import aten
-from torchax.tensor import Tensor, blank, new_tensor
+from torchax.tensor import Tensor, new_tensor
 
 # ATen factories whose lowerings run as they are.
 _LOWERED = (
@@ -108,7 +110,10 @@ def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
   spread = None if chosen is None else chosen(tuple(size))
   if spread is not None:
     return new_tensor(jnp.zeros(size, dtype, device=spread), env)
-  tensor = blank(tuple(size), dtype, placement.target_of(device), env)
+  tensor = torch_compat.make_wrapper(Tensor, size, dtype=mappings.j2t_dtype(dtype))
+  # Zeros that are made when they are read.
+  tensor._storage = Blank.of(tuple(size), dtype, placement.target_of(device))
+  tensor._chain, tensor._env = WHOLE, env
   if size == [0] and asked != tensor.dtype:
     tensor._asked_dtype = asked  # `torch.load` makes one, and gives it a storage
   return tensor
