@@ -45,7 +45,7 @@ def restored(value, parameters: list[torch.Tensor]):
   """An argument as torch takes it.
 
   Args:
-    value: as it was noted.
+    value: as `plain` gives it.
     parameters: tensors for those of the call, which are taken from the front.
 
   Raises:
@@ -66,7 +66,7 @@ def restored(value, parameters: list[torch.Tensor]):
 
 
 def tensors_in(value) -> list[tuple[tuple[int, ...], str]]:
-  """Shape and dtype of the tensors among noted arguments, in their order."""
+  """Shape and dtype of the tensors among recorded arguments, in order."""
   if not isinstance(value, tuple):
     return []
   if len(value) == 3 and value[0] == "tensor":

@@ -305,7 +305,7 @@ class StreamOperands:
     return inner
 
   def advance(self) -> "Advance | None":
-    """What the function did to the streams of its caller; None for nothing."""
+    """The function's effect on the streams of its caller; None for nothing."""
     operands = (*self._operands, *dict.fromkeys(self.missing))
     moves = tuple(map(self._move, operands))
     seedings, keys = [], []

@@ -205,8 +205,7 @@ class KeyedFunction:
 
     Args:
       values: of the streams.
-      keys: of the environments' children, by their owners; those of which nothing is
-        drawn have none.
+      keys: of the environments' children, by their owners; only of those that draw.
     """
     pairs = zip(self.operands, values)
     return tuple([value and operand.child(value, keys) for operand, value in pairs])

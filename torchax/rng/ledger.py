@@ -166,8 +166,8 @@ class Ledger:
 
     It is proved on the jaxpr of the call: no key is a constant of the program, none is
     drawn with twice, also in the turns of a loop or by code of JAX, and none is taken
-    and dropped. Branches of which one is run may share a key, and so may the shards of
-    a `shard_map` and the rows of a `vmap`, whose policy is declared.
+    and dropped. The branches of a choice may share a key, and so may the shards of a
+    `shard_map` and the rows of a `vmap`, whose policy is declared.
 
     Raises:
       AssertionError: with the lines that draw.
@@ -434,7 +434,7 @@ def _with_key(draw: Draw, operands) -> Draw:
 
 
 def _identity(key) -> tuple:
-  """What tells a key from others: its words, or which traced value it is."""
+  """Identity of a key: its words, or which traced value it is."""
   if isinstance(key, jax.core.Tracer):
     return ("traced", id(key))
   with jax_compat.outside_of_traces():  # a function may be being traced

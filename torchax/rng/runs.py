@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torchax.rng import ledger_plot
 from torchax.rng.ledger import Draw, Explainer
 
-# Compared in this order, which is that of what matters to the reader.
+# Compared in this order, the most telling first.
 _FIELDS = ("key", "site", "shape", "distribution", "dtype", "op")
 
 

@@ -114,7 +114,7 @@ def integers_from(key, shape, dtype, low, span) -> jax.Array:
 
 
 def no_integer(dtype):
-  """What stands for NaN among integers: the least one, or the largest unsigned one."""
+  """NaN among integers: the least one, or the largest unsigned one."""
   limits = jnp.iinfo(dtype)
   return np.asarray(limits.min or limits.max, dtype)
 

@@ -95,7 +95,7 @@ def encode(data: dict[str, Any]) -> bytes:
 
 
 def decode(payload: bytes) -> dict[str, Any]:
-  """What `RngState.from_state_dict` takes, from the bytes of `encode`.
+  """The argument of `RngState.from_state_dict`, from the bytes of `encode`.
 
   Raises:
     ValueError: other bytes, or too few or too many of them.

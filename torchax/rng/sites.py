@@ -114,7 +114,7 @@ def counter_of(state: RngState) -> Counter:
 
 
 def advance_past_branches(stream, branches: list) -> None:
-  """Advances a stream past branches of which one is run, by the most draws of one.
+  """Advances a stream past a choice of branches, by the most draws of one.
 
   Args:
     stream: an `RngStream`.

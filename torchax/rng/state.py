@@ -111,7 +111,7 @@ def fold_in(key: jax.Array, count) -> jax.Array:
 
 
 def rebased_key(key: jax.Array, count) -> jax.Array:
-  """A key for the rest of a stream of which `count` draws are used up."""
+  """A key for the rest of a stream after `count` draws."""
   return _child(key, _REBASE, count)
 
 

@@ -62,7 +62,7 @@ class _Value:
 
 
 def faults(program: core.ClosedJaxpr) -> list[Fault]:
-  """What is unsound in a program that was traced with its random state as operands."""
+  """Faults of a program that was traced with its random state as operands."""
   walk = _Walk()
   operands = [_Value(("operand", n)) for n in range(len(program.jaxpr.invars))]
   walk.program(program, operands)
@@ -70,7 +70,7 @@ def faults(program: core.ClosedJaxpr) -> list[Fault]:
 
 
 class _Walk:
-  """Names the values of a program and notes what is drawn with which key."""
+  """Names the values of a program and records the key of each draw."""
 
   def __init__(self):
     self._uses: dict[Hashable, list[str]] = {}
@@ -238,7 +238,7 @@ def _is_key(atoms) -> bool:
 def _live(jaxpr) -> set[int]:
   """The equations on which the results depend, or that do something.
 
-  Of a loop that was traced anew the jaxpr around it keeps the first form.
+  The jaxpr around a loop that was retraced keeps the loop's first form.
   """
   needed = {id(atom) for atom in jaxpr.outvars}
   live = set()
