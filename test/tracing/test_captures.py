@@ -145,19 +145,32 @@ def test_modules_that_a_function_names_are_reachable():
   assert module_of(len) is None
 
 
-def test_numbers_are_added_once_and_follow_their_table():
-  table = {"lr": 0.5}
-  numbers, entry = Numbers(), Entry(table, "lr", "groups[0]")
-  numbers.add([entry])
-  numbers.add([Entry(table, "lr", "groups[0]")])
+def _optimizer(lr: float) -> torch.optim.Optimizer:
+  return torch.optim.SGD([nn.Parameter(torch.ones(1, device="cpu"))], lr)
+
+
+def test_numbers_are_added_once_and_follow_the_optimizer():
+  optimizer, numbers = _optimizer(0.5), Numbers()
+  numbers.add([Entry(optimizer, 0, "lr")])
+  numbers.add([Entry(optimizer, 0, "lr")])
   assert numbers.operands() == (0.5,)
-  table["lr"] = 0.25
+  optimizer.param_groups[0]["lr"] = 0.25
   assert numbers.operands() == (0.25,)
+  optimizer.param_groups = [{"lr": 0.125}]  # as `load_state_dict` does
+  assert numbers.operands() == (0.125,)
+
+
+def test_numbers_of_an_optimizer_that_is_gone_are_zero():
+  optimizer, numbers = _optimizer(0.5), Numbers()
+  numbers.add([Entry(optimizer, 0, "lr"), Entry(optimizer, 1, "lr")])
+  assert numbers.operands() == (0.5, 0.0)
+  del optimizer
+  assert numbers.operands() == (0.0, 0.0)
 
 
 def test_numbers_that_stay_become_arrays():
-  numbers = Numbers()
-  numbers.add([Entry({"lr": 0.5}, "lr", "groups[0]")])
+  optimizer, numbers = _optimizer(0.5), Numbers()
+  numbers.add([Entry(optimizer, 0, "lr")])
   numbers.operands()
   (array,) = numbers.operands()
   assert not isinstance(array, float) and float(array) == 0.5

@@ -434,6 +434,21 @@ def test_a_schedule_is_followed():
   torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "fused"])
+def test_learning_rates_of_loaded_states_are_followed(name):
+  def loaded(optimizer, number):
+    for group in optimizer.param_groups:
+      group["lr"] *= 0.5
+    if number in (1, 2, 4):  # each load replaces the groups, and may keep the tensors
+      state = optimizer.state_dict()
+      state["param_groups"][0]["lr"] = (0.03, 0.002, 0.01)[number // 2]
+      optimizer.load_state_dict(state)
+
+  make = OPTIMIZERS[name]
+  expected, actual = trained(make, None, loaded)[0], trained(make, "jax_jit", loaded)[0]
+  torch.testing.assert_close(actual, expected)
+
+
 def test_a_state_that_is_loaded_is_followed():
   def loaded(optimizer, number):
     if number == 1:

@@ -12,6 +12,7 @@ torch passes it through its C++ as a symbolic float, whose node is the expressio
 import contextlib
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -107,39 +108,48 @@ class Expression:
 
 
 class Entry(Expression):
-  """A number in a dict of the host.
+  """A number in a parameter group of an optimizer, looked up at each call.
+
+  The groups themselves are replaced by `load_state_dict`, so the optimizer is asked.
+  Once it is gone, or has no such number, the number is 0.0: programs that use it are
+  guarded by the optimizer.
 
   Args:
-    table: the dict.
+    optimizer: with `param_groups`, a list of dicts; held weakly.
+    group: index of the group.
     name: of the number.
-    owner: what the dict is called in messages.
     index: into the entry, where that is a tuple of numbers.
   """
 
-  __slots__ = ("table", "name", "owner", "index")
+  __slots__ = ("optimizer", "label", "group", "name", "index")
 
-  def __init__(self, table: dict, name: str, owner: str, index: int | None = None):
-    self.table, self.name, self.owner, self.index = table, name, owner, index
+  def __init__(self, optimizer, group: int, name: str, index: int | None = None):
+    self.optimizer, self.label = weakref.ref(optimizer), type(optimizer).__name__
+    self.group, self.name, self.index = group, name, index
     self.operation, self.parts = operator.getitem, ()
-    self._hash = hash((id(table), name, index))
+    self._hash = hash((id(optimizer), group, name, index))
 
   def __eq__(self, other):
     return (
       type(other) is Entry
-      and self.table is other.table
-      and (self.name, self.index) == (other.name, other.index)
+      and self.optimizer is other.optimizer
+      and (self.group, self.name, self.index) == (other.group, other.name, other.index)
     )
 
   __hash__ = Expression.__hash__
 
   def __str__(self) -> str:
     index = "" if self.index is None else f"[{self.index}]"
-    return f"{self.owner}[{self.name!r}]{index}"
+    return f"{self.label}.param_groups[{self.group}][{self.name!r}]{index}"
 
   def now(self):
-    value = self.table[self.name]
-    value = value if self.index is None else value[self.index]
-    return value.item() if isinstance(value, torch.Tensor) else value
+    groups = getattr(self.optimizer(), "param_groups", [])
+    value = groups[self.group].get(self.name) if self.group < len(groups) else None
+    if self.index is not None:
+      is_entry = isinstance(value, tuple) and self.index < len(value)
+      value = value[self.index] if is_entry else None
+    value = value.item() if isinstance(value, torch.Tensor) else value
+    return value if isinstance(value, float | int) else 0.0
 
 
 class _Given(threading.local):

@@ -200,7 +200,6 @@ def _differences(groups: list[dict], known: list[dict]) -> list[str]:
 def _in_trace(optimizer: torch.optim.Optimizer, number: int) -> dict:
   """A parameter group as a step in a trace has it."""
   original = optimizer.param_groups[number]
-  owner = f"{type(optimizer).__name__}.param_groups[{number}]"
   group = dict(original)
   counts_when_fused = _counts_when_fused(optimizer)
   if group.get("capturable") is False:
@@ -211,12 +210,12 @@ def _in_trace(optimizer: torch.optim.Optimizer, number: int) -> dict:
     group["fused"], group["foreach"] = True, False
   for name, value in original.items():
     if _is_number(value):
-      group[name] = HostNumber(Entry(original, name, owner))
+      group[name] = HostNumber(Entry(optimizer, number, name))
       if name == "lr" and counts_when_fused:
         group[name] = _as_tensor(group[name], group["params"])
     elif isinstance(value, tuple) and value and all(map(_is_number, value)):
       group[name] = tuple(
-        [HostNumber(Entry(original, name, owner, n)) for n in range(len(value))]
+        [HostNumber(Entry(optimizer, number, name, n)) for n in range(len(value))]
       )
   return group
 
