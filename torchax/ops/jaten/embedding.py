@@ -106,13 +106,6 @@ def _aten_embedding_renorm_(self, indices, max_norm, norm_type):
 # ---- bags
 
 
-def _bag_of_index(indices, offsets, num_bags):
-  """The bag that each index belongs to: offsets are where the bags start."""
-  positions = jnp.arange(indices.shape[0], dtype=offsets.dtype)
-  bags = jnp.searchsorted(offsets[:num_bags], positions, side="right") - 1
-  return bags.astype(indices.dtype)
-
-
 def _bag_maximum(rows, member, bags, num_bags, indices):
   """Maximum of each bag, and the table row it came from; zeros for an empty bag."""
   fixed = jax.lax.stop_gradient(jnp.where(member[:, None], rows, -jnp.inf))
@@ -183,7 +176,10 @@ def _aten__embedding_bag(
   if per_sample_weights is not None and mode != BagMode.SUM:
     raise RuntimeError("embedding_bag: per_sample_weights needs mode='sum'.")
   num_bags = offsets.shape[0] - (1 if include_last_offset else 0)
-  bags = _bag_of_index(indices, offsets, num_bags)
+  # The bag that each index belongs to: offsets are where the bags start.
+  positions = jnp.arange(indices.shape[0], dtype=offsets.dtype)
+  bags = jnp.searchsorted(offsets[:num_bags], positions, side="right") - 1
+  bags = bags.astype(indices.dtype)
   member = _is_trained(indices, padding_idx)
   sizes = jax.ops.segment_sum(member.astype(indices.dtype), bags, num_bags)
   rows = widen(_rows(weight, indices))
