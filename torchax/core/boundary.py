@@ -15,7 +15,7 @@ from torchax.errors import TracedStateError
 
 
 class Shadow:
-  """What a traced function sees of a storage that was born outside of it.
+  """Copy of an outer storage, as a traced function sees it.
 
   Attributes:
     storage: the storage.
@@ -63,7 +63,7 @@ class Boundary:
     roots: outer tensors that were read and need a gradient, by identity; None where
       no gradient is recorded.
     reshapes: by identity, tensors whose shape was changed in place, and how.
-    guards: of the function (`tracing/guards.py`), which note what it decides by; None
+    guards: of the function (`tracing/guards.py`), which record what it decides by; None
       where another boundary's stand for it.
     attributes: what modules and optimizers had when the trace began
       (`tracing/modules.py`); None where nothing is handed out.

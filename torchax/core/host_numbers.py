@@ -1,7 +1,7 @@
 """Python numbers that a compiled function takes as operands, such as a learning rate.
 
 In a trace a number of the host is a `HostNumber`: arithmetic makes an expression of it,
-which each call computes anew, in Python's own precision. Where an operation takes the
+which each call computes, in Python's own precision. Where an operation takes the
 result, it becomes an operand of the compiled function. Where Python wants the number
 itself (`if`, `float()`, an argument that decides what is compiled), the expression
 becomes a guard.
@@ -80,7 +80,7 @@ class Expression:
     return f"{name}({', '.join(parts)})"
 
   def describe(self) -> str:
-    """What it is at this moment, for messages."""
+    """Return the number at this moment, for messages."""
     return repr(self.now())
 
   # What torch's C++ asks a symbolic float.
@@ -90,11 +90,11 @@ class Expression:
     return decide(self)
 
   def is_float(self) -> bool:
-    """Always."""
+    """Return True."""
     return True
 
   def is_int(self) -> bool:
-    """Never."""
+    """Return False."""
     return False
 
   is_bool = is_nested_int = is_constant = is_int
@@ -226,12 +226,12 @@ def operand(number: torch.SymFloat):
   return boundary.number(expression)
 
 
-def settled(value):
+def resolved(value):
   """An argument with Python's own numbers, by which Python decides from now on."""
   if isinstance(value, torch.SymFloat):
     return float(value)
   if type(value) in (list, tuple) and any(isinstance(v, torch.SymFloat) for v in value):
-    return type(value)(map(settled, value))
+    return type(value)(map(resolved, value))
   return value
 
 

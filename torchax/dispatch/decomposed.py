@@ -63,8 +63,8 @@ class TensorPlan:
     dropped = IGNORED - {"generator"}  # the operations that it calls draw with it
     kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
     if _active.boundary is not None:
-      args = [host_numbers.settled(arg) for arg in args]
-      kwargs = {k: host_numbers.settled(v) for k, v in kwargs.items()}
+      args = [host_numbers.resolved(arg) for arg in args]
+      kwargs = {k: host_numbers.resolved(v) for k, v in kwargs.items()}
     if self.operator.needs_env:
       kwargs["env"] = self.env
     return self.operator.func(*args, **kwargs)

@@ -95,8 +95,8 @@ class ArrayFunctionHandler:
   ) -> autograd.ArrayFunction | autograd.WithNumbers:
     """The function of the tensors of a key; see `NumberPrograms`."""
     # What is kept here outlives a trace, in which numbers of the host have no value.
-    args = [host_numbers.settled(arg) for arg in args]
-    kwargs = {name: host_numbers.settled(arg) for name, arg in kwargs.items()}
+    args = [host_numbers.resolved(arg) for arg in args]
+    kwargs = {name: host_numbers.resolved(arg) for name, arg in kwargs.items()}
     operands, form = self._numbered.flatten(args, kwargs)
     numbers = tuple([o for o in operands if not isinstance(o, Tensor)])
     function = None

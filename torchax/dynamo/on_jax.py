@@ -220,7 +220,7 @@ class _Results:
 
   def hidden(self, results) -> tuple:
     """The results that leave the trace, with numbers as its static values."""
-    values = map(host_numbers.settled, self._aliases.box(results))
+    values = map(host_numbers.resolved, self._aliases.box(results))
     return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in values)
 
   def shown(self, results, args) -> tuple:

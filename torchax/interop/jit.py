@@ -292,7 +292,7 @@ class Jitted(Generic[P, R]):
     )
 
   def abstractly(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """What a call would depend on and do; nothing is run, no state advances.
+    """Describe what a call would depend on and do; nothing is run, no state advances.
 
     Returns:
       What it is compiled for by name, and names of the argument leaves; its effects;

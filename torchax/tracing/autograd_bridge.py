@@ -94,7 +94,7 @@ class BackwardProgram:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Tape:
-  """What a call leaves for its backward pass: a static program, and arrays for it."""
+  """Record of a call for its backward pass: a static program, and arrays for it."""
 
   program: BackwardProgram
   residuals: list

@@ -114,7 +114,7 @@ class SetGradient(Change):
 
 
 class ClearGradient(SetGradient):
-  """None for the `.grad` of an outer leaf."""
+  """Removal of the `.grad` of an outer leaf."""
 
   kind = "cleared"
 
@@ -165,7 +165,7 @@ class Effects:
     )
 
   def or_none(self) -> "Effects | None":
-    """None in place of no effects, which a call passes over."""
+    """Return None if there are no effects, so that a call skips them."""
     return (
       self if self.changes or self.targets or self.tape or self.environments else None
     )

@@ -16,7 +16,7 @@ from torchax.tracing.conversions import is_leaf
 
 
 def of_call(leaves: list) -> tuple:
-  """The one that is on, and that of each leaf; empty where all are the default one."""
+  """Return the active one and that of each leaf; () if all are the default one."""
   if not are_several():
     return ()
   default = default_env()
@@ -24,7 +24,7 @@ def of_call(leaves: list) -> tuple:
 
 
 def of_results(out) -> tuple:
-  """That of each leaf of a tree of tensors; empty where all are the default one."""
+  """Return that of each leaf of a tree of tensors; () if all are the default one."""
   if not are_several():
     return ()
   default = default_env()

@@ -27,7 +27,7 @@ from torchax.errors import MutationError
 from torchax.tensor import Tensor
 from torchax.tracing.modules import Members, Values, is_same, writes
 
-# A value that its own function has changed in more traces is followed no more.
+# Stop guarding on a value once the function itself has changed it in this many traces.
 MOST_CHANGES = 8
 # Tensors and arrays of more bytes are not compared byte by byte.
 MOST_BYTES = 1 << 14
@@ -45,7 +45,7 @@ class ModuleGuards:
     self.name = name
     # Tensors and submodules; what is captured is found again when one is replaced.
     self.members = Members()
-    self._noted: dict[int, tuple[int, Values]] = {}
+    self._values: dict[int, tuple[int, Values]] = {}
     self._numbers = itertools.count()
     self._seen = (-1, -1)
     self._differences: tuple = ()
@@ -54,11 +54,11 @@ class ModuleGuards:
     self._changes: dict[tuple[int, str], int] = {}
 
   def __bool__(self) -> bool:
-    return bool(self._noted)
+    return bool(self._values)
 
   def __iter__(self) -> Iterator[tuple[str, Values]]:
     """The modules, with their paths."""
-    return _named([values for _, values in self._noted.values()])
+    return _named([values for _, values in self._values.values()])
 
   def key(self) -> tuple:
     """Return the differences from what the modules held when they were added."""
@@ -72,7 +72,7 @@ class ModuleGuards:
     differences: list[tuple] = []
     self._containers = []
     ignored = {place for place, n in self._changes.items() if n >= MOST_CHANGES}
-    for number, values in self._noted.values():
+    for number, values in self._values.values():
       values.look()
       self._containers += values.containers
       differences += [
@@ -86,14 +86,14 @@ class ModuleGuards:
 
   def add(self, module: torch.nn.Module) -> bool:
     """Add the attributes of a module and of its submodules; False if they are known."""
-    known = self._noted.get(id(module))
+    known = self._values.get(id(module))
     if known is not None and known[1].module is module:
       return False
     for part in module.modules():
-      known = self._noted.get(id(part))
+      known = self._values.get(id(part))
       if known is None or known[1].module is not part:
         values = Values(part)
-        self._noted[id(part)] = (next(self._numbers), values)
+        self._values[id(part)] = (next(self._numbers), values)
         self.members.add(part)
         self._containers += values.containers
     if self._seen[0] < 0:
@@ -102,7 +102,7 @@ class ModuleGuards:
 
   def end_trace(self) -> None:
     """Count what the function has changed itself, while it was traced."""
-    for number, values in self._noted.values():
+    for number, values in self._values.values():
       before = values.now
       values.look()
       if values.now is before or values.now == before:
@@ -110,7 +110,7 @@ class ModuleGuards:
       for name in {**before, **values.now}:
         if before.get(name) != values.now.get(name):
           self._count_change(number, values.kind, name)
-    self.members.note()  # what the function itself replaces is a part of its trace
+    self.members.record()  # what the function itself replaces is a part of its trace
     self._seen = (-2, -2)  # looked at again before the next call
 
   def _count_change(self, number: int, kind: str, name: str) -> None:
@@ -126,7 +126,7 @@ class ModuleGuards:
 
 
 class Guards:
-  """What one function decides by.
+  """Guards of one function.
 
   Args:
     name: of the function, for messages.
@@ -255,7 +255,7 @@ class Guards:
     )
 
   def members_edition(self) -> int:
-    """How often a tensor or submodule of a module was found replaced by another one."""
+    """Count how often a tensor or submodule of a module was found replaced."""
     edition = self.modules.members.look()
     if self._inner:
       for reference, _ in self._inner.values():
@@ -264,7 +264,7 @@ class Guards:
     return edition
 
   def described(self) -> dict[str, str]:
-    """What is noted, by name: attributes, host tensors and decisions, as they are."""
+    """Describe attributes, host tensors and decisions as they are, by name."""
     found: dict[str, str] = {}
     for name, values in self.modules:
       for attribute, text in values.describe():
@@ -281,18 +281,18 @@ class Guards:
     return found
 
   @contextlib.contextmanager
-  def watching(self, note: Callable) -> Iterator[None]:
-    """Notes every module that this thread runs inside the block.
+  def watching(self, met: Callable) -> Iterator[None]:
+    """Guard on every module that this thread runs inside the block.
 
     Args:
-      note: is also called with each of them, before it runs.
+      met: is also called with each of them, before it runs.
     """
     thread = threading.get_ident()
 
     def hook(module, args):
       if threading.get_ident() == thread:
         self.guard_on_module(module)
-        note(module)
+        met(module)
 
     handle = register_module_forward_pre_hook(hook)
     try:
@@ -304,16 +304,16 @@ class Guards:
         value.require_followed()
 
 
-def _named(noted: list[Values]) -> Iterator[tuple[str, Values]]:
+def _named(found: list[Values]) -> Iterator[tuple[str, Values]]:
   """Modules with their paths, which begin with the class of the outermost one."""
   names: dict[int, str] = {}
-  modules = [values.module for values in noted]
+  modules = [values.module for values in found]
   inner = {id(m) for module in modules if module for m in [*module.modules()][1:]}
   roots = [m for m in modules if m is not None and id(m) not in inner]
   for root in roots:
     for path, part in root.named_modules(prefix=type(root).__name__):
       names.setdefault(id(part), path)
-  for values, module in zip(noted, modules):
+  for values, module in zip(found, modules):
     if module is not None:
       yield names.get(id(module), values.kind), values
 
@@ -331,7 +331,7 @@ class _OnHost:
     self._name = name
     self._is_tensor = isinstance(value, torch.Tensor)
     while not self._is_tensor and isinstance(value.base, np.ndarray):
-      value = value.base  # a part of an array may be made anew in each call
+      value = value.base  # each call may make another slice of an array
     self._reference = weakref.ref(value)
     self._shape, self._nbytes = value.shape, value.nbytes
     self._memory: np.ndarray | None = None
@@ -342,11 +342,11 @@ class _OnHost:
 
   @property
   def is_gone(self) -> bool:
-    """True where nobody can change it any more, nor use it."""
+    """True if it was collected, so that it cannot change."""
     return self._reference() is None
 
   def look(self) -> Hashable:
-    """What tells it from how it was before."""
+    """Return a key of its numbers."""
     value = self._reference()
     if value is None:
       return None

@@ -93,7 +93,7 @@ class Values:
   """The values of one module, by name.
 
   Attributes:
-    first: a key of each, as the module had them when it was noted.
+    first: a key of each, as the module had them when it was added.
     now: the same as of the last look.
   """
 
@@ -208,13 +208,13 @@ class Members:
     if module is not None:
       for part in module.modules():
         self.add(part)
-    self.note()
+    self.record()
 
   def add(self, module: torch.nn.Module) -> None:
-    """Adds a module without its submodules, as `note` is going to find it."""
+    """Adds a module without its submodules, as `record` will find it."""
     self._modules[id(module)] = weakref.ref(module)
 
-  def note(self) -> None:
+  def record(self) -> None:
     """Takes what the modules have now for what they should have."""
     self._views = []
     for key, reference in list(self._modules.items()):
@@ -245,7 +245,7 @@ class Members:
         self._containers += containers_in(value)
 
   def have_changed(self) -> bool:
-    """True where something was replaced, added or removed since `note`."""
+    """True where something was replaced, added or removed since `record`."""
     # Every call asks. The mark at the end tells of what was added or removed there.
     if self._followed:
       if any(now.get(name) is not value for now, name, value in self._followed):
@@ -256,10 +256,10 @@ class Members:
     return not all(map(operator.is_, found, self._known))
 
   def look(self) -> int:
-    """The edition; what was replaced since the last look is noted, and counts."""
+    """Return the edition, after looking for members that were replaced."""
     if self.have_changed():
       self.edition += 1
-      self.note()
+      self.record()
       # What is needed is found again by the trace that follows.
       self._followed, self._containers = [], []
     return self.edition
@@ -338,7 +338,7 @@ class Target:
     """Gives it a tensor."""
     boundary = active.boundary
     if boundary is not None and boundary.attributes is not None:
-      boundary.attributes.note(self.module.value)  # it is handed on from there
+      boundary.attributes.record(self.module.value)  # it is handed on from there
     attributes = vars(self.module.value)
     if not isinstance(attributes.get(self.name), torch.Tensor):
       writes.count += 1  # that there is a tensor now is what Python may decide by
@@ -359,21 +359,21 @@ class Attributes:
 
   def __init__(self):
     self.states: dict[int, Any] = {}
-    self._noted: dict[int, tuple[torch.nn.Module, list[tuple[dict, dict]]]] = {}
+    self._before: dict[int, tuple[torch.nn.Module, list[tuple[dict, dict]]]] = {}
 
-  def note(self, module: torch.nn.Module) -> None:
+  def record(self, module: torch.nn.Module) -> None:
     """Adds a module with its submodules, as they are now."""
-    if id(module) in self._noted:
+    if id(module) in self._before:
       return
     for part in module.modules():
       tables = (part._parameters, part._buffers, vars(part))
-      self._noted.setdefault(
+      self._before.setdefault(
         id(part), (part, [(table, dict(table)) for table in tables])
       )
 
   def assigned(self) -> Iterator[Assignment]:
     """The tensors that were assigned since."""
-    for module, tables in self._noted.values():
+    for module, tables in self._before.values():
       for table, before in tables:
         for name, value in list(table.items()):
           known = before.get(name, _MISSING)
@@ -446,9 +446,9 @@ class Attributes:
     return storage.birth is boundary or (is_touched and self._sharers(storage) == 1)
 
   def _sharers(self, storage: Storage) -> int:
-    """How many different tensors of the modules had a storage."""
+    """Count the different tensors of the modules that had a storage."""
     values = itertools.chain.from_iterable(
-      before.values() for _, tables in self._noted.values() for _, before in tables
+      before.values() for _, tables in self._before.values() for _, before in tables
     )
     tensors = {id(v): v for v in values if isinstance(v, Tensor)}
     return sum(tensor._storage is storage for tensor in tensors.values())
@@ -472,7 +472,7 @@ class Attributes:
     """In how many places of the modules a tensor was."""
     return sum(
       value is tensor
-      for _, tables in self._noted.values()
+      for _, tables in self._before.values()
       for _, before in tables
       for value in before.values()
     )

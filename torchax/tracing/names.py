@@ -1,4 +1,4 @@
-"""What a traced function is called in messages and in compiled programs."""
+"""Names of traced functions, in messages and in compiled programs."""
 
 import functools
 import inspect
@@ -33,7 +33,7 @@ def location_of(function) -> tuple[str, int] | None:
 
 
 def signature_of(function: Callable) -> inspect.Signature | None:
-  """What a function or the `forward` of a module takes; None if it does not say."""
+  """Return the signature of a function or a module's `forward`; None if unknown."""
   if isinstance(function, torch.nn.Module):
     function = function.forward
   try:

@@ -1,7 +1,7 @@
 """State that optimizers make in a traced function: results of its calls.
 
 What the first step of an optimizer makes of its gradients, such as the buffers of SGD
-with dampening, has no numbers outside of the trace. So the state is noted before the
+with dampening, has no numbers outside of the trace. So the state is recorded before the
 step; what is new in it when the function has been traced is taken away again, and each
 call gives it to the optimizer.
 """
@@ -46,7 +46,7 @@ class StateTarget:
 
 
 class State:
-  """What an optimizer held for its parameters before it was stepped in a trace."""
+  """State of an optimizer before its first step in a trace."""
 
   def __init__(self, optimizer: torch.optim.Optimizer):
     self.optimizer = optimizer
@@ -106,7 +106,7 @@ class State:
 
 
 def _is_equal(before, value) -> bool:
-  """True for a number or another constant that was assigned anew as it was."""
+  """True for a number or another constant that was assigned again."""
   return (
     not isinstance(value, torch.Tensor)
     and type(before) is type(value)

@@ -49,7 +49,7 @@ class Watched:
     return type(other) is Watched and self._reference() is other._reference()
 
   def now(self) -> tuple:
-    """What Python decides by in a step: which numbers there are, and which tensors."""
+    """Return a key of what a step decides by: kinds of numbers, and tensors."""
     optimizer = self._reference()
     if optimizer is None:
       return ()
@@ -67,7 +67,7 @@ class Watched:
     return f"{type(self._reference()).__name__}.param_groups"
 
   def describe(self) -> str:
-    """What Python decides by, for messages: all but the numbers that are operands."""
+    """Describe the settings, except for the numbers that are operands."""
     optimizer = self._reference()
     groups = [] if optimizer is None else optimizer.param_groups
     settings = {
@@ -108,7 +108,7 @@ def _are_same(values: list, known: list) -> bool:
 
 
 def _kind(value):
-  """What a step decides by: all of a value, but for a number that is followed."""
+  """Return a key of a setting; for a number that is an operand, of its type."""
   if _is_number(value):
     return float
   if isinstance(value, tuple) and value and all(map(_is_number, value)):

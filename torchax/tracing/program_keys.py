@@ -119,7 +119,7 @@ def _is_static(leaf) -> bool:
 
 
 def described(leaf) -> str:
-  """What a program is compiled for of a leaf: dtype and shape, or the value itself."""
+  """Describe a leaf as programs are compiled for it: dtype and shape, or the value."""
   if isinstance(leaf, jax.Array):
     kind = f"{leaf.dtype.name}{list(leaf.shape)}"
     return f"{kind} of a Python number" if leaf.weak_type else kind

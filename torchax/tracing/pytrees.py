@@ -19,7 +19,7 @@ _adopted: set[type] = set()
 
 
 class _Context:
-  """What torch keeps of a container besides its children; JAX wants it hashable."""
+  """Context of a container in torch, which JAX wants hashable."""
 
   __slots__ = ("value",)
 
@@ -39,7 +39,7 @@ class Container:
 
   Attributes:
     cls: the container's class.
-    context: what it holds besides its children.
+    context: of torch, all that it holds except for its children.
     children: what it contains.
   """
 

@@ -1,4 +1,4 @@
-"""What a trace is made for besides shapes and dtypes: `Specialization`."""
+"""Static part of a call, for which a program is compiled: `Specialization`."""
 
 import threading
 import weakref
@@ -46,7 +46,7 @@ class CaptureKey:
 
 @jax.tree_util.register_static
 class Specialization:
-  """What a trace is made for besides shapes and dtypes.
+  """Static part of a call, for which a program is compiled.
 
   There is one object for equal ones, so that a call compares quickly. It lives as long
   as a program that was compiled for it.
@@ -87,7 +87,7 @@ class Specialization:
     guards=(),
     environments=(),
   ) -> "Specialization":
-    """The one with these attributes; always the same object."""
+    """Return the only object with these attributes."""
     attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
     attributes += (default_dtype, autocast, captures, guards, environments)
     with _interning:
@@ -110,7 +110,7 @@ def is_trained(tensor: Tensor) -> bool:
 
 
 def repeated(leaves: list) -> tuple[tuple, tuple]:
-  """Which argument leaves are the same tensor, and which overlap otherwise."""
+  """Find argument leaves that are the same tensor, and those that overlap otherwise."""
   first: dict[int, int] = {}
   same, overlapping = [], []
   for index, leaf in enumerate(leaves):

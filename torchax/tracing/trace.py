@@ -92,7 +92,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Options(NamedTuple):
-  """What a traced function takes and gives.
+  """Operands and results of a traced function.
 
   Attributes:
     lifts: closed-over tensors are operands (for functions that are cached, as under
@@ -177,7 +177,7 @@ class Traced:
     return self._last[1]
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
-    """Which operands torch would record a gradient for; None for none at all."""
+    """Return for each operand whether torch records its gradient; None if for none."""
     if not self.options.records:
       return None
     with torch_compat.without_function_modes():
@@ -233,8 +233,8 @@ class Traced:
       self.guards.guard_on_module(module)
     owner = module_of(self.function)
     if owner is not None:
-      attributes.note(owner)
-    watching = self.guards.watching(attributes.note)
+      attributes.record(owner)
+    watching = self.guards.watching(attributes.record)
     if options.takes_numbers:
       boundary.numbers = dict(zip(self.numbers.expressions, numbers))
     steps = optimizers.tracing_steps

@@ -1,4 +1,4 @@
-"""What loops, branches, `jax_vmap` and `jax_shard_map` share.
+"""Common part of loops, branches, `jax_vmap` and `jax_shard_map`.
 
 Each applies a JAX transformation to the pure form of torch functions:
 
@@ -39,7 +39,7 @@ from torchax.tracing.trace import Options, Traced
 
 
 class Result(NamedTuple):
-  """What one call of a function in a trace gave.
+  """Results of one call of a function in a trace.
 
   Attributes:
     out: its result, of arrays.
@@ -66,7 +66,7 @@ class Transformed:
     lower: applies the transformation; see above.
     may_change: functions may change captured tensors in place.
     times: how often a call runs a function, for the integers of generators; None if
-      nobody knows before it runs.
+      it is not known before it runs.
     hands_out: `lower` returns what is assigned to plain attributes of modules.
   """
 
