@@ -107,7 +107,7 @@ def _moved(on_host: Callable, operands) -> jax.Array | None:
 
 
 def is_small(arguments) -> bool:
-  """True for arguments whose arrays, after views were taken, have `MOST_BYTES`."""
+  """True where arguments, after views were taken, have at most `MOST_BYTES` in all."""
   return _bytes(arguments) <= MOST_BYTES
 
 

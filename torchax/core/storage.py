@@ -159,7 +159,7 @@ class Start(Storage):
 class Blank(Storage):
   """A storage of zeros that are made when they are first read.
 
-  `tensor.to("jax")` fills a new tensor at once, so it needs none.
+  `tensor.to("jax")` overwrites a new tensor at once, so its zeros are never made.
   """
 
   __slots__ = ()

@@ -3,8 +3,9 @@
 A plan (`plans.py`) is made once per overload. It sorts the arguments into operands and
 a static key (`operands.py`) and calls the lowering compiled for that key, so that an
 operation with its views, its promotion and its random draw is one XLA computation.
-Under a JAX trace the lowering is called as it is. In-place, `out=` and view forms are
-derived from torch's schemas.
+Under a JAX trace the lowering itself is called; a sampler stays a compiled program, so
+that its bits are the same. In-place, `out=` and view forms are derived from torch's
+schemas.
 """
 
 import enum

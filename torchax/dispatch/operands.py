@@ -65,6 +65,7 @@ class _NumberArrays:
     self._arrays: dict[tuple, Any] = {}
 
   def __call__(self, number):
+    # As keys, 0.0 equals -0.0, and NaN does not equal itself.
     if number == 0 or number != number:
       return number
     key = (type(number), number, jax.config.jax_enable_x64)
@@ -110,7 +111,7 @@ class Flattener:
     self._name = name
     self._env = env
     self._dynamic = {**dict.fromkeys(numbers, _KEPT), **dict.fromkeys(dynamic, True)}
-    # Functions caught above ATen have no schema; all their numbers are static.
+    # Functions caught above ATen have no schema; other numbers of theirs are static.
     places = [self._dynamic.get(name, False) for name in names]
     self._dynamic_places = places or itertools.repeat(False)
     self._cpu_ok = cpu_ok

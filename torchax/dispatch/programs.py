@@ -2,7 +2,8 @@
 
 A program is made when its key is new. torch checks the arguments then, once, and the
 program checks those of other shapes while JAX traces them. Numbers that are static for
-the first call become operands of one program for all others.
+the first call become operands of one program for all others. While a shape is new,
+numpy or a program that shapes share computes in its place (`new_shapes.py`).
 """
 
 from collections.abc import Callable

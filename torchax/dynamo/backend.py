@@ -24,7 +24,7 @@ from torchax.compat.torch_compat.active_functions import TRANSPARENT
 from torchax.devices.generator import Generator
 from torchax.dynamo import draws, on_jax, recurrent
 from torchax.dynamo.options import Options
-from torchax.dynamo.program import INFERENCE, Keys, Program
+from torchax.dynamo.program import Keys, Program
 from torchax.graphs.fx import copied, inner, inputs, line_of
 from torchax.logs import are_on
 from torchax.rng import current, packing
@@ -135,7 +135,8 @@ def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
 
 def _compile_inference(options: Options, keys: Keys, module, example_inputs):
   _key(module.graph, inputs(module.graph)[-1], keys)
-  return _compile(options, keys, INFERENCE, module, example_inputs)
+  _log("inference", module, keys.rng)
+  return Program(module, options, keys, "inference", shares_memory=True)
 
 
 def _partition(keys: Keys, module, joint_inputs, *, num_fwd_outputs, **kwargs):

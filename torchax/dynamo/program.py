@@ -44,10 +44,6 @@ class _Static:
     self.values, self.log, self.messages = values, log, messages
 
 
-INFERENCE = "inference"
-"""Name of a program without a backward pass."""
-
-
 class Keys:
   """The random state that the forward and the backward graph of a function share.
 
@@ -75,18 +71,26 @@ class Program:
     options: of the backend.
     keys: shared with the other graphs of the same function.
     name: for logs and profiles.
+    shares_memory: results may be inputs, as where there is no backward pass.
   """
 
   # torch then gives the arguments as one list, so that they can be freed early.
   _boxed_call = True
 
-  def __init__(self, module: fx.GraphModule, options: Options, keys: Keys, name: str):
+  def __init__(
+    self,
+    module: fx.GraphModule,
+    options: Options,
+    keys: Keys,
+    name: str,
+    shares_memory: bool = False,
+  ):
     self.module, self.options, self.keys, self.name = module, options, keys, name
     self._inputs = inputs(module.graph)
     self._numbers = list(filter(is_number, module.graph.nodes))
     _require_runnable([n for n in module.graph.nodes if not is_number(n)])
     results = returned(module.graph)
-    self._outputs = Outputs(results, self._inputs, shares=name == INFERENCE)
+    self._outputs = Outputs(results, self._inputs, shares=shares_memory)
     named = [node.name == keys.rng for node in self._inputs]
     self._rng = named.index(True) if True in named else None
     self._is_needed = [

@@ -27,7 +27,7 @@ from torchax.rng import samplers
 _ALPHA_PRIME = 1.7580993408473766
 
 
-# Without a gradient to record, dropout needs no mask beside its result.
+# Dropout as one operation, and its mask alone, which the backward pass draws again.
 _library = torch.library.Library("torchax", "DEF")
 _library.define("dropout(Tensor input, float p) -> Tensor")
 _library.define("keep_mask(Tensor input, SymInt[] size, float p) -> Tensor")

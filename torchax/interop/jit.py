@@ -39,7 +39,7 @@ from torchax.tracing.trace import Options, Traced
 from torchax.types import P, R
 from torchax.view import View
 
-# Operands in front of the user's arguments: (rng, (captured, specialization)).
+# Operands in front of the user's arguments: rng, (captured, specialization, *numbers).
 LEADING = 2
 
 _ARGNUMS = ("static_argnums", "donate_argnums")
@@ -97,7 +97,8 @@ class Jitted(Generic[P, R]):
   ):
     if jit is jax.jit:
       jit_kwargs = with_names("jax_jit", function, jit_kwargs, ("static", "donate"))
-    self.traced = Traced(function, Options(True, True, True, True), captured)
+    options = Options(lifts=True, records=True, hands_out=True, takes_numbers=True)
+    self.traced = Traced(function, options, captured)
     self._compile = jit
     self._pure = self.traced.pure
     self._env = default_env()
@@ -202,7 +203,7 @@ class Jitted(Generic[P, R]):
     jitted = self._jitted or self._transformed(len(args))
     traced, pure = self.traced, self._pure
     out = NotImplemented
-    if not pure.generators:  # the common case, without a closure
+    if not pure.generators:  # the common case; spares the call a Python closure
       try:
         operands = traced.operands(leaves, extra)
         with current().lock:

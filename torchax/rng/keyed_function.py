@@ -1,7 +1,8 @@
 """A function whose random streams are operands: the one way across a boundary.
 
   pure = KeyedFunction(fn)      # pure(values, *args, **kwargs) -> (out, advance)
-  out = pure.run(jax.jit(pure), *args)
+  jitted = jax.jit(pure)
+  out = pure.run(lambda values: jitted(values, *args))
 
 Keys and counts are operands (`boundary.py`). The number of draws is static for a trace,
 so it needs no output array and returns with every cached call, without a device sync; a

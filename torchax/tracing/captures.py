@@ -77,8 +77,8 @@ class Captures:
     """
     if not guards.is_empty:
       edition = guards.members_edition()
-      is_other = edition != self._members_edition
-      if is_other or guards.optimizers and guards.has_other_state():
+      has_other_state = guards.update_states() if guards.optimizers else False
+      if has_other_state or edition != self._members_edition:
         self._find_again(edition)
     if self._guess_state == _DUE:
       self._guess()
@@ -276,7 +276,8 @@ class Numbers:
       return tuple(map(active.boundary.number, self.expressions))
     values = tuple([number.now() for number in self.expressions])
     before, operands = self._last
-    # A number that stays is an array from its second call on, which costs less.
+    # A number that stays is an array from its second call on, which costs less. Of 0.0
+    # equality does not tell, since it equals -0.0.
     if before != values or 0.0 in values:
       operands = values
     elif operands is before and jax_compat.is_top_level():

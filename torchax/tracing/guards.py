@@ -236,12 +236,12 @@ class Guards:
     if optimizer not in self._decisions:
       self.is_empty = False
       self._decisions[optimizer] = optimizer.now()
-      optimizer.has_other_state()
+      optimizer.update_state()
       self.optimizers.append(optimizer)
 
-  def has_other_state(self) -> bool:
-    """True where an optimizer has other tensors than at the last call."""
-    return any([optimizer.has_other_state() for optimizer in self.optimizers])
+  def update_states(self) -> bool:
+    """Look at the tensors of optimizers; True where one has others than before."""
+    return any([optimizer.update_state() for optimizer in self.optimizers])
 
   def follow_attributes(self, storages: Iterable[Storage]) -> None:
     """Follows the plain attributes of modules whose tensors have these storages.

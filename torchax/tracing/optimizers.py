@@ -90,8 +90,8 @@ class Watched:
         if isinstance(value, Tensor):
           yield f"{kind}.state[{number}][{name!r}]", value
 
-  def has_other_state(self) -> bool:
-    """True where a tensor of the state is another one than at the last call."""
+  def update_state(self) -> bool:
+    """Look at the tensors of the state; True where one is another than before."""
     optimizer = self._reference()
     if optimizer is None:
       return False
