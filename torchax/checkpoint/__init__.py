@@ -11,6 +11,9 @@ pickled: reading a checkpoint runs no code of it. Orbax is an optional dependenc
 Of several processes all save and load together. Each writes what its devices have of an
 array of all; what each has for itself, such as the random state, is compared and
 written once.
+
+Start at `save_checkpoint`; `structure.py` turns a state into JSON and back,
+`targets.py` says where its arrays go.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """torch.distributed on jax: process groups, meshes, `DTensor`, FSDP and DDP.
 
 torch's own functions are what programs call; for meshes and tensors on jax they do what
-the modules here say. The functional collectives are in `ops/jc10d.py`.
+the modules here say. The functional collectives are in `ops/jc10d.py`. Start at
+`meshes.py`; `processes/` connects the processes of a run.
 """
 
 from torchax.compat import torch_compat

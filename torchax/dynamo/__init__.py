@@ -1,7 +1,8 @@
 """The JAX backend of `torch.compile`: `torch.compile(f, backend="jax")`.
 
-`docs/compile.md` shows it at work. Loading it lets Dynamo trace recurrent layers
-(`torch._dynamo.config.allow_rnn`), which it would leave to CPU torch otherwise.
+`docs/compile.md` shows it at work. Start at `backend.py`. Loading it lets Dynamo trace
+recurrent layers (`torch._dynamo.config.allow_rnn`), which it would leave to CPU torch
+otherwise.
 """
 
 from torchax.dynamo.backend import backend

@@ -1,7 +1,8 @@
 """Programs of `torch.export` on JAX: as functions, and as StableHLO.
 
 `Program` is a pure function of states (parameters, buffers, constants) and inputs. Key
-and count of a random program are operands; what it changes in place are results.
+and count of a random program are operands; what it changes in place are results. Start
+at `Program`; graphs are run by `graphs/interpreter.py`.
 
 >>> import torch, jax.numpy as jnp
 >>> from torchax.export import exported_program_to_jax

@@ -1,4 +1,7 @@
-"""Torch functions under JAX's transformations, and JAX functions under torch."""
+"""Torch functions under JAX's transformations, and JAX functions under torch.
+
+Start at `jit.py`; what a compiled function depends on is in `tracing`.
+"""
 
 from jax import shard_map
 

@@ -1,4 +1,5 @@
 """Lookup of lowerings by upstream's names, for programs written for google/torchax.
 
-The public modules `ops/jaten` and `ops/jtorch.py` use it; nothing else does.
+Start at `aliases.py`. The public modules `ops/jaten` and `ops/jtorch.py` use it;
+nothing else does.
 """

@@ -104,6 +104,14 @@ def test_tests_have_the_folders_of_the_package():
   }
 
 
+@pytest.mark.parametrize("folder", sorted(_folders(PACKAGE) - {"torchax"}))
+def test_each_folder_says_where_to_start_reading(folder):
+  docstring = ast.get_docstring(
+    ast.parse((PACKAGE / folder / "__init__.py").read_text())
+  )
+  assert "Start at `" in " ".join(docstring.split())
+
+
 def _imported_modules(module: Module) -> set[str]:
   """The torchax modules that a file imports, with names cut back to their module."""
   found = set()
