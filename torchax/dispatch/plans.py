@@ -36,15 +36,18 @@ class Plan:
     self.flattener = self.lowering.flattener
     self.is_sampler = self.lowering.is_sampler
     self.sampling = Sampling(self.name, operator, env, self.flattener.names)
-    self._may_compile = operator.execution.compiled in (True, None)
+    self._is_inlined = self.lowering.is_inlined
+    self._checks = operator.checks
+    self._compiled = operator.execution.compiled
+    self._may_compile = self._compiled in (True, None)
     # The result is not always simply an array on jax.
     self._is_special = (
       bool(operator.execution.index_results) or self.lowering.takes_device
     )
     # Nothing to check, to draw or to decide before the program is called.
     self._is_simple = (
-      operator.checks.check is None
-      and operator.checks.rules is None
+      self._checks.check is None
+      and self._checks.rules is None
       and self._may_compile
       and not self.is_sampler
     )
@@ -151,7 +154,7 @@ class Plan:
         leaves it to JAX.
       draws: a sampler adds its draw to it, for `redraw`.
     """
-    if self.lowering.is_inlined():
+    if self._is_inlined():
       self.programs.require_of_torch(args, kwargs)
     self._require(args, kwargs)
     if not self.is_sampler:
@@ -165,28 +168,32 @@ class Plan:
   def _require(self, args, kwargs) -> None:
     """Raises for arguments that break the operation's own rules."""
     try:
-      if self.operator.checks.check is not None:
-        self.operator.checks.check(*args, **(kwargs or {}))
+      if self._checks.check is not None:
+        self._checks.check(*args, **(kwargs or {}))
       self._require_rules(args, kwargs)
     except explaining.EXPLAINED:
       self.programs.require_of_torch(args, kwargs)  # shapes come first, as in torch
       raise
 
   def _require_rules(self, args, kwargs) -> None:
-    rules = self.operator.checks.rules
+    rules = self._checks.rules
     if rules is not None:
       given = rules(*args, **(kwargs or {}))
       index_checks.require(given, self.name, self.env.config)
 
   def _execute(self, args, kwargs, operands, key, write=None, sharding=None):
-    may_compile = self.operator.execution.compiled
+    may_compile = self._compiled
     if callable(may_compile):
       may_compile = bool(may_compile(args, kwargs or {}))
     # Samplers are compiled inside traces too: one that JAX runs step by step, as
     # `jax.checkpoint` does outside of jit, would round differently.
-    if may_compile is False or (self.lowering.is_inlined() and not self.is_sampler):
+    if may_compile is False or (self._is_inlined() and not self.is_sampler):
       return self.lowering.inline(key, write, operands)
-    program = self.programs.find(args, kwargs, key, write, sharding)
+    # The look-up of `find` for what is called most, without its frame.
+    kept = key if write is None else (write, key)
+    program = self.programs.get(kept) if sharding is None else None
+    if program is None:
+      program = self.programs.find(args, kwargs, key, write, sharding)
     if not jax_compat.is_top_level():
       program = program.in_traces
     return program(*operands)
