@@ -16,7 +16,7 @@ is discarded, and is repeated with operands for all that it met (`NewOperands`).
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -37,6 +37,8 @@ from torchax.rng.boundary import (
 )
 from torchax.rng.state import RngState
 
+R = TypeVar("R")
+
 
 class NewOperands(BaseException):
   """End of a trace that met something it has no operand for; it is repeated.
@@ -55,6 +57,15 @@ class NewOperands(BaseException):
     """Make the operands."""
     for need in self.needs:
       need()
+
+
+def repeat(attempt: Callable[[], R]) -> R:
+  """Return the result of an attempt, repeated until its traces have all operands."""
+  while True:
+    try:
+      return attempt()
+    except NewOperands as found:
+      found.provide()
 
 
 def _once() -> int:
@@ -260,24 +271,23 @@ class KeyedFunction:
       `out`; the streams stand where the function left them, or, after an exception,
       where they stood before.
     """
-    while True:
-      before = self._positions()
-      try:
-        with scope.current().lock:
-          out, advance = transformed(self.values(times()))
-          self.commit(advance)
-      except BaseException as error:
-        self._restore(before)
-        if isinstance(error, NewOperands):
-          error.provide()
-          continue
-        raise
-      if before and advance is not None:
-        for operand, draws in zip(self.operands, advance.draws):
-          # More was taken than was drawn, in a call that draws less than others.
-          if operand in before and draws < operand.limit * times():
-            generators.go_to(operand.generator, before[operand], draws)
-      return out
+    return repeat(lambda: self._run(transformed, times))
+
+  def _run(self, transformed: Callable[[Values], Any], times: Callable[[], int]):
+    before = self._positions()
+    try:
+      with scope.current().lock:
+        out, advance = transformed(self.values(times()))
+        self.commit(advance)
+    except BaseException:
+      self._restore(before)
+      raise
+    if before and advance is not None:
+      for operand, draws in zip(self.operands, advance.draws):
+        # More was taken than was drawn, in a call that draws less than others.
+        if operand in before and draws < operand.limit * times():
+          generators.go_to(operand.generator, before[operand], draws)
+    return out
 
   def _positions(self) -> dict[GeneratorOperand, tuple]:
     return {
@@ -291,11 +301,11 @@ class KeyedFunction:
 
   def try_abstractly(self, transformed: Callable[[Values], Any]):
     """`run` for something that only traces: no stream, no generator advances."""
-    while True:
-      before = self._positions()
-      try:
-        return transformed(self.values())
-      except NewOperands as found:
-        found.provide()
-      finally:
-        self._restore(before)
+    return repeat(lambda: self._try(transformed))
+
+  def _try(self, transformed: Callable[[Values], Any]):
+    before = self._positions()
+    try:
+      return transformed(self.values())
+    finally:
+      self._restore(before)
