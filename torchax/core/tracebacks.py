@@ -26,12 +26,14 @@ VARIABLE = "TORCHAX_TRACEBACK"
 NOTE = f"(Frames of torchax, JAX and torch are hidden; {VARIABLE}=full shows them.)"
 # In the note by which JAX says that it has done the same.
 _NOTE_OF_JAX = "JAX_TRACEBACK_FILTERING"
+# JAX's annotations lack its flags.
+_config: Any = jax.config
 
 
 def are_full() -> bool:
   """True where all frames were asked for."""
   asked = os.environ.get(VARIABLE) == "full"
-  return asked or jax.config.read("jax_traceback_filtering") == "off"
+  return asked or _config.jax_traceback_filtering == "off"
 
 
 def hide(error: BaseException) -> None:
