@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torchax.registry.operators import Kind, Operator, register
+from torchax.registry.operators import Kind, registering
 
 
 def register_function(
@@ -42,21 +42,13 @@ def register_function(
     callable.
   """
 
-  def register_all(func):
-    for torch_function in torch_functions:
-      register(
-        Operator.with_options(
-          torch_function,
-          func,
-          is_jax_function=is_jax_function,
-          needs_env=needs_env,
-          is_user_defined=is_user_defined,
-          is_view_op=is_view_op,
-          kind=kind,
-          is_builtin=is_builtin,
-          **options,
-        )
-      )
-    return func
-
-  return register_all
+  return registering(
+    torch_functions,
+    is_jax_function=is_jax_function,
+    needs_env=needs_env,
+    is_user_defined=is_user_defined,
+    is_view_op=is_view_op,
+    kind=kind,
+    is_builtin=is_builtin,
+    **options,
+  )

@@ -17,7 +17,7 @@ one by torch's schema.
 
 from collections.abc import Callable
 
-from torchax.registry.operators import Kind, Operator, register
+from torchax.registry.operators import Kind, registering
 
 
 def op(
@@ -55,21 +55,13 @@ def op(
     UserWarning: it replaces a lowering, and comes from code outside of the library.
   """
 
-  def register_all(func):
-    for torch_op in aten:
-      register(
-        Operator.with_options(
-          torch_op,
-          func,
-          is_jax_function=is_jax_function,
-          needs_env=needs_env,
-          is_view_op=is_view_op,
-          is_user_defined=is_user_defined,
-          kind=kind,
-          is_builtin=is_builtin,
-          **options,
-        )
-      )
-    return func
-
-  return register_all
+  return registering(
+    aten,
+    is_jax_function=is_jax_function,
+    needs_env=needs_env,
+    is_view_op=is_view_op,
+    is_user_defined=is_user_defined,
+    kind=kind,
+    is_builtin=is_builtin,
+    **options,
+  )

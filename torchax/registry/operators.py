@@ -320,6 +320,22 @@ def register(operator: Operator) -> Operator:
   return _register(table, operator)
 
 
+def registering(operations, **options) -> Callable:
+  """The decorator that registers a function for operations; it gives the function back.
+
+  Args:
+    operations: of ATen, or torch functions.
+    **options: see `Operator.with_options`.
+  """
+
+  def register_all(func):
+    for operation in operations:
+      register(Operator.with_options(operation, func, **options))
+    return func
+
+  return register_all
+
+
 def register_torch_dispatch_op(
   aten_op,
   impl_callable: Callable,

@@ -67,13 +67,9 @@ def initialize(
   """Connects this process with the others of its run; the first line of a program.
 
   It takes its rank from the environment that `torchrun` sets, else from a cluster that
-  `jax.distributed.initialize` detects. A process started by itself stays alone, so that
-  one program runs on a laptop and on a pod. Afterwards `jax.devices()` are those of all
-  processes, `jax.local_devices()` those of this one.
-
-  Where a process dies, or its host does not answer for `heartbeat_timeout`, JAX ends
-  the others with a message that names it. One that ends with an exception leaves at
-  once, without waiting for the others.
+  `jax.distributed.initialize` detects. A process started by itself stays alone.
+  Afterwards `jax.devices()` are those of all processes. See Scaling in the
+  documentation for what happens when a process fails.
 
   Args:
     local_device_ids: GPUs of this host for this process. By default the one of its
