@@ -117,7 +117,9 @@ class SiteOperand:
   def read(self, times: int, name: str) -> tuple | None:
     stream, path = self._find()
     counter = stream.counter
-    return _value(*counter.at(path).position()) if counter.by_site else None
+    if not isinstance(counter, SiteCounter):
+      return None
+    return _value(*counter.at(path).position())
 
   def advance(self, draws: int) -> None:
     stream, path = self._find()
@@ -335,9 +337,9 @@ class StreamOperands:
       return (number, None, stream.draws if stream else 0)
     counter = stream.counter if stream else None
     # A stream that was re-seeded has left the sites of its caller.
-    is_carried = isinstance(counter, SiteCounter) and counter.is_operand
-    draws = counter.draws.get(operand.path, 0) if is_carried else 0
-    return (number, operand.path, draws)
+    if isinstance(counter, SiteCounter) and counter.is_operand:
+      return (number, operand.path, counter.draws.get(operand.path, 0))
+    return (number, operand.path, 0)
 
   def close(self) -> None:
     """Ends the streams."""

@@ -284,8 +284,10 @@ class KeyedFunction:
       raise
     if before and advance is not None:
       for operand, draws in zip(self.operands, advance.draws):
+        if not (isinstance(operand, GeneratorOperand) and operand in before):
+          continue
         # More was taken than was drawn, in a call that draws less than others.
-        if operand in before and draws < operand.limit * times():
+        if draws < operand.limit * times():
           generators.go_to(operand.generator, before[operand], draws)
     return out
 

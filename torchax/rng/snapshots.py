@@ -123,7 +123,9 @@ def restore(tensor: torch.Tensor) -> None:
   (_, state), *others = serialization.split(bytes_of(tensor))
   first = streams_on()
   restored = [(first, _read(state, first))]
-  by_number = {owner.number: owner for owner in owners_here() if owner is not first}
+  by_number: dict[int | None, Streams] = {
+    owner.number: owner for owner in owners_here() if owner is not first
+  }
   for number, state in others:
     owner = by_number.get(number)
     # One that has not moved stays; a compiled function carries the one that is on.

@@ -11,7 +11,7 @@ Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 # Of a key for words beside those of `jax.random.bits`, where a generator has one each.
 _SECOND = 0xFFFFFFFF
+# JAX's annotations lack its flags.
+_config: Any = jax.config
 
 
 class Words(NamedTuple):
@@ -61,9 +63,9 @@ def _is_ours(key) -> bool:
   return (
     not isinstance(key, Words)
     and str(jax.random.key_impl(key)) == NAME
-    and jax.config.jax_threefry_partitionable
+    and _config.jax_threefry_partitionable
     # The check sees what becomes of a key only while it stays one.
-    and not jax.config.jax_debug_key_reuse
+    and not _config.jax_debug_key_reuse
     and jax.default_backend() == "cpu"
   )
 
@@ -91,11 +93,11 @@ def two_words(
     first, second = (lax.slice(words, (0,), (number,)) for words in key)
     return first.reshape(shape), second.reshape(shape)
   impl = str(jax.random.key_impl(key))
-  is_threefry = impl in (NAME, _IMPL_TAG) and jax.config.jax_threefry_partitionable
+  is_threefry = impl in (NAME, _IMPL_TAG) and _config.jax_threefry_partitionable
   if not (is_threefry and _has_short_counter(shape)):
     return jax.random.bits(key, shape), second_words(key, shape)
   left, right = _encrypted(jax.random.key_data(key), shape)
-  if jax.config.jax_debug_key_reuse:  # the check has to see the use of the key
+  if _config.jax_debug_key_reuse:  # the check has to see the use of the key
     return jax.random.bits(key, shape), right
   return left ^ right, right
 
@@ -135,7 +137,7 @@ def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
   """
   return (
     str(jax.random.key_impl(key)) == NAME
-    and bool(jax.config.jax_threefry_partitionable)
+    and bool(_config.jax_threefry_partitionable)
     and math.prod(shape) < 2**32
   )
 
