@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from torchax.compat import jax_compat
 from torchax.core.bounded_cache import BoundedCache
+from torchax.core.programs import Program
 from torchax.devices import placement
 
 # What a call on the host costs beside that of a program, and what it takes to compile
@@ -29,7 +30,7 @@ _ArrayImpl = jax_compat.ArrayImpl
 _shape = operator.attrgetter("shape")
 
 
-def with_warmup(program: Any, on_host: Callable) -> Callable:
+def with_warmup(program: Program, on_host: Callable) -> Program:
   """A function that runs on the host until that has cost as much as compiling.
 
   Args:

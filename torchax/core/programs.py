@@ -18,7 +18,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -130,6 +130,18 @@ class ProgramCache(BoundedCache[K, V]):
   def __init__(self, limit: int):
     super().__init__(limit)
     _caches.add(self)
+
+
+class Program(Protocol):
+  """Compiled function of arrays.
+
+  Attributes:
+    in_traces: the same function for calls while JAX transforms a function.
+  """
+
+  in_traces: Callable
+
+  def __call__(self, *operands: Any) -> Any: ...
 
 
 def name_of(function: Callable) -> str:

@@ -7,6 +7,7 @@ derivatives of higher order flow through what was an argument or a result.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from torchax.dispatch.autograd import conjugate, is_inexact
 from torchax.tensor import Tensor, new_tensor
 
 
-def _apply(apply: Callable, args: tuple):
+def _apply(apply: Any, args: tuple):
   """`apply(*args)`, which is what torch does, with the function's own gradient."""
   if jax_compat.is_top_level():
     return apply(*args)
@@ -198,7 +199,7 @@ class _Backward:
       Those that are not known.
     """
     places = {id(array): place for place, array in reversed(list(enumerate(known)))}
-    rest = []
+    rest: list[Any] = []
     for constant in self._constants:
       place = places.get(id(constant))
       if place is None:

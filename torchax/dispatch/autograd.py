@@ -14,6 +14,7 @@ import torch
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import explicit_axes, grad_mode, programs
+from torchax.core.programs import Program
 from torchax.dispatch import compiling
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.registry.operators import Operator
@@ -70,7 +71,7 @@ class ArrayFunction:
     """The result; compiled unless JAX is tracing."""
     return self.chosen(self._compiled, self._function)(*arrays)
 
-  def chosen(self, compiled: Callable, function: Callable) -> Callable:
+  def chosen(self, compiled: Program, function: Callable) -> Callable:
     """What a call now goes through: a program, the same in a trace, or the function."""
     allowed = self._operator is None or self._operator.execution.compiled is not False
     if not (allowed and self._is_compiled):

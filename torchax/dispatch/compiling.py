@@ -8,9 +8,11 @@ uncompiled from then on. The registry and all other programs stay as they are.
 import logging
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torchax.compat import jax_compat
 from torchax.core import programs
+from torchax.core.programs import Program
 from torchax.errors import DataDependentError
 from torchax.registry.operators import Kind, Operator, name_of
 
@@ -29,7 +31,7 @@ first; traced shapes raise that class itself, traced slices the second.
 
 def compiled(
   function: Callable, operator: Operator | None = None, place=None
-) -> Callable:
+) -> Program:
   """A function under `jax.jit`, with a fallback where its operator may not compile.
 
   Args:
@@ -59,9 +61,7 @@ def _effort(operator: Operator | None) -> programs.Effort:
   return programs.Effort.SAME_BITS if is_known else programs.Effort.FULL
 
 
-def _with_fallback(
-  jitted: Callable, function: Callable, operator: Operator
-) -> Callable:
+def _with_fallback(jitted: Program, function: Callable, operator: Operator) -> Program:
   """Run `jitted` until it fails where `function` succeeds, then only `function`."""
   has_failed = False
 
@@ -82,7 +82,7 @@ def _with_fallback(
 
     return call
 
-  program = guarded(jitted)
+  program: Any = guarded(jitted)
   program.in_traces = guarded(jitted.in_traces)
   return program
 

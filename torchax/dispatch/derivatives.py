@@ -5,6 +5,9 @@ JAX would differentiate the lowering. At most points that is the same; where it 
 rule: `registry/derivatives.py` says of which operations.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -52,13 +55,17 @@ class _Rule:
         tensor.requires_grad_()
       args, kwargs = self.arguments.filled(tensors)
       results = [r for r in _tensors(self.func(*args, **kwargs)) if is_inexact(r.jax())]
-      given = zip(results, cotangents, strict=True)
-      pairs = [(r, c) for r, c in given if r.requires_grad and c is not None]
-      found = [None] * len(sources)
+      pairs = [
+        (result, cotangent)
+        for result, cotangent in zip(results, cotangents, strict=True)
+        if result.requires_grad and cotangent is not None
+      ]
+      found: Sequence[Any] = [None] * len(sources)
       if pairs:
-        results, seeds = zip(*pairs)
-        seeds = [new_tensor(array, self.env) for array in conjugate(seeds)]
-        found = torch.autograd.grad(results, sources, seeds, allow_unused=True)
+        recorded = [result for result, _ in pairs]
+        seeds = conjugate([cotangent for _, cotangent in pairs])
+        given = [new_tensor(array, self.env) for array in seeds]
+        found = torch.autograd.grad(recorded, sources, given, allow_unused=True)
       arrays = [
         jnp.zeros_like(source.jax()) if gradient is None else gradient.jax()
         for source, gradient in zip(sources, found)

@@ -7,6 +7,8 @@ way that makes the order of the writes matter, the rows are run one after the ot
 torch's kernels for the CPU do.
 """
 
+from typing import Any
+
 import torch
 
 from torchax.compat import jax_compat
@@ -84,7 +86,7 @@ class InPlacePlan:
     owners = {id(target._storage): target for target in targets}
     if len(owners) < len(targets):
       return True
-    rows = {}
+    rows: dict[int, int] = {}
     for value in self._written_arguments(args, kwargs):
       if not isinstance(value, torch.Tensor):
         rows.update((id(t._storage), row) for row, t in enumerate(value))
@@ -114,10 +116,12 @@ class InPlacePlan:
     """One program for all targets. Nothing has changed where it raises."""
     plan = self.functional
     operands, key = plan.flattener.flatten(args, kwargs)
-    bases, writes = [], []
+    bases: list[Any] = []
+    writes: list[tuple] = []
     for target in targets:
       # What is written as a whole needs no base.
-      chain, base = target._chain, [None]
+      chain = target._chain
+      base: list[Any] = [None]
       if chain is not WHOLE:
         base = [target._storage.read()]
         if chain.is_traced:

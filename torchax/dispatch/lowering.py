@@ -59,8 +59,9 @@ class Lowering:
     )
     self.flattener = Flattener(*described)
     self.prepared: PreparedFlattener | None = None
-    if operator.numbers.prepare is not None:
-      self.prepared = PreparedFlattener(operator.numbers, *described)
+    prepare = operator.numbers.prepare
+    if prepare is not None:
+      self.prepared = PreparedFlattener(prepare, operator.numbers.static, *described)
     self.is_sampler = operator.kind is Kind.SAMPLER
     self.takes_device = "device" in names
     # A user's lowering may take what torch does not.

@@ -9,12 +9,14 @@ quickly.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from torchax.core import numpy_fallback, programs
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.numpy_fallback import shape_of
+from torchax.core.programs import Program
 from torchax.dispatch.operands import Flattener
 from torchax.registry.operators import Operator
 from torchax.rng import threefry
@@ -25,8 +27,8 @@ _MOST_SHAPES = 4096
 
 
 def with_warmup(
-  program: Callable, operator: Operator, flattener: Flattener, key
-) -> Callable:
+  program: Program, operator: Operator, flattener: Flattener, key
+) -> Program:
   """A program, or a function that runs it once its shapes pay to compile.
 
   Args:
@@ -54,7 +56,7 @@ def with_warmup(
   return numpy_fallback.with_warmup(program, run_on_host)
 
 
-def _with_shared_bits(program: Callable, elements: Callable) -> Callable:
+def _with_shared_bits(program: Program, elements: Callable) -> Program:
   """A sampler's program, which gets shared bits until its shapes are seen often.
 
   Args:
@@ -81,8 +83,9 @@ def _with_shared_bits(program: Callable, elements: Callable) -> Callable:
     known[shapes] = (times + 1, number)
     return program(_random_words()(key, count, number), count, *operands)
 
-  run.in_traces = program.in_traces
-  return run
+  warmed: Any = run
+  warmed.in_traces = program.in_traces
+  return warmed
 
 
 @functools.cache

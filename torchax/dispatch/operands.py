@@ -5,6 +5,7 @@ everything else, the view chains included. A lowering is compiled once for each 
 """
 
 import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,6 @@ from torchax.core.chains import WHOLE, Chain, MovingChain
 from torchax.core.static_values import StaticValue, static_number
 from torchax.core.storage import active as _active
 from torchax.errors import UnsupportedDtypeError
-from torchax.registry.operators import Numbers
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
@@ -110,10 +110,11 @@ class Flattener:
     self.names = names
     self._name = name
     self._env = env
-    self._dynamic = {**dict.fromkeys(numbers, _KEPT), **dict.fromkeys(dynamic, True)}
+    self._dynamic: dict[str, bool | _Marker] = dict.fromkeys(numbers, _KEPT)
+    self._dynamic.update(dict.fromkeys(dynamic, True))
     # Functions caught above ATen have no schema; other numbers of theirs are static.
     places = [self._dynamic.get(name, False) for name in names]
-    self._dynamic_places = places or itertools.repeat(False)
+    self._dynamic_places: Iterable[bool | _Marker] = places or itertools.repeat(False)
     self._cpu_ok = cpu_ok
 
   def flatten(self, args, kwargs) -> tuple[list, tuple]:
@@ -180,7 +181,9 @@ class Flattener:
       return _NUMBER
     return arg
 
-  def _flatten_tensor(self, tensor: torch.Tensor, operands: list) -> Chain:
+  def _flatten_tensor(
+    self, tensor: torch.Tensor, operands: list
+  ) -> Chain | MovingChain:
     if self.keeps_tensors:
       operands.append(
         tensor
@@ -233,13 +236,13 @@ class PreparedFlattener(Flattener):
   """Flattener for numbers that `prepare` turns into operands.
 
   Args:
-    numbers: of the operator; see `operators.Numbers`.
+    prepare, static: of the operator; see `operators.Numbers`.
     *args: of `Flattener`.
   """
 
-  def __init__(self, numbers: Numbers, *args):
+  def __init__(self, prepare: Callable[[dict], None], static: tuple[str, ...], *args):
     super().__init__(*args)
-    self._prepare, self._static = numbers.prepare, numbers.static
+    self._prepare, self._static = prepare, static
 
   def numbers_of(self, args, kwargs) -> tuple[list[tuple], tuple]:
     """The prepared numbers of a call, and the key without them.
@@ -306,16 +309,17 @@ def _is_integer(part) -> bool:
 
 
 def move(chain: Chain, operands: list) -> Chain | MovingChain:
-  """Adds the starts of a moving chain to its base, the last operand.
+  """Adds the starts of a chain that has a moving form to its base, the last operand.
 
   Inside a trace the places are constants: XLA knows better what to do with them.
   Those that are traced themselves are operands anywhere.
   """
-  if jax_compat.is_staging() and not chain.is_traced:
+  moving = chain.moving
+  if moving is None or (jax_compat.is_staging() and not chain.is_traced):
     return chain
-  moving, starts = chain.moving
+  moving_chain, starts = moving
   operands[-1] = (operands[-1], starts)
-  return moving
+  return moving_chain
 
 
 def _restore(part, remaining, read):

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import torch
@@ -110,7 +111,7 @@ def _resize_view(view: View, shape: tuple[int, ...]) -> None:
   """Gives a view another shape; its elements follow each other from its first one."""
   strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
   with torch.no_grad():
-    resized = view.as_strided(shape, strides, view.storage_offset())
+    resized: Any = view.as_strided(shape, strides, view.storage_offset())
   torch_compat.set_metadata(view, resized)
   view._chain = resized._chain
 

@@ -7,12 +7,12 @@ numpy or a program that shapes share computes in its place (`new_shapes.py`).
 """
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 
 from torchax.core import numpy_fallback
-from torchax.core.programs import ProgramCache
+from torchax.core.programs import Program, ProgramCache
 from torchax.dispatch import compiling, explaining, new_shapes, torch_checks
 from torchax.dispatch.lowering import Lowering
 
@@ -31,7 +31,7 @@ class NumberPrograms(Generic[P]):
 
   def __init__(self):
     # False where only the first numbers of a form were seen.
-    self._by_form: ProgramCache[tuple, P | bool] = ProgramCache(MOST_PROGRAMS)
+    self._by_form: ProgramCache[tuple, P | Literal[False]] = ProgramCache(MOST_PROGRAMS)
 
   def get(self, form, make: Callable[[], P]) -> P | None:
     """The program of a form; None for its first numbers."""
@@ -54,15 +54,15 @@ class Programs:
   def __init__(self, lowering: Lowering):
     self._lowering = lowering
     self._operator = lowering.operator
-    self._by_key: ProgramCache[tuple, Callable] = ProgramCache(MOST_PROGRAMS)
-    self._of_any_numbers: NumberPrograms[Callable] = NumberPrograms()
+    self._by_key: ProgramCache[tuple, Program] = ProgramCache(MOST_PROGRAMS)
+    self._of_any_numbers: NumberPrograms[Program] = NumberPrograms()
     # (key) -> the program of a functional call, or None.
     self.get = self._by_key.get
 
   def __len__(self) -> int:
     return len(self._by_key)
 
-  def find(self, args, kwargs, key, write=None, sharding=None) -> Callable:
+  def find(self, args, kwargs, key, write=None, sharding=None) -> Program:
     """The program of a key; made if the key is new.
 
     Args:
@@ -74,7 +74,7 @@ class Programs:
       kept = (sharding, kept)
     program = self._by_key.get(kept)
     if program is None:
-      if self._lowering.prepared is not None and sharding is None:
+      if sharding is None:
         program = self._with_numbers(args, kwargs, key, write)
       if program is None:
         program = self._make(args, kwargs, key, write, sharding)
@@ -98,7 +98,7 @@ class Programs:
           explaining.require_label_dtypes(*given[:3], self._operator)
         torch_checks.raise_as_torch(*given)
 
-  def _make(self, args, kwargs, key, write=None, sharding=None) -> Callable:
+  def _make(self, args, kwargs, key, write=None, sharding=None) -> Program:
     lowering = self._lowering
     example = None
     if lowering.is_checked:
@@ -112,9 +112,12 @@ class Programs:
       return program
     return new_shapes.with_warmup(program, self._operator, lowering.flattener, key)
 
-  def _with_numbers(self, args, kwargs, key, write) -> Callable | None:
+  def _with_numbers(self, args, kwargs, key, write) -> Program | None:
     """The program of any numbers, with those of a call; None for the first ones."""
-    pairs, form = self._lowering.prepared.numbers_of(args, kwargs)
+    prepared = self._lowering.prepared
+    if prepared is None:
+      return None
+    pairs, form = prepared.numbers_of(args, kwargs)
     if not pairs:
       return None
     make = lambda: self._make(args, kwargs, form, write)  # noqa: E731
@@ -127,7 +130,7 @@ class Programs:
     arrays = [(first + index, array) for index, array, _ in pairs]
     numbers = [(first + index, number) for index, _, number in pairs]
     require = self._shape_check(key, first)
-    with_numbers = _filled(program, arrays, require)
+    with_numbers: Any = _filled(program, arrays, require)
     with_numbers.in_traces = _filled(program.in_traces, numbers, require)
     return with_numbers
 

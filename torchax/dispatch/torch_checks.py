@@ -12,6 +12,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import torch
@@ -35,6 +36,8 @@ _MOST_NUMBERS = 2**20
 # What torch calls int64 is held in 32 bits, without JAX's x64 mode.
 _WIDE = {torch.int32: torch.int64}
 _WIDTHS = ("Long", "long", "int64")
+# JAX's annotations lack its flags.
+_config: Any = jax.config
 _TENSOR = object()
 """In place of a tensor in the arguments of a program's first call."""
 
@@ -138,7 +141,7 @@ def refusal(op, args, kwargs, takes_device: bool = False) -> Exception | None:
   if takes_device:
     kwargs = {**(kwargs or {}), "device": torch.device("meta")}
   error = _raised(op, args, kwargs, _on_meta, {})
-  if error is None or jax.config.jax_enable_x64:
+  if error is None or _config.jax_enable_x64:
     return error
   return _of_both(error, _raised(op, args, kwargs, _on_meta, _WIDE))
 
@@ -159,7 +162,7 @@ def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
       warnings.simplefilter("ignore")
       error = _raised(op, args, kwargs, _of_zeros, {})
-      if error is not None and not jax.config.jax_enable_x64:
+      if error is not None and not _config.jax_enable_x64:
         error = _of_both(error, _raised(op, args, kwargs, _of_zeros, _WIDE))
       if error is not None and _raised(op, args, kwargs, _of_ones, {}) is None:
         error = None

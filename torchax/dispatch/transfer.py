@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from typing import Any
 
 import jax
 import torch
@@ -299,18 +300,18 @@ def keep_gradient_beside(tensor: Tensor) -> None:
     found = getattr(grad._storage.array, "sharding", None)
     return None if found == place else _Beside.apply(grad, place)
 
-  tensor._beside = tensor.register_hook(beside)
+  tensor.__dict__["_beside"] = tensor.register_hook(beside)
 
 
-def _move(tensor: torch.Tensor, dtype, device, env) -> torch.Tensor:
+def _move(tensor: Any, dtype, device, env) -> torch.Tensor:
   if torch.device(device).type == "meta":
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
   if torch.device(device).type != "jax":
     moved = mappings.j2t(tensor.jax())
     return moved if dtype is None else moved.to(dtype)
   if isinstance(tensor, Tensor):
-    moved = tensor if dtype is None else tensor.to(dtype)
-    return new_tensor(placement.put(moved.jax(), device), env)
+    cast: Any = tensor if dtype is None else tensor.to(dtype)
+    return new_tensor(placement.put(cast.jax(), device), env)
   if tensor.device.type != "cpu":
     raise MixedDeviceError(
       f"A tensor on {tensor.device} has no data to move to jax. "
