@@ -30,9 +30,7 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize(
-  "operation", FIRST, ids=lambda operation: operation.__name__
-)
+@pytest.mark.parametrize("operation", FIRST, ids=lambda operation: operation.__name__)
 def test_first_step_with_an_answer_runs(operation):
   found = torchax.explain_operator(operation).chosen[0]
   step, runs, why = FIRST[operation]

@@ -76,6 +76,8 @@ class Program:
     mutated_inputs: names of the inputs that it changes in place.
   """
 
+  __name__ = "exported_program"
+
   def __init__(self, program: ExportedProgram):
     signature = program.graph_signature
     _require_plain(signature)
@@ -94,7 +96,6 @@ class Program:
     inputs = {spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT}
     self.mutated = tuple(name for name in self._updated if name not in inputs)
     self.mutated_inputs = tuple(name for name in self._updated if name in inputs)
-    self.__name__ = "exported_program"
 
   @property
   def input_names(self) -> tuple[str, ...]:

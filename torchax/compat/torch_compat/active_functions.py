@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from torchax.compat.patches import PATCHES, patch
+
 # Class attribute of modules that wrap another one: the name under which they hold it.
 TRANSPARENT = "_is_transparent_to_sites"
 
@@ -27,6 +29,10 @@ Call = tuple[torch.nn.Module | str | None, "Call | None"]
 
 _innermost: contextvars.ContextVar[Call | None] = contextvars.ContextVar(
   "innermost", default=None
+)
+
+_REASON = (
+  "the paths of modules that draw, while a function is traced or as long as asked"
 )
 
 # Wrapped forms of `torch.nn.Module.__call__` -> the original.
@@ -162,9 +168,10 @@ class _Following:
     original = _originals.get(current)
     is_wanted = bool(self._holders or self._owners)
     if is_wanted and original is None:
-      torch.nn.Module.__call__ = _wrapped(current)
+      patch(torch.nn.Module, "__call__", _wrapped(current), _REASON)
     elif original is not None and not is_wanted:
-      torch.nn.Module.__call__ = original
+      for made in [each for each in PATCHES if each.replacement is current]:
+        made.undo()
 
 
 following = _Following()
