@@ -153,7 +153,7 @@ def test_collect_finds_a_write_to_a_captured_tensor():
 
 def test_collect_refuses_a_write_to_overlapping_arguments():
   with pytest.raises(MutationError, match="whose memory another argument"):
-    _collected(lambda x: x.add_(1), Specialization.of(overlapping=(0,)))
+    _collected(lambda x: x.add_(1), Specialization(overlapping=(0,)))
 
 
 def test_collect_refuses_memory_of_another_shape():

@@ -7,6 +7,7 @@ a tensor that outlives the trace. The wrapper returns what shadows were written.
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -88,10 +89,10 @@ class Boundary:
     self.born: list[weakref.ref] = []
     self.shadows: dict[int, Shadow] = {}
     self.closed = False
-    self.roots: dict[int, object] | None = {} if records else None
-    self.reshapes: dict[int, tuple[object, list]] = {}
+    self.roots: dict[int, Any] | None = {} if records else None
+    self.reshapes: dict[int, tuple[Any, list]] = {}
     self.guards = guards
-    self.attributes = None
+    self.attributes: Any = None
     self.made: dict[int, object] = {}
     self.numbers: dict | None = None
 

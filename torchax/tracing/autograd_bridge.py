@@ -10,6 +10,7 @@ those of the forward pass, and one call of `backward` runs one compiled program.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +184,7 @@ def _save(ctx, residuals: list, again: Callable, env) -> None:
   """Gives what backward needs to torch, which frees it with the graph."""
   if not torch_compat.has_saved_tensors_hooks():
     # One tensor and its attributes, rather than a tensor for each of them.
-    holder = torch_compat.holder()
+    holder: Any = torch_compat.holder()
     holder.residuals, holder.again = residuals, again
     ctx.keys = None
     ctx.save_for_backward(holder)

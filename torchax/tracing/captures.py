@@ -116,7 +116,7 @@ class Captures:
     found: dict[int, Tensor] = {}
     for module in reachable_modules(self._guess_from):
       for part in module.modules():
-        tables = (part._parameters, part._buffers, vars(part))
+        tables: tuple[dict, ...] = (part._parameters, part._buffers, vars(part))
         for value in itertools.chain.from_iterable(map(dict.values, tables)):
           if type(value) is Tensor and (value.is_leaf or not value.requires_grad):
             found.setdefault(id(value._storage), value)

@@ -3,6 +3,7 @@
 Each change is static. Its array, if it has one, is a result of the program.
 """
 
+import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,16 +23,29 @@ from torchax.tracing.modules import is_born_in
 from torchax.tracing.specialization import Specialization, is_trained
 
 
-class Change:
-  """A change that each call of a program makes.
+class Change(abc.ABC):
+  """A change that each call of a program makes."""
 
-  `apply(leaves, array)` makes it: `leaves` are those of the arguments, `array` has the
-  new numbers, or is None. `named(arguments, names)` returns its target for messages,
-  given the names of the argument leaves, and those of captured tensors by the identity
-  of their storages.
-  """
-
+  __slots__ = ()
   kind = "changed in place"
+
+  @abc.abstractmethod
+  def apply(self, leaves: list, array) -> None:
+    """Make the change.
+
+    Args:
+      leaves: of the arguments.
+      array: the new numbers, or None.
+    """
+
+  @abc.abstractmethod
+  def named(self, arguments: list[str], names: dict[int, str]) -> str:
+    """Return the target for messages.
+
+    Args:
+      arguments: names of the argument leaves.
+      names: of captured tensors, by the identity of their storages.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,7 +218,7 @@ class Lifted(NamedTuple):
   """
 
   tensors: list[Tensor]
-  grads: dict[int, Tensor | None]
+  grads: dict[int, torch.Tensor | None]
   gradients: tuple[Tensor, ...]
 
 

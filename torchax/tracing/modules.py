@@ -17,8 +17,8 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeGuard
 
 import torch
 
@@ -119,7 +119,8 @@ class Values:
     module = self._reference()
     if module is None:
       return
-    now, containers = {}, []
+    now: dict[str, Hashable] = {}
+    containers: list[tuple] = []
     for name, value in vars(module).items():
       if name in OF_TORCH:
         continue
@@ -142,9 +143,9 @@ class Values:
   def describe(self) -> Iterator[tuple[str, str]]:
     """(name, value) of each, as messages have them."""
     module = self._reference()
-    for name in self.now:
+    for name in () if module is None else self.now:
       value = vars(module).get(name)
-      if name in _HOOKS:
+      if name in _HOOKS and value is not None:
         value = list(value.values())
       yield name, "a tensor" if isinstance(value, torch.Tensor) else in_words(value)
 
@@ -292,14 +293,14 @@ class Assignment:
     name: of the attribute.
     table: the dict that holds it: parameters, buffers, or plain attributes.
     before: the value that it had; anything where it had no tensor.
-    value: the tensor that it has now.
+    value: the tensor that it has now, made in the trace.
   """
 
   module: torch.nn.Module
   name: str
   table: dict
-  before: object
-  value: torch.Tensor
+  before: Any
+  value: Tensor
 
   @property
   def is_registered(self) -> bool:
@@ -371,20 +372,20 @@ class Attributes:
         id(part), (part, [(table, dict(table)) for table in tables])
       )
 
-  def assigned(self) -> Iterator[Assignment]:
-    """The tensors that were assigned since."""
+  def assigned(self, boundary: Boundary) -> Iterator[Assignment]:
+    """Tensors that were made in a trace and are assigned now."""
     for module, tables in self._before.values():
       for table, before in tables:
         for name, value in list(table.items()):
           known = before.get(name, _MISSING)
-          if isinstance(value, torch.Tensor) and value is not known:
+          # Anything else is a module's own tensor, back after a call with others.
+          if value is not known and is_born_in(value, boundary):
             yield Assignment(module, name, table, known, value)
 
   def undo_traced(self, boundary: Boundary) -> None:
     """Takes the tensors that were born in a trace out of the attributes."""
-    for assignment in list(self.assigned()):
-      if is_born_in(assignment.value, boundary):
-        assignment.undo()
+    for assignment in list(self.assigned(boundary)):
+      assignment.undo()
 
   def take_out(self, boundary: Boundary, name: str, hands_out: bool) -> list[tuple]:
     """Takes back what was assigned; it takes effect when the function has run.
@@ -404,10 +405,7 @@ class Attributes:
       MutationError: the assigned tensor cannot be written to the one before.
     """
     found, results = [], []
-    for assignment in self.assigned():
-      # Anything else is a module's own tensor, back after a call with others.
-      if not is_born_in(assignment.value, boundary):
-        continue
+    for assignment in self.assigned(boundary):
       if hands_out and not self._was_read(assignment, boundary):
         results.append(assignment)
       elif assignment.is_registered or _is_alive(assignment.before):
@@ -455,7 +453,7 @@ class Attributes:
 
   def _obstacle(self, assignment: Assignment) -> str | None:
     before, value = assignment.before, assignment.value
-    if not _is_alive(before) or not isinstance(value, Tensor):
+    if not _is_alive(before):
       return "that had no jax tensor before"
     if isinstance(before, torch.nn.Parameter):
       return "that is a parameter"
@@ -478,12 +476,12 @@ class Attributes:
     )
 
 
-def is_born_in(tensor, boundary: Boundary) -> bool:
+def is_born_in(tensor, boundary: Boundary) -> TypeGuard[Tensor]:
   """True for a jax tensor that was made in a trace."""
   return isinstance(tensor, Tensor) and tensor._storage.birth is boundary
 
 
-def _is_alive(value) -> bool:
+def _is_alive(value) -> TypeGuard[Tensor]:
   """True for a jax tensor that is not left over from a trace that has ended."""
   if not isinstance(value, Tensor):
     return False

@@ -64,7 +64,7 @@ class State:
     Raises:
       TracedStateError: an entry is no jax tensor, so that a call cannot give it back.
     """
-    found = []
+    found: list[tuple[StateTarget, torch.Tensor]] = []
     for parameter, entries in self.optimizer.state.items():
       if not isinstance(entries, dict):
         continue

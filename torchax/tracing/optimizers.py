@@ -285,7 +285,9 @@ def _make_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _move_count(state: dict | None) -> None:
-  count = None if state is None else state.get("step")
+  if state is None:
+    return
+  count = state.get("step")
   if isinstance(count, torch.Tensor) and not isinstance(count, Tensor):
     state["step"] = count.to("jax")
 

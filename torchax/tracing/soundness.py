@@ -164,7 +164,8 @@ class _Walk:
     ]
 
   def _cond(self, eqn, inputs: list[_Value]) -> list[_Value]:
-    before, merged = self._uses, collections.defaultdict(list)
+    before = self._uses
+    merged: dict[Hashable, list[str]] = collections.defaultdict(list)
     for branch in eqn.params["branches"]:
       self._uses = {}
       self.program(branch, inputs[1:])
@@ -222,7 +223,8 @@ def _folded(key: _Value, number: _Value) -> _Value:
 
 
 def _of(inputs: Iterable[_Value]) -> tuple[bool, frozenset]:
-  varies, turns = False, frozenset()
+  varies = False
+  turns: frozenset = frozenset()
   for value in inputs:
     varies, turns = varies or value.varies, turns | value.turns
   return varies, turns

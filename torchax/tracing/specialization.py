@@ -1,7 +1,10 @@
 """Static part of a call, for which a program is compiled: `Specialization`."""
 
+import dataclasses
+import operator
 import threading
 import weakref
+from typing import Any
 
 import jax
 import torch
@@ -45,10 +48,11 @@ class CaptureKey:
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Specialization:
   """Static part of a call, for which a program is compiled.
 
-  There is one object for equal ones, so that a call compares quickly. It lives as long
+  JAX compares `interned` ones by identity, so that a call is quick. Each lives as long
   as a program that was compiled for it.
 
   Attributes:
@@ -67,41 +71,30 @@ class Specialization:
       are the default one.
   """
 
-  __slots__ = (
-    *("same", "overlapping", "has_grad", "extra", "wants_grad", "no_grad"),
-    *("default_dtype", "autocast", "captures", "guards", "environments", "__weakref__"),
-  )
+  same: tuple[tuple[int, int], ...] = ()
+  overlapping: tuple[int, ...] = ()
+  has_grad: tuple[bool, ...] = ()
+  extra: Any = None
+  wants_grad: tuple[bool, ...] | None = None
+  no_grad: bool = False
+  default_dtype: torch.dtype = torch.float32
+  autocast: torch.dtype | None = None
+  captures: CaptureKey | None = None
+  guards: tuple = ()
+  environments: tuple = ()
 
-  @classmethod
-  def of(
-    cls,
-    same=(),
-    overlapping=(),
-    has_grad=(),
-    extra=None,
-    wants_grad=None,
-    no_grad=False,
-    default_dtype=torch.float32,
-    autocast=None,
-    captures=None,
-    guards=(),
-    environments=(),
-  ) -> "Specialization":
+  def interned(self) -> "Specialization":
     """Return the only object with these attributes."""
-    attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
-    attributes += (default_dtype, autocast, captures, guards, environments)
     with _interning:
-      known = _known.get(attributes)
-      if known is None:
-        known = _known[attributes] = cls()
-        for name, value in zip(cls.__slots__, attributes):
-          setattr(known, name, value)
-      return known
+      return _known.setdefault(_attributes_of(self), self)
 
 
-ORDINARY_ATTRIBUTES = ((), (), (), None, None, False, torch.float32, None, None, (), ())
-ORDINARY = Specialization.of()
+_attributes_of = operator.attrgetter(
+  *[f.name for f in dataclasses.fields(Specialization)]
+)
+ORDINARY = Specialization().interned()
 """No argument repeats another one, and nothing else matters."""
+ORDINARY_ATTRIBUTES = _attributes_of(ORDINARY)
 
 
 def is_trained(tensor: Tensor) -> bool:

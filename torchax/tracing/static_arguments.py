@@ -34,6 +34,7 @@ class BoxedGenerator:
   """A generator as a part of a tree's structure."""
 
   __slots__ = ("generator",)
+  generator: Any  # torch's annotations lack the `_cdata` of a generator
 
   def __init__(self, generator: torch.Generator):
     self.generator = generator

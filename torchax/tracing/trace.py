@@ -167,13 +167,23 @@ class Traced:
       # may be changed in place.
       overlapping += tuple([index for pair in same for index in pair])
       same = ()
-    attributes = (same, overlapping, has_grad, extra, wants_grad, no_grad)
-    attributes += (torch.get_default_dtype(), amp.dtype_in_force(), captures)
-    attributes += (self.guards.key(), environments.of_call(leaves))
+    attributes = (  # in the order of `Specialization`
+      same,
+      overlapping,
+      has_grad,
+      extra,
+      wants_grad,
+      no_grad,
+      torch.get_default_dtype(),
+      amp.dtype_in_force(),
+      captures,
+      self.guards.key(),
+      environments.of_call(leaves),
+    )
     if attributes == ORDINARY_ATTRIBUTES:
       return None
     if attributes != self._last[0]:
-      self._last = (attributes, Specialization.of(*attributes))
+      self._last = (attributes, Specialization(*attributes).interned())
     return self._last[1]
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
@@ -267,7 +277,7 @@ class Traced:
         attributes.undo_traced(boundary)
         optimizer_state.undo(attributes.states, has_failed=True)
         # A parameter that is a leaf outside as well keeps torch's own words.
-        is_given = records and any(specialization.wants_grad[: len(inputs)])
+        is_given = any((specialization.wants_grad or ())[: len(inputs)])
         if is_given and _OF_LEAF in str(error):
           self._refuse_followed(error)
         raise
@@ -350,7 +360,8 @@ class Traced:
 
   def _needs(self, boundary: Boundary, lifted: list[Tensor]) -> list[Callable]:
     """Return what makes operands of all that the function has read without one."""
-    captures, needs = self.captures, []
+    captures = self.captures
+    needs: list[Callable] = []
     wrong = captures.wrong_guesses(boundary, lifted)
     if wrong:
       needs.append(functools.partial(captures.drop, wrong))

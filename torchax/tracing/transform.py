@@ -191,7 +191,8 @@ class Transformed:
       count = len(jax.tree.leaves(args))
       environments = (on, *of_leaves[len(of_leaves) - count :])
     key = self.traced.captures.key
-    operands = (captured, Specialization.of(captures=key, environments=environments))
+    specialization = Specialization(captures=key, environments=environments).interned()
+    operands = (captured, specialization)
     (out, effects), advance, needs = self.traced.trace(
       rng, operands, StaticValue(branch), *args
     )
