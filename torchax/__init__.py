@@ -147,6 +147,7 @@ def _compose() -> None:
   for module in (factories, shortcuts, indexing, reshapes, higher_order):
     environment.on_creation(module.register_functions)
   forks.watch(_WAYS_TO_JAX)
+  # `rng.explain` and `rng.replay` run functions, which is for layers above `rng`.
   rng.ledger.Explainer.trace = draw_counts.dry_run
   rng.ledger.Explainer.redraw = recorded_draws.redraw
   for module, names in _OF_TENSOR.items():
