@@ -50,7 +50,7 @@ def test_samplers_that_add_up_say_so(name):
 
 def test_the_samplers_that_add_up_are_compiled_as_programs_of_users_are():
   rows = operators.all_aten_ops.values()
-  known = {str(row.torch_op).split(".")[1] for row in rows if row.adds_up}
+  known = {str(row.torch_op).split(".")[1] for row in rows if row.draw.order_dependent}
   assert known == {"multinomial", "_sample_dirichlet"}
 
 
@@ -89,7 +89,9 @@ def test_the_arithmetic_of_exact_samplers_has_one_result(draw):
 
 def test_the_exact_samplers():
   each_operator = operators.all_aten_ops.values()
-  known = {str(each.torch_op).split(".")[1] for each in each_operator if each.is_exact}
+  known = {
+    str(each.torch_op).split(".")[1] for each in each_operator if each.draw.is_exact
+  }
   assert known == {
     *("bernoulli", "native_dropout", "_fused_dropout", "dropout", "keep_mask"),
     *("randint", "randint_like", "random"),

@@ -101,7 +101,7 @@ class Lowering:
     if write is not None:
       base, *operands = operands
     args, kwargs = self.flattener.rebuild(key, operands)
-    self._require_real(args, kwargs)
+    self.require_real(args, kwargs)
     if example is not None:
       example.require(args, kwargs)
     if self.is_sampler:
@@ -116,7 +116,8 @@ class Lowering:
       return jax.tree.map(strong, result)
     return _written_base(base, write, result)
 
-  def _require_real(self, args, kwargs) -> None:
+  def require_real(self, args, kwargs) -> None:
+    """Raises for complex numbers that the operation is not defined for."""
     if self._is_real:
       real_numbers.require(self.name, args, kwargs)
 

@@ -94,6 +94,7 @@ class Programs:
     if lowering.is_checked:
       given = (lowering.op, args, kwargs, lowering.takes_device)
       if torch_checks.refusal(*given) is not None:
+        lowering.require_real(args, kwargs or {})
         if self._operator.checks.check is None:  # which looks at dtypes itself
           explaining.require_label_dtypes(*given[:3], self._operator)
         torch_checks.raise_as_torch(*given)

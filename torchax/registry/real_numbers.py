@@ -6,6 +6,7 @@ of them, with an order or a meaning of its own.
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from torchax.errors import WrongDtypeError
 
@@ -55,7 +56,7 @@ def require(name: str, args, kwargs) -> None:
 
   Args:
     name: of the overload.
-    args, kwargs: its arguments, with arrays for tensors.
+    args, kwargs: its arguments, tensors or arrays.
 
   Raises:
     WrongDtypeError: there are; a plain NotImplementedError for operators of Python.
@@ -63,10 +64,16 @@ def require(name: str, args, kwargs) -> None:
   if name in _ROUNDS and kwargs.get("rounding_mode") is None:
     return
   for value in jax.tree.leaves((list(args), dict(kwargs))):
-    if jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.complexfloating):
+    dtype = getattr(value, "dtype", type(value))
+    if isinstance(dtype, torch.dtype):
+      is_complex = dtype.is_complex
+    else:
+      is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if is_complex:
       packet = name.rpartition(".")[0]
       error = NotImplementedError if packet in _OPERATORS else WrongDtypeError
+      kind = str(dtype) if hasattr(value, "dtype") else "complex"
       raise error(
         f"{packet} is not defined for complex numbers, but got "
-        f"{jnp.result_type(value)}. Take `.real`, `.imag` or `.abs()` of it first."
+        f"{kind.removeprefix('torch.')}. Take `.real`, `.imag` or `.abs()` of it first."
       )

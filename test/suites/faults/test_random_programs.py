@@ -132,4 +132,5 @@ def test_tolerance_is_relative_to_the_largest_number():
 def test_a_program_prints_as_a_script(capsys):
   way = ways.WAYS["jit"]
   exec(PLANTED.script(way.source, way.device), {})
+  torchax.disable_globally()  # which the script has enabled
   assert "device='jax:0'" in capsys.readouterr().out
