@@ -1,6 +1,7 @@
 """The files of `compat/torch_compat`: their names are one namespace."""
 
 import collections
+import importlib
 import pkgutil
 
 from torchax.compat import torch_compat
@@ -11,7 +12,7 @@ def test_no_two_themes_define_one_name():
   for info in pkgutil.iter_modules(torch_compat.__path__, f"{torch_compat.__name__}."):
     if info.name.endswith(".active_functions"):
       continue  # used by its own name
-    module = __import__(info.name, fromlist=["_"])
+    module = importlib.import_module(info.name)
     for name, value in vars(module).items():
       if getattr(value, "__module__", None) == info.name:
         owners[name].add(info.name)

@@ -82,7 +82,7 @@ def shardings_like(state, like, place) -> dict[int, Any]:
 
 
 class _Comparison:
-  """Goes through a checkpoint and the state that it must match, side by side."""
+  """Comparison of a checkpoint with the state that it must match, part by part."""
 
   def __init__(self, place):
     self.place = place

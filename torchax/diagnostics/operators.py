@@ -59,7 +59,7 @@ class Decision(NamedTuple):
 
 
 class OperatorExplanation(NamedTuple):
-  """What runs for a torch function or operation; `str` prints it as a table.
+  """Explanation of what runs for an operation; `str` prints it as a table.
 
   Attributes:
     operation: its name.
@@ -193,7 +193,7 @@ def _unreached(name: str, step: str) -> Decision:
 
 
 def _answer(choice: Choice, overload, env) -> tuple[str, str, str]:
-  """What a step runs, where that is, and why."""
+  """Return what a step runs, its file and line, and the reason."""
   source = choice.source
   if isinstance(source, special_plans.Special):
     return _name(choice.plan), _where(choice.plan), f"it is a {source.name}"
@@ -222,7 +222,7 @@ def _registration(operator: Operator) -> str:
 
 
 def _compiled(operator: Operator) -> str:
-  """Whether an operator is compiled, with the reason."""
+  """Say if an operator is compiled, with the reason."""
   if operator.kind is Kind.TENSORS:
     return "not compiled as a whole: it is a function of tensors"
   if operator.kind is Kind.ENV_ARRAYS:

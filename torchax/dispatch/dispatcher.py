@@ -192,7 +192,7 @@ class Dispatcher:
     )
 
   def plan(self, func) -> Callable:
-    """What runs for an overload; see `choose`."""
+    """The plan of an overload; see `choose`."""
     return self.choose(func).plan
 
   def choose(self, func, steps=tuple(Step)) -> Choice:

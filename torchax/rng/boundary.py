@@ -183,7 +183,7 @@ class GeneratorOperand:
 
   @property
   def is_short(self) -> bool:
-    """Whether words were asked for that are no operands yet."""
+    """True if words were asked for that are no operands yet."""
     return self.asked > self.limit
 
   def require_untouched(self, name: str) -> None:

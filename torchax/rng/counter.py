@@ -45,12 +45,12 @@ class Counter:
 
   @property
   def is_traced(self) -> bool:
-    """Whether key or count have no value yet."""
+    """True if key or count have no value yet."""
     return isinstance(self.key, jax.core.Tracer) or self.base is not None
 
   @property
   def has_counted(self) -> bool:
-    """Whether there may have been draws."""
+    """True if there may have been draws."""
     return self.count > 0 or self.base is not None
 
   def next(self) -> DrawOperands:

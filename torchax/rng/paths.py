@@ -87,7 +87,7 @@ def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
 
 
 def _is_going_on(replayed: Replay, call: Call | None) -> bool:
-  """Whether the call around a replay is still running, in a backward pass."""
+  """True if the call around a replay is still running, in a backward pass."""
   while call is not None and call is not replayed.call:
     call = call[1]
   return call is replayed.call and torch_compat.in_backward()

@@ -79,7 +79,7 @@ def owners_here() -> list[Streams]:
 
 
 def has_scope(owner: Streams) -> bool:
-  """Whether the current stream of an environment is not the root."""
+  """True if the current stream of an environment is not the root."""
   return any(scope_owner in (owner, None) for scope_owner, _ in _scopes.get())
 
 

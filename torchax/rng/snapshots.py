@@ -50,7 +50,7 @@ def _tensor(payload: bytes) -> torch.Tensor:
 
 
 def is_unopened(owner: Streams) -> bool:
-  """Whether the current stream is a root that is only a seed so far."""
+  """True if the current stream is a root that is only a seed so far."""
   return owner.is_unopened() and not has_scope(owner)
 
 

@@ -58,12 +58,12 @@ class RngStream:
 
   @property
   def by_site(self) -> bool:
-    """Whether draws are addressed by the modules that make them."""
+    """True if draws are addressed by the modules that make them."""
     return self.counter.by_site
 
   @property
   def is_traced(self) -> bool:
-    """Whether key or count have no value yet."""
+    """True if key or count have no value yet."""
     return self.counter.is_traced
 
   def peek(self, name: str = "a draw") -> DrawOperands:

@@ -165,7 +165,7 @@ class Streams:
     root.epoch, root.seeding = epoch, seeding
 
   def is_unopened(self) -> bool:
-    """Whether the root of this thread is only a seed so far."""
+    """True if the root of this thread is only a seed so far."""
     return self._root.seeding != self._seedings
 
   def root_seed(self) -> RootSeed:

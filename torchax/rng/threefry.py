@@ -126,7 +126,7 @@ def words_at(words, positions) -> tuple[jax.Array, jax.Array]:
 
 
 def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
-  """Whether the elements of a draw can be drawn by their positions.
+  """True if the elements of a draw can be drawn by their positions.
 
   With threefry2x32 element i of a draw is a function of the key and of i, so a part of
   a mask can be drawn by itself (`units.bernoulli_at`).

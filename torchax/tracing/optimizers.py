@@ -221,7 +221,7 @@ def _in_trace(optimizer: torch.optim.Optimizer, number: int) -> dict:
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
-  """Have a step inside a compiled function run on a copy of the optimizer."""
+  """Let a step inside a compiled function run on a copy of the optimizer."""
   boundary = active.boundary
   if boundary is None or _STEP in vars(optimizer):
     return None

@@ -245,7 +245,7 @@ class Transformed:
     return [storages.index(storage) for storage in self.changing]
 
   def require_known(self, advance: Advance) -> None:
-    """Have the trace repeated if a call moves its stream otherwise than was known."""
+    """Repeat the trace if a call moves its stream otherwise than was known."""
     found = advance.without_log()
     if found != self.known:
       self._needs.append(functools.partial(setattr, self, "known", found))
