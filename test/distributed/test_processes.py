@@ -244,6 +244,29 @@ def test_chunks_that_cannot_be_shared_equally_are_named():
     mean({}, torch.ones(6, device="jax"))
 
 
+@pytest.mark.parametrize(
+  "flags, expected",
+  [
+    ("", ["--xla_cpu_collective_timeout_seconds=600"]),
+    ("--a=b", ["--a=b", "--xla_cpu_collective_timeout_seconds=600"]),
+    (
+      "--xla_cpu_collective_timeout_seconds=7",
+      ["--xla_cpu_collective_timeout_seconds=7"],
+    ),
+  ],
+)
+def test_connecting_bounds_collectives_between_cpus(flags, expected, monkeypatch):
+  given = {}
+  monkeypatch.setattr(start.jax.distributed, "initialize", given.update)
+  monkeypatch.setattr(start.jax_compat, "join_cpus_at", lambda address: None)
+  monkeypatch.setenv("XLA_FLAGS", flags)
+  start._connect(start.World("127.0.0.1:7", 2, 1, 1, 2), None, {})
+  assert os.environ["XLA_FLAGS"].split() == expected
+  # Nor does the coordinator of one host listen to the network.
+  assert given["coordinator_bind_address"] == "127.0.0.1:7"
+  assert given["local_device_ids"] == [1]
+
+
 # Endings -----------------------------------------------------------------------------
 
 

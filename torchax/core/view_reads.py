@@ -14,6 +14,7 @@ from torchax.compat import jax_compat
 from torchax.core import explicit_axes, numpy_fallback, programs
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.chains import Chain, MovingChain
+from torchax.core.programs import Program
 from torchax.core.view_steps import ViewInfo
 
 
@@ -22,16 +23,16 @@ def _read(array, chain):
 
 
 @functools.cache
-def _reading() -> Any:
+def _reading() -> Program:
   """(base array, chain) -> view, compiled."""
   return programs.jit(_read, static_argnums=1)
 
 
 # What reads the views of a chain, by numpy while the shapes of bases are new.
-_readers: BoundedCache[Chain | MovingChain, Any] = BoundedCache(4096)
+_readers: BoundedCache[Chain | MovingChain, Program] = BoundedCache(4096)
 
 
-def _reader(chain: Chain | MovingChain) -> Any:
+def _reader(chain: Chain | MovingChain) -> Program:
   """(base array, or it and its starts) -> view; by numpy if it only moves elements."""
 
   def read(operand):
