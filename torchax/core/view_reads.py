@@ -1,7 +1,7 @@
 """Views that are read from their base arrays, each in one compiled call.
 
-While the shapes of bases are new, numpy reads what only moves elements. `view_steps.py`
-has the steps of a view and how it is written.
+While the shapes of bases are new, numpy reads what only moves elements. `chains.py` has
+the steps of a view and how it is written.
 """
 
 import functools
