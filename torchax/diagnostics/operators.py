@@ -25,7 +25,11 @@ from torchax.registry.schema import schema_of
 
 _TABLE = "function table"
 _TORCH = "torch"
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+# Files of these are named from the package on.
+_PACKAGES = (
+  os.path.dirname(os.path.dirname(__file__)),
+  os.path.dirname(torch.__file__),
+)
 # Reason for `compiled=`, by its value.
 _COMPILED = {
   True: "compiled: one program for each static key",
@@ -249,8 +253,9 @@ def _where(code: Any) -> str:
     line = inspect.getsourcelines(code)[1]
   except (OSError, TypeError):  # built in, or defined where no file is
     return ""
-  if str(path).startswith(_PACKAGE + os.sep):
-    path = os.path.relpath(path, os.path.dirname(_PACKAGE))
+  for package in _PACKAGES:
+    if str(path).startswith(package + os.sep):
+      path = os.path.relpath(path, os.path.dirname(package))
   return f"{path}:{line}"
 
 
