@@ -72,7 +72,7 @@ def _section(page: str, title: str) -> str:
 
 
 GUIDE = (ROOT / "docs" / "migrating.md").read_text()
-NEWS = _section((ROOT / "CHANGELOG.md").read_text(), "Programs written for upstream")
+NEWS = (ROOT / "CHANGELOG.md").read_text()
 BY_NAME = _section(GUIDE, "Lowerings by name")
 LEFT_OUT, OTHERWISE = (
   block.split() for block in re.findall(r"```text\n(.*?)```", BY_NAME, re.S)
