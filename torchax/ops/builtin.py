@@ -1,8 +1,8 @@
-"""The decorator of the library's own lowerings.
+"""Decorator of the library's own lowerings.
 
-With it a lowering takes numbers as operands, says itself where it cannot be compiled,
-and is the only one of its operation (`registry/operators.py` has both styles). What
-users write, and what is carried over from upstream, takes `op` from
+Such a lowering takes numbers as operands, declares itself where it cannot be compiled,
+and is the only one of its operation. `registry/operators.py` describes both styles.
+Lowerings by users, and those ported from google/torchax, take `op` from
 `torchax.ops.jaten`.
 """
 

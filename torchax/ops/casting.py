@@ -1,8 +1,8 @@
 """Conversions of arrays between dtypes, with torch's rounding and saturation.
 
-Most are XLA's own. What differs: complex numbers lose their imaginary part, small
-integers take the low bits of a wider one, and 8-bit floats saturate as torch's do
-(c10/util/Float8_e4m3fn.h, Float8_e8m0fnu.h).
+Lowerings call `cast`. Most conversions are XLA's own, with three exceptions: complex
+numbers lose their imaginary part, small integers take the low bits of a wider one, and
+8-bit floats saturate as torch's do (c10/util/Float8_e4m3fn.h, Float8_e8m0fnu.h).
 """
 
 import functools
@@ -36,10 +36,10 @@ _SMALL_INTEGERS = frozenset(map(jnp.dtype, ("int8", "uint8", "int16", "uint16"))
 
 
 def cast(array: jax.Array, dtype) -> jax.Array:
-  """The array in another dtype, by torch's rules for `Tensor.to`.
+  """Convert an array to another dtype, by torch's rules for `Tensor.to`.
 
   Args:
-    array: of any shape and dtype, or a traced number.
+    array: an array of any shape and dtype, or a traced number.
     dtype: a JAX dtype.
   """
   dtype, source = jnp.dtype(dtype), jnp.result_type(array)
@@ -58,9 +58,10 @@ def cast(array: jax.Array, dtype) -> jax.Array:
 
 
 def convert(value, dtype) -> jax.Array:
-  """The value in another dtype, with False as a zero that counts.
+  """Convert a value to another dtype; make a converted bool a true factor.
 
-  XLA makes `where(mask, x, 0)` of a converted mask times `x`, even for infinite `x`.
+  XLA rewrites `convert(mask) * x` as `where(mask, x, 0)`, which is wrong for an
+  infinite `x`. A `where` of ones and zeros is not rewritten.
   """
   if jnp.result_type(value) == jnp.bool_ and jnp.issubdtype(dtype, jnp.inexact):
     return jnp.where(value, jnp.ones((), dtype), jnp.zeros((), dtype))
@@ -75,27 +76,28 @@ def _to_float8(array: jax.Array, dtype) -> jax.Array:
   if dtype == _E8M0FNU:
     return _to_power_of_two(jnp.abs(wide))
   if dtype in _WITHOUT_MINUS_ZERO:
-    # What rounds to zero: its bits with a sign are NaN, which XLA may take for -0.
+    # These dtypes have no -0: its bits are NaN, but XLA may round to it. So numbers
+    # that round to zero become +0 first.
     half = float(jnp.finfo(dtype).smallest_subnormal) / 2
     wide = jnp.where(jnp.abs(wide) <= half, 0, wide)
   return lax.convert_element_type(wide, dtype)
 
 
 def _to_power_of_two(magnitude: jax.Array) -> jax.Array:
-  """float8_e8m0fnu has no sign and no zero: the smallest power stands for zero."""
-  # Below the normal float32 numbers XLA may take a number for zero, and that for NaN.
+  """Round to float8_e8m0fnu, which has no sign and no zero: 0 is its smallest power."""
+  # XLA may flush a subnormal float32 to zero, and convert zero to NaN.
   is_small = magnitude < jnp.finfo(jnp.float32).tiny
   nearest = lax.convert_element_type(jnp.where(is_small, 1, magnitude), _E8M0FNU)
   codes = lax.bitcast_convert_type(nearest, jnp.uint8)
   return lax.bitcast_convert_type(jnp.where(is_small, 0, codes), _E8M0FNU)
 
 
-# What torch calls int64 and uint64 is stored in these, without JAX's x64 mode.
+# torch's int64 and uint64 are stored in these dtypes without JAX's x64 mode.
 _NARROWED = (torch.int32, torch.uint32)
 
 
 class _Limits(NamedTuple):
-  """What a dtype holds of Python's numbers: from the least to the most."""
+  """Range of the Python numbers that a dtype holds."""
 
   least: float
   most: float
@@ -104,7 +106,7 @@ class _Limits(NamedTuple):
 
 @functools.cache
 def _limits(dtype: torch.dtype) -> _Limits | None:
-  """Those of a dtype; None where every number has a value in it."""
+  """Return the limits of a dtype, or None if it can represent every number."""
   if dtype in (torch.bool, torch.float64, torch.complex128):
     return None
   if dtype.is_complex:
@@ -118,18 +120,20 @@ def _limits(dtype: torch.dtype) -> _Limits | None:
 
 
 def require_fit(value, dtype: torch.dtype, elements: int | None = None) -> None:
-  """Raises as torch does where a number is written into a dtype that cannot hold it.
+  """Raise torch's error if a dtype cannot hold the number to be written.
+
+  Unsigned integers accept -max to -1, modulo their range. Floats accept infinities if
+  their dtype has any.
 
   Args:
-    value: a number; others are not looked at.
-    dtype: that it is written in.
-    elements: how many are filled with it. A single one of 16 bits or less is rounded,
-      as by torch.
+    value: a number; any other value passes.
+    dtype: dtype of the tensor that is written to.
+    elements: number of elements to fill. A single element of 16 bits or less is
+      rounded, as in torch.
 
   Raises:
-    OverflowError: an integer that 64 bits may hold, where these are stored in 32.
-    RuntimeError: out of range, or complex for a real dtype; unsigned integers take
-      -max to -1 modulo their range, and floats infinities, if they have any.
+    OverflowError: the integer may need 64 bits, and the dtype is stored in 32.
+    RuntimeError: the number is out of range, or complex for a real dtype.
   """
   if type(value) is complex and not dtype.is_complex:
     if value.imag and dtype is not torch.bool:  # torch takes it as true

@@ -1,7 +1,8 @@
-"""Scaling and translating arrays with filters that can widen (anti-aliasing).
+"""Scaling and translation of arrays, with filters that can widen (anti-aliasing).
 
-The meaning is that of `jax.image.scale_and_translate`: each axis is multiplied by a
-matrix of weights, which follows from scale and translation; these may be traced.
+It has the semantics of `jax.image.scale_and_translate`: each axis is multiplied by a
+matrix of weights, computed from scale and translation. Both may be traced. The callers
+are `jaten/resize.py` and programs written for google/torchax.
 """
 
 import functools
@@ -50,20 +51,21 @@ def compute_weight_mat(
   *,
   extrapolate: bool = False,
 ):
-  """Weights of all input elements in all output elements of an axis.
+  """Compute the weight of each input element in each output element of an axis.
 
   Args:
     input_size: length of the axis.
-    output_size: length that it gets.
-    scale: how many output elements stand for an input element.
-    translation: where the input's start lies in the output, in output elements.
-    kernel: weights of distances in input elements.
-    antialias: widen the kernel where the axis shrinks.
-    extrapolate: output elements outside of the input take what the kernel reaches.
+    output_size: length of the resampled axis.
+    scale: number of output elements per input element.
+    translation: position of the input's start in the output, in output elements.
+    kernel: function from distances in input elements to weights.
+    antialias: widen the kernel if the axis shrinks.
+    extrapolate: also weight output elements outside of the input, by the input
+      elements within reach of the kernel.
 
   Returns:
-    A float array of shape (input_size, output_size). Columns sum to 1, or to 0
-    where the output element lies outside of the input.
+    A float array of shape (input_size, output_size). Each column sums to 1, or to 0
+    if its output element is outside of the input.
   """
   scale = jnp.asarray(scale, jnp.promote_types(jnp.result_type(scale), jnp.float32))
   width = jnp.maximum(1 / scale, 1) if antialias else 1
@@ -78,7 +80,7 @@ def compute_weight_mat(
 
 
 def apply_weight_mat(x, weights, axis: int, precision=lax.Precision.HIGHEST):
-  """Multiplies one axis by weights of shape (input_size, output_size)."""
+  """Multiply one axis by weights of shape (input_size, output_size)."""
   weights = weights.astype(x.dtype)
   resized = lax.dot_general(x, weights, (((axis,), (0,)), ((), ())), precision)
   return jnp.moveaxis(resized, -1, axis)
@@ -94,7 +96,6 @@ def _scale_and_translate(
   antialias: bool,
   precision,
 ):
-  """Multiplies each axis of `spatial_dims` by its matrix of weights."""
   for place, axis in enumerate(spatial_dims):
     weights = compute_weight_mat(
       x.shape[axis],
@@ -118,23 +119,24 @@ def scale_and_translate(
   antialias: bool = True,
   precision=lax.Precision.HIGHEST,
 ):
-  """Resamples an image at `(i + 0.5 - translation) / scale` on some of its axes.
+  """Resample some axes of an image at `(i + 0.5 - translation) / scale`.
 
   Args:
-    image: an array of any rank; integers are computed in floats.
+    image: an array of any rank; integers are converted to float32.
     shape: the shape of the result.
-    spatial_dims: the axes to resample; the sizes of the others stay.
-    scale: for each of these axes, output elements for an input element.
-    translation: for each of these axes, where the input starts in the output.
-    method: linear, cubic, lanczos3 or lanczos5, or jax.image's other names of these.
+    spatial_dims: the axes to resample; the other axes keep their sizes.
+    scale: number of output elements per input element, for each resampled axis.
+    translation: position of the input's start in the output, for each resampled axis.
+    method: linear, cubic, lanczos3 or lanczos5, or another name that jax.image has
+      for one of these.
     antialias: widen the filter on axes that shrink.
-    precision: of the products.
+    precision: precision of the matrix products.
 
   Returns:
     A floating-point array of the given shape; zero outside of the image.
 
   Raises:
-    ValueError: an unknown method, or a shape of another rank than the image.
+    ValueError: the method is unknown, or `shape` and `image` differ in rank.
   """
   if method not in KERNELS:
     raise ValueError(

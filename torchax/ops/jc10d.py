@@ -1,17 +1,16 @@
-"""Functional collectives of torch on JAX's: `psum`, `all_gather`, `all_to_all`, ….
+"""Functional collectives of torch as JAX's: `psum`, `all_gather`, `all_to_all`, ….
 
-They run where JAX has named axes, inside of `jax_shard_map` or `jax_vmap(axis_name=)`.
+They run where JAX has named axes: inside `jax_shard_map` or `jax_vmap(axis_name=)`.
 A process group is one axis or several, found by its name:
 
-  - of a `DeviceMesh` on jax, the dimension's: `mesh["tp"]`, `(mesh, 1)`;
+  - a dimension of a `DeviceMesh` on jax: `mesh["tp"]`, `(mesh, 1)`;
   - the name of an axis itself: `all_reduce(x, "sum", "tp")`;
-  - the group of all processes stands for all axes that are mapped.
+  - the group of all processes: all axes that are mapped.
 
-A collective is one for all members, which run one program: their shapes are equal, and
-so are the parts of an `all_to_all_single`. In place of `send` and `recv` there is
-`permute_tensor`. What reduces gives the same tensor to all members, to JAX as well:
-it may leave a `shard_map` with a spec that does not name the axis. What gathers gives
-one that differs by its type.
+All members run one program, so their shapes are equal, and so are the parts of an
+`all_to_all_single`. `permute_tensor` replaces `send` and `recv`. JAX knows that a
+reduction has the same result on all members: it may leave a `shard_map` with a spec
+that does not name the axis. The type of a gathered result varies along the axis.
 """
 
 import functools
@@ -32,19 +31,19 @@ from torchax.ops.register import op
 __all__ = ["GROUPS", "WORLDS", "axes_of", "op", "permuted", "reduced"]
 
 GROUPS: dict[str, tuple[str, ...]] = {}
-"""Name of a process group -> the mesh axes that it stands for."""
+"""Mesh axes of each process group, by the group's name."""
 
 WORLDS: set[str] = {""}
 """Names of the groups of all processes."""
 
-# The axis that upstream's own `shard_map` names, whatever the group.
+# The axis that google/torchax's own `shard_map` names, whatever the group.
 _UPSTREAM_AXIS = "torch_dist"
 
 Axes = tuple[str, ...]
 
 
 def is_mapped(axis: str) -> bool:
-  """True where an axis of this name is being mapped over."""
+  """Return True inside a map over an axis of this name."""
   try:
     lax.axis_size(axis)
   except NameError:
@@ -53,14 +52,14 @@ def is_mapped(axis: str) -> bool:
 
 
 def axes_of(group_name, operation: str) -> Axes:
-  """The mapped axes that a group stands for; none for a world of one process.
+  """Return the mapped axes of a process group; () for a world of one process.
 
   Args:
-    group_name: of a group, or of an axis; or a group.
-    operation: the name of the collective, for the error.
+    group_name: name of a group or of an axis, or a group.
+    operation: name of the collective, for the error.
 
   Raises:
-    CollectiveError: the axes are not mapped here, or there are none of that name.
+    CollectiveError: the axes are not mapped here, or no axis has that name.
   """
   name = str(getattr(group_name, "group_name", group_name))
   axes = GROUPS.get(name, (name,))
@@ -108,9 +107,9 @@ def _require_size(operation: str, group_size: int, axes: Axes) -> None:
 
 
 def _shared(array: jax.Array, axes: Axes) -> jax.Array:
-  """An array that differs along all of the axes to JAX, if it does along one.
+  """Make an array varying along all of the axes if it varies along one.
 
-  JAX refuses a collective over axes along one of which alone an array differs.
+  JAX refuses a collective over several axes if the array varies along only some.
   """
   varying = jax_compat.varying_axes(array)
   others = tuple(axis for axis in axes if axis not in varying)
@@ -138,7 +137,7 @@ def _mean(array: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _extremum(extreme: Callable, array: jax.Array, axes: Axes) -> jax.Array:
-  """`pmax` or `pmin`, with the gradient shared by the members that have it."""
+  """Apply `pmax` or `pmin`; members that attain the extremum share the gradient."""
 
   def reduce(array):
     if array.dtype == jnp.bool_:
@@ -161,7 +160,7 @@ def _extremum(extreme: Callable, array: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _gathered(array: jax.Array, axes: Axes) -> jax.Array:
-  """The arrays of all members, stacked: the same for all of them."""
+  """Stack the arrays of all members; the result does not vary along the axes."""
   return lax.all_gather(array, axes, to="invarying")
 
 
@@ -191,15 +190,15 @@ _REDUCTIONS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
 
 
 def reduced(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
-  """The reduction of the arrays of all members, which all of them get.
+  """Reduce the arrays of all members; every member gets the result.
 
   Args:
-    array: of any shape, the same for all members.
+    array: an array of any shape, equal for all members.
     reduction: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
-    axes: mapped axes; none for a world of one.
+    axes: mapped axes; () for a world of one process.
 
   Raises:
-    CollectiveError: another reduction, or one that the dtype does not have.
+    CollectiveError: the reduction is unknown, or undefined for the dtype.
   """
   function = _REDUCTIONS.get(reduction.lower())
   if function is None:
@@ -213,9 +212,9 @@ def reduced(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
 
 
 def _lowers(name: str, **options) -> Callable:
-  """Registers a lowering of `_c10d_functional::name`.
+  """Register a lowering of `_c10d_functional::name`.
 
-  It is not compiled by itself: where it may run, a trace is in progress.
+  It is not compiled on its own, since it only ever runs inside a trace.
   """
   return builtin_op(f"_c10d_functional::{name}", compiled=False, **options)
 
@@ -228,7 +227,7 @@ def _c10d_all_reduce(self, reduceOp: str, group_name: str):
 @_lowers("all_gather_into_tensor")
 @builtin_op("_c10d_functional_autograd::all_gather_into_tensor", compiled=False)
 def _c10d_all_gather(input, group_size: int, group_name: str):
-  """Shape (n, …) of each member to (members · n, …)."""
+  """Concatenate the tensors of all members: (n, …) becomes (members · n, …)."""
   axes = axes_of(group_name, "all_gather_into_tensor")
   _require_size("all_gather_into_tensor", group_size, axes)
   return lax.all_gather(_shared(input, axes), axes, tiled=True) if axes else input
@@ -237,7 +236,7 @@ def _c10d_all_gather(input, group_size: int, group_name: str):
 @_lowers("reduce_scatter_tensor")
 @builtin_op("_c10d_functional_autograd::reduce_scatter_tensor", compiled=False)
 def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str):
-  """Shape (members · n, …) of each member to (n, …): its part of the reduction."""
+  """Return each member's part of the reduction: (members · n, …) becomes (n, …)."""
   axes = axes_of(group_name, "reduce_scatter_tensor")
   _require_size("reduce_scatter_tensor", group_size, axes)
   if not axes:
@@ -259,7 +258,7 @@ def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str)
 @_lowers("all_to_all_single")
 @builtin_op("_c10d_functional_autograd::all_to_all_single", compiled=False)
 def _c10d_all_to_all(input, output_split_sizes, input_split_sizes, group_name: str):
-  """Part i of each member goes to member i, which joins what it gets."""
+  """Send part i of each member to member i, which concatenates the parts."""
   axes = axes_of(group_name, "all_to_all_single")
   sizes = {*output_split_sizes, *input_split_sizes}
   is_equal = len(sizes) < 2 and (not axes or input.shape[0] % _size(axes) == 0)
@@ -277,7 +276,7 @@ def _c10d_all_to_all(input, output_split_sizes, input_split_sizes, group_name: s
 
 @_lowers("broadcast")
 def _c10d_broadcast(self, src: int, group_name: str):
-  """The tensor of member `src`, for all."""
+  """Return the tensor of member `src` on all members."""
   axes = axes_of(group_name, "broadcast")
   if not 0 <= src < _size(axes):
     raise CollectiveError(
@@ -292,21 +291,20 @@ def _c10d_broadcast(self, src: int, group_name: str):
 @_lowers("_wrap_tensor_autograd")  # from torch 2.15 on
 @_lowers("wait_tensor")
 def _c10d_wait_tensor(tensor):
-  """The tensor: XLA knows what depends on what, and waits by itself."""
+  """Return the tensor at once: XLA tracks the dependency and waits by itself."""
   return tensor
 
 
 @_lowers("wait_tensors")  # from torch 2.15 on
 def _c10d_wait_tensors(tensors):
-  """The tensors, in the same way."""
   return list(tensors)
 
 
 def permuted(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Array:
-  """The array of member i at member `destinations[i]`; zeros where none arrives.
+  """Send the array of member i to member `destinations[i]`.
 
   Raises:
-    CollectiveError: not one destination for each member.
+    CollectiveError: the destinations are not a permutation of the members.
   """
   axes = axes_of(group_name, "permute_tensor")
   members = range(_size(axes))
@@ -323,7 +321,7 @@ def permuted(array: jax.Array, destinations: Sequence[int], group_name) -> jax.A
   )
 
 
-# Forms of several tensors, and those that write ---------------------------------------
+# Forms that take several tensors, and forms that write --------------------------------
 
 
 def _for_each(lowering: Callable) -> Callable:
@@ -334,7 +332,7 @@ def _for_each(lowering: Callable) -> Callable:
 
 
 def _writing(functional: str) -> Callable:
-  """The in-place form of a collective, as a function of tensors."""
+  """Return the in-place form of a collective, as a function of tensors."""
 
   def in_place(target, *args):
     found = _operation(functional)(target, *args)

@@ -1,9 +1,9 @@
 """Resampling of images by a few taps on each axis, without anti-aliasing.
 
 An output element is a weighted sum of its nearest input elements, one axis after the
-other. Positions and weights follow from the sizes alone and are numpy constants, in
-float32 (float64 for such an image) as torch computes them, so that ties fall on the
-same side. Filters that grow when an image shrinks are in `jax_reimplement.py`.
+other. Positions and weights depend on the sizes alone and are numpy constants. They
+are computed in float32 (float64 for a float64 image), as in torch, so ties round to
+the same side. `jax_reimplement.py` has the filters that widen when an image shrinks.
 """
 
 import jax
@@ -24,7 +24,7 @@ _CUBIC_A = -0.75
 
 
 def cubic_kernel(x, a=_CUBIC_A):
-  """Keys' cubic convolution filter, which is zero from distance 2 on.
+  """Evaluate Keys' cubic convolution filter, which is zero from distance 2 on.
 
   Args:
     x: distances from the sampled point, in elements, of any shape.
@@ -44,13 +44,13 @@ def cubic_kernel(x, a=_CUBIC_A):
 
 
 def triangle_kernel(x):
-  """Linear interpolation: falls from 1 to 0 at distance 1."""
+  """Evaluate the filter of linear interpolation: 1 at distance 0, 0 from 1 on."""
   xp = jnp if isinstance(x, jax.Array) else np
   return xp.maximum(0, 1 - xp.abs(x))
 
 
 def _source_positions(in_size, out_size, scale, align_corners, real):
-  """Where each output element lies between the input elements, in a numpy type."""
+  """Return the input coordinate of each output element, in a numpy dtype."""
   places = np.arange(out_size, dtype=real)
   if align_corners:
     step = (in_size - 1) / (out_size - 1) if out_size > 1 else 0
@@ -70,17 +70,17 @@ def compute_contribs(
   *,
   kernel=cubic_kernel,
 ):
-  """The input elements that make each output element, and their weights.
+  """Compute the input indices and weights of each output element of an axis.
 
   Args:
     in_size: length of the axis.
-    out_size: length that it gets.
-    scale: how many output elements stand for an input element; or that and one by it,
-      which may be traced.
-    support: distance from which on the kernel is zero.
-    align_corners: the first and last elements keep their places; `scale` is unused.
-    dtype: of the weights; float32 by default.
-    kernel: weights of distances.
+    out_size: length of the resampled axis.
+    scale: number of output elements per input element; or a pair of it and its
+      reciprocal, which may be traced.
+    support: radius of the kernel, which is zero beyond it.
+    align_corners: align the first and the last elements; `scale` is unused.
+    dtype: dtype of the weights; float32 by default.
+    kernel: function from distances to weights.
 
   Returns:
     Indices and weights, both of shape (out_size, 2 * support). Beyond an edge the
@@ -96,18 +96,18 @@ def compute_contribs(
 
 
 def gather_weights(img, idxs, axis):
-  """The taps of each output element: `axis` becomes the two axes of `idxs`."""
+  """Gather the taps of each output element; the axes of `idxs` replace `axis`."""
   return jnp.take(img, idxs, axis, mode="clip")
 
 
 def interpolate_along_axis_bchw(img, idxs, weights, axis):
-  """Resamples one axis.
+  """Resample one axis of an image.
 
   Args:
     img: an array of any rank, such as (batch, channels, height, width).
-    idxs: input elements, of shape (out_size, taps).
-    weights: their weights, in the same shape.
-    axis: the axis to resample, counted from the front.
+    idxs: indices of input elements, of shape (out_size, taps).
+    weights: weights of these elements, of the same shape.
+    axis: the axis to resample, a non-negative integer.
 
   Returns:
     An array whose `axis` has `out_size` elements.
@@ -118,10 +118,10 @@ def interpolate_along_axis_bchw(img, idxs, weights, axis):
 
 
 def interpolate_bicubic_no_aa(img, out_h, out_w, align_corners=False):
-  """Bicubic resampling of shape (batch, channels, height, width), as in torch.
+  """Resample an image with torch's bicubic filter.
 
   Args:
-    img: a floating-point array.
+    img: a floating-point array of shape (batch, channels, height, width).
     out_h: new height.
     out_w: new width.
     align_corners: keep the corner pixels at the corners.

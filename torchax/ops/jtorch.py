@@ -1,6 +1,6 @@
-"""Public names of torch functions that are caught above ATen, in `functions/`.
+"""Public names of the torch functions that are intercepted above ATen.
 
-Importing this registers them all.
+The functions are in `torchax/functions/`; importing this module registers them all.
 """
 
 import importlib
@@ -16,7 +16,7 @@ _themes = [importlib.import_module(f"{functions.__name__}.{name}") for name in T
 
 __all__ = ["THEMES", "register_function", "register_torch_function_op"]
 
-# Upstream's names of functions that are caught here under other ones.
+# Names in google/torchax of functions that have other names here.
 _UPSTREAMS = {
   "functional_linear": "_linear",
   "one_hot": "_one_hot",
@@ -27,9 +27,9 @@ _UPSTREAMS = {
 
 
 def __getattr__(name: str):
-  """What a theme registers by its name, as `jtorch._corrcoef`, or by upstream's.
+  """Look up a registered function by its name here or in google/torchax.
 
-  Arrays give arrays, tensors give tensors.
+  An example is `jtorch._corrcoef`. Arrays give arrays, tensors give tensors.
   """
   themes_name = _UPSTREAMS.get(name, name)
   found = lookup(themes_name, _themes, all_torch_functions.values())

@@ -1,7 +1,7 @@
 """Non-maximum suppression: `torchvision.ops.nms`, for jax tensors and for arrays.
 
-The lowering is registered by name, so torchvision need not be installed, and may be
-imported later. Boxes are rows (x1, y1, x2, y2) with x1 <= x2 and y1 <= y2.
+The lowering is registered by name, so torchvision may be missing or imported later.
+Boxes are rows (x1, y1, x2, y2) with x1 <= x2 and y1 <= y2.
 """
 
 import jax
@@ -20,7 +20,10 @@ def _areas(boxes: jax.Array) -> jax.Array:
 
 
 def _overlaps(box: jax.Array, boxes: jax.Array) -> jax.Array:
-  """Intersection over union of one box (4,) with others (n, 4); NaN without area."""
+  """Return the intersection over union of a box (4,) with others (n, 4).
+
+  It is NaN for two boxes without area.
+  """
   low = jnp.maximum(box[:2], boxes[:, :2])
   high = jnp.minimum(box[2:], boxes[:, 2:])
   common = jnp.prod(jnp.maximum(high - low, 0), axis=-1)
@@ -28,9 +31,10 @@ def _overlaps(box: jax.Array, boxes: jax.Array) -> jax.Array:
 
 
 def _kept(boxes: jax.Array, count, iou_threshold) -> jax.Array:
-  """Which of boxes (n, 4), best first, stay; only the first `count` take part.
+  """Return the mask (n,) of boxes to keep, among boxes (n, 4) sorted best first.
 
-  A box that stays suppresses every later one that overlaps it too much.
+  A kept box suppresses every later one that overlaps it too much. Rows from `count`
+  on are padding.
   """
   places = jnp.arange(len(boxes))
 
@@ -43,8 +47,8 @@ def _kept(boxes: jax.Array, count, iou_threshold) -> jax.Array:
 
 @jax.jit
 def _select(boxes, scores, count, iou_threshold):
-  """The order of the boxes, best first, and which of them stay, both of shape (n,)."""
-  # Equal scores keep their order; what is only there to fill up comes last.
+  """Return the order of the boxes, best first, and the mask of kept boxes in it."""
+  # Equal scores keep their order; padding comes last.
   is_real = jnp.arange(len(scores)) < count
   order = jnp.lexsort((jnp.where(is_real, -scores, 0), ~is_real))
   return order, _kept(boxes[order], count, iou_threshold)
@@ -62,9 +66,9 @@ def _require_shapes(boxes, scores) -> None:
 
 @op("torchvision::nms", compiled=False)
 def nms(boxes, scores, iou_threshold):
-  """Indices of the boxes that no better box overlaps too much, best first.
+  """Return the indices of the boxes that no better box overlaps too much, best first.
 
-  Boxes of the next power of two in number share a compiled program.
+  The number of boxes is padded to a power of two, so that few programs are compiled.
 
   Args:
     boxes: floats of shape (n, 4).
@@ -76,9 +80,9 @@ def nms(boxes, scores, iou_threshold):
     An int64 array (narrowed without x64) of shape (kept,).
 
   Raises:
-    RuntimeError: other shapes.
-    TracedStateError: inside a compiled function, since the length of the result is
-      not known there; `non_max_suppression_padded` has one that is.
+    RuntimeError: the shapes differ from these.
+    TracedStateError: called inside a compiled function, where the length of the
+      result is unknown; use `non_max_suppression_padded` there.
 
   References:
     https://docs.pytorch.org/vision/stable/generated/torchvision.ops.nms.html
@@ -99,17 +103,17 @@ def nms(boxes, scores, iou_threshold):
 
 
 def non_max_suppression_padded(scores, boxes, max_output_size, iou_threshold):
-  """`nms` with a result of fixed size, which can run inside compiled functions.
+  """Run `nms` with a result of fixed size, as compiled functions need it.
 
   Args:
     scores: floats of shape (..., n).
     boxes: floats of shape (..., n, 4).
-    max_output_size: how many indices are returned at most, a Python integer.
+    max_output_size: largest number of indices to return, a Python integer.
     iou_threshold: as in `nms`.
 
   Returns:
-    Indices of the kept boxes, best first, of shape (..., max_output_size) and filled
-    up with zeros, and how many of them there are, of shape (...).
+    Indices of the kept boxes, best first, of shape (..., max_output_size) and padded
+    with zeros; and the number of kept boxes, of shape (...).
 
   References:
     https://www.tensorflow.org/api_docs/python/tf/image/non_max_suppression_padded

@@ -7,7 +7,7 @@ def require_same_length(lists: Sequence[Sequence]) -> None:
   """Raise torch's error for lists of different lengths.
 
   Raises:
-    RuntimeError: a list is empty, or one has another length than the first.
+    RuntimeError: the first list is empty, or another differs from it in length.
   """
   lengths = [len(one) for one in lists]
   if not lengths[0]:

@@ -1,8 +1,8 @@
-"""Public names that lowerings are written with, and in-place and `out=` operations.
+"""Public names for authors of lowerings, and in-place and `out=` operations.
 
-The code of the names is in `ops/register.py` and `ops/promotion.py`. `InplaceOp` and
-`OutVariant` are for programs written for google/torchax: here these forms follow from
-the functional one by torch's schema.
+The names are defined in `ops/register.py` and `ops/promotion.py`. `InplaceOp` and
+`OutVariant` are for programs written for google/torchax; this package derives both
+forms from the functional one and torch's schema.
 """
 
 import torch
@@ -41,17 +41,16 @@ __all__ = [
 
 
 class InplaceOp:
-  """The in-place form of a functional operation on torchax tensors.
+  """In-place form of a functional operation on torchax tensors.
 
   In-place forms of ATen operations are derived; this is for functions of your own.
 
   Args:
     functional_op: a function of tensors, or of arrays if `is_jax_func`, that returns
-      one result; its other arguments are passed on.
-    replace: the tensor takes the result as it is, in its shape and dtype. Otherwise
-      the result is copied into it: broadcast, cast, and written through if it is a
-      view.
-    position_to_mutate: the place of the tensor that is written to.
+      one result; other arguments are passed on.
+    replace: give the tensor the shape and dtype of the result. Otherwise the result
+      is copied into the tensor: broadcast, cast, and written through a view.
+    position_to_mutate: position of the written tensor among the arguments.
     is_jax_func: see `functional_op`.
 
   >>> double_ = InplaceOp(lambda x: x * 2)
@@ -66,7 +65,7 @@ class InplaceOp:
     self.is_jax_func = is_jax_func
 
   def __call__(self, *args, **kwargs):
-    """Runs the operation and gives back the tensor that was written to."""
+    """Run the operation and return the tensor that was written to."""
     target = args[self.position_to_mutate]
     if not isinstance(target, Tensor):
       raise TypeError(
@@ -84,7 +83,7 @@ class InplaceOp:
 
 
 class OutVariant:
-  """The `out=` form of a functional operation on torchax tensors.
+  """Form with `out=` of a functional operation on torchax tensors.
 
   Args:
     functional_op: a function of tensors that returns a tensor, or several.
@@ -96,7 +95,7 @@ class OutVariant:
     self.functional = functional_op
 
   def __call__(self, *args, out, **kwargs):
-    """Runs the operation and writes its results to `out`, which is given back.
+    """Run the operation, write its results to `out` and return `out`.
 
     Raises:
       RuntimeError: the dtype of an output cannot hold its result.

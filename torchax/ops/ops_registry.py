@@ -1,4 +1,4 @@
-"""Public name of `registry/operators.py`: operators, and what runs for them."""
+"""Public name of `registry/operators.py`: operators and their implementations."""
 
 from torchax.registry.operators import (
   Operator,

@@ -1,6 +1,7 @@
-"""The dtypes that torch computes in: promotion of operands, and half precision.
+"""Dtypes that torch computes in: promotion of operands, and half precision.
 
-Operands are arrays, 0-d arrays and Python numbers.
+Lowerings call these functions with arrays, 0-d arrays and Python numbers. Conversions
+with torch's rounding are in `casting.py`.
 """
 
 import functools
@@ -19,7 +20,7 @@ from torchax.types import JaxCallable, JaxValue, P, R
 
 
 def default_float() -> jnp.dtype:
-  """The JAX form of torch's default dtype."""
+  """Return torch's default dtype as a JAX dtype."""
   return mappings.t2j_dtype(torch.get_default_dtype())
 
 
@@ -48,7 +49,7 @@ def _number_dtype(value) -> jnp.dtype:
 
 
 def _category(dtype) -> int:
-  """Bool, integer, floating, complex: the order in which promotion decides."""
+  """Rank a dtype by torch's order: none, bool, integer, floating, complex."""
   if dtype is None:
     return -1
   if dtype == jnp.bool_:
@@ -63,16 +64,16 @@ _FLOAT8 = frozenset(
   for dtype, jax_dtype in mappings.TORCH_DTYPE_TO_JAX.items()
   if "float8" in str(dtype)
 )
-# torch has these dtypes for storage, and promotes them with floats alone.
+# torch has these dtypes for storage; it promotes them with floats only.
 _WIDE_UNSIGNED = frozenset(map(jnp.dtype, ("uint16", "uint32", "uint64")))
 
 
 def _join(left, right):
-  """The common dtype of two operands of one group.
+  """Return the common dtype of two operands of one group.
 
   Raises:
-    RuntimeError: torch promotes neither 8-bit floats nor, beside another dtype that
-      is no float, uint16, uint32 and uint64.
+    RuntimeError: torch does not promote 8-bit floats. It promotes uint16, uint32 and
+      uint64 with floats only.
   """
   if left == right:
     return left
@@ -86,7 +87,10 @@ def _join(left, right):
 
 
 def _combine(higher, lower):
-  """A lower group (0-d, numbers) decides only by being of a higher category."""
+  """Combine the dtypes of two groups: arrays before 0-d arrays before numbers.
+
+  The lower group matters only if its category is higher.
+  """
   if higher is None:
     return lower
   if lower is None or _category(higher) >= _category(lower):
@@ -97,7 +101,7 @@ def _combine(higher, lower):
 
 
 def result_dtype(*values) -> jnp.dtype:
-  """torch's promoted dtype of arrays, 0-d arrays and Python numbers.
+  """Return torch's promoted dtype of arrays, 0-d arrays and Python numbers.
 
   Arrays with dimensions decide first, then 0-d arrays, then numbers
   (https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch-dtype).
@@ -119,20 +123,20 @@ def result_dtype(*values) -> jnp.dtype:
 
 
 def promote(*values) -> list[jax.Array]:
-  """The values as arrays of their `result_dtype`; shapes are left to broadcasting."""
+  """Convert the values to arrays of their `result_dtype`, without broadcasting."""
   dtype = result_dtype(*values)
   return [convert(value, dtype) for value in values]
 
 
 def to_float(value: jax.Array) -> jax.Array:
-  """Integers and bools in torch's default dtype; floats and complex unchanged."""
+  """Convert integers and bools to torch's default dtype; keep floats and complex."""
   if _category(jnp.dtype(value.dtype)) < 2:
     return convert(value, default_float())
   return value
 
 
 def is_exact(value) -> bool:
-  """Integer or bool."""
+  """Return True for integers and bools."""
   return not jnp.issubdtype(jnp.result_type(value), jnp.inexact)
 
 
@@ -143,21 +147,21 @@ HALVES = frozenset({jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)})
 
 
 def is_tensor(value) -> bool:
-  """An array that stands for a tensor, not for a Python number or a dtype."""
+  """Return True for the array of a tensor, False for a number or a dtype."""
   return hasattr(value, "shape") and not getattr(value, "weak_type", False)
 
 
 def widen(value):
-  """Half-precision arrays as float32; everything else as it is."""
+  """Convert a half-precision array to float32; return any other value unchanged."""
   if is_tensor(value) and value.dtype in HALVES:
     return value.astype(jnp.float32)
   return value
 
 
 def in_opmath(lowering: Callable) -> Callable:
-  """Makes a floating-point lowering compute halves in float32.
+  """Make a floating-point lowering compute half precision in float32.
 
-  Its results come back in the promoted dtype of its tensors.
+  Its results are converted to the promoted dtype of its tensors.
 
   Raises:
     NotImplementedError: all tensors are integers, as in torch.
@@ -179,7 +183,10 @@ def in_opmath(lowering: Callable) -> Callable:
 
 
 def in_float32(function):
-  """Computes half precision in float32 and rounds once, as torch's CPU kernels do."""
+  """Make a function compute half precision in float32 and round once.
+
+  torch's CPU kernels do the same.
+  """
 
   @functools.wraps(function)
   def with_wide_operands(*arrays):
@@ -192,13 +199,13 @@ def in_float32(function):
   return with_wide_operands
 
 
-# --- Decorators of upstream ---------------------------------------------------------
+# --- Decorators of google/torchax ---------------------------------------------------
 
 
 def promote_int_input(
   f: Callable[Concatenate[jax.Array, P], R],
 ) -> Callable[Concatenate[jax.Array, P], R]:
-  """Makes a lowering whose first argument may be an integer array compute in floats."""
+  """Make a lowering convert an integer first argument to floats."""
 
   @functools.wraps(f)
   def with_float_input(x: jax.Array, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -208,10 +215,10 @@ def promote_int_input(
 
 
 def convert_dtype(use_default_dtype: bool = True) -> Callable:
-  """Turns the keyword argument `dtype` of a lowering into a JAX dtype.
+  """Make a decorator that converts the argument `dtype` to a JAX dtype.
 
   Args:
-    use_default_dtype: pass torch's default dtype when there is none.
+    use_default_dtype: pass torch's default dtype if `dtype` is missing.
   """
 
   def decorate(func: JaxCallable) -> JaxCallable:
@@ -230,7 +237,7 @@ def convert_dtype(use_default_dtype: bool = True) -> Callable:
 def maybe_convert_constant_dtype(
   val: JaxValue | None, dtype: np.dtype | None
 ) -> JaxValue | None:
-  """A 0-d array or number in the given dtype; anything else as it is."""
+  """Convert a 0-d array or a number to the dtype; return any other value unchanged."""
   if val is None or dtype is None:
     return val
   if isinstance(val, jax.Array) and val.ndim == 0:
@@ -245,5 +252,5 @@ def foreach_loop(
   fn: Callable[[jax.Array, jax.Array], jax.Array],
   init_val=0.0,
 ) -> jax.Array:
-  """Folds `fn(carry, element)` over the first axis of `seq`, as one `lax.fori_loop`."""
+  """Fold `fn(carry, element)` over the first axis of `seq`, in one `lax.fori_loop`."""
   return lax.fori_loop(0, len(seq), lambda i, carry: fn(carry, seq[i]), init_val)

@@ -1,4 +1,4 @@
-"""The `op` decorator, which registers a lowering.
+"""Decorator `op`, which registers a lowering.
 
 A lowering is a pure JAX function with the ATen signature:
 
@@ -6,13 +6,13 @@ A lowering is a pure JAX function with the ATen signature:
   def _aten_roll(self, shifts, dims=()):
     return jnp.roll(self, shifts, axis=dims or None)
 
-Tensors arrive as arrays, lists of integers as tuples, dtypes as torch dtypes, numbers
-as Python numbers unless `dynamic` names the argument. (In the library's own lowerings,
-which take `op` from `builtin.py`, those in Tensor, Scalar and float places arrive as
-weakly typed scalars that may be traced, unless `static` names the argument.) The
-arguments `device`, `layout`, `pin_memory`, `memory_format` and `non_blocking` never
-arrive. The in-place form (`aten.relu_`) and the `out=` form follow from the functional
-one by torch's schema.
+The decorator converts the arguments. Tensors become arrays, lists of integers become
+tuples, dtypes stay torch dtypes. Numbers stay Python numbers unless `dynamic` names the
+argument. The library's own lowerings take `op` from `builtin.py`: there a number for a
+parameter of type Tensor, Scalar or float becomes a weakly typed scalar, which may be
+traced, unless `static` names the argument. `device`, `layout`, `pin_memory`,
+`memory_format` and `non_blocking` are dropped. The in-place form (`aten.relu_`) and the
+`out=` form are derived from the functional one and torch's schema.
 """
 
 from collections.abc import Callable
@@ -30,29 +30,29 @@ def op(
   is_builtin: bool = False,
   **options,
 ) -> Callable:
-  """Registers the decorated function as the lowering of one or more operations.
+  """Register the decorated function as the lowering of one or more operations.
 
-  It replaces a lowering that exists.
+  It replaces an existing lowering.
 
   Args:
     *aten: overloads, or packets for all functional overloads of a name.
-    kind: what the function consumes; by default follows from the three flags,
-      which are those of upstream.
-    is_jax_function: it takes arrays (default) instead of tensors.
-    needs_env: it takes the environment as `env=`.
-    is_view_op: it sees views as such.
-    is_user_defined: it is meant to replace what exists, which is then no warning.
-    is_builtin: it is one of the library's own; see `registry/operators.py`.
-    **options: fields of the groups of an operator, `Numbers` (`static=`, `dynamic=`,
-      …), `Checks` (`check=`, `rules=`, …), `Draw` and `Execution` (`compiled=`, …):
-      see these classes in `registry/operators.py`.
+    kind: the kind of arguments that the function takes; by default it follows from
+      the next three flags, which google/torchax also has.
+    is_jax_function: the function takes arrays (default) instead of tensors.
+    needs_env: the function takes the environment as `env=`.
+    is_view_op: the function receives views as views.
+    is_user_defined: the function is meant to replace an existing one; do not warn.
+    is_builtin: the lowering is the library's own; see `registry/operators.py`.
+    **options: fields of an operator's `Numbers` (`static=`, `dynamic=`, …), `Checks`
+      (`check=`, `rules=`, …), `Draw` and `Execution` (`compiled=`, …); these classes
+      are in `registry/operators.py`.
 
   Raises:
-    TypeError: an option has another name.
-    ValueError: it is built in, and so is a lowering that the operation already has.
+    TypeError: an option is unknown.
+    ValueError: the lowering and the one that it replaces are both built in.
 
   Warns:
-    UserWarning: it replaces a lowering, and comes from code outside of the library.
+    UserWarning: code outside of the library replaces a lowering.
   """
 
   return registering(
