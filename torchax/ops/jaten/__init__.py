@@ -1,4 +1,7 @@
-"""Lowerings of ATen operations, a file a theme. Importing this registers them all."""
+"""Lowerings of ATen operations, one file per theme; importing this registers them all.
+
+Files that start with `_` hold helpers and register nothing.
+"""
 
 import functools
 import importlib
@@ -28,7 +31,7 @@ __all__ = [
 
 @functools.cache
 def _mutations() -> dict:
-  """In-place packets of ATen, each with the packet of its functional form."""
+  """Map each in-place packet of ATen to the packet of its functional form."""
   found = {}
   for packet in torch_compat.aten_packets():
     for overload in [getattr(packet, name) for name in packet.overloads()]:
@@ -39,7 +42,7 @@ def _mutations() -> dict:
 
 
 def _random_mutations() -> set:
-  """The in-place packets that draw numbers, from a stream of the environment."""
+  """Return the in-place packets that draw random numbers."""
   return {
     packet
     for packet in _mutations()
@@ -48,13 +51,12 @@ def _random_mutations() -> set:
 
 
 def __getattr__(name: str):
-  """A lowering or helper by its name, as `jaten._aten_silu`.
+  """Return a lowering or helper by its name, such as `jaten._aten_silu`.
 
-  It takes arrays, and the arguments that upstream's takes, in their order. A sampler
-  draws its key by itself.
+  A lowering takes arrays, and its arguments have upstream's order. A sampler draws its
+  own key.
   """
-  # torch's schemas say both; looking at all of them takes a moment, so it is not done
-  # on import.
+  # Computed on request: reading all of torch's schemas would slow down the import.
   if name == "mutation_ops_to_functional":
     return _mutations()
   if name == "mutation_needs_env":

@@ -1,6 +1,7 @@
-"""Sizes, dimensions and dtypes that torch refuses, in torch's words.
+"""Checks of sizes, dimensions and dtypes that raise torch's errors.
 
-JAX says something else, or takes them. Sizes that are symbols of an export pass.
+Lowerings call them where JAX accepts the argument or raises another error. They do
+not check symbolic sizes, which occur during export.
 """
 
 import jax
@@ -13,7 +14,7 @@ def _is_negative(number) -> bool:
 
 
 def require_size(size) -> None:
-  """Raises RuntimeError for a size with a negative number."""
+  """Raise RuntimeError for a size with a negative number."""
   if any(map(_is_negative, size)):
     negative = next(filter(_is_negative, size))
     raise RuntimeError(
@@ -22,13 +23,13 @@ def require_size(size) -> None:
 
 
 def require_count(name: str, number) -> None:
-  """Raises RuntimeError for a negative number of rows, columns, … of that name."""
+  """Raise RuntimeError if the argument `name`, a number of rows or so, is negative."""
   if _is_negative(number):
     raise RuntimeError(f"{name} must be greater or equal to 0, got {number}")
 
 
 def dim_of(dim: int, ndim: int) -> int:
-  """A dimension as a number from 0; a tensor without dimensions has the one 0.
+  """Return `dim` counted from the front; a 0-d tensor has dimension 0.
 
   Raises:
     IndexError: the tensor has no such dimension.
@@ -43,7 +44,7 @@ def dim_of(dim: int, ndim: int) -> int:
 
 
 def require_one_dtype(name: str, *arrays) -> None:
-  """Raises RuntimeError unless all arrays are of the dtype of the first one."""
+  """Raise RuntimeError unless all arrays have the same dtype."""
   dtypes = [array.dtype for array in arrays]
   if any(dtype != dtypes[0] for dtype in dtypes):
     raise RuntimeError(
@@ -53,7 +54,7 @@ def require_one_dtype(name: str, *arrays) -> None:
 
 
 def require_no_bool(name: str, *arrays) -> None:
-  """Raises NotImplementedError, a RuntimeError, for bools."""
+  """Raise NotImplementedError, a RuntimeError, if an array is bool."""
   if any(array.dtype == bool for array in arrays):
     raise NotImplementedError(
       f"{name} does not support bool input: convert it with `.int()`."
@@ -61,17 +62,17 @@ def require_no_bool(name: str, *arrays) -> None:
 
 
 def require_inexact(name: str, *arrays) -> None:
-  """Raises RuntimeError unless there is a float or a complex number among them."""
+  """Raise RuntimeError unless the arrays promote to a float or complex dtype."""
   if not jnp.issubdtype(jnp.result_type(*arrays), jnp.inexact):
     dtypes = " and ".join(str(array.dtype) for array in arrays)
     raise RuntimeError(f"{name} expects floating-point numbers, but got {dtypes}.")
 
 
 def factor_in(dtype, factor) -> jax.Array:
-  """A factor in the dtype of what it multiplies; beside integers it is truncated.
+  """Convert a factor to the dtype of the array it multiplies; integers truncate it.
 
   Raises:
-    RuntimeError: it is complex, and the dtype is not.
+    RuntimeError: the factor is complex and `dtype` is not.
   """
   if jnp.iscomplexobj(factor) and not jnp.issubdtype(dtype, jnp.complexfloating):
     raise RuntimeError(
@@ -82,7 +83,7 @@ def factor_in(dtype, factor) -> jax.Array:
 
 
 def expand_sizes(values: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
-  """One value for each of `rank` spatial dimensions: torch accepts one for all."""
+  """Return one value per spatial dimension; torch also accepts one for all."""
   if isinstance(values, int):
     return (values,) * rank
   return tuple(values) * rank if len(values) == 1 else tuple(values)

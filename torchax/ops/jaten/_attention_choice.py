@@ -1,45 +1,46 @@
-"""Which form of attention a call takes: a function of where it runs and of its shapes.
+"""Choice of the attention implementation, from the platform and the shapes of a call.
 
-Nothing here looks at a device. The forms:
+`functions/attention.py` calls it; nothing here queries a device. The implementations:
 
-  - "plain": all scores at once (`attention.py`); takes everything, everywhere.
-  - "cudnn": cuDNN's flash attention, by `jax.nn.dot_product_attention`.
-  - "pallas": the flash attention for TPUs that comes with JAX.
-  - "blockwise": a block of keys at a time (`_blockwise_attention.py`), on any device.
+  - "plain": all scores at once (`attention.py`); supports every call on any device.
+  - "cudnn": cuDNN's flash attention, through `jax.nn.dot_product_attention`.
+  - "pallas": JAX's flash attention for TPUs.
+  - "blockwise": one block of keys at a time (`_blockwise_attention.py`), on any device.
 
-The kernels know no dropout that draws what the other devices draw. With dropout, what
-would take a kernel is blockwise.
+The dropout of the kernels draws other numbers than the plain form. Therefore a call
+with dropout that would use a kernel is blockwise.
 """
 
 import dataclasses
 
 PLAIN, CUDNN, PALLAS, BLOCKWISE = "plain", "cudnn", "pallas", "blockwise"
 
-AUTO, FLASH = "auto", "flash"  # beside two of these, wishes of `Configuration`
+# With "plain" and "blockwise", the values of the attention option of `Configuration`.
+AUTO, FLASH = "auto", "flash"
 
 LONG = 1024**2
-"""Scores of a head from which on other forms than cuDNN's are taken by themselves.
+"""Least number of scores per head for "pallas" or "blockwise" to be chosen by "auto".
 
-Below, they fit in few megabytes. It has not been measured on an accelerator.
+Fewer scores fit in a few megabytes. The value is not measured on an accelerator.
 """
 
 _HALVES = ("bfloat16", "float16")
 _FLOATS = (*_HALVES, "float32", "float64")
-# The kernel for TPUs works on blocks of so many positions.
+# Positions per block of the TPU kernel.
 _TPU_BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where a program runs.
+  """Platform and transformations that a program is compiled for.
 
   Attributes:
     platform: "cpu", "cuda", "rocm" or "tpu".
-    capability: of a CUDA device.
-    is_divided: XLA may divide the program among devices.
-    is_typed: inside of a `shard_map` that checks along which axes arrays differ.
-    is_mapped: inside of a `vmap`.
-    has_x64: JAX's types of 64 bits are on.
+    capability: compute capability of a CUDA device.
+    is_divided: XLA may partition the program over devices.
+    is_typed: inside a `shard_map` that tracks the mesh axes along which arrays vary.
+    is_mapped: inside a `vmap`.
+    has_x64: JAX's x64 mode is on.
   """
 
   platform: str = "cpu"
@@ -52,16 +53,16 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """The arguments of attention, as far as a choice looks at them.
+  """Properties of an attention call that decide the implementation.
 
   Attributes:
     query, key, value: shapes.
-    dtypes: names of the dtypes of these three.
-    mask: the shape of the mask; None without one.
-    mask_dtype: its name.
-    drops: there is dropout, of some of the weights but not all.
-    has_positions: what is kept can be drawn by position.
-    is_causal, enable_gqa: as given.
+    dtypes: names of the dtypes of query, key and value.
+    mask: shape of the mask; None without one.
+    mask_dtype: name of the mask's dtype.
+    drops: the dropout probability is strictly between 0 and 1.
+    has_positions: the dropout mask can be drawn by position.
+    is_causal, enable_gqa: arguments of the call.
   """
 
   query: tuple[int, ...]
@@ -77,18 +78,18 @@ class Call:
 
   @property
   def scores(self) -> int:
-    """How many scores a head has."""
+    """Number of scores per head."""
     return self.query[-2] * self.key[-2]
 
 
 def choose(place: Place, call: Call, wish: str = AUTO) -> str:
-  """The name of the form that a call takes.
+  """Return the name of the implementation for a call.
 
   Args:
-    place: where the program runs.
-    call: its arguments; those that are refused are plain, where an error says why.
-    wish: "auto"; "flash", kernels also in programs that XLA may divide; "plain"; or
-      "blockwise", wherever that form can be taken.
+    place: platform of the program.
+    call: properties of the call; invalid ones are "plain", which raises the error.
+    wish: "auto"; "flash" to use kernels also in programs that XLA may partition;
+      "plain"; or "blockwise" to use it wherever it is supported.
   """
   if wish == PLAIN or not _is_regular(call):
     return PLAIN
@@ -108,10 +109,10 @@ def choose(place: Place, call: Call, wish: str = AUTO) -> str:
 
 
 def _is_regular(call: Call) -> bool:
-  """True for tensors (…, heads, positions, features) that need no broadcasting."""
+  """Return True if (…, heads, positions, features) need no broadcasting."""
   query, key, value = call.query, call.key, call.value
   if not all(isinstance(size, int) for size in (*query, *key, *value)):
-    return False  # the sizes of an exported program may be symbols
+    return False  # sizes of an exported program may be symbolic
   if not 3 <= len(query) == len(key) == len(value) or 0 in (*query, *key, *value):
     return False
   if len(set(call.dtypes)) != 1 or call.dtypes[0] not in _FLOATS:
@@ -126,7 +127,7 @@ def _is_regular(call: Call) -> bool:
 
 
 def _is_mask(call: Call) -> bool:
-  """True for a mask that broadcasts to the scores."""
+  """Return True if the mask broadcasts to the scores."""
   scores = (*call.query[:-1], call.key[-2])
   mask = call.mask or ()
   if len(mask) > len(scores):
@@ -139,9 +140,9 @@ def _is_long(call: Call) -> bool:
 
 
 def _takes_cudnn(place: Place, call: Call) -> bool:
-  """What `jax.nn.dot_product_attention(implementation="cudnn")` says that it takes.
+  """Check the limits of `jax.nn.dot_product_attention(implementation="cudnn")`.
 
-  A mask of floats is left out: as a bias of half precision it may hold infinities.
+  A float mask is excluded: as a half-precision bias it may hold infinities.
   """
   features = call.query[-1]
   most = 256 if place.capability >= (9, 0) else 128

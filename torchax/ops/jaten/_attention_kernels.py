@@ -1,7 +1,7 @@
-"""The flash attention that comes with JAX for GPUs and TPUs, in torch's layout.
+"""JAX's flash attention kernels for GPUs and TPUs, in torch's layout.
 
-`_attention_choice.py` says what each takes. Their derivatives are their own, of first
-order and in reverse mode.
+`_attention_choice.py` has the calls that each kernel supports. The kernels define
+their own derivatives: first order, reverse mode only.
 """
 
 import math
@@ -23,15 +23,15 @@ def attention(
   is_causal: bool = False,
   scale: float | None = None,
 ) -> jax.Array:
-  """Attention without dropout by a kernel, "cudnn" or "pallas".
+  """Compute attention without dropout by a kernel.
 
   Args:
     query: (…, heads, l, e).
-    key, value: (…, key heads, s, e), whose heads divide the query's.
-    attn_mask: bool, broadcastable to (…, heads, l, s), for "cudnn"; keeps where True.
-    kernel: which one.
+    key, value: (…, key heads, s, e); the number of key heads divides `heads`.
+    attn_mask: bool, broadcastable to (…, heads, l, s), for "cudnn" only; True attends.
+    kernel: "cudnn" or "pallas".
     is_causal: position i attends to the keys 0 … i.
-    scale: of the scores; by default 1 / sqrt(e).
+    scale: factor of the scores; by default 1 / sqrt(e).
 
   Returns:
     (…, heads, l, e) in the dtype of `query`.
@@ -51,7 +51,7 @@ def attention(
 
 
 def _as_batch(mask, query, key):
-  """A mask of shape (batch or 1, heads or 1, l, s)."""
+  """Return the mask with shape (batch or 1, heads or 1, l, s)."""
   if mask is None:
     return None
   mask = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
@@ -63,7 +63,7 @@ def _as_batch(mask, query, key):
 
 
 def _cudnn(query, key, value, mask, is_causal, scale):
-  """cuDNN's, whose layout is (batch, positions, heads, features)."""
+  # cuDNN's layout is (batch, positions, heads, features).
   output = jax.nn.dot_product_attention(
     *(array.swapaxes(1, 2) for array in (query, key, value)),
     mask=mask,
@@ -73,12 +73,12 @@ def _cudnn(query, key, value, mask, is_causal, scale):
   ).swapaxes(1, 2)
   if mask is None:
     return output
-  # A row that sees no key is zeros; the kernel gives it the mean of the values.
+  # A row without a visible key is zero; the kernel returns the mean of the values.
   return jnp.where(jnp.any(mask, axis=-1, keepdims=True), output, 0)
 
 
 def _pallas(query, key, value, is_causal, scale):
-  """The TPU's; each query head gets a key head of its own."""
+  """Run the TPU kernel, which needs one key head per query head."""
   group = query.shape[1] // key.shape[1]
   if group > 1:
     key, value = (jnp.repeat(array, group, axis=1) for array in (key, value))

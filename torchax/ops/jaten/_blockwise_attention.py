@@ -1,8 +1,8 @@
-"""Attention a block of keys at a time: memory grows with the length, not its square.
+"""Attention over one block of keys at a time, with memory linear in the length.
 
-The softmax is summed up over the blocks; the backward pass computes the weights again
-from the logarithm of each row's sum. What dropout keeps is drawn block by block too, by
-position (`rng/units.py`): the mask is that of `attention.py`, and never there as a
+The softmax accumulates over the blocks. The backward pass recomputes the weights from
+the logarithm of each row's sum. The dropout mask is drawn by position
+(`rng/units.py`): each block draws its part of the mask that `attention.py` draws as a
 whole.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018),
@@ -24,19 +24,19 @@ from torchax.ops.promotion import HALVES
 from torchax.rng import units
 
 BLOCK = 512
-"""Keys in a block."""
+"""Keys per block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-  """What a program is compiled for.
+  """Static parameters of the computation.
 
   Attributes:
-    is_causal: row i sees the keys 0 … i.
-    rows: queries of one head; those of grouped heads follow one another.
-    keys: how many there are; the last block is filled up.
-    block: keys in a block.
-    drops: whether there is dropout.
+    is_causal: row i attends to the keys 0 … i.
+    rows: queries per head; grouped heads are consecutive rows of one product.
+    keys: number of keys, without the padding of the last block.
+    block: keys per block.
+    drops: apply dropout.
   """
 
   is_causal: bool
@@ -47,7 +47,7 @@ class _Form:
 
 
 class _Rest(NamedTuple):
-  """Operands without a gradient; see `attention`."""
+  """Operands without a gradient; `attention` documents them."""
 
   mask: jax.Array | None
   words: jax.Array | None
@@ -70,19 +70,19 @@ def attention(
   scale: float | jax.Array | None = None,
   block: int = BLOCK,
 ) -> jax.Array:
-  """What `attention.scaled_dot_product_attention` computes, in blocks of keys.
+  """Compute `attention.scaled_dot_product_attention` in blocks of keys.
 
   Args:
     query: (…, heads, l, e).
-    key: (…, key heads, s, e), whose heads divide the query's.
+    key: (…, key heads, s, e); the number of key heads divides `heads`.
     value: (…, key heads, s, v), of the same dtype.
-    attn_mask: bool, broadcastable to (…, heads, l, s); keeps where True.
-    words: of the key of the draw that decides what is kept; None for everything.
+    attn_mask: bool, broadcastable to (…, heads, l, s); True attends.
+    words: data of the key that draws the dropout mask; None without dropout.
     high, low: `units.steps_below` of the probability to keep.
-    survivor_scale: what survivors are multiplied by.
+    survivor_scale: factor of the weights that survive dropout.
     is_causal: position i attends to the keys 0 … i.
-    scale: of the scores; by default 1 / sqrt(e).
-    block: keys in a block.
+    scale: factor of the scores; by default 1 / sqrt(e).
+    block: keys per block.
 
   Returns:
     (…, heads, l, v) in the dtype of `query`.
@@ -120,7 +120,7 @@ def _filled_up(array, missing: int, axis: int):
 
 
 def _product(pattern: str, left, right):
-  """A product of matrices, summed up in float32 at least."""
+  """Multiply matrices, accumulating in float32 or wider."""
   wide = jnp.float32 if left.dtype in HALVES else left.dtype
   return jnp.einsum(pattern, left, right, preferred_element_type=wide)
 
@@ -130,7 +130,7 @@ def _block_of(form: _Form, array, start, axis: int):
 
 
 def _scores(form: _Form, query, key, start, rest: _Rest):
-  """The scores of a block; -inf where a row does not see a key."""
+  """Return the scores of a block, with -inf for masked keys."""
   scores = _product("...re,...ke->...rk", query, key) * rest.scale
   columns = start + lax.broadcasted_iota(jnp.int32, scores.shape[-2:], 1)
   visible = columns < form.keys
@@ -150,7 +150,7 @@ def _scores(form: _Form, query, key, start, rest: _Rest):
 
 
 def _kept(form: _Form, weights, start, rest: _Rest):
-  """The weights that survive dropout, not scaled yet; zeros for the others."""
+  """Zero the weights that dropout removes; the caller scales the others."""
   if not form.drops:
     return weights
   rows = lax.iota(jnp.uint32, math.prod(weights.shape[:-1]))
@@ -174,14 +174,14 @@ def _attend(form: _Form, query, key, value, rest: _Rest):
 
 
 def _forward(form: _Form, query, key, value, rest: _Rest):
-  """The output, and what the backward pass needs."""
+  """Return the output and the residuals of the backward pass."""
   wide = jnp.float32 if query.dtype in HALVES else query.dtype
 
   def turn(so_far, start):
     peak, total, output = so_far
     scores = _scores(form, query, _block_of(form, key, start, -2), start, rest)
     higher = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
-    # Of a row that has seen no key yet.
+    # Finite also for a row whose keys are all masked so far: no inf - inf.
     base = jnp.where(higher == -jnp.inf, 0, higher)
     weights, before = jnp.exp(scores - base), jnp.exp(peak - base)
     total = total * before + jnp.sum(weights, axis=-1, keepdims=True)
@@ -198,8 +198,8 @@ def _forward(form: _Form, query, key, value, rest: _Rest):
   total = jnp.where(total == 0, 1, total)
   output = output * (rest.survivor_scale / total)
   logarithm = jnp.where(peak == -jnp.inf, 0, peak) + jnp.log(total)
-  # Kept as it is: the gradient of a row with one large weight is a difference in which
-  # a rounded output would be all that is left.
+  # The residual is not rounded to `query.dtype`: the gradient of a row with one large
+  # weight is a small difference, which the rounding error of the output would exceed.
   return output.astype(query.dtype), (query, key, value, rest, output, logarithm)
 
 
@@ -229,7 +229,7 @@ def _backward(form: _Form, residuals, grad):
 
 
 def _joined(blocks):
-  """(blocks, …, keys of one, features) as (…, keys, features)."""
+  """Reshape (blocks, …, keys per block, features) to (…, keys, features)."""
   joined = jnp.moveaxis(blocks, 0, -3)
   return joined.reshape(*joined.shape[:-3], -1, joined.shape[-1])
 

@@ -1,9 +1,9 @@
-"""What becomes of numbers before they are operands of a compiled lowering.
+"""Preparation of Python numbers before they become operands of a compiled lowering.
 
-Each function takes the arguments of an operation by name and changes them. It looks at
-numbers alone: tensors of any dtype and shape follow. A number whose value leads to code
-of its own becomes a `StaticValue`, of which there are few; one that is computed with is
-computed on the host, in Python's precision.
+The functions are the `prepare=` of lowerings: each takes the arguments by name and
+changes them in place. It reads numbers only, never tensors. A number that selects a
+code path becomes a `StaticValue`; few values may do so, since each compiles a program.
+Other numbers are transformed on the host, in Python's precision.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torchax.core.static_values import StaticValue
 from torchax.rng import units
 
-# Of these a program may be made; others share one.
+# Each of these may have its own program; all other probabilities share one.
 _PLAIN_PROBABILITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -21,12 +21,12 @@ def _is_real(value) -> bool:
 
 
 def probability(name: str, is_kept: bool = False, scales: bool = False) -> Callable:
-  """Makes a probability the `units.steps_below` of what a mask is drawn with.
+  """Replace a probability by the `units.steps_below` that its mask is drawn with.
 
   Args:
-    name: of the argument. Where it is no number it stays as it is.
-    is_kept: it is the probability of True; otherwise of False.
-    scales: what is kept is divided by the probability to keep: (steps, scale).
+    name: name of the argument; a value other than a number stays unchanged.
+    is_kept: the argument is the probability of True; otherwise of False.
+    scales: replace it by (steps, 1 / probability to keep), for lowerings that scale.
   """
 
   def prepare(given: dict) -> None:
@@ -44,11 +44,11 @@ def probability(name: str, is_kept: bool = False, scales: bool = False) -> Calla
 
 
 def integers(low: str, high: str) -> Callable:
-  """Makes the upper bound of a range of integers a (low, span) for `integers_from`.
+  """Replace the upper bound of an integer range by (low, span) for `integers_from`.
 
   Args:
-    low, high: names of the bounds; without a lower one it is 0, and where the upper one
-      is no number, or there are none between, both stay as they are.
+    low, high: names of the bounds. A missing lower bound is 0. If a bound is not an
+      integer, or the range is empty, both stay unchanged.
   """
 
   def prepare(given: dict) -> None:
@@ -62,9 +62,9 @@ def integers(low: str, high: str) -> Callable:
 
 
 def range_operands(low: int, high: int) -> tuple:
-  """`low` and `span` for `samplers.integers_from`; numbers if 32 bits hold them.
+  """Return `low` and `span` for `samplers.integers_from`, as numbers if 32 bits do.
 
-  A span that is a power of two, or more than 2**32, has code of its own.
+  A span above 2**32 or equal to a power of two is static: it selects a code path.
   """
   span = high - low
   return (
@@ -76,15 +76,15 @@ def range_operands(low: int, high: int) -> tuple:
 
 
 def as_they_are(given: dict) -> None:
-  """Changes nothing: each number that is named `static` is an operand as it is."""
+  """Change nothing, so that numbers named in `static=` become operands."""
 
 
 def static_if(name: str, *, is_static: Callable[[float], bool]) -> Callable:
-  """Makes a number static where a function says so of its value.
+  """Make a number static if `is_static(number)` is true.
 
   Args:
-    name: of the argument.
-    is_static: `number -> bool`; what is no number stays as it is.
+    name: name of the argument; a value other than a number stays unchanged.
+    is_static: `number -> bool`.
   """
 
   def prepare(given: dict) -> None:
@@ -95,13 +95,13 @@ def static_if(name: str, *, is_static: Callable[[float], bool]) -> Callable:
   return prepare
 
 
-# Exponents of products and roots, and integers that JAX's powers of integers hold.
+# Exponents computed by products and roots; range of `_integer_power`'s exponents.
 _SIMPLE_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)
 _EXPONENTS = range(2**31)
 
 
 def power(given: dict) -> None:
-  """Makes an exponent static that has code of its own, or that integers refuse."""
+  """Make an exponent static if it selects a code path or integers do not accept it."""
   exponent = given["exponent"]
   is_far = type(exponent) is int and exponent not in _EXPONENTS
   if not _is_real(exponent) or exponent in _SIMPLE_POWERS or is_far:
@@ -112,9 +112,9 @@ _PLAIN_ORDERS = (0, 1, 2)
 
 
 def norm_order(name: str) -> Callable:
-  """Makes the order of a norm a pair: the order, and one by it.
+  """Replace the order of a norm by the pair (order, 1 / order).
 
-  0, 1, 2 and the infinities have code of their own and stay what they are.
+  0, 1, 2 and the infinities select a code path and become static.
   """
 
   def prepare(given: dict) -> None:
@@ -128,9 +128,9 @@ def norm_order(name: str) -> Callable:
 
 
 def scales(names: tuple[str, ...]) -> Callable:
-  """Makes each scale of an image a pair: the scale, and one by it.
+  """Replace each scale of an image by the pair (scale, 1 / scale).
 
-  Whole numbers, and one by such, have code of their own: these follow from the sizes.
+  Integers and their reciprocals become static: the sizes decide them.
   """
 
   def prepare(given: dict) -> None:
@@ -145,5 +145,5 @@ def scales(names: tuple[str, ...]) -> Callable:
 
 
 def parts(order) -> tuple:
-  """An order of a norm or a scale, prepared or not, and one by it."""
+  """Return (order, 1 / order) of a norm's order or a scale, prepared or not."""
   return order if isinstance(order, tuple) else (order, 1.0 / order)

@@ -1,10 +1,11 @@
-"""Operations on numpy arrays, with the bits of the compiled lowerings.
+"""numpy implementations of operations, bitwise equal to the compiled lowerings.
 
-`core/numpy_fallback.py` runs them while shapes are new. Each has the arguments of its
-lowering, arrays and numbers as numpy arrays, and returns None for what it leaves to the
-program: large arrays, promotion between kinds, dtypes that numpy lacks. XLA's code for
-the CPU takes subnormal numbers as zero, so arithmetic leaves those to it too. Every
-other sum, product, quotient and root has one right rounding.
+`core/numpy_fallback.py` runs them while shapes are new, to save compilations. Each has
+the arguments of its lowering, with arrays and numbers as numpy arrays. It returns None
+for calls it leaves to the compiled program: large arrays, promotion between kinds, and
+dtypes that numpy lacks. Arithmetic leaves subnormal numbers to it too, because XLA
+flushes them to zero on the CPU. IEEE 754 defines every other sum, product, quotient and
+root.
 """
 
 import math
@@ -15,23 +16,23 @@ import numpy as np
 from torchax.core import mappings
 from torchax.ops.promotion import default_float
 
-# Elements of a result; numpy is as quick as a program for so few.
+# Largest result, in elements; up to it numpy is as fast as a compiled program.
 _MOST = 2**15
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 _BITS = {_FLOATS[0]: np.uint32, _FLOATS[1]: np.uint64}
-# Twice the bits of the smallest normal number, less two.
+# Largest value that `_has_subnormal` computes for a subnormal number.
 _MOST_SUBNORMAL = {np.uint32: 2**24 - 2, np.uint64: 2**53 - 2}
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
-# Kinds of numpy's own dtypes; those of ml_dtypes have others.
+# Kinds of numpy's own dtypes; ml_dtypes has others.
 _STANDARD = "biufc"
 
 
 def _pair(left, right):
-  """Return both in one dtype, float or integer; None where torch promotes further."""
+  """Return both in one float or integer dtype; None if torch promotes further."""
   if not (_is_small(left) and _is_small(right)):
     return None
   if left.dtype != right.dtype:
-    # Without dimensions, 64 bits may be a number's, which has no dtype to promote to.
+    # A 0-d array of 64 bits may be a Python number, which does not promote the other.
     if left.ndim == 0 and (right.ndim or right.dtype == np.float32):
       left = _scalar_as(left, right)
     elif right.ndim == 0:
@@ -46,9 +47,9 @@ def _is_small(value) -> bool:
 
 
 def _scalar_as(scalar, other):
-  """Return a number or 0-d array in the dtype of `other`, if it has a lower category.
+  """Convert a number or 0-d array to the dtype of `other`; None if it would promote.
 
-  Without JAX's x64 mode only Python's numbers have 64 bits.
+  Without JAX's x64 mode only Python numbers have 64 bits.
   """
   kinds = scalar.dtype.kind, other.dtype.kind
   is_number = scalar.dtype.itemsize == 8 and not jax.config.jax_enable_x64
@@ -64,17 +65,17 @@ def _scalar_as(scalar, other):
 
 
 def _has_subnormal(array) -> bool:
-  """Return True for a float array with numbers in [-tiny, tiny] other than zeros."""
+  """Return True for a float array with nonzero numbers in [-tiny, tiny]."""
   carrier = _BITS.get(array.dtype)
   if carrier is None or not array.size:
     return False
-  # Without the sign, less one: zeros wrap around and are largest.
+  # The shift drops the sign bit; the subtraction wraps zeros around to the maximum.
   bits = (array.view(carrier) << carrier(1)) - carrier(2)
   return np.minimum.reduce(bits, axis=None) <= _MOST_SUBNORMAL[carrier]
 
 
 def _exact(function, *arrays):
-  """Return the result of an operation of one rounding; None near subnormal numbers."""
+  """Run an operation of one rounding; return None if it meets subnormal numbers."""
   with np.errstate(all="ignore"):
     result = np.asarray(function(*arrays))
     is_subnormal = any(map(_has_subnormal, (result, *arrays)))
@@ -106,7 +107,7 @@ def _scaled(function):
 
 
 def _divided(self, other, rounding_mode=None):
-  """XLA multiplies by the reciprocal of a divisor that is broadcast."""
+  # XLA multiplies by the reciprocal of a divisor that is broadcast.
   is_alone = np.ndim(other) == np.ndim(self) and np.shape(other) == np.shape(self)
   return _quotient(self, other) if is_alone and rounding_mode is None else None
 
@@ -121,7 +122,7 @@ def _boolean(function):
 
 
 def power(self, exponent):
-  """Squares only."""
+  """Square an array; return None for other exponents."""
   is_square = type(exponent) in (int, float) and exponent == 2
   return _square(self) if is_square else None
 
@@ -157,7 +158,7 @@ POINTWISE = {
 
 
 def _converted(array, dtype):
-  """Return an array in a wider kind of numbers; None for any other conversion."""
+  """Convert an array to a wider kind of numbers; return None for other conversions."""
   dtype = np.dtype(dtype)
   if array.dtype == dtype:
     return array
@@ -167,26 +168,26 @@ def _converted(array, dtype):
 
 
 def to_copy(self, *, dtype=None):
-  """A copy, or a conversion that loses nothing but a rounding."""
+  """Copy an array, or convert it to a wider kind of numbers."""
   converted = self if dtype is None else _converted(self, mappings.t2j_dtype(dtype))
   return None if converted is None else np.array(converted)
 
 
 def copy(self, src):
-  """`src` broadcast to the shape of `self`."""
+  """Broadcast `src` to the shape of `self`."""
   converted = _converted(src, self.dtype)
   return None if converted is None else np.array(np.broadcast_to(converted, self.shape))
 
 
 def filled(size, value, dtype):
-  """An array of one number, which the dtype holds; of numpy's own dtypes."""
+  """Fill a small array of a numpy dtype with a number that the dtype holds."""
   dtype = np.dtype(dtype)
   is_few = math.prod(size) <= _MOST and min(size, default=0) >= 0
   return np.full(size, value, dtype) if is_few and dtype.kind in _STANDARD else None
 
 
 def of_size(value):
-  """A factory `(size)` of one number."""
+  """Return a factory `(size) -> array` filled with `value`."""
 
   def on_host(size, *layout, dtype=None):
     dtype = default_float() if dtype is None else mappings.t2j_dtype(dtype)
@@ -196,7 +197,7 @@ def of_size(value):
 
 
 def of_new_size(value):
-  """A factory `(self, size)` of one number."""
+  """Return a factory `(self, size) -> array` filled with `value`."""
 
   def on_host(self, size, *layout, dtype=None):
     dtype = self.dtype if dtype is None else mappings.t2j_dtype(dtype)
@@ -206,7 +207,7 @@ def of_new_size(value):
 
 
 def like(value):
-  """A factory `(self)` of one number."""
+  """Return a factory `(self) -> array` filled with `value`."""
 
   def on_host(self, *, dtype=None):
     return made(self, self.shape, dtype=dtype)
@@ -216,7 +217,7 @@ def like(value):
 
 
 def full_like(self, fill_value, *, dtype=None):
-  """An array of one number, in a shape and a dtype that are known."""
+  """Fill an array with a number, in the shape of `self`."""
   dtype = self.dtype if dtype is None else mappings.t2j_dtype(dtype)
   value = np.asarray(fill_value)
   if value.dtype != dtype:
@@ -225,26 +226,26 @@ def full_like(self, fill_value, *, dtype=None):
 
 
 def rows(weight, indices, *_ignored):
-  """Rows of a table; an index out of range is the program's matter."""
+  """Look up rows of a table; the program handles indices out of range."""
   if weight.ndim != 2 or not indices.size or indices.min() < 0:
     return None
   return weight[indices]
 
 
 def index(self, indices):
-  """Elements at places that index arrays say; masks have no program."""
+  """Index with integer arrays; calls with masks never get here."""
   return np.array(self[tuple(slice(None) if i is None else i for i in indices)])
 
 
 def index_select(self, dim, index):
-  """Rows along a dimension."""
+  """Take rows along a dimension."""
   if not self.ndim or not index.size or index.min() < 0:
     return None
   return np.take(self, index.reshape(-1), dim)
 
 
 def gather(self, dim, index, *, sparse_grad=False):
-  """Elements along a dimension."""
+  """Take elements along a dimension."""
   if not index.ndim or index.ndim != self.ndim or not index.size or index.min() < 0:
     return None
   axes = enumerate(index.shape)
@@ -253,7 +254,7 @@ def gather(self, dim, index, *, sparse_grad=False):
 
 
 def where(condition, self, other):
-  """Elements of one of two arrays of one dtype."""
+  """Choose elements from two arrays of one dtype."""
   if condition.dtype != np.bool_:
     return None
   are_arrays = isinstance(self, np.ndarray) and isinstance(other, np.ndarray)
@@ -264,7 +265,7 @@ def where(condition, self, other):
 
 
 def masked_fill(self, mask, value):
-  """A number where a mask is true."""
+  """Write a number where the mask is true."""
   pair = _pair(self, np.asarray(value))
   if pair is None or mask.dtype != np.bool_ or pair[0].dtype != self.dtype:
     return None
@@ -272,12 +273,12 @@ def masked_fill(self, mask, value):
 
 
 def flip(self, dims):
-  """The elements in the reverse order."""
+  """Reverse the elements along dimensions."""
   return np.array(np.flip(self, tuple(dims)))
 
 
 def slice_backward(grad_output, input_sizes, dim, start, end, step):
-  """Zeros around the elements of a slice."""
+  """Write the gradient of a slice into zeros."""
   result = filled(input_sizes, 0, grad_output.dtype)
   if result is not None:
     start, end = int(start), int(min(end, input_sizes[dim]))
@@ -287,7 +288,7 @@ def slice_backward(grad_output, input_sizes, dim, start, end, step):
 
 
 def select_backward(grad_output, input_sizes, dim, index):
-  """Zeros around a row."""
+  """Write the gradient of a row into zeros."""
   result = filled(input_sizes, 0, grad_output.dtype)
   if result is not None:
     result[(slice(None),) * (dim % len(input_sizes)) + (int(index),)] = grad_output

@@ -1,9 +1,9 @@
-"""What random operations refuse, as torch does: dtypes, ranges, numbers in tensors.
+"""Checks of the dtypes, ranges and parameters of random operations, as in torch.
 
-A number out of a distribution's domain is never drawn with. What the host knows is
-refused. The numbers of a tensor on the device would make every draw wait for it, so
-they give NaN instead; they are looked at only for a result whose dtype has no NaN, and
-outside of a trace. Inside one, such a result is `samplers.no_integer`.
+A parameter outside the domain of its distribution raises if the host knows its value.
+Reading a tensor on the device would make every draw wait, so such a parameter draws
+NaN. It is read only if the result's dtype has no NaN, outside a trace. Inside a trace
+that result is `samplers.no_integer`.
 """
 
 import jax
@@ -17,13 +17,13 @@ from torchax.core import mappings
 def require_float(
   name: str, dtype, complex_ok: bool = False, error: type = NotImplementedError
 ):
-  """Returns a JAX dtype if torch draws floating-point numbers of it, else raises.
+  """Return `dtype` if torch draws floating-point numbers of it; raise otherwise.
 
   Args:
     name: the operation, for the message.
     dtype: JAX dtype.
-    complex_ok: complex numbers are drawn, too.
-    error: what torch raises for other dtypes.
+    complex_ok: accept complex dtypes.
+    error: exception of torch for other dtypes.
   """
   if jnp.issubdtype(dtype, jnp.floating):
     if not _is_float8(dtype):
@@ -39,7 +39,7 @@ def _is_float8(dtype) -> bool:
 
 
 def require_real(name: str, dtype, bool_ok: bool = True):
-  """Returns a JAX dtype if torch fills it with whole numbers, else raises."""
+  """Return a JAX dtype if torch fills it with whole numbers; raise otherwise."""
   is_wide_unsigned = dtype in (jnp.uint16, jnp.uint32, jnp.uint64)
   is_bool = dtype == jnp.bool_
   is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
@@ -49,7 +49,7 @@ def require_real(name: str, dtype, bool_ok: bool = True):
 
 
 def require_size(size) -> None:
-  """Raises RuntimeError for a negative extent."""
+  """Raise RuntimeError for a negative size."""
   if any(extent < 0 for extent in size):
     raise RuntimeError(
       f"Trying to create tensor with negative dimension {min(size)}: {list(size)}"
@@ -57,11 +57,11 @@ def require_size(size) -> None:
 
 
 def known_values(value, looks: bool = False) -> np.ndarray | None:
-  """The numbers of a tensor, where the host may know them; else None.
+  """Return the numbers of a tensor if the host knows them, else None.
 
   Args:
-    value: a tensor on the CPU or on jax; anything else is not known.
-    looks: wait for the device, outside of a trace.
+    value: a tensor on the CPU or on jax; None is returned for anything else.
+    looks: wait for the device if outside a trace.
   """
   if not isinstance(value, torch.Tensor):
     return None
@@ -74,13 +74,13 @@ def known_values(value, looks: bool = False) -> np.ndarray | None:
 
 
 def require_values(value, is_allowed, message: str, looks: bool = False) -> None:
-  """Raises RuntimeError unless all numbers of a tensor that can be seen are allowed.
+  """Raise RuntimeError unless all known numbers of a tensor are allowed.
 
   Args:
     value: a tensor; anything else passes.
-    is_allowed: array -> array of bools; NaN should be False.
-    message: of the error.
-    looks: wait for the device, outside of a trace.
+    is_allowed: array -> array of bools; False for NaN.
+    message: message of the error.
+    looks: wait for the device if outside a trace.
   """
   numbers = known_values(value, looks)
   if numbers is not None and not is_allowed(numbers).all():
@@ -88,7 +88,7 @@ def require_values(value, is_allowed, message: str, looks: bool = False) -> None
 
 
 def require_std(std) -> None:
-  """Raises RuntimeError for a negative or complex standard deviation."""
+  """Raise RuntimeError for a negative or complex standard deviation."""
   if isinstance(std, torch.Tensor):
     if std.is_complex():
       raise RuntimeError("normal expects standard deviation to be non-complex")
@@ -99,12 +99,12 @@ def require_std(std) -> None:
 
 
 def require_probabilities(name: str, p, looks: bool) -> None:
-  """Raises RuntimeError for a probability, or one in a tensor, outside [0, 1].
+  """Raise RuntimeError for a probability outside [0, 1].
 
   Args:
     name: the operation, for the message.
     p: a number or a tensor.
-    looks: wait for the device, outside of a trace.
+    looks: wait for the device if outside a trace.
   """
   message = f"{name} expects p to be in [0, 1]"
   if isinstance(p, torch.Tensor):
@@ -122,7 +122,7 @@ def _limits(dtype) -> tuple[float, float]:
 
 
 def require_range(name: str, low: int, high: int, dtype: torch.dtype) -> None:
-  """Raises RuntimeError unless [low, high) is a range of whole numbers of a dtype."""
+  """Raise RuntimeError unless [low, high) is not empty and fits in the dtype."""
   if not low < high:
     raise RuntimeError(
       f"{name} expects 'from' to be less than 'to', but got from={low} >= to={high}."
@@ -133,7 +133,7 @@ def require_range(name: str, low: int, high: int, dtype: torch.dtype) -> None:
   if _is_float8(jax_dtype):
     raise NotImplementedError(f"{name} is not implemented for {jax_dtype}.")
   least, most = _limits(jax_dtype)
-  if not jnp.issubdtype(jax_dtype, jnp.integer):  # these are drawn as integers
+  if not jnp.issubdtype(jax_dtype, jnp.integer):  # drawn as int64, then converted
     widest = _limits(mappings.t2j_dtype(torch.int64))
     least, most = max(least, widest[0]), min(most, widest[1])
   if low < least or high - 1 > most:
@@ -144,7 +144,7 @@ def require_range(name: str, low: int, high: int, dtype: torch.dtype) -> None:
 
 
 def require_interval(low: float, high: float, dtype: torch.dtype) -> None:
-  """Raises RuntimeError unless low <= high are finite numbers of a dtype."""
+  """Raise RuntimeError unless low <= high are finite numbers of the dtype."""
   if dtype.is_floating_point:
     limits = torch.finfo(dtype)
     for name, bound in (("from", low), ("to", high)):
