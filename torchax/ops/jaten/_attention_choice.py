@@ -19,7 +19,7 @@ PLAIN, CUDNN, PALLAS, BLOCKWISE = "plain", "cudnn", "pallas", "blockwise"
 AUTO, FLASH = "auto", "flash"
 
 LONG = 1024**2
-"""Least number of scores per head for "pallas" or "blockwise" to be chosen by "auto".
+"""Least number of scores per head for "pallas" and, unless asked for, "blockwise".
 
 Fewer scores fit in a few megabytes. The value is not measured on an accelerator.
 """

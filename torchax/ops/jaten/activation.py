@@ -1,8 +1,8 @@
 """Activation functions, softmax, and their backward operations.
 
-Gradients at a kink are torch's in both worlds: in the `*_backward` operations, and
-where JAX differentiates the forward lowering; hence `where` in place of `maximum`,
-whose JAX gradient at a tie is one half. `sigmoid` and `tanh` are in `pointwise.py`.
+Gradients at a kink are torch's, both in the `*_backward` operations and where JAX
+differentiates the forward lowering. Hence `where` instead of `maximum`, whose gradient
+in JAX is one half at a tie. `sigmoid` and `tanh` are in `pointwise.py`.
 """
 
 import math
@@ -21,7 +21,7 @@ from torchax.registry.names import aten
 # Klambauer et al. 2017, "Self-Normalizing Neural Networks", equation 14.
 SELU_ALPHA = 1.6732632423543772848170429916717
 SELU_SCALE = 1.0507009873554804934193349852946
-# The cubic coefficient of the tanh approximation: Hendrycks & Gimpel 2016.
+# Cubic coefficient of the tanh approximation: Hendrycks & Gimpel 2016.
 GELU_CUBIC = 0.044715
 
 
@@ -34,7 +34,7 @@ def _relu6(self):
 
 
 def _axis(self, dim):
-  """`dim` counted from the front; None for a 0-d array, which is one element."""
+  """Return `dim` counted from the front; None for a 0-d array."""
   rank = max(self.ndim, 1)
   if not -rank <= dim < rank:
     raise IndexError(
@@ -92,7 +92,7 @@ def _aten_leaky_relu_backward(grad_output, self, negative_slope, self_is_result)
 @op(aten._prelu_kernel)
 @in_opmath
 def _aten__prelu_kernel(self, weight):
-  """`weight` broadcasts against `self`: `prelu` has reshaped it."""
+  """Apply PReLU; `prelu` reshaped `weight` to broadcast against `self`."""
   return jnp.where(self > 0, self, weight * self)
 
 
@@ -106,7 +106,7 @@ def _aten__prelu_kernel_backward(grad_output, self, weight):
 
 @op(aten.prelu)
 def _aten_prelu(self, weight):
-  """`weight` has one element, or one for each channel (dimension 1)."""
+  """Apply PReLU with one weight, or one per channel (dimension 1)."""
   if weight.size == 1 or self.ndim < 2:
     return _aten__prelu_kernel(self, weight.reshape((-1,) if self.ndim else ()))
   return _aten__prelu_kernel(self, weight.reshape((-1,) + (1,) * (self.ndim - 2)))
@@ -163,7 +163,7 @@ def _check_softshrink(self, lambd=0.5):
 @op(aten.softshrink, check=_check_softshrink)
 @in_opmath
 def _aten_softshrink(self, lambd=0.5):
-  # `self * 0` and not 0, so that NaN stays.
+  # `self * 0` instead of 0 propagates NaN.
   inside = self * 0
   return jnp.where(
     self > lambd, self - lambd, jnp.where(self < -lambd, self + lambd, inside)
@@ -180,7 +180,7 @@ def _aten_shrink_backward(grad_output, self, lambd):
 
 
 def _elu(self, alpha, scale, input_scale):
-  # The branch that is not taken must stay finite for JAX's gradient.
+  # The unselected branch must be finite: JAX's gradient multiplies it by 0.
   negative = jnp.where(self > 0, 0, self)
   return jnp.where(
     self > 0, scale * self, scale * alpha * jnp.expm1(negative * input_scale)
@@ -275,7 +275,7 @@ def _aten_log_sigmoid(self):
 
 @op(aten.log_sigmoid_forward.default)
 def _aten_log_sigmoid_forward(self):
-  """The buffer stays empty, as on CUDA: the backward recomputes from `self`."""
+  """Return an empty buffer, as CUDA does: the backward pass recomputes from `self`."""
   return _aten_log_sigmoid(self), jnp.zeros((0,), self.dtype)
 
 
@@ -301,7 +301,7 @@ def _aten_tanh_backward(grad_output, output):
 
 
 def _logistic(self):
-  # lax.logistic is real on some backends only; the quotient serves complex inputs.
+  # Some backends have lax.logistic for real numbers only.
   return 1 / (1 + jnp.exp(-self)) if jnp.iscomplexobj(self) else lax.logistic(self)
 
 
@@ -382,7 +382,7 @@ def _aten_glu_backward(grad_output, self, dim):
 
 
 def _shifted(self, axis):
-  # `initial` gives an empty dimension an (unused) maximum.
+  # `initial` is the maximum of an empty dimension, which is unused.
   peak = jnp.max(self, axis=axis, keepdims=True, initial=-jnp.inf)
   return self - lax.stop_gradient(peak)
 

@@ -1,8 +1,7 @@
 """Sums, products, quotients and powers of elements.
 
-Operands are promoted by torch's rules before JAX sees them, so the JAX function always
-gets arrays of one dtype. `mul`, which JAX computes as torch does, is in a table of
-`pointwise.py`.
+Operands are promoted by torch's rules first, so each JAX function gets arrays of one
+dtype. `mul`, which JAX computes as torch does, is in a table of `pointwise.py`.
 """
 
 import jax
@@ -18,7 +17,7 @@ from torchax.registry.names import aten
 
 
 def _scaled(value: jax.Array, factor) -> jax.Array:
-  """`factor * value` in the dtype of `value`; the default factor 1 costs nothing."""
+  """Return `factor * value` in the dtype of `value`; a factor 1 costs nothing."""
   if isinstance(factor, int) and factor == 1:
     return value
   if is_exact(value) and not is_exact(factor):
@@ -91,7 +90,7 @@ def _aten_addcdiv(self, tensor1, tensor2, value=1):
 
 @in_float32
 def _lerp(start, end, weight):
-  # From the nearer end, so that both ends come out exactly.
+  # Interpolating from the nearer end makes both ends exact.
   span = end - start
   near_start = jnp.abs(weight) < 0.5
   return jnp.where(near_start, start + weight * span, end - span * (1 - weight))
@@ -112,10 +111,9 @@ def _aten_lerp(self, end, weight):
 
 @in_float32
 def _floor_divide_floats(numerator, denominator):
-  """Rounds the exact quotient down, after Python's float `//`; x / 0 is not NaN.
+  """Round the exact quotient down, as Python's float `//`; x / 0 is not NaN.
 
-  The quotient comes from an exact remainder: floor(a / b) is wrong where a / b rounds
-  up to an integer.
+  Uses an exact remainder, since floor(a / b) is wrong if a / b rounds up to an integer.
   """
   remainder = jnp.fmod(numerator, denominator)
   quotient = (numerator - remainder) / denominator
@@ -128,7 +126,7 @@ def _floor_divide_floats(numerator, denominator):
 
 
 def _reject_bools(name, array):
-  """torch has no quotient or remainder of two bools; JAX would give integers."""
+  """Raise NotImplementedError for bools, as torch does; JAX would return integers."""
   if array.dtype == jnp.bool_:
     raise NotImplementedError(
       f"{name} is not implemented for bools. Convert one operand with `.int()` first."
@@ -154,7 +152,7 @@ _ROUNDED_DIVISIONS = {"floor": _floor_divide, "trunc": _truncating_divide}
 
 @op(aten.div, aten.divide, on_host=_on_host.POINTWISE["div"])
 def _aten_div(self, other, rounding_mode=None):
-  """True division gives floats; with a rounding mode integers stay integers."""
+  """Divide; the quotient of integers is a float unless there is a rounding mode."""
   left, right = promote(self, other)
   if rounding_mode is None:
     return jnp.divide(to_float(left), to_float(right))
@@ -163,7 +161,7 @@ def _aten_div(self, other, rounding_mode=None):
       "div expects rounding_mode to be one of None, 'trunc' or 'floor', but got "
       f"{rounding_mode!r}."
     )
-  # In steps, whose derivative torch has as 0 at the steps too.
+  # A step function: in torch its derivative is 0 everywhere, also at the steps.
   return lax.stop_gradient(_ROUNDED_DIVISIONS[rounding_mode](left, right))
 
 
@@ -174,7 +172,7 @@ def _aten_floor_divide(self, other):
 
 @op(aten.remainder)
 def _aten_remainder(self, other):
-  """The sign is the divisor's, as in Python."""
+  """Return the remainder with the sign of the divisor, as in Python."""
   left, right = promote(self, other)
   _reject_bools("remainder", left)
   return in_float32(jnp.remainder)(left, right)
@@ -182,7 +180,7 @@ def _aten_remainder(self, other):
 
 @op(aten.fmod)
 def _aten_fmod(self, other):
-  """The sign is the dividend's, as in C."""
+  """Return the remainder with the sign of the dividend, as in C."""
   left, right = promote(self, other)
   _reject_bools("fmod", left)
   return in_float32(jnp.fmod)(left, right)
@@ -195,14 +193,14 @@ def _float_power(base, exponent):
   power = jnp.power(base, exponent)
   if not jnp.iscomplexobj(power):
     return power
-  # By way of the logarithm of 0, a power of 0 would be NaN.
+  # jnp.power computes complex powers by a logarithm, which makes powers of 0 NaN.
   return jnp.where((base == 0) & (exponent.real > 0), 0, power)
 
 
 def _integer_power(base, exponent):
-  """An integer to a power that is not negative, modulo 2 to the bits of its dtype.
+  """Raise integers to non-negative powers, modulo 2 to the number of bits, by squaring.
 
-  By squares: `jnp.power` looks at the lowest six bits of the exponent.
+  `jnp.power` ignores all but the lowest six bits of the exponent.
   """
   base, exponent = jnp.broadcast_arrays(base, exponent)
   bits = jnp.iinfo(exponent.dtype).bits
@@ -216,7 +214,7 @@ def _integer_power(base, exponent):
 
 
 def _power(base, exponent):
-  """Powers of arrays of one dtype; an integer to a negative power truncates to 0."""
+  """Compute powers in one dtype; a negative power of an integer truncates to 0."""
   if not is_exact(base):
     return in_float32(_float_power)(base, exponent)
   if jnp.issubdtype(base.dtype, jnp.unsignedinteger):
@@ -235,7 +233,8 @@ def _aten_pow(self, exponent):
   return _power(convert(self, dtype), convert(exponent, dtype))
 
 
-# Exponents that torch computes by products and roots rather than by `pow`.
+# Exponents that torch computes by products and roots instead of `pow`; `_numbers.power`
+# has the same list.
 _SIMPLE_POWERS = {
   0.5: jnp.sqrt,
   1: lambda x: x,
@@ -244,7 +243,7 @@ _SIMPLE_POWERS = {
   -0.5: lax.rsqrt,
   -1: jnp.reciprocal,
   -2: lambda x: jnp.reciprocal(jnp.square(x)),
-}  # `_numbers.power` knows them
+}
 
 
 @op(aten.pow.Tensor_Scalar, prepare=_numbers.power, **_on_host.POWER)
@@ -256,7 +255,7 @@ def _aten_pow_scalar(self, exponent):
     raise RuntimeError("Integers to negative integer powers are not allowed.")
   if is_known and exponent in _SIMPLE_POWERS:
     return in_float32(_SIMPLE_POWERS[exponent])(base)
-  if is_exact(base):  # modulo 2**32, and so in bytes
+  if is_exact(base):  # int32 arithmetic is exact modulo 2**8 and 2**16 as well
     power = lax.integer_pow if is_known else _integer_power
     return power(base.astype(jnp.promote_types(dtype, "int32")), exponent).astype(dtype)
   return in_float32(lambda x: _float_power(x, jnp.asarray(exponent, x.dtype)))(base)
@@ -264,8 +263,8 @@ def _aten_pow_scalar(self, exponent):
 
 @op(aten.ldexp)
 def _aten_ldexp(self, other):
-  """torch multiplies by 2.0 ** other, so two integers give a float."""
+  """Multiply by 2.0 ** other, as torch does: two integers give a float."""
   scale = to_float(lax.convert_element_type(other, result_dtype(other, 2.0)))
   value, scale = promote(self, scale)
-  # In half precision the power alone would cost half of the digits.
+  # Rounding the power to half precision would lose half of the digits.
   return in_float32(lambda v, s: v * jnp.exp2(s))(value, scale)

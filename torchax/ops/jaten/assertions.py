@@ -1,4 +1,4 @@
-"""Assertions that exported programs carry: they compute nothing and may raise."""
+"""Assertions of exported programs; they compute nothing and may raise."""
 
 from torchax.core import mappings
 from torchax.ops.builtin import Kind, op
@@ -8,7 +8,7 @@ from torchax.tensor import is_traced
 
 @op(aten._assert_scalar, kind=Kind.TENSORS)
 def _aten__assert_scalar(self, assert_msg):
-  """Raises RuntimeError where the number is zero."""
+  """Raise RuntimeError if the number is zero."""
   if not self:
     raise RuntimeError(assert_msg)
 
@@ -18,7 +18,7 @@ _ZERO = "Expected Tensor with single nonzero value, but got zero"
 
 @op(aten._assert_async, kind=Kind.TENSORS)
 def _aten__assert_async(self, assert_msg=_ZERO):
-  """Raises RuntimeError where the element is zero; not in a trace, which has none."""
+  """Raise RuntimeError if the element is zero; a traced element is not checked."""
   if self.numel() != 1:
     raise RuntimeError(
       f"_assert_async expects one element, but got shape {list(self.shape)}."
@@ -35,10 +35,10 @@ def _aten__functional_assert_async(self, assert_msg, dep_token):
 
 @op(aten._assert_tensor_metadata, kind=Kind.TENSORS)
 def _aten__assert_tensor_metadata(a, size=None, stride=None, dtype=None):
-  """Raises RuntimeError where the tensor has another size or dtype.
+  """Raise RuntimeError if the tensor has another size or dtype.
 
-  Strides are torch's own record of a layout that XLA chooses, so they are not compared.
-  A 64-bit dtype is met by what JAX stores in its place.
+  Strides are not compared, because XLA chooses the layout. A 64-bit dtype equals the
+  dtype that JAX stores instead.
   """
   if size is not None and tuple(size) != tuple(a.shape):
     raise RuntimeError(

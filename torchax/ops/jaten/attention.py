@@ -1,8 +1,8 @@
-"""Scaled dot-product attention as one pure function, and the forms torch compiles to.
+"""Scaled dot-product attention, and the operations that `torch.compile` lowers it to.
 
 The layout is torch's, (…, heads, positions, features). Both products are matrix
-products over leading batch dimensions, so XLA copies no transposed operand; the
-softmax between them is in float32 for half-precision inputs.
+products over leading batch dimensions, so XLA copies no transposed operand. The softmax
+is in float32 for half-precision inputs. `_attention_choice.py` lists alternatives.
 """
 
 import functools
@@ -16,8 +16,8 @@ from torchax.ops.builtin import op
 from torchax.ops.promotion import HALVES
 from torchax.registry.names import aten
 
-# Query heads are (key head, member of its group), so that grouped heads share a key
-# without repeating it in memory.
+# Products (query key, weights value). Grouped query heads have the dimensions (key
+# head, member of its group), so that a group shares a key without copies of it.
 GROUPED = ("...hgle,...hse->...hgls", "...hgls,...hse->...hgle")
 PLAIN = ("...le,...se->...ls", "...ls,...se->...le")
 
@@ -59,15 +59,15 @@ _NAMES = ("query", "key", "value", "mask")
 
 
 def require_shapes(query, key, value, mask=None, enable_gqa=False) -> None:
-  """Raises RuntimeError for shapes that do not belong together.
+  """Raise RuntimeError for inconsistent shapes.
 
   Args:
     query, key, value: the shapes (…, l, e), (…, s, e) and (…, s, v).
-    mask: the shape of the mask, if there is one.
-    enable_gqa: heads may differ.
+    mask: shape of the mask; None without one.
+    enable_gqa: query, key and value may have different numbers of heads.
   """
   if min(map(len, (query, key, value))) < 2:
-    return  # refused by its dimensions
+    return  # `_check` raises for these
   wrong, heads = None, 3 if enable_gqa else 2
   leading = _broadcast(*[shape[:-heads] for shape in (query, key, value)])
   if query[-1] != key[-1]:
@@ -114,14 +114,14 @@ def _check_groups(query, key, value):
 
 
 def _split_heads(array, key_heads):
-  """(…, heads, l, x) as (…, key heads, group, l, x); a head dimension of 1 stays 1."""
+  """Split (…, heads, l, x) into (…, key heads, group, l, x); one head into (1, 1)."""
   heads = array.shape[-3]
   split = (key_heads, heads // key_heads) if heads > 1 else (1, 1)
   return array.reshape(*array.shape[:-3], *split, *array.shape[-2:])
 
 
 def _join_heads(array):
-  """The inverse of `_split_heads`."""
+  """Invert `_split_heads`."""
   return array.reshape(*array.shape[:-4], -1, *array.shape[-2:])
 
 
@@ -131,13 +131,13 @@ def _split_mask(mask, key_heads):
 
 
 def _with_heads(array, heads):
-  """Each head as often as makes `heads` of them."""
+  """Repeat each head to get `heads` heads."""
   return jnp.repeat(array, heads // array.shape[-3], axis=-3)
 
 
 def _apply_mask(scores, attn_mask, is_causal):
   if is_causal:
-    # Aligned at the first key, as torch: row i sees the keys 0 … i.
+    # Aligned at the first key, as in torch: row i attends to the keys 0 … i.
     rows = lax.broadcasted_iota(jnp.int32, scores.shape[-2:], 0)
     columns = lax.broadcasted_iota(jnp.int32, scores.shape[-2:], 1)
     return jnp.where(columns <= rows, scores, -jnp.inf)
@@ -149,7 +149,7 @@ def _apply_mask(scores, attn_mask, is_causal):
 
 
 def _safe_softmax(scores):
-  """Softmax over the keys; a row that is masked throughout has weights of zero."""
+  """Apply softmax over the keys; a fully masked row has zero weights."""
   peak = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
   peak = lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak))
   weights = jnp.exp(scores - peak)
@@ -166,12 +166,12 @@ def _drop(weights, keep_mask, dropout_p, survivor_scale):
 
 
 def scale_of_survivors(dropout_p: float) -> float:
-  """What the weights that survive dropout are multiplied by."""
+  """Return the factor of the weights that survive dropout."""
   return 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
 
 
 def noise_shape(query: tuple, key: tuple) -> tuple:
-  """The shape of the weights, (…, heads, l, s); grouped heads are the query's.
+  """Return the shape of the weights, (…, heads, l, s); `heads` are the query's.
 
   Args:
     query: the shape (…, heads, l, e).
@@ -197,31 +197,31 @@ def scaled_dot_product_attention(
   enable_gqa: bool = False,
   survivor_scale: float | jax.Array | None = None,
 ) -> jax.Array:
-  """softmax(query keyᵀ scale + mask) value, with dropout of the weights.
+  """Compute softmax(query keyᵀ scale + mask) value, with dropout of the weights.
 
   Args:
     query, key, value: (…, heads, l, e), (…, heads, s, e) and (…, heads, s, v), of one
       dtype; leading dimensions broadcast.
-    attn_mask: broadcastable to (…, heads, l, s); bool keeps where True, floats are
-      added to the scores.
+    attn_mask: broadcastable to (…, heads, l, s). Bool: True attends. Float: added to
+      the scores.
     keep_mask: bool (…, heads, l, s), the weights that survive dropout; None for all.
     dropout_p: survivors are divided by 1 - dropout_p, unless `survivor_scale` is given.
     is_causal: position i attends to the keys 0 … i; excludes `attn_mask`.
-    scale: of the scores; by default 1 / sqrt(e).
+    scale: factor of the scores; by default 1 / sqrt(e).
     enable_gqa: key and value have fewer heads, each shared by a group of query heads.
-    survivor_scale: what survivors are multiplied by.
+    survivor_scale: factor of the weights that survive dropout.
 
   Returns:
     (…, heads, l, v) in the dtype of `query`.
 
   Raises:
-    RuntimeError: shapes, dtypes or masks that torch refuses as well.
+    RuntimeError: shapes, dtypes or masks that torch does not accept either.
   """
   _check(query, key, value, attn_mask, is_causal, enable_gqa)
   wide = jnp.float32 if query.dtype in HALVES else query.dtype
   scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
   if enable_gqa and key.shape[-3] != value.shape[-3]:
-    # Two group sizes have no common split: give both all of query's heads.
+    # Two group sizes have no common split: repeat the heads of both to the query's.
     key, value = (_with_heads(t, query.shape[-3]) for t in (key, value))
   grouped = enable_gqa and query.shape[-3] != key.shape[-3]
   if grouped:
@@ -243,13 +243,16 @@ def _padded(array, most: int, numpy):
 
 
 def padded_keys(key, value, attn_mask, most: int, numpy=jnp):
-  """Keys, values and mask of attention, padded to `most` positions.
+  """Pad keys, values and mask of attention to `most` positions.
 
   Args:
     key, value: (…, s, e) and (…, s, v).
     attn_mask: (…, s), or None.
-    most: at least s.
-    numpy: the module of the arrays.
+    most: padded number of positions, at least s.
+    numpy: module of the arrays, `numpy` or `jax.numpy`.
+
+  Returns:
+    Keys, values and a mask that excludes the padding.
   """
   length = key.shape[-2]
   if attn_mask is None:
@@ -261,7 +264,7 @@ def padded_keys(key, value, attn_mask, most: int, numpy=jnp):
   return _padded(key, most, numpy), _padded(value, most, numpy), mask
 
 
-# What `torch.compile` makes of it on the CPU ------------------------------------------
+# Operations that `torch.compile` lowers attention to on the CPU ----------------------
 
 
 def _require_no_dropout(dropout_p):
@@ -276,7 +279,7 @@ def _require_no_dropout(dropout_p):
 def _flash_attention(
   query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
 ):
-  """Attention, and the logarithm of each row's sum of exponentials (…, heads, l)."""
+  """Return attention and the log of each row's sum of exponentials (…, heads, l)."""
   _require_no_dropout(dropout_p)
   output = scaled_dot_product_attention(
     query, key, value, attn_mask, is_causal=is_causal, scale=scale
@@ -305,7 +308,7 @@ def _flash_attention_backward(
   attn_mask=None,
   scale=None,
 ):
-  """The weights are computed again from query and key, as flash attention does."""
+  """Compute the gradients; recompute the weights, as flash attention does."""
   _require_no_dropout(dropout_p)
   attend = functools.partial(
     scaled_dot_product_attention,

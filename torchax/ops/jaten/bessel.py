@@ -1,13 +1,12 @@
 """Bessel functions of order 0 and 1, of all kinds, and the Airy function Ai.
 
-Below a bound, J and K (and the part of Y that is regular) are Chebyshev series in x²;
-above it, series in 1/x of the amplitudes of the known asymptotic forms (Abramowitz &
-Stegun, 9.1, 9.2, 9.6, 9.7). The series hold for float64; float32 sums
-more terms than it needs, which costs little beside sine and cosine. Half precision is
-computed in float32.
+Below a bound, J, K and the regular part of Y are Chebyshev series in x². Above it, the
+amplitudes of the asymptotic forms are series in 1/x (Abramowitz & Stegun, 9.1, 9.2,
+9.6, 9.7). The series have float64 accuracy; float32 sums more terms than it needs,
+which costs little next to sine and cosine. Half precision is computed in float32.
 
-Around 0 the Airy function is a Chebyshev series in x; beyond, series of the amplitudes
-of the asymptotic forms (DLMF, 9.7.5 and 9.7.9).
+Around 0 the Airy function is a Chebyshev series in x. Beyond, the amplitudes of the
+asymptotic forms are series (DLMF, 9.7.5 and 9.7.9).
 """
 
 import functools
@@ -22,7 +21,7 @@ from torchax.ops.promotion import to_float
 from torchax.registry.names import aten
 
 # Chebyshev coefficients c₀ … cₙ of Σ cₖ Tₖ(t), fitted with mpmath at 40 digits.
-# On 0 ≤ x ≤ 8, t = x²/32 - 1: J0(x), J1(x)/x, and what is left of Y0(x) and Y1(x)/x
+# On 0 ≤ x ≤ 8, t = x²/32 - 1: J0(x), J1(x)/x, and the rest of Y0(x) and Y1(x)/x
 # without their logarithm and pole. On x ≥ 8, t = 2 (8/x)² - 1: the amplitudes Pₙ(x)
 # and x Qₙ(x) of cosine and sine. On 0 < x ≤ 2, t = x²/2 - 1: K0(x) + ln(x/2) I0(x) and
 # x (K1(x) - ln(x/2) I1(x)). On x ≥ 2, t = 4/x - 1: √x eˣ Kₙ(x).
@@ -123,7 +122,7 @@ DECAYING_BOUND = 2.0
 
 
 def _in_floats(function):
-  """Integers become floats; half precision is computed in float32."""
+  """Make `function` accept integers, and compute half precision in float32."""
 
   @functools.wraps(function)
   def with_float_input(self):
@@ -135,7 +134,7 @@ def _in_floats(function):
 
 
 def _small(x, bound):
-  """The variable t of a series in x² on [0, bound]; larger x give no NaN."""
+  """Return the variable t of a series in x² on [0, bound]; finite for larger x."""
   return 2 * jnp.square(jnp.minimum(x, bound) / bound) - 1
 
 
@@ -143,20 +142,20 @@ def _small(x, bound):
 
 
 def _amplitudes(order, x):
-  """√(2/πx) (P, Q) and the cosine and sine of x - (2 order + 1) π/4, for x ≥ 8."""
+  """Return √(2/πx) (P, Q), and cosine and sine of x - (2 order + 1) π/4, for x ≥ 8."""
   x = jnp.maximum(x, OSCILLATORY_BOUND)
   t = 2 * jnp.square(OSCILLATORY_BOUND / x) - 1
   p, q = ((_P0, _Q0), (_P1, _Q1))[order]
   scale = jnp.sqrt(2 / (math.pi * x))
   cosine, sine = jnp.cos(x), jnp.sin(x)
-  # The quarter turns as sums keep the accuracy of cos(x) for large x.
+  # Computing the shift by quarter turns as sums keeps the accuracy of cos(x).
   same, opposite = (cosine + sine) * math.sqrt(0.5), (sine - cosine) * math.sqrt(0.5)
   phase = (same, opposite) if order == 0 else (opposite, -same)
   return scale * chebyshev(p, t), scale * chebyshev(q, t) / x, *phase
 
 
 def _bessel_j(order, x):
-  """Jₙ of x ≥ 0; NaN at infinity, as in torch."""
+  """Compute Jₙ of x ≥ 0; NaN at infinity, as in torch."""
   t = _small(x, OSCILLATORY_BOUND)
   small = chebyshev(_J0_SMALL, t) if order == 0 else x * chebyshev(_J1_SMALL, t)
   p, q, cosine, sine = _amplitudes(order, x)
@@ -164,7 +163,7 @@ def _bessel_j(order, x):
 
 
 def _bessel_y(order, x):
-  """Yₙ; -inf at 0, NaN below and at infinity."""
+  """Compute Yₙ; -inf at 0, NaN below and at infinity."""
   t = _small(x, OSCILLATORY_BOUND)
   logarithm = (2 / math.pi) * jnp.log(x / 2) * _bessel_j(order, x)
   if order == 0:
@@ -204,7 +203,7 @@ def _aten_special_bessel_y1(self):
 @op(aten.special_spherical_bessel_j0)
 @_in_floats
 def _aten_special_spherical_bessel_j0(x):
-  """sin(x) / x; 1 at 0 and 0 at infinity."""
+  """Compute sin(x) / x; 1 at 0 and 0 at infinity."""
   return jnp.where(jnp.isinf(x), 0, jnp.sinc(x / math.pi))
 
 
@@ -241,7 +240,7 @@ _aten_special_modified_bessel_i1 = _aten_special_i1
 
 
 def _scaled_bessel_k(order, x):
-  """eˣ Kₙ(x); inf at 0, NaN below."""
+  """Compute eˣ Kₙ(x); inf at 0, NaN below."""
   near = jnp.clip(x, 0, DECAYING_BOUND)
   t = _small(near, DECAYING_BOUND)
   if order == 0:
@@ -356,14 +355,14 @@ def _oscillating(x):
   t = 2 * (-LEFT_BOUND / distance) ** 3 - 1
   p, q = chebyshev(_AI_P, t), chebyshev(_AI_Q, t) / phase
   cosine, sine = jnp.cos(phase), jnp.sin(phase)
-  # cos(ζ - π/4) and sin(ζ - π/4): as sums they keep the accuracy of cos ζ for large ζ.
+  # Computing cos(ζ - π/4) and sin(ζ - π/4) as sums keeps the accuracy of cos ζ.
   turned = p * (cosine + sine) + q * (sine - cosine)
   return turned * math.sqrt(0.5 / math.pi) / jnp.sqrt(jnp.sqrt(distance))
 
 
 @op(aten.special_airy_ai)
 def _aten_special_airy_ai(x):
-  """NaN at both infinities, as in torch."""
+  """Compute Ai(x); NaN at both infinities, as in torch."""
   x = to_float(x)
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   value = jnp.where(wide < LEFT_BOUND, _oscillating(wide), _near(wide))

@@ -1,7 +1,7 @@
 """Bitwise logic and shifts of integers and bools, and hashes of the bits of tensors.
 
-`__and__`, `__or__` and `__xor__` are the bitwise operators, which for bools are the
-logical ones; `logical_*` of any dtype is in `pointwise.py`.
+`__and__`, `__or__` and `__xor__` are the bitwise operators; for bools they are the
+logical ones. `logical_*` of any dtype is in `pointwise.py`.
 """
 
 import jax
@@ -18,7 +18,7 @@ from torchax.registry.names import aten
 
 
 def _integers(name, self, other):
-  """Both operands in one integer dtype and shape.
+  """Promote and broadcast both operands to one integer dtype and shape.
 
   Raises:
     NotImplementedError: a floating-point or complex operand.
@@ -59,13 +59,13 @@ def _aten_bitwise_not(self):
 
 @op(aten.bitwise_left_shift, aten.__lshift__)
 def _aten_bitwise_left_shift(self, other):
-  """A count below 0, or not below the width, shifts every bit out."""
+  """Shift left; a count below 0, or at least the width, gives 0."""
   return lax.shift_left(*_integers("bitwise_left_shift", self, other))
 
 
 @op(aten.bitwise_right_shift, aten.__rshift__)
 def _aten_bitwise_right_shift(self, other):
-  """Keeps the sign; a count out of range leaves only the sign."""
+  """Shift right and keep the sign; a count out of range leaves only the sign."""
   left, right = _integers("bitwise_right_shift", self, other)
   if jnp.issubdtype(left.dtype, jnp.unsignedinteger):
     return lax.shift_right_logical(left, right)
@@ -73,7 +73,7 @@ def _aten_bitwise_right_shift(self, other):
 
 
 def _bits(array):
-  """Elements as unsigned integers: those of int64, or of float64."""
+  """Return the bits of the elements as int64 or float64, in unsigned integers."""
   if not jnp.issubdtype(array.dtype, jnp.inexact):
     wide = array.astype(mappings.t2j_dtype(torch.int64))
     return wide.astype(mappings.t2j_dtype(torch.uint64))
@@ -87,9 +87,9 @@ def _bits(array):
 
 @op("aten::hash_tensor")  # by name: newer than torch 2.11
 def _aten_hash_tensor(self, dim=(), *, keepdim=False, mode=0):
-  """The exclusive or of the bits of the elements.
+  """Compute the exclusive or of the bits of the elements.
 
-  Without x64 integers have the lower half of torch's hash.
+  Without x64, the hash of integers is the lower half of torch's.
 
   Raises:
     RuntimeError: an unknown mode; floating-point numbers without x64.

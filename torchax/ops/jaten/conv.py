@@ -1,8 +1,8 @@
 """Convolutions, transposed convolutions, and their gradients.
 
 Layouts are torch's: input (N, C, spatial…), weight (out, in/groups, spatial…), and
-for a transposed convolution (in, out/groups, spatial…). A convolution is bilinear:
-both gradients are JAX's linear transposes.
+for a transposed convolution (in, out/groups, spatial…). A convolution is bilinear, so
+both gradients are linear transposes by JAX.
 """
 
 import jax
@@ -26,10 +26,10 @@ def _correlate(input, weight, stride, padding, dilation, groups):
 
 
 def _scatter_kernels(input, weight, stride, padding, dilation, output_padding, groups):
-  """The transposed convolution: the gradient of `_correlate` for its input.
+  """Compute the transposed convolution, the gradient of `_correlate` for its input.
 
-  The kernel, with its directions reversed and its channels exchanged within groups,
-  slides over the input with `stride - 1` zeros between its elements.
+  Reverse the kernel, exchange its channels within groups, and correlate with the
+  input, which gets `stride - 1` zeros between its elements.
   """
   spatial = tuple(range(2, weight.ndim))
   extents = [d * (kernel - 1) for kernel, d in zip(weight.shape[2:], dilation)]
@@ -102,7 +102,7 @@ def _check_kernel_fits(input, weight, padding, dilation):
 def _convolve(
   input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
 ):
-  """`padding` holds (low, high) pairs; the other sizes one number a dimension."""
+  """Convolve; `padding` has (low, high) pairs, the other sizes a number a dimension."""
   _check(input, weight, bias, stride, padding, dilation, transposed, groups)
   if transposed:
     result = _scatter_kernels(
@@ -116,7 +116,7 @@ def _convolve(
 
 
 def _sizes(rank, stride, padding, dilation, output_padding):
-  """The four size lists with `rank` entries each, padding as pairs."""
+  """Expand each argument to `rank` entries, and padding to (low, high) pairs."""
   pairs = tuple((p, p) for p in expand_sizes(padding, rank))
   stride, dilation = expand_sizes(stride, rank), expand_sizes(dilation, rank)
   return stride, pairs, dilation, expand_sizes(output_padding, rank)
@@ -181,7 +181,7 @@ def _aten_convolution_backward(
   groups,
   output_mask,
 ):
-  """Gradients of input, weight and bias; None where `output_mask` says no."""
+  """Return gradients of input, weight and bias; None where `output_mask` is False."""
   sizes = _sizes(input.ndim - 2, stride, padding, dilation, output_padding)
   return _convolution_gradients(
     grad_output, input, weight, sizes, transposed, groups, output_mask
@@ -208,7 +208,7 @@ def _aten_convolution_backward_overrideable(
 
 
 def _named_padding(name, stride, extents):
-  """The (low, high) pairs for "valid" and "same"; an odd cell goes to the end."""
+  """Return (low, high) pairs for "valid" or "same"; an odd cell goes to the end."""
   if name == "valid":
     return tuple((0, 0) for _ in extents)
   if name != "same":
@@ -222,7 +222,7 @@ def _named_padding(name, stride, extents):
 
 @op(aten.conv2d)
 def _aten_conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-  """Also (C, H, W) inputs, and `padding` by name."""
+  """Convolve (N, C, H, W) or (C, H, W); `padding` may be "valid" or "same"."""
   stride, dilation = expand_sizes(stride, 2), expand_sizes(dilation, 2)
   if isinstance(padding, str):
     extents = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation)]

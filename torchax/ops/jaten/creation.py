@@ -1,8 +1,8 @@
 """Tensors made from sizes and numbers, and copies of tensors.
 
-Without `dtype` a number decides as in torch: bool, int64 or the default dtype.
-`empty*` gives zeros: an XLA buffer has no undefined contents. Strides have no
-meaning for an array, so `*_strided` and `*_permuted` keep the size only. Random
+Without `dtype` the type of a number decides, as in torch: bool, int64 or the default
+dtype. `empty*` returns zeros, because an XLA buffer has no undefined contents. JAX
+arrays have no strides, so `*_strided` and `*_permuted` use the size only. Random
 tensors are in `random.py`, `fill` is in `pointwise.py`.
 """
 
@@ -27,12 +27,12 @@ from torchax.tensor import Tensor
 
 
 def _dtype_or(dtype, fallback):
-  """The JAX dtype of a torch dtype, or the fallback where there is none."""
+  """Return the JAX dtype of a torch dtype; `fallback` for None."""
   return fallback if dtype is None else mappings.t2j_dtype(dtype)
 
 
 def _number(value, dtype):
-  """A Python number or traced scalar as an array of a dtype that may be narrowed.
+  """Convert a Python number or traced scalar to an array of a dtype, maybe narrowed.
 
   Raises:
     OverflowError: an integer that needs JAX's x64 mode.
@@ -44,15 +44,15 @@ def _number(value, dtype):
 
 
 def _zero_array(size, dtype):
-  """Zeros; float8_e8m0fnu has none, so there torch's smallest number."""
+  """Return zeros; float8_e8m0fnu has no zero, so it gets torch's smallest number."""
   require_size(size)
   return jnp.broadcast_to(cast(0.0, dtype), size)
 
 
 def _beside(made, like):
-  """The same numbers; in a `shard_map` they may differ by device where `like` does.
+  """Mark a new array as varying over the mesh axes of a `shard_map` that `like` does.
 
-  So they are of one type to JAX, as the first carry of a loop has to be.
+  JAX then gives both the same type, as the initial carry of a loop requires.
   """
   return jax_compat.varying_alike(made, like)[0]
 
@@ -196,7 +196,7 @@ def _arange_length(start, end, step) -> int:
 
 
 def _bound(value):
-  """A bool as an integer and a complex number as a float, as torch takes them."""
+  """Convert a bool to an integer and a complex number to a float, as torch does."""
   if type(value) is complex:
     require_fit(value, torch.float64)
     return value.real
@@ -204,7 +204,7 @@ def _bound(value):
 
 
 def _arange(start, end, step, dtype) -> tuple:
-  """First value, step, length and JAX dtype: what an `arange` is made of."""
+  """Return first value, step, length and JAX dtype of an `arange`."""
   start, end, step = map(_bound, (start, end, step))
   are_integers = all(isinstance(value, int) for value in (start, end, step))
   if dtype is None:
@@ -228,7 +228,7 @@ _BOUNDS = ("start", "end", "step")
 
 @op(aten.range.default, aten.range.step, static=_BOUNDS)
 def _aten_range(start, end, step=1, *, dtype=None):
-  """As `arange`, with the end among the values."""
+  """Count from start to end, which is included if a step reaches it."""
   target = _dtype_or(dtype, default_float())
   length = _arange_length(start, end, step) if end != start else 0
   length += (end - start) % step == 0
@@ -238,7 +238,7 @@ def _aten_range(start, end, step=1, *, dtype=None):
 
 
 def _prepare_arange(given: dict) -> None:
-  """The first value and the step are operands, the length is not."""
+  """Make the first value and the step operands; the length stays static."""
   bounds = [given.get(name, default) for name, default in zip(_BOUNDS, (0, None, 1))]
   if not all(type(value) in (bool, int, float, complex) for value in bounds):
     return
@@ -252,7 +252,7 @@ def _prepare_arange(given: dict) -> None:
 
 
 def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
-  """Integers only."""
+  """Compute integer ranges in numpy; return None for other dtypes."""
   if end is None:
     start, end = 0, start
   ramp = end if isinstance(end, tuple) else _arange(start, end, step, dtype)
@@ -273,7 +273,7 @@ def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
   on_host=_arange_on_host,
 )
 def _aten_arange(start=0, end=None, step=1, *, dtype=None):
-  """With one positional argument, that is the end.
+  """Count from start to end; a single positional argument is the end.
 
   Floats are computed as `start + step * i` in at least float32.
   """
@@ -295,7 +295,7 @@ def _aten_arange(start=0, end=None, step=1, *, dtype=None):
 
 
 def _ramp(name, start, end, steps, dtype):
-  """`steps` values between two ends, exact at both of them."""
+  """Return `steps` equally spaced values, exact at both ends."""
   if steps < 0:
     raise RuntimeError(f"{name} expects steps >= 0, but got steps={steps}.")
   wide = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
@@ -345,7 +345,7 @@ def _aten_linspace(start, end, steps, *, dtype=None):
 def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
   _require_numbers("logspace", start, end)
   target = _ramp_dtype("logspace", dtype, start, end)
-  if jnp.issubdtype(target, jnp.integer):  # torch's ends have the dtype of the result
+  if jnp.issubdtype(target, jnp.integer):  # torch truncates them too
     start, end = jnp.trunc(start), jnp.trunc(end)
   exponents = _ramp("logspace", start, end, steps, target)
   return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), target)
@@ -357,7 +357,7 @@ def _check_scalar_tensor(s, *, dtype=None, **_):
 
 @op(aten.scalar_tensor, check=_check_scalar_tensor)
 def _aten_scalar_tensor(s, *, dtype=None):
-  """Without `dtype`, torch's default dtype, even for an integer."""
+  """Return a 0-d array, of torch's default dtype even for an integer."""
   return _number(s, _dtype_or(dtype, default_float()))
 
 
@@ -373,9 +373,9 @@ def _aten_vander(x, N=None, increasing=False):
 
 
 def _columns_after(self, diagonal):
-  """For each place of a matrix, its column less its row less a diagonal's number."""
+  """Return column - row - diagonal for each element of a matrix."""
   rows, columns = (lax.broadcasted_iota(jnp.int32, self.shape[-2:], n) for n in (0, 1))
-  # A diagonal beyond all others is as good as the next one, and nothing overflows.
+  # Clipping to one diagonal outside the matrix has the same result without overflow.
   most = max(self.shape[-2:]) + 1
   return columns - rows - jnp.clip(diagonal, -most, most)
 
@@ -437,20 +437,20 @@ def _aten_lift_fresh_copy(self):
 
 @op(aten.copy, overwrites=True, on_host=_on_host.copy)
 def _aten_copy(self, src):
-  """`src` in the dtype of `self`, broadcast to its shape."""
+  """Convert `src` to the dtype of `self` and broadcast it to its shape."""
   return jnp.broadcast_to(cast(src, self.dtype), self.shape)
 
 
 def one_hot(tensor, num_classes=-1):
-  """Rows of the identity: shape (*, num_classes) for class indices of shape (*).
+  """Encode class indices of shape (*) as rows of the identity, (*, num_classes).
 
   Args:
-    tensor: an integer array of class indices, all in [0, num_classes).
-    num_classes: without it, one more than the largest index, which then must have
-      a value: under a JAX transformation pass `num_classes`.
+    tensor: integer array of class indices in [0, num_classes).
+    num_classes: number of classes; -1 for the largest index plus one. Required under a
+      JAX transformation, where the indices have no values.
 
   Returns:
-    Integers of torch's int64, as wide as JAX's x64 switch allows.
+    int64 array; int32 without JAX's x64 mode.
 
   Raises:
     RuntimeError: an empty tensor without `num_classes`.
@@ -468,12 +468,12 @@ def one_hot(tensor, num_classes=-1):
 
 
 # --- Tangents of forward-mode differentiation ---------------------------------------
-# A tangent has the memory layout of its primal: torch compares the two and makes a new
-# one where they differ.
+# A tangent needs the memory layout of its primal: torch compares the two and allocates
+# a new tangent if they differ.
 
 
 def _elements_in_storage(tensor: torch.Tensor) -> int:
-  """How many elements of its dtype the memory has; complex numbers hold two reals."""
+  """Return the storage's size in elements of the dtype of `tensor`."""
   if isinstance(tensor, Tensor):
     return tensor._storage.read().nbytes // tensor.dtype.itemsize
   return tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
@@ -486,7 +486,7 @@ def _aten_has_same_storage_numel(self, other):
 
 @op(aten._new_zeros_with_same_feature_meta, kind=Kind.TENSORS)
 def _aten_new_zeros_with_same_feature_meta(self, other, *, self_num_batch_dims=0):
-  """Zeros in the layout of `other`, for each of the leading batch dimensions."""
+  """Return zeros in the layout of `other`, after the leading batch dims of `self`."""
   batch = tuple(self.shape[:self_num_batch_dims])
   extent = _elements_in_storage(other)
   if other.is_contiguous() and extent == other.numel():
