@@ -1,8 +1,8 @@
 """Connectionist temporal classification (Graves et al. 2006).
 
-Sequences of labels are extended with a blank before, between and after the labels, and
-the forward variables run over time in one scan. Lengths are data: one compiled
-function serves them all where they come as tensors.
+Label sequences are extended by a blank before, between and after the labels. One scan
+over time computes the forward variables. Lengths are operands, so lengths in tensors
+do not trigger recompilation.
 """
 
 import jax
@@ -21,7 +21,7 @@ from torchax.registry.names import aten
 
 
 def _padded_targets(targets, target_lengths):
-  """Targets as (N, S): those that come concatenated are cut at their lengths."""
+  """Return targets as (N, S); split concatenated ones at their lengths."""
   if targets.ndim == 2:
     return targets
   starts = jnp.cumsum(target_lengths) - target_lengths
@@ -30,7 +30,7 @@ def _padded_targets(targets, target_lengths):
 
 
 def _log_sum(*terms):
-  """log(sum(exp)) whose gradient stays zero where all terms are minus infinity."""
+  """Compute log(sum(exp(terms))), with a zero gradient where all terms are -inf."""
   stacked = jnp.stack(terms)
   peak = jnp.max(stacked, axis=0)
   peak = lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak))
@@ -40,16 +40,17 @@ def _log_sum(*terms):
 
 
 def _shifted(alpha, by):
-  """`alpha` moved `by` places to the right, where minus infinity comes in."""
+  """Shift `alpha` to the right by `by` positions; -inf fills the start."""
   return jnp.pad(alpha, ((0, 0), (by, 0)), constant_values=-jnp.inf)[:, :-by]
 
 
 def _forward_variables(emissions, may_skip, input_lengths):
-  """Log alpha after each step, (T, N, 2 S + 1); it stands still past the input's end.
+  """Return log alpha after each step, (T, N, 2 S + 1); constant past an input's end.
 
   Args:
-    emissions: log probability of each extended label at each step.
-    may_skip: (N, 2 S + 1), where the blank before a label may be left out.
+    emissions: log probability of each extended label at each step, (T, N, 2 S + 1).
+    may_skip: (N, 2 S + 1), True for labels whose preceding blank is optional.
+    input_lengths: (N,) numbers of steps.
   """
 
   def step(alpha, inputs):
@@ -59,7 +60,7 @@ def _forward_variables(emissions, may_skip, input_lengths):
     alpha = jnp.where((time < input_lengths)[:, None], reached + emission, alpha)
     return alpha, alpha
 
-  # Before the first step all mass sits left of the first blank.
+  # A path starts with the first blank or the first label.
   places = jnp.arange(emissions.shape[2])
   first = jnp.where(places < 2, emissions[0], -jnp.inf)
   times = jnp.arange(1, emissions.shape[0])
@@ -68,7 +69,7 @@ def _forward_variables(emissions, may_skip, input_lengths):
 
 
 def _negative_log_likelihood(log_probs, targets, input_lengths, target_lengths, blank):
-  """(N,) losses and the (N, T, 2 S + 1) log forward variables."""
+  """Return losses (N,) and log forward variables (N, T, 2 S + 1)."""
   targets = _padded_targets(targets, target_lengths)
   # (N, 2 S + 1): a blank at each even position, a label at each odd one.
   shape = (targets.shape[0], 2 * targets.shape[1] + 1)
@@ -80,14 +81,14 @@ def _negative_log_likelihood(log_probs, targets, input_lengths, target_lengths, 
   last = 2 * target_lengths[:, None]
   ends = jnp.take_along_axis(alphas[-1], last, axis=1)
   before = jnp.take_along_axis(alphas[-1], jnp.maximum(last - 1, 0), axis=1)
-  # Without labels there is one end only: the blank.
+  # Without labels a path can end only in the blank.
   before = jnp.where(last > 0, before, -jnp.inf)
   losses = -_log_sum(ends, before)[:, 0]
   return losses, jnp.moveaxis(alphas, 0, 1)
 
 
 def _are_broken(log_probs, targets, input_lengths, target_lengths):
-  """(N,): where a length or a label within the lengths is out of range."""
+  """Return a mask (N,) of rows with a length, or a label in use, out of range."""
   steps, _, classes = log_probs.shape
   labels = _padded_targets(targets, target_lengths)
   is_used = jnp.arange(labels.shape[1]) < target_lengths[:, None]
@@ -129,9 +130,9 @@ def _length_rules(log_probs, targets, input_lengths, target_lengths, *rest, **na
 
 
 def _batched(log_probs, targets, input_lengths, target_lengths):
-  """Adds the batch dimension of one where `log_probs` is (T, C)."""
+  """Add a batch dimension if `log_probs` is (T, C); widen half precision."""
   lengths = (jnp.atleast_1d(jnp.asarray(n)) for n in (input_lengths, target_lengths))
-  targets = targets.astype(jnp.int32)  # torch takes floats, too
+  targets = targets.astype(jnp.int32)  # torch accepts floats
   if log_probs.ndim == 2:
     log_probs, targets = log_probs[:, None], jnp.atleast_2d(targets)
   return widen(log_probs), targets, *lengths
@@ -159,7 +160,7 @@ def _check_blank(log_probs, targets, input_lengths, target_lengths, blank=0, *re
 def _aten__ctc_loss(
   log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False
 ):
-  """Losses stay infinite here; the caller zeroes them for `zero_infinity`."""
+  """Return losses and log alpha; the caller applies `zero_infinity` to the losses."""
   given = _batched(log_probs, targets, input_lengths, target_lengths)
   losses, alphas = _negative_log_likelihood(*given, blank)
   losses = out_of_range.spoiled(losses, _are_broken(*given))
@@ -180,10 +181,10 @@ def _aten__ctc_loss_backward(
   blank,
   zero_infinity=False,
 ):
-  """Like torch, takes `log_probs` for a log-softmax and projects its gradient.
+  """Compute the gradient, assuming as torch does that `log_probs` is a log-softmax.
 
-  The projected gradient is exp(log_probs) minus the posterior of the labels, and
-  passes through log-softmax unchanged.
+  It is exp(log_probs) minus the posterior of the labels. The gradient of log-softmax
+  maps it to itself.
   """
   wide, *lengths_and_targets = _batched(
     log_probs, targets, input_lengths, target_lengths
@@ -203,7 +204,7 @@ def _aten__ctc_loss_backward(
 
 
 def _lengths_tensor(lengths, env):
-  """Lengths as a jax tensor: then another length is no other compiled function."""
+  """Convert lengths to a jax tensor, so that new lengths do not recompile."""
   if not isinstance(lengths, torch.Tensor):
     return env.j2t_iso(jnp.asarray(lengths, mappings.t2j_dtype(torch.int64)))
   if lengths.device.type == "cpu":
@@ -223,9 +224,9 @@ def ctc_loss(
   *,
   env,
 ):
-  """Caught above ATen: torch's composite puts the lengths on the storage's device.
+  """Compute the CTC loss; `reduction` is a name, or ATen's number for `torch.ctc_loss`.
 
-  `reduction` is a name, or ATen's number for `torch.ctc_loss`.
+  Replaces torch's composite operation, which moves lengths to the storage's device.
   """
   if isinstance(reduction, str):
     if reduction not in ("none", "mean", "sum"):
@@ -235,7 +236,7 @@ def ctc_loss(
     reduction = Reduction[reduction.upper()]
   input_lengths = _lengths_tensor(input_lengths, env)
   target_lengths = _lengths_tensor(target_lengths, env)
-  # Without its name torch takes a batch of one for lists of numbers.
+  # Without the overload's name, torch parses one-element tensors as lists of integers.
   losses, _ = aten._ctc_loss.Tensor(
     log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
   )

@@ -1,7 +1,7 @@
 """Embedding look-ups, bags of embeddings, and their gradients.
 
-An index outside the table raises where its numbers are known; else its row reads as
-NaN, and the gradient that it writes is NaN. `padding_idx` is -1 where there is none.
+An index outside the table raises if its value is known. Otherwise its row is NaN, and
+so is the gradient of the table. `padding_idx` is -1 if there is none.
 """
 
 import enum
@@ -22,7 +22,7 @@ RENORM_MARGIN = 1e-7
 
 
 class BagMode(enum.IntEnum):
-  """How a bag combines its rows; the values are ATen's."""
+  """Reduction of the rows of a bag, with ATen's numbers."""
 
   SUM = 0
   MEAN = 1
@@ -34,18 +34,18 @@ def _rows(weight, indices):
 
 
 def _counts(indices, num_weights):
-  """How often each row of the table is asked for."""
+  """Count the lookups of each row of the table."""
   places = out_of_range.inside(indices, num_weights)
   return jnp.zeros(num_weights, jnp.int32).at[places].add(1, mode="drop")
 
 
 def _is_trained(indices, padding_idx):
-  """Where an index is not the one of the padding."""
+  """Return a mask of the indices other than the padding's."""
   return jnp.full(indices.shape, padding_idx < 0) | (indices != padding_idx)
 
 
 def _add_rows(rows, indices, num_weights, dtype):
-  """A table with each of `rows` (n, d) added where its index says, in float32."""
+  """Add up `rows` (n, d) by index in a table of zeros, in float32 or wider."""
   table = jnp.zeros((num_weights, rows.shape[-1]), widen(rows).dtype)
   broken = out_of_range.outside(indices, num_weights)
   places = out_of_range.inside(indices, num_weights)
@@ -54,7 +54,7 @@ def _add_rows(rows, indices, num_weights, dtype):
 
 def _table_rules(weight, indices, *rest, **named):
   if weight.ndim != 2:
-    return  # refused by its shape
+    return  # the lowering raises for the shape
   yield Range(indices, 0, weight.shape[0], IndexError, "index out of range in self")
 
 
@@ -65,7 +65,7 @@ _PADDING: dict = {"static": ("padding_idx",), "prepare": _numbers.as_they_are}
 def _aten_embedding(
   weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False
 ):
-  """The gradient's options are for `embedding_dense_backward`."""
+  """Look up rows; the last two options concern only `embedding_dense_backward`."""
   if weight.ndim != 2:
     raise RuntimeError(f"'weight' must be 2-D, but got shape {weight.shape}.")
   return _rows(weight, indices)
@@ -91,7 +91,7 @@ def _renorm_rules(self, indices, *rest, **named):
 
 @op(aten.embedding_renorm, rules=_renorm_rules)
 def _aten_embedding_renorm_(self, indices, max_norm, norm_type):
-  """Rows that are asked for and longer than `max_norm` shrink to it."""
+  """Scale the indexed rows whose norm exceeds `max_norm` down to it."""
   wide = widen(self)
   norms = jnp.sum(jnp.abs(wide) ** norm_type, axis=1, keepdims=True) ** (1 / norm_type)
   norms = jnp.where(
@@ -107,10 +107,10 @@ def _aten_embedding_renorm_(self, indices, max_norm, norm_type):
 
 
 def _bag_maximum(rows, member, bags, num_bags, indices):
-  """Maximum of each bag, and the table row it came from; zeros for an empty bag."""
+  """Return the maximum of each bag and its row in the table; zeros for an empty bag."""
   fixed = jax.lax.stop_gradient(jnp.where(member[:, None], rows, -jnp.inf))
   peaks = jax.ops.segment_max(fixed, bags, num_bags)
-  # The first position that reaches its bag's maximum.
+  # The first position with its bag's maximum wins.
   positions = jnp.arange(rows.shape[0])[:, None]
   reaches = ((fixed == peaks[bags]) | jnp.isnan(fixed)) & member[:, None]
   winner = jax.ops.segment_min(
@@ -152,7 +152,7 @@ def _bag_rules(weight, indices, offsets, *rest, **named):
 
 
 def _are_starts(offsets, count) -> jax.Array:
-  """Whether offsets are where bags of `count` indices may start."""
+  """Return True if the offsets start at 0, ascend and are at most `count`."""
   return (
     jnp.all(offsets[:1] == 0)
     & jnp.all(offsets[1:] >= offsets[:-1])
@@ -172,18 +172,18 @@ def _aten__embedding_bag(
   include_last_offset=False,
   padding_idx=-1,
 ):
-  """Returns output, bag of each index, bag sizes, and maximum rows (mode max)."""
+  """Return output, bag of each index, bag sizes, and maximum rows (mode max)."""
   if per_sample_weights is not None and mode != BagMode.SUM:
     raise RuntimeError("embedding_bag: per_sample_weights needs mode='sum'.")
   num_bags = offsets.shape[0] - (1 if include_last_offset else 0)
-  # The bag that each index belongs to: offsets are where the bags start.
+  # Offsets are the starts of the bags.
   positions = jnp.arange(indices.shape[0], dtype=offsets.dtype)
   bags = jnp.searchsorted(offsets[:num_bags], positions, side="right") - 1
   bags = bags.astype(indices.dtype)
   member = _is_trained(indices, padding_idx)
   sizes = jax.ops.segment_sum(member.astype(indices.dtype), bags, num_bags)
   rows = widen(_rows(weight, indices))
-  # A row of the padding takes no part; one that is not there does.
+  # Rows of the padding are masked below; invalid offsets make all others NaN.
   rows = out_of_range.spoiled(rows, ~_are_starts(offsets, indices.shape[0]))
   if mode == BagMode.MAX:
     output, maximum = _bag_maximum(rows, member, bags, num_bags, indices)

@@ -1,7 +1,7 @@
-"""Fourier transforms: the three that `torch.fft` reduces to, and their frequencies.
+"""Fourier transforms: the three operations of `torch.fft`, and their frequencies.
 
-torch says the normalisation by number for either direction; JAX by the name of the
-direction that carries the factor.
+torch passes the normalization as a number with the same meaning in both directions.
+JAX takes the name of the direction that has the factor.
 """
 
 import jax.numpy as jnp
@@ -28,14 +28,14 @@ def _aten__fft_c2c(self, dim, normalization, forward):
 
 @op(aten._fft_r2c)
 def _aten__fft_r2c(self, dim, normalization, onesided):
-  """`onesided` keeps the half of the last of `dim` that determines the other."""
+  """Transform real numbers; `onesided` omits the redundant half of the last `dim`."""
   transform = jnp.fft.rfftn if onesided else jnp.fft.fftn
   return transform(self, axes=dim, norm=_FORWARD_NORM[normalization])
 
 
 @op(aten._fft_c2r)
 def _aten__fft_c2r(self, dim, normalization, last_dim_size):
-  """Completes the last of `dim`, of which half is given, to `last_dim_size`."""
+  """Transform to real numbers; the last `dim` is half given, and gets its full size."""
   sizes = [self.shape[axis] for axis in dim[:-1]] + [last_dim_size]
   return jnp.fft.irfftn(self, sizes, dim, norm=_INVERSE_NORM[normalization])
 

@@ -1,9 +1,9 @@
-"""Operations on lists of tensors, each one program: optimizers run on them.
+"""Operations on lists of tensors, one program per list; optimizers use them.
 
-All are derived from the lowerings of the elementwise operations: `_foreach_add.List`
-applies that of `aten.add.Tensor` to each row of its lists. Those are looked up when a
-program is made. The in-place forms follow from torch's schemas
-(`dispatch/in_place.py`); the steps of optimizers with `fused=True` are in
+All are derived from elementwise lowerings: `_foreach_add.List` applies the lowering of
+`aten.add.Tensor` to each row of its lists. A lowering is looked up when a program is
+traced, so a replaced one takes effect. The in-place forms follow from torch's schemas
+(`dispatch/in_place.py`). Optimizer steps with `fused=True` are in
 `fused_optimizers.py`.
 """
 
@@ -25,9 +25,9 @@ _UNARY = (
   *("reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "tan"),
   *("tanh", "trunc"),
 )
-# Names whose `.List` and `.Tensor` are `.Tensor`, and the others `.Scalar`.
+# Operations whose overloads List and Tensor map to Tensor, and all others to Scalar.
 _ARITHMETIC = ("add", "sub", "mul", "div", "lerp")
-# torch's clamps with one bound are what it runs for these, with numbers too.
+# torch implements these by clamps with one bound, also for numbers.
 _CLAMPS = {
   "clamp_max": aten.clamp_max,
   "minimum": aten.clamp_max,
@@ -79,7 +79,7 @@ def _is_list(value) -> bool:
 
 
 def _rows(*args) -> list[list]:
-  """The arguments of each row: one element of every list, and all that is no list."""
+  """Return the arguments of each row: an element of each list, and other arguments."""
   lists = [arg for arg in args if _is_list(arg)]
   require_same_length(lists)
   return [
@@ -95,9 +95,9 @@ def _require_scalar(other) -> None:
     )
 
 
-# Arguments that the lowering of a row needs as Python values.
+# Arguments that the lowering of a row needs as Python numbers.
 _STATIC = {aten._foreach_pow: ("exponent",)}
-# Their results have nothing of their targets but shape and dtype.
+# Their results depend only on the shapes and dtypes of the first list.
 _OVERWRITING = (aten._foreach_zero, aten._foreach_copy)
 
 
@@ -119,10 +119,10 @@ for _foreach, _row in ROWS.items():
 
 
 def _scalars_of(scalars, like) -> list:
-  """A 1-d tensor of scalars as a number for each tensor, in the tensor's dtype.
+  """Split a 1-d tensor of scalars into one scalar for each tensor of `like`.
 
   Raises:
-    RuntimeError: it has another shape than (len(like),).
+    RuntimeError: the shape of `scalars` is not (len(like),).
   """
   if scalars.ndim != 1:
     raise RuntimeError(
@@ -153,7 +153,7 @@ for _packet, _row in (
   (aten._foreach_addcmul, aten.addcmul.default),
 ):
   for _overload in ("Scalar", "ScalarList", "Tensor"):
-    # torch takes the scalars of all rows as a tensor on the CPU.
+    # torch requires the tensor of all rows' scalars on the CPU.
     _pointwise(getattr(_packet, _overload), _row, takes_cpu=_overload == "Tensor")
 
 
@@ -186,7 +186,7 @@ def _aten__foreach_norm(self, ord=2, dtype=None):
   "aten::_foreach_powsum", static=("ord",), prepare=_numbers.norm_order("ord")
 )
 def _aten__foreach_powsum(self, ord=2, dtype=None):
-  """Sums of powers of the magnitudes: norms before their root."""
+  """Sum powers of the magnitudes: norms without the root."""
   require_same_length([self])
   if dtype is not None:
     self = [array.astype(mappings.t2j_dtype(dtype)) for array in self]
@@ -197,7 +197,7 @@ def _aten__foreach_powsum(self, ord=2, dtype=None):
 
 @op(aten._amp_foreach_non_finite_check_and_unscale)
 def _aten__amp_foreach_non_finite_check_and_unscale(self, found_inf, inv_scale):
-  """Scales gradients back; `found_inf` becomes 1 where one of them is not finite."""
+  """Unscale gradients; set `found_inf` to 1 if one of them is not finite."""
   finite = [jnp.all(jnp.isfinite(array)) for array in self]
   found = jnp.where(jnp.all(jnp.stack(finite)), found_inf, 1.0)
   unscaled = [(array * inv_scale).astype(array.dtype) for array in self]
@@ -213,7 +213,7 @@ def _aten__amp_update_scale(
   scale_backoff_factor,
   growth_interval,
 ):
-  """The next scale of a loss, and the number of steps since it has changed."""
+  """Return the next scale of a loss, and the number of steps since its last change."""
   failed = found_inf.reshape(self.shape) > 0
   count = growth_tracker.reshape(self.shape) + 1
   grown = self * scale_growth_factor

@@ -1,8 +1,8 @@
-"""Fractional max pooling: windows at places that `random_samples` decides.
+"""Fractional max pooling: max pooling with windows at random positions.
 
-torch draws the samples, one for each plane and dimension, so nothing is drawn here
-(Graham 2014, https://arxiv.org/abs/1412.6071). The indices beside a maximum count in
-the flattened spatial plane of the input.
+torch draws `random_samples`, one for each plane and dimension; nothing is drawn here
+(Graham 2014, https://arxiv.org/abs/1412.6071). The index of a maximum is its position
+in the flattened spatial dimensions of the input.
 """
 
 import math
@@ -18,7 +18,7 @@ from torchax.registry.names import aten
 
 
 def _starts(sample, size: int, pooled: int, kernel: int):
-  """Where the windows of one dimension start: samples of shape (…,) -> (…, pooled)."""
+  """Return the starts of the windows along a dimension: samples (…) to (…, pooled)."""
   last = size - kernel
   places = jnp.arange(pooled)
   if pooled == 1:
@@ -36,7 +36,7 @@ def _check(self, kernel, pooled, rank: int):
       f"got shape {list(self.shape)}."
     )
   for size, k, out in zip(self.shape[-rank:], kernel, pooled):
-    # In three dimensions torch leaves no room for the last window to end at the edge.
+    # In three dimensions torch's bound is smaller by one.
     if out < 0 or k < 1 or out + k - 1 > size - (rank == 3):
       raise RuntimeError(
         f"fractional_max_pool{rank}d(): {out} windows of size {k} are too many or too "
@@ -49,7 +49,7 @@ def _fractional_max_pool(self, kernel_size, output_size, random_samples, rank: i
   _check(self, kernel, pooled, rank)
   spatial = self.shape[-rank:]
   planes = self.reshape(math.prod(self.shape[:-rank]), math.prod(spatial))
-  # Without a batch, torch takes the samples of the first image.
+  # Without a batch dimension, torch uses the samples of the first image.
   samples = random_samples.reshape(-1, rank)[: len(planes)]
   # In two dimensions the first sample is for the width; in three, for the depth.
   samples = samples[:, ::-1] if rank == 2 else samples
@@ -65,7 +65,7 @@ def _fractional_max_pool(self, kernel_size, output_size, random_samples, rank: i
 
 
 def _maxima(planes, cells, self, pooled):
-  """The maximum over the cells (plane, window, cell) of each window, and its place."""
+  """Return the maximum of each window and its index; cells (plane, window, cell)."""
   flat = cells.reshape(len(planes), math.prod(cells.shape[1:]))
   windows = jnp.take_along_axis(planes, flat, axis=1)
   windows = windows.reshape(cells.shape)

@@ -1,9 +1,8 @@
-"""Whole steps of optimizers (`fused=True`): one program for all parameters.
+"""Steps of optimizers with `fused=True`: one program for all parameters.
 
-Each takes lists that belong together row by row and gives back the lists that torch's
-schema says are written. The numbers that an optimizer changes from step to step are
-operands; decay rates near one are static, because 1 - 0.999 has lost four digits in
-single precision.
+Each takes lists with one row per parameter, and returns the lists that torch's schema
+marks as written. Numbers that change from step to step are operands. Decay rates near
+one are static: 1 - 0.999 would lose four digits in single precision.
 """
 
 import math
@@ -17,14 +16,14 @@ from torchax.registry.names import aten
 
 
 def _step(update, lists, grad_scale, found_inf) -> tuple[list, ...]:
-  """Applies `update` to each row and keeps the dtypes.
+  """Apply `update` to each row and keep the dtypes.
 
   Args:
-    update: (parameter, gradient, *state) of one row, halves as float32 -> the new
-      parameter and state.
-    lists: parameters, gradients, and each kind of state; an empty list is not there.
-    grad_scale: what the loss was multiplied by; the gradients are scaled back.
-    found_inf: 0-d; 1 where nothing is to change.
+    update: (parameter, gradient, *state) of one row, with half precision as float32 ->
+      new parameter and state.
+    lists: parameters, gradients, and each kind of state; [] for an absent one.
+    grad_scale: scale of the loss; the gradients are divided by it.
+    found_inf: 0-d array; 1 skips the step.
 
   Returns:
     The new lists, in order.
@@ -45,13 +44,13 @@ def _step(update, lists, grad_scale, found_inf) -> tuple[list, ...]:
 
 
 def _unless(found_inf, old, new):
-  """The new value in the dtype of the old one, which stays where there is an inf."""
+  """Return `new` in the dtype of `old`; `old` if `found_inf` is 1."""
   new = new.astype(old.dtype)
   return new if found_inf is None else jnp.where(found_inf.reshape(()) == 1, old, new)
 
 
 def _remainder(decay: float, step):
-  """1 - decay**step, exact where the decay is near one."""
+  """Compute 1 - decay**step, accurately for a decay near one."""
   if decay == 0:
     return jnp.ones_like(step)
   return -jnp.expm1(step * math.log(decay))
@@ -72,7 +71,7 @@ def _adam(
   found_inf,
   decoupled,
 ):
-  """Adam (Kingma and Ba, 2015), or AdamW where the decay of weights is decoupled."""
+  """Run Adam (Kingma and Ba, 2015), or AdamW with `decoupled` weight decay."""
   steps = iter(state_steps)
   require_same_length([lists[0], state_steps])
 
@@ -142,7 +141,7 @@ def _aten__fused_sgd(
   grad_scale=None,
   found_inf=None,
 ):
-  """Gradient descent, with momentum where there are buffers for it."""
+  """Run gradient descent, with momentum if there are momentum buffers."""
 
   def update(param, grad, *buffers):
     grad = -grad if maximize else grad
@@ -173,7 +172,7 @@ def _aten__fused_adagrad(
   grad_scale=None,
   found_inf=None,
 ):
-  """Adagrad (Duchi et al., 2011); the steps are counted by the caller."""
+  """Run Adagrad (Duchi et al., 2011); the caller counts the steps."""
 
   def update(param, grad, total, step):
     grad = -grad if maximize else grad
@@ -188,5 +187,5 @@ def _aten__fused_adagrad(
 
 @op(aten._fused_adagrad.tensor_lr)
 def _aten__fused_adagrad_tensor_lr(*lists, **options):
-  """The same with a rate in a tensor, for which torch gives back no steps."""
+  """Run Adagrad with a tensor as learning rate; torch's schema returns no steps."""
   return _aten__fused_adagrad(*lists, **options)[:3]

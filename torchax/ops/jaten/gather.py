@@ -1,7 +1,7 @@
-"""Elements at places along one dimension or of the flat tensor, and writes there.
+"""Reads and writes by index along one dimension or in the flat tensor.
 
-`indexing.py` says what comes of an index out of range, and has indexing by several
-tensors and by masks.
+`indexing.py` documents indices out of range, and has indexing by several tensors and
+by masks.
 """
 
 import functools
@@ -23,7 +23,7 @@ from torchax.registry.names import aten
 
 
 def _along(dim, ndim, index) -> tuple:
-  """Indexes dimension `dim` alone."""
+  """Return the index tuple that applies `index` to dimension `dim`."""
   return (slice(None),) * (dim % ndim) + (index,)
 
 
@@ -31,7 +31,7 @@ _NO_ROW = "index out of range in self"
 
 
 def _size(self, dim) -> int:
-  """How many places a tensor has along a dimension; one without any has one."""
+  """Return the size of a dimension; 1 for a 0-d tensor."""
   dim = dim_of(dim, self.ndim)
   return self.shape[dim] if self.ndim else 1
 
@@ -50,7 +50,7 @@ def _aten_index_select(self, dim, index):
 
 
 def _write_along(self, dim, index, values, how, gathers=False, wraps=False):
-  """Applies `how(array, places, values)`; a 0-d tensor counts as having a dimension."""
+  """Write rows by `how(array, places, values)`; a 0-d tensor counts as 1-d."""
   dim = dim_of(dim, self.ndim)
   array, index = self.reshape(self.shape or (1,)), index.reshape(-1)
   size = array.shape[dim]
@@ -61,7 +61,7 @@ def _write_along(self, dim, index, values, how, gathers=False, wraps=False):
 
 
 def _check_rows(name, self, dim, index, source) -> None:
-  """Raises unless `source` has the shape of `self`, and a row for each index."""
+  """Raise unless `source` has the shape of `self`, with one row per index."""
   array, rows = self.shape or (1,), source.shape or (1,)
   dim = dim % len(array)
   fits = len(rows) == len(array) and all(
@@ -162,7 +162,7 @@ def _aten_index_reduce(self, dim, index, source, reduce, *, include_self=True):
 
 
 def _check_covers(name, self, dim, index) -> None:
-  """Raises unless `index` is no larger than `self` except along `dim`."""
+  """Raise if `index` is larger than `self` in a dimension other than `dim`."""
   fits = self.ndim == index.ndim and all(
     axis == dim or size <= self.shape[axis] for axis, size in enumerate(index.shape)
   )
@@ -179,7 +179,7 @@ def _place_rules(self, dim, index, *rest, **named):
 
 @op(aten.gather, rules=_place_rules, on_host=_on_host.gather)
 def _aten_gather(self, dim, index, *, sparse_grad=False):
-  """`self[i][index[i][j]]` along `dim`; `index` may be smaller in the others."""
+  """Return `self[i][index[i][j]]` along `dim`; other dims of `index` may be smaller."""
   dim = dim_of(dim, self.ndim)
   index = out_of_range.from_start(index, _size(self, dim))
   if self.ndim == 0 or index.ndim == 0:
@@ -194,7 +194,7 @@ def _aten_gather(self, dim, index, *, sparse_grad=False):
 
 
 def _scatter(self, dim, index, src, how, gathers=False):
-  """Applies `how(array, places, values)`; `index` may cover but a part of `src`."""
+  """Write by `how(array, places, values)`; `index` may be smaller than `src`."""
   array = self.reshape(self.shape or (1,))
   index = index.reshape(index.shape or (1,))
   if index.size and array.ndim != index.ndim:
@@ -239,7 +239,7 @@ def _aten_scatter_add(self, dim, index, src):
 
 @op(aten.scatter.reduce, rules=_place_rules)
 def _aten_scatter_with_reduce(self, dim, index, src, *, reduce):
-  """The older form, whose reductions are called add and multiply."""
+  """Run `scatter_reduce` with the older names of reductions, add and multiply."""
   return _aten_scatter_reduce(self, dim, index, src, _OLD_NAMES.get(reduce, reduce))
 
 
@@ -250,9 +250,9 @@ def _aten_scatter_value_reduce(self, dim, index, value, *, reduce):
 
 @op(aten.scatter_reduce, rules=_place_rules)
 def _aten_scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
-  """Reduces `src` into `self`: sum, prod, mean, amax or amin.
+  """Reduce `src` into `self` by sum, prod, mean, amax or amin.
 
-  Without `include_self` a place that receives values forgets its own.
+  Without `include_self`, the elements of `self` at the indices do not count.
   """
   return _scatter(self, dim, index, src, _reducing(reduce, include_self), gathers=True)
 
@@ -268,7 +268,7 @@ _REDUCERS = {
 
 
 def _neutral(reduce, dtype):
-  """The value that the reduction does not notice."""
+  """Return the identity of a reduction."""
   if reduce in ("sum", "mean"):
     return 0
   if reduce == "prod":
@@ -282,7 +282,7 @@ def _neutral(reduce, dtype):
 
 
 def _reducing(reduce, include_self):
-  """`(array, places, values) -> array` of a reduction by its name."""
+  """Return the function `(array, places, values) -> array` of a named reduction."""
   if reduce not in _REDUCERS:
     raise RuntimeError(
       f"reduce expects one of {', '.join(_REDUCERS)}, but got {reduce!r}."
@@ -333,14 +333,14 @@ def _aten_put(self, index, source, accumulate=False):
 
 
 def unravel_index(indices, shape):
-  """The coordinates of flat positions in an array of the given shape.
+  """Convert flat indices to coordinates in an array of the given shape.
 
   Args:
-    indices: an integer array of flat positions.
+    indices: integer array of flat indices.
     shape: one size, or the sizes of all dimensions.
 
   Returns:
-    One array for each dimension, in the shape and dtype of `indices`.
+    One array for each dimension, with the shape and dtype of `indices`.
   """
   sizes = (shape,) if isinstance(shape, int) else tuple(shape)
   coordinates = []

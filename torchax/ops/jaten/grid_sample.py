@@ -1,9 +1,9 @@
-"""Sampling images at the points of a grid, which may depend on data.
+"""Sampling of images at the points of a grid.
 
-A sample is a weighted sum over a box of elements ("taps"), with weights that are a
-product over the dimensions. The gradient is written by hand: XLA:CPU crashes on the
-transposed gather of large volumes, and torch has its own slopes where a position is
-clipped or reflected. Resizing to a fixed size is in `resize.py`.
+A sample is a weighted sum over a box of elements ("taps"); the weight of a tap is a
+product over the dimensions. The gradient is explicit for two reasons: XLA:CPU crashes
+on the transposed gather of large volumes, and torch defines its own slopes where a
+position is clipped or reflected. Resizing to a fixed size is in `resize.py`.
 """
 
 import math
@@ -23,18 +23,18 @@ _ZEROS, _BORDER, _REFLECTION = range(3)
 
 
 class _Taps(NamedTuple):
-  """The taps of one dimension; all of shape (taps, *out), places as floats."""
+  """Taps of one dimension: positions, as floats, and weights, all (taps, *out)."""
 
   places: jax.Array
   weights: jax.Array
-  slopes: jax.Array  # of the weights, by the number in the grid
+  slopes: jax.Array  # derivatives of the weights with respect to the grid
 
 
 # --- positions -------------------------------------------------------------------
 
 
 def _reflect(position, low, high):
-  """Positions folded into [low, high] at its ends, and the sign of their slope."""
+  """Reflect positions into [low, high]; return them and the sign of their slope."""
   span = high - low
   if span <= 0:
     return jnp.zeros_like(position), jnp.zeros_like(position)
@@ -47,14 +47,14 @@ def _reflect(position, low, high):
 
 
 def _pad(position, size, padding, align_corners):
-  """Positions outside of the image as `padding` has them, and their slope."""
+  """Apply `padding` to positions outside the image; return them and their slope."""
   slope = jnp.ones_like(position)
   if padding == _ZEROS:
     return position, slope
   if padding == _REFLECTION:
     low, high = (0.0, size - 1.0) if align_corners else (-0.5, size - 0.5)
     position, slope = _reflect(position, low, high)
-  # torch has no slope at the border itself either.
+  # In torch the slope at the border itself is zero too.
   is_inside = (position > 0) & (position < size - 1)
   return jnp.clip(position, 0, size - 1), jnp.where(is_inside, slope, 0)
 
@@ -73,7 +73,7 @@ def _linear_taps(position, slope):
 
 
 def _cubic_taps(position, slope, pad):
-  """Here the taps are padded, not the position."""
+  """Return the taps of bicubic interpolation; padding applies to them, as in torch."""
   taps = jnp.stack([jnp.floor(position) + step for step in (-1, 0, 1, 2)])
   distance = position - taps
   weights, tangents = jax.jvp(
@@ -83,7 +83,7 @@ def _cubic_taps(position, slope, pad):
 
 
 def _taps(share, size, mode, padding, align_corners) -> _Taps:
-  """The taps of numbers from -1 to 1 of one dimension of the grid."""
+  """Return the taps for coordinates of one dimension of the grid, from -1 to 1."""
   scale = (size - 1 if align_corners else size) / 2
   start = 0.0 if align_corners else 0.5
   position = (share + 1) * scale - start
@@ -104,7 +104,7 @@ def _taps(share, size, mode, padding, align_corners) -> _Taps:
 
 
 def _spread(taps, axis, rank):
-  """(taps, *out) as (1, …, taps, …, 1, *out), with a place for each dimension."""
+  """Reshape (taps, *out) to (1, …, taps, …, 1, *out), with the taps at `axis`."""
   box = [1] * rank
   box[axis] = len(taps)
   return taps.reshape(*box, *taps.shape[1:])
@@ -116,7 +116,7 @@ def _product(factors):
 
 
 def _indices(taps, sizes):
-  """Of a box of elements, and which of them are inside of the image."""
+  """Return the indices of a box of elements, and the mask of those in the image."""
   rank = len(taps)
   boxes = (_spread(tap.places, axis, rank) for axis, tap in enumerate(taps))
   places = jnp.broadcast_arrays(*boxes)
@@ -128,7 +128,7 @@ def _indices(taps, sizes):
 
 
 def _sample(image, taps):
-  """Weighted sums over boxes of an image (C, *space), in one gather."""
+  """Sample an image (C, *space) with one gather."""
   at, is_inside = _indices(taps, image.shape[1:])
   weight = jnp.where(is_inside, _product([tap.weights for tap in taps]), 0)
   return jnp.sum(image[(slice(None), *at)] * weight, range(1, len(taps) + 1))
@@ -142,7 +142,7 @@ def _image_gradient(grad, image, taps):
 
 
 def _grid_gradient(grad, image, taps):
-  """Of each point: its dimensions, the last one first, are the last axis."""
+  """Return the gradient of the points; the last axis is their dims, last dim first."""
   rank = len(taps)
   at, is_inside = _indices(taps, image.shape[1:])
   spread = grad.reshape(len(grad), *[1] * rank, *grad.shape[1:])
@@ -156,7 +156,7 @@ def _grid_gradient(grad, image, taps):
 
 
 def _by_image(function: Callable, input, grid, mode, padding, align_corners, *more):
-  """`function(image, taps, …)` for each image of a batch, in float32 at least."""
+  """Apply `function(image, taps, …)` to each image of a batch, in float32 or wider."""
   wide = jnp.promote_types(input.dtype, jnp.float32)
 
   def of_one(image, points, *rest):
@@ -172,7 +172,7 @@ def _by_image(function: Callable, input, grid, mode, padding, align_corners, *mo
 
 @op(aten.grid_sampler_2d, aten.grid_sampler_3d)
 def _aten_grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
-  """Samples (N, C, *space) at the points of `grid`, (N, *out, dimensions)."""
+  """Sample (N, C, *space) at the points of `grid`, (N, *out, dimensions)."""
   dims = input.ndim - 2
   if grid.shape[-1] != dims:
     raise RuntimeError(
@@ -193,7 +193,7 @@ def _aten_grid_sampler_backward(
   align_corners,
   output_mask,
 ):
-  """The gradients of `input` and `grid`; None for what is not wanted."""
+  """Return the gradients of `input`, or None by `output_mask`, and of `grid`."""
 
   def gradients(image, taps, grad):
     return (
