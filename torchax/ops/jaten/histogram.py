@@ -1,7 +1,7 @@
-"""Counting: histograms of one and of several dimensions, counts of integers.
+"""Histograms of one or several dimensions, and counts of integers.
 
-A bin has its lower edge and not its upper one; the last bin has both. Values outside of
-all bins, and NaN, are in none.
+A bin includes its lower edge but not its upper one; the last bin includes both. Values
+outside all bins, and NaN, are not counted.
 """
 
 import math
@@ -37,7 +37,7 @@ def _check_histc(self, bins=100, min=0, max=0):
 
 
 def _prepare_histc(given: dict) -> None:
-  """Without a range it is that of the data."""
+  """Make equal bounds static: the lowering takes the range of the data then."""
   low, high = (given.get(name, 0) for name in ("min", "max"))
   if low == high:
     for name in {"min", "max"} & given.keys():
@@ -52,10 +52,10 @@ def _prepare_histc(given: dict) -> None:
   prepare=_prepare_histc,
 )
 def _aten_histc(self, bins=100, min=0, max=0):
-  """Counts in equal bins of [min, max]; without a range, of that of the data."""
+  """Count in equal bins of [min, max]; if min == max, of the range of the data."""
   if bins <= 0:
     raise RuntimeError(f"torch.histc: bins must be > 0, but got bins={bins}.")
-  # Half precision would round values into the bin beside theirs.
+  # Half precision would round values into a neighboring bin.
   wide = jnp.promote_types(self.dtype, jnp.float32)
   values = jnp.ravel(self).astype(wide)
   low, high = jnp.asarray(min, wide), jnp.asarray(max, wide)
@@ -66,7 +66,7 @@ def _aten_histc(self, bins=100, min=0, max=0):
   low, high = jnp.where(flat, low - 1, low), jnp.where(flat, high + 1, high)
   inside = (values >= low) & (values <= high)
   bin_of = jnp.floor((values - low) / (high - low) * bins).astype(jnp.int32)
-  # The upper bound belongs to the last bin; values outside go to none.
+  # The last bin includes the upper bound; index `bins` drops values outside.
   bin_of = jnp.where(inside, jnp.minimum(bin_of, bins - 1), bins)
   counts = jnp.zeros(bins, wide).at[bin_of].add(1, mode="drop")
   return jnp.where(is_finite, counts, jnp.nan).astype(self.dtype)
@@ -98,7 +98,7 @@ def _aten_bincount(self, weights=None, minlength=0):
 
 
 def _equal_edges(low, high, bins, dtype):
-  """bins + 1 edges, from both ends to the middle as `torch.linspace` counts them."""
+  """Return bins + 1 edges, computed from both ends as in `torch.linspace`."""
   place = jnp.arange(bins + 1)
   step = (high - low) / bins
   upward, downward = low + place * step, high - (bins - place) * step
@@ -116,7 +116,7 @@ def _check_finite(name, dimension, low, high):
 
 
 def _limits(name, points, range):
-  """The lowest and the highest edge of each dimension of points (count, dimensions)."""
+  """Return the lowest and highest edge of each dimension of (count, dimensions)."""
   dimensions = points.shape[1]
   if range is not None:
     if len(range) != 2 * dimensions:
@@ -140,7 +140,7 @@ def _limits(name, points, range):
   limits = []
   for low, high in pairs:
     low, high = jnp.asarray(low, points.dtype), jnp.asarray(high, points.dtype)
-    is_point = low == high  # gets a bin of width 1 around it
+    is_point = low == high  # an empty range is widened to width 1
     half = jnp.asarray(0.5, points.dtype)
     limits.append(
       (jnp.where(is_point, low - half, low), jnp.where(is_point, high + half, high))
@@ -149,7 +149,7 @@ def _limits(name, points, range):
 
 
 def _points(name, self, dimensions):
-  """(count, dimensions) of a tensor whose last dimension are coordinates."""
+  """Reshape a tensor of coordinates (…, dimensions) to (count, dimensions)."""
   if not jnp.issubdtype(self.dtype, jnp.floating):
     raise NotImplementedError(
       f"{name} is not implemented for {self.dtype}: pass floating-point values."
@@ -166,7 +166,7 @@ def _points(name, self, dimensions):
 
 
 def _count(points, edges, weight, density):
-  """The histogram of points (count, dimensions) in the bins between the edges."""
+  """Compute the histogram of points (count, dimensions) in the bins between edges."""
   sizes = [len(edge) - 1 for edge in edges]
   dtype = points.dtype
   counts = jnp.ones(len(points), dtype)
@@ -203,13 +203,13 @@ def _edges_of(name, points, bins, range):
 
 
 def _infers_no_range(args, kwargs) -> bool:
-  """Without a range, that of the data must be finite: a concrete array can tell."""
+  """Return True if `range` is given; the data's must be checked on concrete arrays."""
   return kwargs.get("range") is not None
 
 
 @op(aten.histogram.bin_ct, static=("range",), compiled=_infers_no_range)
 def _aten_histogram(self, bins=100, *, range=None, weight=None, density=False):
-  """Counts in equal bins of `range`, by default that of the data; and their edges."""
+  """Return counts in equal bins of `range`, by default the data's, and the edges."""
   points = _points("torch.histogram", self.reshape(-1, 1), 1)
   edges = _edges_of("torch.histogram", points, [bins], range)
   return _count(points, edges, weight, density), edges[0]
@@ -217,7 +217,7 @@ def _aten_histogram(self, bins=100, *, range=None, weight=None, density=False):
 
 @op(aten.histogram.bins_tensor)
 def _aten_histogram_bins_tensor(self, bins, *, weight=None, density=False):
-  """Counts between increasing edges."""
+  """Return counts between increasing edges, and the edges."""
   if bins.ndim != 1 or not bins.size or bins.dtype != self.dtype:
     raise RuntimeError(
       "torch.histogram: expected bins to be a 1-d tensor of edges with the input's "

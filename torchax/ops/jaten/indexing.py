@@ -1,12 +1,12 @@
-"""Elements chosen by index tensors and masks, and writes at such places.
+"""Reads and writes by index tensors and masks.
 
-An index outside of the tensor raises where its numbers are known, and else spoils what
-is read or written (`core/out_of_range.py`). Negative indices count from the end. Where
-indices repeat, which of the written values stays is open, as in torch. What goes along
-one dimension is in `gather.py`.
+An index out of range raises if its value is known. Otherwise it makes the elements read
+or written invalid (`core/out_of_range.py`). Negative indices count from the end. If
+indices repeat, any of the written values may remain, as in torch. Indexing along one
+dimension is in `gather.py`.
 
-A boolean mask that decides the result's shape needs its values: those operations
-run on concrete arrays. A write through one mask has a fixed shape and compiles.
+The result's shape depends on the values of a boolean mask, so such operations run on
+concrete arrays. A write through one mask has a fixed shape and compiles.
 """
 
 import itertools
@@ -25,22 +25,22 @@ from torchax.registry.index_rules import Condition, along
 from torchax.registry.names import aten
 
 # --- ways to write: (array, places, values) -> array ---------------------------------
-# Bools, which JAX does not add or multiply, are joined by "or" and "and".
+# JAX does not add or multiply bools; `max` is "or" for them and `min` is "and".
 
 
 def assigned(array, places, values):
-  """The values in place of the elements."""
+  """Replace the elements at the indices by the values."""
   return array.at[places].set(values)
 
 
 def added(array, places, values):
-  """The sums of the elements and all values of their place."""
+  """Add all values to the elements at their indices."""
   at = array.at[places]
   return at.max(values) if values.dtype == jnp.bool_ else at.add(values)
 
 
 def multiplied(array, places, values):
-  """The products of the elements and all values of their place."""
+  """Multiply the elements by all values at their indices."""
   at = array.at[places]
   return at.min(values) if values.dtype == jnp.bool_ else at.multiply(values)
 
@@ -53,15 +53,15 @@ def _int64():
 
 
 def _is_mask(index) -> bool:
-  """uint8 indices are masks, for torch and for arrays alike."""
+  """Return True for bool and uint8 indices, of torch or JAX."""
   return index is not None and index.dtype in _MASK_DTYPES
 
 
 def _concrete(array, name) -> np.ndarray:
-  """The values of an array that decides a shape.
+  """Return the values of an array that determines a shape.
 
   Raises:
-    TypeError: they are being traced.
+    TypeError: the array is traced.
   """
   if isinstance(array, jax.core.Tracer):
     raise TypeError(
@@ -81,7 +81,7 @@ def _has_no_mask(args, kwargs) -> bool:
 
 
 def _places(indices, name) -> tuple:
-  """What to index an array with; a mask of n dimensions becomes n index arrays."""
+  """Return indices for an array; a mask of n dimensions becomes n index arrays."""
   places = []
   for index in indices:
     if index is None:
@@ -95,7 +95,7 @@ def _places(indices, name) -> tuple:
 
 
 def _check_masks(self, indices):
-  """Raises IndexError unless indices fit and each mask has the shape it covers."""
+  """Raise IndexError for too many indices, or a mask that does not fit the shape."""
   axis = 0
   for index in indices:
     width = index.ndim if _is_mask(index) else 1
@@ -112,7 +112,7 @@ _INDEX_DTYPES = (torch.int64, torch.int32, torch.bool, torch.uint8)
 
 
 def _check_index(self, indices):
-  """Looks at what is known of torch's arguments without waiting for the device.
+  """Check dtypes and shapes of indices without waiting for the device.
 
   Raises:
     IndexError: an index of another dtype, or shapes that do not broadcast.
@@ -170,9 +170,9 @@ def _rules(self, indices, *rest, **named):
   on_host=_on_host.index,
 )
 def _aten_index(self, indices):
-  """`self[indices]`: None takes a whole dimension.
+  """Return `self[indices]`; None takes a whole dimension.
 
-  The indexed dimensions stay in place where they are neighbours, else come first.
+  Indexed dimensions keep their position if they are adjacent, and come first otherwise.
 
   Raises:
     IndexError: too many indices, or a mask of another shape than it covers.
@@ -191,17 +191,17 @@ def _has_at_most_a_mask(args, kwargs) -> bool:
 
 
 def _check_index_put(self, indices, values, accumulate=False, unsafe=False):
-  """Looks at what is known of torch's arguments.
+  """Check dtypes and shapes, and the number of values for a mask.
 
   Raises:
-    IndexError: as for reading.
-    RuntimeError: another dtype, or other than one value for each true place of a mask.
+    IndexError: see `_check_index`.
+    RuntimeError: values of another dtype, or not one for each True of a mask.
   """
   _check_index(self, indices)
   given = [axis for axis, index in enumerate(indices) if index is not None]
   is_by_mask = len(given) == 1 and _is_mask(indices[given[0]])
   if is_by_mask and values.numel() == 1 and not accumulate:
-    return  # torch fills, with any dtype
+    return  # torch fills with a value of any dtype
   if values.dtype != self.dtype:
     raise RuntimeError(
       "Index put requires the source and destination dtypes match, but got "
@@ -240,7 +240,7 @@ def _require_broadcast(values_shape, shape):
 
 
 def write_at_places(self, places, values, accumulate):
-  """Writes at places, of which negative ones count from the end."""
+  """Write at indices; negative ones count from the end."""
   _require_broadcast(values.shape, jax.eval_shape(lambda: self[places]).shape)
   broken, known = jnp.asarray(False), []
   for size, place in zip(self.shape, places):
@@ -260,9 +260,9 @@ def write_at_places(self, places, values, accumulate):
 
 
 def _write_masked(self, axis, mask, values, accumulate):
-  """Writes where the mask, which covers dimensions from `axis` on, is true.
+  """Write where the mask, which covers dimensions from `axis` on, is True.
 
-  The k-th true place takes the k-th row of `values`, or all take its only row.
+  The k-th True takes the k-th row of `values`; a single row is broadcast.
   """
   mask = mask.astype(bool)
   rank = self.ndim - mask.ndim + 1
@@ -291,7 +291,7 @@ def _write_masked(self, axis, mask, values, accumulate):
   takes_cpu=True,
 )
 def _aten_index_put(self, indices, values, accumulate=False):
-  """A copy of `self` with `values` written (added with `accumulate`) at `indices`."""
+  """Return a copy of `self` with `values` written or accumulated at `indices`."""
   _check_masks(self, indices)
   given = [axis for axis, index in enumerate(indices) if index is not None]
   if len(given) == 1 and _is_mask(indices[given[0]]):
@@ -326,7 +326,7 @@ def _aten__index_put_impl(self, indices, values, accumulate=False, unsafe=False)
 
 @op(aten.masked_select, compiled=False)
 def _aten_masked_select(self, mask):
-  """The elements where the mask is true, in one dimension."""
+  """Return the elements where the mask is True, in one dimension."""
   if mask.dtype != bool:
     raise RuntimeError(
       f"masked_select: expected a mask of torch.bool, but got {mask.dtype}."
@@ -339,7 +339,7 @@ def _aten_masked_select(self, mask):
 def _source_rules(self, mask, source):
   count = source.numel() if isinstance(source, torch.Tensor) else source.size
   if not _can_broadcast([self.shape, mask.shape]):
-    return  # refused by their shapes
+    return  # the lowering raises for the shapes
   times = math.prod(np.broadcast_shapes(self.shape, mask.shape)) / max(
     1, math.prod(mask.shape)
   )
@@ -353,7 +353,7 @@ def _source_rules(self, mask, source):
 
 @op(aten.masked_scatter, rules=_source_rules)
 def _aten_masked_scatter(self, mask, source):
-  """The k-th true place takes the k-th element of `source`."""
+  """Replace the element at the k-th True by the k-th element of `source`."""
   if mask.dtype != jnp.bool_:
     raise RuntimeError(
       "masked_scatter only supports boolean masks, but got a mask with dtype "
@@ -362,7 +362,7 @@ def _aten_masked_scatter(self, mask, source):
   self, mask = jnp.broadcast_arrays(self, mask)
   if source.size == 0:
     return out_of_range.spoiled(self, mask)
-  # Before the first true place it is -1, and not looked at.
+  # It is -1 before the first True, where the mask excludes it.
   order = jnp.cumsum(mask.reshape(-1)) - 1
   values = out_of_range.read(source.reshape(-1).astype(self.dtype), order)
   return jnp.where(mask, values.reshape(self.shape), self)
@@ -370,7 +370,7 @@ def _aten_masked_scatter(self, mask, source):
 
 @op(aten.masked_scatter_backward)
 def _aten_masked_scatter_backward(grad_output, mask, sizes):
-  """The gradients at true places, moved to the front; zeros behind them."""
+  """Pack the gradients where the mask is True to the front; fill up with zeros."""
   grad_output, mask = jnp.broadcast_arrays(grad_output, mask)
   flat = mask.reshape(-1)
   length = int(np.prod(sizes))
@@ -381,7 +381,7 @@ def _aten_masked_scatter_backward(grad_output, mask, sizes):
 
 @op(aten.nonzero, aten.argwhere, compiled=False, index_results=(0,))
 def _aten_nonzero(self):
-  """Coordinates of the nonzero elements, one in a row: shape (n, ndim)."""
+  """Return the coordinates of the nonzero elements, shape (n, ndim)."""
   values = _concrete(self, "nonzero")
   rows = np.argwhere(values != 0) if values.ndim else np.zeros((int(values != 0), 0))
   return jnp.asarray(rows, _int64())
@@ -389,7 +389,7 @@ def _aten_nonzero(self):
 
 @op(aten.nonzero_static, index_results=(0,))
 def _aten_nonzero_static(self, *, size, fill_value=-1):
-  """The first `size` rows of `nonzero`, filled up with `fill_value`."""
+  """Return the first `size` rows of `nonzero`, padded with `fill_value`."""
   if self.ndim == 0:
     return jnp.zeros((size, 0), _int64())
   if not self.size:

@@ -1,9 +1,10 @@
-"""Symmetric indefinite matrices: A = L D L^T (L D L^H if Hermitian) and its systems.
+"""LDL factorization of symmetric indefinite matrices, and its linear systems.
 
-D has blocks of one and of two rows. Factors and pivots are packed as LAPACK's `sytrf`
-and `hetrf` pack them for a lower triangle: D and the columns of L share the matrix. A
-row of `pivots` is k, counted from 1, for an exchange with row k, and -k in both rows of
-a block of two, whose second row was exchanged. Other factorizations are in `solve.py`.
+A = L D Lᵀ, or L D Lᴴ if Hermitian; D has 1x1 and 2x2 blocks. Factors and pivots are
+packed as in LAPACK's `sytrf` and `hetrf` for a lower triangle: D and the columns of L
+share the matrix. An entry of `pivots` is k, counted from 1, if its row was exchanged
+with row k. Both entries of a 2x2 block are -k; its second row was exchanged. Other
+factorizations are in `solve.py`.
 """
 
 import functools
@@ -24,24 +25,24 @@ from torchax.ops.jaten.solve import (
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 
-# How large a diagonal element must be beside its column to be a pivot (Bunch & Kaufman,
-# "Some stable methods for calculating inertia", Math. Comp. 31, 1977).
+# Least ratio of a pivot on the diagonal to the largest element of its column (Bunch &
+# Kaufman, "Some stable methods for calculating inertia", Math. Comp. 31, 1977).
 ALPHA = (1 + math.sqrt(17)) / 8
 
 
 def _magnitude(x) -> jax.Array:
-  """LAPACK compares complex numbers by |re| + |im|."""
+  """Return |x|; for complex numbers |re| + |im|, as LAPACK."""
   return jnp.abs(jnp.real(x)) + jnp.abs(jnp.imag(x)) if jnp.iscomplexobj(x) else abs(x)
 
 
 def _swapped(size, first, second):
-  """0 … size - 1 with two entries exchanged."""
+  """Return the permutation of `size` entries that exchanges two."""
   order = jnp.arange(size)
   return order.at[first].set(second).at[second].set(first)
 
 
 def _choose_pivot(work, k):
-  """(row to exchange, whether the block has two rows, whether the column is zero)."""
+  """Return (row to exchange, True for a 2x2 block, True for a zero column)."""
   places = jnp.arange(work.shape[-1])
   diagonal = _magnitude(jnp.diagonal(work))
   column = jnp.where(places > k, _magnitude(work[:, k]), 0)
@@ -58,7 +59,7 @@ def _choose_pivot(work, k):
 
 
 def _eliminate_one(work, k, conjugated):
-  """Takes the column k out of the part below and right of it."""
+  """Eliminate column k from the trailing submatrix by a 1x1 pivot."""
   below = jnp.arange(work.shape[-1]) > k
   pivot = work[k, k]
   column = jnp.where(below, work[:, k], 0)
@@ -68,7 +69,7 @@ def _eliminate_one(work, k, conjugated):
 
 
 def _eliminate_two(work, k, conjugated):
-  """Takes the columns k and k + 1 out; scaled by the element beside the diagonal."""
+  """Eliminate columns k and k + 1 by a 2x2 pivot, scaled by its off-diagonal."""
   following = jnp.minimum(k + 1, work.shape[-1] - 1)
   below = jnp.arange(work.shape[-1]) > following
   beside = work[following, k]
@@ -87,7 +88,7 @@ def _eliminate_two(work, k, conjugated):
 
 
 def _factor(matrix, hermitian):
-  """Factors, pivots, and the first place with a zero column, from 1; 0 without one."""
+  """Return factors, pivots, and info: the first zero column, from 1, or 0."""
   size = matrix.shape[-1]
   conjugated = jnp.conj if hermitian else (lambda x: x)
   places = jnp.arange(size)
@@ -119,7 +120,7 @@ def _factor(matrix, hermitian):
 
 @op(aten.linalg_ldl_factor_ex, compiled=needs_no_check)
 def _aten_linalg_ldl_factor_ex(self, hermitian=False, check_errors=False):
-  """Reads the lower triangle only."""
+  """Factor a matrix by its lower triangle."""
   require_square("linalg.ldl_factor_ex", self)
   if self.size == 0:
     pivots = jnp.zeros(self.shape[:-1], jnp.int32)
@@ -132,7 +133,7 @@ def _aten_linalg_ldl_factor_ex(self, hermitian=False, check_errors=False):
 
 
 def _starts_of_pairs(pivots):
-  """Which rows are the first of a block of two: every other one of negative pivots."""
+  """Return a mask of the first rows of 2x2 blocks: every other negative pivot."""
 
   def step(is_second, pivot):
     is_first = (pivot < 0) & ~is_second
@@ -148,7 +149,7 @@ def _solve(packed, pivots, right, conjugated):
   targets = jnp.abs(pivots) - 1
 
   def columns(k):
-    """Those of L at the rows k and k + 1; the second is zero for a block of one."""
+    """Return the columns k and k + 1 of L; the second is zero for a 1x1 block."""
     following = jnp.minimum(k + 1, size - 1)
     below = places > jnp.where(starts[k], k + 1, k)
     second = jnp.where(below & starts[k], packed[:, following], 0)
@@ -176,18 +177,18 @@ def _solve(packed, pivots, right, conjugated):
 
 
 def _is_block(starts, k):
-  """False for the second row of a block of two, which goes with the first."""
+  """Return False for the second row of a 2x2 block, which the first row handles."""
   return ~((k > 0) & starts[k - 1])
 
 
 def _solve_blocks(packed, starts, right, conjugated):
-  """Solves D X = right, for all blocks at once."""
+  """Solve D X = right, for all blocks at once."""
   diagonal = jnp.diagonal(packed)
   beside = jnp.where(starts, jnp.append(jnp.diagonal(packed, -1), 1), 1)
   upper = diagonal / conjugated(beside)
   lower = jnp.roll(diagonal, -1) / beside
   following = jnp.roll(right, -1, 0)
-  # LAPACK's 2x2 solution: scaled by the element beside the diagonal.
+  # The 2x2 solution of LAPACK, scaled by the off-diagonal element.
   scaled_first = right / conjugated(beside)[:, None]
   scaled_second = following / beside[:, None]
   determinant = (upper * lower - 1)[:, None]

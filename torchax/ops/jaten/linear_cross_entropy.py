@@ -1,9 +1,9 @@
-"""The cross entropy of a linear layer's outputs, some rows at a time.
+"""Cross entropy of a linear layer's outputs, one chunk of rows at a time.
 
-`torch.nn.functional.linear_cross_entropy` with `options` never holds the logits of all
-rows. The operations register themselves when torch imports them, so they are named by
-strings here. With a reduction the forward pass makes the gradients too; without one,
-torch's backward pass calls ATen operations.
+`torch.nn.functional.linear_cross_entropy` with `options` never stores the logits of all
+rows. torch registers the operations on import, so strings name them here. With a
+reduction the forward pass computes the gradients too. Without one, torch's backward
+pass calls ATen operations.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from torchax.registry.index_rules import Range
 
 
 class _Classes(NamedTuple):
-  """Targets that are classes: one for each row, and whether the row counts."""
+  """Class targets: an index for each row, and a mask of the rows not ignored."""
 
   indices: jax.Array
   counts: jax.Array
@@ -35,17 +35,17 @@ class _Classes(NamedTuple):
     return -self._row_weights(weights) * picked[:, 0]
 
   def slopes(self, softmax, weights):
-    """The gradient of the losses by the logits."""
+    """Return the gradient of the losses with respect to the logits."""
     hot = jax.nn.one_hot(self.indices, softmax.shape[-1], dtype=softmax.dtype)
     return (softmax - hot) * self._row_weights(weights)[:, None]
 
   def divisor(self, weights):
-    """What the mean divides the sum of the losses by."""
+    """Return the divisor of the sum of losses in their mean."""
     return self._row_weights(weights).sum()
 
 
 class _Probabilities(NamedTuple):
-  """Targets that are probabilities of each row's classes; torch has them since 2.15."""
+  """Probability targets, one row of classes each; in torch since 2.15."""
 
   values: jax.Array
 
@@ -61,7 +61,7 @@ class _Probabilities(NamedTuple):
 
 
 def _targets(target, ignore_index):
-  """Both kinds come by one schema; the dtype tells them apart, as in torch."""
+  """Return class or probability targets; the dtype decides, as in torch."""
   if jnp.issubdtype(target.dtype, jnp.floating):
     return _Probabilities(target)
   counts = target != ignore_index
@@ -72,7 +72,7 @@ def _class_rules(
   input, linear_weight, target, linear_bias, weight, *rest, ignore_index=None, **named
 ):
   if ignore_index is None:
-    # Behind the reduction, where there is one.
+    # The first positional argument after the reduction, if the schema has one.
     ignore_index = next(value for value in rest if not isinstance(value, str))
   message = "index {number} is out of bounds for dimension 1 with size {high}"
   classes = linear_weight.shape[0]
@@ -84,7 +84,7 @@ def _class_weights(weight, classes, dtype):
 
 
 def _chunks(arrays, size):
-  """(rows, …) as (chunks, size, …), filled up with zeros, for each array of a tree."""
+  """Split each array of a tree, (rows, …), into (chunks, size, …), padded with 0."""
 
   def split(array):
     count = -(-array.shape[0] // size)
@@ -96,13 +96,13 @@ def _chunks(arrays, size):
 
 
 def _logarithms(layer, rows):
-  """The logarithms of the softmax of a chunk's logits."""
+  """Return the log-softmax of the logits of a chunk."""
   matrix, bias = layer
   return jax.nn.log_softmax(rows @ matrix.T + bias, axis=-1)
 
 
 def _loss_and_gradients(layer, weights, scale, chunks):
-  """The scaled sum of the losses, and its gradients by rows, matrix and bias."""
+  """Return the scaled sum of losses and its gradients for rows, matrix and bias."""
   matrix, bias = layer
 
   def add_chunk(sums, chunk):
@@ -149,7 +149,7 @@ def _linear_cross_entropy_batch_chunked(
   compute_linear_weight_grad,
   compute_linear_bias_grad,
 ):
-  """(loss, gradients of input, matrix and bias); one not wanted has no elements."""
+  """Return (loss, gradients of input, matrix and bias); unwanted ones are empty."""
   if reduction not in ("mean", "sum") or label_smoothing:
     raise NotImplementedError(
       "linear_cross_entropy by chunks expects the reduction mean or sum and no label "
@@ -160,7 +160,7 @@ def _linear_cross_entropy_batch_chunked(
   layer = _layer(linear_weight, linear_bias, dtype)
   weights = _class_weights(weight, len(layer[0]), dtype)
   targets = _targets(target, ignore_index)
-  # NaN where nothing counts, as in torch: 0 times infinity.
+  # If all rows are ignored the mean is NaN, 0 times infinity, as in torch.
   scale = 1 / targets.divisor(weights) if reduction == "mean" else 1
   chunks = _chunks((input.astype(dtype), targets), max(batch_chunk_size, 1))
   loss, of_rows, of_matrix, of_bias = _loss_and_gradients(layer, weights, scale, chunks)
@@ -191,7 +191,7 @@ def _linear_cross_entropy_batch_chunked_no_reduction(
   acc_policy,
   acc_dtype,
 ):
-  """The loss of each row."""
+  """Return the loss of each row."""
   require_one_dtype("linear_cross_entropy", input, linear_weight)
   dtype = _compute_dtype(input, acc_dtype)
   layer = _layer(linear_weight, linear_bias, dtype)

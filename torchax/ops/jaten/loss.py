@@ -1,8 +1,8 @@
 """Losses and their gradients.
 
-`reduction` is ATen's number: 0 none, 1 mean, 2 sum. The negative log likelihoods take
-classes in dimension 1 (0 without a batch), so one pair of functions serves the plain
-and the 2-D operations. CTC is in `ctc.py`.
+`reduction` is ATen's number: 0 none, 1 mean, 2 sum. Negative log likelihoods have the
+classes in dimension 1 (0 without a batch), so one pair of functions implements
+`nll_loss` and `nll_loss2d`. CTC is in `ctc.py`.
 """
 
 import enum
@@ -18,14 +18,14 @@ from torchax.ops.promotion import in_opmath, widen
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 
-# torch bounds the logarithms of binary cross entropy, so that the loss stays finite,
-# and its gradient's divisor: aten/src/ATen/native/Loss.cpp.
+# Lower bounds of the logarithms in binary cross entropy, which keeps the loss finite,
+# and of the divisor in its gradient: aten/src/ATen/native/Loss.cpp.
 LOG_FLOOR = -100.0
 VARIANCE_FLOOR = 1e-12
 
 
 class Reduction(enum.IntEnum):
-  """ATen's numbers."""
+  """Reduction of a loss, with ATen's numbers."""
 
   NONE = 0
   MEAN = 1
@@ -39,7 +39,7 @@ def _reduce(losses, reduction):
 
 
 def _spread(grad_output, count, reduction):
-  """The gradient that reaches each of `count` losses."""
+  """Return the gradient of each of `count` losses."""
   return grad_output / count if reduction == Reduction.MEAN else grad_output
 
 
@@ -55,7 +55,7 @@ def _class_axis(self) -> int:
 
 
 def _class_weights(self, weight):
-  """The weight of each class, shaped to meet `self`."""
+  """Return the weights of the classes, shaped to broadcast to `self`."""
   if weight is None:
     return jnp.ones((), widen(self).dtype)
   return widen(weight).reshape((-1,) + (1,) * (self.ndim - 1 - _class_axis(self)))
@@ -77,14 +77,14 @@ def _check_classes(self, target, weight):
 
 
 def _target_classes(self, target):
-  """`target` with the shape of one class of `self`, class dimension kept."""
+  """Reshape `target` to the shape of `self` with a class dimension of size 1."""
   axis = _class_axis(self)
   shape = (*self.shape[:axis], 1, *self.shape[axis + 1 :])
   return target.reshape(shape)
 
 
 def _counts(classes, ignore_index):
-  """Where a class is not the one to ignore, which the labels' dtype need not hold."""
+  """Return a mask of classes not ignored; their dtype may not hold `ignore_index`."""
   wide = jnp.promote_types(classes.dtype, jnp.int32)
   return classes.astype(wide) != ignore_index
 
@@ -98,7 +98,7 @@ def _nll_loss_forward(self, target, weight, reduction, ignore_index):
   picked = jnp.take_along_axis(widen(self), safe, axis=axis, mode="clip")
   weights = jnp.broadcast_to(_class_weights(self, weight), self.shape)
   weights = jnp.take_along_axis(weights, safe, axis=axis, mode="clip")
-  # The weight of a class that is not there makes NaN of the gradient, too.
+  # A NaN weight for a class out of range makes the gradient NaN too.
   weights = out_of_range.spoiled(
     weights, out_of_range.outside(classes, self.shape[axis])
   )
@@ -123,7 +123,7 @@ def _nll_loss_backward(
     grad = grad / widen(total_weight)
   elif reduction == Reduction.NONE:
     grad = grad.reshape(classes.shape)
-  # Comparing with all classes fuses into one pass; a scatter would not.
+  # XLA fuses the comparison with all classes into one pass, but not a scatter.
   shape = [1] * self.ndim
   shape[axis] = self.shape[axis]
   is_target = jnp.arange(self.shape[axis]).reshape(shape) == classes
@@ -188,7 +188,7 @@ def _aten_l1_loss(self, target, reduction=1):
 
 
 def _is_zero(number) -> bool:
-  """False for an operand: zero has code of its own and comes as a number."""
+  """Return True for the static number 0; a traced operand is never 0."""
   return isinstance(number, int | float) and number == 0
 
 
@@ -205,7 +205,7 @@ def _check_smooth_l1_loss(self, target, reduction=1, beta=1.0):
     raise RuntimeError(f"smooth_l1_loss does not support negative beta, got {beta}.")
 
 
-# At 0 it is the absolute difference.
+# At 0 the loss is the absolute difference.
 _prepare_beta = _numbers.static_if("beta", is_static=lambda beta: beta == 0)
 
 
@@ -286,7 +286,7 @@ def _cross_entropy(self, target):
 
 @_cross_entropy.defjvp
 def _cross_entropy_jvp(primals, tangents):
-  """torch's slope, which is finite at probabilities of 0 and 1 too."""
+  """Use torch's slope, which is finite at probabilities 0 and 1."""
   self, target = primals
   self_tangent, target_tangent = tangents
   log_odds = jnp.maximum(jnp.log1p(-self), LOG_FLOOR)
@@ -302,7 +302,10 @@ def _weighted(losses, weight):
 @op(aten.binary_cross_entropy)
 @in_opmath
 def _aten_binary_cross_entropy(self, target, weight=None, reduction=1):
-  """A probability outside [0, 1] gives NaN: no raising on data when compiled."""
+  """Compute the loss; it is NaN for a probability outside [0, 1].
+
+  torch raises there, but compiled code cannot raise on data.
+  """
   require_one_dtype("binary_cross_entropy", self, target)
   return _reduce(_weighted(_cross_entropy(self, target), weight), reduction)
 
@@ -322,8 +325,9 @@ def _aten_binary_cross_entropy_with_logits(
   self, target, weight=None, pos_weight=None, reduction=1
 ):
   positive = 1 if pos_weight is None else 1 + (pos_weight - 1) * target
-  # -log(sigmoid(self)) without an overflow, and quicker than by way of logaddexp.
-  is_negative = self < 0  # JAX's derivatives of `abs` and `maximum` at 0 would not do
+  # -log(sigmoid(self)) without overflow, and faster than logaddexp. `where` instead of
+  # `abs` and `maximum`, whose derivatives at 0 differ from torch's.
+  is_negative = self < 0
   surprise = jnp.where(is_negative, -self, 0) + jnp.log1p(
     jnp.exp(jnp.where(is_negative, self, -self))
   )
@@ -334,7 +338,7 @@ def _aten_binary_cross_entropy_with_logits(
 @op(aten.kl_div)
 @in_opmath
 def _aten_kl_div(self, target, reduction=1, *, log_target=False):
-  """`self` holds log probabilities; `target` too where `log_target` says so."""
+  """Compute the divergence; `self` has log probabilities, `target` if `log_target`."""
   if log_target:
     return _reduce(jnp.exp(target) * (target - self), reduction)
   return _reduce(jax.scipy.special.xlogy(target, target) - target * self, reduction)
@@ -348,7 +352,7 @@ def _hinge(values):
 
 
 def _multi_margin(self, target, p, margin, weight, reduction):
-  """Mean over the other classes of hinge(margin - own + other) ** p."""
+  """Average hinge(margin - own + other) ** p over the other classes."""
   if p not in (1, 2):
     raise RuntimeError(f"only p == 1 and p == 2 supported, but got p={p}.")
   rows, classes = jnp.atleast_2d(self), target.reshape(-1, 1)
@@ -357,7 +361,7 @@ def _multi_margin(self, target, p, margin, weight, reduction):
   own = jnp.take_along_axis(rows, classes, axis=1, mode="clip")
   losses = _hinge(margin - own + rows)
   losses = losses if p == 1 else losses * losses
-  # By a product, which makes NaN of the gradient as well.
+  # The product with NaN makes the gradient NaN too.
   losses = losses * out_of_range.spoiled(jnp.ones_like(own), broken)
   if weight is not None:
     losses = losses * weight[classes]
@@ -389,7 +393,7 @@ def _aten_multi_margin_loss_backward(
 
 
 def _multilabel_margin(self, target, reduction):
-  """The loss, and 1 for each class that is a label; labels end at the first -1."""
+  """Return the loss, and 1 for each label's class; labels end at the first -1."""
   rows, labels = jnp.atleast_2d(self), jnp.atleast_2d(target)
   count = rows.shape[1]
   valid = jnp.cumprod(labels >= 0, axis=1).astype(bool)
