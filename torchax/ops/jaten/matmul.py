@@ -1,6 +1,6 @@
-"""Matrix products, products of groups, and pairwise distances.
+"""Matrix products, grouped products, and pairwise distances.
 
-Operands of ATen products have one dtype, which is the result's: bfloat16 products
+The operands and the result of an ATen product have one dtype: bfloat16 products
 accumulate in float32 and round once, integers stay integers. Precision is JAX's
 `default_matmul_precision`. Factorizations are in `solve.py`.
 """
@@ -26,7 +26,7 @@ DISTANCE_MATMUL_SIZE = 25
 
 
 def _require_rank(name, **ranked):
-  """`name=(array, rank)` for each operand."""
+  """Raise RuntimeError unless each operand, `name=(array, rank)`, has its rank."""
   for operand, (array, rank) in ranked.items():
     if array.ndim != rank:
       raise RuntimeError(
@@ -36,7 +36,7 @@ def _require_rank(name, **ranked):
 
 
 def _product(name, left, right):
-  """The matrix product, with torch's error where the shapes do not fit."""
+  """Multiply matrices, with torch's error for mismatched shapes."""
   require_one_dtype(name, left, right)
   inner = right.shape[-2] if right.ndim > 1 else right.shape[0]
   if left.shape[-1] != inner:
@@ -47,7 +47,7 @@ def _product(name, left, right):
 
 
 def _scaled(array, factor):
-  """`factor * array` in the dtype of `array`; 0 gives zeros even for NaN."""
+  """Return `factor * array` in the dtype of `array`; 0 gives zeros even for NaN."""
   if isinstance(factor, int | float) and factor == 1:
     return array
   factor = factor_in(array.dtype, factor)
@@ -55,7 +55,7 @@ def _scaled(array, factor):
 
 
 def _multiplied(product, alpha):
-  """As `_scaled`, but 0 times NaN is NaN: only `beta` may drop its operand."""
+  """Return `alpha * product`, where 0 * NaN is NaN: only `beta` drops its operand."""
   if isinstance(alpha, int | float) and alpha == 1:
     return product
   if is_exact(product) and not is_exact(alpha):
@@ -97,7 +97,7 @@ def _wide_product(left, right, out_dtype):
 
 @op(aten.mm.dtype, aten.bmm.dtype)
 def _aten_mm_dtype(self, mat2, out_dtype):
-  """Returns the accumulator in `out_dtype` instead of rounding it."""
+  """Return the accumulator in `out_dtype` instead of rounding it."""
   return _wide_product(self, mat2, out_dtype)
 
 
@@ -115,7 +115,6 @@ def _aten_dot(self, tensor):
 
 @op(aten.vdot)
 def _aten_vdot(self, other):
-  """The dot product with the first operand conjugated."""
   return _aten_dot(jnp.conj(self), other)
 
 
@@ -150,7 +149,7 @@ def _aten_tensordot(self, other, dims_self, dims_other):
 
 @op(aten.addmm.default, aten.addmv)
 def _aten_addmm(self, mat1, mat2, beta=1, alpha=1):
-  """`beta * self + alpha * (mat1 @ mat2)`; for addmv, `mat2` is a vector."""
+  """Return `beta * self + alpha * (mat1 @ mat2)`; for addmv, `mat2` is a vector."""
   require_one_dtype("addmm", self, mat1, mat2)
   return _affine(self, _product("addmm", mat1, mat2), beta, alpha)
 
@@ -169,7 +168,7 @@ def _aten_baddbmm(self, batch1, batch2, beta=1, alpha=1):
 
 @op(aten.addbmm)
 def _aten_addbmm(self, batch1, batch2, beta=1, alpha=1):
-  """The products of all batches are summed, inside one contraction."""
+  """Sum the products of all batches, in one contraction."""
   _require_rank("addbmm", batch1=(batch1, 3), batch2=(batch2, 3))
   require_one_dtype("addbmm", self, batch1, batch2)
   total = jnp.einsum("bij,bjk->ik", batch1, batch2)
@@ -184,16 +183,16 @@ def _aten_addr(self, vec1, vec2, beta=1, alpha=1):
 
 @op(aten.sparse_sampled_addmm)
 def _aten_sparse_addmm(self, mat1, mat2, beta=1, alpha=1):
-  """Dense form: the product counts only where `self` has an element."""
+  """Use the product only where `self` is nonzero: the dense form of the operation."""
   product = jnp.where(self != 0, _product("sampled_addmm", mat1, mat2), 0)
   return _affine(self, product, beta, alpha)
 
 
 @op(aten._trilinear)
 def _aten_trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
-  """Expands each operand at its `expand` dims, multiplies, sums over `sumdim`.
+  """Expand each operand at its `expand` dims, multiply, and sum over `sumdim`.
 
-  `unroll_dim` only directs torch's loop.
+  `unroll_dim` only controls torch's loop.
   """
   factors = (
     jnp.expand_dims(operand, tuple(dims))
@@ -207,7 +206,7 @@ def _aten_trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1)
 
 
 def _sublist_equation(terms: Sequence[Sequence[int]]) -> str:
-  """The subscripts of torch's number form; 0 … 51 are the letters A … Z, a … z."""
+  """Translate torch's numeric subscripts; 0 … 51 are the letters A … Z, a … z."""
 
   def letter(subscript):
     if subscript is Ellipsis:
@@ -218,7 +217,7 @@ def _sublist_equation(terms: Sequence[Sequence[int]]) -> str:
 
 
 def einsum(equation, *operands) -> jax.Array:
-  """Einstein summation of arrays, in both of torch's forms.
+  """Compute an Einstein summation of arrays, in either of torch's forms.
 
   Args:
     equation: subscripts such as `"bij,bjk->bik"`, or the first operand of the form
@@ -226,7 +225,7 @@ def einsum(equation, *operands) -> jax.Array:
     *operands: the arrays, or one sequence of them.
 
   Raises:
-    ValueError: no operand.
+    ValueError: there is no operand.
 
   >>> einsum("ij,ij->", jnp.ones((2, 3)), jnp.ones((2, 3))).item()
   6.0
@@ -253,7 +252,7 @@ def _aten_einsum(equation, tensors, path=None):
 
 
 def _norm_of_last(difference, p):
-  """The p-norm over the last dimension; p may be 0 or infinite."""
+  """Return the p-norm over the last dimension; p may be 0 or infinite."""
   magnitude = jnp.abs(difference)
   if isinstance(p, tuple):
     order, inverse = p
@@ -270,7 +269,7 @@ def _norm_of_last(difference, p):
 
 
 def _norm_gradient(difference, norm, p):
-  """d norm / d difference, with 0 at the origin, where torch takes that subgradient."""
+  """Return d norm / d difference; at the origin it is 0, torch's subgradient."""
   is_plain = not isinstance(p, tuple)
   if is_plain and p == 0:
     return jnp.zeros_like(difference)
@@ -293,7 +292,10 @@ def _pairwise_difference(x1, x2):
 
 @op(aten._euclidean_dist)
 def _aten_euclidean_dist(x1, x2):
-  """|a|² + |b|² - 2ab as one matrix product; it cancels where rows are near."""
+  """Compute √(|a|² + |b|² - 2ab) as one matrix product.
+
+  It loses precision by cancellation if rows are near each other, as in torch.
+  """
   squared1 = jnp.sum(jnp.square(x1), axis=-1, keepdims=True)
   squared2 = jnp.sum(jnp.square(x2), axis=-1, keepdims=True)
   left = jnp.concatenate([-2 * x1, squared1, jnp.ones_like(squared1)], axis=-1)
@@ -317,7 +319,7 @@ def _aten_cdist_forward(x1, x2, p, compute_mode=None):
       "cdist: expected X1 and X2 to have the same number of columns, but got shapes "
       f"{x1.shape} and {x2.shape}."
     )
-  # Modes: None or 0 leaves it to the size, 1 always takes the product, 2 never.
+  # compute_mode: None or 0 decides by size, 1 always uses the product, 2 never.
   is_large = max(x1.shape[-2], x2.shape[-2]) > DISTANCE_MATMUL_SIZE
   if p == 2 and (compute_mode == 1 or (not compute_mode and is_large)):
     return _aten_euclidean_dist(x1, x2)
@@ -331,7 +333,7 @@ def _aten_cdist(x1, x2, p=2.0, compute_mode=None):
 
 @op(aten._cdist_backward, static=("p",), prepare=_prepare_p)
 def _aten_cdist_backward(grad, x1, x2, p, cdist):
-  """The gradient for `x1`; torch calls again with the operands swapped for `x2`."""
+  """Return the gradient of `x1`; for that of `x2` torch swaps the operands."""
   slope = _norm_gradient(_pairwise_difference(x1, x2), cdist, p)
   gradient = jnp.sum(grad[..., None] * slope, axis=-2)
   extra = tuple(range(gradient.ndim - x1.ndim))
@@ -344,7 +346,7 @@ def _upper_pairs(rows: int):
 
 @op(aten._pdist_forward, static=("p",), prepare=_prepare_p)
 def _aten__pdist_forward(self, p=2.0):
-  """Distances of all pairs i < j of rows, in the order of the upper triangle."""
+  """Return the distances of all pairs i < j of rows, in upper-triangle order."""
   first, second = _upper_pairs(self.shape[0])
   return _norm_of_last(self[first] - self[second], p)
 
@@ -356,13 +358,11 @@ def _aten__pdist_backward(grad, self, p, pdist):
   return jnp.zeros_like(self).at[first].add(slope).at[second].add(-slope)
 
 
-# --- Products of groups -------------------------------------------------------------
-# Each group of rows or columns has a matrix of its own. A mixture of experts multiplies
-# so: sorted by expert, the words of each expert are one group. Groups are given by the
-# offsets at which they end.
+# --- Grouped products ---------------------------------------------------------------
+# Each group of rows or columns has a matrix of its own. A mixture of experts uses it:
+# the tokens, sorted by expert, form one group per expert. `offs` has the end of each.
 
-# Rows of the left matrix and columns of the right one are groups of the inner
-# dimension, each of which gives a matrix.
+# The groups divide the inner dimension; each gives a matrix of the result.
 _INNER_GROUPS = lax.RaggedDotDimensionNumbers(
   dot_dimension_numbers=(((1,), (0,)), ((), ())),
   lhs_ragged_dimensions=[1],
@@ -371,7 +371,7 @@ _INNER_GROUPS = lax.RaggedDotDimensionNumbers(
 
 
 def _require_grouped(self, mat2, offs, bias, out_dtype) -> None:
-  """Raises where torch does."""
+  """Raise RuntimeError as torch does."""
   shapes = f"got shapes {self.shape} and {mat2.shape}"
   if self.ndim not in (2, 3) or mat2.ndim not in (2, 3):
     raise RuntimeError(
@@ -410,7 +410,7 @@ def _require_grouped(self, mat2, offs, bias, out_dtype) -> None:
 
 @op(aten._grouped_mm)
 def _aten__grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
-  """What is past the last offset is zero, where torch leaves it unwritten."""
+  """Multiply group by group; rows past the last offset are 0, not uninitialized."""
   _require_grouped(self, mat2, offs, bias, out_dtype)
   if offs is None:
     return jnp.matmul(self, mat2)
@@ -423,8 +423,7 @@ def _aten__grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
   return columns.T
 
 
-# The operations that the library transformers puts in place of `_grouped_mm` while
-# torch.compile traces.
+# The library transformers uses these instead of `_grouped_mm` under torch.compile.
 
 
 @op("transformers::grouped_mm_fallback")

@@ -1,8 +1,8 @@
-"""Functions of matrices: the exponential, the square root, the polar decomposition.
+"""Functions of matrices: exponential, square root and polar decomposition.
 
-The exponential is Taylor's series of a matrix that was halved until its norm is small,
-squared back. The other two come from eigenvalues and singular values. Their own
-derivatives are finite where eigenvalues are equal, which those of the factors are not.
+The exponential uses scaling and squaring with a Taylor series. The other two are
+computed from eigenvalues and singular values. They have custom derivatives, which stay
+finite for equal eigenvalues; derivatives through the factors do not.
 """
 
 import math
@@ -15,8 +15,8 @@ from torchax.ops.builtin import op
 from torchax.ops.jaten.solve import require_square, singular
 from torchax.registry.names import aten
 
-# Degree of the series, and the 1-norm up to which the first term left out,
-# norm^(degree + 1) / (degree + 1)!, is below the rounding of 1.
+# Degree of the series, and the largest 1-norm for it: there the first omitted term,
+# norm^(degree + 1) / (degree + 1)!, is below the rounding error of 1.
 _DEGREE = {jnp.dtype(jnp.float32): (12, 1.4), jnp.dtype(jnp.float64): (18, 1.09)}
 
 
@@ -32,9 +32,9 @@ def _adjoint(matrix):
 
 
 def _taylor(matrix, degree):
-  """Σ Aᵏ/k! to the degree, with few products: polynomials in A⁴ (Paterson-Stockmeyer).
+  """Sum Aᵏ/k! up to the degree with few products, as polynomials in A⁴.
 
-  The largest terms, the identity and A, are added last.
+  This is the Paterson-Stockmeyer method. The largest terms are added last.
   """
   identity = jnp.broadcast_to(
     jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape
@@ -68,7 +68,7 @@ def _exponential(matrix):
 
 @op(aten.linalg_matrix_exp, aten.matrix_exp)
 def _aten_linalg_matrix_exp(self) -> jax.Array:
-  """Half precision is computed in float32."""
+  """Compute half precision in float32."""
   require_square("linalg.matrix_exp", self)
   if self.size == 0:
     return self
@@ -80,7 +80,7 @@ def _aten_linalg_matrix_exp(self) -> jax.Array:
 
 
 def _require_lapack_dtype(name: str, matrix):
-  """Raises as torch does for half precision and for integers."""
+  """Raise torch's error for half precision and integers."""
   dtype = matrix.dtype
   if not jnp.issubdtype(dtype, jnp.inexact) or jnp.finfo(dtype).bits < 32:
     raise NotImplementedError(
@@ -90,7 +90,7 @@ def _require_lapack_dtype(name: str, matrix):
 
 
 def _divided_by_sums(vectors, values, matrix):
-  """X with S X + X S = matrix, for S of these eigenvectors and eigenvalues."""
+  """Solve S X + X S = matrix, for S with these eigenvectors and eigenvalues."""
   inner = _multiply(_multiply(_adjoint(vectors), matrix), vectors)
   inner = inner / (values[..., :, None] + values[..., None, :])
   return _multiply(_multiply(vectors, inner), _adjoint(vectors))
@@ -101,7 +101,10 @@ def _rebuilt(vectors, values):
 
 
 def _square_root_factors(matrix):
-  """Eigenvectors and eigenvalues of the root; 0 for what rounding has made negative."""
+  """Return eigenvectors and eigenvalues of the root; clamp negative eigenvalues to 0.
+
+  Rounding can make the eigenvalues of a positive semidefinite matrix negative.
+  """
   vectors, values = lax.linalg.eigh(matrix, lower=True, symmetrize_input=False)
   return vectors, jnp.sqrt(jnp.maximum(values, 0))
 
@@ -113,7 +116,7 @@ def _square_root(matrix):
 
 @_square_root.defjvp
 def _square_root_jvp(primals, tangents):
-  """X dX + dX X = dA, where dA is as Hermitian as A."""
+  """Solve X dX + dX X = dA, with dA made Hermitian like A."""
   vectors, roots = _square_root_factors(*primals)
   change = (tangents[0] + _adjoint(tangents[0])) / 2
   return _rebuilt(vectors, roots), _divided_by_sums(vectors, roots, change)
@@ -121,14 +124,14 @@ def _square_root_jvp(primals, tangents):
 
 @op(aten.linalg_matrix_sqrth)
 def _aten_linalg_matrix_sqrth(self) -> jax.Array:
-  """Reads the lower triangle only."""
+  """Compute the root; only the lower triangle is read."""
   require_square("linalg.matrix_sqrth", self)
   _require_lapack_dtype("linalg.matrix_sqrth", self)
   return _square_root(self)
 
 
 def _polar_factors(matrix):
-  """(U, eigenvectors of H, eigenvalues of H) with the matrix U H."""
+  """Return (U, eigenvectors of H, eigenvalues of H) of the matrix U H."""
   left, values, right = singular(matrix, full_matrices=False)
   return _multiply(left, right), _adjoint(right), values
 
@@ -141,10 +144,10 @@ def _polar(matrix):
 
 @_polar.defjvp
 def _polar_jvp(primals, tangents):
-  """From dA = dU H + U dH.
+  """Solve dA = dU H + U dH.
 
-  Inside the columns of U it is dU = U W with W H + H W = Uᴴ dA - dAᴴ U. Outside of
-  them, which only a tall matrix has, dU = dA H⁻¹.
+  In the column space of U, dU = U W with W H + H W = Uᴴ dA - dAᴴ U. In its orthogonal
+  complement, which only a tall matrix has, dU = dA H⁻¹.
   """
   unitary, vectors, values = _polar_factors(*primals)
   hermitian = _rebuilt(vectors, values)
@@ -161,7 +164,7 @@ def _polar_jvp(primals, tangents):
 
 @op(aten.linalg_polar)
 def _aten_linalg_polar(A):
-  """(U, H) by singular values, as torch has it on the CPU."""
+  """Return (U, H) from singular values, as torch does on the CPU."""
   if A.ndim < 2:
     raise RuntimeError(
       "linalg.polar: The input tensor A must have at least 2 dimensions, but got "

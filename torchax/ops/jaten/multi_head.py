@@ -1,12 +1,12 @@
 """Multi-head attention with its projections, and torch.nn's inference shortcuts.
 
-`multi_head_attention` is `torch.nn.functional.multi_head_attention_forward` for what
-`torch.nn.MultiheadAttention` is mostly called with. One program and one gradient take
-the place of a dozen of each.
+`multi_head_attention` is `torch.nn.functional.multi_head_attention_forward` for the
+common calls of `torch.nn.MultiheadAttention` (`functions/multi_head.py`). It is one
+program with one gradient, instead of a dozen of each.
 
 In eval mode, without gradients and outside the environment, `TransformerEncoderLayer`
-and `MultiheadAttention` call one ATen operation each. They are composed here of torch's
-functions; inside the environment torch does not take these paths.
+and `MultiheadAttention` call one ATen operation each. Here they are composed of torch's
+functions. Inside the environment torch does not take these shortcuts.
 """
 
 import math
@@ -24,16 +24,19 @@ from torchax.registry.names import aten
 
 
 def project(input: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-  """input weightᵀ + bias, the weight contracted as it lies."""
+  """Return input weightᵀ + bias, without transposing the weight."""
   contracted = ((input.ndim - 1,), (1,))
   product = lax.dot_general(input, weight, (contracted, ((), ())))
   return product if bias is None else product + bias
 
 
 def _projections(query, key, value, weight, bias, heads: int):
-  """Each (batch, heads, positions, width / heads); equal inputs share a product."""
+  """Project query, key and value to (batch, heads, positions, width / heads).
+
+  Inputs that are None equal the previous one and share its product.
+  """
   inputs = [array for array in (query, key, value) if array is not None]
-  # How many of query, key and value each input stands for.
+  # Number of projections of each input; they sum to 3.
   shares = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}[len(inputs)]
   width = query.shape[-1]
   done: list[jax.Array] = []
@@ -46,7 +49,7 @@ def _projections(query, key, value, weight, bias, heads: int):
 
 
 def _added(mask, padding, batch: int, heads: int, dtype):
-  """Both masks as one, of (batch or 1, heads or 1, l or 1, s); None for none."""
+  """Merge both masks into one of (batch or 1, heads or 1, l or 1, s), or None."""
   if mask is not None:
     grouped = (batch, heads) if mask.ndim == 3 else (1, 1)
     mask = mask.reshape(*grouped, *mask.shape[-2:])
@@ -61,7 +64,7 @@ def _added(mask, padding, batch: int, heads: int, dtype):
 
 
 def _shares(scaled_query, key, added):
-  """The weights of attention, (batch, heads, l, s)."""
+  """Return the weights of attention, (batch, heads, l, s)."""
   scores = widen(jnp.einsum(attention.PLAIN[0], scaled_query, key))
   scores = scores if added is None else scores + added
   return jax.nn.softmax(scores, axis=-1).astype(scaled_query.dtype)
@@ -83,25 +86,25 @@ def multi_head_attention(
   heads: int,
   weights: str | None = None,
 ):
-  """Projections, attention in `heads` heads, and the projection of their results.
+  """Project the inputs, attend in `heads` heads, and project the results.
 
   Args:
     query: (l, batch, width).
-    key: (s, batch, width); None where it is the query.
-    value: as the key; None where it is the key.
-    in_weight, in_bias: (3 width, width) and (3 width,), of query, key and value.
+    key: (s, batch, width); None if it equals the query.
+    value: (s, batch, width); None if it equals the key.
+    in_weight, in_bias: (3 width, width) and (3 width,), for query, key and value.
     out_weight, out_bias: (width, width) and (width,).
-    attn_mask: (l, s) or (batch heads, l, s); bool is True for what is left out, floats
-      are added to the scores.
-    key_padding_mask: (batch, s), in the same way.
-    keep_mask: bool (batch, heads, l, s), the weights that survive dropout.
-    survivor_scale: what these are multiplied by.
-    heads: divides the width.
-    weights: which ones are returned: None, "mean" over the heads, or "all".
+    attn_mask: (l, s) or (batch heads, l, s); True masks a key, floats are added to the
+      scores.
+    key_padding_mask: (batch, s), with the same meaning.
+    keep_mask: bool (batch, heads, l, s), True for weights that survive dropout.
+    survivor_scale: factor of these weights.
+    heads: number of heads, a divisor of the width.
+    weights: the weights to return: None, "mean" over the heads, or "all".
 
   Returns:
-    (l, batch, width); with `weights` a pair of it and of (batch, l, s) or
-    (batch, heads, l, s).
+    The output (l, batch, width). With `weights`, a pair of it and the weights:
+    (batch, l, s) for "mean", (batch, heads, l, s) for "all".
   """
   length, batch, width = query.shape
   q, k, v = _projections(query, key, value, in_weight, in_bias, heads)
@@ -122,12 +125,12 @@ def multi_head_attention(
 
 # --- Inference shortcuts ------------------------------------------------------------
 
-# torch's numbers for what a mask means.
+# torch's code for this type of mask.
 _KEY_PADDING = 1
 
 
 def _additive(mask, mask_type, like):
-  """A mask as numbers to add to the scores (batch, heads, l, s); None stays None."""
+  """Convert a mask to numbers to add to the scores (batch, heads, l, s), or None."""
   if mask is None:
     return None
   if mask_type == _KEY_PADDING:
