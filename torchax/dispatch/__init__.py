@@ -1,5 +1,5 @@
-"""The pipeline of one operation: find its plan, unwrap, check, run, wrap.
+"""Pipeline of one operation: find its plan, unwrap, check, run, wrap.
 
-Start at `dispatcher.py`, which finds a plan, and `plans.py`, which runs one. What runs
-for an operator is in `registry`; what is caught above ATen is in `functions`.
+Start at `dispatcher.py`, which chooses a plan, and `plans.py`, which runs one. The
+lowerings of operators are in `registry`; functions caught above ATen in `functions`.
 """

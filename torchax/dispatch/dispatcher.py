@@ -1,11 +1,9 @@
-"""The pipeline of one operation: find its plan, unwrap, call, wrap.
+"""Dispatcher of an environment: chooses and caches one plan per overload.
 
-A plan (`plans.py`) is made once per overload. It sorts the arguments into operands and
-a static key (`operands.py`) and calls the lowering compiled for that key, so that an
-operation with its views, its promotion and its random draw is one XLA computation.
-Under a JAX trace the lowering itself is called; a sampler stays a compiled program, so
-that its bits are the same. In-place, `out=` and view forms are derived from torch's
-schemas.
+`Tensor.__torch_dispatch__` ends here. A plan is a callable `(args, kwargs) -> result`.
+`Dispatcher.choose` asks four steps in order: the table of special plans, the in-place
+and `out=` forms derived from torch's schemas, the registered lowerings, and torch's
+decompositions. Read next: `plans.py`, the plan of most operations.
 """
 
 import enum
@@ -35,7 +33,7 @@ from torchax.registry.schema import (
 
 
 class Step(enum.Enum):
-  """Steps that decide what runs for an overload, in their order."""
+  """Steps that choose the plan of an overload, in order."""
 
   SPECIAL = "special plan"
   DERIVED = "derived form"
@@ -44,11 +42,11 @@ class Step(enum.Enum):
 
 
 class Choice(NamedTuple):
-  """The plan of an overload, and the step that decided.
+  """Plan of an overload, and the step that chose it.
 
   Attributes:
-    step: the first one with an answer.
-    plan: what runs, called with (args, kwargs).
+    step: the first step with a plan.
+    plan: callable `(args, kwargs) -> result`.
     source: the row of `special_plans.TABLE`, the functional overload of a derived form,
       or the operator.
   """
@@ -59,7 +57,7 @@ class Choice(NamedTuple):
 
 
 class _InPlaceOf:
-  """The in-place form of an operation that a user's function of tensors runs."""
+  """In-place form of an operation whose lowering is a user's function of tensors."""
 
   def __init__(self, functional: TensorPlan):
     self._functional = functional
@@ -69,7 +67,7 @@ class _InPlaceOf:
 
 
 class Dispatcher:
-  """The plans of an environment, by overload; made on first use."""
+  """Plans of an environment, by overload; built on first use."""
 
   def __init__(self, env):
     self._env = env
@@ -82,20 +80,24 @@ class Dispatcher:
     return self.plan_for(func, args, kwargs)(args, kwargs)
 
   def draw(self, draws: list, func, args, kwargs):
-    """Runs a random operation, and adds its draw to `draws`, for `Plan.redraw`."""
+    """Run a random operation and append its draw to `draws`, for `Plan.redraw`."""
     plan = functools.partial(device_plans.inner(self.plan_for(func)), draws=draws)
     if _Several.in_use:
       return device_plans.run(plan, func, args, kwargs)
     return plan(args, kwargs)
 
   def plan_for(self, func, args=(), kwargs=None) -> Callable:
-    """The plan of an overload, made on first use; the arguments are for errors."""
+    """Return the cached plan of an overload; build it on first use.
+
+    Raises:
+      OperatorNotFound: no step has a plan; the message describes the arguments.
+    """
     if self._generation != operators.generation():
       self._plans.clear()
       self._generation = operators.generation()
     entry = self._plans.get(id(func))
     if entry is None:
-      # The overload is kept with its plan, so its id stays its own.
+      # A reference to the overload keeps its id from being reused.
       entry = self._plans[id(func)] = (self._plan_for(func, args, kwargs), func)
     return entry[0]
 
@@ -106,10 +108,10 @@ class Dispatcher:
       raise self.not_found(func, args, kwargs) from None
 
   def shapes(self, func, args, kwargs):
-    """The results of a lowering as `jax.ShapeDtypeStruct`s, or None.
+    """Return the results of a lowering as `jax.ShapeDtypeStruct`s, or None.
 
-    None without a lowering that computes with arrays, or where its results' shapes
-    depend on numbers.
+    None if the overload has no lowering on arrays, or if the shapes of its results
+    depend on values.
 
     Args:
       func: an overload.
@@ -129,11 +131,11 @@ class Dispatcher:
       raise
 
   def forget(self) -> None:
-    """Drops the plans: the environment has another operator now."""
+    """Drop all plans, after an operator of the environment has changed."""
     self._plans.clear()
 
   def operator(self, func) -> Operator | None:
-    """The operator of an overload or of its packet."""
+    """Return the registered operator of an overload or of its packet, or None."""
     own, keys = self._env._ops.own, operators.keys_of(func)
     for key in keys:
       if key in own:
@@ -142,7 +144,7 @@ class Dispatcher:
     return next((operator for operator in found if operator is not None), None)
 
   def is_own(self, func) -> bool:
-    """True if the operator is this environment's alone, or a user's."""
+    """Return True if a user, or this environment alone, has set the operator."""
     operator = self.operator(func)
     if operator is None:
       return False
@@ -152,7 +154,11 @@ class Dispatcher:
     )
 
   def find(self, func) -> Operator | None:
-    """What runs for an overload, or for the first overload of a packet that has one."""
+    """Return an operator that runs an overload, or None.
+
+    For a packet, return the operator of its first overload that has one; functional
+    overloads come first. An overload that has only a plan gets an operator around it.
+    """
     operator = self.operator(func)
     if operator is not None:
       return operator
@@ -171,20 +177,20 @@ class Dispatcher:
     return Operator(func, lambda *args, **kwargs: plan(args, kwargs), kind=Kind.TENSORS)
 
   def decomposition(self, func) -> Operator | None:
-    """This environment's, our or torch's decomposition of an overload."""
+    """Return the decomposition of an overload: this environment's, ours or torch's."""
     if func in self._env._decomps.own:
       return self._env._decomps.own[func]
-    # One that torch makes of others arrives whole where autograd is off, as in
-    # inference mode. There too it is made as anywhere else, in the same parts: they
-    # may write to running statistics, or ask for a number.
+    # torch does not decompose composite operations while autograd is off, as in
+    # inference mode. Use torch's own decomposition then, for the same parts as
+    # everywhere: they may write to running statistics or read a value.
     is_composite = torch_compat.is_composite(func)
     decompose = None if is_composite else operators.decompositions.get(func)
     if decompose is None:
       decompose = torch_compat.composite_decomposition(func)
     if decompose is None:
       return None
-    # One that draws would draw inside the compiled function; one that answers with a
-    # Python value needs numbers, or none at all.
+    # A random decomposition would draw inside the compiled function. A decomposition
+    # that returns a Python value may need values, which a trace lacks.
     is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     may_compile = not (is_random or is_composite) and gives_tensors(func)
     return Operator.with_options(
@@ -192,14 +198,14 @@ class Dispatcher:
     )
 
   def plan(self, func) -> Callable:
-    """The plan of an overload; see `choose`."""
+    """Build the plan of an overload; see `choose`."""
     return self.choose(func).plan
 
   def choose(self, func, steps=tuple(Step)) -> Choice:
-    """The plan of an overload, by the first step that has one.
+    """Build the plan of an overload, by the first step that has one.
 
     Raises:
-      OperatorNotFound: there is none.
+      OperatorNotFound: no step has a plan.
     """
     for step in steps:
       found = _DECISIONS[step](self, func)
@@ -219,7 +225,7 @@ class Dispatcher:
     return row.make(func, lambda: self._plan_by_registry(func), self._env), row
 
   def _derived(self, func):
-    """The in-place or `out=` form of a functional overload, where none is lowered."""
+    """Derive an in-place or `out=` form without a lowering from the functional form."""
     if not isinstance(func, torch_compat.OpOverload):
       return None
     operator, schema = self.operator(func), schema_of(func)
@@ -259,12 +265,12 @@ class Dispatcher:
     if operator.kind in (Kind.ARRAYS, Kind.SAMPLER):
       return Plan(func, operator, self._env)
     if operator.kind is Kind.ENV_ARRAYS:
-      # It may draw by itself, so it is not compiled.
+      # It may draw from the environment's stream, so it is not compiled.
       return Plan(func, operator.uncompiled(), self._env)
     return tensor_plan(func, operator, self._env)
 
   def not_found(self, func, args=(), kwargs=None) -> OperatorNotFound:
-    """The error for an operation that has nothing to run, called with arguments."""
+    """Return the error for an operation without a plan, called with these arguments."""
     called = f" It was called with ({describe(args, kwargs)})." if args else ""
     return OperatorNotFound(
       f"{func} has no lowering and no decomposition.{called} Write one with "
@@ -282,7 +288,7 @@ _DECISIONS = {
 
 
 def describe(args, kwargs) -> str:
-  """Arguments with the dtype and shape of tensors in place of their numbers."""
+  """Describe arguments for an error: dtype, shape and device in place of values."""
 
   def one(value) -> str:
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,8 @@
-"""Arguments of an operation, sorted into operands and a static key.
+"""Flattening of an operation's arguments into operands and a static key.
 
-Operands are arrays and Python numbers that may change from call to call; the key is
-everything else, the view chains included. A lowering is compiled once for each key.
+Operands are the arrays, and the Python numbers that may change without recompiling.
+The key holds everything else, including the view chains of tensors. A lowering is
+compiled once per key (`programs.py`), and `rebuild` restores its arguments there.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from torchax.errors import UnsupportedDtypeError
 from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
-# Arguments about where and how a tensor lies; lowerings do not take them.
+# Arguments about device, memory and generator, which lowerings do not take.
 IGNORED = frozenset(
   {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
 )
@@ -34,7 +35,7 @@ _INT32 = range(-(2**31), 2**31)
 
 
 class _Marker:
-  """A place in a static key that an operand or a container fills."""
+  """Marker in a static key: an operand follows, or a list or tuple."""
 
   __slots__ = ("name",)
 
@@ -46,17 +47,17 @@ class _Marker:
 
 
 _NUMBER, _LIST, _TUPLE = _Marker("number"), _Marker("list"), _Marker("tuple")
-# In place of "dynamic": a number of any type, which the lowering gets as it is.
+# Value of "dynamic": a static number whose type is part of the key.
 _KEPT = _Marker("kept")
-# In place of "dynamic": numbers of a `_Prepared` argument.
+# Value of "dynamic": numbers of a `_Prepared` argument, which become operands.
 _PREPARED = _Marker("prepared")
 
 
 class _NumberArrays:
-  """Python numbers as weakly typed arrays, which `jax.jit` takes in far quicker.
+  """Cache of weakly typed arrays for Python numbers; `jax.jit` accepts these faster.
 
-  A number gets its array the second time it is seen, so that ones that change on
-  every call (a step size) cost no more than before.
+  A number gets its array the second time it is seen, so numbers that change on every
+  call, such as a step size, cost nothing extra.
   """
 
   LIMIT = 4096
@@ -86,15 +87,15 @@ _number_arrays = _NumberArrays()
 
 
 class Flattener:
-  """Sorts arguments into operands and a static key, and puts them together again.
+  """Conversion between torch's arguments and (operands, static key).
 
   Args:
-    name: of the operation, for errors.
-    env: its environment.
+    name: name of the operation, for errors.
+    env: environment of the operation.
     dynamic: names of arguments whose numbers are operands.
-    names: of all arguments, positional ones first.
-    cpu_ok: CPU tensors are taken beside jax tensors.
-    numbers: names of arguments that are numbers of any type, or hold them.
+    names: names of all arguments, positional ones first.
+    cpu_ok: accept CPU tensors next to jax tensors.
+    numbers: names of arguments that are, or contain, numbers of any type.
   """
 
   def __init__(
@@ -112,16 +113,19 @@ class Flattener:
     self._env = env
     self._dynamic: dict[str, bool | _Marker] = dict.fromkeys(numbers, _KEPT)
     self._dynamic.update(dict.fromkeys(dynamic, True))
-    # Functions caught above ATen have no schema; other numbers of theirs are static.
+    # Functions caught above ATen have no schema: their other numbers are static.
     places = [self._dynamic.get(name, False) for name in names]
     self._dynamic_places: Iterable[bool | _Marker] = places or itertools.repeat(False)
     self._cpu_ok = cpu_ok
 
   def flatten(self, args, kwargs) -> tuple[list, tuple]:
-    """Operands, and the key from which `rebuild` restores the arguments.
+    """Return the operands and the key of a call; `rebuild` is the inverse.
 
-    The key starts with the number of positional arguments and torch's default dtype,
-    which decides what a factory or a promotion gives.
+    The key starts with the number of positional arguments and with torch's default
+    dtype, which factories and promotion depend on.
+
+    Raises:
+      UnsupportedDtypeError: `layout=` is not dense.
     """
     operands: list[Any] = []
     key: list[Any] = [len(args), _default_dtype()]
@@ -199,10 +203,10 @@ class Flattener:
     return WHOLE
 
   def rebuild(self, key: tuple, operands) -> tuple[list, dict]:
-    """The arguments of a lowering: views are read, lists of numbers become tuples.
+    """Return the arguments of a lowering; read views, turn lists of numbers to tuples.
 
     Raises:
-      OverflowError: a number among integers that need JAX's x64 mode to hold it.
+      OverflowError: an integer needs more than 32 bits, and JAX's x64 mode is off.
     """
     args, kwargs = _rebuild(key, operands)
     wide = [part.value for part in key if _is_integer(part)]
@@ -212,7 +216,7 @@ class Flattener:
     return args, kwargs
 
   def rebuild_on_host(self, key: tuple, operands) -> tuple[list, dict]:
-    """As `rebuild`, of numpy arrays, whose views numpy takes without a copy."""
+    """Return the arguments as numpy arrays; numpy takes views without a copy."""
     return _rebuild(key, operands, _picked)
 
 
@@ -226,18 +230,18 @@ class _Prepared:
 
 
 class _NumberOperand(NamedTuple):
-  """A prepared number among the operands: an array, and the number in Python."""
+  """Prepared number among the operands, as an array and as a Python number."""
 
   array: Any
   number: Any
 
 
 class PreparedFlattener(Flattener):
-  """Flattener for numbers that `prepare` turns into operands.
+  """Flattener whose static numbers become operands, by `operators.Numbers.prepare`.
 
   Args:
-    prepare, static: of the operator; see `operators.Numbers`.
-    *args: of `Flattener`.
+    prepare, static: the operator's; see `operators.Numbers`.
+    *args: arguments of `Flattener`.
   """
 
   def __init__(self, prepare: Callable[[dict], None], static: tuple[str, ...], *args):
@@ -245,10 +249,10 @@ class PreparedFlattener(Flattener):
     self._prepare, self._static = prepare, static
 
   def numbers_of(self, args, kwargs) -> tuple[list[tuple], tuple]:
-    """The prepared numbers of a call, and the key without them.
+    """Return the prepared numbers of a call, and the key without their values.
 
     Returns:
-      (index among the operands, array, Python number) of each, and the key.
+      A list of (index among the operands, array, Python number), and the key.
     """
     given = dict(zip(self.names, args))
     given.update(kwargs or {})
@@ -289,7 +293,7 @@ def _read(chain, operand):
 
 
 def _picked(chain, operand):
-  return np.asarray(chain.picked(operand))  # numpy has other types for single elements
+  return np.asarray(chain.picked(operand))  # numpy gives scalars for single elements
 
 
 def _rebuild(key, operands, read=_read) -> tuple[list, dict]:
@@ -302,17 +306,18 @@ def _rebuild(key, operands, read=_read) -> tuple[list, dict]:
 
 
 def _is_integer(part) -> bool:
-  """True for a static number that 32 bits do not hold."""
+  """Return True for a static integer outside the range of int32."""
   return (
     type(part) is StaticValue and type(part.value) is int and part.value not in _INT32
   )
 
 
 def move(chain: Chain, operands: list) -> Chain | MovingChain:
-  """Adds the starts of a chain that has a moving form to its base, the last operand.
+  """Return the moving form of a chain; pair its starts with its base, the last operand.
 
-  Inside a trace the places are constants: XLA knows better what to do with them.
-  Those that are traced themselves are operands anywhere.
+  Slices whose start changes from call to call share one program that way. Inside a
+  trace the chain is returned unchanged, since XLA optimizes constant starts better;
+  traced starts are always operands.
   """
   moving = chain.moving
   if moving is None or (jax_compat.is_staging() and not chain.is_traced):
@@ -340,7 +345,7 @@ def _holds_arrays(values: list) -> bool:
 
 
 def strong(value):
-  """Results of Python numbers alone lose their weak type: torch has none."""
+  """Return a result without JAX's weak type, which torch does not have."""
   if getattr(value, "weak_type", False):
     return lax.convert_element_type(value, value.dtype)
   return value

@@ -1,7 +1,9 @@
-"""The plan of an operation that a lowering on arrays runs.
+"""Plan of an operation whose lowering is a function of arrays, such as `aten.add`.
 
-A call is one straight path: sort the arguments into operands and key, look up the
-program, run it, wrap the result. The in-place and `out=` forms wrap a plan.
+A call takes four steps: sort the arguments into operands and a static key
+(`operands.py`), look up the compiled program of the key (`programs.py`), run it, and
+wrap the result. One program includes the views of the arguments, the promotion, the
+lowering and the random draw. In-place and `out=` plans wrap such a plan.
 `dispatcher.py` chooses the plan of an overload.
 """
 
@@ -26,7 +28,7 @@ _ArrayImpl = jax_compat.ArrayImpl
 
 
 class Plan:
-  """Runs one functional operation by its lowering on arrays."""
+  """Plan of one functional operation with a lowering on arrays."""
 
   def __init__(self, op, operator: Operator, env):
     self.op, self.operator, self.env = op, operator, env
@@ -40,11 +42,11 @@ class Plan:
     self._checks = operator.checks
     self._compiled = operator.execution.compiled
     self._may_compile = self._compiled in (True, None)
-    # The result is not always simply an array on jax.
+    # Results may need narrower indices, or be on the CPU.
     self._is_special = (
       bool(operator.execution.index_results) or self.lowering.takes_device
     )
-    # Nothing to check, to draw or to decide before the program is called.
+    # The program can be called without a check, a draw or a decision before it.
     self._is_simple = (
       self._checks.check is None
       and self._checks.rules is None
@@ -74,13 +76,13 @@ class Plan:
 
   @contextlib.contextmanager
   def accepted(self, args, kwargs, key, write=None) -> Iterator[None]:
-    """A context for the retry of a call whose program was refused while it was traced.
+    """Check and evict after `Refused`; the caller retries the call inside the block.
 
-    Its numbers were those of the program's first call. Those of this call are checked
-    once more, and the program is made again without a check.
+    The check inside the program used the numbers of the program's first call. torch
+    checks the numbers of this call here; then the program is rebuilt without a check.
 
     Raises:
-      Exception: torch's own, where torch refuses the arguments.
+      Exception: torch's error, if torch refuses the arguments of this call.
     """
     self.programs.require_of_torch(args, kwargs)
     self.programs.forget(args, kwargs, key, write)
@@ -88,28 +90,28 @@ class Plan:
       yield
 
   def redraw(self, draw, args, kwargs=None):
-    """Runs a sampler with the operands of an earlier draw; no stream advances."""
+    """Run a sampler with the key and count of an earlier draw; no stream advances."""
     operands, key = self.flattener.flatten(args, kwargs)
     with torch_checks.without(self.programs):
       result = self._execute(args, kwargs, [*draw, *operands], key)
     return self._wrap(result)
 
   def made_on(self, sharding, args, kwargs):
-    """Runs an operation that makes its result on several devices, each its part.
+    """Run the operation with a sharded result; each device computes its shard.
 
     Args:
       sharding: the `jax.sharding.Sharding` of the result.
-      args, kwargs: torch's.
+      args, kwargs: torch's arguments.
     """
     operands, key = self.flattener.flatten(args, kwargs)
     return self._wrap(self.run(args, kwargs, operands, key, sharding=sharding))
 
   def on_arrays(self, args, kwargs, caches=True):
-    """Runs the operation on arrays: for graphs, whose arguments torch has checked.
+    """Run the operation on arrays, for graphs whose arguments torch has checked.
 
     Args:
-      args, kwargs: torch's, with arrays for tensors.
-      caches: compile the lowering outside of traces; not where sizes are symbols.
+      args, kwargs: torch's arguments, with arrays for tensors.
+      caches: compile and cache the lowering; False if sizes are symbols.
     """
     self._require_rules(args, kwargs)
     operands, key = self.flattener.flatten(args, kwargs)
@@ -125,9 +127,10 @@ class Plan:
       return self.sampling.from_stream(args, kwargs, operands, execute)
 
   def shapes(self, args, kwargs):
-    """The results as `jax.ShapeDtypeStruct`s, which stand for tensors in `args` too.
+    """Return the results as `jax.ShapeDtypeStruct`s, without computing or drawing.
 
-    Nothing is computed or drawn: no stream advances.
+    Args:
+      args, kwargs: torch's arguments, with `jax.ShapeDtypeStruct`s for tensors.
     """
     stream = scope.current(self.env.streams)
     draw = list(stream.peek(self.name)) if self.is_sampler else []
@@ -142,17 +145,19 @@ class Plan:
     return jax.eval_shape(run, draw, given.dynamic)
 
   def run(self, args, kwargs, operands, key, write=None, sharding=None, draws=None):
-    """Arrays out of operands.
+    """Check the arguments, draw if the operation is a sampler, and run its program.
 
     Args:
-      args, kwargs: torch's arguments, for checks.
-      operands, key: what `flatten` made of them.
-      write: None, or (chain, dtype, shape) of a tensor that the result is written to;
-        its base is the first operand then, and the new base is returned. Or a tuple
-        of these, for several tensors with a tuple of bases.
-      sharding: the sharding in which the result is made, or a tuple of them; None
-        leaves it to JAX.
-      draws: a sampler adds its draw to it, for `redraw`.
+      args, kwargs: torch's arguments, for the checks.
+      operands, key: results of `Flattener.flatten`.
+      write: None, or (chain, dtype, shape) of a tensor that the result is written to.
+        Then the first operand is the base of that tensor, and the new base is
+        returned. For several tensors, a tuple of these with a tuple of bases.
+      sharding: sharding of the result, or a tuple of them; None lets JAX choose.
+      draws: a sampler appends its draw to this list, for `redraw`.
+
+    Returns:
+      An array or a pytree of arrays.
     """
     if self._is_inlined():
       self.programs.require_of_torch(args, kwargs)
@@ -166,13 +171,13 @@ class Plan:
     return self.sampling.run(args, kwargs, operands, execute, draws)
 
   def _require(self, args, kwargs) -> None:
-    """Raises for arguments that break the operation's own rules."""
+    """Raise for arguments that fail the operator's check or its index rules."""
     try:
       if self._checks.check is not None:
         self._checks.check(*args, **(kwargs or {}))
       self._require_rules(args, kwargs)
     except explaining.EXPLAINED:
-      self.programs.require_of_torch(args, kwargs)  # shapes come first, as in torch
+      self.programs.require_of_torch(args, kwargs)  # torch reports shapes first
       raise
 
   def _require_rules(self, args, kwargs) -> None:
@@ -185,11 +190,11 @@ class Plan:
     may_compile = self._compiled
     if callable(may_compile):
       may_compile = bool(may_compile(args, kwargs or {}))
-    # Samplers are compiled inside traces too: one that JAX runs step by step, as
-    # `jax.checkpoint` does outside of jit, would round differently.
+    # Samplers are compiled inside traces too: `jax.checkpoint` outside of jit would
+    # run one operation by operation, which rounds differently.
     if may_compile is False or (self._is_inlined() and not self.is_sampler):
       return self.lowering.inline(key, write, operands)
-    # The look-up of `find` for what is called most, without its frame.
+    # The lookup of `find`, repeated here to save a Python call on the usual path.
     kept = key if write is None else (write, key)
     program = self.programs.get(kept) if sharding is None else None
     if program is None:

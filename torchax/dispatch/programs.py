@@ -1,9 +1,10 @@
-"""Compiled programs of one lowering: made, checked and kept for a static key.
+"""Cache of a lowering's compiled programs, one per static key.
 
-A program is made when its key is new. torch checks the arguments then, once, and the
-program checks those of other shapes while JAX traces them. Numbers that are static for
-the first call become operands of one program for all others. While a shape is new,
-numpy or a program that shapes share computes in its place (`new_shapes.py`).
+A program is built when its key is new. torch checks the arguments once then; the
+program checks other shapes whenever JAX retraces it (`torch_checks.py`). Numbers that
+are static in the first call become operands of a program shared by all other calls.
+While a shape is new, numpy or a program shared among shapes may compute the result
+(`new_shapes.py`). `plans.py` calls the programs; they compile `lowering.py`.
 """
 
 from collections.abc import Callable
@@ -16,25 +17,25 @@ from torchax.core.programs import Program, ProgramCache
 from torchax.dispatch import compiling, explaining, new_shapes, torch_checks
 from torchax.dispatch.lowering import Lowering
 
-# Of one operation; a program is a few hundred kilobytes.
+# Most programs of one operation; each takes a few hundred kilobytes.
 MOST_PROGRAMS = 512
 
 P = TypeVar("P")
 
 
 class NumberPrograms(Generic[P]):
-  """Programs whose numbers are operands, made for the second numbers of a form.
+  """Cache of programs whose numbers are operands, one per form.
 
-  The first numbers are compiled for, which costs a call nothing. All others share one
-  program, whose operands they are.
+  A form is a key without its numbers. The first numbers of a form are compiled in as
+  constants, which makes a call cheapest. All others share one program, as operands.
   """
 
   def __init__(self):
-    # False where only the first numbers of a form were seen.
+    # False if only the first numbers of a form were seen.
     self._by_form: ProgramCache[tuple, P | Literal[False]] = ProgramCache(MOST_PROGRAMS)
 
   def get(self, form, make: Callable[[], P]) -> P | None:
-    """The program of a form; None for its first numbers."""
+    """Return the program of a form, built by `make()`; None for its first numbers."""
     found = self._by_form.get(form)
     if found is None:
       self._by_form[form] = False
@@ -44,26 +45,25 @@ class NumberPrograms(Generic[P]):
     return found
 
   def pop(self, form) -> None:
-    """Drop the program of a form."""
     self._by_form.pop(form)
 
 
 class Programs:
-  """The programs of a lowering by static key, view that is written to and sharding."""
+  """Programs of a lowering, by static key, written view and sharding."""
 
   def __init__(self, lowering: Lowering):
     self._lowering = lowering
     self._operator = lowering.operator
     self._by_key: ProgramCache[tuple, Program] = ProgramCache(MOST_PROGRAMS)
     self._of_any_numbers: NumberPrograms[Program] = NumberPrograms()
-    # (key) -> the program of a functional call, or None.
+    # Maps the key of a functional call to its program, or None.
     self.get = self._by_key.get
 
   def __len__(self) -> int:
     return len(self._by_key)
 
   def find(self, args, kwargs, key, write=None, sharding=None) -> Program:
-    """The program of a key; made if the key is new.
+    """Return the program of a key; build it if the key is new.
 
     Args:
       args, kwargs: torch's arguments.
@@ -82,20 +82,20 @@ class Programs:
     return program
 
   def forget(self, args, kwargs, key, write=None) -> None:
-    """Drop the program of a key: JAX runs one slower whose tracing has failed."""
+    """Drop the program of a key after its trace failed: JAX runs it slower since."""
     self._by_key.pop(key if write is None else (write, key))
     if self._lowering.prepared is not None:
       _, form = self._lowering.prepared.numbers_of(args, kwargs)
       self._of_any_numbers.pop((write, form))
 
   def require_of_torch(self, args, kwargs) -> None:
-    """Raises torch's own error for arguments that torch refuses on every device."""
+    """Raise torch's error for arguments that torch refuses on every device."""
     lowering = self._lowering
     if lowering.is_checked:
       given = (lowering.op, args, kwargs, lowering.takes_device)
       if torch_checks.refusal(*given) is not None:
         lowering.require_real(args, kwargs or {})
-        if self._operator.checks.check is None:  # which looks at dtypes itself
+        if self._operator.checks.check is None:  # a check tests the dtypes itself
           explaining.require_label_dtypes(*given[:3], self._operator)
         torch_checks.raise_as_torch(*given)
 
@@ -114,7 +114,10 @@ class Programs:
     return new_shapes.with_warmup(program, self._operator, lowering.flattener, key)
 
   def _with_numbers(self, args, kwargs, key, write) -> Program | None:
-    """The program of any numbers, with those of a call; None for the first ones."""
+    """Return the shared program, with the numbers of this call filled in.
+
+    None for the first numbers of a form, and if the operation has no such numbers.
+    """
     prepared = self._lowering.prepared
     if prepared is None:
       return None
@@ -125,9 +128,9 @@ class Programs:
     program = self._of_any_numbers.get((write, form), make)
     if program is None:
       return None
-    # In front are the key of a draw, its number, and the base that is written to.
+    # The operands start with the key and count of a draw, and the base of a write.
     first = 2 * self._lowering.is_sampler + (write is not None)
-    # An array would be a constant to read back inside a trace.
+    # Inside a trace Python numbers are used: an array would be read back.
     arrays = [(first + index, array) for index, array, _ in pairs]
     numbers = [(first + index, number) for index, _, number in pairs]
     require = self._shape_check(key, first)
@@ -136,7 +139,7 @@ class Programs:
     return with_numbers
 
   def _shape_check(self, key, first: int) -> Callable | None:
-    """Raises for operands whose shapes the numbers of a key do not fit."""
+    """Return a check of the operands' shapes against the numbers of a key, or None."""
     shape_check = self._operator.checks.shape_check
     if shape_check is None:
       return None
@@ -156,7 +159,13 @@ class Programs:
 
 
 def _filled(program: Callable, numbers, require: Callable | None) -> Callable:
-  """A program with (index, number) among its operands, by ascending index."""
+  """Return a program with its numbers inserted among the operands.
+
+  Args:
+    program: takes all operands.
+    numbers: (index among the operands, number), by ascending index.
+    require: raises for the other operands; None without a check.
+  """
 
   def filled(*operands):
     if require is not None:
