@@ -1,8 +1,8 @@
-"""Backward passes for a batch of gradients: `is_grads_batched`, `vectorize=True`.
+"""Backward passes of a batch of gradients: `is_grads_batched`, `vectorize=True`.
 
 torch runs the backward pass once, under its `vmap`. There a gradient is a wrapper
-without an array, so the functions of this library run for each row: in JAX's `vmap`
-where they can, else one row after the other.
+without an array, so the backward functions of this library run per row: under JAX's
+`vmap` if they can, else in a loop. `autograd.py` is the main caller.
 """
 
 import functools
@@ -16,11 +16,11 @@ from torchax.tensor import Tensor, new_tensor
 
 
 def over_batches(backward: Callable, is_mapped: bool = True) -> Callable:
-  """Let a `backward(ctx, *gradients)` take batched gradients as well.
+  """Extend a `backward(ctx, *gradients)` to batched gradients.
 
   Args:
     backward: the function.
-    is_mapped: whether JAX's `vmap` can run it.
+    is_mapped: True if JAX's `vmap` can run it.
   """
 
   @functools.wraps(backward)
@@ -40,11 +40,11 @@ def over_batches(backward: Callable, is_mapped: bool = True) -> Callable:
 
 
 class _Rows:
-  """A backward pass that runs for each row of a batch.
+  """Backward pass that runs for each row of a batch.
 
   Args:
-    backward: `(*gradients) -> results`, of which some may be None.
-    is_mapped: whether JAX's `vmap` can run it.
+    backward: `(*gradients) -> results`; some results may be None.
+    is_mapped: True if JAX's `vmap` can run it.
   """
 
   def __init__(self, backward: Callable, is_mapped: bool):
@@ -53,21 +53,21 @@ class _Rows:
     self._is_tensor: list[bool] = []
 
   def __call__(self, gradients: Sequence) -> tuple[torch.Tensor, ...]:
-    """The results that are not None."""
+    """Run the backward pass; return the results that are not None."""
     results = self._backward(*gradients)
     results = results if isinstance(results, tuple) else (results,)
     self._is_tensor = [result is not None for result in results]
     return tuple([result for result in results if result is not None])
 
   def with_none(self, results: Sequence) -> tuple:
-    """All results of the last call, given those that are not None."""
+    """Return all results of the last call, given those that are not None."""
     remaining = iter(results)
     return tuple([next(remaining) if is_one else None for is_one in self._is_tensor])
 
   def stacked(
     self, gradients: Sequence, is_batched: Sequence[bool], size: int
   ) -> tuple[torch.Tensor, ...]:
-    """The results of all rows, stacked; batches are first dimensions."""
+    """Return the results of all rows, stacked; the batch is the first dimension."""
     batched = [g for g, is_one in zip(gradients, is_batched) if is_one]
 
     def of_row(row: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -89,7 +89,7 @@ class _Rows:
 
 
 class _InTransforms(torch_compat.OwnFunction):
-  """A backward pass inside the transforms of `torch.func`."""
+  """Backward pass inside the transforms of `torch.func`."""
 
   @staticmethod
   def forward(rows, *gradients):

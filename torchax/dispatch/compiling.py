@@ -1,8 +1,8 @@
-"""`jax.jit` of lowerings, with a fallback for those that may not compile.
+"""Compilation of lowerings by `jax.jit`, with a fallback for those that may fail.
 
-The library's own lowerings say whether they compile. Others are tried: a program that
-fails under `jax.jit` and runs without, as where a result's shape depends on data, runs
-uncompiled from then on. The registry and all other programs stay as they are.
+Built-in lowerings declare whether they compile. Others are tried: a program that fails
+under `jax.jit` but runs without it, for example because a shape depends on data, runs
+uncompiled from then on. The fallback applies to that program only.
 """
 
 import logging
@@ -22,25 +22,26 @@ _logger = logging.getLogger("torchax")
 _logged: "weakref.WeakValueDictionary[int, Operator]" = weakref.WeakValueDictionary()
 
 NOT_COMPILABLE = (TypeError, IndexError)
-"""What JAX raises where a traced array would have to be known.
+"""Errors that JAX raises if a lowering needs the values of a traced array.
 
-Its own errors (concretization, conversion to numpy, a mask as an index) are among the
-first; traced shapes raise that class itself, traced slices the second.
+JAX's own errors (concretization, conversion to numpy, a mask as an index) and errors
+about traced shapes are TypeErrors; traced slices raise IndexError.
 """
 
 
 def compiled(
   function: Callable, operator: Operator | None = None, place=None
 ) -> Program:
-  """A function under `jax.jit`, with a fallback where its operator may not compile.
+  """Compile a function with `jax.jit`; add a fallback if its operator may not compile.
 
   Args:
-    function: of arrays; the lowering, with what surrounds it.
-    operator: whose lowering it calls.
-    place: where its results are made; None leaves it to JAX.
+    function: function of arrays: the lowering and the steps around it.
+    operator: operator of the lowering.
+    place: sharding of the results; None lets JAX choose.
 
   Returns:
-    The function, and as its `in_traces` the same for calls inside of transformations.
+    The compiled function. Its attribute `in_traces` is for calls inside
+    transformations.
   """
   options = {} if place is None else {"out_shardings": place}
   jitted = programs.jit(function, effort=_effort(operator), **options)
@@ -50,7 +51,7 @@ def compiled(
 
 
 def _effort(operator: Operator | None) -> programs.Effort:
-  """How a lowering is compiled: what draws has the bits of compiled functions."""
+  """Return the compiler's effort; samplers need the bits of users' programs."""
   if operator is not None and operator.execution.is_brief:
     return programs.Effort.NONE
   if operator is None or operator.kind is not Kind.SAMPLER:
@@ -88,7 +89,7 @@ def _with_fallback(jitted: Program, function: Callable, operator: Operator) -> P
 
 
 def _log_fallback(operator: Operator, reason: Exception) -> None:
-  """Log the first fallback of an operator."""
+  """Warn at the first fallback of an operator."""
   if id(operator) in _logged:
     return
   _logged[id(operator)] = operator
@@ -102,12 +103,12 @@ def _log_fallback(operator: Operator, reason: Exception) -> None:
 
 
 def explain(error: Exception, operator: Operator) -> None:
-  """Names the lowering that needs values, where JAX is tracing and cannot do without.
+  """Raise an error that names a user's lowering which needs values inside a trace.
 
-  The library's own say it themselves.
+  Built-in lowerings raise such errors themselves.
 
   Raises:
-    DataDependentError: the lowering of a program asked for the values of an array.
+    DataDependentError: a user's lowering asked for the values of a traced array.
   """
   if operator.is_builtin or not jax_compat.is_about_values(error):
     return

@@ -1,4 +1,7 @@
-"""Logging and checking single operations; switched on in `Configuration`."""
+"""Logging and checking of single operations, enabled in `Configuration`.
+
+`Environment.dispatch` calls `dispatch` here instead of the dispatcher.
+"""
 
 import logging
 
@@ -13,14 +16,14 @@ _logger = logging.getLogger("torchax")
 
 
 def _name_of_func(func) -> str:
-  """A readable name of an overload or torch function."""
+  """Return a readable name of an overload or torch function."""
   if hasattr(func, "name") and callable(func.name):
     return func.name()
   return getattr(func, "__qualname__", None) or str(func)
 
 
 class _Text(str):
-  """A string that shows without quotes inside lists."""
+  """String that prints without quotes inside lists."""
 
   __repr__ = str.__str__
 
@@ -32,7 +35,7 @@ def _describe(value):
 
 
 def _make_debug_msg(is_dispatch: bool, log_args: bool, func, args, kwargs) -> str:
-  """One line about a call, with shapes and dtypes if `log_args`."""
+  """Describe a call in one line, with shapes and dtypes if `log_args`."""
   kind = "DISPATCH" if is_dispatch else "FUNCTION"
   message = f"{kind}: {_name_of_func(func)}"
   if log_args:
@@ -46,12 +49,12 @@ def _make_debug_msg(is_dispatch: bool, log_args: bool, func, args, kwargs) -> st
 
 
 def log_nested(env, message: str) -> None:
-  """Logs a message about an operation."""
+  """Log a message about an operation."""
   _logger.info(message)
 
 
 def log_mixed(name: str, tensor: torch.Tensor) -> None:
-  """Logs which tensor of another device an operation met."""
+  """Log a tensor of another device among an operation's arguments."""
   _logger.info("%s met %s on %s", name, _describe(tensor), tensor.device)
 
 
@@ -65,10 +68,10 @@ def _on_cpu(tree):
 
 
 def debug_accuracy(func, args, kwargs, current_output) -> bool:
-  """Compares an operation's output on jax with CPU torch; logs what differs.
+  """Compare an operation's output on jax with CPU torch; log the differences.
 
   Returns:
-    True when all outputs agree within the tolerances of `torch.testing`.
+    True if all outputs agree within the tolerances of `torch.testing`.
   """
   if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
     return True
@@ -89,7 +92,7 @@ def debug_accuracy(func, args, kwargs, current_output) -> bool:
 
 
 def dispatch(env, dispatcher, func, args, kwargs):
-  """Runs an operation with the logging and checking that the configuration asks for."""
+  """Run an operation with the logging and checking set in the configuration."""
   config = env.config
   if config.debug_print_each_op:
     operands = config.debug_print_each_op_operands
@@ -98,7 +101,7 @@ def dispatch(env, dispatcher, func, args, kwargs):
     return dispatcher(func, args, kwargs)
   if any(_is_traced(leaf) for leaf in torch_pytree.tree_leaves((args, kwargs))):
     return dispatcher(func, args, kwargs)
-  before = _on_cpu((args, kwargs))  # now: the operation may change its arguments
+  before = _on_cpu((args, kwargs))  # the operation may change its arguments
   output = dispatcher(func, args, kwargs)
   debug_accuracy(func, *before, output)
   return output

@@ -1,4 +1,9 @@
-"""Plans of operations that a function of tensors runs, as torch's decompositions."""
+"""Plans of operations whose lowering is a function of tensors.
+
+Such a function is torch's decomposition, compiled as one program, or a lowering that
+calls torch operations. `Dispatcher` builds these plans; see `plans.py` for lowerings on
+arrays.
+"""
 
 import dataclasses
 
@@ -16,9 +21,9 @@ from torchax.tensor import Tensor, new_tensor
 
 
 class DecompositionPlan(Plan):
-  """Runs an operation by torch's decomposition, compiled as one function.
+  """Plan of an operation that runs torch's decomposition, compiled as one function.
 
-  torch's functions look at numbers, so all of them are static.
+  torch's decompositions branch on numbers, so all numbers are static.
   """
 
   def __init__(self, op, operator: Operator, env):
@@ -45,7 +50,7 @@ def _arrays(tree):
 
 
 class TensorPlan:
-  """Runs an operation by a function of tensors, which may call torch operations."""
+  """Plan of an operation whose lowering takes tensors and may call torch operations."""
 
   def __init__(self, op, operator: Operator, env):
     self.op = op
@@ -60,7 +65,7 @@ class TensorPlan:
       raise
 
   def _run(self, args, kwargs):
-    dropped = IGNORED - {"generator"}  # the operations that it calls draw with it
+    dropped = IGNORED - {"generator"}  # the operations it calls draw from the generator
     kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
     if _active.boundary is not None:
       args = [host_numbers.resolved(arg) for arg in args]
@@ -71,7 +76,7 @@ class TensorPlan:
 
 
 class FormulaTensorPlan(TensorPlan):
-  """The same for an operation of whose derivative JAX is told torch's formula."""
+  """`TensorPlan` whose derivative under JAX is torch's backward formula."""
 
   def __init__(self, op, operator: Operator, env):
     super().__init__(op, operator, env)
@@ -80,7 +85,7 @@ class FormulaTensorPlan(TensorPlan):
   def __call__(self, args, kwargs):
     if jax_compat.is_top_level():
       return super().__call__(args, kwargs)
-    # The arguments are arrays from here on.
+    # `differentiated` takes arrays.
     given = _arrays((list(args), kwargs or {}))
     found = derivatives.differentiated(self._formula, self._lower, self.env, *given)
     return _tensors(found, self.env)
@@ -90,5 +95,5 @@ class FormulaTensorPlan(TensorPlan):
 
 
 def tensor_plan(op, operator: Operator, env) -> TensorPlan:
-  """The plan of an operation that a function of tensors runs."""
+  """Return the plan of an operation whose lowering is a function of tensors."""
   return (FormulaTensorPlan if formula_of(op) else TensorPlan)(op, operator, env)

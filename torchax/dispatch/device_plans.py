@@ -1,8 +1,8 @@
-"""Operations and devices: where factories make their result, and that devices agree.
+"""Devices of operations: factories with `device=`, and checks that devices agree.
 
-As long as all is on JAX's default device, an operation does not look where its tensors
-lie. Once another one is in use, all of an operation's tensors have to be on one, as
-torch has it, and its result is there too.
+While all tensors are on JAX's default device, operations do not check devices. Once
+another device is in use, `Dispatcher` runs each plan by `run`: all tensors of an
+operation must be on one device, as in torch, and the result is put there.
 """
 
 import threading
@@ -25,7 +25,7 @@ from torchax.tensor import Tensor
 _ArrayImpl = jax_compat.ArrayImpl
 _META = torch.device("meta")
 
-# What is made for a tensor of another one's kind, but of a size of its own.
+# Factories that take dtype and device of a tensor, but not its size.
 _OF_SIZE = frozenset(
   {
     aten.new_empty,
@@ -38,7 +38,7 @@ _OF_SIZE = frozenset(
 
 
 class PlacedPlan:
-  """Runs a factory on the device that it is asked for, or on that of its tensor."""
+  """Plan of a factory: runs on the device of `device=`, or of its tensor argument."""
 
   def __init__(self, op, default: Callable, env):
     self.plan = default()
@@ -58,12 +58,12 @@ class PlacedPlan:
     if isinstance(target, Sharding):
       return self.plan.made_on(target, args, kwargs)
     if getattr(self.plan, "is_sampler", False):
-      # Its key stays where JAX makes it.
+      # Derive the key now, so that it stays on JAX's default device.
       scope.current(self.plan.env.streams).peek(self.plan.name)
     return make(lambda: self.plan(args, kwargs), target)
 
   def _on_default_device(self, args, kwargs):
-    """The result where JAX puts what no array is committed to, whatever its tensor."""
+    """Run the plan; move a result committed by its argument to the default device."""
     made = self.plan(args, kwargs)
     array = made._storage.array
     if type(array) is _ArrayImpl and jax_compat.is_committed(array):
@@ -90,7 +90,7 @@ class PlacedPlan:
     return placement.target_of(index)
 
   def _laid_out(self, layout: Callable, args):
-    """How the result of a factory of a size is laid out, where that was chosen."""
+    """Return the sharding that the chosen layout gives to a factory's result."""
     size = args[0] if args else None
     if type(size) is int:
       size = (size,)
@@ -99,7 +99,7 @@ class PlacedPlan:
     return layout(tuple(size))
 
   def _beside(self, source: Tensor, args):
-    """How a tensor on several devices lies there; what is made like it follows it."""
+    """Return the sharding for a result made like a tensor on several devices."""
     array = source._storage.array
     if not placement.is_spread(array) or not isinstance(self.plan, Plan):
       return None
@@ -109,12 +109,12 @@ class PlacedPlan:
 
 
 def inner(plan: Callable) -> Callable:
-  """The plan that computes, of one that also says where."""
+  """Return the plan that computes, without `PlacedPlan` around it."""
   return plan.plan if isinstance(plan, PlacedPlan) else plan
 
 
 def make(function: Callable, target):
-  """Runs `function()`, which makes a tensor, on a device; see `target_of`."""
+  """Run `function()` and put the tensors it makes on `target`; see `target_of`."""
   made = []
 
   def arrays():
@@ -128,25 +128,25 @@ def make(function: Callable, target):
 
 
 def takes_device(op, schema) -> bool:
-  """True for operations that make a tensor where `device=` says."""
+  """Return True for operations that make a tensor on the device of `device=`."""
   return "device" in schema.names and not schema.written
 
 
 def unplaced(tensor: Tensor) -> Tensor:
-  """Lets a tensor that nobody put anywhere meet those of any device."""
+  """Mark a tensor without an explicit device, to be mixed with those of any device."""
   if type(tensor._storage) is Storage:
     tensor._storage.__class__ = Unplaced
   return tensor
 
 
 def made_by_torch(env, op, types, args, kwargs) -> Tensor:
-  """Runs a factory that torch's C++ calls for itself, wherever its tensors lie."""
+  """Run a factory that torch's C++ calls internally, without a check of devices."""
   with placement.anywhere():
     return unplaced(env.dispatch(op, types, args, {**kwargs, "device": None}))
 
 
 class _Inside(threading.local):
-  """Whether this thread is inside an operation: its parts may make what they need."""
+  """Flag of this thread: inside an operation, whose parts are not checked."""
 
   operation = False
 
@@ -158,10 +158,10 @@ _CROSSING = frozenset(
 
 
 def run(found: Callable, op, args, kwargs):
-  """Runs a plan where several devices are in use.
+  """Run a plan while several devices are in use.
 
   Raises:
-    MixedDeviceError: the tensors are on more than one of them.
+    MixedDeviceError: the tensors are on more than one device.
   """
   if _inside.operation or op in _CROSSING:
     return found(args, kwargs)
@@ -173,14 +173,14 @@ def run(found: Callable, op, args, kwargs):
     _inside.operation = False
   device = kwargs.get("device") if kwargs else None
   if device is not None and device.index is not None:
-    return result  # a factory, which was told where
+    return result  # a factory with an explicit device
   for tensor in _tensors(result):
     _follow(tensor, index, is_free)
   return result
 
 
 def _tensors(values) -> Iterator[Tensor]:
-  """The jax tensors among an operation's arguments or results."""
+  """Yield the jax tensors among an operation's arguments or results."""
   if isinstance(values, Tensor):
     yield values
   elif isinstance(values, list | tuple):
@@ -189,7 +189,7 @@ def _tensors(values) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int | None:
-  """The index of the one device that a tensor lies on; None if it may be anywhere."""
+  """Return the index of a tensor's device; None for traced and sharded tensors."""
   array = tensor._storage.array
   if type(array) is not _ArrayImpl or placement.is_spread(array):
     return None
@@ -197,7 +197,7 @@ def _place(tensor: Tensor) -> int | None:
 
 
 def _common(op, args, kwargs) -> tuple[int | None, bool]:
-  """The index of an operation's tensors, and whether all that it has are unplaced."""
+  """Return the device index of an operation's tensors, and True if all are unplaced."""
   first, is_free, is_placed = None, False, False
   for tensor in _tensors([*args, *(kwargs or {}).values()]):
     if type(tensor._storage) is Unplaced:
@@ -222,7 +222,7 @@ def _refuse(op, first: int, second: int):
 
 
 def _follow(tensor: Tensor, index: int | None, is_free: bool) -> None:
-  """Puts a result that was computed elsewhere, as on the host, beside its tensors."""
+  """Put an uncommitted result, such as one of the host, on the arguments' device."""
   storage = tensor._storage
   if is_free:
     unplaced(tensor)

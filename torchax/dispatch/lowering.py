@@ -1,7 +1,8 @@
-"""A lowering on arrays, with everything that runs beside it in the same program.
+"""Body of an operation's program: the lowering, and the steps around it.
 
-Operands become arguments, views are read, a draw derives its key, and the result of an
-in-place operation is written to its base.
+`Lowering` turns operands into arguments, reads views, derives the key of a draw, calls
+the lowering, and writes the result of an in-place operation to its base. `programs.py`
+compiles this body; `Plan` runs it uncompiled if it cannot be compiled.
 """
 
 import functools
@@ -27,17 +28,17 @@ from torchax.rng.threefry import Words
 
 
 class Lowering:
-  """The lowering of one operation, called with operands and a static key.
+  """Lowering of one operation, called with operands and a static key.
 
   Attributes:
     op, operator, env: the operation, its operator, and the environment.
-    name: of the operation.
+    name: name of the operation.
     flattener: sorts arguments into operands and key.
-    prepared: the same for numbers that become operands; None without such numbers.
+    prepared: flattener whose static numbers become operands; None without such numbers.
     is_checked: torch's meta kernel checks the arguments of each program.
-    takes_device: the operation makes tensors where `device=` says.
-    is_inlined: function that returns True where the lowering is part of an outer trace
-      instead of a program of its own.
+    takes_device: the operation has a `device=` argument.
+    is_inlined: function that returns True if the lowering runs as part of an outer
+      trace instead of as a program of its own.
   """
 
   def __init__(self, op, operator: Operator, env):
@@ -64,27 +65,27 @@ class Lowering:
       self.prepared = PreparedFlattener(prepare, operator.numbers.static, *described)
     self.is_sampler = operator.kind is Kind.SAMPLER
     self.takes_device = "device" in names
-    # A user's lowering may take what torch does not.
+    # A user's lowering may accept arguments that torch refuses.
     self.is_checked = operator.is_builtin and schema is not None
     self._is_real = operator.is_builtin and real_numbers.are_asked(self.name)
     self._func = operator.func
     if operator.kind is Kind.ENV_ARRAYS:
       self._func = functools.partial(operator.func, env=env)
-    # Where JAX is given torch's derivative.
+    # Overload with torch's derivative formula, or None for JAX's derivative.
     self._formula = formula_of(op)
     self.is_inlined = _is_traced if self._formula else jax_compat.is_staging
 
   def inline(self, key, write, operands):
-    """Run as part of what is traced now, or uncompiled; see `Plan.run`."""
+    """Run as part of the current trace, or uncompiled; see `Plan.run`."""
     run = functools.partial(self._run, key, write, None, True)
     return explicit_axes.call(run, operands, self.name, (self, key, write, True))
 
   def program(self, key, write, example: torch_checks.Example | None) -> Callable:
-    """The function of operands that is compiled for a key.
+    """Return the function of operands to compile for a key.
 
     Args:
       key, write: see `Plan.run`.
-      example: checks the arguments whenever JAX traces the function; or None.
+      example: checks the arguments whenever JAX traces the function; may be None.
     """
     run = functools.partial(self._run, key, write, example, False)
     form = (self, key, write, False)
@@ -117,7 +118,7 @@ class Lowering:
     return _written_base(base, write, result)
 
   def require_real(self, args, kwargs) -> None:
-    """Raises for complex numbers that the operation is not defined for."""
+    """Raise for complex arguments of an operation on real numbers."""
     if self._is_real:
       real_numbers.require(self.name, args, kwargs)
 
@@ -127,7 +128,7 @@ def _is_traced() -> bool:
 
 
 def _written_base(base, write, result):
-  """The base of a view after an in-place operation gave `result` for the view."""
+  """Return the base of a view, with `result` written to the view."""
   if type(write[0]) is tuple:
     parts = zip(base, write, jax.tree.leaves(result), strict=True)
     return tuple([_written_base(*part) for part in parts])
@@ -145,7 +146,7 @@ def _written_base(base, write, result):
 
 
 def require_cast(source, target) -> None:
-  """Raises as torch does where a result would lose its kind (float to integer)."""
+  """Raise as torch does for a cast to a lower kind of dtype, as float to integer."""
   source, target = mappings.j2t_dtype(source), mappings.j2t_dtype(target)
   if not torch.can_cast(source, target):
     raise RuntimeError(
@@ -155,5 +156,5 @@ def require_cast(source, target) -> None:
 
 
 def _kind_name(dtype) -> str:
-  """torch's C++ name of a dtype, as its errors have it."""
+  """Return torch's C++ name of a dtype, as used in its errors."""
   return torch.empty(0, dtype=dtype, device="meta").type().rpartition(".")[2][:-6]

@@ -1,7 +1,8 @@
-"""The table of operations whose plan is not the one of their lowering alone.
+"""Table of operations that need a plan of their own, such as views and factories.
 
-The first row that takes an operation wins, so the order counts where two rows do. An
-operator of a user, or of one environment, comes before all rows.
+`Dispatcher.choose` asks it first. The first row that accepts an operation wins, so
+order matters if two rows accept it. An operator of a user, or of one environment, takes
+precedence over all rows.
 """
 
 from collections.abc import Callable
@@ -20,12 +21,12 @@ _FUNCTIONS = {**views.FUNCTIONS, **transfer.FUNCTIONS}
 
 
 class Special(NamedTuple):
-  """A row of the table.
+  """Row of the table.
 
   Attributes:
     name: kind of operation.
-    takes: (op, schema) -> whether the row is for this overload.
-    make: (op, default, env) -> plan. `default()` is the plan without this table.
+    takes: (op, schema) -> True if the row is for this overload.
+    make: (op, default, env) -> plan. `default()` builds the plan without this table.
   """
 
   name: str
@@ -64,5 +65,5 @@ TABLE = (
 
 
 def find(op, schema) -> Special | None:
-  """The row of an overload, or None."""
+  """Return the row of an overload, or None."""
   return next((row for row in TABLE if row.takes(op, schema)), None)
