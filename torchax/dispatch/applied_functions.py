@@ -1,9 +1,10 @@
-"""The backward of a `torch.autograd.Function`, where JAX differentiates.
+"""Derivative of a `torch.autograd.Function` under JAX: its own backward.
 
-JAX would differentiate the forward pass. Where a function is applied in a trace, its
-backward is traced right after it, and becomes the derivative of its results: see
-`core/linear_maps.py`. What it takes from the forward pass, it takes as torch does:
-derivatives of higher order flow through what was an argument or a result.
+JAX would differentiate the forward pass. If a function is applied in a trace, its
+backward is traced right after it and becomes the derivative of the results
+(`core/linear_maps.py`). Tensors saved for the backward behave as in torch: derivatives
+of higher order flow through arguments and results. `register` makes torch call this
+module for every `Function.apply`.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +25,10 @@ from torchax.tensor import Tensor, new_tensor
 
 
 def _apply(apply: Any, args: tuple):
-  """`apply(*args)`, which is what torch does, with the function's own gradient."""
+  """Return `apply(*args)`, with the function's own backward as derivative."""
   if jax_compat.is_top_level():
     return apply(*args)
-  # A function that another one applies is as the other one is.
+  # A nested function is part of the outer function's derivative.
   if torch_compat.in_function_forward() or torch.is_inference_mode_enabled():
     return apply(*args)
   is_stopped = grad_mode.is_stopped()
@@ -47,7 +48,7 @@ def _is_differentiated(arg) -> bool:
 
 
 class _Same(torch_compat.OwnFunction):
-  """Tensors with other arrays, which are theirs for torch."""
+  """Identity for torch's autograd that replaces the arrays of its tensors."""
 
   @staticmethod
   def forward(ctx, arrays, *tensors):
@@ -63,11 +64,11 @@ def _same(arrays, tensors) -> tuple[Tensor, ...]:
 
 
 class _Application:
-  """A function that is applied to arguments of which some are differentiated.
+  """Call of a function with arguments that JAX differentiates.
 
   Args:
-    args: its arguments.
-    places: of those that JAX may differentiate.
+    args: arguments of the function.
+    places: positions of the arguments that JAX may differentiate.
   """
 
   def __init__(self, args: tuple, places: Sequence[int]):
@@ -75,7 +76,7 @@ class _Application:
     self.places = places
     self.tensors = [args[place] for place in places]
     self.arrays = [tensor.jax() for tensor in self.tensors]
-    # JAX takes no derivative of the forward pass.
+    # JAX must not differentiate the forward pass.
     self.stopped = list(map(lax.stop_gradient, self.arrays))
     self.env = self.tensors[0]._env
     self.is_recorded = torch.is_grad_enabled() and any(
@@ -83,7 +84,7 @@ class _Application:
     )
 
   def run(self, function: type[torch.autograd.Function]):
-    """The result, whose derivative is the function's."""
+    """Return the result of `function`, with its backward as derivative."""
     sources, inputs, out = self._forward(function)
     leaves = list(out) if isinstance(out, tuple) else [out]
     places = [i for i, leaf in enumerate(leaves) if _is_recorded(leaf)]
@@ -102,7 +103,7 @@ class _Application:
         source.requires_grad_()
       if self.is_recorded:
         sources = _same(self.stopped, self._attached(sources))
-      # Not the sources themselves: torch lets nobody write to a leaf.
+      # Not the sources themselves: torch forbids writes to a leaf.
       inputs = _same(self.stopped, sources)
       args = list(self.args)
       for place, tensor in zip(self.places, inputs):
@@ -112,12 +113,12 @@ class _Application:
     return sources, inputs, out
 
   def _attached(self, sources):
-    """The arguments for which torch records, and stand-ins of the others."""
+    """Return arguments that torch records; the sources in place of the others."""
     pairs = zip(self.tensors, sources)
     return [tensor if tensor.requires_grad else source for tensor, source in pairs]
 
   def _results(self, sources, recorded) -> Sequence[Tensor]:
-    """The recorded results, with their derivative."""
+    """Return the recorded results, with their derivative."""
     raw = [tensor.jax() for tensor in recorded]
     backward = _Backward.trace(sources, recorded, self.is_recorded, self.env)
     rest = backward.take([*raw, *self.stopped])
@@ -128,7 +129,7 @@ class _Application:
     return [new_tensor(array, self.env) for array in arrays]
 
   def _take_over_writes(self, inputs, places, recorded, leaves) -> None:
-    """Writes to the arguments what the forward pass has written to their stand-ins."""
+    """Repeat the writes of the forward pass to `inputs` on the arguments themselves."""
     marked = {id(tensor): place for place, tensor in zip(places, recorded)}
     for tensor, stand_in, before in zip(self.tensors, inputs, self.stopped):
       place = marked.get(id(stand_in))
@@ -145,10 +146,10 @@ def _is_recorded(leaf) -> bool:
 
 
 class _Backward:
-  """The backward of a function, traced: the transpose of its derivative.
+  """Traced backward of a function: the transpose of its derivative.
 
   Args:
-    constants: what it takes from the forward pass.
+    constants: arrays of the forward pass that the backward reads.
     run: `(constants, cotangents of the results) -> cotangents of the arguments`.
   """
 
@@ -159,7 +160,7 @@ class _Backward:
 
   @classmethod
   def trace(cls, sources, recorded, retains: bool, env) -> "_Backward":
-    """Traces what torch computes for `recorded` with respect to `sources`."""
+    """Trace torch's gradient of `recorded` with respect to `sources`."""
 
     def backward(*cotangents):
       with torch_compat.above_dispatch(), rng.continued():
@@ -178,7 +179,7 @@ class _Backward:
     try:
       closed = jax.make_jaxpr(backward)(*avals)
     except Exception as error:
-      # Nobody may want a derivative.
+      # Raise only if a derivative is asked for.
       failure = error
 
       def fail(constants, cotangents):
@@ -193,10 +194,10 @@ class _Backward:
     return cls(list(closed.consts), run)
 
   def take(self, known: list) -> list:
-    """Takes its constants from the residuals, which begin with `known`.
+    """Map the constants to positions among the residuals, which begin with `known`.
 
     Returns:
-      Those that are not known.
+      The constants that are not known, which extend the residuals.
     """
     places = {id(array): place for place, array in reversed(list(enumerate(known)))}
     rest: list[Any] = []
@@ -210,7 +211,7 @@ class _Backward:
     return rest
 
   def __call__(self, residuals, cotangents, wanted) -> list:
-    # The outputs are the first of the residuals.
+    # The residuals begin with the outputs.
     cotangents = [
       jnp.zeros_like(output) if cotangent is None else cotangent
       for cotangent, output in zip(cotangents, residuals)
@@ -220,6 +221,6 @@ class _Backward:
 
 
 def register() -> None:
-  """Has each function that is applied come here first."""
+  """Intercept the application of every `torch.autograd.Function`."""
   torch_compat.keep_from_dynamo(_Application)
   torch_compat.intercept_applied_functions(_apply)

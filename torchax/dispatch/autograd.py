@@ -1,8 +1,8 @@
-"""Gradients of functions on arrays, for torch's autograd.
+"""Gradients of functions of arrays, for torch's autograd.
 
-Operations that torch differentiates itself need nothing from here: their backward
-formulas are ATen operations. Functions caught above ATen are differentiated by
-`jax.vjp`, compiled; their backward passes can be differentiated again.
+Functions caught above ATen (`torch_functions.py`) are differentiated by `jax.vjp`,
+compiled; their backward passes can be differentiated again. ATen operations do not use
+this module: torch's backward formulas for them are ATen operations too.
 """
 
 import functools
@@ -22,30 +22,30 @@ from torchax.tensor import Tensor, new_tensor
 
 
 def is_inexact(array) -> bool:
-  """True for floats and complex numbers, which alone have derivatives."""
+  """Return True for floats and complex numbers, the dtypes with derivatives."""
   return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
 def conjugate(arrays):
-  """torch's gradient of a complex number is the conjugate of JAX's cotangent."""
+  """Conjugate complex arrays: torch's gradient is the conjugate of JAX's cotangent."""
   return [
     a.conj() if jnp.issubdtype(a.dtype, jnp.complexfloating) else a for a in arrays
   ]
 
 
 class ArrayFunction:
-  """A pure function of arrays, with its compiled value and gradient.
+  """Pure function of arrays, with its compiled value and gradient.
 
   Args:
     function: `(*arrays) -> pytree of arrays`.
-    saves_residuals: keep what the gradient needs from the forward pass, for functions
-      that cost much; otherwise the gradient starts again from the arguments, which
-      takes less memory and fewer results.
-    compiled: run it under `jax.jit`; not for functions that are made for one call.
-    operator: whose lowering it calls, which may turn out not to allow that.
-    numbers: how many of its first arguments are numbers, which have no gradient.
-    backward: `(arrays, cotangents) -> gradients` of the arrays that are no numbers,
-      where a formula is known; else JAX differentiates the function.
+    saves_residuals: keep the residuals of the forward pass, for expensive functions;
+      otherwise the gradient recomputes the forward pass, which takes less memory and
+      fewer results.
+    compiled: run the function under `jax.jit`; False if it is created for one call.
+    operator: operator of the lowering that it calls, which may not compile.
+    numbers: number of leading arguments that are numbers, without a gradient.
+    backward: `(arrays, cotangents) -> gradients` of the arrays after the numbers; if
+      None, JAX differentiates the function.
   """
 
   def __init__(
@@ -68,11 +68,11 @@ class ArrayFunction:
     self._gradients: dict[tuple, ArrayFunction] = {}
 
   def value(self, *arrays):
-    """The result; compiled unless JAX is tracing."""
+    """Return the result; compiled unless JAX is tracing."""
     return self.chosen(self._compiled, self._function)(*arrays)
 
   def chosen(self, compiled: Program, function: Callable) -> Callable:
-    """What a call now goes through: a program, the same in a trace, or the function."""
+    """Return what to call now: the program, its `in_traces`, or the bare function."""
     allowed = self._operator is None or self._operator.execution.compiled is not False
     if not (allowed and self._is_compiled):
       return function
@@ -81,9 +81,9 @@ class ArrayFunction:
     return function if jax_compat.is_staging() else compiled.in_traces
 
   def linearize(self, *arrays):
-    """The result, and its pull-back: cotangents of outputs -> of inputs.
+    """Return the result and its pullback: cotangents of outputs -> of inputs.
 
-    Both are lists of the floating-point and complex leaves alone.
+    Both lists of cotangents contain floating-point and complex leaves only.
     """
     return self.chosen(self._compiled_linearize, self._linearize)(*arrays)
 
@@ -102,7 +102,7 @@ class ArrayFunction:
     return out, explicit_axes.taking_any(pull_back, results)
 
   def gradient(self, wanted: tuple[bool, ...]) -> "ArrayFunction":
-    """`(*arrays, *cotangents) -> gradients`, of the arguments that are wanted."""
+    """Return the function `(*arrays, *cotangents) -> gradients` of wanted arguments."""
     gradient = self._gradients.get(wanted)
     if gradient is None:
       pull_back = functools.partial(self._pull_back, wanted)
@@ -129,14 +129,14 @@ class ArrayFunction:
 
 
 class WithNumbers:
-  """An `ArrayFunction` with values for its numbers; a function of its other arguments.
+  """`ArrayFunction` with bound numbers: a function of its remaining arguments.
 
-  So what differs in numbers alone is compiled once, and autograd sees no more arguments
-  than there are.
+  Calls that differ only in numbers share one program, and autograd sees the tensors
+  only.
 
   Args:
-    function: whose first arguments are numbers.
-    numbers: their values.
+    function: function whose leading arguments are numbers.
+    numbers: values of the numbers.
   """
 
   def __init__(self, function: ArrayFunction, numbers: tuple):
@@ -144,15 +144,15 @@ class WithNumbers:
     self._function, self._numbers = function, numbers
 
   def value(self, *arrays):
-    """As `ArrayFunction.value`."""
+    """See `ArrayFunction.value`."""
     return self._function.value(*self._numbers, *arrays)
 
   def linearize(self, *arrays):
-    """As `ArrayFunction.linearize`."""
+    """See `ArrayFunction.linearize`."""
     return self._function.linearize(*self._numbers, *arrays)
 
   def gradient(self, wanted: tuple[bool, ...]) -> "WithNumbers":
-    """As `ArrayFunction.gradient`."""
+    """See `ArrayFunction.gradient`."""
     return WithNumbers(self._function.gradient(wanted), self._numbers)
 
 
@@ -166,7 +166,7 @@ def _compiled_pull() -> Callable:
 
 
 class _Call(torch_compat.OwnFunction):
-  """One recorded call of an `ArrayFunction`."""
+  """Call of an `ArrayFunction`, as recorded by autograd."""
 
   @staticmethod
   def forward(ctx, function, structure, *tensors):
@@ -181,7 +181,7 @@ class _Call(torch_compat.OwnFunction):
     ctx.function, ctx.env = function, env
     ctx.shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
     ctx.save_for_backward(*tensors)
-    # `backward` makes zeros where they are needed, beside the results.
+    # `backward` creates the zeros it needs, on the devices of the results.
     ctx.set_materialize_grads(False)
     outputs = tuple([new_tensor(leaf, env) for leaf in leaves])
     exact = [o for o in outputs if not (o.is_floating_point() or o.is_complex())]
@@ -203,7 +203,7 @@ class _Call(torch_compat.OwnFunction):
 
 
 def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
-  """The gradients of the arguments that need one."""
+  """Return the gradients of the arguments that need one."""
   wanted = ctx.needs_input_grad[2:]
   function, env = ctx.function, ctx.env
   if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
@@ -223,10 +223,10 @@ def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
 
 
 def call(function: ArrayFunction | WithNumbers, tensors: list[Tensor]):
-  """Runs a function of arrays on tensors; recorded by autograd if one needs it.
+  """Run a function of arrays on tensors; autograd records it if a tensor needs a grad.
 
   Returns:
-    The function's pytree with tensors for its arrays.
+    The function's pytree, with tensors for its arrays.
   """
   if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
     structure: list = []
@@ -234,7 +234,7 @@ def call(function: ArrayFunction | WithNumbers, tensors: list[Tensor]):
     return jax.tree.unflatten(structure[0], leaves)
   env = tensors[0]._env
   result = function.value(*[t.jax() for t in tensors])
-  if type(result) is jax_compat.ArrayImpl:  # the common case, quicker
+  if type(result) is jax_compat.ArrayImpl:  # fast path
     return new_tensor(result, env)
   result = grad_mode.stopped(result)
   return jax.tree.map(lambda array: new_tensor(array, env), result)

@@ -1,8 +1,8 @@
-"""torch's derivative of an operation, where JAX differentiates.
+"""torch's derivative of an operation, used when JAX differentiates.
 
-JAX would differentiate the lowering. At most points that is the same; where it is not
-(at ties and bounds, at zero, for a padding row), torch's own backward formula is the
-rule: `registry/derivatives.py` says of which operations.
+JAX would differentiate the lowering, which gives the same values at most points. The
+operations listed in `registry/derivatives.py` differ at ties, bounds, zero or padding
+rows: here torch's own backward formula becomes their derivative rule.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ def _is_array(leaf) -> bool:
 
 
 class _Rule:
-  """The transpose of an operation's derivative, by torch's backward formula.
+  """Transpose rule of an operation, by torch's backward formula.
 
   Args:
     func: runs the operation on tensors, recorded by autograd.
-    arguments: (args, kwargs) of it, without their arrays.
-    count: of its results that have a derivative, with which the residuals begin.
+    arguments: (args, kwargs) of the operation, without arrays.
+    count: number of differentiable results; the residuals begin with these.
     env: the environment of the tensors.
   """
 
@@ -85,20 +85,20 @@ def _has_traced_scalars(func, args, kwargs) -> bool:
 
 
 def differentiated(func, lower, env, args, kwargs):
-  """`lower(args, kwargs)`, with the derivative that torch's autograd has of `func`.
+  """Return `lower(args, kwargs)`, with the derivative of `func` in torch's autograd.
 
   Args:
-    func: runs the operation on tensors above dispatch: an overload.
-    lower: runs it on arrays; returns a pytree of arrays.
+    func: overload of the operation, which runs on tensors above dispatch.
+    lower: runs the operation on arrays; returns a pytree of arrays.
     env: the environment of the tensors.
-    args, kwargs: of both, with arrays for tensors.
+    args, kwargs: arguments of both, with arrays for tensors.
   """
   arguments = Partition((args, kwargs), _is_array)
   arrays = arguments.dynamic
   if not any(isinstance(a, jax.core.Tracer) and is_inexact(a) for a in arrays):
     return lower(args, kwargs)
   if _has_traced_scalars(func, args, kwargs):
-    return lower(args, kwargs)  # torch takes Python numbers; JAX knows this one
+    return lower(args, kwargs)  # torch needs Python numbers here; JAX differentiates
   out = lower(*arguments.filled(map(lax.stop_gradient, arrays)))
   leaves, structure = jax.tree.flatten(out)
   places = [place for place, leaf in enumerate(leaves) if is_inexact(leaf)]

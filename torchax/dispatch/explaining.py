@@ -1,4 +1,7 @@
-"""What JAX raises for wrong arguments, in torch's words or in clearer ones."""
+"""Translation of JAX's errors about wrong arguments into torch's or clearer ones.
+
+Plans and function handlers call `raise_as_torch` when a call has failed.
+"""
 
 import jax
 import torch
@@ -21,10 +24,10 @@ EXPLAINED = (
   KeyError,
   OverflowError,
 )
-"""What JAX raises that `raise_as_torch` may have better words for."""
+"""Classes of errors that `raise_as_torch` may replace."""
 
 
-# Words of JAX, and of Python, that say little of an operation.
+# Parts of messages of JAX and Python that say little about the operation.
 _BROADCAST = "ncompatible shapes for broadcasting"
 _DTYPE = "does not accept dtype"
 _RANK = "tuple index out of range"
@@ -39,11 +42,17 @@ _PLAIN = (
 
 
 def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> None:
-  """Raises torch's own error for wrong arguments, where its shape check has one.
+  """Raise torch's error for wrong arguments, or a clearer one; else return.
 
-  Only in place of JAX's plain TypeError and ValueError: errors of a class of their own
-  say more. Tracers and arrays that JAX has no use for any more are explained, and a
-  lowering of a program that asks for the values of a traced array.
+  torch's error replaces only plain errors such as TypeError and ValueError: subclasses
+  say more. Leaked tracers, donated arrays, mixed devices, and users' lowerings that
+  need the values of a traced array get errors that explain them.
+
+  Args:
+    error: the error of the call.
+    op: overload or torch function that was called.
+    args, kwargs: its arguments.
+    operator: its operator.
   """
   compiling.explain(error, operator)
   if isinstance(error, jax.errors.UnexpectedTracerError):
@@ -53,11 +62,11 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
   if jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
   is_plain = type(error) in _PLAIN or str(error) == _RANK
-  is_plain = is_plain and narrowing.REMEDY not in str(error)  # in words of our own
+  is_plain = is_plain and narrowing.REMEDY not in str(error)  # our own message
   if is_plain:
     require_label_dtypes(op, args, kwargs, operator)
   if is_plain and operator.is_builtin:
-    # In torch's own words, where torch refuses it too.
+    # If torch refuses the arguments too, raise its error.
     if isinstance(op, torch_compat.OpOverload):
       takes_device = "device" in schema_of(op).names
       torch_checks.raise_as_torch(op, args, kwargs, takes_device)
@@ -77,11 +86,11 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
 
 
 def require_label_dtypes(op, args, kwargs, operator: Operator) -> None:
-  """Raises RuntimeError for indices or labels that are no integers."""
+  """Raise RuntimeError for indices or labels that are not integers."""
   if operator.checks.rules is None:
     return
   try:
     rules = list(operator.checks.rules(*args, **(kwargs or {})))
   except EXPLAINED:
-    rules = []  # of shapes that do not fit
+    rules = []  # the shapes do not match
   index_checks.require_dtypes(rules, str(op))

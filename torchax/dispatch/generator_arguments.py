@@ -1,7 +1,7 @@
-"""Generators that an operation takes by position: `torch.poisson(rate, generator)`.
+"""Generators passed by position, as in `torch.poisson(rate, generator)`.
 
-Most random operations take theirs by keyword, which is how a plan looks for it. The
-older ones have it as their last positional argument; here it becomes a keyword.
+Plans look for the keyword `generator`. Older random operations take it as their last
+positional argument; the plan here turns that into a keyword.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _NAME = "generator"
 
 
 class NamedGeneratorPlan:
-  """Runs a plan with the generator by keyword, wherever it came from."""
+  """Plan that calls another plan with the generator as a keyword."""
 
   def __init__(self, plan: Callable, place: int):
     self.plan = plan
@@ -31,16 +31,16 @@ class NamedGeneratorPlan:
 
 
 def takes_generator(op, schema) -> bool:
-  """True for random operations with a positional generator."""
+  """Return True for random operations with a positional generator."""
   if not schema.is_random or _NAME not in schema.names:
     return False
   return not op._schema.arguments[schema.names.index(_NAME)].kwarg_only
 
 
 def generator_plan(op, default, env) -> Callable:
-  """The plan of such an operation; see `special_plans.Special`.
+  """Build the plan of such an operation; see `special_plans.Special`.
 
-  A lowering that is a function of tensors passes the generator on by itself.
+  A lowering that is a function of tensors passes the generator on itself.
   """
   found = default()
   if isinstance(found, TensorPlan):
