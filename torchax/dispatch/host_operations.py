@@ -1,8 +1,9 @@
-"""Operations on the CPU inside a function that is being traced.
+"""Operations on CPU tensors inside a function that is being traced.
 
-They run once, while the function is traced. What they read there is a guard
-(`Boundary.guard_on_host`), so a change of it is followed. Draws, and changes of tensors
-that outlive the trace, could not be followed and are refused.
+They run once, while the function is traced. Each CPU tensor they read becomes a guard
+(`Boundary.guard_on_host`), so a change of it causes a retrace. Draws, and writes to
+tensors that outlive the trace, cannot be replayed and raise. `tracing/trace.py` enters
+the contexts `watching` and `following_arrays`.
 """
 
 import contextlib
@@ -24,17 +25,17 @@ from torchax.registry.names import aten
 from torchax.registry.schema import schema_of
 from torchax.tensor import Tensor
 
-# Torch passes a tensor through it that it has just made of Python's numbers.
+# torch passes tensors that it has just created from Python numbers through these.
 _FRESH = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def run(boundary: Boundary, func, args, kwargs):
-  """Runs an operation of which no tensor is on jax, in a trace.
+  """Run an operation without jax tensors in a trace; guard on the tensors it reads.
 
   Raises:
-    TracedDrawError: it draws.
-    MutationError: it changes a tensor that was not made in the trace.
+    TracedDrawError: the operation draws on the CPU.
+    MutationError: it writes to a tensor created outside the trace.
   """
   if torch_compat.is_tracing():
     return func(*args, **kwargs)
@@ -55,11 +56,11 @@ def run(boundary: Boundary, func, args, kwargs):
 
 
 def draw_message(what: str, place: tuple[str, int] | None) -> str:
-  """Why a draw on the host is refused, and what to do.
+  """Return the error message for a draw on the host.
 
   Args:
-    what: draws.
-    place: file and line.
+    what: subject of the message, such as "`aten.rand` on the CPU".
+    place: file and line of the draw.
   """
   where = f" ({place[0]}:{place[1]})" if place else ""
   return (
@@ -102,7 +103,7 @@ def _tensors(values):
 
 
 class _Functions(TorchFunctionMode):
-  """Guards on numbers of CPU tensors that Python reads without an operation."""
+  """Mode that guards on CPU tensors whose values Python reads without an operation."""
 
   def __torch_function__(self, func, types, args=(), kwargs=None):
     if func in _READS:
@@ -112,7 +113,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(torch_compat.DispatchMode):
-  """Runs the operations of a trace of which no tensor is on jax."""
+  """Mode that sends operations without jax tensors to `run` during a trace."""
 
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
     kwargs = kwargs or {}
@@ -127,13 +128,13 @@ class _Operations(torch_compat.DispatchMode):
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-  """Guard on operations on CPU tensors, while a function is traced."""
+  """Guard on the CPU tensors that operations read inside this context."""
   with _Functions(), _Operations():
     yield
 
 
 def _follow_arrays() -> Callable[[], None]:
-  """Guard on the arrays of `torch.from_numpy`, which is no operation."""
+  """Patch `torch.from_numpy`, which is not an operation, to guard on its arrays."""
   original = torch.from_numpy
 
   @functools.wraps(original)
@@ -149,11 +150,11 @@ def _follow_arrays() -> Callable[[], None]:
 
 
 following_arrays = WhileNeeded(_follow_arrays)
-"""Context of a trace: numpy arrays that become tensors in it are guards."""
+"""Context of a trace: numpy arrays that become tensors inside it are guards."""
 
 
 def note(value) -> None:
-  """Notes a tensor on the CPU or a numpy array that is read in a trace."""
+  """Guard on a CPU tensor or numpy array that a trace reads."""
   boundary = active.boundary
   if boundary is None or isinstance(value, Tensor):
     return
@@ -161,7 +162,7 @@ def note(value) -> None:
     boundary.guard_on_host(value)
 
 
-# Functions that read numbers without an operation that modes see.
+# Functions that read values without an operation that a dispatch mode sees.
 _READS = frozenset(
   {
     torch.Tensor.numpy,

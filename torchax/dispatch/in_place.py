@@ -1,10 +1,9 @@
-"""Operations that write to their arguments: `x.add_(y)`, and lists of tensors.
+"""Plans of in-place operations: `x.add_(y)`, and foreach operations on lists.
 
-The functional form computes, and its results are written to what the schema says. For
-lists, which optimizers call `foreach`, that is one program: their tensors are operands
-and results of one compiled function. Where tensors of a call share their memory in a
-way that makes the order of the writes matter, the rows are run one after the other, as
-torch's kernels for the CPU do.
+The functional plan computes; its results are written to the arguments that the schema
+marks as written. A foreach operation is one program with all tensors as operands and
+results. If tensors of the lists share storage so that the order of writes matters, the
+rows run one after the other, as in torch's CPU kernels.
 """
 
 from typing import Any
@@ -29,13 +28,13 @@ _ArrayImpl = jax_compat.ArrayImpl
 
 
 def writes_lists(op) -> bool:
-  """True for an operation that writes to more than one tensor."""
+  """Return True for an operation that writes to more than one tensor."""
   written = [a for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
   return len(written) > 1 or any(str(a.type) == "List[Tensor]" for a in written)
 
 
 class InPlacePlan:
-  """Runs an operation by the functional plan and writes the results to its targets."""
+  """Plan that runs the functional plan and writes the results to the targets."""
 
   def __init__(self, op, functional: Plan, env):
     self.op = op
@@ -46,7 +45,8 @@ class InPlacePlan:
     self.written = schema.written
     self.writes_lists = writes_lists(op)
     self.returns = bool(op._schema.returns)
-    # What depends on no number of the target would be computed elsewhere.
+    # Such results do not depend on the target's values, so JAX would not follow its
+    # sharding.
     self.overwrites = functional.is_sampler or functional.operator.execution.overwrites
 
   def __call__(self, args, kwargs):
@@ -60,7 +60,7 @@ class InPlacePlan:
     return args[0] if self.returns else None
 
   def _targets(self, args, kwargs) -> list[torch.Tensor]:
-    """All tensors that are written to, in the order of the functional's results."""
+    """Return all written tensors, in the order of the functional plan's results."""
     targets: list[torch.Tensor] = []
     for value in self._written_arguments(args, kwargs):
       targets += [value] if isinstance(value, torch.Tensor) else value
@@ -73,14 +73,14 @@ class InPlacePlan:
     ]
 
   def _spread(self, targets):
-    """How targets that lie on several devices lie there, as the results are given."""
+    """Return the shardings of the targets, or None if all are on single devices."""
     places = tuple([placement.spread_of(t._storage.array) for t in targets])
     if not any(places):
       return None
     return places if self.writes_lists else places[0]
 
   def _order_matters(self, targets, args, kwargs) -> bool:
-    """True where a row reads or writes what another row writes."""
+    """Return True if a row reads or writes the storage that another row writes."""
     if isinstance(args[0], torch.Tensor) or len(args[0]) < 2:
       return False
     owners = {id(target._storage): target for target in targets}
@@ -113,13 +113,13 @@ class InPlacePlan:
     return arg
 
   def _run(self, targets, args, kwargs) -> None:
-    """One program for all targets. Nothing has changed where it raises."""
+    """Run one program for all targets. If it raises, no target has changed."""
     plan = self.functional
     operands, key = plan.flattener.flatten(args, kwargs)
     bases: list[Any] = []
     writes: list[tuple] = []
     for target in targets:
-      # What is written as a whole needs no base.
+      # A target without view steps is replaced, so its base is not an operand.
       chain = target._chain
       base: list[Any] = [None]
       if chain is not WHOLE:
@@ -155,11 +155,11 @@ class InPlacePlan:
 
 
 def require_writable(target: torch.Tensor, name: str) -> None:
-  """Raises unless an in-place operation can write to the tensor.
+  """Raise unless an in-place operation can write to the tensor.
 
   Raises:
-    MixedDeviceError: it is on another device.
-    RuntimeError: elements share their memory, as torch has it.
+    MixedDeviceError: the tensor is on another device.
+    RuntimeError: elements of the tensor share memory; torch's error.
   """
   if type(target) not in (Tensor, View):
     raise MixedDeviceError(
@@ -171,7 +171,7 @@ def require_writable(target: torch.Tensor, name: str) -> None:
 
 
 def _require_unrecorded(name: str, args) -> None:
-  """Raises where a gradient would be recorded at a place that torch cannot know."""
+  """Raise if torch would record a gradient at a traced index."""
   if torch.is_grad_enabled() and any(
     isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
   ):
@@ -182,7 +182,7 @@ def _require_unrecorded(name: str, args) -> None:
 
 
 def _require_separate(target: View, name: str) -> None:
-  """Raises as torch does for a write to elements that share their memory."""
+  """Raise as torch does for a write to elements that share memory."""
   overlaps = any(
     stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)
   )
@@ -195,7 +195,7 @@ def _require_separate(target: View, name: str) -> None:
 
 
 class ForeachCopyPlan:
-  """`_foreach_copy_`: one program within jax, else one tensor after the other."""
+  """Plan of `_foreach_copy_`: one program within jax, else a loop over the tensors."""
 
   def __init__(self, op, default, env):
     self.in_place = default()

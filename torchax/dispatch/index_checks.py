@@ -1,8 +1,8 @@
-"""Indices, labels, lengths and offsets, held against the rules of an operation.
+"""Checks of indices, labels, lengths and offsets against an operation's rules.
 
-Before it runs, where nobody has to wait for the numbers: they are on the CPU and
-computed. With `Configuration.check_indices` they are waited for, and a compiled
-function looks at them as it runs. The rules are declared by `registry/index_rules.py`.
+Before an operation runs, values are checked if that costs no wait: they are on the CPU
+and already computed. With `Configuration.check_indices` the check waits for the device,
+and compiled functions check while they run. `registry/index_rules.py` has the rules.
 """
 
 import functools
@@ -26,13 +26,13 @@ _OneDevice = jax.sharding.SingleDeviceSharding
 
 
 def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
-  """Raises torch's error for an argument that is known to break a rule.
+  """Raise torch's error for an argument that is known to break a rule.
 
   Args:
-    rules: those of the operation with its arguments, tensors or arrays.
-    name: of the operation.
-    config: with `check_indices` this waits for the device, and a program that is being
-      traced raises as it runs.
+    rules: rules of the operation for its arguments, tensors or arrays.
+    name: name of the operation.
+    config: with `check_indices`, wait for values on the device; inside a trace, make
+      the compiled program raise when it runs.
   """
   waits = config.check_indices
   switches.note(config, "check_indices")
@@ -48,7 +48,7 @@ def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
 
 
 def require_dtypes(rules: Iterable[Rule], name: str) -> None:
-  """Raises RuntimeError for indices or labels that are no integers."""
+  """Raise RuntimeError for indices or labels that are not integers."""
   for rule in rules:
     dtype = getattr(rule.numbers, "dtype", None)
     if isinstance(dtype, torch.dtype) and not rule.is_for(mappings.t2j_dtype(dtype)):
@@ -59,7 +59,7 @@ def require_dtypes(rules: Iterable[Rule], name: str) -> None:
 
 
 def _known(given, waits: bool) -> np.ndarray | None:
-  """The numbers of a tensor, which are not copied; None where they are not known."""
+  """Return the values of an argument without a copy; None if they are not known."""
   if isinstance(given, Tensor):
     array, chain = given._storage.read(given), given._chain
   elif isinstance(given, torch.Tensor):
@@ -76,7 +76,7 @@ def _known(given, waits: bool) -> np.ndarray | None:
 
 
 def _is_at_hand(array) -> bool:
-  """True for an array of one CPU device that is computed."""
+  """Return True for an array that is computed, on one CPU device."""
   return (
     type(array.sharding) is _OneDevice
     and jax_compat.is_of_host(array)
@@ -85,7 +85,7 @@ def _is_at_hand(array) -> bool:
 
 
 def _require_in_program(rule: Rule, name: str) -> None:
-  """Has the program that is being traced raise where an argument breaks a rule."""
+  """Add a callback to the current trace that raises if an argument breaks the rule."""
   given = rule.numbers
   numbers = given.jax() if isinstance(given, Tensor) else given
   if not isinstance(numbers, jax.core.Tracer) or not numbers.size:
@@ -95,7 +95,7 @@ def _require_in_program(rule: Rule, name: str) -> None:
   broken = jnp.ravel(rule.is_broken(numbers))
   place = jnp.argmax(broken)
   number = numbers.ravel()[place] if broken.size == numbers.size else 0
-  rule.numbers = None  # the program keeps the rule, which is to hold no tracer
+  rule.numbers = None  # the program keeps the rule, which must not hold a tracer
   report = functools.partial(_report, rule, _site(name))
   jax.debug.callback(report, broken.any(), number, place)
 

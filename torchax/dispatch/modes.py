@@ -1,9 +1,9 @@
-"""Modes of torch: what sees calls that have no jax tensor among their arguments.
+"""torch modes of an environment, for calls without a jax tensor among the arguments.
 
-Jax tensors need none: their class handles torch's functions and operations
-(`Tensor.__torch_function__`, `__torch_dispatch__`), and torch hands factories to our
-kernels (`factories.py`). So an environment that is on costs programs on the CPU
-nothing. Modes are entered where "cuda" means "jax", and while a function is traced
+Most calls need no mode: the class of jax tensors handles functions and operations
+(`Tensor.__torch_function__`, `__torch_dispatch__`), and torch calls our kernels for
+factories (`functions/factories.py`). So an enabled environment costs CPU programs
+nothing. Modes are entered if "cuda" means "jax", and while a function is traced
 (`host_operations.py`).
 """
 
@@ -18,23 +18,23 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def as_jax(device) -> torch.device:
-  """The jax device that "cuda" stands for, with its index; any other as it is."""
+  """Return the jax device for a "cuda" device, with its index; others unchanged."""
   device = torch.device(device)
   return placement.torch_device(device.index) if device.type == "cuda" else device
 
 
 def _translated(value):
-  """An argument of a torch function, with "cuda" replaced by "jax"."""
+  """Return an argument of a torch function, with "cuda" replaced by "jax"."""
   if isinstance(value, str):
     return as_jax(value) if value.partition(":")[0] == "cuda" else value
   return as_jax(value) if isinstance(value, torch.device) else value
 
 
 class XLAFunctionMode(TorchFunctionMode):
-  """Replaces "cuda" by "jax" among the arguments of torch functions.
+  """Mode that replaces "cuda" by "jax" in the arguments of torch functions.
 
   Args:
-    env: the environment; nothing is replaced where it is suspended.
+    env: the environment; nothing is replaced while it is suspended.
   """
 
   def __init__(self, env):
@@ -55,7 +55,7 @@ class XLAFunctionMode(TorchFunctionMode):
 
 
 class XLADispatchMode(torch_compat.DispatchMode):
-  """Runs operations on jax tensors by an environment, whichever theirs is.
+  """Mode that runs operations on jax tensors in one environment, whatever theirs is.
 
   Args:
     env: the environment.

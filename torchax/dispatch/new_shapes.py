@@ -1,10 +1,10 @@
-"""What runs for a shape that is new, until it pays to compile a program for it.
+"""Fallbacks for shapes that are new, until they are seen often enough to compile.
 
-Two ways, with the same bits as the program: numpy on the host computes few elements
-(`core/numpy_fallback.py`), and a sampler gets its random bits from a program that many
-shapes share (`rng/threefry.py`), so that its own program takes a fifth of the time to
-compile. Shapes that are seen often get a program for everything, which is called more
-quickly.
+Both have the same bits as the program. numpy computes small arrays on the host
+(`core/numpy_fallback.py`). A sampler gets its random bits from a program that many
+shapes share (`rng/threefry.py`); its own program then compiles in a fifth of the time.
+Shapes that are seen often get one program for everything, which is faster to call.
+`programs.py` adds the fallbacks.
 """
 
 import functools
@@ -29,13 +29,13 @@ _MOST_SHAPES = 4096
 def with_warmup(
   program: Program, operator: Operator, flattener: Flattener, key
 ) -> Program:
-  """A program, or a function that runs it once its shapes pay to compile.
+  """Return the program, with the operator's fallback for new shapes around it.
 
   Args:
-    program: of operands, compiled, with `in_traces`.
-    operator: of its lowering.
+    program: compiled function of operands, with `in_traces`.
+    operator: operator of its lowering.
     flattener: restores the arguments from the operands.
-    key: the static key that the program is compiled for.
+    key: static key of the program.
   """
   count, on_host = operator.draw.shared_bits, operator.execution.on_host
   if count is not None:
@@ -57,17 +57,17 @@ def with_warmup(
 
 
 def _with_shared_bits(program: Program, elements: Callable) -> Program:
-  """A sampler's program, which gets shared bits until its shapes are seen often.
+  """Return a sampler's program that uses shared bits until its shapes are seen often.
 
   Args:
-    program: of a key, a count and further operands; `threefry.Words` may be the key.
-    elements: number of elements that are drawn, by the further operands.
+    program: takes a key, a count and further operands; the key may be `threefry.Words`.
+    elements: maps the further operands to the number of elements drawn.
   """
-  # Number of calls and of elements, by shapes; True once that was often.
+  # (number of calls, number of elements) by shapes; True after `OFTEN` calls.
   known: BoundedCache[tuple, tuple[int, int] | bool] = BoundedCache(_MOST_SHAPES)
 
   def run(key, count, *operands):
-    # Not every key has words: of another generator, or one for each row.
+    # Keys of another generator, and one key per row, have no shared bits.
     shapes = (key.dtype, key.shape, *[shape_of(operand) for operand in operands])
     found = known.get(shapes)
     if found is True:
@@ -94,7 +94,7 @@ def _random_words() -> Callable:
 
 
 def _number(key, operands, elements: Callable) -> int | None:
-  """Number of words to draw; None where the key's own program draws better."""
+  """Return the number of words to draw; None if the key's own program is better."""
   if not _is_on_one_cpu(key):
     return None
   numbers = []
@@ -103,7 +103,7 @@ def _number(key, operands, elements: Callable) -> int | None:
 
 
 def _is_on_one_cpu(operand) -> bool:
-  """True for what moves nothing between devices; numbers are operands too."""
+  """Return True for arrays on one CPU device, and for Python numbers."""
   array = operand[0] if type(operand) is tuple else operand
   if not isinstance(array, jax.Array):
     return True

@@ -1,4 +1,4 @@
-"""Operations with `out=`: results are put into tensors that the caller has made."""
+"""Plans of operations with `out=`: results are written to the caller's tensors."""
 
 import math
 import warnings
@@ -23,12 +23,12 @@ from torchax.view import View
 
 # Operations that compute in the dtype of `out=`, unless `dtype=` is given.
 _IN_DTYPE_OF_OUTPUT = frozenset({aten.cumsum.out, aten.cumprod.out})
-# Operations whose result takes the shape of an output with as many elements.
+# Operations whose result is reshaped to an output of another shape and equal size.
 _RAMPS = (aten.arange, aten.linspace, aten.logspace, aten.range)
 
 
 class OutPlan:
-  """Runs `op.out` by the functional plan and writes the results to its outputs."""
+  """Plan of `op.out`: runs the functional plan, writes its results to the outputs."""
 
   def __init__(self, op, functional: Callable, env):
     self.op = op
@@ -72,7 +72,7 @@ class OutPlan:
 
 
 def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
-  """Puts a result into an `out=` tensor, which takes its shape.
+  """Write a result to an `out=` tensor; resize the tensor to its shape.
 
   Raises:
     MixedDeviceError: the output is on another device.
@@ -108,7 +108,7 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
 
 
 def _resize_view(view: View, shape: tuple[int, ...]) -> None:
-  """Gives a view another shape; its elements follow each other from its first one."""
+  """Resize a view in place to a contiguous one with the same offset."""
   strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
   with torch.no_grad():
     resized: Any = view.as_strided(shape, strides, view.storage_offset())
@@ -117,7 +117,7 @@ def _resize_view(view: View, shape: tuple[int, ...]) -> None:
 
 
 def resize_to(tensor: Tensor, source: Tensor) -> None:
-  """Gives `tensor` the shape and the numbers of `source`, keeping its identity."""
+  """Give `tensor` the shape and values of `source`, in place."""
   if tensor._chain is not WHOLE:
     raise MutationError(
       "A view cannot be resized: its base would not follow. Call `.clone()` first."

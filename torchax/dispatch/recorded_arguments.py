@@ -1,7 +1,7 @@
-"""Arguments of a draw as plain data: a ledger keeps them to draw it again.
+"""Arguments of a draw as plain data, kept in a ledger to replay the draw.
 
-Of a tensor only shape and dtype are kept. Everything is hashable, since the draws of a
-compiled function are part of what it was compiled to.
+Only shape and dtype of a tensor are kept. All values are hashable, since the draws of a
+compiled function are stored with its program.
 """
 
 import math
@@ -9,7 +9,7 @@ import math
 import jax
 import torch
 
-# What says where the numbers go, or where they come from, and not which they are.
+# Arguments that do not change the numbers drawn.
 _PLACES = frozenset(
   {"generator", "out", "device", "layout", "pin_memory", "memory_format"}
 )
@@ -17,7 +17,7 @@ _PLAIN = (type(None), bool, int, str)
 
 
 def plain(args: tuple, kwargs: dict | None) -> tuple:
-  """Positional arguments, then pairs of the names and values of the others."""
+  """Return (positional arguments, (name, value) pairs of the others) as plain data."""
   named = [
     (name, _plain(value))
     for name, value in (kwargs or {}).items()
@@ -42,14 +42,14 @@ def _plain(value):
 
 
 def restored(value, parameters: list[torch.Tensor]):
-  """An argument as torch takes it.
+  """Convert a recorded argument back to one for torch; the inverse of `plain`.
 
   Args:
-    value: as `plain` gives it.
-    parameters: tensors for those of the call, which are taken from the front.
+    value: recorded argument.
+    parameters: tensors for the recorded tensors, in order; used ones are removed.
 
   Raises:
-    ValueError: an argument of a kind that was not kept.
+    ValueError: the argument is of a class that is not recorded.
   """
   if not isinstance(value, tuple):
     return value
@@ -66,7 +66,7 @@ def restored(value, parameters: list[torch.Tensor]):
 
 
 def tensors_in(value) -> list[tuple[tuple[int, ...], str]]:
-  """Shape and dtype of the tensors among recorded arguments, in order."""
+  """Return shape and dtype of the tensors among recorded arguments, in order."""
   if not isinstance(value, tuple):
     return []
   if len(value) == 3 and value[0] == "tensor":

@@ -1,4 +1,8 @@
-"""Draws of an operation: from the current stream, or from a generator."""
+"""Draws of a sampler: from the current stream, or from a generator.
+
+`Plan.run` calls `Sampling.run`, which passes the key and count of the draw as operands
+and records the draw in the ledger.
+"""
 
 from collections.abc import Callable
 
@@ -10,26 +14,26 @@ from torchax.rng.ledger import Recording
 
 
 class Sampling:
-  """Runs a sampler with the operands of its next draw.
+  """Runner of a sampler's program with the operands of its next draw.
 
   Args:
-    name: of the operation.
-    operator: its operator.
-    env: its environment.
-    names: of its arguments.
+    name: name of the operation.
+    operator: operator of the operation.
+    env: environment of the operation.
+    names: names of its arguments.
   """
 
   def __init__(self, name: str, operator: Operator, env, names):
     self.name, self.operator, self.env, self.names = name, operator, env, names
 
   def run(self, args, kwargs, operands, execute: Callable, draws: list | None = None):
-    """`execute` with the key and the number of a draw in front of the operands.
+    """Call `execute` with the key and count of a draw in front of the operands.
 
     Args:
       args, kwargs: torch's arguments.
-      operands: what `flatten` made of them.
+      operands: operands of `Flattener.flatten`.
       execute: `operands -> result`.
-      draws: the draw is added to it, for `Plan.redraw`.
+      draws: list to append the draw to, for `Plan.redraw`.
     """
     generator = kwargs.get("generator") if kwargs else None
     if generator is None:
@@ -50,7 +54,7 @@ class Sampling:
     return result
 
   def from_stream(self, args, kwargs, operands, execute: Callable, draws=None):
-    """`run` with the current stream, which advances if `execute` succeeds."""
+    """Draw from the current stream, which advances if `execute` succeeds."""
     stream = scope.current(self.env.streams)
     with stream.lock:
       draw = stream.peek(self.name)
@@ -65,7 +69,7 @@ class Sampling:
     return result
 
   def _distribution(self, args) -> str:
-    """The distribution of a draw, with the parameters that are numbers."""
+    """Return the distribution of a draw, with its numeric parameters."""
     numbers = [
       f"{name}={arg:g}"
       for name, arg in zip(self.names, args)

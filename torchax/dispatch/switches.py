@@ -1,6 +1,6 @@
-"""Switches of `Configuration` by which a function decides while it is traced.
+"""Guards on fields of `Configuration` that a function reads while it is traced.
 
-It is traced anew when one has changed.
+The function is retraced when such a field has changed.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from torchax.core.storage import active
 
 @dataclasses.dataclass(frozen=True)
 class _Switch:
-  """One field of a configuration: what a function that is traced decides by."""
+  """Guard on one field of a configuration."""
 
   config: Identity
   name: str
@@ -28,7 +28,7 @@ class _Switch:
 
 
 def note(config: Configuration, name: str) -> None:
-  """Has the functions that are being traced depend on a switch."""
+  """Guard on a field of the configuration in the functions that are being traced."""
   if active.boundary is not None:
     for guards in active.boundary.guards_around():
       guards.guard_on_number(_Switch(Identity(config), name))
