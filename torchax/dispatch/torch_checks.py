@@ -1,11 +1,11 @@
-"""torch's own checks of an operation's arguments, for each program that is new.
+"""torch's checks of an operation's arguments, for each new program.
 
-torch has a kernel without numbers for nearly every operation, which computes shapes and
-dtypes on the meta device, and refuses what does not fit in torch's words. It runs when
-a program is made, with the arguments of the call, and whenever JAX traces the program
-for other shapes, so that a call of a compiled program costs nothing. There the shapes
-are those of the traced arrays. Numbers that are operands are those of the program's
-first call, so what is refused is checked once more with the arguments of the call.
+torch has a meta kernel for nearly every operation: it computes shapes and dtypes
+without data and raises torch's errors. It runs when a program is built, with the
+arguments of the call, and when JAX retraces the program for other shapes. A call of a
+compiled program is not checked. A retrace knows the new shapes but not the numbers that
+are operands: it uses the numbers of the program's first call. If torch refuses those,
+`Refused` makes `Plan` check the call again with its own numbers.
 """
 
 import contextlib
@@ -21,29 +21,30 @@ from torch.utils import _pytree as torch_pytree
 from torchax.compat import torch_compat
 from torchax.core import mappings
 
-# What a meta kernel raises that says nothing of the arguments.
+# Parts of errors of meta kernels that say nothing about the arguments.
 _OF_META = ("meta", "Could not run", "PrivateUse1")
-# What it raises for an operation that has no kernel for a device.
+# Start of the error for an operation without a kernel for a device.
 _NO_KERNEL = "Could not run"
-# Of in-place forms, with defaults that functional ones lack; torch has parsed them.
+# Part of torch's parser errors. In-place forms have defaults that functional ones lack,
+# and torch has already parsed the call.
 _OF_SCHEMAS = "Declaration: "
-# What torch raises for arguments.
+# Classes of torch's errors about arguments.
 _OF_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)
-# What a meta kernel in Python raises where it is not written for what it is given.
+# Classes of errors of Python meta kernels for arguments they were not written for.
 _BY_MISTAKE = (ArithmeticError, AttributeError, KeyError, MemoryError)
-# So many are made to ask the CPU what it says.
+# Most elements that are created to run the operation on the CPU for its error.
 _MOST_NUMBERS = 2**20
-# What torch calls int64 is held in 32 bits, without JAX's x64 mode.
+# Without JAX's x64 mode, torch's int64 is stored in 32 bits.
 _WIDE = {torch.int32: torch.int64}
 _WIDTHS = ("Long", "long", "int64")
 # JAX's annotations lack its flags.
 _config: Any = jax.config
 _TENSOR = object()
-"""In place of a tensor in the arguments of a program's first call."""
+"""Placeholder for a tensor in the arguments of a program's first call."""
 
 
 class Refused(Exception):
-  """Shapes of a program that is being traced, which torch seems to refuse."""
+  """torch seems to refuse the shapes of a program that is being traced."""
 
 
 class _Unchecked(threading.local):
@@ -55,7 +56,7 @@ _unchecked = _Unchecked()
 
 @contextlib.contextmanager
 def without(owner) -> Iterator[None]:
-  """On this thread programs of `owner` are traced unchecked inside the block."""
+  """Trace the programs of `owner` without checks inside the block, on this thread."""
   before, _unchecked.owner = _unchecked.owner, owner
   try:
     yield
@@ -64,18 +65,18 @@ def without(owner) -> Iterator[None]:
 
 
 def is_off(owner) -> bool:
-  """True inside `without(owner)`."""
+  """Return True inside `without(owner)`."""
   return _unchecked.owner is owner
 
 
 class Example:
-  """The arguments of a program's first call, which torch has checked, without tensors.
+  """Arguments of a program's first call, checked by torch and stored without tensors.
 
   Args:
     owner: see `without`.
-    op: an overload, or a function of torch that consists of operations.
-    args, kwargs: of the call.
-    takes_device: it makes tensors where it is told to.
+    op: an overload, or a composite function of torch.
+    args, kwargs: arguments of the call.
+    takes_device: the operation has a `device=` argument.
   """
 
   __slots__ = ("owner", "op", "given", "takes_device", "_checked")
@@ -87,10 +88,10 @@ class Example:
     self.given = _emptied(given)
 
   def require(self, args, kwargs) -> None:
-    """Checks arrays of other shapes that are being traced, with the example's numbers.
+    """Check traced arrays of other shapes, with the numbers of the example.
 
     Raises:
-      Refused: the caller is to check the arguments that it has by `refusal`.
+      Refused: torch refuses them; the caller checks its own arguments by `refusal`.
     """
     if is_off(self.owner) or _tensor_types((args, kwargs)) == self._checked:
       return
@@ -100,7 +101,7 @@ class Example:
 
 
 def _tensor_types(tree) -> list[tuple]:
-  """Shape and dtype of each tensor or array of a tree."""
+  """Return shape and dtype of each tensor or array of a tree."""
   return [
     (tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, torch.Tensor)
@@ -121,7 +122,7 @@ def _emptied(value):
 
 
 def _filled(example, given):
-  """The example with the arrays of `given`, which has the same form where they are."""
+  """Return the example with the arrays of `given` in place of its tensors."""
   if example is _TENSOR:
     return given
   if isinstance(example, dict):
@@ -132,11 +133,11 @@ def _filled(example, given):
 
 
 def refusal(op, args, kwargs, takes_device: bool = False) -> Exception | None:
-  """The error of torch's meta kernel; None without one, or without such a kernel.
+  """Return the error of torch's meta kernel; None without an error or a kernel.
 
   Args:
     op, takes_device: see `Example`.
-    args, kwargs: of it; tensors or arrays.
+    args, kwargs: arguments of `op`, with tensors or arrays.
   """
   if takes_device:
     kwargs = {**(kwargs or {}), "device": torch.device("meta")}
@@ -147,12 +148,12 @@ def refusal(op, args, kwargs, takes_device: bool = False) -> Exception | None:
 
 
 def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
-  """Raises what torch raises for tensors of the same shapes and dtypes.
+  """Raise torch's error for tensors of these shapes and dtypes; return if it has none.
 
-  For arguments that something has refused: torch's words for the CPU are better than
-  those of its meta kernels or of JAX. It is asked with zeros and with ones, unless they
-  are many: what it says of numbers, as of probabilities that are all zero, does not
-  count.
+  Called for arguments that JAX or a meta kernel has refused: the errors of torch's CPU
+  kernels are clearer. The operation runs with zeros and with ones, so that errors about
+  values, as of probabilities that are all zero, are ignored. Large tensors get the
+  error of the meta kernel.
   """
   if _count((args, kwargs)) > _MOST_NUMBERS:
     error = refusal(op, args, kwargs, takes_device)
@@ -173,20 +174,20 @@ def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
 
 
 def _of_both(narrow: Exception, wide: Exception | None) -> Exception | None:
-  """The error that is no matter of 32 or 64 bits; None where 64 raise none."""
+  """Return the error that holds for 32 and 64 bits; None if 64 bits raise none."""
   is_of_width = any(word in str(narrow) for word in _WIDTHS)
   return wide if wide is None or is_of_width else narrow
 
 
 def _count(given) -> int:
-  """How many numbers the tensors and arrays of a tree have."""
+  """Return the number of elements of the tensors and arrays of a tree."""
   leaves = torch_pytree.tree_leaves(given)
   tensors = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
   return tensors + sum(leaf.size for leaf in leaves if isinstance(leaf, jax.Array))
 
 
 def _raised(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
-  """What torch raises for tensors that `convert(shape, dtype)` makes."""
+  """Return torch's error for tensors created by `convert(shape, dtype)`, or None."""
   with (
     torch_compat.unnoticed(),
     torch_compat.unwatched(),
@@ -211,7 +212,7 @@ def _raised(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
 
 
 def _converted(leaf, convert, dtypes: dict):
-  """A tensor in place of a tensor or an array; anything else as it is."""
+  """Convert a tensor or array; return anything else unchanged."""
   if isinstance(leaf, torch.Tensor):
     return convert(leaf.shape, dtypes.get(leaf.dtype, leaf.dtype))
   if isinstance(leaf, jax.Array):

@@ -1,7 +1,8 @@
-"""Torch functions of jax tensors that are caught above ATen.
+"""Handlers of torch functions that are caught above ATen, such as `F.dropout`.
 
-The lowerings are in `functions`; here they are called: operands are sorted out,
-functions of arrays are compiled and made differentiable, devices are resolved.
+The lowerings are in `functions`. A handler sorts out operands, compiles functions of
+arrays and makes them differentiable (`autograd.py`). `Tensor.__torch_function__` looks
+the handler up in the environment's `FunctionTable`.
 """
 
 import inspect
@@ -35,10 +36,10 @@ def _has_jax_tensor(args, kwargs) -> bool:
 
 
 def _is_for_torch(args, kwargs) -> bool:
-  """True where torch takes a function apart: without jax tensors, inside a transform,
+  """Return True if torch must decompose the function.
 
-  and under another dispatch mode, such as a counter of operations, which is to see
-  what the function consists of.
+  torch does so without jax tensors, inside a transform of `torch.func`, and under
+  another dispatch mode, such as a counter of operations, which must see the parts.
   """
   return (
     not _has_jax_tensor(args, kwargs)
@@ -48,13 +49,13 @@ def _is_for_torch(args, kwargs) -> bool:
 
 
 class ArrayFunctionHandler:
-  """Runs a function of arrays in place of a torch function, with gradients."""
+  """Handler that runs a function of arrays for a torch function, with gradients."""
 
   def __init__(self, func, operator: Operator, env):
     self.func = func
     self.operator = operator
     self.env = env
-    # What torch has no function for; who calls it explains its errors.
+    # An array function without a torch function; its caller explains the errors.
     self._is_core = func is operator.func
     self.name = f"torch.{getattr(func, '__name__', str(func))}"
     self.flattener = Flattener(self.name, env)
@@ -93,8 +94,8 @@ class ArrayFunctionHandler:
   def _function(
     self, args, kwargs, key
   ) -> autograd.ArrayFunction | autograd.WithNumbers:
-    """The function of the tensors of a key; see `NumberPrograms`."""
-    # What is kept here outlives a trace, in which numbers of the host have no value.
+    """Return the function of tensors for a key; see `NumberPrograms`."""
+    # Cached functions outlive the trace, so they must not hold its host numbers.
     args = [host_numbers.resolved(arg) for arg in args]
     kwargs = {name: host_numbers.resolved(arg) for name, arg in kwargs.items()}
     operands, form = self._numbered.flatten(args, kwargs)
@@ -138,10 +139,10 @@ class ArrayFunctionHandler:
 
 
 class WithoutOut:
-  """Writes to `out=` what a torch function returns without it.
+  """Handler that calls a torch function without `out=`, then writes to `out=`.
 
-  For composite functions whose C++ asks whether tensors share memory before it writes,
-  which it cannot tell of wrappers.
+  Needed for composite functions whose C++ checks for shared memory before it writes,
+  which it cannot see in wrapper subclasses.
   """
 
   def __init__(self, func):
@@ -154,11 +155,11 @@ class WithoutOut:
 
 
 class AutocastHandler:
-  """Casts tensors before a handler sees them, where autocast is on.
+  """Handler that casts tensors for another handler while autocast is on.
 
   Args:
-    func: the torch function; its name says which policy it follows.
-    handler: what runs in its place.
+    func: the torch function; its name selects the autocast policy.
+    handler: the handler of the function.
   """
 
   def __init__(self, func, handler: Callable):
@@ -178,7 +179,7 @@ class AutocastHandler:
 
 
 def _into_out(name: str, func: Callable, args, kwargs) -> Tensor:
-  """Writes the result of a call without `out=` to that tensor, and returns it."""
+  """Call the function without `out=`, write the result to that tensor, return it."""
   kwargs = dict(kwargs)
   out = kwargs.pop("out")
   with torch.no_grad():  # torch refuses to differentiate these
@@ -187,7 +188,7 @@ def _into_out(name: str, func: Callable, args, kwargs) -> Tensor:
 
 
 class TensorFunctionHandler:
-  """Runs a function of tensors in place of a torch function."""
+  """Handler that runs a function of tensors for a torch function."""
 
   def __init__(self, func, operator: Operator, env):
     self.func = func
@@ -203,7 +204,7 @@ class TensorFunctionHandler:
 
 
 class FunctionTable:
-  """Torch function -> what runs in its place; follows the registry."""
+  """Table from torch function to handler; rebuilt when the registry changes."""
 
   def __init__(self, env):
     self._env = env
@@ -213,18 +214,18 @@ class FunctionTable:
     self._generation = -1
 
   def get(self, func) -> Callable | None:
-    """The handler of a torch function, `(args, kwargs) -> result`, or None."""
+    """Return the handler of a torch function, `(args, kwargs) -> result`, or None."""
     if self._generation != operators.generation():
       self._load()
     return self._handlers.get(func)
 
   def add(self, func, handler: Callable) -> None:
-    """Adds a handler of the environment itself."""
+    """Add a handler of this environment; registered functions take precedence."""
     self._builtin[func] = handler
     self._generation = -1
 
   def forget(self) -> None:
-    """Drops the handlers: the environment has another operator now."""
+    """Drop the handlers, after an operator of the environment has changed."""
     self._generation = -1
 
   def call(
@@ -236,12 +237,16 @@ class FunctionTable:
     is_brief=False,
     **kwargs,
   ):
-    """Runs a function of arrays on tensors: compiled, and differentiable.
+    """Run a function of arrays on tensors, compiled and differentiable.
 
-    Everything but tensors is static, but the numbers that `numbers` names. For
-    lowerings that are functions of tensors and have a core of arrays that costs much:
-    its residuals are saved for the gradient. `rules` and `is_brief` are as those of an
-    operator.
+    Lowerings on tensors call it for their expensive part. Its residuals are saved for
+    the gradient.
+
+    Args:
+      array_function: function of arrays.
+      *args, **kwargs: its arguments; all values except tensors are static.
+      numbers: names of arguments whose numbers are operands instead.
+      rules, is_brief: see `registry.operators.Checks` and `Execution`.
     """
     handler = self._cores.get((array_function, is_brief))
     if handler is None:
@@ -268,7 +273,7 @@ class FunctionTable:
     }
     handlers = {**self._builtin, **handlers}
     for func, handler in handlers.items():
-      # Others pay nothing for it.
+      # Functions without a policy pay nothing for autocast.
       if amp.policy_of_function(func) is not None:
         handlers[func] = AutocastHandler(func, handler)
     self._handlers = handlers
