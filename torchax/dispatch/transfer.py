@@ -1,4 +1,7 @@
-"""Operations that read numbers back to the host or move them between devices."""
+"""Operations that read values back to the host or move tensors between devices.
+
+`special_plans.py` builds the plans here; `Environment` uses `Move` for `Tensor.to`.
+"""
 
 import functools
 import weakref
@@ -23,7 +26,7 @@ _HIDDEN = torch_compat.HIDDEN_DEVICE
 
 
 def _item(tensor: Tensor):
-  """The only number of a tensor as a Python number.
+  """Return the only element of a tensor as a Python number.
 
   Raises:
     TracedStateError: inside a compiled function, where it has no value yet.
@@ -40,7 +43,7 @@ def _item(tensor: Tensor):
 
 
 class CopyPlan:
-  """`copy_`: within jax by the derived in-place form, else through the host."""
+  """Plan of `copy_`: the derived in-place form within jax, else through the host."""
 
   def __init__(self, op, default, env):
     self.in_place = default()
@@ -55,7 +58,7 @@ class CopyPlan:
     if source.shape != target.shape:
       source = source.expand(target.shape)  # torch's error where it does not fit
     storage = target._storage
-    # torch's own conversion, from the 64 bits that jax might not keep.
+    # Convert floats by torch, from 64 bits, which jax might not keep.
     is_inexact = target.dtype.is_floating_point or target.dtype.is_complex
     dtype = target.dtype if is_inexact else None
     is_blank = type(storage) is Blank and target._chain is WHOLE
@@ -80,7 +83,7 @@ class CopyPlan:
 
 
 def _beside(source: Tensor, target: Tensor, place) -> Tensor:
-  """The source of a copy where its target is, which stays there."""
+  """Return the source of a copy, moved to the devices of the target."""
   array = source._storage.array
   source_place = placement.place_of(array)
   if source_place == place or placement.is_traced(array):
@@ -95,7 +98,7 @@ def _beside(source: Tensor, target: Tensor, place) -> Tensor:
 
 
 class ToCopyPlan:
-  """`_to_copy`: to the CPU, or to another dtype on jax."""
+  """Plan of `_to_copy`: a move between devices, or a cast on jax."""
 
   def __init__(self, op, default, env):
     self.cast = default()
@@ -115,8 +118,8 @@ class ToCopyPlan:
     return _move(tensor, dtype, device, self.env)
 
 
-# What torch calls to make sparse, quantised, nested and mkldnn tensors of jax tensors,
-# or to ask what only such tensors have.
+# Operations that make sparse, quantised, nested and mkldnn tensors from jax tensors, or
+# read properties of these.
 _REFUSED = {
   "sparse": (
     aten._to_sparse,
@@ -165,7 +168,7 @@ _WAY_OUT = {
   "mkldnn": ".to_dense()",
 }
 
-# What is mostly behind it, and what to use instead.
+# The usual cause, and what to use instead.
 _INSTEAD = {
   "sparse": (
     " The gradient of `nn.Embedding(sparse=True)` is such a tensor: build the "
@@ -187,12 +190,12 @@ def _refuse(op, kind: str):
 
 
 def is_refused(op, schema) -> bool:
-  """True for operations of sparse, quantised, nested and mkldnn tensors."""
+  """Return True for operations of sparse, quantised, nested and mkldnn tensors."""
   return op.overloadpacket in _REFUSED_KIND
 
 
 def refusing_plan(op, default, env):
-  """The plan of a refused operation; see `special_plans.Special`."""
+  """Return the plan of a refused operation; see `special_plans.Special`."""
   return lambda args, kwargs: _refuse(op, _REFUSED_KIND[op.overloadpacket])
 
 
@@ -203,7 +206,7 @@ def _refuse_to_pin(*args, **kwargs):
   )
 
 
-# Overload -> what runs in its place, called with its arguments.
+# Overload -> function of the same arguments that replaces it.
 FUNCTIONS = {
   aten.is_pinned.default: lambda *args, **kwargs: False,
   aten._pin_memory.default: _refuse_to_pin,
@@ -212,7 +215,7 @@ FUNCTIONS = {
 
 
 class Move(torch_compat.OwnFunction):
-  """A copy between devices whose gradient goes back to where the tensor lies."""
+  """Copy between devices; its gradient is moved back to the device of the input."""
 
   @staticmethod
   def forward(tensor, dtype, device, env):
@@ -248,14 +251,14 @@ class Move(torch_compat.OwnFunction):
 
 
 def _place_of(tensor: Tensor):
-  """What the numbers of a tensor, which may be a view, are committed to."""
+  """Return the sharding that a tensor, or its view, is committed to, or None."""
   array = tensor._storage.array
   is_part = tensor._chain is not WHOLE and placement.is_spread(array)
   return placement.place_of(tensor.jax() if is_part else array)
 
 
 class PutBack(torch_compat.OwnFunction):
-  """A gradient in the place of what it is the gradient of; see `placement.place_of`."""
+  """Identity that puts a gradient on a given sharding; see `placement.place_of`."""
 
   @staticmethod
   def forward(ctx, tensor, place):
@@ -270,7 +273,7 @@ class PutBack(torch_compat.OwnFunction):
 
 
 class _Beside(torch_compat.OwnFunction):
-  """A gradient laid out as what it is the gradient of, traced or not."""
+  """Identity that gives a gradient, traced or not, a given sharding."""
 
   @staticmethod
   def forward(ctx, grad, place):
@@ -284,9 +287,9 @@ class _Beside(torch_compat.OwnFunction):
 
 
 def keep_gradient_beside(tensor: Tensor) -> None:
-  """Has the gradient of a leaf on several devices lie as the leaf does.
+  """Register a hook that gives the gradient of a sharded leaf the leaf's sharding.
 
-  The partitioner alone might leave a whole gradient on each device.
+  XLA's partitioner alone might replicate the gradient.
   """
   if not tensor.requires_grad or not tensor.is_leaf or "_beside" in tensor.__dict__:
     return
@@ -321,10 +324,13 @@ def _move(tensor: Any, dtype, device, env) -> torch.Tensor:
 
 
 def arguments_of_to(args, kwargs) -> tuple:
-  """The arguments of `Tensor.to`: (device, dtype, memory format, copy); None if absent.
+  """Parse the arguments of `Tensor.to`.
+
+  Returns:
+    (device, dtype, memory format, copy); None for absent ones.
 
   Raises:
-    TypeError: arguments that no form of it takes.
+    TypeError: no signature of `Tensor.to` accepts the arguments.
   """
   rest, kwargs = list(args), dict(kwargs or {})
   other = rest[0] if rest else kwargs.pop("other", None)
@@ -336,10 +342,10 @@ def arguments_of_to(args, kwargs) -> tuple:
 
 
 def _pop_copy(arguments: list) -> bool:
-  """Takes `copy` out of the positional arguments of `Tensor.to`.
+  """Remove `copy` from the positional arguments of `Tensor.to` and return it.
 
   Raises:
-    TypeError: arguments after it.
+    TypeError: there are arguments after it.
   """
   place = 2 if isinstance(arguments[0] if arguments else None, torch.dtype) else 3
   if len(arguments) > place + 1:

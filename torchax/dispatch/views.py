@@ -1,8 +1,9 @@
-"""Views and changes of shape in place: operations that share or move storage.
+"""Plans of views, and of operations that change a tensor's shape or storage in place.
 
-Shape, strides and offset of a view come from torch's own kernel, run on the wrapper's
-metadata, so legality and errors are torch's. The step that reads and writes the array
-is one of `core/view_steps.py`; where none fits, the view is strided over the flat base.
+Shape, strides and offset of a view come from torch's kernel, run on the wrapper's
+metadata, so torch checks validity and raises its errors. A step of
+`core/view_steps.py` reads and writes the array; other views are strided over the
+flat base.
 """
 
 import math
@@ -87,17 +88,17 @@ def _view_dtype(source, layout, dtype):
 
 
 def _strided(source, layout, *args, **kwargs):
-  """Marks operations without a step of their own."""
+  """Mark operations without a step of their own; never called."""
 
 
-# Overload -> step of one view; None is the same view again.
+# Overload -> step of one view; None for the same view.
 STEPS: dict = {
   aten.as_strided.default: _strided,
   aten.alias.default: None,
   aten.detach.default: None,
   aten.view.default: _reshape,
   aten._reshape_alias.default: _reshape,
-  # No view to autograd; composite `out=` forms write through it.
+  # Not a view for autograd, but composite `out=` forms write through it.
   aten._unsafe_view.default: _reshape,
   aten.squeeze.default: _reshape,
   aten.squeeze.dim: _reshape,
@@ -120,7 +121,7 @@ STEPS: dict = {
 
 
 def _pieces(source, layouts, dim: int):
-  """Steps for consecutive slices along `dim`."""
+  """Yield steps for consecutive slices along `dim`."""
   start = 0
   for layout in layouts:
     yield slice_of(dim, start, start + layout.shape[dim], 1)
@@ -144,7 +145,7 @@ MULTIPLE_STEPS: dict = {
 
 
 def _slice_layout(source, dim=0, start=None, end=None, step=1):
-  """Shape, strides and offset of a slice; None where torch has to say."""
+  """Return shape, strides and offset of a slice; None to ask torch."""
   shape, stride = list(source.shape), list(source.stride())
   if not (0 <= dim < len(shape) and step > 0):
     return None
@@ -156,7 +157,7 @@ def _slice_layout(source, dim=0, start=None, end=None, step=1):
 
 
 def _select_layout(source, dim, index):
-  """Shape, strides and offset of one element along `dim`."""
+  """Return shape, strides and offset of one element along `dim`; None to ask torch."""
   shape, stride = list(source.shape), list(source.stride())
   if not (0 <= dim < len(shape) and -shape[dim] <= index < shape[dim]):
     return None
@@ -166,7 +167,7 @@ def _select_layout(source, dim, index):
 
 
 def _view_layout(source, size):
-  """Shape, strides and offset of a contiguous tensor under another shape."""
+  """Return shape, strides and offset of a contiguous tensor under another shape."""
   size = list(size)
   if not source.is_contiguous() or not source.numel():
     return None
@@ -189,7 +190,7 @@ def _contiguous_stride(size) -> list[int]:
   return stride
 
 
-# Frequent views whose layout is quicker computed than asked of torch's kernel.
+# Frequent views whose layout is computed here, which is faster than torch's kernel.
 LAYOUTS: dict = {
   aten.slice.Tensor: _slice_layout,
   aten.select.int: _select_layout,
@@ -198,10 +199,10 @@ LAYOUTS: dict = {
 
 
 class _Layout:
-  """What a view takes from a layout, without a tensor that has it."""
+  """Shape, strides, offset and dtype of a view, with the methods of a tensor."""
 
   __slots__ = ("shape", "dtype", "_stride", "_offset")
-  # Marks, which a change of layout leaves to the tensor.
+  # Conjugation and negation bits: False, as a change of layout keeps the tensor's.
   is_conj = is_neg = staticmethod(bool)
 
   def __init__(self, shape, stride, offset, dtype):
@@ -215,7 +216,7 @@ class _Layout:
 
 
 class ViewPlan:
-  """Runs a view operation: a new tensor on the storage of the first argument."""
+  """Plan of a view operation: a new tensor on the storage of the first argument."""
 
   def __init__(self, op, env):
     self.op = op
@@ -227,7 +228,7 @@ class ViewPlan:
   def __call__(self, args, kwargs):
     source = args[0]
     if type(source) in _NUMBERS:
-      # Graphs have numbers in places of tensors; a weak type promotes as they do.
+      # Graphs pass numbers for tensors; a weakly typed array promotes as a number.
       source = new_tensor(jnp.asarray(source), self.env)
       args = (source, *args[1:])
     step = self.step
@@ -257,7 +258,7 @@ class ViewPlan:
     ]
 
   def _unchanged(self, source) -> Chain:
-    """The source's chain; inside JAX's transformations `detach` adds a step."""
+    """Return the chain of an alias; inside JAX transformations `detach` adds a step."""
     if jax_compat.is_top_level():
       return source._chain
     if self.op is aten.detach.default:
@@ -282,21 +283,21 @@ _STOP = StopGradientInfo()
 
 
 def of_grad_mode(chain: Chain) -> Chain:
-  """The chain of a view that is made now: without a gradient under `no_grad`."""
+  """Return the chain of a new view; under `no_grad` it stops the gradient."""
   if jax_compat.is_top_level() or not grad_mode.is_stopped() or _STOP in chain.infos:
     return chain
   return chain.append(_STOP)
 
 
 def _strided_chain(source: Tensor, layout) -> Chain:
-  """The chain of a layout that addresses the whole storage, not the tensor's part."""
+  """Return the chain of a layout that addresses the whole storage."""
   if source._chain.is_traced:
     raise MutationError(
       "A strided view of an element at a traced index is not available, since the "
       "element's place is not known yet. Call `.clone()` before."
     )
   infos = _steps_over(source._storage, layout)
-  # What changes elements and not their places is no part of a layout in torch either.
+  # Steps that change values instead of positions are not part of a layout.
   infos += [ConjugateInfo()] if layout.is_conj() else []
   infos += [NegateInfo()] if layout.is_neg() else []
   infos += [_STOP] if _STOP in source._chain.infos else []
@@ -304,7 +305,7 @@ def _strided_chain(source: Tensor, layout) -> Chain:
 
 
 def _steps_over(storage: Storage, layout) -> list[ViewInfo]:
-  """Steps from a base, taken as bytes in the order of its dimensions, to a layout."""
+  """Return the steps from a base, as contiguous bytes, to a layout."""
   base = storage.read()
   dtype = mappings.t2j_dtype(layout.dtype)
   size = base.size * base.dtype.itemsize // dtype.itemsize
@@ -314,7 +315,7 @@ def _steps_over(storage: Storage, layout) -> list[ViewInfo]:
 
 
 def _require_strides(size=(), stride=(), **_) -> None:
-  """Raises for negative strides, as newer versions of torch do."""
+  """Raise for negative strides, as newer versions of torch do."""
   if min(stride, default=0) < 0:
     raise RuntimeError(
       "as_strided: Negative strides are not supported at the moment, got strides: "
@@ -323,7 +324,7 @@ def _require_strides(size=(), stride=(), **_) -> None:
 
 
 def _require_inside(layout, size: int) -> None:
-  """Raises as torch does where a layout addresses more than the storage."""
+  """Raise as torch does if a layout exceeds the storage."""
   shape, stride, offset = tuple(layout.shape), layout.stride(), layout.storage_offset()
   if 0 in shape:
     return
@@ -337,7 +338,7 @@ def _require_inside(layout, size: int) -> None:
 
 
 def _as_dtype(length: int, source, dtype) -> list[ViewInfo]:
-  """Steps from a base of `length` elements to its bytes as another dtype."""
+  """Return the steps from a base of `length` elements to its bytes as another dtype."""
   if source == dtype:
     return []
   if jnp.issubdtype(source, jnp.complexfloating):
@@ -358,7 +359,7 @@ def _as_dtype(length: int, source, dtype) -> list[ViewInfo]:
 
 
 def _strided_steps(layout, size: int) -> list[ViewInfo]:
-  """Steps from `size` elements to a layout; cheaper ones where it is contiguous."""
+  """Return the steps from `size` elements to a layout; cheaper ones if contiguous."""
   shape, offset = tuple(layout.shape), layout.storage_offset()
   numel = math.prod(shape)
   stride = list(layout.stride())
@@ -376,7 +377,7 @@ def _strided_steps(layout, size: int) -> list[ViewInfo]:
 
 
 class InPlaceViewPlan:
-  """Runs `t_`, `squeeze_`, …: the tensor itself becomes the view."""
+  """Plan of `t_`, `squeeze_`, …: the tensor itself becomes the view."""
 
   def __init__(self, op, env):
     self.op = op
@@ -394,7 +395,7 @@ class InPlaceViewPlan:
 
 
 def _resize_(tensor, size, memory_format=None):
-  """Another shape over the same memory, which grows where it is too small."""
+  """Give a tensor another shape; grow its storage if it is too small."""
   if tuple(size) == tuple(tensor.shape):
     return tensor
   require_own(tensor, "resize_")
@@ -415,7 +416,7 @@ def _resize_(tensor, size, memory_format=None):
 
 
 def _grown(storage: Storage, size: int) -> Storage:
-  """A storage of `size` elements that starts with the elements of another one."""
+  """Return a storage of `size` elements that starts with those of `storage`."""
   flat = storage.read().ravel()
   grown = Storage(jnp.pad(flat, (0, size - flat.size)))
   storage.become_start_of(grown)
@@ -439,14 +440,14 @@ def _set_(tensor, source, offset=0, size=None, stride=()):
 
 
 def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
-  """Shows a storage, as `torch.load` makes tensors: see `saving/files.py`."""
+  """Make a tensor show a storage, as `torch.load` does; see `saving/files.py`."""
   if not isinstance(source, UntypedStorage):
     raise MutationError(
       "`set_` on a jax tensor expects another one, or the storage of one, but got a "
       f'storage on {source.device}. Move the tensor that has it: `.to("jax")`.'
     )
   require_own(tensor, "set_")
-  # 64-bit numbers of a file, where jax holds 32 bits.
+  # A file may hold 64-bit numbers while jax holds 32 bits.
   dtype = tensor.__dict__.get("_asked_dtype", tensor.dtype)
   if size is None:
     size, stride = (source.count(dtype),), (1,)
@@ -477,13 +478,13 @@ def _set_empty(tensor):
 
 
 def record_reshape(tensor, op, args, kwargs=None) -> None:
-  """Record a change of shape of what may be an argument of a traced function."""
+  """Record a change of shape of a tensor that may be an argument of a trace."""
   if active.boundary is not None:
     active.boundary.record_reshape(tensor, op, args, kwargs or {})
 
 
 def require_own(tensor, name: str) -> None:
-  """Raises where a traced function would change the shape of a tensor from outside."""
+  """Raise if a traced function would change the shape of a tensor from outside."""
   boundary = active.boundary
   if boundary is not None and tensor._storage.birth is not boundary:
     raise MutationError(
@@ -493,7 +494,7 @@ def require_own(tensor, name: str) -> None:
     )
 
 
-# Overload -> what runs in its place, called with its arguments.
+# Overload -> function of the same arguments that replaces it.
 FUNCTIONS: dict[object, Callable] = {
   aten.resize_.default: _resize_,
   aten.resize_as_.default: lambda tensor, other, **_: _resize_(tensor, other.shape),
@@ -519,14 +520,14 @@ IN_PLACE_VIEWS = frozenset(
 
 
 def is_view(op, schema) -> bool:
-  """True for views of ATen; those of other libraries are what their lowerings say."""
+  """Return True for views of ATen; views of other libraries run their lowerings."""
   return schema.is_view and op.namespace == "aten"
 
 
 def view_plan(op, default, env) -> Callable:
-  """The plan of a view; see `special_plans.Special`."""
+  """Build the plan of a view; see `special_plans.Special`."""
   if op in STEPS or op in MULTIPLE_STEPS or not torch_compat.is_composite(op):
     return ViewPlan(op, env)
-  # It arrives whole where autograd is off; only its parts know whether it copies.
+  # Without autograd a composite view arrives whole; only its parts know if it copies.
   decompose = torch_compat.composite_kernel(op)
   return lambda args, kwargs: decompose(*args, **(kwargs or {}))
