@@ -1,17 +1,17 @@
-"""The one registry of lowerings: torch operation -> what runs in its place.
+"""Registry of lowerings, shared by all environments: torch operation -> `Operator`.
 
-An operation is an ATen `OpOverload`, an `OpOverloadPacket` (which stands for all
-its functional overloads), or a torch function that is caught above ATen. The name of a
-packet, "torchvision::nms", stands for one of a library that may be imported later.
-What this version of torch lacks, `names.Missing`, is left out.
+An operation is an ATen `OpOverload`, an `OpOverloadPacket` (all its functional
+overloads), or a torch function caught above ATen. The name of a packet, such as
+"torchvision::nms", registers for a library that may be imported later. A
+`names.Missing` is not registered.
 
-There are two styles. The library's own lowerings (`builtin.py`) say what they can do:
-their numbers are operands, a shape that depends on data is written down, and two for
-one operation are a mistake. Any other one, a user's or one that was written for
-upstream's registry, has said nothing: it gets Python numbers, whether it compiles is
-tried for each of its programs, and it replaces what was there, whichever is loaded
-first, with a warning unless it says `is_user_defined=True`; what ran before is its
-`replaced`. Environments notice later registrations through `generation`.
+There are two kinds of lowerings. Built-in ones (`ops/builtin.py`) declare their
+properties: numbers are operands, a data-dependent shape is declared, and a second
+lowering of an operation is an error. Users' lowerings, and those written for upstream's
+registry, declare nothing. They get Python numbers, and dispatch tries to compile each
+of their programs. They replace a built-in lowering whichever is loaded first, with a
+warning unless `is_user_defined=True`; the former operator becomes their `replaced`.
+Environments compare `generation` to notice later registrations.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from torchax.types import JaxCallable, TorchCallable
 
 
 class Kind(enum.Enum):
-  """What a lowering consumes. One kind each, so no wrong combination can be written."""
+  """Kind of a lowering's inputs; each lowering has exactly one."""
 
   ARRAYS = "arrays"  # (arrays…) -> arrays; pure JAX, compiled as one function
   SAMPLER = "sampler"  # (key, arrays…) -> arrays; dispatch draws the key
@@ -39,7 +39,7 @@ class Kind(enum.Enum):
   def from_flags(
     cls, is_jax_function: bool, needs_env: bool, is_view_op: bool
   ) -> "Kind":
-    """The kind that upstream's flags stand for."""
+    """Return the kind for upstream's flags."""
     if is_view_op or not is_jax_function:
       return cls.TENSORS
     return cls.ENV_ARRAYS if needs_env else cls.ARRAYS
@@ -47,18 +47,18 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-  """Numbers among the arguments: static values or operands.
+  """Options about numbers among the arguments: static values or operands.
 
   Attributes:
     static: names of float or Scalar arguments that a built-in lowering needs as Python
-      values; integers, flags, shapes and dtypes always are.
-    dynamic: names of numbers that may change without recompiling. In a built-in
-      lowering these are integers, in any other one numbers of any type. Eager calls
-      hand them over as traced scalars; inside traces integers are Python numbers.
-    prepare: turns `static` numbers into operands once others than the first ones are
-      seen. Called on the host with a dict of torch's arguments, which it may change. A
-      `StaticValue` decides what is compiled and reaches the lowering as its value. The
-      lowering also gets arguments that were not prepared.
+      values. Integers, flags, shapes and dtypes are always static.
+    dynamic: names of numbers that may change without recompiling: integers in a
+      built-in lowering, numbers of any type in others. Eager calls pass traced scalars;
+      inside traces integers are Python numbers.
+    prepare: turns `static` numbers into operands once a second set of numbers is seen.
+      Called on the host with a dict of torch's arguments, which it may change. A
+      `StaticValue` is part of the key, and the lowering gets its value. The lowering
+      must also accept unprepared arguments.
   """
 
   static: tuple[str, ...] = ()
@@ -68,16 +68,16 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class Checks:
-  """Checks of the arguments.
+  """Options about checks of the arguments.
 
   Attributes:
     check: called with torch's arguments before anything is drawn or computed; raises
-      where they are wrong.
+      if they are wrong.
     rules: called with torch's arguments, or with arrays for tensors; returns the
       `index_rules.Rule`s for the values of its indices.
-    shape_check: raises for numbers that the shapes do not allow, where `prepare` made
-      them operands. Called once for each number and shapes, with arrays that have
-      shapes only. The lowering itself sees all other numbers.
+    shape_check: raises for numbers that do not fit the shapes, if `prepare` made the
+      numbers operands. Called once for each set of numbers and shapes, with abstract
+      arrays. For static numbers the lowering raises itself.
   """
 
   check: Callable | None = None
@@ -87,18 +87,19 @@ class Checks:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-  """Draws of a sampler.
+  """Options about the draws of a sampler.
 
   Attributes:
-    distribution: name for ledgers, where the operation's name does not say it; with its
-      parameters where these are no arguments.
-    order_dependent: it adds floats, so its bits depend on the order that the compiler
-      chooses. Eager programs are compiled as those of users are, with the same bits.
-    is_exact: integers, comparisons and at most one rounding; the bits are the same
-      whatever compiles it, so it is compiled quickly.
-    shared_bits: number of elements of an exact sampler that calls `threefry.two_words`
-      once, by its arguments, whose arrays have shapes only. The sampler may get these
-      bits in place of its key.
+    distribution: name for ledgers, if it differs from the operation's name; includes
+      the parameters if these are not arguments.
+    order_dependent: the sampler adds floats, so its bits depend on the order that the
+      compiler chooses. Eager programs are compiled like users' programs, for the same
+      bits.
+    is_exact: the sampler uses integers, comparisons and at most one rounding. Its bits
+      do not depend on the compiler's options, so it is compiled with least effort.
+    shared_bits: for an exact sampler that calls `threefry.two_words` once: function
+      from its arguments, with abstract arrays, to the number of elements. The sampler
+      may get these bits in place of its key.
   """
 
   distribution: str = ""
@@ -109,28 +110,28 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-  """How a lowering is run.
+  """Options about running a lowering.
 
   Attributes:
-    compiled: False where the result's shape depends on data, so that `jax.jit` cannot
-      run the lowering; or a function of (args, kwargs) that tells. None where that is
-      unknown: the lowering is tried, and a program that fails compiled falls back to
-      running without, after one warning in the log.
-    on_host: the lowering for numpy arrays, with the same bits, for an operation that
+    compiled: False if the result's shape depends on data, so that `jax.jit` cannot run
+      the lowering; or a function from (args, kwargs) to such a bool. None if unknown:
+      dispatch tries, and a program that fails compiled runs uncompiled, after one
+      warning in the log.
+    on_host: numpy version of the lowering with the same bits, for an operation that
       only moves elements or rounds each once. Runs while shapes are new; returns None
-      for what it leaves to the lowering.
-    is_brief: small arrays whose shape is rarely seen again: most of the time is that of
-      the compiler.
+      to leave a call to the lowering.
+    is_brief: arrays are small and shapes rarely repeat, so compiling takes most of the
+      time; compile without optimization.
     index_results: positions of the results that are indices, which
       `Configuration.use_int32_for_index` narrows. A single result is at 0.
-    takes_cpu: takes CPU tensors beside jax tensors, as torch does here.
+    takes_cpu: accepts CPU tensors next to jax tensors, as torch does here.
     overwrites: the in-place form uses only the shape and dtype of its target.
     saves_residuals: the gradient of a torch function uses results of the forward pass
-      instead of computing them again from the arguments.
-    backward: gradient of a torch function: called with the cotangents of its results
-      and its arguments; returns the gradients of the tensors among these, in their
-      order. Without one JAX differentiates the function, which may take a program
-      several times as large.
+      instead of recomputing them from the arguments.
+    backward: gradient of a torch function: called with the cotangents of the results,
+      then the arguments; returns the gradients of the tensors among these, in order. If
+      None, JAX differentiates the function, which may take a program several times as
+      large.
   """
 
   compiled: bool | Callable[[tuple, dict], bool] | None = None
@@ -157,16 +158,16 @@ class Operator:
 
   Attributes:
     torch_op: the operation that is lowered.
-    func: the lowering; `kind` says what it takes.
+    func: the lowering; `kind` describes its inputs.
     is_jax_function: upstream's flag: `func` takes arrays.
-    is_user_defined: meant to replace what is registered, without a warning.
+    is_user_defined: may replace a registered operator without a warning.
     needs_env: upstream's flag: `func` takes `env=`.
     is_view_op: upstream's flag: `func` sees views.
-    kind: what `func` consumes; follows from the flags where not given. Only a function
-      of tensors may ask for `env=` as well.
-    is_builtin: one of the library's own, which follows the rules of that style.
+    kind: kind of the inputs of `func`; None derives it from the flags. A function of
+      tensors may also take `env=`.
+    is_builtin: the lowering belongs to this library; see the module's docstring.
     numbers, checks, draw, execution: see these classes.
-    replaced: the operator in whose place this one was registered.
+    replaced: the operator that this one replaced, or None.
   """
 
   torch_op: TorchCallable
@@ -196,14 +197,14 @@ class Operator:
 
   @classmethod
   def with_options(cls, torch_op, func: Callable, **options) -> "Operator":
-    """An operator by the names of its fields and of those of its groups.
+    """Build an operator from options; each goes to the group that has its name.
 
     Args:
       torch_op, func: see `Operator`.
       **options: fields of `Operator`, `Numbers`, `Checks`, `Draw` and `Execution`.
 
     Raises:
-      TypeError: an option has another name.
+      TypeError: no field has the name of an option.
     """
     grouped: dict[str, dict] = {group: {} for group in _GROUPS}
     own: dict[str, Any] = {}
@@ -214,13 +215,13 @@ class Operator:
     return cls(torch_op, func, **own, **parts)
 
   def uncompiled(self) -> "Operator":
-    """This operator, which is not compiled."""
+    """Return a copy of this operator that is not compiled."""
     execution = dataclasses.replace(self.execution, compiled=False)
     return dataclasses.replace(self, execution=execution)
 
 
 def keys_of(operation) -> tuple:
-  """What an operation may be registered under, the nearest first."""
+  """Return the keys under which an operation may be registered, nearest first."""
   named: Any = operation
   if isinstance(operation, OpOverload):
     return (named, named.overloadpacket, named._schema.name)
@@ -230,7 +231,7 @@ def keys_of(operation) -> tuple:
 
 
 class _Operations(dict):
-  """The registered operations; an overload may have the entry of its packet."""
+  """Registered operations; an overload falls back to the entry of its packet."""
 
   def __missing__(self, operation) -> Operator:
     for key in keys_of(operation):
@@ -240,7 +241,7 @@ class _Operations(dict):
 
 
 class _Functions(dict):
-  """The registered torch functions; of any other one, torch's own is what runs."""
+  """Registered torch functions; any other function of torch maps to itself."""
 
   def __missing__(self, function) -> Operator:
     if not callable(function) or torch.overrides.resolve_name(function) is None:
@@ -250,13 +251,16 @@ class _Functions(dict):
 
 all_aten_ops: dict[Any, Operator] = _Operations()
 all_torch_functions: dict[Any, Operator] = _Functions()
-# Overload -> function of tensors, used where there is no lowering.
+# Overload -> function of tensors, used if there is no lowering.
 decompositions: dict[Any, Callable] = {}
 _generation = 0
 
 
 def generation() -> int:
-  """Grows with every registration; an environment compares it to drop its caches."""
+  """Return a number that grows with every registration.
+
+  Environments drop their caches when it has changed.
+  """
   return _generation
 
 
@@ -268,7 +272,7 @@ def _register(table: dict, operator: Operator) -> Operator:
   known = table.get(operator.torch_op)
   if known is not None and not operator.is_user_defined:
     if operator.is_builtin and not known.is_builtin:
-      return known  # it was loaded before ours, which it replaces
+      return known  # a user's operator replaces ours, even if it was loaded first
     _refuse_or_warn(known, operator)
   operator.replaced = known
   if known is None and table is all_torch_functions:
@@ -281,15 +285,15 @@ def _register(table: dict, operator: Operator) -> Operator:
 def _of_torch(function) -> Operator | None:
   try:
     return all_torch_functions[function]
-  except KeyError:  # a function that torch knows nothing of
+  except KeyError:  # not a function of torch
     return None
 
 
 def _refuse_or_warn(known: Operator, operator: Operator) -> None:
-  """What is said of a second lowering.
+  """Raise or warn about a second lowering of an operation.
 
   Raises:
-    ValueError: both are the library's own.
+    ValueError: both are built in.
   """
   both = f"{operator.torch_op} already has the lowering {name_of(known.func)}"
   if operator.is_builtin:
@@ -297,7 +301,7 @@ def _refuse_or_warn(known: Operator, operator: Operator) -> None:
       f"{both}, so {name_of(operator.func)} was not registered. Pass "
       "is_user_defined=True to replace it."
     )
-  # A theme that was carried over is there to replace what is built in.
+  # Modules ported from upstream replace built-in lowerings without a warning.
   if not str(getattr(operator.func, "__module__", "")).startswith("torchax."):
     user_code.warn(
       f"{both}, which {name_of(operator.func)} replaces. Pass is_user_defined=True if "
@@ -308,12 +312,12 @@ def _refuse_or_warn(known: Operator, operator: Operator) -> None:
 
 
 def name_of(func: Callable) -> str:
-  """The name of a lowering; of one that has none, as a partial, how it prints."""
+  """Return the name of a lowering, or its repr, as for a partial."""
   return getattr(func, "__name__", None) or repr(func)
 
 
 def register(operator: Operator) -> Operator:
-  """Registers an operator for `__torch_dispatch__` (ATen) or for torch functions."""
+  """Register an operator of an ATen operation or of a torch function."""
   named = resolve(operator.torch_op)
   is_aten = isinstance(named, OpOverload | OpOverloadPacket | str)
   table = all_aten_ops if is_aten else all_torch_functions
@@ -321,10 +325,10 @@ def register(operator: Operator) -> Operator:
 
 
 def registering(operations, **options) -> Callable:
-  """The decorator that registers a function for operations; it gives the function back.
+  """Return a decorator that registers a function for operations and returns it.
 
   Args:
-    operations: of ATen, or torch functions.
+    operations: ATen operations or torch functions.
     **options: see `Operator.with_options`.
   """
 
@@ -344,9 +348,15 @@ def register_torch_dispatch_op(
   needs_env=False,
   is_view_op=False,
 ) -> Callable:
-  """Registers the lowering of an ATen operation, and gives it back.
+  """Register the lowering of an ATen operation; upstream's function.
 
-  The parameters are `Operator`'s; `all_aten_ops[aten_op]` is the operator.
+  Args:
+    aten_op: ATen overload or packet.
+    impl_callable: the lowering.
+    is_jax_function, is_user_defined, needs_env, is_view_op: see `Operator`.
+
+  Returns:
+    `impl_callable`. `all_aten_ops[aten_op]` is the operator.
   """
   _register(
     all_aten_ops,
@@ -370,9 +380,15 @@ def register_torch_function_op(
   needs_env=False,
   is_view_op=False,
 ) -> Callable:
-  """Registers what runs for a torch function, above ATen and above autograd.
+  """Register the lowering of a torch function, above ATen and above autograd.
 
-  Gives the function back; `all_torch_functions[torch_func]` is the operator.
+  Args:
+    torch_func: the torch function.
+    impl_callable: the lowering.
+    is_jax_function, is_user_defined, needs_env, is_view_op: see `Operator`.
+
+  Returns:
+    `impl_callable`. `all_torch_functions[torch_func]` is the operator.
   """
   _register(
     all_torch_functions,
