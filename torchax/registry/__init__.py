@@ -1,6 +1,6 @@
-"""Which lowering runs for an operator of torch.
+"""Registry of lowerings: torch operation -> operator.
 
-Start at `operators.py`: it has the record of an operator and the tables of all;
-`operator_table.py` the ones of an environment. `schema.py` derives in-place, `out=` and
-view forms from torch's schemas. How an operator is run is in `dispatch`.
+Start at `operators.py`: the record of an operator, and the tables shared by all
+environments. `operator_table.py` is the table of one environment. `schema.py` derives
+in-place, `out=` and view forms from torch's schemas. `dispatch` runs operators.
 """

@@ -1,14 +1,14 @@
-"""Operations whose derivative JAX would take otherwise than torch does.
+"""List of operations whose derivative differs between torch and JAX.
 
-Of all others, JAX's derivative of the lowering is the one that torch's formula gives;
-the sweep of operators compares both at edge points. These take torch's formula in
-JAX's transformations too (`dispatch/derivatives.py`).
+For these, `dispatch/derivatives.py` uses torch's backward formula in JAX's
+transformations too. For all others, JAX's derivative of the lowering equals torch's
+formula; the sweep of operators compares both at edge points.
 """
 
 from torchax.registry.names import aten, resolve
 
 _PACKETS = (
-  # At zero, and at equal elements.
+  # Derivatives at zero, and at equal elements.
   aten.abs,
   aten.sgn,
   aten.i0,
@@ -39,7 +39,7 @@ _PACKETS = (
   aten.pow,
   aten.xlogy,
   aten.special_xlog1py,
-  # At their bounds.
+  # Derivatives at bounds.
   aten.clamp,
   aten.clamp_min,
   aten.clamp_max,
@@ -54,10 +54,10 @@ _PACKETS = (
   aten.nanmedian,
   aten.cummax,
   aten.cummin,
-  # Rows that are not trained, or by how often they are.
+  # Padding rows, and gradients scaled by the frequency of a row.
   aten.embedding,
   aten._embedding_bag,
-  # Indices that are given twice.
+  # Repeated indices.
   aten.max_unpool2d,
   aten.max_unpool3d,
   aten.scatter,
@@ -66,7 +66,7 @@ _PACKETS = (
   # Coordinates on a corner.
   aten.grid_sampler_2d,
   aten.grid_sampler_3d,
-  # Infinities: rows that are masked throughout, and limits.
+  # Infinities: fully masked rows, and limits.
   aten._safe_softmax,
   aten._prelu_kernel,
   aten.binary_cross_entropy_with_logits,
@@ -78,9 +78,9 @@ _PACKETS = (
   aten.remainder,
   aten.fmod,
   aten.ldexp,
-  # The gradient of what a softmax before it leaves of it.
+  # torch's gradient assumes a log-softmax before the loss.
   aten._ctc_loss,
-  # At places out of range, whose gradient JAX drops.
+  # Indices out of range, whose gradient JAX drops.
   aten.gather,
   aten.index,
   aten.index_select,
@@ -100,7 +100,7 @@ _PACKETS = (
   aten.linalg_lu,
   aten.linalg_lu_factor_ex,
   aten.linalg_lu_solve,
-  # What JAX has no derivative of.
+  # Operations without a derivative in JAX.
   aten.linalg_matrix_exp,
   aten.ormqr,
   aten.linalg_eig,
@@ -112,13 +112,13 @@ _PACKETS = (
 )
 
 OTHERWISE = {resolve(packet): resolve(packet) for packet in _PACKETS if packet}
-"""The packet that has the formula, by packet."""
+"""Packet -> packet with the formula."""
 
-# What torch runs in place of the other one where nothing needs a gradient.
+# torch runs this one instead of `_embedding_bag` if nothing needs a gradient.
 OTHERWISE[resolve(aten._embedding_bag_forward_only)] = resolve(aten._embedding_bag)
 
 
 def formula_of(op):
-  """The overload whose formula JAX is to take for another one; None for its own."""
+  """Return the overload whose formula replaces JAX's derivative of `op`, or None."""
   packet = OTHERWISE.get(getattr(op, "overloadpacket", None))
   return None if packet is None else getattr(packet, str(op).rpartition(".")[2])

@@ -1,10 +1,10 @@
-"""What an operation asks of its indices, labels, lengths and offsets.
+"""Rules for the values of indices, labels, lengths and offsets.
 
-A lowering declares it beside itself, `@op(aten.gather, rules=_place_rules)`: a function
-of the operation's arguments, tensors or arrays, that gives rules. From these follows
-what is looked at before the operation runs, and in compiled functions with
-`Configuration.check_indices` (`dispatch/index_checks.py`). What the lowering gives
-where nobody looks is its own business, by `core/out_of_range.py`.
+A lowering declares them, as in `@op(aten.gather, rules=_place_rules)`: a function of
+the operation's arguments, tensors or arrays, that yields rules.
+`dispatch/index_checks.py` checks them before the operation runs, and in compiled
+functions with `Configuration.check_indices`. Without a check, the lowering decides the
+result by `core/out_of_range.py`.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from collections.abc import Callable
 import numpy as np
 
 _UNSIGNED = {np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
-_MOST = 2**31  # what is negative is not below it
+_MOST = 2**31  # negative numbers are at least this large as unsigned ones
 
 
 class Rule:
-  """What the numbers of one argument have to be.
+  """Rule for the values of one argument.
 
   Args:
     numbers: the argument, a tensor or an array.
-    error: torch's class for a wrong one.
-    message: torch's words, in which `{number}` is the first wrong number and `{place}`
-      its flat position.
+    error: torch's class of error for a wrong value.
+    message: torch's message; `{number}` is the first wrong value and `{place}` its flat
+      position.
   """
 
   __slots__ = ("numbers", "error", "message")
@@ -33,15 +33,15 @@ class Rule:
     self.message = message
 
   def is_broken(self, numbers):
-    """A mask of the wrong places of an array, numpy's or JAX's; of any shape."""
+    """Return a mask of the wrong values of a numpy or JAX array; of any shape."""
     raise NotImplementedError
 
   def is_for(self, dtype) -> bool:
-    """False for a dtype that the operation refuses for another reason."""
+    """Return False for a dtype that the operation refuses for another reason."""
     return True
 
   def breach(self, numbers: np.ndarray) -> Exception | None:
-    """The error that the numbers of the argument are worth; None if they are right."""
+    """Return the error for the values of the argument; None if they are valid."""
     if not self.is_for(numbers.dtype):
       return None
     broken = np.asarray(self.is_broken(numbers))
@@ -52,14 +52,14 @@ class Rule:
     return self.error(self.text(number, place))
 
   def text(self, number, place) -> str:
-    """The words for a number at a flat position."""
+    """Return the message for a wrong value and its flat position."""
     return self.message.format(number=number, place=place)
 
 
 class Range(Rule):
-  """Integers from `low` to `high`, which is excluded; or the one that is `ignored`.
+  """Rule for integers: `low <= number < high`, or equal to `ignored`.
 
-  The message may name `{high}`, `{last}`, which is one less, and `{dim}`.
+  The message may use `{high}`, `{last}` (`high - 1`) and `{dim}`.
   """
 
   __slots__ = ("low", "high", "ignored", "dim")
@@ -89,7 +89,7 @@ class Range(Rule):
   def breach(self, numbers):
     if not numbers.size:
       return None
-    # The usual case, in passes that allocate nothing; as unsigned, negatives are large.
+    # Fast path without allocation; as unsigned numbers, negative ones are large.
     unsigned = _UNSIGNED.get(numbers.dtype) if self.low == 0 else None
     if unsigned is not None:
       if numbers.view(unsigned).max() < self.high <= _MOST:
@@ -105,10 +105,10 @@ class Range(Rule):
 
 
 class Condition(Rule):
-  """Anything else.
+  """Rule given by a function.
 
   Args:
-    condition: array -> mask of the wrong places, as `Rule.is_broken`.
+    condition: array -> mask of the wrong values, as `Rule.is_broken`.
   """
 
   __slots__ = ("condition",)
@@ -125,5 +125,13 @@ _OUT_OF_BOUNDS = "index {number} is out of bounds for dimension {dim} with size 
 
 
 def along(index, size: int, dim: int, error: type = IndexError, wraps=False) -> Range:
-  """The places of a dimension, in torch's usual words; with `wraps`, from its end."""
+  """Return the rule for indices of a dimension, with torch's usual message.
+
+  Args:
+    index: the indices, a tensor or an array.
+    size: size of the dimension.
+    dim: the dimension, for the message.
+    error: class of the error.
+    wraps: accept negative indices, which count from the end.
+  """
   return Range(index, -size if wraps else 0, size, error, _OUT_OF_BOUNDS, dim=dim)

@@ -1,13 +1,13 @@
-"""torch's operations by name, where a name that this torch lacks is no error.
+"""Namespaces of torch's operations that tolerate names this torch lacks.
 
   from torchax.registry.names import aten
 
   @op(aten.cholesky)  # torch 2.15 has dropped it: nothing is registered
 
-`aten.name` and `aten.name.overload` are written as with `torch.ops.aten`. An overload
-is torch's own object. A packet is a view of torch's that equals it and finds overloads
-in the same way. What torch does not have is `Missing`: it can be registered, stand in
-a table and be given an overload's name, all without effect; calling it raises.
+`aten.name` and `aten.name.overload` work as with `torch.ops.aten`. An overload is
+torch's own object. A `Packet` wraps torch's packet, equals it, and finds its overloads.
+An absent operation is `Missing`: it can be registered, put in a table, or asked for an
+overload, all without effect; calling it raises.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from torchax.errors import OperatorNotFound
 
 
 class Missing:
-  """An operation or a function that this version of torch does not have."""
+  """Operation or function that this version of torch does not have."""
 
   def __init__(self, name: str):
     self._name = name
@@ -31,7 +31,7 @@ class Missing:
     return Missing(f"{self._name}.{name}")
 
   def __call__(self, *args, **kwargs):
-    """Raises `OperatorNotFound`, as calling what does not exist must."""
+    """Raise `OperatorNotFound`."""
     raise OperatorNotFound(
       f"torch {torch.__version__} has no {self._name}. The documentation lists the "
       "versions of torch that torchax is tested with."
@@ -51,10 +51,10 @@ class Missing:
 
 
 class Packet:
-  """A packet of torch's whose overloads may be missing.
+  """Packet of torch whose overloads may be missing.
 
   Attributes:
-    packet: torch's own, `OpOverloadPacket`.
+    packet: torch's `OpOverloadPacket`.
   """
 
   def __init__(self, path: str, packet):
@@ -62,7 +62,7 @@ class Packet:
     self._path = path
 
   def __getattr__(self, name: str):
-    # What is not an overload, such as `overloads` and dunder names, is the packet's.
+    # Other attributes, such as `overloads` and dunder names, are the packet's.
     path = f"{self._path}.{name}"
     found = find(path, self.packet, name)
     if not isinstance(found, Missing):
@@ -72,7 +72,7 @@ class Packet:
     return found
 
   def __call__(self, *args, **kwargs):
-    """Runs torch's packet."""
+    """Run torch's packet."""
     return self.packet(*args, **kwargs)
 
   def __eq__(self, other) -> bool:
@@ -86,11 +86,11 @@ class Packet:
 
 
 class Namespace:
-  """The attributes of a module or namespace of torch, or `Missing`.
+  """Module or namespace of torch; absent attributes are `Missing`.
 
   Args:
-    path: how messages name it, such as "torch.ops.aten".
-    owner: what is looked up in.
+    path: name for messages, such as "torch.ops.aten".
+    owner: the module or namespace.
   """
 
   def __init__(self, path: str, owner):
@@ -102,13 +102,13 @@ class Namespace:
     if isinstance(found, OpOverloadPacket):
       found = Packet(path, found)
     if not isinstance(found, Missing):
-      # An operation that is defined later must be found then.
+      # `Missing` is not cached: the operation may be defined later.
       setattr(self, name, found)
     return found
 
 
 def find(path: str, owner, name: str):
-  """An attribute, or `Missing` for one that does not exist."""
+  """Return an attribute, or `Missing(path)` if it does not exist."""
   try:
     return getattr(owner, name)
   except AttributeError:
@@ -116,18 +116,18 @@ def find(path: str, owner, name: str):
 
 
 def resolve(operation):
-  """torch's own object for an operation; None for one that is missing."""
+  """Return torch's own object for an operation; None for one that is missing."""
   if isinstance(operation, Packet):
     return operation.packet
   return None if isinstance(operation, Missing) else operation
 
 
 def present(table):
-  """A table of operations without what is missing, with torch's own objects.
+  """Return a table of operations without missing ones, with torch's own objects.
 
   Args:
-    table: a mapping, of which an entry is left out where its key or its value is
-      missing; or an iterable.
+    table: an iterable; or a mapping, whose entries with a missing key or value are
+      left out.
   """
   if not isinstance(table, Mapping):
     return tuple(resolve(row) for row in table if not isinstance(row, Missing))
@@ -141,7 +141,7 @@ def present(table):
 aten = Namespace("torch.ops.aten", torch.ops.aten)
 prims = Namespace("torch.ops.prims", torch.ops.prims)
 higher_order = Namespace("torch.ops.higher_order", torch.ops.higher_order)
-# Functions and methods that are caught above ATen.
+# Functions and methods caught above ATen.
 F = Namespace("torch.nn.functional", torch.nn.functional)
 functions = Namespace("torch", torch)
 methods = Namespace("torch.Tensor", torch.Tensor)

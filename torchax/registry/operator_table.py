@@ -1,8 +1,7 @@
-"""What an environment runs for operations: the registry's entries, and its own.
+"""Table of the operators of one environment, on top of the shared registry.
 
-`env._ops[op] = Operator(…)` and `env._decomps[op] = Operator(…)` change one
-environment; the registry stays as it is, and others go by it. An entry that is deleted
-is hidden here only.
+`env._ops[op] = Operator(…)` and `env._decomps[op] = Operator(…)` change one environment
+only. Deleting an entry hides it in this environment only.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -14,18 +13,19 @@ from torchax.registry.operators import Operator, keys_of
 
 
 def is_aten(operation) -> bool:
-  """True for what dispatch sees, an overload, a packet or a packet's name."""
+  """Return True for an ATen operation: an overload, a packet or a packet's name."""
   kinds = torch_compat.OpOverload | torch_compat.OpOverloadPacket | str
   return isinstance(operation, kinds)
 
 
 class OperatorTable(MutableMapping):
-  """Operation -> operator: entries of one environment before those of all.
+  """Table from operation to operator; own entries take precedence over shared ones.
 
   Args:
-    shared: gives the tables of all environments.
-    changed: called with an operation whose entry here has changed.
-    as_operator: `(operation, entry) -> Operator` for tables of something else.
+    shared: returns the tables shared by all environments.
+    changed: called with an operation whose own entry has changed.
+    as_operator: `(operation, entry) -> Operator`, if the entries of the shared tables
+      are not operators.
   """
 
   def __init__(
@@ -40,7 +40,7 @@ class OperatorTable(MutableMapping):
     self.own: dict[Any, Operator | None] = {}
 
   def __getitem__(self, operation) -> Operator:
-    """The operator of an overload (or else of its packet), a packet, a function."""
+    """Return the operator of an overload (or its packet), a packet or a function."""
     keys = keys_of(operation)
     for key in keys:
       if key in self.own:
@@ -53,14 +53,14 @@ class OperatorTable(MutableMapping):
       for key in keys:
         if key in table:
           return self._as_operator(operation, table[key])
-    # The last may derive what it does not list.
+    # The last table may derive entries that it does not list.
     return self._as_operator(operation, tables[-1][operation])
 
   def __setitem__(self, operation, operator: Operator) -> None:
-    """Runs another operator for an operation in this environment, from now on.
+    """Set the operator of an operation in this environment.
 
     Raises:
-      TypeError: not an `Operator`.
+      TypeError: `operator` is not an `Operator`.
     """
     if not isinstance(operator, Operator):
       raise TypeError(
@@ -75,7 +75,7 @@ class OperatorTable(MutableMapping):
     self._changed(operation)
 
   def __delitem__(self, operation) -> None:
-    self[operation]  # raises where there is none
+    self[operation]  # raises KeyError if there is none
     self.own[resolve(operation)] = None
     self._changed(operation)
 

@@ -1,7 +1,7 @@
-"""Operations that torch has for real numbers alone.
+"""List of operations that torch defines for real numbers only.
 
-They order, round, or are functions of the real line; JAX takes complex numbers in many
-of them, with an order or a meaning of its own.
+They order, round, or are functions of the real line. JAX accepts complex numbers in
+many of them, with its own order or meaning. `dispatch/lowering.py` calls `require`.
 """
 
 import jax
@@ -39,27 +39,28 @@ upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
 upsample_trilinear3d xlogy
 """
 REAL = frozenset(f"aten.{name}" for name in _NAMES.split())
-"""The packets, by name. CPU torch has no kernel for complex numbers, or says so."""
+"""Names of packets whose CPU kernel in torch refuses complex numbers."""
 
 _ROUNDS = ("aten.div.Tensor_mode", "aten.div.Scalar_mode")
-# Python would say of a TypeError that the operands are not supported.
+# `WrongDtypeError` is a TypeError, which Python replaces by its own for operators.
 _OPERATORS = ("aten.remainder", "aten.fmod", "aten.div", "aten.floor_divide")
 
 
 def are_asked(name: str) -> bool:
-  """Whether an overload, by name, is one that may refuse complex numbers."""
+  """Return True if the overload of this name may refuse complex numbers."""
   return name.rpartition(".")[0] in REAL or name in _ROUNDS
 
 
 def require(name: str, args, kwargs) -> None:
-  """Raises for complex numbers among the arguments of an operation.
+  """Raise for complex numbers among the arguments of an operation.
 
   Args:
-    name: of the overload.
+    name: name of the overload.
     args, kwargs: its arguments, tensors or arrays.
 
   Raises:
-    WrongDtypeError: there are; a plain NotImplementedError for operators of Python.
+    WrongDtypeError: an argument is complex.
+    NotImplementedError: the same for Python operators, such as `%`.
   """
   if name in _ROUNDS and kwargs.get("rounding_mode") is None:
     return

@@ -1,7 +1,7 @@
-"""What torch's schemas state about an operation: writes, aliases, functional forms.
+"""Facts derived from torch's schemas: writes, aliases, functional forms.
 
-The in-place and `out=` forms of an operation and the argument they write are derived
-here; only the exceptions are written down.
+Derives the functional form of in-place and `out=` operations, and the arguments they
+write; only exceptions are listed. `dispatch` reads both.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import torch
 from torchax.compat.torch_compat import OpOverload
 from torchax.registry.names import aten, present, resolve
 
-# Functional forms that the naming rule does not find.
+# Functional forms that the naming rule does not find; None if there is none.
 _FUNCTIONAL_FORMS = present(
   {
     aten.normal_.default: aten.normal_functional.default,
@@ -29,16 +29,16 @@ _DYNAMIC_TYPES = ("Tensor", *_SCALAR_TYPES)
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-  """The parts of an overload's schema that dispatch needs.
+  """Parts of an overload's schema that dispatch needs.
 
   Attributes:
     names: argument names, positional ones first.
-    dynamic: names whose Python numbers may change without recompiling.
-    scalars: those of them that take no tensor: torch needs them as Python numbers.
+    dynamic: names of arguments whose numbers may change without recompiling.
+    scalars: dynamic names that take no tensor: torch needs Python numbers.
     written: names of arguments that are written to.
-    outputs: those of them that only receive results: `out=` and its like.
-    is_view: a result aliases an argument and nothing is written. `_unsafe_view` does
-      without saying so: autograd takes it for new, composite operations write to it.
+    outputs: written names that only receive results, such as `out`.
+    is_view: a result aliases an argument and nothing is written. `_unsafe_view` counts
+      although its schema has no alias: composite operations write through it.
     is_random: the operation draws from a generator.
   """
 
@@ -52,14 +52,14 @@ class Schema:
 
 
 def _kind(argument) -> str:
-  """The type of an argument, or of the elements of a list, without "Optional"."""
+  """Return the type of an argument, or of its elements, without "Optional"."""
   kind = str(argument.type).removeprefix("Optional[").removeprefix("List[")
   return kind.rstrip("]")
 
 
 @functools.cache
 def schema_of(op: OpOverload) -> Schema:
-  """The schema of an overload."""
+  """Return the schema of an overload."""
   arguments = op._schema.arguments
   written = tuple(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
   aliased = any(r.alias_info is not None for r in op._schema.returns)
@@ -74,7 +74,7 @@ def schema_of(op: OpOverload) -> Schema:
   )
 
 
-# What factories take and their `out=` forms do not; no part of an operation's identity.
+# Arguments of factories that their `out=` forms lack; ignored in signatures.
 _TENSOR_OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 
@@ -88,9 +88,9 @@ def _signature(op: OpOverload, without=()) -> tuple:
 
 @functools.cache
 def functional_form(op: OpOverload) -> OpOverload | None:
-  """The overload without the write: `aten.add.Tensor` for `add_.Tensor`, `add.out`.
+  """Return the overload without the write, or None if torch has none.
 
-  Returns None where torch has none.
+  For example, `aten.add.Tensor` for `add_.Tensor` and `add.out`.
   """
   if op in _FUNCTIONAL_FORMS:
     return _FUNCTIONAL_FORMS[op]
@@ -101,9 +101,9 @@ def functional_form(op: OpOverload) -> OpOverload | None:
     return None
   schema = schema_of(op)
   if not in_place and not schema.outputs:
-    return None  # it changes an argument by the way, as running statistics are
+    return None  # it writes to an argument as a side effect, as running statistics
   wanted = _signature(op, () if in_place else schema.outputs)
-  # What an `out=` form writes besides, such as running statistics, the other does too.
+  # The functional form has the other writes too, as to running statistics.
   written = set() if in_place else set(schema.written) - set(schema.outputs)
   for overload_name in packet.overloads():
     overload = getattr(packet, overload_name)
@@ -113,12 +113,12 @@ def functional_form(op: OpOverload) -> OpOverload | None:
 
 
 def is_in_place(op: OpOverload) -> bool:
-  """True for `add_`; False for `add.out`."""
+  """Return True for `add_`; False for `add.out`."""
   written = schema_of(op).written
   return bool(written) and op._schema.arguments[0].name == written[0]
 
 
 def gives_tensors(op) -> bool:
-  """False for an operation that returns a number, such as `aten.is_same_size`."""
+  """Return False for an operation that returns a number, as `aten.is_same_size`."""
   returns = op._schema.returns if isinstance(op, OpOverload) else ()
   return all("Tensor" in str(value.type) for value in returns)
