@@ -1,8 +1,8 @@
-"""What torch programs call above ATen: functions, factories, indexing, refusals.
+"""Lowerings of torch functions caught above ATen: layers, factories, indexing.
 
-A file a theme. Start at `register.py`, which has the decorator for functions that are
-better caught whole (`F.dropout`, `F.linear`): where the environment is suspended,
-torch's composite forms run and draw the same numbers. The handlers of factories, `x[i]`
-and the like are added to each environment by their `register_functions`. Lowerings of
-ATen operators are in `ops/jaten`; the pipeline that runs both is in `dispatch`.
+Start at `register.py`, which has the decorator for functions that are better lowered
+whole, such as `F.dropout`. While the environment is suspended, torch's composite forms
+run instead and draw the same numbers. Each `register_functions` adds the handlers of a
+file, as of `x[i]`, to an environment. Lowerings of ATen operators are in `ops/jaten`;
+`dispatch` runs both.
 """

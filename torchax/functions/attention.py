@@ -1,6 +1,7 @@
-"""Attention, caught above ATen as one function with one draw for its dropout.
+"""Lowering of `F.scaled_dot_product_attention`: one function, one draw for its dropout.
 
-`ops/jaten/_attention_choice.py` says which form a call takes.
+`ops/jaten/_attention_choice.py` chooses the form of a call: plain, blockwise or a
+kernel.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from torchax.ops.jaten import attention
 from torchax.rng import threefry, units
 from torchax.tensor import Tensor
 
-# What draws the mask of an attention part by part.
+# Draws the bits of a dropout mask that blockwise attention computes part by part.
 _library = torch.library.Library("torchax", "FRAGMENT")
 _library.define("attention_words(Tensor query, int[] size) -> Tensor")
 _words = torch.ops.torchax.attention_words.default
@@ -31,7 +32,6 @@ _words = torch.ops.torchax.attention_words.default
 
 @op(_words, kind=Kind.SAMPLER, distribution="bernoulli")
 def _attention_words(key, query, size):
-  """The words of a draw of a mask of the given size."""
   return threefry.words_of(key)
 
 
@@ -64,7 +64,7 @@ def _scaled_dot_product_attention(
     )
   keep_mask = None
   if dropout_p > 0.0:
-    # Before a draw; otherwise where it is compiled.
+    # Check before the draw; calls without a draw are checked when compiled.
     of_mask = None if attn_mask is None else attn_mask.shape
     attention.require_shapes(query.shape, key.shape, value.shape, of_mask, enable_gqa)
     shape = attention.noise_shape(query.shape, key.shape)
@@ -100,13 +100,14 @@ def form_of(
   enable_gqa: bool = False,
   heads: Sequence[tuple[int, ...]] | None = None,
 ) -> str:
-  """The name of the form that a call takes.
+  """Return the name of the form of a call of attention.
 
   Args:
-    env: the environment, whose configuration has a wish.
-    query, key, value, dropout_p, is_causal, enable_gqa: of attention.
-    mask: its shape and dtype, if there is one.
-    heads: the shapes of the first three, where these are yet to be divided into heads.
+    env: the environment; `config.attention` may ask for a form.
+    query, key, value, dropout_p, is_causal, enable_gqa: arguments of attention.
+    mask: shape and dtype of the mask, or None.
+    heads: shapes of query, key and value after the division into heads; None if they
+      are already divided.
   """
   switches.note(env.config, "attention")
   wish = env.config.attention
@@ -115,7 +116,7 @@ def form_of(
     return choice.PLAIN
   given = query, key, value
   if not all(isinstance(tensor, Tensor) for tensor in given):
-    return choice.PLAIN  # which says that devices are mixed
+    return choice.PLAIN  # raises for mixed devices
   shapes = [tuple(tensor.shape) for tensor in given] if heads is None else heads
   steps = units.steps_below(1.0 - dropout_p)
   size = (*shapes[0][:-1], *shapes[1][-2:-1])
@@ -134,7 +135,7 @@ def form_of(
 
 
 def _place(platform: str, tensors) -> choice.Place:
-  """Where an operation on some tensors runs."""
+  """Return the platform and devices of an operation on these tensors."""
   arrays = [tensor._storage.read(tensor) for tensor in tensors]
   owner = jax_compat.draw_owner()
   if all(type(array) is jax_compat.ArrayImpl for array in arrays):

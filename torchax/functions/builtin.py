@@ -1,4 +1,4 @@
-"""The decorator of the library's own torch functions; see `ops/builtin.py`."""
+"""Decorator for built-in lowerings of torch functions; see `ops/builtin.py`."""
 
 import functools
 

@@ -1,7 +1,7 @@
-"""The dropout family of `torch.nn.functional`.
+"""Lowerings of the dropout functions of `torch.nn.functional`.
 
-torch's composite forms take several operations. One draw each, of the numbers that the
-composite forms would draw.
+torch's composite forms take several operations. Each function here makes one draw, with
+the numbers of the composite form.
 """
 
 import math
@@ -22,12 +22,12 @@ from torchax.registry.names import F, aten, functions
 from torchax.registry.operators import Kind
 from torchax.rng import samplers
 
-# Keeps mean 0 and variance 1 of SELU's outputs: alpha · scale of its negative side
+# Keeps mean 0 and variance 1 of SELU's outputs: alpha · scale of its negative branch
 # (Klambauer et al. 2017, https://arxiv.org/abs/1706.02515).
 _ALPHA_PRIME = 1.7580993408473766
 
 
-# Dropout as one operation, and its mask alone, which the backward pass draws again.
+# Dropout as one operation, and its mask alone.
 _library = torch.library.Library("torchax", "DEF")
 _library.define("dropout(Tensor input, float p) -> Tensor")
 _library.define("keep_mask(Tensor input, SymInt[] size, float p) -> Tensor")
@@ -69,12 +69,12 @@ def _drawn_mask(key, input, size, p):
 
 
 def keep_mask(input: torch.Tensor, shape: Sequence[int], keep: float) -> torch.Tensor:
-  """True with probability `keep`; bool, of the numbers that `bernoulli_` would draw.
+  """Draw a bool mask, True with probability `keep`, with the numbers of `bernoulli_`.
 
   Args:
-    input: a tensor of the environment that draws.
-    shape: of the result.
-    keep: the probability, a number.
+    input: any tensor of the environment that draws.
+    shape: shape of the mask.
+    keep: the probability, a Python number.
   """
   return input._env.dispatch(_keep_mask, (), (input, shape, keep), None)
 
@@ -82,7 +82,7 @@ def keep_mask(input: torch.Tensor, shape: Sequence[int], keep: float) -> torch.T
 class _Dropout(torch_compat.OwnFunction):
   """Dropout and its gradient, which is dropout with the key of the forward pass.
 
-  So no mask is kept: forward and backward agree because they draw the same one.
+  No mask is saved: forward and backward draw the same one.
   """
 
   @staticmethod
@@ -104,7 +104,7 @@ def _needs_grad(input) -> bool:
 
 
 def _check(p: float, error: type[Exception] = ValueError) -> None:
-  """torch's functions in Python raise ValueError, those in C++ RuntimeError."""
+  """Raise for a bad probability; torch's C++ functions raise RuntimeError for it."""
   if not 0.0 <= p <= 1.0:
     raise error(f"dropout probability has to be between 0 and 1, but got {p}")
 
@@ -165,12 +165,12 @@ def _with_batch(function, input, batched_dims: int, *args):
     return function(input, *args)
   batched = input.unsqueeze(0)
   result = function(batched, *args)
-  # In place, the view wrote through, and the caller has its own tensor back.
+  # In place, the batched view wrote through to `input`.
   return input if result is batched else result.squeeze(0)
 
 
 def _check_dims(name: str, input, allowed: tuple[int, int]) -> None:
-  """torch raises for the first of these functions only, and warns in the others."""
+  """Raise for a wrong rank in `dropout1d`; warn in the others, as torch does."""
   if input.dim() in allowed:
     return
   said = (
@@ -190,7 +190,7 @@ def _dropout1d(input, p=0.5, training=True, inplace=False):
 
 @register_function(F.dropout2d, kind=Kind.TENSORS)
 def _dropout2d(input, p=0.5, training=True, inplace=False):
-  # torch takes a 3-d input as (N, C, L), not as one (C, H, W).
+  # torch reads a 3-d input as (N, C, L), not as one (C, H, W).
   _check_dims("dropout2d", input, (3, 4))
   return _feature_dropout(input, p, training, inplace)
 

@@ -1,7 +1,7 @@
-"""Layers that are one operation here: linear maps, normalisation, one-hot, rrelu.
+"""Lowerings of layers as one operation: linear maps, normalisation, one-hot, rrelu.
 
-`linear` contracts the weight as it lies: torch's composite form transposes it first,
-which XLA does not always fold.
+`linear` contracts the weight without a transpose: torch's composite form transposes it
+first, which XLA does not always fold into the product.
 """
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from torchax.registry.names import F, aten, functions
 from torchax.registry.operators import Kind
 from torchax.tensor import Tensor
 
-_BEYOND = 2**63  # any integer is less
+_BEYOND = 2**63  # larger than any integer
 
 
 @register_function(torch_compat.linear)
@@ -60,7 +60,7 @@ def _one_hot(input, num_classes=-1):
         "one_hot cannot tell the number of classes from an empty tensor: pass "
         "num_classes."
       )
-    # As torch: the number of classes is a shape, so the data is waited for.
+    # As in torch, the number of classes is a shape, so wait for the data.
     num_classes = int(input.max()) + 1
   return input._env.functions.call(_one_hot_of, input, num_classes, rules=_class_rules)
 
@@ -83,9 +83,9 @@ def _one_hot_of(input, num_classes):
 
 
 def register_kernels() -> None:
-  """Has torch run `one_hot` here where the environment is suspended, too.
+  """Register a kernel that runs `one_hot` here while the environment is suspended too.
 
-  Its C++ asks for int64, which JAX lacks without its x64 mode.
+  torch's C++ requires int64, which JAX lacks without its x64 mode.
   """
   one_hot = aten.one_hot.default
   of_torch = one_hot and torch_compat.composite_kernel(one_hot)
@@ -97,15 +97,15 @@ def register_kernels() -> None:
       return default_env().dispatch(one_hot, (), (tensor, num_classes), {})
     return of_torch(tensor, num_classes)
 
-  # The key of jax tensors above the one at which Python sees an operation.
+  # The dispatch key of jax tensors above the Python key.
   torch_compat.register_kernel("one_hot", kernel, "AutogradMeta")
 
 
 # --- Normalisation ------------------------------------------------------------------
-# torch's layer normalisation has two further results for its own backward formula, and
-# its RMS normalisation is a chain of operations, unless the device is CUDA. Here the
-# gradient of the first computes the statistics again and takes torch's formula, a
-# fourth of the program that JAX makes of it; JAX differentiates the other.
+# torch's layer norm has two further results for its backward formula, and its RMS norm
+# is a chain of operations, except on CUDA. Here the gradient of layer norm recomputes
+# the statistics and uses torch's formula, a fourth of the program of JAX's derivative;
+# JAX differentiates RMS norm.
 
 
 def _layer_norm_backward(
@@ -141,9 +141,9 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
 
 
 # --- Randomised leaky ReLU ----------------------------------------------------------
-# A product with slopes that were drawn before. torch writes the slopes into a tensor
-# that it has already kept for the gradient; a checkpoint takes what is kept as it is at
-# that time, and would find no slopes in it.
+# A product with drawn slopes. torch writes the slopes into a tensor that it has already
+# saved for the gradient; a checkpoint would save that tensor before the slopes are in
+# it.
 
 _slopes = aten.rrelu_with_noise_functional.default
 

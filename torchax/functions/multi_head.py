@@ -1,4 +1,7 @@
-"""`multi_head_attention_forward`, in its usual cases one function of arrays."""
+"""Lowering of `F.multi_head_attention_forward`: one function of arrays if usual.
+
+Other calls run torch's own function, whose parts are caught one by one.
+"""
 
 import inspect
 import types
@@ -18,7 +21,6 @@ from torchax.registry.operators import Kind
 
 @register_function(F.multi_head_attention_forward, kind=Kind.TENSORS, needs_env=True)
 def _multi_head_attention_forward(*args, env, **kwargs):
-  """One function where it is the usual case; else torch's own, of functions of ours."""
   given = _MULTI_HEAD.bind(*args, **kwargs)
   given.apply_defaults()
   with torch_compat.with_function_overrides():
@@ -32,10 +34,10 @@ _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 class _Usual:
-  """A call of `multi_head_attention_forward`, if it is what modules mostly ask for.
+  """Call of `multi_head_attention_forward` with the arguments that modules mostly use.
 
   Args:
-    **given: its arguments. Whatever is unusual or wrong among them is for torch.
+    **given: all arguments. torch's own function handles unusual or wrong ones.
   """
 
   def __init__(self, **given):
@@ -43,7 +45,7 @@ class _Usual:
     self.dropout_p = given["dropout_p"] if given["training"] else 0.0
 
   def is_usual(self) -> bool:
-    """True if the arguments fit together and `run` has a case for them."""
+    """Return True if the arguments match and `run` supports them."""
     given = self.given
     if given.query.dim() != 3 or not given.query.is_floating_point():
       return False
@@ -70,7 +72,7 @@ class _Usual:
     of_scores = (length, positions), (batch * heads, length, positions)
     padding, mask = given.key_padding_mask, given.attn_mask
     if padding is not None and mask is not None:
-      masks = (mask.dtype,)  # of others torch warns
+      masks = (mask.dtype,)  # torch warns if the dtypes differ
     return (
       _is_one(given.key, kept, (positions, batch, width))
       and _is_one(given.value, kept, (positions, batch, width))
@@ -83,14 +85,14 @@ class _Usual:
     )
 
   def is_plain(self, env) -> bool:
-    """True where attention takes no kernel, and no blocks of keys."""
+    """Return True if attention takes its plain form: no kernel, not blockwise."""
     given, heads = self.given, self.given.num_heads
     queries, keys = (
       (array.shape[1], heads, array.shape[0], array.shape[2] // heads)
       for array in (given.query, given.key)
     )
     is_masked = given.attn_mask is not None or given.key_padding_mask is not None
-    mask = ((), given.query.dtype) if is_masked else None  # torch makes it of both
+    mask = ((), given.query.dtype) if is_masked else None  # torch merges both masks
     form = form_of(
       *(env, given.query, given.key, given.value, mask, self.dropout_p),
       heads=(queries, keys, keys),
@@ -98,7 +100,7 @@ class _Usual:
     return form == choice.PLAIN
 
   def run(self, env) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The result and the weights, which are None unless they are asked for."""
+    """Return the result and the weights, or None if `need_weights` is false."""
     given, p = self.given, self.dropout_p
     length, batch, _ = given.query.shape
     keep_mask = None
@@ -129,5 +131,5 @@ class _Usual:
 
 
 def _is_one(tensor, dtypes, *shapes) -> bool:
-  """True for None, and for a tensor of one of the dtypes and one of the shapes."""
+  """Return True for None, and for a tensor with one of the dtypes and shapes."""
   return tensor is None or (tensor.dtype in dtypes and tuple(tensor.shape) in shapes)

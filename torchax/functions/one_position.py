@@ -1,10 +1,9 @@
-"""Attention of one position over keys that grow by one with every call.
+"""Padding of keys for attention of one position, as in token-by-token generation.
 
-That is what a model does that makes a token at a time, and each number of keys would
-need a program of its own. On the CPU a program takes a thousand times as long to
-compile as to run, so from the second number on keys and values are padded to one of a
-few numbers, by numpy while theirs has not come often, and what was added is masked.
-Where their number never changes nothing is padded.
+The number of keys grows by one per call, and each number would need its own program. On
+the CPU compiling takes a thousand times as long as running. So from the second number
+on, keys and values are padded to one of a few lengths and the padding is masked. numpy
+pads while a length is rare. If the number never changes, nothing is padded.
 """
 
 import numpy as np
@@ -18,22 +17,22 @@ from torchax.devices import placement
 from torchax.ops.jaten import attention
 from torchax.tensor import Tensor, new_tensor
 
-# Of a key, up to this many elements, XLA's best program runs as long as its quickest
-# one, which it compiles in a third of the time.
+# For keys up to this many elements, an optimized program is no faster than an
+# unoptimized one, which XLA compiles in a third of the time.
 _FEW = 2**17
-# Up to so many elements padding takes less time than compiling.
+# Up to this many elements padding takes less time than compiling.
 _MANY = 2**22
 _LEAST = 32
-# A call on the host costs some 30 us more than one of a program.
+# Number of calls on the host before a program pads; the host takes 30 us more per call.
 OFTEN = 256
-# The number of keys that came first, for each form of a call.
+# First number of keys, for each form of a call.
 _first: BoundedCache[tuple, int] = BoundedCache(1024)
-# How often keys, values and masks of some shapes have come.
+# Number of calls, for each shapes of keys, values and masks.
 _times: BoundedCache[tuple, int] = BoundedCache(4096)
 
 
 def is_brief(query, key) -> bool:
-  """True in a loop that makes a token at a time, whose programs do little."""
+  """Return True for one query position over few keys: compile with least effort."""
   return _is_of_one_position(query) and key.numel() <= _FEW
 
 
@@ -42,25 +41,25 @@ def _is_of_one_position(query) -> bool:
 
 
 def number_for(length: int) -> int:
-  """The number of keys to which `length` of them are padded: at most a quarter more.
+  """Return the padded length for `length` keys; above 32 at most a quarter more.
 
-  From 32 on there are four in each power of two, below it there is one.
+  There are four lengths per power of two; up to 32 keys, 32 is the only one.
   """
   step = max(_LEAST, 1 << max(0, (length - 1).bit_length() - 3))
   return -(-length // step) * step
 
 
 def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
-  """Key, value and mask of a call that shares its program with others.
+  """Pad key, value and mask, so that the call shares its program with others.
 
   Args:
-    query, key, value: (…, 1, e), (…, s, e) and (…, s, v).
+    query, key, value: shapes (…, 1, e), (…, s, e) and (…, s, v).
     attn_mask: broadcastable to (…, 1, s), or None.
     enable_gqa: key and value have fewer heads.
 
   Returns:
-    (…, n, e), (…, n, v) and a mask (…, n), where n is `number_for` s; the arguments as
-    they are where a call cannot be padded.
+    Key (…, n, e), value (…, n, v) and mask (…, n) with n = `number_for(s)`; the
+    arguments unchanged if the call cannot be padded.
   """
   if not _may_be_padded(query, key, value, attn_mask, enable_gqa):
     return key, value, attn_mask
@@ -91,7 +90,7 @@ def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
 
 
 def _may_be_padded(query, key, value, attn_mask, enable_gqa) -> bool:
-  """Neither traced nor recorded for a gradient, on CPUs, and of shapes that fit."""
+  """Return True if arrays are on the CPU, untraced, without gradient, and match."""
   if not (jax_compat.is_top_level() and active.boundary is None):
     return False
   if not _is_of_one_position(query) or key.numel() > _MANY:
@@ -101,7 +100,7 @@ def _may_be_padded(query, key, value, attn_mask, enable_gqa) -> bool:
     return False
   if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
     return False
-  # Of what does not fit, attention says what is wrong.
+  # Attention itself raises for arguments that do not match.
   if not query.dtype == key.dtype == value.dtype:
     return False
   leading, length = tuple(query.shape[:-2]), key.shape[-2]
@@ -115,7 +114,7 @@ def _may_be_padded(query, key, value, attn_mask, enable_gqa) -> bool:
 
 
 def _is_for(mask, scores: tuple) -> bool:
-  """True for a mask that broadcasts to scores of this shape, and is of all keys."""
+  """Return True for a mask of all keys that broadcasts to scores of this shape."""
   if not (mask.dtype == torch.bool or mask.is_floating_point()):
     return False
   if not 0 < mask.dim() <= len(scores) or mask.shape[-1] != scores[-1]:

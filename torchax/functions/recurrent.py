@@ -1,4 +1,4 @@
-"""Recurrent networks of tensors, padded or packed; see `ops/jaten/rnn.py`."""
+"""Lowerings of LSTM, GRU and RNN, padded or packed; see `ops/jaten/rnn.py`."""
 
 import functools
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torchax.registry.operators import Kind
 
 
 def on_tensors(layer: Callable) -> rnn.Parts:
-  """The parts of a network of tensors.
+  """Return the parts of a network on tensors.
 
   Args:
-    layer: does what `rnn.layer` does, with tensors.
+    layer: version of `rnn.layer` for tensors.
   """
   return rnn.Parts(
     layer,
@@ -33,7 +33,7 @@ def _run_packed(parts, cell, data, batch_sizes, *options):
 
 
 def _unpack(data, batch_sizes):
-  """A packed sequence as (time, batch, …), its mask, and where each row went."""
+  """Return a packed sequence as (time, batch, …), its mask, and each row's indices."""
   sizes = batch_sizes.tolist()
   rows = [time for time, size in enumerate(sizes) for _ in range(size)]
   columns = [column for size in sizes for column in range(size)]
@@ -46,7 +46,7 @@ def _unpack(data, batch_sizes):
 
 
 def is_padded(args) -> bool:
-  """Which of torch's signatures: padded with `batch_first`, packed with batch sizes."""
+  """Return True for torch's padded signature (`batch_first`), False for the packed."""
   return isinstance(args[3], bool)
 
 

@@ -1,4 +1,8 @@
-"""The decorator that registers lowerings of torch functions."""
+"""Decorator that registers lowerings of torch functions.
+
+Users import it; built-in lowerings use `builtin.py`. `dispatch/torch_functions.py` runs
+the lowerings.
+"""
 
 from collections.abc import Callable
 
@@ -15,30 +19,32 @@ def register_function(
   is_builtin: bool = False,
   **options,
 ) -> Callable:
-  """Registers the decorated function to run in place of torch functions.
+  """Register the decorated function as the lowering of torch functions.
 
-  It replaces one that is registered.
+  It replaces a registered lowering.
 
   Args:
-    *torch_functions: the functions as torch hands them to a `TorchFunctionMode`.
-    is_jax_function: it takes arrays; then it is compiled, and differentiated by JAX.
-    needs_env: it takes the environment as `env=`.
-    is_user_defined: it is meant to replace what exists, which is then no warning.
-    kind: in place of the flags.
-    is_builtin: it is one of the library's own; see `registry/operators.py`.
-    **options: fields of the groups of an operator, as `dynamic=`, `rules=`,
+    *torch_functions: the functions, as torch passes them to a `TorchFunctionMode`.
+    is_jax_function: the lowering takes arrays; it is compiled, and differentiated by
+      JAX.
+    needs_env: the lowering takes the environment as `env=`.
+    is_user_defined: replace an existing lowering without a warning.
+    is_view_op: upstream's flag: the lowering takes tensors and sees views.
+    kind: kind of the lowering, instead of the flags.
+    is_builtin: the lowering belongs to this library; see `registry/operators.py`.
+    **options: fields of the groups of an operator, such as `dynamic=`, `rules=`,
       `compiled=`, `saves_residuals=` and `backward=`: see `Numbers`, `Checks` and
       `Execution` in `registry/operators.py`.
 
   Raises:
-    TypeError: an option has another name.
-    ValueError: it is built in, and so is one that the torch function already has.
+    TypeError: no field has the name of an option.
+    ValueError: this lowering and the registered one are both built in.
 
   Warns:
-    UserWarning: it replaces another one, and comes from code outside of the library.
+    UserWarning: code outside the library replaces a lowering.
 
   Returns:
-    The decorator. It gives back what it is given: a function, a partial, or any other
+    The decorator. It returns its argument: a function, a partial, or any other
     callable.
   """
 

@@ -1,7 +1,7 @@
-"""Functions whose composite forms look at numbers, which a trace does not have.
+"""Lowerings of functions whose composite forms read values, which a trace lacks.
 
-Eagerly torch's own forms run, with their checks. Inside a trace the same is computed
-without looking.
+Eagerly torch's own forms run, with their checks. Inside a trace the same result is
+computed without reading values.
 """
 
 import math
