@@ -1,8 +1,8 @@
 """Dependencies of a compiled program: captures, guards, effects and static values.
 
-Start at `trace.py`, which makes a pure JAX function of a torch function. The tensors
-that the function closes over become operands (`captures.py`), the values that it
-decides by are guards (`guards.py`), and its changes in place are effects
-(`effects.py`). `specialization.py` is the static part of a call; `program_keys.py` and
-`history.py` describe it.
+Start at `trace.py`, which turns a torch function into a pure JAX function. Tensors from
+the closure become operands (`captures.py`), Python values that control flow depends on
+become guards (`guards.py`), and in-place changes become effects (`effects.py`).
+`specialization.py` has the static part of a call; `program_keys.py` and `history.py`
+describe it to users.
 """

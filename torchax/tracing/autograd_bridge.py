@@ -1,11 +1,13 @@
-"""Gradients of compiled functions, for torch's autograd around them.
+"""Gradients of compiled functions for torch's autograd.
 
-While a function is traced with tensors that need a gradient, torch records its graph as
-it does eagerly. The backward pass of that graph is traced right after the forward pass,
-as a program of its own: what it takes from the forward pass are its residuals, which
-the compiled function returns. So a compiled function has exactly the gradients of the
-eager one (`no_grad`, `detach`, hooks and `autograd.Function` included), its masks are
-those of the forward pass, and one call of `backward` runs one compiled program.
+While a function is traced with tensors that require a gradient, torch records its graph
+as in eager mode. The backward pass of that graph is traced right after the forward
+pass, as a second program. The compiled function returns the residuals that the second
+program needs. So a compiled function has the gradients of the eager one, including
+`no_grad`, `detach`, hooks and `autograd.Function`; its backward pass uses the dropout
+masks of its forward pass; and one call of `backward` runs one compiled program.
+
+`trace.py` calls `record` in a trace; `interop/jit.py` calls `attach` after a call.
 """
 
 import dataclasses
@@ -25,20 +27,21 @@ from torchax.dispatch.batched_gradients import over_batches
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
 
-# Of one program, for other static arguments.
+# Differentiable gradients that one program keeps, one per set of static arguments.
 MOST_AGAIN = 16
 
 
 class BackwardProgram:
-  """The backward pass of a traced function; compiled when it first runs.
+  """Backward pass of a traced function, compiled when it first runs.
 
   Attributes:
     indices: indices of the output leaves that have a gradient.
-    avals: their shapes and dtypes.
-    arguments: indices of the argument leaves that get one.
-    roots: outer tensors that get one; with their graphs, if they are not leaves.
-    used: for each of the last two, in order, whether the outputs depend on it.
-    assigned: targets (`effects.py`) whose tensors are outputs, after the result's.
+    avals: shapes and dtypes of these output leaves.
+    arguments: indices of the argument leaves that receive a gradient.
+    roots: outer tensors that receive a gradient; those that are not leaves keep their
+      graphs.
+    used: one flag per entry of `arguments`, then of `roots`: the outputs depend on it.
+    assigned: targets (`effects.py`) whose tensors follow the result in the outputs.
   """
 
   def __init__(self, indices, avals, arguments, roots):
@@ -48,14 +51,17 @@ class BackwardProgram:
     self.roots: tuple[Tensor, ...] = roots
     self.used: tuple[bool, ...] = ()
     self.assigned: tuple = ()
-    # Compiled gradients that can be differentiated, by the static arguments.
+    # Compiled gradients that are differentiable themselves, by static arguments.
     self.again: ProgramCache = ProgramCache(MOST_AGAIN)
     self._jaxpr = None
     self._constants: list = []
     self._compiled = programs.jit(self._run, is_of_user=True)
 
   def trace(self, backward: Callable) -> list:
-    """Traces `backward(*cotangents)`; returns the residuals, tracers of this trace."""
+    """Trace `backward(*cotangents)` and return its residuals.
+
+    The residuals are tracers of the trace in progress.
+    """
     closed = jax.make_jaxpr(backward)(*self.avals)
     self._jaxpr = jax_compat.without_constants(closed)
     is_residual = [isinstance(value, jax.core.Tracer) for value in closed.consts]
@@ -66,16 +72,16 @@ class BackwardProgram:
     return residuals
 
   def __call__(self, residuals, cotangents) -> list:
-    """The gradients of what is used."""
+    """Return the gradients of the inputs marked in `used`."""
     return self._compiled(residuals, cotangents)
 
   def gradients_of(self, out, leaves, gradients) -> tuple:
-    """The gradients as torch computes them, with a graph of their own.
+    """Return the gradients from torch's autograd, with a graph for higher derivatives.
 
     Args:
       out: result of the function.
-      leaves: its argument leaves.
-      gradients: of the output leaves that have one.
+      leaves: argument leaves of the function.
+      gradients: cotangents of the output leaves in `indices`.
     """
     outputs = jax.tree.leaves(out, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
     outputs += [target.get() for target in self.assigned]
@@ -95,7 +101,7 @@ class BackwardProgram:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Tape:
-  """Record of a call for its backward pass: a static program, and arrays for it."""
+  """Record of one call for its backward pass: static program and residual arrays."""
 
   program: BackwardProgram
   residuals: list
@@ -111,15 +117,15 @@ class Tape:
 def record(
   outputs: Sequence[Tensor], arguments: dict[int, Tensor], roots: Sequence[Tensor]
 ) -> Tape | None:
-  """The tape of a function that is being traced.
+  """Trace the backward pass of the function that is being traced.
 
   Args:
-    outputs: leaves of its result.
-    arguments: stand-ins of the argument leaves that need a gradient, by index.
-    roots: outer tensors it has read that need one.
+    outputs: leaves of the function's result.
+    arguments: traced argument leaves that require a gradient, by index.
+    roots: outer tensors that the function has read and that require a gradient.
 
   Returns:
-    None if no output needs a gradient, or its graph was used up inside.
+    None if no output requires a gradient, or the function has freed its graph.
   """
   wanted = [*arguments.values(), *roots]
   indices = tuple(
@@ -144,16 +150,17 @@ def record(
   try:
     residuals = program.trace(backward)
   except RuntimeError as error:
-    if "second time" in str(error):  # the function has called backward itself
+    if "second time" in str(error):  # the function has called `backward`
       return None
     raise
   return Tape(program, residuals) if any(program.used) else None
 
 
 def _has_graph(output: Tensor, wanted: Sequence[Tensor]) -> bool:
-  """True for what `backward` can start from.
+  """Return True for a tensor that `backward` can start from.
 
-  A view that is made under `no_grad` says `requires_grad` as well if its base does.
+  `requires_grad` alone is not enough: a view made under `no_grad` inherits it from its
+  base, and has no graph.
   """
   if not output.requires_grad:
     return False
@@ -168,7 +175,7 @@ def _gradients(outputs, wanted, seeds) -> list[Tensor | None]:
   except RuntimeError as error:
     if "use_reentrant" not in str(error) or not all(t.is_leaf for t in wanted):
       raise
-  # A reentrant checkpoint knows `backward` only, which adds to `.grad`.
+  # A reentrant checkpoint supports only `backward`, which adds to `.grad`.
   before = [tensor.grad for tensor in wanted]
   try:
     for tensor in wanted:
@@ -181,16 +188,16 @@ def _gradients(outputs, wanted, seeds) -> list[Tensor | None]:
 
 
 def _save(ctx, residuals: list, again: Callable, env) -> None:
-  """Gives what backward needs to torch, which frees it with the graph."""
+  """Save the inputs of the backward pass in the context; torch frees them with it."""
   if not torch_compat.has_saved_tensors_hooks():
-    # One tensor and its attributes, rather than a tensor for each of them.
+    # One tensor with attributes is cheaper than one tensor per residual.
     holder: Any = torch_compat.holder()
     holder.residuals, holder.again = residuals, again
     ctx.keys = None
     ctx.save_for_backward(holder)
     return
   ctx.again = again
-  # Whoever packs saved tensors (a checkpoint, an offloader) has to see them.
+  # Hooks on saved tensors (a checkpoint, an offloader) must see each residual.
   ctx.keys = [value if rng.is_typed_key(value) else None for value in residuals]
   arrays = [v for v, key in zip(residuals, ctx.keys) if key is None]
   ctx.save_for_backward(*[new_tensor(array, env) for array in arrays])
@@ -206,7 +213,7 @@ def _saved(ctx) -> tuple[list, Callable]:
 
 
 class _CompiledCall(torch_compat.OwnFunction):
-  """One recorded call of a compiled function."""
+  """Node of torch's graph for one call of a compiled function."""
 
   @staticmethod
   def forward(ctx, tape, arrays, again, *inputs):
@@ -226,7 +233,7 @@ class _CompiledCall(torch_compat.OwnFunction):
       else gradient
       for gradient, aval in zip(gradients, program.avals)
     ]
-    if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
+    if torch.is_grad_enabled():  # `create_graph=True`: the gradient needs a graph
       return None, None, None, *again(program, gradients)
     found = iter(program(residuals, [gradient.jax() for gradient in gradients]))
     results = [new_tensor(next(found), env) if used else None for used in program.used]
@@ -234,13 +241,16 @@ class _CompiledCall(torch_compat.OwnFunction):
 
 
 def attach(tape: Tape, leaves: list, out, again: Callable):
-  """The result of a call with those leaves recorded by torch that have a gradient.
+  """Record a call in torch's graph and return its result with recorded tensors.
 
   Args:
-    tape: what the call left.
-    leaves: its argument leaves.
-    out: its result, of arrays.
+    tape: tape of the call.
+    leaves: argument leaves of the call.
+    out: result of the call, a tree of arrays.
     again: `(program, gradients) -> gradients`, for higher derivatives.
+
+  Returns:
+    `out`, where each leaf that has a gradient is a tensor with a `grad_fn`.
   """
   program = tape.program
   inputs = [*[leaves[index] for index in program.arguments], *program.roots]

@@ -1,7 +1,7 @@
-"""Captures: tensors and numbers from outside that a function reads, as operands.
+"""Captures: outer tensors and numbers that a traced function reads, as operands.
 
-They are found while the function is traced. A trace that has met another one is thrown
-away, and repeated with an operand for it.
+`trace.py` finds them while it traces the function. A trace that meets a new one is
+discarded, and the function is retraced with an operand for it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torchax.tracing.specialization import CapturedTensors, CaptureKey, is_train
 
 _array_of_storage = operator.attrgetter("array")
 
-# States of a guess.
+# States of `Captures._guess_state`.
 _NONE, _DUE, _MADE = range(3)
 
 
@@ -33,19 +33,19 @@ class Captures:
   """Tensors that a function closes over.
 
   Args:
-    tensors: known ones.
-    guess_from: a function that names modules, whose tensors are taken for captured
-      until the first trace; None for no guess.
+    tensors: tensors known to be captured.
+    guess_from: function that refers to modules. Their tensors are captured before the
+      first trace, which drops those it does not read. None for no guess.
 
   Attributes:
-    tensors: the tensors; the list is never changed in place, since other threads may
-      be using it.
-    key: of the tensors, for which programs are compiled.
+    tensors: captured tensors. Other threads may be using the list, so it is replaced
+      and never changed in place.
+    key: key of the tensors, a part of the cache key of programs.
     view_leaves: leaves that are views, such as `nn.Parameter(x[0])`, by the identity of
-      the storage. Its tensor is captured, and has no gradient itself.
+      their storage. The base is captured; only its views receive gradients.
     gradients: index of the captured `.grad` of each captured leaf that has one.
-    touches_grad: a trace has met a gradient of a captured leaf, which comes and goes.
-    storages: of the tensors.
+    touches_grad: True once a trace has read or set the `.grad` of a captured leaf.
+    storages: storages of the tensors.
   """
 
   def __init__(
@@ -57,10 +57,10 @@ class Captures:
     self.gradients: dict[Tensor, int] = {}
     self.touches_grad = False
     self._guess_from = guess_from
-    # A guess is due before a call, or was made, which the next trace confirms.
+    # `_DUE`: guess before the next call. `_MADE`: the next trace checks the guess.
     self._guess_state = _DUE if guess_from is not None and not tensors else _NONE
     self.storages: list[Storage] = []
-    # Views and shared storages of the tensors, by which programs read them.
+    # View chains and shared storages of the tensors; programs are compiled for them.
     self._layout: tuple = ()
     self._is_in_trace = False
     self._rebindings = -1
@@ -70,10 +70,10 @@ class Captures:
   # Before a call ----------------------------------------------------------------------
 
   def operands(self, guards: Guards) -> tuple[tuple[jax.Array, ...], CaptureKey | None]:
-    """Return the arrays for a call, and the key of what they are the arrays of.
+    """Return the captured arrays for a call, and the key of their tensors.
 
     Args:
-      guards: of the function.
+      guards: guards of the function.
     """
     if not guards.is_empty:
       edition = guards.members_edition()
@@ -96,23 +96,23 @@ class Captures:
     return tuple([tensor._storage.read(tensor) for tensor in tensors]), key
 
   def has_gradients(self) -> tuple[bool, ...]:
-    """Return for each captured leaf whether it has a gradient, where that matters."""
+    """Return one flag per captured leaf: it has a `.grad`. () if no trace uses one."""
     if not self.touches_grad:
       return ()
     return tuple([t.grad is not None for t in self.tensors if is_trained(t)])
 
   def _find_again(self, edition: int) -> None:
-    """Start over after a module or an optimizer has got another tensor."""
+    """Drop all captures after a tensor of a module or an optimizer was replaced."""
     self._members_edition = edition
     self.view_leaves = {}
     self._guess_state = _NONE if self._guess_from is None else _DUE
     self._replace([], is_other_edition=True)
 
   def _guess(self) -> None:
-    """Take the tensors of the modules that the function names for captured."""
+    """Capture the tensors of the modules that the function refers to."""
     self._guess_state = _NONE
     if self.tensors or active.boundary is not None:
-      return  # in another function's trace all that it reads is captured there too
+      return  # inside another trace the outer function would capture the guess too
     found: dict[int, Tensor] = {}
     for module in reachable_modules(self._guess_from):
       for part in module.modules():
@@ -124,7 +124,7 @@ class Captures:
     self._guess_state = _MADE if found else _NONE
 
   def _follow_rebindings(self) -> None:
-    """Look again at tensors that may have other memory, or be on another device."""
+    """Refresh tensors that may have new memory, or may be on another device."""
     tensors = [tensor for tensor in self.tensors if isinstance(tensor, Tensor)]
     before = self._layout
     if len(tensors) == len(self.tensors):
@@ -133,7 +133,7 @@ class Captures:
       self._replace(tensors, is_other_edition=True)
 
   def _follow_gradients(self) -> None:
-    """Replace each captured `.grad` by what the leaf has now, or drop it."""
+    """Replace each captured `.grad` by the leaf's current one; drop it if None."""
     captured: list = list(self.tensors)
     for leaf, index in self.gradients.items():
       captured[index] = leaf.grad
@@ -146,20 +146,20 @@ class Captures:
         self._look_at_storages()
 
   def _drop_dead(self) -> None:
-    """Drop tensors of an outer trace that has ended."""
+    """Drop tensors born in an outer trace that has ended."""
     births = [tensor._storage.birth for tensor in self.tensors]
     if any(birth is not None and birth.closed for birth in births):
       pairs = zip(self.tensors, births)
       self._replace([t for t, birth in pairs if birth is None or not birth.closed])
 
   def _replace(self, tensors: list[Tensor], is_other_edition: bool = False) -> None:
-    """Take other tensors, for which other programs are compiled."""
+    """Set the captured tensors, with a new key for their programs."""
     self.tensors = CapturedTensors(tensors)
     self.key = CaptureKey(self.key.edition + is_other_edition, self.tensors)
     self._look()
 
   def _look(self) -> None:
-    """Derive from the tensors what a call has to look at."""
+    """Derive storages, layout and gradients from the tensors."""
     tensors = self.tensors
     self._rebindings = Rebindings.count
     self._look_at_storages()
@@ -180,9 +180,9 @@ class Captures:
   # After a trace ----------------------------------------------------------------------
 
   def wrong_guesses(self, boundary: Boundary, lifted: Sequence[Tensor]) -> list[Tensor]:
-    """Return what was captured by a guess, and was not touched by the first trace.
+    """Return the guessed captures that the first trace has not touched.
 
-    A module's own method keeps all tensors of the module.
+    A module and its methods keep all tensors of the module.
     """
     state, self._guess_state = self._guess_state, _NONE
     if state != _MADE or module_of(self._guess_from) is not None:
@@ -190,12 +190,12 @@ class Captures:
     return [t for t in lifted if not boundary.shadows[id(t._storage)].is_touched]
 
   def drop(self, tensors: Sequence[Tensor]) -> None:
-    """Let go of tensors that are not needed."""
+    """Stop capturing these tensors."""
     dropped = set(map(id, tensors))
     self._replace([t for t in self.tensors if id(t) not in dropped])
 
   def missing(self, boundary: Boundary, lifted: Sequence[Tensor]) -> list[Tensor]:
-    """Return a tensor for each storage that a trace has met without an operand."""
+    """Return one tensor per storage that a trace has met without an operand."""
     known = {id(t._storage) for t in lifted}
     if boundary.shadows.keys() <= known:
       return []
@@ -208,8 +208,8 @@ class Captures:
     """Capture tensors.
 
     Args:
-      tensors: that a trace has met.
-      roots: those that it has read and that need a gradient.
+      tensors: tensors that a trace has met.
+      roots: tensors that it has read and that require a gradient.
     """
     for leaf in roots:
       if leaf.is_leaf and leaf._chain is not WHOLE:
@@ -220,7 +220,7 @@ class Captures:
 
 
 def _tensor_of(shadow: Shadow, env, root: Tensor | None) -> Tensor:
-  """The tensor that read the storage, or one for a storage that was only written."""
+  """Return the tensor that read the storage; a new one if it was only written."""
   found = shadow.tensor if shadow.tensor is not None else root
   if found is not None and found._chain is WHOLE:
     return found
@@ -230,13 +230,16 @@ def _tensor_of(shadow: Shadow, env, root: Tensor | None) -> Tensor:
 
 
 def module_of(function) -> torch.nn.Module | None:
-  """Return the module that a function is, or is a method of."""
+  """Return `function` if it is a module, or the module it is a method of, or None."""
   owner = getattr(function, "__self__", function)
   return owner if isinstance(owner, torch.nn.Module) else None
 
 
 def reachable_modules(function) -> list[torch.nn.Module]:
-  """The modules that a function names: its own, and those that it closes over."""
+  """Return the modules that a function refers to.
+
+  They are its owner, and those in its globals, defaults, closure and partial arguments.
+  """
   found: list = []
   while isinstance(function, functools.partial):
     found += [*function.args, *function.keywords.values()]
@@ -254,10 +257,10 @@ def reachable_modules(function) -> list[torch.nn.Module]:
 
 
 class Numbers:
-  """Numbers of the host that are operands of a call.
+  """Python numbers that are operands of a call.
 
   Attributes:
-    expressions: how each is computed, in the order of the operands.
+    expressions: expression that computes each number, in the order of the operands.
   """
 
   def __init__(self):
@@ -266,18 +269,18 @@ class Numbers:
     self._last: tuple = ((), ())
 
   def add(self, expressions: Sequence[Expression]) -> None:
-    """Take numbers that a trace has met as operands."""
+    """Make operands of numbers that a trace has met."""
     new = [number for number in expressions if number not in self.expressions]
     self.expressions = (*self.expressions, *new)
 
   def operands(self) -> tuple:
-    """Return the operands of a call."""
+    """Return the current numbers, as operands of a call."""
     if active.boundary is not None:
       return tuple(map(active.boundary.number, self.expressions))
     values = tuple([number.now() for number in self.expressions])
     before, operands = self._last
-    # A number that stays is an array from its second call on, which costs less. Of 0.0
-    # equality does not tell, since it equals -0.0.
+    # An unchanged number becomes an array from its second call on, which is cheaper.
+    # Equality cannot show that 0.0 is unchanged, since 0.0 == -0.0.
     if before != values or 0.0 in values:
       operands = values
     elif operands is before and jax_compat.is_top_level():

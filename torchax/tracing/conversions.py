@@ -1,4 +1,4 @@
-"""Trees of tensors as trees of arrays, and back, for functions that are compiled."""
+"""Conversion of trees of tensors to trees of arrays, and back, for traced functions."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchax.tracing import pytrees
 
 
 def _register_return_types() -> None:
-  """Named tuples that torch's operations return, as pytrees of their fields."""
+  """Register the named tuples that torch's operations return as pytrees."""
   found = (v for v in vars(torch.return_types).values() if isinstance(v, type))
   for cls in {value for value in found if issubclass(value, tuple)}:
     jax.tree_util.register_pytree_node(
@@ -25,14 +25,14 @@ _register_return_types()
 
 
 def is_leaf(value) -> bool:
-  """True for a tensor, which is no tree."""
+  """Return True for a tensor: `is_leaf` for JAX's tree functions."""
   return isinstance(value, torch.Tensor)
 
 
 def tensors_of(tree) -> Any:
-  """Arrays in a tree as tensors, boxed constants and containers unboxed.
+  """Convert the arrays in a tree to tensors; unbox constants and containers.
 
-  Typed keys and anything else stay as they are.
+  Typed keys and other leaves are unchanged.
   """
   return jax.tree.map(_tensor_of, tree, is_leaf=_is_leaf_or_container)
 
@@ -53,10 +53,10 @@ def _tensor_of(leaf):
 
 
 def arrays_of(tree) -> Any:
-  """Tensors in a tree as arrays; anything else as it is.
+  """Convert the tensors in a tree to arrays; other leaves are unchanged.
 
   Raises:
-    MixedDeviceError: a tensor of another device.
+    MixedDeviceError: a tensor is on another device.
   """
   return jax.tree.map(_array_of, tree, is_leaf=is_leaf)
 

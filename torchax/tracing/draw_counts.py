@@ -1,4 +1,4 @@
-"""Draws of a call, counted by a dry run of its trace; for `torchax.rng.explain`."""
+"""Dry run that counts the draws of a call, for `torchax.rng.explain`."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,10 @@ from torchax.tracing.trace import Options, Traced
 
 
 def dry_run(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
-  """The draws of a call that is not made; see `torchax.rng.explain`."""
+  """Trace a call without running it, and return the ledger of its draws.
+
+  See `torchax.rng.explain`.
+  """
   traced = Traced(torch_function, Options(hands_out=True))
   leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))
   indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]

@@ -1,6 +1,7 @@
 """Effects of a traced function: found in the trace, applied after each call.
 
-Each change is static. Its array, if it has one, is a result of the program.
+A `Change` is static. Its array, if it has one, is a result of the program. `collect`
+finds the changes for `trace.py`; callers of the program apply them with `Effects`.
 """
 
 import abc
@@ -34,23 +35,23 @@ class Change(abc.ABC):
     """Make the change.
 
     Args:
-      leaves: of the arguments.
-      array: the new numbers, or None.
+      leaves: argument leaves.
+      array: new values, or None.
     """
 
   @abc.abstractmethod
   def named(self, arguments: list[str], names: dict[int, str]) -> str:
-    """Return the target for messages.
+    """Return the name of the changed tensor, for messages.
 
     Args:
       arguments: names of the argument leaves.
-      names: of captured tensors, by the identity of their storages.
+      names: names of captured tensors, by the identity of their storages.
     """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteArgument(Change):
-  """New numbers of an argument leaf, given by its index."""
+  """New values for the argument leaf with this index."""
 
   index: int
 
@@ -58,7 +59,7 @@ class WriteArgument(Change):
     leaf = leaves[self.index]
     if isinstance(leaf, Tensor):
       leaf.replace_jax(array)
-    elif isinstance(leaf, torch.Tensor):  # 0-d on the CPU, such as a count of steps
+    elif isinstance(leaf, torch.Tensor):  # 0-d on the CPU, such as a step count
       with torch.no_grad():
         leaf.copy_(mappings.j2t(array))
 
@@ -68,12 +69,12 @@ class WriteArgument(Change):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reshape(WriteArgument):
-  """Changes of an argument's shape in place, replayed on the caller's tensor.
+  """In-place shape changes of an argument, replayed on the caller's tensor.
 
-  It has an array where the memory of the argument has grown.
+  There is an array only if the argument's memory was replaced.
 
   Attributes:
-    steps: (operation, args, kwargs) of each.
+    steps: (operation, args, kwargs) of each change.
   """
 
   steps: tuple
@@ -90,12 +91,13 @@ class Reshape(WriteArgument):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteStorage(Change):
-  """New numbers of a storage from outside.
+  """New values for an outer storage.
 
   Attributes:
-    storage: in the trace.
-    holder: the captured tensor that had it; for a captured gradient its leaf; or None.
-    is_gradient: the storage is that of `holder.grad`.
+    storage: storage that the trace has written.
+    holder: captured tensor with this storage, or the leaf whose `.grad` has it, or
+      None. Later calls write to the storage that the holder has by then.
+    is_gradient: the storage belongs to `holder.grad`.
   """
 
   storage: Identity
@@ -114,7 +116,7 @@ class WriteStorage(Change):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetGradient(Change):
-  """A new tensor for the `.grad` of an outer leaf."""
+  """New tensor for the `.grad` of an outer leaf."""
 
   kind = "set"
   leaf: Identity
@@ -142,13 +144,13 @@ class Effects:
   """Changes of a traced function, with the arrays of one call.
 
   Attributes:
-    changes: in the order in which they are applied.
-    arrays: the new numbers of each; None for a change without.
-    targets: attributes of modules and entries of optimizers' states (`Target`,
-      `StateTarget`) that each call gives new tensors.
+    changes: changes in the order in which they are applied.
+    arrays: new values for each change, or None.
+    targets: module attributes and optimizer state entries (`Target`, `StateTarget`)
+      that each call assigns new tensors to.
     assigned: arrays of these tensors.
-    tape: the backward pass of the call for torch's autograd, or None.
-    environments: of the results; empty where all are of the default one.
+    tape: backward pass of the call for torch's autograd, or None.
+    environments: environments of the results; empty if all are the default one.
   """
 
   changes: tuple[Change, ...] = ()
@@ -170,7 +172,7 @@ class Effects:
 
   @classmethod
   def of(cls, changes: Sequence[tuple], assigned: Sequence[tuple]) -> "Effects":
-    """Effects of (change, array) pairs and (target, tensor) pairs."""
+    """Build effects from (change, array) pairs and (target, tensor) pairs."""
     return cls(
       tuple([change for change, _ in changes]),
       [array for _, array in changes],
@@ -179,7 +181,7 @@ class Effects:
     )
 
   def or_none(self) -> "Effects | None":
-    """Return None if there are no effects, so that a call skips them."""
+    """Return the effects, or None if there are none, so that a call skips them."""
     return (
       self if self.changes or self.targets or self.tape or self.environments else None
     )
@@ -188,16 +190,16 @@ class Effects:
     """Make the changes to the caller's tensors.
 
     Args:
-      leaves: of the arguments.
+      leaves: argument leaves of the call.
     """
     for change, array in zip(self.changes, self.arrays):
       change.apply(leaves, array)
 
   def assign(self, values: Sequence) -> None:
-    """Give the targets their tensors.
+    """Assign the new tensors to the targets.
 
     Args:
-      values: the tensors; or arrays, which have no gradient.
+      values: tensors, or arrays, which have no gradient.
     """
     for target, tensor in zip(self.targets, tensors_of(list(values))):
       target.set(tensor)
@@ -209,12 +211,12 @@ class Effects:
 
 
 class Lifted(NamedTuple):
-  """The captured tensors of a trace, which are its operands.
+  """Captured tensors that are operands of a trace.
 
   Attributes:
-    tensors: in the order of the operands.
-    grads: what leaves among them had for `.grad` before the trace, by identity.
-    gradients: the leaves whose `.grad` is an operand as well.
+    tensors: tensors in the order of the operands.
+    grads: `.grad` of each leaf among them before the trace, by the leaf's identity.
+    gradients: leaves whose `.grad` is an operand too.
   """
 
   tensors: list[Tensor]
@@ -232,15 +234,15 @@ def collect(
   """Return the changes that a function has made in its trace, with their arrays.
 
   Args:
-    name: of the function.
-    boundary: of its trace.
-    inner: its argument leaves in the trace.
-    born: the storages that these had when the trace began; None for what is no tensor.
-    specialization: of the trace.
-    lifted: the captured tensors.
+    name: name of the function.
+    boundary: boundary of the trace.
+    inner: argument leaves in the trace.
+    born: storage of each of these leaves when the trace began; None if not a tensor.
+    specialization: static part of the call.
+    lifted: captured tensors.
 
   Raises:
-    MutationError: a change cannot be handed back to the caller.
+    MutationError: the caller's tensors cannot take over a change.
   """
   repeats = {index for index, _ in specialization.same}
   found: list[tuple[WriteArgument, Any]] = []
@@ -267,7 +269,7 @@ def collect(
 
 
 def _of_captured(boundary: Boundary, lifted: Lifted) -> Iterator[tuple[Change, Any]]:
-  """Changes of outer storages, and of the gradients of outer leaves."""
+  """Yield the changes of outer storages, and of the `.grad` of outer leaves."""
   grads = lifted.grads
   holders = {id(tensor._storage): (tensor, False) for tensor in lifted.tensors}
   for leaf in lifted.gradients:
@@ -290,7 +292,10 @@ def _of_captured(boundary: Boundary, lifted: Lifted) -> Iterator[tuple[Change, A
 
 
 def _rebound(name: str, tensor: Tensor, storage: Storage) -> jax.Array:
-  """The numbers of an argument that took another memory (`x.data = …`, `set_`)."""
+  """Return the new values of an argument whose memory was replaced.
+
+  `x.data = …` and `set_` replace it.
+  """
   array = tensor.jax()
   if array.shape != storage.array.shape or array.dtype != storage.array.dtype:
     raise MutationError(
@@ -302,13 +307,13 @@ def _rebound(name: str, tensor: Tensor, storage: Storage) -> jax.Array:
 
 
 def trained_leaves(boundary: Boundary) -> list[Tensor]:
-  """The outer leaves that a function has met in its trace."""
+  """Return the outer leaves with a gradient that a trace has met."""
   tensors = (shadow.tensor for shadow in boundary.shadows.values())
   return [t for t in tensors if t is not None and is_trained(t)]
 
 
 def drop_traced_grads(boundary: Boundary, lifted: Lifted) -> None:
-  """The trace has set `.grad` of real leaves; they get back what they had."""
+  """Restore the `.grad` of outer leaves that the trace has set or cleared."""
   for tensor in trained_leaves(boundary):
     before = lifted.grads.get(id(tensor))
     was_cleared = tensor.grad is None and before is not None

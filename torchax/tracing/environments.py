@@ -1,7 +1,8 @@
-"""Environments of the tensors that go into a compiled function and come out of it.
+"""Environments of the arguments and results of a compiled function.
 
-Arrays have none, so they are static: a part of what a function is compiled for, and of
-what a call of it gives. With one environment in the process nothing is looked at.
+An array has no environment, so the environments of tensors are static: those of the
+arguments are part of the `Specialization`, those of the results part of the `Effects`.
+A process with one environment skips all of this.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from torchax.tracing.conversions import is_leaf
 
 
 def of_call(leaves: list) -> tuple:
-  """Return the active one and that of each leaf; () if all are the default one."""
+  """Return the active environment and each leaf's; () if all are the default."""
   if not are_several():
     return ()
   default = default_env()
@@ -24,7 +25,7 @@ def of_call(leaves: list) -> tuple:
 
 
 def of_results(out) -> tuple:
-  """Return that of each leaf of a tree of tensors; () if all are the default one."""
+  """Return the environment of each leaf; () if all are the default."""
   if not are_several():
     return ()
   default = default_env()
@@ -38,7 +39,12 @@ def _unless_default(found: tuple) -> tuple:
 
 
 def given_back(out, environments: tuple) -> Any:
-  """A tree of arrays and tensors with tensors of these environments."""
+  """Return the tree with tensors of these environments in place of its leaves.
+
+  Args:
+    out: tree of arrays and tensors.
+    environments: one environment per leaf.
+  """
   leaves, treedef = jax.tree.flatten(out, is_leaf=is_leaf)
   for index, (leaf, env) in enumerate(zip(leaves, environments)):
     if isinstance(leaf, Tensor):
