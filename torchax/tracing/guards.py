@@ -1,10 +1,12 @@
-"""Guards: what a traced function decides by, except the values of its operands.
+"""Guards: host values that the Python code of a traced function depends on.
 
-A trace adds what it reads on the host: attributes of the modules that it runs, tensors
-on the CPU and numpy arrays that it closes over, numbers of optimizers by which Python
-has decided. Before each call they are compared with what they were; the differences
-are a part of the key that a program is compiled for. So a call after a change is
-retraced, and after the change is undone the old program is used again.
+A trace adds a guard for each value that it reads on the host: attributes of the modules
+that it runs, CPU tensors and numpy arrays in its closure, and optimizer settings that
+Python branches on. Each call compares them with their first values. The differences are
+part of the cache key, so a call after a change is retraced, and undoing the change
+finds the old program again.
+
+Each `Traced` (`trace.py`) has one `Guards`; `modules.py` compares the modules.
 """
 
 import contextlib
@@ -27,23 +29,23 @@ from torchax.errors import MutationError
 from torchax.tensor import Tensor
 from torchax.tracing.modules import Members, Values, is_same, writes
 
-# Stop guarding on a value once the function itself has changed it in this many traces.
+# Stop guarding on a value after the traced function has changed it in this many traces.
 MOST_CHANGES = 8
-# Tensors and arrays of more bytes are not compared byte by byte.
+# Larger values (in bytes) are not compared byte by byte: CPU tensors, numpy arrays.
 MOST_BYTES = 1 << 14
 MOST_BYTES_OF_ARRAY = 1 << 20
 
 
 class ModuleGuards:
-  """Guards on what the modules of a function hold, and on what its traces change there.
+  """Guards on the attributes of the modules that a function runs.
 
   Args:
-    name: of the function, for messages.
+    name: name of the function, for messages.
   """
 
   def __init__(self, name: str = "A function"):
     self.name = name
-    # Tensors and submodules; what is captured is found again when one is replaced.
+    # Tensors and submodules; replacing one makes `Captures` find its tensors again.
     self.members = Members()
     self._values: dict[int, tuple[int, Values]] = {}
     self._numbers = itertools.count()
@@ -57,11 +59,11 @@ class ModuleGuards:
     return bool(self._values)
 
   def __iter__(self) -> Iterator[tuple[str, Values]]:
-    """The modules, with their paths."""
+    """Yield the path and the values of each module."""
     return _named([values for _, values in self._values.values()])
 
   def key(self) -> tuple:
-    """Return the differences from what the modules held when they were added."""
+    """Return the differences from the values when the modules were added."""
     seen = (writes.count, torch_compat.count_of_hooks())
     if seen != self._seen or not all(map(is_same, self._containers)):
       self._look()
@@ -85,7 +87,7 @@ class ModuleGuards:
   # In a trace -------------------------------------------------------------------------
 
   def add(self, module: torch.nn.Module) -> bool:
-    """Add the attributes of a module and of its submodules; False if they are known."""
+    """Add the attributes of a module and its submodules; return False if known."""
     known = self._values.get(id(module))
     if known is not None and known[1].module is module:
       return False
@@ -101,7 +103,7 @@ class ModuleGuards:
     return True
 
   def end_trace(self) -> None:
-    """Count what the function has changed itself, while it was traced."""
+    """Count the attributes that the function itself has changed during the trace."""
     for number, values in self._values.values():
       before = values.now
       values.look()
@@ -110,8 +112,8 @@ class ModuleGuards:
       for name in {**before, **values.now}:
         if before.get(name) != values.now.get(name):
           self._count_change(number, values.kind, name)
-    self.members.record()  # what the function itself replaces is a part of its trace
-    self._seen = (-2, -2)  # looked at again before the next call
+    self.members.record()  # replacements by the function itself are part of its trace
+    self._seen = (-2, -2)  # differs from any count, so the next call compares all
 
   def _count_change(self, number: int, kind: str, name: str) -> None:
     changes = self._changes.get((number, name), 0) + 1
@@ -129,14 +131,14 @@ class Guards:
   """Guards of one function.
 
   Args:
-    name: of the function, for messages.
+    name: name of the function, for messages.
 
   Attributes:
-    is_empty: there are no guards, as for a function of its arguments alone.
+    is_empty: there are no guards; the function depends on its arguments alone.
     modules: guards on modules.
-    optimizers: those of which a step was traced.
-    edition: how often something that was guarded on has gone, so that what was
-      compiled is of no use.
+    optimizers: optimizers with a traced step.
+    edition: number of times that guarded objects were found collected; the programs
+      compiled with them are of no use then.
   """
 
   def __init__(self, name: str = "A function"):
@@ -147,15 +149,15 @@ class Guards:
     self.edition = 0
     self._host: dict[int, _OnHost] = {}
     self._count = 0
-    # Compiled functions that this one has called, and how they were when it was traced.
+    # Guards of the compiled functions called in a trace, and their keys at that time.
     self._inner: dict[int, tuple[weakref.ref, Hashable]] = {}
-    # Host numbers by which Python has decided, and what they were.
+    # Host numbers that Python branches on, and their values in the first trace.
     self._decisions: dict[Any, Hashable] = {}
 
   # Before a call ----------------------------------------------------------------------
 
   def key(self) -> tuple:
-    """Return the differences from the first traces; () where nothing has changed."""
+    """Return the differences from the first traces; () if there are none."""
     if self.is_empty:
       return ()
     key: tuple = ()
@@ -204,12 +206,12 @@ class Guards:
   # In a trace -------------------------------------------------------------------------
 
   def guard_on_module(self, module: torch.nn.Module) -> None:
-    """Adds the attributes of a module and of its submodules."""
+    """Guard on the attributes of a module and of its submodules."""
     if self.modules.add(module):
       self.is_empty = False
 
   def guard_on_host(self, value) -> None:
-    """Adds a tensor on the CPU or a numpy array."""
+    """Guard on a CPU tensor or a numpy array."""
     known = self._host.get(id(value))
     if known is None or known.is_gone:
       self.is_empty = False
@@ -217,22 +219,23 @@ class Guards:
       self._host[id(value)] = _OnHost(value, self._count, self.name)
 
   def guard_on_function(self, inner: "Guards") -> None:
-    """Adds what a compiled function depends on that was called in the trace."""
+    """Guard on the guards of a compiled function that was called in the trace."""
     if inner is not self and id(inner) not in self._inner:
       self.is_empty = False
       self._inner[id(inner)] = (weakref.ref(inner), inner.key())
 
   def guard_on_number(self, decision) -> None:
-    """Adds a number of the host by which Python has decided.
+    """Guard on a host number that Python branches on.
 
     Args:
-      decision: tells what it is by `now()`, and in messages by `describe()`.
+      decision: object whose `now()` returns the number, and whose `describe()` returns
+        its text for messages.
     """
     self.is_empty = False
     self._decisions.setdefault(decision, _now(decision))
 
   def guard_on_optimizer(self, optimizer) -> None:
-    """Adds an optimizer that a step was traced of (`optimizers.Watched`)."""
+    """Guard on an optimizer with a traced step (`optimizers.Watched`)."""
     if optimizer not in self._decisions:
       self.is_empty = False
       self._decisions[optimizer] = optimizer.now()
@@ -240,14 +243,14 @@ class Guards:
       self.optimizers.append(optimizer)
 
   def update_states(self) -> bool:
-    """Look at the tensors of optimizers; True where one has others than before."""
+    """Refresh the state tensors of optimizers; return True if some were replaced."""
     return any([optimizer.update_state() for optimizer in self.optimizers])
 
   def follow_attributes(self, storages: Iterable[Storage]) -> None:
-    """Follows the plain attributes of modules whose tensors have these storages.
+    """Guard on the plain module attributes whose tensors have these storages.
 
     Args:
-      storages: of tensors that a trace has captured, or changes.
+      storages: storages of tensors that a trace captures or changes.
     """
     keys = set(map(id, storages))
     self.modules.members.follow(
@@ -255,7 +258,7 @@ class Guards:
     )
 
   def members_edition(self) -> int:
-    """Count how often a tensor or submodule of a module was found replaced."""
+    """Return how often a tensor or submodule of a module was found replaced."""
     edition = self.modules.members.look()
     if self._inner:
       for reference, _ in self._inner.values():
@@ -264,7 +267,7 @@ class Guards:
     return edition
 
   def described(self) -> dict[str, str]:
-    """Describe attributes, host tensors and decisions as they are, by name."""
+    """Return the current attributes, host tensors and decisions as text, by name."""
     found: dict[str, str] = {}
     for name, values in self.modules:
       for attribute, text in values.describe():
@@ -285,7 +288,10 @@ class Guards:
     """Guard on every module that this thread runs inside the block.
 
     Args:
-      met: is also called with each of them, before it runs.
+      met: callback; receives each of these modules before it runs.
+
+    Raises:
+      MutationError: the block closes over a numpy array too large to compare.
     """
     thread = threading.get_ident()
 
@@ -305,7 +311,7 @@ class Guards:
 
 
 def _named(found: list[Values]) -> Iterator[tuple[str, Values]]:
-  """Modules with their paths, which begin with the class of the outermost one."""
+  """Yield modules with their paths, which begin with the outermost module's class."""
   names: dict[int, str] = {}
   modules = [values.module for values in found]
   inner = {id(m) for module in modules if module for m in [*module.modules()][1:]}
@@ -324,14 +330,14 @@ def _now(decision) -> Hashable:
 
 
 class _OnHost:
-  """A tensor on the CPU, or a numpy array, that a function closes over."""
+  """CPU tensor or numpy array that a function closes over."""
 
   def __init__(self, value, number: int, name: str):
     self.number = number
     self._name = name
     self._is_tensor = isinstance(value, torch.Tensor)
     while not self._is_tensor and isinstance(value.base, np.ndarray):
-      value = value.base  # each call may make another slice of an array
+      value = value.base  # each call may create a new slice of the same array
     self._reference = weakref.ref(value)
     self._shape, self._nbytes = value.shape, value.nbytes
     self._memory: np.ndarray | None = None
@@ -342,11 +348,11 @@ class _OnHost:
 
   @property
   def is_gone(self) -> bool:
-    """True if it was collected, so that it cannot change."""
+    """True if the value was garbage-collected."""
     return self._reference() is None
 
   def look(self) -> Hashable:
-    """Return a key of its numbers."""
+    """Return a key of its current contents."""
     value = self._reference()
     if value is None:
       return None
@@ -359,7 +365,7 @@ class _OnHost:
     return None if self._memory is None else self._memory.tobytes()
 
   def describe(self) -> str:
-    """Its numbers, or those of them that tell it from another one."""
+    """Return its values as text; a hash of its key if it is large."""
     value = self._reference()
     if value is None or self._nbytes > MOST_BYTES:
       return f"number {hash(self.look())}"
@@ -371,7 +377,7 @@ class _OnHost:
     return f"{kind} of shape {list(self._shape)}"
 
   def require_followed(self) -> None:
-    """Raises MutationError for an array that is too large to be compared."""
+    """Raise MutationError for an array that is too large to compare."""
     if self._is_tensor or self._nbytes <= MOST_BYTES_OF_ARRAY or self.is_gone:
       return
     raise MutationError(
@@ -382,10 +388,10 @@ class _OnHost:
 
 
 def _memory_of(tensor: torch.Tensor) -> np.ndarray | None:
-  """The memory of a tensor as a numpy array; None where it has no plain memory."""
+  """Return the memory of a tensor as a numpy array; None if it has no plain memory."""
   if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
     return None
-  if tensor.numel() and not tensor.untyped_storage().nbytes():  # it was freed
+  if tensor.numel() and not tensor.untyped_storage().nbytes():  # freed memory
     return None
   with torch_compat.without_modes():
     plain = tensor.detach()

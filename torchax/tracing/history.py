@@ -1,7 +1,7 @@
-"""Reasons of recompilations: the keys for which a function was traced.
+"""Reasons for recompilations, from the program keys of a function's traces.
 
-`TORCHAX_LOGS=recompiles` shows it as it happens (`torchax/logs.py`), and
-`torchax.explain` what is known of the last one.
+`TORCHAX_LOGS=recompiles` logs each one (`torchax/logs.py`); `torchax.explain` shows the
+last one. `program_keys.py` builds the keys.
 """
 
 import logging
@@ -11,10 +11,10 @@ from torchax import logs
 
 logger = logging.getLogger("torchax.recompiles")
 
-# Earlier traces that the next one is compared with.
+# Number of earlier traces that a new one is compared with.
 MOST_TRACES = 8
 
-# All that Python decides by in a program, described by name.
+# Text of each static value and guard of a program, by name.
 ProgramKey = dict[str, str]
 
 _ABSENT = "not there"
@@ -24,8 +24,8 @@ class History:
   """Traces of one function.
 
   Attributes:
-    count: how many there were.
-    reasons: differences of the last one from the most similar one before.
+    count: number of traces.
+    reasons: differences between the last trace and the most similar earlier one.
   """
 
   def __init__(self, name: str):
@@ -35,7 +35,7 @@ class History:
     self._keys: deque[ProgramKey] = deque(maxlen=MOST_TRACES)
 
   def record(self, key: ProgramKey) -> None:
-    """Add a trace that was made for this key."""
+    """Add a trace with this key, and log why it was needed."""
     self.count += 1
     self.reasons = self._compared(key)
     self._keys.append(key)
@@ -52,7 +52,7 @@ class History:
   def _compared(self, key: ProgramKey) -> tuple[str, ...]:
     if not self._keys:
       return ()
-    # Of equally similar ones the last.
+    # Among equally similar traces, take the latest.
     fewest = min(reversed(self._keys), key=lambda before: len(_changes(before, key)))
     changes = _changes(fewest, key)
     if not changes:

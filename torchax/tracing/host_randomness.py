@@ -1,6 +1,6 @@
-"""Draws of Python's and numpy's own generators in a traced function, which are refused.
+"""Refusal of draws from Python's and numpy's generators in a traced function.
 
-They would happen while the function is compiled and never again.
+Such a draw would happen once, in the trace, and every call would reuse its number.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from torchax.errors import TracedDrawError
 
 @contextlib.contextmanager
 def refused(name: str, location: tuple[str, int] | None) -> Iterator[None]:
-  """Raises where code inside draws from `random` or `np.random`.
+  """Raise if code inside the block draws from `random` or `np.random`.
 
   Args:
-    name: of the function, for messages.
+    name: name of the function, for messages.
     location: file and line of the function.
 
   Raises:
-    TracedDrawError: the generators stand where they stood before.
+    TracedDrawError: the block has drawn; the generator's state is restored.
   """
   python, numpy = random.getstate(), np.random.get_state()
   yield

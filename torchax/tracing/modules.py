@@ -1,15 +1,17 @@
-"""Modules of a traced function: what they hold, before calls and in a trace.
+"""Attributes of the modules of a traced function: changes between calls and in a trace.
 
-`Values` and `Members` find what was changed between two calls: numbers, flags and
-strings, which are guards, and tensors and submodules, which are captured again. Values
-are compared only after an attribute was set: `Module.__setattr__` counts for modules
-that a compiled function has run. Lists and dicts, which change without that, are
-compared element by element on each call.
+`Values` and `Members` find changes between two calls. Numbers, flags and strings are
+guards; replaced tensors and submodules are captured again. Values are compared only
+after an assignment: `Module.__setattr__` counts for modules that a compiled function
+has run. Lists and dicts change without an assignment, so each call compares their
+elements.
 
-`Attributes` finds what a trace assigns: `self.c = self.c * 2` gives the module a traced
-value, which has no numbers outside of the trace. A plain attribute whose tensor was not
-read gets a new tensor after each call, which is a result of the program like any other.
-A buffer, or what was read before, keeps its tensor, which takes the new numbers.
+`Attributes` finds assignments in a trace: `self.c = self.c * 2` assigns a tracer to the
+module, which has no value outside the trace. A plain attribute whose tensor was not
+read receives a new tensor after each call, a result of the program. A buffer, or a
+tensor that was read before, keeps its tensor and receives the new values.
+
+`guards.py` and `trace.py` use these classes.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ from torchax.core.storage import Storage, active
 from torchax.errors import MutationError
 from torchax.tensor import Tensor
 
-# What torch keeps in each module for itself.
+# Attributes of each module that belong to torch.
 OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 _HOOKS = (
   *("_forward_pre_hooks", "_forward_hooks"),
@@ -39,11 +41,11 @@ _HOOKS = (
 
 
 class _Writes:
-  """Counts assignments to attributes of watched modules.
+  """Counter of assignments to attributes of watched modules.
 
   Attributes:
-    count: how many there were.
-    watched: the modules, by identity.
+    count: number of assignments.
+    watched: watched modules, by identity.
   """
 
   def __init__(self):
@@ -51,7 +53,7 @@ class _Writes:
     self.watched: dict[int, weakref.ref] = {}
 
   def watch(self, module: torch.nn.Module) -> None:
-    """Counts what is assigned to the module from now on."""
+    """Count assignments to the module from now on."""
     number = id(module)
     if number not in self.watched:
       _follow_assignments()
@@ -68,7 +70,7 @@ _following: list[Callable] = []
 
 
 def _follow_assignments() -> None:
-  """Count assignments to attributes of modules, from the first watched module on."""
+  """Patch `Module.__setattr__` and `__delattr__` to count, at the first watch."""
   cls = torch.nn.Module
   if cls.__setattr__ in _following:
     return
@@ -90,18 +92,21 @@ def _follow_assignments() -> None:
 
 
 class Values:
-  """The values of one module, by name.
+  """Keys of the attribute values of one module.
 
   Attributes:
-    first: a key of each, as the module had them when it was added.
-    now: the same as of the last look.
+    kind: name of the module's class.
+    is_silent: assignments to the module may go uncounted.
+    first: keys by name when the module was added.
+    now: keys by name at the last look.
+    containers: lists and dicts in the values, each with a copy (`containers_in`).
   """
 
   def __init__(self, module: torch.nn.Module):
     writes.watch(module)
     self._reference = weakref.ref(module)
     self.kind = type(module).__name__
-    # A class that has an `__setattr__` of its own may not tell of assignments.
+    # A class with its own `__setattr__` may bypass the counter.
     self.is_silent = type(module).__setattr__ is not torch.nn.Module.__setattr__
     self.first: dict = {}
     self.now: dict = {}
@@ -111,11 +116,11 @@ class Values:
 
   @property
   def module(self) -> torch.nn.Module | None:
-    """The module, if it still exists."""
+    """The module; None once it was garbage-collected."""
     return self._reference()
 
   def look(self) -> None:
-    """Takes the values as they are now."""
+    """Read the current values."""
     module = self._reference()
     if module is None:
       return
@@ -125,7 +130,7 @@ class Values:
       if name in OF_TORCH:
         continue
       if isinstance(value, torch.Tensor):
-        now[name] = torch.Tensor  # that there is one
+        now[name] = torch.Tensor  # guards on its presence; `Members` tracks which
         continue
       key = key_of(value)
       if key is not None:
@@ -141,7 +146,7 @@ class Values:
     self.now, self.containers = now, containers
 
   def describe(self) -> Iterator[tuple[str, str]]:
-    """(name, value) of each, as messages have them."""
+    """Yield the name and the text of each value, for messages."""
     module = self._reference()
     for name in () if module is None else self.now:
       value = vars(module).get(name)
@@ -150,7 +155,7 @@ class Values:
       yield name, "a tensor" if isinstance(value, torch.Tensor) else in_words(value)
 
   def changed(self) -> Iterator[tuple]:
-    """(name, key) of each value that is another one than at first."""
+    """Yield (name, key) of each value that differs from the first one."""
     first, now = self.first, self.now
     if first is now or first == now:
       return
@@ -160,7 +165,7 @@ class Values:
 
 
 def containers_in(value) -> Iterator[tuple]:
-  """The lists and dicts in a value, each with a copy of what it holds."""
+  """Yield the lists, sets and dicts in a value, each with a copy of its elements."""
   if isinstance(value, dict):
     yield value.keys(), tuple(value)
     yield value.values(), tuple(value.values())
@@ -174,7 +179,7 @@ def containers_in(value) -> Iterator[tuple]:
 
 
 def is_same(entry: tuple) -> bool:
-  """True for a container that still holds what its copy holds."""
+  """Return True if a container still has the elements of its copy."""
   container, known = entry
   return len(container) == len(known) and all(map(operator.is_, container, known))
 
@@ -182,20 +187,20 @@ def is_same(entry: tuple) -> bool:
 # Tensors and submodules ---------------------------------------------------------------
 
 
-# Stands after everything that modules hold.
+# Marks the end of the members of all modules.
 _END = object()
 
 
 class Members:
-  """The parameters, buffers and submodules of modules, by identity.
+  """Parameters, buffers and submodules of modules, compared by identity.
 
-  Tensors that are plain attributes are looked at where they are followed.
+  Plain attributes with tensors are compared only after `follow`.
 
   Args:
-    module: is added with its submodules.
+    module: module to add, with its submodules.
 
   Attributes:
-    edition: how often one was found replaced, added or removed.
+    edition: number of times that a member was found replaced, added or removed.
   """
 
   def __init__(self, module: torch.nn.Module | None = None):
@@ -212,11 +217,11 @@ class Members:
     self.record()
 
   def add(self, module: torch.nn.Module) -> None:
-    """Adds a module without its submodules, as `record` will find it."""
+    """Add a module without its submodules; the next `record` reads its members."""
     self._modules[id(module)] = weakref.ref(module)
 
   def record(self) -> None:
-    """Takes what the modules have now for what they should have."""
+    """Record the current members of the modules."""
     self._views = []
     for key, reference in list(self._modules.items()):
       module = reference()
@@ -229,10 +234,10 @@ class Members:
     self._known = list(itertools.chain.from_iterable(self._views))
 
   def follow(self, is_needed: Callable[[torch.Tensor], bool]) -> None:
-    """Follows the plain attributes that hold a tensor which is needed, from now on.
+    """Compare the plain attributes with a needed tensor from now on.
 
     Args:
-      is_needed: says of a tensor whether it is.
+      is_needed: predicate on tensors.
     """
     known = {(id(attributes), name) for attributes, name, _ in self._followed}
     for reference in self._modules.values():
@@ -246,8 +251,8 @@ class Members:
         self._containers += containers_in(value)
 
   def have_changed(self) -> bool:
-    """True where something was replaced, added or removed since `record`."""
-    # Every call asks. The mark at the end tells of what was added or removed there.
+    """Return True if a member was replaced, added or removed since `record`."""
+    # Runs on every call. `_END` reveals a member added or removed at the end.
     if self._followed:
       if any(now.get(name) is not value for now, name, value in self._followed):
         return True
@@ -257,17 +262,17 @@ class Members:
     return not all(map(operator.is_, found, self._known))
 
   def look(self) -> int:
-    """Return the edition, after looking for members that were replaced."""
+    """Check for replaced members, and return the edition."""
     if self.have_changed():
       self.edition += 1
       self.record()
-      # What is needed is found again by the trace that follows.
+      # The next trace follows the attributes that it needs.
       self._followed, self._containers = [], []
     return self.edition
 
 
 def tensors_in(value) -> Iterator[torch.Tensor]:
-  """The tensors in lists, tuples and dicts of each other; a tensor itself."""
+  """Yield the tensors in nested lists, tuples and dicts, or a tensor itself."""
   if isinstance(value, torch.Tensor):
     yield value
   elif isinstance(value, dict):
@@ -286,14 +291,14 @@ _MISSING = object()
 
 @dataclasses.dataclass
 class Assignment:
-  """A tensor that was assigned to an attribute of a module.
+  """Assignment of a traced tensor to an attribute of a module.
 
   Attributes:
     module: the module.
-    name: of the attribute.
-    table: the dict that holds it: parameters, buffers, or plain attributes.
-    before: the value that it had; anything where it had no tensor.
-    value: the tensor that it has now, made in the trace.
+    name: name of the attribute.
+    table: dict with the attribute: parameters, buffers, or plain attributes.
+    before: earlier value of the attribute; `_MISSING` if it had none.
+    value: assigned tensor, born in the trace.
   """
 
   module: torch.nn.Module
@@ -309,11 +314,11 @@ class Assignment:
 
   @property
   def target(self) -> "Target":
-    """The plain attribute, as a call finds it."""
+    """The plain attribute, for the effects of each call."""
     return Target(Identity(self.module), self.name, self.value.requires_grad)
 
   def undo(self) -> None:
-    """Gives the attribute the value that it had."""
+    """Restore the earlier value of the attribute."""
     if self.before is _MISSING:
       self.table.pop(self.name, None)
     else:
@@ -325,37 +330,43 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """Plain attribute of a module that each call gives a new tensor."""
+  """Plain attribute of a module; each call assigns a new tensor to it."""
 
   module: Identity
   name: str
   has_gradient: bool
 
   def get(self) -> torch.Tensor:
-    """The tensor that it has."""
+    """Return the current tensor of the attribute."""
     return vars(self.module.value)[self.name]
 
   def set(self, tensor: torch.Tensor) -> None:
-    """Gives it a tensor."""
+    """Assign a tensor to the attribute."""
     boundary = active.boundary
     if boundary is not None and boundary.attributes is not None:
-      boundary.attributes.record(self.module.value)  # it is handed on from there
+      # The outer trace turns the assignment into an effect of its own.
+      boundary.attributes.record(self.module.value)
     attributes = vars(self.module.value)
     if not isinstance(attributes.get(self.name), torch.Tensor):
-      writes.count += 1  # that there is a tensor now is what Python may decide by
+      writes.count += 1  # Python may branch on the presence of a tensor
     attributes[self.name] = tensor if self.has_gradient else tensor.detach()
 
   def describe(self, paths: dict[int, str]) -> str:
-    """Return its name, given the paths of modules by their identities."""
+    """Return the path of the attribute.
+
+    Args:
+      paths: paths of modules, by their identities.
+    """
     module = self.module.value
     return f"{paths.get(id(module), type(module).__name__)}.{self.name}"
 
 
 class Attributes:
-  """Attributes of modules, and states of optimizers, before a trace.
+  """Module attributes and optimizer states from before a trace.
 
   Attributes:
-    states: of the optimizers that were stepped, by identity (`optimizer_state.py`).
+    states: states of optimizers with a traced step, by the optimizer's identity
+      (`optimizer_state.py`).
   """
 
   def __init__(self):
@@ -363,7 +374,7 @@ class Attributes:
     self._before: dict[int, tuple[torch.nn.Module, list[tuple[dict, dict]]]] = {}
 
   def record(self, module: torch.nn.Module) -> None:
-    """Adds a module with its submodules, as they are now."""
+    """Record the current attributes of a module and its submodules, once."""
     if id(module) in self._before:
       return
     for part in module.modules():
@@ -373,36 +384,36 @@ class Attributes:
       )
 
   def assigned(self, boundary: Boundary) -> Iterator[Assignment]:
-    """Tensors that were made in a trace and are assigned now."""
+    """Yield the attributes that now have a tensor born in the trace."""
     for module, tables in self._before.values():
       for table, before in tables:
         for name, value in list(table.items()):
           known = before.get(name, _MISSING)
-          # Anything else is a module's own tensor, back after a call with others.
+          # Any other change restores a module's own tensor after a functional call.
           if value is not known and is_born_in(value, boundary):
             yield Assignment(module, name, table, known, value)
 
   def undo_traced(self, boundary: Boundary) -> None:
-    """Takes the tensors that were born in a trace out of the attributes."""
+    """Undo all assignments of tensors born in the trace."""
     for assignment in list(self.assigned(boundary)):
       assignment.undo()
 
   def take_out(self, boundary: Boundary, name: str, hands_out: bool) -> list[tuple]:
-    """Takes back what was assigned; it takes effect when the function has run.
+    """Undo the assignments of a trace, and turn them into effects of the function.
 
     Args:
-      boundary: the trace.
-      name: of the function.
+      boundary: boundary of the trace.
+      name: name of the function, for messages.
       hands_out: the tensors of plain attributes can be results of the function.
-        Otherwise an attribute that had no tensor keeps the traced one, which says what
-        is wrong when it is used.
+        Otherwise an attribute that had no tensor keeps the traced one, which raises a
+        clear error when it is used.
 
     Returns:
-      Plain attributes whose tensors are results (`Target`), with these tensors. The
-      other assignments are changes of the tensors that the modules have.
+      Plain attributes whose tensors are results (`Target`), with these tensors. Other
+      assignments become in-place changes of the modules' earlier tensors.
 
     Raises:
-      MutationError: the assigned tensor cannot be written to the one before.
+      MutationError: the assigned tensor cannot be written to the earlier one.
     """
     found, results = [], []
     for assignment in self.assigned(boundary):
@@ -427,11 +438,11 @@ class Attributes:
     return [(assignment.target, assignment.value) for assignment in results]
 
   def _was_read(self, assignment: Assignment, boundary: Boundary) -> bool:
-    """True where a later call may depend on what is assigned in this one.
+    """Return True if a later call may read the value that this call assigns.
 
-    Memory that another attribute shares, as after `spectral_norm(module)`, may have
-    been read by that one. If not, the guard of the attribute has the next call traced
-    again, and there its memory is its own.
+    Shared memory, as after `spectral_norm(module)`, counts as not read: the read may
+    have been of another attribute. If it was of this one, the attribute's guard
+    retraces the next call, where the memory is no longer shared.
     """
     before = assignment.before
     if assignment.is_registered:
@@ -444,7 +455,7 @@ class Attributes:
     return storage.birth is boundary or (is_touched and self._sharers(storage) == 1)
 
   def _sharers(self, storage: Storage) -> int:
-    """Count the different tensors of the modules that had a storage."""
+    """Count the distinct tensors of the modules with this storage before the trace."""
     values = itertools.chain.from_iterable(
       before.values() for _, tables in self._before.values() for _, before in tables
     )
@@ -467,7 +478,7 @@ class Attributes:
     return None
 
   def holders(self, tensor: torch.Tensor) -> int:
-    """In how many places of the modules a tensor was."""
+    """Count the module attributes that were this tensor before the trace."""
     return sum(
       value is tensor
       for _, tables in self._before.values()
@@ -477,12 +488,12 @@ class Attributes:
 
 
 def is_born_in(tensor, boundary: Boundary) -> TypeGuard[Tensor]:
-  """True for a jax tensor that was made in a trace."""
+  """Return True for a jax tensor that was born in the trace of `boundary`."""
   return isinstance(tensor, Tensor) and tensor._storage.birth is boundary
 
 
 def _is_alive(value) -> TypeGuard[Tensor]:
-  """True for a jax tensor that is not left over from a trace that has ended."""
+  """Return True for a jax tensor, unless it was born in a trace that has ended."""
   if not isinstance(value, Tensor):
     return False
   birth = value._storage.birth

@@ -1,4 +1,4 @@
-"""Names of traced functions, in messages and in compiled programs."""
+"""Names of traced functions, for messages and compiled programs."""
 
 import functools
 import inspect
@@ -8,10 +8,10 @@ import torch
 
 
 def name_of(function) -> str:
-  """The name of the user's function, or of the module's class.
+  """Return the name of the user's function, or of the module's class.
 
   Args:
-    function: a function, a module or a method of one; also a `functools.partial`.
+    function: function, module, method of a module, or `functools.partial` of these.
   """
   while isinstance(function, functools.partial):
     function = function.func
@@ -24,7 +24,7 @@ def name_of(function) -> str:
 
 
 def location_of(function) -> tuple[str, int] | None:
-  """File and line where the user's function begins, where that is known."""
+  """Return the file and first line of the user's function; None if unknown."""
   while isinstance(function, functools.partial):
     function = function.func
   method = getattr(function, "forward", function)
@@ -38,5 +38,5 @@ def signature_of(function: Callable) -> inspect.Signature | None:
     function = function.forward
   try:
     return inspect.signature(function)
-  except (TypeError, ValueError):  # functions of C
+  except (TypeError, ValueError):  # a function written in C
     return None

@@ -1,9 +1,9 @@
-"""State that optimizers make in a traced function: results of its calls.
+"""Optimizer state that a traced step creates, as results of the program.
 
-What the first step of an optimizer makes of its gradients, such as the buffers of SGD
-with dampening, has no numbers outside of the trace. So the state is recorded before the
-step; what is new in it when the function has been traced is taken away again, and each
-call gives it to the optimizer.
+The first step of an optimizer may create state from gradients, such as the momentum
+buffers of SGD with dampening. In a trace these are tracers, without values outside it.
+So `optimizers.py` records the state before the step, `trace.py` removes the new entries
+after the trace, and each call assigns them to the optimizer.
 """
 
 import dataclasses
@@ -20,25 +20,26 @@ from torchax.tensor import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class StateTarget:
-  """Entry of an optimizer's state that each call gives a new tensor."""
+  """Entry of an optimizer's state; each call assigns a new tensor to it."""
 
   optimizer: Identity
   parameter: Identity
   name: str
 
   def get(self) -> torch.Tensor:
-    """The tensor that it has."""
+    """Return the current tensor of the entry."""
     return self.optimizer.value.state[self.parameter.value][self.name]
 
   def set(self, tensor: torch.Tensor) -> None:
-    """Gives it a tensor, which has no gradient."""
+    """Assign a tensor to the entry, detached."""
     optimizer = self.optimizer.value
     if active.boundary is not None:
-      record(optimizer, active.boundary)  # it is handed on from there
+      # The outer trace turns the assignment into an effect of its own.
+      record(optimizer, active.boundary)
     optimizer.state[self.parameter.value][self.name] = tensor.detach()
 
   def describe(self, paths: dict[int, str]) -> str:
-    """Return its name."""
+    """Return the name of the entry; `paths` is for `Target.describe` only."""
     optimizer = self.optimizer.value
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     number = [id(p) for p in parameters].index(id(self.parameter.value))
@@ -50,7 +51,7 @@ class State:
 
   def __init__(self, optimizer: torch.optim.Optimizer):
     self.optimizer = optimizer
-    # Parameters whose state was made for the trace.
+    # Parameters whose state `optimizers.py` created before the step.
     self._made: list[torch.Tensor] = []
     self._before = {
       parameter: dict(entries)
@@ -59,10 +60,10 @@ class State:
     }
 
   def made(self, boundary: Boundary) -> list[tuple[StateTarget, torch.Tensor]]:
-    """Return the entries that steps in a trace have put there, and their tensors.
+    """Return the entries that steps in a trace have assigned, and their tensors.
 
     Raises:
-      TracedStateError: an entry is no jax tensor, so that a call cannot give it back.
+      TracedStateError: a changed entry is not a jax tensor, so it cannot be a result.
     """
     found: list[tuple[StateTarget, torch.Tensor]] = []
     for parameter, entries in self.optimizer.state.items():
@@ -80,16 +81,16 @@ class State:
     return found
 
   def keep(self, parameters: Sequence[torch.Tensor]) -> None:
-    """Take the state of these parameters, made for the trace, for what was there."""
+    """Record the current state of these parameters, so that `undo` keeps it."""
     self._made += parameters
     for parameter in parameters:
       self._before[parameter] = dict(self.optimizer.state[parameter])
 
   def undo(self, has_failed: bool = False) -> None:
-    """Give the optimizer the entries that it had.
+    """Restore the optimizer's earlier entries.
 
     Args:
-      has_failed: the trace has; what was made for it goes as well.
+      has_failed: the trace has failed; remove the state passed to `keep` as well.
     """
     state = self.optimizer.state
     for parameter in self._made if has_failed else ():
@@ -106,7 +107,7 @@ class State:
 
 
 def _is_equal(before, value) -> bool:
-  """True for a number or another constant that was assigned again."""
+  """Return True for an equal constant, such as a number, that was assigned again."""
   return (
     not isinstance(value, torch.Tensor)
     and type(before) is type(value)
@@ -115,7 +116,7 @@ def _is_equal(before, value) -> bool:
 
 
 def on_host(optimizer: torch.optim.Optimizer, entry: str) -> TracedStateError:
-  """The error for an entry that steps change on the host."""
+  """Build the error for an entry that steps change on the host."""
   name = type(optimizer).__name__
   return TracedStateError(
     f"{name} keeps {entry!r} of its state on the host, which a compiled function "
@@ -133,8 +134,8 @@ def record(
 
   Args:
     optimizer: the optimizer.
-    boundary: of the trace.
-    made: parameters whose state was made for the trace since, and stays.
+    boundary: boundary of the trace.
+    made: parameters whose state was created for the trace and stays after it.
   """
   if boundary.attributes is not None:
     states = boundary.attributes.states
@@ -142,18 +143,19 @@ def record(
 
 
 def take_out(boundary: Boundary, states: dict[int, State], hands_out: bool) -> list:
-  """Take out of the optimizers what a trace has made; it is a result of each call.
+  """Remove the state entries that a trace has created, to make them results.
 
   Args:
-    boundary: of the trace.
-    states: of the optimizers that were stepped in it.
+    boundary: boundary of the trace.
+    states: states of the optimizers with a step in the trace.
     hands_out: the tensors can be results of the function.
 
   Returns:
     Entries of states (`StateTarget`), with the tensors for them.
 
   Raises:
-    TracedStateError: they cannot, or something else than tensors has changed.
+    TracedStateError: there are entries but `hands_out` is False, or state on the host
+      has changed.
   """
   made = []
   for state in states.values():
@@ -170,6 +172,6 @@ def take_out(boundary: Boundary, states: dict[int, State], hands_out: bool) -> l
 
 
 def undo(states: dict[int, State], has_failed: bool = False) -> None:
-  """Give the optimizers that were stepped in a trace the state from before it."""
+  """Restore the states from before a trace; see `State.undo`."""
   for state in states.values():
     state.undo(has_failed)
