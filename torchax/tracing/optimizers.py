@@ -1,10 +1,12 @@
-"""`torch.optim` inside compiled functions, as it is written outside of them.
+"""Steps of `torch.optim` optimizers inside compiled functions.
 
-A step that is traced runs on a copy of the optimizer. There the numbers of the
-parameter groups are numbers of the host (`core/host_numbers.py`), so that a schedule of
-learning rates is followed. The state is made before the trace goes on, and steps are
-counted on the device, as with `capturable=True`. A count on the host is refused: a
-compiled function would count only while it is traced.
+A traced step runs on a copy of the optimizer. The numbers in the copy's parameter
+groups are operands (`core/host_numbers.py`), so a learning-rate schedule does not
+trigger recompilation. The state is created before the step is traced, and steps are
+counted on the device, as with `capturable=True`. A step count on the host raises an
+error, since a compiled function would count only while it is traced.
+
+`trace.py` enters `tracing_steps`. State from gradients is in `optimizer_state.py`.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ from torchax.tracing import optimizer_state
 
 
 class Watched:
-  """An optimizer that a traced function steps: a guard (`Guards.guard_on_number`)."""
+  """Guard on an optimizer with a traced step (`Guards.guard_on_optimizer`)."""
 
   def __init__(self, optimizer: torch.optim.Optimizer):
     self._reference = weakref.ref(optimizer)
@@ -49,7 +51,11 @@ class Watched:
     return type(other) is Watched and self._reference() is other._reference()
 
   def now(self) -> tuple:
-    """Return a key of what a step decides by: kinds of numbers, and tensors."""
+    """Return a key of the settings that a step branches on.
+
+    Floats are operands, so only their type is in the key; other settings are compared
+    by value, parameters by identity.
+    """
     optimizer = self._reference()
     if optimizer is None:
       return ()
@@ -79,7 +85,7 @@ class Watched:
     return f"{len(groups)} of {in_words(settings)}"
 
   def tensors(self) -> Iterator[tuple[str, Tensor]]:
-    """The jax tensors of its state, by name."""
+    """Yield the jax tensors of the optimizer's state, with their names."""
     optimizer = self._reference()
     if optimizer is None:
       return
@@ -91,7 +97,7 @@ class Watched:
           yield f"{kind}.state[{number}][{name!r}]", value
 
   def update_state(self) -> bool:
-    """Look at the tensors of the state; True where one is another than before."""
+    """Refresh the tensors of the state; return True if one was replaced."""
     optimizer = self._reference()
     if optimizer is None:
       return False
@@ -108,7 +114,7 @@ def _are_same(values: list, known: list) -> bool:
 
 
 def _kind(value):
-  """Return a key of a setting; for a number that is an operand, of its type."""
+  """Return a key of a setting; for a number that is an operand, its type."""
   if _is_number(value):
     return float
   if isinstance(value, tuple) and value and all(map(_is_number, value)):
@@ -120,7 +126,7 @@ def _kind(value):
 
 
 def _is_number(value) -> bool:
-  """True for a floating-point number, also in a 0-d tensor on the CPU."""
+  """Return True for a float or a 0-d floating-point tensor on the CPU."""
   if isinstance(value, float):
     return True
   is_on_host = isinstance(value, torch.Tensor) and not isinstance(value, Tensor)
@@ -129,7 +135,7 @@ def _is_number(value) -> bool:
 
 @contextlib.contextmanager
 def _outside() -> Iterator[None]:
-  """Operations inside are run, not traced; with the numbers from before the trace."""
+  """Run operations inside the block eagerly, on the values from before the trace."""
   boundary, active.boundary = active.boundary, None
   try:
     with jax.ensure_compile_time_eval(), torch.no_grad():
@@ -139,13 +145,13 @@ def _outside() -> Iterator[None]:
 
 
 class _Step:
-  """A step of an optimizer in a trace, which runs on a copy of it.
+  """Traced step of an optimizer, on a copy of it.
 
-  The copy has parameter groups of its own; the state is the optimizer's. So other
-  threads never see what the numbers of the groups are in the trace.
+  The copy has its own parameter groups, so other threads never see traced numbers in
+  them. It shares the optimizer's state.
 
   Attributes:
-    copy: the copy.
+    copy: the copy of the optimizer.
   """
 
   def __init__(self, optimizer: torch.optim.Optimizer):
@@ -162,7 +168,7 @@ class _Step:
     vars(self.copy)[_STEP] = self
 
   def end(self) -> None:
-    """Hand attributes that the step has set to the optimizer.
+    """Copy attributes that the step has set to the optimizer.
 
     Raises:
       TracedStateError: the step has changed the parameter groups.
@@ -186,7 +192,7 @@ class _Step:
         vars(self._optimizer)[name] = value
 
 
-# Attribute of a copy: its step.
+# Attribute that links a copy to its `_Step`.
 _STEP = "_torchax_step"
 
 
@@ -198,13 +204,13 @@ def _differences(groups: list[dict], known: list[dict]) -> list[str]:
 
 
 def _in_trace(optimizer: torch.optim.Optimizer, number: int) -> dict:
-  """A parameter group as a step in a trace has it."""
+  """Return a copy of a parameter group for a traced step, with numbers as operands."""
   original = optimizer.param_groups[number]
   group = dict(original)
   counts_when_fused = _counts_when_fused(optimizer)
   if group.get("capturable") is False:
     group["capturable"] = True
-    if group.get("fused"):  # it takes numbers that C++ wants to know
+    if group.get("fused"):  # fused kernels need Python numbers, not operands
       group["fused"], group["foreach"] = False, True
   elif counts_when_fused:
     group["fused"], group["foreach"] = True, False
@@ -221,7 +227,7 @@ def _in_trace(optimizer: torch.optim.Optimizer, number: int) -> dict:
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
-  """Let a step inside a compiled function run on a copy of the optimizer."""
+  """Pre-hook that runs a step inside a compiled function on a copy."""
   boundary = active.boundary
   if boundary is None or _STEP in vars(optimizer):
     return None
@@ -254,11 +260,11 @@ def _install() -> Callable[[], None]:
 
 
 tracing_steps = WhileNeeded(_install)
-"""Context of a trace: steps of optimizers inside of it are traced."""
+"""Context manager: optimizer steps inside a trace run on copies."""
 
 
 def _is_left(optimizer: torch.optim.Optimizer) -> bool:
-  """True where the parameters, and so the state, are there after the trace."""
+  """Return True if the parameters, and so the state, outlive the trace."""
   return all(
     isinstance(p, Tensor) and p._storage.birth is None
     for group in optimizer.param_groups
@@ -267,10 +273,10 @@ def _is_left(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-  """Make the state that a first step would make, and move counts of steps to jax.
+  """Create the state that a first step would create, and move step counts to jax.
 
   Returns:
-    The parameters whose state was made.
+    The parameters whose state was created.
   """
   parameters = [p for group in optimizer.param_groups for p in group["params"]]
   known = set(map(id, optimizer.state))
@@ -298,7 +304,7 @@ def _init(optimizer: torch.optim.Optimizer, group: dict) -> None:
   if not missing:
     return
   if isinstance(optimizer, torch.optim.SGD):
-    # What the first step would take the gradient for is then 0 * momentum + gradient.
+    # SGD starts its buffer with the gradient: equal to 0 * momentum + gradient.
     if group["momentum"] and not group["dampening"]:
       for parameter in missing:
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -307,7 +313,7 @@ def _init(optimizer: torch.optim.Optimizer, group: dict) -> None:
 
 
 def _as_tensor(number: HostNumber, parameters: list[torch.Tensor]) -> torch.Tensor:
-  """A 0-d tensor for a number that a fused step would take from the host."""
+  """Return a 0-d tensor for a number that a fused step reads on the host."""
   dtypes = [torch.float32, *(p.dtype for p in parameters)]
   dtype = functools.reduce(torch.promote_types, dtypes)
   device = parameters[0].device if parameters else None
@@ -315,7 +321,7 @@ def _as_tensor(number: HostNumber, parameters: list[torch.Tensor]) -> torch.Tens
 
 
 def _counts_when_fused(optimizer: torch.optim.Optimizer) -> bool:
-  """True for one that counts its steps on the device only with `fused=True`."""
+  """Return True if the optimizer counts on the device only with `fused=True`."""
   return isinstance(optimizer, torch.optim.Adagrad) and not any(
     group["differentiable"] or any(p.is_complex() for p in group["params"])
     for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Keys of programs, described for `History` and `torchax.explain`."""
+"""Cache keys of programs as text, for `History` and `torchax.explain`."""
 
 import inspect
 import itertools
@@ -19,11 +19,11 @@ from torchax.tracing.static_arguments import BoxedGenerator
 def key_of_call(
   traced, specialization, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[ProgramKey, list[str]]:
-  """Return the key of a trace, and the names of the argument leaves.
+  """Return the key of a trace as text, and the names of the argument leaves.
 
   Args:
     traced: the function (`Traced`).
-    specialization: of the call.
+    specialization: static part of the call.
     args, kwargs: arrays or tracers, and static values.
   """
   found = list(arguments(traced.function, args, kwargs))
@@ -64,7 +64,7 @@ def _of_specialization(specialization, leaves: list[str], traced) -> ProgramKey:
 def arguments(
   function: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-  """The leaves of arguments, with names: static ones and arrays."""
+  """Yield the leaves of the arguments, static ones and arrays, with their names."""
   parameters = _parameters(function)
   found, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_static)
   for (which, *path), leaf in found:
@@ -79,7 +79,7 @@ def arguments(
 
 
 def captured_names(traced) -> list[str]:
-  """Names of the tensors that a function closes over, by the modules that hold them."""
+  """Return the names of the captured tensors, from their modules and optimizers."""
   names: dict[int, str] = {}
   for root, values in traced.guards.modules:
     module = values.module
@@ -105,7 +105,7 @@ _POSITIONAL = (
 
 
 def _parameters(function: Callable) -> list[str]:
-  """Names of the positional parameters, up to `*args`."""
+  """Return the names of the positional parameters, up to `*args`."""
   owner = getattr(function, "__self__", function)
   if isinstance(owner, torch.nn.Module) and name_of(owner) == name_of(function):
     function = owner.forward
@@ -119,7 +119,7 @@ def _is_static(leaf) -> bool:
 
 
 def described(leaf) -> str:
-  """Describe a leaf as programs are compiled for it: dtype and shape, or the value."""
+  """Return the dtype and shape of an array leaf, or the value of a static one."""
   if isinstance(leaf, jax.Array):
     kind = f"{leaf.dtype.name}{list(leaf.shape)}"
     return f"{kind} of a Python number" if leaf.weak_type else kind

@@ -1,9 +1,11 @@
-"""Containers that torch's pytrees know and JAX's do not.
+"""Containers that are registered as pytrees with torch but not with JAX.
 
-Libraries register theirs with torch: the results of a `transformers` model, say.
-They cross into a compiled function and out of it as a `Container`, so that their own
-class is made of tensors only; it may refuse the placeholders that JAX puts into trees.
-Where JAX code sees the result itself, the class is registered with JAX.
+Libraries register classes with torch, for example the results of a `transformers`
+model. Compiled functions take and return them as a `Container`. So their own class is
+built from tensors only, and never sees JAX's placeholders, which it may reject. `adopt`
+registers a class with JAX where JAX code sees the result itself.
+
+`static_arguments.py` boxes and unboxes them.
 """
 
 import functools
@@ -19,7 +21,7 @@ _adopted: set[type] = set()
 
 
 class _Context:
-  """Context of a container in torch, which JAX wants hashable."""
+  """Hashable wrapper of torch's context of a container, as JAX requires."""
 
   __slots__ = ("value",)
 
@@ -27,7 +29,7 @@ class _Context:
     self.value = value
 
   def __hash__(self):
-    return hash(_Context)  # torch's contexts are comparable, and often lists
+    return hash(_Context)  # torch's contexts are often lists: comparable, unhashable
 
   def __eq__(self, other):
     return type(other) is _Context and bool(self.value == other.value)
@@ -35,12 +37,12 @@ class _Context:
 
 @jax.tree_util.register_pytree_node_class
 class Container:
-  """A container of torch's as a tree of JAX's.
+  """JAX pytree node for a container that torch can flatten.
 
   Attributes:
-    cls: the container's class.
-    context: of torch, all that it holds except for its children.
-    children: what it contains.
+    cls: class of the container.
+    context: torch's context: its data except the children.
+    children: children of the container.
   """
 
   __slots__ = ("cls", "context", "children")
@@ -56,13 +58,13 @@ class Container:
     return cls(*static, children)
 
   def unbox(self, convert: Callable) -> Any:
-    """The container itself, of the converted children."""
+    """Rebuild the container from the converted children."""
     node = torch_pytree.SUPPORTED_NODES[self.cls]
     return node.unflatten_fn(list(map(convert, self.children)), self.context.value)
 
 
 def box(leaf, convert: Callable) -> Container | None:
-  """A leaf of JAX's that torch takes apart, with converted children; else None."""
+  """Box a leaf that torch can flatten, with converted children; None for others."""
   node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
   if node is None:
     return None
@@ -71,7 +73,7 @@ def box(leaf, convert: Callable) -> Container | None:
 
 
 def adopt(leaf) -> bool:
-  """Registers the class of a leaf with JAX if torch takes the leaf apart."""
+  """Register the class of a leaf with JAX; return False if torch cannot flatten it."""
   cls = type(leaf)
   node = torch_pytree.SUPPORTED_NODES.get(cls)
   if node is None:
@@ -86,7 +88,7 @@ def adopt(leaf) -> bool:
 
 
 def is_adopted(value) -> bool:
-  """True where JAX takes a value apart because of `adopt`."""
+  """Return True if `adopt` has registered the class of the value."""
   return type(value) in _adopted
 
 

@@ -1,4 +1,4 @@
-"""Replay of draws that a ledger has recorded; for `torchax.rng.replay`."""
+"""Replay of the draws in a ledger, for `torchax.rng.replay`."""
 
 import torch
 
@@ -8,7 +8,7 @@ from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.rng import Draw
 
-# Those whose numbers depend on the shape and dtype of a tensor alone.
+# Operations whose draws depend only on the shape and dtype of their tensors.
 _OF_A_SHAPE = frozenset(
   {
     "torchax.dropout.default",
@@ -23,7 +23,7 @@ _OF_A_SHAPE = frozenset(
 
 
 def redraw(draw: Draw, parameters: tuple[torch.Tensor, ...]) -> torch.Tensor:
-  """The numbers of a draw; see `torchax.rng.replay`."""
+  """Repeat a recorded draw; see `torchax.rng.replay`."""
   if draw.arguments is None:
     raise RngError(
       f"Draw {draw.index} ({draw.op}) is a key that was taken; what was drawn with it "
@@ -40,7 +40,7 @@ def redraw(draw: Draw, parameters: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def _operation(name: str):
-  """The overload of a name such as "aten.rand.default".
+  """Return the overload with a name such as "aten.rand.default".
 
   Raises:
     RngError: this version of torch has no such operation.
@@ -53,10 +53,10 @@ def _operation(name: str):
 
 
 def _given(draw: Draw, operation, wanted: list, parameters: list) -> list[torch.Tensor]:
-  """The tensors for the arguments: those given, or ones where any will do.
+  """Return `parameters` on jax; tensors of ones if none are given nor needed.
 
   Raises:
-    ValueError: there are too few or too many, or they are of other shapes or dtypes.
+    ValueError: the number, shapes or dtypes of the tensors differ from the draw's.
   """
   is_of_a_shape = draw.op in _OF_A_SHAPE or operation._schema.name.endswith("_like")
   with torch_compat.without_modes():

@@ -1,8 +1,9 @@
-"""A proof that a program draws soundly, by reading its jaxpr.
+"""Checker of a program's draws: proves from its jaxpr that no key is misused.
 
-Each value is named by how it is computed: two equations that do the same to the same
-values have one name. So two draws share a key if and only if their keys have one name,
-and a key whose name leads to no operand is a constant of the program.
+Each value has a name for its computation: equal equations on equal values have one
+name. So two draws share a key if and only if their keys share a name, and a key that
+depends on no operand is a constant of the program. `draw_counts.py` runs the checker
+for `torchax.rng.explain`.
 """
 
 import collections
@@ -15,18 +16,18 @@ from jax.extend import core
 from torchax.compat import jax_compat, user_code
 from torchax.rng.state import is_typed_key
 
-# How programs of random operations are called (`dispatch/lowering.py`). Their first
+# Name prefixes of programs of random operations (`dispatch/lowering.py`). Their first
 # operands are a key and the number to fold in.
 _OPERATIONS = ("aten_", "torchax_")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """Something unsound in a program.
+  """Misuse of a key in a program.
 
   Attributes:
     kind: "constant", "repeated", "turn" (repeated by a loop) or "dropped".
-    lines: of the code that draws, or takes the key.
+    lines: source lines that draw, or that take the key.
   """
 
   kind: str
@@ -48,12 +49,12 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-  """How a value is computed.
+  """Description of a value's computation.
 
   Attributes:
-    name: equal for values that are computed alike.
-    varies: it depends on an operand of the program.
-    turns: the loops whose turns it differs in.
+    name: equal for values with equal computations.
+    varies: the value depends on an operand of the program.
+    turns: loops with a different value in each iteration.
   """
 
   name: Hashable
@@ -62,7 +63,7 @@ class _Value:
 
 
 def faults(program: core.ClosedJaxpr) -> list[Fault]:
-  """Faults of a program that was traced with its random state as operands."""
+  """Return the faults of a program that has its random state as operands."""
   walk = _Walk()
   operands = [_Value(("operand", n)) for n in range(len(program.jaxpr.invars))]
   walk.program(program, operands)
@@ -70,23 +71,23 @@ def faults(program: core.ClosedJaxpr) -> list[Fault]:
 
 
 class _Walk:
-  """Names the values of a program and records the key of each draw."""
+  """Walk over a program that names its values and records the key of each draw."""
 
   def __init__(self):
     self._uses: dict[Hashable, list[str]] = {}
     self._found: list[Fault] = []
     self._loops: list[Hashable] = []
     self._count = 0
-    # The equation that is looked at, and those around it.
+    # The current equation, after the equations around it.
     self._around: list = []
 
   def faults(self) -> list[Fault]:
-    """All that was found."""
+    """Return the faults found so far."""
     repeated = [Fault("repeated", tuple(u)) for u in self._uses.values() if len(u) > 1]
     return [*self._found, *repeated]
 
   def program(self, program, operands: list[_Value]) -> list[_Value]:
-    """Walks through a jaxpr, closed or without constants; gives its results."""
+    """Walk through a jaxpr, closed or without constants; return its results."""
     consts = [self._constant(const) for const in getattr(program, "consts", ())]
     jaxpr = getattr(program, "jaxpr", program)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands)))
@@ -130,7 +131,7 @@ class _Walk:
     return self._computed(eqn, inputs)
 
   def _line(self) -> str:
-    """The line of the equation that is looked at, or of the one around it."""
+    """Return the source line of the current equation, or of the closest one around."""
     for eqn in reversed(self._around):
       place = jax_compat.line_of(eqn.source_info, user_code.LIBRARIES)
       if place is not None:
@@ -169,7 +170,7 @@ class _Walk:
     for branch in eqn.params["branches"]:
       self._uses = {}
       self.program(branch, inputs[1:])
-      for name, lines in self._uses.items():  # one of the branches is run
+      for name, lines in self._uses.items():  # only one of the branches runs
         merged[name] = max(merged[name], lines, key=len)
     self._uses = before
     for name, lines in merged.items():
@@ -216,7 +217,7 @@ class _Walk:
 
 
 def _folded(key: _Value, number: _Value) -> _Value:
-  """The key that a number is folded into; a constant one stays a constant."""
+  """Return the key with a number folded in; a constant key stays a constant."""
   return _Value(
     ("fold_in", key.name, number.name), key.varies, key.turns | number.turns
   )
@@ -231,16 +232,16 @@ def _of(inputs: Iterable[_Value]) -> tuple[bool, frozenset]:
 
 
 def _is_key(atoms) -> bool:
-  """True where the first operand is a typed key, and there is a second one."""
+  """Return True if there are two operands and the first one is a typed key."""
   if len(atoms) < 2 or isinstance(atoms[0], core.Literal):
     return False
   return jax.dtypes.issubdtype(atoms[0].aval.dtype, jax.dtypes.prng_key)
 
 
 def _live(jaxpr) -> set[int]:
-  """The equations on which the results depend, or that do something.
+  """Return the indices of equations that have effects, or that results depend on.
 
-  The jaxpr around a loop that was retraced keeps the loop's first form.
+  Others are dead: the jaxpr around a retraced loop keeps the loop's first trace.
   """
   needed = {id(atom) for atom in jaxpr.outvars}
   live = set()

@@ -1,4 +1,7 @@
-"""Static part of a call, for which a program is compiled: `Specialization`."""
+"""Static part of a call, a part of the cache key of programs: `Specialization`.
+
+`trace.py` builds it before each call; `program_keys.py` describes it.
+"""
 
 import dataclasses
 import operator
@@ -23,12 +26,12 @@ class CapturedTensors(list[Tensor]):
 
 
 class CaptureKey:
-  """Key of the captured tensors for which programs are compiled, by its identity.
+  """Key of a function's captured tensors, compared by identity.
 
-  It refers to them weakly, since JAX's caches keep it.
+  It refers to the tensors weakly, since JAX's caches keep the key alive.
 
   Attributes:
-    edition: how often the function has got other tensors to capture.
+    edition: number of times that tensors or modules of the function were replaced.
   """
 
   __slots__ = ("edition", "_reference")
@@ -38,37 +41,37 @@ class CaptureKey:
     self.refer_to(tensors)
 
   def refer_to(self, tensors: CapturedTensors) -> None:
-    """Take a list in which gradients have come or gone."""
+    """Refer to a new list, whose gradients were added, replaced or removed."""
     self._reference = weakref.ref(tensors)
 
   @property
   def tensors(self) -> list[Tensor]:
-    """The tensors; none where the function captures others by now."""
+    """The tensors; empty once the function captures other ones."""
     return self._reference() or []
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Specialization:
-  """Static part of a call, for which a program is compiled.
+  """Static part of a call; each value has programs of its own.
 
-  JAX compares `interned` ones by identity, so that a call is quick. Each lives as long
-  as a program that was compiled for it.
+  JAX compares `interned` objects by identity, which is fast. Each lives as long as a
+  program that was compiled for it.
 
   Attributes:
-    same: for each argument leaf that repeats an earlier one's tensor, the two indices.
+    same: (index, earlier index) of each argument leaf that repeats a tensor.
     overlapping: indices of argument leaves whose storage another view shares.
-    has_grad: for each captured leaf, whether it has a gradient.
-    extra: anything the wrapper adds, such as the training flags of a module.
-    wants_grad: None where torch records no gradient; else for each argument leaf and
-      then for each captured tensor whether it needs one.
-    no_grad: called under `torch.no_grad`.
-    default_dtype: torch's, which decides what integers and factories give.
-    autocast: the dtype of the autocast around the call, or None.
-    captures: the captured tensors; None for none.
-    guards: the differences from what the function decided by at first (`Guards`).
-    environments: the one that is on, and that of each argument leaf; empty where all
-      are the default one.
+    has_grad: one flag per captured leaf: it has a `.grad`.
+    extra: value from the wrapper, such as the training flags of a module.
+    wants_grad: None if torch records no gradient; otherwise one flag per argument leaf,
+      then per captured tensor: it requires a gradient.
+    no_grad: the call is under `torch.no_grad`.
+    default_dtype: torch's default dtype, the dtype of factories and promoted integers.
+    autocast: dtype of the autocast around the call, or None.
+    captures: key of the captured tensors, or None.
+    guards: differences from the first values of the guards (`Guards.key`).
+    environments: active environment, then one per argument leaf; empty if all are the
+      default one.
   """
 
   same: tuple[tuple[int, int], ...] = ()
@@ -84,7 +87,7 @@ class Specialization:
   environments: tuple = ()
 
   def interned(self) -> "Specialization":
-    """Return the only object with these attributes."""
+    """Return the unique object with these attributes."""
     with _interning:
       return _known.setdefault(_attributes_of(self), self)
 
@@ -93,17 +96,20 @@ _attributes_of = operator.attrgetter(
   *[f.name for f in dataclasses.fields(Specialization)]
 )
 ORDINARY = Specialization().interned()
-"""No argument repeats another one, and nothing else matters."""
+"""Specialization of a call with all attributes at their defaults."""
 ORDINARY_ATTRIBUTES = _attributes_of(ORDINARY)
 
 
 def is_trained(tensor: Tensor) -> bool:
-  """True for leaves that autograd gives a `.grad`; others warn when asked for it."""
+  """Return True for a leaf with a `.grad`; reading it warns for other tensors."""
   return tensor.requires_grad and tensor.is_leaf
 
 
 def repeated(leaves: list) -> tuple[tuple, tuple]:
-  """Find argument leaves that are the same tensor, and those that overlap otherwise."""
+  """Return the argument leaves that repeat a tensor, and those that only overlap.
+
+  The two results are `Specialization.same` and `Specialization.overlapping`.
+  """
   first: dict[int, int] = {}
   same, overlapping = [], []
   for index, leaf in enumerate(leaves):
@@ -113,7 +119,7 @@ def repeated(leaves: list) -> tuple[tuple, tuple]:
     if earlier == index:
       continue
     first_leaf = leaves[earlier]
-    # A tensor and its `detach()` are two: only one of them takes part in gradients.
+    # A tensor and its `detach()` are not the same: only one of them has a gradient.
     is_same = leaf is first_leaf or not (leaf.requires_grad or first_leaf.requires_grad)
     if first_leaf._chain is leaf._chain and is_same:
       same.append((index, earlier))

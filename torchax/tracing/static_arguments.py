@@ -1,9 +1,9 @@
-"""Arguments of a compiled function that are no arrays: generators, flags, containers.
+"""Boxes for arguments and results that are not arrays: generators, flags, containers.
 
-JAX takes arrays and static values, in containers that it knows (`pytrees.py`). A
-generator is static, by its identity; what it draws are operands
-(`rng/keyed_function.py`). Booleans, strings, dtypes and devices decide in Python what a
-torch function does, so they are static by their values.
+JAX accepts arrays and static values, in registered containers (`pytrees.py`). A
+generator is static by identity; its random state is an operand
+(`rng/keyed_function.py`). Torch functions branch on booleans, strings, dtypes and
+devices, so these are static by value. Wrappers box before a call and unbox after it.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from torchax.tracing import pytrees
 
 
 def require_constant(leaf, name: str) -> None:
-  """Raises TypeError for a result that is neither a tensor nor a constant."""
+  """Raise TypeError for a result that is neither a tensor nor a constant."""
   if type(leaf) not in CONSTANTS:
     kind = type(leaf)
     raise TypeError(
@@ -31,7 +31,7 @@ def require_constant(leaf, name: str) -> None:
 
 @jax.tree_util.register_static
 class BoxedGenerator:
-  """A generator as a part of a tree's structure."""
+  """Generator as part of a tree's structure."""
 
   __slots__ = ("generator",)
   generator: Any  # torch's annotations lack the `_cdata` of a generator
@@ -43,7 +43,7 @@ class BoxedGenerator:
     return self.generator._cdata
 
   def __eq__(self, other):
-    # torch may wrap one generator in several objects.
+    # torch may wrap one generator in several Python objects.
     same = type(other) is BoxedGenerator
     return same and self.generator._cdata == other.generator._cdata
 
@@ -54,23 +54,23 @@ _KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic, pytrees.Conta
 
 
 def box(tree) -> Any:
-  """Make generators structure of the tree, and torch's containers those of JAX."""
+  """Box generators as part of the tree's structure, and torch's containers."""
   return jax.tree.map(_box_leaf, tree, is_leaf=_is_whole)
 
 
 def box_arguments(tree) -> Any:
-  """`box`, which makes flags, strings, dtypes and devices structure as well."""
+  """Apply `box`, and box flags, strings, dtypes and devices as well."""
   return jax.tree.map(_box_argument, tree, is_leaf=_is_whole)
 
 
 def box_results(tree, name: str) -> Any:
-  """`box` for the result of a function, which makes its constants structure.
+  """Apply `box` to the result of a function, and box its constants as well.
 
-  Numbers and booleans stay: they become tensors.
+  Numbers and booleans are not boxed: they become tensors.
 
   Args:
-    tree: the result.
-    name: of the function.
+    tree: result of the function.
+    name: name of the function, for messages.
 
   Raises:
     TypeError: a leaf is neither a tensor, an array nor a constant.
