@@ -25,7 +25,7 @@ from torchax.tracing.specialization import Specialization, is_trained
 
 
 class Change(abc.ABC):
-  """A change that each call of a program makes."""
+  """Change that each call of a program makes."""
 
   __slots__ = ()
   kind = "changed in place"

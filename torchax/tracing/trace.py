@@ -1,13 +1,13 @@
-"""A torch function as a pure JAX function, with everything it touches as operands.
+"""`Traced`: a torch function as a pure JAX function with all its state as operands.
 
-`Traced` is what `jax_jit`, `jax_value_and_grad` and `gradient_checkpoint` transform:
+`jax_jit`, `jax_value_and_grad` and `gradient_checkpoint` transform a `Traced`:
 
   traced(rng, operands, *args, **kwargs) -> ((out, effects), advance)
 
-`rng` carries the random streams (`rng/keyed_function.py`). `operands` are the arrays of
-the tensors that the function closes over (`captures.py`), what the trace is for
-(`specialization.py`), and numbers of the host. `effects` are the changes in place: to
-arguments, to captured tensors and to the `.grad` of captured leaves (`effects.py`).
+`rng` has the random streams (`rng/keyed_function.py`). `operands` are the arrays of
+captured tensors (`captures.py`), the static part of the call (`specialization.py`), and
+captured Python numbers. `effects` are the in-place changes of arguments, of captured
+tensors and of the `.grad` of captured leaves (`effects.py`).
 """
 
 import contextlib
@@ -69,12 +69,12 @@ from torchax.tracing.specialization import (
 from torchax.view import View
 
 _TENSORS = frozenset({Tensor, View})
-# What torch says of an argument, which is a leaf in the trace.
+# Part of torch's error for an in-place change of an argument that is a leaf.
 _OF_LEAF = "leaf Variable that requires grad"
 
 
 def _unhooked():
-  """Keeps what is traced from hooks of the caller: a checkpoint around the call."""
+  """Hide the caller's hooks on saved tensors, such as a checkpoint's, from a trace."""
   if torch_compat.has_saved_tensors_hooks():
     return saved_tensors_hooks(_itself, _itself)
   return contextlib.nullcontext()
@@ -92,14 +92,14 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Options(NamedTuple):
-  """Operands and results of a traced function.
+  """Kinds of operands and results that a traced function has.
 
   Attributes:
-    lifts: closed-over tensors are operands (for functions that are cached, as under
-      `jax.jit`); else JAX closes over their values.
-    records: torch's autograd can go back through a call, by a `Tape`.
-    hands_out: tensors that are assigned to plain attributes of modules are results.
-    takes_numbers: numbers of the host are operands.
+    lifts: captured tensors are operands, as cached functions under `jax.jit` need;
+      otherwise JAX closes over their values.
+    records: torch's autograd can differentiate a call, by a `Tape`.
+    hands_out: tensors assigned to plain attributes of modules are results.
+    takes_numbers: Python numbers, such as learning rates, are operands.
   """
 
   lifts: bool = False
@@ -109,19 +109,19 @@ class Options(NamedTuple):
 
 
 class Traced:
-  """A torch function whose operands include all that it reads and draws.
+  """Torch function whose operands include every tensor and random stream it reads.
 
   Args:
     function: the torch function.
-    options: what it takes and gives.
-    captured: tensors known to be closed over; others are found while tracing.
+    options: kinds of operands and results.
+    captured: tensors known to be captured; tracing finds the others.
 
   Attributes:
-    captures: the tensors that it closes over.
-    numbers: numbers of the host that are operands.
-    guards: what it decides by.
-    history: what its traces were made for.
-    pure: the function with its random streams; keeps them, and repeats traces.
+    captures: captured tensors.
+    numbers: Python numbers that are operands.
+    guards: guards of the function.
+    history: keys of its traces.
+    pure: function of the random streams; keeps them, and repeats incomplete traces.
     location: file and line of the function.
   """
 
@@ -136,17 +136,17 @@ class Traced:
     self.history = History(self.__name__)
     self.pure = KeyedFunction(self._run)
     self.pure.__name__ = self.__name__
-    # Attributes of the last call's specialization, and the object.
+    # The last call's specialization: its attributes, and the interned object.
     self._last: tuple = (None, None)
 
   # On the host -----------------------------------------------------------------------
 
   def operands(self, leaves: list, extra=None) -> tuple:
-    """Return the operands of a call: captured arrays, the specialization, numbers.
+    """Return the operands of a call: captured arrays, specialization, numbers.
 
     Args:
-      leaves: of the arguments.
-      extra: static, and part of what the function is compiled for.
+      leaves: argument leaves.
+      extra: static value from the wrapper, a part of the cache key.
     """
     captured, key = self.captures.operands(self.guards)
     specialization = self.specialization(leaves, extra, key)
@@ -163,8 +163,8 @@ class Traced:
     wants_grad = None if no_grad else self._wants_grad(leaves)
     same, overlapping = repeated(leaves) if len(leaves) > 1 else ((), ())
     if same and not self.options.lifts:
-      # Each argument has a gradient of its own, so they stay apart; then none of them
-      # may be changed in place.
+      # Each argument needs its own gradient, so repeated tensors stay separate. As
+      # overlapping ones they reject in-place changes.
       overlapping += tuple([index for pair in same for index in pair])
       same = ()
     attributes = (  # in the order of `Specialization`
@@ -187,7 +187,7 @@ class Traced:
     return self._last[1]
 
   def _wants_grad(self, leaves) -> tuple[bool, ...] | None:
-    """Return for each operand whether torch records its gradient; None if for none."""
+    """Return one flag per operand: torch records its gradient. None if none is set."""
     if not self.options.records:
       return None
     with torch_compat.without_function_modes():
@@ -203,23 +203,23 @@ class Traced:
     """Run the function in the JAX trace in progress.
 
     Args:
-      rng: operands for its random streams.
-      operands: those of `operands`.
+      rng: operands for the random streams.
+      operands: result of `operands`.
       *args, **kwargs: arrays and static values.
 
     Returns:
-      `(out, effects)`; how far its streams move; and what it has met that has no
-      operand yet, as functions that make one. If there are any, the trace is no good.
+      `(out, effects)`, the advance of the streams, and callbacks that add the operands
+      found missing. If there are any callbacks, discard the trace, run them, retrace.
     """
     needs: list[Callable] = []
     result, advance, met = self.pure.attempt(rng, needs, operands, *args, **kwargs)
     return result, advance, [*needs, *met]
 
   def __call__(self, rng, operands: tuple, *args, **kwargs):
-    """Return `((out, effects), advance)` of a trace that is complete.
+    """Return `((out, effects), advance)` of a trace that has all its operands.
 
     Raises:
-      NewOperands: it is not.
+      NewOperands: an operand was missing; retrace after adding it.
     """
     result, advance, needs = self.trace(rng, operands, *args, **kwargs)
     if needs:
@@ -276,7 +276,7 @@ class Traced:
       except BaseException as error:
         attributes.undo_traced(boundary)
         optimizer_state.undo(attributes.states, has_failed=True)
-        # A parameter that is a leaf outside as well keeps torch's own words.
+        # For a parameter, a leaf outside the trace too, torch's own error is right.
         is_given = any((specialization.wants_grad or ())[: len(inputs)])
         if is_given and _OF_LEAF in str(error):
           self._refuse_followed(error)
@@ -291,7 +291,7 @@ class Traced:
     return arrays, effects.or_none()
 
   def note_trace(self, operands, args: tuple, kwargs: dict) -> None:
-    """Keeps what a finished trace was made for, to tell why there is another one."""
+    """Record the key of a finished trace, to explain the next one."""
     _, specialization, *_ = operands
     key, _ = program_keys.key_of_call(self, specialization or ORDINARY, args, kwargs)
     self.history.record(key)
@@ -328,7 +328,7 @@ class Traced:
     return tape
 
   def _require_plain(self, boundary: Boundary) -> None:
-    """Raises MutationError where an outer tensor has become part of a traced graph."""
+    """Raise MutationError if an in-place change joined an outer tensor to the graph."""
     written = [t for shadow in boundary.written() for t in shadow.writers]
     joined = [t for t in written if t.grad_fn is not None]
     for tensor in joined:
@@ -342,7 +342,7 @@ class Traced:
       )
 
   def _require_followed(self, effects: Effects, inner) -> None:
-    """Raises MutationError where a change in place would lose a gradient."""
+    """Raise MutationError if an in-place change of an argument loses a gradient."""
     changed = [inner[change.index] for change, _ in effects.of_kind(WriteArgument)]
     if any(tensor.grad_fn is not None for tensor in changed):
       self._refuse_followed()
@@ -359,7 +359,10 @@ class Traced:
       self.captures.touches_grad = True
 
   def _needs(self, boundary: Boundary, lifted: list[Tensor]) -> list[Callable]:
-    """Return what makes operands of all that the function has read without one."""
+    """Return callbacks that add the operands found missing in a trace.
+
+    One of them drops wrong guesses of captured tensors.
+    """
     captures = self.captures
     needs: list[Callable] = []
     wrong = captures.wrong_guesses(boundary, lifted)
@@ -377,10 +380,12 @@ class Traced:
 
 @contextlib.contextmanager
 def on_host(name: str, location: tuple[str, int] | None) -> Iterator[None]:
-  """Refuses draws of Python's and numpy's generators, and follows arrays of numpy.
+  """Refuse draws of Python's and numpy's generators; guard on numpy arrays.
+
+  Does nothing in a nested trace, since the outermost one covers it.
 
   Args:
-    name, location: of the function, for messages.
+    name, location: name, file and line of the function, for messages.
   """
   if active.boundary.parent is not None:
     yield

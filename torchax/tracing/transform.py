@@ -1,13 +1,12 @@
-"""Common part of loops, branches, `jax_vmap` and `jax_shard_map`.
+"""`Transformed`: common part of loops, branches, `jax_vmap` and `jax_shard_map`.
 
 Each applies a JAX transformation to the pure form of torch functions:
 
   lower(call, rng, captured, args) -> (out, states, advance)
 
-`call(branch, rng, captured, args)` runs the function of that number in a trace and
-returns its result, what it changed and how far its stream moved. Tensors that the
-functions close over are operands. Where torch records gradients, the transformed
-function is recorded as one operation, which JAX differentiates.
+`call(branch, rng, captured, args)` runs the function with index `branch` in a trace and
+returns a `Result`. Captured tensors are operands. Where torch records gradients, the
+transformed function is recorded as one operation, which JAX differentiates.
 """
 
 import functools
@@ -42,12 +41,12 @@ class Result(NamedTuple):
   """Results of one call of a function in a trace.
 
   Attributes:
-    out: its result, of arrays.
+    out: result of the function, a tree of arrays.
     states: new arrays of the captured tensors that change (`Transformed.changing`).
-    advance: how far its stream moved.
-    arguments: new arrays of the argument leaves that it changed in place, by number.
-    assigned: new arrays of plain attributes of modules and entries of optimizers'
-      states, by the targets.
+    advance: advance of the stream.
+    arguments: new arrays of argument leaves changed in place, by index.
+    assigned: new arrays of plain module attributes and optimizer state entries, by
+      target (`Effects.targets`).
   """
 
   out: Any
@@ -61,13 +60,13 @@ class Transformed:
   """Torch functions under a JAX transformation.
 
   Args:
-    name: of the transformation, for errors.
-    functions: the torch functions; a branch is one of them.
-    lower: applies the transformation; see above.
+    name: name of the transformation, for errors.
+    functions: the torch functions; a branch is the index of one.
+    lower: callback that applies the transformation; see the module's docstring.
     may_change: functions may change captured tensors in place.
-    times: how often a call runs a function, for the integers of generators; None if
-      it is not known before it runs.
-    hands_out: `lower` returns what is assigned to plain attributes of modules.
+    times: number of times that a call runs a function, to advance generators; None if
+      unknown before it runs.
+    hands_out: `lower` returns the tensors assigned to plain attributes of modules.
   """
 
   def __init__(
@@ -87,12 +86,12 @@ class Transformed:
     self.traced.pure.__name__ = self.traced.__name__ = name
     # Captured tensors that the functions change.
     self.changing: list[Storage] = []
-    # What the trace in progress has met without an operand (`NewOperands`).
+    # Callbacks that add the operands found missing in the trace (`NewOperands`).
     self._needs: list[Callable] = []
-    # How far a call moves its stream, as far as earlier traces have shown.
+    # Advance of the stream by one call, as found in earlier traces.
     self.known = Advance()
     self.times = times
-    # Of the arguments, and of the last trace's results; see `environments.py`.
+    # Environments of the arguments, and of the last trace's results.
     self._of_call: tuple = ()
     self._of_results: tuple = ()
 
@@ -100,7 +99,13 @@ class Transformed:
     return self._functions[branch](*args)
 
   def __call__(self, args: tuple):
-    """Runs the functions on a tuple of trees of tensors, arguments for `lower`."""
+    """Apply the transformation to a tuple of trees of tensors, the `args` of `lower`.
+
+    Raises:
+      RngError: a function draws from a generator an unknown number of times, or seeds
+        its stream while a gradient is recorded.
+      MutationError: a function changes a tensor that it may not change.
+    """
     boxed = static_arguments.box(args)
     leaves, treedef = jax.tree.flatten(boxed, is_leaf=_is_tensor)
     arrays = arrays_of(leaves)
@@ -136,7 +141,8 @@ class Transformed:
     operands = [*captured, *arrays]
     tensors = [*map(self._with_gradient, captures.tensors), *leaves]
     count = len(captured)
-    # Only what needs a gradient: torch forbids changes in place of what it keeps.
+    # Pass only tensors that require a gradient: torch saves the inputs, and forbids
+    # in-place changes of saved tensors.
     indices = [n for n, t in enumerate(tensors) if _is_tensor(t) and t.requires_grad]
     if not (indices and torch.is_grad_enabled()):
       out, states, advance = self._apply(rng, captured, arrays, treedef)
@@ -148,7 +154,7 @@ class Transformed:
       for index, array in zip(indices, needed):
         values[index] = array
       captured, arrays = tuple(values[:count]), values[count:]
-      # torch is recording, though it does not record what is inside of its functions.
+      # torch turns off recording inside an autograd function; here it counts as on.
       with grad_mode.counted_anew():
         out, states, advance = self._apply(rng, captured, arrays, treedef)
       advances.append(advance)
@@ -165,7 +171,7 @@ class Transformed:
     return result, advance
 
   def _with_gradient(self, tensor: Tensor) -> Tensor:
-    """A captured tensor as one that depends on the leaves that are views of it."""
+    """Make a captured tensor depend on the leaves that are views of it."""
     leaves = self.traced.captures.view_leaves.get(id(tensor._storage))
     if leaves is None or tensor.requires_grad or not torch.is_grad_enabled():
       return tensor
@@ -183,10 +189,10 @@ class Transformed:
     return self._lower(self._call, rng, captured, args)
 
   def _call(self, branch: int, rng, captured, args) -> Result:
-    """Runs one of the functions in the trace in progress."""
+    """Run one of the functions in the trace in progress."""
     self.traced.__name__ = f"{name_of(self._functions[branch])} (in {self.name})"
     environments = self._of_call
-    if environments:  # a branch of `switch` is not given the first argument
+    if environments:  # a branch of `switch` does not receive the first argument
       on, *of_leaves = environments
       count = len(jax.tree.leaves(args))
       environments = (on, *of_leaves[len(of_leaves) - count :])
@@ -230,14 +236,14 @@ class Transformed:
     self.changing += [s for s in storages if s not in self.changing]
 
   def with_states(self, captured, states) -> tuple:
-    """Captured arrays, with those of the changing tensors replaced."""
+    """Return the captured arrays with new arrays for the changing tensors."""
     captured = list(captured)
     for index, state in zip(self._changing_indices(), states):
       captured[index] = state
     return tuple(captured)
 
   def states_of(self, captured) -> list[jax.Array]:
-    """The captured arrays of the changing tensors."""
+    """Return the captured arrays of the changing tensors."""
     return [captured[index] for index in self._changing_indices()]
 
   def _changing_indices(self) -> list[int]:
@@ -245,7 +251,7 @@ class Transformed:
     return [storages.index(storage) for storage in self.changing]
 
   def require_known(self, advance: Advance) -> None:
-    """Repeat the trace if a call moves its stream otherwise than was known."""
+    """Request a retrace if the advance of a call differs from `known`."""
     found = advance.without_log()
     if found != self.known:
       self._needs.append(functools.partial(setattr, self, "known", found))
