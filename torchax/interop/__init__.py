@@ -1,6 +1,6 @@
 """Torch functions under JAX's transformations, and JAX functions under torch.
 
-Start at `jit.py`; what a compiled function depends on is in `tracing`.
+Start at `jit.py`. The package `tracing` has the dependencies of compiled functions.
 """
 
 from jax import shard_map
@@ -39,7 +39,7 @@ from torchax.interop.views import (
 from torchax.tracing import autograd_bridge, optimizers, transform
 
 MODULES = (jit, loops, maps, module, transforms, views, autograd_bridge, transform)
-"""Where the functions are that run torch code under JAX's transformations."""
+"""Modules whose functions run torch code under JAX's transformations."""
 
 __all__ = [
   "Explanation",

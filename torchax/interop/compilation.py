@@ -1,4 +1,8 @@
-"""`torchax.compile`: one call for the two ways to compile a function or a module."""
+"""`torchax.compile`: compiles a function or a module by `jax.jit` or by Dynamo.
+
+The mode "jax" is `jit.py` and `module.py`; the mode "dynamo" is `torch.compile` with
+the backend "jax".
+"""
 
 import dataclasses
 import functools
@@ -21,16 +25,16 @@ MODES = ("jax", "dynamo")
 
 @dataclasses.dataclass
 class CompileOptions:
-  """How `torchax.compile` compiles.
+  """Options of `torchax.compile`.
 
   Attributes:
-    methods_to_compile: names of the module's methods to compile; `forward` is among
-      them in any case.
-    jax_jit_kwargs: keyword arguments of `jax.jit`, for all methods: a name of an
-      argument is for those that take it. Argument numbers and shardings are
-      for the mode "jax"; "dynamo" takes `compiler_options`.
-    mode: "jax" traces the function itself, with `jax.jit`; "dynamo" lets
-      `torch.compile` make graphs of it, with breaks where Python decides by numbers.
+    methods_to_compile: names of the module's methods to compile; `forward` is always
+      compiled.
+    jax_jit_kwargs: keyword arguments of `jax.jit`, for all methods. An argument name
+      applies to the methods that have this argument. The mode "jax" takes them all, the
+      mode "dynamo" only `compiler_options`.
+    mode: "jax" traces the function with `jax.jit`; "dynamo" captures graphs with
+      `torch.compile`, with graph breaks where Python branches on tensor values.
   """
 
   methods_to_compile: list[str] = dataclasses.field(default_factory=lambda: ["forward"])
@@ -50,23 +54,23 @@ def compile(
 
 @ending_at_the_user
 def compile(fn, options=None):
-  """Compiles a function or a module of jax tensors.
+  """Compile a function or a module of jax tensors.
 
-  All modes give the same results, draw the same numbers, have gradients, and change
-  parameters, buffers and arguments in place as the function itself does.
+  All modes return the same results, draw the same numbers and support gradients. They
+  change parameters, buffers and arguments in place as the function itself does.
 
   Args:
-    fn: a function of tensors, or a module on jax.
+    fn: function of tensors, or module on jax.
     options: see `CompileOptions`; the mode "jax" by default.
 
   Returns:
-    A function; for a module a module, whose compiled methods run compiled and whose
-    other attributes are the module's.
+    A function; for a module, a module whose named methods run compiled and whose other
+    attributes are the original module's.
 
   Raises:
-    ValueError: a mode that there is not, or arguments that the mode cannot use.
+    ValueError: the mode is unknown, or the mode does not support an option.
     TypeError: `fn` is not callable.
-    AttributeError: a method that the module does not have.
+    AttributeError: the module has no method of a given name.
 
   >>> import torch, torchax
   >>> double = torchax.compile(lambda x: 2 * x)
@@ -113,21 +117,22 @@ def _with_jax(fn, options: CompileOptions):
   if not isinstance(fn, torch.nn.Module):
     return jax_jit(fn, options.jax_jit_kwargs)
   module = JittableModule(fn, options.jax_jit_kwargs)
-  module._names.update(options.methods_to_compile)  # each takes the others' names
+  # `make_jitted` needs all names: each method ignores options for the others.
+  module._names.update(options.methods_to_compile)
   for name in options.methods_to_compile:
     module.make_jitted(name)
   return module
 
 
 class CompiledModule(ModuleWrapper):
-  """A module of which some methods run compiled.
+  """Module whose `forward` and selected methods run compiled by Dynamo.
 
-  Attributes that are set go to the module, as they come from it. A copy, and what is
-  loaded from a pickle, is compiled anew on its first call.
+  Attributes are read from and set on the inner module. A copy and an unpickled wrapper
+  recompile on their first call.
 
   Args:
-    module: the module; its parameters and buffers are this one's.
-    options: how `forward` and the methods that it names are compiled.
+    module: inner module; the wrapper has the same parameters and buffers.
+    options: compile options, with the names of the methods to compile.
   """
 
   def __init__(self, module: torch.nn.Module, options: CompileOptions):
@@ -138,7 +143,7 @@ class CompiledModule(ModuleWrapper):
     self._restore()
 
   def forward(self, *args, **kwargs):
-    """Runs the module's `forward`, compiled."""
+    """Run the module's `forward`, compiled."""
     return self._compiled("forward")(*args, **kwargs)
 
   def _compiled(self, name: str) -> Callable:
@@ -165,11 +170,11 @@ class CompiledModule(ModuleWrapper):
 
 
 def _with_dynamo(function, options: CompileOptions, is_renewed: bool = False):
-  # By its name: loading Dynamo takes as long as loading torch, so only who wants it
-  # pays, and torch loads the backend with it.
+  # Importing Dynamo takes as long as importing torch. With the backend's name torch
+  # imports both on first use.
   backend: Any = "jax"
   if is_renewed:
-    # A backend of its own: Dynamo, which ignores hooks that are registered later, finds
-    # nothing of what it compiled before.
+    # Dynamo ignores hooks registered after compilation. A new backend object has no
+    # cache entries, so it recompiles.
     backend = functools.partial(torch_compat.backend_named(backend))
   return torch.compile(function, backend=backend, options=dict(options.jax_jit_kwargs))

@@ -1,8 +1,8 @@
-"""Composites: operations that stay recognisable in an exported program.
+"""Composites: operations that keep their names in an exported program.
 
-A StableHLO composite is a name with a decomposition. A compiler that knows the name has
-a kernel of its own for it; any other runs the decomposition. Operations that are
-registered here lower to one, eagerly and in exported programs alike.
+A StableHLO composite is a name with a decomposition. A compiler that knows the name
+uses its own kernel; any other compiler runs the decomposition. Users register torch
+operations to lower to a composite, in eager mode and in exported programs.
 """
 
 import functools
@@ -17,22 +17,21 @@ from torchax.interop.views import jax_view
 from torchax.registry.operators import Operator, register
 from torchax.types import JaxCallable, TorchCallable
 
-# What the attributes of a composite can be.
+# Types of the attributes of a composite.
 _ATTRIBUTES = (bool, int, float, str)
 
 
 def register_jax_composite(
   composite_name: str, impl: JaxCallable, *ops, **jit_args
 ) -> JaxCallable:
-  """Lowers operations to a composite whose decomposition is a JAX function.
+  """Lower operations to a composite whose decomposition is a JAX function.
 
   Args:
-    composite_name: of the composite in StableHLO, such as `"vendor.softclip"`.
-    impl: the decomposition, with the operation's signature: arrays for tensors.
+    composite_name: name of the composite in StableHLO, such as `"vendor.softclip"`.
+    impl: decomposition with the operation's signature, with arrays for tensors.
       Numbers and strings become attributes of the composite.
-    *ops: torch operations (overloads or packets). A lowering that they have is
-      replaced.
-    **jit_args: of the `jax.jit` that compiles the decomposition.
+    *ops: torch operations (overloads or packets). Their lowerings are replaced.
+    **jit_args: keyword arguments of the `jax.jit` that compiles the decomposition.
 
   Returns:
     The lowering, a function of arrays.
@@ -55,12 +54,12 @@ def register_jax_composite(
 def register_torch_composite(
   composite_name: str, impl: TorchCallable, *ops, **jit_args
 ) -> JaxCallable:
-  """Lowers operations to a composite whose decomposition is a torch function.
+  """Lower operations to a composite whose decomposition is a torch function.
 
   Args:
     composite_name: see `register_jax_composite`.
-    impl: function or module of tensors, with the operation's signature. It must not
-      call the operation itself, and must not draw random numbers.
+    impl: function or module of tensors with the operation's signature. It must neither
+      call the operation itself nor draw random numbers.
     *ops: see `register_jax_composite`.
     **jit_args: see `register_jax_composite`.
 
@@ -81,17 +80,17 @@ def register_torch_composite(
 def _jit_composite_impl(
   composite_name: str, jaxpr_impl: JaxCallable, **jit_args
 ) -> JaxCallable:
-  """A JAX function as one that calls the composite of that name.
+  """Wrap a JAX function in a composite of this name.
 
   Args:
-    composite_name: of the composite in StableHLO.
-    jaxpr_impl: the decomposition.
-    **jit_args: of the `jax.jit` that compiles it. `static_argnums` and
-      `static_argnames` are not needed: what is no array is static anyway.
+    composite_name: name of the composite in StableHLO.
+    jaxpr_impl: decomposition.
+    **jit_args: keyword arguments of the `jax.jit` that compiles it. `static_argnums`
+      and `static_argnames` are ignored: every argument without arrays is static.
 
   Returns:
-    A function of the same arguments. JAX differentiates and vectorizes the
-    decomposition, since it knows no rule for the composite.
+    A function of the same arguments. JAX has no rules for composites, so `jax.vmap` and
+    differentiation apply to the decomposition.
   """
   options = {k: v for k, v in jit_args.items() if not k.startswith("static_arg")}
   signature = inspect.signature(jaxpr_impl)
@@ -119,7 +118,7 @@ def _jit_composite_impl(
 
 
 def _named(bound: inspect.BoundArguments, signature) -> dict:
-  """Arguments by name, those of `*args` and `**kwargs` each on its own."""
+  """Return the arguments by name, with one entry per element of `*args`, `**kwargs`."""
   named = {}
   for name, value in bound.arguments.items():
     kind = signature.parameters[name].kind
@@ -133,7 +132,7 @@ def _named(bound: inspect.BoundArguments, signature) -> dict:
 
 
 def _call(function, signature, named: dict):
-  """Calls a function with what `_named` gave."""
+  """Call a function with arguments from `_named`."""
   named = dict(named)
   positional = []
   for name, parameter in signature.parameters.items():
@@ -150,7 +149,7 @@ def _place(key: str) -> int:
 
 
 def _transformable(composite, decomposition, attributes) -> Callable:
-  """The composite; under `jax.vmap` and differentiation, its decomposition."""
+  """Make `jax.vmap` and differentiation of a composite use its decomposition."""
 
   @jax.custom_batching.custom_vmap
   def call(arrays):

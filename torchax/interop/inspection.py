@@ -1,4 +1,7 @@
-"""`torchax.explain`: what a compiled function takes, decides by, changes and draws."""
+"""`torchax.explain`: operands, guards, constants, effects and draws of a function.
+
+It traces a call with `Jitted.abstractly` and describes the result.
+"""
 
 import contextlib
 import dataclasses
@@ -17,25 +20,23 @@ from torchax.tracing import program_keys
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """What a program of a compiled function depends on, and what it does besides.
+  """Dependencies and effects of a compiled function's program.
 
-  All attributes but the last two are dicts of names and what is known of each; numbers
-  and values are those of the moment.
+  The dicts map a name to a description; they show the current values.
 
   Attributes:
-    function: its name.
-    operands: what every call hands over: arguments, tensors that the function closes
-      over, numbers of optimizers, the key and the count of the random stream. When they
-      change, nothing is compiled anew.
-    guards: what Python decided by when the function was traced. When one changes, the
-      next call is compiled anew.
-    constants: numbers of the function's own closure, globals and defaults. A change is
-      not followed, as in `jax.jit`: pass them as arguments.
-    effects: what the function changes in place, `.grad` included, and the attributes of
-      modules that it assigns tensors to.
-    draws: how many random numbers' keys it takes from the stream.
-    compilations: how often the function was traced so far.
-    reasons: what told its last trace from the most similar one before.
+    function: name of the function.
+    operands: inputs of every call: arguments, captured tensors, optimizer settings, key
+      and count of the random stream. New values do not trigger recompilation.
+    guards: values that Python branched on while the function was traced. A new value
+      triggers recompilation by the next call.
+    constants: constants from the function's closure and globals. As in `jax.jit`, the
+      program keeps the old value after a change: pass them as arguments.
+    effects: tensors that the function changes in place, including `.grad`, and module
+      attributes that it assigns tensors to.
+    draws: number of keys that a call takes from the stream.
+    compilations: number of traces so far.
+    reasons: differences between the last trace and the most similar earlier one.
   """
 
   function: str
@@ -62,15 +63,22 @@ class Explanation:
 
 @ending_at_the_user
 def explain(function: Callable, *args, **kwargs) -> Explanation:
-  """What a call of a compiled function depends on; nothing is run, nothing advances.
+  """Explain the dependencies of a call of a compiled function.
+
+  The call does not run, and no random stream advances.
 
   Args:
-    function: what `jax_jit` or `torchax.compile` returned, or a function or module,
-      which is looked at as `jax_jit` would compile it.
-    *args, **kwargs: of the call. The function is traced for them unless it was before.
+    function: result of `jax_jit` or `torchax.compile`; or a function or module, which
+      is explained as `jax_jit` would compile it.
+    *args, **kwargs: arguments of the call. The function is traced for them if it was
+      not traced before.
+
+  Returns:
+    The explanation; `print` shows it as text.
 
   Raises:
-    TypeError: not a function, or one that torch.compile or torch.export has compiled.
+    TypeError: `function` is not callable, or is a result of torch.compile or
+      torch.export.
 
   >>> import torch, torchax
   >>> scale = 3.0
@@ -145,7 +153,7 @@ def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict
 
 
 def _constants(function: Callable) -> Iterator[tuple[str, str]]:
-  """Numbers and other constants that a function names, outside of it."""
+  """Yield the constants from a function's globals and closure, with their names."""
   while isinstance(function, functools.partial):
     function = function.func
   method = getattr(function, "forward", function)
@@ -155,7 +163,7 @@ def _constants(function: Callable) -> Iterator[tuple[str, str]]:
     return
   values = {name: function.__globals__.get(name) for name in code.co_names}
   for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-    with contextlib.suppress(ValueError):  # a name that has no value yet
+    with contextlib.suppress(ValueError):  # a name without a value yet
       values[name] = cell.cell_contents
   for name, value in values.items():
     is_named = isinstance(value, type) or callable(value) or value is None

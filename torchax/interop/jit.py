@@ -1,9 +1,10 @@
 """`jax_jit`: `jax.jit` for functions of tensors.
 
-The key, the tensors that the function closes over and the generators it draws with are
-operands of the compiled function. In-place changes of arguments and closed-over tensors
-reach the caller. The user's argument numbers and shardings are untouched: they are
-shifted past the operands that come first.
+Random streams, captured tensors and generators are operands of the compiled function.
+They come first, so argument numbers and shardings from the user are shifted past them.
+In-place changes of arguments and captured tensors reach the caller.
+
+`tracing/trace.py` has the traced function; `module.py` compiles modules.
 """
 
 import functools
@@ -48,9 +49,9 @@ Q = ParamSpec("Q")
 
 
 def shift_argnums(argnums):
-  """Argument numbers of the user as those of the pure function.
+  """Shift the user's argument numbers past the leading operands.
 
-  Negative numbers count from the end, which the leading operands do not move.
+  Negative numbers count from the end, so they stay.
   """
   if argnums is None:
     return None
@@ -60,14 +61,14 @@ def shift_argnums(argnums):
 
 
 def shift_jit_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-  """`jax.jit`'s keyword arguments for the pure function."""
+  """Convert the user's keyword arguments of `jax.jit` for the pure function."""
   shifted = dict(kwargs)
   for name in _ARGNUMS:
     if shifted.get(name) is not None:
       shifted[name] = shift_argnums(shifted[name])
   if "in_shardings" in shifted:
     shardings = shifted["in_shardings"]
-    # A tuple or list matches the arguments one by one; anything else, all of them.
+    # A tuple or list has one entry per argument; anything else is for all arguments.
     if isinstance(shardings, tuple | list):
       shifted["in_shardings"] = (None, None, *shardings)
     else:
@@ -79,13 +80,13 @@ def shift_jit_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Jitted(Generic[P, R]):
-  """A compiled function of tensors; what `jax_jit` returns.
+  """Compiled function of tensors, the result of `jax_jit`.
 
-  It has the name, the docstring and the signature of the function itself; as an
-  attribute of a class it is a method.
+  It has the name, docstring and signature of the original function. As an attribute of
+  a class it is a method.
 
   Attributes:
-    traced: the torch function with its operands.
+    traced: torch function with its operands.
   """
 
   def __init__(
@@ -117,8 +118,8 @@ class Jitted(Generic[P, R]):
       self.traced.note_trace(operands, args, kwargs)
       return result
 
-    # The name alone: by `__wrapped__` JAX would find the user's signature, which lacks
-    # the operands in front.
+    # Copy the name only: `__wrapped__` would lead JAX to the user's signature, which
+    # lacks the leading operands.
     pure.__name__ = self.traced.__name__
     return counted.of(self._compile(pure, **kwargs))
 
@@ -142,11 +143,14 @@ class Jitted(Generic[P, R]):
       raise
 
   def reword(self, error: Exception, args, kwargs) -> None:
-    """Raises in other words what JAX says of arguments and arrays; else returns.
+    """Raise our error in place of JAX's, where we have a clearer one; else return.
 
     Args:
-      error: what a call raised.
-      args, kwargs: of the call.
+      error: error that a call raised.
+      args, kwargs: arguments of the call.
+
+    Raises:
+      MixedDeviceError, RuntimeError, TypeError, ValueError: the clearer error.
     """
     name = self.traced.__name__
     if jax_compat.is_about_devices(error):
@@ -173,7 +177,7 @@ class Jitted(Generic[P, R]):
       ) from error
 
   def _shared_memory(self, args, kwargs) -> list[list[int]]:
-    """Shapes of the tensors that are arguments and closed over at once."""
+    """Return the shapes of the tensors that are both arguments and captured."""
     closed_over = {id(tensor._storage) for tensor in self.traced.captures.tensors}
     leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda v: isinstance(v, Tensor))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -191,19 +195,19 @@ class Jitted(Generic[P, R]):
     return self if owner is None else types.MethodType(self, owner)
 
   def call(self, extra, args, kwargs, settles=True, alive=None) -> Any:
-    """Runs the function.
+    """Run the function.
 
     Args:
-      extra: static, and part of what the function was compiled for.
-      args, kwargs: of the function.
-      settles: apply what it changed in place.
-      alive: kept as long as the result may be differentiated.
+      extra: static value, a part of the cache key.
+      args, kwargs: arguments of the function.
+      settles: apply the effects, such as in-place changes.
+      alive: object to keep alive as long as the result may be differentiated.
     """
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._jitted or self._transformed(len(args))
     traced, pure = self.traced, self._pure
     out = NotImplemented
-    if not pure.generators:  # the common case; spares the call a Python closure
+    if not pure.generators:  # the common case, without the closure below
       try:
         operands = traced.operands(leaves, extra)
         with current().lock:
@@ -245,14 +249,14 @@ class Jitted(Generic[P, R]):
       if effects.environments:
         out = grad_mode.stopped(out)
         return tensors_of(environments.given_back(out, effects.environments))
-    if type(out) is jax_compat.ArrayImpl:  # typed keys are of another class
+    if type(out) is jax_compat.ArrayImpl:  # typed keys have another class
       return new_tensor(out, self._env)
     return tensors_of(grad_mode.stopped(out))
 
   def _differentiate_again(self, called, program, gradients):
-    """Gradients of a recorded call as tensors that can be differentiated themselves.
+    """Return differentiable gradients of a recorded call.
 
-    The function is run once more, with the numbers that it drew.
+    Runs the function again, with the same draws.
     """
     leaves, treedef, rng, alive, autocast, numbers = called
     given = Partition(leaves, is_array)
@@ -276,7 +280,7 @@ class Jitted(Generic[P, R]):
 
   @ending_at_the_user
   def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-    """`jax.jit(…).lower` for these arguments; nothing is run, no state advances."""
+    """Call `jax.jit(…).lower` for these arguments; run nothing, advance no stream."""
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._transformed(len(args))
     return self._pure.try_abstractly(
@@ -285,7 +289,7 @@ class Jitted(Generic[P, R]):
 
   @ending_at_the_user
   def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
-    """`jax.jit(…).trace` for these arguments; nothing is run, no state advances."""
+    """Call `jax.jit(…).trace` for these arguments; run nothing, advance no stream."""
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._transformed(len(args))
     return self._pure.try_abstractly(
@@ -293,11 +297,13 @@ class Jitted(Generic[P, R]):
     )
 
   def abstractly(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Describe what a call would depend on and do; nothing is run, no state advances.
+    """Describe the dependencies and effects of a call without running it.
+
+    No random stream advances.
 
     Returns:
-      What it is compiled for by name, and names of the argument leaves; its effects;
-      how far it moves the random stream.
+      Three values: the cache key by name with the names of the argument leaves, the
+      effects, and the advance of the random stream.
     """
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._transformed(len(args))
@@ -312,7 +318,7 @@ class Jitted(Generic[P, R]):
     return self._pure.try_abstractly(trace)
 
   def _with_static(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """The arguments, with those marked that are static by number or name."""
+    """Box the arguments that are static by number or name."""
     numbers, names = [
       (given,) if isinstance(given, int | str) else tuple(given or ())
       for given in map(self._kwargs.get, ("static_argnums", "static_argnames"))
@@ -326,7 +332,7 @@ class Jitted(Generic[P, R]):
 
 
 def _flatten(args, kwargs):
-  """Argument leaves, and the arguments with arrays for tensors."""
+  """Return the argument leaves, and the arguments with arrays for tensors."""
   if not kwargs:
     arrays = []
     for arg in args:
@@ -369,30 +375,30 @@ def jax_jit(
   fix_for_buffer_donation=False,
   **options,
 ):
-  """Compiles a function of tensors with `jax.jit`.
+  """Compile a function of tensors with `jax.jit`.
 
-  The random stream is carried as an operand: every call draws new numbers, the same
-  that the function would draw eagerly, and re-seeding never recompiles. Tensors that
-  the function closes over (a model, an optimizer's state) are operands as well, found
-  while tracing; changes in place reach them and the arguments.
+  The random stream is an operand: every call draws new numbers, the same as in eager
+  mode, and re-seeding never recompiles. Tensors that the function closes over, such as
+  a model's parameters or an optimizer's state, are operands too; tracing finds them.
+  In-place changes reach them and the arguments.
 
   Args:
-    torch_function: function or module; it runs in Python once for each combination of
-      argument shapes, dtypes and static values. Without it, a decorator is returned:
-      `@jax_jit(donate_argnums=0)`.
-    kwargs_for_jax_jit: the options in a dict, as upstream's callers pass them.
-    fix_for_buffer_donation: accepted for upstream's callers; arguments can always be
-      donated.
-    **options: of `jax.jit`: `static_argnums`, `static_argnames`, `donate_argnums`,
-      `in_shardings`, … all refer to the arguments of `torch_function`.
+    torch_function: function or module. Python runs it once for each combination of
+      argument shapes, dtypes and static values. Without it, `jax_jit` returns a
+      decorator: `@jax_jit(donate_argnums=0)`.
+    kwargs_for_jax_jit: the options as a dict, for compatibility with upstream.
+    fix_for_buffer_donation: ignored, for compatibility with upstream; arguments can
+      always be donated.
+    **options: keyword arguments of `jax.jit`. `static_argnums`, `static_argnames`,
+      `donate_argnums`, `in_shardings`, … refer to the arguments of `torch_function`.
 
   Returns:
     A function of tensors with the signature of `torch_function`, with `.lower` and
     `.trace`.
 
   Raises:
-    TypeError: an option that `jax.jit` does not have, or no function.
-    ValueError: static or donated arguments that the function does not have.
+    TypeError: `jax.jit` has no such option, or `torch_function` is not callable.
+    ValueError: the function has no argument of a given number or name.
 
   >>> import torch, torchax
   >>> drop = jax_jit(lambda x: torch.nn.functional.dropout(x, 0.5))
@@ -419,5 +425,11 @@ def wrap_jax_jit(
   jax_jit_func: Callable = jax.jit,
   kwargs_for_jax: dict[str, Any] | None = None,
 ) -> Jitted[P, R]:
-  """`jax_jit` with another function in place of `jax.jit`, of the same arguments."""
+  """Compile a function as `jax_jit` does, by another function than `jax.jit`.
+
+  Args:
+    torch_function: function or module.
+    jax_jit_func: function with the arguments of `jax.jit`.
+    kwargs_for_jax: keyword arguments of `jax_jit_func`.
+  """
   return Jitted(torch_function, kwargs_for_jax or {}, jit=jax_jit_func)
