@@ -150,7 +150,7 @@ class Jitted(Generic[P, R]):
       args, kwargs: arguments of the call.
 
     Raises:
-      MixedDeviceError, RuntimeError, TypeError, ValueError: the clearer error.
+      MixedDeviceError, DonationError, TypeError, ValueError: the clearer error.
     """
     name = self.traced.__name__
     if jax_compat.is_about_devices(error):

@@ -1,11 +1,12 @@
-"""Loops and branches whose bodies are torch functions: `jax.lax`'s, with randomness.
+"""Control flow of `jax.lax` on torch functions, with random streams in the carry.
 
-Each iteration draws the numbers that it would draw if the loop were unrolled: the
-count of draws is carried through it. `while_loop`, which does not know its length,
-draws from a child stream and moves the current one by one draw; of the branches of
-`cond` and `switch`, the one that draws most decides how far the stream moves.
+Each iteration draws the numbers of the unrolled loop, since the count of draws is part
+of the carry. The length of a `while_loop` is unknown, so it draws from a child stream
+and advances the current one by one draw. `cond` and `switch` advance the stream by the
+draws of the branch that draws most.
 
-Outside of a JAX transformation a loop is compiled, once for each body function.
+A loop outside of a JAX transformation is compiled, once per body function. `maps.py`
+has `jax_vmap` and `jax_shard_map`; `tracing/transform.py` is the common part.
 """
 
 import functools
@@ -46,22 +47,23 @@ def scan(
   reverse: bool = False,
   unroll: int | bool = 1,
 ) -> tuple[Carry, Y]:
-  """`jax.lax.scan` of a torch function, differentiable.
+  """Apply `jax.lax.scan` to a torch function; differentiable.
 
   Args:
-    f: `(carry, x) -> (carry, y)` of trees of tensors. It may read tensors that it
-      closes over, and change them in place (running statistics).
-    init: the first carry.
-    xs: trees of tensors of shape (length, …), or None.
-    length: number of iterations, where `xs` does not tell.
-    reverse: from the last x to the first.
+    f: function `(carry, x) -> (carry, y)` of trees of tensors. It may read captured
+      tensors, and change them in place, such as running statistics.
+    init: first carry.
+    xs: tree of tensors of shape (length, …), or None.
+    length: number of iterations; required without `xs`.
+    reverse: iterate from the last x to the first.
     unroll: iterations in one step of the compiled loop.
 
   Returns:
-    The last carry, and the y's stacked. Arguments are not changed in place.
+    The last carry, and the stacked y's. Arguments are not changed in place.
 
   Raises:
-    ValueError: no `xs` and no `length`, or lengths that differ.
+    ValueError: there is neither `xs` nor `length`, or the lengths differ.
+    TypeError: `f` does not return a pair, or changes the form of the carry.
   """
   length = _length(xs, length)
   options = (length, reverse, unroll)
@@ -77,16 +79,16 @@ def fori_loop(
   *,
   unroll: int | bool | None = None,
 ) -> Carry:
-  """`jax.lax.fori_loop` of a torch function.
+  """Apply `jax.lax.fori_loop` to a torch function.
 
-  With Python integers for bounds it is differentiable, and iteration t draws what it
-  would draw in a Python loop. With tensors for bounds it is a `while_loop`.
+  With Python integers as bounds it is differentiable, and each iteration draws the
+  numbers of a Python loop. With tensors as bounds it is a `while_loop`.
 
   Args:
     lower: first index, an int or a 0-d integer tensor.
-    upper: the index after the last.
-    body_fun: `(index, value) -> value`; the index is a 0-d int32 tensor.
-    init_val: the first value, a tree of tensors.
+    upper: end of the indices, exclusive.
+    body_fun: function `(index, value) -> value`; the index is a 0-d int32 tensor.
+    init_val: first value, a tree of tensors.
     unroll: iterations in one step of the compiled loop.
 
   Returns:
@@ -106,17 +108,22 @@ def while_loop(
   body_fun: Callable[[Carry], Carry],
   init_val: Carry,
 ) -> Carry:
-  """`jax.lax.while_loop` of torch functions; not differentiable in reverse mode.
+  """Apply `jax.lax.while_loop` to torch functions.
 
-  The body draws from a child stream of the current one, which moves by one draw.
+  It is not differentiable in reverse mode. The body draws from a child stream; the
+  current stream advances by one draw.
 
   Args:
-    cond_fun: value -> 0-d bool tensor. It must not draw.
-    body_fun: value -> value, a tree of tensors of the same shapes and dtypes.
-    init_val: the first value.
+    cond_fun: function `value -> condition`, a 0-d bool tensor. It must not draw.
+    body_fun: function `value -> value`, with the same structure, shapes and dtypes.
+    init_val: first value, a tree of tensors.
 
   Returns:
     The last value.
+
+  Raises:
+    RngError: the condition draws.
+    TypeError: the condition is not a 0-d bool, or the body changes the value's form.
   """
   return _run(_while, (cond_fun, body_fun), (), (init_val,))
 
@@ -128,18 +135,22 @@ def cond(
   false_fun: Callable[[*Operands], R],
   *operands: *Operands,
 ) -> R:
-  """`jax.lax.cond` of torch functions, differentiable.
+  """Apply `jax.lax.cond` to torch functions; differentiable.
 
-  Both draw from where the stream stands. It moves as far as the one that draws more.
+  Both branches draw from the same position of the stream. It advances by the draws of
+  the branch that draws more.
 
   Args:
     pred: bool, or 0-d bool tensor.
     true_fun: function of the operands.
-    false_fun: another one with results of the same shapes and dtypes.
+    false_fun: function of the operands, whose results have the same shapes and dtypes.
     operands: trees of tensors.
 
+  Returns:
+    The result of the selected branch.
+
   Raises:
-    TypeError: `pred` has other than one element, or the branches do not agree.
+    TypeError: `pred` is not 0-d, or the results of the branches differ in form.
   """
   if isinstance(pred, torch.Tensor) and pred.dim():
     raise TypeError(
@@ -154,15 +165,20 @@ def cond(
 def switch(
   index: Index, branches: Sequence[Callable[[*Operands], R]], *operands: *Operands
 ) -> R:
-  """`jax.lax.switch` of torch functions, differentiable; see `cond`.
+  """Apply `jax.lax.switch` to torch functions; differentiable. See `cond`.
 
   Args:
-    index: which branch, an int or 0-d integer tensor; clamped to those there are.
+    index: index of the branch, an int or 0-d integer tensor, clamped to the valid
+      range.
     branches: functions of the operands.
     operands: trees of tensors.
 
+  Returns:
+    The result of the selected branch.
+
   Raises:
-    ValueError: no branches.
+    ValueError: there are no branches.
+    TypeError: the results of the branches differ in form.
   """
   branches = tuple(branches)
   if not branches:
@@ -177,10 +193,10 @@ def _as_index(value) -> torch.Tensor:
 
 
 def _length(xs: Any, length: int | None) -> int:
-  """The number of iterations.
+  """Return the number of iterations of a scan.
 
   Raises:
-    ValueError: it is given by nothing, or twice and differently.
+    ValueError: there is no length, or more than one.
   """
   tensors = [leaf for leaf in jax.tree.leaves(xs, is_leaf=_is_tensor)]
   for place, leaf in enumerate(tensors):
@@ -269,7 +285,7 @@ def _fori_while(functions, args):
 
 def _while(functions, args, kind="while_loop"):
   def lower(call, rng, captured, args):
-    # It takes a draw of each stream that its body draws from.
+    # The loop uses one draw of each stream that its body draws from, as a child key.
     pure = loop.traced.pure
     taken = {owner: s.peek(kind) for owner, s in pure.drawn_from(loop.known).items()}
     keys = {owner: fold_in(*operands) for owner, operands in taken.items()}
@@ -347,13 +363,13 @@ def _require_no_seed(name: str, advance: Advance) -> None:
 
 # Compiled, outside of traces ---------------------------------------------------------
 
-# First function -> compiled loops. They refer to functions weakly, so that a loop whose
-# body was made for one call is dropped with its body.
+# First function -> compiled loops. They hold functions weakly, so a loop with a body
+# that was defined for one call is freed together with the body.
 _compiled: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
 class _Loop:
-  """A loop as a function of its arguments, compiled."""
+  """Compiled loop, a function of the loop's arguments."""
 
   def __init__(self, lower: Callable, functions: tuple, options: tuple):
     self.__name__ = lower.__name__.removeprefix("_")
@@ -368,7 +384,7 @@ class _Loop:
         self.jitted.traced.guards.guard_on_module(owner)
 
   def is_of(self, lower: Callable, functions: tuple, options: tuple) -> bool:
-    """True for the same loop over the same functions."""
+    """Return True if this is the same loop over the same functions."""
     return (
       self._lower is lower
       and self.options == options
@@ -382,12 +398,12 @@ class _Loop:
 
 def _weak(function: Callable):
   if hasattr(function, "__self__") and hasattr(function, "__func__"):
-    return weakref.WeakMethod(function)  # the method itself is made anew each time
+    return weakref.WeakMethod(function)  # each access creates a new method object
   return weakref.ref(function)
 
 
 def _run(lower: Callable, functions: tuple, options: tuple, args: tuple) -> Any:
-  """Runs a loop: as a part of the trace in progress, or compiled on its own."""
+  """Run a loop as part of the trace in progress, or compiled if there is none."""
   for function in functions:
     if not callable(function):
       raise TypeError(f"Expected a function, but got {type(function).__name__}.")

@@ -1,9 +1,11 @@
-"""Functions of one row, or of one shard, applied to all: `jax.vmap`, `jax.shard_map`.
+"""`jax_vmap` and `jax_shard_map`: a torch function of one row, or of one shard.
 
-What rows and shards draw is a declared policy. By "different", row i of `jax_vmap`
-draws what turn i of a Python loop over the rows would draw, whatever the size of the
-batch; a shard draws from a key of its own, derived from its place along the mesh axes
-that are to differ.
+The draws of rows and shards follow a declared policy. With "different", row i of
+`jax_vmap` draws the numbers of iteration i of a Python loop over the rows, whatever the
+batch size. A shard draws from its own key, derived from its index along the mesh axes
+with this policy.
+
+`loops.py` has loops and branches; `tracing/transform.py` is the common part.
 """
 
 import dataclasses
@@ -39,23 +41,23 @@ def jax_vmap(
   axis_size: int | None = None,
   spmd_axis_name=None,
 ) -> Callable[P, R]:
-  """`jax.vmap` of a torch function, differentiable by torch and by JAX.
+  """Apply `jax.vmap` to a torch function; differentiable by torch and by JAX.
 
   Args:
-    torch_function: function of one row: trees of tensors in and out. It must not
-      change in place what it closes over.
+    torch_function: function of one row, with trees of tensors as arguments and result.
+      It must not change captured tensors in place.
     in_axes, out_axes, axis_name, axis_size, spmd_axis_name: as in `jax.vmap`; they
       refer to the positional arguments. Keyword arguments are mapped over axis 0.
-    randomness: what rows draw, in `torch.func.vmap`'s words: "error" refuses to draw;
-      "different" gives each row the numbers of its turn in a Python loop; "same" gives
-      all rows the same numbers.
+    randomness: policy for draws, as in `torch.func.vmap`. "error": raise if the
+      function draws. "different": each row draws the numbers of its iteration in a
+      Python loop. "same": all rows draw the same numbers.
 
   Returns:
     The function of all rows.
 
   Raises:
-    ValueError: another word for `randomness`.
-    RngError: from the function returned, where it draws and `randomness` is "error".
+    ValueError: `randomness` is not one of these.
+    RngError: raised by the returned function if it draws and `randomness` is "error".
   """
   if randomness not in (ERROR, DIFFERENT, SAME):
     raise ValueError(
@@ -117,7 +119,7 @@ def _lower_vmap(
 
 
 def _of_row(rows: Transformed, rng: boundary.Values, name) -> boundary.Values:
-  """Where the streams of a row stand: where a loop would come to it."""
+  """Advance the streams to the row's iteration in a Python loop over the rows."""
   if rows.known.is_nothing:
     return rng
   turn = jax.lax.axis_index(name).astype(jnp.uint32)
@@ -165,26 +167,28 @@ def jax_shard_map(
   randomness=DIFFERENT,
   **options,
 ):
-  """`jax.shard_map` of a torch function, differentiable by torch and by JAX.
+  """Apply `jax.shard_map` to a torch function; differentiable by torch and by JAX.
 
   Args:
-    torch_function: function of one shard: trees of tensors in and out. It must not
-      change in place what it closes over. Without it, a decorator is returned.
-    kwargs_for_jax_shard_map: the options in a dict, as upstream's callers pass them.
-    randomness: "different": each shard draws its own numbers; "same": all draw the
-      same; or a word for each mesh axis, by name, where the others are "different":
-      with {"model": "same"} the shards of a data axis drop different units, those of a
-      tensor-parallel axis the same.
-    **options: of `jax.shard_map`: `mesh`, `in_specs`, `out_specs`, `axis_names`,
-      `check_vma`; the specs refer to the arguments of `torch_function`. On a mesh of
-      explicit axes these are laid out as `in_specs` say, where JAX's own raises.
+    torch_function: function of one shard, with trees of tensors as arguments and
+      result. It must not change captured tensors in place. Without it, `jax_shard_map`
+      returns a decorator.
+    kwargs_for_jax_shard_map: the options as a dict, for compatibility with upstream.
+    randomness: policy for draws. "different": each shard draws its own numbers. "same":
+      all shards draw the same numbers. A dict gives a policy per mesh axis; axes that
+      it lacks are "different". With {"model": "same"} dropout differs along a data
+      axis, and agrees along a tensor-parallel axis.
+    **options: keyword arguments of `jax.shard_map`: `mesh`, `in_specs`, `out_specs`,
+      `axis_names`, `check_vma`. The specs refer to the arguments of `torch_function`.
+      On a mesh of explicit axes the arguments are resharded to `in_specs`, while
+      `jax.shard_map` raises.
 
   Returns:
-    The function of whole tensors. Keyword arguments are not taken.
+    The function of whole tensors. It takes no keyword arguments.
 
   Raises:
-    TypeError: an option that `jax.shard_map` does not have.
-    ValueError: another word, or an axis that the mesh lacks.
+    TypeError: `jax.shard_map` has no such option.
+    ValueError: the policy is unknown, or the mesh has no such axis.
   """
   options = merged("jax_shard_map", jax.shard_map, kwargs_for_jax_shard_map, options)
   if torch_function is None:
@@ -218,7 +222,7 @@ def _lower_shards(
   whole = PartitionSpec()
 
   def shard(rng, captured, args):
-    # A tree inside an operand has its static parts for every shard.
+    # Static parts in the tree of an operand are the same for every shard.
     here = boundary.of_shard(rng, _index(axes)) if axes else rng
     done = call(0, here, captured, args)
     _check(done.advance, SAME)
@@ -241,7 +245,7 @@ def _lower_shards(
 
 
 def _index(axes: tuple[str, ...]):
-  """The number of this shard among those that are to differ."""
+  """Return the index of this shard along the axes with different draws."""
   number: Any = 0
   for axis in axes:
     number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
@@ -249,7 +253,7 @@ def _index(axes: tuple[str, ...]):
 
 
 def _different_axes(randomness, options) -> tuple[str, ...]:
-  """The mesh axes along which shards draw different numbers, in the mesh's order."""
+  """Return the mesh axes along which shards draw different numbers, in mesh order."""
   mesh = options.get("mesh") or jax.sharding.get_abstract_mesh()
   names = options.get("axis_names") or mesh.axis_names
   names = tuple(name for name in mesh.axis_names if name in names)

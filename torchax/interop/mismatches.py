@@ -1,7 +1,8 @@
-"""Errors for branches whose results differ, and for loops that change their value.
+"""Errors for branches with different results, and for loops that change their carry.
 
-JAX raises such errors too, but they name the functions that JAX was given, which are
-ours. The errors here name the user's functions, and the place in the user's tree.
+JAX's own errors name the functions that JAX traced, which are wrappers. These errors
+name the user's function and the path in the user's tree. A "form" is a tree with the
+dtype and shape of each leaf as text. `loops.py` uses them.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ from torchax.tracing.names import name_of
 
 @contextlib.contextmanager
 def explained(explain: Callable[[], str | None]) -> Iterator[None]:
-  """Puts other words to a TypeError of JAX, where there are any.
+  """Replace a `TypeError` of JAX by one with our message.
 
   Raises:
-    TypeError: with what `explain()` returns; what was raised, where that is None.
+    TypeError: has the message `explain()`; the original error if that is None.
   """
   try:
     yield
@@ -32,7 +33,7 @@ def explained(explain: Callable[[], str | None]) -> Iterator[None]:
 
 
 def forms_of(tree) -> Any:
-  """A tree of arrays with the dtypes and shapes of its leaves, as text."""
+  """Return the tree with the dtype and shape of each array as text."""
   return jax.tree.map(_form_of, tree)
 
 
@@ -42,12 +43,12 @@ def _form_of(leaf) -> str:
 
 
 def of_branches(kind: str, names: Sequence[str], forms: dict) -> str | None:
-  """What differs between the results of branches; None if nothing does.
+  """Return an error message for branches with different results, or None.
 
   Args:
     kind: "cond" or "switch".
-    names: of the branches' functions; "" where it is not known.
-    forms: of their results, by number.
+    names: names of the branches' functions; "" if unknown.
+    forms: forms of their results, by index.
   """
   labels = [f"branch {number}" for number in range(len(names))]
   if kind == "cond":
@@ -67,9 +68,9 @@ def of_branches(kind: str, names: Sequence[str], forms: dict) -> str | None:
 
 
 def of_loop(kind: str, functions, before, after, condition) -> str | None:
-  """What is wrong with the results of the two functions of a `while_loop`.
+  """Return an error message for the functions of a `while_loop`, or None.
 
-  One that stands for a `fori_loop` carries the index and its end before the value.
+  For a "fori_loop" the carry is (index, upper, value), and only the value is compared.
   """
   if kind == "fori_loop" and before is not None:
     before, after = before[2], after[2]
@@ -78,12 +79,12 @@ def of_loop(kind: str, functions, before, after, condition) -> str | None:
 
 
 def of_turns(kind: str, body: Callable, before, after) -> str | None:
-  """How the body of a loop changes the form of its value; None if it does not.
+  """Return an error message for a loop body that changes the carry's form, or None.
 
   Args:
     kind: "scan", "fori_loop" or "while_loop".
     body: the user's function.
-    before, after: forms of the value that goes from turn to turn.
+    before, after: forms of the carry before and after an iteration.
   """
   what = "carry" if kind == "scan" else "value"
   found = _difference(before, after)
@@ -98,7 +99,7 @@ def of_turns(kind: str, body: Callable, before, after) -> str | None:
 
 
 def of_condition(function: Callable, form) -> str | None:
-  """What is wrong with the result of a loop's condition; None if it is right."""
+  """Return an error message for a loop condition that is not a 0-d bool, or None."""
   right = _form_of(True)
   if form is None or form == right:
     return None
@@ -113,7 +114,7 @@ def _at(what: str, place: str) -> str:
 
 
 def _difference(first, other) -> tuple[str, str, str] | None:
-  """The first place where two trees differ, and what is there in each; None if none."""
+  """Return the first path where two forms differ, with the text of each; or None."""
   ours, theirs = _by_place(first), _by_place(other)
   for place in [*ours, *(place for place in theirs if place not in ours)]:
     if ours.get(place) != theirs.get(place):
@@ -128,7 +129,7 @@ def _by_place(tree) -> dict[str, str]:
 
 
 def _other(tree) -> str:
-  """What a tree is that has nothing at a place."""
+  """Describe a tree that has no leaf at a path."""
   if isinstance(tree, dict):
     return f"nothing there (in a dict with the keys {list(tree)})"
   if isinstance(tree, tuple | list):
