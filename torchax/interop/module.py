@@ -1,4 +1,7 @@
-"""Modules as compiled or functional programs."""
+"""Modules as compiled (`JittableModule`) or functional (`extract_jax`) programs.
+
+`jit.py` compiles the methods; `wrapper.py` is the base class of compiled modules.
+"""
 
 import functools
 import types
@@ -22,7 +25,7 @@ from torchax.interop.wrapper import ModuleWrapper
 def extract_all_buffers(
   m: torch.nn.Module,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-  """All tensors of a module by qualified name: (parameters, buffers).
+  """Return the parameters and the buffers of a module, each by qualified name.
 
   Plain tensor attributes count as buffers.
   """
@@ -40,10 +43,10 @@ def set_all_buffers(
   params: dict[str, torch.Tensor],
   buffers: dict[str, torch.Tensor],
 ) -> None:
-  """Puts tensors by qualified name in the places where the module holds its own.
+  """Replace tensors of a module by qualified name.
 
   Raises:
-    KeyError: the module has no such place.
+    KeyError: the module has no tensor of a given name.
   """
   for qualified, value in {**params, **buffers}.items():
     prefix, _, name = qualified.rpartition(".")
@@ -61,18 +64,18 @@ def set_all_buffers(
 def extract_jax(
   mod: torch.nn.Module, env: Environment | None = None, *, dedup_parameters: bool = True
 ) -> tuple[dict[str, jax.Array], Callable[..., Any]]:
-  """A module as its tensors and a pure JAX function of them.
+  """Split a module into its arrays and a pure JAX function of them.
 
   Args:
-    mod: a module on the CPU, whose tensors are copied, or on jax.
-    env: the environment; by default `default_env()`.
-    dedup_parameters: hold a tensor that several names share under its first one.
+    mod: module on jax, or on the CPU, whose tensors are copied to jax.
+    env: environment; `default_env()` if None.
+    dedup_parameters: return a tensor with several names under its first name only.
 
   Returns:
     The arrays by qualified name, and a function `(arrays, args=(), kwargs=None, *,
     rng=None)` for any JAX transformation. `rng` is a key, an `RngState` or a seed to
     draw from (`docs/rng.md`); without it a draw inside a transformation raises.
-    Updates of buffers are not returned.
+    The function does not return updates of buffers.
 
   >>> arrays, f = extract_jax(torch.nn.Dropout(0.5))
   >>> x = jax.numpy.ones(3)
@@ -99,20 +102,20 @@ def extract_jax(
 
 
 class JittableModule(ModuleWrapper):
-  """A module whose methods run compiled, with its tensors as operands.
+  """Module whose methods run compiled, with its tensors as operands.
 
-  Parameters and buffers are read on every call, so an optimizer's or a
-  `load_state_dict`'s changes are seen; buffers that the module updates (the running
-  statistics of BatchNorm) are updated. `train()` and `eval()` compile separately. What
-  hooks do is compiled; one that is added or removed later compiles anew.
+  Every call reads the current parameters and buffers, so it sees changes by an
+  optimizer or `load_state_dict`. Buffers that the module updates, such as BatchNorm's
+  running statistics, are updated. `train()` and `eval()` compile separately. Hooks are
+  compiled; adding or removing one triggers recompilation.
 
-  Attributes that are set go to the module, as they come from it. A copy, and what is
-  loaded from a pickle, is compiled anew on its first call.
+  Attributes are read from and set on the inner module. A copy and an unpickled wrapper
+  recompile on their first call.
 
   Args:
-    m: a module on jax.
+    m: module on jax.
     extra_jit_args: keyword arguments of `jax.jit`.
-    dedup_parameters: pass parameters that several names share once.
+    dedup_parameters: list a tensor with several names once in `params`, `buffers`.
   """
 
   def __init__(
@@ -142,11 +145,11 @@ class JittableModule(ModuleWrapper):
 
   @property
   def params(self) -> dict[str, torch.Tensor]:
-    """The parameters by name; a shared one under its first name if deduplicated.
+    """Parameters by name; a shared one under its first name if deduplicated.
 
-    A plain dict, for trees of JAX and torch. A tensor that is put in it is the
-    module's from the next use of this wrapper on, a parameter if it replaces one. The
-    module itself, where a program has kept it, follows then as well.
+    The value is a plain dict, for tree functions of JAX and torch. The wrapper's next
+    use assigns new tensors in it to the inner module. A tensor that replaces a
+    parameter becomes a parameter.
     """
     return self._hand_out("params", self._read_params)
 
@@ -157,7 +160,7 @@ class JittableModule(ModuleWrapper):
 
   @property  # type: ignore[override]
   def buffers(self) -> dict[str, torch.Tensor]:
-    """The buffers and plain tensor attributes by name; see `params`."""
+    """Buffers and plain tensor attributes by name; see `params`."""
     return self._hand_out("buffers", self._read_buffers)
 
   @buffers.setter
@@ -183,10 +186,10 @@ class JittableModule(ModuleWrapper):
     return tensors
 
   def _take_changes(self) -> None:
-    """Gives the module the tensors that were put into `params` and `buffers`.
+    """Assign new tensors in `params` and `buffers` to the inner module.
 
     Raises:
-      KeyError: the module has no place of that name.
+      KeyError: the module has no tensor of a given name.
     """
     for tensors, before in list(self._handed.values()):
       changed = {k: v for k, v in tensors.items() if before.get(k) is not v}
@@ -200,38 +203,39 @@ class JittableModule(ModuleWrapper):
     return super().__getattr__(name)
 
   def state_dict(self, *args, **kwargs):
-    """`torch.nn.Module.state_dict`, with what was put into `params` and `buffers`."""
+    """Call `torch.nn.Module.state_dict` after taking over `params` and `buffers`."""
     self._take_changes()
     return super().state_dict(*args, **kwargs)
 
   def named_parameters(self, *args, **kwargs):
-    """`torch.nn.Module.named_parameters`, with what was put into `params`."""
+    """Call `torch.nn.Module.named_parameters` after taking over `params`."""
     self._take_changes()
     return super().named_parameters(*args, **kwargs)
 
   def forward(self, *args, **kwargs):
-    """Runs the module's `forward`, compiled."""
+    """Run the module's `forward`, compiled."""
     return self.jittable_call("forward", *args, **kwargs)
 
   @ending_at_the_user
   def lower(self, *args, **kwargs):
-    """`jax.jit(…).lower` of `forward`; nothing is run, no state advances."""
+    """Call `jax.jit(…).lower` on `forward`; run nothing, advance no stream."""
     return self.jitted("forward").lower(*args, **kwargs)
 
   @ending_at_the_user
   def trace(self, *args, **kwargs):
-    """`jax.jit(…).trace` of `forward`; nothing is run, no state advances."""
+    """Call `jax.jit(…).trace` on `forward`; run nothing, advance no stream."""
     return self.jitted("forward").trace(*args, **kwargs)
 
   def functional_call(
     self, method_or_name: str | Callable, params, buffers, *args, **kwargs
   ):
-    """Calls a method with the given tensors in place of the module's own.
+    """Call a method with the given tensors in place of the module's own.
 
     Args:
-      method_or_name: name of a method, or a function of the module.
-      params: tensors by name; missing ones stay the module's.
-      buffers: the same; updates in place go to these.
+      method_or_name: name of a method, or function whose first argument is the module.
+      params: tensors by name; the module's own are used for missing names.
+      buffers: tensors by name, likewise; in-place updates change them.
+      *args, **kwargs: arguments of the method.
     """
     if isinstance(method_or_name, str):
       method = getattr(self._model, method_or_name)
@@ -241,7 +245,7 @@ class JittableModule(ModuleWrapper):
       return method(*args, **kwargs)
 
   def jittable_call(self, method_name: str, *args, **kwargs):
-    """Runs a method of the module, compiled."""
+    """Run a method of the module, compiled."""
     try:
       self._take_changes()
       jitted = self.jitted(method_name)
@@ -255,10 +259,7 @@ class JittableModule(ModuleWrapper):
       raise
 
   def jitted(self, name: str) -> Jitted:
-    """The compiled form of a method.
-
-    Args:
-      name: of the method.
+    """Return the compiled form of the method `name`.
 
     Raises:
       AttributeError: the module has no such method.
@@ -268,7 +269,7 @@ class JittableModule(ModuleWrapper):
     return self._jitted[name]
 
   def make_jitted(self, key: str) -> None:
-    """Prepares the compiled form of the method of that name.
+    """Create the compiled form of the method `key`.
 
     Raises:
       AttributeError: the module has no such method.
@@ -285,21 +286,21 @@ class JittableModule(ModuleWrapper):
 
 
 def _forward(module: torch.nn.Module, *args, **kwargs):
-  """`forward` as a call runs it: with the module's hooks, at the module's site."""
+  """Run `forward` with the module's hooks, and record draws at the module's site."""
   with rng.inside(module):
     return called(module, "forward")(*args, **kwargs)
 
 
-_forward.__name__ = "forward"  # as it is called in programs and messages
+_forward.__name__ = "forward"  # for programs and messages
 
 
 def _replace(module: torch.nn.Module, changed: dict, before: dict) -> None:
-  """Puts tensors in the places of others, under all their names.
+  """Replace tensors of a module, each under all its names.
 
   Args:
-    module: holds the tensors.
-    changed: the new tensors by name; left with what the module holds.
-    before: the old ones by name, which follow.
+    module: the module.
+    changed: new tensors by name.
+    before: old tensors by name; updated in place to the new ones.
   """
   params, buffers = extract_all_buffers(module)
   places = {**params, **buffers}

@@ -1,8 +1,8 @@
-"""Hooks of modules that run compiled.
+"""Hooks of compiled modules.
 
-torch calls hooks in `Module.__call__`, so a compiled `forward` runs those of submodules
-by itself, and those of the module where the whole call is compiled. A hook that is
-registered or removed later asks for another compilation.
+torch runs hooks in `Module.__call__`. So a compiled `forward` includes the hooks of
+submodules; to include those of the module itself, its whole call is compiled.
+Registering or removing a hook triggers recompilation.
 """
 
 import operator
@@ -20,8 +20,8 @@ _TABLES = (
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-  """True for a module that has hooks itself."""
-  own = module.__dict__  # as quick as can be: every call of a compiled module asks
+  """Return True if the module itself has hooks."""
+  own = module.__dict__  # fast: every call of a compiled module runs this
   return bool(
     own["_forward_pre_hooks"]
     or own["_forward_hooks"]
@@ -31,22 +31,22 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def called(module: torch.nn.Module, name: str) -> Callable:
-  """The method of that name; for `forward` with the module's hooks around it."""
+  """Return the method of this name; `forward` with the module's hooks around it."""
   if name == "forward" and has_hooks(module):
     return types.MethodType(forward, module)
   return getattr(module, name)
 
 
 def forward(module: torch.nn.Module, *args, **kwargs):
-  """`forward` of a module, as `module(…)` calls it: with its hooks."""
+  """Run the module with its hooks; its name is `forward`, for programs and messages."""
   return module(*args, **kwargs)
 
 
 class Hooks:
-  """The hooks of a module and its submodules.
+  """Hooks of a module and its submodules, to detect changes.
 
   Args:
-    module: looked at now, and by `changed`.
+    module: the module; its hooks are recorded now, and by each `changed`.
   """
 
   def __init__(self, module: torch.nn.Module):
@@ -61,7 +61,7 @@ class Hooks:
     self._tables = tuple([(table, tuple(table.values())) for table in tables if table])
 
   def changed(self) -> bool:
-    """True if hooks were added or removed since this was last asked."""
+    """Return True if hooks were added or removed since the last call."""
     is_known = self._registrations == torch_compat.count_of_hooks()
     if is_known and all(map(_is_unchanged, self._tables)):
       return False

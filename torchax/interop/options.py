@@ -1,8 +1,8 @@
-"""Keyword arguments of JAX's transformations, as users of the wrappers give them.
+"""Options of the wrappers: keyword arguments of JAX's transformations.
 
-They come as keywords, as with JAX, or in a dict, as upstream's callers pass them. Both
-mean the same and are checked when a function is wrapped. Numbers and names of arguments
-are those of the user's function.
+Users pass them as keywords, as in JAX, or in a dict, as upstream does. Both mean the
+same, and are checked when a function is wrapped. Argument numbers and names refer to
+the user's function.
 """
 
 import difflib
@@ -18,7 +18,7 @@ ArgNames = str | Iterable[str] | None
 
 
 class JitOptions(TypedDict, total=False):
-  """The keywords of `jax.jit`."""
+  """Keyword arguments of `jax.jit`."""
 
   in_shardings: Any
   out_shardings: Any
@@ -34,7 +34,7 @@ class JitOptions(TypedDict, total=False):
 
 
 class GradOptions(TypedDict, total=False):
-  """The keywords of `jax.value_and_grad`."""
+  """Keyword arguments of `jax.value_and_grad`."""
 
   argnums: int | Sequence[int]
   has_aux: bool
@@ -44,7 +44,7 @@ class GradOptions(TypedDict, total=False):
 
 
 class CheckpointOptions(TypedDict, total=False):
-  """The keywords of `jax.checkpoint`."""
+  """Keyword arguments of `jax.checkpoint`."""
 
   prevent_cse: bool | Sequence[bool]
   policy: Callable[..., Any] | None
@@ -54,7 +54,7 @@ class CheckpointOptions(TypedDict, total=False):
 
 
 class ShardMapOptions(TypedDict, total=False):
-  """The keywords of `jax.shard_map`."""
+  """Keyword arguments of `jax.shard_map`."""
 
   mesh: Any
   in_specs: Any
@@ -70,17 +70,17 @@ def merged(
   keywords: Mapping[str, Any],
   own: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-  """The options of a wrapper, from the dict and from the keywords.
+  """Merge the options of a wrapper from the dict and from the keywords.
 
   Args:
-    name: of the wrapper, for errors.
-    transform: JAX's function, whose keywords they are.
-    given: upstream's dict, or None.
-    keywords: JAX's form.
-    own: keywords that the wrapper takes itself, which older versions of JAX lack.
+    name: name of the wrapper, for errors.
+    transform: JAX's function with these keywords.
+    given: options as a dict, or None.
+    keywords: options as keywords.
+    own: keywords of the wrapper itself, which older versions of JAX lack.
 
   Raises:
-    TypeError: `given` is no dict, an option comes twice, or JAX does not know it.
+    TypeError: `given` is not a dict, an option is given twice, or JAX lacks it.
   """
   if given is not None and not isinstance(given, Mapping):
     raise TypeError(
@@ -110,7 +110,7 @@ def _name_of(transform: Callable) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _keywords_of(transform: Callable) -> tuple[str, ...]:
-  """The keywords that a transformation takes; none where it does not say."""
+  """Return the keywords of a transformation; () if its signature does not list them."""
   found = signature_of(transform)
   if found is None:
     return ()
@@ -123,16 +123,16 @@ def _keywords_of(transform: Callable) -> tuple[str, ...]:
 def with_names(
   name: str, function: Callable, options: dict[str, Any], kinds: Sequence[str]
 ) -> dict[str, Any]:
-  """Options in which numbers and names of arguments stand for each other.
+  """Complete the options: derive argument numbers from names, and names from numbers.
 
-  An argument that is given by its number alone is meant when it is passed by name too,
-  and the other way round, as with `jax.jit`.
+  So an argument given by number is also static or donated when it is passed by name,
+  and the reverse, as with `jax.jit`.
 
   Args:
-    name: of the wrapper, for errors.
-    function: the user's.
-    options: of the transformation.
-    kinds: of arguments: "static", "donate".
+    name: name of the wrapper, for errors.
+    function: the user's function.
+    options: options of the transformation.
+    kinds: kinds of arguments to complete: "static", "donate".
 
   Raises:
     ValueError: the function has no such argument, or one is static and donated.
@@ -163,12 +163,13 @@ def with_names(
 def of_method(
   method: Callable, others: Iterable[Callable], options: dict[str, Any]
 ) -> dict[str, Any]:
-  """Options without the names of arguments that only other methods of a module take.
+  """Remove the names of arguments that only other methods of a module have.
 
   Args:
-    method: the one that they are for.
-    others: of the module, compiled with the same options.
-    options: of the transformation. Names that no method takes stay, for the check.
+    method: the method that gets the options.
+    others: methods of the module that are compiled with the same options.
+    options: options of the transformation. Names that no method has stay in them, so
+      that `with_names` raises.
   """
   found = signature_of(method)
   if found is None or _takes(found, inspect.Parameter.VAR_KEYWORD):
@@ -206,7 +207,7 @@ def _takes(found: inspect.Signature, kind) -> bool:
 def _numbers_and_names(
   found: inspect.Signature, numbers: ArgNums, names: ArgNames
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-  """Both, where at least one is given; who gives both is taken by the word."""
+  """Derive the numbers from the names, or the reverse; keep both if both are given."""
   positional = _positional(found)
   if isinstance(numbers, int):
     numbers = (numbers,)
@@ -219,7 +220,7 @@ def _numbers_and_names(
   numbers = tuple(numbers)
   if names is not None:
     return numbers, tuple(names)
-  # A negative number counts from the end of each call's arguments, so it has no name.
+  # A negative number counts from the end of a call's arguments, so it has no name.
   meant = [positional[number] for number in numbers if 0 <= number < len(positional)]
   by_name = [p.name for p in meant if p.kind is not p.POSITIONAL_ONLY]
   return numbers, tuple(by_name)

@@ -1,7 +1,7 @@
-"""Gradients and rematerialisation of functions of tensors, by JAX.
+"""`jax_value_and_grad` and `gradient_checkpoint`: JAX's transformations on tensors.
 
-Both carry the random stream as operands, so that a function draws the same numbers
-under them as without, and a recomputed forward pass the same as the first one.
+The random stream is an operand of both. So a function draws the same numbers with and
+without them, and a recomputed forward pass draws the numbers of the first one.
 """
 
 import contextlib
@@ -36,19 +36,21 @@ def jax_value_and_grad(
   kwargs_for_value_and_grad: dict[str, Any] | None = None,
   **options: Unpack[GradOptions],
 ) -> Callable[P, tuple[R, Any]]:
-  """`jax.value_and_grad` for a function of tensors.
+  """Apply `jax.value_and_grad` to a function of tensors.
 
   Args:
-    torch_function: returns a scalar tensor, or (scalar, aux) with `has_aux`.
-    kwargs_for_value_and_grad: the options in a dict, as upstream's callers pass them.
-    **options: of `jax.value_and_grad`: `argnums` (default 0), `has_aux`, `holomorphic`,
-      `allow_int`, `reduce_axes`; they refer to the arguments of `torch_function`.
+    torch_function: function that returns a scalar tensor, or (scalar, aux) with
+      `has_aux`.
+    kwargs_for_value_and_grad: the options as a dict, for compatibility with upstream.
+    **options: keyword arguments of `jax.value_and_grad`: `argnums` (default 0),
+      `has_aux`, `holomorphic`, `allow_int`, `reduce_axes`. They refer to the arguments
+      of `torch_function`.
 
   Returns:
     A function with the same arguments that returns (value, gradients) as tensors.
 
   Raises:
-    TypeError: an option that `jax.value_and_grad` does not have.
+    TypeError: `jax.value_and_grad` has no such option.
   """
   kwargs_for_jax = merged(
     "jax_value_and_grad", jax.value_and_grad, kwargs_for_value_and_grad, options
@@ -59,7 +61,7 @@ def jax_value_and_grad(
   traced = Traced(torch_function, Options(hands_out=True))
 
   def with_aux(rng, operands, *args, **kwargs):
-    # JAX differentiates, whether torch records around this call or not.
+    # JAX differentiates the function even if the call is under `torch.no_grad`.
     with grad_mode.counted_anew():
       (out, effects), advance = traced(rng, operands, *args, **kwargs)
     value, aux = out if has_aux else (out, None)
@@ -95,7 +97,7 @@ def jax_value_and_grad(
 
 
 def _explain(error: TypeError, name: str, argnums, count: int) -> None:
-  """Raises with the user's words what JAX says of a function to differentiate."""
+  """Raise JAX's errors about argnums and results with the user's names; else return."""
   message = str(error)
   if message.startswith("differentiating with respect to argnums"):
     raise TypeError(
@@ -111,21 +113,24 @@ def gradient_checkpoint(
   kwargs: dict[str, Any] | None = None,
   **options: Unpack[CheckpointOptions],
 ) -> Callable[P, R]:
-  """Recomputes a function of tensors in the backward pass: `jax.checkpoint`.
+  """Apply `jax.checkpoint`: recompute a function of tensors in the backward pass.
 
-  The recomputation draws the numbers of the forward pass. Under JAX's gradients and
-  inside compiled functions it is `jax.checkpoint`; in a plain torch program, whose
-  operations run one by one, `torch.utils.checkpoint`.
+  The recomputation draws the numbers of the forward pass. JAX transformations and
+  compiled functions use `jax.checkpoint`; eager programs use `torch.utils.checkpoint`.
 
   Args:
     torch_function: function or module.
-    kwargs: the options in a dict, as upstream's callers pass them.
-    **options: of `jax.checkpoint`: `policy`, `prevent_cse`, and `static_argnums` and
-      `static_argnames`, which refer to the arguments of `torch_function`.
+    kwargs: the options as a dict, for compatibility with upstream.
+    **options: keyword arguments of `jax.checkpoint`: `policy`, `prevent_cse`,
+      `static_argnums`, `static_argnames`. The last two refer to the arguments of
+      `torch_function`.
+
+  Returns:
+    A function with the same arguments and results.
 
   Raises:
-    TypeError: an option that `jax.checkpoint` does not have.
-    ValueError: static arguments that the function does not have.
+    TypeError: `jax.checkpoint` has no such option.
+    ValueError: the function has no argument of a given number or name.
   """
   name = "gradient_checkpoint"
   own = ("static_argnames",)
@@ -160,18 +165,18 @@ def _checkpointed_by_torch(function: Callable, args, kwargs):
 
 
 def _contexts():
-  """What a checkpointed function runs in, forward and again."""
+  """Return the contexts for the forward pass and for the recomputation."""
   return contextlib.nullcontext(), default_env()
 
 
 def _numbers(argnums, count: int) -> frozenset[int]:
-  """Argument numbers as a set of non-negative ones."""
+  """Return argument numbers as non-negative ones, given the argument count."""
   argnums = (argnums,) if isinstance(argnums, int) else argnums
   return frozenset(number % count for number in argnums if number < count)
 
 
 class _Checkpointed:
-  """One call of a checkpointed function in a trace."""
+  """Call of a checkpointed function in a trace."""
 
   def __init__(self, function: Callable, options: dict, static: frozenset, args):
     def on_dynamic(args, kwargs):
@@ -216,7 +221,7 @@ class _Checkpointed:
       moves.append(done.advance)
       self._changed, self._targets = tuple(done.arguments), tuple(done.assigned)
       results = (done.out, [*done.arguments.values()], [*done.assigned.values()])
-      # A re-seed comes back as an array.
+      # The keys are arrays if the function has seeded its stream.
       return results, done.states, done.advance.keys
 
     out, states, keys = jax.checkpoint(pure, **self._options)(rng, captured, args)

@@ -1,8 +1,8 @@
-"""Between the worlds: the same value, seen as torch's or as JAX's.
+"""Views of torch values as JAX values, and of JAX values as torch values.
 
-`jax_view` and `torch_view` convert trees of tensors, dtypes and functions without
-copying. A torch function seen as a JAX function can be given to any JAX transformation;
-its random draws need `rng=` there (`docs/rng.md`).
+`jax_view` and `torch_view` convert trees of tensors, dtypes and functions without a
+copy. Any JAX transformation accepts the view of a torch function; its random draws need
+`rng=` there (`docs/rng.md`).
 """
 
 import functools
@@ -97,11 +97,11 @@ def jax_view(t: Any) -> Any: ...
 
 @ending_at_the_user
 def jax_view(t):
-  """Tensors in a tree as arrays, torch dtypes as JAX's, functions as JAX functions.
+  """Convert tensors, torch dtypes and torch functions in a tree to JAX's.
 
-  A function becomes a JAX function of arrays that takes `rng=` besides its own
-  arguments: an `RngState`, a typed key or a seed to draw from. Without it the function
-  draws from `env.rng`; inside a raw JAX transformation that raises TracedDrawError.
+  A converted function takes arrays and an extra keyword argument `rng=`: an `RngState`,
+  a typed key or a seed to draw from. Without it the function draws from `env.rng`;
+  inside a raw JAX transformation that raises TracedDrawError.
 
   >>> f = jax_view(torch.nn.functional.relu)
   >>> jax.jit(f)(jnp.array([-1.0, 2.0]))
@@ -143,17 +143,17 @@ def torch_view(t: Any) -> Any: ...
 
 
 def torch_view(t):
-  """Arrays in a tree as tensors, JAX dtypes as torch's, functions likewise."""
+  """Convert arrays, JAX dtypes and JAX functions in a tree to torch's."""
   return jax.tree.map(_torch_view, t, is_leaf=is_leaf)
 
 
 def jax_view_elem(v: TorchValue) -> JaxValue:
-  """`jax_view` of one value that is no tree."""
+  """Convert one value, not a tree, as `jax_view` does."""
   return _jax_view(v)
 
 
 def torch_view_elem(v: JaxValue) -> TorchValue:
-  """`torch_view` of one value that is no tree."""
+  """Convert one value, not a tree, as `torch_view` does."""
   return _torch_view(v)
 
 
@@ -169,17 +169,17 @@ def call_torch(torch_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 @ending_at_the_user
 def call_torch(torch_func, *args, **kwargs):
-  """Calls a torch function with JAX values; returns JAX values.
+  """Call a torch function with JAX values; return JAX values.
 
   Raises:
-    MutationError: inside a JAX transformation, the function changed a tensor that is
-      not among its arguments.
+    MutationError: the call is inside a JAX transformation, and the function changed a
+      tensor that is not an argument.
   """
   with default_env():
     if jax_compat.is_top_level():
       return jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
-    # Under JAX's transformations `torch.no_grad` counts inside the function, as with
-    # `torch.func.grad`, and not around it.
+    # Under a JAX transformation only a `torch.no_grad` inside the function applies, as
+    # with `torch.func.grad`; the caller's is ignored.
     name = name_of(torch_func)
     boundary = Boundary(name=name, is_trace=False)
     with boundary.enter(), grad_mode.counted_anew():
@@ -189,7 +189,7 @@ def call_torch(torch_func, *args, **kwargs):
 
 
 def require_no_writes(boundary: Boundary, name: str) -> None:
-  """Raises MutationError if the function changed outer tensors, which would be lost."""
+  """Raise MutationError if the function changed outer tensors."""
   written = boundary.written()
   if written:
     raise MutationError(
@@ -202,12 +202,12 @@ def require_no_writes(boundary: Boundary, name: str) -> None:
 
 
 class JaxFunction(Generic[R]):
-  """A torch function as a JAX function, with its name, docstring and signature."""
+  """JAX function of a torch function, with its name, docstring and signature."""
 
   __wrapped__: Callable[..., Any]
 
   def __init__(self, function: TorchCallable):
-    self.__name__ = type(function).__name__  # for what has none, as modules
+    self.__name__ = type(function).__name__  # for callables without a name: modules
     functools.update_wrapper(self, function, updated=())
 
   @ending_at_the_user
@@ -223,12 +223,12 @@ class JaxFunction(Generic[R]):
 
 
 class TorchFunction(Generic[R]):
-  """A JAX function as a torch function, with its name, docstring and signature."""
+  """Torch function of a JAX function, with its name, docstring and signature."""
 
   __wrapped__: Callable[..., Any]
 
   def __init__(self, function: JaxCallable):
-    self.__name__ = type(function).__name__  # for what has none, as `jnp.add`
+    self.__name__ = type(function).__name__  # for callables without a name: `jnp.add`
     functools.update_wrapper(self, function, updated=())
 
   @ending_at_the_user
@@ -251,11 +251,11 @@ def call_jax(jax_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ..
 
 @ending_at_the_user
 def call_jax(jax_func, *args, **kwargs):
-  """Calls a JAX function with torch values; returns torch values.
+  """Call a JAX function with torch values; return torch values.
 
-  Where torch records gradients, JAX differentiates the function: its results have a
-  gradient like those of any torch operation. An executable, as
-  `jax.jit(f).lower(…).compile()` gives, has no derivative: neither have its results.
+  Where torch records gradients, JAX differentiates the function, so its results have
+  gradients as those of any torch operation. The results of an executable, such as
+  `jax.jit(f).lower(…).compile()`, have none.
   """
   if torch.is_grad_enabled() and not isinstance(jax_func, jax.stages.Compiled):
     arguments = Partition((args, kwargs), _needs_gradient)
@@ -281,7 +281,7 @@ def _recorded(jax_func: JaxCallable, arguments: Partition):
     found[:] = [Partition(jax_func(*args, **kwargs), _is_array)]
     return found[0].dynamic
 
-  # JAX functions are compiled by who wrote them, where they want it.
+  # Compiling a JAX function is up to the user.
   function = autograd.ArrayFunction(on_arrays, saves_residuals=True, compiled=False)
   results = autograd.call(function, arguments.dynamic)
   return jax.tree.map(_torch_view, found[0].filled(results), is_leaf=is_tensor)
@@ -300,11 +300,12 @@ def j2t_autograd(
 
 
 def j2t_autograd(fn, call_jax=call_jax):
-  """A JAX function as a torch function with gradients.
+  """Convert a JAX function to a torch function with gradients.
 
   Args:
     fn: function of arrays.
-    call_jax: calls it with torch values; the one here also records its gradient.
+    call_jax: function `(fn, *args, **kwargs)` that calls `fn` with torch values; by
+      default `call_jax` of this module, which also records the gradient.
 
   >>> square = j2t_autograd(lambda x: x * x)
   >>> x = torch.ones(2, device="jax", requires_grad=True)
@@ -334,14 +335,15 @@ def functional_rng(
 
 
 def functional_rng(torch_function):
-  """The fully explicit form: `(state, *args) -> (out, state)`, a pure JAX function.
+  """Convert a torch function to a pure JAX function with explicit random state.
 
   Args:
     torch_function: function or module of tensors.
 
   Returns:
-    A function of an `RngState` (or typed key, or seed) and arrays. It returns arrays
-    and the state after the draws; `env.rng` is neither read nor changed.
+    A function `(state, *args, **kwargs) -> (out, state)` of an `RngState` (or typed
+    key, or seed) and arrays. It returns arrays and the state after the draws. It
+    neither reads nor changes `env.rng`.
   """
 
   @ending_at_the_user
@@ -352,7 +354,7 @@ def functional_rng(torch_function):
       return out, stream.state
 
   found = signature_of(torch_function)
-  if found is not None:  # JAX looks arguments up by number and name there
+  if found is not None:  # JAX finds arguments by number and name in the signature
     name = "state" if "state" not in found.parameters else "rng_state"
     state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     parameters = [state, *found.parameters.values()]

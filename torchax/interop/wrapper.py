@@ -1,4 +1,7 @@
-"""The base of modules that run another module compiled: what they share with it."""
+"""`ModuleWrapper`: base class of `JittableModule` and `CompiledModule`.
+
+It makes a compiled module look like the module that it wraps.
+"""
 
 from collections.abc import Callable
 
@@ -10,16 +13,16 @@ from torchax.interop.module_hooks import has_hooks
 
 
 class ModuleWrapper(torch.nn.Module):
-  """A module around another one, whose attributes are the other one's.
+  """Module that runs an inner module compiled, and shares its attributes.
 
-  What is got, set and deleted is the inner module's. Hooks and the mode of the wrapper
-  are its own; the inner module's hooks run as well.
+  Attributes are read from, set on and deleted from the inner module. The wrapper has
+  its own hooks and training flag; the inner module's hooks run too.
 
   Args:
-    module: the inner module.
+    module: inner module.
   """
 
-  # Attributes that hold compiled functions: no copy and no pickle has them.
+  # Attributes with compiled functions; copies and pickles leave them out.
   _derived: tuple[str, ...] = ()
 
   def __init__(self, module: torch.nn.Module):
@@ -27,7 +30,7 @@ class ModuleWrapper(torch.nn.Module):
     self._modules["_model"] = module
 
   def __call__(self, *args, **kwargs):
-    """Runs `forward`, with the hooks of the wrapper if it has any."""
+    """Run `forward`, with the hooks of the wrapper if it has any."""
     try:
       if has_hooks(self):
         return super().__call__(*args, **kwargs)
@@ -37,20 +40,20 @@ class ModuleWrapper(torch.nn.Module):
       raise
 
   def _method(self, name: str) -> Callable | None:
-    """The compiled method of that name, None for what is not compiled."""
+    """Return the compiled method of this name, or None if it is not compiled."""
     raise NotImplementedError
 
   def _forget(self) -> None:
-    """Drops what was compiled, since the module has changed."""
+    """Drop all compiled methods, since the module has changed."""
     raise NotImplementedError
 
   def _restore(self) -> None:
-    """Makes the derived attributes anew."""
+    """Reset the attributes in `_derived`."""
     raise NotImplementedError
 
   @property
   def __class__(self):
-    """The inner module's, so that `isinstance(wrapper, MyModel)` is as without it."""
+    """Class of the inner module, so that `isinstance(wrapper, MyModel)` is True."""
     inner = self.__dict__.get("_modules", {}).get("_model")
     return type(self) if inner is None else inner.__class__
 
@@ -62,7 +65,7 @@ class ModuleWrapper(torch.nn.Module):
     )
 
   def __getattr__(self, name: str):
-    """Compiled methods by name; the rest is the module's."""
+    """Return a compiled method, or another attribute of the inner module."""
     try:
       return super().__getattr__(name)
     except AttributeError:
@@ -76,7 +79,7 @@ class ModuleWrapper(torch.nn.Module):
       super().__setattr__(name, value)
     else:
       setattr(self._model, name, value)
-      self._forget()  # what was traced may have decided by the old value
+      self._forget()  # a trace may depend on the old value
 
   def __delattr__(self, name: str) -> None:
     if self._is_own(name):
@@ -91,7 +94,7 @@ class ModuleWrapper(torch.nn.Module):
     return not is_set_up or name == "_model" or name in own or hasattr(type(self), name)
 
   def __reduce_ex__(self, protocol):
-    # By the wrapper's own class, which `__class__` does not tell.
+    # `type(self)` is the wrapper's own class; `__class__` is the inner module's.
     return _made, (type(self),), self.__getstate__()
 
   def __getstate__(self) -> dict:
@@ -106,5 +109,5 @@ def _made(cls):
   return cls.__new__(cls)
 
 
-# The draws of a module have the same sites, compiled or not.
+# Draw sites omit the wrapper, so they are the same with and without compilation.
 setattr(ModuleWrapper, TRANSPARENT, "_model")
