@@ -75,7 +75,7 @@ def state(model):
 
 
 @each_mode
-def test_a_function(mode):
+def test_each_mode_compiles_a_function(mode):
   def function(x, y, power):
     return {"sum": (x + y) ** power, "rest": [x.exp(), None]}
 
@@ -88,7 +88,7 @@ def test_a_function(mode):
 
 
 @each_mode
-def test_training_is_that_of_eager(mode):
+def test_training_equals_eager_training(mode):
   """Losses, gradients, buffers, and the draws of dropout."""
 
   def train(model, run):
@@ -111,7 +111,7 @@ def test_training_is_that_of_eager(mode):
 
 
 @each_mode
-def test_switching_to_evaluation_is_seen(mode):
+def test_switching_to_eval_mode_takes_effect(mode):
   model = make_model()
   run = compile(model, mode)
   x = X.to("jax")
@@ -126,7 +126,7 @@ def test_switching_to_evaluation_is_seen(mode):
 
 
 @each_mode
-def test_changed_parameters_are_followed(mode):
+def test_changed_parameters_take_effect(mode):
   model = make_model().eval()
   run = compile(model, mode)
   x = X.to("jax")
@@ -141,7 +141,7 @@ def test_changed_parameters_are_followed(mode):
 
 
 @each_mode
-def test_several_methods(mode):
+def test_several_methods_run_compiled(mode):
   model = make_model()
   run = compile(model, mode, methods_to_compile=["energy"])
   x = X.to("jax")
@@ -152,7 +152,7 @@ def test_several_methods(mode):
 
 
 @each_mode
-def test_a_state_dict_goes_round(mode):
+def test_state_dict_round_trip(mode):
   first, second = make_model(), make_model()
   with torch.no_grad():
     second.layers[0].zero_()
@@ -163,7 +163,7 @@ def test_a_state_dict_goes_round(mode):
 
 
 @each_mode
-def test_other_shapes_compile_anew(mode):
+def test_other_shapes_recompile(mode):
   run = compile(lambda x: x.sum(0) * x.shape[0], mode)
   for rows in (2, 3, 2):
     x = torch.ones(rows, 4, device="jax")
@@ -184,7 +184,7 @@ def test_arguments_changed_in_place(mode):
 
 
 @each_mode
-def test_draws_are_those_of_eager_and_new_in_each_call(mode):
+def test_draws_equal_eager_draws_and_differ_per_call(mode):
   def function(x):
     return F.dropout(x, 0.5) + torch.rand_like(x)
 
@@ -293,7 +293,7 @@ def test_the_persistent_cache_is_used(tmp_path):
     ),
   ],
 )
-def test_bad_input(fn, options, error, message):
+def test_invalid_options_raise(fn, options, error, message):
   with pytest.raises(error, match=message):
     torchax.compile(fn, CompileOptions(**options))
 

@@ -89,7 +89,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("name", WRAPS)
-def test_training_through_a_compiled_model_is_eager_training(name):
+def test_training_a_compiled_model_equals_eager_training(name):
   eager, model = _model(), _model()
   if "checkpoint" in name:  # a checkpoint updates running statistics twice, as torch's
     for net in (eager, model):
@@ -98,7 +98,7 @@ def test_training_through_a_compiled_model_is_eager_training(name):
   _assert_close(_train(model, WRAPS[name](model)), _train(eager, eager), 1e-4)
 
 
-def test_the_backward_mask_is_the_forward_mask():
+def test_backward_uses_the_dropout_mask_of_forward():
   compiled = jax_jit(lambda x: F.dropout(x, 0.5))
   x = torch.ones(64, device="jax", requires_grad=True)
   for _ in range(3):
@@ -121,7 +121,7 @@ def test_calls_compile_once_forward_and_backward():
   assert len(traces) == 1
 
 
-def test_without_a_gradient_nothing_is_recorded():
+def test_inputs_without_grad_record_nothing():
   compiled, x = jax_jit(torch.tanh), _x()
   with torch.no_grad():
     assert not compiled(x).requires_grad
@@ -129,7 +129,7 @@ def test_without_a_gradient_nothing_is_recorded():
   assert compiled(x).requires_grad
 
 
-def test_outputs_that_do_not_depend_on_it_have_none():
+def test_independent_outputs_have_no_grad_fn():
   def f(x, y):
     return x * 2, y * 3, (x > 0), x.detach() * 4
 
@@ -181,14 +181,14 @@ def test_hooks_inside_run():
   assert torch.equal(x.grad, torch.full_like(x, 20.0))
 
 
-def test_a_closed_over_result_of_other_operations_gets_its_gradient():
+def test_captured_non_leaf_passes_its_gradient_on():
   x = _x()
   hidden = torch.sin(x)
   jax_jit(lambda y: (y * hidden).sum())(torch.ones(6, 4, device="jax")).backward()
   _assert_close([x.grad], [torch.cos(x)])
 
 
-def test_a_view_of_a_parameter_gets_its_gradient():
+def test_captured_view_of_a_parameter_gets_its_gradient():
   weight = torch.ones(4, 3, device="jax", requires_grad=True)
   jax_jit(lambda y: (y * weight[1:3].t()).sum())(
     torch.ones(3, 2, device="jax")
@@ -196,7 +196,7 @@ def test_a_view_of_a_parameter_gets_its_gradient():
   assert weight.grad.sum(1).tolist() == [0.0, 3.0, 3.0, 0.0]
 
 
-def test_parameters_that_are_frozen_and_unfrozen_are_followed():
+def test_freezing_and_unfreezing_parameters_retraces():
   model = torch.nn.Linear(4, 2).to("jax")
   compiled, x = jax_jit(model), _x(requires_grad=False)
   model.bias.requires_grad_(False)
@@ -207,7 +207,7 @@ def test_parameters_that_are_frozen_and_unfrozen_are_followed():
   assert model.bias.grad.tolist() == [6.0, 6.0]
 
 
-def test_a_parameter_without_influence_gets_no_gradient():
+def test_an_unused_parameter_gets_no_gradient():
   unused = torch.ones(2, device="jax", requires_grad=True)
 
   def f(x):
@@ -225,13 +225,13 @@ def test_one_tensor_passed_twice_gets_both_gradients():
   assert torch.equal(x.grad, torch.full_like(x, 5.0))
 
 
-def test_a_tensor_and_its_detached_self_are_two_arguments():
+def test_a_tensor_and_its_detach_are_two_arguments():
   x = _x()
   jax_jit(lambda a, b: (a * b).sum())(x, x.detach()).backward()
   assert torch.equal(x.grad, x.detach())
 
 
-def test_the_graph_is_freed_by_backward_as_torchs():
+def test_backward_frees_the_graph_as_in_torch():
   x = _x()
   loss = jax_jit(lambda x: torch.tanh(x).sum())(x)
   loss.backward(retain_graph=True)
@@ -254,7 +254,7 @@ def test_residuals_and_arguments_are_freed_by_backward():
   assert loss.item() == pytest.approx(0.0, abs=1e-5)
 
 
-def test_a_step_that_goes_backward_itself_returns_a_plain_loss():
+def test_a_step_that_calls_backward_returns_a_detached_loss():
   model, x = _model(), _x(requires_grad=False)
 
   def step(x):
@@ -305,7 +305,7 @@ def test_finite_differences_agree():
   assert slope == pytest.approx(x.grad[2, 1].item(), abs=2e-3)
 
 
-def test_a_change_in_place_that_needs_a_gradient_raises():
+def test_an_in_place_change_that_needs_a_gradient_raises():
   x, out = _x(), torch.zeros(6, 4, device="jax")
   with pytest.raises(MutationError, match="Return the new value"):
     jax_jit(lambda x, out: out.copy_(x * 2).sum())(x, out)
@@ -313,7 +313,7 @@ def test_a_change_in_place_that_needs_a_gradient_raises():
 
 
 @pytest.mark.parametrize("wrap", [jax_jit, lambda f: jax_jit(jax_jit(f))])
-def test_a_closed_over_tensor_does_not_join_a_traced_graph(wrap):
+def test_a_captured_tensor_never_joins_a_traced_graph(wrap):
   kept = torch.zeros(6, 4, device="jax")
   with pytest.raises(MutationError, match="closes over.*no_grad"):
     wrap(lambda x: kept.copy_(x * 2).sum())(_x())
@@ -329,7 +329,7 @@ def test_a_closed_over_tensor_does_not_join_a_traced_graph(wrap):
   assert torch.equal(kept, x.detach() * 2) and torch.equal(x.grad, kept)
 
 
-def test_gradients_of_gradients_have_the_words_of_the_forward_pass():
+def test_second_derivatives_repeat_the_draws_of_forward():
   """The function is run once more for them, with the generator's words of the call."""
   generator, x, found = torch.Generator(), _x(), []
 
@@ -396,7 +396,7 @@ def test_a_scan_has_the_gradients_of_the_unrolled_loop(wrap):
   _assert_close(run(wrap(scanned)), run(_unrolled))
 
 
-def test_a_fori_loop_a_branch_and_rows_have_gradients():
+def test_fori_loop_cond_and_vmap_have_gradients():
   weight = torch.full((3,), 2.0, device="jax", requires_grad=True)
   start = torch.ones(3, device="jax")
   fori_loop(0, 3, lambda i, v: v * weight, start).sum().backward()
@@ -423,7 +423,7 @@ def test_call_jax_has_the_gradient_of_the_jax_function(wrap):
   _assert_close([x.grad], [2 * torch.cos(x)])
 
 
-def test_call_jax_keeps_what_is_no_tensor():
+def test_call_jax_keeps_non_tensor_results():
   x = _x()
   out, shape, index, key = call_jax(
     lambda a: (a * 2, a.shape, jnp.argmax(a), jax.random.key(0)), x
@@ -440,7 +440,7 @@ def test_j2t_autograd_can_be_differentiated_twice():
   _assert_close([second], [6 * x])
 
 
-def test_complex_gradients_are_torchs():
+def test_complex_gradients_equal_those_of_torch():
   def f(z):
     return (z * z.conj() * (1 + 2j)).real.sum() + torch.view_as_real(z).sum()
 
@@ -471,7 +471,7 @@ if not versions.is_older(torch.__version__, "2.12"):
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_backward_through_a_checkpoint_takes_every_form_of_inputs(name):
+def test_backward_inputs_through_a_checkpoint(name):
   x, loss = _leaf_and_loss()
   loss.backward(retain_graph=True)
   expected, x.grad = x.grad, None
@@ -479,7 +479,7 @@ def test_backward_through_a_checkpoint_takes_every_form_of_inputs(name):
   _assert_close([x.grad], [expected])
 
 
-def test_a_view_made_under_no_grad_is_returned_without_a_gradient():
+def test_a_view_made_under_no_grad_has_no_grad_fn():
   def function(x):
     with torch.no_grad():
       view = x[1:]

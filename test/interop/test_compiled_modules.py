@@ -41,7 +41,7 @@ def on_jax(*values):
 
 
 @each_mode
-def test_a_replaced_parameter_is_followed(mode):
+def test_a_replaced_parameter_takes_effect(mode):
   model = linear()
   run = compile(model, mode)
   assert run(X.to("jax")).abs().sum() > 0
@@ -49,7 +49,7 @@ def test_a_replaced_parameter_is_followed(mode):
   assert run(X.to("jax")).abs().sum() == 0
 
 
-def test_another_dtype_of_the_module_is_followed():
+def test_another_dtype_of_the_module_takes_effect():
   model = linear()
   run = compile(model, "jax")
   with torch.no_grad():
@@ -124,7 +124,7 @@ def test_hooks_of_the_module_run(mode):
 
 @each_mode
 @pytest.mark.parametrize("place", ["module", "submodule", "wrapper"])
-def test_hooks_that_come_later_run(mode, place):
+def test_hooks_registered_after_compilation_run(mode, place):
   model = torch.nn.Sequential(linear())
   run = compile(model, mode)
   x = X.to("jax")
@@ -200,7 +200,7 @@ def test_a_pickle_is_a_compiled_module(mode):
 
 
 @each_mode
-def test_attributes_that_are_set_reach_the_module(mode):
+def test_assigned_attributes_reach_the_module(mode):
   model = Named().to("jax")
   run = compile(model, mode)
   x = on_jax(1.0)
@@ -271,7 +271,7 @@ ASSIGNING = [
 
 
 @pytest.mark.parametrize(("mode", "kind", "is_inner"), ASSIGNING)
-def test_an_assigned_tensor_is_the_modules_afterwards(mode, kind, is_inner):
+def test_a_call_assigns_its_tensor_to_the_module(mode, kind, is_inner):
   models = [counting(kind) for _ in range(2)]
   run = compile(Outer(models[0]) if is_inner else models[0], mode)
   x = torch.zeros((), device="jax")
@@ -282,7 +282,7 @@ def test_an_assigned_tensor_is_the_modules_afterwards(mode, kind, is_inner):
   assert not states[0].requires_grad
 
 
-def test_a_function_that_closes_over_the_module_assigns_as_well():
+def test_a_function_assigns_to_a_captured_module():
   model = counting("buffer")
   run = jax_jit(lambda x: model(x))
   x = torch.zeros((), device="jax")
@@ -311,7 +311,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_trace_that_cannot_write_back_restores_the_module(kind):
+def test_a_rejected_assignment_restores_the_module(kind):
   model = counting(kind)
   before = (model.c, model.none, model.w)
   run = compile(model, "jax")
@@ -322,7 +322,7 @@ def test_a_trace_that_cannot_write_back_restores_the_module(kind):
   assert model.c.item() == 1.0
 
 
-def test_a_trace_that_fails_restores_the_module():
+def test_a_failed_trace_restores_the_module():
   class Failing(Counting):
     def forward(self, x):
       super().forward(x)
@@ -335,7 +335,7 @@ def test_a_trace_that_fails_restores_the_module():
   assert model.c is before and before.item() == 1.0
 
 
-def test_memory_that_two_buffers_share_is_not_written_to():
+def test_memory_shared_by_two_buffers_is_not_written():
   model = counting("buffer")
   model.register_buffer("same", model.c)
   with pytest.raises(MutationError, match="whose memory other tensors share"):
@@ -379,7 +379,7 @@ def test_errors_name_the_users_module():
     compile(Scaling(), "jax")(x, x[0])
 
 
-def test_constants_are_told_apart():
+def test_different_constants_give_different_results():
   run = compile(lambda x, factor: 1 / (x * factor), "jax")
   x = on_jax(1.0)
   assert [run(x, factor).item() for factor in (0.0, -0.0)] == [
@@ -400,7 +400,7 @@ def test_a_dtype_is_a_constant(mode):
 
 
 @each_mode
-def test_constants_are_returned_as_they_are(mode):
+def test_constants_are_returned_unchanged(mode):
   constants = {"s": "text", "n": None, "d": torch.float16, "where": (torch.Size([2]),)}
   run = compile(lambda x: {"x": x * 2, **constants}, mode)
   for _ in range(2):

@@ -84,7 +84,7 @@ def test_exported_clamp_calls_clip():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_exported_program_has_the_composite_and_the_same_numbers(name):
+def test_exported_program_keeps_the_composite_and_its_results(name):
   function = CASES[name]
   program = torch.export.export(Module(function), (X,))
   states, stablehlo = exported_program_to_stablehlo(program)
@@ -94,7 +94,7 @@ def test_an_exported_program_has_the_composite_and_the_same_numbers(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_eager_code_runs_it_too(name):
+def test_eager_mode_runs_the_composite(name):
   function = CASES[name]
   with torchax.default_env():
     assert_same(function(X.to("jax")), function(X))
@@ -133,7 +133,7 @@ def test_a_module_can_be_the_decomposition():
   assert 'stablehlo.composite "test.layer"' in text
 
 
-def test_options_reach_jit():
+def test_jit_args_reach_jax_jit():
   inlined = _jit_composite_impl("test.inlined", softclip, inline=True)
   text = jax.jit(inlined).lower(jnp.ones(2)).as_text()
   assert text.count("func.func") == 2  # main and the decomposition, no call inside

@@ -100,7 +100,7 @@ _doubling = jax_jit(lambda x: x.mul_(2).sum(), {"donate_argnums": 0})
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
-def test_a_tensor_of_its_own_outlives_its_source(name):
+def test_a_copied_tensor_outlives_its_source(name):
   source = torch.tensor(NUMBERS).to("jax")
   result = INDEPENDENT[name](source)
   array = source.jax()
@@ -111,7 +111,7 @@ def test_a_tensor_of_its_own_outlives_its_source(name):
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
-def test_a_source_outlives_the_tensor_made_of_it(name):
+def test_a_source_outlives_the_tensor_built_from_it(name):
   source = torch.tensor(NUMBERS).to("jax")
   result = INDEPENDENT[name](source).to("jax")
   _doubling(result)

@@ -105,7 +105,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("way", ["eager", "jit"])
-def test_transforms_give_what_they_give_on_the_cpu(name, way):
+def test_transforms_equal_those_on_the_cpu(name, way):
   function, inputs = TRANSFORMS[name]
   with torchax.default_env():
     run = jax_jit(function) if way == "jit" else function
@@ -254,7 +254,7 @@ def test_the_gradient_of_dropout_has_the_mask_of_its_result():
 
 
 @pytest.mark.parametrize("name", sorted(set(DRAWS) - {"bernoulli_", "rrelu"}))
-def test_rows_of_vmap_draw_as_randomness_says(name):
+def test_rows_of_vmap_draw_by_the_randomness_policy(name):
   rows = torch.ones(5, 3, 4, device="jax")
   with torchax.default_env():
     with pytest.raises(RuntimeError, match="randomness"):

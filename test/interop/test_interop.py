@@ -61,7 +61,7 @@ def test_numpy_scalar_types_are_dtypes(scalar_type):
   assert interop.torch_view(scalar_type) == interop.torch_view(np.dtype(scalar_type))
 
 
-def test_one_value_converts_without_looking_for_a_tree(x):
+def test_elem_views_convert_one_value_not_a_tree(x):
   assert interop.jax_view_elem(x) is x.jax()
   assert interop.torch_view_elem(x.jax()).jax() is x.jax()
   assert interop.jax_view_elem("s") == interop.torch_view_elem("s") == "s"
@@ -69,7 +69,7 @@ def test_one_value_converts_without_looking_for_a_tree(x):
   assert interop._torch_view(x.jax()).jax() is x.jax()
 
 
-def test_what_belongs_to_neither_world_stays_as_it_is():
+def test_other_values_are_unchanged():
   values = [1, 2.5, "s", None, True, slice(1)]
   assert interop.jax_view(values) == values
   assert interop.torch_view(values) == values
@@ -191,7 +191,7 @@ def test_call_torch_changes_outer_tensors_outside_of_a_trace(x):
   assert_same(x, A + 1)
 
 
-def test_a_change_that_a_raw_transformation_would_lose_is_refused(x):
+def test_raw_transformation_rejects_a_captured_write(x):
   function = interop.jax_view(lambda a: x.add_(a) * 1)
   with pytest.raises(MutationError, match="jax_jit") as error:
     jax.jit(function)(jnp.ones(()))
@@ -199,7 +199,7 @@ def test_a_change_that_a_raw_transformation_would_lose_is_refused(x):
   assert_same(x, A)
 
 
-def test_a_change_of_an_argument_stays_inside_a_raw_transformation(x):
+def test_raw_transformation_keeps_an_argument_write_inside(x):
   function = jax.jit(interop.jax_view(lambda a: a.add_(1) * 2))
   assert_same(interop.torch_view(function(x.jax())), (A + 1) * 2)
   assert_same(x, A)
@@ -208,7 +208,7 @@ def test_a_change_of_an_argument_stays_inside_a_raw_transformation(x):
 # jax_jit ------------------------------------------------------------------------------
 
 
-def test_a_compiled_function_gives_what_the_function_gives(x):
+def test_a_compiled_function_equals_the_function(x):
   def function(a, b, *, scale=1.0, extra=None):
     out = {"mm": a @ b.t() * scale, "rows": [a[0], b.sum()]}
     return (out, extra)
@@ -220,7 +220,7 @@ def test_a_compiled_function_gives_what_the_function_gives(x):
   assert_same(compiled(x, other, extra=x), function(A, B, extra=A))
 
 
-def test_a_compiled_function_is_traced_once_a_shape(x):
+def test_a_compiled_function_is_traced_once_per_shape(x):
   traces = []
 
   @jax_jit
@@ -234,7 +234,7 @@ def test_a_compiled_function_is_traced_once_a_shape(x):
   assert function.__name__ == "function"
 
 
-def test_static_arguments_count_as_the_user_counts(x):
+def test_static_argnums_refer_to_the_users_arguments(x):
   compiled = jax_jit(lambda a, name, n: getattr(a, name)(n), {"static_argnums": (1, 2)})
   assert_same(compiled(x, "sum", 0), A.sum(0))
   assert_same(compiled(x, "mean", 1), A.mean(1))
@@ -245,7 +245,7 @@ def test_static_arguments_count_as_the_user_counts(x):
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_donated_arguments_count_as_the_user_counts(x):
+def test_donate_argnums_refer_to_the_users_arguments(x):
   kept = B.to("jax")
   compiled = jax_jit(lambda a, b: a + b, {"donate_argnums": (0,)})
   assert_same(compiled(x, kept), A + B)
@@ -277,7 +277,7 @@ def test_changes_of_arguments_reach_the_caller(x):
   assert_same(other, expected)
 
 
-def test_changes_of_closed_over_tensors_reach_the_caller(x):
+def test_changes_of_captured_tensors_reach_the_caller(x):
   counter = torch.zeros((), dtype=torch.int32, device="jax")
 
   @jax_jit
@@ -290,7 +290,7 @@ def test_changes_of_closed_over_tensors_reach_the_caller(x):
   assert_same(counter, torch.tensor(3, dtype=torch.int32))
 
 
-def test_closed_over_tensors_are_operands_not_constants(x):
+def test_captured_tensors_are_operands_not_constants(x):
   weight = B.to("jax")
   traces = []
 
@@ -401,7 +401,7 @@ def test_changes_under_value_and_grad_reach_the_caller(x):
   assert_same([grad, calls], [A * 2, torch.ones(())])
 
 
-def test_a_checkpointed_function_gives_the_same_values_and_gradients(x):
+def test_a_checkpoint_keeps_values_and_gradients(x):
   def block(a):
     return (a.sin() * a).sum()
 
@@ -490,12 +490,12 @@ def test_all_tensors_of_a_module_can_be_replaced():
   assert_same(model.eval()(A.to("jax")).detach(), cpu.eval()(A).detach())
 
 
-def test_a_place_that_a_module_lacks_is_named():
+def test_set_all_buffers_names_an_unknown_tensor():
   with pytest.raises(KeyError, match="nowhere"):
     interop.set_all_buffers(everything()[1], {"nowhere": A}, {})
 
 
-def test_a_compiled_module_gives_what_the_module_gives():
+def test_a_compiled_module_equals_the_module():
   cpu, model = everything()
   jitted = JittableModule(model)
   assert_same(jitted(A.to("jax")).detach(), cpu(A).detach())
@@ -512,7 +512,7 @@ def test_a_compiled_module_updates_its_statistics():
   assert not any(isinstance(b.jax(), jax.core.Tracer) for b in model.buffers())
 
 
-def test_a_compiled_module_follows_its_parameters_without_a_new_trace():
+def test_parameter_updates_do_not_retrace_a_compiled_module():
   cpu, model = everything()
   traces = []
   model.register_forward_hook(lambda *args: traces.append(1))
@@ -533,7 +533,7 @@ def test_a_compiled_module_follows_its_parameters_without_a_new_trace():
   assert len(traces) == before
 
 
-def test_training_and_evaluation_compile_apart():
+def test_train_and_eval_compile_separately():
   cpu, model = everything()
   jitted = JittableModule(model)
   for mode in (True, False, True):

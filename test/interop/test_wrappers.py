@@ -56,7 +56,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_static_argument_is_static_by_place_and_by_name(form):
+def test_a_static_argument_is_static_by_number_and_by_name(form):
   compiled, x = FORMS[form](), _x()
   assert compiled(x, 3).tolist() == compiled(x, n=3).tolist() == [0, 1, 8]
   assert compiled(x).tolist() == [0, 1, 4]
@@ -76,7 +76,7 @@ def test_the_decorator_needs_no_options(form):
 @pytest.mark.parametrize(
   "by", [{"donate_argnums": 0}, {"donate_argnames": "x"}], ids=str
 )
-def test_a_donated_argument_is_given_away_by_place_and_by_name(by):
+def test_an_argument_is_donated_by_number_and_by_name(by):
   @jax_jit(**by)
   def double(x):
     return 2 * x
@@ -118,7 +118,7 @@ def test_value_and_grad_takes_keywords():
 @pytest.mark.parametrize(
   "options", [{"static_argnums": 1}, {"static_argnames": "n"}], ids=str
 )
-def test_a_static_argument_of_a_checkpoint_is_static_by_place_and_by_name(options):
+def test_checkpoint_static_argument_by_number_and_by_name(options):
   block = interop.gradient_checkpoint(power, **options)
   for call in (lambda x: block(x, 3).sum(), lambda x: block(x, n=3).sum()):
     x = _x().requires_grad_()
@@ -134,7 +134,7 @@ def test_shard_map_takes_keywords_and_is_a_decorator():
   assert interop.jax_shard_map(**options)(double)(_x()).tolist() == [0, 2, 4]
 
 
-def test_a_number_outlives_the_shard_map_in_which_it_was_first_used():
+def test_a_cached_scalar_outlives_its_first_shard_map():
   scaled = interop.jax_shard_map(
     lambda x: x * 7919 + (x * 7919), mesh=_mesh(), in_specs=(ROWS,), out_specs=ROWS
   )
@@ -198,7 +198,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wrong_option_is_one_clear_error_when_the_function_is_wrapped(mistake):
+def test_a_wrong_option_raises_at_wrapping(mistake):
   call, (error, words) = MISTAKES[mistake]
   with pytest.raises(error, match=words):
     call()
@@ -225,7 +225,7 @@ WRAPPERS = {
 @pytest.mark.parametrize(
   "function", [power, torch.nn.functional.relu], ids=["own", "F"]
 )
-def test_a_wrapped_function_looks_like_the_users(name, function):
+def test_a_wrapped_function_has_the_users_signature(name, function):
   wrapped = WRAPPERS[name](function)
   assert wrapped.__name__ == function.__name__
   assert wrapped.__doc__ == function.__doc__
@@ -236,7 +236,7 @@ def test_a_wrapped_function_looks_like_the_users(name, function):
 @pytest.mark.parametrize(
   "wrap", [torch_view, interop.j2t_autograd], ids=["view", "j2t"]
 )
-def test_a_jax_function_in_torch_looks_like_the_users(wrap):
+def test_a_torch_view_has_the_users_signature(wrap):
   wrapped = wrap(_in_jax)
   assert (wrapped.__name__, wrapped.__doc__) == ("_in_jax", "A JAX function.")
   assert wrapped.__wrapped__ is _in_jax
@@ -244,7 +244,7 @@ def test_a_jax_function_in_torch_looks_like_the_users(wrap):
   assert wrapped(_x(), n=3).tolist() == [0, 1, 8]
 
 
-def test_the_functional_form_says_that_its_state_comes_first():
+def test_functional_rng_signature_starts_with_state():
   pure = interop.functional_rng(power)
   assert list(inspect.signature(pure).parameters) == ["state", "x", "n"]
   # JAX finds the places of named arguments there.

@@ -32,7 +32,7 @@ def test_without_tensors_there_are_no_operands_and_no_key():
   assert Captures().operands(Guards()) == ((), None)
 
 
-def test_operands_are_the_arrays_of_the_moment():
+def test_operands_are_the_current_arrays():
   tensor = _tensor()
   captures = Captures([tensor])
   assert _arrays(captures) == [[0, 0]]
@@ -40,7 +40,7 @@ def test_operands_are_the_arrays_of_the_moment():
   assert _arrays(captures) == [[1, 1]]
 
 
-def test_add_captures_each_storage_once_and_makes_a_new_key():
+def test_add_captures_each_storage_once_with_a_new_key():
   tensor, other = _tensor(), _tensor()
   captures = Captures([tensor])
   key = captures.key
@@ -57,7 +57,7 @@ def test_a_key_that_was_replaced_has_no_tensors():
   assert key.tensors == [] and captures.tensors == []
 
 
-def test_a_gradient_that_comes_and_goes_keeps_the_key():
+def test_setting_and_clearing_a_gradient_keeps_the_key():
   leaf = _tensor(requires_grad=True)
   leaf.grad = _tensor(1.0)
   captures = Captures([leaf, leaf.grad])
@@ -71,7 +71,7 @@ def test_a_gradient_that_comes_and_goes_keeps_the_key():
   assert captures.key is key and captures.has_gradients() == (False,)
 
 
-def test_a_tensor_with_other_memory_stays_in_its_edition():
+def test_new_memory_of_a_tensor_keeps_the_edition():
   tensor = _tensor()
   captures = Captures([tensor])
   tensor.data = _tensor(3.0)
@@ -79,7 +79,7 @@ def test_a_tensor_with_other_memory_stays_in_its_edition():
   assert captures.key.edition == 0
 
 
-def test_a_tensor_that_becomes_a_view_begins_another_edition():
+def test_becoming_a_view_increments_the_edition():
   tensor, whole = _tensor(), torch.ones(2, 2, device="jax")
   captures = Captures([tensor])
   tensor.data = whole[0]
@@ -107,7 +107,7 @@ def test_a_wrong_guess_is_dropped_after_the_first_trace():
   assert captures.wrong_guesses(boundary, captures.tensors) == []
 
 
-def test_a_replaced_parameter_is_captured_in_another_edition():
+def test_a_replaced_parameter_increments_the_edition():
   module, guards = nn.Linear(2, 1).to("jax"), Guards()
   captures = Captures(guess_from=lambda: module)
   with guards.watching(lambda module: None):
@@ -118,7 +118,7 @@ def test_a_replaced_parameter_is_captured_in_another_edition():
   assert captures.key.edition == 1
 
 
-def test_missing_finds_the_storages_that_a_trace_met():
+def test_missing_finds_the_storages_met_by_a_trace():
   known, met = _tensor(), _tensor(requires_grad=True)
   captures = Captures([known])
   with Boundary(records=True).enter() as boundary:
@@ -130,14 +130,14 @@ def test_missing_finds_the_storages_that_a_trace_met():
   assert captures.missing(boundary, captures.tensors) == []
 
 
-def test_a_leaf_that_is_a_view_is_kept_beside_its_storage():
+def test_add_records_leaves_that_are_views():
   leaf = nn.Parameter(torch.ones(2, 2, device="jax")[0])
   captures = Captures()
   captures.add([], [leaf])
   assert captures.view_leaves == {id(leaf._storage): [leaf]}
 
 
-def test_modules_that_a_function_names_are_reachable():
+def test_modules_that_a_function_refers_to_are_reachable():
   module = nn.Linear(2, 1)
   assert reachable_modules(lambda x, m=module: m(x)) == [module]
   assert reachable_modules(module.forward) == [module]
@@ -160,7 +160,7 @@ def test_numbers_are_added_once_and_follow_the_optimizer():
   assert numbers.operands() == (0.125,)
 
 
-def test_numbers_of_an_optimizer_that_is_gone_are_zero():
+def test_numbers_of_a_collected_optimizer_are_zero():
   optimizer, numbers = _optimizer(0.5), Numbers()
   numbers.add([Entry(optimizer, 0, "lr"), Entry(optimizer, 1, "lr")])
   assert numbers.operands() == (0.5, 0.0)
@@ -168,7 +168,7 @@ def test_numbers_of_an_optimizer_that_is_gone_are_zero():
   assert numbers.operands() == (0.0, 0.0)
 
 
-def test_numbers_that_stay_become_arrays():
+def test_unchanged_numbers_become_arrays():
   optimizer, numbers = _optimizer(0.5), Numbers()
   numbers.add([Entry(optimizer, 0, "lr")])
   numbers.operands()

@@ -16,7 +16,7 @@ def make_counting(function):
   return jax_jit(counted), traces
 
 
-def test_a_change_is_followed():
+def test_a_changed_cpu_number_takes_effect():
   number = torch.tensor(2.0)
   run, traces = make_counting(lambda x: x * number)
   x = torch.ones(2).to("jax")
@@ -27,7 +27,7 @@ def test_a_change_is_followed():
   assert len(traces) == 5, "one for each value"
 
 
-def test_a_change_is_followed_in_nested_functions():
+def test_a_changed_cpu_number_reaches_nested_functions():
   number = torch.tensor(2.0)
   inner = jax_jit(lambda x: x * number)
   rematerialised = gradient_checkpoint(lambda x: x + number)
@@ -40,7 +40,7 @@ def test_a_change_is_followed_in_nested_functions():
     assert looped(x).tolist() == [value**2] * 2
 
 
-def test_its_gradient_is_followed():
+def test_the_gradient_uses_the_changed_cpu_number():
   number = torch.tensor(2.0)
   run = jax_jit(lambda x: (x * number).sum())
   for value in (2.0, 5.0):
@@ -50,7 +50,7 @@ def test_its_gradient_is_followed():
     assert x.grad.tolist() == [value] * 2
 
 
-def test_numbers_made_inside_are_made_once():
+def test_cpu_numbers_created_in_a_trace_do_not_retrace():
   run, traces = make_counting(lambda x: (x * torch.tensor(3.0, device="cpu")).sum())
   x = torch.ones(2).to("jax").requires_grad_()
   for _ in range(4):
@@ -59,7 +59,7 @@ def test_numbers_made_inside_are_made_once():
   assert x.grad.tolist() == [12.0] * 2
 
 
-def test_a_number_that_is_gone_is_forgotten():
+def test_a_collected_cpu_number_is_forgotten():
   held = [None]
   run = jax_jit(lambda x: x * held[0])
   x = torch.ones(2).to("jax")

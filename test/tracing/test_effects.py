@@ -79,7 +79,7 @@ def test_gradients_are_set_and_cleared():
   assert leaf.grad is None
 
 
-def test_reshape_replays_its_steps_and_takes_grown_memory():
+def test_reshape_replays_its_steps_and_writes_new_memory():
   tensor = _zeros()
   Reshape(0, ((torch.Tensor.unsqueeze_, (0,), ()),)).apply([tensor], None)
   assert tensor.shape == (1, 3)
@@ -151,11 +151,11 @@ def test_collect_finds_a_write_to_a_captured_tensor():
   assert array.tolist() == [2, 2, 2] and tensor.tolist() == [0, 0, 0]
 
 
-def test_collect_refuses_a_write_to_overlapping_arguments():
+def test_collect_rejects_a_write_to_overlapping_arguments():
   with pytest.raises(MutationError, match="whose memory another argument"):
     _collected(lambda x: x.add_(1), Specialization(overlapping=(0,)))
 
 
-def test_collect_refuses_memory_of_another_shape():
+def test_collect_rejects_memory_of_another_shape():
   with pytest.raises(MutationError, match="the memory of a tensor of shape"):
     _collected(lambda x: x.set_(torch.zeros(4, device="jax")))

@@ -30,7 +30,7 @@ def _training_step():
   return step, model
 
 
-def test_a_training_step():
+def test_explain_a_training_step():
   step, model = _training_step()
   before = model[0].weight.detach().clone()
   state = torchax.default_env().rng.state
@@ -56,7 +56,7 @@ def test_a_training_step():
   assert torchax.default_env().rng.state == state
 
 
-def test_the_call_after_it_compiles_nothing_anew():
+def test_the_call_after_explain_does_not_recompile():
   step, _ = _training_step()
   x = X.to("jax")
   torchax.explain(step, x)
@@ -64,7 +64,7 @@ def test_the_call_after_it_compiles_nothing_anew():
   assert step.traced.history.count == 1
 
 
-def test_why_the_last_call_compiled_anew():
+def test_reasons_of_the_last_recompilation():
   model, x = _model(), X.to("jax")
   f = jax_jit(lambda x: model(x))
   f(x)
@@ -75,7 +75,7 @@ def test_why_the_last_call_compiled_anew():
   assert found.reasons == ("Sequential.1.p: 0.5, before 0.1",)
 
 
-def test_a_function_that_is_not_compiled_is_looked_at_as_if_it_were():
+def test_explain_compiles_an_uncompiled_module():
   model = _model()
   found = torchax.explain(model, X.to("jax"))
   assert found.function == "Sequential"
@@ -84,14 +84,14 @@ def test_a_function_that_is_not_compiled_is_looked_at_as_if_it_were():
   ]
 
 
-def test_a_compiled_module():
+def test_explain_a_compiled_module():
   compiled = JittableModule(_model().eval())
   found = torchax.explain(compiled, X.to("jax"))
   assert found.guards["Sequential.training"] == "False"
   assert found.draws == 0
 
 
-def test_a_compiled_method():
+def test_explain_a_compiled_method():
   class Scaled:
     scale = torch.full((3,), 2.0, device="jax")
 
@@ -104,7 +104,7 @@ def test_a_compiled_method():
   assert "Scaled object" in found.guards["self"]
 
 
-def test_it_is_shown_as_a_table():
+def test_an_explanation_prints_as_a_table():
   shown = str(torchax.explain(lambda x, n: x * n, X.to("jax"), 2.0))
   assert shown.splitlines()[:4] == [
     *("<lambda>", "operands:", "  x  float32[4, 3]", "  n  float number")
@@ -121,18 +121,18 @@ def test_generators_are_operands():
   assert found.draws == 1
 
 
-def test_what_torch_compiles_is_left_to_torch():
+def test_results_of_torch_compile_raise():
   compiled = torchax.compile(_model(), torchax.CompileOptions(mode="dynamo"))
   with pytest.raises(TypeError, match="TORCH_LOGS=guards"):
     torchax.explain(compiled, X.to("jax"))
 
 
-def test_what_is_no_function_is_refused():
+def test_a_non_callable_raises():
   with pytest.raises(TypeError, match="takes a function or a module, but got int"):
     torchax.explain(3)
 
 
-def test_attributes_that_are_assigned_are_effects():
+def test_assigned_attributes_are_effects():
   class Keeping(torch.nn.Linear):
     def forward(self, x):
       self.hidden = super().forward(x)

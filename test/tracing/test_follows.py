@@ -161,7 +161,7 @@ CHANGES = {
 
 
 @each_form
-def test_attributes_of_modules(way):
+def test_changed_module_attributes_take_effect(way):
   module = Whole()
   run, x = way(module), ONES.to("jax")
   before, expected = both(run, module, x)
@@ -173,7 +173,7 @@ def test_attributes_of_modules(way):
     before = after
 
 
-def test_an_attribute_that_the_function_does_not_call_but_reads():
+def test_an_attribute_of_an_uncalled_module_takes_effect():
   module = Part()
   run = jax_jit(lambda x: x * module.scale)
   x = ONES.to("jax")
@@ -182,7 +182,7 @@ def test_an_attribute_that_the_function_does_not_call_but_reads():
   assert run(x).tolist() == [3.0] * 16
 
 
-def test_what_was_compiled_before_is_used_again():
+def test_earlier_programs_are_used_again():
   module, traces = Part(), []
 
   def counted(x):
@@ -213,13 +213,13 @@ class Warm(torch.nn.Module):
     return x
 
 
-def test_a_flag_that_the_function_sets_is_followed():
+def test_a_flag_that_the_function_sets_takes_effect():
   module = Warm()
   run, x = jax_jit(module), ONES.to("jax")
   assert [run(x).tolist() for _ in range(3)] == [[0.0] * 16, [1.0] * 16, [1.0] * 16]
 
 
-def test_a_count_of_calls_does_not_compile_for_ever():
+def test_a_call_counter_stops_triggering_recompilation():
   module, traces = Warm(), []
 
   def counted(x):
@@ -251,13 +251,13 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_number_in_a_tensor_on_the_cpu(use):
+def test_a_scalar_cpu_tensor_takes_effect(use):
   assert_followed(jit, use)
 
 
 @pytest.mark.parametrize("use", ["product", "item"])
 @pytest.mark.parametrize("way", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_a_number_in_a_tensor_on_the_cpu_in_each_form(way, use):
+def test_a_scalar_cpu_tensor_takes_effect_in_each_wrapper(way, use):
   assert_followed(way, USES[use])
 
 
@@ -285,7 +285,7 @@ ARRAYS = {
 
 @pytest.mark.parametrize("size", [2, 5000])
 @pytest.mark.parametrize("use", ARRAYS.values(), ids=ARRAYS)
-def test_a_tensor_on_the_cpu(use, size):
+def test_a_cpu_tensor_takes_effect(use, size):
   held = torch.zeros(size)
   f = functools.partial(_apply, use, held)
   run, x = jax_jit(f), torch.arange(float(size)).to("jax")
@@ -302,7 +302,7 @@ NUMPY = {
 
 
 @pytest.mark.parametrize("use", NUMPY.values(), ids=NUMPY)
-def test_a_numpy_array(use):
+def test_a_numpy_array_takes_effect(use):
   held = np.ones(16, np.float32)
   run, x = jax_jit(lambda x: use(x, held)), ONES.to("jax")
   for value in (1.0, 4.0, 1.0):
@@ -325,7 +325,7 @@ WAYS_THAT_TRACE = {k: v for k, v in FUNCTIONS.items() if k != "torch.compile"}
 
 @pytest.mark.parametrize("way", WAYS_THAT_TRACE.values(), ids=WAYS_THAT_TRACE)
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_a_draw_on_the_host_is_refused(way, draw):
+def test_a_draw_on_the_host_raises(way, draw):
   before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
   with pytest.raises(TracedDrawError, match="for ever.*test_follows.py") as caught:
     way(draw)(ONES.to("jax"))
@@ -402,7 +402,7 @@ def every_number(optimizer, number):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_numbers_of_optimizers_are_operands(make):
+def test_optimizer_settings_are_operands(make):
   expected, _, _ = trained(make, None, every_number)
   actual, traces, optimizer = trained(make, "jax_jit", every_number)
   torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -413,14 +413,14 @@ def test_numbers_of_optimizers_are_operands(make):
 
 @pytest.mark.parametrize("form", [form for form in STEPS if form != "jax_jit"])
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
-def test_numbers_of_optimizers_are_followed_in_each_form(name, form):
+def test_optimizer_settings_take_effect_in_each_wrapper(name, form):
   make = OPTIMIZERS[name]
   expected, _, _ = trained(make, None, every_number)
   actual, _, _ = trained(make, form, every_number)
   torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_schedule_is_followed():
+def test_an_lr_schedule_takes_effect():
   def decayed(optimizer, number):
     if number == 0:
       optimizer.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -435,7 +435,7 @@ def test_a_schedule_is_followed():
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "fused"])
-def test_learning_rates_of_loaded_states_are_followed(name):
+def test_loaded_learning_rates_take_effect(name):
   def loaded(optimizer, number):
     for group in optimizer.param_groups:
       group["lr"] *= 0.5
@@ -449,7 +449,7 @@ def test_learning_rates_of_loaded_states_are_followed(name):
   torch.testing.assert_close(actual, expected)
 
 
-def test_a_state_that_is_loaded_is_followed():
+def test_a_loaded_state_takes_effect():
   def loaded(optimizer, number):
     if number == 1:
       state = optimizer.state_dict()

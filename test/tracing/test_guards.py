@@ -39,7 +39,7 @@ def test_without_guards_the_key_is_empty():
   assert guards.is_empty and guards.key() == ()
 
 
-def test_an_attribute_of_a_module_is_part_of_the_key_while_it_differs():
+def test_key_contains_an_attribute_while_it_differs():
   guards, module = _with_module()
   assert not guards.is_empty and guards.key() == ()
   module.p = 0.25
@@ -55,7 +55,7 @@ def test_a_submodule_is_guarded_on_with_its_parent():
   assert guards.key() != ()
 
 
-def test_a_list_that_is_changed_in_place_is_noticed():
+def test_a_list_changed_in_place_changes_the_key():
   guards, module = Guards(), nn.Module()
   module.sizes = [1, 2]
   guards.guard_on_module(module)
@@ -81,7 +81,7 @@ def test_a_cpu_tensor_is_compared_by_its_numbers():
   assert guards.key() == ()
 
 
-def test_a_host_value_that_is_gone_begins_another_edition():
+def test_a_collected_host_value_increments_the_edition():
   guards, tensor = Guards(), torch.zeros(2)
   guards.guard_on_host(tensor)
   del tensor
@@ -100,7 +100,7 @@ def test_an_array_too_large_to_compare_is_refused(monkeypatch):
     pass
 
 
-def test_a_number_is_compared_with_what_it_first_was():
+def test_a_number_is_compared_with_its_first_value():
   guards, number = Guards(), Number(1.0)
   guards.guard_on_number(number)
   assert guards.key() == ()
@@ -109,7 +109,7 @@ def test_a_number_is_compared_with_what_it_first_was():
   assert guards.described() == {"number": "2.0"}
 
 
-def test_the_guards_of_an_inner_function_are_guards_of_the_outer_one():
+def test_outer_function_has_the_guards_of_the_inner_one():
   outer, (inner, module) = Guards(), _with_module()
   outer.guard_on_function(inner)
   assert outer.key() == ()
@@ -127,7 +127,7 @@ def test_modules_that_run_in_a_trace_are_guarded_on():
   assert [path for path, _ in guards.modules] == ["ReLU"]
 
 
-def test_an_attribute_that_each_trace_changes_is_no_guard_for_ever():
+def test_an_attribute_changed_by_each_trace_is_not_guarded():
   guards, module = Guards("f"), nn.Module()
   module.count = 0
   guards.guard_on_module(module)

@@ -91,7 +91,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
-def test_what_was_changed_is_named(told, change):
+def test_the_changed_value_is_named(told, change):
   model, x = _model(), X.to("jax")
 
   @jax_jit
@@ -130,7 +130,7 @@ def test_the_most_similar_program_is_compared(told):
   assert "Sequential.training: False, before True" in second
 
 
-def test_going_back_to_an_earlier_program_says_nothing(told):
+def test_returning_to_an_earlier_program_logs_nothing(told):
   model, x = _model(), X.to("jax")
   step = jax_jit(lambda x: model(x))
   for _ in range(3):
@@ -140,7 +140,7 @@ def test_going_back_to_an_earlier_program_says_nothing(told):
   assert len(told()) == 3  # four programs
 
 
-def test_the_environment_variable_turns_it_on():
+def test_torchax_logs_turns_the_log_on():
   program = (
     "import torch, torchax\n"
     "f = torchax.interop.jax_jit(lambda x: x)\n"
@@ -158,6 +158,6 @@ def test_the_environment_variable_turns_it_on():
   assert "x: float32[3], before float32[2]" in ran.stderr
 
 
-def test_a_kind_that_there_is_not_is_refused():
+def test_an_unknown_log_kind_raises():
   with pytest.raises(ValueError, match="keys cannot be logged; TORCHAX_LOGS and"):
     torchax.set_logs(keys=True)

@@ -92,7 +92,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__[1:])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_member_that_is_replaced_is_followed(form, change):
+def test_a_replaced_member_takes_effect(form, change):
   model, x = _model(), X.to("jax")
   compiled = FORMS[form](model)
   before = compiled(x)
@@ -123,7 +123,7 @@ TRACED = ("jax_jit of a module", "jax_jit of a function", "JittableModule")
 
 
 @pytest.mark.parametrize("form", [*TRACED, "compile, jax"])
-def test_the_python_of_a_module_runs_once_for_its_first_call_and_not_again(form):
+def test_python_of_a_module_runs_in_the_first_call_only(form):
   model, x = Counted().to("jax"), X.to("jax")
   compiled = FORMS[form](model)
   runs[0] = 0
@@ -133,7 +133,7 @@ def test_the_python_of_a_module_runs_once_for_its_first_call_and_not_again(form)
   assert runs[0] == 1
 
 
-def test_a_function_does_not_keep_tensors_of_a_module_that_it_only_names():
+def test_unread_tensors_of_a_module_are_not_captured():
   model, x = _model(), X.to("jax")
   compiled = jax_jit(lambda x: x + len(list(model.modules())))
   compiled(x)
@@ -170,7 +170,7 @@ def _remembering(shares: int = 0) -> Remembering:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_call_leaves_tensors_of_its_own_in_plain_attributes(form):
+def test_each_call_assigns_new_tensors_to_plain_attributes(form):
   models = [_remembering(), _remembering()]
   run, x = FORMS[form](models[0]), X.to("jax")
   kept: list = [[], []]
@@ -187,7 +187,7 @@ def test_each_call_leaves_tensors_of_its_own_in_plain_attributes(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_plain_attributes_have_no_gradient_where_none_is_recorded(form):
+def test_plain_attributes_have_no_gradient_under_no_grad(form):
   model, x = _remembering(), X.to("jax")
   run = FORMS[form](model)
   run(x)
@@ -200,7 +200,7 @@ def test_plain_attributes_have_no_gradient_where_none_is_recorded(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_plain_tensor_that_is_replaced_is_followed(form):
+def test_a_replaced_plain_tensor_takes_effect(form):
   model, x = _remembering(), X.to("jax")
   run = FORMS[form](model)
   assert run(x).item() == 24.0
@@ -211,7 +211,7 @@ def test_a_plain_tensor_that_is_replaced_is_followed(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tensors_in_a_list_of_a_module_are_followed(form):
+def test_replaced_tensors_in_a_list_take_effect(form):
   model, x = _remembering(shares=2), X.to("jax")
   run = FORMS[form](model)
   assert run(x).item() == 24.0
@@ -265,7 +265,7 @@ def test_a_second_derivative_goes_through_a_plain_attribute():
   assert torch.equal(second, torch.full((3,), 32.0, device="jax"))
 
 
-def test_what_is_read_before_it_is_assigned_needs_no_gradient():
+def test_assignment_after_a_read_rejects_gradients():
   class Accumulating(nn.Module):
     def forward(self, x):
       self.total = self.total + x * self.weight
@@ -279,7 +279,7 @@ def test_what_is_read_before_it_is_assigned_needs_no_gradient():
   assert model.total is total and not total.any()
 
 
-def test_a_function_follows_the_attribute_that_another_one_assigns():
+def test_a_function_reads_an_attribute_that_another_assigns():
   model, x = _remembering(), X.to("jax")
   run, read = jax_jit(model), jax_jit(lambda: model.hidden.sum())
   for factor in (1, 2, 3):

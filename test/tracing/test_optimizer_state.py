@@ -66,7 +66,7 @@ def _state(optimizer) -> dict:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_compiled_from_the_first_one_trains_as_torch_does(name):
+def test_compiling_the_first_step_trains_as_torch(name):
   make = OPTIMIZERS[name]
   with torchax.disable_temporarily():
     expected = _model()
@@ -120,7 +120,7 @@ class OwnOptimizer(optim.Optimizer):
         p.sub_(p.grad / (state["size"] + 1), alpha=group["lr"])
 
 
-def test_an_optimizer_of_the_user_makes_its_state_in_a_compiled_step():
+def test_custom_optimizer_creates_state_in_a_compiled_step():
   model = _model().to("jax")
   optimizer = OwnOptimizer(model.parameters(), True)
   eager = _model().to("jax")
@@ -143,7 +143,7 @@ def _takes_numbers_of_the_device(model):
 
 
 @pytest.mark.parametrize("make", [_counts_on_host, _takes_numbers_of_the_device])
-def test_a_count_on_the_host_is_refused_and_the_state_stays(make):
+def test_a_count_on_the_host_raises_and_keeps_the_state(make):
   model = _model().to("jax")
   optimizer = make(model)
   with pytest.raises(TracedStateError, match=f"{type(optimizer).__name__} keeps '"):
@@ -151,7 +151,7 @@ def test_a_count_on_the_host_is_refused_and_the_state_stays(make):
   assert not optimizer.state
 
 
-def test_a_step_in_a_compiled_function_inside_another_one_makes_its_state():
+def test_a_step_in_nested_compiled_functions_creates_state():
   model = _model().to("jax")
   optimizer = OPTIMIZERS["SGD, dampening"](model.parameters())
   inner = jax_jit(lambda x: _step(model, optimizer, x))
@@ -182,7 +182,7 @@ def test_two_steps_in_one_compiled_function_share_the_state():
   torch.testing.assert_close(_state(optimizer), _state(eager_optimizer))
 
 
-def test_a_failed_trace_leaves_the_optimizer_as_it_was():
+def test_a_failed_trace_restores_the_optimizer():
   model = _model().to("jax")
   optimizer = OPTIMIZERS["SGD, dampening"](model.parameters())
 
@@ -196,7 +196,7 @@ def test_a_failed_trace_leaves_the_optimizer_as_it_was():
   assert not optimizer.state
 
 
-def test_explain_names_the_state_that_a_call_makes():
+def test_explain_names_the_state_that_a_call_creates():
   model = _model().to("jax")
   optimizer = OPTIMIZERS["SGD, dampening"](model.parameters())
   step = jax_jit(lambda x: _step(model, optimizer, x))
@@ -218,7 +218,7 @@ seen: list = []
 caller: list = []
 
 
-def test_a_traced_step_leaves_the_groups_of_the_optimizer_alone():
+def test_a_traced_step_does_not_touch_param_groups():
   model = _model().to("jax")
   optimizer = Watching(model.parameters(), 0.5)
   caller[:], seen[:] = [optimizer], []
@@ -229,7 +229,7 @@ def test_a_traced_step_leaves_the_groups_of_the_optimizer_alone():
   assert optimizer.steps == len(seen)
 
 
-def test_a_hook_that_changes_the_groups_in_a_traced_step_is_refused():
+def test_a_hook_changing_groups_in_a_traced_step_raises():
   model = _model().to("jax")
   optimizer = optim.SGD(model.parameters(), 0.5)
 
@@ -242,7 +242,7 @@ def test_a_hook_that_changes_the_groups_in_a_traced_step_is_refused():
   assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_hooks_of_optimizers_are_there_only_while_a_function_is_traced():
+def test_step_hooks_are_installed_only_during_a_trace():
   model = _model().to("jax")
   optimizer = optim.SGD(model.parameters(), 0.5)
   hooks = _global_optimizer_pre_hooks

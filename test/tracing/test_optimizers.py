@@ -131,7 +131,7 @@ def on_cpu(options) -> dict:
 
 
 @pytest.mark.parametrize(("cls", "options", "foreach"), ROWS)
-def test_five_steps_are_those_of_torch(cls, options, foreach):
+def test_five_steps_equal_those_of_torch(cls, options, foreach):
   def make(parameters):
     parameters = list(parameters)
     is_jax = isinstance(parameters[0], Tensor)
@@ -153,7 +153,7 @@ def test_five_steps_are_those_of_torch(cls, options, foreach):
   ],
   ids=["adam", "adamw", "sgd", "adagrad", "adagrad, rate in a tensor"],
 )
-def test_fused_steps_are_those_of_torch(make):
+def test_fused_steps_equal_those_of_torch(make):
   assert_trained_alike(*both(make))
 
 
@@ -203,7 +203,7 @@ def test_parameters_of_half_precision_take_the_steps_of_torch():
 # The choice of torch ------------------------------------------------------------------
 
 
-def test_lists_are_torch_s_choice_for_parameters_on_jax(monkeypatch):
+def test_torch_chooses_foreach_for_parameters_on_jax(monkeypatch):
   calls = []
   model, x, y = models()[1]
   loss_of(model, x, y).backward()
@@ -239,7 +239,7 @@ ADAM = {"lr": 0.05, "amsgrad": True, "foreach": True}
 
 
 @pytest.mark.parametrize("source", [0, 1], ids=["from the cpu", "from jax"])
-def test_saved_state_goes_on_wherever_it_is_loaded(source):
+def test_saved_state_resumes_on_any_device(source):
   trained = both(lambda p: optim.Adam(p, **ADAM))
   saved = copy.deepcopy(trained[source][1].state_dict())
   weights = copy.deepcopy(trained[source][0].state_dict())
@@ -317,7 +317,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_schedules_change_the_steps_as_torch_s_do(schedule, tensor_lr):
+def test_lr_schedules_equal_those_of_torch(schedule, tensor_lr):
   results = []
   for model, x, y in models():
     # A learning rate as a tensor lies on the device, which asks for `capturable`.
@@ -352,7 +352,7 @@ def test_schedules_change_the_steps_as_torch_s_do(schedule, tensor_lr):
   ],
   ids=["mean", "moving", "moving by tensor"],
 )
-def test_averages_of_weights_are_torch_s(make):
+def test_weight_averages_equal_those_of_torch(make):
   results = []
   for model, x, y in models():
     averaged = make(model)
@@ -379,7 +379,7 @@ def test_averages_of_weights_are_torch_s(make):
   ],
   ids=["adamw", "fused adam", "rmsprop", "fused adagrad"],
 )
-def test_a_compiled_step_counts_and_goes_on(make):
+def test_a_compiled_step_counts_and_resumes(make):
   (cpu, x, y), (model, jax_x, jax_y) = models()
 
   def step(model, optimizer, x, y):
@@ -407,7 +407,7 @@ def test_a_compiled_step_counts_and_goes_on(make):
   assert_trained_alike((cpu, expected_optimizer), (model, optimizer))
 
 
-def test_a_compiled_step_that_would_not_count_is_refused():
+def test_a_compiled_step_with_a_host_count_raises():
   model, x, y = models()[1]
   optimizer = train(optim.Adafactor, model, x, y, steps=1)
 

@@ -85,7 +85,7 @@ def test_autograd_goes_through_the_container():
   assert x.grad.tolist() == [0, 2, 4]
 
 
-def test_what_is_written_in_the_container_is_seen_outside():
+def test_writes_to_a_container_reach_the_caller():
   given = Results(_x(), [])
   jax_jit(lambda given: given.values.add_(1))(given)
   assert given.values.tolist() == [1, 2, 3]
@@ -112,7 +112,7 @@ def test_jax_code_sees_the_container_with_arrays():
   run()
 
 
-def test_a_class_that_jax_code_has_seen_crosses_as_before():
+def test_a_class_registered_with_jax_still_crosses():
   with pytest.raises(TypeError, match="not a tensor"):  # made of arrays
     jax_view(Results(_x(), []))
   assert jax_jit(lambda x: Results(x, []))(_x()).values.tolist() == [0, 1, 2]

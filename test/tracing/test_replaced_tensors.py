@@ -92,7 +92,7 @@ def _gradients(model, out):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_compiled_module_follows(change, way):
+def test_replaced_tensors_of_a_compiled_module_take_effect(change, way):
   plain, model = _model(0), _model(0, "jax")
   run = WAYS[way](model)
   run(X.to("jax")), plain(X)
@@ -106,7 +106,7 @@ def test_a_compiled_module_follows(change, way):
   assert_same(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def test_a_closed_over_tensor_that_was_given_other_memory_is_written_to():
+def test_writes_reach_a_captured_tensor_with_new_memory():
   tensor = torch.ones(3).to("jax")
 
   @jax_jit
@@ -120,7 +120,7 @@ def test_a_closed_over_tensor_that_was_given_other_memory_is_written_to():
   assert tensor.tolist() == [1, 1, 1] and first.tolist() == [2, 2, 2]
 
 
-def test_a_tensor_that_was_swapped_with_another_is_written_to():
+def test_writes_reach_a_swapped_tensor():
   first, second = torch.zeros(3).to("jax"), torch.ones(3).to("jax")
 
   @jax_jit
@@ -135,7 +135,7 @@ def test_a_tensor_that_was_swapped_with_another_is_written_to():
   assert first.tolist() == [3, 3, 3] and second.tolist() == [1, 1, 1]
 
 
-def test_a_gradient_that_took_the_place_of_another_is_written_to():
+def test_writes_reach_a_replaced_gradient():
   leaf = torch.ones(3).to("jax").requires_grad_()
 
   @jax_jit
@@ -150,7 +150,7 @@ def test_a_gradient_that_took_the_place_of_another_is_written_to():
     assert leaf.grad.tolist() == [2 * value] * 3
 
 
-def test_nothing_is_compiled_anew_for_new_memory_of_the_same_layout():
+def test_new_memory_of_the_same_layout_does_not_retrace():
   traces = []
   tensor = torch.ones(3).to("jax")
 
@@ -173,14 +173,14 @@ def _normed() -> torch.nn.Module:
     return torch.nn.utils.weight_norm(torch.nn.Linear(3, 2))
 
 
-def test_a_module_whose_parameters_a_graph_holds_can_be_moved():
+def test_a_module_with_parameters_in_a_graph_can_be_moved():
   plain, model = _normed(), _normed().to("jax")
   assert_same(model(X.to("jax")), plain(X))
   assert_same(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
 @pytest.mark.parametrize("make", [lambda: torch.nn.Linear(3, 2), _normed])
-def test_a_backward_pass_through_what_was_moved_since_raises(make):
+def test_backward_through_moved_parameters_raises(make):
   model = make()
   product = model(X).sum()
   model.to("jax")
@@ -220,7 +220,7 @@ def _referred(model):
   return weight, check
 
 
-def test_a_weakly_held_parameter_moves_with_its_module():
+def test_a_weakly_referenced_parameter_moves_with_its_module():
   model = Tied()
   weight, check = _referred(model)
   expected = weight.detach().clone()
@@ -234,7 +234,7 @@ def test_a_weakly_held_parameter_moves_with_its_module():
 
 
 @pytest.mark.parametrize("source", ["cpu", "jax"])
-def test_a_gradient_moves_with_its_weakly_held_parameter(source):
+def test_a_gradient_moves_with_its_weakly_referenced_leaf(source):
   target = {"cpu": "jax", "jax": "cpu"}[source]
   model = Tied().to(source)
   weight, check = _referred(model)
@@ -249,7 +249,7 @@ def test_a_gradient_moves_with_its_weakly_held_parameter(source):
 
 
 @pytest.mark.parametrize("source", ["cpu", "jax"])
-def test_a_parameter_that_a_graph_and_a_weak_reference_hold_moves(source):
+def test_a_parameter_with_graph_and_weak_reference_moves(source):
   target = {"cpu": "jax", "jax": "cpu"}[source]
   model = Tied().to(source)
   _, check = _referred(model)
@@ -262,7 +262,7 @@ def test_a_parameter_that_a_graph_and_a_weak_reference_hold_moves(source):
   check(target)
 
 
-def test_a_compiled_module_moves_and_is_compiled_anew():
+def test_moving_a_compiled_module_recompiles():
   model = Tied()
   _, check = _referred(model)
   run = torch.compile(model, backend="jax")
@@ -275,7 +275,7 @@ def test_a_compiled_module_moves_and_is_compiled_anew():
     torch.testing.assert_close(out.detach().cpu(), expected)
 
 
-def test_loading_a_state_keeps_a_weakly_held_parameter():
+def test_loading_a_state_keeps_a_weakly_referenced_parameter():
   model, other = Tied().to("jax"), Tied()
   weight, check = _referred(model)
   model.load_state_dict(other.state_dict())
