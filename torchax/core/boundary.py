@@ -1,7 +1,8 @@
-"""Boundary of a function that is being traced: what it reads and writes of outside.
+"""Boundary of a traced function: records its reads and writes of outer storages.
 
-A storage from outside is read and written through a `Shadow`, so that no tracer reaches
-a tensor that outlives the trace. The wrapper returns what shadows were written.
+Outer storages are read and written through a `Shadow`, so no tracer reaches a tensor
+that outlives the trace. The wrapper of the traced function (`torchax/tracing`) returns
+the arrays of written shadows as results. `storage.py` has the storages.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ class Shadow:
   """Copy of an outer storage, as a traced function sees it.
 
   Attributes:
-    storage: the storage.
-    tensor: by which it was reached.
-    array: what it holds, as far as the function has come.
-    written: the function has changed it.
-    writers: outer tensors without a graph by which it was changed in place.
-    is_touched: the function has read or changed it.
+    storage: the outer storage.
+    tensor: the leaf tensor through which it was reached, or None.
+    array: its current value in the trace.
+    written: True once the function has changed it.
+    writers: outer tensors without a `grad_fn` that changed it in place.
+    is_touched: True once the function has read or changed it.
   """
 
   __slots__ = ("storage", "tensor", "array", "written", "writers", "is_touched")
@@ -38,9 +39,9 @@ class Shadow:
 
 
 def _leaf_of(tensor, storage: Storage):
-  """The leaf that a tensor is, or is a view of; None for any other tensor.
+  """Return the tensor or its base if that is a leaf over `storage`; else None.
 
-  Only leaves are kept beyond a trace: others hold a graph of traced values.
+  Only leaves outlive a trace: other tensors hold a graph of traced values.
   """
   for candidate in (tensor, tensor._base):
     if candidate is None or not candidate.is_leaf:
@@ -55,25 +56,25 @@ def _hashable(value):
 
 
 class Boundary:
-  """A function that is being traced.
+  """State of one function that is being traced.
 
   Attributes:
-    parent: the boundary around it on this thread.
-    shadows: the outer storages it has touched, by identity.
+    parent: the enclosing boundary on this thread.
+    shadows: shadows of the outer storages it has touched, by identity.
     closed: True once the trace has ended; tensors born in it have no value then.
-    roots: outer tensors that were read and need a gradient, by identity; None where
+    roots: outer tensors that were read and require a gradient, by identity; None if
       no gradient is recorded.
-    reshapes: by identity, tensors whose shape was changed in place, and how.
-    guards: of the function (`tracing/guards.py`), which record what it decides by; None
-      where another boundary's stand for it.
-    attributes: what modules and optimizers had when the trace began
-      (`tracing/modules.py`); None where nothing is handed out.
-    made: by identity, tensors on the CPU that were made in the trace.
-    numbers: values of numbers of the host, by the expression of each: operands, and
-      those that are no operands yet. None where no number becomes an operand.
-    name: of the function, for messages.
-    is_trace: a trace of JAX ends with it; else it is a part of a larger one.
-    born: references to the storages that were made in it.
+    reshapes: tensors whose shape was changed in place, and the changes, by identity.
+    guards: guards of the function (`tracing/guards.py`); None if an outer boundary's
+      guards cover it.
+    attributes: attributes of modules and optimizers when the trace began
+      (`tracing/modules.py`); None if they are not tracked.
+    made: CPU tensors created in the trace, by identity.
+    numbers: operands for host numbers, by expression; a number that is no operand yet
+      has its Python value. None if no number becomes an operand.
+    name: name of the function, for messages.
+    is_trace: True if a JAX trace ends with it; False for a part of a larger trace.
+    born: weak references to the storages created in it.
   """
 
   def __init__(
@@ -97,7 +98,7 @@ class Boundary:
     self.numbers: dict | None = None
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
-    """The array of any storage, inside this boundary."""
+    """Return the array of any storage, as seen inside this boundary."""
     if storage.birth is self:
       return storage.array
     if self.roots is not None and tensor is not None and tensor.requires_grad:
@@ -107,7 +108,7 @@ class Boundary:
     return self._shadow(storage, tensor).array
 
   def write(self, storage: Storage, array: jax.Array, tensor=None) -> None:
-    """Changes this boundary's copy of an outer storage."""
+    """Replace this boundary's copy of an outer storage."""
     shadow = self._shadow(storage, None)
     shadow.array = array
     shadow.written = True
@@ -115,7 +116,7 @@ class Boundary:
       shadow.writers.append(tensor)
 
   def guard_on_host(self, value) -> None:
-    """Notes a tensor on the CPU, or a numpy array, whose numbers are constants."""
+    """Guard on a CPU tensor or a numpy array whose numbers the trace uses."""
     boundary: Boundary | None = self
     while boundary is not None and id(value) not in boundary.made:
       if boundary.guards is not None:
@@ -123,7 +124,7 @@ class Boundary:
       boundary = boundary.parent
 
   def guards_around(self) -> Iterator:
-    """The guards of this function and of those around it, which decide by the same."""
+    """Yield the guards of this function and of all enclosing ones."""
     boundary: Boundary | None = self
     while boundary is not None:
       if boundary.guards is not None:
@@ -131,7 +132,7 @@ class Boundary:
       boundary = boundary.parent
 
   def number(self, expression):
-    """Return the operand for a number of the host, or the number before it has one."""
+    """Return the operand of a host number, or its value while it has no operand."""
     if self.numbers is None:
       return expression.now() if self.parent is None else self.parent.number(expression)
     found = self.numbers.get(expression)
@@ -140,23 +141,23 @@ class Boundary:
     return found
 
   def record_reshape(self, tensor, op, args, kwargs) -> None:
-    """Record a change of shape in place, to replay it on the caller's tensor.
+    """Record an in-place change of shape, to replay it on the caller's tensor.
 
     Args:
       tensor: the changed tensor.
-      op: the operation.
-      args, kwargs: of the operation after the tensor; lists of integers and integers.
+      op: the in-place operation.
+      args, kwargs: its other arguments: integers and lists of integers.
     """
     _, steps = self.reshapes.setdefault(id(tensor), (tensor, []))
     named = [(name, _hashable(value)) for name, value in kwargs.items()]
     steps.append((op, tuple(map(_hashable, args)), tuple(named)))
 
   def lift(self, storage: Storage, array: jax.Array, tensor) -> None:
-    """Shows an outer storage as `array`, an operand of the traced function."""
+    """Represent an outer storage by `array`, an operand of the traced function."""
     self.shadows[id(storage)] = Shadow(storage, array, tensor)
 
   def written(self) -> list[Shadow]:
-    """The outer storages that the function has changed."""
+    """Return the shadows of the outer storages that the function has changed."""
     return [shadow for shadow in self.shadows.values() if shadow.written]
 
   def _shadow(self, storage: Storage, tensor) -> Shadow:
@@ -183,7 +184,7 @@ class Boundary:
 
   @contextlib.contextmanager
   def enter(self) -> Iterator["Boundary"]:
-    """Makes this the active boundary of the thread for the block."""
+    """Make this the thread's active boundary inside the block."""
     active.boundary = self
     try:
       yield self
@@ -193,7 +194,7 @@ class Boundary:
       self._end()
 
   def _end(self) -> None:
-    """Lets any use of what was made here, and is still there, say what it is."""
+    """Turn storages that hold a tracer into `Ended`, whose use raises an error."""
     for reference in self.born:
       storage = reference()
       if type(storage) is not Start and isinstance(

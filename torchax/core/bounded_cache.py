@@ -1,4 +1,7 @@
-"""A dict with a bound, for what is compiled and interned."""
+"""Dict with a bounded number of entries, for compiled functions and interned objects.
+
+Programs (`programs.py`), view readers and static values are kept in such caches.
+"""
 
 from typing import Generic, TypeVar
 
@@ -7,14 +10,15 @@ V = TypeVar("V")
 
 
 class BoundedCache(Generic[K, V]):
-  """A dict of at most `limit` entries, from which those go that nobody has used lately.
+  """Dict of at most `limit` entries, which evicts entries not used recently.
 
-  It has two generations. What is found in the old one moves to the young one; when the
-  young one is full it becomes the old one, and the old one goes. So a hit costs what it
-  costs in a dict, and what is used at least once in `limit // 2` new entries stays.
+  It has two generations. An entry found in the old one moves to the young one. When the
+  young one is full, it becomes the old one, and the previous old one is dropped. So a
+  hit costs as much as in a dict. An entry stays if it is used at least once per
+  `limit // 2` new entries.
 
   Args:
-    limit: at least 2.
+    limit: largest number of entries, at least 2.
   """
 
   __slots__ = ("limit", "_young", "_old")
@@ -27,7 +31,7 @@ class BoundedCache(Generic[K, V]):
     self._old: dict[K, V] = {}
 
   def get(self, key: K) -> V | None:
-    """The entry of a key, or None."""
+    """Return the entry of a key, or None."""
     found = self._young.get(key)
     if found is None and self._old:
       found = self._old.pop(key, None)
@@ -41,17 +45,17 @@ class BoundedCache(Generic[K, V]):
     self._young[key] = value
 
   def pop(self, key: K) -> V | None:
-    """Drops the entry of a key, and gives it; None where there is none."""
+    """Remove the entry of a key and return it, or None."""
     young, old = self._young.pop(key, None), self._old.pop(key, None)
     return old if young is None else young
 
   def age(self) -> None:
-    """Drops what has not been found since the cache last aged, or was half full."""
+    """Evict the old generation; the young one becomes the old one."""
     self._old, self._young = self._young, {}
 
   def __len__(self) -> int:
     return len(self._young) + len(self._old)
 
   def clear(self) -> None:
-    """Drops all entries."""
+    """Remove all entries."""
     self._young, self._old = {}, {}

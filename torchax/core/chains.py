@@ -1,8 +1,8 @@
 """Chains of view steps: how a view reads from its base and writes back to it.
 
-A `Chain` is the steps from a base to a view. It is immutable and interned: a compiled
-operation is cached by the chains of its arguments, and so reads its views as part of
-one XLA computation. The tensors are in `tensor.py` and `view.py`.
+A `Chain` holds the steps from a base to a view. It is immutable and interned, because
+the chains of the arguments are part of an operation's cache key. So an operation reads
+its views inside its own XLA program. The steps are in `view_steps.py`.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ from torchax.core.view_steps import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedIndexInfo(ViewInfo):
-  """One element along `dim`, at an index that is being traced; or a slice from there.
+  """One element along `dim` at a traced index, or a slice that starts there.
 
-  An index outside of the dimension reads and writes `out_of_range.no_number`. A slice
-  has to lie inside.
+  An index outside the dimension reads and writes `out_of_range.no_number`. A slice must
+  be inside.
   """
 
   dim: int
@@ -54,12 +54,12 @@ class TracedIndexInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class MovingInfo:
-  """A slice of known length along one dimension whose start is an operand.
+  """Slice of known length along one dimension, whose start is an operand.
 
   Attributes:
     dim: the dimension.
-    length: of the slice; None for a single element, whose dimension disappears.
-    is_traced: nobody knows whether there is such an element.
+    length: length of the slice; None for a single element, which removes the dimension.
+    is_traced: the index is a tracer and may be out of range.
   """
 
   dim: int
@@ -69,23 +69,23 @@ class MovingInfo:
 
   @property
   def picks(self) -> bool:
-    """True unless the index may be outside of the dimension."""
+    """True unless the index may be out of range."""
     return not self.is_traced
 
   def transform_tensor(self, jax_array: jax.Array, start: jax.Array) -> jax.Array:
-    """The slice of an array."""
+    """Return the slice of an array."""
     if self.length is None:
       row = lax.dynamic_index_in_dim(jax_array, start, self.dim, keepdims=False)
       return self._spoiled(row, jax_array, start)
     return lax.dynamic_slice_in_dim(jax_array, start, self.length, self.dim)
 
   def picked(self, places: np.ndarray, start) -> np.ndarray:
-    """The slice of a numpy array."""
+    """Return the slice of a numpy array."""
     part = start if self.length is None else slice(start, start + self.length)
     return places[(slice(None),) * self.dim + (part,)]
 
   def update_tensor(self, new_value, jax_array, start) -> jax.Array:
-    """The array after `new_value` was written to the slice of it."""
+    """Return the array with `new_value` in its slice."""
     if self.length is None:
       new_value = self._spoiled(new_value, jax_array, start)
       new_value = jnp.expand_dims(new_value, self.dim)
@@ -101,7 +101,7 @@ class MovingInfo:
 
 
 def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
-  """A step as a moving one and its start; None for one that is no plain slice."""
+  """Return a step as a `MovingInfo` and its start; None if it is no plain slice."""
   if isinstance(info, TracedIndexInfo):
     return MovingInfo(info.dim, info.length, is_traced=True), info.index
   if isinstance(info, IndexInfo):
@@ -115,15 +115,15 @@ def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
 
 
 def _write_through(steps: list, base: jax.Array, value: jax.Array) -> jax.Array:
-  """The base after a write of `value` through steps to it.
+  """Return `base` after writing `value` to the view of it.
 
-  If an element shows several times, and later steps show a part of that, all of these
-  are one step: the other appearances would overwrite the new value.
+  If a step repeats an element, that step and all later ones are written as one.
+  Otherwise the other copies of the element would overwrite the new value.
 
   Args:
-    steps: pairs of a `ViewInfo` and its starts, which only a `MovingInfo` has.
+    steps: pairs of a `ViewInfo` and its starts; only a `MovingInfo` has starts.
     base: the array that the first step reads.
-    value: of the shape of the view.
+    value: an array with the shape of the view.
   """
   sources = [base]
   for info, start in steps[:-1]:
@@ -141,7 +141,7 @@ def _write_through(steps: list, base: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _first_of_write(steps: list, end: int) -> int:
-  """The first of the steps before `end` that have to be written through as one."""
+  """Return the index of the first step before `end` that must be merged into one."""
   first = end - 1
   for place in range(end - 1, -1, -1):
     info, _ = steps[place]
@@ -159,7 +159,7 @@ def _write_picked(steps: list, source: jax.Array, value: jax.Array) -> jax.Array
 
 
 class MovingChain:
-  """A chain whose slices start where an operand says: one program for all places.
+  """Chain whose slices take their starts as operands: one program for all starts.
 
   Reads and writes take (base array, starts) for the base.
   """
@@ -174,21 +174,21 @@ class MovingChain:
       yield info, ((starts[place],) if isinstance(info, MovingInfo) else ())
 
   def read(self, base_and_starts) -> jax.Array:
-    """The view of a base array."""
+    """Return the view of a base array."""
     base, starts = base_and_starts
     for info, start in self._steps(starts):
       base = info.transform_tensor(base, *start)
     return base
 
   def picked(self, base_and_starts) -> np.ndarray:
-    """The view of a numpy array; of starts that Python knows."""
+    """Return the view of a numpy array; the starts are concrete."""
     base, starts = base_and_starts
     for info, start in self._steps(starts):
       base = info.picked(base, *start)
     return base
 
   def write(self, base_and_starts, value: jax.Array) -> jax.Array:
-    """The base array after `value` was written to the view."""
+    """Return the base array after writing `value` to the view."""
     base, starts = base_and_starts
     return _write_through(list(self._steps(starts)), base, value)
 
@@ -200,20 +200,20 @@ class MovingChain:
 
 
 class Chain:
-  """The steps from a base array to a view of it. Interned: compare by identity.
+  """Steps from a base array to a view of it. Interned: compare by identity.
 
-  Where many slices of one form are taken (`for row in x`), the later ones are
-  `moving`: (a `MovingChain`, the starts), and are not interned. So are those with an
-  index that is being traced: their starts are a tuple.
+  If many slices differ only in their starts (`for row in x`), the later chains have
+  `moving`, a pair of a `MovingChain` and the starts, and are not interned. The same
+  holds for chains with a traced index; their starts are a tuple.
   """
 
   __slots__ = (
     "infos", "moving", "is_marked", "_longer", "_shorter", "__weakref__"
   )  # fmt: skip
 
-  # How many chains of one form get a program of their own, whatever their places.
+  # Chains that differ only in their starts and still get a program each.
   LIMIT = 8
-  # Of how many forms that is counted.
+  # Largest number of forms (chains without their starts) that are counted.
   MOST_FORMS = 1024
   _taken: ClassVar[dict[tuple, int]] = {}
 
@@ -224,17 +224,17 @@ class Chain:
     shorter: "Chain | None" = None,
   ):
     self.infos = infos
-    # The one that knows this one: without it there would be another of these steps,
-    # for which everything is compiled again.
+    # Keeps the parent's entry for this chain alive. Without it the same steps would
+    # give another chain, and programs would be compiled again.
     self._shorter = shorter
     self.moving = _as_moving(infos) if moving else None
-    # torch's bits for conjugate and negative may be set.
+    # torch's conjugate or negative bit may be set.
     self.is_marked = any(isinstance(i, ConjugateInfo | NegateInfo) for i in infos)
-    # Those that a tensor or a program has: they go with the last one.
+    # Weak: a chain lives as long as a tensor or a program uses it.
     self._longer: dict[ViewInfo, weakref.ref[Chain]] = {}
 
   def append(self, info: ViewInfo) -> "Chain":
-    """This chain and one more step; two reshapes or two dtypes become one."""
+    """Return this chain with one more step; two reshapes or two dtypes become one."""
     reference = self._longer.get(info)
     longer = None if reference is None else reference()
     if longer is not None:
@@ -248,7 +248,7 @@ class Chain:
     return longer
 
   def _is_often_taken(self, info: ViewInfo) -> bool:
-    """Count one more chain of this form; True over the limit."""
+    """Count one more chain of this form; return True over the limit."""
     taken = self._taken
     if len(taken) >= self.MOST_FORMS:
       taken.clear()
@@ -261,30 +261,30 @@ class Chain:
     if info == last and isinstance(info, ConjugateInfo | NegateInfo):
       return chain_of(*self.infos[:-1])
     if isinstance(info, DtypeInfo) and isinstance(last, DtypeInfo):
-      return chain_of(*self.infos[:-1], info)  # the bytes are those before both
+      return chain_of(*self.infos[:-1], info)  # both read the same bytes
     if isinstance(info, ReshapeInfo) and isinstance(last, ReshapeInfo):
       return chain_of(*self.infos[:-1], info)
     return Chain((*self.infos, info), shorter=self)
 
   @property
   def is_traced(self) -> bool:
-    """True where an index has no value yet."""
+    """True if an index is a tracer."""
     return self.moving is not None and type(self.moving[1]) is tuple
 
   def read(self, base: jax.Array) -> jax.Array:
-    """The view of a base array."""
+    """Return the view of a base array."""
     for info in self.infos:
       base = info.transform_tensor(base)
     return base
 
   def picked(self, base: np.ndarray) -> np.ndarray:
-    """The view of a numpy array, without a copy where numpy has it."""
+    """Return the view of a numpy array, without a copy if numpy can."""
     for info in self.infos:
       base = info.picked(base)
     return base
 
   def write(self, base: jax.Array, value: jax.Array) -> jax.Array:
-    """The base array after `value`, of the view's shape, was written to the view."""
+    """Return the base array after writing `value`, of the view's shape, to the view."""
     return _write_through([(info, ()) for info in self.infos], base, value)
 
   def __repr__(self):
@@ -292,7 +292,7 @@ class Chain:
 
 
 def _forgetting(chain: Chain, info: ViewInfo) -> Callable:
-  """Drops what a chain knows of a longer one that is gone; does not keep the chain."""
+  """Return a weakref callback that removes a dead longer chain from `chain._longer`."""
   shorter = weakref.ref(chain)
 
   def forget(reference: weakref.ref) -> None:
@@ -304,7 +304,7 @@ def _forgetting(chain: Chain, info: ViewInfo) -> Callable:
 
 
 def _forms(infos: tuple[ViewInfo, ...]) -> tuple:
-  """Return the steps without the places at which slices start."""
+  """Return the steps without the starts of their slices."""
   forms = map(_moving, infos)
   return tuple(form[0] if form else info for form, info in zip(forms, infos))
 
@@ -318,11 +318,11 @@ def _as_moving(infos: tuple[ViewInfo, ...]) -> tuple[MovingChain, Any]:
 
 
 WHOLE = Chain()
-"""The chain of a tensor that shows all of its storage."""
+"""Chain of a tensor that covers its whole storage."""
 
 
 def chain_of(*infos: ViewInfo) -> Chain:
-  """The interned chain of the given steps."""
+  """Return the interned chain of the given steps."""
   chain = WHOLE
   for info in infos:
     chain = chain.append(info)

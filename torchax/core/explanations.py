@@ -1,4 +1,8 @@
-"""Errors that several places raise: why a tensor has no numbers, or no gradient."""
+"""Errors raised from several modules: a tensor has no values, or loses its gradient.
+
+Each function returns the exception; the caller raises it. The classes are in
+`torchax/errors.py`.
+"""
 
 from torchax.compat import jax_compat
 from torchax.core.storage import active
@@ -10,10 +14,10 @@ from torchax.errors import (
 
 
 def no_numbers(asked: str) -> TracedStateError:
-  """The error where numbers are asked for while a function is being traced.
+  """Return the error for a read of a tensor's values during tracing.
 
   Args:
-    asked: what needs them, as the user wrote it.
+    asked: the call that needs the values, as the user wrote it.
   """
   boundary = active.boundary
   name = "the function" if boundary is None else f"`{boundary.name}`"
@@ -27,10 +31,10 @@ def no_numbers(asked: str) -> TracedStateError:
 
 
 def leaked(user: str) -> TracedStateError:
-  """The error where an operation met the tracer of a trace that has ended.
+  """Return the error for an operand that is a tracer of a finished trace.
 
   Args:
-    user: the operation.
+    user: name of the operation.
   """
   return TracedStateError(
     f"{user} was given a tensor that was made while JAX was tracing a function, and "
@@ -40,10 +44,10 @@ def leaked(user: str) -> TracedStateError:
 
 
 def require_eager(user: str) -> None:
-  """Raises in a compiled function, for what makes or changes tensors that are kept.
+  """Raise inside a traced function; for calls that create or change kept tensors.
 
   Args:
-    user: the function, as the user wrote it.
+    user: the call, as the user wrote it.
 
   Raises:
     TracedStateError: a function is being traced.
@@ -60,10 +64,10 @@ def require_eager(user: str) -> None:
 
 
 def donated(user: str) -> DonationError:
-  """The error where an operation met memory that a compiled function has taken.
+  """Return the error for an operand whose memory was donated.
 
   Args:
-    user: the operation.
+    user: name of the operation.
   """
   return DonationError(
     f"{user} was given a tensor whose memory was donated to a compiled function "
@@ -73,11 +77,11 @@ def donated(user: str) -> DonationError:
 
 
 def donated_twice(name: str, shapes: list[list[int]]) -> DonationError:
-  """The error where a function is given memory for itself that it uses besides.
+  """Return the error for donated memory that the function also uses otherwise.
 
   Args:
-    name: of the function.
-    shapes: of the tensors that are arguments and closed over.
+    name: name of the function.
+    shapes: shapes of the tensors that are both donated and closed over.
   """
   which = f"a tensor of shape {shapes[0]}" if shapes else "a tensor"
   return DonationError(
@@ -89,7 +93,7 @@ def donated_twice(name: str, shapes: list[list[int]]) -> DonationError:
 
 
 def loses_gradient() -> ConversionError:
-  """The error where an operation of JAX is given a tensor that requires a gradient."""
+  """Return the error for a JAX operation on a tensor that requires a gradient."""
   return ConversionError(
     "An operation of JAX would lose the gradient of a tensor that requires one. Make "
     "the array a tensor by `torch_view(array)`, or call the function by `call_jax(f, "
@@ -99,7 +103,7 @@ def loses_gradient() -> ConversionError:
 
 
 def not_assignable(value, device) -> TypeError:
-  """An array or a number of numpy's was assigned to a part of a tensor."""
+  """Return the error for a numpy value assigned to a part of a tensor."""
   return TypeError(
     f"can't assign a numpy.{type(value).__name__} to a tensor on {device}. Make a "
     f'tensor of it: torch.as_tensor(value, device="{device}").'

@@ -1,10 +1,9 @@
-"""Computing with arrays on a mesh of explicit axes, whose types carry their sharding.
+"""Computation on meshes with explicit axes, where an array's type has its sharding.
 
-JAX derives the sharding of each result and raises where there is more than one answer:
-for a matrix product over a sharded dimension, for most reshapes, for an index. A
-function that raises is run in `jax.sharding.auto_axes`, and its results get the
-sharding that XLA's partitioner chooses for that function alone. So the answer is the
-same one operation by operation and in compiled functions.
+JAX derives the sharding of each result, and raises if it is ambiguous: for a matrix
+product over a sharded dimension, for most reshapes, for an index. `call` then runs the
+function in `jax.sharding.auto_axes`. The results get the sharding that XLA's
+partitioner chooses for that function alone, so eager and compiled results agree.
 """
 
 import contextlib
@@ -23,14 +22,14 @@ from torchax.core.bounded_cache import BoundedCache
 from torchax.core.partitions import Partition, is_array
 from torchax.errors import ShardingError
 
-# What JAX raises where types do not agree: its own class; loops and conversions raise
-# plain ones. A mistake in the arguments raises the same in both kinds of axes.
+# Exceptions of JAX for shardings that do not agree: its own class, and plain ones from
+# loops and conversions. Wrong arguments raise the same with automatic axes.
 _REFUSALS = (jax_compat.ShardingTypeError, TypeError, ValueError, NotImplementedError)
 _chosen: BoundedCache = BoundedCache(4096)
 
 
 def mesh_of(array) -> AbstractMesh | None:
-  """The mesh of an array that has explicit axes; None for any other array."""
+  """Return the mesh of an array with explicit axes; None for any other array."""
   aval = getattr(array, "aval", None)
   mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
   return mesh if mesh is not None and _is_explicit(mesh) else None
@@ -51,16 +50,18 @@ def _meshes(operands) -> list[AbstractMesh]:
 
 
 def call(function: Callable, operands, name: str, key: Any = None):
-  """`function(*operands)`, also where types of explicit axes leave the result open.
+  """Return `function(*operands)`, also if JAX cannot derive the result's sharding.
 
   Args:
-    function: of trees of arrays.
-    operands: a sequence of them.
-    name: of the operation, for errors.
-    key: hashable, the same for the same function; None where it is not run again.
+    function: a function of trees of arrays.
+    operands: its arguments, a sequence.
+    name: name of the operation, for errors.
+    key: hashable key of the function, to reuse the shardings found; None if it is
+      called once.
 
   Raises:
-    ShardingError: nothing says how the result is laid out.
+    ShardingError: the operands are on several meshes, or the mesh has more devices
+      than this program.
   """
   meshes = _meshes(operands)
   if not meshes:
@@ -82,11 +83,11 @@ def call(function: Callable, operands, name: str, key: Any = None):
 
 
 def explicitly(function: Callable, is_kept: bool = True) -> Callable:
-  """A function of arrays as one that also takes those on explicit axes; see `call`.
+  """Wrap a function of arrays so that it takes arrays on explicit axes; see `call`.
 
   Args:
-    function: of trees of arrays.
-    is_kept: it is called again, and not made for one call.
+    function: a function of trees of arrays.
+    is_kept: it is called more than once, so its result shardings are cached.
   """
   name = programs.name_of(function)
 
@@ -98,11 +99,11 @@ def explicitly(function: Callable, is_kept: bool = True) -> Callable:
 
 
 def taking_any(pull_back: Callable, results: list) -> Callable:
-  """A pull-back of `jax.vjp` whose cotangents may be laid out in any way.
+  """Wrap a pull-back of `jax.vjp` so that its cotangents may have any sharding.
 
   Args:
-    pull_back: takes one list of cotangents.
-    results: of the function, for each cotangent the one that it belongs to.
+    pull_back: a function of one list of cotangents.
+    results: results of the function, one per cotangent.
   """
   places = [None if mesh_of(r) is None else jax.typeof(r).sharding for r in results]
   if not any(places):
@@ -112,7 +113,7 @@ def taking_any(pull_back: Callable, results: list) -> Callable:
 
 @functools.lru_cache(maxsize=256)
 def _pulling_back(places: tuple) -> Callable:
-  """The same function for the same layouts: it is a part of what JAX compiles for."""
+  """Return one function per layout: JAX has it in its cache key."""
 
   def pulling_back(pull_back, cotangents):
     return pull_back([_as_typed(*pair) for pair in zip(cotangents, places)])
@@ -126,19 +127,19 @@ def _as_typed(array, place):
   return jax.sharding.reshard(array, place)
 
 
-# Arrays with numbers: the same ones on a mesh of automatic axes -----------------------
+# Concrete arrays: run on a mesh of automatic axes -------------------------------------
 
 
 def placed(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) -> Any:
-  """Arrays as `jax.shard_map` wants them on a mesh of explicit axes; else as they are.
+  """Reshard arrays to the specs of `jax.shard_map`, on a mesh of explicit axes.
 
-  There a type that is another one than the spec is an error, which torch's operations,
-  that do not say how results lie, could not avoid.
+  There JAX raises if a type differs from its spec, and torch's operations do not state
+  the sharding of their results. On other meshes return the arrays unchanged.
 
   Args:
-    tree: of arrays.
-    specs: of specs, a prefix of it; None leaves what is under it.
-    mesh: that of the map; None is that of the context.
+    tree: a tree of arrays.
+    specs: a prefix tree of specs; None leaves the subtree unchanged.
+    mesh: mesh of the map; None for the mesh of the context.
   """
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   if mesh.empty or not _is_explicit(mesh):
@@ -158,14 +159,14 @@ def placed(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def auto_mesh(mesh: Mesh) -> Mesh:
-  """The mesh of the same devices and names, with automatic axes."""
+  """Return the mesh with the same devices and names, and automatic axes."""
   return Mesh(
     mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)
   )
 
 
 def relabelled(array: jax.Array, mesh: Mesh) -> jax.Array:
-  """An array on a mesh of the same devices and names; nothing is copied."""
+  """Return the array on `mesh`, which has the same devices and names; copy nothing."""
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
     return array
@@ -177,7 +178,7 @@ def relabelled(array: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def _with_concrete(function: Callable, operands):
-  """Runs a function of arrays with numbers, whose results say where they lie."""
+  """Run a function of concrete arrays, whose results have a sharding."""
   explicit: list[Mesh] = []
 
   def auto(leaf):
@@ -198,11 +199,11 @@ def _with_concrete(function: Callable, operands):
     return jax.tree.map(back, function(*operands))
 
 
-# Traced arrays: with the result's layout from the partitioner -------------------------
+# Traced arrays: the partitioner chooses the shardings of results ----------------------
 
 
 def no_mesh() -> contextlib.AbstractContextManager:
-  """A context without the mesh of `jax.set_mesh`, whose axes would be explicit."""
+  """Return a context without the mesh of `jax.set_mesh`, whose axes are explicit."""
   if jax.sharding.get_abstract_mesh().empty:
     return contextlib.nullcontext()
   return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
@@ -218,7 +219,7 @@ def _in_auto(function: Callable, operands, places):
 
 
 def _twin(mesh: AbstractMesh, name: str) -> Mesh:
-  """A mesh of automatic axes with devices, to ask the partitioner about."""
+  """Return a concrete mesh with automatic axes, on which XLA's partitioner runs."""
   devices = jax.devices()
   if mesh.size > len(devices):
     raise ShardingError(
@@ -238,7 +239,7 @@ def _description(leaf) -> tuple:
 
 
 def _places(function: Callable, operands, mesh: AbstractMesh, name: str, key):
-  """The shardings of the results, as the partitioner chooses them; compiles, once."""
+  """Compile the function once; return the shardings that the partitioner chose."""
   flat = Partition(tuple(operands), is_array)
   known = None
   if key is not None:
@@ -276,7 +277,7 @@ def _places(function: Callable, operands, mesh: AbstractMesh, name: str, key):
 
 
 def _spec_of(place, explicit: set[str]) -> PartitionSpec:
-  """The part of a sharding that the types carry: that over explicit axes."""
+  """Return the spec of a sharding, with its explicit axes only."""
   if not isinstance(place, NamedSharding):
     return PartitionSpec()
   parts = []
