@@ -1,12 +1,12 @@
 """`torch.no_grad` under JAX's transformations.
 
-What is computed without recording has no gradient in torch. JAX differentiates whatever
-it traces, so it is told: results are stopped, and a change in place keeps the
-derivative that the tensor had before, since torch records nothing of it.
+torch computes no gradient while grad mode is off; JAX differentiates everything that it
+traces. So results get `stop_gradient`, and an in-place change keeps the tensor's old
+derivative, because torch does not record the change.
 
-The forward pass of a `torch.autograd.Function` runs without recording too, and so does
-a backward pass; these are differentiated by JAX as they are, unless the function was
-applied where nothing is recorded.
+The forward pass of a `torch.autograd.Function`, and a backward pass, run with grad mode
+off too. JAX differentiates these, unless the function was applied with grad mode off.
+`view_steps.py` and the operations (`torchax/ops`) call these functions.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torchax.compat import jax_compat, torch_compat
 
 
 class _Applied(threading.local):
-  """Whether the outermost function whose forward pass is running has no gradient."""
+  """State of the outermost `torch.autograd.Function` whose forward pass is running."""
 
   is_stopped = False
 
@@ -34,10 +34,10 @@ _applied = _Applied()
 
 @contextlib.contextmanager
 def forward_pass(is_stopped: bool) -> Iterator[None]:
-  """Is put around the forward pass of the outermost function that is applied.
+  """Enclose the forward pass of the outermost `torch.autograd.Function`.
 
   Args:
-    is_stopped: what it computes has no derivative.
+    is_stopped: its results have no derivative.
   """
   before, _applied.is_stopped = _applied.is_stopped, is_stopped
   try:
@@ -48,21 +48,20 @@ def forward_pass(is_stopped: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_anew() -> Iterator[None]:
-  """Is put around what JAX differentiates.
+  """Enclose code that JAX differentiates, with grad mode on.
 
-  `torch.no_grad`, inference mode and the forward pass of a function count inside of it,
-  and not around it.
+  Only grad modes entered inside this context apply; the caller's are ignored.
   """
   with forward_pass(is_stopped=False), torch_compat.recording_anew():
     yield
 
 
 class _Saved(threading.local):
-  """Whether `detach` is torch's own, of what it has saved for a backward pass.
+  """Context in which torch saves tensors for a backward pass, or returns them.
 
   Attributes:
-    are_handed_out: it is.
-    are_of_formula: an operation's backward formula runs in place of JAX's derivative.
+    are_handed_out: calls of `detach` are torch's own, on saved tensors.
+    are_of_formula: an operation's backward formula replaces JAX's derivative.
   """
 
   are_handed_out = False
@@ -74,9 +73,9 @@ _saved = _Saved()
 
 @contextlib.contextmanager
 def handing_out_saved() -> Iterator[None]:
-  """Is put around what saves tensors for a backward pass, or takes those saved.
+  """Enclose code that saves tensors for a backward pass, or reads saved ones.
 
-  torch detaches the results among them, and they keep their derivative all the same.
+  torch detaches the saved results; they keep their derivative for JAX.
   """
   before, _saved.are_handed_out = _saved.are_handed_out, True
   try:
@@ -87,7 +86,7 @@ def handing_out_saved() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_formula() -> Iterator[None]:
-  """Is put around an operation and its formula, which JAX may differentiate."""
+  """Enclose an operation and its backward formula, which JAX may differentiate."""
   before, _saved.are_of_formula = _saved.are_of_formula, True
   try:
     with handing_out_saved(), counted_anew():
@@ -97,17 +96,17 @@ def in_formula() -> Iterator[None]:
 
 
 def runs_formula() -> bool:
-  """Whether what runs is torch's backward formula, in place of JAX's derivative."""
+  """Return True while torch's backward formula runs in place of JAX's derivative."""
   return _saved.are_of_formula
 
 
 def detaches() -> bool:
-  """Whether `detach` has JAX see no derivative."""
+  """Return True if `detach` removes the derivative for JAX."""
   return not (jax_compat.is_top_level() or _saved.are_handed_out)
 
 
 def is_stopped() -> bool:
-  """True where results have no gradient, whatever they are computed from."""
+  """Return True if results have no gradient, whatever their operands."""
   if torch.is_grad_enabled() or jax_compat.is_top_level():
     return False
   if torch_compat.in_backward():
@@ -116,7 +115,7 @@ def is_stopped() -> bool:
 
 
 def stopped(tree):
-  """Arrays in a tree, without a gradient where there is to be none."""
+  """Apply `stop_gradient` to the arrays in a tree if grad mode asks for it."""
   return jax.tree.map(_stop, tree) if is_stopped() else tree
 
 
@@ -128,7 +127,11 @@ def _stop(leaf):
 
 
 def with_derivative_of(old: jax.Array, new: jax.Array) -> jax.Array:
-  """`new`, of which derivatives do not know: they are still those of `old`."""
+  """Return `new`, with the tangent of `old`.
+
+  Raises:
+    ValueError: the shapes or dtypes differ.
+  """
   if old.shape != new.shape or old.dtype != new.dtype:
     raise ValueError(
       f"Expected an array of shape {old.shape} and {old.dtype}, but got {new.shape} "
@@ -139,7 +142,7 @@ def with_derivative_of(old: jax.Array, new: jax.Array) -> jax.Array:
   return _with_derivative_of_p.bind(old, new)
 
 
-# A primitive, and not `jax.custom_jvp`, because an optimizer's step has hundreds.
+# A primitive is cheaper than `jax.custom_jvp`; an optimizer's step has hundreds.
 _with_derivative_of_p = Primitive("with_derivative_of")
 
 

@@ -1,7 +1,7 @@
-"""Memory of CPU tensors, read and written by numpy.
+"""Access by numpy to the memory of CPU tensors, without a copy.
 
-The tensors stay resizable: `Tensor.numpy()` and `torch.from_numpy` leave a storage that
-`untyped_storage().resize_` refuses for ever.
+The tensors stay resizable. After `Tensor.numpy()` or `torch.from_numpy`,
+`untyped_storage().resize_` raises for good. `mappings.py` converts dtypes on top.
 """
 
 import numpy as np
@@ -9,11 +9,11 @@ import torch
 
 from torchax.compat import torch_compat
 
-_CPU = (1, 0)  # DLPack's name of the device
+_CPU = (1, 0)  # device in DLPack: (kDLCPU, index)
 
 
 class _Exported:
-  """A DLPack capsule of a CPU tensor; `Tensor.__dlpack__` is ten times as slow."""
+  """DLPack capsule of a CPU tensor; `Tensor.__dlpack__` is ten times as slow."""
 
   __slots__ = ("_capsule",)
 
@@ -28,9 +28,9 @@ class _Exported:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-  """Array that shares the memory of a detached CPU tensor.
+  """Return an array that shares the memory of a detached CPU tensor.
 
-  Resizing the storage frees that memory: do not keep the array longer than the call.
+  Resizing the storage frees that memory: do not keep the array after the call.
 
   Raises:
     TypeError: numpy has no such dtype.
@@ -42,11 +42,11 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensor_of(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-  """Copy of an array as a CPU tensor in memory of torch's own.
+  """Copy an array to a CPU tensor in torch's own memory.
 
   Args:
-    values: of any shape, in a dtype that numpy and torch share.
-    dtype: torch's name of that dtype.
+    values: array of any shape, in a dtype that numpy and torch share.
+    dtype: the torch dtype of the same name.
   """
   with torch_compat.unnoticed(), torch_compat.without_dispatch():
     tensor = torch.empty(values.shape, dtype=dtype, device="cpu")

@@ -1,10 +1,9 @@
 """Python numbers that a compiled function takes as operands, such as a learning rate.
 
-In a trace a number of the host is a `HostNumber`: arithmetic makes an expression of it,
-which each call computes, in Python's own precision. Where an operation takes the
-result, it becomes an operand of the compiled function. Where Python wants the number
-itself (`if`, `float()`, an argument that decides what is compiled), the expression
-becomes a guard.
+In a trace such a number is a `HostNumber`. Arithmetic on it builds an expression, which
+every call evaluates in Python's precision. If an operation takes the result, it becomes
+an operand of the compiled function. If Python needs the value (`if`, `float()`, a
+static argument), the expression becomes a guard.
 
 torch passes it through its C++ as a symbolic float, whose node is the expression.
 """
@@ -39,11 +38,11 @@ _SIGNS = {
 
 
 class Expression:
-  """A number that is computed on the host; hashed by how, not by what it is now.
+  """Number computed on the host; hashed by its formula, not by its current value.
 
   Args:
-    operation: of Python.
-    parts: what it is applied to: expressions and numbers.
+    operation: a Python function, such as `operator.add`.
+    parts: its arguments: expressions and numbers.
   """
 
   __slots__ = ("operation", "parts", "_hash")
@@ -64,7 +63,7 @@ class Expression:
     )
 
   def now(self):
-    """The number at this moment."""
+    """Return the current value."""
     return self.operation(
       *[p.now() if isinstance(p, Expression) else p for p in self.parts]
     )
@@ -80,13 +79,13 @@ class Expression:
     return f"{name}({', '.join(parts)})"
 
   def describe(self) -> str:
-    """Return the number at this moment, for messages."""
+    """Return the current value as text, for messages."""
     return repr(self.now())
 
-  # What torch's C++ asks a symbolic float.
+  # Methods that torch's C++ calls on the node of a symbolic float.
 
   def guard_float(self, file, line) -> float:
-    """The number, by which torch or Python decides from now on."""
+    """Return the value and guard on it."""
     return decide(self)
 
   def is_float(self) -> bool:
@@ -101,24 +100,24 @@ class Expression:
   is_symbolic = has_hint = is_float
 
   def maybe_as_float(self) -> None:
-    """No constant."""
+    """Return None: the number is no constant."""
 
   def _graph_repr(self) -> str:
     return repr(self.now())
 
 
 class Entry(Expression):
-  """A number in a parameter group of an optimizer, looked up at each call.
+  """Number in a parameter group of an optimizer, looked up at each call.
 
-  The groups themselves are replaced by `load_state_dict`, so the optimizer is asked.
-  Once it is gone, or has no such number, the number is 0.0: programs that use it are
-  guarded by the optimizer.
+  `load_state_dict` replaces the groups, so each lookup starts at the optimizer. If the
+  optimizer is gone or has no such number, the value is 0.0. Programs that use the
+  number guard on the optimizer as well.
 
   Args:
-    optimizer: with `param_groups`, a list of dicts; held weakly.
+    optimizer: an optimizer with `param_groups`, a list of dicts; referenced weakly.
     group: index of the group.
-    name: of the number.
-    index: into the entry, where that is a tuple of numbers.
+    name: key of the number in the group.
+    index: index into the entry, if that is a tuple of numbers.
   """
 
   __slots__ = ("optimizer", "label", "group", "name", "index")
@@ -153,7 +152,7 @@ class Entry(Expression):
 
 
 class _Given(threading.local):
-  """The numbers with which a compiled function is being called on this thread."""
+  """Values of number arguments in the current call on this thread."""
 
   numbers: dict["Argument", float] = {}
 
@@ -163,7 +162,7 @@ _given = _Given()
 
 @contextlib.contextmanager
 def given(numbers: dict["Argument", float]) -> Iterator[None]:
-  """Inside the block arguments that are numbers of the host have these values."""
+  """Set the values of number arguments inside the block."""
   before, _given.numbers = _given.numbers, {**_given.numbers, **numbers}
   try:
     yield
@@ -172,16 +171,16 @@ def given(numbers: dict["Argument", float]) -> Iterator[None]:
 
 
 def all_given() -> dict["Argument", float]:
-  """The numbers that arguments have now."""
+  """Return the current values of number arguments."""
   return _given.numbers
 
 
 class Argument(Expression):
-  """A number with which a function is called.
+  """Number that is an argument of the compiled function.
 
   Args:
-    owner: hashes what no other argument has.
-    name: of the argument.
+    owner: hashable object that distinguishes functions; compared by identity.
+    name: name of the argument.
   """
 
   __slots__ = ("owner", "name")
@@ -210,7 +209,7 @@ def _key(part):
 
 
 def decide(expression: Expression):
-  """The value of an expression by which Python decides what is traced."""
+  """Return the value of an expression and guard on it: the trace depends on it."""
   if active.boundary is not None:
     for guards in active.boundary.guards_around():
       guards.guard_on_number(expression)
@@ -218,7 +217,7 @@ def decide(expression: Expression):
 
 
 def operand(number: torch.SymFloat):
-  """The number as an operation takes it: traced, where a function is being traced."""
+  """Return the number as an operand of an operation; a tracer inside a trace."""
   expression = number.node
   boundary: Boundary | None = active.boundary
   if boundary is None or not isinstance(expression, Expression):
@@ -227,7 +226,7 @@ def operand(number: torch.SymFloat):
 
 
 def resolved(value):
-  """An argument with Python's own numbers, by which Python decides from now on."""
+  """Replace symbolic floats in an argument by Python floats, and guard on them."""
   if isinstance(value, torch.SymFloat):
     return float(value)
   if type(value) in (list, tuple) and any(isinstance(v, torch.SymFloat) for v in value):
@@ -263,7 +262,7 @@ def _comparison(operation: Callable) -> Callable:
 
 
 class HostNumber(torch.SymFloat):
-  """A number of the host in a trace; see the module."""
+  """Symbolic float for a host number in a trace; see the module docstring."""
 
   __add__, __radd__ = _binary(operator.add), _binary(operator.add, True)
   __sub__, __rsub__ = _binary(operator.sub), _binary(operator.sub, True)

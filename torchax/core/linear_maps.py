@@ -1,10 +1,10 @@
-"""A linear map with a transpose that is given: how torch's derivatives reach JAX.
+"""Linear maps defined by their transpose: torch's derivatives as JAX primitives.
 
-torch states an operation's derivative as a function of cotangents. Reverse mode takes
-it as it is; forward mode is the transpose of it, which JAX finds. What the map depends
-on besides, its residuals, may be differentiated and mapped over as well.
+torch states an operation's derivative as a function of cotangents. Reverse mode applies
+that function. Forward mode applies its transpose, which JAX derives. The residuals of
+the map may be differentiated and mapped over as well.
 
-`with_derivative` gives arrays that were computed already such a map for a derivative.
+`with_derivative` attaches such a map to computed arrays as their derivative.
 """
 
 import functools
@@ -15,22 +15,22 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-# (residuals, cotangents, wanted) -> the cotangents of the operands that are wanted.
-# A cotangent that is None is 0, and its part of a formula is not to be computed: where
-# a derivative is infinite, as that of equal eigenvectors, 0 times it would be NaN.
+# (residuals, cotangents, wanted) -> the cotangents of the wanted operands.
+# None is a zero cotangent; its term of the formula must be skipped. If the derivative
+# is infinite, as for equal eigenvalues, 0 times it would be NaN.
 Transpose = Callable[[Sequence, Sequence, tuple[bool, ...]], list]
 
 
 def linear_map(transpose: Transpose, residuals, operands, results) -> list[jax.Array]:
-  """The map of which `transpose` is the transpose, at `operands`.
+  """Apply the linear map whose transpose is `transpose` to `operands`.
 
   Args:
     transpose: `(residuals, cotangents, wanted) -> cotangents` of the operands for which
-      the tuple `wanted` is true. Cotangents are lists of arrays, shaped as the results;
-      None of a result that nothing depends on.
-    residuals: arrays on which the map depends in any way.
-    operands: arrays of floats or complex numbers.
-    results: the abstract values of the results, as `jax.typeof` gives them.
+      the tuple `wanted` is true. The given cotangents are a list of arrays, shaped as
+      the results; None if nothing depends on the result.
+    residuals: arrays on which the map depends, not necessarily linearly.
+    operands: float or complex arrays.
+    results: the abstract values of the results, as returned by `jax.typeof`.
   """
   return _linear_map_p.bind(
     *residuals,
@@ -52,7 +52,7 @@ def _run(*args, transpose, count, results):
   def pulled(*cotangents):
     return transpose(residuals, cotangents, (True,) * len(operands))
 
-  # By `jax.vjp`: `jax.linear_transpose` takes no scatter that sets its elements.
+  # `jax.linear_transpose` does not support a scatter that sets elements.
   zeros = [jnp.zeros(result.shape, result.dtype) for result in results]
   _, push = jax.vjp(pulled, *zeros)
   return list(push(list(operands)))
@@ -76,7 +76,7 @@ def _jvp(primals, tangents, *, transpose, count, results):
       residuals = list(primals[:count])
       for place, residual in zip(moving, given):
         residuals[place] = residual
-      # Computed out in the open: a map has no derivative by its residuals of its own.
+      # `_run` instead of the primitive, which has no derivative rule for residuals.
       return _run(
         *residuals,
         *primals[count:],
@@ -112,14 +112,14 @@ def _batch(args, axes, *, transpose, count, results):
 
 
 def _rows_first(args, axes):
-  """The number of rows, the arguments with rows in front, and 0 or None for each."""
+  """Move batch axes to the front; return the batch size, arguments and new axes."""
   size = next(a.shape[d] for a, d in zip(args, axes) if d is not None)
   args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, axes)]
   return size, args, [None if d is None else 0 for d in axes]
 
 
 def _of_rows(transpose, of_residuals, of_operands) -> Transpose:
-  """The transpose for rows of some residuals and operands, and others they share."""
+  """Return `transpose` mapped over rows; an axis of None is shared by all rows."""
 
   def transpose_rows(residuals, cotangents, wanted):
     def one_row(residuals, cotangents):
@@ -139,12 +139,12 @@ mlir.register_lowering(_linear_map_p, mlir.lower_fun(_run, multiple_results=True
 
 
 def with_derivative(transpose: Transpose, outputs, inputs, rest=()) -> list[jax.Array]:
-  """`outputs`, of which the derivative by `inputs` is a given linear map.
+  """Return `outputs` with a given linear map as their derivative by `inputs`.
 
   Args:
-    transpose: of that map; see `linear_map`. Its residuals are the outputs, the inputs
-      and the rest; the operands are the inputs.
-    outputs: arrays of floats or complex numbers, without derivatives of their own.
+    transpose: transpose of the map; see `linear_map`. Its residuals are the outputs,
+      the inputs and the rest; its operands are the inputs.
+    outputs: float or complex arrays without derivatives.
     inputs: arrays.
     rest: more arrays that the map depends on, without derivatives.
   """
@@ -172,7 +172,7 @@ def _abstract_outputs(*args, transpose, counts):
 
 
 def _jvp_of_outputs(primals, tangents, *, transpose, counts):
-  # The residuals are these outputs, which have their derivative at the next order too.
+  # These outputs, with their derivative, are the residuals: needed for second order.
   out = _with_derivative_p.bind(*primals, transpose=transpose, counts=counts)
   start, count = counts
   moving = [i for i in range(count) if not _is_zero(tangents[start + i])]
@@ -185,7 +185,7 @@ def _jvp_of_outputs(primals, tangents, *, transpose, counts):
 
 
 def _is_zero(tangent) -> bool:
-  """True for what is not differentiated: integers among it."""
+  """Return True for a zero tangent, which integers always have."""
   return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
 
 
@@ -197,7 +197,7 @@ def _transposed_by_some(transpose, count, moving, residuals, cotangents, wanted)
 def _batch_outputs(args, axes, *, transpose, counts):
   size, args, axes = _rows_first(args, axes)
   start, count = counts
-  for i in range(start):  # each row has a derivative of its own
+  for i in range(start):  # the derivative differs from row to row
     if axes[i] is None:
       args[i], axes[i] = jnp.broadcast_to(args[i], (size, *args[i].shape)), 0
   transpose_rows = _of_rows(transpose, axes, axes[start : start + count])

@@ -1,7 +1,8 @@
-"""Dtypes and data between torch and JAX.
+"""Conversion of dtypes and data between torch and JAX.
 
-64-bit types follow JAX's x64 switch: with it off, int64, float64 and complex128
-become their 32-bit forms, as `narrowing.py` says; they are never reinterpreted.
+With JAX's x64 mode off, int64, float64 and complex128 are converted to their 32-bit
+forms, never reinterpreted; `narrowing.py` has the rules. Data is copied through
+`host_memory.py`.
 """
 
 from typing import Any, overload
@@ -46,12 +47,12 @@ TORCH_DTYPE_TO_JAX = {
 JAX_DTYPE_TO_TORCH: dict[Any, Any] = {
   jax_: torch_ for torch_, jax_ in TORCH_DTYPE_TO_JAX.items()
 }
-# jnp.int4 and uint4 have no torch dtype that holds values: torch's are shells.
+# torch's int4 and uint4 are names without operations; int8 holds the values.
 JAX_DTYPE_TO_TORCH[jnp.dtype(jnp.int4)] = torch.int8
 JAX_DTYPE_TO_TORCH[jnp.dtype(jnp.uint4)] = torch.uint8
 
-# Torch dtypes that `Tensor.numpy()` refuses: the bits travel as an integer of the
-# same width and get their meaning back on the other side.
+# Torch dtypes without a numpy dtype: the bits are copied as an integer of the same
+# width, then viewed as the dtype of `ml_dtypes`.
 NUMPY_UNSUPPORTED_DTYPES = {
   torch.bfloat16: ml_dtypes.bfloat16,
   torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
@@ -69,7 +70,7 @@ _NARROWED = {
   jnp.dtype(jnp.float64): jnp.dtype(jnp.float32),
   jnp.dtype(jnp.complex128): jnp.dtype(jnp.complex64),
 }
-# Stored as they are, 64-bit integers lose nothing; floats lose digits.
+# Narrowed integers keep their value or raise; floats lose digits.
 _LOSSY = frozenset({torch.float64, torch.complex128})
 
 
@@ -82,10 +83,10 @@ def t2j_dtype(dtype: None) -> None: ...
 
 
 def t2j_dtype(dtype):
-  """The JAX dtype for a torch dtype, as wide as JAX's x64 switch allows.
+  """Return the JAX dtype for a torch dtype, in 32 bits unless x64 mode is on.
 
   Raises:
-    UnsupportedDtypeError: JAX has no such dtype (quantised types, for example).
+    UnsupportedDtypeError: JAX has no such dtype, for example a quantised one.
 
   >>> t2j_dtype(torch.bfloat16)
   dtype(bfloat16)
@@ -105,10 +106,10 @@ def t2j_dtype(dtype):
 
 
 def j2t_dtype(dtype) -> torch.dtype:
-  """The torch dtype for a JAX (numpy) dtype.
+  """Return the torch dtype for a JAX (numpy) dtype.
 
   Raises:
-    UnsupportedDtypeError: torch has no such dtype; a typed PRNG key, for example.
+    UnsupportedDtypeError: torch has no such dtype, for example a typed PRNG key.
   """
   try:
     return JAX_DTYPE_TO_TORCH[dtype]
@@ -124,13 +125,13 @@ def j2t_dtype(dtype) -> torch.dtype:
 
 
 def check_torch_tensor(tensor: torch.Tensor) -> None:
-  """Raises UnsupportedDtypeError unless the tensor is strided and of a known dtype."""
+  """Raise UnsupportedDtypeError unless the tensor is dense and has a JAX dtype."""
   check_layout(tensor)
   t2j_dtype(tensor.dtype)
 
 
 def check_layout(tensor: torch.Tensor) -> None:
-  """Raises UnsupportedDtypeError for a sparse, nested, quantised or mkldnn tensor."""
+  """Raise UnsupportedDtypeError for a sparse, nested, quantised or mkldnn tensor."""
   if tensor.is_nested:
     raise UnsupportedDtypeError(
       "torchax holds tensors with one shape, but got a nested tensor. Call "
@@ -148,7 +149,7 @@ def check_layout(tensor: torch.Tensor) -> None:
     )
 
 
-_MOST_DIMS = 64  # of numpy's arrays, which is torch's limit in many operations
+_MOST_DIMS = 64  # numpy's limit; torch has the same one in many operations
 
 
 def t2j(
@@ -157,34 +158,35 @@ def t2j(
   dtype: torch.dtype | None = None,
   place: Sharding | None = None,
 ) -> jax.Array:
-  """Copies a CPU torch tensor into a JAX array on the default device.
+  """Copy a CPU torch tensor to a JAX array on the default device.
 
   Args:
     t: a dense tensor of any shape on the CPU.
-    use_dlpack: let DLPack carry the data; the result never aliases `t`.
-    dtype: of the array, instead of that of `t`.
-    place: on several devices instead; each gets a copy of its part alone.
+    use_dlpack: accepted for older programs; the result never aliases `t`.
+    dtype: torch dtype of the result; default: the dtype of `t`.
+    place: sharding of the result, which copies only its shard to each device.
 
   Returns:
     An array of the same shape.
 
   Raises:
-    UnsupportedDtypeError: sparse, quantised or of a dtype unknown to JAX.
-    RuntimeError: of more dimensions than numpy has.
-    MixedDeviceError: not on the CPU.
-    OverflowError: an int64 value that needs x64 mode.
+    UnsupportedDtypeError: the tensor is sparse or quantised, or JAX lacks its dtype.
+    RuntimeError: the tensor has more dimensions than numpy supports.
+    MixedDeviceError: the tensor is not on the CPU.
+    OverflowError: an int64 value does not fit in 32 bits.
 
   Warns:
-    NarrowingWarning: float64 values become float32, once; ones that become infinite.
+    NarrowingWarning: float64 becomes float32 (once per dtype), or a value becomes
+      infinite.
   """
   check_layout(t)
   jax_dtype = t2j_dtype(dtype or t.dtype)
   _require_data_on_cpu(t)
-  # Nobody is told of what is read here: that is for who asks for the conversion.
+  # Dispatch modes and hooks see the caller's conversion, not these reads.
   with torch_compat.unnoticed():
     t = t.detach().resolve_conj().resolve_neg()
     if dtype is not None and dtype is not t.dtype:
-      t = t.to(dtype)  # in 64 bits still, where they are narrowed afterwards
+      t = t.to(dtype)  # 64-bit values are narrowed below
     is_narrowed = t.dtype in _WIDE and narrowing.is_on()
     values = narrowing.narrow(t, jax_dtype) if is_narrowed else host_array(t)
   if place is not None:
@@ -192,7 +194,7 @@ def t2j(
     return placement.from_parts(
       shape, place, lambda index: np.array(values[index], jax_dtype)
     )
-  # Memory of its own: JAX may use that of a numpy array, now or some time later.
+  # A copy, because JAX may alias the memory of a numpy array.
   own = values if is_narrowed else np.array(values, dtype=jax_dtype)
   return placement.from_host(own)
 
@@ -210,10 +212,10 @@ def _require_data_on_cpu(t: torch.Tensor) -> None:
 
 
 def values_for_jax(t: torch.Tensor) -> np.ndarray:
-  """The numbers of a CPU tensor in the dtype that they have on jax, on the host.
+  """Return the values of a CPU tensor as a numpy array with the dtype of `t2j`.
 
   Raises:
-    UnsupportedDtypeError, OverflowError: as `t2j`.
+    UnsupportedDtypeError, OverflowError: see `t2j`.
   """
   check_layout(t)
   jax_dtype = t2j_dtype(t.dtype)
@@ -225,7 +227,9 @@ def values_for_jax(t: torch.Tensor) -> np.ndarray:
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray:
-  """Array of the memory of a detached CPU tensor, which stays resizable.
+  """Return an array that shares the memory of a detached CPU tensor.
+
+  The tensor stays resizable; see `host_memory.array_of`.
 
   Raises:
     TypeError: numpy has no such dtype.
@@ -238,17 +242,17 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def numpy_copy(x: jax.Array, asked: str, copy: bool = True) -> np.ndarray:
-  """A numpy array of the same numbers, in memory of its own.
+  """Copy a JAX array to a numpy array.
 
   Args:
-    x: a concrete array.
-    asked: what needs the numbers, for messages.
-    copy: False for a read-only array, which may share the memory of `x`.
+    x: a concrete array of any shape.
+    asked: the call that needs the values, for messages.
+    copy: False for a read-only array that may share the memory of `x`.
 
   Raises:
-    TracedStateError: the array is being traced.
-    DonationError: its memory is gone.
-    NotAddressableError: other processes have a part of it.
+    TracedStateError: `x` is a tracer.
+    DonationError: its memory was donated.
+    NotAddressableError: some of its shards belong to other processes.
   """
   try:
     return np.array(x) if copy else np.asarray(x)
@@ -263,27 +267,26 @@ def numpy_copy(x: jax.Array, asked: str, copy: bool = True) -> np.ndarray:
 
 
 def j2t(x: jax.Array | torch.Tensor, use_dlpack: bool = True) -> torch.Tensor:
-  """Copies a JAX array to a CPU torch tensor of the same shape and dtype.
+  """Copy a JAX array to a CPU torch tensor of the same shape and dtype.
 
   Args:
-    x: a concrete array; one that is sharded is gathered. A tensor is copied as well,
-      without its gradient.
+    x: a concrete array; a sharded one is gathered. A tensor is detached and copied.
     use_dlpack: accepted for older programs; the result is a copy in torch's memory.
 
   Raises:
-    TracedStateError: the array is being traced.
-    DonationError: its memory is gone.
+    TracedStateError: `x` is a tracer.
+    DonationError: its memory was donated.
   """
   if isinstance(x, torch.Tensor):
     return x.detach().to("cpu", copy=True)
   if isinstance(x, jax.core.Tracer):
     raise no_numbers('A copy on the CPU (`.cpu()`, `.to("cpu")`, `torch.tensor`)')
-  j2t_dtype(x.dtype)  # raises for what torch does not have
+  j2t_dtype(x.dtype)  # raises for dtypes that torch lacks
   return torch_of(numpy_copy(x, "A copy on the CPU", copy=False))
 
 
 def torch_of(values: np.ndarray) -> torch.Tensor:
-  """Copy of a numpy array of a dtype of JAX as a CPU tensor, in torch's memory."""
+  """Copy a numpy array with a JAX dtype to a CPU tensor in torch's memory."""
   dtype = j2t_dtype(values.dtype)
   if dtype in NUMPY_UNSUPPORTED_DTYPES:
     carrier, bits = _CARRIERS[dtype.itemsize]
