@@ -1,9 +1,9 @@
-"""What 64-bit types become while JAX's x64 mode is off, and what is said about it.
+"""Narrowing of 64-bit values to 32 bits while JAX's x64 mode is off.
 
-int64, uint64, float64 and complex128 are stored 32 bits wide then. Integers keep their
-values or raise `OverflowError`, wherever a value is known on the host; floats lose
-digits, which a `NarrowingWarning` says once for each dtype. Results that overflow on
-the device wrap as 32-bit integers do.
+int64, uint64, float64 and complex128 are then stored in 32 bits. Integers known on the
+host keep their value or raise `OverflowError`. Floats lose digits, with one
+`NarrowingWarning` per dtype. Results that overflow on the device wrap around as 32-bit
+integers. `mappings.py` calls this when it copies data.
 """
 
 from typing import Any
@@ -27,19 +27,19 @@ _config: Any = jax.config
 
 
 def is_on() -> bool:
-  """True while 64-bit types are stored in 32 bits."""
+  """Return True while 64-bit types are stored in 32 bits."""
   return not _config.jax_enable_x64
 
 
 def narrow(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
-  """The numbers of a 64-bit CPU tensor in 32 bits.
+  """Convert a 64-bit CPU tensor to a 32-bit numpy array.
 
   Args:
-    tensor: of any shape; int64, uint64, float64 or complex128.
+    tensor: an int64, uint64, float64 or complex128 tensor of any shape.
     dtype: the 32-bit form of its dtype.
 
   Raises:
-    OverflowError: an integer that does not fit.
+    OverflowError: an integer does not fit.
   """
   if np.issubdtype(dtype, np.integer):
     _check_range(tensor, np.iinfo(dtype))
@@ -60,7 +60,7 @@ def _check_range(tensor: torch.Tensor, limits: np.iinfo) -> None:
 
 
 def overflow(what: str, dtype) -> OverflowError:
-  """The error for an integer that 32 bits cannot hold."""
+  """Return the error for an integer that does not fit in 32 bits."""
   return OverflowError(
     f"{what} does not fit in {np.dtype(dtype)}, which holds torch's 64-bit integers "
     f"while JAX's x64 mode is off. Call {REMEDY}."
@@ -68,9 +68,9 @@ def overflow(what: str, dtype) -> OverflowError:
 
 
 def check_integer(value: int, dtype) -> None:
-  """Raises OverflowError for a Python integer that the 32-bit `dtype` cannot hold.
+  """Raise OverflowError for a Python integer that the 32-bit `dtype` cannot hold.
 
-  With x64, and for narrower dtypes, torch's own rules hold.
+  Do nothing in x64 mode or for narrower dtypes, where torch's own rules apply.
   """
   if is_on() and dtype in (INT32.dtype, UINT32.dtype):
     limits = np.iinfo(dtype)
@@ -79,15 +79,15 @@ def check_integer(value: int, dtype) -> None:
 
 
 def become_floats(numbers: list[int], values) -> bool:
-  """Whether integers too large for 32 bits can be floats instead.
+  """Return True if integers too large for 32 bits can be passed as floats.
 
   Args:
-    numbers: integers among the arguments of an operation.
-    values: all its arguments. Beside a floating-point array or dtype, an integer
-      becomes a float of the result in any case.
+    numbers: the integers among the arguments of an operation.
+    values: all its arguments. With a floating-point array or dtype among them, type
+      promotion converts integers to floats in any case.
 
   Raises:
-    OverflowError: the arguments are integers, so that a number would be cut.
+    OverflowError: all arguments are integers, and a number does not fit.
   """
   dtypes = [t for value in jax.tree.leaves(list(values)) for t in _dtypes_of(value)]
   if not dtypes or not is_on():
@@ -105,13 +105,13 @@ def _dtypes_of(value) -> list:
     return [np.float32 if value.is_floating_point or value.is_complex else np.int32]
   if not isinstance(value, jax.Array):
     return []
-  # A number decides by being a float, not by being an integer.
+  # In type promotion a Python float counts; a Python integer does not.
   is_number = value.weak_type and jax.numpy.issubdtype(value.dtype, np.integer)
   return [] if is_number else [value.dtype]
 
 
 def warn_once(dtype: torch.dtype) -> None:
-  """Says that a float64 or complex128 will be 32 bits wide; once for each dtype."""
+  """Warn that float64 or complex128 becomes 32 bits wide, once per dtype."""
   if dtype in _warned:
     return
   _warned.add(dtype)

@@ -1,10 +1,10 @@
-"""Moves and arithmetic of few elements, done by numpy while their shapes are new.
+"""Fallback to numpy for small operations with new shapes on the CPU.
 
-On the CPU the program of a new shape takes a thousand times as long to compile as the
-work that it is for. Loops whose keys and values grow by one with every token have new
-shapes all the time, and a short program has few others. numpy gives the same bits at
-once (`ops/jaten/_on_host.py`). Shapes that keep coming are compiled, because programs
-are called more quickly.
+There, compiling a program for a new shape takes a thousand times as long as running it.
+Loops whose keys and values grow by one with every token see new shapes all the time,
+and in a short script most shapes are new. numpy gives the same bits immediately
+(`ops/jaten/_on_host.py`). Frequent shapes are compiled, because a program is quicker to
+call.
 """
 
 import operator
@@ -20,10 +20,10 @@ from torchax.core.bounded_cache import BoundedCache
 from torchax.core.programs import Program
 from torchax.devices import placement
 
-# What a call on the host costs beside that of a program, and what it takes to compile
-# one, in bytes that the host copies: about 30 us and 8 ms.
+# Overhead of a call of numpy over one of a program, and the time to compile a program,
+# in bytes that the host copies in that time: about 30 us and 8 ms.
 CALL, PROGRAM = 2**17, 2**25
-# Of the arguments of a call; a program copies more in less time.
+# Largest size of the arguments of a call; above it a program is faster.
 MOST_BYTES = 2**24
 _MOST_SHAPES = 4096
 _ArrayImpl = jax_compat.ArrayImpl
@@ -31,14 +31,14 @@ _shape = operator.attrgetter("shape")
 
 
 def with_warmup(program: Program, on_host: Callable) -> Program:
-  """A function that runs on the host until that has cost as much as compiling.
+  """Wrap a program to run in numpy until that has cost as much as compiling.
 
   Args:
-    program: compiled, with `in_traces`.
-    on_host: the same of the operands as numpy arrays; gives a numpy array, or None
-      where it leaves them to the program.
+    program: the compiled function, with `in_traces`.
+    on_host: the same function of a list of numpy operands. It returns a numpy array,
+      or None to run the program instead.
   """
-  # Cost so far on the host, by shapes; and the shapes that run as a program.
+  # Cost so far in numpy, by shapes; and the shapes that run as a program.
   known: BoundedCache[tuple, int] = BoundedCache(_MOST_SHAPES)
   compiled: set[tuple] = set()
 
@@ -66,14 +66,14 @@ def with_warmup(program: Program, on_host: Callable) -> Program:
 
 
 def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
-  """Operands as numpy arrays of the same memory, and where JAX would put results.
+  """Return operands as numpy arrays that share memory, and the result's sharding.
 
   Args:
-    operands: arrays, numbers, and (array, starts) of views that move.
+    operands: arrays, numbers, and (array, starts) for views with starts as operands.
 
   Returns:
-    The operands in their order and the CPU that arrays are committed to, if they are;
-    None where the host has not got all of them.
+    The operands in order, and the CPU that arrays are committed to or None. None
+    instead of the pair if an array is not on the host.
   """
   if jax_compat.is_guarded() or not jax.sharding.get_abstract_mesh().empty:
     return None
@@ -95,7 +95,7 @@ def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
 
 
 def _moved(on_host: Callable, operands) -> jax.Array | None:
-  """The result on the host; None where the program is to run."""
+  """Return the result computed by numpy; None if the program must run."""
   given = taken(operands)
   if given is None:
     return None
@@ -103,12 +103,12 @@ def _moved(on_host: Callable, operands) -> jax.Array | None:
   try:
     result = on_host(values)
   except (ValueError, IndexError, TypeError, OverflowError):
-    return None  # the program says what is wrong with them
+    return None  # the program raises the proper error
   return None if result is None else placement.from_host(result, place)
 
 
 def is_small(arguments) -> bool:
-  """True where arguments, after views were taken, have at most `MOST_BYTES` in all."""
+  """Return True if arguments, with views applied, have at most `MOST_BYTES` in all."""
   return _bytes(arguments) <= MOST_BYTES
 
 
@@ -119,6 +119,6 @@ def _bytes(arguments) -> int:
 
 
 def shape_of(operand) -> tuple:
-  """The shape of an array, a number, or the base of a view and its starts."""
+  """Return the shape of an array, a number, or the base in (base, starts)."""
   array = operand[0] if type(operand) is tuple else operand
   return getattr(array, "shape", ())

@@ -1,9 +1,9 @@
-"""What comes of an index outside of a dimension where nobody can raise: never a number
-that one could take for a result.
+"""Out-of-range indices where no error can be raised: never a plausible value.
 
-Inside a compiled function, and where the device would have to be waited for, an index
-is data. What is read at one outside is `no_number`: NaN, the least integer, the largest
-unsigned one, True. A write at one makes `no_number` of everything that it writes.
+Inside a compiled function an index is data, and eagerly a check would wait for the
+device. A read out of range gives `no_number`: NaN, the smallest signed or the largest
+unsigned integer, or True. If a write has an index out of range, all its values become
+`no_number`. The indexing operations (`torchax/ops`) and `chains.py` use this.
 """
 
 import jax
@@ -12,9 +12,9 @@ import numpy as np
 
 
 def no_number(dtype) -> np.ndarray:
-  """What stands for no result in a dtype of JAX; bools have nothing better than True.
+  """Return the fill value of a JAX dtype: NaN, an extreme integer, or True for bool.
 
-  It is what JAX fills in, too.
+  JAX fills in the same values with `mode="fill"`.
   """
   if jnp.issubdtype(dtype, jnp.inexact):
     return np.asarray(jnp.nan, dtype)
@@ -25,18 +25,18 @@ def no_number(dtype) -> np.ndarray:
 
 
 def spoiled(values: jax.Array, where: jax.Array) -> jax.Array:
-  """The values with `no_number` where a mask is true."""
+  """Return the values, with `no_number` at true elements of a mask."""
   return jnp.where(where, no_number(values.dtype), values)
 
 
 def outside(index: jax.Array, size, wraps: bool = False) -> jax.Array:
-  """Where an index is in none of the places 0 to `size`; with `wraps`, from `-size`."""
+  """Return the mask of indices outside [0, size); with `wraps`, [-size, size)."""
   index = _wide(index)
   return (index < (-size if wraps else 0)) | (index >= size)
 
 
 def inside(index: jax.Array, size, wraps: bool = False) -> jax.Array:
-  """An index with the nearest place for one outside, counted from the start."""
+  """Clip an index to [0, size); with `wraps`, negative ones count from the end."""
   index = _wide(index)
   if wraps:
     index = jnp.where(index < 0, index + size, index)
@@ -44,29 +44,29 @@ def inside(index: jax.Array, size, wraps: bool = False) -> jax.Array:
 
 
 def from_start(index: jax.Array, size) -> jax.Array:
-  """An index none of whose places JAX counts from the end: negative ones are beyond."""
+  """Replace negative indices by `size`, so that JAX does not count from the end."""
   index = _wide(index)
   return jnp.where(index < 0, size, index)
 
 
 def read(array: jax.Array, places, dim: int | None = None) -> jax.Array:
-  """`array[places]`, or the elements at places along `dim`; outside, `no_number`."""
+  """Return `array[places]`, or elements along `dim`; `no_number` out of range."""
   if dim is not None:
     return jnp.take_along_axis(array, places, dim, mode="fill")
   return array.at[places].get(mode="fill")
 
 
 def write(array: jax.Array, places, values, how, broken, gathers=False) -> jax.Array:
-  """`how(array, places, values)`, unmistakably wrong where an index is.
+  """Return `how(array, places, values)`; write `no_number` if an index is invalid.
 
   Args:
-    array: what is written to.
-    places: to index it with, all of them `inside`.
-    values: what is written.
+    array: the array to write to.
+    places: indices, clipped by `inside`.
+    values: the values to write.
     how: `(array, places, values) -> array`.
-    broken: mask of the indices that were outside.
-    gathers: values that meet at a place are put together. NaN stays NaN then; integers
-      have nothing of the kind, so that the whole result is `no_number`.
+    broken: mask of the indices that were out of range.
+    gathers: `how` combines values at equal indices, as an addition does. NaN then
+      stays NaN; integers do not, so the whole result becomes `no_number`.
   """
   is_broken = jnp.any(broken)
   written = how(array, places, spoiled(values, is_broken))
@@ -76,6 +76,6 @@ def write(array: jax.Array, places, values, how, broken, gathers=False) -> jax.A
 
 
 def _wide(index) -> jax.Array:
-  """Small integers where they can be compared with any size."""
+  """Widen small integers, so that they can be compared with any size."""
   index = jnp.asarray(index)
   return index.astype(jnp.int32) if index.dtype.itemsize < 4 else index

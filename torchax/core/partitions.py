@@ -1,4 +1,8 @@
-"""Trees in two parts: the leaves that are arrays, and the rest, which is static."""
+"""Split of a tree into dynamic leaves (arrays) and the rest, which is static.
+
+Wrappers of functions pass the dynamic leaves to JAX as operands; the rest is a part of
+the cache key (`static_values.py`).
+"""
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -12,30 +16,30 @@ from torchax.core.static_values import StaticValue
 
 
 def is_tensor(value) -> bool:
-  """True for a tensor of any device."""
+  """Return True for a tensor on any device."""
   return isinstance(value, torch.Tensor)
 
 
 def is_array(value) -> bool:
-  """True for a tensor, and for an array of JAX or numpy."""
+  """Return True for a tensor and for an array of JAX or numpy."""
   return isinstance(value, torch.Tensor | jax.Array | np.ndarray)
 
 
 class Partition:
-  """A tree whose leaves of one kind are given anew; the others stay.
+  """Tree whose dynamic leaves can be replaced; the others are static.
 
-  Two are equal that have the same structure and static leaves.
+  Two partitions are equal if they have the same structure and static leaves.
 
   Args:
-    tree: of the containers that JAX knows.
-    is_dynamic: says of a leaf whether it is given anew.
-    of_torch: the containers are those that torch's pytrees know.
+    tree: a pytree of JAX.
+    is_dynamic: predicate that selects the dynamic leaves.
+    of_torch: the tree is a pytree of torch.
 
   Attributes:
-    dynamic: the leaves that are given anew, in order.
-    leaves: all of them, with None in the places of these.
-    is_dynamic: for each leaf, whether it is one of these.
-    structure: of the tree.
+    dynamic: the dynamic leaves, in order.
+    leaves: all leaves, with None for dynamic ones.
+    is_dynamic: one bool per leaf.
+    structure: the tree's structure.
 
   >>> tree = Partition({"x": 1.5, "dim": 0}, lambda leaf: isinstance(leaf, float))
   >>> tree.dynamic, tree.filled([2.5])
@@ -60,7 +64,7 @@ class Partition:
 
   @property
   def key(self) -> Hashable:
-    """What tells it from trees of another structure or with other static leaves.
+    """Cache key: the structure and the static leaves.
 
     Raises:
       TypeError: a static leaf has no hash.
@@ -77,14 +81,14 @@ class Partition:
     return type(other) is Partition and self.key == other.key
 
   def without_arrays(self) -> "Partition":
-    """The structure and the static leaves alone, to be kept."""
+    """Return a copy without the dynamic leaves, which can be kept."""
     kept = Partition.__new__(Partition)
     kept.dynamic, kept.leaves, kept._key = [], self.leaves, self._key
     kept.is_dynamic, kept.structure = self.is_dynamic, self.structure
     return kept
 
   def filled(self, dynamic: Iterable) -> Any:
-    """The tree with other leaves in the places of the dynamic ones."""
+    """Return the tree with `dynamic` in place of its dynamic leaves."""
     remaining = iter(dynamic)
     leaves = [
       next(remaining) if is_one else leaf

@@ -1,13 +1,13 @@
-"""Compiled programs: how many there are, a bound on them, and giving them back.
+"""Compiled programs: their number, a limit on it, and their eviction.
 
-`jit` is `jax.jit` with a count of what it traces, one for each combination of shapes
-and static arguments. Counting happens while JAX traces, so a call of what is compiled
-costs nothing. Over the bound those go whose cache nobody has looked into lately, then
-those of the functions that have most: of shapes that keep changing, nearly all are of
-the past.
+`jit` is `jax.jit` with a counter of programs, one per combination of shapes and static
+arguments. It counts while JAX traces, so calls of compiled programs cost nothing extra.
+Above the limit, entries not used recently are evicted from every `ProgramCache`. Then
+the functions with most programs lose theirs: if shapes keep changing, nearly all of
+these programs are stale.
 
-Programs of single operations are compiled quickly on the CPU, which is most of what a
-new shape costs. `quick_options` says how.
+On the CPU, compilation is most of the cost of a new shape. `quick_options` makes it
+cheaper for programs of single operations.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ V = TypeVar("V")
 
 
 class _Policy:
-  """Limit on the number of programs, and a call before the first one is traced."""
+  """Limit on the number of programs, and a callback before the first trace."""
 
   limit: Callable[[], int] = staticmethod(lambda: 4096)
   before_first: Callable[[], None] | None = None
@@ -46,12 +46,12 @@ def before_first(call: Callable[[], None]) -> None:
 
 
 class Counted:
-  """The programs of one compiled function; they are dropped with it.
+  """Counter of the programs of one compiled function, which are dropped with it.
 
   Args:
-    name: of the function.
-    is_of_user: the user has compiled it. Of functions that have equally many programs,
-      operations lose theirs first: these are cheaper to compile again.
+    name: name of the function.
+    is_of_user: the user compiled it. Among functions with equally many programs,
+      operations lose theirs first, because they are cheaper to recompile.
   """
 
   __slots__ = ("name", "is_of_user", "programs", "_jitted", "_tracing", "__weakref__")
@@ -62,13 +62,13 @@ class Counted:
     self._jitted: Callable | None = None
 
   def of(self, jitted):
-    """Says which function's programs these are, and gives it back."""
+    """Set the compiled function whose programs are counted; return it."""
     self._jitted = weakref.ref(jitted)
     weakref.finalize(jitted, self._forget).atexit = False
     return jitted
 
   def traced(self, function: Callable, *args, **kwargs):
-    """Calls the function that JAX traces, and counts one program more."""
+    """Call the function under trace and count one more program."""
     if _Policy.before_first is not None:
       first, _Policy.before_first = _Policy.before_first, None
       first()
@@ -87,14 +87,14 @@ class Counted:
       self._tracing -= 1
 
   def _drop_one(self) -> None:
-    """One that was counted and is none: what JAX traced has raised."""
+    """Undo the count of a trace that raised."""
     with _lock:
       if self.programs:
         self.programs -= 1
         _Total.programs -= 1
 
   def clear(self) -> None:
-    """Drops the programs; one that is being traced is not touched."""
+    """Drop the programs, unless one is being traced."""
     jitted = None if self._jitted is None else self._jitted()
     clear_cache = getattr(jitted, "clear_cache", None)
     if clear_cache is not None and not self._tracing:
@@ -112,7 +112,7 @@ class Counted:
 
 
 class _Total:
-  """The programs of all functions, so that nobody has to add them up."""
+  """Number of programs of all functions."""
 
   programs = 0
 
@@ -123,7 +123,7 @@ _caches: "weakref.WeakSet[ProgramCache]" = weakref.WeakSet()
 
 
 class ProgramCache(BoundedCache[K, V]):
-  """A bounded cache of compiled functions; over the bound of all it drops some too."""
+  """Bounded cache of compiled functions; it also ages when the global limit is met."""
 
   __slots__ = ("__weakref__",)
 
@@ -136,7 +136,7 @@ class Program(Protocol):
   """Compiled function of arrays.
 
   Attributes:
-    in_traces: the same function for calls while JAX transforms a function.
+    in_traces: the same function, for calls inside a JAX transformation.
   """
 
   in_traces: Callable
@@ -145,18 +145,18 @@ class Program(Protocol):
 
 
 def name_of(function: Callable) -> str:
-  """The name of a function, also of a partial one."""
+  """Return the name of a function or of a `functools.partial`."""
   while isinstance(function, functools.partial):
     function = function.func
   return getattr(function, "__name__", type(function).__name__)
 
 
 class Effort(enum.Enum):
-  """What XLA's CPU compiler does for a program."""
+  """Effort of XLA's CPU compiler for a program."""
 
-  NONE = "none"  # for small arrays of a shape that hardly comes again
+  NONE = "none"  # for small arrays of a shape that is rarely repeated
   LEAST = "least"  # sums and tangents may differ in the last bit
-  SAME_BITS = "same bits"  # but for the order in which sums are added
+  SAME_BITS = "same bits"  # except for the order in which sums are added
   FULL = "full"
 
 
@@ -166,17 +166,17 @@ def jit(
   effort: Effort = Effort.LEAST,
   **options,
 ):
-  """`jax.jit` of a function whose programs are counted.
+  """Compile a function with `jax.jit` and count its programs.
 
   Args:
-    function: as `jax.jit` takes it.
-    is_of_user: see `Counted`; the user's are compiled with full effort.
-    effort: for others, by `quick_options`.
-    **options: of `jax.jit`.
+    function: a function that `jax.jit` accepts.
+    is_of_user: see `Counted`; user functions are compiled with full effort.
+    effort: compiler effort for other functions; see `quick_options`.
+    **options: options of `jax.jit`.
 
   Returns:
-    The compiled function. Its `in_traces` is the same for calls while JAX transforms
-    a function, where a program has no options of its own.
+    The compiled function. Its `in_traces` is the same function without compiler
+    options, for calls inside a JAX transformation, which does not allow them.
   """
   counted = Counted(name_of(function), is_of_user)
 
@@ -193,10 +193,10 @@ def jit(
   return jitted
 
 
-# Of XLA's CPU compiler. Its newer emitters and LLVM's levels above 1 take two to six
-# times as long for the program of one operation, which runs no faster for it
-# (benchmarks/compiling.py) and gives the same bits, but for tangents and the order in
-# which a sum is added; so few kernels are best compiled together.
+# Options of XLA's CPU compiler. For the program of one operation, its newer emitters
+# and LLVM levels above 1 compile two to six times as long, and the program runs no
+# faster (benchmarks/compiling.py). The bits are the same except for tangents and the
+# order in which a sum is added. So few kernels are best compiled together.
 _QUICK = {
   "xla_cpu_use_fusion_emitters": False,
   "xla_backend_optimization_level": 1,
@@ -205,20 +205,21 @@ _QUICK = {
 
 
 _LEVEL = "xla_backend_optimization_level"
-# The older ones have another tangent, so that Cauchy numbers would not be those of a
-# compiled function.
+# The older emitters compute another tangent, so eager Cauchy draws would differ from
+# those in a compiled function.
 _NOT_THE_SAME_BITS = "xla_cpu_use_fusion_emitters"
 
 
 @functools.cache
 def quick_options(effort: Effort = Effort.LEAST) -> dict | None:
-  """Compiler options for programs that are small; starts JAX.
+  """Return compiler options for small programs; initialize JAX.
 
   Args:
-    effort: what the programs are for.
+    effort: compiler effort.
 
   Returns:
-    Those of XLA's CPU options that this version knows; None on other platforms.
+    The options of XLA's CPU compiler that this version has; None for the defaults,
+    and on other platforms.
   """
   if jax.default_backend() != "cpu" or effort is Effort.FULL:
     return None
@@ -241,21 +242,21 @@ def _is_known(name: str, value) -> bool:
 
 
 def count() -> int:
-  """How many programs there are: combinations of shapes that were traced."""
+  """Return the number of programs: traced combinations of shapes."""
   return _Total.programs
 
 
 def _make_room() -> None:
-  """Drops programs where one more would be over the bound."""
+  """Drop programs if one more would exceed the limit."""
   most = _Policy.limit()
   if count() < most:
     return
   for cache in list(_caches):
     cache.age()
-  gc.collect()  # compiled functions and what they compile know each other
+  gc.collect()  # compiled functions are in reference cycles
   with _lock:
     found = sorted(_all, key=lambda counted: (-counted.programs, counted.is_of_user))
-  # Half of them, so that the search is rare.
+  # Down to half the limit, so that the search is rare.
   for counted in found:
     if count() <= most // 2:
       break
@@ -263,7 +264,7 @@ def _make_room() -> None:
 
 
 def clear() -> None:
-  """Drops all programs, JAX's own among them, and gives their memory back."""
+  """Drop all programs, also JAX's own, and return their memory to the system."""
   for cache in list(_caches):
     cache.clear()
   gc.collect()
@@ -277,6 +278,6 @@ def clear() -> None:
 
 
 def _trim() -> None:
-  """Has glibc return what is free; elsewhere the allocator does as it likes."""
+  """Return free memory to the system; does nothing without glibc."""
   with contextlib.suppress(OSError, AttributeError):
     ctypes.CDLL(None).malloc_trim(0)
