@@ -1,7 +1,7 @@
-"""Python values as parts of keys: one notion of when two of them are the same.
+"""Python values as parts of cache keys, with one definition of equality.
 
-What is compiled is compiled for a key. Python decides by such values, so 1, 1.0 and
-True differ, 0.0 and -0.0 differ, and NaN is itself, unlike with `==`.
+A compiled function may branch on such values. So 1, 1.0 and True differ, 0.0 and -0.0
+differ, and NaN equals itself, unlike with `==`. `partitions.py` uses these keys.
 """
 
 import enum
@@ -16,7 +16,7 @@ import torch
 
 from torchax.core.bounded_cache import BoundedCache
 
-# Types of constants of a trace: values that do not depend on any operand.
+# Types of values that are constants in a trace: they depend on no operand.
 CONSTANTS = frozenset(
   {type(None), bool, int, float, complex, str, bytes}
   | {torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout}
@@ -28,16 +28,16 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 
 
 def key_of(value) -> Hashable:
-  """What tells a value that Python decides by from any other one.
+  """Return the cache key of a Python value.
 
-  1, 1.0 and True differ, so do 0.0 and -0.0, and NaN is itself.
+  1, 1.0 and True differ, so do 0.0 and -0.0, and NaN equals itself.
 
   Args:
     value: a constant, a class or function (by identity), or a list, tuple, dict or set
       of these.
 
   Returns:
-    None where the value is nothing of this.
+    A hashable key; None for any other value.
   """
   cls = type(value)
   if cls is float:
@@ -61,7 +61,7 @@ def key_of(value) -> Hashable:
 
 
 def in_words(value) -> str:
-  """A value in one line, long ones shortened."""
+  """Describe a value in one line; shorten long ones."""
   if isinstance(value, list) and value and callable(value[0]):
     return f"[{', '.join(map(in_words, value))}]"
   name = getattr(value, "__qualname__", None)
@@ -74,7 +74,7 @@ def _key_of_parts(cls, parts) -> tuple | None:
 
 
 class Identity:
-  """Hashes and compares an object by what it is, not by what it holds."""
+  """Wrapper of an object with hash and equality by identity."""
 
   __slots__ = ("value",)
 
@@ -99,10 +99,10 @@ _BY_IDENTITY = (
 
 @jax.tree_util.register_static
 class StaticValue:
-  """A value that Python decides by, as a part of a tree's structure or of a key.
+  """Python value as part of a tree's structure or of a cache key.
 
   Raises:
-    TypeError: the value is no constant and cannot be hashed.
+    TypeError: the value is no constant and is not hashable.
   """
 
   __slots__ = ("value", "_key")
@@ -130,10 +130,10 @@ _FLAGS = (StaticValue(False), StaticValue(True))
 
 
 def static_number(value) -> StaticValue:
-  """A number as a static value; the same object again where that is quicker."""
+  """Return a number as a `StaticValue`, cached for most numbers."""
   if type(value) is bool:
     return _FLAGS[value]
-  if value == 0 or value != value:  # as keys of a dict these are not what they are here
+  if value == 0 or value != value:  # 0.0, -0.0 and NaN are unsuitable dict keys
     return StaticValue(value)
   known = _numbers.get((type(value), value))
   if known is None:

@@ -1,12 +1,12 @@
-"""What tensors share: an array, and the compiled function it was born in.
+"""Storage shared by tensors: an array, and the boundary of the trace it was born in.
 
-A `Storage` is to a torchax tensor what torch's storage is to a torch tensor: views and
-detached tensors hold the same one, and an in-place operation replaces its array.
+`Storage` corresponds to torch's storage. Views and detached tensors share one, and an
+in-place operation replaces its array.
 
-While a function is being traced by one of our wrappers, a `Boundary` (`boundary.py`) is
-active. A storage born outside is never touched by the trace: reads and writes of it go
-to the boundary's own copy, a `Shadow`, from which the wrapper takes what has to come
-back. So no tracer ever reaches a tensor that outlives the trace.
+While a wrapper traces a function, a `Boundary` (`boundary.py`) is active. The trace
+never changes a storage born outside. Its reads and writes go to a `Shadow`, a copy that
+the boundary owns, and the wrapper returns the written shadows. So no tracer reaches a
+tensor that outlives the trace.
 """
 
 import math
@@ -29,29 +29,29 @@ active = _Active()
 
 
 class Rebindings:
-  """Counts how often a tensor of this process took another storage.
+  """Count of how often a tensor of this process switched to another storage.
 
-  Whoever keeps the storages of tensors looks them up again when the count has changed.
+  Callers that keep the storages of tensors look them up again if it has changed.
   """
 
   count = 0
 
   @classmethod
   def note(cls) -> None:
-    """Counts one more."""
+    """Count one more."""
     cls.count += 1
 
 
 class _Addresses:
-  """Hands out numbers that stand for addresses of memory; no range comes twice."""
+  """Allocator of fictitious memory addresses, whose ranges never overlap."""
 
-  # No program has memory there: who takes it for an address fails at once.
+  # No process has memory there, so that dereferencing such an address fails at once.
   _next = 1 << 60
   _lock = threading.Lock()
 
   @classmethod
   def reserve(cls, storage: "Storage", size: int) -> None:
-    """Gives a storage a range of `size` bytes, aligned as torch aligns memory."""
+    """Give a storage a range of `size` bytes, aligned to 64 bytes as torch's memory."""
     with cls._lock:
       if getattr(storage, "range", (0, 0))[1] < size:
         storage.range = (cls._next, size)
@@ -59,10 +59,10 @@ class _Addresses:
 
 
 class Storage:
-  """An array shared by tensors; `version` counts its replacements.
+  """Array shared by tensors; `version` counts its replacements.
 
-  `range` and `untyped` are set when they are asked for: the range of `address`, and a
-  weak reference to what stands for the storage in torch's API.
+  `range` and `untyped` are set on first use: the range of `address`, and a weak
+  reference to the `untyped_storage()` object of torch's API.
   """
 
   __slots__ = ("array", "version", "birth", "range", "untyped", "__weakref__")
@@ -77,16 +77,16 @@ class Storage:
       boundary.born.append(weakref.ref(self))
 
   def read(self, tensor=None) -> jax.Array:
-    """The array as the function being traced sees it; `tensor` is the one that asks."""
+    """Return the array as seen by the active trace; `tensor` is the reading tensor."""
     boundary = active.boundary
     return self.array if boundary is None else boundary.read(self, tensor)
 
   def write(self, array: jax.Array, tensor=None) -> None:
-    """Replaces the array, for all tensors that share the storage.
+    """Replace the array, for all tensors that share the storage.
 
     Args:
-      array: the new one.
-      tensor: by which it is replaced.
+      array: the new array.
+      tensor: the tensor that is changed in place.
     """
     boundary = active.boundary
     if boundary is None or self.birth is boundary:
@@ -97,20 +97,20 @@ class Storage:
 
   @property
   def root(self) -> "Storage":
-    """The storage that has the elements of this one."""
+    """Storage that holds the elements: this one, unless it is a `Start`."""
     return self
 
   @property
   def nbytes(self) -> int:
-    """The size of the array in bytes."""
+    """Size of the array in bytes."""
     return self.array.size * self.array.dtype.itemsize
 
   @property
   def address(self) -> int:
-    """A number in place of the address of its memory, 0 where there is none.
+    """Fictitious memory address; 0 for an empty array.
 
-    Different storages have ranges of `nbytes` that do not overlap; JAX may give the
-    array's own address to another one after the next change in place.
+    Different storages have ranges of `nbytes` that do not overlap. The array's real
+    address would not do: JAX may reuse it after the next in-place change.
     """
     size = self.nbytes
     if not size:
@@ -120,23 +120,23 @@ class Storage:
     return self.range[0]
 
   def become_start_of(self, grown: "Storage") -> None:
-    """Lets the tensors that stay on this storage follow one that took its place.
+    """Make this storage an alias of the first elements of a larger one.
 
     Args:
-      grown: holds a 1-d array that starts with this one's elements.
+      grown: storage of a 1-d array that starts with this one's elements.
     """
     shape = self.array.shape
     self.__class__ = Start
     _array_slot.__set__(self, (grown, shape))
 
 
-_array_slot = Storage.__dict__["array"]  # which subclasses cover by a property
+_array_slot = Storage.__dict__["array"]  # subclasses override it by a property
 
 
 class Start(Storage):
-  """A storage whose elements are the first ones of another storage.
+  """Storage that aliases the first elements of another storage.
 
-  Only the alias to the larger one inside a single traced function is not followed.
+  Inside a traced function the alias to the larger storage is not followed.
   """
 
   __slots__ = ()
@@ -157,22 +157,22 @@ class Start(Storage):
 
 
 class Blank(Storage):
-  """A storage of zeros that are made when they are first read.
+  """Storage of zeros that are created on the first read.
 
-  `tensor.to("jax")` overwrites a new tensor at once, so its zeros are never made.
+  `tensor.to("jax")` overwrites a new tensor at once, so its zeros are never created.
   """
 
   __slots__ = ()
 
   @classmethod
   def of(cls, shape, dtype, device) -> "Blank":
-    """Zeros of a shape and dtype on a `jax.Device`; None leaves the device to JAX."""
+    """Create zeros on a `jax.Device`; None for JAX's default device."""
     zeros: Any = (shape, dtype, device)
     return cls(zeros)
 
   @property
   def device(self):
-    """The `jax.Device` of the zeros; None leaves it to JAX."""
+    """`jax.Device` of the zeros; None for JAX's default device."""
     return _array_slot.__get__(self)[2]
 
   @property
@@ -190,16 +190,16 @@ class Blank(Storage):
 
 
 class Unplaced(Storage):
-  """A storage of numbers that torch itself made, on no device that anybody named.
+  """Storage of values that torch created without a device.
 
-  They may meet tensors of any device, which other numbers may not.
+  They may be combined with tensors on any device; other values may not.
   """
 
   __slots__ = ()
 
 
 class Content:
-  """What a jax tensor holds besides its shape. To torch's tracers all are the same."""
+  """Opaque payload for `__tensor_flatten__`; all are equal, so Dynamo adds no guard."""
 
   __slots__ = ("storage", "chain", "env")
 
@@ -217,16 +217,12 @@ class Content:
 
 
 class ReadOnly(Storage):
-  """A storage of numbers whose change could not reach where they come from."""
+  """Storage of a copy: an in-place change would not reach the original."""
 
   __slots__ = ()
 
   def write(self, array, tensor=None):
-    """Refuses.
-
-    Raises:
-      MutationError: always.
-    """
+    """Raise `MutationError`."""
     raise MutationError(
       "`x[i]` with a traced index `i` is a copy where a gradient is recorded, so a "
       "change of it in place would not reach x. Write `x[i] = …` instead."
@@ -234,7 +230,7 @@ class ReadOnly(Storage):
 
 
 class Ended(Storage):
-  """A storage of a trace that has ended: its numbers never existed."""
+  """Storage born in a trace that has ended; it never had values."""
 
   __slots__ = ()
 

@@ -1,6 +1,7 @@
-"""What is on, in this thread and task: context variables that environments set.
+"""Environments that are enabled in this thread and task, in context variables.
 
-Each is a tuple, innermost last; an environment is in it as often as it was turned on.
+Each variable is a tuple, innermost last. It contains an environment once per time that
+it was enabled. `torchax/environment.py` sets them.
 """
 
 import threading
@@ -8,11 +9,11 @@ from contextvars import ContextVar
 from typing import Any
 
 on: ContextVar[tuple] = ContextVar("on", default=())
-"""Environments that are on in a block (`with env:`)."""
+"""Environments enabled by a block (`with env:`)."""
 
 
 class _OnThread(threading.local):
-  """Environments that are on for the rest of a thread, whatever task is running.
+  """Environments enabled for the rest of a thread, in every task.
 
   A notebook may run each of its cells in a task of its own.
   """
@@ -23,16 +24,16 @@ class _OnThread(threading.local):
 on_thread = _OnThread()
 
 suspended: ContextVar[tuple] = ContextVar("suspended", default=())
-"""Environments inside of which torch is plain for a while."""
+"""Environments suspended by a block, in which torch runs unchanged."""
 
 
 def push(switch: ContextVar[tuple], value: Any) -> None:
-  """Adds a value at the end."""
+  """Append a value."""
   switch.set((*switch.get(), value))
 
 
 def drop(switch: ContextVar[tuple], value: Any) -> bool:
-  """Takes the last of the values that are this one out; False where there is none."""
+  """Remove the last occurrence of a value; return False if there is none."""
   values = switch.get()
   rest = without(values, value)
   switch.set(rest)
@@ -40,7 +41,7 @@ def drop(switch: ContextVar[tuple], value: Any) -> bool:
 
 
 def without(values: tuple, value: Any) -> tuple:
-  """The values but for the last one that is this one."""
+  """Return the values without the last occurrence of `value` (by identity)."""
   for place in reversed(range(len(values))):
     if values[place] is value:
       return values[:place] + values[place + 1 :]

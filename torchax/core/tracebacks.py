@@ -1,13 +1,12 @@
 """Tracebacks that end at the user's line: the frames of libraries are hidden.
 
-An exception that leaves torchax loses the frames of torchax, JAX and torch that it
-went through; those of the user's code, between and below them, stay.
-`TORCHAX_TRACEBACK=full` in the environment of the process, or JAX's own
-`jax_traceback_filtering="off"`, keeps all of them.
+An exception that leaves torchax loses its frames of torchax, JAX and torch. The frames
+of the user's code, between and below them, stay. The environment variable
+`TORCHAX_TRACEBACK=full`, or JAX's `jax_traceback_filtering="off"`, keeps all frames.
 
-Only the outermost frame of torchax can hide itself, so each public function that runs
-the user's code, or an operation, catches what passes. In Python 3.11 and later a `try`
-costs nothing until something is raised.
+Only the outermost frame of torchax can hide itself. So each public function that runs
+user code or an operation catches exceptions and calls `hide`. In Python 3.11 and later
+a `try` costs nothing until an exception is raised.
 """
 
 import functools
@@ -24,22 +23,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 VARIABLE = "TORCHAX_TRACEBACK"
 NOTE = f"(Frames of torchax, JAX and torch are hidden; {VARIABLE}=full shows them.)"
-# In the note by which JAX says that it has done the same.
+# Text in the note that JAX adds when it has hidden frames.
 _NOTE_OF_JAX = "JAX_TRACEBACK_FILTERING"
 # JAX's annotations lack its flags.
 _config: Any = jax.config
 
 
 def are_full() -> bool:
-  """True where all frames were asked for."""
+  """Return True if the user asked for all frames."""
   asked = os.environ.get(VARIABLE) == "full"
   return asked or _config.jax_traceback_filtering == "off"
 
 
 def hide(error: BaseException) -> None:
-  """Takes the frames of libraries out of the traceback of an exception.
+  """Remove the frames of libraries from the traceback of an exception and its causes.
 
-  Those of its causes lose them too. Nothing is done where all frames were asked for.
+  Do nothing if the user asked for all frames.
   """
   if are_full():
     return
@@ -59,7 +58,7 @@ def _is_of_frames(note: str) -> bool:
 
 
 def _hide_frames(error: BaseException) -> bool:
-  """Hides the frames of one exception; says whether there were any."""
+  """Remove the library frames of one exception; return True if there were any."""
   kept, entry, is_shorter = [], error.__traceback__, False
   for frame, _ in traceback.walk_tb(entry):
     if frame.f_code.co_filename.startswith(user_code.LIBRARIES):
@@ -74,10 +73,9 @@ def _hide_frames(error: BaseException) -> bool:
 
 
 def ending_at_the_user(function: F) -> F:
-  """A function whose exceptions come without the frames of libraries.
+  """Wrap a function so that its exceptions have no frames of libraries.
 
-  It is for functions that take many times as long as a call; others catch what passes
-  themselves.
+  For functions that take much longer than a call; others catch exceptions themselves.
   """
 
   @functools.wraps(function)
@@ -88,6 +86,6 @@ def ending_at_the_user(function: F) -> F:
       hide(error)
       raise
 
-  # A wrapper of the user's function shows that one, not itself.
+  # If `function` wraps the user's function, show that one.
   called.__wrapped__ = getattr(function, "__wrapped__", function)
   return called  # type: ignore[return-value]

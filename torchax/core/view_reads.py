@@ -1,7 +1,7 @@
-"""Views that are read from their base arrays, each in one compiled call.
+"""Reads of views from their base arrays, each in one compiled call.
 
-While the shapes of bases are new, numpy reads what only moves elements. `chains.py` has
-the steps of a view and how it is written.
+While the shape of a base is new, numpy reads views that only move elements
+(`numpy_fallback.py`). `chains.py` has the steps of a view and its writes.
 """
 
 import functools
@@ -24,16 +24,19 @@ def _read(array, chain):
 
 @functools.cache
 def _reading() -> Program:
-  """(base array, chain) -> view, compiled."""
+  """Return the compiled function (base array, chain) -> view."""
   return programs.jit(_read, static_argnums=1)
 
 
-# What reads the views of a chain, by numpy while the shapes of bases are new.
+# Compiled read of each chain, with numpy as fallback while shapes are new.
 _readers: BoundedCache[Chain | MovingChain, Program] = BoundedCache(4096)
 
 
 def _reader(chain: Chain | MovingChain) -> Program:
-  """(base array, or it and its starts) -> view; by numpy if it only moves elements."""
+  """Return the function (base array or (base, starts)) -> view of a chain.
+
+  It may run in numpy if the steps only move elements.
+  """
 
   def read(operand):
     return _reading()(operand, chain)
@@ -50,7 +53,7 @@ def _reader(chain: Chain | MovingChain) -> Program:
 
 
 def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
-  """The view of a base array, in one compiled call."""
+  """Return the view of a base array, in one compiled call."""
   if isinstance(array, jax.core.Tracer):
     return _read(array, chain)
   operand: Any = array

@@ -1,6 +1,6 @@
-"""Steps from an array to a view of it, each a `ViewInfo`: how it reads and writes.
+"""View steps, each a `ViewInfo`: how a view reads from its source and writes back.
 
-They are immutable and hashable; `chains.py` joins them.
+Steps are immutable and hashable; `chains.py` joins them to chains.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from torchax.core import grad_mode
 
 
 class ViewInfoType(enum.Enum):
-  """The kinds of view steps."""
+  """Kinds of view steps."""
 
   INVALID = 0
   NARROW = 1
@@ -38,52 +38,52 @@ class ViewInfoType(enum.Enum):
 class ViewInfo:
   """One step from an array to a view of it.
 
-  Subclasses give `transform_tensor`; `update_tensor` follows for any view that picks
-  elements. Those that have a cheaper inverse give that.
+  Subclasses define `transform_tensor`. `update_tensor` works for any view that picks
+  elements; subclasses with a cheaper inverse override it.
   """
 
   view_info_type: ClassVar[ViewInfoType] = ViewInfoType.INVALID
-  # It shows elements as they are; False where it changes what an element is.
+  # True if it selects elements unchanged; False if it converts them.
   picks: ClassVar[bool] = True
 
-  # One element may show several times.
+  # True if the view may contain an element several times.
   overlaps: ClassVar[Any] = False
 
   def __init__(self, view_info_type: ViewInfoType = ViewInfoType.INVALID):
     object.__setattr__(self, "view_info_type", view_info_type)
 
   def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
-    """The view of an array."""
+    """Return the view of an array."""
     raise NotImplementedError(f"{type(self).__name__} does not say what it shows.")
 
   def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
-    """The array after `new_value` was written to the view of it."""
+    """Return the array with `new_value` written to its view."""
     places = np.arange(math.prod(jax_array.shape)).reshape(jax_array.shape)
     picked = self.picked(places).ravel()
     flat = jax_array.ravel().at[picked].set(new_value.ravel())
     return flat.reshape(jax_array.shape)
 
   def picked(self, places: np.ndarray) -> np.ndarray:
-    """The view of a numpy array; some have a quicker way than through JAX."""
+    """Return the view of a numpy array; subclasses avoid the detour through JAX."""
     return _on_host(self.transform_tensor, places)
 
   def calculate_output_shape(self, source: jax.Array) -> list[int]:
-    """The shape of the view of an array."""
+    """Return the shape of the view of an array."""
     return list(jax.eval_shape(self.transform_tensor, source).shape)
 
 
 def _on_host(function, places: np.ndarray) -> np.ndarray:
-  """Runs a view on the numbers of the elements, also while JAX is tracing."""
+  """Apply a view function to a numpy array, also while JAX is tracing."""
   with jax.ensure_compile_time_eval():
     return np.asarray(function(jnp.asarray(places)))
 
 
 def put_slice(array: jax.Array, value: jax.Array, dim: int, start) -> jax.Array:
-  """The array with `value` in place of its elements from `start` on along `dim`.
+  """Return the array with `value` at its elements from `start` on along `dim`.
 
-  Not an update of a slice on the CPU: XLA (as of jaxlib 0.10.2) runs that in place even
-  where the value is made, in the same loop, of elements it has just overwritten
-  (`d = x[idx]; d = d.at[1:4].set(d[0:3])` under `jax.jit`).
+  On the CPU avoid `dynamic_update_slice`. XLA (as of jaxlib 0.10.2) runs it in place,
+  even if the same loop computes the value from elements it has just overwritten:
+  `d = x[idx]; d = d.at[1:4].set(d[0:3])` under `jax.jit`.
   """
   if jax.default_backend() != "cpu":
     return lax.dynamic_update_slice_in_dim(array, value, start, dim)
@@ -96,7 +96,7 @@ def put_slice(array: jax.Array, value: jax.Array, dim: int, start) -> jax.Array:
 
 
 def _select_into(array, value, dim: int, start) -> jax.Array:
-  """`put_slice` from a traced start; as in JAX, what would not fit is moved in."""
+  """Compute `put_slice` for a traced start; clamp the start to fit, as JAX does."""
   length, size = value.shape[dim], array.shape[dim]
   start = jnp.clip(jnp.where(start < 0, start + size, start), 0, size - length)
   offsets = lax.iota(jnp.int32, size) - start.astype(jnp.int32)
@@ -134,7 +134,7 @@ class NarrowInfo(ViewInfo):
     return put_slice(jax_array, new_value, *place)
 
   def _only(self, shape) -> tuple[int, int] | None:
-    """(dim, start) where one dimension alone is cut, in one piece."""
+    """Return (dim, start) if one dimension alone is sliced, contiguously."""
     *before, last = self.slices
     if any(part != (None, None, None) for part in before):
       return None
@@ -143,13 +143,13 @@ class NarrowInfo(ViewInfo):
 
 
 def slice_of(dim: int, start: int, stop: int, step: int) -> NarrowInfo:
-  """`array[:, …, start:stop:step]` at dimension `dim`."""
+  """Return the step `array[:, …, start:stop:step]` at dimension `dim`."""
   return NarrowInfo((slice(None),) * dim + (slice(start, stop, step),))
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectInfo(ViewInfo):
-  """Every `stride`-th element of [start, end) along `dim`."""
+  """Slice of every `stride`-th element of [start, end) along `dim`."""
 
   dim: int = 0
   start: int = 0
@@ -171,7 +171,7 @@ class SelectInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class IndexInfo(ViewInfo):
-  """One element along `dim`, which disappears."""
+  """One element along `dim`, which is removed."""
 
   dim: int
   index: int
@@ -231,7 +231,7 @@ class AsStridedInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class DiagonalInfo(ViewInfo):
-  """The diagonal of two dimensions, as the last dimension."""
+  """Diagonal of two dimensions, as the last dimension."""
 
   offset: int = 0
   dim1: int = 0
@@ -274,7 +274,7 @@ class UnfoldInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class ReshapeInfo(ViewInfo):
-  """The same elements in the same order under another shape."""
+  """Reshape: the same elements in the same order."""
 
   size: tuple[int, ...]
   view_info_type: ClassVar = ViewInfoType.RESHAPE
@@ -291,7 +291,7 @@ class ReshapeInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class PermuteInfo(ViewInfo):
-  """Dimensions in another order."""
+  """Permutation of the dimensions."""
 
   dims: tuple[int, ...]
   view_info_type: ClassVar = ViewInfoType.PERMUTE
@@ -308,10 +308,10 @@ class PermuteInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class ExpandInfo(ViewInfo):
-  """Dimensions of size 1, and new leading ones, repeated without a copy.
+  """Broadcast of dimensions of size 1 and of new leading ones, without a copy.
 
-  A write to an element that shows several times keeps one of the values, as torch,
-  which refuses such writes to most of its operations.
+  A write to a repeated element keeps one of the values. So does torch, which rejects
+  such writes in most operations.
   """
 
   size: tuple[int, ...]
@@ -333,7 +333,7 @@ class ExpandInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class DtypeInfo(ViewInfo):
-  """The same bytes as another dtype (`Tensor.view(dtype)`)."""
+  """Bytes viewed as another dtype (`Tensor.view(dtype)`)."""
 
   dtype: np.dtype
   view_info_type: ClassVar = ViewInfoType.DTYPE
@@ -347,9 +347,9 @@ class DtypeInfo(ViewInfo):
 
 
 def _same_bytes(array, dtype):
-  """The bytes of an array as another dtype.
+  """View the bytes of an array as another dtype.
 
-  `jax.Array.view` adds and multiplies complex numbers, which changes NaN, infinities
+  `jax.Array.view` builds complex numbers by arithmetic, which changes NaN, infinities
   and denormal numbers.
   """
   if not array.ndim:
@@ -367,7 +367,7 @@ def _same_bytes(array, dtype):
 
 @dataclasses.dataclass(frozen=True)
 class ComplexAsRealInfo(ViewInfo):
-  """A complex array as pairs of reals along a new last dimension."""
+  """Complex array as pairs of reals along a new last dimension."""
 
   view_info_type: ClassVar = ViewInfoType.DTYPE
   picks = False
@@ -398,7 +398,7 @@ _REAL_PAIRS, _COMPLEX = ComplexAsRealInfo(), RealAsComplexInfo()
 
 @dataclasses.dataclass(frozen=True)
 class ConjugateInfo(ViewInfo):
-  """The complex conjugates of the elements."""
+  """Complex conjugate of the elements."""
 
   view_info_type: ClassVar = ViewInfoType.CONJUGATE
   picks = False
@@ -412,7 +412,7 @@ class ConjugateInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class NegateInfo(ViewInfo):
-  """The elements with the other sign."""
+  """Negation of the elements."""
 
   view_info_type: ClassVar = ViewInfoType.NEGATE
   picks = False
@@ -426,7 +426,7 @@ class NegateInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class StopGradientInfo(ViewInfo):
-  """The same elements, through which JAX's transformations see no derivative."""
+  """Identity with `stop_gradient`: JAX sees no derivative through it."""
 
   view_info_type: ClassVar = ViewInfoType.NO_OP
   picks = False
@@ -438,5 +438,5 @@ class StopGradientInfo(ViewInfo):
     return places
 
   def update_tensor(self, new_value, jax_array):
-    # torch records nothing of a write to a detached tensor.
+    # torch does not record a write to a detached tensor.
     return grad_mode.with_derivative_of(jax_array, new_value)

@@ -1,14 +1,14 @@
-"""Installations in torch that last as long as any thread needs them."""
+"""Patches of torch that stay installed while any thread needs them."""
 
 import threading
 from collections.abc import Callable
 
 
 class WhileNeeded:
-  """Context that keeps something installed while any thread is inside of it.
+  """Context manager that keeps a patch installed while any thread is inside it.
 
   Args:
-    install: installs it, and returns the function that removes it.
+    install: function that installs the patch and returns the function to remove it.
   """
 
   def __init__(self, install: Callable[[], Callable[[], object]]):
