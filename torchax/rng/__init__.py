@@ -1,7 +1,7 @@
 """Random numbers: state, streams, scopes, boundaries and samplers.
 
-`docs/rng.md` says how they fit together. Start at `stream.py`, then `boundary.py`. This
-is the only package that makes or derives keys; lowerings receive them.
+Start at `stream.py`, then `boundary.py`; `docs/rng.md` explains the design. Only this
+package creates or derives keys; lowerings receive them.
 """
 
 from torchax.compat.torch_compat.active_functions import inside

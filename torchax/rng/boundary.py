@@ -1,11 +1,11 @@
-"""Random streams as operands of a compiled function, and what comes back of them.
+"""Random streams as operands of a compiled function, and the draws it reports back.
 
   pure(values, *args) -> (out, advance)
 
-`values` has one value for each stream: (key, count), key `key<fry>[]` and count
-`u32[]`, with an empty dict behind them where draws are addressed by site; or (words,
-used) of a `torch.Generator`. A stream that the caller does not have is None. `Advance`
-says how far the function moved the streams. `keyed_function.py` makes the calls.
+`values` has one value per stream: (key, count) with key `key<fry>[]` and count `u32[]`,
+followed by an empty dict if draws are addressed by site; or (words, used) for a
+`torch.Generator`. It is None for a stream that the caller does not have. `Advance` has
+the number of draws per stream. `keyed_function.py` makes the calls.
 """
 
 import copy
@@ -29,20 +29,20 @@ from torchax.rng.stream import FREE, RngStream
 from torchax.rng.streams import Streams
 
 Values = tuple[tuple | None, ...]
-"""Values of the operands of a function, one for each stream."""
+"""Values of the operands of a function, one per stream."""
 
 
 # Values -------------------------------------------------------------------------------
 
 
 def counts_of(values: Values) -> list:
-  """The counts among the values, as a loop carries them."""
+  """Return the counts among the values, for the carry of a loop."""
   counts = [0 if v is None or v[1] is None else v[1] for v in values]
   return [jnp.asarray(count, jnp.uint32) for count in counts]
 
 
 def counts_after(counts: Sequence, draws: Sequence) -> list:
-  """The counts after draws of each stream; those of streams without draws are kept."""
+  """Return the counts after `draws` of each stream; missing entries count as 0."""
   none = [0] * (len(counts) - len(draws))
   return [
     count if isinstance(n, int) and not n else count + n
@@ -51,17 +51,17 @@ def counts_after(counts: Sequence, draws: Sequence) -> list:
 
 
 def with_counts(values: Values, counts: Sequence) -> Values:
-  """Values of the same streams at other counts."""
+  """Return the values with other counts."""
   return tuple([v and (v[0], count, *v[2:]) for v, count in zip(values, counts)])
 
 
 def advanced(values: Values, draws: Sequence) -> Values:
-  """Values after draws of each stream, which may be traced numbers."""
+  """Return the values after `draws` of each stream; the numbers may be traced."""
   return with_counts(values, counts_after(counts_of(values), draws))
 
 
 def of_shard(values: Values, index) -> Values:
-  """Values for one shard of many, whose number may be traced."""
+  """Return the values for one shard; its index may be traced."""
   return tuple([v and (_source_of_shard(v[0], index), *v[1:]) for v in values])
 
 
@@ -80,32 +80,35 @@ def _value(key: jax.Array, count, *by_site) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentOperand:
-  """Current stream of an environment; without owner, of the one that is on."""
+  """Current stream of an environment; without `owner`, of the active one."""
 
   owner: Streams | None = None
 
   def read(self, times: int, name: str) -> tuple:
-    """The value for the next call: where the caller's stream stands.
+    """Return the value for the next call: the position of the caller's stream.
 
     Args:
       times: how often the call runs the function.
-      name: of the function, for error messages.
+      name: name of the function, for errors.
     """
     stream = scope.current(self.owner)
     return _value(*stream.counter.position(), *([{}] if stream.by_site else []))
 
   def advance(self, draws: int) -> None:
-    """Advances the caller's stream past a call."""
+    """Advance the caller's stream past a call."""
     scope.current(self.owner).advance_past(draws)
 
   def child(self, value: tuple, keys: dict) -> tuple:
-    """The first value of a child stream; `keys` has those of environments that draw."""
+    """Return the initial value of a child stream.
+
+    `keys` maps the environments that draw to the keys of their child streams.
+    """
     return (keys.get(self.owner, value[0]), jnp.uint32(0), *value[2:])
 
 
 @dataclasses.dataclass(frozen=True)
 class SiteOperand:
-  """A site of an environment's current stream; its path is below the caller's."""
+  """Site of an environment's current stream; `path` is below the caller's path."""
 
   owner: Streams | None
   path: str
@@ -132,17 +135,17 @@ class SiteOperand:
 
 
 class GeneratorOperand:
-  """A `torch.Generator`; equal to another one that is of the same generator.
+  """Operand of a `torch.Generator`; equal for the same generator.
 
   Args:
     generator: the generator itself.
-    limit: how many draws a call makes, at most; known from traces.
-    words: in a trace, uint32 (n, 2); None if the trace meets the generator first.
-    used: how many of them earlier turns of a loop have used; None for none.
+    limit: largest number of draws of a call, known from traces.
+    words: in a trace, uint32 (n, 2); None if the generator is no operand yet.
+    used: number of words used by earlier iterations of a loop; None outside of loops.
 
   Attributes:
     draws: draws made in the trace.
-    asked: draws for which words were asked; more, if some were given back.
+    asked: largest value that `draws` has had; `go_to` may have reduced `draws`.
   """
 
   owner = None
@@ -154,7 +157,7 @@ class GeneratorOperand:
     self._before = generator.get_state()
 
   def __eq__(self, other):
-    # torch may have wrapped the generator again.
+    # torch may create several Python objects for one generator.
     is_one = isinstance(other, GeneratorOperand)
     return is_one and self.generator._cdata == other.generator._cdata
 
@@ -165,17 +168,17 @@ class GeneratorOperand:
     return generators.take_words(self.generator, self.limit * times, name), None
 
   def advance(self, draws: int) -> None:
-    """Nothing: the generator has advanced when its words were taken."""
+    """Do nothing: `read` has advanced the generator."""
 
   def child(self, value: tuple, keys: dict) -> tuple:
     return value
 
   def take(self, draws: int):
-    """Words of the next draws in a trace; a placeholder while there are too few."""
+    """Return the words of the next draws in a trace; zeros if there are too few."""
     start = self.draws
     self.draws += draws
     self.asked = max(self.asked, self.draws)
-    if self.is_short or not draws or not len(self.words):  # of a loop without turns
+    if self.is_short or not draws or not len(self.words):  # a loop of no iterations
       return np.zeros((draws, generators.WORDS), np.uint32)
     if self.used is None:
       return self.words[start : self.draws]
@@ -183,11 +186,11 @@ class GeneratorOperand:
 
   @property
   def is_short(self) -> bool:
-    """True if words were asked for that are no operands yet."""
+    """True if the trace needs more words than its operand has."""
     return self.asked > self.limit
 
   def require_untouched(self, name: str) -> None:
-    """Raises RngError if the generator itself was changed during the trace."""
+    """Raise RngError if the generator itself was changed during the trace."""
     if not torch.equal(self.generator.get_state(), self._before):
       self.restore()
       raise RngError(
@@ -196,7 +199,7 @@ class GeneratorOperand:
       )
 
   def restore(self) -> None:
-    """Puts the generator itself back to where it was before the trace."""
+    """Restore the generator itself to its state before the trace."""
     self.generator.set_state(self._before)
 
 
@@ -207,16 +210,16 @@ Operand = EnvironmentOperand | SiteOperand | GeneratorOperand
 
 
 class StreamOperands:
-  """The streams of a function in its trace; `scope.carrying` makes them current.
+  """Streams of a function in its trace; `scope.carrying` makes them current.
 
   Args:
     operands: streams that are operands.
     values: their values.
 
   Attributes:
-    missing: streams that were met and are no operands yet.
+    missing: streams that the trace used and that are no operands yet.
     log: records of the draws, for ledgers.
-    generators: the generators, by themselves.
+    generators: the generator operands; each is its own key, to find it by equality.
   """
 
   is_traced = True
@@ -239,7 +242,7 @@ class StreamOperands:
       self.generators[traced] = traced
       return
     owner = operand.owner or self._on
-    # The environment that is on may be an operand by name too, from another call.
+    # An earlier call may have added the active environment by its name as well.
     if isinstance(operand, EnvironmentOperand):
       if owner not in self._streams:
         self._add(operand, *value)
@@ -260,7 +263,7 @@ class StreamOperands:
     return stream
 
   def stream(self, owner: Streams) -> RngStream:
-    """The stream of an environment, known or new."""
+    """Return the stream of an environment; register it if it is no operand yet."""
     if owner in self._streams:
       return self._streams[owner][1]
     operand = EnvironmentOperand(owner)
@@ -268,7 +271,7 @@ class StreamOperands:
     placeholder = (rng_state.key_from_seed(0, owner.impl), np.uint32(0))
     is_by_site = scope.current_of(owner, self._around).by_site
     stream = self._add(operand, *placeholder, *([{}] if is_by_site else []))
-    # It is this trace's, also where a nested one asks for it first.
+    # It belongs to this trace, even if a nested one uses it first.
     stream.owner = self._first().owner
     return stream
 
@@ -276,7 +279,7 @@ class StreamOperands:
     return next(iter(self._streams.values()))[1]
 
   def generator(self, generator: torch.Generator) -> GeneratorOperand:
-    """The operand of a generator, known or new."""
+    """Return the operand of a generator; register it if it is new."""
     operand = GeneratorOperand(generator)
     found = self.generators.setdefault(operand, operand)
     if found is operand:
@@ -285,20 +288,20 @@ class StreamOperands:
 
   @property
   def owners(self) -> list[Streams]:
-    """The environments whose streams have been met."""
+    """Environments whose streams were used."""
     return list(self._streams)
 
   @property
   def draws(self) -> int:
-    """Draws made from the environments' streams."""
+    """Number of draws from the environments' streams."""
     return sum(stream.draws for _, stream in self._streams.values())
 
   def check(self, name: str) -> None:
-    """Raises unless `name` may use these streams in the trace in progress."""
+    """Raise unless `name` may use these streams in the current trace."""
     self._first().check(name)
 
   def nested(self) -> "StreamOperands":
-    """These streams for a trace inside their own; see `RngStream.nested`."""
+    """Return a copy for a trace nested in this one; see `RngStream.nested`."""
     inner = copy.copy(self)
     inner._streams = {
       owner: (operand, stream.nested())
@@ -307,7 +310,7 @@ class StreamOperands:
     return inner
 
   def advance(self) -> "Advance | None":
-    """The function's effect on the streams of its caller; None for nothing."""
+    """Return the function's effect on its caller's streams; None if it has none."""
     operands = (*self._operands, *dict.fromkeys(self.missing))
     moves = tuple(map(self._move, operands))
     seedings, keys = [], []
@@ -323,7 +326,7 @@ class StreamOperands:
     return Advance(moves, tuple(self.log), tuple(seedings), tuple(keys)).or_none()
 
   def _stream_of(self, operand: Operand) -> RngStream | None:
-    """The stream that an operand of an environment has opened."""
+    """Return the stream opened for an operand of an environment, or None."""
     found = self._streams.get(operand.owner or self._on)
     return found[1] if found is not None and found[0] == operand else None
 
@@ -336,32 +339,32 @@ class StreamOperands:
     if isinstance(operand, EnvironmentOperand):
       return (number, None, stream.draws if stream else 0)
     counter = stream.counter if stream else None
-    # A stream that was re-seeded has left the sites of its caller.
+    # Sites of a re-seeded stream are unrelated to the caller's.
     if isinstance(counter, SiteCounter) and counter.is_operand:
       return (number, operand.path, counter.draws.get(operand.path, 0))
     return (number, operand.path, 0)
 
   def close(self) -> None:
-    """Ends the streams."""
+    """Close the streams."""
     for _, stream in self._streams.values():
       stream.close()
 
 
-# What comes back ----------------------------------------------------------------------
+# Result -------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Advance:
-  """How far a traced function moved its streams; static, so it costs no operand.
+  """Effect of a traced function on its streams; static except for the keys of re-seeds.
 
   Attributes:
-    moves: for each operand the number of its environment (None for a generator), the
-      path of a site or None, and the number of draws.
+    moves: per operand: number of its environment (None for a generator), path of a site
+      or None, and number of draws.
     log: records of the draws, for ledgers.
-    seedings: for each stream that was re-seeded its index, the draws since, and paths
-      of sites with their draws since, or None.
-    keys: the keys that these were re-seeded with; the only leaves.
+    seedings: per re-seeded stream: its index, the draws since, and the draws since per
+      path of a site, or None.
+    keys: keys of the re-seeded streams; the only leaves of this pytree.
   """
 
   moves: tuple[tuple[int | None, str | None, int], ...] = ()
@@ -371,41 +374,41 @@ class Advance:
 
   @property
   def draws(self) -> tuple[int, ...]:
-    """Draws of each stream."""
+    """Number of draws per stream."""
     return tuple([draws for _, _, draws in self.moves])
 
   @property
   def total(self) -> int:
-    """Draws of all streams; those of sites are draws of their environment."""
+    """Draws of all streams; the draws of a site count in its environment."""
     return sum(draws for _, path, draws in self.moves if path is None)
 
   @property
   def is_nothing(self) -> bool:
-    """True where nothing was drawn and nothing was seeded."""
+    """True if there was no draw and no re-seed."""
     return not (self.log or self.seedings or any(self.draws))
 
   def or_none(self) -> "Advance | None":
-    """This, or None for nothing, which costs nothing."""
+    """Return self, or None if it has no effect: None costs nothing to pass on."""
     return None if self.is_nothing else self
 
   def without_log(self) -> "Advance":
-    """How far the streams move."""
+    """Return a copy without the log."""
     return dataclasses.replace(self, log=())
 
   def repeated(self, times: int, label: str) -> "Advance | None":
-    """The advance of a loop whose turns each do this; None for nothing."""
+    """Return the advance of a loop of `times` iterations; None if it has no effect."""
     if self.is_nothing or not times:
       return None
     moves = tuple([(number, path, n * times) for number, path, n in self.moves])
     return Advance(moves, (Repeated(self.log, times, self.moves, label),))
 
   def log_only(self, label: str) -> "Advance | None":
-    """The advance of a function that draws from child streams of its own."""
+    """Return the advance of a function that draws from child streams of its own."""
     return Advance((), ledger.of_derived_stream(self.log, label)).or_none()
 
   @classmethod
   def of_branches(cls, advances: "list[Advance]") -> "Advance | None":
-    """The advance of a choice between branches: as far as the one that draws most."""
+    """Return the advance of a choice of branches: per stream, the largest of all."""
     streams = itertools.zip_longest(*[advance.moves for advance in advances])
     moves = [max(filter(None, found), key=lambda move: move[2]) for found in streams]
     logs = [
@@ -419,5 +422,5 @@ class Advance:
 
   @classmethod
   def tree_unflatten(cls, static, children):
-    # Without a key the static part is the whole, the same object on every call.
+    # Without keys every call returns the same object.
     return dataclasses.replace(static, keys=tuple(children)) if children else static

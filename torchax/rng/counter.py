@@ -1,4 +1,7 @@
-"""Draws with one key, in order: each stream has a counter, and each site of one."""
+"""Key and number of draws of a stream, or of one of its sites.
+
+`stream.py` has a counter per stream, `sites.py` one per site.
+"""
 
 import copy
 from typing import Any
@@ -10,21 +13,21 @@ from torchax.rng import state as rng_state
 from torchax.rng.state import RngState
 
 DrawOperands = tuple[jax.Array, Any]
-"""Key of a stream and number of a draw; a fused sampler folds one into the other."""
+"""Key of a stream and number of a draw; a fused sampler folds the number in."""
 
 
 class Counter:
-  """A key and the number of draws made with it.
+  """Key and number of draws made with it.
 
-  On the host it takes a new key after 2**30 draws.
+  On the host it switches to a new key after 2**30 draws.
 
   Attributes:
     key: typed key.
     base: traced number of draws before the trace; None on the host.
-    count: draws, a Python int; in a trace those since `base`.
-    is_operand: key and count are operands of the function being traced. Its caller
-      knows the key, and paths of modules start at the function.
-    replayed: the part of a forward pass that runs again; see `paths.replay`.
+    count: number of draws, a Python int; in a trace, draws since `base`.
+    is_operand: key and count are operands of the function being traced. Paths of
+      modules then start at the function, and only its caller knows the key.
+    replayed: part of a forward pass that is being recomputed; see `paths.replay`.
   """
 
   __slots__ = ("base", "count", "is_operand", "key", "replayed")
@@ -40,12 +43,12 @@ class Counter:
       self.key, self.base, self.count = key, count, 0
 
   def position(self) -> DrawOperands:
-    """The key and the number of draws."""
+    """Return the key and the number of draws."""
     return self.key, self.count if self.base is None else self.base + self.count
 
   @property
   def is_traced(self) -> bool:
-    """True if key or count have no value yet."""
+    """True if the key or the count is traced."""
     return isinstance(self.key, jax.core.Tracer) or self.base is not None
 
   @property
@@ -54,41 +57,41 @@ class Counter:
     return self.count > 0 or self.base is not None
 
   def next(self) -> DrawOperands:
-    """The operands of the next draw; `advance` follows."""
+    """Return the operands of the next draw; the caller then calls `advance`."""
     return self.key, self.count if self.base is None else self.base + self.count
 
   def operands_of(self, index: int, site: str, turn: int | None) -> DrawOperands:
-    """The operands of a draw by its number, or by its number at its site."""
+    """Return the operands of a draw, found by its number or by its number at a site."""
     return self.key, index
 
   @property
   def state(self) -> RngState:
-    """The state before the next draw."""
+    """State before the next draw."""
     return RngState(*self.position())
 
   def progress(self, path: str | None = None) -> int:
-    """Draws since the key was set or became an operand: in all, or those of a site."""
+    """Return the draws since the key was set or became an operand, of all or a site."""
     return self.count
 
   def site(self) -> tuple[str, int | None]:
-    """Path of the draw that is made now, and its number there where sites count."""
+    """Return the path of the current draw, and its number there or None."""
     return self.path(), None
 
   def path(self) -> str:
-    """Path of the modules that are running; prefix of the sites of a callee."""
+    """Return the path of the running modules: the prefix of a callee's sites."""
     return paths.path(self.replayed, self.is_operand)
 
   def advance(self, draws: int) -> None:
-    """Counts draws made with the operands of `next`."""
+    """Count draws made with the operands of `next`."""
     self.count += draws
     if self.count >= rng_state.REKEY_AT and self.base is None:
       self.key, self.count = rng_state.resolved(self.key, self.count)
 
   def advance_past(self, draws: int, path: str | None = None) -> None:
-    """Counts draws of a compiled call; with `path`, those of one site only."""
+    """Count draws of a compiled call; with `path`, those of one site only."""
     if path is None:
       self.advance(draws)
 
   def copy(self) -> "Counter":
-    """A counter that goes on by itself."""
+    """Return an independent copy."""
     return copy.copy(self)

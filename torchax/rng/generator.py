@@ -1,10 +1,9 @@
-"""`torch.Generator` as a stream of its own.
+"""`torch.Generator` as a random stream.
 
-A draw with a generator takes two 32-bit integers from the generator itself and builds
-its key from them. So the generator advances, obeys `manual_seed`, `get_state` and
-`set_state`, and leaves the environment's stream alone. A compiled function receives
-its integers as an operand: n draws take 2n integers, which torch draws as it would n
-times two.
+A draw with a generator takes two 32-bit integers from it and builds its key from them.
+So the generator advances and obeys `manual_seed`, `get_state` and `set_state`, and the
+environment's stream does not move. A compiled function receives the integers as an
+operand: n draws take 2n integers, the same as n times two from torch.
 """
 
 from typing import Any
@@ -21,11 +20,11 @@ from torchax.rng.counter import DrawOperands
 WORDS = 2
 
 key_of = jax.jit(rng_state.key_from_words, static_argnums=1)
-"""The key of a draw, of its words (uint32 (2,)) and the name of an implementation."""
+"""Compute the key of a draw from its words, uint32 (2,), and a PRNG implementation."""
 
 
 def draw_words(generator: torch.Generator, draws: int) -> np.ndarray:
-  """Advances the generator by `draws` draws.
+  """Advance the generator by `draws` draws.
 
   Returns:
     Key material: uint32 of shape (draws, 2).
@@ -38,7 +37,7 @@ def draw_words(generator: torch.Generator, draws: int) -> np.ndarray:
 
 
 def words_of_shard(words: jax.Array, index) -> jax.Array:
-  """Words for one shard of many; `index` may be traced."""
+  """Derive the words of one shard; `index` may be traced."""
 
   def one(pair):
     key = rng_state.key_from_words(pair, rng_state.DEFAULT_IMPL)
@@ -48,11 +47,11 @@ def words_of_shard(words: jax.Array, index) -> jax.Array:
 
 
 def in_trace(generator: torch.Generator, name: str):
-  """The `GeneratorOperand` of the trace in progress; None on the host.
+  """Return the `GeneratorOperand` of the current trace; None on the host.
 
   Raises:
-    TracedDrawError: inside a raw JAX transformation, also with a key in `rng_scope`,
-      since nothing carries the generator.
+    TracedDrawError: inside a raw JAX transformation, even with a key in `rng_scope`,
+      because the generator is no operand there.
   """
   operands = scope.operands_here()
   if operands is None:
@@ -63,19 +62,19 @@ def in_trace(generator: torch.Generator, name: str):
 
 
 def take_words(generator: torch.Generator, draws: int, name: str):
-  """Key material for draws, from the generator or, in a trace, from its operand."""
+  """Take key material for draws from the generator or, in a trace, its operand."""
   traced = in_trace(generator, name)
   return draw_words(generator, draws) if traced is None else traced.take(draws)
 
 
 def position(generator: torch.Generator, name: str) -> tuple[Any, Any]:
-  """Position of a generator, itself or in the trace in progress, for `go_to`."""
+  """Return the position of a generator, on the host or in the trace, for `go_to`."""
   traced = in_trace(generator, name)
   return traced, generator.get_state() if traced is None else traced.draws
 
 
 def go_to(generator: torch.Generator, position: tuple[Any, Any], draws: int = 0):
-  """Moves a generator to some draws after a position."""
+  """Set a generator to `draws` draws after a position."""
   traced, before = position
   if traced is not None:
     traced.draws = before + draws
@@ -86,10 +85,10 @@ def go_to(generator: torch.Generator, position: tuple[Any, Any], draws: int = 0)
 
 
 def generator_operands(generator: torch.Generator, name: str) -> DrawOperands:
-  """Operands of one draw with `generator=`; the current stream does not advance.
+  """Return the operands of one draw with `generator=`; advance the generator.
 
   Raises:
-    TypeError: `generator` is none of jax or the CPU.
+    TypeError: `generator` is no generator on jax or the CPU.
   """
   if not isinstance(generator, torch.Generator):
     raise TypeError(
@@ -105,7 +104,7 @@ def generator_operands(generator: torch.Generator, name: str) -> DrawOperands:
 
 
 def record_generator_draw(op, distribution: str, result, arguments, key) -> None:
-  """Records a draw with `generator=` in the ledgers that are open."""
+  """Record a draw with `generator=` in the open ledgers."""
   log = scope.current().log
   if ledger.Recording.count or log is not None:
     ledger.record_generator(log, op, distribution, result, arguments, (key, 0))
