@@ -1,16 +1,16 @@
-"""A function whose random streams are operands: the one way across a boundary.
+"""Functions whose random streams are operands; all JAX wrappers of torchax use them.
 
   pure = KeyedFunction(fn)      # pure(values, *args, **kwargs) -> (out, advance)
   jitted = jax.jit(pure)
   out = pure.run(lambda values: jitted(values, *args))
 
-Keys and counts are operands (`boundary.py`). The number of draws is static for a trace,
-so it needs no output array and returns with every cached call, without a device sync; a
-re-seed inside returns as a leaf.
+Keys and counts are operands (`boundary.py`). The number of draws is static per trace.
+So it needs no output array, and each cached call returns it without a device sync. The
+key of a re-seed inside is an output array.
 
-Tracing finds the streams that a function draws from; at first the stream of the
-environment which is on is the only operand. A trace that meets another one finishes,
-is discarded, and is repeated with operands for all that it met (`NewOperands`).
+Tracing discovers the streams that a function draws from. At first the stream of the
+active environment is the only operand. If a trace draws from another stream, it runs to
+its end, is discarded, and is repeated with all operands it needs (`NewOperands`).
 """
 
 import contextlib
@@ -41,12 +41,12 @@ R = TypeVar("R")
 
 
 class NewOperands(BaseException):
-  """End of a trace that met something it has no operand for; it is repeated.
+  """Signal that a trace lacks operands and must be repeated.
 
-  A BaseException, so that no `except Exception` of traced code keeps it.
+  It is a BaseException, so that no `except Exception` in traced code catches it.
 
   Attributes:
-    needs: functions that make operands of all that the trace has met.
+    needs: functions that add the missing operands.
   """
 
   def __init__(self, needs: Sequence[Callable[[], object]] = ()):
@@ -54,7 +54,7 @@ class NewOperands(BaseException):
     self.needs = needs
 
   def provide(self) -> None:
-    """Make the operands."""
+    """Add the missing operands."""
     for need in self.needs:
       need()
 
@@ -76,7 +76,7 @@ _ON = (EnvironmentOperand(),)
 
 
 class KeyedFunction:
-  """A function whose random streams are operands; `pure` for any JAX transformation.
+  """Function whose random streams are operands, for any JAX transformation.
 
   Attributes:
     operands: the streams, in the order of their values.
@@ -86,7 +86,7 @@ class KeyedFunction:
     self.function = function
     self.operands: tuple[Operand, ...] = _ON
     self._just_met: list[GeneratorOperand] = []
-    # Key and count of the last call, and the values made of them.
+    # Key and count of the last call, and its values.
     self._last: tuple = (None, None, None)
     self.__name__ = getattr(function, "__name__", type(function).__name__)
 
@@ -97,18 +97,18 @@ class KeyedFunction:
 
   @property
   def generators(self) -> list[torch.Generator]:
-    """The generators among the streams."""
+    """Generators among the operands."""
     return [operand.generator for operand in self._generators()]
 
   def draws_of_generators(self) -> list[int]:
-    """How many draws a call makes with each generator, at most."""
+    """Return the largest number of draws that a call makes with each generator."""
     return [operand.limit for operand in self._generators()]
 
   def __call__(self, values: Values, *args, **kwargs):
-    """The pure function: `(values, *args, **kwargs) -> (out, Advance or None)`.
+    """Call the pure function: `(values, *args, **kwargs) -> (out, Advance or None)`.
 
     Raises:
-      NewOperands: it draws from a stream that has no operand yet.
+      NewOperands: the function draws from a stream that has no operand yet.
     """
     out, advance, needs = self.attempt(values, *args, **kwargs)
     if needs:
@@ -118,8 +118,8 @@ class KeyedFunction:
   def attempt(self, values: Values, *args, **kwargs) -> tuple:
     """Return `(out, advance, needs)` of a trace that may lack operands.
 
-    If an exception leaves a trace that read outer tracers, JAX keeps the trace alive;
-    so whoever transforms the function finishes first, then raises `NewOperands(needs)`.
+    If an exception leaves a trace that read outer tracers, JAX keeps the trace alive.
+    So the caller finishes the trace first, then raises `NewOperands(needs)`.
     """
     traced = StreamOperands(self.operands, values)
     with (
@@ -144,7 +144,7 @@ class KeyedFunction:
   def _add(
     self, generators: list[GeneratorOperand], missing: Iterable[Operand]
   ) -> None:
-    """Take streams that a trace has met as operands."""
+    """Add streams used by a trace to the operands."""
     known = {each: each.limit for each in self._generators()}
     limits = {each: max(each.asked, known.get(each, 0)) for each in generators}
     self.operands = tuple(
@@ -157,7 +157,7 @@ class KeyedFunction:
     )
 
   def _require_old_generators(self, generators: list[GeneratorOperand]) -> None:
-    """Raises RngError if each trace meets other generators: it would never end."""
+    """Raise RngError if each trace creates its own generators: it would never end."""
     met = [operand for operand in generators if operand.words is None]
     missed = {each for each in generators if not each.asked} & {*self._just_met}
     self._just_met = met
@@ -170,21 +170,21 @@ class KeyedFunction:
 
   @contextlib.contextmanager
   def replay(self, values: Values) -> Iterator[None]:
-    """Repeats in the block the draws of the call that had these values.
+    """Replay the draws of an earlier call inside the block; no stream advances.
 
-    For a trace in which the function runs once more; nothing advances.
+    Args:
+      values: values of that call.
     """
     with scope.carrying(StreamOperands(self.operands, values)):
       yield
 
   def values(self, times: int = 1) -> Values:
-    """The values of the next call: where the caller's streams stand.
+    """Return the values of the next call: the positions of the caller's streams.
 
-    Inside a raw JAX transformation they are good for a function that draws nothing
-    only; `commit` raises for another.
+    Inside a raw JAX transformation the function must not draw; else `commit` raises.
 
     Args:
-      times: how often the function is going to be run; generators give as many words.
+      times: how often the function will run; generators supply words for all runs.
     """
     stream = scope.current()
     try:
@@ -197,9 +197,9 @@ class KeyedFunction:
     return tuple([operand.read(times, self.__name__) for operand in self.operands])
 
   def _plain_values(self, key, count) -> Values:
-    """Key and count of the only stream.
+    """Return the values if the only operand is the active environment's stream.
 
-    A function that draws nothing is called again with the same count; it gets the same
+    Calls of a function that draws nothing have the same count. They get the same
     arrays, with the count on the device.
     """
     if type(count) is not int:
@@ -213,17 +213,17 @@ class KeyedFunction:
     return values
 
   def children(self, values: Values, keys: dict) -> Values:
-    """Values of streams that start with keys of their own.
+    """Return the initial values of child streams.
 
     Args:
-      values: of the streams.
-      keys: of the environments' children, by their owners; only of those that draw.
+      values: values of the parent streams.
+      keys: keys of the child streams, by owner, for the environments that draw.
     """
     pairs = zip(self.operands, values)
     return tuple([value and operand.child(value, keys) for operand, value in pairs])
 
   def commit(self, advance: Advance | None) -> None:
-    """Advances the caller's streams as far as the function did.
+    """Advance the caller's streams by the draws of the function.
 
     Raises:
       TracedDrawError: the function drew inside a raw JAX transformation.
@@ -244,7 +244,7 @@ class KeyedFunction:
       stream.reseed(RngState(key, count, by_site))
 
   def drawn_from(self, advance: Advance) -> dict:
-    """The caller's streams of environments that a function moves, by their owners."""
+    """Return the caller's streams that the function draws from, by owner."""
     return {
       operand.owner: scope.current(operand.owner)
       for operand, draws in zip(self.operands, advance.draws)
@@ -252,7 +252,7 @@ class KeyedFunction:
     }
 
   def streams(self) -> dict:
-    """The caller's streams, by the numbers of their environments."""
+    """Return the caller's streams, by the number of their environment."""
     return {
       (operand.owner or scope.streams_on()).number: scope.current(operand.owner)
       for operand in self.operands
@@ -260,16 +260,17 @@ class KeyedFunction:
     }
 
   def run(self, transformed: Callable[[Values], Any], times: Callable[[], int] = _once):
-    """Calls a transformed function with the caller's streams as its operands.
+    """Call a transformed function with the caller's streams as operands.
+
+    The streams advance by its draws; after an exception they are restored.
 
     Args:
-      transformed: `values -> (out, Advance)`; called again where the trace met
-        something that it has no operand for yet.
-      times: tells how often it runs the function.
+      transformed: `values -> (out, Advance)`; called again if its trace lacked
+        operands.
+      times: returns how often `transformed` runs the function.
 
     Returns:
-      `out`; the streams stand where the function left them, or, after an exception,
-      where they stood before.
+      `out`.
     """
     return repeat(lambda: self._run(transformed, times))
 
@@ -286,7 +287,7 @@ class KeyedFunction:
       for operand, draws in zip(self.operands, advance.draws):
         if not (isinstance(operand, GeneratorOperand) and operand in before):
           continue
-        # More was taken than was drawn, in a call that draws less than others.
+        # The call drew fewer words than it took: other calls draw more.
         if draws < operand.limit * times():
           generators.go_to(operand.generator, before[operand], draws)
     return out
@@ -302,7 +303,7 @@ class KeyedFunction:
       generators.go_to(operand.generator, position)
 
   def try_abstractly(self, transformed: Callable[[Values], Any]):
-    """`run` for something that only traces: no stream, no generator advances."""
+    """Run a function that only traces: no stream and no generator advances."""
     return repeat(lambda: self._try(transformed))
 
   def _try(self, transformed: Callable[[Values], Any]):

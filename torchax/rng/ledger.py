@@ -1,12 +1,12 @@
-"""A record of draws: who drew what, in what order, with which key.
+"""Record of draws: operation, site, order and key.
 
   with env.rng.record() as ledger:
     model(x)
   str(ledger)  # a line for each draw
 
-A function records its draws while it is traced, and they return with every call
-(`Advance`), so a function that was compiled before shows them too. Off, recording
-costs one comparison a draw.
+A function records its draws while it is traced, and each call returns them (`Advance`).
+So functions compiled before are recorded too. Without an open ledger, recording costs
+one comparison per draw. `runs.py` compares and replays recorded draws.
 """
 
 import collections
@@ -31,25 +31,25 @@ from torchax.rng.counter import DrawOperands
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-  """One draw, as a ledger records it.
+  """One recorded draw.
 
   Attributes:
     index: number of the draw in its stream, from 0.
-    op: the operation.
+    op: name of the operation.
     site: path of the module that drew; empty outside of modules.
-    distribution: the operation's parameters, as far as they are numbers.
-    shape: of the first result.
-    dtype: of the first result, its name.
-    stream: which stream it was: empty for the current one of the thread.
-    line: file and line of the code that drew; empty where it is not known.
-    key: tells the key from those of other draws: implementation, words, and the
-      number that is folded in; or "traced" and what tells traced keys apart; None for
-      that of the carried stream at `index`, which the caller knows.
-    turn: number of the draw at its site, where draws are addressed by site.
-    environment: number of the environment whose stream it was, in the log of a function
-      being traced; else None.
-    arguments: of the operation, as plain data; None where a key was taken and nothing
-      was drawn.
+    distribution: parameters of the operation, if they are numbers.
+    shape: shape of the first result.
+    dtype: name of the first result's dtype.
+    stream: name of the stream; empty for the thread's current one.
+    line: file and line of the code that drew; empty if unknown.
+    key: identity of the key: implementation, words, and the number that is folded in;
+      or "traced" and an identity of the traced key. None for the stream operand at
+      `index`, whose key only the caller knows.
+    turn: number of the draw at its site, if draws are addressed by site.
+    environment: number of the stream's environment, in the log of a function being
+      traced; else None.
+    arguments: arguments of the operation, as plain data; None if a key was taken
+      without a draw.
   """
 
   index: int
@@ -67,7 +67,7 @@ class Draw:
 
   @classmethod
   def of(cls, index: int, op, site: str, distribution: str, result, **where) -> "Draw":
-    """The draw that gave `result`, arrays, to the code that is running."""
+    """Create the record of a draw by the running code; `result` is a tree of arrays."""
     leaf = next(iter(jax.tree.leaves(result)), None)
     shape, dtype = ((), "") if leaf is None else (leaf.shape, str(leaf.dtype))
     place = user_code.line()
@@ -75,7 +75,7 @@ class Draw:
     return cls(index, str(op), site, distribution, shape, dtype, line=line, **where)
 
   def operands(self) -> tuple[jax.Array, int]:
-    """The key of the stream and the number that is folded in; see `prng_key`."""
+    """Return the key of the stream and the number to fold in; see `prng_key`."""
     if self.key is None or self.key[0] == "traced":
       raise RngError(
         f"Draw {self.index} ({self.op}) took its key from a scope inside a compiled "
@@ -87,7 +87,7 @@ class Draw:
 
   @property
   def prng_key(self) -> jax.Array:
-    """The typed key of the draw.
+    """Typed key of the draw.
 
     Raises:
       RngError: the draw was made in a scope inside a compiled function.
@@ -97,14 +97,14 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-  """Draws that a loop, or the rows of a batch, repeat.
+  """Draws repeated by the iterations of a loop or by the rows of a batch.
 
   Attributes:
-    entries: the draws of one turn.
-    times: number of turns.
-    moves: how far one turn moves each stream: the number of its environment, the path
-      of a site or None, and draws.
-    label: what repeats.
+    entries: the draws of one iteration.
+    times: number of iterations.
+    moves: advance of each stream per iteration: number of its environment, path of a
+      site or None, and number of draws.
+    label: name of the loop or batch.
   """
 
   entries: tuple
@@ -114,13 +114,13 @@ class Repeated:
 
 
 class Ledger:
-  """The draws of a block of code, in order: a sequence of `Draw`."""
+  """Draws of a block of code, in order: a sequence of `Draw`."""
 
   def __init__(
     self, draws: Iterable[Draw] = (), find_faults: Callable[[], list] | None = None
   ):
     self._draws = list(draws)
-    # Looks at the program of the call that `explain` has traced.
+    # Checks the program traced by `explain`; None for a recorded ledger.
     self._find_faults = find_faults
 
   def __len__(self):
@@ -133,14 +133,13 @@ class Ledger:
     return self._draws[place]
 
   def rows(self) -> list[dict[str, Any]]:
-    """The draws as dicts, one a row."""
+    """Return the draws as dicts, one per draw."""
     return [{name: getattr(draw, name) for name in _COLUMNS} for draw in self._draws]
 
   def duplicates(self) -> list[list[Draw]]:
-    """Draws that used one key, in groups of two and more.
+    """Return groups of two or more draws that used the same key.
 
-    Keys without a value yet, those of scopes inside compiled functions, are compared
-    within one call.
+    Traced keys, from scopes inside compiled functions, are compared within one call.
     """
     groups = collections.defaultdict(list)
     for draw in self._draws:
@@ -148,7 +147,7 @@ class Ledger:
     return [group for group in groups.values() if len(group) > 1]
 
   def require_unique(self) -> None:
-    """Raises AssertionError if two draws used one key; for test suites."""
+    """Raise AssertionError if two draws used the same key; for test suites."""
     groups = self.duplicates()
     if not groups:
       return
@@ -162,16 +161,16 @@ class Ledger:
     )
 
   def require_sound(self) -> None:
-    """Raises AssertionError unless the call that `explain` looked at draws soundly.
+    """Raise AssertionError if the call given to `explain` uses a key incorrectly.
 
-    It is proved on the jaxpr of the call: no key is a constant of the program, none is
-    drawn with twice, also in the turns of a loop or by code of JAX, and none is taken
-    and dropped. The branches of a choice may share a key, and so may the shards of a
-    `shard_map` and the rows of a `vmap`, whose policy is declared.
+    The check runs on the jaxpr of the call. No key may be a constant of the program or
+    taken and not used. No key may be used twice, including in a loop or by JAX code.
+    Branches of a choice may share a key, and so may the shards of a `shard_map` and the
+    rows of a `vmap`, whose policy is explicit.
 
     Raises:
-      AssertionError: with the lines that draw.
-      ValueError: the ledger was recorded, so there is no program to look at.
+      AssertionError: a key is used incorrectly; the message has the lines that draw.
+      ValueError: the ledger was recorded, so there is no program to check.
 
     >>> import torch, torchax
     >>> drop = torch.nn.Dropout(0.5)
@@ -187,10 +186,10 @@ class Ledger:
       raise AssertionError("\n".join(map(str, found)))
 
   def plot(self, ax=None):
-    """A picture: draws from left to right, sites from top to bottom.
+    """Plot draws from left to right and sites from top to bottom.
 
     Args:
-      ax: matplotlib axes; by default new ones.
+      ax: matplotlib axes; default: new ones.
 
     Returns:
       The axes.
@@ -218,21 +217,21 @@ class Ledger:
 _COLUMNS = ("index", "op", "site", "distribution", "shape", "dtype", "stream", "line")
 
 
-# The ledgers that are open in this thread or task.
+# Open ledgers of this thread or task.
 _open: ContextVar[tuple[Ledger, ...]] = ContextVar("open", default=())
 _lock = threading.Lock()
 _calls = itertools.count()
 
 
 class Recording:
-  """How many ledgers are open in this process; draws look at it and pass by."""
+  """Number of open ledgers in this process; draws are not recorded while it is 0."""
 
   count = 0
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Ledger]:
-  """Yields a ledger that is open in the block, in this thread or task."""
+  """Yield a ledger that records the draws in the block, in this thread or task."""
   ledger = Ledger()
   with active_functions.following.hold():
     _open.set((*_open.get(), ledger))
@@ -240,7 +239,7 @@ def recording() -> Iterator[Ledger]:
     try:
       yield ledger
     finally:
-      # Another task may have opened it, or opened others since.
+      # By identity: another task may run this exit, or other ledgers are still open.
       _open.set(tuple([each for each in _open.get() if each is not ledger]))
       _count(-1)
 
@@ -251,21 +250,21 @@ def _count(ledgers: int) -> None:
 
 
 def record(stream, op, distribution: str, result, arguments: tuple | None) -> None:
-  """Records the draw that a stream is making.
+  """Record the current draw of a stream.
 
   Args:
     stream: an `RngStream`, before it advances.
     op: the operation.
     distribution: its parameters.
-    result: array or arrays that were drawn.
-    arguments: of the operation, as `dispatch/recorded_arguments.py` gives them.
+    result: the drawn array or tree of arrays.
+    arguments: its arguments, as returned by `dispatch/recorded_arguments.py`.
   """
   counter = stream.counter
   site, turn = counter.site()
   where = {"stream": stream.label, "turn": turn, "arguments": arguments}
   draw = Draw.of(counter.count, op, site, distribution, result, **where)
   draw = dataclasses.replace(draw, environment=stream.environment)
-  if not counter.is_operand:  # else its caller knows the key
+  if not counter.is_operand:  # else only the caller knows the key
     draw = _with_key(draw, counter.operands_of(draw.index, site, turn))
   _append(stream.log, [draw])
 
@@ -273,12 +272,12 @@ def record(stream, op, distribution: str, result, arguments: tuple | None) -> No
 def record_generator(
   log: list | None, op, distribution: str, result, arguments, operands: DrawOperands
 ) -> None:
-  """Records a draw with `generator=`.
+  """Record a draw with `generator=`.
 
   Args:
-    log: of the function being traced; None on the host.
-    op, distribution, result, arguments: of the draw, as in `record`.
-    operands: its key and number.
+    log: log of the function being traced; None on the host.
+    op, distribution, result, arguments: see `record`.
+    operands: key and number of the draw.
   """
   site = paths.path(from_boundary=log is not None)
   where = {"stream": "generator", "arguments": arguments}
@@ -287,25 +286,25 @@ def record_generator(
 
 
 def _append(log: list | None, draws: list) -> None:
-  """Adds draws to the log of the function being traced, or to the open ledgers."""
+  """Append draws to the log of the traced function, or to the open ledgers."""
   for each in [ledger._draws for ledger in _open.get()] if log is None else [log]:
     each += draws
 
 
 def commit(log: list | None, entries: tuple, streams: dict) -> None:
-  """Records the draws of a compiled function that is being called.
+  """Record the draws of a call of a compiled function.
 
   Args:
-    log: of the function being traced around it; None on the host.
-    entries: what it recorded when it was traced.
-    streams: the caller's, before they advance, by the numbers of their environments.
+    log: log of the enclosing traced function; None on the host.
+    entries: records from the trace of the compiled function.
+    streams: the caller's streams, before they advance, by number of environment.
   """
   called = _of_caller(entries, streams)
   _append(log, called if log is not None else _with_keys(called, streams))
 
 
 class Explainer:
-  """Services of the layers above, set by the composition root.
+  """Functions of higher layers, set by the composition root.
 
   Attributes:
     trace: `(function, args, kwargs) -> Ledger`.
@@ -317,14 +316,14 @@ class Explainer:
 
 
 def explain(torch_function: Callable, *args, **kwargs) -> Ledger:
-  """Lists the draws of a call without making it: no number is drawn, no state moves.
+  """List the draws of a call by tracing it; draw no number and advance no stream.
 
   Args:
     torch_function: function or module of tensors.
-    args, kwargs: its arguments; of tensors only shapes and dtypes count.
+    args, kwargs: its arguments; only shapes and dtypes of tensors matter.
 
   Returns:
-    The draws in order, numbered from where the current stream stands.
+    The draws in order, numbered from the position of the current stream.
 
   >>> import torch, torchax
   >>> drop = torch.nn.Dropout(0.5)
@@ -335,18 +334,18 @@ def explain(torch_function: Callable, *args, **kwargs) -> Ledger:
 
 
 def dry_run(entries: tuple, streams: dict, find_faults: Callable) -> Ledger:
-  """The draws that a function would make from where the streams stand.
+  """Return the draws that a call of a traced function would make.
 
   Args:
-    entries: what it recorded when it was traced.
-    streams: the caller's, by the numbers of their environments.
-    find_faults: looks at its program for `Ledger.require_sound`.
+    entries: records from its trace.
+    streams: the caller's streams, by number of environment.
+    find_faults: check of its program, for `Ledger.require_sound`.
   """
   return Ledger(_with_keys(_of_caller(entries, streams), streams), find_faults)
 
 
 def _of_caller(entries: tuple, streams: dict) -> list:
-  """Draws of a function as those of its caller, whose streams have drawn before."""
+  """Shift a function's draws to the positions of its caller's streams."""
   call = next(_calls)
   prefix = next(iter(streams.values())).counter.path()
 
@@ -363,7 +362,7 @@ def _of_caller(entries: tuple, streams: dict) -> list:
 
 
 def _each(entries: Iterable, change: Callable[[Draw], Draw], prefix: str = "") -> list:
-  """Entries with each draw changed, and the paths of sites below a prefix."""
+  """Apply `change` to each draw, and prefix the paths of sites in `Repeated`."""
   changed = []
   for entry in entries:
     if isinstance(entry, Repeated):
@@ -380,7 +379,7 @@ def _each(entries: Iterable, change: Callable[[Draw], Draw], prefix: str = "") -
 
 
 def _with_keys(entries, streams: dict) -> list[Draw]:
-  """Single draws with the keys that the streams give them."""
+  """Expand the entries to draws, and add keys from the caller's streams."""
   draws = []
   for draw in _expand(entries):
     if draw.key is None:
@@ -391,7 +390,7 @@ def _with_keys(entries, streams: dict) -> list[Draw]:
 
 
 def of_derived_stream(entries: Iterable, label: str) -> tuple:
-  """Draws of a stream derived from the caller's, which has another key."""
+  """Return the draws relabelled as draws of a child stream, with another key."""
   number = next(_calls)
 
   def derived(draw: Draw) -> Draw:
@@ -403,7 +402,7 @@ def of_derived_stream(entries: Iterable, label: str) -> tuple:
 
 
 def _expand(entries: Iterable) -> Iterator[Draw]:
-  """The single draws of entries, those of loops in each turn."""
+  """Yield the draws of entries, with one draw per iteration of a loop."""
   for entry in entries:
     if isinstance(entry, Draw):
       yield entry
@@ -434,14 +433,14 @@ def _with_key(draw: Draw, operands) -> Draw:
 
 
 def _identity(key) -> tuple:
-  """Identity of a key: its words, or which traced value it is."""
+  """Return the identity of a key: its words, or the id of its tracer."""
   if isinstance(key, jax.core.Tracer):
     return ("traced", id(key))
-  with jax_compat.outside_of_traces():  # a function may be being traced
+  with jax_compat.outside_of_traces():  # an outer function may be traced
     words = np.asarray(jax.random.key_data(key)).ravel().tolist()
   return (str(jax.random.key_impl(key)), *words)
 
 
 def join(prefix: str, path: str) -> str:
-  """A path below another one."""
+  """Join two paths of sites."""
   return f"{prefix}.{path}" if prefix and path else prefix or path

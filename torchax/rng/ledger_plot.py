@@ -1,4 +1,4 @@
-"""Pictures of ledgers: who drew when, and how much."""
+"""Plots of ledgers (`ledger.py`) and of differences between two runs (`runs.py`)."""
 
 import math
 
@@ -6,7 +6,7 @@ from torchax.compat import extras
 
 
 def plot(ledger, ax=None):
-  """Draws from left to right, sites from top to bottom; see `Ledger.plot`."""
+  """Plot draws from left to right, sites from top to bottom; see `Ledger.plot`."""
   rows = [draw.site or draw.line.rpartition("/")[2] or draw.op for draw in ledger]
   heights = {name: height for height, name in enumerate(dict.fromkeys(rows))}
   ax = ax or _axes(len(rows), 1.5 + 0.3 * len(heights))
@@ -30,7 +30,7 @@ def plot(ledger, ax=None):
 
 
 def plot_difference(difference, ax=None):
-  """Two runs, one below the other, and where they part; see `Difference.plot`."""
+  """Plot two runs, one below the other, and their first difference."""
   longest = max(map(len, difference.draws))
   ax = ax or _axes(longest, 2.6)
   for height, draws in enumerate(difference.draws):
@@ -55,7 +55,7 @@ def _axes(draws: int, height: float):
 
 
 def _area(draw) -> float:
-  """Marker area in square points: grows with the logarithm of the numbers drawn."""
+  """Return a marker area in square points, logarithmic in the numbers drawn."""
   return 25 + 12 * math.log10(1 + math.prod(draw.shape))
 
 
