@@ -1,4 +1,7 @@
-"""Which trace a stream belongs to, and the errors of a draw in another one."""
+"""Owner trace of a stream, and the errors of a draw in any other trace.
+
+`stream.py` calls `require` before each draw inside a trace.
+"""
 
 import weakref
 
@@ -15,22 +18,22 @@ _WAYS_OUT = (
 
 
 def owner_here() -> weakref.ref | None:
-  """Reference to the trace in progress that draws would belong to; None on the host."""
+  """Return a weak reference to the current trace; None on the host."""
   trace = jax_compat.draw_owner()
   return None if trace is None else weakref.ref(trace)
 
 
 def require(owner: weakref.ref | None, is_closed: bool, name: str) -> None:
-  """Raises unless `name` may use a stream in the trace in progress.
+  """Raise unless `name` may use a stream in the current trace.
 
   Args:
-    owner: trace that the stream belongs to.
+    owner: trace that the stream belongs to; None for the host.
     is_closed: its scope has ended.
-    name: the operation, for error messages.
+    name: the operation, for errors.
 
   Raises:
-    ClosedScopeError: the scope has ended, or a traced stream is outside of its trace.
-    TracedDrawError: a trace that the stream does not belong to.
+    ClosedScopeError: the scope has ended, or a traced stream is used on the host.
+    TracedDrawError: the current trace is not the owner.
   """
   if is_closed:
     raise ClosedScopeError(

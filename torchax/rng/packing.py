@@ -1,7 +1,8 @@
-"""The operands of a stream as plain words, for boundaries that take no typed key.
+"""Operands of a stream packed as uint32 words, for callers that take no typed key.
 
-AOTAutograd passes torch tensors between the forward and the backward pass of a compiled
-graph; a key crosses as its key data, with the count behind it.
+AOTAutograd passes only torch tensors between the forward and the backward pass of a
+compiled graph. So a key is passed as its key data, followed by the count. The Dynamo
+backend (`torchax/dynamo`) calls this.
 """
 
 import contextlib
@@ -27,9 +28,9 @@ class Form(NamedTuple):
   """Static part of packed operands.
 
   Attributes:
-    impl: the implementation of the keys.
-    paths: of the sites whose streams follow that of the environment; None where draws
-      are addressed by their order.
+    impl: the PRNG implementation of the keys.
+    paths: paths of the sites, whose words follow those of the environment's stream;
+      None if draws are addressed by order.
   """
 
   impl: str
@@ -37,9 +38,9 @@ class Form(NamedTuple):
 
 
 class Packer:
-  """Packs the operands of the current stream and its sites, call after call.
+  """Packer of the operands of the current stream and its sites.
 
-  Key data is read from the device once for a key, not for every call.
+  It reads key data from the device once per key, not once per call.
   """
 
   def __init__(self):
@@ -47,17 +48,17 @@ class Packer:
     self._impl = ""
 
   def pack(self, name: str, paths: Sequence[str] = ()) -> tuple[np.ndarray, Form]:
-    """The operands of the next draws.
+    """Return the operands of the next draws.
 
     Args:
-      name: what is called, for error messages.
-      paths: sites of the graph that is called, used where draws are addressed by site.
+      name: name of the graph, for errors.
+      paths: sites of the graph; used if draws are addressed by site.
 
     Returns:
-      uint32 (n,): for each stream key data and the count; and their form.
+      uint32 (n,), key data and count per stream; and their form.
 
     Raises:
-      TracedDrawError: a JAX transformation is in progress, in which a key has no words.
+      TracedDrawError: inside a JAX transformation, where a key has no value.
     """
     stream = scope.current()
     stream.check(name)
@@ -87,12 +88,12 @@ class Packer:
 
 
 class Place(NamedTuple):
-  """The draw of a graph that an operation makes.
+  """Position of an operation's draw in a graph.
 
   Attributes:
-    number: among all draws.
+    number: number among all draws.
     site: path of the module; empty outside of modules.
-    turns: for each site at which the operation draws, how many draws were made before.
+    turns: pairs of a site at which the operation draws and the draws made there before.
   """
 
   number: int
@@ -101,7 +102,7 @@ class Place(NamedTuple):
 
 
 class PackedStream(RngStream):
-  """The stream of a graph in which every draw has a place."""
+  """Stream of a graph in which every draw has a fixed position."""
 
   def __init__(self, words: jax.Array, form: Form):
     (size,) = rng_state.key_data_shape(form.impl)
@@ -118,7 +119,7 @@ class PackedStream(RngStream):
 
   @contextlib.contextmanager
   def at(self, place: Place, line: str) -> Iterator[None]:
-    """Makes the draws in the block those of a place."""
+    """Set the position of the draws in the block, and their line in the ledger."""
     counter, recorded = self.counter, len(self.log)
     counter.count = place.number
     if isinstance(counter, SiteCounter):
@@ -131,7 +132,7 @@ class PackedStream(RngStream):
 
 
 def commit(draws: int, by_site: dict[str, int], log: tuple) -> None:
-  """Moves the current stream, and its sites, past the draws of a graph that was run."""
+  """Advance the current stream and its sites past the draws of a graph that has run."""
   stream = scope.current()
   if log and (ledger.Recording.count or stream.log is not None):
     ledger.commit(stream.log, log, {None: stream})

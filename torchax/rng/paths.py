@@ -1,8 +1,8 @@
-"""Paths of the modules that are running: the sites of draws.
+"""Paths of the running modules, which are the sites of draws.
 
-A path is made of the names that modules have in one another, from the outermost one,
-which has none: "layers.0.dropout". `compat/torch_compat/active_functions.py` follows
-the calls while draws are addressed by site, a ledger is open, or a function is traced.
+A path joins the attribute names of nested modules, without the outermost one:
+"layers.0.dropout". `compat/torch_compat/active_functions.py` follows calls of modules
+while draws are addressed by site, a ledger is open, or a function is traced.
 """
 
 import weakref
@@ -14,14 +14,14 @@ from torchax.compat.torch_compat.active_functions import Call, innermost, unwrap
 
 
 def _modules(call: Call | None, outside: Call | None = None) -> list:
-  """The modules of a chain, outermost first.
+  """Return the modules of a chain of calls, outermost first.
 
   Args:
-    call: where the chain ends.
-    outside: the call around the chain; None for the whole one.
+    call: the innermost call.
+    outside: the call at which to stop; None for the whole chain.
 
   Returns:
-    Modules; None for a boundary, and a path for modules of a graph.
+    Modules; None for a boundary, and a path (str) for modules of a graph.
   """
   found = []
   while call is not None and call is not outside:
@@ -31,16 +31,16 @@ def _modules(call: Call | None, outside: Call | None = None) -> list:
 
 
 def here() -> tuple:
-  """The modules that are running now, for `replay`; None for a boundary."""
+  """Return the modules that are running, for `replay`; None for a boundary."""
   return tuple(_modules(innermost()))
 
 
 class Replay(NamedTuple):
-  """A part of a forward pass that a backward pass runs again.
+  """Part of a forward pass that a backward pass recomputes.
 
   Attributes:
-    modules: those that ran when the random state was saved.
-    call: what was running when the state was restored; replaced by these modules.
+    modules: modules that ran when the random state was saved.
+    call: innermost call when the state was restored; `modules` replace it in paths.
   """
 
   modules: tuple
@@ -48,10 +48,10 @@ class Replay(NamedTuple):
 
 
 def replay(modules: tuple | None) -> Replay | None:
-  """Calls from now on run in place of these modules; None outside a backward pass.
+  """Return a `Replay` of modules that starts here; None outside a backward pass.
 
-  `torch.utils.checkpoint` runs a part of a model again outside of the modules around
-  it, and the sites are to be the same.
+  `torch.utils.checkpoint` recomputes a part of a model outside of its enclosing
+  modules, and the sites must stay the same.
   """
   if modules is None or not torch_compat.in_backward():
     return None
@@ -59,11 +59,11 @@ def replay(modules: tuple | None) -> Replay | None:
 
 
 def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
-  """The names of the modules that are running.
+  """Return the path of the running modules.
 
   Args:
-    replayed: the part that runs again.
-    from_boundary: only those inside the innermost boundary.
+    replayed: the part that is being recomputed.
+    from_boundary: omit modules outside of the innermost boundary.
   """
   call = innermost()
   if replayed is not None and _is_going_on(replayed, call):
@@ -87,13 +87,13 @@ def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
 
 
 def _is_going_on(replayed: Replay, call: Call | None) -> bool:
-  """True if the call around a replay is still running, in a backward pass."""
+  """Return True if the call that encloses a replay still runs, in a backward pass."""
   while call is not None and call is not replayed.call:
     call = call[1]
   return call is replayed.call and torch_compat.in_backward()
 
 
-# Module -> {id of an inner module: (path in it or None, reference to the inner one)}.
+# Module -> {id of an inner module: (path or None, weak reference to the inner module)}.
 _names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -111,7 +111,7 @@ def _name_in(parent, child) -> str | None:
 
 
 def _inside(parent, seen: set) -> Iterator[tuple]:
-  """The modules in a module with their paths, which leave out wrappers of modules."""
+  """Yield inner modules with their paths; a wrapper is replaced by its module."""
   for name, module in parent._modules.items():
     if module is None or id(module) in seen:
       continue

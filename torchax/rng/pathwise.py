@@ -1,15 +1,15 @@
-"""Pathwise gradients: how a sample moves with the parameter of its distribution.
+"""Pathwise gradients: derivatives of a sample by the parameter of its distribution.
 
-For a number x with the distribution function F(x; a) it is dx/da = -(∂F/∂a) / (∂F/∂x)
-(implicit reparameterisation, https://arxiv.org/abs/1805.08498). For gamma and beta
-numbers the derivative of F is an integral over one of the tails,
+For a sample x with distribution function F(x; a), dx/da = -(∂F/∂a) / (∂F/∂x) (implicit
+reparameterisation, https://arxiv.org/abs/1805.08498). For gamma and beta samples the
+derivative of F is an integral over one of the tails,
 
-  ∂F/∂a = ∫₀ˣ (log t - E log T) f(t) dt = -∫ₓ (log t - E log T) f(t) dt,
+  ∂F/∂a = ∫₀ˣ (log t - E log T) f(t) dt = -∫ₓ (log t - E log T) f(t) dt.
 
-taken here over the side where log t - E log T keeps its sign, so that nothing cancels.
-With s = exp(u) for the distance from x the integrand is smooth at all scales and the
-trapezoidal rule in u converges geometrically. It is as precise as the dtype, from
-parameters of 1e-6 to 1e8 and more.
+We integrate over the tail where log t - E log T keeps its sign, to avoid cancellation.
+Let s = exp(u) be the distance from x: the integrand is smooth at all scales, and the
+trapezoidal rule in u converges geometrically. The result has the dtype's precision for
+parameters from 1e-6 to 1e8 and more. `rejection.py` draws the samples.
 """
 
 import jax
@@ -18,17 +18,20 @@ from jax import lax
 
 from torchax.rng.special import exp_plus, log1p_minus, log_minus_digamma
 
-# The reach of an integrand is looked for from exp(-_SPAN) of its bound on.
+# The bisection for the reach of an integrand starts with [exp(-_SPAN), 1] of its bound.
 _SPAN, _BISECTIONS = 60.0, 10
 
 
 def _resolution(dtype) -> tuple[float, int]:
-  """-log of what may be left out, and the number of nodes."""
+  """Return -log of the negligible part of an integral, and the number of nodes."""
   return (40.0, 320) if dtype == jnp.float64 else (18.0, 160)
 
 
 def _reach(exponent, bound, scale):
-  """Logarithm of where s exp(exponent(s)) has become negligible; at `bound` it has."""
+  """Return log of an s at which s exp(exponent(s)) is negligible, by bisection.
+
+  It is negligible at `bound`.
+  """
   depth = _resolution(bound.dtype)[0]
 
   def halve(_, interval):
@@ -43,12 +46,12 @@ def _reach(exponent, bound, scale):
 
 
 def _integrate(weight, exponent, bound, scale):
-  """∫ weight(s) exp(exponent(s)) ds over s > 0.
+  """Compute ∫ weight(s) exp(exponent(s)) ds over s > 0.
 
   Args:
-    weight, exponent: functions of s; the exponent is 0 at 0 and falls.
-    bound: an s that is certainly large enough.
-    scale: up to where the integrand changes slowly, if that is less than its reach.
+    weight, exponent: functions of s; the exponent is 0 at 0 and decreases.
+    bound: an s beyond the reach of the integrand.
+    scale: the integrand changes slowly below this s, if it is less than the reach.
   """
   depth, nodes = _resolution(bound.dtype)
   high = _reach(exponent, bound, scale)
@@ -63,14 +66,14 @@ def _integrate(weight, exponent, bound, scale):
 
 
 def _log_ratio(x, y):
-  """log(x / y), also where x and y agree to the last digits."""
+  """Compute log(x / y), precise even if x and y agree to the last digits."""
   relative = (x - y) / y
   near = jnp.abs(relative) < 0.5
   return jnp.where(near, jnp.log1p(jnp.where(near, relative, 0)), jnp.log(x / y))
 
 
 def _below_gamma(alpha, x, excess):
-  """dx/dα by the lower tail, t = x exp(-s), where excess = log(x) - E log T < 0."""
+  """Compute dx/dα by the lower tail, t = x exp(-s); excess = log(x) - E log T < 0."""
   exponent = lambda s: (x - alpha) * s - x * exp_plus(s)  # noqa: E731
   depth = _resolution(x.dtype)[0]
   return x * _integrate(
@@ -79,7 +82,7 @@ def _below_gamma(alpha, x, excess):
 
 
 def _above_gamma(alpha, x, excess):
-  """dx/dα by the upper tail, t = x + s, where excess > 0."""
+  """Compute dx/dα by the upper tail, t = x + s; excess > 0."""
 
   def exponent(s):
     ratio = s / x
@@ -93,13 +96,20 @@ def _above_gamma(alpha, x, excess):
 
 
 def gamma_gradient(alpha, x) -> jax.Array:
-  """dx/dα of a Gamma(α) number x; in x's dtype."""
+  """Compute dx/dα of a Gamma(α) sample x.
+
+  Args:
+    alpha, x: float arrays that broadcast.
+
+  Returns:
+    Array of the broadcast shape, in x's dtype.
+  """
   dtype = x.dtype
   wide = jnp.promote_types(dtype, jnp.float32)
   alpha, x = jnp.broadcast_arrays(alpha.astype(wide), x.astype(wide))
   excess = _log_ratio(x, alpha) + log_minus_digamma(alpha)
   is_below = excess < 0
-  # Each side is computed everywhere, at a harmless place where it is not wanted.
+  # Each tail is computed for all elements, with harmless arguments if it is unused.
   below = _below_gamma(
     jnp.where(is_below, alpha, 2), jnp.where(is_below, x, 1), jnp.minimum(excess, 0)
   )
@@ -110,7 +120,10 @@ def gamma_gradient(alpha, x) -> jax.Array:
 
 
 def _beta_exponent(a, b, odds):
-  """-as + (b - 1) log(1 + odds (1 - exp(-s))), the slope at 0 taken out first."""
+  """Return s ↦ -as + (b - 1) log(1 + odds (1 - exp(-s))), precise near 0.
+
+  Near 0 the linear term is computed apart from the rest.
+  """
 
   def exponent(s):
     z = odds * -jnp.expm1(-s)
@@ -128,16 +141,22 @@ def _beta_side(weight, a, b, odds):
 
 
 def dirichlet_gradient(x, alpha, total) -> jax.Array:
-  """dx/dα / (1 - x) of a Beta(α, total - α) number x, its other parameter fixed.
+  """Compute dx/dα / (1 - x) of a Beta(α, total - α) sample x; total - α is constant.
 
-  Of a Dirichlet sample's proportion x with parameter α, where `total` is the sum of
-  the parameters: the others shrink by the same factor. In x's dtype.
+  In a Dirichlet sample, x is the proportion with parameter α, and `total` is the sum of
+  the parameters. The other proportions shrink by a common factor.
+
+  Args:
+    x, alpha, total: float arrays that broadcast.
+
+  Returns:
+    Array of the broadcast shape, in x's dtype.
   """
   dtype = x.dtype
   wide = jnp.promote_types(dtype, jnp.float32)
   x, alpha, total = jnp.broadcast_arrays(*(v.astype(wide) for v in (x, alpha, total)))
   beta, odds = total - alpha, x / (1 - x)
-  # log(x / mean); near 1, from the distances of both to 1.
+  # log(x / mean); for x near 1 computed from the distances of both to 1.
   near_one = jnp.log1p(beta / alpha) + jnp.log1p(-(1 - x))
   excess = jnp.where(x > 0.5, near_one, _log_ratio(x * total, alpha))
   excess += log_minus_digamma(alpha) - log_minus_digamma(total)
@@ -159,7 +178,7 @@ def dirichlet_gradient(x, alpha, total) -> jax.Array:
 
 @jax.custom_jvp
 def gamma_sample(alpha, sample):
-  """`sample`, as a function of the `alpha` that it was drawn with."""
+  """Return `sample`, with its pathwise derivative by `alpha`."""
   return sample
 
 
@@ -172,7 +191,7 @@ def _gamma_sample_jvp(primals, tangents):
 
 @jax.custom_jvp
 def dirichlet_sample(alpha, sample):
-  """`sample` with proportions along the last axis, as a function of `alpha`."""
+  """Return `sample`, proportions on the last axis, with its derivative by `alpha`."""
   return sample
 
 

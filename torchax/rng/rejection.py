@@ -1,10 +1,10 @@
-"""Poisson, binomial, gamma and Dirichlet: what is sampled by rejection or counting.
+"""Samplers by rejection or counting: Poisson, binomial, gamma and Dirichlet.
 
-Like `samplers.py` these are pure functions of a key. Every element of an array tries
-until it has succeeded; a try draws for the whole array, with a key of its own. The
-methods need no 64-bit types: acceptance is decided to float32's last bits by
-`special.py`, at means of 10 as of 10⁷. Outside of a distribution's domain the result is
-NaN. The gradients of gamma and Dirichlet numbers are in `pathwise.py`.
+Like `samplers.py` these are pure functions of a key. Each attempt has its own key and
+draws for the whole array, until every element has accepted a proposal. No 64-bit types
+are needed: `special.py` computes acceptance to float32's last bits, at means of 10 as
+of 10⁷. Outside of a distribution's domain the result is NaN. `pathwise.py` has the
+gradients of gamma and Dirichlet samples.
 """
 
 import jax
@@ -17,16 +17,16 @@ from torchax.rng.special import binomial_log_pmf, log1p_minus, poisson_log_pmf
 from torchax.rng.threefry import unrolled
 from torchax.rng.units import halves
 
-# Below this mean counting is quicker; the rejection methods are made for more.
+# Below this mean counting is faster, and the rejection methods do not apply.
 _FEW = 10.0
 
 
 def _until_accepted(key, like, propose):
-  """The first accepted proposal of each element.
+  """Return the first accepted proposal of each element.
 
   Args:
-    key: of the whole draw; try i has the key `fold_in(key, i)`.
-    like: an array of the shape and dtype of the result.
+    key: key of the whole draw; attempt i has the key `fold_in(key, i)`.
+    like: an array with the shape and dtype of the result.
     propose: `key -> (values, accepted)`.
   """
 
@@ -40,7 +40,7 @@ def _until_accepted(key, like, propose):
 
 
 def _count_arrivals(key, limit, gap):
-  """How many arrivals there are up to `limit`; `gap` makes a distance of an Exp(1)."""
+  """Count arrivals up to `limit`; `gap` maps an Exp(1) sample to a distance."""
 
   def arrive(state):
     arrivals, position, count = state
@@ -54,10 +54,11 @@ def _count_arrivals(key, limit, gap):
 
 
 def _transformed_rejection(key, log_pmf, center, slope, bend, log_scale, limit):
-  """A count from a bell-shaped distribution (Hörmann 1993, transformed rejection).
+  """Sample a count from a bell-shaped distribution (Hörmann 1993).
 
-  The hat is the distribution of (2 bend / (1/2 - |u|) + slope) u + center, u uniform
-  over (-1/2, 1/2); a proposal is accepted in proportion to its probability.
+  The proposals of this transformed rejection are (2 bend / (1/2 - |u|) + slope) u +
+  center, with u uniform over (-1/2, 1/2). A proposal is accepted with a probability
+  proportional to its probability mass.
   """
 
   def propose(key):
@@ -76,7 +77,7 @@ def _transformed_rejection(key, log_pmf, center, slope, bend, log_scale, limit):
 
 
 def _many_events(key, mean):
-  """Poisson with a mean of at least 10 (https://doi.org/10.1016/0167-6687(93)90997-4)."""
+  """Sample Poisson with mean ≥ 10 (https://doi.org/10.1016/0167-6687(93)90997-4)."""
   slope = 0.931 + 2.53 * jnp.sqrt(mean)
   return _transformed_rejection(
     key,
@@ -91,9 +92,14 @@ def _many_events(key, mean):
 
 @unrolled
 def poisson(key, rate, dtype) -> jax.Array:
-  """Number of events at the given rate; NaN for a rate below 0.
+  """Sample the Poisson distribution; NaN for a rate below 0.
 
-  Small rates count the arrivals of a unit of time.
+  For small rates, count arrivals in a unit of time.
+
+  Args:
+    key: typed key, or the words of the draw.
+    rate: array of any shape.
+    dtype: dtype of the result.
   """
   wide = jnp.promote_types(dtype, jnp.float32)
   rate = lax.stop_gradient(rate).astype(wide)
@@ -109,7 +115,7 @@ def poisson(key, rate, dtype) -> jax.Array:
 
 
 def _many_successes(key, n, p):
-  """Binomial, np ≥ 10 and p ≤ 1/2 (https://doi.org/10.1080/00949659308811496)."""
+  """Sample binomial, np ≥ 10, p ≤ 1/2 (https://doi.org/10.1080/00949659308811496)."""
   deviation = jnp.sqrt(n * p * (1 - p))
   slope = 1.15 + 2.53 * deviation
   mode = jnp.floor((n + 1) * p)
@@ -127,10 +133,10 @@ def _many_successes(key, n, p):
 
 @unrolled
 def binomial(key, count, prob, dtype) -> jax.Array:
-  """Number of successes among `count` trials; NaN for a count below 0 and a
-  probability outside of [0, 1], of which torch on the CPU takes the nearest ones.
+  """Sample the number of successes in `count` trials.
 
-  A rare outcome is counted by the gaps between its occurrences.
+  The result is NaN for a count below 0 or a probability outside of [0, 1]; torch on the
+  CPU clamps both. For few successes, count by the gaps between them.
   """
   wide = jnp.promote_types(dtype, jnp.float32)
   count, prob = jnp.broadcast_arrays(*lax.stop_gradient((count, prob)))
@@ -155,10 +161,10 @@ def binomial(key, count, prob, dtype) -> jax.Array:
 
 
 def _gamma_parts(key, alpha):
-  """Numbers g and l such that g exp(l) is Gamma(alpha).
+  """Return g and l such that g exp(l) is Gamma(alpha).
 
-  g is Gamma(alpha) for alpha ≥ 1, and Gamma(alpha + 1) below, where l makes up for it
-  without underflow (Marsaglia & Tsang 2000, https://doi.org/10.1145/358407.358414).
+  g is Gamma(alpha) for alpha ≥ 1, else Gamma(alpha + 1). l corrects the latter without
+  underflow (Marsaglia & Tsang 2000, https://doi.org/10.1145/358407.358414).
   """
   boost_key, key = jax.random.split(key)
   valid = (alpha >= 0) & (alpha < jnp.inf)
@@ -183,9 +189,9 @@ def _gamma_parts(key, alpha):
 
 @unrolled
 def standard_gamma(key, alpha, dtype) -> jax.Array:
-  """Gamma with shape `alpha` and rate 1; never zero, as torch's.
+  """Sample Gamma(alpha) with rate 1, never zero, as torch does.
 
-  Differentiable in alpha. NaN for an alpha below 0.
+  The result is differentiable in alpha; it is NaN for an alpha below 0.
   """
   wide = alpha.astype(jnp.promote_types(dtype, jnp.float32))
   base, boost = _gamma_parts(key, lax.stop_gradient(wide))
@@ -196,9 +202,9 @@ def standard_gamma(key, alpha, dtype) -> jax.Array:
 
 @unrolled
 def dirichlet(key, alpha, dtype) -> jax.Array:
-  """Proportions along the last axis, never zero; differentiable in alpha.
+  """Sample proportions along the last axis, never zero, differentiable in alpha.
 
-  Right for any alpha: where all are tiny, one of the proportions is 1.
+  This holds for any alpha: if all are tiny, one of the proportions is 1.
   """
   wide = alpha.astype(jnp.promote_types(dtype, jnp.float32))
   base, boost = _gamma_parts(key, lax.stop_gradient(jnp.atleast_1d(wide)))

@@ -1,4 +1,4 @@
-"""Comparing and replaying draws that ledgers have recorded."""
+"""Comparison and replay of recorded draws; `ledger.py` records them."""
 
 import dataclasses
 import itertools
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from torchax.rng import ledger_plot
 from torchax.rng.ledger import Draw, Explainer
 
-# Compared in this order, the most telling first.
+# Compared in this order, most informative first.
 _FIELDS = ("key", "site", "shape", "distribution", "dtype", "op")
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """The first draw in which two runs differ.
+  """First difference between two runs.
 
   Attributes:
-    place: its place in both ledgers, from 0.
-    first: the draw of the first run; None where it has ended.
-    second: the draw of the second run; None where it has ended.
-    fields: the attributes in which they differ, of key, site, shape, distribution,
-      dtype and op; empty where one run has ended.
-    draws: the draws of both runs.
+    place: index of the draw in both ledgers, from 0.
+    first: the draw of the first run; None if that run has ended.
+    second: the draw of the second run; None if that run has ended.
+    fields: differing attributes among key, site, shape, distribution, dtype and op;
+      empty if one run has ended.
+    draws: all draws of both runs.
   """
 
   place: int
@@ -46,10 +46,10 @@ class Difference:
     )
 
   def plot(self, ax=None):
-    """A picture: the draws of both runs, and where they part.
+    """Plot the draws of both runs and their first difference.
 
     Args:
-      ax: matplotlib axes; by default new ones.
+      ax: matplotlib axes; default: new ones.
 
     Returns:
       The axes.
@@ -61,14 +61,14 @@ class Difference:
 
 
 def diff(first: Sequence[Draw], second: Sequence[Draw]) -> Difference | None:
-  """The first draw in which two runs differ.
+  """Find the first draw in which two runs differ.
 
   Args:
-    first, second: ledgers, such as `env.rng.record()` gives.
+    first, second: ledgers, for example from `env.rng.record()`.
 
   Returns:
-    None where the runs draw the same from the same keys. Lines of code are not
-    compared, nor are numbers of draws: the key says which draw it is.
+    The difference; None if the runs make the same draws with the same keys. Lines of
+    code and indices are not compared: the key identifies a draw.
 
   >>> import torch, torchax
   >>> env = torchax.default_env()
@@ -108,22 +108,20 @@ def _value(draw: Draw, name: str) -> str:
 
 
 def replay(draw: Draw, *parameters):
-  """Draws the numbers of a recorded draw again; no stream advances.
+  """Repeat a recorded draw; no stream advances.
 
   Args:
-    draw: of a ledger.
-    *parameters: the tensors among the arguments of the operation, in their order, such
-      as the rates of a Poisson draw. They may be left out where the numbers depend on
-      their shapes and dtypes alone (`rand_like`, `uniform_`). A dropout gives what it
-      would make of ones, unless its input is given.
+    draw: a draw of a ledger.
+    *parameters: the tensors among the arguments of the operation, in order, for example
+      the rates of a Poisson draw. They are optional if only their shapes and dtypes
+      matter (`rand_like`, `uniform_`). The default input of a dropout is ones.
 
   Returns:
-    The tensor that the operation gave, or for one that writes to a tensor, what it
-    wrote.
+    The tensor that the operation returned or, for an in-place one, wrote.
 
   Raises:
-    RngError: the key was taken in a scope inside a compiled function, or nothing was
-      drawn with it (`draw.prng_key` has the key).
+    RngError: the key is from a scope inside a compiled function, or it was taken
+      without a draw (`draw.prng_key` has the key).
     ValueError: parameters are missing, or have other shapes or dtypes.
 
   >>> import torch, torchax
