@@ -1,12 +1,11 @@
 """Samplers: pure functions `(key, shape, dtype, parameters) -> array`.
 
-A number is as exact as its dtype: an integer is uniform for any span, a probability is
-taken as it is written, and tails go on for as long as 2**-64 is rare. A complex normal
-has variance 1, as in torch. What is computed from random bits is so in float32 at
-least, from 64 of them, and rounded once. Parameters may be arrays that broadcast to
-`shape`. Outside of a distribution's domain a float is NaN and an integer is
-`no_integer`. How bits become numbers is in `units.py`; what is drawn by rejection, in
-`rejection.py`.
+Samples are as exact as their dtype. An integer is uniform for any span, a probability
+is not rounded, and tails reach probabilities of 2**-64. A complex normal has variance
+1, as in torch. Each sample is computed from 64 random bits, in float32 or wider, and
+rounded once. Parameters may be arrays that broadcast to `shape`. Outside of a
+distribution's domain a float is NaN and an integer is `no_integer`. `units.py` converts
+bits to numbers; `rejection.py` has the samplers by rejection.
 """
 
 import math
@@ -23,7 +22,7 @@ from torchax.rng.units import halves, is_below, scaled, unit
 
 @unrolled
 def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
-  """Uniform over [low, high). Complex: both parts are uniform, as in torch."""
+  """Sample uniformly over [low, high); complex: both parts, as in torch."""
   if jnp.issubdtype(dtype, jnp.complexfloating):
     real = _real_dtype(dtype)
     parts = uniform(key, (*shape, 2), real, low, high)
@@ -32,7 +31,7 @@ def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
     return unit(key, shape, dtype)
   wide = _wide(dtype)
   low, high = (lax.stop_gradient(jnp.asarray(bound, dtype)) for bound in (low, high))
-  # Rounding must not reach the excluded bound, unless the interval is empty.
+  # Rounding must not give the excluded bound, unless the interval is empty.
   below = jnp.maximum(jnp.nextafter(high, low), low)
   drawn = unit(key, shape, wide)
   drawn = drawn * (high.astype(wide) - low.astype(wide)) + low.astype(wide)
@@ -41,7 +40,7 @@ def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
 
 @unrolled
 def normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
-  """Normal; complex: variance `std`² split over both parts."""
+  """Sample the normal distribution; complex: variance `std`² split over both parts."""
   if jnp.issubdtype(dtype, jnp.complexfloating):
     parts = normal(key, (*shape, 2), _wide(_real_dtype(dtype))) * math.sqrt(0.5)
     drawn = lax.complex(parts[..., 0], parts[..., 1])
@@ -56,24 +55,25 @@ def normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
 
 
 def log_normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
-  """The exponential of a normal with the given mean and standard deviation."""
+  """Sample the exponential of a normal with the given mean and standard deviation."""
   return jnp.exp(normal(key, shape, _wide(dtype), mean, std)).astype(dtype)
 
 
 @unrolled
 def bernoulli(key, shape, p) -> jax.Array:
-  """True with probability p; bool. A p outside of [0, 1] is the nearest one, NaN is 0.
+  """Sample bools, True with probability p.
 
-  A Python number is taken to its last digit, an array to its own.
+  p is clamped to [0, 1]; NaN is 0. It has the precision of Python's float or of its
+  array's dtype.
   """
   return is_below(key, shape, p)
 
 
 @unrolled
 def integers(key, shape, dtype, low, high) -> jax.Array:
-  """Integers uniform over [low, high), in any real dtype that holds them.
+  """Sample integers uniformly over [low, high), in any real dtype.
 
-  The bounds are Python ints, which need not fit in the dtype, or arrays.
+  The bounds are arrays, or Python ints, which need not fit in the dtype.
   """
   if isinstance(low, int) and isinstance(high, int):
     return integers_from(key, shape, dtype, low, high - low)
@@ -92,11 +92,11 @@ def integers(key, shape, dtype, low, high) -> jax.Array:
 
 @unrolled
 def integers_from(key, shape, dtype, low, span) -> jax.Array:
-  """The integers that `integers` draws over [low, low + span).
+  """Sample the same integers as `integers` over [low, low + span).
 
   Args:
-    low: a Python int, or a scalar that holds it.
-    span: 1 or more, or an int32 with the bits of one below 2**32.
+    low: a Python int, or a scalar array.
+    span: an int of at least 1, or an int32 array with the bits of a uint32.
   """
   if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.integer):
     return integers_from(key, shape, _widest(), low, span).astype(dtype)
@@ -109,37 +109,37 @@ def integers_from(key, shape, dtype, low, span) -> jax.Array:
     word, span = jnp.uint32, span.astype(jnp.uint32)
   if isinstance(low, int):
     low = np.asarray(low % 2**bits)
-  # Sums wrap around, so the lower bound is right modulo the size of the type.
+  # Sums wrap around, so the lower bound modulo 2**bits gives the right result.
   return scaled(key, shape, span, word).astype(dtype) + low.astype(dtype)
 
 
 def no_integer(dtype):
-  """NaN among integers: the least one, or the largest unsigned one."""
+  """Return the integer used as NaN: the smallest one, or the largest unsigned one."""
   limits = jnp.iinfo(dtype)
   return np.asarray(limits.min or limits.max, dtype)
 
 
 @unrolled
 def permutation(key, n: int, dtype) -> jax.Array:
-  """A random order of 0 … n-1."""
+  """Sample a random permutation of 0 … n-1."""
   return jax.random.permutation(key, n).astype(dtype)
 
 
 @unrolled
 def standard_exponential(key, shape, dtype) -> jax.Array:
-  """Exponential with rate 1 in float32 or float64; positive, up to 64 log(2).
+  """Sample the exponential with rate 1 in float32 or float64: in (0, 64 log(2)].
 
-  Small numbers have all their digits, and so has the probability of large ones.
+  Small samples have full relative precision, and so has the tail of large ones.
   """
   upper, tail = halves(key, shape, dtype)
   return -jnp.where(upper, jnp.log(tail), jnp.log1p(-tail))
 
 
 def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
-  """Exponential with the given rate; never zero, as torch's.
+  """Sample the exponential with the given rate, never zero, as torch does.
 
-  The least of many decides where `(p / q.exponential_()).argmax()` samples a token, so
-  small numbers have all their digits.
+  Small samples have full relative precision: in `(p / q.exponential_()).argmax()`,
+  which samples a token, the smallest of many decides.
   """
   wide = _wide(dtype)
   drawn = standard_exponential(key, shape, wide) / jnp.asarray(rate, wide)
@@ -148,7 +148,7 @@ def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
 
 @unrolled
 def cauchy(key, shape, dtype, median=0.0, sigma=1.0) -> jax.Array:
-  """Cauchy with the given median and half width."""
+  """Sample the Cauchy distribution with the given median and half width."""
   wide = _wide(dtype)
   upper, tail = halves(key, shape, wide)
   drawn = 1 / jnp.tan(np.asarray(np.pi, wide) * tail)
@@ -157,9 +157,9 @@ def cauchy(key, shape, dtype, median=0.0, sigma=1.0) -> jax.Array:
 
 
 def geometric(key, shape, dtype, p) -> jax.Array:
-  """Number of trials up to the first success: 1, 2, …
+  """Sample the number of trials up to the first success: 1, 2, …
 
-  Integers have the digits of the widest float that there is.
+  Integers are computed in the widest float dtype available.
   """
   is_float = jnp.issubdtype(dtype, jnp.floating)
   wide = _wide(dtype) if is_float else jnp.result_type(float)
@@ -170,13 +170,22 @@ def geometric(key, shape, dtype, p) -> jax.Array:
 
 @unrolled
 def multinomial(key, weights, num_samples: int, replacement: bool) -> jax.Array:
-  """Indices drawn in proportion to weights along the last axis, int32.
+  """Sample indices with probabilities proportional to weights along the last axis.
 
-  With replacement by inversion of the cumulative weights. Without, the categories are
-  in a race of exponential clocks and the first `num_samples` win
+  With replacement, invert the cumulative weights. Without, take the first
+  `num_samples` arrivals in a race of exponential clocks, one per category
   (https://arxiv.org/abs/1903.06059).
+
+  Args:
+    key: typed key, or the words of the draw.
+    weights: real array of shape (..., n).
+    num_samples: number of indices per row.
+    replacement: sample with replacement.
+
+  Returns:
+    int32 (..., num_samples); `no_integer` for rows of improper weights.
   """
-  weights = lax.stop_gradient(weights)  # indices have none, and XLA's steps no rule
+  weights = lax.stop_gradient(weights)  # not every primitive below has a JVP rule
   weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
   if replacement:
     rows = weights.reshape(-1, weights.shape[-1])
@@ -191,15 +200,15 @@ def multinomial(key, weights, num_samples: int, replacement: bool) -> jax.Array:
   return jnp.where(is_proper, drawn, no_integer(drawn.dtype))
 
 
-# With more categories a float32 could not tell the cumulative weights of two apart.
+# With more categories, cumulative weights in float32 lose too many digits.
 _MOST_IN_A_BLOCK = 2048
 
 
 def _invert(key, weights, num_samples: int) -> jax.Array:
-  """Categories of weights (rows, n), as (rows, num_samples), with replacement.
+  """Sample categories of weights (rows, n), as (rows, num_samples), with replacement.
 
-  Many categories are drawn in two steps, a block of them and one of the block, each
-  with a number of its own: one uniform number has too few digits for both.
+  Sample from many categories in two steps: a block, then a category of the block. Each
+  step has its own uniform number, as one number has too few digits for both.
   """
   rows, n = weights.shape
   if n <= _MOST_IN_A_BLOCK:
@@ -217,7 +226,7 @@ def _invert(key, weights, num_samples: int) -> jax.Array:
 
 
 def _find(key, weights, num_samples: int) -> jax.Array:
-  """Categories by inversion in one step."""
+  """Sample categories by inversion in one step."""
   cumulative = jnp.cumsum(weights, axis=-1)
   shape = (len(weights), num_samples)
   points = _below(unit(key, shape, weights.dtype), cumulative[:, -1:])
@@ -226,12 +235,15 @@ def _find(key, weights, num_samples: int) -> jax.Array:
 
 
 def _below(fractions, total):
-  """Points strictly below the total: no trailing category of weight 0 is hit."""
+  """Scale fractions to points strictly below the total.
+
+  So a trailing category of weight 0 is never sampled.
+  """
   return jnp.minimum(fractions * total, jnp.nextafter(total, jnp.zeros_like(total)))
 
 
 def _search(cumulative, points, start, size: int) -> jax.Array:
-  """The first place from `start` on whose cumulative weight exceeds the point."""
+  """Find the first index from `start` on whose cumulative weight exceeds the point."""
   low, high = start, start + size - 1
   for _ in range(math.ceil(math.log2(size))):
     middle = (low + high) // 2
@@ -253,14 +265,14 @@ def _real_dtype(dtype):
 
 
 def _most(dtype, wide):
-  """The largest integer of a dtype that a floating-point type holds."""
+  """Return the largest integer of a dtype that is exact in a float dtype."""
   most = jnp.iinfo(dtype).max
   rounded = np.asarray(most, wide)
   return rounded if int(rounded) <= most else np.nextafter(rounded, np.asarray(0, wide))
 
 
 def _least(dtype):
-  """The least positive number that arithmetic keeps; float16 is computed in float32."""
+  """Return the smallest positive number not flushed to 0; float16 uses float32."""
   limits = jnp.finfo(dtype)
   return limits.smallest_subnormal if dtype == jnp.float16 else limits.tiny
 

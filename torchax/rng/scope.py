@@ -1,9 +1,9 @@
-"""Which stream is current: that of the innermost scope, or the root of the thread.
+"""Current stream: the one of the innermost scope, else the root stream of the thread.
 
-Scopes are in a context variable, so that each thread and each task has its own.
-`rng_scope` is the primitive on which every boundary is built. A scope is one of an
-environment, whose roots are below it (`streams.py`); the functions without an
-environment mean the one that is on.
+Scopes are in a context variable, so each thread and each task has its own. `rng_scope`
+opens one; every boundary is built on it. A scope belongs to an environment, which has a
+root stream per thread (`streams.py`). Without an `owner`, functions here use the active
+environment.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from torchax.rng.state import RngState
 from torchax.rng.stream import RngStream
 from torchax.rng.streams import Streams
 
-# A scope: its environment's streams, and its stream. Or None, and the `StreamOperands`
-# of a function that is being traced, which have a stream for every environment.
+# A scope: its environment's streams and its stream; or None and the `StreamOperands` of
+# a function being traced, which have a stream for every environment.
 _Scope = tuple[Streams | None, Any]
 _scopes: ContextVar[tuple[_Scope, ...]] = ContextVar("scopes", default=())
 
 default_streams = Streams()
-"""Those of the default environment."""
+"""Streams of the default environment."""
 
 
 class _Environments:
@@ -36,24 +36,24 @@ class _Environments:
 
 
 def find_streams_by(streams_on: Callable[[], Streams]) -> None:
-  """Sets what finds the streams of the environment that is on."""
+  """Set the function that returns the streams of the active environment."""
   _Environments.streams_on = staticmethod(streams_on)
 
 
 def streams_on() -> Streams:
-  """The streams of the environment that is on; by default, of the default one."""
+  """Return the streams of the active environment."""
   return _Environments.streams_on()
 
 
 def current(owner: Streams | None = None) -> RngStream:
-  """The stream that operations of an environment draw from, here and now."""
+  """Return the stream that operations of an environment now draw from."""
   owner = owner or streams_on()
   scopes = _scopes.get()
   return current_of(owner, scopes) if scopes else owner.root()
 
 
 def current_of(owner: Streams, scopes: "tuple[_Scope, ...]") -> RngStream:
-  """The stream that an environment draws from inside these scopes."""
+  """Return the stream that an environment draws from inside these scopes."""
   for scope_owner, stream in reversed(scopes):
     if scope_owner is owner:
       return stream
@@ -63,29 +63,29 @@ def current_of(owner: Streams, scopes: "tuple[_Scope, ...]") -> RngStream:
 
 
 def all_here() -> "tuple[_Scope, ...]":
-  """The scopes of this thread or task, the outermost one first."""
+  """Return the scopes of this thread or task, outermost first."""
   return _scopes.get()
 
 
 def operands_here():
-  """The `StreamOperands` of the function that is being traced; None on the host."""
+  """Return the `StreamOperands` of the function being traced; None on the host."""
   return next((s for owner, s in reversed(_scopes.get()) if owner is None), None)
 
 
 def owners_here() -> list[Streams]:
-  """Environments covered by `snapshot` and `restore` in the current scope."""
+  """Return the environments that `snapshot` and `restore` cover here."""
   operands = operands_here()
   return streams.every() if operands is None else operands.owners
 
 
 def has_scope(owner: Streams) -> bool:
-  """True if the current stream of an environment is not the root."""
+  """Return True if the current stream of an environment is not its root stream."""
   return any(scope_owner in (owner, None) for scope_owner, _ in _scopes.get())
 
 
 @contextlib.contextmanager
 def carrying(operands) -> Iterator[None]:
-  """Draws in the block are from these `StreamOperands`, which end with it."""
+  """Draw from these `StreamOperands` in the block, and close them at its end."""
   scope = (None, operands)
   _scopes.set((*_scopes.get(), scope))
   try:
@@ -96,20 +96,23 @@ def carrying(operands) -> Iterator[None]:
 
 
 def address_by(mode: str) -> None:
-  """Sets what a draw's numbers depend on, in all environments and threads.
+  """Set how draws are addressed, in all environments and threads.
 
-  "order", the default: the number of draws before it. "site": the path of the modules
-  that draw ("encoder.layers.3.dropout") and the number of draws made there before, so
-  that adding or exchanging dropout layers changes no other layer's numbers. Both obey
-  the same laws; a path costs some microseconds a draw. Streams go on from a fresh key,
-  so that no number repeats.
+  "order", the default: a draw's numbers depend on the number of draws before it.
+  "site": they depend on the path of the modules that draw ("encoder.layers.3.dropout")
+  and on the number of earlier draws there. So adding or exchanging dropout layers
+  changes no other layer's numbers. A path costs some microseconds per draw. Streams
+  continue with a fresh key, so no number repeats.
 
   A saved state keeps its mode. Draws outside of modules share one site. Calls of
-  modules are followed from now on, so call this before the model runs; for methods that
-  are called by their own name see `inside`.
+  modules are followed from now on, so call this before the model runs. For methods
+  called by their own name see `inside`.
+
+  Args:
+    mode: "order" or "site".
 
   Raises:
-    ValueError: another mode.
+    ValueError: any other mode.
   """
   by_site = is_by_site(mode)
   for owner in streams.every():
@@ -117,36 +120,36 @@ def address_by(mode: str) -> None:
 
 
 def is_by_site(mode: str) -> bool:
-  """True for "site", False for "order"; raises ValueError for anything else."""
+  """Return True for "site", False for "order"; raise ValueError for any other mode."""
   if mode not in ("order", "site"):
     raise ValueError(f'Draws are addressed by "order" or by "site", but got {mode!r}.')
   return mode == "site"
 
 
 def addressed_by() -> str:
-  """How draws are addressed: "order" or "site"."""
+  """Return how draws are addressed: "order" or "site"."""
   return "site" if streams_on().by_site else "order"
 
 
 @contextlib.contextmanager
 def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
-  """Draws from `value` inside the block; the outer stream resumes after it.
+  """Draw from `value` inside the block; the outer stream resumes after it.
 
-  The scope belongs to its thread and task. A task that begins inside it draws from it
+  The scope belongs to its thread and task. A task that starts inside it draws from it
   too, and so does a thread with a copied context (`asyncio.to_thread`).
 
   Args:
-    value: an `RngState`, a typed key, raw key data, a seed, or an `RngStream` (a
-      fork, for example), which then advances.
-    owner: whose draws; by default, of the environment that is on.
+    value: an `RngState`, a typed key, raw key data, a seed, or an `RngStream` (for
+      example a fork), which then advances.
+    owner: the environment whose draws; default: the active one.
 
   Yields:
     The stream of the block.
 
   Raises:
-    SeedError: `value` is none of these; the outer stream stays current.
-    RngError: at its end, where a scope that began inside is still open, as in
-      generators that take turns: what was drawn meanwhile came from the wrong one.
+    SeedError: `value` has another type; the outer stream stays current.
+    RngError: at the end of the block an inner scope is still open, for example in
+      interleaved generators. Draws since came from the wrong stream.
   """
   owner = owner or streams_on()
   outer = current(owner)
@@ -154,7 +157,7 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
   stream = RngStream(_new_state(value, owner), "scope") if owned else value
   if stream.log is None:
     stream.log = outer.log
-  # Around the scope calls of modules are not followed, so paths begin at it.
+  # Outside of the scope calls of modules are not followed, so paths start at it.
   begins = stream.by_site and not (outer.by_site or owner.by_site)
   scope = (owner, stream)
   _scopes.set((*_scopes.get(), scope))
@@ -179,9 +182,9 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
 
 
 def _leave(scope: _Scope) -> bool:
-  """Removes a scope; False if others of its environment were opened inside it.
+  """Remove a scope; return False if an inner one of its environment is still open.
 
-  A scope that was left open may end late, in another task or after its removal.
+  A scope may end late, in another task or after an outer scope has removed it.
   """
   scopes = _scopes.get()
   index = next((n for n, found in enumerate(scopes) if found is scope), None)
@@ -193,13 +196,13 @@ def _leave(scope: _Scope) -> bool:
 
 @contextlib.contextmanager
 def continued() -> Iterator[None]:
-  """Continues the traced streams in a trace that is nested in theirs.
+  """Use the traced streams in a trace nested in theirs.
 
-  For a backward pass that is traced apart from its forward pass: it may run a part of
-  the forward pass again, with the state that was saved before.
+  For a backward pass that is traced apart from its forward pass. It may recompute a
+  part of the forward pass, with a state saved there.
 
   Raises:
-    RngError: the block has advanced a stream, which nothing would return to the caller.
+    RngError: the block has advanced a stream; the caller could not learn of it.
   """
   outer = _scopes.get()
   inner = tuple([(owner, s.nested() if s.is_traced else s) for owner, s in outer])
@@ -224,19 +227,19 @@ def _new_state(value, owner: Streams) -> RngState:
 
 
 def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> None:
-  """Re-seeds the root streams of all threads, or the stream of the current scope.
+  """Re-seed the root streams of all threads, or the stream of the current scope.
 
-  Inside a scope or a compiled function only the current stream is re-seeded; a
-  compiled function hands the new state to its caller when it returns.
+  Inside a scope or a compiled function only the current stream is re-seeded. A
+  compiled function returns the new state to its caller.
 
   Args:
     seed: an int in [-2**63, 2**64), a 0-d integer tensor, or a typed key.
-    impl: PRNG implementation; by default the one in use.
-    owner: whose streams; by default, those of all environments. In a scope, those of
-      the ones that have a scope.
+    impl: PRNG implementation; default: the current one.
+    owner: the environment; default: all environments, or in a scope those that have a
+      scope.
 
   Raises:
-    SeedError: any other type; nothing is changed.
+    SeedError: any other type of seed; nothing is changed.
   """
   if isinstance(seed, bool | float):
     raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
@@ -255,7 +258,7 @@ def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> 
 
 
 def _is_integer(seed) -> bool:
-  """True for an int and for a 0-d tensor or array of integers."""
+  """Return True for an int and for a 0-d integer tensor."""
   if isinstance(seed, torch.Tensor):
     whole = not (seed.is_floating_point() or seed.is_complex())
     return whole and not seed.dim() and seed.dtype is not torch.bool
@@ -263,10 +266,10 @@ def _is_integer(seed) -> bool:
 
 
 def initial_seed() -> int:
-  """The seed of the root streams."""
+  """Return the seed of the root streams."""
   return streams_on().seed
 
 
 def default_impl() -> str:
-  """The PRNG implementation of the root streams."""
+  """Return the PRNG implementation of the root streams."""
   return streams_on().impl

@@ -1,12 +1,12 @@
-"""The plain data of random states as bytes, and back.
+"""Random states as bytes, and back.
 
   magic | length of name, count, number of words | name | [length, JSON] | words
 
-The part in brackets is there under the second magic only: the counts of sites. Words
-are little-endian 32-bit integers.
+The part in brackets, the counts of sites, exists with the second magic only. Words are
+little-endian 32-bit integers.
 
-Of several environments the states are joined: magic | (number, length) and the state,
-for each, that of the environment which is on first.
+States of several environments are joined: magic, then (number, length) and the state of
+each, the active environment first. `state.py` and `snapshots.py` call this.
 """
 
 import json
@@ -28,12 +28,12 @@ _LENGTH = struct.Struct("<I")
 
 
 def joined(states: list[tuple[int, bytes]]) -> bytes:
-  """The states of several environments, with the numbers of these, as one."""
+  """Join the states of several environments, with the environments' numbers."""
   return _SEVERAL + b"".join(_ENTRY.pack(n, len(state)) + state for n, state in states)
 
 
 def split(payload: bytes) -> list[tuple[int | None, bytes]]:
-  """The states that `joined` has joined; a state by itself has no number.
+  """Split the result of `joined`; a single state has the number None.
 
   Raises:
     ValueError: the bytes are truncated.
@@ -56,13 +56,13 @@ def split(payload: bytes) -> list[tuple[int | None, bytes]]:
 
 
 def encode_seed(seed: int, ordinal: int, impl: str) -> bytes:
-  """The bytes of a root stream that was not drawn from; see `streams.RootSeed`."""
+  """Encode a root stream without draws; see `streams.RootSeed`."""
   name = impl.encode()
   return _MAGIC_SEED + _SEED.pack(seed, ordinal, len(name)) + name
 
 
 def decode_seed(payload: bytes) -> tuple[int, int, str] | None:
-  """The seed that `encode_seed` wrote; None for other bytes."""
+  """Decode the result of `encode_seed`; None for other bytes."""
   start = len(_MAGIC_SEED) + _SEED.size
   if not payload.startswith(_MAGIC_SEED) or len(payload) < start:
     return None
@@ -72,18 +72,18 @@ def decode_seed(payload: bytes) -> tuple[int, int, str] | None:
 
 
 def encode_mark(number: int) -> bytes:
-  """The bytes of a mark in a compiled function, where the state has no value."""
+  """Encode a mark, which replaces the state inside a compiled function."""
   return _MAGIC_MARK + _MARK.pack(number)
 
 
 def decode_mark(payload: bytes) -> int | None:
-  """The number that `encode_mark` wrote; None for other bytes."""
+  """Decode the result of `encode_mark`; None for other bytes."""
   is_mark = payload.startswith(_MAGIC_MARK)
   return _MARK.unpack(payload[len(_MAGIC_MARK) :])[0] if is_mark else None
 
 
 def encode(data: dict[str, Any]) -> bytes:
-  """The bytes of what `RngState.state_dict` returns."""
+  """Encode the result of `RngState.state_dict`."""
   words = np.asarray(data["key_data"], "<u4")
   extra = {"sites": data["sites"]} if "sites" in data else {}
   name = data["impl"].encode()
@@ -95,10 +95,10 @@ def encode(data: dict[str, Any]) -> bytes:
 
 
 def decode(payload: bytes) -> dict[str, Any]:
-  """The argument of `RngState.from_state_dict`, from the bytes of `encode`.
+  """Decode the result of `encode`, for `RngState.from_state_dict`.
 
   Raises:
-    ValueError: other bytes, or too few or too many of them.
+    ValueError: the bytes are no state, or have the wrong length.
   """
   start = len(_MAGIC) + _HEADER.size
   has_extra = payload.startswith(_MAGIC_EXTRA)
@@ -129,7 +129,7 @@ def decode(payload: bytes) -> dict[str, Any]:
 
 
 def _sized(payload: bytes, start: int) -> bytes:
-  """The bytes after their length."""
+  """Read a length at `start` and return that many bytes after it."""
   body = start + _LENGTH.size
   if len(payload) >= body:
     (length,) = _LENGTH.unpack_from(payload, start)
