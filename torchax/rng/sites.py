@@ -1,7 +1,7 @@
-"""Draws addressed by site: by the path of the modules that draw.
+"""Draws addressed by site, the path of the modules that draw.
 
 A site is a stream of its own, with a key derived from the path ("layers.0.dropout").
-`paths.py` knows which modules are running.
+`paths.py` returns the path of the running modules.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ class SiteCounter(Counter):
   """Counter of a stream whose draws are addressed by site.
 
   Args:
-    state: its `sites` are the draws made before at each path; may be traced.
+    state: the initial state; its `sites` are the earlier draws per path, maybe traced.
     is_operand: see `Counter`.
 
   Attributes:
-    draws: draws of each site since.
-    meet: called with the path of a site that is no operand of the trace; None on the
+    draws: draws per site since the initial state.
+    meet: callback for the path of a site that is no operand of the trace; None on the
       host.
   """
 
@@ -35,7 +35,7 @@ class SiteCounter(Counter):
 
   def __init__(self, state: RngState, is_operand: bool = False):
     super().__init__(state.key, state.count, is_operand)
-    # Counts of all draws, whatever key the site had for them.
+    # Counts of all draws of a site, with all its keys.
     self._before = dict(state.sites or {})
     self._counters: dict[str, Counter] = {}
     self._site = ""
@@ -48,21 +48,21 @@ class SiteCounter(Counter):
     return self.at(self._site).next()
 
   def at(self, path: str) -> Counter:
-    """The counter of a site."""
+    """Return the counter of a site."""
     counter = self._counters.get(path)
     if counter is None:
-      # A concrete key has concrete ones, also where a function is being traced.
+      # Keys derived from a concrete key stay concrete, even inside a trace.
       is_traced = isinstance(self.key, jax.core.Tracer)
       with contextlib.nullcontext() if is_traced else jax_compat.outside_of_traces():
         key = rng_state.named_key(self.key, path)
       if self.meet is not None:
-        self.meet(path)  # the count is a placeholder: the function is traced again
+        self.meet(path)  # the count is a placeholder: the function will be retraced
         self._before[path] = np.uint32(0)
       counter = self._counters[path] = Counter(key, self._total(path))
     return counter
 
   def add(self, path: str, key: jax.Array, count) -> None:
-    """Adds a site whose key and count are operands."""
+    """Add a site whose key and count are operands."""
     self._before[path] = count
     self._counters[path] = Counter(key, count)
 
@@ -97,7 +97,7 @@ class SiteCounter(Counter):
     if path is not None:
       self.at(path).advance(draws)
       self.draws[path] = self.draws.get(path, 0) + draws
-    elif draws:  # this count only tells that there are draws
+    elif draws:  # the count only has to be positive after a draw
       self.count = (self.count + draws - 1) % (rng_state.REKEY_AT - 1) + 1
 
   def copy(self) -> "SiteCounter":
@@ -109,16 +109,16 @@ class SiteCounter(Counter):
 
 
 def counter_of(state: RngState) -> Counter:
-  """The counter of a state."""
+  """Create the counter of a state."""
   return Counter(state.key, state.count) if state.sites is None else SiteCounter(state)
 
 
 def advance_past_branches(stream, branches: list) -> None:
-  """Advances a stream past a choice of branches, by the most draws of one.
+  """Advance a stream past a choice of branches, by the largest number of draws.
 
   Args:
     stream: an `RngStream`.
-    branches: the stream as each branch has left it, `nested`.
+    branches: for each branch its `nested` copy of the stream, after its draws.
   """
   before = _draws(stream)
   for path in dict.fromkeys(path for branch in branches for path in _draws(branch)):

@@ -1,8 +1,8 @@
 """Random states as tensors: `torch.jax.get_rng_state()` and `set_rng_state`.
 
-What torch saves and restores around a block (`fork_rng`, a checkpoint) are the states
-of all environments, as those of all devices elsewhere: first that of the one which is
-on, then the others', each with the number of its environment.
+For other devices torch saves and restores the states of all devices around a block
+(`fork_rng`, a checkpoint). Here one tensor has the states of all environments: first
+the active one, then the others with their numbers. `serialization.py` has the format.
 """
 
 import itertools
@@ -18,17 +18,17 @@ from torchax.rng.streams import RootSeed, Streams, root_state
 
 
 def snapshot() -> torch.Tensor:
-  """The states of all environments as a uint8 tensor of shape (n,), for `restore`.
+  """Return the states of all environments as a uint8 tensor (n,), for `restore`.
 
-  A root stream that was not drawn from stays unopened: no JAX backend is started.
-  Inside a compiled function the tensor is a mark that `restore` knows there alone.
+  A root stream without draws stays unopened, so no JAX backend is initialized. Inside a
+  compiled function the tensor is a mark, which `restore` accepts only there.
   """
   first = streams_on()
   owners = [first, *[owner for owner in owners_here() if owner is not first]]
   states = [(owner.number, _saved(owner)) for owner in owners]
   payload = states[0][1] if len(states) == 1 else serialization.joined(states)
   tensor = _tensor(payload)
-  # A checkpoint that restores the state runs below the modules that run now.
+  # A checkpoint that restores the state recomputes inside the current modules.
   stream = None if is_unopened(first) else current(first)
   if stream is not None and stream.by_site and not stream.is_traced:
     _modules_of.keep(tensor, paths.here())
@@ -36,7 +36,7 @@ def snapshot() -> torch.Tensor:
 
 
 def _saved(owner: Streams) -> bytes:
-  """The current stream of one environment as bytes."""
+  """Encode the current stream of one environment."""
   if is_unopened(owner) and not owner.by_site:
     return serialization.encode_seed(*owner.root_seed())
   stream = current(owner)
@@ -50,18 +50,18 @@ def _tensor(payload: bytes) -> torch.Tensor:
 
 
 def is_unopened(owner: Streams) -> bool:
-  """True if the current stream is a root that is only a seed so far."""
+  """Return True if the current stream is a root without draws: only a seed."""
   return owner.is_unopened() and not has_scope(owner)
 
 
 class _Modules:
-  """The modules that ran when a state was saved, as long as its tensor is alive."""
+  """Modules that ran when a state was saved, while its tensor is alive."""
 
   def __init__(self):
     self._found: dict[int, tuple] = {}
 
   def keep(self, state: torch.Tensor, modules: tuple) -> None:
-    """Remembers the modules for a state; None among them is a boundary."""
+    """Keep weak references to the modules for a state; None is a boundary."""
     key = id(state)
     reference = weakref.ref(state, lambda _: self._found.pop(key, None))
     references = [
@@ -70,7 +70,7 @@ class _Modules:
     self._found[key] = (reference, references)
 
   def find(self, state: torch.Tensor) -> tuple | None:
-    """The modules; None if they are not known or not alive any more."""
+    """Return the modules of a state; None if unknown or no longer alive."""
     reference, references = self._found.get(id(state), (None, ()))
     if reference is None or reference() is not state:
       return None
@@ -81,13 +81,13 @@ class _Modules:
 _modules_of = _Modules()
 
 
-# Marks: positions of traced streams, which have no value that could be written down ---
+# Marks: positions of traced streams, which have no value to save ----------------------
 
 _marks = itertools.count()
 
 
 def _mark(stream: RngStream) -> int:
-  """Saves the position of a stream under a number, for `_restore_mark`."""
+  """Save the position of a stream under a new number, for `_restore_mark`."""
   stream.check("saving the random state")
   mark = next(_marks)
   position = (stream.counter.copy(), stream.draws, stream.reseeded)
@@ -96,10 +96,10 @@ def _mark(stream: RngStream) -> int:
 
 
 def _restore_mark(stream: RngStream, mark: int) -> None:
-  """Returns to a mark as if the draws since had not been made.
+  """Return a stream to a mark, as if the draws since had not been made.
 
   Raises:
-    ValueError: the mark is another stream's.
+    ValueError: the mark belongs to another stream.
   """
   stream.check("restoring the random state")
   if mark not in stream.marks:
@@ -113,12 +113,12 @@ def _restore_mark(stream: RngStream, mark: int) -> None:
 
 
 def restore(tensor: torch.Tensor) -> None:
-  """Makes the current streams go on where `snapshot` was called.
+  """Restore the current streams to the state that `snapshot` returned.
 
   Raises:
-    SeedError: not a uint8 tensor.
-    ValueError: not a state, a damaged one, or one from inside another compiled
-      function. The streams stay as they were.
+    SeedError: the state is no uint8 tensor.
+    ValueError: the tensor holds no state, a damaged one, or one from inside another
+      compiled function. The streams are unchanged.
   """
   (_, state), *others = serialization.split(bytes_of(tensor))
   first = streams_on()
@@ -128,7 +128,7 @@ def restore(tensor: torch.Tensor) -> None:
   }
   for number, state in others:
     owner = by_number.get(number)
-    # One that has not moved stays; a compiled function carries the one that is on.
+    # Skip unmoved streams: a compiled function may have only the active one as operand.
     if owner is not None and _saved(owner) != state:
       restored.append((owner, _read(state, owner)))
   for owner, value in restored:
@@ -136,10 +136,10 @@ def restore(tensor: torch.Tensor) -> None:
 
 
 def _read(state: bytes, owner: Streams) -> RootSeed | RngState | int:
-  """The content of a saved state: a seed, a state, or the number of a mark.
+  """Decode a saved state: a seed, a state, or the number of a mark.
 
   Raises:
-    ValueError: nothing that the current stream could go on from.
+    ValueError: the bytes are no state, or have another PRNG implementation.
   """
   seed = serialization.decode_seed(state)
   if seed is not None:
@@ -169,7 +169,7 @@ def _restore(owner: Streams, value: RootSeed | RngState | int, tensor) -> None:
 
 
 def _require_impl(impl: str, owner: Streams) -> None:
-  """Raises ValueError unless it is the PRNG implementation of the current stream."""
+  """Raise ValueError unless `impl` is the current stream's PRNG implementation."""
   ours = owner.impl if is_unopened(owner) else current(owner).state.impl
   if impl != ours:
     raise ValueError(

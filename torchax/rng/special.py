@@ -1,8 +1,9 @@
-"""Small special functions without cancellation, for samplers and their gradients.
+"""Special functions without cancellation, for samplers and their gradients.
 
-Float32 has to do where 64-bit types are off, so differences of large logarithms (of
-`lgamma`, say) are taken apart: what cancels does so on paper. All functions work
-element by element on float32 or float64 arrays.
+With 64-bit types off, float32 must suffice. So differences of large logarithms (for
+example of `lgamma`) are simplified by hand instead of subtracted. All functions are
+elementwise on float32 or float64 arrays. `rejection.py`, `pathwise.py` and
+`samplers.py` call them.
 """
 
 import math
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Coefficients of 1/a², 1/a⁴, … in log(a) - digamma(a) - 1/(2a), and of 1/k, 1/k³, …
-# in the error of Stirling's formula: Bernoulli numbers, B₂ₙ/2n and B₂ₙ/(2n(2n-1))
+# Coefficients of 1/a², 1/a⁴, … in log(a) - digamma(a) - 1/(2a), and of 1/k, 1/k³, … in
+# the error of Stirling's formula: B₂ₙ/2n and B₂ₙ/(2n(2n-1)) with Bernoulli numbers B
 # (Abramowitz & Stegun 6.3.18 and 6.1.42).
 _DIGAMMA = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132, -691 / 32760, 1 / 12)
 _STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360)
-# Both series are good to float64 from here on.
+# Both series have float64 precision from here on.
 _LARGE = 12
 
 _SMALL_STIRLING_ERRORS = [0.0] + [
@@ -27,7 +28,7 @@ _SMALL_STIRLING_ERRORS = [0.0] + [
 
 
 def _polynomial(coefficients, x):
-  """Horner's rule; the constant comes first."""
+  """Evaluate a polynomial by Horner's rule; the constant is first."""
   value = jnp.full_like(x, coefficients[-1])
   for coefficient in reversed(coefficients[:-1]):
     value = value * x + coefficient
@@ -39,9 +40,9 @@ def _terms(x, for_float32: int, for_float64: int) -> int:
 
 
 def log1p_minus(x):
-  """log(1 + x) - x for x > -1, to full relative precision at 0.
+  """Compute log(1 + x) - x for x > -1, with full relative precision at 0.
 
-  With y = x / (2 + x) it is -xy + 2 (y³/3 + y⁵/5 + …).
+  With y = x / (2 + x) it equals -xy + 2 (y³/3 + y⁵/5 + …).
   """
   near = jnp.abs(x) < 0.5
   y = jnp.where(near, x / (2 + x), 0)
@@ -50,7 +51,7 @@ def log1p_minus(x):
 
 
 def exp_plus(s):
-  """s - (1 - exp(-s)) for s ≥ 0, to full relative precision at 0."""
+  """Compute s - (1 - exp(-s)) for s ≥ 0, with full relative precision at 0."""
   near = s < 0.5
   small = jnp.where(near, s, 0)
   n = _terms(s, 8, 14)
@@ -59,9 +60,9 @@ def exp_plus(s):
 
 
 def log_minus_digamma(a):
-  """log(a) - digamma(a) for a > 0: positive, about 1/(2a).
+  """Compute log(a) - digamma(a) for a > 0: positive, about 1/(2a).
 
-  By its recurrence up to where the asymptotic series is good; all terms are positive.
+  Apply the recurrence until the asymptotic series is precise; all terms are positive.
   """
 
   def step(i, total):
@@ -74,7 +75,7 @@ def log_minus_digamma(a):
 
 
 def _stirling_error(k):
-  """log(k!) less Stirling's formula k log(k) - k + log(2πk)/2, for k ≥ 1."""
+  """Compute log(k!) - (k log(k) - k + log(2πk)/2) for k ≥ 1: Stirling's error."""
   large = jnp.maximum(k, _LARGE)
   series = _polynomial(_STIRLING, 1 / (large * large)) / large
   table = jnp.asarray(_SMALL_STIRLING_ERRORS, k.dtype)
@@ -83,13 +84,16 @@ def _stirling_error(k):
 
 
 def _deviance(k, mean_minus_k):
-  """k log(k / mean) + mean - k for k ≥ 1 (Loader 2000)."""
+  """Compute k log(k / mean) + mean - k for k ≥ 1 (Loader 2000)."""
   return -k * log1p_minus(mean_minus_k / k)
 
 
 def poisson_log_pmf(k, mean):
-  """Logarithm of the probability of k ≥ 0 events; by the saddle point of Loader (2000),
-  https://www.r-project.org/doc/reports/CLoader-dbinom-2002.pdf."""
+  """Compute the Poisson log probability of k ≥ 0 events.
+
+  Saddle-point expansion of Loader (2000),
+  https://www.r-project.org/doc/reports/CLoader-dbinom-2002.pdf.
+  """
   safe = jnp.maximum(k, 1)
   value = -_stirling_error(safe) - _deviance(safe, mean - safe)
   value -= 0.5 * jnp.log(2 * np.pi * safe)
@@ -97,7 +101,7 @@ def poisson_log_pmf(k, mean):
 
 
 def binomial_log_pmf(k, n, p):
-  """Logarithm of the probability of k of n successes, 0 ≤ k ≤ n and 0 < p < 1."""
+  """Compute the log probability of k of n successes, 0 ≤ k ≤ n and 0 < p < 1."""
   wins, losses = jnp.clip(k, 1, n - 1), jnp.clip(n - k, 1, n - 1)
   mean = n * p
   value = _stirling_error(n) - _stirling_error(wins) - _stirling_error(losses)
@@ -109,14 +113,13 @@ def binomial_log_pmf(k, n, p):
 
 # The normal quantile ------------------------------------------------------------------
 
-# By the probability of the tail, v = P(Z > z), 0 < v ≤ 1/2, which a floating-point
-# number holds with all its digits however small it is. 1 - 2v, which `erf_inv` takes,
-# has none left at 6 sigma.
+# A function of the tail probability v = P(Z > z), 0 < v ≤ 1/2. A float holds v with all
+# digits, however small; the argument 1 - 2v of `erf_inv` has none left at 6 sigma.
 
-# z / (1 - 2v) as polynomials: in w = -log(4v(1 - v)) up to `_MIDDLE`, as Giles (2012,
-# "Approximating the erfinv function") does it, and in sqrt(w) up to v = 2**-64 beyond.
-# The constant comes first. Interpolated at Chebyshev's points with 40 digits; the
-# relative errors are below 6e-8.
+# z / (1 - 2v) as polynomials: in w = -log(4v(1 - v)) up to `_MIDDLE`, following Giles
+# (2012, "Approximating the erfinv function"); beyond it in sqrt(w), down to v = 2**-64.
+# The constant is first. Interpolated at Chebyshev's points with 40 digits; the relative
+# errors are below 6e-8.
 _MIDDLE = 7.0
 _CENTERS = (3.5, 4.6)
 _NEAR = (
@@ -131,7 +134,7 @@ _FAR = (
 )
 
 # Algorithm AS 241, PPND16 (Wichura 1988, https://doi.org/10.2307/2347330): numerators
-# and denominators of the middle, of the tail and of the far tail; the constant first.
+# and denominators for the middle, the tail and the far tail; the constant is first.
 _AS241 = (
   (
     *(3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3),
@@ -167,10 +170,10 @@ _AS241 = (
 
 
 def normal_above(v) -> jax.Array:
-  """z ≥ 0 with P(Z > z) = v of a standard normal Z; float32 or float64.
+  """Compute z ≥ 0 with P(Z > z) = v for a standard normal Z.
 
   Args:
-    v: probabilities of 2**-64 to 1/2.
+    v: probabilities from 2**-64 to 1/2, float32 or float64, of any shape.
   """
   return _quantile_in_float64(v) if v.dtype == jnp.float64 else _quantile_in_float32(v)
 
@@ -194,12 +197,12 @@ def _quantile_in_float64(v):
 
 
 def _by_region(t, regions, coefficients):
-  """Horner's rule; element by element with the coefficients of the first true region.
+  """Evaluate per element the polynomial of its first true region.
 
   Args:
     t: the argument.
     regions: arrays of bools.
-    coefficients: rows, one for each region and one for the rest; the constant first.
+    coefficients: one row per region and one for the rest; the constant is first.
   """
   value = jnp.zeros_like(t)
   for column in reversed(list(zip(*coefficients))):

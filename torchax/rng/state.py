@@ -1,8 +1,8 @@
-"""The random state as a value: a typed key and a number of draws.
+"""Random state as a value: a typed key and a number of draws.
 
 Draw i of a stream uses `fold_in(key, i)` with i < 2**31. The upper half of the 32-bit
-space derives children (threads, forks, new keys of a stream), so no child's key is ever
-the key of a draw.
+space derives children: threads, forks, new keys of a stream. So no child's key is ever
+the key of a draw. `counter.py` and `stream.py` advance a state.
 """
 
 import dataclasses
@@ -19,28 +19,28 @@ from torchax.rng import serialization
 
 DEFAULT_IMPL = "threefry2x32"
 
-# Draws of a key; then a stream takes the next one. A compiled call keeps its key, and
-# may count on to the first child index.
+# Draws after which a stream switches to its next key. A compiled call keeps its key,
+# and its count may reach the first child index.
 REKEY_AT = 1 << 30
-# A site counts all its draws, whatever key they had.
+# Largest count of a site, which covers the draws with all its keys.
 _MOST_OF_A_SITE = 1 << 62
 
 # Children of a key: fold_in(fold_in(key, index), identifier).
 _FIRST_CHILD = 1 << 31
 _THREAD, _REKEY, _NAME, _REBASE, _SHARD = (_FIRST_CHILD + i for i in range(5))
 
-# Keys of 32 bits collide among a few thousand streams.
+# With 32-bit keys, a few thousand streams collide.
 _REFUSED_IMPLS = {"philox2x32": "its 32-bit keys collide"}
 
 
 def check_impl(impl: str) -> str:
-  """Returns the name, if streams may use that PRNG implementation.
+  """Return the name of a PRNG implementation if streams may use it.
 
   Under `rbg` and `unsafe_rbg` a vmapped draw differs from a loop of draws, and
   `unsafe_rbg` derives keys without a cryptographic hash.
 
   Raises:
-    ValueError: an implementation unknown to JAX, or refused because keys collide.
+    ValueError: JAX does not have the implementation, or its keys collide.
   """
   if impl in _REFUSED_IMPLS:
     raise ValueError(
@@ -57,18 +57,18 @@ def check_impl(impl: str) -> str:
 
 
 def is_typed_key(value) -> bool:
-  """True for a JAX array of typed keys (`jax.random.key`)."""
+  """Return True for a JAX array of typed keys (`jax.random.key`)."""
   if not isinstance(value, jax.Array):
     return False
   return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def check_seed(seed: int) -> int:
-  """The seed in [0, 2**64); negative ones wrap modulo 2**64, as torch's.
+  """Return the seed modulo 2**64, as torch does with negative seeds.
 
   Raises:
-    SeedError: not an integer.
-    ValueError: an integer outside of [-2**63, 2**64).
+    SeedError: the seed is no integer.
+    ValueError: the seed is outside of [-2**63, 2**64).
   """
   if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
     raise SeedError(
@@ -82,7 +82,7 @@ def check_seed(seed: int) -> int:
 
 
 def key_from_seed(seed: int, impl: str = DEFAULT_IMPL) -> jax.Array:
-  """The root key of an integer seed; raises what `check_seed` raises."""
+  """Return the root key of an integer seed; raise the errors of `check_seed`."""
   seed = check_seed(seed)
   key = jax.random.key(np.uint32(seed & 0xFFFFFFFF), impl=impl)
   if seed >> 32:
@@ -94,48 +94,48 @@ def _key_from_traced_seed(seed: jax.Array, impl: str) -> jax.Array:
   low = seed.astype(jnp.uint32)
   if jnp.iinfo(seed.dtype).bits == 64:
     high = (seed >> 32).astype(jnp.uint32)
-  else:  # the sign extends to the upper word
+  else:  # sign extension
     high = jnp.where(seed < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
   key = jax.random.key(low, impl=impl)
   return jnp.where(high == 0, key, _child(key, _NAME, high))
 
 
 def key_from_words(words: jax.Array, impl: str) -> jax.Array:
-  """A key from two uint32 words, shape (2,); traceable. For `torch.Generator`."""
+  """Return the key of two uint32 words (2,), for `torch.Generator`; traceable."""
   return jax.random.fold_in(jax.random.key(words[0], impl=impl), words[1])
 
 
 def fold_in(key: jax.Array, count) -> jax.Array:
-  """The key of draw `count` of a stream; traceable."""
+  """Return the key of draw `count` of a stream; traceable."""
   return jax.random.fold_in(key, count)
 
 
 def rebased_key(key: jax.Array, count) -> jax.Array:
-  """A key for the rest of a stream after `count` draws."""
+  """Return a key for the rest of a stream after `count` draws."""
   return _child(key, _REBASE, count)
 
 
 def rekeyed(key: jax.Array) -> jax.Array:
-  """The key that follows one whose counts are used up."""
+  """Return the next key of a stream, after `REKEY_AT` draws."""
   return _child(key, _REKEY, 0)
 
 
 def resolved(key: jax.Array, count: int) -> tuple[jax.Array, int]:
-  """Key and count of the same draw, with a count below `REKEY_AT`."""
+  """Re-key until `count` is below `REKEY_AT`; return the key and count of that draw."""
   while count >= REKEY_AT:
     key, count = rekeyed(key), count - REKEY_AT
   return key, count
 
 
 def thread_key(key: jax.Array, ordinal: int) -> jax.Array:
-  """The root key of a thread; the main thread, ordinal 0, has the seed's own."""
+  """Return the root key of a thread; ordinal 0, the main thread, has the seed's key."""
   return _child(key, _THREAD, ordinal) if ordinal else key
 
 
 def named_key(key: jax.Array, name: str) -> jax.Array:
-  """The root key of an independent stream with a name.
+  """Return the root key of an independent stream with a name.
 
-  64 bits of the name's hash count: two of a million names collide with p = 3e-8.
+  It uses 64 bits of the name's hash: among a million names, two collide with p = 3e-8.
   """
   digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
   low, high = np.frombuffer(digest, "<u4").astype(np.uint32)
@@ -143,7 +143,7 @@ def named_key(key: jax.Array, name: str) -> jax.Array:
 
 
 def shard_key(key: jax.Array, index) -> jax.Array:
-  """The key of one shard of a computation; `index` may be traced."""
+  """Return the key of one shard of a computation; `index` may be traced."""
   return _child(key, _SHARD, index)
 
 
@@ -152,17 +152,18 @@ def _child(key: jax.Array, kind: int, identifier) -> jax.Array:
 
 
 def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
-  """A typed scalar key from a typed key, raw uint32 key data, a seed or a 0-d tensor.
+  """Return the typed scalar key of a key, raw key data or a seed.
 
   Args:
-    value: see above; arrays may be traced.
-    impl: implementation for seeds and raw key data.
+    value: a typed key, uint32 key data, an int or a 0-d integer tensor or array; may be
+      traced.
+    impl: PRNG implementation of seeds and raw key data.
 
   Raises:
-    SeedError: any other type, a key array that is not scalar, or a float.
+    SeedError: `value` has another type, or is an array of several keys.
   """
   if isinstance(value, torch.Tensor):
-    # Every torch tensor has a method `jax`; a CPU tensor's is a copy to the device.
+    # `Tensor.jax()` of a CPU tensor would copy it to the device.
     tensor: Any = value
     value = np.asarray(tensor) if tensor.device.type == "cpu" else tensor.jax()
   if is_typed_key(value):
@@ -208,13 +209,12 @@ def key_data_shape(impl: str) -> tuple[int, ...]:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class RngState:
-  """Position of a stream; a JAX pytree of the key, the count and the sites' counts.
+  """Position of a stream: a JAX pytree of the key, the count and the sites' counts.
 
   Attributes:
     key: typed key (`key<fry>[]`).
     count: draws made with the key: a Python int on the host, uint32[] inside a trace.
-    sites: draws made at each site, where draws are addressed by site (`address_by`);
-      else None.
+    sites: draws per site if draws are addressed by site (`address_by`), else None.
 
   >>> RngState.from_seed(0).advance(3)
   RngState(threefry2x32, key=0:0, count=3)
@@ -226,7 +226,7 @@ class RngState:
 
   @classmethod
   def from_seed(cls, seed: int, impl: str = DEFAULT_IMPL) -> "RngState":
-    """The state that `torch.manual_seed(seed)` gives the main thread."""
+    """Return the main thread's state after `torch.manual_seed(seed)`."""
     return cls(key_from_seed(seed, check_impl(impl)), 0)
 
   @property
@@ -235,10 +235,10 @@ class RngState:
     return str(jax.random.key_impl(self.key))
 
   def advance(self, draws: int) -> "RngState":
-    """The state after that many more draws.
+    """Return the state after `draws` more draws.
 
     Raises:
-      ValueError: draws are addressed by site, so a number alone says too little.
+      ValueError: draws are addressed by site, so their sites are needed.
     """
     if self.sites is not None:
       raise ValueError(
@@ -248,20 +248,24 @@ class RngState:
     return RngState(self.key, self.count + draws)
 
   def draw_key(self, ahead: int = 0) -> jax.Array:
-    """The key of the next draw, or of one further ahead."""
+    """Return the key of the next draw, or of the one `ahead` draws later."""
     if isinstance(self.count, int) and isinstance(ahead, int):
       return fold_in(*resolved(self.key, self.count + ahead))
     return fold_in(self.key, self.count + ahead)
 
   def fork(self, name: str) -> "RngState":
-    """An independent stream; the same name gives the same one, at any count."""
+    """Return an independent state, which depends on the name and not on the count."""
     return RngState(named_key(self.key, name), 0, None if self.sites is None else {})
 
   def state_dict(self) -> dict[str, Any]:
-    """Plain data: impl name, key data (list of ints), count; sites where they count.
+    """Return the state as plain data.
+
+    Returns:
+      Dict with `impl` (str), `key_data` (list of ints), `count` (int) and, if draws are
+      addressed by site, `sites` (dict of ints).
 
     Raises:
-      TracedStateError: inside a JAX transformation.
+      TracedStateError: the state is traced.
     """
     leaves = jax.tree.leaves(self)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -280,11 +284,11 @@ class RngState:
 
   @classmethod
   def from_state_dict(cls, data: dict[str, Any]) -> "RngState":
-    """The state of a `state_dict`.
+    """Create the state from the result of `state_dict`.
 
     Raises:
-      ValueError: a missing field, an unknown impl, key data of a wrong length, or a
-        count outside [0, 2**30].
+      ValueError: a field is missing, `impl` is unknown, key data has the wrong length,
+        or `count` is outside [0, 2**30].
     """
     fields = {"impl", "key_data", "count"}
     if not isinstance(data, dict) or set(data) - {"sites"} != fields:
@@ -311,17 +315,17 @@ class RngState:
     return cls(key, int(data["count"]), None if sites is None else dict(sites))
 
   def to_tensor(self) -> torch.Tensor:
-    """The state as a CPU uint8 tensor of shape (n,), for `from_tensor`."""
+    """Return the state as a CPU uint8 tensor of shape (n,), for `from_tensor`."""
     payload = serialization.encode(self.state_dict())
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
   @classmethod
   def from_tensor(cls, tensor: torch.Tensor) -> "RngState":
-    """The state of `to_tensor`, or of the environment on in `get_rng_state()`.
+    """Read the result of `to_tensor`, or the active environment's of `get_rng_state()`.
 
     Raises:
-      SeedError: not a uint8 tensor.
-      ValueError: truncated, or written by something else.
+      SeedError: `tensor` is no uint8 tensor.
+      ValueError: its content is truncated or no state.
     """
     _, payload = serialization.split(bytes_of(tensor))[0]
     return cls.from_state_dict(serialization.decode(payload))
@@ -345,7 +349,7 @@ class RngState:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-  """The bytes of a saved state; raises SeedError for other than a uint8 tensor."""
+  """Return the bytes of a saved state; raise SeedError if it is no uint8 tensor."""
   if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
     kind = getattr(tensor, "dtype", type(tensor).__name__)
     raise SeedError(f"A random state is a uint8 tensor, but got {kind}.")
@@ -359,5 +363,5 @@ def _check_count(count, most: int) -> None:
 
 
 def as_state(value, impl: str = DEFAULT_IMPL) -> RngState:
-  """An RngState from a state, or from anything that `as_key` takes."""
+  """Return a state unchanged, or the state of any value that `as_key` takes."""
   return value if isinstance(value, RngState) else RngState(as_key(value, impl), 0)
