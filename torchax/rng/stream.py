@@ -1,7 +1,7 @@
-"""A stream: the one mutable holder of a random state.
+"""Stream of draws: the only mutable holder of a random state.
 
-Draws only advance a counter in Python; samplers derive keys from it by `fold_in`.
-`scope.py` knows which stream is current, `sites.py` addresses draws by site.
+A draw advances a counter in Python; samplers derive its key by `fold_in`. `scope.py`
+returns the current stream; `sites.py` addresses draws by site.
 """
 
 import contextlib
@@ -17,25 +17,25 @@ from torchax.rng.counter import Counter, DrawOperands
 from torchax.rng.state import RngState
 
 FREE = contextlib.nullcontext()
-"""Lock of a stream that no other thread draws from."""
+"""Lock of a stream that only one thread draws from."""
 
 
 class RngStream:
-  """Draws keys from a state, in order.
+  """Source of keys from a state, in order.
 
-  A stream belongs to the trace in which it was made: its scope's compiled function,
-  or none on the host. Drawing from it inside another trace raises, because the number
-  would be baked into that trace.
+  A stream belongs to the trace in which it was created, or to none on the host. Drawing
+  from it inside another trace raises, because the number would become a constant of
+  that trace.
 
   Attributes:
     counter: key and number of draws.
-    draws: draws since the stream was opened, whatever it was re-seeded to.
-    reseeded: whether the key is another than the one the stream was opened with.
+    draws: draws since the stream was opened, including those before a re-seed.
+    reseeded: True if the key has changed since the stream was opened.
     label: name in ledgers.
-    log: records of the function being traced; None on the host.
-    environment: number of the environment, if a compiled function carries the stream.
-    owner: trace that the stream belongs to; None on the host.
-    lock: held during a draw. Threads with a copied context share a scope's stream.
+    log: log of the function being traced; None on the host.
+    environment: number of the environment, if the stream is an operand.
+    owner: weak reference to the trace that the stream belongs to; None on the host.
+    lock: lock to take for a draw. Threads with a copied context share a scope's stream.
     marks: positions saved in a trace; see `snapshots.py`.
   """
 
@@ -53,7 +53,7 @@ class RngStream:
 
   @property
   def state(self) -> RngState:
-    """The state before the next draw."""
+    """State before the next draw."""
     return self.counter.state
 
   @property
@@ -63,65 +63,65 @@ class RngStream:
 
   @property
   def is_traced(self) -> bool:
-    """True if key or count have no value yet."""
+    """True if the key or the count is traced."""
     return self.counter.is_traced
 
   def peek(self, name: str = "a draw") -> DrawOperands:
-    """Key and number of the next draw; `advance(1)` follows when it has succeeded.
+    """Return key and number of the next draw; call `advance(1)` once it has succeeded.
 
     Args:
-      name: the operation, for error messages.
+      name: the operation, for errors.
 
     Raises:
       ClosedScopeError: the scope of this stream has ended.
-      TracedDrawError: a trace that this stream does not belong to is in progress.
+      TracedDrawError: the stream does not belong to the current trace.
     """
     self.check(name)
     return self.counter.next()
 
   def advance(self, draws: int) -> None:
-    """Counts draws that were made with the operands of `peek`."""
+    """Count draws made with the operands of `peek`."""
     self.draws += draws
     self.counter.advance(draws)
 
   def advance_past(self, draws: int, path: str | None = None) -> None:
-    """Advances past the draws of a compiled call; with `path`, of one site only."""
+    """Advance past draws of a compiled call; with `path`, those of one site only."""
     self.draws += draws if path is None else 0
     self.counter.advance_past(draws, path)
 
   def draw(self, op, distribution="", result=None, arguments=None) -> None:
-    """Advances by one draw; `ledger.record` describes the arguments."""
+    """Record one draw and advance; `ledger.record` describes the arguments."""
     if ledger.Recording.count or self.log is not None:
       ledger.record(self, op, distribution, result, arguments)
     self.advance(1)
 
   def next_key(self, name: str = "a draw") -> jax.Array:
-    """Advances by one draw and returns its key."""
+    """Advance by one draw and return its key."""
     with self.lock:
       key, count = self.peek(name)
       self.draw(name)
     return rng_state.fold_in(key, count)
 
   def record(self) -> contextlib.AbstractContextManager[ledger.Ledger]:
-    """Context with a `Ledger` of all draws of this thread or task, of any stream."""
+    """Return a context with a `Ledger` of this thread's or task's draws, any stream."""
     return ledger.recording()
 
   def fork(self, name: str) -> "RngStream":
-    """An independent stream named after its purpose; this one does not advance."""
+    """Return an independent stream, named after its purpose; do not advance."""
     self.check("a fork")
     return RngStream(self.state.fork(name))
 
   def reseed(self, state: RngState) -> None:
-    """Starts over at a state."""
+    """Continue from another state."""
     self.check("a re-seed")
     counter = sites.counter_of(state)
     counter.replayed, self.counter = self.counter.replayed, counter
     self.reseeded = True
 
   def rebase(self) -> jax.Array:
-    """A key for the rest of the stream, which goes on from it.
+    """Return a fresh key and continue the stream with it.
 
-    Without draws since the last key this is the key itself.
+    Without draws since the last key, return that key.
     """
     self.check("reading the key")
     key, count = self.counter.position()
@@ -131,18 +131,18 @@ class RngStream:
     return key
 
   def nested(self) -> "RngStream":
-    """This stream for a trace inside its own; it knows the marks made so far."""
+    """Return a copy for a trace nested in the owner, with the marks made so far."""
     inner = copy.copy(self)
     inner.counter, inner.marks = self.counter.copy(), dict(self.marks)
     inner.owner, inner.lock = ownership.owner_here(), FREE
     return inner
 
   def close(self) -> None:
-    """Ends the stream: any further draw raises ClosedScopeError."""
+    """End the stream: any further draw raises ClosedScopeError."""
     self._is_closed = True
 
   def check(self, name: str) -> None:
-    """Raises unless `name` may use this stream in the trace in progress."""
+    """Raise unless `name` may use this stream in the current trace."""
     if self._is_closed or self.owner is not None or not jax_compat.is_top_level():
       ownership.require(self.owner, self._is_closed, name)
 

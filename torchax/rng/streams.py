@@ -1,8 +1,8 @@
-"""The random streams of one environment: its seed, and a root stream on each thread.
+"""Random streams of one environment: its seed, and a root stream per thread.
 
-A root is derived from the seed and from the number of its thread: 0 for the thread that
-has seeded, then 1, 2, … in the order in which threads draw first. So a seed decides
-what the threads after it draw. Scopes lie on top of the roots (`scope.py`).
+The key of a root depends on the seed and the number of its thread: 0 for the thread
+that set the seed, then 1, 2, … in the order of their first draw. So a seed also
+determines the draws of other threads. Scopes override the roots (`scope.py`).
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ from torchax.rng.stream import FREE, RngStream
 RootSeed = tuple[int, int, str]
 """Start of a root stream: seed in [0, 2**64), number of the thread, implementation.
 
-Seeding and `torch.random.fork_rng` must not start JAX's backend, which takes a GPU's
-memory, in code that never uses a jax tensor. So the key is computed at the first draw.
+Seeding and `torch.random.fork_rng` must not initialize JAX's backend, which reserves a
+GPU's memory, in code that uses no jax tensor. So the key is computed at the first draw.
 """
 
 
 def root_state(root_seed: RootSeed) -> RngState:
-  """The state at the start of a root stream."""
+  """Return the state at the start of a root stream."""
   seed, ordinal, impl = root_seed
   key = rng_state.key_from_seed(seed, impl)
   return RngState(rng_state.thread_key(key, ordinal), 0)
 
 
 class _Root(threading.local):
-  """The root stream of one thread; see `Streams`.
+  """Root stream of one thread; see `Streams`.
 
   Attributes:
-    stream: None until something is drawn.
-    epoch, seeding: those of the streams when it was opened.
-    ordinal: the number of the thread, and the seeding since which it counts.
-    restored: replacement of the seed by `Streams.restore`, and its seeding.
+    stream: the stream; None until the first draw.
+    epoch, seeding: epoch and number of seedings of the `Streams` when it was opened.
+    ordinal: number of the thread, and the seeding for which it is valid.
+    restored: root seed set by `Streams.restore`, and the seeding for which it is valid.
   """
 
   stream: RngStream | None = None
@@ -54,30 +54,30 @@ _all: "weakref.WeakSet[Streams]" = weakref.WeakSet()
 
 
 def every() -> "list[Streams]":
-  """The streams of all environments."""
+  """Return the streams of all environments."""
   return sorted(_all, key=lambda owner: owner.number)
 
 
 def are_several() -> bool:
-  """Whether this process has more than one environment."""
+  """Return True if this process has more than one environment."""
   return len(_all) > 1
 
 
 class Streams:
-  """The root streams of an environment, on all threads.
+  """Root streams of an environment, on all threads.
 
   Args:
-    seed: in [-2**63, 2**64); by default that of torch's own generator, as it is at the
-      first draw.
+    seed: an int in [-2**63, 2**64); default: the seed of torch's default generator at
+      the first draw.
     impl: PRNG implementation.
-    by_site: draws are addressed by the modules that make them.
+    by_site: address draws by the modules that make them.
 
   Attributes:
-    number: tells it from others in this process.
+    number: unique number in this process.
     impl, by_site: see above.
 
   Raises:
-    SeedError, ValueError: not a seed, or not an implementation.
+    SeedError, ValueError: invalid seed or PRNG implementation.
   """
 
   def __init__(
@@ -90,7 +90,7 @@ class Streams:
     self._seed = None if seed is None else rng_state.check_seed(seed)
     self.number = next(_numbers)
     self._lock = threading.Lock()
-    # Threads compare their epoch with this one, and their seeding.
+    # The root of a thread is stale if its epoch or seeding differs from these.
     self._epoch = self._seedings = 0
     self._ordinals = itertools.count(1)
     self._root = _Root()
@@ -101,17 +101,17 @@ class Streams:
 
   @property
   def seed(self) -> int:
-    """The seed; until one is set, that of torch's own default generator."""
+    """Seed; until one is set, the seed of torch's default generator."""
     with self._lock:
       if self._seed is None:
         self._seed = torch.initial_seed()
       return self._seed
 
   def reseed(self, seed: int, impl: str | None = None) -> None:
-    """Starts the streams of all threads over; this thread is number 0.
+    """Re-seed the root streams of all threads; this thread gets number 0.
 
     Raises:
-      SeedError, ValueError: not a seed, or not an implementation; nothing is changed.
+      SeedError, ValueError: invalid seed or PRNG implementation; nothing is changed.
     """
     if impl is not None:
       rng_state.check_impl(impl)
@@ -125,7 +125,7 @@ class Streams:
       self._root.ordinal = (0, self._seedings)
 
   def address_by_site(self, on: bool) -> None:
-    """Sets how draws are addressed; roots go on from a fresh key."""
+    """Set whether draws are addressed by site; roots continue from a fresh key."""
     with self._lock:
       if on == self.by_site:
         return
@@ -137,7 +137,7 @@ class Streams:
         active_functions.following.release(self)
 
   def root(self) -> RngStream:
-    """The root stream of this thread."""
+    """Return the root stream of this thread."""
     root = self._root
     if root.epoch != self._epoch:
       self._follow(root)
@@ -145,10 +145,10 @@ class Streams:
     return root.stream
 
   def _follow(self, root: _Root) -> None:
-    """Opens, re-seeds or re-addresses the root stream of this thread.
+    """Open this thread's root stream, or update its seed or addressing.
 
-    May run while JAX is tracing: the root belongs to no trace, so its key must be
-    computed outside of any.
+    The root belongs to no trace. So its key is computed outside of traces, even if JAX
+    is tracing.
     """
     epoch, seeding = self._epoch, self._seedings
     with jax_compat.outside_of_traces():
@@ -165,18 +165,18 @@ class Streams:
     root.epoch, root.seeding = epoch, seeding
 
   def is_unopened(self) -> bool:
-    """True if the root of this thread is only a seed so far."""
+    """Return True if the root of this thread has no draws since the last seed."""
     return self._root.seeding != self._seedings
 
   def root_seed(self) -> RootSeed:
-    """The start of the root of this thread."""
+    """Return the start of this thread's root stream."""
     restored, seeding = self._root.restored
     if restored is not None and seeding == self._seedings:
       return restored
     return self.seed % (1 << 64), self._ordinal(), self.impl
 
   def restore(self, root_seed: RootSeed) -> None:
-    """Makes the root of this thread start from a given seed."""
+    """Set the start of this thread's root stream."""
     root = self._root
     root.restored = (root_seed, self._seedings)
     root.epoch = root.seeding = -1
@@ -191,5 +191,5 @@ class Streams:
       return root.ordinal[0]
 
   def addressed(self, state: RngState) -> RngState:
-    """A new state, addressed as this environment addresses draws."""
+    """Return a new state with this environment's addressing of draws."""
     return dataclasses.replace(state, sites={}) if self.by_site else state

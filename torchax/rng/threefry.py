@@ -1,9 +1,9 @@
-"""threefry2x32 on the CPU with its rounds unrolled: JAX's bits in a tenth of the time.
+"""threefry2x32 on the CPU with unrolled rounds: JAX's bits in a tenth of the time.
 
-JAX lowers its generator for XLA:CPU as a loop over rounds, which takes up to fifteen
-times as long to run as one loop over the elements. With `jax_threefry_partitionable`,
-element i of an array is the exclusive or of the two words that encrypt the counter i;
-so it is here, bit for bit.
+For XLA:CPU JAX lowers its generator as a loop over rounds. That takes up to fifteen
+times as long as one loop over the elements. With `jax_threefry_partitionable`, element
+i of an array is the exclusive or of the two words that encrypt the counter i. We
+compute the same bits. `units.py` and the samplers use them.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
 (2011), https://doi.org/10.1145/2063384.2063405, section 3.3.
@@ -19,26 +19,27 @@ from jax import lax
 from jax.extend import random as jax_extend_random
 
 NAME = "threefry2x32"
-# Draws of as many elements share their words; more words are not drawn beforehand.
+# Smallest and largest number of words in a program shared by draws of many sizes.
 LEAST_SHARED, MOST_SHARED = 2**10, 2**20
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-# The parity of the key schedule, of Threefish (Skein 1.3).
+# Parity constant of the key schedule of Threefish (Skein 1.3).
 _PARITY = 0x1BD11BDA
-# Of a key for words beside those of `jax.random.bits`, where a generator has one each.
+# Number to fold into a key for words independent of `jax.random.bits`; for PRNG
+# implementations that compute one word per element.
 _SECOND = 0xFFFFFFFF
 # JAX's annotations lack its flags.
 _config: Any = jax.config
 
 
 class Words(NamedTuple):
-  """The `two_words` of a draw in place of its key; of as many elements or more."""
+  """Result of `two_words`, in place of a key; may have more elements than the draw."""
 
   first: jax.Array
   second: jax.Array
 
 
 def unrolled(sampler):
-  """A sampler `(key, …) -> array` that draws the same numbers with a quicker key."""
+  """Wrap a sampler `(key, …) -> array` to draw the same numbers with a faster key."""
 
   @functools.wraps(sampler)
   def draw(key, *args, **kwargs):
@@ -48,10 +49,10 @@ def unrolled(sampler):
 
 
 def unrolled_key(key: jax.Array) -> jax.Array:
-  """The same key under the implementation of this file; other keys as they are.
+  """Return the key under this file's implementation, if supported; else unchanged.
 
-  What `jax.random` draws with it is what it draws with `key`. It stays inside samplers:
-  keys that users see have JAX's own implementation.
+  `jax.random` draws the same numbers with both. The result stays inside samplers; keys
+  that users see have JAX's own implementation.
   """
   if _is_ours(key):
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=_IMPL)
@@ -59,19 +60,19 @@ def unrolled_key(key: jax.Array) -> jax.Array:
 
 
 def _is_ours(key) -> bool:
-  """True on the CPU, unless the key's own type is needed."""
+  """Return True for a threefry2x32 key on the CPU, unless its type must be kept."""
   return (
     not isinstance(key, Words)
     and str(jax.random.key_impl(key)) == NAME
     and _config.jax_threefry_partitionable
-    # The check sees what becomes of a key only while it stays one.
+    # The key-reuse checker can follow only JAX's own keys.
     and not _config.jax_debug_key_reuse
     and jax.default_backend() == "cpu"
   )
 
 
 def _random_bits(words, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-  """Unsigned integers of `bit_width` bits: those of `jax.random.bits`."""
+  """Compute the same unsigned integers of `bit_width` bits as `jax.random.bits`."""
   if not _has_short_counter(shape):
     return jax.random.bits(_as_jax_has_it(words), shape, f"uint{bit_width}")
   left, right = _encrypted(words, shape)
@@ -83,10 +84,10 @@ def _random_bits(words, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
 def two_words(
   key: jax.Array | Words, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-  """Two independent random words for each element, uint32.
+  """Return two independent random words per element, uint32.
 
-  The first is that of `jax.random.bits`. In threefry2x32 it is the exclusive or of two
-  that are computed anyway, so the second one costs next to nothing.
+  The first is the word of `jax.random.bits`. In threefry2x32 it is the exclusive or of
+  two words that are computed anyway, so the second word costs almost nothing.
   """
   if isinstance(key, Words):
     number = math.prod(shape)
@@ -97,16 +98,16 @@ def two_words(
   if not (is_threefry and _has_short_counter(shape)):
     return jax.random.bits(key, shape), second_words(key, shape)
   left, right = _encrypted(jax.random.key_data(key), shape)
-  if _config.jax_debug_key_reuse:  # the check has to see the use of the key
+  if _config.jax_debug_key_reuse:  # the checker must see the use of the key
     return jax.random.bits(key, shape), right
   return left ^ right, right
 
 
 def number_of_shared(key: jax.Array, elements: int) -> int | None:
-  """How many words to draw for so many elements; None where they cannot be shared.
+  """Return how many words to draw for a number of elements; None if not shareable.
 
-  A draw of fewer elements has the first words of one of more, so that draws of many
-  sizes share the program of `random_words`, and get a small one for the rest.
+  The words of a small draw are the first words of a larger one. So draws of many sizes
+  share the program of `random_words`, followed by a small program of their own.
   """
   number = max(LEAST_SHARED, 1 << max(elements - 1, 0).bit_length())
   is_fit = number <= MOST_SHARED and is_addressable(key, (number,))
@@ -114,26 +115,26 @@ def number_of_shared(key: jax.Array, elements: int) -> int | None:
 
 
 def random_words(key: jax.Array, count, number: int) -> Words:
-  """The words of draw `count` of a stream; `number` by `number_of_shared`."""
+  """Compute the words of draw `count` of a stream; see `number_of_shared`."""
   draw = unrolled_key(jax.random.fold_in(key, count))
   return Words(*two_words(draw, (number,)))
 
 
 def words_at(words, positions) -> tuple[jax.Array, jax.Array]:
-  """The `two_words` of the elements at some positions, uint32."""
+  """Compute the `two_words` of the elements at `positions`, uint32."""
   left, right = _encrypt(words, jnp.zeros_like(positions), positions)
   return left ^ right, right
 
 
 def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
-  """True if the elements of a draw can be drawn by their positions.
+  """Return True if any element of a draw can be computed from its position.
 
   With threefry2x32 element i of a draw is a function of the key and of i, so a part of
-  a mask can be drawn by itself (`units.bernoulli_at`).
+  a mask can be drawn alone (`units.bernoulli_at`).
 
   Args:
     key: a typed key.
-    shape: of the whole draw.
+    shape: shape of the whole draw.
   """
   return (
     str(jax.random.key_impl(key)) == NAME
@@ -143,23 +144,23 @@ def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
 
 
 def words_of(key: jax.Array) -> jax.Array:
-  """The two words of an addressable key, uint32 of shape (2,)."""
+  """Return the two words of an addressable key, uint32 of shape (2,)."""
   return jax.random.key_data(key)
 
 
 def second_words(key: jax.Array, shape: tuple[int, ...], dtype="uint32") -> jax.Array:
-  """Random words that are independent of `jax.random.bits(key, shape, dtype)`."""
+  """Return random words independent of `jax.random.bits(key, shape, dtype)`."""
   return jax.random.bits(jax.random.fold_in(key, _SECOND), shape, dtype)
 
 
 def _has_short_counter(shape) -> bool:
-  """True if one word counts the elements; also where their number is a symbol."""
+  """Return True if a uint32 can count the elements; symbolic sizes are ignored."""
   sizes = [size for size in shape if isinstance(size, int)]
   return math.prod(sizes) < 2**32
 
 
 def _encrypted(words, shape):
-  """The two words that encrypt the number of each element."""
+  """Encrypt the number of each element; return the two words."""
   counter = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
   return _encrypt(words, jnp.zeros(shape, jnp.uint32), counter)
 
@@ -169,8 +170,8 @@ def _as_jax_has_it(words) -> jax.Array:
 
 
 _IMPL_TAG = "unrolled"
-# Keys are derived as JAX does: a kernel into which XLA:CPU fuses a dozen unrolled
-# derivations takes minutes to compile.
+# Keys are derived by JAX's own code: XLA:CPU would fuse a dozen unrolled derivations
+# into one kernel, which takes minutes to compile.
 _IMPL = jax_extend_random.define_prng_impl(
   key_shape=(2,),
   seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=NAME)),
@@ -187,7 +188,7 @@ _IMPL = jax_extend_random.define_prng_impl(
 
 
 def _encrypt(words, left, right):
-  """Twenty rounds on the words (left, right), with a part of the key every four."""
+  """Run twenty rounds on the words (left, right); add part of the key every four."""
   first, second = words
   schedule = (first, second, first ^ second ^ jnp.uint32(_PARITY))
   left, right = left + schedule[0], right + schedule[1]

@@ -1,9 +1,9 @@
-"""From random words to numbers in (0, 1), to probabilities and to ranges of integers.
+"""Conversion of random words to numbers in (0, 1), bools and ranges of integers.
 
-Each element has 64 random bits, U in steps of 2**-64. A floating-point number near 1
-cannot hold them, so U is given by its distance to the nearer end (`halves`), which can;
-it is compared with a probability (`is_below`) and scaled to an integer (`scaled`) in
-the arithmetic of integers. Nothing needs 64-bit types.
+Each element has 64 random bits: a uniform number U in steps of 2**-64. A float near 1
+cannot hold these, so `halves` returns the distance of U to the nearer end. Comparison
+with a probability (`is_below`) and scaling to an integer (`scaled`) use integer
+arithmetic. No 64-bit types are needed. `samplers.py` calls these functions.
 """
 
 import jax
@@ -16,25 +16,25 @@ _31_BITS = 0x7FFFFFFF
 
 
 def unit(key, shape, dtype) -> jax.Array:
-  """Uniform over [0, 1): the multiples of 2**-d, with the d digits of the dtype.
+  """Sample uniformly over [0, 1): multiples of 2**-d, d the digits of the dtype.
 
-  These are torch's numbers of digits: 53 in float64, 24 in float32, 11 in float16 and 8
-  in bfloat16. All of them are exact, and 1 is not reached.
+  d is the same as in torch: 53 in float64, 24 in float32, 11 in float16 and 8 in
+  bfloat16. All values are exact; 1 is excluded.
   """
   digits = jnp.finfo(dtype).nmant + 1
   width = max(8, 1 << (digits - 1).bit_length())
   bits = jax.random.bits(key, shape, f"uint{width}") >> (width - digits)
-  # Signed integers are converted far quicker, and no sign bit is left.
+  # Signed integers convert much faster; the sign bit is 0 after the shift.
   signed = bits.astype(jnp.int64 if width == 64 else jnp.int32)
   wide = jnp.promote_types(dtype, jnp.float32)
   return (signed.astype(wide) * np.asarray(2.0**-digits, wide)).astype(dtype)
 
 
 def halves(key, shape, dtype) -> tuple[jax.Array, jax.Array]:
-  """A uniform number U over (0, 1), as (U > 1/2, its distance to the nearer end).
+  """Sample U uniformly over (0, 1); return (U > 1/2, distance to the nearer end).
 
-  The distance is in (0, 1/2] and has all the digits of the dtype, float32 or float64,
-  down to 2**-64.
+  The distance is in (0, 1/2] with full relative precision of the dtype, float32 or
+  float64, down to 2**-64.
   """
   if dtype == jnp.float64:
     bits = jax.random.bits(key, shape, jnp.uint64)
@@ -50,11 +50,13 @@ def halves(key, shape, dtype) -> tuple[jax.Array, jax.Array]:
 
 
 def is_below(key, shape, p) -> jax.Array:
-  """U < p for a uniform number U; the probability of it is p to 2**-62.
+  """Sample bools U < p for a uniform U; their probability is p up to 2**-62.
 
   Args:
-    p: a number, which is taken to its last digit, or what `steps_below` makes of it; or
-      an array, to float32's or float64's. NaN counts as 0.
+    key: typed key, or the words of the draw.
+    shape: shape of the result.
+    p: a Python number; or the result of `steps_below`; or an array, used in float32 or
+      float64. NaN counts as 0.
   """
   first, second = two_words(key, shape)
   if isinstance(p, int | float):
@@ -73,39 +75,42 @@ def is_below(key, shape, p) -> jax.Array:
 
 
 def steps_below(p: float) -> tuple[int, int] | None:
-  """A probability in steps of 2**-62, as two numbers of 31 bits; None for 1."""
+  """Return p in steps of 2**-62 as two numbers of 31 bits; None for p = 1."""
   steps = round(min(max(p, 0.0), 1.0) * 2.0**62) if p == p else 0
   return None if steps >> 62 else (steps >> 31, steps & _31_BITS)
 
 
 def is_below_steps(first, second, high, low) -> jax.Array:
-  """U < p for the U of two random words and the `steps_below` of p."""
+  """Compute U < p from the two random words of U and the `steps_below` of p."""
   first, second = ((word >> 1).astype(jnp.int32) for word in (first, second))
-  # Often the first word is enough, and the second one is not computed.
+  # If the first word is enough, XLA does not compute the second.
   if isinstance(low, int) and low == 0:
     return first < high
   return (first < high) | ((first == high) & (second < low))
 
 
 def bernoulli_at(words, positions, high, low) -> jax.Array:
-  """The elements of `samplers.bernoulli(key, shape, p)` at some positions; bool.
+  """Compute the elements of `samplers.bernoulli(key, shape, p)` at `positions`; bool.
 
   Args:
-    words: `threefry.words_of` the key.
-    positions: in the flattened shape, uint32.
-    high, low: `steps_below(p)`, of a p that has steps.
+    words: `threefry.words_of(key)`.
+    positions: indices into the flattened shape, uint32.
+    high, low: `steps_below(p)`, for p < 1.
   """
   return is_below_steps(*words_at(words, positions), high, low)
 
 
 def scaled(key, shape, span, dtype) -> jax.Array:
-  """Integers over [0, span), as good as uniform; uint32 or uint64.
+  """Sample integers over [0, span), nearly uniformly; uint32 or uint64.
 
-  With twice the bits of the dtype the probabilities of two integers differ by 2**-32
-  of themselves at most, or 2**-64 for uint64.
+  Twice the bits of the dtype are used, so probabilities of two integers differ by at
+  most 2**-32 relative to themselves, or 2**-64 for uint64.
 
   Args:
-    span: 1 to 2**32 (or 2**64), or an array of the dtype.
+    key: typed key, or the words of the draw.
+    shape: shape of the result.
+    span: an int from 1 to 2**32 (or 2**64), or an array of the dtype.
+    dtype: uint32 or uint64.
   """
   bits = jnp.iinfo(dtype).bits
   if isinstance(span, int) and span & (span - 1) == 0:
@@ -124,7 +129,7 @@ def scaled(key, shape, span, dtype) -> jax.Array:
 
 
 def _high_product(a, b):
-  """The upper half of the product of two words, by their halves."""
+  """Return the upper half of the product of two words, computed from half words."""
   half = jnp.iinfo(a.dtype).bits // 2
   mask = np.asarray((1 << half) - 1, a.dtype)
   a_low, a_high, b_low, b_high = a & mask, a >> half, b & mask, b >> half
