@@ -40,7 +40,7 @@ def test_what_jax_refuses_is_computed_and_is_explicit_again(wrap):
   assert (found == product(jnp.arange(16.0).reshape(4, 4))).all()
 
 
-def test_the_partitioner_is_asked_once_for_the_same_function_and_types():
+def test_partitioner_runs_once_per_function_and_types():
   runs = []
 
   def counted(x):

@@ -245,7 +245,7 @@ def test_no_grad_around_a_gradient_of_jax_does_not_count(name, mode, square):
   assert gradient.tolist() == [0.5, 2.0, 4.0]
 
 
-def test_a_function_compiled_under_no_grad_has_its_gradient_later():
+def test_function_compiled_under_no_grad_still_has_a_gradient():
   compiled = jax_jit(lambda x: x * 2)
   x = _numbers().to("jax")
   with torch.no_grad():
@@ -269,7 +269,7 @@ def test_a_sample_has_no_gradient_and_an_rsample_has_one():
   assert loss("rsample") == [4.0, 4.0]
 
 
-def test_the_derivative_of_a_replaced_array_is_that_of_the_old_one():
+def test_with_derivative_of_keeps_the_tangent_of_the_old_array():
   def f(x):
     return grad_mode.with_derivative_of(x * 3, jax.numpy.sin(x))
 

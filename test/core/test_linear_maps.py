@@ -33,7 +33,7 @@ def test_a_map_is_the_transpose_of_what_is_given():
     np.testing.assert_allclose(run(a, v, w), _open(a, v, w), rtol=1e-6)
 
 
-def test_it_is_differentiated_by_what_it_is_given_and_what_it_depends_on():
+def test_linear_map_is_differentiable_in_operands_and_residuals():
   def total(run):
     return lambda a, v, w: sum(out.sum() for out in map(jnp.sin, run(a, v, w)))
 

@@ -285,7 +285,7 @@ def test_a_copied_module_has_the_paths_of_the_original(by_site):
   assert by_site.rng.state.sites == PLACES
 
 
-def test_a_scope_by_site_begins_its_paths_where_draws_are_ordered(env):
+def test_scope_by_site_starts_its_paths_at_the_scope(env):
   """What runs around it is followed only if somebody else asks."""
 
   class Net(torch.nn.Module):

@@ -130,7 +130,7 @@ def test_argnums_of_value_and_grad_are_those_of_the_user():
       assert _same(list(found), [grads[number] for number in argnums])
 
 
-def test_one_tensor_passed_twice_has_a_gradient_for_each_argument():
+def test_tensor_passed_twice_has_one_gradient_per_argument():
   step = jax_value_and_grad(lambda x, y: (2 * x + 3 * y).sum(), {"argnums": (0, 1)})
   x = _x()
   _, (of_x, of_y) = step(x, x)
@@ -138,7 +138,7 @@ def test_one_tensor_passed_twice_has_a_gradient_for_each_argument():
   assert of_y.tolist() == [3.0] * 6
 
 
-def test_static_argnums_of_gradient_checkpoint_are_those_of_the_user():
+def test_gradient_checkpoint_static_argnums_count_user_arguments():
   x = _x(32)
   expected = F.dropout(x, 0.25)
   for argnums in ((1,), (-1,)):
@@ -174,7 +174,7 @@ def test_batch_norm_in_a_jittable_module_updates_its_statistics(env):
   assert inner[0].running_mean.abs().sum().item() > 0
 
 
-def test_training_and_evaluation_of_a_jittable_module_differ_by_dropout():
+def test_jittable_module_applies_dropout_only_in_training():
   module = JittableModule(torch.nn.Dropout(0.5))
   x = torch.ones(64, device="jax")
   assert set(module(x).tolist()) == {0.0, 2.0}
@@ -185,7 +185,7 @@ def test_training_and_evaluation_of_a_jittable_module_differ_by_dropout():
 
 
 @pytest.mark.parametrize("of", ["module", "function", "loop"])
-def test_a_compiled_function_follows_the_mode_of_the_modules_it_runs(of):
+def test_compiled_function_follows_the_training_mode_of_modules(of):
   drop = torch.nn.Dropout(0.5)
   x, traces = torch.ones(64, device="jax"), []
 

@@ -124,7 +124,7 @@ def test_graphs_of_plain_tensors_draw_as_eager_ones_near_it(env):
     assert gradients(compiled, "cpu", count) == expected
 
 
-def test_gradients_over_the_last_count_have_the_masks_of_the_forward_pass(env):
+def test_gradients_across_a_rekey_use_the_forward_masks(env):
   def loss(x):
     first = checkpoint(F.dropout, x, 0.5, use_reentrant=False)
     return (F.dropout(first, 0.5) ** 3).sum()
@@ -144,7 +144,7 @@ def test_gradients_over_the_last_count_have_the_masks_of_the_forward_pass(env):
     torch.testing.assert_close(jax_value_and_grad(loss)(x)[1], eager[0])
 
 
-def test_a_state_beyond_the_last_count_is_that_of_the_key_that_follows(env):
+def test_count_beyond_rekey_at_equals_state_of_the_next_key(env):
   key = jax.random.key(3)
   state = RngState(key, 2 * rng_state.REKEY_AT + 7)
   same = RngState(rng_state.rekeyed(rng_state.rekeyed(key)), 7)

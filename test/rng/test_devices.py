@@ -51,7 +51,7 @@ def arrays(tmp_path_factory) -> dict[int, dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("count", COUNTS[1:])
-def test_a_compiled_function_draws_the_same_on_any_number_of_devices(arrays, count):
+def test_compiled_draws_do_not_depend_on_the_number_of_devices(arrays, count):
   compared = 0
   for name, expected in arrays[1].items():
     if name.startswith("sharded ") or name.endswith("masks"):

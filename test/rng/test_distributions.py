@@ -135,7 +135,7 @@ def _gradients(sample: torch.Tensor, parameters: dict) -> dict:
 
 
 @each_row
-def test_a_sample_and_its_gradient_are_those_of_cpu_torch_for_the_same_noise(name, env):
+def test_sample_and_gradient_match_cpu_torch_for_equal_noise(name, env):
   row = ROWS[name]
   has_gradient = _build(row).has_rsample and not row.no_gradient
   on_cpu = _parameters(row, grad=has_gradient)
@@ -242,7 +242,7 @@ def test_divergences_are_those_of_cpu_torch(first, second, env):
 
 
 @each_row
-def test_a_bad_parameter_raises_as_cpu_torch_does_and_draws_nothing(name, env):
+def test_invalid_parameter_raises_as_on_cpu_and_draws_nothing(name, env):
   row = ROWS[name]
   parameter, value = row.bad
   on_cpu = {**row.parameters, parameter: value}
@@ -310,7 +310,7 @@ def test_a_compiled_gradient_of_a_sample_is_the_eager_one(name):
 
 
 @pytest.mark.parametrize("name", ["Normal", "Laplace"])
-def test_a_sample_that_is_no_rsample_has_no_gradient_in_jax_either(name):
+def test_sample_has_no_gradient_in_jax(name):
   row = ROWS[name]
   value_and_grad = jax_value_and_grad(
     lambda tensors: row.build(**tensors).sample(SHAPE).sum()
@@ -329,7 +329,7 @@ def test_what_depends_on_values_says_so_in_a_compiled_function(name, env):
   assert repr(env.rng) == before
 
 
-def test_a_compiled_function_cannot_refuse_parameters_that_have_no_value():
+def test_compiled_function_gives_nan_for_invalid_parameters():
   bad = torch.tensor([-1.0, 1.0]).to("jax")
   density = jax_jit(lambda scale: D.Normal(0.0, scale).log_prob(scale))(bad)
   assert density.isnan().tolist() == [True, False]

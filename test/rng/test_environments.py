@@ -137,7 +137,7 @@ def test_each_draws_what_it_would_draw_alone(env, other):
   assert other.rng.state.count == 2
 
 
-def test_a_function_compiled_with_one_on_is_compiled_anew_with_another(env, other):
+def test_function_is_recompiled_for_another_active_environment(env, other):
   """What a factory draws from is that which is on, and the program is made for it."""
   compiled = jax_jit(_mixed(other))
   for turned_on in (env, other, env):
@@ -166,7 +166,7 @@ def test_an_argument_of_another_environment_draws_from_it(env, other, wrap):
   )
 
 
-def test_a_closed_over_tensor_of_another_environment_draws_from_it(env, other):
+def test_closed_over_tensor_draws_from_its_own_environment(env, other):
   with other:
     theirs = torch.ones(64, device="jax")
   drop = lambda x: F.dropout(theirs, 0.5) + F.dropout(x, 0.5)  # noqa: E731
@@ -219,9 +219,7 @@ def test_shards_draw_from_both(env, other):
   _require_equal(_run(env, other, sharded, _zeros()), expected)
 
 
-def test_torch_seeds_both_inside_a_compiled_function_and_an_environment_itself(
-  env, other
-):
+def test_seeds_in_a_compiled_function_reach_all_environments(env, other):
   def seeded(x):
     torch.manual_seed(3)
     return _mixed(other)(x)

@@ -45,7 +45,7 @@ RAW = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_a_draw_in_a_raw_transformation_raises_and_names_three_ways_out(name):
+def test_draw_in_raw_transformation_raises_with_three_remedies(name):
   with pytest.raises(TracedDrawError) as caught:
     RAW[name](drop)
   message = str(caught.value)
@@ -87,7 +87,7 @@ def test_a_draw_from_an_outer_scope_is_refused_too(env):
     assert stream.state.count == 0
 
 
-def test_a_raw_transformation_inside_a_compiled_function_is_refused():
+def test_draw_in_raw_transformation_inside_jax_jit_raises():
   x = torch.ones(3, device="jax")
   for name in ("jit", "scan", "cond"):
     with pytest.raises(TracedDrawError, match="dropout"):
@@ -107,7 +107,7 @@ def test_taking_a_key_in_a_raw_transformation_is_refused(env):
       jax.jit(lambda x, take=take: take() and x)(jnp.ones(1))
 
 
-def test_seeding_in_a_raw_transformation_by_a_traced_number_is_refused(env):
+def test_traced_seed_in_a_raw_transformation_raises(env):
   with pytest.raises((TracedDrawError, jax.errors.ConcretizationTypeError)):
     jax.jit(lambda seed: env.manual_seed(seed))(jnp.int32(1))
   with pytest.raises(TracedDrawError):
@@ -328,9 +328,7 @@ REJECTED = {
 
 @pytest.mark.parametrize("inside", [False, True], ids=["plain", "environment"])
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_torch_rejects_is_rejected_with_torchs_type_and_draws_nothing(
-  env, name, inside
-):
+def test_invalid_arguments_raise_torch_error_type_without_a_draw(env, name, inside):
   with pytest.raises(Exception) as on_cpu:
     REJECTED[name]("cpu")
   with env if inside else env.disabled(), pytest.raises(on_cpu.type) as on_jax:

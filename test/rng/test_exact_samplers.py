@@ -78,7 +78,7 @@ def test_an_integer_is_the_part_of_the_span_that_64_bits_say(span):
 
 
 @pytest.mark.parametrize("span", [3, 3 << 60, 2**63 + 1, 2**64 - 1])
-def test_a_wide_integer_is_the_part_of_the_span_that_128_bits_say(span):
+def test_uint64_integers_scale_128_random_bits_to_the_span(span):
   with jax.enable_x64(True):
     first = jax.random.bits(_key(), (200,), "uint64").tolist()
     second = threefry.second_words(_key(), (200,), "uint64").tolist()

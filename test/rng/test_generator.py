@@ -174,7 +174,7 @@ def test_interleaved_generators_draw_the_same_eager_and_compiled(names):
   assert _same([_SEEDED[name].get_state() for name in "ab"], states)
 
 
-def test_a_generator_in_nested_compiled_functions_draws_as_in_eager(generator):
+def test_generator_in_nested_compiled_functions_draws_as_eager(generator):
   def twice(draw):
     return lambda: (draw(), _rand(None), draw())
 
@@ -188,7 +188,7 @@ def test_a_generator_in_nested_compiled_functions_draws_as_in_eager(generator):
   assert torch.equal(generator.get_state(), words)
 
 
-def test_a_generator_that_an_inner_compiled_function_knows_already(generator):
+def test_generator_already_an_operand_of_an_inner_function(generator):
   inner = jax_jit(lambda: _rand(generator))
   expected = [_rand(generator) for _ in range(3)]
   generator.manual_seed(0)
@@ -197,7 +197,7 @@ def test_a_generator_that_an_inner_compiled_function_knows_already(generator):
   assert _same(outer(), expected[1:])
 
 
-def test_a_recomputed_forward_pass_draws_the_generators_same_numbers(generator):
+def test_recomputed_forward_pass_repeats_generator_draws(generator):
   ones = torch.ones(32, device="jax")
 
   def masked_sum(x):
@@ -231,7 +231,7 @@ def test_a_generator_may_be_a_static_argument(generator):
   ],
   ids=["manual_seed", "draw on the CPU", "set_state"],
 )
-def test_a_generator_changed_while_compiling_raises_and_is_put_back(generator, change):
+def test_generator_changed_while_tracing_raises_and_is_restored(generator, change):
   """It would happen in the first call only, so the calls would not be alike."""
   words = generator.get_state()
 
@@ -247,21 +247,21 @@ def test_a_generator_changed_while_compiling_raises_and_is_put_back(generator, c
     assert torch.equal(generator.get_state(), words)
 
 
-def test_a_generator_seeded_before_its_first_draw_while_compiling_raises(generator):
+def test_generator_seeded_while_tracing_raises(generator):
   compiled = jax_jit(lambda: _rand(generator.manual_seed(3)))
   for _ in range(2):
     with pytest.raises(RngError, match="before the call"):
       compiled()
 
 
-def test_a_generator_made_while_compiling_raises_instead_of_compiling_for_ever():
+def test_generator_created_while_tracing_raises():
   compiled = jax_jit(lambda: _rand(torch.Generator().manual_seed(0)))
   for _ in range(2):
     with pytest.raises(RngError, match="outside of the function"):
       compiled()
 
 
-def test_a_generator_for_each_static_value_is_no_generator_made_inside(generator):
+def test_generator_per_static_argument_is_accepted(generator):
   compiled = jax_jit(_rand, {"static_argnums": 0})
   generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
   drawn = [compiled(g) for g in generators * 2]
@@ -270,7 +270,7 @@ def test_a_generator_for_each_static_value_is_no_generator_made_inside(generator
   assert _same(drawn, [_rand(g) for g in generators * 2])
 
 
-def test_a_generator_draws_new_numbers_in_a_scope_of_a_compiled_function(generator):
+def test_generator_advances_in_a_scope_of_a_compiled_function(generator):
   def f():
     with torchax.rng_scope(5):
       return _rand(generator), _rand(None)
@@ -283,7 +283,7 @@ def test_a_generator_draws_new_numbers_in_a_scope_of_a_compiled_function(generat
   assert torch.equal(generator.get_state(), words)
 
 
-def test_a_key_does_not_carry_a_generator_over_a_raw_transformation(generator):
+def test_generator_raises_in_raw_jit_even_with_a_key(generator):
   words = generator.get_state()
   compiled = jax.jit(jax_view(lambda: _rand(generator)))
   with pytest.raises(TracedDrawError, match="rand"):
@@ -291,7 +291,7 @@ def test_a_key_does_not_carry_a_generator_over_a_raw_transformation(generator):
   assert torch.equal(generator.get_state(), words)
 
 
-def test_a_generator_in_a_raw_transformation_raises_and_does_not_advance(generator):
+def test_generator_in_a_raw_transformation_raises_unchanged(generator):
   words = generator.get_state()
   with pytest.raises(TracedDrawError, match="rand"):
     jax.jit(jax_view(lambda: _rand(generator)))()

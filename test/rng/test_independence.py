@@ -45,7 +45,7 @@ def test_masks_of_successive_draws_are_independent():
   require_independent([_mask() for _ in range(30 * FACTOR)])
 
 
-def test_masks_of_layers_and_calls_of_a_compiled_model_are_independent():
+def test_masks_across_layers_and_compiled_calls_are_independent():
   @jax_jit
   def model(x):
     return [F.dropout(x, 0.5) for _ in range(5)]

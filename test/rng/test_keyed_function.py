@@ -66,7 +66,7 @@ def test_a_reseed_inside_comes_back_as_a_leaf(env):
   assert env.rng.state.state_dict() == RngState.from_seed(6).advance(1).state_dict()
 
 
-def test_an_exception_leaves_the_stream_and_the_generators_where_they_were(env):
+def test_exception_restores_the_stream_and_generators(env):
   generator = torch.Generator().manual_seed(0)
 
   def fails(x):
@@ -109,7 +109,7 @@ def test_a_generator_costs_one_more_trace_and_then_none():
   assert len(traces) == 2
 
 
-def test_no_exception_handler_of_the_function_keeps_a_trace_alive():
+def test_new_operands_is_not_caught_by_except_exception():
   assert not issubclass(NewOperands, Exception)
 
 
@@ -143,7 +143,7 @@ def test_a_branch_that_draws_fewer_takes_no_more_than_it_draws():
   assert all(map(torch.equal, drawn, expected))
 
 
-def test_a_branch_that_draws_fewer_inside_another_compiled_function():
+def test_nested_call_with_fewer_generator_draws_matches_eager():
   generator = torch.Generator().manual_seed(0)
 
   def f(x):
@@ -164,7 +164,7 @@ def test_a_branch_that_draws_fewer_inside_another_compiled_function():
   assert torch.equal(generator.get_state(), words)
 
 
-def test_a_function_that_draws_nothing_may_stand_in_any_raw_transformation(env):
+def test_function_without_draws_runs_in_any_raw_transformation(env):
   doubled = jax_view(jax_jit(lambda x: x * 2))
   before = env.rng.state.state_dict()
   x = jnp.arange(3.0)
@@ -176,7 +176,7 @@ def test_a_function_that_draws_nothing_may_stand_in_any_raw_transformation(env):
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.checkpoint])
-def test_a_compiled_function_that_draws_raises_in_a_raw_transformation(env, transform):
+def test_compiled_function_with_draws_raises_in_raw_transforms(env, transform):
   def noisy(x):
     return F.dropout(x, 0.5)
 
@@ -186,7 +186,7 @@ def test_a_compiled_function_that_draws_raises_in_a_raw_transformation(env, tran
   assert env.rng.state.state_dict() == before
 
 
-def test_a_compiled_function_with_a_generator_raises_in_a_raw_transformation(env):
+def test_compiled_function_with_a_generator_raises_in_raw_jit(env):
   generator = torch.Generator().manual_seed(0)
   words = generator.get_state()
   compiled = jax_jit(lambda: _rand(generator))

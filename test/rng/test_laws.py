@@ -99,7 +99,7 @@ def test_every_draw_is_the_eager_one(env, name):
   assert _state(env) == after
 
 
-def test_eager_draws_do_not_depend_on_whether_the_environment_is_on(env):
+def test_eager_draws_are_the_same_inside_the_environment_block(env):
   with env:
     inside = _program(_x())
   torch.manual_seed(0)
@@ -167,7 +167,7 @@ def test_calls_go_on_where_eager_draws_and_other_calls_left_off():
 
 
 @pytest.mark.parametrize("wrap", [jax_jit, gradient_checkpoint])
-def test_a_function_whose_draws_depend_on_shapes_advances_by_what_it_drew(env, wrap):
+def test_shape_dependent_draws_advance_by_the_actual_number(env, wrap):
   def f(x):
     return torch.stack([_rand() for _ in range(len(x))])
 
@@ -192,7 +192,7 @@ def test_the_gradient_has_the_mask_of_the_forward_pass(wrap, block):
   assert torch.equal(grad, forward)
 
 
-def test_backward_inside_a_compiled_function_has_the_mask_of_the_forward_pass():
+def test_backward_in_a_compiled_function_uses_the_forward_mask():
   def step(x):
     leaf = x.detach().requires_grad_()
     y = leaf * _drop(torch.ones(64, device="jax"))
@@ -272,7 +272,7 @@ TRACED = {
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_the_key_and_the_count_are_invars_and_no_constant_holds_a_key(name):
+def test_key_and_count_are_invars_and_never_constants(name):
   closed = TRACED[name]().trace(_x()).jaxpr
   kinds = [str(var.aval) for var in closed.jaxpr.invars]
   assert sorted(kinds) == ["float32[6]", "key<fry>[]", "uint32[]"]
@@ -299,7 +299,7 @@ def test_the_state_of_a_functional_form_is_an_invar():
   assert len(closed.jaxpr.invars) == 3 and _baked_keys(closed) == []
 
 
-def test_calls_compile_once_and_a_new_seed_changes_the_numbers_only(env):
+def test_new_seed_changes_numbers_without_recompiling(env):
   traces = []
 
   def f(x):
@@ -404,7 +404,7 @@ def test_a_shape_error_found_by_jax_leaves_the_state_as_it_was(env):
   assert _state(env) == before
 
 
-def test_a_refused_draw_leaves_an_enclosing_compiled_function_usable(env):
+def test_failed_draw_leaves_the_enclosing_trace_usable(env):
   def f(x):
     with pytest.raises(TracedDrawError):
       jax.vmap(jax_view(_drop))(jnp.ones((2, 3)))
@@ -505,9 +505,7 @@ def test_no_draw_and_no_compiled_call_reads_from_the_device(env, no_readback):
 
 @pytest.mark.parametrize("wrap", [_identity, jax_jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("draws_before", [0, 3])
-def test_a_key_that_is_read_and_written_back_gives_the_same_numbers(
-  env, wrap, draws_before
-):
+def test_prng_key_read_and_set_back_repeats_the_draws(env, wrap, draws_before):
   f = wrap(_rand)
   for _ in range(draws_before):
     _rand()
@@ -550,7 +548,7 @@ def test_param_prng_is_prng_key(env):
 
 
 @pytest.mark.parametrize("wrap", [_identity, jax_jit], ids=["eager", "jit"])
-def test_override_property_draws_from_its_key_and_gives_the_stream_back(env, wrap):
+def test_override_property_draws_from_its_key_then_resumes(env, wrap):
   f = wrap(_rand)
   outside = [f(), f()]
   torch.manual_seed(0)
@@ -582,7 +580,7 @@ def test_get_and_rotate_prng_key_is_a_draw_like_any_other(env):
   assert torch.equal(after, drawn[3])
 
 
-def test_get_and_rotate_prng_key_inside_a_compiled_function_is_the_eager_key(env):
+def test_compiled_get_and_rotate_prng_key_matches_eager(env):
   expected = [jax.random.key_data(env.get_and_rotate_prng_key()) for _ in range(2)]
   torch.manual_seed(0)
   compiled = jax_jit(lambda: env.get_and_rotate_prng_key())
@@ -595,7 +593,7 @@ def test_get_and_rotate_prng_key_inside_a_compiled_function_is_the_eager_key(env
 
 
 @pytest.mark.parametrize("name", ["jit", "nested jit", "checkpoint", "value_and_grad"])
-def test_a_seed_inside_a_boundary_draws_as_in_eager_and_stays_after_it(env, name):
+def test_seed_inside_a_boundary_matches_eager_and_persists(env, name):
   def f(x):
     first = _drop(x)
     torch.manual_seed(7)
@@ -609,7 +607,7 @@ def test_a_seed_inside_a_boundary_draws_as_in_eager_and_stays_after_it(env, name
   assert _same(drawn, expected)
 
 
-def test_a_traced_seed_inside_a_compiled_function_draws_as_in_eager(env):
+def test_traced_seed_in_a_compiled_function_matches_eager(env):
   def f(seed):
     env.manual_seed(seed)
     return _rand()

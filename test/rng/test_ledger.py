@@ -333,7 +333,7 @@ def test_a_ledger_exports_its_rows(env):
   assert rows[0]["shape"] == (6,)
 
 
-def test_the_picture_has_a_row_for_each_site_and_a_mark_for_each_draw(env):
+def test_plot_has_one_row_per_site_and_one_marker_per_draw(env):
   pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is an extra")
   with env.rng.record() as ledger:
     Net()(_x())

@@ -133,7 +133,7 @@ def test_a_loop_draws_the_numbers_of_the_unrolled_one(form):
     assert torch.equal(_rand(), after)
 
 
-def test_loops_under_jax_vmap_draw_the_numbers_of_loops_in_a_loop():
+def test_loops_under_jax_vmap_draw_as_loops_in_a_python_loop():
   rows = torch.stack([_x(), _x() + 5])
   expected = _from_seed(lambda: [_leaves(_unrolled(row)) for row in rows])
   n = (len(expected) - 1) // 2
@@ -360,7 +360,7 @@ each_unknown = pytest.mark.parametrize("name", UNKNOWN)
 
 
 @each_unknown
-def test_iterations_of_a_loop_of_unknown_length_draw_fresh_numbers(env, name):
+def test_iterations_of_a_dynamic_loop_draw_fresh_numbers(env, name):
   def program(n):
     return [_filled(UNKNOWN[name], n), _rand(), _filled(UNKNOWN[name], n)]
 
@@ -378,7 +378,7 @@ def test_iterations_of_a_loop_of_unknown_length_draw_fresh_numbers(env, name):
 
 
 @each_unknown
-def test_the_length_of_a_loop_changes_neither_its_numbers_nor_those_after(env, name):
+def test_loop_length_does_not_change_draws_in_or_after_the_loop(env, name):
   compiled = jax_jit(lambda n: _filled(UNKNOWN[name], n))
   torch.manual_seed(0)
   drawn, after = compiled(torch.tensor(4).to("jax")), _rand()
@@ -406,7 +406,7 @@ def test_a_loop_in_a_loop_of_unknown_length_draws_fresh_numbers():
     assert first != second
 
 
-def test_numbers_of_a_loop_of_unknown_length_are_no_numbers_of_the_stream():
+def test_draws_of_a_dynamic_loop_are_not_draws_of_the_stream():
   drawn = _filled(_by_while, 4)
   torch.manual_seed(0)
   stream = torch.stack([_rand() for _ in range(8)])
@@ -482,7 +482,7 @@ def test_a_condition_known_to_python_draws_as_one_that_is_not(pred):
   assert _same(_from_seed(cond, pred, one, two, _x()), expected)
 
 
-def test_numbers_after_a_branch_do_not_depend_on_the_branch_taken():
+def test_draws_after_cond_do_not_depend_on_the_branch():
   compiled = jax_jit(lambda pred: cond(pred, _rand, lambda: _rand() + _rand()))
   after = []
   for pred in (True, False):
@@ -492,7 +492,7 @@ def test_numbers_after_a_branch_do_not_depend_on_the_branch_taken():
   assert torch.equal(*after)
 
 
-def test_a_branch_in_each_iteration_draws_from_where_its_iteration_stands():
+def test_cond_in_scan_draws_from_the_position_of_its_iteration():
   def body(carry, turn):
     return carry, cond(turn % 2 == 0, _rand, lambda: _rand() * _rand())
 
@@ -542,7 +542,7 @@ def test_a_generator_in_a_loop_draws_as_in_a_python_loop(wrap):
   assert all(map(torch.equal, after, states))
 
 
-def test_a_generator_draws_as_in_a_python_loop_beside_changes_in_place():
+def test_generator_with_in_place_changes_draws_as_a_python_loop():
   def run(scan):
     generator = torch.Generator().manual_seed(1)
     total = torch.zeros(3, device="jax")
@@ -601,7 +601,7 @@ def test_statistics_that_a_body_updates_come_back(wrap):
 
 
 @each_unknown
-def test_what_a_loop_of_unknown_length_changes_in_place_comes_back(name):
+def test_in_place_changes_in_a_dynamic_loop_are_returned(name):
   total = torch.zeros(3, device="jax")
 
   def body(i, value):

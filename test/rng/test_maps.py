@@ -86,7 +86,7 @@ def test_rows_draw_the_numbers_of_their_turns_in_a_loop(form):
     assert _same(_from_seed(program, _x()), expected)
 
 
-def test_a_row_depends_neither_on_the_batch_size_nor_on_its_mates():
+def test_row_draws_do_not_depend_on_batch_size_or_other_rows():
   rows = _different(_row)
   large = rows(_x(5, 4))
   torch.manual_seed(0)

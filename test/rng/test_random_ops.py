@@ -303,7 +303,7 @@ def test_an_operation_draws_the_same_eagerly_and_compiled(name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_two_draws_of_an_operation_differ_and_one_state_gives_one_draw(env, name):
+def test_draws_differ_and_depend_only_on_the_state(env, name):
   with env, env.rng_scope(7) as stream:
     first = _drawn(_call(OPS[name], None)).clone()
     drawn = stream.draws
@@ -316,7 +316,7 @@ def test_two_draws_of_an_operation_differ_and_one_state_gives_one_draw(env, name
 @pytest.mark.parametrize(
   "name", [name for name in OPS if _base(OPS[name]) != OPS[name]]
 )
-def test_in_place_and_out_forms_draw_what_the_functional_form_draws(name):
+def test_in_place_and_out_variants_draw_as_the_functional_form(name):
   _assert_same(_eager()[name], _eager()[_name(_base(OPS[name]))])
 
 
@@ -344,7 +344,7 @@ def _two_draws(op, generator) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", WITH_GENERATOR)
-def test_a_generator_decides_advances_and_leaves_the_stream_alone(env, name):
+def test_generator_advances_and_the_stream_does_not(env, name):
   op, generator = WITH_GENERATOR[name], torch.Generator().manual_seed(5)
   before = env.rng.state.state_dict()
   first, second = _two_draws(op, generator)

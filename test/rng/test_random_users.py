@@ -104,7 +104,7 @@ def test_a_compiled_initialisation_is_the_eager_one(name):
   versions.is_older(torch.__version__, "2.13"),
   reason="torch's `trunc_normal_` took quantiles of uniforms, which can be compiled",
 )
-def test_rejection_until_all_are_accepted_says_that_it_cannot_be_compiled(env):
+def test_trunc_normal_raises_in_a_compiled_function(env):
   """torch's `trunc_normal_` draws again while any number is out of bounds."""
   before = repr(env.rng)
   with pytest.raises(TracedStateError):
@@ -158,7 +158,7 @@ def test_an_orthogonal_parametrization_is_orthogonal_and_trains(orthogonal_map):
   np.testing.assert_allclose((weight @ weight.T).numpy(), np.eye(4), atol=1e-5)
 
 
-def test_weight_norm_separates_length_and_direction_as_cpu_torch_does():
+def test_weight_norm_gradients_match_cpu_torch():
   layer = _linear()
   on_cpu = nn.Linear(6, 4)
   on_cpu.load_state_dict({k: v.cpu() for k, v in layer.state_dict().items()})
@@ -177,7 +177,7 @@ def _spectral(seed: int = 0) -> nn.Module:
   return parametrizations.spectral_norm(layer)
 
 
-def test_spectral_norm_starts_at_random_and_comes_to_the_largest_singular_value():
+def test_spectral_norm_converges_from_a_random_start():
   vector = lambda layer: layer.parametrizations.weight[0]._u  # noqa: E731
   assert torch.equal(vector(_spectral(1)), vector(_spectral(1)))
   # Fifteen steps of power iteration do not forget where they started.
@@ -250,7 +250,7 @@ def test_a_random_factorisation_gives_the_matrix_back(name):
 
 
 @each_factorisation
-def test_a_random_factorisation_is_that_of_its_seed_eager_and_compiled(name, env):
+def test_random_factorisation_depends_on_the_seed_only(name, env):
   factorise, _ = FACTORISATIONS[name]
   # Of full rank, so that four factors depend on the projection.
   matrix = floats(20, 15, seed=3).to("jax")

@@ -213,7 +213,7 @@ def test_with_a_key_everything_that_draws_can_be_compiled_by_jax():
 
 
 @each_inner
-def test_with_a_key_abstract_evaluation_gives_shapes_and_moves_nothing(env, inner):
+def test_abstract_evaluation_with_a_key_uses_the_key_operand(env, inner):
   view, key = jax_view(INNER[inner](_noise)), jax.random.key(5)
   assert jax.eval_shape(view, _x(), rng=key).shape == (N,)
   closed = jax.make_jaxpr(view)(_x(), rng=key)
@@ -297,7 +297,7 @@ SOME_STAGED = ("jit", "scan", "checkpoint", "eval_shape")
 
 
 @each_inner
-def test_without_a_key_a_staged_draw_is_refused_and_the_next_one_works(env, inner):
+def test_staged_draw_without_a_key_raises_and_keeps_the_state(env, inner):
   view, expected = jax_view(INNER[inner](_noise)), _next(env)
   for name in STAGED if inner == "jax_jit" else SOME_STAGED:
     for _ in range(2):  # what the first refusal left behind would be seen

@@ -195,7 +195,7 @@ def test_the_least_of_many_numbers_have_all_their_digits(env):
   assert stats.kstest(small * 2.0**12, "uniform").pvalue > 1e-4
 
 
-def test_sampling_a_token_by_exponential_noise_follows_the_weights():
+def test_exponential_race_samples_tokens_by_their_weights():
   """A noise of 0 would let its token win whatever its weight is."""
   vocabulary, steps = 1 << 17, 200
   weights = torch.full((vocabulary,), 1e-9, device="jax")
@@ -319,7 +319,7 @@ GRADIENT_PRECISION = {np.float32: 2e-6, np.float64: 1e-7}
 
 
 @pytest.mark.parametrize("dtype", GRADIENT_PRECISION)
-def test_the_gradient_of_a_gamma_number_is_the_derivative_of_its_quantile(dtype):
+def test_gamma_gradient_is_the_derivative_of_the_quantile(dtype):
   alpha, x, expected = _gamma_grid(dtype)
   assert len(x) > 30
   with jax.enable_x64(dtype is np.float64):
@@ -328,7 +328,7 @@ def test_the_gradient_of_a_gamma_number_is_the_derivative_of_its_quantile(dtype)
 
 
 @pytest.mark.parametrize("dtype", GRADIENT_PRECISION)
-def test_the_gradient_of_a_proportion_is_the_derivative_of_its_quantile(dtype):
+def test_dirichlet_gradient_is_the_derivative_of_the_quantile(dtype):
   x, alpha, total, expected = _beta_grid(dtype)
   assert len(x) > 100
   with jax.enable_x64(dtype is np.float64):
@@ -337,7 +337,7 @@ def test_the_gradient_of_a_proportion_is_the_derivative_of_its_quantile(dtype):
   np.testing.assert_allclose(actual, expected, rtol=20 * GRADIENT_PRECISION[dtype])
 
 
-def test_the_gradients_are_those_of_cpu_torch_to_its_own_precision():
+def test_gradients_match_cpu_torch_within_its_precision():
   """torch approximates by rational functions; they are off by up to 2e-3 here."""
   alpha, x, _ = _gamma_grid(np.float32)
   alpha, x = torch.tensor(alpha).float(), torch.tensor(x).float()
@@ -419,7 +419,7 @@ def test_rrelu_draws_slopes_that_are_uniform_and_its_gradient(env):
   assert stats.kstest((slopes[negative] - 0.2) / 0.5, "uniform").pvalue > 1e-4
 
 
-def test_rrelu_without_training_draws_nothing_and_has_the_mean_slope(env):
+def test_rrelu_in_eval_draws_nothing_and_uses_the_mean_slope(env):
   x = torch.tensor([-2.0, 3.0]).to("jax")
   before = env.rng.state.state_dict()
   assert F.rrelu(x, 0.1, 0.5).tolist() == pytest.approx([-0.6, 3.0])
@@ -441,7 +441,7 @@ POOLINGS = {
 
 
 @pytest.mark.parametrize("name", POOLINGS)
-def test_fractional_pooling_is_that_of_cpu_torch_for_the_same_samples(name):
+def test_fractional_pooling_matches_cpu_torch_for_equal_samples(name):
   pool, kernel, pooled, size = POOLINGS[name]
   generator = torch.Generator().manual_seed(0)
   x = torch.randn(2, 3, *size, generator=generator, requires_grad=True)

@@ -91,7 +91,7 @@ def test_a_complex_normal_has_variance_one_in_all():
   assert abs(np.corrcoef(drawn.real, drawn.imag)[0, 1]) < 5 / np.sqrt(len(drawn))
 
 
-def test_the_parameters_of_normal_broadcast_and_belong_to_their_elements():
+def test_normal_applies_parameters_element_by_element():
   mean = torch.tensor([[0.0], [100.0]]).to("jax")
   std = torch.tensor([0.0, 1.0, 10.0]).to("jax")
   drawn = _numpy(torch.normal(mean.expand(2, 3), std.expand(2, 3)))
@@ -105,7 +105,7 @@ def test_normal_keeps_the_dtype_of_its_parameters():
   assert torch.normal(0.0, mean + 1).dtype == torch.bfloat16
 
 
-def test_a_log_normal_is_the_exponential_of_the_normal_of_its_draw(env):
+def test_log_normal_is_the_exponential_of_the_normal_draw(env):
   with env.rng_scope(3):
     logs = _zeros(100).normal_(0.5, 0.25)
   with env.rng_scope(3):
@@ -241,7 +241,7 @@ def test_dropout_is_the_same_with_and_without_the_environment(env, p):
   assert torch.equal(plain, inside)
 
 
-def test_dropout_without_training_or_with_p_0_draws_nothing_and_changes_nothing(env):
+def test_dropout_in_eval_or_with_p_0_is_identity_without_draws(env):
   x = torch.arange(5.0).to("jax")
   before = env.rng.state.state_dict()
   with env:

@@ -47,7 +47,7 @@ def _in_thread(function):
 # Scopes -----------------------------------------------------------------------------
 
 
-def test_a_scope_draws_from_its_value_and_the_outer_stream_resumes(env):
+def test_scope_draws_from_its_value_then_outer_stream_resumes(env):
   first, second = _rand(), _rand()
   torch.manual_seed(0)
   assert torch.equal(_rand(), first)
@@ -118,7 +118,7 @@ def test_a_scope_restores_after_an_exception(env):
   assert _state(env) == before
 
 
-def test_a_scope_that_was_left_open_is_noticed_and_the_outer_stream_resumes(env):
+def test_open_inner_scope_raises_and_outer_stream_resumes(env):
   root = env.rng
   with pytest.raises(RngError, match="still open"), env.rng_scope(3):
     left_open = env.rng_scope(4)
@@ -168,7 +168,7 @@ def test_the_stream_of_a_compiled_function_raises_outside_of_it(env):
   assert _state(env) == before
 
 
-def test_a_scope_inside_a_compiled_function_leaves_its_operand_alone(env):
+def test_scope_in_a_compiled_function_keeps_the_outer_stream(env):
   def f():
     with env.rng_scope(5):
       inside = _rand()
@@ -197,7 +197,7 @@ def test_a_scope_on_a_traced_key_makes_it_an_operand(env):
   assert compiled._cache_size() == 1
 
 
-def test_rng_scope_is_the_same_on_the_package_and_on_the_environment(env):
+def test_package_and_environment_rng_scope_are_equal(env):
   with torchax.rng_scope(3):
     first = _rand()
   with env.rng_scope(3):
@@ -289,7 +289,7 @@ RAW = {
 
 
 @pytest.mark.parametrize("transform", RAW)
-def test_a_raw_transformation_right_after_a_seed_neither_draws_nor_owns(env, transform):
+def test_raw_transformation_after_a_seed_does_not_own_the_root(env, transform):
   f = jax_view(lambda x: F.dropout(x, 0.5))
   torch.manual_seed(5)
   with pytest.raises(TracedDrawError):
@@ -301,7 +301,7 @@ def test_a_raw_transformation_right_after_a_seed_neither_draws_nor_owns(env, tra
 
 
 @pytest.mark.parametrize("transform", RAW)
-def test_a_thread_whose_first_draw_is_traced_raises_and_then_draws(env, transform):
+def test_thread_draws_after_its_first_traced_draw_raised(env, transform):
   f = jax_view(lambda x: F.dropout(x, 0.5))
 
   def on_thread():
@@ -406,7 +406,7 @@ def test_a_compiled_function_draws_from_the_thread_that_calls_it():
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["unopened", "drawn from"])
-def test_a_state_of_another_implementation_is_refused_and_changes_nothing(env, drawn):
+def test_state_of_another_prng_implementation_raises(env, drawn):
   env.manual_seed(0)
   other = RngState.from_seed(0, "rbg").advance(2 * drawn).to_tensor()
   before = env.rng.state.state_dict()
@@ -417,7 +417,7 @@ def test_a_state_of_another_implementation_is_refused_and_changes_nothing(env, d
     assert env.rng.state.impl == "rbg"
 
 
-def test_a_stream_seeded_with_another_implementation_can_be_restored(env):
+def test_stream_of_another_prng_implementation_can_be_restored(env):
   env.prng_key = jax.random.key(0, impl="rbg")
   with torch.random.fork_rng(device_type="jax"):
     first = torch.rand(4, device="jax")

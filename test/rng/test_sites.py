@@ -117,7 +117,7 @@ def test_by_order_both_would_change_them():
   assert not _close(before["b"], after["b"])
 
 
-def test_a_site_never_repeats_a_number_and_no_two_sites_share_one(env):
+def test_draws_of_all_sites_have_unique_keys(env):
   net = Stack()
   with env.rng.record() as ledger:
     for _ in range(3):

@@ -231,7 +231,7 @@ def test_arrays_that_are_no_key_are_refused(value):
     as_key(value)
 
 
-def test_a_batch_of_keys_is_refused_and_the_error_says_how_to_use_one():
+def test_batch_of_keys_raises_with_the_vmap_remedy():
   with pytest.raises(SeedError, match="one scalar key.*jax.vmap"):
     as_key(jax.random.split(jax.random.key(0), 3))
 

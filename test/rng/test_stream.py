@@ -94,7 +94,7 @@ def test_reading_the_key_before_any_draw_gives_the_key_itself():
   assert not stream.reseeded
 
 
-def test_reading_the_key_after_draws_gives_a_fresh_key_to_go_on_from():
+def test_rebase_after_draws_returns_a_fresh_key_and_continues():
   stream = _stream()
   used = {_words(stream.next_key()) for _ in range(3)}
   key = stream.rebase()
@@ -140,7 +140,7 @@ def test_a_compiled_call_may_step_over_the_last_count():
   assert RngState.from_tensor(stream.state.to_tensor()).count == 999
 
 
-def test_the_state_of_a_stream_about_to_take_a_new_key_can_be_saved():
+def test_state_before_a_rekey_round_trips():
   state = _stream(count=rng_state.REKEY_AT - 1).state
   restored = RngStream(RngState.from_tensor(state.to_tensor()))
   for _ in range(3):

@@ -48,7 +48,7 @@ def test_samplers_that_add_up_say_so(name):
   assert bool(_sums_of_floats(closed.jaxpr)) == (name in ADDING_UP)
 
 
-def test_the_samplers_that_add_up_are_compiled_as_programs_of_users_are():
+def test_only_summing_samplers_are_order_dependent():
   rows = operators.all_aten_ops.values()
   known = {str(row.torch_op).split(".")[1] for row in rows if row.draw.order_dependent}
   assert known == {"multinomial", "_sample_dirichlet"}

@@ -190,7 +190,7 @@ def test_generators_that_take_turns_inside_scopes_are_refused(env):
   assert env.rng is root
 
 
-def test_generators_in_contexts_of_their_own_draw_what_each_draws_alone(env):
+def test_generators_in_own_contexts_draw_from_their_own_scopes(env):
   def drawing(seed):
     with env.rng_scope(seed):
       for _ in range(2):
@@ -233,7 +233,7 @@ def test_a_seed_decides_what_the_threads_after_it_draw():
   assert len(set(map(tuple, first))) == 3
 
 
-def test_threads_count_anew_after_a_seed_and_the_one_that_seeds_is_the_first(env):
+def test_seeding_resets_thread_numbers_and_seeder_is_first(env):
   torch.manual_seed(42)
   here = torch.rand(2, device="jax").tolist()
   (there,) = _in_new_threads(1)
@@ -266,7 +266,7 @@ def test_each_environment_holds_a_state_of_its_own(env):
     assert torch.equal(torch.rand(2, device="jax"), drawn)
 
 
-def test_environments_mixed_in_one_program_draw_what_each_draws_alone(env):
+def test_interleaved_environments_draw_independently(env):
   def alone(seed):
     with env.rng_scope(seed):
       return [torch.rand(2, device="jax").tolist() for _ in range(3)]
@@ -279,7 +279,7 @@ def test_environments_mixed_in_one_program_draw_what_each_draws_alone(env):
   assert [drawn[first], drawn[second]] == [alone(1), alone(2)]
 
 
-def test_an_operation_on_a_tensor_draws_from_the_tensor_s_environment(env):
+def test_operation_draws_from_its_tensors_environment(env):
   other = torchax.Environment(seed=5)
   with other:
     x = torch.ones(4, device="jax")
@@ -313,7 +313,7 @@ def test_torch_seeds_and_forks_every_environment(env):
   assert [draw()] == following
 
 
-def test_a_state_of_several_environments_is_read_back_or_refused_whole(env):
+def test_state_of_several_environments_restores_or_raises(env):
   other = torchax.Environment(seed=5)
   state = torch.jax.get_rng_state()
   with other:
@@ -330,7 +330,7 @@ def test_a_state_of_several_environments_is_read_back_or_refused_whole(env):
   assert other.rng.state.state_dict() == before
 
 
-def test_a_new_environment_follows_its_configuration_and_changes_no_other(env):
+def test_new_environment_configuration_affects_no_other(env):
   other = torchax.Environment(
     torchax.Configuration(prng_impl="rbg", rng_addressing="site"), seed=1
   )

@@ -145,7 +145,7 @@ def test_threads_at_once_never_use_one_key_twice(env, crew):
   assert None not in keys and len(set(keys)) == len(keys)
 
 
-def test_the_sequence_of_a_thread_does_not_depend_on_what_the_others_do(crew):
+def test_draws_of_a_thread_do_not_depend_on_other_threads(crew):
   own = _own()
   work = lambda number, shared: _listed(_work(shared, own[number]))  # noqa: E731
   _seed(crew, 1)
@@ -160,7 +160,7 @@ def test_the_sequence_of_a_thread_does_not_depend_on_what_the_others_do(crew):
   assert len(set(map(tuple, numbers))) == 2 * THREADS
 
 
-def test_a_function_compiled_by_all_threads_at_once_draws_the_numbers_of_its_caller(
+def test_function_traced_by_many_threads_draws_from_its_caller(
   crew,
 ):
   weight = torch.arange(1.0, 5.0).to("jax").requires_grad_()
@@ -183,7 +183,7 @@ def test_a_function_compiled_by_all_threads_at_once_draws_the_numbers_of_its_cal
   assert crew.run(lambda number: work(number, shared)) == expected
 
 
-def test_loops_run_eagerly_by_all_threads_at_once_draw_their_own_numbers(crew):
+def test_concurrent_eager_loops_draw_from_their_own_threads(crew):
   add = lambda v: v + torch.randint(0, 9999, (4,), device="jax")  # noqa: E731
   bodies = (lambda i, v: add(v), lambda v: v.sum() < 20_000, lambda c, _: (add(c), c))
 
@@ -227,7 +227,7 @@ def test_states_saved_and_restored_are_of_their_thread(crew):
   assert crew.run(work) == [True] * THREADS
 
 
-def test_a_seed_while_others_draw_ends_with_the_streams_of_the_last_seed(env, crew):
+def test_concurrent_seeds_leave_the_streams_of_the_last_seed(env, crew):
   _seed(crew, 5)
   expected = crew.run(lambda number: _rand().tolist())
   shared = jax_jit(_program)
@@ -257,7 +257,7 @@ def test_a_ledger_shows_the_draws_of_its_own_thread(env, crew):
   assert len(ledger) == 0
 
 
-def test_an_exception_in_one_thread_leaves_the_streams_of_the_others_alone(crew):
+def test_exception_in_a_thread_leaves_other_streams_unchanged(crew):
   def fails(x):
     F.dropout(x, 0.5)
     raise KeyError

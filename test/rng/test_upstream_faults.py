@@ -53,7 +53,7 @@ def _on_thread(function):
   return out[0]
 
 
-def test_raw_jit_of_a_jax_view_raises_instead_of_keeping_one_mask(env):
+def test_raw_jit_of_jax_view_raises_instead_of_baking_a_mask(env):
   compiled = jax.jit(jax_view(_drop))
   before = _state(env)
   for _ in range(2):
@@ -74,7 +74,7 @@ def test_raw_jit_of_a_jax_view_takes_the_key_as_an_operand():
   assert "key<fry>[]" in [str(var.aval) for var in jaxpr.invars]
 
 
-def test_a_jitted_function_called_twice_inside_another_has_two_masks():
+def test_jitted_function_called_twice_in_another_has_two_masks():
   inner = jax_jit(_drop)
   x = _ones()
   expected = [_drop(x), _drop(x)]
@@ -84,7 +84,7 @@ def test_a_jitted_function_called_twice_inside_another_has_two_masks():
   assert all(map(torch.equal, masks, expected))
 
 
-def test_gradient_checkpoint_twice_in_one_jit_has_two_masks_each_used_in_backward():
+def test_gradient_checkpoint_twice_uses_two_masks_in_backward():
   block = gradient_checkpoint(_drop)
 
   def loss(x, y):
@@ -164,9 +164,7 @@ def test_torch_checkpoint_has_the_backward_mask_of_the_forward(
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_torch_checkpoint_leaves_the_stream_where_the_forward_pass_left_it(
-  env, use_reentrant
-):
+def test_torch_checkpoint_backward_does_not_move_the_stream(env, use_reentrant):
   x = _ones().requires_grad_()
   expected = [_drop(_ones()), torch.rand(3, device="jax")]
   torch.manual_seed(0)
@@ -177,7 +175,7 @@ def test_torch_checkpoint_leaves_the_stream_where_the_forward_pass_left_it(
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_torch_checkpoint_twice_has_two_masks_each_used_in_backward(use_reentrant):
+def test_torch_checkpoint_twice_uses_two_masks_in_backward(use_reentrant):
   block = lambda x: x * _drop(_ones())  # noqa: E731
   first, second = _ones().requires_grad_(), _ones().requires_grad_()
   outs = [checkpoint(block, x, use_reentrant=use_reentrant) for x in (first, second)]
@@ -187,7 +185,7 @@ def test_torch_checkpoint_twice_has_two_masks_each_used_in_backward(use_reentran
   assert torch.equal(second.grad, outs[1].detach())
 
 
-def test_torch_checkpoint_inside_a_compiled_function_draws_one_mask(env):
+def test_torch_checkpoint_in_a_compiled_function_has_one_mask(env):
   def masks():
     x = _ones().requires_grad_()
     y = checkpoint(lambda x: x * _drop(_ones()), x, use_reentrant=False)
@@ -319,7 +317,7 @@ for specs in (P("data"), (P("data"),)):
 """
 
 
-def test_shards_have_the_masks_that_are_declared_whatever_in_specs_is():
+def test_shard_masks_follow_the_policy_for_any_in_specs():
   flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
   done = subprocess.run(
     [sys.executable, "-c", _SHARDS],
@@ -331,7 +329,7 @@ def test_shards_have_the_masks_that_are_declared_whatever_in_specs_is():
   assert done.stdout.split() == ["4", "1", "4", "1"]
 
 
-def test_a_train_mode_dropout_is_exported_with_the_key_as_an_input():
+def test_exported_train_mode_dropout_takes_the_key_as_input():
   exported = jax.export.export(jax.jit(jax_view(torch.nn.Dropout(0.5).train())))
   program = exported(jnp.ones(N), rng=jax.random.key(0))
   assert sum("key" in str(aval.dtype) for aval in program.in_avals) == 1
