@@ -1,7 +1,7 @@
 """torch.distributed on jax: process groups, meshes, `DTensor`, FSDP and DDP.
 
-torch's own functions are what programs call; for meshes and tensors on jax they do what
-the modules here say. The functional collectives are in `ops/jc10d.py`. Start at
+Programs call torch's own functions. For meshes and tensors on jax, those functions
+dispatch to the modules here. The functional collectives are in `ops/jc10d.py`. Start at
 `meshes.py`; `processes/` connects the processes of a run.
 """
 
@@ -28,7 +28,7 @@ if torch_compat.is_available():
 
 
 def register() -> None:
-  """Has torch.distributed know jax. Of a torch that was built without it: nothing."""
+  """Register jax with torch.distributed; do nothing if torch was built without it."""
   if not torch_compat.is_available():
     return
   torch_compat.replace_function(
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def _make_mesh(original, self, device_type, mesh=None, **kwargs) -> None:
-  """A mesh; with the first one on jax come the functions that take one."""
+  """Make a mesh; the first one on jax registers the functions that take a mesh."""
   if device_type == meshes.DEVICE:
     dtensor.register()
     fsdp.register()

@@ -1,7 +1,7 @@
-"""`DistributedDataParallel` on jax: gradients are the means of those of all processes.
+"""`DistributedDataParallel` on jax: gradients are averaged over all processes.
 
-Each process has a module and a batch of its own. In a world of one process there is
-nothing to add: the batch is sharded over its devices, and XLA reduces.
+Each process has its own module and batch. A single process needs no averaging: the
+batch is sharded over its devices, and XLA reduces the gradients.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,16 @@ from torchax.tensor import Tensor
 
 
 class DistributedDataParallelOnJax(DistributedDataParallel):
-  """What a `DistributedDataParallel` of a module on jax becomes."""
+  """Class that a `DistributedDataParallel` of a module on jax is given."""
 
   def forward(self, *args, **kwargs):
-    """The module's forward."""
     return self.module(*args, **kwargs)
 
   def train(self, mode: bool = True):
-    """As of any module."""
     return torch.nn.Module.train(self, mode)
 
   def __getstate__(self):
-    """Without the process group, as torch's: a copy has that of the world."""
+    """Drop the process group, as torch does; a copy gets the world's."""
     return {name: v for name, v in self.__dict__.items() if name != "process_group"}
 
   def __setstate__(self, state):
@@ -38,7 +36,7 @@ class DistributedDataParallelOnJax(DistributedDataParallel):
     self._watch()
 
   def _watch(self) -> None:
-    """Has gradients averaged when they are complete, where there are others."""
+    """Register the hooks that average gradients, if there are other processes."""
     if self.process_group.size() == 1:
       return
     for parameter in self.module.parameters():
@@ -46,7 +44,7 @@ class DistributedDataParallelOnJax(DistributedDataParallel):
         parameter.register_post_accumulate_grad_hook(self._average)
 
   def _average(self, parameter: torch.nn.Parameter) -> None:
-    """Called when the gradient of a parameter is complete."""
+    """Average the gradient of a parameter; runs once the gradient is complete."""
     gradient = parameter.grad
     if not self.require_backward_grad_sync or gradient is None:
       return
@@ -61,10 +59,10 @@ class DistributedDataParallelOnJax(DistributedDataParallel):
 
 
 def _world() -> dist.ProcessGroup:
-  """The process group of all processes.
+  """Return the process group of all processes.
 
   Raises:
-    RuntimeError: there is none.
+    RuntimeError: there is no process group.
   """
   world = dist.group.WORLD if dist.is_initialized() else None
   if world is None:
@@ -76,10 +74,11 @@ def _world() -> dist.ProcessGroup:
 
 
 def wrap(original: Callable, self, module: torch.nn.Module, *args, **kwargs) -> None:
-  """`DistributedDataParallel(module)`, of a module on jax too.
+  """Construct `DistributedDataParallel(module)`, also for a module on jax.
 
   Raises:
-    RuntimeError: there is no process group, or no parameter that needs a gradient.
+    RuntimeError: there is no process group, or no parameter requires a gradient.
+    CollectiveError: the process group has another backend than "jax".
   """
   if not any(isinstance(parameter, Tensor) for parameter in module.parameters()):
     original(self, module, *args, **kwargs)
@@ -106,5 +105,5 @@ def wrap(original: Callable, self, module: torch.nn.Module, *args, **kwargs) -> 
 
 
 def register() -> None:
-  """Puts the function in place of the constructor of torch's."""
+  """Replace torch's constructor."""
   torch_compat.reroute_method(DistributedDataParallel, "__init__", wrap)

@@ -1,9 +1,10 @@
-"""What torch's functions of `DTensor` do for meshes on jax: they annotate.
+"""torch's `DTensor` functions for meshes on jax: they annotate shardings.
 
-Each function here takes the place of torch's where its mesh is on jax, and calls the
-original one elsewhere. The plans of `parallelize_module` are torch's own code, which
-calls these. A tensor on jax has the methods of a `DTensor`, and `isinstance` says that
-it is one where it lies on a mesh; its type is not torch's, which is a part by itself.
+Each function here replaces torch's if its mesh is on jax, and calls the original
+otherwise. The plans of `parallelize_module` are torch's own code, which calls these.
+
+A jax tensor has the methods of a `DTensor`. On a mesh, it is an instance of `DTensor`
+to `isinstance`, but not of torch's class, which holds the local part of one rank.
 """
 
 import inspect
@@ -26,7 +27,7 @@ _TENSOR = "torch.distributed.tensor"
 
 
 def _mesh_here(mesh: DeviceMesh | None) -> DeviceMesh | None:
-  """The mesh that was given, else that of the `with` block, if it is on jax."""
+  """Return the given mesh, else the one of the `with` block; None if not on jax."""
   mesh = mesh or torch_compat.current_mesh()
   return mesh if meshes.is_on_jax(mesh) else None
 
@@ -37,14 +38,14 @@ def _mesh_here(mesh: DeviceMesh | None) -> DeviceMesh | None:
 def distribute_tensor(
   original: Callable, tensor, device_mesh=None, placements_=None, **options
 ):
-  """`distribute_tensor`: the tensor on the mesh, a leaf.
+  """Implement `distribute_tensor`: return the tensor on the mesh, as a leaf.
 
-  A parameter on `meta` has zeros then, in parts.
+  A parameter on `meta` becomes zeros, sharded.
 
   Raises:
-    RuntimeError: torch's, for a tensor that is no leaf.
-    CollectiveError: placements that the tensor cannot have, or one on `meta` that is
-      no parameter.
+    RuntimeError: the tensor is not a leaf (torch's error).
+    CollectiveError: the placements do not fit the tensor, or a tensor on `meta` is not
+      a parameter.
   """
   placements_ = options.pop("placements", placements_)
   mesh = _mesh_here(device_mesh)
@@ -76,10 +77,10 @@ def _require_numbers(tensor: torch.Tensor, function: str) -> None:
 def from_local(
   original: Callable, local_tensor, device_mesh=None, placements_=None, **options
 ):
-  """`DTensor.from_local`: the tensor, which is whole, on the mesh.
+  """Implement `DTensor.from_local`; `local_tensor` is the whole tensor.
 
   Raises:
-    CollectiveError: a shape that is another one than the tensor's, or one on `meta`.
+    CollectiveError: `shape` differs from the tensor's, or the tensor is on `meta`.
   """
   placements_ = options.pop("placements", placements_)
   mesh = _mesh_here(device_mesh)
@@ -103,18 +104,18 @@ def distribute_module(
   input_fn=None,
   output_fn=None,
 ) -> torch.nn.Module:
-  """`distribute_module`: the parameters and buffers on the mesh.
+  """Implement `distribute_module`: put parameters and buffers on the mesh.
 
-  What `partition_fn` leaves is replicated, and stays the same parameter.
+  Parameters that `partition_fn` does not distribute are replicated, in place.
 
   Raises:
-    RuntimeError: torch's, for a module that has been distributed.
-    TracedStateError: in a compiled function.
+    RuntimeError: the module has been distributed before (torch's error).
+    TracedStateError: called in a compiled function.
   """
   mesh = _mesh_here(device_mesh)
   if mesh is None:
     return original(module, device_mesh, partition_fn, input_fn, output_fn)
-  # What a file has brought back is on no mesh, and can be distributed again.
+  # A module loaded from a file is on no mesh, and can be distributed again.
   was_applied = getattr(module, "_distribute_module_applied", False)
   if was_applied and any(getattr(p, "placements", ()) for p in module.parameters()):
     raise RuntimeError(
@@ -135,14 +136,14 @@ def distribute_module(
 
 
 class _Hook:
-  """Calls a function around the forward pass of a module, in the block of its mesh.
+  """Hook that calls a function before or after a forward pass, inside its mesh.
 
-  torch's plans ask results of operations for their placements, without a mesh. Copies
-  of the module have the same hook; a pickle has none.
+  torch's plans ask results of operations for their placements without passing a mesh.
+  Copies of the module share the hook; it cannot be pickled.
 
   Args:
-    function: of (values, mesh), or of (module, values, mesh).
-    mesh: that of `distribute_module`.
+    function: takes (values, mesh) or (module, values, mesh).
+    mesh: the mesh given to `distribute_module`.
   """
 
   def __init__(self, function: Callable, mesh: DeviceMesh):
@@ -162,7 +163,7 @@ class _Hook:
 
 
 def make_filled(original: Callable, init_op, size, device_mesh=None, **options):
-  """The factories of `torch.distributed.tensor`: `zeros`, `rand`, … on a mesh."""
+  """Implement the factories of `torch.distributed.tensor`: `zeros`, `rand`, …."""
   mesh = _mesh_here(device_mesh)
   if mesh is None:
     return original(init_op, size, device_mesh, **options)
@@ -177,7 +178,7 @@ def make_filled(original: Callable, init_op, size, device_mesh=None, **options):
 
 
 def permute_tensor(original: Callable, tensor, src_dst, group, tag: str = ""):
-  """`permute_tensor`, for all members at once: member i sends to `src_dst[i]`."""
+  """Implement `permute_tensor` for all members: member i sends to `src_dst[i]`."""
   if not isinstance(tensor, Tensor):
     return original(tensor, src_dst, group, tag)
   return _Permute.apply(tensor, tuple(src_dst), _group_name(group))
@@ -193,7 +194,7 @@ def _group_name(group) -> str:
 
 
 class _Permute(torch.autograd.Function):
-  """Sends tensors to other members, and gradients back."""
+  """Permutation of tensors among members; gradients take the inverse."""
 
   @staticmethod
   def forward(ctx, tensor, destinations, group):
@@ -211,10 +212,10 @@ class _Permute(torch.autograd.Function):
 
 
 def _known_mesh(tensor: Tensor) -> DeviceMesh | None:
-  """The mesh that a tensor is on: that of the block, its own, or its array's.
+  """Return the mesh of a tensor: the `with` block's, its own, or its array's.
 
-  The block's comes first: torch's plans, which run in the block of their part of a
-  mesh, ask for placements on that part.
+  The block's comes first: torch's plans run inside their submesh and ask for placements
+  on it.
   """
   array = tensor.jax()
   current = _mesh_here(None)
@@ -228,10 +229,10 @@ def _known_mesh(tensor: Tensor) -> DeviceMesh | None:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-  """True where a tensor lies on a `DeviceMesh`, and so is a `DTensor` to `isinstance`.
+  """Return True if a tensor is on a `DeviceMesh`: a `DTensor` to `isinstance`.
 
-  Nothing is computed for the answer: a view lies where its base does. Dynamo, which
-  reads the parts of a DTensor of torch's class, finds none.
+  A view is not computed: its base's sharding answers. Under Dynamo the answer is False:
+  Dynamo reads the fields of torch's DTensor class, which jax tensors lack.
   """
   array = tensor._storage.array
   if devices.is_traced(array):
@@ -242,10 +243,10 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def device_mesh(self: Tensor) -> DeviceMesh:
-  """The `DeviceMesh` that the tensor lies on.
+  """Return the `DeviceMesh` of the tensor.
 
   Raises:
-    AttributeError: it lies on none.
+    AttributeError: the tensor is on no mesh.
   """
   mesh = _known_mesh(self)
   if mesh is None:
@@ -257,7 +258,7 @@ def device_mesh(self: Tensor) -> DeviceMesh:
 
 
 def placements_on(self: Tensor) -> tuple:
-  """The placements on `device_mesh`; () without one, and where XLA decides."""
+  """Return the placements on `device_mesh`; () without a mesh or if XLA decides."""
   mesh = _known_mesh(self)
   if mesh is None:
     return ()
@@ -269,17 +270,18 @@ def placements_on(self: Tensor) -> tuple:
 
 
 def redistribute(self: Tensor, device_mesh=None, placements_=None, **options) -> Tensor:
-  """The tensor with other placements; recorded by autograd.
+  """Return the tensor with other placements; autograd records it.
 
   Args:
-    self: on a mesh, or not.
+    self: a jax tensor, on a mesh or not.
     device_mesh: the mesh; by default the tensor's own.
-    placements_: `placements=` of torch's; `Replicate()` by default.
-    **options: `async_op`, which changes nothing. A dtype of the communication raises.
+    placements_: torch's `placements=`, one per mesh dimension; `Replicate()` by
+      default.
+    **options: `async_op` is ignored; a communication dtype raises.
 
   Raises:
-    AttributeError: the tensor is on no mesh, and none is given.
-    CollectiveError: a dtype was given, or placements that do not fit.
+    AttributeError: the tensor is on no mesh, and no mesh is given.
+    CollectiveError: a dtype was given, or the placements do not fit.
   """
   placements_ = options.pop("placements", placements_)
   options.pop("async_op", None)
@@ -294,12 +296,12 @@ def redistribute(self: Tensor, device_mesh=None, placements_=None, **options) ->
 
 
 def to_local(self: Tensor, *, grad_placements=None) -> Tensor:
-  """The tensor: the part of the one process is all of it."""
+  """Return the tensor itself: the one process has all of it."""
   return self
 
 
 def full_tensor(self: Tensor, *, grad_placements=None) -> Tensor:
-  """The tensor, whole on every device of its mesh; itself if it is on none."""
+  """Return the tensor replicated on its mesh; the tensor itself if on no mesh."""
   mesh = _known_mesh(self)
   if mesh is None:
     return self
@@ -307,19 +309,19 @@ def full_tensor(self: Tensor, *, grad_placements=None) -> Tensor:
 
 
 def wrap_result(original: Callable, tensor):
-  """The result of a functional collective: on jax as it is, for XLA waits by itself."""
+  """Return a jax result of a functional collective as it is: XLA waits by itself."""
   return tensor if isinstance(tensor, Tensor) else original(tensor)
 
 
 def register_collectives() -> None:
-  """Puts `permute_tensor` in place of torch's, which is for one rank."""
+  """Replace torch's `permute_tensor`, which is for a single rank."""
   module = "torch.distributed._functional_collectives"
   torch_compat.replace_function(f"{module}.permute_tensor", permute_tensor)
   torch_compat.replace_function(f"{module}._maybe_wrap_tensor", wrap_result)
 
 
 def register() -> None:
-  """Puts the functions in place of torch's, and the methods on tensors."""
+  """Replace torch's functions, and register jax tensors as instances of DTensor."""
   route = torch_compat.reroute
   for name, instead in (
     ("distribute_tensor", distribute_tensor),

@@ -1,8 +1,8 @@
-"""`fully_shard` on jax: the parameters are sharded, and XLA gathers them where used.
+"""`fully_shard` on jax: parameters are sharded, and XLA gathers them where used.
 
-torch's gathers the parameters of a module before its forward pass and frees them after
-it. Here a parameter keeps its shape and is annotated; when to gather it, and that its
-gradient is reduced and scattered, is decided by the compiler.
+torch gathers a module's parameters before its forward pass and frees them afterwards.
+Here a parameter keeps its global shape and gets a sharding. XLA decides when to gather
+it and how to reduce-scatter its gradient.
 """
 
 import functools
@@ -35,17 +35,16 @@ def fully_shard(
   ignored_params=None,
   **options,
 ):
-  """`fully_shard`: each parameter is split along its first dimension that divides.
+  """Implement `fully_shard`: shard each parameter along its first divisible dimension.
 
-  A parameter of which no dimension does is whole on all devices. The last dimension of
-  the mesh shards, one before it replicates (HSDP). Parameters on meta have zeros then,
-  in parts. `reshard_after_forward` has no meaning here. The modules become
-  `FSDPModule`s.
+  A parameter with no divisible dimension is replicated. The last dimension of the mesh
+  shards; a dimension before it replicates (HSDP). Parameters on meta become zeros,
+  sharded. `reshard_after_forward` is ignored. The modules become `FSDPModule`s.
 
   Raises:
-    CollectiveError: a policy of offloading, or a placement of `shard_placement_fn`
-      that does not fit. Nothing has changed.
-    TracedStateError: in a compiled function.
+    CollectiveError: an offload policy is given, or a placement of `shard_placement_fn`
+      does not fit. Nothing has changed.
+    TracedStateError: called in a compiled function.
   """
   parts = module if isinstance(module, list | tuple) else [module]
   if mesh is None and any(map(_is_on_jax, parts)):
@@ -76,7 +75,7 @@ def fully_shard(
 def _place_parameters(
   parts, mesh: DeviceMesh, ignored: set[int], choose: Callable | None
 ) -> None:
-  """Put the parameters of modules on a mesh in parts, except the ignored ones."""
+  """Shard the parameters of modules over a mesh, except the ignored ones."""
   parameters = {id(p): p for part in parts for p in part.parameters()}
   planned = {
     key: _sharding(parameter, mesh, choose)
@@ -93,7 +92,7 @@ def _place_parameters(
 
 
 def _precision(roots, ignored: set[int], policy):
-  """What the modules compute in; None for the dtypes that they have."""
+  """Return the compute dtypes of the modules; None if the policy changes none."""
   if policy is None or (policy.param_dtype is None and policy.output_dtype is None):
     return None
   places = {
@@ -107,7 +106,7 @@ def _precision(roots, ignored: set[int], policy):
 
 
 def _without_sharded(module: torch.nn.Module):
-  """A module and those inside of it, but for the ones that `fully_shard` has had."""
+  """Yield a module and its descendants, without subtrees of `fully_shard`ed modules."""
   yield module
   for child in module.children():
     if not is_sharded(child):
@@ -127,11 +126,11 @@ def _refuse_offloading(offload_policy) -> None:
 
 
 def _sharding(parameter, mesh: DeviceMesh, choose: Callable | None):
-  """How a parameter is to lie: as it does, and along the last axis of the mesh."""
+  """Return the target sharding: the current one, split along the last mesh axis too."""
   array = parameter.jax() if isinstance(parameter, Tensor) else None
   known = () if array is None else placements.placements_of(array, mesh)
   if array is not None and known and known[-1].is_shard():
-    return array.sharding  # by an inner module's fully_shard
+    return array.sharding  # from fully_shard of an inner module
   others = (placements.replicated(),) * (mesh.ndim - 1)
 
   def along(last):
@@ -143,16 +142,15 @@ def _sharding(parameter, mesh: DeviceMesh, choose: Callable | None):
   for dim in range(parameter.dim()):
     try:
       return along(placements.shard(dim))
-    except CollectiveError:  # it does not divide
+    except CollectiveError:  # the dimension does not divide
       continue
   return along(placements.replicated())
 
 
 # Modules ------------------------------------------------------------------------------
-# torch's methods of an `FSDPModule` say when parameters are gathered and freed, and
-# when gradients are reduced. Here that is the compiler's decision, and a parameter is
-# whole to the program at any time, so that most of them have nothing to do; what would
-# change numbers raises.
+# torch's methods of `FSDPModule` control when parameters are gathered and freed, and
+# when gradients are reduced. Here XLA decides, and a parameter always has its global
+# shape. Most methods do nothing; those that would change results raise.
 
 SCHEDULE = (
   "reshard",
@@ -171,9 +169,9 @@ SCHEDULE = (
   "set_symm_mem_for_comm",
   "set_unshard_in_backward",
 )
-"""Methods that change when something is sent and kept, and no numbers.
+"""Methods that change when data is sent or kept, and no results.
 
-Gradients that are accumulated are those of the whole batch after each backward pass.
+With gradient accumulation, each backward pass adds gradients of the whole batch.
 """
 
 _COMMUNICATION = "XLA communicates by itself"
@@ -188,11 +186,11 @@ _RECORD = "_fully_sharded"
 
 
 class Record:
-  """What `fully_shard` was told of a module.
+  """Settings of `fully_shard` for a module.
 
   Attributes:
-    devices: over how many the batch is.
-    precision: what the module computes in; None for the dtypes that it has.
+    devices: number of devices that share the batch.
+    precision: compute dtypes of the module; None for those of its parameters.
   """
 
   def __init__(self, devices: int, precision: Precision | None):
@@ -200,40 +198,40 @@ class Record:
 
 
 class Handle:
-  """What `unshard(async_op=True)` returns."""
+  """Result of `unshard(async_op=True)`."""
 
   def wait(self) -> None:
-    """Nothing is on its way."""
+    """Return at once: nothing is pending."""
 
 
 class FullySharded:
-  """The methods of an `FSDPModule` on jax."""
+  """Methods of an `FSDPModule` on jax."""
 
   def unshard(self, async_op: bool = False) -> Handle | None:
-    """Parameters are whole to the program as it is."""
+    """Do nothing: parameters always have their global shape."""
     return Handle() if async_op else None
 
   def set_modules_to_forward_prefetch(self, modules) -> None:
-    """XLA decides when to gather.
+    """Check the modules only: XLA decides when to gather.
 
     Raises:
-      ValueError: torch's, for a module that `fully_shard` has not been applied to.
+      ValueError: `fully_shard` was not applied to a module (torch's error).
     """
     _require_sharded(modules)
 
   def set_modules_to_backward_prefetch(self, modules) -> None:
-    """XLA decides when to gather; raises as `set_modules_to_forward_prefetch`."""
+    """Check the modules only, as `set_modules_to_forward_prefetch` does."""
     _require_sharded(modules)
 
   def set_gradient_divide_factor(self, factor: float) -> None:
-    """The gradient is that of the loss, of whatever mean or sum that is.
+    """Check the factor only: gradients follow from the loss as written.
 
     Args:
-      factor: 1, for a loss that is divided by the size of the whole batch; or the
-        number of devices, for the mean of their means. Here they are one.
+      factor: 1, if the loss is divided by the size of the whole batch; or the number
+        of devices, for the mean of their means. Both give the same result here.
 
     Raises:
-      CollectiveError: another one.
+      CollectiveError: any other factor.
     """
     devices = record_of(self).devices
     if factor not in (1, devices):
@@ -244,7 +242,7 @@ class FullySharded:
       )
 
   def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-    """torch's former name of `set_gradient_divide_factor`."""
+    """Alias of `set_gradient_divide_factor`, torch's former name."""
     self.set_gradient_divide_factor(factor)
 
   def __reduce_ex__(self, protocol):
@@ -253,10 +251,12 @@ class FullySharded:
 
 
 class _Making:
-  """Makes what `copy.deepcopy` fills; a pickle would lose how parameters lie.
+  """Constructor of empty modules for `copy.deepcopy`.
+
+  Pickling raises: a pickle would lose the shardings of the parameters.
 
   Args:
-    original: the class that the module had.
+    original: class of the module before `fully_shard`.
   """
 
   def __init__(self, original: type):
@@ -270,17 +270,17 @@ class _Making:
 
 
 def is_sharded(module) -> bool:
-  """True for a module that `fully_shard` was applied to, on jax."""
+  """Return True if `fully_shard` was applied to the module, on jax."""
   return isinstance(module, FullySharded)
 
 
 def record_of(module: Any) -> Record:
-  """What `fully_shard` was told of a module."""
+  """Return the settings of `fully_shard` for a module."""
   return module.__dict__[_RECORD]
 
 
 def original_of(cls: type) -> type:
-  """The class that a module had before `fully_shard`."""
+  """Return the class that a module had before `fully_shard`."""
   return cls._original  # type: ignore[attr-defined]
 
 
@@ -294,14 +294,14 @@ def _require_sharded(modules: Iterable) -> None:
 
 
 def mark(module: torch.nn.Module, record: Record) -> None:
-  """Makes a module an `FSDPModule`."""
+  """Make a module an `FSDPModule`, in place."""
   module.__dict__[_RECORD] = record
   module.__class__ = class_of(type(module))
 
 
 @functools.cache
 def class_of(original: type) -> type:
-  """The class of a fully sharded module of a class."""
+  """Return the fully sharded subclass of a module class; one per class."""
   base: Any = torch_compat.function_of("torch.distributed.fsdp.FSDPModule")
   methods = {}
   for name, function in vars(base).items():
@@ -316,7 +316,7 @@ def _doing_nothing(function: Callable) -> Callable:
   signature = inspect.signature(function)
 
   def method(*args, **kwargs) -> None:
-    signature.bind(*args, **kwargs)  # raises for what torch does not take
+    signature.bind(*args, **kwargs)  # raises for arguments that torch does not take
 
   return method
 
@@ -332,10 +332,10 @@ def _refusing(function: Callable) -> Callable:
 
 
 def register_forward_method(original: Callable, module, method_name: str) -> None:
-  """`register_fsdp_forward_method`: a method computes as the forward pass does.
+  """Implement `register_fsdp_forward_method`: apply the forward pass's precision.
 
   Raises:
-    ValueError: torch's, for a method that the module does not have.
+    ValueError: the module has no such method (torch's error).
   """
   if not is_sharded(module):
     original(module, method_name)
@@ -356,18 +356,18 @@ def register_forward_method(original: Callable, module, method_name: str) -> Non
 
 
 def share_context(original: Callable, modules) -> None:
-  """`share_comm_ctx`: there are no streams of communication to share."""
+  """Implement `share_comm_ctx`: check only, there are no streams to share."""
   if not any(map(is_sharded, modules)):
     original(modules)
     return
   _require_sharded(modules)
 
 
-# What takes the place of torch's functions --------------------------------------------
+# Replacements of torch's functions ----------------------------------------------------
 
 
 def refuse_first_version(original: Callable, self, module, *args, **kwargs) -> None:
-  """`FullyShardedDataParallel(module)`, which flattens parameters; not on jax.
+  """Raise for `FullyShardedDataParallel` of a jax module: it flattens parameters.
 
   Raises:
     CollectiveError: the module is on jax.
@@ -382,7 +382,7 @@ def refuse_first_version(original: Callable, self, module, *args, **kwargs) -> N
 
 
 def register() -> None:
-  """Puts the functions in place of torch's."""
+  """Replace torch's functions."""
   package = "torch.distributed.fsdp"
   route = torch_compat.reroute
   route(torch_compat.function_of(f"{package}.fully_shard"), fully_shard)

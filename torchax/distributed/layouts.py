@@ -1,10 +1,9 @@
-"""Models over several devices: how their tensors are laid out on a mesh.
+"""Sharding of models over a mesh: `Mesh` and its sharders.
 
-A sharder says for each parameter and buffer, by its name and shape, which of its
-dimensions are divided among which axes of the mesh. `SingleAxisSharder` finds that from
-the size, as FSDP does; `ShardingRules` has it written down, by name and by module.
-`Mesh` applies it: to a model, to one that is yet to be made, and to one whose numbers
-are in files.
+A sharder maps the name and shape of a parameter or buffer to a `PartitionSpec`: which
+dimensions are split over which mesh axes. `SingleAxisSharder` derives it from the size,
+as FSDP does; `ShardingRules` looks it up by name and by module. `Mesh` applies it to a
+model, while constructing a model, or while loading safetensors files.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ _REPLICATED = PartitionSpec()
 
 
 class HasShape(Protocol):
-  """What a sharder is told of a tensor: a tensor itself, or a shape and a dtype."""
+  """Argument of a sharder: a tensor, or any object with a shape."""
 
   @property
   def shape(self) -> Sequence[int]: ...
@@ -45,15 +44,15 @@ Sharder = Callable[[str, Any], PartitionSpec]
 def _shard_first_multiple_of(
   axis_name: str, shape: Sequence[int], multiple_of: int
 ) -> PartitionSpec:
-  """The spec that divides the first dimension that is a multiple of a number.
+  """Return the spec that shards the first dimension divisible by an axis.
 
   Args:
-    axis_name: of the mesh, among which it is divided.
-    shape: of a tensor.
-    multiple_of: the size of that axis.
+    axis_name: mesh axis to shard over.
+    shape: shape of the tensor.
+    multiple_of: size of that axis.
 
   Returns:
-    A part for each dimension; all of them None where no dimension is a multiple.
+    One entry per dimension; all are None if no dimension is divisible.
 
   >>> _shard_first_multiple_of("x", (10, 20, 30), 4)
   PartitionSpec(None, 'x', None)
@@ -67,13 +66,13 @@ def _shard_first_multiple_of(
 
 
 class SingleAxisSharder:
-  """A sharder that finds from the size what to divide, as FSDP does.
+  """Sharder that splits the first divisible dimension over one axis, as FSDP does.
 
   Args:
-    axis_name: of the mesh.
-    axis_size: how many devices the axis has.
-    replicate_unshardable: a tensor of which no dimension divides is on each device as
-      a whole; otherwise it is an error.
+    axis_name: name of the mesh axis.
+    axis_size: number of devices along the axis.
+    replicate_unshardable: replicate a tensor with no divisible dimension; by default
+      such a tensor raises.
   """
 
   def __init__(self, axis_name, axis_size, replicate_unshardable=False):
@@ -82,11 +81,11 @@ class SingleAxisSharder:
     self.replicate_unshardable = replicate_unshardable
 
   def __call__(self, name: str, shapedtype: HasShape) -> PartitionSpec:
-    """The spec that divides the first dimension that is a multiple of the axis.
+    """Return the spec that shards the first dimension divisible by the axis.
 
     Raises:
-      AssertionError: there is none, and `replicate_unshardable` is False. It is a
-        `ShardingError` too.
+      UnshardableError: no dimension is divisible, and `replicate_unshardable` is False.
+        It is both an `AssertionError` and a `ShardingError`.
     """
     shape = tuple(shapedtype.shape)
     spec = _shard_first_multiple_of(self.axis_name, shape, self.axis_size)
@@ -100,21 +99,21 @@ class SingleAxisSharder:
 
 
 class UnshardableError(ShardingError, AssertionError):
-  """A tensor of which no dimension divides among the devices of an axis."""
+  """Error for a tensor with no dimension divisible by the size of an axis."""
 
 
 class ShardingRules:
-  """A sharder whose specs are written down, by name and by module.
+  """Sharder that looks specs up by module and by name.
 
-  The first rule that fits decides. Rules by module come first.
+  The first rule that matches decides. Rules by module come first.
 
   Args:
-    by_name: pairs of a pattern and a spec. Patterns are those of files, of the whole
-      name: `"*.q_proj.weight"`, `"layers.[0-3].*"`. A spec is a `PartitionSpec`, or a
-      tuple of its parts.
-    by_module: for a class of modules, or for one module of the model, specs by the
-      name of the parameter in it.
-    otherwise: the sharder, or the spec, of what no rule fits; replicated by default.
+    by_name: pairs of a pattern and a spec. Patterns are shell-style (`fnmatch`) and
+      match the whole name: `"*.q_proj.weight"`, `"layers.[0-3].*"`. A spec is a
+      `PartitionSpec` or a tuple of its entries.
+    by_module: maps a module class, or one module of the model, to specs by the name of
+      the module's own parameter.
+    otherwise: sharder or spec of tensors that no rule matches; replicated by default.
 
   >>> rules = ShardingRules([("*.up.weight", ("model", None))])
   >>> rules("layers.0.up.weight", torch.empty(8, 2))
@@ -136,13 +135,13 @@ class ShardingRules:
     self._model: torch.nn.Module | None = None
 
   def of(self, model: torch.nn.Module) -> "ShardingRules":
-    """The same rules for a model, whose modules those by module are about."""
+    """Return the same rules, bound to the model whose modules `by_module` matches."""
     rules = ShardingRules(self._by_name, self._by_module, self._otherwise)
     rules._model = model
     return rules
 
   def __call__(self, name: str, shapedtype: HasShape) -> PartitionSpec:
-    """The spec of a parameter or buffer."""
+    """Return the spec of a parameter or buffer."""
     found = self._of_module(name)
     if found is not None:
       return found
@@ -177,7 +176,7 @@ def _spec(spec) -> PartitionSpec:
 
 
 class _Place(NamedTuple):
-  """A name of a parameter or buffer, and where it is in the model."""
+  """Parameter or buffer with its full name, its module and its name in the module."""
 
   name: str
   module: torch.nn.Module
@@ -186,26 +185,26 @@ class _Place(NamedTuple):
 
 
 class _Entered(threading.local):
-  """The blocks of a mesh that a thread is in, innermost last."""
+  """Contexts of a mesh that the current thread has entered, innermost last."""
 
   def __init__(self):
     self.scopes: list[contextlib.AbstractContextManager] = []
 
 
 class Mesh:
-  """A mesh of devices with a rule of how the tensors of a model are laid out on it.
+  """Device mesh with a sharder, which lays out the tensors of a model.
 
-  As a context it is the mesh of the environment, which `torchax.train.mark_sharding`
-  takes where it is given a bare `PartitionSpec`. It is not that of `jax.set_mesh`,
-  which would have all arrays made on it, the random state among them.
+  As a context manager it sets the mesh of the environment, which
+  `torchax.train.mark_sharding` uses for a bare `PartitionSpec`. It does not call
+  `jax.set_mesh`, which would create all arrays on the mesh, the random state included.
 
   Args:
-    jax_mesh: a `jax.sharding.Mesh`, of automatic or explicit axes.
-    sharder: `(name, shapedtype) -> PartitionSpec`. By default that of a mesh of one
-      axis is a `SingleAxisSharder` of it; a mesh of several axes has none.
+    jax_mesh: a `jax.sharding.Mesh` with automatic or explicit axes.
+    sharder: `(name, shapedtype) -> PartitionSpec`. By default a `SingleAxisSharder` for
+      a mesh of one axis, and none for a mesh of several axes.
 
   Attributes:
-    jax_mesh: the mesh.
+    jax_mesh: JAX's mesh.
   """
 
   def __init__(self, jax_mesh: jax.sharding.Mesh, sharder: Sharder | None = None):
@@ -223,7 +222,7 @@ class Mesh:
 
   @classmethod
   def fsdp_mesh(cls, axis_name: str = "fsdp") -> "Mesh":
-    """A mesh of all devices along one axis, among which parameters are divided."""
+    """Return a mesh of all devices along one axis that shards parameters."""
     count = jax.device_count()
     mesh = jax.make_mesh((count,), (axis_name,))
     return cls(mesh, SingleAxisSharder(axis_name, count))
@@ -247,23 +246,23 @@ class Mesh:
     shape: Sequence[int] | None = None,
     name="A tensor",
   ) -> NamedSharding:
-    """The `NamedSharding` of a spec on this mesh.
+    """Return the `NamedSharding` of a spec on this mesh.
 
     Args:
-      spec: a `PartitionSpec`, or a tuple of its parts.
-      shape: of the tensor; None checks the names of the axes alone.
-      name: of the tensor, for errors.
+      spec: a `PartitionSpec` or a tuple of its entries.
+      shape: shape of the tensor; None checks the axis names only.
+      name: name of the tensor, for error messages.
 
     Raises:
-      ShardingError: the spec names an axis that the mesh lacks, or one twice, has more
-        parts than the shape has dimensions, or divides one that is no multiple.
+      ShardingError: the spec names an unknown axis or one axis twice, has more entries
+        than the shape has dimensions, or splits a dimension that is not divisible.
     """
     spec = _spec(spec)
     placement.require_fitting(spec, shape, self.jax_mesh, name)
     return NamedSharding(self.jax_mesh, spec)
 
   def shard(self, tensor: torch.Tensor, spec: PartitionSpec | tuple) -> Tensor:
-    """A tensor of the CPU or of jax laid out on the mesh; each device gets its part.
+    """Return a CPU or jax tensor sharded over the mesh.
 
     Raises:
       ShardingError: the spec does not fit; see `sharding`.
@@ -271,16 +270,16 @@ class Mesh:
     return _laid_out(tensor, self.sharding(spec, tensor.shape))
 
   def shard_model(self, model: torch.nn.Module, override_sharder=None):
-    """Lays the parameters and buffers of a model out on the mesh, one by one.
+    """Shard the parameters and buffers of a model over the mesh, one by one.
 
-    Parameters stay the objects that they are where they are on jax already; others,
-    on the CPU or on meta, are replaced, as `Module.to` does, and those that were one
-    stay one. A parameter on meta has zeros then, in parts: initialise it afterwards,
-    or load numbers into it. The gradient of a parameter lies where the parameter does.
+    Parameters on jax stay the same objects. Parameters on the CPU or on meta are
+    replaced, as `Module.to` does; tied ones stay tied. A parameter on meta becomes
+    zeros, sharded: initialize it afterwards, or load values into it. Gradients get the
+    sharding of their parameter.
 
     Args:
-      model: is changed.
-      override_sharder: used instead of that of the mesh.
+      model: the model; changed in place.
+      override_sharder: used instead of the mesh's sharder.
 
     Returns:
       The model.
@@ -288,7 +287,7 @@ class Mesh:
     Raises:
       ShardingError: a spec does not fit. Nothing has changed.
       ValueError: there is no sharder.
-      TracedStateError: in a compiled function.
+      TracedStateError: called in a compiled function.
     """
     require_eager("`Mesh.shard_model`")
     places = list(_places(model))
@@ -304,17 +303,16 @@ class Mesh:
   def initialize_model_sharded(
     self, model_class, init_args, init_kwargs=None, override_sharder=None
   ):
-    """Makes a model on the mesh; no device holds more than its part of a large tensor.
+    """Construct a model on the mesh; no device holds more than its part of a tensor.
 
-    Tensors are made one after the other, each in parts, and then laid out as the
-    sharder says. The numbers are those that the model has on one device: it draws from
-    the same stream, in the same order.
+    Each tensor is created sharded, then moved to the sharder's layout. The values equal
+    those on one device: the model draws from the same stream in the same order.
 
     Args:
-      model_class: a class of modules, or a function that returns a module.
-      init_args: a tuple of its arguments.
-      init_kwargs: a dict of its keyword arguments.
-      override_sharder: used instead of that of the mesh.
+      model_class: a module class, or a function that returns a module.
+      init_args: tuple of its arguments.
+      init_kwargs: dict of its keyword arguments.
+      override_sharder: used instead of the mesh's sharder.
 
     Returns:
       The module, on jax.
@@ -322,7 +320,7 @@ class Mesh:
     Raises:
       ShardingError: a spec does not fit.
       ValueError: there is no sharder.
-      TracedStateError: in a compiled function.
+      TracedStateError: called in a compiled function.
     """
     require_eager("`Mesh.initialize_model_sharded`")
     self._chosen(override_sharder)
@@ -335,25 +333,25 @@ class Mesh:
     return self.shard_model(model, override_sharder)
 
   def load_safetensors(self, model: torch.nn.Module, *paths, override_sharder=None):
-    """Gives a model the numbers of safetensors files, laid out on the mesh.
+    """Load safetensors files into a model, sharded over the mesh.
 
-    Of each tensor a device's part alone is read, so that the memory that loading takes
-    beside the model is that of one part. The model may be on meta.
+    One device's part of one tensor is read at a time, so loading needs the memory of
+    one part in addition to the model. The model may be on meta.
 
     Args:
-      model: is changed: its parameters and buffers are replaced.
-      *paths: of the files; together they have each tensor of `model.state_dict()`.
-      override_sharder: used instead of that of the mesh.
+      model: the model; its parameters and buffers are replaced.
+      *paths: the files; together they hold each tensor of `model.state_dict()`.
+      override_sharder: used instead of the mesh's sharder.
 
     Returns:
       The model.
 
     Raises:
       KeyError: the files lack a tensor of the model.
-      ShardingError: a tensor has another shape than the model's, or a spec does not
-        fit. Nothing has changed.
+      ShardingError: a tensor in a file has another shape than the model's, or a spec
+        does not fit. Nothing has changed.
       ValueError: there is no sharder.
-      TracedStateError: in a compiled function.
+      TracedStateError: called in a compiled function.
     """
     require_eager("`Mesh.load_safetensors`")
     places = list(_places(model, persistent_only=True))
@@ -397,7 +395,7 @@ class Mesh:
     return found
 
   def _evenly(self, shape: tuple) -> NamedSharding | None:
-    """Where a tensor of a model that is being made lies until its name is known."""
+    """Return a provisional sharding for a tensor created before its name is known."""
     mesh = explicit_axes.auto_mesh(self.jax_mesh)
     for place, size in enumerate(shape):
       if size and size % mesh.size == 0:
@@ -411,7 +409,7 @@ class Mesh:
 
 
 def _places(model: torch.nn.Module, persistent_only=False) -> Iterable[_Place]:
-  """Each name of each parameter and buffer; one that has two comes twice."""
+  """Yield each parameter and buffer, once per name."""
   for path, module in model.named_modules():
     found = [*module._parameters.items(), *module._buffers.items()]
     for own, tensor in found:
@@ -423,7 +421,7 @@ def _places(model: torch.nn.Module, persistent_only=False) -> Iterable[_Place]:
 
 
 def _put(tensor: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
-  """A parameter or buffer on the mesh: the same object if it is on jax."""
+  """Move a parameter or buffer to the mesh; on jax it stays the same object."""
   if isinstance(tensor, Tensor):
     if not tensor.jax().sharding.is_equivalent_to(sharding, tensor.dim()):
       with torch.no_grad():
@@ -447,7 +445,7 @@ def _laid_out(tensor: torch.Tensor, sharding: NamedSharding) -> Tensor:
 
 
 def _as_before(tensor: torch.Tensor, moved: Tensor) -> torch.Tensor:
-  """What takes the place of a parameter or buffer: a parameter of the same kind."""
+  """Wrap `moved` in a `Parameter` if `tensor`, which it replaces, is one."""
   if not isinstance(tensor, torch.nn.Parameter):
     return moved
   parameter = torch.nn.Parameter(moved, tensor.requires_grad)
@@ -461,7 +459,7 @@ def _assign(module: torch.nn.Module, own: str, tensor: torch.Tensor) -> None:
 
 
 def _sources(stored: Mapping, shapes: Mapping, aliases: Mapping) -> dict:
-  """For each tensor of a model, the file and the name under which it is stored."""
+  """Map the id of each tensor of a model to its file and its name in the file."""
   found, missing = {}, []
   for identity, names in aliases.items():
     there = next((name for name in names if name in stored), None)

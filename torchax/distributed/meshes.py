@@ -1,9 +1,9 @@
-"""`DeviceMesh` on jax: torch's mesh of JAX's devices, each dimension an axis of JAX's.
+"""`DeviceMesh` on jax: torch's mesh over JAX's devices, one JAX axis per dimension.
 
 `init_device_mesh("jax", (2, 4), mesh_dim_names=("dp", "tp"))` is a mesh of torch's own
-class. Its numbers are places in `jax.devices()`; torch's would be ranks, which here
-are processes. The group of a dimension has the name of its axis, so that functional
-collectives with `mesh["tp"]` find it in `jax_shard_map(f, mesh=jax_mesh(mesh), …)`.
+class. Its numbers are indices in `jax.devices()`, not ranks: a rank here is a process.
+The group of a dimension has the name of its axis. Functional collectives with
+`mesh["tp"]` find it by that name in `jax_shard_map(f, mesh=jax_mesh(mesh), …)`.
 """
 
 import functools
@@ -24,20 +24,20 @@ from torchax.ops import jc10d
 DEVICE = process_group.NAME
 
 _roots: dict[jax.sharding.Mesh, DeviceMesh] = {}
-"""JAX's mesh -> torch's, the latest one of those that are equal."""
+"""JAX's mesh -> torch's; of several equal meshes, the latest."""
 
 
 class AxisGroup(dist.ProcessGroup):
-  """A dimension of a mesh, for functional collectives; it cannot communicate itself.
+  """Group of a mesh dimension, for functional collectives only; others raise.
 
   Attributes:
-    group_name: by which torch finds it.
+    group_name: name in torch's registry of groups.
   """
 
   group_name = ""
 
   def getBackendName(self) -> str:
-    """The name of the backend, "jax"."""
+    """Return "jax", the name of the backend."""
     return DEVICE
 
   def _refuse(self, *args):
@@ -58,34 +58,34 @@ class AxisGroup(dist.ProcessGroup):
 
 
 def is_on_jax(mesh) -> bool:
-  """True for a `DeviceMesh` on jax."""
+  """Return True for a `DeviceMesh` on jax."""
   return isinstance(mesh, DeviceMesh) and mesh.device_type == DEVICE
 
 
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-  """The names of the dimensions of a mesh, which are the axes of one that is whole."""
+  """Return the dimension names of a mesh; those of a root are JAX's axis names."""
   return mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
 
 
 def axes_of(mesh: DeviceMesh) -> list[tuple[str, ...]]:
-  """The axes of JAX's mesh that each dimension of a mesh, or a part of one, stands for.
+  """Return the axes of JAX's mesh for each dimension of a mesh or submesh.
 
-  They are one, or for a flattened dimension several.
+  A flattened dimension has several axes, any other has one.
   """
   return [jc10d.GROUPS[name] for name in torch_compat.names_of_groups(mesh)]
 
 
 def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
-  """JAX's form of a `DeviceMesh` on jax; of a part of one, that of the whole.
+  """Return the JAX mesh of a `DeviceMesh` on jax; for a submesh, that of its root.
 
-  Its axes have the names of the dimensions, or "dim_0", "dim_1", … without names. They
-  are `Auto` axes, along which the compiler shards what is not annotated.
+  Its axes have the names of the dimensions; unnamed ones are "dim_0", "dim_1", …. They
+  are `Auto` axes: XLA chooses the sharding of arrays without annotation.
 
   Args:
-    mesh: of `init_device_mesh("jax", …)`.
+    mesh: result of `init_device_mesh("jax", …)`, or a submesh of it.
 
   Raises:
-    CollectiveError: a mesh of another device.
+    CollectiveError: the mesh is on another device.
   """
   if not is_on_jax(mesh):
     raise CollectiveError(
@@ -102,15 +102,15 @@ def _as_jax(root: DeviceMesh) -> jax.sharding.Mesh:
 
 
 def device_mesh_of(mesh: jax.sharding.Mesh) -> DeviceMesh | None:
-  """The `DeviceMesh` that was made with this mesh of JAX's, or None."""
+  """Return the latest `DeviceMesh` made with this JAX mesh, or None."""
   return _roots.get(mesh)
 
 
 def make(original: Callable, self, device_type: str, mesh=None, **kwargs) -> None:
-  """`DeviceMesh(device_type, mesh, mesh_dim_names=)`, of JAX's devices for "jax".
+  """Implement `DeviceMesh(device_type, mesh, mesh_dim_names=)` for "jax".
 
   Raises:
-    CollectiveError: devices that JAX does not have.
+    CollectiveError: the mesh needs devices that JAX does not have.
   """
   if device_type != DEVICE:
     original(self, device_type, mesh, **kwargs)
@@ -126,7 +126,7 @@ def make(original: Callable, self, device_type: str, mesh=None, **kwargs) -> Non
 
 
 def _complete(mesh: Any) -> None:
-  """Gives a new mesh JAX's form and groups of its dimensions."""
+  """Register the JAX mesh of a new mesh, and the groups of its dimensions."""
   places, devices = mesh.mesh.numpy(), jax.devices()
   if places.size and places.max() >= len(devices):
     raise CollectiveError(
@@ -141,7 +141,7 @@ def _complete(mesh: Any) -> None:
 
 
 def _complete_flattened(mesh: Any, root: Any) -> None:
-  """Gives what `_flatten` has made of a part of a mesh the group of its axes."""
+  """Set the group of a submesh made by `_flatten`: all axes that it flattens."""
   whole = jax_mesh(root)
   axes = tuple(whole.axis_names[dim] for dim in _dims_of(mesh, root))
   name = _group(whole, *_names_of(mesh), axes)
@@ -149,9 +149,9 @@ def _complete_flattened(mesh: Any, root: Any) -> None:
 
 
 def _dims_of(flattened: Any, root: Any) -> list[int]:
-  """The dimensions of a whole mesh along which a flattened part goes, slowest first.
+  """Return the dimensions of `root` that a flattened submesh covers, slowest first.
 
-  One of size 1 is none of them: nothing is divided along it.
+  Dimensions of size 1 are left out: they split nothing.
   """
   places = root.mesh.numpy()
   turns = [np.argwhere(places == place)[0] for place in flattened.mesh.numpy().flat]
@@ -161,7 +161,7 @@ def _dims_of(flattened: Any, root: Any) -> list[int]:
 
 
 def refuse_unflattened(original: Callable, self, *args, **kwargs):
-  """`_unflatten`; not on jax, whose mesh has the axes that it was made with.
+  """Raise for `_unflatten` on jax: the axes of a mesh there are fixed.
 
   Raises:
     CollectiveError: the mesh is on jax.
@@ -175,12 +175,12 @@ def refuse_unflattened(original: Callable, self, *args, **kwargs):
   )
 
 
-# torch's registry keeps what is C++ of a group alive, and not its Python class.
+# torch's registry keeps only the C++ part of a group alive, not its Python object.
 _groups: dict[str, AxisGroup] = {}
 
 
 def _group(mesh: jax.sharding.Mesh, name: str, axes: tuple[str, ...]) -> str:
-  """The name of the group of an axis, or of several, which is made if there is none."""
+  """Return the name of the group of one or several axes; create it if needed."""
   sizes = [mesh.shape[axis] for axis in axes]
   known = torch_compat.group_by_name(name)
   is_ours = known is _groups.get(name) and jc10d.GROUPS.get(name) == axes

@@ -1,8 +1,8 @@
-"""`MixedPrecisionPolicy` of `fully_shard`: modules compute in a dtype.
+"""`MixedPrecisionPolicy` of `fully_shard`: modules compute in the policy's dtype.
 
-The parameters stay as they are, and so do their gradients and the optimizer's state.
-While a module runs, what it finds under their names are copies in the dtype of the
-policy, whose gradients autograd casts back.
+Parameters, their gradients and the optimizer's state keep their dtype. While a module
+runs, its parameters are replaced by copies in the policy's dtype. Autograd casts the
+gradients of the copies back.
 """
 
 from typing import Any, NamedTuple
@@ -13,21 +13,21 @@ import torch
 from torchax.errors import CollectiveError
 
 Place = tuple[torch.nn.Module, str]
-"""A module and the name of a parameter of its own."""
+"""Module and the name of one of its own parameters."""
 
 
 class _Entered(NamedTuple):
-  """A forward pass that is in progress, and what it has put in whose place."""
+  """Forward pass in progress, with (slot, parameter, copy) for each replacement."""
 
   module: torch.nn.Module
   replaced: list[tuple[Place, torch.Tensor, torch.Tensor]]
 
 
 def require_known(policy: Any) -> None:
-  """Raises for a policy that floating-point numbers cannot follow.
+  """Check that the dtypes of a policy are floating-point.
 
   Raises:
-    CollectiveError: a dtype that is none of floating-point numbers.
+    CollectiveError: a dtype is not floating-point.
   """
   dtypes = {k: v for k, v in vars(policy).items() if isinstance(v, torch.dtype)}
   wrong = {name: dtype for name, dtype in dtypes.items() if not dtype.is_floating_point}
@@ -39,15 +39,15 @@ def require_known(policy: Any) -> None:
 
 
 class Precision:
-  """What `fully_shard(modules, mp_policy=)` has modules compute in.
+  """Precision in which the modules of `fully_shard(modules, mp_policy=)` compute.
 
-  Each module that holds a parameter of the group, or has one inside that does, enters
-  by itself: a part that is computed again, as checkpointing does, runs alone.
+  Hooks on each module that contains a parameter of the group replace the parameters.
+  Each submodule has its own hooks: checkpointing recomputes a submodule alone.
 
   Args:
-    roots: the modules that were given; their inputs and outputs are cast as well.
-    places: of the parameters of floating-point numbers.
-    policy: of torch; `reduce_dtype` is XLA's matter.
+    roots: the modules given to `fully_shard`; their inputs and outputs are cast too.
+    places: slots of the floating-point parameters.
+    policy: torch's policy; `reduce_dtype` is ignored, XLA reduces.
   """
 
   def __init__(self, roots: list[torch.nn.Module], places: list[Place], policy: Any):
@@ -65,7 +65,7 @@ class Precision:
         module.register_forward_hook(self.leave, always_call=True)
 
   def enter(self, module: torch.nn.Module, args, kwargs):
-    """Called before a module's forward pass."""
+    """Replace parameters by copies and cast inputs; runs before a forward pass."""
     known: dict[int, torch.Tensor] = {}
     replaced: list = []
     self.entered.append(_Entered(module, replaced))
@@ -84,16 +84,16 @@ class Precision:
     return args, kwargs
 
   def leave(self, module: torch.nn.Module, args, outputs):
-    """Called after it, and where it has raised."""
+    """Restore parameters and cast outputs; also runs if the forward pass raised."""
     if not self.entered or self.entered[-1].module is not module:
-      return None  # a hook before ours has raised: this one never entered
+      return None  # an earlier hook raised, so `enter` did not run
     for (owner, name), parameter, cast in self.entered.pop().replaced:
       if owner._parameters[name] is cast:
         owner._parameters[name] = parameter  # type: ignore[assignment]
     return _cast(outputs, self.output_dtype) if module in self.roots else None
 
   def called(self, module: torch.nn.Module, method, args, kwargs):
-    """Calls a method of a module as its forward pass is called."""
+    """Call a method of a module with the precision of its forward pass."""
     args, kwargs = self.enter(module, args, kwargs)
     outputs = None
     try:
@@ -104,7 +104,7 @@ class Precision:
 
 
 def _cast(tree, dtype: torch.dtype | None):
-  """The tensors of floating-point numbers of a tree in a dtype; None keeps them."""
+  """Cast the floating-point tensors of a tree; None keeps their dtype."""
 
   def cast(leaf):
     is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

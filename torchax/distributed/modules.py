@@ -1,8 +1,8 @@
-"""The tensors of modules, put on a mesh, and their state dicts.
+"""Placement of a module's tensors on a mesh, and their state dicts.
 
-What a module has on the CPU goes to the devices part by part, so that no device holds
-more than its own. What it has on meta becomes zeros in parts, to be initialized or
-loaded afterwards. Parameters stay the objects that they are.
+CPU tensors are sent to the devices part by part: no device holds more than its own
+part. Meta tensors become sharded zeros, to be initialized or loaded afterwards.
+Parameters stay the same objects.
 """
 
 import pickle
@@ -20,7 +20,7 @@ from torchax.tensor import Tensor, new_tensor
 
 
 def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-  """The parameters and buffers of a module itself, without those of its children."""
+  """Yield the parameters and buffers of a module, without those of its children."""
   yield from module.parameters(recurse=False)
   yield from module.buffers(recurse=False)
 
@@ -29,11 +29,11 @@ def move(
   module: torch.nn.Module,
   sharding_of: Callable[[torch.Tensor], NamedSharding | None],
 ) -> None:
-  """Moves those tensors of a module itself to jax that are not on it.
+  """Move a module's own tensors to jax, except those that are on jax already.
 
   Args:
-    module: is changed.
-    sharding_of: where a tensor is to lie; None for the current device.
+    module: the module; changed in place.
+    sharding_of: returns the sharding of a tensor; None for the current device.
   """
 
   def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,9 +51,9 @@ def move(
 
 
 def replicate(module: torch.nn.Module, mesh: DeviceMesh) -> None:
-  """Puts those tensors of a module itself on a mesh, whole, that are not on it.
+  """Replicate a module's own tensors over a mesh, except those already on the mesh.
 
-  The gradient of each lies where it does.
+  Gradients get the sharding of their tensor.
   """
   move(module, lambda tensor: placements.sharding_of(mesh, None, tensor.shape))
   for tensor in own_tensors(module):
@@ -66,11 +66,11 @@ def replicate(module: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def not_pickled(name: str, function: str) -> pickle.PicklingError:
-  """The error where a module is pickled that lies on a mesh.
+  """Return the error for pickling a module on a mesh.
 
   Args:
-    name: of the class of the module.
-    function: what has placed it.
+    name: class name of the module.
+    function: name of the function that put the module on the mesh.
   """
   return pickle.PicklingError(
     f"{name} is on a mesh, by `{function}`, and is not pickled, as in torch. Save its "
@@ -83,19 +83,19 @@ def not_pickled(name: str, function: str) -> pickle.PicklingError:
 
 
 # State dicts of `torch.distributed.checkpoint` ----------------------------------------
-# torch takes from a full tensor the part of its one device, and copies what it saves in
-# the background storage by storage. Here a process has a tensor as a whole.
+# torch slices the part of its one device out of a full tensor, and copies storages one
+# by one before saving in the background. Here a process has the whole tensor.
 
 
 def distribute_full(original: Callable, state: dict, keys, *rest) -> None:
-  """Puts full tensors, which each process has, into those of a model.
+  """Copy full tensors, which each process has, into the tensors of a model.
 
   Args:
-    original: torch's, for what is not on jax.
-    state: by key a pair: what the model has, and the full tensor. It is changed to hold
-      the former.
-    keys: of `state`.
-    *rest: what else `original` takes.
+    original: torch's function, for entries that are not on jax.
+    state: maps a key to (tensor of the model, full tensor); each pair is replaced by
+      the tensor of the model.
+    keys: keys of `state` to process.
+    *rest: further arguments of `original`.
   """
   others = []
   for key in keys:
@@ -111,7 +111,7 @@ def distribute_full(original: Callable, state: dict, keys, *rest) -> None:
 
 
 def staged(original: Callable, self, tensor, memo: dict, *args, **kwargs):
-  """The copy that `async_save` writes, while the program goes on."""
+  """Copy a tensor to the CPU for `async_save`, which writes it in the background."""
   if not isinstance(tensor, Tensor):
     return original(self, tensor, memo, *args, **kwargs)
   copied = memo[id(tensor)] = (
@@ -121,6 +121,6 @@ def staged(original: Callable, self, tensor, memo: dict, *args, **kwargs):
 
 
 def register_states() -> None:
-  """Puts the functions in place of torch's."""
+  """Replace torch's functions."""
   torch_compat.enter_full_states(distribute_full)
   torch_compat.enter_staging(staged)

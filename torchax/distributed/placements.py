@@ -1,12 +1,12 @@
-"""Placements of torch's `DTensor` on a mesh, as `NamedSharding` of JAX's arrays.
+"""Conversion between torch's `DTensor` placements and JAX's `NamedSharding`.
 
-A tensor on jax is whole: its shape is that of the global tensor, its array is in parts
-on the devices, and XLA communicates. A `DTensor` of torch's class is what one rank of
-many has; here one rank has all, so that its local tensor is the global one.
+A jax tensor has the shape of the global tensor; its array is sharded over the devices,
+and XLA communicates. torch's `DTensor` is the view of one rank among many. Here one
+process drives all devices, so the local tensor is the global tensor.
 
   Shard(d)     dimension d is split along the axis
-  Replicate()  whole along the axis
-  Partial()    the sum is whole as well: XLA decides when it is done
+  Replicate()  replicated along the axis
+  Partial()    the reduced value, replicated; XLA decides when to reduce
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from torchax.environment import env_on
 from torchax.errors import CollectiveError
 from torchax.tensor import Tensor, new_tensor
 
-# Of `torch.distributed.tensor`, a module that takes a second to import.
+# A class of `torch.distributed.tensor`, which takes a second to import.
 Placement = Any
 
 
@@ -37,21 +37,21 @@ _KINDS = ("Shard", "Replicate", "Partial")
 
 
 def shard(dim: int) -> Placement:
-  """`Shard(dim)`."""
+  """Return `Shard(dim)` without importing its module at start."""
   return torch_compat.function_of("torch.distributed.tensor.Shard")(dim)
 
 
 def replicated() -> Placement:
-  """`Replicate()`."""
+  """Return `Replicate()` without importing its module at start."""
   return torch_compat.function_of("torch.distributed.tensor.Replicate")()
 
 
 def checked(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple:
-  """One placement for each dimension of the mesh; `Replicate()` if there are none.
+  """Return one placement per mesh dimension; all `Replicate()` for None.
 
   Raises:
-    ValueError: another number of them.
-    CollectiveError: another kind.
+    ValueError: the number of placements differs from the dimensions of the mesh.
+    CollectiveError: a placement is of an unsupported kind.
   """
   if placements is None:
     return (replicated(),) * mesh.ndim
@@ -76,18 +76,18 @@ def sharding_of(
   shape: Sequence[int],
   array: jax.Array | None = None,
 ) -> NamedSharding:
-  """The sharding that placements on a mesh stand for.
+  """Return the sharding for placements on a mesh.
 
   Args:
-    mesh: of `init_device_mesh("jax", …)`, or a part of it, flattened or not. Along the
-      axes of the others, an array stays as it is.
-    placements: one for each dimension of the mesh; `Replicate()` if there are none.
-    shape: of the tensor.
-    array: the one that is to be placed.
+    mesh: result of `init_device_mesh("jax", …)`, or a submesh of it, flattened or not.
+      Along axes outside the submesh, `array` keeps its sharding.
+    placements: one per dimension of the mesh; None replicates.
+    shape: shape of the tensor.
+    array: the array to be placed.
 
   Raises:
-    CollectiveError: a dimension that is not there, or that an axis does not divide.
-    ValueError: another number of placements than dimensions of the mesh.
+    CollectiveError: a dimension does not exist, or an axis does not divide it.
+    ValueError: the number of placements differs from the dimensions of the mesh.
   """
   whole = jax_mesh(mesh)
   by_dim = axes_of(mesh)
@@ -122,7 +122,7 @@ def _known(names) -> tuple[str, ...]:
 
 
 def _other_axes(array, mesh, own: tuple[str, ...], ndim: int) -> list:
-  """By dimension, the axes besides `own` that split it; left open in a trace."""
+  """Return, per dimension, the axes other than `own` that split it; open in a trace."""
   if array is None or len(own) == len(mesh.axis_names):
     return [()] * ndim
   if devices.is_traced(array):
@@ -142,9 +142,9 @@ def _axes_by_dim(array: jax.Array) -> list[tuple[str, ...]] | None:
 
 
 def placements_of(array: jax.Array, mesh: DeviceMesh) -> tuple[Placement, ...]:
-  """How an array lies on a mesh; () where it does not, or is not known in a trace.
+  """Return the placements of an array on a mesh; () if not on it or in a trace.
 
-  It does not lie on a flattened mesh if it is split along a part of its axes alone.
+  An array split along only some axes of a flattened dimension is not on that mesh.
   """
   if devices.is_traced(array):
     return ()
@@ -166,12 +166,12 @@ def placements_of(array: jax.Array, mesh: DeviceMesh) -> tuple[Placement, ...]:
 def laid_out(
   tensor: torch.Tensor, sharding: NamedSharding, from_first: bool = True
 ) -> jax.Array:
-  """The numbers of a tensor with a sharding.
+  """Return the values of a tensor as an array with a sharding.
 
   Args:
-    tensor: on jax; on the CPU, of which each device gets its part alone; or on meta,
-      which has zeros then.
-    sharding: where they are to lie.
+    tensor: on jax, on the CPU (each device receives only its part), or on meta (becomes
+      zeros).
+    sharding: sharding of the result.
     from_first: see `put`.
   """
   if isinstance(tensor, Tensor):
@@ -193,12 +193,13 @@ def _over_processes(
 
 
 def put(array: jax.Array, sharding: NamedSharding, from_first: bool) -> jax.Array:
-  """An array with a sharding; in a trace, XLA is told.
+  """Return an array with a sharding; in a trace, add a sharding constraint.
 
   Args:
-    array: whole, or global.
-    sharding: where it is to lie.
-    from_first: the numbers are those of the first process, else of each one its own.
+    array: an array of this process, or a global array.
+    sharding: sharding of the result.
+    from_first: take the values of the first process; else each process provides its
+      own.
   """
   if devices.is_traced(array):
     return lax.with_sharding_constraint(array, sharding)
@@ -208,7 +209,7 @@ def put(array: jax.Array, sharding: NamedSharding, from_first: bool) -> jax.Arra
 
 
 class _Place(torch.autograd.Function):
-  """Places a tensor, and its gradient in the same way."""
+  """Placement of a tensor; its gradient gets the same sharding."""
 
   @staticmethod
   def forward(ctx, tensor, sharding, from_first):
@@ -221,7 +222,7 @@ class _Place(torch.autograd.Function):
 
 
 def _on_jax(tensor: torch.Tensor, mesh, placements, from_first: bool) -> torch.Tensor:
-  """A tensor of another device on jax; at once in parts, where nobody records that."""
+  """Move a tensor to jax; directly sharded if neither autograd nor a trace records."""
   is_recorded = tensor.requires_grad and torch.is_grad_enabled()
   if is_recorded or jax_compat.is_staging():
     return tensor.to("jax")
@@ -235,11 +236,11 @@ def place(
   placements: Sequence[Placement] | None,
   from_first: bool = False,
 ) -> Tensor:
-  """A tensor on a mesh, and recorded by autograd; see `sharding_of`.
+  """Return a tensor placed on a mesh; autograd records it.
 
   Args:
-    tensor: of any device; one of another device is moved to jax.
-    mesh, placements: where it is to lie.
+    tensor: on any device; moved to jax if needed.
+    mesh, placements: see `sharding_of`.
     from_first: see `put`.
   """
   if not isinstance(tensor, Tensor):

@@ -1,9 +1,9 @@
 """`torch.distributed.init_process_group("jax")`: JAX's processes as torch's world.
 
-A rank is a process of JAX, not a device: one process drives all devices that it has.
-Collectives of `torch.distributed` on tensors of one process each go through the hosts
-and are for what is small, as metrics and flags; what is large is a global array, in
-which XLA communicates. They take CPU tensors as well, and raise in a compiled function.
+A rank is a process of JAX, not a device: one process drives all of its devices.
+Collectives of `torch.distributed` go through the hosts and are meant for small tensors,
+such as metrics and flags. Large data belongs in global arrays, where XLA communicates.
+The collectives take CPU tensors too, and raise in a compiled function.
 """
 
 import inspect
@@ -48,37 +48,36 @@ def _folded(function: Callable, members: torch.Tensor) -> torch.Tensor:
 
 
 class Done(dist.Work):
-  """A collective that has come to its end."""
+  """Handle of a completed collective."""
 
   def __init__(self, results: Iterable[torch.Tensor] = ()):
     super().__init__()
     self.results = list(results)
 
   def wait(self, timeout=None) -> bool:
-    """True: there is nothing to wait for."""
+    """Return True at once."""
     return True
 
   def is_completed(self) -> bool:
-    """True."""
     return True
 
   def is_success(self) -> bool:
-    """True: a failure would have raised."""
+    """Return True: a failure would have raised."""
     return True
 
   def result(self) -> list[torch.Tensor]:
-    """The tensors that were written to."""
+    """Return the output tensors."""
     return self.results
 
   def get_future(self):
-    """A future that has its value."""
+    """Return a completed future of the output tensors."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(self.results)
     return future
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-  """The numbers of a tensor that this process has."""
+  """Return a tensor of this process as a contiguous CPU tensor."""
   if isinstance(tensor, Tensor):
     array = tensor.jax()
     if placement.is_traced(array):
@@ -98,7 +97,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ProcessGroup(dist.ProcessGroup):
-  """The processes of JAX, or one of them."""
+  """Process group of all JAX processes, or of one of them."""
 
   def __init__(self, rank: int, size: int):
     super().__init__(rank, size)
@@ -111,7 +110,7 @@ class ProcessGroup(dist.ProcessGroup):
 
   @property
   def group_name(self) -> str:
-    """By which torch finds it."""
+    """Name in torch's registry of groups."""
     return torch_compat.name_of_group(self)
 
   def getBackendName(self) -> str:
@@ -119,24 +118,24 @@ class ProcessGroup(dist.ProcessGroup):
 
   @property
   def _device_types(self) -> list[torch.device]:
-    """Whose tensors it takes: what torch asks before it sends a state dict.
+    """Devices whose tensors the group takes; torch asks before it sends a state dict.
 
-    None before the group has a name: torch would have its flight recorder, which looks
-    for a name in C++, follow it.
+    Empty until the group has a name: torch would attach its flight recorder, which
+    expects a name in C++.
     """
     is_known = bool(self.group_name)
     return [torch.device(NAME), torch.device("cpu")] if is_known else []
 
   def _get_backend(self, device: torch.device) -> "ProcessGroup":
-    """Itself: it has no other one inside."""
+    """Return the group itself, which is its own backend."""
     return self
 
   def _members(self, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensors of all members, stacked, on the CPU."""
+    """Gather the tensors of all members, stacked along a new first dim, on the CPU."""
     mine = _on_host(tensor)
     if self.size() == 1:
       return mine[None].clone()
-    # As bytes: JAX would make 64-bit numbers narrower.
+    # As bytes: JAX would narrow 64-bit values.
     flat = mine.reshape(-1).view(torch.uint8)
     content = host_memory.array_of(flat) if mine.numel() else None
     shape = (self.size(), *mine.shape)
@@ -162,7 +161,7 @@ class ProcessGroup(dist.ProcessGroup):
         f"{name}."
       )
     if self.size() == 1:
-      _on_host(tensor)  # raises what is wrong with it
+      _on_host(tensor)  # raises for tensors that no collective takes
       return tensor
     return function(self._members(tensor))
 
@@ -245,7 +244,7 @@ class ProcessGroup(dist.ProcessGroup):
     parts = members.reshape(size, size, -1, *members.shape[2:])
     return self._write([(output, parts[:, self.rank()])])
 
-  # torch 2.13's names of the same.
+  # Names of torch 2.13 for the same methods.
   all_gather_single = _allgather_base
   all_gather_single_coalesced = allgather_into_tensor_coalesced
   reduce_scatter_single = _reduce_scatter_base
@@ -272,10 +271,10 @@ def _make(store, rank: int, size: int, timeout) -> ProcessGroup:
 
 
 def _world() -> dict:
-  """The arguments of `init_process_group` that JAX knows.
+  """Return the arguments of `init_process_group` that JAX determines.
 
   Raises:
-    CollectiveError: a launcher has started several processes that JAX knows nothing of.
+    CollectiveError: the launcher's number of processes differs from JAX's.
   """
   is_told = int(os.environ.get("WORLD_SIZE", 1)) > 1
   if is_told and not (jax.distributed.is_initialized() or jax_compat.has_started()):
@@ -294,11 +293,11 @@ def _world() -> dict:
 
 
 def initialize(original: Callable, *args, **kwargs) -> None:
-  """`init_process_group`, with the world of JAX for the backend "jax".
+  """Implement `init_process_group`; the backend "jax" uses JAX's processes as world.
 
   Raises:
-    CollectiveError: another world was asked for, or "jax" beside another backend.
-    ValueError: torch's, where there is a process group.
+    CollectiveError: the rank, the world size or a second backend conflicts with "jax".
+    ValueError: there is a process group already (torch's error).
   """
   given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
   backend = str(given.get("backend")).lower()
@@ -329,6 +328,6 @@ def initialize(original: Callable, *args, **kwargs) -> None:
 
 
 def start() -> None:
-  """Starts the process group of a mesh, where there is none."""
+  """Start the process group "jax" unless there is a process group."""
   if not dist.is_initialized():
     dist.init_process_group(NAME)
