@@ -1,4 +1,6 @@
-"""One program in several processes: starting them, agreeing, and sharing the data.
+"""Multi-process programs: start processes, compare their state, split their data.
+
+Users call these functions as `torchax.processes`. Start at `start.py`.
 
 >>> from torchax import processes
 >>> processes.initialize()  # a single process: nothing to connect

@@ -1,8 +1,8 @@
-"""What all processes have to agree on, compared before it is too late.
+"""Barriers and equality checks between processes, without a device.
 
-Processes that run different programs wait for one another in collectives that do not
-fit. Here they compare short texts by JAX's coordinator, which needs no device and ends
-after a time with the names of those who did not come.
+Processes that run different programs hang in collectives that do not match. The
+functions here compare short texts through JAX's coordinator beforehand. After a
+timeout they raise, naming the processes that did not arrive.
 """
 
 import hashlib
@@ -18,20 +18,19 @@ from torchax.core.tracebacks import ending_at_the_user
 from torchax.errors import ProcessError
 
 SECONDS = 60
-"""That the first process to come waits for the last."""
+"""Default timeout: how long the first process to arrive waits for the last."""
 
 _SHOWN = 200  # characters of a value in messages
 
 
 class _Rounds:
-  """Comparisons made so far: the n-th of one process is the n-th of all."""
+  """Counter of comparisons; equal numbers belong together in all processes."""
 
   count = 0
   lock = threading.Lock()
 
   @classmethod
   def next(cls) -> int:
-    """The number of the next one."""
     with cls.lock:
       cls.count += 1
       return cls.count
@@ -39,14 +38,15 @@ class _Rounds:
 
 @ending_at_the_user
 def barrier(name: str, timeout: float = SECONDS) -> None:
-  """Waits until all processes have come to this barrier.
+  """Wait until all processes have reached this barrier.
 
   Args:
-    name: of the barrier, for messages; the same in all processes.
+    name: name of the barrier, for messages; the same in all processes.
     timeout: in seconds.
 
   Raises:
-    ProcessError: in every process that came: some did not, or came to another barrier.
+    ProcessError: some processes did not arrive, or reached another barrier. Raised in
+      every process that arrived.
   """
   if jax.process_count() > 1:
     _compare(f"the barrier {name}", "", "reached", timeout)
@@ -56,19 +56,19 @@ def barrier(name: str, timeout: float = SECONDS) -> None:
 def require_equal(
   what: str, value: Any, timeout: float = SECONDS, *, shown: str | None = None
 ) -> None:
-  """Raises in every process where a value differs between processes.
+  """Raise in every process if a value differs between processes.
 
-  All processes call it, in the same order. It compares by way of JAX's coordinator and
-  runs nothing on devices.
+  All processes must call it, in the same order. It compares through JAX's coordinator
+  and runs nothing on devices.
 
   Args:
-    what: names the value in messages: "the seed".
-    value: a string, number, or anything else that JSON holds.
-    timeout: in seconds, for the last process to come.
-    shown: stands for the value in the message; by default its beginning does.
+    what: name of the value in messages, such as "the seed".
+    value: a string, a number, or any other JSON value.
+    timeout: in seconds, for the last process to arrive.
+    shown: text shown in place of the value in messages; by default its beginning.
 
   Raises:
-    ProcessError: the values differ, or a process did not come in time.
+    ProcessError: the values differ, or a process did not arrive in time.
 
   >>> require_equal("the seed", 0)  # a single process agrees with itself
   """
@@ -82,18 +82,18 @@ def require_equal(
 def require_same_program(
   function: Any, *args: Any, timeout: float = SECONDS, **kwargs: Any
 ) -> None:
-  """Raises in every process where a compiled function differs between processes.
+  """Raise in every process if a compiled function differs between processes.
 
-  It is traced and lowered for the arguments, not compiled or run; no state advances.
-  Call it once, before the first step.
+  The function is traced and lowered for the arguments, not compiled or run; no state
+  advances. Call this once, before the first step.
 
   Args:
-    function: what `jax_jit`, `torchax.jit` or `jax.jit` returns.
-    *args, **kwargs: of the call that is to come.
-    timeout: in seconds, for the last process to come.
+    function: result of `jax_jit`, `torchax.jit` or `jax.jit`.
+    *args, **kwargs: arguments of the first call.
+    timeout: in seconds, for the last process to arrive.
 
   Raises:
-    ProcessError: a process has another program, or did not come.
+    ProcessError: a process has another program, or did not arrive.
   """
   if jax.process_count() == 1:
     return
@@ -104,7 +104,7 @@ def require_same_program(
 
 
 def _compare(what: str, text: str, shown: str, timeout: float) -> None:
-  """Raises where the text differs; `shown` stands for it in the message."""
+  """Raise if the text differs between processes; messages show `shown` instead."""
   client = jax_compat.coordination_client()
   number, rank = _Rounds.next(), jax.process_index()
   folder = f"torchax/round/{number}/"
@@ -127,12 +127,12 @@ def _compare(what: str, text: str, shown: str, timeout: float) -> None:
     ) from error
   _require_one(_said(client, folder))
   if number > 1:
-    # Everybody is here, so nobody reads what was said before any more.
+    # All processes have left the previous round, so its values can be deleted.
     client.key_value_delete(f"torchax/round/{number - 1}/{rank}")
 
 
 def _said(client, folder: str) -> dict[int, list[str]]:
-  """What each process has said in a round, by rank."""
+  """Return the values of a round by rank."""
   found = client.key_value_dir_get(folder)
   return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
@@ -145,7 +145,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def _require_one(said: dict[int, list[str]]) -> None:
-  """Raises unless all have said the same."""
+  """Raise unless all ranks have the same name and digest."""
   groups: dict[tuple[str, ...], list[int]] = {}
   for rank, found in sorted(said.items()):
     groups.setdefault(tuple(found[:2]), []).append(rank)

@@ -1,4 +1,4 @@
-"""Arrays of all processes: made of what each has read, and brought together again."""
+"""Global arrays: assemble them from the rows of each process, and gather them."""
 
 import functools
 from typing import Any
@@ -16,20 +16,20 @@ from torchax.tensor import Tensor, new_tensor
 
 
 def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
-  """The rows of a global batch that lie on devices of this process.
+  """Return the rows of a global batch that are on devices of this process.
 
-  Two processes have the same rows where the batch is not split between them, as in
-  tensor parallelism over processes.
+  Two processes have the same rows if the batch is not split between them, as in tensor
+  parallelism over processes.
 
   Args:
-    sharding: of the batch; its first dimension decides.
-    batch_size: rows of the global batch.
+    sharding: sharding of the batch; only its first dimension matters.
+    batch_size: number of rows of the global batch.
 
   Returns:
-    Numbers of rows, ascending.
+    Row indices, ascending.
 
   Raises:
-    ValueError: the devices cannot have equally many rows.
+    ValueError: the rows do not divide equally among the devices.
   """
   shard = sharding.shard_shape((batch_size,))[0]  # raises if it does not divide
   indices = sharding.addressable_devices_indices_map((batch_size,)).values()
@@ -39,18 +39,18 @@ def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
 
 @ending_at_the_user
 def global_batch(local: Any, sharding: Sharding) -> Any:
-  """Makes tensors of all processes of the rows that each process has read.
+  """Assemble global tensors from the rows that each process has read.
 
   Args:
     local: a tree of CPU tensors or numpy arrays of shape (rows of this process, …):
-      those of `rows_here`, in their order, as a DataLoader over `Batches` has them.
-    sharding: of the global tensors, of shape (rows of all, …).
+      the rows of `rows_here` in their order, as a DataLoader over `Batches` yields.
+    sharding: sharding of the global tensors, of shape (rows of all processes, …).
 
   Returns:
-    The tree with jax tensors.
+    The tree with global jax tensors.
 
   Raises:
-    ProcessError: leaves of a tree that have no, or differently many, rows.
+    ProcessError: a leaf has no dimensions, or leaves differ in their number of rows.
 
   >>> import jax
   >>> mesh = jax.make_mesh((1,), ("data",))
@@ -81,13 +81,19 @@ def _on_host(leaf) -> np.ndarray:
 
 @ending_at_the_user
 def gather(tree: Any) -> Any:
-  """Tensors of all processes with all their numbers in each process.
+  """Replicate global tensors, so that each process has all of their values.
 
-  All processes call it. The result takes the memory of the whole on each device; its
-  `.numpy()`, `.cpu()` and `print` work in every process.
+  All processes must call it. The result takes the memory of the whole tensor on each
+  device; its `.numpy()`, `.cpu()` and `print` work in every process.
 
   Args:
-    tree: of tensors and other values; what lies on devices of one process stays.
+    tree: a tree of tensors and other values; arrays of one process are unchanged.
+
+  Returns:
+    The tree with replicated tensors.
+
+  Raises:
+    ProcessError: a global array has another sharding than a `NamedSharding`.
   """
   leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_tensor)
   return jax.tree.unflatten(treedef, [_gathered(leaf) for leaf in leaves])

@@ -1,13 +1,11 @@
-"""Batches of several processes: which rows come in which step, means in a fixed order.
+"""Batches split among processes, and means in a fixed order of summation.
 
-The rows of step t are a function of the seed and of t alone. So the position of the
-data is the number of the step, a run goes on where it was killed, and it may go on with
-another number of processes.
+The rows of step t depend only on the seed and on t. The step number therefore is the
+position in the data: a killed run can resume, even with another number of processes.
 
-Devices add what they have found in another order than one device adds all of it, so
-that sums of floating-point numbers differ in their last bits. `in_fixed_order` cuts a
-batch into a fixed number of chunks. Each is computed by itself, by one program, and the
-results are added in the order of the chunks.
+Several devices add floating-point numbers in another order than one device, so sums
+differ in their last bits. `in_fixed_order` cuts a batch into a fixed number of chunks,
+runs one program on each chunk, and adds the results in the order of the chunks.
 """
 
 import functools
@@ -28,23 +26,24 @@ _MOST_SEEDS = 2**31 - 1
 
 
 class Batches(torch.utils.data.Sampler[list[int]]):
-  """The `batch_sampler` of a DataLoader whose batches are split among processes.
+  """Batch sampler of a DataLoader whose batches are split among processes.
 
-  In each epoch all rows come once, in an order of that epoch; what does not fill a
-  batch is left out. Each process gets the rows of the global batch that its devices
-  hold, in their order, so that the batch is that of a single process, row for row.
+  Each epoch visits all rows once, in its own order; an incomplete last batch is
+  dropped. Each process gets the rows of the global batch that its devices hold, in
+  order. Row for row, the global batch equals that of a single process.
 
   Args:
-    size: rows of the data set.
-    batch_size: rows of a global batch.
-    sharding: of the batch, see `rows_here`; by default this process has all rows.
-    seed: of the order; the same in all processes.
+    size: number of rows of the data set.
+    batch_size: number of rows of a global batch.
+    sharding: sharding of the batch, see `rows_here`; by default this process gets all
+      rows.
+    seed: seed of the order; the same in all processes.
     shuffle: False keeps the rows in their order.
-    start: the first step: how many global batches have been used.
-    epochs: after which the batches end; None never ends.
+    start: first step: the number of global batches already used.
+    epochs: number of epochs; None never ends.
 
   Raises:
-    ValueError: a batch larger than the data set, a negative start.
+    ValueError: the batch is larger than the data set, or `start` or `seed` is negative.
 
   >>> batches = Batches(10, batch_size=4, seed=1, epochs=2)
   >>> [len(rows) for rows in batches]
@@ -83,7 +82,7 @@ class Batches(torch.utils.data.Sampler[list[int]]):
 
   @property
   def per_epoch(self) -> int:
-    """How many batches an epoch has."""
+    """Number of batches of an epoch."""
     return self.size // self.batch_size
 
   def __len__(self) -> int:
@@ -107,7 +106,7 @@ class Batches(torch.utils.data.Sampler[list[int]]):
 
 
 def _on_each_chunk(function: Callable) -> Callable:
-  """The function for the rows of one device, chunk by chunk, each with its own seed."""
+  """Map a function over the chunks of one device, each with its own seed."""
 
   def of_device(parameters, rows, seeds):
     def of_chunk(carry, given):
@@ -121,7 +120,7 @@ def _on_each_chunk(function: Callable) -> Callable:
 
 
 def _mean_in_order(everywhere: NamedSharding, found: jax.Array) -> jax.Array:
-  """The mean of the results of all chunks, which each device adds in their order."""
+  """Return the mean over the chunks; each device adds all of them in order."""
   found = jax.lax.with_sharding_constraint(found, everywhere)
   return functools.reduce(lambda a, b: a + b, list(found)) / len(found)
 
@@ -130,25 +129,26 @@ def _mean_in_order(everywhere: NamedSharding, found: jax.Array) -> jax.Array:
 def in_fixed_order(
   function: Callable[[Any, torch.Tensor], Any], mesh: Mesh, axis: str, chunks: int
 ) -> Callable[[Any, torch.Tensor], Any]:
-  """The mean of a function over the chunks of a batch, on any number of devices.
+  """Return the mean of a function over the chunks of a batch, summed in fixed order.
 
-  With `jax_value_and_grad(loss)` as the function, losses and gradients are the same on
-  two and more devices of one kind, bit for bit; on a single device, where XLA compiles
-  another program, the last bit may differ. All devices have all parameters, and each
-  gets the results of all chunks: `chunks` times the bytes of one sum.
+  With `jax_value_and_grad(loss)` as the function, losses and gradients are bit-for-bit
+  equal on any number of devices of one kind from two on. On a single device, XLA
+  compiles another program, and the last bit may differ. Parameters are replicated, and
+  each device receives the results of all chunks: `chunks` times the bytes of one sum.
 
   Args:
-    function: `(parameters, rows) -> tree of tensors`, a mean over its rows. What it
-      draws is drawn for each chunk; other numbers than those of the whole batch.
-    mesh, axis: of the devices, and its axis over which the batch is spread.
+    function: `(parameters, rows) -> tree of tensors`, a mean over its rows. It draws
+      separately for each chunk, so its draws differ from those for the whole batch.
+    mesh, axis: device mesh, and its axis over which the batch is sharded.
     chunks: a multiple of the size of that axis.
 
   Returns:
-    `(parameters, batch) -> tree of tensors`, to be called in a function that is
-    compiled; the batch has a multiple of `chunks` rows.
+    `(parameters, batch) -> tree of tensors`, to be called in a compiled function; the
+    number of rows of the batch must be a multiple of `chunks`.
 
   Raises:
-    ValueError: chunks that the devices, or the rows, cannot share equally.
+    ValueError: the chunks do not divide equally among the devices, or the rows among
+      the chunks.
   """
   if chunks < 1 or chunks % mesh.shape[axis]:
     raise ValueError(

@@ -1,7 +1,7 @@
-"""Connecting the processes of a run, and ending all of them where one fails.
+"""Connection of the processes of a run, and shutdown of all of them if one fails.
 
-The launcher says where they find one another: `torchrun`, or a cluster that JAX knows
-(Slurm, Open MPI, Kubernetes, Cloud TPU).
+The launcher provides the address of the coordinator: `torchrun`, or a cluster that JAX
+detects (Slurm, Open MPI, Kubernetes, Cloud TPU).
 """
 
 import atexit
@@ -20,33 +20,33 @@ from torchax.core.tracebacks import ending_at_the_user
 from torchax.errors import ProcessError
 
 HEARTBEAT_SECONDS = 40
-"""After which a process that does not answer counts as dead."""
+"""Time after which a process that does not answer counts as dead."""
 SHUTDOWN_SECONDS = 60
-"""That a process waits at its end for the others to come to theirs."""
+"""Longest wait of a process at its end for the others to end."""
 START_SECONDS = 300
-"""That a process waits at the beginning for all to be there."""
+"""Longest wait of a process at its start for the others to connect."""
 COLLECTIVE_SECONDS = 600
 """Longest wait for the others in a collective between CPUs; the slowest may compile."""
 
-# After which a process that has ended before others says so.
+# A process that ends earlier than others by more than this prints a line.
 _EARLY_SECONDS = 5
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
 _COLLECTIVES = "--xla_cpu_collective_timeout_seconds"
-# Hosts of a coordinator that processes of this host alone can reach, and the address.
+# Coordinator hosts that only processes of this host can reach, and their address.
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
-_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+_INTERRUPTED = 130  # the exit code of shells: 128 + SIGINT
 
 
 class World(NamedTuple):
-  """What a process has to know of the others.
+  """Position of this process among the processes of a run.
 
   Attributes:
-    coordinator: host and port where process 0 waits for the others.
-    size: how many processes there are.
-    rank: of this one, from 0 on.
-    local_rank: of this one on its host.
-    local_count: of the processes on this host.
+    coordinator: "host:port" where process 0 listens.
+    size: number of processes.
+    rank: rank of this process, from 0.
+    local_rank: rank of this process on its host.
+    local_count: number of processes on this host.
   """
 
   coordinator: str
@@ -64,25 +64,26 @@ def initialize(
   shutdown_timeout: int = SHUTDOWN_SECONDS,
   start_timeout: int = START_SECONDS,
 ) -> None:
-  """Connects this process with the others of its run; the first line of a program.
+  """Connect this process with the others of its run; call it first in a program.
 
-  It takes its rank from the environment that `torchrun` sets, else from a cluster that
+  The rank comes from the environment variables of `torchrun`, else from a cluster that
   `jax.distributed.initialize` detects. A process started by itself stays alone.
-  Afterwards `jax.devices()` are those of all processes. See Scaling in the
-  documentation for what happens when a process fails.
+  Afterwards `jax.devices()` lists the devices of all processes. The page Scaling
+  describes what happens when a process fails.
 
   Args:
-    local_device_ids: GPUs of this host for this process. By default the one of its
-      local rank where a host has several processes, else all.
-    heartbeat_timeout: in seconds.
-    shutdown_timeout: in seconds; that the processes which end first wait for the last.
-      Where one works alone for longer at the end, let all call `barrier` after it.
-    start_timeout: in seconds; for the processes to find one another.
+    local_device_ids: GPUs of this host for this process. By default, if the host runs
+      several processes, the GPU of its local rank; else all GPUs.
+    heartbeat_timeout: in seconds; see `HEARTBEAT_SECONDS`.
+    shutdown_timeout: in seconds; how long processes that end first wait for the last.
+      If one process works alone for longer at the end, call `barrier` in all
+      processes after that work.
+    start_timeout: in seconds; how long processes wait for one another to connect.
 
   Raises:
-    RuntimeError: called twice, or after JAX has set up its devices.
-    ProcessError: variables of the environment that contradict each other, or are
-      missing; the others do not come.
+    RuntimeError: called twice, or after JAX has initialized its devices.
+    ProcessError: environment variables contradict each other or are missing, or the
+      other processes do not connect.
 
   >>> initialize()  # in a process that is alone
   """
@@ -119,7 +120,7 @@ def _require_no_device_in_use() -> None:
 
 
 def _count() -> int:
-  """How many processes there are; JAX sets up its devices to say so."""
+  """Return the number of processes; initializes JAX's devices."""
   try:
     return jax.process_count()
   except RuntimeError as error:
@@ -144,7 +145,7 @@ def _connect(world: World, local_device_ids, timeouts: dict[str, Any]) -> None:
   try:
     jax.distributed.initialize(
       coordinator_address=world.coordinator,
-      # By default the coordinator listens to the network.
+      # By default the coordinator listens on all network interfaces.
       coordinator_bind_address=world.coordinator if host in _LOOPBACK else None,
       num_processes=world.size,
       process_id=world.rank,
@@ -164,7 +165,7 @@ def _connect(world: World, local_device_ids, timeouts: dict[str, Any]) -> None:
 
 
 def _is_found_by_jax(local_device_ids, timeouts: dict[str, Any]) -> bool:
-  """Connects by JAX's own detection of clusters; False for a process that is alone."""
+  """Connect by JAX's cluster detection; return False for a process that is alone."""
   try:
     jax.distributed.initialize(local_device_ids=local_device_ids, **timeouts)
   except ValueError as error:
@@ -175,13 +176,13 @@ def _is_found_by_jax(local_device_ids, timeouts: dict[str, Any]) -> bool:
 
 
 def world_of(variables: Mapping[str, str]) -> World | None:
-  """What the environment says of the processes of a run; None if it says nothing.
+  """Return the world that a launcher set in the environment; None without a launcher.
 
   Args:
-    variables: of the environment.
+    variables: environment variables.
 
   Raises:
-    ProcessError: variables are missing, or are no numbers that go together.
+    ProcessError: variables are missing, not numbers, or inconsistent.
   """
   if "RANK" not in variables and "WORLD_SIZE" not in variables:
     return None
@@ -214,7 +215,7 @@ def _number(name: str, variables: Mapping[str, str]) -> int:
 
 
 def _coordinator(variables: Mapping[str, str], rank: int) -> str:
-  """Where JAX's coordinator is to listen, on the host of process 0."""
+  """Return "host:port" of JAX's coordinator, on the host of process 0."""
   host, port = variables.get("MASTER_ADDR"), _number("MASTER_PORT", variables)
   if not host:
     raise ProcessError(
@@ -223,7 +224,7 @@ def _coordinator(variables: Mapping[str, str], rank: int) -> str:
     )
   if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
     return f"{host}:{port}"
-  # torchrun itself listens at that port, and passes on where process 0 will.
+  # torchrun itself listens at that port; its store passes on the port of process 0.
   store = torch.distributed.TCPStore(host, port, is_master=False)
   key = f"torchax/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}/coordinator"
   if rank == 0:
@@ -234,17 +235,16 @@ def _coordinator(variables: Mapping[str, str], rank: int) -> str:
 
 
 class _Ending:
-  """How this process ends: with an error, as whose exit code, or well (None)."""
+  """Exit code of this process after an error; None without one."""
 
   code: int | None = None
 
 
 def _leave_at_once_after_errors() -> None:
-  """Lets a process that raises end without waiting for the others.
+  """Make a process that raises exit without waiting for the others.
 
-  JAX waits at the end until all processes have come to theirs, and the others may wait
-  for this one in a computation of all. What was registered with `atexit` after this
-  runs as always, before it.
+  JAX waits at exit until all processes exit, and the others may wait for this one in a
+  collective. Functions registered with `atexit` later still run, before this one.
   """
   report = sys.excepthook
 
@@ -270,9 +270,9 @@ def _leave() -> None:
 
 
 def _wait_for_the_others() -> None:
-  """Says so where this process is at its end long before others; JAX waits then."""
+  """Print a line if this process ends long before others; JAX then waits for them."""
   client = jax_compat.coordination_client()
-  if client is None:  # shut down by the program itself
+  if client is None:  # the program has shut JAX's client down
     return
   try:
     client.wait_at_barrier("torchax/end", _EARLY_SECONDS * 1000)

@@ -1,4 +1,4 @@
-"""What the devices of a compiled step send one another, read off its program."""
+"""Communication cost of a compiled step: the collectives in its XLA program."""
 
 import math
 import re
@@ -15,17 +15,17 @@ _CALL = re.compile(
 )
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 _NAME = re.compile(r'op_name="([^"]*)"')
-# XLA's names of dtypes that are not numpy's with a number of bits.
+# Sizes of XLA dtypes whose names do not give the bits of their storage.
 _BITS = {"pred": 8, "s4": 4, "u4": 4}
 
 
 class Collective(NamedTuple):
-  """One collective of a compiled program.
+  """Collective of a compiled program.
 
   Attributes:
-    kind: XLA's name: "all-gather".
-    bytes: of its results on one device.
-    where: the operations of JAX that it belongs to.
+    kind: XLA's name, such as "all-gather".
+    bytes: size of its results on one device.
+    where: `op_name` in the program: the JAX operations it comes from.
   """
 
   kind: str
@@ -35,11 +35,14 @@ class Collective(NamedTuple):
 
 @ending_at_the_user
 def collectives(function: Any, *args: Any, **kwargs: Any) -> list[Collective]:
-  """The collectives of a compiled function for these arguments; nothing is run.
+  """List the collectives of a function, compiled for these arguments but not run.
 
   Args:
-    function: what `jax_jit` or `jax.jit` returns.
-    *args, **kwargs: of a call.
+    function: result of `jax_jit` or `jax.jit`.
+    *args, **kwargs: arguments of a call.
+
+  Returns:
+    The collectives, in program order.
 
   >>> import jax
   >>> collectives(jax.jit(lambda x: x + 1), 1.0)  # one device
@@ -49,14 +52,14 @@ def collectives(function: Any, *args: Any, **kwargs: Any) -> list[Collective]:
 
 
 def collectives_of(program: str) -> list[Collective]:
-  """The collectives in the text of a compiled program, in its order."""
+  """List the collectives in the text of a compiled program, in program order."""
   found = []
   for line in program.splitlines():
     call = _CALL.search(line)
     if call is None:
       continue
     arrays = [_bytes(*array) for array in _ARRAY.findall(call["results"])]
-    # What starts a collective has its operands among the results.
+    # The results of an asynchronous start include the operands.
     size = max(arrays, default=0) if call["start"] else sum(arrays)
     name = _NAME.search(line)
     found.append(Collective(call["kind"], size, name[1] if name else ""))
@@ -64,7 +67,7 @@ def collectives_of(program: str) -> list[Collective]:
 
 
 def moved(found: Iterable[Collective]) -> dict[str, int]:
-  """The bytes of all collectives of each kind."""
+  """Sum the bytes of collectives, by kind."""
   sums: dict[str, int] = {}
   for one in found:
     sums[one.kind] = sums.get(one.kind, 0) + one.bytes
