@@ -1,19 +1,18 @@
-"""Checkpoints: a training state as a directory, written and read by Orbax.
+"""Checkpoints: training states as directories, written and read by Orbax.
 
-  path/<step>/structure   JSON: the containers, the numbers, and where each array goes
-  path/<step>/arrays      the arrays, by readable names (Orbax's standard format)
+  path/<step>/structure   JSON: containers, numbers, and a description of each array
+  path/<step>/arrays      arrays by readable names (Orbax's standard format)
 
-A step is written under a temporary name and gets its own when it is complete, so a
-process that dies while it saves leaves the earlier steps and nothing else. Nothing is
-pickled: reading a checkpoint runs no code of it. Orbax is an optional dependency; its
+A step is written under a temporary name and renamed when complete, so a process that
+dies while saving leaves only the earlier steps. Nothing is pickled: reading a
+checkpoint runs no code from it. Orbax is an optional dependency; its
 `CheckpointManager` reads the same layout.
 
-Of several processes all save and load together. Each writes what its devices have of an
-array of all; what each has for itself, such as the random state, is compared and
-written once.
+Several processes save and load together. Each writes its own shards of global arrays.
+Values that every process has, such as the random state, are compared and written once.
 
-Start at `save_checkpoint`; `structure.py` turns a state into JSON and back,
-`targets.py` says where its arrays go.
+Start at `save_checkpoint`; `structure.py` converts a state to JSON and back,
+`targets.py` chooses the sharding of each array on load.
 """
 
 import contextlib
@@ -42,29 +41,29 @@ _STRUCTURE, _ARRAYS = "structure", "arrays"
 def save_checkpoint(
   state: dict[str, Any], path: str | os.PathLike, step: int, *, background: bool = False
 ) -> None:
-  """Writes a state to `path/<step>`, where `load_checkpoint` finds it.
+  """Write a state to `path/<step>`, for `load_checkpoint`.
 
-  A state is made of dicts (of any keys), lists, tuples, named tuples, numbers, strings,
-  bytes, None, dtypes, jax and CPU tensors, arrays of JAX and numpy, random keys, and
-  `RngState`. So are the `state_dict()` of modules and optimizers, `env.rng.state`,
-  `torch.jax.get_rng_state()` and `torch.Generator.get_state()`.
+  A state consists of dicts (with any keys), lists, tuples, named tuples, numbers,
+  strings, bytes, None, dtypes, jax and CPU tensors, arrays of JAX and numpy, random
+  keys and `RngState`. That covers the `state_dict()` of modules and optimizers,
+  `env.rng.state`, `torch.jax.get_rng_state()` and `torch.Generator.get_state()`.
 
-  Of several processes all call it, with equal states, but for what each has of tensors
-  of all; the directory is one that all of them see.
+  With several processes, all must call it with equal states; only their shards of
+  global tensors differ. All must see the same directory.
 
   Args:
-    state: what to save. Sharded arrays are saved from the devices that hold them.
-    path: a directory for the checkpoints of a run; made if it is missing. Local, or
-      what `etils.epath` knows, such as `gs://`.
-    step: a number >= 0 that names the checkpoint.
-    background: returns as soon as the state has been copied, and writes the copy while
-      the program goes on. `finish_saving`, the next save, a load and the end of the
-      process wait for it; an error comes with the first of them.
+    state: the state. Sharded arrays are saved from the devices that hold them.
+    path: directory for the checkpoints of a run; created if missing. A local path, or
+      one that `etils.epath` supports, such as `gs://`.
+    step: an int >= 0 that names the checkpoint.
+    background: return once the state is copied, and write the copy in the background.
+      `finish_saving`, the next save, a load and the end of the process wait for it; the
+      first of them raises its error.
 
   Raises:
-    ProcessError: the states of processes differ, or one does not come to save.
-    FileExistsError: the step was saved before; it stays as it is.
-    TypeError: a value that is none of the above; nothing is written.
+    ProcessError: the states of the processes differ, or a process does not save.
+    FileExistsError: the step exists; it is unchanged.
+    TypeError: a value of another type; nothing is written.
     TracedStateError: inside a compiled function, where tensors have no values.
     ImportError: Orbax is not installed.
 
@@ -90,7 +89,7 @@ def save_checkpoint(
 
 
 def _new_step(path, step: int):
-  """The directory of a step that is to be saved."""
+  """Return the directory for a new step; raise if the step exists."""
   if isinstance(step, bool) or operator.index(step) < 0:
     raise ValueError(f"A step is an int >= 0, but got {step!r}.")
   place = path / str(operator.index(step))
@@ -116,16 +115,16 @@ def _write(ocp, structure, arrays: dict, place, background: bool) -> None:
 
 
 class _Background:
-  """What writes a checkpoint while the program goes on."""
+  """Orbax checkpointer that is writing in the background, or None."""
 
   checkpointer: Any = None
 
 
 def finish_saving() -> None:
-  """Waits for the checkpoint that is being written in the background, if there is one.
+  """Wait for the checkpoint that is being written in the background, if any.
 
   Raises:
-    Exception: what went wrong in the background; that checkpoint is not there.
+    Exception: the error of the background write; that checkpoint does not exist.
 
   >>> finish_saving()  # nothing is being written
   """
@@ -135,12 +134,12 @@ def finish_saving() -> None:
       checkpointer.wait_until_finished()
 
 
-# In which the slowest process comes to save, or to load.
+# Timeout for the slowest process to start saving or loading.
 _TOGETHER_SECONDS = 300
 
 
 def _require_equal_states(state, structure, local: dict[str, int], place) -> None:
-  """Raises in every process where the states to be saved differ."""
+  """Raise in every process if the states to be saved differ."""
   if jax.process_count() == 1:
     return
   sums = {
@@ -159,36 +158,36 @@ def _require_equal_states(state, structure, local: dict[str, int], place) -> Non
 def load_checkpoint(
   path: str | os.PathLike, like: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-  """Reads what `save_checkpoint` has written.
+  """Read a checkpoint of `save_checkpoint`, or a file of `torch.save`.
 
-  Everything comes back as what it was, bit for bit: jax tensors on jax, CPU tensors on
-  the CPU, arrays as arrays. Parameters come back as plain tensors, for
-  `load_state_dict`. Sharded arrays come back sharded where there are as many devices,
-  in one process or in several; else on the default device, or, of several processes, on
-  all devices of all. Of several processes all call it.
+  Values are restored bit for bit with their type: jax tensors on jax, CPU tensors on
+  the CPU, arrays as arrays. Parameters become plain tensors, for `load_state_dict`.
+  Sharded arrays keep their sharding if there are enough devices, in one process or in
+  several. Otherwise they go to the default device; with several processes, they are
+  replicated over all devices. With several processes, all must call it.
 
   Args:
-    path: a directory of checkpoints, of which the latest step is read; or the directory
-      of one step, such as `"run/300"`. Or a file of `torch.save`, which is read with
-      `weights_only=True` and whose tensors come to jax. Arrays of numpy and JAX and
-      named tuples of imported modules (the states of optax) are allowed in it.
-    like: a state whose tensors say where those of the checkpoint go and which shapes
-      they have: {"model": model.state_dict()} of a sharded model. It may leave out
-      parts. Nothing of it changes.
+    path: a directory of checkpoints, whose latest step is read; or the directory of one
+      step, such as `"run/300"`. Or a file of `torch.save`: it is read with
+      `weights_only=True`, and its tensors go to jax. The file may hold arrays of numpy
+      and JAX, and named tuples of imported modules (such as optax states).
+    like: a state whose tensors give the shardings and expected shapes, such as
+      {"model": model.state_dict()} of a sharded model. It may leave out parts; it is
+      not changed.
 
   Returns:
-    The state. A named tuple is of its own class if the program has imported that, else
-    of one with the same name and fields.
+    The state. A named tuple has its own class if the program has imported it, else a
+    new class with the same name and fields.
 
   Raises:
-    UnpicklingError, RuntimeError, EOFError: torch's own, for a file that torch.save has
-      not written, or not as a whole, or with objects that need code to be loaded.
-    FileNotFoundError: no such directory, or no complete checkpoint in it.
-    ValueError: a checkpoint that another program has written, or a newer torchax; a
-      damaged one; one that is not `like` the given state. Nothing of it is returned.
-    ProcessError: processes load different checkpoints, or one does not come.
-    UnsupportedDtypeError: 64-bit arrays of JAX, whose x64 mode is off now.
-    TracedStateError: a directory, in a compiled function.
+    UnpicklingError, RuntimeError, EOFError: torch's errors for a file that torch.save
+      did not write, that is incomplete, or whose objects need code to load.
+    FileNotFoundError: the directory does not exist or holds no complete checkpoint.
+    ValueError: the checkpoint comes from another program or a newer torchax, is
+      damaged, or does not match `like`.
+    ProcessError: processes load different checkpoints, or a process does not load.
+    UnsupportedDtypeError: the checkpoint holds 64-bit JAX arrays, and x64 is off.
+    TracedStateError: loading a directory inside a compiled function.
     ImportError: Orbax is not installed.
   """
   if os.path.isfile(path):
@@ -223,7 +222,7 @@ def _read(ocp, place, like) -> dict[str, Any]:
 
 
 def _require_format(structure, place) -> None:
-  """Raises where this version does not know how to read a structure."""
+  """Raise if this version cannot read the format of a structure."""
   found = structure.get("format") if isinstance(structure, dict) else None
   if type(found) is int and found > _FORMAT:
     raise ValueError(
@@ -242,11 +241,11 @@ _DAMAGE = (ValueError, KeyError, FileNotFoundError)
 
 @contextlib.contextmanager
 def _damage_named(place) -> Iterator[None]:
-  """What readers raise for files that are cut off or missing, as one error."""
+  """Raise one ValueError for the errors of truncated or missing files."""
   try:
     yield
   except Exception as error:
-    # Orbax raises `Exception` itself where an array's file is cut off.
+    # Orbax raises a bare `Exception` if an array's file is truncated.
     if type(error) is not Exception and not isinstance(error, _DAMAGE):
       raise
     raise ValueError(
@@ -261,13 +260,13 @@ def _orbax():
 
 
 def _absolute(path, epath):
-  """The path as Orbax wants it; a URL is absolute already."""
+  """Return an absolute path, as Orbax requires; URLs are absolute already."""
   path = os.fspath(path)
   return epath.Path(path if "://" in path else os.path.abspath(path))
 
 
 def _step_directory(path, ocp):
-  """The directory of one step: the path itself, or the latest step below it."""
+  """Return the directory of one step: the path itself, or its latest step."""
   if (path / _STRUCTURE).exists():
     return path
   steps = ocp.utils.checkpoint_steps(path) if path.exists() else []

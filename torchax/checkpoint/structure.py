@@ -1,4 +1,4 @@
-"""States as JSON, with their arrays put aside by name, and back."""
+"""Conversion of states to JSON and back, with arrays stored separately by name."""
 
 import collections
 import contextlib
@@ -30,16 +30,16 @@ _ON_JAX = ("jax tensor", "jax array", "keys")
 
 
 def to_jax(pytree) -> Any:
-  """Jax tensors in a tree as JAX arrays, CPU tensors as numpy arrays.
+  """Convert a tree's jax tensors to JAX arrays and its CPU tensors to numpy arrays.
 
-  A CPU tensor keeps its 64 bits, whatever JAX's x64 switch says.
+  CPU tensors keep 64-bit dtypes, even if JAX's x64 mode is off.
   """
   is_leaf = lambda value: isinstance(value, torch.Tensor)  # noqa: E731
   return jax.tree.map(_array_of, pytree, is_leaf=is_leaf)
 
 
 def to_torch(pytree) -> Any:
-  """JAX arrays in a tree as jax tensors, numpy arrays as CPU tensors."""
+  """Convert a tree's JAX arrays to jax tensors and its numpy arrays to CPU tensors."""
   return jax.tree.map(_tensor_of, pytree)
 
 
@@ -64,7 +64,7 @@ def _tensor_of(value):
 
 
 def _array_kind(value) -> str | None:
-  """How a value with numbers in an array is to come back; None for other values."""
+  """Return the node type of an array-like value; None for other values."""
   if isinstance(value, Tensor):
     return "jax tensor"
   if isinstance(value, torch.Tensor):
@@ -81,22 +81,26 @@ def _is_named_tuple(value) -> bool:
 
 
 class Writer:
-  """Turns a state into JSON; its arrays are put aside by name."""
+  """Converter of a state to JSON; collects its arrays by name.
+
+  Args:
+    copies: copy the arrays, because they are written in the background.
+  """
 
   def __init__(self, copies: bool):
     self.arrays: dict[str, Any] = {}
-    # Checksums of what this process has for itself, where other processes have it too.
+    # Checksums of arrays that every process has for itself, compared before saving.
     self.local: dict[str, int] = {}
     self._copies = copies
-    # Tied weights are one array, which is saved once.
+    # Names by id of the array: tied weights are saved once.
     self._names: dict[int, str] = {}
-    self._kept: list[Any] = []  # so that no other array gets an id of these
-    # The containers that a value is in, by their identity.
+    self._kept: list[Any] = []  # keeps the ids above from being reused
+    # Path of each enclosing container, by its id.
     self._around: dict[int, str] = {}
 
   @contextlib.contextmanager
   def _inside(self, container, where: str) -> Iterator[None]:
-    """Raises ValueError for a container that holds itself."""
+    """Raise ValueError if a container contains itself."""
     if id(container) in self._around:
       raise ValueError(
         f"{where} is {self._around[id(container)]} itself, and a checkpoint holds no "
@@ -107,7 +111,7 @@ class Writer:
     del self._around[id(container)]
 
   def node(self, value, where: str, path: tuple[str, ...]):
-    """The JSON of a value; `where` names it in errors, `path` its arrays."""
+    """Return the JSON of a value; `where` names it in errors, `path` its arrays."""
     kind = type(value)
     if kind in _PLAIN:
       return value
@@ -188,7 +192,7 @@ class Writer:
     return node
 
   def _of_all(self, array, where: str):
-    """An array of all processes, or numbers that each of them has."""
+    """Return a global array as it is, and any other as numpy with its checksum kept."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
       return array
     values = np.asarray(array)
@@ -203,9 +207,9 @@ class Writer:
     free, number = name, 1
     while free in self.arrays:  # the keys 1 and "1" have one name
       free, number = f"{name}~{number}", number + 1
-    # Numpy scalars are no arrays to Orbax.
+    # Orbax does not accept numpy scalars.
     saved = np.asarray(array) if isinstance(array, np.generic) else array
-    if self._copies:  # its memory may be another's before it is written
+    if self._copies:  # the memory may be reused before it is written
       saved = jnp.copy(saved) if isinstance(saved, jax.Array) else np.array(saved)
     self.arrays[free] = saved
     self._names[id(array)] = free
@@ -214,13 +218,13 @@ class Writer:
 
 
 class Reader:
-  """Turns the JSON of a state into the state."""
+  """Converter of JSON and arrays to a state."""
 
   def __init__(self, arrays: dict[str, Any]):
     self.arrays = arrays
 
   def value(self, node):
-    """The value that `Writer.node` described."""
+    """Return the value of a node of `Writer.node`."""
     if not isinstance(node, dict):
       return node
     kind = node["type"]
@@ -282,7 +286,7 @@ _CONTAINERS = {
 
 
 def _named_tuple_class(name: str, fields: tuple[str, ...]) -> type:
-  """The class of that name among the modules that are imported, or a new one."""
+  """Return the named tuple class if its module is imported, else a new class."""
   module, _, qualified = name.partition(":")
   found: Any = sys.modules.get(module)
   for part in qualified.split("."):
@@ -294,7 +298,7 @@ def _named_tuple_class(name: str, fields: tuple[str, ...]) -> type:
 
 
 def _keys(words: jax.Array, impl: str) -> jax.Array:
-  """Typed keys of any shape from their key data."""
+  """Return typed keys of any shape from their key data."""
   shape = words.shape[:-1]
   rows = words.reshape(-1, words.shape[-1])
   return jax.vmap(lambda row: rng.as_key(row, impl))(rows).reshape(shape)

@@ -1,4 +1,4 @@
-"""Where the arrays of a checkpoint go: shardings by layout, or like a given state."""
+"""Shardings for the arrays of a checkpoint: as saved, or like a given state."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from torchax.tensor import Tensor
 
 
 def array_nodes(node):
-  """The nodes of a structure that stand for arrays."""
+  """Yield the nodes of a structure that describe arrays."""
   if isinstance(node, dict):
     if "shape" in node:
       yield node
@@ -27,7 +27,7 @@ def array_nodes(node):
 
 
 def require_width(nodes, place) -> None:
-  """Raises where JAX would cut 64-bit numbers to 32 without a word."""
+  """Raise if JAX would silently truncate 64-bit arrays to 32 bits."""
   if jax.config.read("jax_enable_x64"):
     return
   for node in nodes:
@@ -40,11 +40,11 @@ def require_width(nodes, place) -> None:
 
 
 def target_of(nodes, wanted: dict[int, Any]) -> dict:
-  """Where each array goes.
+  """Return Orbax's restore target: array name -> shape, dtype and sharding.
 
   Args:
-    nodes: of the structure.
-    wanted: shardings that were asked for, by the identity of the node.
+    nodes: array nodes of the structure.
+    wanted: requested shardings, by the id of the node.
   """
   alone = jax.process_count() == 1
   first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -58,7 +58,7 @@ def target_of(nodes, wanted: dict[int, Any]) -> dict:
       place = wanted.get(id(node)) or layouts.restored(node.get("layout"))
       if place is None and alone:
         place = first
-    # What each process has for itself is read as numbers of the host.
+    # Arrays that each process has for itself are read into host memory.
     target[node["name"]] = (
       np.empty(shape, dtype)
       if place is None
@@ -68,21 +68,21 @@ def target_of(nodes, wanted: dict[int, Any]) -> dict:
 
 
 def shardings_like(state, like, place) -> dict[int, Any]:
-  """Shardings that a state asks for, by the identity of a node.
+  """Return the shardings of the tensors in `like`, by the id of their node.
 
   Args:
-    state: the node of the checkpoint's state.
-    like: the state that it must match, or a part of it, or None.
-    place: the checkpoint, for messages.
+    state: root node of the checkpoint's state.
+    like: state, or part of one, that the checkpoint must match; or None.
+    place: directory of the checkpoint, for messages.
 
   Raises:
-    ValueError: the checkpoint has no such part, or of another shape.
+    ValueError: the checkpoint lacks a part of `like`, or its shape differs.
   """
   return dict(_Comparison(place).pairs(state, like, "state"))
 
 
 class _Comparison:
-  """Comparison of a checkpoint with the state that it must match, part by part."""
+  """Recursive comparison of a checkpoint with the state that it must match."""
 
   def __init__(self, place):
     self.place = place
