@@ -1,4 +1,4 @@
-"""How jax tensors are pickled, printed and stored by torch.
+"""Pickling, `torch.save` and printing of jax tensors.
 
 Start at `files.py`. Checkpoints of training states are in `checkpoint/`; files of
 other libraries are in `integrations`.

@@ -1,12 +1,12 @@
-"""How jax tensors are saved, loaded, pickled and sent to other processes.
+"""Saving, loading and pickling of jax tensors.
 
-A file of `torch.save` holds them as CPU tensors, in torch's own format: any process
-opens it. Beside each tensor stands the device it was on, so that `torch.load` brings it
-back where torchax is imported and no `map_location` says otherwise. A pickle, which
-processes send to each other, says that its tensors are on jax.
+A file of `torch.save` holds jax tensors as CPU tensors in torch's own format, so any
+process can open it. It also records each tensor's device: `torch.load` moves the tensor
+back if torchax is imported and no `map_location` is given. In a pickle, which processes
+send to each other, tensors are on jax.
 
-What torch writes to its files are storages, by way of a hook that `pickle` does not
-have; so one object can be a CPU storage to the one and jax memory to the other.
+`torch.save` writes storages through a hook that `pickle` does not have. One storage
+object can therefore be CPU memory for `torch.save` and jax memory for `pickle`.
 """
 
 import re
@@ -26,7 +26,7 @@ from torchax.core.view_steps import ConjugateInfo, NegateInfo
 from torchax.devices import placement
 from torchax.saving.untyped_storage import UntypedStorage, bytes_of
 
-# Attributes of a jax tensor that are no state of the user's.
+# Attributes of a jax tensor that are not the user's state.
 OWN = frozenset(
   {
     "_asked_dtype",
@@ -43,22 +43,22 @@ OWN = frozenset(
   }
 )
 
-# Before torch's own, of which the one for the backend looks for memory in C++.
+# Ahead of torch's own entries: the one for our backend would look for memory in C++.
 _PRIORITY = 7
 
 
 def reduce(tensor) -> tuple:
-  """What `Tensor.__reduce_ex__` returns.
+  """Return the result of `Tensor.__reduce_ex__`.
 
   Raises:
-    TracedStateError: inside a compiled function, where it has no values.
+    TracedStateError: inside a compiled function, where the tensor has no values.
   """
   if isinstance(tensor._storage.read(), jax.core.Tracer):
     raise no_numbers("Saving or pickling")
   torch.utils.hooks.warn_if_has_hooks(tensor)
   state = {name: v for name, v in tensor.__dict__.items() if name not in OWN}
   if torch_compat.is_parameter(tensor):
-    # The numbers alone: as a part of the parameter they are no parameter.
+    # A file stores the values of a parameter as a plain tensor.
     return torch_compat.parameter_in_files_format(
       tensor.data, tensor.requires_grad, state
     )
@@ -67,9 +67,9 @@ def reduce(tensor) -> tuple:
 
 
 def _parts(tensor) -> tuple:
-  """(storage, tensor, layout, marks) of a tensor, for a file.
+  """Return (storage, tensor, layout, marks) of a tensor, for a file.
 
-  To torch a mark that it does not know is one of another backend, and means nothing.
+  torch ignores marks that it does not know, such as the name of the jax device.
   """
   home = {str(tensor.device): True}
   dtype = torch_compat.storage_dtype(tensor.dtype)
@@ -83,7 +83,7 @@ def _parts(tensor) -> tuple:
 
 
 def _shows_all(tensor) -> bool:
-  """True where the array is the tensor, in the order of its strides."""
+  """Return True if the tensor is its whole storage, contiguous."""
   return (
     tensor._chain is WHOLE
     and tensor.is_contiguous()
@@ -93,10 +93,10 @@ def _shows_all(tensor) -> bool:
 
 
 def _is_strided(tensor) -> bool:
-  """True where the view's layout, over its storage's bytes, shows the view's numbers.
+  """Return True if the view's strides over its storage's bytes give the view's values.
 
-  A storage is taken to lie in memory in the order of its array's dimensions. A base
-  may have been given other strides, of which its views' strides are made.
+  A storage is written in the order of its array's dimensions. The base may have other
+  strides, and views derive their strides from it.
   """
   chain, root = tensor._chain, tensor._storage.root
   if chain is WHOLE or chain.is_traced or not tensor.numel():
@@ -134,7 +134,7 @@ def _marks(tensor) -> dict[str, bool]:
 
 
 class _Saved(torch_compat.TypedStorage):
-  """A storage on its way to a file, as CPU memory, or into a pickle, as jax memory."""
+  """Storage for a file, as CPU memory, or for a pickle, as jax memory."""
 
   def __init__(self, untyped: UntypedStorage, dtype: torch.dtype):
     super().__init__(untyped, dtype)
@@ -145,7 +145,7 @@ class _Saved(torch_compat.TypedStorage):
 
 
 def _typed(storage: UntypedStorage, dtype: torch.dtype) -> _Saved:
-  """The same object for one storage, as long as a pickler holds it: shared memory."""
+  """Return one object per storage and dtype while a pickler holds it: shared memory."""
   known = storage.typed.get(dtype)
   typed = None if known is None else known()
   if typed is None:
@@ -155,21 +155,23 @@ def _typed(storage: UntypedStorage, dtype: torch.dtype) -> _Saved:
 
 
 def _storage_of(content: np.ndarray, dtype: torch.dtype, device: str):
-  """Unpickles a storage onto jax. Pickles name this function."""
+  """Unpickle a storage onto jax. Pickles contain the name of this function."""
   untyped = UntypedStorage.of_bytes(content, placement.checked_index(device))
   return torch_compat.typed_storage(untyped, dtype)
 
 
 def _tag(storage) -> str | None:
-  """The location that a file gives for a storage: what every process has."""
+  """Return "cpu", which every process has, as the location of jax storages in files."""
   return "cpu" if isinstance(storage, UntypedStorage) else None
 
 
 def _moved(storage: torch.UntypedStorage, device: torch.device) -> UntypedStorage:
-  """A CPU storage on a jax device; its bytes are copied when their dtype is known.
+  """Move a CPU storage to a jax device; a jax storage is returned as it is.
+
+  The bytes reach the device once their dtype is known.
 
   Raises:
-    NoSuchDeviceError: there is no such device.
+    NoSuchDeviceError: the device does not exist.
   """
   index = placement.checked_index(device)
   if isinstance(storage, UntypedStorage):
@@ -183,7 +185,7 @@ _JAX = re.compile(r"jax(:\d+)?")
 
 
 def _mark(tensor, metadata: dict[str, bool]) -> None:
-  """Makes a tensor that was loaded onto jax a conjugate or negative one."""
+  """Set the conjugate and negative bits of a tensor that was loaded onto jax."""
   if metadata.get("conj"):
     tensor._chain = tensor._chain.append(ConjugateInfo())
     torch_compat.set_conj(tensor, True)
@@ -193,7 +195,7 @@ def _mark(tensor, metadata: dict[str, bool]) -> None:
 
 
 def _home(tensor, metadata: dict[str, bool]) -> torch.device | None:
-  """The jax device that a tensor from a file goes back to; None where it stays."""
+  """Return the jax device that a loaded CPU tensor was saved from; None to leave it."""
   name = next((name for name in metadata if _JAX.fullmatch(name)), None)
   if name is None or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
     return None
@@ -206,9 +208,9 @@ def _home(tensor, metadata: dict[str, bool]) -> torch.device | None:
 
 
 def _bring_home(tensor: torch.Tensor, device: torch.device, metadata) -> None:
-  """Makes a CPU tensor that was just loaded the jax tensor that was saved."""
+  """Turn a CPU tensor that was just loaded into the jax tensor that was saved."""
   on_cpu = tensor.untyped_storage()
-  # What shared memory in the file has one storage while it is being loaded.
+  # Tensors that share memory in the file get one jax storage.
   storage = getattr(on_cpu, "on_jax", None)
   if storage is None:
     storage = on_cpu.on_jax = _moved(on_cpu, device)
@@ -219,11 +221,11 @@ def _bring_home(tensor: torch.Tensor, device: torch.device, metadata) -> None:
 
 
 def register(cls: type, is_jax: Callable[[str], bool]) -> None:
-  """Tells torch how storages of jax tensors are saved, and loaded onto jax.
+  """Register the saving and loading of jax storages with torch.
 
   Args:
-    cls: of the tensors.
-    is_jax: whether another location, such as "cuda:0", means jax now.
+    cls: class of jax tensors.
+    is_jax: returns True if a location such as "cuda:0" currently means jax.
   """
 
   def restore(storage, location: str):

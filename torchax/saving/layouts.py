@@ -1,7 +1,7 @@
-"""How an array lies on devices, as JSON that another set of devices can follow.
+"""Layouts: shardings as JSON, restored on another set of devices.
 
-Devices are known by their place in `jax.devices()`: the names of the same devices
-differ between one process of eight and two of four.
+Devices are stored as indices in `jax.devices()`: their names differ between one process
+with eight devices and two processes with four.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from jax.sharding import (
 
 
 def described(array: jax.Array) -> dict[str, Any] | None:
-  """The layout of an array, for `restored`; None for one on the first device.
+  """Return the layout of an array, for `restored`; None if on the first device.
 
-  Layouts other than those of a mesh or of one device are not kept.
+  Only shardings over a mesh or on a single device have a layout.
   """
   sharding = array.sharding
   numbers = {device: number for number, device in enumerate(jax.devices())}
@@ -43,12 +43,12 @@ def described(array: jax.Array) -> dict[str, Any] | None:
 
 
 def restored(layout: dict[str, Any] | None) -> Sharding | None:
-  """The sharding of `described` on the devices of this run.
+  """Return the sharding of a layout on the devices of this run.
 
   Returns:
-    None where the layout says nothing, or names devices that are not here. Of several
-    processes all have to have a part: over other devices than all of theirs an array
-    is replicated.
+    None without a layout, or if a device does not exist. With several processes, each
+    needs a part of the array: a layout that does not use all devices is replaced by
+    replication over all devices.
   """
   devices = jax.devices()
   if layout is None:

@@ -1,4 +1,4 @@
-"""What a jax tensor looks like in print: its numbers, or why it has none."""
+"""`repr` of jax tensors: the values, or the reason why there are none."""
 
 import textwrap
 
@@ -11,7 +11,7 @@ from torchax.devices import parts, placement
 
 
 def has_numbers(tensor) -> bool:
-  """False for a tensor that is being traced, or was made in a trace that has ended."""
+  """Return False for a tensor in a trace or from a trace that has ended."""
   storage = tensor._storage
   return not (
     isinstance(storage, Ended) or isinstance(storage.read(tensor), jax.core.Tracer)
@@ -19,7 +19,7 @@ def has_numbers(tensor) -> bool:
 
 
 def text_of(tensor) -> str:
-  """A tensor as `print` shows it, in torch's form."""
+  """Return the text of a tensor for `print`, in torch's form."""
   if not has_numbers(tensor):
     return _without_numbers(tensor)
   array = tensor.jax()
@@ -35,7 +35,7 @@ def text_of(tensor) -> str:
 
 
 def _part_of(array: jax.Array) -> str:
-  """What this process holds; nothing is sent, so that one process alone may print."""
+  """Return the text of this process's part, without communication: one may print."""
   bounds = parts.bounds_here(array)
   where = f"process {jax.process_index()} of {jax.process_count()} holds"
   text = f"tensor(size={tuple(array.shape)}, {where} {parts.text_of(bounds)}"

@@ -1,4 +1,4 @@
-"""States in files of `torch.save`, read without running code of the file."""
+"""Loading of states from files of `torch.save`, without running code of the file."""
 
 import pickle
 import sys
@@ -11,7 +11,7 @@ from torchax.compat import jax_compat
 from torchax.core import mappings
 
 _SCALARS = tuple(mappings.NUMPY_UNSUPPORTED_DTYPES.values())
-# What pickles of arrays are made of, beside tensors.
+# Classes and functions in pickles of arrays.
 _ARRAY_PARTS = (
   *(np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], *_SCALARS),
   *filter(None, (jax_compat.rebuilt_array,)),
@@ -20,12 +20,12 @@ _ARRAY_PARTS = (
 
 
 def load_state(path):
-  """The state in a file, its tensors on jax.
+  """Load the state in a file, with its tensors on jax.
 
-  Arrays of numpy and JAX are allowed in it, and named tuples of imported modules.
+  The file may hold arrays of numpy and JAX, and named tuples of imported modules.
 
   Raises:
-    UnpicklingError: it has other objects.
+    UnpicklingError: the file holds other objects.
   """
   try:
     return torch.load(path, map_location="jax", weights_only=True)
@@ -39,7 +39,7 @@ def load_state(path):
 
 
 def _imported(name: str):
-  """The object of that name, if the program has imported its module; else None."""
+  """Return the object of that name if its module is imported, else None."""
   module, _, attribute = name.rpartition(".")
   return getattr(sys.modules.get(module), attribute, None)
 

@@ -1,9 +1,9 @@
-"""`UntypedStorage`: a `Storage` in torch's API, as `tensor.untyped_storage()` gives it.
+"""`UntypedStorage`: result of `tensor.untyped_storage()`, a `Storage` in torch's API.
 
-Libraries compare storages to find tied weights, and `torch.save` and `torch.load` read
-and write them. It answers as the memory of a device does, to which the host has no
-pointer. One that `torch.load` has made holds plain bytes, until the first tensor on it
-says what they are. `files.py` has the formats.
+Libraries compare storages to find tied weights; `torch.save` and `torch.load` read and
+write them. It behaves like device memory: the host has no pointer to it. A storage made
+by `torch.load` holds plain bytes until the first tensor on it gives their dtype. The
+file formats are in `files.py`.
 """
 
 import warnings
@@ -22,12 +22,13 @@ from torchax.devices import parts, placement
 
 
 class UntypedStorage(torch.UntypedStorage):
-  """The bytes of a jax tensor's storage.
+  """Bytes of a jax tensor's storage.
 
   Attributes:
-    storage: what the tensors share. Its array is a numpy array of bytes as long as
-      their dtype is not known.
-    index: of the jax device that such bytes go to; None for the current one.
+    storage: the storage that the tensors share. Its array is a numpy array of bytes
+      until their dtype is known.
+    index: index of the jax device for such bytes; None for the current device.
+    typed: weak references to the typed storages for files, by dtype.
   """
 
   storage: Storage
@@ -41,7 +42,6 @@ class UntypedStorage(torch.UntypedStorage):
     made.index = index
     made._dtype = None
     made._nbytes_in_file = storage.nbytes
-    # Weak references to what files know it as, by dtype.
     made.typed = {}
     return made
 
@@ -51,7 +51,7 @@ class UntypedStorage(torch.UntypedStorage):
 
   @staticmethod
   def of(storage: Storage) -> "UntypedStorage":
-    """The one that stands for a storage, which is the same as long as it is used."""
+    """Return the object of a storage; the same one while it is referenced."""
     storage = storage.root
     known = getattr(storage, "untyped", None)
     known = None if known is None else known()
@@ -62,11 +62,11 @@ class UntypedStorage(torch.UntypedStorage):
 
   @staticmethod
   def of_bytes(content: np.ndarray, index: int | None) -> "UntypedStorage":
-    """A new one of bytes whose dtype is not known yet.
+    """Create a storage from bytes whose dtype is not known yet.
 
     Args:
-      content: uint8 of shape (n,).
-      index: of the jax device that they go to; None for the current one.
+      content: uint8 array of shape (n,).
+      index: index of the target jax device; None for the current device.
     """
     storage = Storage(content)
     made = UntypedStorage(storage, index)
@@ -75,25 +75,25 @@ class UntypedStorage(torch.UntypedStorage):
 
   @property
   def is_plain(self) -> bool:
-    """True for bytes whose dtype is not known yet."""
+    """True if the storage holds bytes whose dtype is not known yet."""
     return isinstance(self.storage.array, np.ndarray)
 
   def count(self, dtype: torch.dtype) -> int:
-    """How many elements of a dtype it has."""
+    """Return the number of elements of a dtype that the storage holds."""
     array = self.storage.array
     if self.is_plain:
       return array.size // dtype.itemsize
     return self.storage.nbytes // mappings.t2j_dtype(dtype).itemsize
 
   def decide(self, dtype: torch.dtype, shape: tuple[int, ...] | None) -> None:
-    """Says what plain bytes are.
+    """Convert plain bytes to an array of a dtype; do nothing for typed storages.
 
     Args:
-      dtype: of the elements. JAX's may be narrower.
-      shape: of all of them; None for a flat array.
+      dtype: dtype of the elements; JAX's may be narrower.
+      shape: shape of the array; None for a flat one.
 
     Raises:
-      OverflowError: 64-bit integers that do not fit JAX's 32 bits.
+      OverflowError: 64-bit integers do not fit JAX's 32 bits.
     """
     if self.is_plain:
       content = self.storage.array
@@ -111,7 +111,7 @@ class UntypedStorage(torch.UntypedStorage):
     return placement.make(lambda: mappings.t2j(elements), target)
 
   def fill(self, content: np.ndarray) -> None:
-    """Replaces all bytes; `content` is uint8 of shape (n,)."""
+    """Replace all bytes; `content` is a uint8 array of shape (n,)."""
     array = self.storage.array
     if self.is_plain:
       self.storage.array = content
@@ -123,10 +123,10 @@ class UntypedStorage(torch.UntypedStorage):
     self.storage.write(made if place is None else placement.put_back(made, place))
 
   def host(self) -> np.ndarray:
-    """The bytes as uint8 of shape (n,), perhaps of memory that is not ours to change.
+    """Return the bytes as uint8 of shape (n,); read-only, the memory may be shared.
 
     Raises:
-      TracedStateError: inside a compiled function, where they have no values.
+      TracedStateError: inside a compiled function, where the storage has no values.
     """
     array = self.storage.read()
     if isinstance(array, jax.core.Tracer):
@@ -135,7 +135,7 @@ class UntypedStorage(torch.UntypedStorage):
       raise parts.elsewhere(array, "A copy on the host")
     return np.asarray(array).ravel().view(np.uint8)
 
-  # What torch and libraries ask ---------------------------------------------------
+  # API of torch.UntypedStorage -----------------------------------------------------
 
   @property
   def device(self) -> torch.device:
@@ -145,25 +145,23 @@ class UntypedStorage(torch.UntypedStorage):
     return placement.device_of(self.storage.array)
 
   def nbytes(self) -> int:
-    """The number of bytes."""
     return self.storage.nbytes
 
   def size(self) -> int:
-    """The number of bytes."""
     return self.storage.nbytes
 
   __len__ = size
 
   def data_ptr(self) -> int:
-    """A number in place of an address: see `Storage.address`."""
+    """Return a number in place of an address; see `Storage.address`."""
     return self.storage.address
 
   def is_shared(self) -> bool:
-    """False: other processes see copies."""
+    """Return False: other processes get copies."""
     return False
 
   def share_memory_(self) -> "UntypedStorage":
-    """Warns: JAX has no memory that processes share."""
+    """Warn and do nothing: JAX has no memory that processes share."""
     warnings.warn(
       "share_memory_() does nothing for jax tensors: another process gets a copy of "
       "their values, and changes do not come back. Keep what processes share on the "
@@ -174,30 +172,28 @@ class UntypedStorage(torch.UntypedStorage):
     return self
 
   def is_pinned(self, device=None) -> bool:
-    """False: only memory of the CPU can be pinned."""
+    """Return False: only CPU memory can be pinned."""
     return False
 
   def resizable(self) -> bool:
-    """False: tensors are resized."""
+    """Return False: resize the tensor instead."""
     return False
 
   def cpu(self) -> torch.UntypedStorage:
-    """A copy on the CPU."""
     return torch.from_numpy(np.array(self.host())).untyped_storage()
 
   def to(self, *, device, non_blocking: bool = False) -> torch.UntypedStorage:
-    """A copy on the CPU, or this one."""
+    """Return a copy on the CPU, or this storage for any other device."""
     return self.cpu() if torch.device(device).type == "cpu" else self
 
   def clone(self) -> "UntypedStorage":
-    """A copy on the same device."""
     return UntypedStorage.of_bytes(np.array(self.host()), self.device.index)
 
   def copy_(self, source, non_blocking: bool | None = None) -> "UntypedStorage":
-    """Replaces the bytes by those of another storage of the same size.
+    """Copy the bytes of another storage into this one.
 
     Raises:
-      RuntimeError: another size.
+      RuntimeError: the sizes differ.
     """
     if source.nbytes() != self.nbytes():
       raise RuntimeError(
@@ -208,16 +204,12 @@ class UntypedStorage(torch.UntypedStorage):
     return self
 
   def fill_(self, value):
-    """Fills all bytes with a number."""
+    """Set all bytes to a number."""
     self.fill(np.full(self.nbytes(), value, np.uint8))
     return self
 
   def resize_(self, size):
-    """Refuses.
-
-    Raises:
-      NotImplementedError: always.
-    """
+    """Raise NotImplementedError: resize the tensor instead."""
     raise NotImplementedError(
       "The storage of a jax tensor is not resized by itself. Call `tensor.resize_`, or "
       "assign `tensor.data`."
@@ -235,13 +227,13 @@ class UntypedStorage(torch.UntypedStorage):
     return iter(self.host().tolist())
 
   def tolist(self) -> list[int]:
-    """The bytes as numbers."""
+    """Return the bytes as numbers."""
     return self.host().tolist()
 
   def __repr__(self):
     return f"[torchax.UntypedStorage(device={self.device}) of size {self.nbytes()}]"
 
-  # How torch's older format reads and writes --------------------------------------
+  # Hooks of torch's older file format ----------------------------------------------
 
   def _write_file(self, *args):
     torch_compat.write_storage(self.cpu(), *args)
@@ -254,19 +246,20 @@ class UntypedStorage(torch.UntypedStorage):
 
 
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
-  """The bytes of a storage on the CPU, of the same memory; uint8 of shape (n,)."""
+  """Return the bytes of a CPU storage as uint8 of shape (n,), sharing its memory."""
   tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
   return host_memory.array_of(tensor)
 
 
 def _made(size=0, *, device) -> UntypedStorage:
-  """What `torch.UntypedStorage(size, device="jax")` makes.
+  """Implement `torch.UntypedStorage(size, device="jax")`.
 
   Args:
-    size: in bytes, or the bytes as numbers.
+    size: number of bytes, or a sequence of the bytes as numbers.
+    device: a jax device.
 
   Raises:
-    NoSuchDeviceError: there is no such device.
+    NoSuchDeviceError: the device does not exist.
   """
   content = torch.UntypedStorage(size, device="cpu")
   if not isinstance(size, Sequence):
@@ -276,5 +269,5 @@ def _made(size=0, *, device) -> UntypedStorage:
 
 
 def register() -> None:
-  """Has `torch.UntypedStorage` make storages of jax."""
+  """Register jax with the constructor `torch.UntypedStorage`."""
   torch_compat.make_storages(_made)
