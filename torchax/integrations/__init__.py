@@ -1,6 +1,5 @@
-"""Libraries that choose a device themselves, told about jax: one module each.
+"""Adapters for libraries that choose a device themselves, one module per library.
 
-Other libraries take tensors and modules as they are, and need nothing from here. Each
-module needs its library, which the extra `ecosystem` installs. Start at
-`accelerate.py`.
+Other libraries take tensors and modules as they are and need no adapter. Each module
+requires its library, which the extra `ecosystem` installs. Start at `accelerate.py`.
 """

@@ -1,7 +1,7 @@
 """accelerate: `use_jax()` makes jax the device of every `Accelerator`.
 
-accelerate takes the name of its device from the variable `ACCELERATE_TORCH_DEVICE`, and
-knows no other way to a device of another package.
+accelerate reads the name of its device from the variable `ACCELERATE_TORCH_DEVICE`; it
+has no other way to select an out-of-tree device.
 """
 
 import os
@@ -18,13 +18,13 @@ _accelerate = extras.load("accelerate", "torchax.integrations.accelerate")
 
 
 def use_jax() -> None:
-  """Makes jax the device of each `accelerate.Accelerator` made from now on.
+  """Make jax the device of each `accelerate.Accelerator` created from now on.
 
-  Turns the environment on for this thread, as `torchax.enable_globally()` does, and
-  sets `ACCELERATE_TORCH_DEVICE`. Calling it again changes nothing.
+  Enables the environment for this thread, as `torchax.enable_globally()` does, and sets
+  `ACCELERATE_TORCH_DEVICE`. A second call changes nothing.
 
   Raises:
-    RuntimeError: an `Accelerator` exists already, and has another device.
+    RuntimeError: an `Accelerator` on another device exists already.
   """
   state = _accelerate.state.PartialState._shared_state
   device = state.get("device")
@@ -40,21 +40,21 @@ def use_jax() -> None:
 
 
 class RandomState:
-  """The stream that jax tensors draw from, with the two methods of a saved object.
+  """Random stream of jax tensors as an object with a state dict, for checkpoints.
 
-  Libraries save the generators of the devices they know, and so not this one; a run
-  that goes on from their checkpoint would draw other dropout masks.
+  Libraries save only the generators of devices that they know. Without this state, a
+  run resumed from their checkpoint draws other dropout masks.
   """
 
   def state_dict(self) -> dict[str, torch.Tensor]:
-    """The state now: one CPU tensor of bytes."""
+    """Return the current state as one CPU tensor of bytes."""
     return {"jax": rng.snapshot()}
 
   def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-    """Goes on where `state_dict` was called.
+    """Restore the state of `state_dict`.
 
     Raises:
-      ValueError: not such a state. The stream stays as it was.
+      ValueError: `state` is not such a state. The stream is unchanged.
     """
     if "jax" not in state:
       raise ValueError(

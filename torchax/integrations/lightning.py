@@ -1,7 +1,7 @@
-"""Lightning: `Trainer(accelerator="jax", strategy="jax")`, once this is imported.
+"""Lightning adapter: its import enables `Trainer(accelerator="jax", strategy="jax")`.
 
-The accelerator tells what devices there are; the strategy moves model and batches, and
-turns the environment on while the Trainer works.
+The accelerator reports the devices. The strategy moves model and batches to jax, and
+enables the environment while the Trainer runs.
 """
 
 import sys
@@ -24,13 +24,13 @@ MisconfigurationException = _exceptions.MisconfigurationException
 
 
 class JaxAccelerator(_accelerators.Accelerator):
-  """JAX's devices, as Lightning asks about them."""
+  """Lightning's interface to JAX's devices."""
 
   def setup_device(self, device: torch.device) -> None:
-    """Checks that the strategy works on jax.
+    """Check that the strategy runs on jax.
 
     Raises:
-      MisconfigurationException: it works on another device.
+      MisconfigurationException: it runs on another device.
     """
     if device.type != "jax":
       raise MisconfigurationException(
@@ -39,20 +39,19 @@ class JaxAccelerator(_accelerators.Accelerator):
       )
 
   def teardown(self) -> None:
-    """Nothing to do: arrays are freed with their tensors."""
+    """Do nothing: arrays are freed with their tensors."""
 
   def get_device_stats(self, device: Any) -> dict[str, Any]:
-    """JAX's figures about memory; none on the CPU."""
+    """Return JAX's memory statistics; empty on the CPU."""
     found = placement.jax_device(placement.index_in(device) or 0)
     return dict(found.memory_stats() or {})
 
   @staticmethod
   def parse_devices(devices: Any) -> int:
-    """The number of devices, which is 1.
+    """Return the number of devices, always 1: one process drives all JAX devices.
 
     Raises:
-      MisconfigurationException: another number. One process drives all of JAX's
-        devices, by sharded arrays.
+      MisconfigurationException: any other number was requested.
     """
     if devices in (1, "1", -1, "-1", "auto"):
       return 1
@@ -65,27 +64,26 @@ class JaxAccelerator(_accelerators.Accelerator):
 
   @staticmethod
   def get_parallel_devices(devices: int) -> list[torch.device]:
-    """The devices of the processes: one."""
+    """Return the one device of the process."""
     return [torch.device("jax", 0)]
 
   @staticmethod
   def auto_device_count() -> int:
-    """1."""
     return 1
 
   @staticmethod
   def is_available() -> bool:
-    """True: JAX has a CPU at least."""
+    """Return True: JAX has at least a CPU."""
     return True
 
   @staticmethod
   def name() -> str:
-    """The name for `Trainer(accelerator=…)`."""
+    """Return the name for `Trainer(accelerator=…)`."""
     return "jax"
 
 
 class JaxStrategy(_strategies.SingleDeviceStrategy):
-  """One process whose tensors are on jax.
+  """Strategy of one process whose tensors are on jax.
 
   Args:
     device: a jax device, such as "jax" or "jax:0".
@@ -111,12 +109,11 @@ class JaxStrategy(_strategies.SingleDeviceStrategy):
 
   @property
   def precision_plugin(self):
-    """How numbers are cast."""
     return super().precision_plugin
 
   @precision_plugin.setter
   def precision_plugin(self, plugin) -> None:
-    # Lightning makes it for "cuda" wherever it does not know the device.
+    # Lightning creates the plugin for "cuda" if it does not know the device.
     if isinstance(plugin, _plugins.MixedPrecision):
       plugin.device = "jax"
       if plugin.scaler is not None:
@@ -127,14 +124,14 @@ class JaxStrategy(_strategies.SingleDeviceStrategy):
     self._precision_plugin = plugin
 
   def setup_environment(self) -> None:
-    """Turns the environment on, for the thread that the Trainer runs on."""
+    """Enable the environment for the thread of the Trainer."""
     if not self._is_on:
       default_env().enable_torch_modes()
       self._is_on = True
     super().setup_environment()
 
   def teardown(self) -> None:
-    """Brings the model back to the CPU, and turns the environment off."""
+    """Move the model back to the CPU and disable the environment."""
     super().teardown()
     if self._is_on:
       default_env().disable_torch_modes()
@@ -142,24 +139,24 @@ class JaxStrategy(_strategies.SingleDeviceStrategy):
 
 
 class RandomStateCallback(_pytorch.Callback):
-  """Keeps the random state of jax in Lightning's checkpoints.
+  """Callback that keeps the random state of jax in Lightning's checkpoints.
 
-  A run that is resumed then draws what the uninterrupted run draws.
+  A resumed run then draws the same numbers as the uninterrupted run.
   """
 
   def __init__(self):
     self._pending: torch.Tensor | None = None
 
   def state_dict(self) -> dict[str, torch.Tensor]:
-    """The state now."""
+    """Return the current state."""
     return {"jax": rng.snapshot()}
 
   def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-    """Keeps the state until the training begins."""
+    """Keep the state until training begins."""
     self._pending = state_dict["jax"]
 
   def on_train_batch_start(self, *args: Any) -> None:
-    """Restores it after everything that draws on the way to the first batch."""
+    """Restore the state once all draws before the first batch have been made."""
     if self._pending is not None:
       rng.restore(self._pending)
       self._pending = None
@@ -177,17 +174,15 @@ _OTHER_PACKAGE = (
 
 
 def _refusing(message: str) -> type:
-  """A class that is registered as "jax" where jax is not supported."""
+  """Return a class to register as "jax" where jax is not supported; it raises."""
 
   class Refused:
-    """Raises where it is asked for anything."""
-
     def __init__(self, *args, **kwargs):
       raise MisconfigurationException(message)
 
     @staticmethod
     def is_available() -> bool:
-      """True, so that what is asked next raises, and nothing falls back to the CPU."""
+      """Return True: the next call raises, rather than a silent fallback to the CPU."""
       return True
 
     parse_devices = auto_device_count = get_parallel_devices = classmethod(__init__)
@@ -196,7 +191,7 @@ def _refusing(message: str) -> type:
 
 
 def _refuse(package: str, accelerators: str, strategies: str, message: str) -> None:
-  """Has the names "jax" of a package's registries raise, if it is imported."""
+  """Register classes that raise as "jax" in a package's registries, if imported."""
   for module, registry in (("accelerators", accelerators), ("strategies", strategies)):
     found = getattr(sys.modules.get(f"{package}.{module}"), registry, None)
     if found is not None and "jax" not in found:

@@ -1,8 +1,8 @@
-"""safetensors' files, loaded onto jax: `load_file(path, device="jax")`.
+"""Loading of safetensors files onto jax: `load_file(path, device="jax")`.
 
-The library knows its devices by name, in Rust. A file that is opened for jax is opened
-for the CPU, and its tensors are moved one by one as they are read. Saving needs
-nothing: the library asks tensors for their storages, and copies them to the CPU.
+The library has a fixed list of device names, in Rust. A file for jax is therefore
+opened for the CPU, and its tensors are moved one by one as they are read. Saving needs
+no adapter: the library takes the storages of tensors and copies them to the CPU.
 """
 
 import errno
@@ -22,16 +22,17 @@ from torchax.devices import placement
 
 
 def _part(stored, index) -> torch.Tensor:
-  """A part of a tensor of a file that is open for the CPU.
+  """Read a slice of a tensor, from a file that is open for the CPU.
 
-  safetensors makes it where a block of `torch.device` says, such as on meta.
+  A `with torch.device(…)` block would make safetensors create it elsewhere, such as on
+  meta.
   """
   with torch.device("cpu"):
     return stored[index]
 
 
 class _Slice:
-  """A tensor of a file of which parts are read."""
+  """Tensor of a file that is read in slices onto a jax device."""
 
   def __init__(self, on_cpu, device):
     self._on_cpu, self._device = on_cpu, device
@@ -44,7 +45,7 @@ class _Slice:
 
 
 class _File:
-  """An open file whose tensors come on a jax device."""
+  """Open file that returns its tensors on a jax device."""
 
   def __init__(self, on_cpu, device):
     self._on_cpu, self._device = on_cpu, device
@@ -71,10 +72,10 @@ class _File:
 
 
 def shapes(paths: Iterable) -> dict[str, tuple[Any, tuple[int, ...]]]:
-  """For each tensor in files, by name, the path of its file and its shape.
+  """Map the name of each tensor in the files to the path of its file and its shape.
 
   Raises:
-    ValueError: two files have a tensor of one name.
+    ValueError: two files have a tensor of the same name.
   """
   from safetensors import safe_open
 
@@ -89,15 +90,15 @@ def shapes(paths: Iterable) -> dict[str, tuple[Any, tuple[int, ...]]]:
 
 
 def load_array(path, name: str, sharding: Sharding, dtype=None) -> jax.Array:
-  """A tensor of a file as an array on several devices.
+  """Load a tensor of a file as a sharded array.
 
-  The host reads, and holds, the part of one device at a time.
+  The host reads and holds the part of one device at a time.
 
   Args:
-    path: of the file.
-    name: of the tensor.
-    sharding: how it lies on the devices.
-    dtype: of the array; None for that of the file.
+    path: path of the file.
+    name: name of the tensor.
+    sharding: sharding of the array.
+    dtype: dtype of the array; None for the dtype in the file.
   """
   from safetensors import safe_open
 
@@ -114,10 +115,10 @@ def load_array(path, name: str, sharding: Sharding, dtype=None) -> jax.Array:
 
 
 def register(is_jax: Callable[[str], bool]) -> None:
-  """Has safetensors, where it is installed, load onto jax.
+  """Enable loading onto jax in safetensors, if it is installed.
 
   Args:
-    is_jax: whether a location, such as "jax:0" or "cuda", means jax.
+    is_jax: returns True if a location, such as "jax:0" or "cuda", means jax.
   """
   try:
     import safetensors.torch
@@ -126,7 +127,7 @@ def register(is_jax: Callable[[str], bool]) -> None:
   known = safetensors.safe_open
 
   def safe_open(filename, framework, device="cpu", **options):
-    """`safetensors.safe_open`, which also takes a jax device."""
+    """Implement `safetensors.safe_open`, also for a jax device."""
     name = str(device)
     if not name.startswith(("jax", "cuda")) or not is_jax(name):
       return known(filename, framework=framework, device=device, **options)
@@ -144,7 +145,7 @@ def register(is_jax: Callable[[str], bool]) -> None:
       ) from error
     return _File(on_cpu, placement.torch_device(torch.device(device).index))
 
-  # Libraries that were imported before have the name in modules of their own.
+  # Libraries imported earlier hold the function in their own modules.
   for module in list(sys.modules.values()):
     if getattr(module, "__dict__", {}).get("safe_open") is known:
       patch(module, "safe_open", safe_open, "safetensors files that load onto jax")

@@ -1,8 +1,8 @@
 """transformers: `use_jax()` makes jax the device of every `Trainer`.
 
-Models, generation and pipelines take `device="jax"` and need nothing from here. The
-`Trainer` chooses its device by accelerate, asks a list of devices for bfloat16, and
-saves the random states of those that it knows.
+Models, generation and pipelines take `device="jax"` and need no adapter. The `Trainer`
+takes its device from accelerate, checks a list of known devices for bfloat16, and saves
+the random states of known devices only.
 """
 
 import torch
@@ -18,25 +18,25 @@ _arguments = extras.load("transformers.training_args", _USER)
 
 
 class RandomStateCallback(_callbacks.TrainerCallback, _callbacks.ExportableState):
-  """Keeps the random state of jax in a Trainer's checkpoints (`trainer_state.json`).
+  """Callback that keeps jax's random state in checkpoints (`trainer_state.json`).
 
-  A run that is resumed then draws what the uninterrupted run draws.
+  A resumed run then draws the same numbers as the uninterrupted run.
   """
 
   def __init__(self):
     self._pending: torch.Tensor | None = None
 
   def state(self) -> dict:
-    """What the checkpoint holds: the bytes of the state."""
+    """Return the entry for the checkpoint: the bytes of the random state."""
     return {"args": {}, "attributes": {"jax": rng.snapshot().tolist()}}
 
   @classmethod
   def from_state(cls, state: dict) -> "RandomStateCallback":
-    """A new callback: the state is restored when the training begins."""
+    """Return a new callback; `on_train_begin` reads the state."""
     return cls()
 
   def on_train_begin(self, args, state, control, **kwargs) -> None:
-    """Finds the state of the checkpoint that is resumed; an older one has none."""
+    """Read the state from the resumed checkpoint; older checkpoints have none."""
     saved = state.stateful_callbacks.get(type(self).__name__)
     if saved and state.global_step > 0:
       words = saved["attributes"]["jax"]
@@ -45,24 +45,24 @@ class RandomStateCallback(_callbacks.TrainerCallback, _callbacks.ExportableState
     state.stateful_callbacks[type(self).__name__] = self.state()
 
   def on_step_begin(self, args, state, control, **kwargs) -> None:
-    """Restores it where the Trainer restores the others: after skipping batches."""
+    """Restore the state after skipped batches, as the Trainer does elsewhere."""
     if self._pending is not None:
       rng.restore(self._pending)
       self._pending = None
 
 
 def use_jax() -> None:
-  """Makes jax the device of each `transformers.Trainer` made from now on.
+  """Make jax the device of each `transformers.Trainer` created from now on.
 
-  Does what `torchax.integrations.accelerate.use_jax` does; admits
-  `TrainingArguments(bf16=True)`; and gives each Trainer a `RandomStateCallback`.
+  Calls `torchax.integrations.accelerate.use_jax`, allows `TrainingArguments(bf16=True)`
+  and adds a `RandomStateCallback` to each Trainer.
 
   Raises:
-    RuntimeError: an `Accelerator` exists already, and has another device.
+    RuntimeError: an `Accelerator` on another device exists already.
   """
   accelerate.use_jax()
-  # transformers asks the devices that it knows by name, and jax is none of them. JAX
-  # computes in bfloat16 on each of its devices.
+  # transformers checks a fixed list of devices without jax. JAX computes in bfloat16 on
+  # each of its devices.
   _arguments.is_torch_bf16_gpu_available = lambda: True
   if RandomStateCallback not in _trainer.DEFAULT_CALLBACKS:
     _trainer.DEFAULT_CALLBACKS.append(RandomStateCallback)
