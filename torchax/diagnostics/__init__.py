@@ -1,5 +1,5 @@
-"""Reports on an installation, `python -m torchax`, and on what runs for an operation.
+"""Reports: the installation (`python -m torchax`), operators, and compile times.
 
-Start at `report.py`. Errors are worded where they are raised, tracebacks shortened in
-`core/tracebacks.py`.
+Start at `report.py`. Error messages are written where they are raised; tracebacks are
+shortened in `core/tracebacks.py`.
 """

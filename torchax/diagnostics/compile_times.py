@@ -1,8 +1,8 @@
-"""How much of a program's time goes into compiling, and a word where it is much.
+"""Time spent compiling, with one warning if it dominates a program's run time.
 
-JAX tells how long it took to lower and to compile each program. Nothing is asked of it
-before the first program of torchax is traced, and a call of what is compiled costs
-nothing. `TORCHAX_LOGS=compiles` shows compilations that take long while they run.
+A listener receives JAX's durations of lowering and compiling each program. It is
+registered when torchax first traces a program; calls of compiled programs cost nothing.
+`TORCHAX_LOGS=compiles` shows long compilations while they run.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from torchax import logs
 
 logger = logging.getLogger("torchax.compiles")
 
-# Seconds of compiling before anything is said of them, and programs.
+# Minimum seconds and programs compiled before the warning.
 LEAST_SECONDS = 10.0
 LEAST_PROGRAMS = 50
-# Seconds after which a compilation is shown.
+# Seconds after which a compilation is logged.
 LONG = 3.0
 
 _NAMED = 5
@@ -39,17 +39,22 @@ ADVICE = (
 
 @dataclasses.dataclass
 class _Spent:
-  """What programs of one name have taken."""
+  """Number of programs with one name, and the seconds spent on them."""
 
   programs: int = 0
   seconds: float = 0.0
 
 
 class CompileTimes:
-  """The seconds spent compiling since it was made; says once where they are too many.
+  """Seconds spent compiling since construction; warns once if they are too many.
 
   Args:
     clock: () -> seconds.
+
+  Attributes:
+    seconds: total time of lowering and compiling.
+    programs: number of compiled programs.
+    has_spoken: True once the warning has been given.
   """
 
   def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -62,12 +67,12 @@ class CompileTimes:
     self.has_spoken = False
 
   def add(self, name: str, seconds: float, is_program: bool) -> None:
-    """Adds time that a program took.
+    """Add the time of lowering or compiling a program.
 
     Args:
-      name: of the compiled function.
-      seconds: that lowering or compiling it took.
-      is_program: it is done.
+      name: name of the compiled function.
+      seconds: duration of this step.
+      is_program: True for compiling, the last step of a program.
     """
     with self._lock:
       spent = self._by_name.setdefault(name, _Spent())
@@ -88,7 +93,7 @@ class CompileTimes:
     )
 
   def message(self) -> str:
-    """Where the time went, and what to write instead."""
+    """Return the warning: the most expensive functions, and advice."""
     most = sorted(self._by_name.items(), key=lambda item: -item[1].seconds)[:_NAMED]
     named = [f"{name} ({s.programs}, {s.seconds:.1f} s)" for name, s in most]
     elapsed = self._clock() - self._start
@@ -99,10 +104,10 @@ class CompileTimes:
 
 
 class _Watch(threading.Thread):
-  """Says that a compilation takes long, while it does.
+  """Thread that logs a compilation that takes long, while it runs.
 
   Args:
-    name: of the function.
+    name: name of the function.
   """
 
   def __init__(self, name: str):
@@ -112,12 +117,12 @@ class _Watch(threading.Thread):
     self._end = threading.Event()
 
   def run(self) -> None:
-    """Waits for the end. What was lowered alone is not compiled; it is told once."""
+    """Log once after `LONG` seconds; a program that is only lowered never ends."""
     if not self._end.wait(LONG):
       logger.info("%s: lowered %.0f s ago, not compiled yet", self._function, LONG)
 
   def end(self) -> None:
-    """The compilation is over."""
+    """Mark the compilation as finished; log its duration if it was long."""
     self._end.set()
     taken = time.perf_counter() - self._start
     if taken >= LONG:
@@ -125,7 +130,7 @@ class _Watch(threading.Thread):
 
 
 class _Listener:
-  """What JAX tells of compilations."""
+  """Listener to JAX's duration events of compilations."""
 
   def __init__(self):
     self.times = CompileTimes()
@@ -151,7 +156,7 @@ _lock = threading.Lock()
 
 
 def listen() -> None:
-  """Has JAX tell what it compiles from now on; a second call does nothing."""
+  """Register the listener with JAX; a second call does nothing."""
   with _lock:
     if _listeners:
       return

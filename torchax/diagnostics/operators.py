@@ -1,8 +1,8 @@
-"""`torchax.explain_operator`: what runs for a torch function or operation, and why.
+"""`torchax.explain_operator`: the code that runs for a torch function or operator.
 
-The order is the one by which calls are decided: the table of torch functions
+The explanation follows the order of dispatch: first the table of torch functions
 (`dispatch/torch_functions.py`), then the steps of `Dispatcher.choose`, which this
-module calls itself.
+module calls.
 """
 
 import functools
@@ -25,12 +25,12 @@ from torchax.registry.schema import schema_of
 
 _TABLE = "function table"
 _TORCH = "torch"
-# Files of these are named from the package on.
+# Paths below these folders are shown relative to the package.
 _PACKAGES = (
   os.path.dirname(os.path.dirname(__file__)),
   os.path.dirname(torch.__file__),
 )
-# Reason for `compiled=`, by its value.
+# Explanation of each value of `compiled=`.
 _COMPILED = {
   True: "compiled: one program for each static key",
   False: "not compiled: registered so, as where a shape depends on data",
@@ -39,14 +39,15 @@ _COMPILED = {
 
 
 class Decision(NamedTuple):
-  """One step of the order in which it is decided what runs.
+  """One dispatch step and its outcome.
 
   Attributes:
-    operation: the function or overload that is decided about.
+    operation: the function or overload being dispatched.
     step: name of the step.
-    runs: what the step runs; "" where it has no answer or is not reached.
+    runs: name of the code that the step selects; "" if it has no entry or is not
+      reached.
     where: file and line of the code, or "".
-    why: reason for the answer, and whether it is compiled.
+    why: reason for the outcome, and if the code is compiled.
   """
 
   operation: str
@@ -63,11 +64,11 @@ class Decision(NamedTuple):
 
 
 class OperatorExplanation(NamedTuple):
-  """Explanation of what runs for an operation; `str` prints it as a table.
+  """Explanation of the dispatch of an operation; `str` formats it as a table.
 
   Attributes:
-    operation: its name.
-    decisions: all steps, in their order, for the function and for its operations.
+    operation: name of the operation.
+    decisions: all steps in order, for the function and for its operators.
   """
 
   operation: str
@@ -75,7 +76,7 @@ class OperatorExplanation(NamedTuple):
 
   @property
   def chosen(self) -> tuple[Decision, ...]:
-    """The steps that have an answer."""
+    """Steps that select code."""
     return tuple(decision for decision in self.decisions if decision.runs)
 
   def __str__(self):
@@ -89,7 +90,7 @@ class OperatorExplanation(NamedTuple):
 
 
 def explain_operator(operation, env: Environment | None = None) -> OperatorExplanation:
-  """Says which code runs for a torch function or ATen operation on jax tensors.
+  """Explain which code runs for a torch function or ATen operator on jax tensors.
 
   Args:
     operation: a torch function (`torch.add`, `torch.Tensor.add_`,
@@ -98,10 +99,10 @@ def explain_operator(operation, env: Environment | None = None) -> OperatorExpla
     env: the environment; by default `default_env()`.
 
   Returns:
-    The steps in the order in which they are asked. Nothing is run or compiled.
+    The steps in dispatch order. Nothing is run or compiled.
 
   Raises:
-    TypeError: `operation` is neither.
+    TypeError: `operation` is neither a torch function nor an operator.
 
   >>> print(torchax.explain_operator(torch.ops.aten.roll.default).chosen[0].runs)
   _aten_roll
@@ -124,7 +125,7 @@ def explain_operator(operation, env: Environment | None = None) -> OperatorExpla
 
 
 def _of_function(function, name: str, env) -> tuple[list[Decision], list]:
-  """The decisions about a torch function, and the overloads that may follow."""
+  """Return the decisions for a torch function, and the overloads it may dispatch to."""
   handler, policy = env.functions.get(function), ""
   if isinstance(handler, AutocastHandler):
     handler, policy = handler.handler, "autocast casts its arguments where it is on"
@@ -153,7 +154,7 @@ def _of_function(function, name: str, env) -> tuple[list[Decision], list]:
 
 
 def _overloads(operation) -> list:
-  """The overloads of a packet that take tensors and have no `out=`."""
+  """Return the overloads of a packet that take tensors and have no `out=`."""
   if isinstance(operation, torch_compat.OpOverload):
     return [operation]
   if not isinstance(operation, torch_compat.OpOverloadPacket):
@@ -197,7 +198,7 @@ def _unreached(name: str, step: str) -> Decision:
 
 
 def _answer(choice: Choice, overload, env) -> tuple[str, str, str]:
-  """Return what a step runs, its file and line, and the reason."""
+  """Return the code that a step runs, its file and line, and the reason."""
   source = choice.source
   if isinstance(source, special_plans.Special):
     return _name(choice.plan), _where(choice.plan), f"it is a {source.name}"
@@ -226,7 +227,7 @@ def _registration(operator: Operator) -> str:
 
 
 def _compiled(operator: Operator) -> str:
-  """Say if an operator is compiled, with the reason."""
+  """Explain if an operator is compiled."""
   if operator.kind is Kind.TENSORS:
     return "not compiled as a whole: it is a function of tensors"
   if operator.kind is Kind.ENV_ARRAYS:
@@ -244,14 +245,14 @@ def _name(code) -> str:
 
 
 def _where(code: Any) -> str:
-  """File and line of a function, or of the class of a callable object."""
+  """Return file and line of a function, or of the class of a callable object."""
   code = _unwrapped(code)
   if not (inspect.isfunction(code) or inspect.isclass(code)):
     code = type(code)
   try:
     path = inspect.getsourcefile(code)
     line = inspect.getsourcelines(code)[1]
-  except (OSError, TypeError):  # built in, or defined where no file is
+  except (OSError, TypeError):  # built in, or not defined in a file
     return ""
   for package in _PACKAGES:
     if str(path).startswith(package + os.sep):

@@ -1,4 +1,4 @@
-"""What a bug report needs to know: versions, devices, random state, private API."""
+"""`torchax.env_info`: versions, devices and private API, for bug reports."""
 
 import dataclasses
 import importlib.metadata
@@ -19,20 +19,19 @@ _LIBRARIES = (
 
 @dataclasses.dataclass(frozen=True)
 class EnvInfo:
-  """What `torchax.env_info` gives; `str()` of it is a text for a bug report.
+  """Result of `torchax.env_info`; `str()` gives the text for a bug report.
 
   Attributes:
-    torchax: its version.
-    python: the version of Python.
+    torchax: version of torchax.
+    python: version of Python.
     platform: operating system and processor.
-    libraries: name -> version of the libraries that are installed.
-    untested: names of those among Python, torch and JAX whose release series the tests
-      do not run on.
+    libraries: name -> version of the installed libraries.
+    untested: names among Python, torch and JAX whose release series is not tested.
     devices: JAX's devices, the default one first.
-    x64: whether JAX keeps 64-bit types.
+    x64: True if JAX keeps 64-bit types.
     random_state: generator, key and count of this thread's stream.
-    private_api: dotted name -> whether this torch or JAX has that private piece.
-    lost: what does not work for want of a piece; for each one sentence.
+    private_api: dotted name -> True if this torch or JAX has that private API.
+    lost: one sentence for each feature lost to a missing private API.
   """
 
   torchax: str
@@ -68,9 +67,9 @@ class EnvInfo:
 
 
 def env_info() -> EnvInfo:
-  """Versions, devices, random state and private API, for a bug report.
+  """Return versions, devices, random state and private API, for a bug report.
 
-  It sets up JAX's devices, as the first tensor would.
+  Initializes JAX's devices, as the first tensor would.
 
   >>> import torchax
   >>> torchax.env_info().torchax == torchax.VERSION

@@ -1,4 +1,4 @@
-"""A check of a few seconds that torchax works on this machine: `python -m torchax`."""
+"""Self-check that torchax works on this machine, in seconds: `python -m torchax`."""
 
 import dataclasses
 import time
@@ -11,7 +11,7 @@ from torchax.environment import default_env
 from torchax.errors import PrivateApiError
 from torchax.interop import jax_jit
 
-# What a check raises: a wrong result, and whatever a changed torch or JAX may raise.
+# Errors of a failed check: a wrong result, or an incompatible torch or JAX.
 _FAILURES = (
   ArithmeticError,
   AssertionError,
@@ -27,14 +27,14 @@ _FAILURES = (
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What came of one check.
+  """Result of one check.
 
   Attributes:
-    name: what was checked.
-    error: why it failed; None for success.
-    seconds: how long it took, compilation included.
-    is_unavailable: the feature needs a private piece that was not found; the rest of
-      torchax works without it.
+    name: name of the check.
+    error: reason of the failure; None for success.
+    seconds: duration, including compilation.
+    is_unavailable: True if the feature needs a private API that was not found; the rest
+      of torchax works without it.
   """
 
   name: str
@@ -113,14 +113,14 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def run(name: str) -> Result:
-  """Runs one of `CHECKS`; the random state is left as it was."""
+  """Run one of `CHECKS`; the random state is unchanged afterwards."""
   check, start = CHECKS[name], time.perf_counter()
   error, is_unavailable = None, False
   try:
     with default_env():
       check()
   except PrivateApiError as raised:
-    # Eager work and all that is made of it have no excuse.
+    # Only torch.compile is optional: eager mode and jit must work.
     error, is_unavailable = str(raised), check is _compile
   except _FAILURES as raised:
     error = f"{type(raised).__name__}: {raised}"
