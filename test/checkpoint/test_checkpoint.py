@@ -185,7 +185,7 @@ def test_an_optax_state_keeps_its_classes(tmp_path):
   assert all(map(jnp.array_equal, jax.tree.leaves(found), jax.tree.leaves(state)))
 
 
-def test_a_named_tuple_of_a_class_that_is_gone_keeps_name_and_fields(tmp_path):
+def test_named_tuple_of_missing_class_keeps_name_and_fields(tmp_path):
   gone = collections.namedtuple("Gone", ["a", "b"])
   found = _round_trip(gone(1, [2]), tmp_path)
   assert type(found).__name__ == "Gone" and (found.a, found.b) == (1, [2])
@@ -217,7 +217,7 @@ def test_trees_of_tensors_and_of_arrays_convert_into_each_other():
 # Steps and places --------------------------------------------------------------------
 
 
-def test_the_latest_step_is_read_and_an_earlier_one_by_its_directory(tmp_path):
+def test_load_reads_latest_step_or_the_step_of_the_directory(tmp_path):
   for step in (9, 100, 20):
     torchax.save_checkpoint({"step": step}, tmp_path / "run", step)
   assert torchax.load_checkpoint(tmp_path / "run") == {"step": 100}
@@ -474,7 +474,7 @@ print(len(found["w"].jax().sharding.device_set))
 """
 
 
-def test_sharded_tensors_come_back_where_they_were_or_on_one_device(tmp_path):
+def test_sharded_tensors_keep_sharding_or_load_on_one_device(tmp_path):
   flags = {devices: {"XLA_FLAGS": _DEVICES.format(devices)} for devices in (1, 4)}
   assert _run(_SHARDED, tmp_path, "save", **flags[4]) == "4\n"
   assert _run(_SHARDED, tmp_path, "load", **flags[1]) == "1\n"

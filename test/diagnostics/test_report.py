@@ -45,9 +45,7 @@ def test_every_private_piece_is_named_with_whether_it_was_found():
   assert info.lost == ()
 
 
-def test_what_a_missing_piece_costs_is_said_but_not_of_one_that_is_yet_to_come(
-  monkeypatch,
-):
+def test_env_info_reports_missing_private_api_but_not_future_api(monkeypatch):
   path = "torch._C._accelerator_emptyHostCache"
   piece = private.Piece(path, "a test", is_found=False)
   monkeypatch.setitem(private.PIECES, path, piece)
@@ -94,7 +92,7 @@ def test_a_wrong_result_is_a_failure(monkeypatch):
   assert result.failed and str(result).endswith("AssertionError: 3 is not 2")
 
 
-def test_compiling_without_its_private_api_is_unavailable_and_no_failure(monkeypatch):
+def test_compile_check_is_unavailable_without_its_private_api(monkeypatch):
   piece = private.PIECES["torch._guards.TracingContext"]
   monkeypatch.setattr(piece, "is_found", False)
   result = self_check.run("torch.compile")

@@ -48,7 +48,7 @@ def test_the_first_rule_that_fits_decides():
   assert ShardingRules()("w", tensor) == P()
 
 
-def test_rules_by_module_are_about_instances_of_the_class_and_subclasses():
+def test_rules_by_module_match_instances_of_class_or_subclass():
   class Own(nn.Linear):
     pass
 

@@ -145,7 +145,7 @@ def test_processes_of_one_host_join_at_its_own_address(
   assert joined == ([address] if address else [])
 
 
-def test_a_process_that_is_alone_stays_alone_and_agrees_with_itself(monkeypatch):
+def test_single_process_needs_no_connection_and_passes_checks(monkeypatch):
   for name in OF_TWO:
     monkeypatch.delenv(name, raising=False)
   monkeypatch.setenv("RANK", "0")

@@ -319,7 +319,7 @@ def test_cuda_means_jax_where_the_configuration_says_so(monkeypatch):
     assert_same(torch.load(stream, map_location="cuda"), [BASE])
 
 
-def test_a_tensor_whose_layout_is_not_its_memory_is_saved_by_value():
+def test_tensor_with_strides_unlike_its_memory_is_saved_by_value():
   odd = torch.arange(6.0).reshape(2, 3).to("jax")
   other = Tensor.__tensor_unflatten__(
     {"_shell": torch.empty_strided((2, 3), (1, 2), device="meta")},

@@ -97,7 +97,7 @@ REGISTER = {
 
 
 @pytest.mark.parametrize("name", REGISTER)
-def test_a_duplicate_is_taken_with_a_warning_at_the_programs_line(name):
+def test_duplicate_registration_warns_at_the_users_line(name):
   operation, register = REGISTER[name]
   function = lambda *args: args[0] * 5  # noqa: E731
   with warnings.catch_warnings(record=True) as found:

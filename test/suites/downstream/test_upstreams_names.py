@@ -88,7 +88,7 @@ def test_a_lowering_takes_upstreams_positional_arguments(module, name, parameter
     assert takes is (written not in OTHERWISE)
 
 
-def test_names_left_out_or_different_are_upstreams_and_in_the_changelog():
+def test_omitted_or_changed_names_are_upstreams():
   functions = {f"jtorch.{name}" for name in FACTS["functions"]}
   assert {*LEFT_OUT, *OTHERWISE} <= {*FACTS["lowerings"], *functions}
   assert "docs/migrating.md#lowerings-by-name" in NEWS
@@ -140,7 +140,7 @@ def test_a_public_name_is_upstreams(module, name, fact):
     assert _takes_upstreams_names(getattr(ours, method), parameters), method
 
 
-def test_what_means_something_else_is_upstreams_and_in_the_changelog():
+def test_names_with_other_meaning_are_upstreams_and_in_changelog():
   listed = re.findall(
     r"^- (.*?)(?=^- |\Z)",
     _section(GUIDE, "Means something else on purpose"),

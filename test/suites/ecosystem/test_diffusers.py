@@ -61,7 +61,7 @@ def test_images_from_noise_of_the_cpu_are_those_of_the_cpu(unet, sampler):
   assert actual == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_generator_of_jax_gives_the_same_images_for_the_same_seed(unet):
+def test_jax_generator_gives_equal_images_for_equal_seeds(unet):
   pipeline = SAMPLERS["DDPM"](copy.deepcopy(unet))
   first, other, again = (
     _images(pipeline, "jax", _generator(seed, "jax")) for seed in (1, 2, 1)

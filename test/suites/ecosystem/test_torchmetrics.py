@@ -105,7 +105,7 @@ def test_a_metric_is_that_of_the_cpu(name):
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_a_metric_that_asks_for_int64_is_that_of_the_cpu_in_x64_mode(name):
+def test_int64_metrics_equal_cpu_in_x64_mode_and_raise_otherwise(name):
   expected = _compute(WIDE[name], "cpu")
   with pytest.raises((TypeError, ValueError), match=r"int64|long integers"):
     _compute(WIDE[name], "jax")

@@ -47,7 +47,7 @@ def _raised(call, given):
 
 
 @pytest.mark.parametrize("name", NAMES if IS_FULL else QUICK)
-def test_what_cpu_torch_refuses_is_refused_by_its_class_and_in_words(name):
+def test_bad_inputs_raise_torchs_class_with_a_message(name):
   op = database.operators()[name]
   sample = next(iter(database.samples(op, torch.float32, 1)), None)
   if sample is None:

@@ -488,7 +488,7 @@ def test_numbers_of_graphs_inside_of_a_compiled_function():
       torch.testing.assert_close(inside(n / 2), 2 * x.clamp(n / 2))
 
 
-def test_a_number_of_a_graph_is_not_kept_by_a_function_above_aten():
+def test_graph_numbers_stay_inputs_in_functions_above_aten():
   with torchax.default_env():
     x = torch.linspace(-1, 1, 12, device="jax").reshape(2, 6)
     torch.compiler.reset()

@@ -108,7 +108,7 @@ print(torch.compile(lambda t: t * 2 + 1, backend="aot_eager")(torch.ones(3)))
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_of_plain_torch_does_the_same_with_torchax_imported(program):
+def test_plain_torch_program_is_unchanged_by_importing_torchax(program):
   start = "import io, os, torch"
   plain = run(f"{start}\n{program}")
   assert plain

@@ -400,7 +400,7 @@ def test_torch_compile_names_the_line_of_the_model():
   )
 
 
-def test_a_function_is_traced_anew_when_indices_are_to_be_checked():
+def test_changing_check_indices_retraces_a_compiled_function():
   config = torchax.default_env().config
   look_up = jax_jit(lambda index, table: F.embedding(index, table))
   given = torch.tensor([5]).to("jax"), torch.ones(2, 3).to("jax")

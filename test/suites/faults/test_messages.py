@@ -154,7 +154,7 @@ def test_a_state_that_contains_itself_is_named_by_its_path(tmp_path: pathlib.Pat
   assert checkpoint.load_checkpoint(tmp_path) == {"a": [1, 2], "b": [1, 2]}
 
 
-def test_negative_repeats_are_refused_with_the_size_of_the_result_too():
+def test_negative_repeats_raise_even_with_output_size():
   repeats = torch.tensor([1, -1, 3]).to("jax")
   with pytest.raises(RuntimeError, match="repeats can not be negative"):
     ones(3).repeat_interleave(repeats, output_size=3)

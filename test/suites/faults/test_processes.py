@@ -128,7 +128,7 @@ def test_a_forked_child_runs_what_needs_no_jax(line, result, inside):
   assert _children(inside)[line] == ["value", result]
 
 
-def test_backward_passes_on_the_cpu_run_in_a_child_of_a_process_that_used_jax():
+def test_cpu_backward_runs_in_a_forked_child_after_jax_was_used():
   program = f"""{PRELUDE}
 def gradient():
   leaf = torch.ones(3, requires_grad=True)

@@ -24,7 +24,7 @@ JIT = {"script": torch.jit.script, "trace": lambda m: torch.jit.trace(m, POINTS)
 each_jit = pytest.mark.parametrize("way", JIT)
 
 
-def test_data_parallel_without_a_process_group_names_the_line_to_write():
+def test_data_parallel_without_process_group_names_missing_call():
   with pytest.raises(RuntimeError, match=r'init_process_group\("jax"\)'):
     DistributedDataParallel(_model().to("jax"))
 
@@ -40,7 +40,7 @@ def _in_environment(is_on: bool):
 
 @pytest.mark.parametrize("is_on", [True, False])
 @each_jit
-def test_torchscript_of_a_module_on_jax_computes_and_differentiates(way, is_on):
+def test_torchscript_of_jax_module_computes_values_and_gradients(way, is_on):
   expected = _model()(POINTS)
   with _in_environment(is_on):
     points, model = POINTS.to("jax"), _model().to("jax")

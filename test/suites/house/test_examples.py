@@ -56,7 +56,7 @@ def test_train_sharded_has_the_losses_of_one_device():
   assert float(last) < float(first) - 0.5
 
 
-def test_two_hundred_requests_at_once_are_answered_as_each_is_alone():
+def test_200_concurrent_requests_are_answered_as_when_alone():
   output = _run("serve_requests.py")
   assert "200 requests at once" in output
   assert "equal answers: True" in output
@@ -74,7 +74,7 @@ def test_a_block_in_parts_on_eight_devices_trains_as_on_one():
   assert "equal but for rounding: True" in output
 
 
-def test_ring_attention_is_attention_of_one_device_and_gathers_nothing():
+def test_ring_attention_equals_attention_and_gathers_nothing():
   output = _run("ring_attention.py")
   differences = re.findall(r"one device: (\S+) (\S+) (\S+) (\S+)$", output, re.M)
   assert len(differences) == 2  # causal, and not
@@ -94,7 +94,7 @@ def test_ring_attention_is_attention_of_one_device_and_gathers_nothing():
   assert float(losses[-1]) < float(losses[0]) - 0.5
 
 
-def test_a_pipeline_has_the_gradients_and_losses_of_the_plain_model():
+def test_pipeline_has_gradients_and_losses_of_the_plain_model():
   output = _run("pipeline.py")
   assert "of the weights (4, 128, 32) a device has (1, 128, 32)" in output
   # One in the loop forward and one in that backward; the result goes to all.

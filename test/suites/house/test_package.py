@@ -156,7 +156,7 @@ def test_the_lowest_job_installs_the_lower_bounds(wheel):
   assert sorted(command.split()) == sorted(bounds)
 
 
-def test_the_workflow_runs_the_newest_and_what_is_not_released_each_night():
+def test_ci_runs_newest_and_prerelease_versions_each_night():
   text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
   workflow = yaml.safe_load(text)
   jobs = workflow["jobs"]

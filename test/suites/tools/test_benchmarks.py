@@ -8,7 +8,7 @@ import pytest
 from benchmarks import host, tables, timing
 
 
-def test_a_ratio_is_ours_over_the_baseline_and_is_held_against_the_goal():
+def test_ratio_is_ours_over_baseline_and_is_compared_to_the_goal():
   row = timing.Row("case", "plain JAX", ours_us=30.0, baseline_us=10.0, goal=3)
   assert row.ratio == 3.0
   assert row.reached

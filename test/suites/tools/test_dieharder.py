@@ -305,7 +305,7 @@ def test_the_program_writes_the_page_and_tells_of_failures(
   assert "counter diehard_craps 0: 0.0100" in capsys.readouterr().out
 
 
-def test_a_seed_out_of_range_and_a_page_without_markers_are_refused(
+def test_report_rejects_bad_seed_and_page_without_markers(
   tmp_path, monkeypatch, capsys
 ):
   with pytest.raises(SystemExit):
@@ -317,7 +317,7 @@ def test_a_seed_out_of_range_and_a_page_without_markers_are_refused(
     dieharder_report.main([str(tmp_path / "other.md")])
 
 
-def test_the_page_of_the_docs_is_of_this_list_and_tells_of_no_failure():
+def test_dieharder_page_lists_all_tests_and_no_failure():
   page = (ROOT / "docs" / "dieharder.md").read_text(encoding="utf-8")
   table = tables.written(page, "dieharder_report")
   for index, test in enumerate(TESTS):

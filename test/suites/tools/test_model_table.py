@@ -50,7 +50,7 @@ def test_a_report_without_verdicts_is_refused(tmp_path):
     model_table.read(_report(tmp_path, ("test_another[BERT-jit]", "")))
 
 
-def test_the_page_has_a_row_for_each_model_and_a_column_for_each_way():
+def test_models_page_has_a_row_per_model_and_a_column_per_use():
   page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
   table = tables.written(page, "model_table")
   header, _, *rows = table.splitlines()

@@ -12,7 +12,7 @@ def samples(memory, count=50, hours=1.0):
   return [Sample(t, memory(t), arrays=7, programs=40, objects=1000) for t in times]
 
 
-def test_a_peak_rises_by_its_share_and_the_warm_up_does_not_count():
+def test_growth_is_relative_and_ignores_the_warm_up():
   found = soak.growth(samples(lambda t: 900 + 90 * (t > 0.7) if t > 0.2 else 4000))
   assert found["memory"] == pytest.approx(0.1)
   assert found["arrays"] == 0.0

@@ -194,7 +194,7 @@ def test_there_are_few_expectations_and_each_has_a_reason():
   assert len(rows) <= 5 and all(len(row.reason) > 20 for row in rows)
 
 
-def test_the_workflow_runs_them_each_night_against_upstreams_head():
+def test_ci_runs_upstream_tests_each_night_against_upstream_head():
   text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
   job = yaml.safe_load(text)["jobs"]["upstream"]
   assert "schedule" in job["if"]

@@ -54,7 +54,7 @@ def _losses(seed: int, compiled: bool, steps: int = 6, clear_first: bool = False
 
 
 @pytest.mark.parametrize("clear_first", [False, True])
-def test_a_transformer_with_dropout_trains_alike_eagerly_and_compiled(clear_first):
+def test_transformer_with_dropout_trains_alike_eager_or_compiled(clear_first):
   eager, eager_model = _losses(0, compiled=False, clear_first=clear_first)
   jitted, jitted_model = _losses(0, compiled=True, clear_first=clear_first)
   torch.testing.assert_close(jitted, eager, **ROUNDING)
@@ -62,7 +62,7 @@ def test_a_transformer_with_dropout_trains_alike_eagerly_and_compiled(clear_firs
     assert (ours.grad is None) == (theirs.grad is None) == (not clear_first)
 
 
-def test_one_seed_gives_the_same_losses_bit_for_bit_and_another_seed_others():
+def test_losses_are_bitwise_equal_for_one_seed_and_not_for_two():
   first, _ = _losses(0, compiled=True)
   again, _ = _losses(0, compiled=True)
   other, _ = _losses(1, compiled=True)
@@ -88,7 +88,7 @@ def test_functional_training_equals_the_closure_that_trains():
     torch.testing.assert_close(grads[name].cpu(), parameter.grad.cpu(), **ROUNDING)
 
 
-def test_a_gradient_from_an_eager_backward_is_read_anew_by_a_compiled_step():
+def test_compiled_step_reads_each_new_gradient_of_eager_backward():
   model = nn.Linear(4, 2).to("jax")
   optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
   step = jax_jit(lambda: optimizer.step())
