@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compare import assert_same
+from torch.utils.checkpoint import checkpoint
 
 import torchax
 from torchax.errors import MutationError
@@ -31,6 +32,11 @@ def assert_written_alike(function, device):
     assert torch.equal(found.cpu(), expected)
 
 
+def added_in_place(view):
+  view += view
+  return view.float()
+
+
 @pytest.mark.parametrize(
   "function",
   [
@@ -41,11 +47,52 @@ def assert_written_alike(function, device):
     lambda p: (p.detach(), p.view(2, 12)[0]),
     lambda p: ((v := p.chunk(2, 1)[1]).swapdims_(0, 1), v[0]),
     lambda p: (p + 1, p.reshape(-1)),
+    lambda p: ((v := p.sort(1).values), v.t()),
+    lambda p: ((v := checkpoint(torch.neg, p, use_reentrant=False)), v.diagonal()),
+    lambda p: ((v := p[[0, 2]]), v.movedim(0, 1)),
+    lambda p: ((v := p**2), v.data),
+    lambda p: (added_in_place(p[::2]),),
+    lambda p: (added_in_place(p.conj()),),
+    lambda p: (p.view(torch.int16), p.unfold(1, 2, 2)),
+    lambda p: ((v := torch.view_as_complex(p.view(4, 3, 2) * 1)), v.imag, v.mH),
   ],
 )
 @pytest.mark.parametrize("device", ["jax", "cpu"])
 def test_results_share_memory_as_in_torch(function, device):
   assert_written_alike(function, device)
+
+
+@pytest.mark.parametrize(
+  "function",
+  [
+    lambda v: (v, v.chunk(2, 1)[1]),
+    lambda v: (v.split(2)[0], v.chunk(4)[0]),
+    lambda v: (v, v, (v * v).sum()),
+  ],
+)
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+def test_results_with_gradients_share_memory(function, device):
+  x = torch.arange(24.0).reshape(4, 6).to(device).requires_grad_()
+  results = compiled(lambda x: function(x * 2))(x)
+  with torch.no_grad():
+    results[0].fill_(0.0)
+    assert results[1].abs().sum() == 0.0
+
+
+def test_a_detached_slice_is_an_input_beside_its_base():
+  x = torch.arange(3.0, device="jax", requires_grad=True)
+  found = compiled(lambda part, x: (part * x[1:]).sum())(x[1:].detach(), x)
+  found.backward()
+  assert_same(x.grad, torch.tensor([0.0, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_an_empty_tensor_is_an_input(shape):
+  x = torch.ones(shape, device="jax", requires_grad=True)
+  found = compiled(lambda x: (x.t() * 2).sum())(x)
+  found.backward()
+  assert found.item() == 0.0
+  assert x.grad.shape == shape
 
 
 def test_a_view_across_a_graph_break_is_not_lost():

@@ -1,150 +1,153 @@
 """Results of a graph on jax that share memory with an input or with one another.
 
-A compiled function returns arrays of its own. So a result that is a view is made after
-the call, by the operations of the graph, from the tensor whose memory it has. The
-function returns that tensor as well if it is no input.
+A compiled function returns arrays of its own. A result that is a view is therefore made
+after the call, from the tensor that it views. In the trace, tensors that share memory
+have one storage, and their chains hold the steps from it. `on_jax.py` calls `box` at
+the end of the trace and `unbox` after each call.
 """
 
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+
 import torch
-from torch import fx
 
+from torchax.core import mappings
+from torchax.core.chains import WHOLE
 from torchax.core.static_values import StaticValue
-from torchax.graphs.fx import example, inputs
-from torchax.tensor import Tensor
-
-# In place of a result that is made after the call.
-_LATER = object()
-# Methods that may return a view; whether one did is seen in the trace.
-_VIEWS = frozenset(
-  (
-    *("T", "H", "mT", "mH", "adjoint", "as_strided", "broadcast_to", "chunk", "conj"),
-    *("contiguous", "data", "detach", "diagonal", "dsplit", "expand", "expand_as"),
-    *("flatten", "getitem", "hsplit", "imag", "movedim", "moveaxis", "narrow"),
-    *("permute", "ravel", "real", "reshape", "reshape_as", "select", "split"),
-    *("split_with_sizes", "squeeze", "swapaxes", "swapdims", "t", "tensor_split"),
-    *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as"),
-    *("view_as_complex", "view_as_real", "vsplit"),
-    *("double", "float", "half", "int", "long", "to", "type", "type_as"),
-    *("atleast_1d", "atleast_2d", "atleast_3d"),
-  )
+from torchax.core.view_steps import (
+  AsStridedInfo,
+  ComplexAsRealInfo,
+  ConjugateInfo,
+  DiagonalInfo,
+  DtypeInfo,
+  ExpandInfo,
+  IndexInfo,
+  NarrowInfo,
+  NegateInfo,
+  PermuteInfo,
+  RealAsComplexInfo,
+  ReshapeInfo,
+  StopGradientInfo,
+  UnfoldInfo,
+  ViewInfo,
 )
-_RESHAPING = frozenset(
-  (
-    *("as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_"),
-    *("swapdims_", "t_", "transpose_", "unsqueeze_"),
-  )
-)
+from torchax.tensor import Tensor, new_tensor
 
 
-class Aliases:
-  """The results that may be views, and how to make them.
+@dataclasses.dataclass(frozen=True)
+class _ViewOf:
+  """A result that is made after the call.
 
-  Args:
-    graph: changed, so that it also returns the tensors that results are views of.
+  Attributes:
+    base: index of the input or of the result that it views.
+    is_input: the base is an input.
+    steps: view steps from the base; None for the base itself.
+    requires_grad: the result has a gradient.
   """
 
-  def __init__(self, graph: fx.Graph):
-    (output,) = [node for node in graph.nodes if node.op == "output"]
-    returned = list(output.args[0])
-    self.count = len(returned)
-    self._place = {node: place for place, node in enumerate(inputs(graph))}
-    chains = [_chain(node) for node in returned]
-    roots = [chain[0] if chain else None for chain in chains]
-    self._chains = {
-      place: chain
-      for place, chain in enumerate(chains)
-      if chain and (chain[0] in self._place or roots.count(chain[0]) > 1)
-    }
-    added = dict.fromkeys(chain[0] for chain in self._chains.values())
-    self._roots = {node: self.count + place for place, node in enumerate(added)}
-    output.args = ((*returned, *added),)
+  base: int
+  is_input: bool
+  steps: tuple[ViewInfo, ...] | None
+  requires_grad: bool
 
-  def box(self, results) -> list:
-    """In the trace: results and their bases, without what is made after the call."""
-    boxed, needed = list(results), set()
-    for place, (root, *steps) in self._chains.items():
-      value, base = results[place], results[self._roots[root]]
-      if _shares(value, base) and (steps or root not in self._place):
-        boxed[place] = StaticValue(_LATER)
-        needed.add(root)
-    for root, place in self._roots.items():
-      if root in self._place or root not in needed:
-        boxed[place] = StaticValue(None)
-    return boxed
-
-  def made(self, results, args) -> list:
-    """After the call: all results of the graph."""
-    found = list(results[: self.count])
-    for place, (root, *steps) in self._chains.items():
-      value = found[place]
-      value = value.value if type(value) is StaticValue else value
-      if value is _LATER:
-        is_input = root in self._place
-        base = args[self._place[root]] if is_input else results[self._roots[root]]
-        found[place] = _run(steps, root, base)
-    return found
+  def make(self, base: torch.Tensor) -> torch.Tensor:
+    """Return the view of the base of this call."""
+    if self.steps is None:
+      return base
+    with torch.set_grad_enabled(self.requires_grad):
+      is_cut = base.requires_grad and not self.requires_grad
+      view = base.detach() if is_cut else base
+      for step in self.steps:
+        view = _OPERATIONS[type(step)](view, step)
+      return base.view_as(base) if view is base else view
 
 
-def _shares(value, base) -> bool:
-  return (
-    isinstance(value, Tensor)
-    and isinstance(base, Tensor)
-    and value._storage is base._storage
-  )
+# Type of a view step -> the operation of torch.
+_OPERATIONS: dict[type[ViewInfo], Callable] = {
+  AsStridedInfo: lambda t, step: t.as_strided(
+    step.size, step.stride, t.storage_offset() + step.offset
+  ),
+  ComplexAsRealInfo: lambda t, step: torch.view_as_real(t),
+  ConjugateInfo: lambda t, step: t.conj(),
+  DiagonalInfo: lambda t, step: t.diagonal(step.offset, step.dim1, step.dim2),
+  DtypeInfo: lambda t, step: t.view(mappings.j2t_dtype(step.dtype)),
+  ExpandInfo: lambda t, step: t.expand(step.size),
+  IndexInfo: lambda t, step: t.select(step.dim, step.index),
+  NarrowInfo: lambda t, step: t[tuple(slice(*part) for part in step.slices)],
+  NegateInfo: lambda t, step: torch._neg_view(t),
+  PermuteInfo: lambda t, step: t.permute(step.dims),
+  RealAsComplexInfo: lambda t, step: torch.view_as_complex(t),
+  ReshapeInfo: lambda t, step: t.reshape(step.size),
+  StopGradientInfo: lambda t, step: t.detach(),
+  UnfoldInfo: lambda t, step: t.unfold(step.dim, step.size, step.step),
+}
 
 
-def _chain(node) -> list[fx.Node]:
-  """A tensor and the steps from it to the node that may be views; empty for others."""
-  steps: list[fx.Node] = []
-  reshapes: list[fx.Node] = []
-  while isinstance(node, fx.Node):
-    reshapes += [user for user in node.users if _name(user) in _RESHAPING]
-    name = _name(node)
-    is_view = name in _VIEWS
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    if not is_view and not is_in_place:
-      return [] if reshapes or not _is_tensor(node) else [node, *sorted(steps)]
-    if is_view:
-      steps += [node, *reshapes]
-      reshapes = []
-    if any(len(step.all_input_nodes) != 1 for step in steps) or not node.args:
-      return []
-    node = node.args[0]
-  return []
+def box(args: Sequence, results: Sequence) -> list:
+  """Replace results that are views by their steps, at the end of a trace.
+
+  Args:
+    args: inputs of the graph, in the trace.
+    results: its results, in the trace.
+
+  Returns:
+    The results, and bases that are no results themselves.
+  """
+  inputs = {id(a._storage): n for n, a in enumerate(args) if isinstance(a, Tensor)}
+  groups: dict[int, list[int]] = collections.defaultdict(list)
+  for number, value in enumerate(results):
+    if isinstance(value, Tensor):
+      groups[id(value._storage)].append(number)
+  boxed = list(results)
+  for storage, group in groups.items():
+    is_input = storage in inputs
+    if is_input:
+      base = inputs[storage]
+      held = args[base]
+    elif len(group) > 1:
+      held = _base_of([results[number] for number in group])
+      base = next((n for n in group if results[n] is held), len(boxed))
+      if base == len(boxed):
+        boxed.append(held)
+    else:
+      continue
+    for number in group:
+      value = results[number]
+      if (is_input or number != base) and _is_remade(value, held):
+        steps = None if value is held else value._chain.infos
+        boxed[number] = StaticValue(_ViewOf(base, is_input, steps, value.requires_grad))
+  return boxed
 
 
-def _is_tensor(node: fx.Node) -> bool:
-  value = example(node)
-  return isinstance(value, torch.Tensor) and value.device.type == "jax"
+def _is_remade(value: Tensor, base: Tensor) -> bool:
+  """True for a view whose steps and gradient can be repeated from the base."""
+  has_gradient = base.requires_grad or not value.requires_grad
+  is_known = all(type(step) in _OPERATIONS for step in value._chain.infos)
+  return has_gradient and is_known and base._chain is WHOLE
 
 
-def _name(node: fx.Node) -> str:
-  if node.op == "call_method":
-    return node.target
-  if node.op != "call_function":
-    return ""
-  if node.target is getattr:
-    return node.args[1]
-  return getattr(node.target, "__name__", "")
+def _base_of(values: list[Tensor]) -> Tensor:
+  """Return the tensor of all of the storage, with its gradient if it has one."""
+  bases = [base for value in values for base in (value, value._base)]
+  wholes = [b for b in bases if isinstance(b, Tensor) and b._chain is WHOLE]
+  first = values[0]
+  wholes.append(new_tensor(first._storage.read(), first._env))
+  return max(wholes, key=lambda whole: whole.requires_grad)
 
 
-def _run(steps: list[fx.Node], root: fx.Node, base):
-  """Run the steps on the tensor, with a gradient if the result had one."""
-  values = {root: base}
+def unbox(args: Sequence, results: Sequence, count: int) -> list:
+  """Return the results of the graph, after a call.
 
-  def given(node: fx.Node):
-    # Of an operation in place the result is the tensor itself.
-    while node not in values:
-      node = node.args[0]
-    return values[node]
-
-  views = [node for node in steps if _name(node) not in _RESHAPING]
-  is_recorded = example(views[-1]).requires_grad if views else True
-  with torch.set_grad_enabled(is_recorded):
-    for node in steps:
-      args, kwargs = fx.map_arg((node.args, node.kwargs), given)
-      if node.op == "call_method":
-        values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
-      else:
-        values[node] = node.target(*args, **kwargs)
-  return values[views[-1]] if views else base
+  Args:
+    args: inputs of the call.
+    results: returned by the compiled function; see `box`.
+    count: number of results of the graph.
+  """
+  found = []
+  for value in results[:count]:
+    view = value.value if type(value) is StaticValue else value
+    if isinstance(view, _ViewOf):
+      value = view.make((args if view.is_input else results)[view.base])
+    found.append(value)
+  return found

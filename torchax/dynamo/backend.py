@@ -136,7 +136,7 @@ def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
 def _compile_inference(options: Options, keys: Keys, module, example_inputs):
   _key(module.graph, inputs(module.graph)[-1], keys)
   _log("inference", module, keys.rng)
-  return Program(module, options, keys, "inference", shares_memory=True)
+  return Program(module, options, keys, "inference", is_inference=True)
 
 
 def _partition(keys: Keys, module, joint_inputs, *, num_fwd_outputs, **kwargs):

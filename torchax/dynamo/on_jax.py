@@ -13,8 +13,7 @@ from torch import fx
 from torchax.core import host_numbers
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
-from torchax.dynamo import numbers
-from torchax.dynamo.aliases import Aliases
+from torchax.dynamo import aliases, numbers
 from torchax.dynamo.options import Options
 from torchax.environment import env_on
 from torchax.graphs import higher_order
@@ -109,7 +108,8 @@ def _jitted(
     kwargs["donate_argnums"] = _overwritten(graph)
 
   def compiled_graph(*args):
-    return results.hidden(forward(*taken.in_trace(args)))
+    args = taken.in_trace(args)
+    return results.hidden(args, forward(*args))
 
   compiled_graph.__name__ = NAME
   return jax_jit(compiled_graph, kwargs)
@@ -215,17 +215,16 @@ class _Results:
         self._dtypes.append(None)
       returned.append(node)
     output.args = (tuple(returned),)
-    self._aliases = Aliases(graph)
     graph.eliminate_dead_code(_is_effect)
 
-  def hidden(self, results) -> tuple:
+  def hidden(self, args, results) -> tuple:
     """The results that leave the trace, with numbers as its static values."""
-    values = map(host_numbers.resolved, self._aliases.box(results))
+    values = map(host_numbers.resolved, aliases.box(args, results))
     return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in values)
 
   def shown(self, results, args) -> tuple:
     """The results of a call: numbers again, or the tensors that Dynamo expects."""
-    results = self._aliases.made(results, args)
+    results = aliases.unbox(args, results, len(self._dtypes))
     values = (v.value if type(v) is StaticValue else v for v in results)
     return tuple(
       value if dtype is None else torch.scalar_tensor(value, dtype=dtype, device="cpu")

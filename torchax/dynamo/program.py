@@ -71,7 +71,7 @@ class Program:
     options: of the backend.
     keys: shared with the other graphs of the same function.
     name: for logs and profiles.
-    shares_memory: results may be inputs, as where there is no backward pass.
+    is_inference: there is no backward pass, so results may be inputs.
   """
 
   # torch then gives the arguments as one list, so that they can be freed early.
@@ -83,14 +83,14 @@ class Program:
     options: Options,
     keys: Keys,
     name: str,
-    shares_memory: bool = False,
+    is_inference: bool = False,
   ):
     self.module, self.options, self.keys, self.name = module, options, keys, name
     self._inputs = inputs(module.graph)
     self._numbers = list(filter(is_number, module.graph.nodes))
     _require_runnable([n for n in module.graph.nodes if not is_number(n)])
     results = returned(module.graph)
-    self._outputs = Outputs(results, self._inputs, shares=shares_memory)
+    self._outputs = Outputs(results, self._inputs, is_inference=is_inference)
     named = [node.name == keys.rng for node in self._inputs]
     self._rng = named.index(True) if True in named else None
     self._is_needed = [

@@ -9,6 +9,7 @@ own tensor. Results that share memory eagerly share it here. Numbers, also those
 torch wants in a tensor, do not pass through JAX, which may narrow them.
 """
 
+import collections
 import operator
 from collections.abc import Callable, Sequence
 
@@ -92,8 +93,7 @@ class Outputs:
   Args:
     returned: nodes, and values that are the same in every call.
     inputs: the graph's placeholders.
-    shares: results that are views of one tensor share its memory. (Where a gradient
-      is recorded AOTAutograd makes the views.)
+    is_inference: no gradient is recorded.
 
   Attributes:
     arrays: the nodes whose arrays the compiled function returns.
@@ -101,14 +101,14 @@ class Outputs:
     passed: places of the inputs that are returned.
   """
 
-  def __init__(self, returned: Sequence, inputs: Sequence[fx.Node], shares: bool):
+  def __init__(self, returned: Sequence, inputs: Sequence[fx.Node], is_inference: bool):
     self.arrays: list[fx.Node] = []
     self.numbers: list = []
     self.passed: set[int] = set()
     self._results: list[Result] = []
     self._place: dict[fx.Node, int] = {}
     place = {node: number for number, node in enumerate(inputs)}
-    shared = _shared(returned, place) if shares else _parts_of_inputs(returned, place)
+    shared = _shared(returned, place, is_inference)
     self._makers = [self._maker(value, place, shared) for value in returned]
 
   def stored(self, values: list) -> list[jax.Array]:
@@ -164,34 +164,29 @@ def is_number(node: fx.Node) -> bool:
   return node.target is _SCALAR_TENSOR and all(u.op == "output" for u in node.users)
 
 
-def _parts_of_inputs(returned: Sequence, inputs: dict) -> set[fx.Node]:
-  """Results of views with several results, of inputs: AOTAutograd makes other views."""
-  return {
-    value
-    for value in returned
-    if isinstance(value, fx.Node)
-    and value not in inputs
-    and _base(value)[0] in inputs
-    and any(target is operator.getitem for target, *_ in _base(value)[1])
-  }
+def _shared(returned: Sequence, inputs: dict, is_inference: bool) -> set[fx.Node]:
+  """Return the results that have the memory of another result, or of an input.
 
-
-def _shared(returned: Sequence, inputs: dict) -> set[fx.Node]:
-  """The results that have the memory of another one, or of an input."""
-  tensors = [
-    v
-    for v in returned
-    if isinstance(v, fx.Node)
-    and v not in inputs
-    and isinstance(v.meta.get("val"), torch.Tensor)
-    and not is_number(v)
-  ]
-  bases = [_base(node)[0] for node in tensors]
-  return _parts_of_inputs(returned, inputs) | {
-    node
-    for node, base in zip(tensors, bases)
-    if bases.count(base) > 1 and base not in inputs
-  }
+  Args:
+    returned: results of the graph.
+    inputs: its placeholders.
+    is_inference: no gradient is recorded. Otherwise AOTAutograd makes the views, except
+      those of operations with several results, such as `split`.
+  """
+  groups: dict[fx.Node, list[tuple[fx.Node, bool]]] = collections.defaultdict(list)
+  for node in returned:
+    is_made = isinstance(node, fx.Node) and node not in inputs and not is_number(node)
+    if is_made and isinstance(node.meta.get("val"), torch.Tensor):
+      base, steps = _base(node)
+      is_part = any(target is operator.getitem for target, *_ in steps)
+      groups[base].append((node, is_part))
+  shared: set[fx.Node] = set()
+  for base, group in groups.items():
+    if base in inputs:
+      shared.update(node for node, is_part in group if is_part)
+    elif len(group) > 1 and (is_inference or any(is_part for _, is_part in group)):
+      shared.update(node for node, _ in group)
+  return shared
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, tuple]:

@@ -88,6 +88,9 @@ class _Pending(torch_compat.CpuSubclass):
     plain, target = args[0].plain, args[0].target
     if torch_compat.is_tracing():  # a fake tensor of the device
       return torch.empty(plain.shape, dtype=plain.dtype, device=target)
+    if target == torch_compat.HIDDEN_DEVICE:
+      with placement.anywhere():
+        return device_plans.unplaced(env_on().moved(plain))
     return env_on().moved(plain, target)
 
 
@@ -124,6 +127,8 @@ def _empty_strided(size, stride, **kwargs) -> torch.Tensor:
 
 
 def _empty_unplaced(size, *, device=None, **kwargs) -> torch.Tensor:
+  if torch_compat.dispatch_is_excluded():
+    return _empty(size, device=device, **kwargs)
   with placement.anywhere():
     return device_plans.unplaced(_empty(size, **kwargs))
 

@@ -99,8 +99,16 @@ class Fake(Tensor):
     return "jax"
 
   _shell = None
-  # Its memory is that of the wrapper, by which torch's tracers tell inputs apart.
-  untyped_storage, data_ptr = torch.Tensor.untyped_storage, torch.Tensor.data_ptr
+  # torch's tracers tell inputs apart by the storage of the wrapper.
+  data_ptr = torch.Tensor.data_ptr
+
+  def untyped_storage(self) -> torch.UntypedStorage:
+    """Return the storage of the wrapper, or that of `inner` if there are no elements.
+
+    torch's tracers resize an empty storage, which the wrapper's device does not allow.
+    """
+    holder = self if self.numel() else self._shell
+    return torch.Tensor.untyped_storage(holder)
 
   @property
   def device(self) -> torch.device:
@@ -110,6 +118,16 @@ class Fake(Tensor):
   @property
   def _env(self):
     raise NoNumbersError("An operation on the array of a jax tensor")
+
+  def set_(self, source, offset=0, size=None, stride=None):
+    """Take a layout of a storage, as torch's tracers do for a detached slice."""
+    if not isinstance(source, torch.UntypedStorage) or size is None:
+      return torch.Tensor.set_(self, source)
+    layout = torch_compat.make_wrapper(
+      Fake, size, strides=stride, storage_offset=offset, dtype=self.dtype
+    )
+    torch_compat.set_metadata(self, layout)
+    return self
 
   def jax(self):
     """Raises NoNumbersError: there is no array."""

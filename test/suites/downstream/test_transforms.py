@@ -40,6 +40,19 @@ def test_tensors_are_made_on_the_device_of_a_wrapped_one(name):
     assert_same(part.detach(), wanted)
 
 
+@pytest.mark.parametrize("name", ["jax", None])
+def test_constants_in_vmap_are_on_the_device_of_the_wrapped_tensor(name):
+  def picked(x):
+    index = torch.tensor([1, 0, 1], device=name or x.device)
+    return x[index] * torch.tensor(2.0, device=name or x.device)
+
+  x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+  with torchax.default_env():
+    for function in (torch.vmap(picked), interop.jax_jit(torch.vmap(picked))):
+      found = function(x.to("jax"))
+      assert_same(found, torch.tensor([[4.0, 2.0, 4.0], [8.0, 6.0, 8.0]]))
+
+
 def test_a_meta_tensor_stays_on_meta():
   with torchax.default_env():
     assert torch.empty(2, device="meta").device.type == "meta"

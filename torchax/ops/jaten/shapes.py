@@ -236,8 +236,10 @@ def _aten_unfold_backward(grad_in, input_sizes, dim, size, step):
   positions = _window_positions(input_sizes[axis], size, step)
   windows = jnp.moveaxis(grad_in, (axis, -1), (0, 1))
   rest = input_sizes[:axis] + input_sizes[axis + 1 :]
-  total = jnp.zeros((input_sizes[axis], *rest), grad_in.dtype)
-  return jnp.moveaxis(total.at[positions].add(windows), 0, axis)
+  total = jnp.zeros((input_sizes[axis], *rest), grad_in.dtype).at[positions]
+  # A bool comes from a write to windows that do not overlap: there is no sum of bools.
+  total = total.max(windows) if windows.dtype == bool else total.add(windows)
+  return jnp.moveaxis(total, 0, axis)
 
 
 def _every(array, axis, start, count, step):
