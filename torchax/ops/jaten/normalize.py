@@ -1,6 +1,6 @@
-"""Layer, group, batch, RMS and weight normalisation, and their gradients.
+"""Layer, group, batch, RMS and weight normalization, and their gradients.
 
-Statistics are taken in float32 for half-precision inputs and returned so, as on CUDA.
+Statistics of half-precision inputs are computed and returned in float32, as on CUDA.
 The operations that also update running statistics in place call the pure
 `_native_batch_norm_legit_functional` and copy its results (last section).
 """
@@ -17,20 +17,20 @@ from torchax.registry.names import aten
 
 
 def _moments(self, axes):
-  """Mean and biased variance over `axes`, which stay with size one."""
+  """Return mean and biased variance over `axes`, with the axes kept as size 1."""
   mean = jnp.mean(self, axis=axes, keepdims=True)
   return mean, jnp.mean(lax.square(self - mean), axis=axes, keepdims=True)
 
 
 def _affine(normalized, weight, bias):
-  """Scales and shifts where there is a (broadcastable) weight or bias."""
+  """Multiply by the weight and add the bias; either may be None."""
   if weight is not None:
     normalized = normalized * widen(weight)
   return normalized if bias is None else normalized + widen(bias)
 
 
 def _centred_gradient(grad_normalized, normalized, rstd, axes):
-  """The gradient at x of (x - mean(x)) * rstd(x), statistics included."""
+  """Return the gradient of x in (x - mean(x)) * rstd(x), through the statistics too."""
   mean_grad = jnp.mean(grad_normalized, axis=axes, keepdims=True)
   projection = jnp.mean(grad_normalized * normalized, axis=axes, keepdims=True)
   return rstd * (grad_normalized - mean_grad - normalized * projection)
@@ -42,7 +42,7 @@ def _masked(output_mask, *results):
   )
 
 
-# ---- layer normalisation
+# ---- Layer normalization
 
 
 def _trailing_axes(input, normalized_shape) -> tuple[int, ...]:
@@ -100,12 +100,12 @@ def _aten_native_layer_norm_backward(
   return _masked(wanted, grad_input, grad_weight, grad_bias)
 
 
-# ---- RMS normalisation
+# ---- RMS normalization
 
 
 @op(aten._fused_rms_norm)
 def _aten__fused_rms_norm(input, normalized_shape, weight, eps=None):
-  """Without `eps`, the machine epsilon of the dtype that computes."""
+  """Normalize by the RMS; `eps` defaults to the machine epsilon of the opmath dtype."""
   axes = _trailing_axes(input, normalized_shape)
   _check_parameter("weight", weight, normalized_shape)
   wide = widen(input)
@@ -135,17 +135,17 @@ def _aten__fused_rms_norm_backward(
   return _masked(wanted, grad_input, grad_weight)
 
 
-# ---- group normalisation
+# ---- Group normalization
 
 
 def _channels(parameter, group):
-  """A (C,) parameter as (1, group, C / group, 1), to meet the grouped input."""
+  """Reshape a (C,) parameter to (1, group, C / group, 1), like the grouped input."""
   return None if parameter is None else parameter.reshape(1, group, -1, 1)
 
 
 @op(aten.native_group_norm)
 def _aten_native_group_norm(input, weight, bias, N, C, HxW, group, eps):
-  """Mean and reciprocal deviation come back as (N, group)."""
+  """Return the output, and mean and reciprocal deviation of shape (N, group)."""
   if C % group:
     raise RuntimeError(
       f"Expected number of channels in input to be divisible by num_groups, but got "
@@ -184,7 +184,7 @@ def _aten_native_group_norm_backward(
   return _masked(output_mask, grad_input, grad_weight, grad_bias)
 
 
-# ---- batch normalisation, pure
+# ---- Batch normalization, pure
 
 
 def _batch_axes(input) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ def _batch_axes(input) -> tuple[int, ...]:
 
 
 def _per_channel(statistic, input):
-  """A (C,) array shaped to meet (N, C, …)."""
+  """Reshape a (C,) array to broadcast with (N, C, …)."""
   if statistic is None:
     return None
   return widen(statistic).reshape((1, -1) + (1,) * (input.ndim - 2))
@@ -205,7 +205,7 @@ def _normalize_batch(input, weight, bias, mean, invstd):
 
 
 def _batch_norm_training(input, weight, bias, eps):
-  """Output, mean, inverse deviation and biased variance of the batch."""
+  """Return output, mean, reciprocal deviation and biased variance of the batch."""
   mean, variance = _moments(widen(input), _batch_axes(input))
   mean, variance = mean.reshape(-1), variance.reshape(-1)
   invstd = lax.rsqrt(variance + eps)
@@ -213,7 +213,7 @@ def _batch_norm_training(input, weight, bias, eps):
 
 
 def _batch_norm_inference(input, weight, bias, running_mean, running_var, eps):
-  """Saves no statistics: the backward reads the running ones."""
+  """Return the output and empty statistics: the backward reads the running ones."""
   invstd = lax.rsqrt(widen(running_var) + eps)
   output = _normalize_batch(input, weight, bias, running_mean, invstd)
   empty = jnp.zeros((0,), widen(input).dtype)
@@ -302,7 +302,10 @@ def _aten_cudnn_batch_norm_backward(
   epsilon,
   reserveSpace,
 ):
-  """cuDNN's `save_var` is the inverse deviation too; it exists for training only."""
+  """Call the native backward; cuDNN's `save_var` is the reciprocal deviation too.
+
+  cuDNN has this operation for training only.
+  """
   return _aten_native_batch_norm_backward(
     grad_output,
     input,
@@ -317,14 +320,14 @@ def _aten_cudnn_batch_norm_backward(
   )
 
 
-# ---- weight normalisation
+# ---- Weight normalization
 
 
 @op(aten._weight_norm_interface_backward)
 def _aten__weight_norm_interface_backward(grad_w, saved_v, saved_g, saved_norms, dim):
-  """Gradients of w = g v / |v|, with a norm for each index of `dim`.
+  """Return the gradients of w = g v / |v|, with one norm per index of `dim`.
 
-  The change of the direction v has no part along v (Salimans and Kingma 2016,
+  The gradient of v is orthogonal to v (Salimans and Kingma 2016,
   https://arxiv.org/abs/1602.07868, equation 3).
   """
   grad, v, g, norms = map(widen, (grad_w, saved_v, saved_g, saved_norms))
@@ -335,14 +338,14 @@ def _aten__weight_norm_interface_backward(grad_w, saved_v, saved_g, saved_norms,
   return grad_v.astype(saved_v.dtype), grad_g.astype(saved_g.dtype)
 
 
-# ---- batch normalisation that updates running statistics
+# ---- Batch normalization that updates running statistics
 
 
 @op(aten.native_batch_norm, kind=Kind.TENSORS)
 def _aten_native_batch_norm(
   input, weight, bias, running_mean, running_var, training, momentum, eps
 ):
-  """In training, writes the new running statistics where there are some."""
+  """Normalize a batch; in training, update the running statistics if present."""
   if running_mean is None or running_var is None:
     if not training:
       raise RuntimeError(
@@ -380,7 +383,7 @@ def _aten_cudnn_batch_norm(
   exponential_average_factor,
   epsilon,
 ):
-  """`native_batch_norm` and an empty reserve, which the backward does not need."""
+  """Call `native_batch_norm` and return an empty reserve, unused by the backward."""
   outputs = _aten_native_batch_norm(
     input,
     weight,

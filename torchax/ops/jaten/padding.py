@@ -1,4 +1,4 @@
-"""Borders around tensors: constant, reflected, replicated or circular.
+"""Padding of tensors: constant, reflected, replicated or circular.
 
 `pad` lists (before, after) for the last dimension, then for the one before it, and so
 on; a negative width crops. Borders are slices, not gathers: their transposes are sums.
@@ -15,7 +15,7 @@ from torchax.registry.names import aten
 
 
 def _pad_widths(ndim: int, pad) -> list[tuple[int, int]]:
-  """(low, high) for each dimension; torch lists pairs from the last one on."""
+  """Return (low, high) for each dimension; torch lists the last dimension first."""
   pairs = list(zip(pad[::2], pad[1::2]))
   if len(pad) % 2 or len(pairs) > ndim:
     raise RuntimeError(
@@ -29,7 +29,7 @@ def _constant_pad_nd_on_host(self, pad, value=0):
     return None
   widths = _pad_widths(self.ndim, pad)
   shape = [low + size + high for size, (low, high) in zip(self.shape, widths)]
-  padded = np.full(shape, value, self.dtype)  # in a tenth of the time of np.pad
+  padded = np.full(shape, value, self.dtype)  # takes a tenth of the time of np.pad
   inside = [slice(low, low + size) for size, (low, _) in zip(self.shape, widths)]
   padded[tuple(inside)] = self
   return padded
@@ -81,7 +81,7 @@ _BORDERS = {"reflect": _reflected, "replicate": _replicated, "circular": _wrappe
 
 
 def _pad_with_border(self, pad, mode):
-  """Pads one dimension after the other; a negative width crops."""
+  """Pad one dimension after the other; a negative width crops."""
   for axis, (low, high) in enumerate(_pad_widths(self.ndim, pad)):
     if not low and not high:
       continue
@@ -103,7 +103,7 @@ def _aten_pad(self, pad, mode="constant", value=None):
   return _pad_with_border(self, pad, mode)
 
 
-# The rank of the padding tells the dimensions; one function serves all three.
+# The length of the padding gives the number of dimensions.
 @op(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
 def _aten_reflection_pad(self, padding):
   return _pad_with_border(self, padding, "reflect")

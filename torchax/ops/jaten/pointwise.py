@@ -1,10 +1,10 @@
 """Comparison, selection, rounding, exponentials, trigonometry, complex numbers.
 
-Operands are promoted by torch's rules before JAX sees them, so the JAX function always
-gets arrays of one dtype. Thin operators are rows of a table; those whose meaning
-differs between torch and JAX are functions with the reason in their docstring.
-Sums, quotients and powers are in `arithmetic.py`, bits in `bitwise.py`, the gamma
-family in `special.py`, activations and `threshold` in `activation.py`.
+Operands are promoted by torch's rules first, so the JAX function gets arrays of one
+dtype. An operator that JAX has too is a row of a table. Where torch and JAX differ, it
+is a function whose docstring states the difference. Sums, quotients and powers are in
+`arithmetic.py`, bits in `bitwise.py`, the gamma family in `special.py`, activations and
+`threshold` in `activation.py`.
 """
 
 import math
@@ -40,7 +40,7 @@ def _is_floating(value) -> bool:
 
 
 def _named(name, lowering):
-  """Registers a row under upstream's function name and puts it into this module."""
+  """Register a row and define it in this module, under google/torchax's name."""
   lowering.__name__ = lowering.__qualname__ = f"_aten_{name}"
   register = op(getattr(aten, name), on_host=_on_host.POINTWISE.get(name))
   globals()[lowering.__name__] = register(lowering)
@@ -51,7 +51,6 @@ def _float_unary(function):
 
 
 def _exact_unary(function):
-  """Rounding: integers are already round."""
   return lambda self: self if is_exact(self) else function(self)
 
 
@@ -83,7 +82,7 @@ def _ordering(name, function):
   def compare(self, other):
     left, right = promote(self, other)
     if jnp.iscomplexobj(left):
-      # Of operators Python expects that they raise no TypeError.
+      # Python expects that its comparison operators raise no TypeError.
       error = NotImplementedError if name in _OPERATORS else WrongDtypeError
       raise error(f"{name} is not defined for complex numbers.")
     return function(left, right)
@@ -91,7 +90,7 @@ def _ordering(name, function):
   return compare
 
 
-# torch gives these in the default dtype for integers and bools.
+# Integers and bools give torch's default dtype.
 FLOAT_UNARY = {
   "acos": jnp.arccos,
   "acosh": jnp.arccosh,
@@ -123,7 +122,7 @@ FLOAT_UNARY = {
   "tanh": jnp.tanh,
 }
 
-# Rounding leaves integers alone. `round`, with its decimals, is below.
+# Integers are returned unchanged. `round`, with its decimals, is below.
 EXACT_UNARY = {
   "ceil": jnp.ceil,
   "fix": jnp.trunc,
@@ -132,7 +131,7 @@ EXACT_UNARY = {
   "trunc": jnp.trunc,
 }
 
-# Any dtype in; the dtype out is the input's, or bool.
+# Any dtype is accepted; the result has the same dtype, or is bool.
 PLAIN_UNARY = {
   "abs": jnp.abs,
   "absolute": jnp.abs,
@@ -154,7 +153,7 @@ PLAIN_UNARY = {
 
 
 def _logaddexp(left, right):
-  """log(exp(left) + exp(right)); of complex numbers on torch's branch."""
+  """Return log(exp(left) + exp(right)); complex numbers are on torch's branch."""
   if not jnp.iscomplexobj(left):
     return jnp.logaddexp(left, right)
   is_larger = left.real >= right.real
@@ -241,14 +240,14 @@ def _clamp(self, lower, upper):
 
 def _check_clamp(self, min=None, max=None):
   for bound in (min, max):
-    # Floats make floats of integers.
+    # A float bound promotes an integer tensor to float.
     if type(bound) is int or self.dtype.is_floating_point:
       require_fit(bound, self.dtype)
 
 
 @op(aten.clamp, aten.clip, check=_check_clamp)
 def _aten_clamp(self, min=None, max=None):
-  """Where min > max the result is max; a NaN in any operand is kept."""
+  """Clamp to [min, max]; max wins if min > max, and NaN in any operand is kept."""
   if min is None and max is None:
     raise RuntimeError("torch.clamp: At least one of 'min' or 'max' must not be None.")
   return _clamp(self, min, max)
@@ -276,7 +275,7 @@ def _aten_nan_to_num(self, nan=None, posinf=None, neginf=None):
 
 
 def _selects(args, kwargs) -> bool:
-  """`where(condition)` alone is `nonzero`: its shape depends on the data."""
+  """Return False for `where(condition)`, whose shape depends on data like `nonzero`."""
   return len(args) + len(kwargs) > 1
 
 
@@ -326,7 +325,7 @@ def _aten_fill(self, value):
 
 @op(aten.heaviside)
 def _aten_heaviside(self, values):
-  """NaN counts as negative in torch."""
+  """Return the step function; torch treats NaN as negative."""
   require_one_dtype("heaviside", self, values)
   return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
 
@@ -336,7 +335,7 @@ def _aten_heaviside(self, values):
 
 @op(aten.sign, aten.sgn)
 def _aten_sign(self):
-  """0 for NaN; the sign of a complex number is the unit number of its direction."""
+  """Return the sign: 0 for NaN, z / |z| for a complex number z."""
   if self.dtype == jnp.bool_:
     return self
   sign = jnp.sign(self)
@@ -344,7 +343,7 @@ def _aten_sign(self):
 
 
 def _power_of_ten(decimals: int) -> tuple[float, bool]:
-  """What is multiplied or divided by, and whether decimals are kept."""
+  """Return the power of ten, and True to keep decimals or False to drop digits."""
   return 10.0 ** abs(decimals), decimals > 0
 
 
@@ -358,10 +357,9 @@ def _prepare_decimals(given: dict) -> None:
 
 @op(aten.round, static=("decimals",), prepare=_prepare_decimals)
 def _aten_round(self, decimals=0):
-  """Half to even; negative decimals round to tens, hundreds, ...
+  """Round half to even; negative decimals round to tens, hundreds, …
 
-  The power of ten is applied by torch's two steps, not by jnp.round's, which differ in
-  the last digit.
+  Scaling follows torch; jnp.round scales differently and can differ in the last digit.
   """
   if is_exact(self):
     return self
@@ -384,14 +382,17 @@ def _aten_frexp(self):
 
 @op(aten.nextafter)
 def _aten_nextafter(self, other):
-  """XLA lacks nextafter for half precision, so there the bits are stepped."""
+  """Return the next number towards `other`.
+
+  XLA lacks nextafter for half precision, so there the bit pattern is stepped.
+  """
   start, towards = promote(self, other)
   if start.dtype not in HALVES:
     return jnp.nextafter(start, towards)
   integer = jnp.dtype(f"int{8 * start.dtype.itemsize}")
   start, towards = jnp.broadcast_arrays(start, towards)
   bits = lax.bitcast_convert_type(start, integer)
-  # Away from zero the bit pattern grows with the magnitude, whatever the sign.
+  # For either sign, a larger bit pattern is a larger magnitude.
   away = (start < towards) == (start > 0)
   stepped = lax.bitcast_convert_type(jnp.where(away, bits + 1, bits - 1), start.dtype)
   smallest = lax.bitcast_convert_type(jnp.ones_like(bits), start.dtype)
@@ -412,7 +413,7 @@ def _xlogy(left, right):
 
 @op(aten.xlogy, aten.special_xlogy)
 def _aten_xlogy(self, other):
-  """0 * log(y) is 0 for every y except NaN."""
+  """Return x log(y); 0 * log(y) is 0 for every y except NaN."""
   return _xlogy(*map(to_float, promote(self, other)))
 
 
@@ -438,7 +439,7 @@ def _aten_polar(abs, angle):
 
 @op(aten.angle)
 def _aten_angle(self):
-  """Of a real number: 0, or pi where it is negative; NaN stays NaN."""
+  """Return the angle; for a real number it is 0, pi if negative, or NaN."""
   if jnp.iscomplexobj(self):
     return jnp.angle(self)
   value = to_float(self)

@@ -1,8 +1,8 @@
 """Maximum and average pooling, adaptive pooling, unpooling, and their gradients.
 
-Pooling separates: one dimension is pooled after the other, the last one first.
-Inputs are (N, C, spatial…) or (C, spatial…). The indices beside a maximum count in
-the flattened spatial plane of the input, as torch's do.
+Pooling is separable: dimensions are pooled one by one, the last one first.
+Inputs are (N, C, spatial…) or (C, spatial…). Indices of maxima refer to the flattened
+spatial plane of the input, as in torch.
 """
 
 import math
@@ -22,7 +22,7 @@ from torchax.ops.promotion import in_opmath, widen
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 
-# The index of a cell of the padding: any cell of the input replaces it.
+# Index of a padding cell; any cell of the input replaces it.
 NO_INDEX = -1
 
 
@@ -35,10 +35,10 @@ def _check_rank(self, rank):
 
 
 def _window_sizes(self, rank, kernel_size, stride, padding, dilation):
-  """Kernel, stride, padding and dilation with `rank` entries each, checked."""
+  """Check and return kernel, stride, padding and dilation with `rank` entries each."""
   _check_rank(self, rank)
   kernel, dilation = expand_sizes(kernel_size, rank), expand_sizes(dilation, rank)
-  # An empty stride means the kernel's size.
+  # An empty stride means the size of the kernel.
   stride = expand_sizes(stride, rank) if stride not in ((), [], None) else kernel
   padding = expand_sizes(padding, rank)
   if min((*kernel, *stride, *dilation)) < 1:
@@ -70,7 +70,7 @@ def _pooled_size(size, kernel, stride, padding, dilation, ceil_mode) -> int:
 
 
 def _index_plane(self, rank):
-  """For every cell its index in the spatial plane, broadcast to the whole array."""
+  """Return the index of each cell in the spatial plane, in the shape of the array."""
   spatial = self.shape[-rank:]
   plane = np.arange(math.prod(spatial)).reshape(spatial)
   return jnp.broadcast_to(
@@ -84,16 +84,16 @@ def _lowest(dtype):
   return np.array(jnp.iinfo(dtype).min, dtype)
 
 
-# ---- maximum
+# ---- Maximum
 
 
 def _max_along(values, indices, axis, kernel, stride, padding, dilation, ceil_mode):
-  """Pools one axis: a running maximum over the cells of the window."""
+  """Pool one axis with a running maximum over the cells of the window."""
   size = values.shape[axis]
   pooled = _pooled_size(size, kernel, stride, padding, dilation, ceil_mode)
   reach = (pooled - 1) * stride + dilation * (kernel - 1) + 1
   widths = [(0, 0, 0)] * values.ndim
-  # A negative width crops what no window reaches.
+  # A negative width crops the cells that no window covers.
   widths[axis] = (padding, reach - size - padding, 0)
   values = lax.pad(values, _lowest(values.dtype), widths)
   indices = lax.pad(indices, jnp.asarray(NO_INDEX, indices.dtype), widths)
@@ -114,7 +114,7 @@ def _max_along(values, indices, axis, kernel, stride, padding, dilation, ceil_mo
 
 
 def _check_not_empty(self, rank) -> None:
-  """Raises where a dimension other than that of the batch has no elements."""
+  """Raise RuntimeError if a dimension other than the batch is empty."""
   if 0 in self.shape[self.ndim - rank - 1 :]:
     raise RuntimeError(
       "Expected the input's non-batch dimensions to have positive length, but it has "
@@ -146,12 +146,12 @@ def _aten_max_pool3d_with_indices(
 
 
 def _planes(array, rank):
-  """Flattens the leading dimensions, and the `rank` spatial ones."""
+  """Flatten the leading dimensions, and the `rank` spatial ones."""
   return array.reshape(math.prod(array.shape[:-rank]), math.prod(array.shape[-rank:]))
 
 
 def _send_back(grad_output, self, indices, rank):
-  """Adds each gradient to the cell that its maximum came from."""
+  """Add each gradient to the cell of its maximum."""
   cells = jnp.zeros(_planes(self, rank).shape, widen(grad_output).dtype)
   rows = jnp.arange(cells.shape[0])[:, None]
   flat, count = _planes(indices, rank), cells.shape[1]
@@ -215,7 +215,7 @@ def _aten_max_unpoolxd(self, indices, output_size):
 
 
 def _check_unpool3d(self, indices, output_size, stride, padding):
-  """The stride is in `output_size` already; torch still refuses one below 1."""
+  """Raise torch's error for a stride below 1; `output_size` already includes it."""
   if min(stride) < 1:
     raise RuntimeError(
       f"strides should be greater than zero, but got stride: {list(stride)}"
@@ -227,11 +227,11 @@ def _aten_max_unpool3d(self, indices, output_size, stride, padding):
   return _unpool(self, indices, output_size, 3)
 
 
-# ---- average
+# ---- Average
 
 
 def _divisors(size, pooled, kernel, stride, padding, count_include_pad):
-  """How many cells each window of one dimension averages over."""
+  """Return the number of cells that each window of one dimension averages."""
   start = np.arange(pooled) * stride - padding
   end = np.minimum(start + kernel, size + padding)
   if not count_include_pad:
@@ -276,7 +276,7 @@ def _average(self, *windows):
 
 
 def _linear_gradient(function, grad_output, self):
-  """The gradient at `self` of a function that is linear in it."""
+  """Return the gradient of `self` for a function that is linear in it."""
   primal = jax.ShapeDtypeStruct(self.shape, widen(grad_output).dtype)
   (gradient,) = jax.linear_transpose(function, primal)(widen(grad_output))
   return gradient.astype(grad_output.dtype)
@@ -369,14 +369,14 @@ def _aten_avg_pool3d_backward(
   return _linear_gradient(lambda array: _avg_pool(array, 3, *sizes), grad_output, self)
 
 
-# ---- adaptive
+# ---- Adaptive
 
 
 def _bins(size, pooled):
-  """Cells of each bin of one dimension, and which of them belong to it: (bin, cell).
+  """Return the cells of each bin of one dimension and their mask, both (bin, cell).
 
-  Bin i covers floor(i * size / pooled) up to ceil((i + 1) * size / pooled); bins
-  overlap and differ in length where `pooled` does not divide `size`.
+  Bin i covers floor(i * size / pooled) up to ceil((i + 1) * size / pooled). If
+  `pooled` does not divide `size`, bins overlap and differ in length.
   """
   starts = np.arange(pooled) * size // pooled
   ends = -(-(np.arange(pooled) + 1) * size // pooled)
@@ -386,7 +386,7 @@ def _bins(size, pooled):
 
 
 def _binned(array, axis, pooled):
-  """Splits `axis` into (bin, cell); returns the mask of cells that count, or None."""
+  """Split `axis` into (bin, cell); also return the mask of valid cells, or None."""
   size = array.shape[axis]
   shape = array.shape
   if pooled and size % pooled == 0:
@@ -458,7 +458,7 @@ def _adaptive_max_pool(self, output_size, rank):
       f"{output_size}."
     )
   require_size(output_size if isinstance(output_size, tuple) else (output_size,))
-  if self.ndim != rank + 1 or self.shape[0]:  # torch takes no channels, unbatched
+  if self.ndim != rank + 1 or self.shape[0]:  # torch allows 0 channels if unbatched
     _check_not_empty(self, rank)
   values, indices = self, _index_plane(self, rank)
   sizes = _adaptive_sizes(self, output_size, rank)

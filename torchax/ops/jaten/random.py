@@ -1,8 +1,8 @@
 """Random operations: `(key, arrays…) -> arrays`; dispatch draws the key.
 
 The samplers are in `torchax/rng/samplers.py` and `rejection.py`, the gradients in
-`pathwise.py`. Checks run on torch's arguments before anything is drawn and raise what
-torch raises.
+`pathwise.py`. Checks see torch's arguments before anything is drawn and raise torch's
+errors.
 """
 
 import jax
@@ -101,7 +101,7 @@ def _check_normal_factory(mean, std, size, **_):
 
 
 def _normal_of_tensors(key, mean, std, dtype):
-  """The parameters get no gradient, as in torch."""
+  """Draw normal numbers; as in torch, the parameters get no gradient."""
   mean, std = jax.lax.stop_gradient((mean, std))
   shape = np.broadcast_shapes(np.shape(mean), np.shape(std))
   return samplers.normal(key, shape, dtype, mean, std)
@@ -111,7 +111,7 @@ def _normal_of_tensors(key, mean, std, dtype):
   aten.normal.Tensor_float, aten.normal.Tensor_Tensor, check=_check_normal_tensors
 )
 def _aten_normal(key, mean, std=1.0):
-  """The mean decides the dtype, whatever the deviation has."""
+  """Draw normal numbers in the dtype of the mean, whatever the dtype of `std`."""
   return _normal_of_tensors(key, mean, std, require_float("normal", mean.dtype, True))
 
 
@@ -138,7 +138,7 @@ def _check_randint(low, high=None, size=None, *, dtype=None, **_):
 
 
 def _integers(key, shape, dtype, low, high):
-  """Over [low, high); or over a range that the host has prepared."""
+  """Draw from [low, high), or from a range that the host has prepared."""
   if isinstance(high, tuple):
     return samplers.integers_from(key, shape, dtype, *high)
   return samplers.integers(key, shape, dtype, low, high)
@@ -174,7 +174,7 @@ def _aten_randint_like(key, self, low, high=None, *, dtype=None):
 
 
 def _check_randperm(n, *, dtype=None, **_):
-  """torch asks for a dtype that holds n itself where it is an integer."""
+  """Check n; as in torch, an integer dtype must hold n itself, not only n - 1."""
   if n < 0:
     raise RuntimeError(f"randperm expects n >= 0, but got n={n}.")
   dtype = mappings.t2j_dtype(dtype or torch.int64)
@@ -191,7 +191,7 @@ def _aten_randperm(key, n, *, dtype=None):
 
 
 def _random_bound(dtype) -> int:
-  """torch draws up to the largest integer, for floats those that are exact."""
+  """Return torch's exclusive bound: a float dtype holds all integers below it."""
   if dtype == jnp.bool_:
     return 2
   if jnp.issubdtype(dtype, jnp.integer):
@@ -239,8 +239,8 @@ def _aten_bernoulli(key, self):
 
 
 def _bernoulli(key, shape, p, dtype):
-  """What is not a probability gives NaN, or what stands for it among integers."""
-  if isinstance(p, float | tuple):  # it has been checked
+  """Draw with probability `p`; outside of [0, 1] give NaN, or `samplers.no_integer`."""
+  if isinstance(p, float | tuple):  # already checked on the host
     return samplers.bernoulli(key, shape, p).astype(dtype)
   p = jax.lax.stop_gradient(p)
   drawn = samplers.bernoulli(key, shape, p).astype(dtype)
@@ -259,7 +259,7 @@ def _check_p(self, p=0.5, **_):
   require_probabilities("bernoulli_", p, looks=not self.is_floating_point())
 
 
-# A number is prepared on the host, so that float32 does not round 1 - 1e-8 to 1.
+# The host prepares a number, since float32 would round 1 - 1e-8 to 1.
 @_sampler(aten.bernoulli.Tensor, check=_check_p)
 @_sampler(
   aten.bernoulli.p,
@@ -278,7 +278,7 @@ def _check_dropout(input, p, train, **_):
     raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}.")
 
 
-# Prepared so that 1 - p is rounded once, in Python, as in torch's composite form.
+# Python rounds 1 - p once, as torch's composite form does.
 prepare_dropout = _numbers.probability("p", scales=True)
 
 
@@ -291,9 +291,9 @@ prepare_dropout = _numbers.probability("p", scales=True)
   is_exact=True,
 )
 def _aten_native_dropout(key, input, p, train=True):
-  """Without training the input and a mask of True; None is training.
+  """Apply dropout; `train=None` means training, `train=False` keeps everything.
 
-  `p` is a number, or the steps of the probability to keep and one by it.
+  `p` is a number, or the steps of the probability to keep and its reciprocal.
   """
   require_float("native_dropout", input.dtype, True, RuntimeError)
   if train is False:
@@ -320,7 +320,7 @@ def _aten_native_dropout_backward(grad_output, mask, scale):
   is_exact=True,
 )
 def _aten__fused_dropout(key, self, p):
-  """`p` is the probability to keep; the mask is uint8."""
+  """Apply dropout; `p` is the probability to keep, and the mask is uint8."""
   dtype = require_float("_fused_dropout", self.dtype)
   keep, scale = p if isinstance(p, tuple) else (p, 1 / p)
   mask = samplers.bernoulli(key, self.shape, keep)
@@ -435,7 +435,7 @@ def _aten__dirichlet_grad(x, alpha, total):
 
 # Categories -------------------------------------------------------------------------
 
-# float32 counts no further; torch's own limit.
+# torch's limit: float32 cannot count further.
 _MOST_CATEGORIES = 2**24
 
 
@@ -465,13 +465,13 @@ def _check_multinomial(self, num_samples, replacement=False, **_):
 
 @jax.jit
 def _are_finite_with_a_sum(weights):
-  """Two flags, so that one small array comes back from the device."""
+  """Return both flags in one array, so that the host waits for one transfer."""
   finite = (jnp.isfinite(weights) & (weights >= 0)).all()
   return jnp.stack([finite, (weights.max(-1, initial=0) > 0).all()])
 
 
 def _check_weights(weights: jax.Array) -> None:
-  # torch looks at the weights on every device, too.
+  # torch also checks the weights on every device.
   with jax.ensure_compile_time_eval():
     is_finite, has_sum = _are_finite_with_a_sum(weights).tolist()
   if not is_finite:

@@ -1,8 +1,8 @@
 """Reductions and scans: sums, extrema, statistics, norms, order statistics.
 
 A `dim` may be negative, and 0 or -1 for a 0-d tensor; no `dim`, or an empty list,
-means all. Integers sum in int64. Half precision accumulates in float32. Ties among
-extrema give the first index and in running extrema the last, as torch does on the CPU.
+means all. Integers are summed in int64, half precision in float32. Equal extrema give
+the first index, and the last one in running extrema, as in torch on the CPU.
 """
 
 import math
@@ -35,7 +35,7 @@ def _require_floats(array, name: str):
 
 
 def _axes(array, dim) -> tuple[int, ...]:
-  """The axes that `dim` names, as sorted non-negative integers."""
+  """Return the axes of `dim` as sorted non-negative integers."""
   if dim is None or dim == ():
     return tuple(range(array.ndim))
   dims = (dim,) if isinstance(dim, int) else dim
@@ -61,14 +61,14 @@ def _require_elements(array, axes, name: str, error=IndexError):
 
 
 def _accumulable(array, dtype):
-  """The array in the dtype in which sums and products of it are returned."""
+  """Convert the array to the dtype of its sums and products."""
   if dtype is not None:
     return array.astype(mappings.t2j_dtype(dtype))
   return array.astype(_index_dtype()) if is_exact(array) else array
 
 
 def _widened(array):
-  """float32 for half precision; reductions round once at their end."""
+  """Convert half precision to float32; reductions round once at the end."""
   wide = jnp.promote_types(array.dtype, jnp.float32)
   return array if is_exact(array) else array.astype(wide)
 
@@ -129,7 +129,7 @@ def _aten_logsumexp(self, dim, keepdim=False):
 
 
 def _truth(reduce, self, dim, keepdim):
-  # torch keeps uint8, once its bool, and takes an empty list of dims at its word.
+  # torch keeps uint8, its former bool; an empty list of dims reduces nothing.
   axes = () if dim == () else _axes(self, dim)
   truth = reduce(self != 0, axis=axes, keepdims=keepdim)
   return truth.astype(jnp.uint8) if self.dtype == jnp.uint8 else truth
@@ -152,10 +152,10 @@ def _aten__is_any_true(self):
 
 @op(aten._is_all_true, compiled=False)
 def _aten__is_all_true(self):
-  """torch asks this only to raise if it is not so; without a value there is no doubt.
+  """Reduce with `all`; while tracing return True.
 
-  So the checks of `torch.distributions` do not stop a compiled function, as they do not
-  stop one of `torch.compile`.
+  torch calls it only in checks that raise on False, such as in `torch.distributions`.
+  A traced value is unknown, so these checks pass, as they do under `torch.compile`.
   """
   if not isinstance(self, jax.core.Tracer):
     return jnp.all(self)
@@ -164,10 +164,10 @@ def _aten__is_all_true(self):
 
 
 def _python_bool(name: str, array: jax.Array) -> bool:
-  """The Python bool that torch returns.
+  """Convert an array to the Python bool that torch returns.
 
   Raises:
-    TracedStateError: it is being traced.
+    TracedStateError: the array is a tracer.
   """
   if isinstance(array, jax.core.Tracer):
     raise TracedStateError(
@@ -193,8 +193,8 @@ def _aten_allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
     )
   are_close = jnp.allclose(self, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
   if grad_mode.runs_formula() and isinstance(are_close, jax.core.Tracer):
-    # The formula of complex singular vectors asks whether the loss depends on their
-    # phase, to raise if so. A trace cannot tell, and JAX's own rule does not ask.
+    # torch's formula for complex singular vectors raises if the loss depends on their
+    # phase. A trace cannot tell; JAX's own rule has no such check.
     return True
   return _python_bool("allclose", are_close)
 
@@ -250,7 +250,7 @@ def _aten_argmin(self, dim=None, keepdim=False):
 
 @op(aten.max.default, aten.max.dim, index_results=(1,))
 def _aten_max(self, dim=None, keepdim=False):
-  """The greatest element or, with `dim`, those of each slice and their indices."""
+  """Return the maximum or, with `dim`, the maximum of each slice and its index."""
   if dim is None:
     return _extremum("max", jnp.max, self, None, False, RuntimeError)
   indices = _arg_extremum("max", jnp.argmax, self, dim, keepdim)
@@ -279,7 +279,10 @@ def _aten_min_other(self, other):
 
 
 def _variance_and_mean(self, dim, correction, keepdim):
-  """Two passes, in float32 at least; the variance of complex numbers is real."""
+  """Compute variance and mean in two passes, in float32 at least.
+
+  The variance of complex numbers is real.
+  """
   _require_floats(self, "var and std")
   axes = _axes(self, dim)
   values = _widened(self)
@@ -369,14 +372,14 @@ def _aten_dist(self, other, p=2):
   return _aten_linalg_vector_norm(left - right, p)
 
 
-# torch keeps from dividing by zero: aten/src/ATen/native/cpu/RenormKernel.cpp.
+# torch avoids a division by zero: aten/src/ATen/native/cpu/RenormKernel.cpp.
 RENORM_MARGIN = 1e-7
 
 _prepare_p = _numbers.norm_order("p")
 
 
 def _prepare_renorm(given: dict) -> None:
-  """What torch refuses stays static, for its own checks."""
+  """Keep invalid numbers static, so that torch's own checks see them."""
   p, maxnorm = given["p"], given["maxnorm"]
   if not p > 0 or not maxnorm >= 0:
     given["p"], given["maxnorm"] = StaticValue(p), StaticValue(maxnorm)
@@ -386,7 +389,7 @@ def _prepare_renorm(given: dict) -> None:
 
 @op(aten.renorm, static=("p", "maxnorm"), prepare=_prepare_renorm)
 def _aten_renorm(self, p, dim, maxnorm):
-  """Slices along `dim` that are longer than `maxnorm` shrink to it."""
+  """Scale slices along `dim` whose norm exceeds `maxnorm` down to it."""
   _require_floats(self, "renorm")
   wide = _widened(self)
   (kept,) = _axes(self, dim)
@@ -400,7 +403,7 @@ def _aten_renorm(self, p, dim, maxnorm):
 
 
 def _scan(scan, array, dim):
-  """`scan(array, axis)`; a 0-d tensor is its own scan."""
+  """Return `scan(array, axis)`; a 0-d tensor is its own scan."""
   axes = _axes(array, dim)
   if array.ndim == 0:
     return array
@@ -423,11 +426,11 @@ def _aten_logcumsumexp(self, dim):
 
 
 def _running_extremum(scan, self, dim):
-  """The last position up to each element that attains the extremum; NaN wins."""
+  """Return running extrema and the last index of each; NaN wins."""
   axes = _axes(self, dim)
   if self.ndim == 0:
     return self, jnp.zeros((), _index_dtype())
-  if self.dtype == jnp.bool_:  # which JAX does not scan
+  if self.dtype == jnp.bool_:  # JAX does not scan bools
     extrema, positions = _running_extremum(scan, self.astype(jnp.int8), dim)
     return extrema.astype(jnp.bool_), positions
   extrema = scan(self, axis=axes[0])
@@ -452,7 +455,7 @@ def _aten_cummin(self, dim):
 
 
 def _pick(arrays, rank, axis, keepdim):
-  """The elements at `rank` (an integer, or one for each slice) of sorted arrays."""
+  """Return the elements at `rank`, an integer or one per slice, of sorted arrays."""
   picked = [
     lax.dynamic_index_in_dim(array, rank, axis)
     if jnp.ndim(rank) == 0
@@ -463,19 +466,19 @@ def _pick(arrays, rank, axis, keepdim):
 
 
 def _order_statistic(self, dim, keepdim, rank_of):
-  """The element of rank `rank_of(array, axis)` of each slice, and where it stood."""
+  """Return the element of rank `rank_of(array, axis)` of each slice, and its index."""
   array, axes = jnp.atleast_1d(self), _axes(self, dim)
   axis = axes[0] if axes else 0
   _require_elements(array, (axis,), "median")
   positions = lax.broadcasted_iota(_index_dtype(), array.shape, axis)
-  # NaN is the greatest.
+  # NaN sorts last.
   ascending = lax.sort((array, positions), dimension=axis, num_keys=1, is_stable=True)
   keepdim = keepdim and self.ndim > 0
   return _pick(ascending, rank_of(ascending[0], axis), axis, keepdim)
 
 
 def _median_rank(values, axis):
-  """The lower of the two in the middle; with a NaN among them, the first NaN."""
+  """Return the rank of the lower median; with NaN in a slice, of its first NaN."""
   size = values.shape[axis]
   middle = (size - 1) // 2
   if is_exact(values):
@@ -520,13 +523,13 @@ def _check_kthvalue(self, k, dim=-1, keepdim=False):
 
 @op(aten.kthvalue, index_results=(1,), check=_check_kthvalue, dynamic=("k",))
 def kthvalue(self, k, dim=-1, keepdim=False):
-  """The k-th smallest, counted from 1, of each slice and its index."""
+  """Return the k-th smallest element of each slice, k from 1, and its index."""
   return _order_statistic(self, dim, keepdim, lambda values, axis: k - 1)
 
 
 @op(aten.mode, index_results=(1,))
 def _aten_mode(self, dim=-1, keepdim=False):
-  """The most frequent value, the smallest of several, and its last index.
+  """Return the most frequent value, the smallest if tied, and its last index.
 
   Equal values are neighbours once sorted: the mode ends the longest run.
   """

@@ -1,7 +1,9 @@
-"""Resizing images, and sampling them at a grid of points.
+"""Resizing of images.
 
-Shapes are (batch, channels, *space). Half floats are computed in float32, uint8 is
-rounded. Resampling is linear in the image, so each backward is a transpose.
+Shapes are (batch, channels, *space). Half precision is computed in float32, uint8 is
+rounded. Resampling is linear in the image, so each backward is a transpose. The filters
+are in `ops/jimage.py` and `ops/jax_reimplement.py`, sampling at a grid of points in
+`grid_sample.py`.
 """
 
 import functools
@@ -17,7 +19,7 @@ from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.registry.names import aten
 
-# Names that ATen gives the scales of 1, 2 and 3 spatial dimensions.
+# ATen's names of the scales for 1, 2 and 3 spatial dimensions.
 _SCALE_NAMES = {
   1: ("scales",),
   2: ("scales_h", "scales_w"),
@@ -43,14 +45,14 @@ _SCALES: dict = {
 
 
 def _scales(self, positional, named):
-  """The scale of each spatial dimension: the one given, or None."""
+  """Return the given scale of each spatial dimension, or None."""
   names = _SCALE_NAMES[self.ndim - 2]
   given = dict(zip(names, positional)) | named
   return [given.get(name) for name in names]
 
 
 def _scale(in_size, out_size, given):
-  """Output elements for an input element; of a prepared scale that and one by it."""
+  """Return the output elements per input element; a prepared scale stays a pair."""
   if isinstance(given, tuple):
     return given
   return given if given is not None and given > 0 else out_size / in_size
@@ -65,7 +67,7 @@ def _check_sizes(self, output_size):
 
 
 def _in_float(resample):
-  """Computes in at least float32 and returns the image's dtype."""
+  """Make a resampling compute in at least float32 and return the image's dtype."""
 
   @functools.wraps(resample)
   def with_float_image(self, *args, **kwargs):
@@ -86,11 +88,14 @@ def _transposed(forward, grad_output, input_size, *args, **kwargs):
   return transpose(grad_output)[0]
 
 
-# --- nearest ---------------------------------------------------------------------
+# --- Nearest ---------------------------------------------------------------------
 
 
 def _nearest_places(in_size, out_size, given, offset):
-  """In float32, as torch: on ties its rounding decides. Traced as the scale is."""
+  """Return input indices, computed in float32, since torch's rounding decides ties.
+
+  They are traced if the scale is.
+  """
   if isinstance(given, tuple):
     places = jnp.arange(out_size, dtype=np.float32) + offset
     places = jnp.floor(places * jnp.asarray(given[1], np.float32))
@@ -136,7 +141,7 @@ def _aten_upsample_nearest(self, output_size, *scales, **named_scales):
   **_SCALES,
 )
 def _aten_upsample_nearest_exact(self, output_size, *scales, **named_scales):
-  """Rounds from the centre of elements instead of their start."""
+  """Resize by the input element nearest to the centre of each output element."""
   return _nearest(self, output_size, _scales(self, scales, named_scales), 0.5)
 
 
@@ -178,7 +183,7 @@ def _aten_upsample_nearest_exact_backward(
   )
 
 
-# --- linear and cubic ------------------------------------------------------------
+# --- Linear and cubic ------------------------------------------------------------
 
 _LINEAR, _CUBIC = jimage.triangle_kernel, jimage.cubic_kernel
 
@@ -188,7 +193,7 @@ def _interpolate(self, output_size, scales, align_corners, kernel, support):
   for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
     in_size = self.shape[axis]
     if in_size == out_size and (given in (None, 1.0) or kernel is not _CUBIC):
-      continue  # torch's linear kernels then ignore the scale, its cubic one does not
+      continue  # torch's linear kernels ignore the scale here, its cubic one does not
     places, weights = jimage.compute_contribs(
       in_size,
       out_size,
@@ -258,11 +263,14 @@ def _aten_upsample_bicubic2d_backward(
   )
 
 
-# --- anti-aliased ----------------------------------------------------------------
+# --- Anti-aliased ----------------------------------------------------------------
 
 
 def _antialiased(self, output_size, align_corners, scales, method):
-  """torch's `align_corners` changes the scale here, not the first sample's place."""
+  """Resize with anti-aliasing; `align_corners` changes the scale only, as in torch.
+
+  It does not move the first sample.
+  """
   _check_sizes(self, output_size)
   kernel = jax_reimplement.KERNELS[method]
   for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
@@ -329,16 +337,16 @@ _register_antialiased_backward(
 )
 
 
-# --- sizes or factors ------------------------------------------------------------
+# --- Sizes or factors ------------------------------------------------------------
 
 
 def _scaled(size, factor: float):
-  """A size times a factor; a size that is a symbol takes factors that are whole."""
+  """Multiply a size by a factor; a symbolic size needs an integral factor."""
   return size * int(factor) if factor == int(factor) else math.floor(size * factor)
 
 
 def _register_vec(lowering, *packets):
-  """The overloads that take an output size, or else a factor for each dimension."""
+  """Register overloads that take an output size or a factor for each dimension."""
 
   @op(*(packet.vec for packet in packets), static=("scale_factors",))
   def resize_by(input, output_size, *options):

@@ -1,8 +1,8 @@
-"""Recurrent networks, one `lax.scan` over time for each layer and direction; packing.
+"""Recurrent networks, with one `lax.scan` per layer and direction; packed sequences.
 
-torch's composite form unrolls time, which grows the traced program with the length of
-the sequence. Layers are joined by `network`, for tensors in `functions/recurrent.py`
-and in graphs of Dynamo's (`dynamo/recurrent.py`), for arrays in exported programs.
+torch's composite form unrolls time, so its traced program grows with the length of the
+sequence. `network` combines the layers. Its callers are `functions/recurrent.py` and
+`dynamo/recurrent.py` with tensors, and exported programs with arrays.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ _CELLS = {
 
 
 def layer(input, state, mask, weights, cell: str, reverse: bool):
-  """One direction of one layer.
+  """Run one direction of one layer.
 
   Args:
     input: (time, batch, features).
@@ -90,7 +90,7 @@ def layer(input, state, mask, weights, cell: str, reverse: bool):
 
 
 def layer_weights(flat, has_biases: bool, has_projections: bool) -> list[list]:
-  """torch's flat list of weights as one [w_ih, w_hh, b_ih, b_hh, w_hr] a direction."""
+  """Split torch's list of weights: [w_ih, w_hh, b_ih, b_hh, w_hr] per direction."""
   count = 2 + 2 * has_biases + has_projections
   groups = [list(flat[i : i + count]) for i in range(0, len(flat), count)]
   for group in groups:
@@ -103,13 +103,13 @@ def layer_weights(flat, has_biases: bool, has_projections: bool) -> list[list]:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """What joins the layers of a network, on tensors or on arrays.
+  """Functions that `network` is built from, on tensors or on arrays.
 
   Attributes:
-    layer: does what `layer` does.
-    concatenate: a list of values along the last dimension.
-    stack: a list of values along a new first dimension.
-    dropout: `(value, p)` in training, with one draw.
+    layer: has the signature of `layer`.
+    concatenate: concatenates a list of values along the last dimension.
+    stack: stacks a list of values along a new first dimension.
+    dropout: `(value, p)`; dropout for training, with one draw.
   """
 
   layer: Callable
@@ -122,23 +122,23 @@ def network(
   parts: Parts, cell: str, input, hx, flat, has_biases, num_layers, dropout, train,
   bidirectional, batch_first=False, mask=None,
 ) -> tuple:  # fmt: skip
-  """All layers of a recurrent network, with dropout between them.
+  """Run all layers of a recurrent network, with dropout between them.
 
   Args:
-    parts: of tensors or of arrays.
+    parts: functions on tensors or on arrays.
     cell: "lstm", "gru", "tanh" or "relu".
     input: (time, batch, features), or (batch, time, features) with `batch_first`.
-    hx: the first state, (layers · directions, batch, hidden); of an LSTM a pair.
+    hx: the first state, (layers · directions, batch, hidden); a pair for an LSTM.
     flat: torch's list of weights.
-    has_biases, num_layers, dropout, train, bidirectional: as `torch.lstm` takes them.
+    has_biases, num_layers, dropout, train, bidirectional: arguments of `torch.lstm`.
     mask: (time, batch, 1), False where a packed sequence has ended, or None.
 
   Returns:
-    Outputs (time, batch, directions · hidden) and the last states, each as the first.
+    Outputs (time, batch, directions · hidden) and the last states, shaped like `hx`.
   """
   states = list(hx) if cell == "lstm" else [hx]
   directions = 2 if bidirectional else 1
-  # Only a projected LSTM has states of two sizes; its weights come in fives.
+  # Only a projected LSTM has states of two sizes, and a fifth weight.
   has_projections = cell == "lstm" and states[0].shape[-1] != states[1].shape[-1]
   weights = layer_weights(flat, has_biases, has_projections)
   input = input.swapaxes(0, 1) if batch_first else input
@@ -160,7 +160,7 @@ def network(
   return (output, *[parts.stack(final) for final in zip(*finals)])
 
 
-_LSTM_MODE = 2  # cuDNN's number, which oneDNN's operation has taken over
+_LSTM_MODE = 2  # cuDNN's code, which oneDNN's operation also uses
 
 
 @op(aten.mkldnn_rnn_layer)
@@ -168,9 +168,9 @@ def _aten_mkldnn_rnn_layer(
   input, weight0, weight1, weight2, weight3, hx_, cx_, reverse, batch_sizes, mode,
   hidden_size, num_layers, has_biases, bidirectional, batch_first, train,
 ):  # fmt: skip
-  """What torch's LSTM is on the CPU: one direction of one layer, always (time, batch).
+  """Run one direction of one LSTM layer, always (time, batch): torch's form on CPUs.
 
-  The workspace, which is for oneDNN's gradient, is empty.
+  The workspace for oneDNN's gradient is empty.
   """
   if mode != _LSTM_MODE or batch_sizes:
     raise NotImplementedError(
@@ -187,12 +187,12 @@ def _aten_mkldnn_rnn_layer(
 
 
 # --- Packed sequences ---------------------------------------------------------------
-# Padded batches as rows without the padding, time after time. The lengths are numbers
-# on the host, as in torch.
+# A packed sequence holds the rows of a padded batch without the padding, ordered by
+# time. The lengths are numbers on the host, as in torch.
 
 
 def _places(batch_sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-  """For each packed row, its time and its column of the batch."""
+  """Return the time and the batch column of each packed row."""
   times = [time for time, size in enumerate(batch_sizes) for _ in range(size)]
   columns = [column for size in batch_sizes for column in range(size)]
   return torch.tensor(times), torch.tensor(columns)

@@ -1,8 +1,8 @@
-"""Randomised leaky ReLU: each negative number gets a slope of its own in training.
+"""Randomized leaky ReLU: in training, each negative number gets its own random slope.
 
-torch's operations write the slopes to `noise`, from which the gradient is taken;
-`rrelu_with_noise_functional` returns them instead, and the others are made of it.
-Without training the slope is the mean of the bounds, and nothing is drawn.
+torch's operations write the slopes to `noise` for the gradient.
+`rrelu_with_noise_functional` returns them instead; the other forms call it. Without
+training, the slope is the mean of the bounds and nothing is drawn.
 """
 
 import math
@@ -39,7 +39,10 @@ def _check_rrelu(self, noise, lower=1 / 8, upper=1 / 3, *args, **_):
 def _aten_rrelu_with_noise_functional(
   key, self, noise, lower=1 / 8, upper=1 / 3, training=False
 ):
-  """The result and the slopes: 1 for positive numbers; without training `noise`."""
+  """Return the result and the slopes, 1 for positive numbers.
+
+  Without training, return `noise` for the slopes.
+  """
   require_float("rrelu", self.dtype)
   if not training:
     slope = jnp.asarray((lower + upper) / 2, self.dtype)
@@ -49,12 +52,12 @@ def _aten_rrelu_with_noise_functional(
   return self * slopes, slopes.astype(noise.dtype)
 
 
-# torch's: closer bounds have one slope, their mean.
+# torch's limit: closer bounds use one slope, their mean.
 LEAST_WIDTH = 1e-6
 
 
 def _prepare_bounds(given: dict) -> None:
-  """Bounds are their mean, which is none of the drawn slopes."""
+  """Replace the bounds by their mean, and a flag that slopes were drawn."""
   lower, upper = given["lower"], given["upper"]
   is_drawn = given["training"] and upper - lower > LEAST_WIDTH
   given["lower"] = (lower + upper) / 2
@@ -70,7 +73,7 @@ def _prepare_bounds(given: dict) -> None:
 def _aten_rrelu_with_noise_backward(
   grad_output, self, noise, lower, upper, training, self_is_result
 ):
-  """By the slopes; the prepared bounds are their mean and whether slopes are drawn."""
+  """Multiply by the slopes; see `_prepare_bounds` for prepared bounds."""
   is_drawn, slope = upper, lower
   if not isinstance(upper, bool):
     is_drawn, slope = training and upper - lower > LEAST_WIDTH, (lower + upper) / 2

@@ -1,8 +1,8 @@
-"""Reductions of runs of elements whose lengths are data.
+"""Segment reductions, over runs of elements whose lengths are data.
 
-The segments of a row are given by their lengths or by the offsets of their ends; the
-dimensions before `axis` are a batch, each row with segments of its own. Elements beyond
-the last segment belong to none.
+The segments of a row are given by lengths or by offsets. The dimensions before `axis`
+are a batch; each row has its own segments. Elements beyond the last segment are
+ignored.
 """
 
 import math
@@ -15,7 +15,7 @@ from torchax.ops.builtin import op
 from torchax.registry.index_rules import Condition
 from torchax.registry.names import aten
 
-# What a reduction of nothing gives, and how two results of it are put together.
+# Identity of each reduction, its segment function, and the combination of two results.
 _REDUCTIONS = {
   "sum": (0.0, jax.ops.segment_sum, jnp.add),
   "mean": (0.0, jax.ops.segment_sum, jnp.add),
@@ -26,7 +26,7 @@ _REDUCTIONS = {
 
 
 def _offsets(lengths, offsets, axis):
-  """Where segments begin and the last one ends: (*batch, segments + 1)."""
+  """Return the starts of segments and the end of the last: (*batch, segments + 1)."""
   if (lengths is None) == (offsets is None):
     raise RuntimeError(
       "segment_reduce() expects either lengths or offsets, but got "
@@ -45,18 +45,18 @@ def _offsets(lengths, offsets, axis):
 
 
 def _as_rows(data, axis):
-  """(*batch, size, *rest) as (batch, size, rest)."""
+  """Reshape (*batch, size, *rest) to (batch, size, rest)."""
   batch, rest = data.shape[:axis], data.shape[axis + 1 :]
   return data.reshape(math.prod(batch), data.shape[axis], math.prod(rest))
 
 
 def _segment_of(offsets, size):
-  """The segment of each place; -1 or the number of segments for places in none."""
+  """Return the segment of each element; outside of all, -1 or the segment count."""
   return jnp.searchsorted(offsets, jnp.arange(size), side="right") - 1
 
 
 def _are_broken(offsets, size, is_partial) -> jax.Array:
-  """True for offsets that go down, leave the data, or do not cover it all."""
+  """Return True for offsets that decrease, exceed the data, or do not cover it."""
   end = offsets[-1]
   goes_down = jnp.any(jnp.diff(offsets) < 0) | (offsets[0] < 0)
   return goes_down | ((end > size) if is_partial else (end != size))
@@ -82,11 +82,11 @@ def _length_rules(data, reduce, *, lengths=None, axis=0, unsafe=False, **named):
 
 
 def _reduced(rows, segments, count, reduce, initial):
-  """Segments of rows (size, rest), put together with `initial`."""
+  """Reduce the segments of rows (size, rest), and combine each with `initial`."""
   nothing, by_segment, combine = _REDUCTIONS[reduce]
   start = nothing if initial is None else initial
   inside = (segments >= 0) & (segments < count)
-  place = jnp.where(inside, segments, count)  # a segment for what is in none
+  place = jnp.where(inside, segments, count)  # an extra segment for other elements
   result = by_segment(rows, place, count + 1)[:count]
   if reduce in ("max", "min"):
     has_nan = jax.ops.segment_max(jnp.isnan(rows).astype(jnp.int8), place, count + 1)
@@ -95,13 +95,13 @@ def _reduced(rows, segments, count, reduce, initial):
 
 
 def _by_row(function, offsets, *arrays):
-  """`function(offsets, …)` for each row of a batch."""
+  """Map `function(offsets, …)` over the rows of a batch."""
   flat = offsets.reshape(-1, offsets.shape[-1])
   return jax.vmap(function)(flat, *arrays)
 
 
 def _axis(data, reduce, axis) -> int:
-  """The axis from the front; raises where what is asked for does not exist."""
+  """Return the axis as a non-negative number, or raise for invalid arguments."""
   if reduce not in _REDUCTIONS:
     raise RuntimeError(
       f"segment_reduce() expects reduce to be one of {', '.join(_REDUCTIONS)}, but got "
@@ -156,7 +156,7 @@ def _aten_segment_reduce(
 
 
 def _product_of_others(rows, segments, count, initial):
-  """For each element, the product of `initial` and all others of its segment."""
+  """Return, per element, the product of `initial` and the others of its segment."""
   is_zero, is_nan = rows == 0, jnp.isnan(rows)
   plain = jnp.where(is_zero | is_nan, 1, rows)
   start = 1.0 if initial is None else initial
@@ -183,7 +183,7 @@ def _aten__segment_reduce_backward(
   axis=0,
   initial=None,
 ):
-  """Among several extreme elements, the gradient is shared equally."""
+  """Return the gradient of `data`; equal extrema share it equally."""
   axis = _axis(data, reduce, axis)
   ends = _offsets(lengths, offsets, axis)
   count = ends.shape[-1] - 1

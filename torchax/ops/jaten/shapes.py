@@ -1,9 +1,8 @@
-"""Rearranging elements: joining, repeating, diagonals, windows, strides.
+"""Rearrangement of elements: concatenation, repetition, diagonals, windows, strides.
 
 Results are new arrays. The view operations (`aten.view`, `aten.slice`, …) belong to
-the core; here are their `*_copy` and `*_scatter` forms and their backwards, which
-take arrays. Slices are in `slices.py`, elements chosen by index tensors in
-`indexing.py`, borders around tensors in `padding.py`.
+the core; here are their `*_copy` and `*_scatter` forms and their backwards. Slices are
+in `slices.py`, indexing with tensors in `indexing.py`, padding in `padding.py`.
 """
 
 import math
@@ -27,7 +26,7 @@ def _as_tuple(value) -> tuple:
   return (value,) if isinstance(value, int) else tuple(value)
 
 
-# --- joining and repeating -------------------------------------------------------
+# --- Concatenation and repetition ------------------------------------------------
 
 
 def _cat_on_host(tensors, dim=0):
@@ -44,7 +43,7 @@ def _stack_on_host(tensors, dim=0):
 
 @op(aten.cat, on_host=_cat_on_host)
 def _aten_cat(tensors, dim=0):
-  """1-d tensors without elements join tensors of any shape, as torch allows."""
+  """Concatenate tensors; as in torch, empty 1-d tensors are ignored."""
   arrays = promote(*tensors)
   if not all(array.ndim for array in arrays):
     raise RuntimeError(
@@ -101,7 +100,7 @@ def _repeats_rules(self, repeats, dim=None, *, output_size=None):
   rules=_repeats_rules,
 )
 def repeat_interleave(self, repeats, dim=None, *, output_size=None):
-  """Repeats each slice along `dim`, or each element without `dim`.
+  """Repeat each slice along `dim`, or each element without `dim`.
 
   Raises:
     TracedStateError: `repeats` is traced and `output_size` is missing.
@@ -112,9 +111,9 @@ def repeat_interleave(self, repeats, dim=None, *, output_size=None):
 
 
 def _require_length(repeats, output_size) -> None:
-  """Raises where the length is not known, and for repeats that are negative.
+  """Raise for negative repeats and for an unknown length of the result.
 
-  Inside a compiled function, where `output_size` says the length, nobody knows them.
+  Traced repeats have no values to check; their length is `output_size`.
   """
   if not isinstance(repeats, jax.core.Tracer) and np.any(np.asarray(repeats) < 0):
     raise RuntimeError("repeats can not be negative")
@@ -132,7 +131,7 @@ def _require_length(repeats, output_size) -> None:
   rules=lambda repeats, **named: _repeats_rule(repeats),
 )
 def _aten_repeat_interleave_tensor(repeats, *, output_size=None):
-  """Each position as many times as `repeats` says, in the dtype of `repeats`."""
+  """Return each position repeated `repeats` times, in the dtype of `repeats`."""
   _require_length(repeats, output_size)
   positions = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
   repeated = jnp.repeat(positions, repeats, total_repeat_length=output_size)
@@ -147,7 +146,7 @@ def _aten_flip(self, dims):
 
 @op(aten.roll, dynamic=("shifts",))
 def _aten_roll(self, shifts, dims=()):
-  """Without `dims`, rolls the flattened array and restores its shape."""
+  """Roll along `dims`; without `dims`, roll the flattened array."""
   shifts, dims = _as_tuple(shifts), _as_tuple(dims)
   if len(shifts) != max(1, len(dims)):
     raise RuntimeError(
@@ -161,7 +160,7 @@ def _aten_rot90(self, k=1, dims=(0, 1)):
   return jnp.rot90(self, k, dims)
 
 
-# --- channels and pixels ---------------------------------------------------------
+# --- Channels and pixels ---------------------------------------------------------
 
 
 def _check_divisible(name, size, factor):
@@ -173,7 +172,7 @@ def _check_divisible(name, size, factor):
 
 @op(aten.pixel_shuffle)
 def _aten_pixel_shuffle(self, upscale_factor):
-  """(*, C r², H, W) -> (*, C, H r, W r)."""
+  """Rearrange (*, C r², H, W) to (*, C, H r, W r)."""
   *batch, channels, height, width = self.shape
   r = upscale_factor
   _check_divisible("pixel_shuffle", channels, r * r)
@@ -184,7 +183,7 @@ def _aten_pixel_shuffle(self, upscale_factor):
 
 @op(aten.pixel_unshuffle)
 def _aten_pixel_unshuffle(self, downscale_factor):
-  """(*, C, H r, W r) -> (*, C r², H, W)."""
+  """Rearrange (*, C, H r, W r) to (*, C r², H, W)."""
   *batch, channels, height, width = self.shape
   r = downscale_factor
   _check_divisible("pixel_unshuffle", height, r)
@@ -202,11 +201,11 @@ def _aten_channel_shuffle(self, groups):
   return jnp.swapaxes(grouped, 1, 2).reshape(self.shape)
 
 
-# --- windows ---------------------------------------------------------------------
+# --- Windows ---------------------------------------------------------------------
 
 
 def _window_positions(length, size, step):
-  """Shape (windows, size): the positions that each window covers."""
+  """Return the positions that each window covers, of shape (windows, size)."""
   if size > length or step <= 0:
     raise RuntimeError(
       f"unfold expects size <= {length} and step > 0, but got size={size} and "
@@ -218,7 +217,7 @@ def _window_positions(length, size, step):
 
 @op(aten.unfold_copy)
 def _aten_unfold(self, dimension, size, step):
-  """The windows along `dimension`; their elements become the last dimension."""
+  """Return the windows along `dimension`, with their elements as last dimension."""
   axis = dim_of(dimension, self.ndim)
   length = self.shape[axis] if self.ndim else 1
   positions = _window_positions(length, size, step)
@@ -230,7 +229,7 @@ def _aten_unfold(self, dimension, size, step):
 
 @op(aten.unfold_backward)
 def _aten_unfold_backward(grad_in, input_sizes, dim, size, step):
-  if not input_sizes:  # a number has one window, itself or nothing
+  if not input_sizes:  # a 0-d tensor has at most one window, itself
     return grad_in.sum()
   axis = dim_of(dim, len(input_sizes))
   positions = _window_positions(input_sizes[axis], size, step)
@@ -243,15 +242,15 @@ def _aten_unfold_backward(grad_in, input_sizes, dim, size, step):
 
 
 def _every(array, axis, start, count, step):
-  """`count` elements of an axis, `step` apart."""
+  """Return `count` elements of an axis, `step` apart."""
   return lax.slice_in_dim(array, start, start + (count - 1) * step + 1, step, axis)
 
 
 @op(aten.im2col)
 def _aten_im2col(self, kernel_size, dilation, padding, stride):
-  """Patches as columns: (N, C, H, W) -> (N, C kh kw, patches).
+  """Arrange patches as columns: (N, C, H, W) becomes (N, C kh kw, patches).
 
-  Strided slices, not a convolution with an identity kernel: no rounding.
+  It uses strided slices; a convolution with an identity kernel would round.
   """
   images = self if self.ndim == 4 else self[None]
   pads = [(0, 0), (0, 0), *((pad, pad) for pad in padding)]
@@ -279,7 +278,7 @@ def _aten_im2col(self, kernel_size, dilation, padding, stride):
 
 @op(aten.col2im)
 def _aten_col2im(self, output_size, kernel_size, dilation, padding, stride):
-  """The transpose of `im2col`: overlapping patches add up."""
+  """Compute the transpose of `im2col`: overlapping patches are summed."""
   *batch, rows, _ = self.shape
   channels = rows // math.prod(kernel_size)
   _check_divisible("col2im", rows, math.prod(kernel_size))
@@ -290,7 +289,7 @@ def _aten_col2im(self, output_size, kernel_size, dilation, padding, stride):
   return transposed(self)[0]
 
 
-# --- diagonals -------------------------------------------------------------------
+# --- Diagonals -------------------------------------------------------------------
 
 
 def _diagonal_length(rows, columns, offset) -> int:
@@ -298,7 +297,7 @@ def _diagonal_length(rows, columns, offset) -> int:
 
 
 def _put_diagonal(self, src, offset, dim1, dim2):
-  """`src` on the diagonal of two dimensions; a traced offset fits it."""
+  """Write `src` to a diagonal of two dimensions; a traced `offset` must fit `src`."""
   matrices = jnp.moveaxis(self, (dim1, dim2), (-2, -1))
   rows, columns = matrices.shape[-2:]
   is_known = isinstance(offset, int)
@@ -365,11 +364,11 @@ def _aten_diagflat(self, offset=0):
   return jnp.diagflat(self, offset)
 
 
-# --- strides ---------------------------------------------------------------------
+# --- Strides ---------------------------------------------------------------------
 
 
 def _strided_places(length, size, stride, storage_offset):
-  """Places in a flat array of `length`, in the shape `size`."""
+  """Return indices into a flat array of `length`, in the shape `size`."""
   last = storage_offset + sum((n - 1) * step for n, step in zip(size, stride))
   if math.prod(size) and not 0 <= last < length:
     raise RuntimeError(
@@ -392,16 +391,16 @@ def _is_contiguous(size, stride) -> bool:
 
 
 def as_strided(array, size, stride, storage_offset=0):
-  """The elements that `torch.as_strided` shows of a contiguous tensor.
+  """Copy the elements of `torch.as_strided` from a contiguous tensor.
 
   Args:
-    array: read as the flat memory of `array.size` elements, in row-major order.
+    array: an array of any shape, read as flat memory in row-major order.
     size: the shape of the result.
-    stride: for each dimension of `size`, the step in elements.
-    storage_offset: the first element.
+    stride: the step in elements, for each dimension of `size`.
+    storage_offset: index of the first element.
 
   Raises:
-    RuntimeError: an element outside of the array.
+    RuntimeError: an element is outside of the array.
   """
   flat = array.reshape(-1)
   offset = storage_offset or 0
@@ -423,18 +422,18 @@ def _aten_as_strided(self, size, stride, storage_offset=None):
 
 @op(aten.as_strided_scatter)
 def _aten_as_strided_scatter(self, src, size, stride, storage_offset=None):
-  """Where places overlap, one of the values stays."""
+  """Write `src` to a strided view; of overlapping elements, one value remains."""
   flat = self.reshape(-1)
   places = _strided_places(flat.size, size, stride, storage_offset or 0)
   values = src.astype(self.dtype)
   return flat.at[places].set(values, mode="promise_in_bounds").reshape(self.shape)
 
 
-# --- copies of views -------------------------------------------------------------
+# --- Copies of views -------------------------------------------------------------
 
 
 def _require_size(self, size):
-  """Raises RuntimeError unless the elements fill `size`, of which one may be -1."""
+  """Raise RuntimeError unless the elements fill `size`; one length may be -1."""
   known = math.prod(length for length in size if length != -1)
   unknown = size.count(-1)
   fits = self.size % known == 0 if unknown and known else self.size == known
@@ -474,14 +473,14 @@ def _aten_t(self):
 
 @op(aten.expand_copy)
 def _aten_expand(self, size, *, implicit=False):
-  """-1 keeps the size of a dimension."""
+  """Broadcast to `size`; -1 keeps the size of a dimension."""
   kept = (1,) * (len(size) - self.ndim) + self.shape
   return jnp.broadcast_to(self, [n if m == -1 else m for m, n in zip(size, kept)])
 
 
 @op(aten.squeeze_copy)
 def _aten_squeeze_dim(self, dim=None):
-  """Dimensions of another size than 1 stay, also when named."""
+  """Remove dimensions of size 1; named dimensions of other sizes stay."""
   named = range(self.ndim) if dim is None else _as_tuple(dim)
   axes = {dim_of(axis, self.ndim) for axis in named} if self.ndim else ()
   return jnp.squeeze(self, tuple(a for a in axes if self.shape[a] == 1))
@@ -514,7 +513,7 @@ def _aten_view_as_complex(self):
   aten.unsafe_split_with_sizes,
 )
 def split_with_sizes(self, split_sizes, dim=0):
-  """Pieces of the given sizes, or of one size with a shorter last piece."""
+  """Split into pieces of the given sizes, or of one size with a shorter last piece."""
   dim = dim_of(dim, self.ndim)
   length = self.shape[dim]
   if isinstance(split_sizes, int):

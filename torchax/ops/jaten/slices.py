@@ -1,7 +1,7 @@
-"""Slices and elements along a dimension: their copies, scatter forms and backwards.
+"""Slices and elements along a dimension: copies, scatter forms and backwards.
 
-Eagerly their places are operands, so that those of one shape share a program. A place
-that is traced is known to lie inside: what calls the lowering has looked.
+In eager calls, start and index are operands, so that slices of one shape share a
+program. A traced start or index is in range, because the caller checks it first.
 """
 
 import jax
@@ -16,7 +16,7 @@ from torchax.registry.names import aten
 
 
 def _slice_range(length, start, end, step) -> range:
-  """torch clamps as Python does."""
+  """Return the positions of a slice, clamped as in Python."""
   if step <= 0:
     raise ValueError(f"slice expects a step > 0, but got {step}.")
   return range(*slice(start, end, step).indices(length))
@@ -31,7 +31,7 @@ def _aten_slice(self, dim=0, start=None, end=None, step=1):
 
 
 def _require_source(self, src, dim, length) -> None:
-  """Raises RuntimeError unless `src` is as long as what it is to replace."""
+  """Raise RuntimeError unless `src` has the shape of the slice that it replaces."""
   written = (*self.shape[:dim], length, *self.shape[dim + 1 :])
   if tuple(src.shape) != written:
     raise RuntimeError(
@@ -47,7 +47,7 @@ def _check_slice(self, src, dim=0, start=None, end=None, step=1):
 
 
 def _prepare_slice(given: dict) -> None:
-  """The slice is as long as the source: `start` alone is needed."""
+  """Drop `end`: the source has the length of the slice, so `start` suffices."""
   if type(given.get("start")) is int and "end" in given:
     given["end"] = None
 
@@ -72,7 +72,7 @@ def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
 
 
 def _put_from(self, src, dim, start, step=1):
-  """`src` in place of the elements from a traced place on, where it fits."""
+  """Replace the elements from a traced `start` on by `src`, which must fit."""
   size, length = self.shape[dim], src.shape[dim]
   first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
   if not length:
@@ -85,7 +85,7 @@ def _put_from(self, src, dim, start, step=1):
 
 
 def _spread(rows, sizes, dim, first, step):
-  """Zeros of `sizes` with `rows` along `dim` from the traced place `first` on."""
+  """Return zeros of `sizes` with `rows` along `dim`, from a traced `first` on."""
   zeros = jnp.zeros(sizes, rows.dtype)
   if isinstance(step, int) and step == 1:
     return lax.dynamic_update_slice_in_dim(zeros, rows, first, dim)
@@ -101,9 +101,9 @@ def _spread(rows, sizes, dim, first, step):
   on_host=_on_host.slice_backward,
 )
 def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
-  """Zeros around and between the slice's elements: one `lax.pad` in a trace.
+  """Return the slice's gradient with zeros around and between its elements.
 
-  Eagerly the places are operands, so that slices of one shape share a program.
+  Inside a trace this is one `lax.pad`.
   """
   dim = dim_of(dim, len(input_sizes))
   if grad_output.size == 0:
@@ -124,7 +124,7 @@ def _check_narrow(self, dim, start, length) -> None:
   if not self.ndim:
     raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
   if dim >= self.ndim:
-    # Here torch looks at the dimension twice, and once asserts.
+    # torch reports this dimension by an assertion, so it is no IndexError.
     raise RuntimeError(f"narrow expects dim < {self.ndim}, but got dim={dim}.")
   dim = dim_of(dim, self.ndim)
   size = self.shape[dim]
@@ -202,7 +202,7 @@ def _aten_select_scatter(self, src, dim, index):
 
 @op(aten.select_backward, dynamic=("index",), on_host=_on_host.select_backward)
 def _aten_select_backward(grad_output, input_sizes, dim, index):
-  """The row at `index`, zeros elsewhere; the places as in `slice_backward`."""
+  """Return the gradient of the row at `index`, with zeros elsewhere."""
   dim = dim_of(dim, len(input_sizes))
   row = jnp.expand_dims(grad_output, dim)
   if not isinstance(index, int):

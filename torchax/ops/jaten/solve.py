@@ -1,10 +1,10 @@
 """Linear algebra: factorizations, solvers, inverses, eigenvalues.
 
 Matrices are the last two dimensions. Pivots count from 1 as in LAPACK. An absent
-output has shape (0,). `info` is 0 for success; the error is raised by
-`_linalg_check_errors`, which reads the value and so is silent inside a JAX trace.
-Products are in `matmul.py`; norms are in `reduction.py`; symmetric indefinite matrices
-are in `ldl.py`, functions of matrices in `matrix_functions.py`.
+output has shape (0,). `info` is 0 for success. `_linalg_check_errors` reads it and
+raises the error; inside a JAX trace there is no value, so it does nothing. Products are
+in `matmul.py`, norms in `reduction.py`, symmetric indefinite matrices in `ldl.py`,
+functions of matrices in `matrix_functions.py`.
 """
 
 import functools
@@ -49,7 +49,7 @@ def _absent(dtype):
 
 
 def _with_one_batch(left, right):
-  """Both matrices with their batch dimensions broadcast."""
+  """Broadcast the batch dimensions of both matrices."""
   batch = jnp.broadcast_shapes(left.shape[:-2], right.shape[:-2])
   return (
     jnp.broadcast_to(left, batch + left.shape[-2:]),
@@ -58,7 +58,7 @@ def _with_one_batch(left, right):
 
 
 def _first_place(failed):
-  """The 1-based position of the first True of the last dimension; 0 without any."""
+  """Return the 1-based index of the first True along the last dimension, or 0."""
   if not failed.shape[-1]:
     return jnp.zeros(failed.shape[:-1], jnp.int32)
   place = jnp.argmax(failed, axis=-1) + 1
@@ -74,7 +74,7 @@ _FAILURES = {
 
 @op(aten._linalg_check_errors, compiled=False)
 def _aten__linalg_check_errors(info, api_name, is_matrix):
-  """Raises torch.linalg.LinAlgError, naming the first failed element of a batch."""
+  """Raise torch.linalg.LinAlgError with the first failed element of a batch."""
   if isinstance(info, jax.core.Tracer):
     return
   failed = jnp.flatnonzero(info)
@@ -88,7 +88,7 @@ def _aten__linalg_check_errors(info, api_name, is_matrix):
 
 
 def needs_no_check(args, kwargs) -> bool:
-  """`check_errors=True` reads `info`, which only a concrete array lets it do."""
+  """Return False for `check_errors=True`, which reads the concrete value of `info`."""
   return not kwargs.get("check_errors", False)
 
 
@@ -123,7 +123,7 @@ def _aten_linalg_solve_triangular(self, B, upper, left=True, unitriangular=False
 
 @op(aten.triangular_solve)
 def _aten_triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
-  """Solves A X = self; the second result is A with its batches expanded."""
+  """Solve A X = self; the second result is A with its batches expanded."""
   require_square("triangular_solve", A)
   A, self = _with_one_batch(A, self)
   solution = _solve_triangular(
@@ -137,7 +137,10 @@ def _aten_triangular_solve(self, A, upper=True, transpose=False, unitriangular=F
 
 @op(aten.linalg_cholesky_ex, compiled=needs_no_check)
 def _aten_linalg_cholesky_ex(self, upper=False, check_errors=False):
-  """`info` is 1 for any failure: XLA fills the factor with NaN and tells no order."""
+  """Factorize; `info` is 1 for any failure.
+
+  XLA fills the factor with NaN and does not report the order of the failed minor.
+  """
   require_square("linalg.cholesky", self)
   source = _adjoint(self) if upper else self
   factor = jnp.tril(lax.linalg.cholesky(source, symmetrize_input=False))
@@ -154,7 +157,7 @@ def _aten_cholesky(self, upper=False):
 
 @op(aten.cholesky_solve)
 def _aten_cholesky_solve(self, input2, upper=False):
-  """Solves A X = self by the factor `input2` of A."""
+  """Solve A X = self with the factor `input2` of A."""
   require_square("cholesky_solve", input2)
   if self.ndim < 2:
     raise RuntimeError(
@@ -208,7 +211,7 @@ def _aten_linalg_householder_product(input, tau):
 
 @op(aten.ormqr)
 def _aten_ormqr(self, input2, input3, left=True, transpose=False):
-  """Multiplies `input3` by the Q whose reflectors are `self` and `input2`."""
+  """Multiply `input3` by Q, given its reflectors `self` and `input2`."""
   return lax.linalg.ormqr(self, input2, input3, left=left, transpose=transpose)
 
 
@@ -216,7 +219,7 @@ def _aten_ormqr(self, input2, input3, left=True, transpose=False):
 
 
 def _lu(matrix):
-  """(LU, pivots from 1, info: the first zero on U's diagonal)."""
+  """Return LU, pivots from 1, and `info`: the first zero on U's diagonal, or 0."""
   factors, pivots, _ = lax.linalg.lu(matrix)
   diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
   return factors, pivots + 1, _first_place(diagonal == 0)
@@ -246,7 +249,7 @@ def _unpack_rules(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
 
 @op(aten.lu_unpack, rules=_unpack_rules)
 def _aten_lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
-  """(P, L, U) with A = P L U; what is not asked for has shape (0,)."""
+  """Return (P, L, U) with A = P L U; outputs not asked for have shape (0,)."""
   rows, columns = LU_data.shape[-2:]
   rank, dtype = min(rows, columns), LU_data.dtype
   permutation_matrix = lower = upper = _absent(dtype)
@@ -269,7 +272,7 @@ def _aten_linalg_lu(A, pivot=True):
 
 
 def _lu_solve(factors, pivots, right, adjoint=False):
-  """Solves A X = right, or A^H X = right, from P A = L U."""
+  """Solve A X = right, or A^H X = right, from P A = L U."""
   factors, right = _with_one_batch(factors, right)
   rows = factors.shape[-1]
   permutation = lax.linalg.lu_pivots_to_permutation(pivots - 1, rows)
@@ -288,7 +291,7 @@ def _lu_solve(factors, pivots, right, adjoint=False):
 
 
 def require_pivots(name: str, factors, pivots) -> None:
-  """Raises unless there is a pivot for each row of the factors."""
+  """Raise RuntimeError unless each row of the factors has a pivot."""
   if factors.shape[:-1] != pivots.shape:
     raise RuntimeError(
       f"{name}: expected a pivot for each row of the factors, the shape "
@@ -322,7 +325,7 @@ def _aten_linalg_lu_solve(LU, pivots, B, left=True, adjoint=False):
 
 
 def _is_vector_side(A, B) -> bool:
-  """Whether B is a batch of vectors rather than of matrices."""
+  """Return True if B is a batch of vectors, not of matrices."""
   return B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
 
 
@@ -353,7 +356,7 @@ def _aten_linalg_inv_ex(A, check_errors=False):
 
 
 def _sign_of_pivots(pivots, dtype):
-  """-1 for an odd number of row exchanges."""
+  """Return the sign of the permutation: -1 for an odd number of row exchanges."""
   exchanges = jnp.sum(pivots != jnp.arange(1, pivots.shape[-1] + 1), axis=-1)
   return jnp.where(exchanges % 2 == 0, 1, -1).astype(dtype)
 
@@ -375,9 +378,9 @@ def _sign_and_log_determinant(matrix, transposed):
 
 
 def _holds_transposed_factors(A) -> bool:
-  """torch's backward formula takes the LU of A^T for a real, contiguous A.
+  """Return True if torch's backward formula takes the LU of A^T: A real, contiguous.
 
-  It asks the tensor's strides, so these two lowerings must see the tensor.
+  Contiguity depends on the strides, so these two lowerings must see the tensor.
   """
   return A.is_contiguous() and not A.is_complex()
 
@@ -399,9 +402,9 @@ def _aten__linalg_slogdet(A, env):
 
 
 def singular(matrix, **options):
-  """`jnp.linalg.svd`, with NaN for a matrix with infinities, as LAPACK has it.
+  """Call `jnp.linalg.svd`, with NaN for a matrix with infinities, as in LAPACK.
 
-  XLA's algorithm for the CPU does not end with an infinity, but does with NaN.
+  On the CPU, XLA's algorithm does not terminate for an infinity, but does for NaN.
   """
   has_infinities = jnp.isinf(matrix).any((-2, -1), keepdims=True)
   return jnp.linalg.svd(jnp.where(has_infinities, jnp.nan, matrix), **options)
@@ -409,7 +412,7 @@ def singular(matrix, **options):
 
 @op(aten._linalg_svd)
 def _aten__linalg_svd(A, full_matrices=False, compute_uv=True, driver=None):
-  """`driver` chooses among cuSOLVER's algorithms and has no meaning here."""
+  """Decompose A; `driver` selects one of cuSOLVER's algorithms and is ignored."""
   if not compute_uv:
     values = singular(A, compute_uv=False)
     return _absent(A.dtype), values, _absent(A.dtype)
@@ -418,7 +421,7 @@ def _aten__linalg_svd(A, full_matrices=False, compute_uv=True, driver=None):
 
 @op(aten._linalg_eigh)
 def _aten_linalg_eigh(A, UPLO="L", compute_v=True):
-  """Reads one triangle only: the lower one, or the upper one for "U"."""
+  """Decompose A from one triangle: the lower one, or the upper one for "U"."""
   require_square("linalg.eigh", A)
   lower = UPLO.upper() == "L"
   vectors, values = lax.linalg.eigh(A, lower=lower, symmetrize_input=False)
@@ -446,7 +449,7 @@ def _default_rtol(matrix) -> float:
 
 
 def _inverted_above(values, cutoff):
-  """Reciprocals of the values above the cutoff, 0 for the rest."""
+  """Return the reciprocals of the values above the cutoff, 0 for the rest."""
   kept = values > cutoff
   return jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
 
@@ -461,7 +464,7 @@ def _hermitian_pinv(matrix, cutoff_of):
 
 @op(aten.linalg_pinv.atol_rtol_tensor)
 def _aten_linalg_pinv_atol_rtol_tensor(self, atol=None, rtol=None, hermitian=False):
-  """Drops singular values not above max(atol, rtol * the greatest)."""
+  """Compute the pseudo-inverse from singular values above max(atol, rtol * largest)."""
   if rtol is None:
     rtol = _default_rtol(self) if atol is None else 0.0
   atol = jnp.asarray(0.0 if atol is None else atol)[..., None]
@@ -479,7 +482,7 @@ def _aten_linalg_pinv_atol_rtol_tensor(self, atol=None, rtol=None, hermitian=Fal
   return (_adjoint(right) * inverted[..., None, :]) @ _adjoint(left)
 
 
-# What each LAPACK driver returns beside the solution: (rank, residuals and values).
+# Further outputs of each LAPACK driver: rank, residuals, singular values.
 _LSTSQ_OUTPUTS = {
   "gels": (False, True, False),
   "gelsy": (True, False, False),
@@ -490,11 +493,11 @@ _LSTSQ_OUTPUTS = {
 
 @op(aten.linalg_lstsq)
 def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
-  """The solution of least norm, by SVD whatever the driver.
+  """Compute the solution of least norm, by SVD for every driver.
 
-  The driver decides, as on the CPU, which of residuals, rank and singular values
-  are present. Residuals come for every full-height system, of full rank or not,
-  because the rank is data.
+  As on the CPU, the driver selects which of residuals, rank and singular values are
+  present. Every system with more rows than columns has residuals, whatever its rank,
+  because the rank depends on data.
   """
   driver = driver or "gelsy"
   if driver not in _LSTSQ_OUTPUTS:

@@ -1,8 +1,8 @@
-"""Sorting, the largest elements, searching sorted sequences, distinct elements.
+"""Sorting, top-k, searching sorted sequences, distinct elements.
 
-Every sort is stable and counts NaN as the largest value, as torch does. The shape of
-the `unique` family depends on the data, so it runs on concrete values, with numpy.
-Order statistics that reduce (median, kthvalue) are in `reduction.py`.
+As in torch, every sort is stable and NaN is the largest value. The shape of the
+`unique` family depends on data, so it runs on concrete values, with numpy. Order
+statistics that reduce (median, kthvalue) are in `reduction.py`.
 """
 
 import jax
@@ -30,12 +30,12 @@ def _sort_dim(self, dim: int) -> int:
   return dim % rank
 
 
-# --- sorting ---------------------------------------------------------------------
+# --- Sorting ---------------------------------------------------------------------
 
 
 @op(aten.sort.default, index_results=(1,))
 def _aten_sort(self, dim=-1, descending=False):
-  """Values and their former places along `dim`."""
+  """Return the sorted values and their former indices along `dim`."""
   dim = _sort_dim(self, dim)
   if self.ndim == 0:
     return self, jnp.zeros((), _int64())
@@ -64,22 +64,22 @@ def _aten_msort(self):
 
 
 def _topk_keys(values, largest):
-  """Keys that `lax.top_k`, which looks for the largest, finds in torch's order.
+  """Return keys whose order under `lax.top_k`, largest first, is torch's.
 
-  It orders floats by their bits, where a NaN can come first or last: here NaN has the
-  sign that makes it torch's largest value.
+  `lax.top_k` orders floats by their bits, so the sign of a NaN decides its position.
+  The keys give NaN the sign that makes it torch's largest value.
   """
   if values.dtype == jnp.bool_:
     values = values.astype(jnp.uint8)
   if jnp.issubdtype(values.dtype, jnp.floating):
     nan = np.copysign(np.nan, 1 if largest else -1).astype(values.dtype)
     return jnp.where(jnp.isnan(values), nan, values if largest else -values)
-  return values if largest else ~values  # right for the smallest integer too
+  return values if largest else ~values  # unlike -values, does not overflow
 
 
 @op(aten.topk, index_results=(1,))
 def _aten_topk(self, k, dim=-1, largest=True, sorted=True):
-  """The k largest (or smallest) along `dim`, always in order."""
+  """Return the k largest (or smallest) along `dim`, always sorted."""
   dim = _sort_dim(self, dim)
   size = self.shape[dim] if self.ndim else 1
   if not 0 <= k <= size:
@@ -95,7 +95,7 @@ def _aten_topk(self, k, dim=-1, largest=True, sorted=True):
   )
 
 
-# --- searching -------------------------------------------------------------------
+# --- Searching -------------------------------------------------------------------
 
 
 def _sorter_rules(sorted_sequence, self, *, sorter=None, **named):
@@ -108,7 +108,7 @@ def _sorter_rules(sorted_sequence, self, *, sorter=None, **named):
 def _aten_searchsorted(
   sorted_sequence, self, *, out_int32=False, right=False, side=None, sorter=None
 ):
-  """Where values go in sorted rows; rows pair with the leading dimensions.
+  """Return insertion indices into sorted rows, one row per leading index.
 
   Raises:
     ValueError: `side` is neither "left" nor "right", or contradicts `right`.
@@ -152,7 +152,7 @@ def _aten_bucketize(self, boundaries, *, out_int32=False, right=False):
   return _aten_searchsorted(boundaries, self, out_int32=out_int32, right=right)
 
 
-# --- distinct elements -----------------------------------------------------------
+# --- Distinct elements -----------------------------------------------------------
 
 
 def _values(array, name) -> np.ndarray:
@@ -169,7 +169,7 @@ def _values(array, name) -> np.ndarray:
 
 
 def _runs(rows):
-  """Starts of the runs of equal rows, and the run that each row belongs to.
+  """Return the starts of the runs of equal rows, and the run of each row.
 
   NaN differs from itself, as in torch.
   """
@@ -179,7 +179,12 @@ def _runs(rows):
 
 
 def _groups(rows, consecutive):
-  """Index of a member, the group of each row, and the size, of groups of equal rows."""
+  """Group equal rows.
+
+  Returns:
+    The index of the first member of each group, the group of each row, and the size of
+    each group.
+  """
   if consecutive or not len(rows):
     order = np.arange(len(rows))
   elif rows.ndim == 1:
@@ -194,9 +199,9 @@ def _groups(rows, consecutive):
 
 
 def _distinct(self, name, dim=None, consecutive=False, inverse=True, counts=True):
-  """Distinct elements (slices along `dim`), their inverse and counts.
+  """Return distinct elements (or slices along `dim`), their inverse and counts.
 
-  What is not wanted is an empty tensor, as in torch.
+  As in torch, an output that is not requested is an empty tensor.
   """
   array = self.reshape(-1) if dim is None else self
   axis = 0 if dim is None else dim
@@ -223,10 +228,10 @@ def _aten_unique2(self, sorted=True, return_inverse=False, return_counts=False):
 
 @op(aten.unique_dim, compiled=False)
 def _aten_unique_dim(self, dim, sorted=True, return_inverse=False, return_counts=False):
-  """Distinct slices in lexicographic order; inverse and counts always come.
+  """Return distinct slices in lexicographic order, always with inverse and counts.
 
-  NaN is larger than any number. torch compares it with `<`, so that the order of slices
-  with NaN depends on the others.
+  NaN is larger than any number. torch compares with `<`, so its order of slices with
+  NaN depends on the other slices.
   """
   return _distinct(self, "unique", dim)
 
@@ -242,5 +247,5 @@ def _aten_unique_consecutive(self, return_inverse=False, return_counts=False, di
 
 @op(aten.unique_dim_consecutive, compiled=False)
 def _aten_unique_dim_consecutive(self, dim, return_inverse=False, return_counts=False):
-  """Inverse and counts always come, as with `unique_dim`."""
+  """Return the distinct runs, always with inverse and counts, as in `unique_dim`."""
   return _distinct(self, "unique_consecutive", dim, consecutive=True)

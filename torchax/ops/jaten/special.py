@@ -1,4 +1,4 @@
-"""The gamma and zeta families, error functions, and orthogonal polynomials.
+"""Gamma and zeta families, error functions, and orthogonal polynomials.
 
 Integers are computed in the default dtype, half precision in float32. Bessel functions
 are in `bessel.py`; `erf`, `sinc` and `xlogy` are in `pointwise.py`.
@@ -21,7 +21,7 @@ from torchax.registry.names import aten
 
 
 def chebyshev(coefficients: tuple[float, ...], t: jax.Array) -> jax.Array:
-  """Σ cₖ Tₖ(t) on -1 ≤ t ≤ 1, by Clenshaw's recurrence."""
+  """Evaluate Σ cₖ Tₖ(t) for -1 ≤ t ≤ 1, by Clenshaw's recurrence."""
   last = before_last = jnp.zeros_like(t)
   for coefficient in reversed(coefficients[1:]):
     last, before_last = coefficient + 2 * t * last - before_last, last
@@ -29,7 +29,10 @@ def chebyshev(coefficients: tuple[float, ...], t: jax.Array) -> jax.Array:
 
 
 def _in_floats(function):
-  """Promotes the operands to one float dtype and computes in float32 at least."""
+  """Make a function promote its operands to one float dtype, at least float32.
+
+  The result is converted to the promoted dtype.
+  """
 
   @functools.wraps(function)
   def with_float_operands(*operands):
@@ -53,13 +56,13 @@ def _aten_lgamma(self):
 @op(aten.digamma, aten.special_digamma, aten.special_psi)
 @_in_floats
 def _aten_digamma(self):
-  """At a signed zero torch gives the infinity of the opposite sign."""
+  """Compute digamma; as in torch, a signed zero gives infinity of opposite sign."""
   pole = -jnp.copysign(jnp.asarray(math.inf, self.dtype), self)
   return jnp.where(self == 0, pole, lax.digamma(self))
 
 
 def _cotangent(x):
-  """cot(πx), to the last digits near its poles and its zeros."""
+  """Compute cot(πx), accurate near its poles and zeros."""
   offset = x - jnp.round(x)
   magnitude = jnp.abs(offset)
   steep = 1 / jnp.tan(math.pi * jnp.minimum(magnitude, 0.25))
@@ -68,9 +71,9 @@ def _cotangent(x):
 
 
 def _cotangent_coefficients(n) -> list[float]:
-  """dⁿ/dxⁿ cot(πx) / πⁿ: a polynomial in the cotangent c, as c' = -π (1 + c²).
+  """Return the polynomial dⁿ/dxⁿ cot(πx) / πⁿ in c = cot(πx), from c' = -π (1 + c²).
 
-  It is even or odd in c: the coefficients of c⁰, c², … or of c¹, c³, …
+  It is even or odd in c, so only the coefficients of c⁰, c², … or c¹, c³, … remain.
   """
   coefficients = [0, 1]
   for _ in range(n):
@@ -80,16 +83,16 @@ def _cotangent_coefficients(n) -> list[float]:
   return [float(coefficient) for coefficient in coefficients[(n + 1) % 2 :: 2]]
 
 
-# The coefficients of higher derivatives are not worth their time.
+# Highest order computed by reflection; higher ones take too many coefficients.
 HIGHEST_REFLECTED = 30
 _MOST_COEFFICIENTS = HIGHEST_REFLECTED // 2 + 1
 
 
 def _polygamma_parts(n: int) -> tuple:
-  """What ψ⁽ⁿ⁾ is made of: its order, sign, factorial, and the cotangent's derivative.
+  """Return the operands of ψ⁽ⁿ⁾: order, sign, factorial, derivative of the cotangent.
 
-  That is πⁿ, whether it is odd, and its coefficients, as many for each n; without
-  them from `HIGHEST_REFLECTED` on.
+  The derivative is πⁿ, a flag for odd polynomials, and coefficients padded to one
+  length for all n. It is left out above `HIGHEST_REFLECTED`.
   """
   factorial = float(math.factorial(n)) if n <= 170 else math.inf
   parts = (n + 1.0, 1.0 if n % 2 else -1.0, factorial)
@@ -101,18 +104,19 @@ def _polygamma_parts(n: int) -> tuple:
 
 
 def _derivative_of_cotangent(x, scale, is_odd, *coefficients):
-  """dⁿ/dxⁿ cot(πx) of the parts of n."""
+  """Compute dⁿ/dxⁿ cot(πx) from the operands of `_polygamma_parts`."""
   cotangent = _cotangent(x)
   square, total = jnp.square(cotangent), 0.0
   for coefficient in reversed(coefficients):
-    # No infinity meets the zeros in front; the others have one sign.
+    # The padding comes first: 0 times an infinite square would be NaN. The other
+    # coefficients have one sign.
     total = jnp.where(total == 0, 0, total * square) + coefficient
   return scale * total * jnp.where(is_odd == 1, cotangent, 1)
 
 
 def _prepare_polygamma(given: dict) -> None:
   n = given["n"]
-  is_plain = type(n) is not int or n < 2  # 0 and 1 have code of their own
+  is_plain = type(n) is not int or n < 2  # 0 and 1 have other code
   given["n"] = StaticValue(n) if is_plain else _polygamma_parts(n)
 
 
@@ -123,9 +127,9 @@ def _prepare_polygamma(given: dict) -> None:
   prepare=_prepare_polygamma,
 )
 def _aten_polygamma(n, self):
-  """The n-th derivative of digamma: (-1)^(n+1) n! ζ(n + 1, x) for n > 0.
+  """Compute the n-th derivative of digamma: (-1)^(n+1) n! ζ(n + 1, x) for n > 0.
 
-  Left of 0 by reflection at 1/2 (DLMF, 5.15.6).
+  Negative x use reflection at 1/2 (DLMF, 5.15.6).
   """
   is_known = isinstance(n, int)
   if is_known and n < 0:
@@ -141,7 +145,7 @@ def _aten_polygamma(n, self):
     is_left = (x < 0) & (x != jnp.floor(x))
     inside = jnp.where(is_left, x, -0.5)
     right = from_zeta(jnp.where(is_left, 1 - x, x))
-    if is_known and n == 1:  # torch has this limit, and none of the higher derivatives
+    if is_known and n == 1:  # torch has a limit at infinity for n = 1 only
       right = jnp.where(x == math.inf, 0, right)
     left = -math.pi * _derivative_of_cotangent(inside, *reflection) - sign * right
     return jnp.where(is_left, left, right)
@@ -151,13 +155,13 @@ def _aten_polygamma(n, self):
 
 @op(aten.polygamma_.default, kind=Kind.TENSORS)
 def _aten_polygamma_(self, n):
-  """Its arguments stand in another order than those of the functional form."""
+  """Call the functional form, whose arguments have another order."""
   return torch.polygamma(n, self, out=self)
 
 
 @op(aten.mvlgamma, aten.special_multigammaln)
 def _aten_mvlgamma(self, p):
-  """log Γ_p(x) = p (p - 1)/4 log π + Σ lgamma(x - i/2), i = 0 … p - 1."""
+  """Compute log Γ_p(x) = p (p - 1)/4 log π + Σ lgamma(x - i/2), i = 0 … p - 1."""
   if p < 1:
     raise RuntimeError(f"p has to be greater than or equal to 1, but got p={p}.")
   require_no_bool("mvlgamma", self)
@@ -175,7 +179,7 @@ def _with_one_shape(function):
 
 @op(aten.igamma, aten.special_gammainc)
 def _aten_igamma(self, other):
-  """The regularized lower incomplete gamma function P(self, other)."""
+  """Compute the regularized lower incomplete gamma function P(self, other)."""
   return _in_floats(_with_one_shape(lax.igamma))(self, other)
 
 
@@ -185,18 +189,18 @@ def _aten_igammac(self, other):
 
 
 def _zeta_of_positive(exponent, offset):
-  """ζ(s, q) for s > 1 and q > 0; its first term alone where XLA's powers overflow."""
+  """Compute ζ(s, q) for s > 1 and q > 0; take one term if XLA overflows."""
   value = lax.zeta(exponent, offset)
   overflowed = jnp.isnan(value) & jnp.isfinite(exponent) & jnp.isfinite(offset)
   return jnp.where(overflowed, offset**-exponent, value)
 
 
 def _zeta_of_negative(exponent, offset):
-  """ζ(s, q) for an integer s > 1 and a q < 0 that is none.
+  """Compute ζ(s, q) for an integer s > 1 and a non-integer q < 0.
 
-  The terms q + k on both sides of 0 make two zeta functions, each of the distance from
-  q to an integer beside it, less the terms beyond q: no loop from q to 0 is needed, and
-  what is close to a pole stays exact.
+  The terms q + k on either side of 0 form a zeta function of the distance from q to a
+  neighbouring integer; the terms beyond q are subtracted. So there is no loop from q to
+  0, and values near a pole stay accurate.
   """
   above = offset - jnp.floor(offset)
   below = jnp.ceil(offset) - offset
@@ -209,7 +213,7 @@ def _hurwitz_zeta(exponent, offset):
   is_pole = (offset <= 0) & (offset == jnp.floor(offset))
   is_negative = (offset < 0) & ~is_pole
   positive = _zeta_of_positive(exponent, jnp.where(offset > 0, offset, 1))
-  # A stand-in where the value is not used: no NaN of it reaches a gradient.
+  # A valid argument where the value is unused keeps NaN out of gradients.
   negative = _zeta_of_negative(exponent, jnp.where(is_negative, offset, -0.5))
   negative = jnp.where(exponent == jnp.floor(exponent), negative, math.nan)
   value = jnp.where(is_pole, math.inf, jnp.where(is_negative, negative, positive))
@@ -219,7 +223,10 @@ def _hurwitz_zeta(exponent, offset):
 
 @op(aten.special_zeta)
 def _aten_special_zeta(self, other):
-  """Hurwitz zeta: Σ (k + other)^-self over k ≥ 0; infinite at other = 0, -1, -2 …"""
+  """Compute the Hurwitz zeta function Σ (k + other)^-self over k ≥ 0.
+
+  It is infinite at other = 0, -1, -2, …
+  """
   return _in_floats(_with_one_shape(_hurwitz_zeta))(self, other)
 
 
@@ -245,7 +252,7 @@ ERFCX_CENTRE = 3.0
 
 def _erfcx(x):
   magnitude = jnp.abs(x)
-  # Written so, infinity is no NaN.
+  # (x - 3) / (x + 3) would be NaN at infinity.
   t = 1 - 2 * ERFCX_CENTRE / (magnitude + ERFCX_CENTRE)
   scaled = chebyshev(_ERFCX, t) / (1 + 2 * magnitude)
   return jnp.where(x < 0, 2 * jnp.exp(jnp.square(x)) - scaled, scaled)
@@ -254,16 +261,16 @@ def _erfcx(x):
 @op(aten.special_erfcx)
 @_in_floats
 def _aten_special_erfcx(self):
-  """exp(x²) erfc(x), without the overflow of its factors."""
+  """Compute exp(x²) erfc(x) without overflow of the factors."""
   return _erfcx(self)
 
 
 @op(aten.erfinv, aten.special_erfinv)
 @_in_floats
 def _aten_erfinv(self):
-  """XLA's approximation and one step of Newton's method on erfc.
+  """Refine XLA's approximation with one Newton step.
 
-  Near ±1 erfc keeps the digits that erf loses.
+  Above 1/2 the step uses erfc, which keeps the digits that erf loses near ±1.
   """
   magnitude = jnp.abs(self)
   start = lax.erf_inv(magnitude)
@@ -291,7 +298,7 @@ def _aten_special_ndtri(self):
 @op(aten.special_log_ndtr)
 @_in_floats
 def _aten_special_log_ndtr(self):
-  """log of ndtr; on the left by erfcx, which does not underflow."""
+  """Compute log(ndtr); below -1 from erfcx, which does not underflow."""
   half = self / math.sqrt(2)
   left = jnp.log(_erfcx(-jnp.minimum(half, 0)) / 2) - jnp.square(half)
   right = jnp.log1p(-lax.erfc(jnp.maximum(half, -1)) / 2)
@@ -301,7 +308,7 @@ def _aten_special_log_ndtr(self):
 @op(aten.special_entr)
 @_in_floats
 def _aten_special_entr(self):
-  """-x log(x): 0 at 0, -inf below, NaN for NaN."""
+  """Compute -x log(x): 0 at 0, -inf below, NaN for NaN."""
   positive = jnp.where(self > 0, self, 1)
   entropy = jnp.where(self < 0, -math.inf, -positive * jnp.log(positive))
   return jnp.where(jnp.isnan(self), self, entropy)
@@ -310,14 +317,14 @@ def _aten_special_entr(self):
 @op(aten.special_xlog1py)
 @_in_floats
 def _aten_special_xlog1py(self, other):
-  """0 * log1p(y) is 0 for every y except NaN."""
+  """Compute x log1p(y); 0 * log1p(y) is 0 for every y except NaN."""
   product = jnp.where(self == 0, 0.0, self * jnp.log1p(other))
   return jnp.where(jnp.isnan(other), other, product)
 
 
 @op(aten.logit, aten.special_logit)
 def _aten_logit(self, eps=None):
-  """With `eps`, the input is clamped to [eps, 1 - eps] first."""
+  """Compute log(x / (1 - x)); with `eps`, clamp x to [eps, 1 - eps] first."""
 
   def log_odds(x):
     if eps is not None:
@@ -329,7 +336,7 @@ def _aten_logit(self, eps=None):
 
 @op(aten.logit_backward)
 def _aten_logit_backward(grad_output, self, eps=None):
-  """NaN outside of [0, 1], or 0 outside of [eps, 1 - eps]."""
+  """Compute the gradient: NaN outside of [0, 1], or 0 outside of [eps, 1 - eps]."""
 
   def gradient(grad, x):
     slope = grad / (x * (1 - x))
@@ -344,13 +351,13 @@ def _aten_logit_backward(grad_output, self, eps=None):
 
 
 def _polynomial(x, n, first, step):
-  """The polynomial of degree n at x, each degree from the two before it.
+  """Evaluate the polynomial of degree n at x, by a three-term recurrence.
 
   Args:
-    x: where to evaluate, any shape that broadcasts with `n`.
-    n: the degrees, cut to integers; below 0 the value is 0.
-    first: `first(x)` is the polynomial of degree 1; that of degree 0 is 1.
-    step: `step(k, x, current, previous)` takes degrees k and k - 1 to k + 1.
+    x: arguments, of any shape that broadcasts with `n`.
+    n: degrees, truncated to integers; a negative degree gives 0.
+    first: function from x to the polynomial of degree 1; degree 0 is 1.
+    step: `step(k, x, current, previous)` returns degree k + 1 from k and k - 1.
   """
 
   def evaluate(x, n):
@@ -390,7 +397,7 @@ def _legendre_step(k, x, current, previous):
   return ((2 * k + 1) * x * current - k * previous) / (k + 1)
 
 
-# Degree 1, and the recurrence: Abramowitz & Stegun, table 22.7.
+# Polynomial of degree 1, and recurrence: Abramowitz & Stegun, table 22.7.
 POLYNOMIALS = {
   "chebyshev_polynomial_t": (lambda x: x, _chebyshev_step),
   "chebyshev_polynomial_u": (lambda x: 2 * x, _chebyshev_step),
@@ -408,7 +415,7 @@ def _register(name):
   is_shifted = name.startswith("shifted_")
 
   def lowering(x, n):
-    # The shifted polynomials live on [0, 1].
+    # The shifted polynomials are defined on [0, 1].
     return _polynomial(2 * x - 1 if is_shifted else x, n, first, step)
 
   lowering.__name__ = lowering.__qualname__ = f"_aten_special_{name}"
