@@ -86,7 +86,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_a_call_takes(name):
+def test_choose_picks_the_expected_implementation(name):
   place, given, expected = ROWS[name]
   assert choose(place, given) == expected
   assert choose(place, given, "plain") == "plain"
@@ -108,7 +108,7 @@ def test_what_a_call_takes(name):
     (HOPPER, call(), "blockwise", "blockwise"),
   ),
 )
-def test_what_is_wished_for(place, given, wish, expected):
+def test_choose_follows_the_configured_implementation(place, given, wish, expected):
   assert choose(place, given, wish).startswith(expected)
 
 
@@ -131,7 +131,7 @@ def halves(length=8, heads=4):
   return torch.zeros(shape, device="jax", dtype=torch.bfloat16)
 
 
-def test_the_tensors_of_a_call_are_described_to_the_choice(hopper):
+def test_shapes_and_dtypes_of_a_call_reach_the_choice(hopper):
   env, x = torchax.default_env(), halves()
   assert taken(env, x, x, x) == "cudnn"
   assert taken(env, x.float(), x.float(), x.float()) == "plain"
@@ -147,7 +147,7 @@ def test_the_tensors_of_a_call_are_described_to_the_choice(hopper):
   assert taken(env, x[0, 0, 0], x[0, 0, 0], x[0, 0, 0]) == "plain"
 
 
-def test_dropout_takes_blocks_where_its_generator_has_positions(hopper):
+def test_dropout_is_blockwise_if_the_mask_has_positions(hopper):
   env, long = torchax.default_env(), halves(1024)
   assert taken(env, long, long, long, dropout_p=0.1) == "blockwise"
   # Nothing is dropped with a probability that is lost beside 1.
@@ -156,7 +156,7 @@ def test_dropout_takes_blocks_where_its_generator_has_positions(hopper):
     assert taken(env, long, long, long, dropout_p=0.1) == "plain"
 
 
-def test_a_program_is_divided_where_there_are_several_devices(hopper, monkeypatch):
+def test_programs_are_divided_if_there_are_several_devices(hopper, monkeypatch):
   env, x, found = torchax.default_env(), halves(), []
 
   @jax_jit
@@ -176,7 +176,7 @@ def test_a_program_is_divided_where_there_are_several_devices(hopper, monkeypatc
   assert found == ["cudnn", "plain", "cudnn"]
 
 
-def test_a_vmap_is_plain(hopper):
+def test_attention_under_vmap_is_plain(hopper):
   env, found = torchax.default_env(), []
   torchax.interop.jax_vmap(lambda x: found.append(taken(env, x, x, x)) or x)(
     halves()[None]
@@ -184,7 +184,7 @@ def test_a_vmap_is_plain(hopper):
   assert set(found) == {"plain"}
 
 
-def test_a_compiled_function_follows_the_switch():
+def test_a_compiled_function_follows_the_configuration():
   env = torchax.default_env()
   x, forms = torch.randn(1, 1, 4, 8, device="jax"), []
 

@@ -42,9 +42,7 @@ def value_and_gradients(attend, *arrays):
   ),
   ids=("causal", "groups"),
 )
-def test_the_kernel_of_tpus_is_attention_when_it_is_interpreted(
-  leading, key_heads, flags
-):
+def test_the_interpreted_tpu_kernel_equals_attention(leading, key_heads, flags):
   of_keys = *leading[:-1], key_heads, 256, 64
   arrays = normals((*leading, 256, 64), of_keys, of_keys)
 
@@ -131,7 +129,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_program_of_a_platform_calls_its_kernel(name, machine):
+def test_lowered_programs_call_the_kernel_of_the_platform(name, machine):
   platform, flags, expected = ROWS[name]
   if "attn_mask" in flags:
     flags = {"attn_mask": torch.tensor(flags["attn_mask"], device="jax")}
@@ -144,7 +142,7 @@ def test_the_program_of_a_platform_calls_its_kernel(name, machine):
 
 
 @pytest.mark.parametrize("platform", ("cuda", "tpu"))
-def test_with_dropout_the_program_has_no_kernel_and_no_mask(platform, machine):
+def test_dropout_lowers_without_a_kernel_or_a_mask(platform, machine):
   machine(platform)
   tensors = [of_length() for _ in range(3)]
   text = lowered(platform, lambda *t: SDPA(*t, dropout_p=0.1), *tensors)
@@ -154,7 +152,7 @@ def test_with_dropout_the_program_has_no_kernel_and_no_mask(platform, machine):
 
 
 @pytest.mark.parametrize("platform", ("cuda", "tpu"))
-def test_the_plain_form_can_be_asked_for(platform, machine):
+def test_the_plain_implementation_can_be_requested(platform, machine):
   machine(platform)
   config = torchax.default_env().config
   config.attention = "plain"
@@ -166,7 +164,7 @@ def test_the_plain_form_can_be_asked_for(platform, machine):
   assert re.search(SCORES, text)
 
 
-def test_a_row_of_a_mask_that_sees_nothing_is_zeros(monkeypatch):
+def test_fully_masked_rows_are_zero(monkeypatch):
   """cuDNN gives it the mean of the values, which its stand-in does too."""
 
   def mean_of_values(query, key, value, *, mask, **rest):

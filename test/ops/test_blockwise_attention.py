@@ -46,9 +46,7 @@ def gradients(attend, *arrays):
     ("whole", False, 7, 1),
   ),
 )
-def test_values_and_gradients_are_those_of_all_scores(
-  mask, is_causal, block, key_heads
-):
+def test_values_and_gradients_equal_plain_attention(mask, is_causal, block, key_heads):
   arrays = [mappings.t2j(t) for t in (QUERY, KEY[:, :key_heads], VALUE[:, :key_heads])]
   mask = None if MASKS[mask] is None else mappings.t2j(MASKS[mask])
   flags = dict(is_causal=is_causal, scale=0.4)
@@ -110,7 +108,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_with_dropout_it_draws_what_the_plain_form_draws(env, way):
+def test_dropout_draws_the_same_mask_as_plain_attention(env, way):
   found, expected = both(
     env, lambda: attend_and_differentiate(torch.float32, 0.4, WAYS[way])
   )
@@ -118,7 +116,7 @@ def test_with_dropout_it_draws_what_the_plain_form_draws(env, way):
     torch.testing.assert_close(have, want, atol=1e-6, rtol=1e-5)
 
 
-def test_the_mask_is_equal_bit_for_bit(env):
+def test_dropout_mask_is_bitwise_equal_to_plain_attention(env):
   """With equal weights and values of one key each, the output is the mask."""
   size, p = 600, 0.3  # more keys than a block has
   zeros = (
@@ -137,7 +135,7 @@ def test_the_mask_is_equal_bit_for_bit(env):
 
 
 @pytest.mark.parametrize("size", (1, 6))
-def test_half_precision_is_as_near_to_float32_as_the_plain_form(env, size):
+def test_half_precision_is_as_accurate_as_plain_attention(env, size):
   """Also in rows that have one large weight, as those of large queries have."""
 
   def in_dtype(dtype):
@@ -154,7 +152,7 @@ def test_half_precision_is_as_near_to_float32_as_the_plain_form(env, size):
     assert errors[0] < 1.5 * errors[1] < 0.2 * want.norm().item()
 
 
-def test_its_gradient_has_a_gradient(env):
+def test_second_derivatives_exist(env):
   def second():
     leaves = [t.to("jax").requires_grad_() for t in (QUERY, KEY, VALUE)]
     output = eagerly(*leaves, 0.4)
@@ -166,7 +164,7 @@ def test_its_gradient_has_a_gradient(env):
     torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-4)
 
 
-def test_everything_may_be_dropped(env):
+def test_dropout_probability_one_gives_zeros(env):
   for output in both(env, lambda: [eagerly(*moved(), 1.0)]):
     assert not output[0].any()
 
@@ -175,7 +173,7 @@ def moved():
   return [t.to("jax") for t in (QUERY, KEY, VALUE)]
 
 
-def test_one_draw_is_made_and_noted(env):
+def test_one_draw_is_made_and_recorded(env):
   env.config.attention = "blockwise"
   with env, env.rng.record() as ledger:
     eagerly(*moved(), 0.5)
@@ -186,7 +184,7 @@ def test_one_draw_is_made_and_noted(env):
   assert torchax.rng.replay(draw).tolist() == words.tolist()
 
 
-def test_memory_grows_with_the_length(env):
+def test_memory_is_linear_in_the_length(env):
   def needed(word, length):
     env.config.attention = word
     shape = jax.ShapeDtypeStruct((1, 2, length, 16), jnp.float32)

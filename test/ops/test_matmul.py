@@ -101,7 +101,7 @@ CASES = PRODUCT_CASES + SUM_CASES + DISTANCE_CASES + GROUP_CASES
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_results_equal_torch_on_the_cpu(case):
   check(case)
 
 
@@ -117,7 +117,7 @@ ERRORS = (
 
 
 @pytest.mark.parametrize("row", ERRORS, ids=lambda row: row[0].__name__)
-def test_it_raises_where_torch_raises(row):
+def test_invalid_operands_raise(row):
   function, args = row
   with pytest.raises(RuntimeError):
     function(*args)
@@ -127,7 +127,7 @@ def test_it_raises_where_torch_raises(row):
     function(*(arg.to("jax") for arg in args))
 
 
-def test_einsum_takes_subscripts_as_numbers():
+def test_einsum_accepts_numeric_subscripts():
   left, right = jnp.asarray(A.numpy()), jnp.asarray(B.numpy())
   expected = torch.einsum(A, [0, 1], B, [1, 2], [2, 0])
   actual = einsum(left, [0, 1], right, [1, 2], [2, 0])
@@ -136,7 +136,7 @@ def test_einsum_takes_subscripts_as_numbers():
   np.testing.assert_allclose(implicit, (A @ B).numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_einsum_takes_a_list_of_operands_and_an_ellipsis():
+def test_einsum_accepts_a_list_of_operands_and_an_ellipsis():
   left, right = jnp.asarray(BATCH_A.numpy()), jnp.asarray(B.numpy())
   expected = torch.einsum("...ij,jk", [BATCH_A, B])
   actual = einsum("...ij,jk", [left, right])
@@ -154,7 +154,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_a_product_of_stacks_is_that_of_torch_with_its_gradients(name):
+def test_batched_matmul_and_its_gradients_equal_torch(name):
   dtype, tolerance = STACKS[name]
   left = (torch.arange(24).reshape(2, 3, 2, 2) % 7).to(dtype)
   right = (left + 1).mT.conj()
@@ -172,7 +172,7 @@ def test_a_product_of_stacks_is_that_of_torch_with_its_gradients(name):
     torch.testing.assert_close(ours, theirs, **tolerance)
 
 
-def test_a_product_of_stacks_keeps_their_dimensions_apart():
+def test_batched_matmul_keeps_batch_dimensions_separate():
   x = torch.ones(2, 3, 4, 4, device="jax")
   with torchax.default_env():
     for product in (torch.matmul, torch.Tensor.__matmul__, torch.Tensor.matmul):
@@ -180,7 +180,7 @@ def test_a_product_of_stacks_keeps_their_dimensions_apart():
       assert "reshape" not in program and "batching_dims = [0, 1]" in program
 
 
-def test_stacks_that_do_not_fit_raise_what_torch_raises():
+def test_mismatched_batches_raise_the_error_of_torch():
   with torchax.default_env():
     for shape in ((2, 3, 5, 4), (2, 4, 4, 4), (3, 3, 4, 4)):
       with pytest.raises(RuntimeError):
@@ -202,7 +202,7 @@ REFUSED_GROUPS = {
 
 
 @pytest.mark.parametrize("args", REFUSED_GROUPS.values(), ids=REFUSED_GROUPS)
-def test_grouped_mm_raises_where_torch_raises(args):
+def test_grouped_mm_errors_equal_torch(args):
   with pytest.raises(RuntimeError) as of_torch:
     grouped_mm(*args)
   moved = [arg.to("jax") if isinstance(arg, torch.Tensor) else arg for arg in args]

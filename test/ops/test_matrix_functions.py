@@ -27,7 +27,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_results_equal_torch_on_the_cpu(case):
   check(case)
 
 
@@ -61,7 +61,7 @@ def largest(array) -> float:
   (definite(BATCH.double()), definite(COMPLEX), EQUAL, EQUAL[:0, :0], EQUAL[None][:0]),
   ids=("real", "complex", "equal", "empty", "no-batch"),
 )
-def test_the_square_of_a_root_is_the_matrix(matrix):
+def test_matrix_sqrth_squared_is_the_matrix(matrix):
   with jax.enable_x64(True):
     array = mappings.t2j(matrix)
     root = jax.jit(_aten_linalg_matrix_sqrth)(array)
@@ -71,7 +71,7 @@ def test_the_square_of_a_root_is_the_matrix(matrix):
       check_grads(root_of_hermitian_part, (array,), 1, rtol=1e-5, atol=1e-5)
 
 
-def test_a_root_reads_the_lower_triangle_and_takes_negative_eigenvalues_for_zero():
+def test_matrix_sqrth_reads_lower_triangle_and_clamps_negatives():
   array = jnp.array([[4.0, 100.0], [0.0, -1e-9]])
   assert _aten_linalg_matrix_sqrth(array).tolist() == [[2, 0], [0, 0]]
 
@@ -82,7 +82,7 @@ def test_a_root_reads_the_lower_triangle_and_takes_negative_eigenvalues_for_zero
   + (EQUAL[:, :0], EQUAL[None][:0]),
   ids=("real", "complex", "tall", "tall-complex", "equal", "no-columns", "no-batch"),
 )
-def test_a_polar_decomposition_is_a_unitary_and_a_hermitian_factor(matrix):
+def test_polar_factors_are_unitary_and_hermitian(matrix):
   with jax.enable_x64(True):
     array = mappings.t2j(matrix)
     unitary, hermitian = jax.jit(_aten_linalg_polar)(array)
@@ -110,6 +110,6 @@ def test_a_polar_decomposition_is_a_unitary_and_a_hermitian_factor(matrix):
     ),
   ),
 )
-def test_what_torch_refuses_is_refused(function, array, error, message):
+def test_invalid_matrices_raise(function, array, error, message):
   with pytest.raises(error, match=message):
     function(array)

@@ -56,7 +56,7 @@ def expected(boxes, scores, threshold) -> list[int]:
 @pytest.mark.parametrize(
   ("count", "ties"), [(1, False), (7, False), (30, True), (100, False), (128, False)]
 )
-def test_the_best_boxes_are_kept_in_the_order_of_their_scores(count, ties, threshold):
+def test_boxes_are_kept_in_order_of_their_scores(count, ties, threshold):
   boxes, scores = boxes_and_scores(count, ties=ties)
   kept = torch.ops.torchvision.nms(boxes.to("jax"), scores.to("jax"), threshold)
   wanted = expected(boxes, scores, threshold)
@@ -65,26 +65,26 @@ def test_the_best_boxes_are_kept_in_the_order_of_their_scores(count, ties, thres
   assert threshold == 1.0 or count < 30 or len(wanted) < count
 
 
-def test_no_boxes_give_no_indices():
+def test_empty_input_gives_no_indices():
   kept = torch.ops.torchvision.nms(
     torch.zeros(0, 4, device="jax"), torch.zeros(0, device="jax"), 0.5
   )
   assert kept.tolist() == []
 
 
-def test_boxes_without_an_area_suppress_nothing():
+def test_boxes_without_area_suppress_nothing():
   boxes = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 2, 2]]).to("jax")
   scores = torch.tensor([0.1, 0.2, 0.3]).to("jax")
   assert torch.ops.torchvision.nms(boxes, scores, 0.1).tolist() == [2, 1, 0]
 
 
-def test_arrays_are_taken_without_torchvision():
+def test_arrays_are_accepted_without_torchvision():
   boxes, scores = boxes_and_scores(20)
   kept = jtorchvision_nms.nms(jnp.array(boxes), jnp.array(scores), 0.4)
   assert isinstance(kept, jax.Array) and kept.tolist() == expected(boxes, scores, 0.4)
 
 
-def test_numbers_of_boxes_share_programs():
+def test_similar_numbers_of_boxes_share_a_program():
   select = jtorchvision_nms._select
   select.clear_cache()
   for count in range(33, 50):
@@ -94,7 +94,7 @@ def test_numbers_of_boxes_share_programs():
 
 
 @pytest.mark.parametrize("size", [3, 40])
-def test_a_result_of_fixed_size_runs_inside_jax_jit(size):
+def test_padded_nms_runs_inside_jax_jit(size):
   batches = [boxes_and_scores(30, ties=ties) for ties in (False, True)]
   boxes, scores = (jnp.stack([jnp.array(b[n]) for b in batches]) for n in (0, 1))
   padded = jax.jit(jtorchvision_nms.non_max_suppression_padded, static_argnums=2)
@@ -106,7 +106,7 @@ def test_a_result_of_fixed_size_runs_inside_jax_jit(size):
     np.testing.assert_array_equal(indices[row], wanted + [0] * (size - len(wanted)))
 
 
-def test_a_result_of_unknown_length_is_refused_inside_a_compiled_function():
+def test_nms_raises_inside_a_compiled_function():
   boxes, scores = (t.to("jax") for t in boxes_and_scores(5))
   with torchax.default_env(), pytest.raises(TracedStateError, match="length of nms"):
     jax_jit(lambda b, s: torch.ops.torchvision.nms(b, s, 0.5))(boxes, scores)
@@ -120,6 +120,6 @@ def test_a_result_of_unknown_length_is_refused_inside_a_compiled_function():
     (torch.ones(3, 4), torch.ones(2), r"one number for each of the 3 boxes, got"),
   ],
 )
-def test_other_shapes_are_refused(boxes, scores, message):
+def test_invalid_shapes_raise(boxes, scores, message):
   with pytest.raises(RuntimeError, match=message):
     torch.ops.torchvision.nms(boxes.to("jax"), scores.to("jax"), 0.5)

@@ -74,6 +74,6 @@ def test_normalize(case):
   check(case)
 
 
-def test_a_wrong_normalized_shape_is_refused():
+def test_a_wrong_normalized_shape_raises():
   with pytest.raises(RuntimeError, match="normalized_shape"):
     check(Case(F.layer_norm, ROWS, (5,)))

@@ -49,7 +49,7 @@ PAIRS = [
 PAIRS += [(t, n) for dtype in DTYPES for t in tensors(dtype) for n in NUMBERS]
 
 
-def test_result_dtype_is_that_of_torch_for_every_pair():
+def test_result_dtype_equals_torch_for_every_pair():
   wrong = [
     (a.dtype, a.dim(), b if not isinstance(b, torch.Tensor) else (b.dtype, b.dim()))
     for a, b in PAIRS
@@ -64,7 +64,7 @@ def test_promotion_is_symmetric():
     assert op_base.result_dtype(left, right) == op_base.result_dtype(right, left)
 
 
-def test_a_python_float_takes_the_default_dtype():
+def test_a_python_float_has_the_default_dtype():
   torch.set_default_dtype(torch.bfloat16)
   try:
     assert op_base.default_float() == jnp.bfloat16
@@ -86,11 +86,11 @@ def test_a_traced_number_promotes_as_a_number():
   assert dtypes == [jnp.bfloat16]
 
 
-def test_none_takes_no_part_in_promotion():
+def test_promotion_ignores_none():
   assert op_base.result_dtype(None, jnp.ones(2, jnp.float16), None) == jnp.float16
 
 
-def test_promote_gives_arrays_of_the_common_dtype_and_their_shapes():
+def test_promote_converts_dtypes_and_keeps_shapes():
   left, right = op_base.promote(jnp.ones((2, 1), jnp.int32), 2.5)
   assert left.dtype == right.dtype == jnp.float32
   assert left.shape == (2, 1) and right.shape == ()
@@ -98,7 +98,7 @@ def test_promote_gives_arrays_of_the_common_dtype_and_their_shapes():
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.uint8])
-def test_to_float_makes_integers_floats(dtype):
+def test_to_float_converts_integers(dtype):
   assert op_base.to_float(jnp.ones(2, dtype)).dtype == jnp.float32
 
 
@@ -108,7 +108,7 @@ def test_to_float_keeps_inexact_dtypes(dtype):
   assert op_base.to_float(array).dtype == dtype
 
 
-def test_promote_int_input_converts_the_first_argument_alone():
+def test_promote_int_input_converts_only_the_first_argument():
   @op_base.promote_int_input
   def lowering(x, other, scale=1):
     return x.dtype, other.dtype, scale
@@ -118,7 +118,7 @@ def test_promote_int_input_converts_the_first_argument_alone():
   assert lowering.__name__ == "lowering"
 
 
-def test_convert_dtype_hands_over_a_jax_dtype():
+def test_convert_dtype_passes_a_jax_dtype():
   @op_base.convert_dtype()
   def with_default(n, *, dtype=None):
     return dtype
@@ -134,7 +134,7 @@ def test_convert_dtype_hands_over_a_jax_dtype():
   assert without_default(1) is None
 
 
-def test_a_constant_takes_the_wanted_dtype():
+def test_constants_are_converted_to_the_dtype():
   convert = op_base.maybe_convert_constant_dtype
   assert convert(2, jnp.dtype("float32")).dtype == jnp.float32
   assert convert(jnp.ones((), jnp.int32), jnp.dtype("bfloat16")).dtype == jnp.bfloat16
@@ -161,7 +161,7 @@ def on_jax(*values, dtype=torch.float32) -> torch.Tensor:
   return torch.tensor(values, dtype=dtype).to("jax")
 
 
-def test_an_in_place_form_writes_through_views_and_keeps_the_dtype():
+def test_inplace_op_writes_through_views_and_keeps_the_dtype():
   base = on_jax(1, 2, 3, dtype=torch.int32)
   halved_ = op_base.InplaceOp(lambda x, by: x / by)
   view = base[1:]
@@ -169,21 +169,21 @@ def test_an_in_place_form_writes_through_views_and_keeps_the_dtype():
   assert base.tolist() == [1, 1, 1] and base.dtype == torch.int32
 
 
-def test_an_in_place_form_may_replace_the_tensor():
+def test_inplace_op_can_replace_the_tensor():
   tensor = on_jax(1, 2, 3, dtype=torch.int32)
   halved_ = op_base.InplaceOp(lambda x: x[:2] / 2, replace=True)
   assert halved_(tensor) is tensor
   assert tensor.tolist() == [0.5, 1.0] and tensor.dtype == torch.float32
 
 
-def test_an_in_place_form_of_a_jax_function_writes_any_argument():
+def test_inplace_op_of_a_jax_function_writes_any_argument():
   source, target = on_jax(1, 2), on_jax(5, 5)
   write = op_base.InplaceOp(jnp.subtract, position_to_mutate=1, is_jax_func=True)
   assert write(source, target) is target
   assert target.tolist() == [-4, -3] and source.tolist() == [1, 2]
 
 
-def test_an_in_place_form_of_an_aten_operation_is_that_of_torch():
+def test_inplace_op_of_an_aten_operation_equals_torch():
   expected, actual = torch.tensor([1.0, 2.0]), on_jax(1, 2)
   add_ = op_base.InplaceOp(torch.ops.aten.add)
   assert (
@@ -191,12 +191,12 @@ def test_an_in_place_form_of_an_aten_operation_is_that_of_torch():
   )
 
 
-def test_an_in_place_form_of_a_cpu_tensor_is_refused():
+def test_inplace_op_raises_for_a_cpu_tensor():
   with pytest.raises(TypeError, match="Argument 0 is written to"):
     op_base.InplaceOp(torch.neg)(torch.ones(2))
 
 
-def test_an_out_form_writes_one_or_several_results():
+def test_out_variant_writes_one_or_several_results():
   double_out = op_base.OutVariant(lambda x: x * 2)
   out = on_jax(0, 0)
   assert double_out(on_jax(1, 2), out=out) is out and out.tolist() == [2, 4]
@@ -207,7 +207,7 @@ def test_an_out_form_writes_one_or_several_results():
   assert [o.tolist() for o in outs] == [[3], [4]]
 
 
-def test_an_out_form_resizes_with_a_warning_and_refuses_other_types():
+def test_out_variant_resizes_with_a_warning_and_checks_dtypes():
   double_out = op_base.OutVariant(lambda x: x * 2)
   out = on_jax(1, 1, 1)
   with pytest.warns(UserWarning, match="one or more elements was resized"):
@@ -218,7 +218,7 @@ def test_an_out_form_resizes_with_a_warning_and_refuses_other_types():
   assert whole.tolist() == [1]
 
 
-def test_mutations_and_their_functional_forms_are_known():
+def test_mutation_tables_map_in_place_to_functional_forms():
   aten = torch.ops.aten
   forms = jaten.mutation_ops_to_functional
   assert forms[aten.add_] is aten.add and forms[aten.relu_] is aten.relu

@@ -29,6 +29,6 @@ def test_padding(case):
   check(case)
 
 
-def test_reflection_needs_enough_elements():
+def test_reflection_wider_than_the_input_raises():
   with pytest.raises(RuntimeError, match="[Pp]adding"):
     F.pad(torch.ones(1, 2, 3, device="jax"), (3, 0), mode="reflect")

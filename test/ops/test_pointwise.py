@@ -296,7 +296,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_results_equal_torch_on_the_cpu(case):
   check(case)
 
 
@@ -313,7 +313,7 @@ ERRORS = (
 
 
 @pytest.mark.parametrize("row", ERRORS, ids=lambda row: row[0].__name__)
-def test_it_raises_where_torch_raises(row):
+def test_errors_equal_torch(row):
   function, args, kwargs = (*row, {})[:3]
   with pytest.raises(RuntimeError):
     function(*args, **kwargs)

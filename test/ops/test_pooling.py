@@ -98,7 +98,7 @@ def test_pooling(case):
   check(case)
 
 
-def test_jax_sends_the_gradient_of_a_tie_where_torch_does():
+def test_gradients_of_tied_maxima_equal_torch():
   leaf = TIES.clone().requires_grad_()
   F.max_pool2d(leaf, 3, 1, 1).sum().backward()
 
@@ -120,7 +120,7 @@ def test_jax_sends_the_gradient_of_a_tie_where_torch_does():
   ),
   ids=("max padding", "max size", "average padding", "average size"),
 )
-def test_windows_that_torch_refuses_are_refused(function, args):
+def test_invalid_windows_raise(function, args):
   message = "pad should be|too small"
   with pytest.raises(RuntimeError, match=message):
     function(PLANE, *args)
@@ -131,7 +131,7 @@ def test_windows_that_torch_refuses_are_refused(function, args):
 
 
 @pytest.mark.parametrize("stride", (0, (1, -1, 1)))
-def test_unpooling_refuses_strides_below_one_as_torch_does(stride):
+def test_unpooling_raises_for_strides_below_one(stride):
   pooled, indices = F.max_pool3d(VOLUME, 2, return_indices=True)
   for device in ("cpu", "jax"):
     with torchax.default_env(), pytest.raises(RuntimeError, match="greater than zero"):
@@ -139,7 +139,7 @@ def test_unpooling_refuses_strides_below_one_as_torch_does(stride):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_adaptive_maxima_of_no_channels_are_none(rank):
+def test_adaptive_max_pool_without_channels_is_empty(rank):
   function = getattr(torch.nn.functional, f"adaptive_max_pool{rank}d")
   with torchax.default_env():
     for shape in ((0, *(4,) * rank), (0, 2, *(4,) * rank)):

@@ -101,7 +101,7 @@ def look_alike(pair, x64: bool) -> bool:
 
 @both_widths
 @pytest.mark.parametrize("left", STORED, ids=str)
-def test_every_pair_has_the_dtype_that_torch_gives_it(left, x64):
+def test_promoted_dtype_of_every_pair_equals_torch(left, x64):
   wrong = []
   with width(x64):
     for pair in operands(STORED, left):
@@ -173,7 +173,7 @@ NO_COMPLEX_HALF = {
 @both_widths
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_have_the_dtypes_of_torch(name, x64):
+def test_result_dtypes_of_operations_equal_torch(name, x64):
   call, wrong = OPERATIONS[name], []
   with width(x64):
     for left in COMPUTED:
@@ -210,7 +210,7 @@ def on(device: str, values, dtype=torch.int64) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES)
-def test_promoted_operands_give_the_numbers_of_torch(make):
+def test_values_of_promoted_operands_equal_torch(make):
   with torchax.default_env():
     assert_same(make("jax"), make("cpu"))
 
@@ -247,14 +247,14 @@ REFUSED_IN_PLACE = {
 
 
 @pytest.mark.parametrize("call", REFUSED_IN_PLACE.values(), ids=REFUSED_IN_PLACE)
-def test_what_torch_refuses_is_refused_with_its_type_of_error(call):
+def test_invalid_promotions_raise_the_error_type_of_torch(call):
   with pytest.raises((RuntimeError, TypeError)) as expected:
     call("cpu")
   with torchax.default_env(), pytest.raises(expected.type):
     call("jax")
 
 
-def test_a_refused_operation_in_place_changes_nothing():
+def test_a_failed_in_place_operation_changes_nothing():
   x = on("jax", [1, 2])
   with pytest.raises(RuntimeError, match="can't be cast"):
     x.add_(1.5)
@@ -275,6 +275,6 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("ask", ANSWERS.values(), ids=ANSWERS)
-def test_questions_about_promotion_have_torchs_answers(ask):
+def test_promotion_queries_equal_torch(ask):
   with torchax.default_env():
     assert ask("jax") == ask("cpu")

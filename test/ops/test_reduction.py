@@ -179,7 +179,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_results_equal_torch_on_the_cpu(case):
   check(case)
 
 
@@ -199,7 +199,7 @@ ERRORS = (
 
 
 @pytest.mark.parametrize("row", ERRORS, ids=lambda row: row[1].__name__)
-def test_it_raises_what_torch_raises(row):
+def test_errors_equal_torch(row):
   error, function, args = row
   with pytest.raises(error):
     function(*args)

@@ -76,7 +76,7 @@ def test_bicubic_helper_is_torch_bicubic(align_corners):
   torch.testing.assert_close(torch.tensor(actual.tolist()), expected)
 
 
-def test_weights_of_an_element_sum_to_one():
+def test_weights_of_an_output_element_sum_to_one():
   for antialias in (False, True):
     weights = jax_reimplement.compute_weight_mat(
       6, 4, 4 / 6, 0.0, jimage.triangle_kernel, antialias

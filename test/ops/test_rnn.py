@@ -34,11 +34,11 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(case):
+def test_recurrent_networks(case):
   check(case)
 
 
-def test_what_is_no_lstm_is_refused():
+def test_mkldnn_rnn_layer_raises_for_other_cells():
   given = [value.to("jax") for value in (floats(5, 3, 4), *states(3, HIDDEN), *WEIGHTS)]
   with pytest.raises(NotImplementedError, match="padded LSTM"):
     layer(*given, reverse=False, mode=GRU)

@@ -35,7 +35,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_results_equal_torch_on_the_cpu(case):
   check(case)
 
 
@@ -43,7 +43,7 @@ def test_it_gives_what_cpu_torch_gives(case):
   "arguments",
   [{"lengths": LENGTHS, "axis": 1}, {"lengths": BATCH}, {}],
 )
-def test_segments_must_be_told(arguments):
+def test_missing_or_invalid_segments_raise(arguments):
   with torchax.default_env(), pytest.raises((RuntimeError, IndexError)):
     moved = {
       key: value.to("jax") if isinstance(value, torch.Tensor) else value

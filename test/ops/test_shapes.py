@@ -117,12 +117,12 @@ def test_shapes(case):
   check(case)
 
 
-def test_as_strided_of_an_array_stays_inside_of_it():
+def test_as_strided_raises_outside_of_the_array():
   with pytest.raises(RuntimeError, match="reaches element 6"):
     torch.as_strided_copy(torch.ones(6, device="jax"), (2, 3), (3, 1), 1)
 
 
-def test_cat_refuses_scalars():
+def test_cat_raises_for_scalars():
   scalar = torch.ones((), device="jax")
   with pytest.raises(RuntimeError, match="0-d|zero-dimensional"):
     torch.cat([scalar, scalar])

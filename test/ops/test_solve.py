@@ -166,7 +166,7 @@ CASES = CHOLESKY_CASES + FACTOR_CASES + SOLVE_CASES + OTHER_CASES
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_results_equal_torch_on_the_cpu(case):
   check(case)
 
 
@@ -192,12 +192,12 @@ def test_an_ex_function_reports_the_failure_in_info():
     assert info.item() == 1
 
 
-def test_matrices_must_be_square():
+def test_non_square_matrices_raise():
   with torchax.default_env(), pytest.raises(RuntimeError):
     torch.linalg.inv(TALL.to("jax"))
 
 
-def test_singular_values_of_a_matrix_with_an_infinity_are_nan():
+def test_svd_of_a_matrix_with_an_infinity_is_nan():
   """XLA's algorithm for the CPU would not end."""
   matrices = torch.eye(3).expand(2, 3, 3).clone()
   matrices[0, 0, 0] = torch.inf

@@ -63,11 +63,11 @@ def test_sorting(case):
   check(case)
 
 
-def test_distinct_elements_need_values():
+def test_unique_raises_inside_a_trace():
   with torchax.default_env(), pytest.raises(TypeError, match="distinct"):
     jax_jit(torch.unique)(torch.ones(3, device="jax"))
 
 
-def test_topk_needs_k_elements():
+def test_topk_raises_for_k_above_the_size():
   with torchax.default_env(), pytest.raises(RuntimeError):
     torch.topk(torch.ones(3, device="jax"), 4)

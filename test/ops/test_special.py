@@ -86,11 +86,11 @@ CASES = GAMMA_CASES + ERROR_CASES + POLYNOMIAL_CASES
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_results_equal_torch_on_the_cpu(case):
   check(case)
 
 
-def test_polygamma_needs_an_order():
+def test_polygamma_raises_for_a_negative_order():
   with torchax.default_env(), pytest.raises(RuntimeError):
     torch.polygamma(-1, POSITIVE.to("jax"))
 
@@ -107,7 +107,7 @@ ACCURATE = (
 @pytest.mark.parametrize(
   "name, values", ACCURATE, ids=lambda v: v if str(v) == v else ""
 )
-def test_it_is_right_to_the_last_digits_of_float32(name, values):
+def test_values_are_accurate_to_float32_rounding(name, values):
   """Measured against double precision, where torch's own kernels may round worse."""
   exact = getattr(special, name)(values.double())
   with torchax.default_env():
@@ -118,7 +118,7 @@ def test_it_is_right_to_the_last_digits_of_float32(name, values):
 @pytest.mark.parametrize(
   "name, values", ACCURATE, ids=lambda v: v if str(v) == v else ""
 )
-def test_double_precision_is_kept(name, values):
+def test_float64_values_are_accurate(name, values):
   values = values.double()
   with jax.enable_x64(True), torchax.default_env():
     actual = getattr(special, name)(values.to("jax")).cpu()
@@ -127,7 +127,7 @@ def test_double_precision_is_kept(name, values):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_polygamma_is_right_beside_its_poles(n):
+def test_polygamma_is_accurate_near_its_poles(n):
   """torch's float32 kernel of the trigamma function loses digits there."""
   values = torch.cat([floats(40, low=-9.9, high=-0.1), torch.tensor([-3.001, -0.499])])
   exact = torch.polygamma(n, values.double())
