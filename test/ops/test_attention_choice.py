@@ -1,4 +1,4 @@
-"""Which form attention takes, as a table; no device is looked at."""
+"""Choice of an implementation of attention, as a table; no device is needed."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ MASK = {"mask": (2, 1, 2048, 2048)}
 WIDER = dataclasses.replace(call(), value=(2, 4, 2048, 128))
 BROADCAST = dataclasses.replace(call(), query=(1, 4, 2048, 64))
 
-# Name -> where, the call, what it takes.
+# Name -> device and transformations, call, expected implementation.
 ROWS = {
   "a CPU": (CPU, call(), "plain"),
   "another platform": (ROCM, call(), "plain"),
@@ -120,7 +120,7 @@ def taken(env, *tensors, mask=None, dropout_p=0.0, **flags) -> str:
 
 @pytest.fixture
 def hopper(monkeypatch):
-  """Has programs be for a GPU, as far as the choice goes."""
+  """Make the choice assume a Hopper GPU."""
   monkeypatch.setattr(placement, "current_platform", lambda: "cuda")
   monkeypatch.setattr(placement, "platform_of", lambda device: "cuda")
   monkeypatch.setattr(device_module, "get_device_capability", lambda: (9, 0))
@@ -139,18 +139,18 @@ def test_shapes_and_dtypes_of_a_call_reach_the_choice(hopper):
   mask = torch.ones(8, 8, device="jax") > 0
   assert taken(env, x, x, x, mask=mask) == "cudnn"
   assert taken(env, x, x, x, mask=mask.to(torch.bfloat16)) == "plain"
-  assert taken(env, x, x, x, dropout_p=0.1) == "plain"  # it is short
+  assert taken(env, x, x, x, dropout_p=0.1) == "plain"  # too few scores
   few = halves(heads=2)
   assert taken(env, x, few, few) == "plain"
   assert taken(env, x, few, few, enable_gqa=True) == "cudnn"
-  assert taken(env, x.cpu(), x, x) == "plain"  # where an error says so
+  assert taken(env, x.cpu(), x, x) == "plain"  # which raises the error
   assert taken(env, x[0, 0, 0], x[0, 0, 0], x[0, 0, 0]) == "plain"
 
 
 def test_dropout_is_blockwise_if_the_mask_has_positions(hopper):
   env, long = torchax.default_env(), halves(1024)
   assert taken(env, long, long, long, dropout_p=0.1) == "blockwise"
-  # Nothing is dropped with a probability that is lost beside 1.
+  # A probability that 1 - p rounds away drops nothing.
   assert taken(env, long, long, long, dropout_p=1e-20) == "plain"
   with env.rng_scope(jax.random.key(0, impl="rbg")):
     assert taken(env, long, long, long, dropout_p=0.1) == "plain"
@@ -172,7 +172,7 @@ def test_programs_are_divided_if_there_are_several_devices(hopper, monkeypatch):
   jax_jit(
     torchax.interop.jax_shard_map(form_of, mesh=mesh, in_specs=spec, out_specs=spec)
   )(x)
-  # The last of these is inside of a shard, which is one device's.
+  # The last call is inside `shard_map`, where each program has one device.
   assert found == ["cudnn", "plain", "cudnn"]
 
 
@@ -199,4 +199,4 @@ def test_a_compiled_function_follows_the_configuration():
       attend(x)
   finally:
     env.config.attention = "auto"
-  assert forms == ["auto", "blockwise"]  # what was traced is kept for both
+  assert forms == ["auto", "blockwise"]  # one trace for each, both cached

@@ -1,4 +1,4 @@
-"""Flash attention for GPUs and TPUs: interpreted or lowered, on a machine without."""
+"""Flash attention for GPUs and TPUs, interpreted or lowered without such a device."""
 
 import re
 
@@ -70,7 +70,7 @@ def test_without_the_kernel_attention_is_plain(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-  """Has programs be for another platform: `machine(platform)`."""
+  """Return `machine(platform)`, which makes programs compile for another platform."""
 
   def pretend(platform):
     monkeypatch.setattr(placement, "current_platform", lambda: platform)
@@ -87,7 +87,7 @@ def machine(monkeypatch):
 
 
 def lowered(platform: str, attend, *tensors) -> str:
-  """The program of attention and its gradients for a platform."""
+  """Return the program of attention and its gradients for a platform."""
 
   def step(*tensors):
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
@@ -109,7 +109,7 @@ def of_length(heads=2):
   return torch.zeros(2, heads, LENGTH, 64, dtype=BFLOAT16, device="jax")
 
 
-# What the program calls, in its order.
+# Calls of the program, in order.
 CUDNN = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
 CUDNN_WITH_BIAS = [
   "__cudnn$fmhaScaleBiasSoftmax",
@@ -137,7 +137,7 @@ def test_lowered_programs_call_the_kernel_of_the_platform(name, machine):
   machine(platform)
   text = lowered(platform, lambda *t: SDPA(*t, **flags), of_length(), few, few)
   assert re.findall(r"tpu_custom_call|__cudnn\$\w+", text) == expected
-  if name != "cudnn, mask":  # which is a bias of that size
+  if name != "cudnn, mask":  # a mask is a bias of that size
     assert not re.search(SCORES, text)
 
 
@@ -165,7 +165,7 @@ def test_the_plain_implementation_can_be_requested(platform, machine):
 
 
 def test_fully_masked_rows_are_zero(monkeypatch):
-  """cuDNN gives it the mean of the values, which its stand-in does too."""
+  """cuDNN gives such a row the mean of the values, and so does the fake here."""
 
   def mean_of_values(query, key, value, *, mask, **rest):
     assert mask.shape == (2, 1, 4, 6) and rest["implementation"] == "cudnn"

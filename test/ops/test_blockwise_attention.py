@@ -1,4 +1,4 @@
-"""Attention in blocks of keys is attention, and draws the same mask."""
+"""Attention in blocks of keys: equal to plain attention, with the same dropout mask."""
 
 import itertools
 
@@ -19,7 +19,7 @@ from torchax.ops.jaten.attention import scaled_dot_product_attention
 ROWS, KEYS = 5, 7
 QUERY, KEY, VALUE = floats(2, 4, 5, 8), floats(2, 4, 7, 8, seed=1), floats(2, 4, 7, 6)
 MASK = floats(2, 1, ROWS, KEYS, seed=3) > 0
-MASK[1, 0, 2] = False  # one row that sees nothing
+MASK[1, 0, 2] = False  # one fully masked row
 MASKS = {
   "none": None,
   "whole": MASK,
@@ -68,13 +68,13 @@ def env():
 
 
 def both(env, function):
-  """What a function returns in the plain form and in blocks, with one seed."""
+  """Return a function's results with plain and blockwise attention, with one seed."""
   found = []
   for word in ("plain", "blockwise"):
     env.config.attention = word
     torch.manual_seed(5)
     with env:
-      # The rest of the stream is where it was, too.
+      # Both must also leave the stream at the same offset.
       found.append([*function(), torch.rand(2, device="jax")])
   return found
 
@@ -118,7 +118,7 @@ def test_dropout_draws_the_same_mask_as_plain_attention(env, way):
 
 def test_dropout_mask_is_bitwise_equal_to_plain_attention(env):
   """With equal weights and values of one key each, the output is the mask."""
-  size, p = 600, 0.3  # more keys than a block has
+  size, p = 600, 0.3  # more keys than in a block
   zeros = (
     torch.zeros(2, 3, 4, 8, device="jax"),
     torch.zeros(2, 3, size, 8, device="jax"),
@@ -136,7 +136,7 @@ def test_dropout_mask_is_bitwise_equal_to_plain_attention(env):
 
 @pytest.mark.parametrize("size", (1, 6))
 def test_half_precision_is_as_accurate_as_plain_attention(env, size):
-  """Also in rows that have one large weight, as those of large queries have."""
+  """Large queries give rows with one large weight."""
 
   def in_dtype(dtype):
     leaves = [(size * t).to("jax", torch.bfloat16) for t in (QUERY, KEY, VALUE)]
@@ -165,19 +165,19 @@ def test_second_derivatives_exist(env):
 
 
 def test_dropout_probability_one_gives_zeros(env):
-  for output in both(env, lambda: [eagerly(*moved(), 1.0)]):
+  for output in both(env, lambda: [eagerly(*operands(), 1.0)]):
     assert not output[0].any()
 
 
-def moved():
+def operands():
   return [t.to("jax") for t in (QUERY, KEY, VALUE)]
 
 
 def test_one_draw_is_made_and_recorded(env):
   env.config.attention = "blockwise"
   with env, env.rng.record() as ledger:
-    eagerly(*moved(), 0.5)
-    eagerly(*moved(), 0.0)
+    eagerly(*operands(), 0.5)
+    eagerly(*operands(), 0.0)
   (draw,) = ledger
   assert draw.distribution.startswith("bernoulli")
   words = jax.random.key_data(draw.prng_key)

@@ -1,4 +1,4 @@
-"""What is hot in real models becomes the XLA operation that fits, and no more of it."""
+"""Operations of real models: each lowers to the expected XLA operations only."""
 
 import collections
 import re
@@ -21,7 +21,7 @@ LSTM = torch.nn.LSTM(8, 8)
 
 
 def gradient(function):
-  """The gradients of the sum of the results for all floating-point inputs."""
+  """Return the gradients of the summed results for all floating-point inputs."""
 
   def compute(*tensors):
     leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
@@ -106,13 +106,13 @@ ROWS = {
     (TOKENS,),
     {"select": 1, "scatter": 0},
   ),
-  # The products with all inputs are one before the loop, the others one in it.
+  # One product for all inputs before the loop, one for the state inside.
   "lstm": (lstm, (TOKENS,), {"while": 1, "dot_general": 2}),
 }
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_module_holds_what_fits(name):
+def test_module_has_the_expected_operations(name):
   function, inputs, expected = ROWS[name]
   with torchax.default_env():
     arrays = [tensor.to("jax").jax() for tensor in inputs]

@@ -143,7 +143,7 @@ def test_einsum_accepts_a_list_of_operands_and_an_ellipsis():
   np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
-# Stacks of several dimensions, inside of the environment ------------------------------
+# Batches of several dimensions, inside the environment --------------------------------
 
 STACKS = {
   "floats": (torch.float32, {}),

@@ -38,8 +38,8 @@ def test_double_precision_is_kept():
   torch.testing.assert_close(actual, exp(matrix), rtol=1e-13, atol=1e-13)
 
 
-# torch has these two since 2.15, so their lowerings are called as they are: matrices
-# of double precision, real and complex, with equal eigenvalues among them.
+# torch has these two operations only since 2.15, so the tests call the lowerings. The
+# matrices are real and complex in double precision, some with equal eigenvalues.
 COMPLEX = torch.complex(BATCH.double(), floats(3, 4, 4, seed=1).double())
 EQUAL = 2 * torch.eye(4).double()
 

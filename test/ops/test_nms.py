@@ -15,7 +15,7 @@ from torchax.ops import jtorchvision_nms, mappings
 
 @pytest.fixture(scope="module", autouse=True)
 def torchvision_nms():
-  """torchvision's operator; without torchvision, its schema is defined here."""
+  """Import torchvision's operator, or define its schema without torchvision."""
   if hasattr(torch.ops.torchvision, "nms"):
     yield
     return

@@ -1,4 +1,4 @@
-"""Normalisation layers: CPU torch is the oracle."""
+"""Normalization layers, compared with CPU torch."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ MEAN, VARIANCE = floats(4, seed=3), floats(4, seed=4, low=0.5, high=2.0)
 
 
 def batch_norm(input, mean, variance, *args, **kwargs):
-  """Returns the running statistics as well, which training changes in place."""
+  """Also return the running statistics, which training changes in place."""
   mean, variance = mean.detach().clone(), variance.detach().clone()
   output = F.batch_norm(input, mean, variance, *args, **kwargs)
   return output, mean, variance

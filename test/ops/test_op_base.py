@@ -1,4 +1,4 @@
-"""What lowerings are written with: torch's type promotion, dtype arguments."""
+"""Helpers for lowerings: type promotion, dtype arguments, in-place and `out=` forms."""
 
 import itertools
 
@@ -26,7 +26,7 @@ NUMBERS = (True, 2, 2.5, 1j)
 
 
 def tensors(dtype: torch.dtype) -> list:
-  """A tensor with dimensions and one without."""
+  """Return a tensor with dimensions and one without."""
   return [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)]
 
 
@@ -35,7 +35,7 @@ def arrays(values) -> list:
 
 
 def expected(values) -> jnp.dtype:
-  """torch's own answer, narrowed as x64 demands; JAX has no 32-bit complex numbers."""
+  """Return torch's dtype, narrowed without x64; JAX has no 32-bit complex numbers."""
   dtype = torch.result_type(*values)
   narrowed = {**NARROWED, **dict.fromkeys(HALF_COMPLEX, torch.complex64)}
   return mappings.t2j_dtype(narrowed.get(dtype, dtype))

@@ -1,4 +1,4 @@
-"""Borders: constant, reflected, replicated, circular, and cropping."""
+"""Padding: constant, reflected, replicated, circular, and cropping."""
 
 import pytest
 import torch

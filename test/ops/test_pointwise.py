@@ -24,7 +24,7 @@ SPECIAL = torch.tensor([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, math.nan])
 
 
 def unary(function, values, **options):
-  """One row each in f32 with gradient, bf16, and integers."""
+  """Return one row each in f32 with gradient, bf16, and integers."""
   options = {"grad": True} | options
   return (
     Case(function, values, **options),
@@ -208,7 +208,7 @@ BINARY_CASES = (
 )
 
 INFINITE = float("inf")
-# False is a zero: times infinity it is NaN. XLA would leave it out.
+# False times infinity is NaN. XLA would simplify the product to a `where`.
 MASK_CASES = (
   Case(lambda mask: mask / 0.0, BOOLS),
   Case(lambda mask: mask * -0.0, BOOLS),

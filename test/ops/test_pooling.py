@@ -1,4 +1,4 @@
-"""Pooling: CPU torch is the oracle."""
+"""Pooling, compared with CPU torch."""
 
 import jax
 import pytest

@@ -66,19 +66,19 @@ def tensor(dtype: torch.dtype, dims: int = 1) -> torch.Tensor:
 
 
 def spec(value):
-  """A jax array's shape and dtype for a CPU tensor; a number as it is."""
+  """Return the shape and dtype of a CPU tensor on jax; return a number unchanged."""
   if not isinstance(value, torch.Tensor):
     return value
   return jax.ShapeDtypeStruct(tuple(value.shape), mappings.t2j_dtype(value.dtype))
 
 
 def stored(dtype: torch.dtype):
-  """What JAX stores for a dtype of torch; it has no 32-bit complex numbers."""
+  """Return the dtype that JAX stores; it has no 32-bit complex numbers."""
   return mappings.t2j_dtype(torch.complex64 if dtype in HALF_COMPLEX else dtype)
 
 
 def operands(dtypes, left: torch.dtype) -> list[tuple]:
-  """The tensor `left` beside tensors of all dtypes, and beside numbers."""
+  """Pair the tensor `left` with tensors of all dtypes, and with numbers."""
   pairs = [
     (tensor(left, a), tensor(right, b))
     for right, (a, b) in itertools.product(dtypes, FORMS)
@@ -94,7 +94,7 @@ def described(pair) -> str:
 
 
 def look_alike(pair, x64: bool) -> bool:
-  """Both are stored as uint32 while x64 is off, so that torch's refusal is not seen."""
+  """Return True if both are stored as uint32 without x64, which hides torch's error."""
   dtypes = {getattr(value, "dtype", None) for value in pair}
   return not x64 and dtypes == {torch.uint32, torch.uint64}
 
@@ -140,7 +140,7 @@ OPERATIONS = {
 
 
 def outcome(call, *args):
-  """The dtype of a result, or how the call was refused."""
+  """Return the dtype of a result, or the type of the error."""
   try:
     return call(*args)
   except (RuntimeError, TypeError) as error:
@@ -148,7 +148,7 @@ def outcome(call, *args):
 
 
 def abstract(call, pair):
-  """The dtype on jax, without computing."""
+  """Return the dtype on jax, without computing."""
   arrays = [spec(value) for value in pair if isinstance(value, torch.Tensor)]
   numbers = [value for value in pair if not isinstance(value, torch.Tensor)]
   function = jax_view(lambda *tensors: call(*tensors, *numbers))
@@ -156,13 +156,13 @@ def abstract(call, pair):
 
 
 def agree(actual, expected) -> bool:
-  """The same dtype, or an error that code which catches torch's error catches."""
+  """Return True for the same dtype, or for an error that is a subclass of torch's."""
   if isinstance(actual, type) and isinstance(expected, type):
     return issubclass(actual, expected)
   return actual == expected
 
 
-# `torch.where` with a number asks for a tensor of a dtype that JAX does not have.
+# `torch.where` with a number creates a tensor of a dtype that JAX lacks.
 NO_COMPLEX_HALF = {
   ("where", dtype, complex)
   for dtype in (torch.float16, torch.bfloat16)

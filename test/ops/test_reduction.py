@@ -151,7 +151,7 @@ ORDER_CASES = (
     for function in (torch.median, torch.nanmedian)
     for values in (X, GAPS)
     for dims in ((), (1,), (0, True))
-    # Which of several equal NaNs is named is left open.
+    # The index of one of several NaNs is unspecified.
     if values is X or dims != (0, True)
   ),
   Case(torch.median, torch.arange(12).flip(0).reshape(3, 4), 1),

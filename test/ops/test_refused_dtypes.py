@@ -1,4 +1,4 @@
-"""Dtypes and numbers that torch refuses: the error on jax has torch's type."""
+"""Dtypes and numbers that torch refuses; on jax the error has the same type."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_as_on_the_cpu(name):
+def test_invalid_calls_raise_the_error_type_of_torch(name):
   with pytest.raises(Exception) as expected:
     REFUSED[name]("cpu")
   with torchax.default_env(), pytest.raises(expected.type):
@@ -124,22 +124,22 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 @pytest.mark.filterwarnings("ignore:An output with one or more elements")
-def test_accepted_as_on_the_cpu(name):
+def test_valid_calls_equal_torch(name):
   expected = ACCEPTED[name]("cpu")
   with torchax.default_env():
     actual = ACCEPTED[name]("jax")
   torch.testing.assert_close(actual.cpu(), expected)
 
 
-def test_dropout2d_of_two_dimensions_warns_as_on_the_cpu():
+def test_dropout2d_of_a_matrix_warns_as_on_the_cpu():
   for device in ("cpu", "jax"):
     with torchax.default_env(), pytest.warns(UserWarning, match="dropout2d"):
       result = F.dropout2d(ones(device, torch.float32, 40, 5))
-    # A channel is dropped as a whole: here each element is one.
+    # dropout2d drops whole channels; here each element is a channel.
     assert set(result.flatten().tolist()) == {0.0, 2.0}
 
 
-def test_fractional_pooling_takes_the_samples_of_a_larger_batch():
+def test_fractional_pooling_accepts_samples_of_a_larger_batch():
   samples = torch.rand(2, 4, 3)
   image = torch.arange(4.0 * 5**3).reshape(4, 5, 5, 5)
 

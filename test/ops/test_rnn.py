@@ -1,4 +1,4 @@
-"""What torch's LSTM is on the CPU: oneDNN's operation for one layer and direction."""
+"""oneDNN's operation for one layer and direction, torch's LSTM on the CPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ LSTM, GRU = 2, 3
 
 
 def layer(x, hidden, cell, *weights, reverse, mode=LSTM):
-  """Without the workspace, whose contents are oneDNN's own."""
+  """Drop the workspace, which only oneDNN reads."""
   options = (mode, HIDDEN, 1, True, False, False, False)
   return aten.mkldnn_rnn_layer(x, *weights, hidden, cell, reverse, [], *options)[:3]
 

@@ -1,4 +1,4 @@
-"""Reductions of segments against CPU torch: values and gradients."""
+"""Segment reductions against CPU torch: values and gradients."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Joining, repeating, diagonals, windows, and the copies of views."""
+"""Concatenation, repetition, diagonals, windows, and copies of views."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ COMPLEX = torch.complex(floats(3), floats(3, seed=1))
 
 
 def joined(function, *tensors, name, **kwargs):
-  """A row whose function takes a list of tensors."""
+  """Return a row whose function takes a list of tensors."""
   return Case(lambda *t: function(list(t), **kwargs), *tensors, grad=True, name=name)
 
 
@@ -79,7 +79,7 @@ SLICES = (
   Case(aten.slice_copy, CUBE, 2, -3, -1, 1, grad=True),
   Case(torch.slice_scatter, CUBE, floats(2, 3, 2), 2, 0, 4, 2, grad=True),
   Case(torch.slice_scatter, CUBE, floats(2, 1, 4), 1, 2, grad=True),
-  # XLA on the CPU would update the slice in place while it is read (jaxlib 0.10.2).
+  # XLA on the CPU would update the slice in place while reading it (jaxlib 0.10.2).
   Case(
     lambda x: torch.slice_scatter(d := x.cumsum(0), d[0:8], 0, 1, 9),
     floats(16),

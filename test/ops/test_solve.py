@@ -198,7 +198,7 @@ def test_non_square_matrices_raise():
 
 
 def test_svd_of_a_matrix_with_an_infinity_is_nan():
-  """XLA's algorithm for the CPU would not end."""
+  """XLA's algorithm for the CPU would not terminate."""
   matrices = torch.eye(3).expand(2, 3, 3).clone()
   matrices[0, 0, 0] = torch.inf
   values = torch.linalg.svdvals(matrices.to("jax")).cpu()

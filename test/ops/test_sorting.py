@@ -1,4 +1,4 @@
-"""Sorting, the largest elements, searching, distinct elements."""
+"""Sorting, top-k, searching, distinct elements."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ INTS = ints(3, 4, low=1, high=6)
 DEGREES = ints(3, 4, low=-1, high=9)
 SPECIAL = torch.tensor([0.0, -0.0, 1.0, -0.5, math.inf, -math.inf, math.nan])
 NEGATIVE = torch.tensor([-2.5, -0.25, -2.0, -1.5, -7.75])
-# What the exponential functions in them cannot hold alone.
+# Arguments for which the factors of erfcx and log_ndtr overflow or underflow.
 TAILS = torch.tensor([9.3, 26.6, 80.0, 1e10, math.inf, -30.0, -1e3, -math.inf])
 GAMMA = {"rtol": 2e-5, "atol": 2e-5, "why": "gamma series in f32 differ in order"}
 CANCELS = {"rtol": 1e-4, "atol": 1e-4, "why": "the recurrence cancels in f32"}
@@ -108,7 +108,7 @@ ACCURATE = (
   "name, values", ACCURATE, ids=lambda v: v if str(v) == v else ""
 )
 def test_values_are_accurate_to_float32_rounding(name, values):
-  """Measured against double precision, where torch's own kernels may round worse."""
+  """Compare with double precision, since torch's own kernels may round worse."""
   exact = getattr(special, name)(values.double())
   with torchax.default_env():
     actual = getattr(special, name)(values.to("jax")).cpu()

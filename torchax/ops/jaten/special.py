@@ -189,7 +189,7 @@ def _aten_igammac(self, other):
 
 
 def _zeta_of_positive(exponent, offset):
-  """Compute ζ(s, q) for s > 1 and q > 0; take one term if XLA overflows."""
+  """Compute ζ(s, q) for s > 1 and q > 0; use the first term if XLA overflows."""
   value = lax.zeta(exponent, offset)
   overflowed = jnp.isnan(value) & jnp.isfinite(exponent) & jnp.isfinite(offset)
   return jnp.where(overflowed, offset**-exponent, value)
