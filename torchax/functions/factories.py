@@ -1,10 +1,10 @@
-"""Factories on jax: `torch.ones(2, device="jax")`, and what C++ makes beside a wrapper.
+"""Kernels of factories on jax, such as `torch.ones(2, device="jax")`.
 
-torch parses the call and hands it to a kernel of the device, which runs the lowering.
-C++ asks for the hidden device of wrappers: for the zeros of a gradient formula, the
-number in `torch.where(mask, x, 0.0)`, or `type_as`. These may meet tensors of any
-device. `torch.tensor` hides its copy into the new tensor from Python, so it gets one on
-the CPU, which becomes a jax tensor when it is handed out.
+torch parses the call and calls the device's kernel, which runs the lowering. torch's
+C++ also creates tensors on the hidden device of wrappers: zeros of a gradient formula,
+the number in `torch.where(mask, x, 0.0)`, or `type_as`. These mix with tensors of any
+device. `torch.tensor` copies into its new tensor where Python cannot see it: it gets a
+CPU tensor, which becomes a jax tensor when torch returns it.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from torchax.errors import UnsupportedDtypeError
 from torchax.registry.names import aten
 from torchax.tensor import Tensor, new_tensor
 
-# ATen factories whose lowerings run as they are.
+# ATen factories whose kernel calls the lowering.
 _LOWERED = (
   "ones",
   "zeros",
@@ -51,7 +51,8 @@ _LOWERED = (
   "_efficientzerotensor",
 )
 
-# What torch calls for sparse and quantised tensors, and the key it calls it with.
+# Operations that torch calls for sparse, quantised and nested tensors, with their
+# dispatch keys.
 _UNSUPPORTED = (
   ("empty.memory_format", "SparsePrivateUse1"),
   ("empty.memory_format", "SparseCsrPrivateUse1"),
@@ -81,7 +82,7 @@ def _unplaced_kernel(op) -> Callable:
 
 
 class _Pending(torch_compat.CpuSubclass):
-  """A CPU tensor that torch fills with numbers and then hands out: on jax."""
+  """CPU tensor that torch fills with numbers; it moves to jax when torch returns it."""
 
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -95,7 +96,7 @@ class _Pending(torch_compat.CpuSubclass):
 
 
 def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
-  """Zeros: JAX has no uninitialised memory. Made on the host, so nothing compiles."""
+  """Return zeros, since JAX has no uninitialised memory; compile nothing."""
   if any(length < 0 for length in size):
     raise RuntimeError(
       f"Trying to create tensor with negative dimension {min(size)}: {list(size)}"
@@ -114,11 +115,11 @@ def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
   if spread is not None:
     return new_tensor(jnp.zeros(size, dtype, device=spread), env)
   tensor = torch_compat.make_wrapper(Tensor, size, dtype=mappings.j2t_dtype(dtype))
-  # Zeros that are made when they are read.
+  # The zeros are created when they are first read.
   tensor._storage = Blank.of(tuple(size), dtype, placement.target_of(device))
   tensor._chain, tensor._env = WHOLE, env
   if size == [0] and asked != tensor.dtype:
-    tensor._asked_dtype = asked  # `torch.load` makes one, and gives it a storage
+    tensor._asked_dtype = asked  # `torch.load` makes one, then calls `set_`
   return tensor
 
 
@@ -138,7 +139,7 @@ def _empty_strided_unplaced(size, stride, **kwargs) -> torch.Tensor:
 
 
 def _item(tensor: torch.Tensor):
-  """The number of a tensor, for `torch.tensor([x, 1.0])`, where dispatch is off."""
+  """Return the number of a tensor, for `torch.tensor([x, 1.0])` below dispatch."""
   if isinstance(tensor, Tensor):
     return tensor.tolist()
   raise RuntimeError("Tensor.item() cannot be called on meta tensors")
@@ -153,12 +154,12 @@ def _unsupported(*args, **kwargs):
 
 
 def _pinned(tensor: torch.Tensor, device=None) -> torch.Tensor:
-  """The same memory: JAX reads any of the host, and knows none that is pinned."""
+  """Return the same memory: JAX does not distinguish pinned memory."""
   return tensor.detach()
 
 
 def register_kernels() -> None:
-  """Registers the kernels of factories for both devices, "jax" and the hidden one."""
+  """Register the kernels of factories for both devices, "jax" and the hidden one."""
   register = torch_compat.register_kernel
   register("_pin_memory", _pinned, "CPU")
   register("empty.memory_format", _empty)
@@ -176,7 +177,7 @@ def register_kernels() -> None:
 
 
 def _without_device(func) -> Callable:
-  """A factory with `out=` on jax: torch would compare devices with the hidden one."""
+  """Drop `device=` of a factory with a jax `out=`: its C++ device is the hidden one."""
 
   def make(args, kwargs):
     if isinstance(kwargs.get("out"), Tensor):
@@ -187,20 +188,20 @@ def _without_device(func) -> Callable:
 
 
 def _parse_to(args, kwargs):
-  """What `Module.to` is asked for: C++ would take the wrapper's hidden device."""
+  """Parse the arguments of `Module.to`; C++ would take a tensor's hidden device."""
   if args and isinstance(args[0], Tensor):
     args = (args[0].device, args[0].dtype, *args[1:])
   return torch_compat.parse_to(*args, **kwargs)
 
 
 def _type_as(args, kwargs) -> torch.Tensor:
-  """`x.type_as(other)`, with the index of the device, which C++ does not know."""
+  """Return `x.type_as(other)` on the indexed device of `other`, unknown to C++."""
   tensor, other = args
   return tensor.to(other.device, other.dtype)
 
 
 def register_functions(env: Environment) -> None:
-  """Adds factories with `out=` and moves to where a jax tensor is to an environment."""
+  """Add factories with `out=`, `Tensor.to` and `type_as` to an environment."""
   for func in (*TENSOR_CONSTRUCTORS, torch.normal):
     env.functions.add(func, _without_device(func))
   env.functions.add(torch_compat.parse_to, _parse_to)

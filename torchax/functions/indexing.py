@@ -1,10 +1,9 @@
-"""`x[index]` and `x[index] = value` where torch's C++ alone does not get it right.
+"""Handlers of `x[index]` and `x[index] = value`.
 
-An integer tensor without dimensions, which is an index like a Python number, may have
-no value yet: inside a JAX trace it becomes the start of a dynamic slice.
-
-The choice of elements is in `ops/jaten/indexing.py`. `take_along_dim` and
-`unravel_index` are here because torch's forms insist on 64-bit indices.
+torch's C++ cannot read a 0-d integer tensor that is traced; here such an index becomes
+the start of a dynamic slice. Other indices go to torch, which calls the ATen operations
+of `ops/jaten/indexing.py`. `take_along_dim` and `unravel_index` are here since torch's
+forms require 64-bit indices.
 """
 
 import math
@@ -53,27 +52,27 @@ def _setitem_handler(args, kwargs):
   return _setitem(tensor, index, value)
 
 
-# Parts of an index whose result is a view.
+# Parts of an index that give a view.
 _OF_VIEWS = frozenset({int, slice, type(None), type(Ellipsis), torch.SymInt})
 
 
 def _fill(tensor: Tensor, target: Tensor, value) -> None:
-  """`target[...] = value`, where the target is a part of the tensor."""
+  """Set `target[...] = value`, where the target is a view of the tensor."""
   if type(value) is complex or not tensor.dtype.is_floating_point:
-    _value_of(value, tensor)  # raises for a number that does not fit
-  if 0 in target.stride():  # `copy_` refuses elements that share their memory
+    _value_of(value, tensor)  # raises for a number outside the dtype's range
+  if 0 in target.stride():  # `copy_` refuses elements that share memory
     target.copy_(_value_of(value, tensor))
   else:
     target.fill_(value)
 
 
 def index_of(index, indexed: Tensor):
-  """An index with tensors for its sequences and arrays."""
+  """Return an index with tensors for its sequences and arrays."""
   kind = type(index)
   if kind is int or kind is slice:
     return index
   if kind is list and not all(isinstance(i, int | float | np.generic) for i in index):
-    index = tuple(index)  # as torch reads it
+    index = tuple(index)  # as torch does
   if not isinstance(index, tuple):
     parts = _parts_of(index, indexed)
     return parts[0] if len(parts) == 1 else tuple(parts)
@@ -81,7 +80,7 @@ def index_of(index, indexed: Tensor):
 
 
 def _parts_of(part, indexed: Tensor) -> list:
-  """One part of an index: numbers, slices and jax tensors as they are."""
+  """Convert one part of an index; numbers, slices and jax tensors are unchanged."""
   if isinstance(part, jax.core.Tracer):
     return [new_tensor(part, indexed._env)]
   if isinstance(part, jax.Array):
@@ -91,12 +90,12 @@ def _parts_of(part, indexed: Tensor) -> list:
     part = part if part.dtype in _MASKS else part.long()
   is_known_mask = type(part) is torch.Tensor and part.dtype in _MASKS and part.dim()
   if is_known_mask and not jax_compat.is_top_level():
-    return list(part.nonzero(as_tuple=True))  # in a trace it would lose its values
+    return list(part.nonzero(as_tuple=True))  # while its values are known
   return [part]
 
 
 def _needs_care(index) -> bool:
-  """True for an index whose numbers or truth values torch's C++ cannot read."""
+  """Return True for an index with numbers or bools that torch's C++ cannot read."""
   if type(index) is tuple:
     return any(map(_needs_care, index))
   if isinstance(index, bool):
@@ -110,11 +109,11 @@ def _needs_care(index) -> bool:
 
 
 def _value_of(value, tensor: Tensor):
-  """A number as a tensor that can be assigned to parts of `tensor`.
+  """Convert a number to a tensor that can be assigned to parts of `tensor`.
 
   Raises:
-    RuntimeError: the number does not fit the dtype of `tensor`.
-    TypeError: an array or a number of numpy's, which torch takes nowhere.
+    RuntimeError: the number is outside the range of the dtype of `tensor`.
+    TypeError: the value is a numpy array or number, which torch does not accept.
   """
   if isinstance(value, np.ndarray | np.generic):
     raise not_assignable(value, tensor.device)
@@ -127,12 +126,12 @@ def _value_of(value, tensor: Tensor):
 
 
 class _Subscript:
-  """An index with traced numbers or truth values, as steps one after the other.
+  """Index with traced numbers or bools, split into three steps.
 
   Attributes:
-    basic: an index that gives a view in which nothing is chosen by tensors yet.
+    basic: index of the first step, without tensors; gives a view.
     places: (dimension of that view, 0-d tensor) of the traced numbers, last first.
-    rest: an index for what remains of the view; None if it is all of it.
+    rest: index of the last step; None if it takes everything.
   """
 
   def __init__(self, index, tensor: Tensor):
@@ -164,25 +163,25 @@ def _is_truth_value(part) -> bool:
 
 
 def _chosen_of_one(part) -> torch.Tensor:
-  """An index into a new dimension of size 1 that takes its element, or none."""
+  """Return an index into a new dimension of size 1: its element if `part`, or none."""
   if isinstance(part, Tensor):
     return part.reshape(1)
   return torch.zeros(int(bool(part)), dtype=torch.int64, device="cpu")
 
 
 def _is_number(part) -> bool:
-  """True for integer tensors without dimensions, which are indices like numbers."""
+  """Return True for 0-d integer tensors, which index like Python numbers."""
   is_tensor = isinstance(part, torch.Tensor)
   return is_tensor and not part.dim() and part.dtype not in _MASKS
 
 
 def _dims(basic) -> int:
-  """How many dimensions an index of numbers, slices and None leaves or makes."""
+  """Return the rank of the result of an index of numbers, slices and None."""
   return sum(type(part) is not int for part in basic)
 
 
 def _covered(part) -> int:
-  """How many dimensions of a tensor one part of an index takes."""
+  """Return the number of dimensions that one part of an index consumes."""
   if part is None or isinstance(part, bool):
     return 0
   is_mask = isinstance(part, torch.Tensor) and part.dtype in _MASKS
@@ -201,10 +200,10 @@ def _without_ellipsis(parts, tensor) -> list:
 
 
 def read(tensor: Tensor, index) -> Tensor:
-  """`tensor[index]` with traced numbers or truth values in the index.
+  """Return `tensor[index]` for an index with traced numbers or bools.
 
-  Where torch records a gradient, the result is a copy that refuses to be changed in
-  place: the change could not be followed to the tensor.
+  If torch records a gradient, the result is a copy that refuses in-place writes: a
+  write could not be propagated to the tensor.
   """
   subscript = _Subscript(index, tensor)
   chosen = _getitem(tensor, subscript.basic)
@@ -218,7 +217,7 @@ def _element(tensor: Tensor, dim: int, place: Tensor) -> Tensor:
     row = tensor.index_select(dim, place.reshape(1)).squeeze(dim)
     row._storage = ReadOnly(row._storage.read())
     return row
-  # torch's record of a view of any element; which one is up to the chain.
+  # For torch a view of element 0; the chain has the traced index.
   element = tensor.select(dim, 0)
   index = place.jax().astype(jnp.int32)
   chain = tensor._chain.append(TracedIndexInfo(dim, index))
@@ -227,16 +226,16 @@ def _element(tensor: Tensor, dim: int, place: Tensor) -> Tensor:
 
 
 def slice_from(tensor: Tensor, index: tuple, dim: int, start, length: int) -> Tensor:
-  """A slice that may start at a traced place.
+  """Return a slice of `tensor[index]` that may start at a traced index.
 
-  Where torch records a gradient, the result is a copy, as of `read`.
+  If torch records a gradient, the result is a copy, as in `read`.
 
   Args:
-    tensor: what is sliced.
-    index: of numbers and slices, taken first; an empty one takes all.
-    dim: of what that leaves.
-    start: a number, or a tensor without dimensions; from the end where it is negative.
-    length: of the slice, which lies inside.
+    tensor: the tensor to slice.
+    index: numbers and slices, applied first; may be empty.
+    dim: dimension of `tensor[index]` to slice.
+    start: a number or a 0-d tensor; a negative one counts from the end.
+    length: length of the slice, which must be inside the dimension.
   """
   view = _getitem(tensor, index) if index else tensor
   if not isinstance(start, Tensor) or not is_traced(start):
@@ -255,11 +254,11 @@ def slice_from(tensor: Tensor, index: tuple, dim: int, start, length: int) -> Te
 
 
 def symbolic_places(index, tensor) -> tuple[tuple, list] | None:
-  """An index with symbols among its numbers, as steps one after the other.
+  """Split an index with symbolic numbers into two steps.
 
   Returns:
-    An index without them, and (dimension of its result, symbol) of each, last first;
-    None for an index without symbols, or with tensors.
+    An index without symbols, and (dimension of its result, symbol) of each, last
+    first; None for an index without symbols, or with tensors.
   """
   parts = index if type(index) is tuple else (index,)
   if not any(isinstance(part, torch.SymInt) for part in parts):
@@ -279,7 +278,7 @@ _BASIC = (int, slice, torch.SymInt, type(None), type(...))
 
 
 def write(tensor: Tensor, index, value) -> None:
-  """`tensor[index] = value` with traced numbers or truth values in the index."""
+  """Set `tensor[index] = value` for an index with traced numbers or bools."""
   subscript = _Subscript(index, tensor)
   view = _getitem(tensor, subscript.basic)
   if not subscript.places:
@@ -298,7 +297,7 @@ def write(tensor: Tensor, index, value) -> None:
       f"{type(value).__name__}."
     )
   value = value.to(tensor.device, tensor.dtype)
-  # As in any assignment, leading dimensions of 1 are no dimensions.
+  # As in any assignment, leading dimensions of size 1 are dropped.
   surplus = max(0, value.dim() - (view.dim() - len(subscript.places)))
   if value.shape[:surplus].numel() == 1:
     value = value.reshape(value.shape[surplus:])
@@ -307,7 +306,7 @@ def write(tensor: Tensor, index, value) -> None:
 
 def _tensor_split(func):
   def handler(args, kwargs):
-    """Reads split points that are on jax: torch wants them on the CPU."""
+    """Pass split points on jax as Python numbers: torch wants them on the CPU."""
     args = list(args)
     points = args[1] if len(args) > 1 else kwargs.get("tensor_indices_or_sections")
     if isinstance(args[0] if args else None, Tensor) and isinstance(points, Tensor):
@@ -320,15 +319,15 @@ def _tensor_split(func):
 
 
 def register_functions(env) -> None:
-  """Adds subscripts, and what else takes places from tensors, to an environment."""
+  """Add the handlers of subscripts and of `tensor_split` to an environment."""
   env.functions.add(_getitem, _getitem_handler)
   env.functions.add(_setitem, _setitem_handler)
   for func in (torch.tensor_split, torch.Tensor.tensor_split):
     env.functions.add(func, _tensor_split(func))
 
 
-# --- Composite forms that insist on 64-bit indices ----------------------------------
-# Without x64 an index tensor on jax is 32 bits wide; the numbers are the same.
+# --- Composite forms that require 64-bit indices ------------------------------------
+# Without x64 an index tensor on jax is 32 bits wide, with the same values.
 
 
 def _flat_rules(input, indices, dim=None):
@@ -352,14 +351,14 @@ def _take_along_dim(input, indices, dim=None):
       f"dimensions, but got {input.ndim} dimensions for input, and {indices.ndim} "
       "dimensions for indices"
     )
-  # Along a dimension torch takes any number, modulo its size.
+  # Along a dimension torch takes any index, modulo its size.
   places = indices % max(input.shape[dim], 1) if input.ndim else indices
   return out_of_range.read(input, places, dim)
 
 
 @register_function(functions.unravel_index, kind=Kind.TENSORS)
 def _unravel_index(indices, shape):
-  """Coordinates of flat indices; torch makes a tensor of the strides on the way."""
+  """Return coordinates of flat indices; torch's form creates a tensor of strides."""
   if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
     raise TypeError(
       f"expected 'indices' to be an integer tensor, but got one of {indices.dtype}"

@@ -1,4 +1,4 @@
-"""Changes of a tensor's shape in place (`t_`, `squeeze_`, …), above autograd.
+"""Handlers of in-place changes of shape (`t_`, `squeeze_`, …), above autograd.
 
 After a write, autograd replays the views of a tensor on the tensor itself. If its shape
 had changed, they would show other elements. So the tensor becomes a view of a hidden
@@ -26,7 +26,7 @@ _NAMES = (
 
 
 def register_functions(env) -> None:
-  """Adds the changes of shape, and what torch refuses of views, to an environment."""
+  """Add in-place changes of shape, `detach_` and `requires_grad_` to an environment."""
   for name in _NAMES:
     env.functions.add(getattr(torch.Tensor, name), _reshape(name))
   for name in ("detach_", "requires_grad_"):
@@ -56,7 +56,10 @@ def _reshape(name: str) -> Callable:
 
 
 def _without_base(name: str) -> Callable:
-  """A function that torch has for tensors, and not for views."""
+  """Return a handler that gives a tensor with a hidden base its own base first.
+
+  torch refuses these functions for views.
+  """
   function = getattr(torch.Tensor, name)
 
   def run(args, kwargs):
@@ -70,17 +73,17 @@ def _without_base(name: str) -> Callable:
 
 
 def _may_become_view(tensor) -> bool:
-  """False for others' classes, and where autograd would not record the change."""
+  """Return False for other classes, and if autograd would not record the change."""
   if type(tensor) not in (Tensor, View) or tensor.is_inference():
     return False
-  if tensor.retains_grad:  # autograd holds it weakly, so it has to stay
+  if tensor.retains_grad:  # autograd has a weak reference to this object
     return False
   is_recorded = torch.is_grad_enabled() and not tensor.is_leaf
   return is_recorded or not tensor.requires_grad
 
 
 def _exchange(tensor: Tensor, view: View) -> None:
-  """Gives `tensor` the shape and graph of `view`, and `view` those of `tensor`."""
+  """Give `tensor` the shape and graph of `view`, and `view` those of `tensor`."""
   torch_compat.swap_held_tensors(tensor, view)
   tensor._chain, view._chain = view._chain, tensor._chain
   tensor.__class__, view.__class__ = type(view), type(tensor)

@@ -1,9 +1,9 @@
-"""Frequent operations that need no gradient, without the way through torch's C++.
+"""Shortcuts from frequent torch functions to their plan, without torch's C++.
 
-A function caught by the environment whose arguments are what its ATen operation takes
-goes straight to that operation's plan, which halves what it costs eagerly. Whatever is
-not plain (a gradient to record, keyword arguments, another mode on top) takes torch's
-way. In-place functions always do: torch counts them to protect saved tensors.
+If a function has the same arguments as its ATen operation, the handler calls that
+operation's plan, which halves the cost of an eager call. Calls with a gradient to
+record, keyword arguments or another mode go through torch. In-place functions always
+do: torch counts writes to protect saved tensors.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ _NUMBERS = frozenset({int, float})
 
 
 class Shortcut:
-  """Runs a torch function as an ATen operation, if nothing speaks against it.
+  """Handler that runs a torch function as an ATen operation if the call is plain.
 
   Args:
     func: the torch function.
     op: the overload with the same positional arguments.
-    count: how many arguments it takes.
+    count: number of arguments.
     env: the environment.
   """
 
@@ -48,7 +48,7 @@ class Shortcut:
     self.env = env
 
   def is_plain(self, args) -> bool:
-    """True for jax tensors and numbers, the first a tensor, without gradients."""
+    """Return True for jax tensors and numbers, a tensor first, without gradients."""
     records = torch.is_grad_enabled()
     for arg in args:
       cls = type(arg)
@@ -73,10 +73,10 @@ def _products(left, right):
 
 
 class MatmulShortcut(Shortcut):
-  """Products of matrices are `mm`; other shapes are for torch to take apart.
+  """Shortcut of matrix products to `mm`; torch decomposes other shapes.
 
-  But for stacks of several dimensions, such as (batch, heads): torch would make one of
-  them, for which devices that share both would have to gather the stacks.
+  Stacks with several batch dimensions, such as (batch, heads), are one product here:
+  torch would merge the dimensions, and stacks sharded over both would be gathered.
   """
 
   def _by_torch(self, args, kwargs):
@@ -104,7 +104,6 @@ class MatmulShortcut(Shortcut):
 
 
 def register_functions(env) -> None:
-  """Adds the shortcuts to an environment."""
   for name, packet in _BINARY.items():
     for func in (getattr(torch, name), getattr(torch.Tensor, name)):
       env.functions.add(func, Shortcut(func, packet.Tensor, 2, env))
