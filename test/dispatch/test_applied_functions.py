@@ -256,7 +256,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_its_backward_is_the_gradient(name, way):
+def test_jax_gradient_is_the_functions_backward(name, way):
   f = FUNCTIONS[name]
   expected = _recorded(lambda f, x: f(x))(f, X)
   assert_same(WAYS[way](f, X.to("jax")), expected)
@@ -272,7 +272,7 @@ def _is_differentiated_once(name):
 @pytest.mark.parametrize(
   "name", [name for name in FUNCTIONS if not _is_differentiated_once(name)]
 )
-def test_its_backward_is_differentiated_as_torch_does(name):
+def test_second_derivatives_of_a_backward_match_torch(name):
   def weighed(x):
     return (FUNCTIONS[name](x) * torch.linspace(-1, 1, 6).view(2, 3).to(x.device)).sum()
 
@@ -304,7 +304,7 @@ def test_forward_mode_is_the_transpose_of_the_backward():
       assert jnp.allclose(moved, scale * jnp.exp(x))
 
 
-def test_rows_may_be_mapped_over_inside_and_outside_of_the_gradient():
+def test_backward_works_under_vmap_inside_and_outside_grad():
   f = jax_view(lambda x: sum(Product.apply(x.sin(), x, False)).sum())
   x = X.to("jax").jax()
   expected = _recorded(lambda f, x: f(x))(FUNCTIONS["both results"], X)
@@ -317,7 +317,7 @@ def test_rows_may_be_mapped_over_inside_and_outside_of_the_gradient():
 # What the forward pass does besides ---------------------------------------------------
 
 
-def test_what_it_closes_over_has_no_gradient():
+def test_captured_tensors_have_no_gradient():
   class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -368,7 +368,7 @@ class _Counted(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("jits", [False, True])
-def test_it_writes_to_what_it_is_given(jits):
+def test_forward_writes_to_its_arguments(jits):
   model = Counting().to("jax")
 
   def step(x):
@@ -380,7 +380,7 @@ def test_it_writes_to_what_it_is_given(jits):
   assert_same(model.count.detach(), torch.ones(()))
 
 
-def test_parameters_that_torch_records_have_its_gradient_beside_jaxs():
+def test_backward_in_scan_gives_torch_gradients_of_parameters():
   model = Counting().to("jax")
   x = X.to("jax").requires_grad_()
   result = scan(lambda carry, row: (carry, model(row)), x[0, 0], x[None])[1]
@@ -389,7 +389,7 @@ def test_parameters_that_torch_records_have_its_gradient_beside_jaxs():
   assert_same(of_weight, X * 7)
 
 
-def test_a_gradient_that_torch_takes_inside_is_its_own_too():
+def test_torch_gradient_inside_jit_uses_the_backward():
   model = Counting().to("jax")
 
   def inside(x):
@@ -419,7 +419,7 @@ class Noise(torch.autograd.Function):
   "way",
   ["jax_value_and_grad", "jax_value_and_grad in a jit", "checkpoint in a jit", "scan"],
 )
-def test_it_draws_once_and_the_gradient_has_its_mask(way):
+def test_forward_draws_once_and_backward_uses_its_mask(way):
   kept = []
 
   def noise(x):
@@ -443,7 +443,7 @@ def test_it_draws_once_and_the_gradient_has_its_mask(way):
   assert set(gradient.unique().tolist()) == {0.0, 3.0}
 
 
-def test_shards_have_its_backward():
+def test_sharded_arguments_use_the_backward():
   mesh = jax.sharding.Mesh(jax.devices()[:1], "rows")
   rows = jax.sharding.PartitionSpec("rows")
   x = X.to("jax").requires_grad_()
@@ -467,7 +467,7 @@ class Faulty(torch.autograd.Function):
     raise NotImplementedError("Doubling has no gradient.")
 
 
-def test_a_backward_that_raises_does_so_for_who_wants_a_gradient():
+def test_a_failing_backward_raises_only_if_differentiated():
   x = X.to("jax")
   assert_same(jax_jit(Faulty.apply)(x), X * 2)
   assert_same(jax_vmap(Faulty.apply)(x), X * 2)

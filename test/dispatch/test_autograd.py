@@ -44,7 +44,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("with_env", [False, True], ids=["without_env", "with_env"])
-def test_gradients_are_those_of_torch(function, with_env):
+def test_gradients_match_torch(function, with_env):
   with env if with_env else contextlib.nullcontext():
     same_gradients(function, A, B)
 
@@ -132,7 +132,7 @@ def test_a_leaf_that_requires_grad_is_not_changed_in_place():
   assert_same(x.detach(), A * 2)
 
 
-def test_a_changed_tensor_that_the_gradient_needs_is_noticed():
+def test_write_to_a_saved_tensor_raises_in_backward():
   for values in both():
     result = values.exp()
     result.add_(1)
@@ -166,7 +166,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("function", MAKES_TENSORS.values(), ids=MAKES_TENSORS)
-def test_gradients_that_make_tensors_make_them_on_jax(function, way):
+def test_tensors_created_in_backward_are_on_jax(function, way):
   cpu, x = both()
   expected = way(function(cpu).sum(), cpu)
   with env:

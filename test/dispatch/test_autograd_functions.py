@@ -34,7 +34,7 @@ class Cube(torch.autograd.Function):
     return 3 * x**2 * grad * ctx.scale, None
 
 
-def test_a_function_with_a_gradient_of_its_own():
+def test_autograd_function_uses_its_backward():
   same_gradients(lambda a: Cube.apply(a * 2, 0.5), A)
   cpu, x = both()
   for values in (cpu, x):
@@ -91,7 +91,7 @@ def test_a_registered_function_is_differentiated_twice():
   assert_same(x.grad, cpu.grad)
 
 
-def test_a_registered_function_of_tensors_is_differentiated_by_torch():
+def test_torch_differentiates_registered_tensor_functions():
   def twice(x):
     return torch.overrides.handle_torch_function(twice, (x,), x)
 
@@ -121,7 +121,7 @@ def test_a_call_without_gradients_records_nothing():
   assert result["sum"].grad_fn is None
 
 
-def test_a_call_is_compiled_once_a_shape():
+def test_a_call_is_compiled_once_per_shape():
   traces = []
 
   def function(a):
@@ -155,7 +155,7 @@ def test_complex_gradients_follow_torchs_convention():
   assert_same(x.grad, cpu.grad)
 
 
-def test_only_needed_gradients_come_back():
+def test_only_needed_gradients_are_returned():
   x, constant = to_jax(leaf()), B.to("jax")
   function = autograd.ArrayFunction(lambda a, b: a * b)
   autograd.call(function, [x, constant]).sum().backward()

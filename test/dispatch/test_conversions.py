@@ -64,7 +64,7 @@ def test_python_reads_the_numbers_of_every_dtype(dtype, row, x64):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_text_is_that_of_torch_with_the_device(dtype, x64):
+def test_text_matches_torch_and_names_the_device(dtype, x64):
   text = repr(x("cpu", dtype))
   assert repr(x("jax", dtype)) == f"{text[:-1]}, device='jax:0')"
   assert str(x("jax", dtype)) == repr(x("jax", dtype))
@@ -89,7 +89,7 @@ MORE_PYTHON = {
 
 
 @rows(MORE_PYTHON)
-def test_tensors_stand_where_python_wants_a_number(row):
+def test_tensors_convert_to_python_numbers(row):
   assert row("jax") == row("cpu")
 
 
@@ -107,7 +107,7 @@ NO_NUMBER = {
 
 
 @rows(NO_NUMBER)
-def test_where_torch_has_no_number_its_error_is_raised(row):
+def test_conversion_to_a_number_raises_as_in_torch(row):
   with pytest.raises((RuntimeError, TypeError, ValueError)) as expected:
     row("cpu")
   with pytest.raises(expected.type):
@@ -143,7 +143,7 @@ def test_numpy_functions_take_jax_tensors(row):
   assert actual.dtype == expected.dtype and actual.tolist() == expected.tolist()
 
 
-def test_an_array_is_a_copy_and_says_so():
+def test_conversion_to_an_array_copies_and_copy_false_raises():
   t = x("jax")
   np.asarray(t)[:] = 0
   assert_same(t, VALUES)
@@ -151,7 +151,7 @@ def test_an_array_is_a_copy_and_says_so():
     np.array(t, copy=False)
 
 
-def test_numpy_numbers_beside_tensors_are_numbers():
+def test_numpy_scalars_act_as_numbers():
   for number in (np.float32(2), np.float64(2), np.int64(2), np.bool_(True)):
     assert_same(x("jax") * number, x("cpu") * number)
 
@@ -200,7 +200,7 @@ NESTED = {
 
 
 @rows(NESTED)
-def test_tensors_are_made_of_lists_of_tensors(row):
+def test_lists_of_tensors_become_tensors(row):
   assert_same(row("jax"), row("cpu"))
 
 
@@ -208,7 +208,7 @@ def test_tensors_are_made_of_lists_of_tensors(row):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_dlpack_hands_over_a_copy(dtype):
+def test_dlpack_exports_a_copy(dtype):
   t = x("jax", dtype)
   exported = torch.from_dlpack(t)
   assert type(exported) is torch.Tensor and torch.equal(exported, x("cpu", dtype))
@@ -221,7 +221,7 @@ def test_numpy_takes_dlpack():
   assert np.from_dlpack(x("jax")).tolist() == VALUES.tolist()
 
 
-def test_dlpack_refuses_what_it_cannot_carry():
+def test_dlpack_raises_for_requires_grad_and_copy_false():
   with pytest.raises(BufferError, match="detach"):
     torch.from_dlpack(x("jax").requires_grad_())
   with pytest.raises(BufferError, match="copy"):

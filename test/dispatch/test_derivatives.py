@@ -142,7 +142,7 @@ def env():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_backward_and_grad_are_torchs(name):
+def test_backward_and_jax_grad_match_torch(name):
   function, array = _on_arrays(name)
   expected = _expected(name)
   _assert_equal(jax.jit(jax.grad(function))(array), expected)
@@ -176,7 +176,7 @@ def test_jvp_is_the_transpose(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_of_vmap_have_it(name):
+def test_vmap_uses_torchs_formula(name):
   function, array = _on_arrays(name)
   rows = jnp.stack([array, array + 1, array])
   per_row = jax.vmap(jax.grad(function))(rows)
@@ -184,7 +184,7 @@ def test_rows_of_vmap_have_it(name):
   _assert_equal(jax.grad(lambda x: jax.vmap(function)(x).sum())(rows), per_row)
 
 
-def test_checkpoints_and_scans_have_it():
+def test_checkpoint_and_scan_use_torchs_formula():
   function, array = _on_arrays("embedding, padding")
   expected = _expected("embedding, padding")
   found = jax.grad(jax_view(gradient_checkpoint(ROWS["embedding, padding"][0])))(array)
@@ -196,14 +196,14 @@ def test_checkpoints_and_scans_have_it():
   _assert_equal(jax.jit(jax.grad(looped))(array), 3 * expected)
 
 
-def test_jax_value_and_grad_leaves_the_padding_row_alone():
+def test_jax_value_and_grad_is_zero_for_the_padding_row():
   table = TABLE.to("jax")
   _, gradient = jax_value_and_grad(ROWS["embedding, padding"][0])(table)
   assert not gradient[0].any()
   _assert_equal(gradient.cpu(), _expected("embedding, padding"))
 
 
-def test_second_derivatives_are_those_of_the_formula():
+def test_second_derivatives_match_the_formula():
   def function(x):
     return (x.abs() * x).sum() + x.norm() ** 3
 
@@ -214,7 +214,7 @@ def test_second_derivatives_are_those_of_the_formula():
     _assert_equal(found, expected)
 
 
-def test_a_number_that_is_traced_is_differentiated_by_jax():
+def test_jax_differentiates_traced_numbers():
   """torch's clamp takes Python numbers; the lowering takes any."""
   clamp = torch.ops.aten.clamp.default
   lower = operators.all_aten_ops[torch.ops.aten.clamp].func
@@ -229,13 +229,13 @@ def test_a_number_that_is_traced_is_differentiated_by_jax():
   _assert_equal(found[1], 2.0)
 
 
-def test_complex_gradients_are_conjugated_as_jax_has_them():
+def test_complex_gradients_follow_jaxs_convention():
   array = jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)
   found = jax.grad(jax_view(lambda x: x.abs().sum()))(array)
   _assert_equal(found, jax.grad(lambda x: jnp.abs(x).sum())(array))
 
 
-def test_a_formula_that_checks_numbers_goes_on_in_a_trace():
+def test_formulas_that_check_values_work_in_a_trace():
   """That of complex singular vectors asks whether the loss depends on their phase."""
 
   def function(x):
@@ -247,7 +247,7 @@ def test_a_formula_that_checks_numbers_goes_on_in_a_trace():
   np.testing.assert_allclose(found, 2 * array.real, atol=1e-5)
 
 
-def test_sgn_of_complex_numbers_turns():
+def test_derivative_of_complex_sgn_matches_torch():
   array = jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)
   found = jax.grad(jax_view(lambda x: x.sgn().real.sum()))(array)
   leaf = torch.tensor([1 + 2j, 3 - 1j]).requires_grad_()

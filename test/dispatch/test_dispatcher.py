@@ -75,7 +75,7 @@ OUT = {
 
 @pytest.mark.parametrize("function", OUT.values(), ids=OUT)
 @pytest.mark.parametrize("empty", [True, False])
-def test_an_out_argument_takes_the_result(function, empty, x):
+def test_out_receives_the_result(function, empty, x):
   expected = function(A, B, torch.empty(0))
   out = torch.empty(0 if empty else expected.shape, device="jax")
   result = function(x, B.to("jax"), out)
@@ -89,7 +89,7 @@ def test_an_out_argument_keeps_its_dtype(x):
   assert_same(out, (A + A).bfloat16())
 
 
-def test_many_out_arguments_take_many_results(x):
+def test_several_out_arguments_receive_the_results(x):
   expected = torch.max(A, 0)
   values = torch.empty(0, device="jax")
   indices = torch.empty(0, dtype=torch.int64, device="jax")
@@ -98,7 +98,7 @@ def test_many_out_arguments_take_many_results(x):
   assert_same([values, indices], list(expected))
 
 
-def test_an_out_argument_of_another_shape_is_resized_with_a_warning(x):
+def test_out_of_another_shape_is_resized_with_a_warning(x):
   out = torch.zeros(2, device="jax")
   with pytest.warns(UserWarning, match=r"resized.*\[2\].*\[3, 4\]"):
     torch.add(x, x, out=out)
@@ -112,7 +112,7 @@ def test_a_view_is_not_resized_beyond_its_base(x):
   assert_same(base, torch.zeros(4))
 
 
-def test_overlapping_memory_is_no_out_argument(x):
+def test_out_with_overlapping_memory_raises(x):
   base = torch.zeros(4, device="jax")
   with pytest.raises(RuntimeError, match="single memory location"):
     torch.add(x, x, out=base.expand(3, 4))
@@ -126,7 +126,7 @@ def test_composite_operations_write_through_unsafe_views():
   assert_same(out, torch.kron(a, b))
 
 
-def test_an_out_argument_on_the_cpu_is_refused(x):
+def test_out_on_the_cpu_raises(x):
   out = torch.zeros(3, 4)
   with pytest.raises(MixedDeviceError, match=r"aten\.add\.out"):
     torch.add(x, x, out=out)
@@ -143,7 +143,7 @@ UNCASTABLE = {
 
 
 @pytest.mark.parametrize("function", UNCASTABLE.values(), ids=UNCASTABLE)
-def test_a_result_that_does_not_fit_the_dtype_is_refused_as_by_torch(function):
+def test_in_place_result_of_a_higher_dtype_raises_as_in_torch(function):
   with pytest.raises(RuntimeError, match="can't be cast"):
     function(INTS.clone(), A)
   tensor = INTS.to("jax")
@@ -184,7 +184,7 @@ def test_dtypes_promote_as_in_torch_eagerly_and_compiled(row):
   assert_same(jax_jit(function)(source.to("jax")), expected, "jit")
 
 
-def test_a_number_is_no_part_of_what_is_compiled(x):
+def test_numbers_do_not_recompile(x):
   env = torchax.default_env()
   plan = env._dispatcher.plan(torch.ops.aten.add.Tensor)
   for number in (0.5, 1.5, -2.5, math.inf):
@@ -194,7 +194,7 @@ def test_a_number_is_no_part_of_what_is_compiled(x):
   assert len(plan.programs) == 1
 
 
-def test_a_shape_is_a_part_of_what_is_compiled(x):
+def test_shapes_recompile(x):
   env = torchax.default_env()
   plan = env._dispatcher.plan(torch.ops.aten.sum.dim_IntList)
   plan((x, [0]), {})
@@ -232,7 +232,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments_without_tensors_come_back_with_lists_as_tuples(arguments):
+def test_rebuild_returns_tuples_for_lists_without_tensors(arguments):
   flattener = Flattener("test", torchax.default_env())
   args, kwargs = arguments
   operands, key = flattener.flatten(args, kwargs)
@@ -261,7 +261,7 @@ def test_tensors_become_operands_and_views_part_of_the_key(x):
   assert list(kwargs) == ["out"]
 
 
-def test_where_a_tensor_lies_is_no_part_of_the_key(x):
+def test_device_arguments_are_not_part_of_the_key(x):
   flattener = Flattener("test", torchax.default_env())
   plain = flattener.flatten((x,), {})
   placed = flattener.flatten(
@@ -302,7 +302,7 @@ def test_operations_work_on_any_thread(x):
 
 
 @pytest.mark.parametrize("mode", [XLADispatchMode, XLAFunctionMode])
-def test_pushing_a_mode_by_hand_changes_nothing(mode, x):
+def test_entering_the_mode_by_hand_changes_nothing(mode, x):
   with mode(torchax.default_env()):
     assert_same(x + 1, A + 1)
     assert type(A + 1) is torch.Tensor
@@ -339,7 +339,7 @@ MIXED = {
 
 @pytest.mark.parametrize("row", MIXED.values(), ids=MIXED)
 @pytest.mark.parametrize("with_env", [False, True], ids=["without_env", "with_env"])
-def test_mixing_devices_names_the_operation_and_the_way_out(row, with_env, x):
+def test_error_for_mixed_devices_names_operation_and_remedy(row, with_env, x):
   function, name = row
   cpu = B.clone()
   env = torchax.default_env() if with_env else contextlib.nullcontext()
@@ -391,7 +391,7 @@ WRONG_SHAPES = {
 
 @pytest.mark.parametrize("function", WRONG_SHAPES.values(), ids=WRONG_SHAPES)
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
-def test_wrong_shapes_raise_what_torch_raises_and_change_nothing(function, x):
+def test_wrong_shapes_raise_as_in_torch_and_change_nothing(function, x):
   with pytest.raises((RuntimeError, IndexError)) as cpu_error:
     function(A.clone())
   with pytest.raises(cpu_error.type):
@@ -403,7 +403,7 @@ library = torch.library.Library("torchax_test_dispatch", "DEF")
 library.define("unknown(Tensor x, Tensor[] others, float scale) -> Tensor")
 
 
-def test_an_operation_without_lowering_says_how_to_write_one(x):
+def test_error_for_a_missing_lowering_explains_how_to_write_one(x):
   with pytest.raises(
     OperatorNotFound, match=r"torchax_test_dispatch\.unknown"
   ) as error:
@@ -412,7 +412,7 @@ def test_an_operation_without_lowering_says_how_to_write_one(x):
   assert "op_base.op" in message and ".cpu()" in message
 
 
-def test_an_operation_without_lowering_says_what_it_was_called_with(x):
+def test_error_for_a_missing_lowering_describes_the_arguments(x):
   with pytest.raises(OperatorNotFound) as error:
     torch.ops.torchax_test_dispatch.unknown(x, [x[0]], 2.0)
   message = str(error.value)
@@ -436,7 +436,7 @@ def test_an_operation_that_fails_draws_nothing(x):
   assert_same(x, A)
 
 
-def test_an_error_inside_a_compiled_function_leaves_no_tracer_behind(x):
+def test_error_in_a_compiled_function_leaves_no_tracer(x):
   def fail(t):
     t.mul_(2)
     raise KeyError("stop")
@@ -447,6 +447,6 @@ def test_an_error_inside_a_compiled_function_leaves_no_tracer_behind(x):
   assert_same(x + 1, A + 1)
 
 
-def test_a_tree_of_tensors_moves_at_once():
+def test_to_jax_moves_a_tree_of_tensors():
   tree = {"a": [A, 1], "b": (B,)}
   assert_same(to_jax(tree), tree)

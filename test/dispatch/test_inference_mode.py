@@ -95,13 +95,13 @@ def _compare(function, inputs) -> None:
 
 @pytest.mark.parametrize("reduction", ["sum", "none", "mean"])
 @pytest.mark.parametrize("row", LOSSES, ids=lambda row: row[0].__name__)
-def test_a_loss_is_reduced_as_it_is_told(row, reduction):
+def test_losses_follow_reduction(row, reduction):
   function, *inputs = row
   _compare(lambda *tensors: function(*tensors, reduction=reduction), inputs)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_gives_what_cpu_torch_gives(name):
+def test_functions_match_cpu_torch(name):
   function, *inputs = FUNCTIONS[name]
   _compare(function, inputs)
 
@@ -134,7 +134,7 @@ def test_norms_update_their_running_statistics(norm, way):
   assert model.running_mean.abs().sum() > 0
 
 
-def test_dropout_draws_what_it_draws_elsewhere():
+def test_dropout_draws_the_same_in_inference_mode():
   x = to_jax(X)
   torch.manual_seed(0)
   expected = F.dropout(x)

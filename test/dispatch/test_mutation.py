@@ -108,7 +108,7 @@ def test_gradients_follow_views_and_writes(function):
   assert_close(tensor.grad.cpu(), cpu.grad)
 
 
-def test_gradients_follow_views_and_writes_in_a_compiled_function():
+def test_compiled_gradients_follow_views_and_writes():
   def all_of(t):
     return sum(function(t).sum() for function in GRADIENTS)
 
@@ -174,7 +174,7 @@ def _view_without_grad(t):
 
 
 @pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
-def test_what_torch_refuses_is_refused(refused):
+def test_writes_that_torch_refuses_raise(refused):
   cpu = base().requires_grad_()
   tensor = to_jax(cpu)
   with pytest.raises(RuntimeError) as cpu_error:
@@ -284,14 +284,14 @@ def test_a_closed_over_tensor_keeps_its_shape(change):
   assert_same(tensor, BASE)
 
 
-def test_an_argument_takes_no_memory_of_another_shape():
+def test_set_of_an_argument_raises_in_a_compiled_function():
   tensor = base().to("jax")
   with pytest.raises(MutationError, match="Return the new tensor"):
     jax_jit(lambda t: t.set_(t[0] * 1))(tensor)
   assert_same(tensor, BASE)
 
 
-def test_the_data_of_a_closed_over_parameter_is_replaced_at_each_call():
+def test_data_of_a_captured_parameter_is_replaced_per_call():
   parameter = torch.nn.Parameter(base().to("jax"))
   view = parameter.detach()[0]
 
@@ -334,11 +334,11 @@ def _diagonal_shifted(t):
 @pytest.mark.parametrize(
   "function", [_shifted, _turned_in_flat, _flipped_row, _diagonal_shifted]
 )
-def test_a_write_of_what_was_read_nearby_is_not_done_while_reading(function):
+def test_write_after_an_overlapping_read_keeps_the_values_read(function):
   assert_same(jax_jit(function)(base().to("jax")), function(base()))
 
 
-def test_a_write_at_a_traced_place_is_not_done_while_reading():
+def test_write_at_a_traced_index_keeps_the_values_read():
   def flip(t, i):
     picked = t[torch.tensor([3, 1]).to(t.device)]
     picked[i].copy_(picked[i].flip(0))

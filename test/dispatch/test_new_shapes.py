@@ -40,7 +40,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_words_first_and_both_at_once_give_the_same_bits(draw, monkeypatch):
+def test_shared_bits_equal_those_of_one_program(draw, monkeypatch):
   x = ones(next(SIZE))
   found = []
   for often, form in ((64, draw), (0, draw), (0, jax_jit(draw))):
@@ -53,7 +53,7 @@ def test_words_first_and_both_at_once_give_the_same_bits(draw, monkeypatch):
   assert torch.equal(rare, compiled)
 
 
-def test_other_shapes_draw_no_words_of_their_own():
+def test_other_shapes_share_the_program_of_bits():
   F.dropout(ones(next(SIZE)), 0.3)
   with compile_events.noted() as first:
     F.dropout(ones(next(SIZE)), 0.3)
@@ -61,7 +61,7 @@ def test_other_shapes_draw_no_words_of_their_own():
   assert len(first) == 1
 
 
-def test_shapes_that_come_often_get_one_program(monkeypatch):
+def test_frequent_shapes_get_one_program(monkeypatch):
   monkeypatch.setattr(new_shapes, "OFTEN", 3)
   x = ones(next(SIZE))
   counts = []
@@ -72,7 +72,7 @@ def test_shapes_that_come_often_get_one_program(monkeypatch):
   assert counts[1:] == [0, 0, 1, 0, 0]
 
 
-def test_each_draw_has_words_of_its_own():
+def test_each_draw_has_its_own_bits():
   x = ones(next(SIZE))
   torch.manual_seed(3)
   drawn = [F.dropout(x, 0.5).cpu() for _ in range(4)]
@@ -81,14 +81,14 @@ def test_each_draw_has_words_of_its_own():
   assert all(torch.equal(F.dropout(x, 0.5).cpu(), each) for each in drawn)
 
 
-def test_the_gradient_drops_what_was_dropped():
+def test_gradient_of_dropout_uses_its_mask():
   x = ones(next(SIZE)).requires_grad_()
   y = F.dropout(x, 0.4)
   y.sum().backward()
   assert torch.equal(x.grad, y.detach())
 
 
-def test_other_generators_and_large_draws_are_left_to_one_program():
+def test_shared_bits_need_threefry_and_a_small_draw():
   assert threefry.number_of_shared(jax.random.key(0), threefry.MOST_SHARED + 1) is None
   assert threefry.number_of_shared(jax.random.key(0, impl="rbg"), 10) is None
   assert threefry.number_of_shared(jax.random.key(0), 0) == threefry.LEAST_SHARED
@@ -100,7 +100,7 @@ OTHER_KEYS = {
 
 
 @pytest.mark.parametrize("other", OTHER_KEYS.values(), ids=OTHER_KEYS)
-def test_keys_without_words_draw_as_before(other, monkeypatch):
+def test_keys_without_shared_bits_use_one_program(other, monkeypatch):
   x = ones(30)
   env, found = torchax.default_env(), []
   for often in (new_shapes.OFTEN, 0):
@@ -115,7 +115,7 @@ def test_keys_without_words_draw_as_before(other, monkeypatch):
 @pytest.mark.parametrize(
   "elements", [1, 7, threefry.LEAST_SHARED, threefry.LEAST_SHARED + 1]
 )
-def test_a_draw_has_the_first_words_of_a_larger_one(elements):
+def test_shared_bits_are_a_prefix_of_a_larger_draw(elements):
   key, count = jax.random.key(3), 5
   number = threefry.number_of_shared(key, elements)
   given = threefry.random_words(key, count, number)

@@ -52,7 +52,7 @@ def test_program_serves_all_numbers_and_shapes_of_a_key():
   assert len(add.programs) == 2
 
 
-def test_what_torch_refuses_leaves_no_program():
+def test_refused_arguments_leave_no_program():
   add = plan(aten.add.Tensor)
   with pytest.raises(RuntimeError, match="must match the size"):
     add((ones(2), ones(3)), {})

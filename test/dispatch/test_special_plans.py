@@ -37,14 +37,14 @@ def row(op) -> str | None:
   return found and found.name
 
 
-def test_every_row_takes_an_operation():
+def test_every_row_accepts_an_operation():
   assert [special.name for special in special_plans.TABLE] == list(ROWS)
   assert {name: row(op) for name, op in ROWS.items()} == {name: name for name in ROWS}
   assert row(aten.add.Tensor) is None
 
 
 @pytest.mark.parametrize("op", OVERLAPS, ids=str)
-def test_first_row_wins_where_two_take_an_operation(op):
+def test_first_of_two_matching_rows_wins(op):
   schema = schema_of(op)
   takers = [
     special.name for special in special_plans.TABLE if special.takes(op, schema)
@@ -52,13 +52,13 @@ def test_first_row_wins_where_two_take_an_operation(op):
   assert len(takers) == 2 and row(op) == takers[0] == OVERLAPS[op]
 
 
-def test_an_operator_of_the_environment_comes_before_the_table():
+def test_operators_of_an_environment_precede_the_table():
   env = torchax.Environment()
   env.override_op_definition(aten.transpose.int, lambda x, *dims: x)
   assert isinstance(env.plan_for(aten.transpose.int), TensorPlan)
 
 
-def test_the_plan_without_the_table_is_made_on_demand(monkeypatch):
+def test_default_plan_is_built_on_demand(monkeypatch):
   env = torchax.Environment()
   asked = []
   by_registry = env._dispatcher._plan_by_registry

@@ -24,13 +24,13 @@ def asked(monkeypatch):
   return found
 
 
-def test_torch_is_asked_once_for_each_new_shape(asked):
+def test_torch_checks_once_per_new_shape(asked):
   for size in (31, 31, 32, 31, 32):
     torch.full((size,), 2.0).to("jax").frexp()
   assert asked.count("aten.frexp.Tensor") == 2
 
 
-def test_what_is_refused_leaves_the_programs_of_others(asked):
+def test_refusal_keeps_the_other_programs(asked):
   right, wrong = torch.ones(3, 7).to("jax"), torch.ones(4, 7).to("jax")
   torch.mm(right, right.T)
   before = programs.count()
@@ -43,7 +43,7 @@ def test_what_is_refused_leaves_the_programs_of_others(asked):
   assert not asked
 
 
-def test_numbers_of_the_first_call_do_not_speak_for_later_ones():
+def test_later_calls_are_checked_with_their_own_numbers():
   torch.arange(9.0).to("jax").kthvalue(8)
   torch.arange(9.0).to("jax").kthvalue(7)
   assert torch.arange(4.0).to("jax").kthvalue(2).values.item() == 1
@@ -51,7 +51,7 @@ def test_numbers_of_the_first_call_do_not_speak_for_later_ones():
     torch.arange(4.0).to("jax").kthvalue(8)
 
 
-def test_no_random_number_of_the_cpu_is_drawn():
+def test_checks_do_not_draw_from_the_cpu_generator():
   torch.manual_seed(0)
   before = torch.get_rng_state()
   with pytest.raises(RuntimeError):
@@ -85,7 +85,7 @@ class _Asking(TorchDispatchMode):
     return result
 
 
-def test_meta_kernels_take_what_the_cpu_takes():
+def test_meta_kernels_accept_the_arguments_of_the_cpu():
   asking = _Asking()
   for op in list(database.operators().values())[::8]:
     is_asked = op.supports_dtype(torch.float32, "cpu")

@@ -122,7 +122,7 @@ def _memory(tensor):
 
 @settings(max_examples=40)
 @given(program=_programs(STEPS))
-def test_a_program_gives_what_torch_gives(program):
+def test_view_programs_match_torch(program):
   memories = []
   note = lambda step, tensors: memories.append([_memory(t) for t in tensors])  # noqa: E731
   expected, expected_errors = _run(program, _starts(), note)
@@ -141,7 +141,7 @@ def test_a_program_gives_what_torch_gives(program):
 
 @settings(max_examples=15)
 @given(program=_programs(COMPILED_STEPS))
-def test_a_compiled_program_gives_what_torch_gives(program):
+def test_compiled_view_programs_match_torch(program):
   expected_starts, starts = _starts(), [t.to("jax") for t in _starts()]
   actual_errors = []
 

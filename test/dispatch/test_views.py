@@ -150,7 +150,7 @@ WITHOUT_ROW = {
 }
 
 
-def test_what_has_a_step_of_its_own_is_not_made_of_other_operations():
+def test_views_with_a_step_are_not_composite():
   # So a view that has one needs no look at how torch makes it.
   steps = {*views.STEPS, *views.MULTIPLE_STEPS}
   assert not [op for op in steps if torch_compat.is_composite(op)]
@@ -230,7 +230,7 @@ def _multiply(tensor, factor):
 
 
 @each_row
-def test_a_view_is_recorded_as_by_torch(row):
+def test_autograd_records_views_as_in_torch(row):
   (cpu, source, args), (tensor, jax_source, jax_args) = _sources(row)
   op = _overload(row[0])
   expected = _listed(op(source, *args))
@@ -300,7 +300,7 @@ def test_writes_go_both_ways_in_a_compiled_function(rows):
 
 
 @pytest.mark.parametrize("number", [2j, 1 - 3j, 2.0, 3, True])
-def test_a_view_of_a_number_is_one_of_a_tensor_that_promotes_as_the_number(number):
+def test_view_of_a_number_promotes_as_the_number(number):
   """Graphs of gradients have numbers in places of tensors."""
   dispatch = torchax.default_env().dispatch
   expected = torch.tensor(number)
@@ -398,7 +398,7 @@ def test_a_tensor_of_changed_shape_can_be_trained_and_detached():
   ],
   ids=["unfold", "expand", "as_strided", "many"],
 )
-def test_a_part_of_an_overlapping_view_is_written_once(write):
+def test_write_to_a_part_of_an_overlapping_view_runs_once(write):
   ours, theirs = torch.arange(6.0, device="jax"), torch.arange(6.0)
   write(ours)
   write(theirs)

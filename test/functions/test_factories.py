@@ -63,7 +63,7 @@ each_factory = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES
 
 
 @each_factory
-def test_a_factory_makes_on_jax_what_it_makes_on_the_cpu(make, in_and_out):
+def test_factories_match_the_cpu(make, in_and_out):
   made = make(device="jax")
   assert isinstance(made, Tensor)
   assert made.device == torch.device("jax:0")
@@ -98,7 +98,7 @@ def test_a_factory_works_inside_a_compiled_function(make):
 
 
 @pytest.mark.parametrize("device", ["jax", "jax:0", torch.device("jax", 0)], ids=str)
-def test_every_spelling_of_the_device_works(device, in_and_out):
+def test_every_form_of_the_device_argument_works(device, in_and_out):
   assert_same(torch.ones(2, device=device), torch.ones(2))
 
 
@@ -189,7 +189,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("options", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_a_layout_or_dtype_that_jax_lacks_is_refused(options, in_and_out):
+def test_unsupported_layouts_and_dtypes_raise(options, in_and_out):
   with pytest.raises(UnsupportedDtypeError, match="to_dense|quint8"):
     torch.zeros(2, 2, device="jax", **options)
 
@@ -273,7 +273,7 @@ def test_factories_work_inside_backward(where, in_and_out):
 
 
 @pytest.mark.parametrize("cast", [torch.Tensor.type_as, torch.Tensor.to])
-def test_a_cpu_tensor_goes_where_another_one_is(cast, in_and_out):
+def test_to_another_tensor_moves_to_its_device(cast, in_and_out):
   made = cast(torch.ones(4), torch.zeros(2, dtype=torch.int32, device="jax"))
   assert isinstance(made, Tensor)
   assert_same(made, torch.ones(4, dtype=torch.int32))

@@ -104,7 +104,7 @@ def test_indices_of_the_cpu_read_the_same(index):
 
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8:UserWarning")
-def test_a_mask_of_bytes_reads_as_one_of_bools():
+def test_uint8_mask_reads_like_a_bool_mask():
   mask = torch.tensor(ROW_MASK).to(torch.uint8)
   assert_same(CUBE.to("jax")[mask], CUBE[mask])
   assert_same(CUBE.to("jax")[mask.to("jax"), 0], CUBE[mask, 0])
@@ -134,7 +134,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("row", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_the_functions_behind_the_brackets_take_the_same(row):
+def test_index_functions_accept_the_same_as_subscripts(row):
   (index,) = row
   cpu, tensor = CUBE.clone(), CUBE.to("jax")
   with torchax.default_env():
@@ -183,7 +183,7 @@ def test_a_value_is_broadcast_and_converted_as_by_torch(row):
 
 
 @pytest.mark.parametrize("where", ["tensor", "mask", "two"])
-def test_repeated_places_accumulate(where):
+def test_repeated_indices_accumulate(where):
   results = []
   for device in ("cpu", "jax"):
     at, tensor = _at(device), CUBE.clone().to(device)
@@ -225,7 +225,7 @@ BAD_INDICES = {
 
 
 @pytest.mark.parametrize("index", BAD_INDICES.values(), ids=BAD_INDICES)
-def test_a_wrong_index_raises_what_torch_raises(index):
+def test_wrong_indices_raise_as_in_torch(index):
   tensor = CUBE.to("jax")
   with pytest.raises((RuntimeError, IndexError, ValueError, TypeError)) as cpu_error:
     CUBE[index]
@@ -238,7 +238,7 @@ def test_a_wrong_index_raises_what_torch_raises(index):
   assert_same(tensor, CUBE)
 
 
-def test_a_boolean_of_numpy_is_no_index():
+def test_numpy_bool_is_not_an_index():
   # As of torch 2.12; before, CPU torch takes it for True.
   with pytest.raises(IndexError, match="numpy.bool"):
     CUBE.to("jax")[np.bool_(True)]
@@ -261,7 +261,7 @@ BAD_VALUES = {
 
 
 @pytest.mark.parametrize("row", BAD_VALUES.values(), ids=BAD_VALUES)
-def test_a_wrong_value_raises_what_torch_raises(row):
+def test_wrong_values_raise_as_in_torch(row):
   index, value = row
   tensor = CUBE.to("jax")
   with pytest.raises((RuntimeError, IndexError, ValueError, TypeError)) as cpu_error:
@@ -272,7 +272,7 @@ def test_a_wrong_value_raises_what_torch_raises(row):
 
 
 @pytest.mark.parametrize("index", [0, [0], slice(None)], ids=str)
-def test_a_number_that_does_not_fit_an_integer_raises_as_torch(index):
+def test_number_out_of_an_integers_range_raises_as_in_torch(index):
   cpu = torch.zeros(3, dtype=torch.int8)
   tensor = cpu.to("jax")
   with pytest.raises(RuntimeError, match="overflow"):
@@ -335,7 +335,7 @@ TRACED_WRITES = {
 }
 
 
-def test_traced_numbers_read_what_torch_reads():
+def test_traced_indices_read_as_in_torch():
   def read(t, i, j):
     return {name: function(t, i, j) for name, function in TRACED_READS.items()}
 
@@ -344,7 +344,7 @@ def test_traced_numbers_read_what_torch_reads():
   assert_same(actual, read(CUBE, *numbers))
 
 
-def test_traced_numbers_and_masks_assign_as_torch():
+def test_traced_indices_and_masks_assign_as_in_torch():
   def write(t, i, j):
     results = {}
     for name, function in TRACED_WRITES.items():
@@ -357,7 +357,7 @@ def test_traced_numbers_and_masks_assign_as_torch():
   assert_same(actual, write(CUBE, *numbers))
 
 
-def test_a_number_that_is_closed_over_is_read_at_each_call():
+def test_captured_index_is_read_at_each_call():
   tensor, place = CUBE.to("jax"), torch.tensor(0).to("jax")
   pick = jax_jit(lambda t: t[place])
   assert_same(pick(tensor), CUBE[0])
@@ -365,7 +365,7 @@ def test_a_number_that_is_closed_over_is_read_at_each_call():
   assert_same(pick(tensor), CUBE[1])
 
 
-def test_each_row_of_a_batch_takes_its_own_place():
+def test_vmap_over_an_index_reads_each_row():
   def change(t, i):
     t = t.clone()
     t[i] = 5.0
@@ -391,7 +391,7 @@ def _loss_of_writes(t, i):
 
 
 @pytest.mark.parametrize("loss", [_loss_of_a_read, _loss_of_writes])
-def test_gradients_go_to_the_traced_place(loss):
+def test_gradients_reach_the_traced_index(loss):
   cpu = CUBE.clone().requires_grad_()
   tensor = to_jax(cpu)
   loss(cpu, torch.tensor(1)).backward()
@@ -420,14 +420,14 @@ NEEDS_KNOWN = {
 
 
 @pytest.mark.parametrize("row", NEEDS_KNOWN.values(), ids=NEEDS_KNOWN)
-def test_what_needs_a_value_says_so(row):
+def test_index_that_needs_a_value_raises(row):
   error, match, function = row
   with pytest.raises(error, match=match):
     jax_jit(function)(CUBE.to("jax"), torch.tensor(1).to("jax"))
 
 
 @pytest.mark.parametrize("function", [_change_of_a_recorded_read, _recorded_change])
-def test_a_change_that_autograd_could_not_follow_is_refused(function):
+def test_write_that_autograd_cannot_follow_raises(function):
   tensor = CUBE.to("jax").requires_grad_()
   with pytest.raises(MutationError, match=r"x\[i\] = "):
     jax_jit(function)(tensor, torch.tensor(1).to("jax"))
@@ -473,7 +473,7 @@ OF_INDICES = {
 
 
 @pytest.mark.parametrize("function", OF_INDICES.values(), ids=OF_INDICES)
-def test_index_on_the_cpu_is_refused_beside_jax(function):
+def test_cpu_index_of_a_jax_tensor_raises(function):
   x, index = CUBE[0].to("jax"), torch.tensor([1])
   with pytest.raises(MixedDeviceError, match="on jax"):
     function(x, index)
@@ -490,6 +490,6 @@ WITH_CPU_INDEX = {
 
 
 @pytest.mark.parametrize("function", WITH_CPU_INDEX.values(), ids=WITH_CPU_INDEX)
-def test_index_on_the_cpu_is_taken_where_cuda_takes_it(function):
+def test_cpu_index_works_if_cuda_accepts_it(function):
   index = torch.tensor([1, 0])
   assert_same(function(CUBE[0].to("jax"), index), function(CUBE[0], index))

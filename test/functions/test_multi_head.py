@@ -87,13 +87,13 @@ def _compare(module, inputs, kwargs):
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
-def test_it_agrees_with_cpu_torch(inputs, masks, weights):
+def test_multi_head_attention_matches_cpu_torch(inputs, masks, weights):
   _compare(_module(), inputs, {**masks(inputs[1].shape[0]), **weights})
 
 
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_are_as_near_to_float32_as_torchs(dtype, weights):
+def test_half_precision_error_is_at_most_torchs(dtype, weights):
   module = _module()
   expected = module(X, X, X, need_weights=weights)
   halves = copy.deepcopy(module).to(dtype)
@@ -123,7 +123,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("row", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("weights", [True, False])
-def test_what_is_rare_agrees_too(row, weights):
+def test_unusual_calls_match_cpu_torch(row, weights):
   options, inputs = row
   _compare(_module(**options), inputs, {"need_weights": weights})
 
@@ -160,7 +160,7 @@ def test_dropout_draws_the_same_everywhere(weights):
     torch.testing.assert_close(found, outside, rtol=1e-5, atol=1e-5)
 
 
-def test_dropout_keeps_its_share_and_its_mean():
+def test_dropout_keeps_its_rate_and_mean():
   """Weights that are all equal: the output of a head is what survives of them."""
   length, p = 64, 0.25
   module = torch.nn.MultiheadAttention(4, 1, dropout=p, bias=False)
@@ -193,7 +193,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_what_torch_refuses_is_refused_in_its_words(wrong):
+def test_refused_arguments_raise_torchs_message(wrong):
   module = _module()
 
   def call(device):
@@ -227,7 +227,7 @@ def test_what_torch_refuses_is_refused_in_its_words(wrong):
 
 
 @pytest.mark.parametrize("wish", ["auto", "blockwise"])
-def test_heads_of_a_wish_are_left_to_attention(wish, monkeypatch):
+def test_requested_form_runs_scaled_dot_product_attention(wish, monkeypatch):
   """So they take blocks of keys, or the kernel of a device, and draw the same mask."""
   taken = []
 

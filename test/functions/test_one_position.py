@@ -68,7 +68,7 @@ def on_jax(tensors, options):
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_each_number_of_keys_has_torchs_numbers(call):
+def test_each_number_of_keys_matches_torch(call):
   tolerance = {}
   for length in LENGTHS:
     tensors, options = call(length)
@@ -90,7 +90,7 @@ def test_numbers_of_keys_share_programs(call):
   assert len(events) - before <= 2  # one of up to 32, and of numbers, if there are any
 
 
-def test_a_number_of_keys_that_comes_often_has_the_same_bits(monkeypatch):
+def test_frequent_number_of_keys_keeps_its_bits(monkeypatch):
   on_jax(inputs(5, heads=4), {})
   rare = [on_jax(inputs(n, heads=4), {}).cpu() for n in LENGTHS]
   monkeypatch.setattr(one_position, "OFTEN", 1)
@@ -98,7 +98,7 @@ def test_a_number_of_keys_that_comes_often_has_the_same_bits(monkeypatch):
   assert all(map(torch.equal, rare, often))
 
 
-def test_a_number_of_keys_that_stays_is_not_padded():
+def test_constant_number_of_keys_is_not_padded():
   tensors = [t.to("jax") for t in inputs(9, heads=4)]
   for _ in range(2):
     assert one_position.padded(*tensors, None, False)[0] is tensors[1]
@@ -128,11 +128,11 @@ def test_a_traced_call_is_not_padded():
   [(1, 32), (32, 32), (33, 64), (100, 128), (129, 160), (256, 256), (257, 320)]
   + [(1000, 1024), (1025, 1280)],
 )
-def test_numbers_to_which_keys_are_padded(length, number):
+def test_padded_numbers_of_keys(length, number):
   assert one_position.number_for(length) == number
 
 
-def test_they_are_few_and_little_is_added():
+def test_padded_numbers_are_few_and_close():
   numbers = [one_position.number_for(length) for length in range(1, 4097)]
   assert len(set(numbers)) == 4 + 4 * 5
   for length, number in enumerate(numbers, 1):
@@ -149,7 +149,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("shapes", REFUSED.values(), ids=REFUSED)
-def test_messages_name_the_shapes_that_came(shapes):
+def test_errors_name_the_shapes_of_the_call(shapes):
   on_jax(inputs(5, heads=4), {})
   key, value, mask = shapes
   options = {} if mask is None else {"attn_mask": torch.ones(mask, device="jax") > 0}

@@ -95,7 +95,7 @@ def test_a_function_of_tensors_may_call_torch(define):
 
 
 @pytest.mark.parametrize("is_jax_function", [True, False])
-def test_needs_env_hands_over_the_environment(define, is_jax_function):
+def test_needs_env_passes_the_environment(define, is_jax_function):
   packet = define("(Tensor x) -> Tensor", int(is_jax_function))
   seen = []
 
@@ -151,7 +151,7 @@ def test_a_lowering_may_return_many_results(define):
   assert_same(packet(on_jax()), (ONES + 1, [ONES, ONES * 2]))
 
 
-def test_a_static_argument_of_a_builtin_arrives_as_a_python_number(define):
+def test_static_argument_of_a_builtin_is_a_python_number(define):
   packet = define("(Tensor x, float p) -> Tensor")
 
   @builtin.op(packet, static=("p",))
@@ -244,7 +244,7 @@ def test_numbers_in_lists_stay_python_numbers(define):
   assert seen == [((1, 2.5), (0.5,))]
 
 
-def test_a_number_in_the_place_of_a_tensor_stays_one(define):
+def test_number_for_a_tensor_argument_stays_a_number(define):
   packet = define("(Tensor x, Tensor y) -> Tensor")
   op(packet)(lambda x, y: x + 1 if isinstance(y, float) and y > 2 else x)
   called = torchax.default_env().dispatch(packet.default, (), (on_jax(), 2.5), {})
@@ -265,7 +265,7 @@ DATA_DEPENDENT = {
 
 
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
-def test_what_needs_data_is_noticed_at_the_first_call(define, name):
+def test_lowering_that_needs_values_falls_back_at_once(define, name):
   function, expected = DATA_DEPENDENT[name]
   packet = define("(Tensor x) -> Tensor", list(DATA_DEPENDENT).index(name))
   calls = []
@@ -284,7 +284,7 @@ def test_what_needs_data_is_noticed_at_the_first_call(define, name):
 
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
 @pytest.mark.parametrize("is_known", [False, True])
-def test_what_needs_data_is_named_in_a_trace(define, name, is_known):
+def test_error_names_a_lowering_that_needs_values(define, name, is_known):
   function, _ = DATA_DEPENDENT[name]
   packet = define(
     "(Tensor x) -> Tensor", list(DATA_DEPENDENT).index(name) * 2 + is_known
@@ -303,7 +303,7 @@ def test_what_needs_data_is_named_in_a_trace(define, name, is_known):
   assert raised.value.__cause__ is not None
 
 
-def test_a_function_of_arrays_that_needs_data_is_named_in_a_trace():
+def test_error_names_an_array_function_that_needs_values():
   def first(x):
     return x[: int(x.sum())]
 
@@ -319,14 +319,14 @@ def test_a_function_of_arrays_that_needs_data_is_named_in_a_trace():
     operators.register(dataclasses.replace(ours, is_user_defined=True))
 
 
-def test_other_mistakes_in_a_trace_stay_what_they_are(define):
+def test_other_errors_in_a_trace_are_unchanged(define):
   packet = define("(Tensor x) -> Tensor")
   op(packet)(lambda x: "a" + x)
   with pytest.raises(TypeError, match="concatenate"):
     jax_jit(packet)(on_jax())
 
 
-def test_what_needs_data_for_some_inputs_only_is_noticed_there(define):
+def test_lowering_that_sometimes_needs_values_falls_back_then(define):
   packet = define("(Tensor x, Tensor index) -> Tensor")
   op(packet)(lambda x, index: x[index])
   tensor = torch.arange(4.0).to("jax")
@@ -338,7 +338,7 @@ def test_what_needs_data_for_some_inputs_only_is_noticed_there(define):
   assert_same(packet(tensor, mask.long()), torch.tensor([0.0, 0.0, 1.0, 1.0]))
 
 
-def test_a_fallback_is_that_of_one_program_and_logged_once(define, caplog):
+def test_fallback_affects_one_program_and_is_logged_once(define, caplog):
   packet = define("(Tensor x, bool masked) -> Tensor")
   traced = []
 
@@ -365,7 +365,7 @@ def test_a_fallback_is_that_of_one_program_and_logged_once(define, caplog):
   assert len([r for r in caplog.records if r.name == "torchax"]) == 1
 
 
-def test_what_can_be_compiled_is_traced_once(define):
+def test_a_lowering_that_compiles_is_traced_once(define):
   packet = define("(Tensor x) -> Tensor")
   calls = []
   op(packet)(lambda x: calls.append(type(x)) or x + 1)
@@ -374,7 +374,7 @@ def test_what_can_be_compiled_is_traced_once(define):
   assert len(calls) == 1 and issubclass(calls[0], jax.core.Tracer)
 
 
-def test_a_mistake_in_the_arguments_is_none_of_the_operator(define):
+def test_wrong_arguments_do_not_trigger_the_fallback(define):
   packet = define("(Tensor x, Tensor y) -> Tensor")
 
   @op(packet)
@@ -399,19 +399,19 @@ def test_options_are_fields_of_an_operator_or_of_its_groups(define):
   assert operator.checks is not None and not operator.is_builtin
 
 
-def test_an_unknown_option_is_refused_by_its_name(define):
+def test_unknown_option_raises_and_is_named(define):
   with pytest.raises(TypeError, match="dynamics"):
     op(define("(Tensor x) -> Tensor"), dynamics=("x",))(lambda x: x)
 
 
-def test_the_library_says_itself_what_cannot_be_compiled(define):
+def test_builtins_declare_if_they_do_not_compile(define):
   packet = define("(Tensor x) -> Tensor")
   builtin.op(packet)(lambda x: x[x > 1])
   with pytest.raises(jax.errors.NonConcreteBooleanIndexError):
     packet(on_jax())
 
 
-def test_in_place_and_out_forms_of_what_needs_data_are_derived():
+def test_in_place_and_out_forms_of_uncompiled_lowerings_work():
   """`clamp` stands for an operator that looks at its numbers."""
   clamp = torch.ops.aten.clamp.default
   ours = operators.all_aten_ops[torch.ops.aten.clamp]
@@ -521,7 +521,7 @@ def _restored():
 
 @pytest.mark.parametrize("imports", IMPORTS)
 @pytest.mark.parametrize("place", ["a package", "among the themes"])
-def test_a_file_of_upstreams_style_works_as_it_is(
+def test_a_file_in_upstreams_style_works_unchanged(
   define, restored, tmp_path, monkeypatch, imports, place
 ):
   base = list(IMPORTS).index(imports) + 3 * (place == "a package")
@@ -577,7 +577,7 @@ def _aten_relu(self):
 
 @pytest.mark.programs
 @pytest.mark.parametrize("name", ["aaa", "zzz"])
-def test_a_file_that_lies_among_the_themes_is_found(tmp_path, name):
+def test_a_file_in_jaten_is_loaded(tmp_path, name):
   """It is loaded before ours, or after them."""
   shutil.copytree(PACKAGE, tmp_path / "torchax")
   (tmp_path / "torchax" / "ops" / "jaten" / f"{name}.py").write_text(DROPPED)
@@ -611,7 +611,7 @@ def test_a_duplicate_in_the_library_raises_and_changes_nothing(define):
 
 
 @pytest.mark.parametrize("name", REGISTER)
-def test_a_users_registration_replaces_ours_and_says_so(define, name):
+def test_user_lowering_replaces_a_builtin_with_a_warning(define, name):
   packet = define("(Tensor x) -> Tensor", list(REGISTER).index(name))
   builtin.op(packet)(lambda x: x + 1)
   assert_same(packet(on_jax()), ONES + 1)
@@ -623,7 +623,7 @@ def test_a_users_registration_replaces_ours_and_says_so(define, name):
 
 
 @pytest.mark.parametrize("name", REGISTER)
-def test_a_users_registration_stays_when_ours_is_loaded_after_it(define, name):
+def test_user_lowering_stays_if_the_builtin_loads_later(define, name):
   packet = define("(Tensor x) -> Tensor", list(REGISTER).index(name))
   REGISTER[name](packet, lambda x: x + 2)
   builtin.op(packet)(lambda x: x + 1)
@@ -631,7 +631,7 @@ def test_a_users_registration_stays_when_ours_is_loaded_after_it(define, name):
 
 
 @pytest.mark.filterwarnings("error")
-def test_who_means_to_replace_is_not_warned(define):
+def test_is_user_defined_suppresses_the_warning(define):
   packet = define("(Tensor x) -> Tensor")
   op(packet)(lambda x: x + 1)
   register_torch_dispatch_op(packet, lambda x: x + 2, is_user_defined=True)
@@ -738,7 +738,7 @@ def test_an_operation_is_found_by_packet_and_by_overload():
   assert by_packet.func(jnp.ones(2), jnp.ones(2)).tolist() == [2.0, 2.0]
 
 
-def test_a_decomposition_stands_in_for_a_lowering():
+def test_decomposition_runs_without_a_lowering():
   env = torchax.default_env()
   decomposed = [
     operation
@@ -755,7 +755,7 @@ def test_a_decomposition_stands_in_for_a_lowering():
     assert found.kind is Kind.TENSORS
 
 
-def test_torchs_own_kernel_makes_a_composite_operation_of_its_parts():
+def test_composite_operations_use_torchs_own_decomposition():
   """Its reference in Python may take other arguments, or ask for itself."""
   composite = torch.ops.aten.nll_loss.default
   assert composite in operators.decompositions
@@ -791,7 +791,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("flags", KINDS, ids=str)
-def test_the_flags_of_upstream_stand_for_one_kind(flags):
+def test_flags_of_upstream_map_to_one_kind(flags):
   is_jax_function, needs_env, is_view_op = flags
   operator = Operator(
     None,
@@ -811,7 +811,7 @@ def test_a_function_of_tensors_may_ask_for_the_environment():
 
 
 @pytest.mark.parametrize("kind", Kind, ids=str)
-def test_a_kind_tells_the_flags_of_upstream(kind):
+def test_kind_sets_the_flags_of_upstream(kind):
   operator = Operator(None, None, kind=kind)
   flags = (operator.is_jax_function, operator.needs_env, operator.is_view_op)
   if kind is not Kind.SAMPLER:

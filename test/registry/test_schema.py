@@ -36,7 +36,7 @@ def test_the_functional_form_follows_from_the_schema(op):
   assert functional_form(op) is FUNCTIONAL[op]
 
 
-def test_a_form_that_torch_lacks_is_none():
+def test_functional_form_is_none_if_torch_lacks_it():
   assert functional_form(aten.resize_as_.default) is None
 
 
