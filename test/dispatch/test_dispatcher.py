@@ -186,7 +186,7 @@ def test_dtypes_promote_as_in_torch_eagerly_and_compiled(row):
 
 def test_numbers_do_not_recompile(x):
   env = torchax.default_env()
-  plan = env._dispatcher.plan(torch.ops.aten.add.Tensor)
+  plan = env._dispatcher.choose(torch.ops.aten.add.Tensor).plan
   for number in (0.5, 1.5, -2.5, math.inf):
     plan((x, number), {})
   assert len(plan.programs) == 1
@@ -196,7 +196,7 @@ def test_numbers_do_not_recompile(x):
 
 def test_shapes_recompile(x):
   env = torchax.default_env()
-  plan = env._dispatcher.plan(torch.ops.aten.sum.dim_IntList)
+  plan = env._dispatcher.choose(torch.ops.aten.sum.dim_IntList).plan
   plan((x, [0]), {})
   plan((x, [0]), {})
   plan((x, [1]), {})

@@ -61,10 +61,10 @@ def test_operators_of_an_environment_precede_the_table():
 def test_default_plan_is_built_on_demand(monkeypatch):
   env = torchax.Environment()
   asked = []
-  by_registry = env._dispatcher._plan_by_registry
+  by_registry = env._dispatcher._default_plan
   monkeypatch.setattr(
     env._dispatcher,
-    "_plan_by_registry",
+    "_default_plan",
     lambda op: asked.append(op) or by_registry(op),
   )
   for op in (aten.transpose.int, aten.copy_.default, aten.q_scale.default):

@@ -26,7 +26,7 @@ _ArrayImpl = jax_compat.ArrayImpl
 _META = torch.device("meta")
 
 # Factories that take dtype and device of a tensor, but not its size.
-_OF_SIZE = frozenset(
+_SIZED = frozenset(
   {
     aten.new_empty,
     aten.new_empty_strided,
@@ -43,7 +43,7 @@ class PlacedPlan:
   def __init__(self, op, default: Callable, env):
     self.plan = default()
     self.op = op
-    self._is_of_size = op.overloadpacket in _OF_SIZE
+    self._takes_size = op.overloadpacket in _SIZED
 
   def __call__(self, args, kwargs):
     device = (kwargs or {}).get("device")
@@ -56,11 +56,11 @@ class PlacedPlan:
       with torch_compat.without_dispatch():
         return self.op(*args, **kwargs)
     if isinstance(target, Sharding):
-      return self.plan.made_on(target, args, kwargs)
+      return self.plan.run_sharded(target, args, kwargs)
     if getattr(self.plan, "is_sampler", False):
       # Derive the key now, so that it stays on JAX's default device.
       scope.current(self.plan.env.streams).peek(self.plan.name)
-    return make(lambda: self.plan(args, kwargs), target)
+    return run_on(lambda: self.plan(args, kwargs), target)
 
   def _on_default_device(self, args, kwargs):
     """Run the plan; move a result committed by its argument to the default device."""
@@ -80,30 +80,28 @@ class PlacedPlan:
     if device == _META:
       return _META
     if source is None:
-      chosen = placement.layout()
-      return (
-        placement.target_of(None) if chosen is None else self._laid_out(chosen, args)
-      )
-    index = _place(source)
+      return self._default_target(args)
+    index = _device_index(source)
     if index is None:
-      return self._beside(source, args)
+      return self._sharding_like(source, args)
     return placement.target_of(index)
 
-  def _laid_out(self, layout: Callable, args):
-    """Return the sharding that the chosen layout gives to a factory's result."""
-    size = args[0] if args else None
+  def _default_target(self, args):
+    """Return the sharding of the current layout, if any, or the default device."""
+    layout, size = placement.layout(), args[0] if args else None
     if type(size) is int:
       size = (size,)
-    if not isinstance(size, list | tuple) or not isinstance(self.plan, Plan):
+    is_sized = isinstance(size, list | tuple) and isinstance(self.plan, Plan)
+    if layout is None or not is_sized:
       return placement.target_of(None)
     return layout(tuple(size))
 
-  def _beside(self, source: Tensor, args):
+  def _sharding_like(self, source: Tensor, args):
     """Return the sharding for a result made like a tensor on several devices."""
     array = source._storage.array
     if not placement.is_spread(array) or not isinstance(self.plan, Plan):
       return None
-    if self._is_of_size and tuple(args[1]) != tuple(source.shape):
+    if self._takes_size and tuple(args[1]) != tuple(source.shape):
       return placement.whole_beside(array)
     return (array if source._chain is WHOLE else source.jax()).sharding
 
@@ -113,7 +111,7 @@ def inner(plan: Callable) -> Callable:
   return plan.plan if isinstance(plan, PlacedPlan) else plan
 
 
-def make(function: Callable, target):
+def run_on(function: Callable, target):
   """Run `function()` and put the tensors it makes on `target`; see `target_of`."""
   made = []
 
@@ -132,26 +130,26 @@ def takes_device(op, schema) -> bool:
   return "device" in schema.names and not schema.written
 
 
-def unplaced(tensor: Tensor) -> Tensor:
+def mark_unplaced(tensor: Tensor) -> Tensor:
   """Mark a tensor without an explicit device, to be mixed with those of any device."""
   if type(tensor._storage) is Storage:
     tensor._storage.__class__ = Unplaced
   return tensor
 
 
-def made_by_torch(env, op, types, args, kwargs) -> Tensor:
+def run_internal_factory(env, op, types, args, kwargs) -> Tensor:
   """Run a factory that torch's C++ calls internally, without a check of devices."""
   with placement.anywhere():
-    return unplaced(env.dispatch(op, types, args, {**kwargs, "device": None}))
+    return mark_unplaced(env.dispatch(op, types, args, {**kwargs, "device": None}))
 
 
-class _Inside(threading.local):
+class _Thread(threading.local):
   """Flag of this thread: inside an operation, whose parts are not checked."""
 
-  operation = False
+  in_operation = False
 
 
-_inside = _Inside()
+_thread = _Thread()
 _CROSSING = frozenset(
   {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor}
 )
@@ -163,19 +161,19 @@ def run(found: Callable, op, args, kwargs):
   Raises:
     MixedDeviceError: the tensors are on more than one device.
   """
-  if _inside.operation or op in _CROSSING:
+  if _thread.in_operation or op in _CROSSING:
     return found(args, kwargs)
-  index, is_free = _common(op, args, kwargs)
-  _inside.operation = True
+  index, is_free = _common_index(op, args, kwargs)
+  _thread.in_operation = True
   try:
     result = found(args, kwargs)
   finally:
-    _inside.operation = False
+    _thread.in_operation = False
   device = kwargs.get("device") if kwargs else None
   if device is not None and device.index is not None:
     return result  # a factory with an explicit device
   for tensor in _tensors(result):
-    _follow(tensor, index, is_free)
+    _move_result(tensor, index, is_free)
   return result
 
 
@@ -188,7 +186,7 @@ def _tensors(values) -> Iterator[Tensor]:
       yield from _tensors(value)
 
 
-def _place(tensor: Tensor) -> int | None:
+def _device_index(tensor: Tensor) -> int | None:
   """Return the index of a tensor's device; None for traced and sharded tensors."""
   array = tensor._storage.array
   if type(array) is not _ArrayImpl or placement.is_spread(array):
@@ -196,7 +194,7 @@ def _place(tensor: Tensor) -> int | None:
   return placement.device_of(array).index
 
 
-def _common(op, args, kwargs) -> tuple[int | None, bool]:
+def _common_index(op, args, kwargs) -> tuple[int | None, bool]:
   """Return the device index of an operation's tensors, and True if all are unplaced."""
   first, is_free, is_placed = None, False, False
   for tensor in _tensors([*args, *(kwargs or {}).values()]):
@@ -204,28 +202,24 @@ def _common(op, args, kwargs) -> tuple[int | None, bool]:
       is_free = True
       continue
     is_placed = True
-    index = _place(tensor)
+    index = _device_index(tensor)
     if index is None or index == first:
       continue
     if first is not None:
-      _refuse(op, first, index)
+      raise MixedDeviceError(
+        "Expected all tensors to be on the same device, but found at least two devices,"
+        f" jax:{first} and jax:{index}! (in {op}) Move one of them with "
+        "`.to(other.device)`."
+      )
     first = index
   return first, is_free and not is_placed
 
 
-def _refuse(op, first: int, second: int):
-  raise MixedDeviceError(
-    "Expected all tensors to be on the same device, but found at least two devices, "
-    f"jax:{first} and jax:{second}! (in {op}) Move one of them with "
-    "`.to(other.device)`."
-  )
-
-
-def _follow(tensor: Tensor, index: int | None, is_free: bool) -> None:
+def _move_result(tensor: Tensor, index: int | None, is_free: bool) -> None:
   """Put an uncommitted result, such as one of the host, on the arguments' device."""
   storage = tensor._storage
   if is_free:
-    unplaced(tensor)
+    mark_unplaced(tensor)
   array = storage.array
   if index is None or type(array) is not _ArrayImpl or jax_compat.is_committed(array):
     return

@@ -56,7 +56,7 @@ class Choice(NamedTuple):
   source: Any
 
 
-class _InPlaceOf:
+class _InPlaceTensorPlan:
   """In-place form of an operation whose lowering is a user's function of tensors."""
 
   def __init__(self, functional: TensorPlan):
@@ -97,15 +97,13 @@ class Dispatcher:
       self._generation = operators.generation()
     entry = self._plans.get(id(func))
     if entry is None:
+      try:
+        plan = self.choose(func).plan
+      except OperatorNotFound:
+        raise self.not_found(func, args, kwargs) from None
       # A reference to the overload keeps its id from being reused.
-      entry = self._plans[id(func)] = (self._plan_for(func, args, kwargs), func)
+      entry = self._plans[id(func)] = (plan, func)
     return entry[0]
-
-  def _plan_for(self, func, args, kwargs) -> Callable:
-    try:
-      return self.plan(func)
-    except OperatorNotFound:
-      raise self.not_found(func, args, kwargs) from None
 
   def shapes(self, func, args, kwargs):
     """Return the results of a lowering as `jax.ShapeDtypeStruct`s, or None.
@@ -120,7 +118,7 @@ class Dispatcher:
     operator = self.operator(func)
     if operator is None or operator.execution.compiled not in (True, None):
       return None
-    plan = self._plan_by_registry(func)
+    plan = self._default_plan(func)
     if not isinstance(plan, Plan):
       return None
     try:
@@ -171,7 +169,7 @@ class Dispatcher:
     if decomposition is not None:
       return decomposition
     try:
-      plan = self.plan(func)
+      plan = self.choose(func).plan
     except OperatorNotFound:
       return None
     return Operator(func, lambda *args, **kwargs: plan(args, kwargs), kind=Kind.TENSORS)
@@ -208,12 +206,12 @@ class Dispatcher:
       OperatorNotFound: no step has a plan.
     """
     for step in steps:
-      found = _DECISIONS[step](self, func)
+      found = _STEPS[step](self, func)
       if found is not None:
         return Choice(step, *found)
     raise self.not_found(func)
 
-  def _plan_by_registry(self, func) -> Callable:
+  def _default_plan(self, func) -> Callable:
     return self.choose(func, tuple(Step)[1:]).plan
 
   def _special(self, func):
@@ -222,7 +220,7 @@ class Dispatcher:
     row = special_plans.find(func, schema_of(func))
     if row is None:
       return None
-    return row.make(func, lambda: self._plan_by_registry(func), self._env), row
+    return row.make(func, lambda: self._default_plan(func), self._env), row
 
   def _derived(self, func):
     """Derive an in-place or `out=` form without a lowering from the functional form."""
@@ -236,18 +234,20 @@ class Dispatcher:
     functional_op = functional_form(func)
     if functional_op is None:
       return None
-    functional = device_plans.inner(self.plan(functional_op))
+    functional = device_plans.inner(self.choose(functional_op).plan)
     if not is_in_place(func):
       return OutPlan(func, functional, self._env), functional_op
     if isinstance(functional, Plan):
       return InPlacePlan(func, functional, self._env), functional_op
     if isinstance(functional, TensorPlan) and self.is_own(functional_op):
-      return _InPlaceOf(functional), functional_op
+      return _InPlaceTensorPlan(functional), functional_op
     return None
 
-  def _registered(self, func):
+  def _lowered(self, func):
     operator = self.operator(func)
-    return None if operator is None else (self._plan_of(func, operator), operator)
+    if operator is None:
+      return None
+    return self._operator_plan(func, operator), operator
 
   def _decomposed(self, func):
     if not isinstance(func, torch_compat.OpOverload):
@@ -256,12 +256,12 @@ class Dispatcher:
     if found is None:
       return None
     if func in self._env._decomps.own:
-      return self._plan_of(func, found), found
+      return self._operator_plan(func, found), found
     if schema_of(func).written or not found.execution.compiled:
       return tensor_plan(func, found, self._env), found
     return DecompositionPlan(func, found, self._env), found
 
-  def _plan_of(self, func, operator: Operator) -> Callable:
+  def _operator_plan(self, func, operator: Operator) -> Callable:
     if operator.kind in (Kind.ARRAYS, Kind.SAMPLER):
       return Plan(func, operator, self._env)
     if operator.kind is Kind.ENV_ARRAYS:
@@ -279,10 +279,10 @@ class Dispatcher:
     )
 
 
-_DECISIONS = {
+_STEPS = {
   Step.SPECIAL: Dispatcher._special,
   Step.DERIVED: Dispatcher._derived,
-  Step.LOWERING: Dispatcher._registered,
+  Step.LOWERING: Dispatcher._lowered,
   Step.DECOMPOSITION: Dispatcher._decomposed,
 }
 

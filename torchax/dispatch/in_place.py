@@ -16,7 +16,7 @@ from torchax.core.chains import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
 from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
-from torchax.dispatch.operands import move
+from torchax.dispatch.operands import use_moving_form
 from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops.list_checks import require_same_length
@@ -126,7 +126,7 @@ class InPlacePlan:
         base = [target._storage.read()]
         if chain.is_traced:
           _require_unrecorded(self.name, args)
-        chain = chain if chain.moving is None else move(chain, base)
+        chain = chain if chain.moving is None else use_moving_form(chain, base)
       bases += base
       writes.append((chain, mappings.t2j_dtype(target.dtype), tuple(target.shape)))
     if self.writes_lists:
@@ -137,7 +137,7 @@ class InPlacePlan:
     try:
       written = plan.run(args, kwargs, [*bases, *operands], key, write, sharding)
     except torch_checks.Refused:
-      with plan.accepted(args, kwargs, key, write):
+      with plan.retry_unchecked(args, kwargs, key, write):
         return self._run(targets, args, kwargs)
     except EXPLAINED as error:
       raise_as_torch(error, self.op, args, kwargs, plan.operator)

@@ -18,7 +18,7 @@ from torchax.compat import jax_compat, torch_compat
 from torchax.core import explicit_axes, mappings
 from torchax.core.chains import WHOLE
 from torchax.dispatch import derivatives, torch_checks
-from torchax.dispatch.operands import Flattener, PreparedFlattener, strong
+from torchax.dispatch.operands import Flattener, PreparedFlattener, drop_weak_type
 from torchax.registry import real_numbers
 from torchax.registry.derivatives import formula_of
 from torchax.registry.operators import Kind, Operator
@@ -114,7 +114,7 @@ class Lowering:
     else:
       result = self._func(*args, **kwargs)
     if write is None:
-      return jax.tree.map(strong, result)
+      return jax.tree.map(drop_weak_type, result)
     return _written_base(base, write, result)
 
   def require_real(self, args, kwargs) -> None:

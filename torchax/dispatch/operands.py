@@ -48,7 +48,7 @@ class _Marker:
 
 _NUMBER, _LIST, _TUPLE = _Marker("number"), _Marker("list"), _Marker("tuple")
 # Value of "dynamic": a static number whose type is part of the key.
-_KEPT = _Marker("kept")
+_TYPED = _Marker("typed")
 # Value of "dynamic": numbers of a `_Prepared` argument, which become operands.
 _PREPARED = _Marker("prepared")
 
@@ -111,11 +111,12 @@ class Flattener:
     self.names = names
     self._name = name
     self._env = env
-    self._dynamic: dict[str, bool | _Marker] = dict.fromkeys(numbers, _KEPT)
+    self._dynamic: dict[str, bool | _Marker] = dict.fromkeys(numbers, _TYPED)
     self._dynamic.update(dict.fromkeys(dynamic, True))
     # Functions caught above ATen have no schema: their other numbers are static.
-    places = [self._dynamic.get(name, False) for name in names]
-    self._dynamic_places: Iterable[bool | _Marker] = places or itertools.repeat(False)
+    by_position = [self._dynamic.get(name, False) for name in names]
+    self._dynamic_by_position: Iterable[bool | _Marker]
+    self._dynamic_by_position = by_position or itertools.repeat(False)
     self._cpu_ok = cpu_ok
 
   def flatten(self, args, kwargs) -> tuple[list, tuple]:
@@ -130,7 +131,7 @@ class Flattener:
     operands: list[Any] = []
     key: list[Any] = [len(args), _default_dtype()]
     boundary = _active.boundary
-    for arg, dynamic in zip(args, self._dynamic_places):
+    for arg, dynamic in zip(args, self._dynamic_by_position):
       cls = type(arg)
       if (cls is Tensor or cls is View) and not self.keeps_tensors:
         storage = arg._storage
@@ -139,7 +140,7 @@ class Flattener:
         )
         chain = arg._chain
         if chain.moving is not None:
-          chain = move(chain, operands)
+          chain = use_moving_form(chain, operands)
         key.append(chain)
       else:
         key.append(self._flatten_other(arg, cls, dynamic, operands))
@@ -198,7 +199,7 @@ class Flattener:
     if isinstance(tensor, Tensor):
       operands.append(tensor._storage.read(tensor))
       chain = tensor._chain
-      return chain if chain.moving is None else move(chain, operands)
+      return chain if chain.moving is None else use_moving_form(chain, operands)
     operands.append(self._env.admit(tensor, self._name, self._cpu_ok))
     return WHOLE
 
@@ -209,15 +210,15 @@ class Flattener:
       OverflowError: an integer needs more than 32 bits, and JAX's x64 mode is off.
     """
     args, kwargs = _rebuild(key, operands)
-    wide = [part.value for part in key if _is_integer(part)]
+    wide = [part.value for part in key if _is_wide(part)]
     if wide and narrowing.become_floats(wide, (*args, *kwargs.values())):
-      floats = [static_number(float(p.value)) if _is_integer(p) else p for p in key]
+      floats = [static_number(float(p.value)) if _is_wide(p) else p for p in key]
       return _rebuild(floats, operands)
     return args, kwargs
 
   def rebuild_on_host(self, key: tuple, operands) -> tuple[list, dict]:
     """Return the arguments as numpy arrays; numpy takes views without a copy."""
-    return _rebuild(key, operands, _picked)
+    return _rebuild(key, operands, _read_on_host)
 
 
 class _Prepared:
@@ -292,7 +293,7 @@ def _read(chain, operand):
   return chain.read(operand)
 
 
-def _picked(chain, operand):
+def _read_on_host(chain, operand):
   return np.asarray(chain.picked(operand))  # numpy gives scalars for single elements
 
 
@@ -305,14 +306,14 @@ def _rebuild(key, operands, read=_read) -> tuple[list, dict]:
   return args, kwargs
 
 
-def _is_integer(part) -> bool:
+def _is_wide(part) -> bool:
   """Return True for a static integer outside the range of int32."""
   return (
     type(part) is StaticValue and type(part.value) is int and part.value not in _INT32
   )
 
 
-def move(chain: Chain, operands: list) -> Chain | MovingChain:
+def use_moving_form(chain: Chain, operands: list) -> Chain | MovingChain:
   """Return the moving form of a chain; pair its starts with its base, the last operand.
 
   Slices whose start changes from call to call share one program that way. Inside a
@@ -336,15 +337,12 @@ def _restore(part, remaining, read):
     return part.value
   if type(part) is tuple:
     values = [_restore(inner, remaining, read) for inner in part[1:]]
-    return values if part[0] is _LIST and _holds_arrays(values) else tuple(values)
+    has_arrays = any(isinstance(value, jax.Array) for value in values)
+    return values if part[0] is _LIST and has_arrays else tuple(values)
   return part
 
 
-def _holds_arrays(values: list) -> bool:
-  return any(isinstance(value, jax.Array) for value in values)
-
-
-def strong(value):
+def drop_weak_type(value):
   """Return a result without JAX's weak type, which torch does not have."""
   if getattr(value, "weak_type", False):
     return lax.convert_element_type(value, value.dtype)

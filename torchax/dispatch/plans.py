@@ -43,7 +43,7 @@ class Plan:
     self._compiled = operator.execution.compiled
     self._may_compile = self._compiled in (True, None)
     # Results may need narrower indices, or be on the CPU.
-    self._is_special = (
+    self._needs_wrap = (
       bool(operator.execution.index_results) or self.lowering.takes_device
     )
     # The program can be called without a check, a draw or a decision before it.
@@ -58,24 +58,25 @@ class Plan:
     operands, key = self.flattener.flatten(args, kwargs)
     try:
       if self._is_simple and jax_compat.is_top_level():
-        program = self.programs.get(key) or self.programs.find(args, kwargs, key)
+        program = self.programs.get(key) or self.programs.build(args, kwargs, key)
         result = program(*operands)
       else:
         result = self.run(args, kwargs, operands, key, draws=draws)
     except torch_checks.Refused:
-      with self.accepted(args, kwargs, key):
+      with self.retry_unchecked(args, kwargs, key):
         return self(args, kwargs, draws)
     except explaining.EXPLAINED as error:
       explaining.raise_as_torch(error, self.op, args, kwargs, self.operator)
       raise
-    if type(result) is _ArrayImpl and not self._is_special:
+    if type(result) is _ArrayImpl and not self._needs_wrap:
       return new_tensor(result, self.env)
-    if kwargs and _is_cpu(kwargs.get("device")):
-      return _map(result, lambda array: mappings.j2t(array))
+    device = kwargs.get("device") if kwargs else None
+    if device is not None and device.type == "cpu":
+      return _to_torch(result)
     return self._wrap(result)
 
   @contextlib.contextmanager
-  def accepted(self, args, kwargs, key, write=None) -> Iterator[None]:
+  def retry_unchecked(self, args, kwargs, key, write=None) -> Iterator[None]:
     """Check and evict after `Refused`; the caller retries the call inside the block.
 
     The check inside the program used the numbers of the program's first call. torch
@@ -84,8 +85,8 @@ class Plan:
     Raises:
       Exception: torch's error, if torch refuses the arguments of this call.
     """
-    self.programs.require_of_torch(args, kwargs)
-    self.programs.forget(args, kwargs, key, write)
+    self.programs.check_with_torch(args, kwargs)
+    self.programs.evict(args, kwargs, key, write)
     with torch_checks.without(self.programs):
       yield
 
@@ -96,7 +97,7 @@ class Plan:
       result = self._execute(args, kwargs, [*draw, *operands], key)
     return self._wrap(result)
 
-  def made_on(self, sharding, args, kwargs):
+  def run_sharded(self, sharding, args, kwargs):
     """Run the operation with a sharded result; each device computes its shard.
 
     Args:
@@ -160,7 +161,7 @@ class Plan:
       An array or a pytree of arrays.
     """
     if self._is_inlined():
-      self.programs.require_of_torch(args, kwargs)
+      self.programs.check_with_torch(args, kwargs)
     self._require(args, kwargs)
     if not self.is_sampler:
       return self._execute(args, kwargs, operands, key, write, sharding)
@@ -177,7 +178,7 @@ class Plan:
         self._checks.check(*args, **(kwargs or {}))
       self._require_rules(args, kwargs)
     except explaining.EXPLAINED:
-      self.programs.require_of_torch(args, kwargs)  # torch reports shapes first
+      self.programs.check_with_torch(args, kwargs)  # torch reports shapes first
       raise
 
   def _require_rules(self, args, kwargs) -> None:
@@ -194,11 +195,13 @@ class Plan:
     # run one operation by operation, which rounds differently.
     if may_compile is False or (self._is_inlined() and not self.is_sampler):
       return self.lowering.inline(key, write, operands)
-    # The lookup of `find`, repeated here to save a Python call on the usual path.
-    kept = key if write is None else (write, key)
-    program = self.programs.get(kept) if sharding is None else None
+    # `programs.cache_key`, inlined to save a Python call.
+    cache_key = key if write is None else (write, key)
+    if sharding is not None:
+      cache_key = (sharding, cache_key)
+    program = self.programs.get(cache_key)
     if program is None:
-      program = self.programs.find(args, kwargs, key, write, sharding)
+      program = self.programs.build(args, kwargs, key, write, sharding)
     if not jax_compat.is_top_level():
       program = program.in_traces
     return program(*operands)
@@ -226,11 +229,7 @@ class Plan:
     return result
 
 
-def _is_cpu(device) -> bool:
-  return device is not None and device.type == "cpu"
-
-
-def _map(result, function):
+def _to_torch(result):
   if isinstance(result, tuple | list):
-    return type(result)([_map(part, function) for part in result])
-  return function(result)
+    return type(result)([_to_torch(part) for part in result])
+  return mappings.j2t(result)

@@ -48,6 +48,12 @@ class NumberPrograms(Generic[P]):
     self._by_form.pop(form)
 
 
+def cache_key(key, write=None, sharding=None):
+  """Return the key of a program in the cache; see `Plan.run` for the parts."""
+  found = key if write is None else (write, key)
+  return found if sharding is None else (sharding, found)
+
+
 class Programs:
   """Programs of a lowering, by static key, written view and sharding."""
 
@@ -55,40 +61,36 @@ class Programs:
     self._lowering = lowering
     self._operator = lowering.operator
     self._by_key: ProgramCache[tuple, Program] = ProgramCache(MOST_PROGRAMS)
-    self._of_any_numbers: NumberPrograms[Program] = NumberPrograms()
-    # Maps the key of a functional call to its program, or None.
+    self._number_programs: NumberPrograms[Program] = NumberPrograms()
+    # (`cache_key`) -> program, or None.
     self.get = self._by_key.get
 
   def __len__(self) -> int:
     return len(self._by_key)
 
-  def find(self, args, kwargs, key, write=None, sharding=None) -> Program:
-    """Return the program of a key; build it if the key is new.
+  def build(self, args, kwargs, key, write=None, sharding=None) -> Program:
+    """Build the program of a new key and cache it.
 
     Args:
       args, kwargs: torch's arguments.
       key, write, sharding: see `Plan.run`.
     """
-    kept = key if write is None else (write, key)
-    if sharding is not None:
-      kept = (sharding, kept)
-    program = self._by_key.get(kept)
+    program = None
+    if sharding is None:
+      program = self._shared_program(args, kwargs, key, write)
     if program is None:
-      if sharding is None:
-        program = self._with_numbers(args, kwargs, key, write)
-      if program is None:
-        program = self._make(args, kwargs, key, write, sharding)
-      self._by_key[kept] = program
+      program = self._compile(args, kwargs, key, write, sharding)
+    self._by_key[cache_key(key, write, sharding)] = program
     return program
 
-  def forget(self, args, kwargs, key, write=None) -> None:
+  def evict(self, args, kwargs, key, write=None) -> None:
     """Drop the program of a key after its trace failed: JAX runs it slower since."""
-    self._by_key.pop(key if write is None else (write, key))
+    self._by_key.pop(cache_key(key, write))
     if self._lowering.prepared is not None:
       _, form = self._lowering.prepared.numbers_of(args, kwargs)
-      self._of_any_numbers.pop((write, form))
+      self._number_programs.pop((write, form))
 
-  def require_of_torch(self, args, kwargs) -> None:
+  def check_with_torch(self, args, kwargs) -> None:
     """Raise torch's error for arguments that torch refuses on every device."""
     lowering = self._lowering
     if lowering.is_checked:
@@ -99,12 +101,12 @@ class Programs:
           explaining.require_label_dtypes(*given[:3], self._operator)
         torch_checks.raise_as_torch(*given)
 
-  def _make(self, args, kwargs, key, write=None, sharding=None) -> Program:
+  def _compile(self, args, kwargs, key, write=None, sharding=None) -> Program:
     lowering = self._lowering
     example = None
     if lowering.is_checked:
       if not torch_checks.is_off(self):
-        self.require_of_torch(args, kwargs)
+        self.check_with_torch(args, kwargs)
       given = (lowering.op, args, kwargs, lowering.takes_device)
       example = torch_checks.Example(self, *given)
     function = lowering.program(key, write, example)
@@ -113,7 +115,7 @@ class Programs:
       return program
     return new_shapes.with_warmup(program, self._operator, lowering.flattener, key)
 
-  def _with_numbers(self, args, kwargs, key, write) -> Program | None:
+  def _shared_program(self, args, kwargs, key, write) -> Program | None:
     """Return the shared program, with the numbers of this call filled in.
 
     None for the first numbers of a form, and if the operation has no such numbers.
@@ -124,21 +126,21 @@ class Programs:
     pairs, form = prepared.numbers_of(args, kwargs)
     if not pairs:
       return None
-    make = lambda: self._make(args, kwargs, form, write)  # noqa: E731
-    program = self._of_any_numbers.get((write, form), make)
+    make = lambda: self._compile(args, kwargs, form, write)  # noqa: E731
+    program = self._number_programs.get((write, form), make)
     if program is None:
       return None
     # The operands start with the key and count of a draw, and the base of a write.
-    first = 2 * self._lowering.is_sampler + (write is not None)
+    offset = 2 * self._lowering.is_sampler + (write is not None)
     # Inside a trace Python numbers are used: an array would be read back.
-    arrays = [(first + index, array) for index, array, _ in pairs]
-    numbers = [(first + index, number) for index, _, number in pairs]
-    require = self._shape_check(key, first)
-    with_numbers: Any = _filled(program, arrays, require)
-    with_numbers.in_traces = _filled(program.in_traces, numbers, require)
+    arrays = [(offset + index, array) for index, array, _ in pairs]
+    numbers = [(offset + index, number) for index, _, number in pairs]
+    require = self._shape_check(key, offset)
+    with_numbers: Any = _with_numbers(program, arrays, require)
+    with_numbers.in_traces = _with_numbers(program.in_traces, numbers, require)
     return with_numbers
 
-  def _shape_check(self, key, first: int) -> Callable | None:
+  def _shape_check(self, key, offset: int) -> Callable | None:
     """Return a check of the operands' shapes against the numbers of a key, or None."""
     shape_check = self._operator.checks.shape_check
     if shape_check is None:
@@ -152,13 +154,13 @@ class Programs:
     def require(operands) -> None:
       shapes = tuple(map(numpy_fallback.shape_of, operands))
       if shapes not in known:
-        jax.eval_shape(check, *operands[first:])
+        jax.eval_shape(check, *operands[offset:])
         known.add(shapes)
 
     return require
 
 
-def _filled(program: Callable, numbers, require: Callable | None) -> Callable:
+def _with_numbers(program: Callable, numbers, require: Callable | None) -> Callable:
   """Return a program with its numbers inserted among the operands.
 
   Args:

@@ -67,7 +67,7 @@ class ArrayFunctionHandler:
       self._numbered.keeps_tensors = True
     self._functions: ProgramCache[tuple, autograd.ArrayFunction | autograd.WithNumbers]
     self._functions = ProgramCache(MOST_PROGRAMS)
-    self._of_any_numbers: NumberPrograms[autograd.ArrayFunction] = NumberPrograms()
+    self._number_programs: NumberPrograms[autograd.ArrayFunction] = NumberPrograms()
 
   def __call__(self, args, kwargs):
     if _is_for_torch(args, kwargs):
@@ -104,7 +104,7 @@ class ArrayFunctionHandler:
     if numbers:
       is_number = [not isinstance(operand, Tensor) for operand in operands]
       make = lambda: self._compiled(self._numbered, form, is_number)  # noqa: E731
-      function = self._of_any_numbers.get(form, make)
+      function = self._number_programs.get(form, make)
     if function is None:
       return self._compiled(self.flattener, key, ())
     return autograd.WithNumbers(function, numbers)

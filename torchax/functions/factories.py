@@ -76,7 +76,7 @@ def _lowered_kernel(op) -> Callable:
 
 def _unplaced_kernel(op) -> Callable:
   def kernel(*args, **kwargs):
-    return device_plans.made_by_torch(env_on(), op, (), args, kwargs)
+    return device_plans.run_internal_factory(env_on(), op, (), args, kwargs)
 
   return kernel
 
@@ -131,7 +131,7 @@ def _empty_unplaced(size, *, device=None, **kwargs) -> torch.Tensor:
   if torch_compat.dispatch_is_excluded():
     return _empty(size, device=device, **kwargs)
   with placement.anywhere():
-    return device_plans.unplaced(_empty(size, **kwargs))
+    return device_plans.mark_unplaced(_empty(size, **kwargs))
 
 
 def _empty_strided_unplaced(size, stride, **kwargs) -> torch.Tensor:
