@@ -1,8 +1,8 @@
 """The JAX backend of `torch.compile`: `torch.compile(f, backend="jax")`.
 
-`docs/compile.md` shows it at work. Start at `backend.py`. Loading it lets Dynamo trace
-recurrent layers (`torch._dynamo.config.allow_rnn`), which it would leave to CPU torch
-otherwise.
+Start at `backend.py`; `docs/compile.md` has examples. Importing this package sets
+`torch._dynamo.config.allow_rnn`, so that Dynamo traces recurrent layers instead of
+leaving them to CPU torch.
 """
 
 from torchax.dynamo.backend import backend

@@ -1,9 +1,9 @@
-"""`torch.compile(…, backend="jax")`: what Dynamo and AOTAutograd call.
+"""`torch.compile(…, backend="jax")`: the functions that Dynamo and AOTAutograd call.
 
-AOTAutograd turns a graph of Dynamo's into one of ATen operations without mutation, with
-the backward pass beside it where one is needed, and cuts the two apart. Before the cut
-the random operations are given their keys (`draws.py`); after it each part becomes one
-compiled JAX function (`program.py`).
+Graphs with jax tensors go to `on_jax.py`. For plain tensors AOTAutograd lowers Dynamo's
+graph to ATen operations without mutation. It adds the backward pass where gradients are
+needed, and partitions the two. Random operations get keys before the partition
+(`draws.py`); each part then becomes one compiled JAX function (`program.py`).
 """
 
 import functools
@@ -40,21 +40,22 @@ def backend(
   mode: str | None = None,
   options: dict[str, Any] | None = None,
 ) -> Callable:
-  """Compiles a graph of Dynamo's with JAX.
+  """Compile a graph captured by Dynamo with JAX.
 
   Args:
-    gm: the graph; left as it is.
+    gm: the graph; not modified.
     example_inputs: tensors and sizes, one for each input.
     mode: "default" or None.
     options: see `Options`.
 
   Returns:
-    A function of the inputs: plain tensors on the CPU, sizes as Python integers.
+    A function of the graph's inputs. Tensors are all on jax or plain tensors on the
+    CPU; sizes are Python integers.
 
   Raises:
-    ValueError, TypeError: a mode or an option that there is not.
-    OperatorNotFound: an operation without lowering, with the line of its code.
-    RngError: draws that a compiled graph cannot make.
+    ValueError, TypeError: unknown mode, unknown option or invalid value.
+    OperatorNotFound: an operation has no lowering; names its line of user code.
+    RngError: the graph makes draws that a compiled graph cannot make.
     PrivateApiError: this version of torch captures graphs in another way.
   """
   chosen = Options.of(mode, options)
@@ -95,14 +96,14 @@ def _compiled_plain(module, example_inputs, options: Options) -> Callable:
 
 
 def _call_checkpoints_plainly(module: fx.GraphModule, example_inputs: Sequence) -> None:
-  """Replaces the checkpoints of a graph of Dynamo's by calls of their functions.
+  """Replace checkpoint operators by calls of their bodies if no gradient is recorded.
 
-  torch would still look for a backward pass to recompute them in, and refuse their
-  draws.
+  There is no backward pass to recompute them in. torch looks for one nevertheless, and
+  rejects checkpoints that draw.
 
   Args:
-    module: the graph, which is changed, unless a gradient may be recorded.
-    example_inputs: of the graph.
+    module: the graph; changed unless a gradient may be recorded.
+    example_inputs: inputs of the graph.
   """
   if torch.is_grad_enabled() and any(map(_needs_grad, example_inputs)):
     return
@@ -158,11 +159,11 @@ def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
 
 torch_compat.leave_frames_of("jax", "jaxlib")
 torch_compat.trace_as_any_object(Generator)
-# Run in the backward pass, which may be called from compiled code.
+# Programs run in the backward pass, which compiled code may call.
 torch_compat.keep_from_dynamo(Program)
-# Else LSTM, GRU and RNN would be left out of the graphs and run by CPU torch.
+# By default Dynamo breaks the graph at LSTM, GRU and RNN, and CPU torch runs them.
 torch_compat.trace_recurrent_layers()
-# The draws of a module have the same sites, compiled or not.
+# A module's draws have the same sites whether it is compiled or not.
 patch(
   torch_compat.compiled_module_class(),
   TRANSPARENT,
@@ -172,7 +173,7 @@ patch(
 
 
 class _Compiled:
-  """What Dynamo calls: the compiled graphs with the current stream's operands."""
+  """Compiled function that Dynamo calls; it adds the packed key of the stream."""
 
   def __init__(self, function: Callable, keys: Keys):
     self._function, self._keys = function, keys
@@ -195,10 +196,10 @@ class _Compiled:
 
 
 def _log(name: str, module: fx.GraphModule, rng: str) -> None:
-  """Logs a graph that is about to be compiled, as `torchax.set_logs` asks.
+  """Log a graph before it is compiled, if `torchax.set_logs` enabled that.
 
   Args:
-    name: which part of the function it is.
+    name: part of the function: "forward", "backward" or "inference".
     module: the graph.
     rng: name of the input that holds the packed key.
   """

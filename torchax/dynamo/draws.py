@@ -1,8 +1,10 @@
-"""Random operations of a graph as functions of the key and their number in the graph.
+"""Keys for the random operations of a graph of ATen operations.
 
-AOTAutograd may run an operation again in the backward pass. One that draws must draw
-the same numbers there, so each one takes the packed key, which is an input of the graph
-and is kept for the backward pass like any other, and a number of its own.
+AOTAutograd may recompute an operation in the backward pass. A recomputed draw must give
+the same numbers. Each random operation therefore takes two more arguments: the packed
+key and the position of its draw. The key is an input of the graph, saved for the
+backward pass like any other. `backend.py` calls `key_draws`; `program.py` runs the
+keyed operations.
 """
 
 from typing import NamedTuple
@@ -33,45 +35,45 @@ from torchax.registry.operators import Kind
 from torchax.rng import rng_scope
 
 PLACEHOLDER = "torchax_rng"
-"""Name of the graph input that holds the packed key and count."""
+"""Name of the graph input with the packed key and count."""
 
 _DROPOUT = aten.native_dropout.default
 
 
 def keyed(rng, place: tuple, operation, *args, **kwargs):
-  """Stands in the graph for a random operation, with the place of its draw.
+  """Run a random operation; marks it in a graph with the key and its draw's position.
 
-  `Program` runs the operation. torch calls this function on fake tensors, for shapes
-  and costs.
+  `Program` recognizes this function and runs the operation with the key. torch calls it
+  with fake tensors, for shapes and costs.
   """
   return operation(*args, **kwargs)
 
 
 def is_cond(node: fx.Node) -> bool:
-  """True for a `torch.cond`."""
+  """Return True for a `torch.cond`."""
   return node.target is higher_order.cond
 
 
 def add_input(graph: fx.Graph) -> None:
-  """Adds the input for the packed key behind the other ones."""
+  """Add the input for the packed key after the other inputs."""
   node = fx_graphs.add_input(graph, PLACEHOLDER)
-  # Dynamo says of each input where it comes from; this one, from nowhere.
+  # Dynamo records the source of each input; this one has none.
   node._dynamo_source = None
 
 
 def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
-  """Gives each random operation of a graph the key and the place of its draw.
+  """Replace each random operation by a `keyed` call with the position of its draw.
 
   Args:
-    graph: of ATen operations; a joint graph of forward and backward, or one of both.
-    rng: its input with the packed key.
+    graph: ATen operations of the forward pass, the backward pass or both.
+    rng: input of the graph with the packed key.
 
   Returns:
-    How many draws the graph makes, and how many at each site.
+    The number of draws in the graph, and their number at each site.
 
   Raises:
-    RngError: an operation of the backward pass draws numbers of its own, or one in a
-      graph that an operation runs whose draws cannot be numbered.
+    RngError: an operation draws in the backward pass alone, or runs an inner graph
+      whose draws cannot be numbered.
   """
   draws, sites = 0, {}
   branches: list[_Branches] = []
@@ -82,7 +84,7 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
     made, by_site = found
     is_backward = node.meta.get("partitioner_tag") == "is_backward"
     if is_backward and is_cond(node):
-      # The forward pass of a branch is a part of its backward pass, and draws again.
+      # The backward pass of a branch recomputes its forward pass, with its draws.
       place = _of_forward(node, branches)
     elif is_backward:
       raise RngError(
@@ -107,11 +109,11 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
 
 
 class _Branches(NamedTuple):
-  """A `torch.cond` of the forward pass whose branches draw.
+  """`torch.cond` of the forward pass whose branches draw.
 
   Attributes:
-    node: the operation, with its key and place.
-    place: of its draws.
+    node: the keyed operation.
+    place: position of its draws.
   """
 
   node: fx.Node
@@ -119,7 +121,7 @@ class _Branches(NamedTuple):
 
 
 def _of_forward(node: fx.Node, branches: list[_Branches]) -> tuple:
-  """The place of the draws that a `torch.cond` of the backward pass makes again."""
+  """Return the position of the draws that a backward `torch.cond` recomputes."""
   predicate, *bodies, operands = node.args
   for found in reversed(branches):
     _, _, _, earlier_predicate, *earlier_bodies, earlier_operands = found.node.args
@@ -136,9 +138,10 @@ def _of_forward(node: fx.Node, branches: list[_Branches]) -> tuple:
 
 
 def _draws_as(branch: fx.Node, forward: fx.Node) -> bool:
-  """Whether a branch of a backward pass draws what that of the forward pass draws.
+  """Return True if a backward branch makes the same draws as its forward branch.
 
-  Then its operations are said to be of the modules of those, which torch leaves out.
+  torch omits the modules of the backward operations. They are copied from the forward
+  operations, so that both draw at the same sites.
   """
   drawing = [
     [n for n in body.graph.nodes if _made(n)] for body in map(inner, (branch, forward))
@@ -155,10 +158,10 @@ def _draws_as(branch: fx.Node, forward: fx.Node) -> bool:
 
 
 def _made(node: fx.Node) -> tuple[int, dict[str, int]] | None:
-  """How many draws an operation makes, in all and at each site; None for no draws.
+  """Return the number of draws, in total and by site; None if there are none.
 
   Raises:
-    RngError: it runs graphs that draw, in a way in which they cannot be numbered.
+    RngError: the operation runs an inner graph whose draws cannot be numbered.
   """
   bodies = [body for body in map(inner, node.all_input_nodes) if body is not None]
   if any(map(may_draw, bodies)):
@@ -172,7 +175,7 @@ def _made(node: fx.Node) -> tuple[int, dict[str, int]] | None:
     )
   if not is_marked_random(node):
     return None
-  # `torch.dropout` hands an empty tensor back, and draws nothing.
+  # `torch.dropout` returns an empty tensor unchanged and draws nothing.
   is_empty = node.target is _DROPOUT and not hint(node.args[0].meta["val"].numel())
   made = 0 if is_empty else _count(node)
   return (made, {site_of(node): made}) if made or is_empty else None
@@ -188,17 +191,20 @@ def _drawn_in(graph: fx.Graph) -> tuple[int, dict[str, int]]:
 
 
 def _farthest(branches: list) -> tuple[int, dict[str, int]]:
-  """How far branches move the streams of which one is run: as far as any."""
+  """Return the largest number of draws of any branch, in total and by site.
+
+  The streams advance by it whichever branch runs.
+  """
   paths = dict.fromkeys(path for _, sites in branches for path in sites)
   by_site = {path: max(sites.get(path, 0) for _, sites in branches) for path in paths}
   return max(made for made, _ in branches), by_site
 
 
 def _count(node: fx.Node) -> int:
-  """The number of draws that an operation makes.
+  """Return the number of draws of one operation.
 
-  A sampler makes one draw. Another operation, such as attention with dropout, is run on
-  shapes, and its draws are counted.
+  A sampler makes one draw. Other operations, such as attention with dropout, are
+  evaluated on shapes to count their draws.
   """
   if not is_draw(node):
     return 0

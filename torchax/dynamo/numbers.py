@@ -1,9 +1,10 @@
-"""Numbers among the inputs of Dynamo's graphs on jax, and which of them are operands.
+"""Numbers among the inputs of Dynamo's graphs on jax: operands or constants.
 
-Dynamo hands over Python numbers in its own way: a float that changes is a 0-d tensor on
-the CPU that the graph calls `item()` of, an integer is a symbol. Another number needs
-no other program where it only is computed with, or says where in a tensor something
-lies. What else becomes of it may decide what is computed.
+Dynamo passes a float that changes as a 0-d CPU tensor on which the graph calls
+`item()`, and an integer as a symbol. A number that is only used in arithmetic, or as an
+index, becomes an operand: its value does not change the program. Any other use may
+select the computation, so the number is a constant of the program. Used by
+`on_jax.py`.
 """
 
 import enum
@@ -19,19 +20,19 @@ from torchax.graphs.fx import example, example_tensors, inputs
 
 
 class Use(enum.Enum):
-  """How a graph takes a number."""
+  """Form in which a graph takes a number."""
 
-  OPERAND = "operand"  # a tensor without dimensions, inside of the trace
-  HOST = "host"  # a number of the host, of which operations make operands
-  EXPONENT = "exponent"  # as an operand, but for exponents with code of their own
-  CONSTANT = "constant"
+  OPERAND = "operand"  # a 0-d tensor inside the trace
+  HOST = "host"  # a `HostNumber`: operations turn it into an operand
+  EXPONENT = "exponent"  # an operand, except for `SIMPLE_EXPONENTS`
+  CONSTANT = "constant"  # a static value: another number retraces
 
 
 def of_floats(graph: fx.Graph) -> dict[int, Use]:
-  """Has the graph take Python floats where it calls `item()` of its inputs.
+  """Replace 0-d inputs on which the graph calls `item()` by Python floats.
 
   Returns:
-    The places of these inputs, and how the graph takes them.
+    How the graph takes each of these inputs, by its position.
   """
   uses = {}
   for place, node in enumerate(inputs(graph)):
@@ -53,13 +54,12 @@ def of_floats(graph: fx.Graph) -> dict[int, Use]:
 
 
 def of_integers(graph: fx.Graph) -> dict[int, Use]:
-  """Has the graph take elements and slices from integers that it is given.
+  """Rewrite indexing so that the graph can take its integer inputs as operands.
 
-  Dynamo's guards keep positions in range.
+  Dynamo's guards keep the indices in range.
 
   Returns:
-    The places of integers of which another one needs no other program, and how the
-    graph takes them.
+    How the graph takes each integer that is no constant, by its position.
   """
   uses = {}
   for place, node in enumerate(inputs(graph)):
@@ -76,12 +76,12 @@ def of_integers(graph: fx.Graph) -> dict[int, Use]:
   return uses
 
 
-# Exponents of products and roots, and those that powers of integers refuse.
+# Exponents that become products or roots, and those that integer powers reject.
 SIMPLE_EXPONENTS = frozenset({-2, -1, 0, 1, 2, 3})
 
 
 def fits(number) -> bool:
-  """True for a float, and for an integer that 32 bits hold."""
+  """Return True for a float, and for an integer that fits in 32 bits."""
   return type(number) is float or -(2**31) <= number < 2**31
 
 
@@ -89,7 +89,7 @@ def fits(number) -> bool:
 
 
 def _is_arithmetic(number: fx.Node) -> bool:
-  """True for a number of which only arithmetic makes use."""
+  """Return True if only floating-point arithmetic uses the number."""
   return all(
     _is_arithmetic_operation(user)
     and (
@@ -102,14 +102,14 @@ def _is_arithmetic(number: fx.Node) -> bool:
 
 
 def _is_arithmetic_operation(node: fx.Node) -> bool:
-  """True for `x + y`, `torch.add(x, y)` and `x.add(y)`, without further arguments."""
+  """Return True for `x + y`, `torch.add(x, y)`, `x.add(y)`; False with keywords."""
   if node.op == "call_method":
     return node.target in _METHODS and not node.kwargs
   return node.op == "call_function" and node.target in _ARITHMETIC and not node.kwargs
 
 
 def _is_for_host(number: fx.Node) -> bool:
-  """True where operations of torch's own take a number, or Python's arithmetic does."""
+  """Return True if only functions of torch and Python arithmetic use the number."""
   return all(
     user.target in _OF_NUMBERS and _is_for_host(user)
     if isinstance(example(user), _SYMBOLS)
@@ -126,7 +126,10 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 
 def _scales(user: fx.Node) -> bool:
-  """True for sums, products and comparisons with tensors; powers are special."""
+  """Return True for sums, products and comparisons with tensors.
+
+  Powers have their own code (`_is_power`).
+  """
   tensors = [t for n in user.all_input_nodes for t in _tensors(n)]
   if not tensors or user.kwargs or user.target in _POWERS:
     return False
@@ -138,12 +141,12 @@ def _scales(user: fx.Node) -> bool:
 
 
 def _is_wide(tensor) -> bool:
-  """True for integers that a position fits in."""
+  """Return True for integer dtypes that hold any index."""
   return tensor.dtype in (torch.int32, torch.int64)
 
 
 def _is_power(user: fx.Node, exponent: fx.Node) -> bool:
-  """True for a floating-point tensor to the power of a number."""
+  """Return True for a floating-point tensor to the power of the number."""
   if user.target not in _POWERS or user.kwargs or len(user.args) != 2:
     return False
   base, power = user.args
@@ -152,7 +155,7 @@ def _is_power(user: fx.Node, exponent: fx.Node) -> bool:
 
 
 def _is_bound(user: fx.Node) -> bool:
-  """True for a floating-point tensor that is held against a number."""
+  """Return True for a clamp or masked fill of a floating-point tensor."""
   tensors = [t for n in user.all_input_nodes for t in _tensors(n)]
   is_method = user.op == "call_method" and user.target in _BOUNDS
   return is_method and bool(tensors) and all(t.is_floating_point() for t in tensors)
@@ -162,7 +165,7 @@ def _is_bound(user: fx.Node) -> bool:
 
 
 def _takes_integer(user: fx.Node, number: fx.Node) -> bool:
-  """True where another integer needs no other program."""
+  """Return True if another integer would not change the program."""
   if isinstance(example(user), torch.SymInt):
     is_sum = user.target in _SUMS
     return is_sum and all(_takes_integer(later, user) for later in user.users)
@@ -170,7 +173,7 @@ def _takes_integer(user: fx.Node, number: fx.Node) -> bool:
 
 
 def _is_position(user: fx.Node, number: fx.Node) -> bool:
-  """True for an integer that says where in a tensor something is read or written."""
+  """Return True if the number is the index of a read or a write."""
   if user.target is operator.setitem:
     tensor, index, value = user.args
     is_read = value is not number
@@ -196,7 +199,7 @@ def _parts(index) -> tuple:
 
 
 def _is_part(number: fx.Node, parts) -> bool:
-  """True where a number is an index itself, beside numbers and slices without it."""
+  """Return True if the number is one of the indices and no bound of a slice."""
   slices = [part for part in parts if isinstance(part, slice)]
   bounds = [bound for s in slices for bound in (s.start, s.stop, s.step)]
   return any(part is number for part in parts) and not any(
@@ -205,7 +208,7 @@ def _is_part(number: fx.Node, parts) -> bool:
 
 
 def _selection(node: fx.Node) -> tuple[int, object] | None:
-  """(dim, index) of `torch.select(x, dim, index)`; None for anything else."""
+  """Return (dim, index) of `torch.select(x, dim, index)`; None for other nodes."""
   is_select = node.target in (torch.select, "select") and not node.kwargs
   if not is_select or len(node.args) != 3 or not _is_on_jax(node.args[0]):
     return None
@@ -214,10 +217,10 @@ def _selection(node: fx.Node) -> tuple[int, object] | None:
 
 
 def _slice(node: fx.Node) -> tuple[tuple, int, object, int] | None:
-  """(index, dim, start, length) where a slice of known length starts at a symbol.
+  """Return (index, dim, start, length) of a slice with symbolic start, known length.
 
-  That is `x.narrow(dim, start, length)` or `x[…, start:stop]`; the index is that of
-  what else the second takes.
+  The slice is `x.narrow(dim, start, length)` or `x[…, start:stop]`. `index` holds the
+  other indices, with `slice(None)` for this one.
   """
   if (
     node.target in (torch.narrow, "narrow") and len(node.args) == 4 and not node.kwargs
@@ -248,14 +251,14 @@ def _slice(node: fx.Node) -> tuple[tuple, int, object, int] | None:
 
 
 def _is_plain(part) -> bool:
-  """True for a part of an index that is known."""
+  """Return True for an integer or a slice without symbols."""
   if isinstance(part, slice):
     return all(type(b) in (int, type(None)) for b in (part.start, part.stop, part.step))
   return type(part) is int
 
 
 def _is_in_slice(node: fx.Node, number: fx.Node) -> bool:
-  """True for a number that is the start, or from which only the stop is made."""
+  """Return True if the number is the start or the stop of the slice."""
   _, _, start, _ = _slice(node)
   if start is number:
     return True
@@ -264,9 +267,9 @@ def _is_in_slice(node: fx.Node, number: fx.Node) -> bool:
 
 
 def _is_only_read(node: fx.Node) -> bool:
-  """False where the graph writes to what it takes of a tensor.
+  """Return False if the graph writes to the element or slice, or to a view of it.
 
-  Where a gradient is recorded, an element at a traced place is a copy.
+  While a gradient is recorded, an element at a traced index is a copy.
   """
   for user in node.users:
     name = user.target if isinstance(user.target, str) else _name_of(user.target)
@@ -284,7 +287,7 @@ def _name_of(target) -> str:
 
 
 def _place(node: fx.Node) -> None:
-  """Has a node take its element or slice by a function that takes traced places."""
+  """Rewrite a select or slice to a function that takes traced indices."""
   if _selection(node) is not None:
     tensor = node.args[0]
     dim, index = _selection(node)
@@ -318,7 +321,7 @@ _METHODS = frozenset(
   {"add", "sub", "mul", "div", "pow", "add_", "sub_", "mul_", "div_"}
 )
 _POWERS = frozenset({operator.pow, torch.pow, "pow"})
-# Those that integers are exact in.
+# Operations that are exact for integers.
 _EXACT = frozenset(
   {operator.add, operator.sub, operator.mul, torch.add, torch.sub, torch.mul}
   | {"add", "sub", "mul"}

@@ -1,7 +1,7 @@
-"""Graphs of Dynamo's that compute on jax: compiled by `jax_jit`.
+"""Graphs of Dynamo that compute on jax: compiled by `jax_jit`. Called by `backend.py`.
 
-Python numbers that Dynamo hands over are numbers again here (`numbers.py`), and so is a
-float that is returned, which goes through `scalar_tensor`.
+Dynamo passes Python floats as tensors. `numbers.py` turns inputs back into numbers.
+Results that Dynamo wraps in `scalar_tensor` leave the trace as numbers too.
 """
 
 import warnings
@@ -31,22 +31,22 @@ from torchax.interop import jax_jit
 from torchax.tensor import Tensor
 
 NAME = "a function compiled with torch.compile"
-"""What messages call it: Dynamo does not say its name."""
+"""Name of the function in messages; Dynamo does not pass the user's name for it."""
 
 _SCALAR_TENSOR = torch.scalar_tensor
 
 
 def is_on_jax(gm: fx.GraphModule, example_inputs: Sequence) -> bool:
-  """True for a graph in which a tensor is on jax, given or made there."""
+  """Return True if any input or intermediate of the graph is on jax."""
   tensors = [t for node in gm.graph.nodes for t in example_tensors(node)]
   tensors += [value for value in example_inputs if isinstance(value, torch.Tensor)]
   return any(tensor.device.type == "jax" for tensor in tensors)
 
 
 def drop_unused_moves(graph: fx.Graph) -> None:
-  """Erase moves to jax whose result nobody uses: a library asks `x.jax()` for a tracer.
+  """Erase moves to jax without users; a library calls `x.jax()` to look for a tracer.
 
-  Without them the graph of a program on the CPU is on the CPU.
+  Otherwise they would make the graph of a CPU program one on jax.
   """
   for node in graph.find_nodes(op="call_method", target="jax"):
     if not node.users:
@@ -54,11 +54,11 @@ def drop_unused_moves(graph: fx.Graph) -> None:
 
 
 def compiled(module: fx.GraphModule, options: Options) -> Callable:
-  """The graph compiled by `jax_jit`, gradients and changes in place included.
+  """Compile a graph by `jax_jit`, which handles gradients and in-place changes.
 
   Args:
-    module: the graph, which is changed.
-    options: of the backend.
+    module: the graph; changed.
+    options: options of the backend.
 
   Returns:
     A function of the graph's inputs.
@@ -72,7 +72,7 @@ def compiled(module: fx.GraphModule, options: Options) -> Callable:
   forward = at_sites(module)
   parts = (forward, module.graph, taken, results, options)
   run = forward if moved else _jitted(*parts)
-  # Where a function is traced around it, numbers of the host are constants.
+  # Inside an outer trace host numbers are constants.
   inside = _jitted(*parts) if taken.are_on_host else run
   if moved:
     warnings.warn(
@@ -116,9 +116,9 @@ def _jitted(
 
 
 def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:
-  """Makes the CPU tensors of the graph's module its last inputs, and returns them.
+  """Turn CPU tensor attributes of the module into its last inputs; return the tensors.
 
-  An optimizer's count of steps is one. jax tensors are captured by `jax_jit`.
+  One is an optimizer's step count. `jax_jit` captures jax tensors itself.
   """
   graph, lifted = module.graph, {}
   for node in list(graph.nodes):
@@ -135,7 +135,7 @@ def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def _moved(graph: fx.Graph) -> fx.Node | None:
-  """An input on the CPU that has dimensions; None if there is none."""
+  """Return a CPU input that is not 0-d, if any."""
   for node in inputs(graph):
     value = example(node)
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim():
@@ -144,10 +144,10 @@ def _moved(graph: fx.Graph) -> fx.Node | None:
 
 
 class _Numbers:
-  """Numbers among the arguments, and what stands for them in the trace.
+  """Numbers among the arguments of a graph, and their form in the trace.
 
   Args:
-    graph: changed, so that it takes numbers.
+    graph: changed: it takes Python numbers.
   """
 
   def __init__(self, graph: fx.Graph):
@@ -161,17 +161,17 @@ class _Numbers:
 
   @property
   def are_on_host(self) -> bool:
-    """True where there are numbers of the host."""
+    """True if some arguments are host numbers."""
     return bool(self._on_host)
 
   def plain(self, args) -> list:
-    """The arguments with Python's numbers."""
+    """Return the arguments with Python floats in place of 0-d tensors."""
     return [
       float(arg) if place in self._floats else arg for place, arg in enumerate(args)
     ]
 
   def arguments(self, args) -> tuple[list, dict]:
-    """What the compiled function is called with, and the numbers of the host."""
+    """Return the arguments of the compiled function, and the host numbers' values."""
     args, on_host = self.plain(args), {}
     for place, arg in enumerate(args):
       use = self._uses.get(place, numbers.Use.CONSTANT)
@@ -183,12 +183,12 @@ class _Numbers:
       elif use is numbers.Use.EXPONENT and arg not in numbers.SIMPLE_EXPONENTS:
         args[place] = float(arg)
       elif use is not numbers.Use.OPERAND or not numbers.fits(arg):
-        # A size that Dynamo leaves open decides shapes: another one compiles anew.
+        # A symbolic size determines shapes, so another value retraces.
         args[place] = StaticValue(arg)
     return args, on_host
 
   def in_trace(self, args) -> list:
-    """The arguments of the graph, with numbers of the host that operations take."""
+    """Return the graph's arguments inside the trace, with `HostNumber` objects."""
     return [
       host_numbers.HostNumber(arg) if isinstance(arg, host_numbers.Argument) else arg
       for arg in args
@@ -196,11 +196,10 @@ class _Numbers:
 
 
 class _Results:
-  """Numbers among the results, which JAX would make arrays of.
+  """Results of a graph; numbers among them stay numbers instead of JAX arrays.
 
   Args:
-    graph: changed, so that it returns the number itself where it returned a tensor on
-      the CPU made of it.
+    graph: changed: it returns a number instead of a CPU tensor built from it.
   """
 
   def __init__(self, graph: fx.Graph):
@@ -218,12 +217,12 @@ class _Results:
     graph.eliminate_dead_code(_is_effect)
 
   def hidden(self, args, results) -> tuple:
-    """The results that leave the trace, with numbers as its static values."""
+    """Return the results that leave the trace, with numbers boxed as static values."""
     values = map(host_numbers.resolved, aliases.box(args, results))
     return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in values)
 
   def shown(self, results, args) -> tuple:
-    """The results of a call: numbers again, or the tensors that Dynamo expects."""
+    """Return the results of a call, with numbers or CPU tensors as Dynamo expects."""
     results = aliases.unbox(args, results, len(self._dtypes))
     values = (v.value if type(v) is StaticValue else v for v in results)
     return tuple(
@@ -236,12 +235,12 @@ _NUMBERS = frozenset({int, float, bool, complex})
 
 
 def _is_effect(node: fx.Node) -> bool:
-  """True unless the node only makes a tensor of a number, which may stay unused."""
+  """Return False for `scalar_tensor`, which may be removed if it is unused."""
   return node.target is not _SCALAR_TENSOR
 
 
 def _replace_higher_order(graph: fx.Graph) -> None:
-  """Puts our functions in place of the higher-order operators that torch would run."""
+  """Replace torch's higher-order operators by ours, in inner graphs too."""
   for node in graph.nodes:
     node.target = higher_order.replacement(node.target) or node.target
     body = inner(node)
@@ -251,7 +250,7 @@ def _replace_higher_order(graph: fx.Graph) -> None:
 
 
 def _overwritten(graph: fx.Graph) -> tuple[int, ...]:
-  """Numbers of the inputs that a graph changes in place, as far as names tell."""
+  """Return the positions of inputs changed in place, judged by operation names."""
   written: set[fx.Node] = set()
   for node in graph.nodes:
     name = node.target if node.op == "call_method" else _name_of(node.target)

@@ -1,4 +1,4 @@
-"""What `torch.compile(…, backend="jax", options=…)` may say."""
+"""Options of `torch.compile(…, backend="jax", options=…)`, read by `backend.py`."""
 
 import contextlib
 import dataclasses
@@ -17,13 +17,13 @@ class Options:
 
   Attributes:
     device: the `jax.Device` that graphs run on; None for JAX's default.
-    precision: of matrix products, as `jax.default_matmul_precision` takes it: None for
-      JAX's setting, "default", "high" or "highest".
-    x64: whether 64-bit dtypes are kept; None for JAX's setting.
-    donate: the old memory of jax tensors that a graph changes in place, an optimizer's
-      parameters for example, may be used for its results. The memory of plain tensors
-      is torch's, and never donated.
-    compiler_options: XLA's flags for these graphs, as `jax.jit` takes them.
+    precision: precision of matrix products, as in `jax.default_matmul_precision`:
+      "default", "high" or "highest"; None for JAX's setting.
+    x64: True to keep 64-bit dtypes; None for JAX's setting.
+    donate: True to donate the memory of jax tensors that a graph changes in place,
+      such as an optimizer's parameters. torch owns the memory of plain tensors, which
+      is never donated.
+    compiler_options: XLA's flags for these graphs, as in `jax.jit`.
   """
 
   device: jax.Device | None = None
@@ -34,10 +34,10 @@ class Options:
 
   @classmethod
   def of(cls, mode: str | None = None, options: dict | None = None) -> "Options":
-    """The options that were given to `torch.compile`.
+    """Return the options for `mode` and `options` of `torch.compile`.
 
     Raises:
-      ValueError: a mode or an option that there is not.
+      ValueError: unknown mode or unknown option.
       TypeError: a value of the wrong type.
     """
     if mode not in _MODES:
@@ -82,7 +82,7 @@ class Options:
 
   @contextlib.contextmanager
   def applied(self) -> Iterator[None]:
-    """JAX's settings as the options have them."""
+    """Apply the options to JAX's settings inside the block."""
     with contextlib.ExitStack() as stack:
       for context in self._contexts:
         stack.enter_context(context())
@@ -90,5 +90,5 @@ class Options:
 
   @property
   def change_settings(self) -> bool:
-    """Whether `applied` does anything."""
+    """True if `applied` changes a setting of JAX."""
     return bool(self._contexts)

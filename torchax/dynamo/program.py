@@ -1,8 +1,9 @@
-"""A graph of ATen operations as one compiled JAX function of plain torch tensors.
+"""Graph of ATen operations as one compiled JAX function of plain torch tensors.
 
-The graph is run by the lowerings that run eagerly, once for each combination of shapes,
-while `jax.jit` traces. Symbolic sizes are static: other ones compile anew, without
-Dynamo. The packed key is an operand; the graph's draws have fixed numbers.
+`jax.jit` traces the graph with the lowerings of eager mode, once for each combination
+of shapes. Symbolic sizes are static: another size retraces here, without Dynamo. The
+packed key is an operand; the positions of draws are fixed. `backend.py` creates
+programs; `torch_io.py` converts their inputs and results.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +33,12 @@ from torchax.rng.packing import Form, PackedStream, Place
 
 @jax.tree_util.register_static
 class _Static:
-  """The static results of a trace, which every call of the compiled function returns.
+  """Static results of a trace, returned by every call of the compiled function.
 
   Attributes:
     values: results that are no tensors.
     log: the draws.
-    messages: of the assertions. Their conditions are arrays.
+    messages: messages of the assertions. Their conditions are arrays.
   """
 
   def __init__(self, values: tuple, log: tuple, messages: tuple):
@@ -45,14 +46,14 @@ class _Static:
 
 
 class Keys:
-  """The random state that the forward and the backward graph of a function share.
+  """Random state shared by the forward and the backward graph of a function.
 
   Attributes:
     rng: name of the graphs' input with the packed key.
     draws: number of draws in one call of the forward pass.
-    sites: how many of them each site makes.
-    form: of the packed key.
-    log: the draws of the last call, for ledgers.
+    sites: number of draws at each site.
+    form: form of the packed key.
+    log: draws of the last call, for ledgers.
   """
 
   def __init__(self):
@@ -64,17 +65,17 @@ class Keys:
 
 
 class Program:
-  """A compiled graph; called with a list of its inputs, which it empties.
+  """Compiled graph; a call takes the list of inputs and empties it.
 
   Args:
     module: the graph and its constants.
-    options: of the backend.
-    keys: shared with the other graphs of the same function.
-    name: for logs and profiles.
+    options: options of the backend.
+    keys: random state shared with the other graphs of the same function.
+    name: name in logs and profiles.
     is_inference: there is no backward pass, so results may be inputs.
   """
 
-  # torch then gives the arguments as one list, so that they can be freed early.
+  # Makes torch pass the arguments as one list, so that they can be freed early.
   _boxed_call = True
 
   def __init__(
@@ -164,7 +165,7 @@ class Program:
     given = {place: args[place] for place in self._outputs.passed}
     args.clear()
     if self._constants is None:
-      # Not before: while torch compiles, tensors are fake.
+      # Converted on the first call: tensors are fake while torch compiles.
       self._constants = self._converted_constants()
     computed = self._jitted(tuple(numbers), self.keys.form, self._constants, arrays)
     (outputs, conditions), static = jax.block_until_ready(computed)
@@ -177,15 +178,15 @@ class Program:
 
 
 class _Interpreter(JaxInterpreter):
-  """Runs a graph whose constants are operands and whose draws are numbered.
+  """Interpreter of a graph whose constants are operands and whose draws are keyed.
 
   Args:
     module: the graph.
-    constants: arrays for the tensors of its module, by name.
-    stream: the stream of its draws, or None.
+    constants: arrays for the tensor attributes of the module, by name.
+    stream: stream of the draws, or None.
 
   Attributes:
-    asserted: (condition, message) of each assertion. They are checked after the call.
+    asserted: (condition, message) of each assertion, checked after the call.
   """
 
   def __init__(self, module: fx.GraphModule, constants: dict, stream):
@@ -214,14 +215,14 @@ class _Interpreter(JaxInterpreter):
       return super().call_function(operation, args, kwargs)
 
   def output(self, target, args: tuple, kwargs: dict) -> None:
-    """Returns nothing: `Outputs` picks the results."""
+    """Return None: `Outputs` selects the results."""
 
 
 _ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
 
 
 def _own(array: jax.Array, taken: set[int]) -> jax.Array:
-  """An output of its own: JAX returns inputs and repeated outputs as they are."""
+  """Copy an array that JAX would return as is: an input or a repeated output."""
   if id(array) in taken:
     return jax.numpy.copy(array)
   taken.add(id(array))
@@ -232,13 +233,13 @@ def _own(array: jax.Array, taken: set[int]) -> jax.Array:
 
 
 def _require_runnable(steps: Sequence[fx.Node]) -> None:
-  """Checks the operations of a graph.
+  """Check that every operation of a graph can run.
 
   Raises:
-    OperatorNotFound: an operation cannot run; names the user's code.
+    OperatorNotFound: an operation has no lowering; names the user's code.
     DataDependentError: the shape of a result, or a number, depends on the values of a
       tensor.
-    TypeError: the branches of a `torch.cond` differ in their results.
+    TypeError: the branches of a `torch.cond` have different results.
   """
   for node in steps:
     if has_free_unbacked_symbols(node.meta.get("val")):
@@ -264,28 +265,24 @@ def _require_known(node: fx.Node, target) -> None:
   dispatcher = default_env()._dispatcher
   if isinstance(target, torch_compat.HigherOrderOperator):
     if node.args and isinstance(node.args[0], torch_compat.OpOverload):
-      # A custom operation that changes its arguments, made functional.
+      # The functional form of a custom operation that changes its arguments.
       dispatcher.plan_for(node.args[0])
     higher_order.on_arrays(target)
   elif isinstance(target, torch_compat.OpOverload):
     dispatcher.plan_for(target)
 
 
-# Matrix products with the operands as they are in memory ------------------------------
-# torch's graphs multiply with transposed matrices (`x @ weight.t()`). XLA's CPU backend
-# would write the transposed matrix out first; a contraction over the other dimension
-# needs no copy.
+# Matrix products with transposed operands ---------------------------------------------
+# torch's graphs multiply by transposed matrices (`x @ weight.t()`). XLA's CPU backend
+# would copy the transposed matrix first. Contracting the other dimension needs no copy.
 
 
 def _contract(node: fx.Node, values: dict):
-  """The result of a product with a transposed operand.
+  """Return the product if `node` multiplies a transposed matrix, else None.
 
   Args:
     node: any operation of the graph.
-    values: arrays by the nodes that gave them.
-
-  Returns:
-    The array; None for any other operation.
+    values: array of each node that has been run.
   """
   if node.kwargs or node.target not in _PRODUCTS:
     return None
@@ -304,12 +301,12 @@ def _contract(node: fx.Node, values: dict):
   return values[bias[0]] + product if bias else product
 
 
-# How many operands come before the two matrices.
+# Number of operands before the two matrices.
 _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 
 def _source(node: fx.Node) -> tuple[fx.Node, bool]:
-  """A matrix as it lies, and whether it is used transposed."""
+  """Return the matrix behind a transpose, and whether there was a transpose."""
   if node.op == "call_function" and node.target is aten.t.default:
     return node.args[0], True
   return node, False

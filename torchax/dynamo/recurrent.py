@@ -1,8 +1,9 @@
-"""LSTM, GRU and RNN of a graph as one operation for each layer and direction.
+"""Operations for LSTM, GRU and RNN in a graph, one for each layer and direction.
 
-AOTAutograd would unroll them over time, and for plain tensors take oneDNN's kernel. The
-operations here stay whole through it; each becomes one `lax.scan`. Layers are joined as
-in eager mode (`rnn.network`), so dropout between them draws the same.
+AOTAutograd would unroll the layers over time, or choose oneDNN's kernel for plain
+tensors. It leaves these custom operations whole, and each becomes one `lax.scan`.
+`rnn.network` joins the layers as in eager mode, so dropout between them makes the same
+draws. `backend.py` calls `replace`.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from torchax.graphs.fx import copied
 from torchax.ops.builtin import op
 from torchax.ops.jaten import rnn
 
-# Weights are [w_ih, w_hh], then [b_ih, b_hh] if there are any, then [w_hr] likewise.
-# Results are the outputs and the last state; of the second, the gradients.
+# Weights are [w_ih, w_hh], then [b_ih, b_hh] with biases, then [w_hr] with projections.
+# The first operation returns the outputs and the last state, the second the gradients.
 _library = torch.library.Library("torchax", "FRAGMENT")
 _library.define(
   "recurrent_layer(Tensor input, Tensor[] state, Tensor[] weights, str cell, "
@@ -44,7 +45,7 @@ def _recurrent_layer(input, state, weights, cell, reverse):
 
 @op(_backward)
 def _recurrent_layer_backward(grads, input, state, weights, cell, reverse):
-  """Runs the layer again for what its gradient needs, which no graph has to keep."""
+  """Recompute the layer for its gradient, so that the graph saves no residuals."""
 
   def forward(*primals):
     return _recurrent_layer(*primals, cell, reverse)
@@ -94,7 +95,7 @@ torch.library.register_autograd(
 
 
 def _run_layer(input, state, mask, weights, cell, reverse):
-  """What `rnn.layer` does, for the tensors that AOTAutograd traces with."""
+  """Run one layer like `rnn.layer`, for the tensors that AOTAutograd traces with."""
   given = [weight for weight in weights if weight is not None]
   outputs, *last = _forward(input, state, given, cell, reverse)
   return outputs, last
@@ -104,11 +105,12 @@ _PARTS = eager.on_tensors(_run_layer)
 
 
 def _layers(function: Callable, cell: str) -> Callable:
-  """What a graph calls in place of a recurrent function of torch."""
+  """Return the replacement of a recurrent function of torch in graphs."""
 
   def run(*args):
     if not eager.is_padded(args) or torch_compat.is_transforming():
-      # A sequence of lengths that the graph does not know; no rule for `torch.vmap`.
+      # The graph does not know the lengths of a packed sequence, and the operations
+      # here have no rule for `torch.vmap`.
       return function(*args)
     if torch.is_autocast_enabled("cpu"):
       return _with_autocast(cell, args)
@@ -119,11 +121,11 @@ def _layers(function: Callable, cell: str) -> Callable:
 
 
 def _with_autocast(cell: str, args) -> tuple:
-  """Computes as eager mode does on jax; the results have the dtypes of CPU torch."""
+  """Compute in the dtypes of eager mode on jax; return those of CPU torch."""
   policy, lower = amp.CastPolicy.LOWER_PRECISION_FP, torch.get_autocast_dtype("cpu")
   cast, _ = amp.execute_policy(policy, args, {}, lower)
   results = rnn.network(_PARTS, cell, *cast)
-  # There only matrix products are in the lower precision, but for oneDNN's LSTM.
+  # CPU torch lowers the precision of matrix products only, except in oneDNN's LSTM.
   if cell == "gru":
     return tuple(result.to(args[1].dtype) for result in results)
   if cell == "lstm" and args[1][0].shape != args[1][1].shape:
@@ -143,13 +145,13 @@ _REPLACEMENTS = {
 
 
 def replace(module: fx.GraphModule) -> None:
-  """Has a graph of Dynamo's run its recurrent networks layer by layer.
+  """Replace the recurrent functions in a Dynamo graph by operations on single layers.
 
-  Forms that have no such operation stay as they are.
+  Calls with keyword arguments are not replaced.
 
   Args:
-    module: the graph; changed. Graphs inside it, as of checkpoints, are replaced by
-      changed copies.
+    module: the graph; changed. Inner graphs, such as those of checkpoints, are
+      replaced by changed copies.
   """
   for node in module.graph.nodes:
     known = node.op == "call_function" and node.target in _REPLACEMENTS

@@ -1,12 +1,12 @@
-"""Plain torch tensors in and out of a compiled graph.
+"""Plain torch tensors in and out of a compiled graph. Used by `program.py`.
 
-On the CPU nothing is copied: the graph reads the memory of its inputs, and it has been
-read when the call returns, since results are waited for as CPU torch waits. So changes
-of a tensor made in any way are seen by the next call, and none is seen by this one.
+On the CPU nothing is copied: the graph reads the memory of its inputs. A call waits for
+its results, as CPU torch does. A change of an input after the call is therefore seen by
+the next call, never by this one.
 
-Most results are arrays that become tensors. An input that is returned is the caller's
-own tensor. Results that share memory eagerly share it here. Numbers, also those that
-torch wants in a tensor, do not pass through JAX, which may narrow them.
+Most results are arrays that become tensors. A returned input is the caller's own
+tensor. Results that share memory in eager mode share it here. Numbers bypass JAX, which
+may narrow them, even if torch expects them in a tensor.
 """
 
 import collections
@@ -30,12 +30,12 @@ _NARROWED = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex12
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-  """A CPU tensor as an array of the same memory, where its dtype is one of JAX's.
+  """Return a CPU tensor as an array, sharing its memory if JAX has its dtype.
 
   Raises:
-    MixedDeviceError: not on the CPU.
-    UnsupportedDtypeError: sparse, nested, quantised.
-    OverflowError: an int64 value that needs x64 mode.
+    MixedDeviceError: the tensor is not on the CPU.
+    UnsupportedDtypeError: the tensor is sparse, nested or quantized.
+    OverflowError: an int64 value needs x64 mode.
   """
   if tensor.device.type != "cpu":
     raise MixedDeviceError(
@@ -45,7 +45,7 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
   mappings.check_layout(tensor)
   tensor = tensor.detach().resolve_conj().resolve_neg()
   if tensor.dtype is torch.float64 and not tensor.dim() and narrowing.is_on():
-    # Dynamo's form of a Python float, which nobody has asked 64 bits for.
+    # Dynamo passes a Python float this way; the user did not ask for 64 bits.
     return mappings.host_array(tensor.float())
   if tensor.dtype in _NARROWED and narrowing.is_on():
     return narrowing.narrow(tensor, mappings.t2j_dtype(tensor.dtype))
@@ -53,10 +53,10 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 class Result:
-  """How one output of a graph becomes a torch tensor.
+  """Conversion of one output of a graph to a torch tensor.
 
   Args:
-    like: a tensor of the same dtype and strides, as torch expects it.
+    like: a tensor with the dtype and strides that torch expects.
   """
 
   __slots__ = ("dtype", "order", "inverse")
@@ -69,11 +69,11 @@ class Result:
       self.inverse = tuple(int(place) for place in np.argsort(self.order))
 
   def stored(self, array: jax.Array) -> jax.Array:
-    """Inside the graph: the array with its dimensions as they lie in memory."""
+    """Return the array inside the trace, with its dimensions in memory order."""
     return array if self.order is None else jax.numpy.transpose(array, self.order)
 
   def tensor(self, array: jax.Array) -> torch.Tensor:
-    """Outside: a tensor that has the array's memory."""
+    """Return a tensor that shares the array's memory, after the call."""
     if not _is_on_cpu(array):
       tensor = mappings.j2t(array)
     else:
@@ -88,7 +88,7 @@ def _is_on_cpu(array: jax.Array) -> bool:
 
 
 class Outputs:
-  """The results of a graph, in order.
+  """Results of a graph, in order.
 
   Args:
     returned: nodes, and values that are the same in every call.
@@ -96,9 +96,9 @@ class Outputs:
     is_inference: no gradient is recorded.
 
   Attributes:
-    arrays: the nodes whose arrays the compiled function returns.
+    arrays: nodes whose arrays the compiled function returns.
     numbers: nodes and numbers that it returns as static values.
-    passed: places of the inputs that are returned.
+    passed: positions of the inputs that are returned or viewed.
   """
 
   def __init__(self, returned: Sequence, inputs: Sequence[fx.Node], is_inference: bool):
@@ -112,15 +112,15 @@ class Outputs:
     self._makers = [self._maker(value, place, shared) for value in returned]
 
   def stored(self, values: list) -> list[jax.Array]:
-    """The results that leave the trace: arrays of `arrays`, as they lie in memory."""
+    """Return the arrays that leave the trace, with their dimensions in memory order."""
     return [result.stored(value) for result, value in zip(self._results, values)]
 
   def assemble(self, args: dict, arrays: list, numbers: Sequence) -> list:
-    """What the graph returns.
+    """Return the results of the graph.
 
     Args:
-      args: its inputs that are `passed`, by place.
-      arrays, numbers: what the compiled function has returned.
+      args: the inputs in `passed`, by position.
+      arrays, numbers: results of the compiled function.
     """
     tensors = [result.tensor(array) for result, array in zip(self._results, arrays)]
     return [make(args, tensors, numbers) for make in self._makers]
@@ -160,7 +160,7 @@ class Outputs:
 
 
 def is_number(node: fx.Node) -> bool:
-  """True for a number that is returned as a tensor, and used for nothing else."""
+  """Return True for a number that is only returned, as a tensor."""
   return node.target is _SCALAR_TENSOR and all(u.op == "output" for u in node.users)
 
 
@@ -190,7 +190,7 @@ def _shared(returned: Sequence, inputs: dict, is_inference: bool) -> set[fx.Node
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, tuple]:
-  """What a node is a view of, and the operations that make the view of it."""
+  """Return the base of a node, and the view operations from the base to the node."""
   steps: list = []
   while (source := _viewed_by(node)) is not None:
     steps.append((node.target, node.args[1:], node.kwargs))
@@ -199,7 +199,7 @@ def _base(node: fx.Node) -> tuple[fx.Node, tuple]:
 
 
 def _viewed_by(node: fx.Node) -> fx.Node | None:
-  """The node that a node views with numbers that are known; None if it is no view."""
+  """Return the node that `node` views with constant arguments, if any."""
   is_part = node.target is operator.getitem
   if node.op != "call_function" or not (is_part or _is_view(node.target)):
     return None
