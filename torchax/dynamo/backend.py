@@ -60,14 +60,14 @@ def backend(
   """
   chosen = Options.of(mode, options)
   torch_compat.require_capture()
-  module = _copied(gm)
+  module = _copy_module(gm)
   on_jax.drop_unused_moves(module.graph)
   if on_jax.is_on_jax(module, example_inputs):
     return on_jax.compiled(module, chosen)
-  return _compiled_plain(module, example_inputs, chosen)
+  return _compile_plain(module, example_inputs, chosen)
 
 
-def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+def _copy_module(gm: fx.GraphModule) -> fx.GraphModule:
   module = fx.GraphModule(gm, copied(gm.graph))
   module.meta = dict(gm.meta)
   if hasattr(gm, "_param_name_to_source"):
@@ -75,8 +75,8 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
   return module
 
 
-def _compiled_plain(module, example_inputs, options: Options) -> Callable:
-  _call_checkpoints_plainly(module, example_inputs)
+def _compile_plain(module, example_inputs, options: Options) -> Callable:
+  _replace_checkpoints(module, example_inputs)
   recurrent.replace(module)
   draws.add_input(module.graph)
   module.recompile()
@@ -95,7 +95,7 @@ def _compiled_plain(module, example_inputs, options: Options) -> Callable:
   return torch.compiler.disable(_Compiled(compiled, keys))
 
 
-def _call_checkpoints_plainly(module: fx.GraphModule, example_inputs: Sequence) -> None:
+def _replace_checkpoints(module: fx.GraphModule, example_inputs: Sequence) -> None:
   """Replace checkpoint operators by calls of their bodies if no gradient is recorded.
 
   There is no backward pass to recompute them in. torch looks for one nevertheless, and
@@ -105,7 +105,9 @@ def _call_checkpoints_plainly(module: fx.GraphModule, example_inputs: Sequence) 
     module: the graph; changed unless a gradient may be recorded.
     example_inputs: inputs of the graph.
   """
-  if torch.is_grad_enabled() and any(map(_needs_grad, example_inputs)):
+  if torch.is_grad_enabled() and any(
+    isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+  ):
     return
   for node in list(module.graph.nodes):
     if node.op != "call_function" or node.target is not _checkpoint:
@@ -114,7 +116,7 @@ def _call_checkpoints_plainly(module: fx.GraphModule, example_inputs: Sequence) 
     function = inner(body)
     assert function is not None, f"{node} checkpoints no graph"
     own = fx.GraphModule(function, copied(function.graph))
-    _call_checkpoints_plainly(own, ())
+    _replace_checkpoints(own, ())
     name = f"{body.target}_without_checkpoint"
     module.add_submodule(name, own)
     with module.graph.inserting_before(node):
@@ -125,30 +127,26 @@ def _call_checkpoints_plainly(module: fx.GraphModule, example_inputs: Sequence) 
   module.recompile()
 
 
-def _needs_grad(value) -> bool:
-  return isinstance(value, torch.Tensor) and value.requires_grad
-
-
 def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
   _log(name, module, keys.rng)
   return Program(module, options, keys, name)
 
 
 def _compile_inference(options: Options, keys: Keys, module, example_inputs):
-  _key(module.graph, inputs(module.graph)[-1], keys)
+  _key_draws(module.graph, inputs(module.graph)[-1], keys)
   _log("inference", module, keys.rng)
   return Program(module, options, keys, "inference", is_inference=True)
 
 
 def _partition(keys: Keys, module, joint_inputs, *, num_fwd_outputs, **kwargs):
   primals = [node for node in inputs(module.graph) if "tangents" not in node.name]
-  _key(module.graph, primals[-1], keys)
+  _key_draws(module.graph, primals[-1], keys)
   return min_cut_rematerialization_partition(
     module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
   )
 
 
-def _key(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
+def _key_draws(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
   meta = rng_input.meta["val"]
   assert meta.dtype is torch.uint32 and meta.dim() == 1, f"{rng_input} is no key"
   keys.rng = rng_input.name
@@ -220,16 +218,16 @@ def _operand(node: fx.Node, rng: str) -> str:
   if not isinstance(meta, torch.Tensor):
     return f"  {node.name}: size"
   key = "  (key and count)" if node.name == rng else ""
-  return f"  {node.name}: {_shown(meta)}{key}"
+  return f"  {node.name}: {_describe(meta)}{key}"
 
 
 def _draw(node: fx.Node) -> str:
   _, number, operation, *_ = node.args
   meta = node.meta.get("val")
   first = next((m for m in (meta if isinstance(meta, tuple) else (meta,))), None)
-  place = "  ".join(filter(None, (draws.site_of(node), line_of(node))))
-  return f"  {number}  {operation}  {_shown(first)}  {place}"
+  location = "  ".join(filter(None, (draws.site_of(node), line_of(node))))
+  return f"  {number}  {operation}  {_describe(first)}  {location}"
 
 
-def _shown(tensor) -> str:
+def _describe(tensor) -> str:
   return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"

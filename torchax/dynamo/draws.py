@@ -40,7 +40,7 @@ PLACEHOLDER = "torchax_rng"
 _DROPOUT = aten.native_dropout.default
 
 
-def keyed(rng, place: tuple, operation, *args, **kwargs):
+def keyed(rng, position: tuple, operation, *args, **kwargs):
   """Run a random operation; marks it in a graph with the key and its draw's position.
 
   `Program` recognizes this function and runs the operation with the key. torch calls it
@@ -78,14 +78,14 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
   draws, sites = 0, {}
   branches: list[_Branches] = []
   for node in list(graph.nodes):
-    found = _made(node)
+    found = _draws_of(node)
     if found is None:
       continue
     made, by_site = found
     is_backward = node.meta.get("partitioner_tag") == "is_backward"
     if is_backward and is_cond(node):
       # The backward pass of a branch recomputes its forward pass, with its draws.
-      place = _of_forward(node, branches)
+      position = _forward_position(node, branches)
     elif is_backward:
       raise RngError(
         f"{node.target} draws numbers in the backward pass of a compiled function. "
@@ -93,16 +93,16 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
       )
     else:
       turns = tuple([(path, sites.get(path, 0)) for path in by_site])
-      place = (draws, site_of(node), turns)
+      position = (draws, site_of(node), turns)
       draws += made
       for path, n in by_site.items():
         sites[path] = sites.get(path, 0) + n
     with graph.inserting_before(node):
-      args = (rng, place, node.target, *node.args)
+      args = (rng, position, node.target, *node.args)
       replacement = graph.call_function(keyed, args, dict(node.kwargs))
     replacement.meta = dict(node.meta)
     if is_cond(node) and not is_backward:
-      branches.append(_Branches(replacement, place))
+      branches.append(_Branches(replacement, position))
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)
   return draws, sites
@@ -113,51 +113,52 @@ class _Branches(NamedTuple):
 
   Attributes:
     node: the keyed operation.
-    place: position of its draws.
+    position: position of its draws.
   """
 
   node: fx.Node
-  place: tuple
+  position: tuple
 
 
-def _of_forward(node: fx.Node, branches: list[_Branches]) -> tuple:
+def _forward_position(node: fx.Node, branches: list[_Branches]) -> tuple:
   """Return the position of the draws that a backward `torch.cond` recomputes."""
   predicate, *bodies, operands = node.args
   for found in reversed(branches):
     _, _, _, earlier_predicate, *earlier_bodies, earlier_operands = found.node.args
-    is_of_it = earlier_predicate is predicate and (
+    has_same_operands = earlier_predicate is predicate and (
       earlier_operands == operands[: len(earlier_operands)]
     )
-    if is_of_it and all(map(_draws_as, bodies, earlier_bodies)):
+    if has_same_operands and all(map(_makes_same_draws, bodies, earlier_bodies)):
       branches.remove(found)
-      return found.place
+      return found.position
   raise RngError(
     "A torch.cond draws other numbers in the backward pass of a compiled function than "
     f"in the forward pass. Draw before it and pass the numbers.{where(node)}"
   )
 
 
-def _draws_as(branch: fx.Node, forward: fx.Node) -> bool:
+def _makes_same_draws(branch: fx.Node, forward: fx.Node) -> bool:
   """Return True if a backward branch makes the same draws as its forward branch.
 
   torch omits the modules of the backward operations. They are copied from the forward
   operations, so that both draw at the same sites.
   """
   drawing = [
-    [n for n in body.graph.nodes if _made(n)] for body in map(inner, (branch, forward))
+    [n for n in body.graph.nodes if _draws_of(n)]
+    for body in map(inner, (branch, forward))
   ]
   pairs = list(zip(*drawing))
   if len({*map(len, drawing)}) > 1 or any(a.target != b.target for a, b in pairs):
     return False
-  for again, first in pairs:
-    again.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
-    bodies = [[n for n in node.all_input_nodes if inner(n)] for node in (again, first)]
-    if not all(map(_draws_as, *bodies)):
+  for second, first in pairs:
+    second.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
+    bodies = [[n for n in node.all_input_nodes if inner(n)] for node in (second, first)]
+    if not all(map(_makes_same_draws, *bodies)):
       return False
   return True
 
 
-def _made(node: fx.Node) -> tuple[int, dict[str, int]] | None:
+def _draws_of(node: fx.Node) -> tuple[int, dict[str, int]] | None:
   """Return the number of draws, in total and by site; None if there are none.
 
   Raises:
@@ -166,7 +167,7 @@ def _made(node: fx.Node) -> tuple[int, dict[str, int]] | None:
   bodies = [body for body in map(inner, node.all_input_nodes) if body is not None]
   if any(map(may_draw, bodies)):
     if is_cond(node):
-      return _farthest([_drawn_in(body.graph) for body in bodies])
+      return _largest([_draws_in(body.graph) for body in bodies])
     if node.target is higher_order.while_loop:
       return 1, {site_of(node): 1}
     raise RngError(
@@ -177,20 +178,20 @@ def _made(node: fx.Node) -> tuple[int, dict[str, int]] | None:
     return None
   # `torch.dropout` returns an empty tensor unchanged and draws nothing.
   is_empty = node.target is _DROPOUT and not hint(node.args[0].meta["val"].numel())
-  made = 0 if is_empty else _count(node)
+  made = 0 if is_empty else _count_draws(node)
   return (made, {site_of(node): made}) if made or is_empty else None
 
 
-def _drawn_in(graph: fx.Graph) -> tuple[int, dict[str, int]]:
+def _draws_in(graph: fx.Graph) -> tuple[int, dict[str, int]]:
   total, sites = 0, {}
-  for made, by_site in filter(None, map(_made, graph.nodes)):
+  for made, by_site in filter(None, map(_draws_of, graph.nodes)):
     total += made
     for path, n in by_site.items():
       sites[path] = sites.get(path, 0) + n
   return total, sites
 
 
-def _farthest(branches: list) -> tuple[int, dict[str, int]]:
+def _largest(branches: list) -> tuple[int, dict[str, int]]:
   """Return the largest number of draws of any branch, in total and by site.
 
   The streams advance by it whichever branch runs.
@@ -200,7 +201,7 @@ def _farthest(branches: list) -> tuple[int, dict[str, int]]:
   return max(made for made, _ in branches), by_site
 
 
-def _count(node: fx.Node) -> int:
+def _count_draws(node: fx.Node) -> int:
   """Return the number of draws of one operation.
 
   A sampler makes one draw. Other operations, such as attention with dropout, are

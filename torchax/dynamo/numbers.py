@@ -16,7 +16,7 @@ from torch import fx
 
 from torchax.compat import torch_compat
 from torchax.functions import indexing
-from torchax.graphs.fx import example, example_tensors, inputs
+from torchax.graphs.fx import example, example_tensors, inputs, operation_name
 
 
 class Use(enum.Enum):
@@ -28,14 +28,14 @@ class Use(enum.Enum):
   CONSTANT = "constant"  # a static value: another number retraces
 
 
-def of_floats(graph: fx.Graph) -> dict[int, Use]:
+def take_floats(graph: fx.Graph) -> dict[int, Use]:
   """Replace 0-d inputs on which the graph calls `item()` by Python floats.
 
   Returns:
     How the graph takes each of these inputs, by its position.
   """
   uses = {}
-  for place, node in enumerate(inputs(graph)):
+  for position, node in enumerate(inputs(graph)):
     value = example(node)
     if not isinstance(value, torch.Tensor) or value.dim() or not node.users:
       continue
@@ -44,16 +44,16 @@ def of_floats(graph: fx.Graph) -> dict[int, Use]:
     items = list(node.users)
     if all(user.op == "call_method" and user.target == "item" for user in items):
       if all(map(_is_arithmetic, items)):
-        uses[place] = Use.OPERAND
+        uses[position] = Use.OPERAND
       else:
-        uses[place] = Use.HOST if all(map(_is_for_host, items)) else Use.CONSTANT
+        uses[position] = Use.HOST if all(map(_is_for_host, items)) else Use.CONSTANT
       for item in items:
         item.replace_all_uses_with(node)
         graph.erase_node(item)
   return uses
 
 
-def of_integers(graph: fx.Graph) -> dict[int, Use]:
+def take_integers(graph: fx.Graph) -> dict[int, Use]:
   """Rewrite indexing so that the graph can take its integer inputs as operands.
 
   Dynamo's guards keep the indices in range.
@@ -62,17 +62,17 @@ def of_integers(graph: fx.Graph) -> dict[int, Use]:
     How the graph takes each integer that is no constant, by its position.
   """
   uses = {}
-  for place, node in enumerate(inputs(graph)):
+  for position, node in enumerate(inputs(graph)):
     if not isinstance(example(node), torch.SymInt) or not node.users:
       continue
     if all(_takes_integer(user, node) for user in node.users):
-      uses[place] = Use.OPERAND
+      uses[position] = Use.OPERAND
     elif all(_is_power(user, node) for user in node.users):
-      uses[place] = Use.EXPONENT
+      uses[position] = Use.EXPONENT
     elif all(_is_bound(user) for user in node.users):
-      uses[place] = Use.HOST
+      uses[position] = Use.HOST
   for node in list(graph.nodes):
-    _place(node)
+    _rewrite_indexing(node)
   return uses
 
 
@@ -80,7 +80,7 @@ def of_integers(graph: fx.Graph) -> dict[int, Use]:
 SIMPLE_EXPONENTS = frozenset({-2, -1, 0, 1, 2, 3})
 
 
-def fits(number) -> bool:
+def fits_int32(number) -> bool:
   """Return True for a float, and for an integer that fits in 32 bits."""
   return type(number) is float or -(2**31) <= number < 2**31
 
@@ -233,21 +233,21 @@ def _slice(node: fx.Node) -> tuple[tuple, int, object, int] | None:
   if node.target is not operator.getitem or not _is_on_jax(node.args[0]):
     return None
   parts = _parts(node.args[1])
-  places = [
-    place
-    for place, part in enumerate(parts)
+  positions = [
+    position
+    for position, part in enumerate(parts)
     if isinstance(part, slice) and isinstance(part.start, fx.Node) and part.step is None
   ]
-  others = [part for place, part in enumerate(parts) if place not in places]
-  if len(places) != 1 or not all(map(_is_plain, others)):
+  others = [part for position, part in enumerate(parts) if position not in positions]
+  if len(positions) != 1 or not all(map(_is_plain, others)):
     return None
-  (place,) = places
-  dim = sum(isinstance(part, slice) for part in parts[:place])
+  (position,) = positions
+  dim = sum(isinstance(part, slice) for part in parts[:position])
   length = example(node).shape[dim]
   if not isinstance(length, int):
     return None
-  index = (*parts[:place], slice(None), *parts[place + 1 :])
-  return index, dim, parts[place].start, length
+  index = (*parts[:position], slice(None), *parts[position + 1 :])
+  return index, dim, parts[position].start, length
 
 
 def _is_plain(part) -> bool:
@@ -272,7 +272,7 @@ def _is_only_read(node: fx.Node) -> bool:
   While a gradient is recorded, an element at a traced index is a copy.
   """
   for user in node.users:
-    name = user.target if isinstance(user.target, str) else _name_of(user.target)
+    name = operation_name(user)
     writes = name.endswith("_") or name in _WRITES
     if user.args and user.args[0] is node and writes:
       return False
@@ -282,11 +282,7 @@ def _is_only_read(node: fx.Node) -> bool:
   return True
 
 
-def _name_of(target) -> str:
-  return getattr(target, "__name__", "")
-
-
-def _place(node: fx.Node) -> None:
+def _rewrite_indexing(node: fx.Node) -> None:
   """Rewrite a select or slice to a function that takes traced indices."""
   if _selection(node) is not None:
     tensor = node.args[0]

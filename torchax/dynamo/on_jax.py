@@ -25,6 +25,7 @@ from torchax.graphs.fx import (
   example_tensors,
   inner,
   inputs,
+  operation_name,
   where,
 )
 from torchax.interop import jax_jit
@@ -64,32 +65,32 @@ def compiled(module: fx.GraphModule, options: Options) -> Callable:
     A function of the graph's inputs.
   """
   lifted = _lift_tensors_on_host(module)
-  taken = _Numbers(module.graph)
+  arguments = _Arguments(module.graph)
   results = _Results(module.graph)
   _replace_higher_order(module.graph)
   module.recompile()
-  moved = _moved(module.graph)
+  cpu_input = _cpu_input(module.graph)
   forward = at_sites(module)
-  parts = (forward, module.graph, taken, results, options)
-  run = forward if moved else _jitted(*parts)
+  parts = (forward, module.graph, arguments, results, options)
+  run = forward if cpu_input else _jitted(*parts)
   # Inside an outer trace host numbers are constants.
-  inside = _jitted(*parts) if taken.are_on_host else run
-  if moved:
+  inside = _jitted(*parts) if arguments.on_host else run
+  if cpu_input:
     warnings.warn(
       "torch.compile leaves a graph uncompiled that takes a tensor on the CPU and "
       'computes on jax. Call `.to("jax")` before the compiled function.'
-      f"{where(moved)}",
+      f"{where(cpu_input)}",
       stacklevel=2,
     )
 
   def call(*args):
     args = [*args, *lifted]
-    if moved:
+    if cpu_input:
       with env_on(), options.applied():
-        return results.shown(run(*taken.plain(args)), args)
-    given, on_host = taken.arguments(args)
+        return results.unbox(run(*arguments.plain(args)), args)
+    given, on_host = arguments.bind(args)
     with env_on(), options.applied(), host_numbers.given(on_host):
-      return results.shown((inside if active.boundary else run)(*given), args)
+      return results.unbox((inside if active.boundary else run)(*given), args)
 
   return torch.compiler.disable(call)
 
@@ -97,7 +98,7 @@ def compiled(module: fx.GraphModule, options: Options) -> Callable:
 def _jitted(
   forward: Callable,
   graph: fx.Graph,
-  taken: "_Numbers",
+  arguments: "_Arguments",
   results: "_Results",
   options: Options,
 ) -> Callable:
@@ -108,8 +109,8 @@ def _jitted(
     kwargs["donate_argnums"] = _overwritten(graph)
 
   def compiled_graph(*args):
-    args = taken.in_trace(args)
-    return results.hidden(args, forward(*args))
+    args = arguments.in_trace(args)
+    return results.box(args, forward(*args))
 
   compiled_graph.__name__ = NAME
   return jax_jit(compiled_graph, kwargs)
@@ -134,7 +135,7 @@ def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:
   return [value for value, _ in lifted.values()]
 
 
-def _moved(graph: fx.Graph) -> fx.Node | None:
+def _cpu_input(graph: fx.Graph) -> fx.Node | None:
   """Return a CPU input that is not 0-d, if any."""
   for node in inputs(graph):
     value = example(node)
@@ -143,48 +144,47 @@ def _moved(graph: fx.Graph) -> fx.Node | None:
   return None
 
 
-class _Numbers:
+class _Arguments:
   """Numbers among the arguments of a graph, and their form in the trace.
 
   Args:
     graph: changed: it takes Python numbers.
+
+  Attributes:
+    on_host: symbols of the arguments that are host numbers, by position.
   """
 
   def __init__(self, graph: fx.Graph):
-    self._floats = numbers.of_floats(graph)
-    self._uses = {**self._floats, **numbers.of_integers(graph)}
-    self._on_host = {
-      place: host_numbers.Argument(object(), node.name)
-      for place, node in enumerate(inputs(graph))
-      if self._uses.get(place) is numbers.Use.HOST
+    self._floats = numbers.take_floats(graph)
+    self._uses = {**self._floats, **numbers.take_integers(graph)}
+    self.on_host = {
+      position: host_numbers.Argument(object(), node.name)
+      for position, node in enumerate(inputs(graph))
+      if self._uses.get(position) is numbers.Use.HOST
     }
-
-  @property
-  def are_on_host(self) -> bool:
-    """True if some arguments are host numbers."""
-    return bool(self._on_host)
 
   def plain(self, args) -> list:
     """Return the arguments with Python floats in place of 0-d tensors."""
     return [
-      float(arg) if place in self._floats else arg for place, arg in enumerate(args)
+      float(arg) if position in self._floats else arg
+      for position, arg in enumerate(args)
     ]
 
-  def arguments(self, args) -> tuple[list, dict]:
+  def bind(self, args) -> tuple[list, dict]:
     """Return the arguments of the compiled function, and the host numbers' values."""
     args, on_host = self.plain(args), {}
-    for place, arg in enumerate(args):
-      use = self._uses.get(place, numbers.Use.CONSTANT)
-      if type(arg) is not int and place not in self._floats:
+    for position, arg in enumerate(args):
+      use = self._uses.get(position, numbers.Use.CONSTANT)
+      if type(arg) is not int and position not in self._floats:
         continue
       if use is numbers.Use.HOST and active.boundary is None:
-        on_host[self._on_host[place]] = float(arg)
-        args[place] = StaticValue(self._on_host[place])
+        on_host[self.on_host[position]] = float(arg)
+        args[position] = StaticValue(self.on_host[position])
       elif use is numbers.Use.EXPONENT and arg not in numbers.SIMPLE_EXPONENTS:
-        args[place] = float(arg)
-      elif use is not numbers.Use.OPERAND or not numbers.fits(arg):
+        args[position] = float(arg)
+      elif use is not numbers.Use.OPERAND or not numbers.fits_int32(arg):
         # A symbolic size determines shapes, so another value retraces.
-        args[place] = StaticValue(arg)
+        args[position] = StaticValue(arg)
     return args, on_host
 
   def in_trace(self, args) -> list:
@@ -216,12 +216,12 @@ class _Results:
     output.args = (tuple(returned),)
     graph.eliminate_dead_code(_is_effect)
 
-  def hidden(self, args, results) -> tuple:
+  def box(self, args, results) -> tuple:
     """Return the results that leave the trace, with numbers boxed as static values."""
     values = map(host_numbers.resolved, aliases.box(args, results))
     return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in values)
 
-  def shown(self, results, args) -> tuple:
+  def unbox(self, results, args) -> tuple:
     """Return the results of a call, with numbers or CPU tensors as Dynamo expects."""
     results = aliases.unbox(args, results, len(self._dtypes))
     values = (v.value if type(v) is StaticValue else v for v in results)
@@ -253,11 +253,9 @@ def _overwritten(graph: fx.Graph) -> tuple[int, ...]:
   """Return the positions of inputs changed in place, judged by operation names."""
   written: set[fx.Node] = set()
   for node in graph.nodes:
-    name = node.target if node.op == "call_method" else _name_of(node.target)
+    name = operation_name(node)
     if name.endswith("_") and not name.endswith("__") and node.args:
       fx.map_arg(node.args[0], written.add)
-  return tuple(place for place, node in enumerate(inputs(graph)) if node in written)
-
-
-def _name_of(target) -> str:
-  return getattr(target, "__name__", "")
+  return tuple(
+    position for position, node in enumerate(inputs(graph)) if node in written
+  )

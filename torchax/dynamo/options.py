@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -69,26 +69,19 @@ class Options:
     if not isinstance(value, kind):
       raise TypeError(f"The option {name} is {expected}, but got {value!r}.")
 
-  @property
-  def _contexts(self) -> list[Callable]:
-    contexts = []
-    if self.device is not None:
-      contexts.append(lambda: jax.default_device(self.device))
-    if self.precision is not None:
-      contexts.append(lambda: jax.default_matmul_precision(self.precision))
-    if self.x64 is not None:
-      contexts.append(lambda: jax.enable_x64(self.x64))
-    return contexts
-
   @contextlib.contextmanager
   def applied(self) -> Iterator[None]:
     """Apply the options to JAX's settings inside the block."""
     with contextlib.ExitStack() as stack:
-      for context in self._contexts:
-        stack.enter_context(context())
+      if self.device is not None:
+        stack.enter_context(jax.default_device(self.device))
+      if self.precision is not None:
+        stack.enter_context(jax.default_matmul_precision(self.precision))
+      if self.x64 is not None:
+        stack.enter_context(jax.enable_x64(self.x64))
       yield
 
   @property
   def change_settings(self) -> bool:
     """True if `applied` changes a setting of JAX."""
-    return bool(self._contexts)
+    return (self.device, self.precision, self.x64) != (None, None, None)

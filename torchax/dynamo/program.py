@@ -72,7 +72,7 @@ class Program:
     options: options of the backend.
     keys: random state shared with the other graphs of the same function.
     name: name in logs and profiles.
-    is_inference: there is no backward pass, so results may be inputs.
+    is_inference: no backward pass exists, so results may alias each other or inputs.
   """
 
   # Makes torch pass the arguments as one list, so that they can be freed early.
@@ -92,9 +92,9 @@ class Program:
     _require_runnable([n for n in module.graph.nodes if not is_number(n)])
     results = returned(module.graph)
     self._outputs = Outputs(results, self._inputs, is_inference=is_inference)
-    named = [node.name == keys.rng for node in self._inputs]
-    self._rng = named.index(True) if True in named else None
-    self._is_needed = [
+    is_rng = [node.name == keys.rng for node in self._inputs]
+    self._rng = is_rng.index(True) if True in is_rng else None
+    self._is_used = [
       isinstance(meta(node), torch.Tensor) and bool(node.users) for node in self._inputs
     ]
     self._constants: dict[str, jax.Array] | None = None
@@ -125,9 +125,9 @@ class Program:
   def _run(self, numbers, form, constants, arrays):
     given, sizes = iter(arrays), iter(numbers)
     values: dict[fx.Node, Any] = dict.fromkeys(self._numbers)
-    for node, is_needed in zip(self._inputs, self._is_needed):
+    for node, is_used in zip(self._inputs, self._is_used):
       if isinstance(meta(node), torch.Tensor):
-        values[node] = next(given) if is_needed else None
+        values[node] = next(given) if is_used else None
       else:
         values[node] = next(sizes)
     words = None if self._rng is None else values[self._inputs[self._rng]]
@@ -136,9 +136,11 @@ class Program:
     with torch.no_grad(), torch_compat.without_autocast():
       interpreter.run(initial_env=values, enable_io_processing=False)
     values = interpreter.env
-    taken = {id(array) for array in arrays}
-    computed = self._outputs.stored([values[node] for node in self._outputs.arrays])
-    outputs = [_own(array, taken) for array in computed]
+    seen = {id(array) for array in arrays}
+    computed = self._outputs.in_memory_order(
+      [values[node] for node in self._outputs.arrays]
+    )
+    outputs = [_copy_returned(array, seen) for array in computed]
     numbers = self._outputs.numbers
     others = tuple(values[n] if isinstance(n, fx.Node) else n for n in numbers)
     conditions = [condition for condition, _ in interpreter.asserted]
@@ -156,13 +158,13 @@ class Program:
 
   def _called(self, args: list) -> list:
     arrays, numbers = [], []
-    for place, value in enumerate(args):
+    for position, value in enumerate(args):
       if isinstance(value, torch.Tensor):
-        if self._is_needed[place]:
+        if self._is_used[position]:
           arrays.append(as_numpy(value))
       else:
         numbers.append(value)
-    given = {place: args[place] for place in self._outputs.passed}
+    given = {position: args[position] for position in self._outputs.passed}
     args.clear()
     if self._constants is None:
       # Converted on the first call: tensors are fake while torch compiles.
@@ -209,8 +211,8 @@ class _Interpreter(JaxInterpreter):
     product = _contract(self.node, self.env)
     return super().call_function(target, args, kwargs) if product is None else product
 
-  def _draw(self, words, place: tuple, operation, *args, **kwargs):
-    at_place = self._stream.at(Place(*place), line_of(self.node))
+  def _draw(self, words, position: tuple, operation, *args, **kwargs):
+    at_place = self._stream.at(Place(*position), line_of(self.node))
     with rng_scope(self._stream), at_place:
       return super().call_function(operation, args, kwargs)
 
@@ -221,11 +223,11 @@ class _Interpreter(JaxInterpreter):
 _ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
 
 
-def _own(array: jax.Array, taken: set[int]) -> jax.Array:
+def _copy_returned(array: jax.Array, seen: set[int]) -> jax.Array:
   """Copy an array that JAX would return as is: an input or a repeated output."""
-  if id(array) in taken:
+  if id(array) in seen:
     return jax.numpy.copy(array)
-  taken.add(id(array))
+  seen.add(id(array))
   return array
 
 
@@ -289,8 +291,8 @@ def _contract(node: fx.Node, values: dict):
   *bias, left, right = node.args
   if len(bias) != _PRODUCTS[node.target]:
     return None
-  left, is_left = _source(left)
-  right, is_right = _source(right)
+  left, is_left = _untransposed(left)
+  right, is_right = _untransposed(right)
   if not (is_left or is_right):
     return None
   left, right = values[left], values[right]
@@ -305,7 +307,7 @@ def _contract(node: fx.Node, values: dict):
 _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 
-def _source(node: fx.Node) -> tuple[fx.Node, bool]:
+def _untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
   """Return the matrix behind a transpose, and whether there was a transpose."""
   if node.op == "call_function" and node.target is aten.t.default:
     return node.args[0], True

@@ -66,9 +66,9 @@ class Result:
     self.order = memory_order(like)
     self.inverse = None
     if self.order is not None:
-      self.inverse = tuple(int(place) for place in np.argsort(self.order))
+      self.inverse = tuple(int(axis) for axis in np.argsort(self.order))
 
-  def stored(self, array: jax.Array) -> jax.Array:
+  def in_memory_order(self, array: jax.Array) -> jax.Array:
     """Return the array inside the trace, with its dimensions in memory order."""
     return array if self.order is None else jax.numpy.transpose(array, self.order)
 
@@ -106,14 +106,16 @@ class Outputs:
     self.numbers: list = []
     self.passed: set[int] = set()
     self._results: list[Result] = []
-    self._place: dict[fx.Node, int] = {}
-    place = {node: number for number, node in enumerate(inputs)}
-    shared = _shared(returned, place, is_inference)
-    self._makers = [self._maker(value, place, shared) for value in returned]
+    self._array_index: dict[fx.Node, int] = {}
+    index = {node: number for number, node in enumerate(inputs)}
+    shared = _sharing(returned, index, is_inference)
+    self._assemblers = [self._assembler(value, index, shared) for value in returned]
 
-  def stored(self, values: list) -> list[jax.Array]:
+  def in_memory_order(self, values: list) -> list[jax.Array]:
     """Return the arrays that leave the trace, with their dimensions in memory order."""
-    return [result.stored(value) for result, value in zip(self._results, values)]
+    return [
+      result.in_memory_order(value) for result, value in zip(self._results, values)
+    ]
 
   def assemble(self, args: dict, arrays: list, numbers: Sequence) -> list:
     """Return the results of the graph.
@@ -123,11 +125,11 @@ class Outputs:
       arrays, numbers: results of the compiled function.
     """
     tensors = [result.tensor(array) for result, array in zip(self._results, arrays)]
-    return [make(args, tensors, numbers) for make in self._makers]
+    return [assembler(args, tensors, numbers) for assembler in self._assemblers]
 
-  def _maker(self, value, place, shared) -> Callable:
-    if isinstance(value, fx.Node) and value in place:
-      number = place[value]
+  def _assembler(self, value, index, shared) -> Callable:
+    if isinstance(value, fx.Node) and value in index:
+      number = index[value]
       self.passed.add(number)
       return lambda args, tensors, numbers: args[number]
     meta = value.meta.get("val") if isinstance(value, fx.Node) else value
@@ -140,23 +142,23 @@ class Outputs:
         numbers[number], dtype=dtype
       )
     base, steps = _base(value) if value in shared else (value, ())
-    if base in place:
-      number = place[base]
+    if base in index:
+      number = index[base]
       self.passed.add(number)
-      return lambda args, tensors, numbers: _viewed(args[number], steps)
+      return lambda args, tensors, numbers: _apply_views(args[number], steps)
     number = self._array(base, is_own=value not in shared)
-    return lambda args, tensors, numbers: _viewed(tensors[number], steps)
+    return lambda args, tensors, numbers: _apply_views(tensors[number], steps)
 
   def _number(self, value) -> int:
     self.numbers.append(value)
     return len(self.numbers) - 1
 
   def _array(self, node: fx.Node, is_own: bool) -> int:
-    if is_own or node not in self._place:
-      self._place[node] = len(self.arrays)
+    if is_own or node not in self._array_index:
+      self._array_index[node] = len(self.arrays)
       self.arrays.append(node)
       self._results.append(Result(node.meta["val"]))
-    return self._place[node]
+    return self._array_index[node]
 
 
 def is_number(node: fx.Node) -> bool:
@@ -164,8 +166,8 @@ def is_number(node: fx.Node) -> bool:
   return node.target is _SCALAR_TENSOR and all(u.op == "output" for u in node.users)
 
 
-def _shared(returned: Sequence, inputs: dict, is_inference: bool) -> set[fx.Node]:
-  """Return the results that have the memory of another result, or of an input.
+def _sharing(returned: Sequence, inputs: dict, is_inference: bool) -> set[fx.Node]:
+  """Return the results that share memory with another result or with an input.
 
   Args:
     returned: results of the graph.
@@ -175,30 +177,30 @@ def _shared(returned: Sequence, inputs: dict, is_inference: bool) -> set[fx.Node
   """
   groups: dict[fx.Node, list[tuple[fx.Node, bool]]] = collections.defaultdict(list)
   for node in returned:
-    is_made = isinstance(node, fx.Node) and node not in inputs and not is_number(node)
-    if is_made and isinstance(node.meta.get("val"), torch.Tensor):
+    is_new = isinstance(node, fx.Node) and node not in inputs and not is_number(node)
+    if is_new and isinstance(node.meta.get("val"), torch.Tensor):
       base, steps = _base(node)
       is_part = any(target is operator.getitem for target, *_ in steps)
       groups[base].append((node, is_part))
-  shared: set[fx.Node] = set()
+  sharing: set[fx.Node] = set()
   for base, group in groups.items():
     if base in inputs:
-      shared.update(node for node, is_part in group if is_part)
+      sharing.update(node for node, is_part in group if is_part)
     elif len(group) > 1 and (is_inference or any(is_part for _, is_part in group)):
-      shared.update(node for node, _ in group)
-  return shared
+      sharing.update(node for node, _ in group)
+  return sharing
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, tuple]:
   """Return the base of a node, and the view operations from the base to the node."""
   steps: list = []
-  while (source := _viewed_by(node)) is not None:
+  while (source := _viewed_node(node)) is not None:
     steps.append((node.target, node.args[1:], node.kwargs))
     node = source
   return node, tuple(reversed(steps))
 
 
-def _viewed_by(node: fx.Node) -> fx.Node | None:
+def _viewed_node(node: fx.Node) -> fx.Node | None:
   """Return the node that `node` views with constant arguments, if any."""
   is_part = node.target is operator.getitem
   if node.op != "call_function" or not (is_part or _is_view(node.target)):
@@ -215,7 +217,7 @@ def _is_view(target) -> bool:
   return isinstance(target, torch_compat.OpOverload) and schema_of(target).is_view
 
 
-def _viewed(tensor, steps):
+def _apply_views(tensor, steps):
   for target, args, kwargs in steps:
     tensor = target(tensor, *args, **kwargs)
   return tensor

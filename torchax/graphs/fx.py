@@ -44,6 +44,17 @@ def meta(node):
   return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
+def operation_name(node: fx.Node) -> str:
+  """Return the name of the function, method or attribute that a node uses, or ""."""
+  if node.op == "call_method":
+    return node.target
+  if node.op != "call_function":
+    return ""
+  if node.target is getattr:
+    return node.args[1]
+  return getattr(node.target, "__name__", "")
+
+
 def inputs(graph: fx.Graph) -> list[fx.Node]:
   """The placeholders, in order."""
   return [node for node in graph.nodes if node.op == "placeholder"]
