@@ -1,4 +1,4 @@
-"""Running and rewriting graphs of `torch.fx`, for `dynamo` and `export`.
+"""Interpreters and rewrites of `torch.fx` graphs, for `dynamo` and `export`.
 
 Start at `interpreter.py`, which runs a graph operation by operation.
 """

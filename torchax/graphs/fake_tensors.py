@@ -1,8 +1,8 @@
-"""What torch's tracers see in place of a jax tensor: its shape, and no numbers.
+"""Fake jax tensors: shapes without values, for torch's tracers.
 
-`torch.compile` runs a function once on fake tensors. The fake of a jax tensor holds a
-fake meta tensor (`FakeTensor`) of the same shape and strides; operations on it run on
-that one.
+`torch.compile` runs a function once on fake tensors. The fake of a jax tensor wraps a
+fake meta tensor (`FakeTensor`) of the same shape and strides. Operations run on the
+wrapped tensor. Start at `Fake`; `torchax/__init__.py` registers it.
 """
 
 import jax
@@ -21,10 +21,10 @@ from torchax.tensor import META, Content, Tensor
 
 
 class NoNumbersError(TracedStateError, torch_compat.DataDependentOutputException):
-  """Numbers are asked for where there are none: Dynamo breaks the graph there.
+  """Error for reading the values of a fake tensor; Dynamo breaks the graph there.
 
   Attributes:
-    func: what asks, for Dynamo's message.
+    func: name of the operation, for Dynamo's message.
   """
 
   def __init__(self, func: str):
@@ -38,7 +38,7 @@ class NoNumbersError(TracedStateError, torch_compat.DataDependentOutputException
 
 
 class Fake(Tensor):
-  """A jax tensor without numbers, while torch traces.
+  """Jax tensor without values, used while torch traces.
 
   Args:
     inner: a `FakeTensor` on meta.
@@ -80,7 +80,7 @@ class Fake(Tensor):
   def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
     shell = inner_tensors["_shell"]
     if torch_compat.is_for_backend(shell):
-      # The backend "jax" takes graphs on jax tensors before it comes to that.
+      # The backend "jax" handles graphs on jax tensors before it reaches this code.
       raise ConversionError(
         "This backend of torch.compile is for tensors with memory in torch, and the "
         "function was given tensors on jax. Choose the backend that is made for them: "
@@ -95,11 +95,11 @@ class Fake(Tensor):
     torch.Tensor.__setitem__(self, _fake_index(index, self), value)
 
   def _stable_hash_for_caching(self) -> str:
-    """For caches of other backends, which are refused before they keep anything."""
+    """Return a constant: other backends fail before they cache anything."""
     return "jax"
 
   _shell = None
-  # torch's tracers tell inputs apart by the storage of the wrapper.
+  # torch's tracers distinguish inputs by the storage of the wrapper.
   data_ptr = torch.Tensor.data_ptr
 
   def untyped_storage(self) -> torch.UntypedStorage:
@@ -112,7 +112,7 @@ class Fake(Tensor):
 
   @property
   def device(self) -> torch.device:
-    """The current device: there are no numbers that could lie anywhere else."""
+    """Current device: a fake has no values on any other device."""
     return placement.torch_device(placement.current_index())
 
   @property
@@ -130,18 +130,18 @@ class Fake(Tensor):
     return self
 
   def jax(self):
-    """Raises NoNumbersError: there is no array."""
+    """Raise NoNumbersError: there is no array."""
     raise NoNumbersError("Tensor.jax")
 
   def tolist(self):
-    """Raises NoNumbersError."""
+    """Raise NoNumbersError."""
     raise NoNumbersError("Tensor.tolist")
 
   def to(self, *args, **kwargs) -> torch.Tensor:
-    """As `torch.Tensor.to`, on jax.
+    """Convert dtype and memory format like `torch.Tensor.to`, on jax.
 
     Raises:
-      NoNumbersError: another device is asked for, which needs the numbers.
+      NoNumbersError: a move to another device needs the values.
     """
     device, dtype, memory_format, copy = arguments_of_to(args, kwargs)
     if device is not None and device.type not in (*_KINDS, "meta"):
@@ -151,7 +151,7 @@ class Fake(Tensor):
 
   @property
   def data(self) -> torch.Tensor:
-    """The same without autograd history."""
+    """Detached tensor."""
     return self.detach()
 
   def __repr__(self, **kwargs):
@@ -159,7 +159,7 @@ class Fake(Tensor):
 
 
 def _fake_index(index, tensor: Fake):
-  """An index whose sequences are tensors on jax, as eagerly."""
+  """Convert sequences in an index to tensors on jax, as in eager mode."""
 
   def on_jax(part: torch.Tensor) -> torch.Tensor:
     return part if part.device.type == "jax" else part.to(META)
@@ -173,7 +173,7 @@ _SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
 def _subscript(func, tensor, index, *value):
-  """Reads or writes at an index, of which torch would make symbols known numbers."""
+  """Read or write at an index, and keep symbols that torch would specialize."""
   steps = indexing.symbolic_places(index, tensor)
   if steps is None:
     return func(tensor, index, *value)
@@ -204,7 +204,10 @@ def _dispatch(func, args, kwargs):
 
 
 def _by_lowering(func, args, kwargs):
-  """Fake results where torch has no shape rule; None where our lowering has none."""
+  """Return fake results by our lowering, for operations without a meta kernel.
+
+  None if the lowering gives no shapes either.
+  """
   tree_map = torch_pytree.tree_map
   shapes = default_env().shapes(
     func, tree_map(_shape_of, args), tree_map(_shape_of, kwargs)
@@ -225,7 +228,7 @@ def _of_shape(value):
   return torch.empty(value.shape, dtype=mappings.j2t_dtype(value.dtype), device=META)
 
 
-# Devices of jax tensors, as Python and as C++ see them.
+# Device types of jax tensors in Python and in C++.
 _KINDS = ("jax", torch_compat.HIDDEN_DEVICE.type)
 
 
@@ -235,7 +238,7 @@ def _inner(value):
   if isinstance(value, torch.device) and value.type in _KINDS:
     return META
   if torch_compat.is_fake(value) and value.device.type in _KINDS:
-    # Made by a factory, on the device that the user named, or by C++ beside a wrapper.
+    # Created by a factory on the user's device, or by C++ next to a wrapper.
     layout = (value.shape, value.stride())
     return torch.empty_strided(*layout, dtype=value.dtype, device=META)
   return value

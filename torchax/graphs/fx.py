@@ -1,4 +1,8 @@
-"""Graphs of `torch.fx`: nodes, draws, sites, and the user's code behind them."""
+"""Queries on graphs of `torch.fx`: nodes, draws, sites, and lines of user code.
+
+Used by `dynamo`, `export` and the other modules here. `at_sites` runs a graph whose
+operations draw at the sites of the modules that they come from.
+"""
 
 import operator
 import re
@@ -18,7 +22,7 @@ from torchax.rng import current
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-  """A copy of a graph, which may be changed."""
+  """Return a copy of a graph, with Dynamo's sources of the inputs."""
   new = fx.Graph()
   values: dict = {}
   new.output(new.graph_copy(graph, values))
@@ -29,18 +33,18 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 def example(node):
-  """The example value of a node in Dynamo's graph: fake tensors, symbolic numbers."""
+  """Return a node's example value in a Dynamo graph: fake tensors, symbolic numbers."""
   return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
 def example_tensors(node: fx.Node) -> list[torch.Tensor]:
-  """The tensors in the example value of a node."""
+  """Return the tensors in the example value of a node."""
   leaves = torch_pytree.tree_leaves(example(node))
   return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def meta(node):
-  """The example value of a node in a graph of ATen operations."""
+  """Return the example value of a node in a graph of ATen operations."""
   return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
@@ -56,12 +60,12 @@ def operation_name(node: fx.Node) -> str:
 
 
 def inputs(graph: fx.Graph) -> list[fx.Node]:
-  """The placeholders, in order."""
+  """Return the placeholders, in order."""
   return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:
-  """Adds a placeholder behind the other ones."""
+  """Add a placeholder after the others."""
   known = inputs(graph)
   place = (
     graph.inserting_after(known[-1])
@@ -73,20 +77,20 @@ def add_input(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def returned(graph: fx.Graph):
-  """The results of a graph: nodes and constants, in their containers."""
+  """Return the results of a graph: nodes and constants, in their containers."""
   (output,) = [node for node in graph.nodes if node.op == "output"]
   return output.args[0]
 
 
 def attribute(node: fx.Node):
-  """The attribute of the graph's module that a node reads; None for other nodes."""
+  """Return the module attribute that a `get_attr` node reads; None for other nodes."""
   if node.op != "get_attr":
     return None
   return operator.attrgetter(node.target)(node.graph.owning_module)
 
 
 def inner(node: fx.Node) -> fx.GraphModule | None:
-  """The graph that a node reads, such as a branch of `torch.cond`; else None."""
+  """Return the inner graph that a node reads, such as a branch of `torch.cond`."""
   value = attribute(node)
   return value if isinstance(value, fx.GraphModule) else None
 
@@ -95,43 +99,43 @@ def inner(node: fx.Node) -> fx.GraphModule | None:
 
 
 def is_marked_random(node: fx.Node) -> bool:
-  """True for an operation that torch marks as random."""
+  """Return True for an operation that torch marks as random."""
   tags = getattr(node.target, "tags", ())
   return node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags
 
 
 def kind_of(node: fx.Node) -> Kind | None:
-  """The kind of an operation's lowering; None without one."""
+  """Return the kind of an operation's lowering; None without one."""
   found = default_env()._dispatcher.operator(node.target)
   return None if found is None else found.kind
 
 
 def is_draw(node: fx.Node) -> bool:
-  """True for an operation that may draw random numbers.
+  """Return True for an operation that may draw random numbers.
 
-  torch marks more operations as random, such as attention without dropout. One whose
-  lowering is a function of arrays draws nothing.
+  torch also marks operations as random that draw nothing here, such as attention
+  without dropout: their lowerings are functions of arrays.
   """
   return is_marked_random(node) and kind_of(node) is not Kind.ARRAYS
 
 
 def may_draw(graph_module: torch.nn.Module) -> bool:
-  """True where a graph, or a branch or loop in it, has an operation that draws."""
+  """Return True if a graph, or an inner graph such as a branch, may draw."""
   graphs = (getattr(module, "graph", None) for module in graph_module.modules())
   return any(is_draw(node) for graph in graphs if graph for node in graph.nodes)
 
 
-# A module is reached from a variable of the frame that Dynamo has traced: of a method,
-# or of a function that is an argument (of `torch.cond`) and closes over the module.
+# Dynamo names a module by its path from a variable of the traced frame: a local, or a
+# closure cell of a function that is an argument (of `torch.cond`).
 _ROOT = re.compile(r"^\w\['\w+'\](\[\d+\]|\.__closure__\[\d+\]\.cell_contents)*")
 
 
 def site_of(node: fx.Node, base: str = "") -> str:
-  """Path of the module that an operation comes from, as sites of draws have it.
+  """Return the site of an operation: the path of the module that it comes from.
 
   Args:
     node: the operation.
-    base: path of the operation that runs the graph, which is left out.
+    base: site of the operation that runs the graph; this prefix is removed.
   """
   paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
   if not paths:
@@ -143,7 +147,7 @@ def site_of(node: fx.Node, base: str = "") -> str:
 
 # The user's code ----------------------------------------------------------------------
 
-# File, line, function and text, as a node's `stack_trace` has them.
+# File, line, function and text of a frame in a node's `stack_trace`.
 _FRAME = re.compile(r'File "(.*?)", line (\d+)(?:, in (.*))?\n\s*(.*)')
 _GENERATED = "<eval_with_key>"
 
@@ -157,7 +161,7 @@ def _is_of_user(frame) -> bool:
 
 
 def line_of(node: fx.Node) -> str:
-  """File, line and text of the innermost user's code that a node comes from, or ""."""
+  """Return file, line and text of the innermost user code behind a node, or ""."""
   frames = list(filter(_is_of_user, _frames(node)))
   if not frames:
     return ""
@@ -166,9 +170,9 @@ def line_of(node: fx.Node) -> str:
 
 
 def where(node: fx.Node) -> str:
-  """The line of the user's code that a node comes from, as a sentence, or "".
+  """Return a sentence with the line of user code behind a node, or "".
 
-  A module of torch that is captured by itself has lines of torch only.
+  A module of torch that is captured alone has lines of torch only.
   """
   frame = _frame(node)
   if frame is None:
@@ -178,7 +182,7 @@ def where(node: fx.Node) -> str:
 
 
 def place_of(node: fx.Node) -> tuple[str, int] | None:
-  """File and line of the user's code that a node comes from."""
+  """Return file and line of the user code behind a node."""
   frame = _frame(node)
   return None if frame is None else (frame[0], int(frame[1]))
 
@@ -190,7 +194,7 @@ def _frame(node: fx.Node):
 
 
 def user_name(graph: fx.Graph) -> str:
-  """The name of the user's function that a graph was made from; "" if unknown."""
+  """Return the name of the user's function that was captured; "" if unknown."""
   for node in reversed(graph.nodes):
     frames = _frames(node)
     if frames and node.op != "placeholder":
@@ -199,21 +203,21 @@ def user_name(graph: fx.Graph) -> str:
 
 
 def hint(number):
-  """The value that a symbolic number had when the graph was made."""
+  """Return the value that a symbolic number had at capture."""
   return number.node.hint if isinstance(number, torch.SymInt) else number
 
 
 # Running at the sites of modules ------------------------------------------------------
-# The modules are not running when a graph runs; its operations say whose they are.
-# Draws ask for the sites, messages about indices for the lines.
+# No module runs when a graph runs, so the metadata of each operation names its module.
+# Draws need the sites; messages about indices need the lines.
 
 
 def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
-  """A graph's function; where draws are addressed by site, they have their modules'.
+  """Return the graph's function, which draws at the sites of the captured modules.
 
   Args:
-    module: the graph. It is changed to be this function itself, and so are the graphs
-      in it that its operations run.
+    module: the graph; changed. Its `forward` becomes this function, and so do those of
+      its inner graphs.
     base: site of the operation that runs the graph.
   """
   if hasattr(type(module), UNSEEN):
@@ -235,11 +239,11 @@ def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
 
 
 class _AtSites(fx.Interpreter):
-  """Runs each operation of a graph at the site of the modules that it came from.
+  """Interpreter that runs each operation at the site of its captured module.
 
   Args:
     module: the graph.
-    base: site of the operation that runs it.
+    base: site of the operation that runs the graph.
   """
 
   def __init__(self, module: fx.GraphModule, base: str):

@@ -1,9 +1,9 @@
-"""Higher-order operators, such as `torch.cond`: how each one runs.
+"""Lowerings of higher-order operators, such as `torch.cond`.
 
-`TABLE` has a row for each operator. A graph of ATen operations, which `torch.export`
-or `torch.compile` of plain tensors makes, runs on arrays (`interpreter.py`). On jax
-tensors an operator runs by a JAX transformation of `torchax.interop`: eagerly, in
-`jax_jit`, and in a graph that `torch.compile` captures.
+Start at `TABLE`, which has a row for each operator. ATen graphs of `torch.export`, and
+of `torch.compile` for plain tensors, run them on arrays (`interpreter.py`). For jax
+tensors an operator becomes a transformation of `torchax.interop`: in eager mode, in
+`jax_jit`, and in graphs that `torch.compile` captures.
 """
 
 import dataclasses
@@ -40,7 +40,11 @@ from torchax.view import View
 
 
 def _cond(part, predicate, on_true, on_false, operands=()):
-  """Both branches draw from where the stream stands, which moves as far as either."""
+  """Run `torch.cond` by `lax.switch`.
+
+  Both branches draw from the current offset of the stream. The stream then advances
+  by the larger number of draws, whichever branch ran.
+  """
   graphs = (on_false, on_true)
   forms: dict = {}
 
@@ -69,7 +73,7 @@ def _cond(part, predicate, on_true, on_false, operands=()):
 
 
 def _drawing(branch: Callable, stream: RngStream, inside: dict, number: int):
-  """A branch with the stream in its own trace, which is then `inside[number]`."""
+  """Run a branch with a nested stream, which is stored in `inside[number]`."""
 
   def run(_):
     inside[number] = stream.nested()
@@ -85,10 +89,9 @@ def _mismatch(graphs, forms: dict) -> str | None:
 
 
 def require_equal_branches(node: fx.Node) -> None:
-  """Checks the branches of a `torch.cond`.
+  """Check that the branches of a `torch.cond` have equal results.
 
-  torch lets the sizes of their results differ, and takes the size for one that depends
-  on data.
+  torch allows different sizes, and treats such a size as data-dependent.
 
   Args:
     node: any operation of a graph of ATen operations.
@@ -106,7 +109,7 @@ def require_equal_branches(node: fx.Node) -> None:
 
 
 def _forms_of(graph: fx.GraphModule):
-  """The dtypes and shapes of a graph's results, as `mismatches.forms_of` has them."""
+  """Return the dtypes and shapes of a graph's results, like `mismatches.forms_of`."""
   values = map(meta, returned(graph.graph))
   return tuple(
     f"{value.dtype} of shape {list(value.shape)}"
@@ -117,7 +120,10 @@ def _forms_of(graph: fx.GraphModule):
 
 
 def _while_loop(part, condition, body, carried, additional=()):
-  """The body draws from a child stream of the current one, which moves by one draw."""
+  """Run `torch.while_loop` by `lax.while_loop`.
+
+  The body draws from a child stream, whose key is one draw of the current stream.
+  """
   if may_draw(condition):
     raise RngError(
       "The condition of torch.while_loop draws random numbers. Draw in the body, and "
@@ -175,12 +181,13 @@ def _cond_of_fakes(predicate, on_true, on_false, operands=()):
 
 
 def _checkpoint(body: fx.GraphModule, *args, **kwargs):
-  """A checkpoint that keeps the random state, which torch leaves to its compiler."""
+  """Checkpoint a body and its random state, which torch leaves to its compiler."""
   kwargs = {**kwargs, "use_reentrant": False, "preserve_rng_state": True}
   context = body.meta.get("_checkpoint_context_fn")
   if context is not None:
     kwargs["context_fn"] = context
-  # A module of torch.fx would print the exception by which torch ends a recomputation.
+  # `fx.GraphModule.__call__` would print the exception with which torch stops a
+  # recomputation early.
   return checkpoint(body.forward, *args, **kwargs)
 
 
@@ -189,17 +196,17 @@ def _checkpoint(body: fx.GraphModule, *args, **kwargs):
 
 @dataclasses.dataclass(frozen=True)
 class HigherOrder:
-  """How a higher-order operator runs.
+  """Implementations of a higher-order operator.
 
   Attributes:
     on_arrays: `(part, *args, **kwargs) -> arrays`, where `part(graph)` is a function of
-      arrays. Without it the operator is refused in graphs of ATen operations.
-    on_tensors: a function of the operator's arguments, with jax tensors. Without it
-      torch runs the operator.
-    on_fakes: a function that gives fake results. It is needed where torch's own rule
-      takes fake tensors of torch's class only.
-    has_overrides: torch lets modes and tensor classes override the operator. One
-      without overrides is replaced in Dynamo's graphs.
+      arrays. None: graphs of ATen operations raise OperatorNotFound.
+    on_tensors: function of the operator's arguments, with jax tensors. None: torch runs
+      the operator.
+    on_fakes: function that returns fake results. It is needed if torch's own rule only
+      takes torch's class of fake tensors.
+    has_overrides: True if torch lets modes and tensor classes override the operator.
+      Otherwise the operator is replaced in Dynamo's graphs.
   """
 
   on_arrays: Callable | None = None
@@ -208,8 +215,8 @@ class HigherOrder:
   has_overrides: bool = True
 
 
-# torch does not capture `torch.while_loop` and `scan` on wrapper tensors: on jax, use
-# `interop.while_loop` and `interop.scan`.
+# torch cannot capture `torch.while_loop` and `scan` on wrapper subclasses. For jax
+# tensors there are `interop.while_loop` and `interop.scan`.
 TABLE: dict[Any, HigherOrder] = present(
   {
     higher_order.cond: HigherOrder(_cond, _cond_of_tensors, _cond_of_fakes),
@@ -224,10 +231,10 @@ TABLE: dict[Any, HigherOrder] = present(
 
 
 def on_arrays(operation) -> Callable:
-  """What runs an operation in a graph of ATen operations; see `HigherOrder`.
+  """Return the implementation on arrays of a higher-order operator.
 
   Raises:
-    OperatorNotFound: nothing does.
+    OperatorNotFound: there is none.
   """
   row = TABLE.get(operation)
   if row is None or row.on_arrays is None:
@@ -240,13 +247,13 @@ def on_arrays(operation) -> Callable:
 
 
 def replacement(operation) -> Callable | None:
-  """What a graph on jax calls in place of an operation; None where it may stay."""
+  """Return the function that replaces an operator in graphs on jax, if any."""
   row = TABLE.get(operation)
   return None if row is None or row.has_overrides else row.on_tensors
 
 
 def on_fakes(operation) -> Callable | None:
-  """What gives the shapes of an operation on jax tensors; None where torch does."""
+  """Return the function for fake jax tensors; None if torch's own rule applies."""
   row = TABLE.get(operation)
   return None if row is None else row.on_fakes
 
@@ -262,13 +269,13 @@ def _overrides() -> dict:
 
 
 def register_functions(env) -> None:
-  """Adds the operations to an environment's function table."""
+  """Add the operators to an environment's function table."""
   for operation, function in _overrides().items():
     env.functions.add(operation, _Handler(operation, function))
 
 
 class _Handler:
-  """Runs an operation in place of torch where a tensor is on jax."""
+  """Override of an operator that applies if any argument is on jax."""
 
   def __init__(self, operation, function):
     self.operation, self.function = operation, function
@@ -281,7 +288,7 @@ class _Handler:
 
 
 def register_kernels() -> None:
-  """Has torch run the operations here for jax tensors outside of environments."""
+  """Register the operators with torch for jax tensors outside of environments."""
   for operation, function in _overrides().items():
     for cls in (Tensor, View):
       operation.py_impl(cls)(_enabled(function))

@@ -1,7 +1,8 @@
-"""Runs graphs of ATen operations on arrays: of `torch.export` and of `torch.compile`.
+"""Interpreter of ATen graphs on arrays, for `torch.export` and `torch.compile`.
 
-Operations run by their lowerings, as they do in eager code, so sizes may be symbols of
-`jax.export`. One that is written with torch operations runs on tensors instead.
+Operations run by their lowerings, as in eager mode. Sizes may be symbols of
+`jax.export`. An operation whose lowering is written with torch operations runs on
+tensors instead. Start at `JaxInterpreter`; `run_operation` runs one operation.
 """
 
 import functools
@@ -28,21 +29,21 @@ from torchax.graphs.fx import is_marked_random, place_of, site_of, where
 from torchax.interop.views import call_torch
 from torchax.registry.schema import schema_of
 
-# Of exported programs, which ask for it (`torchax.export.DEBUG`).
+# Exported programs log their operations here (`torchax.export.DEBUG`).
 _logger = logging.getLogger("torchax.export")
 
-# JAX's errors for a Python value of something that is being traced.
+# JAX's errors for reading the Python value of a tracer.
 _NO_VALUE = jax_compat.NO_VALUE
 
 
 class JaxInterpreter(torch.fx.Interpreter):
-  """Runs a functional graph of ATen operations on arrays: `run(*states, *inputs)`.
+  """Interpreter of a functional ATen graph on arrays: `run(*states, *inputs)`.
 
   Args:
-    graph_module: of an `ExportedProgram` after `run_decompositions` or of AOTAutograd,
-      or a part of one.
-    logs: log each operation with its result.
-    base: site of the operation that runs the graph, if it is a part of one.
+    graph_module: graph of an `ExportedProgram` after `run_decompositions`, graph of
+      AOTAutograd, or an inner graph of one.
+    logs: True to log each operation with its result.
+    base: site of the operation that runs an inner graph.
   """
 
   def __init__(self, graph_module, logs: bool = False, base: str = ""):
@@ -52,12 +53,12 @@ class JaxInterpreter(torch.fx.Interpreter):
     self.base = base
 
   def run_node(self, n: torch.fx.Node) -> Any:
-    """The value of a node.
+    """Return the value of a node.
 
     Raises:
-      OperatorNotFound: an operation without a lowering.
-      DataDependentError: one whose result's shape depends on numbers being traced.
-      Exception: what the operation raises; a note names the user's line.
+      OperatorNotFound: the operation has no lowering.
+      DataDependentError: the shape of the result depends on traced values.
+      Exception: raised by the operation; a note names the user's line.
     """
     self.node = n
     try:
@@ -91,17 +92,17 @@ class JaxInterpreter(torch.fx.Interpreter):
     return any(map(_is_symbolic, jax.tree.leaves(_plain(operands))))
 
   def fetch_attr(self, target: str):
-    """A part of the module: a tensor becomes an array."""
+    """Return an attribute of the module, tensors as arrays."""
     value = super().fetch_attr(target)
     is_tensor = isinstance(value, torch.Tensor)
     return env_on().t2j_copy(value.detach()) if is_tensor else value
 
   def output(self, target, args: tuple, kwargs: dict) -> Any:
-    """The results, in Python's own containers."""
+    """Return the results in Python's own containers."""
     return _plain(super().output(target, args, kwargs))
 
   def call_function(self, target, args: tuple, kwargs: dict) -> Any:
-    """Runs an operation, or a Python function of numbers, on arrays."""
+    """Run an operation on arrays, or a Python function on numbers."""
     args, kwargs = _plain(tuple(args)), _plain(dict(kwargs))
     if isinstance(target, torch_compat.HigherOrderOperator):
       return higher_order.on_arrays(target)(self._part, *args, **kwargs)
@@ -116,11 +117,11 @@ class JaxInterpreter(torch.fx.Interpreter):
     return run_operation(target, args, kwargs)
 
   def _part(self, graph_module) -> Callable:
-    """A part of the graph, such as a branch, as a function of arrays."""
+    """Return an inner graph, such as a branch, as a function of arrays."""
     return JaxInterpreter(graph_module, self.logs, site_of(self.node)).run
 
   def _of_numbers(self, function, args, kwargs):
-    """Python's functions of sizes. What is only asserted may stay undecided."""
+    """Run a Python function of sizes; None if it is inconclusive but only asserted."""
     function = lowerings.NUMBERS.get(function, function)
     try:
       return function(*args, **kwargs)
@@ -147,7 +148,7 @@ def _data_dependent(node: torch.fx.Node) -> DataDependentError:
 
 
 def _is_of_symbols(error: Exception) -> bool:
-  """True where a comparison of sizes is undecided, or one is asked for its hash."""
+  """Return True for an inconclusive comparison or a hash of symbolic sizes."""
   is_unhashable = isinstance(error, TypeError) and "unhashable" in str(error)
   return is_unhashable or isinstance(error, InconclusiveDimensionOperation)
 
@@ -161,7 +162,7 @@ def _needs_sizes(node: torch.fx.Node) -> OperatorNotFound:
 
 
 def _plain(value):
-  """Lists and dicts of a graph, which are of classes of their own, as Python's."""
+  """Convert the list and dict classes of `torch.fx` to Python's."""
   if isinstance(value, dict):
     return {name: _plain(part) for name, part in value.items()}
   if isinstance(value, list):
@@ -176,14 +177,15 @@ def _is_symbolic(value) -> bool:
 
 
 def run_operation(op, args: tuple, kwargs: dict):
-  """Runs an overload of ATen's on arrays, whose sizes may be symbols.
+  """Run an overload of ATen on arrays, whose sizes may be symbolic.
 
   Args:
     op: the overload.
-    args, kwargs: torch's, with arrays for tensors.
+    args, kwargs: arguments as in torch, with arrays instead of tensors.
 
   Raises:
-    OperatorNotFound: it writes to its arguments, or has no lowering for symbols.
+    OperatorNotFound: the overload writes to its arguments, or has no lowering for
+      symbolic sizes.
   """
   schema = schema_of(op)
   if schema.written:
@@ -215,7 +217,7 @@ def run_operation(op, args: tuple, kwargs: dict):
       "without `dynamic_shapes=`, or register a lowering for it "
       "(docs: Writing lowerings)."
     )
-  # By the dispatcher: graphs of gradients have numbers in places of tensors.
+  # Use the dispatcher: backward graphs pass numbers where the schema has tensors.
   return call_torch(functools.partial(_dispatched, op), *args, **kwargs)
 
 
@@ -228,7 +230,7 @@ def _dispatched(op, *args, **kwargs):
 
 
 def _with_number_arrays(schema, args, kwargs) -> tuple[tuple, dict]:
-  """Sizes in places of numbers to compute with, as arrays without dimensions."""
+  """Convert symbolic sizes among the dynamic arguments to 0-d arrays."""
   args = tuple(
     _number_array(value) if name in schema.dynamic else value
     for name, value in zip(schema.names, args)

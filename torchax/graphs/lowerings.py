@@ -1,7 +1,8 @@
-"""Lowerings for graphs of ATen operations, besides those in the operator table.
+"""Lowerings that only graphs of ATen operations need; `interpreter.py` looks them up.
 
-Here are sizes, assertions, casts, views as copies, and composite operations that are
-kept whole. Higher-order operators are in `higher_order.py`.
+They cover sizes, assertions, casts, views as copies, and composite operations that are
+kept whole. All other lowerings are in the operator table (`registry/operators.py`),
+higher-order operators in `higher_order.py`.
 """
 
 import functools
@@ -26,12 +27,11 @@ def _size(self, dim=None):
 
 
 def _item(self):
-  """The number of an array, which must not be traced."""
   return self.item()
 
 
 def _assert_scalar(self, message):
-  """Raises RuntimeError where a number is zero; undecided ones are JAX's to check."""
+  """Raise RuntimeError if a number is zero; skip numbers that are traced or unknown."""
   if self is None or isinstance(self, jax.core.Tracer):
     return
   if not self:
@@ -39,14 +39,14 @@ def _assert_scalar(self, message):
 
 
 def _nothing(*args, **kwargs):
-  """A check that torch has made when it captured the graph."""
+  """Do nothing: torch made this check at capture."""
 
 
 def _converted(self, dtype):
-  """A cast. AOTAutograd makes one also where torch promotes an operand.
+  """Cast an array; AOTAutograd also inserts a cast where torch promotes an operand.
 
-  Dynamo makes a Python float a float64 tensor without dimensions. Nobody asked for its
-  64 bits: a cast to the dtype of the other operand follows.
+  Dynamo turns a Python float into a 0-d float64 tensor, and a cast to the dtype of the
+  other operand follows. So a cast to float64 is skipped for 0-d floats.
   """
   is_float = not self.ndim and jnp.issubdtype(self.dtype, jnp.floating)
   if is_float and dtype is torch.float64 and narrowing.is_on():
@@ -83,7 +83,7 @@ NUMBERS: dict = {
 
 
 def copy_of(op):
-  """The operation that copies what a view shows, if it has a lowering; else None."""
+  """Return the copying form of a view operation if it has a lowering, else None."""
   packet = getattr(aten, f"{op.overloadpacket.__name__.lstrip('_')}_copy")
   overload = resolve(getattr(packet, op._overloadname))
   table = operators.all_aten_ops
@@ -99,12 +99,12 @@ def _select(self, dim, index):
 
 
 def _arange(start, end=None, step=1, *, dtype=torch.int64):
-  """Whole numbers; the sizes that bound them need not be known."""
+  """Return consecutive integers; the bounds may be symbolic sizes."""
   start, end = (0, start) if end is None else (start, end)
   return jnp.arange(start, end, step, dtype=mappings.t2j_dtype(dtype or torch.int64))
 
 
-# For arrays with sizes that are symbols.
+# Lowerings for arrays with symbolic sizes.
 SYMBOLIC: dict = {
   aten.arange.default: _arange,
   aten.arange.start: _arange,
@@ -116,12 +116,11 @@ SYMBOLIC: dict = {
 
 
 # Composite operations that an exported program keeps whole ---------------------------
-# Each computes and draws the same as its eager form, which is caught above ATen
-# (`torchax/functions`). Sizes may be symbols here.
+# Each computes and draws the same as its eager form, which is intercepted above ATen
+# (`torchax/functions`). Sizes may be symbolic here.
 
 
 def _run(op, *args):
-  """An operation with a lowering of its own."""
   return default_env().plan_for(op).on_arrays(args, {}, caches=False)
 
 
@@ -136,7 +135,7 @@ def _attention(
   scale=None,
   enable_gqa=False,
 ):
-  """Attention with one draw for its dropout."""
+  """Compute attention, with one draw for its dropout."""
   keep_mask = None
   if dropout_p > 0.0:
     shape = attention.noise_shape(query.shape, key.shape)

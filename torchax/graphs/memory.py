@@ -1,6 +1,7 @@
-"""`as_strided` in graphs: steps in the memory that a tensor of torch would have.
+"""Lowering of `as_strided` in graphs. Called by `interpreter.py`.
 
-Arrays have no strides. The example value of a node has those of its tensor.
+Arrays have no strides. The example value of a node has the strides of torch's tensor;
+the array is transposed to that memory order first.
 """
 
 from collections.abc import Callable
@@ -26,10 +27,10 @@ def run(node: fx.Node, operation: Callable, args: tuple, kwargs: dict, env: dict
   """Run one of `STRIDED` on arrays.
 
   Args:
-    node: of the operation.
-    operation: takes arrays as contiguous tensors.
-    args, kwargs: of the operation.
-    env: the arrays of nodes.
+    node: node of the operation.
+    operation: lowering of the operation for contiguous arrays.
+    args, kwargs: arguments of the operation.
+    env: arrays by node.
 
   Raises:
     OperatorNotFound: the tensor has gaps in memory, and its base is unknown.
@@ -68,15 +69,15 @@ def _views(node: fx.Node) -> bool:
 
 
 def is_dense(like: torch.Tensor) -> bool:
-  """True if the elements of a tensor fill a range of memory."""
+  """Return True if the elements of a tensor fill a range of memory without gaps."""
   reach = sum((hint(n) - 1) * hint(s) for n, s in zip(like.shape, like.stride()))
   return hint(like.numel()) in (0, reach + 1)
 
 
 def memory_order(like: torch.Tensor) -> tuple[int, ...] | None:
-  """Dimensions by decreasing stride; None for the usual order.
+  """Return the dimensions by decreasing stride; None if they are in order already.
 
-  Those of one element have any stride and stay where they are.
+  Dimensions of size 1 have arbitrary strides and keep their positions.
   """
   strides = list(map(hint, like.stride()))
   sizes = list(map(hint, like.shape))
