@@ -177,10 +177,10 @@ def _subscript(func, tensor, index, *value):
   steps = indexing.symbolic_places(index, tensor)
   if steps is None:
     return func(tensor, index, *value)
-  basic, places = steps
+  basic, indices = steps
   view = torch.Tensor.__getitem__(tensor, basic)
-  for dim, place in places:
-    view = torch.select(view, dim, place)
+  for dim, index in indices:
+    view = torch.select(view, dim, index)
   return func(view, ..., *value) if value else view
 
 
@@ -212,7 +212,7 @@ def _by_lowering(func, args, kwargs):
   shapes = default_env().shapes(
     func, tree_map(_shape_of, args), tree_map(_shape_of, kwargs)
   )
-  return tree_map(_of_shape, shapes)
+  return tree_map(_fake_of_shape, shapes)
 
 
 def _shape_of(value):
@@ -222,7 +222,7 @@ def _shape_of(value):
   return jax.ShapeDtypeStruct(shape, mappings.t2j_dtype(value.dtype))
 
 
-def _of_shape(value):
+def _fake_of_shape(value):
   if not isinstance(value, jax.ShapeDtypeStruct):
     return value
   return torch.empty(value.shape, dtype=mappings.j2t_dtype(value.dtype), device=META)

@@ -67,12 +67,12 @@ def inputs(graph: fx.Graph) -> list[fx.Node]:
 def add_input(graph: fx.Graph, name: str) -> fx.Node:
   """Add a placeholder after the others."""
   known = inputs(graph)
-  place = (
+  position = (
     graph.inserting_after(known[-1])
     if known
     else graph.inserting_before(next(iter(graph.nodes)))
   )
-  with place:
+  with position:
     return graph.placeholder(name)
 
 

@@ -60,24 +60,24 @@ def _cond(part, predicate, on_true, on_false, operands=()):
 
   branches = [branch(0), branch(1)]
   stream = current() if any(map(may_draw, graphs)) else None
-  inside: dict[int, RngStream] = {}
+  streams: dict[int, RngStream] = {}
   if stream is not None:
     stream.check("torch.cond")
-    branches = [_drawing(b, stream, inside, n) for n, b in enumerate(branches)]
+    branches = [_with_stream(b, stream, streams, n) for n, b in enumerate(branches)]
   index = jnp.asarray(predicate, bool).reshape(()).astype(jnp.int32)
   with mismatches.explained(lambda: _mismatch(graphs, forms)):
     out = lax.switch(index, branches, None)
   if stream is not None:
-    advance_past_branches(stream, list(inside.values()))
+    advance_past_branches(stream, list(streams.values()))
   return out
 
 
-def _drawing(branch: Callable, stream: RngStream, inside: dict, number: int):
-  """Run a branch with a nested stream, which is stored in `inside[number]`."""
+def _with_stream(branch: Callable, stream: RngStream, streams: dict, number: int):
+  """Run a branch with a nested stream, which is stored in `streams[number]`."""
 
   def run(_):
-    inside[number] = stream.nested()
-    with rng_scope(inside[number]):
+    streams[number] = stream.nested()
+    with rng_scope(streams[number]):
       return branch(_)
 
   return run
@@ -103,9 +103,9 @@ def require_equal_branches(node: fx.Node) -> None:
     return
   branches: Any = node.args[1:3]
   graphs: list[Any] = [inner(branch) for branch in reversed(branches)]
-  said = _mismatch(graphs, dict(enumerate(map(_forms_of, graphs))))
-  if said is not None:
-    raise TypeError(f"{said}{where(node)}")
+  message = _mismatch(graphs, dict(enumerate(map(_forms_of, graphs))))
+  if message is not None:
+    raise TypeError(f"{message}{where(node)}")
 
 
 def _forms_of(graph: fx.GraphModule):
@@ -132,12 +132,12 @@ def _while_loop(part, condition, body, carried, additional=()):
   test, step = part(condition), part(body)
   key = current().next_key("torch.while_loop") if may_draw(body) else None
 
-  def holds(values):
+  def test_condition(values):
     result = test(*values, *additional)
     result = result[0] if isinstance(result, tuple | list) else result
     return jnp.asarray(result).reshape(())
 
-  def turn(state):
+  def run_body(state):
     count, values = state
     if key is None:
       results = step(*values, *additional)
@@ -148,7 +148,7 @@ def _while_loop(part, condition, body, carried, additional=()):
     return count, tuple(jnp.asarray(n, old.dtype) for n, old in zip(results, values))
 
   start = jnp.uint32(0), tuple(map(jnp.asarray, carried))
-  return lax.while_loop(lambda state: holds(state[1]), turn, start)[1]
+  return lax.while_loop(lambda state: test_condition(state[1]), run_body, start)[1]
 
 
 def _without_gradients(part, enabled, graph, *args):

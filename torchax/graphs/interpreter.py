@@ -5,7 +5,6 @@ Operations run by their lowerings, as in eager mode. Sizes may be symbols of
 tensors instead. Start at `JaxInterpreter`; `run_operation` runs one operation.
 """
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -68,12 +67,12 @@ class JaxInterpreter(torch.fx.Interpreter):
       else:
         value = super().run_node(n)
     except _NO_VALUE as error:
-      of_symbols = self._has_symbols(n) and not _depends_on_data(n)
-      raise (_needs_sizes(n) if of_symbols else _data_dependent(n)) from error
+      has_symbols = self._has_symbols(n) and not _depends_on_data(n)
+      raise (_needs_sizes(n) if has_symbols else _data_dependent(n)) from error
     except OperatorNotFound as error:
       raise OperatorNotFound(f"{error.text}{where(n)}") from None
     except Exception as error:
-      if _is_of_symbols(error) and self._has_symbols(n):
+      if _is_inconclusive(error) and self._has_symbols(n):
         raise _needs_sizes(n) from error
       if isinstance(error, TypeError) and _depends_on_data(n):
         raise _data_dependent(n) from error
@@ -105,22 +104,25 @@ class JaxInterpreter(torch.fx.Interpreter):
     """Run an operation on arrays, or a Python function on numbers."""
     args, kwargs = _plain(tuple(args)), _plain(dict(kwargs))
     if isinstance(target, torch_compat.HigherOrderOperator):
-      return higher_order.on_arrays(target)(self._part, *args, **kwargs)
+      return higher_order.on_arrays(target)(self._inner_function, *args, **kwargs)
     if not isinstance(target, torch_compat.OpOverload):
-      return self._of_numbers(target, args, kwargs)
+      return self._call_on_sizes(target, args, kwargs)
     if target in memory.STRIDED:
-      operation = functools.partial(_run_by_name, target)
+
+      def operation(**named):
+        return run_operation(target, tuple(named.values()), {})
+
       return memory.run(self.node, operation, args, kwargs, self.env)
     if env_on().config.check_indices:
       with user_code.coming_from(place_of(self.node)):
         return run_operation(target, args, kwargs)
     return run_operation(target, args, kwargs)
 
-  def _part(self, graph_module) -> Callable:
+  def _inner_function(self, graph_module) -> Callable:
     """Return an inner graph, such as a branch, as a function of arrays."""
     return JaxInterpreter(graph_module, self.logs, site_of(self.node)).run
 
-  def _of_numbers(self, function, args, kwargs):
+  def _call_on_sizes(self, function, args, kwargs):
     """Run a Python function of sizes; None if it is inconclusive but only asserted."""
     function = lowerings.NUMBERS.get(function, function)
     try:
@@ -147,7 +149,7 @@ def _data_dependent(node: torch.fx.Node) -> DataDependentError:
   )
 
 
-def _is_of_symbols(error: Exception) -> bool:
+def _is_inconclusive(error: Exception) -> bool:
   """Return True for an inconclusive comparison or a hash of symbolic sizes."""
   is_unhashable = isinstance(error, TypeError) and "unhashable" in str(error)
   return is_unhashable or isinstance(error, InconclusiveDimensionOperation)
@@ -217,16 +219,12 @@ def run_operation(op, args: tuple, kwargs: dict):
       "without `dynamic_shapes=`, or register a lowering for it "
       "(docs: Writing lowerings)."
     )
+
   # Use the dispatcher: backward graphs pass numbers where the schema has tensors.
-  return call_torch(functools.partial(_dispatched, op), *args, **kwargs)
+  def dispatch(*args, **kwargs):
+    return env_on().dispatch(op, (), args, kwargs)
 
-
-def _run_by_name(op, **named):
-  return run_operation(op, tuple(named.values()), {})
-
-
-def _dispatched(op, *args, **kwargs):
-  return env_on().dispatch(op, (), args, kwargs)
+  return call_torch(dispatch, *args, **kwargs)
 
 
 def _with_number_arrays(schema, args, kwargs) -> tuple[tuple, dict]:

@@ -26,10 +26,6 @@ def _size(self, dim=None):
   return self.shape if dim is None else self.shape[dim]
 
 
-def _item(self):
-  return self.item()
-
-
 def _assert_scalar(self, message):
   """Raise RuntimeError if a number is zero; skip numbers that are traced or unknown."""
   if self is None or isinstance(self, jax.core.Tracer):
@@ -38,11 +34,11 @@ def _assert_scalar(self, message):
     raise RuntimeError(message)
 
 
-def _nothing(*args, **kwargs):
+def _skip_check(*args, **kwargs):
   """Do nothing: torch made this check at capture."""
 
 
-def _converted(self, dtype):
+def _convert(self, dtype):
   """Cast an array; AOTAutograd also inserts a cast where torch promotes an operand.
 
   Dynamo turns a Python float into a 0-d float64 tensor, and a cast to the dtype of the
@@ -58,13 +54,13 @@ ON_ARRAYS: dict = {
   aten.sym_size.int: _size,
   aten.sym_size.default: _size,
   aten.sym_numel.default: lambda self: math.prod(self.shape),
-  aten._local_scalar_dense.default: _item,
+  aten._local_scalar_dense.default: lambda self: self.item(),
   aten._assert_scalar.default: _assert_scalar,
-  aten._assert_tensor_metadata.default: _nothing,
-  aten.sym_constrain_range.default: _nothing,
-  aten.sym_constrain_range_for_size.default: _nothing,
+  aten._assert_tensor_metadata.default: _skip_check,
+  aten.sym_constrain_range.default: _skip_check,
+  aten.sym_constrain_range_for_size.default: _skip_check,
   aten._unsafe_view.default: jnp.reshape,
-  prims.convert_element_type.default: _converted,
+  prims.convert_element_type.default: _convert,
 }
 ASSERTIONS = frozenset(op for op, f in ON_ARRAYS.items() if f is _assert_scalar)
 
@@ -120,7 +116,7 @@ SYMBOLIC: dict = {
 # (`torchax/functions`). Sizes may be symbolic here.
 
 
-def _run(op, *args):
+def _lower(op, *args):
   return default_env().plan_for(op).on_arrays(args, {}, caches=False)
 
 
@@ -139,7 +135,7 @@ def _attention(
   keep_mask = None
   if dropout_p > 0.0:
     shape = attention.noise_shape(query.shape, key.shape)
-    noise = _run(aten.bernoulli.p, jnp.zeros(shape, query.dtype), 1.0 - dropout_p)
+    noise = _lower(aten.bernoulli.p, jnp.zeros(shape, query.dtype), 1.0 - dropout_p)
     keep_mask = noise.astype(bool)
   return _compiled_attention(
     query,
@@ -163,7 +159,7 @@ _PARTS = rnn.Parts(
   jax.jit(rnn.layer, static_argnums=(4, 5)),
   concatenate=lambda outputs: jnp.concatenate(outputs, axis=-1),
   stack=jnp.stack,
-  dropout=lambda input, p: _run(aten.native_dropout.default, input, p, True)[0],
+  dropout=lambda input, p: _lower(aten.native_dropout.default, input, p, True)[0],
 )
 
 

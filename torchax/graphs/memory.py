@@ -40,8 +40,8 @@ def run(node: fx.Node, operation: Callable, args: tuple, kwargs: dict, env: dict
     source = source.args[0]
     array = env.get(source)
   like = meta(source)
-  is_other = source is not node.args[0]
-  if not is_dense(like) or array is None or (is_other and _writes(node)):
+  is_base = source is not node.args[0]
+  if not is_dense(like) or array is None or (is_base and _writes(node)):
     raise OperatorNotFound(
       f"{node.target} of a tensor with gaps in memory is not available in a graph. "
       "Take the strided view of the tensor that has the memory."
@@ -86,6 +86,6 @@ def memory_order(like: torch.Tensor) -> tuple[int, ...] | None:
   order = sorted(
     (d for d in range(like.dim()) if sizes[d] > 1), key=lambda d: -strides[d]
   )
-  moved = iter(order)
-  order = [next(moved) if n > 1 else d for d, n in enumerate(sizes)]
+  reordered = iter(order)
+  order = [next(reordered) if n > 1 else d for d, n in enumerate(sizes)]
   return None if order == list(range(like.dim())) else tuple(order)
