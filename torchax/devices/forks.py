@@ -1,9 +1,9 @@
-"""What a process does that was forked from one that had started JAX.
+"""Errors for the use of JAX in a process forked after JAX has started.
 
-JAX runs on threads, and a child has those of its parent no more: what it asks of JAX
-would wait for ever, or end it. As torch's own accelerators do, the child refuses: the
-functions by which anything of torchax comes to JAX are replaced by ones that raise.
-They are replaced in the child alone, so nobody asks about forks on the way to JAX.
+JAX runs on threads, which a forked child does not have: calls of JAX would hang or
+crash. Like torch's own accelerators, the child raises an error. `watch` replaces the
+functions that lead to JAX, in the child alone, so the parent pays for no check.
+Called by `torchax/__init__.py`.
 """
 
 import functools
@@ -29,9 +29,9 @@ def _refuse(*args, **kwargs):
 
 
 class _Fork:
-  """Whether JAX had started before this process was forked; its functions then raise.
+  """State of JAX at the last fork, and the replacement of functions in the child.
 
-  JAX is asked before the fork: in the child, a thread that is gone may hold its lock.
+  The state is read before the fork: in the child a lost thread may hold JAX's lock.
   """
 
   is_bad = False
@@ -50,12 +50,12 @@ class _Fork:
 
 
 def is_bad() -> bool:
-  """True in a process that was forked from one that had started JAX."""
+  """Return True in a process that was forked from one that had started JAX."""
   return _Fork.is_bad
 
 
 def watch(functions: Sequence[tuple[Any, str]]) -> None:
-  """Have functions raise ForkError in processes that are forked after JAX has started.
+  """Make functions raise ForkError in processes forked after JAX has started.
 
   Args:
     functions: (owner, name) of each function that leads to JAX.

@@ -1,9 +1,9 @@
-"""`torch.Generator(device="jax")`: a generator that says that it is on jax.
+"""`torch.Generator(device="jax")`: a CPU generator whose device is jax.
 
-torch makes generators in C++, and lets no backend written in Python make one. So the
-name `torch.Generator` stands for a subclass here: for another device it gives torch's
-own generator, for jax an instance of itself, which is a CPU generator underneath. Draws
-on jax build their keys from either kind (`rng/generator.py`).
+torch creates generators in C++, and a backend in Python cannot add its own. So
+`torchax` replaces `torch.Generator` by a subclass. For jax it returns an instance of
+itself, a CPU generator; for other devices it returns torch's own generator. Draws on
+jax derive their keys from either kind (`rng/generator.py`).
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _Meta: type = type(_OfTorch)
 
 
 class _AnyGenerator(_Meta):
-  """Type of `Generator`: torch's own generators count as instances of it."""
+  """Metaclass of `Generator`: torch's own generators count as its instances."""
 
   of_torch: Any
 
@@ -39,28 +39,28 @@ _MEANS_JAX: list[Callable[[str], bool]] = []
 
 
 def register(means_jax: Callable[[str], bool]) -> None:
-  """Have `Generator` take another kind of device, such as "cuda", for jax.
+  """Register another device type that `Generator` treats as jax, such as "cuda".
 
   Args:
-    means_jax: whether a kind means jax now.
+    means_jax: returns True if a device type currently means jax.
   """
   _MEANS_JAX.append(means_jax)
 
 
 class Generator(_OfTorch, metaclass=_AnyGenerator):
-  """`torch.Generator`, of any device; see torch's documentation.
+  """Generator of any device, in place of `torch.Generator`.
 
-  One of jax draws what a CPU generator of the same seed draws on jax. Its state is that
-  of a CPU generator, and operations on the CPU take it as well.
+  On jax, a jax generator and a CPU generator with the same seed draw the same numbers.
+  A jax generator has the state of a CPU generator; CPU operations accept it too.
 
   Args:
-    device: of which the draws are to be.
+    device: device of the draws.
   """
 
   of_torch = _OfTorch
 
   def __new__(cls, device="cpu"):
-    """Raises NoSuchDeviceError for an index of jax that does not exist."""
+    """Raise NoSuchDeviceError for an index of jax that does not exist."""
     named = torch.device("cpu" if device is None else device)
     if named.type == "jax" or any(means(named.type) for means in _MEANS_JAX):
       index = placement.checked_index(named.index)
@@ -76,11 +76,11 @@ class Generator(_OfTorch, metaclass=_AnyGenerator):
 
   @property
   def device(self) -> torch.device:
-    """The device that the generator was made for."""
+    """Device that the generator was created for."""
     return self.__dict__.get("_device") or super().device
 
   def clone_state(self) -> "Generator":
-    """A generator of its own that goes on as this one does."""
+    """Return a copy that continues independently from the same state."""
     clone = type(self)(self.device)
     clone.set_state(self.get_state())
     return clone
@@ -90,5 +90,5 @@ class Generator(_OfTorch, metaclass=_AnyGenerator):
     return (type(self), (self.device,), *state)
 
 
-# Found by pickle, as what it stands for.
+# pickle finds the class as `torch.Generator`.
 Generator.__module__ = "torch"

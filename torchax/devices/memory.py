@@ -1,7 +1,7 @@
-"""Memory of the devices, as JAX counts it.
+"""Memory statistics of the devices, for `torch.jax` (`device_module.py`).
 
-JAX keeps figures of GPUs and TPUs. On its CPU device it keeps none: there they are 0,
-and free and total memory are the host's.
+JAX keeps statistics of GPUs and TPUs. It keeps none of its CPU device: there they are
+0, and free and total memory are the host's.
 """
 
 import os
@@ -12,7 +12,7 @@ from torchax.compat import jax_compat
 from torchax.devices import placement
 
 _IN_USE, _PEAK, _LIMIT = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
-# By index: the peak when it was last reset, and the most that was seen since.
+# By device index: JAX's peak at the last reset, and the maximum seen since.
 _peaks: dict[int, list[int]] = {}
 
 
@@ -22,7 +22,7 @@ def _index(device) -> int:
 
 
 def memory_stats(device=None) -> OrderedDict[str, Any]:
-  """The figures of `jax.Device.memory_stats()`; empty where JAX keeps none.
+  """Return `jax.Device.memory_stats()`; empty if JAX keeps none.
 
   Raises:
     NoSuchDeviceError: there is no such device.
@@ -34,15 +34,16 @@ def memory_stats(device=None) -> OrderedDict[str, Any]:
 
 
 def memory_allocated(device=None) -> int:
-  """Bytes that arrays take on a device now."""
+  """Return the bytes of the arrays on a device."""
   return memory_stats(device).get(_IN_USE, 0)
 
 
 def max_memory_allocated(device=None) -> int:
-  """The most bytes that arrays have taken on a device.
+  """Return the peak of `memory_allocated` on a device.
 
-  JAX keeps one peak for the process. After `reset_peak_memory_stats` it is that again
-  as soon as it grows; until then, the most that these functions have seen.
+  JAX keeps one peak for the process and cannot reset it. After
+  `reset_peak_memory_stats` the result is the maximum that calls of this function have
+  seen, until JAX's own peak grows.
   """
   figures, index = memory_stats(device), _index(device)
   peak, in_use = figures.get(_PEAK, 0), figures.get(_IN_USE, 0)
@@ -54,18 +55,18 @@ def max_memory_allocated(device=None) -> int:
 
 
 def reset_peak_memory_stats(device=None) -> None:
-  """Starts `max_memory_allocated` anew; see there for what JAX can tell."""
+  """Reset the peak of `max_memory_allocated`, within the limits described there."""
   figures = memory_stats(device)
   _peaks[_index(device)] = [figures.get(_PEAK, 0), figures.get(_IN_USE, 0)]
 
 
 def reset_accumulated_memory_stats(device=None) -> None:
-  """Does nothing: JAX counts no totals that could be reset."""
+  """Do nothing: JAX keeps no accumulated statistics."""
   _index(device)
 
 
 def memory_reserved(device=None) -> int:
-  """Bytes that JAX has taken of a device, in use or not."""
+  """Return the bytes that JAX has reserved on a device, in use or not."""
   figures = memory_stats(device)
   return figures.get("pool_bytes", figures.get("bytes_reserved", 0)) or figures.get(
     _IN_USE, 0
@@ -73,14 +74,14 @@ def memory_reserved(device=None) -> int:
 
 
 def max_memory_reserved(device=None) -> int:
-  """The most bytes that JAX has taken of a device."""
+  """Return the peak of `memory_reserved` on a device."""
   figures = memory_stats(device)
   reserved = figures.get("peak_pool_bytes", figures.get("peak_bytes_reserved", 0))
   return reserved or max_memory_allocated(device)
 
 
 def mem_get_info(device=None) -> tuple[int, int]:
-  """Bytes that are free for arrays on a device, and all that JAX may take of it."""
+  """Return the free bytes on a device, and the bytes that JAX may use in total."""
   index = _index(device)
   placement.jax_device(index)  # starts JAX, which then knows the limit
   figures = memory_stats(index)
@@ -90,13 +91,13 @@ def mem_get_info(device=None) -> tuple[int, int]:
 
 
 def _of_host(pages: str) -> int:
-  # Not every system says how much is free.
+  # Some systems do not report free pages.
   known = pages if pages in os.sysconf_names else "SC_PHYS_PAGES"
   return os.sysconf(known) * os.sysconf("SC_PAGE_SIZE")
 
 
 def accelerator_stats(device=None) -> dict[str, Any]:
-  """The figures under the names of `torch.accelerator`, and under JAX's."""
+  """Return the statistics under the names of `torch.accelerator` and of JAX."""
 
   def all_of(current: int, peak: int) -> dict:
     return {"all": {"current": current, "peak": peak}}
@@ -109,14 +110,14 @@ def accelerator_stats(device=None) -> dict[str, Any]:
 
 
 def memory_summary(device=None, abbreviated: bool = False) -> str:
-  """The figures of a device as text."""
+  """Return the statistics of a device as text."""
   lines = [f"{name}: {value}" for name, value in memory_stats(device).items()]
   return "\n".join([f"Memory of jax:{_index(device)}", *lines])
 
 
 def empty_cache() -> None:
-  """Does nothing: memory is free for JAX again as soon as its last tensor is gone."""
+  """Do nothing: JAX frees memory as soon as its last tensor is deleted."""
 
 
 def ipc_collect() -> None:
-  """Does nothing: arrays are not shared between processes."""
+  """Do nothing: arrays are not shared between processes."""

@@ -1,4 +1,7 @@
-"""What this process has of an array that lies on devices of several processes."""
+"""Local part of an array that is sharded over several processes.
+
+Used by printing, saving and transfers to describe or read the local shards.
+"""
 
 import math
 from typing import Any
@@ -11,16 +14,16 @@ from torchax.errors import NotAddressableError
 
 
 def is_whole(array: Any) -> bool:
-  """True for an array whose numbers this process can read."""
+  """Return True if this process can read all values of an array."""
   if not isinstance(array, jax.Array):  # numpy's
     return True
   return array.is_fully_addressable or array.is_fully_replicated
 
 
 def bounds_here(array: jax.Array) -> list[tuple[int, int]] | None:
-  """Start and stop in each dimension of what this process holds.
+  """Return (start, stop) in each dimension of the block on this process.
 
-  None where that is no single block.
+  None if the local shards are no single block.
   """
   blocks = {
     tuple(part.indices(extent)[:2] for part, extent in zip(shard.index, array.shape))
@@ -36,7 +39,7 @@ def bounds_here(array: jax.Array) -> list[tuple[int, int]] | None:
 
 
 def values_here(array: jax.Array, bounds: list[tuple[int, int]]) -> np.ndarray:
-  """The numbers in the block of `bounds_here`."""
+  """Return the values of the block with these bounds (from `bounds_here`)."""
   values = np.empty([stop - start for start, stop in bounds], array.dtype)
   for shard in array.addressable_shards:
     place = tuple(
@@ -48,18 +51,18 @@ def values_here(array: jax.Array, bounds: list[tuple[int, int]]) -> np.ndarray:
 
 
 def text_of(bounds: list[tuple[int, int]] | None) -> str:
-  """A block as an index: "[0:4, 0:8]"."""
+  """Return a block as text: "[0:4, 0:8]"."""
   if bounds is None:
     return "several blocks"
   return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
 def elsewhere(array: jax.Array, asked: str) -> NotAddressableError:
-  """The error for numbers that other processes have.
+  """Return the error for reading values that are on other processes.
 
   Args:
-    array: whose numbers were asked for.
-    asked: what needs them.
+    array: the array that was read.
+    asked: name of the operation that needs the values.
   """
   return NotAddressableError(
     f"{asked} needs all numbers of a tensor of shape {list(array.shape)}, but "

@@ -1,8 +1,8 @@
-"""Programs of `torch.export` on JAX: as functions, and as StableHLO.
+"""Programs of `torch.export` as JAX functions and as StableHLO.
 
 `Program` is a pure function of states (parameters, buffers, constants) and inputs. Key
-and count of a random program are operands; what it changes in place are results. Start
-at `Program`; graphs are run by `graphs/interpreter.py`.
+and count of a random program are operands; in-place changes are results. Start at
+`Program`; `graphs/interpreter.py` runs the graphs.
 
 >>> import torch, jax.numpy as jnp
 >>> from torchax.export import exported_program_to_jax
@@ -30,7 +30,7 @@ from torchax.graphs.interpreter import JaxInterpreter
 from torchax.rng import RngState, as_key, default_impl, rng_scope
 
 DEBUG: bool = False
-"""Log every operation of the programs that are made from now on, with its result."""
+"""True to log each operation of programs created from now on, with its result."""
 
 __all__ = [
   "DEBUG",
@@ -56,7 +56,7 @@ _UPDATES = (
 
 
 class Program:
-  """An exported program as a pure JAX function, for any JAX transformation.
+  """Exported program as a pure JAX function, usable under any JAX transformation.
 
   Call it with states and inputs:
 
@@ -64,16 +64,16 @@ class Program:
     outputs, updates = program.with_updates(states, inputs)
     states = program.updated(states, updates)
 
-  `states` is a list of arrays in the order of `names`. `inputs` is the tuple of
-  positional arguments, trees as they were exported, with `kwargs=` beside it; or all
-  leaves of these in their order. Leaves that were constants when the program was
-  exported (None, numbers, strings) may be left out of the latter. `rng=` is a key, an
-  `RngState` or a seed to draw from (`docs/rng.md`).
+  `states` is a list of arrays in the order of `names`. `inputs` is either the tuple of
+  positional arguments, with the tree structure of the export and `kwargs=` for keyword
+  arguments, or all leaves of both in order. The list of leaves may omit those that were
+  constants at export (None, numbers, strings). `rng=` is a key, an `RngState` or a seed
+  to draw from (`docs/rng.md`).
 
   Attributes:
-    names: of the states.
+    names: names of the states.
     mutated: names of the states that the program changes in place.
-    mutated_inputs: names of the inputs that it changes in place.
+    mutated_inputs: names of the inputs that the program changes in place.
   """
 
   __name__ = "exported_program"
@@ -99,28 +99,28 @@ class Program:
 
   @property
   def input_names(self) -> tuple[str, ...]:
-    """Names of the inputs that are arrays, in their order."""
+    """Names of the inputs that are arrays, in order."""
     return tuple(name for name, value in self._inputs if shapes.is_array(value))
 
   def __call__(self, states: Sequence, inputs: Sequence, kwargs=None, *, rng=None):
-    """The program's results, flat: a tuple of arrays, and of constants as they are.
+    """Return the program's results as a flat tuple of arrays and constants.
 
-    What it changes in place is left out; `with_updates` has it.
+    In-place changes are not included; `with_updates` returns them too.
 
     Raises:
-      ValueError: another number, shape or constant than the program was exported for.
-      TypeError: another dtype.
-      TracedDrawError: it draws, inside a JAX transformation and without `rng`.
-      DataDependentError: traced, where a shape depends on data.
+      ValueError: the number of inputs, a shape or a constant differs from the export.
+      TypeError: a dtype differs from the export.
+      TracedDrawError: the program draws inside a JAX transformation without `rng`.
+      DataDependentError: a shape depends on traced values.
     """
     return self.with_updates(states, inputs, kwargs, rng=rng)[0]
 
   def with_updates(self, states, inputs, kwargs=None, *, rng=None) -> tuple:
-    """The results, and what the program changes in place.
+    """Return the results and the in-place changes of the program.
 
     Returns:
-      The flat tuple of results, and a dict of new arrays by the name of the state, or
-      of the input, that has changed.
+      The flat tuple of results, and a dict with the new array of each changed state or
+      input, by name.
     """
     values = self._leaves(inputs, kwargs or {})
     if len(states) != len(self.names):
@@ -134,12 +134,12 @@ class Program:
       return self._run(states, values)
 
   def updated(self, states: Sequence, updates: dict) -> list:
-    """The states with the updates in their places."""
+    """Return the states with the updates applied."""
     named = zip(self.names, states, strict=True)
     return [updates.get(name, state) for name, state in named]
 
   def unflatten(self, outputs: Sequence) -> Any:
-    """The results in the structure that the module returns."""
+    """Return the results in the structure that the module returns."""
     return self._out_spec.unflatten(outputs)
 
   def _run(self, states, values) -> tuple:
@@ -155,7 +155,7 @@ class Program:
     return tuple(outputs), dict(zip(self._updated, updates, strict=True))
 
   def _leaves(self, inputs, kwargs) -> list:
-    """The arguments one by one, constants included."""
+    """Return the leaves of the arguments, constants included."""
     try:
       return self._in_spec.flatten_up_to((tuple(inputs), kwargs))
     except ValueError:  # another structure: the leaves themselves
@@ -176,7 +176,7 @@ class Program:
 
 
 def _require_plain(signature) -> None:
-  """Raises NotImplementedError for inputs that are no arrays, results of training."""
+  """Raise NotImplementedError for inputs that are no arrays, and training results."""
   for spec in signature.input_specs:
     if spec.kind not in (*_STATES, InputKind.USER_INPUT):
       raise NotImplementedError(
@@ -191,7 +191,7 @@ def _require_plain(signature) -> None:
 
 
 def _extract_states_from_exported_program(exported_model: ExportedProgram) -> tuple:
-  """Names and torch tensors of parameters, buffers and constants, in their order."""
+  """Return names and torch tensors of parameters, buffers and constants, in order."""
   names, states = [], []
   for spec in exported_model.graph_signature.input_specs:
     if spec.kind not in _STATES:
@@ -207,26 +207,26 @@ def _extract_states_from_exported_program(exported_model: ExportedProgram) -> tu
 def exported_program_to_jax(
   exported_program: ExportedProgram, export_raw: bool = False
 ):
-  """An exported program as its states and a pure JAX function of them.
+  """Convert an exported program to its states and a pure JAX function.
 
   Args:
-    exported_program: of `torch.export.export`, with or without `run_decompositions`.
-    export_raw: return the states as torch tensors, and their names.
+    exported_program: result of `torch.export.export`, with or without
+      `run_decompositions`.
+    export_raw: True to return the states as torch tensors, with their names.
 
   Returns:
-    `(states, program)`: a list of arrays and a `Program`, which is called as
-    `program(states, inputs)` and returns a flat tuple. With `export_raw`,
-    `(names, states, program)`.
+    `(states, program)`: a list of arrays and a `Program`. `program(states, inputs)`
+    returns a flat tuple. With `export_raw`, `(names, states, program)`.
 
   Raises:
     UnsupportedDtypeError: a parameter or buffer is sparse or quantized.
-    NotImplementedError: a signature with more than arrays.
+    NotImplementedError: the signature has inputs or results that are no arrays.
   """
   names, states = _extract_states_from_exported_program(exported_program)
   for name, state in zip(names, states):
     _require_dense(name, state)
   functional = preparation.functional(exported_program)
-  # Making it functional may find more constants.
+  # The functional program may have more constants.
   names, states = _extract_states_from_exported_program(functional)
   program = Program(functional)
   if export_raw:
@@ -244,7 +244,7 @@ def _require_dense(name: str, state: torch.Tensor) -> None:
 
 
 def _arrays(states: list[torch.Tensor]) -> list[jax.Array]:
-  """Arrays of tensors; a tensor that has several names is copied once."""
+  """Convert tensors to arrays; copy a tensor with several names once."""
   env, known = default_env(), {}
   for state in states:
     if id(state) not in known:
@@ -253,24 +253,24 @@ def _arrays(states: list[torch.Tensor]) -> list[jax.Array]:
 
 
 def extract_avals(exported: ExportedProgram) -> list[jax.ShapeDtypeStruct]:
-  """Shapes and dtypes of the inputs that are arrays; see `shapes.avals`."""
+  """Return shapes and dtypes of the inputs that are arrays; see `shapes.avals`."""
   return shapes.avals(exported)
 
 
 def exported_program_to_stablehlo(exported_program: ExportedProgram):
-  """An exported program as its states and StableHLO, which JAX alone can call.
+  """Convert an exported program to its states and StableHLO, callable without torch.
 
   Args:
     exported_program: see `exported_program_to_jax`.
 
   Returns:
-    `(states, exported)`: a list of arrays and a `jax.export.Exported`, whose `call`
-    takes `(states, inputs)` and returns what `Program` returns; a program that changes
-    states or inputs in place returns `(outputs, updates)`. `inputs` is the tuple of
-    inputs that are arrays, in their order. A program that draws takes two more:
-    `(states, inputs, key_data, count)`, with `key_data` uint32[2] of a key, and
-    `count` uint32[], the draws made from that key before; they are numbered in
-    their order.
+    `(states, exported)`: a list of arrays and a `jax.export.Exported`. Its `call` takes
+    `(states, inputs)` and returns the results of `Program`. `inputs` is the tuple of
+    inputs that are arrays, in order. A program that changes states or inputs in place
+    returns `(outputs, updates)`. A program that draws takes
+    `(states, inputs, key_data, count)`: `key_data` is uint32[2], the data of a key, and
+    `count` uint32[], the number of draws already made from that key. Draws are numbered
+    in program order.
 
   Raises:
     DataDependentError: a shape depends on data.

@@ -1,9 +1,10 @@
-"""From any exported program to a functional graph that keeps what JAX can use.
+"""Conversion of an exported program to a functional graph for JAX.
 
-`torch.export.export` gives a training graph: it writes in place, and `no_grad` and
-`detach` are in it. `run_decompositions` makes it functional. Before that, what it would
-lose is written down as operations of our own; with it, operations stay whole that have
-a lowering, so that the program computes and draws what eager code does.
+`torch.export.export` returns a training graph, with in-place writes, `no_grad` and
+`detach`. `run_decompositions` makes it functional, but drops gradient stops and unused
+draws, so these first become operations defined here. Operations with a lowering are not
+decomposed: the program computes and draws the same as eager code. `export/__init__.py`
+calls `functional`.
 """
 
 import copy
@@ -24,9 +25,9 @@ _library.define("keep(Tensor[] values) -> ()")
 _library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
 _library.impl("keep", lambda values: None, "CompositeExplicitAutograd")
 
-# The same value, through which no derivative goes: `detach` and `no_grad`.
+# Identity that stops gradients, for `detach` and `no_grad`.
 stop_gradient = torch.ops.torchax_export.stop_gradient.default
-# Does nothing; a draw that only it uses is still made, so that later ones are the same.
+# No-op that keeps an unused draw in the graph, so that later draws stay the same.
 keep = torch.fx.has_side_effect(torch.ops.torchax_export.keep.default)
 
 
@@ -37,11 +38,11 @@ def _stop_gradient(self):
 
 @op(keep, kind=Kind.TENSORS)
 def _keep(values):
-  """The values have been drawn, which is all that was wanted."""
+  """Do nothing: the values have been drawn."""
 
 
-# Composite operations that draw or loop: whole, they do as their eager forms. (torch's
-# decompositions of recurrent layers forget the dropout between layers, as of 2.13.)
+# Composite operations that draw or loop. If they stay whole, they equal their eager
+# forms. (torch 2.13's decompositions of recurrent layers omit dropout between layers.)
 WHOLE = (
   aten.lstm.input,
   aten.gru.input,
@@ -52,10 +53,10 @@ WHOLE = (
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-  """The program as a functional graph of operations that have lowerings.
+  """Return the program as a functional graph of operations that have lowerings.
 
   Args:
-    program: for training, as `torch.export.export` gives it, or for inference.
+    program: result of `torch.export.export`, for training or decomposed.
   """
   return _annotated(program).run_decompositions(_decompositions())
 
@@ -75,13 +76,13 @@ def _decompositions() -> dict:
 
 
 def _dropout(input, p, train):
-  """One draw wherever eager dropout makes one, for p = 1 as well."""
+  """Make one draw wherever eager dropout makes one, also for p = 1."""
   if not train or p == 0:
     return input.clone()
   return aten.native_dropout.default(input, p, True)[0]
 
 
-# Without torch's check for singular matrices, which is an effect on the host.
+# These omit torch's check for singular matrices, which is an effect on the host.
 
 
 def _inverse(A):
@@ -96,7 +97,7 @@ def _solution(A, B, left=True):
 
 
 def _annotated(program: ExportedProgram) -> ExportedProgram:
-  """The program with our operations where information would be lost."""
+  """Return the program with the operations defined here inserted."""
   graph = copy.deepcopy(program.graph_module.graph)
   changes = list(_changes(graph))
   if not changes:
@@ -108,7 +109,7 @@ def _annotated(program: ExportedProgram) -> ExportedProgram:
   (results,) = graph.output_node().args
   for spec, node in zip(signature.output_specs, results):
     if isinstance(node, torch.fx.Node):
-      spec.arg.name = node.name  # a result may come from an operation of ours now
+      spec.arg.name = node.name  # an inserted operation may now compute the result
   return ExportedProgram(
     root=program.graph_module,
     graph=graph,
@@ -145,14 +146,14 @@ def _stop_after(graph, node) -> None:
 
 
 def _stop_results_of(graph, node) -> None:
-  """Of a region without gradients, whose results are tensors that are picked out."""
+  """Stop gradients of the tensors that are selected from a `no_grad` region."""
   for result in list(node.users):
     if isinstance(result.meta.get("val"), torch.Tensor):
       _stop_after(graph, result)
 
 
 def _separate_dropout(graph, node) -> None:
-  """`dropout_` as `dropout` and a copy, which is what eager code on jax does."""
+  """Split `dropout_` into `dropout` and a copy, as in eager mode on jax."""
   with graph.inserting_before(node):
     dropped = graph.call_function(aten.dropout.default, node.args, node.kwargs)
   dropped.meta = dict(node.meta)

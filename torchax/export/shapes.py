@@ -1,9 +1,9 @@
-"""Shapes of exported programs: torch's symbols as JAX's, and whether arguments fit.
+"""Shapes of exported programs: conversion to JAX's symbols, and checks of arguments.
 
 torch describes a dynamic dimension by a symbol with a range, or by an expression of
-such symbols. `jax.export` has the same in strings: `"2*b, 3"` with `"b <= 16"`. The
-expressions are sympy's, which takes half a second to import: here they are used by
-their own methods, so that only programs with symbols load it.
+such symbols. `jax.export` uses strings: `"2*b, 3"` with `"b <= 16"`. The expressions
+are sympy objects. sympy takes half a second to import, so this module only calls their
+methods: programs without symbols never load it. Used by `export/__init__.py`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from torchax.core import mappings
 
-# No program has more elements than this; torch writes it for "no bound".
+# torch's upper bound for an unbounded dimension.
 _UNBOUNDED = 2**62
 
 _FUNCTIONS = {"FloorDiv": "floordiv", "Mod": "mod", "PythonMod": "mod"}
@@ -24,13 +24,13 @@ _FUNCTIONS |= {"CleanDiv": "floordiv", "Max": "max", "Min": "min"}
 
 
 def text_of(expression) -> str:
-  """A dimension as `jax.export.symbolic_shape` reads it.
+  """Return a dimension in the syntax of `jax.export.symbolic_shape`.
 
   Args:
     expression: a sympy expression of torch's symbols, without products of sums.
 
   Raises:
-    NotImplementedError: it has an operation that JAX's dimensions lack.
+    NotImplementedError: the expression has an operation that JAX's dimensions lack.
   """
   if expression.is_Integer or expression.is_Symbol:
     return str(expression)
@@ -53,7 +53,7 @@ def text_of(expression) -> str:
 
 
 def _constraints(program: ExportedProgram) -> list[str]:
-  """The ranges of the program's symbols. JAX takes every dimension for positive."""
+  """Return the ranges of the program's symbols; JAX assumes dimensions >= 1."""
   found = []
   for symbol, values in program.range_constraints.items():
     name = text_of(symbol.expand())
@@ -65,14 +65,14 @@ def _constraints(program: ExportedProgram) -> list[str]:
 
 
 def avals(program: ExportedProgram) -> list[jax.ShapeDtypeStruct]:
-  """What the program takes: shapes and dtypes of its array arguments, in order.
+  """Return shapes and dtypes of the program's array arguments, in order.
 
   Dynamic dimensions are symbols of `jax.export`, with torch's constraints. Arguments
-  that torch has made constants (None, strings, numbers) are left out. A number that
-  may change is an integer array without dimensions.
+  that are constants of the program (None, strings, numbers) are left out. A number that
+  may change is a 0-d array.
 
   Raises:
-    NotImplementedError: a dimension that JAX cannot express.
+    NotImplementedError: JAX cannot express a dimension.
   """
   scope = jax.export.SymbolicScope(_constraints(program))
   return [_aval(value, scope) for _, value in arguments(program) if is_array(value)]
@@ -97,18 +97,18 @@ _NUMBERS = {
 
 
 def _expression(size):
-  """A size as an expression of symbols, or as the integer that it is."""
+  """Return the symbolic expression of a size, or an integer if it has no symbols."""
   expression = size.node.expr if isinstance(size, torch.SymInt) else size
   return expression if getattr(expression, "free_symbols", ()) else int(expression)
 
 
 def is_array(value) -> bool:
-  """True for what is an operand of the program, False for a constant of it."""
+  """Return True for an operand of the program, False for a constant."""
   return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def arguments(program: ExportedProgram) -> list[tuple[str, Any]]:
-  """The user's arguments: names, and torch's stand-ins for their values."""
+  """Return names and example values (fake tensors, symbols) of the user's arguments."""
   placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
   found = []
   for spec in program.graph_signature.input_specs:
@@ -120,18 +120,18 @@ def arguments(program: ExportedProgram) -> list[tuple[str, Any]]:
 
 
 class Fitting:
-  """Whether values fit the arguments of a program."""
+  """Check of values against the arguments that a program was exported for."""
 
   def __init__(self, program: ExportedProgram):
     self._arguments = arguments(program)
     self._ranges = program.range_constraints
 
   def require(self, values) -> None:
-    """Raises unless shapes, dtypes and constants are those the program was made for.
+    """Check shapes, dtypes and constants.
 
     Raises:
-      ValueError: another shape, or another value of a constant.
-      TypeError: another dtype, or no array.
+      ValueError: a shape or the value of a constant differs.
+      TypeError: a dtype differs, or the value is no array.
     """
     sizes: list[_Size] = []
     for (name, wanted), value in zip(self._arguments, values, strict=True):
@@ -142,9 +142,9 @@ class Fitting:
       elif not is_array(wanted):
         _require_constant(name, wanted, value)
     known: dict = {}
-    # Symbols first: expressions of them are checked against their values.
+    # Symbols first: the check of an expression needs their values.
     for size in sorted(sizes, key=lambda size: not _is_symbol(size.expression)):
-      # Sizes that are symbols themselves fit: JAX compares those when it is called.
+      # Symbolic sizes pass: JAX compares them when the program is called.
       if isinstance(size.given, int):
         self._require_size(size, known)
 
@@ -170,7 +170,7 @@ class Fitting:
     values = self._ranges.get(symbol)
     if values is None:
       return
-    # torch's own lower bound is 2 where nobody gave one; a size of 1 may work.
+    # Lower bound 2 is torch's default; a size of 1 may work.
     lowest = values.lower if values.lower > 2 else 0
     if not lowest <= value <= values.upper:
       upper = values.upper if values.upper < _UNBOUNDED else "any size"
@@ -183,24 +183,24 @@ def _is_symbol(expression) -> bool:
 
 
 def _solved(expression, symbol, known, given: int) -> int | None:
-  """The value of a symbol that gives an expression the value of a size."""
+  """Solve `expression == given` for a symbol; None if no integer solves it."""
   if expression is symbol:
     return given
-  # torch derives dimensions by sums and products with whole numbers only.
+  # torch derives dimensions only by sums and products with integers.
   roots = (expression.subs(known) - given).as_poly(symbol).ground_roots()
   return next((int(value) for value in roots if value.is_Integer), None)
 
 
 @dataclasses.dataclass
 class _Size:
-  """One dimension of an argument.
+  """Dimension of an argument, expected and actual.
 
   Attributes:
-    name: of the argument.
-    wanted: torch's stand-in for it.
-    value: what was given.
-    expression: what the size should be: of sympy, or an integer.
-    given: what it is.
+    name: name of the argument.
+    wanted: fake tensor of the export.
+    value: the argument.
+    expression: expected size, a sympy expression or an integer.
+    given: actual size.
   """
 
   name: str
@@ -210,7 +210,7 @@ class _Size:
   given: Any
 
   def mismatch(self, reason: str = "") -> str:
-    """The message for a size that does not fit."""
+    """Return the error message for a size that does not fit."""
     return _mismatch(self.name, self.wanted, self.value, reason)
 
 
@@ -245,7 +245,7 @@ def _shape(tensor) -> str:
 
 def _require_constant(name, wanted, value) -> None:
   if isinstance(value, jax.core.Tracer):
-    return  # a number that became an operand of `jax.jit`; the program has its own
+    return  # an operand of `jax.jit`; the program uses its own constant
   is_equal = value is wanted or (
     isinstance(value, bool | int | float | str) and value == wanted
   )
