@@ -1,8 +1,8 @@
-"""Which JAX device a torch index means, and where arrays lie.
+"""Devices and shardings of arrays, in terms of torch's device indices.
 
-`jax:i` is the i-th of `jax.local_devices()`. What is made on JAX's own default device
-stays uncommitted, as JAX has it, so that it joins sharded arrays; what is asked for on
-another one is committed to it. Nothing here starts JAX before a device is looked at.
+`jax:i` is the i-th of `jax.local_devices()`. Arrays created on JAX's default device are
+uncommitted, so that JAX can combine them with sharded arrays. Arrays created on another
+device are committed to it. JAX is initialized only when a device is looked up.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _ArrayImpl = jax_compat.ArrayImpl
 
 
 class _Current(threading.local):
-  """What this thread has chosen by `torch.jax.set_device`; None leaves it to JAX."""
+  """Device index and layout for new tensors on this thread; None: JAX decides."""
 
   index: int | None = None
   layout: Callable[[tuple], Sharding | None] | None = None
@@ -34,7 +34,7 @@ class _Current(threading.local):
 _current = _Current()
 
 
-# What torch says, and what JAX has found.
+# torch's message, with the devices that JAX found.
 MIXED = (
   "Expected all tensors to be on the same device, but {what} has found at least two "
   "devices. Move one of them with `.to(other.device)`. {found}"
@@ -42,11 +42,12 @@ MIXED = (
 
 
 class Several:
-  """Whether torch has put anything on another device than JAX's default one.
+  """Flags that are set once the process uses more than JAX's default device.
 
   Attributes:
-    in_use: as long as it is False, no operation looks where its tensors lie.
-    resolves: whether `Tensor.to` asks what the current device is.
+    in_use: True once a tensor was put on another device. Until then operations skip
+      the check that their tensors share a device.
+    resolves: True once `Tensor.to` has to look up the current device.
   """
 
   in_use: ClassVar[bool] = False
@@ -55,7 +56,7 @@ class Several:
 
 @functools.cache
 def torch_device(index: int | None = None) -> torch.device:
-  """`torch.device("jax", index)`, which exists once the backend is registered."""
+  """Return `torch.device("jax", index)`; the backend must be registered."""
   return torch.device("jax") if index is None else torch.device("jax", index)
 
 
@@ -65,15 +66,15 @@ def _indices(devices: tuple) -> dict:
 
 
 def count() -> int:
-  """How many devices this process has; starts JAX."""
+  """Return the number of devices of this process; initializes JAX."""
   return len(jax.local_devices())
 
 
 def jax_device(index: int):
-  """The `jax.Device` of an index.
+  """Return the `jax.Device` of an index.
 
   Raises:
-    NoSuchDeviceError: there is none.
+    NoSuchDeviceError: there is no such device.
   """
   devices = jax.local_devices()
   if not 0 <= index < len(devices):
@@ -87,11 +88,11 @@ def jax_device(index: int):
 
 
 def index_in(device) -> int | None:
-  """The index that torch's ways to name a device stand for; None if they give none.
+  """Return the index that `device` names, or None.
 
   Args:
-    device: an index, "jax:1", a `torch.device`, or None. torch passes -1 for wrappers,
-      which have no index.
+    device: an index, "jax:1", a `torch.device`, or None. torch passes -1 for wrapper
+      subclasses, which have no index.
 
   Raises:
     ValueError: a device of another type.
@@ -106,10 +107,10 @@ def index_in(device) -> int | None:
 
 
 def checked_index(device) -> int | None:
-  """The index that `device` stands for, if it names one.
+  """Return the index that `device` names, or None; check that the device exists.
 
   Raises:
-    NoSuchDeviceError: no such device. `jax:0` always exists, and is not looked up.
+    NoSuchDeviceError: no such device. `jax:0` always exists and is not looked up.
     ValueError: a device of another type.
   """
   index = index_in(device)
@@ -119,9 +120,9 @@ def checked_index(device) -> int | None:
 
 
 def default_index() -> int | None:
-  """The index of the device that JAX itself uses where none is named.
+  """Return the index of JAX's default device.
 
-  None for one that is none of `jax.local_devices()`: the CPU beside a GPU.
+  None if it is not in `jax.local_devices()`, such as the CPU of a GPU host.
   """
   device = jax.config.jax_default_device
   if device is None:
@@ -133,12 +134,12 @@ def default_index() -> int | None:
 
 
 def current_index() -> int:
-  """The index of the device on which this thread makes tensors."""
+  """Return the index of the current device, where this thread creates tensors."""
   return (default_index() or 0) if _current.index is None else _current.index
 
 
 def current_platform() -> str:
-  """Of the device on which this thread makes tensors: "cpu", "cuda", "rocm", "tpu"."""
+  """Return the platform of the current device: "cpu", "cuda", "rocm" or "tpu"."""
   if jax.default_backend() == "cpu":
     return "cpu"
   device = jax.config.jax_default_device if _current.index is None else None
@@ -146,7 +147,7 @@ def current_platform() -> str:
 
 
 def platform_of(device) -> str:
-  """Of a `jax.Device`, or of its platform by name."""
+  """Return the platform of a `jax.Device`, or of a platform name such as "gpu"."""
   name = getattr(device, "platform", device)
   if name != "gpu":
     return name
@@ -156,10 +157,10 @@ def platform_of(device) -> str:
 
 
 def set_current(device) -> None:
-  """Makes tensors on another device from now on, on this thread.
+  """Set the current device of this thread.
 
   Raises:
-    NoSuchDeviceError: there is none.
+    NoSuchDeviceError: there is no such device.
   """
   index = checked_index(device)
   if index is None:
@@ -171,7 +172,7 @@ def set_current(device) -> None:
 
 
 def _resolved(value):
-  """A jax device without an index as the current one; anything else as it is."""
+  """Replace a jax device without an index by the current device."""
   if value == "jax" if isinstance(value, str) else type(value) is torch.device:
     device = torch.device(value)
     if device.type == "jax" and device.index is None:
@@ -181,7 +182,7 @@ def _resolved(value):
 
 @contextlib.contextmanager
 def using(device) -> Iterator[None]:
-  """Makes tensors on another device inside the block, on this thread."""
+  """Set the current device of this thread inside the block."""
   before = _current.index
   set_current(device)
   try:
@@ -192,10 +193,10 @@ def using(device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def laid_out(layout: Callable[[tuple], Sharding | None]) -> Iterator[None]:
-  """Makes tensors on several devices inside the block, on this thread.
+  """Shard tensors that this thread creates inside the block.
 
   Args:
-    layout: of a shape, how a tensor of it is laid out; None leaves it to JAX.
+    layout: function of a shape that returns its sharding; None leaves it to JAX.
   """
   before = _current.layout
   _current.layout = layout
@@ -206,12 +207,12 @@ def laid_out(layout: Callable[[tuple], Sharding | None]) -> Iterator[None]:
 
 
 def layout() -> Callable[[tuple], Sharding | None] | None:
-  """What `laid_out` has been given on this thread; None outside of it."""
+  """Return the layout of the innermost `laid_out` on this thread, if any."""
   return _current.layout
 
 
 class anywhere:
-  """A context in which JAX decides where tensors are made, whatever was chosen."""
+  """Context in which JAX chooses the device of new tensors."""
 
   __slots__ = ("before",)
 
@@ -223,7 +224,7 @@ class anywhere:
     _current.index, _current.layout = self.before
 
 
-# Where arrays lie ---------------------------------------------------------------------
+# Devices of arrays --------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)
@@ -234,11 +235,11 @@ def _index_of_sharding(sharding: Sharding) -> int | None:
 
 
 def device_of(array) -> torch.device:
-  """Where an array lies, to torch.
+  """Return the `torch.device` of an array.
 
-  A sharded array is on the first of its devices that this process has; one that is
-  being traced, on the current device. One on a device that is none of
-  `jax.local_devices()`, such as the CPU beside a GPU, has no index.
+  A sharded array is on the first of its local devices, a tracer on the current device.
+  An array on a device that is not in `jax.local_devices()`, such as the CPU of a GPU
+  host, has no index.
   """
   if type(array) is _ArrayImpl:
     return torch_device(_index_of_sharding(array.sharding))
@@ -246,19 +247,19 @@ def device_of(array) -> torch.device:
 
 
 def is_spread(array: jax.Array) -> bool:
-  """True for an array on several devices."""
+  """Return True for an array on several devices."""
   return type(array) is _ArrayImpl and len(array.sharding.device_set) > 1
 
 
 def spread_of(array: jax.Array) -> Sharding | None:
-  """How an array lies on several devices; None for any other one."""
+  """Return the sharding of an array on several devices; None for other arrays."""
   if type(array) is not _ArrayImpl or not jax_compat.is_committed(array):
     return None  # the common case
   return array.sharding if len(array.sharding.device_set) > 1 else None
 
 
 def whole_beside(array: jax.Array) -> Sharding | None:
-  """How what has another shape lies beside an array on a mesh: whole on each device."""
+  """Return the replicated sharding on the mesh of an array; None without a mesh."""
   sharding = spread_of(array)
   if not isinstance(sharding, NamedSharding):
     return None
@@ -266,7 +267,7 @@ def whole_beside(array: jax.Array) -> Sharding | None:
 
 
 def described(array: jax.Array) -> str:
-  """Text for `repr` about an array on several devices; empty for any other one."""
+  """Return the sharding as text for `repr`; empty for an array on one device."""
   if not is_spread(array):
     return ""
   sharding = array.sharding
@@ -279,18 +280,18 @@ def described(array: jax.Array) -> str:
 
 
 def is_traced(array) -> bool:
-  """True for an array without numbers, which is nowhere yet."""
+  """Return True for a tracer, which has no values and no device."""
   return type(array) is not _ArrayImpl
 
 
-# Putting them there -------------------------------------------------------------------
+# Moving arrays ------------------------------------------------------------------------
 
 
 def target_of(device) -> Any:
-  """The `jax.Device` that a factory with this device has to use; None leaves it to JAX.
+  """Return the `jax.Device` for a factory with argument `device`; None: JAX's default.
 
   Raises:
-    NoSuchDeviceError: there is none.
+    NoSuchDeviceError: there is no such device.
   """
   index = None
   if device is not None and device != "jax":
@@ -305,11 +306,11 @@ def target_of(device) -> Any:
 
 
 def make(function: Callable, target) -> Any:
-  """Runs `function()`, which makes arrays, on a device; the results are committed.
+  """Create arrays on a device by `function()` and commit them to it.
 
   Args:
-    function: without arguments; returns a tree of arrays.
-    target: see `target_of`; None lets it run as it is.
+    function: takes no arguments; returns a tree of arrays.
+    target: device, see `target_of`. None: only call `function`.
   """
   if target is None or jax_compat.is_staging():
     return function()
@@ -319,9 +320,9 @@ def make(function: Callable, target) -> Any:
 
 
 def put(array: jax.Array, device) -> jax.Array:
-  """An array on the device that `device` names; itself if it is there, or names none.
+  """Move an array to the device that `device` names, if it names one.
 
-  Inside a compiled function all is where the function runs, and nothing is moved.
+  Tracers are returned as they are: a compiled function runs on one set of devices.
   """
   index = index_in(device)
   if index is None or isinstance(array, jax.core.Tracer):
@@ -337,17 +338,17 @@ def put(array: jax.Array, device) -> jax.Array:
 
 
 def require_fitting(spec: PartitionSpec, shape, mesh, name: str) -> None:
-  """Raises what is wrong with a spec, where JAX would speak of arrays.
+  """Check a spec against a mesh and a shape, with errors in torch's terms.
 
   Args:
-    spec: how a tensor is to lie on the mesh.
-    shape: of the tensor; None checks the names of the axes alone.
+    spec: partition spec of a tensor on the mesh.
+    shape: shape of the tensor; None to check only the axis names.
     mesh: a `jax.sharding.Mesh`.
-    name: of the tensor, for errors.
+    name: name of the tensor, for errors.
 
   Raises:
-    ShardingError: the spec names an axis that the mesh lacks, or one twice, has more
-      parts than the shape has dimensions, or divides one that is no multiple.
+    ShardingError: the spec names an unknown axis, names an axis twice, has more parts
+      than the shape has dimensions, or divides a dimension that is no multiple.
   """
   axes = dict(mesh.shape)
   if shape is not None and len(spec) > len(shape):
@@ -383,7 +384,7 @@ def require_fitting(spec: PartitionSpec, shape, mesh, name: str) -> None:
 
 
 def lay_out(array: jax.Array, sharding: Sharding) -> jax.Array:
-  """An array as a sharding says; `require_fitting` has said what does not fit."""
+  """Put an array on devices by a sharding; raise ShardingError if it does not fit."""
   if isinstance(sharding, NamedSharding):
     name = f"A tensor of shape {list(array.shape)}"
     require_fitting(sharding.spec, array.shape, sharding.mesh, name)
@@ -391,18 +392,19 @@ def lay_out(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def put_as(array: jax.Array, other: jax.Array) -> jax.Array:
-  """An array laid out as another one of its shape, where that is on several devices."""
+  """Shard an array like another one of the same shape on several devices."""
   place = spread_of(other) if array.shape == other.shape else None
   return array if place is None else put_back(array, place)
 
 
 def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
-  """An array on several devices, made part by part; one part at a time is on the host.
+  """Create a sharded array shard by shard, with one shard on the host at a time.
 
   Args:
-    shape: of the array.
-    sharding: how it lies on the devices; those of other processes are theirs to fill.
-    read: of a tuple of slices, that part as a numpy array that nobody else changes.
+    shape: shape of the array.
+    sharding: sharding of the array; this process fills its own devices only.
+    read: function of a tuple of slices. It returns that part as a numpy array that no
+      other code changes.
   """
   devices: dict[tuple, list] = {}
   indices = sharding.addressable_devices_indices_map(shape)
@@ -419,13 +421,13 @@ def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
 
 
 def from_host(values: np.ndarray, place: Sharding | None = None) -> jax.Array:
-  """A numpy array that nobody else has, on the default device or another one.
+  """Put a numpy array on the default device, or commit it to another device.
 
-  Not by `jnp.array`, which compiles a program for each new shape.
+  `jnp.array` would compile a program for each new shape.
 
   Args:
-    values: of any shape.
-    place: the device to which the array is committed.
+    values: array of any shape that no other code uses.
+    place: device for a committed array; None for an uncommitted one.
   """
   if jax_compat.is_top_level() and jax.sharding.get_abstract_mesh().empty:
     return jax_compat.from_host(values, place)
@@ -433,7 +435,7 @@ def from_host(values: np.ndarray, place: Sharding | None = None) -> jax.Array:
 
 
 def constrained(array: jax.Array, place: Sharding | None) -> jax.Array:
-  """An array laid out as `place` says; a traced one in the compiled function."""
+  """Put an array on a sharding; constrain a tracer inside its compiled function."""
   if place is None or not isinstance(array, jax.core.Tracer):
     return put_back(array, place)
   if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
@@ -442,14 +444,14 @@ def constrained(array: jax.Array, place: Sharding | None) -> jax.Array:
 
 
 def place_of(array: jax.Array) -> Sharding | None:
-  """What an array is committed to; None for one that JAX may move."""
+  """Return the sharding that an array is committed to; None if it is uncommitted."""
   if type(array) is _ArrayImpl and jax_compat.is_committed(array):
     return array.sharding
   return None
 
 
 def put_back(array: jax.Array, place: Sharding | None) -> jax.Array:
-  """An array where another one was; see `place_of`."""
+  """Put an array back on a sharding that `place_of` returned, or uncommit it."""
   if type(array) is not _ArrayImpl:
     return array
   if place is not None:
@@ -462,7 +464,7 @@ def put_back(array: jax.Array, place: Sharding | None) -> jax.Array:
 
 
 def put_beside(array: jax.Array, place: Sharding | None) -> jax.Array:
-  """An array of any shape on the devices where another one is; see `place_of`."""
+  """Put an array of any shape on the devices of `place`, replicated over its mesh."""
   if isinstance(place, NamedSharding):
     place = NamedSharding(place.mesh, PartitionSpec())
   return put_back(array, place)

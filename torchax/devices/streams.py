@@ -1,10 +1,11 @@
-"""Streams and events of `torch.jax`: JAX orders its computations itself.
+"""Streams and events of `torch.jax` (`device_module.py`).
 
-There is one stream a device, and work is on it in the order in which it was started. So
-nothing has to wait for anything, except the host: for that there is `synchronize`.
+Each device has one stream, which runs work in the order in which it was started. So no
+stream waits for another; only the host waits, by `synchronize`.
 
-C++ knows one device of this backend, and takes each index for it: `torch.Stream("jax")`
-is torch's own stream of that device, `torch.jax.Stream(1)` one of another.
+torch's C++ knows one device of this backend and maps every index to it:
+`torch.Stream("jax")` is torch's stream of that device. `torch.jax.Stream(1)` is the
+stream of another device.
 """
 
 import contextlib
@@ -19,15 +20,15 @@ from torchax.devices import placement
 
 
 def live_arrays() -> list[jax.Array]:
-  """All arrays of the process, the ones that are being computed among them."""
+  """Return all arrays of the process, including those still being computed."""
   return jax.live_arrays()
 
 
 def synchronize(device=None) -> None:
-  """Waits until all JAX computations that were started have finished.
+  """Wait until all started JAX computations have finished.
 
   Args:
-    device: on which; on all devices if None.
+    device: the device to wait for; all devices if None.
 
   Raises:
     NoSuchDeviceError: there is no such device.
@@ -42,15 +43,15 @@ def synchronize(device=None) -> None:
 
 
 class Stream(torch.Stream):
-  """The stream of a device. All of them are the one that JAX works on.
+  """Stream of a device; all streams of a device are the same one.
 
   Args:
-    device: an index, "jax:1" or a `torch.device`; the current one if None.
-    priority: accepted; JAX has one.
+    device: an index, "jax:1" or a `torch.device`; the current device if None.
+    priority: ignored; JAX has no priorities.
   """
 
   def __new__(cls, device=None, priority: int = 0, **_ignored):
-    """Raises NoSuchDeviceError for a device that does not exist."""
+    """Raise NoSuchDeviceError for a device that does not exist."""
     index = placement.checked_index(device)
     torch_compat.register_guard()
     stream = super().__new__(cls, device="jax")
@@ -69,11 +70,11 @@ class Stream(torch.Stream):
     return self._index
 
   def synchronize(self) -> None:
-    """Waits until the computations of the device have finished."""
+    """Wait until the computations of the device have finished."""
     synchronize(self._index)
 
   def query(self) -> bool:
-    """True if nothing is being computed on the device."""
+    """Return True if nothing is being computed on the device."""
     if not jax_compat.has_started():
       return True
     device = placement.jax_device(self._index)
@@ -81,19 +82,19 @@ class Stream(torch.Stream):
     return all(array.is_ready() for array in arrays)
 
   def wait_event(self, event) -> None:
-    """Nothing to do: what an event stands for was started before."""
+    """Do nothing: the work before the event was started earlier, so it runs first."""
 
   def wait_stream(self, stream) -> None:
-    """Nothing to do, as in `wait_event`."""
+    """Do nothing, as in `wait_event`."""
 
   def record_event(self, event=None) -> "Event":
-    """An event, recorded now."""
+    """Record an event now and return it."""
     event = Event() if event is None else event
     event.record(self)
     return event
 
   def is_capturing(self) -> bool:
-    """False: a stream of JAX is not recorded into a graph."""
+    """Return False: a stream of JAX is not recorded into a graph."""
     return False
 
   def __enter__(self):
@@ -115,15 +116,15 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-  """A moment in the work of a device.
+  """Event in the stream of a device.
 
   Args:
-    device: accepted, for torch's signature.
-    enable_timing: `record` waits for the work that was started, and takes the time.
+    device: ignored except for the check that it exists.
+    enable_timing: True to make `record` wait for all started work and take the time.
   """
 
   def __new__(cls, device=None, enable_timing: bool = False, **_ignored):
-    """Raises NoSuchDeviceError for a device that does not exist."""
+    """Raise NoSuchDeviceError for a device that does not exist."""
     if isinstance(device, bool):  # torch.cuda.Event has `enable_timing` first
       device, enable_timing = None, device
     index = placement.checked_index(device)
@@ -141,7 +142,7 @@ class Event(torch.Event):
     return placement.torch_device(index)
 
   def record(self, stream=None) -> None:
-    """Marks this moment, after all work that was started."""
+    """Record the event after all started work."""
     if isinstance(stream, Stream):
       self._index = stream.device_index
     self._is_recorded = True
@@ -150,24 +151,24 @@ class Event(torch.Event):
       self._time = time.perf_counter()
 
   def wait(self, stream=None) -> None:
-    """Nothing to do: JAX keeps the order of its work."""
+    """Do nothing: a device runs its work in order."""
 
   def query(self) -> bool:
-    """True if the work before the event is done."""
+    """Return True if the work before the event has finished."""
     return (
       self._time is not None or not self._is_recorded or Stream(self._index).query()
     )
 
   def synchronize(self) -> None:
-    """Waits for the work before the event."""
+    """Wait for the work before the event."""
     if self._is_recorded and self._time is None:
       synchronize(self._index)
 
   def elapsed_time(self, end_event: "Event") -> float:
-    """Milliseconds of the host's clock from this event to another one.
+    """Return the milliseconds from this event to `end_event`, by the host's clock.
 
     Raises:
-      RuntimeError: one of them was not made with `enable_timing=True`, or not recorded.
+      RuntimeError: an event was created without `enable_timing=True`, or not recorded.
     """
     for event in (self, end_event):
       if not event._takes_time:
@@ -186,7 +187,7 @@ class Event(torch.Event):
 
 
 def current_stream(device=None) -> Stream:
-  """The stream of a device; of the current one if None."""
+  """Return the stream of a device; of the current device if None."""
   return Stream(device)
 
 
@@ -194,7 +195,7 @@ default_stream = current_stream
 
 
 def set_stream(stream: torch.Stream | None) -> None:
-  """Makes the device of a stream the current one."""
+  """Make the device of a stream the current device."""
   placement.set_current(_index_of(stream))
 
 
@@ -205,10 +206,10 @@ def _working_on(index: int | None) -> Iterator[None]:
 
 
 def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
-  """Works on a stream's device inside the block.
+  """Make a stream's device the current device inside the block.
 
   Raises:
-    TypeError: not a stream.
+    TypeError: the argument is no stream.
   """
   return _working_on(_index_of(stream))
 
