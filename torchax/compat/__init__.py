@@ -1,6 +1,6 @@
-"""All private API of torch and JAX, and all that depends on their versions.
+"""Private API of torch and JAX, and code that depends on their versions.
 
-`private.py` looks a name up and says which feature is lost without it. `torch_compat`
-and `jax_compat.py` use the names; nothing else in the package does. Start at
-`private.py`. Public API of torch and JAX is used where it is needed, not here.
+Start at `private.py`, which looks a name up and records the feature that needs it.
+`torch_compat` and `jax_compat.py` use the names; the rest of the package imports these
+two. Public API of torch and JAX is used directly, not through this folder.
 """

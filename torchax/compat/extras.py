@@ -1,4 +1,7 @@
-"""Packages that a user may not have: loaded on first use, or one error that helps."""
+"""Optional packages: imported on first use, with one error that names the extra.
+
+Integrations such as `torchax.flax` call `load`.
+"""
 
 import functools
 import importlib
@@ -11,12 +14,12 @@ from torchax.errors import UnsupportedVersionError
 
 
 class Extra(NamedTuple):
-  """What one of torchax's extras brings.
+  """Package that an extra of torchax installs.
 
   Attributes:
-    name: of the extra, as in `pip install 'torchax[name]'`.
-    package: as pip knows it.
-    lowest: the oldest version that works.
+    name: name of the extra, as in `pip install 'torchax[name]'`.
+    package: name of the package for pip.
+    lowest: oldest version that works.
   """
 
   name: str
@@ -24,10 +27,10 @@ class Extra(NamedTuple):
   lowest: str
 
 
-# By the name that is imported. A test compares this with setup.py.
+# Keys are the imported names. A test compares the rows with setup.py.
 EXTRAS = {
   "accelerate": Extra("ecosystem", "accelerate", "1.6"),
-  "etils": Extra("checkpoint", "orbax-checkpoint", "0.12"),  # which brings it
+  "etils": Extra("checkpoint", "orbax-checkpoint", "0.12"),  # a dependency of orbax
   "flax": Extra("flax", "flax", "0.12"),
   "lightning": Extra("ecosystem", "lightning", "2.5"),
   "matplotlib": Extra("plot", "matplotlib", "3.9"),
@@ -37,15 +40,15 @@ EXTRAS = {
 
 
 def load(module: str, user: str) -> ModuleType:
-  """Imports a module of a package that torchax does not require.
+  """Import a module of an optional package.
 
   Args:
-    module: its full name, such as "flax.linen".
-    user: what needs it, for the error: "FlaxNNModule".
+    module: full name of the module, such as "flax.linen".
+    user: name of the feature that needs it, for the error: "FlaxNNModule".
 
   Raises:
-    ImportError: the package is missing, or cannot be imported itself.
-    UnsupportedVersionError: it is too old.
+    ImportError: the package is missing, or its import fails.
+    UnsupportedVersionError: the package is too old.
   """
   package = module.partition(".")[0]
   extra = EXTRAS[package]
@@ -83,6 +86,6 @@ def _version(package: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-  """The leading numbers of a version, which pre-releases and builds follow."""
+  """Return the leading numbers of a version, without pre-release and build."""
   found = re.match(r"\d+(\.\d+)*", version)
   return tuple(map(int, found[0].split("."))) if found else ()

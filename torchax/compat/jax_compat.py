@@ -1,8 +1,9 @@
-"""The only file that touches private API of JAX; `test_jax_compat.py` guards it.
+"""Private API of JAX, used in this file only; `test_jax_compat.py` checks that.
 
-What is needed: to know which trace is in progress, because a draw from a stream of
-another trace would be baked in or repeated (`rng/ownership.py`); and whether JAX
-has started, because it does not survive a fork (`torchax/device_module.py`).
+Main uses: the current trace, since a draw from a stream of another trace would become a
+constant or repeat (`rng/ownership.py`); and whether JAX has started, since JAX does not
+survive a fork (`devices/forks.py`). Also here: the meaning of JAX's error messages, and
+differences between versions of JAX.
 """
 
 import re
@@ -23,43 +24,43 @@ Trace = jax.core.Trace
 
 
 class _Nothing:
-  """A class that has no instances."""
+  """Class without instances."""
 
 
-# Function in pickles of arrays that makes the array; None where it is not known.
+# Function that pickles of arrays call to create the array; None if unknown.
 rebuilt_array = private.find(
   "jax._src.array._reconstruct_array",
   "loading arrays from files of torch.save",
   instead=None,
 )
-# `isinstance(array, jax.Array)` tells what `type(array) is ArrayImpl` tells sooner.
+# `type(array) is ArrayImpl` is faster than `isinstance(array, jax.Array)`.
 ArrayImpl = private.find(
   "jax._src.array.ArrayImpl", "telling arrays from tracers quickly", instead=_Nothing
 )
 
-# () -> bool: True once JAX has set up a device.
+# () -> bool: True once JAX has initialized a device.
 has_started = private.find(
   "jax._src.xla_bridge.backends_are_initialized",
   "telling a process that was forked from one that uses JAX",
   instead=lambda: False,
 )
 
-# A context in which JAX computes with concrete values, also while a function is being
-# traced; `jax.ensure_compile_time_eval` does not leave a `shard_map`.
+# Context in which JAX computes with concrete values, even inside a trace.
+# `jax.ensure_compile_time_eval` does not leave a `shard_map`.
 outside_of_traces = private.find(
   "jax._src.core.eval_context",
   "the first draw of a stream inside of a shard_map",
   instead=jax.ensure_compile_time_eval,
 )
 
-# What JAX raises where the sharding of a result does not follow from the types.
+# JAX's error for a result whose sharding does not follow from the types.
 ShardingTypeError = private.find(
   "jax._src.core.ShardingTypeError",
   "operations on meshes of explicit axes",
   instead=type("ShardingTypeError", (Exception,), {}),
 )
 
-# () -> the function, or None; its module is slow to import.
+# () -> the function, or None. Deferred: its module is slow to import.
 flash_attention_of_tpus = private.Later(
   "jax.experimental.pallas.ops.tpu.flash_attention.flash_attention",
   "flash attention on TPUs",
@@ -78,8 +79,8 @@ def _trace_class(path: str) -> type:
 
 
 _EvalTrace = _trace_class("jax._src.core.EvalTrace")
-# Traces that run the function once and leave values that do not depend on the
-# differentiated input concrete.
+# Traces that run the function once and keep values concrete if they do not depend on
+# the differentiated input.
 _RUN_ONCE = (
   _trace_class("jax._src.interpreters.ad.JVPTrace"),
   _trace_class("jax._src.interpreters.ad.LinearizeTrace"),
@@ -90,27 +91,27 @@ _StagingTrace = _trace_class(
 _BatchTrace = _trace_class("jax._src.interpreters.batching.BatchTrace")
 _KNOWN = (_EvalTrace, *_RUN_ONCE, _StagingTrace, _BatchTrace)
 if _EvalTrace is _Nothing:
-  # What is in progress while modules are imported.
+  # At import no transformation is in progress.
   _EvalTrace = type(_trace_context.trace)
 
 
 def _require_known(trace: Trace) -> None:
-  """Raises for a trace that may be of a class that was not found.
+  """Check that the class of a trace is known.
 
   Raises:
-    PrivateApiError: a class of traces was not found, and this is none of the others.
+    PrivateApiError: a class of traces was not found, and this trace has no known class.
   """
   if _Nothing in _KNOWN and type(trace) not in _KNOWN:
     private.require(_TRACES)
 
 
 def is_top_level() -> bool:
-  """True when no JAX transformation is in progress on this thread."""
+  """Return True if no JAX transformation is in progress on this thread."""
   return type(_trace_context.trace) is _EvalTrace
 
 
 def is_staging() -> bool:
-  """True when operations are recorded into a jaxpr instead of being run."""
+  """Return True if operations are recorded into a jaxpr instead of being run."""
   trace = type(_trace_context.trace)
   if trace is not _StagingTrace and trace is not _EvalTrace:
     _require_known(_trace_context.trace)
@@ -118,10 +119,10 @@ def is_staging() -> bool:
 
 
 def draw_owner() -> Trace | None:
-  """The innermost trace that a draw would belong to, None when run for real.
+  """Return the innermost trace that owns a draw made now; None outside of traces.
 
-  Differentiation is looked through: it runs a function once, with the random
-  numbers as constants of the differentiation.
+  Differentiation is skipped: it runs the function once, and the random numbers are
+  constants of it.
   """
   trace = _trace_context.trace
   while type(trace) in _RUN_ONCE:
@@ -133,33 +134,33 @@ def draw_owner() -> Trace | None:
 
 
 def is_batching(trace: Trace) -> bool:
-  """True for the trace of `jax.vmap`."""
+  """Return True for the trace of `jax.vmap`."""
   if type(trace) is not _EvalTrace:
     _require_known(trace)
   return type(trace) is _BatchTrace
 
 
 def has_abstract_value(array) -> bool:
-  """True for a value that is being traced."""
+  """Return True for a tracer."""
   return isinstance(array, Tracer)
 
 
 def line_outside(libraries: tuple[str, ...]) -> tuple[str, int] | None:
-  """File and line of the innermost running code that is not a library's.
+  """Return file and line of the innermost frame outside of libraries.
 
-  It is read off the record that JAX keeps with each operation for its own messages.
+  The source is the record that JAX keeps with each operation for its own messages.
 
   Args:
-    libraries: what the paths of their files start with.
+    libraries: prefixes of the libraries' file paths.
 
   Returns:
-    None where JAX keeps no such record.
+    (file, line), or None if JAX keeps no such record.
   """
   return line_of(source_info_util.current(), libraries)
 
 
 def line_of(source_info, libraries: tuple[str, ...]) -> tuple[str, int] | None:
-  """The same for the record of an equation of a jaxpr."""
+  """Return file and line of user code for the source info of a jaxpr equation."""
   record = source_info.traceback
   for frame in getattr(record, "frames", ()):
     if not frame.file_name.startswith(libraries):
@@ -168,31 +169,31 @@ def line_of(source_info, libraries: tuple[str, ...]) -> tuple[str, int] | None:
 
 
 def constants_of_scan(params: dict) -> int:
-  """How many operands of a scan are the same in all turns; they come first."""
+  """Return the number of leading operands of a scan that are constant."""
   if "num_consts" in params:
     return params["num_consts"]
-  constants, _, _ = params["ft_in"].unpack()  # from JAX 0.12 on
+  constants, _, _ = params["ft_in"].unpack()  # since JAX 0.12
   return len(constants)
 
 
 def without_constants(closed: core.ClosedJaxpr) -> core.Jaxpr:
-  """The jaxpr of a closed one, which keeps no constant alive.
+  """Return the jaxpr of a closed jaxpr, without references to its constants.
 
-  From JAX 0.12 on both are of one class.
+  Since JAX 0.12 both have the same class.
   """
   jaxpr = closed.jaxpr
   return jaxpr.with_consts([]) if hasattr(jaxpr, "with_consts") else jaxpr
 
 
 def is_about_devices(error: Exception) -> bool:
-  """True for what JAX raises where arrays are committed to different devices."""
+  """Return True for JAX's error about arrays committed to different devices."""
   return "incompatible devices" in str(error)
 
 
 def is_about_deletion(error: BaseException) -> bool:
-  """True for what JAX raises where the memory of an array is gone.
+  """Return True for JAX's errors about deleted arrays.
 
-  A program that has run before raises a ValueError, or one of XLA's.
+  A program that has run before raises ValueError, or an error of XLA.
   """
   known = isinstance(error, RuntimeError | ValueError)
   return known and "has been deleted" in str(error)
@@ -205,17 +206,17 @@ NO_VALUE = (
   jax.errors.TracerBoolConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises where the values of a traced array are asked for."""
+"""JAX's errors for reading the values of a tracer."""
 
 
-# Of shapes, of slices, and of slices from JAX 0.12 on.
+# Messages about shapes, about slices, and about slices since JAX 0.12.
 _STATIC = ("concrete values", "static integers", "static start/stop/step")
 
 
 def is_about_values(error: BaseException) -> bool:
-  """True for what JAX raises where a traced array would have to be known.
+  """Return True for JAX's errors about tracers used as concrete values.
 
-  Shapes and slices of traced arrays raise plain errors that name the tracer.
+  Traced values in shapes and slices raise plain errors that name the tracer.
   """
   if isinstance(error, NO_VALUE):
     return True
@@ -224,13 +225,13 @@ def is_about_values(error: BaseException) -> bool:
 
 
 def is_about_donation(error: BaseException) -> bool:
-  """True for what JAX raises where donated memory is used twice in one call."""
+  """Return True for JAX's error about memory donated and used in one call."""
   is_of_xla = isinstance(error, jax.errors.JaxRuntimeError)
   return is_of_xla and all(part in str(error) for part in ("donate", "same call"))
 
 
 def refused_argument(error: BaseException) -> tuple[str, str] | None:
-  """The class and the place of an argument that `jax.jit` refuses as no array."""
+  """Return class and path of an argument that `jax.jit` rejects as no array."""
   if type(error) is not TypeError:
     return None
   found = _REFUSED_ARGUMENT.search(str(error))
@@ -238,21 +239,21 @@ def refused_argument(error: BaseException) -> tuple[str, str] | None:
 
 
 def is_about_static_arguments(error: BaseException) -> bool:
-  """True for what `jax.jit` raises where a static argument has no hash."""
+  """Return True for the error of `jax.jit` about unhashable static arguments."""
   return type(error) is ValueError and "Non-hashable static arguments" in str(error)
 
 
 def varying_axes(array) -> frozenset:
-  """The mapped axes along which an array may differ, by its type."""
+  """Return the mapped mesh axes over which an array varies, by its type."""
   aval = jax.typeof(array)
   manual = getattr(aval, "manual_axis_type", None)
   return getattr(aval, "vma", frozenset()) if manual is None else manual.varying
 
 
 def varying_alike(*arrays) -> list:
-  """The same arrays, of one type as to the mapped axes along which they may differ.
+  """Cast arrays to one type that varies over the union of their mapped axes.
 
-  A loop wants it of what it carries, and a derivative of what it is for.
+  Loops require it of their carry, derivatives of primal and cotangent.
   """
   axes = frozenset().union(*map(varying_axes, arrays))
   if not axes:
@@ -265,9 +266,9 @@ def varying_alike(*arrays) -> list:
 
 
 def is_divisible() -> bool:
-  """True where XLA may divide what is computed here among devices.
+  """Return True if XLA may partition the current computation over devices.
 
-  It may not where there is one device, nor where all axes of a mesh are mapped.
+  It may not if there is one device, or if all axes of the mesh are mapped.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.manual_axes:
@@ -276,12 +277,12 @@ def is_divisible() -> bool:
 
 
 def is_committed(array) -> bool:
-  """True for an array that JAX keeps where it is; others join those."""
+  """Return True for an array that is committed to its devices."""
   return getattr(array, "_committed", True)
 
 
 def uncommitted(array) -> jax.Array:
-  """The same array, free to join arrays elsewhere."""
+  """Return an uncommitted array with the same buffers."""
   parts = getattr(array, "_arrays", None)
   if parts is None:
     return array
@@ -298,11 +299,12 @@ _default_device = private.find(
 
 
 def from_host(values: np.ndarray, place: Sharding | None = None) -> jax.Array:
-  """`jax.device_put` of an array that nobody else has, in a third of the time.
+  """Put a numpy array on a device in a third of the time of `jax.device_put`.
 
   Args:
-    values: of any shape.
-    place: one device; the result is committed to it. None for the default one.
+    values: array of any shape that no other code uses.
+    place: sharding on one device, for a committed array; None for an uncommitted array
+      on the default device.
   """
   is_wide = values.dtype.itemsize > 4 and not jax.config.jax_enable_x64
   if _put is None or _default_device is None or is_wide or is_guarded():
@@ -314,7 +316,7 @@ def from_host(values: np.ndarray, place: Sharding | None = None) -> jax.Array:
 
 
 def is_guarded() -> bool:
-  """True while the user has JAX watch what moves between the host and devices."""
+  """Return True while a transfer guard of JAX is active."""
   config = jax.config
   guards = (
     config.jax_transfer_guard_host_to_device,
@@ -324,9 +326,9 @@ def is_guarded() -> bool:
 
 
 def is_of_host(array) -> bool:
-  """True for a live array in memory of the host, which numpy reads without a copy."""
+  """Return True for a live array in host memory, which numpy reads without a copy."""
   platform = getattr(array, "platform", None)
-  # Since JAX 0.12 a deleted array does not say where it was.
+  # Since JAX 0.12 a deleted array has no platform.
   return platform is not None and not array.is_deleted() and platform() == "cpu"
 
 
@@ -337,16 +339,16 @@ _distributed_state = private.find(
 
 
 def coordination_client():
-  """The client of JAX's coordinator, by which processes exchange short texts.
+  """Return the client of JAX's coordinator, through which processes exchange text.
 
   Raises:
-    PrivateApiError: this version of JAX has it elsewhere.
+    PrivateApiError: this version of JAX does not have it.
   """
   return _distributed_state.client
 
 
 def is_about_missing_cluster(error: ValueError) -> bool:
-  """True for what JAX raises where it finds no other processes."""
+  """Return True for JAX's error about a missing cluster."""
   return any(
     part in str(error)
     for part in ("coordinator_address should", "Number of processes must")
@@ -366,10 +368,9 @@ _make_gloo = private.find(
 
 
 def join_cpus_at(address: str) -> None:
-  """Has the CPUs of processes find one another at this address of their host.
+  """Make JAX's gloo listen at this address instead of the one of the host's name.
 
-  By default JAX's gloo asks what the name of the host resolves to, and listens there.
-  It is called after `jax.distributed.initialize` and before JAX sets up a device.
+  Call it after `jax.distributed.initialize` and before JAX initializes a device.
   """
   implementation = getattr(jax.config, "jax_cpu_collectives_implementation", None)
   parts = (_register_client, _make_cpu_client, _make_gloo)
@@ -384,10 +385,10 @@ def join_cpus_at(address: str) -> None:
 
 
 def is_about_name_of_host(error: BaseException) -> bool:
-  """True for what JAX raises where gloo does not find the address of this host."""
+  """Return True for JAX's error if gloo cannot resolve the name of this host."""
   return "gloo/transport" in str(error)
 
 
 def is_about_other_processes(error: BaseException) -> bool:
-  """True for what JAX raises where an array's numbers are in other processes."""
+  """Return True for JAX's error about an array with shards on other processes."""
   return "non-addressable" in str(error)

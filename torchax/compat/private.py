@@ -1,9 +1,9 @@
-"""Private API of torch and JAX, looked up by name: what has moved costs one feature.
+"""Look-up of private API of torch and JAX; a missing name costs only its feature.
 
-The two `_compat` modules take each private piece from here and say what it is for.
-Where a version of torch or JAX has it no more, importing goes on: what is found in its
-place raises `PrivateApiError` when the feature is used, or, where `instead` is given,
-does without. A piece without which no tensor can exist is `essential`.
+`torch_compat` and `jax_compat.py` get each private piece here and name its feature. If
+a version of torch or JAX lacks a piece, the import of torchax still succeeds. Using the
+feature then raises `PrivateApiError`, or uses the replacement given as `instead`.
+Pieces that every tensor needs are `essential`: their absence stops the import.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ _LIBRARIES = ("torch", "jax")
 
 @dataclasses.dataclass
 class Piece:
-  """A private name of torch or JAX.
+  """Private name of torch or JAX.
 
   Attributes:
-    path: its dotted name, which begins with "torch" or "jax".
-    feature: what needs it, as messages say it.
-    since: the first version that has it; None where all that are tested do.
-    degrades: what does without it: the feature is slower or less, and nothing raises.
-    is_essential: without it, torchax cannot be imported.
-    is_found: whether the installed version has it; None before it is looked up.
+    path: dotted name, which begins with "torch" or "jax".
+    feature: the feature that needs it, in the words of messages.
+    since: first version that has it; None if all tested versions do.
+    degrades: True if the feature works without it, slower or in part.
+    is_essential: True if torchax cannot be imported without it.
+    is_found: True if the installed version has it; None before the look-up.
   """
 
   path: str
@@ -38,28 +38,28 @@ class Piece:
 
   @property
   def library(self) -> str:
-    """The name of the package that it belongs to."""
+    """Name of the package of this piece."""
     return self.path.partition(".")[0]
 
   @property
   def known(self) -> str:
-    """The versions that are known to have it, in words: "2.11 to 2.15"."""
+    """Versions that are known to have this piece, as text: "2.11 to 2.15"."""
     lowest, highest = versions.TESTED[self.library]
     return f"{self.since or lowest} to {highest}"
 
   @property
   def is_yet_to_come(self) -> bool:
-    """True where the installed version is older than the piece: nothing is lost."""
+    """True if the installed version is older than the piece, so nothing is lost."""
     installed = importlib.import_module(self.library).__version__
     return self.since is not None and versions.is_older(installed, self.since)
 
   @property
   def is_lost(self) -> bool:
-    """True for a piece that the installed version should have, and has not."""
+    """True if the installed version should have the piece but does not."""
     return self.is_found is False and not self.is_yet_to_come
 
   def message(self) -> str:
-    """What is missing, for what, and what to do."""
+    """Return the error message: the missing name, its feature and the remedy."""
     installed = importlib.import_module(self.library).__version__
     rest = "" if self.is_essential else " Everything else works."
     return (
@@ -70,11 +70,11 @@ class Piece:
 
 
 PIECES: dict[str, Piece] = {}
-"""Dotted name -> every private piece, in the order of the look-ups."""
+"""All private pieces by dotted name, in the order of declaration."""
 
 
 class Unavailable:
-  """Stands for a piece that was not found; any use of it raises."""
+  """Placeholder for a piece that was not found; any use raises PrivateApiError."""
 
   def __init__(self, piece: Piece):
     self._piece = piece
@@ -83,7 +83,7 @@ class Unavailable:
     raise PrivateApiError(self._piece.message())
 
   def __call__(self, *args, **kwargs):
-    """Raises `PrivateApiError`."""
+    """Raise PrivateApiError."""
     self._raise()
 
   def __getattr__(self, name: str):
@@ -96,16 +96,16 @@ class Unavailable:
 
 
 def walk(path: str) -> Any:
-  """The object of a dotted name; modules on the way are imported.
+  """Return the object of a dotted name, importing its modules.
 
   Raises:
-    AttributeError, ImportError: there is none.
+    AttributeError, ImportError: there is no such object.
   """
   library, *parts = path.split(".")
   owner = importlib.import_module(library)
   for place, part in enumerate(parts):
-    # torch hides some modules behind functions of their name: what is no attribute of
-    # the function is one of the module.
+    # In torch some functions hide a submodule of the same name. If the function lacks
+    # the next attribute, take the submodule.
     following = parts[place + 1 : place + 2]
     found = getattr(owner, part, None)
     is_whole = found is not None and all(hasattr(found, name) for name in following)
@@ -131,13 +131,13 @@ _NOTHING = object()
 def find(
   path: str, feature: str, *, instead: Any = _NOTHING, since: str | None = None
 ) -> Any:
-  """A private piece of torch or JAX.
+  """Look up a private piece of torch or JAX.
 
   Args:
-    path: its dotted name.
-    feature: what needs it: "which torchax needs for `feature`".
-    instead: what is taken in its place; by default, something that raises when used.
-    since: the first version that has it, if not all that are tested do.
+    path: dotted name.
+    feature: the feature that needs it, for messages: "which torchax needs for …".
+    instead: replacement if it is not found; by default, an object that raises on use.
+    since: first version that has it; None if all tested versions do.
 
   Returns:
     The piece, `instead`, or an `Unavailable`.
@@ -154,11 +154,11 @@ def find(
 
 
 def essential(path: str, reason: str) -> Any:
-  """A private piece without which no tensor can exist.
+  """Look up a private piece that every tensor needs.
 
   Args:
-    path: its dotted name.
-    reason: what it is for.
+    path: dotted name.
+    reason: the feature that needs it, for messages.
 
   Raises:
     UnsupportedVersionError: the installed version does not have it.
@@ -175,10 +175,11 @@ def essential(path: str, reason: str) -> Any:
 
 
 class Later:
-  """A piece in a module that is slow to import, so looked up when it is used.
+  """Deferred look-up of a piece whose module is slow to import.
 
   Args:
-    path, feature: of `find`, and `options` are its `instead` and `since`.
+    path, feature: as in `find`.
+    **options: `instead` and `since` of `find`.
   """
 
   def __init__(self, path: str, feature: str, **options):
@@ -187,7 +188,7 @@ class Later:
     piece.degrades = "instead" in options
 
   def __call__(self) -> Any:
-    """The piece, what is taken `instead`, or an `Unavailable`."""
+    """Return the piece, `instead`, or an `Unavailable`."""
     return find(self._path, self._feature, **self._options)
 
 
@@ -202,7 +203,7 @@ def _declare(path: str, feature: str, since: str | None = None) -> Piece:
 
 
 def require(feature: str) -> None:
-  """Raises for a feature of which a piece is missing.
+  """Check that no piece of a feature is missing.
 
   Raises:
     PrivateApiError: a piece that was looked up for this feature was not found.
@@ -213,7 +214,7 @@ def require(feature: str) -> None:
 
 
 def look_up_all() -> list[Piece]:
-  """All pieces, those that are slow to import looked up as well."""
+  """Look up the deferred pieces too, and return all pieces."""
   for piece in list(PIECES.values()):
     if piece.is_found is None:
       instead = {"instead": None} if piece.degrades else {}

@@ -1,7 +1,7 @@
-"""The line of the user's code that led here, for messages and ledgers.
+"""Current line of user code, for messages and ledgers only.
 
-Nothing is decided by it. A line is read off the record that JAX keeps of where an
-operation comes from, which ends at the compiled function that is being traced.
+The line comes from JAX's record of the source of an operation. That record ends at the
+compiled function that is being traced.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import torch
 
 from torchax.compat import jax_compat
 
-# Nobody looks in the files of these packages for the reason of a message.
+# Frames in files of these packages are never the user's line.
 _FILES = (os.path.dirname(__file__), torch.__file__, jax.__file__)
 LIBRARIES = (
   *(f"{os.path.dirname(module)}{os.sep}" for module in _FILES),
@@ -26,7 +26,7 @@ LIBRARIES = (
 
 
 class _Graph(threading.local):
-  # File and line that the node of a graph comes from while it is run.
+  # Source file and line of the graph node that is running.
   line: tuple[str, int] | None = None
 
 
@@ -35,7 +35,7 @@ _graph = _Graph()
 
 @contextlib.contextmanager
 def coming_from(place: tuple[str, int] | None) -> Iterator[None]:
-  """Inside, `line` is that of a captured graph's node, where it is known."""
+  """Make `line` return the source of a graph node, if known, inside the block."""
   before, _graph.line = _graph.line, place
   try:
     yield
@@ -43,23 +43,22 @@ def coming_from(place: tuple[str, int] | None) -> Iterator[None]:
     _graph.line = before
 
 
-# What was shown of each file, as `warnings` keeps it for a module.
+# Warnings already shown, by file: the registries that `warnings` keeps per module.
 _shown: dict[str, dict] = {}
 
 
 def line() -> tuple[str, int] | None:
-  """File and line of the innermost running code outside of torchax, torch and JAX.
+  """Return file and line of the innermost frame outside of torchax, torch and JAX.
 
-  Returns:
-    None where JAX does not know it.
+  None if JAX has no record of it.
   """
   return _graph.line or jax_compat.line_outside(LIBRARIES)
 
 
 def warn(message: str, category: type[Warning]) -> None:
-  """A warning at the line of the user's code that led here.
+  """Issue a warning at the current line of user code.
 
-  Before Python 3.12 it is at the line of torchax where JAX does not know the user's.
+  Before Python 3.12, and if JAX does not know that line, use the line in torchax.
   """
   if sys.version_info >= (3, 12):
     warnings.warn(message, category, skip_file_prefixes=LIBRARIES)

@@ -1,4 +1,4 @@
-"""The versions of Python, torch, JAX and numpy that torchax runs on."""
+"""Supported versions of Python, torch, JAX and numpy, checked on import."""
 
 import importlib.metadata
 import re
@@ -8,18 +8,18 @@ from torchax.errors import UnsupportedVersionError
 from torchax.version import VERSION
 
 LOWEST = {"torch": "2.11", "jax": "0.10.0", "jaxlib": "0.10.0", "numpy": "2.0"}
-"""Package -> the lowest version that torchax runs on, as setup.py requires."""
+"""Lowest supported version of each package, as in setup.py."""
 
 TESTED = {
   "torch": ("2.11", "2.15"),
   "jax": ("0.10", "0.12"),
   "python": ("3.11", "3.13"),
 }
-"""Name -> the lowest and the highest release series that the tests run on."""
+"""Lowest and highest release series that the tests cover, by name."""
 
 
 def release(version: str) -> tuple[int, ...]:
-  """The numbers a version begins with.
+  """Return the leading numbers of a version.
 
   >>> release("2.15.0+cu132"), release("0.12.0.dev20261101")
   ((2, 15, 0), (0, 12, 0))
@@ -29,18 +29,18 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def is_tested(name: str, version: str) -> bool:
-  """True for a release of a series that the tests run on."""
+  """Return True if the tests cover the series of this release."""
   lowest, highest = (release(bound) for bound in TESTED[name])
   return lowest <= release(version)[: len(lowest)] <= highest
 
 
 def tested(name: str) -> str:
-  """The range of a name in words: "2.11 to 2.15"."""
+  """Return the tested range of a package as text: "2.11 to 2.15"."""
   return " to ".join(TESTED[name])
 
 
 def is_older(version: str, bound: str) -> bool:
-  """True for a version that comes before another one.
+  """Return True if `version` is lower than `bound`.
 
   >>> is_older("2.9", "2.11"), is_older("2.11.0+cpu", "2.11")
   (True, False)
@@ -54,21 +54,21 @@ def check(
   installed: Callable[[str], str] = importlib.metadata.version,
   lowest: Mapping[str, str] = LOWEST,
 ) -> None:
-  """Raises one error that names every library that is too old.
+  """Check the installed versions; raise one error that names every old library.
 
   Args:
-    installed: name of a package -> its version.
-    lowest: name of a package -> the lowest version.
+    installed: function from the name of a package to its version.
+    lowest: lowest version by name of package.
 
   Raises:
-    UnsupportedVersionError: a library is older than torchax runs on.
+    UnsupportedVersionError: a library is older than torchax supports.
   """
   old = []
   for name, bound in lowest.items():
     try:
       version = installed(name)
     except importlib.metadata.PackageNotFoundError:
-      continue  # installed without metadata, or not at all: importing it will tell
+      continue  # not installed, or without metadata; its import raises if it is missing
     if is_older(version, bound):
       old.append((name, bound, version))
   if not old:
