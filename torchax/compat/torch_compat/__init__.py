@@ -1,8 +1,8 @@
-"""The only package that touches private API of torch; `test_torch_compat.py` guards it.
+"""Private API of torch, used in this folder only; `test_torch_compat.py` checks that.
 
-A file a theme. Each private name is looked up by `private.find`, which says what it is
-for and what happens on a version of torch that has moved it. This file has the public
-names of all themes.
+Each file has one theme; this file collects their public names. Every private name is
+looked up by `private.find`, which states its feature and the replacement for versions
+of torch that lack it.
 """
 
 from torchax.compat.torch_compat.accelerator import *

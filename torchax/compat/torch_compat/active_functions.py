@@ -1,8 +1,8 @@
-"""Calls of modules: which ones are running, on each thread and in each task.
+"""Stack of the modules that are being called, per thread and async task.
 
-Calls are followed while somebody needs to know. Meanwhile `torch.nn.Module.__call__` is
-wrapped, which Dynamo and `torch.fx` expect; a hook would not see every exception leave.
-At other times torch is as it was.
+Draws get their sites from it (`rng/sites.py`). While a caller needs the stack,
+`torch.nn.Module.__call__` is wrapped, which Dynamo and `torch.fx` support. A hook would
+miss exceptions. At other times torch is unpatched.
 """
 
 import contextlib
@@ -16,15 +16,14 @@ import torch
 
 from torchax.compat.patches import PATCHES, patch
 
-# Class attribute of modules that wrap another one: the name under which they hold it.
+# Class attribute of modules that wrap another one: name of the attribute with it.
 TRANSPARENT = "_is_transparent_to_sites"
 
-# Class attribute of modules that are parts of graphs and no modules of the user's.
+# Class attribute of captured graphs, which are no modules of the user.
 UNSEEN = "_is_unseen_by_sites"
 
-# A running module and the call around it. In place of the module None for a boundary,
-# whose callers may change from call to call; and a path for modules of a graph, which
-# ran when it was captured.
+# A running module and the call around it. None instead of the module is a boundary,
+# whose callers may differ from call to call. A path means modules of a captured graph.
 Call = tuple[torch.nn.Module | str | None, "Call | None"]
 
 _innermost: contextvars.ContextVar[Call | None] = contextvars.ContextVar(
@@ -35,18 +34,18 @@ _REASON = (
   "the paths of modules that draw, while a function is traced or as long as asked"
 )
 
-# Wrapped forms of `torch.nn.Module.__call__` -> the original.
+# Original of each wrapped `torch.nn.Module.__call__`.
 _originals: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def innermost() -> Call | None:
-  """The call that is running now; a chain to the outermost one."""
+  """Return the innermost running call, which links to the outer ones."""
   return _innermost.get()
 
 
 @contextlib.contextmanager
 def below(call: Call | None) -> Iterator[None]:
-  """A context in which a call is running."""
+  """Make `call` the innermost running call inside the block."""
   outer = _innermost.get()
   _innermost.set(call)
   try:
@@ -56,38 +55,38 @@ def below(call: Call | None) -> Iterator[None]:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-  """The module, or the one that it wraps."""
+  """Return the module without its wrappers."""
   while hasattr(type(module), TRANSPARENT):
     module = getattr(module, getattr(type(module), TRANSPARENT))
   return module
 
 
 def boundary():
-  """A context whose callers are not part of the paths inside it."""
+  """Return a context in which paths do not include the callers."""
   return below((None, _innermost.get()))
 
 
 def at(path: str):
-  """A context in which modules of a graph are running, below the innermost boundary."""
+  """Return a context in which modules of a graph run, below the innermost boundary."""
   return below((path, _innermost.get()))
 
 
 def alone():
-  """A context without any module around it."""
+  """Return a context in which no module is running."""
   return below(None)
 
 
 def inside(module: torch.nn.Module) -> contextlib.AbstractContextManager:
-  """A context in which a module is running, as inside `module(…)`.
+  """Return a context in which a module is running, as inside `module(…)`.
 
-  For methods that are called by their own name, with draws that are addressed by site:
-  their submodules then have the paths that they have in the module.
+  Use it in methods other than `forward` if draws are addressed by site. Submodules then
+  have their paths inside the module.
 
   Args:
-    module: the outermost one, or one of what is running.
+    module: the outermost module, or a submodule of a running one.
 
   Raises:
-    TypeError: not a module.
+    TypeError: the argument is no module.
 
   >>> class Model(torch.nn.Module):
   ...   def __init__(self):
@@ -108,11 +107,11 @@ def inside(module: torch.nn.Module) -> contextlib.AbstractContextManager:
 
 
 def _wrapped(call: Callable) -> Callable:
-  """A module's `__call__` that records that the module is running."""
+  """Wrap `Module.__call__` so that it records the running module."""
 
   @functools.wraps(call)
   def __call__(self, *args, **kwargs):
-    if torch.compiler.is_dynamo_compiling():  # it knows the paths of modules itself
+    if torch.compiler.is_dynamo_compiling():  # Dynamo records module paths itself
       return call(self, *args, **kwargs)
     if hasattr(type(self), UNSEEN):
       return call(self, *args, **kwargs)
@@ -128,7 +127,7 @@ def _wrapped(call: Callable) -> Callable:
 
 
 class _Following:
-  """Wraps `torch.nn.Module.__call__` while somebody needs it."""
+  """Patch of `torch.nn.Module.__call__`, active while a user of the stack needs it."""
 
   def __init__(self):
     self._lock = threading.RLock()
@@ -137,7 +136,7 @@ class _Following:
 
   @contextlib.contextmanager
   def hold(self) -> Iterator[None]:
-    """Follows calls inside the block."""
+    """Track calls inside the block."""
     self._count(1)
     try:
       yield
@@ -150,20 +149,20 @@ class _Following:
       self.update()
 
   def hold_for(self, owner) -> None:
-    """Follows calls until `release`, or until the object is gone."""
+    """Track calls until `release`, or until `owner` is deleted."""
     with self._lock:
       self._owners.add(owner)
       self.update()
 
   def release(self, owner) -> None:
-    """Undoes `hold_for`."""
+    """Undo `hold_for`."""
     with self._lock:
       self._owners.discard(owner)
       self.update()
 
   def update(self) -> None:
-    """Wraps the call of modules if somebody needs it, else puts the original back."""
-    # Others may have wrapped it since, or put back what they had found.
+    """Wrap the call of modules if it is needed, else restore the original."""
+    # Other code may have wrapped it since, or restored an earlier function.
     current = torch.nn.Module.__call__
     original = _originals.get(current)
     is_wanted = bool(self._holders or self._owners)

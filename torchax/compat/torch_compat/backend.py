@@ -1,4 +1,4 @@
-"""The device "jax" as torch knows it: its name, its kernels, its hooks."""
+"""Registration of the device "jax" with torch: its name, kernels and hooks."""
 
 import contextlib
 import functools
@@ -38,14 +38,14 @@ _register_hooks = private.find(
 
 
 class _DeviceGuard(_DeviceGuardBase):
-  """Tells torch that its C++ has no device to switch; see `accelerator.py`."""
+  """Device guard without devices to switch in C++; see `accelerator.py`."""
 
   def type_(self):
     return _DEVICE_TYPE
 
 
 class _Hooks(_HooksBase):
-  """Tells torch that the backend exists, without creating anything on a device."""
+  """Hooks that report the backend as available, without creating a device context."""
 
   def is_available(self) -> bool:
     return True
@@ -57,7 +57,7 @@ class _Hooks(_HooksBase):
     return True
 
 
-# torch keeps no reference of its own to these objects.
+# torch keeps no reference to these objects.
 _hooks, _guard = _Hooks(), _DeviceGuard()
 _kernels = torch.library.Library("aten", "IMPL")
 
@@ -70,7 +70,7 @@ _name_of_backend = private.find(
 
 def _set_module(name: str, module) -> None:
   setattr(torch, name, module)
-  sys.modules[f"torch.{name}"] = module  # who imports it finds it there
+  sys.modules[f"torch.{name}"] = module  # for `import torch.jax`
 
 
 _register_module = private.find(
@@ -81,7 +81,7 @@ _register_module = private.find(
 
 
 def register_backend(device_module) -> None:
-  """Gives torch's device for out-of-tree backends the name "jax".
+  """Name torch's device for out-of-tree backends "jax".
 
   Raises:
     RuntimeError: another backend of this process has taken that device.
@@ -104,14 +104,13 @@ def register_backend(device_module) -> None:
 
 @functools.cache
 def register_guard() -> None:
-  """Tells torch's C++ that there is a device of the backend.
+  """Register a device of the backend with torch's C++, on first use.
 
-  Autograd starts a thread for each device that is known at its first backward pass, and
-  then refuses to run in a forked process. Nothing runs on one of this backend, since a
-  wrapper is on the hidden device to C++. So this waits for who asks for the device, and
-  until autograd has started without it.
+  At its first backward pass autograd starts a thread for each registered device, and
+  then fails in forked processes. This backend needs no such thread: in C++ its wrappers
+  are on the hidden device. So autograd is started before the device is registered.
   """
-  # On a thread of its own, where no mode of the caller sees it.
+  # A separate thread has none of the caller's modes.
   starting = threading.Thread(target=_start_autograd)
   starting.start()
   starting.join()
@@ -119,26 +118,26 @@ def register_guard() -> None:
 
 
 def _start_autograd() -> None:
-  # Refused in a process that was forked from one with the threads of a GPU.
+  # Raises in a process forked from one with autograd threads, such as for a GPU.
   with contextlib.suppress(RuntimeError):
     torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
 def _module_to(self, device=None):
-  """Moves the parameters and buffers of a module to a jax device; see `Module.to`."""
-  # torch's own asks `Tensor.jax(device)`, which gives an array here.
+  """Move the parameters and buffers of a module to a jax device; see `Module.to`."""
+  # torch's generated method calls `Tensor.jax(device)`, which returns an array here.
   device = torch.device(BACKEND, device) if isinstance(device, int) else device
   return self.to(BACKEND if device is None else device)
 
 
 def register_kernel(name: str, kernel, key: str = "PrivateUse1") -> None:
-  """Runs `kernel` for `aten::name` when called with device="jax" and no jax tensor."""
-  # torch has kernels of its own for the keys of a wrapper.
+  """Run `kernel` for `aten::name` when called with device="jax" and no jax tensor."""
+  # torch has its own kernels for the keys of a wrapper.
   _kernels.impl(name, kernel, key, allow_override=key in (HIDDEN_KEY, SHAPE_KEY))
 
 
 _fallbacks = torch.library.Library("_", "IMPL")
-# What has no kernel for autocast runs as it is.
+# Operations without an autocast kernel run unchanged.
 _fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 
 
@@ -148,9 +147,9 @@ def _autocast_kernels(namespace: str) -> torch.library.Library:
 
 
 def register_autocast_kernel(overload, kernel) -> None:
-  """Runs `kernel(*args, **kwargs)` for an overload where autocast for jax is on.
+  """Run `kernel(*args, **kwargs)` for an overload while autocast for jax is enabled.
 
-  It stands above autograd. What it calls is to be called `without_autocast`.
+  The kernel runs above autograd. It must call operations under `without_autocast`.
   """
   _autocast_kernels(overload.namespace).impl(overload, kernel)
 
@@ -159,12 +158,12 @@ _excluding = private.find("torch._C._ExcludeDispatchKeyGuard", AUTOCAST)
 
 
 def without_autocast():
-  """A context in which autocast for jax is off."""
+  """Return a context in which autocast for jax is disabled."""
   return _excluding(AUTOCAST_KEYS)
 
 
 def require_autocast() -> None:
-  """Raises PrivateApiError where `torch.autocast("jax")` would have no effect."""
+  """Raise PrivateApiError if `torch.autocast("jax")` would have no effect."""
   private.require(AUTOCAST)
 
 
@@ -180,9 +179,9 @@ _supported_types = [
 
 
 def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices=False):
-  """torch's groups by (device, dtype), with the device that Python sees.
+  """Group tensors by (device, dtype) like torch, with the devices that Python sees.
 
-  C++ sees that of a wrapper, which torch takes as a reason against foreach.
+  C++ sees the hidden device of wrappers, for which torch rejects foreach.
   """
   groups = _group_tensors(tensorlistlist, with_indices)
   found = {}
@@ -203,9 +202,9 @@ def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices=False):
 
 
 def support_foreach(*classes: type) -> None:
-  """Lets optimizers and `torch.nn.utils` take tensors of these classes for foreach.
+  """Make optimizers and `torch.nn.utils` use foreach for tensors of these classes.
 
-  Where torch has changed this, they go on one tensor after the other.
+  If torch lacks the private pieces, they process one tensor after the other.
   """
   if _group_tensors is None or None in _supported_types:
     return

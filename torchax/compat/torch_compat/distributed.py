@@ -1,8 +1,9 @@
-"""torch.distributed: its functions ask torchax first; groups that are axes of meshes.
+"""Patches of `torch.distributed` for meshes on jax and their process groups.
 
-The import replaces what starts a process group and what makes a mesh. The rest waits
-for the first mesh on jax. By then a program has imported `distribute_tensor` by its
-name, so `reroute` changes the function itself.
+Importing torchax patches the functions that start a process group and create a mesh.
+The other patches wait for the first mesh on jax. By then programs have imported
+`distribute_tensor` by name, so `reroute` changes the function object itself. Used by
+`torchax/distributed`.
 """
 
 import contextlib
@@ -49,13 +50,13 @@ def _trampoline(*args, _route, **kwargs):
 
 
 def reroute(function: Callable, instead: Callable) -> None:
-  """Has a function of torch's run `instead(original, *args, **kwargs)`, for good.
+  """Make a function of torch run `instead(original, *args, **kwargs)` permanently.
 
-  The object stays the same, so that it does not matter who has imported it when.
+  The function object stays the same, so earlier imports of it are rerouted too.
 
   Args:
-    function: with its decorators, or without; it closes over nothing.
-    instead: calls `original(*args, **kwargs)` where it has nothing of its own to do.
+    function: the function, decorated or not; it must have no closure.
+    instead: calls `original(*args, **kwargs)` for calls that it does not handle.
   """
   inner: Any = inspect.unwrap(function)
   if inner.__code__.co_name == _trampoline.__name__ or inner.__closure__:
@@ -76,11 +77,11 @@ def reroute(function: Callable, instead: Callable) -> None:
 
 
 def replace_function(path: str, instead: Callable) -> None:
-  """Has a function of torch's, by the names of its modules, run `instead(original, …)`.
+  """Replace a function in its modules by one that runs `instead(original, …)`.
 
   Args:
-    path: dotted name; the module that defines the function has it by the same name.
-    instead: calls `original(*args, **kwargs)` where it has nothing of its own to do.
+    path: dotted name; the defining module uses the same name.
+    instead: calls `original(*args, **kwargs)` for calls that it does not handle.
   """
   original = function_of(path)
 
@@ -94,7 +95,7 @@ def replace_function(path: str, instead: Callable) -> None:
 
 
 def reroute_method(cls: type, name: str, instead: Callable) -> None:
-  """The same for a method; `instead` takes (original, self, …), if it is not static."""
+  """Make a method run `instead(original, self, …)`, without `self` if it is static."""
   known = inspect.getattr_static(cls, name)
   is_static = isinstance(known, staticmethod)
   original = known.__func__ if is_static else known
@@ -110,23 +111,23 @@ def reroute_method(cls: type, name: str, instead: Callable) -> None:
 
 
 def function_of(path: str) -> Callable:
-  """A function of torch's whose module is imported when it is needed."""
+  """Import the module of a function by its dotted name, and return the function."""
   module, _, name = path.rpartition(".")
   return getattr(importlib.import_module(module), name)
 
 
 def class_of_module(original: type, methods: type, base: type, more: dict) -> type:
-  """A class of modules that acts as `original` and is a `base` of torch.distributed's.
+  """Create a subclass of a module class and of a mixin of torch.distributed.
 
   Args:
-    original: the class of a module.
-    methods: come before those of `base`.
-    base: a class that changes what modules are, such as `FSDPModule`.
+    original: class of a module.
+    methods: class whose methods override those of `base`.
+    base: mixin of torch.distributed, such as `FSDPModule`.
     more: further members.
   """
 
   def make(cls, *args, **kwargs):
-    # As torch's: `type(container)(layers)`, which slices are, is of the original class.
+    # As in torch: `type(container)(layers)`, used by slices, has the original class.
     return original(*args, **kwargs)
 
   members = {
@@ -141,25 +142,25 @@ def class_of_module(original: type, methods: type, base: type, more: dict) -> ty
 
 
 def register_group_backend(name: str, make: Callable) -> None:
-  """Adds a backend for process groups that is taken where it is asked for by name.
+  """Register a backend for process groups that must be requested by name.
 
   Args:
-    name: of the backend.
+    name: name of the backend.
     make: (store, rank, size, timeout) -> a process group.
   """
   backends: Any = torch.distributed.Backend
   if name in backends.backend_list:
     return
   backends.register_backend(name, make, devices=["cpu", name])
-  # Else a group without a backend by name would try to start this one too.
+  # Otherwise a group without a named backend would try to start this one too.
   if backends.default_device_backend_map.get(name) == name:
     del backends.default_device_backend_map[name]
 
 
 def leave_default_backend_alone() -> None:
-  """Has `init_process_group()` without a backend choose the one that it would choose.
+  """Keep torch's default backend for `init_process_group()`.
 
-  It asks for the accelerator, which is jax once torchax is imported.
+  torch chooses by the current accelerator, which is jax once torchax is imported.
   """
 
   def choose(original, self, backend):
@@ -175,7 +176,7 @@ def leave_default_backend_alone() -> None:
 
 
 def group_by_name(name: str):
-  """The process group of this name, or None."""
+  """Return the process group of this name, or None."""
   try:
     return _resolve_group(name)
   except RuntimeError:
@@ -183,11 +184,11 @@ def group_by_name(name: str):
 
 
 def enter_group(group, ranks: dict[int, int]) -> None:
-  """Has torch find a process group by its name.
+  """Register a process group with torch by its name.
 
   Args:
-    group: the process group, of a class of ours; no other one has its name.
-    ranks: place in the group by global rank.
+    group: process group of torchax, with a unique name.
+    ranks: rank in the group by global rank.
   """
   _register_group(group.group_name, group)
   _world.pg_group_ranks[group] = ranks
@@ -195,7 +196,7 @@ def enter_group(group, ranks: dict[int, int]) -> None:
 
 
 def name_of_group(group) -> str:
-  """The name that torch knows a group by; empty before it does."""
+  """Return torch's name of a group; empty if torch does not know it."""
   return _world.pg_names.get(group, "")
 
 
@@ -207,10 +208,10 @@ _HOOKS_OF_PLANS = (
 
 
 def enter_meshes_of_plans(is_meant: Callable) -> None:
-  """Has the hooks of plans that place inputs and outputs run in their mesh's block.
+  """Run the input and output hooks of parallel plans inside `with mesh`.
 
   Args:
-    is_meant: (mesh) -> whether it is one that has to be known there.
+    is_meant: (mesh) -> True if the hooks need the mesh as context.
   """
 
   def inside(original, self, *args):
@@ -225,14 +226,14 @@ def enter_meshes_of_plans(is_meant: Callable) -> None:
 
 
 def enter_full_states(instead: Callable) -> None:
-  """Has `instead` put full tensors, which each process has, into a state dict.
+  """Make `instead` distribute the full tensors of a state dict.
 
-  It is the last step of `set_model_state_dict` and `set_optimizer_state_dict` with
-  `broadcast_from_rank0`, where torch takes from each the part of its one device.
+  This is the last step of `set_model_state_dict` and `set_optimizer_state_dict` with
+  `broadcast_from_rank0`. torch would take the shard of the one device of each process.
 
   Args:
-    instead: (original, state, keys, *rest); state[key] is a pair of what the model has
-      and of a full tensor.
+    instead: (original, state, keys, *rest); `state[key]` is a pair of the model's
+      tensor and the full tensor.
   """
   function = _distribute_tensors()
   if function is not None:
@@ -240,33 +241,35 @@ def enter_full_states(instead: Callable) -> None:
 
 
 def enter_staging(instead: Callable) -> None:
-  """Has `instead` copy what `torch.distributed.checkpoint.async_save` is to write.
+  """Make `instead` copy tensors to the host for `async_save`.
 
   Args:
-    instead: (original, stager, tensor, memo, …) -> the copy, which it enters in `memo`.
+    instead: (original, stager, tensor, memo, …) -> the copy, also stored in `memo`.
   """
   if _offload_tensor() is not None:
     reroute_method(private.walk(_STAGER), "_offload_tensor", instead)
 
 
 def current_mesh():
-  """The mesh whose `with` block this is, or None."""
+  """Return the mesh of the innermost `with` block, or None."""
   stack = _meshes.mesh_stack
   return stack[-1] if stack else None
 
 
 def root_of(mesh):
-  """The mesh that this one is a part of; itself if it is whole."""
+  """Return the root mesh of a submesh; of a root mesh, the mesh."""
   return mesh._get_root_mesh()
 
 
 def options_of_mesh(
   original: Callable, kwargs: dict, rank: int
 ) -> tuple[dict, Any | None]:
-  """What a mesh on jax is made with: no communicator of torch, and a known rank.
+  """Return arguments that create a mesh without a communicator, and its root mesh.
 
-  Returns:
-    The arguments, and the mesh that it is a part of.
+  Args:
+    original: torch's constructor, which may lack some of the arguments.
+    kwargs: arguments of the call.
+    rank: rank of this process.
   """
   root = kwargs.get("_root_mesh")
   options = {**kwargs, "_init_backend": False, "_rank": rank}
@@ -275,18 +278,18 @@ def options_of_mesh(
 
 
 def names_of_groups(mesh) -> list[str]:
-  """The names of the groups of a mesh's dimensions, also of those that are no more."""
+  """Return the group name of each mesh dimension, including destroyed groups."""
   return mesh._dim_group_names
 
 
 def set_groups_of_mesh(mesh, root, groups: dict) -> None:
-  """Gives a mesh the process groups of its dimensions, by name.
+  """Set the process groups of a mesh's dimensions.
 
   Args:
-    mesh: whole, or a part.
-    root: the one that it is a part of; itself if it is whole.
-    groups: one for each dimension.
+    mesh: root mesh or submesh.
+    root: root of the mesh.
+    groups: process group of each dimension, by name.
   """
   mesh._dim_group_names = list(groups)
-  if hasattr(root, "_pg_registry"):  # from torch 2.12 on
+  if hasattr(root, "_pg_registry"):  # since torch 2.12
     root._pg_registry.update(groups)

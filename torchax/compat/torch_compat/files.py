@@ -1,4 +1,4 @@
-"""How torch writes tensors and storages to files, and reads them."""
+"""Private pieces of `torch.save` and `torch.load`; used by `torchax/saving`."""
 
 import collections
 import functools
@@ -19,11 +19,11 @@ _rebuild_parameter_with_state = private.find(
 )
 _rebuild_parameter = private.find("torch._utils._rebuild_parameter", _FEATURE)
 _rebuild_from_type_v2 = private.find("torch._tensor._rebuild_from_type_v2", _FEATURE)
-# The state of the `torch.load` in progress on this thread.
+# State of the `torch.load` in progress on this thread.
 _loading = private.find(
   "torch.serialization._serialization_tls", _FEATURE, instead=None
 )
-# Without it, marks of loaded tensors are set on the wrapper alone.
+# Without it, marks of loaded tensors are only set on the wrapper.
 _set_marks = private.find(
   "torch._utils.set_tensor_metadata",
   "torch.load without map_location, and conjugate views in files",
@@ -39,11 +39,11 @@ _read = private.find(
 def in_files_format(
   storage: torch.TypedStorage, tensor: torch.Tensor, layout: tuple, metadata: dict
 ) -> tuple:
-  """(function, arguments): how torch's files say to make a plain tensor.
+  """Return (function, arguments) that rebuild a plain tensor in torch's file format.
 
   Args:
-    storage: of the file.
-    tensor: with the dtype and `requires_grad`.
+    storage: storage in the file.
+    tensor: tensor with the dtype and `requires_grad`.
     layout: offset, size and strides.
     metadata: marks such as {"conj": True}.
   """
@@ -56,9 +56,9 @@ def in_files_format(
 def parameter_in_files_format(
   data: torch.Tensor, requires_grad: bool, state: dict
 ) -> tuple:
-  """(function, arguments): how torch's files say to make a parameter.
+  """Return (function, arguments) that rebuild a parameter in torch's file format.
 
-  `state` has the attributes that a user has given to it.
+  `state` holds attributes that the user has set.
   """
   args = (data, requires_grad, collections.OrderedDict())
   if state:
@@ -67,18 +67,21 @@ def parameter_in_files_format(
 
 
 def with_state_in_files_format(made: tuple, state: dict) -> tuple:
-  """(function, arguments): a plain tensor as `in_files_format` with attributes."""
+  """Return (function, arguments) that rebuild a plain tensor with attributes.
+
+  `made` is the result of `in_files_format`.
+  """
   function, args = made
   return _rebuild_from_type_v2, (function, torch.Tensor, args, state)
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
-  """The dtype that a file gives to the storage of a tensor."""
+  """Return the dtype of a tensor's storage in a file."""
   return torch.uint8 if dtype in _new_dtypes() else dtype
 
 
 class TypedStorage(torch.TypedStorage):
-  """A base for storages that are files' own to `torch.save`, not to `pickle`."""
+  """Base of storages that `torch.save` stores itself instead of pickling them."""
 
   def __new__(cls, *args, **kwargs):
     return object.__new__(cls)
@@ -88,27 +91,27 @@ class TypedStorage(torch.TypedStorage):
 
 
 def typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype):
-  """`torch.TypedStorage` of a storage, without the warning that it is going away."""
+  """Return a `torch.TypedStorage`, without torch's deprecation warning."""
   return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
 def write_storage(storage: torch.UntypedStorage, *args) -> None:
-  """Writes a storage of the CPU to a file of torch's older format."""
+  """Write a CPU storage to a file of torch's legacy format."""
   storage._write_file(*args)
 
 
 def read_storage(storage: torch.UntypedStorage, *args) -> None:
-  """Fills a storage of the CPU from a file of torch's older format."""
+  """Fill a CPU storage from a file of torch's legacy format."""
   storage._set_from_file(*args)
 
 
 def is_read_later(storage: torch.UntypedStorage) -> bool:
-  """True for one whose bytes `torch.load` reads after it has made the tensors."""
+  """Return True if `torch.load` reads the bytes after it has created the tensors."""
   return getattr(storage, "_torch_load_uninitialized", False)
 
 
 def watch_late_reads() -> None:
-  """Makes `is_read_later` false once the bytes are there; torch leaves its mark."""
+  """Clear `is_read_later` once the bytes are read; torch does not reset its mark."""
   if _read is None:
     return
 
@@ -122,14 +125,14 @@ def watch_late_reads() -> None:
 
 
 def has_map_location() -> bool:
-  """True inside a `torch.load` that was told where tensors go, or may have been."""
+  """Return True inside a `torch.load` with `map_location`, or if that is unknown."""
   return _loading is None or getattr(_loading, "map_location", None) is not None
 
 
 def watch_marks(mark) -> None:
-  """Calls `mark(tensor, metadata)` when torch has loaded a tensor with marks.
+  """Call `mark(tensor, metadata)` when torch has loaded a tensor with marks.
 
-  The marks are those of `in_files_format`. Where it returns False, torch sets them.
+  `metadata` is as in `in_files_format`. If `mark` returns False, torch sets the marks.
   """
   if _set_marks is None:
     return
@@ -145,7 +148,7 @@ def watch_marks(mark) -> None:
 
 
 def watch_moves_of_storages(move) -> None:
-  """Has `storage.to(device="jax")` and `storage.jax()` call `move(storage, device)`."""
+  """Make `storage.to(device="jax")` and `storage.jax()` call `move`."""
   to = torch.UntypedStorage.to
 
   @functools.wraps(to)
@@ -155,7 +158,7 @@ def watch_moves_of_storages(move) -> None:
     return to(self, device=device, non_blocking=non_blocking)
 
   def to_jax(self, device=None):
-    """A copy of the storage on a jax device."""
+    """Return a copy of the storage on a jax device."""
     return move(self, torch.device(BACKEND if device is None else device))
 
   patch(torch.UntypedStorage, "to", to_device, _STORAGES)
@@ -163,9 +166,9 @@ def watch_moves_of_storages(move) -> None:
 
 
 def make_storages(make) -> None:
-  """Has `torch.UntypedStorage(…, device="jax")` call `make(…, device=device)`.
+  """Make `torch.UntypedStorage(…, device="jax")` call `make(…, device=device)`.
 
-  C++, which has no memory of this backend, would end the process.
+  C++ has no memory of this backend and would abort the process.
   """
   cls = torch.UntypedStorage
   new = cls.__new__
@@ -183,7 +186,7 @@ def _dlpack_method(tensor: torch.Tensor):
   return tensor.__dlpack__(max_version=(1, 0))
 
 
-# DLPack capsule of the memory of a CPU tensor.
+# (tensor) -> DLPack capsule of the memory of a CPU tensor.
 dlpack_capsule = private.find(
   "torch._C._to_dlpack_versioned",
   "copies to the CPU, which are quicker with it",

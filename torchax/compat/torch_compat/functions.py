@@ -1,4 +1,7 @@
-"""`torch.autograd.Function`: how functions with a gradient of their own are applied."""
+"""Calls of `torch.autograd.Function`, and batches of gradients.
+
+Used by `dispatch` to record and differentiate functions with their own backward pass.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -18,9 +21,9 @@ are_transforms_active = private.find(
 
 
 def apply_function(function: type[torch.autograd.Function], *args):
-  """`function.apply(*args)`, for arguments that no transform of torch has wrapped.
+  """Call `function.apply(*args)` for arguments that no transform of torch has wrapped.
 
-  `apply` looks at each argument for such wrappers, which takes as long as all the rest.
+  `apply` searches each argument for wrappers, which takes half of its time.
   """
   if are_transforms_active():
     return function.apply(*args)
@@ -34,10 +37,10 @@ _run_backward = private.find(
 
 
 def keep_overrides_in_backward() -> None:
-  """Has what a backward pass calls be handled by classes, as around it.
+  """Keep `__torch_function__` of classes enabled inside backward passes.
 
-  torch turns that off while it runs `backward` or `grad` of tensors whose class handles
-  functions: hooks, checkpoints and backward formulas of a user would run without.
+  torch disables it while it runs `backward` or `grad` of tensors whose class has it.
+  Hooks, checkpoints and backward formulas of a user need it.
   """
 
   if _run_backward is None:
@@ -58,10 +61,10 @@ _function_class = private.find(
 
 
 def intercept_applied_functions(handler) -> None:
-  """Has `handler(apply, args)` called for each `torch.autograd.Function.apply(*args)`.
+  """Replace `torch.autograd.Function.apply(*args)` by `handler(apply, args)`.
 
-  `apply` is what torch does, bound to the function. Transforms of `torch.func` apply
-  functions of their own in its place.
+  `apply` is torch's own method, bound to the function. Transforms of `torch.func`
+  apply other functions, which are not intercepted.
   """
   if _function_class is None:
     return
@@ -78,7 +81,7 @@ def intercept_applied_functions(handler) -> None:
 
 
 def handing_out_by(scope, function: type[torch.autograd.Function]):
-  """What applies the function, with `scope()` around looks at `ctx.saved_tensors`."""
+  """Return an `apply` of the function that enters `scope()` to read saved tensors."""
 
   def saved_tensors(ctx):
     with scope():
@@ -92,7 +95,7 @@ def handing_out_by(scope, function: type[torch.autograd.Function]):
 
 
 class OwnFunction(torch.autograd.Function):
-  """Is a function of this library: its forward pass has the gradient for JAX, too."""
+  """Base of torchax's own functions, whose forward pass JAX can differentiate too."""
 
 
 _BATCHES = "batches of gradients: `is_grads_batched` and `vectorize=True`"
@@ -105,17 +108,17 @@ _remove_dim = private.find("torch._remove_batch_dim", _BATCHES)
 
 
 def is_transformed(tensor: torch.Tensor | None) -> bool:
-  """Whether a transform of `torch.func` has wrapped a tensor."""
+  """Return True if a transform of `torch.func` has wrapped a tensor."""
   return tensor is not None and innermost(tensor) is not tensor
 
 
 class GradientBatch:
-  """Gradients that the vmap of `torch.autograd` has batched, unwrapped.
+  """Unwrapped gradients of a batched backward pass (vmap of `torch.autograd`).
 
   Attributes:
-    gradients: the tensors, with the batch as the first dimension.
-    is_batched: for each, whether it has one.
-    size: of the batch; None if there is none.
+    gradients: tensors, with the batch as the first dimension if they have one.
+    is_batched: for each gradient, True if it has a batch dimension.
+    size: size of the batch; None if no gradient is batched.
   """
 
   def __init__(self, gradients: Sequence[torch.Tensor | None]):

@@ -1,4 +1,7 @@
-"""Graphs that torch captures: Dynamo, fake tensors, `torch.export`, hooks."""
+"""Graph capture by torch: Dynamo, fake tensors, `torch.export`, `make_fx`.
+
+Used by `torchax/dynamo` and `torchax/graphs`.
+"""
 
 import contextlib
 import inspect
@@ -15,7 +18,7 @@ COMPILE = "torch.compile and torch.export of code on jax"
 
 
 class _Nothing:
-  """A class that has no instances."""
+  """Class without instances."""
 
 
 _skip = private.find(
@@ -38,13 +41,13 @@ _VariableBuilder = private.Later(
 )
 
 _FakeTensor = private.find("torch._subclasses.FakeTensor", COMPILE, instead=_Nothing)
-# What a fake tensor raises where numbers are asked for: Dynamo breaks the graph there.
+# Error of a fake tensor for reading its values; Dynamo breaks the graph there.
 DataDependentOutputException = private.find(
   "torch._subclasses.fake_tensor.DataDependentOutputException",
   COMPILE,
   instead=RuntimeError,
 )
-# What a fake tensor of dynamic shape raises for an operation without a meta kernel.
+# Error of a fake tensor of dynamic shape for an operation without a meta kernel.
 UnsupportedOperatorException = private.find(
   "torch._subclasses.fake_tensor.UnsupportedOperatorException",
   COMPILE,
@@ -79,7 +82,7 @@ _FunctionalTensor = private.find(
 
 
 def require_capture() -> None:
-  """Raises PrivateApiError where graphs of torch cannot be captured as they are."""
+  """Raise PrivateApiError if a piece for graph capture is missing in this torch."""
   private.require(COMPILE)
 
 
@@ -90,17 +93,17 @@ _reparametrize = private.find(
 
 
 def reparametrized(module: torch.nn.Module, tensors: dict):
-  """A context in which the module holds the given tensors in place of its own."""
+  """Return a context in which the module has the given tensors instead of its own."""
   return _reparametrize(module, tensors, tie_weights=True)
 
 
 def count_of_hooks() -> int:
-  """A number that grows with every hook that is registered in this process."""
+  """Return the number of hooks registered so far in this process."""
   return torch.utils.hooks.RemovableHandle.next_id
 
 
 def trace_recurrent_layers() -> None:
-  """Has Dynamo take LSTM, GRU and RNN into its graphs, in the whole process."""
+  """Make Dynamo trace LSTM, GRU and RNN, in the whole process."""
   _dynamo_config().allow_rnn = True
 
 
@@ -110,14 +113,14 @@ _compile = private.find(
 
 
 def keep_from_dynamo(*owners, with_calls: bool = True) -> None:
-  """Has Dynamo leave calls of some functions, and what these call, as they are.
+  """Make Dynamo skip the frames of some functions, and of their callees.
 
-  After a graph break it would otherwise trace the code that runs an operation. Inside
-  a graph, where it traces a caller, nothing changes.
+  After a graph break Dynamo would otherwise trace the code that runs an operation.
+  Functions that Dynamo inlines into a traced caller are not affected.
 
   Args:
-    *owners: functions; modules and classes for all that they define.
-    with_calls: what they call is left as well.
+    *owners: functions; modules and classes mean all functions that they define.
+    with_calls: True to skip callees too.
   """
   if None in (_skip, _compile, _strategy, _set_strategy):
     return
@@ -128,7 +131,7 @@ def keep_from_dynamo(*owners, with_calls: bool = True) -> None:
 
 
 def _code_of(value) -> Iterator[types.CodeType]:
-  """The code of functions, inner ones included."""
+  """Yield the code objects of functions, including nested functions."""
   if isinstance(value, types.FunctionType):
     yield from _nested(inspect.unwrap(value).__code__)
   elif isinstance(value, property):
@@ -154,60 +157,57 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def keeping_draws() -> contextlib.AbstractContextManager:
-  """Graphs that are captured inside keep random operations whose result is not used.
+  """Return a context in which captured graphs keep unused random operations.
 
-  They move the stream, as they do eagerly.
+  These advance the stream, as in eager mode.
   """
   return _inductor_config().patch(fallback_random=True)
 
 
 def leave_frames_of(*names: str) -> None:
-  """Has Dynamo break graphs at calls of these packages, not trace into them."""
+  """Make Dynamo break graphs at calls of these packages instead of tracing them."""
   add = _skip_frames_of()
   for name in names:
     add(name)
 
 
 def backend_named(name: str):
-  """The function that compiles for a backend of `torch.compile`."""
+  """Return the compiler function of a backend of `torch.compile`."""
   return _lookup_backend()(name)
 
 
 def trace_as_any_object(cls: type) -> None:
-  """Has Dynamo treat instances as it treats torch's own generators.
+  """Make Dynamo trace instances as user-defined objects, like torch's own generators.
 
-  It takes a subclass of theirs for an opaque object that has no methods.
+  It treats a subclass of `torch.Generator` as an opaque object without methods.
   """
   builder = _VariableBuilder()
   builder._type_dispatch()[cls] = builder.wrap_user_defined
 
 
 def compiled_module_class() -> type:
-  """The class of a module that `torch.compile` has wrapped."""
+  """Return the class of modules that `torch.compile` has wrapped."""
   return _OptimizedModule()
 
 
 def is_fake(tensor) -> bool:
-  """True for a tensor without numbers that a tracer of torch has made."""
+  """Return True for a fake tensor of torch."""
   return isinstance(tensor, _FakeTensor)
 
 
 def is_tracing() -> bool:
-  """True while `torch.compile` or `torch.export` makes a graph on this thread."""
+  """Return True while `torch.compile` or `torch.export` traces on this thread."""
   return _TracingContext.try_get() is not None
 
 
 def is_for_backend(tensor: torch.Tensor) -> bool:
-  """True for what AOTAutograd makes of a fake tensor inside of `torch.compile`."""
+  """Return True for AOTAutograd's wrapper of a fake tensor inside `torch.compile`."""
   is_compiling = _CompileContext.current_compile_id() is not None
   return is_compiling and isinstance(tensor, _FunctionalTensor)
 
 
 def faked(tensor: torch.Tensor) -> torch.Tensor:
-  """A tensor as the tracing of `torch.compile` in progress sees an input, of one shape.
-
-  Outside of it, the tensor.
-  """
+  """Convert a tensor to a fake tensor of static shape in the current trace, if any."""
   context = _TracingContext.try_get()
   mode = None if context is None else context.fake_mode
   return tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
@@ -224,9 +224,9 @@ _recorded_classes = private.find(
 
 
 def record_in_make_fx(*classes: type) -> None:
-  """Has `make_fx` record operations on tensors of these classes that it was not given.
+  """Make `make_fx` record operations on captured tensors of these classes.
 
-  It would leave them to the class, and their results would be constants of the graph.
+  Otherwise the class would handle them, and their results would be graph constants.
   """
   owner = private.walk("torch.fx.experimental.proxy_tensor")
   patch(owner, "HANDLED_TYPES", (*_recorded_classes, *classes), _MAKE_FX)

@@ -1,6 +1,6 @@
-"""Uninitialized parameters and buffers, of `torch.nn.LazyLinear` and its kin, on jax.
+"""Uninitialized parameters and buffers on jax, as in `torch.nn.LazyLinear`.
 
-Until its shape is known, one stays an empty tensor on the CPU, which knows its device.
+Until its shape is known, a placeholder is an empty CPU tensor that stores its device.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torchax.compat.torch_compat.backend import BACKEND
 
 
 class _Placed:
-  """A placeholder that becomes a tensor of another device than its own."""
+  """Placeholder on the CPU that becomes a tensor on its stored device."""
 
   _device: torch.device
 
@@ -24,7 +24,7 @@ class _Placed:
     return self._device
 
   def materialize(self, shape, device=None, dtype=None) -> None:
-    """Become a tensor of a known shape, as `UninitializedParameter.materialize`."""
+    """Become a tensor of a known shape, like `UninitializedParameter.materialize`."""
     made = torch.empty(
       shape, device=device or self._device, dtype=dtype or self.data.dtype
     )
@@ -48,7 +48,7 @@ class _PlacedBuffer(_Placed, UninitializedBuffer):
 
 
 def _place(tensor, device: torch.device):
-  """The placeholder, which will be on a device when its shape is known."""
+  """Turn an uninitialized tensor into a placeholder for a device."""
   is_parameter = isinstance(tensor, torch.nn.Parameter)
   tensor.__class__ = _PlacedParameter if is_parameter else _PlacedBuffer
   tensor._device = device
@@ -57,7 +57,7 @@ def _place(tensor, device: torch.device):
 
 @contextlib.contextmanager
 def moving_placeholders(module: torch.nn.Module, fn: Callable) -> Iterator[None]:
-  """Moves the placeholders of a module by `fn`, and hides them from torch inside."""
+  """Move the placeholders of a module by `fn`; hide them from torch in the block."""
   hidden = []
   for tensors in (module._parameters, module._buffers):
     for name, tensor in tensors.items():
@@ -76,7 +76,7 @@ def moving_placeholders(module: torch.nn.Module, fn: Callable) -> Iterator[None]
 
 
 def place_new_placeholders() -> None:
-  """Has `UninitializedParameter(device="jax")` and buffers be placeholders."""
+  """Make `UninitializedParameter(device="jax")` and buffers create placeholders."""
   for cls in (UninitializedParameter, UninitializedBuffer):
     patch(cls, "__new__", staticmethod(_placing(cls.__new__)), "lazy modules on jax")
 

@@ -1,4 +1,4 @@
-"""Modes and states of a thread: what is on, what is innermost, what to leave out."""
+"""Thread-local modes of torch: queries, and contexts that disable or enable them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchax.compat import private
 
-# Context managers: operations run as if the tensors were plain; no modes are active.
+# Context managers: operations treat tensors as plain; no modes are active.
 without_dispatch = private.essential(
   "torch._C._DisableTorchDispatch",
   "views and changes in place, which the simplest module makes",
@@ -18,26 +18,26 @@ without_modes = private.find(
   "numbers that are read while torch captures a graph",
 )
 
-# The same for questions about shapes, which only a mode that watches would notice.
+# The same for reads of shapes. Without it they are correct, but modes see them.
 unwatched = (
   contextlib.nullcontext
   if isinstance(without_modes, private.Unavailable)
   else without_modes
 )
 
-# Context manager: torch functions inside run as they are; dispatch still sees their
+# Context manager: torch functions skip their overrides; dispatch still sees their
 # operations.
 without_function_modes = private.find(
   "torch._C.DisableTorchFunction", "backward passes and checkpoints"
 )
-# The same for reads, which are right under modes too: these only learn of them.
+# The same for reads. Without it they are correct, but modes see them.
 unnoticed = (
   contextlib.nullcontext
   if isinstance(without_function_modes, private.Unavailable)
   else without_function_modes
 )
 _OVERRIDES = "functions of torch that are caught above their operations"
-# Context managers: `__torch_function__` of classes is not asked, or is asked again.
+# Context managers that disable and re-enable `__torch_function__` of classes.
 without_function_overrides = private.essential(
   "torch._C.DisableTorchFunctionSubclass", _OVERRIDES
 )
@@ -47,10 +47,12 @@ with_function_overrides = private.find(
 
 
 class DispatchMode(TorchDispatchMode):
-  """A dispatch mode that Dynamo neither wraps, which costs 3 us an operation, nor
-  takes as a reason to leave code uncompiled."""
+  """Dispatch mode that Dynamo ignores.
 
-  # Operations that take graphs, such as `torch.cond`, come to it like others.
+  Otherwise Dynamo would wrap it, at 3 us an operation, or leave code uncompiled.
+  """
+
+  # The mode also receives higher-order operators, such as `torch.cond`.
   supports_higher_order_operators = True
 
   @classmethod
@@ -66,7 +68,7 @@ _MODES = "the short way of an operation where no other mode is active"
 
 
 def _unknown_depth() -> int:
-  # No depth that anyone compares with: the long way is right everywhere.
+  # Equal to no real depth, so that callers take the slow path, which is always correct.
   return -1
 
 
@@ -79,9 +81,9 @@ _dispatch_mode_at = private.find(
 
 
 def is_watched() -> bool:
-  """True where a dispatch mode that is not ours sees operations first.
+  """Return True if a dispatch mode of the user sees operations first.
 
-  One of ours may lie on it for a while, as during a backward pass.
+  Modes of torchax may be on top of it for a while, such as during a backward pass.
   """
   top = place = dispatch_depth() - 1
   while place >= 0 and isinstance(_dispatch_mode_at(place), DispatchMode):
@@ -93,7 +95,7 @@ _FORWARD_AD = "the short way of an operation outside of forward-mode AD"
 
 
 class _AnyLevel:
-  # As if inside of a level: the long way of an operation is right everywhere.
+  # A valid level, so that callers take the slow path, which is always correct.
   _current_level = 0
 
 
@@ -104,7 +106,7 @@ _forward_ad = _AnyLevel if _level is None else torch.autograd.forward_ad
 
 
 def forward_ad_is_on() -> bool:
-  """True inside `torch.autograd.forward_ad.dual_level`."""
+  """Return True inside `torch.autograd.forward_ad.dual_level`."""
   return _forward_ad._current_level >= 0
 
 
@@ -114,14 +116,14 @@ _innermost_transform = private.find(
 
 
 def is_transforming() -> bool:
-  """True inside a transform of `torch.func` or a level of forward-mode AD.
+  """Return True inside a transform of `torch.func` or a level of forward-mode AD.
 
-  Tensors may be wrapped then, or carry a tangent that `requires_grad` does not show.
+  Tensors may then be wrapped, or have a tangent that `requires_grad` does not show.
   """
   return _innermost_transform() is not None or forward_ad_is_on()
 
 
-# Without it, as if there always were hooks: that is right everywhere.
+# The replacement reports hooks always: the path with hooks is always correct.
 _saved_tensors_hooks = private.find(
   "torch._C._autograd._top_saved_tensors_default_hooks",
   "backward passes that save what they need in one piece",
@@ -130,7 +132,7 @@ _saved_tensors_hooks = private.find(
 
 
 def has_saved_tensors_hooks() -> bool:
-  """True where somebody packs what autograd saves: a checkpoint, an offloader."""
+  """Return True if hooks pack saved tensors, as checkpoints and offloading do."""
   return _saved_tensors_hooks(True) is not None
 
 
@@ -139,7 +141,7 @@ _graph_task = private.find("torch._C._current_graph_task_id", _NO_GRAD)
 
 
 def in_backward() -> bool:
-  """True while this thread runs a backward pass."""
+  """Return True while this thread runs a backward pass."""
   return _graph_task() != -1
 
 
@@ -152,17 +154,17 @@ _allow_forward = private.find(
 
 
 def in_function_forward() -> bool:
-  """True in the forward pass of a `torch.autograd.Function`.
+  """Return True in the forward pass of a `torch.autograd.Function`.
 
-  torch turns off forward-mode AD there beside recording, which `torch.no_grad` leaves
-  on. Inference mode turns off both as well; in it nothing is known.
+  There torch disables forward-mode AD too, unlike `torch.no_grad`. Inference mode
+  disables both as well, so the result is False in it.
   """
   return not (_may_forward() or torch.is_inference_mode_enabled())
 
 
 @contextlib.contextmanager
 def recording_anew() -> Iterator[None]:
-  """torch records inside, whatever is switched off around; what is inside counts."""
+  """Enable recording by autograd inside the block; inner grad modes still apply."""
   is_inference = torch.is_inference_mode_enabled()
   recording = torch.inference_mode(False) if is_inference else torch.enable_grad()
   with recording, _allow_forward(True):
@@ -170,7 +172,7 @@ def recording_anew() -> Iterator[None]:
 
 
 def holder() -> torch.Tensor:
-  """An empty CPU tensor to carry attributes, whatever modes are on."""
+  """Return an empty CPU tensor that can carry attributes, created outside of modes."""
   with unnoticed(), without_dispatch():
     return torch.empty(0, device="cpu")
 
@@ -183,16 +185,16 @@ _python_key = private.essential("torch._C.DispatchKey.Python", _EXCLUSION)
 
 
 def dispatch_is_excluded() -> bool:
-  """True inside torch functions that keep Python from seeing their operations.
+  """Return True inside torch functions whose operations bypass Python dispatch.
 
-  `torch.tensor` does this: its copy into the new tensor would be lost.
+  `torch.tensor` is one: its copy into the new tensor would be lost.
   """
   return _is_excluded(_python_key)
 
 
 _ABOVE = "torch's derivatives of operations that JAX differentiates"
 _keys_at_work = private.find("torch._C._ForceDispatchKeyGuard", _ABOVE)
-# What a thread starts with; importing is no part of an operation.
+# Keys at the start of a thread, read at import, when no operation is running.
 _included, _excluded = (
   private.find(f"torch._C._dispatch_tls_local_{kind}_set", _ABOVE, instead=None)
   for kind in ("include", "exclude")
@@ -201,14 +203,14 @@ _first_keys = (_included(), _excluded()) if _included and _excluded else None
 _is_included = private.find("torch._C._dispatch_tls_is_dispatch_key_included", _ABOVE)
 _keys_of = private.find("torch._C.DispatchKeySet", _ABOVE)
 _key_names = private.find("torch._C.DispatchKey", _ABOVE)
-# torch includes these with the first mode that is entered, and not with later ones.
+# torch includes these keys on entering the outermost mode.
 _MODE_KEYS = ("Python", "PythonTLSSnapshot")
 
 
 def above_dispatch():
-  """A context in which operations are recorded by autograd, as in a program.
+  """Return a context in which autograd records operations as at top level.
 
-  Also inside the handler of an operation or a transform of `torch.func`.
+  It also works inside the handler of an operation or a transform of `torch.func`.
   """
   if _first_keys is None:
     private.require(_ABOVE)

@@ -1,4 +1,4 @@
-"""Operations of torch: their classes, their builtins, how torch takes them apart."""
+"""Operations of torch: their classes, builtins and decompositions."""
 
 import functools
 import types
@@ -11,7 +11,7 @@ from torchax.compat import private
 
 
 class _Nothing:
-  """A class that has no instances."""
+  """Class without instances."""
 
 
 if TYPE_CHECKING:
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 else:
   OpOverload = type(torch.ops.aten.add.Tensor)
 OpOverloadPacket: type = type(torch.ops.aten.add)
-# `torch.cond` and its like in a graph: its arguments are graphs themselves.
+# Class of operators such as `torch.cond`, whose arguments are graphs themselves.
 HigherOrderOperator = private.find(
   "torch._ops.HigherOrderOperator", "graphs with branches and loops", instead=_Nothing
 )
 
-# The builtins that function modes see.
+# Builtins that function modes see.
 linear = F.linear
 scaled_dot_product_attention = F.scaled_dot_product_attention
 one_hot = F.one_hot
 
 
 def attention_of_heads(*args, **kwargs):
-  """`F.multi_head_attention_forward` itself, which does not ask for handlers of it.
+  """Call `F.multi_head_attention_forward` without a search for its override.
 
-  Those of the functions that it consists of are called. torch would ask again and find
-  the one that called here.
+  Overrides of the functions that it calls still apply. Otherwise the override that
+  calls this function would be called again.
   """
   function = F.multi_head_attention_forward
   names = {**function.__globals__, "has_torch_function": lambda tensors: False}
@@ -55,7 +55,7 @@ _decompositions = private.find(
 
 
 def decomposition_table() -> dict:
-  """torch's own decompositions, by overload."""
+  """Return torch's own decompositions, by overload."""
   return _decompositions
 
 
@@ -65,10 +65,10 @@ _all_names = private.find(
 
 
 def aten_packets() -> list:
-  """The packets of all operations of ATen, in the order of their names."""
+  """Return the overload packets of all ATen operations, sorted by name."""
   names = _all_names()
   found = {name[6:].partition(".")[0] for name in names if name.startswith("aten::")}
-  # Some are not reachable from Python.
+  # Python cannot reach some of them.
   return [
     getattr(torch.ops.aten, n) for n in sorted(found) if hasattr(torch.ops.aten, n)
   ]
@@ -84,7 +84,7 @@ _has_kernel = private.find(
 _has_kernel_for_key = private.find(
   "torch._C._dispatch_has_kernel_for_dispatch_key", _COMPOSITES
 )
-# An attribute of each overload.
+# Attribute of each overload.
 _run_kernel = private.find("torch.ops.aten.add.Tensor._op_dk", _COMPOSITES)
 _can_decompose = private.find(
   "torch._ops.OpOverload._can_decompose", _COMPOSITES, instead=lambda func: False
@@ -92,18 +92,19 @@ _can_decompose = private.find(
 
 
 def is_composite(func) -> bool:
-  """True for an overload that torch itself makes of others, such as `reshape`."""
+  """Return True for a composite overload of torch, such as `reshape`."""
   if not isinstance(func, OpOverload):
     return False
   name = func.name()
-  # Overloads that exist for TorchScript alone have no kernels to ask for.
+  # Overloads for TorchScript only have no kernels to query.
   return _has_kernel(name) and _has_kernel_for_key(name, "CompositeImplicitAutograd")
 
 
 def composite_kernel(func):
-  """The C++ function that makes an overload for which `is_composite` is true.
+  """Return the composite C++ kernel of an overload for which `is_composite` is true.
 
-  `func.decompose` would prefer one of Python's, which may draw or compute otherwise.
+  `func.decompose` would prefer a Python decomposition, which may draw or compute
+  differently.
   """
   if isinstance(_run_kernel, private.Unavailable):
     return _run_kernel
@@ -111,9 +112,9 @@ def composite_kernel(func):
 
 
 def composite_decomposition(func):
-  """The function that runs an overload by torch's own composite kernel, or None."""
+  """Return a function that decomposes an overload by torch's own kernel, or None."""
   if isinstance(func, OpOverload) and func.namespace == "prims":
-    # torch's reference implementations are written with these.
+    # torch's reference implementations use prims.
     return getattr(func, "impl_aten", None)
   if is_composite(func):
     return composite_kernel(func)

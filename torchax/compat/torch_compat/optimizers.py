@@ -1,4 +1,4 @@
-"""What optimizers of `torch.optim` do by private methods."""
+"""Private methods of optimizers in `torch.optim`."""
 
 import inspect
 
@@ -6,9 +6,9 @@ import torch
 
 
 def init_optimizer_group(optimizer: torch.optim.Optimizer, group: dict) -> None:
-  """Makes the state of the parameters of a group, as the first step would.
+  """Create the state of a group's parameters, as the first step would.
 
-  Where a class has another way to make it, nothing happens: its step makes it.
+  Do nothing if the class has no such method; its first step then creates the state.
   """
   init = getattr(optimizer, "_init_group", None)
   if init is None:

@@ -1,4 +1,7 @@
-"""`torch.utils.swap_tensors`, by which a module moves its parameters."""
+"""`torch.utils.swap_tensors` for jax tensors, used by `Module.to`.
+
+`move_parameters_in_place` patches moves of modules, `watch_swaps` the swap itself.
+"""
 
 import contextlib
 import functools
@@ -11,13 +14,13 @@ from torchax.compat import private
 from torchax.compat.patches import patch
 from torchax.compat.torch_compat.lazy_modules import moving_placeholders
 
-# (t1, t2): each of two tensors that nothing else holds becomes the other one.
+# (t1, t2): exchange two tensors without other references.
 swap_tensors = _swap_tensors = torch.utils.swap_tensors
-# (t1, t2): the same for tensors that graphs and views hold: these keep what they hold.
+# (t1, t2): exchange two tensors; graphs and views keep the contents they refer to.
 swap_held_tensors = private.find(
   "torch._C._swap_tensor_impl", "moving a module while a graph holds its parameters"
 )
-# Without it, torch's own swap refuses what a graph holds.
+# Without it, torch's own swap raises for tensors that a graph refers to.
 _count_of_uses = private.find(
   "torch.Tensor._use_count",
   "moving a module while a graph holds its parameters",
@@ -34,25 +37,25 @@ _can_take_data = private.find(
 
 
 def watch_swaps(cls: type, notice) -> None:
-  """Calls `notice()` when torch has swapped tensors of which one is of this class.
+  """Call `notice()` after torch has swapped tensors, one of them of class `cls`.
 
-  That is how `Module.to` and `load_state_dict` change a tensor and keep its identity.
-  Where the graph of an earlier forward pass holds a tensor, torch lets no swap happen;
-  for this class it does, and a backward pass through that graph raises. A weak
-  reference stays one to the same tensor.
+  `Module.to` and `load_state_dict` use swaps to change a tensor and keep its identity.
+  torch refuses to swap a tensor that the graph of an earlier forward pass refers to.
+  For this class the swap is done, and a backward pass through that graph raises. Weak
+  references keep pointing to the same tensor.
   """
 
   @functools.wraps(_swap_tensors)
   def swap_tensors(t1, t2):
     if not (isinstance(t1, cls) or isinstance(t2, cls)):
       if _Moves.are_ours and _can_take_data(t1, t2):
-        t1.data = t2.data  # as a module does that has no tensor of this class
+        t1.data = t2.data  # as in a module without tensors of this class
       else:
         _swap_tensors(t1, t2)
       return
     has_references = _has_references(t1) or _has_references(t2)
     if type(t1) is type(t2) and has_references:
-      # Such as Dynamo's guards: the tensor stays, and shows the other one's numbers.
+      # Weak references, such as Dynamo's guards: keep the objects, exchange the data.
       t1.data, t2.data = t2.data, t1.data
     elif (
       has_references
@@ -72,20 +75,20 @@ def _has_references(tensor) -> bool:
 
 
 def _tells_another_class(tensor) -> bool:
-  # torch's own swap would give the other tensor that class.
+  # torch's own swap would exchange the reported classes.
   return tensor.__class__ is not type(tensor)
 
 
 def _is_held_by_a_graph(tensor) -> bool:
-  # One more than the name that Python has for it is its node of the graph.
+  # The Python object is one use; a graph adds its node for gradient accumulation.
   return tensor.is_leaf and _count_of_uses(tensor) > 1 + tensor.requires_grad
 
 
 def _swap_held(t1, t2) -> None:
-  """`torch.utils.swap_tensors` of tensors to which others refer as well.
+  """Swap tensors that other objects refer to.
 
-  Python's weak references, and what holds a tensor by its Python object, see what it
-  becomes. The graph of autograd holds what it was.
+  References to the Python objects, weak ones included, see the exchanged contents.
+  Autograd graphs keep the old ones.
   """
   for tensor in (t1, t2):
     if _is_held_by_a_graph(tensor) and tensor.requires_grad:
@@ -105,20 +108,20 @@ def _refuse_swapped(gradients):
 
 
 class _Moves:
-  """Whether modules swap parameters for this module's sake, not by a user's choice."""
+  """Flag: True while `_swapping`, not the user, makes modules swap parameters."""
 
   are_ours = False
 
 
 def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
-  """Has `Module.to` keep a parameter of a class the same object, and its attributes.
+  """Make `Module.to` keep the identity and attributes of parameters of a class.
 
-  torch does so for every move between devices of its own. Ties, optimizers and weak
-  references depend on it.
+  torch does this for moves between its own devices. Tied parameters, optimizers and
+  weak references depend on it.
 
   Args:
-    cls: of the parameters.
-    own: the attributes that hold what a tensor of this class shows.
+    cls: class of the parameters.
+    own: attributes with the contents of a tensor of this class, which are replaced.
   """
   if _apply_to_module is None:
     return
@@ -147,7 +150,7 @@ def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
 
 @contextlib.contextmanager
 def _swapping() -> Iterator[None]:
-  """Modules that are moved inside swap their parameters with moved ones."""
+  """Make `Module.to` swap parameters inside the block."""
   future = torch.__future__
   before = future.get_swap_module_params_on_conversion(), _Moves.are_ours
   future.set_swap_module_params_on_conversion(True)

@@ -1,4 +1,4 @@
-"""Tensors without memory of their own, and what torch asks them."""
+"""Wrapper subclasses of tensors: creation, metadata and dispatch keys."""
 
 import functools
 
@@ -15,19 +15,19 @@ _make_subclass = private.find(
 _key_set = private.essential("torch._C.DispatchKeySet", _WRAPPERS)
 _meta_key = private.essential("torch._C.DispatchKey.Meta", _WRAPPERS)
 
-# Device of a wrapper as C++ sees it; Python sees "jax". What C++ makes beside a wrapper
-# goes to the kernels of this device, which are ours (`functions/factories.py`), and
-# autograd runs on the calling thread for it. It does so for meta too, but there the
-# numbers of such a tensor are lost.
+# Device of a wrapper in C++; Python sees "jax". Factories that C++ calls for a wrapper
+# use the kernels of this device, which are ours (`functions/factories.py`). Autograd
+# runs on the calling thread for it. Meta has that property too, but there the values of
+# such factories would be lost.
 HIDDEN_DEVICE = torch.device("lazy")
 HIDDEN_KEY = "Lazy"
-# Key of a wrapper under `without_dispatch`: torch's shape functions run on it.
+# Key of a wrapper under `without_dispatch`: torch's meta kernels run for it.
 SHAPE_KEY = "Meta"
 
 
 @classmethod
 def _call_without_overrides(cls, func, types, args=(), kwargs=None):
-  # torch's own, as for a plain tensor: results stay of the class that they have.
+  # As for a plain tensor: results keep their class.
   return torch.Tensor.__torch_function__(func, (), args, kwargs)
 
 
@@ -40,17 +40,17 @@ disabled_torch_function = private.find(
 
 
 class CpuSubclass(torch.Tensor):
-  """A tensor on the CPU whose operations go to `cls.__torch_dispatch__`.
+  """CPU tensor whose operations go to `cls.__torch_dispatch__`.
 
   Attributes:
-    plain: a tensor of the same memory, without the class.
+    plain: plain tensor that shares its memory.
   """
 
   __torch_function__ = disabled_torch_function
 
   @classmethod
   def of(cls, plain: torch.Tensor):
-    """A tensor of this class with the memory of a plain one."""
+    """Return a tensor of this class that shares the memory of a plain tensor."""
     made = _make_subclass(cls, plain)
     made.plain = plain
     return made
@@ -60,26 +60,25 @@ AUTOCAST = 'torch.autocast("jax")'
 _autocast_key = private.find(
   "torch._C.DispatchKey.AutocastPrivateUse1", AUTOCAST, instead=None
 )
-# The key of `torch.autocast("jax")`, which is masked where autocast is off.
+# Key of `torch.autocast("jax")`, masked while autocast is disabled.
 AUTOCAST_KEYS = _key_set(_autocast_key) if _autocast_key else None
 _KEYS = _key_set(_meta_key)
 _KEYS = _KEYS | AUTOCAST_KEYS if AUTOCAST_KEYS else _KEYS
 
-# (cls, size, *, strides, storage_offset, dtype, requires_grad): a tensor without memory
-# of its own whose operations go to `cls.__torch_dispatch__`.
+# (cls, size, *, strides, storage_offset, dtype, requires_grad) -> a wrapper subclass,
+# without memory, whose operations go to `cls.__torch_dispatch__`.
 make_wrapper = functools.partial(
   _make_wrapper, device=HIDDEN_DEVICE, _extra_dispatch_keys=_KEYS
 )
 
 
-# (tensor, bool): marks a wrapper as the conjugate or the negative of what torch
-# believes to be its memory, so that `resolve_conj`, `is_conj`, `imag` act as on the
-# CPU.
+# (tensor, bool): set the conjugate or negative bit of a wrapper, so that
+# `resolve_conj`, `is_conj` and `imag` act as on the CPU.
 set_conj = private.find("torch._C._set_conj", "conjugate views")
 set_neg = private.find("torch._C._set_neg", "negative views")
 
-# (func, args, kwargs, out) -> out, with the memory and the identity of the arguments
-# where the operation's schema says so.
+# (func, args, kwargs, out) -> out, with the storage and identity of arguments that the
+# operation's schema aliases.
 correct_aliasing = private.find(
   "torch.utils._python_dispatch.return_and_correct_aliasing",
   "changes in place in a graph that torch captures",
@@ -114,20 +113,20 @@ parse_to = private.find(
 
 
 def set_metadata(tensor: torch.Tensor, source: torch.Tensor) -> None:
-  """Gives `tensor` the shape, strides and dtype of `source`, keeping its identity."""
-  # The setter asks an operation that wrappers would send back to Python.
+  """Give `tensor` the shape, strides and dtype of `source`, keeping its identity."""
+  # The setter calls an operation that wrappers would dispatch to Python.
   with without_dispatch():
     torch.Tensor.data.__set__(tensor, source)
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
-  """Makes `isinstance(tensor, torch.nn.Parameter)` true."""
+  """Make `isinstance(tensor, torch.nn.Parameter)` true."""
   tensor._is_param = True
   return tensor
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-  """True for what `torch.nn.Parameter` has made of a tensor."""
+  """Return True for a parameter."""
   return isinstance(tensor, torch.nn.Parameter)
 
 
@@ -143,7 +142,7 @@ _unwrapped = private.find(
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-  """The tensor that the transforms of `torch.func` have wrapped, or the tensor."""
+  """Return the tensor inside the wrappers of `torch.func`'s transforms."""
   while _is_wrapped(tensor):
     tensor = _unwrapped(tensor)
   return tensor
