@@ -102,7 +102,7 @@ def test_a_package_that_is_too_old_is_named_with_its_extra(
   assert f"'torchax[{extra.name}]'" in message
 
 
-def test_a_package_that_cannot_load_itself_says_why(monkeypatch):
+def test_package_that_fails_to_import_raises_its_reason(monkeypatch):
   def fails(name):
     raise ImportError("cannot import name 'x' from 'jax'")
 
@@ -111,7 +111,7 @@ def test_a_package_that_cannot_load_itself_says_why(monkeypatch):
     extras.load("flax.linen", "FlaxNNModule")
 
 
-def test_the_lowest_versions_are_those_of_the_extras():
+def test_lowest_versions_match_the_extras():
   setup = "import setuptools; setuptools.setup = lambda **given: print(given); "
   code = setup + "exec(compile(open('setup.py').read(), 'setup.py', 'exec'))"
   command = [sys.executable, "-c", f"__file__ = 'setup.py'; {code}"]

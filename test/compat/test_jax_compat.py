@@ -67,7 +67,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("row", CASES.values(), ids=CASES)
-def test_a_transformation_is_told_by_its_trace(row):
+def test_transformation_is_identified_by_its_trace(row):
   transform, expected = row
   assert seen_in(transform) == expected
 
@@ -98,7 +98,7 @@ def test_differentiation_runs_once_and_owns_no_draw(transform):
   assert seen["trace"] in ("JVPTrace", "LinearizeTrace")
 
 
-def test_differentiation_inside_a_transformation_leaves_the_draw_to_it():
+def test_draw_in_nested_grad_belongs_to_the_outer_trace():
   assert seen_in(lambda f: jax.jit(jax.grad(f)))["owner"] == "DynamicJaxprTrace"
   vmapped = seen_in(lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.ones(3)))
   assert vmapped["owner"] == "BatchTrace"
@@ -140,7 +140,7 @@ def test_jax_has_started_once_an_array_exists():
   assert jax_compat.has_started()
 
 
-def test_an_array_of_the_cpu_is_of_the_host():
+def test_cpu_array_is_in_host_memory():
   on_cpu = jax.device_put(jnp.ones(2), jax.devices("cpu")[0])
   assert jax_compat.is_of_host(on_cpu)
   assert not jax_compat.is_of_host(object())
@@ -162,7 +162,7 @@ def _raised(function, *args) -> Exception:
   return caught.value
 
 
-def test_what_jax_says_of_memory_is_recognised():
+def test_memory_errors_of_jax_are_recognized():
   array = jnp.ones(2)
   array.delete()
   deleted = _raised(lambda: array + 1)
@@ -175,7 +175,7 @@ def test_what_jax_says_of_memory_is_recognised():
     assert not is_about(RuntimeError("another"))
 
 
-def test_what_jax_says_of_arguments_is_recognised():
+def test_argument_errors_of_jax_are_recognized():
   jitted = jax.jit(lambda x, *others: x, static_argnums=2)
   refused = _raised(jitted, 1.0, object())
   assert jax_compat.refused_argument(refused) == ("object", "others[0]")
@@ -194,12 +194,12 @@ NEEDS_VALUES = {
 
 
 @pytest.mark.parametrize("name", NEEDS_VALUES)
-def test_what_jax_says_of_values_is_recognised(name):
+def test_value_errors_of_tracers_are_recognized(name):
   error = _raised(jax.jit(NEEDS_VALUES[name]), jnp.ones(2))
   assert jax_compat.is_about_values(error)
 
 
-def test_other_mistakes_in_a_trace_are_not_about_values():
+def test_other_trace_errors_are_not_about_values():
   for function in (lambda x: "a" + x, lambda x: x @ jnp.ones(3), lambda x: x[0, 0]):
     assert not jax_compat.is_about_values(_raised(jax.jit(function), jnp.ones(2)))
 
@@ -213,7 +213,7 @@ def test_the_constants_of_a_scan_are_counted():
   assert jax_compat.constants_of_scan(params) == 1
 
 
-def test_what_jax_says_of_types_that_leave_a_layout_open_is_recognised():
+def test_sharding_type_error_is_recognized():
   mesh = jax.make_mesh((1,), ("x",))
   assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -222,7 +222,7 @@ def test_what_jax_says_of_types_that_leave_a_layout_open_is_recognised():
   assert type(error) is jax_compat.ShardingTypeError
 
 
-def test_the_axes_along_which_an_array_differs_are_known():
+def test_varying_axes_are_read_from_the_type():
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
   seen = []
 
@@ -237,7 +237,7 @@ def test_the_axes_along_which_an_array_differs_are_known():
   assert jax_compat.varying_axes(jnp.ones(1)) == set()
 
 
-def test_arrays_are_given_one_type_as_to_the_axes_along_which_they_differ():
+def test_varying_alike_casts_to_the_union_of_axes():
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("x", "y"))
   seen = []
 
@@ -255,14 +255,14 @@ def test_arrays_are_given_one_type_as_to_the_axes_along_which_they_differ():
   assert jax_compat.varying_alike(array)[0] is array
 
 
-def test_the_flash_attention_of_tpus_takes_what_it_is_given():
+def test_tpu_flash_attention_takes_our_arguments():
   kernel = jax_compat.flash_attention_of_tpus()
   parameters = inspect.signature(kernel).parameters
   assert list(parameters)[:3] == ["q", "k", "v"]
   assert {"causal", "sm_scale"} <= set(parameters)
 
 
-def test_a_program_may_be_divided_where_not_all_axes_are_mapped(monkeypatch):
+def test_program_is_divisible_unless_all_axes_are_mapped(monkeypatch):
   assert not jax_compat.is_divisible()
   monkeypatch.setattr(jax, "device_count", lambda: 4)
   assert jax_compat.is_divisible()
@@ -281,7 +281,7 @@ def test_a_program_may_be_divided_where_not_all_axes_are_mapped(monkeypatch):
   assert seen == [True, False]
 
 
-def test_the_client_of_the_coordinator_is_found_and_has_what_is_used():
+def test_coordination_client_has_the_methods_in_use():
   assert jax_compat.coordination_client() is None  # a process that is alone
   from_runtime = private.walk("jax._src.lib._jax.DistributedRuntimeClient")
   for name in ("wait_at_barrier", "key_value_set", "key_value_dir_get"):
@@ -289,7 +289,7 @@ def test_the_client_of_the_coordinator_is_found_and_has_what_is_used():
   assert callable(from_runtime.key_value_delete)
 
 
-def test_what_jax_says_without_other_processes_is_recognised():
+def test_missing_cluster_error_is_recognized():
   with pytest.raises(ValueError) as caught:
     private.walk("jax._src.distributed.State")().initialize(
       cluster_detection_method="deactivate"
@@ -298,7 +298,7 @@ def test_what_jax_says_without_other_processes_is_recognised():
   assert not jax_compat.is_about_missing_cluster(ValueError("another"))
 
 
-def test_cpus_of_processes_join_at_the_address_that_is_given(monkeypatch):
+def test_gloo_listens_at_the_given_address(monkeypatch):
   registered, made = {}, []
   monkeypatch.setattr(
     jax_compat,

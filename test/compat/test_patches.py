@@ -72,12 +72,12 @@ def _changed(undo: str) -> set[str]:
 
 @pytest.mark.programs
 @pytest.mark.parametrize("undo", ["at once", "after a mesh"])
-def test_unpatch_gives_torch_and_jax_back_every_object(undo):
+def test_unpatch_restores_every_object_of_torch_and_jax(undo):
   assert not _changed(undo)
 
 
 @pytest.mark.programs
-def test_import_replaces_what_is_listed_and_nothing_else():
+def test_import_replaces_only_listed_objects():
   listed = {patch.name for patch in patches.PATCHES}
   changed = _changed("")
   assert "utils.swap_tensors" in changed

@@ -96,7 +96,7 @@ def test_the_essential_pieces_are_a_handful():
   assert found == ESSENTIAL
 
 
-def test_eager_work_does_without_each_private_piece(run_without):
+def test_eager_mode_works_without_each_private_piece(run_without):
   paths = [path for path in private.PIECES if path not in ESSENTIAL]
   assert len(paths) > 50
   names_of_cases = ["none", *paths, "all of them"]
@@ -114,7 +114,7 @@ def test_importing_without_an_essential_piece_names_it(run_without):
     assert f"has no {path}, which torchax needs for" in error
 
 
-def test_a_feature_without_its_piece_names_it_the_feature_and_the_versions():
+def test_missing_piece_error_names_piece_feature_and_versions():
   piece = private.Piece("torch._C._set_conj", "conjugate views")
   with pytest.raises(PrivateApiError) as caught:
     private.Unavailable(piece)(torch.ones(2), True)
@@ -124,7 +124,7 @@ def test_a_feature_without_its_piece_names_it_the_feature_and_the_versions():
   assert "Everything else works" in message
 
 
-def test_what_was_not_found_raises_for_any_use(monkeypatch):
+def test_any_use_of_a_missing_piece_raises(monkeypatch):
   monkeypatch.setattr(private, "PIECES", {})
   found = private.find("torch._C._there_is_no_such_thing", "a test")
   for use in (found, lambda: found.attribute, lambda: isinstance(1, found.cls)):
@@ -232,7 +232,7 @@ USED = (
 )
 
 
-def test_importing_does_without_any_of_the_operations(run_without):
+def test_import_works_without_any_of_the_operations(run_without):
   operations = _all_operations()
   assert len(operations) > 500
   draw = random.Random(0)
@@ -241,7 +241,7 @@ def test_importing_does_without_any_of_the_operations(run_without):
   assert outcomes == [None] * 5
 
 
-def test_eager_work_does_without_the_operations_it_does_not_use(run_without):
+def test_eager_mode_works_without_operations_it_does_not_use(run_without):
   parts = tuple(f"torch.ops.aten.{name}" for name in USED)
   rare = [path for path in _all_operations() if not path.startswith(parts)]
   assert len(rare) > 400
@@ -266,7 +266,7 @@ def test_an_overload_that_torch_lacks_is_missing_as_well():
     names.aten.add._there_is_no_such_attribute  # noqa: B018
 
 
-def test_a_packet_is_that_of_torch():
+def test_packet_is_torchs_object():
   add = torch.ops.aten.add
   assert names.aten.add == add and add == names.aten.add
   assert {add: 1}[names.aten.add] == {names.aten.add: 1}[add] == 1
@@ -275,7 +275,7 @@ def test_a_packet_is_that_of_torch():
   assert names.aten.add(torch.ones(2), 1).tolist() == [2.0, 2.0]
 
 
-def test_an_operation_that_is_defined_later_is_found_then():
+def test_operation_defined_later_is_found():
   namespace = names.Namespace("torch.ops.torchax_late", torch.ops.torchax_late)
   assert not namespace.twice
   library = torch.library.Library("torchax_late", "DEF")

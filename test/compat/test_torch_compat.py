@@ -51,7 +51,7 @@ def test_operations_on_a_wrapper_go_to_its_class():
   assert Wrapper.calls == before + 1
 
 
-def test_operations_run_as_on_plain_tensors_without_dispatch():
+def test_without_dispatch_operations_treat_wrappers_as_plain():
   before = Wrapper.calls
   with torch_compat.without_dispatch():
     result = torch.ops.aten.expand.default(wrapper(), (2, 3))
@@ -77,7 +77,7 @@ def test_backward_of_a_wrapper_runs_on_the_calling_thread():
   assert threads == [threading.get_ident()]
 
 
-def test_metadata_is_taken_over_and_identity_kept():
+def test_set_metadata_copies_metadata_and_keeps_identity():
   tensor = torch.zeros(2, 3, device="jax")
   source = torch.zeros(4, dtype=torch.int32, device="jax")
   identity = id(tensor)
@@ -114,7 +114,7 @@ class Mode(TorchFunctionMode):
     return func(*args, **(kwargs or {}))
 
 
-def test_function_modes_are_not_asked_inside_without_function_modes():
+def test_without_function_modes_bypasses_function_modes():
   mode = Mode()
   with mode:
     torch.ones(1)
@@ -126,7 +126,7 @@ def test_function_modes_are_not_asked_inside_without_function_modes():
   assert mode.asked == before + 1
 
 
-def test_no_mode_is_active_inside_without_modes():
+def test_without_modes_disables_all_modes():
   mode = Mode()
   seen = []
 
@@ -143,7 +143,7 @@ def test_no_mode_is_active_inside_without_modes():
   assert seen
 
 
-def test_dispatch_is_excluded_where_it_is_off():
+def test_dispatch_is_excluded_under_without_dispatch():
   assert not torch_compat.dispatch_is_excluded()
   with torch_compat.without_dispatch():
     assert torch_compat.dispatch_is_excluded()
@@ -213,12 +213,12 @@ BUILTINS = {
 
 
 @pytest.mark.parametrize("row", BUILTINS.values(), ids=BUILTINS)
-def test_a_builtin_is_what_its_public_name_says(row):
+def test_builtin_is_its_public_function(row):
   private, public = row
   assert private is public
 
 
-def test_attention_of_heads_asks_for_handlers_of_its_parts():
+def test_attention_of_heads_calls_overrides_of_its_parts():
   seen = []
 
   class Notes(TorchFunctionMode):
@@ -274,7 +274,7 @@ def test_a_composite_kernel_is_found():
   assert torch_compat.composite_decomposition(torch.mm) is None
 
 
-def test_a_composite_operation_is_told_from_others():
+def test_composite_operations_are_identified():
   aten = torch.ops.aten
   assert torch_compat.is_composite(aten.nll_loss.default)
   assert not torch_compat.is_composite(aten.mm.default)
@@ -314,7 +314,7 @@ def test_swaps_are_noticed(notices):
   assert notices == [1]
 
 
-def test_modules_are_moved_by_the_swap_that_is_watched():
+def test_module_moves_use_the_watched_swap():
   called = []
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(torch.utils, "swap_tensors", lambda *tensors: called.append(tensors))
@@ -323,7 +323,7 @@ def test_modules_are_moved_by_the_swap_that_is_watched():
   assert len(called) == 1
 
 
-def test_a_tensor_that_a_graph_holds_is_swapped(notices):
+def test_tensor_in_a_graph_is_swapped(notices):
   held = torch.ones(2, requires_grad=True)
   product = (held * held).sum()
   new = torch.zeros(2).as_subclass(Swapped).requires_grad_()
@@ -333,7 +333,7 @@ def test_a_tensor_that_a_graph_holds_is_swapped(notices):
     product.backward()
 
 
-def test_weak_references_are_to_what_a_tensor_became(notices):
+def test_weak_references_keep_their_tensor_after_a_swap(notices):
   held = torch.ones(2, requires_grad=True)
   product, reference = (held * held).sum(), weakref.ref(held)
   new = torch.zeros(2).as_subclass(Swapped).requires_grad_()
@@ -347,7 +347,7 @@ def test_weak_references_are_to_what_a_tensor_became(notices):
   assert reference() is None
 
 
-def test_a_module_holds_other_tensors_inside_a_block():
+def test_reparametrized_module_uses_the_given_tensors():
   model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
   model[1].weight = model[0].weight
   own = model[0].weight
@@ -389,7 +389,7 @@ def test_saved_tensors_hooks_are_seen():
   assert not torch_compat.has_saved_tensors_hooks()
 
 
-def test_groups_of_tensors_have_the_device_that_python_sees():
+def test_foreach_groups_have_the_device_that_python_sees():
   group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
   first, second = torch.ones(2, device="jax"), torch.ones(3, device="jax")
   other = torch.ones(2, dtype=torch.float16, device="jax")
@@ -405,7 +405,7 @@ def test_groups_of_tensors_have_the_device_that_python_sees():
   assert {device.type for device, _ in plain} == {"cpu", "meta"}
 
 
-def test_optimizers_and_clipping_take_jax_tensors_for_lists():
+def test_optimizers_and_clipping_use_foreach_for_jax_tensors():
   parameters = [torch.nn.Parameter(torch.ones(2, device="jax"))]
   choose = importlib.import_module("torch.optim.optimizer")._default_to_fused_or_foreach
   assert choose(parameters, False) == (False, True)
@@ -463,7 +463,7 @@ def test_autocast_sees_wrappers(cast_operation, enabled, expected):
   assert calls == expected
 
 
-def test_autocast_lets_through_what_has_no_kernel():
+def test_operations_without_autocast_kernel_run_unchanged():
   made = wrapper()
   with torch.autocast("jax", dtype=torch.bfloat16):
     assert torch.equal(torch.abs(made), torch.ones(3))
@@ -501,7 +501,7 @@ def test_fakes_are_known_and_made_where_a_graph_is_traced():
   assert not torch_compat.is_fake(plain)
 
 
-def test_results_are_the_arguments_that_an_operation_writes():
+def test_in_place_results_are_their_arguments():
   class Wrapper(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -545,7 +545,7 @@ def outer_function(x):
   return inner_function(x)
 
 
-def test_a_function_is_kept_from_dynamo():
+def test_dynamo_skips_functions_kept_from_it():
   graphs = []
 
   def backend(graph, inputs):
@@ -588,12 +588,12 @@ def test_the_code_of_classes_and_modules_is_found():
   assert {"is_watched", "ignore_compile_internals"} <= names
 
 
-def test_what_fakes_raise_where_numbers_are_asked_for():
+def test_fake_tensors_raise_for_their_values():
   error = torch_compat.DataDependentOutputException("Tensor.answer")
   assert isinstance(error, RuntimeError) and error.func == "Tensor.answer"
 
 
-def test_packages_are_left_to_python():
+def test_dynamo_breaks_graphs_at_packages():
   trace_rules = importlib.import_module("torch._dynamo.trace_rules")
   path = importlib.import_module("jax.numpy").__file__
   torch_compat.leave_frames_of("jax")
@@ -601,7 +601,7 @@ def test_packages_are_left_to_python():
   assert not trace_rules.check_file(__file__).skipped
 
 
-def test_draws_that_are_not_used_stay_in_graphs():
+def test_unused_draws_stay_in_graphs():
   found = []
 
   def backend(graph, inputs):
@@ -620,7 +620,7 @@ def test_draws_that_are_not_used_stay_in_graphs():
   assert any("rand_like" in target for target in found[0])
 
 
-def test_operations_that_take_graphs_come_to_dispatch_modes():
+def test_dispatch_modes_receive_higher_order_operators():
   seen = []
 
   class Mode(torch_compat.DispatchMode):
@@ -656,7 +656,7 @@ class Twice(torch.autograd.Function):
     return gradient * 2
 
 
-def test_a_function_is_applied_as_by_apply_also_under_transforms():
+def test_apply_function_equals_apply_under_transforms():
   x = torch.ones(3, requires_grad=True)
 
   def twice(x):
@@ -670,7 +670,7 @@ def test_a_function_is_applied_as_by_apply_also_under_transforms():
   assert torch.equal(gradient, torch.full((3,), 2.0))
 
 
-def test_a_holder_is_plain_whatever_is_on():
+def test_holder_is_plain_under_any_mode():
   with torchax.default_env(), torch.device("jax"):
     holder = torch_compat.holder()
   assert type(holder) is torch.Tensor
@@ -680,7 +680,7 @@ def test_a_holder_is_plain_whatever_is_on():
 # Transforms of torch.func ------------------------------------------------------------
 
 
-def test_what_transforms_have_wrapped_is_found():
+def test_innermost_unwraps_transforms():
   x, found = torch.ones(2, 3), []
 
   def note(row):
@@ -704,7 +704,7 @@ def _decorated(function):
   return around
 
 
-def test_a_rerouted_function_stays_the_object_that_it_was():
+def test_rerouted_function_keeps_its_identity():
   def add(x, y=1, *, z=2):
     """Adds."""
     return x + y + z
@@ -756,7 +756,7 @@ def test_a_rerouted_method_stays_static_or_bound():
     "torch.distributed._functional_collectives._maybe_wrap_tensor",
   ],
 )
-def test_what_is_rerouted_closes_over_nothing(path):
+def test_rerouted_functions_have_no_closure(path):
   assert not inspect.unwrap(torch_compat.function_of(path)).__closure__
 
 

@@ -20,12 +20,12 @@ from torchax.errors import UnsupportedVersionError
 NEWEST = {"torch": "99.0", "jax": "99.0", "jaxlib": "99.0", "numpy": "99.0"}
 
 
-def test_the_versions_here_are_taken():
+def test_installed_versions_are_accepted():
   versions.check()
 
 
 @pytest.mark.parametrize("name", versions.LOWEST)
-def test_the_lowest_version_is_taken_and_an_older_one_is_named(name):
+def test_lowest_version_passes_and_an_older_one_raises(name):
   bound = versions.LOWEST[name]
   versions.check({**NEWEST, name: f"{bound}+cpu"}.__getitem__)
   with pytest.raises(UnsupportedVersionError) as caught:
@@ -36,7 +36,7 @@ def test_the_lowest_version_is_taken_and_an_older_one_is_named(name):
   assert "99.0" not in message
 
 
-def test_all_that_is_too_old_is_in_one_error():
+def test_one_error_names_all_old_packages():
   old = {**NEWEST, "torch": "2.10.1", "jax": "0.9.9"}
   with pytest.raises(UnsupportedVersionError, match="torch 2.10.1, jax 0.9.9"):
     versions.check(old.__getitem__)
@@ -54,7 +54,7 @@ def test_a_package_without_metadata_is_left_to_its_import():
   versions.check(installed)
 
 
-def test_the_bounds_are_those_of_the_package():
+def test_lowest_versions_match_setup_py():
   text = (ROOT / "setup.py").read_text(encoding="utf-8")
   (block,) = re.findall(r"^REQUIRES = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
   required = [Requirement(line) for line in re.findall(r'"([^"]+)"', block)]
@@ -62,7 +62,7 @@ def test_the_bounds_are_those_of_the_package():
   assert versions.LOWEST.items() <= bounds.items()
 
 
-def test_the_versions_here_are_tested_ones():
+def test_installed_versions_are_tested_ones():
   assert versions.is_tested("torch", torch.__version__)
   assert versions.is_tested("jax", jax.__version__)
   assert versions.is_tested("python", platform.python_version())
@@ -84,7 +84,7 @@ import torchax
 """
 
 
-def test_importing_torchax_with_an_old_torch_says_what_to_do():
+def test_import_with_an_old_torch_names_the_remedy():
   done = subprocess.run(
     [sys.executable, "-c", OLD],
     capture_output=True,

@@ -20,7 +20,7 @@ def compiled(function, **options):
   return torch.compile(function, backend="jax", **{"fullgraph": True, **options})
 
 
-def test_it_is_found_by_name():
+def test_backend_is_found_by_name():
   assert "jax" in torch.compiler.list_backends()
 
 
@@ -64,7 +64,7 @@ def results():
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_are_those_of_torch(name, results):
+def test_results_equal_torchs(name, results):
   actual, expected = results[name]
   flat, spec = torch.utils._pytree.tree_flatten(actual)
   wanted, wanted_spec = torch.utils._pytree.tree_flatten(expected)
@@ -80,7 +80,7 @@ def test_results_are_those_of_torch(name, results):
       assert have == want
 
 
-def test_results_have_memory_of_their_own():
+def test_results_do_not_share_memory():
   x = torch.ones(4)
   same, times_one, plus_zero, twice, again = compiled(
     lambda x: (x, x * 1, x + 0, x.exp(), x.exp())
@@ -92,7 +92,7 @@ def test_results_have_memory_of_their_own():
   assert x.tolist() == [1.0] * 4
 
 
-def test_a_view_of_an_input_is_one():
+def test_view_of_an_input_shares_its_memory():
   x = torch.ones(4, 4)
   view = compiled(lambda x: x[1:3])(x)
   assert view._base is x
@@ -120,7 +120,7 @@ def test_inputs_of_any_form(name):
   torch.testing.assert_close(compiled(lambda x: x * 2)(given), given * 2)
 
 
-def test_inputs_may_change_at_once():
+def test_inputs_may_change_right_after_the_call():
   """What is returned was computed from the numbers at the call."""
   x = torch.ones(512, 512)
   run = compiled(lambda x: x @ x)
@@ -197,7 +197,7 @@ def _step(layer):
 @pytest.mark.parametrize(
   "change", [_zero_data, _copy_under_no_grad, _load, _assign, _step]
 )
-def test_changed_parameters_are_followed(change):
+def test_changed_parameters_are_used_by_the_next_call(change):
   layer = torch.nn.Linear(8, 8, bias=False)
   run = compiled(layer)
   assert run(X).abs().sum() > 0
@@ -255,7 +255,7 @@ def test_retained_graphs():
   assert torch.equal(*first, *torch.autograd.grad(result, x))
 
 
-def test_a_second_derivative_is_refused_by_torch():
+def test_second_derivative_raises_torchs_error():
   x = X.clone().requires_grad_()
   (gradient,) = torch.autograd.grad(
     compiled(lambda x: (x**3).sum())(x), x, create_graph=True
@@ -264,7 +264,7 @@ def test_a_second_derivative_is_refused_by_torch():
     gradient.sum().backward()
 
 
-def test_a_parameter_changed_before_backward_is_an_error():
+def test_parameter_changed_before_backward_raises():
   x, w = X.clone(), torch.ones(8, requires_grad=True)
   result = compiled(lambda x, w: (x * w * w).sum())(x, w)
   with torch.no_grad():
@@ -359,7 +359,7 @@ def test_graph_breaks():
     torch.testing.assert_close(run(x), function(x))
 
 
-def test_results_whose_shape_depends_on_data():
+def test_data_dependent_result_shapes():
   run = compiled(lambda x: x[x > 0] * 2, fullgraph=False)
   torch.testing.assert_close(run(X), X[X > 0] * 2)
 
@@ -410,7 +410,7 @@ def test_assertions_are_checked_when_the_call_returns():
 # 64 bits, devices, refusals -----------------------------------------------------------
 
 
-def test_64_bits_without_x64():
+def test_64_bit_dtypes_without_x64():
   run = compiled(lambda i: i * 2)
   assert run(torch.arange(5)).dtype is torch.int64
   with pytest.raises(OverflowError, match="x64"):
@@ -461,7 +461,7 @@ def test_sparse_inputs_run_in_torch_or_are_refused():
     compiled(lambda x: x * 2)(torch.eye(3).to_sparse())
 
 
-def test_compiled_code_runs_where_jax_is_tracing_nothing():
+def test_compiled_code_runs_outside_of_jax_traces():
   run = compiled(lambda x: x * 2)
   run(X)
   with jax.checking_leaks():

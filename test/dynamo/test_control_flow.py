@@ -175,7 +175,7 @@ def draw_in_branch(x):
 
 
 @has_cond
-def test_branches_on_jax_draw_the_same_in_every_way():
+def test_branches_on_jax_draw_the_same_in_each_mode():
   x = X.to("jax")
   drawn = {}
   for way, make in WAYS.items():
@@ -188,7 +188,7 @@ def test_branches_on_jax_draw_the_same_in_every_way():
 
 
 @has_cond
-def test_branches_of_plain_tensors_draw_what_eager_draws():
+def test_plain_branches_draw_as_in_eager_mode():
   run = torch.compile(draw_in_branch, backend="jax", fullgraph=True)
   with torchax.default_env() as env:
     torch.manual_seed(3)
@@ -214,7 +214,7 @@ def branches_in_turn(x, y):
 
 
 @has_cond
-def test_gradients_of_plain_branches_have_the_masks_of_the_forward_pass():
+def test_plain_branch_gradients_reuse_the_forward_masks():
   """torch runs a branch again in the backward pass, and what it draws with it."""
 
   def gradients(function, device):
@@ -237,7 +237,7 @@ def test_gradients_of_plain_branches_have_the_masks_of_the_forward_pass():
 
 
 @has_cond
-def test_a_choice_inside_a_choice_that_draws_has_no_gradient_of_plain_tensors():
+def test_nested_cond_that_draws_raises_for_gradients():
   """torch runs it twice in the backward pass of the outer one: refused, by its line."""
 
   def inside(x):
@@ -260,7 +260,7 @@ def draw_in_loop(x):
   )[1]
 
 
-def test_a_loop_of_plain_tensors_draws_from_a_child_of_the_stream():
+def test_plain_while_loop_draws_from_a_child_stream():
   """As `interop.while_loop` does, whose body is the same."""
   run = torch.compile(draw_in_loop, backend="jax", fullgraph=True)
   with torchax.default_env() as env:
@@ -282,7 +282,7 @@ def test_a_loop_of_plain_tensors_draws_from_a_child_of_the_stream():
   assert env.rng.state.count == count == 2
 
 
-def test_a_condition_that_draws_is_refused():
+def test_condition_that_draws_raises():
   def f(x):
     return torch.while_loop(
       lambda x: torch.rand_like(x).sum() < 3, lambda x: (x + 1,), (x,)

@@ -72,14 +72,14 @@ def drawn():
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_it_draws_what_eager_draws(name, drawn):
+def test_compiled_draws_equal_eager_draws(name, drawn):
   first, second, *expected = drawn[name]
   assert not torch.equal(first, second)
   for have, want in zip((first, second), expected):
     torch.testing.assert_close(have, want.to(have.dtype))
 
 
-def test_attention_drops_what_eager_drops():
+def test_attention_dropout_equals_eager_dropout():
   def attend(q):
     return F.scaled_dot_product_attention(q, q, q, dropout_p=0.4)
 
@@ -90,7 +90,7 @@ def test_attention_drops_what_eager_drops():
   torch.testing.assert_close(run(HEADS), expected)
 
 
-def test_the_stream_goes_on_across_graph_breaks_and_eager_code():
+def test_stream_continues_across_graph_breaks_and_eager_code():
   def broken(x):
     y = F.dropout(x, 0.5)
     torch._dynamo.graph_break()
@@ -111,7 +111,7 @@ def test_the_stream_goes_on_across_graph_breaks_and_eager_code():
   torch.testing.assert_close(actual, expected)
 
 
-def test_a_seed_changes_the_numbers_and_compiles_nothing():
+def test_new_seed_changes_draws_without_recompilation():
   counting = CountingBackend()
   run = torch.compile(lambda x: F.dropout(x, 0.5), backend=counting)
   seen = set()
@@ -122,7 +122,7 @@ def test_a_seed_changes_the_numbers_and_compiles_nothing():
   assert len(seen) == 8
 
 
-def test_the_stream_advances_by_the_draws_made():
+def test_stream_advances_by_the_number_of_draws():
   run = compiled(lambda x: F.dropout(F.dropout(x, 0.5) + torch.rand_like(x), 0.5))
   torch.manual_seed(0)
   run(X)
@@ -131,13 +131,13 @@ def test_the_stream_advances_by_the_draws_made():
   assert rng.current().state.count == 6
 
 
-def test_a_function_that_draws_nothing_leaves_the_stream():
+def test_function_without_draws_keeps_the_stream():
   torch.manual_seed(0)
   compiled(lambda x: x * 2)(X)
   assert rng.current().state.count == 0
 
 
-def test_an_error_leaves_the_stream():
+def test_error_keeps_the_stream():
   run = compiled(lambda x: F.dropout(x, 0.5) @ torch.ones(8, 2))
   run(X)
   torch.manual_seed(0)
@@ -168,7 +168,7 @@ def checkpointed(x, first, second):
 
 @pytest.mark.parametrize("function", [network, checkpointed])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_gradients_are_finite_differences(setting, function):
+def test_gradients_equal_finite_differences(setting, function):
   generator = torch.Generator().manual_seed(3)
 
   def normal(*shape):
@@ -196,7 +196,7 @@ def test_gradients_are_finite_differences(setting, function):
 @pytest.mark.parametrize(
   ("setting", "is_drawn_again"), [("defaults", False), ("no memory", True)]
 )
-def test_the_backward_pass_may_draw_again(setting, is_drawn_again, caplog):
+def test_backward_pass_may_recompute_draws(setting, is_drawn_again, caplog):
   leaves = [torch.ones(5, 6), torch.ones(6, 7), torch.ones(7, 3)]
   leaves = [leaf.requires_grad_() for leaf in leaves]
   torchax.dynamo.set_logs(draws=True)
@@ -211,7 +211,7 @@ def test_the_backward_pass_may_draw_again(setting, is_drawn_again, caplog):
   assert ("native_dropout" in backward[0]) is is_drawn_again
 
 
-def test_a_training_step_draws_what_eager_draws():
+def test_training_step_draws_as_in_eager_mode():
   def make():
     torch.manual_seed(0)
     return torch.nn.Sequential(
@@ -258,7 +258,7 @@ def test_the_ledger_names_the_module_and_the_line():
   ledger.require_unique()
 
 
-def test_a_scope_is_drawn_from():
+def test_compiled_function_draws_from_the_rng_scope():
   run = compiled(lambda x: F.dropout(x, 0.5))
   env = torchax.default_env()
   with env.rng_scope(3):
@@ -273,7 +273,7 @@ def test_a_scope_is_drawn_from():
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_checkpoint_without_a_gradient_draws_what_it_draws_eagerly(device, depth):
+def test_checkpoint_without_gradient_draws_as_in_eager_mode(device, depth):
   def function(x):
     return F.dropout(x, 0.5) * 2
 

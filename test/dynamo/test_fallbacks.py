@@ -18,7 +18,7 @@ def said(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
-def test_behind_the_limit_of_variants_a_function_runs_uncompiled(device, said):
+def test_function_beyond_the_recompile_limit_runs_uncompiled(device, said):
   run = torch.compile(lambda x, text: x * len(text), backend="jax")
   x = torch.ones(2).to(device)
   with torch._dynamo.config.patch(recompile_limit=2):
@@ -30,7 +30,7 @@ def test_behind_the_limit_of_variants_a_function_runs_uncompiled(device, said):
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
-def test_in_one_graph_the_limit_raises(device):
+def test_recompile_limit_raises_with_fullgraph(device):
   run = torch.compile(lambda x, text: x * len(text), backend="jax", fullgraph=True)
   x = torch.ones(2).to(device)
   limit = torch._dynamo.exc.FailOnRecompileLimitHit
@@ -49,7 +49,7 @@ def test_in_one_graph_the_limit_raises(device):
   ],
   ids=["quantised", "sparse", "sparse rows"],
 )
-def test_what_torch_cannot_trace_is_refused_in_one_graph(make):
+def test_untraceable_code_raises_with_fullgraph(make):
   """By torch, before it calls the backend."""
   with pytest.raises(RuntimeError, match="quantized|sparse Tensors"):
     torch.compile(lambda x: x * 2, backend="jax", fullgraph=True)(make())

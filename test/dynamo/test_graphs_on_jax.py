@@ -62,12 +62,12 @@ READS = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_reading_numbers_breaks_the_graph(x, name):
+def test_reading_values_breaks_the_graph(x, name):
   read = READS[name]
   torch.testing.assert_close(compiled(read)(x), read(x))
 
 
-def test_in_one_graph_reading_numbers_is_refused(x):
+def test_reading_values_raises_with_fullgraph(x):
   with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Tensor.to\('cpu'\)"):
     compiled(lambda x: x.cpu() + 1, fullgraph=True)(x)
 
@@ -92,7 +92,7 @@ def test_backward_inside(device):
 # Numbers -----------------------------------------------------------------------------
 
 
-def test_a_float_that_changes_is_an_operand(x):
+def test_changing_float_is_an_operand(x):
   backend = CountingBackend()
   run = torch.compile(lambda x, scale: x * scale + scale * 2, backend=backend)
   for scale in (0.5, 0.7, -0.0, 0.9):
@@ -112,7 +112,7 @@ def test_a_float_that_changes_is_an_operand(x):
   ],
   ids=["dropout", "integers", "full", "branch", "results", "clamp"],
 )
-def test_a_float_that_decides_is_a_constant(x, function):
+def test_float_in_a_condition_is_a_constant(x, function):
   run = compiled(function)
   for p in (0.25, 0.5, 0.75, 0.5):
     actual = run(x, p)
@@ -174,7 +174,7 @@ def test_factories_make_tensors_on_jax():
   assert compiled(lambda: torch.arange(3, device="jax"))().dtype == torch.int32
 
 
-def test_the_device_of_an_input_that_is_not_read(x):
+def test_device_of_an_unused_input(x):
   def mask(x):
     return torch.ones(x.shape[0], 3, device=x.device).tril()
 
@@ -182,7 +182,7 @@ def test_the_device_of_an_input_that_is_not_read(x):
   assert compiled(mask)(x).device.type == "jax"
 
 
-def test_a_graph_that_moves_a_tensor_runs_uncompiled_and_says_so():
+def test_graph_that_moves_a_tensor_warns_and_runs_uncompiled():
   run = compiled(lambda x: (x * 2).to("jax") + 1)
   with pytest.warns(UserWarning, match="uncompiled.*test_graphs_on_jax"):
     actual = run(PLAIN)
@@ -193,7 +193,7 @@ def test_a_graph_that_moves_a_tensor_runs_uncompiled_and_says_so():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_draws_again_what_it_drew(x, use_reentrant):
+def test_checkpoint_recomputes_the_same_draws(x, use_reentrant):
   layer = torch.nn.Linear(8, 8).to("jax")
 
   def block(x):
@@ -218,7 +218,7 @@ def test_a_checkpoint_draws_again_what_it_drew(x, use_reentrant):
 
 
 @pytest.mark.parametrize("make", [compiled, jax_jit], ids=["compile", "jit"])
-def test_a_change_in_place_that_needs_a_gradient_is_refused(x, make):
+def test_in_place_change_that_needs_a_gradient_raises(x, make):
   y = (x.clone().requires_grad_() * 2).relu()
   with pytest.raises(torchax.errors.MutationError, match="Return the new value") as e:
     make(lambda y: y.relu_() + 1)(y)
@@ -226,7 +226,7 @@ def test_a_change_in_place_that_needs_a_gradient_is_refused(x, make):
     assert "a function compiled with torch.compile changes" in str(e.value)
 
 
-def test_a_change_of_a_parameter_is_refused_in_the_words_of_torch(x):
+def test_in_place_change_of_a_parameter_raises_torchs_error(x):
   weight = torch.nn.Parameter(torch.ones(8).to("jax"))
   with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
     jax_jit(lambda x: weight.mul_(2) * x)(x)

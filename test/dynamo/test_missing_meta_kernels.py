@@ -22,7 +22,7 @@ ROWS = {
   ("name", "dynamic"),
   [("binomial", False), ("beta", False), ("beta", True), ("geqrf", True)],
 )
-def test_a_graph_computes_and_draws_what_eager_code_does(name, dynamic):
+def test_graph_without_meta_kernels_equals_eager_mode(name, dynamic):
   function, x = ROWS[name]
   x = x.to("jax")
   torch._dynamo.reset()
@@ -35,7 +35,7 @@ def test_a_graph_computes_and_draws_what_eager_code_does(name, dynamic):
   assert_same(actual, on_cpu)
 
 
-def test_a_gradient_goes_through_such_an_operation():
+def test_gradient_of_an_operation_without_meta_kernel():
   gradients = []
   for compiled in (False, True):
     function = ROWS["beta"][0]
@@ -49,7 +49,7 @@ def test_a_gradient_goes_through_such_an_operation():
   assert_same(gradients[1], gradients[0].cpu())
 
 
-def test_shapes_are_those_of_the_lowering_and_nothing_is_drawn():
+def test_shapes_come_from_the_lowering_without_draws():
   env = torchax.default_env()
   vector = jax.ShapeDtypeStruct((3,), "float32")
   torch.manual_seed(3)
@@ -63,7 +63,7 @@ def test_shapes_are_those_of_the_lowering_and_nothing_is_drawn():
 @pytest.mark.parametrize(
   "op", [aten.nonzero.default, aten.nll_loss.default, aten.add_.Tensor]
 )
-def test_there_are_none_without_a_lowering_that_knows_them(op):
+def test_no_shapes_if_the_lowering_has_none(op):
   """Shapes of numbers, composite operations, and what writes."""
   vector = jax.ShapeDtypeStruct((3,), "float32")
   args = [vector] * len(op._schema.arguments)

@@ -50,7 +50,7 @@ def train(model, run, steps=3):
 
 
 @each_place
-def test_training_in_one_graph_is_that_of_eager(is_inside):
+def test_training_in_one_graph_equals_eager_training(is_inside):
   backend = CountingBackend()
   first, second = make_model().to("jax"), make_model().to("jax")
   with place(is_inside):
@@ -62,7 +62,7 @@ def test_training_in_one_graph_is_that_of_eager(is_inside):
 
 
 @each_place
-def test_new_tensors_of_the_same_shape_compile_nothing(is_inside):
+def test_new_tensors_of_the_same_shape_do_not_recompile(is_inside):
   backend = CountingBackend()
   with place(is_inside):
     run = torch.compile(lambda x, y: x * y, backend=backend, fullgraph=True)
@@ -160,7 +160,7 @@ def test_dynamic_shapes():
     torch.testing.assert_close(run(x.to("jax")).cpu(), expected)
 
 
-def test_a_graph_break_goes_on_with_the_same_stream():
+def test_stream_continues_after_a_graph_break():
   def function(x):
     y = F.dropout(x, 0.5)
     torch._dynamo.graph_break()
@@ -237,7 +237,7 @@ def test_mixed_devices_name_the_operation():
   assert MixedDeviceError.__name__ in str(caught.value) or "cpu" in str(caught.value)
 
 
-def test_another_backend_cannot_run_them_silently():
+def test_another_backend_raises_for_jax_tensors():
   """Graphs of jax tensors are for the jax backend; others say so or run eagerly."""
   x = PLAIN.to("jax")
   result = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)(x)
@@ -245,7 +245,7 @@ def test_another_backend_cannot_run_them_silently():
   torch.testing.assert_close(result.cpu(), PLAIN * 2)
 
 
-def test_a_fake_has_no_numbers():
+def test_fake_tensor_has_no_values():
   """Asking for a number breaks the graph, and is an error where there may be none."""
 
   def function(x):

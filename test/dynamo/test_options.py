@@ -45,13 +45,13 @@ def test_precision_reaches_the_products(monkeypatch):
   assert "HIGHEST" in lowered[0]
 
 
-def test_the_device_is_where_it_runs():
+def test_device_option_selects_the_device():
   device = jax.devices("cpu")[0]
   run = compiled(lambda x: x * 2, options={"device": device})
   torch.testing.assert_close(run(X), X * 2)
 
 
-def test_donated_memory_is_given_up():
+def test_donated_memory_is_deleted():
   def step(parameters, gradients):
     torch._foreach_add_(parameters, gradients, alpha=-1.0)
     parameters[0].mul_(2)

@@ -58,7 +58,7 @@ ROWS = {
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("name", ROWS)
-def test_outputs_and_gradients_are_those_of_cpu_torch(name):
+def test_outputs_and_gradients_equal_cpu_torch(name):
   kind, options = ROWS[name]
   module = network(kind, **options)
   x = X[0] if kind is nn.LSTMCell else X
@@ -72,7 +72,7 @@ def test_one_sequence_without_a_batch():
   assert_all_close(results_and_gradients(compiled(module), module, X[:, 0]), expected)
 
 
-def test_a_state_that_is_given_has_a_gradient():
+def test_initial_state_has_a_gradient():
   module = network(nn.LSTM)
   given = (X, floats(1, BATCH, HIDDEN, seed=1), floats(1, BATCH, HIDDEN, seed=2))
 
@@ -85,7 +85,7 @@ def test_a_state_that_is_given_has_a_gradient():
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_inference_is_that_of_cpu_torch(kind):
+def test_inference_equals_cpu_torch(kind):
   module = network(kind, 2, dropout=0.5, bidirectional=True).eval()
   run = compiled(module)
   for context in (torch.no_grad, torch.inference_mode):
@@ -130,7 +130,7 @@ def test_autocast_gives_the_dtypes_of_cpu_torch(name):
 # Random numbers -----------------------------------------------------------------------
 
 
-def test_dropout_between_layers_draws_what_eager_draws():
+def test_dropout_between_layers_draws_as_in_eager_mode():
   module = network(nn.RNN, 3, dropout=0.4)
   run = compiled(module)
   torch.manual_seed(3)
@@ -146,7 +146,7 @@ def test_dropout_between_layers_draws_what_eager_draws():
         assert_close(one, other.detach().cpu(), f"result {place}")
 
 
-def test_dropout_is_drawn_again_by_a_checkpoint():
+def test_checkpoint_recomputes_dropout():
   module = network(nn.RNN, 2, dropout=0.5)
 
   def in_checkpoint(x):
@@ -190,7 +190,7 @@ def _layers(graph: list[str], kind: str) -> int:
   return graph.count(f"torchax.{kind}.default")
 
 
-def test_graphs_do_not_grow_with_the_length_of_the_sequence(graphs):
+def test_graph_size_is_independent_of_the_sequence_length(graphs):
   module = network(nn.RNN, bidirectional=True)
   run = compiled(module, dynamic=False)
   for time in (2, 30):
@@ -201,7 +201,7 @@ def test_graphs_do_not_grow_with_the_length_of_the_sequence(graphs):
   assert _layers(backward, "recurrent_layer_backward") == 2
 
 
-def test_batches_that_change_are_traced_once(graphs):
+def test_changing_batch_sizes_are_traced_once(graphs):
   module = network(nn.LSTM)
   run = compiled(module, dynamic=True)
   with torch.no_grad():
@@ -226,7 +226,7 @@ def test_a_derivative_inside_the_graph_is_unrolled(graphs):
   reason="with recurrent layers in graphs, Dynamo before torch 2.13 fails on "
   "pad_packed_sequence, with any backend",
 )
-def test_a_packed_sequence_breaks_the_graph_and_is_right():
+def test_packed_sequence_breaks_the_graph():
   module = network(nn.LSTM)
 
   def packed(x, lengths):
@@ -238,7 +238,7 @@ def test_a_packed_sequence_breaks_the_graph_and_is_right():
   assert_close(actual.detach(), packed(X, lengths))
 
 
-def test_the_graph_of_a_checkpoint_is_left_as_it_is():
+def test_graph_of_a_checkpoint_is_not_modified():
   inner, outer = fx.Graph(), fx.Graph()
   made = [inner.placeholder(name) for name in ("x", "hx", "w_ih", "w_hh")]
   options = (False, 1, 0.0, True, False, False)

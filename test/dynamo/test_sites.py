@@ -136,7 +136,7 @@ def test_a_compiled_module_draws_at_the_sites_of_its_modules(env, device, wrap):
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
-def test_another_layer_changes_no_other_layers_numbers(env, device):
+def test_added_layer_does_not_change_draws_of_other_layers(env, device):
   """What addressing by site is for holds for compiled modules too."""
 
   def drawn(*layers):
@@ -157,7 +157,7 @@ def test_another_layer_changes_no_other_layers_numbers(env, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
-def test_a_recomputed_layer_draws_at_its_site_again(env, device):
+def test_recomputed_layer_draws_at_its_site(env, device):
   torch.manual_seed(1)
   model = Checkpointed()
   eager = _eager(env, model)
@@ -176,7 +176,7 @@ def test_the_branches_of_cond_draw_at_their_sites(env, device):
 
 
 @pytest.mark.filterwarnings("ignore:torch.compile leaves a graph uncompiled")
-def test_a_graph_that_is_left_uncompiled_draws_at_its_sites(env):
+def test_uncompiled_graph_draws_at_its_sites(env):
   class Moving(nn.Module):
     def __init__(self):
       super().__init__()
@@ -195,7 +195,7 @@ def test_a_graph_that_is_left_uncompiled_draws_at_its_sites(env):
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
-def test_a_graph_serves_both_ways_to_address_draws(env, device):
+def test_one_graph_draws_by_order_and_by_site(env, device):
   """The way is not compiled in: it may change between two calls."""
   torch.manual_seed(1)
   model = Model()
@@ -226,7 +226,7 @@ def test_an_exported_program_draws_at_the_sites_of_its_modules(env):
   assert {p: n for p, n in env.rng.state.sites.items() if n} == eager[1]
 
 
-def test_in_an_exported_program_a_branch_draws_at_the_site_of_its_cond(env):
+def test_exported_branch_draws_at_the_site_of_its_cond(env):
   """torch.export does not keep which modules the operations of a branch are of."""
   model = Branching()
   states, program = exported_program_to_jax(torch.export.export(model, (_x("cpu"),)))
@@ -237,7 +237,7 @@ def test_in_an_exported_program_a_branch_draws_at_the_site_of_its_cond(env):
 
 
 @pytest.mark.parametrize("mode", ["jax", "dynamo"])
-def test_a_module_compiled_in_any_mode_draws_at_the_sites_of_its_modules(env, mode):
+def test_compile_modes_draw_at_the_sites_of_eager_modules(env, mode):
   torch.manual_seed(1)
   model = Model().to("jax")
   results = []

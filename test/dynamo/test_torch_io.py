@@ -79,7 +79,7 @@ def test_results_share_memory_as_they_do_eagerly(function, needs_grad):
   assert found[0] == found[1]
 
 
-def test_a_change_after_a_graph_break_is_seen():
+def test_change_after_a_graph_break_is_visible():
   def function(x):
     y = x * 2
     view = y[0]
@@ -92,7 +92,7 @@ def test_a_change_after_a_graph_break_is_seen():
 
 @pytest.mark.filterwarnings("error::torchax.errors.NarrowingWarning")
 @pytest.mark.parametrize("factor", [1.0, 1e40])
-def test_python_floats_keep_their_digits(factor):
+def test_python_floats_keep_their_precision(factor):
   def function(x, number):
     return x * 1, number + 1234567890.123, number * factor
 
@@ -101,7 +101,7 @@ def test_python_floats_keep_their_digits(factor):
     assert run(X, number)[1:] == function(X, number)[1:]
 
 
-def test_a_float_that_changes_does_not_compile_anew():
+def test_changing_float_does_not_recompile():
   count = torch._dynamo.testing.CompileCounterWithBackend("jax")
   run = torch.compile(lambda x, number: x * number, backend=count)
   for number in (0.5, 0.7, 0.9, 1.1):
@@ -127,7 +127,7 @@ def overwritten(x):
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("function", [unused, of_nothing, overwritten])
-def test_draws_that_are_not_used_move_the_stream(function, needs_grad):
+def test_unused_draws_advance_the_stream(function, needs_grad):
   x = torch.ones(64)
   with torchax.default_env() as env:
     torch.manual_seed(5)
@@ -143,7 +143,7 @@ def test_draws_that_are_not_used_move_the_stream(function, needs_grad):
 
 
 @pytest.mark.parametrize("function", [lambda x: x[x > 0], lambda x: x.nonzero()])
-def test_what_depends_on_values_is_refused_in_a_graph(function):
+def test_data_dependent_code_raises_in_a_graph(function):
   settings = {
     "capture_dynamic_output_shape_ops": True,
     "capture_scalar_outputs": True,

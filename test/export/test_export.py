@@ -146,7 +146,7 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 
 @each_model
-def test_a_model_in_evaluation_gives_what_cpu_torch_gives(name):
+def test_model_in_eval_mode_equals_cpu_torch(name):
   _, inputs = model_and_input(name)
   states, program = exported_program_to_jax(exported(name, train=False))
   (output,) = jax.jit(program)(states, (array(inputs),))
@@ -154,7 +154,7 @@ def test_a_model_in_evaluation_gives_what_cpu_torch_gives(name):
 
 
 @each_model
-def test_the_batch_may_be_another_one(name):
+def test_batch_size_may_change(name):
   _, inputs = model_and_input(name)
   batch = Dim("batch", min=1, max=64)
   states, stablehlo = exported_program_to_stablehlo(exported(name, False, batch))
@@ -166,7 +166,7 @@ def test_the_batch_may_be_another_one(name):
 @pytest.mark.parametrize(
   "name, is_dynamic", [*[(name, False) for name in MODELS], ("recurrent", True)]
 )
-def test_a_model_in_training_draws_what_it_draws_on_jax(name, is_dynamic):
+def test_model_in_train_mode_draws_as_in_eager_mode(name, is_dynamic):
   model, inputs = model_and_input(name)
   batch = Dim("batch", min=1, max=64) if is_dynamic else None
   states, program = exported_program_to_jax(exported(name, True, batch))
@@ -192,7 +192,7 @@ def trained(name: str):
   return output, {key: value.jax() for key, value in moved.named_buffers()}
 
 
-def test_a_program_for_inference_is_one_as_well():
+def test_program_for_inference_is_accepted():
   _, inputs = model_and_input("convolutional")
   decomposed = exported("convolutional", train=False).run_decompositions()
   states, program = exported_program_to_jax(decomposed)
@@ -244,7 +244,7 @@ def test_tied_parameters_are_one_array():
 
 
 @pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, "quantize"])
-def test_a_state_that_is_not_dense_is_refused_by_name(convert):
+def test_state_that_is_not_dense_raises_and_is_named(convert):
   if convert == "quantize":
     convert = functools.partial(
       torch.quantize_per_tensor, scale=0.1, zero_point=0, dtype=torch.qint8
@@ -258,7 +258,7 @@ def test_a_state_that_is_not_dense_is_refused_by_name(convert):
 # Changes in place ---------------------------------------------------------------------
 
 
-def test_running_statistics_go_from_step_to_step():
+def test_running_statistics_are_carried_between_steps():
   norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
   states, program = exported_program_to_jax(torch.export.export(norm, (x,)))
   assert program.mutated == ("running_mean", "running_var", "num_batches_tracked")
@@ -271,7 +271,7 @@ def test_running_statistics_go_from_step_to_step():
     assert_equals(state, norm.state_dict()[name])
 
 
-def test_the_plain_call_leaves_updates_out():
+def test_call_returns_no_updates():
   x = torch.randn(4, 3)
   states, program = exported_program_to_jax(
     torch.export.export(nn.BatchNorm1d(3), (x,))
@@ -280,7 +280,7 @@ def test_the_plain_call_leaves_updates_out():
   assert output.shape == (4, 3)
 
 
-def test_stablehlo_returns_updates_where_there_are_any():
+def test_stablehlo_returns_updates_if_there_are_any():
   norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
   states, stablehlo = exported_program_to_stablehlo(torch.export.export(norm, (x,)))
   (output,), updates = stablehlo.call(states, (array(x),))
@@ -288,7 +288,7 @@ def test_stablehlo_returns_updates_where_there_are_any():
   assert_equals(updates["running_var"], norm.running_var)
 
 
-def test_changed_inputs_come_back_by_name():
+def test_changed_inputs_are_returned_by_name():
   def change(x, y):
     x.add_(1)
     y[0] = 5.0
@@ -345,7 +345,7 @@ def test_arguments_may_be_leaves(with_constants):
   assert_equals(program(states, leaves)[0], Trees()(*TREE, **KEYWORDS)["z"])
 
 
-def test_avals_are_those_of_the_arrays():
+def test_avals_match_the_arrays():
   avals = extract_avals(torch.export.export(Trees(), TREE, KEYWORDS))
   assert [aval.shape for aval in avals] == [(2, 3), (3,), (2,), (1,)]
 
@@ -402,7 +402,7 @@ RANDOM = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_a_program_draws_the_numbers_of_eager_code(name):
+def test_program_draws_as_in_eager_mode(name):
   x = torch.randn(4, 8)
   (output,) = program_of(RANDOM[name], x)([], (array(x),), rng=3)
   with torchax.default_env():
@@ -436,7 +436,7 @@ def test_a_draw_without_rng_raises_in_a_transformation():
     jax.jit(noise())([], (jnp.zeros(4),))
 
 
-def test_a_key_is_drawn_from_as_the_environment_addresses_draws():
+def test_draws_from_a_key_follow_the_environments_addressing():
   """By the site of the module here; a state says itself how it is drawn from."""
   (by_order,) = noise()([], (jnp.zeros(4),), rng=3)
   address_by("site")
@@ -453,7 +453,7 @@ def test_a_key_is_drawn_from_as_the_environment_addresses_draws():
   assert (by_site != by_order).any()
 
 
-def test_stablehlo_takes_key_data_and_count_where_something_is_drawn():
+def test_stablehlo_that_draws_takes_key_data_and_count():
   dropout, x = Function(lambda x: F.dropout(F.dropout(x, 0.5), 0.5)), torch.ones(64)
   program = torch.export.export(dropout, (x,))
   states, stablehlo = exported_program_to_stablehlo(program)
@@ -471,7 +471,7 @@ def test_stablehlo_takes_key_data_and_count_where_something_is_drawn():
   assert (first != later).any()
 
 
-def test_stablehlo_has_no_key_where_nothing_is_drawn():
+def test_stablehlo_without_draws_has_no_key():
   program = torch.export.export(nn.Dropout(0.5).eval(), (torch.ones(4),))
   _, stablehlo = exported_program_to_stablehlo(program)
   assert [str(aval) for aval in stablehlo.in_avals] == ["float32[4]"]
@@ -493,7 +493,7 @@ np.save(path + ".npy", output[0])
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_a_file_runs_in_a_process_that_knows_jax_alone(train, tmp_path):
+def test_file_runs_in_a_process_without_torch(train, tmp_path):
   pytest.importorskip("flatbuffers", reason="jax.export writes files with it")
   model, x = model_and_input("perceptron")
   states, stablehlo = exported_program_to_stablehlo(exported("perceptron", train))

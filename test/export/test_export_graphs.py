@@ -75,7 +75,7 @@ def _row(name: str):
 
 
 @pytest.mark.parametrize("name", map(_row, SYMBOLIC))
-def test_operations_take_sizes_that_are_symbols(name):
+def test_operations_take_symbolic_sizes(name):
   function = SYMBOLIC[name]
   even = 2 * Dim("half", min=2, max=25)
   program = export_of(function, X, dynamic_shapes=({0: even},))
@@ -122,7 +122,7 @@ def test_sizes_outside_of_the_constraints_raise(sizes):
     stablehlo.call(states, inputs)
 
 
-def test_a_number_that_changes_is_an_operand():
+def test_changing_number_is_an_operand():
   program = export_of(torch.mul, X, 3, dynamic_shapes=(None, Dim.DYNAMIC))
   assert [aval.shape for aval in extract_avals(program)] == [(4, 8), ()]
   states, function = exported_program_to_jax(program)
@@ -132,7 +132,7 @@ def test_a_number_that_changes_is_an_operand():
 
 
 @pytest.mark.parametrize("x64, integer", [(False, jnp.int32), (True, jnp.int64)])
-def test_wide_dtypes_are_those_of_jax(x64, integer):
+def test_wide_dtypes_become_jax_dtypes(x64, integer):
   with jax.enable_x64(x64):
     tokens = torch.arange(4)
     program = export_of(lambda x: x * 2, tokens)
@@ -179,7 +179,7 @@ def test_autocast_is_part_of_the_program():
   np.testing.assert_allclose(output.astype(np.float32), expected, rtol=one_rounding)
 
 
-def test_draws_in_a_branch_go_on_after_it():
+def test_stream_continues_after_draws_in_a_branch():
   def draw(x):
     one, two = (lambda x: F.dropout(x), lambda x: F.dropout(F.dropout(x)))
     return torch.cond(x.sum() > 0, one, two, (x,)) + torch.rand_like(x)
@@ -201,7 +201,7 @@ def _drawing_loop(x):
   )[1]
 
 
-def test_a_while_loop_draws_from_a_child_of_the_stream():
+def test_while_loop_draws_from_a_child_stream():
   """Its turns differ, and it moves the stream by one draw."""
   function = export_of(lambda x: _drawing_loop(x) + torch.rand_like(x), X)
   states, program = exported_program_to_jax(function)
@@ -216,7 +216,7 @@ def test_a_while_loop_draws_from_a_child_of_the_stream():
   np.testing.assert_allclose(jitted, expected, rtol=1e-6)
 
 
-def test_draws_in_the_condition_of_a_while_loop_are_refused():
+def test_draws_in_a_while_loop_condition_raise():
   def loop(x):
     return torch._higher_order_ops.while_loop(
       lambda x: torch.rand_like(x).sum() < 3, lambda x: (x + 1,), (x,)
@@ -253,7 +253,7 @@ DATA_DEPENDENT = {"aten.nonzero": torch.nonzero, "aten._local_scalar_dense": _it
 
 
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
-def test_what_depends_on_data_runs_eagerly_and_names_itself_when_traced(name):
+def test_data_dependent_op_runs_eagerly_and_raises_when_traced(name):
   program = export_of(DATA_DEPENDENT[name], X)
   states, function = exported_program_to_jax(program)
   expected = DATA_DEPENDENT[name](X)
@@ -325,14 +325,14 @@ UNDECIDED = {
 
 
 @pytest.mark.parametrize("name", UNDECIDED)
-def test_an_operation_that_needs_a_size_says_so(name):
+def test_operation_that_needs_a_concrete_size_raises(name):
   exported = export_of(UNDECIDED[name], X, dynamic_shapes=({0: BATCH},))
   with pytest.raises(OperatorNotFound, match=r"needs to know a size that is a symbol"):
     exported_program_to_stablehlo(exported)
 
 
 @pytest.mark.parametrize("solve", ["inv", "solve"])
-def test_checks_of_singular_matrices_are_left_out(solve):
+def test_checks_of_singular_matrices_are_omitted(solve):
   """They are effects in a graph of torch's, which a pure function cannot have."""
   x = torch.eye(3) * 2 + torch.ones(3, 3)
   function = {"inv": torch.linalg.inv, "solve": lambda x: torch.linalg.solve(x, x[0])}
@@ -340,7 +340,7 @@ def test_checks_of_singular_matrices_are_left_out(solve):
   assert_equals(output, function[solve](x))
 
 
-def test_a_detached_result_is_one_of_its_own():
+def test_detached_result_stops_gradients():
   program = program_of(lambda x: (x * 2, (x * 3).detach()), X)
   outputs = program([], arrays((X,)))
   assert_equals(outputs[0], X * 2)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchax.core import mappings
-from torchax.core.chains import WHOLE
 from torchax.core.static_values import StaticValue
 from torchax.core.view_steps import (
   AsStridedInfo,
@@ -113,27 +112,35 @@ def box(args: Sequence, results: Sequence) -> list:
     else:
       continue
     for number in group:
-      value = results[number]
-      if (is_input or number != base) and _is_remade(value, held):
-        steps = None if value is held else value._chain.infos
-        boxed[number] = StaticValue(_ViewOf(base, is_input, steps, value.requires_grad))
+      steps = _steps(results[number], held)
+      if steps is not None and (is_input or number != base):
+        has_gradient = results[number].requires_grad
+        is_same = results[number] is held
+        view = _ViewOf(base, is_input, None if is_same else steps, has_gradient)
+        boxed[number] = StaticValue(view)
   return boxed
 
 
-def _is_remade(value: Tensor, base: Tensor) -> bool:
-  """True for a view whose steps and gradient can be repeated from the base."""
+def _steps(value: Tensor, base: Tensor) -> tuple[ViewInfo, ...] | None:
+  """Return the steps from a base to a view; None if they cannot be repeated."""
+  before, infos = base._chain.infos, value._chain.infos
+  steps = infos[len(before) :]
   has_gradient = base.requires_grad or not value.requires_grad
-  is_known = all(type(step) in _OPERATIONS for step in value._chain.infos)
-  return has_gradient and is_known and base._chain is WHOLE
+  is_known = all(type(step) in _OPERATIONS for step in steps)
+  is_view = infos[: len(before)] == before
+  return steps if is_view and has_gradient and is_known else None
 
 
 def _base_of(values: list[Tensor]) -> Tensor:
-  """Return the tensor of all of the storage, with its gradient if it has one."""
-  bases = [base for value in values for base in (value, value._base)]
-  wholes = [b for b in bases if isinstance(b, Tensor) and b._chain is WHOLE]
+  """Return the tensor from which most of the values can be made again."""
   first = values[0]
-  wholes.append(new_tensor(first._storage.read(), first._env))
-  return max(wholes, key=lambda whole: whole.requires_grad)
+  bases = [base for value in values if isinstance(base := value._base, Tensor)]
+  whole = new_tensor(first._storage.read(), first._env)
+
+  def made_from(base: Tensor) -> int:
+    return sum(_steps(value, base) is not None for value in values)
+
+  return max([*values, *bases, whole], key=made_from)
 
 
 def unbox(args: Sequence, results: Sequence, count: int) -> list:
