@@ -121,8 +121,3 @@ def test_lowest_versions_match_the_extras():
     requirements = {r.name: r for r in map(Requirement, declared[extra.name])}
     requirement = requirements[extra.package]
     assert str(requirement.specifier) == f">={extra.lowest}"
-
-
-def test_versions_compare_by_their_numbers():
-  numbers = [extras._numbers(v) for v in ("0.9", "0.12rc1", "0.12.1", "1.0+local")]
-  assert numbers == sorted(numbers)

@@ -6,10 +6,10 @@ Integrations such as `torchax.flax` call `load`.
 import functools
 import importlib
 import importlib.metadata
-import re
 from types import ModuleType
 from typing import NamedTuple
 
+from torchax.compat.versions import is_older
 from torchax.errors import UnsupportedVersionError
 
 
@@ -57,24 +57,20 @@ def load(module: str, user: str) -> ModuleType:
     importlib.import_module(package)
     loaded = importlib.import_module(module)
   except ImportError as error:
-    is_missing = isinstance(error, ModuleNotFoundError) and _is_within(
-      error.name, module
+    is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
+      f"{error.name}."
     )
     found = "which is not installed" if is_missing else f"which cannot load: {error}"
     raise ImportError(
       f"{user} needs {extra.package}, {found}. Run: {command}"
     ) from error
   version = _version(extra.package)
-  if version is not None and _numbers(version) < _numbers(extra.lowest):
+  if version is not None and is_older(version, extra.lowest):
     raise UnsupportedVersionError(
       f"{user} needs {extra.package} {extra.lowest} or newer, but {version} is "
       f"installed. Run: {command}"
     )
   return loaded
-
-
-def _is_within(missing: str | None, module: str) -> bool:
-  return missing is not None and f"{module}.".startswith(f"{missing}.")
 
 
 @functools.cache
@@ -83,9 +79,3 @@ def _version(package: str) -> str | None:
     return importlib.metadata.version(package)
   except importlib.metadata.PackageNotFoundError:  # a source tree on the path
     return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-  """Return the leading numbers of a version, without pre-release and build."""
-  found = re.match(r"\d+(\.\d+)*", version)
-  return tuple(map(int, found[0].split("."))) if found else ()

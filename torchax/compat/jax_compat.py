@@ -23,10 +23,6 @@ Tracer = jax.core.Tracer
 Trace = jax.core.Trace
 
 
-class _Nothing:
-  """Class without instances."""
-
-
 # Function that pickles of arrays call to create the array; None if unknown.
 rebuilt_array = private.find(
   "jax._src.array._reconstruct_array",
@@ -35,7 +31,9 @@ rebuilt_array = private.find(
 )
 # `type(array) is ArrayImpl` is faster than `isinstance(array, jax.Array)`.
 ArrayImpl = private.find(
-  "jax._src.array.ArrayImpl", "telling arrays from tracers quickly", instead=_Nothing
+  "jax._src.array.ArrayImpl",
+  "telling arrays from tracers quickly",
+  instead=private.NoInstances,
 )
 
 # () -> bool: True once JAX has initialized a device.
@@ -75,7 +73,7 @@ _TRACES = "drawing random numbers and torch.no_grad inside transformations of JA
 
 
 def _trace_class(path: str) -> type:
-  return private.find(path, _TRACES, instead=_Nothing)
+  return private.find(path, _TRACES, instead=private.NoInstances)
 
 
 _EvalTrace = _trace_class("jax._src.core.EvalTrace")
@@ -90,7 +88,7 @@ _StagingTrace = _trace_class(
 )
 _BatchTrace = _trace_class("jax._src.interpreters.batching.BatchTrace")
 _KNOWN = (_EvalTrace, *_RUN_ONCE, _StagingTrace, _BatchTrace)
-if _EvalTrace is _Nothing:
+if _EvalTrace is private.NoInstances:
   # At import no transformation is in progress.
   _EvalTrace = type(_trace_context.trace)
 
@@ -101,7 +99,7 @@ def _require_known(trace: Trace) -> None:
   Raises:
     PrivateApiError: a class of traces was not found, and this trace has no known class.
   """
-  if _Nothing in _KNOWN and type(trace) not in _KNOWN:
+  if private.NoInstances in _KNOWN and type(trace) not in _KNOWN:
     private.require(_TRACES)
 
 

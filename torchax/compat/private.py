@@ -73,6 +73,10 @@ PIECES: dict[str, Piece] = {}
 """All private pieces by dotted name, in the order of declaration."""
 
 
+class NoInstances:
+  """Replacement for a class that was not found: `isinstance` is always False."""
+
+
 class Unavailable:
   """Placeholder for a piece that was not found; any use raises PrivateApiError."""
 
@@ -103,10 +107,10 @@ def walk(path: str) -> Any:
   """
   library, *parts = path.split(".")
   owner = importlib.import_module(library)
-  for place, part in enumerate(parts):
+  for index, part in enumerate(parts):
     # In torch some functions hide a submodule of the same name. If the function lacks
     # the next attribute, take the submodule.
-    following = parts[place + 1 : place + 2]
+    following = parts[index + 1 : index + 2]
     found = getattr(owner, part, None)
     is_whole = found is not None and all(hasattr(found, name) for name in following)
     if hasattr(owner, "__path__") and not is_whole:

@@ -25,26 +25,26 @@ LIBRARIES = (
 )
 
 
-class _Graph(threading.local):
+class _Node(threading.local):
   # Source file and line of the graph node that is running.
   line: tuple[str, int] | None = None
 
 
-_graph = _Graph()
+_node = _Node()
 
 
 @contextlib.contextmanager
-def coming_from(place: tuple[str, int] | None) -> Iterator[None]:
+def coming_from(source: tuple[str, int] | None) -> Iterator[None]:
   """Make `line` return the source of a graph node, if known, inside the block."""
-  before, _graph.line = _graph.line, place
+  before, _node.line = _node.line, source
   try:
     yield
   finally:
-    _graph.line = before
+    _node.line = before
 
 
 # Warnings already shown, by file: the registries that `warnings` keeps per module.
-_shown: dict[str, dict] = {}
+_registries: dict[str, dict] = {}
 
 
 def line() -> tuple[str, int] | None:
@@ -52,7 +52,7 @@ def line() -> tuple[str, int] | None:
 
   None if JAX has no record of it.
   """
-  return _graph.line or jax_compat.line_outside(LIBRARIES)
+  return _node.line or jax_compat.line_outside(LIBRARIES)
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -63,9 +63,9 @@ def warn(message: str, category: type[Warning]) -> None:
   if sys.version_info >= (3, 12):
     warnings.warn(message, category, skip_file_prefixes=LIBRARIES)
     return
-  place = line()
-  if place is None:
+  source = line()
+  if source is None:
     warnings.warn(message, category, stacklevel=3)
     return
-  registry = _shown.setdefault(place[0], {})
-  warnings.warn_explicit(message, category, *place, registry=registry)
+  registry = _registries.setdefault(source[0], {})
+  warnings.warn_explicit(message, category, *source, registry=registry)

@@ -87,10 +87,10 @@ def mem_get_info(device=None) -> tuple[int, int]:
   figures = memory_stats(index)
   if _LIMIT in figures:
     return figures[_LIMIT] - figures.get(_IN_USE, 0), figures[_LIMIT]
-  return _of_host("SC_AVPHYS_PAGES"), _of_host("SC_PHYS_PAGES")
+  return _host_bytes("SC_AVPHYS_PAGES"), _host_bytes("SC_PHYS_PAGES")
 
 
-def _of_host(pages: str) -> int:
+def _host_bytes(pages: str) -> int:
   # Some systems do not report free pages.
   known = pages if pages in os.sysconf_names else "SC_PHYS_PAGES"
   return os.sysconf(known) * os.sysconf("SC_PAGE_SIZE")
@@ -99,13 +99,13 @@ def _of_host(pages: str) -> int:
 def accelerator_stats(device=None) -> dict[str, Any]:
   """Return the statistics under the names of `torch.accelerator` and of JAX."""
 
-  def all_of(current: int, peak: int) -> dict:
+  def both(current: int, peak: int) -> dict:
     return {"all": {"current": current, "peak": peak}}
 
   return {
     **memory_stats(device),
-    "allocated_bytes": all_of(memory_allocated(device), max_memory_allocated(device)),
-    "reserved_bytes": all_of(memory_reserved(device), max_memory_reserved(device)),
+    "allocated_bytes": both(memory_allocated(device), max_memory_allocated(device)),
+    "reserved_bytes": both(memory_reserved(device), max_memory_reserved(device)),
   }
 
 

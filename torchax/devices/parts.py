@@ -42,11 +42,11 @@ def values_here(array: jax.Array, bounds: list[tuple[int, int]]) -> np.ndarray:
   """Return the values of the block with these bounds (from `bounds_here`)."""
   values = np.empty([stop - start for start, stop in bounds], array.dtype)
   for shard in array.addressable_shards:
-    place = tuple(
+    block = tuple(
       slice(part.indices(extent)[0] - start, part.indices(extent)[1] - start)
       for part, extent, (start, _) in zip(shard.index, array.shape, bounds)
     )
-    values[place] = np.asarray(shard.data)
+    values[block] = np.asarray(shard.data)
   return values
 
 

@@ -330,11 +330,11 @@ def put(array: jax.Array, device) -> jax.Array:
   target = jax_device(index)
   if device_of(array).index == index:
     return array
-  moved = jax.device_put(array, target)
+  result = jax.device_put(array, target)
   if index == default_index():
-    return jax_compat.uncommitted(moved)
+    return jax_compat.uncommitted(result)
   Several.in_use = True
-  return moved
+  return result
 
 
 def require_fitting(spec: PartitionSpec, shape, mesh, name: str) -> None:
@@ -393,8 +393,8 @@ def lay_out(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 def put_as(array: jax.Array, other: jax.Array) -> jax.Array:
   """Shard an array like another one of the same shape on several devices."""
-  place = spread_of(other) if array.shape == other.shape else None
-  return array if place is None else put_back(array, place)
+  sharding = spread_of(other) if array.shape == other.shape else None
+  return array if sharding is None else put_back(array, sharding)
 
 
 def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
@@ -420,27 +420,28 @@ def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
   return jax.make_array_from_single_device_arrays(shape, sharding, made, dtype=dtype)
 
 
-def from_host(values: np.ndarray, place: Sharding | None = None) -> jax.Array:
+def from_host(values: np.ndarray, sharding: Sharding | None = None) -> jax.Array:
   """Put a numpy array on the default device, or commit it to another device.
 
   `jnp.array` would compile a program for each new shape.
 
   Args:
     values: array of any shape that no other code uses.
-    place: device for a committed array; None for an uncommitted one.
+    sharding: sharding of a committed array; None for an uncommitted one.
   """
   if jax_compat.is_top_level() and jax.sharding.get_abstract_mesh().empty:
-    return jax_compat.from_host(values, place)
+    return jax_compat.from_host(values, sharding)
   return jnp.array(values)
 
 
-def constrained(array: jax.Array, place: Sharding | None) -> jax.Array:
+def constrained(array: jax.Array, sharding: Sharding | None) -> jax.Array:
   """Put an array on a sharding; constrain a tracer inside its compiled function."""
-  if place is None or not isinstance(array, jax.core.Tracer):
-    return put_back(array, place)
-  if isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types:
-    return jax.sharding.reshard(array, place)
-  return jax.lax.with_sharding_constraint(array, place)
+  if sharding is None or not isinstance(array, jax.core.Tracer):
+    return put_back(array, sharding)
+  axis_types = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
+  if AxisType.Explicit in axis_types:
+    return jax.sharding.reshard(array, sharding)
+  return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def place_of(array: jax.Array) -> Sharding | None:
@@ -450,12 +451,12 @@ def place_of(array: jax.Array) -> Sharding | None:
   return None
 
 
-def put_back(array: jax.Array, place: Sharding | None) -> jax.Array:
+def put_back(array: jax.Array, sharding: Sharding | None) -> jax.Array:
   """Put an array back on a sharding that `place_of` returned, or uncommit it."""
   if type(array) is not _ArrayImpl:
     return array
-  if place is not None:
-    return array if array.sharding == place else jax.device_put(array, place)
+  if sharding is not None:
+    return array if array.sharding == sharding else jax.device_put(array, sharding)
   if jax_compat.is_committed(array) and not is_spread(array):
     return jax_compat.uncommitted(
       jax.device_put(array, jax_device(default_index() or 0))
@@ -463,8 +464,8 @@ def put_back(array: jax.Array, place: Sharding | None) -> jax.Array:
   return array
 
 
-def put_beside(array: jax.Array, place: Sharding | None) -> jax.Array:
-  """Put an array of any shape on the devices of `place`, replicated over its mesh."""
-  if isinstance(place, NamedSharding):
-    place = NamedSharding(place.mesh, PartitionSpec())
-  return put_back(array, place)
+def put_beside(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+  """Put an array of any shape on the devices of a sharding, replicated over a mesh."""
+  if isinstance(sharding, NamedSharding):
+    sharding = NamedSharding(sharding.mesh, PartitionSpec())
+  return put_back(array, sharding)

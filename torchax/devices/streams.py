@@ -10,7 +10,6 @@ stream of another device.
 
 import contextlib
 import time
-from collections.abc import Iterator
 
 import jax
 import torch
@@ -199,19 +198,13 @@ def set_stream(stream: torch.Stream | None) -> None:
   placement.set_current(_index_of(stream))
 
 
-@contextlib.contextmanager
-def _working_on(index: int | None) -> Iterator[None]:
-  with placement.using(index):
-    yield
-
-
 def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
   """Make a stream's device the current device inside the block.
 
   Raises:
     TypeError: the argument is no stream.
   """
-  return _working_on(_index_of(stream))
+  return placement.using(_index_of(stream))
 
 
 def _index_of(stream) -> int | None:

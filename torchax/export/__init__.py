@@ -86,7 +86,7 @@ class Program:
     self._in_spec = program.call_spec.in_spec
     self._out_spec = program.call_spec.out_spec
     self._inputs = shapes.arguments(program)
-    self._fitting = shapes.Fitting(program)
+    self._argument_check = shapes.ArgumentCheck(program)
     specs = signature.input_specs
     self._is_state = [spec.kind in _STATES for spec in specs]
     self.names = tuple(spec.target for spec in specs if spec.kind in _STATES)
@@ -127,7 +127,7 @@ class Program:
       raise ValueError(
         f"The program has {len(self.names)} states, but got {len(states)}."
       )
-    self._fitting.require(values)
+    self._argument_check.require(values)
     if rng is None:
       return self._run(states, values)
     with rng_scope(rng):

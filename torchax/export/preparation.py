@@ -58,7 +58,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
   Args:
     program: result of `torch.export.export`, for training or decomposed.
   """
-  return _annotated(program).run_decompositions(_decompositions())
+  return _insert_operations(program).run_decompositions(_decompositions())
 
 
 def _decompositions() -> dict:
@@ -71,7 +71,7 @@ def _decompositions() -> dict:
       table.pop(known)
   table[aten.dropout.default] = _dropout
   table[aten.linalg_inv.default] = _inverse
-  table[aten.linalg_solve.default] = _solution
+  table[aten.linalg_solve.default] = _solve
   return table
 
 
@@ -89,17 +89,17 @@ def _inverse(A):
   return aten.linalg_inv_ex.default(A)[0]
 
 
-def _solution(A, B, left=True):
+def _solve(A, B, left=True):
   return aten.linalg_solve_ex.default(A, B, left=left)[0]
 
 
 # Before the graph is made functional -------------------------------------------------
 
 
-def _annotated(program: ExportedProgram) -> ExportedProgram:
+def _insert_operations(program: ExportedProgram) -> ExportedProgram:
   """Return the program with the operations defined here inserted."""
   graph = copy.deepcopy(program.graph_module.graph)
-  changes = list(_changes(graph))
+  changes = list(_rewrites(graph))
   if not changes:
     return program
   for change, node in changes:
@@ -123,7 +123,7 @@ def _annotated(program: ExportedProgram) -> ExportedProgram:
   )
 
 
-def _changes(graph: torch.fx.Graph) -> Iterator[tuple]:
+def _rewrites(graph: torch.fx.Graph) -> Iterator[tuple]:
   for node in graph.nodes:
     if node.op != "call_function":
       continue
@@ -131,7 +131,7 @@ def _changes(graph: torch.fx.Graph) -> Iterator[tuple]:
       yield _stop_after, node
     elif node.target is higher_order.wrap_with_set_grad_enabled:
       if node.args[0] is False:
-        yield _stop_results_of, node
+        yield _stop_results, node
     elif node.target is aten.dropout_.default:
       yield _separate_dropout, node
     elif is_draw(node) and not node.users:
@@ -145,7 +145,7 @@ def _stop_after(graph, node) -> None:
   node.replace_all_uses_with(stopped, delete_user_cb=lambda user: user is not stopped)
 
 
-def _stop_results_of(graph, node) -> None:
+def _stop_results(graph, node) -> None:
   """Stop gradients of the tensors that are selected from a `no_grad` region."""
   for result in list(node.users):
     if isinstance(result.meta.get("val"), torch.Tensor):
@@ -165,5 +165,5 @@ def _keep_draw(graph, node) -> None:
   if not isinstance(value, torch.Tensor):
     return
   with graph.inserting_after(node):
-    kept = graph.call_function(keep, ([node],))
-  kept.meta = {**node.meta, "val": None}
+    use = graph.call_function(keep, ([node],))
+  use.meta = {**node.meta, "val": None}

@@ -119,7 +119,7 @@ def arguments(program: ExportedProgram) -> list[tuple[str, Any]]:
   return found
 
 
-class Fitting:
+class ArgumentCheck:
   """Check of values against the arguments that a program was exported for."""
 
   def __init__(self, program: ExportedProgram):
@@ -157,7 +157,7 @@ class Fitting:
     unknown = expression.free_symbols - known.keys()
     if len(unknown) == 1:
       (symbol,) = unknown
-      value = _solved(expression, symbol, known, size.given)
+      value = _solve(expression, symbol, known, size.given)
       if value is None:
         raise ValueError(size.mismatch(f"which is no {expression}"))
       known[symbol] = value
@@ -182,7 +182,7 @@ def _is_symbol(expression) -> bool:
   return not isinstance(expression, int) and expression.is_Symbol
 
 
-def _solved(expression, symbol, known, given: int) -> int | None:
+def _solve(expression, symbol, known, given: int) -> int | None:
   """Solve `expression == given` for a symbol; None if no integer solves it."""
   if expression is symbol:
     return given

@@ -182,13 +182,9 @@ def make_storages(make) -> None:
   patch(cls, "__new__", staticmethod(of_any_device), _STORAGES)
 
 
-def _dlpack_method(tensor: torch.Tensor):
-  return tensor.__dlpack__(max_version=(1, 0))
-
-
 # (tensor) -> DLPack capsule of the memory of a CPU tensor.
 dlpack_capsule = private.find(
   "torch._C._to_dlpack_versioned",
   "copies to the CPU, which are quicker with it",
-  instead=_dlpack_method,
+  instead=lambda tensor: tensor.__dlpack__(max_version=(1, 0)),
 )

@@ -17,10 +17,6 @@ from torchax.compat.patches import patch
 COMPILE = "torch.compile and torch.export of code on jax"
 
 
-class _Nothing:
-  """Class without instances."""
-
-
 _skip = private.find(
   "torch._C._dynamo.eval_frame._FrameAction.SKIP", COMPILE, instead=None
 )
@@ -40,7 +36,9 @@ _VariableBuilder = private.Later(
   "torch._dynamo.variables.builder.VariableBuilder", COMPILE
 )
 
-_FakeTensor = private.find("torch._subclasses.FakeTensor", COMPILE, instead=_Nothing)
+_FakeTensor = private.find(
+  "torch._subclasses.FakeTensor", COMPILE, instead=private.NoInstances
+)
 # Error of a fake tensor for reading its values; Dynamo breaks the graph there.
 DataDependentOutputException = private.find(
   "torch._subclasses.fake_tensor.DataDependentOutputException",
@@ -77,7 +75,7 @@ _CompileContext = private.find(
 _FunctionalTensor = private.find(
   "torch._subclasses.functional_tensor.FunctionalTensor",
   _WRONG_BACKEND,
-  instead=_Nothing,
+  instead=private.NoInstances,
 )
 
 

@@ -25,17 +25,17 @@ class _Placed:
 
   def materialize(self, shape, device=None, dtype=None) -> None:
     """Become a tensor of a known shape, like `UninitializedParameter.materialize`."""
-    made = torch.empty(
+    tensor = torch.empty(
       shape, device=device or self._device, dtype=dtype or self.data.dtype
     )
     if isinstance(self, torch.nn.Parameter):
-      made = torch.nn.Parameter(made, self.requires_grad)
-    torch.utils.swap_tensors(self, made)
+      tensor = torch.nn.Parameter(tensor, self.requires_grad)
+    torch.utils.swap_tensors(self, tensor)
 
   def __deepcopy__(self, memo):
     if id(self) not in memo:
       copied = type(self).__base__(self.requires_grad, dtype=self.data.dtype)
-      memo[id(self)] = _place(copied, self._device)
+      memo[id(self)] = _make_placeholder(copied, self._device)
     return memo[id(self)]
 
 
@@ -47,7 +47,7 @@ class _PlacedBuffer(_Placed, UninitializedBuffer):
   pass
 
 
-def _place(tensor, device: torch.device):
+def _make_placeholder(tensor, device: torch.device):
   """Turn an uninitialized tensor into a placeholder for a device."""
   is_parameter = isinstance(tensor, torch.nn.Parameter)
   tensor.__class__ = _PlacedParameter if is_parameter else _PlacedBuffer
@@ -66,7 +66,7 @@ def moving_placeholders(module: torch.nn.Module, fn: Callable) -> Iterator[None]
       moved = fn(torch.empty(0, dtype=tensor.data.dtype, device=tensor.device))
       if BACKEND in (moved.device.type, tensor.device.type):
         tensor.data = tensor.data.to(moved.dtype)
-        hidden.append((tensors, name, _place(tensor, moved.device)))
+        hidden.append((tensors, name, _make_placeholder(tensor, moved.device)))
         tensors[name] = None
   try:
     yield
@@ -78,16 +78,17 @@ def moving_placeholders(module: torch.nn.Module, fn: Callable) -> Iterator[None]
 def place_new_placeholders() -> None:
   """Make `UninitializedParameter(device="jax")` and buffers create placeholders."""
   for cls in (UninitializedParameter, UninitializedBuffer):
-    patch(cls, "__new__", staticmethod(_placing(cls.__new__)), "lazy modules on jax")
+    new = staticmethod(_with_placeholders(cls.__new__))
+    patch(cls, "__new__", new, "lazy modules on jax")
 
 
-def _placing(make: Callable) -> Callable:
+def _with_placeholders(make: Callable) -> Callable:
   def new(cls, *args, **kwargs):
     given = inspect.signature(make).bind(cls, *args, **kwargs).arguments
     device = given.get("device")
     asked = torch.get_default_device() if device is None else torch.device(device)
     if asked.type != BACKEND:
       return make(cls, *args, **kwargs)
-    return _place(make(**{**given, "device": "cpu"}), asked)
+    return _make_placeholder(make(**{**given, "device": "cpu"}), asked)
 
   return new

@@ -67,16 +67,13 @@ class DispatchMode(TorchDispatchMode):
 _MODES = "the short way of an operation where no other mode is active"
 
 
-def _unknown_depth() -> int:
-  # Equal to no real depth, so that callers take the slow path, which is always correct.
-  return -1
-
-
+# The replacement equals no real depth: callers take the slow path, which is always
+# correct.
 dispatch_depth = private.find(
-  "torch._C._len_torch_dispatch_stack", _MODES, instead=_unknown_depth
+  "torch._C._len_torch_dispatch_stack", _MODES, instead=lambda: -1
 )
 _dispatch_mode_at = private.find(
-  "torch._C._get_dispatch_stack_at", _MODES, instead=lambda place: None
+  "torch._C._get_dispatch_stack_at", _MODES, instead=lambda index: None
 )
 
 
@@ -85,10 +82,10 @@ def is_watched() -> bool:
 
   Modes of torchax may be on top of it for a while, such as during a backward pass.
   """
-  top = place = dispatch_depth() - 1
-  while place >= 0 and isinstance(_dispatch_mode_at(place), DispatchMode):
-    place -= 1
-  return place == top >= 0 or place > 0
+  top = index = dispatch_depth() - 1
+  while index >= 0 and isinstance(_dispatch_mode_at(index), DispatchMode):
+    index -= 1
+  return index == top >= 0 or index > 0
 
 
 _FORWARD_AD = "the short way of an operation outside of forward-mode AD"

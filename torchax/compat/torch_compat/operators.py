@@ -9,11 +9,6 @@ import torch.nn.functional as F
 
 from torchax.compat import private
 
-
-class _Nothing:
-  """Class without instances."""
-
-
 if TYPE_CHECKING:
   from torch.library import OpOverload
 else:
@@ -21,7 +16,9 @@ else:
 OpOverloadPacket: type = type(torch.ops.aten.add)
 # Class of operators such as `torch.cond`, whose arguments are graphs themselves.
 HigherOrderOperator = private.find(
-  "torch._ops.HigherOrderOperator", "graphs with branches and loops", instead=_Nothing
+  "torch._ops.HigherOrderOperator",
+  "graphs with branches and loops",
+  instead=private.NoInstances,
 )
 
 # Builtins that function modes see.

@@ -59,10 +59,10 @@ def watch_swaps(cls: type, notice) -> None:
       t1.data, t2.data = t2.data, t1.data
     elif (
       has_references
-      or any(map(_is_held_by_a_graph, (t1, t2)))
-      or any(map(_tells_another_class, (t1, t2)))
+      or any(map(_is_in_graph, (t1, t2)))
+      or any(map(_reports_other_class, (t1, t2)))
     ):
-      _swap_held(t1, t2)
+      _swap_referenced(t1, t2)
     else:
       _swap_tensors(t1, t2)
     notice()
@@ -74,24 +74,24 @@ def _has_references(tensor) -> bool:
   return bool(weakref.getweakrefs(tensor))
 
 
-def _tells_another_class(tensor) -> bool:
+def _reports_other_class(tensor) -> bool:
   # torch's own swap would exchange the reported classes.
   return tensor.__class__ is not type(tensor)
 
 
-def _is_held_by_a_graph(tensor) -> bool:
+def _is_in_graph(tensor) -> bool:
   # The Python object is one use; a graph adds its node for gradient accumulation.
   return tensor.is_leaf and _count_of_uses(tensor) > 1 + tensor.requires_grad
 
 
-def _swap_held(t1, t2) -> None:
+def _swap_referenced(t1, t2) -> None:
   """Swap tensors that other objects refer to.
 
   References to the Python objects, weak ones included, see the exchanged contents.
   Autograd graphs keep the old ones.
   """
   for tensor in (t1, t2):
-    if _is_held_by_a_graph(tensor) and tensor.requires_grad:
+    if _is_in_graph(tensor) and tensor.requires_grad:
       accumulate = torch.autograd.graph.get_gradient_edge(tensor).node
       accumulate.register_prehook(_refuse_swapped)
   t1.__class__, t2.__class__ = type(t2), type(t1)
