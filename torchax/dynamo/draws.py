@@ -7,6 +7,7 @@ backward pass like any other. `backend.py` calls `key_draws`; `program.py` runs 
 keyed operations.
 """
 
+import collections
 from typing import NamedTuple
 
 import jax
@@ -75,7 +76,7 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
     RngError: an operation draws in the backward pass alone, or runs an inner graph
       whose draws cannot be numbered.
   """
-  draws, sites = 0, {}
+  draws, sites = 0, collections.Counter[str]()
   branches: list[_Branches] = []
   for node in list(graph.nodes):
     found = _draws_of(node)
@@ -92,11 +93,10 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
         f"Draw them in the forward pass and keep them.{where(node)}"
       )
     else:
-      turns = tuple([(path, sites.get(path, 0)) for path in by_site])
+      turns = tuple([(path, sites[path]) for path in by_site])
       position = (draws, site_of(node), turns)
       draws += made
-      for path, n in by_site.items():
-        sites[path] = sites.get(path, 0) + n
+      sites.update(by_site)
     with graph.inserting_before(node):
       args = (rng, position, node.target, *node.args)
       replacement = graph.call_function(keyed, args, dict(node.kwargs))
@@ -183,19 +183,15 @@ def _draws_of(node: fx.Node) -> tuple[int, dict[str, int]] | None:
 
 
 def _draws_in(graph: fx.Graph) -> tuple[int, dict[str, int]]:
-  total, sites = 0, {}
+  total, sites = 0, collections.Counter[str]()
   for made, by_site in filter(None, map(_draws_of, graph.nodes)):
     total += made
-    for path, n in by_site.items():
-      sites[path] = sites.get(path, 0) + n
+    sites.update(by_site)
   return total, sites
 
 
 def _largest(branches: list) -> tuple[int, dict[str, int]]:
-  """Return the largest number of draws of any branch, in total and by site.
-
-  The streams advance by it whichever branch runs.
-  """
+  """Return the draws by which the streams advance: the maximum over all branches."""
   paths = dict.fromkeys(path for _, sites in branches for path in sites)
   by_site = {path: max(sites.get(path, 0) for _, sites in branches) for path in paths}
   return max(made for made, _ in branches), by_site
