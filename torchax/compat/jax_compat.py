@@ -94,11 +94,7 @@ if _EvalTrace is private.NoInstances:
 
 
 def _require_known(trace: Trace) -> None:
-  """Check that the class of a trace is known.
-
-  Raises:
-    PrivateApiError: a class of traces was not found, and this trace has no known class.
-  """
+  """Raise PrivateApiError if the trace may be of a class that was not found."""
   if private.NoInstances in _KNOWN and type(trace) not in _KNOWN:
     private.require(_TRACES)
 

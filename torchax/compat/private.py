@@ -207,11 +207,7 @@ def _declare(path: str, feature: str, since: str | None = None) -> Piece:
 
 
 def require(feature: str) -> None:
-  """Check that no piece of a feature is missing.
-
-  Raises:
-    PrivateApiError: a piece that was looked up for this feature was not found.
-  """
+  """Raise PrivateApiError if a piece of the feature was looked up and not found."""
   for piece in PIECES.values():
     if piece.feature == feature and piece.is_found is False:
       raise PrivateApiError(piece.message())

@@ -48,10 +48,7 @@ _registries: dict[str, dict] = {}
 
 
 def line() -> tuple[str, int] | None:
-  """Return file and line of the innermost frame outside of torchax, torch and JAX.
-
-  None if JAX has no record of it.
-  """
+  """Return file and line of the innermost user frame; None if JAX has no record."""
   return _node.line or jax_compat.line_outside(LIBRARIES)
 
 

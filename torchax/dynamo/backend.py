@@ -100,10 +100,6 @@ def _replace_checkpoints(module: fx.GraphModule, example_inputs: Sequence) -> No
 
   There is no backward pass to recompute them in. torch looks for one nevertheless, and
   rejects checkpoints that draw.
-
-  Args:
-    module: the graph; changed unless a gradient may be recorded.
-    example_inputs: inputs of the graph.
   """
   if torch.is_grad_enabled() and any(
     isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
@@ -194,13 +190,7 @@ class _Compiled:
 
 
 def _log(name: str, module: fx.GraphModule, rng: str) -> None:
-  """Log a graph before it is compiled, if `torchax.set_logs` enabled that.
-
-  Args:
-    name: part of the function: "forward", "backward" or "inference".
-    module: the graph.
-    rng: name of the input that holds the packed key.
-  """
+  """Log a graph before it is compiled, if `torchax.set_logs` enabled that."""
   nodes = list(module.graph.nodes)
   if are_on("graphs"):
     code = module.print_readable(print_output=False)

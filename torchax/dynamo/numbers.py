@@ -126,10 +126,7 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 
 def _scales(user: fx.Node) -> bool:
-  """Return True for sums, products and comparisons with tensors.
-
-  Powers have their own code (`_is_power`).
-  """
+  """Return True for sums, products and comparisons with tensors, except powers."""
   tensors = [t for n in user.all_input_nodes for t in _tensors(n)]
   if not tensors or user.kwargs or user.target in _POWERS:
     return False

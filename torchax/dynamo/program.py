@@ -280,12 +280,7 @@ def _require_known(node: fx.Node, target) -> None:
 
 
 def _contract(node: fx.Node, values: dict):
-  """Return the product if `node` multiplies a transposed matrix, else None.
-
-  Args:
-    node: any operation of the graph.
-    values: array of each node that has been run.
-  """
+  """Return the product if `node` multiplies a transposed matrix, else None."""
   if node.kwargs or node.target not in _PRODUCTS:
     return None
   *bias, left, right = node.args

@@ -134,7 +134,6 @@ class Fake(Tensor):
     raise NoNumbersError("Tensor.jax")
 
   def tolist(self):
-    """Raise NoNumbersError."""
     raise NoNumbersError("Tensor.tolist")
 
   def to(self, *args, **kwargs) -> torch.Tensor:

@@ -222,7 +222,7 @@ def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
   """
   if hasattr(type(module), UNSEEN):
     return module.forward
-  setattr(type(module), UNSEEN, True)  # each has a class of its own
+  setattr(type(module), UNSEEN, True)  # each GraphModule has its own class
   forward = module.forward
   for node in module.graph.nodes:
     body = inner(node)

@@ -93,9 +93,6 @@ def require_equal_branches(node: fx.Node) -> None:
 
   torch allows different sizes, and treats such a size as data-dependent.
 
-  Args:
-    node: any operation of a graph of ATen operations.
-
   Raises:
     TypeError: the results differ in shape, dtype or structure.
   """
