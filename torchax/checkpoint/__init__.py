@@ -80,35 +80,35 @@ def save_checkpoint(
       "save_checkpoint expects a dict, such as {'model': model.state_dict()}, but got "
       f"{type(state).__name__}."
     )
-  place = _new_step(_absolute(path, epath), step)
+  directory = _new_step(_absolute(path, epath), step)
   finish_saving()
   writer = Writer(background)
   structure = {"format": _FORMAT, "state": writer.node(state, "state", ())}
-  _require_equal_states(state, structure, writer.local, place)
-  _write(ocp, structure, writer.arrays, place, background)
+  _require_equal_states(state, structure, writer.local, directory)
+  _write(ocp, structure, writer.arrays, directory, background)
 
 
 def _new_step(path, step: int):
   """Return the directory for a new step; raise if the step exists."""
   if isinstance(step, bool) or operator.index(step) < 0:
     raise ValueError(f"A step is an int >= 0, but got {step!r}.")
-  place = path / str(operator.index(step))
-  if place.exists():
+  directory = path / str(operator.index(step))
+  if directory.exists():
     raise FileExistsError(
-      f"{place} exists, and a checkpoint is never overwritten. Save under another "
+      f"{directory} exists, and a checkpoint is never overwritten. Save under another "
       "step, or remove that directory first."
     )
-  return place
+  return directory
 
 
-def _write(ocp, structure, arrays: dict, place, background: bool) -> None:
+def _write(ocp, structure, arrays: dict, directory, background: bool) -> None:
   items = {_STRUCTURE: ocp.args.JsonSave(structure)}
   if arrays:  # Orbax refuses an empty item
     items[_ARRAYS] = ocp.args.StandardSave(arrays)
   kind = ocp.AsyncCheckpointer if background else ocp.Checkpointer
   with contextlib.ExitStack() as until_saved:
     checkpointer = until_saved.enter_context(kind(ocp.CompositeCheckpointHandler()))
-    checkpointer.save(place, args=ocp.args.Composite(**items))
+    checkpointer.save(directory, args=ocp.args.Composite(**items))
     if background:
       until_saved.pop_all()
       _Background.checkpointer = checkpointer
@@ -135,10 +135,10 @@ def finish_saving() -> None:
 
 
 # Timeout for the slowest process to start saving or loading.
-_TOGETHER_SECONDS = 300
+_TIMEOUT_SECONDS = 300
 
 
-def _require_equal_states(state, structure, local: dict[str, int], place) -> None:
+def _require_equal_states(state, structure, local: dict[str, int], directory) -> None:
   """Raise in every process if the states to be saved differ."""
   if jax.process_count() == 1:
     return
@@ -150,8 +150,8 @@ def _require_equal_states(state, structure, local: dict[str, int], place) -> Non
     top = next(key for key in sums if where.startswith(key))
     sums[top] = zlib.crc32(checksum.to_bytes(4), sums[top])
   text = ", ".join(f"{top} {checksum:08x}" for top, checksum in sums.items())
-  what = f"what is saved to {place}, as checksums"
-  require_equal(what, text, _TOGETHER_SECONDS, shown=text)
+  what = f"what is saved to {directory}, as checksums"
+  require_equal(what, text, _TIMEOUT_SECONDS, shown=text)
 
 
 @ending_at_the_user
@@ -198,58 +198,58 @@ def load_checkpoint(
   return _read(ocp, _step_directory(_absolute(path, epath), ocp), like)
 
 
-def _read(ocp, place, like) -> dict[str, Any]:
+def _read(ocp, directory, like) -> dict[str, Any]:
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
 
     def read(**items):
-      return checkpointer.restore(place, args=ocp.args.Composite(**items))
+      return checkpointer.restore(directory, args=ocp.args.Composite(**items))
 
-    with _damage_named(place):
+    with _as_damaged(directory):
       structure = read(structure=ocp.args.JsonRestore()).structure
-    _require_format(structure, place)
+    _require_format(structure, directory)
     nodes = list(targets.array_nodes(structure["state"]))
-    targets.require_width(nodes, place)
-    wanted = targets.shardings_like(structure["state"], like, place)
-    what = "the checkpoint that is loaded"
-    require_equal(what, [str(place), structure], _TOGETHER_SECONDS, shown=str(place))
+    targets.require_x64_if_needed(nodes, directory)
+    requested = targets.shardings_like(structure["state"], like, directory)
+    what, shown = "the checkpoint that is loaded", str(directory)
+    require_equal(what, [shown, structure], _TIMEOUT_SECONDS, shown=shown)
     arrays = {}
     if any("name" in node for node in nodes):
-      target = targets.target_of(nodes, wanted)
-      with _damage_named(place):
+      target = targets.target_of(nodes, requested)
+      with _as_damaged(directory):
         arrays = read(arrays=ocp.args.StandardRestore(target)).arrays
-  with _damage_named(place):
+  with _as_damaged(directory):
     return Reader(arrays).value(structure["state"])
 
 
-def _require_format(structure, place) -> None:
+def _require_format(structure, directory) -> None:
   """Raise if this version cannot read the format of a structure."""
   found = structure.get("format") if isinstance(structure, dict) else None
   if type(found) is int and found > _FORMAT:
     raise ValueError(
-      f"{place} was written by a newer torchax, in format {found}; this one reads "
+      f"{directory} was written by a newer torchax, in format {found}; this one reads "
       f"format {_FORMAT}. Update torchax to load it."
     )
   if found != _FORMAT:
     raise ValueError(
-      f"{place} holds no state of `save_checkpoint`: expected format {_FORMAT}, but "
-      f"got {found!r}. Read it with orbax.checkpoint."
+      f"{directory} holds no state of `save_checkpoint`: expected format {_FORMAT}, "
+      f"but got {found!r}. Read it with orbax.checkpoint."
     )
 
 
-_DAMAGE = (ValueError, KeyError, FileNotFoundError)
+_DAMAGE_ERRORS = (ValueError, KeyError, FileNotFoundError)
 
 
 @contextlib.contextmanager
-def _damage_named(place) -> Iterator[None]:
+def _as_damaged(directory) -> Iterator[None]:
   """Raise one ValueError for the errors of truncated or missing files."""
   try:
     yield
   except Exception as error:
     # Orbax raises a bare `Exception` if an array's file is truncated.
-    if type(error) is not Exception and not isinstance(error, _DAMAGE):
+    if type(error) is not Exception and not isinstance(error, _DAMAGE_ERRORS):
       raise
     raise ValueError(
-      f"{place} is damaged: a part of it is cut off, changed or missing. Load an "
+      f"{directory} is damaged: a part of it is cut off, changed or missing. Load an "
       "earlier step, or a copy of this one."
     ) from error
 

@@ -96,19 +96,19 @@ class Writer:
     self._names: dict[int, str] = {}
     self._kept: list[Any] = []  # keeps the ids above from being reused
     # Path of each enclosing container, by its id.
-    self._around: dict[int, str] = {}
+    self._enclosing: dict[int, str] = {}
 
   @contextlib.contextmanager
   def _inside(self, container, where: str) -> Iterator[None]:
     """Raise ValueError if a container contains itself."""
-    if id(container) in self._around:
+    if id(container) in self._enclosing:
       raise ValueError(
-        f"{where} is {self._around[id(container)]} itself, and a checkpoint holds no "
-        "state that contains itself. Leave the reference out."
+        f"{where} is {self._enclosing[id(container)]} itself, and a checkpoint holds "
+        "no state that contains itself. Leave the reference out."
       )
-    self._around[id(container)] = where
+    self._enclosing[id(container)] = where
     yield
-    del self._around[id(container)]
+    del self._enclosing[id(container)]
 
   def node(self, value, where: str, path: tuple[str, ...]):
     """Return the JSON of a value; `where` names it in errors, `path` its arrays."""
@@ -156,8 +156,8 @@ class Writer:
 
   def _sequence(self, value, where, path):
     items = [
-      self.node(entry, f"{where}[{place}]", (*path, str(place)))
-      for place, entry in enumerate(value)
+      self.node(entry, f"{where}[{index}]", (*path, str(index)))
+      for index, entry in enumerate(value)
     ]
     if _is_named_tuple(value):
       cls = type(value)
@@ -183,15 +183,15 @@ class Writer:
         "of numbers. Save strings as a list."
       )
     node |= {"shape": list(array.shape), "dtype": str(array.dtype)}
-    if isinstance(array, jax.Array) and (layout := layouts.described(array)):
+    if isinstance(array, jax.Array) and (layout := layouts.describe(array)):
       node["layout"] = layout
     if array.size:  # Orbax saves no empty arrays
       if jax.process_count() > 1:
-        array = self._of_all(array, where)
+        array = self._global_or_host(array, where)
       node["name"] = self._put(array, "/".join(path))
     return node
 
-  def _of_all(self, array, where: str):
+  def _global_or_host(self, array, where: str):
     """Return a global array as it is, and any other as numpy with its checksum kept."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
       return array
@@ -201,20 +201,20 @@ class Writer:
     return values
 
   def _put(self, array, name: str) -> str:
-    known = self._names.get(id(array))
-    if known is not None:
-      return known
-    free, number = name, 1
-    while free in self.arrays:  # the keys 1 and "1" have one name
-      free, number = f"{name}~{number}", number + 1
+    saved_name = self._names.get(id(array))
+    if saved_name is not None:
+      return saved_name
+    unused, number = name, 1
+    while unused in self.arrays:  # the keys 1 and "1" have one name
+      unused, number = f"{name}~{number}", number + 1
     # Orbax does not accept numpy scalars.
     saved = np.asarray(array) if isinstance(array, np.generic) else array
     if self._copies:  # the memory may be reused before it is written
       saved = jnp.copy(saved) if isinstance(saved, jax.Array) else np.array(saved)
-    self.arrays[free] = saved
-    self._names[id(array)] = free
+    self.arrays[unused] = saved
+    self._names[id(array)] = unused
     self._kept.append(array)
-    return free
+    return unused
 
 
 class Reader:
@@ -297,8 +297,8 @@ def _named_tuple_class(name: str, fields: tuple[str, ...]) -> type:
   return collections.namedtuple(qualified.rpartition(".")[2], fields)
 
 
-def _keys(words: jax.Array, impl: str) -> jax.Array:
+def _keys(key_data: jax.Array, impl: str) -> jax.Array:
   """Return typed keys of any shape from their key data."""
-  shape = words.shape[:-1]
-  rows = words.reshape(-1, words.shape[-1])
+  shape = key_data.shape[:-1]
+  rows = key_data.reshape(-1, key_data.shape[-1])
   return jax.vmap(lambda row: rng.as_key(row, impl))(rows).reshape(shape)

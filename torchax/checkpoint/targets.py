@@ -26,7 +26,7 @@ def array_nodes(node):
       yield from array_nodes(child)
 
 
-def require_width(nodes, place) -> None:
+def require_x64_if_needed(nodes, directory) -> None:
   """Raise if JAX would silently truncate 64-bit arrays to 32 bits."""
   if jax.config.read("jax_enable_x64"):
     return
@@ -34,58 +34,58 @@ def require_width(nodes, place) -> None:
     dtype = jnp.dtype(node["dtype"])
     if node["type"] not in ON_HOST and jax.dtypes.canonicalize_dtype(dtype) != dtype:
       raise UnsupportedDtypeError(
-        f"{place} holds JAX arrays of {dtype}, but JAX's x64 mode is off. Call "
+        f"{directory} holds JAX arrays of {dtype}, but JAX's x64 mode is off. Call "
         '`jax.config.update("jax_enable_x64", True)` before loading it.'
       )
 
 
-def target_of(nodes, wanted: dict[int, Any]) -> dict:
+def target_of(nodes, requested: dict[int, Any]) -> dict:
   """Return Orbax's restore target: array name -> shape, dtype and sharding.
 
   Args:
     nodes: array nodes of the structure.
-    wanted: requested shardings, by the id of the node.
+    requested: requested shardings, by the id of the node.
   """
-  alone = jax.process_count() == 1
+  is_single_process = jax.process_count() == 1
   first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   target = {}
   for node in nodes:
     if "name" not in node or node["name"] in target:
       continue
     shape, dtype = node["shape"], jnp.dtype(node["dtype"])
-    place = None
+    sharding = None
     if node["type"] not in ON_HOST:
-      place = wanted.get(id(node)) or layouts.restored(node.get("layout"))
-      if place is None and alone:
-        place = first
+      sharding = requested.get(id(node)) or layouts.restore(node.get("layout"))
+      if sharding is None and is_single_process:
+        sharding = first
     # Arrays that each process has for itself are read into host memory.
     target[node["name"]] = (
       np.empty(shape, dtype)
-      if place is None
-      else jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+      if sharding is None
+      else jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     )
   return target
 
 
-def shardings_like(state, like, place) -> dict[int, Any]:
+def shardings_like(state, like, directory) -> dict[int, Any]:
   """Return the shardings of the tensors in `like`, by the id of their node.
 
   Args:
     state: root node of the checkpoint's state.
     like: state, or part of one, that the checkpoint must match; or None.
-    place: directory of the checkpoint, for messages.
+    directory: directory of the checkpoint, for messages.
 
   Raises:
     ValueError: the checkpoint lacks a part of `like`, or its shape differs.
   """
-  return dict(_Comparison(place).pairs(state, like, "state"))
+  return dict(_Comparison(directory).pairs(state, like, "state"))
 
 
 class _Comparison:
   """Recursive comparison of a checkpoint with the state that it must match."""
 
-  def __init__(self, place):
-    self.place = place
+  def __init__(self, directory):
+    self.directory = directory
 
   def pairs(self, node, like, where: str) -> Iterator[tuple[int, Any]]:
     if like is None or not isinstance(node, dict):
@@ -94,17 +94,17 @@ class _Comparison:
       yield from self._of_array(node, like, where)
     elif node["type"] in ("dict", "ordered dict") and isinstance(like, dict):
       reader = Reader({})
-      held = {reader.value(key): entry for key, entry in node["items"]}
+      entries = {reader.value(key): entry for key, entry in node["items"]}
       for key, part in like.items():
-        if key not in held:
-          raise self._error(where, f"no {key!r}", f"{key!r} among {list(held)}")
-        yield from self.pairs(held[key], part, f"{where}[{key!r}]")
+        if key not in entries:
+          raise self._error(where, f"no {key!r}", f"{key!r} among {list(entries)}")
+        yield from self.pairs(entries[key], part, f"{where}[{key!r}]")
     elif "items" in node and isinstance(like, list | tuple):
       if len(node["items"]) != len(like):
         found, expected = f"{len(node['items'])} entries", str(len(like))
         raise self._error(where, found, expected)
-      for number, (entry, part) in enumerate(zip(node["items"], like)):
-        yield from self.pairs(entry, part, f"{where}[{number}]")
+      for index, (entry, part) in enumerate(zip(node["items"], like)):
+        yield from self.pairs(entry, part, f"{where}[{index}]")
 
   def _of_array(self, node, like, where: str) -> Iterator[tuple[int, Any]]:
     array = like.jax() if isinstance(like, Tensor) else like
@@ -122,7 +122,7 @@ class _Comparison:
 
   def _error(self, where: str, found: str, expected: str) -> ValueError:
     return ValueError(
-      f"{self.place} is not like the state it is loaded for: {where} has {found} in "
-      f"the checkpoint, but expected was {expected}. Load it into the model that it "
+      f"{self.directory} is not like the state it is loaded for: {where} has {found} "
+      f"in the checkpoint, but expected was {expected}. Load it into the model that it "
       "was saved from, or leave that part out of `like`."
     )

@@ -18,31 +18,31 @@ from jax.sharding import (
 )
 
 
-def described(array: jax.Array) -> dict[str, Any] | None:
-  """Return the layout of an array, for `restored`; None if on the first device.
+def describe(array: jax.Array) -> dict[str, Any] | None:
+  """Return the layout of an array, for `restore`; None if on the first device.
 
   Only shardings over a mesh or on a single device have a layout.
   """
   sharding = array.sharding
-  numbers = {device: number for number, device in enumerate(jax.devices())}
+  indices = {device: index for index, device in enumerate(jax.devices())}
   if isinstance(sharding, NamedSharding):
     mesh = sharding.mesh
     return {
       "axes": [list(item) for item in mesh.shape.items()],
       "types": [kind.name for kind in mesh.axis_types],
-      "devices": [numbers[device] for device in mesh.devices.flat],
+      "devices": [indices[device] for device in mesh.devices.flat],
       "spec": [
         list(part) if isinstance(part, tuple) else part for part in sharding.spec
       ],
     }
   if isinstance(sharding, SingleDeviceSharding):
     (device,) = sharding.device_set
-    number = numbers.get(device, 0)
-    return {"device": number} if number and jax.process_count() == 1 else None
+    index = indices.get(device, 0)
+    return {"device": index} if index and jax.process_count() == 1 else None
   return None
 
 
-def restored(layout: dict[str, Any] | None) -> Sharding | None:
+def restore(layout: dict[str, Any] | None) -> Sharding | None:
   """Return the sharding of a layout on the devices of this run.
 
   Returns:
@@ -54,19 +54,20 @@ def restored(layout: dict[str, Any] | None) -> Sharding | None:
   if layout is None:
     return None
   if "device" in layout:
-    found = layout["device"] < len(devices)
-    return SingleDeviceSharding(devices[layout["device"]]) if found else None
-  numbers = layout["devices"]
-  of_several = jax.process_count() > 1
-  if max(numbers) < len(devices) and not (of_several and len(numbers) < len(devices)):
+    exists = layout["device"] < len(devices)
+    return SingleDeviceSharding(devices[layout["device"]]) if exists else None
+  indices = layout["devices"]
+  is_multi_process = jax.process_count() > 1
+  leaves_some_out = is_multi_process and len(indices) < len(devices)
+  if max(indices) < len(devices) and not leaves_some_out:
     shape = [size for _, size in layout["axes"]]
     mesh = Mesh(
-      np.array([devices[number] for number in numbers]).reshape(shape),
+      np.array([devices[index] for index in indices]).reshape(shape),
       [name for name, _ in layout["axes"]],
       axis_types=tuple(AxisType[name] for name in layout["types"]),
     )
     parts = [tuple(part) if isinstance(part, list) else part for part in layout["spec"]]
     return NamedSharding(mesh, PartitionSpec(*parts))
-  if of_several:
+  if is_multi_process:
     return NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
   return None
