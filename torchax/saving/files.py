@@ -62,27 +62,27 @@ def reduce(tensor) -> tuple:
     return torch_compat.parameter_in_files_format(
       tensor.data, tensor.requires_grad, state
     )
-  made = torch_compat.in_files_format(*_parts(tensor))
+  made = torch_compat.in_files_format(*_file_parts(tensor))
   return torch_compat.with_state_in_files_format(made, state) if state else made
 
 
-def _parts(tensor) -> tuple:
+def _file_parts(tensor) -> tuple:
   """Return (storage, tensor, layout, marks) of a tensor, for a file.
 
   torch ignores marks that it does not know, such as the name of the jax device.
   """
-  home = {str(tensor.device): True}
+  device_mark = {str(tensor.device): True}
   dtype = torch_compat.storage_dtype(tensor.dtype)
-  if _shows_all(tensor) or _is_strided(tensor):
+  if _is_whole_storage(tensor) or _is_strided(tensor):
     storage = UntypedStorage.of(tensor._storage)
     layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-    return _typed(storage, dtype), tensor, layout, home | _marks(tensor)
+    return _typed_storage(storage, dtype), tensor, layout, device_mark | _marks(tensor)
   storage = UntypedStorage.of(Storage(tensor.jax()))
   layout = (0, tuple(tensor.shape), _contiguous(tensor.shape))
-  return _typed(storage, dtype), tensor, layout, home
+  return _typed_storage(storage, dtype), tensor, layout, device_mark
 
 
-def _shows_all(tensor) -> bool:
+def _is_whole_storage(tensor) -> bool:
   """Return True if the tensor is its whole storage, contiguous."""
   return (
     tensor._chain is WHOLE
@@ -111,14 +111,14 @@ def _is_strided(tensor) -> bool:
   last = sum((length - 1) * step for length, step in zip(shape, strides))
   if tensor.storage_offset() + last >= memory.size:
     return False
-  shown = np.lib.stride_tricks.as_strided(
+  view = np.lib.stride_tricks.as_strided(
     memory[tensor.storage_offset() :],
     shape,
     [step * dtype.itemsize for step in strides],
   )
-  shown = np.conj(shown) if tensor.is_conj() else shown
-  shown = np.negative(shown) if tensor.is_neg() else shown
-  return shown.tobytes() == np.asarray(tensor.jax()).tobytes()
+  view = np.conj(view) if tensor.is_conj() else view
+  view = np.negative(view) if tensor.is_neg() else view
+  return view.tobytes() == np.asarray(tensor.jax()).tobytes()
 
 
 def _contiguous(shape) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class _Saved(torch_compat.TypedStorage):
     return _storage_of, (np.array(self._jax.host()), self.dtype, str(self._jax.device))
 
 
-def _typed(storage: UntypedStorage, dtype: torch.dtype) -> _Saved:
+def _typed_storage(storage: UntypedStorage, dtype: torch.dtype) -> _Saved:
   """Return one object per storage and dtype while a pickler holds it: shared memory."""
   known = storage.typed.get(dtype)
   typed = None if known is None else known()
@@ -165,7 +165,7 @@ def _tag(storage) -> str | None:
   return "cpu" if isinstance(storage, UntypedStorage) else None
 
 
-def _moved(storage: torch.UntypedStorage, device: torch.device) -> UntypedStorage:
+def _to_jax(storage: torch.UntypedStorage, device: torch.device) -> UntypedStorage:
   """Move a CPU storage to a jax device; a jax storage is returned as it is.
 
   The bytes reach the device once their dtype is known.
@@ -194,7 +194,7 @@ def _mark(tensor, metadata: dict[str, bool]) -> None:
     torch_compat.set_neg(tensor, True)
 
 
-def _home(tensor, metadata: dict[str, bool]) -> torch.device | None:
+def _saved_device(tensor, metadata: dict[str, bool]) -> torch.device | None:
   """Return the jax device that a loaded CPU tensor was saved from; None to leave it."""
   name = next((name for name in metadata if _JAX.fullmatch(name)), None)
   if name is None or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
@@ -207,13 +207,13 @@ def _home(tensor, metadata: dict[str, bool]) -> torch.device | None:
   return device if exists else placement.torch_device()
 
 
-def _bring_home(tensor: torch.Tensor, device: torch.device, metadata) -> None:
+def _restore_on_jax(tensor: torch.Tensor, device: torch.device, metadata) -> None:
   """Turn a CPU tensor that was just loaded into the jax tensor that was saved."""
   on_cpu = tensor.untyped_storage()
   # Tensors that share memory in the file get one jax storage.
   storage = getattr(on_cpu, "on_jax", None)
   if storage is None:
-    storage = on_cpu.on_jax = _moved(on_cpu, device)
+    storage = on_cpu.on_jax = _to_jax(on_cpu, device)
   made = torch.empty(0, dtype=tensor.dtype, device=device)
   made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
   _mark(made, metadata)
@@ -230,21 +230,21 @@ def register(cls: type, is_jax: Callable[[str], bool]) -> None:
 
   def restore(storage, location: str):
     if _JAX.fullmatch(location):
-      return _moved(storage, torch.device(location))
+      return _to_jax(storage, torch.device(location))
     if location.startswith("cuda") and is_jax(location):
-      return _moved(storage, placement.torch_device(torch.device(location).index))
+      return _to_jax(storage, placement.torch_device(torch.device(location).index))
     return None
 
   def mark(tensor, metadata) -> bool:
     if isinstance(tensor, cls):
       _mark(tensor, metadata)
       return True
-    device = _home(tensor, metadata)
+    device = _saved_device(tensor, metadata)
     if device is not None:
-      _bring_home(tensor, device, metadata)
+      _restore_on_jax(tensor, device, metadata)
     return device is not None
 
   torch.serialization.register_package(_PRIORITY, _tag, restore)
   torch_compat.watch_marks(mark)
-  torch_compat.watch_moves_of_storages(_moved)
+  torch_compat.watch_moves_of_storages(_to_jax)
   torch_compat.watch_late_reads()

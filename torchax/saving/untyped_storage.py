@@ -118,9 +118,11 @@ class UntypedStorage(torch.UntypedStorage):
       return
     if self._dtype is None:
       self._dtype = mappings.j2t_dtype(array.dtype)
-    made = self._array(content, array.shape)
-    place = placement.place_of(array)
-    self.storage.write(made if place is None else placement.put_back(made, place))
+    replacement = self._array(content, array.shape)
+    sharding = placement.place_of(array)
+    if sharding is not None:
+      replacement = placement.put_back(replacement, sharding)
+    self.storage.write(replacement)
 
   def host(self) -> np.ndarray:
     """Return the bytes as uint8 of shape (n,); read-only, the memory may be shared.
@@ -215,12 +217,12 @@ class UntypedStorage(torch.UntypedStorage):
       "assign `tensor.data`."
     )
 
-  def __getitem__(self, place):
-    return self.cpu()[place]
+  def __getitem__(self, index):
+    return self.cpu()[index]
 
-  def __setitem__(self, place, value):
+  def __setitem__(self, index, value):
     content = np.array(self.host())
-    content[place] = value
+    content[index] = value
     self.fill(content)
 
   def __iter__(self):
@@ -251,7 +253,7 @@ def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
   return host_memory.array_of(tensor)
 
 
-def _made(size=0, *, device) -> UntypedStorage:
+def _construct(size=0, *, device) -> UntypedStorage:
   """Implement `torch.UntypedStorage(size, device="jax")`.
 
   Args:
@@ -270,4 +272,4 @@ def _made(size=0, *, device) -> UntypedStorage:
 
 def register() -> None:
   """Register jax with the constructor `torch.UntypedStorage`."""
-  torch_compat.make_storages(_made)
+  torch_compat.make_storages(_construct)
