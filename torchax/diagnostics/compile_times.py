@@ -23,7 +23,7 @@ LEAST_PROGRAMS = 50
 # Seconds after which a compilation is logged.
 LONG = 3.0
 
-_NAMED = 5
+_TOP = 5
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -38,7 +38,7 @@ ADVICE = (
 
 
 @dataclasses.dataclass
-class _Spent:
+class _Cost:
   """Number of programs with one name, and the seconds spent on them."""
 
   programs: int = 0
@@ -60,7 +60,7 @@ class CompileTimes:
   def __init__(self, clock: Callable[[], float] = time.perf_counter):
     self._clock = clock
     self._start = clock()
-    self._by_name: dict[str, _Spent] = {}
+    self._by_name: dict[str, _Cost] = {}
     self._lock = threading.Lock()
     self.seconds = 0.0
     self.programs = 0
@@ -75,14 +75,14 @@ class CompileTimes:
       is_program: True for compiling, the last step of a program.
     """
     with self._lock:
-      spent = self._by_name.setdefault(name, _Spent())
-      spent.seconds += seconds
-      spent.programs += is_program
+      cost = self._by_name.setdefault(name, _Cost())
+      cost.seconds += seconds
+      cost.programs += is_program
       self.seconds += seconds
       self.programs += is_program
-      speaks = is_program and not self.has_spoken and self._is_much()
-      self.has_spoken |= speaks
-    if speaks:
+      warns = is_program and not self.has_spoken and self._is_much()
+      self.has_spoken |= warns
+    if warns:
       logger.warning("%s", self.message())
 
   def _is_much(self) -> bool:
@@ -94,7 +94,7 @@ class CompileTimes:
 
   def message(self) -> str:
     """Return the warning: the most expensive functions, and advice."""
-    most = sorted(self._by_name.items(), key=lambda item: -item[1].seconds)[:_NAMED]
+    most = sorted(self._by_name.items(), key=lambda item: -item[1].seconds)[:_TOP]
     named = [f"{name} ({s.programs}, {s.seconds:.1f} s)" for name, s in most]
     elapsed = self._clock() - self._start
     return (

@@ -246,7 +246,7 @@ def _name(code) -> str:
 
 def _where(code: Any) -> str:
   """Return file and line of a function, or of the class of a callable object."""
-  code = _unwrapped(code)
+  code = _unwrap(code)
   if not (inspect.isfunction(code) or inspect.isclass(code)):
     code = type(code)
   try:
@@ -260,7 +260,7 @@ def _where(code: Any) -> str:
   return f"{path}:{line}"
 
 
-def _unwrapped(code: Callable) -> Callable:
+def _unwrap(code: Callable) -> Callable:
   while isinstance(code, functools.partial):
     code = code.func
   return inspect.unwrap(code)

@@ -60,11 +60,11 @@ def _require_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 def _eager() -> None:
   _require_close(torch.ones(2, device="jax") + 1, torch.full((2,), 2.0))
   x = torch.arange(6.0)
-  moved = x.to("jax").view(2, 3)
-  moved[0] *= 2
+  on_jax = x.to("jax").view(2, 3)
+  on_jax[0] *= 2
   expected = x.clone().view(2, 3)
   expected[0] *= 2
-  _require_close(moved @ moved.t(), expected @ expected.t())
+  _require_close(on_jax @ on_jax.t(), expected @ expected.t())
 
 
 def _gradient() -> None:

@@ -173,7 +173,7 @@ _OTHER_PACKAGE = (
 )
 
 
-def _refusing(message: str) -> type:
+def _raising_class(message: str) -> type:
   """Return a class to register as "jax" where jax is not supported; it raises."""
 
   class Refused:
@@ -195,7 +195,7 @@ def _refuse(package: str, accelerators: str, strategies: str, message: str) -> N
   for module, registry in (("accelerators", accelerators), ("strategies", strategies)):
     found = getattr(sys.modules.get(f"{package}.{module}"), registry, None)
     if found is not None and "jax" not in found:
-      found.register("jax", _refusing(message), description="not supported")
+      found.register("jax", _raising_class(message), description="not supported")
 
 
 def _register() -> None:

@@ -21,7 +21,7 @@ from torchax.core import mappings
 from torchax.devices import placement
 
 
-def _part(stored, index) -> torch.Tensor:
+def _read_slice(stored, index) -> torch.Tensor:
   """Read a slice of a tensor, from a file that is open for the CPU.
 
   A `with torch.device(…)` block would make safetensors create it elsewhere, such as on
@@ -31,14 +31,14 @@ def _part(stored, index) -> torch.Tensor:
     return stored[index]
 
 
-class _Slice:
+class _SliceReader:
   """Tensor of a file that is read in slices onto a jax device."""
 
   def __init__(self, on_cpu, device):
     self._on_cpu, self._device = on_cpu, device
 
   def __getitem__(self, index) -> torch.Tensor:
-    return _part(self._on_cpu, index).to(self._device)
+    return _read_slice(self._on_cpu, index).to(self._device)
 
   def __getattr__(self, name: str):
     return getattr(self._on_cpu, name)
@@ -57,8 +57,8 @@ class _File:
     names = self._on_cpu.keys() if names is None else names
     return {name: self.get_tensor(name) for name in names}
 
-  def get_slice(self, name: str) -> _Slice:
-    return _Slice(self._on_cpu.get_slice(name), self._device)
+  def get_slice(self, name: str) -> _SliceReader:
+    return _SliceReader(self._on_cpu.get_slice(name), self._device)
 
   def __enter__(self):
     self._on_cpu.__enter__()
@@ -107,7 +107,7 @@ def load_array(path, name: str, sharding: Sharding, dtype=None) -> jax.Array:
     shape = tuple(stored.get_shape())
 
     def read(index: tuple) -> np.ndarray:
-      part = _part(stored, index) if shape else file.get_tensor(name)
+      part = _read_slice(stored, index) if shape else file.get_tensor(name)
       kept = dtype or mappings.t2j_dtype(part.dtype)
       return np.asarray(mappings.host_array(part.contiguous()), kept)
 
