@@ -91,7 +91,7 @@ class _Pending(torch_compat.CpuSubclass):
       return torch.empty(plain.shape, dtype=plain.dtype, device=target)
     if target == torch_compat.HIDDEN_DEVICE:
       with placement.anywhere():
-        return device_plans.unplaced(env_on().moved(plain))
+        return device_plans.mark_unplaced(env_on().moved(plain))
     return env_on().moved(plain, target)
 
 

@@ -23,7 +23,8 @@ def text_of(tensor) -> str:
   if not has_numbers(tensor):
     return _without_numbers(tensor)
   array = tensor.jax()
-  text = repr(mappings.j2t(array)) if parts.is_whole(array) else _part_of(array)
+  with torch_compat.outside_transforms():
+    text = repr(mappings.j2t(array)) if parts.is_whole(array) else _part_of(array)
   suffix = f", device='{tensor.device}'{placement.described(tensor._storage.array)}"
   if tensor.grad_fn is not None:
     suffix += f", grad_fn=<{tensor.grad_fn.name()}>"

@@ -53,6 +53,20 @@ def test_constants_in_vmap_are_on_the_device_of_the_wrapped_tensor(name):
       assert_same(found, torch.tensor([[4.0, 2.0, 4.0], [8.0, 6.0, 8.0]]))
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_captured_tensor_prints_inside_transforms(transform):
+  texts = []
+  with torchax.default_env():
+    captured = torch.ones(2, device="jax")
+
+    def function(x):
+      texts.append(repr(captured))
+      return x.sum()
+
+    transform(function)(torch.ones(2, device="jax"))
+    assert texts == [repr(captured)]
+
+
 def test_a_meta_tensor_stays_on_meta():
   with torchax.default_env():
     assert torch.empty(2, device="meta").device.type == "meta"

@@ -1,5 +1,6 @@
 """Wrapper subclasses of tensors: creation, metadata and dispatch keys."""
 
+import contextlib
 import functools
 
 import torch
@@ -138,6 +139,11 @@ _is_wrapped = private.find(
 )
 _unwrapped = private.find(
   "torch._C._functorch.get_unwrapped", _IN_TRANSFORMS, instead=lambda tensor: tensor
+)
+
+# Context in which tensors are not wrapped for the transforms of `torch.func`.
+outside_transforms = private.find(
+  "torch._C._DisableFuncTorch", _IN_TRANSFORMS, instead=contextlib.nullcontext
 )
 
 
