@@ -77,9 +77,8 @@ class Call:
   enable_gqa: bool = False
 
   @property
-  def scores(self) -> int:
-    """Number of scores per head."""
-    return self.query[-2] * self.key[-2]
+  def is_long(self) -> bool:
+    return self.query[-2] * self.key[-2] >= LONG
 
 
 def choose(place: Place, call: Call, wish: str = AUTO) -> str:
@@ -102,7 +101,7 @@ def choose(place: Place, call: Call, wish: str = AUTO) -> str:
   if call.drops:
     without = dataclasses.replace(call, drops=False)
     would = choose(place, without, wish) in (CUDNN, PALLAS)
-    return BLOCKWISE if would and _is_long(call) and call.has_positions else PLAIN
+    return BLOCKWISE if would and call.is_long and call.has_positions else PLAIN
   if _takes_cudnn(place, call):
     return CUDNN
   return PALLAS if _takes_pallas(place, call) else PLAIN
@@ -133,10 +132,6 @@ def _is_mask(call: Call) -> bool:
   if len(mask) > len(scores):
     return False
   return all(m in (1, s) for m, s in zip(reversed(mask), reversed(scores)))
-
-
-def _is_long(call: Call) -> bool:
-  return call.scores >= LONG
 
 
 def _takes_cudnn(place: Place, call: Call) -> bool:
@@ -175,5 +170,5 @@ def _takes_pallas(place: Place, call: Call) -> bool:
     and keys % _TPU_BLOCK == 0
     and (not call.is_causal or rows == keys)
     and call.mask is None
-    and _is_long(call)
+    and call.is_long
   )

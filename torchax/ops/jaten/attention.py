@@ -55,9 +55,6 @@ def _check(query, key, value, attn_mask, is_causal, enable_gqa):
   require_shapes(query.shape, key.shape, value.shape, mask, enable_gqa)
 
 
-_NAMES = ("query", "key", "value", "mask")
-
-
 def require_shapes(query, key, value, mask=None, enable_gqa=False) -> None:
   """Raise RuntimeError for inconsistent shapes.
 
@@ -82,13 +79,8 @@ def require_shapes(query, key, value, mask=None, enable_gqa=False) -> None:
     if _broadcast(mask, scores) != scores:
       wrong = f"the mask does not broadcast to the scores, {list(scores)}"
   if wrong is not None:
-    shapes = ", ".join(
-      f"{name} {list(shape)}"
-      for name, shape in zip(
-        ("query", "key", "value", "mask"), (query, key, value, mask)
-      )
-      if shape is not None
-    )
+    shapes = f"query {list(query)}, key {list(key)}, value {list(value)}"
+    shapes += "" if mask is None else f", mask {list(mask)}"
     raise RuntimeError(f"scaled_dot_product_attention: {wrong}, but got {shapes}.")
 
 
@@ -114,28 +106,22 @@ def _check_groups(query, key, value):
 
 
 def _split_heads(array, key_heads):
-  """Split (…, heads, l, x) into (…, key heads, group, l, x); one head into (1, 1)."""
+  """Split (…, heads, l, x) into (…, key heads, group, l, x); one head into (1, 1).
+
+  A mask may be None or have no heads; it is returned unchanged then.
+  """
+  if array is None or array.ndim < 3:
+    return array
   heads = array.shape[-3]
   split = (key_heads, heads // key_heads) if heads > 1 else (1, 1)
   return array.reshape(*array.shape[:-3], *split, *array.shape[-2:])
 
 
-def _join_heads(array):
-  """Invert `_split_heads`."""
-  return array.reshape(*array.shape[:-4], -1, *array.shape[-2:])
-
-
-def _split_mask(mask, key_heads):
-  has_heads = mask is not None and mask.ndim > 2
-  return _split_heads(mask, key_heads) if has_heads else mask
-
-
-def _with_heads(array, heads):
-  """Repeat each head to get `heads` heads."""
-  return jnp.repeat(array, heads // array.shape[-3], axis=-3)
-
-
-def _apply_mask(scores, attn_mask, is_causal):
+def _scores(product, query, key, attn_mask, is_causal, scale):
+  """Return the masked scores, in float32 for half precision."""
+  wide = jnp.float32 if query.dtype in HALVES else query.dtype
+  scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+  scores = jnp.einsum(product, query, key, preferred_element_type=wide) * scale
   if is_causal:
     # Aligned at the first key, as in torch: row i attends to the keys 0 … i.
     rows = lax.broadcasted_iota(jnp.int32, scores.shape[-2:], 0)
@@ -218,25 +204,26 @@ def scaled_dot_product_attention(
     RuntimeError: shapes, dtypes or masks that torch does not accept either.
   """
   _check(query, key, value, attn_mask, is_causal, enable_gqa)
-  wide = jnp.float32 if query.dtype in HALVES else query.dtype
-  scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
   if enable_gqa and key.shape[-3] != value.shape[-3]:
     # Two group sizes have no common split: repeat the heads of both to the query's.
-    key, value = (_with_heads(t, query.shape[-3]) for t in (key, value))
+    heads = query.shape[-3]
+    key, value = (jnp.repeat(t, heads // t.shape[-3], axis=-3) for t in (key, value))
   grouped = enable_gqa and query.shape[-3] != key.shape[-3]
   if grouped:
-    heads = key.shape[-3]
-    query = _split_heads(query, heads)
-    attn_mask, keep_mask = (_split_mask(m, heads) for m in (attn_mask, keep_mask))
+    split = functools.partial(_split_heads, key_heads=key.shape[-3])
+    query, attn_mask, keep_mask = map(split, (query, attn_mask, keep_mask))
   score_product, value_product = GROUPED if grouped else PLAIN
-  scores = jnp.einsum(score_product, query, key, preferred_element_type=wide) * scale
-  weights = _safe_softmax(_apply_mask(scores, attn_mask, is_causal))
-  weights = _drop(weights, keep_mask, dropout_p, survivor_scale).astype(query.dtype)
-  output = jnp.einsum(value_product, weights, value, preferred_element_type=wide)
-  return (_join_heads(output) if grouped else output).astype(query.dtype)
+  scores = _scores(score_product, query, key, attn_mask, is_causal, scale)
+  weights = _drop(_safe_softmax(scores), keep_mask, dropout_p, survivor_scale)
+  wide = jnp.float32 if query.dtype in HALVES else query.dtype
+  output = jnp.einsum(
+    value_product, weights.astype(query.dtype), value, preferred_element_type=wide
+  )
+  output = lax.collapse(output, -4, -2) if grouped else output
+  return output.astype(query.dtype)
 
 
-def _padded(array, most: int, numpy):
+def _pad_positions(array, most: int, numpy):
   *leading, length, width = array.shape
   rows = numpy.zeros((*leading, most - length, width), array.dtype)
   return numpy.concatenate([array, rows], -2)
@@ -261,7 +248,7 @@ def padded_keys(key, value, attn_mask, most: int, numpy=jnp):
     left_out = False if attn_mask.dtype == numpy.bool_ else -numpy.inf
     rest = numpy.full((*attn_mask.shape[:-1], most - length), left_out, attn_mask.dtype)
     mask = numpy.concatenate([attn_mask, rest], -1)
-  return _padded(key, most, numpy), _padded(value, most, numpy), mask
+  return _pad_positions(key, most, numpy), _pad_positions(value, most, numpy), mask
 
 
 # Operations that `torch.compile` lowers attention to on the CPU ----------------------
@@ -284,10 +271,7 @@ def _flash_attention(
   output = scaled_dot_product_attention(
     query, key, value, attn_mask, is_causal=is_causal, scale=scale
   )
-  wide = jnp.float32 if query.dtype in HALVES else query.dtype
-  factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-  scores = jnp.einsum(PLAIN[0], query, key, preferred_element_type=wide) * factor
-  scores = _apply_mask(scores, attn_mask, is_causal)
+  scores = _scores(PLAIN[0], query, key, attn_mask, is_causal, scale)
   return output, jax.nn.logsumexp(scores, axis=-1)
 
 
