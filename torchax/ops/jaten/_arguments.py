@@ -15,10 +15,10 @@ def _is_negative(number) -> bool:
 
 def require_size(size) -> None:
   """Raise RuntimeError for a size with a negative number."""
-  if any(map(_is_negative, size)):
-    negative = next(filter(_is_negative, size))
+  negative = list(filter(_is_negative, size))
+  if negative:
     raise RuntimeError(
-      f"Trying to create tensor with negative dimension {negative}: {list(size)}"
+      f"Trying to create tensor with negative dimension {negative[0]}: {list(size)}"
     )
 
 

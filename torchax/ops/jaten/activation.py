@@ -14,7 +14,7 @@ from jax import lax
 from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.jaten._arguments import require_no_bool
+from torchax.ops.jaten._arguments import dim_of, require_no_bool
 from torchax.ops.promotion import HALVES, in_opmath, promote, widen
 from torchax.registry.names import aten
 
@@ -35,13 +35,8 @@ def _relu6(self):
 
 def _axis(self, dim):
   """Return `dim` counted from the front; None for a 0-d array."""
-  rank = max(self.ndim, 1)
-  if not -rank <= dim < rank:
-    raise IndexError(
-      f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], "
-      f"but got {dim})"
-    )
-  return dim % rank if self.ndim else None
+  axis = dim_of(dim, self.ndim)
+  return axis if self.ndim else None
 
 
 # ---- rectifiers
@@ -262,8 +257,8 @@ def _aten_mish(self):
 @op(aten.mish_backward)
 @in_opmath
 def _aten_mish_backward(grad_output, self):
-  squashed = jnp.tanh(jax.nn.softplus(self))
-  slope = squashed + self * lax.logistic(self) * (1 - squashed * squashed)
+  tanh = jnp.tanh(jax.nn.softplus(self))
+  slope = tanh + self * lax.logistic(self) * (1 - tanh * tanh)
   return grad_output * slope
 
 
@@ -342,16 +337,16 @@ def _aten_gelu(self, *, approximate="none"):
 @in_opmath
 def _aten_gelu_backward(grad_output, self, *, approximate="none"):
   if _is_tanh(approximate):
-    squashed = jnp.tanh(_tanh_argument(self))
+    tanh = jnp.tanh(_tanh_argument(self))
     inner_slope = math.sqrt(2 / math.pi) * (1 + 3 * GELU_CUBIC * self * self)
-    slope = (1 + squashed) + self * (1 - squashed * squashed) * inner_slope
+    slope = (1 + tanh) + self * (1 - tanh * tanh) * inner_slope
     return grad_output * 0.5 * slope
   distribution = 0.5 * (1 + lax.erf(self * math.sqrt(0.5)))
   density = jnp.exp(-0.5 * self * self) / math.sqrt(2 * math.pi)
   return grad_output * (distribution + self * density)
 
 
-def _halves(self, dim):
+def _split_gate(self, dim):
   axis = _axis(self, dim)
   if axis is None:
     raise RuntimeError("glu does not support 0-dimensional tensors")
@@ -365,35 +360,35 @@ def _halves(self, dim):
 @op(aten.glu)
 @in_opmath
 def _aten_glu(self, dim=-1):
-  _, value, gate = _halves(self, dim)
+  _, value, gate = _split_gate(self, dim)
   return value * lax.logistic(gate)
 
 
 @op(aten.glu_backward)
 @in_opmath
 def _aten_glu_backward(grad_output, self, dim):
-  axis, value, gate = _halves(self, dim)
-  opening = lax.logistic(gate)
-  grad_value = grad_output * opening
-  return jnp.concatenate([grad_value, grad_value * (1 - opening) * value], axis=axis)
+  axis, value, gate = _split_gate(self, dim)
+  sigmoid = lax.logistic(gate)
+  grad_value = grad_output * sigmoid
+  return jnp.concatenate([grad_value, grad_value * (1 - sigmoid) * value], axis=axis)
 
 
 # ---- softmax
 
 
-def _shifted(self, axis):
+def _subtract_max(self, axis):
   # `initial` is the maximum of an empty dimension, which is unused.
   peak = jnp.max(self, axis=axis, keepdims=True, initial=-jnp.inf)
   return self - lax.stop_gradient(peak)
 
 
 def _softmax(self, axis):
-  weights = jnp.exp(_shifted(self, axis))
+  weights = jnp.exp(_subtract_max(self, axis))
   return weights / jnp.sum(weights, axis=axis, keepdims=True)
 
 
 def _log_softmax(self, axis):
-  shifted = _shifted(self, axis)
+  shifted = _subtract_max(self, axis)
   return shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=axis, keepdims=True))
 
 
@@ -403,7 +398,7 @@ def _normalize(function, self, dim, half_to_float):
   return in_opmath(function)(self, _axis(self, dim))
 
 
-def _converted(self, dtype):
+def _to_dtype(self, dtype):
   return self if dtype is None else self.astype(mappings.t2j_dtype(dtype))
 
 
@@ -414,7 +409,7 @@ def _aten_softmax(self, dim, half_to_float=False):
 
 @op(aten.softmax)
 def _aten_softmax_int(self, dim, dtype=None):
-  return _normalize(_softmax, _converted(self, dtype), dim, False)
+  return _normalize(_softmax, _to_dtype(self, dtype), dim, False)
 
 
 @op(aten._log_softmax)
@@ -424,7 +419,7 @@ def _aten_log_softmax(self, dim, half_to_float=False):
 
 @op(aten.log_softmax)
 def _aten_log_softmax_int(self, dim, dtype=None):
-  return _normalize(_log_softmax, _converted(self, dtype), dim, False)
+  return _normalize(_log_softmax, _to_dtype(self, dtype), dim, False)
 
 
 def _require_same_size(grad_output, output) -> None:
@@ -441,7 +436,7 @@ def _aten__softmax_backward_data(grad_output, output, dim, input_dtype):
   grad_output, output = widen(grad_output), widen(output)
   weighted = grad_output * output
   total = jnp.sum(weighted, axis=_axis(output, dim), keepdims=True)
-  return _converted(weighted - output * total, input_dtype)
+  return _to_dtype(weighted - output * total, input_dtype)
 
 
 @op(aten._log_softmax_backward_data)
@@ -449,4 +444,4 @@ def _aten__log_softmax_backward_data(grad_output, output, dim, input_dtype):
   _require_same_size(grad_output, output)
   grad_output, output = widen(grad_output), widen(output)
   total = jnp.sum(grad_output, axis=_axis(output, dim), keepdims=True)
-  return _converted(grad_output - jnp.exp(output) * total, input_dtype)
+  return _to_dtype(grad_output - jnp.exp(output) * total, input_dtype)

@@ -361,10 +361,9 @@ def _oscillating(x):
 
 
 @op(aten.special_airy_ai)
+@_in_floats
 def _aten_special_airy_ai(x):
   """Compute Ai(x); NaN at both infinities, as in torch."""
-  x = to_float(x)
-  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  value = jnp.where(wide < LEFT_BOUND, _oscillating(wide), _near(wide))
-  value = jnp.where(wide > RIGHT_BOUND, _decaying(wide), value)
-  return jnp.where(jnp.isfinite(wide), value, math.nan).astype(x.dtype)
+  value = jnp.where(x < LEFT_BOUND, _oscillating(x), _near(x))
+  value = jnp.where(x > RIGHT_BOUND, _decaying(x), value)
+  return jnp.where(jnp.isfinite(x), value, math.nan)

@@ -142,31 +142,6 @@ def _aten_convolution(
   )
 
 
-def _convolution_gradients(grad_output, input, weight, sizes, transposed, groups, mask):
-  stride, padding, dilation, output_padding = sizes
-
-  def gradient(function, primal):
-    (cotangent,) = jax.linear_transpose(function, primal)(grad_output)
-    return cotangent
-
-  def of_input(array):
-    return _convolve(
-      array, weight, None, stride, padding, dilation, transposed, output_padding, groups
-    )
-
-  def of_weight(array):
-    return _convolve(
-      input, array, None, stride, padding, dilation, transposed, output_padding, groups
-    )
-
-  spatial = tuple(range(2, grad_output.ndim))
-  return (
-    gradient(of_input, input) if mask[0] else None,
-    gradient(of_weight, weight) if mask[1] else None,
-    jnp.sum(grad_output, axis=(0, *spatial)) if mask[2] else None,
-  )
-
-
 @op(aten.convolution_backward)
 def _aten_convolution_backward(
   grad_output,
@@ -182,29 +157,26 @@ def _aten_convolution_backward(
   output_mask,
 ):
   """Return gradients of input, weight and bias; None where `output_mask` is False."""
-  sizes = _sizes(input.ndim - 2, stride, padding, dilation, output_padding)
-  return _convolution_gradients(
-    grad_output, input, weight, sizes, transposed, groups, output_mask
+  stride, padding, dilation, output_padding = _sizes(
+    input.ndim - 2, stride, padding, dilation, output_padding
+  )
+  sizes = (None, stride, padding, dilation, transposed, output_padding, groups)
+
+  def gradient(function, primal):
+    (cotangent,) = jax.linear_transpose(function, primal)(grad_output)
+    return cotangent
+
+  spatial = tuple(range(2, grad_output.ndim))
+  return (
+    gradient(lambda x: _convolve(x, weight, *sizes), input) if output_mask[0] else None,
+    gradient(lambda w: _convolve(input, w, *sizes), weight) if output_mask[1] else None,
+    jnp.sum(grad_output, axis=(0, *spatial)) if output_mask[2] else None,
   )
 
 
 @op(aten.convolution_backward_overrideable)
-def _aten_convolution_backward_overrideable(
-  grad_output,
-  input,
-  weight,
-  stride,
-  padding,
-  dilation,
-  transposed,
-  output_padding,
-  groups,
-  output_mask,
-):
-  sizes = _sizes(input.ndim - 2, stride, padding, dilation, output_padding)
-  return _convolution_gradients(
-    grad_output, input, weight, sizes, transposed, groups, output_mask
-  )
+def _aten_convolution_backward_overrideable(grad_output, input, weight, *args, **named):
+  return _aten_convolution_backward(grad_output, input, weight, None, *args, **named)
 
 
 def _named_padding(name, stride, extents):

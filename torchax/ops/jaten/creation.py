@@ -49,12 +49,12 @@ def _zero_array(size, dtype):
   return jnp.broadcast_to(cast(0.0, dtype), size)
 
 
-def _beside(made, like):
+def _vary_like(array, like):
   """Mark a new array as varying over the mesh axes of a `shard_map` that `like` does.
 
   JAX then gives both the same type, as the initial carry of a loop requires.
   """
-  return jax_compat.varying_alike(made, like)[0]
+  return jax_compat.varying_alike(array, like)[0]
 
 
 # --- from a size -----------------------------------------------------------------
@@ -143,18 +143,18 @@ def _aten_empty_like(self, *, dtype=None):
 
 @op(aten.new_zeros, on_host=_on_host.of_new_size(0))
 def _new_zeros(self, size, *, dtype=None):
-  return _beside(_zero_array(size, _dtype_or(dtype, self.dtype)), self)
+  return _vary_like(_zero_array(size, _dtype_or(dtype, self.dtype)), self)
 
 
 @op(aten.new_ones, on_host=_on_host.of_new_size(1))
 def _new_ones(self, size, *, dtype=None):
-  return _beside(jnp.ones(size, _dtype_or(dtype, self.dtype)), self)
+  return _vary_like(jnp.ones(size, _dtype_or(dtype, self.dtype)), self)
 
 
 @op(aten.new_full, check=_check_new_full)
 def _new_full(self, size, fill_value, *, dtype=None):
   value = _number(fill_value, _dtype_or(dtype, self.dtype))
-  return _beside(jnp.broadcast_to(value, size), self)
+  return _vary_like(jnp.broadcast_to(value, size), self)
 
 
 @op(aten.new_empty, on_host=_on_host.of_new_size(0))
@@ -170,7 +170,7 @@ def _new_empty_strided(self, size, stride, *, dtype=None):
 # --- sequences -------------------------------------------------------------------
 
 
-_MOST = 2**63 - 1
+_MAX_LENGTH = 2**63 - 1
 
 
 def _arange_length(start, end, step) -> int:
@@ -187,10 +187,10 @@ def _arange_length(start, end, step) -> int:
       f"end={end} and step={step}."
     )
   length = math.ceil((end - start) / step)
-  if length > _MOST:
+  if length > _MAX_LENGTH:
     raise RuntimeError(
       f"arange from {start} to {end} by {step} has {length} elements: invalid size, "
-      f"possible overflow? At most {_MOST} have places."
+      f"possible overflow? At most {_MAX_LENGTH} have places."
     )
   return length
 
@@ -204,7 +204,14 @@ def _bound(value):
 
 
 def _arange(start, end, step, dtype) -> tuple:
-  """Return first value, step, length and JAX dtype of an `arange`."""
+  """Return first value, step, length and JAX dtype of an `arange`.
+
+  A single bound is the end. `_prepare_arange` puts the result in place of `end`.
+  """
+  if end is None:
+    start, end = 0, start
+  if isinstance(end, tuple):
+    return end
   start, end, step = map(_bound, (start, end, step))
   are_integers = all(isinstance(value, int) for value in (start, end, step))
   if dtype is None:
@@ -223,6 +230,13 @@ def _arange(start, end, step, dtype) -> tuple:
   return start, step, length, target
 
 
+def _float_range(start, step, length, target):
+  """Return `start + step * i`, computed in float32 or wider."""
+  wide = jnp.promote_types(target, jnp.float32)
+  steps = lax.iota(wide, length)
+  return cast(_number(start, wide) + _number(step, wide) * steps, target)
+
+
 _BOUNDS = ("start", "end", "step")
 
 
@@ -232,9 +246,7 @@ def _aten_range(start, end, step=1, *, dtype=None):
   target = _dtype_or(dtype, default_float())
   length = _arange_length(start, end, step) if end != start else 0
   length += (end - start) % step == 0
-  wide = jnp.promote_types(target, jnp.float32)
-  places = lax.iota(wide, length)
-  return cast(_number(start, wide) + _number(step, wide) * places, target)
+  return _float_range(start, step, length, target)
 
 
 def _prepare_arange(given: dict) -> None:
@@ -253,12 +265,9 @@ def _prepare_arange(given: dict) -> None:
 
 def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
   """Compute integer ranges in numpy; return None for other dtypes."""
-  if end is None:
-    start, end = 0, start
-  ramp = end if isinstance(end, tuple) else _arange(start, end, step, dtype)
-  start, step, length, target = ramp
-  places = _on_host.filled((length,), 0, target)
-  if places is None or not jnp.issubdtype(target, jnp.integer):
+  start, step, length, target = _arange(start, end, step, dtype)
+  zeros = _on_host.filled((length,), 0, target)
+  if zeros is None or not jnp.issubdtype(target, jnp.integer):
     return None
   first, stride = (np.asarray(value).astype(target) for value in (start, step))
   return first + stride * np.arange(length, dtype=target)
@@ -273,14 +282,8 @@ def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
   on_host=_arange_on_host,
 )
 def _aten_arange(start=0, end=None, step=1, *, dtype=None):
-  """Count from start to end; a single positional argument is the end.
-
-  Floats are computed as `start + step * i` in at least float32.
-  """
-  if end is None:
-    start, end = 0, start
-  ramp = end if isinstance(end, tuple) else _arange(start, end, step, dtype)
-  start, step, length, target = ramp
+  """Count from start to end; a single positional argument is the end."""
+  start, step, length, target = _arange(start, end, step, dtype)
   if jnp.issubdtype(target, jnp.integer):
     first, stride = (
       value.astype(target)
@@ -289,9 +292,7 @@ def _aten_arange(start=0, end=None, step=1, *, dtype=None):
       for value in (start, step)
     )
     return first + stride * lax.iota(target, length)
-  wide = jnp.promote_types(target, jnp.float32)
-  places = lax.iota(wide, length)
-  return cast(_number(start, wide) + _number(step, wide) * places, target)
+  return _float_range(start, step, length, target)
 
 
 def _ramp(name, start, end, steps, dtype):
@@ -304,10 +305,10 @@ def _ramp(name, start, end, steps, dtype):
   if steps < 2:
     return jnp.full((steps,), start)
   step = (end - start) / (steps - 1)
-  place = jnp.arange(steps)
-  rising = start + step * place.astype(wide)
-  falling = end - step * (steps - 1 - place).astype(wide)
-  return jnp.where(place < steps // 2, rising, falling)
+  index = jnp.arange(steps)
+  rising = start + step * index.astype(wide)
+  falling = end - step * (steps - 1 - index).astype(wide)
+  return jnp.where(index < steps // 2, rising, falling)
 
 
 def _require_numbers(name, start, end) -> None:
@@ -319,19 +320,14 @@ def _require_numbers(name, start, end) -> None:
 
 
 def _ramp_dtype(name, dtype, *ends):
-  target = _number_dtype(dtype, *ends)
-  if any(map(jnp.iscomplexobj, ends)) and dtype is not None and not dtype.is_complex:
+  is_complex = any(map(jnp.iscomplexobj, ends))
+  if is_complex and dtype is not None and not dtype.is_complex:
     raise RuntimeError(
       f"torch.{name}(): inferred dtype complex can't be safely cast to passed dtype "
       f"{dtype}."
     )
-  return target
-
-
-def _number_dtype(dtype, *numbers):
-  is_complex = any(map(jnp.iscomplexobj, numbers))
-  fallback = jnp.promote_types(default_float(), jnp.complex64)
-  return _dtype_or(dtype, fallback if is_complex else default_float())
+  complex_dtype = jnp.promote_types(default_float(), jnp.complex64)
+  return _dtype_or(dtype, complex_dtype if is_complex else default_float())
 
 
 @op(aten.linspace)
@@ -425,13 +421,8 @@ def _aten__to_copy(self, *, dtype=None):
   return self if dtype is None else cast(self, mappings.t2j_dtype(dtype))
 
 
-@op(aten.lift_fresh)
+@op(aten.lift_fresh, aten.lift_fresh_copy)
 def _aten_lift_fresh(self):
-  return self
-
-
-@op(aten.lift_fresh_copy)
-def _aten_lift_fresh_copy(self):
   return self
 
 
@@ -491,7 +482,7 @@ def _aten_new_zeros_with_same_feature_meta(self, other, *, self_num_batch_dims=0
   extent = _elements_in_storage(other)
   if other.is_contiguous() and extent == other.numel():
     return other.new_zeros(batch + tuple(other.shape))
-  steps = [extent * math.prod(batch[place + 1 :]) for place in range(len(batch))]
+  steps = [extent * math.prod(batch[dim + 1 :]) for dim in range(len(batch))]
   flat = other.new_zeros(extent * math.prod(batch))
   return flat.as_strided(
     batch + tuple(other.shape), [*steps, *other.stride()], other.storage_offset()
