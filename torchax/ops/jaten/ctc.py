@@ -39,7 +39,7 @@ def _log_sum(*terms):
   return jnp.where(nothing, -jnp.inf, jnp.log(jnp.where(nothing, 1, total)) + peak)
 
 
-def _shifted(alpha, by):
+def _shift_right(alpha, by):
   """Shift `alpha` to the right by `by` positions; -inf fills the start."""
   return jnp.pad(alpha, ((0, 0), (by, 0)), constant_values=-jnp.inf)[:, :-by]
 
@@ -55,14 +55,14 @@ def _forward_variables(emissions, may_skip, input_lengths):
 
   def step(alpha, inputs):
     time, emission = inputs
-    skipped = jnp.where(may_skip, _shifted(alpha, 2), -jnp.inf)
-    reached = _log_sum(alpha, _shifted(alpha, 1), skipped)
+    skipped = jnp.where(may_skip, _shift_right(alpha, 2), -jnp.inf)
+    reached = _log_sum(alpha, _shift_right(alpha, 1), skipped)
     alpha = jnp.where((time < input_lengths)[:, None], reached + emission, alpha)
     return alpha, alpha
 
   # A path starts with the first blank or the first label.
-  places = jnp.arange(emissions.shape[2])
-  first = jnp.where(places < 2, emissions[0], -jnp.inf)
+  positions = jnp.arange(emissions.shape[2])
+  first = jnp.where(positions < 2, emissions[0], -jnp.inf)
   times = jnp.arange(1, emissions.shape[0])
   _, later = lax.scan(step, first, (times, emissions[1:]))
   return jnp.concatenate([first[None], later])
@@ -87,7 +87,7 @@ def _negative_log_likelihood(log_probs, targets, input_lengths, target_lengths, 
   return losses, jnp.moveaxis(alphas, 0, 1)
 
 
-def _are_broken(log_probs, targets, input_lengths, target_lengths):
+def _invalid_rows(log_probs, targets, input_lengths, target_lengths):
   """Return a mask (N,) of rows with a length, or a label in use, out of range."""
   steps, _, classes = log_probs.shape
   labels = _padded_targets(targets, target_lengths)
@@ -163,7 +163,7 @@ def _aten__ctc_loss(
   """Return losses and log alpha; the caller applies `zero_infinity` to the losses."""
   given = _batched(log_probs, targets, input_lengths, target_lengths)
   losses, alphas = _negative_log_likelihood(*given, blank)
-  losses = out_of_range.spoiled(losses, _are_broken(*given))
+  losses = out_of_range.spoiled(losses, _invalid_rows(*given))
   if log_probs.ndim == 2:
     losses, alphas = losses[0], alphas[0]
   return losses.astype(log_probs.dtype), alphas.astype(log_probs.dtype)
@@ -194,7 +194,7 @@ def _aten__ctc_loss_backward(
   )
   (minus_posterior,) = pull_back(jnp.ones_like(losses))
   gradient = (jnp.exp(wide) + minus_posterior) * widen(grad).reshape(1, -1, 1)
-  broken = _are_broken(wide, *lengths_and_targets)[None, :, None]
+  broken = _invalid_rows(wide, *lengths_and_targets)[None, :, None]
   unlikely = jnp.isinf(losses)[None, :, None]
   gradient = jnp.where(unlikely, 0 if zero_infinity else jnp.nan, gradient)
   inside = jnp.arange(wide.shape[0])[:, None] < lengths_and_targets[1]

@@ -35,11 +35,11 @@ def _rows(weight, indices):
 
 def _counts(indices, num_weights):
   """Count the lookups of each row of the table."""
-  places = out_of_range.inside(indices, num_weights)
-  return jnp.zeros(num_weights, jnp.int32).at[places].add(1, mode="drop")
+  rows = out_of_range.inside(indices, num_weights)
+  return jnp.zeros(num_weights, jnp.int32).at[rows].add(1, mode="drop")
 
 
-def _is_trained(indices, padding_idx):
+def _is_used(indices, padding_idx):
   """Return a mask of the indices other than the padding's."""
   return jnp.full(indices.shape, padding_idx < 0) | (indices != padding_idx)
 
@@ -48,8 +48,8 @@ def _add_rows(rows, indices, num_weights, dtype):
   """Add up `rows` (n, d) by index in a table of zeros, in float32 or wider."""
   table = jnp.zeros((num_weights, rows.shape[-1]), widen(rows).dtype)
   broken = out_of_range.outside(indices, num_weights)
-  places = out_of_range.inside(indices, num_weights)
-  return out_of_range.write(table, places, widen(rows), added, broken).astype(dtype)
+  inside = out_of_range.inside(indices, num_weights)
+  return out_of_range.write(table, inside, widen(rows), added, broken).astype(dtype)
 
 
 def _table_rules(weight, indices, *rest, **named):
@@ -79,7 +79,7 @@ def _aten_embedding_dense_backward(
   rows = widen(grad_output).reshape(flat.size, grad_output.shape[-1])
   if scale_grad_by_freq:
     rows = rows / _counts(flat, num_weights)[flat][:, None]
-  rows = jnp.where(_is_trained(flat, padding_idx)[:, None], rows, 0)
+  rows = jnp.where(_is_used(flat, padding_idx)[:, None], rows, 0)
   return _add_rows(rows, flat, num_weights, grad_output.dtype)
 
 
@@ -180,7 +180,7 @@ def _aten__embedding_bag(
   positions = jnp.arange(indices.shape[0], dtype=offsets.dtype)
   bags = jnp.searchsorted(offsets[:num_bags], positions, side="right") - 1
   bags = bags.astype(indices.dtype)
-  member = _is_trained(indices, padding_idx)
+  member = _is_used(indices, padding_idx)
   sizes = jax.ops.segment_sum(member.astype(indices.dtype), bags, num_bags)
   rows = widen(_rows(weight, indices))
   # Rows of the padding are masked below; invalid offsets make all others NaN.
@@ -196,7 +196,8 @@ def _aten__embedding_bag(
   return output.astype(weight.dtype), bags, sizes, jnp.zeros_like(sizes)
 
 
-def _bag_gradient(
+@op(aten._embedding_bag_dense_backward, **_PADDING)
+def _aten__embedding_bag_dense_backward(
   grad,
   indices,
   offset2bag,
@@ -206,13 +207,13 @@ def _bag_gradient(
   scale_grad_by_freq,
   mode,
   per_sample_weights,
-  padding_idx,
+  padding_idx=-1,
 ):
   if mode == BagMode.MAX:
     columns = jnp.arange(grad.shape[1])
-    taken = jnp.where((bag_size > 0)[:, None], widen(grad), 0)
-    table = jnp.zeros((num_weights, grad.shape[1]), taken.dtype)
-    return table.at[maximum_indices, columns].add(taken).astype(grad.dtype)
+    addend = jnp.where((bag_size > 0)[:, None], widen(grad), 0)
+    table = jnp.zeros((num_weights, grad.shape[1]), addend.dtype)
+    return table.at[maximum_indices, columns].add(addend).astype(grad.dtype)
   rows = widen(grad)[offset2bag]
   if mode == BagMode.MEAN:
     rows = rows / jnp.maximum(bag_size, 1)[offset2bag][:, None]
@@ -220,7 +221,7 @@ def _bag_gradient(
     rows = rows * widen(per_sample_weights)[:, None]
   if scale_grad_by_freq:
     rows = rows / _counts(indices, num_weights)[indices][:, None]
-  rows = jnp.where(_is_trained(indices, padding_idx)[:, None], rows, 0)
+  rows = jnp.where(_is_used(indices, padding_idx)[:, None], rows, 0)
   return _add_rows(rows, indices, num_weights, grad.dtype)
 
 
@@ -243,34 +244,7 @@ def _aten__embedding_bag_backward(
     raise NotImplementedError(
       "torchax has no sparse gradients: build the EmbeddingBag with sparse=False."
     )
-  return _bag_gradient(
-    grad,
-    indices,
-    offset2bag,
-    bag_size,
-    maximum_indices,
-    num_weights,
-    scale_grad_by_freq,
-    mode,
-    per_sample_weights,
-    padding_idx,
-  )
-
-
-@op(aten._embedding_bag_dense_backward, **_PADDING)
-def _aten__embedding_bag_dense_backward(
-  grad,
-  indices,
-  offset2bag,
-  bag_size,
-  maximum_indices,
-  num_weights,
-  scale_grad_by_freq,
-  mode,
-  per_sample_weights,
-  padding_idx=-1,
-):
-  return _bag_gradient(
+  return _aten__embedding_bag_dense_backward(
     grad,
     indices,
     offset2bag,
@@ -290,4 +264,4 @@ def _aten__embedding_bag_per_sample_weights_backward(
 ):
   rows = widen(_rows(weight, indices))
   products = jnp.sum(widen(grad)[offset2bag] * rows, axis=1)
-  return jnp.where(_is_trained(indices, padding_idx), products, 0).astype(grad.dtype)
+  return jnp.where(_is_used(indices, padding_idx), products, 0).astype(grad.dtype)

@@ -42,8 +42,8 @@ def _aten__fft_c2r(self, dim, normalization, last_dim_size):
 
 @op(aten.fft_fftfreq, static=("d",))
 def _aten_fft_fftfreq(n, d=1.0, *, dtype=None):
-  places = lax.iota(jnp.int32, n)
-  return _frequencies(places - n * (places >= (n + 1) // 2), n, d, dtype)
+  index = lax.iota(jnp.int32, n)
+  return _frequencies(index - n * (index >= (n + 1) // 2), n, d, dtype)
 
 
 @op(aten.fft_rfftfreq, static=("d",))
@@ -51,6 +51,6 @@ def _aten_fft_rfftfreq(n, d=1.0, *, dtype=None):
   return _frequencies(lax.iota(jnp.int32, n // 2 + 1), n, d, dtype)
 
 
-def _frequencies(places, n, d, dtype):
+def _frequencies(index, n, d, dtype):
   target = mappings.t2j_dtype(dtype or torch.get_default_dtype())
-  return places.astype(target) * (1 / (n * d))
+  return index.astype(target) * (1 / (n * d))

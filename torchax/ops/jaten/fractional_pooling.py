@@ -20,13 +20,14 @@ from torchax.registry.names import aten
 def _starts(sample, size: int, pooled: int, kernel: int):
   """Return the starts of the windows along a dimension: samples (…) to (…, pooled)."""
   last = size - kernel
-  places = jnp.arange(pooled)
+  windows = jnp.arange(pooled)
   if pooled == 1:
     return jnp.full((*sample.shape, 1), last)
   step = jnp.asarray(last / (pooled - 1), sample.dtype)
   first = sample[..., None]
-  at = ((places + first) * step).astype(jnp.int32) - (first * step).astype(jnp.int32)
-  return jnp.where(places == pooled - 1, last, at)
+  starts = ((windows + first) * step).astype(jnp.int32)
+  starts -= (first * step).astype(jnp.int32)
+  return jnp.where(windows == pooled - 1, last, starts)
 
 
 def _check(self, kernel, pooled, rank: int):

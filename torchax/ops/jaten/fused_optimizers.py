@@ -37,19 +37,19 @@ def _step(update, lists, grad_scale, found_inf) -> tuple[list, ...]:
       grad = grad / grad_scale
     param, *state = update(param, grad, *state)
     new_rows.append(
-      [_unless(found_inf, *pair) for pair in zip(old, (param, grad, *state))]
+      [_skip_if_inf(found_inf, *pair) for pair in zip(old, (param, grad, *state))]
     )
   new_lists = iter([list(new) for new in zip(*new_rows)])
   return tuple([next(new_lists) if len(old) else [] for old in lists])
 
 
-def _unless(found_inf, old, new):
+def _skip_if_inf(found_inf, old, new):
   """Return `new` in the dtype of `old`; `old` if `found_inf` is 1."""
   new = new.astype(old.dtype)
   return new if found_inf is None else jnp.where(found_inf.reshape(()) == 1, old, new)
 
 
-def _remainder(decay: float, step):
+def _one_minus_power(decay: float, step):
   """Compute 1 - decay**step, accurately for a decay near one."""
   if decay == 0:
     return jnp.ones_like(step)
@@ -85,7 +85,7 @@ def _adam(
     mean = mean + (1 - beta1) * (grad - mean)
     square = beta2 * square + (1 - beta2) * grad * grad
     largest = [jnp.maximum(largest[0], square)] if amsgrad else []
-    scale = jnp.sqrt(_remainder(beta2, step).astype(param.dtype))
+    scale = jnp.sqrt(_one_minus_power(beta2, step).astype(param.dtype))
     denominator = jnp.sqrt(largest[0] if amsgrad else square) / scale + eps
     size = lr / (1 - beta1**step).astype(param.dtype)
     return param - size * mean / denominator, mean, square, *largest

@@ -15,7 +15,7 @@ from torchax.ops.builtin import op
 from torchax.ops.casting import require_fit
 from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._arguments import dim_of, require_one_dtype
-from torchax.ops.jaten.indexing import added, assigned, multiplied, write_at_places
+from torchax.ops.jaten.indexing import added, assigned, multiplied, put_at
 from torchax.registry.index_rules import Range, along
 from torchax.registry.names import aten
 
@@ -36,27 +36,27 @@ def _size(self, dim) -> int:
   return self.shape[dim] if self.ndim else 1
 
 
-def _select_rules(self, dim, index):
+def _row_rules(self, dim, index, *rest, **named):
   yield Range(index, 0, _size(self, dim), IndexError, _NO_ROW)
 
 
-@op(aten.index_select, rules=_select_rules, on_host=_on_host.index_select)
+@op(aten.index_select, rules=_row_rules, on_host=_on_host.index_select)
 def _aten_index_select(self, dim, index):
   array = self.reshape(self.shape or (1,))
   dim = dim_of(dim, self.ndim)
-  places = out_of_range.from_start(index.reshape(-1), _size(self, dim))
-  rows = out_of_range.read(array, _along(dim, array.ndim, places))
+  index = out_of_range.from_start(index.reshape(-1), _size(self, dim))
+  rows = out_of_range.read(array, _along(dim, array.ndim, index))
   return rows if self.ndim else rows.reshape(self.shape)
 
 
 def _write_along(self, dim, index, values, how, gathers=False, wraps=False):
-  """Write rows by `how(array, places, values)`; a 0-d tensor counts as 1-d."""
+  """Write rows by `how(array, indices, values)`; a 0-d tensor counts as 1-d."""
   dim = dim_of(dim, self.ndim)
   array, index = self.reshape(self.shape or (1,)), index.reshape(-1)
   size = array.shape[dim]
-  places = _along(dim, array.ndim, out_of_range.inside(index, size, wraps))
+  indices = _along(dim, array.ndim, out_of_range.inside(index, size, wraps))
   broken = out_of_range.outside(index, size, wraps)
-  written = out_of_range.write(array, places, values, how, broken, gathers)
+  written = out_of_range.write(array, indices, values, how, broken, gathers)
   return written.reshape(self.shape)
 
 
@@ -109,8 +109,8 @@ _NO_COPY = (
 
 
 def _copy_rules(self, dim, index, source):
-  where = dim_of(dim, self.ndim)
-  yield Range(index, 0, _size(self, dim), IndexError, _NO_COPY, dim=where)
+  dim = dim_of(dim, self.ndim)
+  yield Range(index, 0, _size(self, dim), IndexError, _NO_COPY, dim=dim)
 
 
 @op(aten.index_copy, rules=_copy_rules)
@@ -145,16 +145,12 @@ def _aten_index_fill(self, dim, index, value):
   return _write_along(self, dim, index, filler, assigned, wraps=True)
 
 
-def _reduce_rules(self, dim, index, source, reduce, *, include_self=True):
-  yield Range(index, 0, _size(self, dim), IndexError, _NO_ROW)
-
-
-@op(aten.index_reduce, rules=_reduce_rules)
+@op(aten.index_reduce, rules=_row_rules)
 def _aten_index_reduce(self, dim, index, source, reduce, *, include_self=True):
   _require_rank(self, source)
   _check_rows("index_reduce", self, dim, index, source)
   require_one_dtype("index_reduce", self, source)
-  how = _reducing(reduce, include_self)
+  how = _reducer(reduce, include_self)
   return _write_along(self, dim, index, source, how, gathers=True)
 
 
@@ -173,11 +169,11 @@ def _check_covers(name, self, dim, index) -> None:
     )
 
 
-def _place_rules(self, dim, index, *rest, **named):
+def _scatter_rules(self, dim, index, *rest, **named):
   yield along(index, _size(self, dim), dim_of(dim, self.ndim), RuntimeError)
 
 
-@op(aten.gather, rules=_place_rules, on_host=_on_host.gather)
+@op(aten.gather, rules=_scatter_rules, on_host=_on_host.gather)
 def _aten_gather(self, dim, index, *, sparse_grad=False):
   """Return `self[i][index[i][j]]` along `dim`; other dims of `index` may be smaller."""
   dim = dim_of(dim, self.ndim)
@@ -194,7 +190,7 @@ def _aten_gather(self, dim, index, *, sparse_grad=False):
 
 
 def _scatter(self, dim, index, src, how, gathers=False):
-  """Write by `how(array, places, values)`; `index` may be smaller than `src`."""
+  """Write by `how(array, indices, values)`; `index` may be smaller than `src`."""
   array = self.reshape(self.shape or (1,))
   index = index.reshape(index.shape or (1,))
   if index.size and array.ndim != index.ndim:
@@ -215,46 +211,45 @@ def _scatter(self, dim, index, src, how, gathers=False):
   size = array.shape[dim]
   grid = list(jnp.ogrid[tuple(slice(extent) for extent in index.shape)])
   grid[dim] = out_of_range.inside(index, size)
-  places = tuple(grid)
   values = jnp.broadcast_to(values, index.shape)
   broken = out_of_range.outside(index, size)
-  written = out_of_range.write(array, places, values, how, broken, gathers)
+  written = out_of_range.write(array, tuple(grid), values, how, broken, gathers)
   return written.reshape(self.shape)
 
 
-@op(aten.scatter.src, rules=_place_rules)
+@op(aten.scatter.src, rules=_scatter_rules)
 def _aten_scatter_src(self, dim, index, src):
   return _scatter(self, dim, index, src, assigned)
 
 
-@op(aten.scatter.value, check=_check_number, rules=_place_rules)
+@op(aten.scatter.value, check=_check_number, rules=_scatter_rules)
 def _aten_scatter(self, dim, index, value):
   return _scatter(self, dim, index, value, assigned)
 
 
-@op(aten.scatter_add, rules=_place_rules)
+@op(aten.scatter_add, rules=_scatter_rules)
 def _aten_scatter_add(self, dim, index, src):
   return _scatter(self, dim, index, src, added, gathers=True)
 
 
-@op(aten.scatter.reduce, rules=_place_rules)
+@op(aten.scatter.reduce, rules=_scatter_rules)
 def _aten_scatter_with_reduce(self, dim, index, src, *, reduce):
   """Run `scatter_reduce` with the older names of reductions, add and multiply."""
   return _aten_scatter_reduce(self, dim, index, src, _OLD_NAMES.get(reduce, reduce))
 
 
-@op(aten.scatter.value_reduce, check=_check_number, rules=_place_rules)
+@op(aten.scatter.value_reduce, check=_check_number, rules=_scatter_rules)
 def _aten_scatter_value_reduce(self, dim, index, value, *, reduce):
   return _aten_scatter_reduce(self, dim, index, value, _OLD_NAMES.get(reduce, reduce))
 
 
-@op(aten.scatter_reduce, rules=_place_rules)
+@op(aten.scatter_reduce, rules=_scatter_rules)
 def _aten_scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
   """Reduce `src` into `self` by sum, prod, mean, amax or amin.
 
   Without `include_self`, the elements of `self` at the indices do not count.
   """
-  return _scatter(self, dim, index, src, _reducing(reduce, include_self), gathers=True)
+  return _scatter(self, dim, index, src, _reducer(reduce, include_self), gathers=True)
 
 
 _OLD_NAMES = {"add": "sum", "multiply": "prod"}
@@ -262,12 +257,12 @@ _REDUCERS = {
   "sum": added,
   "mean": added,
   "prod": multiplied,
-  "amax": lambda array, places, values: array.at[places].max(values),
-  "amin": lambda array, places, values: array.at[places].min(values),
+  "amax": lambda array, indices, values: array.at[indices].max(values),
+  "amin": lambda array, indices, values: array.at[indices].min(values),
 }
 
 
-def _neutral(reduce, dtype):
+def _identity(reduce, dtype):
   """Return the identity of a reduction."""
   if reduce in ("sum", "mean"):
     return 0
@@ -281,8 +276,8 @@ def _neutral(reduce, dtype):
   return limits.min if reduce == "amax" else limits.max
 
 
-def _reducing(reduce, include_self):
-  """Return the function `(array, places, values) -> array` of a named reduction."""
+def _reducer(reduce, include_self):
+  """Return the function `(array, indices, values) -> array` of a named reduction."""
   if reduce not in _REDUCERS:
     raise RuntimeError(
       f"reduce expects one of {', '.join(_REDUCERS)}, but got {reduce!r}."
@@ -290,17 +285,17 @@ def _reducing(reduce, include_self):
   return functools.partial(_reduce_into, reduce, include_self)
 
 
-def _reduce_into(reduce, include_self, array, places, values):
+def _reduce_into(reduce, include_self, array, indices, values):
   start = array
   if not include_self:
-    touched = jnp.zeros(array.shape, bool).at[places].set(True)
-    neutral = jnp.asarray(_neutral(reduce, array.dtype), array.dtype)
-    start = jnp.where(touched, neutral, array)
-  reduced = _REDUCERS[reduce](start, places, values)
+    touched = jnp.zeros(array.shape, bool).at[indices].set(True)
+    identity = jnp.asarray(_identity(reduce, array.dtype), array.dtype)
+    start = jnp.where(touched, identity, array)
+  reduced = _REDUCERS[reduce](start, indices, values)
   if reduce != "mean":
     return reduced
   own = jnp.full(array.shape, int(include_self), jnp.int32)
-  count = jnp.maximum(own.at[places].add(1), 1).astype(array.dtype)
+  count = jnp.maximum(own.at[indices].add(1), 1).astype(array.dtype)
   if jnp.issubdtype(array.dtype, jnp.integer):
     return reduced // count
   return reduced / count
@@ -329,7 +324,7 @@ def _aten_put(self, index, source, accumulate=False):
   require_one_dtype("put", self, source)
   flat = self.reshape(-1)
   values = source.reshape(index.shape)
-  return write_at_places(flat, (index,), values, accumulate).reshape(self.shape)
+  return put_at(flat, (index,), values, accumulate).reshape(self.shape)
 
 
 def unravel_index(indices, shape):

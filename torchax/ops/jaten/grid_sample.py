@@ -25,7 +25,7 @@ _ZEROS, _BORDER, _REFLECTION = range(3)
 class _Taps(NamedTuple):
   """Taps of one dimension: positions, as floats, and weights, all (taps, *out)."""
 
-  places: jax.Array
+  positions: jax.Array
   weights: jax.Array
   slopes: jax.Array  # derivatives of the weights with respect to the grid
 
@@ -88,8 +88,8 @@ def _taps(share, size, mode, padding, align_corners) -> _Taps:
   start = 0.0 if align_corners else 0.5
   position = (share + 1) * scale - start
 
-  def pad(places):
-    return _pad(places, size, padding, align_corners)
+  def pad(positions):
+    return _pad(positions, size, padding, align_corners)
 
   if mode == _BICUBIC:
     return _cubic_taps(position, jnp.full_like(position, scale), pad)
@@ -118,35 +118,35 @@ def _product(factors):
 def _indices(taps, sizes):
   """Return the indices of a box of elements, and the mask of those in the image."""
   rank = len(taps)
-  boxes = (_spread(tap.places, axis, rank) for axis, tap in enumerate(taps))
-  places = jnp.broadcast_arrays(*boxes)
-  is_inside = jnp.ones(places[0].shape, bool)
-  for place, size in zip(places, sizes):
-    is_inside &= (place >= 0) & (place < size)
-  clipped = (jnp.clip(place, 0, size - 1) for place, size in zip(places, sizes))
-  return tuple(place.astype(jnp.int32) for place in clipped), is_inside
+  boxes = (_spread(tap.positions, axis, rank) for axis, tap in enumerate(taps))
+  positions = jnp.broadcast_arrays(*boxes)
+  is_inside = jnp.ones(positions[0].shape, bool)
+  for position, size in zip(positions, sizes):
+    is_inside &= (position >= 0) & (position < size)
+  clipped = (jnp.clip(p, 0, size - 1) for p, size in zip(positions, sizes))
+  return tuple(p.astype(jnp.int32) for p in clipped), is_inside
 
 
 def _sample(image, taps):
   """Sample an image (C, *space) with one gather."""
-  at, is_inside = _indices(taps, image.shape[1:])
+  indices, is_inside = _indices(taps, image.shape[1:])
   weight = jnp.where(is_inside, _product([tap.weights for tap in taps]), 0)
-  return jnp.sum(image[(slice(None), *at)] * weight, range(1, len(taps) + 1))
+  return jnp.sum(image[(slice(None), *indices)] * weight, range(1, len(taps) + 1))
 
 
 def _image_gradient(grad, image, taps):
-  at, is_inside = _indices(taps, image.shape[1:])
+  indices, is_inside = _indices(taps, image.shape[1:])
   weight = jnp.where(is_inside, _product([tap.weights for tap in taps]), 0)
   spread = grad.reshape(len(grad), *[1] * len(taps), *grad.shape[1:])
-  return jnp.zeros_like(image).at[(slice(None), *at)].add(spread * weight)
+  return jnp.zeros_like(image).at[(slice(None), *indices)].add(spread * weight)
 
 
 def _grid_gradient(grad, image, taps):
   """Return the gradient of the points; the last axis is their dims, last dim first."""
   rank = len(taps)
-  at, is_inside = _indices(taps, image.shape[1:])
+  indices, is_inside = _indices(taps, image.shape[1:])
   spread = grad.reshape(len(grad), *[1] * rank, *grad.shape[1:])
-  elements = jnp.sum(image[(slice(None), *at)] * spread, 0)
+  elements = jnp.sum(image[(slice(None), *indices)] * spread, 0)
   elements = jnp.where(is_inside, elements, 0)
   slopes = []
   for axis in range(rank):
@@ -155,15 +155,15 @@ def _grid_gradient(grad, image, taps):
   return jnp.stack(slopes[::-1], -1)
 
 
-def _by_image(function: Callable, input, grid, mode, padding, align_corners, *more):
+def _map_images(function: Callable, input, grid, mode, padding, align_corners, *more):
   """Apply `function(image, taps, …)` to each image of a batch, in float32 or wider."""
   wide = jnp.promote_types(input.dtype, jnp.float32)
 
   def of_one(image, points, *rest):
     sizes = image.shape[1:]
     taps = [
-      _taps(points[..., place], size, mode, padding, align_corners)
-      for size, place in zip(sizes, reversed(range(len(sizes))))
+      _taps(points[..., dim], size, mode, padding, align_corners)
+      for size, dim in zip(sizes, reversed(range(len(sizes))))
     ]
     return function(image, taps, *rest)
 
@@ -180,7 +180,7 @@ def _aten_grid_sampler(input, grid, interpolation_mode, padding_mode, align_corn
       f"grid with sizes {list(grid.shape)}"
     )
   modes = (interpolation_mode, padding_mode, align_corners)
-  return _by_image(_sample, input, grid, *modes).astype(input.dtype)
+  return _map_images(_sample, input, grid, *modes).astype(input.dtype)
 
 
 @op(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward)
@@ -202,7 +202,7 @@ def _aten_grid_sampler_backward(
     )
 
   modes = (interpolation_mode, padding_mode, align_corners)
-  of_input, of_grid = _by_image(gradients, input, grid, *modes, grad_output)
+  of_input, of_grid = _map_images(gradients, input, grid, *modes, grad_output)
   return (
     of_input.astype(input.dtype) if output_mask[0] else None,
     of_grid.astype(grid.dtype),

@@ -62,8 +62,8 @@ def _aten_histc(self, bins=100, min=0, max=0):
   if _is_known(min) and _is_known(max) and min == max and values.size:
     low, high = jnp.min(values), jnp.max(values)
   is_finite = jnp.isfinite(low) & jnp.isfinite(high)
-  flat = low == high
-  low, high = jnp.where(flat, low - 1, low), jnp.where(flat, high + 1, high)
+  is_point = low == high
+  low, high = jnp.where(is_point, low - 1, low), jnp.where(is_point, high + 1, high)
   inside = (values >= low) & (values <= high)
   bin_of = jnp.floor((values - low) / (high - low) * bins).astype(jnp.int32)
   # The last bin includes the upper bound; index `bins` drops values outside.
@@ -99,10 +99,10 @@ def _aten_bincount(self, weights=None, minlength=0):
 
 def _equal_edges(low, high, bins, dtype):
   """Return bins + 1 edges, computed from both ends as in `torch.linspace`."""
-  place = jnp.arange(bins + 1)
+  index = jnp.arange(bins + 1)
   step = (high - low) / bins
-  upward, downward = low + place * step, high - (bins - place) * step
-  return jnp.where(place < (bins + 1) // 2, upward, downward).astype(dtype)
+  rising, falling = low + index * step, high - (bins - index) * step
+  return jnp.where(index < (bins + 1) // 2, rising, falling).astype(dtype)
 
 
 def _check_finite(name, dimension, low, high):
@@ -202,12 +202,12 @@ def _edges_of(name, points, bins, range):
   return [_equal_edges(*pair, count, points.dtype) for pair, count in zip(limits, bins)]
 
 
-def _infers_no_range(args, kwargs) -> bool:
+def _has_range(args, kwargs) -> bool:
   """Return True if `range` is given; the data's must be checked on concrete arrays."""
   return kwargs.get("range") is not None
 
 
-@op(aten.histogram.bin_ct, static=("range",), compiled=_infers_no_range)
+@op(aten.histogram.bin_ct, static=("range",), compiled=_has_range)
 def _aten_histogram(self, bins=100, *, range=None, weight=None, density=False):
   """Return counts in equal bins of `range`, by default the data's, and the edges."""
   points = _points("torch.histogram", self.reshape(-1, 1), 1)
@@ -227,13 +227,13 @@ def _aten_histogram_bins_tensor(self, bins, *, weight=None, density=False):
   return _count(points, [bins], weight, density), bins
 
 
-@op(aten._histogramdd_bin_edges, static=("range",), compiled=_infers_no_range)
+@op(aten._histogramdd_bin_edges, static=("range",), compiled=_has_range)
 def _aten__histogramdd_bin_edges(self, bins, *, range=None, weight=None, density=False):
   points = _points("torch.histogramdd", self, len(bins))
   return _edges_of("torch.histogramdd", points, bins, range)
 
 
-@op(aten._histogramdd_from_bin_cts, static=("range",), compiled=_infers_no_range)
+@op(aten._histogramdd_from_bin_cts, static=("range",), compiled=_has_range)
 def _aten__histogramdd_from_bin_cts(
   self, bins, *, range=None, weight=None, density=False
 ):

@@ -24,24 +24,24 @@ from torchax.ops.jaten import _on_host
 from torchax.registry.index_rules import Condition, along
 from torchax.registry.names import aten
 
-# --- ways to write: (array, places, values) -> array ---------------------------------
+# --- ways to write: (array, indices, values) -> array --------------------------------
 # JAX does not add or multiply bools; `max` is "or" for them and `min` is "and".
 
 
-def assigned(array, places, values):
+def assigned(array, indices, values):
   """Replace the elements at the indices by the values."""
-  return array.at[places].set(values)
+  return array.at[indices].set(values)
 
 
-def added(array, places, values):
+def added(array, indices, values):
   """Add all values to the elements at their indices."""
-  at = array.at[places]
+  at = array.at[indices]
   return at.max(values) if values.dtype == jnp.bool_ else at.add(values)
 
 
-def multiplied(array, places, values):
+def multiplied(array, indices, values):
   """Multiply the elements by all values at their indices."""
-  at = array.at[places]
+  at = array.at[indices]
   return at.min(values) if values.dtype == jnp.bool_ else at.multiply(values)
 
 
@@ -80,18 +80,18 @@ def _has_no_mask(args, kwargs) -> bool:
   return not any(_is_mask(index) for index in indices)
 
 
-def _places(indices, name) -> tuple:
+def _without_masks(indices, name) -> tuple:
   """Return indices for an array; a mask of n dimensions becomes n index arrays."""
-  places = []
+  result = []
   for index in indices:
     if index is None:
-      places.append(slice(None))
+      result.append(slice(None))
     elif _is_mask(index):
-      places.extend(np.nonzero(_concrete(index, name)))
+      result.extend(np.nonzero(_concrete(index, name)))
     else:
-      places.append(index)
-  _require_common_shape([place.shape for place in places if hasattr(place, "shape")])
-  return tuple(places)
+      result.append(index)
+  _require_common_shape([index.shape for index in result if hasattr(index, "shape")])
+  return tuple(result)
 
 
 def _check_masks(self, indices):
@@ -179,7 +179,7 @@ def _aten_index(self, indices):
     TypeError: a mask whose values are being traced.
   """
   _check_masks(self, indices)
-  return out_of_range.read(self, _places(indices, "index"))
+  return out_of_range.read(self, _without_masks(indices, "index"))
 
 
 # --- index_put -------------------------------------------------------------------
@@ -239,19 +239,19 @@ def _require_broadcast(values_shape, shape):
     raise _mismatch(values_shape, shape)
 
 
-def write_at_places(self, places, values, accumulate):
+def put_at(self, indices, values, accumulate):
   """Write at indices; negative ones count from the end."""
-  _require_broadcast(values.shape, jax.eval_shape(lambda: self[places]).shape)
-  broken, known = jnp.asarray(False), []
-  for size, place in zip(self.shape, places):
-    if isinstance(place, slice):
-      known.append(place)
+  _require_broadcast(values.shape, jax.eval_shape(lambda: self[indices]).shape)
+  broken, inside = jnp.asarray(False), []
+  for size, index in zip(self.shape, indices):
+    if isinstance(index, slice):
+      inside.append(index)
       continue
-    broken |= jnp.any(out_of_range.outside(place, size, wraps=True))
-    known.append(out_of_range.inside(place, size, wraps=True))
+    broken |= jnp.any(out_of_range.outside(index, size, wraps=True))
+    inside.append(out_of_range.inside(index, size, wraps=True))
   return out_of_range.write(
     self,
-    tuple(known),
+    tuple(inside),
     values.astype(self.dtype),
     added if accumulate else assigned,
     broken,
@@ -284,20 +284,20 @@ def _write_masked(self, axis, mask, values, accumulate):
 
 
 @op(
-  aten.index_put,
+  *(aten.index_put, aten._index_put_impl),
   compiled=_has_at_most_a_mask,
   check=_check_index_put,
   rules=_rules,
   takes_cpu=True,
 )
-def _aten_index_put(self, indices, values, accumulate=False):
+def _aten_index_put(self, indices, values, accumulate=False, unsafe=False):
   """Return a copy of `self` with `values` written or accumulated at `indices`."""
   _check_masks(self, indices)
   given = [axis for axis, index in enumerate(indices) if index is not None]
   if len(given) == 1 and _is_mask(indices[given[0]]):
     axis = given[0]
     return _write_masked(self, axis, indices[axis], values, accumulate)
-  return write_at_places(self, _places(indices, "index_put"), values, accumulate)
+  return put_at(self, _without_masks(indices, "index_put"), values, accumulate)
 
 
 @op(
@@ -307,17 +307,6 @@ def _aten_index_put(self, indices, values, accumulate=False):
   rules=_rules,
 )
 def _aten_unsafe_index_put(self, indices, values, accumulate=False):
-  return _aten_index_put(self, indices, values, accumulate)
-
-
-@op(
-  aten._index_put_impl,
-  compiled=_has_at_most_a_mask,
-  check=_check_index_put,
-  rules=_rules,
-  takes_cpu=True,
-)
-def _aten__index_put_impl(self, indices, values, accumulate=False, unsafe=False):
   return _aten_index_put(self, indices, values, accumulate)
 
 
