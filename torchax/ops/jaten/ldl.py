@@ -35,7 +35,7 @@ def _magnitude(x) -> jax.Array:
   return jnp.abs(jnp.real(x)) + jnp.abs(jnp.imag(x)) if jnp.iscomplexobj(x) else abs(x)
 
 
-def _swapped(size, first, second):
+def _transposition(size, first, second):
   """Return the permutation of `size` entries that exchanges two."""
   order = jnp.arange(size)
   return order.at[first].set(second).at[second].set(first)
@@ -43,12 +43,12 @@ def _swapped(size, first, second):
 
 def _choose_pivot(work, k):
   """Return (row to exchange, True for a 2x2 block, True for a zero column)."""
-  places = jnp.arange(work.shape[-1])
+  rows = jnp.arange(work.shape[-1])
   diagonal = _magnitude(jnp.diagonal(work))
-  column = jnp.where(places > k, _magnitude(work[:, k]), 0)
+  column = jnp.where(rows > k, _magnitude(work[:, k]), 0)
   largest = jnp.argmax(column)
   in_column = column[largest]
-  row = jnp.where((places >= k) & (places != largest), _magnitude(work[largest]), 0)
+  row = jnp.where((rows >= k) & (rows != largest), _magnitude(work[largest]), 0)
   in_row = jnp.max(row)
   is_zero = (jnp.maximum(diagonal[k], in_column) == 0) | jnp.isnan(diagonal[k])
   ratio = in_column / jnp.where(in_row == 0, 1, in_row)
@@ -81,9 +81,9 @@ def _eliminate_two(work, k, conjugated):
   left = (first * lower - second) / (conjugated(beside) * determinant)
   right = (second * upper - first) / (beside * determinant)
   product = left[:, None] * conjugated(first) + right[:, None] * conjugated(second)
-  for place, factor in ((k, left), (following, right)):
-    column = jnp.where(below, factor, work[:, place])
-    product = product.at[:, place].set(work[:, place] - column)
+  for column_index, factor in ((k, left), (following, right)):
+    column = jnp.where(below, factor, work[:, column_index])
+    product = product.at[:, column_index].set(work[:, column_index] - column)
   return work - product
 
 
@@ -91,19 +91,19 @@ def _factor(matrix, hermitian):
   """Return factors, pivots, and info: the first zero column, from 1, or 0."""
   size = matrix.shape[-1]
   conjugated = jnp.conj if hermitian else (lambda x: x)
-  places = jnp.arange(size)
+  rows = jnp.arange(size)
 
   def step(state):
     k, work, pivots, info = state
     pivot, has_two, is_zero = _choose_pivot(work, k)
     info = jnp.where(is_zero & (info == 0), k + 1, info)
-    order = _swapped(size, jnp.where(has_two, k + 1, k), pivot)
-    remaining = places >= k
+    order = _transposition(size, jnp.where(has_two, k + 1, k), pivot)
+    remaining = rows >= k
     block = remaining[:, None] & remaining[None, :]
     work = jnp.where(block, work[order][:, order], work)
     one, two = (f(work, k, conjugated) for f in (_eliminate_one, _eliminate_two))
     work = jnp.where(has_two, two, jnp.where(is_zero, work, one))
-    in_block = (places == k) | (has_two & (places == k + 1))
+    in_block = (rows == k) | (has_two & (rows == k + 1))
     number = jnp.where(has_two, -pivot - 1, pivot + 1)
     pivots = jnp.where(in_block, number, pivots).astype(jnp.int32)
     return jnp.where(has_two, k + 2, k + 1), work, pivots, info
@@ -144,32 +144,32 @@ def _starts_of_pairs(pivots):
 
 def _solve(packed, pivots, right, conjugated):
   size = packed.shape[-1]
-  places = jnp.arange(size)
+  rows = jnp.arange(size)
   starts = _starts_of_pairs(pivots)
   targets = jnp.abs(pivots) - 1
 
   def columns(k):
     """Return the columns k and k + 1 of L; the second is zero for a 1x1 block."""
     following = jnp.minimum(k + 1, size - 1)
-    below = places > jnp.where(starts[k], k + 1, k)
+    below = rows > jnp.where(starts[k], k + 1, k)
     second = jnp.where(below & starts[k], packed[:, following], 0)
     return jnp.where(below, packed[:, k], 0), second, following
 
-  def exchanged(k, solution):
-    return solution[_swapped(size, jnp.where(starts[k], k + 1, k), targets[k])]
+  def exchange(k, solution):
+    return solution[_transposition(size, jnp.where(starts[k], k + 1, k), targets[k])]
 
   def forward(k, solution):
     first, second, following = columns(k)
-    moved = exchanged(k, solution)
-    moved = moved - first[:, None] * moved[k] - second[:, None] * moved[following]
-    return jnp.where(_is_block(starts, k), moved, solution)
+    result = exchange(k, solution)
+    result = result - first[:, None] * result[k] - second[:, None] * result[following]
+    return jnp.where(_is_block(starts, k), result, solution)
 
   def backward(step, solution):
     k = size - 1 - step
     first, second, following = columns(k)
     changed = solution.at[k].add(-(conjugated(first) @ solution))
     changed = changed.at[following].add(-(conjugated(second) @ solution))
-    return jnp.where(_is_block(starts, k), exchanged(k, changed), solution)
+    return jnp.where(_is_block(starts, k), exchange(k, changed), solution)
 
   solution = lax.fori_loop(0, size, forward, right)
   solution = _solve_blocks(packed, starts, solution, conjugated)

@@ -25,13 +25,13 @@ class _Classes(NamedTuple):
   counts: jax.Array
 
   def _row_weights(self, weights):
-    of_rows = out_of_range.read(
+    row_grads = out_of_range.read(
       weights, out_of_range.from_start(self.indices, len(weights))
     )
-    return jnp.where(self.counts, of_rows, 0)
+    return jnp.where(self.counts, row_grads, 0)
 
-  def losses(self, logarithms, weights):
-    picked = jnp.take_along_axis(logarithms, self.indices[:, None], -1, mode="clip")
+  def losses(self, log_softmax, weights):
+    picked = jnp.take_along_axis(log_softmax, self.indices[:, None], -1, mode="clip")
     return -self._row_weights(weights) * picked[:, 0]
 
   def slopes(self, softmax, weights):
@@ -49,8 +49,8 @@ class _Probabilities(NamedTuple):
 
   values: jax.Array
 
-  def losses(self, logarithms, weights):
-    return -(self.values * weights * logarithms).sum(axis=-1)
+  def losses(self, log_softmax, weights):
+    return -(self.values * weights * log_softmax).sum(axis=-1)
 
   def slopes(self, softmax, weights):
     masses = self.values * weights
@@ -79,10 +79,6 @@ def _class_rules(
   yield Range(target, 0, classes, RuntimeError, message, ignored=ignore_index)
 
 
-def _class_weights(weight, classes, dtype):
-  return jnp.ones(classes, dtype) if weight is None else weight.astype(dtype)
-
-
 def _chunks(arrays, size):
   """Split each array of a tree, (rows, …), into (chunks, size, …), padded with 0."""
 
@@ -95,7 +91,7 @@ def _chunks(arrays, size):
   return jax.tree.map(split, arrays)
 
 
-def _logarithms(layer, rows):
+def _log_softmax(layer, rows):
   """Return the log-softmax of the logits of a chunk."""
   matrix, bias = layer
   return jax.nn.log_softmax(rows @ matrix.T + bias, axis=-1)
@@ -106,25 +102,31 @@ def _loss_and_gradients(layer, weights, scale, chunks):
   matrix, bias = layer
 
   def add_chunk(sums, chunk):
-    loss, of_matrix, of_bias = sums
+    loss, matrix_grad, bias_grad = sums
     rows, targets = chunk
-    logarithms = _logarithms(layer, rows)
-    loss = loss + (targets.losses(logarithms, weights) * scale).sum()
-    slopes = targets.slopes(jnp.exp(logarithms), weights) * scale
-    return (loss, of_matrix + slopes.T @ rows, of_bias + slopes.sum(0)), slopes @ matrix
+    log_softmax = _log_softmax(layer, rows)
+    loss = loss + (targets.losses(log_softmax, weights) * scale).sum()
+    slopes = targets.slopes(jnp.exp(log_softmax), weights) * scale
+    sums = loss, matrix_grad + slopes.T @ rows, bias_grad + slopes.sum(0)
+    return sums, slopes @ matrix
 
   start = (jnp.zeros((), matrix.dtype), jnp.zeros_like(matrix), jnp.zeros_like(bias))
-  (loss, of_matrix, of_bias), of_rows = lax.scan(add_chunk, start, chunks)
-  return loss, of_rows.reshape(-1, of_rows.shape[-1]), of_matrix, of_bias
+  (loss, matrix_grad, bias_grad), row_grads = lax.scan(add_chunk, start, chunks)
+  return loss, row_grads.reshape(-1, row_grads.shape[-1]), matrix_grad, bias_grad
 
 
-def _layer(matrix, bias, dtype):
+def _operands(input, matrix, target, bias, weight, ignore_index, chunk_size, acc_dtype):
+  """Return (matrix, bias), class weights, targets and chunks in the dtype to compute.
+
+  A chunk is a pair of `chunk_size` rows and their targets.
+  """
+  require_one_dtype("linear_cross_entropy", input, matrix)
+  dtype = jnp.promote_types(input.dtype, mappings.t2j_dtype(acc_dtype))
   bias = jnp.zeros(len(matrix), dtype) if bias is None else bias.astype(dtype)
-  return matrix.astype(dtype), bias
-
-
-def _compute_dtype(input, acc_dtype):
-  return jnp.promote_types(input.dtype, mappings.t2j_dtype(acc_dtype))
+  weights = jnp.ones(len(matrix), dtype) if weight is None else weight.astype(dtype)
+  targets = _targets(target, ignore_index)
+  chunks = _chunks((input.astype(dtype), targets), max(chunk_size, 1))
+  return (matrix.astype(dtype), bias), weights, targets, chunks
 
 
 @op(
@@ -155,27 +157,27 @@ def _linear_cross_entropy_batch_chunked(
       "linear_cross_entropy by chunks expects the reduction mean or sum and no label "
       f"smoothing, but got {reduction!r} and {label_smoothing}. Pass options=None."
     )
-  require_one_dtype("linear_cross_entropy", input, linear_weight)
-  dtype = _compute_dtype(input, acc_dtype)
-  layer = _layer(linear_weight, linear_bias, dtype)
-  weights = _class_weights(weight, len(layer[0]), dtype)
-  targets = _targets(target, ignore_index)
+  layer, weights, targets, chunks = _operands(
+    *(input, linear_weight, target, linear_bias, weight),
+    *(ignore_index, batch_chunk_size, acc_dtype),
+  )
   # If all rows are ignored the mean is NaN, 0 times infinity, as in torch.
   scale = 1 / targets.divisor(weights) if reduction == "mean" else 1
-  chunks = _chunks((input.astype(dtype), targets), max(batch_chunk_size, 1))
-  loss, of_rows, of_matrix, of_bias = _loss_and_gradients(layer, weights, scale, chunks)
+  loss, row_grads, matrix_grad, bias_grad = _loss_and_gradients(
+    layer, weights, scale, chunks
+  )
   if reduction == "mean" and not len(input):
     loss = jnp.full_like(loss, jnp.nan)
 
-  def wanted(gradient, is_wanted):
+  def requested(gradient, is_requested):
     empty = jnp.zeros((0,) * gradient.ndim)
-    return (gradient if is_wanted else empty).astype(input.dtype)
+    return (gradient if is_requested else empty).astype(input.dtype)
 
   return (
     loss.astype(input.dtype),
-    wanted(of_rows[: len(input)], compute_input_grad),
-    wanted(of_matrix, compute_linear_weight_grad),
-    wanted(of_bias, compute_linear_bias_grad),
+    requested(row_grads[: len(input)], compute_input_grad),
+    requested(matrix_grad, compute_linear_weight_grad),
+    requested(bias_grad, compute_linear_bias_grad),
   )
 
 
@@ -192,16 +194,14 @@ def _linear_cross_entropy_batch_chunked_no_reduction(
   acc_dtype,
 ):
   """Return the loss of each row."""
-  require_one_dtype("linear_cross_entropy", input, linear_weight)
-  dtype = _compute_dtype(input, acc_dtype)
-  layer = _layer(linear_weight, linear_bias, dtype)
-  weights = _class_weights(weight, len(layer[0]), dtype)
-  targets = _targets(target, ignore_index)
-  chunks = _chunks((input.astype(dtype), targets), max(batch_chunk_size, 1))
+  layer, weights, _, chunks = _operands(
+    *(input, linear_weight, target, linear_bias, weight),
+    *(ignore_index, batch_chunk_size, acc_dtype),
+  )
 
   def losses_of(chunk):
     rows, targets = chunk
-    return targets.losses(_logarithms(layer, rows), weights)
+    return targets.losses(_log_softmax(layer, rows), weights)
 
   losses = lax.map(losses_of, chunks)
   return losses.reshape(-1)[: len(input)].astype(input.dtype)
