@@ -121,7 +121,7 @@ def test_nan_passes_through(function):
   ),
 )
 @pytest.mark.parametrize("values", (KINKS, LARGE), ids=("kinks", "large"))
-def test_jax_differentiates_to_torchs_gradient(lowering, function, values):
+def test_jax_gradient_of_lowering_equals_torch_gradient(lowering, function, values):
   leaf = values.clone().requires_grad_()
   function(leaf).sum().backward()
   gradient = jax.grad(lambda array: lowering(array).sum())(mappings.t2j(values))

@@ -15,7 +15,7 @@ def env():
     yield environment
 
 
-def test_metadata_that_agrees_is_accepted():
+def test_matching_metadata_is_accepted():
   x = torch.ones(2, 3, device="jax")
   checked = aten._assert_tensor_metadata(x, [2, 3], None, torch.float32)
   assert checked is None
@@ -29,7 +29,7 @@ def test_metadata_that_agrees_is_accepted():
     ((None, None, torch.bfloat16), "dtype mismatch"),
   ],
 )
-def test_metadata_that_differs_is_refused(args, message):
+def test_different_metadata_raises(args, message):
   x = torch.ones(2, 3)
   with pytest.raises(RuntimeError, match=message):
     aten._assert_tensor_metadata(x, *args)
@@ -37,7 +37,7 @@ def test_metadata_that_differs_is_refused(args, message):
     aten._assert_tensor_metadata(x.to("jax"), *args)
 
 
-def test_a_number_is_asserted(env):
+def test_assert_scalar_raises_for_zero(env):
   run = env._get_op_or_decomp(aten._assert_scalar).func
   run(1, "not shown")
   with pytest.raises(RuntimeError, match="x > 0"):
@@ -45,7 +45,7 @@ def test_a_number_is_asserted(env):
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
-def test_an_element_is_asserted(device):
+def test_assert_async_raises_for_zero(device):
   aten._assert_async(torch.ones(1, device=device))
   aten._assert_async(torch.tensor(2.0).to(device), "not shown")
   with pytest.raises(RuntimeError, match="single nonzero value"):
@@ -56,7 +56,7 @@ def test_an_element_is_asserted(device):
     aten._assert_async(torch.ones(2, device=device))
 
 
-def test_an_element_without_a_value_is_not(env):
+def test_assert_async_ignores_traced_elements(env):
   with env:
     x = torch.zeros(1, device="jax")
     assert torch.equal(jax_jit(_assert_and_double)(x), x)

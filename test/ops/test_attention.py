@@ -38,7 +38,7 @@ def attend(*tensors, **kwargs):
   ),
   ids=lambda kwargs: "-".join(kwargs) or "plain",
 )
-def test_it_agrees_with_cpu_torch(kwargs):
+def test_attention_equals_cpu_torch(kwargs):
   expected = F.scaled_dot_product_attention(QUERY, KEY, VALUE, **kwargs)
   torch.testing.assert_close(attend(QUERY, KEY, VALUE, **kwargs), expected)
 
@@ -52,14 +52,14 @@ def test_it_agrees_with_cpu_torch(kwargs):
   ),
   ids=("2d", "3d", "broadcast"),
 )
-def test_leading_dimensions_are_free(shapes):
+def test_leading_dimensions_broadcast(shapes):
   tensors = [floats(*shape, seed=i) for i, shape in enumerate(shapes)]
   expected = F.scaled_dot_product_attention(*tensors)
   torch.testing.assert_close(attend(*tensors), expected)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_halves_are_as_near_to_float32_as_their_rounding(dtype):
+def test_half_precision_error_is_one_rounding(dtype):
   halves = [t.to(dtype) for t in (QUERY, KEY, VALUE)]
   exact = F.scaled_dot_product_attention(*(t.float() for t in halves), is_causal=True)
   output = attend(*halves, is_causal=True)
@@ -90,13 +90,13 @@ def test_dropout_scales_the_survivors():
   torch.testing.assert_close(actual, expected)
 
 
-def test_dropping_everything_gives_zeros():
+def test_dropping_all_weights_gives_zeros():
   keep = torch.zeros(2, 4, 5, 7, dtype=torch.bool)
   actual = attend(QUERY, KEY, VALUE, keep_mask=keep, dropout_p=1.0)
   torch.testing.assert_close(actual, torch.zeros(2, 4, 5, 6))
 
 
-def test_gradients_agree_and_stay_finite_where_a_row_sees_nothing():
+def test_gradients_are_finite_for_a_fully_masked_row():
   arrays = [mappings.t2j(t) for t in (QUERY, KEY, VALUE)]
   mask = mappings.t2j(MASK)
 
@@ -110,7 +110,7 @@ def test_gradients_agree_and_stay_finite_where_a_row_sees_nothing():
 
 
 @pytest.mark.parametrize("key_heads", (4, 2))
-def test_no_operand_is_transposed(key_heads):
+def test_program_transposes_no_operand(key_heads):
   query, key, value = (mappings.t2j(t) for t in (QUERY, KEY, VALUE))
 
   def attention(query, key, value):
@@ -132,7 +132,7 @@ def test_no_operand_is_transposed(key_heads):
   ),
   ids=("causal", "dtype", "mask", "heads", "rank"),
 )
-def test_what_torch_refuses_is_refused(tensors, kwargs, message):
+def test_arguments_invalid_in_torch_raise(tensors, kwargs, message):
   with pytest.raises(RuntimeError, match=message):
     attend(*tensors, **kwargs)
 
@@ -142,7 +142,7 @@ def test_what_torch_refuses_is_refused(tensors, kwargs, message):
   ({}, {"is_causal": True}, {"attn_mask": floats(1, 1, 5, 5, seed=4), "scale": 0.3}),
   ids=("plain", "causal", "mask"),
 )
-def test_the_compiled_form_agrees_with_cpu_torch(kwargs):
+def test_cpu_flash_attention_equals_cpu_torch(kwargs):
   forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
   backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
   inputs = [floats(2, 4, 5, 8, seed=seed) for seed in range(3)]
@@ -158,7 +158,7 @@ def test_the_compiled_form_agrees_with_cpu_torch(kwargs):
     torch.testing.assert_close(have.cpu(), want)
 
 
-def test_the_compiled_form_has_no_dropout():
+def test_cpu_flash_attention_with_dropout_raises():
   forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
   x = torch.ones(1, 1, 2, 2, device="jax")
   with pytest.raises(RuntimeError, match="no dropout"):
@@ -166,8 +166,8 @@ def test_the_compiled_form_has_no_dropout():
 
 
 @pytest.mark.parametrize("positions", [5, 2**13 + 1])
-def test_one_position_has_a_program_of_its_own_kind(positions):
-  """That of few positions is compiled in less time; both give torch's numbers."""
+def test_attention_of_one_query_position_equals_torch(positions):
+  """A call with few keys takes the program that compiles faster."""
   shapes = (1, 2, 1, 8), (1, 2, positions, 8), (1, 2, positions, 8)
   tensors = [floats(*shape, seed=seed) for seed, shape in enumerate(shapes)]
   given = [tensor.clone().requires_grad_() for tensor in tensors]

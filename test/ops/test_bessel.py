@@ -61,7 +61,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_values_equal_cpu_torch(case):
   check(case)
 
 
@@ -84,7 +84,7 @@ AIRY_VALUES = {
 @pytest.mark.parametrize(
   "dtype, rtol, atol", [(torch.float32, 5e-6, 5e-6), (torch.float64, 1e-13, 1e-14)]
 )
-def test_the_airy_function_has_its_true_values(dtype, rtol, atol):
+def test_airy_function_equals_reference_values(dtype, rtol, atol):
   """The argument of the cosine at -20.5 is 62, of which float32 rounds 4e-6."""
   points = torch.tensor(list(AIRY_VALUES), dtype=dtype)
   with jax.enable_x64(True), torchax.default_env():

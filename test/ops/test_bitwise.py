@@ -55,12 +55,12 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_results_equal_cpu_torch(case):
   check(case)
 
 
 @pytest.mark.parametrize("function", (torch.bitwise_and, torch.bitwise_left_shift))
-def test_floats_have_no_bits(function):
+def test_bitwise_operations_of_floats_raise(function):
   with torchax.default_env(), pytest.raises(RuntimeError):
     function(floats(3).to("jax"), floats(3).to("jax"))
 
@@ -69,7 +69,7 @@ def test_floats_have_no_bits(function):
   "values", [NUMBERS, NUMBERS.bfloat16(), NUMBERS.double(), INTS]
 )
 @pytest.mark.parametrize("dims", [{}, {"dim": 1}, {"dim": (-1,), "keepdim": True}])
-def test_a_hash_is_that_of_cpu_torch(values, dims):
+def test_hash_equals_cpu_torch(values, dims):
   with jax.enable_x64(True), torchax.default_env():
     actual = torch.hash_tensor(values.to("jax"), **dims).cpu()
   expected = torch.hash_tensor(values, **dims)
@@ -78,13 +78,13 @@ def test_a_hash_is_that_of_cpu_torch(values, dims):
   assert actual.tolist() == expected.tolist()
 
 
-def test_hashes_of_integers_have_the_lower_half_without_x64():
+def test_integer_hash_without_x64_is_the_lower_half():
   with torchax.default_env():
     actual = torch.hash_tensor(INTS.to("jax")).item()
   assert actual == torch.hash_tensor(INTS).item() % 2**32
 
 
-def test_hashes_of_floats_need_x64():
+def test_float_hash_without_x64_raises():
   with torchax.default_env(), pytest.raises(RuntimeError, match="x64"):
     torch.hash_tensor(NUMBERS.to("jax"))
 
@@ -93,6 +93,6 @@ def test_hashes_of_floats_need_x64():
   "error, values, dims",
   [(RuntimeError, INTS[:0], {}), (IndexError, INTS[:0], {"dim": 0})],
 )
-def test_nothing_has_no_hash(error, values, dims):
+def test_hash_of_an_empty_tensor_raises(error, values, dims):
   with torchax.default_env(), pytest.raises(error):
     torch.hash_tensor(values.to("jax"), **dims)

@@ -83,7 +83,7 @@ def test_creation(case):
 @pytest.mark.parametrize(
   "mode", [contextlib.nullcontext, torchax.default_env, torch.inference_mode]
 )
-def test_one_hot_takes_the_integers_that_jax_holds(mode):
+def test_one_hot_accepts_integers_of_jax(mode):
   """torch's C++ asks for int64, and outside of the environment is asked first."""
   words = torch.tensor([[0, 2], [1, 0]])
   with mode():
@@ -103,7 +103,7 @@ def test_one_hot_takes_the_integers_that_jax_holds(mode):
     (lambda: torch.zeros(0, dtype=torch.int64), "empty tensor"),
   ],
 )
-def test_one_hot_refuses_what_has_no_classes(made, message):
+def test_one_hot_without_known_classes_raises(made, message):
   with pytest.raises(RuntimeError):
     F.one_hot(made())
   with pytest.raises(RuntimeError, match=message):
@@ -111,7 +111,7 @@ def test_one_hot_refuses_what_has_no_classes(made, message):
 
 
 @pytest.mark.parametrize("step", [0, -1])
-def test_arange_needs_a_step_towards_its_end(step):
+def test_arange_with_a_step_away_from_the_end_raises(step):
   with pytest.raises(RuntimeError, match="step"):
     torch.arange(0, 3, step, device="jax")
 
@@ -132,7 +132,7 @@ BY_NUMBER = {
 
 @pytest.mark.parametrize("function", BY_NUMBER.values(), ids=BY_NUMBER)
 @pytest.mark.parametrize("numbers", [NUMBERS, NUMBERS[::-1]], ids=["up", "down"])
-def test_equal_numbers_of_other_types_are_other_arguments(function, numbers):
+def test_equal_numbers_of_other_types_are_distinct_arguments(function, numbers):
   x = torch.tensor([1.0, 2.0])
   for number in numbers:
     expected = function(x, number)
@@ -140,7 +140,7 @@ def test_equal_numbers_of_other_types_are_other_arguments(function, numbers):
       assert_same(function(x.to("jax"), number), expected, repr(number))
 
 
-def test_arange_of_flags_is_one_of_integers():
+def test_arange_of_bools_counts_integers():
   for bounds in ((False, True), (False, False), (0, 1), (True,)):
     assert_same(torch.arange(*bounds, device="jax"), torch.arange(*bounds))
 
@@ -169,7 +169,7 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bool], ids=str)
 @pytest.mark.parametrize("number", [1 + 1j, 2 + 0j], ids=str)
-def test_complex_number_is_written_where_torch_writes_it(write, dtype, number):
+def test_complex_number_is_written_or_raises_as_in_torch(write, dtype, number):
   x = torch.zeros(3, dtype=dtype)
   try:
     expected = write(x, number)

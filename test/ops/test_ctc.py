@@ -55,7 +55,7 @@ def test_ctc(case):
   check(case)
 
 
-def test_unknown_reduction_is_refused_as_by_torch():
+def test_unknown_reduction_raises_as_in_torch():
   arguments = (torch.zeros(5, 1, 3), torch.ones(1, 2, dtype=torch.long), (5,), (2,))
   for device in ("cpu", "jax"):
     log_probs, targets = (tensor.to(device) for tensor in arguments[:2])

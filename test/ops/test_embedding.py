@@ -71,7 +71,7 @@ def test_embedding(case):
   check(case)
 
 
-def test_a_bag_divides_gradients_by_frequency():
+def test_bag_scales_gradients_by_frequency():
   """Not compared with the CPU: torch 2.13 reads the wrong row's count there."""
   plain = TABLE.clone().requires_grad_()
   bag(plain, STREAM, OFFSETS, mode="sum").square().sum().backward()

@@ -81,7 +81,7 @@ def assert_close_products(actual, expected):
 
 
 @pytest.mark.parametrize(("name", "dtype"), ROWS, ids=lambda value: str(value))
-def test_a_foreach_function_gives_what_torch_gives(name, dtype):
+def test_foreach_functions_equal_torch(name, dtype):
   info = INFOS[name]
   functions = [info.inplace_variant]
   if name not in IN_PLACE_ONLY:
@@ -102,7 +102,7 @@ def test_a_foreach_function_gives_what_torch_gives(name, dtype):
   assert compared
 
 
-def test_every_foreach_operation_of_torch_has_something_to_run(env):
+def test_every_foreach_operation_of_torch_has_a_lowering(env):
   packets = [
     packet
     for packet in torch_compat.aten_packets()
@@ -115,7 +115,7 @@ def test_every_foreach_operation_of_torch_has_something_to_run(env):
         env._dispatcher.plan_for(getattr(packet, overload))
 
 
-def test_a_replaced_lowering_of_the_elementwise_operation_is_used():
+def test_replaced_elementwise_lowering_takes_effect():
   assert foreach.ROWS[aten._foreach_add.List] is aten.add.Tensor
   operator = foreach._operator(aten.add.Tensor)
   kept, operator.func = operator.func, lambda self, other, alpha=1: self * 0 + 42
@@ -147,12 +147,12 @@ LISTS = {
     lambda xs: torch._foreach_sqrt(torch._foreach_abs(xs[:2])),
   ],
 )
-def test_rows_of_a_list_have_their_own_shapes_and_types(function, tensors):
+def test_rows_of_a_list_may_differ_in_shape_and_dtype(function, tensors):
   assert_same(list(function(to_jax(tensors))), list(function(tensors)))
 
 
 @pytest.mark.parametrize("name", ["addcdiv", "addcmul"])
-def test_scalars_may_come_as_a_tensor_of_the_cpu(name):
+def test_scalars_may_be_a_cpu_tensor(name):
   tensors = [floats(3), floats(2, 2)]
   others = [floats(3, low=1, high=2), floats(2, 2, low=1, high=2)]
   scalars = torch.tensor([0.5, 2.0])
@@ -183,7 +183,7 @@ ALIASED = {
 
 @pytest.mark.parametrize("lists", ALIASED.values(), ids=ALIASED)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_writes_to_a_list_happen_in_torch_s_order(lists, compiled):
+def test_writes_to_a_list_keep_torch_s_order(lists, compiled):
   def program(x, y):
     targets, others = lists(x, y)
     torch._foreach_mul_(targets, others)
@@ -198,7 +198,7 @@ def test_writes_to_a_list_happen_in_torch_s_order(lists, compiled):
   assert_same(on_jax, (x, y))
 
 
-def test_a_scalar_tensor_of_the_list_itself_is_read_row_by_row():
+def test_scalar_tensor_in_the_list_is_read_row_by_row():
   def program(scale, x):
     torch._foreach_div_([scale, x], scale)
     return scale, x
@@ -209,7 +209,7 @@ def test_a_scalar_tensor_of_the_list_itself_is_read_row_by_row():
   )
 
 
-def test_aliased_rows_take_their_scalars_from_a_tensor():
+def test_aliased_rows_with_scalars_in_a_tensor_equal_torch():
   def program(x):
     torch._foreach_addcmul_([x, x], [x, x], [x, x], torch.tensor([1.0, 2.0]))
     return x
@@ -217,7 +217,7 @@ def test_aliased_rows_take_their_scalars_from_a_tensor():
   assert_same(program(floats(3).to("jax")), program(floats(3)))
 
 
-def test_parameters_are_written_without_a_gradient_and_keep_their_identity():
+def test_parameters_are_written_in_place_under_no_grad():
   parameter = torch.nn.Parameter(torch.ones(3).to("jax"))
   with pytest.raises(RuntimeError, match="leaf Variable"):
     torch._foreach_add_([parameter], 1.0)
@@ -226,7 +226,7 @@ def test_parameters_are_written_without_a_gradient_and_keep_their_identity():
   assert parameter.tolist() == [2, 2, 2] and parameter.requires_grad
 
 
-def test_copies_between_lists_cross_devices_in_both_directions():
+def test_copies_between_lists_cross_devices():
   targets = [torch.zeros(2, device="jax"), torch.zeros(2, 2, device="jax")[0]]
   torch._foreach_copy_(targets, [torch.ones(2), torch.full((2,), 3.0)])
   assert [target.tolist() for target in targets] == [[1, 1], [3, 3]]
@@ -249,7 +249,7 @@ def test_copies_between_lists_cross_devices_in_both_directions():
     lambda xs, ys: torch._foreach_lerp(xs, ys, 0.3),
   ],
 )
-def test_gradients_are_torch_s(function):
+def test_gradients_equal_torch(function):
   def gradients(tensors):
     xs, ys = tensors[:2], tensors[2:]
     results = function(xs, ys)
@@ -262,7 +262,7 @@ def test_gradients_are_torch_s(function):
     assert_same(list(actual), list(expected))
 
 
-def test_an_in_place_operation_is_part_of_the_graph():
+def test_in_place_operation_is_differentiable():
   def gradient(x):
     rows = [x * 1.0, x * 2.0]
     torch._foreach_mul_(rows, [x * 3.0, x * 4.0])
@@ -296,14 +296,14 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("call", ERRORS.values(), ids=ERRORS)
-def test_what_torch_refuses_is_refused(call):
+def test_arguments_invalid_in_torch_raise(call):
   with pytest.raises(RuntimeError):
     call(lambda tree: tree)
   with pytest.raises(RuntimeError):
     call(to_jax)
 
 
-def test_a_refused_write_changes_nothing():
+def test_failed_write_changes_nothing():
   first, second = torch.ones(2).to("jax"), torch.ones(2, dtype=i64).to("jax")
   with pytest.raises(RuntimeError, match="can't be cast"):
     torch._foreach_add_([first, second], 1.5)
@@ -312,12 +312,12 @@ def test_a_refused_write_changes_nothing():
   assert first.tolist() == second.tolist() == [1, 1]
 
 
-def test_a_list_of_another_device_is_refused():
+def test_list_on_another_device_raises():
   with pytest.raises(MixedDeviceError, match="tensor on cpu"):
     torch._foreach_add_([torch.ones(2)], [torch.ones(2, device="jax")])
 
 
-def test_elements_that_share_memory_are_not_written():
+def test_write_to_overlapping_elements_raises():
   with pytest.raises(RuntimeError, match="more than one element"):
     torch._foreach_add_([torch.ones(1, device="jax").expand(3)], 1.0)
 
@@ -351,7 +351,7 @@ def unscale_by_hand(bad):
 @pytest.mark.parametrize("found", [0.0, 1.0])
 @pytest.mark.parametrize("tracked", [0, 2])
 @pytest.mark.parametrize("scale", [8.0, 3e38])
-def test_the_scale_of_a_loss_is_torch_s(scale, tracked, found):
+def test_loss_scale_equals_torch(scale, tracked, found):
   def update(move):
     values = [torch.tensor([scale]), torch.tensor([tracked], dtype=torch.int32)]
     values = move(values)
@@ -397,7 +397,7 @@ LISTS_OF = {torch._fused_adam_: 5, torch._fused_adamw_: 5, torch._fused_sgd_: 3}
 
 @pytest.mark.parametrize("scaling", [None, 0.0, 1.0], ids=["", "scaled", "overflow"])
 @pytest.mark.parametrize("row", FUSED.values(), ids=FUSED)
-def test_a_fused_step_is_torch_s(row, scaling):
+def test_fused_step_equals_torch(row, scaling):
   function, count, counts, options = row
 
   def step(move):

@@ -58,12 +58,12 @@ ERRORS = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_counts_equal_cpu_torch(case):
   check(case)
 
 
 @pytest.mark.parametrize("function, args, kwargs", ERRORS)
-def test_it_raises_what_cpu_torch_raises(function, args, kwargs):
+def test_errors_equal_cpu_torch(function, args, kwargs):
   with pytest.raises(RuntimeError):
     function(*args, **kwargs)
   moved = [
@@ -76,7 +76,7 @@ def test_it_raises_what_cpu_torch_raises(function, args, kwargs):
     function(*moved, **kwargs)
 
 
-def test_results_go_into_out():
+def test_out_receives_the_results():
   with torchax.default_env():
     given = (torch.empty(0, device="jax"), torch.empty(0, device="jax"))
     returned = torch.histogram(X.to("jax"), 4, out=given)

@@ -139,17 +139,17 @@ def test_indexing(case):
 @pytest.mark.parametrize(
   "function", [lambda x: x[x > 0], torch.nonzero, lambda x: x.masked_select(x > 0)]
 )
-def test_a_shape_from_traced_values_names_the_way_out(function):
+def test_shape_from_traced_values_raises_with_advice(function):
   with torchax.default_env(), pytest.raises(TypeError, match="torch.where"):
     jax_jit(function)(torch.ones(3, device="jax"))
 
 
-def test_a_mask_of_another_shape_is_refused():
+def test_mask_of_another_shape_raises():
   with torchax.default_env(), pytest.raises(IndexError):
     torch.ones(3, 2, device="jax")[torch.ones(2, dtype=torch.bool, device="jax")]
 
 
-def test_masks_with_no_true_value_do_not_broadcast():
+def test_masks_without_true_do_not_broadcast():
   for device in ("cpu", "jax"):
     with torchax.default_env(), pytest.raises(IndexError, match=r"shapes \[0\], \[2\]"):
       torch.ones(2, 3, device=device)[torch.tensor(False, device=device), [0, 1]]
@@ -163,7 +163,7 @@ BYTES = {
 
 @pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("device", ("cpu", "jax"))
-def test_masks_of_bytes_are_deprecated(name, device):
+def test_uint8_masks_warn(name, device):
   mask = torch.tensor([1, 0, 1], dtype=torch.uint8).to(device)
   with torchax.default_env(), pytest.warns(UserWarning, match="dtype torch.uint8"):
     BYTES[name](torch.ones(3, 2, device=device), mask)

@@ -43,11 +43,11 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_lapack_gives(case):
+def test_factors_equal_lapack(case):
   check(case)
 
 
-def test_double_precision_is_kept():
+def test_float64_is_kept():
   A, B = HOLLOW.double(), RIGHT.double()
   with jax.enable_x64(True), torchax.default_env():
     actual = solve(A.to("jax"), B.to("jax")).cpu()

@@ -54,7 +54,7 @@ CASES = tuple(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_gives_what_cpu_torch_gives(case):
+def test_loss_equals_cpu_torch(case):
   """torch goes by chunks where targets are int64."""
   with jax.enable_x64(True):
     check(case)
@@ -80,7 +80,7 @@ def test_targets_may_be_probabilities(reduction, weight):
 
 @pytest.mark.parametrize("weight", (None, WEIGHT), ids=("plain", "weighted"))
 @pytest.mark.parametrize("reduction", ("mean", "sum"))
-def test_the_lowering_differentiates_losses_of_probabilities(reduction, weight):
+def test_gradients_of_losses_of_probabilities(reduction, weight):
   """The operation itself, which torch 2.13 does not call with probabilities."""
   leaves = [value.clone().requires_grad_() for value in (ROWS, MATRIX, BIAS)]
   logits = F.linear(*leaves)
@@ -103,7 +103,7 @@ def test_the_lowering_differentiates_losses_of_probabilities(reduction, weight):
   )
 
 
-def test_the_mean_over_nothing_is_nan():
+def test_mean_over_ignored_rows_is_nan():
   for target in (jnp.full(7, -100), jnp.zeros((0, 5))):
     rows = mappings.t2j(ROWS[: len(target)])
     loss, *_ = _linear_cross_entropy_batch_chunked(
