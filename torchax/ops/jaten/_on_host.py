@@ -17,7 +17,7 @@ from torchax.core import mappings
 from torchax.ops.promotion import default_float
 
 # Largest result, in elements; up to it numpy is as fast as a compiled program.
-_MOST = 2**15
+_MAX_SIZE = 2**15
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 _BITS = {_FLOATS[0]: np.uint32, _FLOATS[1]: np.uint64}
 # Largest value that `_has_subnormal` computes for a subnormal number.
@@ -27,7 +27,7 @@ _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 _STANDARD = "biufc"
 
 
-def _pair(left, right):
+def _common_dtype(left, right):
   """Return both in one float or integer dtype; None if torch promotes further."""
   if not (_is_small(left) and _is_small(right)):
     return None
@@ -43,7 +43,7 @@ def _pair(left, right):
 
 
 def _is_small(value) -> bool:
-  return isinstance(value, np.ndarray) and value.size <= _MOST
+  return isinstance(value, np.ndarray) and value.size <= _MAX_SIZE
 
 
 def _scalar_as(scalar, other):
@@ -79,12 +79,12 @@ def _exact(function, *arrays):
   with np.errstate(all="ignore"):
     result = np.asarray(function(*arrays))
     is_subnormal = any(map(_has_subnormal, (result, *arrays)))
-  return None if is_subnormal or result.size > _MOST else result
+  return None if is_subnormal or result.size > _MAX_SIZE else result
 
 
 def _binary(function, dtypes=(*_FLOATS, *_INTEGERS)):
   def on_host(self, other):
-    pair = _pair(self, other)
+    pair = _common_dtype(self, other)
     return _exact(function, *pair) if pair and pair[0].dtype in dtypes else None
 
   return on_host
@@ -92,13 +92,13 @@ def _binary(function, dtypes=(*_FLOATS, *_INTEGERS)):
 
 def _unary(function, dtypes=(*_FLOATS, *_INTEGERS)):
   def on_host(self):
-    is_few = self.size <= _MOST and self.dtype in dtypes
-    return _exact(function, self) if is_few else None
+    is_small = self.size <= _MAX_SIZE and self.dtype in dtypes
+    return _exact(function, self) if is_small else None
 
   return on_host
 
 
-def _scaled(function):
+def _with_alpha(function):
   def on_host(self, other, alpha=1):
     return binary(self, other) if np.ndim(alpha) == 0 and alpha == 1 else None
 
@@ -106,17 +106,17 @@ def _scaled(function):
   return on_host
 
 
-def _divided(self, other, rounding_mode=None):
+def _divide(self, other, rounding_mode=None):
   # XLA multiplies by the reciprocal of a divisor that is broadcast.
-  is_alone = np.ndim(other) == np.ndim(self) and np.shape(other) == np.shape(self)
-  return _quotient(self, other) if is_alone and rounding_mode is None else None
+  is_same_shape = np.ndim(other) == np.ndim(self) and np.shape(other) == np.shape(self)
+  return _quotient(self, other) if is_same_shape and rounding_mode is None else None
 
 
 def _boolean(function):
   def on_host(self, *other):
     arrays = (self, *other)
-    is_known = all(a.dtype == np.bool_ and a.size <= _MOST for a in arrays)
-    return np.asarray(function(*arrays)) if is_known else None
+    is_small = all(a.dtype == np.bool_ and a.size <= _MAX_SIZE for a in arrays)
+    return np.asarray(function(*arrays)) if is_small else None
 
   return on_host
 
@@ -132,11 +132,11 @@ _square = _unary(np.square, _FLOATS)
 POWER = {"static": ("exponent",), "on_host": power}
 POINTWISE = {
   "abs": _unary(np.abs),
-  "add": _scaled(np.add),
+  "add": _with_alpha(np.add),
   "bitwise_and": _boolean(np.logical_and),
   "bitwise_not": _boolean(np.logical_not),
   "bitwise_or": _boolean(np.logical_or),
-  "div": _divided,
+  "div": _divide,
   "eq": _binary(np.equal),
   "ge": _binary(np.greater_equal),
   "gt": _binary(np.greater),
@@ -150,40 +150,40 @@ POINTWISE = {
   "neg": _unary(np.negative),
   "reciprocal": _unary(np.reciprocal, _FLOATS),
   "sqrt": _unary(np.sqrt, _FLOATS),
-  "sub": _scaled(np.subtract),
+  "sub": _with_alpha(np.subtract),
 }
 
 
 # --- moves -----------------------------------------------------------------------
 
 
-def _converted(array, dtype):
+def _to_wider(array, dtype):
   """Convert an array to a wider kind of numbers; return None for other conversions."""
   dtype = np.dtype(dtype)
   if array.dtype == dtype:
     return array
   is_wider = array.dtype.kind in "biu" and dtype in _FLOATS
   is_wider |= array.dtype.kind == "b" and dtype.kind in "iu"
-  return array.astype(dtype) if is_wider and array.size <= _MOST else None
+  return array.astype(dtype) if is_wider and array.size <= _MAX_SIZE else None
 
 
 def to_copy(self, *, dtype=None):
   """Copy an array, or convert it to a wider kind of numbers."""
-  converted = self if dtype is None else _converted(self, mappings.t2j_dtype(dtype))
+  converted = self if dtype is None else _to_wider(self, mappings.t2j_dtype(dtype))
   return None if converted is None else np.array(converted)
 
 
 def copy(self, src):
   """Broadcast `src` to the shape of `self`."""
-  converted = _converted(src, self.dtype)
+  converted = _to_wider(src, self.dtype)
   return None if converted is None else np.array(np.broadcast_to(converted, self.shape))
 
 
 def filled(size, value, dtype):
   """Fill a small array of a numpy dtype with a number that the dtype holds."""
   dtype = np.dtype(dtype)
-  is_few = math.prod(size) <= _MOST and min(size, default=0) >= 0
-  return np.full(size, value, dtype) if is_few and dtype.kind in _STANDARD else None
+  is_small = math.prod(size) <= _MAX_SIZE and min(size, default=0) >= 0
+  return np.full(size, value, dtype) if is_small and dtype.kind in _STANDARD else None
 
 
 def of_size(value):
@@ -210,9 +210,9 @@ def like(value):
   """Return a factory `(self) -> array` filled with `value`."""
 
   def on_host(self, *, dtype=None):
-    return made(self, self.shape, dtype=dtype)
+    return new(self, self.shape, dtype=dtype)
 
-  made = of_new_size(value)
+  new = of_new_size(value)
   return on_host
 
 
@@ -260,13 +260,13 @@ def where(condition, self, other):
   are_arrays = isinstance(self, np.ndarray) and isinstance(other, np.ndarray)
   if are_arrays and self.dtype == other.dtype:
     return np.where(condition, self, other)
-  pair = _pair(self, other)
+  pair = _common_dtype(self, other)
   return np.where(condition, *pair) if pair else None
 
 
 def masked_fill(self, mask, value):
   """Write a number where the mask is true."""
-  pair = _pair(self, np.asarray(value))
+  pair = _common_dtype(self, np.asarray(value))
   if pair is None or mask.dtype != np.bool_ or pair[0].dtype != self.dtype:
     return None
   return np.where(mask, pair[1], self)

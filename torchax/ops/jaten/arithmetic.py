@@ -16,7 +16,7 @@ from torchax.ops.promotion import in_float32, is_exact, promote, result_dtype, t
 from torchax.registry.names import aten
 
 
-def _scaled(value: jax.Array, factor) -> jax.Array:
+def _times_alpha(value: jax.Array, factor) -> jax.Array:
   """Return `factor * value` in the dtype of `value`; a factor 1 costs nothing."""
   if isinstance(factor, int) and factor == 1:
     return value
@@ -34,22 +34,18 @@ def _scaled(value: jax.Array, factor) -> jax.Array:
 @op(aten.add, on_host=_on_host.POINTWISE["add"])
 def _aten_add(self, other, alpha=1):
   left, right = promote(self, other)
-  return left + _scaled(right, alpha)
-
-
-def _reject_bool_subtraction(*values):
-  if any(jnp.result_type(value) == jnp.bool_ for value in values):
-    raise NotImplementedError(
-      "Subtraction with a bool tensor is not supported. Use `^` or `logical_not()`, or "
-      "convert the bool tensor first."
-    )
+  return left + _times_alpha(right, alpha)
 
 
 @op(aten.sub, on_host=_on_host.POINTWISE["sub"])
 def _aten_sub(self, other, alpha=1):
-  _reject_bool_subtraction(self, other)
+  if jnp.result_type(self) == jnp.bool_ or jnp.result_type(other) == jnp.bool_:
+    raise NotImplementedError(
+      "Subtraction with a bool tensor is not supported. Use `^` or `logical_not()`, or "
+      "convert the bool tensor first."
+    )
   left, right = promote(self, other)
-  return left - _scaled(right, alpha)
+  return left - _times_alpha(right, alpha)
 
 
 @op(aten.rsub)
@@ -85,7 +81,7 @@ def _aten_addcdiv(self, tensor1, tensor2, value=1):
       "torch.trunc(tensor1 / tensor2)) or convert the tensors to a floating dtype."
     )
   start, left, right = promote(self, tensor1, tensor2)
-  return in_float32(lambda s, a, b: s + _scaled(a / b, value))(start, left, right)
+  return in_float32(lambda s, a, b: s + _times_alpha(a / b, value))(start, left, right)
 
 
 @in_float32

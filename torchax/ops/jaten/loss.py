@@ -38,13 +38,11 @@ def _reduce(losses, reduction):
   return jnp.sum(losses) if reduction == Reduction.SUM else losses
 
 
-def _spread(grad_output, count, reduction):
-  """Return the gradient of each of `count` losses."""
-  return grad_output / count if reduction == Reduction.MEAN else grad_output
-
-
-def _count(*arrays) -> int:
-  return max(1, jnp.broadcast_arrays(*arrays)[0].size)
+def _spread(grad_output, reduction, *arrays):
+  """Return the gradient of each loss; there is one per element of `arrays`."""
+  if reduction != Reduction.MEAN:
+    return grad_output
+  return grad_output / max(1, jnp.broadcast_arrays(*arrays)[0].size)
 
 
 # ---- negative log likelihood
@@ -83,17 +81,31 @@ def _target_classes(self, target):
   return target.reshape(shape)
 
 
-def _counts(classes, ignore_index):
+def _is_counted(classes, ignore_index):
   """Return a mask of classes not ignored; their dtype may not hold `ignore_index`."""
   wide = jnp.promote_types(classes.dtype, jnp.int32)
   return classes.astype(wide) != ignore_index
 
 
-def _nll_loss_forward(self, target, weight, reduction, ignore_index):
+def _class_rules(self, target, weight, reduction, ignore_index):
+  classes = self.shape[_class_axis(self)] if self.ndim else 0
+  yield Range(
+    target, 0, classes, IndexError, "Target {number} is out of bounds.", ignore_index
+  )
+
+
+@op(
+  aten.nll_loss_forward.default,
+  aten.nll_loss2d_forward.default,
+  rules=_class_rules,
+  static=("ignore_index",),
+  prepare=_numbers.as_they_are,
+)
+def _aten_nll_loss_forward(self, target, weight, reduction, ignore_index):
   _check_classes(self, target, weight)
   axis = _class_axis(self)
   classes = _target_classes(self, target)
-  counts = _counts(classes, ignore_index)
+  counts = _is_counted(classes, ignore_index)
   safe = out_of_range.inside(jnp.where(counts, classes, 0), self.shape[axis])
   picked = jnp.take_along_axis(widen(self), safe, axis=axis, mode="clip")
   weights = jnp.broadcast_to(_class_weights(self, weight), self.shape)
@@ -113,7 +125,13 @@ def _nll_loss_forward(self, target, weight, reduction, ignore_index):
   return loss.astype(self.dtype), total_weight.astype(self.dtype)
 
 
-def _nll_loss_backward(
+@op(
+  aten.nll_loss_backward,
+  aten.nll_loss2d_backward,
+  static=("ignore_index",),
+  prepare=_numbers.as_they_are,
+)
+def _aten_nll_loss_backward(
   grad_output, self, target, weight, reduction, ignore_index, total_weight
 ):
   axis = _class_axis(self)
@@ -127,43 +145,11 @@ def _nll_loss_backward(
   shape = [1] * self.ndim
   shape[axis] = self.shape[axis]
   is_target = jnp.arange(self.shape[axis]).reshape(shape) == classes
-  counts = _counts(classes, ignore_index)
+  counts = _is_counted(classes, ignore_index)
   gradient = jnp.where(is_target & counts, -_class_weights(self, weight) * grad, 0)
   broken = out_of_range.outside(classes, self.shape[axis]) & counts
   gradient = out_of_range.spoiled(gradient, broken)
   return gradient.astype(self.dtype)
-
-
-def _class_rules(self, target, weight, reduction, ignore_index):
-  classes = self.shape[_class_axis(self)] if self.ndim else 0
-  yield Range(
-    target, 0, classes, IndexError, "Target {number} is out of bounds.", ignore_index
-  )
-
-
-@op(
-  aten.nll_loss_forward.default,
-  aten.nll_loss2d_forward.default,
-  rules=_class_rules,
-  static=("ignore_index",),
-  prepare=_numbers.as_they_are,
-)
-def _aten_nll_loss_forward(self, target, weight, reduction, ignore_index):
-  return _nll_loss_forward(self, target, weight, reduction, ignore_index)
-
-
-@op(
-  aten.nll_loss_backward,
-  aten.nll_loss2d_backward,
-  static=("ignore_index",),
-  prepare=_numbers.as_they_are,
-)
-def _aten_nll_loss_backward(
-  grad_output, self, target, weight, reduction, ignore_index, total_weight
-):
-  return _nll_loss_backward(
-    grad_output, self, target, weight, reduction, ignore_index, total_weight
-  )
 
 
 # ---- distances
@@ -178,7 +164,7 @@ def _aten_mse_loss(self, target, reduction=1):
 @op(aten.mse_loss_backward)
 @in_opmath
 def _aten_mse_loss_backward(grad_output, self, target, reduction):
-  return 2 * (self - target) * _spread(grad_output, _count(self, target), reduction)
+  return 2 * (self - target) * _spread(grad_output, reduction, self, target)
 
 
 @op(aten.l1_loss)
@@ -227,7 +213,7 @@ def _aten_smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
   slope = jnp.sign(difference)
   if not _is_zero(beta):
     slope = jnp.where(jnp.abs(difference) < beta, difference * (1 / beta), slope)
-  return slope * _spread(grad_output, _count(self, target), reduction)
+  return slope * _spread(grad_output, reduction, self, target)
 
 
 def _check_huber_loss(self, target, reduction=1, delta=1.0):
@@ -248,7 +234,7 @@ def _aten_huber_loss(self, target, reduction=1, delta=1.0):
 @in_opmath
 def _aten_huber_loss_backward(grad_output, self, target, reduction, delta):
   slope = jnp.clip(self - target, -delta, delta)
-  return slope * _spread(grad_output, _count(self, target), reduction)
+  return slope * _spread(grad_output, reduction, self, target)
 
 
 @op(aten.soft_margin_loss)
@@ -267,7 +253,7 @@ def _aten_soft_margin_loss(self, target, reduction=1):
 @in_opmath
 def _aten_soft_margin_loss_backward(grad_output, self, target, reduction):
   slope = -target * jax.nn.sigmoid(-target * self)
-  return slope * _spread(grad_output, _count(self, target), reduction)
+  return slope * _spread(grad_output, reduction, self, target)
 
 
 # ---- entropies
@@ -316,7 +302,7 @@ def _aten_binary_cross_entropy_backward(
   grad_output, self, target, weight=None, reduction=1
 ):
   slope = _weighted(_cross_entropy_slope(self, target), weight)
-  return slope * _spread(grad_output, max(1, self.size), reduction)
+  return slope * _spread(grad_output, reduction, self)
 
 
 @op(aten.binary_cross_entropy_with_logits)
