@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from torchax.compat import jax_compat
 from torchax.ops.jaten._attention_choice import CUDNN, PALLAS
@@ -54,7 +55,7 @@ def _as_batch(mask, query, key):
   """Return the mask with shape (batch or 1, heads or 1, l, s)."""
   if mask is None:
     return None
-  mask = mask.reshape((1,) * (query.ndim - mask.ndim) + mask.shape)
+  mask = lax.broadcast_to_rank(mask, query.ndim)
   *leading, heads = mask.shape[:-2]
   if set(leading) != {1}:
     leading = query.shape[:-3]

@@ -95,9 +95,7 @@ def attention(
   grouped = query.reshape(*leading, key_heads, heads // key_heads * rows, features)
   padding = -keys % config.block
   if attn_mask is not None:
-    attn_mask = attn_mask.reshape(
-      (1,) * (query.ndim - attn_mask.ndim) + attn_mask.shape
-    )
+    attn_mask = lax.broadcast_to_rank(attn_mask, query.ndim)
     if attn_mask.shape[-1] == keys:
       attn_mask = _pad_end(attn_mask, padding, axis=-1)
   scale = 1 / math.sqrt(features) if scale is None else scale

@@ -279,17 +279,14 @@ def flip(self, dims):
 
 def slice_backward(grad_output, input_sizes, dim, start, end, step):
   """Write the gradient of a slice into zeros."""
-  result = filled(input_sizes, 0, grad_output.dtype)
-  if result is not None:
-    start, end = int(start), int(min(end, input_sizes[dim]))
-    part = slice(start, end, int(step))
-    result[(slice(None),) * (dim % len(input_sizes)) + (part,)] = grad_output
-  return result
+  part = slice(int(start), int(min(end, input_sizes[dim])), int(step))
+  return select_backward(grad_output, input_sizes, dim, part)
 
 
 def select_backward(grad_output, input_sizes, dim, index):
-  """Write the gradient of a row into zeros."""
+  """Write the gradient of a row, or of a slice, into zeros."""
   result = filled(input_sizes, 0, grad_output.dtype)
   if result is not None:
-    result[(slice(None),) * (dim % len(input_sizes)) + (int(index),)] = grad_output
+    index = index if isinstance(index, slice) else int(index)
+    result[(slice(None),) * (dim % len(input_sizes)) + (index,)] = grad_output
   return result

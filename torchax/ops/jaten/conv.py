@@ -14,19 +14,8 @@ from torchax.ops.jaten._arguments import expand_sizes
 from torchax.registry.names import aten
 
 
-def _correlate(input, weight, stride, padding, dilation, groups):
-  return lax.conv_general_dilated(
-    input,
-    weight,
-    window_strides=stride,
-    padding=padding,
-    rhs_dilation=dilation,
-    feature_group_count=groups,
-  )
-
-
-def _scatter_kernels(input, weight, stride, padding, dilation, output_padding, groups):
-  """Compute the transposed convolution, the gradient of `_correlate` for its input.
+def _transposed(input, weight, stride, padding, dilation, output_padding, groups):
+  """Compute the transposed convolution, the gradient of a convolution's input.
 
   Reverse the kernel, exchange its channels within groups, and correlate with the
   input, which gets `stride - 1` zeros between its elements.
@@ -105,11 +94,13 @@ def _convolve(
   """Convolve; `padding` has (low, high) pairs, the other sizes a number a dimension."""
   _check(input, weight, bias, stride, padding, dilation, transposed, groups)
   if transposed:
-    result = _scatter_kernels(
+    result = _transposed(
       input, weight, stride, padding, dilation, output_padding, groups
     )
   else:
-    result = _correlate(input, weight, stride, padding, dilation, groups)
+    result = lax.conv_general_dilated(
+      input, weight, stride, padding, rhs_dilation=dilation, feature_group_count=groups
+    )
   if bias is None:
     return result
   return result + bias.reshape((1, -1) + (1,) * (input.ndim - 2))

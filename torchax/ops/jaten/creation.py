@@ -96,13 +96,8 @@ def _aten_empty(size, *, dtype=None):
   return _zeros(size, dtype=dtype)
 
 
-@op(aten.empty_permuted)
-def _aten_empty_permuted(size, physical_layout, *, dtype=None):
-  return _zeros(size, dtype=dtype)
-
-
-@op(aten.empty_strided)
-def _aten_empty_strided(size, stride, *, dtype=None):
+@op(aten.empty_permuted, aten.empty_strided)
+def _aten_empty_strided(size, layout, *, dtype=None):
   return _zeros(size, dtype=dtype)
 
 

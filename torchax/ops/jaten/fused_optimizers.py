@@ -56,44 +56,9 @@ def _one_minus_power(decay: float, step):
   return -jnp.expm1(step * math.log(decay))
 
 
-def _adam(
-  lists,
-  state_steps,
-  *,
-  lr,
-  beta1,
-  beta2,
-  weight_decay,
-  eps,
-  amsgrad,
-  maximize,
-  grad_scale,
-  found_inf,
-  decoupled,
-):
-  """Run Adam (Kingma and Ba, 2015), or AdamW with `decoupled` weight decay."""
-  steps = iter(state_steps)
-  require_same_length([lists[0], state_steps])
-
-  def update(param, grad, mean, square, *largest):
-    step = next(steps)
-    grad = -grad if maximize else grad
-    if decoupled:
-      param = param - lr * weight_decay * param
-    else:
-      grad = grad + weight_decay * param
-    mean = mean + (1 - beta1) * (grad - mean)
-    square = beta2 * square + (1 - beta2) * grad * grad
-    largest = [jnp.maximum(largest[0], square)] if amsgrad else []
-    scale = jnp.sqrt(_one_minus_power(beta2, step).astype(param.dtype))
-    denominator = jnp.sqrt(largest[0] if amsgrad else square) / scale + eps
-    size = lr / (1 - beta1**step).astype(param.dtype)
-    return param - size * mean / denominator, mean, square, *largest
-
-  return _step(update, lists if amsgrad else [*lists[:4], []], grad_scale, found_inf)
-
-
 def _define_adam(packet, decoupled: bool) -> None:
+  """Register Adam (Kingma and Ba, 2015), or AdamW with `decoupled` weight decay."""
+
   def lowering(
     self,
     grads,
@@ -102,19 +67,37 @@ def _define_adam(packet, decoupled: bool) -> None:
     max_exp_avg_sqs,
     state_steps,
     *,
+    lr,
+    beta1,
+    beta2,
+    weight_decay,
+    eps,
+    amsgrad,
+    maximize,
     grad_scale=None,
     found_inf=None,
-    **options,
   ):
-    lists = [self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
-    *new, largest = _adam(
-      lists,
-      state_steps,
-      grad_scale=grad_scale,
-      found_inf=found_inf,
-      decoupled=decoupled,
-      **options,
-    )
+    steps = iter(state_steps)
+    require_same_length([self, state_steps])
+
+    def update(param, grad, mean, square, *largest):
+      step = next(steps)
+      grad = -grad if maximize else grad
+      if decoupled:
+        param = param - lr * weight_decay * param
+      else:
+        grad = grad + weight_decay * param
+      mean = mean + (1 - beta1) * (grad - mean)
+      square = beta2 * square + (1 - beta2) * grad * grad
+      largest = [jnp.maximum(largest[0], square)] if amsgrad else []
+      scale = jnp.sqrt(_one_minus_power(beta2, step).astype(param.dtype))
+      denominator = jnp.sqrt(largest[0] if amsgrad else square) / scale + eps
+      size = lr / (1 - beta1**step).astype(param.dtype)
+      return param - size * mean / denominator, mean, square, *largest
+
+    largest = max_exp_avg_sqs if amsgrad else []
+    lists = [self, grads, exp_avgs, exp_avg_sqs, largest]
+    *new, largest = _step(update, lists, grad_scale, found_inf)
     return *new, largest or list(max_exp_avg_sqs)
 
   lowering.__name__ = f"_aten_{packet.__name__}"

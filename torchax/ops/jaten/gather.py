@@ -42,7 +42,7 @@ def _row_rules(self, dim, index, *rest, **named):
 
 @op(aten.index_select, rules=_row_rules, on_host=_on_host.index_select)
 def _aten_index_select(self, dim, index):
-  array = self.reshape(self.shape or (1,))
+  array = jnp.atleast_1d(self)
   dim = dim_of(dim, self.ndim)
   index = out_of_range.from_start(index.reshape(-1), _size(self, dim))
   rows = out_of_range.read(array, _along(dim, array.ndim, index))
@@ -52,7 +52,7 @@ def _aten_index_select(self, dim, index):
 def _write_along(self, dim, index, values, how, gathers=False, wraps=False):
   """Write rows by `how(array, indices, values)`; a 0-d tensor counts as 1-d."""
   dim = dim_of(dim, self.ndim)
-  array, index = self.reshape(self.shape or (1,)), index.reshape(-1)
+  array, index = jnp.atleast_1d(self), index.reshape(-1)
   size = array.shape[dim]
   indices = _along(dim, array.ndim, out_of_range.inside(index, size, wraps))
   broken = out_of_range.outside(index, size, wraps)
@@ -179,7 +179,7 @@ def _aten_gather(self, dim, index, *, sparse_grad=False):
   dim = dim_of(dim, self.ndim)
   index = out_of_range.from_start(index, _size(self, dim))
   if self.ndim == 0 or index.ndim == 0:
-    return out_of_range.read(self.reshape(self.shape or (1,)), index)
+    return out_of_range.read(jnp.atleast_1d(self), index)
   if not index.size:
     return jnp.zeros(index.shape, self.dtype)
   _check_covers("gather", self, dim, index)
@@ -191,8 +191,7 @@ def _aten_gather(self, dim, index, *, sparse_grad=False):
 
 def _scatter(self, dim, index, src, how, gathers=False):
   """Write by `how(array, indices, values)`; `index` may be smaller than `src`."""
-  array = self.reshape(self.shape or (1,))
-  index = index.reshape(index.shape or (1,))
+  array, index = jnp.atleast_1d(self, index)
   if index.size and array.ndim != index.ndim:
     raise RuntimeError(
       "scatter: Index tensor must have the same number of dimensions as self tensor, "

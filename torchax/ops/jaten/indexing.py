@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import lax
 
 from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
@@ -269,7 +270,7 @@ def _write_masked(self, axis, mask, values, accumulate):
   before, after = self.shape[:axis], self.shape[axis + mask.ndim :]
   any_rows = values.shape[axis - rank] if values.ndim >= rank - axis else 1
   _require_broadcast(values.shape, (*before, any_rows, *after))
-  values = values.reshape((1,) * (rank - values.ndim) + values.shape)
+  values = lax.broadcast_to_rank(values, rank)
   rows = values.shape[axis]
   if rows == 0:
     return self
