@@ -1,9 +1,8 @@
-"""Runs one row of an operator test: CPU torch is the oracle.
+"""Harness of operator tests, which compare jax tensors with CPU torch.
 
-A `Case` names a torch callable and CPU inputs. `check` runs it on CPU, on jax
-tensors eagerly, in inference mode and under `jax_jit`, and compares values, dtypes
-and, where `grad=True`, the gradients of every floating-point input through
-`torch.autograd.grad`.
+A `Case` has a torch callable and CPU inputs. `check` runs it on CPU, and on jax tensors
+eagerly, in inference mode and under `jax_jit`. It compares values and dtypes and, with
+`grad=True`, the gradients of every floating-point input by `torch.autograd.grad`.
 """
 
 import dataclasses
@@ -18,15 +17,15 @@ from torch.utils import _pytree as pytree
 import torchax
 from torchax.interop import jax_jit
 
-# JAX without x64 narrows these; the values are compared, the width is documented.
+# JAX without x64 narrows these dtypes; only values are compared.
 _NARROWED = {
   torch.int64: torch.int32,
   torch.float64: torch.float32,
   torch.complex128: torch.complex64,
 }
-# With it (`make test-x64`) every dtype is torch's.
+# With x64 (`make test-x64`) every dtype equals torch's.
 NARROWED = {} if jax.config.jax_enable_x64 else _NARROWED
-# torch promotes to these; JAX has no complex numbers of half precision.
+# torch promotes to these dtypes; JAX has no half-precision complex numbers.
 HALF_COMPLEX = {torch.complex32, getattr(torch, "bcomplex32", torch.complex32)}
 TOLERANCE = {
   torch.float16: (1e-3, 1e-3),
@@ -79,14 +78,14 @@ class Case:
 
 
 def floats(*shape, dtype=torch.float32, seed=0, low=-1.0, high=1.0) -> torch.Tensor:
-  """Reproducible values in [low, high) on the CPU."""
+  """Return reproducible floats in [low, high) on the CPU."""
   generator = torch.Generator().manual_seed(seed)
   values = torch.rand(shape, generator=generator) * (high - low) + low
   return values.to(dtype)
 
 
 def ints(*shape, low=0, high=10, dtype=torch.int64, seed=0) -> torch.Tensor:
-  """Reproducible integers in [low, high) on the CPU."""
+  """Return reproducible integers in [low, high) on the CPU."""
   generator = torch.Generator().manual_seed(seed)
   return torch.randint(low, high, shape, generator=generator).to(dtype)
 
@@ -106,10 +105,10 @@ def _copies(tree, device, requires_grad):
 
 
 def _compare(case: Case, actual, expected, what: str, exact: Callable):
-  """Asserts that two trees agree.
+  """Assert that two trees agree.
 
-  Numbers of half precision that differ by more than the tolerance are measured, as CPU
-  torch's are, against `exact()`: the leaves of the same tree in double precision.
+  Half-precision numbers that differ by more than the tolerance must be as close to
+  `exact()`, the leaves of the same tree in double precision, as those of CPU torch.
   """
   actual_leaves, actual_spec = pytree.tree_flatten(actual)
   expected_leaves, expected_spec = pytree.tree_flatten(expected)
@@ -142,7 +141,7 @@ def _compare(case: Case, actual, expected, what: str, exact: Callable):
 
 
 def _exactly(case: Case, gradient: bool = False) -> Callable:
-  """The leaves of the result, or of the gradients, in double precision on the CPU."""
+  """Return the leaves of the result, or of the gradients, in float64 on the CPU."""
 
   def compute():
     args, kwargs = _copies(widened((case.args, case.kwargs)), "cpu", gradient)
@@ -156,7 +155,7 @@ def _exactly(case: Case, gradient: bool = False) -> Callable:
 
 
 def _gradients(output, inputs, weighed_in=None):
-  """Gradients of a fixed weighting of all floating-point outputs.
+  """Return gradients of a fixed weighting of all floating-point outputs.
 
   The weights are rounded to the outputs' dtype, or to `weighed_in`.
   """
@@ -173,10 +172,10 @@ def _gradients(output, inputs, weighed_in=None):
 
 
 def check(case: Case):
-  """Asserts that the row gives on jax what it gives on the CPU.
+  """Assert that the results of the case on jax equal those on the CPU.
 
-  The comparisons are made with the environment off: torch crashes where it compares
-  the lazily zero tensors of some gradients under any dispatch mode.
+  The environment is off during comparisons: torch crashes when it compares the lazily
+  zero tensors of some gradients under a dispatch mode.
   """
   with torchax.default_env():
     cpu_args, cpu_kwargs = _copies((case.args, case.kwargs), "cpu", case.grad)
@@ -192,7 +191,7 @@ def check(case: Case):
 
 
 def _check_inference_mode(case: Case, expected):
-  """Composite operations arrive whole there: torch takes none apart above autograd."""
+  """Run in inference mode, where torch does not decompose composite operations."""
   with torchax.default_env(), torch.inference_mode():
     args, kwargs = _copies((case.args, case.kwargs), "jax", False)
     actual = case.function(*args, **kwargs)
@@ -201,7 +200,7 @@ def _check_inference_mode(case: Case, expected):
 
 def _check_gradients(case: Case, expected, cpu_inputs):
   with torchax.default_env():
-    # Fresh inputs: the forward run above may have changed its own in place.
+    # Fresh inputs, since the forward run above may have changed its own in place.
     args, kwargs = _copies((case.args, case.kwargs), "jax", True)
     output = case.function(*args, **kwargs)
     leaves = [t for t in pytree.tree_leaves((args, kwargs)) if _is_differentiable(t)]

@@ -1,4 +1,4 @@
-"""Activation functions and softmax: CPU torch is the oracle."""
+"""Activation functions and softmax against CPU torch."""
 
 import jax
 import pytest
@@ -12,7 +12,7 @@ from torchax.ops.jaten import activation
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
 
-# A span beyond every kink and threshold of the functions below.
+# The range contains every kink and threshold of the functions below.
 WIDE = floats(3, 8, low=-7.0, high=7.0)
 LARGE = torch.tensor([-100.0, -30.0, -3.0, -0.0, 0.0, 3.0, 19.0, 30.0, 100.0])
 KINKS = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0, 6.0])

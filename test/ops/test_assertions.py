@@ -1,4 +1,4 @@
-"""Assertions of exported programs raise where they do not hold."""
+"""Assertions of exported programs."""
 
 import pytest
 import torch

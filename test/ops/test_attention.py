@@ -1,4 +1,4 @@
-"""The pure attention function against CPU torch."""
+"""Scaled dot-product attention on arrays against CPU torch."""
 
 import jax
 import jax.numpy as jnp

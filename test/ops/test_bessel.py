@@ -85,7 +85,7 @@ AIRY_VALUES = {
   "dtype, rtol, atol", [(torch.float32, 5e-6, 5e-6), (torch.float64, 1e-13, 1e-14)]
 )
 def test_airy_function_equals_reference_values(dtype, rtol, atol):
-  """The argument of the cosine at -20.5 is 62, of which float32 rounds 4e-6."""
+  """At -20.5 the argument of the cosine is 62; float32 rounds it by up to 4e-6."""
   points = torch.tensor(list(AIRY_VALUES), dtype=dtype)
   with jax.enable_x64(True), torchax.default_env():
     actual = special.airy_ai(points.to("jax")).cpu()

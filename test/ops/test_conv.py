@@ -1,4 +1,4 @@
-"""Convolutions: CPU torch is the oracle."""
+"""Convolutions against CPU torch."""
 
 import pytest
 import torch.nn.functional as F

@@ -16,7 +16,7 @@ COMPLEX = torch.complex(floats(3), floats(3, seed=1))
 
 
 def made(factory, *sizes, **kwargs):
-  """A row that calls a factory on the device of a tensor."""
+  """Return a case that calls a factory on the device of a tensor."""
   name = kwargs.pop("name", factory.__name__)
 
   def on_device_of(tensor):
@@ -84,7 +84,7 @@ def test_creation(case):
   "mode", [contextlib.nullcontext, torchax.default_env, torch.inference_mode]
 )
 def test_one_hot_accepts_integers_of_jax(mode):
-  """torch's C++ asks for int64, and outside of the environment is asked first."""
+  """torch's C++ requires int64; it runs first outside the environment."""
   words = torch.tensor([[0, 2], [1, 0]])
   with mode():
     for on_jax in (words.to("jax"), words.to("jax", torch.uint8)):

@@ -1,4 +1,4 @@
-"""CTC loss: CPU torch is the oracle."""
+"""CTC loss against CPU torch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Embeddings and bags of them: CPU torch is the oracle."""
+"""Embeddings and bags of embeddings against CPU torch."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def look_up(weight, indices, **kwargs):
 
 
 def renormalized(weight, indices, **kwargs):
-  """The look-up shrinks the table in place, so both are results."""
+  """Return the rows and the table, which the look-up renormalizes in place."""
   weight = weight.detach().clone()
   return F.embedding(indices, weight, **kwargs), weight
 

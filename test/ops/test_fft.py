@@ -1,4 +1,4 @@
-"""Fourier transforms of real and complex data in torch's three normalisations."""
+"""Fourier transforms of real and complex data in torch's three normalizations."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Operations on lists of tensors: values, types, aliasing and errors are torch's."""
+"""Operations on lists of tensors against torch: values, dtypes, aliasing, errors."""
 
 import random
 
@@ -30,9 +30,9 @@ INFOS = {
   )
   for info in infos
 }
-# Where numbers of a higher type than the tensors' are tried as well: each is a program.
+# Operations also tested with numbers of a higher type than the tensors'; each compiles.
 HIGHER_SCALARS = ("_foreach_add", "_foreach_pow")
-# torch has no function for these two, only the in-place form.
+# torch has only in-place functions for these two.
 IN_PLACE_ONLY = ("_foreach_zero", "_foreach_copy")
 ROWS = [(name, f32) for name in INFOS]
 ROWS += [("_foreach_add", i64), ("_foreach_div", i64), ("_foreach_sqrt", i64)]
@@ -53,7 +53,7 @@ def copies(tree):
 
 
 def samples(info, dtype):
-  """torch's samples for a list of three tensors, and one of empty tensors."""
+  """Return torch's samples for a list of three tensors, and a list of empty ones."""
   random.seed(0)
   torch.manual_seed(0)
   higher = info.name in HIGHER_SCALARS
@@ -66,7 +66,7 @@ def samples(info, dtype):
 
 
 def run(function, args, kwargs):
-  """The result and the first list after it, or the error of torch."""
+  """Return the result and the first list afterwards, or the error."""
   try:
     result = function(*args, **kwargs)
   except (RuntimeError, NotImplementedError) as error:
@@ -75,7 +75,7 @@ def run(function, args, kwargs):
 
 
 def assert_close_products(actual, expected):
-  """Sums of up to 20 products of numbers below 10, in another order than MKL's."""
+  """Compare sums of 20 products of numbers below 10; MKL adds in another order."""
   for have, want in zip(actual[0], expected[0], strict=True):
     torch.testing.assert_close(have.cpu(), want, rtol=1e-5, atol=1e-4)
 
@@ -370,7 +370,7 @@ def state(count, seed=0):
   ]
 
 
-# Function, how many lists, whether steps are counted, options.
+# Function, number of lists, True if it counts steps, options.
 ADAM = dict(lr=0.1, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, maximize=False)
 SGD = dict(
   weight_decay=0.1,
@@ -391,7 +391,7 @@ FUSED = {
   "sgd-plain": (torch._fused_sgd_, 2, False, {**SGD, "momentum": 0.0}),
   "adagrad": (torch._fused_adagrad_, 3, True, ADAGRAD),
 }
-# How many lists a function takes, where the last may be empty.
+# Number of lists of a function whose last list may be empty.
 LISTS_OF = {torch._fused_adam_: 5, torch._fused_adamw_: 5, torch._fused_sgd_: 3}
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes at index tensors and masks."""
+"""Reads and writes by index tensors and masks against CPU torch."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def read(name, index, *tensors, **kwargs):
 
 
 def write(name, index, *tensors, accumulate=False):
-  """Writes rows of numbers, one for each element that the index reads."""
+  """Write consecutive numbers, one for each element that the index reads."""
 
   def put(x, values, *indices):
     return aten.index_put(x, index(*indices), values, accumulate)

@@ -1,4 +1,4 @@
-"""Symmetric indefinite matrices: LAPACK's factors, pivots and solutions."""
+"""LDL factors, pivots and solutions against LAPACK."""
 
 import jax
 import pytest
@@ -10,7 +10,7 @@ import torchax
 N = 5
 SQUARE = floats(3, N, N)
 SYMMETRIC = SQUARE + SQUARE.mT
-# Without a diagonal every pivot is a block of two.
+# With a zero diagonal every pivot is a 2x2 block.
 HOLLOW = SYMMETRIC - SYMMETRIC.diagonal(dim1=-2, dim2=-1).diag_embed()
 COMPLEX = torch.complex(SQUARE, floats(3, N, N, seed=1))
 HERMITIAN = COMPLEX + COMPLEX.mH

@@ -1,4 +1,4 @@
-"""Cross entropies of linear layers by chunks of rows."""
+"""Cross entropies of linear layers, computed by chunks of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ PROBABILITIES = floats(7, 5, low=0.0, seed=4)
 
 
 def chunked(rows, matrix, bias=None, target=TARGET, weight=None, reduction="mean"):
-  """The weight of the classes is no input, as it has no gradient."""
+  """Return a loss of the inputs; class weights are constants without a gradient."""
   return F.linear_cross_entropy(
     rows,
     matrix,
@@ -55,7 +55,7 @@ CASES = tuple(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_equals_cpu_torch(case):
-  """torch goes by chunks where targets are int64."""
+  """torch computes by chunks if targets are int64."""
   with jax.enable_x64(True):
     check(case)
 
@@ -64,7 +64,7 @@ def test_loss_equals_cpu_torch(case):
 @pytest.mark.parametrize("weight", (None, WEIGHT), ids=("plain", "weighted"))
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 def test_targets_may_be_probabilities(reduction, weight):
-  """torch goes by chunks here since 2.15, and warns before that it does not."""
+  """torch computes by chunks here since 2.15; earlier versions warn and do not."""
   check(
     Case(
       lambda rows, matrix, bias: chunked(
@@ -81,7 +81,7 @@ def test_targets_may_be_probabilities(reduction, weight):
 @pytest.mark.parametrize("weight", (None, WEIGHT), ids=("plain", "weighted"))
 @pytest.mark.parametrize("reduction", ("mean", "sum"))
 def test_gradients_of_losses_of_probabilities(reduction, weight):
-  """The operation itself, which torch 2.13 does not call with probabilities."""
+  """Calls the lowering, because torch 2.13 does not call it with probabilities."""
   leaves = [value.clone().requires_grad_() for value in (ROWS, MATRIX, BIAS)]
   logits = F.linear(*leaves)
   loss = F.cross_entropy(logits, PROBABILITIES, weight, reduction=reduction)

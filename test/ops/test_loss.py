@@ -1,4 +1,4 @@
-"""Losses: CPU torch is the oracle."""
+"""Losses against CPU torch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ REDUCTIONS = ("none", "mean", "sum")
 SUMS = dict(atol=1e-5, rtol=1e-5, why="sums of many terms, in another order")
 
 PREDICTION, TARGET = floats(4, 6, low=-3.0, high=3.0), floats(4, 6, seed=1)
-# Chosen to meet both branches of smooth_l1 and huber, and the kink between them.
+# Values on both branches of smooth_l1 and huber, and at the kink between them.
 PREDICTION[0, 0] = TARGET[0, 0]
 CHANCES, LABELS = floats(4, 6, low=0.0), ints(4, 6, high=2).float()
 SURE = torch.tensor([0.0, 1.0, 0.0, 1.0])
