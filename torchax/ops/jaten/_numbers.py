@@ -95,7 +95,7 @@ def static_if(name: str, *, is_static: Callable[[float], bool]) -> Callable:
   return prepare
 
 
-# Exponents computed by products and roots; range of `_integer_power`'s exponents.
+# Exponents that select a code path; integer exponents that an int32 operand holds.
 _SIMPLE_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)
 _EXPONENTS = range(2**31)
 

@@ -4,8 +4,8 @@
 the arguments of its lowering, with arrays and numbers as numpy arrays. It returns None
 for calls it leaves to the compiled program: large arrays, promotion between kinds, and
 dtypes that numpy lacks. Arithmetic leaves subnormal numbers to it too, because XLA
-flushes them to zero on the CPU. IEEE 754 defines every other sum, product, quotient and
-root.
+flushes them to zero on the CPU. All other sums, products, quotients and roots are equal
+because IEEE 754 defines their rounding.
 """
 
 import math

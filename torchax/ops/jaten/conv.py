@@ -14,7 +14,7 @@ from torchax.ops.jaten._arguments import expand_sizes
 from torchax.registry.names import aten
 
 
-def _transposed(input, weight, stride, padding, dilation, output_padding, groups):
+def _conv_transpose(input, weight, stride, padding, dilation, output_padding, groups):
   """Compute the transposed convolution, the gradient of a convolution's input.
 
   Reverse the kernel, exchange its channels within groups, and correlate with the
@@ -94,7 +94,7 @@ def _convolve(
   """Convolve; `padding` has (low, high) pairs, the other sizes a number a dimension."""
   _check(input, weight, bias, stride, padding, dilation, transposed, groups)
   if transposed:
-    result = _transposed(
+    result = _conv_transpose(
       input, weight, stride, padding, dilation, output_padding, groups
     )
   else:

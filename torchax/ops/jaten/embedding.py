@@ -1,7 +1,7 @@
 """Embedding look-ups, bags of embeddings, and their gradients.
 
 An index outside the table raises if its value is known. Otherwise its row is NaN, and
-so is the gradient of the table. `padding_idx` is -1 if there is none.
+so are the gradients written with it. `padding_idx` is -1 if there is none.
 """
 
 import enum

@@ -35,7 +35,7 @@ def _aten__fft_r2c(self, dim, normalization, onesided):
 
 @op(aten._fft_c2r)
 def _aten__fft_c2r(self, dim, normalization, last_dim_size):
-  """Transform to real numbers; the last `dim` is half given, and gets its full size."""
+  """Transform to real numbers; the input has half of the last `dim`."""
   sizes = [self.shape[axis] for axis in dim[:-1]] + [last_dim_size]
   return jnp.fft.irfftn(self, sizes, dim, norm=_INVERSE_NORM[normalization])
 
