@@ -22,15 +22,10 @@ _E8M0FNU = jnp.dtype(jnp.float8_e8m0fnu)
 _WITHOUT_MINUS_ZERO = frozenset(
   map(jnp.dtype, (jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz))
 )
-_FLOAT8 = frozenset(
-  jnp.dtype(dtype)
-  for dtype in (
-    jnp.float8_e4m3fn,
-    jnp.float8_e5m2,
-    jnp.float8_e4m3fnuz,
-    jnp.float8_e5m2fnuz,
-    jnp.float8_e8m0fnu,
-  )
+FLOAT8 = frozenset(
+  jax_dtype
+  for dtype, jax_dtype in mappings.TORCH_DTYPE_TO_JAX.items()
+  if "float8" in str(dtype)
 )
 _SMALL_INTEGERS = frozenset(map(jnp.dtype, ("int8", "uint8", "int16", "uint16")))
 
@@ -49,7 +44,7 @@ def cast(array: jax.Array, dtype) -> jax.Array:
     if not jnp.issubdtype(dtype, jnp.complexfloating):
       array = lax.real(array)
       source = jnp.result_type(array)
-  if dtype in _FLOAT8 and source != dtype:
+  if dtype in FLOAT8 and source != dtype:
     return _to_float8(array, dtype)
   if dtype in _SMALL_INTEGERS and jnp.issubdtype(source, jnp.floating):
     # XLA saturates at the bounds; torch keeps the low bits (c10/util/TypeCast.h).

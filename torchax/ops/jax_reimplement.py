@@ -86,29 +86,6 @@ def apply_weight_mat(x, weights, axis: int, precision=lax.Precision.HIGHEST):
   return jnp.moveaxis(resized, -1, axis)
 
 
-def _scale_and_translate(
-  x,
-  output_shape: Sequence[int | Any],
-  spatial_dims: Sequence[int],
-  scale,
-  translation,
-  kernel: Callable,
-  antialias: bool,
-  precision,
-):
-  for place, axis in enumerate(spatial_dims):
-    weights = compute_weight_mat(
-      x.shape[axis],
-      output_shape[axis],
-      scale[place],
-      translation[place],
-      kernel,
-      antialias,
-    )
-    x = apply_weight_mat(x, weights, axis, precision)
-  return x
-
-
 def scale_and_translate(
   image,
   shape: Sequence[int | Any],
@@ -149,13 +126,16 @@ def scale_and_translate(
     )
   if not jnp.issubdtype(image.dtype, jnp.inexact):
     image = image.astype(jnp.float32)
-  return _scale_and_translate(
-    image,
-    shape,
-    [axis % image.ndim for axis in spatial_dims],
-    scale,
-    translation,
-    KERNELS[method],
-    antialias,
-    precision,
-  )
+  kernel = KERNELS[method]
+  for index, dim in enumerate(spatial_dims):
+    axis = dim % image.ndim
+    weights = compute_weight_mat(
+      image.shape[axis],
+      shape[axis],
+      scale[index],
+      translation[index],
+      kernel,
+      antialias,
+    )
+    image = apply_weight_mat(image, weights, axis, precision)
+  return image

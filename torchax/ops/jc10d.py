@@ -106,7 +106,7 @@ def _require_size(operation: str, group_size: int, axes: Axes) -> None:
     )
 
 
-def _shared(array: jax.Array, axes: Axes) -> jax.Array:
+def _make_varying(array: jax.Array, axes: Axes) -> jax.Array:
   """Make an array varying along all of the axes if it varies along one.
 
   JAX refuses a collective over several axes if the array varies along only some.
@@ -159,13 +159,13 @@ def _extremum(extreme: Callable, array: jax.Array, axes: Axes) -> jax.Array:
   return differentiable(array) if inexact else reduce(array)
 
 
-def _gathered(array: jax.Array, axes: Axes) -> jax.Array:
+def _gather_all(array: jax.Array, axes: Axes) -> jax.Array:
   """Stack the arrays of all members; the result does not vary along the axes."""
   return lax.all_gather(array, axes, to="invarying")
 
 
 def _product(array: jax.Array, axes: Axes) -> jax.Array:
-  return jnp.prod(_gathered(array, axes), axis=0, dtype=array.dtype)
+  return jnp.prod(_gather_all(array, axes), axis=0, dtype=array.dtype)
 
 
 def _bitwise(function: Callable, array: jax.Array, axes: Axes) -> jax.Array:
@@ -173,7 +173,7 @@ def _bitwise(function: Callable, array: jax.Array, axes: Axes) -> jax.Array:
     raise CollectiveError(
       f"A reduction by bits expects integers or bools, but got {array.dtype}."
     )
-  members = _gathered(array, axes)
+  members = _gather_all(array, axes)
   return functools.reduce(function, (members[i] for i in range(len(members))))
 
 
@@ -205,13 +205,13 @@ def reduced(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
     raise CollectiveError(
       f"A reduction is one of {', '.join(_REDUCTIONS)}, but got {reduction!r}."
     )
-  return function(_shared(array, axes), axes) if axes else array
+  return function(_make_varying(array, axes), axes) if axes else array
 
 
 # Lowerings ----------------------------------------------------------------------------
 
 
-def _lowers(name: str, **options) -> Callable:
+def _register(name: str, **options) -> Callable:
   """Register a lowering of `_c10d_functional::name`.
 
   It is not compiled on its own, since it only ever runs inside a trace.
@@ -219,21 +219,21 @@ def _lowers(name: str, **options) -> Callable:
   return builtin_op(f"_c10d_functional::{name}", compiled=False, **options)
 
 
-@_lowers("all_reduce")
+@_register("all_reduce")
 def _c10d_all_reduce(self, reduceOp: str, group_name: str):
   return reduced(self, reduceOp, axes_of(group_name, "all_reduce"))
 
 
-@_lowers("all_gather_into_tensor")
+@_register("all_gather_into_tensor")
 @builtin_op("_c10d_functional_autograd::all_gather_into_tensor", compiled=False)
 def _c10d_all_gather(input, group_size: int, group_name: str):
   """Concatenate the tensors of all members: (n, …) becomes (members · n, …)."""
   axes = axes_of(group_name, "all_gather_into_tensor")
   _require_size("all_gather_into_tensor", group_size, axes)
-  return lax.all_gather(_shared(input, axes), axes, tiled=True) if axes else input
+  return lax.all_gather(_make_varying(input, axes), axes, tiled=True) if axes else input
 
 
-@_lowers("reduce_scatter_tensor")
+@_register("reduce_scatter_tensor")
 @builtin_op("_c10d_functional_autograd::reduce_scatter_tensor", compiled=False)
 def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str):
   """Return each member's part of the reduction: (members · n, …) becomes (n, …)."""
@@ -247,7 +247,7 @@ def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str)
       f"got the shape {tuple(input.shape)}."
     )
   if reduceOp.lower() in ("sum", "avg") and jnp.issubdtype(input.dtype, jnp.inexact):
-    total = lax.psum_scatter(_shared(input, axes), axes, tiled=True)
+    total = lax.psum_scatter(_make_varying(input, axes), axes, tiled=True)
     return total / group_size if reduceOp.lower() == "avg" else total
   whole = reduced(input, reduceOp, axes)
   size = input.shape[0] // group_size
@@ -255,7 +255,7 @@ def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str)
   return lax.dynamic_slice_in_dim(whole, start, size)
 
 
-@_lowers("all_to_all_single")
+@_register("all_to_all_single")
 @builtin_op("_c10d_functional_autograd::all_to_all_single", compiled=False)
 def _c10d_all_to_all(input, output_split_sizes, input_split_sizes, group_name: str):
   """Send part i of each member to member i, which concatenates the parts."""
@@ -271,10 +271,10 @@ def _c10d_all_to_all(input, output_split_sizes, input_split_sizes, group_name: s
     )
   if not axes:
     return input
-  return lax.all_to_all(_shared(input, axes), axes, 0, 0, tiled=True)
+  return lax.all_to_all(_make_varying(input, axes), axes, 0, 0, tiled=True)
 
 
-@_lowers("broadcast")
+@_register("broadcast")
 def _c10d_broadcast(self, src: int, group_name: str):
   """Return the tensor of member `src` on all members."""
   axes = axes_of(group_name, "broadcast")
@@ -288,14 +288,14 @@ def _c10d_broadcast(self, src: int, group_name: str):
   return _sum(jnp.where(is_source, self, jnp.zeros_like(self)), axes)
 
 
-@_lowers("_wrap_tensor_autograd")  # from torch 2.15 on
-@_lowers("wait_tensor")
+@_register("_wrap_tensor_autograd")  # from torch 2.15 on
+@_register("wait_tensor")
 def _c10d_wait_tensor(tensor):
   """Return the tensor at once: XLA tracks the dependency and waits by itself."""
   return tensor
 
 
-@_lowers("wait_tensors")  # from torch 2.15 on
+@_register("wait_tensors")  # from torch 2.15 on
 def _c10d_wait_tensors(tensors):
   return list(tensors)
 
@@ -317,7 +317,7 @@ def permuted(array: jax.Array, destinations: Sequence[int], group_name) -> jax.A
   if not axes:
     return array
   return lax.ppermute(
-    _shared(array, axes), axes, list(zip(members, destinations, strict=True))
+    _make_varying(array, axes), axes, list(zip(members, destinations, strict=True))
   )
 
 
@@ -331,7 +331,7 @@ def _for_each(lowering: Callable) -> Callable:
   return of_all
 
 
-def _writing(functional: str) -> Callable:
+def _in_place(functional: str) -> Callable:
   """Return the in-place form of a collective, as a function of tensors."""
 
   def in_place(target, *args):
@@ -343,7 +343,7 @@ def _writing(functional: str) -> Callable:
   return in_place
 
 
-def _writing_out(functional: str) -> Callable:
+def _out_variant(functional: str) -> Callable:
   def into(*args, out):
     return out.copy_(_operation(functional)(*args))
 
@@ -363,11 +363,11 @@ _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast")
 _WITH_OUT = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 for _name, _lowering in _COALESCED.items():
-  _lowers(_name)(_for_each(_lowering))
+  _register(_name)(_for_each(_lowering))
 for _name in _IN_PLACE:
-  _lowers(f"{_name}_", kind=Kind.TENSORS)(_writing(_name))
+  _register(f"{_name}_", kind=Kind.TENSORS)(_in_place(_name))
 for _name in _WITH_OUT:
-  _lowers(f"{_name}_out", kind=Kind.TENSORS)(_writing_out(_name))
+  _register(f"{_name}_out", kind=Kind.TENSORS)(_out_variant(_name))
 
 
 def _refuse_point_to_point(name: str) -> Callable:
@@ -383,4 +383,4 @@ def _refuse_point_to_point(name: str) -> Callable:
 
 
 for _name in ("isend", "irecv", "batch_p2p_ops"):
-  _lowers(_name, kind=Kind.TENSORS)(_refuse_point_to_point(_name))
+  _register(_name, kind=Kind.TENSORS)(_refuse_point_to_point(_name))

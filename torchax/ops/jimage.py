@@ -49,15 +49,15 @@ def triangle_kernel(x):
   return xp.maximum(0, 1 - xp.abs(x))
 
 
-def _source_positions(in_size, out_size, scale, align_corners, real):
+def _source_coordinates(in_size, out_size, scale, align_corners, real):
   """Return the input coordinate of each output element, in a numpy dtype."""
-  places = np.arange(out_size, dtype=real)
+  positions = np.arange(out_size, dtype=real)
   if align_corners:
     step = (in_size - 1) / (out_size - 1) if out_size > 1 else 0
-    return places * real(step)
+    return positions * real(step)
   if isinstance(scale, tuple):
-    return (places + real(0.5)) * jnp.asarray(scale[1], real) - real(0.5)
-  return (places + real(0.5)) * real(1 / scale) - real(0.5)
+    return (positions + real(0.5)) * jnp.asarray(scale[1], real) - real(0.5)
+  return (positions + real(0.5)) * real(1 / scale) - real(0.5)
 
 
 def compute_contribs(
@@ -87,7 +87,7 @@ def compute_contribs(
     edge element is repeated.
   """
   real = np.float64 if dtype == np.float64 else np.float32
-  position = _source_positions(in_size, out_size, scale, align_corners, real)
+  position = _source_coordinates(in_size, out_size, scale, align_corners, real)
   taps = np.arange(1 - int(support), 1 + int(support))
   xp = jnp if isinstance(position, jax.Array) else np
   indices = xp.floor(position)[:, None].astype(np.int32) + taps

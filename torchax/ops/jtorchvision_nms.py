@@ -30,19 +30,19 @@ def _overlaps(box: jax.Array, boxes: jax.Array) -> jax.Array:
   return common / (_areas(box) + _areas(boxes) - common)
 
 
-def _kept(boxes: jax.Array, count, iou_threshold) -> jax.Array:
+def _keep_mask(boxes: jax.Array, count, iou_threshold) -> jax.Array:
   """Return the mask (n,) of boxes to keep, among boxes (n, 4) sorted best first.
 
   A kept box suppresses every later one that overlaps it too much. Rows from `count`
   on are padding.
   """
-  places = jnp.arange(len(boxes))
+  positions = jnp.arange(len(boxes))
 
-  def suppress(place, kept):
-    too_near = _overlaps(boxes[place], boxes) > iou_threshold
-    return kept & ~(kept[place] & too_near & (places > place))
+  def suppress(position, kept):
+    too_near = _overlaps(boxes[position], boxes) > iou_threshold
+    return kept & ~(kept[position] & too_near & (positions > position))
 
-  return lax.fori_loop(0, count, suppress, places < count)
+  return lax.fori_loop(0, count, suppress, positions < count)
 
 
 @jax.jit
@@ -51,7 +51,7 @@ def _select(boxes, scores, count, iou_threshold):
   # Equal scores keep their order; padding comes last.
   is_real = jnp.arange(len(scores)) < count
   order = jnp.lexsort((jnp.where(is_real, -scores, 0), ~is_real))
-  return order, _kept(boxes[order], count, iou_threshold)
+  return order, _keep_mask(boxes[order], count, iou_threshold)
 
 
 def _require_shapes(boxes, scores) -> None:
@@ -124,7 +124,7 @@ def non_max_suppression_padded(scores, boxes, max_output_size, iou_threshold):
     )
   _require_shapes(boxes, scores)
   order, kept = _select(boxes, scores, len(boxes), iou_threshold)
-  (places,) = jnp.nonzero(kept, size=max_output_size, fill_value=-1)
-  indices = jnp.where(places < 0, 0, order[places])
+  (positions,) = jnp.nonzero(kept, size=max_output_size, fill_value=-1)
+  indices = jnp.where(positions < 0, 0, order[positions])
   count = jnp.minimum(kept.sum(), max_output_size)
   return indices.astype(mappings.t2j_dtype(torch.int64)), count

@@ -15,7 +15,7 @@ import torch
 from jax import lax
 
 from torchax.core import mappings
-from torchax.ops.casting import convert
+from torchax.ops.casting import FLOAT8, convert
 from torchax.types import JaxCallable, JaxValue, P, R
 
 
@@ -59,11 +59,6 @@ def _category(dtype) -> int:
   return 1 if jnp.issubdtype(dtype, jnp.integer) else 2
 
 
-_FLOAT8 = frozenset(
-  jax_dtype
-  for dtype, jax_dtype in mappings.TORCH_DTYPE_TO_JAX.items()
-  if "float8" in str(dtype)
-)
 # torch has these dtypes for storage; it promotes them with floats only.
 _WIDE_UNSIGNED = frozenset(map(jnp.dtype, ("uint16", "uint32", "uint64")))
 
@@ -78,7 +73,7 @@ def _join(left, right):
   if left == right:
     return left
   pair = {left, right}
-  if pair & _FLOAT8 or (pair & _WIDE_UNSIGNED and {*map(_category, pair)} != {1, 2}):
+  if pair & FLOAT8 or (pair & _WIDE_UNSIGNED and {*map(_category, pair)} != {1, 2}):
     raise RuntimeError(
       f"torch does not promote {left} with {right}. Convert one of the tensors with "
       "`.to(dtype)` first."
@@ -114,11 +109,11 @@ def result_dtype(*values) -> jnp.dtype:
     if value is None:
       continue
     if _is_number(value):
-      place, dtype = 2, _number_dtype(value)
+      index, dtype = 2, _number_dtype(value)
     else:
-      place, dtype = (0 if jnp.ndim(value) else 1), jnp.dtype(value.dtype)
-    known = groups[place]
-    groups[place] = dtype if known is None else _join(known, dtype)
+      index, dtype = (0 if jnp.ndim(value) else 1), jnp.dtype(value.dtype)
+    previous = groups[index]
+    groups[index] = dtype if previous is None else _join(previous, dtype)
   return _combine(_combine(groups[0], groups[1]), groups[2])
 
 

@@ -18,6 +18,7 @@ from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import factor_in, require_one_dtype
+from torchax.ops.jaten.reduction import norm_of_magnitudes
 from torchax.ops.promotion import is_exact, promote
 from torchax.registry.names import aten
 
@@ -46,7 +47,7 @@ def _product(name, left, right):
   return jnp.matmul(left, right)
 
 
-def _scaled(array, factor):
+def _scale(array, factor):
   """Return `factor * array` in the dtype of `array`; 0 gives zeros even for NaN."""
   if isinstance(factor, int | float) and factor == 1:
     return array
@@ -54,12 +55,12 @@ def _scaled(array, factor):
   return jnp.where(factor == 0, jnp.zeros_like(array), factor * array)
 
 
-def _multiplied(product, alpha):
+def _scale_product(product, alpha):
   """Return `alpha * product`, where 0 * NaN is NaN: only `beta` drops its operand."""
   if isinstance(alpha, int | float) and alpha == 1:
     return product
   if is_exact(product) and not is_exact(alpha):
-    return _scaled(product, alpha)
+    return _scale(product, alpha)
   return product * factor_in(product.dtype, alpha)
 
 
@@ -69,7 +70,7 @@ def _affine(self, product, beta, alpha):
       f"expand: the number of sizes of the result, {list(product.shape)}, must be "
       f"greater or equal to that of the tensor added, {list(self.shape)}."
     )
-  return _scaled(self, beta) + _multiplied(product, alpha)
+  return _scale(self, beta) + _scale_product(product, alpha)
 
 
 # --- Products of two ----------------------------------------------------------------
@@ -254,18 +255,9 @@ def _aten_einsum(equation, tensors, path=None):
 def _norm_of_last(difference, p):
   """Return the p-norm over the last dimension; p may be 0 or infinite."""
   magnitude = jnp.abs(difference)
-  if isinstance(p, tuple):
-    order, inverse = p
-    return jnp.sum(magnitude**order, axis=-1) ** inverse
-  if p == 0:
-    return jnp.sum((difference != 0).astype(difference.dtype), axis=-1)
-  if p == 1:
-    return jnp.sum(magnitude, axis=-1)
-  if p == 2:
-    return jnp.sqrt(jnp.sum(jnp.square(difference), axis=-1))
-  if math.isinf(p):
+  if not isinstance(p, tuple) and math.isinf(p):
     return jnp.max(magnitude, axis=-1, initial=0)
-  return jnp.sum(magnitude**p, axis=-1) ** (1.0 / p)
+  return norm_of_magnitudes(magnitude, p, -1, False)
 
 
 def _norm_gradient(difference, norm, p):

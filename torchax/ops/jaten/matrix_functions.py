@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import op
-from torchax.ops.jaten.solve import require_square, singular
+from torchax.ops.jaten.solve import conj_transpose, require_square, singular
 from torchax.registry.names import aten
 
 # Degree of the series, and the largest 1-norm for it: there the first omitted term,
@@ -22,10 +22,6 @@ _DEGREE = {jnp.dtype(jnp.float32): (12, 1.4), jnp.dtype(jnp.float64): (18, 1.09)
 
 def _multiply(left, right):
   return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
-
-
-def _adjoint(matrix):
-  return jnp.conj(matrix.mT)
 
 
 # --- The exponential ----------------------------------------------------------------
@@ -89,15 +85,15 @@ def _require_lapack_dtype(name: str, matrix):
     )
 
 
-def _divided_by_sums(vectors, values, matrix):
+def _solve_sylvester(vectors, values, matrix):
   """Solve S X + X S = matrix, for S with these eigenvectors and eigenvalues."""
-  inner = _multiply(_multiply(_adjoint(vectors), matrix), vectors)
+  inner = _multiply(_multiply(conj_transpose(vectors), matrix), vectors)
   inner = inner / (values[..., :, None] + values[..., None, :])
-  return _multiply(_multiply(vectors, inner), _adjoint(vectors))
+  return _multiply(_multiply(vectors, inner), conj_transpose(vectors))
 
 
-def _rebuilt(vectors, values):
-  return _multiply(vectors * values[..., None, :], _adjoint(vectors))
+def _compose(vectors, values):
+  return _multiply(vectors * values[..., None, :], conj_transpose(vectors))
 
 
 def _square_root_factors(matrix):
@@ -111,15 +107,15 @@ def _square_root_factors(matrix):
 
 @jax.custom_jvp
 def _square_root(matrix):
-  return _rebuilt(*_square_root_factors(matrix))
+  return _compose(*_square_root_factors(matrix))
 
 
 @_square_root.defjvp
 def _square_root_jvp(primals, tangents):
   """Solve X dX + dX X = dA, with dA made Hermitian like A."""
   vectors, roots = _square_root_factors(*primals)
-  change = (tangents[0] + _adjoint(tangents[0])) / 2
-  return _rebuilt(vectors, roots), _divided_by_sums(vectors, roots, change)
+  change = (tangents[0] + conj_transpose(tangents[0])) / 2
+  return _compose(vectors, roots), _solve_sylvester(vectors, roots, change)
 
 
 @op(aten.linalg_matrix_sqrth)
@@ -133,13 +129,13 @@ def _aten_linalg_matrix_sqrth(self) -> jax.Array:
 def _polar_factors(matrix):
   """Return (U, eigenvectors of H, eigenvalues of H) of the matrix U H."""
   left, values, right = singular(matrix, full_matrices=False)
-  return _multiply(left, right), _adjoint(right), values
+  return _multiply(left, right), conj_transpose(right), values
 
 
 @jax.custom_jvp
 def _polar(matrix):
   unitary, vectors, values = _polar_factors(matrix)
-  return unitary, _rebuilt(vectors, values)
+  return unitary, _compose(vectors, values)
 
 
 @_polar.defjvp
@@ -150,14 +146,14 @@ def _polar_jvp(primals, tangents):
   complement, which only a tall matrix has, dU = dA H⁻¹.
   """
   unitary, vectors, values = _polar_factors(*primals)
-  hermitian = _rebuilt(vectors, values)
-  inside = _multiply(_adjoint(unitary), tangents[0])
-  turn = _divided_by_sums(vectors, values, inside - _adjoint(inside))
+  hermitian = _compose(vectors, values)
+  inside = _multiply(conj_transpose(unitary), tangents[0])
+  turn = _solve_sylvester(vectors, values, inside - conj_transpose(inside))
   unitary_change = _multiply(unitary, turn)
   if unitary.shape[-2] > unitary.shape[-1]:
     outside = tangents[0] - _multiply(unitary, inside)
     scaled = _multiply(outside, vectors) / values[..., None, :]
-    unitary_change += _multiply(scaled, _adjoint(vectors))
+    unitary_change += _multiply(scaled, conj_transpose(vectors))
   hermitian_change = inside - _multiply(turn, hermitian)
   return (unitary, hermitian), (unitary_change, hermitian_change)
 

@@ -30,7 +30,7 @@ def project(input: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.
   return product if bias is None else product + bias
 
 
-def _projections(query, key, value, weight, bias, heads: int):
+def _project_inputs(query, key, value, weight, bias, heads: int):
   """Project query, key and value to (batch, heads, positions, width / heads).
 
   Inputs that are None equal the previous one and share its product.
@@ -48,7 +48,7 @@ def _projections(query, key, value, weight, bias, heads: int):
   return done
 
 
-def _added(mask, padding, batch: int, heads: int, dtype):
+def _merge_masks(mask, padding, batch: int, heads: int, dtype):
   """Merge both masks into one of (batch or 1, heads or 1, l or 1, s), or None."""
   if mask is not None:
     grouped = (batch, heads) if mask.ndim == 3 else (1, 1)
@@ -63,10 +63,10 @@ def _added(mask, padding, batch: int, heads: int, dtype):
   return sum(numbers[1:], numbers[0]) if numbers else None
 
 
-def _shares(scaled_query, key, added):
+def _attention_weights(scaled_query, key, mask_scores):
   """Return the weights of attention, (batch, heads, l, s)."""
   scores = widen(jnp.einsum(attention.PLAIN[0], scaled_query, key))
-  scores = scores if added is None else scores + added
+  scores = scores if mask_scores is None else scores + mask_scores
   return jax.nn.softmax(scores, axis=-1).astype(scaled_query.dtype)
 
 
@@ -107,20 +107,20 @@ def multi_head_attention(
     (batch, l, s) for "mean", (batch, heads, l, s) for "all".
   """
   length, batch, width = query.shape
-  q, k, v = _projections(query, key, value, in_weight, in_bias, heads)
-  added = _added(attn_mask, key_padding_mask, batch, heads, q.dtype)
+  q, k, v = _project_inputs(query, key, value, in_weight, in_bias, heads)
+  mask_scores = _merge_masks(attn_mask, key_padding_mask, batch, heads, q.dtype)
   if weights is None:
     mixed = attention.scaled_dot_product_attention(
-      *(q, k, v, added, keep_mask), survivor_scale=survivor_scale
+      *(q, k, v, mask_scores, keep_mask), survivor_scale=survivor_scale
     )
   else:
-    shares = _shares(q * math.sqrt(heads / width), k, added)
-    mixed = jnp.einsum(attention.PLAIN[1], shares, v)
+    attended = _attention_weights(q * math.sqrt(heads / width), k, mask_scores)
+    mixed = jnp.einsum(attention.PLAIN[1], attended, v)
   mixed = mixed.transpose(2, 0, 1, 3).reshape(length, batch, width)
   output = project(mixed, out_weight, out_bias)
   if weights is None:
     return output
-  return output, shares.mean(axis=1) if weights == "mean" else shares
+  return output, attended.mean(axis=1) if weights == "mean" else attended
 
 
 # --- Inference shortcuts ------------------------------------------------------------
@@ -129,7 +129,7 @@ def multi_head_attention(
 _KEY_PADDING = 1
 
 
-def _additive(mask, mask_type, like):
+def _additive_mask(mask, mask_type, like):
   """Convert a mask to numbers to add to the scores (batch, heads, l, s), or None."""
   if mask is None:
     return None
@@ -161,8 +161,10 @@ def _aten__native_multi_head_attention(
   # (batch, length, width) as (batch, heads, length, width / heads).
   q, k, v = (p.unflatten(-1, (num_head, -1)).transpose(1, 2) for p in projected)
   scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-  added = _additive(mask, mask_type, scores)
-  weights = torch.softmax(scores if added is None else scores + added, dim=-1)
+  mask_scores = _additive_mask(mask, mask_type, scores)
+  weights = torch.softmax(
+    scores if mask_scores is None else scores + mask_scores, dim=-1
+  )
   mixed = (weights @ v).transpose(1, 2).flatten(-2)
   output = F.linear(mixed, proj_weight, proj_bias)
   if not need_weights:

@@ -29,14 +29,14 @@ def _affine(normalized, weight, bias):
   return normalized if bias is None else normalized + widen(bias)
 
 
-def _centred_gradient(grad_normalized, normalized, rstd, axes):
+def _centered_gradient(grad_normalized, normalized, rstd, axes):
   """Return the gradient of x in (x - mean(x)) * rstd(x), through the statistics too."""
   mean_grad = jnp.mean(grad_normalized, axis=axes, keepdims=True)
   projection = jnp.mean(grad_normalized * normalized, axis=axes, keepdims=True)
   return rstd * (grad_normalized - mean_grad - normalized * projection)
 
 
-def _masked(output_mask, *results):
+def _select_outputs(output_mask, *results):
   return tuple(
     result() if wanted else None for wanted, result in zip(output_mask, results)
   )
@@ -86,7 +86,7 @@ def _aten_native_layer_norm_backward(
   normalized = (widen(input) - widen(mean)) * rstd
 
   def grad_input():
-    gradient = _centred_gradient(_affine(grad, weight, None), normalized, rstd, axes)
+    gradient = _centered_gradient(_affine(grad, weight, None), normalized, rstd, axes)
     return gradient.astype(input.dtype)
 
   def grad_weight():
@@ -97,7 +97,7 @@ def _aten_native_layer_norm_backward(
 
   wanted = (output_mask[0], output_mask[1] and weight is not None)
   wanted += (output_mask[2] and bias is not None,)
-  return _masked(wanted, grad_input, grad_weight, grad_bias)
+  return _select_outputs(wanted, grad_input, grad_weight, grad_bias)
 
 
 # ---- RMS normalization
@@ -132,7 +132,7 @@ def _aten__fused_rms_norm_backward(
     return jnp.sum(grad * normalized, axis=outer).astype(weight.dtype)
 
   wanted = (output_mask[0], output_mask[1] and weight is not None)
-  return _masked(wanted, grad_input, grad_weight)
+  return _select_outputs(wanted, grad_input, grad_weight)
 
 
 # ---- Group normalization
@@ -171,7 +171,7 @@ def _aten_native_group_norm_backward(
 
   def grad_input():
     inner = _affine(grad, _channels(weight, group), None)
-    gradient = _centred_gradient(inner, normalized, rstd, (2, 3))
+    gradient = _centered_gradient(inner, normalized, rstd, (2, 3))
     return gradient.reshape(input.shape).astype(input.dtype)
 
   def grad_weight():
@@ -181,7 +181,7 @@ def _aten_native_group_norm_backward(
   def grad_bias():
     return jnp.sum(grad, axis=(0, 3)).reshape(C).astype(parameter_dtype)
 
-  return _masked(output_mask, grad_input, grad_weight, grad_bias)
+  return _select_outputs(output_mask, grad_input, grad_weight, grad_bias)
 
 
 # ---- Batch normalization, pure
@@ -220,7 +220,7 @@ def _batch_norm_inference(input, weight, bias, running_mean, running_var, eps):
   return output, empty, empty
 
 
-def _mix(running, batch, momentum):
+def _update_running(running, batch, momentum):
   mixed = (1 - momentum) * widen(running) + momentum * batch
   return mixed.astype(running.dtype)
 
@@ -236,8 +236,9 @@ def _aten__native_batch_norm_legit_functional(
   count = input.size // max(input.shape[1], 1)
   # Bessel's correction: the running variance is the unbiased one.
   unbiased = variance * (count / (count - 1) if count > 1 else math.nan)
-  new_mean = _mix(running_mean, mean, momentum)
-  return output, mean, invstd, new_mean, _mix(running_var, unbiased, momentum)
+  new_mean = _update_running(running_mean, mean, momentum)
+  new_var = _update_running(running_var, unbiased, momentum)
+  return output, mean, invstd, new_mean, new_var
 
 
 @op(aten._native_batch_norm_legit.no_stats)
@@ -278,7 +279,7 @@ def _aten_native_batch_norm_backward(
   def grad_input():
     inner = _affine(grad, _per_channel(weight, input), None)
     if train:
-      return _centred_gradient(inner, normalized, invstd, axes).astype(input.dtype)
+      return _centered_gradient(inner, normalized, invstd, axes).astype(input.dtype)
     return (inner * invstd).astype(input.dtype)
 
   def grad_weight():
@@ -287,7 +288,7 @@ def _aten_native_batch_norm_backward(
   def grad_bias():
     return jnp.sum(grad, axis=axes).astype(parameter_dtype)
 
-  return _masked(output_mask, grad_input, grad_weight, grad_bias)
+  return _select_outputs(output_mask, grad_input, grad_weight, grad_bias)
 
 
 @op(aten.cudnn_batch_norm_backward)
@@ -341,7 +342,7 @@ def _aten__weight_norm_interface_backward(grad_w, saved_v, saved_g, saved_norms,
 # ---- Batch normalization that updates running statistics
 
 
-@op(aten.native_batch_norm, kind=Kind.TENSORS)
+@op(aten.native_batch_norm, aten._native_batch_norm_legit.default, kind=Kind.TENSORS)
 def _aten_native_batch_norm(
   input, weight, bias, running_mean, running_var, training, momentum, eps
 ):
@@ -363,35 +364,11 @@ def _aten_native_batch_norm(
   return tuple(outputs)
 
 
-@op(aten._native_batch_norm_legit.default, kind=Kind.TENSORS)
-def _aten__native_batch_norm_legit(
-  input, weight, bias, running_mean, running_var, training, momentum, eps
-):
-  return _aten_native_batch_norm(
-    input, weight, bias, running_mean, running_var, training, momentum, eps
-  )
+_aten__native_batch_norm_legit = _aten_native_batch_norm
 
 
 @op(aten.cudnn_batch_norm, kind=Kind.TENSORS)
-def _aten_cudnn_batch_norm(
-  input,
-  weight,
-  bias,
-  running_mean,
-  running_var,
-  training,
-  exponential_average_factor,
-  epsilon,
-):
+def _aten_cudnn_batch_norm(input, *arguments):
   """Call `native_batch_norm` and return an empty reserve, unused by the backward."""
-  outputs = _aten_native_batch_norm(
-    input,
-    weight,
-    bias,
-    running_mean,
-    running_var,
-    training,
-    exponential_average_factor,
-    epsilon,
-  )
+  outputs = _aten_native_batch_norm(input, *arguments)
   return (*outputs, torch.empty(0, dtype=torch.uint8, device=input.device))

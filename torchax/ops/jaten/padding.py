@@ -51,7 +51,7 @@ def _aten_constant_pad_nd(self, pad, value=0):
   return lax.pad(self, filler, [(low, high, 0) for low, high in widths])
 
 
-def _reflected(array, axis, low, high):
+def _reflect(array, axis, low, high):
   size = array.shape[axis]
   if max(low, high) >= size:
     raise RuntimeError(
@@ -63,7 +63,7 @@ def _reflected(array, axis, low, high):
   return lax.rev(before, [axis]), lax.rev(after, [axis])
 
 
-def _replicated(array, axis, low, high):
+def _replicate(array, axis, low, high):
   def repeated(edge, width):
     shape = (*array.shape[:axis], width, *array.shape[axis + 1 :])
     return jnp.broadcast_to(lax.slice_in_dim(array, edge, edge + 1, axis=axis), shape)
@@ -71,13 +71,13 @@ def _replicated(array, axis, low, high):
   return repeated(0, low), repeated(array.shape[axis] - 1, high)
 
 
-def _wrapped(array, axis, low, high):
+def _wrap(array, axis, low, high):
   size = array.shape[axis]
   before = lax.slice_in_dim(array, size - low, size, axis=axis)
   return before, lax.slice_in_dim(array, 0, high, axis=axis)
 
 
-_BORDERS = {"reflect": _reflected, "replicate": _replicated, "circular": _wrapped}
+_BORDERS = {"reflect": _reflect, "replicate": _replicate, "circular": _wrap}
 
 
 def _pad_with_border(self, pad, mode):

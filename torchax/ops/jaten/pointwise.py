@@ -39,7 +39,7 @@ def _is_floating(value) -> bool:
 # --- Tables -------------------------------------------------------------------------
 
 
-def _named(name, lowering):
+def _register(name, lowering):
   """Register a row and define it in this module, under google/torchax's name."""
   lowering.__name__ = lowering.__qualname__ = f"_aten_{name}"
   register = op(getattr(aten, name), on_host=_on_host.POINTWISE.get(name))
@@ -219,9 +219,9 @@ TABLES = (
 )
 for _table, _wrap in TABLES:
   for _name, _function in _table.items():
-    _named(_name, _wrap(_function))
+    _register(_name, _wrap(_function))
 for _name, _function in ORDERING.items():
-  _named(_name, _ordering(_name, _function))
+  _register(_name, _ordering(_name, _function))
 
 
 # --- Bounds -------------------------------------------------------------------------

@@ -145,21 +145,21 @@ def _aten_max_pool3d_with_indices(
   return _max_pool(self, 3, kernel_size, stride, padding, dilation, ceil_mode)
 
 
-def _planes(array, rank):
+def _flatten_planes(array, rank):
   """Flatten the leading dimensions, and the `rank` spatial ones."""
   return array.reshape(math.prod(array.shape[:-rank]), math.prod(array.shape[-rank:]))
 
 
 def _send_back(grad_output, self, indices, rank):
   """Add each gradient to the cell of its maximum."""
-  cells = jnp.zeros(_planes(self, rank).shape, widen(grad_output).dtype)
+  cells = jnp.zeros(_flatten_planes(self, rank).shape, widen(grad_output).dtype)
   rows = jnp.arange(cells.shape[0])[:, None]
-  flat, count = _planes(indices, rank), cells.shape[1]
+  flat, count = _flatten_planes(indices, rank), cells.shape[1]
   if count:
     cells = out_of_range.write(
       cells,
       (rows, out_of_range.inside(flat, count)),
-      _planes(widen(grad_output), rank),
+      _flatten_planes(widen(grad_output), rank),
       added,
       out_of_range.outside(flat, count),
       gathers=True,
@@ -192,11 +192,11 @@ def _unpool(self, indices, output_size, rank):
   planes = math.prod(self.shape[:-rank])
   cells = jnp.zeros((planes, math.prod(output_size)), self.dtype)
   rows = jnp.arange(planes)[:, None]
-  flat, count = _planes(indices, rank), math.prod(output_size)
+  flat, count = _flatten_planes(indices, rank), math.prod(output_size)
   cells = out_of_range.write(
     cells,
     (rows, out_of_range.inside(flat, count)),
-    _planes(self, rank),
+    _flatten_planes(self, rank),
     assigned,
     out_of_range.outside(flat, count),
   )
@@ -240,8 +240,16 @@ def _divisors(size, pooled, kernel, stride, padding, count_include_pad):
 
 
 def _avg_pool(
-  self, rank, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor
+  self,
+  rank,
+  kernel_size,
+  stride=(),
+  padding=0,
+  ceil_mode=False,
+  count_include_pad=True,
+  divisor_override=None,
 ):
+  divisor = divisor_override
   if isinstance(divisor, int) and divisor == 0:
     raise RuntimeError("divisor must be not zero")
   kernel, stride, padding, _ = _window_sizes(
@@ -269,10 +277,12 @@ def _avg_pool(
   return lax.div(total, jnp.broadcast_to(jnp.asarray(divisor, self.dtype), total.shape))
 
 
-def _average(self, *windows):
-  if not jnp.issubdtype(self.dtype, jnp.floating):
-    return _avg_pool(self, *windows)
-  return in_opmath(lambda array: _avg_pool(array, *windows))(self)
+def _average(self, *windows, **named):
+  def pool(array):
+    return _avg_pool(array, *windows, **named)
+
+  is_floating = jnp.issubdtype(self.dtype, jnp.floating)
+  return in_opmath(pool)(self) if is_floating else pool(self)
 
 
 def _linear_gradient(function, grad_output, self):
@@ -287,86 +297,32 @@ _DIVISOR: dict = {"static": ("divisor_override",), "prepare": _prepare_divisor}
 
 
 @op(aten.avg_pool2d, **_DIVISOR)
-def _aten_avg_pool(
-  self,
-  kernel_size,
-  stride=(),
-  padding=0,
-  ceil_mode=False,
-  count_include_pad=True,
-  divisor_override=None,
-):
-  return _average(
-    self,
-    2,
-    kernel_size,
-    stride,
-    padding,
-    ceil_mode,
-    count_include_pad,
-    divisor_override,
-  )
+def _aten_avg_pool(self, *windows, **named):
+  return _average(self, 2, *windows, **named)
 
 
 @op(aten.avg_pool3d, **_DIVISOR)
-def _aten_avg_pool3d(
-  self,
-  kernel_size,
-  stride=(),
-  padding=0,
-  ceil_mode=False,
-  count_include_pad=True,
-  divisor_override=None,
-):
-  return _average(
-    self,
-    3,
-    kernel_size,
-    stride,
-    padding,
-    ceil_mode,
-    count_include_pad,
-    divisor_override,
-  )
+def _aten_avg_pool3d(self, *windows, **named):
+  return _average(self, 3, *windows, **named)
 
 
 @op(aten.avg_pool1d)
-def _aten_avg_pool1d(
-  self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True
-):
-  return _average(
-    self, 1, kernel_size, stride, padding, ceil_mode, count_include_pad, None
-  )
+def _aten_avg_pool1d(self, *windows, **named):
+  return _average(self, 1, *windows, **named)
 
 
 @op(aten.avg_pool2d_backward, **_DIVISOR)
-def _aten_avg_pool2d_backward(
-  grad_output,
-  self,
-  kernel_size,
-  stride,
-  padding,
-  ceil_mode,
-  count_include_pad,
-  divisor_override,
-):
-  sizes = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-  return _linear_gradient(lambda array: _avg_pool(array, 2, *sizes), grad_output, self)
+def _aten_avg_pool2d_backward(grad_output, self, *windows):
+  return _linear_gradient(
+    lambda array: _avg_pool(array, 2, *windows), grad_output, self
+  )
 
 
 @op(aten.avg_pool3d_backward, **_DIVISOR)
-def _aten_avg_pool3d_backward(
-  grad_output,
-  self,
-  kernel_size,
-  stride,
-  padding,
-  ceil_mode,
-  count_include_pad,
-  divisor_override,
-):
-  sizes = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-  return _linear_gradient(lambda array: _avg_pool(array, 3, *sizes), grad_output, self)
+def _aten_avg_pool3d_backward(grad_output, self, *windows):
+  return _linear_gradient(
+    lambda array: _avg_pool(array, 3, *windows), grad_output, self
+  )
 
 
 # ---- Adaptive
@@ -385,7 +341,7 @@ def _bins(size, pooled):
   return np.minimum(cells, max(size - 1, 0)), cells < ends[:, None]
 
 
-def _binned(array, axis, pooled):
+def _split_bins(array, axis, pooled):
   """Split `axis` into (bin, cell); also return the mask of valid cells, or None."""
   size = array.shape[axis]
   shape = array.shape
@@ -412,7 +368,7 @@ def _adaptive_avg_pool(self, output_size, rank):
   for axis, pooled in enumerate(
     _adaptive_sizes(self, output_size, rank), start=self.ndim - rank
   ):
-    binned, member = _binned(self, axis, pooled)
+    binned, member = _split_bins(self, axis, pooled)
     if member is None:
       self = jnp.mean(binned, axis=axis + 1)
     else:
@@ -464,8 +420,8 @@ def _adaptive_max_pool(self, output_size, rank):
   sizes = _adaptive_sizes(self, output_size, rank)
   for back, pooled in enumerate(reversed(sizes), start=1):
     axis = self.ndim - back
-    binned, member = _binned(values, axis, pooled)
-    binned_indices, _ = _binned(indices, axis, pooled)
+    binned, member = _split_bins(values, axis, pooled)
+    binned_indices, _ = _split_bins(indices, axis, pooled)
     if member is not None:
       binned = jnp.where(member, binned, _lowest(self.dtype))
     best = jnp.argmax(binned, axis=axis + 1, keepdims=True)

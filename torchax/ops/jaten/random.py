@@ -324,15 +324,15 @@ def _aten__fused_dropout(key, self, p):
   dtype = require_float("_fused_dropout", self.dtype)
   keep, scale = p if isinstance(p, tuple) else (p, 1 / p)
   mask = samplers.bernoulli(key, self.shape, keep)
-  return _scaled(self, mask, scale).astype(dtype), mask.astype(jnp.uint8)
+  return _scale_kept(self, mask, scale).astype(dtype), mask.astype(jnp.uint8)
 
 
 @op(aten._masked_scale)
 def _aten__masked_scale(self, mask, scale):
-  return _scaled(self, mask != 0, scale).astype(self.dtype)
+  return _scale_kept(self, mask != 0, scale).astype(self.dtype)
 
 
-def _scaled(self, mask, scale):
+def _scale_kept(self, mask, scale):
   return jnp.where(mask, self * jnp.asarray(scale, self.dtype), 0)
 
 

@@ -17,7 +17,7 @@ from torchax.core.static_values import StaticValue
 from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.jaten._arguments import require_no_bool
+from torchax.ops.jaten._arguments import dim_of, require_no_bool
 from torchax.ops.promotion import is_exact, promote, to_float
 from torchax.registry.names import aten, prims
 
@@ -39,14 +39,7 @@ def _axes(array, dim) -> tuple[int, ...]:
   if dim is None or dim == ():
     return tuple(range(array.ndim))
   dims = (dim,) if isinstance(dim, int) else dim
-  rank = max(array.ndim, 1)
-  for d in dims:
-    if not -rank <= d < rank:
-      raise IndexError(
-        f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], "
-        f"but got {d})"
-      )
-  axes = sorted(d % rank for d in dims)
+  axes = sorted(dim_of(d, array.ndim) for d in dims)
   if len(set(axes)) < len(axes):
     raise RuntimeError(f"A dim appears multiple times in the list of dims {dims}.")
   return tuple(axes) if array.ndim else ()
@@ -60,14 +53,14 @@ def _require_elements(array, axes, name: str, error=IndexError):
     )
 
 
-def _accumulable(array, dtype):
+def _to_sum_dtype(array, dtype):
   """Convert the array to the dtype of its sums and products."""
   if dtype is not None:
     return array.astype(mappings.t2j_dtype(dtype))
   return array.astype(_index_dtype()) if is_exact(array) else array
 
 
-def _widened(array):
+def _widen(array):
   """Convert half precision to float32; reductions round once at the end."""
   wide = jnp.promote_types(array.dtype, jnp.float32)
   return array if is_exact(array) else array.astype(wide)
@@ -78,8 +71,8 @@ def _widened(array):
 
 @op(aten.sum)
 def _aten_sum(self, dim=None, keepdim=False, dtype=None):
-  terms = _accumulable(self, dtype)
-  total = jnp.sum(_widened(terms), axis=_axes(self, dim), keepdims=keepdim)
+  terms = _to_sum_dtype(self, dtype)
+  total = jnp.sum(_widen(terms), axis=_axes(self, dim), keepdims=keepdim)
   return total.astype(terms.dtype)
 
 
@@ -99,8 +92,8 @@ def _aten_mean(self, dim=None, keepdim=False, dtype=None):
 
 @op(aten.prod)
 def _aten_prod(self, dim=None, keepdim=False, dtype=None):
-  factors = _accumulable(self, dtype)
-  product = jnp.prod(_widened(factors), axis=_axes(self, dim), keepdims=keepdim)
+  factors = _to_sum_dtype(self, dtype)
+  product = jnp.prod(_widen(factors), axis=_axes(self, dim), keepdims=keepdim)
   return product.astype(factors.dtype)
 
 
@@ -120,7 +113,7 @@ def _aten_count_nonzero(self, dim=None):
 def _aten_logsumexp(self, dim, keepdim=False):
   values = to_float(self)
   total = jax.scipy.special.logsumexp(
-    _widened(values), axis=_axes(self, dim), keepdims=keepdim
+    _widen(values), axis=_axes(self, dim), keepdims=keepdim
   )
   return total.astype(values.dtype)
 
@@ -285,7 +278,7 @@ def _variance_and_mean(self, dim, correction, keepdim):
   """
   _require_floats(self, "var and std")
   axes = _axes(self, dim)
-  values = _widened(self)
+  values = _widen(self)
   mean = jnp.mean(values, axis=axes, keepdims=True)
   deviation = values - mean
   squares = jnp.real(deviation * jnp.conj(deviation))
@@ -333,7 +326,8 @@ def _aten_std_mean_correction(self, dim=None, correction=None, keepdim=False):
 # --- Norms --------------------------------------------------------------------------
 
 
-def _norm_of_magnitudes(magnitudes, ord, axes, keepdim):
+def norm_of_magnitudes(magnitudes, ord, axes, keepdim):
+  """Return the vector norm of non-negative numbers; `ord` may be prepared."""
   if isinstance(ord, tuple):
     pass
   elif math.isinf(ord):
@@ -356,7 +350,7 @@ def _aten_linalg_vector_norm(self, ord=2, dim=None, keepdim=False, dtype=None):
   if dtype is not None:
     self = self.astype(mappings.t2j_dtype(dtype))
   _require_floats(self, "linalg.vector_norm")
-  norm = _norm_of_magnitudes(jnp.abs(_widened(self)), ord, _axes(self, dim), keepdim)
+  norm = norm_of_magnitudes(jnp.abs(_widen(self)), ord, _axes(self, dim), keepdim)
   return norm.astype(_real_dtype(self.dtype))
 
 
@@ -391,10 +385,10 @@ def _prepare_renorm(given: dict) -> None:
 def _aten_renorm(self, p, dim, maxnorm):
   """Scale slices along `dim` whose norm exceeds `maxnorm` down to it."""
   _require_floats(self, "renorm")
-  wide = _widened(self)
+  wide = _widen(self)
   (kept,) = _axes(self, dim)
   axes = tuple(axis for axis in range(self.ndim) if axis != kept)
-  norms = _norm_of_magnitudes(jnp.abs(wide), p, axes, True)
+  norms = norm_of_magnitudes(jnp.abs(wide), p, axes, True)
   factors = jnp.where(norms > maxnorm, maxnorm / (norms + RENORM_MARGIN), 1)
   return (wide * factors.astype(norms.dtype)).astype(self.dtype)
 
@@ -407,17 +401,17 @@ def _scan(scan, array, dim):
   axes = _axes(array, dim)
   if array.ndim == 0:
     return array
-  return scan(_widened(array), axes[0]).astype(array.dtype)
+  return scan(_widen(array), axes[0]).astype(array.dtype)
 
 
 @op(aten.cumsum)
 def _aten_cumsum(self, dim, dtype=None):
-  return _scan(lambda x, axis: jnp.cumsum(x, axis), _accumulable(self, dtype), dim)
+  return _scan(lambda x, axis: jnp.cumsum(x, axis), _to_sum_dtype(self, dtype), dim)
 
 
 @op(aten.cumprod)
 def _aten_cumprod(self, dim, dtype=None):
-  return _scan(lambda x, axis: jnp.cumprod(x, axis), _accumulable(self, dtype), dim)
+  return _scan(lambda x, axis: jnp.cumprod(x, axis), _to_sum_dtype(self, dtype), dim)
 
 
 @op(aten.logcumsumexp, aten._logcumsumexp)

@@ -82,45 +82,51 @@ def _in_float(resample):
   return with_float_image
 
 
-def _transposed(forward, grad_output, input_size, *args, **kwargs):
-  image = jax.ShapeDtypeStruct(tuple(input_size), grad_output.dtype)
-  transpose = jax.linear_transpose(lambda x: forward(x, *args, **kwargs), image)
-  return transpose(grad_output)[0]
+def _register_backward(forward, *operations):
+  """Register the transpose of `forward`, which returns the dtype of its image."""
+
+  @op(*operations, **_SCALES)
+  def backward(grad_output, output_size, input_size, *args, **kwargs):
+    image = jax.ShapeDtypeStruct(tuple(input_size), grad_output.dtype)
+    transpose = jax.linear_transpose(
+      lambda x: forward(x, output_size, *args, **kwargs), image
+    )
+    return transpose(grad_output)[0]
 
 
 # --- Nearest ---------------------------------------------------------------------
 
 
-def _nearest_places(in_size, out_size, given, offset):
+def _nearest_indices(in_size, out_size, given, offset):
   """Return input indices, computed in float32, since torch's rounding decides ties.
 
   They are traced if the scale is.
   """
   if isinstance(given, tuple):
-    places = jnp.arange(out_size, dtype=np.float32) + offset
-    places = jnp.floor(places * jnp.asarray(given[1], np.float32))
-    return jnp.minimum(places.astype(np.int32), in_size - 1)
+    indices = jnp.arange(out_size, dtype=np.float32) + offset
+    indices = jnp.floor(indices * jnp.asarray(given[1], np.float32))
+    return jnp.minimum(indices.astype(np.int32), in_size - 1)
   step = np.float32(1 / _scale(in_size, out_size, given))
   if given is None:
     step = np.float32(in_size) / np.float32(out_size)
-  places = np.floor((np.arange(out_size, dtype=np.float32) + offset) * step)
-  return np.minimum(places.astype(np.int64), in_size - 1)
+  indices = np.floor((np.arange(out_size, dtype=np.float32) + offset) * step)
+  return np.minimum(indices.astype(np.int64), in_size - 1)
 
 
-def _take_places(self, places, axis):
+def _take_indices(self, indices, axis):
   size = self.shape[axis]
-  factor = len(places) // size
-  is_known = isinstance(places, np.ndarray) and len(places) == factor * size
-  if is_known and (places == np.arange(len(places)) // factor).all():
+  factor = len(indices) // size
+  is_known = isinstance(indices, np.ndarray) and len(indices) == factor * size
+  if is_known and (indices == np.arange(len(indices)) // factor).all():
     return jnp.repeat(self, factor, axis)  # no gather, and a sum as its transpose
-  return jnp.take(self, places, axis, mode="clip")
+  return jnp.take(self, indices, axis, mode="clip")
 
 
 def _nearest(self, output_size, scales, offset):
   _check_sizes(self, output_size)
   for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
-    places = _nearest_places(self.shape[axis], out_size, given, np.float32(offset))
-    self = _take_places(self, places, axis)
+    indices = _nearest_indices(self.shape[axis], out_size, given, np.float32(offset))
+    self = _take_indices(self, indices, axis)
   return self
 
 
@@ -145,42 +151,18 @@ def _aten_upsample_nearest_exact(self, output_size, *scales, **named_scales):
   return _nearest(self, output_size, _scales(self, scales, named_scales), 0.5)
 
 
-@op(
+_register_backward(
+  _in_float(_aten_upsample_nearest),
   aten.upsample_nearest1d_backward.default,
   aten.upsample_nearest2d_backward.default,
   aten.upsample_nearest3d_backward.default,
-  **_SCALES,
 )
-def _aten_upsample_nearest_backward(
-  grad_output, output_size, input_size, *scales, **named_scales
-):
-  return _transposed(
-    _in_float(_aten_upsample_nearest),
-    grad_output,
-    input_size,
-    output_size,
-    *scales,
-    **named_scales,
-  )
-
-
-@op(
+_register_backward(
+  _in_float(_aten_upsample_nearest_exact),
   aten._upsample_nearest_exact1d_backward.default,
   aten._upsample_nearest_exact2d_backward.default,
   aten._upsample_nearest_exact3d_backward.default,
-  **_SCALES,
 )
-def _aten_upsample_nearest_exact_backward(
-  grad_output, output_size, input_size, *scales, **named_scales
-):
-  return _transposed(
-    _in_float(_aten_upsample_nearest_exact),
-    grad_output,
-    input_size,
-    output_size,
-    *scales,
-    **named_scales,
-  )
 
 
 # --- Linear and cubic ------------------------------------------------------------
@@ -194,7 +176,7 @@ def _interpolate(self, output_size, scales, align_corners, kernel, support):
     in_size = self.shape[axis]
     if in_size == out_size and (given in (None, 1.0) or kernel is not _CUBIC):
       continue  # torch's linear kernels ignore the scale here, its cubic one does not
-    places, weights = jimage.compute_contribs(
+    indices, weights = jimage.compute_contribs(
       in_size,
       out_size,
       _scale(in_size, out_size, given),
@@ -203,7 +185,7 @@ def _interpolate(self, output_size, scales, align_corners, kernel, support):
       self.dtype,
       kernel=kernel,
     )
-    self = jimage.interpolate_along_axis_bchw(self, places, weights, axis)
+    self = jimage.interpolate_along_axis_bchw(self, indices, weights, axis)
   return self
 
 
@@ -219,26 +201,6 @@ def _aten_upsample_linear(self, output_size, align_corners, *scales, **named_sca
   return _interpolate(self, output_size, scales, align_corners, _LINEAR, 1)
 
 
-@op(
-  aten.upsample_linear1d_backward.default,
-  aten.upsample_bilinear2d_backward.default,
-  aten.upsample_trilinear3d_backward.default,
-  **_SCALES,
-)
-def _aten_upsample_linear_backward(
-  grad_output, output_size, input_size, align_corners, *scales, **named_scales
-):
-  return _transposed(
-    _aten_upsample_linear,
-    grad_output,
-    input_size,
-    output_size,
-    align_corners,
-    *scales,
-    **named_scales,
-  )
-
-
 @op(aten.upsample_bicubic2d.default, **_SCALES)
 @_in_float
 def _aten_upsample_bicubic2d(
@@ -248,19 +210,13 @@ def _aten_upsample_bicubic2d(
   return _interpolate(self, output_size, scales, align_corners, _CUBIC, 2)
 
 
-@op(aten.upsample_bicubic2d_backward.default, **_SCALES)
-def _aten_upsample_bicubic2d_backward(
-  grad_output, output_size, input_size, align_corners, scales_h=None, scales_w=None
-):
-  return _transposed(
-    _aten_upsample_bicubic2d,
-    grad_output,
-    input_size,
-    output_size,
-    align_corners,
-    scales_h,
-    scales_w,
-  )
+_register_backward(
+  _aten_upsample_linear,
+  aten.upsample_linear1d_backward.default,
+  aten.upsample_bilinear2d_backward.default,
+  aten.upsample_trilinear3d_backward.default,
+)
+_register_backward(_aten_upsample_bicubic2d, aten.upsample_bicubic2d_backward.default)
 
 
 # --- Anti-aliased ----------------------------------------------------------------
@@ -308,6 +264,7 @@ def _aten_upsample_bicubic2d_aa(
   return _antialiased(self, output_size, align_corners, scales, "cubic")
 
 
+@op(aten._upsample_lanczos2d_aa.default, **_SCALES)
 @_in_float
 def _aten_upsample_lanczos2d_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
@@ -316,24 +273,14 @@ def _aten_upsample_lanczos2d_aa(
   return _antialiased(self, output_size, align_corners, scales, "lanczos3")
 
 
-def _register_antialiased_backward(aten_op, forward):
-  @op(aten_op.default, **_SCALES)
-  def backward(
-    grad_output, output_size, input_size, align_corners, scales_h=None, scales_w=None
-  ):
-    args = (output_size, align_corners, scales_h, scales_w)
-    return _transposed(forward, grad_output, input_size, *args)
-
-
-_register_antialiased_backward(
-  aten._upsample_bilinear2d_aa_backward, _aten_upsample_billinear_aa
+_register_backward(
+  _aten_upsample_billinear_aa, aten._upsample_bilinear2d_aa_backward.default
 )
-_register_antialiased_backward(
-  aten._upsample_bicubic2d_aa_backward, _aten_upsample_bicubic2d_aa
+_register_backward(
+  _aten_upsample_bicubic2d_aa, aten._upsample_bicubic2d_aa_backward.default
 )
-op(aten._upsample_lanczos2d_aa.default, **_SCALES)(_aten_upsample_lanczos2d_aa)
-_register_antialiased_backward(
-  aten._upsample_lanczos2d_aa_backward, _aten_upsample_lanczos2d_aa
+_register_backward(
+  _aten_upsample_lanczos2d_aa, aten._upsample_lanczos2d_aa_backward.default
 )
 
 

@@ -146,10 +146,10 @@ def network(
   for number in range(num_layers):
     outputs = []
     for direction in range(directions):
-      place = number * directions + direction
-      state = [state[place] for state in states]
+      index = number * directions + direction
+      state = [state[index] for state in states]
       output, final = parts.layer(
-        input, state, mask, weights[place], cell, direction == 1
+        input, state, mask, weights[index], cell, direction == 1
       )
       outputs.append(output)
       finals.append(final)
@@ -191,7 +191,7 @@ def _aten_mkldnn_rnn_layer(
 # time. The lengths are numbers on the host, as in torch.
 
 
-def _places(batch_sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_indices(batch_sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
   """Return the time and the batch column of each packed row."""
   times = [time for time, size in enumerate(batch_sizes) for _ in range(size)]
   columns = [column for size in batch_sizes for column in range(size)]
@@ -213,13 +213,13 @@ def _aten__pack_padded_sequence(input, lengths, batch_first):
       f"{padded.shape[1]} sequences of {padded.shape[0]} steps."
     )
   sizes = [sum(length > time for length in lengths) for time in range(lengths[0])]
-  times, columns = _places(sizes)
+  times, columns = _packed_indices(sizes)
   return padded[times, columns], torch.tensor(sizes)
 
 
 @op(aten._pack_padded_sequence_backward, kind=Kind.TENSORS)
 def _aten__pack_padded_sequence_backward(grad, input_size, batch_sizes, batch_first):
-  times, columns = _places(batch_sizes.tolist())
+  times, columns = _packed_indices(batch_sizes.tolist())
   shape = list(input_size)
   if batch_first:
     shape[:2] = shape[1], shape[0]

@@ -55,7 +55,7 @@ def _segment_of(offsets, size):
   return jnp.searchsorted(offsets, jnp.arange(size), side="right") - 1
 
 
-def _are_broken(offsets, size, is_partial) -> jax.Array:
+def _are_invalid(offsets, size, is_partial) -> jax.Array:
   """Return True for offsets that decrease, exceed the data, or do not cover it."""
   end = offsets[-1]
   goes_down = jnp.any(jnp.diff(offsets) < 0) | (offsets[0] < 0)
@@ -81,15 +81,19 @@ def _length_rules(data, reduce, *, lengths=None, axis=0, unsafe=False, **named):
   )
 
 
-def _reduced(rows, segments, count, reduce, initial):
+def _reduce_segments(rows, segments, count, reduce, initial):
   """Reduce the segments of rows (size, rest), and combine each with `initial`."""
   nothing, by_segment, combine = _REDUCTIONS[reduce]
   start = nothing if initial is None else initial
   inside = (segments >= 0) & (segments < count)
-  place = jnp.where(inside, segments, count)  # an extra segment for other elements
-  result = by_segment(rows, place, count + 1)[:count]
+  segment_ids = jnp.where(
+    inside, segments, count
+  )  # an extra segment for other elements
+  result = by_segment(rows, segment_ids, count + 1)[:count]
   if reduce in ("max", "min"):
-    has_nan = jax.ops.segment_max(jnp.isnan(rows).astype(jnp.int8), place, count + 1)
+    has_nan = jax.ops.segment_max(
+      jnp.isnan(rows).astype(jnp.int8), segment_ids, count + 1
+    )
     result = jnp.where(has_nan[:count] > 0, math.nan, result)
   return combine(result, jnp.asarray(start, rows.dtype))
 
@@ -140,13 +144,13 @@ def _aten_segment_reduce(
 
   def of_row(row_ends, rows):
     segments = _segment_of(row_ends, len(rows))
-    result = _reduced(rows, segments, count, reduce, initial)
+    result = _reduce_segments(rows, segments, count, reduce, initial)
     if reduce == "mean":
       sizes = jnp.diff(row_ends)[:, None]
       empty = math.nan if initial is None else result
       result = jnp.where(sizes == 0, empty, result / jnp.maximum(sizes, 1))
     is_partial = unsafe or lengths is None
-    return out_of_range.spoiled(result, _are_broken(row_ends, len(rows), is_partial))
+    return out_of_range.spoiled(result, _are_invalid(row_ends, len(rows), is_partial))
 
   shape = (*data.shape[:axis], count, *data.shape[axis + 1 :])
   if data.size == 0 and 0 in (*data.shape[:axis], *data.shape[axis + 1 :]):
@@ -160,15 +164,15 @@ def _product_of_others(rows, segments, count, initial):
   is_zero, is_nan = rows == 0, jnp.isnan(rows)
   plain = jnp.where(is_zero | is_nan, 1, rows)
   start = 1.0 if initial is None else initial
-  product = _reduced(plain, segments, count, "prod", start)
+  product = _reduce_segments(plain, segments, count, "prod", start)
   zeros, nans = (
-    _reduced(is_special.astype(rows.dtype), segments, count, "sum", None)
+    _reduce_segments(is_special.astype(rows.dtype), segments, count, "sum", None)
     for is_special in (is_zero, is_nan)
   )
-  place = jnp.clip(segments, 0, max(count - 1, 0))
-  others = product[place] / plain
-  others = jnp.where(zeros[place] - is_zero > 0, 0, others)
-  return jnp.where(nans[place] - is_nan > 0, math.nan, others)
+  segment_ids = jnp.clip(segments, 0, max(count - 1, 0))
+  others = product[segment_ids] / plain
+  others = jnp.where(zeros[segment_ids] - is_zero > 0, 0, others)
+  return jnp.where(nans[segment_ids] - is_nan > 0, math.nan, others)
 
 
 @op(aten._segment_reduce_backward)
@@ -194,18 +198,20 @@ def _aten__segment_reduce_backward(
   def of_row(row_ends, grads, results, rows):
     segments = _segment_of(row_ends, len(rows))
     is_inside = ((segments >= 0) & (segments < count))[:, None]
-    place = jnp.clip(segments, 0, count - 1)
-    share = grads[place]
+    segment_ids = jnp.clip(segments, 0, count - 1)
+    share = grads[segment_ids]
     if reduce == "mean":
-      share = share / jnp.maximum(jnp.diff(row_ends), 1)[place][:, None]
+      share = share / jnp.maximum(jnp.diff(row_ends), 1)[segment_ids][:, None]
     elif reduce == "prod":
       share = share * _product_of_others(rows, segments, count, initial)
     elif reduce in ("max", "min"):
-      is_extreme = (rows == results[place]) | jnp.isnan(rows)
-      ties = _reduced(is_extreme.astype(rows.dtype), segments, count, "sum", None)
-      share = jnp.where(is_extreme, share / jnp.maximum(ties, 1)[place], 0)
-    broken = _are_broken(row_ends, len(rows), is_partial=True)
-    return out_of_range.spoiled(jnp.where(is_inside, share, 0), broken)
+      is_extreme = (rows == results[segment_ids]) | jnp.isnan(rows)
+      ties = _reduce_segments(
+        is_extreme.astype(rows.dtype), segments, count, "sum", None
+      )
+      share = jnp.where(is_extreme, share / jnp.maximum(ties, 1)[segment_ids], 0)
+    is_invalid = _are_invalid(row_ends, len(rows), is_partial=True)
+    return out_of_range.spoiled(jnp.where(is_inside, share, 0), is_invalid)
 
   arrays = (_as_rows(array.astype(wide), axis) for array in (grad, output, data))
   return _by_row(of_row, ends, *arrays).reshape(data.shape).astype(data.dtype)

@@ -89,15 +89,11 @@ def _repeats_rule(repeats):
     yield Range(repeats, 0, 2**31, RuntimeError, "repeats can not be negative")
 
 
-def _repeats_rules(self, repeats, dim=None, *, output_size=None):
-  return _repeats_rule(repeats)
-
-
 @op(
   aten.repeat_interleave.self_Tensor,
   aten.repeat_interleave.self_int,
   compiled=_has_known_length,
-  rules=_repeats_rules,
+  rules=lambda self, repeats, *rest, **named: _repeats_rule(repeats),
 )
 def repeat_interleave(self, repeats, dim=None, *, output_size=None):
   """Repeat each slice along `dim`, or each element without `dim`.
@@ -241,7 +237,7 @@ def _aten_unfold_backward(grad_in, input_sizes, dim, size, step):
   return jnp.moveaxis(total, 0, axis)
 
 
-def _every(array, axis, start, count, step):
+def _strided_slice(array, axis, start, count, step):
   """Return `count` elements of an axis, `step` apart."""
   return lax.slice_in_dim(array, start, start + (count - 1) * step + 1, step, axis)
 
@@ -265,7 +261,13 @@ def _aten_im2col(self, kernel_size, dilation, padding, stride):
       f"shape {self.shape} padded by {padding}."
     )
   shifted = [
-    _every(_every(padded, 2, top, counts[0], stride[0]), 3, left, counts[1], stride[1])
+    _strided_slice(
+      _strided_slice(padded, 2, top, counts[0], stride[0]),
+      3,
+      left,
+      counts[1],
+      stride[1],
+    )
     for top in range(0, dilation[0] * kernel_size[0], dilation[0])
     for left in range(0, dilation[1] * kernel_size[1], dilation[1])
   ]
@@ -302,9 +304,9 @@ def _put_diagonal(self, src, offset, dim1, dim2):
   rows, columns = matrices.shape[-2:]
   is_known = isinstance(offset, int)
   length = _diagonal_length(rows, columns, offset) if is_known else src.shape[-1]
-  places = jnp.arange(length)
-  places = places + jnp.maximum(-offset, 0), places + jnp.maximum(offset, 0)
-  written = matrices.at[..., *places].set(src.astype(matrices.dtype))
+  steps = jnp.arange(length)
+  indices = steps + jnp.maximum(-offset, 0), steps + jnp.maximum(offset, 0)
+  written = matrices.at[..., *indices].set(src.astype(matrices.dtype))
   return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
 
 
@@ -367,7 +369,7 @@ def _aten_diagflat(self, offset=0):
 # --- Strides ---------------------------------------------------------------------
 
 
-def _strided_places(length, size, stride, storage_offset):
+def _strided_indices(length, size, stride, storage_offset):
   """Return indices into a flat array of `length`, in the shape `size`."""
   last = storage_offset + sum((n - 1) * step for n, step in zip(size, stride))
   if math.prod(size) and not 0 <= last < length:
@@ -375,10 +377,10 @@ def _strided_places(length, size, stride, storage_offset):
       f"as_strided with size={size}, stride={stride} and storage_offset="
       f"{storage_offset} reaches element {last} of a tensor that has {length}."
     )
-  places = jnp.full(size, storage_offset or 0, jnp.int32)
+  indices = jnp.full(size, storage_offset or 0, jnp.int32)
   for axis, step in enumerate(stride):
-    places += lax.broadcasted_iota(jnp.int32, size, axis) * step
-  return places
+    indices += lax.broadcasted_iota(jnp.int32, size, axis) * step
+  return indices
 
 
 def _is_contiguous(size, stride) -> bool:
@@ -406,8 +408,8 @@ def as_strided(array, size, stride, storage_offset=0):
   offset = storage_offset or 0
   if _is_contiguous(size, stride) and offset + math.prod(size) <= flat.size:
     return lax.slice_in_dim(flat, offset, offset + math.prod(size)).reshape(size)
-  places = _strided_places(flat.size, size, stride, offset)
-  return flat.at[places].get(mode="promise_in_bounds")
+  indices = _strided_indices(flat.size, size, stride, offset)
+  return flat.at[indices].get(mode="promise_in_bounds")
 
 
 @op(aten.as_strided_copy)
@@ -424,9 +426,9 @@ def _aten_as_strided(self, size, stride, storage_offset=None):
 def _aten_as_strided_scatter(self, src, size, stride, storage_offset=None):
   """Write `src` to a strided view; of overlapping elements, one value remains."""
   flat = self.reshape(-1)
-  places = _strided_places(flat.size, size, stride, storage_offset or 0)
+  indices = _strided_indices(flat.size, size, stride, storage_offset or 0)
   values = src.astype(self.dtype)
-  return flat.at[places].set(values, mode="promise_in_bounds").reshape(self.shape)
+  return flat.at[indices].set(values, mode="promise_in_bounds").reshape(self.shape)
 
 
 # --- Copies of views -------------------------------------------------------------

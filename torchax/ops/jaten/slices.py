@@ -25,9 +25,9 @@ def _slice_range(length, start, end, step) -> range:
 @op(aten.slice_copy)
 def _aten_slice(self, dim=0, start=None, end=None, step=1):
   dim = dim_of(dim, self.ndim)
-  places = _slice_range(self.shape[dim], start, end, step)
-  stop = max(places.start, places.stop)
-  return lax.slice_in_dim(self, places.start, stop, step, dim)
+  positions = _slice_range(self.shape[dim], start, end, step)
+  stop = max(positions.start, positions.stop)
+  return lax.slice_in_dim(self, positions.start, stop, step, dim)
 
 
 def _require_source(self, src, dim, length) -> None:
@@ -42,8 +42,8 @@ def _require_source(self, src, dim, length) -> None:
 
 def _check_slice(self, src, dim=0, start=None, end=None, step=1):
   dim = dim_of(dim, self.ndim)
-  places = _slice_range(self.shape[dim], start, end, step)
-  _require_source(self, src, dim, len(places))
+  positions = _slice_range(self.shape[dim], start, end, step)
+  _require_source(self, src, dim, len(positions))
 
 
 def _prepare_slice(given: dict) -> None:
@@ -61,17 +61,17 @@ def _prepare_slice(given: dict) -> None:
 def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
   dim = dim_of(dim, self.ndim)
   if isinstance(start, jax.Array):
-    return _put_from(self, src, dim, start, step)
-  places = _slice_range(self.shape[dim], start, end, step)
-  _require_source(self, src, dim, len(places))
+    return _write_from(self, src, dim, start, step)
+  positions = _slice_range(self.shape[dim], start, end, step)
+  _require_source(self, src, dim, len(positions))
   src = src.astype(self.dtype)
   if step == 1:
-    return put_slice(self, src, dim, places.start) if len(places) else self
-  window = (slice(None),) * dim + (slice(places.start, places.stop, step),)
+    return put_slice(self, src, dim, positions.start) if len(positions) else self
+  window = (slice(None),) * dim + (slice(positions.start, positions.stop, step),)
   return self.at[window].set(src)
 
 
-def _put_from(self, src, dim, start, step=1):
+def _write_from(self, src, dim, start, step=1):
   """Replace the elements from a traced `start` on by `src`, which must fit."""
   size, length = self.shape[dim], src.shape[dim]
   first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
@@ -80,17 +80,17 @@ def _put_from(self, src, dim, start, step=1):
   src = src.astype(self.dtype)
   if step == 1:
     return put_slice(self, src, dim, first)
-  places = first + step * jnp.arange(length)
-  return self.at[(slice(None),) * dim + (places,)].set(src)
+  positions = first + step * jnp.arange(length)
+  return self.at[(slice(None),) * dim + (positions,)].set(src)
 
 
-def _spread(rows, sizes, dim, first, step):
+def _embed_rows(rows, sizes, dim, first, step):
   """Return zeros of `sizes` with `rows` along `dim`, from a traced `first` on."""
   zeros = jnp.zeros(sizes, rows.dtype)
   if isinstance(step, int) and step == 1:
     return lax.dynamic_update_slice_in_dim(zeros, rows, first, dim)
-  places = first + step * jnp.arange(rows.shape[dim])
-  return zeros.at[(slice(None),) * dim + (places,)].set(rows)
+  positions = first + step * jnp.arange(rows.shape[dim])
+  return zeros.at[(slice(None),) * dim + (positions,)].set(rows)
 
 
 @op(
@@ -111,12 +111,12 @@ def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
   size = input_sizes[dim]
   if not isinstance(start, int):
     first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
-    return _spread(grad_output, input_sizes, dim, first, step)
+    return _embed_rows(grad_output, input_sizes, dim, first, step)
   # torch's "to the end" is the largest int64, which without x64 comes as a float.
-  places = _slice_range(size, start, size if end > size else end, step)
-  after = size - places[-1] - 1
+  positions = _slice_range(size, start, size if end > size else end, step)
+  after = size - positions[-1] - 1
   widths = [(0, 0, 0)] * grad_output.ndim
-  widths[dim] = (places.start, after, step - 1)
+  widths[dim] = (positions.start, after, step - 1)
   return lax.pad(grad_output, jnp.zeros((), grad_output.dtype), widths)
 
 
@@ -195,7 +195,7 @@ def _aten_select_scatter(self, src, dim, index):
   dim = dim_of(dim, self.ndim)
   row = jnp.expand_dims(src.astype(self.dtype), dim)
   if not isinstance(index, int):
-    return _put_from(self, row, dim, index)
+    return _write_from(self, row, dim, index)
   index = _wrap_index(index, self.shape[dim])
   return _aten_slice_scatter(self, row, dim, index, index + 1)
 
@@ -207,6 +207,6 @@ def _aten_select_backward(grad_output, input_sizes, dim, index):
   row = jnp.expand_dims(grad_output, dim)
   if not isinstance(index, int):
     first = jnp.where(index < 0, index + input_sizes[dim], index)
-    return _spread(row, input_sizes, dim, first, 1)
+    return _embed_rows(row, input_sizes, dim, first, 1)
   index = _wrap_index(index, input_sizes[dim])
   return _aten_slice_backward(row, input_sizes, dim, index, index + 1, 1)

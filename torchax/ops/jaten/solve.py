@@ -36,19 +36,15 @@ def require_square(name: str, matrix):
     )
 
 
-def _adjoint(matrix):
-  return jnp.conj(jnp.swapaxes(matrix, -1, -2))
-
-
-def _transpose(matrix):
-  return jnp.swapaxes(matrix, -1, -2)
+def conj_transpose(matrix):
+  return jnp.conj(matrix.mT)
 
 
 def _absent(dtype):
   return jnp.zeros((0,), dtype)
 
 
-def _with_one_batch(left, right):
+def _broadcast_batches(left, right):
   """Broadcast the batch dimensions of both matrices."""
   batch = jnp.broadcast_shapes(left.shape[:-2], right.shape[:-2])
   return (
@@ -57,12 +53,12 @@ def _with_one_batch(left, right):
   )
 
 
-def _first_place(failed):
+def _first_true(failed):
   """Return the 1-based index of the first True along the last dimension, or 0."""
   if not failed.shape[-1]:
     return jnp.zeros(failed.shape[:-1], jnp.int32)
-  place = jnp.argmax(failed, axis=-1) + 1
-  return jnp.where(jnp.any(failed, axis=-1), place, 0).astype(jnp.int32)
+  position = jnp.argmax(failed, axis=-1) + 1
+  return jnp.where(jnp.any(failed, axis=-1), position, 0).astype(jnp.int32)
 
 
 _FAILURES = {
@@ -80,11 +76,11 @@ def _aten__linalg_check_errors(info, api_name, is_matrix):
   failed = jnp.flatnonzero(info)
   if not failed.size:
     return
-  place = "" if is_matrix else f"(Batch element {int(failed[0])}): "
+  element = "" if is_matrix else f"(Batch element {int(failed[0])}): "
   reason = _FAILURES.get(
     api_name, f"The computation failed with info={int(info.ravel()[failed[0]])}"
   )
-  raise torch.linalg.LinAlgError(f"{api_name}: {place}{reason}.")
+  raise torch.linalg.LinAlgError(f"{api_name}: {element}{reason}.")
 
 
 def needs_no_check(args, kwargs) -> bool:
@@ -103,7 +99,7 @@ def check_info(info, name, check_errors):
 def _solve_triangular(
   matrix, right, lower, left=True, transpose=False, conjugate=False, unit=False
 ):
-  matrix, right = _with_one_batch(matrix, right)
+  matrix, right = _broadcast_batches(matrix, right)
   return lax.linalg.triangular_solve(
     matrix,
     right,
@@ -125,7 +121,7 @@ def _aten_linalg_solve_triangular(self, B, upper, left=True, unitriangular=False
 def _aten_triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
   """Solve A X = self; the second result is A with its batches expanded."""
   require_square("triangular_solve", A)
-  A, self = _with_one_batch(A, self)
+  A, self = _broadcast_batches(A, self)
   solution = _solve_triangular(
     A, self, not upper, transpose=transpose, unit=unitriangular
   )
@@ -142,12 +138,12 @@ def _aten_linalg_cholesky_ex(self, upper=False, check_errors=False):
   XLA fills the factor with NaN and does not report the order of the failed minor.
   """
   require_square("linalg.cholesky", self)
-  source = _adjoint(self) if upper else self
+  source = conj_transpose(self) if upper else self
   factor = jnp.tril(lax.linalg.cholesky(source, symmetrize_input=False))
   diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
   info = jnp.any(jnp.isnan(diagonal), axis=-1).astype(jnp.int32)
   check_info(info, "linalg.cholesky", check_errors)
-  return _adjoint(factor) if upper else factor, info
+  return conj_transpose(factor) if upper else factor, info
 
 
 @op(aten.linalg_cholesky, aten.cholesky, compiled=False)
@@ -163,7 +159,7 @@ def _aten_cholesky_solve(self, input2, upper=False):
     raise RuntimeError(
       f"b should have at least 2 dimensions, but has {self.ndim} dimensions instead"
     )
-  lower = _adjoint(input2) if upper else input2
+  lower = conj_transpose(input2) if upper else input2
   half = _solve_triangular(lower, self, lower=True)
   return _solve_triangular(lower, half, lower=True, transpose=True, conjugate=True)
 
@@ -196,7 +192,7 @@ def _aten_qr(self, some=True):
 @op(aten.geqrf)
 def _aten_geqrf(self):
   reflectors, tau = jnp.linalg.qr(self, mode="raw")
-  return _transpose(reflectors), tau
+  return reflectors.mT, tau
 
 
 @op(aten.linalg_householder_product)
@@ -222,7 +218,7 @@ def _lu(matrix):
   """Return LU, pivots from 1, and `info`: the first zero on U's diagonal, or 0."""
   factors, pivots, _ = lax.linalg.lu(matrix)
   diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
-  return factors, pivots + 1, _first_place(diagonal == 0)
+  return factors, pivots + 1, _first_true(diagonal == 0)
 
 
 def _require_pivoting(name, pivot):
@@ -255,9 +251,9 @@ def _aten_lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
   permutation_matrix = lower = upper = _absent(dtype)
   if unpack_pivots:
     permutation = lax.linalg.lu_pivots_to_permutation(LU_pivots - 1, rows)
-    permutation_matrix = _transpose(jax.nn.one_hot(permutation, rows, dtype=dtype))
-    broken = out_of_range.outside(LU_pivots - 1, rows).any(-1)[..., None, None]
-    permutation_matrix = out_of_range.spoiled(permutation_matrix, broken)
+    permutation_matrix = jax.nn.one_hot(permutation, rows, dtype=dtype).mT
+    is_invalid = out_of_range.outside(LU_pivots - 1, rows).any(-1)[..., None, None]
+    permutation_matrix = out_of_range.spoiled(permutation_matrix, is_invalid)
   if unpack_data:
     lower = jnp.tril(LU_data[..., :, :rank], -1) + jnp.eye(rows, rank, dtype=dtype)
     upper = jnp.triu(LU_data[..., :rank, :])
@@ -273,12 +269,12 @@ def _aten_linalg_lu(A, pivot=True):
 
 def _lu_solve(factors, pivots, right, adjoint=False):
   """Solve A X = right, or A^H X = right, from P A = L U."""
-  factors, right = _with_one_batch(factors, right)
+  factors, right = _broadcast_batches(factors, right)
   rows = factors.shape[-1]
   permutation = lax.linalg.lu_pivots_to_permutation(pivots - 1, rows)
   permutation = jnp.broadcast_to(permutation, right.shape[:-1])
-  broken = out_of_range.outside(pivots - 1, rows).any(-1)[..., None, None]
-  right = out_of_range.spoiled(right, broken)
+  is_invalid = out_of_range.outside(pivots - 1, rows).any(-1)[..., None, None]
+  right = out_of_range.spoiled(right, is_invalid)
   if not adjoint:
     right = jnp.take_along_axis(right, permutation[..., None], axis=-2)
     half = _solve_triangular(factors, right, lower=True, unit=True)
@@ -318,7 +314,7 @@ def _aten_linalg_lu_solve(LU, pivots, B, left=True, adjoint=False):
   require_pivots("linalg.lu_solve", LU, pivots)
   if left:
     return _lu_solve(LU, pivots, B, adjoint)
-  return _adjoint(_lu_solve(LU, pivots, _adjoint(B), not adjoint))
+  return conj_transpose(_lu_solve(LU, pivots, conj_transpose(B), not adjoint))
 
 
 # --- Solving and inverting ----------------------------------------------------------
@@ -363,7 +359,7 @@ def _sign_of_pivots(pivots, dtype):
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _determinant(matrix, transposed):
-  factors, pivots, _ = _lu(_transpose(matrix) if transposed else matrix)
+  factors, pivots, _ = _lu(matrix.mT if transposed else matrix)
   diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
   sign = _sign_of_pivots(pivots, matrix.dtype)
   return sign * jnp.prod(diagonal, axis=-1), factors, pivots
@@ -371,7 +367,7 @@ def _determinant(matrix, transposed):
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _sign_and_log_determinant(matrix, transposed):
-  factors, pivots, _ = _lu(_transpose(matrix) if transposed else matrix)
+  factors, pivots, _ = _lu(matrix.mT if transposed else matrix)
   diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
   sign = _sign_of_pivots(pivots, matrix.dtype) * jnp.prod(jnp.sign(diagonal), axis=-1)
   return sign, jnp.sum(jnp.log(jnp.abs(diagonal)), axis=-1), factors, pivots
@@ -448,7 +444,7 @@ def _default_rtol(matrix) -> float:
   return float(jnp.finfo(matrix.dtype).eps) * max(matrix.shape[-2:])
 
 
-def _inverted_above(values, cutoff):
+def _reciprocals_above(values, cutoff):
   """Return the reciprocals of the values above the cutoff, 0 for the rest."""
   kept = values > cutoff
   return jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
@@ -458,8 +454,8 @@ def _hermitian_pinv(matrix, cutoff_of):
   vectors, values = lax.linalg.eigh(matrix, lower=True, symmetrize_input=False)
   magnitudes = jnp.abs(values)
   cutoff = cutoff_of(jnp.max(magnitudes, axis=-1, keepdims=True))
-  inverted = jnp.sign(values) * _inverted_above(magnitudes, cutoff)
-  return (vectors * inverted[..., None, :]) @ _adjoint(vectors)
+  inverted = jnp.sign(values) * _reciprocals_above(magnitudes, cutoff)
+  return (vectors * inverted[..., None, :]) @ conj_transpose(vectors)
 
 
 @op(aten.linalg_pinv.atol_rtol_tensor)
@@ -474,12 +470,12 @@ def _aten_linalg_pinv_atol_rtol_tensor(self, atol=None, rtol=None, hermitian=Fal
     return jnp.maximum(atol, rtol * greatest).astype(greatest.dtype)
 
   if self.size == 0:
-    return jnp.zeros(_transpose(self).shape, self.dtype)
+    return jnp.zeros(self.mT.shape, self.dtype)
   if hermitian:
     return _hermitian_pinv(self, cutoff_of)
   left, values, right = singular(self, full_matrices=False)
-  inverted = _inverted_above(values, cutoff_of(values[..., :1]))
-  return (_adjoint(right) * inverted[..., None, :]) @ _adjoint(left)
+  inverted = _reciprocals_above(values, cutoff_of(values[..., :1]))
+  return (conj_transpose(right) * inverted[..., None, :]) @ conj_transpose(left)
 
 
 # Further outputs of each LAPACK driver: rank, residuals, singular values.
@@ -516,8 +512,10 @@ def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
   left_vectors, values, right_vectors = singular(self, full_matrices=False)
   rcond = _default_rtol(self) if rcond is None else rcond
   cutoff = jnp.asarray(rcond, values.dtype) * values[..., :1]
-  scaled = _inverted_above(values, cutoff)[..., None] * (_adjoint(left_vectors) @ right)
-  solution = _adjoint(right_vectors) @ scaled
+  scaled = _reciprocals_above(values, cutoff)[..., None] * (
+    conj_transpose(left_vectors) @ right
+  )
+  solution = conj_transpose(right_vectors) @ scaled
   rank = jnp.sum(values > cutoff, axis=-1, dtype=mappings.t2j_dtype(torch.int64))
   residuals = jnp.sum(jnp.square(jnp.abs(self @ solution - right)), axis=-2)
   gives_rank, gives_residuals, gives_values = _LSTSQ_OUTPUTS[driver]

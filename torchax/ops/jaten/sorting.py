@@ -13,6 +13,7 @@ from jax import lax
 
 from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
+from torchax.ops.jaten._arguments import dim_of
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 
@@ -21,31 +22,22 @@ def _int64():
   return mappings.t2j_dtype(torch.int64)
 
 
-def _sort_dim(self, dim: int) -> int:
-  rank = max(self.ndim, 1)
-  if not -rank <= dim < rank:
-    raise IndexError(
-      f"Dimension out of range: expected one in [{-rank}, {rank - 1}], but got {dim}."
-    )
-  return dim % rank
-
-
 # --- Sorting ---------------------------------------------------------------------
 
 
 @op(aten.sort.default, index_results=(1,))
 def _aten_sort(self, dim=-1, descending=False):
   """Return the sorted values and their former indices along `dim`."""
-  dim = _sort_dim(self, dim)
+  dim = dim_of(dim, self.ndim)
   if self.ndim == 0:
     return self, jnp.zeros((), _int64())
-  places = lax.broadcasted_iota(_int64(), self.shape, dim)
+  indices = lax.broadcasted_iota(_int64(), self.shape, dim)
   if not descending:
-    return lax.sort((self, places), dimension=dim, num_keys=1, is_stable=True)
+    return lax.sort((self, indices), dimension=dim, num_keys=1, is_stable=True)
   # Reversing before and after keeps ties in order and puts NaN first.
-  reversed_ = (lax.rev(self, [dim]), lax.rev(places, [dim]))
-  values, places = lax.sort(reversed_, dimension=dim, num_keys=1, is_stable=True)
-  return lax.rev(values, [dim]), lax.rev(places, [dim])
+  reversed_ = (lax.rev(self, [dim]), lax.rev(indices, [dim]))
+  values, indices = lax.sort(reversed_, dimension=dim, num_keys=1, is_stable=True)
+  return lax.rev(values, [dim]), lax.rev(indices, [dim])
 
 
 @op(aten.sort.stable, index_results=(1,))
@@ -80,18 +72,18 @@ def _topk_keys(values, largest):
 @op(aten.topk, index_results=(1,))
 def _aten_topk(self, k, dim=-1, largest=True, sorted=True):
   """Return the k largest (or smallest) along `dim`, always sorted."""
-  dim = _sort_dim(self, dim)
+  dim = dim_of(dim, self.ndim)
   size = self.shape[dim] if self.ndim else 1
   if not 0 <= k <= size:
     raise RuntimeError(f"topk expects k in [0, {size}], but got k={k}.")
   if self.ndim == 0:
     return self, jnp.zeros((), _int64())
   rows = jnp.moveaxis(self, dim, -1)
-  _, places = lax.top_k(_topk_keys(rows, largest), k)
-  values = jnp.take_along_axis(rows, places, -1, mode="promise_in_bounds")
+  _, indices = lax.top_k(_topk_keys(rows, largest), k)
+  values = jnp.take_along_axis(rows, indices, -1, mode="promise_in_bounds")
   return (
     jnp.moveaxis(values, -1, dim),
-    jnp.moveaxis(places, -1, dim).astype(_int64()),
+    jnp.moveaxis(indices, -1, dim).astype(_int64()),
   )
 
 
@@ -127,20 +119,20 @@ def _aten_searchsorted(
     )
   side = side or ("right" if right else "left")
   if sorter is not None:
-    broken = out_of_range.outside(sorter, sorted_sequence.shape[-1]).any()
+    is_invalid = out_of_range.outside(sorter, sorted_sequence.shape[-1]).any()
     sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, -1, mode="clip")
   values = jnp.asarray(self)
   if not values.size or not sorted_sequence.shape[-1]:
-    places = jnp.zeros(values.shape, _int64())
+    indices = jnp.zeros(values.shape, _int64())
   elif sorted_sequence.ndim == 1:
-    places = jnp.searchsorted(sorted_sequence, values, side)
+    indices = jnp.searchsorted(sorted_sequence, values, side)
   else:
     rows = sorted_sequence.reshape(-1, sorted_sequence.shape[-1])
     queries = values.reshape(rows.shape[0], -1)
     search = jax.vmap(lambda row, query: jnp.searchsorted(row, query, side))
-    places = search(rows, queries).reshape(values.shape)
-  places = places.astype(jnp.int32 if out_int32 else _int64())
-  return places if sorter is None else out_of_range.spoiled(places, broken)
+    indices = search(rows, queries).reshape(values.shape)
+  indices = indices.astype(jnp.int32 if out_int32 else _int64())
+  return indices if sorter is None else out_of_range.spoiled(indices, is_invalid)
 
 
 @op(aten.bucketize, index_results=(0,))

@@ -173,19 +173,19 @@ def _aten_mvlgamma(self, p):
   return _in_floats(sum_of_lgamma)(self)
 
 
-def _with_one_shape(function):
+def _broadcast_operands(function):
   return lambda *arrays: function(*jnp.broadcast_arrays(*arrays))
 
 
 @op(aten.igamma, aten.special_gammainc)
 def _aten_igamma(self, other):
   """Compute the regularized lower incomplete gamma function P(self, other)."""
-  return _in_floats(_with_one_shape(lax.igamma))(self, other)
+  return _in_floats(_broadcast_operands(lax.igamma))(self, other)
 
 
 @op(aten.igammac, aten.special_gammaincc)
 def _aten_igammac(self, other):
-  return _in_floats(_with_one_shape(lax.igammac))(self, other)
+  return _in_floats(_broadcast_operands(lax.igammac))(self, other)
 
 
 def _zeta_of_positive(exponent, offset):
@@ -227,7 +227,7 @@ def _aten_special_zeta(self, other):
 
   It is infinite at other = 0, -1, -2, …
   """
-  return _in_floats(_with_one_shape(_hurwitz_zeta))(self, other)
+  return _in_floats(_broadcast_operands(_hurwitz_zeta))(self, other)
 
 
 # --- Error functions and entropies --------------------------------------------------
