@@ -7,12 +7,11 @@ Boxes are rows (x1, y1, x2, y2) with x1 <= x2 and y1 <= y2.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 
-from torchax.core import mappings
 from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
+from torchax.ops.promotion import int64
 
 
 def _areas(boxes: jax.Array) -> jax.Array:
@@ -99,7 +98,7 @@ def nms(boxes, scores, iou_threshold):
   boxes = jnp.pad(boxes, ((0, fill), (0, 0)))
   order, kept = _select(boxes, jnp.pad(scores, (0, fill)), count, iou_threshold)
   chosen = np.asarray(order)[np.asarray(kept)]
-  return jnp.asarray(chosen, mappings.t2j_dtype(torch.int64))
+  return jnp.asarray(chosen, int64())
 
 
 def non_max_suppression_padded(scores, boxes, max_output_size, iou_threshold):
@@ -127,4 +126,4 @@ def non_max_suppression_padded(scores, boxes, max_output_size, iou_threshold):
   (positions,) = jnp.nonzero(kept, size=max_output_size, fill_value=-1)
   indices = jnp.where(positions < 0, 0, order[positions])
   count = jnp.minimum(kept.sum(), max_output_size)
-  return indices.astype(mappings.t2j_dtype(torch.int64)), count
+  return indices.astype(int64()), count

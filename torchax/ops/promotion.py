@@ -24,9 +24,14 @@ def default_float() -> jnp.dtype:
   return mappings.t2j_dtype(torch.get_default_dtype())
 
 
+def int64() -> jnp.dtype:
+  """Return the JAX dtype of torch's int64, which is int32 without x64."""
+  return mappings.t2j_dtype(torch.int64)
+
+
 _NUMBER_DTYPES = {
   bool: lambda: jnp.dtype(bool),
-  int: lambda: mappings.t2j_dtype(torch.int64),
+  int: int64,
   float: default_float,
   complex: lambda: jnp.promote_types(default_float(), jnp.complex64),
 }

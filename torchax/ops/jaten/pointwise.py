@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax.core import mappings
 from torchax.core.static_values import StaticValue
 from torchax.errors import WrongDtypeError
 from torchax.ops.builtin import op
@@ -24,6 +23,7 @@ from torchax.ops.jaten._arguments import require_one_dtype
 from torchax.ops.promotion import (
   HALVES,
   in_float32,
+  int64,
   is_exact,
   promote,
   result_dtype,
@@ -288,9 +288,8 @@ def _aten_where(condition, self=None, other=None):
     )
   condition = condition.astype(jnp.bool_)
   if self is None:
-    index_dtype = mappings.t2j_dtype(torch.int64)
     indices = jnp.nonzero(jnp.atleast_1d(condition))
-    return [index.astype(index_dtype) for index in indices[: condition.ndim or 1]]
+    return [index.astype(int64()) for index in indices[: condition.ndim or 1]]
   left, right = promote(self, other)
   return jnp.where(condition, left, right)
 

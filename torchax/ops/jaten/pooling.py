@@ -10,15 +10,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 
-from torchax.core import mappings, out_of_range
+from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import expand_sizes, require_size
 from torchax.ops.jaten.indexing import added, assigned
-from torchax.ops.promotion import in_opmath, widen
+from torchax.ops.promotion import in_opmath, int64, widen
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 
@@ -73,9 +72,7 @@ def _index_plane(self, rank):
   """Return the index of each cell in the spatial plane, in the shape of the array."""
   spatial = self.shape[-rank:]
   plane = np.arange(math.prod(spatial)).reshape(spatial)
-  return jnp.broadcast_to(
-    jnp.asarray(plane, mappings.t2j_dtype(torch.int64)), self.shape
-  )
+  return jnp.broadcast_to(jnp.asarray(plane, int64()), self.shape)
 
 
 def _lowest(dtype):
@@ -150,20 +147,25 @@ def _flatten_planes(array, rank):
   return array.reshape(math.prod(array.shape[:-rank]), math.prod(array.shape[-rank:]))
 
 
+def _write(cells, indices, values, rank, put, **options):
+  """Write values to cells (plane, cell) with `put`, at indices into the planes."""
+  rows = jnp.arange(cells.shape[0])[:, None]
+  flat, count = _flatten_planes(indices, rank), cells.shape[1]
+  return out_of_range.write(
+    cells,
+    (rows, out_of_range.inside(flat, count)),
+    _flatten_planes(values, rank),
+    put,
+    out_of_range.outside(flat, count),
+    **options,
+  )
+
+
 def _send_back(grad_output, self, indices, rank):
   """Add each gradient to the cell of its maximum."""
   cells = jnp.zeros(_flatten_planes(self, rank).shape, widen(grad_output).dtype)
-  rows = jnp.arange(cells.shape[0])[:, None]
-  flat, count = _flatten_planes(indices, rank), cells.shape[1]
-  if count:
-    cells = out_of_range.write(
-      cells,
-      (rows, out_of_range.inside(flat, count)),
-      _flatten_planes(widen(grad_output), rank),
-      added,
-      out_of_range.outside(flat, count),
-      gathers=True,
-    )
+  if cells.shape[1]:
+    cells = _write(cells, indices, widen(grad_output), rank, added, gathers=True)
   return cells.reshape(self.shape).astype(grad_output.dtype)
 
 
@@ -191,16 +193,7 @@ def _unpool(self, indices, output_size, rank):
   shape = (*self.shape[:-rank], *output_size)
   planes = math.prod(self.shape[:-rank])
   cells = jnp.zeros((planes, math.prod(output_size)), self.dtype)
-  rows = jnp.arange(planes)[:, None]
-  flat, count = _flatten_planes(indices, rank), math.prod(output_size)
-  cells = out_of_range.write(
-    cells,
-    (rows, out_of_range.inside(flat, count)),
-    _flatten_planes(self, rank),
-    assigned,
-    out_of_range.outside(flat, count),
-  )
-  return cells.reshape(shape)
+  return _write(cells, indices, self, rank, assigned).reshape(shape)
 
 
 def _unpool_rules(self, indices, output_size, *rest, **named):

@@ -23,7 +23,7 @@ from torchax.ops.jaten._random_checks import (
   require_size,
   require_std,
 )
-from torchax.ops.promotion import default_float, result_dtype
+from torchax.ops.promotion import default_float, int64, result_dtype
 from torchax.registry.names import aten
 from torchax.rng import pathwise, rejection, samplers
 
@@ -483,4 +483,4 @@ def _check_weights(weights: jax.Array) -> None:
 @_sampler(aten.multinomial, check=_check_multinomial, order_dependent=True)
 def _aten_multinomial(key, self, num_samples, replacement=False):
   drawn = samplers.multinomial(key, self, num_samples, replacement)
-  return drawn.astype(mappings.t2j_dtype(torch.int64))
+  return drawn.astype(int64())

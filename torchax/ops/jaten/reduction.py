@@ -9,7 +9,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
 from torchax.core import grad_mode, mappings
@@ -18,12 +17,8 @@ from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import dim_of, require_no_bool
-from torchax.ops.promotion import is_exact, promote, to_float
+from torchax.ops.promotion import int64, is_exact, promote, to_float
 from torchax.registry.names import aten, prims
-
-
-def _index_dtype():
-  return mappings.t2j_dtype(torch.int64)
 
 
 def _require_floats(array, name: str):
@@ -57,7 +52,7 @@ def _to_sum_dtype(array, dtype):
   """Convert the array to the dtype of its sums and products."""
   if dtype is not None:
     return array.astype(mappings.t2j_dtype(dtype))
-  return array.astype(_index_dtype()) if is_exact(array) else array
+  return array.astype(int64()) if is_exact(array) else array
 
 
 def _widen(array):
@@ -106,7 +101,7 @@ def _aten_trace(self):
 
 @op(aten.count_nonzero)
 def _aten_count_nonzero(self, dim=None):
-  return jnp.sum(self != 0, axis=_axes(self, dim), dtype=_index_dtype())
+  return jnp.sum(self != 0, axis=_axes(self, dim), dtype=int64())
 
 
 @op(aten.logsumexp)
@@ -224,9 +219,9 @@ def _arg_extremum(name, find, self, dim, keepdim):
   axes = _axes(self, dim)
   _require_elements(self, axes, name)
   if self.ndim == 0:
-    return jnp.zeros((), _index_dtype())
+    return jnp.zeros((), int64())
   axis = None if dim is None else axes[0]
-  return find(self, axis=axis, keepdims=keepdim).astype(_index_dtype())
+  return find(self, axis=axis, keepdims=keepdim).astype(int64())
 
 
 @op(aten.argmax, index_results=(0,))
@@ -406,29 +401,29 @@ def _scan(scan, array, dim):
 
 @op(aten.cumsum)
 def _aten_cumsum(self, dim, dtype=None):
-  return _scan(lambda x, axis: jnp.cumsum(x, axis), _to_sum_dtype(self, dtype), dim)
+  return _scan(jnp.cumsum, _to_sum_dtype(self, dtype), dim)
 
 
 @op(aten.cumprod)
 def _aten_cumprod(self, dim, dtype=None):
-  return _scan(lambda x, axis: jnp.cumprod(x, axis), _to_sum_dtype(self, dtype), dim)
+  return _scan(jnp.cumprod, _to_sum_dtype(self, dtype), dim)
 
 
 @op(aten.logcumsumexp, aten._logcumsumexp)
 def _aten_logcumsumexp(self, dim):
-  return _scan(lambda x, axis: lax.cumlogsumexp(x, axis), self, dim)
+  return _scan(lax.cumlogsumexp, self, dim)
 
 
 def _running_extremum(scan, self, dim):
   """Return running extrema and the last index of each; NaN wins."""
   axes = _axes(self, dim)
   if self.ndim == 0:
-    return self, jnp.zeros((), _index_dtype())
+    return self, jnp.zeros((), int64())
   if self.dtype == jnp.bool_:  # JAX does not scan bools
     extrema, positions = _running_extremum(scan, self.astype(jnp.int8), dim)
     return extrema.astype(jnp.bool_), positions
   extrema = scan(self, axis=axes[0])
-  positions = lax.broadcasted_iota(_index_dtype(), self.shape, axes[0])
+  positions = lax.broadcasted_iota(int64(), self.shape, axes[0])
   attains = self == extrema
   if not is_exact(self):
     attains |= jnp.isnan(self)
@@ -464,7 +459,7 @@ def _order_statistic(self, dim, keepdim, rank_of):
   array, axes = jnp.atleast_1d(self), _axes(self, dim)
   axis = axes[0] if axes else 0
   _require_elements(array, (axis,), "median")
-  positions = lax.broadcasted_iota(_index_dtype(), array.shape, axis)
+  positions = lax.broadcasted_iota(int64(), array.shape, axis)
   # NaN sorts last.
   ascending = lax.sort((array, positions), dimension=axis, num_keys=1, is_stable=True)
   keepdim = keepdim and self.ndim > 0
@@ -529,7 +524,7 @@ def _aten_mode(self, dim=-1, keepdim=False):
   """
 
   def end_of_longest_run(values, axis):
-    positions = lax.broadcasted_iota(_index_dtype(), values.shape, axis)
+    positions = lax.broadcasted_iota(int64(), values.shape, axis)
     previous = jnp.roll(values, 1, axis)
     starts = (values != previous) | (positions == 0)
     run_start = lax.cummax(jnp.where(starts, positions, 0), axis=axis)

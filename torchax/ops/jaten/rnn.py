@@ -14,28 +14,24 @@ import torch
 from jax import lax
 
 from torchax.ops.builtin import Kind, op
+from torchax.ops.jaten.multi_head import project
 from torchax.registry.names import aten
-
-
-def _affine(input, weight, bias):
-  product = lax.dot_general(input, weight, (((input.ndim - 1,), (1,)), ((), ())))
-  return product if bias is None else product + bias
 
 
 def _lstm_cell(projected, state, weights):
   hidden, cell = state
-  gates = projected + _affine(hidden, weights["hh"], weights["b_hh"])
+  gates = projected + project(hidden, weights["hh"], weights["b_hh"])
   enter, forget, candidate, leave = jnp.split(gates, 4, axis=-1)
   cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
   hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
   if weights["hr"] is not None:
-    hidden = _affine(hidden, weights["hr"], None)
+    hidden = project(hidden, weights["hr"], None)
   return hidden, cell
 
 
 def _gru_cell(projected, state, weights):
   (hidden,) = state
-  recurrent = _affine(hidden, weights["hh"], weights["b_hh"])
+  recurrent = project(hidden, weights["hh"], weights["b_hh"])
   reset_in, update_in, new_in = jnp.split(projected, 3, axis=-1)
   reset_h, update_h, new_h = jnp.split(recurrent, 3, axis=-1)
   reset = jax.nn.sigmoid(reset_in + reset_h)
@@ -47,7 +43,7 @@ def _gru_cell(projected, state, weights):
 def _simple_cell(activation):
   def cell(projected, state, weights):
     (hidden,) = state
-    return (activation(projected + _affine(hidden, weights["hh"], weights["b_hh"])),)
+    return (activation(projected + project(hidden, weights["hh"], weights["b_hh"])),)
 
   return cell
 
@@ -76,7 +72,7 @@ def layer(input, state, mask, weights, cell: str, reverse: bool):
   """
   w_ih, w_hh, b_ih, b_hh, w_hr = weights
   named = {"hh": w_hh, "b_hh": b_hh, "hr": w_hr}
-  projected = _affine(input, w_ih, b_ih)
+  projected = project(input, w_ih, b_ih)
 
   def step(state, inputs):
     now, valid = inputs

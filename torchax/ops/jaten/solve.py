@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torchax.core import mappings, out_of_range
+from torchax.core import out_of_range
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten._arguments import require_one_dtype
+from torchax.ops.promotion import int64
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 
@@ -516,7 +517,7 @@ def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
     conj_transpose(left_vectors) @ right
   )
   solution = conj_transpose(right_vectors) @ scaled
-  rank = jnp.sum(values > cutoff, axis=-1, dtype=mappings.t2j_dtype(torch.int64))
+  rank = jnp.sum(values > cutoff, axis=-1, dtype=int64())
   residuals = jnp.sum(jnp.square(jnp.abs(self @ solution - right)), axis=-2)
   gives_rank, gives_residuals, gives_values = _LSTSQ_OUTPUTS[driver]
   gives_residuals = gives_residuals and self.shape[-2] > self.shape[-1]

@@ -8,19 +8,14 @@ statistics that reduce (median, kthvalue) are in `reduction.py`.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 
-from torchax.core import mappings, out_of_range
+from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import dim_of
+from torchax.ops.promotion import int64
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
-
-
-def _int64():
-  return mappings.t2j_dtype(torch.int64)
-
 
 # --- Sorting ---------------------------------------------------------------------
 
@@ -30,8 +25,8 @@ def _aten_sort(self, dim=-1, descending=False):
   """Return the sorted values and their former indices along `dim`."""
   dim = dim_of(dim, self.ndim)
   if self.ndim == 0:
-    return self, jnp.zeros((), _int64())
-  indices = lax.broadcasted_iota(_int64(), self.shape, dim)
+    return self, jnp.zeros((), int64())
+  indices = lax.broadcasted_iota(int64(), self.shape, dim)
   if not descending:
     return lax.sort((self, indices), dimension=dim, num_keys=1, is_stable=True)
   # Reversing before and after keeps ties in order and puts NaN first.
@@ -77,13 +72,13 @@ def _aten_topk(self, k, dim=-1, largest=True, sorted=True):
   if not 0 <= k <= size:
     raise RuntimeError(f"topk expects k in [0, {size}], but got k={k}.")
   if self.ndim == 0:
-    return self, jnp.zeros((), _int64())
+    return self, jnp.zeros((), int64())
   rows = jnp.moveaxis(self, dim, -1)
   _, indices = lax.top_k(_topk_keys(rows, largest), k)
   values = jnp.take_along_axis(rows, indices, -1, mode="promise_in_bounds")
   return (
     jnp.moveaxis(values, -1, dim),
-    jnp.moveaxis(indices, -1, dim).astype(_int64()),
+    jnp.moveaxis(indices, -1, dim).astype(int64()),
   )
 
 
@@ -123,7 +118,7 @@ def _aten_searchsorted(
     sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, -1, mode="clip")
   values = jnp.asarray(self)
   if not values.size or not sorted_sequence.shape[-1]:
-    indices = jnp.zeros(values.shape, _int64())
+    indices = jnp.zeros(values.shape, int64())
   elif sorted_sequence.ndim == 1:
     indices = jnp.searchsorted(sorted_sequence, values, side)
   else:
@@ -131,7 +126,7 @@ def _aten_searchsorted(
     queries = values.reshape(rows.shape[0], -1)
     search = jax.vmap(lambda row, query: jnp.searchsorted(row, query, side))
     indices = search(rows, queries).reshape(values.shape)
-  indices = indices.astype(jnp.int32 if out_int32 else _int64())
+  indices = indices.astype(jnp.int32 if out_int32 else int64())
   return indices if sorter is None else out_of_range.spoiled(indices, is_invalid)
 
 
@@ -203,8 +198,8 @@ def _distinct(self, name, dim=None, consecutive=False, inverse=True, counts=True
   shape = self.shape if dim is None else group.shape
   return (
     jnp.take(array, members, axis),
-    jnp.asarray(group.reshape(shape) if inverse else empty, _int64()),
-    jnp.asarray(sizes if counts else empty, _int64()),
+    jnp.asarray(group.reshape(shape) if inverse else empty, int64()),
+    jnp.asarray(sizes if counts else empty, int64()),
   )
 
 
