@@ -103,33 +103,21 @@ def _aten_pad(self, pad, mode="constant", value=None):
   return _pad_with_border(self, pad, mode)
 
 
-# The length of the padding gives the number of dimensions.
-@op(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
-def _aten_reflection_pad(self, padding):
-  return _pad_with_border(self, padding, "reflect")
+def _register(name, mode):
+  """Register a padding for 1, 2 and 3 dimensions, and its backward."""
+  ranks = (1, 2, 3)
+
+  # The length of the padding gives the number of dimensions.
+  @op(*(getattr(aten, f"{name}{rank}d") for rank in ranks))
+  def lowering(self, padding):
+    return _pad_with_border(self, padding, mode)
+
+  @op(*(getattr(aten, f"{name}{rank}d_backward") for rank in ranks))
+  def backward(grad_output, self, padding):
+    return jax.vjp(lambda x: lowering(x, padding), self)[1](grad_output)[0]
+
+  return lowering
 
 
-@op(
-  aten.reflection_pad1d_backward,
-  aten.reflection_pad2d_backward,
-  aten.reflection_pad3d_backward,
-)
-def _aten_reflection_pad_backward(grad_output, self, padding):
-  return jax.vjp(lambda x: _aten_reflection_pad(x, padding), self)[1](grad_output)[0]
-
-
-@op(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
-def _aten_replication_pad(self, padding):
-  return _pad_with_border(self, padding, "replicate")
-
-
-@op(
-  aten.replication_pad1d_backward,
-  aten.replication_pad2d_backward,
-  aten.replication_pad3d_backward,
-)
-def _aten_replication_pad_backward(grad_output, self, padding):
-  return jax.vjp(lambda x: _aten_replication_pad(x, padding), self)[1](grad_output)[0]
-
-
-_aten_reflection_pad1d = _aten_reflection_pad
+_aten_reflection_pad1d = _register("reflection_pad", "reflect")
+_register("replication_pad", "replicate")

@@ -5,6 +5,7 @@ Inputs are (N, C, spatial…) or (C, spatial…). Indices of maxima refer to the
 spatial plane of the input, as in torch.
 """
 
+import functools
 import math
 
 import jax
@@ -23,6 +24,16 @@ from torchax.registry.names import aten
 
 # Index of a padding cell; any cell of the input replaces it.
 NO_INDEX = -1
+
+
+def _register(name, function, **options):
+  """Register `function(…, rank=)` for 2 and 3 dimensions; return the former."""
+  lowerings = []
+  for rank in (2, 3):
+    lowering = functools.partial(function, rank=rank)
+    lowering.__module__ = __name__  # makes it a member of this theme
+    lowerings.append(op(getattr(aten, name.format(rank)), **options)(lowering))
+  return lowerings[0]
 
 
 def _check_rank(self, rank):
@@ -119,7 +130,9 @@ def _check_not_empty(self, rank) -> None:
     )
 
 
-def _max_pool(self, rank, kernel_size, stride, padding, dilation, ceil_mode):
+def _max_pool(
+  self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False, *, rank
+):
   _check_not_empty(self, rank)
   windows = _window_sizes(self, rank, kernel_size, stride, padding, dilation)
   values, indices = self, _index_plane(self, rank)
@@ -128,18 +141,9 @@ def _max_pool(self, rank, kernel_size, stride, padding, dilation, ceil_mode):
   return values, indices
 
 
-@op(aten.max_pool2d_with_indices, index_results=(1,))
-def _aten_max_pool2d_with_indices(
-  self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False
-):
-  return _max_pool(self, 2, kernel_size, stride, padding, dilation, ceil_mode)
-
-
-@op(aten.max_pool3d_with_indices, index_results=(1,))
-def _aten_max_pool3d_with_indices(
-  self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False
-):
-  return _max_pool(self, 3, kernel_size, stride, padding, dilation, ceil_mode)
+_aten_max_pool2d_with_indices = _register(
+  "max_pool{}d_with_indices", _max_pool, index_results=(1,)
+)
 
 
 def _flatten_planes(array, rank):
@@ -169,18 +173,15 @@ def _send_back(grad_output, self, indices, rank):
   return cells.reshape(self.shape).astype(grad_output.dtype)
 
 
-@op(aten.max_pool2d_with_indices_backward)
-def max_pool2d_with_indices_backward_custom(
-  grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices
+def _max_pool_backward(
+  grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices, *, rank
 ):
-  return _send_back(grad_output, self, indices, 2)
+  return _send_back(grad_output, self, indices, rank)
 
 
-@op(aten.max_pool3d_with_indices_backward)
-def _aten_max_pool3d_with_indices_backward(
-  grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices
-):
-  return _send_back(grad_output, self, indices, 3)
+max_pool2d_with_indices_backward_custom = _register(
+  "max_pool{}d_with_indices_backward", _max_pool_backward
+)
 
 
 def _unpool(self, indices, output_size, rank):
@@ -234,13 +235,14 @@ def _divisors(size, pooled, kernel, stride, padding, count_include_pad):
 
 def _avg_pool(
   self,
-  rank,
   kernel_size,
   stride=(),
   padding=0,
   ceil_mode=False,
   count_include_pad=True,
   divisor_override=None,
+  *,
+  rank,
 ):
   divisor = divisor_override
   if isinstance(divisor, int) and divisor == 0:
@@ -289,33 +291,15 @@ _prepare_divisor = _numbers.static_if("divisor_override", is_static=lambda n: n 
 _DIVISOR: dict = {"static": ("divisor_override",), "prepare": _prepare_divisor}
 
 
-@op(aten.avg_pool2d, **_DIVISOR)
-def _aten_avg_pool(self, *windows, **named):
-  return _average(self, 2, *windows, **named)
-
-
-@op(aten.avg_pool3d, **_DIVISOR)
-def _aten_avg_pool3d(self, *windows, **named):
-  return _average(self, 3, *windows, **named)
-
-
-@op(aten.avg_pool1d)
-def _aten_avg_pool1d(self, *windows, **named):
-  return _average(self, 1, *windows, **named)
-
-
-@op(aten.avg_pool2d_backward, **_DIVISOR)
-def _aten_avg_pool2d_backward(grad_output, self, *windows):
+def _avg_pool_backward(grad_output, self, *windows, rank):
   return _linear_gradient(
-    lambda array: _avg_pool(array, 2, *windows), grad_output, self
+    lambda array: _avg_pool(array, *windows, rank=rank), grad_output, self
   )
 
 
-@op(aten.avg_pool3d_backward, **_DIVISOR)
-def _aten_avg_pool3d_backward(grad_output, self, *windows):
-  return _linear_gradient(
-    lambda array: _avg_pool(array, 3, *windows), grad_output, self
-  )
+op(aten.avg_pool1d)(functools.partial(_average, rank=1))
+_aten_avg_pool = _register("avg_pool{}d", _average, **_DIVISOR)
+_register("avg_pool{}d_backward", _avg_pool_backward, **_DIVISOR)
 
 
 # ---- Adaptive
@@ -382,22 +366,15 @@ def _aten__adaptive_avg_pool3d(self, output_size):
   return _adaptive_avg_pool(self, output_size, 3)
 
 
-@op(aten._adaptive_avg_pool2d_backward)
-def _aten__adaptive_avg_pool2d_backward(grad_output, self):
+def _adaptive_avg_pool_backward(grad_output, self, *, rank):
   return _linear_gradient(
-    lambda array: _adaptive_avg_pool(array, grad_output.shape[-2:], 2),
+    lambda array: _adaptive_avg_pool(array, grad_output.shape[-rank:], rank),
     grad_output,
     self,
   )
 
 
-@op(aten._adaptive_avg_pool3d_backward)
-def _aten__adaptive_avg_pool3d_backward(grad_output, self):
-  return _linear_gradient(
-    lambda array: _adaptive_avg_pool(array, grad_output.shape[-3:], 3),
-    grad_output,
-    self,
-  )
+_register("_adaptive_avg_pool{}d_backward", _adaptive_avg_pool_backward)
 
 
 def _adaptive_max_pool(self, output_size, rank):
@@ -423,21 +400,5 @@ def _adaptive_max_pool(self, output_size, rank):
   return values, indices
 
 
-@op(aten.adaptive_max_pool2d, index_results=(1,))
-def _aten_adaptive_max_pool2d(self, output_size):
-  return _adaptive_max_pool(self, output_size, 2)
-
-
-@op(aten.adaptive_max_pool3d, index_results=(1,))
-def _aten_adaptive_max_pool3d(self, output_size):
-  return _adaptive_max_pool(self, output_size, 3)
-
-
-@op(aten.adaptive_max_pool2d_backward)
-def _aten_adaptive_max_pool2d_backward(grad_output, self, indices):
-  return _send_back(grad_output, self, indices, 2)
-
-
-@op(aten.adaptive_max_pool3d_backward)
-def _aten_adaptive_max_pool3d_backward(grad_output, self, indices):
-  return _send_back(grad_output, self, indices, 3)
+_register("adaptive_max_pool{}d", _adaptive_max_pool, index_results=(1,))
+_register("adaptive_max_pool{}d_backward", _send_back)

@@ -82,16 +82,37 @@ def _in_float(resample):
   return with_float_image
 
 
-def _register_backward(forward, *operations):
-  """Register the transpose of `forward`, which returns the dtype of its image."""
+def _scaled(size, factor: float):
+  """Multiply a size by a factor; a symbolic size needs an integral factor."""
+  return size * int(factor) if factor == int(factor) else math.floor(size * factor)
 
-  @op(*operations, **_SCALES)
-  def backward(grad_output, output_size, input_size, *args, **kwargs):
-    image = jax.ShapeDtypeStruct(tuple(input_size), grad_output.dtype)
-    transpose = jax.linear_transpose(
-      lambda x: forward(x, output_size, *args, **kwargs), image
-    )
-    return transpose(grad_output)[0]
+
+def _resampling(*names):
+  """Register a lowering for ATen's operations, their `vec` overloads and backwards."""
+  packets = [getattr(aten, name) for name in names]
+  gradients = [getattr(aten, f"{name}_backward") for name in names]
+
+  def register(lowering):
+    op(*(packet.default for packet in packets), **_SCALES)(lowering)
+
+    @op(*(packet.vec for packet in packets), static=("scale_factors",))
+    def resize_by(input, output_size, *options):
+      *align_corners, factors = options
+      if output_size is None:
+        output_size = list(map(_scaled, input.shape[2:], factors))
+      return lowering(input, output_size, *align_corners, *(factors or ()))
+
+    @op(*(packet.default for packet in gradients), **_SCALES)
+    def backward(grad_output, output_size, input_size, *args, **kwargs):
+      image = jax.ShapeDtypeStruct(tuple(input_size), grad_output.dtype)
+      transpose = jax.linear_transpose(
+        lambda x: _in_float(lowering)(x, output_size, *args, **kwargs), image
+      )
+      return transpose(grad_output)[0]
+
+    return lowering
+
+  return register
 
 
 # --- Nearest ---------------------------------------------------------------------
@@ -130,39 +151,17 @@ def _nearest(self, output_size, scales, offset):
   return self
 
 
-@op(
-  aten.upsample_nearest1d.default,
-  aten.upsample_nearest2d.default,
-  aten.upsample_nearest3d.default,
-  **_SCALES,
-)
+@_resampling("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
 def _aten_upsample_nearest(self, output_size, *scales, **named_scales):
   return _nearest(self, output_size, _scales(self, scales, named_scales), 0.0)
 
 
-@op(
-  aten._upsample_nearest_exact1d.default,
-  aten._upsample_nearest_exact2d.default,
-  aten._upsample_nearest_exact3d.default,
-  **_SCALES,
+@_resampling(
+  "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"
 )
 def _aten_upsample_nearest_exact(self, output_size, *scales, **named_scales):
   """Resize by the input element nearest to the centre of each output element."""
   return _nearest(self, output_size, _scales(self, scales, named_scales), 0.5)
-
-
-_register_backward(
-  _in_float(_aten_upsample_nearest),
-  aten.upsample_nearest1d_backward.default,
-  aten.upsample_nearest2d_backward.default,
-  aten.upsample_nearest3d_backward.default,
-)
-_register_backward(
-  _in_float(_aten_upsample_nearest_exact),
-  aten._upsample_nearest_exact1d_backward.default,
-  aten._upsample_nearest_exact2d_backward.default,
-  aten._upsample_nearest_exact3d_backward.default,
-)
 
 
 # --- Linear and cubic ------------------------------------------------------------
@@ -189,34 +188,20 @@ def _interpolate(self, output_size, scales, align_corners, kernel, support):
   return self
 
 
-@op(
-  aten.upsample_linear1d.default,
-  aten.upsample_bilinear2d.default,
-  aten.upsample_trilinear3d.default,
-  **_SCALES,
-)
+@_resampling("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 @_in_float
 def _aten_upsample_linear(self, output_size, align_corners, *scales, **named_scales):
   scales = _scales(self, scales, named_scales)
   return _interpolate(self, output_size, scales, align_corners, _LINEAR, 1)
 
 
-@op(aten.upsample_bicubic2d.default, **_SCALES)
+@_resampling("upsample_bicubic2d")
 @_in_float
 def _aten_upsample_bicubic2d(
   self, output_size, align_corners, scales_h=None, scales_w=None
 ):
   scales = (scales_h, scales_w)
   return _interpolate(self, output_size, scales, align_corners, _CUBIC, 2)
-
-
-_register_backward(
-  _aten_upsample_linear,
-  aten.upsample_linear1d_backward.default,
-  aten.upsample_bilinear2d_backward.default,
-  aten.upsample_trilinear3d_backward.default,
-)
-_register_backward(_aten_upsample_bicubic2d, aten.upsample_bicubic2d_backward.default)
 
 
 # --- Anti-aliased ----------------------------------------------------------------
@@ -246,7 +231,7 @@ def _antialiased(self, output_size, align_corners, scales, method):
   return self
 
 
-@op(aten._upsample_bilinear2d_aa.default, **_SCALES)
+@_resampling("_upsample_bilinear2d_aa")
 @_in_float
 def _aten_upsample_billinear_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
@@ -255,7 +240,7 @@ def _aten_upsample_billinear_aa(
   return _antialiased(self, output_size, align_corners, scales, "linear")
 
 
-@op(aten._upsample_bicubic2d_aa.default, **_SCALES)
+@_resampling("_upsample_bicubic2d_aa")
 @_in_float
 def _aten_upsample_bicubic2d_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
@@ -264,64 +249,10 @@ def _aten_upsample_bicubic2d_aa(
   return _antialiased(self, output_size, align_corners, scales, "cubic")
 
 
-@op(aten._upsample_lanczos2d_aa.default, **_SCALES)
+@_resampling("_upsample_lanczos2d_aa")
 @_in_float
 def _aten_upsample_lanczos2d_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
 ):
   scales = (scales_h, scales_w)
   return _antialiased(self, output_size, align_corners, scales, "lanczos3")
-
-
-_register_backward(
-  _aten_upsample_billinear_aa, aten._upsample_bilinear2d_aa_backward.default
-)
-_register_backward(
-  _aten_upsample_bicubic2d_aa, aten._upsample_bicubic2d_aa_backward.default
-)
-_register_backward(
-  _aten_upsample_lanczos2d_aa, aten._upsample_lanczos2d_aa_backward.default
-)
-
-
-# --- Sizes or factors ------------------------------------------------------------
-
-
-def _scaled(size, factor: float):
-  """Multiply a size by a factor; a symbolic size needs an integral factor."""
-  return size * int(factor) if factor == int(factor) else math.floor(size * factor)
-
-
-def _register_vec(lowering, *packets):
-  """Register overloads that take an output size or a factor for each dimension."""
-
-  @op(*(packet.vec for packet in packets), static=("scale_factors",))
-  def resize_by(input, output_size, *options):
-    *align_corners, factors = options
-    if output_size is None:
-      output_size = list(map(_scaled, input.shape[2:], factors))
-    return lowering(input, output_size, *align_corners, *(factors or ()))
-
-
-_register_vec(
-  _aten_upsample_nearest,
-  aten.upsample_nearest1d,
-  aten.upsample_nearest2d,
-  aten.upsample_nearest3d,
-)
-_register_vec(
-  _aten_upsample_nearest_exact,
-  aten._upsample_nearest_exact1d,
-  aten._upsample_nearest_exact2d,
-  aten._upsample_nearest_exact3d,
-)
-_register_vec(
-  _aten_upsample_linear,
-  aten.upsample_linear1d,
-  aten.upsample_bilinear2d,
-  aten.upsample_trilinear3d,
-)
-_register_vec(_aten_upsample_bicubic2d, aten.upsample_bicubic2d)
-_register_vec(_aten_upsample_billinear_aa, aten._upsample_bilinear2d_aa)
-_register_vec(_aten_upsample_bicubic2d_aa, aten._upsample_bicubic2d_aa)
-_register_vec(_aten_upsample_lanczos2d_aa, aten._upsample_lanczos2d_aa)
