@@ -33,9 +33,9 @@ def _apply(apply: Any, args: tuple):
     return apply(*args)
   is_stopped = grad_mode.is_stopped()
   if not is_stopped and not issubclass(apply.__self__, torch_compat.OwnFunction):
-    places = [place for place, arg in enumerate(args) if _is_differentiated(arg)]
-    if places and not torch_compat.are_transforms_active():
-      return _Application(args, places).run(apply.__self__)
+    indices = [index for index, arg in enumerate(args) if _is_differentiated(arg)]
+    if indices and not torch_compat.are_transforms_active():
+      return _Call(args, indices).run(apply.__self__)
   with grad_mode.forward_pass(is_stopped):
     return apply(*args)
 
@@ -47,7 +47,7 @@ def _is_differentiated(arg) -> bool:
   return isinstance(array, jax.core.Tracer) and is_inexact(array)
 
 
-class _Same(torch_compat.OwnFunction):
+class _ReplaceArrays(torch_compat.OwnFunction):
   """Identity for torch's autograd that replaces the arrays of its tensors."""
 
   @staticmethod
@@ -59,22 +59,22 @@ class _Same(torch_compat.OwnFunction):
     return None, *gradients
 
 
-def _same(arrays, tensors) -> tuple[Tensor, ...]:
-  return torch_compat.apply_function(_Same, arrays, *tensors)
+def _replace_arrays(arrays, tensors) -> tuple[Tensor, ...]:
+  return torch_compat.apply_function(_ReplaceArrays, arrays, *tensors)
 
 
-class _Application:
+class _Call:
   """Call of a function with arguments that JAX differentiates.
 
   Args:
     args: arguments of the function.
-    places: positions of the arguments that JAX may differentiate.
+    indices: positions of the arguments that JAX may differentiate.
   """
 
-  def __init__(self, args: tuple, places: Sequence[int]):
+  def __init__(self, args: tuple, indices: Sequence[int]):
     self.args = args
-    self.places = places
-    self.tensors = [args[place] for place in places]
+    self.indices = indices
+    self.tensors = [args[index] for index in indices]
     self.arrays = [tensor.jax() for tensor in self.tensors]
     # JAX must not differentiate the forward pass.
     self.stopped = list(map(lax.stop_gradient, self.arrays))
@@ -87,12 +87,16 @@ class _Application:
     """Return the result of `function`, with its backward as derivative."""
     sources, inputs, out = self._forward(function)
     leaves = list(out) if isinstance(out, tuple) else [out]
-    places = [i for i, leaf in enumerate(leaves) if _is_recorded(leaf)]
-    recorded = [leaves[i] for i in places]
+    indices = [
+      index
+      for index, leaf in enumerate(leaves)
+      if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    recorded = [leaves[i] for i in indices]
     if recorded:
-      for place, result in zip(places, self._results(sources, recorded)):
-        leaves[place] = result
-    self._take_over_writes(inputs, places, recorded, leaves)
+      for index, result in zip(indices, self._results(sources, recorded)):
+        leaves[index] = result
+    self._copy_writes_back(inputs, indices, recorded, leaves)
     return tuple(leaves) if isinstance(out, tuple) else leaves[0]
 
   def _forward(self, function):
@@ -102,47 +106,40 @@ class _Application:
       for source in sources:
         source.requires_grad_()
       if self.is_recorded:
-        sources = _same(self.stopped, self._attached(sources))
+        pairs = zip(self.tensors, sources)
+        recorded = [t if t.requires_grad else source for t, source in pairs]
+        sources = _replace_arrays(self.stopped, recorded)
       # Not the sources themselves: torch forbids writes to a leaf.
-      inputs = _same(self.stopped, sources)
+      inputs = _replace_arrays(self.stopped, sources)
       args = list(self.args)
-      for place, tensor in zip(self.places, inputs):
-        args[place] = tensor
+      for index, tensor in zip(self.indices, inputs):
+        args[index] = tensor
       with grad_mode.forward_pass(is_stopped=True), grad_mode.handing_out_saved():
         out = apply(*args)
     return sources, inputs, out
-
-  def _attached(self, sources):
-    """Return arguments that torch records; the sources in place of the others."""
-    pairs = zip(self.tensors, sources)
-    return [tensor if tensor.requires_grad else source for tensor, source in pairs]
 
   def _results(self, sources, recorded) -> Sequence[Tensor]:
     """Return the recorded results, with their derivative."""
     raw = [tensor.jax() for tensor in recorded]
     backward = _Backward.trace(sources, recorded, self.is_recorded, self.env)
-    rest = backward.take([*raw, *self.stopped])
+    rest = backward.bind_constants([*raw, *self.stopped])
     outputs = list(map(lax.stop_gradient, raw))
     arrays = with_derivative(backward, outputs, self.arrays, rest)
     if self.is_recorded:
-      return _same(arrays, recorded)
+      return _replace_arrays(arrays, recorded)
     return [new_tensor(array, self.env) for array in arrays]
 
-  def _take_over_writes(self, inputs, places, recorded, leaves) -> None:
+  def _copy_writes_back(self, inputs, indices, recorded, leaves) -> None:
     """Repeat the writes of the forward pass to `inputs` on the arguments themselves."""
-    marked = {id(tensor): place for place, tensor in zip(places, recorded)}
-    for tensor, stand_in, before in zip(self.tensors, inputs, self.stopped):
-      place = marked.get(id(stand_in))
-      if place is not None:
-        tensor.copy_(leaves[place])
-        leaves[place] = tensor
-      elif stand_in.jax() is not before:
+    marked = {id(tensor): index for index, tensor in zip(indices, recorded)}
+    for tensor, input, before in zip(self.tensors, inputs, self.stopped):
+      index = marked.get(id(input))
+      if index is not None:
+        tensor.copy_(leaves[index])
+        leaves[index] = tensor
+      elif input.jax() is not before:
         with torch.no_grad():
-          tensor.copy_(stand_in)
-
-
-def _is_recorded(leaf) -> bool:
-  return isinstance(leaf, Tensor) and leaf.requires_grad
+          tensor.copy_(input)
 
 
 class _Backward:
@@ -156,7 +153,7 @@ class _Backward:
   def __init__(self, constants: list, run: Callable):
     self._constants = constants
     self._run = run
-    self._places: list[int] = []
+    self._indices: list[int] = []
 
   @classmethod
   def trace(cls, sources, recorded, retains: bool, env) -> "_Backward":
@@ -193,20 +190,20 @@ class _Backward:
 
     return cls(list(closed.consts), run)
 
-  def take(self, known: list) -> list:
+  def bind_constants(self, known: list) -> list:
     """Map the constants to positions among the residuals, which begin with `known`.
 
     Returns:
       The constants that are not known, which extend the residuals.
     """
-    places = {id(array): place for place, array in reversed(list(enumerate(known)))}
+    indices = {id(array): index for index, array in reversed(list(enumerate(known)))}
     rest: list[Any] = []
     for constant in self._constants:
-      place = places.get(id(constant))
-      if place is None:
-        place = len(known) + len(rest)
+      index = indices.get(id(constant))
+      if index is None:
+        index = len(known) + len(rest)
         rest.append(constant)
-      self._places.append(place)
+      self._indices.append(index)
     self._constants = []
     return rest
 
@@ -216,11 +213,11 @@ class _Backward:
       jnp.zeros_like(output) if cotangent is None else cotangent
       for cotangent, output in zip(cotangents, residuals)
     ]
-    found = self._run([residuals[place] for place in self._places], cotangents)
+    found = self._run([residuals[index] for index in self._indices], cotangents)
     return [gradient for gradient, want in zip(found, wanted) if want]
 
 
 def register() -> None:
   """Intercept the application of every `torch.autograd.Function`."""
-  torch_compat.keep_from_dynamo(_Application)
+  torch_compat.keep_from_dynamo(_Call)
   torch_compat.intercept_applied_functions(_apply)

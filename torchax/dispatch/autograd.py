@@ -69,9 +69,9 @@ class ArrayFunction:
 
   def value(self, *arrays):
     """Return the result; compiled unless JAX is tracing."""
-    return self.chosen(self._compiled, self._function)(*arrays)
+    return self.choose_callable(self._compiled, self._function)(*arrays)
 
-  def chosen(self, compiled: Program, function: Callable) -> Callable:
+  def choose_callable(self, compiled: Program, function: Callable) -> Callable:
     """Return what to call now: the program, its `in_traces`, or the bare function."""
     allowed = self._operator is None or self._operator.execution.compiled is not False
     if not (allowed and self._is_compiled):
@@ -85,29 +85,29 @@ class ArrayFunction:
 
     Both lists of cotangents contain floating-point and complex leaves only.
     """
-    return self.chosen(self._compiled_linearize, self._linearize)(*arrays)
+    return self.choose_callable(self._compiled_linearize, self._linearize)(*arrays)
 
   def _linearize(self, *arrays):
-    places = [n for n, a in enumerate(arrays) if n >= self._numbers and is_inexact(a)]
+    indices = [n for n, a in enumerate(arrays) if n >= self._numbers and is_inexact(a)]
 
     def on_inexact(*inexact):
       given = list(arrays)
-      for place, array in zip(places, inexact):
-        given[place] = array
+      for index, array in zip(indices, inexact):
+        given[index] = array
       out = self._function(*given)
       return [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], out
 
-    inexact = [arrays[n] for n in places]
-    results, pull_back, out = jax.vjp(on_inexact, *inexact, has_aux=True)
-    return out, explicit_axes.taking_any(pull_back, results)
+    inexact = [arrays[n] for n in indices]
+    results, pullback, out = jax.vjp(on_inexact, *inexact, has_aux=True)
+    return out, explicit_axes.taking_any(pullback, results)
 
   def gradient(self, wanted: tuple[bool, ...]) -> "ArrayFunction":
     """Return the function `(*arrays, *cotangents) -> gradients` of wanted arguments."""
     gradient = self._gradients.get(wanted)
     if gradient is None:
-      pull_back = functools.partial(self._pull_back, wanted)
+      pullback = functools.partial(self._pullback, wanted)
       gradient = ArrayFunction(
-        pull_back,
+        pullback,
         compiled=self._is_compiled,
         operator=self._operator,
         numbers=self._numbers,
@@ -115,14 +115,14 @@ class ArrayFunction:
       self._gradients[wanted] = gradient
     return gradient
 
-  def _pull_back(self, wanted, *arrays):
+  def _pullback(self, wanted, *arrays):
     end = self._numbers + len(wanted)
     inputs, cotangents = arrays[:end], arrays[end:]
     if self._backward is not None:
       found = self._backward(inputs, cotangents)
       return [gradient for gradient, want in zip(found, wanted) if want]
-    _, pull_back = self._linearize(*inputs)
-    gradients = iter(_pull(pull_back, list(cotangents)))
+    _, pullback = self._linearize(*inputs)
+    gradients = iter(_pull_cotangents(pullback, list(cotangents)))
     inputs = inputs[self._numbers :]
     found = [next(gradients) if is_inexact(array) else None for array in inputs]
     return [gradient for gradient, want in zip(found, wanted) if want]
@@ -140,7 +140,8 @@ class WithNumbers:
   """
 
   def __init__(self, function: ArrayFunction, numbers: tuple):
-    self.saves_residuals, self.chosen = function.saves_residuals, function.chosen
+    self.saves_residuals = function.saves_residuals
+    self.choose_callable = function.choose_callable
     self._function, self._numbers = function, numbers
 
   def value(self, *arrays):
@@ -156,13 +157,13 @@ class WithNumbers:
     return WithNumbers(self._function.gradient(wanted), self._numbers)
 
 
-def _pull(pull_back, cotangents):
-  return conjugate(pull_back(conjugate(cotangents)))
+def _pull_cotangents(pullback, cotangents):
+  return conjugate(pullback(conjugate(cotangents)))
 
 
 @functools.cache
-def _compiled_pull() -> Callable:
-  return programs.jit(_pull)
+def _compiled_pull_cotangents() -> Callable:
+  return programs.jit(_pull_cotangents)
 
 
 class _Call(torch_compat.OwnFunction):
@@ -173,7 +174,7 @@ class _Call(torch_compat.OwnFunction):
     env = tensors[0]._env
     arrays = [t.jax() for t in tensors]
     if function.saves_residuals:
-      out, ctx.pull_back = function.linearize(*arrays)
+      out, ctx.pullback = function.linearize(*arrays)
     else:
       out = function.value(*arrays)
     leaves, treedef = jax.tree.flatten(out)
@@ -213,8 +214,8 @@ def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
     gradient = function.gradient(wanted)
     found = gradient.value(*[t.jax() for t in tensors], *arrays)
     return [new_tensor(array, env) for array in found]
-  pull = function.chosen(_compiled_pull(), _pull)
-  remaining = iter(pull(ctx.pull_back, arrays))
+  pull = function.choose_callable(_compiled_pull_cotangents(), _pull_cotangents)
+  remaining = iter(pull(ctx.pullback, arrays))
   found = [
     next(remaining) if t.is_floating_point() or t.is_complex() else None
     for t in tensors

@@ -101,9 +101,9 @@ def differentiated(func, lower, env, args, kwargs):
     return lower(args, kwargs)  # torch needs Python numbers here; JAX differentiates
   out = lower(*arguments.filled(map(lax.stop_gradient, arrays)))
   leaves, structure = jax.tree.flatten(out)
-  places = [place for place, leaf in enumerate(leaves) if is_inexact(leaf)]
-  rule = _Rule(func, arguments.without_arrays(), len(places), env)
-  outputs = [lax.stop_gradient(leaves[place]) for place in places]
-  for place, leaf in zip(places, with_derivative(rule, outputs, arrays)):
-    leaves[place] = leaf
+  indices = [index for index, leaf in enumerate(leaves) if is_inexact(leaf)]
+  rule = _Rule(func, arguments.without_arrays(), len(indices), env)
+  outputs = [lax.stop_gradient(leaves[index]) for index in indices]
+  for index, leaf in zip(indices, with_derivative(rule, outputs, arrays)):
+    leaves[index] = leaf
   return jax.tree.unflatten(structure, leaves)

@@ -15,14 +15,14 @@ _NAME = "generator"
 class NamedGeneratorPlan:
   """Plan that calls another plan with the generator as a keyword."""
 
-  def __init__(self, plan: Callable, place: int):
+  def __init__(self, plan: Callable, index: int):
     self.plan = plan
-    self.place = place
+    self.index = index
 
   def __call__(self, args, kwargs):
-    if len(args) > self.place:
-      kwargs = {**(kwargs or {}), _NAME: args[self.place]}
-      args = args[: self.place]
+    if len(args) > self.index:
+      kwargs = {**(kwargs or {}), _NAME: args[self.index]}
+      args = args[: self.index]
     return self.plan(args, kwargs)
 
   def redraw(self, draw, args, kwargs=None):

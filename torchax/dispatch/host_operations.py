@@ -55,14 +55,14 @@ def run(boundary: Boundary, func, args, kwargs):
   return result
 
 
-def draw_message(what: str, place: tuple[str, int] | None) -> str:
+def draw_message(what: str, line: tuple[str, int] | None) -> str:
   """Return the error message for a draw on the host.
 
   Args:
     what: subject of the message, such as "`aten.rand` on the CPU".
-    place: file and line of the draw.
+    line: file and line of the draw.
   """
-  where = f" ({place[0]}:{place[1]})" if place else ""
+  where = f" ({line[0]}:{line[1]})" if line else ""
   return (
     f"{what} draws random numbers while a function is compiled, so it would have the "
     f"same numbers for ever{where}. Draw on the device, which gives new numbers in "

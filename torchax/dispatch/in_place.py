@@ -72,7 +72,7 @@ class InPlacePlan:
       args[place] if place < len(args) else kwargs[name] for place, name in places
     ]
 
-  def _spread(self, targets):
+  def _shardings(self, targets):
     """Return the shardings of the targets, or None if all are on single devices."""
     places = tuple([placement.spread_of(t._storage.array) for t in targets])
     if not any(places):
@@ -133,7 +133,7 @@ class InPlacePlan:
       bases, write = [tuple(bases)], tuple(writes)
     else:
       (write,) = writes
-    sharding = self._spread(targets) if self.overwrites else None
+    sharding = self._shardings(targets) if self.overwrites else None
     try:
       written = plan.run(args, kwargs, [*bases, *operands], key, write, sharding)
     except torch_checks.Refused:

@@ -35,7 +35,7 @@ def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
       the compiled program raise when it runs.
   """
   waits = config.check_indices
-  switches.note(config, "check_indices")
+  switches.guard_on(config, "check_indices")
   for rule in rules:
     numbers = _known(rule.numbers, waits)
     if numbers is None:
@@ -68,14 +68,14 @@ def _known(given, waits: bool) -> np.ndarray | None:
     return np.asarray(given)
   else:
     array, chain = given, WHOLE
-  if type(array) is not _ArrayImpl or not (waits or _is_at_hand(array)):
+  if type(array) is not _ArrayImpl or not (waits or _is_ready_on_cpu(array)):
     return None
   if chain is WHOLE:
     return np.asarray(array)
   return None if chain.is_traced else chain.picked(np.asarray(array))
 
 
-def _is_at_hand(array) -> bool:
+def _is_ready_on_cpu(array) -> bool:
   """Return True for an array that is computed, on one CPU device."""
   return (
     type(array.sharding) is _OneDevice
@@ -93,18 +93,15 @@ def _require_in_program(rule: Rule, name: str) -> None:
   if not rule.is_for(numbers.dtype):
     return
   broken = jnp.ravel(rule.is_broken(numbers))
-  place = jnp.argmax(broken)
-  number = numbers.ravel()[place] if broken.size == numbers.size else 0
+  index = jnp.argmax(broken)
+  number = numbers.ravel()[index] if broken.size == numbers.size else 0
   rule.numbers = None  # the program keeps the rule, which must not hold a tracer
-  report = functools.partial(_report, rule, _site(name))
-  jax.debug.callback(report, broken.any(), number, place)
+  line = user_code.line()
+  site = name if line is None else f"{name}, at {line[0]}:{line[1]}"
+  report = functools.partial(_report, rule, site)
+  jax.debug.callback(report, broken.any(), number, index)
 
 
-def _site(name: str) -> str:
-  place = user_code.line()
-  return name if place is None else f"{name}, at {place[0]}:{place[1]}"
-
-
-def _report(rule: Rule, site: str, is_broken, number, place) -> None:
+def _report(rule: Rule, site: str, is_broken, number, index) -> None:
   if is_broken:
-    raise rule.error(f"{rule.text(number, place)} ({site})")
+    raise rule.error(f"{rule.text(number, index)} ({site})")

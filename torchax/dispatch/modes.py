@@ -23,7 +23,7 @@ def as_jax(device) -> torch.device:
   return placement.torch_device(device.index) if device.type == "cuda" else device
 
 
-def _translated(value):
+def _replace_cuda(value):
   """Return an argument of a torch function, with "cuda" replaced by "jax"."""
   if isinstance(value, str):
     return as_jax(value) if value.partition(":")[0] == "cuda" else value
@@ -50,8 +50,8 @@ class XLAFunctionMode(TorchFunctionMode):
       if not isinstance(device, int):
         device = torch.device(device or "cuda").index
       return args[0].to(placement.torch_device(device))
-    args = [_translated(arg) for arg in args]
-    return func(*args, **{name: _translated(arg) for name, arg in kwargs.items()})
+    args = [_replace_cuda(arg) for arg in args]
+    return func(*args, **{name: _replace_cuda(arg) for name, arg in kwargs.items()})
 
 
 class XLADispatchMode(torch_compat.DispatchMode):

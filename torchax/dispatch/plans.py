@@ -87,13 +87,13 @@ class Plan:
     """
     self.programs.check_with_torch(args, kwargs)
     self.programs.evict(args, kwargs, key, write)
-    with torch_checks.without(self.programs):
+    with torch_checks.unchecked(self.programs):
       yield
 
   def redraw(self, draw, args, kwargs=None):
     """Run a sampler with the key and count of an earlier draw; no stream advances."""
     operands, key = self.flattener.flatten(args, kwargs)
-    with torch_checks.without(self.programs):
+    with torch_checks.unchecked(self.programs):
       result = self._execute(args, kwargs, [*draw, *operands], key)
     return self._wrap(result)
 
@@ -122,7 +122,7 @@ class Plan:
         return self._execute(args, kwargs, operands, key)
       return self.lowering.inline(key, None, operands)
 
-    with torch_checks.without(self.programs):
+    with torch_checks.unchecked(self.programs):
       if not self.is_sampler:
         return execute(operands)
       return self.sampling.from_stream(args, kwargs, operands, execute)

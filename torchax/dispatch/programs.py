@@ -105,7 +105,7 @@ class Programs:
     lowering = self._lowering
     example = None
     if lowering.is_checked:
-      if not torch_checks.is_off(self):
+      if not torch_checks.is_unchecked(self):
         self.check_with_torch(args, kwargs)
       given = (lowering.op, args, kwargs, lowering.takes_device)
       example = torch_checks.Example(self, *given)

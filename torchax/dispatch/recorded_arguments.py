@@ -10,7 +10,7 @@ import jax
 import torch
 
 # Arguments that do not change the numbers drawn.
-_PLACES = frozenset(
+_UNRECORDED = frozenset(
   {"generator", "out", "device", "layout", "pin_memory", "memory_format"}
 )
 _PLAIN = (type(None), bool, int, str)
@@ -21,7 +21,7 @@ def plain(args: tuple, kwargs: dict | None) -> tuple:
   named = [
     (name, _plain(value))
     for name, value in (kwargs or {}).items()
-    if name not in _PLACES and value is not None
+    if name not in _UNRECORDED and value is not None
   ]
   return (tuple(map(_plain, args)), tuple(named))
 

@@ -27,7 +27,7 @@ class _Switch:
     return f"Configuration.{self.name}"
 
 
-def note(config: Configuration, name: str) -> None:
+def guard_on(config: Configuration, name: str) -> None:
   """Guard on a field of the configuration in the functions that are being traced."""
   if active.boundary is not None:
     for guards in active.boundary.guards_around():

@@ -22,21 +22,21 @@ from torchax.compat import torch_compat
 from torchax.core import mappings
 
 # Parts of errors of meta kernels that say nothing about the arguments.
-_OF_META = ("meta", "Could not run", "PrivateUse1")
+_META_MESSAGES = ("meta", "Could not run", "PrivateUse1")
 # Start of the error for an operation without a kernel for a device.
 _NO_KERNEL = "Could not run"
 # Part of torch's parser errors. In-place forms have defaults that functional ones lack,
 # and torch has already parsed the call.
-_OF_SCHEMAS = "Declaration: "
+_PARSER_MESSAGE = "Declaration: "
 # Classes of torch's errors about arguments.
-_OF_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)
+_ARGUMENT_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)
 # Classes of errors of Python meta kernels for arguments they were not written for.
-_BY_MISTAKE = (ArithmeticError, AttributeError, KeyError, MemoryError)
+_KERNEL_ERRORS = (ArithmeticError, AttributeError, KeyError, MemoryError)
 # Most elements that are created to run the operation on the CPU for its error.
-_MOST_NUMBERS = 2**20
+_MAX_ELEMENTS = 2**20
 # Without JAX's x64 mode, torch's int64 is stored in 32 bits.
 _WIDE = {torch.int32: torch.int64}
-_WIDTHS = ("Long", "long", "int64")
+_WIDTH_NAMES = ("Long", "long", "int64")
 # JAX's annotations lack its flags.
 _config: Any = jax.config
 _TENSOR = object()
@@ -55,7 +55,7 @@ _unchecked = _Unchecked()
 
 
 @contextlib.contextmanager
-def without(owner) -> Iterator[None]:
+def unchecked(owner) -> Iterator[None]:
   """Trace the programs of `owner` without checks inside the block, on this thread."""
   before, _unchecked.owner = _unchecked.owner, owner
   try:
@@ -64,8 +64,8 @@ def without(owner) -> Iterator[None]:
     _unchecked.owner = before
 
 
-def is_off(owner) -> bool:
-  """Return True inside `without(owner)`."""
+def is_unchecked(owner) -> bool:
+  """Return True inside `unchecked(owner)`."""
   return _unchecked.owner is owner
 
 
@@ -73,7 +73,7 @@ class Example:
   """Arguments of a program's first call, checked by torch and stored without tensors.
 
   Args:
-    owner: see `without`.
+    owner: see `unchecked`.
     op: an overload, or a composite function of torch.
     args, kwargs: arguments of the call.
     takes_device: the operation has a `device=` argument.
@@ -85,7 +85,7 @@ class Example:
     self.owner, self.op, self.takes_device = owner, op, takes_device
     given = tuple(args), kwargs or {}
     self._checked = _tensor_types(given)
-    self.given = _emptied(given)
+    self.given = _without_tensors(given)
 
   def require(self, args, kwargs) -> None:
     """Check traced arrays of other shapes, with the numbers of the example.
@@ -93,9 +93,9 @@ class Example:
     Raises:
       Refused: torch refuses them; the caller checks its own arguments by `refusal`.
     """
-    if is_off(self.owner) or _tensor_types((args, kwargs)) == self._checked:
+    if is_unchecked(self.owner) or _tensor_types((args, kwargs)) == self._checked:
       return
-    args, kwargs = _filled(self.given, (args, kwargs))
+    args, kwargs = _with_tensors(self.given, (args, kwargs))
     if refusal(self.op, args, kwargs, self.takes_device) is not None:
       raise Refused
 
@@ -111,24 +111,24 @@ def _tensor_types(tree) -> list[tuple]:
   ]
 
 
-def _emptied(value):
+def _without_tensors(value):
   if isinstance(value, torch.Tensor | jax.Array):
     return _TENSOR
   if isinstance(value, tuple | list):
-    return [_emptied(part) for part in value]
+    return [_without_tensors(part) for part in value]
   if isinstance(value, dict):
-    return {name: _emptied(part) for name, part in value.items()}
+    return {name: _without_tensors(part) for name, part in value.items()}
   return None if isinstance(value, torch.Generator) else value
 
 
-def _filled(example, given):
+def _with_tensors(example, given):
   """Return the example with the arrays of `given` in place of its tensors."""
   if example is _TENSOR:
     return given
   if isinstance(example, dict):
-    return {name: _filled(part, given.get(name)) for name, part in example.items()}
+    return {key: _with_tensors(part, given.get(key)) for key, part in example.items()}
   if isinstance(example, list) and isinstance(given, tuple | list):
-    return [_filled(*parts) for parts in zip(example, given)]
+    return [_with_tensors(*parts) for parts in zip(example, given)]
   return example
 
 
@@ -141,10 +141,10 @@ def refusal(op, args, kwargs, takes_device: bool = False) -> Exception | None:
   """
   if takes_device:
     kwargs = {**(kwargs or {}), "device": torch.device("meta")}
-  error = _raised(op, args, kwargs, _on_meta, {})
+  error = _error_of(op, args, kwargs, _meta, {})
   if error is None or _config.jax_enable_x64:
     return error
-  return _of_both(error, _raised(op, args, kwargs, _on_meta, _WIDE))
+  return _common_error(error, _error_of(op, args, kwargs, _meta, _WIDE))
 
 
 def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
@@ -155,17 +155,17 @@ def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
   values, as of probabilities that are all zero, are ignored. Large tensors get the
   error of the meta kernel.
   """
-  if _count((args, kwargs)) > _MOST_NUMBERS:
+  if _count((args, kwargs)) > _MAX_ELEMENTS:
     error = refusal(op, args, kwargs, takes_device)
   else:
     if takes_device:
       kwargs = {**(kwargs or {}), "device": torch.device("cpu")}
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
       warnings.simplefilter("ignore")
-      error = _raised(op, args, kwargs, _of_zeros, {})
+      error = _error_of(op, args, kwargs, _zeros, {})
       if error is not None and not _config.jax_enable_x64:
-        error = _of_both(error, _raised(op, args, kwargs, _of_zeros, _WIDE))
-      if error is not None and _raised(op, args, kwargs, _of_ones, {}) is None:
+        error = _common_error(error, _error_of(op, args, kwargs, _zeros, _WIDE))
+      if error is not None and _error_of(op, args, kwargs, _ones, {}) is None:
         error = None
     if isinstance(error, torch.linalg.LinAlgError):
       error = None
@@ -173,9 +173,9 @@ def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
     raise error.with_traceback(None) from None
 
 
-def _of_both(narrow: Exception, wide: Exception | None) -> Exception | None:
+def _common_error(narrow: Exception, wide: Exception | None) -> Exception | None:
   """Return the error that holds for 32 and 64 bits; None if 64 bits raise none."""
-  is_of_width = any(word in str(narrow) for word in _WIDTHS)
+  is_of_width = any(word in str(narrow) for word in _WIDTH_NAMES)
   return wide if wide is None or is_of_width else narrow
 
 
@@ -186,7 +186,7 @@ def _count(given) -> int:
   return tensors + sum(leaf.size for leaf in leaves if isinstance(leaf, jax.Array))
 
 
-def _raised(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
+def _error_of(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
   """Return torch's error for tensors created by `convert(shape, dtype)`, or None."""
   with (
     torch_compat.unnoticed(),
@@ -195,23 +195,25 @@ def _raised(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
     torch.no_grad(),
   ):
     args, kwargs = torch_pytree.tree_map(
-      lambda leaf: _converted(leaf, convert, dtypes), (tuple(args), kwargs or {})
+      lambda leaf: _convert_leaf(leaf, convert, dtypes), (tuple(args), kwargs or {})
     )
     try:
       op(*args, **kwargs)
-    except _OF_ARGUMENTS as error:
-      if _OF_SCHEMAS in str(error):
+    except _ARGUMENT_ERRORS as error:
+      if _PARSER_MESSAGE in str(error):
         return None
-      is_of_meta = convert is _on_meta and any(word in str(error) for word in _OF_META)
-      is_missing = isinstance(error, NotImplementedError)
-      is_missing = is_missing and (convert is _on_meta or _NO_KERNEL in str(error))
-      return None if is_of_meta or is_missing else error
-    except _BY_MISTAKE:
+      is_about_kernel = isinstance(error, NotImplementedError) and (
+        convert is _meta or _NO_KERNEL in str(error)
+      )
+      if convert is _meta and any(part in str(error) for part in _META_MESSAGES):
+        return None
+      return None if is_about_kernel else error
+    except _KERNEL_ERRORS:
       return None
   return None
 
 
-def _converted(leaf, convert, dtypes: dict):
+def _convert_leaf(leaf, convert, dtypes: dict):
   """Convert a tensor or array; return anything else unchanged."""
   if isinstance(leaf, torch.Tensor):
     return convert(leaf.shape, dtypes.get(leaf.dtype, leaf.dtype))
@@ -221,13 +223,13 @@ def _converted(leaf, convert, dtypes: dict):
   return None if isinstance(leaf, torch.Generator) else leaf
 
 
-def _on_meta(shape, dtype):
+def _meta(shape, dtype):
   return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _of_zeros(shape, dtype):
+def _zeros(shape, dtype):
   return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
-def _of_ones(shape, dtype):
+def _ones(shape, dtype):
   return torch.ones(shape, dtype=torch.uint8, device="cpu").to(dtype)

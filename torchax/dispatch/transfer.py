@@ -66,9 +66,9 @@ class CopyPlan:
       array = self.env.array_of(source, storage.device, dtype)
       storage.write(array.astype(mappings.t2j_dtype(target.dtype)))
       return target
-    place = placement.place_of(storage.array)
+    sharding = placement.place_of(storage.array)
     if isinstance(source, Tensor):
-      return self.in_place((target, _beside(source, target, place)), {})
+      return self.in_place((target, _source_at_target(source, target, sharding)), {})
     host_operations.note(source)
     spread = placement.spread_of(target._storage.array)
     at_once = spread if target._chain is WHOLE else None
@@ -76,24 +76,24 @@ class CopyPlan:
     same = tuple(source.shape) == tuple(target.shape)
     if same and target._chain is WHOLE and moved.dtype == target._storage.read().dtype:
       target._storage.write(
-        moved if place is None else placement.put_back(moved, place)
+        moved if sharding is None else placement.put_back(moved, sharding)
       )
       return target
     return self.in_place((target, new_tensor(moved, self.env)), {})
 
 
-def _beside(source: Tensor, target: Tensor, place) -> Tensor:
+def _source_at_target(source: Tensor, target: Tensor, sharding) -> Tensor:
   """Return the source of a copy, moved to the devices of the target."""
   array = source._storage.array
-  source_place = placement.place_of(array)
-  if source_place == place or placement.is_traced(array):
+  source_sharding = placement.place_of(array)
+  if source_sharding == sharding or placement.is_traced(array):
     return source
-  if source_place and place and source_place.device_set == place.device_set:
+  if source_sharding and sharding and source_sharding.device_set == sharding.device_set:
     return source
   if target._chain is WHOLE:
-    moved = placement.put_back(source.jax(), place)
+    moved = placement.put_back(source.jax(), sharding)
   else:
-    moved = placement.put_beside(source.jax(), place)
+    moved = placement.put_beside(source.jax(), sharding)
   return new_tensor(moved, source._env)
 
 
@@ -226,7 +226,7 @@ class Move(torch_compat.OwnFunction):
     tensor, _, ctx.device, ctx.env = inputs
     source = torch_compat.innermost(tensor)
     ctx.source_is_jax = isinstance(source, Tensor)
-    ctx.place = _place_of(source) if ctx.source_is_jax else None
+    ctx.sharding = _sharding_of(source) if ctx.source_is_jax else None
     ctx.source_dtype, ctx.dtype = tensor.dtype, output.dtype
     ctx.set_materialize_grads(False)
 
@@ -246,11 +246,11 @@ class Move(torch_compat.OwnFunction):
     device = "jax" if ctx.source_is_jax else "cpu"
     moved = Move.apply(grad, ctx.source_dtype, device, ctx.env)
     if ctx.source_is_jax and isinstance(moved, Tensor):
-      moved = PutBack.apply(moved, ctx.place)
+      moved = PutBack.apply(moved, ctx.sharding)
     return moved, None, None, None
 
 
-def _place_of(tensor: Tensor):
+def _sharding_of(tensor: Tensor):
   """Return the sharding that a tensor, or its view, is committed to, or None."""
   array = tensor._storage.array
   is_part = tensor._chain is not WHOLE and placement.is_spread(array)
@@ -261,29 +261,29 @@ class PutBack(torch_compat.OwnFunction):
   """Identity that puts a gradient on a given sharding; see `placement.place_of`."""
 
   @staticmethod
-  def forward(ctx, tensor, place):
+  def forward(ctx, tensor, sharding):
     array = tensor.jax()
-    ctx.place = placement.place_of(array)
-    return new_tensor(placement.put_back(array, place), tensor._env)
+    ctx.sharding = placement.place_of(array)
+    return new_tensor(placement.put_back(array, sharding), tensor._env)
 
   @staticmethod
   @over_batches
   def backward(ctx, grad):
-    return PutBack.apply(grad, ctx.place), None
+    return PutBack.apply(grad, ctx.sharding), None
 
 
-class _Beside(torch_compat.OwnFunction):
+class _ApplySharding(torch_compat.OwnFunction):
   """Identity that gives a gradient, traced or not, a given sharding."""
 
   @staticmethod
-  def forward(ctx, grad, place):
-    ctx.place = placement.spread_of(grad.jax())
-    return new_tensor(placement.constrained(grad.jax(), place), grad._env)
+  def forward(ctx, grad, sharding):
+    ctx.sharding = placement.spread_of(grad.jax())
+    return new_tensor(placement.constrained(grad.jax(), sharding), grad._env)
 
   @staticmethod
   @over_batches
   def backward(ctx, grad):
-    return _Beside.apply(grad, ctx.place), None
+    return _ApplySharding.apply(grad, ctx.sharding), None
 
 
 def keep_gradient_beside(tensor: Tensor) -> None:
@@ -297,11 +297,11 @@ def keep_gradient_beside(tensor: Tensor) -> None:
 
   def beside(grad):
     leaf = reference()
-    place = None if leaf is None else placement.spread_of(leaf._storage.array)
-    if place is None or not isinstance(grad, Tensor) or leaf._chain is not WHOLE:
+    sharding = None if leaf is None else placement.spread_of(leaf._storage.array)
+    if sharding is None or not isinstance(grad, Tensor) or leaf._chain is not WHOLE:
       return None
     found = getattr(grad._storage.array, "sharding", None)
-    return None if found == place else _Beside.apply(grad, place)
+    return None if found == sharding else _ApplySharding.apply(grad, sharding)
 
   tensor.__dict__["_beside"] = tensor.register_hook(beside)
 
@@ -347,9 +347,9 @@ def _pop_copy(arguments: list) -> bool:
   Raises:
     TypeError: there are arguments after it.
   """
-  place = 2 if isinstance(arguments[0] if arguments else None, torch.dtype) else 3
-  if len(arguments) > place + 1:
+  index = 2 if isinstance(arguments[0] if arguments else None, torch.dtype) else 3
+  if len(arguments) > index + 1:
     raise TypeError(
-      f"to() expects up to {place + 1} positional arguments, but got {len(arguments)}."
+      f"to() expects up to {index + 1} positional arguments, but got {len(arguments)}."
     )
-  return bool(arguments.pop()) if len(arguments) > place else False
+  return bool(arguments.pop()) if len(arguments) > index else False

@@ -120,16 +120,12 @@ STEPS: dict = {
 }
 
 
-def _pieces(source, layouts, dim: int):
-  """Yield steps for consecutive slices along `dim`."""
+def _split(source, layouts, _sizes, dim=0):
+  dim %= source.dim()
   start = 0
   for layout in layouts:
     yield slice_of(dim, start, start + layout.shape[dim], 1)
     start += layout.shape[dim]
-
-
-def _split(source, layouts, _sizes, dim=0):
-  return list(_pieces(source, layouts, dim % source.dim()))
 
 
 def _unbind(source, layouts, dim=0):
@@ -175,9 +171,9 @@ def _view_layout(source, size):
   if 1 in source.shape and list(source.stride()) != _contiguous_stride(source.shape):
     return None
   if -1 in size:
-    place = size.index(-1)
-    size[place] = 1
-    size[place] = source.numel() // max(1, math.prod(size))
+    dim = size.index(-1)
+    size[dim] = 1
+    size[dim] = source.numel() // max(1, math.prod(size))
   if any(length < 0 for length in size) or math.prod(size) != source.numel():
     return None
   return size, _contiguous_stride(size), source.storage_offset()
@@ -185,8 +181,8 @@ def _view_layout(source, size):
 
 def _contiguous_stride(size) -> list[int]:
   stride = [1] * len(size)
-  for place in range(len(size) - 2, -1, -1):
-    stride[place] = stride[place + 1] * max(1, size[place + 1])
+  for dim in range(len(size) - 2, -1, -1):
+    stride[dim] = stride[dim + 1] * max(1, size[dim + 1])
   return stride
 
 
@@ -239,21 +235,17 @@ class ViewPlan:
       if known is not None:
         layout = _Layout(*known, source.dtype)
         chain = source._chain.append(step(source, layout, *args[1:]))
-        return self._finish(new_view(source, layout, of_grad_mode(chain)))
+        return self._view(source, layout, chain)
     kwargs = kwargs or {}
     with torch_compat.without_dispatch():
       layout = self.op(*args, **kwargs)
     if isinstance(layout, torch.Tensor):
-      chain = self._chain(source, layout, args, kwargs)
-      return self._finish(new_view(source, layout, of_grad_mode(chain)))
+      return self._view(source, layout, self._chain(source, layout, args, kwargs))
     if self.steps is None:
-      return [
-        self._finish(new_view(source, one, of_grad_mode(_strided_chain(source, one))))
-        for one in layout
-      ]
+      return [self._view(source, one, _strided_chain(source, one)) for one in layout]
     steps = self.steps(source, layout, *args[1:], **kwargs)
     return [
-      self._finish(new_view(source, one, of_grad_mode(source._chain.append(step))))
+      self._view(source, one, source._chain.append(step))
       for one, step in zip(layout, steps)
     ]
 
@@ -263,7 +255,7 @@ class ViewPlan:
       return source._chain
     if self.op is aten.detach.default:
       return source._chain.append(_STOP) if grad_mode.detaches() else source._chain
-    return of_grad_mode(source._chain)
+    return stop_without_grad(source._chain)
 
   def _chain(self, source, layout, args, kwargs) -> Chain:
     if self.step is _strided:
@@ -272,7 +264,8 @@ class ViewPlan:
       return _strided_chain(source, layout)
     return source._chain.append(self.step(source, layout, *args[1:], **kwargs))
 
-  def _finish(self, view):
+  def _view(self, source, layout, chain: Chain):
+    view = new_view(source, layout, stop_without_grad(chain))
     if self.env.config.force_materialize_views:
       view.jax()
     return view
@@ -282,7 +275,7 @@ _NUMBERS = frozenset({bool, int, float, complex})
 _STOP = StopGradientInfo()
 
 
-def of_grad_mode(chain: Chain) -> Chain:
+def stop_without_grad(chain: Chain) -> Chain:
   """Return the chain of a new view; under `no_grad` it stops the gradient."""
   if jax_compat.is_top_level() or not grad_mode.is_stopped() or _STOP in chain.infos:
     return chain

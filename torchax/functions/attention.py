@@ -109,7 +109,7 @@ def form_of(
     heads: shapes of query, key and value after the division into heads; None if they
       are already divided.
   """
-  switches.note(env.config, "attention")
+  switches.guard_on(env.config, "attention")
   wish = env.config.attention
   platform = placement.current_platform()
   if platform == "cpu" and wish != choice.BLOCKWISE:

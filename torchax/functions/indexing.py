@@ -18,7 +18,7 @@ from torchax.core import mappings, out_of_range
 from torchax.core.chains import TracedIndexInfo
 from torchax.core.explanations import not_assignable
 from torchax.core.storage import ReadOnly, Unplaced
-from torchax.dispatch.views import of_grad_mode
+from torchax.dispatch.views import stop_without_grad
 from torchax.functions.builtin import register_function
 from torchax.registry.index_rules import along
 from torchax.registry.names import aten, functions, methods
@@ -221,7 +221,7 @@ def _element(tensor: Tensor, dim: int, place: Tensor) -> Tensor:
   element = tensor.select(dim, 0)
   index = place.jax().astype(jnp.int32)
   chain = tensor._chain.append(TracedIndexInfo(dim, index))
-  element._chain = of_grad_mode(chain)
+  element._chain = stop_without_grad(chain)
   return element
 
 
@@ -249,7 +249,7 @@ def slice_from(tensor: Tensor, index: tuple, dim: int, start, length: int) -> Te
     return rows
   piece = view.narrow(dim, 0, length)
   chain = view._chain.append(TracedIndexInfo(dim, first, length))
-  piece._chain = of_grad_mode(chain)
+  piece._chain = stop_without_grad(chain)
   return piece
 
 
