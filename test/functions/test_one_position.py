@@ -129,11 +129,11 @@ def test_a_traced_call_is_not_padded():
   + [(1000, 1024), (1025, 1280)],
 )
 def test_padded_numbers_of_keys(length, number):
-  assert one_position.number_for(length) == number
+  assert one_position.padded_length(length) == number
 
 
 def test_padded_numbers_are_few_and_close():
-  numbers = [one_position.number_for(length) for length in range(1, 4097)]
+  numbers = [one_position.padded_length(length) for length in range(1, 4097)]
   assert len(set(numbers)) == 4 + 4 * 5
   for length, number in enumerate(numbers, 1):
     assert length <= number <= max(1.25 * length, length + 31)

@@ -30,20 +30,20 @@ about traced shapes are TypeErrors; traced slices raise IndexError.
 
 
 def compiled(
-  function: Callable, operator: Operator | None = None, place=None
+  function: Callable, operator: Operator | None = None, sharding=None
 ) -> Program:
   """Compile a function with `jax.jit`; add a fallback if its operator may not compile.
 
   Args:
     function: function of arrays: the lowering and the steps around it.
     operator: operator of the lowering.
-    place: sharding of the results; None lets JAX choose.
+    sharding: sharding of the results; None lets JAX choose.
 
   Returns:
     The compiled function. Its attribute `in_traces` is for calls inside
     transformations.
   """
-  options = {} if place is None else {"out_shardings": place}
+  options = {} if sharding is None else {"out_shardings": sharding}
   jitted = programs.jit(function, effort=_effort(operator), **options)
   if operator is None or operator.execution.compiled is not None:
     return jitted

@@ -26,8 +26,8 @@ from torchax.registry import operators
 from torchax.registry.operators import Kind, Operator
 from torchax.registry.schema import (
   functional_form,
-  gives_tensors,
   is_in_place,
+  returns_tensors,
   schema_of,
 )
 
@@ -190,7 +190,7 @@ class Dispatcher:
     # A random decomposition would draw inside the compiled function. A decomposition
     # that returns a Python value may need values, which a trace lacks.
     is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-    may_compile = not (is_random or is_composite) and gives_tensors(func)
+    may_compile = not (is_random or is_composite) and returns_tensors(func)
     return Operator.with_options(
       func, decompose, kind=Kind.TENSORS, compiled=may_compile
     )

@@ -67,17 +67,15 @@ class InPlacePlan:
     return targets
 
   def _written_arguments(self, args, kwargs) -> list:
-    places = [(self.names.index(name), name) for name in self.written]
-    return [
-      args[place] if place < len(args) else kwargs[name] for place, name in places
-    ]
+    given = {**dict(zip(self.names, args)), **(kwargs or {})}
+    return [given[name] for name in self.written]
 
   def _shardings(self, targets):
     """Return the shardings of the targets, or None if all are on single devices."""
-    places = tuple([placement.spread_of(t._storage.array) for t in targets])
-    if not any(places):
+    shardings = tuple([placement.spread_of(t._storage.array) for t in targets])
+    if not any(shardings):
       return None
-    return places if self.writes_lists else places[0]
+    return shardings if self.writes_lists else shardings[0]
 
   def _order_matters(self, targets, args, kwargs) -> bool:
     """Return True if a row reads or writes the storage that another row writes."""
@@ -149,8 +147,8 @@ class InPlacePlan:
       if is_stopped:
         array = grad_mode.with_derivative_of(storage.read(), array)
       if self.overwrites:
-        place = placement.place_of(storage.array)
-        array = array if place is None else placement.put_back(array, place)
+        sharding = placement.place_of(storage.array)
+        array = array if sharding is None else placement.put_back(array, sharding)
       storage.write(array, target)
 
 

@@ -42,7 +42,7 @@ def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
       if waits:
         _require_in_program(rule, name)
       continue
-    error = rule.breach(numbers)
+    error = rule.error_for(numbers)
     if error is not None:
       raise error
 

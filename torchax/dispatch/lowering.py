@@ -50,24 +50,17 @@ class Lowering:
     numbers = schema.dynamic - static if schema else frozenset()
     if operator.is_builtin:
       dynamic |= numbers
-    described = (
-      self.name,
-      env,
-      dynamic,
-      names,
-      operator.execution.takes_cpu,
-      numbers,
-    )
-    self.flattener = Flattener(*described)
+    options = (self.name, env, dynamic, names, operator.execution.takes_cpu, numbers)
+    self.flattener = Flattener(*options)
     self.prepared: PreparedFlattener | None = None
     prepare = operator.numbers.prepare
     if prepare is not None:
-      self.prepared = PreparedFlattener(prepare, operator.numbers.static, *described)
+      self.prepared = PreparedFlattener(prepare, operator.numbers.static, *options)
     self.is_sampler = operator.kind is Kind.SAMPLER
     self.takes_device = "device" in names
     # A user's lowering may accept arguments that torch refuses.
     self.is_checked = operator.is_builtin and schema is not None
-    self._is_real = operator.is_builtin and real_numbers.are_asked(self.name)
+    self._is_real = operator.is_builtin and real_numbers.may_refuse_complex(self.name)
     self._func = operator.func
     if operator.kind is Kind.ENV_ARRAYS:
       self._func = functools.partial(operator.func, env=env)

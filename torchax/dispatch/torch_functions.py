@@ -60,11 +60,12 @@ class ArrayFunctionHandler:
     self.name = f"torch.{getattr(func, '__name__', str(func))}"
     self.flattener = Flattener(self.name, env)
     self.flattener.keeps_tensors = True
-    self._numbered = self.flattener
-    if operator.numbers.dynamic:
+    self._numbers_flattener = self.flattener
+    dynamic = operator.numbers.dynamic
+    if dynamic:
       names = tuple(inspect.signature(operator.func).parameters)
-      self._numbered = Flattener(self.name, env, operator.numbers.dynamic, names)
-      self._numbered.keeps_tensors = True
+      self._numbers_flattener = Flattener(self.name, env, dynamic, names)
+      self._numbers_flattener.keeps_tensors = True
     self._functions: ProgramCache[tuple, autograd.ArrayFunction | autograd.WithNumbers]
     self._functions = ProgramCache(MOST_PROGRAMS)
     self._number_programs: NumberPrograms[autograd.ArrayFunction] = NumberPrograms()
@@ -73,7 +74,7 @@ class ArrayFunctionHandler:
     if _is_for_torch(args, kwargs):
       return self.func(*args, **kwargs)
     if kwargs.get("out") is not None:
-      return _into_out(self.name, lambda *a, **k: self(a, k), args, kwargs)
+      return _call_with_out(self.name, lambda *a, **k: self(a, k), args, kwargs)
     try:
       rules = self.operator.checks.rules
       if rules is not None:
@@ -98,12 +99,12 @@ class ArrayFunctionHandler:
     # Cached functions outlive the trace, so they must not hold its host numbers.
     args = [host_numbers.resolved(arg) for arg in args]
     kwargs = {name: host_numbers.resolved(arg) for name, arg in kwargs.items()}
-    operands, form = self._numbered.flatten(args, kwargs)
+    operands, form = self._numbers_flattener.flatten(args, kwargs)
     numbers = tuple([o for o in operands if not isinstance(o, Tensor)])
     function = None
     if numbers:
       is_number = [not isinstance(operand, Tensor) for operand in operands]
-      make = lambda: self._compiled(self._numbered, form, is_number)  # noqa: E731
+      make = lambda: self._compiled(self._numbers_flattener, form, is_number)  # noqa: E731
       function = self._number_programs.get(form, make)
     if function is None:
       return self._compiled(self.flattener, key, ())
@@ -151,7 +152,7 @@ class WithoutOut:
   def __call__(self, args, kwargs):
     if not isinstance(kwargs.get("out"), Tensor):
       return self.func(*args, **kwargs)
-    return _into_out(self.func.__name__, self.func, args, kwargs)
+    return _call_with_out(self.func.__name__, self.func, args, kwargs)
 
 
 class AutocastHandler:
@@ -178,7 +179,7 @@ class AutocastHandler:
       return self.handler(args, kwargs)
 
 
-def _into_out(name: str, func: Callable, args, kwargs) -> Tensor:
+def _call_with_out(name: str, func: Callable, args, kwargs) -> Tensor:
   """Call the function without `out=`, write the result to that tensor, return it."""
   kwargs = dict(kwargs)
   out = kwargs.pop("out")

@@ -99,10 +99,6 @@ class _Dropout(torch_compat.OwnFunction):
     return _Dropout.apply(grad, ctx.p, ctx.draw), None, None
 
 
-def _needs_grad(input) -> bool:
-  return torch.is_grad_enabled() and input.requires_grad
-
-
 def _check(p: float, error: type[Exception] = ValueError) -> None:
   """Raise for a bad probability; torch's C++ functions raise RuntimeError for it."""
   if not 0.0 <= p <= 1.0:
@@ -118,7 +114,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
   _check(p)
   if not training or p == 0.0 or not input.numel():
     return input
-  if _needs_grad(input):
+  if torch.is_grad_enabled() and input.requires_grad:
     result = torch_compat.apply_function(_Dropout, input, p, None)
   else:
     result = input._env.dispatch(_forward, (), (input, p), None)

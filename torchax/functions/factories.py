@@ -74,7 +74,7 @@ def _lowered_kernel(op) -> Callable:
   return kernel
 
 
-def _unplaced_kernel(op) -> Callable:
+def _internal_kernel(op) -> Callable:
   def kernel(*args, **kwargs):
     return device_plans.run_internal_factory(env_on(), op, (), args, kwargs)
 
@@ -127,15 +127,15 @@ def _empty_strided(size, stride, **kwargs) -> torch.Tensor:
   return _empty(size, **kwargs)
 
 
-def _empty_unplaced(size, *, device=None, **kwargs) -> torch.Tensor:
+def _internal_empty(size, *, device=None, **kwargs) -> torch.Tensor:
   if torch_compat.dispatch_is_excluded():
     return _empty(size, device=device, **kwargs)
   with placement.anywhere():
     return device_plans.mark_unplaced(_empty(size, **kwargs))
 
 
-def _empty_strided_unplaced(size, stride, **kwargs) -> torch.Tensor:
-  return _empty_unplaced(size, **kwargs)
+def _internal_empty_strided(size, stride, **kwargs) -> torch.Tensor:
+  return _internal_empty(size, **kwargs)
 
 
 def _item(tensor: torch.Tensor):
@@ -164,8 +164,8 @@ def register_kernels() -> None:
   register("_pin_memory", _pinned, "CPU")
   register("empty.memory_format", _empty)
   register("empty_strided", _empty_strided)
-  register("empty.memory_format", _empty_unplaced, torch_compat.HIDDEN_KEY)
-  register("empty_strided", _empty_strided_unplaced, torch_compat.HIDDEN_KEY)
+  register("empty.memory_format", _internal_empty, torch_compat.HIDDEN_KEY)
+  register("empty_strided", _internal_empty_strided, torch_compat.HIDDEN_KEY)
   register("_local_scalar_dense", _item, torch_compat.SHAPE_KEY)
   for name, key in _UNSUPPORTED:
     register(name, _unsupported, key)
@@ -173,7 +173,7 @@ def register_kernels() -> None:
     op = _overload(name)
     if op:
       register(name, _lowered_kernel(op))
-      register(name, _unplaced_kernel(op), torch_compat.HIDDEN_KEY)
+      register(name, _internal_kernel(op), torch_compat.HIDDEN_KEY)
 
 
 def _without_device(func) -> Callable:

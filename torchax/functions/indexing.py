@@ -35,7 +35,7 @@ def _getitem_handler(args, kwargs):
   if type(index) is slice or type(index) is int or not isinstance(tensor, Tensor):
     return _getitem(tensor, index)
   index = index_of(index, tensor)
-  return read(tensor, index) if _needs_care(index) else _getitem(tensor, index)
+  return read(tensor, index) if _needs_steps(index) else _getitem(tensor, index)
 
 
 def _setitem_handler(args, kwargs):
@@ -44,16 +44,16 @@ def _setitem_handler(args, kwargs):
     return _setitem(tensor, index, value)
   if isinstance(value, bool | int | float | complex):
     parts = index if type(index) is tuple else (index,)
-    if all(type(part) in _OF_VIEWS for part in parts):
+    if all(type(part) in _VIEW_PARTS for part in parts):
       return _fill(tensor, _getitem(tensor, index), value)
   index, value = index_of(index, tensor), _value_of(value, tensor)
-  if _needs_care(index):
+  if _needs_steps(index):
     return write(tensor, index, value)
   return _setitem(tensor, index, value)
 
 
 # Parts of an index that give a view.
-_OF_VIEWS = frozenset({int, slice, type(None), type(Ellipsis), torch.SymInt})
+_VIEW_PARTS = frozenset({int, slice, type(None), type(Ellipsis), torch.SymInt})
 
 
 def _fill(tensor: Tensor, target: Tensor, value) -> None:
@@ -94,10 +94,10 @@ def _parts_of(part, indexed: Tensor) -> list:
   return [part]
 
 
-def _needs_care(index) -> bool:
+def _needs_steps(index) -> bool:
   """Return True for an index with numbers or bools that torch's C++ cannot read."""
   if type(index) is tuple:
-    return any(map(_needs_care, index))
+    return any(map(_needs_steps, index))
   if isinstance(index, bool):
     return True
   if not isinstance(index, torch.Tensor) or index.dim():
@@ -130,24 +130,24 @@ class _Subscript:
 
   Attributes:
     basic: index of the first step, without tensors; gives a view.
-    places: (dimension of that view, 0-d tensor) of the traced numbers, last first.
+    traced: (dimension of that view, 0-d tensor) of the traced numbers, last first.
     rest: index of the last step; None if it takes everything.
   """
 
   def __init__(self, index, tensor: Tensor):
     parts = index if type(index) is tuple else (index,)
-    self.basic, self.places, rest = [], [], []
+    self.basic, self.traced, rest = [], [], []
     for part in _without_ellipsis(parts, tensor):
       if _is_number(part) and isinstance(part, Tensor) and is_traced(part):
-        self.places.insert(0, (_dims(self.basic), part))
+        self.traced.insert(0, (_rank(self.basic), part))
         self.basic.append(_ALL)
       elif _is_number(part):
         self.basic.append(int(part))
       elif _is_truth_value(part):
         self.basic.append(None)
-        rest.append(_chosen_of_one(part))
+        rest.append(_bool_index(part))
       elif isinstance(part, torch.Tensor):
-        self.basic += [_ALL] * _covered(part)
+        self.basic += [_ALL] * _consumed_dims(part)
         rest.append(part)
       else:
         self.basic.append(part)
@@ -162,7 +162,7 @@ def _is_truth_value(part) -> bool:
   return isinstance(part, bool) or (is_tensor and not part.dim())
 
 
-def _chosen_of_one(part) -> torch.Tensor:
+def _bool_index(part) -> torch.Tensor:
   """Return an index into a new dimension of size 1: its element if `part`, or none."""
   if isinstance(part, Tensor):
     return part.reshape(1)
@@ -175,12 +175,12 @@ def _is_number(part) -> bool:
   return is_tensor and not part.dim() and part.dtype not in _MASKS
 
 
-def _dims(basic) -> int:
+def _rank(basic) -> int:
   """Return the rank of the result of an index of numbers, slices and None."""
   return sum(type(part) is not int for part in basic)
 
 
-def _covered(part) -> int:
+def _consumed_dims(part) -> int:
   """Return the number of dimensions that one part of an index consumes."""
   if part is None or isinstance(part, bool):
     return 0
@@ -189,11 +189,11 @@ def _covered(part) -> int:
 
 
 def _without_ellipsis(parts, tensor) -> list:
-  places = [place for place, part in enumerate(parts) if part is ...]
-  if not places:
+  indices = [index for index, part in enumerate(parts) if part is ...]
+  if not indices:
     return list(parts)
-  first = places[0]
-  covered = sum(_covered(part) for part in parts if part is not ...)
+  first = indices[0]
+  covered = sum(_consumed_dims(part) for part in parts if part is not ...)
   dims = max(0, tensor.dim() - covered)
   later = [part for part in parts[first + 1 :] if part is not ...]
   return [*parts[:first], *[_ALL] * dims, *later]
@@ -207,19 +207,19 @@ def read(tensor: Tensor, index) -> Tensor:
   """
   subscript = _Subscript(index, tensor)
   chosen = _getitem(tensor, subscript.basic)
-  for dim, place in subscript.places:
-    chosen = _element(chosen, dim, place)
+  for dim, number in subscript.traced:
+    chosen = _element(chosen, dim, number)
   return chosen if subscript.rest is None else _getitem(chosen, subscript.rest)
 
 
-def _element(tensor: Tensor, dim: int, place: Tensor) -> Tensor:
+def _element(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
   if tensor.requires_grad and torch.is_grad_enabled():
-    row = tensor.index_select(dim, place.reshape(1)).squeeze(dim)
+    row = tensor.index_select(dim, index.reshape(1)).squeeze(dim)
     row._storage = ReadOnly(row._storage.read())
     return row
   # For torch a view of element 0; the chain has the traced index.
   element = tensor.select(dim, 0)
-  index = place.jax().astype(jnp.int32)
+  index = index.jax().astype(jnp.int32)
   chain = tensor._chain.append(TracedIndexInfo(dim, index))
   element._chain = stop_without_grad(chain)
   return element
@@ -243,8 +243,8 @@ def slice_from(tensor: Tensor, index: tuple, dim: int, start, length: int) -> Te
   first = start.jax().astype(jnp.int32)
   if view.requires_grad and torch.is_grad_enabled():
     first = jnp.where(first < 0, first + view.shape[dim], first)
-    places = new_tensor(first + jnp.arange(length), tensor._env)
-    rows = view.index_select(dim, places)
+    indices = new_tensor(first + jnp.arange(length), tensor._env)
+    rows = view.index_select(dim, indices)
     rows._storage = ReadOnly(rows._storage.read())
     return rows
   piece = view.narrow(dim, 0, length)
@@ -266,12 +266,12 @@ def symbolic_places(index, tensor) -> tuple[tuple, list] | None:
   if not all(isinstance(part, _BASIC) and part is not True for part in parts):
     return None
   basic: list = []
-  places: list = []
+  symbols: list = []
   for part in _without_ellipsis(parts, tensor):
     if isinstance(part, torch.SymInt):
-      places.insert(0, (_dims(basic), part))
+      symbols.insert(0, (_rank(basic), part))
     basic.append(_ALL if isinstance(part, torch.SymInt) else part)
-  return tuple(basic), places
+  return tuple(basic), symbols
 
 
 _BASIC = (int, slice, torch.SymInt, type(None), type(...))
@@ -281,12 +281,12 @@ def write(tensor: Tensor, index, value) -> None:
   """Set `tensor[index] = value` for an index with traced numbers or bools."""
   subscript = _Subscript(index, tensor)
   view = _getitem(tensor, subscript.basic)
-  if not subscript.places:
+  if not subscript.traced:
     _setitem(view, subscript.rest, value)
     return
   indices: list = [None] * view.dim()
-  for dim, place in subscript.places:
-    indices[dim] = place
+  for dim, number in subscript.traced:
+    indices[dim] = number
   if subscript.rest is not None:
     row = aten.index(view, indices)
     _setitem(row, subscript.rest, value)
@@ -298,7 +298,7 @@ def write(tensor: Tensor, index, value) -> None:
     )
   value = value.to(tensor.device, tensor.dtype)
   # As in any assignment, leading dimensions of size 1 are dropped.
-  surplus = max(0, value.dim() - (view.dim() - len(subscript.places)))
+  surplus = max(0, value.dim() - (view.dim() - len(subscript.traced)))
   if value.shape[:surplus].numel() == 1:
     value = value.reshape(value.shape[surplus:])
   aten.index_put_(view, indices, value)
@@ -343,8 +343,8 @@ def _take_along_dim(input, indices, dim=None):
       f"{indices.dtype}."
     )
   if dim is None:
-    places = out_of_range.from_start(indices.ravel(), input.size)
-    return out_of_range.read(input.ravel(), places, 0)
+    indices = out_of_range.from_start(indices.ravel(), input.size)
+    return out_of_range.read(input.ravel(), indices, 0)
   if input.ndim != indices.ndim:
     raise RuntimeError(
       "torch.take_along_dim(): input and indices should have the same number of "
@@ -352,8 +352,8 @@ def _take_along_dim(input, indices, dim=None):
       "dimensions for indices"
     )
   # Along a dimension torch takes any index, modulo its size.
-  places = indices % max(input.shape[dim], 1) if input.ndim else indices
-  return out_of_range.read(input, places, dim)
+  indices = indices % max(input.shape[dim], 1) if input.ndim else indices
+  return out_of_range.read(input, indices, dim)
 
 
 @register_function(functions.unravel_index, kind=Kind.TENSORS)

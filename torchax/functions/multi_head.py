@@ -24,7 +24,7 @@ def _multi_head_attention_forward(*args, env, **kwargs):
   given = _MULTI_HEAD.bind(*args, **kwargs)
   given.apply_defaults()
   with torch_compat.with_function_overrides():
-    call = _Usual(**given.arguments)
+    call = _Call(**given.arguments)
     if amp.dtype_in_force() is None and call.is_usual() and call.is_plain(env):
       return call.run(env)
     return torch_compat.attention_of_heads(**given.arguments)
@@ -33,7 +33,7 @@ def _multi_head_attention_forward(*args, env, **kwargs):
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
-class _Usual:
+class _Call:
   """Call of `multi_head_attention_forward` with the arguments that modules mostly use.
 
   Args:
@@ -74,14 +74,14 @@ class _Usual:
     if padding is not None and mask is not None:
       masks = (mask.dtype,)  # torch warns if the dtypes differ
     return (
-      _is_one(given.key, kept, (positions, batch, width))
-      and _is_one(given.value, kept, (positions, batch, width))
-      and _is_one(given.in_proj_weight, kept, (3 * width, width))
-      and _is_one(given.in_proj_bias, kept, (3 * width,))
-      and _is_one(given.out_proj_weight, kept, (width, width))
-      and _is_one(given.out_proj_bias, kept, (width,))
-      and _is_one(padding, masks, (batch, positions))
-      and _is_one(mask, (given.query.dtype, torch.bool), *of_scores)
+      _matches(given.key, kept, (positions, batch, width))
+      and _matches(given.value, kept, (positions, batch, width))
+      and _matches(given.in_proj_weight, kept, (3 * width, width))
+      and _matches(given.in_proj_bias, kept, (3 * width,))
+      and _matches(given.out_proj_weight, kept, (width, width))
+      and _matches(given.out_proj_bias, kept, (width,))
+      and _matches(padding, masks, (batch, positions))
+      and _matches(mask, (given.query.dtype, torch.bool), *of_scores)
     )
 
   def is_plain(self, env) -> bool:
@@ -130,6 +130,6 @@ class _Usual:
     return result if given.need_weights else (result, None)
 
 
-def _is_one(tensor, dtypes, *shapes) -> bool:
+def _matches(tensor, dtypes, *shapes) -> bool:
   """Return True for None, and for a tensor with one of the dtypes and shapes."""
   return tensor is None or (tensor.dtype in dtypes and tuple(tensor.shape) in shapes)

@@ -19,33 +19,33 @@ from torchax.tensor import Tensor, new_tensor
 
 # For keys up to this many elements, an optimized program is no faster than an
 # unoptimized one, which XLA compiles in a third of the time.
-_FEW = 2**17
+_MAX_BRIEF = 2**17
 # Up to this many elements padding takes less time than compiling.
-_MANY = 2**22
-_LEAST = 32
+_MAX_PADDED = 2**22
+_MIN_LENGTH = 32
 # Number of calls on the host before a program pads; the host takes 30 us more per call.
 OFTEN = 256
 # First number of keys, for each form of a call.
 _first: BoundedCache[tuple, int] = BoundedCache(1024)
 # Number of calls, for each shapes of keys, values and masks.
-_times: BoundedCache[tuple, int] = BoundedCache(4096)
+_calls: BoundedCache[tuple, int] = BoundedCache(4096)
 
 
 def is_brief(query, key) -> bool:
   """Return True for one query position over few keys: compile with least effort."""
-  return _is_of_one_position(query) and key.numel() <= _FEW
+  return _has_one_position(query) and key.numel() <= _MAX_BRIEF
 
 
-def _is_of_one_position(query) -> bool:
+def _has_one_position(query) -> bool:
   return query.dim() > 1 and query.shape[-2] == 1
 
 
-def number_for(length: int) -> int:
+def padded_length(length: int) -> int:
   """Return the padded length for `length` keys; above 32 at most a quarter more.
 
   There are four lengths per power of two; up to 32 keys, 32 is the only one.
   """
-  step = max(_LEAST, 1 << max(0, (length - 1).bit_length() - 3))
+  step = max(_MIN_LENGTH, 1 << max(0, (length - 1).bit_length() - 3))
   return -(-length // step) * step
 
 
@@ -58,7 +58,7 @@ def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
     enable_gqa: key and value have fewer heads.
 
   Returns:
-    Key (…, n, e), value (…, n, v) and mask (…, n) with n = `number_for(s)`; the
+    Key (…, n, e), value (…, n, v) and mask (…, n) with n = `padded_length(s)`; the
     arguments unchanged if the call cannot be padded.
   """
   if not _may_be_padded(query, key, value, attn_mask, enable_gqa):
@@ -71,9 +71,9 @@ def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
     _first[form] = first = length
   if length == first:
     return given
-  most = number_for(length)
+  most = padded_length(length)
   shapes = tuple([tensor if tensor is None else tensor.shape for tensor in given])
-  times = _times.get(shapes) or 0
+  times = _calls.get(shapes) or 0
   env = query._env
   if times >= OFTEN:
     return env.functions.call(attention.padded_keys, *given, most)
@@ -81,7 +81,7 @@ def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
   found = numpy_fallback.taken([tensor._storage.array for tensor in tensors])
   if found is None:
     return given
-  _times[shapes] = times + 1
+  _calls[shapes] = times + 1
   values, place = found
   views = [tensor._chain.picked(array) for tensor, array in zip(tensors, values)]
   views += [None] * (len(given) - len(views))
@@ -93,10 +93,10 @@ def _may_be_padded(query, key, value, attn_mask, enable_gqa) -> bool:
   """Return True if arrays are on the CPU, untraced, without gradient, and match."""
   if not (jax_compat.is_top_level() and active.boundary is None):
     return False
-  if not _is_of_one_position(query) or key.numel() > _MANY:
+  if not _has_one_position(query) or key.numel() > _MAX_PADDED:
     return False
   tensors = [t for t in (query, key, value, attn_mask) if t is not None]
-  if not all(map(_is_of_host, tensors)):
+  if not all(map(_is_on_host, tensors)):
     return False
   if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
     return False
@@ -110,10 +110,10 @@ def _may_be_padded(query, key, value, attn_mask, enable_gqa) -> bool:
     of_keys = (*leading[:-1], key.shape[-3], *of_keys[-2:]) if is_grouped else of_keys
   if not length or key.shape != of_keys or value.shape[:-1] != of_keys[:-1]:
     return False
-  return attn_mask is None or _is_for(attn_mask, (*leading, 1, length))
+  return attn_mask is None or _is_mask_of(attn_mask, (*leading, 1, length))
 
 
-def _is_for(mask, scores: tuple) -> bool:
+def _is_mask_of(mask, scores: tuple) -> bool:
   """Return True for a mask of all keys that broadcasts to scores of this shape."""
   if not (mask.dtype == torch.bool or mask.is_floating_point()):
     return False
@@ -123,7 +123,7 @@ def _is_for(mask, scores: tuple) -> bool:
   return all(size in (1, whole) for size, whole in sizes)
 
 
-def _is_of_host(tensor) -> bool:
+def _is_on_host(tensor) -> bool:
   if not isinstance(tensor, Tensor) or tensor._chain.moving is not None:
     return False
   array = tensor._storage.array

@@ -62,14 +62,10 @@ class Shortcut:
   def __call__(self, args, kwargs):
     if not kwargs and len(args) == self.count and self.is_plain(args):
       return self.env.dispatch(self.op, (), args, None)
-    return self._by_torch(args, kwargs)
+    return self._run_torch(args, kwargs)
 
-  def _by_torch(self, args, kwargs):
+  def _run_torch(self, args, kwargs):
     return self.func(*args, **kwargs)
-
-
-def _products(left, right):
-  return jnp.matmul(left, right)
 
 
 class MatmulShortcut(Shortcut):
@@ -79,13 +75,13 @@ class MatmulShortcut(Shortcut):
   torch would merge the dimensions, and stacks sharded over both would be gathered.
   """
 
-  def _by_torch(self, args, kwargs):
-    if not kwargs and len(args) == 2 and self._is_of_stacks(*args):
-      return self.env.functions.call(_products, *args)
+  def _run_torch(self, args, kwargs):
+    if not kwargs and len(args) == 2 and self._has_batch_dims(*args):
+      return self.env.functions.call(jnp.matmul, *args)
     return WithoutOut(self.func)(args, kwargs)
 
   @staticmethod
-  def _is_of_stacks(left, right) -> bool:
+  def _has_batch_dims(left, right) -> bool:
     return (
       isinstance(left, Tensor)
       and isinstance(right, Tensor)

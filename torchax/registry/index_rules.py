@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 _UNSIGNED = {np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
-_MOST = 2**31  # negative numbers are at least this large as unsigned ones
+_UNSIGNED_LIMIT = 2**31  # negative numbers are at least this large as unsigned ones
 
 
 class Rule:
@@ -40,7 +40,7 @@ class Rule:
     """Return False for a dtype that the operation refuses for another reason."""
     return True
 
-  def breach(self, numbers: np.ndarray) -> Exception | None:
+  def error_for(self, numbers: np.ndarray) -> Exception | None:
     """Return the error for the values of the argument; None if they are valid."""
     if not self.is_for(numbers.dtype):
       return None
@@ -65,13 +65,9 @@ class Range(Rule):
   __slots__ = ("low", "high", "ignored", "dim")
 
   def __init__(self, numbers, low, high, error, message, ignored=None, dim=None):
-    self.numbers = numbers
-    self.low = low
-    self.high = high
-    self.error = error
-    self.message = message
-    self.ignored = ignored
-    self.dim = dim
+    super().__init__(numbers, error, message)
+    self.low, self.high = low, high
+    self.ignored, self.dim = ignored, dim
 
   def is_for(self, dtype):
     return np.issubdtype(dtype, np.integer)
@@ -86,17 +82,17 @@ class Range(Rule):
     broken = (numbers < low) | (numbers > most)
     return broken if self.ignored is None else broken & (numbers != self.ignored)
 
-  def breach(self, numbers):
+  def error_for(self, numbers):
     if not numbers.size:
       return None
     # Fast path without allocation; as unsigned numbers, negative ones are large.
     unsigned = _UNSIGNED.get(numbers.dtype) if self.low == 0 else None
     if unsigned is not None:
-      if numbers.view(unsigned).max() < self.high <= _MOST:
+      if numbers.view(unsigned).max() < self.high <= _UNSIGNED_LIMIT:
         return None
     elif numbers.max() < self.high and numbers.min() >= self.low:
       return None
-    return super().breach(numbers)
+    return super().error_for(numbers)
 
   def text(self, number, place):
     return self.message.format(

@@ -358,17 +358,8 @@ def register_torch_dispatch_op(
   Returns:
     `impl_callable`. `all_aten_ops[aten_op]` is the operator.
   """
-  _register(
-    all_aten_ops,
-    Operator(
-      aten_op,
-      impl_callable,
-      is_jax_function,
-      is_user_defined,
-      needs_env,
-      is_view_op,
-    ),
-  )
+  flags = (is_jax_function, is_user_defined, needs_env, is_view_op)
+  _register(all_aten_ops, Operator(aten_op, impl_callable, *flags))
   return impl_callable
 
 
@@ -390,15 +381,6 @@ def register_torch_function_op(
   Returns:
     `impl_callable`. `all_torch_functions[torch_func]` is the operator.
   """
-  _register(
-    all_torch_functions,
-    Operator(
-      torch_func,
-      impl_callable,
-      is_jax_function,
-      is_user_defined,
-      needs_env,
-      is_view_op,
-    ),
-  )
+  flags = (is_jax_function, is_user_defined, needs_env, is_view_op)
+  _register(all_torch_functions, Operator(torch_func, impl_callable, *flags))
   return impl_callable

@@ -46,7 +46,7 @@ _ROUNDS = ("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 _OPERATORS = ("aten.remainder", "aten.fmod", "aten.div", "aten.floor_divide")
 
 
-def are_asked(name: str) -> bool:
+def may_refuse_complex(name: str) -> bool:
   """Return True if the overload of this name may refuse complex numbers."""
   return name.rpartition(".")[0] in REAL or name in _ROUNDS
 

@@ -118,7 +118,7 @@ def is_in_place(op: OpOverload) -> bool:
   return bool(written) and op._schema.arguments[0].name == written[0]
 
 
-def gives_tensors(op) -> bool:
+def returns_tensors(op) -> bool:
   """Return False for an operation that returns a number, as `aten.is_same_size`."""
   returns = op._schema.returns if isinstance(op, OpOverload) else ()
   return all("Tensor" in str(value.type) for value in returns)
