@@ -119,7 +119,6 @@ class _Call:
     return sources, inputs, out
 
   def _results(self, sources, recorded) -> Sequence[Tensor]:
-    """Return the recorded results, with their derivative."""
     raw = [tensor.jax() for tensor in recorded]
     backward = _Backward.trace(sources, recorded, self.is_recorded, self.env)
     rest = backward.bind_constants([*raw, *self.stopped])

@@ -145,15 +145,12 @@ class WithNumbers:
     self._function, self._numbers = function, numbers
 
   def value(self, *arrays):
-    """See `ArrayFunction.value`."""
     return self._function.value(*self._numbers, *arrays)
 
   def linearize(self, *arrays):
-    """See `ArrayFunction.linearize`."""
     return self._function.linearize(*self._numbers, *arrays)
 
   def gradient(self, wanted: tuple[bool, ...]) -> "WithNumbers":
-    """See `ArrayFunction.gradient`."""
     return WithNumbers(self._function.gradient(wanted), self._numbers)
 
 
@@ -204,7 +201,6 @@ class _Call(torch_compat.OwnFunction):
 
 
 def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
-  """Return the gradients of the arguments that need one."""
   wanted = ctx.needs_input_grad[2:]
   function, env = ctx.function, ctx.env
   if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again

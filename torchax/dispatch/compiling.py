@@ -89,7 +89,6 @@ def _with_fallback(jitted: Program, function: Callable, operator: Operator) -> P
 
 
 def _log_fallback(operator: Operator, reason: Exception) -> None:
-  """Warn at the first fallback of an operator."""
   if id(operator) in _logged:
     return
   _logged[id(operator)] = operator

@@ -16,7 +16,6 @@ _logger = logging.getLogger("torchax")
 
 
 def _name_of_func(func) -> str:
-  """Return a readable name of an overload or torch function."""
   if hasattr(func, "name") and callable(func.name):
     return func.name()
   return getattr(func, "__qualname__", None) or str(func)
@@ -49,7 +48,6 @@ def _make_debug_msg(is_dispatch: bool, log_args: bool, func, args, kwargs) -> st
 
 
 def log_nested(env, message: str) -> None:
-  """Log a message about an operation."""
   _logger.info(message)
 
 

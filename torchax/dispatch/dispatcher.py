@@ -56,16 +56,6 @@ class Choice(NamedTuple):
   source: Any
 
 
-class _InPlaceTensorPlan:
-  """In-place form of an operation whose lowering is a user's function of tensors."""
-
-  def __init__(self, functional: TensorPlan):
-    self._functional = functional
-
-  def __call__(self, args, kwargs):
-    return args[0].copy_(self._functional(args, kwargs))
-
-
 class Dispatcher:
   """Plans of an environment, by overload; built on first use."""
 
@@ -240,7 +230,7 @@ class Dispatcher:
     if isinstance(functional, Plan):
       return InPlacePlan(func, functional, self._env), functional_op
     if isinstance(functional, TensorPlan) and self.is_own(functional_op):
-      return _InPlaceTensorPlan(functional), functional_op
+      return lambda args, kwargs: args[0].copy_(functional(args, kwargs)), functional_op
     return None
 
   def _lowered(self, func):

@@ -47,12 +47,6 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
   torch's error replaces only plain errors such as TypeError and ValueError: subclasses
   say more. Leaked tracers, donated arrays, mixed devices, and users' lowerings that
   need the values of a traced array get errors that explain them.
-
-  Args:
-    error: the error of the call.
-    op: overload or torch function that was called.
-    args, kwargs: its arguments.
-    operator: its operator.
   """
   compiling.explain(error, operator)
   if isinstance(error, jax.errors.UnexpectedTracerError):

@@ -26,7 +26,6 @@ class NamedGeneratorPlan:
     return self.plan(args, kwargs)
 
   def redraw(self, draw, args, kwargs=None):
-    """See `Plan.redraw`."""
     return self.plan.redraw(draw, args, kwargs)
 
 

@@ -27,12 +27,6 @@ from torchax.view import View
 _ArrayImpl = jax_compat.ArrayImpl
 
 
-def writes_lists(op) -> bool:
-  """Return True for an operation that writes to more than one tensor."""
-  written = [a for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
-  return len(written) > 1 or any(str(a.type) == "List[Tensor]" for a in written)
-
-
 class InPlacePlan:
   """Plan that runs the functional plan and writes the results to the targets."""
 
@@ -43,7 +37,9 @@ class InPlacePlan:
     schema = schema_of(op)
     self.names = schema.names
     self.written = schema.written
-    self.writes_lists = writes_lists(op)
+    written = [a for a in op._schema.arguments if a.name in self.written]
+    is_list = any(str(argument.type) == "List[Tensor]" for argument in written)
+    self.writes_lists = is_list or len(written) > 1
     self.returns = bool(op._schema.returns)
     # Such results do not depend on the target's values, so JAX would not follow its
     # sharding.

@@ -76,7 +76,6 @@ def _known(given, waits: bool) -> np.ndarray | None:
 
 
 def _is_ready_on_cpu(array) -> bool:
-  """Return True for an array that is computed, on one CPU device."""
   return (
     type(array.sharding) is _OneDevice
     and jax_compat.is_of_host(array)

@@ -149,5 +149,4 @@ def require_cast(source, target) -> None:
 
 
 def _kind_name(dtype) -> str:
-  """Return torch's C++ name of a dtype, as used in its errors."""
   return torch.empty(0, dtype=dtype, device="meta").type().rpartition(".")[2][:-6]

@@ -24,7 +24,6 @@ def as_jax(device) -> torch.device:
 
 
 def _replace_cuda(value):
-  """Return an argument of a torch function, with "cuda" replaced by "jax"."""
   if isinstance(value, str):
     return as_jax(value) if value.partition(":")[0] == "cuda" else value
   return as_jax(value) if isinstance(value, torch.device) else value

@@ -101,7 +101,6 @@ class Example:
 
 
 def _tensor_types(tree) -> list[tuple]:
-  """Return shape and dtype of each tensor or array of a tree."""
   return [
     (tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, torch.Tensor)
@@ -180,7 +179,6 @@ def _common_error(narrow: Exception, wide: Exception | None) -> Exception | None
 
 
 def _count(given) -> int:
-  """Return the number of elements of the tensors and arrays of a tree."""
   leaves = torch_pytree.tree_leaves(given)
   tensors = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
   return tensors + sum(leaf.size for leaf in leaves if isinstance(leaf, jax.Array))
@@ -214,7 +212,6 @@ def _error_of(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
 
 
 def _convert_leaf(leaf, convert, dtypes: dict):
-  """Convert a tensor or array; return anything else unchanged."""
   if isinstance(leaf, torch.Tensor):
     return convert(leaf.shape, dtypes.get(leaf.dtype, leaf.dtype))
   if isinstance(leaf, jax.Array):

@@ -95,7 +95,6 @@ class ArrayFunctionHandler:
   def _function(
     self, args, kwargs, key
   ) -> autograd.ArrayFunction | autograd.WithNumbers:
-    """Return the function of tensors for a key; see `NumberPrograms`."""
     # Cached functions outlive the trace, so they must not hold its host numbers.
     args = [host_numbers.resolved(arg) for arg in args]
     kwargs = {name: host_numbers.resolved(arg) for name, arg in kwargs.items()}

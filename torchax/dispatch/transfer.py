@@ -83,7 +83,6 @@ class CopyPlan:
 
 
 def _source_at_target(source: Tensor, target: Tensor, sharding) -> Tensor:
-  """Return the source of a copy, moved to the devices of the target."""
   array = source._storage.array
   source_sharding = placement.place_of(array)
   if source_sharding == sharding or placement.is_traced(array):

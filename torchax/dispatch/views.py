@@ -153,7 +153,6 @@ def _slice_layout(source, dim=0, start=None, end=None, step=1):
 
 
 def _select_layout(source, dim, index):
-  """Return shape, strides and offset of one element along `dim`; None to ask torch."""
   shape, stride = list(source.shape), list(source.stride())
   if not (0 <= dim < len(shape) and -shape[dim] <= index < shape[dim]):
     return None

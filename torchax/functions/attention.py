@@ -135,7 +135,6 @@ def form_of(
 
 
 def _place(platform: str, tensors) -> choice.Place:
-  """Return the platform and devices of an operation on these tensors."""
   arrays = [tensor._storage.read(tensor) for tensor in tensors]
   owner = jax_compat.draw_owner()
   if all(type(array) is jax_compat.ArrayImpl for array in arrays):

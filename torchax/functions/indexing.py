@@ -176,7 +176,6 @@ def _is_number(part) -> bool:
 
 
 def _rank(basic) -> int:
-  """Return the rank of the result of an index of numbers, slices and None."""
   return sum(type(part) is not int for part in basic)
 
 

@@ -31,7 +31,6 @@ class Missing:
     return Missing(f"{self._name}.{name}")
 
   def __call__(self, *args, **kwargs):
-    """Raise `OperatorNotFound`."""
     raise OperatorNotFound(
       f"torch {torch.__version__} has no {self._name}. The documentation lists the "
       "versions of torch that torchax is tested with."
@@ -72,7 +71,6 @@ class Packet:
     return found
 
   def __call__(self, *args, **kwargs):
-    """Run torch's packet."""
     return self.packet(*args, **kwargs)
 
   def __eq__(self, other) -> bool:

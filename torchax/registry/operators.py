@@ -348,15 +348,9 @@ def register_torch_dispatch_op(
   needs_env=False,
   is_view_op=False,
 ) -> Callable:
-  """Register the lowering of an ATen operation; upstream's function.
+  """Register the lowering of an ATen operation, and return the lowering.
 
-  Args:
-    aten_op: ATen overload or packet.
-    impl_callable: the lowering.
-    is_jax_function, is_user_defined, needs_env, is_view_op: see `Operator`.
-
-  Returns:
-    `impl_callable`. `all_aten_ops[aten_op]` is the operator.
+  Parameters: see `Operator`. `all_aten_ops[aten_op]` is the operator.
   """
   flags = (is_jax_function, is_user_defined, needs_env, is_view_op)
   _register(all_aten_ops, Operator(aten_op, impl_callable, *flags))
@@ -371,15 +365,9 @@ def register_torch_function_op(
   needs_env=False,
   is_view_op=False,
 ) -> Callable:
-  """Register the lowering of a torch function, above ATen and above autograd.
+  """Register the lowering of a torch function, and return the lowering.
 
-  Args:
-    torch_func: the torch function.
-    impl_callable: the lowering.
-    is_jax_function, is_user_defined, needs_env, is_view_op: see `Operator`.
-
-  Returns:
-    `impl_callable`. `all_torch_functions[torch_func]` is the operator.
+  It runs above ATen and autograd; `all_torch_functions[torch_func]` is the operator.
   """
   flags = (is_jax_function, is_user_defined, needs_env, is_view_op)
   _register(all_torch_functions, Operator(torch_func, impl_callable, *flags))
