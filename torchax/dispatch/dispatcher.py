@@ -95,100 +95,6 @@ class Dispatcher:
       entry = self._plans[id(func)] = (plan, func)
     return entry[0]
 
-  def shapes(self, func, args, kwargs):
-    """Return the results of a lowering as `jax.ShapeDtypeStruct`s, or None.
-
-    None if the overload has no lowering on arrays, or if the shapes of its results
-    depend on values.
-
-    Args:
-      func: an overload.
-      args, kwargs: its arguments, with `jax.ShapeDtypeStruct`s for tensors.
-    """
-    operator = self.operator(func)
-    if operator is None or operator.execution.compiled not in (True, None):
-      return None
-    plan = self._default_plan(func)
-    if not isinstance(plan, Plan):
-      return None
-    try:
-      return plan.shapes(args, kwargs)
-    except NOT_COMPILABLE:
-      if operator.execution.compiled is None:
-        return None
-      raise
-
-  def forget(self) -> None:
-    """Drop all plans, after an operator of the environment has changed."""
-    self._plans.clear()
-
-  def operator(self, func) -> Operator | None:
-    """Return the registered operator of an overload or of its packet, or None."""
-    own, keys = self._env._ops.own, operators.keys_of(func)
-    for key in keys:
-      if key in own:
-        return own[key]
-    found = (operators.all_aten_ops.get(key) for key in keys)
-    return next((operator for operator in found if operator is not None), None)
-
-  def is_own(self, func) -> bool:
-    """Return True if a user, or this environment alone, has set the operator."""
-    operator = self.operator(func)
-    if operator is None:
-      return False
-    own = self._env._ops.own
-    return operator.is_user_defined or any(
-      key in own for key in operators.keys_of(func)
-    )
-
-  def find(self, func) -> Operator | None:
-    """Return an operator that runs an overload, or None.
-
-    For a packet, return the operator of its first overload that has one; functional
-    overloads come first. An overload that has only a plan gets an operator around it.
-    """
-    operator = self.operator(func)
-    if operator is not None:
-      return operator
-    if not isinstance(func, torch_compat.OpOverload):
-      overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
-      overloads.sort(key=lambda overload: bool(schema_of(overload).written))
-      found = (self.find(overload) for overload in overloads)
-      return next((operator for operator in found if operator), None)
-    decomposition = self.decomposition(func)
-    if decomposition is not None:
-      return decomposition
-    try:
-      plan = self.choose(func).plan
-    except OperatorNotFound:
-      return None
-    return Operator(func, lambda *args, **kwargs: plan(args, kwargs), kind=Kind.TENSORS)
-
-  def decomposition(self, func) -> Operator | None:
-    """Return the decomposition of an overload: this environment's, ours or torch's."""
-    if func in self._env._decomps.own:
-      return self._env._decomps.own[func]
-    # torch does not decompose composite operations while autograd is off, as in
-    # inference mode. Use torch's own decomposition then, for the same parts as
-    # everywhere: they may write to running statistics or read a value.
-    is_composite = torch_compat.is_composite(func)
-    decompose = None if is_composite else operators.decompositions.get(func)
-    if decompose is None:
-      decompose = torch_compat.composite_decomposition(func)
-    if decompose is None:
-      return None
-    # A random decomposition would draw inside the compiled function. A decomposition
-    # that returns a Python value may need values, which a trace lacks.
-    is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-    may_compile = not (is_random or is_composite) and returns_tensors(func)
-    return Operator.with_options(
-      func, decompose, kind=Kind.TENSORS, compiled=may_compile
-    )
-
-  def plan(self, func) -> Callable:
-    """Build the plan of an overload; see `choose`."""
-    return self.choose(func).plan
-
   def choose(self, func, steps=tuple(Step)) -> Choice:
     """Build the plan of an overload, by the first step that has one.
 
@@ -200,9 +106,6 @@ class Dispatcher:
       if found is not None:
         return Choice(step, *found)
     raise self.not_found(func)
-
-  def _default_plan(self, func) -> Callable:
-    return self.choose(func, tuple(Step)[1:]).plan
 
   def _special(self, func):
     if not isinstance(func, torch_compat.OpOverload) or self.is_own(func):
@@ -259,6 +162,10 @@ class Dispatcher:
       return Plan(func, operator.uncompiled(), self._env)
     return tensor_plan(func, operator, self._env)
 
+  def _default_plan(self, func) -> Callable:
+    """Build the plan of an overload without `special_plans.TABLE`."""
+    return self.choose(func, tuple(Step)[1:]).plan
+
   def not_found(self, func, args=(), kwargs=None) -> OperatorNotFound:
     """Return the error for an operation without a plan, called with these arguments."""
     called = f" It was called with ({describe(args, kwargs)})." if args else ""
@@ -267,6 +174,100 @@ class Dispatcher:
       "`@torchax.ops.op_base.op(…)` (docs: Writing lowerings), or move the tensors to "
       "the CPU for this operation with `.cpu()`."
     )
+
+  def operator(self, func) -> Operator | None:
+    """Return the registered operator of an overload or of its packet, or None."""
+    own, keys = self._env._ops.own, operators.keys_of(func)
+    for key in keys:
+      if key in own:
+        return own[key]
+    found = (operators.all_aten_ops.get(key) for key in keys)
+    return next((operator for operator in found if operator is not None), None)
+
+  def is_own(self, func) -> bool:
+    """Return True if a user, or this environment alone, has set the operator."""
+    operator = self.operator(func)
+    if operator is None:
+      return False
+    own = self._env._ops.own
+    return operator.is_user_defined or any(
+      key in own for key in operators.keys_of(func)
+    )
+
+  def decomposition(self, func) -> Operator | None:
+    """Return the decomposition of an overload: this environment's, ours or torch's."""
+    if func in self._env._decomps.own:
+      return self._env._decomps.own[func]
+    # torch does not decompose composite operations while autograd is off, as in
+    # inference mode. Use torch's own decomposition then, for the same parts as
+    # everywhere: they may write to running statistics or read a value.
+    is_composite = torch_compat.is_composite(func)
+    decompose = None if is_composite else operators.decompositions.get(func)
+    if decompose is None:
+      decompose = torch_compat.composite_decomposition(func)
+    if decompose is None:
+      return None
+    # A random decomposition would draw inside the compiled function. A decomposition
+    # that returns a Python value may need values, which a trace lacks.
+    is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    may_compile = not (is_random or is_composite) and returns_tensors(func)
+    return Operator.with_options(
+      func, decompose, kind=Kind.TENSORS, compiled=may_compile
+    )
+
+  def find(self, func) -> Operator | None:
+    """Return an operator that runs an overload, or None.
+
+    For a packet, return the operator of its first overload that has one; functional
+    overloads come first. An overload that has only a plan gets an operator around it.
+    """
+    operator = self.operator(func)
+    if operator is not None:
+      return operator
+    if not isinstance(func, torch_compat.OpOverload):
+      overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
+      overloads.sort(key=lambda overload: bool(schema_of(overload).written))
+      found = (self.find(overload) for overload in overloads)
+      return next((operator for operator in found if operator), None)
+    decomposition = self.decomposition(func)
+    if decomposition is not None:
+      return decomposition
+    try:
+      plan = self.choose(func).plan
+    except OperatorNotFound:
+      return None
+    return Operator(func, lambda *args, **kwargs: plan(args, kwargs), kind=Kind.TENSORS)
+
+  def plan(self, func) -> Callable:
+    """Build the plan of an overload; see `choose`."""
+    return self.choose(func).plan
+
+  def shapes(self, func, args, kwargs):
+    """Return the results of a lowering as `jax.ShapeDtypeStruct`s, or None.
+
+    None if the overload has no lowering on arrays, or if the shapes of its results
+    depend on values.
+
+    Args:
+      func: an overload.
+      args, kwargs: its arguments, with `jax.ShapeDtypeStruct`s for tensors.
+    """
+    operator = self.operator(func)
+    if operator is None or operator.execution.compiled not in (True, None):
+      return None
+    plan = self._default_plan(func)
+    if not isinstance(plan, Plan):
+      return None
+    try:
+      return plan.shapes(args, kwargs)
+    except NOT_COMPILABLE:
+      if operator.execution.compiled is None:
+        return None
+      raise
+
+  def forget(self) -> None:
+    """Drop all plans, after an operator of the environment has changed."""
+    self._plans.clear()
 
 
 _STEPS = {

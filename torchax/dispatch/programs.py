@@ -23,31 +23,6 @@ MOST_PROGRAMS = 512
 P = TypeVar("P")
 
 
-class NumberPrograms(Generic[P]):
-  """Cache of programs whose numbers are operands, one per form.
-
-  A form is a key without its numbers. The first numbers of a form are compiled in as
-  constants, which makes a call cheapest. All others share one program, as operands.
-  """
-
-  def __init__(self):
-    # False if only the first numbers of a form were seen.
-    self._by_form: ProgramCache[tuple, P | Literal[False]] = ProgramCache(MOST_PROGRAMS)
-
-  def get(self, form, make: Callable[[], P]) -> P | None:
-    """Return the program of a form, built by `make()`; None for its first numbers."""
-    found = self._by_form.get(form)
-    if found is None:
-      self._by_form[form] = False
-      return None
-    if found is False:
-      found = self._by_form[form] = make()
-    return found
-
-  def pop(self, form) -> None:
-    self._by_form.pop(form)
-
-
 def cache_key(key, write=None, sharding=None):
   """Return the key of a program in the cache; see `Plan.run` for the parts."""
   found = key if write is None else (write, key)
@@ -62,7 +37,7 @@ class Programs:
     self._operator = lowering.operator
     self._by_key: ProgramCache[tuple, Program] = ProgramCache(MOST_PROGRAMS)
     self._number_programs: NumberPrograms[Program] = NumberPrograms()
-    # (`cache_key`) -> program, or None.
+    # Cache key -> program, or None.
     self.get = self._by_key.get
 
   def __len__(self) -> int:
@@ -84,7 +59,7 @@ class Programs:
     return program
 
   def evict(self, args, kwargs, key, write=None) -> None:
-    """Drop the program of a key after its trace failed: JAX runs it slower since."""
+    """Drop the program of a key after a failed trace, which would make it slower."""
     self._by_key.pop(cache_key(key, write))
     if self._lowering.prepared is not None:
       _, form = self._lowering.prepared.numbers_of(args, kwargs)
@@ -158,6 +133,31 @@ class Programs:
         known.add(shapes)
 
     return require
+
+
+class NumberPrograms(Generic[P]):
+  """Cache of programs whose numbers are operands, one per form.
+
+  A form is a key without its numbers. The first numbers of a form are compiled in as
+  constants, which makes a call cheapest. All others share one program, as operands.
+  """
+
+  def __init__(self):
+    # False if only the first numbers of a form were seen.
+    self._by_form: ProgramCache[tuple, P | Literal[False]] = ProgramCache(MOST_PROGRAMS)
+
+  def get(self, form, make: Callable[[], P]) -> P | None:
+    """Return the program of a form, built by `make()`; None for its first numbers."""
+    found = self._by_form.get(form)
+    if found is None:
+      self._by_form[form] = False
+      return None
+    if found is False:
+      found = self._by_form[form] = make()
+    return found
+
+  def pop(self, form) -> None:
+    self._by_form.pop(form)
 
 
 def _with_numbers(program: Callable, numbers, require: Callable | None) -> Callable:
