@@ -11,9 +11,9 @@ from torchax.core.boundary import Boundary
 from torchax.core.static_values import Identity
 from torchax.errors import MutationError
 from torchax.tracing.effects import (
+  Captured,
   ClearGradient,
   Effects,
-  Lifted,
   Reshape,
   SetGradient,
   WriteArgument,
@@ -99,7 +99,7 @@ def test_reshape_replays_its_steps_and_writes_new_memory():
 def test_changes_name_their_targets(change, expected):
   if isinstance(change, type):
     change = change(Identity(_zeros()))
-  assert (change.named(["x"], {}), change.kind) == expected
+  assert (change.name(["x"], {}), change.kind) == expected
 
 
 def test_effects_are_a_tree_whose_leaves_are_the_arrays():
@@ -123,7 +123,7 @@ def test_effects_without_changes_are_none():
 
 def _collected(change, specialization=ORDINARY, captured=()):
   """Changes that a function makes of one argument in its trace."""
-  lifted = Lifted(list(captured), {id(t): t.grad for t in captured}, ())
+  lifted = Captured(list(captured), {id(t): t.grad for t in captured}, ())
   with Boundary().enter() as boundary:
     for tensor in captured:
       boundary.lift(tensor._storage, tensor._storage.array, tensor)

@@ -106,7 +106,7 @@ def test_a_number_is_compared_with_its_first_value():
   assert guards.key() == ()
   number.value = 2.0
   assert guards.key() != ()
-  assert guards.described() == {"number": "2.0"}
+  assert guards.describe() == {"number": "2.0"}
 
 
 def test_outer_function_has_the_guards_of_the_inner_one():
@@ -115,7 +115,7 @@ def test_outer_function_has_the_guards_of_the_inner_one():
   assert outer.key() == ()
   module.eval()
   assert outer.key() != ()
-  assert any(name.startswith("f: ") for name in outer.described())
+  assert any(name.startswith("f: ") for name in outer.describe())
 
 
 def test_modules_that_run_in_a_trace_are_guarded_on():

@@ -14,7 +14,7 @@ import torch
 from torchax.compat import torch_compat
 from torchax.core.tracebacks import ending_at_the_user
 from torchax.interop import JittableModule, jax_jit
-from torchax.interop.module_hooks import Hooks, called
+from torchax.interop.module_hooks import Hooks, with_hooks
 from torchax.interop.wrapper import ModuleWrapper
 from torchax.types import P, R
 
@@ -149,11 +149,11 @@ class CompiledModule(ModuleWrapper):
   def _compiled(self, name: str) -> Callable:
     if self._hooks.changed():
       self._methods.clear()
-      vars(self)["_is_renewed"] = True
+      vars(self)["_needs_new_backend"] = True
     method = self._methods.get(name)
     if method is None:
-      function = called(self._model, name)
-      method = _with_dynamo(function, self._options, self._is_renewed)
+      function = with_hooks(self._model, name)
+      method = _with_dynamo(function, self._options, self._needs_new_backend)
       self._methods[name] = method
     return method
 
@@ -164,16 +164,16 @@ class CompiledModule(ModuleWrapper):
     self._methods.clear()
 
   def _restore(self) -> None:
-    vars(self).update(_methods={}, _hooks=Hooks(self._model), _is_renewed=False)
+    vars(self).update(_methods={}, _hooks=Hooks(self._model), _needs_new_backend=False)
 
-  _derived = ("_methods", "_hooks", "_is_renewed")
+  _derived = ("_methods", "_hooks", "_needs_new_backend")
 
 
-def _with_dynamo(function, options: CompileOptions, is_renewed: bool = False):
+def _with_dynamo(function, options: CompileOptions, needs_new_backend: bool = False):
   # Importing Dynamo takes as long as importing torch. With the backend's name torch
   # imports both on first use.
   backend: Any = "jax"
-  if is_renewed:
+  if needs_new_backend:
     # Dynamo ignores hooks registered after compilation. A new backend object has no
     # cache entries, so it recompiles.
     backend = functools.partial(torch_compat.backend_named(backend))

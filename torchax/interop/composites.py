@@ -123,7 +123,7 @@ def _named(bound: inspect.BoundArguments, signature) -> dict:
   for name, value in bound.arguments.items():
     kind = signature.parameters[name].kind
     if kind is inspect.Parameter.VAR_POSITIONAL:
-      named.update({f"{name}.{place}": part for place, part in enumerate(value)})
+      named.update({f"{name}.{index}": part for index, part in enumerate(value)})
     elif kind is inspect.Parameter.VAR_KEYWORD:
       named.update(value)
     else:
@@ -132,20 +132,16 @@ def _named(bound: inspect.BoundArguments, signature) -> dict:
 
 
 def _call(function, signature, named: dict):
-  """Call a function with arguments from `_named`."""
   named = dict(named)
   positional = []
   for name, parameter in signature.parameters.items():
     if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-      places = [key for key in named if key.startswith(f"{name}.")]
-      positional += [named.pop(key) for key in sorted(places, key=_place)]
+      keys = [key for key in named if key.startswith(f"{name}.")]
+      keys.sort(key=lambda key: int(key.rpartition(".")[2]))
+      positional += map(named.pop, keys)
     elif name in named and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
       positional.append(named.pop(name))
   return function(*positional, **named)
-
-
-def _place(key: str) -> int:
-  return int(key.rpartition(".")[2])
 
 
 def _transformable(composite, decomposition, attributes) -> Callable:

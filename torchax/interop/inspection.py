@@ -101,8 +101,8 @@ def _jitted_of(function) -> Jitted:
     return function
   if isinstance(function, JittableModule):
     return function.jitted("forward")
-  is_of_dynamo = hasattr(function, "_torchdynamo_orig_callable")
-  if is_of_dynamo or isinstance(function, ModuleWrapper):
+  is_from_dynamo = hasattr(function, "_torchdynamo_orig_callable")
+  if is_from_dynamo or isinstance(function, ModuleWrapper):
     raise TypeError(
       "explain looks at what `jax_jit` and `torchax.compile` trace, but got a function "
       "of torch.compile or torch.export. Ask torch with `torch._dynamo.explain(f)(…)` "
@@ -117,7 +117,7 @@ def _jitted_of(function) -> Jitted:
 
 def _explained(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanation:
   traced = jitted.traced
-  (key, arguments), effects, advance = jitted.abstractly(args, kwargs)
+  (key, arguments), effects, advance = jitted.describe_call(args, kwargs)
   captured = program_keys.captured_names(traced)
   operands = {name: key[name] for name in arguments}
   operands |= {
@@ -145,7 +145,7 @@ def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict
   if effects is None:
     return {}
   names = {id(t._storage): name for t, name in zip(traced.captures.tensors, captured)}
-  found = {change.named(arguments, names): change.kind for change in effects.changes}
+  found = {change.name(arguments, names): change.kind for change in effects.changes}
   paths = {id(values.module): path for path, values in traced.guards.modules}
   for target in effects.targets:
     found[target.describe(paths)] = "assigned"

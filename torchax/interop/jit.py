@@ -25,7 +25,7 @@ from torchax.core.tracebacks import ending_at_the_user, hide
 from torchax.devices import placement
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError
-from torchax.interop.options import JitOptions, merged, with_names
+from torchax.interop.options import JitOptions, merge, with_names
 from torchax.rng import NewOperands, current
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import (
@@ -98,7 +98,7 @@ class Jitted(Generic[P, R]):
   ):
     if jit is jax.jit:
       jit_kwargs = with_names("jax_jit", function, jit_kwargs, ("static", "donate"))
-    options = Options(lifts=True, records=True, hands_out=True, takes_numbers=True)
+    options = Options(lifts=True, records=True, assigns=True, lifts_numbers=True)
     self.traced = Traced(function, options, captured)
     self._compile = jit
     self._pure = self.traced.pure
@@ -115,7 +115,7 @@ class Jitted(Generic[P, R]):
 
     def pure(rng, operands, *args, **kwargs):
       result = counted.traced(self.traced, rng, operands, *args, **kwargs)
-      self.traced.note_trace(operands, args, kwargs)
+      self.traced.record_trace(operands, args, kwargs)
       return result
 
     # Copy the name only: `__wrapped__` would lead JAX to the user's signature, which
@@ -162,9 +162,9 @@ class Jitted(Generic[P, R]):
       raise donated_twice(name, self._shared_memory(args, kwargs)) from error
     refused = jax_compat.refused_argument(error)
     if refused is not None:
-      kind, place = refused
+      kind, position = refused
       raise TypeError(
-        f"`{name}` was given an object of the class {kind} as {place}. A compiled "
+        f"`{name}` was given an object of the class {kind} as {position}. A compiled "
         "function takes tensors and numbers, and flags, strings, dtypes and devices. "
         "Name the place of anything else that has a hash in `static_argnums` or "
         "`static_argnames`, or close over it."
@@ -194,13 +194,13 @@ class Jitted(Generic[P, R]):
   def __get__(self, owner, cls=None):
     return self if owner is None else types.MethodType(self, owner)
 
-  def call(self, extra, args, kwargs, settles=True, alive=None) -> Any:
+  def call(self, extra, args, kwargs, applies_effects=True, alive=None) -> Any:
     """Run the function.
 
     Args:
       extra: static value, a part of the cache key.
       args, kwargs: arguments of the function.
-      settles: apply the effects, such as in-place changes.
+      applies_effects: apply the effects, such as in-place changes.
       alive: object to keep alive as long as the result may be differentiated.
     """
     leaves, args, kwargs = _flatten(args, kwargs)
@@ -230,46 +230,48 @@ class Jitted(Generic[P, R]):
       for guards in active.boundary.guards_around():
         guards.guard_on_function(traced.guards)
     if effects is not None:
-      if settles:
+      if applies_effects:
         effects.apply(leaves)
       if effects.tape is not None:
         treedef = jax.tree.structure((args, kwargs))
         numbers = host_numbers.all_given()
         called = (leaves, treedef, rng, alive, amp.dtype_in_force(), numbers)
-        again = functools.partial(self._differentiate_again, called)
+        differentiate = functools.partial(self._differentiable_gradients, called)
         results = (out, effects.assigned)
-        out, assigned = autograd_bridge.attach(effects.tape, leaves, results, again)
-        if settles:
+        out, assigned = autograd_bridge.attach(
+          effects.tape, leaves, results, differentiate
+        )
+        if applies_effects:
           effects.assign(assigned)
         if effects.environments:
-          out = environments.given_back(out, effects.environments)
+          out = environments.with_environments(out, effects.environments)
         return tensors_of(out)
-      if settles and effects.targets:
+      if applies_effects and effects.targets:
         effects.assign(grad_mode.stopped(effects.assigned))
       if effects.environments:
         out = grad_mode.stopped(out)
-        return tensors_of(environments.given_back(out, effects.environments))
+        return tensors_of(environments.with_environments(out, effects.environments))
     if type(out) is jax_compat.ArrayImpl:  # typed keys have another class
       return new_tensor(out, self._env)
     return tensors_of(grad_mode.stopped(out))
 
-  def _differentiate_again(self, called, program, gradients):
+  def _differentiable_gradients(self, called, program, gradients):
     """Return differentiable gradients of a recorded call.
 
     Runs the function again, with the same draws.
     """
     leaves, treedef, rng, alive, autocast, numbers = called
     given = Partition(leaves, is_array)
-    jitted = program.again.get(given)
+    jitted = program.differentiable.get(given)
     if jitted is None:
       static = given.without_arrays()
       function = functools.partial(self._gradient, program, static, treedef, autocast)
-      jitted = program.again[static] = Jitted(
+      jitted = program.differentiable[static] = Jitted(
         function, {}, self.traced.captures.tensors
       )
     args = (rng, given.dynamic, list(gradients))
     with host_numbers.given(numbers):
-      return jitted.call(None, args, {}, settles=False, alive=alive)
+      return jitted.call(None, args, {}, applies_effects=False, alive=alive)
 
   def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):
     leaves = given.filled(tensors)
@@ -296,7 +298,7 @@ class Jitted(Generic[P, R]):
       lambda rng: jitted.trace(rng, self.traced.operands(leaves), *args, **kwargs)
     )
 
-  def abstractly(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+  def describe_call(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Describe the dependencies and effects of a call without running it.
 
     No random stream advances.
@@ -324,9 +326,9 @@ class Jitted(Generic[P, R]):
       for given in map(self._kwargs.get, ("static_argnums", "static_argnames"))
     ]
     # Negative numbers count from the end.
-    places = {n - LEADING if n >= 0 else n + len(args) for n in numbers}
+    positions = {n - LEADING if n >= 0 else n + len(args) for n in numbers}
     return (
-      tuple([StaticValue(v) if n in places else v for n, v in enumerate(args)]),
+      tuple([StaticValue(v) if n in positions else v for n, v in enumerate(args)]),
       {name: StaticValue(v) if name in names else v for name, v in kwargs.items()},
     )
 
@@ -409,7 +411,7 @@ def jax_jit(
   >>> power(x + 1, 3)
   tensor([8., 8., 8., 8.], device='jax:0')
   """
-  kwargs = merged("jax_jit", jax.jit, kwargs_for_jax_jit, options)
+  kwargs = merge("jax_jit", jax.jit, kwargs_for_jax_jit, options)
   if torch_function is None:
     return functools.partial(jax_jit, kwargs_for_jax_jit=kwargs)
   if not callable(torch_function):

@@ -20,6 +20,7 @@ import torch
 from jax import lax
 
 from torchax.compat import jax_compat
+from torchax.core.partitions import is_tensor
 from torchax.core.tracebacks import ending_at_the_user
 from torchax.errors import RngError
 from torchax.interop import mismatches
@@ -198,10 +199,10 @@ def _length(xs: Any, length: int | None) -> int:
   Raises:
     ValueError: there is no length, or more than one.
   """
-  tensors = [leaf for leaf in jax.tree.leaves(xs, is_leaf=_is_tensor)]
-  for place, leaf in enumerate(tensors):
+  tensors = jax.tree.leaves(xs, is_leaf=is_tensor)
+  for number, leaf in enumerate(tensors):
     if not np.ndim(leaf):
-      raise ValueError(f"scan goes over the first dimension, but x {place} has none.")
+      raise ValueError(f"scan goes over the first dimension, but x {number} has none.")
   found: set[int] = {leaf.shape[0] for leaf in tensors}
   if length is not None:
     found.add(length)
@@ -213,10 +214,6 @@ def _length(xs: Any, length: int | None) -> int:
   return found.pop()
 
 
-def _is_tensor(value) -> bool:
-  return isinstance(value, torch.Tensor)
-
-
 # In a trace --------------------------------------------------------------------------
 
 
@@ -225,26 +222,28 @@ def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
 
   def lower(call, rng, captured, args):
     init, xs = args
-    moves: list[Advance] = []
+    advances: list[Advance] = []
     forms: list = [None, None]
 
     def body(carry, x):
       counts, states, value = carry
-      here = boundary.with_counts(rng, counts)
-      done = call(0, here, loop.with_states(captured, states), (value, x))
-      before, (value, y) = value, _pair(done.out, functions[0])
+      streams = boundary.with_counts(rng, counts)
+      result = call(0, streams, loop.with_states(captured, states), (value, x))
+      before, (value, y) = value, _pair(result.out, functions[0])
       forms[:] = mismatches.forms_of(before), mismatches.forms_of(value)
-      _require_no_seed(kind, done.advance)
-      moves.append(done.advance)
-      counts = boundary.counts_after(counts, done.advance.draws)
-      return (counts, done.states, value), y
+      _require_no_seed(kind, result.advance)
+      advances.append(result.advance)
+      counts = boundary.counts_after(counts, result.advance.draws)
+      return (counts, result.states, value), y
 
     start = boundary.counts_of(rng), loop.states_of(captured), init
-    with mismatches.explained(lambda: mismatches.of_turns(kind, functions[0], *forms)):
+    with mismatches.explained(
+      lambda: mismatches.carry_message(kind, functions[0], *forms)
+    ):
       (_, states, value), ys = lax.scan(
         body, start, xs, length=length, reverse=reverse, unroll=unroll
       )
-    return (value, ys), states, moves[-1].repeated(length, "iteration")
+    return (value, ys), states, advances[-1].repeated(length, "iteration")
 
   loop = Transformed(kind, functions, lower, times=length)
   return loop((init, xs))
@@ -287,39 +286,39 @@ def _while(functions, args, kind="while_loop"):
   def lower(call, rng, captured, args):
     # The loop uses one draw of each stream that its body draws from, as a child key.
     pure = loop.traced.pure
-    taken = {owner: s.peek(kind) for owner, s in pure.drawn_from(loop.known).items()}
-    keys = {owner: fold_in(*operands) for owner, operands in taken.items()}
+    draws = {owner: s.peek(kind) for owner, s in pure.drawn_from(loop.known).items()}
+    keys = {owner: fold_in(*operands) for owner, operands in draws.items()}
     child = pure.children(rng, keys)
-    moves: list[Advance] = []
+    advances: list[Advance] = []
     forms: list = [None, None, None]
 
-    def goes_on(carry):
+    def condition(carry):
       counts, states, value = carry
-      here = boundary.with_counts(child, counts)
-      done = call(0, here, loop.with_states(captured, states), (value,))
-      if any(done.advance.draws):
+      streams = boundary.with_counts(child, counts)
+      result = call(0, streams, loop.with_states(captured, states), (value,))
+      if any(result.advance.draws):
         raise RngError(
           "The condition of while_loop draws random numbers. Draw in the body, and "
           "pass what the condition needs in the value."
         )
-      forms[2] = mismatches.forms_of(done.out)
-      return done.out
+      forms[2] = mismatches.forms_of(result.out)
+      return result.out
 
     def body(carry):
       counts, states, value = carry
-      here = boundary.with_counts(child, counts)
-      done = call(1, here, loop.with_states(captured, states), (value,))
-      forms[:2] = mismatches.forms_of(value), mismatches.forms_of(done.out)
-      _require_no_seed(kind, done.advance)
-      loop.require_known(done.advance)
-      moves.append(done.advance)
-      counts = boundary.counts_after(counts, done.advance.draws)
-      return counts, done.states, done.out
+      streams = boundary.with_counts(child, counts)
+      result = call(1, streams, loop.with_states(captured, states), (value,))
+      forms[:2] = mismatches.forms_of(value), mismatches.forms_of(result.out)
+      _require_no_seed(kind, result.advance)
+      loop.require_known(result.advance)
+      advances.append(result.advance)
+      counts = boundary.counts_after(counts, result.advance.draws)
+      return counts, result.states, result.out
 
     start = boundary.counts_of(child), loop.states_of(captured), args[0]
-    with mismatches.explained(lambda: mismatches.of_loop(kind, functions, *forms)):
-      _, states, value = lax.while_loop(goes_on, body, start)
-    return value, states, moves[-1].log_only("while_loop")
+    with mismatches.explained(lambda: mismatches.loop_message(kind, functions, *forms)):
+      _, states, value = lax.while_loop(condition, body, start)
+    return value, states, advances[-1].log_only("while_loop")
 
   loop = Transformed(kind, functions, lower, times=None)
   value = loop(args)
@@ -331,15 +330,15 @@ def _while(functions, args, kind="while_loop"):
 def _switch(functions, args, kind):
   def lower(call, rng, captured, args):
     index, operands = args
-    moves: dict[int, Advance] = {}
+    advances: dict[int, Advance] = {}
     forms: dict = {}
 
     def branch(number, operands):
-      done = call(number, rng, captured, operands)
-      _require_no_seed("a branch", done.advance)
-      moves[number] = done.advance
-      forms[number] = mismatches.forms_of(done.out)
-      return done.out, done.states
+      result = call(number, rng, captured, operands)
+      _require_no_seed("a branch", result.advance)
+      advances[number] = result.advance
+      forms[number] = mismatches.forms_of(result.out)
+      return result.out, result.states
 
     branches = [functools.partial(branch, n) for n in range(len(functions))]
     if len(branches) == 1:
@@ -348,7 +347,7 @@ def _switch(functions, args, kind):
       names = list(map(name_of, functions))
       with mismatches.explained(lambda: mismatches.of_branches(kind, names, forms)):
         out, states = lax.switch(index, branches, operands)
-    return out, states, Advance.of_branches([moves[n] for n in range(len(branches))])
+    return out, states, Advance.of_branches([advances[n] for n in range(len(branches))])
 
   return Transformed(kind, functions, lower)(args)
 
@@ -383,7 +382,7 @@ class _Loop:
       if isinstance(owner, torch.nn.Module):
         self.jitted.traced.guards.guard_on_module(owner)
 
-  def is_of(self, lower: Callable, functions: tuple, options: tuple) -> bool:
+  def matches(self, lower: Callable, functions: tuple, options: tuple) -> bool:
     """Return True if this is the same loop over the same functions."""
     return (
       self._lower is lower
@@ -413,7 +412,7 @@ def _run(lower: Callable, functions: tuple, options: tuple, args: tuple) -> Any:
   owner = first.__self__ if isinstance(_weak(first), weakref.WeakMethod) else first
   loops = _compiled.setdefault(owner, [])
   for loop in loops:
-    if loop.is_of(lower, functions, options):
+    if loop.matches(lower, functions, options):
       return loop.jitted.call(None, args, {}, alive=functions)
   loops.append(_Loop(lower, functions, options))
   return loops[-1].jitted.call(None, args, {}, alive=functions)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from torchax.core import explicit_axes
 from torchax.core.tracebacks import ending_at_the_user
 from torchax.errors import RngError
-from torchax.interop.options import ShardMapOptions, merged
+from torchax.interop.options import ShardMapOptions, merge
 from torchax.rng import Advance, boundary
 from torchax.rng.ledger import of_derived_stream
 from torchax.tracing.names import name_of
@@ -98,27 +98,27 @@ _ROWS = "torchax_rows"
 def _lower_vmap(
   rows: Transformed, transform, in_axes, name, randomness, call, rng, captured, args
 ):
-  moves: list[Advance] = []
+  advances: list[Advance] = []
 
   def row(args, kwargs):
-    here = rng
+    streams = rng
     if randomness == DIFFERENT:
       rows.times = jax.lax.axis_size(name)
-      here = _of_row(rows, rng, name)
-    done = call(0, here, captured, (args, kwargs))
-    _check(done.advance, randomness)
+      streams = _streams_of_row(rows, rng, name)
+    result = call(0, streams, captured, (args, kwargs))
+    _check_policy(result.advance, randomness)
     if randomness == DIFFERENT:
-      rows.require_known(done.advance)
-    moves.append(done.advance)
-    return done.out
+      rows.require_known(result.advance)
+    advances.append(result.advance)
+    return result.out
 
   if isinstance(in_axes, list):
     in_axes = tuple(in_axes)
   out = transform(row, in_axes=(in_axes, 0))(*args)
-  return out, [], moves[-1].repeated(rows.times or 0, "row")
+  return out, [], advances[-1].repeated(rows.times or 0, "row")
 
 
-def _of_row(rows: Transformed, rng: boundary.Values, name) -> boundary.Values:
+def _streams_of_row(rows: Transformed, rng: boundary.Values, name) -> boundary.Values:
   """Advance the streams to the row's iteration in a Python loop over the rows."""
   if rows.known.is_nothing:
     return rng
@@ -126,7 +126,7 @@ def _of_row(rows: Transformed, rng: boundary.Values, name) -> boundary.Values:
   return boundary.advanced(rng, [turn * n if n else 0 for n in rows.known.draws])
 
 
-def _check(advance: Advance, randomness: str) -> None:
+def _check_policy(advance: Advance, randomness: str) -> None:
   if randomness == ERROR and any(advance.draws):
     raise RngError(
       "A function under jax_vmap draws random numbers. Say what the rows draw: "
@@ -190,7 +190,7 @@ def jax_shard_map(
     TypeError: `jax.shard_map` has no such option.
     ValueError: the policy is unknown, or the mesh has no such axis.
   """
-  options = merged("jax_shard_map", jax.shard_map, kwargs_for_jax_shard_map, options)
+  options = merge("jax_shard_map", jax.shard_map, kwargs_for_jax_shard_map, options)
   if torch_function is None:
     return functools.partial(
       jax_shard_map, kwargs_for_jax_shard_map=options, randomness=randomness
@@ -218,16 +218,16 @@ def jax_shard_map(
 def _lower_shards(
   shards: Transformed, options, in_specs, out_specs, axes, call, rng, captured, args
 ):
-  moves: list[Advance] = []
+  advances: list[Advance] = []
   whole = PartitionSpec()
 
   def shard(rng, captured, args):
     # Static parts in the tree of an operand are the same for every shard.
-    here = boundary.of_shard(rng, _index(axes)) if axes else rng
-    done = call(0, here, captured, args)
-    _check(done.advance, SAME)
-    moves.append(done.advance)
-    return done.out
+    streams = boundary.of_shard(rng, _shard_index(axes)) if axes else rng
+    result = call(0, streams, captured, args)
+    _check_policy(result.advance, SAME)
+    advances.append(result.advance)
+    return result.out
 
   one_for_all = in_specs is None or isinstance(in_specs, PartitionSpec)
   specs = in_specs if one_for_all else tuple(in_specs)
@@ -238,14 +238,13 @@ def _lower_shards(
     (rng, captured, args), (whole, whole, specs), options.get("mesh")
   )
   out = transformed(*operands)
-  advance = moves[-1]
+  advance = advances[-1]
   if axes:
     advance = dataclasses.replace(advance, log=of_derived_stream(advance.log, "shard"))
   return out, [], advance.or_none()
 
 
-def _index(axes: tuple[str, ...]):
-  """Return the index of this shard along the axes with different draws."""
+def _shard_index(axes: tuple[str, ...]):
   number: Any = 0
   for axis in axes:
     number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
@@ -262,9 +261,9 @@ def _different_axes(randomness, options) -> tuple[str, ...]:
   unknown = [name for name in randomness if name not in names]
   if unknown:
     raise ValueError(f"randomness names the axes {unknown}, but the mesh has {names}.")
-  for axis, word in randomness.items():
-    if word not in (DIFFERENT, SAME):
+  for axis, policy in randomness.items():
+    if policy not in (DIFFERENT, SAME):
       raise ValueError(
-        f'randomness is "different" or "same", but got {word!r} for axis {axis!r}.'
+        f'randomness is "different" or "same", but got {policy!r} for axis {axis!r}.'
       )
   return tuple(n for n in names if randomness.get(n, DIFFERENT) == DIFFERENT)

@@ -26,10 +26,10 @@ def explained(explain: Callable[[], str | None]) -> Iterator[None]:
   try:
     yield
   except TypeError:
-    said = explain()
-    if said is None:
+    message = explain()
+    if message is None:
       raise
-    raise TypeError(said) from None
+    raise TypeError(message) from None
 
 
 def forms_of(tree) -> Any:
@@ -57,28 +57,28 @@ def of_branches(kind: str, names: Sequence[str], forms: dict) -> str | None:
   for number, form in forms.items():
     found = _difference(forms.get(0), form)
     if found is not None:
-      place, first, other = found
+      path, first, other = found
       return (
         f"The branches of {kind} return the same structure, shapes and dtypes, but "
-        f"{_at('the result', place)} {names[0]} has {first}, and {names[number]} has "
+        f"{_at('the result', path)} {names[0]} has {first}, and {names[number]} has "
         f"{other}. Make them equal: by `.to(dtype)`, `.reshape(…)`, or zeros in place "
         "of what one of them lacks."
       )
   return None
 
 
-def of_loop(kind: str, functions, before, after, condition) -> str | None:
+def loop_message(kind: str, functions, before, after, condition) -> str | None:
   """Return an error message for the functions of a `while_loop`, or None.
 
   For a "fori_loop" the carry is (index, upper, value), and only the value is compared.
   """
   if kind == "fori_loop" and before is not None:
     before, after = before[2], after[2]
-  said = of_condition(functions[0], condition)
-  return said or of_turns(kind, functions[1], before, after)
+  message = condition_message(functions[0], condition)
+  return message or carry_message(kind, functions[1], before, after)
 
 
-def of_turns(kind: str, body: Callable, before, after) -> str | None:
+def carry_message(kind: str, body: Callable, before, after) -> str | None:
   """Return an error message for a loop body that changes the carry's form, or None.
 
   Args:
@@ -90,15 +90,15 @@ def of_turns(kind: str, body: Callable, before, after) -> str | None:
   found = _difference(before, after)
   if found is None:
     return None
-  place, first, other = found
+  path, first, other = found
   return (
     f"The {what} of {kind} keeps its structure, shapes and dtypes from turn to turn, "
-    f"but {_at(f'the {what}', place)} `{name_of(body)}` is given {first} and returns "
+    f"but {_at(f'the {what}', path)} `{name_of(body)}` is given {first} and returns "
     f"{other}. Start with a {what} of the form that it returns, or convert in it."
   )
 
 
-def of_condition(function: Callable, form) -> str | None:
+def condition_message(function: Callable, form) -> str | None:
   """Return an error message for a loop condition that is not a 0-d bool, or None."""
   right = _form_of(True)
   if form is None or form == right:
@@ -109,27 +109,26 @@ def of_condition(function: Callable, form) -> str | None:
   )
 
 
-def _at(what: str, place: str) -> str:
-  return f"at `{place}` of {what}" if place else f"for {what}"
+def _at(what: str, path: str) -> str:
+  return f"at `{path}` of {what}" if path else f"for {what}"
 
 
 def _difference(first, other) -> tuple[str, str, str] | None:
   """Return the first path where two forms differ, with the text of each; or None."""
-  ours, theirs = _by_place(first), _by_place(other)
-  for place in [*ours, *(place for place in theirs if place not in ours)]:
-    if ours.get(place) != theirs.get(place):
-      return place, ours.get(place, _other(first)), theirs.get(place, _other(other))
+  ours, theirs = _by_path(first), _by_path(other)
+  for path in [*ours, *(path for path in theirs if path not in ours)]:
+    if ours.get(path) != theirs.get(path):
+      return path, ours.get(path, _absent(first)), theirs.get(path, _absent(other))
   structures = [jax.tree.structure(tree) for tree in (first, other)]
   return None if structures[0] == structures[1] else ("", *map(str, structures))
 
 
-def _by_place(tree) -> dict[str, str]:
+def _by_path(tree) -> dict[str, str]:
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path): form for path, form in leaves}
 
 
-def _other(tree) -> str:
-  """Describe a tree that has no leaf at a path."""
+def _absent(tree) -> str:
   if isinstance(tree, dict):
     return f"nothing there (in a dict with the keys {list(tree)})"
   if isinstance(tree, tuple | list):

@@ -16,8 +16,8 @@ from torchax.compat import torch_compat
 from torchax.core.tracebacks import ending_at_the_user, hide
 from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
-from torchax.interop.module_hooks import called
-from torchax.interop.options import of_method
+from torchax.interop.module_hooks import with_hooks
+from torchax.interop.options import for_method
 from torchax.interop.views import jax_view
 from torchax.interop.wrapper import ModuleWrapper
 
@@ -132,10 +132,10 @@ class JittableModule(ModuleWrapper):
     )
     self._restore()
 
-  _derived = ("_jitted", "_handed")
+  _derived = ("_jitted", "_user_dicts")
 
   def _restore(self) -> None:
-    vars(self).update(_jitted={}, _handed={})
+    vars(self).update(_jitted={}, _user_dicts={})
 
   def _forget(self) -> None:
     self._jitted.clear()
@@ -151,7 +151,7 @@ class JittableModule(ModuleWrapper):
     use assigns new tensors in it to the inner module. A tensor that replaces a
     parameter becomes a parameter.
     """
-    return self._hand_out("params", self._read_params)
+    return self._user_dict("params", self._read_params)
 
   @params.setter
   def params(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -161,7 +161,7 @@ class JittableModule(ModuleWrapper):
   @property  # type: ignore[override]
   def buffers(self) -> dict[str, torch.Tensor]:
     """Buffers and plain tensor attributes by name; see `params`."""
-    return self._hand_out("buffers", self._read_buffers)
+    return self._user_dict("buffers", self._read_buffers)
 
   @buffers.setter
   def buffers(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -176,13 +176,13 @@ class JittableModule(ModuleWrapper):
     found = extract_all_buffers(self._model)[1]
     return _unique(found) if self._dedup_parameters else found
 
-  def _hand_out(self, kind: str, read: Callable) -> dict[str, torch.Tensor]:
+  def _user_dict(self, kind: str, read: Callable) -> dict[str, torch.Tensor]:
     self._take_changes()
-    tensors, _ = self._handed.get(kind, ({}, {}))
+    tensors, _ = self._user_dicts.get(kind, ({}, {}))
     current = read()
     tensors.clear()
     tensors.update(current)
-    self._handed[kind] = (tensors, current)
+    self._user_dicts[kind] = (tensors, current)
     return tensors
 
   def _take_changes(self) -> None:
@@ -191,14 +191,14 @@ class JittableModule(ModuleWrapper):
     Raises:
       KeyError: the module has no tensor of a given name.
     """
-    for tensors, before in list(self._handed.values()):
+    for tensors, before in list(self._user_dicts.values()):
       changed = {k: v for k, v in tensors.items() if before.get(k) is not v}
       if changed:
         _replace(vars(self)["_modules"]["_model"], changed, before)
         tensors.update(before)
 
   def __getattr__(self, name: str):
-    if "_handed" in vars(self):
+    if "_user_dicts" in vars(self):
       self._take_changes()
     return super().__getattr__(name)
 
@@ -278,17 +278,17 @@ class JittableModule(ModuleWrapper):
     if key == "forward":
       method = types.MethodType(_forward, self._model)
     else:
-      method = called(self._model, key)
+      method = with_hooks(self._model, key)
     self._names.add(key)
-    others = [called(self._model, name) for name in {"forward", *self._names}]
-    options = of_method(called(self._model, key), others, self._extra_jit_args)
+    others = [with_hooks(self._model, name) for name in {"forward", *self._names}]
+    options = for_method(with_hooks(self._model, key), others, self._extra_jit_args)
     self._jitted[key] = Jitted(method, options)
 
 
 def _forward(module: torch.nn.Module, *args, **kwargs):
   """Run `forward` with the module's hooks, and record draws at the module's site."""
   with rng.inside(module):
-    return called(module, "forward")(*args, **kwargs)
+    return with_hooks(module, "forward")(*args, **kwargs)
 
 
 _forward.__name__ = "forward"  # for programs and messages
@@ -303,13 +303,13 @@ def _replace(module: torch.nn.Module, changed: dict, before: dict) -> None:
     before: old tensors by name; updated in place to the new ones.
   """
   params, buffers = extract_all_buffers(module)
-  places = {**params, **buffers}
+  tensors = {**params, **buffers}
   for name, tensor in changed.items():
-    old = places.get(name)
+    old = tensors.get(name)
     is_plain = not isinstance(tensor, torch.nn.Parameter) and tensor.grad_fn is None
     if isinstance(old, torch.nn.Parameter) and is_plain:
       tensor = torch.nn.Parameter(tensor.detach(), requires_grad=old.requires_grad)
-    names = [known for known, held in places.items() if held is old] or [name]
+    names = [known for known, value in tensors.items() if value is old] or [name]
     set_all_buffers(module, dict.fromkeys(names, tensor), {})
     before[name] = tensor
 

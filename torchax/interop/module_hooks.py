@@ -12,11 +12,7 @@ from collections.abc import Callable
 import torch
 
 from torchax.compat import torch_compat
-
-_TABLES = (
-  *("_forward_pre_hooks", "_forward_hooks"),
-  *("_backward_pre_hooks", "_backward_hooks"),
-)
+from torchax.tracing.modules import HOOKS
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -30,7 +26,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
   )
 
 
-def called(module: torch.nn.Module, name: str) -> Callable:
+def with_hooks(module: torch.nn.Module, name: str) -> Callable:
   """Return the method of this name; `forward` with the module's hooks around it."""
   if name == "forward" and has_hooks(module):
     return types.MethodType(forward, module)
@@ -56,7 +52,7 @@ class Hooks:
   def _look(self) -> None:
     self._registrations = torch_compat.count_of_hooks()
     tables = (
-      vars(module).get(name) for module in self._module.modules() for name in _TABLES
+      vars(module).get(name) for module in self._module.modules() for name in HOOKS
     )
     self._tables = tuple([(table, tuple(table.values())) for table in tables if table])
 
@@ -65,11 +61,9 @@ class Hooks:
     is_known = self._registrations == torch_compat.count_of_hooks()
     if is_known and all(map(_is_unchanged, self._tables)):
       return False
-    before = [hooks for _, hooks in self._tables]
-    known = [id(table) for table, _ in self._tables]
+    before = [(id(table), hooks) for table, hooks in self._tables]
     self._look()
-    after = [hooks for _, hooks in self._tables]
-    return known != [id(table) for table, _ in self._tables] or before != after
+    return before != [(id(table), hooks) for table, hooks in self._tables]
 
 
 def _is_unchanged(entry) -> bool:

@@ -63,7 +63,7 @@ class ShardMapOptions(TypedDict, total=False):
   check_vma: bool
 
 
-def merged(
+def merge(
   name: str,
   transform: Callable,
   given: Any,
@@ -111,10 +111,10 @@ def _name_of(transform: Callable) -> str:
 @functools.lru_cache(maxsize=64)
 def _keywords_of(transform: Callable) -> tuple[str, ...]:
   """Return the keywords of a transformation; () if its signature does not list them."""
-  found = signature_of(transform)
-  if found is None:
+  signature = signature_of(transform)
+  if signature is None:
     return ()
-  parameters = list(found.parameters.values())
+  parameters = list(signature.parameters.values())
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
     return ()
   return tuple(parameter.name for parameter in parameters[1:])
@@ -140,16 +140,18 @@ def with_names(
   given = [
     kind for kind in kinds if any(options.get(key) is not None for key in _keys(kind))
   ]
-  found = signature_of(function) if given else None
-  if found is None:
+  signature = signature_of(function) if given else None
+  if signature is None:
     return options
   options, named = dict(options), {}
   for kind in given:
     numbers_key, names_key = _keys(kind)
     numbers, names = _numbers_and_names(
-      found, options.get(numbers_key), options.get(names_key)
+      signature, options.get(numbers_key), options.get(names_key)
     )
-    _check_arguments(name, function, found, (numbers_key, numbers), (names_key, names))
+    _check_arguments(
+      name, function, signature, (numbers_key, numbers), (names_key, names)
+    )
     options[numbers_key] = numbers
     options[names_key] = named[kind] = names
   both = sorted(set(named.get("static", ())) & set(named.get("donate", ())))
@@ -160,7 +162,7 @@ def with_names(
   return options
 
 
-def of_method(
+def for_method(
   method: Callable, others: Iterable[Callable], options: dict[str, Any]
 ) -> dict[str, Any]:
   """Remove the names of arguments that only other methods of a module have.
@@ -171,12 +173,12 @@ def of_method(
     options: options of the transformation. Names that no method has stay in them, so
       that `with_names` raises.
   """
-  found = signature_of(method)
-  if found is None or _takes(found, inspect.Parameter.VAR_KEYWORD):
+  signature = signature_of(method)
+  if signature is None or _takes(signature, inspect.Parameter.VAR_KEYWORD):
     return options
   signatures = [each for each in map(signature_of, others) if each is not None]
   foreign = {name for each in signatures for name in each.parameters}
-  foreign -= set(found.parameters)
+  foreign -= set(signature.parameters)
   options = dict(options)
   for key in ("static_argnames", "donate_argnames"):
     names = options.get(key)
@@ -196,54 +198,58 @@ _POSITIONAL = (
 )
 
 
-def _positional(found: inspect.Signature) -> list[inspect.Parameter]:
-  return [p for p in found.parameters.values() if p.kind in _POSITIONAL]
+def _positional(signature: inspect.Signature) -> list[inspect.Parameter]:
+  return [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
 
 
-def _takes(found: inspect.Signature, kind) -> bool:
-  return any(parameter.kind is kind for parameter in found.parameters.values())
+def _takes(signature: inspect.Signature, kind) -> bool:
+  return any(parameter.kind is kind for parameter in signature.parameters.values())
 
 
 def _numbers_and_names(
-  found: inspect.Signature, numbers: ArgNums, names: ArgNames
+  signature: inspect.Signature, numbers: ArgNums, names: ArgNames
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
   """Derive the numbers from the names, or the reverse; keep both if both are given."""
-  positional = _positional(found)
+  positional = _positional(signature)
   if isinstance(numbers, int):
     numbers = (numbers,)
   if isinstance(names, str):
     names = (names,)
   if numbers is None:
     names = tuple(names or ())
-    places = {p.name: place for place, p in enumerate(positional)}
-    return tuple(places[n] for n in names if n in places), names
+    indices = {p.name: index for index, p in enumerate(positional)}
+    return tuple(indices[n] for n in names if n in indices), names
   numbers = tuple(numbers)
   if names is not None:
     return numbers, tuple(names)
   # A negative number counts from the end of a call's arguments, so it has no name.
-  meant = [positional[number] for number in numbers if 0 <= number < len(positional)]
-  by_name = [p.name for p in meant if p.kind is not p.POSITIONAL_ONLY]
+  parameters = [
+    positional[number] for number in numbers if 0 <= number < len(positional)
+  ]
+  by_name = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
   return numbers, tuple(by_name)
 
 
-def _check_arguments(name: str, function: Callable, found, by_number, by_name) -> None:
+def _check_arguments(
+  name: str, function: Callable, signature, by_number, by_name
+) -> None:
   numbers_key, numbers = by_number
   names_key, names = by_name
-  called = getattr(function, "__name__", type(function).__name__)
-  positional = _positional(found)
+  user = getattr(function, "__name__", type(function).__name__)
+  positional = _positional(signature)
   count = len(positional)
-  if not _takes(found, inspect.Parameter.VAR_POSITIONAL):
+  if not _takes(signature, inspect.Parameter.VAR_POSITIONAL):
     wrong = [number for number in numbers if not -count <= number < count]
     if wrong:
       raise ValueError(
-        f"{name} was given {numbers_key}={numbers}, but {called}{found} takes "
+        f"{name} was given {numbers_key}={numbers}, but {user}{signature} takes "
         f"{count} positional argument(s)."
       )
-  if not _takes(found, inspect.Parameter.VAR_KEYWORD):
-    known = {p.name for p in found.parameters.values()}
+  if not _takes(signature, inspect.Parameter.VAR_KEYWORD):
+    known = {p.name for p in signature.parameters.values()}
     unknown = [each for each in names if each not in known]
     if unknown:
       raise ValueError(
-        f"{name} was given {names_key}={names}, but {called}{found} has no argument "
+        f"{name} was given {names_key}={names}, but {user}{signature} has no argument "
         f"{unknown[0]!r}."
       )

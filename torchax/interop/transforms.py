@@ -20,7 +20,7 @@ from torchax.core.tracebacks import ending_at_the_user
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
-from torchax.interop.options import CheckpointOptions, GradOptions, merged, with_names
+from torchax.interop.options import CheckpointOptions, GradOptions, merge, with_names
 from torchax.rng import Advance
 from torchax.tensor import Tensor
 from torchax.tracing.conversions import tensors_of
@@ -52,13 +52,13 @@ def jax_value_and_grad(
   Raises:
     TypeError: `jax.value_and_grad` has no such option.
   """
-  kwargs_for_jax = merged(
+  kwargs_for_jax = merge(
     "jax_value_and_grad", jax.value_and_grad, kwargs_for_value_and_grad, options
   )
   has_aux = kwargs_for_jax.pop("has_aux", False)
   argnums_of_user = kwargs_for_jax.pop("argnums", 0)
   argnums = shift_argnums(argnums_of_user)
-  traced = Traced(torch_function, Options(hands_out=True))
+  traced = Traced(torch_function, Options(assigns=True))
 
   def with_aux(rng, operands, *args, **kwargs):
     # JAX differentiates the function even if the call is under `torch.no_grad`.
@@ -134,7 +134,7 @@ def gradient_checkpoint(
   """
   name = "gradient_checkpoint"
   own = ("static_argnames",)
-  kwargs_for_jax = merged(name, jax.checkpoint, kwargs, options, own)
+  kwargs_for_jax = merge(name, jax.checkpoint, kwargs, options, own)
   kwargs_for_jax = with_names(name, torch_function, kwargs_for_jax, ("static",))
   static_argnums = kwargs_for_jax.pop("static_argnums", ())
   static_argnames = kwargs_for_jax.pop("static_argnames", ())
@@ -194,7 +194,7 @@ class _Checkpointed:
     self._changed: tuple[int, ...] = ()
     self._targets: tuple = ()
     self._transformed = Transformed(
-      "gradient_checkpoint", (on_dynamic,), self._lower, hands_out=True
+      "gradient_checkpoint", (on_dynamic,), self._lower, assigns=True
     )
     self._transformed.traced.pure.__name__ = name_of(function)
 
@@ -214,15 +214,15 @@ class _Checkpointed:
     return out
 
   def _lower(self, call, rng, captured, args):
-    moves: list[Advance] = []
+    advances: list[Advance] = []
 
     def pure(rng, captured, args):
-      done = call(0, rng, captured, args)
-      moves.append(done.advance)
-      self._changed, self._targets = tuple(done.arguments), tuple(done.assigned)
-      results = (done.out, [*done.arguments.values()], [*done.assigned.values()])
+      result = call(0, rng, captured, args)
+      advances.append(result.advance)
+      self._changed, self._targets = tuple(result.arguments), tuple(result.assigned)
+      results = (result.out, [*result.arguments.values()], [*result.assigned.values()])
       # The keys are arrays if the function has seeded its stream.
-      return results, done.states, done.advance.keys
+      return results, result.states, result.advance.keys
 
     out, states, keys = jax.checkpoint(pure, **self._options)(rng, captured, args)
-    return out, states, dataclasses.replace(moves[-1], keys=keys).or_none()
+    return out, states, dataclasses.replace(advances[-1], keys=keys).or_none()

@@ -27,7 +27,6 @@ from torchax.errors import MixedDeviceError, MutationError
 from torchax.interop.options import signature_of
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import pytrees
-from torchax.tracing.conversions import is_leaf
 from torchax.tracing.names import name_of
 from torchax.types import JaxCallable, JaxValue, R, TorchCallable, TorchValue
 
@@ -107,7 +106,7 @@ def jax_view(t):
   >>> jax.jit(f)(jnp.array([-1.0, 2.0]))
   Array([0., 2.], dtype=float32)
   """
-  return jax.tree.map(_jax_view, t, is_leaf=is_leaf)
+  return jax.tree.map(_jax_view, t, is_leaf=is_tensor)
 
 
 @overload
@@ -144,7 +143,7 @@ def torch_view(t: Any) -> Any: ...
 
 def torch_view(t):
   """Convert arrays, JAX dtypes and JAX functions in a tree to torch's."""
-  return jax.tree.map(_torch_view, t, is_leaf=is_leaf)
+  return jax.tree.map(_torch_view, t, is_leaf=is_tensor)
 
 
 def jax_view_elem(v: TorchValue) -> JaxValue:
@@ -258,22 +257,20 @@ def call_jax(jax_func, *args, **kwargs):
   `jax.jit(f).lower(…).compile()`, have none.
   """
   if torch.is_grad_enabled() and not isinstance(jax_func, jax.stages.Compiled):
-    arguments = Partition((args, kwargs), _needs_gradient)
+    arguments = Partition(
+      (args, kwargs), lambda leaf: isinstance(leaf, Tensor) and leaf.requires_grad
+    )
     if arguments.dynamic:
-      return _recorded(jax_func, arguments)
+      return _call_recorded(jax_func, arguments)
   out = jax_func(*jax_view(args), **jax_view(kwargs))
   return torch_view(grad_mode.stopped(out))
-
-
-def _needs_gradient(leaf) -> bool:
-  return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _is_array(leaf) -> bool:
   return isinstance(leaf, jax.Array) and not rng.is_typed_key(leaf)
 
 
-def _recorded(jax_func: JaxCallable, arguments: Partition):
+def _call_recorded(jax_func: JaxCallable, arguments: Partition):
   found: list[Partition] = []
 
   def on_arrays(*arrays):

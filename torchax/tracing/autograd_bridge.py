@@ -28,7 +28,7 @@ from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
 
 # Differentiable gradients that one program keeps, one per set of static arguments.
-MOST_AGAIN = 16
+MOST_DIFFERENTIABLE = 16
 
 
 class BackwardProgram:
@@ -52,7 +52,7 @@ class BackwardProgram:
     self.used: tuple[bool, ...] = ()
     self.assigned: tuple = ()
     # Compiled gradients that are differentiable themselves, by static arguments.
-    self.again: ProgramCache = ProgramCache(MOST_AGAIN)
+    self.differentiable: ProgramCache = ProgramCache(MOST_DIFFERENTIABLE)
     self._jaxpr = None
     self._constants: list = []
     self._compiled = programs.jit(self._run, is_of_user=True)
@@ -187,16 +187,16 @@ def _gradients(outputs, wanted, seeds) -> list[Tensor | None]:
       tensor.grad = gradient
 
 
-def _save(ctx, residuals: list, again: Callable, env) -> None:
+def _save(ctx, residuals: list, differentiate: Callable, env) -> None:
   """Save the inputs of the backward pass in the context; torch frees them with it."""
   if not torch_compat.has_saved_tensors_hooks():
     # One tensor with attributes is cheaper than one tensor per residual.
     holder: Any = torch_compat.holder()
-    holder.residuals, holder.again = residuals, again
+    holder.residuals, holder.differentiate = residuals, differentiate
     ctx.keys = None
     ctx.save_for_backward(holder)
     return
-  ctx.again = again
+  ctx.differentiate = differentiate
   # Hooks on saved tensors (a checkpoint, an offloader) must see each residual.
   ctx.keys = [value if rng.is_typed_key(value) else None for value in residuals]
   arrays = [v for v, key in zip(residuals, ctx.keys) if key is None]
@@ -206,26 +206,26 @@ def _save(ctx, residuals: list, again: Callable, env) -> None:
 def _saved(ctx) -> tuple[list, Callable]:
   if ctx.keys is None:
     (holder,) = ctx.saved_tensors
-    return holder.residuals, holder.again
+    return holder.residuals, holder.differentiate
   tensors = iter(ctx.saved_tensors)
   residuals = [next(tensors).jax() if key is None else key for key in ctx.keys]
-  return residuals, ctx.again
+  return residuals, ctx.differentiate
 
 
 class _CompiledCall(torch_compat.OwnFunction):
   """Node of torch's graph for one call of a compiled function."""
 
   @staticmethod
-  def forward(ctx, tape, arrays, again, *inputs):
+  def forward(ctx, tape, arrays, differentiate, *inputs):
     ctx.program, env = tape.program, default_env()
-    _save(ctx, tape.residuals, again, env)
+    _save(ctx, tape.residuals, differentiate, env)
     ctx.set_materialize_grads(False)
     return tuple([new_tensor(array, env) for array in arrays])
 
   @staticmethod
   @over_batches
   def backward(ctx, *gradients):
-    residuals, again = _saved(ctx)
+    residuals, differentiate = _saved(ctx)
     program, env = ctx.program, default_env()
     gradients = [
       new_tensor(jnp.zeros(aval.shape, aval.dtype), env)
@@ -234,20 +234,20 @@ class _CompiledCall(torch_compat.OwnFunction):
       for gradient, aval in zip(gradients, program.avals)
     ]
     if torch.is_grad_enabled():  # `create_graph=True`: the gradient needs a graph
-      return None, None, None, *again(program, gradients)
+      return None, None, None, *differentiate(program, gradients)
     found = iter(program(residuals, [gradient.jax() for gradient in gradients]))
     results = [new_tensor(next(found), env) if used else None for used in program.used]
     return None, None, None, *results
 
 
-def attach(tape: Tape, leaves: list, out, again: Callable):
+def attach(tape: Tape, leaves: list, out, differentiate: Callable):
   """Record a call in torch's graph and return its result with recorded tensors.
 
   Args:
     tape: tape of the call.
     leaves: argument leaves of the call.
     out: result of the call, a tree of arrays.
-    again: `(program, gradients) -> gradients`, for higher derivatives.
+    differentiate: `(program, gradients) -> gradients`, for higher derivatives.
 
   Returns:
     `out`, where each leaf that has a gradient is a tensor with a `grad_fn`.
@@ -256,7 +256,9 @@ def attach(tape: Tape, leaves: list, out, again: Callable):
   inputs = [*[leaves[index] for index in program.arguments], *program.roots]
   outputs, treedef = jax.tree.flatten(out)
   arrays = [outputs[index] for index in program.indices]
-  recorded = torch_compat.apply_function(_CompiledCall, tape, arrays, again, *inputs)
+  recorded = torch_compat.apply_function(
+    _CompiledCall, tape, arrays, differentiate, *inputs
+  )
   for index, tensor in zip(program.indices, recorded):
     outputs[index] = tensor
   return jax.tree.unflatten(treedef, outputs)

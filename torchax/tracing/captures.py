@@ -65,7 +65,7 @@ class Captures:
     self._is_in_trace = False
     self._rebindings = -1
     self._members_edition = 0
-    self._look()
+    self._refresh()
 
   # Before a call ----------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class Captures:
       edition = guards.members_edition()
       has_other_state = guards.update_states() if guards.optimizers else False
       if has_other_state or edition != self._members_edition:
-        self._find_again(edition)
+        self._reset(edition)
     if self._guess_state == _DUE:
       self._guess()
     if self._rebindings != Rebindings.count:
@@ -101,7 +101,7 @@ class Captures:
       return ()
     return tuple([t.grad is not None for t in self.tensors if is_trained(t)])
 
-  def _find_again(self, edition: int) -> None:
+  def _reset(self, edition: int) -> None:
     """Drop all captures after a tensor of a module or an optimizer was replaced."""
     self._members_edition = edition
     self.view_leaves = {}
@@ -128,7 +128,7 @@ class Captures:
     tensors = [tensor for tensor in self.tensors if isinstance(tensor, Tensor)]
     before = self._layout
     if len(tensors) == len(self.tensors):
-      self._look()
+      self._refresh()
     if len(tensors) != len(self.tensors) or self._layout != before:
       self._replace(tensors, is_other_edition=True)
 
@@ -141,9 +141,9 @@ class Captures:
       self.tensors = CapturedTensors([t for t in captured if t is not None])
       self.key.refer_to(self.tensors)
       if len(self.tensors) < len(captured):
-        self._look()
+        self._refresh()
       else:
-        self._look_at_storages()
+        self._refresh_storages()
 
   def _drop_dead(self) -> None:
     """Drop tensors born in an outer trace that has ended."""
@@ -156,13 +156,12 @@ class Captures:
     """Set the captured tensors, with a new key for their programs."""
     self.tensors = CapturedTensors(tensors)
     self.key = CaptureKey(self.key.edition + is_other_edition, self.tensors)
-    self._look()
+    self._refresh()
 
-  def _look(self) -> None:
-    """Derive storages, layout and gradients from the tensors."""
+  def _refresh(self) -> None:
     tensors = self.tensors
     self._rebindings = Rebindings.count
-    self._look_at_storages()
+    self._refresh_storages()
     first = {id(storage): n for n, storage in enumerate(self.storages)}
     shared = [first[id(storage)] for storage in self.storages]
     self._layout = ([tensor._chain for tensor in tensors], shared)
@@ -173,7 +172,7 @@ class Captures:
       if is_trained(t) and t.grad is not None and id(t.grad) in indices
     }
 
-  def _look_at_storages(self) -> None:
+  def _refresh_storages(self) -> None:
     self.storages = [tensor._storage for tensor in self.tensors]
     self._is_in_trace = any([s.birth is not None for s in self.storages])
 
@@ -190,7 +189,6 @@ class Captures:
     return [t for t in lifted if not boundary.shadows[id(t._storage)].is_touched]
 
   def drop(self, tensors: Sequence[Tensor]) -> None:
-    """Stop capturing these tensors."""
     dropped = set(map(id, tensors))
     self._replace([t for t in self.tensors if id(t) not in dropped])
 
@@ -274,7 +272,6 @@ class Numbers:
     self.expressions = (*self.expressions, *new)
 
   def operands(self) -> tuple:
-    """Return the current numbers, as operands of a call."""
     if active.boundary is not None:
       return tuple(map(active.boundary.number, self.expressions))
     values = tuple([number.now() for number in self.expressions])

@@ -6,6 +6,7 @@ import jax
 import torch
 
 from torchax import rng
+from torchax.core.partitions import is_tensor
 from torchax.core.static_values import StaticValue
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
@@ -13,7 +14,6 @@ from torchax.tracing import pytrees
 
 
 def _register_return_types() -> None:
-  """Register the named tuples that torch's operations return as pytrees."""
   found = (v for v in vars(torch.return_types).values() if isinstance(v, type))
   for cls in {value for value in found if issubclass(value, tuple)}:
     jax.tree_util.register_pytree_node(
@@ -24,21 +24,12 @@ def _register_return_types() -> None:
 _register_return_types()
 
 
-def is_leaf(value) -> bool:
-  """Return True for a tensor: `is_leaf` for JAX's tree functions."""
-  return isinstance(value, torch.Tensor)
-
-
 def tensors_of(tree) -> Any:
   """Convert the arrays in a tree to tensors; unbox constants and containers.
 
   Typed keys and other leaves are unchanged.
   """
-  return jax.tree.map(_tensor_of, tree, is_leaf=_is_leaf_or_container)
-
-
-def _is_leaf_or_container(value) -> bool:
-  return isinstance(value, _LEAVES)
+  return jax.tree.map(_tensor_of, tree, is_leaf=lambda v: isinstance(v, _LEAVES))
 
 
 _LEAVES = (torch.Tensor, pytrees.Container, StaticValue)
@@ -58,7 +49,7 @@ def arrays_of(tree) -> Any:
   Raises:
     MixedDeviceError: a tensor is on another device.
   """
-  return jax.tree.map(_array_of, tree, is_leaf=is_leaf)
+  return jax.tree.map(_array_of, tree, is_leaf=is_tensor)
 
 
 def _array_of(leaf):

@@ -17,7 +17,7 @@ def dry_run(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Le
 
   See `torchax.rng.explain`.
   """
-  traced = Traced(torch_function, Options(hands_out=True))
+  traced = Traced(torch_function, Options(assigns=True))
   leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))
   indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
   advances = []

@@ -40,7 +40,7 @@ class Change(abc.ABC):
     """
 
   @abc.abstractmethod
-  def named(self, arguments: list[str], names: dict[int, str]) -> str:
+  def name(self, arguments: list[str], names: dict[int, str]) -> str:
     """Return the name of the changed tensor, for messages.
 
     Args:
@@ -63,7 +63,7 @@ class WriteArgument(Change):
       with torch.no_grad():
         leaf.copy_(mappings.j2t(array))
 
-  def named(self, arguments: list, names: dict) -> str:
+  def name(self, arguments: list, names: dict) -> str:
     return arguments[self.index]
 
 
@@ -110,7 +110,7 @@ class WriteStorage(Change):
       found = found.grad
     (self.storage.value if found is None else found._storage).write(array)
 
-  def named(self, arguments, names):
+  def name(self, arguments, names):
     return names.get(id(self.storage.value), "a tensor")
 
 
@@ -125,7 +125,7 @@ class SetGradient(Change):
     leaf = self.leaf.value
     leaf.grad = new_tensor(array, leaf._env)
 
-  def named(self, arguments, names):
+  def name(self, arguments, names):
     return names.get(id(self.leaf.value._storage), "a tensor") + ".grad"
 
 
@@ -210,7 +210,7 @@ class Effects:
     return [(change, array) for change, array in pairs if type(change) in kinds]
 
 
-class Lifted(NamedTuple):
+class Captured(NamedTuple):
   """Captured tensors that are operands of a trace.
 
   Attributes:
@@ -229,7 +229,7 @@ class Lifted(NamedTuple):
 
 def collect(
   name: str, boundary: Boundary, inner: list, born: list,
-  specialization: Specialization, lifted: Lifted,
+  specialization: Specialization, lifted: Captured,
 ) -> list[tuple[Change, Any]]:  # fmt: skip
   """Return the changes that a function has made in its trace, with their arrays.
 
@@ -268,7 +268,7 @@ def collect(
   return [*found, *_of_captured(boundary, lifted), *reshapes]
 
 
-def _of_captured(boundary: Boundary, lifted: Lifted) -> Iterator[tuple[Change, Any]]:
+def _of_captured(boundary: Boundary, lifted: Captured) -> Iterator[tuple[Change, Any]]:
   """Yield the changes of outer storages, and of the `.grad` of outer leaves."""
   grads = lifted.grads
   holders = {id(tensor._storage): (tensor, False) for tensor in lifted.tensors}
@@ -312,7 +312,7 @@ def trained_leaves(boundary: Boundary) -> list[Tensor]:
   return [t for t in tensors if t is not None and is_trained(t)]
 
 
-def drop_traced_grads(boundary: Boundary, lifted: Lifted) -> None:
+def drop_traced_grads(boundary: Boundary, lifted: Captured) -> None:
   """Restore the `.grad` of outer leaves that the trace has set or cleared."""
   for tensor in trained_leaves(boundary):
     before = lifted.grads.get(id(tensor))

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
+from torchax.core.partitions import is_tensor
 from torchax.environment import default_env, env_on
 from torchax.rng import is_typed_key
 from torchax.rng.streams import are_several
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracing.conversions import is_leaf
 
 
 def of_call(leaves: list) -> tuple:
@@ -29,7 +29,7 @@ def of_results(out) -> tuple:
   if not are_several():
     return ()
   default = default_env()
-  leaves = jax.tree.leaves(out, is_leaf=is_leaf)
+  leaves = jax.tree.leaves(out, is_leaf=is_tensor)
   return _unless_default(tuple([getattr(leaf, "_env", default) for leaf in leaves]))
 
 
@@ -38,14 +38,14 @@ def _unless_default(found: tuple) -> tuple:
   return found if any(env is not default for env in found) else ()
 
 
-def given_back(out, environments: tuple) -> Any:
+def with_environments(out, environments: tuple) -> Any:
   """Return the tree with tensors of these environments in place of its leaves.
 
   Args:
     out: tree of arrays and tensors.
     environments: one environment per leaf.
   """
-  leaves, treedef = jax.tree.flatten(out, is_leaf=is_leaf)
+  leaves, treedef = jax.tree.flatten(out, is_leaf=is_tensor)
   for index, (leaf, env) in enumerate(zip(leaves, environments)):
     if isinstance(leaf, Tensor):
       leaf._env = env

@@ -60,7 +60,7 @@ class ModuleGuards:
 
   def __iter__(self) -> Iterator[tuple[str, Values]]:
     """Yield the path and the values of each module."""
-    return _named([values for _, values in self._values.values()])
+    return _with_paths([values for _, values in self._values.values()])
 
   def key(self) -> tuple:
     """Return the differences from the values when the modules were added."""
@@ -73,7 +73,7 @@ class ModuleGuards:
   def _look(self) -> None:
     differences: list[tuple] = []
     self._containers = []
-    ignored = {place for place, n in self._changes.items() if n >= MOST_CHANGES}
+    ignored = {key for key, n in self._changes.items() if n >= MOST_CHANGES}
     for number, values in self._values.values():
       values.look()
       self._containers += values.containers
@@ -147,7 +147,7 @@ class Guards:
     self.modules = ModuleGuards(name)
     self.optimizers: list = []
     self.edition = 0
-    self._host: dict[int, _OnHost] = {}
+    self._host: dict[int, _HostValue] = {}
     self._count = 0
     # Guards of the compiled functions called in a trace, and their keys at that time.
     self._inner: dict[int, tuple[weakref.ref, Hashable]] = {}
@@ -164,20 +164,20 @@ class Guards:
     if self.modules:
       key = self.modules.key()
     if self._host:
-      key += self._of_host()
+      key += self._host_changes()
     if self._decisions:
       key += tuple(
         [
           (number, value)
           for number, (decision, first) in enumerate(self._decisions.items())
-          if (value := _now(decision)) != first
+          if (value := _key_of_decision(decision)) != first
         ]
       )
     if self._inner:
-      key += self._of_inner()
+      key += self._inner_changes()
     return (self.edition, *key) if self.edition else key
 
-  def _of_host(self) -> tuple:
+  def _host_changes(self) -> tuple:
     gone = [key for key, value in self._host.items() if value.is_gone]
     if gone:
       for key in gone:
@@ -192,7 +192,7 @@ class Guards:
         ]
       )
 
-  def _of_inner(self) -> tuple:
+  def _inner_changes(self) -> tuple:
     found = []
     for number, (reference, first) in list(self._inner.items()):
       inner = reference()
@@ -216,7 +216,7 @@ class Guards:
     if known is None or known.is_gone:
       self.is_empty = False
       self._count += 1
-      self._host[id(value)] = _OnHost(value, self._count, self.name)
+      self._host[id(value)] = _HostValue(value, self._count, self.name)
 
   def guard_on_function(self, inner: "Guards") -> None:
     """Guard on the guards of a compiled function that was called in the trace."""
@@ -232,10 +232,10 @@ class Guards:
         its text for messages.
     """
     self.is_empty = False
-    self._decisions.setdefault(decision, _now(decision))
+    self._decisions.setdefault(decision, _key_of_decision(decision))
 
   def guard_on_optimizer(self, optimizer) -> None:
-    """Guard on an optimizer with a traced step (`optimizers.Watched`)."""
+    """Guard on an optimizer with a traced step (`optimizers.OptimizerGuard`)."""
     if optimizer not in self._decisions:
       self.is_empty = False
       self._decisions[optimizer] = optimizer.now()
@@ -266,7 +266,7 @@ class Guards:
         edition += 0 if inner is None else inner.members_edition()
     return edition
 
-  def described(self) -> dict[str, str]:
+  def describe(self) -> dict[str, str]:
     """Return the current attributes, host tensors and decisions as text, by name."""
     found: dict[str, str] = {}
     for name, values in self.modules:
@@ -280,11 +280,11 @@ class Guards:
     for reference, _ in self._inner.values():
       inner = reference()
       if inner is not None:
-        found |= {f"{inner.name}: {k}": v for k, v in inner.described().items()}
+        found |= {f"{inner.name}: {k}": v for k, v in inner.describe().items()}
     return found
 
   @contextlib.contextmanager
-  def watching(self, met: Callable) -> Iterator[None]:
+  def watching(self, on_module: Callable) -> Iterator[None]:
     """Guard on every module that this thread runs inside the block.
 
     Args:
@@ -298,7 +298,7 @@ class Guards:
     def hook(module, args):
       if threading.get_ident() == thread:
         self.guard_on_module(module)
-        met(module)
+        on_module(module)
 
     handle = register_module_forward_pre_hook(hook)
     try:
@@ -307,10 +307,10 @@ class Guards:
       handle.remove()
       self.modules.end_trace()
       for value in list(self._host.values()):
-        value.require_followed()
+        value.require_comparable()
 
 
-def _named(found: list[Values]) -> Iterator[tuple[str, Values]]:
+def _with_paths(found: list[Values]) -> Iterator[tuple[str, Values]]:
   """Yield modules with their paths, which begin with the outermost module's class."""
   names: dict[int, str] = {}
   modules = [values.module for values in found]
@@ -324,12 +324,12 @@ def _named(found: list[Values]) -> Iterator[tuple[str, Values]]:
       yield names.get(id(module), values.kind), values
 
 
-def _now(decision) -> Hashable:
+def _key_of_decision(decision) -> Hashable:
   value = decision.now()
   return value if type(value) is tuple else key_of(value)
 
 
-class _OnHost:
+class _HostValue:
   """CPU tensor or numpy array that a function closes over."""
 
   def __init__(self, value, number: int, name: str):
@@ -348,7 +348,6 @@ class _OnHost:
 
   @property
   def is_gone(self) -> bool:
-    """True if the value was garbage-collected."""
     return self._reference() is None
 
   def look(self) -> Hashable:
@@ -376,7 +375,7 @@ class _OnHost:
     kind = "a CPU tensor" if self._is_tensor else "a numpy array"
     return f"{kind} of shape {list(self._shape)}"
 
-  def require_followed(self) -> None:
+  def require_comparable(self) -> None:
     """Raise MutationError for an array that is too large to compare."""
     if self._is_tensor or self._nbytes <= MOST_BYTES_OF_ARRAY or self.is_gone:
       return

@@ -37,19 +37,14 @@ class History:
   def record(self, key: ProgramKey) -> None:
     """Add a trace with this key, and log why it was needed."""
     self.count += 1
-    self.reasons = self._compared(key)
+    self.reasons = self._differences(key)
     self._keys.append(key)
     if self.count > 1 and logs.are_on("recompiles"):
       reasons = "\n".join([f"  {reason}" for reason in self.reasons])
-      logger.info("%s is compiled for the %s time:\n%s", *self._named(), reasons)
+      ordinal = _ordinal(self.count)
+      logger.info("%s is compiled for the %s time:\n%s", self._name, ordinal, reasons)
 
-  def _named(self) -> tuple[str, str]:
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    is_teen = self.count % 100 in (11, 12, 13)
-    ending = "th" if is_teen else endings.get(self.count % 10, "th")
-    return self._name, f"{self.count}{ending}"
-
-  def _compared(self, key: ProgramKey) -> tuple[str, ...]:
+  def _differences(self, key: ProgramKey) -> tuple[str, ...]:
     if not self._keys:
       return ()
     # Among equally similar traces, take the latest.
@@ -63,6 +58,12 @@ class History:
         for name in changes
       ]
     )
+
+
+def _ordinal(number: int) -> str:
+  is_teen = number % 100 in (11, 12, 13)
+  ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+  return f"{number}th" if is_teen else f"{number}{ending}"
 
 
 def _changes(before: ProgramKey, now: ProgramKey) -> list[str]:

@@ -34,7 +34,7 @@ from torchax.tensor import Tensor
 
 # Attributes of each module that belong to torch.
 OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
-_HOOKS = (
+HOOKS = (
   *("_forward_pre_hooks", "_forward_hooks"),
   *("_backward_pre_hooks", "_backward_hooks"),
 )
@@ -120,7 +120,6 @@ class Values:
     return self._reference()
 
   def look(self) -> None:
-    """Read the current values."""
     module = self._reference()
     if module is None:
       return
@@ -136,7 +135,7 @@ class Values:
       if key is not None:
         now[name] = key
         containers += containers_in(value)
-    for name in _HOOKS:
+    for name in HOOKS:
       hooks = vars(module).get(name)
       if hooks:
         now[name] = tuple(map(Identity, hooks.values()))
@@ -150,7 +149,7 @@ class Values:
     module = self._reference()
     for name in () if module is None else self.now:
       value = vars(module).get(name)
-      if name in _HOOKS and value is not None:
+      if name in HOOKS and value is not None:
         value = list(value.values())
       yield name, "a tensor" if isinstance(value, torch.Tensor) else in_words(value)
 
@@ -318,7 +317,6 @@ class Assignment:
     return Target(Identity(self.module), self.name, self.value.requires_grad)
 
   def undo(self) -> None:
-    """Restore the earlier value of the attribute."""
     if self.before is _MISSING:
       self.table.pop(self.name, None)
     else:
@@ -337,11 +335,9 @@ class Target:
   has_gradient: bool
 
   def get(self) -> torch.Tensor:
-    """Return the current tensor of the attribute."""
     return vars(self.module.value)[self.name]
 
   def set(self, tensor: torch.Tensor) -> None:
-    """Assign a tensor to the attribute."""
     boundary = active.boundary
     if boundary is not None and boundary.attributes is not None:
       # The outer trace turns the assignment into an effect of its own.
@@ -398,13 +394,13 @@ class Attributes:
     for assignment in list(self.assigned(boundary)):
       assignment.undo()
 
-  def take_out(self, boundary: Boundary, name: str, hands_out: bool) -> list[tuple]:
+  def extract(self, boundary: Boundary, name: str, assigns: bool) -> list[tuple]:
     """Undo the assignments of a trace, and turn them into effects of the function.
 
     Args:
       boundary: boundary of the trace.
       name: name of the function, for messages.
-      hands_out: the tensors of plain attributes can be results of the function.
+      assigns: the tensors of plain attributes can be results of the function.
         Otherwise an attribute that had no tensor keeps the traced one, which raises a
         clear error when it is used.
 
@@ -417,7 +413,7 @@ class Attributes:
     """
     found, results = [], []
     for assignment in self.assigned(boundary):
-      if hands_out and not self._was_read(assignment, boundary):
+      if assigns and not self._was_read(assignment, boundary):
         results.append(assignment)
       elif assignment.is_registered or _is_alive(assignment.before):
         found.append(assignment)

@@ -27,11 +27,9 @@ class StateTarget:
   name: str
 
   def get(self) -> torch.Tensor:
-    """Return the current tensor of the entry."""
     return self.optimizer.value.state[self.parameter.value][self.name]
 
   def set(self, tensor: torch.Tensor) -> None:
-    """Assign a tensor to the entry, detached."""
     optimizer = self.optimizer.value
     if active.boundary is not None:
       # The outer trace turns the assignment into an effect of its own.
@@ -52,14 +50,14 @@ class State:
   def __init__(self, optimizer: torch.optim.Optimizer):
     self.optimizer = optimizer
     # Parameters whose state `optimizers.py` created before the step.
-    self._made: list[torch.Tensor] = []
+    self._created: list[torch.Tensor] = []
     self._before = {
       parameter: dict(entries)
       for parameter, entries in optimizer.state.items()
       if isinstance(entries, dict)
     }
 
-  def made(self, boundary: Boundary) -> list[tuple[StateTarget, torch.Tensor]]:
+  def created(self, boundary: Boundary) -> list[tuple[StateTarget, torch.Tensor]]:
     """Return the entries that steps in a trace have assigned, and their tensors.
 
     Raises:
@@ -77,12 +75,12 @@ class State:
           owners = Identity(self.optimizer), Identity(parameter)
           found.append((StateTarget(*owners, name), value))
         elif not isinstance(value, Tensor) and not _is_equal(before.get(name), value):
-          raise on_host(self.optimizer, name)
+          raise host_state_error(self.optimizer, name)
     return found
 
   def keep(self, parameters: Sequence[torch.Tensor]) -> None:
     """Record the current state of these parameters, so that `undo` keeps it."""
-    self._made += parameters
+    self._created += parameters
     for parameter in parameters:
       self._before[parameter] = dict(self.optimizer.state[parameter])
 
@@ -93,7 +91,7 @@ class State:
       has_failed: the trace has failed; remove the state passed to `keep` as well.
     """
     state = self.optimizer.state
-    for parameter in self._made if has_failed else ():
+    for parameter in self._created if has_failed else ():
       self._before.pop(parameter, None)
     for parameter, entries in list(state.items()):
       if not isinstance(entries, dict):
@@ -115,7 +113,7 @@ def _is_equal(before, value) -> bool:
   )
 
 
-def on_host(optimizer: torch.optim.Optimizer, entry: str) -> TracedStateError:
+def host_state_error(optimizer: torch.optim.Optimizer, entry: str) -> TracedStateError:
   """Build the error for an entry that steps change on the host."""
   name = type(optimizer).__name__
   return TracedStateError(
@@ -128,7 +126,7 @@ def on_host(optimizer: torch.optim.Optimizer, entry: str) -> TracedStateError:
 def record(
   optimizer: torch.optim.Optimizer,
   boundary: Boundary,
-  made: Sequence[torch.Tensor] = (),
+  created: Sequence[torch.Tensor] = (),
 ) -> None:
   """Record the state of an optimizer before its first step in a trace.
 
@@ -139,36 +137,36 @@ def record(
   """
   if boundary.attributes is not None:
     states = boundary.attributes.states
-    states.setdefault(id(optimizer), State(optimizer)).keep(made)
+    states.setdefault(id(optimizer), State(optimizer)).keep(created)
 
 
-def take_out(boundary: Boundary, states: dict[int, State], hands_out: bool) -> list:
+def extract(boundary: Boundary, states: dict[int, State], assigns: bool) -> list:
   """Remove the state entries that a trace has created, to make them results.
 
   Args:
     boundary: boundary of the trace.
     states: states of the optimizers with a step in the trace.
-    hands_out: the tensors can be results of the function.
+    assigns: the tensors can be results of the function.
 
   Returns:
     Entries of states (`StateTarget`), with the tensors for them.
 
   Raises:
-    TracedStateError: there are entries but `hands_out` is False, or state on the host
+    TracedStateError: there are entries but `assigns` is False, or state on the host
       has changed.
   """
-  made = []
+  created = []
   for state in states.values():
-    found = state.made(boundary)
-    if found and not hands_out:
+    found = state.created(boundary)
+    if found and not assigns:
       name = type(state.optimizer).__name__
       raise TracedStateError(
         f"{name} would make its state inside `{boundary.name}`. Run one step before, "
         "so that the state exists."
       )
-    made += found
+    created += found
   undo(states)
-  return made
+  return created
 
 
 def undo(states: dict[int, State], has_failed: bool = False) -> None:

@@ -33,7 +33,7 @@ from torchax.tensor import Tensor
 from torchax.tracing import optimizer_state
 
 
-class Watched:
+class OptimizerGuard:
   """Guard on an optimizer with a traced step (`Guards.guard_on_optimizer`)."""
 
   def __init__(self, optimizer: torch.optim.Optimizer):
@@ -48,7 +48,7 @@ class Watched:
     return self._number
 
   def __eq__(self, other):
-    return type(other) is Watched and self._reference() is other._reference()
+    return type(other) is OptimizerGuard and self._reference() is other._reference()
 
   def now(self) -> tuple:
     """Return a key of the settings that a step branches on.
@@ -134,7 +134,7 @@ def _is_number(value) -> bool:
 
 
 @contextlib.contextmanager
-def _outside() -> Iterator[None]:
+def _eager() -> Iterator[None]:
   """Run operations inside the block eagerly, on the values from before the trace."""
   boundary, active.boundary = active.boundary, None
   try:
@@ -161,7 +161,7 @@ class _Step:
     self.copy = object.__new__(type(optimizer))
     vars(self.copy).update(self._before)
     groups = [
-      _in_trace(optimizer, number) for number in range(len(optimizer.param_groups))
+      _traced_group(optimizer, number) for number in range(len(optimizer.param_groups))
     ]
     self.copy.param_groups = groups
     self._inside = [dict(group) for group in groups]
@@ -203,7 +203,7 @@ def _differences(groups: list[dict], known: list[dict]) -> list[str]:
   return found
 
 
-def _in_trace(optimizer: torch.optim.Optimizer, number: int) -> dict:
+def _traced_group(optimizer: torch.optim.Optimizer, number: int) -> dict:
   """Return a copy of a parameter group for a traced step, with numbers as operands."""
   original = optimizer.param_groups[number]
   group = dict(original)
@@ -231,12 +231,13 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
   boundary = active.boundary
   if boundary is None or _STEP in vars(optimizer):
     return None
-  if _is_left(optimizer):
-    optimizer_state.record(optimizer, boundary, _make_state(optimizer))
-  if any(_counts_on_host(state) for state in optimizer.state.values()):
-    raise optimizer_state.on_host(optimizer, "step")
+  if _outlives_trace(optimizer):
+    optimizer_state.record(optimizer, boundary, _create_state(optimizer))
+  counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+  if not all(isinstance(count, Tensor) for count in counts):
+    raise optimizer_state.host_state_error(optimizer, "step")
   for guards in boundary.guards_around():
-    guards.guard_on_optimizer(Watched(optimizer))
+    guards.guard_on_optimizer(OptimizerGuard(optimizer))
   return (_Step(optimizer).copy, *args[1:]), kwargs
 
 
@@ -263,7 +264,7 @@ tracing_steps = WhileNeeded(_install)
 """Context manager: optimizer steps inside a trace run on copies."""
 
 
-def _is_left(optimizer: torch.optim.Optimizer) -> bool:
+def _outlives_trace(optimizer: torch.optim.Optimizer) -> bool:
   """Return True if the parameters, and so the state, outlive the trace."""
   return all(
     isinstance(p, Tensor) and p._storage.birth is None
@@ -272,7 +273,7 @@ def _is_left(optimizer: torch.optim.Optimizer) -> bool:
   )
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
   """Create the state that a first step would create, and move step counts to jax.
 
   Returns:
@@ -280,25 +281,20 @@ def _make_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
   """
   parameters = [p for group in optimizer.param_groups for p in group["params"]]
   known = set(map(id, optimizer.state))
-  with _outside():
+  with _eager():
     for group in optimizer.param_groups:
       if "capturable" in group or _counts_when_fused(optimizer):
         for parameter in group["params"]:
-          _move_count(optimizer.state.get(parameter))
+          state = optimizer.state.get(parameter, {})
+          count = state.get("step")
+          if isinstance(count, torch.Tensor) and not isinstance(count, Tensor):
+            state["step"] = count.to("jax")
       capturable = {"capturable": True} if "capturable" in group else {}
-      _init(optimizer, {**group, **capturable})
+      _create_group_state(optimizer, {**group, **capturable})
   return [p for p in parameters if p in optimizer.state and id(p) not in known]
 
 
-def _move_count(state: dict | None) -> None:
-  if state is None:
-    return
-  count = state.get("step")
-  if isinstance(count, torch.Tensor) and not isinstance(count, Tensor):
-    state["step"] = count.to("jax")
-
-
-def _init(optimizer: torch.optim.Optimizer, group: dict) -> None:
+def _create_group_state(optimizer: torch.optim.Optimizer, group: dict) -> None:
   trained = [p for p in group["params"] if p.grad is not None]
   missing = [p for p in trained if not optimizer.state.get(p)]
   if not missing:
@@ -326,7 +322,3 @@ def _counts_when_fused(optimizer: torch.optim.Optimizer) -> bool:
     group["differentiable"] or any(p.is_complex() for p in group["params"])
     for group in optimizer.param_groups
   )
-
-
-def _counts_on_host(state: dict) -> bool:
-  return "step" in state and not isinstance(state["step"], Tensor)

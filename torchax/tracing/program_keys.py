@@ -27,10 +27,10 @@ def key_of_call(
     args, kwargs: arrays or tracers, and static values.
   """
   found = list(arguments(traced.function, args, kwargs))
-  key = {name: described(leaf) for name, leaf in found}
+  key = {name: describe(leaf) for name, leaf in found}
   names = [name for name, leaf in found if not _is_static(leaf)]
   key |= _of_specialization(specialization, names, traced)
-  return key | traced.guards.described(), names
+  return key | traced.guards.describe(), names
 
 
 def _of_specialization(specialization, leaves: list[str], traced) -> ProgramKey:
@@ -51,8 +51,8 @@ def _of_specialization(specialization, leaves: list[str], traced) -> ProgramKey:
     key["gradients recorded for"] = ", ".join(needed)
   if specialization.has_grad:
     trained = [n for n, t in zip(captured, traced.captures.tensors) if is_trained(t)]
-    there = itertools.compress(trained, specialization.has_grad)
-    key["gradients that are there"] = ", ".join(there) or "none"
+    present = itertools.compress(trained, specialization.has_grad)
+    key["gradients that are there"] = ", ".join(present) or "none"
   if specialization.environments:
     numbers = [str(env.streams.number) for env in specialization.environments]
     key["environments"] = ", ".join(numbers)
@@ -67,14 +67,13 @@ def arguments(
   """Yield the leaves of the arguments, static ones and arrays, with their names."""
   parameters = _parameters(function)
   found, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_static)
-  for (which, *path), leaf in found:
-    if which.idx == 0:
-      first, *path = path
-      is_named = first.idx < len(parameters)
-      name = parameters[first.idx] if is_named else f"argument {first.idx}"
-    else:
-      first, *path = path
+  for (which, first, *path), leaf in found:
+    if which.idx == 1:
       name = str(first.key)
+    elif first.idx < len(parameters):
+      name = parameters[first.idx]
+    else:
+      name = f"argument {first.idx}"
     yield name + jax.tree_util.keystr(tuple(path)), leaf
 
 
@@ -118,7 +117,7 @@ def _is_static(leaf) -> bool:
   return isinstance(leaf, StaticValue | BoxedGenerator)
 
 
-def described(leaf) -> str:
+def describe(leaf) -> str:
   """Return the dtype and shape of an array leaf, or the value of a static one."""
   if isinstance(leaf, jax.Array):
     kind = f"{leaf.dtype.name}{list(leaf.shape)}"

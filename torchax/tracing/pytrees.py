@@ -88,7 +88,6 @@ def adopt(leaf) -> bool:
 
 
 def is_adopted(value) -> bool:
-  """Return True if `adopt` has registered the class of the value."""
   return type(value) in _adopted
 
 

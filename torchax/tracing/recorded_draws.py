@@ -32,7 +32,7 @@ def redraw(draw: Draw, parameters: tuple[torch.Tensor, ...]) -> torch.Tensor:
   operands = draw.operands()
   operation = _operation(draw.op)
   wanted = tensors_in(draw.arguments)
-  given = _given(draw, operation, wanted, list(parameters))
+  given = _bind(draw, operation, wanted, list(parameters))
   args, kwargs = draw.arguments
   args = [restored(value, given) for value in args]
   kwargs = {name: restored(value, given) for name, value in kwargs}
@@ -52,7 +52,7 @@ def _operation(name: str):
     raise RngError(f"torch {torch.__version__} has no operation {name}.") from None
 
 
-def _given(draw: Draw, operation, wanted: list, parameters: list) -> list[torch.Tensor]:
+def _bind(draw: Draw, operation, wanted: list, parameters: list) -> list[torch.Tensor]:
   """Return `parameters` on jax; tensors of ones if none are given nor needed.
 
   Raises:
@@ -68,9 +68,9 @@ def _given(draw: Draw, operation, wanted: list, parameters: list) -> list[torch.
       torch.ones(shape, dtype=getattr(torch, dtype), device="jax")
       for shape, dtype in wanted
     ]
-  shown = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in wanted) or "none"
-  came = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in found) or "none"
+  expected = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in wanted) or "none"
+  received = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in found) or "none"
   raise ValueError(
     f"{draw.op} draws by the values of its tensors, which a ledger does not keep. Give "
-    f"them again, `replay(draw, …)`: expected {shown}, but got {came}."
+    f"them again, `replay(draw, …)`: expected {expected}, but got {received}."
   )

@@ -82,7 +82,6 @@ class _Walk:
     self._around: list = []
 
   def faults(self) -> list[Fault]:
-    """Return the faults found so far."""
     repeated = [Fault("repeated", tuple(u)) for u in self._uses.values() if len(u) > 1]
     return [*self._found, *repeated]
 
@@ -133,9 +132,9 @@ class _Walk:
   def _line(self) -> str:
     """Return the source line of the current equation, or of the closest one around."""
     for eqn in reversed(self._around):
-      place = jax_compat.line_of(eqn.source_info, user_code.LIBRARIES)
-      if place is not None:
-        return "{}:{}".format(*place)
+      location = jax_compat.line_of(eqn.source_info, user_code.LIBRARIES)
+      if location is not None:
+        return "{}:{}".format(*location)
     return "A line that is not known"
 
   def _use(self, key: _Value) -> None:
@@ -152,7 +151,7 @@ class _Walk:
     varies, turns = _of(inputs)
     names = tuple(value.name for value in inputs)
     return [
-      _Value((how, names, place), varies, turns) for place in range(len(eqn.outvars))
+      _Value((how, names, index), varies, turns) for index in range(len(eqn.outvars))
     ]
 
   def _fresh(self, eqn, inputs: list[_Value], loop: Hashable = None) -> list[_Value]:
@@ -160,8 +159,8 @@ class _Walk:
     varies, turns = _of(inputs)
     turns = turns if loop is None else turns | {loop}
     return [
-      _Value(("result", self._count, place), varies or loop is not None, turns)
-      for place in range(len(eqn.outvars))
+      _Value(("result", self._count, index), varies or loop is not None, turns)
+      for index in range(len(eqn.outvars))
     ]
 
   def _cond(self, eqn, inputs: list[_Value]) -> list[_Value]:
@@ -206,7 +205,7 @@ class _Walk:
 
   def _in_turns(self, loop: Hashable, count: int) -> list[_Value]:
     turns = frozenset((*self._loops, loop))
-    return [_Value((loop, place), True, turns) for place in range(count)]
+    return [_Value((loop, index), True, turns) for index in range(count)]
 
   def _constant(self, value) -> _Value:
     if is_typed_key(value):
@@ -224,11 +223,9 @@ def _folded(key: _Value, number: _Value) -> _Value:
 
 
 def _of(inputs: Iterable[_Value]) -> tuple[bool, frozenset]:
-  varies = False
-  turns: frozenset = frozenset()
-  for value in inputs:
-    varies, turns = varies or value.varies, turns | value.turns
-  return varies, turns
+  values = list(inputs)
+  turns: frozenset = frozenset().union(*[value.turns for value in values])
+  return any(value.varies for value in values), turns
 
 
 def _is_key(atoms) -> bool:

@@ -76,7 +76,7 @@ def box_results(tree, name: str) -> Any:
     TypeError: a leaf is neither a tensor, an array nor a constant.
   """
 
-  def hide(leaf):
+  def box_result(leaf):
     leaf = _box_leaf(leaf, lambda part: box_results(part, name))
     if type(leaf) in _CONSTANT_RESULTS:
       return StaticValue(leaf)
@@ -84,7 +84,7 @@ def box_results(tree, name: str) -> Any:
       require_constant(leaf, name)
     return leaf
 
-  return jax.tree.map(hide, tree, is_leaf=_is_whole)
+  return jax.tree.map(box_result, tree, is_leaf=_is_whole)
 
 
 def _box_argument(leaf):
@@ -105,7 +105,7 @@ def _is_whole(value) -> bool:
 
 def unbox(tree) -> Any:
   """Undo `box`, also of arguments and results."""
-  return jax.tree.map(_unbox_leaf, tree, is_leaf=_is_boxed)
+  return jax.tree.map(_unbox_leaf, tree, is_leaf=lambda v: isinstance(v, _BOXED))
 
 
 def _unbox_leaf(leaf):
@@ -114,10 +114,6 @@ def _unbox_leaf(leaf):
   if type(leaf) is StaticValue:
     return leaf.value
   return leaf.unbox(unbox) if type(leaf) is pytrees.Container else leaf
-
-
-def _is_boxed(value) -> bool:
-  return isinstance(value, _BOXED)
 
 
 _BOXED = (BoxedGenerator, StaticValue, pytrees.Container, torch.Tensor)

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchax import amp
 from torchax.compat import torch_compat
 from torchax.core.boundary import Boundary
+from torchax.core.partitions import is_tensor
 from torchax.core.storage import active
 from torchax.dispatch import host_operations
 from torchax.environment import default_env
@@ -47,8 +48,8 @@ from torchax.tracing.captures import (
 )
 from torchax.tracing.conversions import arrays_of
 from torchax.tracing.effects import (
+  Captured,
   Effects,
-  Lifted,
   WriteArgument,
   collect,
   drop_traced_grads,
@@ -70,22 +71,14 @@ from torchax.view import View
 
 _TENSORS = frozenset({Tensor, View})
 # Part of torch's error for an in-place change of an argument that is a leaf.
-_OF_LEAF = "leaf Variable that requires grad"
+_LEAF_ERROR = "leaf Variable that requires grad"
 
 
-def _unhooked():
+def _no_hooks():
   """Hide the caller's hooks on saved tensors, such as a checkpoint's, from a trace."""
   if torch_compat.has_saved_tensors_hooks():
-    return saved_tensors_hooks(_itself, _itself)
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
   return contextlib.nullcontext()
-
-
-def _itself(tensor):
-  return tensor
-
-
-def _is_tensor(value) -> bool:
-  return isinstance(value, torch.Tensor)
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -98,14 +91,14 @@ class Options(NamedTuple):
     lifts: captured tensors are operands, as cached functions under `jax.jit` need;
       otherwise JAX closes over their values.
     records: torch's autograd can differentiate a call, by a `Tape`.
-    hands_out: tensors assigned to plain attributes of modules are results.
-    takes_numbers: Python numbers, such as learning rates, are operands.
+    assigns: tensors assigned to plain attributes of modules are results.
+    lifts_numbers: Python numbers, such as learning rates, are operands.
   """
 
   lifts: bool = False
   records: bool = False
-  hands_out: bool = False
-  takes_numbers: bool = False
+  assigns: bool = False
+  lifts_numbers: bool = False
 
 
 class Traced:
@@ -237,7 +230,7 @@ class Traced:
     key = specialization.captures
     tensors = [] if key is None else key.tensors[: len(captured)]
     grads = {id(t): t.grad for t in tensors if is_trained(t)}
-    lifted = Lifted(tensors, grads, tuple(captures.gradients))
+    lifted = Captured(tensors, grads, tuple(captures.gradients))
     boundary.attributes = attributes = Attributes()
     for module in reachable_modules(self.function):
       self.guards.guard_on_module(module)
@@ -245,10 +238,10 @@ class Traced:
     if owner is not None:
       attributes.record(owner)
     watching = self.guards.watching(attributes.record)
-    if options.takes_numbers:
+    if options.lifts_numbers:
       boundary.numbers = dict(zip(self.numbers.expressions, numbers))
     steps = optimizers.tracing_steps
-    with host_operations.watching(), boundary.enter(), _unhooked(), watching, steps:
+    with host_operations.watching(), boundary.enter(), _no_hooks(), watching, steps:
       for tensor, array in zip(tensors, captured):
         boundary.lift(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
@@ -261,36 +254,35 @@ class Traced:
         out = static_arguments.box_results(out, self.__name__)
         arrays = arrays_of(out)
         assigned = [
-          *attributes.take_out(boundary, self.__name__, options.hands_out),
-          *optimizer_state.take_out(boundary, attributes.states, options.hands_out),
+          *attributes.extract(boundary, self.__name__, options.assigns),
+          *optimizer_state.extract(boundary, attributes.states, options.assigns),
         ]
-        self._note_gradients(boundary, lifted)
+        self._detect_gradients(boundary, lifted)
         changes = collect(self.__name__, boundary, inner, born, specialization, lifted)
         effects = Effects.of(changes, assigned)
         effects.environments = environments.of_results(out)
         if records:
-          outputs = jax.tree.leaves(out, is_leaf=_is_tensor)
+          outputs = jax.tree.leaves(out, is_leaf=is_tensor)
           outputs += [value for _, value in assigned]
           effects.tape = self._tape(effects, outputs, inner, specialization, boundary)
-        self._require_plain(boundary)
+        self._require_outside_graph(boundary)
       except BaseException as error:
         attributes.undo_traced(boundary)
         optimizer_state.undo(attributes.states, has_failed=True)
         # For a parameter, a leaf outside the trace too, torch's own error is right.
         is_given = any((specialization.wants_grad or ())[: len(inputs)])
-        if is_given and _OF_LEAF in str(error):
-          self._refuse_followed(error)
+        if is_given and _LEAF_ERROR in str(error):
+          self._raise_lost_gradient(error)
         raise
       finally:
         drop_traced_grads(boundary, lifted)
     if options.lifts:
       needs += self._needs(boundary, tensors)
-      self.guards.follow_attributes(
-        [*captures.storages, *(shadow.storage for shadow in boundary.written())]
-      )
+      written = [shadow.storage for shadow in boundary.written()]
+      self.guards.follow_attributes([*captures.storages, *written])
     return arrays, effects.or_none()
 
-  def note_trace(self, operands, args: tuple, kwargs: dict) -> None:
+  def record_trace(self, operands, args: tuple, kwargs: dict) -> None:
     """Record the key of a finished trace, to explain the next one."""
     _, specialization, *_ = operands
     key, _ = program_keys.key_of_call(self, specialization or ORDINARY, args, kwargs)
@@ -321,13 +313,13 @@ class Traced:
     }
     for index, _ in specialization.same:
       wanted.pop(index, None)
-    self._require_followed(effects, inner)
+    self._require_no_gradient(effects, inner)
     tape = autograd_bridge.record(outputs, wanted, list(boundary.roots.values()))
     if tape is not None:
       tape.program.assigned = effects.targets
     return tape
 
-  def _require_plain(self, boundary: Boundary) -> None:
+  def _require_outside_graph(self, boundary: Boundary) -> None:
     """Raise MutationError if an in-place change joined an outer tensor to the graph."""
     written = [t for shadow in boundary.written() for t in shadow.writers]
     joined = [t for t in written if t.grad_fn is not None]
@@ -341,19 +333,19 @@ class Traced:
         "`torch.no_grad()`, or return the new value instead."
       )
 
-  def _require_followed(self, effects: Effects, inner) -> None:
+  def _require_no_gradient(self, effects: Effects, inner) -> None:
     """Raise MutationError if an in-place change of an argument loses a gradient."""
     changed = [inner[change.index] for change, _ in effects.of_kind(WriteArgument)]
     if any(tensor.grad_fn is not None for tensor in changed):
-      self._refuse_followed()
+      self._raise_lost_gradient()
 
-  def _refuse_followed(self, error: BaseException | None = None) -> None:
+  def _raise_lost_gradient(self, error: BaseException | None = None) -> None:
     raise MutationError(
       f"{self.__name__} changes an argument in place in a way that needs a gradient. "
       "Return the new value instead, so that autograd can follow it."
     ) from error
 
-  def _note_gradients(self, boundary: Boundary, lifted: Lifted) -> None:
+  def _detect_gradients(self, boundary: Boundary, lifted: Captured) -> None:
     leaves = trained_leaves(boundary)
     if any(t.grad is not None or lifted.grads.get(id(t)) is not None for t in leaves):
       self.captures.touches_grad = True

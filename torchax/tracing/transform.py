@@ -17,6 +17,7 @@ import jax
 import torch
 
 from torchax.core import grad_mode
+from torchax.core.partitions import is_tensor
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import Storage
 from torchax.dispatch import autograd
@@ -66,7 +67,7 @@ class Transformed:
     may_change: functions may change captured tensors in place.
     times: number of times that a call runs a function, to advance generators; None if
       unknown before it runs.
-    hands_out: `lower` returns the tensors assigned to plain attributes of modules.
+    assigns: `lower` returns the tensors assigned to plain attributes of modules.
   """
 
   def __init__(
@@ -76,13 +77,13 @@ class Transformed:
     lower: Callable,
     may_change: bool = True,
     times: int | None = 1,
-    hands_out: bool = False,
+    assigns: bool = False,
   ):
     self.name = name
     self._functions = functions
     self._lower = lower
     self._may_change = may_change
-    self.traced = Traced(self._run_branch, Options(True, True, hands_out))
+    self.traced = Traced(self._run_branch, Options(True, True, assigns))
     self.traced.pure.__name__ = self.traced.__name__ = name
     # Captured tensors that the functions change.
     self.changing: list[Storage] = []
@@ -107,7 +108,7 @@ class Transformed:
       MutationError: a function changes a tensor that it may not change.
     """
     boxed = static_arguments.box(args)
-    leaves, treedef = jax.tree.flatten(boxed, is_leaf=_is_tensor)
+    leaves, treedef = jax.tree.flatten(boxed, is_leaf=is_tensor)
     arrays = arrays_of(leaves)
     self._of_call = environments.of_call(leaves)
 
@@ -124,16 +125,15 @@ class Transformed:
         raise NewOperands(self._needs)
       return result
 
-    out, states = self.traced.pure.run(run, self._count)
+    out, states = self.traced.pure.run(
+      run, lambda: 1 if self.times is None else self.times
+    )
     for storage, array in zip(self.changing, states):
       storage.write(array.jax() if isinstance(array, Tensor) else array)
     out = grad_mode.stopped(out)
     if self._of_results:
-      out = environments.given_back(out, self._of_results)
+      out = environments.with_environments(out, self._of_results)
     return tensors_of(out)
-
-  def _count(self) -> int:
-    return 1 if self.times is None else self.times
 
   def _run(self, rng, leaves, arrays, treedef):
     captures = self.traced.captures
@@ -143,7 +143,7 @@ class Transformed:
     count = len(captured)
     # Pass only tensors that require a gradient: torch saves the inputs, and forbids
     # in-place changes of saved tensors.
-    indices = [n for n, t in enumerate(tensors) if _is_tensor(t) and t.requires_grad]
+    indices = [n for n, t in enumerate(tensors) if is_tensor(t) and t.requires_grad]
     if not (indices and torch.is_grad_enabled()):
       out, states, advance = self._apply(rng, captured, arrays, treedef)
       return (out, states), advance
@@ -189,7 +189,6 @@ class Transformed:
     return self._lower(self._call, rng, captured, args)
 
   def _call(self, branch: int, rng, captured, args) -> Result:
-    """Run one of the functions in the trace in progress."""
     self.traced.__name__ = f"{name_of(self._functions[branch])} (in {self.name})"
     environments = self._of_call
     if environments:  # a branch of `switch` does not receive the first argument
@@ -255,7 +254,3 @@ class Transformed:
     found = advance.without_log()
     if found != self.known:
       self._needs.append(functools.partial(setattr, self, "known", found))
-
-
-def _is_tensor(value) -> bool:
-  return isinstance(value, torch.Tensor)
