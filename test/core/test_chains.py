@@ -104,7 +104,7 @@ def test_slices_in_many_places_share_one_program():
 
 
 def test_a_chain_in_a_further_place_moves_and_is_not_kept(monkeypatch):
-  monkeypatch.setattr(Chain, "_taken", {})
+  monkeypatch.setattr(Chain, "_counts", {})
   chain = Chain()
   first = [chain.append(IndexInfo(0, i)) for i in range(Chain.LIMIT)]
   assert all(one.moving is None for one in first)

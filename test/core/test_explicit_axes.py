@@ -83,7 +83,7 @@ def test_meshes_of_the_same_devices_have_the_same_arrays():
   mesh = explicit_axes.auto_mesh(MESH)
   assert mesh.axis_types == (AxisType.Auto,)
   x = rows()
-  relabelled = explicit_axes.relabelled(x, mesh)
-  assert explicit_axes.mesh_of(relabelled) is None
-  assert relabelled.tolist() == x.tolist()
-  assert relabelled.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
+  on_mesh = explicit_axes.with_mesh(x, mesh)
+  assert explicit_axes.mesh_of(on_mesh) is None
+  assert on_mesh.tolist() == x.tolist()
+  assert on_mesh.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()

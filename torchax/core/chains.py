@@ -76,24 +76,24 @@ class MovingInfo:
     """Return the slice of an array."""
     if self.length is None:
       row = lax.dynamic_index_in_dim(jax_array, start, self.dim, keepdims=False)
-      return self._spoiled(row, jax_array, start)
+      return self._fill_invalid(row, jax_array, start)
     return lax.dynamic_slice_in_dim(jax_array, start, self.length, self.dim)
 
-  def picked(self, places: np.ndarray, start) -> np.ndarray:
+  def picked(self, array: np.ndarray, start) -> np.ndarray:
     """Return the slice of a numpy array."""
     part = start if self.length is None else slice(start, start + self.length)
-    return places[(slice(None),) * self.dim + (part,)]
+    return array[(slice(None),) * self.dim + (part,)]
 
   def update_tensor(self, new_value, jax_array, start) -> jax.Array:
     """Return the array with `new_value` in its slice."""
     if self.length is None:
-      new_value = self._spoiled(new_value, jax_array, start)
+      new_value = self._fill_invalid(new_value, jax_array, start)
       new_value = jnp.expand_dims(new_value, self.dim)
     if 0 in new_value.shape:
       return jax_array
     return put_slice(jax_array, new_value, self.dim, jnp.asarray(start))
 
-  def _spoiled(self, row, jax_array, start) -> jax.Array:
+  def _fill_invalid(self, row, jax_array, start) -> jax.Array:
     if not self.is_traced:
       return row
     size = jax_array.shape[self.dim]
@@ -143,11 +143,11 @@ def _write_through(steps: list, base: jax.Array, value: jax.Array) -> jax.Array:
 def _first_of_write(steps: list, end: int) -> int:
   """Return the index of the first step before `end` that must be merged into one."""
   first = end - 1
-  for place in range(end - 1, -1, -1):
-    info, _ = steps[place]
+  for index in range(end - 1, -1, -1):
+    info, _ = steps[index]
     if not info.picks:
       break
-    first = place if info.overlaps else first
+    first = index if info.overlaps else first
   return first
 
 
@@ -170,8 +170,8 @@ class MovingChain:
     self.infos = infos
 
   def _steps(self, starts):
-    for place, info in enumerate(self.infos):
-      yield info, ((starts[place],) if isinstance(info, MovingInfo) else ())
+    for index, info in enumerate(self.infos):
+      yield info, ((starts[index],) if isinstance(info, MovingInfo) else ())
 
   def read(self, base_and_starts) -> jax.Array:
     """Return the view of a base array."""
@@ -215,7 +215,7 @@ class Chain:
   LIMIT = 8
   # Largest number of forms (chains without their starts) that are counted.
   MOST_FORMS = 1024
-  _taken: ClassVar[dict[tuple, int]] = {}
+  _counts: ClassVar[dict[tuple, int]] = {}
 
   def __init__(
     self,
@@ -241,20 +241,20 @@ class Chain:
       return longer
     if self.moving is not None or type(info) is TracedIndexInfo:
       return Chain((*self.infos, info), moving=True)
-    if _moving(info) is not None and self._is_often_taken(info):
+    if _moving(info) is not None and self._is_frequent(info):
       return Chain((*self.infos, info), moving=True)
     longer = self._append(info)
-    self._longer[info] = weakref.ref(longer, _forgetting(self, info))
+    self._longer[info] = weakref.ref(longer, _forget_callback(self, info))
     return longer
 
-  def _is_often_taken(self, info: ViewInfo) -> bool:
+  def _is_frequent(self, info: ViewInfo) -> bool:
     """Count one more chain of this form; return True over the limit."""
-    taken = self._taken
-    if len(taken) >= self.MOST_FORMS:
-      taken.clear()
+    counts = self._counts
+    if len(counts) >= self.MOST_FORMS:
+      counts.clear()
     form = _forms((*self.infos, info))
-    taken[form] = taken.get(form, 0) + 1
-    return taken[form] > self.LIMIT
+    counts[form] = counts.get(form, 0) + 1
+    return counts[form] > self.LIMIT
 
   def _append(self, info: ViewInfo) -> "Chain":
     last = self.infos[-1] if self.infos else None
@@ -291,7 +291,7 @@ class Chain:
     return f"Chain{self.infos}"
 
 
-def _forgetting(chain: Chain, info: ViewInfo) -> Callable:
+def _forget_callback(chain: Chain, info: ViewInfo) -> Callable:
   """Return a weakref callback that removes a dead longer chain from `chain._longer`."""
   shorter = weakref.ref(chain)
 

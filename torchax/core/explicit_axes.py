@@ -78,8 +78,8 @@ def call(function: Callable, operands, name: str, key: Any = None):
     ) from refusal
   if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
     return _with_concrete(function, operands)
-  places = _places(function, operands, meshes[0], name, key)
-  return _in_auto(function, operands, places)
+  shardings = _result_shardings(function, operands, meshes[0], name, key)
+  return _in_auto(function, operands, shardings)
 
 
 def explicitly(function: Callable, is_kept: bool = True) -> Callable:
@@ -105,26 +105,26 @@ def taking_any(pull_back: Callable, results: list) -> Callable:
     pull_back: a function of one list of cotangents.
     results: results of the function, one per cotangent.
   """
-  places = [None if mesh_of(r) is None else jax.typeof(r).sharding for r in results]
-  if not any(places):
+  shardings = [None if mesh_of(r) is None else jax.typeof(r).sharding for r in results]
+  if not any(shardings):
     return pull_back
-  return jax.tree_util.Partial(_pulling_back(tuple(places)), pull_back)
+  return jax.tree_util.Partial(_resharding_pull_back(tuple(shardings)), pull_back)
 
 
 @functools.lru_cache(maxsize=256)
-def _pulling_back(places: tuple) -> Callable:
+def _resharding_pull_back(shardings: tuple) -> Callable:
   """Return one function per layout: JAX has it in its cache key."""
 
   def pulling_back(pull_back, cotangents):
-    return pull_back([_as_typed(*pair) for pair in zip(cotangents, places)])
+    return pull_back([_reshard(*pair) for pair in zip(cotangents, shardings)])
 
   return pulling_back
 
 
-def _as_typed(array, place):
-  if place is None or jax.typeof(array).sharding == place:
+def _reshard(array, sharding):
+  if sharding is None or jax.typeof(array).sharding == sharding:
     return array
-  return jax.sharding.reshard(array, place)
+  return jax.sharding.reshard(array, sharding)
 
 
 # Concrete arrays: run on a mesh of automatic axes -------------------------------------
@@ -145,7 +145,7 @@ def placed(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) -> Any:
   if mesh.empty or not _is_explicit(mesh):
     return tree
 
-  def place(spec, part):
+  def reshard(spec, part):
     if spec is None:
       return part
     sharding = NamedSharding(mesh, spec)
@@ -154,7 +154,7 @@ def placed(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) -> Any:
     )
 
   is_spec = lambda spec: spec is None or isinstance(spec, PartitionSpec)  # noqa: E731
-  return jax.tree.map(place, specs, tree, is_leaf=is_spec)
+  return jax.tree.map(reshard, specs, tree, is_leaf=is_spec)
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,15 +165,15 @@ def auto_mesh(mesh: Mesh) -> Mesh:
   )
 
 
-def relabelled(array: jax.Array, mesh: Mesh) -> jax.Array:
+def with_mesh(array: jax.Array, mesh: Mesh) -> jax.Array:
   """Return the array on `mesh`, which has the same devices and names; copy nothing."""
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
     return array
-  place = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+  sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
   parts = [shard.data for shard in array.addressable_shards]
   return jax.make_array_from_single_device_arrays(
-    array.shape, place, parts, dtype=array.dtype
+    array.shape, sharding, parts, dtype=array.dtype
   )
 
 
@@ -185,7 +185,7 @@ def _with_concrete(function: Callable, operands):
     if mesh_of(leaf) is None:
       return leaf
     explicit.append(leaf.sharding.mesh)
-    return relabelled(leaf, auto_mesh(explicit[0]))
+    return with_mesh(leaf, auto_mesh(explicit[0]))
 
   operands = jax.tree.map(auto, operands)
   mesh = explicit[0]
@@ -193,7 +193,7 @@ def _with_concrete(function: Callable, operands):
   def back(leaf):
     sharding = getattr(leaf, "sharding", None)
     is_on_it = isinstance(sharding, NamedSharding) and sharding.mesh == auto_mesh(mesh)
-    return relabelled(leaf, mesh) if is_on_it else leaf
+    return with_mesh(leaf, mesh) if is_on_it else leaf
 
   with no_mesh():
     return jax.tree.map(back, function(*operands))
@@ -209,13 +209,13 @@ def no_mesh() -> contextlib.AbstractContextManager:
   return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def _in_auto(function: Callable, operands, places):
+def _in_auto(function: Callable, operands, shardings):
   flat = Partition(tuple(operands), is_array)
 
   def run(*arrays):
     return function(*flat.filled(arrays))
 
-  return jax.sharding.auto_axes(run, out_sharding=places)(*flat.dynamic)
+  return jax.sharding.auto_axes(run, out_sharding=shardings)(*flat.dynamic)
 
 
 def _twin(mesh: AbstractMesh, name: str) -> Mesh:
@@ -238,7 +238,7 @@ def _description(leaf) -> tuple:
   return aval.shape, str(aval.dtype), spec
 
 
-def _places(function: Callable, operands, mesh: AbstractMesh, name: str, key):
+def _result_shardings(function: Callable, operands, mesh: AbstractMesh, name: str, key):
   """Compile the function once; return the shardings that the partitioner chose."""
   flat = Partition(tuple(operands), is_array)
   known = None
@@ -253,8 +253,8 @@ def _places(function: Callable, operands, mesh: AbstractMesh, name: str, key):
   def described(leaf):
     aval = jax.typeof(leaf)
     spec = PartitionSpec() if mesh_of(leaf) is None else aval.sharding.spec
-    place = NamedSharding(twin, spec)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
+    sharding = NamedSharding(twin, spec)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
   def run(*arrays):
     return function(*flat.filled(arrays))
@@ -262,26 +262,26 @@ def _places(function: Callable, operands, mesh: AbstractMesh, name: str, key):
   run.__name__ = "layout_of_" + name.replace(".", "_")
   with jax_compat.outside_of_traces(), no_mesh():
     lowered = jax.jit(run).lower(*map(described, flat.dynamic))
-    shardings = lowered.compile().output_shardings
+    chosen = lowered.compile().output_shardings
   explicit = {
     axis
     for axis, kind in zip(mesh.axis_names, mesh.axis_types)
     if kind is AxisType.Explicit
   }
-  places = jax.tree.map(
-    lambda place: NamedSharding(mesh, _spec_of(place, explicit)), shardings
+  shardings = jax.tree.map(
+    lambda found: NamedSharding(mesh, _spec_of(found, explicit)), chosen
   )
   if known is not None:
-    _chosen[known] = places
-  return places
+    _chosen[known] = shardings
+  return shardings
 
 
-def _spec_of(place, explicit: set[str]) -> PartitionSpec:
+def _spec_of(sharding, explicit: set[str]) -> PartitionSpec:
   """Return the spec of a sharding, with its explicit axes only."""
-  if not isinstance(place, NamedSharding):
+  if not isinstance(sharding, NamedSharding):
     return PartitionSpec()
   parts = []
-  for part in place.spec:
+  for part in sharding.spec:
     names = part if isinstance(part, tuple) else (part,)
     kept = tuple(name for name in names if name in explicit)
     parts.append(None if not kept else kept[0] if len(kept) == 1 else kept)

@@ -147,12 +147,8 @@ _with_derivative_of_p = Primitive("with_derivative_of")
 
 
 @_with_derivative_of_p.def_impl
-def _impl(old, new):
-  return new
-
-
 @_with_derivative_of_p.def_abstract_eval
-def _abstract_eval(old, new):
+def _new(old, new):
   return new
 
 

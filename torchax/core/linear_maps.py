@@ -74,8 +74,8 @@ def _jvp(primals, tangents, *, transpose, count, results):
 
     def at(*given):
       residuals = list(primals[:count])
-      for place, residual in zip(moving, given):
-        residuals[place] = residual
+      for index, residual in zip(moving, given):
+        residuals[index] = residual
       # `_run` instead of the primitive, which has no derivative rule for residuals.
       return _run(
         *residuals,
@@ -162,12 +162,8 @@ _with_derivative_p.multiple_results = True
 
 
 @_with_derivative_p.def_impl
-def _outputs(*args, transpose, counts):
-  return list(args[: counts[0]])
-
-
 @_with_derivative_p.def_abstract_eval
-def _abstract_outputs(*args, transpose, counts):
+def _outputs(*args, transpose, counts):
   return list(args[: counts[0]])
 
 

@@ -51,7 +51,7 @@ def with_warmup(program: Program, on_host: Callable) -> Program:
       return program(*operands)
     paid = known.get(shapes) or 0
     if paid < PROGRAM:
-      result = _moved(on_host, operands)
+      result = _run_in_numpy(on_host, operands)
       if result is not None:
         known[shapes] = paid + CALL + result.nbytes
         return result
@@ -77,7 +77,7 @@ def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
   """
   if jax_compat.is_guarded() or not jax.sharding.get_abstract_mesh().empty:
     return None
-  place, found = None, []
+  sharding, found = None, []
   for operand in operands:
     array, *starts = operand if type(operand) is tuple else (operand,)
     if type(array) is _ArrayImpl:
@@ -86,25 +86,25 @@ def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
       if len(array.devices()) > 1:
         return None
       if jax_compat.is_committed(array):
-        if place is not None and place != array.sharding:
+        if sharding is not None and sharding != array.sharding:
           return None
-        place = array.sharding
+        sharding = array.sharding
     values = np.asarray(array)
     found.append((values, *starts) if starts else values)
-  return found, place
+  return found, sharding
 
 
-def _moved(on_host: Callable, operands) -> jax.Array | None:
+def _run_in_numpy(on_host: Callable, operands) -> jax.Array | None:
   """Return the result computed by numpy; None if the program must run."""
   given = taken(operands)
   if given is None:
     return None
-  values, place = given
+  values, sharding = given
   try:
     result = on_host(values)
   except (ValueError, IndexError, TypeError, OverflowError):
     return None  # the program raises the proper error
-  return None if result is None else placement.from_host(result, place)
+  return None if result is None else placement.from_host(result, sharding)
 
 
 def is_small(arguments) -> bool:

@@ -49,27 +49,27 @@ def from_start(index: jax.Array, size) -> jax.Array:
   return jnp.where(index < 0, size, index)
 
 
-def read(array: jax.Array, places, dim: int | None = None) -> jax.Array:
-  """Return `array[places]`, or elements along `dim`; `no_number` out of range."""
+def read(array: jax.Array, indices, dim: int | None = None) -> jax.Array:
+  """Return `array[indices]`, or elements along `dim`; `no_number` out of range."""
   if dim is not None:
-    return jnp.take_along_axis(array, places, dim, mode="fill")
-  return array.at[places].get(mode="fill")
+    return jnp.take_along_axis(array, indices, dim, mode="fill")
+  return array.at[indices].get(mode="fill")
 
 
-def write(array: jax.Array, places, values, how, broken, gathers=False) -> jax.Array:
-  """Return `how(array, places, values)`; write `no_number` if an index is invalid.
+def write(array: jax.Array, indices, values, how, broken, gathers=False) -> jax.Array:
+  """Return `how(array, indices, values)`; write `no_number` if an index is invalid.
 
   Args:
     array: the array to write to.
-    places: indices, clipped by `inside`.
+    indices: indices, clipped by `inside`.
     values: the values to write.
-    how: `(array, places, values) -> array`.
+    how: `(array, indices, values) -> array`.
     broken: mask of the indices that were out of range.
     gathers: `how` combines values at equal indices, as an addition does. NaN then
       stays NaN; integers do not, so the whole result becomes `no_number`.
   """
   is_broken = jnp.any(broken)
-  written = how(array, places, spoiled(values, is_broken))
+  written = how(array, indices, spoiled(values, is_broken))
   if gathers and not jnp.issubdtype(written.dtype, jnp.inexact):
     return spoiled(written, is_broken)
   return written

@@ -81,17 +81,13 @@ class Counted:
     try:
       return function(*args, **kwargs)
     except BaseException:
-      self._drop_one()
+      with _lock:
+        if self.programs:
+          self.programs -= 1
+          _Total.programs -= 1
       raise
     finally:
       self._tracing -= 1
-
-  def _drop_one(self) -> None:
-    """Undo the count of a trace that raised."""
-    with _lock:
-      if self.programs:
-        self.programs -= 1
-        _Total.programs -= 1
 
   def clear(self) -> None:
     """Drop the programs, unless one is being traced."""

@@ -42,7 +42,7 @@ def drop(switch: ContextVar[tuple], value: Any) -> bool:
 
 def without(values: tuple, value: Any) -> tuple:
   """Return the values without the last occurrence of `value` (by identity)."""
-  for place in reversed(range(len(values))):
-    if values[place] is value:
-      return values[:place] + values[place + 1 :]
+  for index in reversed(range(len(values))):
+    if values[index] is value:
+      return values[:index] + values[index + 1 :]
   return values

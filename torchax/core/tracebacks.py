@@ -29,32 +29,23 @@ _NOTE_OF_JAX = "JAX_TRACEBACK_FILTERING"
 _config: Any = jax.config
 
 
-def are_full() -> bool:
-  """Return True if the user asked for all frames."""
-  asked = os.environ.get(VARIABLE) == "full"
-  return asked or _config.jax_traceback_filtering == "off"
-
-
 def hide(error: BaseException) -> None:
   """Remove the frames of libraries from the traceback of an exception and its causes.
 
   Do nothing if the user asked for all frames.
   """
-  if are_full():
+  if os.environ.get(VARIABLE) == "full" or _config.jax_traceback_filtering == "off":
     return
   pending, seen = [error], set()
   while pending:
     one = pending.pop()
     seen.add(id(one))
     if _hide_frames(one) and one is error:
-      notes = [n for n in getattr(one, "__notes__", []) if not _is_of_frames(n)]
-      one.__notes__ = [*notes, NOTE]
+      notes = getattr(one, "__notes__", [])
+      others = [n for n in notes if n != NOTE and _NOTE_OF_JAX not in n]
+      one.__notes__ = [*others, NOTE]
     causes = (one.__cause__, one.__context__)
     pending += [c for c in causes if c is not None and id(c) not in seen]
-
-
-def _is_of_frames(note: str) -> bool:
-  return note == NOTE or _NOTE_OF_JAX in note
 
 
 def _hide_frames(error: BaseException) -> bool:

@@ -58,24 +58,24 @@ class ViewInfo:
 
   def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     """Return the array with `new_value` written to its view."""
-    places = np.arange(math.prod(jax_array.shape)).reshape(jax_array.shape)
-    picked = self.picked(places).ravel()
+    indices = np.arange(math.prod(jax_array.shape)).reshape(jax_array.shape)
+    picked = self.picked(indices).ravel()
     flat = jax_array.ravel().at[picked].set(new_value.ravel())
     return flat.reshape(jax_array.shape)
 
-  def picked(self, places: np.ndarray) -> np.ndarray:
+  def picked(self, array: np.ndarray) -> np.ndarray:
     """Return the view of a numpy array; subclasses avoid the detour through JAX."""
-    return _on_host(self.transform_tensor, places)
+    return _on_host(self.transform_tensor, array)
 
   def calculate_output_shape(self, source: jax.Array) -> list[int]:
     """Return the shape of the view of an array."""
     return list(jax.eval_shape(self.transform_tensor, source).shape)
 
 
-def _on_host(function, places: np.ndarray) -> np.ndarray:
+def _on_host(function, array: np.ndarray) -> np.ndarray:
   """Apply a view function to a numpy array, also while JAX is tracing."""
   with jax.ensure_compile_time_eval():
-    return np.asarray(function(jnp.asarray(places)))
+    return np.asarray(function(jnp.asarray(array)))
 
 
 def put_slice(array: jax.Array, value: jax.Array, dim: int, start) -> jax.Array:
@@ -126,14 +126,14 @@ class NarrowInfo(ViewInfo):
   picked = transform_tensor
 
   def update_tensor(self, new_value, jax_array):
-    place = self._only(jax_array.shape)
-    if place is None:
+    start = self._single_slice(jax_array.shape)
+    if start is None:
       return jax_array.at[self._index()].set(new_value)
     if 0 in new_value.shape:
       return jax_array
-    return put_slice(jax_array, new_value, *place)
+    return put_slice(jax_array, new_value, *start)
 
-  def _only(self, shape) -> tuple[int, int] | None:
+  def _single_slice(self, shape) -> tuple[int, int] | None:
     """Return (dim, start) if one dimension alone is sliced, contiguously."""
     *before, last = self.slices
     if any(part != (None, None, None) for part in before):
@@ -180,8 +180,8 @@ class IndexInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.index_in_dim(jax_array, self.index, self.dim, keepdims=False)
 
-  def picked(self, places):
-    return places[(slice(None),) * self.dim + (self.index,)]
+  def picked(self, array):
+    return array[(slice(None),) * self.dim + (self.index,)]
 
   def update_tensor(self, new_value, jax_array):
     return put_slice(
@@ -212,20 +212,20 @@ class AsStridedInfo(ViewInfo):
       reach += stride * (length - 1)
     return False
 
-  def _places(self, source_shape) -> np.ndarray:
+  def _indices(self, source_shape) -> np.ndarray:
     size = tuple(source_shape) if self.size is None else self.size
-    places = np.full(size, self.offset)
+    indices = np.full(size, self.offset)
     for dim, (length, stride) in enumerate(zip(size, self.stride)):
       shape = [1] * len(size)
       shape[dim] = length
-      places = places + (np.arange(length) * stride).reshape(shape)
-    return places
+      indices = indices + (np.arange(length) * stride).reshape(shape)
+    return indices
 
   def transform_tensor(self, jax_array):
-    return jax_array.ravel()[self._places(jax_array.shape)]
+    return jax_array.ravel()[self._indices(jax_array.shape)]
 
   def update_tensor(self, new_value, jax_array):
-    flat = jax_array.ravel().at[self._places(jax_array.shape)].set(new_value)
+    flat = jax_array.ravel().at[self._indices(jax_array.shape)].set(new_value)
     return flat.reshape(jax_array.shape)
 
 
@@ -241,8 +241,8 @@ class DiagonalInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return jnp.diagonal(jax_array, self.offset, self.dim1, self.dim2)
 
-  def picked(self, places):
-    return np.diagonal(places, self.offset, self.dim1, self.dim2)
+  def picked(self, array):
+    return np.diagonal(array, self.offset, self.dim1, self.dim2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,14 +261,14 @@ class UnfoldInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return self._windows(jnp, jax_array)
 
-  def picked(self, places):
-    return self._windows(np, places)
+  def picked(self, array):
+    return self._windows(np, array)
 
   def _windows(self, numpy, source):
     array = source.reshape(source.shape or (1,))
     count = (array.shape[self.dim] - self.size) // self.step + 1
-    places = np.arange(count)[:, None] * self.step + np.arange(self.size)
-    windows = numpy.moveaxis(numpy.take(array, places, self.dim), self.dim + 1, -1)
+    indices = np.arange(count)[:, None] * self.step + np.arange(self.size)
+    windows = numpy.moveaxis(numpy.take(array, indices, self.dim), self.dim + 1, -1)
     return windows if source.shape else windows[0]
 
 
@@ -282,8 +282,8 @@ class ReshapeInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.reshape(jax_array, self.size)
 
-  def picked(self, places):
-    return places.reshape(self.size)
+  def picked(self, array):
+    return array.reshape(self.size)
 
   def update_tensor(self, new_value, jax_array):
     return lax.reshape(new_value, jax_array.shape)
@@ -299,8 +299,8 @@ class PermuteInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.transpose(jax_array, self.dims)
 
-  def picked(self, places):
-    return places.transpose(self.dims)
+  def picked(self, array):
+    return array.transpose(self.dims)
 
   def update_tensor(self, new_value, jax_array):
     return lax.transpose(new_value, tuple(int(d) for d in np.argsort(self.dims)))
@@ -322,8 +322,8 @@ class ExpandInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return jnp.broadcast_to(jax_array, self.size)
 
-  def picked(self, places):
-    return np.broadcast_to(places, self.size)
+  def picked(self, array):
+    return np.broadcast_to(array, self.size)
 
   def update_tensor(self, new_value, jax_array):
     lead = new_value.ndim - jax_array.ndim
@@ -434,8 +434,8 @@ class StopGradientInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.stop_gradient(jax_array)
 
-  def picked(self, places):
-    return places
+  def picked(self, array):
+    return array
 
   def update_tensor(self, new_value, jax_array):
     # torch does not record a write to a detached tensor.
