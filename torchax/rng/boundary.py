@@ -62,13 +62,13 @@ def advanced(values: Values, draws: Sequence) -> Values:
 
 def of_shard(values: Values, index) -> Values:
   """Return the values for one shard; its index may be traced."""
-  return tuple([v and (_source_of_shard(v[0], index), *v[1:]) for v in values])
 
+  def derive(source):
+    if is_typed_key(source):
+      return rng_state.shard_key(source, index)
+    return generators.words_of_shard(source, index)
 
-def _source_of_shard(source: jax.Array, index) -> jax.Array:
-  if is_typed_key(source):
-    return rng_state.shard_key(source, index)
-  return generators.words_of_shard(source, index)
+  return tuple([v and (derive(v[0]), *v[1:]) for v in values])
 
 
 def _value(key: jax.Array, count, *by_site) -> tuple:
@@ -85,12 +85,7 @@ class EnvironmentOperand:
   owner: Streams | None = None
 
   def read(self, times: int, name: str) -> tuple:
-    """Return the value for the next call: the position of the caller's stream.
-
-    Args:
-      times: how often the call runs the function.
-      name: name of the function, for errors.
-    """
+    """Return the position of the caller's stream, for `times` runs of `name`."""
     stream = scope.current(self.owner)
     return _value(*stream.counter.position(), *([{}] if stream.by_site else []))
 
@@ -99,10 +94,7 @@ class EnvironmentOperand:
     scope.current(self.owner).advance_past(draws)
 
   def child(self, value: tuple, keys: dict) -> tuple:
-    """Return the initial value of a child stream.
-
-    `keys` maps the environments that draw to the keys of their child streams.
-    """
+    """Return the initial value of a child stream; `keys` has its key by owner."""
     return (keys.get(self.owner, value[0]), jnp.uint32(0), *value[2:])
 
 

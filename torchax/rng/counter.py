@@ -58,7 +58,7 @@ class Counter:
 
   def next(self) -> DrawOperands:
     """Return the operands of the next draw; the caller then calls `advance`."""
-    return self.key, self.count if self.base is None else self.base + self.count
+    return self.position()
 
   def operands_of(self, index: int, site: str, turn: int | None) -> DrawOperands:
     """Return the operands of a draw, found by its number or by its number at a site."""

@@ -68,10 +68,6 @@ def repeat(attempt: Callable[[], R]) -> R:
       found.provide()
 
 
-def _once() -> int:
-  return 1
-
-
 _ON = (EnvironmentOperand(),)
 
 
@@ -170,21 +166,14 @@ class KeyedFunction:
 
   @contextlib.contextmanager
   def replay(self, values: Values) -> Iterator[None]:
-    """Replay the draws of an earlier call inside the block; no stream advances.
-
-    Args:
-      values: values of that call.
-    """
+    """Replay in the block the draws of the call that had `values`; advance nothing."""
     with scope.carrying(StreamOperands(self.operands, values)):
       yield
 
   def values(self, times: int = 1) -> Values:
-    """Return the values of the next call: the positions of the caller's streams.
+    """Return the positions of the caller's streams, for `times` runs of the function.
 
     Inside a raw JAX transformation the function must not draw; else `commit` raises.
-
-    Args:
-      times: how often the function will run; generators supply words for all runs.
     """
     stream = scope.current()
     try:
@@ -213,12 +202,7 @@ class KeyedFunction:
     return values
 
   def children(self, values: Values, keys: dict) -> Values:
-    """Return the initial values of child streams.
-
-    Args:
-      values: values of the parent streams.
-      keys: keys of the child streams, by owner, for the environments that draw.
-    """
+    """Return the initial values of child streams; `keys` has their keys by owner."""
     pairs = zip(self.operands, values)
     return tuple([value and operand.child(value, keys) for operand, value in pairs])
 
@@ -259,18 +243,16 @@ class KeyedFunction:
       if isinstance(operand, EnvironmentOperand)
     }
 
-  def run(self, transformed: Callable[[Values], Any], times: Callable[[], int] = _once):
+  def run(
+    self, transformed: Callable[[Values], Any], times: Callable[[], int] = lambda: 1
+  ):
     """Call a transformed function with the caller's streams as operands.
 
     The streams advance by its draws; after an exception they are restored.
 
     Args:
-      transformed: `values -> (out, Advance)`; called again if its trace lacked
-        operands.
+      transformed: `values -> (out, Advance)`; repeated if its trace lacked operands.
       times: returns how often `transformed` runs the function.
-
-    Returns:
-      `out`.
     """
     return repeat(lambda: self._run(transformed, times))
 

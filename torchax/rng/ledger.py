@@ -70,8 +70,8 @@ class Draw:
     """Create the record of a draw by the running code; `result` is a tree of arrays."""
     leaf = next(iter(jax.tree.leaves(result)), None)
     shape, dtype = ((), "") if leaf is None else (leaf.shape, str(leaf.dtype))
-    place = user_code.line()
-    line = "" if place is None else "{}:{}".format(*place)
+    location = user_code.line()
+    line = "" if location is None else "{}:{}".format(*location)
     return cls(index, str(op), site, distribution, shape, dtype, line=line, **where)
 
   def operands(self) -> tuple[jax.Array, int]:
@@ -129,8 +129,8 @@ class Ledger:
   def __iter__(self) -> Iterator[Draw]:
     return iter(self._draws)
 
-  def __getitem__(self, place):
-    return self._draws[place]
+  def __getitem__(self, index):
+    return self._draws[index]
 
   def rows(self) -> list[dict[str, Any]]:
     """Return the draws as dicts, one per draw."""
@@ -199,12 +199,9 @@ class Ledger:
     """
     return ledger_plot.plot(self, ax)
 
-  def _cells(self) -> list[list[str]]:
-    rows = [[str(value) for value in row.values()] for row in self.rows()]
-    return [[*row[:-1], row[-1].rpartition("/")[2]] for row in rows]
-
   def __str__(self):
-    rows = self._cells()
+    rows = [[str(value) for value in row.values()] for row in self.rows()]
+    rows = [[*row[:-1], row[-1].rpartition("/")[2]] for row in rows]
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows)]
     rule = ["-" * width for width in widths]
     lines = [_COLUMNS, rule, *rows]
@@ -250,14 +247,9 @@ def _count(ledgers: int) -> None:
 
 
 def record(stream, op, distribution: str, result, arguments: tuple | None) -> None:
-  """Record the current draw of a stream.
+  """Record the current draw of an `RngStream`, before it advances.
 
-  Args:
-    stream: an `RngStream`, before it advances.
-    op: the operation.
-    distribution: its parameters.
-    result: the drawn array or tree of arrays.
-    arguments: its arguments, as returned by `dispatch/recorded_arguments.py`.
+  `dispatch/recorded_arguments.py` returns the `arguments`; see `Draw` for the others.
   """
   counter = stream.counter
   site, turn = counter.site()
@@ -272,13 +264,7 @@ def record(stream, op, distribution: str, result, arguments: tuple | None) -> No
 def record_generator(
   log: list | None, op, distribution: str, result, arguments, operands: DrawOperands
 ) -> None:
-  """Record a draw with `generator=`.
-
-  Args:
-    log: log of the function being traced; None on the host.
-    op, distribution, result, arguments: see `record`.
-    operands: key and number of the draw.
-  """
+  """Record a draw with `generator=`; `log` is the traced function's, or None."""
   site = paths.path(from_boundary=log is not None)
   where = {"stream": "generator", "arguments": arguments}
   draw = Draw.of(0, op, site, distribution, result, **where)
@@ -292,12 +278,12 @@ def _append(log: list | None, draws: list) -> None:
 
 
 def commit(log: list | None, entries: tuple, streams: dict) -> None:
-  """Record the draws of a call of a compiled function.
+  """Record the draws of a call of a compiled function, before the streams advance.
 
   Args:
     log: log of the enclosing traced function; None on the host.
     entries: records from the trace of the compiled function.
-    streams: the caller's streams, before they advance, by number of environment.
+    streams: the caller's streams, by number of environment.
   """
   called = _of_caller(entries, streams)
   _append(log, called if log is not None else _with_keys(called, streams))
@@ -334,13 +320,7 @@ def explain(torch_function: Callable, *args, **kwargs) -> Ledger:
 
 
 def dry_run(entries: tuple, streams: dict, find_faults: Callable) -> Ledger:
-  """Return the draws that a call of a traced function would make.
-
-  Args:
-    entries: records from its trace.
-    streams: the caller's streams, by number of environment.
-    find_faults: check of its program, for `Ledger.require_sound`.
-  """
+  """Return the draws of a future call; see `commit` and `Ledger.require_sound`."""
   return Ledger(_with_keys(_of_caller(entries, streams), streams), find_faults)
 
 
@@ -429,16 +409,11 @@ def _in_turn(draw: Draw, label: str, moves: dict, number: int) -> Draw:
 
 def _with_key(draw: Draw, operands) -> Draw:
   key, count = operands
-  return dataclasses.replace(draw, key=(*_identity(key), count))
-
-
-def _identity(key) -> tuple:
-  """Return the identity of a key: its words, or the id of its tracer."""
   if isinstance(key, jax.core.Tracer):
-    return ("traced", id(key))
+    return dataclasses.replace(draw, key=("traced", id(key), count))
   with jax_compat.outside_of_traces():  # an outer function may be traced
     words = np.asarray(jax.random.key_data(key)).ravel().tolist()
-  return (str(jax.random.key_impl(key)), *words)
+  return dataclasses.replace(draw, key=(str(jax.random.key_impl(key)), *words, count))
 
 
 def join(prefix: str, path: str) -> str:

@@ -24,12 +24,7 @@ def owner_here() -> weakref.ref | None:
 
 
 def require(owner: weakref.ref | None, is_closed: bool, name: str) -> None:
-  """Raise unless `name` may use a stream in the current trace.
-
-  Args:
-    owner: trace that the stream belongs to; None for the host.
-    is_closed: its scope has ended.
-    name: the operation, for errors.
+  """Raise unless operation `name` may use a stream of `owner` in the current trace.
 
   Raises:
     ClosedScopeError: the scope has ended, or a traced stream is used on the host.

@@ -48,14 +48,9 @@ class Packer:
     self._impl = ""
 
   def pack(self, name: str, paths: Sequence[str] = ()) -> tuple[np.ndarray, Form]:
-    """Return the operands of the next draws.
+    """Return key data and counts, uint32 (n,), of a graph's next draws, and their form.
 
-    Args:
-      name: name of the graph, for errors.
-      paths: sites of the graph; used if draws are addressed by site.
-
-    Returns:
-      uint32 (n,), key data and count per stream; and their form.
+    `paths` has the sites of graph `name`, for draws addressed by site.
 
     Raises:
       TracedDrawError: inside a JAX transformation, where a key has no value.

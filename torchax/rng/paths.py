@@ -14,14 +14,9 @@ from torchax.compat.torch_compat.active_functions import Call, innermost, unwrap
 
 
 def _modules(call: Call | None, outside: Call | None = None) -> list:
-  """Return the modules of a chain of calls, outermost first.
+  """Return the modules from `call` out to `outside` or to the end, outermost first.
 
-  Args:
-    call: the innermost call.
-    outside: the call at which to stop; None for the whole chain.
-
-  Returns:
-    Modules; None for a boundary, and a path (str) for modules of a graph.
+  None is a boundary; a str is the path of modules of a graph.
   """
   found = []
   while call is not None and call is not outside:
@@ -61,9 +56,7 @@ def replay(modules: tuple | None) -> Replay | None:
 def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
   """Return the path of the running modules.
 
-  Args:
-    replayed: the part that is being recomputed.
-    from_boundary: omit modules outside of the innermost boundary.
+  With `from_boundary` omit modules outside of the innermost boundary.
   """
   call = innermost()
   if replayed is not None and _is_going_on(replayed, call):

@@ -96,14 +96,7 @@ def _above_gamma(alpha, x, excess):
 
 
 def gamma_gradient(alpha, x) -> jax.Array:
-  """Compute dx/dα of a Gamma(α) sample x.
-
-  Args:
-    alpha, x: float arrays that broadcast.
-
-  Returns:
-    Array of the broadcast shape, in x's dtype.
-  """
+  """Compute dx/dα of a Gamma(α) sample x; the arrays broadcast, in x's dtype."""
   dtype = x.dtype
   wide = jnp.promote_types(dtype, jnp.float32)
   alpha, x = jnp.broadcast_arrays(alpha.astype(wide), x.astype(wide))
@@ -144,13 +137,8 @@ def dirichlet_gradient(x, alpha, total) -> jax.Array:
   """Compute dx/dα / (1 - x) of a Beta(α, total - α) sample x; total - α is constant.
 
   In a Dirichlet sample, x is the proportion with parameter α, and `total` is the sum of
-  the parameters. The other proportions shrink by a common factor.
-
-  Args:
-    x, alpha, total: float arrays that broadcast.
-
-  Returns:
-    Array of the broadcast shape, in x's dtype.
+  the parameters. The other proportions shrink by a common factor. The arrays broadcast;
+  the result has x's dtype.
   """
   dtype = x.dtype
   wide = jnp.promote_types(dtype, jnp.float32)

@@ -95,11 +95,6 @@ def poisson(key, rate, dtype) -> jax.Array:
   """Sample the Poisson distribution; NaN for a rate below 0.
 
   For small rates, count arrivals in a unit of time.
-
-  Args:
-    key: typed key, or the words of the draw.
-    rate: array of any shape.
-    dtype: dtype of the result.
   """
   wide = jnp.promote_types(dtype, jnp.float32)
   rate = lax.stop_gradient(rate).astype(wide)

@@ -176,14 +176,7 @@ def multinomial(key, weights, num_samples: int, replacement: bool) -> jax.Array:
   `num_samples` arrivals in a race of exponential clocks, one per category
   (https://arxiv.org/abs/1903.06059).
 
-  Args:
-    key: typed key, or the words of the draw.
-    weights: real array of shape (..., n).
-    num_samples: number of indices per row.
-    replacement: sample with replacement.
-
-  Returns:
-    int32 (..., num_samples); `no_integer` for rows of improper weights.
+  The result is int32 (..., num_samples), `no_integer` for rows of improper weights.
   """
   weights = lax.stop_gradient(weights)  # not every primitive below has a JVP rule
   weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))

@@ -85,12 +85,11 @@ def decode_mark(payload: bytes) -> int | None:
 def encode(data: dict[str, Any]) -> bytes:
   """Encode the result of `RngState.state_dict`."""
   words = np.asarray(data["key_data"], "<u4")
-  extra = {"sites": data["sites"]} if "sites" in data else {}
   name = data["impl"].encode()
   payload = _HEADER.pack(len(name), data["count"], words.shape[-1]) + name
-  if not extra:
+  if "sites" not in data:
     return _MAGIC + payload + words.tobytes()
-  text = json.dumps(extra).encode()
+  text = json.dumps({"sites": data["sites"]}).encode()
   return _MAGIC_EXTRA + payload + _LENGTH.pack(len(text)) + text + words.tobytes()
 
 

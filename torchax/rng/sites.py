@@ -116,9 +116,7 @@ def counter_of(state: RngState) -> Counter:
 def advance_past_branches(stream, branches: list) -> None:
   """Advance a stream past a choice of branches, by the largest number of draws.
 
-  Args:
-    stream: an `RngStream`.
-    branches: for each branch its `nested` copy of the stream, after its draws.
+  `branches` has the `nested` copies of the stream, after the draws of each branch.
   """
   before = _draws(stream)
   for path in dict.fromkeys(path for branch in branches for path in _draws(branch)):

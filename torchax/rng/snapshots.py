@@ -9,10 +9,11 @@ import itertools
 import weakref
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchax.rng import paths, serialization
 from torchax.rng.scope import current, has_scope, owners_here, streams_on
-from torchax.rng.state import RngState, bytes_of
+from torchax.rng.state import RngState, bytes_of, tensor_of
 from torchax.rng.stream import RngStream
 from torchax.rng.streams import RootSeed, Streams, root_state
 
@@ -27,11 +28,11 @@ def snapshot() -> torch.Tensor:
   owners = [first, *[owner for owner in owners_here() if owner is not first]]
   states = [(owner.number, _saved(owner)) for owner in owners]
   payload = states[0][1] if len(states) == 1 else serialization.joined(states)
-  tensor = _tensor(payload)
+  tensor = tensor_of(payload)
   # A checkpoint that restores the state recomputes inside the current modules.
   stream = None if is_unopened(first) else current(first)
   if stream is not None and stream.by_site and not stream.is_traced:
-    _modules_of.keep(tensor, paths.here())
+    _modules_of[tensor] = [m if m is None else weakref.ref(m) for m in paths.here()]
   return tensor
 
 
@@ -45,40 +46,23 @@ def _saved(owner: Streams) -> bytes:
   return serialization.encode(stream.state.state_dict())
 
 
-def _tensor(payload: bytes) -> torch.Tensor:
-  return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-
-
 def is_unopened(owner: Streams) -> bool:
   """Return True if the current stream is a root without draws: only a seed."""
   return owner.is_unopened() and not has_scope(owner)
 
 
-class _Modules:
-  """Modules that ran when a state was saved, while its tensor is alive."""
-
-  def __init__(self):
-    self._found: dict[int, tuple] = {}
-
-  def keep(self, state: torch.Tensor, modules: tuple) -> None:
-    """Keep weak references to the modules for a state; None is a boundary."""
-    key = id(state)
-    reference = weakref.ref(state, lambda _: self._found.pop(key, None))
-    references = [
-      module if module is None else weakref.ref(module) for module in modules
-    ]
-    self._found[key] = (reference, references)
-
-  def find(self, state: torch.Tensor) -> tuple | None:
-    """Return the modules of a state; None if unknown or no longer alive."""
-    reference, references = self._found.get(id(state), (None, ()))
-    if reference is None or reference() is not state:
-      return None
-    modules = [None if module is None else module() for module in references]
-    return tuple(modules) if modules.count(None) == references.count(None) else None
+# State tensor -> weak references to the modules that ran when it was saved; None is a
+# boundary.
+_modules_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-_modules_of = _Modules()
+def _find_modules(state: torch.Tensor) -> tuple | None:
+  """Return the modules of a state; None if unknown or no longer alive."""
+  references = _modules_of.get(state)
+  if references is None:
+    return None
+  modules = [None if module is None else module() for module in references]
+  return tuple(modules) if modules.count(None) == references.count(None) else None
 
 
 # Marks: positions of traced streams, which have no value to save ----------------------
@@ -160,8 +144,7 @@ def _restore(owner: Streams, value: RootSeed | RngState | int, tensor) -> None:
     stream = current(owner)
     stream.reseed(value)
     if value.sites is not None:
-      modules = _modules_of.find(tensor)
-      stream.counter.replayed = paths.replay(modules)
+      stream.counter.replayed = paths.replay(_find_modules(tensor))
   elif has_scope(owner):
     current(owner).reseed(owner.addressed(root_state(value)))
   else:

@@ -316,8 +316,7 @@ class RngState:
 
   def to_tensor(self) -> torch.Tensor:
     """Return the state as a CPU uint8 tensor of shape (n,), for `from_tensor`."""
-    payload = serialization.encode(self.state_dict())
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return tensor_of(serialization.encode(self.state_dict()))
 
   @classmethod
   def from_tensor(cls, tensor: torch.Tensor) -> "RngState":
@@ -346,6 +345,10 @@ class RngState:
   def tree_unflatten(cls, paths, children):
     key, count, *counts = children
     return cls(key, count, None if paths is None else dict(zip(paths, counts)))
+
+
+def tensor_of(payload: bytes) -> torch.Tensor:
+  return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -67,10 +67,7 @@ class RngStream:
     return self.counter.is_traced
 
   def peek(self, name: str = "a draw") -> DrawOperands:
-    """Return key and number of the next draw; call `advance(1)` once it has succeeded.
-
-    Args:
-      name: the operation, for errors.
+    """Return key and number of operation `name`'s draw; then call `advance(1)`.
 
     Raises:
       ClosedScopeError: the scope of this stream has ended.

@@ -52,11 +52,8 @@ def halves(key, shape, dtype) -> tuple[jax.Array, jax.Array]:
 def is_below(key, shape, p) -> jax.Array:
   """Sample bools U < p for a uniform U; their probability is p up to 2**-62.
 
-  Args:
-    key: typed key, or the words of the draw.
-    shape: shape of the result.
-    p: a Python number; or the result of `steps_below`; or an array, used in float32 or
-      float64. NaN counts as 0.
+  p is a Python number, the result of `steps_below`, or an array, used in float32 or
+  float64. NaN counts as 0.
   """
   first, second = two_words(key, shape)
   if isinstance(p, int | float):
@@ -104,13 +101,8 @@ def scaled(key, shape, span, dtype) -> jax.Array:
   """Sample integers over [0, span), nearly uniformly; uint32 or uint64.
 
   Twice the bits of the dtype are used, so probabilities of two integers differ by at
-  most 2**-32 relative to themselves, or 2**-64 for uint64.
-
-  Args:
-    key: typed key, or the words of the draw.
-    shape: shape of the result.
-    span: an int from 1 to 2**32 (or 2**64), or an array of the dtype.
-    dtype: uint32 or uint64.
+  most 2**-32 relative to themselves, or 2**-64 for uint64. `span` is an int from 1 to
+  2**32 (or 2**64), or an array of the dtype.
   """
   bits = jnp.iinfo(dtype).bits
   if isinstance(span, int) and span & (span - 1) == 0:
