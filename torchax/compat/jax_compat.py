@@ -10,7 +10,7 @@ import re
 
 import jax
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from torchax.compat import private
@@ -139,22 +139,16 @@ def has_abstract_value(array) -> bool:
   return isinstance(array, Tracer)
 
 
-def line_outside(libraries: tuple[str, ...]) -> tuple[str, int] | None:
+def line_of(source_info, libraries: tuple[str, ...]) -> tuple[str, int] | None:
   """Return file and line of the innermost frame outside of libraries.
 
-  The source is the record that JAX keeps with each operation for its own messages.
-
   Args:
+    source_info: JAX's record of the source of an operation.
     libraries: prefixes of the libraries' file paths.
 
   Returns:
-    (file, line), or None if JAX keeps no such record.
+    (file, line), or None if JAX has no such record.
   """
-  return line_of(source_info_util.current(), libraries)
-
-
-def line_of(source_info, libraries: tuple[str, ...]) -> tuple[str, int] | None:
-  """Return file and line of user code for the source info of a jaxpr equation."""
   record = source_info.traceback
   for frame in getattr(record, "frames", ()):
     if not frame.file_name.startswith(libraries):

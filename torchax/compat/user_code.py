@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import jax
 import torch
+from jax.extend import source_info_util
 
 from torchax.compat import jax_compat
 
@@ -49,7 +50,7 @@ _registries: dict[str, dict] = {}
 
 def line() -> tuple[str, int] | None:
   """Return file and line of the innermost user frame; None if JAX has no record."""
-  return _node.line or jax_compat.line_outside(LIBRARIES)
+  return _node.line or jax_compat.line_of(source_info_util.current(), LIBRARIES)
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -214,7 +214,8 @@ class _Results:
         self._dtypes.append(None)
       returned.append(node)
     output.args = (tuple(returned),)
-    graph.eliminate_dead_code(_is_effect)
+    # Only tensors built from numbers may be removed; other operations may have effects.
+    graph.eliminate_dead_code(lambda node: node.target is not _SCALAR_TENSOR)
 
   def box(self, args, results) -> tuple:
     """Return the results that leave the trace, with numbers boxed as static values."""
@@ -232,11 +233,6 @@ class _Results:
 
 
 _NUMBERS = frozenset({int, float, bool, complex})
-
-
-def _is_effect(node: fx.Node) -> bool:
-  """Return False for `scalar_tensor`, which may be removed if it is unused."""
-  return node.target is not _SCALAR_TENSOR
 
 
 def _replace_higher_order(graph: fx.Graph) -> None:

@@ -70,8 +70,11 @@ def _decompositions() -> dict:
     if known in WHOLE or is_lowered:
       table.pop(known)
   table[aten.dropout.default] = _dropout
-  table[aten.linalg_inv.default] = _inverse
-  table[aten.linalg_solve.default] = _solve
+  # These omit torch's check for singular matrices, which is an effect on the host.
+  table[aten.linalg_inv.default] = lambda A: aten.linalg_inv_ex.default(A)[0]
+  table[aten.linalg_solve.default] = lambda A, B, left=True: (
+    aten.linalg_solve_ex.default(A, B, left=left)[0]
+  )
   return table
 
 
@@ -80,17 +83,6 @@ def _dropout(input, p, train):
   if not train or p == 0:
     return input.clone()
   return aten.native_dropout.default(input, p, True)[0]
-
-
-# These omit torch's check for singular matrices, which is an effect on the host.
-
-
-def _inverse(A):
-  return aten.linalg_inv_ex.default(A)[0]
-
-
-def _solve(A, B, left=True):
-  return aten.linalg_solve_ex.default(A, B, left=left)[0]
 
 
 # Before the graph is made functional -------------------------------------------------

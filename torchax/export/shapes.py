@@ -143,7 +143,8 @@ class ArgumentCheck:
         _require_constant(name, wanted, value)
     known: dict = {}
     # Symbols first: the check of an expression needs their values.
-    for size in sorted(sizes, key=lambda size: not _is_symbol(size.expression)):
+    sizes.sort(key=lambda size: not getattr(size.expression, "is_Symbol", False))
+    for size in sizes:
       # Symbolic sizes pass: JAX compares them when the program is called.
       if isinstance(size.given, int):
         self._require_size(size, known)
@@ -176,10 +177,6 @@ class ArgumentCheck:
       upper = values.upper if values.upper < _UNBOUNDED else "any size"
       reason = f"{symbol} = {value} is outside of {values.lower} to {upper}"
       raise ValueError(size.mismatch(reason))
-
-
-def _is_symbol(expression) -> bool:
-  return not isinstance(expression, int) and expression.is_Symbol
 
 
 def _solve(expression, symbol, known, given: int) -> int | None:

@@ -198,7 +198,7 @@ def _dispatch(func, args, kwargs):
     result = _by_lowering(func, plain_args, plain_kwargs)
     if result is None:
       raise
-  result = tree_map(_outer, result)
+  result = torch_pytree.tree_map_only(torch.Tensor, Fake, result)
   return torch_compat.correct_aliasing(func, args, kwargs, result)
 
 
@@ -241,7 +241,3 @@ def _inner(value):
     layout = (value.shape, value.stride())
     return torch.empty_strided(*layout, dtype=value.dtype, device=META)
   return value
-
-
-def _outer(value):
-  return Fake(value) if isinstance(value, torch.Tensor) else value

@@ -60,7 +60,8 @@ def watch_swaps(cls: type, notice) -> None:
     elif (
       has_references
       or any(map(_is_in_graph, (t1, t2)))
-      or any(map(_reports_other_class, (t1, t2)))
+      # torch's own swap would exchange the classes that tensors report.
+      or any(tensor.__class__ is not type(tensor) for tensor in (t1, t2))
     ):
       _swap_referenced(t1, t2)
     else:
@@ -72,11 +73,6 @@ def watch_swaps(cls: type, notice) -> None:
 
 def _has_references(tensor) -> bool:
   return bool(weakref.getweakrefs(tensor))
-
-
-def _reports_other_class(tensor) -> bool:
-  # torch's own swap would exchange the reported classes.
-  return tensor.__class__ is not type(tensor)
 
 
 def _is_in_graph(tensor) -> bool:
