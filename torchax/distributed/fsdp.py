@@ -68,7 +68,8 @@ def fully_shard(
   _place_parameters(parts, mesh, ignored, shard_placement_fn)
   precision = _precision(parts, ignored, mp_policy)
   for part in parts:
-    mark(part, Record(mesh.size(), precision))
+    part.__dict__[_SETTINGS] = Settings(mesh.size(), precision)
+    part.__class__ = class_of(type(part))
   return module
 
 
@@ -95,14 +96,14 @@ def _precision(roots, ignored: set[int], policy):
   """Return the compute dtypes of the modules; None if the policy changes none."""
   if policy is None or (policy.param_dtype is None and policy.output_dtype is None):
     return None
-  places = {
+  slots = {
     (part, name): None
     for root in roots
     for part in _without_sharded(root)
     for name, parameter in part.named_parameters(recurse=False)
     if parameter.is_floating_point() and id(parameter) not in ignored
   }
-  return mixed_precision.Precision(roots, list(places), policy)
+  return mixed_precision.Precision(roots, list(slots), policy)
 
 
 def _without_sharded(module: torch.nn.Module):
@@ -182,10 +183,10 @@ _REASONS = {
   "`parameter.register_post_accumulate_grad_hook(hook)`",
 }
 
-_RECORD = "_fully_sharded"
+_SETTINGS = "_fully_sharded"
 
 
-class Record:
+class Settings:
   """Settings of `fully_shard` for a module.
 
   Attributes:
@@ -233,7 +234,7 @@ class FullySharded:
     Raises:
       CollectiveError: any other factor.
     """
-    devices = record_of(self).devices
+    devices = settings_of(self).devices
     if factor not in (1, devices):
       raise CollectiveError(
         "Gradients on jax are those of the loss of the whole batch, which lies on "
@@ -274,9 +275,9 @@ def is_sharded(module) -> bool:
   return isinstance(module, FullySharded)
 
 
-def record_of(module: Any) -> Record:
+def settings_of(module: Any) -> Settings:
   """Return the settings of `fully_shard` for a module."""
-  return module.__dict__[_RECORD]
+  return module.__dict__[_SETTINGS]
 
 
 def original_of(cls: type) -> type:
@@ -293,12 +294,6 @@ def _require_sharded(modules: Iterable) -> None:
       )
 
 
-def mark(module: torch.nn.Module, record: Record) -> None:
-  """Make a module an `FSDPModule`, in place."""
-  module.__dict__[_RECORD] = record
-  module.__class__ = class_of(type(module))
-
-
 @functools.cache
 def class_of(original: type) -> type:
   """Return the fully sharded subclass of a module class; one per class."""
@@ -307,12 +302,12 @@ def class_of(original: type) -> type:
   for name, function in vars(base).items():
     if name.startswith("_") or not callable(function) or hasattr(FullySharded, name):
       continue
-    made = _doing_nothing if name in SCHEDULE else _refusing
-    methods[name] = functools.wraps(function)(made(function))
+    method = _no_op if name in SCHEDULE else _raising
+    methods[name] = functools.wraps(function)(method(function))
   return torch_compat.class_of_module(original, FullySharded, base, methods)
 
 
-def _doing_nothing(function: Callable) -> Callable:
+def _no_op(function: Callable) -> Callable:
   signature = inspect.signature(function)
 
   def method(*args, **kwargs) -> None:
@@ -321,7 +316,7 @@ def _doing_nothing(function: Callable) -> Callable:
   return method
 
 
-def _refusing(function: Callable) -> Callable:
+def _raising(function: Callable) -> Callable:
   name = function.__name__
   reason = _REASONS.get(name, "it has no counterpart")
 
@@ -344,7 +339,7 @@ def register_forward_method(original: Callable, module, method_name: str) -> Non
   if method is None:
     kind = original_of(type(module))
     raise ValueError(f"{kind} does not have a method {method_name}")
-  precision = record_of(module).precision
+  precision = settings_of(module).precision
   if precision is None:
     return
 

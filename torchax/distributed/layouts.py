@@ -58,9 +58,9 @@ def _shard_first_multiple_of(
   PartitionSpec(None, 'x', None)
   """
   parts: list[str | None] = [None] * len(shape)
-  for place, size in enumerate(shape):
+  for dim, size in enumerate(shape):
     if size % multiple_of == 0:
-      parts[place] = axis_name
+      parts[dim] = axis_name
       break
   return PartitionSpec(*parts)
 
@@ -142,7 +142,7 @@ class ShardingRules:
 
   def __call__(self, name: str, shapedtype: HasShape) -> PartitionSpec:
     """Return the spec of a parameter or buffer."""
-    found = self._of_module(name)
+    found = self._spec_by_module(name)
     if found is not None:
       return found
     for pattern, spec in self._by_name:
@@ -152,14 +152,14 @@ class ShardingRules:
       return self._otherwise(name, shapedtype)
     return self._otherwise
 
-  def _of_module(self, name: str) -> PartitionSpec | None:
+  def _spec_by_module(self, name: str) -> PartitionSpec | None:
     if not self._by_module or self._model is None:
       return None
     path, _, own = name.rpartition(".")
     module = self._model.get_submodule(path)
     for key, specs in self._by_module.items():
-      is_meant = isinstance(module, key) if isinstance(key, type) else module is key
-      if is_meant and own in specs:
+      is_match = isinstance(module, key) if isinstance(key, type) else module is key
+      if is_match and own in specs:
         return specs[own]
     return None
 
@@ -175,7 +175,7 @@ def _spec(spec) -> PartitionSpec:
   )
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
   """Parameter or buffer with its full name, its module and its name in the module."""
 
   name: str
@@ -267,7 +267,7 @@ class Mesh:
     Raises:
       ShardingError: the spec does not fit; see `sharding`.
     """
-    return _laid_out(tensor, self.sharding(spec, tensor.shape))
+    return _sharded(tensor, self.sharding(spec, tensor.shape))
 
   def shard_model(self, model: torch.nn.Module, override_sharder=None):
     """Shard the parameters and buffers of a model over the mesh, one by one.
@@ -290,14 +290,14 @@ class Mesh:
       TracedStateError: called in a compiled function.
     """
     require_eager("`Mesh.shard_model`")
-    places = list(_places(model))
-    shardings = self._shardings(model, places, override_sharder)
-    done: dict[int, torch.Tensor] = {}
-    for (_, module, own, tensor), sharding in zip(places, shardings):
-      if id(tensor) not in done:
-        done[id(tensor)] = _put(tensor, sharding)
-      if done[id(tensor)] is not tensor:
-        _assign(module, own, done[id(tensor)])
+    slots = list(_slots(model))
+    shardings = self._shardings(model, slots, override_sharder)
+    placed: dict[int, torch.Tensor] = {}
+    for (_, module, own, tensor), sharding in zip(slots, shardings):
+      if id(tensor) not in placed:
+        placed[id(tensor)] = _put(tensor, sharding)
+      if placed[id(tensor)] is not tensor:
+        _assign(module, own, placed[id(tensor)])
     return model
 
   def initialize_model_sharded(
@@ -323,12 +323,12 @@ class Mesh:
       TracedStateError: called in a compiled function.
     """
     require_eager("`Mesh.initialize_model_sharded`")
-    self._chosen(override_sharder)
+    self._resolve_sharder(override_sharder)
     with contextlib.ExitStack() as scopes:
       scopes.enter_context(default_env())
       scopes.enter_context(torch.device("jax"))
       scopes.enter_context(explicit_axes.no_mesh())
-      scopes.enter_context(placement.laid_out(self._evenly))
+      scopes.enter_context(placement.laid_out(self._provisional_sharding))
       model = model_class(*init_args, **(init_kwargs or {}))
     return self.shard_model(model, override_sharder)
 
@@ -354,26 +354,26 @@ class Mesh:
       TracedStateError: called in a compiled function.
     """
     require_eager("`Mesh.load_safetensors`")
-    places = list(_places(model, persistent_only=True))
-    shardings = self._shardings(model, places, override_sharder)
-    wanted = dict(zip([place.name for place in places], shardings))
-    shapes = {place.name: tuple(place.tensor.shape) for place in places}
+    slots = list(_slots(model, persistent_only=True))
+    shardings = self._shardings(model, slots, override_sharder)
+    wanted = dict(zip([slot.name for slot in slots], shardings))
+    shapes = {slot.name: tuple(slot.tensor.shape) for slot in slots}
     aliases: dict[int, list[str]] = {}
-    for place in places:
-      aliases.setdefault(id(place.tensor), []).append(place.name)
+    for slot in slots:
+      aliases.setdefault(id(slot.tensor), []).append(slot.name)
     sources = _sources(safetensors.shapes(paths), shapes, aliases)
-    done: dict[int, torch.Tensor] = {}
-    for name, module, own, tensor in places:
-      if id(tensor) not in done:
+    placed: dict[int, torch.Tensor] = {}
+    for name, module, own, tensor in slots:
+      if id(tensor) not in placed:
         path, stored = sources[id(tensor)]
         dtype = mappings.t2j_dtype(tensor.dtype)
         array = safetensors.load_array(path, stored, wanted[name], dtype)
         loaded = new_tensor(array, default_env())
-        done[id(tensor)] = _as_before(tensor, loaded)
-      _assign(module, own, done[id(tensor)])
+        placed[id(tensor)] = _replacement(tensor, loaded)
+      _assign(module, own, placed[id(tensor)])
     return model
 
-  def _chosen(self, override) -> Sharder:
+  def _resolve_sharder(self, override) -> Sharder:
     sharder = override if override is not None else self._sharder
     if sharder is None:
       axes = tuple(self.jax_mesh.axis_names)
@@ -384,31 +384,31 @@ class Mesh:
       )
     return sharder
 
-  def _shardings(self, model, places, override) -> list[NamedSharding]:
-    sharder = self._chosen(override)
+  def _shardings(self, model, slots, override) -> list[NamedSharding]:
+    sharder = self._resolve_sharder(override)
     if isinstance(sharder, ShardingRules):
       sharder = sharder.of(model)
     found = []
-    for place in places:
-      spec = sharder(place.name, place.tensor)
-      found.append(self.sharding(spec, place.tensor.shape, place.name))
+    for slot in slots:
+      spec = sharder(slot.name, slot.tensor)
+      found.append(self.sharding(spec, slot.tensor.shape, slot.name))
     return found
 
-  def _evenly(self, shape: tuple) -> NamedSharding | None:
+  def _provisional_sharding(self, shape: tuple) -> NamedSharding | None:
     """Return a provisional sharding for a tensor created before its name is known."""
     mesh = explicit_axes.auto_mesh(self.jax_mesh)
-    for place, size in enumerate(shape):
+    for dim, size in enumerate(shape):
       if size and size % mesh.size == 0:
-        parts = [None] * place + [tuple(mesh.axis_names)]
+        parts = [None] * dim + [tuple(mesh.axis_names)]
         return NamedSharding(mesh, PartitionSpec(*parts))
-    for place, size in enumerate(shape):
+    for dim, size in enumerate(shape):
       for axis, count in mesh.shape.items():
         if size and count > 1 and size % count == 0:
-          return NamedSharding(mesh, PartitionSpec(*[None] * place, axis))
+          return NamedSharding(mesh, PartitionSpec(*[None] * dim, axis))
     return None
 
 
-def _places(model: torch.nn.Module, persistent_only=False) -> Iterable[_Place]:
+def _slots(model: torch.nn.Module, persistent_only=False) -> Iterable[_Slot]:
   """Yield each parameter and buffer, once per name."""
   for path, module in model.named_modules():
     found = [*module._parameters.items(), *module._buffers.items()]
@@ -417,7 +417,7 @@ def _places(model: torch.nn.Module, persistent_only=False) -> Iterable[_Place]:
         continue
       if persistent_only and own in module._non_persistent_buffers_set:
         continue
-      yield _Place(f"{path}.{own}" if path else own, module, own, tensor)
+      yield _Slot(f"{path}.{own}" if path else own, module, own, tensor)
 
 
 def _put(tensor: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
@@ -428,10 +428,10 @@ def _put(tensor: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
         tensor.shard_(sharding)
     keep_gradient_beside(tensor)
     return tensor
-  return _as_before(tensor, _laid_out(tensor.detach(), sharding))
+  return _replacement(tensor, _sharded(tensor.detach(), sharding))
 
 
-def _laid_out(tensor: torch.Tensor, sharding: NamedSharding) -> Tensor:
+def _sharded(tensor: torch.Tensor, sharding: NamedSharding) -> Tensor:
   if isinstance(tensor, Tensor):
     array = jax.device_put(tensor.jax(), sharding)
   elif tensor.is_meta:
@@ -444,7 +444,7 @@ def _laid_out(tensor: torch.Tensor, sharding: NamedSharding) -> Tensor:
   return new_tensor(array, default_env())
 
 
-def _as_before(tensor: torch.Tensor, moved: Tensor) -> torch.Tensor:
+def _replacement(tensor: torch.Tensor, moved: Tensor) -> torch.Tensor:
   """Wrap `moved` in a `Parameter` if `tensor`, which it replaces, is one."""
   if not isinstance(tensor, torch.nn.Parameter):
     return moved
@@ -462,17 +462,17 @@ def _sources(stored: Mapping, shapes: Mapping, aliases: Mapping) -> dict:
   """Map the id of each tensor of a model to its file and its name in the file."""
   found, missing = {}, []
   for identity, names in aliases.items():
-    there = next((name for name in names if name in stored), None)
-    if there is None:
+    stored_name = next((name for name in names if name in stored), None)
+    if stored_name is None:
       missing.append(names[0])
       continue
-    path, shape = stored[there]
-    if shape != shapes[there]:
+    path, shape = stored[stored_name]
+    if shape != shapes[stored_name]:
       raise ShardingError(
-        f"{there} of shape {list(shapes[there])} has the shape {list(shape)} in "
-        f"{os.fspath(path)}: the file is of another model."
+        f"{stored_name} of shape {list(shapes[stored_name])} has the shape "
+        f"{list(shape)} in {os.fspath(path)}: the file is of another model."
       )
-    found[identity] = (path, there)
+    found[identity] = (path, stored_name)
   if missing:
     raise KeyError(
       f"The files lack {len(missing)} tensors of the model: {', '.join(missing[:5])}"

@@ -97,8 +97,8 @@ def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
 
 @functools.lru_cache(maxsize=256)
 def _as_jax(root: DeviceMesh) -> jax.sharding.Mesh:
-  places = root.mesh.numpy()
-  return jax.sharding.Mesh(np.array(jax.devices())[places], _names_of(root))
+  indices = root.mesh.numpy()
+  return jax.sharding.Mesh(np.array(jax.devices())[indices], _names_of(root))
 
 
 def device_mesh_of(mesh: jax.sharding.Mesh) -> DeviceMesh | None:
@@ -127,12 +127,12 @@ def make(original: Callable, self, device_type: str, mesh=None, **kwargs) -> Non
 
 def _complete(mesh: Any) -> None:
   """Register the JAX mesh of a new mesh, and the groups of its dimensions."""
-  places, devices = mesh.mesh.numpy(), jax.devices()
-  if places.size and places.max() >= len(devices):
+  indices, devices = mesh.mesh.numpy(), jax.devices()
+  if indices.size and indices.max() >= len(devices):
     raise CollectiveError(
-      f"A mesh of shape {places.shape} needs the devices up to number "
-      f"{places.max()}, but JAX has {len(devices)}. On a machine without accelerators, "
-      "XLA_FLAGS=--xla_force_host_platform_device_count=8 gives it eight."
+      f"A mesh of shape {indices.shape} needs the devices up to number "
+      f"{indices.max()}, but JAX has {len(devices)}. On a machine without "
+      "accelerators, XLA_FLAGS=--xla_force_host_platform_device_count=8 gives it eight."
     )
   known = jax_mesh(mesh)
   _roots[known] = mesh
@@ -153,10 +153,12 @@ def _dims_of(flattened: Any, root: Any) -> list[int]:
 
   Dimensions of size 1 are left out: they split nothing.
   """
-  places = root.mesh.numpy()
-  turns = [np.argwhere(places == place)[0] for place in flattened.mesh.numpy().flat]
-  steps = np.diff(np.array(turns), axis=0) != 0
-  varying = [dim for dim in range(places.ndim) if steps[:, dim].any()]
+  indices = root.mesh.numpy()
+  positions = [
+    np.argwhere(indices == index)[0] for index in flattened.mesh.numpy().flat
+  ]
+  steps = np.diff(np.array(positions), axis=0) != 0
+  varying = [dim for dim in range(indices.ndim) if steps[:, dim].any()]
   return sorted(varying, key=lambda dim: -int(steps[:, dim].argmax()))
 
 
@@ -190,13 +192,13 @@ def _group(mesh: jax.sharding.Mesh, name: str, axes: tuple[str, ...]) -> str:
     known = torch_compat.group_by_name(name)
   if known is None:
     dims = [mesh.axis_names.index(axis) for axis in axes]
-    places: dict[int, int] = {}
-    for place, device in np.ndenumerate(mesh.devices):
-      turn = np.ravel_multi_index([place[dim] for dim in dims], sizes) if dims else 0
-      places.setdefault(device.process_index, int(turn))
-    here = places.get(jax.process_index(), 0)
-    _groups[name] = AxisGroup(here, math.prod(sizes))
+    ranks: dict[int, int] = {}
+    for position, device in np.ndenumerate(mesh.devices):
+      rank = np.ravel_multi_index([position[dim] for dim in dims], sizes) if dims else 0
+      ranks.setdefault(device.process_index, int(rank))
+    own_rank = ranks.get(jax.process_index(), 0)
+    _groups[name] = AxisGroup(own_rank, math.prod(sizes))
     _groups[name].group_name = name
-    torch_compat.enter_group(_groups[name], places)
+    torch_compat.enter_group(_groups[name], ranks)
   jc10d.GROUPS[name] = axes
   return name

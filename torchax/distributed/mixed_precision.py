@@ -12,15 +12,15 @@ import torch
 
 from torchax.errors import CollectiveError
 
-Place = tuple[torch.nn.Module, str]
+Slot = tuple[torch.nn.Module, str]
 """Module and the name of one of its own parameters."""
 
 
-class _Entered(NamedTuple):
+class _ForwardPass(NamedTuple):
   """Forward pass in progress, with (slot, parameter, copy) for each replacement."""
 
   module: torch.nn.Module
-  replaced: list[tuple[Place, torch.Tensor, torch.Tensor]]
+  replaced: list[tuple[Slot, torch.Tensor, torch.Tensor]]
 
 
 def require_known(policy: Any) -> None:
@@ -46,38 +46,38 @@ class Precision:
 
   Args:
     roots: the modules given to `fully_shard`; their inputs and outputs are cast too.
-    places: slots of the floating-point parameters.
+    slots: slots of the floating-point parameters.
     policy: torch's policy; `reduce_dtype` is ignored, XLA reduces.
   """
 
-  def __init__(self, roots: list[torch.nn.Module], places: list[Place], policy: Any):
+  def __init__(self, roots: list[torch.nn.Module], slots: list[Slot], policy: Any):
     self.dtype, self.output_dtype = policy.param_dtype, policy.output_dtype
     self.casts_inputs = policy.cast_forward_inputs
     self.roots = roots
-    self.places: dict[torch.nn.Module, list[Place]] = {}
-    self.entered: list[_Entered] = []
+    self.slots: dict[torch.nn.Module, list[Slot]] = {}
+    self.entered: list[_ForwardPass] = []
     for module in dict.fromkeys(part for root in roots for part in root.modules()):
       inside = set(map(id, module.modules()))
-      found = [place for place in places if id(place[0]) in inside]
-      if found or module in roots:
-        self.places[module] = found
+      own_slots = [slot for slot in slots if id(slot[0]) in inside]
+      if own_slots or module in roots:
+        self.slots[module] = own_slots
         module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.leave, always_call=True)
 
   def enter(self, module: torch.nn.Module, args, kwargs):
     """Replace parameters by copies and cast inputs; runs before a forward pass."""
-    known: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     replaced: list = []
-    self.entered.append(_Entered(module, replaced))
-    for place in self.places[module] if self.dtype is not None else ():
-      owner, name = place
+    self.entered.append(_ForwardPass(module, replaced))
+    for slot in self.slots[module] if self.dtype is not None else ():
+      owner, name = slot
       parameter = owner._parameters[name]
       if parameter is None or parameter.dtype == self.dtype:
         continue
-      if id(parameter) not in known:
-        known[id(parameter)] = parameter.to(self.dtype)
-      cast = known[id(parameter)]
-      replaced.append((place, parameter, cast))
+      if id(parameter) not in copies:
+        copies[id(parameter)] = parameter.to(self.dtype)
+      cast = copies[id(parameter)]
+      replaced.append((slot, parameter, cast))
       owner._parameters[name] = cast  # type: ignore[assignment]
     if module in self.roots and self.casts_inputs:
       return _cast((args, kwargs), self.dtype)

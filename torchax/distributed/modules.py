@@ -36,7 +36,7 @@ def move(
     sharding_of: returns the sharding of a tensor; None for the current device.
   """
 
-  def moved(tensor: torch.Tensor) -> torch.Tensor:
+  def move_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, Tensor):
       return tensor
     sharding = sharding_of(tensor)
@@ -47,7 +47,7 @@ def move(
     return tensor.to("jax")
 
   if not all(isinstance(tensor, Tensor) for tensor in own_tensors(module)):
-    module._apply(moved, recurse=False)
+    module._apply(move_tensor, recurse=False)
 
 
 def replicate(module: torch.nn.Module, mesh: DeviceMesh) -> None:

@@ -46,7 +46,7 @@ def replicated() -> Placement:
   return torch_compat.function_of("torch.distributed.tensor.Replicate")()
 
 
-def checked(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple:
+def normalized(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple:
   """Return one placement per mesh dimension; all `Replicate()` for None.
 
   Raises:
@@ -93,22 +93,22 @@ def sharding_of(
   by_dim = axes_of(mesh)
   own = tuple(axis for axes in by_dim for axis in axes)
   entries = _other_axes(array, whole, own, len(shape))
-  for axes, placement in zip(by_dim, checked(mesh, placements), strict=True):
+  for axes, placement in zip(by_dim, normalized(mesh, placements), strict=True):
     if placement.is_shard() and axes:
-      dim = _dim_of(placement, shape)
-      entries[dim] = (*_known(entries[dim]), *axes)
+      dim = _checked_dim(placement, shape)
+      entries[dim] = (*_axis_names(entries[dim]), *axes)
   for dim, names in enumerate(entries):
-    count = int(np.prod([whole.shape[axis] for axis in _known(names)], dtype=int))
+    count = int(np.prod([whole.shape[axis] for axis in _axis_names(names)], dtype=int))
     if shape[dim] % count:
       raise CollectiveError(
         f"Dimension {dim} of a tensor of shape {tuple(shape)} does not divide into "
-        f"{count} parts along {', '.join(_known(names))}. Pad it, or place it by "
+        f"{count} parts along {', '.join(_axis_names(names))}. Pad it, or place it by "
         "Replicate()."
       )
   return NamedSharding(whole, PartitionSpec(*[names or None for names in entries]))
 
 
-def _dim_of(placement: Placement, shape: Sequence[int]) -> int:
+def _checked_dim(placement: Placement, shape: Sequence[int]) -> int:
   if not -len(shape) <= placement.dim < len(shape):
     raise CollectiveError(
       f"{placement} needs a dimension {placement.dim}, but got a tensor of shape "
@@ -117,7 +117,7 @@ def _dim_of(placement: Placement, shape: Sequence[int]) -> int:
   return placement.dim % len(shape)
 
 
-def _known(names) -> tuple[str, ...]:
+def _axis_names(names) -> tuple[str, ...]:
   return names if isinstance(names, tuple) else ()
 
 
@@ -181,10 +181,10 @@ def laid_out(
     return jnp.zeros(shape, mappings.t2j_dtype(tensor.dtype), device=sharding)
   if sharding.is_fully_addressable:
     return mappings.t2j(tensor, place=sharding)
-  return _over_processes(mappings.values_for_jax(tensor), sharding, from_first)
+  return _global_array(mappings.values_for_jax(tensor), sharding, from_first)
 
 
-def _over_processes(
+def _global_array(
   numbers: np.ndarray, sharding: NamedSharding, from_first: bool
 ) -> jax.Array:
   if from_first:
@@ -204,7 +204,7 @@ def put(array: jax.Array, sharding: NamedSharding, from_first: bool) -> jax.Arra
   if devices.is_traced(array):
     return lax.with_sharding_constraint(array, sharding)
   if array.is_fully_addressable and not sharding.is_fully_addressable:
-    return _over_processes(np.asarray(array), sharding, from_first)
+    return _global_array(np.asarray(array), sharding, from_first)
   return jax.device_put(array, sharding)
 
 
@@ -221,7 +221,7 @@ class _Place(torch.autograd.Function):
     return _Place.apply(gradient, ctx.sharding, False), None, None
 
 
-def _on_jax(tensor: torch.Tensor, mesh, placements, from_first: bool) -> torch.Tensor:
+def _to_jax(tensor: torch.Tensor, mesh, placements, from_first: bool) -> torch.Tensor:
   """Move a tensor to jax; directly sharded if neither autograd nor a trace records."""
   is_recorded = tensor.requires_grad and torch.is_grad_enabled()
   if is_recorded or jax_compat.is_staging():
@@ -244,8 +244,8 @@ def place(
     from_first: see `put`.
   """
   if not isinstance(tensor, Tensor):
-    tensor = _on_jax(tensor, mesh, placements, from_first)
+    tensor = _to_jax(tensor, mesh, placements, from_first)
   sharding = sharding_of(mesh, placements, tensor.shape, tensor.jax())
   placed = _Place.apply(tensor, sharding, from_first)
-  placed._device_mesh, placed._placements = mesh, checked(mesh, placements)
+  placed._device_mesh, placed._placements = mesh, normalized(mesh, placements)
   return placed

@@ -34,20 +34,20 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
   "PRODUCT": lambda members: members.prod(0, dtype=members.dtype),
   "MIN": lambda members: members.amin(0),
   "MAX": lambda members: members.amax(0),
-  "BAND": lambda members: _folded(torch.bitwise_and, members),
-  "BOR": lambda members: _folded(torch.bitwise_or, members),
-  "BXOR": lambda members: _folded(torch.bitwise_xor, members),
+  "BAND": lambda members: _fold(torch.bitwise_and, members),
+  "BOR": lambda members: _fold(torch.bitwise_or, members),
+  "BXOR": lambda members: _fold(torch.bitwise_xor, members),
 }
 
 
-def _folded(function: Callable, members: torch.Tensor) -> torch.Tensor:
+def _fold(function: Callable, members: torch.Tensor) -> torch.Tensor:
   result = members[0]
   for member in members[1:]:
     result = function(result, member)
   return result
 
 
-class Done(dist.Work):
+class CompletedWork(dist.Work):
   """Handle of a completed collective."""
 
   def __init__(self, results: Iterable[torch.Tensor] = ()):
@@ -144,15 +144,15 @@ class ProcessGroup(dist.ProcessGroup):
     rows = np.array(multihost_utils.process_allgather(content))
     return torch.from_numpy(rows).view(mine.dtype).reshape(shape)
 
-  def _write(self, pairs) -> Done:
+  def _write(self, pairs) -> CompletedWork:
     pairs = list(pairs)
     with torch.no_grad():
       for target, source in pairs:
         if target is not source:
           target.copy_(source.reshape(target.shape))
-    return Done(target for target, _ in pairs)
+    return CompletedWork(target for target, _ in pairs)
 
-  def _reduced(self, tensor: torch.Tensor, reduction) -> torch.Tensor:
+  def _reduce(self, tensor: torch.Tensor, reduction) -> torch.Tensor:
     name = str(getattr(reduction, "op", reduction)).rpartition(".")[2]
     function = _REDUCTIONS.get(name)
     if function is None:
@@ -168,13 +168,13 @@ class ProcessGroup(dist.ProcessGroup):
   def allreduce(self, tensors, opts=None):
     reduction = getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
     tensors = tensors if isinstance(tensors, list) else [tensors]
-    return self._write((t, self._reduced(t, reduction)) for t in tensors)
+    return self._write((t, self._reduce(t, reduction)) for t in tensors)
 
   def allreduce_coalesced(self, tensors, opts=None):
     return self.allreduce(tensors, opts)
 
   def reduce(self, tensors, opts):
-    found = [(t, self._reduced(t, opts.reduceOp)) for t in tensors]
+    found = [(t, self._reduce(t, opts.reduceOp)) for t in tensors]
     return self._write(found if self.rank() == opts.rootRank else ())
 
   def broadcast(self, tensors, opts):
@@ -200,7 +200,7 @@ class ProcessGroup(dist.ProcessGroup):
   def gather(self, outputs, inputs, opts):
     members = [self._members(tensor) for tensor in inputs]
     if self.rank() != opts.rootRank:
-      return Done()
+      return CompletedWork()
     pairs = [pair for targets, m in zip(outputs, members) for pair in zip(targets, m)]
     return self._write(pairs)
 
@@ -217,17 +217,17 @@ class ProcessGroup(dist.ProcessGroup):
     pairs = []
     for target, parts in zip(outputs, inputs, strict=True):
       whole = torch.stack([_on_host(part) for part in parts])
-      pairs.append((target, self._reduced(whole, opts.reduceOp)[self.rank()]))
+      pairs.append((target, self._reduce(whole, opts.reduceOp)[self.rank()]))
     return self._write(pairs)
 
   def _reduce_scatter_base(self, output, tensor, opts):
-    whole = self._reduced(_on_host(tensor), opts.reduceOp)
+    whole = self._reduce(_on_host(tensor), opts.reduceOp)
     return self._write([(output, whole.chunk(self.size())[self.rank()])])
 
   def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts):
     for output, tensor in zip(outputs, inputs, strict=True):
       self._reduce_scatter_base(output, tensor, opts)
-    return Done(outputs)
+    return CompletedWork(outputs)
 
   def alltoall(self, outputs, inputs, opts=None):
     members = self._members(torch.stack([_on_host(t) for t in inputs]))
@@ -254,7 +254,7 @@ class ProcessGroup(dist.ProcessGroup):
   def barrier(self, opts=None):
     if self.size() > 1:
       multihost_utils.sync_global_devices("torch.distributed.barrier")
-    return Done()
+    return CompletedWork()
 
   def _refuse(self, *args):
     raise CollectiveError(
@@ -276,14 +276,14 @@ def _world() -> dict:
   Raises:
     CollectiveError: the launcher's number of processes differs from JAX's.
   """
-  is_told = int(os.environ.get("WORLD_SIZE", 1)) > 1
-  if is_told and not (jax.distributed.is_initialized() or jax_compat.has_started()):
+  launched = os.environ.get("WORLD_SIZE")
+  is_connected = jax.distributed.is_initialized() or jax_compat.has_started()
+  if int(launched or 1) > 1 and not is_connected:
     processes.initialize()
   count, index = jax.process_count(), jax.process_index()
-  told = int(os.environ.get("WORLD_SIZE", count))
-  if told != count:
+  if launched is not None and int(launched) != count:
     raise CollectiveError(
-      f"A launcher has started {told} processes (WORLD_SIZE), but JAX has {count}. "
+      f"A launcher has started {launched} processes (WORLD_SIZE), but JAX has {count}. "
       'Call `torchax.processes.initialize()`, or `init_process_group("jax")`, before '
       "the first tensor is made."
     )

@@ -109,50 +109,51 @@ def _compare(what: str, text: str, shown: str, timeout: float) -> None:
   number, rank = _Rounds.next(), jax.process_index()
   folder = f"torchax/round/{number}/"
   digest = hashlib.sha256(text.encode()).hexdigest()
-  said = json.dumps([what, digest, shown])
-  client.key_value_set(f"{folder}{rank}", said)
+  value = json.dumps([what, digest, shown])
+  client.key_value_set(f"{folder}{rank}", value)
   deadline = time.monotonic() + timeout
   try:
     client.wait_at_barrier(f"torchax/round/{number}", int(timeout * 1000))
   except jax.errors.JaxRuntimeError as error:
-    came = _said(client, folder)
-    missing = [r for r in range(jax.process_count()) if r not in came]
+    arrived = _values_by_rank(client, folder)
+    missing = [r for r in range(jax.process_count()) if r not in arrived]
     if not missing and time.monotonic() < deadline:
       raise
+    absent = (_process_names(missing) or "a process").capitalize()
+    present = _process_names(sorted(arrived))
     raise ProcessError(
-      f"{(_named(missing) or 'a process').capitalize()} did not come to {what} within "
-      f"{timeout:g} s, but {_named(sorted(came))} did. Either it runs another program "
-      "(each process has to take the same steps in the same order), or it has died, or "
-      "it is slower: then pass a longer timeout."
+      f"{absent} did not come to {what} within {timeout:g} s, but {present} did. "
+      "Either it runs another program (each process has to take the same steps in the "
+      "same order), or it has died, or it is slower: then pass a longer timeout."
     ) from error
-  _require_one(_said(client, folder))
+  _require_one(_values_by_rank(client, folder))
   if number > 1:
     # All processes have left the previous round, so its values can be deleted.
     client.key_value_delete(f"torchax/round/{number - 1}/{rank}")
 
 
-def _said(client, folder: str) -> dict[int, list[str]]:
+def _values_by_rank(client, folder: str) -> dict[int, list[str]]:
   """Return the values of a round by rank."""
   found = client.key_value_dir_get(folder)
   return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
 
-def _named(ranks: list[int]) -> str:
+def _process_names(ranks: list[int]) -> str:
   if not ranks:
     return ""
   name = "process" if len(ranks) == 1 else "processes"
   return f"{name} {', '.join(map(str, ranks))}"
 
 
-def _require_one(said: dict[int, list[str]]) -> None:
+def _require_one(values: dict[int, list[str]]) -> None:
   """Raise unless all ranks have the same name and digest."""
   groups: dict[tuple[str, ...], list[int]] = {}
-  for rank, found in sorted(said.items()):
-    groups.setdefault(tuple(found[:2]), []).append(rank)
+  for rank, value in sorted(values.items()):
+    groups.setdefault(tuple(value[:2]), []).append(rank)
   if len(groups) == 1:
     return
   lines = [
-    f"  {_named(ranks)}: {said[ranks[0]][0]}: {said[ranks[0]][2]}"
+    f"  {_process_names(ranks)}: {values[ranks[0]][0]}: {values[ranks[0]][2]}"
     for ranks in groups.values()
   ]
   raise ProcessError(

@@ -22,7 +22,7 @@ from torchax.distributed.processes.arrays import rows_here
 from torchax.interop import call_jax, jax_shard_map, scan
 from torchax.rng import rng_scope
 
-_MOST_SEEDS = 2**31 - 1
+_MAX_SEED = 2**31 - 1
 
 
 class Batches(torch.utils.data.Sampler[list[int]]):
@@ -71,10 +71,8 @@ class Batches(torch.utils.data.Sampler[list[int]]):
       raise ValueError(
         f"Batches expects start >= 0 and seed >= 0, but got {start=}, {seed=}."
       )
-    self.size, self.batch_size, self.seed, self.shuffle = (
-      *(size, batch_size),
-      *(seed, shuffle),
-    )
+    self.size, self.batch_size = size, batch_size
+    self.seed, self.shuffle = seed, shuffle
     self.start, self.epochs = start, epochs
     self.rows = (
       list(range(batch_size)) if sharding is None else rows_here(sharding, batch_size)
@@ -91,13 +89,13 @@ class Batches(torch.utils.data.Sampler[list[int]]):
     return max(0, self.epochs * self.per_epoch - self.start)
 
   def __iter__(self) -> Iterator[list[int]]:
-    epoch, place = divmod(self.start, self.per_epoch)
+    epoch, step = divmod(self.start, self.per_epoch)
     while self.epochs is None or epoch < self.epochs:
       order = self._order(epoch)
-      for batch in range(place, self.per_epoch):
+      for batch in range(step, self.per_epoch):
         rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
         yield rows[self.rows].tolist()
-      epoch, place = epoch + 1, 0
+      epoch, step = epoch + 1, 0
 
   def _order(self, epoch: int) -> np.ndarray:
     if not self.shuffle:
@@ -108,21 +106,21 @@ class Batches(torch.utils.data.Sampler[list[int]]):
 def _on_each_chunk(function: Callable) -> Callable:
   """Map a function over the chunks of one device, each with its own seed."""
 
-  def of_device(parameters, rows, seeds):
-    def of_chunk(carry, given):
-      chunk, seed = given
+  def map_chunks(parameters, rows, seeds):
+    def step(carry, chunk_and_seed):
+      chunk, seed = chunk_and_seed
       with rng_scope(seed):
         return carry, function(parameters, chunk)
 
-    return scan(of_chunk, torch.zeros((), device="jax"), (rows, seeds))[1]
+    return scan(step, torch.zeros((), device="jax"), (rows, seeds))[1]
 
-  return of_device
+  return map_chunks
 
 
-def _mean_in_order(everywhere: NamedSharding, found: jax.Array) -> jax.Array:
+def _mean_in_order(replicated: NamedSharding, results: jax.Array) -> jax.Array:
   """Return the mean over the chunks; each device adds all of them in order."""
-  found = jax.lax.with_sharding_constraint(found, everywhere)
-  return functools.reduce(lambda a, b: a + b, list(found)) / len(found)
+  results = jax.lax.with_sharding_constraint(results, replicated)
+  return functools.reduce(lambda a, b: a + b, list(results)) / len(results)
 
 
 @ending_at_the_user
@@ -156,7 +154,7 @@ def in_fixed_order(
       f"the axis {axis!r} divide, but got {chunks}."
     )
   parts, whole = PartitionSpec(axis), PartitionSpec()
-  of_all = jax_shard_map(
+  on_all_devices = jax_shard_map(
     _on_each_chunk(function),
     mesh=mesh,
     in_specs=(whole, parts, parts),
@@ -171,8 +169,8 @@ def in_fixed_order(
         f"in_fixed_order cuts a batch into {chunks} chunks of equally many rows, but "
         f"got {batch.shape[0]} rows."
       )
-    seeds = torch.randint(_MOST_SEEDS, (chunks,), device="jax", dtype=torch.int32)
-    found = of_all(parameters, batch.unflatten(0, (chunks, -1)), seeds)
-    return call_jax(lambda tree: jax.tree.map(mean, tree), found)
+    seeds = torch.randint(_MAX_SEED, (chunks,), device="jax", dtype=torch.int32)
+    results = on_all_devices(parameters, batch.unflatten(0, (chunks, -1)), seeds)
+    return call_jax(lambda tree: jax.tree.map(mean, tree), results)
 
   return run

@@ -104,10 +104,10 @@ def initialize(
   }
   if world is not None:
     _connect(world, local_device_ids, timeouts)
-  elif not _is_found_by_jax(local_device_ids, timeouts):
+  elif not _connect_by_jax(local_device_ids, timeouts):
     return
   if _count() > 1:
-    _leave_at_once_after_errors()
+    _exit_at_once_after_errors()
 
 
 def _require_no_device_in_use() -> None:
@@ -164,7 +164,7 @@ def _connect(world: World, local_device_ids, timeouts: dict[str, Any]) -> None:
     jax_compat.join_cpus_at(_LOOPBACK[host])
 
 
-def _is_found_by_jax(local_device_ids, timeouts: dict[str, Any]) -> bool:
+def _connect_by_jax(local_device_ids, timeouts: dict[str, Any]) -> bool:
   """Connect by JAX's cluster detection; return False for a process that is alone."""
   try:
     jax.distributed.initialize(local_device_ids=local_device_ids, **timeouts)
@@ -228,19 +228,19 @@ def _coordinator(variables: Mapping[str, str], rank: int) -> str:
   store = torch.distributed.TCPStore(host, port, is_master=False)
   key = f"torchax/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}/coordinator"
   if rank == 0:
-    with socket.socket() as held:
-      held.bind(("", 0))
-      store.set(key, str(held.getsockname()[1]))
+    with socket.socket() as probe:
+      probe.bind(("", 0))
+      store.set(key, str(probe.getsockname()[1]))
   return f"{host}:{int(store.get(key))}"
 
 
-class _Ending:
+class _ExitCode:
   """Exit code of this process after an error; None without one."""
 
   code: int | None = None
 
 
-def _leave_at_once_after_errors() -> None:
+def _exit_at_once_after_errors() -> None:
   """Make a process that raises exit without waiting for the others.
 
   JAX waits at exit until all processes exit, and the others may wait for this one in a
@@ -248,25 +248,25 @@ def _leave_at_once_after_errors() -> None:
   """
   report = sys.excepthook
 
-  def note(kind, error, traceback):
-    _Ending.code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+  def report_and_record(kind, error, traceback):
+    _ExitCode.code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
     report(kind, error, traceback)
     sys.stderr.write(
       f"Process {jax.process_index()} of {jax.process_count()} ends with this error.\n"
     )
 
-  sys.excepthook = note
-  atexit.register(_leave)
+  sys.excepthook = report_and_record
+  atexit.register(_exit)
 
 
-def _leave() -> None:
-  if _Ending.code is None:
+def _exit() -> None:
+  if _ExitCode.code is None:
     _wait_for_the_others()
     return
   logging.shutdown()
   for stream in (sys.stdout, sys.stderr):
     stream.flush()
-  os._exit(_Ending.code)
+  os._exit(_ExitCode.code)
 
 
 def _wait_for_the_others() -> None:

@@ -69,8 +69,8 @@ def collectives_of(program: str) -> list[Collective]:
 def moved(found: Iterable[Collective]) -> dict[str, int]:
   """Sum the bytes of collectives, by kind."""
   sums: dict[str, int] = {}
-  for one in found:
-    sums[one.kind] = sums.get(one.kind, 0) + one.bytes
+  for collective in found:
+    sums[collective.kind] = sums.get(collective.kind, 0) + collective.bytes
   return sums
 
 
