@@ -1,12 +1,11 @@
 """Automatic mixed precision: which operations run in which precision.
 
-`torch.autocast("jax")` works by torch's own means. A jax tensor carries torch's
-dispatch key for autocast, which is masked while autocast is off and so costs nothing.
-The kernels registered here stand above autograd, which therefore records their casts.
-The lists are torch's for CUDA, and what its lists for the CPU have besides.
+`torch.autocast("jax")` uses torch's own dispatch key for autocast. The key is masked
+while autocast is off, so it costs nothing then. The kernels registered here run above
+autograd, which records their casts. The lists join torch's lists for CUDA and the CPU.
 
-Functions that the environment catches above ATen follow the policy of the ATen
-operation of their name; `dispatch/torch_functions.py` asks `policy_of_function`.
+`dispatch/torch_functions.py` calls `policy_of_function` for functions that the
+environment handles above ATen.
 """
 
 import enum
@@ -24,15 +23,15 @@ DEVICE = torch_compat.BACKEND
 
 
 class CastPolicy(enum.Enum):
-  """What autocast does to the floating-point tensors among an operation's arguments.
+  """Cast that autocast applies to the floating-point arguments of an operation.
 
   Attributes:
-    LOWER_PRECISION_FP: casts them to autocast's dtype.
-    FP32: casts them to float32.
-    FP32_SET_OPT_DTYPE: casts nothing, but asks for a float32 result, unless the caller
-      asked for a dtype.
+    LOWER_PRECISION_FP: cast them to autocast's dtype.
+    FP32: cast them to float32.
+    FP32_SET_OPT_DTYPE: cast nothing; request a float32 result, unless the caller
+      passed a dtype.
     FP32_APPEND_DTYPE: the same for operations whose dtype is in another overload.
-    PROMOTE: casts them to the widest dtype among them.
+    PROMOTE: cast them to the widest dtype among them.
   """
 
   LOWER_PRECISION_FP = 0
@@ -43,7 +42,7 @@ class CastPolicy(enum.Enum):
 
 
 def _is_castable(value) -> bool:
-  """As torch: float64 is somebody's intention, and stays."""
+  # Like torch, keep float64: the user chose it.
   return (
     isinstance(value, torch.Tensor)
     and value.is_floating_point()
@@ -67,7 +66,7 @@ def _widest(tree, target_lower_fp: torch.dtype) -> torch.dtype:
 
 
 def _with_dtype(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-  """The arguments with `dtype=torch.float32`, unless they have a dtype."""
+  """Add `dtype=torch.float32` to the arguments, unless they contain a dtype."""
   has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
   if has_dtype or not args or not _is_castable(args[0]):
     return args, kwargs
@@ -77,12 +76,12 @@ def _with_dtype(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 def execute_policy(
   policy: CastPolicy, args: tuple, kwargs: dict, target_lower_fp: torch.dtype
 ) -> tuple[tuple, dict]:
-  """An operation's arguments as autocast passes them on.
+  """Apply a policy of autocast to the arguments of an operation.
 
   Args:
-    policy: what to do.
-    args, kwargs: trees of tensors and other values. Tensors of integers, of complex
-      numbers and of float64 are left as they are.
+    policy: the cast to apply.
+    args, kwargs: trees of tensors and other values. Integer, complex and float64
+      tensors stay unchanged.
     target_lower_fp: autocast's dtype.
 
   Returns:
@@ -90,6 +89,11 @@ def execute_policy(
 
   Raises:
     TypeError: `policy` is not a `CastPolicy`.
+
+  >>> x = torch.ones(2, dtype=torch.bfloat16, device="jax")
+  >>> args, kwargs = execute_policy(CastPolicy.FP32, (x, 1), {}, torch.bfloat16)
+  >>> args[0].dtype, args[1]
+  (torch.float32, 1)
   """
   match policy:
     case CastPolicy.LOWER_PRECISION_FP:
@@ -103,7 +107,7 @@ def execute_policy(
   raise TypeError(f"policy must be a torchax.amp.CastPolicy, but got {policy!r}.")
 
 
-# What runs when autocast is on --------------------------------------------------------
+# Execution under autocast -------------------------------------------------------------
 
 # An overload without a dtype -> the overload that has one.
 _WITH_DTYPE = present(
@@ -115,7 +119,7 @@ _WITH_DTYPE = present(
 
 
 def _run(op, *args, **kwargs):
-  """An operation under autocast: its policy is looked up, so it may be changed."""
+  """Run an operation under autocast; the policy is read at each call."""
   policy = autocast_policy.get(op)
   dtype = torch.get_autocast_dtype(DEVICE)
   with torch_compat.without_autocast():
@@ -128,7 +132,7 @@ def _run(op, *args, **kwargs):
 
 
 def _defaults(op, start: int) -> list:
-  """The defaults of an overload's arguments from a place on."""
+  """Return the defaults of an overload's arguments from index `start` on."""
   return [argument.default_value for argument in op._schema.arguments[start:]]
 
 
@@ -137,7 +141,7 @@ def _name_of(op) -> str:
 
 
 class _Policies(dict):
-  """Overload -> policy; an entry makes autocast see the overload."""
+  """Policies by overload; setting an entry registers an autocast kernel."""
 
   def __init__(self):
     super().__init__()
@@ -157,24 +161,23 @@ class _Policies(dict):
     super().__setitem__(op, policy)
 
   def of_name(self, name: str) -> CastPolicy | None:
-    """The policy of an operation's first overload in the table."""
+    """Return the policy of the first registered overload of an operation."""
     return self.get(self._by_name.get(name))
 
 
 autocast_policy = _Policies()
-"""ATen overload -> `CastPolicy`. Entries can be changed, added and removed; they count
-for the whole process."""
+"""Policies by ATen overload, for the whole process; entries may be set and deleted."""
 
 
 def dtype_in_force() -> torch.dtype | None:
-  """autocast's dtype for jax tensors on this thread; None where it is off."""
+  """Return autocast's dtype for jax tensors on this thread; None if it is off."""
   if not torch.is_autocast_enabled(DEVICE):
     return None
   return torch.get_autocast_dtype(DEVICE)
 
 
 def policy_of_function(func: Callable) -> CastPolicy | None:
-  """The policy of a torch function: that of the ATen operation of its name."""
+  """Return the policy of the ATen operation that has the name of a torch function."""
   name = getattr(func, "__name__", "")
   if name.startswith("__") and name.endswith("__"):
     name = name.strip("_")
@@ -184,16 +187,19 @@ def policy_of_function(func: Callable) -> CastPolicy | None:
 def autocast(
   device: str | torch.device, dtype: torch.dtype = torch.bfloat16, env: Any = None
 ) -> torch.autocast:
-  """`torch.autocast` for jax tensors: a context manager and a decorator.
+  """Return `torch.autocast` for jax tensors: a context manager and a decorator.
 
   Args:
     device: "jax".
     dtype: torch.bfloat16 or torch.float16.
-    env: accepted for upstream's callers; the state is the thread's.
+    env: ignored; upstream's callers pass it. The state belongs to the thread.
+
+  Returns:
+    A `torch.autocast` for the device "jax".
 
   Raises:
-    ValueError: another device.
-    TypeError: `dtype` is not one of the two.
+    ValueError: `device` is not "jax".
+    TypeError: `dtype` is neither bfloat16 nor float16.
 
   >>> import torch, torchax
   >>> x = torch.ones(2, 2, device="jax")
@@ -211,10 +217,10 @@ def autocast(
 
 
 def resumed(dtype: torch.dtype | None) -> torch.autocast:
-  """A context with autocast on in this dtype, or off for None.
+  """Return a context with autocast on in this dtype, or off for None.
 
   Raises:
-    TypeError: autocast does not take this dtype.
+    TypeError: autocast does not support this dtype.
   """
   if dtype is not None:
     _require_lower_precision(dtype)
@@ -232,7 +238,7 @@ def _require_lower_precision(dtype) -> None:
 
 # The lists ----------------------------------------------------------------------------
 # Source: aten/src/ATen/autocast_mode.h for CUDA, autocast_mode.cpp for the CPU. A name
-# stands for all functional overloads of the operation.
+# selects all functional overloads of the operation.
 
 _MATRIX_PRODUCTS = """
   _addmm_activation _convolution _native_multi_head_attention addbmm addmm addmv addr
@@ -266,7 +272,7 @@ _RESIZING = """
   upsample_nearest3d upsample_trilinear3d
 """
 
-# The CPU's list: what has no kernel in a lower precision, there as on JAX.
+# The CPU's list: operations without a kernel in a lower precision, on JAX as well.
 _FULL_PRECISION_ONLY = """
   adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d cholesky cholesky_inverse
   cholesky_solve fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn
@@ -281,11 +287,11 @@ _FULL_PRECISION_ONLY = """
   triangular_solve view_as_complex
 """
 
-# torch makes these of `mm`; here they are computed at once, and are sums of squares.
+# torch computes these with `mm`. Here each is one lowering that sums squares.
 _STATISTICS = "corrcoef cov"
 
-# In inference mode torch would leave these composites to their lowerings; taken apart
-# above, they are cast as in any other mode.
+# In inference mode torch would run these composites by their lowerings, without casts.
+# Decomposed above autograd, they are cast in every mode.
 _COMPOSITES = """
   arccos arcsin cumulative_trapezoid float_power linalg_matrix_power linalg_norm
   matrix_power nll_loss_nd norm_except_dim pad pairwise_distance special_erfinv
@@ -307,15 +313,15 @@ _PROMOTING = """
 
 
 def _functional_overloads(names: str) -> Iterable:
-  """The overloads of named operations that take tensors and write to none."""
+  """Yield the overloads of named operations that take tensors and write to none."""
   for name in names.split():
     packet = resolve(getattr(aten, name))
-    if packet is None:  # of another version of torch
+    if packet is None:  # this version of torch lacks it
       continue
     for overload_name in packet.overloads():
       schema = getattr(packet, overload_name)._schema
       takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
-      # An overload named so is told the dtype of its result.
+      # The overload `dtype` receives the dtype of its result.
       if takes_tensors and not schema.is_mutable and overload_name != "dtype":
         yield getattr(packet, overload_name)
 

@@ -9,40 +9,47 @@ ATTENTION = ("auto", "flash", "plain", "blockwise")
 
 @dataclasses.dataclass
 class Configuration:
-  """Behaviour of an `Environment`; every field can be changed while it is in use.
+  """Switches of an `Environment`; every field may be changed at any time.
 
   Attributes:
     debug_print_each_op: log every operation at INFO level.
     debug_accuracy_for_each_op: run every operation on CPU torch too and compare.
-    debug_mixed_tensor: log the operands when devices are mixed, before raising.
-    debug_print_each_op_operands: with `debug_print_each_op`, also shapes and dtypes.
+    debug_mixed_tensor: log the operands before raising about mixed devices.
+    debug_print_each_op_operands: log shapes and dtypes with `debug_print_each_op`.
     use_int32_for_index: return int32 indices (argmax, sort, topk) under x64 too.
-    allow_mixed_math_with_scalar_tensor: accept 0-d CPU tensors beside jax tensors,
-      as torch does for its accelerators.
-    force_materialize_views: compute a view when it is made. Aliasing is kept.
-    use_dlpack_for_data_conversion: hand arrays over by DLPack where possible.
-    treat_cuda_as_jax_device: inside the environment "cuda" means "jax". Read when the
-      environment is turned on; torch functions on the CPU take 1 to 4 us more then.
+    allow_mixed_math_with_scalar_tensor: accept 0-d CPU tensors as operands of jax
+      tensors, like torch's accelerators.
+    force_materialize_views: compute each view when it is created; it keeps aliasing.
+    use_dlpack_for_data_conversion: convert arrays through DLPack where possible.
+    treat_cuda_as_jax_device: inside the environment, "cuda" means "jax". Read when the
+      environment is turned on; torch functions on the CPU then take 1 to 4 us more.
     internal_respect_torch_return_dtypes: cast results to the dtype that torch
       would have returned (needs x64 for 64-bit types).
     prng_impl: name of the JAX PRNG implementation of the streams.
-    rng_addressing: "order" or "site"; read when an environment is made. Later, call
+    rng_addressing: "order" or "site"; read when an environment is created. Later, call
       `torchax.rng.address_by`.
-    compilation_cache_size: how many compiled programs are kept, those of all functions
-      and operations together; at least 1. Over it, half of them go: those not used
-      lately, then those of what has most. The default environment's counts. A program
-      takes about 2 MB on a CPU. See `torchax.clear_caches`.
-    check_indices: an index, label, length or offset out of range raises everywhere:
-      eager operations wait for it, and compiled functions are traced anew and look
-      at it as they run. `TORCHAX_CHECK=1` in the environment of the process turns it
-      on. Otherwise what is not known yet gives NaN, or the least integer.
-    attention: which form `scaled_dot_product_attention` takes. "auto": the kernels that
-      come with JAX where a device has one for the arguments, and the program is for one
-      device; "flash": in programs that XLA may divide too; "plain": all scores at once;
-      "blockwise": a block of keys at a time, on any device. See Performance.
+    compilation_cache_size: most compiled programs to keep, over all functions and
+      operations; at least 1. Above it, half are evicted: least recently used first,
+      then those of the largest cache. Only the default environment's value counts. A
+      program takes about 2 MB on a CPU. See `torchax.clear_caches`.
+    check_indices: raise for every index, label, length or offset out of range. Eager
+      operations then wait for the check; compiled functions are retraced and check at
+      run time. `TORCHAX_CHECK=1` in the process environment turns it on. When off,
+      an index whose value is not known yet gives NaN or the smallest integer.
+    attention: implementation of `scaled_dot_product_attention`. "auto": JAX's kernels
+      if the device has one for the arguments and the program runs on one device;
+      "flash": the same, also in programs that XLA may partition; "plain": all scores
+      at once; "blockwise": a block of keys at a time, on any device. See Performance.
 
   Raises:
-    ValueError: a size of the cache that is no positive integer, or another word.
+    ValueError: `compilation_cache_size` is not a positive integer, or `attention` is
+      not one of the four.
+
+  >>> import torchax
+  >>> env = torchax.Environment(Configuration(use_int32_for_index=True))
+  >>> env.config.check_indices = True
+  >>> env.config.attention
+  'auto'
   """
 
   debug_print_each_op: bool = False

@@ -1,9 +1,9 @@
 """Decompositions: operations in terms of others, used where there is no lowering.
 
-Most are torch's own; what torch lacks or has only for its devices is here. Random
-operations are lowered, never decomposed, so that eager and compiled runs draw alike;
-their decompositions below are for graphs that are to have no other random operation
-than `rand`. They draw through torch, from the scope of the tensors' device.
+Most are torch's own; this file adds those that torch lacks or has only for its devices.
+Random operations are lowered, not decomposed, so that eager and compiled runs draw the
+same numbers. The random decompositions below serve graphs whose only random operation
+may be `rand`. They draw through torch, from the stream of the tensors' device.
 """
 
 import torch
@@ -18,7 +18,7 @@ DECOMPOSITIONS: dict = {
   if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())
 }
 
-# The decomposed operations that write to an argument.
+# Decomposed operations that write to an argument.
 MUTABLE_DECOMPOSITION: list = [
   op
   for op in DECOMPOSITIONS
@@ -29,11 +29,18 @@ operators.decompositions = DECOMPOSITIONS
 
 
 def rand_like(self: torch.Tensor, **kwargs) -> torch.Tensor:
-  """Uniform numbers in [0, 1) in the shape of a tensor.
+  """Draw uniform numbers in [0, 1) in the shape of a tensor.
 
   Args:
-    self: of any shape; dtype and device are taken from it.
-    **kwargs: of `torch.rand`, in place of what is taken, and `generator`.
+    self: tensor of any shape, with a floating-point dtype.
+    **kwargs: options of `torch.rand`, `generator` included. dtype and device
+      default to `self`'s.
+
+  Returns:
+    A tensor of the same shape.
+
+  >>> rand_like(torch.ones(2, 3, device="jax")).shape
+  torch.Size([2, 3])
   """
   kwargs.pop("memory_format", None)
   options = {"dtype": self.dtype, "device": self.device}
@@ -42,25 +49,38 @@ def rand_like(self: torch.Tensor, **kwargs) -> torch.Tensor:
 
 
 def bernoulli(self: torch.Tensor, *, generator=None) -> torch.Tensor:
-  """Ones with the probabilities that a tensor holds, else zeros.
+  """Draw ones with the probabilities in a tensor, else zeros.
 
   Args:
     self: probabilities in [0, 1], floats of any shape.
-    generator: a `torch.Generator` to draw from; the current stream by default.
+    generator: `torch.Generator` to draw from; by default the current stream.
 
   Returns:
     A tensor of the same shape and dtype.
+
+  >>> bernoulli(torch.tensor([0.0, 1.0], device="jax"))
+  tensor([0., 1.], device='jax:0')
   """
-  # A half has few numbers in [0, 1), and with them only few probabilities.
+  # A 16-bit float has too few values in [0, 1) to resolve small probabilities.
   dtype = torch.promote_types(self.dtype, torch.float32)
   return (rand_like(self, dtype=dtype, generator=generator) < self).to(self.dtype)
 
 
 def bernoulli_float(self: torch.Tensor, p: float = 0.5) -> torch.Tensor:
-  """Fills a tensor, in place, with ones with probability `p`, else zeros.
+  """Fill a tensor in place with ones with probability `p`, else zeros.
+
+  Args:
+    self: tensor of any shape and dtype.
+    p: probability of a one, in [0, 1].
+
+  Returns:
+    `self`.
 
   Raises:
     RuntimeError: `p` is not in [0, 1].
+
+  >>> bernoulli_float(torch.zeros(2, device="jax"), 1.0)
+  tensor([1., 1.], device='jax:0')
   """
   if not 0 <= p <= 1:
     raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}.")
@@ -68,10 +88,21 @@ def bernoulli_float(self: torch.Tensor, p: float = 0.5) -> torch.Tensor:
 
 
 def channel_shuffle(self: torch.Tensor, groups: int) -> torch.Tensor:
-  """Interleaves groups of channels: (batch, groups * n, ...), n channels a group.
+  """Interleave the channels of groups.
+
+  Args:
+    self: tensor of shape (batch, channels, ...), any dtype.
+    groups: number of groups; it divides `channels`.
+
+  Returns:
+    A tensor of the same shape and dtype.
 
   Raises:
-    RuntimeError: fewer than three dimensions, or no whole number of channels a group.
+    RuntimeError: `self` has fewer than three dims, or `groups` does not divide the
+      number of channels.
+
+  >>> channel_shuffle(torch.arange(4, device="jax").reshape(1, 4, 1), 2).flatten()
+  tensor([0, 2, 1, 3], dtype=torch.int32, device='jax:0')
   """
   if self.dim() < 3:
     raise RuntimeError(
