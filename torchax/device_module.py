@@ -1,8 +1,9 @@
-"""`torch.jax`: the device module that torch asks about devices and random states.
+"""`torch.jax`: device module that torch calls for devices and random states.
 
-`jax:i` is the i-th of `jax.local_devices()`; the random state is one for the process.
+`jax:i` is `jax.local_devices()[i]`; all devices of a process share one random state.
 `torch.manual_seed` calls `manual_seed_all`; `torch.random.fork_rng` and
-`torch.utils.checkpoint` read and restore the state of the current stream.
+`torch.utils.checkpoint` read and restore the state of the current stream. Memory,
+streams and generators are in the folder `devices/`.
 """
 
 import dataclasses
@@ -38,48 +39,57 @@ from torchax.devices.streams import (
   synchronize,
 )
 
-# torch.utils.checkpoint saves the random state of initialised devices only.
+# torch.utils.checkpoint saves the random state of initialized devices only.
 _initialized = True
 
 
 def is_available() -> bool:
-  """True: JAX has a device everywhere, if only the CPU. It is not started for this."""
+  """Return True: JAX always has a device, at least the CPU. Does not initialize JAX.
+
+  >>> import torch, torchax
+  >>> torch.jax.is_available()
+  True
+  """
   return True
 
 
 def is_initialized() -> bool:
-  """True; JAX sets up its devices when the first array is made."""
+  """Return True; JAX initializes its devices when the first array is created."""
   return True
 
 
 def init() -> None:
-  """Does nothing; JAX sets up its devices when the first array is made."""
+  """Do nothing; JAX initializes its devices when the first array is created."""
 
 
 def device_count() -> int:
-  """How many devices this process has: `len(jax.local_devices())`. Starts JAX."""
+  """Return `len(jax.local_devices())`. Initializes JAX."""
   return placement.count()
 
 
 def current_device() -> int:
-  """The index of the device on which this thread makes tensors."""
+  """Return the index of the device on which this thread creates tensors."""
   return placement.current_index()
 
 
 def set_device(device) -> None:
-  """Makes tensors on another device from now on, on this thread.
+  """Set the device on which this thread creates tensors.
 
   Args:
     device: an index, "jax:1" or a `torch.device`; None and -1 change nothing.
 
   Raises:
-    NoSuchDeviceError: there is no such device. The old one stays.
+    NoSuchDeviceError: there is no such device. The current device stays.
+
+  >>> set_device("jax:0")
+  >>> current_device()
+  0
   """
   placement.set_current(device)
 
 
 def _set_index(index: int) -> None:
-  # torch takes any negative index for "leave it".
+  # For torch, any negative index means "keep the current device".
   placement.set_current(index if index >= 0 else None)
 
 
@@ -90,10 +100,18 @@ def _exchange_index(index: int) -> int:
 
 
 class device:
-  """A context that makes tensors on another device, on this thread.
+  """Context in which this thread creates tensors on another device.
 
   Args:
-    device: as for `set_device`.
+    device: an index, "jax:1" or a `torch.device`; None and -1 change nothing.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+
+  >>> import torch, torchax
+  >>> with torch.jax.device(0):
+  ...   torch.ones(1, device="jax").device
+  device(type='jax', index=0)
   """
 
   def __init__(self, device):
@@ -110,10 +128,10 @@ class device:
 
 
 class device_of(device):
-  """A context that makes tensors on the device of another one.
+  """Context in which this thread creates tensors on the device of another tensor.
 
   Args:
-    tensor: of any device; one that is not on jax changes nothing.
+    tensor: tensor on any device; if it is not on jax, nothing changes.
   """
 
   def __init__(self, tensor: torch.Tensor):
@@ -122,14 +140,14 @@ class device_of(device):
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProperties:
-  """What JAX knows of a device.
+  """Properties of a device, as reported by JAX.
 
   Attributes:
-    name: such as "NVIDIA H200", "TPU v5 lite" or "cpu".
-    platform: JAX's name of the kind of device.
-    total_memory: bytes that JAX may take of it.
-    major, minor: the compute capability of an NVIDIA GPU; 0 elsewhere.
-    multi_processor_count: of a GPU; 1 elsewhere.
+    name: for example "NVIDIA H200", "TPU v5 lite" or "cpu".
+    platform: JAX's platform name, such as "gpu".
+    total_memory: bytes that JAX may allocate.
+    major, minor: compute capability of an NVIDIA GPU; 0 on other devices.
+    multi_processor_count: multiprocessors of a GPU; 1 on other devices.
   """
 
   name: str
@@ -146,12 +164,26 @@ def _jax_device(device):
 
 
 def get_device_name(device=None) -> str:
-  """The name of a device, as JAX has it."""
+  """Return JAX's name of a device.
+
+  Args:
+    device: an index, "jax:1" or a `torch.device`; by default the current device.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+  """
   return _jax_device(device).device_kind
 
 
 def get_device_capability(device=None) -> tuple[int, int]:
-  """The compute capability of an NVIDIA GPU; (0, 0) elsewhere."""
+  """Return the compute capability of an NVIDIA GPU; (0, 0) on other devices.
+
+  Args:
+    device: an index, "jax:1" or a `torch.device`; by default the current device.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+  """
   parts = str(getattr(_jax_device(device), "compute_capability", "0.0")).split(".")
   if len(parts) != 2 or not all(part.isdigit() for part in parts):
     return 0, 0
@@ -159,10 +191,16 @@ def get_device_capability(device=None) -> tuple[int, int]:
 
 
 def get_device_properties(device=None) -> DeviceProperties:
-  """What JAX knows of a device.
+  """Return the properties of a device.
+
+  Args:
+    device: an index, "jax:1" or a `torch.device`; by default the current device.
 
   Raises:
     NoSuchDeviceError: there is no such device.
+
+  >>> get_device_properties().total_memory > 0
+  True
   """
   found = _jax_device(device)
   return DeviceProperties(
@@ -175,7 +213,7 @@ def get_device_properties(device=None) -> DeviceProperties:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-  """True: XLA computes in bfloat16 on every device."""
+  """Return True: XLA supports bfloat16 on every device."""
   return True
 
 
@@ -189,90 +227,126 @@ def _capability(index: int) -> dict[str, set[torch.dtype]]:
 
 
 def _lazy_init() -> None:
-  """torch calls it once, before its C++ makes or moves a tensor to the device."""
+  """Register the device guard; torch calls this once, before C++ uses the device."""
   torch_compat.register_guard()
 
 
 def _is_in_bad_fork() -> bool:
-  """True where JAX would hang; torch then seeds the CPU alone, as workers need."""
+  """Return True in a fork in which JAX would hang; torch then seeds the CPU alone."""
   return forks.is_bad()
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-  """The dtypes that automatic mixed precision may use; `torch.autocast` asks.
+  """Return the dtypes of automatic mixed precision, for `torch.autocast`.
 
   Raises:
     PrivateApiError: this version of torch would cast nothing.
+
+  >>> get_amp_supported_dtype()
+  [torch.bfloat16, torch.float16]
   """
   torch_compat.require_autocast()
   return list(amp.LOWER_PRECISION)
 
 
 def manual_seed(seed: int) -> None:
-  """Seeds the random streams of all threads; see `torchax.rng.manual_seed`."""
+  """Seed the random streams of all threads; see `torchax.rng.manual_seed`.
+
+  Args:
+    seed: an integer in [-2**63, 2**64).
+
+  Raises:
+    SeedError, ValueError: `seed` is not an integer, or out of range.
+
+  >>> import torch, torchax
+  >>> torch.jax.manual_seed(3)
+  >>> torch.jax.initial_seed()
+  3
+  """
   rng.manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-  """Seeds the random streams of all threads; `torch.manual_seed` calls it."""
+  """Seed the random streams of all threads; `torch.manual_seed` calls this."""
   rng.manual_seed(seed)
 
 
 def initial_seed() -> int:
-  """The seed that the random streams were started with."""
+  """Return the seed of the random streams."""
   return rng.initial_seed()
 
 
 def seed() -> int:
-  """Seeds the random streams with a number from the operating system; returns it."""
+  """Seed the random streams from the operating system; return the seed."""
   number = torch.Generator().seed()
   rng.manual_seed(number)
   return number
 
 
 def seed_all() -> int:
-  """The same as `seed`."""
+  """Alias of `seed`: all devices share one random state."""
   return seed()
 
 
 def get_rng_state(device: int | str | torch.device = "jax") -> torch.Tensor:
-  """Snapshot of the current stream of this thread or task, for `set_rng_state`.
+  """Return a snapshot of this thread's or task's stream, for `set_rng_state`.
+
+  Inside a compiled function the state has no value yet. The tensor is then a token
+  that `set_rng_state` accepts in that function only.
+
+  Args:
+    device: any jax device; all share one random state.
 
   Returns:
-    A CPU uint8 tensor of shape (n,): impl name, key data and number of draws; or the
-    seed, as long as nothing was drawn. Where there are several environments, all of
-    their states, that of the one which is on first.
+    A CPU uint8 tensor of shape (n,): impl name, key data and draw count, or the seed
+    before the first draw. With several environments it holds the states of all,
+    starting with the environment that is on.
 
-  Inside a compiled function, where the state has no value yet, the tensor is a mark
-  that `set_rng_state` knows in that function alone.
+  Raises:
+    NoSuchDeviceError: there is no such device.
+
+  >>> import torch, torchax
+  >>> state = torch.jax.get_rng_state()
+  >>> first = torch.rand(2, device="jax")
+  >>> torch.jax.set_rng_state(state)
+  >>> torch.equal(torch.rand(2, device="jax"), first)
+  True
   """
   placement.checked_index(device)
   return rng.snapshot()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-  """`get_rng_state` of every device, which is the same: they share one stream."""
+  """Return one `get_rng_state` per device; all are equal, since devices share it."""
   return [get_rng_state()] * device_count()
 
 
 def set_rng_state(
   new_state: torch.Tensor, device: int | str | torch.device = "jax"
 ) -> None:
-  """Makes the current stream go on where `get_rng_state` was called.
+  """Restore the current stream to a state from `get_rng_state`.
+
+  Args:
+    new_state: uint8 tensor of shape (n,) from `get_rng_state`.
+    device: any jax device; all share one random state.
 
   Raises:
-    SeedError: not a uint8 tensor.
-    ValueError: not a state, or a damaged one. The stream stays as it was.
+    NoSuchDeviceError: there is no such device.
+    SeedError: `new_state` is not a uint8 tensor.
+    ValueError: `new_state` is not a state, or is damaged. The stream is unchanged.
   """
   placement.checked_index(device)
   rng.restore(new_state)
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-  """`set_rng_state` of every device: what `get_rng_state_all` gave.
+  """Restore the state that `get_rng_state_all` returned.
+
+  Args:
+    new_states: uint8 tensors, one per device, all equal.
 
   Raises:
-    ValueError: another number of states, or states that differ: devices share one.
+    ValueError: the number of states is not the number of devices, or states differ.
   """
   if len(new_states) != device_count():
     raise ValueError(
@@ -288,7 +362,7 @@ def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
   set_rng_state(first)
 
 
-# What `torch.accelerator` asks, by torch's names of the questions.
+# Functions behind `torch.accelerator`, by torch's names.
 ANSWERS = {
   "getDeviceIndex": current_device,
   "setDeviceIndex": _set_index,
