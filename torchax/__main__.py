@@ -1,6 +1,6 @@
-"""`python -m torchax`: versions, devices, the random state, and a check of seconds.
+"""`python -m torchax`: report of versions, devices and random state, and quick checks.
 
-The exit status is 1 where a check fails.
+The checks take a few seconds. The exit status is 1 if one of them fails.
 """
 
 import sys
@@ -9,7 +9,7 @@ from torchax.diagnostics import report, self_check
 
 
 def main() -> int:
-  """Writes the report; returns the exit status."""
+  """Print the report and run the checks; return the exit status."""
   sys.stdout.write(f"{report.env_info()}\n\nchecks\n")
   failed = 0
   for name in self_check.CHECKS:

@@ -1,21 +1,26 @@
-"""Exceptions that torchax raises: what was expected, what came, what to do.
+"""Exceptions of torchax, for mistakes that exist only because a tensor lives in JAX.
 
-Where torch itself raises a type for a mistake (`ValueError`, `RuntimeError`,
-`IndexError`), lowerings raise that type; the classes here are for mistakes that
-only exist because a tensor lives in JAX. Each derives from the built-in type
-that torch users already catch, and has a section of its own in `docs/errors.md`.
+Each derives from the built-in type that torch users already catch, and has a section
+in `docs/errors.md`. For mistakes that torch knows as well, lowerings raise torch's own
+type (`ValueError`, `RuntimeError`, `IndexError`). A message says which value was
+expected, which one was received and what to do.
 """
 
 from typing import Any, ClassVar
 
 PAGE = "https://github.com/torchax/torchax/blob/main/docs/errors.md"
-"""Where the classes are explained, under headings that are their names."""
+"""Page that explains the classes, one section per class name."""
 
 
 class Documented(Exception):
-  """Base of the classes here: the last line of a message is a link to its section."""
+  """Base class of exceptions whose message ends with a link to their documentation.
 
-  # The name of the heading; a class in another module inherits the one of its base.
+  >>> print(NoSuchDeviceError("jax:9 does not exist."))
+  jax:9 does not exist.
+  See https://github.com/torchax/torchax/blob/main/docs/errors.md#nosuchdeviceerror
+  """
+
+  # Name of the section; a class in another module inherits its base's.
   heading: ClassVar[str] = ""
 
   def __init_subclass__(cls, **kwargs: Any):
@@ -26,11 +31,11 @@ class Documented(Exception):
   def __str__(self) -> str:
     return f"{super().__str__()}\nSee {PAGE}#{self.heading.lower()}"
 
-  # Not `message`: torch passes an argument of that name where a class has it, as it
-  # raises what a worker of a DataLoader has raised.
+  # Not `message`: when torch re-raises the exception of a DataLoader worker, it passes
+  # an argument `message` to classes that have an attribute of that name.
   @property
   def text(self) -> str:
-    """The message without the link, for messages that quote it."""
+    """Message without the link, for messages that quote it."""
     return super().__str__()
 
 
@@ -39,43 +44,43 @@ class OperatorNotFound(Documented, NotImplementedError):
 
 
 class DataDependentError(Documented, RuntimeError):
-  """A compiled program would need numbers that are only known when it runs."""
+  """A compiled program needs values that are only known at run time."""
 
 
 class TracedStateError(Documented, RuntimeError):
-  """A tensor, or the random state, has no value: it is being traced, or once was."""
+  """A tensor or random state has no value: it belongs to a trace, running or ended."""
 
 
 class ConversionError(Documented, ValueError):
-  """A function of JAX was given a torch tensor, or one of torch an array of JAX."""
+  """A JAX function received a torch tensor, or a torch function a JAX array."""
 
 
 class MixedDeviceError(Documented, RuntimeError):
-  """A torchax tensor met a tensor of another device in one operation."""
+  """An operation received a torchax tensor and a tensor of another device."""
 
 
 class CollectiveError(Documented, RuntimeError):
-  """A collective, group or mesh that cannot be run as it was written."""
+  """A collective, process group or mesh is not supported as written."""
 
 
 class ForkError(Documented, RuntimeError):
-  """A process that was forked from one that had used JAX needs JAX itself."""
+  """A process uses JAX after a fork from a process that had used JAX."""
 
 
 class NoSuchDeviceError(Documented, RuntimeError, ValueError):
-  """A device was asked for that this process does not have."""
+  """A requested device does not exist in this process."""
 
 
 class ShardingError(Documented, ValueError):
-  """A mesh, a spec or a rule that does not fit the tensor that it is to lay out."""
+  """A mesh, partition spec or sharding rule does not fit a tensor."""
 
 
 class NotAddressableError(Documented, RuntimeError):
-  """Numbers were asked for that devices of other processes have."""
+  """Requested values are on devices of other processes."""
 
 
 class ProcessError(Documented, RuntimeError):
-  """Processes of one run do not find one another, or do not agree."""
+  """Processes of one run cannot connect, or disagree."""
 
 
 class UnsupportedDtypeError(Documented, TypeError):
@@ -83,22 +88,22 @@ class UnsupportedDtypeError(Documented, TypeError):
 
 
 class WrongDtypeError(Documented, NotImplementedError, TypeError):
-  """An operation that torch does not have for the dtype of its tensor.
+  """An operation does not support the dtype of its tensor, in torch either.
 
-  torch's own class for it differs by operation and version: this one is each of them.
+  Derives from both built-in types that torch raises, by operation and version.
   """
 
 
 class MutationError(Documented, RuntimeError):
-  """An in-place change that could not reach the tensor it was made on."""
+  """An in-place operation could not write to its tensor."""
 
 
 class DonationError(Documented, RuntimeError):
-  """A compiled function was given the memory of a tensor that is still in use."""
+  """A compiled function received the memory of a tensor that is still in use."""
 
 
 class RngError(Documented, RuntimeError):
-  """A draw that could not be the one of an eager run; base of the classes for draws."""
+  """A draw would differ from an eager run; base class of the errors of draws."""
 
 
 class TracedDrawError(RngError):
@@ -110,16 +115,16 @@ class ClosedScopeError(RngError):
 
 
 class SeedError(Documented, TypeError):
-  """A seed, key or state of a type that cannot seed a stream."""
+  """A seed, key or state has a type that cannot seed a stream."""
 
 
 class NarrowingWarning(UserWarning):
-  """A 64-bit floating-point dtype is stored in 32 bits; not raised but warned of."""
+  """Warning that a 64-bit floating-point dtype is stored in 32 bits."""
 
 
 class PrivateApiError(Documented, RuntimeError):
-  """A feature needs a private piece that this version of torch or JAX does not have."""
+  """A feature needs a private API that this version of torch or JAX lacks."""
 
 
 class UnsupportedVersionError(Documented, ImportError):
-  """A library is too old, or so new that not even a tensor can be made with it."""
+  """A library is too old, or too new to create a tensor with it."""

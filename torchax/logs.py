@@ -1,14 +1,14 @@
-"""What torchax does behind a program, for who wants to see it.
+"""Logging of recompilations, graphs and draws.
 
 `TORCHAX_LOGS=recompiles,draws python program.py`, or `torchax.set_logs(draws=True)`:
 
-  recompiles  why a compiled function was compiled once more
-  graphs      the ATen graphs of `torch.compile`: of the forward and the backward pass
-  operands    their inputs: name, dtype, shape, and which one holds the key
-  draws       their random operations: number, operation, shape, module, line of code
-  compiles    compilations that take more than a few seconds, while they do
+  recompiles  reason why a compiled function was compiled again
+  graphs      ATen graphs of `torch.compile`, forward and backward
+  operands    inputs of these graphs: name, dtype, shape, and which one holds the key
+  draws       random operations of these graphs: number, operation, shape, module, line
+  compiles    compilations that take more than a few seconds, while they run
 
-All goes to loggers below "torchax", whose level is INFO while something is on.
+Messages go to loggers below "torchax", whose level is INFO while a kind is on.
 """
 
 import logging
@@ -22,14 +22,17 @@ _on: set[str] = set()
 
 
 def set_logs(**kinds: bool) -> None:
-  """Says what is logged from now on.
+  """Turn kinds of log messages on or off.
 
   Args:
-    kinds: `recompiles`, `graphs`, `operands`, `draws`, `compiles`; those not named stay
-      as they are.
+    kinds: `recompiles`, `graphs`, `operands`, `draws`, `compiles`; kinds that are not
+      named stay unchanged.
 
   Raises:
-    ValueError: a name that is none of these.
+    ValueError: a name is not one of these.
+
+  >>> set_logs(draws=True)
+  >>> set_logs(draws=False)
   """
   unknown = sorted(set(kinds) - set(KINDS))
   if unknown:
@@ -48,15 +51,15 @@ def set_logs(**kinds: bool) -> None:
 
 
 def are_on(kind: str) -> bool:
-  """Whether a kind of `KINDS` is logged."""
+  """Return True if a kind of `KINDS` is logged."""
   return kind in _on
 
 
 def read_environment() -> None:
-  """Turns on what the environment variable names.
+  """Turn on the kinds named in the environment variable `TORCHAX_LOGS`.
 
   Raises:
-    ValueError: it names something else.
+    ValueError: it names an unknown kind.
   """
   named = [kind.strip() for kind in os.environ.get(VARIABLE, "").split(",")]
   if any(named):

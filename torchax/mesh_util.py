@@ -1,4 +1,4 @@
-"""Public name of `distributed/layouts.py`: meshes, and how models are laid out."""
+"""Public name of `distributed/layouts.py`: meshes and shardings of models."""
 
 from torchax.distributed.layouts import (
   Mesh,

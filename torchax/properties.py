@@ -1,6 +1,7 @@
-"""Properties of an environment that are replaced for a while, such as the mesh.
+"""Properties of an environment that a block can override, such as the mesh.
 
-Each thread and each task has the ones that it has replaced itself.
+An override applies to its thread or task only. `Environment.override_property` is the
+entry point.
 """
 
 import contextlib
@@ -16,17 +17,17 @@ from torchax.core import switches
 
 
 class _None:
-  """Stands for "not given" where None is a value."""
+  """Sentinel for "not given" where None is a value."""
 
 
 @dataclasses.dataclass
 class RuntimeProperty:
-  """The properties that `Environment.override_property` replaces for a while.
+  """Properties that `Environment.override_property` overrides inside a block.
 
   Attributes:
-    mesh: the device mesh.
-    prng: the key that the current stream goes on from (read by `prng_key`).
-    autocast_dtype: the dtype of `torch.autocast("jax")`; None where it is off.
+    mesh: device mesh.
+    prng: key for the rest of the current stream (read by `prng_key`).
+    autocast_dtype: dtype of `torch.autocast("jax")`; None if it is off.
   """
 
   mesh: Any
@@ -37,7 +38,7 @@ class RuntimeProperty:
   def override(
     cls, base: "RuntimeProperty", *, mesh=_None, prng=_None, autocast_dtype=_None
   ) -> "RuntimeProperty":
-    """`base` with some properties replaced."""
+    """Return a copy of `base` with the given properties replaced."""
 
     def pick(new, old):
       return old if new is _None else new
@@ -49,7 +50,7 @@ class RuntimeProperty:
     )
 
   def get_and_rotate_prng_key(self) -> jax.Array:
-    """The key of the next draw of the current stream."""
+    """Return the key of the next draw of the current stream."""
     return rng.current().next_key("get_and_rotate_prng_key")
 
 
@@ -57,10 +58,10 @@ _overridden: ContextVar[tuple] = ContextVar("overridden", default=())
 
 
 class _PropertyHolder:
-  """A stack of properties, which each thread and each task has for itself.
+  """Stack of properties, local to each thread and task.
 
   Args:
-    content_factory: makes the stack that each begins with.
+    content_factory: function that returns the initial stack.
   """
 
   def __init__(self, content_factory):
@@ -68,13 +69,13 @@ class _PropertyHolder:
 
   @property
   def content(self) -> list[RuntimeProperty]:
-    """The stack, innermost last."""
+    """Stack of properties, innermost last."""
     overridden = [found for holder, found in _overridden.get() if holder is self]
     return [*self._first, *overridden]
 
   @contextlib.contextmanager
   def overridden(self, properties: RuntimeProperty) -> Iterator[None]:
-    """These properties inside the block."""
+    """Push properties for the duration of the block."""
     entry = (self, properties)
     switches.push(_overridden, entry)
     try:

@@ -1,4 +1,4 @@
-"""Names for the two worlds: what torch code holds and what JAX code holds."""
+"""Type aliases for values of torch code and of JAX code."""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeAlias, TypeVar, Union

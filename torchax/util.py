@@ -1,4 +1,4 @@
-"""Small helpers on lists."""
+"""Helpers for lists: split one by a predicate, and merge the parts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,14 @@ from typing import Any
 def partition(
   original: list[Any], func: Callable[[Any], bool]
 ) -> tuple[list[Any], list[Any]]:
-  """Splits a list in two of the same length, for `merge` to join again.
+  """Split a list into two of the same length, which `merge` merges back.
 
   Args:
     original: any list.
-    func: tells which elements belong to the first list.
+    func: predicate; elements for which it is true go to the first list.
 
   Returns:
-    Two lists as long as `original`; each holds its own elements at their places
+    Two lists as long as `original`; each holds its own elements at their indices
     and None at the others.
 
   >>> partition([1, "a", 2], lambda value: isinstance(value, int))
@@ -27,7 +27,14 @@ def partition(
 
 
 def merge(list1: list[Any], list2: list[Any]) -> list[Any]:
-  """Joins what `partition` split; where both lists have a value, the first one's.
+  """Merge the two lists of `partition`.
+
+  Args:
+    list1: any list; its values win where both lists have one.
+    list2: list of the same length.
+
+  Returns:
+    A list with the first value at each index that is not None.
 
   Raises:
     AssertionError: the lists differ in length.

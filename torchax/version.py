@@ -1,3 +1,3 @@
-"""The version of the package, in one place; `setup.py` reads this file as text."""
+"""Version of the package; `setup.py` reads this file as text."""
 
 VERSION = "0.1.0"

@@ -1,4 +1,4 @@
-"""`View`: a tensor that shows a part of another one and writes through to it.
+"""`View`: tensor that aliases a part of another tensor.
 
 A view shares its base's storage and adds a `Chain` of steps. Reading it applies the
 steps inside the operation that uses it; writing to it replaces the base's array.
@@ -37,12 +37,19 @@ __all__ = [
 
 
 class View(Tensor):
-  """A tensor that shows a part of another one.
+  """Tensor that aliases a part of another tensor.
 
   Args:
-    parent: the tensor that is viewed.
-    view_info: the step from the parent to this view.
-    env: the environment.
+    parent: tensor of any shape to view.
+    view_info: step from the parent to this view.
+    env: environment of the view.
+
+  >>> import torch, torchax
+  >>> x = torch.zeros(3, device="jax")
+  >>> row = x[1:]
+  >>> row[0] = 5
+  >>> type(row).__name__, x.tolist()
+  ('View', [0.0, 5.0, 0.0])
   """
 
   @staticmethod
@@ -60,19 +67,19 @@ class View(Tensor):
     self._env = env
 
   def source_jax(self) -> jax.Array:
-    """The array of the base."""
+    """Return the array of the base."""
     return self._storage.read()
 
   def replace_source_jax(self, new_value: jax.Array) -> None:
-    """Replaces the array of the base."""
+    """Replace the array of the base."""
     self._storage.write(new_value)
 
   def get_transformation_chain(self) -> list[ViewInfo]:
-    """The steps from the base to this view."""
+    """Return the steps from the base to this view."""
     return list(self._chain.infos)
 
   def create_sub_view(self, view_info: ViewInfo) -> View:
-    """A view of this view."""
+    """Return a view of this view."""
     return View(self, view_info, self._env)
 
   def update(
@@ -80,11 +87,11 @@ class View(Tensor):
     new_values: jax.Array | torch.Tensor,
     view_infos: list[ViewInfo] | None = None,
   ) -> None:
-    """Writes values to the view and thereby to its base.
+    """Write values to the view and thereby to its base.
 
     Args:
-      new_values: of the view's shape.
-      view_infos: steps from the base to write through instead of this view's.
+      new_values: array or tensor of the view's shape.
+      view_infos: steps from the base to write through; by default this view's.
     """
     array: Any = new_values
     if isinstance(array, Tensor):
@@ -96,16 +103,16 @@ class View(Tensor):
     self._storage.write(Chain(tuple(view_infos)).write(base, array))
 
   def torch(self) -> Tensor:
-    """The view as a tensor with memory of its own, on jax."""
+    """Return a copy of the view on jax, with its own memory."""
     return new_tensor(self.jax(), self._env)
 
 
 def new_view(source: Tensor, layout: torch.Tensor, chain: Chain) -> View:
-  """A view on the storage of `source`.
+  """Create a view on the storage of `source`.
 
   Args:
-    source: the tensor that is viewed.
-    layout: a tensor of any device with the shape, strides, offset and dtype to take.
-    chain: the steps from the base of `source` to the view.
+    source: tensor to view.
+    layout: tensor on any device, with the shape, strides, offset and dtype of the view.
+    chain: steps from the base of `source` to the view.
   """
   return alias(View, source, layout, source._storage, chain)

@@ -1,9 +1,8 @@
-"""Lowerings by name, for programs that call them: `jaten._aten_conv2d(x, w, …)`.
+"""Lookup of lowerings by upstream's names: `jaten._aten_conv2d(x, w, …)`.
 
-What a theme defines is found by its own name. Not every lowering is a function of
-arrays here: a sampler is one of a key, others are of tensors and of an environment. The
-face of such a lowering takes what a program has. Arrays give arrays and tensors give
-tensors; keys are drawn from the environment.
+A module of lowerings defines them by name. Some take a key, tensors or an environment
+instead of arrays. Such a lowering is returned in a wrapper with upstream's arguments:
+arrays give arrays, tensors give tensors, and keys are drawn from the environment.
 """
 
 import functools
@@ -19,19 +18,19 @@ from torchax.environment import env_on
 from torchax.registry.names import Missing, aten, find
 from torchax.registry.operators import Kind, Operator
 
-# What a lowering here never gets, and programs may pass.
+# Options that programs may pass and lowerings do not take.
 _OF_TORCH = ("layout", "device", "pin_memory", "memory_format", "requires_grad", "out")
 
 
 def lookup(
   name: str, themes: Iterable[ModuleType], operators: Iterable[Operator]
 ) -> Any:
-  """A function of a theme by its name; None where no theme defines it.
+  """Return a function of the modules `themes` by its name; None if none defines it.
 
   Args:
-    name: as the theme has it.
-    themes: where it is looked for.
-    operators: the registered ones, which say what a function takes.
+    name: name of the function in its module.
+    themes: modules of lowerings to search.
+    operators: registered operators, which tell the arguments of a function.
   """
   for theme in themes:
     found = vars(theme).get(name)
@@ -53,7 +52,7 @@ def _face(lowering: Callable, operator: Operator) -> Callable:
 
 
 def of_aten(name: str) -> Callable | None:
-  """`_aten_<op>` of arrays, for what runs here without a lowering of that name."""
+  """Return `_aten_<op>` on arrays, for operations without a lowering of that name."""
   packet = find(name, aten, name.removeprefix("_aten_"))
   if not name.startswith("_aten_") or isinstance(packet, Missing):
     return None
@@ -63,11 +62,11 @@ def of_aten(name: str) -> Callable | None:
 
 
 def of_tensors(function: Callable, *, needs_env: bool = False) -> Callable:
-  """A function of tensors as one of arrays too: arrays in, arrays out.
+  """Wrap a function of tensors so that it also maps arrays to arrays.
 
   Args:
     function: takes tensors and may call torch.
-    needs_env: it takes the environment as `env=`.
+    needs_env: `function` takes the environment as `env=`.
   """
 
   @_called_like(function)
@@ -85,12 +84,12 @@ def of_tensors(function: Callable, *, needs_env: bool = False) -> Callable:
 
 
 def _called_like(function: Callable) -> Callable:
-  """`functools.wraps`; what torch has written in C++ shows no signature."""
+  """Return `functools.wraps`, or the identity for functions of torch's C++."""
   return functools.wraps(function) if inspect.isfunction(function) else lambda run: run
 
 
 def in_environment(function: Callable) -> Callable:
-  """A function that wants `env=`, with the one that is on by default."""
+  """Wrap a function that needs `env=`; by default it gets the current environment."""
 
   @functools.wraps(function)
   def run(*args, env=None, **kwargs):
@@ -100,7 +99,7 @@ def in_environment(function: Callable) -> Callable:
 
 
 def _drawing(sampler: Callable) -> Callable:
-  """A sampler with upstream's arguments: without a key, with an environment."""
+  """Wrap a sampler in upstream's arguments: an environment instead of a key."""
 
   @functools.wraps(sampler)
   def draw(*args, env=None, generator=None, **kwargs):
