@@ -1,5 +1,8 @@
 """Torchax runs PyTorch programs on JAX.
 
+Importing it registers the device "jax". `compile` and `interop.jax_jit` compile a
+function; `interop.call_jax` and `interop.jax_view` use JAX directly.
+
 >>> import torch, torchax
 >>> with torchax.default_env():
 ...   torch.ones(2, device="jax") + 1
@@ -63,52 +66,84 @@ unsupported_dtype = [
 
 
 def enable_globally() -> None:
-  """Turns the default environment on for the rest of this thread."""
+  """Turn the default environment on for the rest of this thread.
+
+  Tensors on jax work without it, too. `treat_cuda_as_jax_device` applies only while the
+  environment is on. Calls nest.
+
+  >>> torchax.enable_globally()
+  >>> torchax.default_env().enabled
+  True
+  >>> torchax.disable_globally()
+  """
   default_env().enable_torch_modes()
 
 
 def disable_globally() -> None:
-  """Undoes `enable_globally`."""
+  """Undo one `enable_globally` of this thread.
+
+  Raises:
+    RuntimeError: the default environment is not enabled on this thread.
+  """
   default_env().disable_torch_modes()
 
 
 @contextlib.contextmanager
 def disable_temporarily() -> Iterator[None]:
-  """Plain torch inside the block; the environment is back after it, also on errors."""
+  """Run plain torch inside the block; restore the environment after it.
+
+  >>> with torchax.default_env(), torchax.disable_temporarily():
+  ...   torchax.default_env().enabled
+  False
+  """
   with default_env().disabled():
     yield
 
 
 def enable_accuracy_mode() -> None:
-  """64-bit types, the highest matmul precision, and torch's result dtypes."""
+  """Enable 64-bit types, the highest matmul precision and torch's result dtypes.
+
+  Changes JAX's configuration and the default environment, for the whole process. Call
+  it before the first tensor is created.
+
+  >>> torchax.enable_accuracy_mode()
+  >>> torch.ones(1, device="jax", dtype=torch.float64).jax().dtype
+  dtype('float64')
+  >>> torchax.enable_performance_mode()
+  """
   jax.config.update("jax_enable_x64", True)
   jax.config.update("jax_default_matmul_precision", "highest")
   default_env().config.internal_respect_torch_return_dtypes = True
 
 
 def enable_performance_mode() -> None:
-  """32-bit types and the fastest matmul precision of the device."""
+  """Select 32-bit types and the device's default (fastest) matmul precision.
+
+  Undoes `enable_accuracy_mode`, for the whole process.
+  """
   jax.config.update("jax_enable_x64", False)
   jax.config.update("jax_default_matmul_precision", "default")
   default_env().config.internal_respect_torch_return_dtypes = False
 
 
 def clear_caches() -> None:
-  """Drops all compiled programs and gives their memory back.
+  """Drop all compiled programs and free their memory.
 
-  Of eager operations, compiled functions and JAX itself, as `jax.clear_caches` does.
-  Nothing else changes: what is called again is compiled again. Tensors stay, and so
-  does what backward passes that are still to come need.
+  Includes the programs of eager operations, of compiled functions and of JAX
+  (`jax.clear_caches`). Later calls compile again. Tensors stay, and so do the values
+  saved for backward passes.
+
+  >>> torchax.clear_caches()
   """
   programs.clear()
 
 
 def _means_jax(location: str) -> bool:
-  """Whether files are to be loaded onto jax: "jax:0", and "cuda" in the environment."""
+  """Return True for devices that mean jax: "jax:0", and "cuda" in the environment."""
   return environment.env_on()._should_use_torchax_tensor(location)
 
 
-# What upstream defines in `torchax.tensor`, and its home here.
+# Names that upstream defines in `torchax.tensor`, by the module that defines them here.
 _OF_TENSOR = {
   environment: (
     *("Environment", "RuntimeProperty", "XLADispatchMode", "XLAFunctionMode"),
@@ -118,7 +153,7 @@ _OF_TENSOR = {
 }
 
 
-# All ways to JAX. A process that was forked after JAX had started has them closed.
+# All calls into JAX. They raise in a process that was forked after JAX had started.
 _WAYS_TO_JAX = (
   (Environment, "dispatch"),
   (Environment, "shapes"),
@@ -141,13 +176,13 @@ _WAYS_TO_JAX = (
 
 
 def _compose() -> None:
-  """Connects the layers; everything below this module is independent of it."""
+  """Connect the layers; the modules below do not import this one."""
   programs.limit(lambda: default_env().config.compilation_cache_size)
   programs.before_first(compile_times.listen)
   for module in (factories, shortcuts, indexing, reshapes, higher_order):
     environment.on_creation(module.register_functions)
   forks.watch(_WAYS_TO_JAX)
-  # `rng.explain` and `rng.replay` run functions, which is for layers above `rng`.
+  # `rng.explain` and `rng.replay` run functions, which only layers above `rng` can.
   rng.ledger.Explainer.trace = draw_counts.dry_run
   rng.ledger.Explainer.redraw = recorded_draws.redraw
   for module, names in _OF_TENSOR.items():

@@ -1,7 +1,8 @@
 """`Environment`: configuration, operator table, random state and conversions.
 
-An operation on jax tensors belongs to their environment, a factory to the one that is
-on in this thread or task; by default both are the one of `default_env()`.
+An operation on jax tensors runs in their environment, a factory in the one that is on
+in this thread or task. By default both are `default_env()`. Operators are chosen in
+`dispatch/dispatcher.py`.
 """
 
 import contextlib
@@ -63,12 +64,12 @@ _on_creation: list[Callable[["Environment"], None]] = []
 
 
 def on_creation(hook: Callable[["Environment"], None]) -> None:
-  """Call `hook(env)` with each environment that is made from now on."""
+  """Call `hook(env)` for each environment created later."""
   _on_creation.append(hook)
 
 
 class _Entered(threading.local):
-  """The modes that this thread has entered, a list for each time."""
+  """Modes that this thread has entered, one list per entry."""
 
   stack: tuple = ()
 
@@ -86,21 +87,22 @@ def _decomposition(operation, function) -> Operator:
 
 
 class Environment(contextlib.ContextDecorator):
-  """Runs torch code on JAX; usually the one of `default_env()`.
+  """Context in which torch code runs on JAX; usually `default_env()`.
 
-  It is on in the thread and task that has turned it on. Its random streams are its own:
-  what other environments draw, and their seeds, do not change its numbers.
+  It is on in the thread and task that turned it on. Each environment has its own random
+  streams: draws and seeds of others do not change its numbers.
 
   Args:
     configuration: switches; see `Configuration`.
-    seed: of its random streams, in [-2**63, 2**64); by default that of torch's own
-      generator. `torch.manual_seed` re-seeds all environments, as all devices of torch.
+    seed: seed of its random streams, in [-2**63, 2**64); by default the seed of torch's
+      generator. `torch.manual_seed` re-seeds all environments, like all devices.
 
   Attributes:
+    config: its `Configuration`.
     streams: its random streams.
 
   Raises:
-    SeedError, ValueError: not a seed.
+    SeedError, ValueError: `seed` is not an integer, or out of range.
 
   >>> import torch, torchax
   >>> one, other = (torchax.Environment(seed=7) for _ in range(2))
@@ -131,20 +133,20 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def enabled(self) -> bool:
-    """True where it is on in this thread or task, and not suspended."""
+    """True if it is on in this thread or task, and not disabled."""
     is_on = self in switches.on.get() or self in switches.on_thread.environments
     return is_on and self not in switches.suspended.get()
 
   def enable_torch_modes(self) -> None:
-    """Turns the environment on for the rest of this thread; calls nest."""
+    """Turn the environment on for the rest of this thread; calls nest."""
     switches.on_thread.environments += (self,)
     self._enter_modes()
 
   def disable_torch_modes(self, *exc) -> None:
-    """Undoes one `enable_torch_modes` of this thread.
+    """Undo one `enable_torch_modes` of this thread.
 
     Raises:
-      RuntimeError: the environment is not on for the rest of the thread.
+      RuntimeError: the environment is not enabled on this thread.
     """
     before = switches.on_thread.environments
     switches.on_thread.environments = switches.without(before, self)
@@ -155,7 +157,7 @@ class Environment(contextlib.ContextDecorator):
     self._exit_modes(*exc)
 
   def _enter_modes(self) -> None:
-    """Enters the modes that this environment needs; there are none by default."""
+    """Enter the modes that this environment needs; by default none."""
     modes = [*self._given_modes.values()]
     if self.config.treat_cuda_as_jax_device and "function" not in self._given_modes:
       modes.append(XLAFunctionMode(self))
@@ -165,7 +167,7 @@ class Environment(contextlib.ContextDecorator):
 
   def _exit_modes(self, *exc) -> None:
     if not self._entered.stack:
-      return  # on in the context of another thread
+      return  # entered by another thread
     *rest, modes = self._entered.stack
     self._entered.stack = tuple(rest)
     for mode in reversed(modes):
@@ -173,9 +175,9 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def _function_mode(self):
-    """Mode for torch functions, of programs written for upstream.
+    """Mode for torch functions, for programs written for upstream.
 
-    One that is set is entered wherever the environment is turned on from then on.
+    A mode assigned here is entered whenever the environment is turned on later.
     """
     return self._given_modes.get("function") or XLAFunctionMode(self)
 
@@ -194,7 +196,7 @@ class Environment(contextlib.ContextDecorator):
 
   @contextlib.contextmanager
   def disabled(self) -> Iterator[None]:
-    """Plain torch inside the block, whatever happens in it."""
+    """Run plain torch inside the block, even if the environment is entered there."""
     switches.push(switches.suspended, self)
     try:
       yield
@@ -213,33 +215,33 @@ class Environment(contextlib.ContextDecorator):
   # Operations -----------------------------------------------------------------------
 
   def load_ops(self) -> None:
-    """Kept for upstream's callers: operators are found when they are first used."""
+    """Do nothing: operators are looked up at their first use. Upstream calls this."""
 
   def dispatch(self, func, types, args, kwargs):
-    """Runs one ATen operation on jax tensors."""
+    """Run one ATen operation on jax tensors."""
     if self.config.debug_print_each_op or self.config.debug_accuracy_for_each_op:
       return debug.dispatch(self, self._dispatcher, func, args, kwargs or {})
     return self._dispatcher(func, args, kwargs)
 
   def plan_for(self, func):
-    """What runs for an overload; raises OperatorNotFound if nothing does."""
+    """Return the plan for an overload; raise OperatorNotFound if there is none."""
     return self._dispatcher.plan_for(func)
 
   def shapes(self, func, args, kwargs):
-    """What a lowering gives for arrays of given shapes; see `Dispatcher.shapes`."""
+    """Return the result shapes and dtypes of a lowering; see `Dispatcher.shapes`."""
     return self._dispatcher.shapes(func, args, kwargs)
 
   def draw(self, func, args):
-    """Runs a random operation; returns its result, and its draw for `redraw`."""
+    """Run a random operation; return its result, and its draw for `redraw`."""
     draws: list = []
     run = functools.partial(self._dispatcher.draw, draws)
     result = debug.dispatch(self, run, func, args, {})
     return result, draws[-1]
 
   def redraw(self, func, draw, args, kwargs=None):
-    """Runs a random operation with the key of an earlier draw (`draw`).
+    """Run a random operation with the key of an earlier draw (`draw`).
 
-    For gradients that need the numbers of the forward pass again.
+    Gradients that need the numbers of the forward pass call this.
     """
     return device_plans.inner(self._dispatcher.plan_for(func)).redraw(
       draw, args, kwargs
@@ -248,18 +250,24 @@ class Environment(contextlib.ContextDecorator):
   def override_op_definition(
     self, op_to_override, op_impl, is_view_op=False, is_jax_function=False
   ) -> None:
-    """Uses another lowering in this environment, from now on.
+    """Replace the lowering of an operation in this environment.
 
-    What ran before is `env._ops[op].replaced`, and `env._ops[op] = …` puts it back.
+    The former operator is `env._ops[op].replaced`; `env._ops[op] = …` restores it.
 
     Args:
       op_to_override: ATen overload or packet, or a torch function.
-      op_impl: function of jax tensors, which may call torch operations; below autograd
-        for an ATen operation, above it for a torch function.
-      is_view_op: `op_impl` may alias or change its arguments. Tensors come as they are
-        either way: this is upstream's flag.
-      is_jax_function: `op_impl` takes arrays instead; then it is compiled, and JAX
-        differentiates it for a torch function.
+      op_impl: function of jax tensors, which may call torch operations. It runs below
+        autograd for an ATen operation, above it for a torch function.
+      is_view_op: upstream's flag for an `op_impl` that aliases or changes its
+        arguments. It has no effect here.
+      is_jax_function: `op_impl` takes arrays instead. It is compiled, and JAX
+        differentiates it if it replaces a torch function.
+
+    >>> env = Environment()
+    >>> double = lambda x: 2 * x
+    >>> env.override_op_definition(aten.sin, double, is_jax_function=True)
+    >>> torch.sin(env.to_xla(torch.ones(1)))
+    tensor([2.], device='jax:0')
     """
     known = self._ops.get(op_to_override)
     self._ops[op_to_override] = Operator(
@@ -272,12 +280,12 @@ class Environment(contextlib.ContextDecorator):
     )
 
   def _changed(self, operation) -> None:
-    """Drops what was prepared for the operators of before."""
+    """Drop the plans made for the former operators."""
     self._dispatcher.forget()
     self.functions.forget()
 
   def _get_op_or_decomp(self, func) -> Operator:
-    """The operator that runs for an operation, or its decomposition.
+    """Return the operator or the decomposition for an operation.
 
     Raises:
       OperatorNotFound: neither exists.
@@ -305,29 +313,33 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def rng(self) -> RngStream:
-    """The stream that its operations draw from now, in this thread or task."""
+    """Current stream of its operations, in this thread or task."""
     return rng.current(self.streams)
 
   def rng_scope(self, value: Any) -> contextlib.AbstractContextManager[RngStream]:
-    """Draws from a seed, key or state inside the block; see `torchax.rng.rng_scope`."""
+    """Draw from a seed, key or state inside the block; see `torchax.rng.rng_scope`."""
     return rng.rng_scope(value, self.streams)
 
   @ending_at_the_user
   def manual_seed(self, key) -> None:
-    """Re-seeds this environment alone; see `torchax.rng.manual_seed`.
+    """Re-seed this environment only; see `torchax.rng.manual_seed`.
 
     Args:
       key: a seed, a 0-d integer tensor, or a typed key.
+
+    Raises:
+      SeedError, ValueError: `key` is none of these, or out of range.
     """
     impl = self.config.prng_impl if isinstance(key, int) else None
     rng.manual_seed(key, impl, self.streams)
 
   @property
   def prng_key(self) -> jax.Array:
-    """A typed key for the rest of the current stream, which goes on from it.
+    """Typed key for the rest of the current stream.
 
-    Setting it re-seeds the current stream, so `k = env.prng_key; a = f();
-    env.prng_key = k; b = f()` gives a == b. Look at `env.rng` to change nothing.
+    Reading it re-keys the stream; `env.rng` can be read without that. Setting it
+    re-seeds the stream: after `k = env.prng_key; a = f(); env.prng_key = k; b = f()`,
+    a equals b.
     """
     return self.rng.rebase()
 
@@ -342,7 +354,7 @@ class Environment(contextlib.ContextDecorator):
   def get_and_rotate_prng_key(
     self, generator: torch.Generator | None = None
   ) -> jax.Array:
-    """The key of the next draw of the current stream, or of the generator."""
+    """Return the key of the next draw of the current stream, or of `generator`."""
     if generator is not None:
       key, count = rng.generator_operands(generator, "get_and_rotate_prng_key")
       return rng.fold_in(key, count)
@@ -350,7 +362,7 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def param(self) -> RuntimeProperty:
-    """The properties in force; `param.prng` is `prng_key`."""
+    """Current properties; `param.prng` is `prng_key`."""
     return dataclasses.replace(
       self._property.content[-1],
       prng=self.prng_key,
@@ -359,7 +371,7 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def _mesh(self):
-    """The mesh in force, `param.mesh`; setting it counts for the block around it."""
+    """Current mesh, `param.mesh`; an assignment lasts to the end of the block."""
     return self._property.content[-1].mesh
 
   @_mesh.setter
@@ -370,10 +382,15 @@ class Environment(contextlib.ContextDecorator):
   def override_property(
     self, *, mesh=_None, prng=_None, autocast_dtype=_None
   ) -> Iterator[None]:
-    """Replaces properties inside the block: the mesh, the key to draw from, autocast.
+    """Override properties inside the block.
+
+    Args:
+      mesh: device mesh.
+      prng: seed, key or state to draw from.
+      autocast_dtype: dtype of autocast; None turns autocast off.
 
     Raises:
-      TypeError: `autocast_dtype` is neither None nor a dtype that autocast takes.
+      TypeError: `autocast_dtype` is neither None nor supported by autocast.
     """
     with contextlib.ExitStack() as scopes:
       if autocast_dtype is not _None:
@@ -387,10 +404,10 @@ class Environment(contextlib.ContextDecorator):
   # Conversions ----------------------------------------------------------------------
 
   def admit(self, tensor: torch.Tensor, name: str, cpu_ok: bool = False) -> jax.Array:
-    """The array for a tensor of another device among an operation's arguments.
+    """Convert an operand that is not on jax to an array.
 
     Raises:
-      MixedDeviceError: unless it is a 0-d CPU tensor, as torch allows.
+      MixedDeviceError: `tensor` is not a 0-d CPU tensor, the kind that torch allows.
     """
     scalar_ok = self.config.allow_mixed_math_with_scalar_tensor and not tensor.dim()
     if tensor.device.type == "cpu" and (cpu_ok or scalar_ok):
@@ -407,10 +424,10 @@ class Environment(contextlib.ContextDecorator):
     )
 
   def t2j_iso(self, torchtensors):
-    """Jax tensors in a tree as their arrays; nothing is copied.
+    """Convert jax tensors in a tree to arrays, without copying.
 
     Raises:
-      MixedDeviceError: a tensor of another device, unless 0-d on the CPU.
+      MixedDeviceError: a tensor is on another device, except a 0-d CPU tensor.
     """
 
     def convert(value):
@@ -425,20 +442,20 @@ class Environment(contextlib.ContextDecorator):
     return torch_pytree.tree_map(convert, torchtensors)
 
   def j2t_iso(self, jaxarray):
-    """Arrays in a tree as jax tensors; nothing is copied."""
+    """Convert arrays in a tree to jax tensors, without copying."""
     return torch_pytree.tree_map(
       lambda value: new_tensor(value, self) if isinstance(value, jax.Array) else value,
       jaxarray,
     )
 
   def v2t_iso(self, views):
-    """Views in a tree as tensors with memory of their own."""
+    """Copy views in a tree to tensors with their own memory."""
     return torch_pytree.tree_map(
       lambda value: value.torch() if isinstance(value, View) else value, views
     )
 
   def t2j_copy(self, args):
-    """CPU tensors in a tree as new arrays."""
+    """Copy CPU tensors in a tree to arrays."""
 
     def convert(value):
       if isinstance(value, Tensor):
@@ -448,7 +465,7 @@ class Environment(contextlib.ContextDecorator):
     return torch_pytree.tree_map(convert, args)
 
   def j2t_copy(self, args):
-    """Arrays and tensors in a tree as new CPU tensors."""
+    """Copy arrays and tensors in a tree to CPU tensors."""
     return torch_pytree.tree_map(
       lambda value: (
         mappings.j2t(value) if isinstance(value, jax.Array | torch.Tensor) else value
@@ -457,7 +474,11 @@ class Environment(contextlib.ContextDecorator):
     )
 
   def to_xla(self, torchvalues):
-    """CPU tensors in a tree as new jax tensors; a module is moved."""
+    """Copy CPU tensors in a tree to jax tensors; move modules.
+
+    >>> default_env().to_xla([torch.ones(1), "a"])
+    [tensor([1.], device='jax:0'), 'a']
+    """
     return torch_pytree.tree_map(self._move_one_value, torchvalues)
 
   def _move_one_value(self, val):
@@ -468,20 +489,20 @@ class Environment(contextlib.ContextDecorator):
     return self.moved(val)
 
   def moved(self, tensor: torch.Tensor, device=None, dtype=None) -> Tensor:
-    """A CPU tensor as a new jax tensor, on the device of an index if it names one."""
+    """Copy a CPU tensor to jax, to the device with an index if `device` has one."""
     array = self.array_of(tensor, placement.target_of(device), dtype)
     return new_tensor(array, self)
 
   @staticmethod
   def array_of(tensor: torch.Tensor, target, dtype=None) -> jax.Array:
-    """The array of a CPU tensor; `target` as from `placement.target_of`."""
+    """Copy a CPU tensor to an array; `target` is from `placement.target_of`."""
     host_operations.note(tensor)
     return placement.make(lambda: mappings.t2j(tensor, dtype=dtype), target)
 
   # Devices --------------------------------------------------------------------------
 
   def _should_use_torchax_tensor(self, device) -> bool:
-    """True when tensors of this device are made on jax."""
+    """Return True if tensors for this device are created on jax."""
     if device is None:
       device = torch.get_default_device()
     kind = torch.device(device).type
@@ -499,7 +520,7 @@ class Environment(contextlib.ContextDecorator):
     return index is None or index == the_tensor.device.index
 
   def _to_copy(self, the_tensor: torch.Tensor, new_dtype, new_device) -> torch.Tensor:
-    """A copy in another dtype, on another device; gradients flow through it."""
+    """Copy to another dtype or device; gradients flow through the copy."""
     if self._is_same_device(the_tensor, new_device):
       return aten._to_copy.default(the_tensor, dtype=new_dtype)
     to_jax = self._should_use_torchax_tensor(new_device)
@@ -510,7 +531,7 @@ class Environment(contextlib.ContextDecorator):
     return Move.apply(the_tensor, new_dtype, as_jax(new_device), self)
 
   def _torch_Tensor_to(self, args, kwargs):
-    """`Tensor.to` with all the forms of its arguments."""
+    """Run `Tensor.to`, with all its signatures."""
     tensor, *rest = args
     device, dtype, _, copy = arguments_of_to(rest, kwargs)
     is_same = self._is_same_device(tensor, device) and (
@@ -519,7 +540,7 @@ class Environment(contextlib.ContextDecorator):
     return tensor if is_same and not copy else self._to_copy(tensor, dtype, device)
 
   def _handle_tensor_constructor(self, func, args, kwargs):
-    """Runs a factory function on jax if its device says so."""
+    """Run a factory function, on jax if its device means jax."""
     device = kwargs.get("device") or torch.get_default_device()
     if not self._should_use_torchax_tensor(device):
       return func(*args, **kwargs)
@@ -531,7 +552,11 @@ _default_env_lock = threading.Lock()
 
 
 def default_env() -> Environment:
-  """The environment of this process; made on the first call."""
+  """Return the default environment of this process; the first call creates it.
+
+  >>> default_env() is default_env()
+  True
+  """
   global _default_env
   if _default_env is None:
     with _default_env_lock:
@@ -543,7 +568,7 @@ def default_env() -> Environment:
 
 
 def env_on() -> Environment:
-  """The environment that is on in this thread or task; by default, the default one."""
+  """Return the innermost environment on in this thread or task, or the default one."""
   found = switches.on.get() or switches.on_thread.environments
   return found[-1] if found else default_env()
 
