@@ -1,7 +1,7 @@
 """Stacks of equal layers, run by a loop that is compiled for one layer.
 
-`ScannedModule` is such a loop; `scan_layers` finds the stacks of a model and puts one
-in the place of each.
+`ScannedModule` is such a loop. `scan_layers` finds the stacks in a model and replaces
+each by a `LayerStack`. `torchax.train` exports both.
 """
 
 import dataclasses
@@ -19,33 +19,37 @@ from torchax.interop import gradient_checkpoint, jax_jit, scan
 
 
 class Container:
-  """Holds a module without making it a part of the one that holds the container."""
+  """Holder of a module, which hides it from the parent's list of submodules."""
 
   one_mod: torch.nn.Module
 
 
-# Of one module: for each form of its arguments.
+# Per module; it has one body for each structure of its arguments.
 MOST_BODIES = 64
 
 
 class ScannedModule(torch.nn.Module):
-  """A stack of equal layers, run by a loop that is compiled for one layer.
+  """Stack of equal layers, run by a loop that is compiled for one layer.
 
   Compile time does not grow with the depth. The tensors of the layers are stacked: a
-  parameter `weight` of shape (…) is here one of shape (layers, …) in `params`.
-  Dropouts draw what the unrolled stack would draw (in the order mode of
-  `torchax.rng.address_by`: all layers are one site).
+  parameter `weight` of shape (…) becomes one of shape (layers, …) in `params`. In the
+  order mode of `torchax.rng.address_by`, dropouts draw the numbers of the unrolled
+  stack; in the site mode all layers are one site.
 
   Args:
-    module_list: layers of one structure. The first argument of a layer is its input,
+    module_list: layers of equal structure. The first argument of a layer is its input,
       and its result is the input of the next; all other arguments go to every layer.
-    checkpoint_policy: of `jax.checkpoint`, or its name there, such as "dots_saveable";
-      where given, layers are recomputed in the backward pass, but for what the policy
-      keeps.
+    checkpoint_policy: policy of `jax.checkpoint`, or its name, such as "dots_saveable".
+      The backward pass then recomputes all values that the policy does not save.
 
   Raises:
-    ValueError: no layers, or layers whose tensors differ in name, shape or dtype; a
-      policy that does not exist.
+    ValueError: there are no layers, their tensors differ in name, shape or dtype, or
+      the policy does not exist.
+
+  >>> layers = [torch.nn.Linear(2, 2).to("jax") for _ in range(3)]
+  >>> stack = ScannedModule(layers)
+  >>> stack.params["weight"].shape, stack(torch.ones(1, 2, device="jax")).shape
+  (torch.Size([3, 2, 2]), torch.Size([1, 2]))
   """
 
   def __init__(self, module_list: Sequence[torch.nn.Module], checkpoint_policy=None):
@@ -72,15 +76,15 @@ class ScannedModule(torch.nn.Module):
       self.register_buffer(self._param_name_new(name), stacked[name][0])
 
   def _param_name_new(self, old: str) -> str:
-    """The name of a layer's tensor as one that a ParameterDict takes."""
+    """Return the key of a layer's tensor in a ParameterDict, which allows no dots."""
     return "___".join(old.split("."))
 
   def _param_name_old(self, new: str) -> str:
-    """The name that `_param_name_new` was given."""
+    """Invert `_param_name_new`."""
     return ".".join(new.split("___"))
 
   def _stack_layer_weights(self, module_list) -> dict[str, tuple[torch.Tensor, bool]]:
-    """Tensors of shape (layers, …) and whether they are trained, by name."""
+    """Return by name: tensors of shape (layers, …) and their `requires_grad`."""
     tables = [
       {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
       for layer in module_list
@@ -101,12 +105,12 @@ class ScannedModule(torch.nn.Module):
       }
 
   def train(self, mode: bool = True) -> "ScannedModule":
-    """Sets the mode of the layers too."""
+    """Set the mode of this module and of the layers."""
     self.c.one_mod.train(mode)
     return super().train(mode)
 
   def forward(self, *args, **kwargs):
-    """Runs all layers; the arguments are those of a layer."""
+    """Run all layers; takes the arguments of one layer."""
     if not args:
       raise TypeError(
         "ScannedModule needs the input of the first layer as an argument."
@@ -127,7 +131,7 @@ class ScannedModule(torch.nn.Module):
     return result
 
   def next_input(self, result):
-    """What of a layer's result is the input of the next one."""
+    """Return the next layer's input, given a layer's result."""
     return result
 
   def _run_layer(self, arguments: Partition, carry, tensors):
@@ -149,14 +153,14 @@ class ScannedModule(torch.nn.Module):
 
 
 class LayerStack(ScannedModule):
-  """Equal layers in the place of the first of them in their list.
+  """Stack that replaces equal neighbours in a list of modules.
 
-  Its state is saved and loaded as that of the layers, by the names they had.
+  It takes the index of the first layer. State dicts keep the names of the layers.
 
   Args:
     layers: the modules.
-    names: of the layers in their list.
-    unpacks: a layer's result is a tuple whose first value is the next one's input.
+    names: keys of the layers in their list.
+    unpacks: True if layers return a tuple whose first value is the next one's input.
     checkpoint_policy: see `ScannedModule`.
   """
 
@@ -169,27 +173,26 @@ class LayerStack(ScannedModule):
     self._others: list = []
 
   def __getattr__(self, name: str):
-    """Other attributes are those of the first layer, which models ask what it is."""
+    """Look up other attributes on the first layer; models read a layer's attributes."""
     try:
       return super().__getattr__(name)
     except AttributeError:
-      if "_others" not in self.__dict__:  # while it is made, or copied
+      if "_others" not in self.__dict__:  # during __init__, or a copy
         raise
       return getattr(self.c.one_mod, name)
 
   def tensor_names(self) -> dict[str, str]:
-    """The names of the stacked tensors here -> those that a layer has for them."""
+    """Return the names of a layer's tensors, by the names of the stacked tensors."""
     names = {f"params.{name}": self._param_name_old(name) for name in self.params}
     names.update({self._param_name_new(name): name for name in self._layer_buffers})
     return names
 
   def forward(self, *args, **kwargs):
-    """Runs all layers; the arguments are those of a layer, the result as well."""
+    """Run all layers; takes the arguments and returns the result of one layer."""
     result = super().forward(*args, **kwargs)
     return (result, *self._others) if self._unpacks else result
 
   def next_input(self, result):
-    """What of a layer's result is the input of the next one."""
     if not self._unpacks:
       return result
     first, *self._others = result
@@ -203,7 +206,7 @@ class LayerStack(ScannedModule):
 
 
 def _unstack(stack: LayerStack, state: dict, prefix: str, _) -> None:
-  """Gives the tensors of a state the names that the layers had."""
+  """Replace the stacked tensors of a state dict by those of the layers."""
   parent = prefix.removesuffix(f"{stack._names[0]}.")
   for stacked, name in stack.tensor_names().items():
     tensor = state.pop(prefix + stacked, None)
@@ -213,7 +216,7 @@ def _unstack(stack: LayerStack, state: dict, prefix: str, _) -> None:
 
 
 def _restack(parent: torch.nn.Module, state: dict, prefix: str, *_) -> None:
-  """Stacks the tensors of layers in a state that is loaded into their list."""
+  """Stack the tensors of layers in a state dict that is loaded into their list."""
   for key, stack in parent.named_children():
     if not isinstance(stack, LayerStack):
       continue
@@ -226,7 +229,7 @@ def _restack(parent: torch.nn.Module, state: dict, prefix: str, *_) -> None:
 
 @dataclasses.dataclass
 class _Call:
-  """One call of a layer while a model runs: its arguments and its result."""
+  """Arguments and result of one call of a layer."""
 
   args: tuple
   kwargs: dict
@@ -234,7 +237,7 @@ class _Call:
 
 
 def _same(first, second) -> bool:
-  """The very same tensors, and equal values of anything else."""
+  """Compare two values: tensors by identity, everything else by equality."""
   if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
     return first is second
   if isinstance(first, tuple | list) and type(first) is type(second):
@@ -251,7 +254,7 @@ def _first(result):
 
 
 def _why_no_stack(calls: Sequence[list[_Call]]) -> str | None:
-  """Why layers that were called so are no stack; None where they are one."""
+  """Return the reason why layers called like this are no stack; None if they are."""
   if any(len(made) != 1 for made in calls):
     return "each layer of a stack is called once"
   made = [each[0] for each in calls]
@@ -280,9 +283,9 @@ def _structure(layer: torch.nn.Module) -> tuple:
 
 
 def _candidates(model: torch.nn.Module) -> dict[str, list[list[str]]]:
-  """Name of a list of modules -> the names of equal neighbours in it, two or more.
+  """Return runs of two or more equal neighbours, by the name of their list of modules.
 
-  None for a `ModuleList` of layers that are not all equal.
+  A `ModuleList` of layers that are not all equal has no runs.
   """
   found: dict[str, list[list[str]]] = {}
   for name, module in model.named_modules():
@@ -298,14 +301,14 @@ def _candidates(model: torch.nn.Module) -> dict[str, list[list[str]]]:
         runs.append([key])
       last = structure
     if isinstance(module, torch.nn.ModuleList) and len(runs) > 1:
-      found[name] = []  # whoever walks through the list would meet the others too
+      found[name] = []  # the model iterates over the other layers, too
     elif any(len(run) > 1 for run in runs):
       found[name] = [run for run in runs if len(run) > 1]
   return found
 
 
 def _calls(model, layers, args, kwargs) -> dict[torch.nn.Module, list[_Call]]:
-  """The calls of layers in one run of a model that computes nothing."""
+  """Trace a model once, without computing; return the calls of its layers."""
   calls: dict[torch.nn.Module, list[_Call]] = {layer: [] for layer in layers}
 
   def before(layer, args, kwargs):
@@ -320,7 +323,7 @@ def _calls(model, layers, args, kwargs) -> dict[torch.nn.Module, list[_Call]]:
     hooks.append(layer.register_forward_hook(after, with_kwargs=True))
 
   def run(*args, **kwargs):
-    for made in calls.values():  # what is found out while tracing may take another run
+    for made in calls.values():  # tracing may run the model more than once
       made.clear()
     return model(*args, **kwargs)
 
@@ -335,29 +338,36 @@ def _calls(model, layers, args, kwargs) -> dict[torch.nn.Module, list[_Call]]:
 def scan_layers(
   model: torch.nn.Module, *args, policy: str | Callable | None = None, **kwargs
 ) -> torch.nn.Module:
-  """Has the stacks of equal layers in a model run as loops, each compiled once.
+  """Replace the stacks of equal layers in a model by loops, each compiled once.
 
-  The time to compile the model does not grow with its depth then. A stack is found by
-  one run of the model that computes and draws nothing: two or more neighbours of equal
-  structure in a `ModuleList` or `Sequential`, each called once with the result of the
-  one before it and otherwise the same arguments. In its list a `LayerStack` takes the
-  place of the first, and the others go; `state_dict` and `load_state_dict` know the
-  tensors by the names they had. Make the optimizer afterwards.
+  The compile time of the model then does not grow with its depth. A stack consists of
+  two or more neighbours of equal structure in a `ModuleList` or `Sequential`. Each is
+  called once, with the result of its predecessor and otherwise the same arguments. One
+  trace of the model, without computation or draws, finds them.
+
+  A `LayerStack` replaces the first layer of a stack; the other layers are removed from
+  the list. `state_dict` and `load_state_dict` keep the names of the tensors. Create the
+  optimizer afterwards.
 
   Args:
-    model: on jax; it is changed.
+    model: module on jax; it is changed in place.
     *args, **kwargs: example arguments of the model; only their shapes count. Turn off
-      caches and what returns the results of single layers (`use_cache=False`).
-    policy: of `jax.checkpoint` or its name there, such as "dots_saveable" or
-      "nothing_saveable": layers are recomputed in the backward pass but for what it
-      keeps. "offload_dots" keeps the results of matrix products in the host's memory.
+      caches and results of single layers (`use_cache=False`).
+    policy: policy of `jax.checkpoint`, or its name, such as "dots_saveable" or
+      "nothing_saveable". The backward pass then recomputes all values that the policy
+      does not save. "offload_dots" saves results of matrix products in host memory.
 
   Returns:
     The model.
 
   Raises:
-    ValueError: it has no stack, with the reason for each list of equal layers; or there
-      is no such policy.
+    ValueError: the model has no stack (the message gives the reason for each list of
+      equal layers), or the policy does not exist.
+
+  >>> layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+  >>> model = torch.nn.Sequential(*layers).to("jax")
+  >>> [type(m).__name__ for m in scan_layers(model, torch.ones(1, 2, device="jax"))]
+  ['LayerStack']
   """
   stacks, reasons = _found_stacks(model, args, kwargs, policy_of(policy))
   if not stacks:
@@ -377,7 +387,7 @@ def scan_layers(
 
 
 def _found_stacks(model: torch.nn.Module, args, kwargs, policy) -> tuple[list, list]:
-  """Stacks as (name of their list, keys in it, stack), and why others are none."""
+  """Return stacks as (name of list, keys in it, stack), and reasons against others."""
   lists = _candidates(model)
   runs = [(name, run) for name, found in lists.items() for run in found]
   layers = {
@@ -412,14 +422,17 @@ _POLICIES = (
 
 
 def policy_of(policy: str | Callable | None) -> Callable | None:
-  """A policy of `jax.checkpoint` from its name; None and functions as they are.
+  """Return the policy of `jax.checkpoint` with a name; pass through None and functions.
 
   Args:
-    policy: a name of `jax.checkpoint_policies` that takes no arguments; "offload_dots"
-      for `offload_dot_with_no_batch_dims` from the device to pinned memory of the host.
+    policy: a policy in `jax.checkpoint_policies` without arguments, or "offload_dots"
+      for `offload_dot_with_no_batch_dims` from the device to pinned host memory.
 
   Raises:
-    ValueError: there is none of that name, or the device has no such memory.
+    ValueError: no policy has that name, or the device has no pinned host memory.
+
+  >>> policy_of("dots_saveable") is jax.checkpoint_policies.dots_saveable
+  True
   """
   if not isinstance(policy, str):
     return policy

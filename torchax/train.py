@@ -1,7 +1,7 @@
-"""Training with functional optimizers, and stacks of layers compiled once.
+"""Training steps with Optax, and stacks of layers that are compiled once.
 
-For programs written in JAX's way, with explicit weights and Optax. A plain torch
-training step compiles as it is written: `torchax.interop.jax_jit(step)`.
+For programs in JAX's style, with explicit weights. A plain torch training step needs
+none of this: `torchax.interop.jax_jit(step)` compiles it. Stacks are in `stacks.py`.
 """
 
 from collections.abc import Callable
@@ -41,12 +41,20 @@ def __dir__() -> list[str]:
 
 
 def mark_sharding(x: Sharded, shardings: Any) -> Sharded:
-  """`jax.lax.with_sharding_constraint` of a tensor, or of a tree of tensors.
+  """Apply `jax.lax.with_sharding_constraint` to tensors.
 
   Args:
-    x: the tensors.
-    shardings: a sharding, or a tree of them; explicit axes are taken as well. A bare
-      `PartitionSpec` is about the mesh of the environment (`with mesh_util.Mesh(…):`).
+    x: a tensor, or a tree of tensors, of any shape and dtype.
+    shardings: a sharding, or a tree of them; explicit mesh axes are supported. A bare
+      `PartitionSpec` refers to the environment's mesh (`with mesh_util.Mesh(…):`).
+
+  Returns:
+    `x` with these shardings.
+
+  >>> mesh = jax.make_mesh((1,), ("batch",))
+  >>> x = torch.ones(4, 2, device="jax")
+  >>> mark_sharding(x, NamedSharding(mesh, PartitionSpec("batch"))).shape
+  torch.Size([4, 2])
   """
   mesh = env_on()._mesh
   if mesh is not None:
@@ -66,7 +74,12 @@ def _is_explicit(sharding: NamedSharding) -> bool:
 
 
 def remat(fun: Callable[P, R], **kwargs: Unpack[CheckpointOptions]) -> Callable[P, R]:
-  """`gradient_checkpoint` with the keyword arguments of `jax.remat`."""
+  """Return `gradient_checkpoint(fun)`, with the keyword arguments of `jax.remat`.
+
+  >>> x = torch.ones(2, device="jax")
+  >>> jax_value_and_grad(remat(lambda x: x.sin().sum()))(x)[1].shape
+  torch.Size([2])
+  """
   return gradient_checkpoint(fun, **kwargs)
 
 
@@ -77,27 +90,39 @@ def make_train_step(
   remat_policy: str | Callable[..., Any] | None = None,
   microbatches: int = 1,
 ) -> Callable[[Weights, Buffers, Any, Args, Label], tuple[torch.Tensor, Weights, Any]]:
-  """A training step as a function of everything it changes.
+  """Return a training step as a pure function of weights and optimizer state.
 
   Args:
-    model_fn: `(weights, buffers, args) -> result`; it may draw random numbers, from the
+    model_fn: `(weights, buffers, args) -> result`; it may draw random numbers from the
       current stream.
     loss_fn: `(result, label) -> scalar tensor`.
     optax_optimizer: an `optax.GradientTransformation`.
-    remat_policy: of `jax.checkpoint`, or its name there: what of the forward pass is
-      kept. By default everything is.
-    microbatches: in how many equal parts, one after another, the batch is taken: the
-      tensors of `args` and `label`, along their first dimension. The memory is that of
-      one part; loss and gradients are the means over the parts.
+    remat_policy: policy of `jax.checkpoint`, or its name: values of the forward pass to
+      save. By default all are saved.
+    microbatches: number of equal parts of a batch, run one after another. The tensors
+      in `args` and `label` are split along their first dim, so activations need the
+      memory of one part. Loss and gradients are means over the parts.
 
   Returns:
-    `step(weights, buffers, opt_state, args, label) -> (loss, weights, opt_state)`, of
+    `step(weights, buffers, opt_state, args, label) -> (loss, weights, opt_state)` on
     trees of tensors; compile it with `jax_jit`. The first `opt_state` is
     `torch_view(optax_optimizer.init(jax_view(weights)))`.
 
   Raises:
-    ValueError: `microbatches` is no positive integer, there is no such policy, or a
-      batch that does not divide.
+    ValueError: `microbatches` is below 1, or the policy does not exist. The step raises
+      it for a batch that `microbatches` does not divide.
+
+  >>> import optax
+  >>> from torchax.interop import jax_view
+  >>> sgd = optax.sgd(0.5)
+  >>> model = lambda weights, buffers, x: x @ weights["w"]
+  >>> step = make_train_step(model, torch.nn.functional.mse_loss, sgd)
+  >>> weights = {"w": torch.zeros(1, device="jax")}
+  >>> state = torch_view(sgd.init(jax_view(weights)))
+  >>> x, y = torch.ones(4, 1, device="jax"), torch.ones(4, device="jax")
+  >>> loss, weights, state = step(weights, {}, state, x, y)
+  >>> loss.item(), weights["w"].item()
+  (1.0, 1.0)
   """
 
   def loss(
@@ -124,7 +149,7 @@ def make_train_step(
 
 
 def _in_parts(value_and_grad: Callable, count: int) -> Callable:
-  """The mean of a loss and of its gradients over parts of the batch, in a loop."""
+  """Average a loss and its gradients over parts of the batch, in a loop."""
   if count < 1:
     raise ValueError(f"microbatches is 1 or more, but got {count}.")
   if count == 1:
