@@ -20,7 +20,7 @@
 #   make fuzz SEED=0 COUNT=1000  runs random programs in every way, compares with torch
 #   make soak    runs programs for an hour and looks whether the process grows
 #   make test-statistics  runs the statistical ones with ten times the seeds
-#   make lint    checks style, formatting and types;  make format  mends what it can
+#   make lint    checks style, format, types and language;  make format  fixes format
 #   make bench   measures beside plain JAX and writes output/benchmarks.json
 #   make bench-accelerator  measures on the device that JAX finds, as a table
 #   make test-accelerator   runs the tests of operations and programs there
@@ -158,6 +158,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.check_words
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -146,7 +146,7 @@ def _phrases(name: str, text: str, start: int = 1) -> Iterator[Finding]:
 
 def _prose(text: str) -> str:
   """Text of a page without code and tables, with its line breaks."""
-  code_or_table = re.compile(r"```.*?```|`[^`]*`|^\|.*$", re.DOTALL | re.MULTILINE)
+  code_or_table = re.compile(r"(?ms)```.*?```|`[^`]*`|^\|[^\n]*$")
   return code_or_table.sub(lambda match: "\n" * match.group().count("\n"), text)
 
 
