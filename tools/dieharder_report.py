@@ -302,7 +302,7 @@ def render(
   """
   parts = [_facts(found, seed, version, seconds)]
   parts += ["### Every result", _results(found)]
-  parts += ["### What was run again", _repeats(found)]
+  parts += ["### Repeated tests", _repeats(found)]
   parts += ["### Summary", _summary(found), _verdict(found)]
   return "\n\n".join(parts)
 

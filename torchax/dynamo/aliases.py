@@ -31,6 +31,7 @@ from torchax.core.view_steps import (
   UnfoldInfo,
   ViewInfo,
 )
+from torchax.registry.names import aten
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -74,7 +75,7 @@ _OPERATIONS: dict[type[ViewInfo], Callable] = {
   ExpandInfo: lambda t, step: t.expand(step.size),
   IndexInfo: lambda t, step: t.select(step.dim, step.index),
   NarrowInfo: lambda t, step: t[tuple(slice(*part) for part in step.slices)],
-  NegateInfo: lambda t, step: torch._neg_view(t),
+  NegateInfo: lambda t, step: aten._neg_view(t),
   PermuteInfo: lambda t, step: t.permute(step.dims),
   RealAsComplexInfo: lambda t, step: torch.view_as_complex(t),
   ReshapeInfo: lambda t, step: t.reshape(step.size),
