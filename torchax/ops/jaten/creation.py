@@ -96,8 +96,13 @@ def _aten_empty(size, *, dtype=None):
   return _zeros(size, dtype=dtype)
 
 
-@op(aten.empty_permuted, aten.empty_strided)
-def _aten_empty_strided(size, layout, *, dtype=None):
+@op(aten.empty_permuted)
+def _aten_empty_permuted(size, physical_layout, *, dtype=None):
+  return _zeros(size, dtype=dtype)
+
+
+@op(aten.empty_strided)
+def _aten_empty_strided(size, stride, *, dtype=None):
   return _zeros(size, dtype=dtype)
 
 
@@ -416,8 +421,13 @@ def _aten__to_copy(self, *, dtype=None):
   return self if dtype is None else cast(self, mappings.t2j_dtype(dtype))
 
 
-@op(aten.lift_fresh, aten.lift_fresh_copy)
+@op(aten.lift_fresh)
 def _aten_lift_fresh(self):
+  return self
+
+
+@op(aten.lift_fresh_copy)
+def _aten_lift_fresh_copy(self):
   return self
 
 

@@ -169,11 +169,11 @@ def _check_covers(name, self, dim, index) -> None:
     )
 
 
-def _scatter_rules(self, dim, index, *rest, **named):
+def _place_rules(self, dim, index, *rest, **named):
   yield along(index, _size(self, dim), dim_of(dim, self.ndim), RuntimeError)
 
 
-@op(aten.gather, rules=_scatter_rules, on_host=_on_host.gather)
+@op(aten.gather, rules=_place_rules, on_host=_on_host.gather)
 def _aten_gather(self, dim, index, *, sparse_grad=False):
   """Return `self[i][index[i][j]]` along `dim`; other dims of `index` may be smaller."""
   dim = dim_of(dim, self.ndim)
@@ -216,33 +216,33 @@ def _scatter(self, dim, index, src, how, gathers=False):
   return written.reshape(self.shape)
 
 
-@op(aten.scatter.src, rules=_scatter_rules)
+@op(aten.scatter.src, rules=_place_rules)
 def _aten_scatter_src(self, dim, index, src):
   return _scatter(self, dim, index, src, assigned)
 
 
-@op(aten.scatter.value, check=_check_number, rules=_scatter_rules)
+@op(aten.scatter.value, check=_check_number, rules=_place_rules)
 def _aten_scatter(self, dim, index, value):
   return _scatter(self, dim, index, value, assigned)
 
 
-@op(aten.scatter_add, rules=_scatter_rules)
+@op(aten.scatter_add, rules=_place_rules)
 def _aten_scatter_add(self, dim, index, src):
   return _scatter(self, dim, index, src, added, gathers=True)
 
 
-@op(aten.scatter.reduce, rules=_scatter_rules)
+@op(aten.scatter.reduce, rules=_place_rules)
 def _aten_scatter_with_reduce(self, dim, index, src, *, reduce):
   """Run `scatter_reduce` with the older names of reductions, add and multiply."""
   return _aten_scatter_reduce(self, dim, index, src, _OLD_NAMES.get(reduce, reduce))
 
 
-@op(aten.scatter.value_reduce, check=_check_number, rules=_scatter_rules)
+@op(aten.scatter.value_reduce, check=_check_number, rules=_place_rules)
 def _aten_scatter_value_reduce(self, dim, index, value, *, reduce):
   return _aten_scatter_reduce(self, dim, index, value, _OLD_NAMES.get(reduce, reduce))
 
 
-@op(aten.scatter_reduce, rules=_scatter_rules)
+@op(aten.scatter_reduce, rules=_place_rules)
 def _aten_scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
   """Reduce `src` into `self` by sum, prod, mean, amax or amin.
 
