@@ -1,7 +1,7 @@
 """Dispatcher of an environment: chooses and caches one plan per overload.
 
 `Tensor.__torch_dispatch__` ends here. A plan is a callable `(args, kwargs) -> result`.
-`Dispatcher.choose` asks four steps in order: the table of special plans, the in-place
+`Dispatcher.choose` tries four steps in order: the table of special plans, the in-place
 and `out=` forms derived from torch's schemas, the registered lowerings, and torch's
 decompositions. Read next: `plans.py`, the plan of most operations.
 """

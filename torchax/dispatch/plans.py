@@ -75,76 +75,6 @@ class Plan:
       return _to_torch(result)
     return self._wrap(result)
 
-  @contextlib.contextmanager
-  def retry_unchecked(self, args, kwargs, key, write=None) -> Iterator[None]:
-    """Check and evict after `Refused`; the caller retries the call inside the block.
-
-    The check inside the program used the numbers of the program's first call. torch
-    checks the numbers of this call here; then the program is rebuilt without a check.
-
-    Raises:
-      Exception: torch's error, if torch refuses the arguments of this call.
-    """
-    self.programs.check_with_torch(args, kwargs)
-    self.programs.evict(args, kwargs, key, write)
-    with torch_checks.unchecked(self.programs):
-      yield
-
-  def redraw(self, draw, args, kwargs=None):
-    """Run a sampler with the key and count of an earlier draw; no stream advances."""
-    operands, key = self.flattener.flatten(args, kwargs)
-    with torch_checks.unchecked(self.programs):
-      result = self._execute(args, kwargs, [*draw, *operands], key)
-    return self._wrap(result)
-
-  def run_sharded(self, sharding, args, kwargs):
-    """Run the operation with a sharded result; each device computes its shard.
-
-    Args:
-      sharding: the `jax.sharding.Sharding` of the result.
-      args, kwargs: torch's arguments.
-    """
-    operands, key = self.flattener.flatten(args, kwargs)
-    return self._wrap(self.run(args, kwargs, operands, key, sharding=sharding))
-
-  def on_arrays(self, args, kwargs, caches=True):
-    """Run the operation on arrays, for graphs whose arguments torch has checked.
-
-    Args:
-      args, kwargs: torch's arguments, with arrays for tensors.
-      caches: compile and cache the lowering; False if sizes are symbols.
-    """
-    self._require_rules(args, kwargs)
-    operands, key = self.flattener.flatten(args, kwargs)
-
-    def execute(operands):
-      if caches and self._may_compile:
-        return self._execute(args, kwargs, operands, key)
-      return self.lowering.inline(key, None, operands)
-
-    with torch_checks.unchecked(self.programs):
-      if not self.is_sampler:
-        return execute(operands)
-      return self.sampling.from_stream(args, kwargs, operands, execute)
-
-  def shapes(self, args, kwargs):
-    """Return the results as `jax.ShapeDtypeStruct`s, without computing or drawing.
-
-    Args:
-      args, kwargs: torch's arguments, with `jax.ShapeDtypeStruct`s for tensors.
-    """
-    stream = scope.current(self.env.streams)
-    draw = list(stream.peek(self.name)) if self.is_sampler else []
-    given = Partition(
-      (args, kwargs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-    )
-
-    def run(draw, arrays):
-      operands, key = self.flattener.flatten(*given.filled(arrays))
-      return self.lowering.inline(key, None, [*draw, *operands])
-
-    return jax.eval_shape(run, draw, given.dynamic)
-
   def run(self, args, kwargs, operands, key, write=None, sharding=None, draws=None):
     """Check the arguments, draw if the operation is a sampler, and run its program.
 
@@ -227,6 +157,76 @@ class Plan:
     if isinstance(result, list):
       return [self._wrap_array(value) for value in result]
     return result
+
+  @contextlib.contextmanager
+  def retry_unchecked(self, args, kwargs, key, write=None) -> Iterator[None]:
+    """Check and evict after `Refused`; the caller retries the call inside the block.
+
+    The check inside the program used the numbers of the program's first call. torch
+    checks the numbers of this call here; then the program is rebuilt without a check.
+
+    Raises:
+      Exception: torch's error, if torch refuses the arguments of this call.
+    """
+    self.programs.check_with_torch(args, kwargs)
+    self.programs.evict(args, kwargs, key, write)
+    with torch_checks.unchecked(self.programs):
+      yield
+
+  def redraw(self, draw, args, kwargs=None):
+    """Run a sampler with the key and count of an earlier draw; no stream advances."""
+    operands, key = self.flattener.flatten(args, kwargs)
+    with torch_checks.unchecked(self.programs):
+      result = self._execute(args, kwargs, [*draw, *operands], key)
+    return self._wrap(result)
+
+  def run_sharded(self, sharding, args, kwargs):
+    """Run the operation with a sharded result; each device computes its shard.
+
+    Args:
+      sharding: the `jax.sharding.Sharding` of the result.
+      args, kwargs: torch's arguments.
+    """
+    operands, key = self.flattener.flatten(args, kwargs)
+    return self._wrap(self.run(args, kwargs, operands, key, sharding=sharding))
+
+  def on_arrays(self, args, kwargs, caches=True):
+    """Run the operation on arrays, for graphs whose arguments torch has checked.
+
+    Args:
+      args, kwargs: torch's arguments, with arrays for tensors.
+      caches: compile and cache the lowering; False if sizes are symbols.
+    """
+    self._require_rules(args, kwargs)
+    operands, key = self.flattener.flatten(args, kwargs)
+
+    def execute(operands):
+      if caches and self._may_compile:
+        return self._execute(args, kwargs, operands, key)
+      return self.lowering.inline(key, None, operands)
+
+    with torch_checks.unchecked(self.programs):
+      if not self.is_sampler:
+        return execute(operands)
+      return self.sampling.from_stream(args, kwargs, operands, execute)
+
+  def shapes(self, args, kwargs):
+    """Return the results as `jax.ShapeDtypeStruct`s, without computing or drawing.
+
+    Args:
+      args, kwargs: torch's arguments, with `jax.ShapeDtypeStruct`s for tensors.
+    """
+    stream = scope.current(self.env.streams)
+    draw = list(stream.peek(self.name)) if self.is_sampler else []
+    given = Partition(
+      (args, kwargs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    )
+
+    def run(draw, arrays):
+      operands, key = self.flattener.flatten(*given.filled(arrays))
+      return self.lowering.inline(key, None, [*draw, *operands])
+
+    return jax.eval_shape(run, draw, given.dynamic)
 
 
 def _to_torch(result):
