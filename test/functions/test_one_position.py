@@ -101,16 +101,16 @@ def test_frequent_number_of_keys_keeps_its_bits(monkeypatch):
 def test_constant_number_of_keys_is_not_padded():
   tensors = [t.to("jax") for t in inputs(9, heads=4)]
   for _ in range(2):
-    assert one_position.padded(*tensors, None, False)[0] is tensors[1]
+    assert one_position.pad_keys(*tensors, None, False)[0] is tensors[1]
 
 
 def test_a_call_with_gradients_is_not_padded():
   for length in (5, 6):
     query, key, value = [t.to("jax") for t in inputs(length, heads=4)]
     key.requires_grad_()
-    assert one_position.padded(query, key, value, None, False)[0] is key
+    assert one_position.pad_keys(query, key, value, None, False)[0] is key
     with torch.no_grad():
-      is_padded = one_position.padded(query, key, value, None, False)[0] is not key
+      is_padded = one_position.pad_keys(query, key, value, None, False)[0] is not key
     assert is_padded == (length == 6)
 
 

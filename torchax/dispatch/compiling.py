@@ -101,7 +101,7 @@ def _log_fallback(operator: Operator, reason: Exception) -> None:
   )
 
 
-def explain(error: Exception, operator: Operator) -> None:
+def raise_if_needs_values(error: Exception, operator: Operator) -> None:
   """Raise an error that names a user's lowering which needs values inside a trace.
 
   Built-in lowerings raise such errors themselves.

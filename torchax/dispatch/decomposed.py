@@ -85,9 +85,9 @@ class FormulaTensorPlan(TensorPlan):
   def __call__(self, args, kwargs):
     if jax_compat.is_top_level():
       return super().__call__(args, kwargs)
-    # `differentiated` takes arrays.
+    # `with_derivative_of` takes arrays.
     given = _arrays((list(args), kwargs or {}))
-    found = derivatives.differentiated(self._formula, self._lower, self.env, *given)
+    found = derivatives.with_derivative_of(self._formula, self._lower, self.env, *given)
     return _tensors(found, self.env)
 
   def _lower(self, args, kwargs):

@@ -84,7 +84,7 @@ def _has_traced_scalars(func, args, kwargs) -> bool:
   return any(map(_is_array, jax.tree.leaves(scalars)))
 
 
-def differentiated(func, lower, env, args, kwargs):
+def with_derivative_of(func, lower, env, args, kwargs):
   """Return `lower(args, kwargs)`, with the derivative of `func` in torch's autograd.
 
   Args:

@@ -48,7 +48,7 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
   say more. Leaked tracers, donated arrays, mixed devices, and users' lowerings that
   need the values of a traced array get errors that explain them.
   """
-  compiling.explain(error, operator)
+  compiling.raise_if_needs_values(error, operator)
   if isinstance(error, jax.errors.UnexpectedTracerError):
     raise leaked(str(op)) from error
   if jax_compat.is_about_deletion(error):

@@ -37,7 +37,7 @@ def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
   waits = config.check_indices
   switches.guard_on(config, "check_indices")
   for rule in rules:
-    numbers = _known(rule.numbers, waits)
+    numbers = _known_values(rule.numbers, waits)
     if numbers is None:
       if waits:
         _require_in_program(rule, name)
@@ -51,14 +51,16 @@ def require_dtypes(rules: Iterable[Rule], name: str) -> None:
   """Raise RuntimeError for indices or labels that are not integers."""
   for rule in rules:
     dtype = getattr(rule.numbers, "dtype", None)
-    if isinstance(dtype, torch.dtype) and not rule.is_for(mappings.t2j_dtype(dtype)):
+    if isinstance(dtype, torch.dtype) and not rule.applies_to(
+      mappings.t2j_dtype(dtype)
+    ):
       raise RuntimeError(
         f"{name} expects integers, torch.int64, for indices and labels, but got "
         f"{dtype}. Convert them with `.long()`."
       )
 
 
-def _known(given, waits: bool) -> np.ndarray | None:
+def _known_values(given, waits: bool) -> np.ndarray | None:
   """Return the values of an argument without a copy; None if they are not known."""
   if isinstance(given, Tensor):
     array, chain = given._storage.read(given), given._chain
@@ -89,7 +91,7 @@ def _require_in_program(rule: Rule, name: str) -> None:
   numbers = given.jax() if isinstance(given, Tensor) else given
   if not isinstance(numbers, jax.core.Tracer) or not numbers.size:
     return
-  if not rule.is_for(numbers.dtype):
+  if not rule.applies_to(numbers.dtype):
     return
   broken = jnp.ravel(rule.is_broken(numbers))
   index = jnp.argmax(broken)

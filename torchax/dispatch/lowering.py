@@ -103,7 +103,9 @@ class Lowering:
       args = [rng_state.fold_in(rng_key, count) if is_key else rng_key, *args]
     if self._formula and is_inline:
       lower = lambda args, kwargs: self._func(*args, **kwargs)  # noqa: E731
-      result = derivatives.differentiated(self._formula, lower, self.env, args, kwargs)
+      result = derivatives.with_derivative_of(
+        self._formula, lower, self.env, args, kwargs
+      )
     else:
       result = self._func(*args, **kwargs)
     if write is None:

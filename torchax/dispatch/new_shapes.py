@@ -73,7 +73,7 @@ def _with_shared_bits(program: Program, elements: Callable) -> Program:
     if found is True:
       return program(key, count, *operands)
     if found is None:
-      number = _number(key, operands, elements)
+      number = _shared_word_count(key, operands, elements)
       found = (0, number) if number else (OFTEN, 0)
     times, number = found
     is_plain = jax.sharding.get_abstract_mesh().empty
@@ -93,7 +93,7 @@ def _random_words() -> Callable:
   return programs.jit(threefry.random_words, static_argnums=2)
 
 
-def _number(key, operands, elements: Callable) -> int | None:
+def _shared_word_count(key, operands, elements: Callable) -> int | None:
   """Return the number of words to draw; None if the key's own program is better."""
   if not _is_on_one_cpu(key):
     return None

@@ -87,7 +87,7 @@ class ArrayFunctionHandler:
       return autograd.call(function, tensors)
     except EXPLAINED as error:
       if self._is_core:
-        compiling.explain(error, self.operator)
+        compiling.raise_if_needs_values(error, self.operator)
       else:
         raise_as_torch(error, self.func, args, kwargs, self.operator)
       raise
@@ -103,13 +103,13 @@ class ArrayFunctionHandler:
     function = None
     if numbers:
       is_number = [not isinstance(operand, Tensor) for operand in operands]
-      make = lambda: self._compiled(self._numbers_flattener, form, is_number)  # noqa: E731
+      make = lambda: self._array_function(self._numbers_flattener, form, is_number)  # noqa: E731
       function = self._number_programs.get(form, make)
     if function is None:
-      return self._compiled(self.flattener, key, ())
+      return self._array_function(self.flattener, key, ())
     return autograd.WithNumbers(function, numbers)
 
-  def _compiled(self, flattener, key, is_number) -> autograd.ArrayFunction:
+  def _array_function(self, flattener, key, is_number) -> autograd.ArrayFunction:
     extra = {"env": self.env} if self.operator.needs_env else {}
     formula = self.operator.execution.backward
     count = sum(is_number)

@@ -180,7 +180,7 @@ _INSTEAD = {
 }
 
 
-def _refuse(op, kind: str):
+def _raise_unsupported(op, kind: str):
   raise UnsupportedDtypeError(
     f"{op} is for {kind} tensors, but torchax holds dense and plain ones. Call "
     f"`{_WAY_OUT[kind]}` on such a tensor before moving it to jax, or `.cpu()` on this "
@@ -195,7 +195,7 @@ def is_refused(op, schema) -> bool:
 
 def refusing_plan(op, default, env):
   """Return the plan of a refused operation; see `special_plans.Special`."""
-  return lambda args, kwargs: _refuse(op, _REFUSED_KIND[op.overloadpacket])
+  return lambda args, kwargs: _raise_unsupported(op, _REFUSED_KIND[op.overloadpacket])
 
 
 def _refuse_to_pin(*args, **kwargs):

@@ -228,7 +228,7 @@ class ViewPlan:
       args = (source, *args[1:])
     step = self.step
     if step is None:
-      return like(source, source._storage, self._unchanged(source))
+      return like(source, source._storage, self._alias_chain(source))
     if self.layout is not None and not kwargs:
       known = self.layout(source, *args[1:])
       if known is not None:
@@ -248,7 +248,7 @@ class ViewPlan:
       for one, step in zip(layout, steps)
     ]
 
-  def _unchanged(self, source) -> Chain:
+  def _alias_chain(self, source) -> Chain:
     """Return the chain of an alias; inside JAX transformations `detach` adds a step."""
     if jax_compat.is_top_level():
       return source._chain
@@ -395,7 +395,7 @@ def _resize_(tensor, size, memory_format=None):
   end = tensor.storage_offset() + math.prod(size) if 0 not in size else 0
   needed = -(-end * tensor.element_size() // base.dtype.itemsize)
   if needed > base.size:
-    tensor._storage = _grown(tensor._storage, needed)
+    tensor._storage = _grow(tensor._storage, needed)
     Rebindings.note()
   layout = _Layout(
     size, _contiguous_stride(size), tensor.storage_offset(), tensor.dtype
@@ -407,7 +407,7 @@ def _resize_(tensor, size, memory_format=None):
   return tensor
 
 
-def _grown(storage: Storage, size: int) -> Storage:
+def _grow(storage: Storage, size: int) -> Storage:
   """Return a storage of `size` elements that starts with those of `storage`."""
   flat = storage.read().ravel()
   grown = Storage(jnp.pad(flat, (0, size - flat.size)))

@@ -70,7 +70,7 @@ def _scaled_dot_product_attention(
     shape = attention.noise_shape(query.shape, key.shape)
     keep_mask = dropout.keep_mask(query, shape, 1.0 - dropout_p)
   if keep_mask is None and not is_causal:
-    key, value, attn_mask = one_position.padded(
+    key, value, attn_mask = one_position.pad_keys(
       query, key, value, attn_mask, enable_gqa
     )
   return env.functions.call(

@@ -49,7 +49,7 @@ def padded_length(length: int) -> int:
   return -(-length // step) * step
 
 
-def padded(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
+def pad_keys(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
   """Pad key, value and mask, so that the call shares its program with others.
 
   Args:

@@ -36,13 +36,13 @@ class Rule:
     """Return a mask of the wrong values of a numpy or JAX array; of any shape."""
     raise NotImplementedError
 
-  def is_for(self, dtype) -> bool:
+  def applies_to(self, dtype) -> bool:
     """Return False for a dtype that the operation refuses for another reason."""
     return True
 
   def error_for(self, numbers: np.ndarray) -> Exception | None:
     """Return the error for the values of the argument; None if they are valid."""
-    if not self.is_for(numbers.dtype):
+    if not self.applies_to(numbers.dtype):
       return None
     broken = np.asarray(self.is_broken(numbers))
     if not broken.any():
@@ -69,7 +69,7 @@ class Range(Rule):
     self.low, self.high = low, high
     self.ignored, self.dim = ignored, dim
 
-  def is_for(self, dtype):
+  def applies_to(self, dtype):
     return np.issubdtype(dtype, np.integer)
 
   def is_broken(self, numbers):
