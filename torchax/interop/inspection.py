@@ -1,6 +1,6 @@
 """`torchax.explain`: operands, guards, constants, effects and draws of a function.
 
-It traces a call with `Jitted.abstractly` and describes the result.
+It traces a call with `Jitted.describe_call` and describes the result.
 """
 
 import contextlib

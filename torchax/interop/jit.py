@@ -145,10 +145,6 @@ class Jitted(Generic[P, R]):
   def reword(self, error: Exception, args, kwargs) -> None:
     """Raise our error in place of JAX's, where we have a clearer one; else return.
 
-    Args:
-      error: error that a call raised.
-      args, kwargs: arguments of the call.
-
     Raises:
       MixedDeviceError, DonationError, TypeError, ValueError: the clearer error.
     """

@@ -39,11 +39,7 @@ def forward(module: torch.nn.Module, *args, **kwargs):
 
 
 class Hooks:
-  """Hooks of a module and its submodules, to detect changes.
-
-  Args:
-    module: the module; its hooks are recorded now, and by each `changed`.
-  """
+  """Hooks of a module and its submodules, recorded now and by each `changed`."""
 
   def __init__(self, module: torch.nn.Module):
     self._module = module

@@ -17,9 +17,6 @@ class ModuleWrapper(torch.nn.Module):
 
   Attributes are read from, set on and deleted from the inner module. The wrapper has
   its own hooks and training flag; the inner module's hooks run too.
-
-  Args:
-    module: inner module.
   """
 
   # Attributes with compiled functions; copies and pickles leave them out.

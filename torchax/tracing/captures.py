@@ -70,11 +70,7 @@ class Captures:
   # Before a call ----------------------------------------------------------------------
 
   def operands(self, guards: Guards) -> tuple[tuple[jax.Array, ...], CaptureKey | None]:
-    """Return the captured arrays for a call, and the key of their tensors.
-
-    Args:
-      guards: guards of the function.
-    """
+    """Return the captured arrays for a call, and the key of their tensors."""
     if not guards.is_empty:
       edition = guards.members_edition()
       has_other_state = guards.update_states() if guards.optimizers else False
@@ -203,12 +199,7 @@ class Captures:
     return [_tensor_of(s, env, roots.get(id(s.storage))) for s in shadows]
 
   def add(self, tensors: Sequence[Tensor], roots: Sequence[Tensor] = ()) -> None:
-    """Capture tensors.
-
-    Args:
-      tensors: tensors that a trace has met.
-      roots: tensors that it has read and that require a gradient.
-    """
+    """Capture tensors that a trace has met; `roots` require a gradient."""
     for leaf in roots:
       if leaf.is_leaf and leaf._chain is not WHOLE:
         self.view_leaves.setdefault(id(leaf._storage), []).append(leaf)

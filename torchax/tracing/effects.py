@@ -32,12 +32,7 @@ class Change(abc.ABC):
 
   @abc.abstractmethod
   def apply(self, leaves: list, array) -> None:
-    """Make the change.
-
-    Args:
-      leaves: argument leaves.
-      array: new values, or None.
-    """
+    """Make the change, given the argument leaves and the new values, if any."""
 
   @abc.abstractmethod
   def name(self, arguments: list[str], names: dict[int, str]) -> str:
@@ -187,20 +182,12 @@ class Effects:
     )
 
   def apply(self, leaves: list) -> None:
-    """Make the changes to the caller's tensors.
-
-    Args:
-      leaves: argument leaves of the call.
-    """
+    """Make the changes to the caller's tensors."""
     for change, array in zip(self.changes, self.arrays):
       change.apply(leaves, array)
 
   def assign(self, values: Sequence) -> None:
-    """Assign the new tensors to the targets.
-
-    Args:
-      values: tensors, or arrays, which have no gradient.
-    """
+    """Assign tensors, or arrays without a gradient, to the targets."""
     for target, tensor in zip(self.targets, tensors_of(list(values))):
       target.set(tensor)
 

@@ -39,12 +39,7 @@ def _unless_default(found: tuple) -> tuple:
 
 
 def with_environments(out, environments: tuple) -> Any:
-  """Return the tree with tensors of these environments in place of its leaves.
-
-  Args:
-    out: tree of arrays and tensors.
-    environments: one environment per leaf.
-  """
+  """Convert a tree of arrays and tensors to tensors of these environments."""
   leaves, treedef = jax.tree.flatten(out, is_leaf=is_tensor)
   for index, (leaf, env) in enumerate(zip(leaves, environments)):
     if isinstance(leaf, Tensor):

@@ -37,11 +37,7 @@ MOST_BYTES_OF_ARRAY = 1 << 20
 
 
 class ModuleGuards:
-  """Guards on the attributes of the modules that a function runs.
-
-  Args:
-    name: name of the function, for messages.
-  """
+  """Guards on the attributes of the modules that a function runs."""
 
   def __init__(self, name: str = "A function"):
     self.name = name
@@ -227,9 +223,7 @@ class Guards:
   def guard_on_number(self, decision) -> None:
     """Guard on a host number that Python branches on.
 
-    Args:
-      decision: object whose `now()` returns the number, and whose `describe()` returns
-        its text for messages.
+    `decision.now()` returns the number, `decision.describe()` its text for messages.
     """
     self.is_empty = False
     self._decisions.setdefault(decision, _key_of_decision(decision))
@@ -247,11 +241,7 @@ class Guards:
     return any([optimizer.update_state() for optimizer in self.optimizers])
 
   def follow_attributes(self, storages: Iterable[Storage]) -> None:
-    """Guard on the plain module attributes whose tensors have these storages.
-
-    Args:
-      storages: storages of tensors that a trace captures or changes.
-    """
+    """Guard on the plain module attributes whose tensors have these storages."""
     keys = set(map(id, storages))
     self.modules.members.follow(
       lambda tensor: isinstance(tensor, Tensor) and id(tensor._storage) in keys
@@ -288,7 +278,7 @@ class Guards:
     """Guard on every module that this thread runs inside the block.
 
     Args:
-      met: callback; receives each of these modules before it runs.
+      on_module: callback; receives each of these modules before it runs.
 
     Raises:
       MutationError: the block closes over a numpy array too large to compare.

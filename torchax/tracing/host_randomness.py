@@ -17,10 +17,6 @@ from torchax.errors import TracedDrawError
 def refused(name: str, location: tuple[str, int] | None) -> Iterator[None]:
   """Raise if code inside the block draws from `random` or `np.random`.
 
-  Args:
-    name: name of the function, for messages.
-    location: file and line of the function.
-
   Raises:
     TracedDrawError: the block has drawn; the generator's state is restored.
   """

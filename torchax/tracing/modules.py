@@ -233,11 +233,7 @@ class Members:
     self._known = list(itertools.chain.from_iterable(self._views))
 
   def follow(self, is_needed: Callable[[torch.Tensor], bool]) -> None:
-    """Compare the plain attributes with a needed tensor from now on.
-
-    Args:
-      is_needed: predicate on tensors.
-    """
+    """Compare the plain attributes with a needed tensor from now on."""
     known = {(id(attributes), name) for attributes, name, _ in self._followed}
     for reference in self._modules.values():
       module = reference()
@@ -348,11 +344,7 @@ class Target:
     attributes[self.name] = tensor if self.has_gradient else tensor.detach()
 
   def describe(self, paths: dict[int, str]) -> str:
-    """Return the path of the attribute.
-
-    Args:
-      paths: paths of modules, by their identities.
-    """
+    """Return the path of the attribute, given paths by the identity of modules."""
     module = self.module.value
     return f"{paths.get(id(module), type(module).__name__)}.{self.name}"
 

@@ -8,11 +8,7 @@ import torch
 
 
 def name_of(function) -> str:
-  """Return the name of the user's function, or of the module's class.
-
-  Args:
-    function: function, module, method of a module, or `functools.partial` of these.
-  """
+  """Return the name of a function, method or partial; for a module, of its class."""
   while isinstance(function, functools.partial):
     function = function.func
   owner = getattr(function, "__self__", None)

@@ -130,10 +130,7 @@ def record(
 ) -> None:
   """Record the state of an optimizer before its first step in a trace.
 
-  Args:
-    optimizer: the optimizer.
-    boundary: boundary of the trace.
-    made: parameters whose state was created for the trace and stays after it.
+  The state of the parameters `created` was created for the trace and outlives it.
   """
   if boundary.attributes is not None:
     states = boundary.attributes.states

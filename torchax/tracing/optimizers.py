@@ -274,10 +274,9 @@ def _outlives_trace(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-  """Create the state that a first step would create, and move step counts to jax.
+  """Create the state of a first step, and move step counts to jax.
 
-  Returns:
-    The parameters whose state was created.
+  Returns the parameters whose state was created.
   """
   parameters = [p for group in optimizer.param_groups for p in group["params"]]
   known = set(map(id, optimizer.state))

@@ -19,13 +19,7 @@ from torchax.tracing.static_arguments import BoxedGenerator
 def key_of_call(
   traced, specialization, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[ProgramKey, list[str]]:
-  """Return the key of a trace as text, and the names of the argument leaves.
-
-  Args:
-    traced: the function (`Traced`).
-    specialization: static part of the call.
-    args, kwargs: arrays or tracers, and static values.
-  """
+  """Return the key of a trace as text, and the names of the argument leaves."""
   found = list(arguments(traced.function, args, kwargs))
   key = {name: describe(leaf) for name, leaf in found}
   names = [name for name, leaf in found if not _is_static(leaf)]

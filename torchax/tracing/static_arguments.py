@@ -68,10 +68,6 @@ def box_results(tree, name: str) -> Any:
 
   Numbers and booleans are not boxed: they become tensors.
 
-  Args:
-    tree: result of the function.
-    name: name of the function, for messages.
-
   Raises:
     TypeError: a leaf is neither a tensor, an array nor a constant.
   """

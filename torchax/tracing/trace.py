@@ -137,9 +137,7 @@ class Traced:
   def operands(self, leaves: list, extra=None) -> tuple:
     """Return the operands of a call: captured arrays, specialization, numbers.
 
-    Args:
-      leaves: argument leaves.
-      extra: static value from the wrapper, a part of the cache key.
+    `extra` is a static value from the wrapper, a part of the cache key.
     """
     captured, key = self.captures.operands(self.guards)
     specialization = self.specialization(leaves, extra, key)
@@ -375,9 +373,6 @@ def on_host(name: str, location: tuple[str, int] | None) -> Iterator[None]:
   """Refuse draws of Python's and numpy's generators; guard on numpy arrays.
 
   Does nothing in a nested trace, since the outermost one covers it.
-
-  Args:
-    name, location: name, file and line of the function, for messages.
   """
   if active.boundary.parent is not None:
     yield
