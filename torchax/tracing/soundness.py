@@ -1,7 +1,7 @@
 """Checker of a program's draws: proves from its jaxpr that no key is misused.
 
 Each value has a name for its computation: equal equations on equal values have one
-name. So two draws share a key if and only if their keys share a name, and a key that
+name. So two draws share a key if and only if their keys share a name. A key that
 depends on no operand is a constant of the program. `draw_counts.py` runs the checker
 for `torchax.rng.explain`.
 """
