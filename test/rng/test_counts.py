@@ -102,7 +102,7 @@ def test_a_stream_takes_its_new_key_when_the_call_returns(env):
   compiled = PROGRAMS["jit"][1]
   with env.rng_scope(RngState(key, LAST)) as stream:
     compiled(torch.ones(4, device="jax"))
-    assert stream.state == RngState(rng_state.rekeyed(key), 2)
+    assert stream.state == RngState(rng_state.rekey(key), 2)
 
 
 def test_graphs_of_plain_tensors_draw_as_eager_ones_near_it(env):
@@ -147,7 +147,7 @@ def test_gradients_across_a_rekey_use_the_forward_masks(env):
 def test_count_beyond_rekey_at_equals_state_of_the_next_key(env):
   key = jax.random.key(3)
   state = RngState(key, 2 * rng_state.REKEY_AT + 7)
-  same = RngState(rng_state.rekeyed(rng_state.rekeyed(key)), 7)
+  same = RngState(rng_state.rekey(rng_state.rekey(key)), 7)
   assert state.draw_key() == same.draw_key()
   assert state.state_dict() == same.state_dict()
   with env.rng_scope(state) as stream:

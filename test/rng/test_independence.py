@@ -71,11 +71,11 @@ def test_masks_of_related_keys_are_independent(env):
   keys = [rng_state.key_from_seed(seed) for seed in (0, *some, -1, 2**32, 2**63)]
   keys += [rng_state.thread_key(key, ordinal) for ordinal in some]
   keys += [rng_state.named_key(key, name) for name in map(str, some)]
-  keys += [rng_state.rebased_key(key, count) for count in some]
+  keys += [rng_state.rebase_key(key, count) for count in some]
   keys += [rng_state.shard_key(key, index) for index in (0, *some)]
   # A loop of unknown length is a stream that starts with the key of a draw.
   keys += [rng_state.fold_in(rng_state.fold_in(key, 1), count) for count in (0, *some)]
-  keys += [rng_state.rekeyed(key)]
+  keys += [rng_state.rekey(key)]
   masks = []
   for key in keys:
     with env.rng_scope(key):

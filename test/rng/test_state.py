@@ -102,8 +102,8 @@ def test_a_child_of_seed_0_has_the_known_key(name):
     "thread 1": lambda: rng_state.thread_key(key, 1),
     "thread 2": lambda: rng_state.thread_key(key, 2),
     "fork 'data'": lambda: rng_state.named_key(key, "data"),
-    "rebased at 3": lambda: rng_state.rebased_key(key, 3),
-    "rekeyed": lambda: rng_state.rekeyed(key),
+    "rebased at 3": lambda: rng_state.rebase_key(key, 3),
+    "rekeyed": lambda: rng_state.rekey(key),
     "generator words 7, 8": lambda: rng_state.key_from_words(
       np.array([7, 8], np.uint32), rng_state.DEFAULT_IMPL
     ),
@@ -271,8 +271,8 @@ def test_keys_of_draws_and_of_children_never_meet():
     last_draws = rng_state.REKEY_AT - 1 - np.arange(1_000, dtype=np.uint32)
     children = [rng_state.thread_key(key, ordinal) for ordinal in range(1, 30)]
     children += [rng_state.named_key(key, f"stream {i}") for i in range(30)]
-    children += [rng_state.rebased_key(key, count) for count in range(30)]
-    children += [rng_state.rekeyed(key), rng_state.rekeyed(rng_state.rekeyed(key))]
+    children += [rng_state.rebase_key(key, count) for count in range(30)]
+    children += [rng_state.rekey(key), rng_state.rekey(rng_state.rekey(key))]
     for parent in (key, children[0], children[-1]):  # and of grandchildren
       rows.append(fold(parent, first_draws))
       rows.append(fold(parent, last_draws))

@@ -122,7 +122,7 @@ def test_a_stream_takes_a_new_key_long_before_its_count_can_wrap():
   )
   stream.next_key()
   assert stream.state.count == 0
-  assert _words(stream.state.key) == _words(rng_state.rekeyed(old))
+  assert _words(stream.state.key) == _words(rng_state.rekey(old))
 
 
 def test_a_stream_that_took_a_new_key_repeats_no_draw():

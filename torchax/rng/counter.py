@@ -38,7 +38,7 @@ class Counter:
     self.replayed: paths.Replay | None = None
     if isinstance(count, int):
       self.base = None
-      self.key, self.count = rng_state.resolved(key, count)
+      self.key, self.count = rng_state.rekey_if_due(key, count)
     else:
       self.key, self.base, self.count = key, count, 0
 
@@ -85,7 +85,7 @@ class Counter:
     """Count draws made with the operands of `next`."""
     self.count += draws
     if self.count >= rng_state.REKEY_AT and self.base is None:
-      self.key, self.count = rng_state.resolved(self.key, self.count)
+      self.key, self.count = rng_state.rekey_if_due(self.key, self.count)
 
   def advance_past(self, draws: int, path: str | None = None) -> None:
     """Count draws of a compiled call; with `path`, those of one site only."""

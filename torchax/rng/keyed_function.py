@@ -286,11 +286,12 @@ class KeyedFunction:
 
   def try_abstractly(self, transformed: Callable[[Values], Any]):
     """Run a function that only traces: no stream and no generator advances."""
-    return repeat(lambda: self._try(transformed))
 
-  def _try(self, transformed: Callable[[Values], Any]):
-    before = self._positions()
-    try:
-      return transformed(self.values())
-    finally:
-      self._restore(before)
+    def attempt():
+      before = self._positions()
+      try:
+        return transformed(self.values())
+      finally:
+        self._restore(before)
+
+    return repeat(attempt)

@@ -30,7 +30,7 @@ def plot(ledger, ax=None):
 
 
 def plot_difference(difference, ax=None):
-  """Plot two runs, one below the other, and their first difference."""
+  """Plot two runs, one below the other; see `Difference.plot`."""
   longest = max(map(len, difference.draws))
   ax = ax or _axes(longest, 2.6)
   for height, draws in enumerate(difference.draws):

@@ -1,11 +1,10 @@
 """Samplers: pure functions `(key, shape, dtype, parameters) -> array`.
 
-Samples are as exact as their dtype. An integer is uniform for any span, a probability
-is not rounded, and tails reach probabilities of 2**-64. A complex normal has variance
-1, as in torch. Each sample is computed from 64 random bits, in float32 or wider, and
-rounded once. Parameters may be arrays that broadcast to `shape`. Outside of a
-distribution's domain a float is NaN and an integer is `no_integer`. `units.py` converts
-bits to numbers; `rejection.py` has the samplers by rejection.
+Each sample is computed from 64 random bits, in float32 or wider, and rounded once. So
+integers are uniform for any span, and tails reach probabilities of 2**-64. Parameters
+may be arrays that broadcast to `shape`. Outside of a distribution's domain a float is
+NaN and an integer is `no_integer`. `units.py` converts bits to numbers; `rejection.py`
+has the samplers by rejection.
 """
 
 import math

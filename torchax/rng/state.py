@@ -110,20 +110,20 @@ def fold_in(key: jax.Array, count) -> jax.Array:
   return jax.random.fold_in(key, count)
 
 
-def rebased_key(key: jax.Array, count) -> jax.Array:
+def rebase_key(key: jax.Array, count) -> jax.Array:
   """Return a key for the rest of a stream after `count` draws."""
   return _child(key, _REBASE, count)
 
 
-def rekeyed(key: jax.Array) -> jax.Array:
+def rekey(key: jax.Array) -> jax.Array:
   """Return the next key of a stream, after `REKEY_AT` draws."""
   return _child(key, _REKEY, 0)
 
 
-def resolved(key: jax.Array, count: int) -> tuple[jax.Array, int]:
+def rekey_if_due(key: jax.Array, count: int) -> tuple[jax.Array, int]:
   """Re-key until `count` is below `REKEY_AT`; return the key and count of that draw."""
   while count >= REKEY_AT:
-    key, count = rekeyed(key), count - REKEY_AT
+    key, count = rekey(key), count - REKEY_AT
   return key, count
 
 
@@ -250,7 +250,7 @@ class RngState:
   def draw_key(self, ahead: int = 0) -> jax.Array:
     """Return the key of the next draw, or of the one `ahead` draws later."""
     if isinstance(self.count, int) and isinstance(ahead, int):
-      return fold_in(*resolved(self.key, self.count + ahead))
+      return fold_in(*rekey_if_due(self.key, self.count + ahead))
     return fold_in(self.key, self.count + ahead)
 
   def fork(self, name: str) -> "RngState":
@@ -275,7 +275,7 @@ class RngState:
       )
     key, count = self.key, int(self.count)
     if self.sites is None:
-      key, count = resolved(key, count)
+      key, count = rekey_if_due(key, count)
     words = np.asarray(jax.random.key_data(key)).tolist()
     data = {"impl": self.impl, "key_data": words, "count": count}
     if self.sites is not None:

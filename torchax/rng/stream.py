@@ -123,7 +123,7 @@ class RngStream:
     self.check("reading the key")
     key, count = self.counter.position()
     if self.counter.has_counted:
-      key = rng_state.rebased_key(key, count)
+      key = rng_state.rebase_key(key, count)
       self.reseed(RngState(key, 0, {} if self.by_site else None))
     return key
 
