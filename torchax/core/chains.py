@@ -202,9 +202,9 @@ class MovingChain:
 class Chain:
   """Steps from a base array to a view of it. Interned: compare by identity.
 
-  If many slices differ only in their starts (`for row in x`), the later chains have
-  `moving`, a pair of a `MovingChain` and the starts, and are not interned. The same
-  holds for chains with a traced index; their starts are a tuple.
+  If many slices differ only in their starts (`for row in x`), later chains are not
+  interned. They have `moving`, a pair of a `MovingChain` and the starts. The same holds
+  for chains with a traced index; their starts are a tuple.
   """
 
   __slots__ = (

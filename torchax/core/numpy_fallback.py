@@ -1,8 +1,8 @@
 """Fallback to numpy for small operations with new shapes on the CPU.
 
 There, compiling a program for a new shape takes a thousand times as long as running it.
-Loops whose keys and values grow by one with every token see new shapes all the time,
-and in a short script most shapes are new. numpy gives the same bits immediately
+Loops whose keys and values grow by one per token always see new shapes. In a short
+script most shapes are new. numpy gives the same bits at once
 (`ops/jaten/_on_host.py`). Frequent shapes are compiled, because a program is quicker to
 call.
 """

@@ -165,7 +165,7 @@ class Ledger:
 
     The check runs on the jaxpr of the call. No key may be a constant of the program or
     taken and not used. No key may be used twice, including in a loop or by JAX code.
-    Branches of a choice may share a key, and so may the shards of a `shard_map` and the
+    Branches of a choice may share a key. So may the shards of a `shard_map` and the
     rows of a `vmap`, whose policy is explicit.
 
     Raises:

@@ -129,12 +129,8 @@ def words_at(words, positions) -> tuple[jax.Array, jax.Array]:
 def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
   """Return True if any element of a draw can be computed from its position.
 
-  With threefry2x32 element i of a draw is a function of the key and of i, so a part of
-  a mask can be drawn alone (`units.bernoulli_at`).
-
-  Args:
-    key: a typed key.
-    shape: shape of the whole draw.
+  With threefry2x32 element i depends on the key and i only. So a part of a mask can be
+  drawn alone (`units.bernoulli_at`). `shape` is the shape of the whole draw.
   """
   return (
     str(jax.random.key_impl(key)) == NAME

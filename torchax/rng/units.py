@@ -100,9 +100,9 @@ def bernoulli_at(words, positions, high, low) -> jax.Array:
 def scaled(key, shape, span, dtype) -> jax.Array:
   """Sample integers over [0, span), nearly uniformly; uint32 or uint64.
 
-  Twice the bits of the dtype are used, so probabilities of two integers differ by at
-  most 2**-32 relative to themselves, or 2**-64 for uint64. `span` is an int from 1 to
-  2**32 (or 2**64), or an array of the dtype.
+  It uses twice the bits of the dtype. Probabilities of two integers differ by at most
+  2**-32 of themselves, or 2**-64 for uint64. `span` is an int from 1 to 2**32 (or
+  2**64), or an array of the dtype.
   """
   bits = jnp.iinfo(dtype).bits
   if isinstance(span, int) and span & (span - 1) == 0:
