@@ -43,7 +43,7 @@ def test_a_cache_without_room_is_refused():
 
 
 def test_programs_of_an_operation(monkeypatch):
-  """Each value of a static argument has one; after many the first is compiled anew."""
+  """One program per value of a static argument; the first is evicted after many."""
   x = torch.ones(3, 3, device="jax")
   x.tril(0)
   plan = torchax.default_env()._dispatcher.plan_for(torch.ops.aten.tril.default)
@@ -87,7 +87,7 @@ def test_chains_of_views_go_with_the_last_tensor():
 
 
 def test_a_kept_chain_stays_the_chain_of_its_steps():
-  """A program's key: of equal steps there is never a second one."""
+  """The chain is a program's key, so equal steps must give the same chain."""
   base = torch.arange(60.0, device="jax")
   kept = base.view(3, 20).t().reshape(60)._chain
   gc.collect()

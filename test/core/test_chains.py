@@ -84,7 +84,7 @@ def test_slices_in_many_places_read_and_write_as_on_the_cpu():
 
 
 def test_elements_in_many_places_share_programs():
-  """Places along three dimensions are operands, of reads and of writes."""
+  """Indices along three dimensions are operands of reads and writes."""
   x = torch.zeros(7, 7, 7).to("jax")
   before = programs.count()
   for n in range(60):

@@ -239,7 +239,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("square", [lambda x: x**2, lambda x: _Quiet.apply(x) * x / 2])
 def test_no_grad_around_a_gradient_of_jax_does_not_count(name, mode, square):
-  """As with `torch.func.grad`: who asks JAX for a gradient does not need torch's."""
+  """A gradient of JAX ignores the caller's grad mode, as `torch.func.grad` does."""
   with mode():
     gradient = OUTSIDE[name](square, _numbers().to("jax"))
   assert gradient.tolist() == [0.5, 2.0, 4.0]

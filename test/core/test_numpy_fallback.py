@@ -63,7 +63,7 @@ def test_the_numpy_fallback_the_bits_of_the_program(move, dtype, monkeypatch):
 
 
 def test_rows_of_a_loop_are_joined_on_the_host():
-  """Slices of which there are many share a program; their starts are numbers."""
+  """Many slices of one form share a program; their starts are numbers."""
   x = given(next(SIZE), 2, 4)
   there = x.to("jax")
   for n in range(14):

@@ -141,7 +141,7 @@ def test_a_storage_is_written_to(x):
 
 @pytest.mark.parametrize("device", ["jax", 0, torch.device("jax:0")])
 def test_a_storage_is_made_by_torch_s_own_name(device):
-  """C++ would end the process."""
+  """Otherwise torch's C++ would abort the process."""
   made = torch.UntypedStorage(8, device=device)
   assert made.device == torch.device("jax:0") and made.tolist() == [0] * 8
   assert_same(torch.empty(0, device="jax").set_(made), torch.zeros(2))

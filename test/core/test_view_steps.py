@@ -156,7 +156,7 @@ def test_as_strided_without_size_keeps_the_shape():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax_jit])
 def test_a_write_to_a_detached_tensor_is_unknown_to_derivatives(wrap):
-  """As in torch, where the clamped numbers keep the derivative of those before."""
+  """As in torch, the clamped values keep the derivative of the old values."""
 
   def loss(x):
     doubled = x * 2

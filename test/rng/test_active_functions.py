@@ -210,7 +210,7 @@ def test_a_method_that_is_run_again_draws_the_same(by_site, use_reentrant, wrap)
 
 
 def test_more_checkpoints_than_could_be_counted_draw_the_same(by_site):
-  """What ran where a state was saved is known as long as the state is there."""
+  """The modules that ran when a state was saved are kept while the state is alive."""
 
   class Layers(torch.nn.Module):
     def __init__(self):
@@ -286,7 +286,7 @@ def test_a_copied_module_has_the_paths_of_the_original(by_site):
 
 
 def test_scope_by_site_starts_its_paths_at_the_scope(env):
-  """What runs around it is followed only if somebody else asks."""
+  """Modules outside of the scope are not followed, so they are not in the paths."""
 
   class Net(torch.nn.Module):
     def __init__(self):

@@ -89,7 +89,7 @@ def test_compiled_calls_near_the_last_count_draw_as_eager_ones(env, name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_call_past_the_last_count_keeps_its_key(env, name):
-  """The count goes on as it does where it has no value; no number repeats."""
+  """The count continues past `REKEY_AT`, as in a trace; no number repeats."""
   eager, compiled = PROGRAMS[name]
   for count in CROSSING:
     *drawn, after = _run(env, compiled, count)
@@ -168,7 +168,7 @@ def _run_at_a_site(env, program, count):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_site_has_as_many_draws_as_a_stream(env, name):
-  """Its key is followed by the next one too, in eager code and after compiled calls."""
+  """A site re-keys as a stream does, in eager code and after compiled calls."""
   eager, compiled = PROGRAMS[name]
   for count in SITE_COUNTS:
     expected = _run_at_a_site(env, eager, count)

@@ -64,7 +64,7 @@ def test_compiled_draws_do_not_depend_on_the_number_of_devices(arrays, count):
 
 @pytest.mark.parametrize("placed", ["replicated", "sharded"])
 def test_training_has_the_same_losses_on_any_number_of_devices(arrays, placed):
-  """Sums over a batch are taken in another order: equal up to rounding."""
+  """Sums over a batch have another order, so losses are equal up to rounding."""
   name = f"sharded, parameters {placed}: losses"
   expected = arrays[1][name]
   assert (np.diff(expected) != 0).all()
@@ -217,7 +217,7 @@ def test_by_same_a_shard_draws_the_numbers_of_the_stream(env):
 
 
 def test_by_different_even_one_shard_draws_numbers_of_its_own(env):
-  """So that a shard's numbers do not become those of the stream on one device."""
+  """Otherwise a shard on one device would repeat the numbers of the stream."""
   x = torch.ones(64, device="jax")
   expected = _drop(x)
   torch.manual_seed(0)

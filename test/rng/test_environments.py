@@ -138,7 +138,7 @@ def test_each_draws_what_it_would_draw_alone(env, other):
 
 
 def test_function_is_recompiled_for_another_active_environment(env, other):
-  """What a factory draws from is that which is on, and the program is made for it."""
+  """A factory draws from the active environment, which is part of the cache key."""
   compiled = jax_jit(_mixed(other))
   for turned_on in (env, other, env):
     with turned_on:

@@ -66,7 +66,7 @@ def test_integers_of_64_bits_and_unsigned_ones_are_uniform(dtype, span):
 
 @pytest.mark.parametrize("span", [1, 2, 3, 10, 1000, WIDE, 2**31, 2**32 - 1, 2**32])
 def test_an_integer_is_the_part_of_the_span_that_64_bits_say(span):
-  """Exactly: floor(U span) for U of 64 bits, in the arithmetic of 32."""
+  """Exactly floor(U span) with U of 64 bits, computed in 32-bit arithmetic."""
   words = np.asarray(threefry.two_words(_key(), (500,))).astype(object)
   expected = [(int(a) << 32 | int(b)) * span >> 64 for a, b in words.T]
   drawn = units.scaled(_key(), (500,), span, jnp.uint32)

@@ -232,7 +232,7 @@ def test_a_generator_may_be_a_static_argument(generator):
   ids=["manual_seed", "draw on the CPU", "set_state"],
 )
 def test_generator_changed_while_tracing_raises_and_is_restored(generator, change):
-  """It would happen in the first call only, so the calls would not be alike."""
+  """The change would happen in the first call only, so calls would differ."""
   words = generator.get_state()
 
   def f():

@@ -146,7 +146,7 @@ def test_a_raw_transformation_refuses_a_key_and_takes_one(draw, x, env):
 
 
 def test_keys_and_draws_of_one_stream_are_independent(env):
-  """A library's numbers are no repetition of torch's around them."""
+  """A library's draws do not repeat the torch draws around them."""
   draws = []
   for _ in range(6):
     draws.append(torch.rand(10_000, device="jax").numpy())
@@ -169,7 +169,7 @@ def test_a_generator_gives_keys_too(env):
 
 
 def test_raw_key_data_is_a_way_out_for_what_takes_no_typed_key():
-  """Old code wants uint32[2]; here JAX is told to let such a key pass."""
+  """Old code expects uint32[2]; here JAX is configured to accept such a key."""
   key = _key()
   with jax.legacy_prng_key("allow"):
     raw = jax.random.normal(jax.random.key_data(key), (8,))

@@ -46,7 +46,7 @@ def test_a_cached_call_brings_the_advance_back(env):
 
 
 def test_operands_depend_on_nothing_that_was_computed(env):
-  """Two calls of a step are joined by no array of the random state."""
+  """Two calls of a step share no array of the random state."""
   pure = KeyedFunction(_drop)
   jitted = jax.jit(pure)
   ((key, _),) = pure.values()

@@ -131,7 +131,7 @@ def test_a_jax_view_with_a_key_draws_the_eager_numbers(env):
 
 
 def test_alpha_dropout_drops_the_same_eager_and_compiled(env):
-  """Its arithmetic is several operations, which XLA may contract: 1 ulp."""
+  """XLA may contract its arithmetic, so results differ by up to 1 ulp."""
   x = _x(256)
   with env:
     eager = F.alpha_dropout(x, 0.3, training=True)
@@ -142,7 +142,7 @@ def test_alpha_dropout_drops_the_same_eager_and_compiled(env):
 
 @pytest.mark.parametrize("name", ["normal", "multinomial", "bernoulli", "uniform_"])
 def test_a_draw_gives_its_parameters_no_gradient(name):
-  """As in torch, on either way to differentiate."""
+  """As in torch, for `backward` and for gradients of JAX."""
   draws = {
     "normal": lambda x: torch.normal(x, x),
     "multinomial": lambda x: torch.multinomial(x, 3).float(),
@@ -516,7 +516,7 @@ def test_prng_key_read_and_set_back_repeats_the_draws(env, wrap, draws_before):
 
 
 def test_reading_the_key_after_draws_and_writing_it_back_goes_on(env):
-  """Upstream's compiled functions do so; the numbers must not start over."""
+  """Upstream's compiled functions do this; the draws must not repeat."""
   drawn = []
   for _ in range(4):
     drawn.append(tuple(_rand().tolist()))

@@ -183,7 +183,7 @@ def test_an_eager_loop_compiles_once_for_a_body_and_obeys_seeds():
 
 
 def test_loops_with_bodies_made_for_one_call_are_dropped():
-  """A loop in a training loop would else hold the tensors of every step."""
+  """Otherwise a loop in a training loop would keep the tensors of every step."""
 
   def once():
     weight = torch.ones(3, device="jax")

@@ -64,7 +64,7 @@ def test_inside_a_transformation_there_are_no_words():
 
 
 def test_sites_are_packed_behind_their_environment():
-  """Draws of a site are numbered by themselves, whatever is drawn between them."""
+  """Draws of a site have their own count, whatever is drawn between them."""
   places = [
     Place(number, site, ((site, turn),))
     for number, (site, turn) in enumerate([("a", 0), ("b", 0), ("a", 1)])

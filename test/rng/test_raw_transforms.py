@@ -224,7 +224,7 @@ def test_abstract_evaluation_with_a_key_uses_the_key_operand(env, inner):
 
 
 def test_an_exported_program_takes_the_key_as_an_input():
-  """So does a model in training mode; the numbers are those of the key."""
+  """So does a model in training mode; its draws depend on the key."""
   model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Dropout(0.5)).to("jax")
   exported = jax.export.export(jax.jit(jax_view(jax_jit(model))))(
     jnp.ones(64), rng=jax.random.key(0)

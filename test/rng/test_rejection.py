@@ -154,7 +154,7 @@ def test_the_tests_see_a_wrong_distribution(row, spoil):
 
 
 def test_rare_events_have_their_rate():
-  """A uniform number has steps of 1e-7: one draw each cannot decide about 1e-8."""
+  """One float32 uniform has steps of 1e-7, too coarse for a probability of 1e-8."""
   rates, draws = jnp.full(1 << 20, 2e-8, f32), 40
   sample = jax.jit(lambda key: rejection.poisson(key, rates, f32).sum())
   events = sum(int(sample(_key(count))) for count in range(draws))
@@ -162,7 +162,7 @@ def test_rare_events_have_their_rate():
 
 
 def test_many_categories_are_all_drawn():
-  """With one uniform float32 number, every third of so many would never be drawn."""
+  """With one float32 uniform, a third of so many would never be drawn."""
   weights = torch.ones(3 << 22, device="jax")
   drawn = torch.multinomial(weights, 30_000, replacement=True).numpy()
   assert stats.chisquare(np.bincount(drawn % 3, minlength=3)).pvalue > 1e-4
@@ -196,7 +196,7 @@ def test_the_least_of_many_numbers_have_all_their_digits(env):
 
 
 def test_exponential_race_samples_tokens_by_their_weights():
-  """A noise of 0 would let its token win whatever its weight is."""
+  """With a noise of 0, a token would win whatever its weight."""
   vocabulary, steps = 1 << 17, 200
   weights = torch.full((vocabulary,), 1e-9, device="jax")
   weights[:4] = torch.tensor([0.1, 0.2, 0.3, 0.4]).to("jax")
@@ -262,7 +262,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("name, rtol", [("poisson", 0), ("gamma", 2e-6)])
 def test_a_sampler_gives_a_row_of_a_batch_what_it_gives_alone(name, rtol):
-  """Gamma to rounding: XLA computes what all rows share in another order."""
+  """Gamma up to rounding: XLA computes terms shared by all rows in another order."""
   keys = jax.random.split(jax.random.key(0), 3)
   sample = jax.jit(SAMPLERS[name])
   rows = jax.jit(jax.vmap(SAMPLERS[name]))(keys)
@@ -374,7 +374,7 @@ def test_torchs_gradient_is_jaxs(env, name):
 
 
 def test_a_mean_of_gamma_numbers_moves_with_their_parameter():
-  """E x = α, so the mean of dx/dα is 1; its error is that of 20,000 numbers."""
+  """E x = α, so the mean of dx/dα is 1, up to the error of 20,000 samples."""
   for alpha in (0.3, 2.0, 40.0):
     parameter = torch.full((20_000,), alpha, device="jax")
     drawn = torch._standard_gamma(parameter)

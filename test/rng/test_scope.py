@@ -339,7 +339,7 @@ def test_threads_that_run_at_once_have_streams_of_their_own():
 
 
 def test_a_thread_draws_from_the_seed_and_its_ordinal():
-  """One thread, two seeds: a seed gives it the same numbers again."""
+  """A thread repeats its draws when the seed is set again."""
   ready, go = threading.Semaphore(0), threading.Semaphore(0)
   draws = []
 

@@ -337,7 +337,7 @@ def test_switching_the_mode_repeats_nothing(env):
 
 
 def test_the_switch_shows_first_inside_a_raw_jax_trace(env):
-  """The root stream follows it there, and takes no part in the trace."""
+  """The root stream is updated there, outside of the trace."""
   Noise()(_x())
   draw = jax.jit(lambda key: jax_view(lambda: torch.rand(6, device="jax"))(rng=key))
   torchax.rng.address_by("order")

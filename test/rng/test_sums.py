@@ -71,7 +71,7 @@ _ONE_RESULT = {
 
 @pytest.mark.parametrize("draw", EXACT.values(), ids=EXACT)
 def test_the_arithmetic_of_exact_samplers_has_one_result(draw):
-  """At most one operation rounds: there is nothing to contract or to reorder."""
+  """At most one operation rounds, so XLA can contract or reorder nothing."""
   with torchax.default_env():
     view = jax_view(draw)
     closed = jax.make_jaxpr(view)(jnp.linspace(0.1, 1, 6), rng=jax.random.key(0))

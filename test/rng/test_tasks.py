@@ -96,7 +96,7 @@ def test_a_thread_with_a_copied_context_draws_from_the_scope(env):
 
 @pytest.mark.parametrize("compile", [lambda f: f, jax_jit], ids=["eager", "jitted"])
 def test_threads_at_once_in_one_scope_draw_different_numbers(env, compile):
-  """Which of them draws first is not known, but no number is drawn twice."""
+  """The order of their draws is not fixed, but no number is drawn twice."""
   draws, threads = 50, 8
   draw = compile(lambda: torch.rand(1, device="jax") + 0)
   barrier = threading.Barrier(threads)
@@ -144,7 +144,7 @@ def test_a_task_has_the_environment_on_for_itself(env):
 
 
 def test_what_is_on_globally_is_on_in_every_task_of_the_thread():
-  """As the cells of a notebook are, which may be tasks of their own."""
+  """For example in the cells of a notebook, which may be tasks of their own."""
   other = torchax.Environment(seed=5)
 
   async def cell(function):

@@ -97,14 +97,14 @@ def test_other_generators_are_left_to_jax(impl):
   "setting", [jax.threefry_partitionable(False), jax.debug_key_reuse(True)]
 )
 def test_left_to_jax(setting):
-  """The older counting of elements, and keys whose use JAX checks."""
+  """With the older counter of elements, and with JAX's check of key reuse."""
   key = jax.random.key(3)
   with setting:
     assert threefry.unrolled_key(key) is key
 
 
 def test_a_chain_of_draws_compiles_in_time():
-  """Derivations of keys that are unrolled too took minutes from eleven draws on."""
+  """With unrolled key derivations too, eleven draws took minutes to compile."""
 
   def chain(key, x):
     for index in range(12):

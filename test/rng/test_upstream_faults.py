@@ -103,7 +103,7 @@ def test_gradient_checkpoint_twice_uses_two_masks_in_backward():
 
 
 def test_gradient_checkpoint_recomputes():
-  """Else the test above would say nothing about the recomputation."""
+  """Otherwise the test above would not cover the recomputation."""
   block = gradient_checkpoint(lambda x: torch.sin(_drop(x)))
   step = jax_jit(jax_value_and_grad(lambda x: block(x).sum()))
   jaxpr = str(step.trace(_ones()).jaxpr)
