@@ -50,11 +50,6 @@ def keyed(rng, position: tuple, operation, *args, **kwargs):
   return operation(*args, **kwargs)
 
 
-def is_cond(node: fx.Node) -> bool:
-  """Return True for a `torch.cond`."""
-  return node.target is higher_order.cond
-
-
 def add_input(graph: fx.Graph) -> None:
   """Add the input for the packed key after the other inputs."""
   node = fx_graphs.add_input(graph, PLACEHOLDER)
@@ -84,7 +79,8 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
       continue
     made, by_site = found
     is_backward = node.meta.get("partitioner_tag") == "is_backward"
-    if is_backward and is_cond(node):
+    is_cond = node.target is higher_order.cond
+    if is_backward and is_cond:
       # The backward pass of a branch recomputes its forward pass, with its draws.
       position = _forward_position(node, branches)
     elif is_backward:
@@ -101,7 +97,7 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
       args = (rng, position, node.target, *node.args)
       replacement = graph.call_function(keyed, args, dict(node.kwargs))
     replacement.meta = dict(node.meta)
-    if is_cond(node) and not is_backward:
+    if is_cond and not is_backward:
       branches.append(_Branches(replacement, position))
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)
@@ -166,7 +162,7 @@ def _draws_of(node: fx.Node) -> tuple[int, dict[str, int]] | None:
   """
   bodies = [body for body in map(inner, node.all_input_nodes) if body is not None]
   if any(map(may_draw, bodies)):
-    if is_cond(node):
+    if node.target is higher_order.cond:
       return _largest([_draws_in(body.graph) for body in bodies])
     if node.target is higher_order.while_loop:
       return 1, {site_of(node): 1}

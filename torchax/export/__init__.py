@@ -64,11 +64,11 @@ class Program:
     outputs, updates = program.with_updates(states, inputs)
     states = program.updated(states, updates)
 
-  `states` is a list of arrays in the order of `names`. `inputs` is either the tuple of
-  positional arguments, with the tree structure of the export and `kwargs=` for keyword
-  arguments, or all leaves of both in order. The list of leaves may omit those that were
-  constants at export (None, numbers, strings). `rng=` is a key, an `RngState` or a seed
-  to draw from (`docs/rng.md`).
+  `states` is a list of arrays in the order of `names`. `inputs` is the tuple of
+  positional arguments, structured as at export; `kwargs=` holds keyword arguments.
+  `inputs` may also be the list of all leaves of both, in order. That list may omit
+  leaves that were constants at export (None, numbers, strings). `rng=` is a key, an
+  `RngState` or a seed to draw from (`docs/rng.md`).
 
   Attributes:
     names: names of the states.
@@ -291,17 +291,13 @@ def exported_program_to_stablehlo(exported_program: ExportedProgram):
       drawn.append(stream.draws)
       return results
 
+  pure.__name__ = drawing.__name__ = program.__name__
   drawn: list[int] = []
   impl = default_impl()
   words = jax.eval_shape(lambda: jax.random.key_data(RngState.from_seed(0, impl).key))
   rng = (words, jax.ShapeDtypeStruct((), jnp.uint32))
   if program._may_draw:
-    exported = jax.export.export(_jit(drawing, program))(state_avals, inputs, *rng)
+    exported = jax.export.export(jax.jit(drawing))(state_avals, inputs, *rng)
     if any(drawn):
       return states, exported
-  return states, jax.export.export(_jit(pure, program))(state_avals, inputs)
-
-
-def _jit(function, program: Program):
-  function.__name__ = program.__name__
-  return jax.jit(function)
+  return states, jax.export.export(jax.jit(pure))(state_avals, inputs)

@@ -207,23 +207,18 @@ def _by_lowering(func, args, kwargs):
 
   None if the lowering gives no shapes either.
   """
-  tree_map = torch_pytree.tree_map
-  shapes = default_env().shapes(
-    func, tree_map(_shape_of, args), tree_map(_shape_of, kwargs)
-  )
-  return tree_map(_fake_of_shape, shapes)
+  tree_map_only = torch_pytree.tree_map_only
+  args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs))
+  shapes = default_env().shapes(func, args, kwargs)
+  return tree_map_only(jax.ShapeDtypeStruct, _fake_of_shape, shapes)
 
 
-def _shape_of(value):
-  if not isinstance(value, torch.Tensor):
-    return value
+def _shape_of(value: torch.Tensor) -> jax.ShapeDtypeStruct:
   shape = tuple(map(int, value.shape))
   return jax.ShapeDtypeStruct(shape, mappings.t2j_dtype(value.dtype))
 
 
-def _fake_of_shape(value):
-  if not isinstance(value, jax.ShapeDtypeStruct):
-    return value
+def _fake_of_shape(value: jax.ShapeDtypeStruct) -> torch.Tensor:
   return torch.empty(value.shape, dtype=mappings.j2t_dtype(value.dtype), device=META)
 
 

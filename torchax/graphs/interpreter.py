@@ -229,15 +229,10 @@ def run_operation(op, args: tuple, kwargs: dict):
 
 def _with_number_arrays(schema, args, kwargs) -> tuple[tuple, dict]:
   """Convert symbolic sizes among the dynamic arguments to 0-d arrays."""
-  args = tuple(
-    _number_array(value) if name in schema.dynamic else value
-    for name, value in zip(schema.names, args)
-  )
-  return args, {
-    name: _number_array(value) if name in schema.dynamic else value
-    for name, value in kwargs.items()
-  }
 
+  def convert(name, value):
+    is_size = name in schema.dynamic and jax.export.is_symbolic_dim(value)
+    return jnp.asarray(value) if is_size else value
 
-def _number_array(value):
-  return jnp.asarray(value) if jax.export.is_symbolic_dim(value) else value
+  args = tuple(map(convert, schema.names, args))
+  return args, {name: convert(name, value) for name, value in kwargs.items()}
