@@ -60,9 +60,9 @@ def load(module: str, user: str) -> ModuleType:
     is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
       f"{error.name}."
     )
-    found = "which is not installed" if is_missing else f"which cannot load: {error}"
+    problem = "which is not installed" if is_missing else f"which cannot load: {error}"
     raise ImportError(
-      f"{user} needs {extra.package}, {found}. Run: {command}"
+      f"{user} needs {extra.package}, {problem}. Run: {command}"
     ) from error
   version = _version(extra.package)
   if version is not None and is_older(version, extra.lowest):

@@ -74,10 +74,10 @@ def check(
   if not old:
     return
   needed = " and ".join(f"{name} {bound} or newer" for name, bound, _ in old)
-  came = ", ".join(f"{name} {version}" for name, _, version in old)
+  versions_found = ", ".join(f"{name} {version}" for name, _, version in old)
   command = " ".join(f'"{name}>={bound}"' for name, bound, _ in old)
   raise UnsupportedVersionError(
-    f"torchax {VERSION} needs {needed}, but found {came}. Upgrade with: "
+    f"torchax {VERSION} needs {needed}, but found {versions_found}. Upgrade with: "
     f"pip install {command}"
   )
 

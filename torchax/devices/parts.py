@@ -33,9 +33,9 @@ def bounds_here(array: jax.Array) -> list[tuple[int, int]] | None:
     (min(start for start, _ in column), max(stop for _, stop in column))
     for column in zip(*blocks)
   ]
-  held = sum(math.prod(stop - start for start, stop in block) for block in blocks)
-  whole = math.prod(stop - start for start, stop in bounds)
-  return bounds if held == whole else None
+  local = sum(math.prod(stop - start for start, stop in block) for block in blocks)
+  enclosing = math.prod(stop - start for start, stop in bounds)
+  return bounds if local == enclosing else None
 
 
 def values_here(array: jax.Array, bounds: list[tuple[int, int]]) -> np.ndarray:

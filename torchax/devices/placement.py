@@ -230,8 +230,8 @@ class anywhere:
 @functools.lru_cache(maxsize=1024)
 def _index_of_sharding(sharding: Sharding) -> int | None:
   indices = _indices(tuple(jax.local_devices()))
-  found = [indices[d] for d in sharding.addressable_devices if d in indices]
-  return min(found, default=None)
+  local = [indices[d] for d in sharding.addressable_devices if d in indices]
+  return min(local, default=None)
 
 
 def device_of(array) -> torch.device:
@@ -315,8 +315,8 @@ def make(function: Callable, target) -> Any:
   if target is None or jax_compat.is_staging():
     return function()
   with jax.default_device(target):
-    made = function()
-  return jax.tree.map(lambda array: jax.device_put(array, target), made)
+    arrays = function()
+  return jax.tree.map(lambda array: jax.device_put(array, target), arrays)
 
 
 def put(array: jax.Array, device) -> jax.Array:
@@ -411,13 +411,13 @@ def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
   for device, index in indices.items():
     bounds = tuple(part.indices(size) for part, size in zip(index or (), shape))
     devices.setdefault(bounds, []).append((device, index))
-  made = []
+  arrays = []
   for group in devices.values():
     part = read(group[0][1] or ())
-    made += [jax.device_put(part, device) for device, _ in group]
-    jax.block_until_ready(made[-len(group) :])
-  dtype = made[0].dtype if made else None  # a process may have none of the devices
-  return jax.make_array_from_single_device_arrays(shape, sharding, made, dtype=dtype)
+    arrays += [jax.device_put(part, device) for device, _ in group]
+    jax.block_until_ready(arrays[-len(group) :])
+  dtype = arrays[0].dtype if arrays else None  # a process may have none of the devices
+  return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
 
 
 def from_host(values: np.ndarray, sharding: Sharding | None = None) -> jax.Array:

@@ -74,10 +74,10 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
   draws, sites = 0, collections.Counter[str]()
   branches: list[_Branches] = []
   for node in list(graph.nodes):
-    found = _draws_of(node)
-    if found is None:
+    counts = _draws_of(node)
+    if counts is None:
       continue
-    made, by_site = found
+    count, by_site = counts
     is_backward = node.meta.get("partitioner_tag") == "is_backward"
     is_cond = node.target is higher_order.cond
     if is_backward and is_cond:
@@ -91,7 +91,7 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
     else:
       turns = tuple([(path, sites[path]) for path in by_site])
       position = (draws, site_of(node), turns)
-      draws += made
+      draws += count
       sites.update(by_site)
     with graph.inserting_before(node):
       args = (rng, position, node.target, *node.args)
@@ -119,14 +119,14 @@ class _Branches(NamedTuple):
 def _forward_position(node: fx.Node, branches: list[_Branches]) -> tuple:
   """Return the position of the draws that a backward `torch.cond` recomputes."""
   predicate, *bodies, operands = node.args
-  for found in reversed(branches):
-    _, _, _, earlier_predicate, *earlier_bodies, earlier_operands = found.node.args
+  for forward in reversed(branches):
+    _, _, _, earlier_predicate, *earlier_bodies, earlier_operands = forward.node.args
     has_same_operands = earlier_predicate is predicate and (
       earlier_operands == operands[: len(earlier_operands)]
     )
     if has_same_operands and all(map(_makes_same_draws, bodies, earlier_bodies)):
-      branches.remove(found)
-      return found.position
+      branches.remove(forward)
+      return forward.position
   raise RngError(
     "A torch.cond draws other numbers in the backward pass of a compiled function than "
     f"in the forward pass. Draw before it and pass the numbers.{where(node)}"
@@ -174,14 +174,14 @@ def _draws_of(node: fx.Node) -> tuple[int, dict[str, int]] | None:
     return None
   # `torch.dropout` returns an empty tensor unchanged and draws nothing.
   is_empty = node.target is _DROPOUT and not hint(node.args[0].meta["val"].numel())
-  made = 0 if is_empty else _count_draws(node)
-  return (made, {site_of(node): made}) if made or is_empty else None
+  count = 0 if is_empty else _count_draws(node)
+  return (count, {site_of(node): count}) if count or is_empty else None
 
 
 def _draws_in(graph: fx.Graph) -> tuple[int, dict[str, int]]:
   total, sites = 0, collections.Counter[str]()
-  for made, by_site in filter(None, map(_draws_of, graph.nodes)):
-    total += made
+  for count, by_site in filter(None, map(_draws_of, graph.nodes)):
+    total += count
     sites.update(by_site)
   return total, sites
 
@@ -190,7 +190,7 @@ def _largest(branches: list) -> tuple[int, dict[str, int]]:
   """Return the draws by which the streams advance: the maximum over all branches."""
   paths = dict.fromkeys(path for _, sites in branches for path in sites)
   by_site = {path: max(sites.get(path, 0) for _, sites in branches) for path in paths}
-  return max(made for made, _ in branches), by_site
+  return max(count for count, _ in branches), by_site
 
 
 def _count_draws(node: fx.Node) -> int:
@@ -210,13 +210,13 @@ def _count_draws(node: fx.Node) -> int:
     args, kwargs = parts.filled(arrays)
     with torch.no_grad(), rng_scope(0) as stream:
       run_operation(node.target, args, kwargs)
-      found.append(stream.draws)
+      counts.append(stream.draws)
 
-  found: list[int] = []
+  counts: list[int] = []
   with torch_compat.without_modes():
     abstract = [
       jax.ShapeDtypeStruct(tuple(map(hint, t.shape)), mappings.t2j_dtype(t.dtype))
       for t in parts.dynamic
     ]
     jax.eval_shape(run, *abstract)
-  return found[0]
+  return counts[0]

@@ -74,7 +74,7 @@ def compiled(module: fx.GraphModule, options: Options) -> Callable:
   parts = (forward, module.graph, arguments, results, options)
   run = forward if cpu_input else _jitted(*parts)
   # Inside an outer trace host numbers are constants.
-  inside = _jitted(*parts) if arguments.on_host else run
+  run_in_trace = _jitted(*parts) if arguments.on_host else run
   if cpu_input:
     warnings.warn(
       "torch.compile leaves a graph uncompiled that takes a tensor on the CPU and "
@@ -88,9 +88,9 @@ def compiled(module: fx.GraphModule, options: Options) -> Callable:
     if cpu_input:
       with env_on(), options.applied():
         return results.unbox(run(*arguments.plain(args)), args)
-    given, on_host = arguments.bind(args)
+    bound, on_host = arguments.bind(args)
     with env_on(), options.applied(), host_numbers.given(on_host):
-      return results.unbox((inside if active.boundary else run)(*given), args)
+      return results.unbox((run_in_trace if active.boundary else run)(*bound), args)
 
   return torch.compiler.disable(call)
 
@@ -127,9 +127,9 @@ def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:
     if not isinstance(value, torch.Tensor) or isinstance(value, Tensor):
       continue
     if node.target not in lifted:
-      given = add_input(graph, f"lifted_{len(lifted)}")
-      given.meta = dict(node.meta)
-      lifted[node.target] = (value, given)
+      placeholder = add_input(graph, f"lifted_{len(lifted)}")
+      placeholder.meta = dict(node.meta)
+      lifted[node.target] = (value, placeholder)
     node.replace_all_uses_with(lifted[node.target][1])
     graph.erase_node(node)
   return [value for value, _ in lifted.values()]
@@ -206,8 +206,8 @@ class _Results:
     (output,) = [node for node in graph.nodes if node.op == "output"]
     returned, self._dtypes = [], []
     for node in output.args[0]:
-      made = isinstance(node, fx.Node) and node.target is _SCALAR_TENSOR
-      if made and example(node).device.type == "cpu":
+      is_wrapped = isinstance(node, fx.Node) and node.target is _SCALAR_TENSOR
+      if is_wrapped and example(node).device.type == "cpu":
         self._dtypes.append(example(node).dtype)
         node = node.args[0]
       else:

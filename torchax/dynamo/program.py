@@ -123,11 +123,11 @@ class Program:
   # While tracing --------------------------------------------------------------------
 
   def _run(self, numbers, form, constants, arrays):
-    given, sizes = iter(arrays), iter(numbers)
+    used, sizes = iter(arrays), iter(numbers)
     values: dict[fx.Node, Any] = dict.fromkeys(self._numbers)
     for node, is_used in zip(self._inputs, self._is_used):
       if isinstance(meta(node), torch.Tensor):
-        values[node] = next(given) if is_used else None
+        values[node] = next(used) if is_used else None
       else:
         values[node] = next(sizes)
     words = None if self._rng is None else values[self._inputs[self._rng]]
@@ -164,7 +164,7 @@ class Program:
           arrays.append(as_numpy(value))
       else:
         numbers.append(value)
-    given = {position: args[position] for position in self._outputs.passed}
+    passed = {position: args[position] for position in self._outputs.passed}
     args.clear()
     if self._constants is None:
       # Converted on the first call: tensors are fake while torch compiles.
@@ -176,7 +176,7 @@ class Program:
         raise RuntimeError(message)
     if static.log:
       self.keys.log = static.log
-    return self._outputs.assemble(given, outputs, static.values)
+    return self._outputs.assemble(passed, outputs, static.values)
 
 
 class _Interpreter(JaxInterpreter):

@@ -83,10 +83,10 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grads):
   input, *rest = ctx.saved_tensors
   n = ctx.n_states
-  input_grad, *found = _backward(
+  input_grad, *other_grads = _backward(
     grads, input, rest[:n], rest[n:], ctx.cell, ctx.reverse
   )
-  return input_grad, found[:n], found[n:], None, None
+  return input_grad, other_grads[:n], other_grads[n:], None, None
 
 
 torch.library.register_autograd(
@@ -96,8 +96,8 @@ torch.library.register_autograd(
 
 def _run_layer(input, state, mask, weights, cell, reverse):
   """Run one layer like `rnn.layer`, for the tensors that AOTAutograd traces with."""
-  given = [weight for weight in weights if weight is not None]
-  outputs, *last = _forward(input, state, given, cell, reverse)
+  present = [weight for weight in weights if weight is not None]
+  outputs, *last = _forward(input, state, present, cell, reverse)
   return outputs, last
 
 
@@ -154,8 +154,8 @@ def replace(module: fx.GraphModule) -> None:
       replaced by changed copies.
   """
   for node in module.graph.nodes:
-    known = node.op == "call_function" and node.target in _REPLACEMENTS
-    if known and not node.kwargs:
+    is_known = node.op == "call_function" and node.target in _REPLACEMENTS
+    if is_known and not node.kwargs:
       node.target = _REPLACEMENTS[node.target]
   for name, inner in module.named_children():
     if isinstance(inner, fx.GraphModule):

@@ -134,36 +134,36 @@ class ArgumentCheck:
       TypeError: a dtype differs, or the value is no array.
     """
     sizes: list[_Size] = []
-    for (name, wanted), value in zip(self._arguments, values, strict=True):
-      if isinstance(wanted, torch.Tensor):
-        _require_array(name, wanted, value)
-        for size, given in zip(wanted.shape, value.shape):
-          sizes.append(_Size(name, wanted, value, _expression(size), given))
-      elif not is_array(wanted):
-        _require_constant(name, wanted, value)
+    for (name, expected), value in zip(self._arguments, values, strict=True):
+      if isinstance(expected, torch.Tensor):
+        _require_array(name, expected, value)
+        for size, actual in zip(expected.shape, value.shape):
+          sizes.append(_Size(name, expected, value, _expression(size), actual))
+      elif not is_array(expected):
+        _require_constant(name, expected, value)
     known: dict = {}
     # Symbols first: the check of an expression needs their values.
     sizes.sort(key=lambda size: not getattr(size.expression, "is_Symbol", False))
     for size in sizes:
       # Symbolic sizes pass: JAX compares them when the program is called.
-      if isinstance(size.given, int):
+      if isinstance(size.actual, int):
         self._require_size(size, known)
 
   def _require_size(self, size: "_Size", known: dict) -> None:
     expression = size.expression
     if isinstance(expression, int):
-      if expression != size.given:
+      if expression != size.actual:
         raise ValueError(size.mismatch())
       return
     unknown = expression.free_symbols - known.keys()
     if len(unknown) == 1:
       (symbol,) = unknown
-      value = _solve(expression, symbol, known, size.given)
+      value = _solve(expression, symbol, known, size.actual)
       if value is None:
         raise ValueError(size.mismatch(f"which is no {expression}"))
       known[symbol] = value
       self._require_in_range(size, symbol, value)
-    elif not unknown and expression.subs(known) != size.given:
+    elif not unknown and expression.subs(known) != size.actual:
       found = ", ".join(f"{symbol} = {known[symbol]}" for symbol in known)
       raise ValueError(size.mismatch(found))
 
@@ -179,12 +179,12 @@ class ArgumentCheck:
       raise ValueError(size.mismatch(reason))
 
 
-def _solve(expression, symbol, known, given: int) -> int | None:
-  """Solve `expression == given` for a symbol; None if no integer solves it."""
+def _solve(expression, symbol, known, actual: int) -> int | None:
+  """Solve `expression == actual` for a symbol; None if no integer solves it."""
   if expression is symbol:
-    return given
+    return actual
   # torch derives dimensions only by sums and products with integers.
-  roots = (expression.subs(known) - given).as_poly(symbol).ground_roots()
+  roots = (expression.subs(known) - actual).as_poly(symbol).ground_roots()
   return next((int(value) for value in roots if value.is_Integer), None)
 
 
@@ -194,28 +194,28 @@ class _Size:
 
   Attributes:
     name: name of the argument.
-    wanted: fake tensor of the export.
+    expected: fake tensor of the export.
     value: the argument.
     expression: expected size, a sympy expression or an integer.
-    given: actual size.
+    actual: actual size.
   """
 
   name: str
-  wanted: torch.Tensor
+  expected: torch.Tensor
   value: Any
   expression: Any
-  given: Any
+  actual: Any
 
   def mismatch(self, reason: str = "") -> str:
     """Return the error message for a size that does not fit."""
-    return _mismatch(self.name, self.wanted, self.value, reason)
+    return _mismatch(self.name, self.expected, self.value, reason)
 
 
-def _require_array(name, wanted, value) -> None:
-  dtype = mappings.t2j_dtype(wanted.dtype)
+def _require_array(name, expected, value) -> None:
+  dtype = mappings.t2j_dtype(expected.dtype)
   if not hasattr(value, "shape") or not hasattr(value, "dtype"):
     raise TypeError(
-      f"Argument {name} should be an array of {dtype}{_shape(wanted)}, but got "
+      f"Argument {name} should be an array of {dtype}{_shape(expected)}, but got "
       f"{type(value).__name__}."
     )
   if jax.dtypes.canonicalize_dtype(value.dtype) != dtype:
@@ -223,14 +223,14 @@ def _require_array(name, wanted, value) -> None:
       f"Argument {name} should be of {dtype}, for which the program was exported, "
       f"but got {value.dtype}. Convert it with `.astype`."
     )
-  if len(value.shape) != wanted.dim():
-    raise ValueError(_mismatch(name, wanted, value))
+  if len(value.shape) != expected.dim():
+    raise ValueError(_mismatch(name, expected, value))
 
 
-def _mismatch(name, wanted, value, reason: str = "") -> str:
+def _mismatch(name, expected, value, reason: str = "") -> str:
   reason = f" ({reason})" if reason else ""
   return (
-    f"Argument {name} should have the shape {_shape(wanted)}, for which the program "
+    f"Argument {name} should have the shape {_shape(expected)}, for which the program "
     f"was exported, but got {list(value.shape)}{reason}. Export it with "
     "`dynamic_shapes=` for the dimensions that change."
   )
@@ -240,14 +240,14 @@ def _shape(tensor) -> str:
   return "[" + ", ".join(map(str, tensor.shape)) + "]"
 
 
-def _require_constant(name, wanted, value) -> None:
+def _require_constant(name, expected, value) -> None:
   if isinstance(value, jax.core.Tracer):
     return  # an operand of `jax.jit`; the program uses its own constant
-  is_equal = value is wanted or (
-    isinstance(value, bool | int | float | str) and value == wanted
+  is_equal = value is expected or (
+    isinstance(value, bool | int | float | str) and value == expected
   )
-  if not is_equal and not (isinstance(wanted, float) and math.isnan(wanted)):
+  if not is_equal and not (isinstance(expected, float) and math.isnan(expected)):
     raise ValueError(
-      f"Argument {name} was {wanted!r} when the program was exported and is a constant "
-      f"of it, but got {value!r}. Export it once for each value."
+      f"Argument {name} was {expected!r} when the program was exported and is a "
+      f"constant of it, but got {value!r}. Export it once for each value."
     )

@@ -169,8 +169,8 @@ class _Following:
     if is_wanted and original is None:
       patch(torch.nn.Module, "__call__", _wrapped(current), _REASON)
     elif original is not None and not is_wanted:
-      for made in [each for each in PATCHES if each.replacement is current]:
-        made.undo()
+      for entry in [each for each in PATCHES if each.replacement is current]:
+        entry.undo()
 
 
 following = _Following()

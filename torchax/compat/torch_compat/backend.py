@@ -86,13 +86,13 @@ def register_backend(device_module) -> None:
   Raises:
     RuntimeError: another backend of this process has taken that device.
   """
-  taken = _name_of_backend()
-  if taken not in ("privateuseone", BACKEND):
+  backend = _name_of_backend()
+  if backend not in ("privateuseone", BACKEND):
     raise RuntimeError(
-      f"torch has one device for out-of-tree backends, and {taken!r} has taken it. "
+      f"torch has one device for out-of-tree backends, and {backend!r} has taken it. "
       "Import torchax in a process without that backend."
     )
-  if taken == BACKEND and hasattr(torch, BACKEND):
+  if backend == BACKEND and hasattr(torch, BACKEND):
     return
   torch.utils.rename_privateuse1_backend(BACKEND)
   _register_module(BACKEND, device_module)
@@ -184,21 +184,21 @@ def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices=False):
   C++ sees the hidden device of wrappers, for which torch rejects foreach.
   """
   groups = _group_tensors(tensorlistlist, with_indices)
-  found = {}
+  regrouped = {}
   for (device, dtype), (lists, indices) in groups.items():
     if device != HIDDEN_DEVICE:
-      found[device, dtype] = lists, indices
+      regrouped[device, dtype] = lists, indices
       continue
     rows: dict[torch.device, list[int]] = {}
     for row, tensor in enumerate(lists[0]):
       rows.setdefault(tensor.device, []).append(row)
     for device, chosen in rows.items():
       if len(rows) == 1:
-        found[device, dtype] = lists, indices
+        regrouped[device, dtype] = lists, indices
       else:
         parts = [[part[row] for row in chosen] if part else part for part in lists]
-        found[device, dtype] = parts, indices and [indices[row] for row in chosen]
-  return found
+        regrouped[device, dtype] = parts, indices and [indices[row] for row in chosen]
+  return regrouped
 
 
 def support_foreach(*classes: type) -> None:

@@ -66,12 +66,12 @@ def parameter_in_files_format(
   return _rebuild_parameter, args
 
 
-def with_state_in_files_format(made: tuple, state: dict) -> tuple:
+def with_state_in_files_format(rebuild: tuple, state: dict) -> tuple:
   """Return (function, arguments) that rebuild a plain tensor with attributes.
 
-  `made` is the result of `in_files_format`.
+  `rebuild` is the result of `in_files_format`.
   """
-  function, args = made
+  function, args = rebuild
   return _rebuild_from_type_v2, (function, torch.Tensor, args, state)
 
 

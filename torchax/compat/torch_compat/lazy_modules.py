@@ -63,10 +63,10 @@ def moving_placeholders(module: torch.nn.Module, fn: Callable) -> Iterator[None]
     for name, tensor in tensors.items():
       if not is_lazy(tensor):
         continue
-      moved = fn(torch.empty(0, dtype=tensor.data.dtype, device=tensor.device))
-      if BACKEND in (moved.device.type, tensor.device.type):
-        tensor.data = tensor.data.to(moved.dtype)
-        hidden.append((tensors, name, _make_placeholder(tensor, moved.device)))
+      example = fn(torch.empty(0, dtype=tensor.data.dtype, device=tensor.device))
+      if BACKEND in (example.device.type, tensor.device.type):
+        tensor.data = tensor.data.to(example.dtype)
+        hidden.append((tensors, name, _make_placeholder(tensor, example.device)))
         tensors[name] = None
   try:
     yield
@@ -84,11 +84,11 @@ def place_new_placeholders() -> None:
 
 def _with_placeholders(make: Callable) -> Callable:
   def new(cls, *args, **kwargs):
-    given = inspect.signature(make).bind(cls, *args, **kwargs).arguments
-    device = given.get("device")
-    asked = torch.get_default_device() if device is None else torch.device(device)
-    if asked.type != BACKEND:
+    arguments = inspect.signature(make).bind(cls, *args, **kwargs).arguments
+    device = arguments.get("device")
+    requested = torch.get_default_device() if device is None else torch.device(device)
+    if requested.type != BACKEND:
       return make(cls, *args, **kwargs)
-    return _make_placeholder(make(**{**given, "device": "cpu"}), asked)
+    return _make_placeholder(make(**{**arguments, "device": "cpu"}), requested)
 
   return new

@@ -52,9 +52,9 @@ class CpuSubclass(torch.Tensor):
   @classmethod
   def of(cls, plain: torch.Tensor):
     """Return a tensor of this class that shares the memory of a plain tensor."""
-    made = _make_subclass(cls, plain)
-    made.plain = plain
-    return made
+    wrapper = _make_subclass(cls, plain)
+    wrapper.plain = plain
+    return wrapper
 
 
 AUTOCAST = 'torch.autocast("jax")'
