@@ -1,8 +1,8 @@
 """Results of a graph on jax that share memory with an input or with one another.
 
-A compiled function returns arrays of its own. A result that is a view is therefore made
+A compiled function returns new arrays. A result that is a view is therefore created
 after the call, from the tensor that it views. In the trace, tensors that share memory
-have one storage, and their chains hold the steps from it. `on_jax.py` calls `box` at
+have one storage, and their chains contain the view steps. `on_jax.py` calls `box` at
 the end of the trace and `unbox` after each call.
 """
 
@@ -37,13 +37,13 @@ from torchax.tensor import Tensor, new_tensor
 
 @dataclasses.dataclass(frozen=True)
 class _ViewOf:
-  """A result that is made after the call.
+  """Result that is created after the call, as a view.
 
   Attributes:
     base: index of the input or of the result that it views.
-    is_input: the base is an input.
+    is_input: True if the base is an input.
     steps: view steps from the base; None for the base itself.
-    requires_grad: the result has a gradient.
+    requires_grad: True if the result has a gradient.
   """
 
   base: int
@@ -52,7 +52,7 @@ class _ViewOf:
   requires_grad: bool
 
   def make(self, base: torch.Tensor) -> torch.Tensor:
-    """Return the view of the base of this call."""
+    """Return the view of a base, with a gradient if the result had one."""
     if self.steps is None:
       return base
     with torch.set_grad_enabled(self.requires_grad):
@@ -63,7 +63,7 @@ class _ViewOf:
       return base.view_as(base) if view is base else view
 
 
-# Type of a view step -> the operation of torch.
+# Operation of torch for each type of view step.
 _OPERATIONS: dict[type[ViewInfo], Callable] = {
   AsStridedInfo: lambda t, step: t.as_strided(
     step.size, step.stride, t.storage_offset() + step.offset
@@ -104,19 +104,19 @@ def box(args: Sequence, results: Sequence) -> list:
     is_input = storage in inputs
     if is_input:
       base = inputs[storage]
-      held = args[base]
+      viewed = args[base]
     elif len(group) > 1:
-      held = _base_of([results[number] for number in group])
-      base = next((n for n in group if results[n] is held), len(boxed))
+      viewed = _base_of([results[number] for number in group])
+      base = next((n for n in group if results[n] is viewed), len(boxed))
       if base == len(boxed):
-        boxed.append(held)
+        boxed.append(viewed)
     else:
       continue
     for number in group:
-      steps = _steps(results[number], held)
+      steps = _steps(results[number], viewed)
       if steps is not None and (is_input or number != base):
         has_gradient = results[number].requires_grad
-        is_same = results[number] is held
+        is_same = results[number] is viewed
         view = _ViewOf(base, is_input, None if is_same else steps, has_gradient)
         boxed[number] = StaticValue(view)
   return boxed
@@ -124,24 +124,24 @@ def box(args: Sequence, results: Sequence) -> list:
 
 def _steps(value: Tensor, base: Tensor) -> tuple[ViewInfo, ...] | None:
   """Return the steps from a base to a view; None if they cannot be repeated."""
-  before, infos = base._chain.infos, value._chain.infos
-  steps = infos[len(before) :]
+  prefix, infos = base._chain.infos, value._chain.infos
+  steps = infos[len(prefix) :]
   has_gradient = base.requires_grad or not value.requires_grad
   is_known = all(type(step) in _OPERATIONS for step in steps)
-  is_view = infos[: len(before)] == before
+  is_view = infos[: len(prefix)] == prefix
   return steps if is_view and has_gradient and is_known else None
 
 
 def _base_of(values: list[Tensor]) -> Tensor:
-  """Return the tensor from which most of the values can be made again."""
+  """Return the tensor that is a base of most values, by steps that can be repeated."""
   first = values[0]
   bases = [base for value in values if isinstance(base := value._base, Tensor)]
   whole = new_tensor(first._storage.read(), first._env)
 
-  def made_from(base: Tensor) -> int:
+  def count_views(base: Tensor) -> int:
     return sum(_steps(value, base) is not None for value in values)
 
-  return max([*values, *bases, whole], key=made_from)
+  return max([*values, *bases, whole], key=count_views)
 
 
 def unbox(args: Sequence, results: Sequence, count: int) -> list:

@@ -187,7 +187,7 @@ def _draws_in(graph: fx.Graph) -> tuple[int, dict[str, int]]:
 
 
 def _largest(branches: list) -> tuple[int, dict[str, int]]:
-  """Return the draws by which the streams advance: the maximum over all branches."""
+  """Return the maximum number of draws over all branches; the streams advance by it."""
   paths = dict.fromkeys(path for _, sites in branches for path in sites)
   by_site = {path: max(sites.get(path, 0) for _, sites in branches) for path in paths}
   return max(count for count, _ in branches), by_site
