@@ -226,7 +226,7 @@ def a_process_that_does_not_come_is_named():
       processes.barrier("of one", timeout=1)
   else:
     # Its turn was missed, and it is told so.
-    agreement._Rounds.next()
+    next(agreement._rounds)
   processes.barrier("of all")
 
 

@@ -6,8 +6,8 @@ timeout they raise, naming the processes that did not arrive.
 """
 
 import hashlib
+import itertools
 import json
-import threading
 import time
 from typing import Any
 
@@ -23,17 +23,8 @@ SECONDS = 60
 _SHOWN = 200  # characters of a value in messages
 
 
-class _Rounds:
-  """Counter of comparisons; equal numbers belong together in all processes."""
-
-  count = 0
-  lock = threading.Lock()
-
-  @classmethod
-  def next(cls) -> int:
-    with cls.lock:
-      cls.count += 1
-      return cls.count
+_rounds = itertools.count(1)
+"""Numbers of comparisons; equal numbers belong together in all processes."""
 
 
 @ending_at_the_user
@@ -106,7 +97,7 @@ def require_same_program(
 def _compare(what: str, text: str, shown: str, timeout: float) -> None:
   """Raise if the text differs between processes; messages show `shown` instead."""
   client = jax_compat.coordination_client()
-  number, rank = _Rounds.next(), jax.process_index()
+  number, rank = next(_rounds), jax.process_index()
   folder = f"torchax/round/{number}/"
   digest = hashlib.sha256(text.encode()).hexdigest()
   value = json.dumps([what, digest, shown])

@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from torchax.core.tracebacks import ending_at_the_user
 
 _CALL = re.compile(
@@ -15,8 +13,6 @@ _CALL = re.compile(
 )
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 _NAME = re.compile(r'op_name="([^"]*)"')
-# Sizes of XLA dtypes whose names do not give the bits of their storage.
-_BITS = {"pred": 8, "s4": 4, "u4": 4}
 
 
 class Collective(NamedTuple):
@@ -76,8 +72,6 @@ def moved(found: Iterable[Collective]) -> dict[str, int]:
 
 def _bytes(dtype: str, shape: str) -> int:
   count = math.prod(int(extent) for extent in shape.split(",") if extent)
-  bits = _BITS.get(dtype)
-  if bits is None:
-    number = re.search(r"\d+", dtype)
-    bits = int(number[0]) if number else 8 * jnp.dtype(dtype).itemsize
+  # XLA's names of dtypes contain their bits, except for "pred", one byte.
+  bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
   return -(-count * bits // 8)
