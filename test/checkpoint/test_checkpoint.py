@@ -114,7 +114,7 @@ def test_numbers_of_every_dtype_come_back_bit_for_bit(array, tmp_path):
   ],
   ids=repr,
 )
-def test_plain_values_come_back_as_what_they_were(value, tmp_path):
+def test_plain_values_keep_value_and_type(value, tmp_path):
   found = _round_trip(value, tmp_path)
   assert found == value and type(found) is type(value)
   assert repr(found) == repr(value), "types and order within it"
@@ -200,7 +200,7 @@ def test_tied_tensors_are_saved_once_and_come_back_apart(tmp_path):
   assert torch.equal(found["decoder"], weight)
 
 
-def test_what_comes_back_can_be_changed_in_place(tmp_path):
+def test_loaded_arrays_are_writable(tmp_path):
   found = _round_trip([np.zeros(2), torch.zeros(2), torch.zeros(2).to("jax")], tmp_path)
   for value in found:
     value += 1
@@ -329,7 +329,7 @@ def test_a_damaged_checkpoint_is_named(damage, tmp_path):
   assert torch.equal(earlier["value"], value)
 
 
-def test_a_checkpoint_of_a_newer_version_says_what_to_do(tmp_path):
+def test_checkpoint_of_a_newer_version_raises_with_advice(tmp_path):
   torchax.save_checkpoint({"value": 1}, tmp_path, 3)
   path = _structure(tmp_path / "3")
   path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
@@ -360,7 +360,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
     (lambda: torch.zeros(2).to_sparse(), "sparse"),
   ],
 )
-def test_what_a_checkpoint_cannot_hold_is_named(make, where, tmp_path):
+def test_unsupported_value_raises_with_its_path(make, where, tmp_path):
   with pytest.raises(TypeError, match=where):
     torchax.save_checkpoint({"a": [0, make()]}, tmp_path / "run", 0)
   assert not (tmp_path / "run").exists(), "nothing is written"

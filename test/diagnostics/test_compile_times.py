@@ -27,7 +27,7 @@ def _times(programs: int, each: float, others: float) -> compile_times.CompileTi
   return times
 
 
-def test_a_program_that_mostly_compiles_is_told_once(caplog):
+def test_warns_once_if_a_program_mostly_compiles(caplog):
   with caplog.at_level(logging.WARNING, "torchax"):
     times = _times(200, each=0.25, others=0.125)
   assert times.has_spoken
@@ -43,14 +43,14 @@ def test_a_program_that_mostly_compiles_is_told_once(caplog):
   [(200, 0.2, 0.3), (49, 1.0, 0.0), (90, 0.1, 0.0)],
   ids=["less than half", "few programs", "few seconds"],
 )
-def test_nothing_is_said_of_less(caplog, programs, each, others):
+def test_no_warning_below_the_thresholds(caplog, programs, each, others):
   with caplog.at_level(logging.WARNING, "torchax"):
     times = _times(programs, each, others)
   assert not times.has_spoken and not caplog.records
   assert times.seconds == pytest.approx(programs * each)
 
 
-def test_jax_tells_what_it_compiles(monkeypatch):
+def test_listener_counts_only_new_compilations(monkeypatch):
   torch.ones(3, device="jax").cosh()  # something has been compiled
   (listener,) = compile_times._listeners
   monkeypatch.setattr(listener, "times", compile_times.CompileTimes())

@@ -63,7 +63,7 @@ def test_the_text_is_for_a_bug_report():
     assert word in text
 
 
-def test_a_version_without_tests_is_said_to_be_one(monkeypatch):
+def test_env_info_names_untested_versions(monkeypatch):
   monkeypatch.setitem(versions.TESTED, "torch", ("2.1", "2.2"))
   info = torchax.env_info()
   assert info.untested == ("torch",)

@@ -103,7 +103,7 @@ def _of_kinds(collectives) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_step_sends_what_the_same_step_in_plain_jax_sends(of_one, run):
+def test_step_has_the_collectives_of_the_same_step_in_plain_jax(of_one, run):
   ours, plain = _of_kinds(of_one[run]["ours"]), _of_kinds(of_one[run]["plain"])
   assert ours == plain
 

@@ -47,14 +47,14 @@ def found(request, folder, tmp_path_factory) -> list[dict[str, str]]:
 
 @pytest.mark.programs
 @pytest.mark.parametrize("law", in_processes.CASES)
-def test_in_a_world_of_processes(found, law):
+def test_law_holds_in_several_processes(found, law):
   for rank, failures in enumerate(found):
     assert failures[law] == "", f"process {rank}: {failures[law]}"
 
 
 @pytest.mark.programs
 @pytest.mark.parametrize("devices", [1, 8])
-def test_what_several_processes_saved_is_loaded_by_one(found, folder, devices):
+def test_checkpoint_of_several_processes_loads_in_one(found, folder, devices):
   path = folder / f"of {len(found)}"
   done = worlds.alone(devices, worlds.HERE / "checkpoints.py", "load", path)
   assert done.returncode == 0, done.stdout[-4000:]
@@ -88,7 +88,7 @@ OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": 
     ({"RANK": "0", "WORLD_SIZE": "1"}, start.World("", 1, 0, 0, 1)),
   ],
 )
-def test_the_environment_says_what_a_process_is(variables, world):
+def test_world_is_read_from_the_environment(variables, world):
   assert start.world_of(variables) == world
 
 
@@ -103,14 +103,14 @@ def test_the_environment_says_what_a_process_is(variables, world):
     ({"MASTER_ADDR": None}, "MASTER_ADDR, the host of process 0, is missing"),
   ],
 )
-def test_an_environment_that_contradicts_itself_is_named(changes, said):
+def test_inconsistent_environment_raises(changes, said):
   changed = {**OF_TWO, **changes}
   variables = {name: value for name, value in changed.items() if value is not None}
   with pytest.raises(ProcessError, match=said):
     start.world_of(variables)
 
 
-def test_connecting_after_jax_has_started_is_named(monkeypatch):
+def test_initialize_after_jax_has_started_raises(monkeypatch):
   torch.ones(1, device="jax")
   for name, value in OF_TWO.items():
     monkeypatch.setenv(name, value)
@@ -118,7 +118,7 @@ def test_connecting_after_jax_has_started_is_named(monkeypatch):
     processes.initialize()
 
 
-def test_a_name_that_does_not_resolve_is_an_error_that_says_so(monkeypatch):
+def test_unresolvable_host_name_raises_with_advice(monkeypatch):
   def refuse():
     raise RuntimeError("enforce fail at external/gloo/gloo/transport/tcp/device.cc:99")
 
@@ -160,7 +160,7 @@ def test_single_process_needs_no_connection_and_passes_checks(monkeypatch):
 # Batches -----------------------------------------------------------------------------
 
 
-def test_each_epoch_has_each_row_once_in_an_order_of_its_own():
+def test_epoch_visits_each_row_once_in_its_own_order():
   batches = list(processes.Batches(12, 4, seed=1, epochs=2))
   epochs = [sum(batches[:3], []), sum(batches[3:], [])]
   assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
@@ -169,14 +169,14 @@ def test_each_epoch_has_each_row_once_in_an_order_of_its_own():
   assert batches != list(processes.Batches(12, 4, seed=2, epochs=2))
 
 
-def test_the_position_is_the_number_of_the_step():
+def test_batches_resume_at_the_step_number():
   batches = list(processes.Batches(10, 4, seed=1, epochs=3))
   for begin in range(7):
     rest = processes.Batches(10, 4, seed=1, start=begin, epochs=3)
     assert list(rest) == batches[begin:] and len(rest) == len(batches) - begin
 
 
-def test_batches_without_an_end_have_no_length():
+def test_endless_batches_have_no_length():
   endless = processes.Batches(4, 2)
   assert len([rows for rows, _ in zip(endless, range(100))]) == 100
   with pytest.raises(TypeError, match="never end"):
@@ -192,7 +192,7 @@ def test_batches_without_an_end_have_no_length():
     (4, 2, {"seed": -1}, "seed=-1"),
   ],
 )
-def test_batches_that_cannot_be_are_named(size, batch_size, options, said):
+def test_impossible_batches_raise(size, batch_size, options, said):
   with pytest.raises(ValueError, match=re.escape(said)):
     processes.Batches(size, batch_size, **options)
 
@@ -208,7 +208,7 @@ PROGRAM = """
 """
 
 
-def test_collectives_are_read_off_a_program_with_their_bytes():
+def test_collectives_of_a_program_have_kind_bytes_and_source():
   found = traffic.collectives_of(PROGRAM)
   assert found == [
     ("all-gather", 128, "jit(f)/mul"),
@@ -218,7 +218,7 @@ def test_collectives_are_read_off_a_program_with_their_bytes():
   assert processes.moved(found) == {"all-gather": 160, "all-reduce": 15}
 
 
-def test_numbers_for_a_global_batch_keep_to_the_widths_of_jax():
+def test_global_batch_narrows_dtypes_as_jax_does():
   mesh = in_processes.Mesh(np.array(in_processes.jax.devices()[:1]), ("data",))
   sharding = in_processes.NamedSharding(mesh, in_processes.PartitionSpec("data"))
   found = processes.global_batch(
@@ -235,7 +235,7 @@ def test_numbers_for_a_global_batch_keep_to_the_widths_of_jax():
     processes.global_batch(torch.tensor([2**40]), sharding)
 
 
-def test_chunks_that_cannot_be_shared_equally_are_named():
+def test_chunks_that_do_not_divide_raise():
   mesh = in_processes.Mesh(np.array(in_processes.jax.devices()[:1]), ("data",))
   with pytest.raises(ValueError, match="'data' divide, but got 0"):
     processes.in_fixed_order(lambda w, x: x.mean(), mesh, "data", 0)
@@ -310,7 +310,7 @@ def _can_rename_the_host() -> bool:
 @pytest.mark.skipif(
   not _can_rename_the_host(), reason="needs the right to `unshare --uts`"
 )
-def test_one_host_needs_no_name_that_resolves():
+def test_processes_of_one_host_need_no_resolvable_name():
   rename = 'hostname nobody-knows-this-name && exec "$@"'
   done = _end("well", ("unshare", "--uts", "sh", "-c", rename, "sh"))
   assert done.returncode == 0, done.stdout[-4000:]

@@ -150,7 +150,7 @@ def _values(device: str, dtypes=DTYPES) -> dict[str, torch.Tensor]:
   return values
 
 
-def test_a_process_without_torchax_opens_what_was_saved(tmp_path):
+def test_process_without_torchax_opens_saved_files(tmp_path):
   places = [str(tmp_path / name) for name in FORMATS]
   for place, options in zip(places, FORMATS.values()):
     torch.save(_values("jax"), place, **options)
@@ -255,7 +255,7 @@ def test_a_mapped_file_is_loaded(place, tmp_path):
 
 
 @each_format
-def test_64_bit_numbers_of_a_file_become_what_jax_holds(options):
+def test_64_bit_values_of_a_file_get_jaxs_dtypes(options):
   wide = {"a": torch.arange(6).reshape(2, 3), "b": torch.tensor([1.5]).double()}
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -311,7 +311,7 @@ def test_an_index_says_which_device_a_file_is_loaded_onto():
   assert_same(first, torch.arange(8.0))
 
 
-def test_cuda_means_jax_where_the_configuration_says_so(monkeypatch):
+def test_map_location_cuda_means_jax_if_configured(monkeypatch):
   config = torchax.default_env().config
   monkeypatch.setattr(config, "treat_cuda_as_jax_device", True)
   stream = _saved([BASE])
@@ -429,7 +429,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
-def test_copies_keep_what_tensors_are(way):
+def test_copies_keep_class_values_and_attributes(way):
   copied = way(_values("jax"))
   for name, expected in _values("cpu").items():
     assert isinstance(copied[name], Tensor), name
@@ -528,14 +528,14 @@ def _with_version(whole: bytes, version: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("place", [None, "jax"])
-def test_a_file_of_a_newer_version_says_what_to_do(place):
+def test_file_of_a_newer_version_raises_with_advice(place):
   """torch's own error says it; its formats are nothing of jax's."""
   newer = _with_version(_saved([BASE.to("jax")]).getvalue(), b"99\n")
   with pytest.raises(RuntimeError, match="version 99.*please upgrade"):
     torch.load(io.BytesIO(newer), map_location=place)
 
 
-def test_what_is_wrong_with_a_whole_file_is_said_by_torch(tmp_path):
+def test_unreadable_file_raises_torchs_error(tmp_path):
   with pytest.raises(FileNotFoundError):
     torch.load(tmp_path / "none.pt")
   with pytest.raises(IsADirectoryError):

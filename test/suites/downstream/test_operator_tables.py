@@ -102,7 +102,7 @@ def test_attention_is_replaced_by_a_kernel_and_falls_back(env):
   assert_same(eager[1], 3 * long)
 
 
-def test_an_operator_is_put_in_taken_out_and_put_back(env):
+def test_operator_in_the_table_can_be_replaced_and_restored(env):
   before = env._ops[aten.tanh]
   x = env.to_xla(ONES)
   env._ops[aten.tanh] = Operator(aten.tanh, lambda x: x * 7, True, False, False, False)

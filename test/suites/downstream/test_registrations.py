@@ -54,7 +54,7 @@ class _Callable:
   [functools.partial(lambda by, x, inplace=False: x + by, 3), _Callable()],
   ids=["partial", "callable"],
 )
-def test_what_has_no_name_is_registered_and_given_back(function):
+def test_nameless_callable_is_registered_and_returned(function):
   assert jtorch.register_function(F.silu)(function) is function
   with torchax.default_env():
     assert_same(F.silu(torch.ones(3, device="jax")), ONES + 3)
@@ -69,7 +69,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_flags_say_what_a_function_gets(name):
+def test_flags_determine_the_arguments_of_a_function(name):
   seen = []
 
   @jtorch.register_function(F.softsign, **FLAGS[name])
@@ -112,7 +112,7 @@ def test_duplicate_registration_warns_at_the_users_line(name):
 
 
 @pytest.mark.parametrize("name", REGISTER)
-def test_a_replacement_that_is_meant_does_not_warn(name):
+def test_user_defined_replacement_does_not_warn(name):
   operation, _ = REGISTER[name]
   with warnings.catch_warnings():
     warnings.simplefilter("error")

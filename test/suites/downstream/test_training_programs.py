@@ -249,7 +249,7 @@ def test_a_kernel_with_its_own_gradient_is_used_in_torchs_graph():
   assert_same(x.grad, torch.full_like(X, 7.0))
 
 
-def test_attention_is_registered_for_all_and_taken_back():
+def test_attention_can_be_replaced_globally_and_restored():
   function = F.scaled_dot_product_attention
   ours = ops_registry.all_torch_functions[function]
 

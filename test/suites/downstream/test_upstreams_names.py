@@ -155,7 +155,7 @@ def test_names_with_other_meaning_are_upstreams_and_in_changelog():
     assert words & set(re.findall(r"\w+", first)), f"upstream has no {first}"
 
 
-def test_the_table_of_what_runs_names_the_tests():
+def test_table_of_running_programs_names_all_tests():
   rows = re.findall(r"^\|.*\|$", _section(GUIDE, "Runs here"), re.M)[2:]
   named = [set(re.findall(r"`(test_\w+\.py)`", row.split("|")[3])) for row in rows]
   assert all(named)

@@ -54,7 +54,7 @@ def test_nothing_within_the_bound_is_compiled_twice(bounded, called):
     assert programs.count() == known
 
 
-def test_what_is_used_stays(bounded):
+def test_recently_used_program_is_not_evicted(bounded):
   """One function among many: its program is not compiled again."""
   traces = []
 
@@ -497,7 +497,7 @@ def test_graph_numbers_stay_inputs_in_functions_above_aten():
       torch.testing.assert_close(compiled(x, n), F.layer_norm(x, (6,), eps=n))
 
 
-def test_a_changing_place_is_assigned_in_a_graph():
+def test_graph_assigns_at_a_changing_index():
   def assigned(x, n):
     y = x.clone()
     y[n] = 1.0

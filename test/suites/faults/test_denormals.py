@@ -42,7 +42,7 @@ def test_arithmetic_gives_zero(call):
 
 
 @pytest.mark.parametrize("call", KEPT.values(), ids=KEPT)
-def test_what_is_moved_is_kept(call):
+def test_moving_data_keeps_denormals(call):
   assert abs(call(_tiny()).item()) == pytest.approx(TINY)
 
 

@@ -64,7 +64,7 @@ ROWS = {
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in the environment"])
 @pytest.mark.parametrize("call", ROWS.values(), ids=ROWS)
-def test_what_cpu_torch_refuses_is_refused(call, inside):
+def test_invalid_dimensions_raise_torchs_class(call, inside):
   with pytest.raises((RuntimeError, IndexError, ValueError)) as expected:
     call(torch.ones(3, device="cpu"))
   tensor = torch.ones(3, device="jax")
@@ -89,6 +89,6 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("call", ACCEPTED.values(), ids=ACCEPTED)
-def test_the_least_that_cpu_torch_takes_is_taken(call):
+def test_smallest_valid_dimensions_are_accepted(call):
   result = call(torch.arange(3.0, device="jax"))
   torch.testing.assert_close(result.cpu(), call(torch.arange(3.0, device="cpu")))

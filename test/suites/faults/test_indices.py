@@ -238,7 +238,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_raises_has_written_nothing(write):
+def test_write_that_raises_changes_nothing(write):
   tensor, index = W.to("jax"), at(9).to("jax")
   with pytest.raises((RuntimeError, IndexError)) as expected:
     write(W.clone(), at(9))
@@ -282,7 +282,7 @@ def test_of_a_view_the_shown_numbers_count(view):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in the environment"])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_an_eager_operation_raises_what_torch_raises(row, inside):
+def test_eager_operation_raises_torchs_error(row, inside):
   expected = _refusal(row, "cpu")
   with torchax.default_env() if inside else contextlib.nullcontext():
     error = _refusal(row, "jax")

@@ -124,7 +124,7 @@ COMPLEX = {
 
 
 @pytest.mark.parametrize("call", COMPLEX.values(), ids=COMPLEX)
-def test_what_is_not_defined_for_complex_numbers_says_so(call):
+def test_operator_without_complex_support_raises_with_advice(call):
   numbers = torch.ones(4, dtype=torch.complex64)
   with pytest.raises((RuntimeError, TypeError)):  # the latter from torch 2.15 on
     call(numbers)

@@ -67,7 +67,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
-def test_what_torch_refuses_is_refused(call):
+def test_invalid_numpy_use_raises_torchs_class(call):
   with pytest.raises((TypeError, RuntimeError)) as expected:
     call(_tensor("cpu"))
   x = _tensor("jax")
@@ -77,6 +77,6 @@ def test_what_torch_refuses_is_refused(call):
   assert "meta" not in str(found.value)
 
 
-def test_an_equality_with_an_array_says_what_to_do():
+def test_comparison_with_numpy_array_raises_with_advice():
   with pytest.raises(RuntimeError, match=r'\.to\("jax"\)'):
     _tensor("jax") == ARRAY  # noqa: B015

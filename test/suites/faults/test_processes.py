@@ -124,7 +124,7 @@ def test_a_forked_child_refuses_jax(line, inside):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in the environment"])
 @pytest.mark.parametrize(("line", "result"), RUNS.items(), ids=RUNS)
-def test_a_forked_child_runs_what_needs_no_jax(line, result, inside):
+def test_forked_child_runs_code_without_jax(line, result, inside):
   assert _children(inside)[line] == ["value", result]
 
 
@@ -193,7 +193,7 @@ JAX_LOADERS = [
 
 
 @pytest.mark.parametrize("dataset", JAX_LOADERS)
-def test_a_worker_that_makes_jax_tensors_says_what_to_do(dataset):
+def test_worker_that_makes_jax_tensors_raises_with_advice(dataset):
   program = f"{PRELUDE}{LOADERS}\nbatches({dataset})"
   assert run(program) == "ForkError True\n"
 

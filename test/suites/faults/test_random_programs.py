@@ -101,7 +101,7 @@ def test_programs_that_torch_refuses_are_invalid():
   assert found.verdict is Verdict.INVALID
 
 
-def test_differences_of_torch_from_itself_are_told_apart(monkeypatch):
+def test_difference_within_torch_has_its_own_verdict(monkeypatch):
   for way in ("compile", "aot_eager"):
     plant(monkeypatch, way, lambda v0: (v0 + 1,))
   (found,) = compare(Program(("v0 = p * 2",), ("v0",)), ["compile"])

@@ -200,7 +200,7 @@ def test_the_package_is_marked_as_typed(wheel, sdist):
   assert "torchax/py.typed" in _names_in(sdist)
 
 
-def test_the_sdist_holds_what_builds_the_wheel(sdist):
+def test_sdist_contains_all_inputs_of_the_wheel(sdist):
   names = _names_in(sdist)
   assert set(BUILD_INPUTS) <= names
   packed = {name for name in names if name.startswith("torchax/")}

@@ -85,7 +85,7 @@ def _catches_everything(handler: ast.ExceptHandler) -> bool:
 
 
 @each_module
-def test_who_catches_every_exception_raises_again(module):
+def test_broad_except_clauses_reraise(module):
   swallowed = [
     f"line {node.lineno}"
     for node in ast.walk(module.tree)

@@ -30,7 +30,7 @@ def _generate(model, device: str, **options) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_the_likeliest_words_are_those_of_the_cpu(use_cache):
+def test_greedy_decoding_equals_the_cpu(use_cache):
   cpu, model = _llama()
   expected = _generate(cpu, "cpu", do_sample=False, use_cache=use_cache)
   with torchax.default_env():
@@ -38,7 +38,7 @@ def test_the_likeliest_words_are_those_of_the_cpu(use_cache):
   assert_same(actual, expected)
 
 
-def test_drawn_words_follow_the_seed():
+def test_sampled_tokens_depend_on_the_seed_only():
   _, model = _llama()
   drawn = []
   with torchax.default_env():
@@ -50,7 +50,7 @@ def test_drawn_words_follow_the_seed():
   assert not torch.equal(first, other)
 
 
-def test_a_cache_comes_out_of_a_compiled_model_and_goes_in_again():
+def test_compiled_model_returns_a_cache_and_accepts_it():
   register_dynamic_cache_export_support()  # makes caches pytrees of torch's
   cpu, model = _llama()
   words = huggingface.words()
@@ -89,7 +89,7 @@ def _backward(model, inputs) -> list[torch.Tensor]:
   return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def test_checkpoints_draw_the_same_masks_again():
+def test_checkpointing_redraws_the_same_masks():
   plain, recomputed = _checkpointed_gradients()
   for have, want in zip(recomputed, plain, strict=True):
     assert_close(have.cpu(), want.cpu())

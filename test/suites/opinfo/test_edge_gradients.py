@@ -65,7 +65,7 @@ def test_the_operators_are_not_empty():
 @pytest.mark.parametrize(
   "row", edge_expectations.DIFFERENCES, ids=lambda row: row.reason
 )
-def test_a_row_names_what_exists(row):
+def test_row_names_existing_operators_and_points(row):
   for pattern in row.operators:
     assert any(row.names(name) for name in OPERATORS), pattern
   assert set(row.points) <= set(edge_points.NAMES)

@@ -108,7 +108,7 @@ def _endless():
 
 
 @starts_programs
-def test_a_test_gets_its_arguments_and_as_many_words_as_it_reads(stand_in, tmp_path):
+def test_run_passes_arguments_and_as_many_words_as_are_read(stand_in, tmp_path):
   (tmp_path / "output").write_text(OUTPUT)
   stand_in(
     f'echo "$*" > {tmp_path}/arguments; head -c 100000 > {tmp_path}/words\n'
@@ -191,7 +191,7 @@ def test_a_small_test_of_dieharder_itself_runs():
 # The list ----------------------------------------------------------------------------
 
 
-def test_the_list_leaves_out_what_dieharder_warns_of():
+def test_list_omits_tests_that_dieharder_warns_of():
   numbers = {test.number for test in TESTS}
   assert numbers.isdisjoint({5, 6, 7, 14, 204})
   assert len({test.arguments for test in TESTS}) == len(TESTS)
@@ -240,7 +240,7 @@ def _repeated(*runs: Run) -> list[Run]:
     ([(WEAK, PASSED), (PASSED, FAILED)], ["diehard_craps 0 failed"]),
   ],
 )
-def test_a_weak_result_is_run_again_and_a_failed_one_is_not(runs, expected):
+def test_weak_result_is_rerun_and_failed_result_is_not(runs, expected):
   runs = [_run(*said) for said in runs]
   # A run that is not expected would be one too many.
   assert _repeated(*runs) == runs
@@ -281,7 +281,7 @@ def test_the_page_has_every_result_of_every_run():
   assert page.endswith("Nothing has failed.")
 
 
-def test_the_page_names_what_has_failed():
+def test_page_names_failed_tests():
   page = _rendered({"counter": [[_run(PASSED, FAILED, p=0.5)]]})
   assert "**FAILED**" in page and "nothing was run again" in page
   assert page.endswith("Failures:\n\n- counter: diehard_craps 0 failed")

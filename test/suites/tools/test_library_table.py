@@ -41,7 +41,7 @@ def test_a_law_holds_where_all_of_its_rows_do(tmp_path):
   ]
 
 
-def test_what_is_expected_to_fail_is_shown_with_its_reason(tmp_path):
+def test_expected_failure_is_shown_with_its_reason(tmp_path):
   xfail = '<skipped type="pytest.xfail" message="no such thing"/>'
   report = _report(tmp_path, _case("test_it_is_saved", xfail), _case("test_it_runs"))
   assert _rows(report) == [

@@ -29,7 +29,7 @@ def test_a_model_that_passes_everything_has_one_mark(tmp_path):
   assert _rows(report) == ["| GPT-2 | ✓ |"]
 
 
-def test_what_was_compared_is_named_where_it_is_not_everything(tmp_path):
+def test_partial_comparison_names_the_compared_quantities(tmp_path):
   report = _report(
     tmp_path,
     (f"{RESULTS}[U-Net-jit]", "<skipped/>"),

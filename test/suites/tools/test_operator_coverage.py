@@ -30,7 +30,7 @@ def page(tmp_path):
   return operator_coverage.render(operator_coverage.read(report))
 
 
-def test_what_cpu_torch_refuses_is_not_counted(page):
+def test_inputs_that_cpu_torch_rejects_are_not_counted(page):
   assert "| results | 2 of 2 | – | – | – | 0 of 1 | – |" in page
 
 

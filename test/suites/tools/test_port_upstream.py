@@ -577,7 +577,7 @@ def test_many_commits_are_carried_in_their_order(upstream, project, capsys, how)
   not pathlib.Path(sys.executable).with_name("ruff").exists(),
   reason="the lint extra is not installed",
 )
-def test_what_is_written_is_formatted(upstream, project):
+def test_ported_code_is_formatted(upstream, project):
   commit(upstream, {JATEN: BASE}, "Before")
   long = lowering(
     "glu_jvp", f"return jnp.add(jnp.{'exp(jnp.' * 9}exp(self{')' * 10}, 1)"
@@ -666,7 +666,7 @@ NOT_PATCHES = {
 
 
 @pytest.mark.parametrize("name", NOT_PATCHES)
-def test_what_is_no_patch_is_refused(project, tmp_path, capsys, name):
+def test_file_that_is_not_a_patch_is_rejected(project, tmp_path, capsys, name):
   text, message = NOT_PATCHES[name]
   (tmp_path / "change.patch").write_text(text)
   before = contents(project)
@@ -742,7 +742,7 @@ SEVEN = IMPORTS + "@op(torch.ops.aten.relu)\ndef seven():\n  return {}\n"
     (7, 6, [THERE, CARRIED], "return 6"),  # they pass without
   ],
 )
-def test_what_fails_the_tests_is_left_to_do_by_hand(
+def test_change_that_fails_its_tests_is_left_for_manual_work(
   upstream, project, capsys, upstreams_value, tested_value, expected, has
 ):
   for package in ("torchax", "torchax/ops", "torchax/ops/jaten"):
@@ -760,7 +760,7 @@ def test_what_fails_the_tests_is_left_to_do_by_hand(
   assert has in (project / THEME).read_text()
 
 
-def test_what_was_carried_runs(upstream, tmp_path):
+def test_ported_code_runs(upstream, tmp_path):
   """In a copy of this project, with a theme that the tool has made."""
   project = tmp_path / "copy"
   shutil.copytree(ROOT / "torchax", project / "torchax")

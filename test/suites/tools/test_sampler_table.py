@@ -19,7 +19,7 @@ def _report(tmp_path, *cases: tuple[str, dict[str, str]]):
   return path
 
 
-def test_what_several_tests_record_is_one_row(tmp_path):
+def test_records_of_several_tests_are_merged_into_one_row(tmp_path):
   report = _report(
     tmp_path,
     ("test_a[below 3 \\xb7 2-int32]", {"distance": "0.1", "numbers": "7"}),

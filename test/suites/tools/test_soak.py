@@ -38,7 +38,7 @@ def test_too_few_samples_are_an_error():
     soak.growth(samples(lambda t: 900.0, count=3))
 
 
-def test_a_run_counts_what_its_workloads_keep():
+def test_run_counts_memory_kept_by_its_workloads():
   kept = []
   rounds = []
   found = soak.run(

@@ -186,7 +186,7 @@ def test_a_file_that_does_not_load_here_is_a_fault(folder, capsys):
     (LATE, Outcome(LATE.row, "passed", seconds=2), False, [], "other release"),
   ],
 )
-def test_failures_are_told_apart(here, there, passes_with_x64, rows, kind):
+def test_failures_are_classified(here, there, passes_with_x64, rows, kind):
   record = torch_tests.Record("32 bits", here, there, passes_with_x64)
   assert torch_tests.judge(record, rows).kind == kind
 

@@ -163,7 +163,7 @@ NO_CHECKOUTS = {
 
 
 @pytest.mark.parametrize("name", NO_CHECKOUTS)
-def test_what_is_no_checkout_of_upstream_is_refused(tmp_path, capsys, name):
+def test_folder_that_is_not_an_upstream_checkout_is_rejected(tmp_path, capsys, name):
   (tmp_path / "upstream").mkdir()
   place = checkout(tmp_path / "upstream", NO_CHECKOUTS[name])
   assert run(place, NO_ROWS) == 2
