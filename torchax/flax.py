@@ -1,12 +1,12 @@
-"""Flax linen modules as torch modules.
+"""Flax linen modules as torch modules: `FlaxNNModule`.
 
-The variables of a linen module become the tensors of a torch module, under their linen
-names: `params` are parameters, every other collection (`batch_stats`, `cache`) is
-buffers. A call runs `apply` as one compiled function; the keys of its rng collections
-(`dropout`) are draws of the current stream and operands of that function.
+The variables of a linen module become tensors of a torch module, under their linen
+names: `params` become parameters, other collections (`batch_stats`, `cache`) buffers. A
+call runs `apply` as one compiled function. The keys of its rng collections (`dropout`)
+are drawn from the current stream and are operands of that function.
 
-NNX modules hold their state themselves and need no wrapper: `docs/rng.md` shows how
-they, and other libraries, take a key of the stream.
+NNX modules hold their own state and need no wrapper; `docs/rng.md` shows how they and
+other libraries get a key from the stream.
 """
 
 import inspect
@@ -30,7 +30,7 @@ from torchax.tracing.conversions import arrays_of, tensors_of
 
 PARAMS = "params"
 
-# linen names the collection in the message alone.
+# linen names the collection in the error message only.
 _MISSING_RNG = re.compile(r'needs PRNG for "(?P<collection>.+)"')
 
 
@@ -39,14 +39,14 @@ class _Variables(torch.nn.Module):
 
   @property
   def forward(self):
-    """Leaves the name to linen, where modules have it; torch looks it up next."""
+    # torch then looks for a submodule `forward`, a name that linen modules may use.
     raise AttributeError("forward")
 
 
 class _Call(NamedTuple):
-  """What is static about a call of `apply`: it is compiled once for each."""
+  """Static part of a call of `apply`; key of the compiled functions."""
 
-  variables: Any  # the structure of the tree
+  variables: Any  # tree structure
   arguments: Partition  # without its arrays
   mutable: Any
   # Names and PRNG implementations of the keys.
@@ -54,35 +54,33 @@ class _Call(NamedTuple):
 
 
 class FlaxNNModule(torch.nn.Module):
-  """A torch module that holds a Flax linen module.
+  """Torch module that holds a Flax linen module.
 
-  Parameters and buffers have the names of linen's variables, such as
-  `params.Dense_0.kernel` and `batch_stats.BatchNorm_0.mean`, in linen's layouts. They
-  are jax tensors that optimizers, `state_dict`, `jax_jit` and `torch.func` treat as
-  any others. Partitioning boxes of linen are taken off.
+  Parameters and buffers have the names and layouts of linen's variables, such as
+  `params.Dense_0.kernel` and `batch_stats.BatchNorm_0.mean`. They are jax tensors, with
+  support for optimizers, `state_dict`, `jax_jit` and `torch.func`. linen's partitioning
+  boxes are removed.
 
-  Each rng collection that a call asks for takes one key from the current stream, in the
-  order in which the module asks: `torch.manual_seed` decides them, each call has new
-  ones, and a call that is deterministic draws nothing.
+  Each rng collection that a call needs takes one key from the current stream, in the
+  order of linen's requests. So `torch.manual_seed` determines the keys, each call has
+  new ones, and a deterministic call draws nothing.
 
-  `train()` and `eval()` decide whether buffers are updated. What linen modules call
-  `train`, `deterministic` or `use_running_average` are arguments like any others:
-  `model(x, train=model.training)`.
+  `train()` and `eval()` select whether calls update buffers. Pass linen's own flags,
+  such as `train` or `deterministic`, as arguments: `model(x, train=model.training)`.
 
   Args:
-    env: the environment whose stream is drawn from.
+    env: environment whose stream provides the keys.
     flax_module: a `flax.linen.Module`.
-    sample_args: example inputs, jax tensors or arrays. `flax_module.init` is called
-      with these and `env.prng_key` for `params`, and a key of the stream for any other
-      collection that linen asks for. The stream goes on, so that another module has
-      other parameters.
-    sample_kwargs: the same by keyword.
+    sample_args: example inputs, jax tensors or arrays, for `flax_module.init`. Its key
+      for `params` is `env.prng_key`; other collections get keys of the stream. The
+      stream advances, so another module gets other parameters.
+    sample_kwargs: example inputs by keyword.
 
   Raises:
     ImportError: Flax is not installed.
-    TypeError: not a linen module; `sample_args` that its `__call__` does not take; or
-      a variable that is not an array.
-    ValueError: a variable with a dot in its name.
+    TypeError: `flax_module` is not a linen module, its `__call__` does not accept the
+      sample arguments, or a variable is not an array.
+    ValueError: the name of a variable contains a dot.
 
   >>> import flax.linen as nn, torchax
   >>> env = torchax.default_env()
@@ -128,11 +126,11 @@ class FlaxNNModule(torch.nn.Module):
   # Variables -------------------------------------------------------------------------
 
   def _encode_nested_dict(self, nested_dict: Mapping, path: str = PARAMS):
-    """A module whose parameters or buffers are the arrays of a nested dict.
+    """Create a module whose parameters or buffers are the arrays of a nested dict.
 
     Args:
       nested_dict: dicts of dicts of arrays.
-      path: dotted name of the dict; below `params` arrays become parameters.
+      path: dotted name of the dict; arrays below `params` become parameters.
     """
     module = _Variables()
     for name, value in nested_dict.items():
@@ -140,7 +138,7 @@ class FlaxNNModule(torch.nn.Module):
     return module
 
   def _decode_nested_dict(self, child_module: Any) -> dict[str, Any]:
-    """The nested dict of tensors that `_encode_nested_dict` made a module of."""
+    """Invert `_encode_nested_dict`: return a module's tensors as a nested dict."""
     children = child_module._modules.items()
     return {
       **{name: self._decode_nested_dict(child) for name, child in children},
@@ -154,8 +152,8 @@ class FlaxNNModule(torch.nn.Module):
         f"torch separates the names of modules by dots, but the linen variable {path} "
         f"has one in {name!r}. Give it another name."
       )
-    # Written to the tables themselves: `add_module` refuses names of methods, such as
-    # `forward`, which linen modules may have.
+    # Not `add_module`: it rejects names of methods, such as `forward`, which linen
+    # modules may have.
     if isinstance(value, Mapping):
       module._modules[name] = self._encode_nested_dict(value, path)
     elif not isinstance(value, jax.Array | np.ndarray) or rng.is_typed_key(value):
@@ -171,7 +169,7 @@ class FlaxNNModule(torch.nn.Module):
       module._buffers[name] = new_tensor(jax.numpy.asarray(value), self._env)
 
   def _write(self, module: Any, updates: Mapping, path: str) -> None:
-    """Changes buffers in place to what `apply` made of them."""
+    """Update buffers in place from the results of `apply`."""
     for name, value in updates.items():
       here = f"{path}.{name}"
       if isinstance(value, Mapping) and name in module._modules:
@@ -188,22 +186,26 @@ class FlaxNNModule(torch.nn.Module):
   # Calls -----------------------------------------------------------------------------
 
   def forward(self, *args, rngs=None, mutable=None, **kwargs):
-    """Calls `flax_module.apply` with the module's tensors as variables.
+    """Call `flax_module.apply` with the module's tensors as variables.
 
     Args:
-      *args: jax tensors and arrays are operands of the compiled function. Any other
-        value is static: a number that changes with each call is better a 0-d tensor.
-      rngs: keys to use instead of the stream's, by collection, as for `apply`.
-      mutable: as for `apply`: the collections that may change, in place of "all
-        buffers in `train()`, none in `eval()`". The result is then (out, updates), and
-        the buffers among the updates are written.
-      **kwargs: the same as `args`; `method` and `capture_intermediates` are `apply`'s.
+      *args: arguments of the linen module. Jax tensors and arrays are operands of the
+        compiled function; other values are static and trigger a compilation each. Pass
+        a number that changes with each call as a 0-d tensor.
+      rngs: keys by collection, as for `apply`; by default keys of the stream.
+      mutable: collections that may change, as for `apply`; the result is then
+        (out, updates), and buffers in the updates are written. By default all buffers
+        may change in `train()` and none in `eval()`.
+      **kwargs: keyword arguments, like `args`; `method` and `capture_intermediates` are
+        arguments of `apply`.
 
     Returns:
-      What `apply` returns, with tensors for arrays; gradients flow through it.
+      The result of `apply`, with arrays as tensors; gradients flow through it.
 
     Raises:
-      TracedDrawError: a random call inside a raw JAX transformation.
+      RuntimeError: the call creates a variable that the sample arguments did not.
+      TracedDrawError: the call draws inside a raw JAX transformation.
+      TypeError: a static argument is not hashable.
     """
     given = _given_keys(rngs)
     returns_updates = mutable is not None and mutable is not False
@@ -220,7 +222,7 @@ class FlaxNNModule(torch.nn.Module):
     return (out, updates) if returns_updates else out
 
   def _flatten(self, args, kwargs, mutable) -> tuple[list[Tensor], _Call]:
-    """The tensors of a call, variables first, and all that is static about it."""
+    """Return the tensors of a call, variables first, and its static part."""
     variables, structure = jax.tree.flatten(
       {name: self._decode_nested_dict(self._modules[name]) for name in self._held},
       is_leaf=lambda value: isinstance(value, torch.Tensor),
@@ -238,14 +240,14 @@ class FlaxNNModule(torch.nn.Module):
     if isinstance(value, Tensor):
       if value.requires_grad:
         return value
-      # Buffers change in place after the call; autograd keeps what it was given.
+      # A new tensor: buffers change in place after the call, while autograd saves it.
       return new_tensor(value.jax(), self._env)
     if isinstance(value, torch.Tensor):
       return new_tensor(self._env.admit(value, "FlaxNNModule"), self._env)
     return new_tensor(jax.numpy.asarray(value), self._env)
 
   def _missing(self, call: _Call, tensors, given) -> tuple[str, ...]:
-    """The rng collections that a call asks for and that the user has not given."""
+    """Return the rng collections that a call needs and the user did not pass."""
     arrays = [tensor.jax() for tensor in tensors]
     shapes = tuple([(array.shape, array.dtype) for array in arrays])
     where = (call, shapes, tuple(given))
@@ -263,12 +265,12 @@ class FlaxNNModule(torch.nn.Module):
     return self._env.rng.next_key(f"flax.linen rng {collection!r}")
 
   def _run(self, call: _Call, tensors: list[Tensor], keys: dict[str, jax.Array]):
-    """The outputs and the updates of collections, with autograd's record."""
+    """Return the outputs and the updates of collections, recorded by autograd."""
     impls = tuple((name, str(jax.random.key_impl(key))) for name, key in keys.items())
     call = call._replace(rngs=impls)
     function = self._compiled.get(call)
     if function is None:
-      # A module costs much: its gradient takes what the forward pass has computed.
+      # True: modules are expensive, so the gradient reuses the forward pass's values.
       function = autograd.ArrayFunction(_function(self._flax_module, call), True)
       self._compiled[call] = function
     words = [new_tensor(jax.random.key_data(key), self._env) for key in keys.values()]
@@ -280,7 +282,7 @@ class FlaxNNModule(torch.nn.Module):
   # Copies ----------------------------------------------------------------------------
 
   def __getstate__(self):
-    # Compiled functions stay here, and a process has its own environment.
+    # Compiled functions cannot be pickled, and each process has its own environment.
     anew = {"_compiled": ProgramCache(MOST_PROGRAMS), "_collections": {}, "_env": None}
     return self.__dict__ | anew
 
@@ -289,15 +291,15 @@ class FlaxNNModule(torch.nn.Module):
     self._env = default_env()
 
   def extra_repr(self) -> str:
-    """The name of the linen module."""
+    """Return the class name of the linen module."""
     return type(self._flax_module).__name__
 
 
 def _asked_for(function: Callable, known: tuple[str, ...], *arrays) -> tuple[str, ...]:
-  """The rng collections that a function of (keys, *arrays) asks for beyond `known`.
+  """Return the rng collections that a function of (keys, *arrays) needs beyond `known`.
 
-  Found by evaluating it abstractly: linen says which one is missing. So nothing is
-  drawn for a call that is deterministic, or that fails.
+  Evaluates it abstractly until linen no longer reports a missing collection. So a
+  deterministic call, or one that fails, draws nothing.
   """
   _, _, errors = _flax()
   found: tuple[str, ...] = ()
@@ -317,10 +319,10 @@ def _asked_for(function: Callable, known: tuple[str, ...], *arrays) -> tuple[str
 
 
 def _function(module, call: _Call) -> Callable:
-  """`apply` as a pure function of key data and arrays."""
+  """Return `apply` as a pure function of key data and arrays."""
 
   def function(*arrays):
-    # Keys come as their data: autograd knows tensors, and a key is none.
+    # Keys are passed as their data, because autograd cannot take keys.
     keys = {
       name: rng.as_key(words, impl) for (name, impl), words in zip(call.rngs, arrays)
     }
@@ -330,7 +332,7 @@ def _function(module, call: _Call) -> Callable:
 
 
 def _apply(module, call: _Call, keys, arrays):
-  """Calls `module.apply`; returns (out, updates)."""
+  """Call `module.apply`; return (out, updates)."""
   count = call.variables.num_leaves
   variables = jax.tree.unflatten(call.variables, arrays[:count])
   args, kwargs = call.arguments.filled(arrays[count:])
@@ -346,7 +348,7 @@ def _flax():
 
 
 def _check_sample(flax_module, args, kwargs) -> None:
-  """Raises TypeError unless the module can be called with these."""
+  """Raise TypeError unless the module's signature accepts the sample arguments."""
   if not isinstance(args, tuple | list):
     raise TypeError(
       "sample_args is a tuple of example inputs, such as `(x,)`, but got "
@@ -356,7 +358,7 @@ def _check_sample(flax_module, args, kwargs) -> None:
   method = getattr(flax_module, method, None) if isinstance(method, str) else None
   if method is None:
     return
-  # These belong to `init`.
+  # Arguments of `init`.
   known = ("method", "mutable", "capture_intermediates")
   inputs = {name: value for name, value in kwargs.items() if name not in known}
   try:
@@ -369,14 +371,14 @@ def _check_sample(flax_module, args, kwargs) -> None:
 
 
 def _is_sown(nested) -> bool:
-  """True for collections that a module only sows in; linen keeps tuples for them."""
+  """Return True if a module only sows into a collection, whose values are tuples then."""
   if isinstance(nested, Mapping):
     return any(map(_is_sown, nested.values()))
   return isinstance(nested, tuple)
 
 
 def _given_keys(rngs) -> dict[str, jax.Array]:
-  """The user's keys by collection; a single one is for `params`, as in linen."""
+  """Return the user's keys by collection; as in linen, a single key is for `params`."""
   if rngs is None:
     return {}
   if not isinstance(rngs, Mapping):
