@@ -1,11 +1,9 @@
-"""`Tensor`: a `torch.Tensor` that holds a `jax.Array`.
+"""`Tensor`: `torch.Tensor` that holds a `jax.Array`.
 
-torch sees a wrapper without memory on a hidden device, so that autograd runs on the
-calling thread; Python sees `device="jax"`. Shape, strides and dtype are torch's own
-records; the numbers are in a `Storage`, read through the view's `Chain`.
-Operations arrive in `__torch_dispatch__` and go on in `dispatch/dispatcher.py`. The
-environment is in `environment.py`; upstream's name `torchax.tensor.Environment` is
-set from there.
+torch sees a wrapper subclass without memory on a hidden device, so autograd runs on the
+calling thread; Python sees `device="jax"`. torch keeps shape, strides and dtype. The
+values are in a `Storage`, read through the `Chain` of a view. `__torch_dispatch__`
+passes operations to `environment.py`, and that to `dispatch/dispatcher.py`.
 """
 
 from __future__ import annotations
@@ -54,21 +52,23 @@ _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
 
 
 class Tensor(torch.Tensor):
-  """A torch tensor whose numbers are a `jax.Array`.
+  """Torch tensor whose values are a `jax.Array`.
 
   Args:
     elem: array of any shape; its dtype must have a torch counterpart.
-    env: the `Environment` whose operator table is used.
+    env: `Environment` that runs its operations.
     requires_grad: record operations for autograd.
+
+  >>> type(torch.ones(2, device="jax")).__name__
+  'Tensor'
   """
 
-  # Values of `connect` and `also_instances_of`.
+  # Set by `connect` and `also_instances_of`.
   _from_fake: ClassVar[Callable]
   _shard_gradient: ClassVar[Callable]
   _other_class: ClassVar[type | None] = None
   _is_of_other_class: ClassVar[Callable] = staticmethod(lambda tensor: False)
 
-  @staticmethod
   def __new__(cls, elem: Array, env, requires_grad=False):
     return _make_wrapper(
       cls,
@@ -85,7 +85,7 @@ class Tensor(torch.Tensor):
 
   @property
   def __class__(self):
-    # Of Python, only an `isinstance` that does not hold by the type asks for this.
+    # Python reads this only in an `isinstance` check that the type itself fails.
     return Tensor._other_class if Tensor._is_of_other_class(self) else type(self)
 
   @__class__.setter
@@ -95,7 +95,7 @@ class Tensor(torch.Tensor):
   @classmethod
   def __torch_function__(cls, func, types, args=(), kwargs=None):
     """Run a torch function by the environment's table, if it has an entry there."""
-    if _is_compiling():  # Dynamo reads this: its graph holds torch's own functions
+    if _is_compiling():  # Dynamo traces this; its graph holds torch's own functions
       return super().__torch_function__(func, types, args, kwargs or {})
     if len(types) > 1 and any(map(_handles_functions, types)):
       return NotImplemented
@@ -103,7 +103,7 @@ class Tensor(torch.Tensor):
       env = find_env(args, kwargs)
       handler = env.functions.get(func)
       with _without_overrides():
-        # TorchScript records what torch's C++ dispatches: handlers pass by that.
+        # TorchScript records calls in torch's C++ dispatcher, which handlers bypass.
         if handler is not None and env not in _suspended() and not _is_scripting():
           return handler(args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -121,9 +121,9 @@ class Tensor(torch.Tensor):
       raise
 
   def __tensor_flatten__(self):
-    """Makes torch move modules by swapping tensors, which keeps ties and identity.
+    """Flatten for Dynamo's fake tensors.
 
-    And makes Dynamo trace functions of jax tensors, on fake ones.
+    Because of this method torch moves modules by swapping tensors, which keeps ties.
     """
     return ["_shell"], Content(self._storage, self._chain, self._env)
 
@@ -139,10 +139,7 @@ class Tensor(torch.Tensor):
 
   @property
   def _shell(self) -> TorchTensor:
-    """A tensor without data of the same shape, strides and dtype.
-
-    The same one every time: Dynamo asks whether two inputs are one tensor.
-    """
+    """Meta tensor of the same layout, cached: Dynamo compares inputs by identity."""
     shell = self.__dict__.get("_kept_shell")
     layout = (self.shape, self.stride(), self.dtype)
     if shell is None or (shell.shape, shell.stride(), shell.dtype) != layout:
@@ -160,14 +157,14 @@ class Tensor(torch.Tensor):
       raise
 
   def get_device(self) -> int:
-    """The index of the device; see `placement.device_of`."""
+    """Return the index of the device, or -1; see `placement.device_of`."""
     index = self.device.index
     return -1 if index is None else index
 
   @property
   @ending_at_the_user
   def jax_device(self):
-    """Where the array lies: a `jax.Device`, or a `Sharding` if on several."""
+    """The `jax.Device` of the array, or its `Sharding` if it is on several."""
     return self._storage.read().device
 
   @property
@@ -179,7 +176,11 @@ class Tensor(torch.Tensor):
     self.replace_jax(array)
 
   def jax(self) -> Array:
-    """The array; a view's is computed from its base. It does not alias the tensor."""
+    """Return the array, of the tensor's shape; it does not alias the tensor.
+
+    >>> torch.ones(2, device="jax").jax().shape
+    (2,)
+    """
     try:
       array = self._storage.read(self)
       chain = self._chain
@@ -189,10 +190,13 @@ class Tensor(torch.Tensor):
       raise
 
   def replace_jax(self, array: Array) -> None:
-    """Replaces the numbers, as an in-place operation does: views and bases follow.
+    """Replace the values in place; bases and other views see the change.
+
+    Args:
+      array: array of the tensor's shape; it is cast to the tensor's dtype.
 
     Raises:
-      ValueError: another shape.
+      ValueError: `array` has another shape.
     """
     if tuple(array.shape) != tuple(self.shape):
       raise ValueError(
@@ -205,22 +209,22 @@ class Tensor(torch.Tensor):
 
   @ending_at_the_user
   def torch(self) -> TorchTensor:
-    """A copy on the CPU."""
+    """Return a copy on the CPU, without autograd history."""
     return self._env.j2t_copy(self.jax())
 
   @ending_at_the_user
   def cpu(self, memory_format=None) -> TorchTensor:
-    """A copy on the CPU; gradients flow back through it."""
+    """Return a copy on the CPU; gradients flow back through it."""
     return self.to("cpu")
 
   @ending_at_the_user
   def to(self, *args, **kwargs) -> TorchTensor:
-    """As `torch.Tensor.to`; to another device the data is copied."""
+    """Convert like `torch.Tensor.to`; another device gets a copy."""
     return self._env._torch_Tensor_to((self, *args), kwargs)
 
   @ending_at_the_user
   def numpy(self, *, force: bool = False) -> np.ndarray:
-    """A copy as a numpy array.
+    """Return a copy as a numpy array.
 
     Raises:
       RuntimeError: the tensor requires grad and `force` is False.
@@ -242,17 +246,17 @@ class Tensor(torch.Tensor):
     return np.asarray(self.numpy(), dtype=dtype)
 
   def __array_wrap__(self, array, context=None, return_scalar=False):
-    """What numpy computed of this tensor (`tensor + array`), on the tensor's device."""
+    """Move numpy's result (of `tensor + array`) to the tensor's device."""
     return super().__array_wrap__(array).to(self.device)
 
   def __dlpack_device__(self) -> tuple:
-    """Where the array lies, in DLPack's terms."""
+    """Return DLPack's type and index of the array's device."""
     array: Any = self.jax()  # JAX's annotations lack the method
     return array.__dlpack_device__()
 
   @ending_at_the_user
   def __dlpack__(self, *, copy: bool | None = None, **options):
-    """A copy as a DLPack capsule: who takes it may write to it.
+    """Return a copy as a DLPack capsule; a copy, because the consumer may write to it.
 
     Raises:
       BufferError: the tensor requires grad, or `copy` is False.
@@ -275,23 +279,20 @@ class Tensor(torch.Tensor):
 
   @ending_at_the_user
   def tolist(self):
-    """The numbers as nested Python lists.
+    """Return the values as nested Python lists.
 
     Raises:
-      TracedStateError: inside a compiled function, where they have no values yet.
+      TracedStateError: inside a compiled function, where they are not known.
     """
-    array = self.jax()
-    if isinstance(array, jax.core.Tracer):
-      raise no_numbers("`.tolist()`")
-    return mappings.numpy_copy(array, "`.tolist()`").tolist()
+    return mappings.numpy_copy(self.jax(), "`.tolist()`").tolist()
 
   def type(self, dtype=None, non_blocking: bool = False) -> str | TorchTensor:  # type: ignore[override]
-    """The name of the tensor's type, or the tensor in another dtype.
+    """Return the name of the tensor's type, or the tensor in another dtype.
 
     Args:
-      dtype: a torch.dtype keeps the device; a type of tensors or its name, such as
-        `torch.FloatTensor` and "torch.jax.FloatTensor", says the device as well.
-      non_blocking: accepted; JAX runs asynchronously in any case.
+      dtype: a torch.dtype, which keeps the device, or a tensor type or its name, which
+        includes the device: `torch.FloatTensor`, "torch.jax.FloatTensor".
+      non_blocking: ignored; JAX always runs asynchronously.
     """
     if dtype is None:
       return super().type().replace("torch.lazy.", "torch.jax.")
@@ -303,7 +304,7 @@ class Tensor(torch.Tensor):
     return self.to(dtype) if isinstance(dtype, torch.dtype) else super().type(dtype)
 
   def new(self, *data_or_size) -> TorchTensor:  # type: ignore[override]
-    """torch's legacy constructor: of a size, or of numbers, in this dtype on jax."""
+    """Create a tensor of this dtype and device from a size or values (legacy API)."""
     if not data_or_size:
       return self.new_empty(0)
     if all(isinstance(extent, int) for extent in data_or_size):
@@ -314,7 +315,7 @@ class Tensor(torch.Tensor):
   def new_tensor(  # type: ignore[override]
     self, data, *, dtype=None, device=None, requires_grad=False, **layout
   ) -> TorchTensor:
-    """A copy of `data` in this tensor's dtype on jax, unless told otherwise."""
+    """Copy `data`; dtype, device and sharding default to this tensor's."""
     # C++ knows neither the index of the device nor the sharding.
     if not isinstance(data, torch.Tensor):
       data = torch.tensor(data, dtype=dtype or self.dtype, device="cpu", **layout)
@@ -326,20 +327,20 @@ class Tensor(torch.Tensor):
 
   @ending_at_the_user
   def apply_jax(self, jax_function, *args, **kwargs):
-    """`jax_function(array, *args)` as a tensor; tensors among `args` become arrays."""
+    """Return `jax_function(array, *args)` as a tensor; `args` may contain tensors."""
     args, kwargs = self._env.t2j_iso((args, kwargs))
     return self._env.j2t_iso(jax_function(self.jax(), *args, **kwargs))
 
   @ending_at_the_user
   def apply_jax_(self, jax_function, *args, **kwargs) -> Tensor:
-    """In-place `apply_jax`: the array becomes what the function returns."""
+    """Replace the array in place by `jax_function(array, *args)`."""
     args, kwargs = self._env.t2j_iso((args, kwargs))
     self.replace_jax(jax_function(self.jax(), *args, **kwargs))
     return self
 
   @ending_at_the_user
   def shard_(self, sharding: Sharding) -> Tensor:
-    """Lays the array, and the gradient of a leaf, out over devices, in place.
+    """Shard the array, and the gradient of a leaf, in place.
 
     Raises:
       ShardingError: the spec of a `NamedSharding` does not fit the tensor.
@@ -350,10 +351,9 @@ class Tensor(torch.Tensor):
 
   @property
   def data(self) -> TorchTensor:
-    """The same numbers without autograd history; shares memory.
+    """Alias of the tensor without autograd history.
 
-    Unlike `detach()`, changes of it in place are not counted: as in torch, a backward
-    pass does not notice them.
+    As in torch, and unlike for `detach()`, in-place operations on it are not detected.
     """
     if jax_compat.is_top_level():
       return like(self, self._storage, self._chain)
@@ -374,7 +374,7 @@ class Tensor(torch.Tensor):
     rebind(self, other)
 
   def _replace_outer(self, other: Tensor) -> None:
-    """Takes the numbers of a tensor that ends with the trace; not its memory."""
+    """Copy the values of `other`, whose storage is invalid once the trace has ended."""
     if self.shape != other.shape or self.dtype != other.dtype:
       raise MutationError(
         f"`tensor.data = other` in a function being compiled, with a tensor of shape "
@@ -384,14 +384,14 @@ class Tensor(torch.Tensor):
     self.replace_jax(grad_mode.with_derivative_of(self.jax(), other.jax()))
 
   def _is_view(self) -> bool:
-    # Not one that a change of its shape in place has made (`functions/reshapes.py`).
+    # False after an in-place change of shape (`functions/reshapes.py`).
     return super()._is_view() and "_has_hidden_base" not in self.__dict__
 
   def is_set_to(self, tensor: TorchTensor) -> bool:
-    """True when both show the same places of the same storage."""
+    """Return True if both alias the same elements of one storage."""
     if not isinstance(tensor, Tensor) or self._storage is not tensor._storage:
       return False
-    # torch would copy before it looks, or the place is not known yet.
+    # torch would compare copies (conj, neg), or a traced offset is not known.
     if any(_is_conj(t) or _is_neg(t) or t._chain.is_traced for t in (self, tensor)):
       return False
     return (
@@ -421,7 +421,7 @@ class Tensor(torch.Tensor):
       )
     storage = memo.get(id(self._storage))
     if storage is None:
-      # An array that both have would be lost to one where the other one is donated.
+      # Copied: donating the array of one tensor would invalidate the other's.
       storage = memo[id(self._storage)] = Storage(jnp.copy(self._storage.read()))
     copied = like(self, storage, self._chain)
     memo[id(self)] = copied
@@ -445,11 +445,11 @@ class Tensor(torch.Tensor):
 
   @ending_at_the_user
   def __reduce_ex__(self, protocol):
-    """A CPU tensor to `torch.save`, a jax tensor to `pickle`."""
+    """Reduce to a CPU tensor for `torch.save`, to a jax tensor for `pickle`."""
     return files.reduce(self)
 
   def untyped_storage(self) -> UntypedStorage:
-    """What it shares with its views: the same object, address and size for all."""
+    """Return the storage that the tensor shares with its views, one object for all."""
     root = self._storage.root
     untyped = self.__dict__.get("_untyped")
     if untyped is None or untyped.storage is not root:
@@ -457,10 +457,9 @@ class Tensor(torch.Tensor):
     return untyped
 
   def data_ptr(self) -> int:
-    """A number in place of the address of the first element.
+    """Return a number in place of the address of the first element.
 
-    Tensors that share memory have numbers as far apart as their elements; ranges of
-    others do not overlap. There is nothing at this address.
+    Storages have disjoint ranges. The number must not be dereferenced.
     """
     if not self.numel():
       return 0
@@ -468,16 +467,16 @@ class Tensor(torch.Tensor):
     return self._storage.root.address + offset * self.element_size()
 
   def as_subclass(self, cls: Any) -> Any:
-    """As `torch.Tensor.as_subclass`; a plain tensor could not hold the array."""
+    # A plain `torch.Tensor` could not hold the array.
     return self if isinstance(self, cls) else super().as_subclass(cls)
 
 
 def connect(from_fake: Callable, shard_gradient: Callable) -> None:
-  """Give tensors what is defined above them.
+  """Set functions of `Tensor` that are defined in higher layers.
 
   Args:
-    from_fake: (fake tensor, shape, strides) -> what torch's tracers see in place of a
-      jax tensor.
+    from_fake: (fake tensor, shape, strides) -> tensor that replaces a jax tensor in
+      torch's tracers.
     shard_gradient: (leaf) -> None; its gradient gets the sharding of the leaf.
   """
   Tensor._from_fake = staticmethod(from_fake)
@@ -485,32 +484,32 @@ def connect(from_fake: Callable, shard_gradient: Callable) -> None:
 
 
 def also_instances_of(cls: type, applies: Callable[[Tensor], bool]) -> None:
-  """Have `isinstance(tensor, cls)` hold where `applies(tensor)` is true."""
+  """Make `isinstance(tensor, cls)` true for tensors with `applies(tensor)`."""
   Tensor._other_class, Tensor._is_of_other_class = cls, staticmethod(applies)
 
 
-@functools.lru_cache(maxsize=1024)  # it keeps the classes
+@functools.lru_cache(maxsize=1024)  # it keeps the classes alive
 def _handles_functions(cls: Any) -> bool:
-  """Whether a class that is not ours handles torch functions: then it goes first."""
+  """Return True if another class has a `__torch_function__`, which then goes first."""
   if issubclass(cls, Tensor | jax_compat.ArrayImpl | jax_compat.Tracer):
     return False
   if cls.__module__.startswith("torch.nested."):
-    return False  # torch's own; they are refused by name
+    return False  # torch's own classes raise an error of their own
   plain: Any = TorchTensor
   handler = getattr(cls.__torch_function__, "__func__", None)
   return handler not in (None, plain.__torch_function__.__func__)
 
 
 def is_traced(tensor: Any) -> bool:
-  """True where the numbers of a tensor are not known yet."""
+  """Return True if the values of a tensor are tracers."""
   return isinstance(tensor._storage.read(tensor), jax.core.Tracer)
 
 
 def new_tensor(array: jax.Array, env) -> Tensor:
-  """A tensor around an array: `Tensor(array, env)`, quicker."""
+  """Wrap an array in a tensor, like `Tensor(array, env)` but faster."""
   dtype = _torch_dtypes.get(array.dtype)
   if dtype is None:
-    dtype = mappings.j2t_dtype(array.dtype)  # raises what is wrong
+    dtype = mappings.j2t_dtype(array.dtype)  # raises an error with the reason
   try:
     tensor = _make_wrapper(Tensor, array.shape, dtype=dtype)
   except TypeError as error:
@@ -532,20 +531,20 @@ def new_tensor(array: jax.Array, env) -> Tensor:
 
 
 def like(tensor: Tensor, storage: Storage, chain: Chain) -> Tensor:
-  """A tensor of the same class, shape and strides on a given storage."""
+  """Create a tensor of the same class, shape and strides on a storage."""
   return alias(type(tensor), tensor, tensor, storage, chain)
 
 
 def alias(
   cls: type[T], source: Tensor, layout: torch.Tensor, storage: Storage, chain: Chain
 ) -> T:
-  """A tensor of class `cls` that shows a storage in the layout of another tensor.
+  """Create a tensor of class `cls` on a storage, in the layout of another tensor.
 
-  A layout without marks of its own ("conjugate", "negative") has those of `source`.
+  If `layout` is not a tensor, it takes the bits "conjugate" and "negative" of `source`.
   """
   if torch.is_inference_mode_enabled() and not source.is_inference():
-    # torch counts the versions of a view with those of its base, which must be of
-    # one kind: a view of a normal tensor is normal.
+    # A view shares its base's version counter, and inference tensors have none: so a
+    # view of a normal tensor is a normal tensor.
     with torch.inference_mode(False):
       return alias(cls, source, layout, storage, chain)
   other: Any = _make_wrapper(
@@ -566,13 +565,13 @@ def alias(
 
 
 def rebind(tensor: Tensor, source: Tensor) -> None:
-  """Lets `tensor` show what `source` shows; its shape has been taken care of."""
+  """Make `tensor` an alias of `source`; its shape is already the same."""
   tensor._storage, tensor._chain = source._storage, source._chain
   Rebindings.note()
 
 
 def find_env(args, kwargs):
-  """The environment of the first torchax tensor among the arguments."""
+  """Return the environment of the first torchax tensor in the arguments."""
   first = args[0] if args else None
   if type(first) in (list, tuple) and first:  # `torch.cat`, `torch._foreach_add_`
     first = first[0]
@@ -584,7 +583,7 @@ def find_env(args, kwargs):
   raise OperatorNotFound("torchax was called without one of its tensors.")
 
 
-# Upstream defines these here; their home is further up, from where they are set.
+# Upstream defines these names here. `torchax/__init__.py` sets them.
 Environment: Any
 RuntimeProperty: Any
 XLADispatchMode: Any
