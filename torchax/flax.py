@@ -121,7 +121,7 @@ class FlaxNNModule(torch.nn.Module):
       if collection == PARAMS or not _is_sown(nested):
         self._add(self, collection, nested, collection)
     self._modules.setdefault(PARAMS, _Variables())
-    self._held = tuple(self._modules)
+    self._names = tuple(self._modules)  # of the collections
 
   # Variables -------------------------------------------------------------------------
 
@@ -210,21 +210,21 @@ class FlaxNNModule(torch.nn.Module):
     given = _given_keys(rngs)
     returns_updates = mutable is not None and mutable is not False
     if mutable is None:
-      mutable = self.training and tuple(name for name in self._held if name != PARAMS)
+      mutable = self.training and tuple(name for name in self._names if name != PARAMS)
     tensors, call = self._flatten(args, kwargs, mutable)
     for name in self._missing(call, tensors, given):
       given[name] = self._draw(name)
     out, updates = self._run(call, tensors, given)
     with torch.no_grad():
       for collection, values in (updates or {}).items():
-        if collection != PARAMS and collection in self._held:
+        if collection != PARAMS and collection in self._names:
           self._write(self._modules[collection], values, collection)
     return (out, updates) if returns_updates else out
 
   def _flatten(self, args, kwargs, mutable) -> tuple[list[Tensor], _Call]:
     """Return the tensors of a call, variables first, and its static part."""
     variables, structure = jax.tree.flatten(
-      {name: self._decode_nested_dict(self._modules[name]) for name in self._held},
+      {name: self._decode_nested_dict(self._modules[name]) for name in self._names},
       is_leaf=lambda value: isinstance(value, torch.Tensor),
     )
     tensors = [self._operand(tensor) for tensor in variables]
@@ -273,8 +273,8 @@ class FlaxNNModule(torch.nn.Module):
       # True: modules are expensive, so the gradient reuses the forward pass's values.
       function = autograd.ArrayFunction(_function(self._flax_module, call), True)
       self._compiled[call] = function
-    words = [new_tensor(jax.random.key_data(key), self._env) for key in keys.values()]
-    operands = words + tensors
+    data = [new_tensor(jax.random.key_data(key), self._env) for key in keys.values()]
+    operands = data + tensors
     if not operands:
       return tensors_of(function.value())
     return autograd.call(function, operands)
@@ -283,8 +283,8 @@ class FlaxNNModule(torch.nn.Module):
 
   def __getstate__(self):
     # Compiled functions cannot be pickled, and each process has its own environment.
-    anew = {"_compiled": ProgramCache(MOST_PROGRAMS), "_collections": {}, "_env": None}
-    return self.__dict__ | anew
+    fresh = {"_compiled": ProgramCache(MOST_PROGRAMS), "_collections": {}, "_env": None}
+    return self.__dict__ | fresh
 
   def __setstate__(self, state):
     super().__setstate__(state)
@@ -324,7 +324,7 @@ def _function(module, call: _Call) -> Callable:
   def function(*arrays):
     # Keys are passed as their data, because autograd cannot take keys.
     keys = {
-      name: rng.as_key(words, impl) for (name, impl), words in zip(call.rngs, arrays)
+      name: rng.as_key(data, impl) for (name, impl), data in zip(call.rngs, arrays)
     }
     return _apply(module, call, keys, arrays[len(keys) :])
 
@@ -371,7 +371,7 @@ def _check_sample(flax_module, args, kwargs) -> None:
 
 
 def _is_sown(nested) -> bool:
-  """Return True if a module only sows into a collection, whose values are tuples then."""
+  """Return True if a module only sows into a collection; its values are then tuples."""
   if isinstance(nested, Mapping):
     return any(map(_is_sown, nested.values()))
   return isinstance(nested, tuple)
