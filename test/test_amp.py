@@ -1,4 +1,4 @@
-"""Automatic mixed precision: operations and their dtypes, and where it is on."""
+"""Automatic mixed precision: dtypes of operations, and scope of the context."""
 
 import contextlib
 import threading
@@ -90,7 +90,7 @@ def _under_autocast(inside: bool, function, tensors):
   ("a product in place", lambda a, b: a.clone().addmm_(b, b), SQUARE, SQUARE),
   ("integers", lambda a: a.int() * 2, CLASSES),
 )
-def test_dtypes_are_those_of_the_cpu(inside, function, tensors):
+def test_result_dtypes_match_cpu_autocast(inside, function, tensors):
   with _autocast("cpu"):
     expected = function(*tensors)
   actual = _under_autocast(inside, function, tensors)
@@ -122,8 +122,8 @@ def test_dtypes_are_those_of_the_cpu(inside, function, tensors):
   ("addcmul", torch.addcmul, LOW, SQUARE, LOW),
   ("scatter_add", lambda a, i, b: a.scatter_add(0, i[None], b), LOW, CLASSES, SQUARE),
 )
-def test_operations_of_a_wide_range_run_in_float32(inside, function, tensors):
-  """torch's CPU leaves these in bfloat16; the list is CUDA's."""
+def test_wide_range_operations_run_in_float32(inside, function, tensors):
+  """Torch runs these in bfloat16 on the CPU; we follow the list for CUDA."""
   widened = [t.float() if t.is_floating_point() else t for t in tensors]
   assert_same(_under_autocast(inside, function, tensors), function(*widened))
 
@@ -134,13 +134,13 @@ def test_operations_of_a_wide_range_run_in_float32(inside, function, tensors):
   ("one by position", lambda a: torch.softmax(a, 0, bf16), LOW),
   ("addcmul of bfloat16", torch.addcmul, LOW, LOW, LOW),
 )
-def test_bfloat16_stays_where_nothing_is_wider(inside, function, tensors):
+def test_bfloat16_operands_stay_bfloat16_without_wider_ones(inside, function, tensors):
   assert _under_autocast(inside, function, tensors).dtype == bf16
 
 
 @inside_and_outside
-def test_a_product_with_a_vector_runs_in_the_lower_precision(inside):
-  """torch's CPU does not list it; CUDA's list does."""
+def test_matrix_vector_product_runs_in_lower_precision(inside):
+  """It is in torch's list for CUDA, but not in the one for the CPU."""
   product = _under_autocast(inside, torch.mv, [SQUARE, VECTOR])
   assert_same(product, torch.mv(SQUARE.to(bf16), VECTOR.to(bf16)))
 
@@ -155,7 +155,7 @@ def _first(out) -> torch.Tensor:
 
 @inside_and_outside
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.GRUCell])
-def test_recurrent_modules_run_in_the_lower_precision(inside, kind):
+def test_recurrent_modules_run_in_lower_precision(inside, kind):
   torch.manual_seed(0)
   module = kind(4, 3)
   with torch.no_grad():
@@ -176,7 +176,7 @@ def test_batch_norm_keeps_the_dtype_of_its_input(inside):
 
 
 @inside_and_outside
-def test_multihead_attention_gives_the_dtype_of_its_products(inside):
+def test_multihead_attention_equals_cpu_autocast(inside):
   torch.manual_seed(0)
   module = torch.nn.MultiheadAttention(4, 2, batch_first=True)
   with _autocast("cpu"):
@@ -189,14 +189,14 @@ def test_multihead_attention_gives_the_dtype_of_its_products(inside):
 
 
 @inside_and_outside
-def test_numbers_are_rounded_once_before_a_product(inside):
+def test_operands_are_rounded_once_before_a_product(inside):
   x = _numbers(4, 4)
   product = _under_autocast(inside, torch.mm, [x, x])
   assert_same(product, x.to(bf16) @ x.to(bf16))
 
 
 @inside_and_outside
-def test_tensors_of_the_cpu_are_not_cast(inside):
+def test_cpu_tensors_are_not_cast(inside):
   with _scope(inside), _autocast("jax"):
     assert (SQUARE @ SQUARE).dtype == f32
     assert F.linear(SQUARE, SQUARE).dtype == f32
@@ -214,25 +214,25 @@ def test_tensors_of_the_cpu_are_not_cast(inside):
   ("matrix_power", lambda a: torch.linalg.matrix_power(a, 2), SQUARE),
   ("instance_norm", lambda a: F.instance_norm(a[None]), LOW),
 )
-def test_inference_mode_changes_no_precision(inside, function, tensors):
+def test_inference_mode_applies_the_same_casts(inside, function, tensors):
   expected = _under_autocast(inside, function, tensors).cpu()
   with torch.inference_mode():
     assert_same(_under_autocast(inside, function, tensors), expected)
 
 
-def test_composites_taken_apart_are_composites():
+def test_decomposed_composites_have_composite_kernels():
   for op in amp._functional_overloads(amp._COMPOSITES):
     assert torchax.compat.torch_compat.is_composite(op), op
 
 
-def test_a_policy_is_that_of_an_overload():
+def test_policy_table_accepts_only_overloads():
   before = dict(amp.autocast_policy)
   with pytest.raises(TypeError, match=r"expects an overload.*aten\.mm"):
     amp.autocast_policy[aten.mm] = CastPolicy.FP32
   assert dict(amp.autocast_policy) == before
 
 
-def test_an_out_argument_says_the_precision():
+def test_out_argument_determines_the_precision():
   x = SQUARE.to("jax")
   out = torch.empty_like(x)
   with env, _autocast("jax"):
@@ -243,7 +243,7 @@ def test_an_out_argument_says_the_precision():
 # Where it is on -----------------------------------------------------------------------
 
 
-def test_torch_knows_its_state():
+def test_torch_reports_the_autocast_state():
   assert not torch.is_autocast_enabled("jax")
   with _autocast("jax", f16):
     assert torch.is_autocast_enabled("jax")
@@ -254,7 +254,7 @@ def test_torch_knows_its_state():
 
 
 @inside_and_outside
-def test_regions_nest(inside):
+def test_autocast_blocks_nest(inside):
   x = SQUARE.to("jax")
 
   def dtypes() -> set:
@@ -272,21 +272,21 @@ def test_regions_nest(inside):
     assert dtypes() == {f32}
 
 
-def test_it_is_off_after_an_error():
+def test_autocast_is_off_after_an_exception():
   with pytest.raises(KeyError), _autocast("jax"):
     raise KeyError
   x = SQUARE.to("jax")
   assert (x @ x).dtype == f32
 
 
-def test_it_decorates_functions():
+def test_autocast_decorates_functions():
   x = SQUARE.to("jax")
   product = torch.autocast("jax", dtype=bf16)(torch.mm)
   assert product(x, x).dtype == bf16
   assert torchax.amp.autocast("jax")(torch.mm)(x, x).dtype == bf16
 
 
-def test_it_belongs_to_one_thread():
+def test_autocast_applies_to_one_thread():
   x, seen = SQUARE.to("jax"), []
   with _autocast("jax"):
     thread = threading.Thread(target=lambda: seen.append((x @ x).dtype))
@@ -295,7 +295,7 @@ def test_it_belongs_to_one_thread():
   assert seen == [f32]
 
 
-def test_an_environment_property_turns_it_on_and_off():
+def test_environment_property_turns_autocast_on_and_off():
   x = SQUARE.to("jax")
   with env.override_property(autocast_dtype=bf16):
     assert (x @ x).dtype == env.param.autocast_dtype == bf16
@@ -315,13 +315,13 @@ def test_an_environment_property_turns_it_on_and_off():
     (lambda: env.override_property(autocast_dtype=f32), TypeError, "but got torch.fl"),
   ],
 )
-def test_what_it_cannot_do_is_refused(context, error, match):
+def test_unsupported_device_or_dtype_raises(context, error, match):
   with pytest.raises(error, match=match), context():
     pass
   assert not torch.is_autocast_enabled("jax")
 
 
-def test_torch_warns_of_a_dtype_that_it_cannot_use():
+def test_torch_warns_about_an_unsupported_dtype():
   x = SQUARE.to("jax")
   with pytest.warns(UserWarning, match="not supported"), _autocast("jax", f64):
     assert (x @ x).dtype == f32
@@ -365,17 +365,17 @@ def test_a_policy_casts_floating_point_tensors(policy, args, expected):
     ((torch.arange(2),), {}, {}),
   ],
 )
-def test_a_policy_asks_for_a_dtype_unless_there_is_one(args, kwargs, expected):
+def test_policy_adds_a_dtype_unless_one_is_given(args, kwargs, expected):
   policy = CastPolicy.FP32_SET_OPT_DTYPE
   assert amp.execute_policy(policy, args, kwargs, bf16) == (args, expected)
 
 
-def test_what_is_no_policy_is_refused():
+def test_unknown_policy_raises():
   with pytest.raises(TypeError, match="CastPolicy"):
     amp.execute_policy("FP32", (), {}, bf16)
 
 
-def test_an_operation_has_one_policy():
+def test_each_operation_is_in_one_list():
   lists = [names.split() for _, names in amp._LISTS]
   names = [name for group in lists for name in group]
   named = [op._schema.name[6:] for op in (*amp._WITH_OPTIONAL_DTYPE, *amp._WITH_DTYPE)]
@@ -400,7 +400,7 @@ def test_a_policy_can_be_changed(monkeypatch):
     assert torch.sin(x).dtype == f32
 
 
-def test_a_function_caught_above_aten_follows_the_operation_of_its_name():
+def test_function_above_aten_uses_policy_of_its_aten_namesake():
   here = torchax.Environment()
   seen = []
 
@@ -428,12 +428,12 @@ def test_a_function_caught_above_aten_follows_the_operation_of_its_name():
   ],
 )
 @inside_and_outside
-def test_transforms_of_torch_see_it(inside, transform, x, expected):
+def test_autocast_applies_inside_torch_func_transforms(inside, transform, x, expected):
   transformed = transform(lambda v: F.linear(v, v))
   assert _under_autocast(inside, transformed, [x]).dtype == expected
 
 
-def test_a_decomposition_is_not_compiled_with_the_casts_of_its_first_call():
+def test_compiled_decomposition_does_not_keep_autocast_casts():
   # torch makes this of `softmax`, which autocast would widen.
   softmax = aten._safe_softmax.default
   here = torchax.Environment()  # a new one, which has compiled nothing yet

@@ -31,7 +31,7 @@ def _scope(inside: bool):
 
 
 def _graph(x, weight):
-  """Products, functions of a wide range, and what is in between."""
+  """Products, wide-range functions and operations without a policy."""
   hidden = F.linear(F.linear(x, weight).relu(), weight)
   return F.softmax(hidden, -1).log().mean() + torch.exp(hidden).sum() / 8
 
@@ -54,7 +54,7 @@ def test_gradients_of_float32_leaves_are_float32(inside):
   assert error > 0
 
 
-def test_the_casts_are_part_of_the_graph():
+def test_autograd_records_the_casts():
   x = SQUARE.to("jax").requires_grad_()
   with _autocast("jax"):
     product = x @ x
@@ -67,7 +67,7 @@ def test_the_casts_are_part_of_the_graph():
 
 @inside_and_outside
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_recomputes_in_the_same_precision(inside, use_reentrant):
+def test_checkpoint_recomputes_in_the_same_precision(inside, use_reentrant):
   seen = []
 
   def block(v, weight):
@@ -88,7 +88,7 @@ def test_a_checkpoint_recomputes_in_the_same_precision(inside, use_reentrant):
   assert torch.equal(gradient, x.grad)
 
 
-def test_a_function_of_autograd_may_choose_its_precision():
+def test_custom_fwd_sets_precision_of_autograd_function():
   seen = []
 
   class Square(torch.autograd.Function):
@@ -117,7 +117,7 @@ def test_a_function_of_autograd_may_choose_its_precision():
 # Compiled functions -------------------------------------------------------------------
 
 
-def test_a_compiled_function_is_traced_for_the_autocast_around_its_call():
+def test_compiled_function_retraces_for_the_callers_autocast():
   traces = []
 
   @jax_jit
@@ -135,7 +135,7 @@ def test_a_compiled_function_is_traced_for_the_autocast_around_its_call():
   assert traces == [None, bf16, f16]
 
 
-def test_it_can_be_entered_in_a_compiled_function():
+def test_autocast_can_be_entered_in_a_compiled_function():
   @jax_jit
   def product(v):
     with _autocast("jax"):
@@ -147,7 +147,7 @@ def test_it_can_be_entered_in_a_compiled_function():
   assert_same(full, F.linear(SQUARE, SQUARE))
 
 
-def test_a_compiled_gradient_is_differentiated_as_it_was_computed():
+def test_compiled_backward_uses_autocast_of_its_forward():
   def cubes(v):
     return (v @ v).float().pow(3).sum()
 
@@ -164,7 +164,7 @@ def test_a_compiled_gradient_is_differentiated_as_it_was_computed():
   assert error < 1e-2  # XLA rounds a fused function in other places
 
 
-def test_jax_differentiates_and_recomputes_through_it():
+def test_jax_differentiates_and_recomputes_under_autocast():
   x = SQUARE.to("jax")
 
   def loss(v):
@@ -213,7 +213,7 @@ def _loss(model, x, classes):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_transformer_block_trains(compiled):
+def test_transformer_block_trains_under_autocast(compiled):
   reference, x, classes = _block_and_data()
   with _autocast("cpu"):
     expected = _loss(reference, x, classes)
@@ -246,7 +246,7 @@ def test_a_transformer_block_trains(compiled):
 
 
 def _assert_near(model, reference) -> None:
-  """Two gradients that are rounded to 8 bits on their way differ by a percent or so."""
+  """Intermediate gradients have 8 bits, so the results differ by about a percent."""
   pairs = zip(model.named_parameters(), reference.parameters())
   # Keys of attention have a gradient of zero in their bias; it is all rounding.
   for (name, parameter), expected in pairs:
@@ -256,7 +256,7 @@ def _assert_near(model, reference) -> None:
 
 
 @inside_and_outside
-def test_a_gradient_scaler_skips_steps_that_overflow(inside):
+def test_gradient_scaler_skips_overflowing_steps(inside):
   torch.manual_seed(0)
   model = torch.nn.Linear(4, 4).to("jax")
   optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -40,13 +40,13 @@ def environment(**switches) -> Environment:
   return Environment(Configuration(**switches))
 
 
-def test_the_switches_and_their_defaults_are_those_of_upstream_and_a_few_more():
+def test_switches_contain_upstreams_with_the_same_defaults():
   # "cuda" for jax takes a mode of torch, which slows programs on the CPU down.
   ours = {**DEFAULTS, "treat_cuda_as_jax_device": False}
   assert dataclasses.asdict(Configuration()) == ours
 
 
-def test_the_form_of_attention_is_one_of_four():
+def test_attention_accepts_four_values():
   config = Configuration(attention="blockwise")
   with pytest.raises(ValueError, match="one of 'auto', 'flash', .* but got 'quick'"):
     config.attention = "quick"
@@ -58,7 +58,7 @@ def test_every_switch_is_documented():
     assert f"  {name}: " in Configuration.__doc__
 
 
-def test_an_environment_has_a_configuration_of_its_own():
+def test_each_environment_has_its_own_configuration():
   env = environment()
   env.config.debug_print_each_op = True
   assert not torchax.default_env().config.debug_print_each_op
@@ -94,7 +94,7 @@ def test_nothing_is_logged_by_default(caplog):
   assert not caplog.records
 
 
-def test_a_wrong_lowering_is_reported_and_its_result_kept(caplog):
+def test_debug_accuracy_reports_a_wrong_lowering(caplog):
   env = environment(debug_accuracy_for_each_op=True)
   env.override_op_definition(torch.ops.aten.exp, lambda x: x + 100)
   with caplog.at_level(logging.WARNING, "torchax"):
@@ -116,7 +116,7 @@ CHECKED = {
 
 
 @pytest.mark.parametrize("function", CHECKED.values(), ids=CHECKED)
-def test_a_right_lowering_is_not_reported(function, caplog):
+def test_debug_accuracy_does_not_report_a_correct_lowering(function, caplog):
   env = environment(debug_accuracy_for_each_op=True)
   with caplog.at_level(logging.WARNING, "torchax"):
     assert_same(function(env.to_xla(A)), function(A))
@@ -138,7 +138,7 @@ def test_mixed_devices_are_logged_before_they_raise(caplog):
   assert "aten.add.Tensor" in message and "[2, 3]" in message and "cpu" in message
 
 
-def test_mixing_with_numbers_on_the_cpu_can_be_forbidden():
+def test_mixing_with_cpu_scalars_can_be_forbidden():
   number = torch.tensor(2.0)
   assert_same(environment().to_xla(A) * number, A * 2)
   env = environment(allow_mixed_math_with_scalar_tensor=False)
@@ -155,7 +155,7 @@ def test_materialized_views_still_alias():
   assert_same(x, cpu)
 
 
-def test_dlpack_changes_how_data_moves_not_what_moves():
+def test_conversion_with_and_without_dlpack_is_equal():
   env = environment(use_dlpack_for_data_conversion=True)
   for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int8):
     source = A.to(dtype)
@@ -174,7 +174,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("function", INDICES.values(), ids=INDICES)
-def test_indices_are_64_bits_wide_under_x64_unless_switched(function):
+def test_indices_are_int64_under_x64_unless_switched(function):
   with jax.enable_x64(True):
     assert function(environment().to_xla(A)).dtype == torch.int64
     env = environment(use_int32_for_index=True)
@@ -195,7 +195,7 @@ RETURN_DTYPES = {
 
 
 @pytest.mark.parametrize("function", RETURN_DTYPES.values(), ids=RETURN_DTYPES)
-def test_results_have_torchs_dtypes_where_that_is_asked_for(function):
+def test_results_have_torch_dtypes_if_configured(function):
   with jax.enable_x64(True):
     env = environment(internal_respect_torch_return_dtypes=True)
     assert function(env.to_xla(A)).dtype == function(A).dtype
@@ -210,7 +210,7 @@ def _restored():
   torchax.default_env().config.internal_respect_torch_return_dtypes = False
 
 
-def test_the_accuracy_mode_is_wide_and_precise(_restored):
+def test_accuracy_mode_sets_x64_and_highest_precision(_restored):
   torchax.enable_accuracy_mode()
   assert jax.config.jax_enable_x64
   assert jax.config.jax_default_matmul_precision == "highest"

@@ -1,4 +1,4 @@
-"""Decompositions: the table is torch's, and ours mean what the operations mean."""
+"""Decompositions: torch's table, and our additions to it."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_random_operations_are_not_decomposed():
   assert aten.addcmul.default in decompositions.DECOMPOSITIONS
 
 
-def test_mutable_decompositions_are_those_that_write():
+def test_mutable_decompositions_write_to_an_argument():
   mutable = decompositions.MUTABLE_DECOMPOSITION
   assert aten.addcmul_.default in mutable or aten.addcmul.out in mutable
   assert all(schema_of(op).written for op in mutable)
@@ -44,7 +44,7 @@ def test_bernoulli_has_the_given_probabilities(device):
   assert never == 0 and always == 1 and abs(seldom - 0.25) < 4 * (0.1875 / 4000) ** 0.5
 
 
-def test_bernoulli_of_halves_can_be_rare():
+def test_bernoulli_of_bfloat16_resolves_small_probabilities():
   rare = torch.full((100, 1000), 2.0**-12, dtype=torch.bfloat16, device="jax")
   count = decompositions.bernoulli(rare).float().sum().item()
   # 24 expected; in bfloat16 one draw of 256 would be exactly zero, so about 390.
@@ -67,7 +67,7 @@ def test_draws_come_from_the_current_stream_and_from_generators():
   assert torch.equal(one, other) and not torch.equal(one, first)
 
 
-def test_rand_like_takes_its_options_from_the_tensor_and_the_call():
+def test_rand_like_options_default_to_those_of_the_tensor():
   source = torch.zeros(2, 3, dtype=torch.bfloat16, device="jax")
   drawn = decompositions.rand_like(source)
   assert drawn.shape == (2, 3) and drawn.dtype == torch.bfloat16
@@ -76,7 +76,7 @@ def test_rand_like_takes_its_options_from_the_tensor_and_the_call():
   assert other.dtype == torch.float32 and other.device.type == "cpu"
 
 
-def test_a_compiled_decomposition_draws_as_an_eager_one():
+def test_compiled_and_eager_decomposition_draw_the_same():
   halves = HALVES.to("jax")
   compiled = jax_jit(decompositions.bernoulli)
   torch.manual_seed(2)
@@ -97,7 +97,7 @@ def test_bernoulli_float_fills_in_place():
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 3), (1, 4, 2, 5)])
-def test_channel_shuffle_is_torch_s(shape):
+def test_channel_shuffle_equals_torch(shape):
   x = torch.arange(torch.Size(shape).numel()).view(shape)
   assert_same(
     decompositions.channel_shuffle(x.to("jax"), 2), torch.channel_shuffle(x, 2)
@@ -107,7 +107,7 @@ def test_channel_shuffle_is_torch_s(shape):
 @pytest.mark.parametrize(
   ("shape", "groups"), [((4, 4), 2), ((1, 4, 2), 3), ((1, 4, 2), 0)]
 )
-def test_channel_shuffle_refuses_what_torch_refuses(shape, groups):
+def test_channel_shuffle_raises_like_torch(shape, groups):
   x = torch.zeros(shape)
   with pytest.raises(RuntimeError):
     torch.channel_shuffle(x, groups)

@@ -1,4 +1,4 @@
-"""`torch.jax`: what torch's own random functions do to the streams."""
+"""`torch.jax`: devices, memory, streams, and torch's random functions."""
 
 import contextlib
 import threading
@@ -41,7 +41,7 @@ def test_torch_finds_the_device():
 
 
 @pytest.mark.parametrize("device", [0, -1, None, "jax", "jax:0", torch.device("jax")])
-def test_the_only_device_can_be_chosen(device):
+def test_set_device_accepts_the_only_device(device):
   torch.jax.set_device(device)
   with torch.jax.device(device):
     assert _rand().device == torch.device("jax:0")
@@ -104,7 +104,7 @@ REFUSALS += [
 
 
 @pytest.mark.parametrize("name, device", REFUSALS)
-def test_another_device_is_refused(name, device):
+def test_nonexistent_device_raises(name, device):
   before = _state()
   with pytest.raises(NoSuchDeviceError, match="does not exist.*jax:0 alone"):
     (TAKE_A_DEVICE | TAKE_A_NAME)[name](device)
@@ -112,12 +112,12 @@ def test_another_device_is_refused(name, device):
 
 
 @pytest.mark.parametrize("use", [torch.jax.stream, torch.jax.set_stream])
-def test_a_device_where_a_stream_belongs_is_refused(use):
+def test_device_passed_as_stream_raises(use):
   with pytest.raises(TypeError, match="Expected a stream.*torch.jax.device"):
     use("jax:0")
 
 
-def test_a_device_of_another_type_is_refused():
+def test_device_of_another_type_raises():
   with pytest.raises(ValueError, match='type "jax".*cuda:0'):
     torch.jax.set_device("cuda:0")
 
@@ -130,7 +130,7 @@ def test_synchronize_waits_and_draws_nothing():
   assert _state() == before
 
 
-def test_properties_of_the_device_are_jax_s():
+def test_device_properties_equal_jax_properties():
   (device,) = jax.local_devices()
   found = torch.jax.get_device_properties("jax:0")
   assert found.name == torch.jax.get_device_name() == device.device_kind
@@ -144,7 +144,7 @@ def test_properties_of_the_device_are_jax_s():
 
 
 class _Counting:
-  """Stands for a device that JAX counts the memory of."""
+  """Fake of a device with memory statistics."""
 
   platform = "gpu"
 
@@ -164,7 +164,7 @@ def counting(monkeypatch):
   return device
 
 
-def test_memory_figures_are_jax_s(counting):
+def test_memory_statistics_equal_jax_statistics(counting):
   assert torch.jax.memory_allocated() == torch.accelerator.memory_allocated() == 30
   assert torch.jax.max_memory_allocated() == 50
   assert torch.accelerator.max_memory_allocated() == 50
@@ -173,7 +173,7 @@ def test_memory_figures_are_jax_s(counting):
   assert "bytes_in_use: 30" in torch.jax.memory_summary()
 
 
-def test_a_peak_that_was_reset_is_jax_s_again_once_it_grows(counting):
+def test_reset_peak_equals_jax_peak_once_it_grows(counting):
   torch.jax.reset_peak_memory_stats()
   assert torch.jax.max_memory_allocated() == 30
   counting.figures["bytes_in_use"] = 40
@@ -184,7 +184,7 @@ def test_a_peak_that_was_reset_is_jax_s_again_once_it_grows(counting):
   assert torch.jax.max_memory_allocated() == 60
 
 
-def test_the_cpu_has_no_memory_figures_but_memory():
+def test_cpu_reports_total_memory_but_no_statistics():
   assert torch.jax.memory_stats() == {} and torch.jax.memory_allocated() == 0
   assert torch.accelerator.memory_allocated() == torch.jax.max_memory_reserved() == 0
   free, total = torch.jax.mem_get_info()
@@ -210,7 +210,7 @@ def test_there_is_one_stream():
   torch.accelerator.set_stream(stream)
 
 
-def test_events_take_the_time_of_the_work_between_them():
+def test_events_measure_elapsed_time_of_the_work_between():
   a = torch.ones(700, 700, device="jax")
   start, end = (torch.jax.Event(enable_timing=True) for _ in range(2))
   start.record()
@@ -222,7 +222,7 @@ def test_events_take_the_time_of_the_work_between_them():
   assert end.query() and isinstance(end, torch.Event)
 
 
-def test_a_stream_that_torch_makes_itself_waits_for_nothing():
+def test_stream_created_by_torch_does_not_wait():
   stream, ours = torch.Stream("jax"), torch.jax.current_stream()
   with stream:
     work = torch.ones(2, device="jax") + 1
@@ -235,7 +235,7 @@ def test_a_stream_that_torch_makes_itself_waits_for_nothing():
   assert isinstance(stream, torch.Stream) and work.tolist() == [2.0, 2.0]
 
 
-def test_an_event_that_torch_makes_itself_is_not_waited_for():
+def test_event_created_by_torch_is_not_waited_for():
   event = torch.Event("jax")
   torch.jax.current_stream().record_event(event)
   assert event.query()
@@ -243,7 +243,7 @@ def test_an_event_that_torch_makes_itself_is_not_waited_for():
     event.synchronize()
 
 
-def test_an_event_without_a_time_is_refused():
+def test_elapsed_time_of_untimed_event_raises():
   untimed, timed = torch.jax.Event(), torch.jax.Event(enable_timing=True)
   with pytest.raises(RuntimeError, match="enable_timing=True"):
     untimed.elapsed_time(timed)
@@ -264,25 +264,25 @@ def test_an_event_without_a_time_is_refused():
   ids=["torch", "torch.random", "torch.jax", "torch.jax all"],
 )
 @pytest.mark.parametrize("number", [0, 17, -1, 2**40, 2**64 - 1])
-def test_every_way_to_seed_gives_the_same_stream(seed, number):
+def test_all_seed_functions_give_the_same_stream(seed, number):
   seed(number)
   assert _state() == RngState.from_seed(number).state_dict()
 
 
-def test_seeding_jax_leaves_the_cpu_generator_alone():
+def test_seeding_jax_keeps_the_cpu_generator():
   before = torch.get_rng_state()
   torch.jax.manual_seed(5)
   assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_drawing_on_jax_leaves_the_cpu_generator_alone():
+def test_drawing_on_jax_keeps_the_cpu_generator():
   before = torch.get_rng_state()
   _rand()
   jax_jit(_rand)()
   assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_drawing_on_the_cpu_leaves_the_stream_alone():
+def test_drawing_on_the_cpu_keeps_the_jax_stream():
   before = _state()
   torch.rand(4)
   assert _state() == before
@@ -297,7 +297,7 @@ def test_initial_seed_is_the_last_seed():
 
 
 @pytest.mark.parametrize("seed", [torch.jax.seed, torch.jax.seed_all])
-def test_seed_takes_a_new_seed_each_time_and_says_which(seed):
+def test_seed_returns_a_new_seed_each_time(seed):
   numbers = [seed(), seed()]
   assert numbers[0] != numbers[1]
   first = _rand()
@@ -306,7 +306,7 @@ def test_seed_takes_a_new_seed_each_time_and_says_which(seed):
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
-def test_a_seed_out_of_range_changes_nothing(seed):
+def test_seed_out_of_range_raises_and_keeps_the_stream(seed):
   before = _state()
   with pytest.raises(ValueError):
     torch.jax.manual_seed(seed)
@@ -314,7 +314,7 @@ def test_a_seed_out_of_range_changes_nothing(seed):
 
 
 @pytest.mark.parametrize("seed", [1.5, "1", None])
-def test_a_seed_of_another_type_changes_nothing(seed):
+def test_seed_of_wrong_type_raises_and_keeps_the_stream(seed):
   before = _state()
   with pytest.raises(SeedError):
     torch.jax.manual_seed(seed)
@@ -324,7 +324,7 @@ def test_a_seed_of_another_type_changes_nothing(seed):
 # States -----------------------------------------------------------------------------
 
 
-def test_a_state_goes_back_to_where_it_was_taken():
+def test_set_rng_state_replays_draws():
   _rand()
   state = torch.jax.get_rng_state()
   expected = [_rand(), _rand()]
@@ -345,7 +345,7 @@ def test_a_state_is_a_uint8_tensor_on_the_cpu():
 
 
 @pytest.mark.parametrize("in_scope", [False, True])
-def test_a_state_taken_before_the_first_draw_goes_back_to_there(in_scope):
+def test_state_before_first_draw_replays_all_draws(in_scope):
   state = torch.jax.get_rng_state()
   expected = [_rand(), _rand()]
   torch.manual_seed(7)
@@ -357,7 +357,7 @@ def test_a_state_taken_before_the_first_draw_goes_back_to_there(in_scope):
     assert torch.equal(_rand(), expected[0])
 
 
-def test_a_state_taken_before_the_first_draw_of_a_thread_is_of_that_thread():
+def test_state_before_first_draw_in_thread_is_thread_local():
   drawn = []
 
   def work():
@@ -377,7 +377,7 @@ def test_a_state_taken_before_the_first_draw_of_a_thread_is_of_that_thread():
 
 
 @pytest.mark.parametrize("length", [1, 14, 20, 30, 39, 41])
-def test_a_damaged_state_from_before_the_first_draw_is_refused(length):
+def test_damaged_state_from_before_first_draw_raises(length):
   state = torch.jax.get_rng_state()
   damaged = torch.cat([state, state])[:length]
   _rand()
@@ -387,14 +387,14 @@ def test_a_damaged_state_from_before_the_first_draw_is_refused(length):
   assert _state() == before
 
 
-def test_a_state_does_not_follow_the_stream():
+def test_snapshot_does_not_change_with_later_draws():
   state = torch.jax.get_rng_state()
   copy = state.clone()
   _rand()
   assert torch.equal(state, copy)
 
 
-def test_taking_a_state_moves_nothing():
+def test_get_rng_state_does_not_advance_the_stream():
   expected = _rand()
   torch.manual_seed(0)
   torch.jax.get_rng_state()
@@ -402,7 +402,7 @@ def test_taking_a_state_moves_nothing():
   assert torch.equal(_rand(), expected)
 
 
-def test_the_states_of_all_devices_are_one():
+def test_all_devices_share_one_state():
   _rand()
   states = torch.jax.get_rng_state_all()
   expected = _rand()
@@ -411,7 +411,7 @@ def test_the_states_of_all_devices_are_one():
   assert torch.equal(_rand(), expected)
 
 
-def test_another_number_of_states_is_refused():
+def test_set_rng_state_all_with_wrong_count_raises():
   before = _state()
   for states in ([], [torch.jax.get_rng_state()] * 2):
     with pytest.raises(ValueError, match="each of 1 devices"):
@@ -435,7 +435,7 @@ def _damaged() -> dict:
 
 
 @pytest.mark.parametrize("kind", _damaged())
-def test_a_damaged_state_is_refused_and_the_old_one_kept(kind):
+def test_damaged_state_raises_and_keeps_the_old_one(kind):
   _rand()
   before = _state()
   value, error = _damaged()[kind]
@@ -444,14 +444,14 @@ def test_a_damaged_state_is_refused_and_the_old_one_kept(kind):
   assert _state() == before
 
 
-def test_a_state_may_lie_on_jax():
+def test_state_may_be_a_jax_tensor():
   state = torch.jax.get_rng_state()
   expected = _rand()
   torch.jax.set_rng_state(state.to("jax"))
   assert torch.equal(_rand(), expected)
 
 
-def test_a_state_is_of_the_current_scope():
+def test_state_belongs_to_the_current_scope():
   before = _state()
   with torchax.rng_scope(5):
     state = torch.jax.get_rng_state()
@@ -464,7 +464,7 @@ def test_a_state_is_of_the_current_scope():
 # fork_rng ---------------------------------------------------------------------------
 
 
-def test_fork_rng_restores_the_stream_and_the_seeding_inside_is_local():
+def test_fork_rng_restores_the_stream_after_seeding_inside():
   expected = _rand()
   torch.manual_seed(0)
   with torch.random.fork_rng(device_type="jax"):
@@ -475,7 +475,7 @@ def test_fork_rng_restores_the_stream_and_the_seeding_inside_is_local():
   assert torch.equal(_rand(), inside)
 
 
-def test_fork_rng_without_a_seed_repeats_inside_what_comes_after():
+def test_fork_rng_without_seed_repeats_draws_after_it():
   with torch.random.fork_rng(device_type="jax"):
     inside = _rand()
   assert torch.equal(_rand(), inside)
@@ -517,7 +517,7 @@ def test_fork_rng_of_listed_devices_and_disabled():
   assert not torch.equal(_rand(), second)
 
 
-def test_fork_rng_of_a_thread_leaves_the_others_alone():
+def test_fork_rng_applies_to_one_thread():
   before = _state()
 
   def work():
@@ -530,7 +530,7 @@ def test_fork_rng_of_a_thread_leaves_the_others_alone():
   assert _state() == before
 
 
-def test_fork_rng_of_other_devices_works_as_without_torchax():
+def test_fork_rng_of_other_devices_works_like_in_torch():
   expected = torch.rand(4)
   torch.manual_seed(0)
   with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""`Environment`: turning it on and off, properties, conversions."""
+"""`Environment`: turning it on and off, properties and conversions."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ env = torchax.default_env()
 
 
 def modes() -> int:
-  """How many torch function modes this thread has."""
+  """Return the number of torch function modes of this thread."""
   return torch._C._len_torch_function_stack()
 
 
@@ -44,7 +44,7 @@ def _leaves_nothing_behind():
 
 
 class Passing(TorchFunctionMode):
-  """A mode of somebody else's that changes nothing."""
+  """Mode of another library, which only records calls."""
 
   def __init__(self):
     super().__init__()
@@ -79,7 +79,7 @@ def test_operations_on_jax_tensors_need_no_block():
   assert_same(torch.ones(2, device="jax").exp(), torch.ones(2).exp())
 
 
-def test_cpu_tensors_stay_what_they_are_inside_the_block():
+def test_cpu_tensors_stay_on_the_cpu_inside_the_block():
   with env:
     assert type(torch.ones(2)) is torch.Tensor
     assert type(torch.tensor([1.0]) + 1) is torch.Tensor
@@ -95,7 +95,7 @@ def test_blocks_nest():
   assert not env.enabled
 
 
-def test_a_block_ends_after_an_error():
+def test_block_ends_after_an_exception():
   with pytest.raises(KeyError), env:
     raise KeyError
   assert not env.enabled
@@ -110,7 +110,7 @@ def test_the_environment_decorates_functions():
   assert not env.enabled
 
 
-def test_the_environment_is_on_for_one_thread_alone():
+def test_environment_is_on_in_one_thread_only():
   seen = []
   with env:
     thread = threading.Thread(target=lambda: seen.append(env.enabled))
@@ -141,19 +141,19 @@ def test_enabling_globally_nests_with_blocks():
   assert not env.enabled
 
 
-def test_disabling_what_is_not_enabled_raises():
+def test_disable_without_enable_raises():
   with pytest.raises(RuntimeError, match="not enabled"):
     torchax.disable_globally()
 
 
-def test_disabling_temporarily_gives_plain_torch_and_comes_back():
+def test_disable_temporarily_runs_plain_torch_in_its_block():
   with env:
     with torchax.disable_temporarily():
       assert not env.enabled
     assert env.enabled
 
 
-def test_no_function_is_caught_while_disabled():
+def test_disabled_environment_handles_no_torch_function():
   own = Environment()
   own.override_op_definition(torch.nn.functional.softsign, lambda x: x * 9)
   x = own.to_xla(A)
@@ -162,14 +162,14 @@ def test_no_function_is_caught_while_disabled():
   assert_same(torch.nn.functional.softsign(x), A * 9)
 
 
-def test_disabling_temporarily_comes_back_after_an_error():
+def test_disable_temporarily_ends_after_an_exception():
   with env:
     with pytest.raises(KeyError), torchax.disable_temporarily():
       raise KeyError
     assert env.enabled
 
 
-def test_disabling_temporarily_nests():
+def test_disable_temporarily_nests():
   with env:
     with torchax.disable_temporarily():
       with torchax.disable_temporarily():
@@ -178,18 +178,18 @@ def test_disabling_temporarily_nests():
     assert env.enabled
 
 
-def test_disabling_temporarily_outside_of_a_block_is_harmless():
+def test_disable_temporarily_without_a_block_is_allowed():
   with torchax.disable_temporarily():
     assert not env.enabled
   assert not env.enabled
 
 
-def test_a_block_inside_disabling_stays_disabled():
+def test_block_inside_disable_temporarily_stays_disabled():
   with torchax.disable_temporarily(), env:
     assert not env.enabled
 
 
-def test_another_mode_on_top_may_outlive_a_block():
+def test_block_may_end_before_a_mode_entered_inside_it():
   other = Passing()
   env.enable_torch_modes()
   with other:
@@ -213,7 +213,7 @@ def test_another_mode_inside_a_block_sees_every_function():
     torch.nn.functional.silu(x)
 
 
-def test_another_mode_may_be_left_before_the_block_ends():
+def test_mode_may_exit_before_the_block_around_it():
   with contextlib.ExitStack() as stack:
     stack.enter_context(env)
     with Passing():
@@ -238,7 +238,7 @@ def test_the_modes_of_upstream_exist():
     assert_same(A.to("jax") + 1, A + 1)
 
 
-def test_load_ops_is_kept_for_upstreams_callers():
+def test_load_ops_exists_for_upstream_callers():
   assert env.load_ops() is None
 
 
@@ -260,14 +260,14 @@ CUDA = {
 
 
 @pytest.mark.parametrize("make", CUDA.values(), ids=CUDA)
-def test_cuda_means_jax_where_the_configuration_says_so(make):
+def test_cuda_means_jax_if_configured(make):
   with Environment(Configuration(treat_cuda_as_jax_device=True)):
     assert isinstance(make(), Tensor)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuda itself would answer")
 @pytest.mark.parametrize("name", [name for name in CUDA if name != "jax_to_cuda"])
-def test_cuda_is_left_alone_outside_of_the_environment(name):
+def test_cuda_is_unchanged_outside_the_environment(name):
   with pytest.raises((AssertionError, RuntimeError)):
     CUDA[name]()
 
@@ -299,12 +299,12 @@ def test_t2j_iso_reads_views_and_dtypes():
   assert env.t2j_iso(torch.bfloat16) == jnp.bfloat16
 
 
-def test_a_tensor_on_meta_has_no_numbers_to_move():
+def test_meta_operand_raises():
   with pytest.raises(MixedDeviceError, match="is on meta.*no numbers"):
     A.to("jax") + torch.ones(2, device="meta")
 
 
-def test_t2j_iso_takes_no_cpu_tensor_but_a_number():
+def test_t2j_iso_accepts_only_0d_cpu_tensors():
   with pytest.raises(MixedDeviceError, match="t2j_iso"):
     env.t2j_iso([A])
   assert float(env.t2j_iso(torch.tensor(2.0))) == 2.0
@@ -346,13 +346,13 @@ def test_properties_are_overridden_inside_a_block():
   assert env._mesh is None
 
 
-def test_properties_come_back_after_an_error():
+def test_properties_are_restored_after_an_exception():
   with pytest.raises(KeyError), env.override_property(mesh=object()):
     raise KeyError
   assert env._mesh is None
 
 
-def test_a_property_belongs_to_one_thread():
+def test_property_override_applies_to_one_thread():
   seen = []
   with env.override_property(mesh=object()):
     thread = threading.Thread(target=lambda: seen.append(env._mesh))
@@ -361,7 +361,7 @@ def test_a_property_belongs_to_one_thread():
   assert seen == [None]
 
 
-def test_a_runtime_property_is_replaced_one_field_at_a_time():
+def test_runtime_property_override_replaces_given_fields():
   base = RuntimeProperty("mesh", "prng", None)
   replaced = RuntimeProperty.override(base, mesh=None)
   assert replaced == RuntimeProperty(None, "prng", None)
@@ -373,7 +373,7 @@ def test_a_runtime_property_is_replaced_one_field_at_a_time():
 # Tensors of an environment ------------------------------------------------------------
 
 
-def test_a_tensor_keeps_the_environment_it_was_made_in():
+def test_tensor_keeps_the_environment_that_created_it():
   other = Environment()
   x = other.to_xla(A)
   assert (x + 1)._env is other
@@ -381,6 +381,6 @@ def test_a_tensor_keeps_the_environment_it_was_made_in():
   assert copy.deepcopy(x)._env is other
 
 
-def test_an_environment_is_found_by_unpickled_tensors():
+def test_unpickled_tensors_use_the_default_environment():
   back = pickle.loads(pickle.dumps(A.to("jax")))
   assert back._env is env

@@ -1,4 +1,4 @@
-"""Errors in the user's words: what happened, to which function, and the way out."""
+"""Error messages: they name the mistake, the user's function and an alternative."""
 
 import copy
 import io
@@ -90,7 +90,7 @@ def _refused_in(run, use) -> TracedStateError:
 
 
 @pytest.mark.parametrize("use", ASK_FOR_NUMBERS)
-def test_who_asks_a_traced_tensor_for_numbers_is_told_the_ways_out(use):
+def test_reading_a_traced_tensor_raises_with_alternatives(use):
   error = _refused_in(TRACES["jax_jit"], ASK_FOR_NUMBERS[use])
   for part in ("`user_function`", "`torch.where`", "`cond`", "`static_argnums`"):
     assert part in str(error)
@@ -98,12 +98,12 @@ def test_who_asks_a_traced_tensor_for_numbers_is_told_the_ways_out(use):
 
 @pytest.mark.parametrize("use", ["numpy", "float", "save"])
 @pytest.mark.parametrize("trace", [name for name in TRACES if name != "jax_jit"])
-def test_each_trace_names_the_function_and_the_ways_out(trace, use):
+def test_trace_error_names_function_and_alternatives(trace, use):
   message = str(_refused_in(TRACES[trace], ASK_FOR_NUMBERS[use]))
   assert "`user_function`" in message and "`static_argnums`" in message
 
 
-def test_the_body_of_a_loop_is_named():
+def test_trace_error_names_the_loop_body():
   def body(carry, _):
     return carry * float(carry[0]), None
 
@@ -170,7 +170,7 @@ def _leaked(run) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_leaked_tensor_is_refused_at_its_first_use(use):
+def test_leaked_tensor_raises_at_first_use(use):
   leaked = _leaked(LEAKS["jax_jit"])
   with pytest.raises(TracedStateError, match="made while `keeping` was being traced"):
     USES[use](leaked)
@@ -178,22 +178,22 @@ def test_a_leaked_tensor_is_refused_at_its_first_use(use):
 
 @pytest.mark.parametrize("use", ["+", "sin", "jax", "numpy"])
 @pytest.mark.parametrize("leak", [name for name in LEAKS if name != "jax_jit"])
-def test_a_leak_of_any_trace_is_refused(leak, use):
+def test_leak_from_any_trace_raises(leak, use):
   leaked = _leaked(LEAKS[leak])
   with pytest.raises(TracedStateError, match="made while"):
     USES[use](leaked)
 
 
 @pytest.mark.parametrize("leak", LEAKS)
-def test_print_says_what_a_leaked_tensor_is(leak):
+def test_repr_of_leaked_tensor_names_its_trace(leak):
   leaked = _leaked(LEAKS[leak])
   for text in (repr(leaked), f"{leaked}", str(leaked[:1])):
     assert text.startswith("tensor(no value: made while `")
     assert "was being traced" in text
 
 
-def test_what_is_kept_of_a_raw_trace_lives_as_long_as_the_trace():
-  """As activations that a hook has noted."""
+def test_tensor_kept_from_a_raw_trace_is_usable_in_the_trace():
+  """For example, activations that a hook recorded."""
 
   def model(t):
     kept.append(t * 2)
@@ -253,7 +253,7 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_branches_that_differ_are_named_with_the_place(name):
+def test_branch_mismatch_error_names_the_position(name):
   run, part = BRANCHES[name]
   with pytest.raises(TypeError) as caught:
     run()
@@ -302,7 +302,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_body_that_changes_the_form_of_its_value_is_named_with_the_place(name):
+def test_changed_carry_error_names_function_and_position(name):
   run, part = BODIES[name]
   with pytest.raises(TypeError) as caught:
     run()
@@ -345,7 +345,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_do_not_fit_name_the_function_and_the_place(name):
+def test_argument_mismatch_names_function_and_position(name):
   run, part = ARGUMENTS[name]
   with pytest.raises((TypeError, ValueError)) as caught:
     run()
@@ -355,7 +355,7 @@ def test_arguments_that_do_not_fit_name_the_function_and_the_place(name):
 # Memory that was given away ----------------------------------------------------------
 
 
-def test_donating_what_is_also_closed_over_is_explained():
+def test_donating_a_captured_tensor_raises_with_reason():
   weight, module = _x(), torch.nn.Linear(3, 3).to("jax")
 
   def scaled(t):
@@ -374,7 +374,7 @@ def test_donating_what_is_also_closed_over_is_explained():
 
 
 @pytest.mark.parametrize("use", ["+", "in place", "numpy", "an argument", "repr"])
-def test_using_what_was_donated_is_explained(use):
+def test_using_a_donated_tensor_raises_with_reason(use):
   run = {**USES, "repr": repr}[use]
   for _ in range(3):  # JAX says it otherwise where the program has run before
     donated = _x()
@@ -406,7 +406,7 @@ TO_JAX = {
 
 
 @pytest.mark.parametrize("name", TO_JAX)
-def test_function_of_jax_refuses_a_tensor(name):
+def test_jax_function_raises_for_a_tensor(name):
   with pytest.raises((TypeError, ValueError)):
     TO_JAX[name]()
 
@@ -430,7 +430,7 @@ TO_TORCH = {
 
 
 @pytest.mark.parametrize("name", TO_TORCH)
-def test_function_of_torch_refuses_an_array(name):
+def test_torch_function_raises_for_an_array(name):
   with pytest.raises(TypeError):
     TO_TORCH[name]()
 
@@ -450,7 +450,7 @@ LOSING = {
 
 
 @pytest.mark.parametrize("name", LOSING)
-def test_no_gradient_is_lost_between_the_worlds(name):
+def test_jax_function_raises_if_it_would_lose_a_gradient(name):
   operation, learned = LOSING[name], _learned()
   with pytest.raises(ConversionError, match="torch_view"):
     operation(learned, _array())
@@ -462,13 +462,13 @@ def test_no_gradient_is_lost_between_the_worlds(name):
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-def test_another_backend_of_torch_compile_names_ours(backend):
+def test_other_torch_compile_backend_error_names_ours(backend):
   compiled = torch.compile(lambda t: t + 1, backend=backend)
   with pytest.raises(Exception, match='ConversionError.*backend="jax"'):
     compiled(_x())
 
 
-def test_arrays_become_tensors_where_torch_makes_tensors():
+def test_torch_factories_accept_arrays():
   assert torch.tensor(_array()).tolist() == [0, 1, 2]
   assert torch.asarray(_array()).tolist() == [0, 1, 2]
   with pytest.raises(TypeError, match="NotAnArg|unsupported operand|must be"):
@@ -555,7 +555,7 @@ def test_a_traceback_ends_at_the_users_line(name):
 
 
 @pytest.mark.parametrize("way", ["variable", "jax"])
-def test_the_frames_are_shown_to_who_asks(way, monkeypatch):
+def test_full_traceback_is_available_on_request(way, monkeypatch):
   if way == "variable":
     monkeypatch.setenv(tracebacks.VARIABLE, "full")
   else:
@@ -584,13 +584,13 @@ each_class = pytest.mark.parametrize("cls", DOCUMENTED, ids=lambda cls: cls.__na
 
 
 @each_class
-def test_each_class_has_a_section_of_the_docs(cls):
+def test_each_exception_has_a_section_in_the_docs(cls):
   page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
   assert f"\n## {cls.__name__}\n" in page
 
 
 @each_class
-def test_a_message_ends_with_the_link_to_the_section(cls):
+def test_message_ends_with_link_to_its_section(cls):
   if issubclass(cls, Warning):
     return  # its message is one line of a log
   error = cls("What happened.")
@@ -600,17 +600,17 @@ def test_a_message_ends_with_the_link_to_the_section(cls):
   assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_the_link_is_into_the_repository_of_the_package():
+def test_link_points_to_the_package_repository():
   setup = (ROOT / "setup.py").read_text(encoding="utf-8")
   assert f'URL = "{errors.PAGE.removesuffix("/blob/main/docs/errors.md")}"' in setup
 
 
-def test_an_error_of_another_module_has_the_link_of_its_base():
+def test_exception_of_another_module_links_to_its_base():
   class Inner(MixedDeviceError):
     pass
 
   assert str(Inner("x")).endswith("#mixeddeviceerror")
 
 
-def test_a_tensor_without_a_value_is_no_matter_of_random_numbers():
+def test_traced_state_error_is_not_an_rng_error():
   assert not issubclass(TracedStateError, errors.RngError)

@@ -1,4 +1,4 @@
-"""A linen module in torch: the same numbers, gradients and updates as in linen."""
+"""`FlaxNNModule`: values, gradients and updates equal linen's."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ from torchax.flax import FlaxNNModule  # noqa: E402
 
 
 class Net(nn.Module):
-  """Parameters, a mutable collection, and two rng collections."""
+  """Linen module with parameters, a mutable collection and two rng collections."""
 
   @nn.compact
   def __call__(self, x, train: bool, noise: bool = False):
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class Mask(nn.Module):
-  """A dropout mask, scaled by one parameter."""
+  """Linen module that returns a dropout mask, scaled by a parameter."""
 
   @nn.compact
   def __call__(self, x):
@@ -51,7 +51,7 @@ X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 
 @pytest.fixture(autouse=True)
 def typed_keys_only():
-  """Flax takes typed keys; a legacy one would raise."""
+  """Pass a typed key; Flax raises for a legacy one."""
   with jax.legacy_prng_key("error"):
     yield
 
@@ -63,7 +63,7 @@ def env():
 
 @pytest.fixture(scope="module")
 def made():
-  """The modules, made once: each keeps its compiled functions."""
+  """Create the modules once, because each has its own compiled functions."""
   env = torchax.default_env()
   torch.manual_seed(0)
   x = torch.from_numpy(X).to("jax")
@@ -102,7 +102,7 @@ def ones():
 
 
 def _variables(module):
-  """The module's tensors as linen's variables."""
+  """Return the module's tensors as variables of linen."""
   flat = {name: tensor.detach().jax() for name, tensor in module.state_dict().items()}
   nested: dict = {}
   for name, array in flat.items():
@@ -121,7 +121,7 @@ def _key(index, seed=0):
 # Variables ---------------------------------------------------------------------------
 
 
-def test_variables_are_those_of_linen_with_the_environments_key(made, env):
+def test_variables_equal_linen_init_with_environment_key(made, env):
   state = list(made.values())[0]
   expected = Net().init(torchax.RngState.from_seed(0).key, X, train=False)
   names = {
@@ -152,7 +152,7 @@ def test_a_nested_dict_survives_encoding(net):
   assert all(map(jnp.array_equal, jax.tree.leaves(arrays), jax.tree.leaves(nested)))
 
 
-def test_two_modules_start_from_other_numbers(env, x):
+def test_two_modules_have_different_parameters(env, x):
   first, second = (FlaxNNModule(env, nn.Dense(2), (x,)).params.kernel for _ in range(2))
   assert not torch.equal(first, second)
 
@@ -160,7 +160,7 @@ def test_two_modules_start_from_other_numbers(env, x):
 # Calls -------------------------------------------------------------------------------
 
 
-def test_a_deterministic_call_is_linens_and_draws_nothing(net, x, env):
+def test_deterministic_call_equals_linen_and_draws_nothing(net, x, env):
   net.eval()
   out = net(x, train=False)
   expected = Net().apply(_variables(net), X, train=False)
@@ -168,7 +168,7 @@ def test_a_deterministic_call_is_linens_and_draws_nothing(net, x, env):
   assert env.rng.state.count == 0
 
 
-def test_a_random_call_is_linens_with_one_key_for_each_collection(net, x, env):
+def test_random_call_draws_one_key_per_collection(net, x, env):
   expected, updates = Net().apply(
     _variables(net),
     X,
@@ -185,7 +185,7 @@ def test_a_random_call_is_linens_with_one_key_for_each_collection(net, x, env):
     np.testing.assert_allclose(buffer.numpy(), value, rtol=1e-6)
 
 
-def test_each_call_draws_anew_and_the_seed_decides(mask, ones):
+def test_each_call_draws_a_new_key_determined_by_the_seed(mask, ones):
   first, second = mask(ones), mask(ones)
   assert not torch.equal(first, second)
   torch.manual_seed(0)
@@ -222,7 +222,7 @@ def test_compiled_calls_draw_what_eager_ones_draw(mask, ones, env):
   assert env.rng.state.count == 4
 
 
-def test_a_layer_scanned_in_linen_draws_for_each_turn(env, ones):
+def test_linen_scan_draws_per_iteration(env, ones):
   class Turn(nn.Module):
     @nn.compact
     def __call__(self, carry, _):
@@ -239,7 +239,7 @@ def test_a_layer_scanned_in_linen_draws_for_each_turn(env, ones):
   assert np.abs(np.corrcoef(masks.numpy()) - np.eye(3)).max() < 5 / np.sqrt(4096)
 
 
-def test_keys_that_the_user_gives_are_used_as_they_are(mask, ones, env):
+def test_keys_passed_by_the_user_are_used(mask, ones, env):
   given = mask(ones, rngs={"dropout": jax.random.key(3)})
   assert env.rng.state.count == 0
   assert torch.equal(given, mask(ones, rngs={"dropout": jax.random.key(3)}))
@@ -305,7 +305,7 @@ def _value_and_grad(net, x):
 
 
 @pytest.mark.parametrize("differentiate", [_eager, _compiled, _value_and_grad])
-def test_gradients_are_linens(differentiate, net, x):
+def test_gradients_equal_linen_gradients(differentiate, net, x):
   expected = _linen_gradients(net)
   found = differentiate(net, x)
   for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
@@ -344,7 +344,7 @@ def _jax_checkpointed(function, x):
   ],
   ids=["eager", "jit", "torch checkpoint", "gradient_checkpoint"],
 )
-def test_the_backward_mask_is_the_forward_mask(differentiate, mask, ones):
+def test_backward_uses_the_forward_mask(differentiate, mask, ones):
   def twice(x):
     return mask(mask(x))
 
@@ -354,7 +354,7 @@ def test_the_backward_mask_is_the_forward_mask(differentiate, mask, ones):
   assert torch.equal(out != 0, twice(ones) != 0), "and that of the plain run"
 
 
-def test_a_compiled_training_step_is_the_eager_one(net, x, env):
+def test_compiled_training_step_equals_eager_step(net, x, env):
   def train(module, step):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
@@ -392,7 +392,7 @@ def test_buffers_change_in_train_mode_only(net, x):
   assert not torch.equal(mean, start)
 
 
-def test_mutable_returns_updates_with_gradients_and_writes_buffers(net, x):
+def test_mutable_returns_updates_and_writes_buffers(net, x):
   out, updates = net(x, train=True, mutable=["intermediates", "batch_stats"])
   (hidden,) = updates["intermediates"]["hidden"]
   (gradient,) = torch.autograd.grad(hidden.sum(), net.params.Dense_0.bias)
@@ -401,8 +401,8 @@ def test_mutable_returns_updates_with_gradients_and_writes_buffers(net, x):
   assert torch.equal(net.get_buffer("batch_stats.BatchNorm_0.mean"), mean)
 
 
-def test_a_backward_pass_sees_the_buffers_of_its_forward_pass(net, x):
-  """Between them the buffers change; torch must neither refuse nor use the new ones."""
+def test_backward_uses_buffers_of_its_forward(net, x):
+  """Buffers change between the two passes; backward must use the old ones."""
 
   def gradient(between):
     loss = net(x, train=False).sum()
@@ -424,7 +424,7 @@ class Counter(nn.Module):
     return x * total.value
 
 
-def test_a_cache_is_updated_in_eval_mode_on_demand(env, x):
+def test_mutable_updates_a_cache_in_eval_mode(env, x):
   counter = FlaxNNModule(env, Counter(), (x, 0)).eval()
   assert list(counter.state_dict()) == ["cache.total"], "what is sown is not kept"
   out, updates = counter(x, 3, mutable=["cache", "losses"])
@@ -452,13 +452,13 @@ def test_a_copy_is_independent_and_draws_the_same(duplicate, mask, ones):
   assert torch.equal(twin(ones), first) and not mask(ones).any()
 
 
-def test_another_dtype_reaches_linen(mask, ones):
+def test_operand_dtype_reaches_linen(mask, ones):
   half = copy.deepcopy(mask).to(torch.bfloat16)
   out = half(ones.to(torch.bfloat16))
   assert out.dtype == torch.bfloat16 and 0.7 < (out != 0).float().mean() < 0.8
 
 
-def test_loading_a_state_dict_decides_the_next_call(net, x):
+def test_next_call_uses_a_loaded_state_dict(net, x):
   net.eval()
   before = net(x, train=False)
   state = {name: 2 * tensor for name, tensor in net.state_dict().items()}
@@ -477,20 +477,20 @@ def test_loading_a_state_dict_decides_the_next_call(net, x):
     (X, r"such as `\(x,\)`"),
   ],
 )
-def test_wrong_sample_arguments_are_named_and_draw_nothing(sample, match, env):
+def test_wrong_sample_arguments_raise_and_draw_nothing(sample, match, env):
   torch.manual_seed(0)
   with pytest.raises(TypeError, match=match):
     FlaxNNModule(env, Net(), sample)
   assert env.rng.state.count == 0
 
 
-def test_what_is_no_linen_module_is_refused(env, x):
+def test_module_that_is_not_linen_raises(env, x):
   nnx = pytest.importorskip("flax.nnx")
   with pytest.raises(TypeError, match=r"flax\.linen\.Module.*Linear.*nnx\.Rngs"):
     FlaxNNModule(env, nnx.Linear(3, 2, rngs=nnx.Rngs(jax.random.key(0))), (x,))
 
 
-def test_variables_that_torch_cannot_hold_are_refused(env, x):
+def test_variables_that_torch_cannot_hold_raise(env, x):
   class Pair(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -518,13 +518,13 @@ def test_variables_that_torch_cannot_hold_are_refused(env, x):
   ],
   ids=["keyword", "shape", "device", "unhashable"],
 )
-def test_a_call_that_fails_draws_nothing(call, error, net, x, env):
+def test_failing_call_draws_nothing(call, error, net, x, env):
   with pytest.raises(error):
     call(net, x)
   assert env.rng.state.count == 0
 
 
-def test_a_variable_that_the_sample_did_not_make_is_named(env, x):
+def test_variable_missing_from_the_sample_raises(env, x):
   class Late(nn.Module):
     @nn.compact
     def __call__(self, x, late):
@@ -538,9 +538,7 @@ def test_a_variable_that_the_sample_did_not_make_is_named(env, x):
     module(x, True)
 
 
-def test_a_raw_transformation_refuses_to_freeze_a_mask_or_to_lose_an_update(
-  mask, net, ones, x, env
-):
+def test_raw_transformation_raises_for_draws_and_updates(mask, net, ones, x, env):
   with pytest.raises(TracedDrawError, match="dropout"):
     jax.jit(jax_view(mask))(ones.jax())
   frozen = jax.jit(jax_view(mask))
@@ -551,7 +549,7 @@ def test_a_raw_transformation_refuses_to_freeze_a_mask_or_to_lose_an_update(
   assert env.rng.state.count == 0
 
 
-def test_a_missing_flax_is_named(env, x, monkeypatch):
+def test_missing_flax_raises_import_error(env, x, monkeypatch):
   monkeypatch.setitem(sys.modules, "flax", None)
   with pytest.raises(ImportError, match=r"torchax\[flax\]"):
     FlaxNNModule(env, Net(), (x,))

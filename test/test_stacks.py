@@ -1,4 +1,4 @@
-"""Stacks of equal layers that are found in a model and run as loops."""
+"""`scan_layers`: stacks of equal layers in a model run as loops."""
 
 import copy
 import gc
@@ -18,7 +18,7 @@ WIDTH = 8
 
 
 class Residual(nn.Module):
-  """A layer with a dropout, a mask as a further argument, and a buffer."""
+  """Layer with a dropout, a buffer, and a mask as a second argument."""
 
   def __init__(self, inner=WIDTH):
     super().__init__()
@@ -34,7 +34,7 @@ class Residual(nn.Module):
 
 
 class Deep(nn.Module):
-  """Layers in a list, walked through as most models do."""
+  """Model that iterates over a list of layers."""
 
   def __init__(self, depth=3, tuples=False):
     super().__init__()
@@ -50,14 +50,14 @@ class Deep(nn.Module):
 
 
 class Tuples(Residual):
-  """A layer that returns a tuple, as those of transformers may."""
+  """Layer that returns a tuple, like some layers of transformers."""
 
   def forward(self, x, mask=None):
     return super().forward(x, mask), None
 
 
 class DeepTuples(Deep):
-  """Layers that return tuples."""
+  """Model whose layers return tuples."""
 
   def __init__(self):
     super().__init__()
@@ -114,7 +114,7 @@ def _step(model):
 
 @pytest.mark.parametrize(("make", "place"), MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("policy", [None, "dots_saveable"])
-def test_a_scanned_model_is_the_model(make, place, policy):
+def test_scanned_model_equals_the_unrolled_model(make, place, policy):
   model, scanned = _both(make, policy=policy)
   stack = scanned.get_submodule(place)
   assert isinstance(stack, LayerStack)
@@ -128,7 +128,7 @@ def test_a_scanned_model_is_the_model(make, place, policy):
 
 
 @pytest.mark.parametrize(("make", "place"), MODELS.values(), ids=MODELS)
-def test_a_state_has_the_names_of_the_model(make, place):
+def test_state_dict_keeps_the_names_of_the_model(make, place):
   model, scanned = _both(make)
   state = scanned.state_dict()
   assert state.keys() == model.state_dict().keys()
@@ -142,14 +142,14 @@ def test_a_state_has_the_names_of_the_model(make, place):
   model.load_state_dict(scanned.state_dict())
 
 
-def test_a_state_without_a_layer_is_refused():
+def test_state_dict_without_a_layer_raises():
   model, scanned = _both(Deep)
   state = {k: v for k, v in model.state_dict().items() if "layers.1.up" not in k}
   with pytest.raises(RuntimeError, match="up"):
     scanned.load_state_dict(state)
 
 
-def test_a_jitted_step_draws_what_the_model_draws():
+def test_jitted_step_draws_the_same_as_the_model():
   model, scanned = _both(Deep)
   mask = torch.ones(2, 5, 1, device="jax")
   torch.manual_seed(3)
@@ -167,7 +167,7 @@ def test_finding_stacks_draws_and_computes_nothing():
   assert torch.equal(torch.jax.get_rng_state(), before)
 
 
-def test_programs_are_as_many_for_any_depth():
+def test_program_count_does_not_depend_on_depth():
   counts = []
   for depth in (2, 6):
     model = scan_layers(Deep(depth).to("jax"), _x())
@@ -181,7 +181,7 @@ def test_programs_are_as_many_for_any_depth():
 
 
 class Heads(nn.Module):
-  """Equal modules that do not follow one another."""
+  """Model whose equal layers are not called one after another."""
 
   def __init__(self):
     super().__init__()
@@ -192,7 +192,7 @@ class Heads(nn.Module):
 
 
 class Numbered(Deep):
-  """Layers that are called with arguments of their own."""
+  """Model that calls each layer with different arguments."""
 
   def forward(self, x):
     x = self.embed(x)
@@ -202,14 +202,14 @@ class Numbered(Deep):
 
 
 class Twice(Deep):
-  """Layers that run twice."""
+  """Model that calls each layer twice."""
 
   def forward(self, x):
     return super().forward(super().forward(x)[..., :4])
 
 
 class Others(Deep):
-  """Layers of two structures."""
+  """Model with layers of two structures."""
 
   def __init__(self):
     super().__init__()
@@ -226,7 +226,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_stack_is_left_as_it_is(make, message):
+def test_model_without_stack_raises_and_is_unchanged(make, message):
   model = make().to("jax")
   names = [name for name, _ in model.named_modules()]
   with pytest.raises(ValueError, match=message):
@@ -234,14 +234,14 @@ def test_what_is_no_stack_is_left_as_it_is(make, message):
   assert [name for name, _ in model.named_modules()] == names
 
 
-def test_a_policy_that_does_not_exist_is_named():
+def test_unknown_policy_raises():
   model = Deep().to("jax")
   with pytest.raises(ValueError, match=r"'dots'.*dots_saveable"):
     scan_layers(model, _x(), policy="dots")
   assert len(model.layers) == 3
 
 
-def test_results_beside_the_input_of_the_next_layer_are_refused():
+def test_layer_with_further_results_raises():
   class Weights(Tuples):
     def forward(self, x, mask=None):
       return super().forward(x, mask)[0], x

@@ -40,7 +40,7 @@ def _x() -> Tensor:
 
 @pytest.fixture(params=[False, True], ids=["without_env", "with_env"])
 def in_and_out(request):
-  """Runs a test outside of the environment and inside."""
+  """Run a test outside of the environment and inside."""
   if not request.param:
     yield
     return
@@ -63,7 +63,7 @@ TO_JAX = {
 
 
 @pytest.mark.parametrize("move", TO_JAX.values(), ids=TO_JAX)
-def test_every_form_of_to_makes_a_jax_tensor(move, in_and_out):
+def test_every_signature_of_to_returns_a_jax_tensor(move, in_and_out):
   moved = move(DATA)
   assert moved.device == torch.device("jax:0")
   assert_same(moved, DATA)
@@ -85,14 +85,14 @@ TO_CPU = {
 
 
 @pytest.mark.parametrize("move", TO_CPU.values(), ids=TO_CPU)
-def test_every_form_of_to_makes_a_cpu_tensor(move, x, in_and_out):
+def test_every_signature_of_to_returns_a_cpu_tensor(move, x, in_and_out):
   moved = move(x)
   assert type(moved) is torch.Tensor
   assert moved.device == torch.device("cpu")
   assert_close(moved, DATA)
 
 
-def test_to_returns_the_tensor_itself_where_nothing_changes(x, in_and_out):
+def test_to_without_a_change_returns_the_same_tensor(x, in_and_out):
   assert x.to("jax") is x
   assert x.to(torch.float32) is x
   assert x.to(x) is x
@@ -112,7 +112,7 @@ CASTS = {
 
 
 @pytest.mark.parametrize("row", CASTS.values(), ids=CASTS)
-def test_a_cast_gives_the_numbers_of_torch(row, x):
+def test_cast_equals_torch(row, x):
   cast, dtype = row
   result = cast(x)
   assert result.dtype == dtype
@@ -131,7 +131,7 @@ def test_a_round_trip_keeps_every_shape(shape):
   assert_close(torch.ones(shape).to("jax").cpu(), torch.ones(shape))
 
 
-def test_a_non_contiguous_cpu_tensor_moves_by_its_numbers():
+def test_non_contiguous_cpu_tensor_moves_by_value():
   assert_same(DATA.t().to("jax"), DATA.t())
   assert_same(DATA[:, ::2].to("jax"), DATA[:, ::2])
   conjugated = torch.complex(DATA, DATA).conj()
@@ -148,12 +148,12 @@ def test_moving_copies(x):
   assert_same(moved, DATA)
 
 
-def test_moving_to_another_accelerator_says_where_it_can_go(x):
+def test_moving_to_another_accelerator_names_valid_devices(x):
   with pytest.raises(MixedDeviceError, match='"cpu" and "meta", but got cuda'):
     x.to("cuda")
 
 
-def test_a_meta_tensor_has_no_data_to_move(in_and_out):
+def test_moving_a_meta_tensor_raises(in_and_out):
   with pytest.raises(MixedDeviceError, match="meta"):
     torch.empty(2, device="meta").to("jax")
 
@@ -166,13 +166,13 @@ UNSUPPORTED_LAYOUTS = {
 
 @pytest.mark.parametrize("make", UNSUPPORTED_LAYOUTS.values(), ids=UNSUPPORTED_LAYOUTS)
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
-def test_a_sparse_tensor_is_refused_with_the_way_out(make, in_and_out):
+def test_sparse_tensor_raises_with_alternative(make, in_and_out):
   with pytest.raises(UnsupportedDtypeError, match="to_dense"):
     make().to("jax")
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_a_quantised_tensor_is_refused_with_the_way_out(in_and_out):
+def test_quantized_tensor_raises_with_alternative(in_and_out):
   quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
   with pytest.raises(UnsupportedDtypeError, match="dequantize"):
     quantised.to("jax")
@@ -181,7 +181,7 @@ def test_a_quantised_tensor_is_refused_with_the_way_out(in_and_out):
 # Reading numbers ----------------------------------------------------------------------
 
 
-def test_jax_gives_the_array(x):
+def test_jax_returns_the_array(x):
   array = x.jax()
   assert isinstance(array, jax.Array)
   assert array.shape == (2, 3) and array.dtype == jnp.float32
@@ -203,7 +203,7 @@ def test_numpy_of_a_tensor_that_requires_grad_needs_force(x):
   np.testing.assert_array_equal(x.numpy(force=True), DATA.numpy())
 
 
-def test_item_and_tolist_give_python_numbers(x):
+def test_item_and_tolist_return_python_numbers(x):
   assert x.tolist() == DATA.tolist()
   assert x[1, 2].item() == DATA[1, 2].item()
   assert type(torch.ones((), dtype=torch.int32, device="jax").item()) is int
@@ -236,7 +236,7 @@ NEEDS_A_NUMBER = {
 
 
 @pytest.mark.parametrize("function", NEEDS_A_NUMBER.values(), ids=NEEDS_A_NUMBER)
-def test_a_traced_tensor_has_no_number(function, x):
+def test_reading_a_traced_tensor_raises(function, x):
   with pytest.raises(TracedStateError, match=r"torch\.where"):
     jax_jit(function)(x)
   assert_same(x, DATA)
@@ -254,7 +254,7 @@ def test_a_jax_tensor_is_a_torch_tensor_on_jax(x):
   assert x.is_leaf and not x.requires_grad and x.grad is None
 
 
-def test_strides_are_those_of_torch(x):
+def test_strides_equal_torch_strides(x):
   assert x.t().stride() == DATA.t().stride()
   assert not x.t().is_contiguous()
   assert x.t().contiguous().is_contiguous()
@@ -277,7 +277,7 @@ def test_printing_shows_the_numbers_and_the_device(x):
   assert repr(values.bfloat16()).endswith("dtype=torch.bfloat16, device='jax:0')")
 
 
-def test_printing_a_view_says_the_device_once(x):
+def test_repr_of_a_view_names_the_device_once(x):
   assert repr(x[0]).count("jax:0") == 1
   assert repr(x.t()).count("jax:0") == 1
 
@@ -304,7 +304,7 @@ def test_printing_a_traced_tensor_runs_nothing(x):
   assert "size=(3,)" in texts[2]
 
 
-def test_a_zero_dimensional_tensor_formats_as_its_number():
+def test_0d_tensor_formats_as_its_number():
   assert f"{torch.full((), 1.25, device='jax'):.1f}" == f"{torch.tensor(1.25):.1f}"
 
 
@@ -320,7 +320,7 @@ def test_replace_jax_keeps_shape_and_dtype(x):
   assert_same(x, torch.zeros(2, 3))
 
 
-def test_replace_jax_of_a_view_reaches_its_base(x):
+def test_replace_jax_of_a_view_writes_to_its_base(x):
   x[1].replace_jax(jnp.zeros(3))
   expected = DATA.clone()
   expected[1] = 0
@@ -343,7 +343,7 @@ def test_shard_keeps_the_numbers(x):
   assert_same(x, DATA)
 
 
-def test_type_as_leaves_the_tensor_alone(x):
+def test_type_as_does_not_change_the_tensor(x):
   other = x.type_as(torch.zeros(1, dtype=torch.int32, device="jax"))
   assert other.dtype == torch.int32 and x.dtype == torch.float32
   assert type(x.type_as(torch.zeros(1))) is torch.Tensor
@@ -380,7 +380,7 @@ def test_data_shares_memory_without_history(x):
   assert not x.data.requires_grad
 
 
-def test_assigning_data_takes_over_the_other_tensor(x):
+def test_assigning_data_aliases_the_other_tensor(x):
   other = torch.zeros(4, device="jax", dtype=torch.int32)
   x.data = other
   assert x.shape == (4,) and x.dtype == torch.int32
@@ -394,7 +394,7 @@ def test_data_of_a_jax_tensor_is_never_on_the_cpu(x):
   assert_same(x, DATA)
 
 
-def test_is_set_to_knows_the_same_view(x):
+def test_is_set_to_is_true_for_the_same_view(x):
   assert x.is_set_to(x.detach())
   assert x[0].is_set_to(x[0])
   assert not x[0].is_set_to(x[1])
@@ -404,14 +404,14 @@ def test_is_set_to_knows_the_same_view(x):
 # Copies -------------------------------------------------------------------------------
 
 
-def test_deepcopy_has_memory_of_its_own(x):
+def test_deepcopy_has_its_own_memory(x):
   copied = copy.deepcopy(x)
   copied.zero_()
   assert_same(x, DATA)
   assert_same(copied, torch.zeros(2, 3))
 
 
-def test_deepcopy_keeps_what_tensors_share(x):
+def test_deepcopy_keeps_aliasing(x):
   base, view, again = copy.deepcopy([x, x[0], x])
   assert again is base
   view.zero_()
@@ -513,7 +513,7 @@ def test_a_module_moves_with_parameters_and_buffers(move, in_and_out):
   assert_same(dict(model.state_dict()), dict(cpu.state_dict()))
 
 
-def test_a_module_that_moves_keeps_its_tied_weights_tied(in_and_out):
+def test_moving_a_module_keeps_tied_weights_tied(in_and_out):
   model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
   model[1].weight = model[0].weight
   model = model.to("jax")
@@ -548,7 +548,7 @@ def test_load_state_dict_crosses_devices_by_copy(assign):
   assert_close(back.weight.detach().cpu(), wanted["weight"])
 
 
-def test_a_module_made_on_jax_lives_there():
+def test_module_created_on_jax_stays_on_jax():
   with torch.device("jax"):
     model = torch.nn.Linear(3, 2)
   assert isinstance(model.weight, Tensor)
@@ -572,7 +572,7 @@ FORWARDED = (
 
 
 @pytest.mark.parametrize("name", FORWARDED)
-def test_names_that_moved_are_still_found(name):
+def test_upstream_names_exist_in_torchax_tensor(name):
   assert getattr(torchax.tensor, name) is not None
   with pytest.raises(AttributeError, match="no attribute"):
     getattr(torchax.tensor, name + "_")

@@ -21,7 +21,7 @@ def env():
 
 
 class Layer(torch.nn.Module):
-  """Everything that a layer may have: weights, statistics, random numbers, options."""
+  """Layer with weights, running statistics, random numbers and options."""
 
   def __init__(self, width=8):
     super().__init__()
@@ -50,7 +50,7 @@ def _unrolled(layers):
 
 
 def _run(model, *args, **kwargs):
-  """The result, the gradient of the input, and the next number."""
+  """Return the result, the gradient of the input, and the next random number."""
   torch.manual_seed(0)
   x = torch.linspace(-1, 1, 48).view(6, 8).to("jax").requires_grad_()
   out = model(x, *args, **kwargs)
@@ -71,7 +71,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
-def test_a_scanned_stack_is_the_unrolled_stack(policy, wrap):
+def test_scanned_stack_equals_the_unrolled_stack(policy, wrap):
   layers = _layers()
   scanned = ScannedModule(copy.deepcopy(layers), POLICIES[policy])
   scale = torch.tensor(1.5).to("jax")
@@ -88,7 +88,7 @@ def test_a_scanned_stack_is_the_unrolled_stack(policy, wrap):
   )
 
 
-def test_a_scanned_stack_drops_what_the_unrolled_stack_drops(env):
+def test_scanned_stack_draws_masks_of_the_unrolled_stack(env):
   layers = torch.nn.ModuleList([torch.nn.Dropout(0.5) for _ in range(3)])
   scanned = ScannedModule(layers)
   x = torch.ones(64, device="jax")
@@ -99,7 +99,7 @@ def test_a_scanned_stack_drops_what_the_unrolled_stack_drops(env):
   assert torch.equal(scanned(x), x)
 
 
-def test_a_scanned_stack_has_the_gradient_of_jax_too():
+def test_jax_gradient_of_scanned_stack_is_equal():
   layers = _layers().eval()
   scanned = ScannedModule(layers).eval()
   x = torch.linspace(-1, 1, 48).view(6, 8).to("jax")
@@ -133,7 +133,7 @@ def test_a_scanned_stack_has_a_state_dict_of_stacked_tensors():
   assert torch.equal(other.params[name], scanned.params[name])
 
 
-def test_layers_of_two_structures_are_refused():
+def test_layers_of_different_structure_raise():
   with pytest.raises(ValueError, match="layer 1 differs.*linear.bias"):
     ScannedModule([Layer(8), Layer(6)])
   with pytest.raises(ValueError, match="at least one layer"):
@@ -153,7 +153,7 @@ def _model_fn(model):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_functional_step_is_a_step_of_torch(policy):
+def test_functional_step_equals_a_torch_step(policy):
   torch.manual_seed(1)
   model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).to("jax")
   weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -182,7 +182,7 @@ def test_a_functional_step_is_a_step_of_torch(policy):
       _assert_close([current[name]], [parameter])
 
 
-def test_a_step_in_microbatches_is_the_step_of_the_batch():
+def test_step_in_microbatches_equals_step_of_the_batch():
   torch.manual_seed(1)
   model = torch.nn.Linear(8, 8).to("jax")
   weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -198,7 +198,7 @@ def test_a_step_in_microbatches_is_the_step_of_the_batch():
 
 
 def test_microbatches_draw_one_after_another():
-  """As many draws as parts, and not the same numbers in each."""
+  """Each part takes one draw, with other numbers than the rest."""
   step = make_train_step(
     lambda weights, buffers, args: F.dropout(weights["w"] * args[0], 0.5),
     lambda result, label: result.sum(),
@@ -217,7 +217,7 @@ def test_microbatches_draw_one_after_another():
 
 
 @pytest.mark.parametrize("parts", [0, 4])
-def test_batches_that_do_not_divide_are_refused(parts):
+def test_indivisible_batch_raises(parts):
   with pytest.raises(ValueError, match="1 or more" if not parts else "does not divide"):
     step = make_train_step(
       lambda w, b, a: w["w"] * a, F.mse_loss, optax.sgd(1.0), microbatches=parts
@@ -236,7 +236,7 @@ def test_remat_draws_once():
   assert torch.equal(gradient != 0, block(x) != 0)
 
 
-def test_mark_sharding_keeps_numbers_and_gradients():
+def test_mark_sharding_keeps_values_and_gradients():
   mesh = jax.sharding.Mesh(jax.devices()[:1], "data")
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
   x = torch.ones(4, device="jax", requires_grad=True)

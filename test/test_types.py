@@ -1,4 +1,4 @@
-"""Dtypes: the default, conversions in all forms, bits, integer arithmetic, limits."""
+"""Dtypes: default, conversions, bits, integer arithmetic and limits."""
 
 import math
 
@@ -37,7 +37,7 @@ def rows(table: dict):
 
 
 def agree(actual, expected):
-  """The same tensor, or the same answer, as on the CPU."""
+  """Assert that the tensor or value equals the one of the CPU."""
   if isinstance(expected, torch.Tensor):
     assert_same(actual, expected)
   else:
@@ -51,7 +51,7 @@ def agree(actual, expected):
   name="default", params=[torch.bfloat16, torch.float16, torch.float64], ids=str
 )
 def _default(request):
-  """Another default dtype; float64 with x64, so that it is one."""
+  """Set the default dtype; for float64, enable x64 too."""
   torch.set_default_dtype(request.param)
   try:
     with jax.enable_x64(request.param is torch.float64):
@@ -102,7 +102,7 @@ def test_draws_and_modules_have_the_default_dtype(default):
   assert torch.nn.Linear(2, 2, device="jax").weight.dtype == default
 
 
-def test_a_compiled_function_follows_the_default_dtype_of_its_call():
+def test_compiled_function_uses_default_dtype_of_its_call():
   @jax_jit
   def half(x):
     return x / 2, torch.ones(2, device="jax")
@@ -190,11 +190,11 @@ def gradient_through(convert, device: str) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
 @rows(FORMS_OF_TO)
-def test_every_form_of_a_conversion_gives_what_torch_gives(row):
+def test_every_conversion_signature_equals_torch(row):
   assert_same(row("jax"), row("cpu"))
 
 
-def test_a_conversion_to_the_same_dtype_and_device_is_the_tensor_itself():
+def test_conversion_without_a_change_returns_same_tensor():
   t = x("jax")
   same = (
     *(t.to(), t.to("jax"), t.to(f32), t.to("jax", f32, True), t.to(t)),
@@ -213,7 +213,7 @@ COPIES = {
 
 
 @rows(COPIES)
-def test_a_copy_that_is_asked_for_has_memory_of_its_own(row):
+def test_requested_copy_has_its_own_memory(row):
   t = x("jax")
   row(t).zero_()
   assert_same(t, DATA)
@@ -229,14 +229,14 @@ WRONG_TO = {
 
 
 @rows(WRONG_TO)
-def test_wrong_arguments_of_a_conversion_raise_as_in_torch(row):
+def test_wrong_conversion_arguments_raise_like_torch(row):
   with pytest.raises((RuntimeError, TypeError, ValueError)) as expected:
     row("cpu")
   with pytest.raises(expected.type):
     row("jax")
 
 
-def test_the_name_of_a_type_says_jax_and_leads_back():
+def test_type_name_contains_jax_and_converts_back():
   t = x("jax").half()
   assert t.type() == "torch.jax.HalfTensor"
   assert_same(x("jax").type(t.type()), DATA.half())
@@ -245,13 +245,13 @@ def test_the_name_of_a_type_says_jax_and_leads_back():
 
 
 @pytest.mark.parametrize("kind", [torch.LongTensor, "torch.LongTensor"], ids=str)
-def test_a_type_of_cpu_tensors_moves_to_the_cpu(kind):
+def test_cpu_tensor_type_moves_to_the_cpu(kind):
   moved = x("jax").type(kind)
   assert moved.device.type == "cpu"
   assert torch.equal(moved, DATA.type(kind))
 
 
-def test_a_cpu_tensor_is_converted_before_it_is_narrowed():
+def test_cpu_tensor_is_converted_before_narrowing():
   large = torch.tensor([2**40, -1])
   assert_same(large.to("jax", torch.float32), large.float())
   assert_same(torch.zeros(2, device="jax").copy_(large), large.float())
@@ -267,7 +267,7 @@ MODULES = {
 
 
 @rows(MODULES)
-def test_a_module_is_converted_and_its_counters_are_not(row):
+def test_module_conversion_casts_floating_point_tensors(row):
   module = row(torch.nn.BatchNorm1d(2), "jax")
   dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
   assert dtypes.pop("num_batches_tracked") in (torch.int32, f16, torch.int64)
@@ -292,7 +292,7 @@ FACTS = {
 
 @pytest.mark.parametrize("ask", FACTS.values(), ids=FACTS)
 @pytest.mark.parametrize("dtype", (*NUMBER_DTYPES, *FLOAT8), ids=str)
-def test_a_tensor_knows_the_facts_of_its_dtype(dtype, ask):
+def test_dtype_predicates_equal_torch(dtype, ask):
   if dtype is torch.bool and ask is FACTS["limits"]:
     dtype = torch.uint8  # bool has no limits in torch either
   values = torch.ones(3).to(dtype)
@@ -302,7 +302,7 @@ def test_a_tensor_knows_the_facts_of_its_dtype(dtype, ask):
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
 @pytest.mark.parametrize("dtype", (*NUMBER_DTYPES, *FLOAT8), ids=str)
-def test_structural_operations_take_every_dtype(dtype):
+def test_structural_operations_support_every_dtype(dtype):
   values = torch.tensor([1.0, 2.0, 0.0]).to(dtype)
   with jax.enable_x64(True):
     t = values.to("jax")
@@ -337,7 +337,7 @@ WIDE_RANGE = torch.cat(
 
 @pytest.mark.parametrize("source", [f32, f16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-def test_eight_bit_floats_round_and_saturate_as_torchs_do(dtype, source):
+def test_8_bit_floats_round_and_saturate_like_torch(dtype, source):
   values = WIDE_RANGE.to(source)
   if versions.is_older(torch.__version__, "2.13"):
     # There torch gives NaN for what float8_e4m3fn cannot hold; here it saturates.
@@ -347,7 +347,7 @@ def test_eight_bit_floats_round_and_saturate_as_torchs_do(dtype, source):
 
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-def test_every_eight_bit_float_keeps_its_bits_and_its_value(dtype):
+def test_every_8_bit_float_keeps_bits_and_value(dtype):
   values = EVERY_BYTE.view(dtype)
   t = values.to("jax")
   assert torch.equal(t.cpu().view(torch.uint8), EVERY_BYTE)
@@ -373,7 +373,7 @@ CASTS = {
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
 @rows(CASTS)
-def test_a_cast_gives_the_numbers_of_torch(row):
+def test_cast_equals_torch(row):
   values, dtype = row
   assert_same(values.to("jax").to(dtype), values.to(dtype))
 
@@ -404,7 +404,7 @@ def test_a_view_of_another_dtype_shows_the_same_bits(row):
   bits_agree(values.to("jax").view(target), values.view(target))
 
 
-def test_a_write_to_a_view_of_another_dtype_reaches_the_bits():
+def test_write_to_dtype_view_changes_bits_of_the_base():
   expected, actual = DATA.clone(), x("jax").clone()
   for t in (expected, actual):
     t.view(torch.int32)[0].fill_(0x3F800000)
@@ -474,7 +474,7 @@ INTEGERS = {
 
 
 @rows(INTEGERS)
-def test_integers_divide_shift_and_overflow_as_torchs_do(row):
+def test_integers_divide_shift_and_overflow_like_torch(row):
   assert_same(row("jax"), row("cpu"))
 
 
@@ -521,12 +521,12 @@ IN_RANGE = {
 
 
 @rows(IN_RANGE)
-def test_a_number_that_a_dtype_holds_is_taken(row):
+def test_value_in_range_of_dtype_is_accepted(row):
   torch.testing.assert_close(row("jax").cpu(), row("cpu"), equal_nan=True)
 
 
 @rows(OUT_OF_RANGE)
-def test_a_number_that_a_dtype_cannot_hold_is_refused(row):
+def test_value_out_of_range_of_dtype_raises(row):
   for device in ("cpu", "jax"):
     # The latter are torch's words for bounds of clamp, from 2.15 on.
     words = "without overflow|outside the representable range"
@@ -542,7 +542,7 @@ def test_a_number_that_a_dtype_cannot_hold_is_refused(row):
   [torch.complex32, torch.float4_e2m1fn_x2, torch.quint8, torch.uint4, torch.bits8],
   ids=str,
 )
-def test_a_dtype_that_jax_lacks_is_refused_by_name(dtype):
+def test_error_names_a_dtype_that_jax_lacks(dtype):
   for make in (
     lambda: x("jax").to(dtype),
     lambda: torch.zeros(2, dtype=dtype, device="jax"),
@@ -607,13 +607,13 @@ NOT_DENSE = {
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
 @rows(NOT_DENSE)
-def test_what_is_not_dense_is_refused_with_the_way_out(row):
+def test_non_dense_tensor_raises_with_alternative(row):
   make, way_out = row
   with pytest.raises(UnsupportedDtypeError, match=way_out):
     make()
 
 
-def test_mkldnn_tensor_is_refused_by_torch():
+def test_torch_rejects_an_mkldnn_tensor():
   with pytest.raises(NotImplementedError, match="mkldnn layout: jax"):
     SQUARE.to_mkldnn().to("jax")
 
@@ -625,12 +625,12 @@ def test_jagged_tensor_moves_its_parts():
   assert (moved * 2).values().tolist() == [2.0] * 5
 
 
-def test_a_sparse_operand_is_refused():
+def test_sparse_operand_raises():
   with pytest.raises(MixedDeviceError, match="jax"):
     SQUARE.to("jax") + SQUARE.to_sparse()
 
 
-def test_pinning_is_for_cpu_tensors():
+def test_pin_memory_supports_cpu_tensors_only():
   assert x("jax").is_pinned() is False
   with pytest.raises(RuntimeError, match="CPU"):
     x("jax").pin_memory()

@@ -1,4 +1,4 @@
-"""Views alias and write through; CPU torch runs the same program beside.
+"""Views alias and write through; CPU torch runs the same program for comparison.
 
 Each row is a function of one tensor. Shapes are shared, so that little compiles.
 """
@@ -23,7 +23,7 @@ COMPLEX = torch.complex(floats(3, 2), floats(3, 2, seed=1))
 
 
 def base() -> torch.Tensor:
-  """A fresh CPU tensor that a test may change."""
+  """Return a new CPU tensor, which a test may change."""
   return BASE.clone()
 
 
@@ -97,7 +97,7 @@ each_view = pytest.mark.parametrize("view", ALIASING.values(), ids=ALIASING)
 
 
 @each_view
-def test_a_view_has_the_metadata_and_numbers_of_torch(view):
+def test_view_metadata_and_values_equal_torch(view):
   expected, actual = view(base()), view(base().to("jax"))
   assert actual.stride() == expected.stride()
   assert actual.storage_offset() == expected.storage_offset()
@@ -106,7 +106,7 @@ def test_a_view_has_the_metadata_and_numbers_of_torch(view):
 
 
 @each_view
-def test_a_write_to_a_view_reaches_its_base_and_back(view):
+def test_writes_propagate_between_view_and_base(view):
   cpu, jax_base = base(), base().to("jax")
   expected, actual = view(cpu), view(jax_base)
   expected.mul_(3)
@@ -117,7 +117,7 @@ def test_a_write_to_a_view_reaches_its_base_and_back(view):
   assert_same(actual, expected, "view after a write to the base")
 
 
-def test_two_views_of_one_base_see_each_other():
+def test_views_of_one_base_alias_each_other():
   cpu, jax_base = base(), base().to("jax")
   for tensor in (cpu, jax_base):
     tensor[0].zero_()
@@ -148,7 +148,7 @@ OVERLAPPING = {**EXPANDS, "unfold": lambda t: t.unfold(1, 3, 1)}
 
 
 @pytest.mark.parametrize("view", OVERLAPPING.values(), ids=OVERLAPPING)
-def test_an_overlapping_view_follows_its_base(view):
+def test_overlapping_view_sees_writes_to_its_base(view):
   cpu, jax_base = base(), base().to("jax")
   expected, actual = view(cpu), view(jax_base)
   assert actual.stride() == expected.stride()
@@ -158,7 +158,7 @@ def test_an_overlapping_view_follows_its_base(view):
 
 
 @pytest.mark.parametrize("view", EXPANDS.values(), ids=EXPANDS)
-def test_an_expanded_view_refuses_a_write_as_torch_does(view):
+def test_write_to_expanded_view_raises_like_torch(view):
   with pytest.raises(RuntimeError, match="single memory location"):
     view(base()).add_(1)
   tensor = base().to("jax")
@@ -167,7 +167,7 @@ def test_an_expanded_view_refuses_a_write_as_torch_does(view):
   assert_same(tensor, BASE)
 
 
-def test_an_expanded_view_without_elements_takes_writes():
+def test_empty_expanded_view_accepts_writes():
   for device in ("cpu", "jax"):
     empty = torch.ones(1, 0, device=device).expand(2, 0)
     assert empty.add_(1).shape == (2, 0)
@@ -208,7 +208,7 @@ REINTERPRETATIONS = {
 
 
 @pytest.mark.parametrize("row", REINTERPRETATIONS.values(), ids=REINTERPRETATIONS)
-def test_a_view_under_another_dtype_aliases(row):
+def test_dtype_view_aliases(row):
   source, view = row
   cpu, jax_base = source.clone(), source.to("jax")
   expected, actual = view(cpu), view(jax_base)
@@ -222,7 +222,7 @@ def test_a_view_under_another_dtype_aliases(row):
   assert_same(actual, expected)
 
 
-def test_conj_has_the_conjugate_numbers():
+def test_conj_has_conjugate_values():
   actual = COMPLEX.to("jax").conj()
   assert_same(actual, COMPLEX.conj())
   assert_same(actual.imag, COMPLEX.conj().resolve_conj().imag)
@@ -259,7 +259,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
-def test_a_copy_has_memory_of_its_own(copy):
+def test_copy_has_its_own_memory(copy):
   cpu, tensor = base(), base().to("jax")
   with torchax.default_env():
     expected, actual = copy(cpu), copy(tensor)
@@ -268,7 +268,7 @@ def test_a_copy_has_memory_of_its_own(copy):
   assert_same(tensor, BASE)
 
 
-def test_a_list_is_an_index_wherever_the_default_device_is():
+def test_list_index_ignores_the_default_device():
   tensor = base().to("jax")
   with torch.device("jax"):
     assert_same(tensor[[0, 2]], BASE[[0, 2]])
@@ -285,7 +285,7 @@ def test_contiguous_of_a_contiguous_tensor_is_the_tensor():
   assert_same(tensor, torch.zeros(4, 6))
 
 
-def test_a_clone_of_a_view_is_no_view():
+def test_clone_of_a_view_is_not_a_view():
   assert type(base().to("jax")[1]) is View
   assert type(base().to("jax")[1].clone()) is Tensor
 
@@ -320,7 +320,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("view", WRONG.values(), ids=WRONG)
-def test_a_wrong_view_raises_what_torch_raises(view):
+def test_invalid_view_raises_like_torch(view):
   refusals = (RuntimeError, IndexError, ValueError, TypeError)
   with pytest.raises(refusals) as cpu_error:
     view(base())
@@ -357,19 +357,19 @@ def test_an_in_place_change_of_shape_keeps_memory_and_identity(change):
 
 
 @pytest.mark.parametrize("size", [(2, 6), (24,), (2, 2), (0,)], ids=str)
-def test_resize_to_less_keeps_the_first_numbers(size):
+def test_resize_to_fewer_elements_keeps_the_first_values(size):
   cpu, tensor = base(), base().to("jax")
   assert tensor.resize_(size) is tensor
   assert_same(tensor, cpu.resize_(size))
 
 
-def test_resize_to_more_keeps_all_numbers():
+def test_resize_to_more_elements_keeps_all_values():
   tensor = base().to("jax").resize_(5, 6)
   assert tensor.shape == (5, 6)
   assert_same(tensor.view(-1)[:24], BASE.view(-1))
 
 
-def test_resize_as_takes_the_other_shape():
+def test_resize_as_uses_the_shape_of_its_argument():
   tensor = base().to("jax").resize_as_(torch.empty(3, 4, device="jax"))
   assert_same(tensor, base().resize_as_(torch.empty(3, 4)))
 
@@ -389,7 +389,7 @@ RESIZES = {
 
 
 @pytest.mark.parametrize("resize", RESIZES.values(), ids=RESIZES)
-def test_a_resized_tensor_shares_its_memory_with_all_that_did(resize):
+def test_resized_tensor_keeps_its_aliases(resize):
   cpu, tensor = base(), base().to("jax")
   others = [(t.t(), t[1:3].view(3, 4), t.detach()) for t in (cpu, tensor)]
   expected, actual = resize(cpu), resize(tensor)
@@ -404,14 +404,14 @@ def test_a_resized_tensor_shares_its_memory_with_all_that_did(resize):
   assert_same(actual, expected, "the resized after a write to another")
 
 
-def test_a_leaf_that_requires_grad_is_not_resized():
+def test_resizing_a_leaf_that_requires_grad_raises():
   tensor = base().to("jax").requires_grad_()
   with pytest.raises(RuntimeError, match="resize"):
     tensor.resize_(3)
   assert tensor.shape == (4, 6)
 
 
-def test_set_makes_two_tensors_one():
+def test_set_makes_two_tensors_alias():
   tensor, other = torch.zeros(2, device="jax"), base().to("jax")
   assert tensor.set_(other) is tensor
   other.add_(1)
@@ -420,7 +420,7 @@ def test_set_makes_two_tensors_one():
   assert_same(other, (BASE + 1) * 2)
 
 
-def test_set_of_a_view_views():
+def test_set_to_a_view_creates_a_view():
   tensor, other = torch.zeros(2, device="jax"), base().to("jax")
   tensor.set_(other[1])
   tensor.zero_()
@@ -428,11 +428,11 @@ def test_set_of_a_view_views():
   assert_same(other[0], BASE[0])
 
 
-def test_set_without_a_source_empties():
+def test_set_without_a_source_empties_the_tensor():
   assert base().to("jax").set_().shape == base().set_().shape == (0,)
 
 
-def test_set_takes_no_cpu_tensor():
+def test_set_to_a_cpu_tensor_raises():
   tensor = base().to("jax")
   with pytest.raises((MutationError, MixedDeviceError), match="jax"):
     tensor.set_(BASE)
@@ -478,7 +478,7 @@ ASSIGNMENTS = {
 
 
 @pytest.mark.parametrize("assign", ASSIGNMENTS.values(), ids=ASSIGNMENTS)
-def test_an_assignment_by_index_changes_what_torch_changes(assign):
+def test_index_assignment_equals_torch(assign):
   cpu, tensor = base(), base().to("jax")
   alias = tensor.view(24)
   assign(cpu)
@@ -488,7 +488,7 @@ def test_an_assignment_by_index_changes_what_torch_changes(assign):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.bfloat16], ids=str)
-def test_an_assigned_number_takes_the_dtype(dtype):
+def test_assigned_number_is_cast_to_the_dtype(dtype):
   cpu, tensor = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype, device="jax")
   cpu[1] = 1.5
   tensor[1] = 1.5
@@ -521,7 +521,7 @@ BAD_ASSIGNMENTS = {
 
 
 @pytest.mark.parametrize("assign", BAD_ASSIGNMENTS.values(), ids=BAD_ASSIGNMENTS)
-def test_a_wrong_assignment_raises_what_torch_raises_and_changes_nothing(assign):
+def test_invalid_assignment_raises_like_torch(assign):
   with pytest.raises((RuntimeError, IndexError)) as cpu_error:
     assign(base())
   tensor = base().to("jax")
@@ -554,7 +554,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_every_kind_of_write_reaches_the_base(write):
+def test_every_write_reaches_the_base(write):
   cpu, tensor = base(), base().to("jax")
   write(cpu)
   write(tensor)
@@ -569,7 +569,7 @@ def test_a_write_keeps_the_dtype_of_the_base():
     torch.zeros(4, dtype=torch.int32, device="jax").add_(1.5)
 
 
-def test_a_write_that_does_not_fit_raises_and_changes_nothing():
+def test_invalid_write_raises_and_changes_nothing():
   tensor = base().to("jax")
   with pytest.raises(RuntimeError, match="shape"):
     tensor[0].add_(tensor)
@@ -593,7 +593,7 @@ def test_views_inside_a_compiled_function_write_through():
   assert_same(result, cpu.view(-1)[::2])
 
 
-def test_a_view_as_argument_of_a_compiled_function_writes_to_its_base():
+def test_compiled_function_writes_through_a_view_argument():
   change = jax_jit(lambda t: t.add_(1))
   cpu, tensor = base(), base().to("jax")
   change(tensor[1:3].t())
@@ -604,7 +604,7 @@ def test_a_view_as_argument_of_a_compiled_function_writes_to_its_base():
 # Upstream's names ---------------------------------------------------------------------
 
 
-def test_the_view_class_takes_steps():
+def test_view_class_applies_a_step():
   env = torchax.default_env()
   tensor = base().to("jax")
   view = View(tensor, NarrowInfo((slice(1, 3), slice(0, 4))), env)
@@ -619,7 +619,7 @@ def test_the_view_class_takes_steps():
   assert type(view.torch()) is Tensor
 
 
-def test_a_view_gives_and_replaces_its_source():
+def test_view_reads_and_replaces_its_source():
   tensor = base().to("jax")
   view = View(tensor, NarrowInfo(slice(0, 2)), torchax.default_env())
   assert view.source_jax() is tensor.jax()
@@ -631,7 +631,7 @@ def test_a_view_gives_and_replaces_its_source():
   assert_same(tensor[3], torch.full((6,), 2.0))
 
 
-def test_v2t_iso_gives_views_memory_of_their_own():
+def test_v2t_iso_copies_views():
   tensor = base().to("jax")
   separate = torchax.default_env().v2t_iso({"a": tensor[0], "b": tensor})
   assert type(separate["a"]) is Tensor and separate["b"] is tensor
@@ -642,7 +642,7 @@ def test_v2t_iso_gives_views_memory_of_their_own():
 # Gradients ----------------------------------------------------------------------------
 
 
-def test_a_gradient_is_not_confused_by_views_of_one_base():
+def test_gradient_is_correct_with_several_views_of_a_base():
   cpu = base().requires_grad_()
   tensor = to_jax(cpu)
   for leaf in (cpu, tensor):
