@@ -1,4 +1,4 @@
-"""What "the same result" means: CPU torch is the oracle, tolerances go by dtype."""
+"""Comparison of results with CPU torch, with tolerances by dtype."""
 
 import torch
 from ops.harness import NARROWED, TOLERANCE
@@ -8,7 +8,7 @@ from torchax.tensor import Tensor
 
 
 def assert_same(actual, expected, what: str = "") -> None:
-  """A tree on jax has the structure, shapes, dtypes and numbers of one on the CPU."""
+  """Assert that a tree on jax has the structure, dtypes and values of a CPU tree."""
   if isinstance(expected, torch.Tensor):
     assert isinstance(actual, Tensor), f"{what}: {type(actual)} is not on jax"
     assert_close(actual.detach().cpu(), expected, what)
@@ -18,14 +18,14 @@ def assert_same(actual, expected, what: str = "") -> None:
       assert_same(actual[key], value, f"{what}[{key!r}]")
   elif isinstance(expected, list | tuple):
     assert len(actual) == len(expected), what
-    for place, (have, want) in enumerate(zip(actual, expected)):
-      assert_same(have, want, f"{what}[{place}]")
+    for index, (have, want) in enumerate(zip(actual, expected)):
+      assert_same(have, want, f"{what}[{index}]")
   else:
     assert actual == expected, what
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
-  """Two CPU tensors agree within the tolerance of their dtype."""
+  """Assert that two CPU tensors agree within the tolerance of their dtype."""
   expected = expected.detach().resolve_conj().resolve_neg()
   expected = expected.to(NARROWED.get(expected.dtype, expected.dtype))
   rtol, atol = TOLERANCE.get(expected.dtype, (0, 0))
@@ -40,7 +40,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -
 
 
 def to_jax(tree):
-  """The tensors of a tree as new tensors on jax, leaves that require grad as such."""
+  """Copy the tensors of a tree to jax; keep `requires_grad`."""
 
   def move(value):
     if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What JAX compiles, its own small programs included."""
+"""Record of JAX's compilations, including its own small programs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,18 +8,18 @@ import jax
 _open: list[list[str]] = []
 
 
-def _note(event: str, _seconds: float, **_details) -> None:
+def _record(event: str, _seconds: float, **_details) -> None:
   if event == "/jax/core/compile/backend_compile_duration":
     for events in _open:
       events.append(event)
 
 
-jax.monitoring.register_event_duration_secs_listener(_note)
+jax.monitoring.register_event_duration_secs_listener(_record)
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[str]]:
-  """A list with an entry for each program that is compiled inside the block."""
+  """Return a list that gets an entry for each program compiled inside the block."""
   events: list[str] = []
   _open.append(events)
   try:

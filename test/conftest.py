@@ -5,20 +5,20 @@ import os
 import hypothesis
 import pytest
 
-# Tests state what must hold on any machine; `make test-accelerator` leaves the platform
-# to JAX, which multiplies matrices there in fewer bits unless it is told not to.
+# Tests must pass on any machine. For `make test-accelerator` JAX selects the platform,
+# where the default precision of matrix products is too low for the tolerances.
 if os.environ.get("TORCHAX_ACCELERATOR"):
   os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 else:
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# A test that fails inside of the library shows where.
+# Show frames of the library when a test fails.
 os.environ.setdefault("TORCHAX_TRACEBACK", "full")
 
-# The rows of operator tests are asserted in a helper; show their values as well.
+# Helpers assert the rows of operator tests; show values there, too.
 pytest.register_assert_rewrite("ops.harness", "rng.goodness")
 
-# A first example compiles, a later one does not: times say nothing here.
+# No deadline: the first example compiles and the others do not.
 hypothesis.settings.register_profile(
   "torchax",
   deadline=None,

@@ -1,9 +1,9 @@
-"""What `devices/test_placement.py` runs in one process that has eight devices.
+"""Checks that `devices/test_placement.py` runs in a process with eight devices.
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python eight_devices.py out.json
 
-Each function of `CASES` is a law, asserted outside of the environment and inside of it.
-The file written has "" or a traceback for each.
+Each function of `CASES` is a check; it runs outside of the environment and inside. The
+output file has "" or a traceback for each.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ CASES: dict[str, Callable] = {}
 
 
 def case(function: Callable) -> Callable:
-  """Enters a law."""
+  """Add a check to `CASES`."""
   CASES[function.__name__] = function
   return function
 
@@ -324,7 +324,7 @@ def a_model_trains_where_it_is_put():
 
 
 class TwoStages(torch.nn.Module):
-  """A model whose halves are on two devices."""
+  """Model with one half on each of two devices."""
 
   def __init__(self):
     super().__init__()

@@ -1,4 +1,4 @@
-"""Leaves on the CPU and on jax, whose gradients tests compare."""
+"""Comparison of gradients on the CPU and on jax."""
 
 import torch
 from compare import assert_same, to_jax
@@ -13,18 +13,18 @@ env = torchax.default_env()
 
 
 def leaf(values: torch.Tensor = A) -> torch.Tensor:
-  """A fresh CPU leaf."""
+  """Return a new CPU leaf."""
   return values.clone().requires_grad_()
 
 
 def both(values: torch.Tensor = A) -> tuple[torch.Tensor, Tensor]:
-  """A CPU leaf and its twin on jax."""
+  """Return a CPU leaf and its copy on jax."""
   cpu = leaf(values)
   return cpu, to_jax(cpu)
 
 
 def same_gradients(function, *values: torch.Tensor) -> None:
-  """`function(*leaves)` and its gradients agree with the CPU's."""
+  """Assert that `function(*leaves)` and its gradients equal the CPU's."""
   cpu = [leaf(v) for v in values]
   on_jax = [to_jax(v) for v in cpu]
   expected, actual = function(*cpu), function(*on_jax)
@@ -36,7 +36,7 @@ def same_gradients(function, *values: torch.Tensor) -> None:
 
 
 class Doubling(torch.autograd.Function):
-  """Doubles its argument in place; the gradient is `factor` times what comes."""
+  """In-place doubling, whose backward multiplies the gradient by `factor`."""
 
   @staticmethod
   def forward(ctx, x, factor=2):

@@ -1,7 +1,7 @@
-"""Runs laws of programs with eight devices, which need a process of their own.
+"""Runner of checks that need eight devices, and hence a process of their own.
 
-A module of laws is a program: `main(CASES)` runs each of them and writes what it found.
-`failures` starts it, for a fixture of the tests.
+A module of checks is a program: `main(CASES)` runs them and writes their failures.
+`failures` starts the program, for a fixture of the tests.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 _TESTS = pathlib.Path(__file__).parent
-# Where a program finds the library and what tests share.
+# Import paths of a program: the library and the helpers of tests.
 PLACES = (_TESTS, _TESTS.parent)
 
 
 def failures(program: str, folder: pathlib.Path, timeout: int = 900) -> dict[str, str]:
-  """What a program found: a traceback or "", by law and by where it ran."""
+  """Run a program; return a traceback or "" by "context check"."""
   path = folder / "found.json"
   flag = "--xla_force_host_platform_device_count=8"
   places = [*map(str, PLACES), os.environ.get("PYTHONPATH", "")]
@@ -44,7 +44,7 @@ def failures(program: str, folder: pathlib.Path, timeout: int = 900) -> dict[str
 
 
 def failure(law: Callable, context: Callable = contextlib.nullcontext) -> str:
-  """The traceback of a law inside of a context; "" where it holds."""
+  """Return the traceback of a check inside a context; "" if it passes."""
   try:
     with context():
       law()
@@ -56,7 +56,7 @@ def failure(law: Callable, context: Callable = contextlib.nullcontext) -> str:
 def run(
   cases: Mapping[str, Callable], contexts: Mapping[str, Callable] | None = None
 ) -> dict[str, str]:
-  """What each case fails by, under its name; for each context "context name"."""
+  """Return the failures of the cases, by name or "context name"."""
   found = {}
   for where, context in (contexts or {"": contextlib.nullcontext}).items():
     for name, law in cases.items():
@@ -68,6 +68,6 @@ def run(
 def main(
   cases: Mapping[str, Callable], contexts: Mapping[str, Callable] | None = None
 ) -> None:
-  """Runs the cases and writes what was found to the file that is named."""
+  """Run the cases; write the failures to the file named on the command line."""
   with open(sys.argv[1], "w") as file:
     json.dump(run(cases, contexts), file)

@@ -1,4 +1,4 @@
-"""Registries of operators that are afterwards what they were."""
+"""Restoring of the operator registries after a test."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torchax.registry import operators
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-  """What is registered inside is forgotten at the end."""
+  """Restore the registries at the end of the block."""
   tables = (operators.all_aten_ops, operators.all_torch_functions)
   before = [dict(table) for table in tables]
   try:

@@ -1,4 +1,4 @@
-"""The library's source as data, for the tests about its structure."""
+"""Syntax trees of the library, for tests of its structure."""
 
 import ast
 import dataclasses
@@ -11,7 +11,7 @@ PACKAGE = ROOT / "torchax"
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-  """One file: dotted name, place, and syntax tree."""
+  """One file: dotted name, path and syntax tree."""
 
   name: str
   path: pathlib.Path
@@ -32,7 +32,7 @@ def _dotted(path: pathlib.Path) -> str:
 
 @functools.cache
 def modules() -> tuple[Module, ...]:
-  """Every Python file of the package, sorted by name."""
+  """Return all Python files of the package, sorted by name."""
   return tuple(
     Module(_dotted(path), path, ast.parse(path.read_text(encoding="utf-8")))
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -41,12 +41,12 @@ def modules() -> tuple[Module, ...]:
 
 @functools.cache
 def module_names() -> frozenset[str]:
-  """The dotted names of `modules()`."""
+  """Return the dotted names of `modules()`."""
   return frozenset(module.name for module in modules())
 
 
 def _origin(module: Module, node: ast.ImportFrom) -> str:
-  """The absolute name of what `from … import` names, relative imports included."""
+  """Return the absolute name of the module in `from … import`."""
   if not node.level:
     return node.module or ""
   parts = module.name.split(".")
@@ -55,7 +55,7 @@ def _origin(module: Module, node: ast.ImportFrom) -> str:
 
 
 def imports(module: Module, node: ast.AST) -> list[str]:
-  """The absolute dotted names that one import statement asks for."""
+  """Return the absolute dotted names that an import statement imports."""
   if isinstance(node, ast.Import):
     return [alias.name for alias in node.names]
   if isinstance(node, ast.ImportFrom):
@@ -65,7 +65,7 @@ def imports(module: Module, node: ast.AST) -> list[str]:
 
 
 def _aliases(module: Module) -> dict[str, str]:
-  """Local name -> the dotted name that it was imported as."""
+  """Return the imported dotted names, by local name."""
   table = {}
   for node in ast.walk(module.tree):
     if isinstance(node, ast.Import):
@@ -88,7 +88,7 @@ def _chain(node: ast.AST) -> list[str] | None:
 
 
 def dotted_names(module: Module) -> list[tuple[int, str]]:
-  """(line, absolute dotted name) of everything imported or reached by attributes.
+  """Return (line, absolute dotted name) of all imports and attribute chains.
 
   `from jax import random as r; r.key(0)` gives `jax.random` and `jax.random.key`.
   """

@@ -1,10 +1,10 @@
-"""What a spawned process of `saving/test_files.py` runs; it imports this and torch."""
+"""Code of a spawned process of `saving/test_files.py`; it imports torch only."""
 
 import torch
 
 
 def answer(tensor: torch.Tensor, received, answers) -> None:
-  """Sends back what came by an argument and by a queue, and their sum."""
+  """Send back the sum of both tensors, the queue's tensor, and a view of it."""
   base, view = received.get()
   view.add_(1)
   answers.put([tensor + base, base, torch.nn.Parameter(view)])

@@ -1,11 +1,11 @@
-"""Imports torchax in many processes, each with other names of torch and JAX hidden.
+"""Server that imports torchax in forks, with some names of torch and JAX hidden.
 
   python zygote.py FOLDER < requests
 
-A request is a line of JSON: a program, and a list of cases, which are the names that
-are hidden from it. The answer is a line too: for each case the error that the program
-ended with, or null. Each case is a fork of a process that has loaded torch and JAX and
-has not imported torchax; the folder takes the bytecode that they share.
+A request is a line of JSON: a program, and a list of cases, each a list of names to
+hide. The reply is a line of JSON with the error of the program, or null, for each case.
+Each case runs in a fork of a process that has imported torch and JAX but not torchax.
+FOLDER stores their bytecode.
 """
 
 import importlib.abc
@@ -21,14 +21,14 @@ import jax.experimental.pallas  # noqa: F401
 import torch
 
 if torch.distributed.is_available():
-  # The first operation on a tensor that is not plain imports this, in a second.
+  # The first operation on a tensor subclass imports this, which takes a second.
   import torch.distributed.tensor
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "torchax"
 
 
 class _Hiding(importlib.machinery.SourceFileLoader):
-  """Loads a module and hides names from its look-ups."""
+  """Loader that hides names from the look-ups of a module."""
 
   hidden: frozenset = frozenset()
 
@@ -82,7 +82,7 @@ def _outcome(program: str, hidden: list[str]) -> str | None:
 
 
 def _start(program: str, hidden: list[str]) -> tuple[int, int]:
-  """A process that runs a case, and the pipe that it writes its outcome to."""
+  """Fork a process that runs a case; return it and the pipe with its outcome."""
   reading, writing = os.pipe()
   child = os.fork()
   if not child:
@@ -108,7 +108,7 @@ def _outcomes(program: str, cases: list[list[str]]) -> list[str | None]:
 
 
 def main() -> None:
-  """Answers requests until there are no more."""
+  """Answer requests until the end of the input."""
   assert "torchax" not in sys.modules
   sys.path.insert(0, str(PACKAGE.parent))
   sys.meta_path.insert(0, _Finder())
