@@ -48,14 +48,6 @@ def require_real(name: str, dtype, bool_ok: bool = True):
   return dtype
 
 
-def require_size(size) -> None:
-  """Raise RuntimeError for a negative size."""
-  if any(extent < 0 for extent in size):
-    raise RuntimeError(
-      f"Trying to create tensor with negative dimension {min(size)}: {list(size)}"
-    )
-
-
 def known_values(value, looks: bool = False) -> np.ndarray | None:
   """Return the numbers of a tensor if the host knows them, else None.
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import op
-from torchax.ops.jaten.solve import conj_transpose, require_square, singular
+from torchax.ops.jaten.solve import conj_transpose, require_square, svd
 from torchax.registry.names import aten
 
 # Degree of the series, and the largest 1-norm for it: there the first omitted term,
@@ -128,7 +128,7 @@ def _aten_linalg_matrix_sqrth(self) -> jax.Array:
 
 def _polar_factors(matrix):
   """Return (U, eigenvectors of H, eigenvalues of H) of the matrix U H."""
-  left, values, right = singular(matrix, full_matrices=False)
+  left, values, right = svd(matrix, full_matrices=False)
   return _multiply(left, right), conj_transpose(right), values
 
 

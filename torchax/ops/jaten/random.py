@@ -13,6 +13,7 @@ import torch
 from torchax.core import mappings
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten import _numbers
+from torchax.ops.jaten._arguments import require_size
 from torchax.ops.jaten._random_checks import (
   known_values,
   require_float,
@@ -20,7 +21,6 @@ from torchax.ops.jaten._random_checks import (
   require_probabilities,
   require_range,
   require_real,
-  require_size,
   require_std,
 )
 from torchax.ops.promotion import default_float, int64, result_dtype

@@ -236,21 +236,22 @@ def _aten_argmin(self, dim=None, keepdim=False):
   return _arg_extremum("argmin", jnp.argmin, self, dim, keepdim)
 
 
+def _extremum_and_index(name, reduce, find, self, dim, keepdim):
+  """Return the extremum or, with `dim`, the extremum of each slice and its index."""
+  if dim is None:
+    return _extremum(name, reduce, self, None, False, RuntimeError)
+  indices = _arg_extremum(name, find, self, dim, keepdim)
+  return reduce(self, axis=_axes(self, dim), keepdims=keepdim), indices
+
+
 @op(aten.max.default, aten.max.dim, index_results=(1,))
 def _aten_max(self, dim=None, keepdim=False):
-  """Return the maximum or, with `dim`, the maximum of each slice and its index."""
-  if dim is None:
-    return _extremum("max", jnp.max, self, None, False, RuntimeError)
-  indices = _arg_extremum("max", jnp.argmax, self, dim, keepdim)
-  return jnp.max(self, axis=_axes(self, dim), keepdims=keepdim), indices
+  return _extremum_and_index("max", jnp.max, jnp.argmax, self, dim, keepdim)
 
 
 @op(aten.min.default, aten.min.dim, index_results=(1,))
 def _aten_min(self, dim=None, keepdim=False):
-  if dim is None:
-    return _extremum("min", jnp.min, self, None, False, RuntimeError)
-  indices = _arg_extremum("min", jnp.argmin, self, dim, keepdim)
-  return jnp.min(self, axis=_axes(self, dim), keepdims=keepdim), indices
+  return _extremum_and_index("min", jnp.min, jnp.argmin, self, dim, keepdim)
 
 
 @op(aten.max.other)

@@ -398,7 +398,7 @@ def _aten__linalg_slogdet(A, env):
 # --- Singular values and eigenvalues ------------------------------------------------
 
 
-def singular(matrix, **options):
+def svd(matrix, **options):
   """Call `jnp.linalg.svd`, with NaN for a matrix with infinities, as in LAPACK.
 
   On the CPU, XLA's algorithm does not terminate for an infinity, but does for NaN.
@@ -411,9 +411,9 @@ def singular(matrix, **options):
 def _aten__linalg_svd(A, full_matrices=False, compute_uv=True, driver=None):
   """Decompose A; `driver` selects one of cuSOLVER's algorithms and is ignored."""
   if not compute_uv:
-    values = singular(A, compute_uv=False)
+    values = svd(A, compute_uv=False)
     return _absent(A.dtype), values, _absent(A.dtype)
-  return tuple(singular(A, full_matrices=full_matrices))
+  return tuple(svd(A, full_matrices=full_matrices))
 
 
 @op(aten._linalg_eigh)
@@ -474,7 +474,7 @@ def _aten_linalg_pinv_atol_rtol_tensor(self, atol=None, rtol=None, hermitian=Fal
     return jnp.zeros(self.mT.shape, self.dtype)
   if hermitian:
     return _hermitian_pinv(self, cutoff_of)
-  left, values, right = singular(self, full_matrices=False)
+  left, values, right = svd(self, full_matrices=False)
   inverted = _reciprocals_above(values, cutoff_of(values[..., :1]))
   return (conj_transpose(right) * inverted[..., None, :]) @ conj_transpose(left)
 
@@ -510,7 +510,7 @@ def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
   require_one_dtype("torch.linalg.lstsq", self, b)
   is_vector = _is_vector_side(self, b)
   right = b[..., None] if is_vector else b
-  left_vectors, values, right_vectors = singular(self, full_matrices=False)
+  left_vectors, values, right_vectors = svd(self, full_matrices=False)
   rcond = _default_rtol(self) if rcond is None else rcond
   cutoff = jnp.asarray(rcond, values.dtype) * values[..., :1]
   scaled = _reciprocals_above(values, cutoff)[..., None] * (
