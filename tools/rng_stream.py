@@ -51,7 +51,7 @@ def _counter(state: RngState) -> Iterator[tuple]:
   keys = jnp.broadcast_to(state.key, (BLOCK,))
   for start in itertools.count(0, BLOCK):
     if start and start % rng_state.REKEY_AT == 0:
-      keys = jnp.broadcast_to(rng_state.rekeyed(keys[0]), (BLOCK,))
+      keys = jnp.broadcast_to(rng_state.rekey(keys[0]), (BLOCK,))
     first = np.uint32(start % rng_state.REKEY_AT)
     yield keys, first + jnp.arange(BLOCK, dtype=jnp.uint32)
 
