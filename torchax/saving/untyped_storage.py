@@ -149,10 +149,7 @@ class UntypedStorage(torch.UntypedStorage):
   def nbytes(self) -> int:
     return self.storage.nbytes
 
-  def size(self) -> int:
-    return self.storage.nbytes
-
-  __len__ = size
+  size = __len__ = nbytes
 
   def data_ptr(self) -> int:
     """Return a number in place of an address; see `Storage.address`."""
