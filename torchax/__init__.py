@@ -84,6 +84,9 @@ def disable_globally() -> None:
 
   Raises:
     RuntimeError: the default environment is not enabled on this thread.
+
+  >>> torchax.enable_globally()
+  >>> torchax.disable_globally()
   """
   default_env().disable_torch_modes()
 
@@ -120,6 +123,10 @@ def enable_performance_mode() -> None:
   """Select 32-bit types and the device's default (fastest) matmul precision.
 
   Undoes `enable_accuracy_mode`, for the whole process.
+
+  >>> torchax.enable_performance_mode()
+  >>> jax.config.jax_enable_x64
+  False
   """
   jax.config.update("jax_enable_x64", False)
   jax.config.update("jax_default_matmul_precision", "default")

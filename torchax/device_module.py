@@ -63,12 +63,20 @@ def init() -> None:
 
 
 def device_count() -> int:
-  """Return `len(jax.local_devices())`. Initializes JAX."""
+  """Return `len(jax.local_devices())`. Initializes JAX.
+
+  >>> device_count() > 0
+  True
+  """
   return placement.count()
 
 
 def current_device() -> int:
-  """Return the index of the device on which this thread creates tensors."""
+  """Return the index of the device on which this thread creates tensors.
+
+  >>> current_device()
+  0
+  """
   return placement.current_index()
 
 
@@ -132,6 +140,11 @@ class device_of(device):
 
   Args:
     tensor: tensor on any device; if it is not on jax, nothing changes.
+
+  >>> import torch, torchax
+  >>> with torch.jax.device_of(torch.ones(1, device="jax:0")):
+  ...   torch.jax.current_device()
+  0
   """
 
   def __init__(self, tensor: torch.Tensor):
@@ -272,12 +285,22 @@ def manual_seed_all(seed: int) -> None:
 
 
 def initial_seed() -> int:
-  """Return the seed of the random streams."""
+  """Return the seed of the random streams.
+
+  >>> import torch, torchax
+  >>> _ = torch.manual_seed(7)
+  >>> torch.jax.initial_seed()
+  7
+  """
   return rng.initial_seed()
 
 
 def seed() -> int:
-  """Seed the random streams from the operating system; return the seed."""
+  """Seed the random streams from the operating system; return the seed.
+
+  >>> seed() == initial_seed()
+  True
+  """
   number = torch.Generator().seed()
   rng.manual_seed(number)
   return number
@@ -334,6 +357,8 @@ def set_rng_state(
     NoSuchDeviceError: there is no such device.
     SeedError: `new_state` is not a uint8 tensor.
     ValueError: `new_state` is not a state, or is damaged. The stream is unchanged.
+
+  >>> set_rng_state(get_rng_state())
   """
   placement.checked_index(device)
   rng.restore(new_state)
@@ -347,6 +372,8 @@ def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
 
   Raises:
     ValueError: the number of states is not the number of devices, or states differ.
+
+  >>> set_rng_state_all(get_rng_state_all())
   """
   if len(new_states) != device_count():
     raise ValueError(
