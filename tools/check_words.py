@@ -54,7 +54,7 @@ RETIRED = {
   "word_programs": "shared_bits",
   "shape_questions": "meta_functions",
   "faces": "upstream aliases",
-  "counted_anew": "replay",
+  "fresh_grad_mode": "replay",
   "pass_over": "advance",
   "return_to": "restore",
   "belong_with": "active_functions",

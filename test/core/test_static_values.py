@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchax.core.static_values import StaticValue, in_words, key_of, static_number
+from torchax.core.static_values import (
+  StaticValue,
+  describe_value,
+  key_of,
+  static_number,
+)
 
 
 class Color(enum.Enum):
@@ -78,5 +83,5 @@ def test_what_cannot_be_hashed_is_no_static_value():
 
 
 def test_words_for_a_value_take_one_line():
-  assert len(in_words("x" * 500)) <= 80
-  assert in_words(math.sin) == "sin"
+  assert len(describe_value("x" * 500)) <= 80
+  assert describe_value(math.sin) == "sin"

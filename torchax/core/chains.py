@@ -97,7 +97,7 @@ class MovingInfo:
     if not self.is_traced:
       return row
     size = jax_array.shape[self.dim]
-    return out_of_range.spoiled(row, out_of_range.outside(start, size, wraps=True))
+    return out_of_range.fill_invalid(row, out_of_range.outside(start, size, wraps=True))
 
 
 def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:

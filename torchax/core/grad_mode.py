@@ -47,7 +47,7 @@ def forward_pass(is_stopped: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counted_anew() -> Iterator[None]:
+def fresh_grad_mode() -> Iterator[None]:
   """Enclose code that JAX differentiates, with grad mode on.
 
   Only grad modes entered inside this context apply; the caller's are ignored.
@@ -89,7 +89,7 @@ def in_formula() -> Iterator[None]:
   """Enclose an operation and its backward formula, which JAX may differentiate."""
   before, _saved.are_of_formula = _saved.are_of_formula, True
   try:
-    with handing_out_saved(), counted_anew():
+    with handing_out_saved(), fresh_grad_mode():
       yield
   finally:
     _saved.are_of_formula = before

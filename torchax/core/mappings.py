@@ -262,7 +262,7 @@ def numpy_copy(x: jax.Array, asked: str, copy: bool = True) -> np.ndarray:
     if jax_compat.is_about_deletion(error):
       raise donated(asked) from None
     if jax_compat.is_about_other_processes(error):
-      raise parts.elsewhere(x, asked) from None
+      raise parts.not_addressable_error(x, asked) from None
     raise
 
 

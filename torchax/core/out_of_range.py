@@ -24,7 +24,7 @@ def no_number(dtype) -> np.ndarray:
   return np.asarray(limits.min or limits.max, dtype)
 
 
-def spoiled(values: jax.Array, where: jax.Array) -> jax.Array:
+def fill_invalid(values: jax.Array, where: jax.Array) -> jax.Array:
   """Return the values, with `no_number` at true elements of a mask."""
   return jnp.where(where, no_number(values.dtype), values)
 
@@ -69,9 +69,9 @@ def write(array: jax.Array, indices, values, how, broken, gathers=False) -> jax.
       stays NaN; integers do not, so the whole result becomes `no_number`.
   """
   is_broken = jnp.any(broken)
-  written = how(array, indices, spoiled(values, is_broken))
+  written = how(array, indices, fill_invalid(values, is_broken))
   if gathers and not jnp.issubdtype(written.dtype, jnp.inexact):
-    return spoiled(written, is_broken)
+    return fill_invalid(written, is_broken)
   return written
 
 

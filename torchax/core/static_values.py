@@ -60,10 +60,10 @@ def key_of(value) -> Hashable:
   return (cls, Identity(value)) if isinstance(value, _BY_IDENTITY) else None
 
 
-def in_words(value) -> str:
+def describe_value(value) -> str:
   """Describe a value in one line; shorten long ones."""
   if isinstance(value, list) and value and callable(value[0]):
-    return f"[{', '.join(map(in_words, value))}]"
+    return f"[{', '.join(map(describe_value, value))}]"
   name = getattr(value, "__qualname__", None)
   return _short.repr(value) if name is None else name
 

@@ -57,7 +57,7 @@ def text_of(bounds: list[tuple[int, int]] | None) -> str:
   return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
-def elsewhere(array: jax.Array, asked: str) -> NotAddressableError:
+def not_addressable_error(array: jax.Array, asked: str) -> NotAddressableError:
   """Return the error for reading values that are on other processes.
 
   Args:

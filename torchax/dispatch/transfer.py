@@ -38,7 +38,7 @@ def _item(tensor: Tensor):
     return array.item()
   except RuntimeError as error:
     if jax_compat.is_about_other_processes(error):
-      raise parts.elsewhere(array, "`.item()`") from None
+      raise parts.not_addressable_error(array, "`.item()`") from None
     raise
 
 

@@ -79,7 +79,9 @@ def _class_rules(input, num_classes):
 def _one_hot_of(input, num_classes):
   classes = jnp.arange(num_classes, dtype=input.dtype)
   rows = (input[..., None] == classes).astype(input.dtype)
-  return out_of_range.spoiled(rows, out_of_range.outside(input, num_classes)[..., None])
+  return out_of_range.fill_invalid(
+    rows, out_of_range.outside(input, num_classes)[..., None]
+  )
 
 
 def register_kernels() -> None:

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchax.core.static_values import in_words, key_of
+from torchax.core.static_values import describe_value, key_of
 from torchax.core.tracebacks import ending_at_the_user
 from torchax.interop.jit import Jitted
 from torchax.interop.module import JittableModule
@@ -168,4 +168,4 @@ def _constants(function: Callable) -> Iterator[tuple[str, str]]:
   for name, value in values.items():
     is_named = isinstance(value, type) or callable(value) or value is None
     if not is_named and key_of(value) is not None:
-      yield name, in_words(value)
+      yield name, describe_value(value)

@@ -62,7 +62,7 @@ def jax_value_and_grad(
 
   def with_aux(rng, operands, *args, **kwargs):
     # JAX differentiates the function even if the call is under `torch.no_grad`.
-    with grad_mode.counted_anew():
+    with grad_mode.fresh_grad_mode():
       (out, effects), advance = traced(rng, operands, *args, **kwargs)
     value, aux = out if has_aux else (out, None)
     return value, (aux, effects, advance)

@@ -181,7 +181,7 @@ def call_torch(torch_func, *args, **kwargs):
     # with `torch.func.grad`; the caller's is ignored.
     name = name_of(torch_func)
     boundary = Boundary(name=name, is_trace=False)
-    with boundary.enter(), grad_mode.counted_anew():
+    with boundary.enter(), grad_mode.fresh_grad_mode():
       out = jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
   require_no_writes(boundary, name)
   return out

@@ -134,7 +134,7 @@ class UntypedStorage(torch.UntypedStorage):
     if isinstance(array, jax.core.Tracer):
       raise no_numbers("Reading its bytes (to save, pickle or copy it)")
     if not parts.is_whole(array):
-      raise parts.elsewhere(array, "A copy on the host")
+      raise parts.not_addressable_error(array, "A copy on the host")
     return np.asarray(array).ravel().view(np.uint8)
 
   # API of torch.UntypedStorage -----------------------------------------------------

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchax.compat import torch_compat
 from torchax.core import mappings
-from torchax.core.static_values import in_words, key_of
+from torchax.core.static_values import describe_value, key_of
 from torchax.core.storage import Storage
 from torchax.errors import MutationError
 from torchax.tensor import Tensor
@@ -359,7 +359,7 @@ class _HostValue:
     if value is None or self._nbytes > MOST_BYTES:
       return f"number {hash(self.look())}"
     with torch_compat.without_function_modes():
-      return in_words(value.tolist())
+      return describe_value(value.tolist())
 
   def __str__(self) -> str:
     kind = "a CPU tensor" if self._is_tensor else "a numpy array"

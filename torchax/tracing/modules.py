@@ -27,7 +27,7 @@ import torch
 from torchax.compat.patches import patch
 from torchax.core.boundary import Boundary
 from torchax.core.chains import WHOLE
-from torchax.core.static_values import Identity, in_words, key_of
+from torchax.core.static_values import Identity, describe_value, key_of
 from torchax.core.storage import Storage, active
 from torchax.errors import MutationError
 from torchax.tensor import Tensor
@@ -151,7 +151,10 @@ class Values:
       value = vars(module).get(name)
       if name in HOOKS and value is not None:
         value = list(value.values())
-      yield name, "a tensor" if isinstance(value, torch.Tensor) else in_words(value)
+      yield (
+        name,
+        "a tensor" if isinstance(value, torch.Tensor) else describe_value(value),
+      )
 
   def changed(self) -> Iterator[tuple]:
     """Yield (name, key) of each value that differs from the first one."""

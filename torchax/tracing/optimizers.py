@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 
 from torchax.compat import torch_compat
 from torchax.core.host_numbers import Entry, HostNumber
-from torchax.core.static_values import Identity, in_words, key_of
+from torchax.core.static_values import Identity, describe_value, key_of
 from torchax.core.storage import active
 from torchax.core.while_needed import WhileNeeded
 from torchax.errors import TracedStateError
@@ -82,7 +82,7 @@ class OptimizerGuard:
       for name, value in group.items()
       if _kind(value) is not float
     }
-    return f"{len(groups)} of {in_words(settings)}"
+    return f"{len(groups)} of {describe_value(settings)}"
 
   def tensors(self) -> Iterator[tuple[str, Tensor]]:
     """Yield the jax tensors of the optimizer's state, with their names."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import torch
 
-from torchax.core.static_values import StaticValue, in_words
+from torchax.core.static_values import StaticValue, describe_value
 from torchax.tensor import Tensor
 from torchax.tracing.history import ProgramKey
 from torchax.tracing.names import name_of, signature_of
@@ -120,4 +120,4 @@ def describe(leaf) -> str:
     return f"torch.Generator {leaf.generator._cdata}"
   if type(leaf) in (int, float, complex):
     return f"{type(leaf).__name__} number"
-  return in_words(leaf.value if type(leaf) is StaticValue else leaf)
+  return describe_value(leaf.value if type(leaf) is StaticValue else leaf)

@@ -155,7 +155,7 @@ class Transformed:
         values[index] = array
       captured, arrays = tuple(values[:count]), values[count:]
       # torch turns off recording inside an autograd function; here it counts as on.
-      with grad_mode.counted_anew():
+      with grad_mode.fresh_grad_mode():
         out, states, advance = self._apply(rng, captured, arrays, treedef)
       advances.append(advance)
       return out, states

@@ -41,7 +41,7 @@ def test_tensors_are_made_on_the_device_of_a_wrapped_one(name):
 
 
 @pytest.mark.parametrize("name", ["jax", None])
-def test_constants_in_vmap_are_on_the_device_of_the_wrapped_tensor(name):
+def test_constants_in_vmap_are_on_the_device_of_the_tensor(name):
   def picked(x):
     index = torch.tensor([1, 0, 1], device=name or x.device)
     return x[index] * torch.tensor(2.0, device=name or x.device)

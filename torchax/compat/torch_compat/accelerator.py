@@ -1,4 +1,4 @@
-"""What torch asks of an accelerator, answered in Python where its C++ cannot know.
+"""`torch.accelerator`, `fork_rng`, `DataParallel` and `Tensor.to`, answered in Python.
 
 Of this backend, C++ knows one device without memory and streams. The names here are
 attributes of modules of torch, and hold for the whole process.

@@ -163,7 +163,7 @@ def _aten__ctc_loss(
   """Return losses and log alpha; the caller applies `zero_infinity` to the losses."""
   given = _batched(log_probs, targets, input_lengths, target_lengths)
   losses, alphas = _negative_log_likelihood(*given, blank)
-  losses = out_of_range.spoiled(losses, _invalid_rows(*given))
+  losses = out_of_range.fill_invalid(losses, _invalid_rows(*given))
   if log_probs.ndim == 2:
     losses, alphas = losses[0], alphas[0]
   return losses.astype(log_probs.dtype), alphas.astype(log_probs.dtype)
@@ -199,7 +199,7 @@ def _aten__ctc_loss_backward(
   gradient = jnp.where(unlikely, 0 if zero_infinity else jnp.nan, gradient)
   inside = jnp.arange(wide.shape[0])[:, None] < lengths_and_targets[1]
   gradient = jnp.where(inside[:, :, None], gradient, 0)
-  gradient = out_of_range.spoiled(gradient, broken)
+  gradient = out_of_range.fill_invalid(gradient, broken)
   return gradient.reshape(log_probs.shape).astype(log_probs.dtype)
 
 

@@ -100,7 +100,7 @@ def _aten_embedding_renorm_(self, indices, max_norm, norm_type):
   asked = (_counts(indices.reshape(-1), self.shape[0]) > 0)[:, None]
   scale = jnp.where(asked & (norms > max_norm), max_norm / (norms + RENORM_MARGIN), 1)
   is_broken = jnp.any(out_of_range.outside(indices, self.shape[0]))
-  return out_of_range.spoiled((wide * scale).astype(self.dtype), is_broken)
+  return out_of_range.fill_invalid((wide * scale).astype(self.dtype), is_broken)
 
 
 # ---- bags
@@ -184,7 +184,7 @@ def _aten__embedding_bag(
   sizes = jax.ops.segment_sum(member.astype(indices.dtype), bags, num_bags)
   rows = widen(_rows(weight, indices))
   # Rows of the padding are masked below; invalid offsets make all others NaN.
-  rows = out_of_range.spoiled(rows, ~_are_starts(offsets, indices.shape[0]))
+  rows = out_of_range.fill_invalid(rows, ~_are_starts(offsets, indices.shape[0]))
   if mode == BagMode.MAX:
     output, maximum = _bag_maximum(rows, member, bags, num_bags, indices)
     return output.astype(weight.dtype), bags, sizes, maximum

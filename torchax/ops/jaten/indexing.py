@@ -351,7 +351,7 @@ def _aten_masked_scatter(self, mask, source):
     )
   self, mask = jnp.broadcast_arrays(self, mask)
   if source.size == 0:
-    return out_of_range.spoiled(self, mask)
+    return out_of_range.fill_invalid(self, mask)
   # It is -1 before the first True, where the mask excludes it.
   order = jnp.cumsum(mask.reshape(-1)) - 1
   values = out_of_range.read(source.reshape(-1).astype(self.dtype), order)

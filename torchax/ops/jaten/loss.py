@@ -111,7 +111,7 @@ def _aten_nll_loss_forward(self, target, weight, reduction, ignore_index):
   weights = jnp.broadcast_to(_class_weights(self, weight), self.shape)
   weights = jnp.take_along_axis(weights, safe, axis=axis, mode="clip")
   # A NaN weight for a class out of range makes the gradient NaN too.
-  weights = out_of_range.spoiled(
+  weights = out_of_range.fill_invalid(
     weights, out_of_range.outside(classes, self.shape[axis])
   )
   weights = jnp.where(counts, weights, 0)
@@ -148,7 +148,7 @@ def _aten_nll_loss_backward(
   counts = _is_counted(classes, ignore_index)
   gradient = jnp.where(is_target & counts, -_class_weights(self, weight) * grad, 0)
   broken = out_of_range.outside(classes, self.shape[axis]) & counts
-  gradient = out_of_range.spoiled(gradient, broken)
+  gradient = out_of_range.fill_invalid(gradient, broken)
   return gradient.astype(self.dtype)
 
 
@@ -348,7 +348,7 @@ def _multi_margin(self, target, p, margin, weight, reduction):
   losses = _hinge(margin - own + rows)
   losses = losses if p == 1 else losses * losses
   # The product with NaN makes the gradient NaN too.
-  losses = losses * out_of_range.spoiled(jnp.ones_like(own), broken)
+  losses = losses * out_of_range.fill_invalid(jnp.ones_like(own), broken)
   if weight is not None:
     losses = losses * weight[classes]
   others = jnp.arange(rows.shape[1]) != classes
@@ -390,7 +390,7 @@ def _multilabel_margin(self, target, reduction):
   counts = valid[:, :, None] & ~is_target[:, None, :]
   losses = jnp.where(counts, hinges, 0).sum(axis=(1, 2)) / max(count, 1)
   broken = ((labels < -1) | (labels >= count)).any(axis=1)
-  losses = losses * out_of_range.spoiled(jnp.ones_like(losses), broken)
+  losses = losses * out_of_range.fill_invalid(jnp.ones_like(losses), broken)
   loss = _reduce(losses.reshape(self.shape[:-1]), reduction)
   return loss, is_target.reshape(target.shape).astype(self.dtype)
 

@@ -150,7 +150,9 @@ def _aten_segment_reduce(
       empty = math.nan if initial is None else result
       result = jnp.where(sizes == 0, empty, result / jnp.maximum(sizes, 1))
     is_partial = unsafe or lengths is None
-    return out_of_range.spoiled(result, _are_invalid(row_ends, len(rows), is_partial))
+    return out_of_range.fill_invalid(
+      result, _are_invalid(row_ends, len(rows), is_partial)
+    )
 
   shape = (*data.shape[:axis], count, *data.shape[axis + 1 :])
   if data.size == 0 and 0 in (*data.shape[:axis], *data.shape[axis + 1 :]):
@@ -211,7 +213,7 @@ def _aten__segment_reduce_backward(
       )
       share = jnp.where(is_extreme, share / jnp.maximum(ties, 1)[segment_ids], 0)
     is_invalid = _are_invalid(row_ends, len(rows), is_partial=True)
-    return out_of_range.spoiled(jnp.where(is_inside, share, 0), is_invalid)
+    return out_of_range.fill_invalid(jnp.where(is_inside, share, 0), is_invalid)
 
   arrays = (_as_rows(array.astype(wide), axis) for array in (grad, output, data))
   return _by_row(of_row, ends, *arrays).reshape(data.shape).astype(data.dtype)

@@ -103,7 +103,7 @@ def repeat_interleave(self, repeats, dim=None, *, output_size=None):
   """
   _require_length(repeats, output_size)
   repeated = jnp.repeat(self, repeats, dim, total_repeat_length=output_size)
-  return out_of_range.spoiled(repeated, jnp.any(jnp.asarray(repeats) < 0))
+  return out_of_range.fill_invalid(repeated, jnp.any(jnp.asarray(repeats) < 0))
 
 
 def _require_length(repeats, output_size) -> None:
@@ -131,7 +131,7 @@ def _aten_repeat_interleave_tensor(repeats, *, output_size=None):
   _require_length(repeats, output_size)
   positions = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
   repeated = jnp.repeat(positions, repeats, total_repeat_length=output_size)
-  return out_of_range.spoiled(repeated, jnp.any(repeats < 0))
+  return out_of_range.fill_invalid(repeated, jnp.any(repeats < 0))
 
 
 @op(aten.flip, on_host=_on_host.flip)

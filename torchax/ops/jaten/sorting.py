@@ -127,7 +127,7 @@ def _aten_searchsorted(
     search = jax.vmap(lambda row, query: jnp.searchsorted(row, query, side))
     indices = search(rows, queries).reshape(values.shape)
   indices = indices.astype(jnp.int32 if out_int32 else int64())
-  return indices if sorter is None else out_of_range.spoiled(indices, is_invalid)
+  return indices if sorter is None else out_of_range.fill_invalid(indices, is_invalid)
 
 
 @op(aten.bucketize, index_results=(0,))
