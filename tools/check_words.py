@@ -54,7 +54,7 @@ RETIRED = {
   "word_programs": "shared_bits",
   "shape_questions": "meta_functions",
   "faces": "upstream aliases",
-  "fresh_grad_mode": "replay",
+  "counted_anew": "fresh_grad_mode",
   "pass_over": "advance",
   "return_to": "restore",
   "belong_with": "active_functions",

@@ -1,6 +1,6 @@
-"""Attributes of torch that torchax replaces: one function, one list, one way back.
+"""Replaced attributes of torch: `patch` replaces one, `unpatch` restores all.
 
-The table of `docs/devices.md` is made from the list by `tools/patch_table.py`.
+`tools/patch_table.py` writes the table of `docs/devices.md` from `PATCHES`.
 """
 
 import dataclasses
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Patch:
-  """An attribute of a module, class or function that has another value now.
+  """Replaced attribute of a module, class or function.
 
   Attributes:
     owner: the module, class or function.
-    name: of the attribute.
-    original: its value before, as it is stored; `MISSING` where there was none.
-    replacement: its value now.
-    reason: the feature that needs it.
+    name: name of the attribute.
+    original: value before, as stored; `MISSING` if there was none.
+    replacement: value now.
+    reason: feature that needs it.
   """
 
   owner: Any
@@ -34,7 +34,7 @@ class Patch:
     return ".".join(part for part in (module, owner, self.name) if part)
 
   def undo(self) -> None:
-    """Set the attribute to what it was, and leave the list."""
+    """Restore the original attribute, and leave the list."""
     PATCHES.remove(self)
     if self.original is MISSING:
       delattr(self.owner, self.name)
@@ -45,17 +45,17 @@ class Patch:
 MISSING = object()
 
 PATCHES: list[Patch] = []
-"""The patches that are in place, in the order in which they were made."""
+"""Active patches, oldest first."""
 
 
 def patch(owner: Any, name: str, replacement: Any, reason: str) -> Patch:
   """Replace an attribute for the whole process, until `Patch.undo` or `unpatch`.
 
   Args:
-    owner: a module, a class or a function of torch's.
-    name: of the attribute.
-    replacement: its new value; a method that is static is given as a `staticmethod`.
-    reason: the feature that needs it, as the page prints it.
+    owner: a module, class or function of torch.
+    name: name of the attribute.
+    replacement: new value; pass a static method as a `staticmethod`.
+    reason: feature that needs it, for the page.
   """
   if isinstance(owner, types.FunctionType) and name not in vars(owner):
     original = getattr(owner, name, MISSING)
@@ -67,12 +67,11 @@ def patch(owner: Any, name: str, replacement: Any, reason: str) -> Patch:
 
 
 def unpatch() -> None:
-  """Give torch back every attribute that torchax has replaced.
+  """Restore every attribute of torch that torchax has replaced.
 
-  For tests, and for programs that no longer use jax tensors: the features that
-  `docs/devices.md` lists stop working. What torch itself made for the device stays:
-  its name, `torch.jax` and `Tensor.jax`. Import torchax in a new process to have
-  the patches again.
+  Use it in tests, or in programs that no longer use jax tensors: the features listed in
+  `docs/devices.md` stop working. The device's name, `torch.jax` and `Tensor.jax` stay,
+  since torch itself defines them. Only a new process can apply the patches again.
 
   >>> import torch, torchax
   >>> torchax.unpatch()

@@ -15,16 +15,16 @@ from torchax.compat.patches import patch
 from torchax.compat.torch_compat.backend import BACKEND
 
 _FEATURE = "torch.accelerator on jax"
-# What older versions of torch do not ask.
+# First version of torch that has the function.
 _SINCE = {"emptyHostCache": "2.12"}
 
 
 def answer_for_accelerator(answers: dict) -> None:
-  """Has `torch.accelerator` ask Python; C++ would crash at some of the questions.
+  """Make `torch.accelerator` call Python; some calls would crash in C++.
 
   Args:
-    answers: by the last part of the name, such as "getDeviceIndex", a function of the
-      same arguments. What a version of torch does not ask is left out.
+    answers: replacement by the last part of the name, such as "getDeviceIndex", with
+      the same arguments. Functions that this torch lacks are skipped.
   """
   owner = private.walk("torch._C")
   for name, answer in answers.items():
@@ -41,9 +41,9 @@ _available_device_type = private.find(
 
 
 def leave_data_parallel_alone() -> None:
-  """Has `torch.nn.DataParallel` run its module as it is, as on the CPU.
+  """Make `torch.nn.DataParallel` call its module directly, as on the CPU.
 
-  It would look for kernels that copy modules to the other devices.
+  torch would look for kernels that copy modules to the other devices.
   """
   if _available_device_type is None:
     return
@@ -62,9 +62,9 @@ _fork_rng = torch.random.fork_rng
 
 
 def fork_one_stream() -> None:
-  """Has `torch.random.fork_rng` save the random state of jax once, by default.
+  """Make `torch.random.fork_rng` save the random state of jax once, by default.
 
-  It is one for all devices. To count them, which torch would do, starts JAX.
+  All devices share one state. Counting devices, as torch does, would initialize JAX.
   """
 
   # torch 2.11 saves the state of CUDA devices by default, later ones the accelerator's.
@@ -80,22 +80,22 @@ def fork_one_stream() -> None:
   patch(torch.random, "fork_rng", fork_rng, "the random state of jax in fork_rng")
 
 
-# As C++ has it; `resolve_in_to` puts the other one in its place.
+# The method of C++; `resolve_in_to` replaces it.
 tensor_to = torch.Tensor.to
 
 
 @functools.wraps(tensor_to)
 def resolving_to(self, *args, **kwargs):
-  """`Tensor.to` of a device that Python has completed."""
+  """Call `Tensor.to` with a device that has its index."""
   args = [resolving_to.resolve(arg) for arg in args]
   kwargs = {name: resolving_to.resolve(arg) for name, arg in kwargs.items()}
   return tensor_to(self, *args, **kwargs)
 
 
 def resolve_in_to(resolve) -> None:
-  """Has `Tensor.to` ask `resolve(device)` what it is to move a tensor to.
+  """Make `Tensor.to` move to `resolve(device)`.
 
-  C++ takes a device of this backend without an index for the first one.
+  C++ reads a device of this backend without an index as the first one.
   """
   resolving_to.resolve = resolve
   patch(torch.Tensor, "to", resolving_to, "the current device of several, in Tensor.to")
