@@ -324,6 +324,25 @@ def test_overlapping_arguments_that_change_are_refused(x):
   assert_same(jax_jit(lambda a, b: a + b)(x, x[0]), A + A[0])
 
 
+def test_write_to_expanded_argument_is_refused():
+  base = torch.zeros(3, device="jax")
+  with pytest.raises(MutationError, match="repeats elements"):
+    jax_jit(lambda a: a[1].add_(1))(base.expand(2, 3))
+  assert_same(base, torch.zeros(3))
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax_jit])
+def test_write_to_row_of_view_expanded_under_no_grad(run):
+  def write(base):
+    with torch.no_grad():
+      rows = base[None].expand(2, 3)
+    rows[1].add_(1)
+
+  base = torch.zeros(3, device="jax")
+  run(write)(base)
+  assert_same(base, torch.ones(3))
+
+
 def test_compiled_functions_nest(x):
   inner = jax_jit(lambda a: a.mul_(2))
   outer = jax_jit(lambda a: inner(a) + 1)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax.core import out_of_range
+from torchax.core import grad_mode, out_of_range
 from torchax.core.view_steps import (
   ConjugateInfo,
   DtypeInfo,
@@ -23,6 +23,7 @@ from torchax.core.view_steps import (
   NarrowInfo,
   NegateInfo,
   ReshapeInfo,
+  StopGradientInfo,
   ViewInfo,
   ViewInfoType,
   put_slice,
@@ -145,7 +146,7 @@ def _first_of_write(steps: list, end: int) -> int:
   first = end - 1
   for index in range(end - 1, -1, -1):
     info, _ = steps[index]
-    if not info.picks:
+    if not (info.picks or isinstance(info, StopGradientInfo)):
       break
     first = index if info.overlaps else first
   return first
@@ -155,7 +156,10 @@ def _write_picked(steps: list, source: jax.Array, value: jax.Array) -> jax.Array
   picked = jnp.arange(source.size).reshape(source.shape)
   for info, start in steps:
     picked = info.transform_tensor(picked, *start)
-  return source.ravel().at[picked].set(value).reshape(source.shape)
+  flat = source.ravel()
+  if any(isinstance(info, StopGradientInfo) for info, _ in steps):
+    value = grad_mode.with_derivative_of(flat[picked], value)
+  return flat.at[picked].set(value).reshape(source.shape)
 
 
 class MovingChain:

@@ -250,7 +250,8 @@ def collect(
   if {change.index for change, _ in found} & set(specialization.overlapping):
     raise MutationError(
       f"{name} changes an argument in place whose memory another argument "
-      "shares as a different view. Pass the base and take the views inside."
+      "shares as a different view, or that repeats elements, as after `expand`. Pass "
+      "the base and take the views inside."
     )
   return [*found, *_of_captured(boundary, lifted), *reshapes]
 

@@ -60,7 +60,8 @@ class Specialization:
 
   Attributes:
     same: (index, earlier index) of each argument leaf that repeats a tensor.
-    overlapping: indices of argument leaves whose storage another view shares.
+    overlapping: indices of argument leaves whose storage another view shares, or that
+      repeat elements.
     has_grad: one flag per captured leaf: it has a `.grad`.
     extra: value from the wrapper, such as the training flags of a module.
     wants_grad: None if torch records no gradient; otherwise one flag per argument leaf,
@@ -108,6 +109,7 @@ def is_trained(tensor: Tensor) -> bool:
 def repeated(leaves: list) -> tuple[tuple, tuple]:
   """Return the argument leaves that repeat a tensor, and those that only overlap.
 
+  A leaf that repeats elements, such as an expanded view, overlaps itself.
   The two results are `Specialization.same` and `Specialization.overlapping`.
   """
   first: dict[int, int] = {}
@@ -115,6 +117,8 @@ def repeated(leaves: list) -> tuple[tuple, tuple]:
   for index, leaf in enumerate(leaves):
     if not isinstance(leaf, Tensor):
       continue
+    if any(info.overlaps for info in leaf._chain.infos):
+      overlapping.append(index)
     earlier = first.setdefault(id(leaf._storage), index)
     if earlier == index:
       continue

@@ -152,7 +152,7 @@ class Traced:
     has_grad = self.captures.has_gradients() if self.captures.touches_grad else ()
     no_grad = not torch.is_grad_enabled()
     wants_grad = None if no_grad else self._wants_grad(leaves)
-    same, overlapping = repeated(leaves) if len(leaves) > 1 else ((), ())
+    same, overlapping = repeated(leaves)
     if same and not self.options.lifts:
       # Each argument needs its own gradient, so repeated tensors stay separate. As
       # overlapping ones they reject in-place changes.
