@@ -105,6 +105,16 @@ def test_out_of_another_shape_is_resized_with_a_warning(x):
   assert_same(out, x.cpu() * 2)
 
 
+@pytest.mark.parametrize("function", [torch.sum, torch.prod, torch.cumsum])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16])
+def test_sums_and_products_compute_in_the_dtype_of_out(function, dtype):
+  values = torch.tensor([[1.5, 2.7], [3.6, 4.2]])
+  outs = [torch.empty(0, dtype=dtype, device=device) for device in ("cpu", "jax")]
+  function(values, 0, out=outs[0])
+  function(values.to("jax"), 0, out=outs[1])
+  assert_same(outs[1], outs[0])
+
+
 def test_a_view_is_not_resized_beyond_its_base(x):
   base = torch.zeros(4, device="jax")
   with pytest.raises(RuntimeError, match=r"sizes \[3, 4\].*12 elements, .* has 4"):

@@ -22,7 +22,12 @@ from torchax.tensor import Tensor, new_tensor
 from torchax.view import View
 
 # Operations that compute in the dtype of `out=`, unless `dtype=` is given.
-_IN_DTYPE_OF_OUTPUT = frozenset({aten.cumsum.out, aten.cumprod.out})
+_IN_DTYPE_OF_OUTPUT = frozenset(
+  {
+    *(aten.cumsum.out, aten.cumprod.out, aten.sum.out, aten.sum.IntList_out),
+    *(aten.prod.out, aten.prod.int_out),
+  }
+)
 # Operations whose result is reshaped to an output of another shape and equal size.
 _RAMPS = (aten.arange, aten.linspace, aten.logspace, aten.range)
 
