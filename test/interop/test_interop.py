@@ -324,6 +324,29 @@ def test_overlapping_arguments_that_change_are_refused(x):
   assert_same(jax_jit(lambda a, b: a + b)(x, x[0]), A + A[0])
 
 
+LAYOUTS = {
+  "transposed": lambda x: x.t(),
+  "columns": lambda x: x[:, 1:],
+  "transposed_rows": lambda x: x.t()[1:],
+  "every_second": lambda x: x[0, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("copy", [torch.Tensor.contiguous, torch.flatten])
+def test_copy_of_argument_that_is_not_contiguous_is_a_copy(layout, copy):
+  def write(view):
+    values = copy(view)
+    values.mul_(2)
+    view[0].add_(1)
+    return values
+
+  expected = torch.arange(12.0).reshape(3, 4)
+  found = expected.to("jax")
+  assert_same(jax_jit(write)(LAYOUTS[layout](found)), write(LAYOUTS[layout](expected)))
+  assert_same(found, expected)
+
+
 def test_write_to_expanded_argument_is_refused():
   base = torch.zeros(3, device="jax")
   with pytest.raises(MutationError, match="repeats elements"):

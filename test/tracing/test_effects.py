@@ -128,7 +128,7 @@ def _collected(change, specialization=ORDINARY, captured=()):
     for tensor in captured:
       boundary.lift(tensor._storage, tensor._storage.array, tensor)
     argument = _zeros()
-    born = [argument._storage]
+    born = [(argument._storage, argument._chain)]
     change(argument)
     return collect("f", boundary, [argument], born, specialization, lifted)
 

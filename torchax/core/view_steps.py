@@ -6,6 +6,7 @@ Steps are immutable and hashable; `chains.py` joins them to chains.
 import dataclasses
 import enum
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -440,3 +441,16 @@ class StopGradientInfo(ViewInfo):
   def update_tensor(self, new_value, jax_array):
     # torch does not record a write to a detached tensor.
     return grad_mode.with_derivative_of(jax_array, new_value)
+
+
+def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+  """Return the dimensions by decreasing stride.
+
+  Dimensions of size 1 have arbitrary strides and keep their positions. All do if the
+  tensor is empty or repeats elements.
+  """
+  dims = range(len(sizes))
+  if 0 in sizes or any(s == 0 and n > 1 for s, n in zip(strides, sizes)):
+    return tuple(dims)
+  order = iter(sorted((d for d in dims if sizes[d] > 1), key=lambda d: -strides[d]))
+  return tuple(next(order) if n > 1 else d for d, n in enumerate(sizes))

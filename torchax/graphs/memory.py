@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from torchax.compat import torch_compat
+from torchax.core import view_steps
 from torchax.errors import OperatorNotFound
 from torchax.graphs.fx import hint, meta
 from torchax.registry.names import aten
@@ -75,17 +76,7 @@ def is_dense(like: torch.Tensor) -> bool:
 
 
 def memory_order(like: torch.Tensor) -> tuple[int, ...] | None:
-  """Return the dimensions by decreasing stride; None if they are in order already.
-
-  Dimensions of size 1 have arbitrary strides and keep their positions.
-  """
-  strides = list(map(hint, like.stride()))
-  sizes = list(map(hint, like.shape))
-  if 0 in sizes or any(s == 0 and n > 1 for s, n in zip(strides, sizes)):
-    return None
-  order = sorted(
-    (d for d in range(like.dim()) if sizes[d] > 1), key=lambda d: -strides[d]
-  )
-  reordered = iter(order)
-  order = [next(reordered) if n > 1 else d for d, n in enumerate(sizes)]
-  return None if order == list(range(like.dim())) else tuple(order)
+  """Return the dimensions by decreasing stride; None if they are in order already."""
+  sizes, strides = list(map(hint, like.shape)), list(map(hint, like.stride()))
+  order = view_steps.memory_order(sizes, strides)
+  return None if order == tuple(range(like.dim())) else order

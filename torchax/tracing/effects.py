@@ -14,6 +14,7 @@ import torch
 
 from torchax.core import mappings
 from torchax.core.boundary import Boundary
+from torchax.core.chains import Chain
 from torchax.core.static_values import Identity
 from torchax.core.storage import Storage
 from torchax.errors import MutationError
@@ -224,7 +225,8 @@ def collect(
     name: name of the function.
     boundary: boundary of the trace.
     inner: argument leaves in the trace.
-    born: storage of each of these leaves when the trace began; None if not a tensor.
+    born: storage and chain of each of these leaves when the trace began; None if it is
+      no tensor.
     specialization: static part of the call.
     lifted: captured tensors.
 
@@ -234,19 +236,20 @@ def collect(
   repeats = {index for index, _ in specialization.same}
   found: list[tuple[WriteArgument, Any]] = []
   reshapes: list[tuple[Change, Any]] = []
-  for index, (value, storage) in enumerate(zip(inner, born)):
-    if storage is None or index in repeats:
+  for index, (value, start) in enumerate(zip(inner, born)):
+    if start is None or index in repeats:
       continue
+    storage, chain = start
     is_rebound = value._storage is not storage
     if id(value) in boundary.reshapes:
       _, steps = boundary.reshapes[id(value)]
       change = Reshape(index, tuple(steps))
       reshapes.append((change, value.jax() if is_rebound else None))
-      found.append((WriteArgument(index), storage.array))
+      found.append((WriteArgument(index), chain.read(storage.array)))
     elif is_rebound:
-      found.append((WriteArgument(index), _rebound(name, value, storage)))
+      found.append((WriteArgument(index), _rebound(name, value, storage, chain)))
     elif storage.version:
-      found.append((WriteArgument(index), storage.array))
+      found.append((WriteArgument(index), chain.read(storage.array)))
   if {change.index for change, _ in found} & set(specialization.overlapping):
     raise MutationError(
       f"{name} changes an argument in place whose memory another argument "
@@ -279,15 +282,15 @@ def _of_captured(boundary: Boundary, lifted: Captured) -> Iterator[tuple[Change,
       yield ClearGradient(Identity(leaf)), None
 
 
-def _rebound(name: str, tensor: Tensor, storage: Storage) -> jax.Array:
+def _rebound(name: str, tensor: Tensor, storage: Storage, chain: Chain) -> jax.Array:
   """Return the new values of an argument whose memory was replaced.
 
   `x.data = …` and `set_` replace it.
   """
-  array = tensor.jax()
-  if array.shape != storage.array.shape or array.dtype != storage.array.dtype:
+  array, expected = tensor.jax(), chain.read(storage.array)
+  if array.shape != expected.shape or array.dtype != expected.dtype:
     raise MutationError(
-      f"{name} gives an argument of shape {storage.array.shape} the memory "
+      f"{name} gives an argument of shape {expected.shape} the memory "
       f"of a tensor of shape {array.shape} (`.data = …` or `set_`), which the "
       "caller's tensor cannot follow. Return the new tensor instead."
     )

@@ -7,12 +7,15 @@ import dataclasses
 import operator
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import torch
 
-from torchax.tensor import Tensor
+from torchax.core.chains import WHOLE
+from torchax.core.view_steps import memory_order
+from torchax.tensor import Tensor, new_tensor
 
 _interning = threading.Lock()
 _known: "weakref.WeakValueDictionary[tuple, Specialization]"
@@ -73,6 +76,7 @@ class Specialization:
     guards: differences from the first values of the guards (`Guards.key`).
     environments: active environment, then one per argument leaf; empty if all are the
       default one.
+    layouts: (index, layout) of each leaf without a gradient that is not contiguous.
   """
 
   same: tuple[tuple[int, int], ...] = ()
@@ -86,6 +90,7 @@ class Specialization:
   captures: CaptureKey | None = None
   guards: tuple = ()
   environments: tuple = ()
+  layouts: tuple[tuple[int, "Layout"], ...] = ()
 
   def interned(self) -> "Specialization":
     """Return the unique object with these attributes."""
@@ -104,6 +109,57 @@ ORDINARY_ATTRIBUTES = _attributes_of(ORDINARY)
 def is_trained(tensor: Tensor) -> bool:
   """Return True for a leaf with a `.grad`; reading it warns for other tensors."""
   return tensor.requires_grad and tensor.is_leaf
+
+
+class Layout(NamedTuple):
+  """Memory layout of a tensor that is not contiguous.
+
+  `contiguous` and `reshape` copy such a tensor; they may return other tensors
+  themselves.
+
+  Attributes:
+    order: the dimensions by decreasing stride.
+    gaps: one flag per dimension in `order`, then one for elements: it is followed by
+      memory that the tensor skips.
+  """
+
+  order: tuple[int, ...]
+  gaps: tuple[bool, ...]
+
+  @classmethod
+  def of(cls, tensor: torch.Tensor) -> "Layout":
+    """Return the layout of a tensor."""
+    sizes, strides = tensor.shape, tensor.stride()
+    order = memory_order(sizes, strides)
+    gaps, dense = [False] * (len(order) + 1), 1
+    for position, dim in reversed(list(enumerate(order))):
+      if sizes[dim] > 1:
+        gaps[position + 1] = strides[dim] != dense
+        dense = strides[dim] * sizes[dim]
+    return cls(order, tuple(gaps))
+
+  def tensor(self, array: jax.Array, env) -> torch.Tensor:
+    """Return a tensor around an array, with this layout."""
+    base = jnp.transpose(array, self.order)[..., None]
+    padded = jnp.pad(base, [(0, int(gap)) for gap in self.gaps])
+    view: torch.Tensor = new_tensor(padded, env)
+    for position, size in enumerate(base.shape):
+      if self.gaps[position]:
+        view = torch.narrow(view, position, 0, size)
+    inverse = [self.order.index(dim) for dim in range(array.ndim)]
+    return torch.permute(torch.select(view, -1, 0), inverse)
+
+
+def layouts_of(leaves: list) -> tuple[tuple[int, Layout], ...]:
+  """Return `Specialization.layouts` of argument leaves."""
+  return tuple(
+    (index, Layout.of(leaf))
+    for index, leaf in enumerate(leaves)
+    if isinstance(leaf, Tensor)
+    and leaf._chain is not WHOLE
+    and not leaf.requires_grad
+    and not leaf.is_contiguous()
+  )
 
 
 def repeated(leaves: list) -> tuple[tuple, tuple]:

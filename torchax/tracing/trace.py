@@ -65,6 +65,7 @@ from torchax.tracing.specialization import (
   CaptureKey,
   Specialization,
   is_trained,
+  layouts_of,
   repeated,
 )
 from torchax.view import View
@@ -170,6 +171,7 @@ class Traced:
       captures,
       self.guards.key(),
       environments.of_call(leaves),
+      layouts_of(leaves),
     )
     if attributes == ORDINARY_ATTRIBUTES:
       return None
@@ -244,7 +246,10 @@ class Traced:
         boundary.lift(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
       inner = self._wrap(inputs, specialization)
-      born = [value._storage if isinstance(value, Tensor) else None for value in inner]
+      born = [
+        (value._storage, value._chain) if isinstance(value, Tensor) else None
+        for value in inner
+      ]
       args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, inner))
       try:
         with on_host(self.__name__, self.location):
@@ -288,13 +293,19 @@ class Traced:
 
   def _wrap(self, inputs: list, specialization: Specialization) -> list:
     same, wants_grad = dict(specialization.same), specialization.wants_grad
+    layouts = dict(specialization.layouts)
     envs = specialization.environments[1:] or itertools.repeat(default_env())
     inner: list = []
     for index, (value, env) in enumerate(zip(inputs, envs)):
       if index in same:
         inner.append(inner[same[index]])
       elif isinstance(value, jax.Array) and not is_typed_key(value):
-        tensor = new_tensor(value, env)
+        layout = layouts.get(index)
+        # A transformation over rows hands over arrays of fewer dimensions.
+        if layout is not None and len(layout.order) == value.ndim:
+          tensor = layout.tensor(value, env)
+        else:
+          tensor = new_tensor(value, env)
         needs_grad = wants_grad is not None and wants_grad[index]
         inner.append(tensor.requires_grad_() if needs_grad else tensor)
       else:

@@ -143,7 +143,7 @@ def test_a_public_name_is_upstreams(module, name, fact):
 def test_names_with_other_meaning_are_upstreams_and_in_changelog():
   listed = re.findall(
     r"^- (.*?)(?=^- |\Z)",
-    _section(GUIDE, "Means something else on purpose"),
+    _section(GUIDE, "Different on purpose"),
     re.S | re.M,
   )
   assert len(listed) > 3
@@ -156,7 +156,7 @@ def test_names_with_other_meaning_are_upstreams_and_in_changelog():
 
 
 def test_table_of_running_programs_names_all_tests():
-  rows = re.findall(r"^\|.*\|$", _section(GUIDE, "Runs here"), re.M)[2:]
+  rows = re.findall(r"^\|.*\|$", _section(GUIDE, "Tested uses"), re.M)[2:]
   named = [set(re.findall(r"`(test_\w+\.py)`", row.split("|")[3])) for row in rows]
   assert all(named)
   assert set().union(*named) == {p.name for p in HERE.glob("test_*.py")}
