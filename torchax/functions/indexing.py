@@ -211,14 +211,14 @@ def read(tensor: Tensor, index) -> Tensor:
   return chosen if subscript.rest is None else _getitem(chosen, subscript.rest)
 
 
-def _element(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+def _element(tensor: Tensor, dim: int, number: Tensor) -> Tensor:
   if tensor.requires_grad and torch.is_grad_enabled():
-    row = tensor.index_select(dim, index.reshape(1)).squeeze(dim)
+    row = tensor.index_select(dim, number.reshape(1)).squeeze(dim)
     row._storage = ReadOnly(row._storage.read())
     return row
   # For torch a view of element 0; the chain has the traced index.
   element = tensor.select(dim, 0)
-  index = index.jax().astype(jnp.int32)
+  index = number.jax().astype(jnp.int32)
   chain = tensor._chain.append(TracedIndexInfo(dim, index))
   element._chain = stop_without_grad(chain)
   return element
