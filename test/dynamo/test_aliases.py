@@ -68,7 +68,6 @@ def test_results_share_memory_as_in_torch(function, device):
     lambda v: (v, v.chunk(2, 1)[1]),
     lambda v: (v.split(2)[0], v.chunk(4)[0]),
     lambda v: (v, v, (v * v).sum()),
-    lambda v: ((s := v.cumsum(1).swapaxes_(0, 1)), s.expand(2, 6, 4)),
   ],
 )
 @pytest.mark.parametrize("device", ["jax", "cpu"])
@@ -78,6 +77,17 @@ def test_results_with_gradients_share_memory(function, device):
   with torch.no_grad():
     results[0].fill_(0.0)
     assert results[1].abs().sum() == 0.0
+
+
+def test_result_reshaped_in_place_shares_memory():
+  # On plain tensors AOTAutograd fails: sizes differ in its backward pass.
+  x = torch.arange(24.0, device="jax").reshape(4, 6).requires_grad_()
+  turned, rows = compiled(
+    lambda x: ((v := x.cumsum(1).swapaxes_(0, 1)), v.expand(2, 6, 4))
+  )(x)
+  with torch.no_grad():
+    turned.fill_(0.0)
+  assert rows.abs().sum() == 0.0
 
 
 def test_detached_slice_is_an_input_beside_its_base():
