@@ -72,11 +72,6 @@ def unpatch() -> None:
   Use it in tests, or in programs that no longer use jax tensors: the features listed in
   `docs/devices.md` stop working. The device's name, `torch.jax` and `Tensor.jax` stay,
   since torch itself defines them. Only a new process can apply the patches again.
-
-  >>> import torch, torchax
-  >>> torchax.unpatch()
-  >>> torch.Generator.__module__
-  'torch._C'
   """
   while PATCHES:
     PATCHES[-1].undo()

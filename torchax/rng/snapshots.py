@@ -9,7 +9,6 @@ import itertools
 import weakref
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchax.rng import paths, serialization
 from torchax.rng.scope import current, has_scope, owners_here, streams_on
@@ -32,7 +31,7 @@ def snapshot() -> torch.Tensor:
   # A checkpoint that restores the state recomputes inside the current modules.
   stream = None if is_unopened(first) else current(first)
   if stream is not None and stream.by_site and not stream.is_traced:
-    _modules_of[tensor] = [m if m is None else weakref.ref(m) for m in paths.here()]
+    _keep_modules(tensor, paths.here())
   return tensor
 
 
@@ -51,15 +50,21 @@ def is_unopened(owner: Streams) -> bool:
   return owner.is_unopened() and not has_scope(owner)
 
 
-# State tensor -> weak references to the modules that ran when it was saved; None is a
-# boundary.
-_modules_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Identity of a living state tensor -> weak references to it, and to the modules that ran
+# when it was saved; None is a boundary.
+_modules_of: dict[int, tuple] = {}
+
+
+def _keep_modules(state: torch.Tensor, modules: tuple) -> None:
+  key = id(state)
+  reference = weakref.ref(state, lambda _: _modules_of.pop(key, None))
+  _modules_of[key] = reference, [m if m is None else weakref.ref(m) for m in modules]
 
 
 def _find_modules(state: torch.Tensor) -> tuple | None:
   """Return the modules of a state; None if unknown or no longer alive."""
-  references = _modules_of.get(state)
-  if references is None:
+  reference, references = _modules_of.get(id(state), (None, ()))
+  if reference is None or reference() is not state:
     return None
   modules = [None if module is None else module() for module in references]
   return tuple(modules) if modules.count(None) == references.count(None) else None
