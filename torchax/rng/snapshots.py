@@ -50,8 +50,8 @@ def is_unopened(owner: Streams) -> bool:
   return owner.is_unopened() and not has_scope(owner)
 
 
-# Identity of a living state tensor -> weak references to it, and to the modules that ran
-# when it was saved; None is a boundary.
+# Identity of a state tensor -> weak references to it, and to the modules that ran when
+# it was saved; None is a boundary.
 _modules_of: dict[int, tuple] = {}
 
 
