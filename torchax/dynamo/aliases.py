@@ -12,25 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchax.core import mappings
+from torchax.core import mappings, view_steps
 from torchax.core.static_values import StaticValue
-from torchax.core.view_steps import (
-  AsStridedInfo,
-  ComplexAsRealInfo,
-  ConjugateInfo,
-  DiagonalInfo,
-  DtypeInfo,
-  ExpandInfo,
-  IndexInfo,
-  NarrowInfo,
-  NegateInfo,
-  PermuteInfo,
-  RealAsComplexInfo,
-  ReshapeInfo,
-  StopGradientInfo,
-  UnfoldInfo,
-  ViewInfo,
-)
+from torchax.core.view_steps import ViewInfo
 from torchax.registry.names import aten
 from torchax.tensor import Tensor, new_tensor
 
@@ -65,22 +49,24 @@ class _ViewOf:
 
 # Operation of torch for each type of view step.
 _OPERATIONS: dict[type[ViewInfo], Callable] = {
-  AsStridedInfo: lambda t, step: t.as_strided(
+  view_steps.AsStridedInfo: lambda t, step: t.as_strided(
     step.size, step.stride, t.storage_offset() + step.offset
   ),
-  ComplexAsRealInfo: lambda t, step: torch.view_as_real(t),
-  ConjugateInfo: lambda t, step: t.conj(),
-  DiagonalInfo: lambda t, step: t.diagonal(step.offset, step.dim1, step.dim2),
-  DtypeInfo: lambda t, step: t.view(mappings.j2t_dtype(step.dtype)),
-  ExpandInfo: lambda t, step: t.expand(step.size),
-  IndexInfo: lambda t, step: t.select(step.dim, step.index),
-  NarrowInfo: lambda t, step: t[tuple(slice(*part) for part in step.slices)],
-  NegateInfo: lambda t, step: aten._neg_view(t),
-  PermuteInfo: lambda t, step: t.permute(step.dims),
-  RealAsComplexInfo: lambda t, step: torch.view_as_complex(t),
-  ReshapeInfo: lambda t, step: t.reshape(step.size),
-  StopGradientInfo: lambda t, step: t.detach(),
-  UnfoldInfo: lambda t, step: t.unfold(step.dim, step.size, step.step),
+  view_steps.ComplexAsRealInfo: lambda t, step: torch.view_as_real(t),
+  view_steps.ConjugateInfo: lambda t, step: t.conj(),
+  view_steps.DiagonalInfo: lambda t, step: t.diagonal(
+    step.offset, step.dim1, step.dim2
+  ),
+  view_steps.DtypeInfo: lambda t, step: t.view(mappings.j2t_dtype(step.dtype)),
+  view_steps.ExpandInfo: lambda t, step: t.expand(step.size),
+  view_steps.IndexInfo: lambda t, step: t.select(step.dim, step.index),
+  view_steps.NarrowInfo: lambda t, step: t[tuple(slice(*part) for part in step.slices)],
+  view_steps.NegateInfo: lambda t, step: aten._neg_view(t),
+  view_steps.PermuteInfo: lambda t, step: t.permute(step.dims),
+  view_steps.RealAsComplexInfo: lambda t, step: torch.view_as_complex(t),
+  view_steps.ReshapeInfo: lambda t, step: t.reshape(step.size),
+  view_steps.StopGradientInfo: lambda t, step: t.detach(),
+  view_steps.UnfoldInfo: lambda t, step: t.unfold(step.dim, step.size, step.step),
 }
 
 

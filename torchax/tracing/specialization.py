@@ -150,31 +150,21 @@ class Layout(NamedTuple):
     return torch.permute(torch.select(view, -1, 0), inverse)
 
 
-def layouts_of(leaves: list) -> tuple[tuple[int, Layout], ...]:
-  """Return `Specialization.layouts` of argument leaves."""
-  return tuple(
-    (index, Layout.of(leaf))
-    for index, leaf in enumerate(leaves)
-    if isinstance(leaf, Tensor)
-    and leaf._chain is not WHOLE
-    and not leaf.requires_grad
-    and not leaf.is_contiguous()
-  )
-
-
-def repeated(leaves: list) -> tuple[tuple, tuple]:
-  """Return the argument leaves that repeat a tensor, and those that only overlap.
+def memory_of(leaves: list) -> tuple[tuple, tuple, tuple]:
+  """Return `same`, `overlapping` and `layouts` of argument leaves.
 
   A leaf that repeats elements, such as an expanded view, overlaps itself.
-  The two results are `Specialization.same` and `Specialization.overlapping`.
   """
   first: dict[int, int] = {}
-  same, overlapping = [], []
+  same, overlapping, layouts = [], [], []
   for index, leaf in enumerate(leaves):
     if not isinstance(leaf, Tensor):
       continue
-    if any(info.overlaps for info in leaf._chain.infos):
-      overlapping.append(index)
+    if leaf._chain is not WHOLE:
+      if any(info.overlaps for info in leaf._chain.infos):
+        overlapping.append(index)
+      if not (leaf.requires_grad or leaf.is_contiguous()):
+        layouts.append((index, Layout.of(leaf)))
     earlier = first.setdefault(id(leaf._storage), index)
     if earlier == index:
       continue
@@ -185,4 +175,4 @@ def repeated(leaves: list) -> tuple[tuple, tuple]:
       same.append((index, earlier))
     else:
       overlapping += [earlier, index]
-  return tuple(same), tuple(overlapping)
+  return tuple(same), tuple(overlapping), tuple(layouts)

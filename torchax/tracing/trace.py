@@ -65,8 +65,7 @@ from torchax.tracing.specialization import (
   CaptureKey,
   Specialization,
   is_trained,
-  layouts_of,
-  repeated,
+  memory_of,
 )
 from torchax.view import View
 
@@ -153,7 +152,7 @@ class Traced:
     has_grad = self.captures.has_gradients() if self.captures.touches_grad else ()
     no_grad = not torch.is_grad_enabled()
     wants_grad = None if no_grad else self._wants_grad(leaves)
-    same, overlapping = repeated(leaves)
+    same, overlapping, layouts = memory_of(leaves)
     if same and not self.options.lifts:
       # Each argument needs its own gradient, so repeated tensors stay separate. As
       # overlapping ones they reject in-place changes.
@@ -171,7 +170,7 @@ class Traced:
       captures,
       self.guards.key(),
       environments.of_call(leaves),
-      layouts_of(leaves),
+      layouts,
     )
     if attributes == ORDINARY_ATTRIBUTES:
       return None
