@@ -155,6 +155,8 @@ def memory_of(leaves: list) -> tuple[tuple, tuple, tuple]:
 
   A leaf that repeats elements, such as an expanded view, overlaps itself.
   """
+  if len(leaves) == 1 and getattr(leaves[0], "_chain", WHOLE) is WHOLE:
+    return (), (), ()  # the usual call: one tensor that is no view
   first: dict[int, int] = {}
   same, overlapping, layouts = [], [], []
   for index, leaf in enumerate(leaves):
