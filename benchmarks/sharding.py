@@ -54,9 +54,13 @@ def _rows_of(layout: str) -> list[Row]:
   array = tokens.jax()
   ours = processes.collectives(step, tokens)
   theirs = processes.collectives(plain, weights, array, key)
-  text = ", ".join(f"{kind} {size}" for kind, size in processes.moved(ours).items())
+  text = ", ".join(
+    f"{kind} {size}" for kind, size in processes.bytes_by_kind(ours).items()
+  )
   name = f"{layout} sharding over {DEVICES} devices of the host"
-  moved = [float(sum(processes.moved(found).values())) for found in (ours, theirs)]
+  moved = [
+    float(sum(processes.bytes_by_kind(found).values())) for found in (ours, theirs)
+  ]
   return [
     Row(f"bytes, not us: {name}", "plain JAX", *moved, goal=1.001, note=text),
     # The goal is that of `train_step`; here devices wait for one another.
@@ -86,7 +90,7 @@ def _rows_of_fixed_order(chunks: int) -> list[Row]:
   as_ever = transformer.functional_step(model, jax_value_and_grad)
   name = f"in_fixed_order over {DEVICES} devices of the host, {chunks} chunks"
   collectives = [processes.collectives(f, weights, tokens) for f in (in_order, as_ever)]
-  sent = [float(sum(processes.moved(found).values())) for found in collectives]
+  sent = [float(sum(processes.bytes_by_kind(found).values())) for found in collectives]
   return [
     Row(f"bytes, not us: {name}", "one sum of all devices", *sent, goal=None),
     compare(

@@ -195,11 +195,11 @@ def _compose() -> None:
   for module, names in _OF_TENSOR.items():
     for name in names:
       setattr(tensor, name, getattr(module, name))
-  tensor.connect(fake_tensors.Fake, transfer.keep_gradient_beside)
+  tensor.connect(fake_tensors.Fake, transfer.shard_gradient_like)
   torch_compat.register_backend(device_module)
   torch_compat.support_foreach(tensor.Tensor, view.View)
   torch_compat.record_in_make_fx(tensor.Tensor, view.View)
-  torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.note)
+  torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.count_one)
   torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
   torch_compat.place_new_placeholders()
   files.register(tensor.Tensor, _means_jax)

@@ -216,7 +216,7 @@ def autocast(
   return torch.autocast(DEVICE, dtype=dtype)
 
 
-def resumed(dtype: torch.dtype | None) -> torch.autocast:
+def restore_autocast(dtype: torch.dtype | None) -> torch.autocast:
   """Return a context with autocast on in this dtype, or off for None.
 
   Raises:

@@ -20,7 +20,7 @@ from torchax import amp, rng
 from torchax.compat import torch_compat
 from torchax.config import Configuration
 from torchax.core import mappings, switches
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.devices import placement
 from torchax.dispatch import debug, device_plans, host_operations
 from torchax.dispatch.dispatcher import Dispatcher
@@ -243,7 +243,7 @@ class Environment(contextlib.ContextDecorator):
 
     Gradients that need the numbers of the forward pass call this.
     """
-    return device_plans.inner(self._dispatcher.plan_for(func)).redraw(
+    return device_plans.unwrap(self._dispatcher.plan_for(func)).redraw(
       draw, args, kwargs
     )
 
@@ -281,8 +281,8 @@ class Environment(contextlib.ContextDecorator):
 
   def _changed(self, operation) -> None:
     """Drop the plans made for the former operators."""
-    self._dispatcher.forget()
-    self.functions.forget()
+    self._dispatcher.clear()
+    self.functions.clear()
 
   def _get_op_or_decomp(self, func) -> Operator:
     """Return the operator or the decomposition for an operation.
@@ -291,7 +291,7 @@ class Environment(contextlib.ContextDecorator):
       OperatorNotFound: neither exists.
     """
     operator = None if is_aten(func) else self._ops.get(func)
-    operator = operator or self._dispatcher.find(func)
+    operator = operator or self._dispatcher.find_operator(func)
     if operator is None:
       raise self._dispatcher.not_found(func)
     return operator
@@ -320,7 +320,7 @@ class Environment(contextlib.ContextDecorator):
     """Draw from a seed, key or state inside the block; see `torchax.rng.rng_scope`."""
     return rng.rng_scope(value, self.streams)
 
-  @ending_at_the_user
+  @hide_library_frames
   def manual_seed(self, key) -> None:
     """Re-seed this environment only; see `torchax.rng.manual_seed`.
 
@@ -394,7 +394,7 @@ class Environment(contextlib.ContextDecorator):
     """
     with contextlib.ExitStack() as scopes:
       if autocast_dtype is not _None:
-        scopes.enter_context(amp.resumed(autocast_dtype))
+        scopes.enter_context(amp.restore_autocast(autocast_dtype))
       if prng is not _None:
         scopes.enter_context(self.rng_scope(prng))
       properties = RuntimeProperty.override(self._property.content[-1], mesh=mesh)
@@ -411,7 +411,7 @@ class Environment(contextlib.ContextDecorator):
     """
     scalar_ok = self.config.allow_mixed_math_with_scalar_tensor and not tensor.dim()
     if tensor.device.type == "cpu" and (cpu_ok or scalar_ok):
-      host_operations.note(tensor)
+      host_operations.guard_on_read(tensor)
       return mappings.t2j(tensor)
     if self.config.debug_mixed_tensor:
       debug.log_mixed(name, tensor)
@@ -486,9 +486,9 @@ class Environment(contextlib.ContextDecorator):
       return val.to("jax")
     if isinstance(val, Tensor) or not isinstance(val, torch.Tensor):
       return val
-    return self.moved(val)
+    return self.copy_to_jax(val)
 
-  def moved(self, tensor: torch.Tensor, device=None, dtype=None) -> Tensor:
+  def copy_to_jax(self, tensor: torch.Tensor, device=None, dtype=None) -> Tensor:
     """Copy a CPU tensor to jax, to the device with an index if `device` has one."""
     array = self.array_of(tensor, placement.target_of(device), dtype)
     return new_tensor(array, self)
@@ -496,7 +496,7 @@ class Environment(contextlib.ContextDecorator):
   @staticmethod
   def array_of(tensor: torch.Tensor, target, dtype=None) -> jax.Array:
     """Copy a CPU tensor to an array; `target` is from `placement.target_of`."""
-    host_operations.note(tensor)
+    host_operations.guard_on_read(tensor)
     return placement.make(lambda: mappings.t2j(tensor, dtype=dtype), target)
 
   # Devices --------------------------------------------------------------------------

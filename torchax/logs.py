@@ -50,7 +50,7 @@ def set_logs(**kinds: bool) -> None:
     _root.setLevel(logging.NOTSET)
 
 
-def are_on(kind: str) -> bool:
+def is_enabled(kind: str) -> bool:
   """Return True if a kind of `KINDS` is logged."""
   return kind in _on
 

@@ -26,9 +26,9 @@ from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode, mappings, switches
 from torchax.core.chains import WHOLE, Chain
 from torchax.core.explanations import loses_gradient, no_numbers
-from torchax.core.storage import Content, Rebindings, Storage
+from torchax.core.storage import Payload, Rebindings, Storage
 from torchax.core.storage import active as _active
-from torchax.core.tracebacks import ending_at_the_user, hide
+from torchax.core.tracebacks import hide, hide_library_frames
 from torchax.core.view_reads import read_chain
 from torchax.core.view_steps import StopGradientInfo
 from torchax.devices import placement
@@ -125,7 +125,7 @@ class Tensor(torch.Tensor):
 
     Because of this method torch moves modules by swapping tensors, which keeps ties.
     """
-    return ["_shell"], Content(self._storage, self._chain, self._env)
+    return ["_shell"], Payload(self._storage, self._chain, self._env)
 
   @staticmethod
   def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
@@ -162,7 +162,7 @@ class Tensor(torch.Tensor):
     return -1 if index is None else index
 
   @property
-  @ending_at_the_user
+  @hide_library_frames
   def jax_device(self):
     """The `jax.Device` of the array, or its `Sharding` if it is on several."""
     return self._storage.read().device
@@ -207,22 +207,22 @@ class Tensor(torch.Tensor):
       array = self._chain.write(self._storage.read(), array)
     self._storage.write(array)
 
-  @ending_at_the_user
+  @hide_library_frames
   def torch(self) -> TorchTensor:
     """Return a copy on the CPU, without autograd history."""
     return self._env.j2t_copy(self.jax())
 
-  @ending_at_the_user
+  @hide_library_frames
   def cpu(self, memory_format=None) -> TorchTensor:
     """Return a copy on the CPU; gradients flow back through it."""
     return self.to("cpu")
 
-  @ending_at_the_user
+  @hide_library_frames
   def to(self, *args, **kwargs) -> TorchTensor:
     """Convert like `torch.Tensor.to`; another device gets a copy."""
     return self._env._torch_Tensor_to((self, *args), kwargs)
 
-  @ending_at_the_user
+  @hide_library_frames
   def numpy(self, *, force: bool = False) -> np.ndarray:
     """Return a copy as a numpy array.
 
@@ -236,7 +236,7 @@ class Tensor(torch.Tensor):
       )
     return mappings.numpy_copy(self.jax(), "`.numpy()`")
 
-  @ending_at_the_user
+  @hide_library_frames
   def __array__(self, dtype=None, copy=None):
     if copy is False:
       raise ValueError(
@@ -254,7 +254,7 @@ class Tensor(torch.Tensor):
     array: Any = self.jax()  # JAX's annotations lack the method
     return array.__dlpack_device__()
 
-  @ending_at_the_user
+  @hide_library_frames
   def __dlpack__(self, *, copy: bool | None = None, **options):
     """Return a copy as a DLPack capsule; a copy, because the consumer may write to it.
 
@@ -271,13 +271,13 @@ class Tensor(torch.Tensor):
       raise no_numbers("DLPack")
     return copied.__dlpack__(**options)
 
-  @ending_at_the_user
+  @hide_library_frames
   def __jax_array__(self) -> Array:
     if self.requires_grad and torch.is_grad_enabled():
       raise loses_gradient()
     return self.jax()
 
-  @ending_at_the_user
+  @hide_library_frames
   def tolist(self):
     """Return the values as nested Python lists.
 
@@ -322,30 +322,30 @@ class Tensor(torch.Tensor):
     copied = data.detach().to(device or self.device, dtype or self.dtype, copy=True)
     if device is None and self._chain is WHOLE:
       arrays = copied._storage.array, self._storage.array
-      copied._storage.array = placement.put_as(*arrays)
+      copied._storage.array = placement.shard_like(*arrays)
     return copied.requires_grad_(requires_grad)
 
-  @ending_at_the_user
+  @hide_library_frames
   def apply_jax(self, jax_function, *args, **kwargs):
     """Return `jax_function(array, *args)` as a tensor; `args` may contain tensors."""
     args, kwargs = self._env.t2j_iso((args, kwargs))
     return self._env.j2t_iso(jax_function(self.jax(), *args, **kwargs))
 
-  @ending_at_the_user
+  @hide_library_frames
   def apply_jax_(self, jax_function, *args, **kwargs) -> Tensor:
     """Replace the array in place by `jax_function(array, *args)`."""
     args, kwargs = self._env.t2j_iso((args, kwargs))
     self.replace_jax(jax_function(self.jax(), *args, **kwargs))
     return self
 
-  @ending_at_the_user
+  @hide_library_frames
   def shard_(self, sharding: Sharding) -> Tensor:
     """Shard the array, and the gradient of a leaf, in place.
 
     Raises:
       ShardingError: the spec of a `NamedSharding` does not fit the tensor.
     """
-    self.apply_jax_(placement.lay_out, sharding)
+    self.apply_jax_(placement.shard, sharding)
     Tensor._shard_gradient(self)
     return self
 
@@ -400,17 +400,17 @@ class Tensor(torch.Tensor):
       and self.storage_offset() == tensor.storage_offset()
     )
 
-  @ending_at_the_user
+  @hide_library_frames
   def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
     return printing.text_of(self)
 
-  @ending_at_the_user
+  @hide_library_frames
   def __format__(self, spec: str) -> str:
     if self.dim() or not (spec or printing.has_numbers(self)):
       return object.__format__(self, spec)
     return format(self.item(), spec)
 
-  @ending_at_the_user
+  @hide_library_frames
   def __deepcopy__(self, memo):
     if id(self) in memo:
       return memo[id(self)]
@@ -443,7 +443,7 @@ class Tensor(torch.Tensor):
       copied.__dict__.setdefault(name, value)
     return copied.requires_grad_(self.requires_grad)
 
-  @ending_at_the_user
+  @hide_library_frames
   def __reduce_ex__(self, protocol):
     """Reduce to a CPU tensor for `torch.save`, to a jax tensor for `pickle`."""
     return files.reduce(self)
@@ -567,7 +567,7 @@ def alias(
 def rebind(tensor: Tensor, source: Tensor) -> None:
   """Make `tensor` an alias of `source`; its shape is already the same."""
   tensor._storage, tensor._chain = source._storage, source._chain
-  Rebindings.note()
+  Rebindings.count_one()
 
 
 def find_env(args, kwargs):

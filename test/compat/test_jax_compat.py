@@ -142,11 +142,11 @@ def test_jax_has_started_once_an_array_exists():
 
 def test_cpu_array_is_in_host_memory():
   on_cpu = jax.device_put(jnp.ones(2), jax.devices("cpu")[0])
-  assert jax_compat.is_of_host(on_cpu)
-  assert not jax_compat.is_of_host(object())
+  assert jax_compat.is_in_host_memory(on_cpu)
+  assert not jax_compat.is_in_host_memory(object())
   for device in jax.devices():
     there = jax.device_put(jnp.ones(2), device)
-    assert jax_compat.is_of_host(there) == (device.platform == "cpu")
+    assert jax_compat.is_in_host_memory(there) == (device.platform == "cpu")
 
 
 def test_an_array_is_an_instance_of_the_concrete_class():
@@ -242,7 +242,7 @@ def test_varying_alike_casts_to_the_union_of_axes():
   seen = []
 
   def note(one, other):
-    found = jax_compat.varying_alike(one, other, jnp.ones(1))
+    found = jax_compat.match_varying_axes(one, other, jnp.ones(1))
     seen.extend(map(jax_compat.varying_axes, found))
     return sum(found)
 
@@ -252,7 +252,7 @@ def test_varying_alike_casts_to_the_union_of_axes():
   )
   assert seen == [{"x", "y"}] * 3
   array = jnp.ones(1)
-  assert jax_compat.varying_alike(array)[0] is array
+  assert jax_compat.match_varying_axes(array)[0] is array
 
 
 def test_tpu_flash_attention_takes_our_arguments():

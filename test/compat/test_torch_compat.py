@@ -371,7 +371,7 @@ def test_operations_are_recorded_above_dispatch():
       seen.append(str(func))
       if func is not torch.ops.aten.neg.default:
         return func(*args, **(kwargs or {}))
-      with torch_compat.above_dispatch(), Handler():
+      with torch_compat.at_top_level(), Handler():
         leaf = args[0].detach().requires_grad_()
         (gradient,) = torch.autograd.grad(leaf.clamp(0.0, 1.0).sum(), leaf)
       return gradient
@@ -487,7 +487,7 @@ def test_fakes_are_known_and_made_where_a_graph_is_traced():
   seen = []
 
   def backend(graph, inputs):
-    example = torch_compat.faked(torch.ones(3))
+    example = torch_compat.to_fake(torch.ones(3))
     seen.append((torch_compat.is_tracing(), torch_compat.is_fake(example)))
     return graph
 
@@ -497,7 +497,7 @@ def test_fakes_are_known_and_made_where_a_graph_is_traced():
   assert seen == [(True, True)]
   plain = torch.ones(3)
   assert not torch_compat.is_tracing()
-  assert torch_compat.faked(plain) is plain
+  assert torch_compat.to_fake(plain) is plain
   assert not torch_compat.is_fake(plain)
 
 
@@ -609,7 +609,7 @@ def test_unused_draws_stay_in_graphs():
       found.append([str(node.target) for node in module.graph.nodes])
       return make_boxed_func(module.forward)
 
-    with torch_compat.keeping_draws():
+    with torch_compat.keep_unused_draws():
       return aot_module_simplified(graph, inputs, fw_compiler=keep)
 
   torch.compiler.reset()
@@ -672,7 +672,7 @@ def test_apply_function_equals_apply_under_transforms():
 
 def test_holder_is_plain_under_any_mode():
   with torchax.default_env(), torch.device("jax"):
-    holder = torch_compat.holder()
+    holder = torch_compat.attribute_holder()
   assert type(holder) is torch.Tensor
   assert holder.device.type == "cpu"
 

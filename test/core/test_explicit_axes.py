@@ -35,7 +35,7 @@ def test_what_jax_decides_stays_as_it_is():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
 def test_what_jax_refuses_is_computed_and_is_explicit_again(wrap):
-  found = wrap(explicit_axes.explicitly(product))(rows())
+  found = wrap(explicit_axes.with_explicit_axes(product))(rows())
   assert explicit_axes.mesh_of(found) == MESH.abstract_mesh
   assert (found == product(jnp.arange(16.0).reshape(4, 4))).all()
 
@@ -47,7 +47,7 @@ def test_partitioner_runs_once_per_function_and_types():
     runs.append(jax.typeof(x).sharding.mesh.axis_types)
     return product(x)
 
-  explicit = explicit_axes.explicitly(counted)
+  explicit = explicit_axes.with_explicit_axes(counted)
   jax.jit(explicit)(rows())
   first = len(runs)
   jax.jit(lambda x: explicit(x) + 1)(rows())
@@ -58,7 +58,7 @@ def test_partitioner_runs_once_per_function_and_types():
 def test_a_mistake_is_the_one_of_automatic_axes():
   for wrap in (jax.jit, lambda f: f):
     with pytest.raises(TypeError, match="dot_general requires"):
-      wrap(explicit_axes.explicitly(lambda x: x @ jnp.ones((3, 3))))(rows())
+      wrap(explicit_axes.with_explicit_axes(lambda x: x @ jnp.ones((3, 3))))(rows())
 
 
 def test_two_meshes_are_refused_by_name():
@@ -70,13 +70,13 @@ def test_two_meshes_are_refused_by_name():
 def test_pull_backs_take_cotangents_of_any_layout():
   def pulled(x, cotangent):
     result, pull_back = jax.vjp(lambda x: [x * 2], x)
-    return explicit_axes.taking_any(pull_back, result)([cotangent])
+    return explicit_axes.accept_any_sharding(pull_back, result)([cotangent])
 
   x = rows()
   columns = jax.device_put(x, NamedSharding(MESH, P(None, "x")))
   (found,) = jax.jit(pulled)(x, columns)
   assert (found == 2 * x).all() and found.sharding.spec == P("x", None)
-  assert explicit_axes.taking_any(product, [jnp.ones(2)]) is product
+  assert explicit_axes.accept_any_sharding(product, [jnp.ones(2)]) is product
 
 
 def test_meshes_of_the_same_devices_have_the_same_arrays():

@@ -132,7 +132,7 @@ def no_device_holds_more_than_its_part_while_a_model_is_made():
 
 @case
 def programs_that_make_numbers_take_the_memory_of_one_part():
-  sizes, compiled = {}, compiling.compiled
+  sizes, compiled = {}, compiling.jit_if_possible
 
   def watched(function, operator=None, place=None):
     jitted = compiled(function, operator, place)
@@ -154,11 +154,11 @@ def programs_that_make_numbers_take_the_memory_of_one_part():
       self.normal = nn.Parameter(nn.init.normal_(torch.empty(136, 248)))
       self.scaled = nn.Parameter(torch.randn(136, 248) * 0.02)
 
-  compiling.compiled = watched
+  compiling.jit_if_possible = watched
   try:
     mesh_of(AxisType.Auto, fsdp=8).initialize_model_sharded(Made, ())
   finally:
-    compiling.compiled = compiled
+    compiling.jit_if_possible = compiled
   assert {"aten_randn_default", "aten_uniform_default"} <= set(sizes)
   part = 136 * 248 * 4 // 8
   for name, (temporary, output) in sizes.items():
@@ -411,7 +411,7 @@ def files_are_loaded_with_the_memory_of_one_part():
   state = {"weight": torch.arange(size // 4, dtype=torch.float32).reshape(1024, -1)}
   mesh = mesh_of(AxisType.Auto, x=8)
   model = nn.Linear(size // 4096, 1024, bias=False, device="meta")
-  excess, from_parts = [], placement.from_parts
+  excess, from_parts = [], placement.from_shards
   with tempfile.TemporaryDirectory() as folder:
     save_file(state, f"{folder}/model.safetensors")
     rows = state["weight"][::100, :2].clone()
@@ -427,11 +427,11 @@ def files_are_loaded_with_the_memory_of_one_part():
 
       return from_parts(shape, sharding, read_one)
 
-    placement.from_parts = watched
+    placement.from_shards = watched
     try:
       mesh.load_safetensors(model, f"{folder}/model.safetensors")
     finally:
-      placement.from_parts = from_parts
+      placement.from_shards = from_parts
   assert len(excess) == 8 and max(excess) < 3 * part, excess
   require_alike(model.weight, mesh.shard(torch.zeros(8, 1), ("x",)).expand(8, 1024))
   assert torch.equal(model.weight[::100, :2].cpu(), rows) and model.weight.requires_grad

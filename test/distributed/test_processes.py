@@ -215,7 +215,7 @@ def test_collectives_of_a_program_have_kind_bytes_and_source():
     ("all-reduce", 4 + 6 + 5, ""),
     ("all-gather", 32, ""),
   ]
-  assert processes.moved(found) == {"all-gather": 160, "all-reduce": 15}
+  assert processes.bytes_by_kind(found) == {"all-gather": 160, "all-reduce": 15}
 
 
 def test_global_batch_narrows_dtypes_as_jax_does():

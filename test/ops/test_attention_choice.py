@@ -14,10 +14,10 @@ from torchax import device_module
 from torchax.devices import placement
 from torchax.functions import attention as caught
 from torchax.interop import jax_jit
-from torchax.ops.jaten._attention_choice import Call, Place, choose
+from torchax.ops.jaten._attention_choice import Call, Target, choose
 
-HOPPER, AMPERE, TURING = (Place("cuda", c) for c in ((9, 0), (8, 6), (7, 5)))
-TPU, ROCM, CPU = Place("tpu"), Place("rocm"), Place("cpu")
+HOPPER, AMPERE, TURING = (Target("cuda", c) for c in ((9, 0), (8, 6), (7, 5)))
+TPU, ROCM, CPU = Target("tpu"), Target("rocm"), Target("cpu")
 
 
 def call(length=2048, features=64, keys=None, heads=4, key_heads=4, **rest) -> Call:
@@ -62,12 +62,20 @@ ROWS = {
   "cudnn, too old": (TURING, call(), "plain"),
   "cudnn, vmap": (dataclasses.replace(HOPPER, is_mapped=True), call(), "plain"),
   "cudnn, x64": (dataclasses.replace(HOPPER, has_x64=True), call(), "cudnn"),
-  "cudnn, divided": (dataclasses.replace(HOPPER, is_divided=True), call(), "plain"),
+  "cudnn, divided": (
+    dataclasses.replace(HOPPER, may_be_partitioned=True),
+    call(),
+    "plain",
+  ),
   "cudnn, nothing": (HOPPER, call(0), "plain"),
-  "cudnn, dropout": (HOPPER, call(drops=True), "blockwise"),
-  "cudnn, short dropout": (HOPPER, call(512, drops=True), "plain"),
-  "dropout of other keys": (HOPPER, call(drops=True, has_positions=False), "plain"),
-  "dropout in float32": (HOPPER, call(drops=True, dtypes=SINGLE), "plain"),
+  "cudnn, dropout": (HOPPER, call(has_dropout=True), "blockwise"),
+  "cudnn, short dropout": (HOPPER, call(512, has_dropout=True), "plain"),
+  "dropout of other keys": (
+    HOPPER,
+    call(has_dropout=True, has_positions=False),
+    "plain",
+  ),
+  "dropout in float32": (HOPPER, call(has_dropout=True, dtypes=SINGLE), "plain"),
   "pallas": (TPU, call(), "pallas"),
   "pallas, float32": (TPU, call(dtypes=SINGLE), "pallas"),
   "pallas, fp16": (TPU, call(dtypes=("float16",) * 3), "plain"),
@@ -80,36 +88,47 @@ ROWS = {
   "pallas, 80 features": (TPU, call(features=80), "plain"),
   "pallas, x64": (dataclasses.replace(TPU, has_x64=True), call(), "plain"),
   "pallas, types": (dataclasses.replace(TPU, is_typed=True), call(), "plain"),
-  "pallas, dropout": (TPU, call(drops=True), "blockwise"),
-  "pallas, divided": (dataclasses.replace(TPU, is_divided=True), call(), "plain"),
+  "pallas, dropout": (TPU, call(has_dropout=True), "blockwise"),
+  "pallas, divided": (
+    dataclasses.replace(TPU, may_be_partitioned=True),
+    call(),
+    "plain",
+  ),
 }
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_choose_picks_the_expected_implementation(name):
-  place, given, expected = ROWS[name]
-  assert choose(place, given) == expected
-  assert choose(place, given, "plain") == "plain"
+  target, given, expected = ROWS[name]
+  assert choose(target, given) == expected
+  assert choose(target, given, "plain") == "plain"
 
 
 @pytest.mark.parametrize(
-  "place, given, wish, expected",
+  "target, given, requested, expected",
   (
-    (dataclasses.replace(HOPPER, is_divided=True), call(), "flash", "cudnn"),
-    (dataclasses.replace(HOPPER, is_divided=True), call(drops=True), "flash", "block"),
+    (dataclasses.replace(HOPPER, may_be_partitioned=True), call(), "flash", "cudnn"),
+    (
+      dataclasses.replace(HOPPER, may_be_partitioned=True),
+      call(has_dropout=True),
+      "flash",
+      "block",
+    ),
     (CPU, call(), "flash", "plain"),
     (CPU, call(8), "blockwise", "blockwise"),
-    (CPU, call(8, drops=True, dtypes=SINGLE), "blockwise", "blockwise"),
+    (CPU, call(8, has_dropout=True, dtypes=SINGLE), "blockwise", "blockwise"),
     (CPU, WIDER, "blockwise", "blockwise"),
     (CPU, call(8, mask=(8, 8)), "blockwise", "blockwise"),
     (CPU, call(8, mask=(8, 8), mask_dtype="float32"), "blockwise", "plain"),
-    (CPU, call(8, drops=True, has_positions=False), "blockwise", "plain"),
+    (CPU, call(8, has_dropout=True, has_positions=False), "blockwise", "plain"),
     (CPU, BROADCAST, "blockwise", "plain"),
     (HOPPER, call(), "blockwise", "blockwise"),
   ),
 )
-def test_choose_follows_the_configured_implementation(place, given, wish, expected):
-  assert choose(place, given, wish).startswith(expected)
+def test_choose_follows_the_configured_implementation(
+  target, given, requested, expected
+):
+  assert choose(target, given, requested).startswith(expected)
 
 
 def taken(env, *tensors, mask=None, dropout_p=0.0, **flags) -> str:

@@ -69,11 +69,13 @@ def test_an_integer_is_the_part_of_the_span_that_64_bits_say(span):
   """Exactly floor(U span) with U of 64 bits, computed in 32-bit arithmetic."""
   words = np.asarray(threefry.two_words(_key(), (500,))).astype(object)
   expected = [(int(a) << 32 | int(b)) * span >> 64 for a, b in words.T]
-  drawn = units.scaled(_key(), (500,), span, jnp.uint32)
+  drawn = units.scale_to_integer(_key(), (500,), span, jnp.uint32)
   if span & (span - 1) == 0 or span < 2**32:
     assert drawn.tolist() == expected
   if span < 2**32:  # an array of bounds takes the same way
-    traced = units.scaled(_key(), (500,), jnp.asarray(span, jnp.uint32), jnp.uint32)
+    traced = units.scale_to_integer(
+      _key(), (500,), jnp.asarray(span, jnp.uint32), jnp.uint32
+    )
     assert jnp.array_equal(traced, drawn)
 
 
@@ -82,7 +84,7 @@ def test_uint64_integers_scale_128_random_bits_to_the_span(span):
   with jax.enable_x64(True):
     first = jax.random.bits(_key(), (200,), "uint64").tolist()
     second = threefry.second_words(_key(), (200,), "uint64").tolist()
-    drawn = units.scaled(_key(), (200,), span, jnp.uint64).tolist()
+    drawn = units.scale_to_integer(_key(), (200,), span, jnp.uint64).tolist()
   assert drawn == [(a << 64 | b) * span >> 128 for a, b in zip(first, second)]
 
 

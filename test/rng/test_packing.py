@@ -9,7 +9,7 @@ from torchax import rng
 from torchax.compat.torch_compat import active_functions
 from torchax.errors import TracedDrawError
 from torchax.rng import packing
-from torchax.rng.packing import Form, PackedStream, Packer, Place
+from torchax.rng.packing import DrawPosition, Form, PackedStream, Packer
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "threefry4x32", "rbg"])
@@ -35,7 +35,7 @@ def test_a_packed_stream_draws_what_the_stream_draws():
     packed = PackedStream(words, form)
     found = []
     for number in (2, 0, 1):
-      with packed.at(Place(number, "site"), "line"):
+      with packed.at(DrawPosition(number, "site"), "line"):
         found.append(jax.random.bits(packed.next_key()))
     return jnp.stack(found)
 
@@ -66,14 +66,14 @@ def test_inside_a_transformation_there_are_no_words():
 def test_sites_are_packed_behind_their_environment():
   """Draws of a site have their own count, whatever is drawn between them."""
   places = [
-    Place(number, site, ((site, turn),))
+    DrawPosition(number, site, ((site, turn),))
     for number, (site, turn) in enumerate([("a", 0), ("b", 0), ("a", 1)])
   ]
   with rng.rng_scope(rng.RngState(jax.random.key(3), 0, {"a": 4})) as stream:
     words, form = Packer().pack("a test", ("a", "b"))
-    with active_functions.at("a"):
+    with active_functions.at_path("a"):
       expected = {"a": [stream.next_key(), stream.next_key()]}
-    with active_functions.at("b"):
+    with active_functions.at_path("b"):
       expected["b"] = [stream.next_key()]
 
   def draw(words):

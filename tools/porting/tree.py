@@ -196,7 +196,7 @@ def _is_run(overload) -> bool:
 
 def _state_of(overload) -> str:
   try:
-    plan = torchax.default_env()._dispatcher.plan(overload)
+    plan = torchax.default_env()._dispatcher.choose(overload).plan
   except OperatorNotFound:
     return ""
   dispatcher = torchax.default_env()._dispatcher

@@ -29,7 +29,7 @@ from torchax.checkpoint import targets
 from torchax.checkpoint.structure import Reader, Writer
 from torchax.compat import extras
 from torchax.core.explanations import require_eager
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.distributed.processes.agreement import require_equal
 from torchax.saving.state_files import load_state
 
@@ -37,7 +37,7 @@ _FORMAT = 1
 _STRUCTURE, _ARRAYS = "structure", "arrays"
 
 
-@ending_at_the_user
+@hide_library_frames
 def save_checkpoint(
   state: dict[str, Any], path: str | os.PathLike, step: int, *, background: bool = False
 ) -> None:
@@ -154,7 +154,7 @@ def _require_equal_states(state, structure, local: dict[str, int], directory) ->
   require_equal(what, text, _TIMEOUT_SECONDS, shown=text)
 
 
-@ending_at_the_user
+@hide_library_frames
 def load_checkpoint(
   path: str | os.PathLike, like: dict[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -262,7 +262,7 @@ class Reader:
       array = np.empty(node["shape"], jnp.dtype(node["dtype"]))
     if kind in _ON_JAX:
       array = jnp.asarray(array)
-      if "layout" not in node and not placement.is_spread(array):
+      if "layout" not in node and not placement.is_on_several_devices(array):
         array = jax_compat.uncommitted(array)
     if kind == "keys":
       return _keys(array, node["impl"])

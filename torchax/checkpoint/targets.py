@@ -114,7 +114,7 @@ class _Comparison:
     if list(array.shape) != node["shape"]:
       raise self._error(where, f"shape {node['shape']}", f"{list(array.shape)}")
     if isinstance(array, jax.Array):
-      sharding = placement.place_of(array)
+      sharding = placement.committed_sharding(array)
     else:
       sharding = getattr(array, "sharding", None)  # of a jax.ShapeDtypeStruct
     if sharding is not None:

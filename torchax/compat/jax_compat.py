@@ -238,7 +238,7 @@ def varying_axes(array) -> frozenset:
   return getattr(aval, "vma", frozenset()) if manual is None else manual.varying
 
 
-def varying_alike(*arrays) -> list:
+def match_varying_axes(*arrays) -> list:
   """Cast arrays to one type that varies over the union of their mapped axes.
 
   Loops require it of their carry, derivatives of primal and cotangent.
@@ -313,7 +313,7 @@ def is_guarded() -> bool:
   return any(guard not in (None, "allow") for guard in guards)
 
 
-def is_of_host(array) -> bool:
+def is_in_host_memory(array) -> bool:
   """Return True for a live array in host memory, which numpy reads without a copy."""
   platform = getattr(array, "platform", None)
   # Since JAX 0.12 a deleted array has no platform.

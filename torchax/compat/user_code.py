@@ -35,7 +35,7 @@ _node = _Node()
 
 
 @contextlib.contextmanager
-def coming_from(source: tuple[str, int] | None) -> Iterator[None]:
+def using_node_source(source: tuple[str, int] | None) -> Iterator[None]:
   """Make `line` return the source of a graph node, if known, inside the block."""
   before, _node.line = _node.line, source
   try:

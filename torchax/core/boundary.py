@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from torchax.core.storage import Ended, Start, Storage, active
+from torchax.core.storage import Escaped, Prefix, Storage, active
 from torchax.errors import TracedStateError
 
 
@@ -194,11 +194,11 @@ class Boundary:
       self._end()
 
   def _end(self) -> None:
-    """Turn storages that hold a tracer into `Ended`, whose use raises an error."""
+    """Turn storages that hold a tracer into `Escaped`, whose use raises an error."""
     for reference in self.born:
       storage = reference()
-      if type(storage) is not Start and isinstance(
+      if type(storage) is not Prefix and isinstance(
         getattr(storage, "array", None), jax.core.Tracer
       ):
-        storage.__class__ = Ended
+        storage.__class__ = Escaped
     self.born.clear()

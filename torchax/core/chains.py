@@ -34,8 +34,8 @@ from torchax.core.view_steps import (
 class TracedIndexInfo(ViewInfo):
   """One element along `dim` at a traced index, or a slice that starts there.
 
-  An index outside the dimension reads and writes `out_of_range.no_number`. A slice must
-  be inside.
+  An index outside the dimension reads and writes `out_of_range.fill_value`. A slice
+  must be inside.
   """
 
   dim: int
@@ -98,7 +98,9 @@ class MovingInfo:
     if not self.is_traced:
       return row
     size = jax_array.shape[self.dim]
-    return out_of_range.fill_invalid(row, out_of_range.outside(start, size, wraps=True))
+    return out_of_range.fill_invalid(
+      row, out_of_range.is_out_of_range(start, size, wraps=True)
+    )
 
 
 def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:

@@ -30,7 +30,7 @@ def no_numbers(asked: str) -> TracedStateError:
   )
 
 
-def leaked(user: str) -> TracedStateError:
+def leaked_tracer_error(user: str) -> TracedStateError:
   """Return the error for an operand that is a tracer of a finished trace.
 
   Args:
@@ -63,7 +63,7 @@ def require_eager(user: str) -> None:
   )
 
 
-def donated(user: str) -> DonationError:
+def donated_error(user: str) -> DonationError:
   """Return the error for an operand whose memory was donated.
 
   Args:
@@ -76,7 +76,7 @@ def donated(user: str) -> DonationError:
   )
 
 
-def donated_twice(name: str, shapes: list[list[int]]) -> DonationError:
+def donated_twice_error(name: str, shapes: list[list[int]]) -> DonationError:
   """Return the error for donated memory that the function also uses otherwise.
 
   Args:

@@ -82,7 +82,7 @@ def call(function: Callable, operands, name: str, key: Any = None):
   return _in_auto(function, operands, shardings)
 
 
-def explicitly(function: Callable, is_kept: bool = True) -> Callable:
+def with_explicit_axes(function: Callable, is_kept: bool = True) -> Callable:
   """Wrap a function of arrays so that it takes arrays on explicit axes; see `call`.
 
   Args:
@@ -98,7 +98,7 @@ def explicitly(function: Callable, is_kept: bool = True) -> Callable:
   return explicit
 
 
-def taking_any(pull_back: Callable, results: list) -> Callable:
+def accept_any_sharding(pull_back: Callable, results: list) -> Callable:
   """Wrap a pull-back of `jax.vjp` so that its cotangents may have any sharding.
 
   Args:
@@ -130,7 +130,7 @@ def _reshard(array, sharding):
 # Concrete arrays: run on a mesh of automatic axes -------------------------------------
 
 
-def placed(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) -> Any:
+def reshard_to_specs(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) -> Any:
   """Reshard arrays to the specs of `jax.shard_map`, on a mesh of explicit axes.
 
   There JAX raises if a type differs from its spec, and torch's operations do not state

@@ -52,7 +52,7 @@ def fresh_grad_mode() -> Iterator[None]:
 
   Only grad modes entered inside this context apply; the caller's are ignored.
   """
-  with forward_pass(is_stopped=False), torch_compat.recording_anew():
+  with forward_pass(is_stopped=False), torch_compat.enable_recording():
     yield
 
 
@@ -72,7 +72,7 @@ _saved = _Saved()
 
 
 @contextlib.contextmanager
-def handing_out_saved() -> Iterator[None]:
+def accessing_saved_tensors() -> Iterator[None]:
   """Enclose code that saves tensors for a backward pass, or reads saved ones.
 
   torch detaches the saved results; they keep their derivative for JAX.
@@ -89,7 +89,7 @@ def in_formula() -> Iterator[None]:
   """Enclose an operation and its backward formula, which JAX may differentiate."""
   before, _saved.are_of_formula = _saved.are_of_formula, True
   try:
-    with handing_out_saved(), fresh_grad_mode():
+    with accessing_saved_tensors(), fresh_grad_mode():
       yield
   finally:
     _saved.are_of_formula = before
@@ -114,7 +114,7 @@ def is_stopped() -> bool:
   return not torch_compat.in_function_forward() or _applied.is_stopped
 
 
-def stopped(tree):
+def stop_gradients(tree):
   """Apply `stop_gradient` to the arrays in a tree if grad mode asks for it."""
   return jax.tree.map(_stop, tree) if is_stopped() else tree
 

@@ -48,7 +48,7 @@ def tensor_of(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     values: array of any shape, in a dtype that numpy and torch share.
     dtype: the torch dtype of the same name.
   """
-  with torch_compat.unnoticed(), torch_compat.without_dispatch():
+  with torch_compat.without_function_modes_for_reads(), torch_compat.without_dispatch():
     tensor = torch.empty(values.shape, dtype=dtype, device="cpu")
     np.copyto(array_of(tensor), values)
   return tensor

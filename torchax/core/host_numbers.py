@@ -161,7 +161,7 @@ _given = _Given()
 
 
 @contextlib.contextmanager
-def given(numbers: dict["Argument", float]) -> Iterator[None]:
+def argument_values(numbers: dict["Argument", float]) -> Iterator[None]:
   """Set the values of number arguments inside the block."""
   before, _given.numbers = _given.numbers, {**_given.numbers, **numbers}
   try:
@@ -170,7 +170,7 @@ def given(numbers: dict["Argument", float]) -> Iterator[None]:
     _given.numbers = before
 
 
-def all_given() -> dict["Argument", float]:
+def current_argument_values() -> dict["Argument", float]:
   """Return the current values of number arguments."""
   return _given.numbers
 
@@ -225,12 +225,12 @@ def operand(number: torch.SymFloat):
   return boundary.number(expression)
 
 
-def resolved(value):
+def concretize(value):
   """Replace symbolic floats in an argument by Python floats, and guard on them."""
   if isinstance(value, torch.SymFloat):
     return float(value)
   if type(value) in (list, tuple) and any(isinstance(v, torch.SymFloat) for v in value):
-    return type(value)(map(resolved, value))
+    return type(value)(map(concretize, value))
   return value
 
 

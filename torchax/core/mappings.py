@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import host_memory, narrowing
-from torchax.core.explanations import donated, no_numbers
+from torchax.core.explanations import donated_error, no_numbers
 from torchax.devices import parts, placement
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 
@@ -156,7 +156,7 @@ def t2j(
   t: torch.Tensor,
   use_dlpack: bool = True,
   dtype: torch.dtype | None = None,
-  place: Sharding | None = None,
+  sharding: Sharding | None = None,
 ) -> jax.Array:
   """Copy a CPU torch tensor to a JAX array on the default device.
 
@@ -164,7 +164,7 @@ def t2j(
     t: a dense tensor of any shape on the CPU.
     use_dlpack: accepted for older programs; the result never aliases `t`.
     dtype: torch dtype of the result; default: the dtype of `t`.
-    place: sharding of the result, which copies only its shard to each device.
+    sharding: sharding of the result, which copies only its shard to each device.
 
   Returns:
     An array of the same shape.
@@ -183,16 +183,16 @@ def t2j(
   jax_dtype = t2j_dtype(dtype or t.dtype)
   _require_data_on_cpu(t)
   # Dispatch modes and hooks see the caller's conversion, not these reads.
-  with torch_compat.unnoticed():
+  with torch_compat.without_function_modes_for_reads():
     t = t.detach().resolve_conj().resolve_neg()
     if dtype is not None and dtype is not t.dtype:
       t = t.to(dtype)  # 64-bit values are narrowed below
     is_narrowed = t.dtype in _WIDE and narrowing.is_on()
     values = narrowing.narrow(t, jax_dtype) if is_narrowed else host_array(t)
-  if place is not None:
+  if sharding is not None:
     shape = tuple(values.shape)
-    return placement.from_parts(
-      shape, place, lambda index: np.array(values[index], jax_dtype)
+    return placement.from_shards(
+      shape, sharding, lambda index: np.array(values[index], jax_dtype)
     )
   # A copy, because JAX may alias the memory of a numpy array.
   own = values if is_narrowed else np.array(values, dtype=jax_dtype)
@@ -219,7 +219,7 @@ def values_for_jax(t: torch.Tensor) -> np.ndarray:
   """
   check_layout(t)
   jax_dtype = t2j_dtype(t.dtype)
-  with torch_compat.unnoticed():
+  with torch_compat.without_function_modes_for_reads():
     t = t.detach().resolve_conj().resolve_neg()
     if t.dtype in _WIDE and narrowing.is_on():
       return np.asarray(narrowing.narrow(t, jax_dtype))
@@ -260,7 +260,7 @@ def numpy_copy(x: jax.Array, asked: str, copy: bool = True) -> np.ndarray:
     raise no_numbers(asked) from None
   except RuntimeError as error:
     if jax_compat.is_about_deletion(error):
-      raise donated(asked) from None
+      raise donated_error(asked) from None
     if jax_compat.is_about_other_processes(error):
       raise parts.not_addressable_error(x, asked) from None
     raise

@@ -65,7 +65,7 @@ def with_warmup(program: Program, on_host: Callable) -> Program:
   return warmed
 
 
-def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
+def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | None:
   """Return operands as numpy arrays that share memory, and the result's sharding.
 
   Args:
@@ -81,7 +81,7 @@ def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
   for operand in operands:
     array, *starts = operand if type(operand) is tuple else (operand,)
     if type(array) is _ArrayImpl:
-      if not (array.is_fully_addressable and jax_compat.is_of_host(array)):
+      if not (array.is_fully_addressable and jax_compat.is_in_host_memory(array)):
         return None
       if len(array.devices()) > 1:
         return None
@@ -96,7 +96,7 @@ def taken(operands) -> tuple[list, SingleDeviceSharding | None] | None:
 
 def _run_in_numpy(on_host: Callable, operands) -> jax.Array | None:
   """Return the result computed by numpy; None if the program must run."""
-  given = taken(operands)
+  given = as_numpy_operands(operands)
   if given is None:
     return None
   values, sharding = given

@@ -1,9 +1,9 @@
 """Out-of-range indices where no error can be raised: never a plausible value.
 
 Inside a compiled function an index is data, and eagerly a check would wait for the
-device. A read out of range gives `no_number`: NaN, the smallest signed or the largest
+device. A read out of range gives `fill_value`: NaN, the smallest signed or the largest
 unsigned integer, or True. If a write has an index out of range, all its values become
-`no_number`. The indexing operations (`torchax/ops`) and `chains.py` use this.
+`fill_value`. The indexing operations (`torchax/ops`) and `chains.py` use this.
 """
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def no_number(dtype) -> np.ndarray:
+def fill_value(dtype) -> np.ndarray:
   """Return the fill value of a JAX dtype: NaN, an extreme integer, or True for bool.
 
   JAX fills in the same values with `mode="fill"`.
@@ -25,17 +25,17 @@ def no_number(dtype) -> np.ndarray:
 
 
 def fill_invalid(values: jax.Array, where: jax.Array) -> jax.Array:
-  """Return the values, with `no_number` at true elements of a mask."""
-  return jnp.where(where, no_number(values.dtype), values)
+  """Return the values, with `fill_value` at true elements of a mask."""
+  return jnp.where(where, fill_value(values.dtype), values)
 
 
-def outside(index: jax.Array, size, wraps: bool = False) -> jax.Array:
+def is_out_of_range(index: jax.Array, size, wraps: bool = False) -> jax.Array:
   """Return the mask of indices outside [0, size); with `wraps`, [-size, size)."""
   index = _wide(index)
   return (index < (-size if wraps else 0)) | (index >= size)
 
 
-def inside(index: jax.Array, size, wraps: bool = False) -> jax.Array:
+def clip(index: jax.Array, size, wraps: bool = False) -> jax.Array:
   """Clip an index to [0, size); with `wraps`, negative ones count from the end."""
   index = _wide(index)
   if wraps:
@@ -43,30 +43,30 @@ def inside(index: jax.Array, size, wraps: bool = False) -> jax.Array:
   return jnp.clip(index, 0, size - 1)
 
 
-def from_start(index: jax.Array, size) -> jax.Array:
+def negative_to_size(index: jax.Array, size) -> jax.Array:
   """Replace negative indices by `size`, so that JAX does not count from the end."""
   index = _wide(index)
   return jnp.where(index < 0, size, index)
 
 
 def read(array: jax.Array, indices, dim: int | None = None) -> jax.Array:
-  """Return `array[indices]`, or elements along `dim`; `no_number` out of range."""
+  """Return `array[indices]`, or elements along `dim`; `fill_value` out of range."""
   if dim is not None:
     return jnp.take_along_axis(array, indices, dim, mode="fill")
   return array.at[indices].get(mode="fill")
 
 
 def write(array: jax.Array, indices, values, how, broken, gathers=False) -> jax.Array:
-  """Return `how(array, indices, values)`; write `no_number` if an index is invalid.
+  """Return `how(array, indices, values)`; write `fill_value` if an index is invalid.
 
   Args:
     array: the array to write to.
-    indices: indices, clipped by `inside`.
+    indices: indices, clipped by `clip`.
     values: the values to write.
     how: `(array, indices, values) -> array`.
     broken: mask of the indices that were out of range.
     gathers: `how` combines values at equal indices, as an addition does. NaN then
-      stays NaN; integers do not, so the whole result becomes `no_number`.
+      stays NaN; integers do not, so the whole result becomes `fill_value`.
   """
   is_broken = jnp.any(broken)
   written = how(array, indices, fill_invalid(values, is_broken))

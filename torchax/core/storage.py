@@ -37,8 +37,8 @@ class Rebindings:
   count = 0
 
   @classmethod
-  def note(cls) -> None:
-    """Count one more."""
+  def count_one(cls) -> None:
+    """Count one."""
     cls.count += 1
 
 
@@ -97,7 +97,7 @@ class Storage:
 
   @property
   def root(self) -> "Storage":
-    """Storage that holds the elements: this one, unless it is a `Start`."""
+    """Storage that holds the elements: this one, unless it is a `Prefix`."""
     return self
 
   @property
@@ -119,21 +119,21 @@ class Storage:
       _Addresses.reserve(self, size)
     return self.range[0]
 
-  def become_start_of(self, grown: "Storage") -> None:
+  def become_prefix_of(self, grown: "Storage") -> None:
     """Make this storage an alias of the first elements of a larger one.
 
     Args:
       grown: storage of a 1-d array that starts with this one's elements.
     """
     shape = self.array.shape
-    self.__class__ = Start
+    self.__class__ = Prefix
     _array_slot.__set__(self, (grown, shape))
 
 
 _array_slot = Storage.__dict__["array"]  # subclasses override it by a property
 
 
-class Start(Storage):
+class Prefix(Storage):
   """Storage that aliases the first elements of another storage.
 
   Inside a traced function the alias to the larger storage is not followed.
@@ -156,7 +156,7 @@ class Start(Storage):
     grown.write(grown.read().at[: math.prod(shape)].set(array.ravel()))
 
 
-class Blank(Storage):
+class LazyZeros(Storage):
   """Storage of zeros that are created on the first read.
 
   `tensor.to("jax")` overwrites a new tensor at once, so its zeros are never created.
@@ -165,7 +165,7 @@ class Blank(Storage):
   __slots__ = ()
 
   @classmethod
-  def of(cls, shape, dtype, device) -> "Blank":
+  def of(cls, shape, dtype, device) -> "LazyZeros":
     """Create zeros on a `jax.Device`; None for JAX's default device."""
     zeros: Any = (shape, dtype, device)
     return cls(zeros)
@@ -189,7 +189,7 @@ class Blank(Storage):
     _array_slot.__set__(self, array)
 
 
-class Unplaced(Storage):
+class WithoutDevice(Storage):
   """Storage of values that torch created without a device.
 
   They may be combined with tensors on any device; other values may not.
@@ -198,7 +198,7 @@ class Unplaced(Storage):
   __slots__ = ()
 
 
-class Content:
+class Payload:
   """Opaque payload for `__tensor_flatten__`; all are equal, so Dynamo adds no guard."""
 
   __slots__ = ("storage", "chain", "env")
@@ -207,13 +207,13 @@ class Content:
     self.storage, self.chain, self.env = storage, chain, env
 
   def __eq__(self, other):
-    return isinstance(other, Content)
+    return isinstance(other, Payload)
 
   def __hash__(self):
     return 0
 
   def __deepcopy__(self, memo):
-    return Content(None, None, None)
+    return Payload(None, None, None)
 
 
 class ReadOnly(Storage):
@@ -229,7 +229,7 @@ class ReadOnly(Storage):
     )
 
 
-class Ended(Storage):
+class Escaped(Storage):
   """Storage born in a trace that has ended; it never had values."""
 
   __slots__ = ()

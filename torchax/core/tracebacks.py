@@ -63,7 +63,7 @@ def _hide_frames(error: BaseException) -> bool:
   return is_shorter
 
 
-def ending_at_the_user(function: F) -> F:
+def hide_library_frames(function: F) -> F:
   """Wrap a function so that its exceptions have no frames of libraries.
 
   For functions that take much longer than a call; others catch exceptions themselves.

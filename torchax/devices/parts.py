@@ -13,14 +13,14 @@ from torchax.devices import placement
 from torchax.errors import NotAddressableError
 
 
-def is_whole(array: Any) -> bool:
+def is_readable(array: Any) -> bool:
   """Return True if this process can read all values of an array."""
   if not isinstance(array, jax.Array):  # numpy's
     return True
   return array.is_fully_addressable or array.is_fully_replicated
 
 
-def bounds_here(array: jax.Array) -> list[tuple[int, int]] | None:
+def local_bounds(array: jax.Array) -> list[tuple[int, int]] | None:
   """Return (start, stop) in each dimension of the block on this process.
 
   None if the local shards are no single block.
@@ -38,8 +38,8 @@ def bounds_here(array: jax.Array) -> list[tuple[int, int]] | None:
   return bounds if local == enclosing else None
 
 
-def values_here(array: jax.Array, bounds: list[tuple[int, int]]) -> np.ndarray:
-  """Return the values of the block with these bounds (from `bounds_here`)."""
+def local_values(array: jax.Array, bounds: list[tuple[int, int]]) -> np.ndarray:
+  """Return the values of the block with these bounds (from `local_bounds`)."""
   values = np.empty([stop - start for start, stop in bounds], array.dtype)
   for shard in array.addressable_shards:
     block = tuple(
@@ -67,7 +67,7 @@ def not_addressable_error(array: jax.Array, asked: str) -> NotAddressableError:
   return NotAddressableError(
     f"{asked} needs all numbers of a tensor of shape {list(array.shape)}, but "
     f"process {jax.process_index()} of {jax.process_count()} holds "
-    f"{text_of(bounds_here(array))} of it{placement.described(array)}. Call "
+    f"{text_of(local_bounds(array))} of it{placement.describe_sharding(array)}. Call "
     "`torchax.processes.gather(tensor)` first, in every process, or compute what you "
     "need on jax: a sum or a mean is on all processes. To save it in parts, call "
     "`torchax.save_checkpoint`. `tensor.jax().addressable_shards` is what this process "

@@ -41,17 +41,17 @@ MIXED = (
 )
 
 
-class Several:
+class DeviceUse:
   """Flags that are set once the process uses more than JAX's default device.
 
   Attributes:
-    in_use: True once a tensor was put on another device. Until then operations skip
-      the check that their tensors share a device.
-    resolves: True once `Tensor.to` has to look up the current device.
+    multiple_devices: True once a tensor was put on another device. Until then
+      operations skip the check that their tensors share a device.
+    to_is_patched: True once `Tensor.to` has to look up the current device.
   """
 
-  in_use: ClassVar[bool] = False
-  resolves: ClassVar[bool] = False
+  multiple_devices: ClassVar[bool] = False
+  to_is_patched: ClassVar[bool] = False
 
 
 @functools.cache
@@ -166,8 +166,8 @@ def set_current(device) -> None:
   if index is None:
     return
   _current.index = index
-  if index and not Several.resolves:
-    Several.resolves = True
+  if index and not DeviceUse.to_is_patched:
+    DeviceUse.to_is_patched = True
     torch_compat.resolve_in_to(_resolved)
 
 
@@ -192,7 +192,7 @@ def using(device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def laid_out(layout: Callable[[tuple], Sharding | None]) -> Iterator[None]:
+def using_layout(layout: Callable[[tuple], Sharding | None]) -> Iterator[None]:
   """Shard tensors that this thread creates inside the block.
 
   Args:
@@ -207,11 +207,11 @@ def laid_out(layout: Callable[[tuple], Sharding | None]) -> Iterator[None]:
 
 
 def layout() -> Callable[[tuple], Sharding | None] | None:
-  """Return the layout of the innermost `laid_out` on this thread, if any."""
+  """Return the layout of the innermost `using_layout` on this thread, if any."""
   return _current.layout
 
 
-class anywhere:
+class using_default:
   """Context in which JAX chooses the device of new tensors."""
 
   __slots__ = ("before",)
@@ -246,29 +246,29 @@ def device_of(array) -> torch.device:
   return torch_device(current_index())
 
 
-def is_spread(array: jax.Array) -> bool:
+def is_on_several_devices(array: jax.Array) -> bool:
   """Return True for an array on several devices."""
   return type(array) is _ArrayImpl and len(array.sharding.device_set) > 1
 
 
-def spread_of(array: jax.Array) -> Sharding | None:
+def several_device_sharding(array: jax.Array) -> Sharding | None:
   """Return the sharding of an array on several devices; None for other arrays."""
   if type(array) is not _ArrayImpl or not jax_compat.is_committed(array):
     return None  # the common case
   return array.sharding if len(array.sharding.device_set) > 1 else None
 
 
-def whole_beside(array: jax.Array) -> Sharding | None:
+def replicated_like(array: jax.Array) -> Sharding | None:
   """Return the replicated sharding on the mesh of an array; None without a mesh."""
-  sharding = spread_of(array)
+  sharding = several_device_sharding(array)
   if not isinstance(sharding, NamedSharding):
     return None
   return NamedSharding(sharding.mesh, PartitionSpec())
 
 
-def described(array: jax.Array) -> str:
+def describe_sharding(array: jax.Array) -> str:
   """Return the sharding as text for `repr`; empty for an array on one device."""
-  if not is_spread(array):
+  if not is_on_several_devices(array):
     return ""
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
@@ -301,7 +301,7 @@ def target_of(device) -> Any:
   if index is None or index == default_index():
     return None
   target = jax_device(index)
-  Several.in_use = True
+  DeviceUse.multiple_devices = True
   return target
 
 
@@ -333,11 +333,11 @@ def put(array: jax.Array, device) -> jax.Array:
   result = jax.device_put(array, target)
   if index == default_index():
     return jax_compat.uncommitted(result)
-  Several.in_use = True
+  DeviceUse.multiple_devices = True
   return result
 
 
-def require_fitting(spec: PartitionSpec, shape, mesh, name: str) -> None:
+def require_valid_spec(spec: PartitionSpec, shape, mesh, name: str) -> None:
   """Check a spec against a mesh and a shape, with errors in torch's terms.
 
   Args:
@@ -383,21 +383,21 @@ def require_fitting(spec: PartitionSpec, shape, mesh, name: str) -> None:
       )
 
 
-def lay_out(array: jax.Array, sharding: Sharding) -> jax.Array:
+def shard(array: jax.Array, sharding: Sharding) -> jax.Array:
   """Put an array on devices by a sharding; raise ShardingError if it does not fit."""
   if isinstance(sharding, NamedSharding):
     name = f"A tensor of shape {list(array.shape)}"
-    require_fitting(sharding.spec, array.shape, sharding.mesh, name)
+    require_valid_spec(sharding.spec, array.shape, sharding.mesh, name)
   return jax.device_put(array, sharding)
 
 
-def put_as(array: jax.Array, other: jax.Array) -> jax.Array:
+def shard_like(array: jax.Array, other: jax.Array) -> jax.Array:
   """Shard an array like another one of the same shape on several devices."""
-  sharding = spread_of(other) if array.shape == other.shape else None
-  return array if sharding is None else put_back(array, sharding)
+  sharding = several_device_sharding(other) if array.shape == other.shape else None
+  return array if sharding is None else restore_sharding(array, sharding)
 
 
-def from_parts(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
+def from_shards(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
   """Create a sharded array shard by shard, with one shard on the host at a time.
 
   Args:
@@ -434,38 +434,38 @@ def from_host(values: np.ndarray, sharding: Sharding | None = None) -> jax.Array
   return jnp.array(values)
 
 
-def constrained(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+def constrain(array: jax.Array, sharding: Sharding | None) -> jax.Array:
   """Put an array on a sharding; constrain a tracer inside its compiled function."""
   if sharding is None or not isinstance(array, jax.core.Tracer):
-    return put_back(array, sharding)
+    return restore_sharding(array, sharding)
   axis_types = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
   if AxisType.Explicit in axis_types:
     return jax.sharding.reshard(array, sharding)
   return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def place_of(array: jax.Array) -> Sharding | None:
+def committed_sharding(array: jax.Array) -> Sharding | None:
   """Return the sharding that an array is committed to; None if it is uncommitted."""
   if type(array) is _ArrayImpl and jax_compat.is_committed(array):
     return array.sharding
   return None
 
 
-def put_back(array: jax.Array, sharding: Sharding | None) -> jax.Array:
-  """Put an array back on a sharding that `place_of` returned, or uncommit it."""
+def restore_sharding(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+  """Put an array back on a sharding of `committed_sharding`; for None, uncommit it."""
   if type(array) is not _ArrayImpl:
     return array
   if sharding is not None:
     return array if array.sharding == sharding else jax.device_put(array, sharding)
-  if jax_compat.is_committed(array) and not is_spread(array):
+  if jax_compat.is_committed(array) and not is_on_several_devices(array):
     return jax_compat.uncommitted(
       jax.device_put(array, jax_device(default_index() or 0))
     )
   return array
 
 
-def put_beside(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+def replicate_on(array: jax.Array, sharding: Sharding | None) -> jax.Array:
   """Put an array of any shape on the devices of a sharding, replicated over a mesh."""
   if isinstance(sharding, NamedSharding):
     sharding = NamedSharding(sharding.mesh, PartitionSpec())
-  return put_back(array, sharding)
+  return restore_sharding(array, sharding)

@@ -145,7 +145,7 @@ class _Listener:
     watch = self._watches.pop(thread, None)
     if watch is not None:
       watch.end()
-    if event == _LOWERED and logs.are_on("compiles"):
+    if event == _LOWERED and logs.is_enabled("compiles"):
       self._watches[thread] = watch = _Watch(name)
       watch.start()
     self.times.add(name, seconds, event == _COMPILED)

@@ -100,8 +100,10 @@ class _Call:
     return tuple(leaves) if isinstance(out, tuple) else leaves[0]
 
   def _forward(self, function):
-    apply = torch_compat.handing_out_by(grad_mode.handing_out_saved, function)
-    with torch_compat.above_dispatch(), torch.enable_grad():
+    apply = torch_compat.apply_with_saved_scope(
+      grad_mode.accessing_saved_tensors, function
+    )
+    with torch_compat.at_top_level(), torch.enable_grad():
       sources = [new_tensor(array, self.env) for array in self.stopped]
       for source in sources:
         source.requires_grad_()
@@ -114,7 +116,7 @@ class _Call:
       args = list(self.args)
       for index, tensor in zip(self.indices, inputs):
         args[index] = tensor
-      with grad_mode.forward_pass(is_stopped=True), grad_mode.handing_out_saved():
+      with grad_mode.forward_pass(is_stopped=True), grad_mode.accessing_saved_tensors():
         out = apply(*args)
     return sources, inputs, out
 
@@ -159,7 +161,7 @@ class _Backward:
     """Trace torch's gradient of `recorded` with respect to `sources`."""
 
     def backward(*cotangents):
-      with torch_compat.above_dispatch(), rng.continued():
+      with torch_compat.at_top_level(), rng.using_enclosing():
         seeds = [new_tensor(array, env) for array in conjugate(cotangents)]
         found = torch.autograd.grad(
           recorded, sources, seeds, retain_graph=retains, allow_unused=True

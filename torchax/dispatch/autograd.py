@@ -62,9 +62,9 @@ class ArrayFunction:
     self._operator = operator
     self._numbers = numbers
     self._backward = backward
-    self._function = function = explicit_axes.explicitly(function, compiled)
-    self._compiled = compiling.compiled(function, operator)
-    self._compiled_linearize = compiling.compiled(self._linearize, operator)
+    self._function = function = explicit_axes.with_explicit_axes(function, compiled)
+    self._compiled = compiling.jit_if_possible(function, operator)
+    self._compiled_linearize = compiling.jit_if_possible(self._linearize, operator)
     self._gradients: dict[tuple, ArrayFunction] = {}
 
   def value(self, *arrays):
@@ -99,7 +99,7 @@ class ArrayFunction:
 
     inexact = [arrays[n] for n in indices]
     results, pullback, out = jax.vjp(on_inexact, *inexact, has_aux=True)
-    return out, explicit_axes.taking_any(pullback, results)
+    return out, explicit_axes.accept_any_sharding(pullback, results)
 
   def gradient(self, wanted: tuple[bool, ...]) -> "ArrayFunction":
     """Return the function `(*arrays, *cotangents) -> gradients` of wanted arguments."""
@@ -233,5 +233,5 @@ def call(function: ArrayFunction | WithNumbers, tensors: list[Tensor]):
   result = function.value(*[t.jax() for t in tensors])
   if type(result) is jax_compat.ArrayImpl:  # fast path
     return new_tensor(result, env)
-  result = grad_mode.stopped(result)
+  result = grad_mode.stop_gradients(result)
   return jax.tree.map(lambda array: new_tensor(array, env), result)

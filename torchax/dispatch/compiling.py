@@ -29,7 +29,7 @@ about traced shapes are TypeErrors; traced slices raise IndexError.
 """
 
 
-def compiled(
+def jit_if_possible(
   function: Callable, operator: Operator | None = None, sharding=None
 ) -> Program:
   """Compile a function with `jax.jit`; add a fallback if its operator may not compile.

@@ -68,8 +68,8 @@ class TensorPlan:
     dropped = IGNORED - {"generator"}  # the operations it calls draw from the generator
     kwargs = {k: v for k, v in (kwargs or {}).items() if k not in dropped}
     if _active.boundary is not None:
-      args = [host_numbers.resolved(arg) for arg in args]
-      kwargs = {k: host_numbers.resolved(v) for k, v in kwargs.items()}
+      args = [host_numbers.concretize(arg) for arg in args]
+      kwargs = {k: host_numbers.concretize(v) for k, v in kwargs.items()}
     if self.operator.needs_env:
       kwargs["env"] = self.env
     return self.operator.func(*args, **kwargs)

@@ -44,7 +44,7 @@ class _Rule:
 
   def __call__(self, residuals, cotangents, wanted) -> list:
     with (
-      torch_compat.above_dispatch(),
+      torch_compat.at_top_level(),
       torch_compat.without_function_modes(),
       torch_compat.without_autocast(),
       grad_mode.in_formula(),

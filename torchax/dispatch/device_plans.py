@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core.chains import WHOLE
-from torchax.core.storage import Storage, Unplaced
+from torchax.core.storage import Storage, WithoutDevice
 from torchax.devices import placement
 from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError
@@ -99,14 +99,14 @@ class PlacedPlan:
   def _sharding_like(self, source: Tensor, args):
     """Return the sharding for a result made like a tensor on several devices."""
     array = source._storage.array
-    if not placement.is_spread(array) or not isinstance(self.plan, Plan):
+    if not placement.is_on_several_devices(array) or not isinstance(self.plan, Plan):
       return None
     if self._takes_size and tuple(args[1]) != tuple(source.shape):
-      return placement.whole_beside(array)
+      return placement.replicated_like(array)
     return (array if source._chain is WHOLE else source.jax()).sharding
 
 
-def inner(plan: Callable) -> Callable:
+def unwrap(plan: Callable) -> Callable:
   """Return the plan that computes, without `PlacedPlan` around it."""
   return plan.plan if isinstance(plan, PlacedPlan) else plan
 
@@ -130,17 +130,19 @@ def takes_device(op, schema) -> bool:
   return "device" in schema.names and not schema.written
 
 
-def mark_unplaced(tensor: Tensor) -> Tensor:
+def mark_without_device(tensor: Tensor) -> Tensor:
   """Mark a tensor without an explicit device, to be mixed with those of any device."""
   if type(tensor._storage) is Storage:
-    tensor._storage.__class__ = Unplaced
+    tensor._storage.__class__ = WithoutDevice
   return tensor
 
 
 def run_internal_factory(env, op, types, args, kwargs) -> Tensor:
   """Run a factory that torch's C++ calls internally, without a check of devices."""
-  with placement.anywhere():
-    return mark_unplaced(env.dispatch(op, types, args, {**kwargs, "device": None}))
+  with placement.using_default():
+    return mark_without_device(
+      env.dispatch(op, types, args, {**kwargs, "device": None})
+    )
 
 
 class _Thread(threading.local):
@@ -189,7 +191,7 @@ def _tensors(values) -> Iterator[Tensor]:
 def _device_index(tensor: Tensor) -> int | None:
   """Return the index of a tensor's device; None for traced and sharded tensors."""
   array = tensor._storage.array
-  if type(array) is not _ArrayImpl or placement.is_spread(array):
+  if type(array) is not _ArrayImpl or placement.is_on_several_devices(array):
     return None
   return placement.device_of(array).index
 
@@ -198,7 +200,7 @@ def _common_index(op, args, kwargs) -> tuple[int | None, bool]:
   """Return the device index of an operation's tensors, and True if all are unplaced."""
   first, is_free, is_placed = None, False, False
   for tensor in _tensors([*args, *(kwargs or {}).values()]):
-    if type(tensor._storage) is Unplaced:
+    if type(tensor._storage) is WithoutDevice:
       is_free = True
       continue
     is_placed = True
@@ -219,7 +221,7 @@ def _move_result(tensor: Tensor, index: int | None, is_free: bool) -> None:
   """Put an uncommitted result, such as one of the host, on the arguments' device."""
   storage = tensor._storage
   if is_free:
-    mark_unplaced(tensor)
+    mark_without_device(tensor)
   array = storage.array
   if index is None or type(array) is not _ArrayImpl or jax_compat.is_committed(array):
     return

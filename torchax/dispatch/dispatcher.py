@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchax.compat import torch_compat
-from torchax.devices.placement import Several as _Several
+from torchax.devices.placement import DeviceUse
 from torchax.dispatch import device_plans, special_plans
 from torchax.dispatch.compiling import NOT_COMPILABLE
 from torchax.dispatch.decomposed import DecompositionPlan, TensorPlan, tensor_plan
@@ -65,14 +65,14 @@ class Dispatcher:
     self._generation = -1
 
   def __call__(self, func, args, kwargs):
-    if _Several.in_use:
+    if DeviceUse.multiple_devices:
       return device_plans.run(self.plan_for(func, args, kwargs), func, args, kwargs)
     return self.plan_for(func, args, kwargs)(args, kwargs)
 
   def draw(self, draws: list, func, args, kwargs):
     """Run a random operation and append its draw to `draws`, for `Plan.redraw`."""
-    plan = functools.partial(device_plans.inner(self.plan_for(func)), draws=draws)
-    if _Several.in_use:
+    plan = functools.partial(device_plans.unwrap(self.plan_for(func)), draws=draws)
+    if DeviceUse.multiple_devices:
       return device_plans.run(plan, func, args, kwargs)
     return plan(args, kwargs)
 
@@ -127,7 +127,7 @@ class Dispatcher:
     functional_op = functional_form(func)
     if functional_op is None:
       return None
-    functional = device_plans.inner(self.choose(functional_op).plan)
+    functional = device_plans.unwrap(self.choose(functional_op).plan)
     if not is_in_place(func):
       return OutPlan(func, functional, self._env), functional_op
     if isinstance(functional, Plan):
@@ -215,7 +215,7 @@ class Dispatcher:
       func, decompose, kind=Kind.TENSORS, compiled=may_compile
     )
 
-  def find(self, func) -> Operator | None:
+  def find_operator(self, func) -> Operator | None:
     """Return an operator that runs an overload, or None.
 
     For a packet, return the operator of its first overload that has one; functional
@@ -227,7 +227,7 @@ class Dispatcher:
     if not isinstance(func, torch_compat.OpOverload):
       overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
       overloads.sort(key=lambda overload: bool(schema_of(overload).written))
-      found = (self.find(overload) for overload in overloads)
+      found = (self.find_operator(overload) for overload in overloads)
       return next((operator for operator in found if operator), None)
     decomposition = self.decomposition(func)
     if decomposition is not None:
@@ -237,10 +237,6 @@ class Dispatcher:
     except OperatorNotFound:
       return None
     return Operator(func, lambda *args, **kwargs: plan(args, kwargs), kind=Kind.TENSORS)
-
-  def plan(self, func) -> Callable:
-    """Build the plan of an overload; see `choose`."""
-    return self.choose(func).plan
 
   def shapes(self, func, args, kwargs):
     """Return the results of a lowering as `jax.ShapeDtypeStruct`s, or None.
@@ -265,7 +261,7 @@ class Dispatcher:
         return None
       raise
 
-  def forget(self) -> None:
+  def clear(self) -> None:
     """Drop all plans, after an operator of the environment has changed."""
     self._plans.clear()
 

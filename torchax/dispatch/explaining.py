@@ -8,7 +8,7 @@ import torch
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import narrowing
-from torchax.core.explanations import donated, leaked
+from torchax.core.explanations import donated_error, leaked_tracer_error
 from torchax.devices import placement
 from torchax.dispatch import compiling, index_checks, torch_checks
 from torchax.errors import MixedDeviceError, WrongDtypeError
@@ -50,9 +50,9 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
   """
   compiling.raise_if_needs_values(error, operator)
   if isinstance(error, jax.errors.UnexpectedTracerError):
-    raise leaked(str(op)) from error
+    raise leaked_tracer_error(str(op)) from error
   if jax_compat.is_about_deletion(error):
-    raise donated(str(op)) from error
+    raise donated_error(str(op)) from error
   if jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
   is_plain = type(error) in _PLAIN or str(error) == _RANK

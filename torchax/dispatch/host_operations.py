@@ -3,7 +3,7 @@
 They run once, while the function is traced. Each CPU tensor they read becomes a guard
 (`Boundary.guard_on_host`), so a change of it causes a retrace. Draws, and writes to
 tensors that outlive the trace, cannot be replayed and raise. `tracing/trace.py` enters
-the contexts `watching` and `following_arrays`.
+the contexts `guarding_on_reads` and `following_arrays`.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ class _Functions(TorchFunctionMode):
   def __torch_function__(self, func, types, args=(), kwargs=None):
     if func in _READS:
       kwargs = kwargs or {}
-      note(args[0] if args else kwargs.get("data", kwargs.get("obj")))
+      guard_on_read(args[0] if args else kwargs.get("data", kwargs.get("obj")))
     return func(*args, **(kwargs or {}))
 
 
@@ -127,7 +127,7 @@ class _Operations(torch_compat.DispatchMode):
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[None]:
+def guarding_on_reads() -> Iterator[None]:
   """Guard on the CPU tensors that operations read inside this context."""
   with _Functions(), _Operations():
     yield
@@ -139,7 +139,7 @@ def _follow_arrays() -> Callable[[], None]:
 
   @functools.wraps(original)
   def from_numpy(ndarray):
-    note(ndarray)
+    guard_on_read(ndarray)
     tensor = original(ndarray)
     if active.boundary is not None:
       active.boundary.made[id(tensor)] = tensor
@@ -153,7 +153,7 @@ following_arrays = WhileNeeded(_follow_arrays)
 """Context of a trace: numpy arrays that become tensors inside it are guards."""
 
 
-def note(value) -> None:
+def guard_on_read(value) -> None:
   """Guard on a CPU tensor or numpy array that a trace reads."""
   boundary = active.boundary
   if boundary is None or isinstance(value, Tensor):

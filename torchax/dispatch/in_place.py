@@ -68,7 +68,9 @@ class InPlacePlan:
 
   def _shardings(self, targets):
     """Return the shardings of the targets, or None if all are on single devices."""
-    shardings = tuple([placement.spread_of(t._storage.array) for t in targets])
+    shardings = tuple(
+      [placement.several_device_sharding(t._storage.array) for t in targets]
+    )
     if not any(shardings):
       return None
     return shardings if self.writes_lists else shardings[0]
@@ -143,8 +145,10 @@ class InPlacePlan:
       if is_stopped:
         array = grad_mode.with_derivative_of(storage.read(), array)
       if self.overwrites:
-        sharding = placement.place_of(storage.array)
-        array = array if sharding is None else placement.put_back(array, sharding)
+        sharding = placement.committed_sharding(storage.array)
+        array = (
+          array if sharding is None else placement.restore_sharding(array, sharding)
+        )
       storage.write(array, target)
 
 

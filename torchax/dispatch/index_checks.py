@@ -80,7 +80,7 @@ def _known_values(given, waits: bool) -> np.ndarray | None:
 def _is_ready_on_cpu(array) -> bool:
   return (
     type(array.sharding) is _OneDevice
-    and jax_compat.is_of_host(array)
+    and jax_compat.is_in_host_memory(array)
     and array.is_ready()
   )
 

@@ -258,7 +258,7 @@ class PreparedFlattener(Flattener):
     given = dict(zip(self.names, args))
     given.update(kwargs or {})
     if _active.boundary is not None:
-      given = {name: host_numbers.resolved(value) for name, value in given.items()}
+      given = {name: host_numbers.concretize(value) for name, value in given.items()}
     before = dict(given)
     self._prepare(given)
     for name, value in given.items():

@@ -94,8 +94,8 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
   array = array.astype(mappings.t2j_dtype(output.dtype))
   if output.shape == result.shape:
     if output._chain is WHOLE:
-      spread = placement.spread_of(output._storage.array)
-      array = array if spread is None else placement.constrained(array, spread)
+      spread = placement.several_device_sharding(output._storage.array)
+      array = array if spread is None else placement.constrain(array, spread)
     output.replace_jax(array)
     return
   if output.numel():

@@ -137,7 +137,7 @@ class Plan:
     return program(*operands)
 
   def _wrap(self, result):
-    result = grad_mode.stopped(result)
+    result = grad_mode.stop_gradients(result)
     if self.operator.execution.index_results and self.env.config.use_int32_for_index:
       result = self._with_narrow_indices(result)
     return self._wrap_array(result)
@@ -190,7 +190,7 @@ class Plan:
     operands, key = self.flattener.flatten(args, kwargs)
     return self._wrap(self.run(args, kwargs, operands, key, sharding=sharding))
 
-  def on_arrays(self, args, kwargs, caches=True):
+  def run_on_arrays(self, args, kwargs, caches=True):
     """Run the operation on arrays, for graphs whose arguments torch has checked.
 
     Args:

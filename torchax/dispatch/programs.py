@@ -85,7 +85,7 @@ class Programs:
       given = (lowering.op, args, kwargs, lowering.takes_device)
       example = torch_checks.Example(self, *given)
     function = lowering.program(key, write, example)
-    program = compiling.compiled(function, self._operator, sharding)
+    program = compiling.jit_if_possible(function, self._operator, sharding)
     if write is not None or sharding is not None:
       return program
     return new_shapes.with_warmup(program, self._operator, lowering.flattener, key)

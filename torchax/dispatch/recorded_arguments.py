@@ -41,7 +41,7 @@ def _plain(value):
   return ("other", type(value).__name__)
 
 
-def restored(value, parameters: list[torch.Tensor]):
+def restore(value, parameters: list[torch.Tensor]):
   """Convert a recorded argument back to one for torch; the inverse of `plain`.
 
   Args:
@@ -59,7 +59,7 @@ def restored(value, parameters: list[torch.Tensor]):
   if kind == "dtype":
     return getattr(torch, content[0])
   if kind == "list":
-    return [restored(part, parameters) for part in content[0]]
+    return [restore(part, parameters) for part in content[0]]
   if kind == "float":
     return float(content[0])
   raise ValueError(f"An argument of the class {content[0]} was not kept in the ledger.")

@@ -187,8 +187,8 @@ def _count(given) -> int:
 def _error_of(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
   """Return torch's error for tensors created by `convert(shape, dtype)`, or None."""
   with (
-    torch_compat.unnoticed(),
-    torch_compat.unwatched(),
+    torch_compat.without_function_modes_for_reads(),
+    torch_compat.without_modes_for_reads(),
     torch_compat.without_dispatch(),
     torch.no_grad(),
   ):

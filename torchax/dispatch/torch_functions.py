@@ -96,8 +96,8 @@ class ArrayFunctionHandler:
     self, args, kwargs, key
   ) -> autograd.ArrayFunction | autograd.WithNumbers:
     # Cached functions outlive the trace, so they must not hold its host numbers.
-    args = [host_numbers.resolved(arg) for arg in args]
-    kwargs = {name: host_numbers.resolved(arg) for name, arg in kwargs.items()}
+    args = [host_numbers.concretize(arg) for arg in args]
+    kwargs = {name: host_numbers.concretize(arg) for name, arg in kwargs.items()}
     operands, form = self._numbers_flattener.flatten(args, kwargs)
     numbers = tuple([o for o in operands if not isinstance(o, Tensor)])
     function = None
@@ -224,7 +224,7 @@ class FunctionTable:
     self._builtin[func] = handler
     self._generation = -1
 
-  def forget(self) -> None:
+  def clear(self) -> None:
     """Drop the handlers, after an operator of the environment has changed."""
     self._generation = -1
 

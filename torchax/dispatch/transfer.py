@@ -14,7 +14,7 @@ from torchax.compat import jax_compat, torch_compat
 from torchax.core import mappings
 from torchax.core.chains import WHOLE
 from torchax.core.explanations import no_numbers
-from torchax.core.storage import Blank
+from torchax.core.storage import LazyZeros
 from torchax.devices import parts, placement
 from torchax.dispatch import host_operations
 from torchax.dispatch.batched_gradients import over_batches
@@ -61,22 +61,22 @@ class CopyPlan:
     # Convert floats by torch, from 64 bits, which jax might not keep.
     is_inexact = target.dtype.is_floating_point or target.dtype.is_complex
     dtype = target.dtype if is_inexact else None
-    is_blank = type(storage) is Blank and target._chain is WHOLE
+    is_blank = type(storage) is LazyZeros and target._chain is WHOLE
     if is_blank and source.device.type == "cpu":
       array = self.env.array_of(source, storage.device, dtype)
       storage.write(array.astype(mappings.t2j_dtype(target.dtype)))
       return target
-    sharding = placement.place_of(storage.array)
+    sharding = placement.committed_sharding(storage.array)
     if isinstance(source, Tensor):
       return self.in_place((target, _source_at_target(source, target, sharding)), {})
-    host_operations.note(source)
-    spread = placement.spread_of(target._storage.array)
+    host_operations.guard_on_read(source)
+    spread = placement.several_device_sharding(target._storage.array)
     at_once = spread if target._chain is WHOLE else None
-    moved = mappings.t2j(source, dtype=dtype, place=at_once)
+    moved = mappings.t2j(source, dtype=dtype, sharding=at_once)
     same = tuple(source.shape) == tuple(target.shape)
     if same and target._chain is WHOLE and moved.dtype == target._storage.read().dtype:
       target._storage.write(
-        moved if sharding is None else placement.put_back(moved, sharding)
+        moved if sharding is None else placement.restore_sharding(moved, sharding)
       )
       return target
     return self.in_place((target, new_tensor(moved, self.env)), {})
@@ -84,15 +84,15 @@ class CopyPlan:
 
 def _source_at_target(source: Tensor, target: Tensor, sharding) -> Tensor:
   array = source._storage.array
-  source_sharding = placement.place_of(array)
+  source_sharding = placement.committed_sharding(array)
   if source_sharding == sharding or placement.is_traced(array):
     return source
   if source_sharding and sharding and source_sharding.device_set == sharding.device_set:
     return source
   if target._chain is WHOLE:
-    moved = placement.put_back(source.jax(), sharding)
+    moved = placement.restore_sharding(source.jax(), sharding)
   else:
-    moved = placement.put_beside(source.jax(), sharding)
+    moved = placement.replicate_on(source.jax(), sharding)
   return new_tensor(moved, source._env)
 
 
@@ -108,7 +108,7 @@ class ToCopyPlan:
     device = kwargs.pop("device", None)
     tensor, dtype = args[0], kwargs.get("dtype")
     if not isinstance(tensor, Tensor):
-      return self.env.moved(tensor, device, dtype)
+      return self.env.copy_to_jax(tensor, device, dtype)
     if device is None or device.type == "jax" or device == _HIDDEN:
       copied = self.cast(args, {} if dtype is None else {"dtype": dtype})
       if device is None or device.index is None or device == _HIDDEN:
@@ -252,18 +252,18 @@ class Move(torch_compat.OwnFunction):
 def _sharding_of(tensor: Tensor):
   """Return the sharding that a tensor, or its view, is committed to, or None."""
   array = tensor._storage.array
-  is_part = tensor._chain is not WHOLE and placement.is_spread(array)
-  return placement.place_of(tensor.jax() if is_part else array)
+  is_part = tensor._chain is not WHOLE and placement.is_on_several_devices(array)
+  return placement.committed_sharding(tensor.jax() if is_part else array)
 
 
 class PutBack(torch_compat.OwnFunction):
-  """Identity that puts a gradient on a given sharding; see `placement.place_of`."""
+  """Identity that puts a gradient on a sharding; see `placement.committed_sharding`."""
 
   @staticmethod
   def forward(ctx, tensor, sharding):
     array = tensor.jax()
-    ctx.sharding = placement.place_of(array)
-    return new_tensor(placement.put_back(array, sharding), tensor._env)
+    ctx.sharding = placement.committed_sharding(array)
+    return new_tensor(placement.restore_sharding(array, sharding), tensor._env)
 
   @staticmethod
   @over_batches
@@ -276,8 +276,8 @@ class _ApplySharding(torch_compat.OwnFunction):
 
   @staticmethod
   def forward(ctx, grad, sharding):
-    ctx.sharding = placement.spread_of(grad.jax())
-    return new_tensor(placement.constrained(grad.jax(), sharding), grad._env)
+    ctx.sharding = placement.several_device_sharding(grad.jax())
+    return new_tensor(placement.constrain(grad.jax(), sharding), grad._env)
 
   @staticmethod
   @over_batches
@@ -285,7 +285,7 @@ class _ApplySharding(torch_compat.OwnFunction):
     return _ApplySharding.apply(grad, ctx.sharding), None
 
 
-def keep_gradient_beside(tensor: Tensor) -> None:
+def shard_gradient_like(tensor: Tensor) -> None:
   """Register a hook that gives the gradient of a sharded leaf the leaf's sharding.
 
   XLA's partitioner alone might replicate the gradient.
@@ -296,7 +296,9 @@ def keep_gradient_beside(tensor: Tensor) -> None:
 
   def beside(grad):
     leaf = reference()
-    sharding = None if leaf is None else placement.spread_of(leaf._storage.array)
+    sharding = (
+      None if leaf is None else placement.several_device_sharding(leaf._storage.array)
+    )
     if sharding is None or not isinstance(grad, Tensor) or leaf._chain is not WHOLE:
       return None
     found = getattr(grad._storage.array, "sharding", None)
@@ -319,7 +321,7 @@ def _move(tensor: Any, dtype, device, env) -> torch.Tensor:
       f"A tensor on {tensor.device} has no data to move to jax. "
       "Make it on the CPU first."
     )
-  return env.moved(tensor, device, dtype)
+  return env.copy_to_jax(tensor, device, dtype)
 
 
 def arguments_of_to(args, kwargs) -> tuple:

@@ -396,7 +396,7 @@ def _resize_(tensor, size, memory_format=None):
   needed = -(-end * tensor.element_size() // base.dtype.itemsize)
   if needed > base.size:
     tensor._storage = _grow(tensor._storage, needed)
-    Rebindings.note()
+    Rebindings.count_one()
   layout = _Layout(
     size, _contiguous_stride(size), tensor.storage_offset(), tensor.dtype
   )
@@ -411,7 +411,7 @@ def _grow(storage: Storage, size: int) -> Storage:
   """Return a storage of `size` elements that starts with those of `storage`."""
   flat = storage.read().ravel()
   grown = Storage(jnp.pad(flat, (0, size - flat.size)))
-  storage.become_start_of(grown)
+  storage.become_prefix_of(grown)
   return grown
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchax.compat import torch_compat
 from torchax.core.explanations import require_eager
 from torchax.devices import placement as devices
-from torchax.dispatch.transfer import keep_gradient_beside
+from torchax.dispatch.transfer import shard_gradient_like
 from torchax.distributed import meshes, modules, placements
 from torchax.errors import CollectiveError
 from torchax.ops import jc10d
@@ -61,7 +61,7 @@ def distribute_tensor(
   from_first = options.get("src_data_rank", 0) is not None
   placed = placements.place(tensor.detach(), mesh, placements_, from_first)
   placed.requires_grad_(tensor.requires_grad)
-  keep_gradient_beside(placed)
+  shard_gradient_like(placed)
   return placed
 
 
@@ -200,7 +200,7 @@ class _Permute(torch.autograd.Function):
   def forward(ctx, tensor, destinations, group):
     ctx.back = tuple(sorted(range(len(destinations)), key=destinations.__getitem__))
     ctx.group = group
-    array = jc10d.permuted(tensor.jax(), destinations, group)
+    array = jc10d.permute(tensor.jax(), destinations, group)
     return new_tensor(array, tensor._env)
 
   @staticmethod

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchax.compat import torch_compat
 from torchax.core.explanations import require_eager
-from torchax.dispatch.transfer import keep_gradient_beside
+from torchax.dispatch.transfer import shard_gradient_like
 from torchax.distributed import meshes, mixed_precision, modules, placements
 from torchax.distributed.mixed_precision import Precision
 from torchax.errors import CollectiveError
@@ -89,7 +89,7 @@ def _place_parameters(
     parameter = parameters[key]
     array = placements.put(parameter.jax(), sharding, from_first=True)
     parameter.replace_jax(array)
-    keep_gradient_beside(parameter)
+    shard_gradient_like(parameter)
 
 
 def _precision(roots, ignored: set[int], policy):

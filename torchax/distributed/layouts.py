@@ -21,7 +21,7 @@ from torchax.compat import jax_compat
 from torchax.core import explicit_axes, mappings
 from torchax.core.explanations import require_eager
 from torchax.devices import placement
-from torchax.dispatch.transfer import keep_gradient_beside
+from torchax.dispatch.transfer import shard_gradient_like
 from torchax.environment import default_env, env_on
 from torchax.errors import ShardingError
 from torchax.integrations import safetensors
@@ -258,7 +258,7 @@ class Mesh:
         than the shape has dimensions, or splits a dimension that is not divisible.
     """
     spec = _spec(spec)
-    placement.require_fitting(spec, shape, self.jax_mesh, name)
+    placement.require_valid_spec(spec, shape, self.jax_mesh, name)
     return NamedSharding(self.jax_mesh, spec)
 
   def shard(self, tensor: torch.Tensor, spec: PartitionSpec | tuple) -> Tensor:
@@ -328,7 +328,7 @@ class Mesh:
       scopes.enter_context(default_env())
       scopes.enter_context(torch.device("jax"))
       scopes.enter_context(explicit_axes.no_mesh())
-      scopes.enter_context(placement.laid_out(self._provisional_sharding))
+      scopes.enter_context(placement.using_layout(self._provisional_sharding))
       model = model_class(*init_args, **(init_kwargs or {}))
     return self.shard_model(model, override_sharder)
 
@@ -426,7 +426,7 @@ def _put(tensor: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
     if not tensor.jax().sharding.is_equivalent_to(sharding, tensor.dim()):
       with torch.no_grad():
         tensor.shard_(sharding)
-    keep_gradient_beside(tensor)
+    shard_gradient_like(tensor)
     return tensor
   return _replacement(tensor, _sharded(tensor.detach(), sharding))
 
@@ -440,7 +440,7 @@ def _sharded(tensor: torch.Tensor, sharding: NamedSharding) -> Tensor:
   elif jax_compat.is_staging():  # a constant of the compiled function
     array = jax.device_put(mappings.t2j(tensor), sharding)
   else:
-    array = mappings.t2j(tensor, place=sharding)
+    array = mappings.t2j(tensor, sharding=sharding)
   return new_tensor(array, default_env())
 
 
@@ -449,7 +449,7 @@ def _replacement(tensor: torch.Tensor, moved: Tensor) -> torch.Tensor:
   if not isinstance(tensor, torch.nn.Parameter):
     return moved
   parameter = torch.nn.Parameter(moved, tensor.requires_grad)
-  keep_gradient_beside(parameter)
+  shard_gradient_like(parameter)
   return parameter
 
 

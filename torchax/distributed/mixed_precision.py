@@ -92,7 +92,7 @@ class Precision:
         owner._parameters[name] = parameter  # type: ignore[assignment]
     return _cast(outputs, self.output_dtype) if module in self.roots else None
 
-  def called(self, module: torch.nn.Module, method, args, kwargs):
+  def call_with_precision(self, module: torch.nn.Module, method, args, kwargs):
     """Call a method of a module with the precision of its forward pass."""
     args, kwargs = self.enter(module, args, kwargs)
     outputs = None

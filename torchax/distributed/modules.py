@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchax.compat import torch_compat
-from torchax.dispatch.transfer import keep_gradient_beside
+from torchax.dispatch.transfer import shard_gradient_like
 from torchax.distributed import placements
 from torchax.environment import env_on
 from torchax.tensor import Tensor, new_tensor
@@ -41,7 +41,7 @@ def move(
       return tensor
     sharding = sharding_of(tensor)
     if sharding is not None:
-      return new_tensor(placements.laid_out(tensor, sharding), env_on())
+      return new_tensor(placements.with_placements(tensor, sharding), env_on())
     if tensor.is_meta:
       return torch.zeros(tensor.shape, dtype=tensor.dtype, device="jax")
     return tensor.to("jax")
@@ -62,7 +62,7 @@ def replicate(module: torch.nn.Module, mesh: DeviceMesh) -> None:
       sharding = placements.sharding_of(mesh, None, tensor.shape, array)
       placed = placements.put(array, sharding, from_first=True)
       tensor.replace_jax(placed)  # type: ignore[attr-defined]
-    keep_gradient_beside(tensor)
+    shard_gradient_like(tensor)
 
 
 def not_pickled(name: str, function: str) -> pickle.PicklingError:
@@ -105,7 +105,7 @@ def distribute_full(original: Callable, state: dict, keys, *rest) -> None:
       continue
     own, full = pair
     sharding = own.jax().sharding
-    array = placements.laid_out(full, sharding, from_first=False)
+    array = placements.with_placements(full, sharding, from_first=False)
     state[key] = own.copy_(new_tensor(array, own._env))
   original(state, others, *rest)
 

@@ -163,7 +163,7 @@ def placements_of(array: jax.Array, mesh: DeviceMesh) -> tuple[Placement, ...]:
   return tuple(placements)
 
 
-def laid_out(
+def with_placements(
   tensor: torch.Tensor, sharding: NamedSharding, from_first: bool = True
 ) -> jax.Array:
   """Return the values of a tensor as an array with a sharding.
@@ -180,7 +180,7 @@ def laid_out(
   if tensor.is_meta:
     return jnp.zeros(shape, mappings.t2j_dtype(tensor.dtype), device=sharding)
   if sharding.is_fully_addressable:
-    return mappings.t2j(tensor, place=sharding)
+    return mappings.t2j(tensor, sharding=sharding)
   return _global_array(mappings.values_for_jax(tensor), sharding, from_first)
 
 
@@ -227,7 +227,7 @@ def _to_jax(tensor: torch.Tensor, mesh, placements, from_first: bool) -> torch.T
   if is_recorded or jax_compat.is_staging():
     return tensor.to("jax")
   sharding = sharding_of(mesh, placements, tensor.shape)
-  return new_tensor(laid_out(tensor, sharding, from_first), env_on())
+  return new_tensor(with_placements(tensor, sharding, from_first), env_on())
 
 
 def place(

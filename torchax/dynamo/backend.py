@@ -25,8 +25,8 @@ from torchax.devices.generator import Generator
 from torchax.dynamo import draws, on_jax, recurrent
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import Keys, Program
-from torchax.graphs.fx import copied, inner, inputs, line_of
-from torchax.logs import are_on
+from torchax.graphs.fx import copy_graph, inner_graph, inputs, line_of
+from torchax.logs import is_enabled
 from torchax.rng import current, packing
 
 _logger = logging.getLogger("torchax.dynamo")
@@ -63,12 +63,12 @@ def backend(
   module = _copy_module(gm)
   on_jax.drop_unused_moves(module.graph)
   if on_jax.is_on_jax(module, example_inputs):
-    return on_jax.compiled(module, chosen)
+    return on_jax.compile_graph(module, chosen)
   return _compile_plain(module, example_inputs, chosen)
 
 
 def _copy_module(gm: fx.GraphModule) -> fx.GraphModule:
-  module = fx.GraphModule(gm, copied(gm.graph))
+  module = fx.GraphModule(gm, copy_graph(gm.graph))
   module.meta = dict(gm.meta)
   if hasattr(gm, "_param_name_to_source"):
     module._param_name_to_source = gm._param_name_to_source
@@ -80,9 +80,9 @@ def _compile_plain(module, example_inputs, options: Options) -> Callable:
   recurrent.replace(module)
   draws.add_input(module.graph)
   module.recompile()
-  example = torch_compat.faked(torch.zeros(3, dtype=torch.uint32))
+  example = torch_compat.to_fake(torch.zeros(3, dtype=torch.uint32))
   keys = Keys()
-  with torch_compat.keeping_draws():
+  with torch_compat.keep_unused_draws():
     compiled = aot_module_simplified(
       module,
       [*example_inputs, example],
@@ -109,9 +109,9 @@ def _replace_checkpoints(module: fx.GraphModule, example_inputs: Sequence) -> No
     if node.op != "call_function" or node.target is not _checkpoint:
       continue
     body, *args = node.args
-    function = inner(body)
+    function = inner_graph(body)
     assert function is not None, f"{node} checkpoints no graph"
-    own = fx.GraphModule(function, copied(function.graph))
+    own = fx.GraphModule(function, copy_graph(function.graph))
     _replace_checkpoints(own, ())
     name = f"{body.target}_without_checkpoint"
     module.add_submodule(name, own)
@@ -192,13 +192,13 @@ class _Compiled:
 def _log(name: str, module: fx.GraphModule, rng: str) -> None:
   """Log a graph before it is compiled, if `torchax.set_logs` enabled that."""
   nodes = list(module.graph.nodes)
-  if are_on("graphs"):
+  if is_enabled("graphs"):
     code = module.print_readable(print_output=False)
     _logger.info("graph of %s:\n%s", name, code)
-  if are_on("operands"):
+  if is_enabled("operands"):
     operands = [_operand(node, rng) for node in inputs(module.graph)]
     _logger.info("operands of %s:\n%s", name, "\n".join(operands))
-  if are_on("draws"):
+  if is_enabled("draws"):
     drawn = [_draw(node) for node in nodes if node.target is draws.keyed]
     _logger.info("draws of %s:\n%s", name, "\n".join(drawn) or "  none")
 

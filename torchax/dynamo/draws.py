@@ -22,7 +22,7 @@ from torchax.errors import RngError
 from torchax.graphs import fx as fx_graphs
 from torchax.graphs.fx import (
   hint,
-  inner,
+  inner_graph,
   is_draw,
   is_marked_random,
   kind_of,
@@ -141,14 +141,16 @@ def _makes_same_draws(branch: fx.Node, forward: fx.Node) -> bool:
   """
   drawing = [
     [n for n in body.graph.nodes if _draws_of(n)]
-    for body in map(inner, (branch, forward))
+    for body in map(inner_graph, (branch, forward))
   ]
   pairs = list(zip(*drawing))
   if len({*map(len, drawing)}) > 1 or any(a.target != b.target for a, b in pairs):
     return False
   for second, first in pairs:
     second.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
-    bodies = [[n for n in node.all_input_nodes if inner(n)] for node in (second, first)]
+    bodies = [
+      [n for n in node.all_input_nodes if inner_graph(n)] for node in (second, first)
+    ]
     if not all(map(_makes_same_draws, *bodies)):
       return False
   return True
@@ -160,7 +162,7 @@ def _draws_of(node: fx.Node) -> tuple[int, dict[str, int]] | None:
   Raises:
     RngError: the operation runs an inner graph whose draws cannot be numbered.
   """
-  bodies = [body for body in map(inner, node.all_input_nodes) if body is not None]
+  bodies = [body for body in map(inner_graph, node.all_input_nodes) if body is not None]
   if any(map(may_draw, bodies)):
     if node.target is higher_order.cond:
       return _largest([_draws_in(body.graph) for body in bodies])

@@ -19,11 +19,11 @@ from torchax.environment import env_on
 from torchax.graphs import higher_order
 from torchax.graphs.fx import (
   add_input,
-  at_sites,
   attribute,
+  draw_at_sites,
   example,
   example_tensors,
-  inner,
+  inner_graph,
   inputs,
   operation_name,
   where,
@@ -54,7 +54,7 @@ def drop_unused_moves(graph: fx.Graph) -> None:
       graph.erase_node(node)
 
 
-def compiled(module: fx.GraphModule, options: Options) -> Callable:
+def compile_graph(module: fx.GraphModule, options: Options) -> Callable:
   """Compile a graph by `jax_jit`, which handles gradients and in-place changes.
 
   Args:
@@ -70,7 +70,7 @@ def compiled(module: fx.GraphModule, options: Options) -> Callable:
   _replace_higher_order(module.graph)
   module.recompile()
   cpu_input = _cpu_input(module.graph)
-  forward = at_sites(module)
+  forward = draw_at_sites(module)
   parts = (forward, module.graph, arguments, results, options)
   run = forward if cpu_input else _jitted(*parts)
   # Inside an outer trace host numbers are constants.
@@ -89,7 +89,7 @@ def compiled(module: fx.GraphModule, options: Options) -> Callable:
       with env_on(), options.applied():
         return results.unbox(run(*arguments.plain(args)), args)
     bound, on_host = arguments.bind(args)
-    with env_on(), options.applied(), host_numbers.given(on_host):
+    with env_on(), options.applied(), host_numbers.argument_values(on_host):
       return results.unbox((run_in_trace if active.boundary else run)(*bound), args)
 
   return torch.compiler.disable(call)
@@ -219,7 +219,7 @@ class _Results:
 
   def box(self, args, results) -> tuple:
     """Return the results that leave the trace, with numbers boxed as static values."""
-    values = map(host_numbers.resolved, aliases.box(args, results))
+    values = map(host_numbers.concretize, aliases.box(args, results))
     return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in values)
 
   def unbox(self, results, args) -> tuple:
@@ -239,7 +239,7 @@ def _replace_higher_order(graph: fx.Graph) -> None:
   """Replace torch's higher-order operators by ours, in inner graphs too."""
   for node in graph.nodes:
     node.target = higher_order.replacement(node.target) or node.target
-    body = inner(node)
+    body = inner_graph(node)
     if body is not None:
       _replace_higher_order(body.graph)
       body.recompile()

@@ -24,11 +24,11 @@ from torchax.dynamo.torch_io import Outputs, as_numpy, is_number
 from torchax.environment import default_env
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.graphs import higher_order
-from torchax.graphs.fx import attribute, inputs, line_of, meta, returned, where
+from torchax.graphs.fx import attribute, inputs, line_of, meta, results_of, where
 from torchax.graphs.interpreter import JaxInterpreter
 from torchax.registry.names import aten
 from torchax.rng import rng_scope
-from torchax.rng.packing import Form, PackedStream, Place
+from torchax.rng.packing import DrawPosition, Form, PackedStream
 
 
 @jax.tree_util.register_static
@@ -90,7 +90,7 @@ class Program:
     self._inputs = inputs(module.graph)
     self._numbers = list(filter(is_number, module.graph.nodes))
     _require_runnable([n for n in module.graph.nodes if not is_number(n)])
-    results = returned(module.graph)
+    results = results_of(module.graph)
     self._outputs = Outputs(results, self._inputs, is_inference=is_inference)
     is_rng = [node.name == keys.rng for node in self._inputs]
     self._rng = is_rng.index(True) if True in is_rng else None
@@ -212,7 +212,7 @@ class _Interpreter(JaxInterpreter):
     return super().call_function(target, args, kwargs) if product is None else product
 
   def _draw(self, words, position: tuple, operation, *args, **kwargs):
-    at_place = self._stream.at(Place(*position), line_of(self.node))
+    at_place = self._stream.at(DrawPosition(*position), line_of(self.node))
     with rng_scope(self._stream), at_place:
       return super().call_function(operation, args, kwargs)
 

@@ -16,7 +16,7 @@ from torch import fx
 from torchax import amp
 from torchax.compat import torch_compat
 from torchax.functions import recurrent as eager
-from torchax.graphs.fx import copied
+from torchax.graphs.fx import copy_graph
 from torchax.ops.builtin import op
 from torchax.ops.jaten import rnn
 
@@ -159,7 +159,7 @@ def replace(module: fx.GraphModule) -> None:
       node.target = _REPLACEMENTS[node.target]
   for name, inner in module.named_children():
     if isinstance(inner, fx.GraphModule):
-      changed = fx.GraphModule(inner, copied(inner.graph))
+      changed = fx.GraphModule(inner, copy_graph(inner.graph))
       changed.meta = dict(inner.meta)
       replace(changed)
       setattr(module, name, changed)

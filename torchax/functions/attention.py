@@ -110,9 +110,9 @@ def form_of(
       are already divided.
   """
   switches.guard_on(env.config, "attention")
-  wish = env.config.attention
+  requested = env.config.attention
   platform = placement.current_platform()
-  if platform == "cpu" and wish != choice.BLOCKWISE:
+  if platform == "cpu" and requested != choice.BLOCKWISE:
     return choice.PLAIN
   given = query, key, value
   if not all(isinstance(tensor, Tensor) for tensor in given):
@@ -125,28 +125,28 @@ def form_of(
     dtypes=tuple([mappings.t2j_dtype(tensor.dtype).name for tensor in given]),
     mask=None if mask is None else tuple(mask[0]),
     mask_dtype="" if mask is None else mappings.t2j_dtype(mask[1]).name,
-    drops=dropout_p > 0,
+    has_dropout=dropout_p > 0,
     has_positions=steps is not None
     and threefry.is_addressable(env.rng.state.key, size),
     is_causal=is_causal,
     enable_gqa=enable_gqa,
   )
-  return choice.choose(_place(platform, given), call, wish)
+  return choice.choose(_target(platform, given), call, requested)
 
 
-def _place(platform: str, tensors) -> choice.Place:
+def _target(platform: str, tensors) -> choice.Target:
   arrays = [tensor._storage.read(tensor) for tensor in tensors]
   owner = jax_compat.draw_owner()
   if all(type(array) is jax_compat.ArrayImpl for array in arrays):
     devices = {d for array in arrays for d in array.sharding.device_set}
     platform = placement.platform_of(next(iter(devices)))
-    is_divided = len(devices) > 1
+    may_be_partitioned = len(devices) > 1
   else:
-    is_divided = jax_compat.is_divisible()
-  return choice.Place(
+    may_be_partitioned = jax_compat.is_divisible()
+  return choice.Target(
     platform,
     device_module.get_device_capability() if platform == "cuda" else (0, 0),
-    is_divided=is_divided,
+    may_be_partitioned=may_be_partitioned,
     is_typed=any(map(jax_compat.varying_axes, arrays)),
     is_mapped=owner is not None and jax_compat.is_batching(owner),
     has_x64=jax.config.jax_enable_x64,

@@ -15,7 +15,7 @@ import torch
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import mappings
 from torchax.core.chains import WHOLE
-from torchax.core.storage import Blank
+from torchax.core.storage import LazyZeros
 from torchax.devices import placement
 from torchax.dispatch import device_plans
 from torchax.environment import TENSOR_CONSTRUCTORS, Environment, env_on
@@ -90,9 +90,9 @@ class _Pending(torch_compat.CpuSubclass):
     if torch_compat.is_tracing():  # a fake tensor of the device
       return torch.empty(plain.shape, dtype=plain.dtype, device=target)
     if target == torch_compat.HIDDEN_DEVICE:
-      with placement.anywhere():
-        return device_plans.mark_unplaced(env_on().moved(plain))
-    return env_on().moved(plain, target)
+      with placement.using_default():
+        return device_plans.mark_without_device(env_on().copy_to_jax(plain))
+    return env_on().copy_to_jax(plain, target)
 
 
 def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
     return new_tensor(jnp.zeros(size, dtype, device=spread), env)
   tensor = torch_compat.make_wrapper(Tensor, size, dtype=mappings.j2t_dtype(dtype))
   # The zeros are created when they are first read.
-  tensor._storage = Blank.of(tuple(size), dtype, placement.target_of(device))
+  tensor._storage = LazyZeros.of(tuple(size), dtype, placement.target_of(device))
   tensor._chain, tensor._env = WHOLE, env
   if size == [0] and asked != tensor.dtype:
     tensor._asked_dtype = asked  # `torch.load` makes one, then calls `set_`
@@ -130,8 +130,8 @@ def _empty_strided(size, stride, **kwargs) -> torch.Tensor:
 def _internal_empty(size, *, device=None, **kwargs) -> torch.Tensor:
   if torch_compat.dispatch_is_excluded():
     return _empty(size, device=device, **kwargs)
-  with placement.anywhere():
-    return device_plans.mark_unplaced(_empty(size, **kwargs))
+  with placement.using_default():
+    return device_plans.mark_without_device(_empty(size, **kwargs))
 
 
 def _internal_empty_strided(size, stride, **kwargs) -> torch.Tensor:

@@ -17,10 +17,10 @@ from torchax.compat import jax_compat
 from torchax.core import mappings, out_of_range
 from torchax.core.chains import TracedIndexInfo
 from torchax.core.explanations import not_assignable
-from torchax.core.storage import ReadOnly, Unplaced
+from torchax.core.storage import ReadOnly, WithoutDevice
 from torchax.dispatch.views import stop_without_grad
 from torchax.functions.builtin import register_function
-from torchax.registry.index_rules import along
+from torchax.registry.index_rules import dimension_rule
 from torchax.registry.names import aten, functions, methods
 from torchax.registry.operators import Kind
 from torchax.tensor import Tensor, is_traced, new_tensor
@@ -34,7 +34,7 @@ def _getitem_handler(args, kwargs):
   tensor, index = args
   if type(index) is slice or type(index) is int or not isinstance(tensor, Tensor):
     return _getitem(tensor, index)
-  index = index_of(index, tensor)
+  index = normalize_index(index, tensor)
   return read(tensor, index) if _needs_steps(index) else _getitem(tensor, index)
 
 
@@ -46,7 +46,7 @@ def _setitem_handler(args, kwargs):
     parts = index if type(index) is tuple else (index,)
     if all(type(part) in _VIEW_PARTS for part in parts):
       return _fill(tensor, _getitem(tensor, index), value)
-  index, value = index_of(index, tensor), _value_of(value, tensor)
+  index, value = normalize_index(index, tensor), _value_of(value, tensor)
   if _needs_steps(index):
     return write(tensor, index, value)
   return _setitem(tensor, index, value)
@@ -66,7 +66,7 @@ def _fill(tensor: Tensor, target: Tensor, value) -> None:
     target.fill_(value)
 
 
-def index_of(index, indexed: Tensor):
+def normalize_index(index, indexed: Tensor):
   """Return an index with tensors for its sequences and arrays."""
   kind = type(index)
   if kind is int or kind is slice:
@@ -121,7 +121,7 @@ def _value_of(value, tensor: Tensor):
     return value
   number = torch.full((), value, dtype=tensor.dtype, device="cpu")
   made = new_tensor(mappings.t2j(number), tensor._env)
-  made._storage.__class__ = Unplaced
+  made._storage.__class__ = WithoutDevice
   return made
 
 
@@ -252,7 +252,7 @@ def slice_from(tensor: Tensor, index: tuple, dim: int, start, length: int) -> Te
   return piece
 
 
-def symbolic_places(index, tensor) -> tuple[tuple, list] | None:
+def indices_from_symbols(index, tensor) -> tuple[tuple, list] | None:
   """Split an index with symbolic numbers into two steps.
 
   Returns:
@@ -331,7 +331,7 @@ def register_functions(env) -> None:
 
 def _flat_rules(input, indices, dim=None):
   if dim is None:
-    yield along(indices, math.prod(input.shape), 0, RuntimeError)
+    yield dimension_rule(indices, math.prod(input.shape), 0, RuntimeError)
 
 
 @register_function(functions.take_along_dim, methods.take_along_dim, rules=_flat_rules)
@@ -342,7 +342,7 @@ def _take_along_dim(input, indices, dim=None):
       f"{indices.dtype}."
     )
   if dim is None:
-    indices = out_of_range.from_start(indices.ravel(), input.size)
+    indices = out_of_range.negative_to_size(indices.ravel(), input.size)
     return out_of_range.read(input.ravel(), indices, 0)
   if input.ndim != indices.ndim:
     raise RuntimeError(

@@ -80,7 +80,7 @@ def _one_hot_of(input, num_classes):
   classes = jnp.arange(num_classes, dtype=input.dtype)
   rows = (input[..., None] == classes).astype(input.dtype)
   return out_of_range.fill_invalid(
-    rows, out_of_range.outside(input, num_classes)[..., None]
+    rows, out_of_range.is_out_of_range(input, num_classes)[..., None]
   )
 
 

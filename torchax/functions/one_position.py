@@ -78,7 +78,9 @@ def pad_keys(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
   if times >= OFTEN:
     return env.functions.call(attention.padded_keys, *given, most)
   tensors = [tensor for tensor in given if tensor is not None]
-  found = numpy_fallback.taken([tensor._storage.array for tensor in tensors])
+  found = numpy_fallback.as_numpy_operands(
+    [tensor._storage.array for tensor in tensors]
+  )
   if found is None:
     return given
   _calls[shapes] = times + 1
@@ -127,4 +129,4 @@ def _is_on_host(tensor) -> bool:
   if not isinstance(tensor, Tensor) or tensor._chain.moving is not None:
     return False
   array = tensor._storage.array
-  return type(array) is jax_compat.ArrayImpl and jax_compat.is_of_host(array)
+  return type(array) is jax_compat.ArrayImpl and jax_compat.is_in_host_memory(array)

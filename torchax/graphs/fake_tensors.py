@@ -17,7 +17,7 @@ from torchax.environment import default_env
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.functions import indexing
 from torchax.graphs import higher_order
-from torchax.tensor import META, Content, Tensor
+from torchax.tensor import META, Payload, Tensor
 
 
 class NoNumbersError(TracedStateError, torch_compat.DataDependentOutputException):
@@ -74,7 +74,7 @@ class Fake(Tensor):
       return func(*args, **(kwargs or {}))
 
   def __tensor_flatten__(self):
-    return ["_shell"], Content(None, None, None)
+    return ["_shell"], Payload(None, None, None)
 
   @staticmethod
   def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
@@ -164,7 +164,7 @@ def _fake_index(index, tensor: Fake):
     return part if part.device.type == "jax" else part.to(META)
 
   return torch_pytree.tree_map_only(
-    torch.Tensor, on_jax, indexing.index_of(index, tensor)
+    torch.Tensor, on_jax, indexing.normalize_index(index, tensor)
   )
 
 
@@ -173,7 +173,7 @@ _SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 def _subscript(func, tensor, index, *value):
   """Read or write at an index, and keep symbols that torch would specialize."""
-  steps = indexing.symbolic_places(index, tensor)
+  steps = indexing.indices_from_symbols(index, tensor)
   if steps is None:
     return func(tensor, index, *value)
   basic, indices = steps

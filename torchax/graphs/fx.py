@@ -1,7 +1,7 @@
 """Queries on graphs of `torch.fx`: nodes, draws, sites, and lines of user code.
 
-Used by `dynamo`, `export` and the other modules here. `at_sites` runs a graph whose
-operations draw at the sites of the modules that they come from.
+Used by `dynamo`, `export` and the other modules here. `draw_at_sites` runs a graph
+whose operations draw at the sites of the modules that they come from.
 """
 
 import operator
@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import user_code
-from torchax.compat.torch_compat.active_functions import UNSEEN, at
+from torchax.compat.torch_compat.active_functions import UNSEEN, at_path
 from torchax.environment import default_env, env_on
 from torchax.registry.operators import Kind
 from torchax.rng import current
@@ -21,7 +21,7 @@ from torchax.rng import current
 # Nodes and inputs ---------------------------------------------------------------------
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
   """Return a copy of a graph, with Dynamo's sources of the inputs."""
   new = fx.Graph()
   values: dict = {}
@@ -76,7 +76,7 @@ def add_input(graph: fx.Graph, name: str) -> fx.Node:
     return graph.placeholder(name)
 
 
-def returned(graph: fx.Graph):
+def results_of(graph: fx.Graph):
   """Return the results of a graph: nodes and constants, in their containers."""
   (output,) = [node for node in graph.nodes if node.op == "output"]
   return output.args[0]
@@ -89,7 +89,7 @@ def attribute(node: fx.Node):
   return operator.attrgetter(node.target)(node.graph.owning_module)
 
 
-def inner(node: fx.Node) -> fx.GraphModule | None:
+def inner_graph(node: fx.Node) -> fx.GraphModule | None:
   """Return the inner graph that a node reads, such as a branch of `torch.cond`."""
   value = attribute(node)
   return value if isinstance(value, fx.GraphModule) else None
@@ -181,7 +181,7 @@ def where(node: fx.Node) -> str:
   return f" It comes from {file}, line {number} (`{text}`)."
 
 
-def place_of(node: fx.Node) -> tuple[str, int] | None:
+def source_line(node: fx.Node) -> tuple[str, int] | None:
   """Return file and line of the user code behind a node."""
   frame = _frame(node)
   return None if frame is None else (frame[0], int(frame[1]))
@@ -212,7 +212,7 @@ def hint(number):
 # Draws need the sites; messages about indices need the lines.
 
 
-def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
+def draw_at_sites(module: fx.GraphModule, base: str = "") -> Callable:
   """Return the graph's function, which draws at the sites of the captured modules.
 
   Args:
@@ -225,9 +225,9 @@ def at_sites(module: fx.GraphModule, base: str = "") -> Callable:
   setattr(type(module), UNSEEN, True)  # each GraphModule has its own class
   forward = module.forward
   for node in module.graph.nodes:
-    body = inner(node)
+    body = inner_graph(node)
     if body is not None and node.users:
-      at_sites(body, site_of(next(iter(node.users))))
+      draw_at_sites(body, site_of(next(iter(node.users))))
 
   def run(*args):
     if current().by_site or env_on().config.check_indices:
@@ -251,6 +251,6 @@ class _AtSites(fx.Interpreter):
     self._base = base
 
   def run_node(self, node: fx.Node):
-    site = at(site_of(node, self._base))
-    with site, user_code.coming_from(place_of(node)):
+    site = at_path(site_of(node, self._base))
+    with site, user_code.using_node_source(source_line(node)):
       return super().run_node(node)

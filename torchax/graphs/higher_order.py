@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from torchax.environment import default_env
 from torchax.errors import OperatorNotFound, RngError
 from torchax.graphs.fx import (
-  at_sites,
-  inner,
+  draw_at_sites,
+  inner_graph,
   may_draw,
   meta,
-  returned,
+  results_of,
   user_name,
   where,
 )
@@ -53,7 +53,7 @@ def _cond(part, predicate, on_true, on_false, operands=()):
 
     def branch(_):
       out = run(*operands)
-      forms[number] = mismatches.forms_of(out)
+      forms[number] = mismatches.describe_tree(out)
       return out
 
     return branch
@@ -65,7 +65,7 @@ def _cond(part, predicate, on_true, on_false, operands=()):
     stream.check("torch.cond")
     branches = [_with_stream(b, stream, streams, n) for n, b in enumerate(branches)]
   index = jnp.asarray(predicate, bool).reshape(()).astype(jnp.int32)
-  with mismatches.explained(lambda: _mismatch(graphs, forms)):
+  with mismatches.rewording_type_errors(lambda: _mismatch(graphs, forms)):
     out = lax.switch(index, branches, None)
   if stream is not None:
     advance_past_branches(stream, list(streams.values()))
@@ -85,7 +85,7 @@ def _with_stream(branch: Callable, stream: RngStream, streams: dict, number: int
 
 def _mismatch(graphs, forms: dict) -> str | None:
   names = [user_name(graph.graph) for graph in graphs]
-  return mismatches.of_branches("cond", names, forms)
+  return mismatches.branch_mismatch_message("cond", names, forms)
 
 
 def require_equal_branches(node: fx.Node) -> None:
@@ -99,15 +99,15 @@ def require_equal_branches(node: fx.Node) -> None:
   if node.target is not higher_order.cond:
     return
   branches: Any = node.args[1:3]
-  graphs: list[Any] = [inner(branch) for branch in reversed(branches)]
+  graphs: list[Any] = [inner_graph(branch) for branch in reversed(branches)]
   message = _mismatch(graphs, dict(enumerate(map(_forms_of, graphs))))
   if message is not None:
     raise TypeError(f"{message}{where(node)}")
 
 
 def _forms_of(graph: fx.GraphModule):
-  """Return the dtypes and shapes of a graph's results, like `mismatches.forms_of`."""
-  values = map(meta, returned(graph.graph))
+  """Return dtype and shape of a graph's results, like `mismatches.describe_tree`."""
+  values = map(meta, results_of(graph.graph))
   return tuple(
     f"{value.dtype} of shape {list(value.shape)}"
     if isinstance(value, torch.Tensor)
@@ -166,7 +166,7 @@ def _cond_of_tensors(predicate, on_true, on_false, operands=()):
     return (on_true if predicate else on_false)(*operands)
   for branch in (on_true, on_false):
     if isinstance(branch, fx.GraphModule):
-      at_sites(branch)
+      draw_at_sites(branch)
       name = user_name(branch.graph)
       if name:
         branch.__name__ = name  # for messages, in place of Dynamo's `cond_true_0`

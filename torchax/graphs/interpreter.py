@@ -15,7 +15,7 @@ import torch
 from jax.extend.core import InconclusiveDimensionOperation
 
 from torchax.compat import jax_compat, torch_compat, user_code
-from torchax.compat.torch_compat.active_functions import at
+from torchax.compat.torch_compat.active_functions import at_path
 from torchax.dispatch import device_plans
 from torchax.dispatch.decomposed import DecompositionPlan
 from torchax.dispatch.operands import IGNORED
@@ -24,7 +24,7 @@ from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.graphs import higher_order, lowerings, memory
-from torchax.graphs.fx import is_marked_random, place_of, site_of, where
+from torchax.graphs.fx import is_marked_random, site_of, source_line, where
 from torchax.interop.views import call_torch
 from torchax.registry.schema import schema_of
 
@@ -62,7 +62,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     self.node = n
     try:
       if is_marked_random(n) or isinstance(n.target, torch_compat.HigherOrderOperator):
-        with at(site_of(n, self.base)):
+        with at_path(site_of(n, self.base)):
           value = super().run_node(n)
       else:
         value = super().run_node(n)
@@ -114,7 +114,7 @@ class JaxInterpreter(torch.fx.Interpreter):
 
       return memory.run(self.node, operation, args, kwargs, self.env)
     if env_on().config.check_indices:
-      with user_code.coming_from(place_of(self.node)):
+      with user_code.using_node_source(source_line(self.node)):
         return run_operation(target, args, kwargs)
     return run_operation(target, args, kwargs)
 
@@ -205,14 +205,14 @@ def run_operation(op, args: tuple, kwargs: dict):
       return lowerings.SYMBOLIC[op](*args, **kwargs)
     args, kwargs = _with_number_arrays(schema, args, kwargs)
   if schema.is_view:
-    op = lowerings.copy_of(op) or op
-  plan = device_plans.inner(env_on().plan_for(op))
+    op = lowerings.copying_form(op) or op
+  plan = device_plans.unwrap(env_on().plan_for(op))
   if isinstance(plan, ToCopyPlan):
     plan = plan.cast  # arrays stay on their device
   if isinstance(plan, Plan) and not (
     is_symbolic and isinstance(plan, DecompositionPlan)
   ):
-    return plan.on_arrays(args, kwargs, caches=not is_symbolic)
+    return plan.run_on_arrays(args, kwargs, caches=not is_symbolic)
   if is_symbolic:
     raise OperatorNotFound(
       f"{op} runs by torch's decomposition, which needs sizes that are known. Export "

@@ -78,7 +78,7 @@ NUMBERS: dict = {
 # Views -------------------------------------------------------------------------------
 
 
-def copy_of(op):
+def copying_form(op):
   """Return the copying form of a view operation if it has a lowering, else None."""
   packet = getattr(aten, f"{op.overloadpacket.__name__.lstrip('_')}_copy")
   overload = resolve(getattr(packet, op._overloadname))
@@ -117,7 +117,7 @@ SYMBOLIC: dict = {
 
 
 def _lower(op, *args):
-  return default_env().plan_for(op).on_arrays(args, {}, caches=False)
+  return default_env().plan_for(op).run_on_arrays(args, {}, caches=False)
 
 
 def _attention(

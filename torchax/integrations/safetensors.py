@@ -111,7 +111,7 @@ def load_array(path, name: str, sharding: Sharding, dtype=None) -> jax.Array:
       kept = dtype or mappings.t2j_dtype(part.dtype)
       return np.asarray(mappings.host_array(part.contiguous()), kept)
 
-    return placement.from_parts(shape, sharding, read)
+    return placement.from_shards(shape, sharding, read)
 
 
 def register(is_jax: Callable[[str], bool]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from torchax.compat import torch_compat
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.interop import JittableModule, jax_jit
 from torchax.interop.module_hooks import Hooks, with_hooks
 from torchax.interop.wrapper import ModuleWrapper
@@ -52,7 +52,7 @@ def compile(
 ) -> Callable[P, R]: ...
 
 
-@ending_at_the_user
+@hide_library_frames
 def compile(fn, options=None):
   """Compile a function or a module of jax tensors.
 
@@ -176,5 +176,5 @@ def _with_dynamo(function, options: CompileOptions, needs_new_backend: bool = Fa
   if needs_new_backend:
     # Dynamo ignores hooks registered after compilation. A new backend object has no
     # cache entries, so it recompiles.
-    backend = functools.partial(torch_compat.backend_named(backend))
+    backend = functools.partial(torch_compat.lookup_backend(backend))
   return torch.compile(function, backend=backend, options=dict(options.jax_jit_kwargs))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchax.core.static_values import describe_value, key_of
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.interop.jit import Jitted
 from torchax.interop.module import JittableModule
 from torchax.interop.wrapper import ModuleWrapper
@@ -61,7 +61,7 @@ class Explanation:
     return "\n".join(lines)
 
 
-@ending_at_the_user
+@hide_library_frames
 def explain(function: Callable, *args, **kwargs) -> Explanation:
   """Explain the dependencies of a call of a compiled function.
 

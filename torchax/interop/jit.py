@@ -17,11 +17,11 @@ import jax
 from torchax import amp
 from torchax.compat import jax_compat
 from torchax.core import grad_mode, host_numbers, programs
-from torchax.core.explanations import donated, donated_twice
+from torchax.core.explanations import donated_error, donated_twice_error
 from torchax.core.partitions import Partition, is_array
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
-from torchax.core.tracebacks import ending_at_the_user, hide
+from torchax.core.tracebacks import hide, hide_library_frames
 from torchax.devices import placement
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError
@@ -153,9 +153,9 @@ class Jitted(Generic[P, R]):
       message = placement.MIXED.format(what=name, found=error)
       raise MixedDeviceError(message) from error
     if jax_compat.is_about_deletion(error):
-      raise donated(name) from error
+      raise donated_error(name) from error
     if jax_compat.is_about_donation(error):
-      raise donated_twice(name, self._shared_memory(args, kwargs)) from error
+      raise donated_twice_error(name, self._shared_memory(args, kwargs)) from error
     refused = jax_compat.refused_argument(error)
     if refused is not None:
       kind, position = refused
@@ -230,7 +230,7 @@ class Jitted(Generic[P, R]):
         effects.apply(leaves)
       if effects.tape is not None:
         treedef = jax.tree.structure((args, kwargs))
-        numbers = host_numbers.all_given()
+        numbers = host_numbers.current_argument_values()
         called = (leaves, treedef, rng, alive, amp.dtype_in_force(), numbers)
         differentiate = functools.partial(self._differentiable_gradients, called)
         results = (out, effects.assigned)
@@ -243,13 +243,13 @@ class Jitted(Generic[P, R]):
           out = environments.with_environments(out, effects.environments)
         return tensors_of(out)
       if applies_effects and effects.targets:
-        effects.assign(grad_mode.stopped(effects.assigned))
+        effects.assign(grad_mode.stop_gradients(effects.assigned))
       if effects.environments:
-        out = grad_mode.stopped(out)
+        out = grad_mode.stop_gradients(out)
         return tensors_of(environments.with_environments(out, effects.environments))
     if type(out) is jax_compat.ArrayImpl:  # typed keys have another class
       return new_tensor(out, self._env)
-    return tensors_of(grad_mode.stopped(out))
+    return tensors_of(grad_mode.stop_gradients(out))
 
   def _differentiable_gradients(self, called, program, gradients):
     """Return differentiable gradients of a recorded call.
@@ -266,17 +266,17 @@ class Jitted(Generic[P, R]):
         function, {}, self.traced.captures.tensors
       )
     args = (rng, given.dynamic, list(gradients))
-    with host_numbers.given(numbers):
+    with host_numbers.argument_values(numbers):
       return jitted.call(None, args, {}, applies_effects=False, alive=alive)
 
   def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):
     leaves = given.filled(tensors)
     args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, leaves))
-    with self._pure.replay(arrays_of(rng)), amp.resumed(autocast):
+    with self._pure.replay(arrays_of(rng)), amp.restore_autocast(autocast):
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
 
-  @ending_at_the_user
+  @hide_library_frames
   def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
     """Call `jax.jit(…).lower` for these arguments; run nothing, advance no stream."""
     leaves, args, kwargs = _flatten(args, kwargs)
@@ -285,7 +285,7 @@ class Jitted(Generic[P, R]):
       lambda rng: jitted.lower(rng, self.traced.operands(leaves), *args, **kwargs)
     )
 
-  @ending_at_the_user
+  @hide_library_frames
   def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
     """Call `jax.jit(…).trace` for these arguments; run nothing, advance no stream."""
     leaves, args, kwargs = _flatten(args, kwargs)
@@ -366,7 +366,7 @@ def jax_jit(
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 
 
-@ending_at_the_user
+@hide_library_frames
 def jax_jit(
   torch_function=None,
   kwargs_for_jax_jit=None,

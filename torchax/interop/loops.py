@@ -21,7 +21,7 @@ from jax import lax
 
 from torchax.compat import jax_compat
 from torchax.core.partitions import is_tensor
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.errors import RngError
 from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
@@ -39,7 +39,7 @@ Operands = TypeVarTuple("Operands")
 Index = int | torch.Tensor
 
 
-@ending_at_the_user
+@hide_library_frames
 def scan(
   f: Callable[[Carry, X], tuple[Carry, Y]],
   init: Carry,
@@ -71,7 +71,7 @@ def scan(
   return _run(_scan, (f,), options, (init, xs))
 
 
-@ending_at_the_user
+@hide_library_frames
 def fori_loop(
   lower: Index,
   upper: Index,
@@ -103,7 +103,7 @@ def fori_loop(
   return _run(_fori_while, (body_fun,), (), state)
 
 
-@ending_at_the_user
+@hide_library_frames
 def while_loop(
   cond_fun: Callable[[Carry], torch.Tensor],
   body_fun: Callable[[Carry], Carry],
@@ -129,7 +129,7 @@ def while_loop(
   return _run(_while, (cond_fun, body_fun), (), (init_val,))
 
 
-@ending_at_the_user
+@hide_library_frames
 def cond(
   pred: bool | torch.Tensor,
   true_fun: Callable[[*Operands], R],
@@ -162,7 +162,7 @@ def cond(
   return _run(_switch, (false_fun, true_fun), ("cond",), (index, operands))
 
 
-@ending_at_the_user
+@hide_library_frames
 def switch(
   index: Index, branches: Sequence[Callable[[*Operands], R]], *operands: *Operands
 ) -> R:
@@ -230,14 +230,14 @@ def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
       streams = boundary.with_counts(rng, counts)
       result = call(0, streams, loop.with_states(captured, states), (value, x))
       before, (value, y) = value, _pair(result.out, functions[0])
-      forms[:] = mismatches.forms_of(before), mismatches.forms_of(value)
+      forms[:] = mismatches.describe_tree(before), mismatches.describe_tree(value)
       _require_no_seed(kind, result.advance)
       advances.append(result.advance)
       counts = boundary.counts_after(counts, result.advance.draws)
       return (counts, result.states, value), y
 
     start = boundary.counts_of(rng), loop.states_of(captured), init
-    with mismatches.explained(
+    with mismatches.rewording_type_errors(
       lambda: mismatches.carry_message(kind, functions[0], *forms)
     ):
       (_, states, value), ys = lax.scan(
@@ -301,14 +301,14 @@ def _while(functions, args, kind="while_loop"):
           "The condition of while_loop draws random numbers. Draw in the body, and "
           "pass what the condition needs in the value."
         )
-      forms[2] = mismatches.forms_of(result.out)
+      forms[2] = mismatches.describe_tree(result.out)
       return result.out
 
     def body(carry):
       counts, states, value = carry
       streams = boundary.with_counts(child, counts)
       result = call(1, streams, loop.with_states(captured, states), (value,))
-      forms[:2] = mismatches.forms_of(value), mismatches.forms_of(result.out)
+      forms[:2] = mismatches.describe_tree(value), mismatches.describe_tree(result.out)
       _require_no_seed(kind, result.advance)
       loop.require_known(result.advance)
       advances.append(result.advance)
@@ -316,7 +316,9 @@ def _while(functions, args, kind="while_loop"):
       return counts, result.states, result.out
 
     start = boundary.counts_of(child), loop.states_of(captured), args[0]
-    with mismatches.explained(lambda: mismatches.loop_message(kind, functions, *forms)):
+    with mismatches.rewording_type_errors(
+      lambda: mismatches.loop_message(kind, functions, *forms)
+    ):
       _, states, value = lax.while_loop(condition, body, start)
     return value, states, advances[-1].log_only("while_loop")
 
@@ -337,7 +339,7 @@ def _switch(functions, args, kind):
       result = call(number, rng, captured, operands)
       _require_no_seed("a branch", result.advance)
       advances[number] = result.advance
-      forms[number] = mismatches.forms_of(result.out)
+      forms[number] = mismatches.describe_tree(result.out)
       return result.out, result.states
 
     branches = [functools.partial(branch, n) for n in range(len(functions))]
@@ -345,7 +347,9 @@ def _switch(functions, args, kind):
       out, states = branches[0](operands)
     else:
       names = list(map(name_of, functions))
-      with mismatches.explained(lambda: mismatches.of_branches(kind, names, forms)):
+      with mismatches.rewording_type_errors(
+        lambda: mismatches.branch_mismatch_message(kind, names, forms)
+      ):
         out, states = lax.switch(index, branches, operands)
     return out, states, Advance.of_branches([advances[n] for n in range(len(branches))])
 

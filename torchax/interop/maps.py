@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from torchax.core import explicit_axes
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.errors import RngError
 from torchax.interop.options import ShardMapOptions, merge
 from torchax.rng import Advance, boundary
-from torchax.rng.ledger import of_derived_stream
+from torchax.rng.ledger import as_child_draws
 from torchax.tracing.names import name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R
@@ -30,7 +30,7 @@ from torchax.types import P, R
 DIFFERENT, SAME, ERROR = "different", "same", "error"
 
 
-@ending_at_the_user
+@hide_library_frames
 def jax_vmap(
   torch_function: Callable[P, R],
   in_axes: Any = 0,
@@ -72,7 +72,7 @@ def jax_vmap(
     spmd_axis_name=spmd_axis_name,
   )
 
-  @ending_at_the_user
+  @hide_library_frames
   @functools.wraps(torch_function, updated=())
   def mapped(*args, **kwargs):
     def on_row(args, kwargs):
@@ -123,7 +123,7 @@ def _streams_of_row(rows: Transformed, rng: boundary.Values, name) -> boundary.V
   if rows.known.is_nothing:
     return rng
   turn = jax.lax.axis_index(name).astype(jnp.uint32)
-  return boundary.advanced(rng, [turn * n if n else 0 for n in rows.known.draws])
+  return boundary.advance_counts(rng, [turn * n if n else 0 for n in rows.known.draws])
 
 
 def _check_policy(advance: Advance, randomness: str) -> None:
@@ -199,7 +199,7 @@ def jax_shard_map(
   out_specs = options.pop("out_specs", None)
   axes = _different_axes(randomness, options)
 
-  @ending_at_the_user
+  @hide_library_frames
   @functools.wraps(torch_function, updated=())
   def sharded(*args):
     shards = Transformed(
@@ -223,7 +223,7 @@ def _lower_shards(
 
   def shard(rng, captured, args):
     # Static parts in the tree of an operand are the same for every shard.
-    streams = boundary.of_shard(rng, _shard_index(axes)) if axes else rng
+    streams = boundary.values_of_shard(rng, _shard_index(axes)) if axes else rng
     result = call(0, streams, captured, args)
     _check_policy(result.advance, SAME)
     advances.append(result.advance)
@@ -234,13 +234,13 @@ def _lower_shards(
   transformed = jax.shard_map(
     shard, in_specs=(whole, whole, specs), out_specs=out_specs, **options
   )
-  operands = explicit_axes.placed(
+  operands = explicit_axes.reshard_to_specs(
     (rng, captured, args), (whole, whole, specs), options.get("mesh")
   )
   out = transformed(*operands)
   advance = advances[-1]
   if axes:
-    advance = dataclasses.replace(advance, log=of_derived_stream(advance.log, "shard"))
+    advance = dataclasses.replace(advance, log=as_child_draws(advance.log, "shard"))
   return out, [], advance.or_none()
 
 

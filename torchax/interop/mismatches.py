@@ -17,7 +17,7 @@ from torchax.tracing.names import name_of
 
 
 @contextlib.contextmanager
-def explained(explain: Callable[[], str | None]) -> Iterator[None]:
+def rewording_type_errors(explain: Callable[[], str | None]) -> Iterator[None]:
   """Replace a `TypeError` of JAX by one with our message.
 
   Raises:
@@ -32,7 +32,7 @@ def explained(explain: Callable[[], str | None]) -> Iterator[None]:
     raise TypeError(message) from None
 
 
-def forms_of(tree) -> Any:
+def describe_tree(tree) -> Any:
   """Return the tree with the dtype and shape of each array as text."""
   return jax.tree.map(_form_of, tree)
 
@@ -42,7 +42,7 @@ def _form_of(leaf) -> str:
   return f"{dtype} of shape {list(jnp.shape(leaf))}"
 
 
-def of_branches(kind: str, names: Sequence[str], forms: dict) -> str | None:
+def branch_mismatch_message(kind: str, names: Sequence[str], forms: dict) -> str | None:
   """Return an error message for branches with different results, or None.
 
   Args:

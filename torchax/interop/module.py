@@ -13,7 +13,7 @@ import torch
 
 from torchax import rng
 from torchax.compat import torch_compat
-from torchax.core.tracebacks import ending_at_the_user, hide
+from torchax.core.tracebacks import hide, hide_library_frames
 from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
 from torchax.interop.module_hooks import with_hooks
@@ -94,7 +94,7 @@ def extract_jax(
 
   called = jax_view(call)
 
-  @ending_at_the_user
+  @hide_library_frames
   def jax_func(states, args=(), kwargs=None, *, rng=None):
     return called(states, args, kwargs or {}, rng=rng)
 
@@ -216,12 +216,12 @@ class JittableModule(ModuleWrapper):
     """Run the module's `forward`, compiled."""
     return self.jittable_call("forward", *args, **kwargs)
 
-  @ending_at_the_user
+  @hide_library_frames
   def lower(self, *args, **kwargs):
     """Call `jax.jit(…).lower` on `forward`; run nothing, advance no stream."""
     return self.jitted("forward").lower(*args, **kwargs)
 
-  @ending_at_the_user
+  @hide_library_frames
   def trace(self, *args, **kwargs):
     """Call `jax.jit(…).trace` on `forward`; run nothing, advance no stream."""
     return self.jitted("forward").trace(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from torchax.compat import jax_compat
 from torchax.core import grad_mode
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
@@ -71,7 +71,7 @@ def jax_value_and_grad(
     with_aux, argnums=argnums, has_aux=True, **kwargs_for_jax
   )
 
-  @ending_at_the_user
+  @hide_library_frames
   @functools.wraps(torch_function, updated=())
   def value_and_grad(*args, **kwargs):
     leaves, args, kwargs = _flatten(args, kwargs)
@@ -139,7 +139,7 @@ def gradient_checkpoint(
   static_argnums = kwargs_for_jax.pop("static_argnums", ())
   static_argnames = kwargs_for_jax.pop("static_argnames", ())
 
-  @ending_at_the_user
+  @hide_library_frames
   @functools.wraps(torch_function, updated=())
   def checkpointed(*args, **kwargs):
     if jax_compat.is_top_level():

@@ -20,7 +20,7 @@ from torchax.compat import jax_compat
 from torchax.core import grad_mode, mappings
 from torchax.core.boundary import Boundary
 from torchax.core.partitions import Partition, is_tensor
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.dispatch import autograd
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
@@ -94,7 +94,7 @@ def jax_view(t: Callable[..., Any]) -> "JaxFunction[Any]": ...
 def jax_view(t: Any) -> Any: ...
 
 
-@ending_at_the_user
+@hide_library_frames
 def jax_view(t):
   """Convert tensors, torch dtypes and torch functions in a tree to JAX's.
 
@@ -166,7 +166,7 @@ def call_torch(
 def call_torch(torch_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
 
-@ending_at_the_user
+@hide_library_frames
 def call_torch(torch_func, *args, **kwargs):
   """Call a torch function with JAX values; return JAX values.
 
@@ -209,7 +209,7 @@ class JaxFunction(Generic[R]):
     self.__name__ = type(function).__name__  # for callables without a name: modules
     functools.update_wrapper(self, function, updated=())
 
-  @ending_at_the_user
+  @hide_library_frames
   def __call__(self, *args: Any, rng: Any = None, **kwargs: Any) -> R:
     function: Callable[..., Any] = self.__wrapped__
     if rng is None:
@@ -230,7 +230,7 @@ class TorchFunction(Generic[R]):
     self.__name__ = type(function).__name__  # for callables without a name: `jnp.add`
     functools.update_wrapper(self, function, updated=())
 
-  @ending_at_the_user
+  @hide_library_frames
   def __call__(self, *args: Any, **kwargs: Any) -> R:
     return call_jax(self.__wrapped__, *args, **kwargs)
 
@@ -248,7 +248,7 @@ def call_jax(
 def call_jax(jax_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
 
-@ending_at_the_user
+@hide_library_frames
 def call_jax(jax_func, *args, **kwargs):
   """Call a JAX function with torch values; return torch values.
 
@@ -263,7 +263,7 @@ def call_jax(jax_func, *args, **kwargs):
     if arguments.dynamic:
       return _call_recorded(jax_func, arguments)
   out = jax_func(*jax_view(args), **jax_view(kwargs))
-  return torch_view(grad_mode.stopped(out))
+  return torch_view(grad_mode.stop_gradients(out))
 
 
 def _is_array(leaf) -> bool:
@@ -311,7 +311,7 @@ def j2t_autograd(fn, call_jax=call_jax):
   tensor([2., 2.], device='jax:0')
   """
 
-  @ending_at_the_user
+  @hide_library_frames
   @functools.wraps(fn, updated=())
   def called(*args, **kwargs):
     return call_jax(fn, *args, **kwargs)
@@ -343,7 +343,7 @@ def functional_rng(torch_function):
     neither reads nor changes `env.rng`.
   """
 
-  @ending_at_the_user
+  @hide_library_frames
   @functools.wraps(torch_function, updated=())
   def pure(state, /, *args, **kwargs):
     with default_env().rng_scope(state) as stream:

@@ -28,7 +28,7 @@ from torchax.ops.builtin import Kind
 from torchax.ops.builtin import op as builtin_op
 from torchax.ops.register import op
 
-__all__ = ["GROUPS", "WORLDS", "axes_of", "op", "permuted", "reduced"]
+__all__ = ["GROUPS", "WORLDS", "axes_of", "op", "permute", "reduce"]
 
 GROUPS: dict[str, tuple[str, ...]] = {}
 """Mesh axes of each process group, by the group's name."""
@@ -189,7 +189,7 @@ _REDUCTIONS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
 }
 
 
-def reduced(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
+def reduce(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
   """Reduce the arrays of all members; every member gets the result.
 
   Args:
@@ -221,7 +221,7 @@ def _register(name: str, **options) -> Callable:
 
 @_register("all_reduce")
 def _c10d_all_reduce(self, reduceOp: str, group_name: str):
-  return reduced(self, reduceOp, axes_of(group_name, "all_reduce"))
+  return reduce(self, reduceOp, axes_of(group_name, "all_reduce"))
 
 
 @_register("all_gather_into_tensor")
@@ -249,7 +249,7 @@ def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str)
   if reduceOp.lower() in ("sum", "avg") and jnp.issubdtype(input.dtype, jnp.inexact):
     total = lax.psum_scatter(_make_varying(input, axes), axes, tiled=True)
     return total / group_size if reduceOp.lower() == "avg" else total
-  whole = reduced(input, reduceOp, axes)
+  whole = reduce(input, reduceOp, axes)
   size = input.shape[0] // group_size
   start = lax.axis_index(axes) * size
   return lax.dynamic_slice_in_dim(whole, start, size)
@@ -300,7 +300,7 @@ def _c10d_wait_tensors(tensors):
   return list(tensors)
 
 
-def permuted(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Array:
+def permute(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Array:
   """Send the array of member i to member `destinations[i]`.
 
   Raises:

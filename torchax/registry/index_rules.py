@@ -21,8 +21,8 @@ class Rule:
   Args:
     numbers: the argument, a tensor or an array.
     error: torch's class of error for a wrong value.
-    message: torch's message; `{number}` is the first wrong value and `{place}` its flat
-      position.
+    message: torch's message; `{number}` is the first wrong value and `{position}` its
+      flat position.
   """
 
   __slots__ = ("numbers", "error", "message")
@@ -47,13 +47,13 @@ class Rule:
     broken = np.asarray(self.is_broken(numbers))
     if not broken.any():
       return None
-    place = int(np.flatnonzero(broken)[0])
-    number = numbers.reshape(-1)[place] if broken.size == numbers.size else None
-    return self.error(self.text(number, place))
+    position = int(np.flatnonzero(broken)[0])
+    number = numbers.reshape(-1)[position] if broken.size == numbers.size else None
+    return self.error(self.text(number, position))
 
-  def text(self, number, place) -> str:
+  def text(self, number, position) -> str:
     """Return the message for a wrong value and its flat position."""
-    return self.message.format(number=number, place=place)
+    return self.message.format(number=number, position=position)
 
 
 class Range(Rule):
@@ -94,9 +94,9 @@ class Range(Rule):
       return None
     return super().error_for(numbers)
 
-  def text(self, number, place):
+  def text(self, number, position):
     return self.message.format(
-      number=number, place=place, high=self.high, last=self.high - 1, dim=self.dim
+      number=number, position=position, high=self.high, last=self.high - 1, dim=self.dim
     )
 
 
@@ -120,7 +120,9 @@ class Condition(Rule):
 _OUT_OF_BOUNDS = "index {number} is out of bounds for dimension {dim} with size {high}"
 
 
-def along(index, size: int, dim: int, error: type = IndexError, wraps=False) -> Range:
+def dimension_rule(
+  index, size: int, dim: int, error: type = IndexError, wraps=False
+) -> Range:
   """Return the rule for indices of a dimension, with torch's usual message.
 
   Args:

@@ -13,7 +13,6 @@ from torchax.rng.runs import Difference, diff, replay
 from torchax.rng.scope import (
   address_by,
   addressed_by,
-  continued,
   current,
   default_impl,
   default_streams,
@@ -21,6 +20,7 @@ from torchax.rng.scope import (
   is_by_site,
   manual_seed,
   rng_scope,
+  using_enclosing,
 )
 from torchax.rng.snapshots import is_unopened, restore, snapshot
 from torchax.rng.state import RngState, as_key, as_state, fold_in, is_typed_key
@@ -41,7 +41,7 @@ __all__ = [
   "addressed_by",
   "as_key",
   "as_state",
-  "continued",
+  "using_enclosing",
   "current",
   "default_impl",
   "default_streams",

@@ -55,12 +55,12 @@ def with_counts(values: Values, counts: Sequence) -> Values:
   return tuple([v and (v[0], count, *v[2:]) for v, count in zip(values, counts)])
 
 
-def advanced(values: Values, draws: Sequence) -> Values:
+def advance_counts(values: Values, draws: Sequence) -> Values:
   """Return the values after `draws` of each stream; the numbers may be traced."""
   return with_counts(values, counts_after(counts_of(values), draws))
 
 
-def of_shard(values: Values, index) -> Values:
+def values_of_shard(values: Values, index) -> Values:
   """Return the values for one shard; its index may be traced."""
 
   def derive(source):
@@ -202,7 +202,7 @@ Operand = EnvironmentOperand | SiteOperand | GeneratorOperand
 
 
 class StreamOperands:
-  """Streams of a function in its trace; `scope.carrying` makes them current.
+  """Streams of a function in its trace; `scope.drawing_from` makes them current.
 
   Args:
     operands: streams that are operands.
@@ -396,7 +396,7 @@ class Advance:
 
   def log_only(self, label: str) -> "Advance | None":
     """Return the advance of a function that draws from child streams of its own."""
-    return Advance((), ledger.of_derived_stream(self.log, label)).or_none()
+    return Advance((), ledger.as_child_draws(self.log, label)).or_none()
 
   @classmethod
   def of_branches(cls, advances: "list[Advance]") -> "Advance | None":
@@ -404,7 +404,7 @@ class Advance:
     streams = itertools.zip_longest(*[advance.moves for advance in advances])
     moves = [max(filter(None, found), key=lambda move: move[2]) for found in streams]
     logs = [
-      ledger.of_derived_stream(advance.log, f"branch {number}")
+      ledger.as_child_draws(advance.log, f"branch {number}")
       for number, advance in enumerate(advances)
     ]
     return cls(tuple(moves), tuple(itertools.chain.from_iterable(logs))).or_none()

@@ -119,7 +119,7 @@ class KeyedFunction:
     """
     traced = StreamOperands(self.operands, values)
     with (
-      scope.carrying(traced),
+      scope.drawing_from(traced),
       active_functions.following.hold(),
       active_functions.boundary(),
     ):
@@ -167,7 +167,7 @@ class KeyedFunction:
   @contextlib.contextmanager
   def replay(self, values: Values) -> Iterator[None]:
     """Replay in the block the draws of the call that had `values`; advance nothing."""
-    with scope.carrying(StreamOperands(self.operands, values)):
+    with scope.drawing_from(StreamOperands(self.operands, values)):
       yield
 
   def values(self, times: int = 1) -> Values:

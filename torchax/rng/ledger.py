@@ -369,7 +369,7 @@ def _with_keys(entries, streams: dict) -> list[Draw]:
   return draws
 
 
-def of_derived_stream(entries: Iterable, label: str) -> tuple:
+def as_child_draws(entries: Iterable, label: str) -> tuple:
   """Return the draws relabelled as draws of a child stream, with another key."""
   number = next(_calls)
 

@@ -82,7 +82,7 @@ class Packer:
     return data
 
 
-class Place(NamedTuple):
+class DrawPosition(NamedTuple):
   """Position of an operation's draw in a graph.
 
   Attributes:
@@ -113,14 +113,14 @@ class PackedStream(RngStream):
         self.counter.add(path, *position)
 
   @contextlib.contextmanager
-  def at(self, place: Place, line: str) -> Iterator[None]:
+  def at(self, place: DrawPosition, line: str) -> Iterator[None]:
     """Set the position of the draws in the block, and their line in the ledger."""
     counter, recorded = self.counter, len(self.log)
     counter.count = place.number
     if isinstance(counter, SiteCounter):
       for path, turn in place.turns:
         counter.advance_past(turn - counter.draws.get(path, 0), path)
-    with active_functions.boundary(), active_functions.at(place.site):
+    with active_functions.boundary(), active_functions.at_path(place.site):
       yield
     for number in range(recorded, len(self.log)):
       self.log[number] = dataclasses.replace(self.log[number], line=line)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchax.compat import torch_compat
-from torchax.compat.torch_compat.active_functions import Call, innermost, unwrapped
+from torchax.compat.torch_compat.active_functions import Call, innermost, unwrap_module
 
 
 def _modules(call: Call | None, outside: Call | None = None) -> list:
@@ -92,7 +92,7 @@ _names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 def _name_in(parent, child) -> str | None:
   for name, module in parent._modules.items():
-    if module is child or module is not None and unwrapped(module) is child:
+    if module is child or module is not None and unwrap_module(module) is child:
       return name
   known = _names.setdefault(parent, {})
   name, reference = known.get(id(child), (None, None))
@@ -109,7 +109,7 @@ def _inside(parent, seen: set) -> Iterator[tuple]:
     if module is None or id(module) in seen:
       continue
     seen.add(id(module))
-    module = unwrapped(module)
+    module = unwrap_module(module)
     yield name, module
     for path, inner in _inside(module, seen):
       yield f"{name}.{path}", inner

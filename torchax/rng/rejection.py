@@ -14,7 +14,7 @@ from jax import lax
 from torchax.rng import pathwise
 from torchax.rng.samplers import normal, standard_exponential
 from torchax.rng.special import binomial_log_pmf, log1p_minus, poisson_log_pmf
-from torchax.rng.threefry import unrolled
+from torchax.rng.threefry import with_unrolled_key
 from torchax.rng.units import halves
 
 # Below this mean counting is faster, and the rejection methods do not apply.
@@ -90,7 +90,7 @@ def _many_events(key, mean):
   )
 
 
-@unrolled
+@with_unrolled_key
 def poisson(key, rate, dtype) -> jax.Array:
   """Sample the Poisson distribution; NaN for a rate below 0.
 
@@ -126,7 +126,7 @@ def _many_successes(key, n, p):
   )
 
 
-@unrolled
+@with_unrolled_key
 def binomial(key, count, prob, dtype) -> jax.Array:
   """Sample the number of successes in `count` trials.
 
@@ -182,7 +182,7 @@ def _gamma_parts(key, alpha):
   return base, jnp.where(is_small, boost, 0)
 
 
-@unrolled
+@with_unrolled_key
 def standard_gamma(key, alpha, dtype) -> jax.Array:
   """Sample Gamma(alpha) with rate 1, never zero, as torch does.
 
@@ -195,7 +195,7 @@ def standard_gamma(key, alpha, dtype) -> jax.Array:
   return pathwise.gamma_sample(wide, drawn)
 
 
-@unrolled
+@with_unrolled_key
 def dirichlet(key, alpha, dtype) -> jax.Array:
   """Sample proportions along the last axis, never zero, differentiable in alpha.
 

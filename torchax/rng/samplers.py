@@ -15,11 +15,11 @@ import numpy as np
 from jax import lax
 
 from torchax.rng.special import normal_above
-from torchax.rng.threefry import unrolled
-from torchax.rng.units import halves, is_below, scaled, unit
+from torchax.rng.threefry import with_unrolled_key
+from torchax.rng.units import halves, is_below, scale_to_integer, unit
 
 
-@unrolled
+@with_unrolled_key
 def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
   """Sample uniformly over [low, high); complex: both parts, as in torch."""
   if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -37,7 +37,7 @@ def uniform(key, shape, dtype, low=0.0, high=1.0) -> jax.Array:
   return jnp.minimum(drawn.astype(dtype), below)
 
 
-@unrolled
+@with_unrolled_key
 def normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
   """Sample the normal distribution; complex: variance `std`² split over both parts."""
   if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -58,7 +58,7 @@ def log_normal(key, shape, dtype, mean=0.0, std=1.0) -> jax.Array:
   return jnp.exp(normal(key, shape, _wide(dtype), mean, std)).astype(dtype)
 
 
-@unrolled
+@with_unrolled_key
 def bernoulli(key, shape, p) -> jax.Array:
   """Sample bools, True with probability p.
 
@@ -68,7 +68,7 @@ def bernoulli(key, shape, p) -> jax.Array:
   return is_below(key, shape, p)
 
 
-@unrolled
+@with_unrolled_key
 def integers(key, shape, dtype, low, high) -> jax.Array:
   """Sample integers uniformly over [low, high), in any real dtype.
 
@@ -85,11 +85,13 @@ def integers(key, shape, dtype, low, high) -> jax.Array:
     return integers(key, shape, jnp.int32, low, high).astype(dtype)
   unsigned = _unsigned(dtype)
   low, high = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
-  drawn = scaled(key, shape, (high - low).astype(unsigned), unsigned).astype(dtype)
+  drawn = scale_to_integer(key, shape, (high - low).astype(unsigned), unsigned).astype(
+    dtype
+  )
   return jnp.where(low < high, drawn + low, no_integer(dtype))
 
 
-@unrolled
+@with_unrolled_key
 def integers_from(key, shape, dtype, low, span) -> jax.Array:
   """Sample the same integers as `integers` over [low, low + span).
 
@@ -109,7 +111,7 @@ def integers_from(key, shape, dtype, low, span) -> jax.Array:
   if isinstance(low, int):
     low = np.asarray(low % 2**bits)
   # Sums wrap around, so the lower bound modulo 2**bits gives the right result.
-  return scaled(key, shape, span, word).astype(dtype) + low.astype(dtype)
+  return scale_to_integer(key, shape, span, word).astype(dtype) + low.astype(dtype)
 
 
 def no_integer(dtype):
@@ -118,13 +120,13 @@ def no_integer(dtype):
   return np.asarray(limits.min or limits.max, dtype)
 
 
-@unrolled
+@with_unrolled_key
 def permutation(key, n: int, dtype) -> jax.Array:
   """Sample a random permutation of 0 … n-1."""
   return jax.random.permutation(key, n).astype(dtype)
 
 
-@unrolled
+@with_unrolled_key
 def standard_exponential(key, shape, dtype) -> jax.Array:
   """Sample the exponential with rate 1 in float32 or float64: in (0, 64 log(2)].
 
@@ -145,7 +147,7 @@ def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
   return jnp.maximum(drawn.astype(dtype), _least(dtype))
 
 
-@unrolled
+@with_unrolled_key
 def cauchy(key, shape, dtype, median=0.0, sigma=1.0) -> jax.Array:
   """Sample the Cauchy distribution with the given median and half width."""
   wide = _wide(dtype)
@@ -167,7 +169,7 @@ def geometric(key, shape, dtype, p) -> jax.Array:
   return (trials if is_float else jnp.minimum(trials, _most(dtype, wide))).astype(dtype)
 
 
-@unrolled
+@with_unrolled_key
 def multinomial(key, weights, num_samples: int, replacement: bool) -> jax.Array:
   """Sample indices with probabilities proportional to weights along the last axis.
 

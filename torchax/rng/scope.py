@@ -75,7 +75,7 @@ def operands_here():
 def owners_here() -> list[Streams]:
   """Return the environments that `snapshot` and `restore` cover here."""
   operands = operands_here()
-  return streams.every() if operands is None else operands.owners
+  return streams.all_streams() if operands is None else operands.owners
 
 
 def has_scope(owner: Streams) -> bool:
@@ -84,7 +84,7 @@ def has_scope(owner: Streams) -> bool:
 
 
 @contextlib.contextmanager
-def carrying(operands) -> Iterator[None]:
+def drawing_from(operands) -> Iterator[None]:
   """Draw from these `StreamOperands` in the block, and close them at its end."""
   scope = (None, operands)
   _scopes.set((*_scopes.get(), scope))
@@ -115,7 +115,7 @@ def address_by(mode: str) -> None:
     ValueError: any other mode.
   """
   by_site = is_by_site(mode)
-  for owner in streams.every():
+  for owner in streams.all_streams():
     owner.address_by_site(by_site)
 
 
@@ -162,7 +162,7 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
   scope = (owner, stream)
   _scopes.set((*_scopes.get(), scope))
   try:
-    with active_functions.alone() if begins else contextlib.nullcontext():
+    with active_functions.outside_modules() if begins else contextlib.nullcontext():
       yield stream
   except BaseException:
     _leave(scope)
@@ -195,7 +195,7 @@ def _leave(scope: _Scope) -> bool:
 
 
 @contextlib.contextmanager
-def continued() -> Iterator[None]:
+def using_enclosing() -> Iterator[None]:
   """Use the traced streams in a trace nested in theirs.
 
   For a backward pass that is traced apart from its forward pass. It may recompute a
@@ -245,7 +245,7 @@ def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> 
     raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
   if owner is None:
     inside = [owner for owner, _ in _scopes.get() if owner is not None]
-    owners = inside or [streams_on(), *streams.every()]
+    owners = inside or [streams_on(), *streams.all_streams()]
   else:
     owners = [owner]
   for each in dict.fromkeys(owners):

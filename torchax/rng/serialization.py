@@ -27,13 +27,13 @@ _ENTRY = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<I")
 
 
-def joined(states: list[tuple[int, bytes]]) -> bytes:
+def join(states: list[tuple[int, bytes]]) -> bytes:
   """Join the states of several environments, with the environments' numbers."""
   return _SEVERAL + b"".join(_ENTRY.pack(n, len(state)) + state for n, state in states)
 
 
 def split(payload: bytes) -> list[tuple[int | None, bytes]]:
-  """Split the result of `joined`; a single state has the number None.
+  """Split the result of `join`; a single state has the number None.
 
   Raises:
     ValueError: the bytes are truncated.

@@ -26,7 +26,7 @@ def snapshot() -> torch.Tensor:
   first = streams_on()
   owners = [first, *[owner for owner in owners_here() if owner is not first]]
   states = [(owner.number, _saved(owner)) for owner in owners]
-  payload = states[0][1] if len(states) == 1 else serialization.joined(states)
+  payload = states[0][1] if len(states) == 1 else serialization.join(states)
   tensor = tensor_of(payload)
   # A checkpoint that restores the state recomputes inside the current modules.
   stream = None if is_unopened(first) else current(first)

@@ -53,7 +53,7 @@ _numbers = itertools.count()
 _all: "weakref.WeakSet[Streams]" = weakref.WeakSet()
 
 
-def every() -> "list[Streams]":
+def all_streams() -> "list[Streams]":
   """Return the streams of all environments."""
   return sorted(_all, key=lambda owner: owner.number)
 

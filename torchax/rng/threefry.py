@@ -38,7 +38,7 @@ class Words(NamedTuple):
   second: jax.Array
 
 
-def unrolled(sampler):
+def with_unrolled_key(sampler):
   """Wrap a sampler `(key, …) -> array` to draw the same numbers with a faster key."""
 
   @functools.wraps(sampler)

@@ -2,8 +2,8 @@
 
 Each element has 64 random bits: a uniform number U in steps of 2**-64. A float near 1
 cannot hold these, so `halves` returns the distance of U to the nearer end. Comparison
-with a probability (`is_below`) and scaling to an integer (`scaled`) use integer
-arithmetic. No 64-bit types are needed. `samplers.py` calls these functions.
+with a probability (`is_below`) and scaling to an integer (`scale_to_integer`) use
+integer arithmetic. No 64-bit types are needed. `samplers.py` calls these functions.
 """
 
 import jax
@@ -97,7 +97,7 @@ def bernoulli_at(words, positions, high, low) -> jax.Array:
   return is_below_steps(*words_at(words, positions), high, low)
 
 
-def scaled(key, shape, span, dtype) -> jax.Array:
+def scale_to_integer(key, shape, span, dtype) -> jax.Array:
   """Sample integers over [0, span), nearly uniformly; uint32 or uint64.
 
   It uses twice the bits of the dtype. Probabilities of two integers differ by at most

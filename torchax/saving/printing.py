@@ -6,7 +6,7 @@ import jax
 
 from torchax.compat import torch_compat
 from torchax.core import mappings
-from torchax.core.storage import Ended
+from torchax.core.storage import Escaped
 from torchax.devices import parts, placement
 
 
@@ -14,7 +14,7 @@ def has_numbers(tensor) -> bool:
   """Return False for a tensor in a trace or from a trace that has ended."""
   storage = tensor._storage
   return not (
-    isinstance(storage, Ended) or isinstance(storage.read(tensor), jax.core.Tracer)
+    isinstance(storage, Escaped) or isinstance(storage.read(tensor), jax.core.Tracer)
   )
 
 
@@ -24,8 +24,10 @@ def text_of(tensor) -> str:
     return _without_numbers(tensor)
   array = tensor.jax()
   with torch_compat.outside_transforms():
-    text = repr(mappings.j2t(array)) if parts.is_whole(array) else _part_of(array)
-  suffix = f", device='{tensor.device}'{placement.described(tensor._storage.array)}"
+    text = repr(mappings.j2t(array)) if parts.is_readable(array) else _part_of(array)
+  suffix = (
+    f", device='{tensor.device}'{placement.describe_sharding(tensor._storage.array)}"
+  )
   if tensor.grad_fn is not None:
     suffix += f", grad_fn=<{tensor.grad_fn.name()}>"
   elif tensor.requires_grad:
@@ -37,18 +39,18 @@ def text_of(tensor) -> str:
 
 def _part_of(array: jax.Array) -> str:
   """Return the text of this process's part, without communication: one may print."""
-  bounds = parts.bounds_here(array)
+  bounds = parts.local_bounds(array)
   where = f"process {jax.process_index()} of {jax.process_count()} holds"
   text = f"tensor(size={tuple(array.shape)}, {where} {parts.text_of(bounds)}"
   if bounds is None:
     return f"{text})"
-  values = mappings.torch_of(parts.values_here(array, bounds))
+  values = mappings.torch_of(parts.local_values(array, bounds))
   return f"{text}:\n{textwrap.indent(repr(values), '  ')})"
 
 
 def _without_numbers(tensor) -> str:
   shape = f"size={tuple(tensor.shape)}, dtype={tensor.dtype}"
-  if isinstance(tensor._storage, Ended):
+  if isinstance(tensor._storage, Escaped):
     name = tensor._storage.birth.name
     return f"tensor(no value: made while `{name}` was being traced, {shape})"
   return f"tensor(traced, {shape}, device='{tensor.device}')"

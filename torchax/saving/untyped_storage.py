@@ -119,9 +119,9 @@ class UntypedStorage(torch.UntypedStorage):
     if self._dtype is None:
       self._dtype = mappings.j2t_dtype(array.dtype)
     replacement = self._array(content, array.shape)
-    sharding = placement.place_of(array)
+    sharding = placement.committed_sharding(array)
     if sharding is not None:
-      replacement = placement.put_back(replacement, sharding)
+      replacement = placement.restore_sharding(replacement, sharding)
     self.storage.write(replacement)
 
   def host(self) -> np.ndarray:
@@ -133,7 +133,7 @@ class UntypedStorage(torch.UntypedStorage):
     array = self.storage.read()
     if isinstance(array, jax.core.Tracer):
       raise no_numbers("Reading its bytes (to save, pickle or copy it)")
-    if not parts.is_whole(array):
+    if not parts.is_readable(array):
       raise parts.not_addressable_error(array, "A copy on the host")
     return np.asarray(array).ravel().view(np.uint8)
 

@@ -141,7 +141,7 @@ def record(
   env = default_env()
 
   def backward(*cotangents):
-    with rng.continued():
+    with rng.using_enclosing():
       seeds = [new_tensor(cotangent, env) for cotangent in cotangents]
       gradients = _gradients(recorded, wanted, seeds)
     program.used = tuple(gradient is not None for gradient in gradients)
@@ -191,7 +191,7 @@ def _save(ctx, residuals: list, differentiate: Callable, env) -> None:
   """Save the inputs of the backward pass in the context; torch frees them with it."""
   if not torch_compat.has_saved_tensors_hooks():
     # One tensor with attributes is cheaper than one tensor per residual.
-    holder: Any = torch_compat.holder()
+    holder: Any = torch_compat.attribute_holder()
     holder.residuals, holder.differentiate = residuals, differentiate
     ctx.keys = None
     ctx.save_for_backward(holder)

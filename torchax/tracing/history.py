@@ -39,7 +39,7 @@ class History:
     self.count += 1
     self.reasons = self._differences(key)
     self._keys.append(key)
-    if self.count > 1 and logs.are_on("recompiles"):
+    if self.count > 1 and logs.is_enabled("recompiles"):
       reasons = "\n".join([f"  {reason}" for reason in self.reasons])
       ordinal = _ordinal(self.count)
       logger.info("%s is compiled for the %s time:\n%s", self._name, ordinal, reasons)

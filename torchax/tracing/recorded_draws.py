@@ -3,7 +3,7 @@
 import torch
 
 from torchax.compat import torch_compat
-from torchax.dispatch.recorded_arguments import restored, tensors_in
+from torchax.dispatch.recorded_arguments import restore, tensors_in
 from torchax.environment import default_env
 from torchax.errors import RngError
 from torchax.rng import Draw
@@ -34,8 +34,8 @@ def redraw(draw: Draw, parameters: tuple[torch.Tensor, ...]) -> torch.Tensor:
   wanted = tensors_in(draw.arguments)
   given = _bind(draw, operation, wanted, list(parameters))
   args, kwargs = draw.arguments
-  args = [restored(value, given) for value in args]
-  kwargs = {name: restored(value, given) for name, value in kwargs}
+  args = [restore(value, given) for value in args]
+  kwargs = {name: restore(value, given) for name, value in kwargs}
   return default_env().redraw(operation, operands, args, kwargs)
 
 

@@ -240,7 +240,13 @@ class Traced:
     if options.lifts_numbers:
       boundary.numbers = dict(zip(self.numbers.expressions, numbers))
     steps = optimizers.tracing_steps
-    with host_operations.watching(), boundary.enter(), _no_hooks(), watching, steps:
+    with (
+      host_operations.guarding_on_reads(),
+      boundary.enter(),
+      _no_hooks(),
+      watching,
+      steps,
+    ):
       for tensor, array in zip(tensors, captured):
         boundary.lift(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))

@@ -130,7 +130,7 @@ class Transformed:
     )
     for storage, array in zip(self.changing, states):
       storage.write(array.jax() if isinstance(array, Tensor) else array)
-    out = grad_mode.stopped(out)
+    out = grad_mode.stop_gradients(out)
     if self._of_results:
       out = environments.with_environments(out, self._of_results)
     return tensors_of(out)

@@ -44,7 +44,7 @@ def innermost() -> Call | None:
 
 
 @contextlib.contextmanager
-def below(call: Call | None) -> Iterator[None]:
+def as_innermost(call: Call | None) -> Iterator[None]:
   """Make `call` the innermost running call inside the block."""
   outer = _innermost.get()
   _innermost.set(call)
@@ -54,7 +54,7 @@ def below(call: Call | None) -> Iterator[None]:
     _innermost.set(outer)
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
   """Return the module without its wrappers."""
   while hasattr(type(module), TRANSPARENT):
     module = getattr(module, getattr(type(module), TRANSPARENT))
@@ -63,17 +63,17 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 def boundary():
   """Return a context in which paths do not include the callers."""
-  return below((None, _innermost.get()))
+  return as_innermost((None, _innermost.get()))
 
 
-def at(path: str):
+def at_path(path: str):
   """Return a context in which modules of a graph run, below the innermost boundary."""
-  return below((path, _innermost.get()))
+  return as_innermost((path, _innermost.get()))
 
 
-def alone():
+def outside_modules():
   """Return a context in which no module is running."""
-  return below(None)
+  return as_innermost(None)
 
 
 def inside(module: torch.nn.Module) -> contextlib.AbstractContextManager:
@@ -103,7 +103,7 @@ def inside(module: torch.nn.Module) -> contextlib.AbstractContextManager:
     )
   if torch.compiler.is_dynamo_compiling():
     return contextlib.nullcontext()
-  return below((unwrapped(module), _innermost.get()))
+  return as_innermost((unwrap_module(module), _innermost.get()))
 
 
 def _wrapped(call: Callable) -> Callable:
@@ -116,7 +116,7 @@ def _wrapped(call: Callable) -> Callable:
     if hasattr(type(self), UNSEEN):
       return call(self, *args, **kwargs)
     outer = _innermost.get()
-    _innermost.set((unwrapped(self), outer))
+    _innermost.set((unwrap_module(self), outer))
     try:
       return call(self, *args, **kwargs)
     finally:

@@ -80,7 +80,7 @@ def intercept_applied_functions(handler) -> None:
     patch(torch.autograd.Function, "apply", classmethod(apply), _FUNCTIONS)
 
 
-def handing_out_by(scope, function: type[torch.autograd.Function]):
+def apply_with_saved_scope(scope, function: type[torch.autograd.Function]):
   """Return an `apply` of the function that enters `scope()` to read saved tensors."""
 
   def saved_tensors(ctx):

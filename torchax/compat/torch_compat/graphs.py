@@ -154,7 +154,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
       yield from _nested(constant)
 
 
-def keeping_draws() -> contextlib.AbstractContextManager:
+def keep_unused_draws() -> contextlib.AbstractContextManager:
   """Return a context in which captured graphs keep unused random operations.
 
   These advance the stream, as in eager mode.
@@ -169,7 +169,7 @@ def leave_frames_of(*names: str) -> None:
     add(name)
 
 
-def backend_named(name: str):
+def lookup_backend(name: str):
   """Return the compiler function of a backend of `torch.compile`."""
   return _lookup_backend()(name)
 
@@ -204,7 +204,7 @@ def is_for_backend(tensor: torch.Tensor) -> bool:
   return is_compiling and isinstance(tensor, _FunctionalTensor)
 
 
-def faked(tensor: torch.Tensor) -> torch.Tensor:
+def to_fake(tensor: torch.Tensor) -> torch.Tensor:
   """Convert a tensor to a fake tensor of static shape in the current trace, if any."""
   context = _TracingContext.try_get()
   mode = None if context is None else context.fake_mode

@@ -56,7 +56,7 @@ def _make_placeholder(tensor, device: torch.device):
 
 
 @contextlib.contextmanager
-def moving_placeholders(module: torch.nn.Module, fn: Callable) -> Iterator[None]:
+def move_placeholders(module: torch.nn.Module, fn: Callable) -> Iterator[None]:
   """Move the placeholders of a module by `fn`; hide them from torch in the block."""
   hidden = []
   for tensors in (module._parameters, module._buffers):

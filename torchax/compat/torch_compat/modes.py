@@ -19,7 +19,7 @@ without_modes = private.find(
 )
 
 # The same for reads of shapes. Without it they are correct, but modes see them.
-unwatched = (
+without_modes_for_reads = (
   contextlib.nullcontext
   if isinstance(without_modes, private.Unavailable)
   else without_modes
@@ -31,7 +31,7 @@ without_function_modes = private.find(
   "torch._C.DisableTorchFunction", "backward passes and checkpoints"
 )
 # The same for reads. Without it they are correct, but modes see them.
-unnoticed = (
+without_function_modes_for_reads = (
   contextlib.nullcontext
   if isinstance(without_function_modes, private.Unavailable)
   else without_function_modes
@@ -160,7 +160,7 @@ def in_function_forward() -> bool:
 
 
 @contextlib.contextmanager
-def recording_anew() -> Iterator[None]:
+def enable_recording() -> Iterator[None]:
   """Enable recording by autograd inside the block; inner grad modes still apply."""
   is_inference = torch.is_inference_mode_enabled()
   recording = torch.inference_mode(False) if is_inference else torch.enable_grad()
@@ -168,9 +168,9 @@ def recording_anew() -> Iterator[None]:
     yield
 
 
-def holder() -> torch.Tensor:
+def attribute_holder() -> torch.Tensor:
   """Return an empty CPU tensor that can carry attributes, created outside of modes."""
-  with unnoticed(), without_dispatch():
+  with without_function_modes_for_reads(), without_dispatch():
     return torch.empty(0, device="cpu")
 
 
@@ -204,7 +204,7 @@ _key_names = private.find("torch._C.DispatchKey", _ABOVE)
 _MODE_KEYS = ("Python", "PythonTLSSnapshot")
 
 
-def above_dispatch():
+def at_top_level():
   """Return a context in which autograd records operations as at top level.
 
   It also works inside the handler of an operation or a transform of `torch.func`.

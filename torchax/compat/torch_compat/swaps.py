@@ -12,7 +12,7 @@ import torch
 
 from torchax.compat import private
 from torchax.compat.patches import patch
-from torchax.compat.torch_compat.lazy_modules import moving_placeholders
+from torchax.compat.torch_compat.lazy_modules import move_placeholders
 
 # (t1, t2): exchange two tensors without other references.
 swap_tensors = _swap_tensors = torch.utils.swap_tensors
@@ -134,7 +134,7 @@ def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
     ]
     is_swapped = any(isinstance(parameter, cls) for parameter in parameters)
     swapping = _swapping() if is_swapped else contextlib.nullcontext()
-    with swapping, moving_placeholders(self, fn):
+    with swapping, move_placeholders(self, fn):
       _apply_to_module(self, fn, recurse=False)
     for parameter, named in zip(parameters, attributes):
       for name, value in named.items():

@@ -16,7 +16,7 @@ from torchax.distributed.processes.agreement import (
 from torchax.distributed.processes.arrays import gather, global_batch, rows_here
 from torchax.distributed.processes.batches import Batches, in_fixed_order
 from torchax.distributed.processes.start import initialize
-from torchax.distributed.processes.traffic import Collective, collectives, moved
+from torchax.distributed.processes.traffic import Collective, bytes_by_kind, collectives
 
 __all__ = [
   "Batches",
@@ -27,7 +27,7 @@ __all__ = [
   "global_batch",
   "in_fixed_order",
   "initialize",
-  "moved",
+  "bytes_by_kind",
   "require_equal",
   "require_same_program",
   "rows_here",

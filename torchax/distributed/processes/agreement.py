@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from torchax.compat import jax_compat
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.errors import ProcessError
 
 SECONDS = 60
@@ -27,7 +27,7 @@ _rounds = itertools.count(1)
 """Numbers of comparisons; equal numbers belong together in all processes."""
 
 
-@ending_at_the_user
+@hide_library_frames
 def barrier(name: str, timeout: float = SECONDS) -> None:
   """Wait until all processes have reached this barrier.
 
@@ -43,7 +43,7 @@ def barrier(name: str, timeout: float = SECONDS) -> None:
     _compare(f"the barrier {name}", "", "reached", timeout)
 
 
-@ending_at_the_user
+@hide_library_frames
 def require_equal(
   what: str, value: Any, timeout: float = SECONDS, *, shown: str | None = None
 ) -> None:
@@ -69,7 +69,7 @@ def require_equal(
     _compare(what, text, shown, timeout)
 
 
-@ending_at_the_user
+@hide_library_frames
 def require_same_program(
   function: Any, *args: Any, timeout: float = SECONDS, **kwargs: Any
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from torchax.core import mappings
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.environment import default_env
 from torchax.errors import ProcessError
 from torchax.tensor import Tensor, new_tensor
@@ -37,7 +37,7 @@ def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
   return [row for start in sorted(starts) for row in range(start, start + shard)]
 
 
-@ending_at_the_user
+@hide_library_frames
 def global_batch(local: Any, sharding: Sharding) -> Any:
   """Assemble global tensors from the rows that each process has read.
 
@@ -79,7 +79,7 @@ def _on_host(leaf) -> np.ndarray:
   return mappings.values_for_jax(torch.as_tensor(leaf, device="cpu"))
 
 
-@ending_at_the_user
+@hide_library_frames
 def gather(tree: Any) -> Any:
   """Replicate global tensors, so that each process has all of their values.
 

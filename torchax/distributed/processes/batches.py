@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.distributed.processes.arrays import rows_here
 from torchax.interop import call_jax, jax_shard_map, scan
 from torchax.rng import rng_scope
@@ -123,7 +123,7 @@ def _mean_in_order(replicated: NamedSharding, results: jax.Array) -> jax.Array:
   return functools.reduce(lambda a, b: a + b, list(results)) / len(results)
 
 
-@ending_at_the_user
+@hide_library_frames
 def in_fixed_order(
   function: Callable[[Any, torch.Tensor], Any], mesh: Mesh, axis: str, chunks: int
 ) -> Callable[[Any, torch.Tensor], Any]:

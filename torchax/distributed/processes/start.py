@@ -16,7 +16,7 @@ import jax
 import torch
 
 from torchax.compat import jax_compat
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 from torchax.errors import ProcessError
 
 HEARTBEAT_SECONDS = 40
@@ -56,7 +56,7 @@ class World(NamedTuple):
   local_count: int
 
 
-@ending_at_the_user
+@hide_library_frames
 def initialize(
   *,
   local_device_ids: Sequence[int] | None = None,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torchax.core.tracebacks import ending_at_the_user
+from torchax.core.tracebacks import hide_library_frames
 
 _CALL = re.compile(
   r" = (?P<results>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all"
@@ -29,7 +29,7 @@ class Collective(NamedTuple):
   where: str
 
 
-@ending_at_the_user
+@hide_library_frames
 def collectives(function: Any, *args: Any, **kwargs: Any) -> list[Collective]:
   """List the collectives of a function, compiled for these arguments but not run.
 
@@ -62,7 +62,7 @@ def collectives_of(program: str) -> list[Collective]:
   return found
 
 
-def moved(found: Iterable[Collective]) -> dict[str, int]:
+def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
   """Sum the bytes of collectives, by kind."""
   sums: dict[str, int] = {}
   for collective in found:

@@ -31,13 +31,13 @@ _TPU_BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Target:
   """Platform and transformations that a program is compiled for.
 
   Attributes:
     platform: "cpu", "cuda", "rocm" or "tpu".
     capability: compute capability of a CUDA device.
-    is_divided: XLA may partition the program over devices.
+    may_be_partitioned: XLA may partition the program over devices.
     is_typed: inside a `shard_map` that tracks the mesh axes along which arrays vary.
     is_mapped: inside a `vmap`.
     has_x64: JAX's x64 mode is on.
@@ -45,7 +45,7 @@ class Place:
 
   platform: str = "cpu"
   capability: tuple[int, int] = (0, 0)
-  is_divided: bool = False
+  may_be_partitioned: bool = False
   is_typed: bool = False
   is_mapped: bool = False
   has_x64: bool = False
@@ -60,7 +60,7 @@ class Call:
     dtypes: names of the dtypes of query, key and value.
     mask: shape of the mask; None without one.
     mask_dtype: name of the mask's dtype.
-    drops: the dropout probability is strictly between 0 and 1.
+    has_dropout: the dropout probability is strictly between 0 and 1.
     has_positions: the dropout mask can be drawn by position.
     is_causal, enable_gqa: arguments of the call.
   """
@@ -71,7 +71,7 @@ class Call:
   dtypes: tuple[str, str, str] = ("float32", "float32", "float32")
   mask: tuple[int, ...] | None = None
   mask_dtype: str = "bool"
-  drops: bool = False
+  has_dropout: bool = False
   has_positions: bool = True
   is_causal: bool = False
   enable_gqa: bool = False
@@ -81,30 +81,30 @@ class Call:
     return self.query[-2] * self.key[-2] >= LONG
 
 
-def choose(place: Place, call: Call, wish: str = AUTO) -> str:
+def choose(target: Target, call: Call, requested: str = AUTO) -> str:
   """Return the name of the implementation for a call.
 
   Args:
-    place: platform of the program.
+    target: platform of the program.
     call: properties of the call; invalid ones are "plain", which raises the error.
-    wish: "auto"; "flash" to use kernels also in programs that XLA may partition;
+    requested: "auto"; "flash" to use kernels also in programs that XLA may partition;
       "plain"; or "blockwise" to use it wherever it is supported.
   """
-  if wish == PLAIN or not _is_regular(call):
+  if requested == PLAIN or not _is_regular(call):
     return PLAIN
-  if wish == BLOCKWISE:
+  if requested == BLOCKWISE:
     has_bools = call.mask is None or call.mask_dtype == "bool"
-    is_possible = has_bools and (call.has_positions or not call.drops)
+    is_possible = has_bools and (call.has_positions or not call.has_dropout)
     return BLOCKWISE if is_possible else PLAIN
-  if place.is_divided and wish != FLASH:
+  if target.may_be_partitioned and requested != FLASH:
     return PLAIN
-  if call.drops:
-    without = dataclasses.replace(call, drops=False)
-    would = choose(place, without, wish) in (CUDNN, PALLAS)
+  if call.has_dropout:
+    without = dataclasses.replace(call, has_dropout=False)
+    would = choose(target, without, requested) in (CUDNN, PALLAS)
     return BLOCKWISE if would and call.is_long and call.has_positions else PLAIN
-  if _takes_cudnn(place, call):
+  if _takes_cudnn(target, call):
     return CUDNN
-  return PALLAS if _takes_pallas(place, call) else PLAIN
+  return PALLAS if _takes_pallas(target, call) else PLAIN
 
 
 def _is_regular(call: Call) -> bool:
@@ -134,18 +134,18 @@ def _is_mask(call: Call) -> bool:
   return all(m in (1, s) for m, s in zip(reversed(mask), reversed(scores)))
 
 
-def _takes_cudnn(place: Place, call: Call) -> bool:
+def _takes_cudnn(target: Target, call: Call) -> bool:
   """Check the limits of `jax.nn.dot_product_attention(implementation="cudnn")`.
 
   A float mask is excluded: as a half-precision bias it may hold infinities.
   """
   features = call.query[-1]
-  most = 256 if place.capability >= (9, 0) else 128
+  most = 256 if target.capability >= (9, 0) else 128
   rows, keys = call.query[-2], call.key[-2]
   return (
-    place.platform == "cuda"
-    and place.capability >= (8, 0)
-    and not place.is_mapped
+    target.platform == "cuda"
+    and target.capability >= (8, 0)
+    and not target.is_mapped
     and call.dtypes[0] in _HALVES
     and call.value[-1] == features
     and features % 8 == 0
@@ -156,13 +156,13 @@ def _takes_cudnn(place: Place, call: Call) -> bool:
   )
 
 
-def _takes_pallas(place: Place, call: Call) -> bool:
+def _takes_pallas(target: Target, call: Call) -> bool:
   features = call.query[-1]
   rows, keys = call.query[-2], call.key[-2]
   return (
-    place.platform == "tpu"
-    and not place.is_typed
-    and not place.has_x64
+    target.platform == "tpu"
+    and not target.is_typed
+    and not target.has_x64
     and call.dtypes[0] in ("bfloat16", "float32")
     and call.value[-1] == features
     and features in (64, 128, 256)

@@ -42,7 +42,7 @@ def attention(
       query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True
     )
   scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-  query, key, value = jax_compat.varying_alike(query, key, value)
+  query, key, value = jax_compat.match_varying_axes(query, key, value)
   batched = [array.reshape(-1, *array.shape[-3:]) for array in (query, key, value)]
   if kernel == CUDNN:
     output = _cudnn(*batched, _as_batch(attn_mask, query, key), is_causal, scale)

@@ -87,7 +87,7 @@ def attention(
     (…, heads, l, v) in the dtype of `query`.
   """
   arrays = [a for a in (query, key, value, attn_mask, words) if a is not None]
-  query, key, value, *_ = jax_compat.varying_alike(*arrays)
+  query, key, value, *_ = jax_compat.match_varying_axes(*arrays)
   *leading, heads, rows, features = query.shape
   key_heads, keys = key.shape[-3:-1]
   config = _Config(is_causal, rows, keys, min(block, keys), words is not None)
@@ -191,7 +191,7 @@ def _forward(config: _Config, query, key, value, constants: _Constants):
     jnp.full((*query.shape[:-1], width), number, wide)
     for width, number in ((1, -jnp.inf), (1, 0), (value.shape[-1], 0))
   ]
-  *start, _ = jax_compat.varying_alike(*start, query)
+  *start, _ = jax_compat.match_varying_axes(*start, query)
   (peak, total, output), _ = lax.scan(step, tuple(start), _block_starts(config, key))
   total = jnp.where(total == 0, 1, total)
   output = output * (constants.survivor_scale / total)

@@ -54,7 +54,7 @@ def _vary_like(array, like):
 
   JAX then gives both the same type, as the initial carry of a loop requires.
   """
-  return jax_compat.varying_alike(array, like)[0]
+  return jax_compat.match_varying_axes(array, like)[0]
 
 
 # --- from a size -----------------------------------------------------------------

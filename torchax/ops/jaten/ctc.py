@@ -92,9 +92,9 @@ def _invalid_rows(log_probs, targets, input_lengths, target_lengths):
   steps, _, classes = log_probs.shape
   labels = _padded_targets(targets, target_lengths)
   is_used = jnp.arange(labels.shape[1]) < target_lengths[:, None]
-  broken = jnp.any(out_of_range.outside(labels, classes) & is_used, axis=1)
-  broken |= out_of_range.outside(input_lengths, steps + 1)
-  broken |= out_of_range.outside(target_lengths, labels.shape[1] + 1)
+  broken = jnp.any(out_of_range.is_out_of_range(labels, classes) & is_used, axis=1)
+  broken |= out_of_range.is_out_of_range(input_lengths, steps + 1)
+  broken |= out_of_range.is_out_of_range(target_lengths, labels.shape[1] + 1)
   if targets.ndim == 1:
     broken |= jnp.sum(target_lengths) > targets.shape[0]
   return broken

@@ -30,12 +30,14 @@ class BagMode(enum.IntEnum):
 
 
 def _rows(weight, indices):
-  return out_of_range.read(weight, out_of_range.from_start(indices, weight.shape[0]))
+  return out_of_range.read(
+    weight, out_of_range.negative_to_size(indices, weight.shape[0])
+  )
 
 
 def _counts(indices, num_weights):
   """Count the lookups of each row of the table."""
-  rows = out_of_range.inside(indices, num_weights)
+  rows = out_of_range.clip(indices, num_weights)
   return jnp.zeros(num_weights, jnp.int32).at[rows].add(1, mode="drop")
 
 
@@ -47,8 +49,8 @@ def _is_used(indices, padding_idx):
 def _add_rows(rows, indices, num_weights, dtype):
   """Add up `rows` (n, d) by index in a table of zeros, in float32 or wider."""
   table = jnp.zeros((num_weights, rows.shape[-1]), widen(rows).dtype)
-  broken = out_of_range.outside(indices, num_weights)
-  inside = out_of_range.inside(indices, num_weights)
+  broken = out_of_range.is_out_of_range(indices, num_weights)
+  inside = out_of_range.clip(indices, num_weights)
   return out_of_range.write(table, inside, widen(rows), added, broken).astype(dtype)
 
 
@@ -99,7 +101,7 @@ def _aten_embedding_renorm_(self, indices, max_norm, norm_type):
   )
   asked = (_counts(indices.reshape(-1), self.shape[0]) > 0)[:, None]
   scale = jnp.where(asked & (norms > max_norm), max_norm / (norms + RENORM_MARGIN), 1)
-  is_broken = jnp.any(out_of_range.outside(indices, self.shape[0]))
+  is_broken = jnp.any(out_of_range.is_out_of_range(indices, self.shape[0]))
   return out_of_range.fill_invalid((wide * scale).astype(self.dtype), is_broken)
 
 
@@ -125,7 +127,7 @@ def _bag_maximum(rows, member, bags, num_bags, indices):
 
 
 _NO_ROW = (
-  "Index {place} of input takes value {number} which is not in the valid range "
+  "Index {position} of input takes value {number} which is not in the valid range "
   "[0, {high})"
 )
 _NO_START = (

@@ -16,7 +16,7 @@ from torchax.ops.casting import require_fit
 from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._arguments import dim_of, require_one_dtype
 from torchax.ops.jaten.indexing import added, assigned, multiplied, put_at
-from torchax.registry.index_rules import Range, along
+from torchax.registry.index_rules import Range, dimension_rule
 from torchax.registry.names import aten
 
 # --- along one dimension ---------------------------------------------------------
@@ -44,7 +44,7 @@ def _row_rules(self, dim, index, *rest, **named):
 def _aten_index_select(self, dim, index):
   array = jnp.atleast_1d(self)
   dim = dim_of(dim, self.ndim)
-  index = out_of_range.from_start(index.reshape(-1), _size(self, dim))
+  index = out_of_range.negative_to_size(index.reshape(-1), _size(self, dim))
   rows = out_of_range.read(array, _along(dim, array.ndim, index))
   return rows if self.ndim else rows.reshape(self.shape)
 
@@ -54,8 +54,8 @@ def _write_along(self, dim, index, values, how, gathers=False, wraps=False):
   dim = dim_of(dim, self.ndim)
   array, index = jnp.atleast_1d(self), index.reshape(-1)
   size = array.shape[dim]
-  indices = _along(dim, array.ndim, out_of_range.inside(index, size, wraps))
-  broken = out_of_range.outside(index, size, wraps)
+  indices = _along(dim, array.ndim, out_of_range.clip(index, size, wraps))
+  broken = out_of_range.is_out_of_range(index, size, wraps)
   written = out_of_range.write(array, indices, values, how, broken, gathers)
   return written.reshape(self.shape)
 
@@ -79,7 +79,7 @@ def _check_rows(name, self, dim, index, source) -> None:
 def _add_rules(self, dim, index, source, *, alpha=1):
   size = _size(self, dim)
   if self.ndim > 1:
-    yield along(index, size, dim_of(dim, self.ndim), RuntimeError)
+    yield dimension_rule(index, size, dim_of(dim, self.ndim), RuntimeError)
   else:
     yield Range(index, 0, size, IndexError, _NO_ROW)
 
@@ -121,7 +121,7 @@ def _aten_index_copy(self, dim, index, source):
 
 
 def _fill_rules(self, dim, index, value):
-  yield along(index, _size(self, dim), dim_of(dim, self.ndim), wraps=True)
+  yield dimension_rule(index, _size(self, dim), dim_of(dim, self.ndim), wraps=True)
 
 
 def _check_number(self, dim, index, value, **_ignored):
@@ -170,14 +170,14 @@ def _check_covers(name, self, dim, index) -> None:
 
 
 def _place_rules(self, dim, index, *rest, **named):
-  yield along(index, _size(self, dim), dim_of(dim, self.ndim), RuntimeError)
+  yield dimension_rule(index, _size(self, dim), dim_of(dim, self.ndim), RuntimeError)
 
 
 @op(aten.gather, rules=_place_rules, on_host=_on_host.gather)
 def _aten_gather(self, dim, index, *, sparse_grad=False):
   """Return `self[i][index[i][j]]` along `dim`; other dims of `index` may be smaller."""
   dim = dim_of(dim, self.ndim)
-  index = out_of_range.from_start(index, _size(self, dim))
+  index = out_of_range.negative_to_size(index, _size(self, dim))
   if self.ndim == 0 or index.ndim == 0:
     return out_of_range.read(jnp.atleast_1d(self), index)
   if not index.size:
@@ -209,9 +209,9 @@ def _scatter(self, dim, index, src, how, gathers=False):
     return self
   size = array.shape[dim]
   grid = list(jnp.ogrid[tuple(slice(extent) for extent in index.shape)])
-  grid[dim] = out_of_range.inside(index, size)
+  grid[dim] = out_of_range.clip(index, size)
   values = jnp.broadcast_to(values, index.shape)
-  broken = out_of_range.outside(index, size)
+  broken = out_of_range.is_out_of_range(index, size)
   written = out_of_range.write(array, tuple(grid), values, how, broken, gathers)
   return written.reshape(self.shape)
 

@@ -22,7 +22,7 @@ from jax import lax
 from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _on_host
-from torchax.registry.index_rules import Condition, along
+from torchax.registry.index_rules import Condition, dimension_rule
 from torchax.registry.names import aten
 
 # --- ways to write: (array, indices, values) -> array --------------------------------
@@ -158,7 +158,7 @@ def _rules(self, indices, *rest, **named):
       axis += index.ndim
       continue
     if index is not None and axis < self.ndim:
-      yield along(index, self.shape[axis], axis, wraps=True)
+      yield dimension_rule(index, self.shape[axis], axis, wraps=True)
     axis += 1
 
 
@@ -248,8 +248,8 @@ def put_at(self, indices, values, accumulate):
     if isinstance(index, slice):
       inside.append(index)
       continue
-    broken |= jnp.any(out_of_range.outside(index, size, wraps=True))
-    inside.append(out_of_range.inside(index, size, wraps=True))
+    broken |= jnp.any(out_of_range.is_out_of_range(index, size, wraps=True))
+    inside.append(out_of_range.clip(index, size, wraps=True))
   return out_of_range.write(
     self,
     tuple(inside),

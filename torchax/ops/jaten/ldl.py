@@ -218,6 +218,6 @@ def _aten_linalg_ldl_solve(LD, pivots, B, hermitian=False):
     return jnp.zeros(batch + B.shape[-2:], B.dtype)
   conjugated = jnp.conj if hermitian else (lambda x: x)
   solve = functools.partial(_solve, conjugated=conjugated)
-  broken = out_of_range.outside(jnp.abs(pivots) - 1, LD.shape[-1]).any(-1)
+  broken = out_of_range.is_out_of_range(jnp.abs(pivots) - 1, LD.shape[-1]).any(-1)
   right = out_of_range.fill_invalid(B, broken[..., None, None])
   return jnp.vectorize(solve, signature="(n,n),(n),(n,k)->(n,k)")(LD, pivots, right)

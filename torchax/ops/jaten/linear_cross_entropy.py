@@ -26,7 +26,7 @@ class _Classes(NamedTuple):
 
   def _row_weights(self, weights):
     row_grads = out_of_range.read(
-      weights, out_of_range.from_start(self.indices, len(weights))
+      weights, out_of_range.negative_to_size(self.indices, len(weights))
     )
     return jnp.where(self.counts, row_grads, 0)
 

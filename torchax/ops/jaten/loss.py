@@ -106,13 +106,13 @@ def _aten_nll_loss_forward(self, target, weight, reduction, ignore_index):
   axis = _class_axis(self)
   classes = _target_classes(self, target)
   counts = _is_counted(classes, ignore_index)
-  safe = out_of_range.inside(jnp.where(counts, classes, 0), self.shape[axis])
+  safe = out_of_range.clip(jnp.where(counts, classes, 0), self.shape[axis])
   picked = jnp.take_along_axis(widen(self), safe, axis=axis, mode="clip")
   weights = jnp.broadcast_to(_class_weights(self, weight), self.shape)
   weights = jnp.take_along_axis(weights, safe, axis=axis, mode="clip")
   # A NaN weight for a class out of range makes the gradient NaN too.
   weights = out_of_range.fill_invalid(
-    weights, out_of_range.outside(classes, self.shape[axis])
+    weights, out_of_range.is_out_of_range(classes, self.shape[axis])
   )
   weights = jnp.where(counts, weights, 0)
   losses = jnp.where(counts, -picked * weights, 0)
@@ -147,7 +147,7 @@ def _aten_nll_loss_backward(
   is_target = jnp.arange(self.shape[axis]).reshape(shape) == classes
   counts = _is_counted(classes, ignore_index)
   gradient = jnp.where(is_target & counts, -_class_weights(self, weight) * grad, 0)
-  broken = out_of_range.outside(classes, self.shape[axis]) & counts
+  broken = out_of_range.is_out_of_range(classes, self.shape[axis]) & counts
   gradient = out_of_range.fill_invalid(gradient, broken)
   return gradient.astype(self.dtype)
 
@@ -342,8 +342,8 @@ def _multi_margin(self, target, p, margin, weight, reduction):
   if p not in (1, 2):
     raise RuntimeError(f"only p == 1 and p == 2 supported, but got p={p}.")
   rows, classes = jnp.atleast_2d(self), target.reshape(-1, 1)
-  broken = out_of_range.outside(classes, rows.shape[1])
-  classes = out_of_range.inside(classes, rows.shape[1])
+  broken = out_of_range.is_out_of_range(classes, rows.shape[1])
+  classes = out_of_range.clip(classes, rows.shape[1])
   own = jnp.take_along_axis(rows, classes, axis=1, mode="clip")
   losses = _hinge(margin - own + rows)
   losses = losses if p == 1 else losses * losses

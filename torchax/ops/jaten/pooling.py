@@ -157,10 +157,10 @@ def _write(cells, indices, values, rank, put, **options):
   flat, count = _flatten_planes(indices, rank), cells.shape[1]
   return out_of_range.write(
     cells,
-    (rows, out_of_range.inside(flat, count)),
+    (rows, out_of_range.clip(flat, count)),
     _flatten_planes(values, rank),
     put,
-    out_of_range.outside(flat, count),
+    out_of_range.is_out_of_range(flat, count),
     **options,
   )
 

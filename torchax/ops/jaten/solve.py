@@ -253,7 +253,9 @@ def _aten_lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
   if unpack_pivots:
     permutation = lax.linalg.lu_pivots_to_permutation(LU_pivots - 1, rows)
     permutation_matrix = jax.nn.one_hot(permutation, rows, dtype=dtype).mT
-    is_invalid = out_of_range.outside(LU_pivots - 1, rows).any(-1)[..., None, None]
+    is_invalid = out_of_range.is_out_of_range(LU_pivots - 1, rows).any(-1)[
+      ..., None, None
+    ]
     permutation_matrix = out_of_range.fill_invalid(permutation_matrix, is_invalid)
   if unpack_data:
     lower = jnp.tril(LU_data[..., :, :rank], -1) + jnp.eye(rows, rank, dtype=dtype)
@@ -274,7 +276,7 @@ def _lu_solve(factors, pivots, right, adjoint=False):
   rows = factors.shape[-1]
   permutation = lax.linalg.lu_pivots_to_permutation(pivots - 1, rows)
   permutation = jnp.broadcast_to(permutation, right.shape[:-1])
-  is_invalid = out_of_range.outside(pivots - 1, rows).any(-1)[..., None, None]
+  is_invalid = out_of_range.is_out_of_range(pivots - 1, rows).any(-1)[..., None, None]
   right = out_of_range.fill_invalid(right, is_invalid)
   if not adjoint:
     right = jnp.take_along_axis(right, permutation[..., None], axis=-2)

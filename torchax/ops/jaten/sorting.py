@@ -114,7 +114,7 @@ def _aten_searchsorted(
     )
   side = side or ("right" if right else "left")
   if sorter is not None:
-    is_invalid = out_of_range.outside(sorter, sorted_sequence.shape[-1]).any()
+    is_invalid = out_of_range.is_out_of_range(sorter, sorted_sequence.shape[-1]).any()
     sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, -1, mode="clip")
   values = jnp.asarray(self)
   if not values.size or not sorted_sequence.shape[-1]:
