@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.timing import Row, compare
-from torchax.core import programs
+from torchax.core import program_limit
 
 ROUNDS = 5
 _SHAPE = (16, 128, 64)
@@ -73,8 +73,8 @@ def _compiled(function: Callable, args, options):
 def _rows_of(name: str, function: Callable, *args) -> list[Row]:
   quick, default = [], []
   draws = name in _DRAWS
-  effort = programs.Effort.SAME_BITS if draws else programs.Effort.LEAST
-  options = programs.quick_options(effort)
+  effort = program_limit.Effort.SAME_BITS if draws else program_limit.Effort.LEAST
+  options = program_limit.quick_options(effort)
   for _ in range(ROUNDS):
     quick.append(_compiled(function, args, options))
     default.append(_compiled(function, args, None))

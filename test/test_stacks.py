@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchax
-from torchax.core import programs
+from torchax.core import program_limit
 from torchax.interop import jax_jit
 from torchax.stacks import LayerStack, scan_layers
 
@@ -174,9 +174,9 @@ def test_program_count_does_not_depend_on_depth():
     x = _x()
     model(x)
     gc.collect()  # programs of other tests do not count
-    before = programs.count()
+    before = program_limit.count()
     jax.block_until_ready(jax_jit(lambda x, model=model: model(x))(x).jax())
-    counts.append(programs.count() - before)
+    counts.append(program_limit.count() - before)
   assert counts[0] == counts[1]
 
 

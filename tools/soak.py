@@ -24,7 +24,7 @@ import torch
 from absl import app, flags
 
 import torchax
-from torchax.core import programs
+from torchax.core import program_limit
 from torchax.interop import jax_jit, jax_value_and_grad, scan
 
 _MINUTES = flags.DEFINE_float("minutes", 60.0, "How long to run.")
@@ -61,7 +61,7 @@ class Sample:
   hours: float
   memory: float
   arrays: int
-  programs: int
+  program_limit: int
   objects: int
 
 
@@ -73,7 +73,7 @@ def sample(start: float) -> Sample:
     hours=(time.monotonic() - start) / 3600,
     memory=pages * 4096 / 1e6,
     arrays=len(jax.live_arrays()),
-    programs=programs.count(),
+    program_limit=program_limit.count(),
     objects=len(gc.get_objects()),
   )
 

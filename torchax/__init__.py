@@ -31,10 +31,10 @@ from torchax.checkpoint import load_checkpoint, save_checkpoint
 from torchax.compat import torch_compat
 from torchax.compat.patches import patch, unpatch
 from torchax.config import Configuration
-from torchax.core import mappings, programs, storage, tracebacks
+from torchax.core import mappings, program_limit, storage, tracebacks
 from torchax.devices import forks, generator, placement, streams
 from torchax.diagnostics import compile_times
-from torchax.diagnostics.operators import explain_operator
+from torchax.diagnostics.explain_operator import explain_operator
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import applied_functions, debug, modes, operands, transfer
 from torchax.environment import Environment, default_env
@@ -52,7 +52,7 @@ from torchax.interop.compilation import CompileOptions, compile
 from torchax.logs import set_logs
 from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms
 from torchax.rng import RngState, rng_scope
-from torchax.saving import files, untyped_storage
+from torchax.saving import torch_files, untyped_storage
 from torchax.tracing import draw_counts, recorded_draws, transform
 from torchax.version import VERSION
 
@@ -142,7 +142,7 @@ def clear_caches() -> None:
 
   >>> torchax.clear_caches()
   """
-  programs.clear()
+  program_limit.clear()
 
 
 def _means_jax(location: str) -> bool:
@@ -184,8 +184,8 @@ _WAYS_TO_JAX = (
 
 def _compose() -> None:
   """Connect the layers; the modules below do not import this one."""
-  programs.limit(lambda: default_env().config.compilation_cache_size)
-  programs.before_first(compile_times.listen)
+  program_limit.limit(lambda: default_env().config.compilation_cache_size)
+  program_limit.before_first(compile_times.listen)
   for module in (factories, shortcuts, indexing, reshapes, higher_order):
     environment.on_creation(module.register_functions)
   forks.watch(_WAYS_TO_JAX)
@@ -200,9 +200,9 @@ def _compose() -> None:
   torch_compat.support_foreach(tensor.Tensor, view.View)
   torch_compat.record_in_make_fx(tensor.Tensor, view.View)
   torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.count_one)
-  torch_compat.move_parameters_in_place(tensor.Tensor, files.OWN)
+  torch_compat.move_parameters_in_place(tensor.Tensor, torch_files.OWN)
   torch_compat.place_new_placeholders()
-  files.register(tensor.Tensor, _means_jax)
+  torch_files.register(tensor.Tensor, _means_jax)
   untyped_storage.register()
   safetensors.register(_means_jax)
   torch_compat.answer_for_accelerator(device_module.ANSWERS)

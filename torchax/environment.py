@@ -19,7 +19,7 @@ from torch.utils import _pytree as torch_pytree
 from torchax import amp, rng
 from torchax.compat import torch_compat
 from torchax.config import Configuration
-from torchax.core import mappings, switches
+from torchax.core import active_environments, mappings
 from torchax.core.tracebacks import hide_library_frames
 from torchax.devices import placement
 from torchax.dispatch import debug, device_plans, host_operations
@@ -134,12 +134,15 @@ class Environment(contextlib.ContextDecorator):
   @property
   def enabled(self) -> bool:
     """True if it is on in this thread or task, and not disabled."""
-    is_on = self in switches.on.get() or self in switches.on_thread.environments
-    return is_on and self not in switches.suspended.get()
+    is_on = (
+      self in active_environments.on.get()
+      or self in active_environments.on_thread.environments
+    )
+    return is_on and self not in active_environments.suspended.get()
 
   def enable_torch_modes(self) -> None:
     """Turn the environment on for the rest of this thread; calls nest."""
-    switches.on_thread.environments += (self,)
+    active_environments.on_thread.environments += (self,)
     self._enter_modes()
 
   def disable_torch_modes(self, *exc) -> None:
@@ -148,9 +151,11 @@ class Environment(contextlib.ContextDecorator):
     Raises:
       RuntimeError: the environment is not enabled on this thread.
     """
-    before = switches.on_thread.environments
-    switches.on_thread.environments = switches.without(before, self)
-    if switches.on_thread.environments == before:
+    before = active_environments.on_thread.environments
+    active_environments.on_thread.environments = active_environments.without(
+      before, self
+    )
+    if active_environments.on_thread.environments == before:
       raise RuntimeError(
         "The torchax environment is not enabled on this thread: disable follows enable."
       )
@@ -197,19 +202,19 @@ class Environment(contextlib.ContextDecorator):
   @contextlib.contextmanager
   def disabled(self) -> Iterator[None]:
     """Run plain torch inside the block, even if the environment is entered there."""
-    switches.push(switches.suspended, self)
+    active_environments.push(active_environments.suspended, self)
     try:
       yield
     finally:
-      switches.drop(switches.suspended, self)
+      active_environments.drop(active_environments.suspended, self)
 
   def __enter__(self) -> "Environment":
-    switches.push(switches.on, self)
+    active_environments.push(active_environments.on, self)
     self._enter_modes()
     return self
 
   def __exit__(self, *exc) -> None:
-    switches.drop(switches.on, self)
+    active_environments.drop(active_environments.on, self)
     self._exit_modes(*exc)
 
   # Operations -----------------------------------------------------------------------
@@ -569,12 +574,12 @@ def default_env() -> Environment:
 
 def env_on() -> Environment:
   """Return the innermost environment on in this thread or task, or the default one."""
-  found = switches.on.get() or switches.on_thread.environments
+  found = active_environments.on.get() or active_environments.on_thread.environments
   return found[-1] if found else default_env()
 
 
 def _streams_on() -> rng.Streams:
-  found = switches.on.get() or switches.on_thread.environments
+  found = active_environments.on.get() or active_environments.on_thread.environments
   return found[-1].streams if found else rng.default_streams
 
 

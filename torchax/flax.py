@@ -21,7 +21,7 @@ import torch
 from torchax import rng
 from torchax.compat import extras
 from torchax.core.partitions import Partition, is_array
-from torchax.core.programs import ProgramCache
+from torchax.core.program_limit import ProgramCache
 from torchax.dispatch import autograd
 from torchax.dispatch.programs import MOST_PROGRAMS
 from torchax.environment import Environment, default_env

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from torchax import rng
-from torchax.core import switches
+from torchax.core import active_environments
 
 
 class _None:
@@ -77,8 +77,8 @@ class _PropertyHolder:
   def overridden(self, properties: RuntimeProperty) -> Iterator[None]:
     """Push properties for the duration of the block."""
     entry = (self, properties)
-    switches.push(_overridden, entry)
+    active_environments.push(_overridden, entry)
     try:
       yield
     finally:
-      switches.drop(_overridden, entry)
+      active_environments.drop(_overridden, entry)

@@ -23,9 +23,9 @@ from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import grad_mode, mappings, switches
+from torchax.core import active_environments, grad_mode, mappings
 from torchax.core.chains import WHOLE, Chain
-from torchax.core.explanations import loses_gradient, no_numbers
+from torchax.core.error_messages import loses_gradient, no_numbers
 from torchax.core.storage import Payload, Rebindings, Storage
 from torchax.core.storage import active as _active
 from torchax.core.tracebacks import hide, hide_library_frames
@@ -33,7 +33,7 @@ from torchax.core.view_reads import read_chain
 from torchax.core.view_steps import StopGradientInfo
 from torchax.devices import placement
 from torchax.errors import MixedDeviceError, MutationError, OperatorNotFound
-from torchax.saving import files, printing
+from torchax.saving import printing, torch_files
 from torchax.saving.untyped_storage import UntypedStorage
 
 T = TypeVar("T", bound="Tensor")
@@ -45,7 +45,7 @@ _make_wrapper = torch_compat.make_wrapper
 _without_overrides = torch_compat.without_function_overrides
 _is_compiling = torch.compiler.is_compiling
 _is_scripting = torch_compat.is_tracing_for_torchscript
-_suspended = switches.suspended.get
+_suspended = active_environments.suspended.get
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _set_class = object.__dict__["__class__"].__set__
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
@@ -428,7 +428,7 @@ class Tensor(torch.Tensor):
     if torch_compat.is_parameter(self):
       torch_compat.mark_as_parameter(copied)
     for name, value in self.__dict__.items():
-      if name not in files.OWN:
+      if name not in torch_files.OWN:
         copied.__dict__[name] = copy.deepcopy(value, memo)
     if self.grad is not None:
       copied.grad = copy.deepcopy(self.grad, memo)
@@ -446,7 +446,7 @@ class Tensor(torch.Tensor):
   @hide_library_frames
   def __reduce_ex__(self, protocol):
     """Reduce to a CPU tensor for `torch.save`, to a jax tensor for `pickle`."""
-    return files.reduce(self)
+    return torch_files.reduce(self)
 
   def untyped_storage(self) -> UntypedStorage:
     """Return the storage that the tensor shares with its views, one object for all."""

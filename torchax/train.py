@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from torchax.environment import env_on
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
-from torchax.interop.options import CheckpointOptions
+from torchax.interop.jit_options import CheckpointOptions
 from torchax.interop.views import torch_view
 from torchax.stacks import Container, ScannedModule, policy_of, scan_layers
 from torchax.types import P, R

@@ -584,7 +584,9 @@ class _Kept:
 def test_the_code_of_classes_and_modules_is_found():
   found = {code.co_name for code in torch_compat.graphs._code_of(_Kept)}
   assert found == {"value", "make", "<lambda>"}
-  names = {code.co_name for code in torch_compat.graphs._code_of(torch_compat.modes)}
+  names = {
+    code.co_name for code in torch_compat.graphs._code_of(torch_compat.mode_state)
+  }
   assert {"is_watched", "ignore_compile_internals"} <= names
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchax
-from torchax.core import chains, programs, static_values
+from torchax.core import chains, program_limit, static_values
 from torchax.core.bounded_cache import BoundedCache
 from torchax.dispatch import programs as operation_programs
 from torchax.dispatch import torch_functions
@@ -100,8 +100,8 @@ def test_views_of_views_are_compiled_once():
     base.view(3, 20).t().cos()
     gc.collect()
     if n == 0:
-      before = programs.count()
-  assert programs.count() == before
+      before = program_limit.count()
+  assert program_limit.count() == before
 
 
 def test_specializations_go_with_their_programs():

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 import torchax
-from torchax.core import programs
+from torchax.core import program_limit
 from torchax.core.chains import WHOLE, Chain, chain_of
 from torchax.core.view_steps import (
   IndexInfo,
@@ -86,10 +86,10 @@ def test_slices_in_many_places_read_and_write_as_on_the_cpu():
 def test_elements_in_many_places_share_programs():
   """Indices along three dimensions are operands of reads and writes."""
   x = torch.zeros(7, 7, 7).to("jax")
-  before = programs.count()
+  before = program_limit.count()
   for n in range(60):
     x[n % 7, n % 5, n % 3] += x[n % 5, n % 7, n % 2]
-  assert programs.count() - before <= 4 * Chain.LIMIT
+  assert program_limit.count() - before <= 4 * Chain.LIMIT
 
 
 def test_slices_in_many_places_share_one_program():

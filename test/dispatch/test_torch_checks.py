@@ -5,7 +5,7 @@ import torch
 from opinfo import database
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchax.core import programs
+from torchax.core import program_limit
 from torchax.dispatch import torch_checks
 from torchax.registry.schema import functional_form, is_in_place, schema_of
 
@@ -33,13 +33,13 @@ def test_torch_checks_once_per_new_shape(asked):
 def test_refusal_keeps_the_other_programs(asked):
   right, wrong = torch.ones(3, 7).to("jax"), torch.ones(4, 7).to("jax")
   torch.mm(right, right.T)
-  before = programs.count()
+  before = program_limit.count()
   with pytest.raises(RuntimeError, match="cannot be multiplied"):
     torch.mm(right, wrong)
-  assert programs.count() == before
+  assert program_limit.count() == before
   asked.clear()
   torch.mm(right, right.T)
-  assert programs.count() == before
+  assert program_limit.count() == before
   assert not asked
 
 

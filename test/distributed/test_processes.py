@@ -16,7 +16,7 @@ import torch
 from distributed import in_processes, worlds
 
 from torchax import processes
-from torchax.distributed.processes import start, traffic
+from torchax.distributed.processes import communication_cost, start
 from torchax.errors import ProcessError
 
 WORLDS = {"2 x 4": (2, 4), "4 x 2": (4, 2)}
@@ -209,7 +209,7 @@ PROGRAM = """
 
 
 def test_collectives_of_a_program_have_kind_bytes_and_source():
-  found = traffic.collectives_of(PROGRAM)
+  found = communication_cost.collectives_of(PROGRAM)
   assert found == [
     ("all-gather", 128, "jit(f)/mul"),
     ("all-reduce", 4 + 6 + 5, ""),

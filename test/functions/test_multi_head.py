@@ -7,7 +7,7 @@ import torch
 from ops.harness import floats
 
 import torchax
-from torchax.core import programs
+from torchax.core import program_limit
 from torchax.interop import jax_jit
 from torchax.ops.jaten import _blockwise_attention as blockwise
 
@@ -134,9 +134,9 @@ def test_a_usual_call_is_three_programs():
     module, x = _module(dropout=0.5).to("jax"), X.to("jax")
     torchax.clear_caches()
     with torch.no_grad():
-      before = programs.count()
+      before = program_limit.count()
       module(x, x, x, need_weights=False)
-      assert programs.count() - before == 3
+      assert program_limit.count() - before == 3
 
 
 @pytest.mark.parametrize("weights", [True, False])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from torchax.rng import rejection, samplers, units
+from torchax.rng import rejection, samplers, uniform
 
 f16, bf16, f32, f64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
 
@@ -156,7 +156,7 @@ def all_words(first: int, second: int | None = None):
 
   with (
     mock.patch.object(jax.random, "bits", bits),
-    mock.patch.object(units, "two_words", two_words),
-    mock.patch.object(units, "second_words", second_words),
+    mock.patch.object(uniform, "two_words", two_words),
+    mock.patch.object(uniform, "second_words", second_words),
   ):
     yield

@@ -13,8 +13,8 @@ from rng.sampler_rows import all_words
 from scipy import special, stats
 
 from torchax.interop import jax_jit
-from torchax.rng import RngState, samplers, threefry, units
-from torchax.rng.special import normal_above
+from torchax.rng import RngState, samplers, threefry, uniform
+from torchax.rng.special_functions import normal_above
 
 pytestmark = pytest.mark.distributions
 
@@ -69,11 +69,11 @@ def test_an_integer_is_the_part_of_the_span_that_64_bits_say(span):
   """Exactly floor(U span) with U of 64 bits, computed in 32-bit arithmetic."""
   words = np.asarray(threefry.two_words(_key(), (500,))).astype(object)
   expected = [(int(a) << 32 | int(b)) * span >> 64 for a, b in words.T]
-  drawn = units.scale_to_integer(_key(), (500,), span, jnp.uint32)
+  drawn = uniform.scale_to_integer(_key(), (500,), span, jnp.uint32)
   if span & (span - 1) == 0 or span < 2**32:
     assert drawn.tolist() == expected
   if span < 2**32:  # an array of bounds takes the same way
-    traced = units.scale_to_integer(
+    traced = uniform.scale_to_integer(
       _key(), (500,), jnp.asarray(span, jnp.uint32), jnp.uint32
     )
     assert jnp.array_equal(traced, drawn)
@@ -84,7 +84,7 @@ def test_uint64_integers_scale_128_random_bits_to_the_span(span):
   with jax.enable_x64(True):
     first = jax.random.bits(_key(), (200,), "uint64").tolist()
     second = threefry.second_words(_key(), (200,), "uint64").tolist()
-    drawn = units.scale_to_integer(_key(), (200,), span, jnp.uint64).tolist()
+    drawn = uniform.scale_to_integer(_key(), (200,), span, jnp.uint64).tolist()
   assert drawn == [(a << 64 | b) * span >> 128 for a, b in zip(first, second)]
 
 
@@ -98,9 +98,9 @@ def test_an_integer_is_the_same_with_64_bit_types_as_without():
 # Probabilities ----------------------------------------------------------------------
 
 PIECE, PIECES = 1 << 23, 16
-_count = jax.jit(lambda key, p: units.is_below(key, (PIECE,), p).sum())
+_count = jax.jit(lambda key, p: uniform.is_below(key, (PIECE,), p).sum())
 _count_number = jax.jit(
-  lambda key, p: units.is_below(key, (PIECE,), p).sum(), static_argnums=1
+  lambda key, p: uniform.is_below(key, (PIECE,), p).sum(), static_argnums=1
 )
 
 
@@ -121,7 +121,7 @@ def test_a_probability_is_compared_to_its_last_digit(p, kind):
 
   def is_below(steps):
     with all_words(*(word << 1 for word in divmod(steps, 1 << 31))):
-      return units.is_below(_key(), (), p).item()
+      return uniform.is_below(_key(), (), p).item()
 
   assert is_below(steps - 1)
   assert steps == 2**62 or not is_below(steps)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from torchax.rng import samplers, threefry, units
+from torchax.rng import samplers, threefry, uniform
 
 
 @pytest.mark.parametrize("p", (0.0, 0.25, 0.7, 0.9, 1 - 1e-8))
@@ -14,8 +14,8 @@ def test_elements_are_those_of_the_whole_draw(shape, p):
   key = jax.random.fold_in(jax.random.key(3), 8)
   whole = samplers.bernoulli(key, shape, p)
   places = np.random.default_rng(0).permutation(whole.size).astype(np.uint32)
-  found = units.bernoulli_at(
-    threefry.words_of(key), jnp.asarray(places), *units.steps_below(p)
+  found = uniform.bernoulli_at(
+    threefry.words_of(key), jnp.asarray(places), *uniform.steps_below(p)
   )
   np.testing.assert_array_equal(found, whole.reshape(-1)[places])
 

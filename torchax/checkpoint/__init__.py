@@ -28,7 +28,7 @@ import jax
 from torchax.checkpoint import targets
 from torchax.checkpoint.structure import Reader, Writer
 from torchax.compat import extras
-from torchax.core.explanations import require_eager
+from torchax.core.error_messages import require_eager
 from torchax.core.tracebacks import hide_library_frames
 from torchax.distributed.processes.agreement import require_equal
 from torchax.saving.state_files import load_state

@@ -18,7 +18,7 @@ from torchax.core import mappings
 from torchax.devices import placement
 from torchax.environment import default_env
 from torchax.errors import TracedStateError
-from torchax.saving import layouts
+from torchax.saving import saved_shardings
 from torchax.tensor import Tensor, new_tensor
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -183,7 +183,7 @@ class Writer:
         "of numbers. Save strings as a list."
       )
     node |= {"shape": list(array.shape), "dtype": str(array.dtype)}
-    if isinstance(array, jax.Array) and (layout := layouts.describe(array)):
+    if isinstance(array, jax.Array) and (layout := saved_shardings.describe(array)):
       node["layout"] = layout
     if array.size:  # Orbax saves no empty arrays
       if jax.process_count() > 1:

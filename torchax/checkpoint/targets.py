@@ -10,7 +10,7 @@ import numpy as np
 from torchax.checkpoint.structure import ON_HOST, Reader
 from torchax.devices import placement
 from torchax.errors import UnsupportedDtypeError
-from torchax.saving import layouts
+from torchax.saving import saved_shardings
 from torchax.tensor import Tensor
 
 
@@ -55,7 +55,7 @@ def target_of(nodes, requested: dict[int, Any]) -> dict:
     shape, dtype = node["shape"], jnp.dtype(node["dtype"])
     sharding = None
     if node["type"] not in ON_HOST:
-      sharding = requested.get(id(node)) or layouts.restore(node.get("layout"))
+      sharding = requested.get(id(node)) or saved_shardings.restore(node.get("layout"))
       if sharding is None and is_single_process:
         sharding = first
     # Arrays that each process has for itself are read into host memory.

@@ -1,6 +1,6 @@
 """Dict with a bounded number of entries, for compiled functions and interned objects.
 
-Programs (`programs.py`), view readers and static values are kept in such caches.
+Programs (`program_limit.py`), view readers and static values are kept in such caches.
 """
 
 from typing import Generic, TypeVar

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from torchax.compat import jax_compat
-from torchax.core import programs
+from torchax.core import program_limit
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.partitions import Partition, is_array
 from torchax.errors import ShardingError
@@ -89,7 +89,7 @@ def with_explicit_axes(function: Callable, is_kept: bool = True) -> Callable:
     function: a function of trees of arrays.
     is_kept: it is called more than once, so its result shardings are cached.
   """
-  name = programs.name_of(function)
+  name = program_limit.name_of(function)
 
   def explicit(*operands):
     return call(function, operands, name, function if is_kept else None)

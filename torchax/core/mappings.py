@@ -16,8 +16,8 @@ from jax.sharding import Sharding
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import host_memory, narrowing
-from torchax.core.explanations import donated_error, no_numbers
-from torchax.devices import parts, placement
+from torchax.core.error_messages import donated_error, no_numbers
+from torchax.devices import placement, shards
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 
 TORCH_DTYPE_TO_JAX = {
@@ -262,7 +262,7 @@ def numpy_copy(x: jax.Array, asked: str, copy: bool = True) -> np.ndarray:
     if jax_compat.is_about_deletion(error):
       raise donated_error(asked) from None
     if jax_compat.is_about_other_processes(error):
-      raise parts.not_addressable_error(x, asked) from None
+      raise shards.not_addressable_error(x, asked) from None
     raise
 
 

@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from torchax.compat import jax_compat
 from torchax.core.bounded_cache import BoundedCache
-from torchax.core.programs import Program
+from torchax.core.program_limit import Program
 from torchax.devices import placement
 
 # Overhead of a call of numpy over one of a program, and the time to compile a program,

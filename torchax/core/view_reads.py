@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from torchax.compat import jax_compat
-from torchax.core import explicit_axes, numpy_fallback, programs
+from torchax.core import explicit_axes, numpy_fallback, program_limit
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.chains import Chain, MovingChain
-from torchax.core.programs import Program
+from torchax.core.program_limit import Program
 from torchax.core.view_steps import ViewInfo
 
 
@@ -25,7 +25,7 @@ def _read(array, chain):
 @functools.cache
 def _reading() -> Program:
   """Return the compiled function (base array, chain) -> view."""
-  return programs.jit(_read, static_argnums=1)
+  return program_limit.jit(_read, static_argnums=1)
 
 
 # Compiled read of each chain, with numpy as fallback while shapes are new.

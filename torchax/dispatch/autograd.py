@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import torch
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import explicit_axes, grad_mode, programs
-from torchax.core.programs import Program
+from torchax.core import explicit_axes, grad_mode, program_limit
+from torchax.core.program_limit import Program
 from torchax.dispatch import compiling
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.registry.operators import Operator
@@ -160,7 +160,7 @@ def _pull_cotangents(pullback, cotangents):
 
 @functools.cache
 def _compiled_pull_cotangents() -> Callable:
-  return programs.jit(_pull_cotangents)
+  return program_limit.jit(_pull_cotangents)
 
 
 class _Call(torch_compat.OwnFunction):

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torchax.compat import jax_compat
-from torchax.core import programs
-from torchax.core.programs import Program
+from torchax.core import program_limit
+from torchax.core.program_limit import Program
 from torchax.errors import DataDependentError
 from torchax.registry.operators import Kind, Operator, name_of
 
@@ -44,22 +44,22 @@ def jit_if_possible(
     transformations.
   """
   options = {} if sharding is None else {"out_shardings": sharding}
-  jitted = programs.jit(function, effort=_effort(operator), **options)
+  jitted = program_limit.jit(function, effort=_effort(operator), **options)
   if operator is None or operator.execution.compiled is not None:
     return jitted
   return _with_fallback(jitted, function, operator)
 
 
-def _effort(operator: Operator | None) -> programs.Effort:
+def _effort(operator: Operator | None) -> program_limit.Effort:
   """Return the compiler's effort; samplers need the bits of users' programs."""
   if operator is not None and operator.execution.is_brief:
-    return programs.Effort.NONE
+    return program_limit.Effort.NONE
   if operator is None or operator.kind is not Kind.SAMPLER:
-    return programs.Effort.LEAST
+    return program_limit.Effort.LEAST
   if operator.draw.is_exact:
-    return programs.Effort.LEAST
+    return program_limit.Effort.LEAST
   is_known = operator.is_builtin and not operator.draw.order_dependent
-  return programs.Effort.SAME_BITS if is_known else programs.Effort.FULL
+  return program_limit.Effort.SAME_BITS if is_known else program_limit.Effort.FULL
 
 
 def _with_fallback(jitted: Program, function: Callable, operator: Operator) -> Program:

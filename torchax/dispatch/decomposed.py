@@ -12,7 +12,7 @@ import jax
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import host_numbers
 from torchax.core.storage import active as _active
-from torchax.dispatch import derivatives, explaining
+from torchax.dispatch import explaining, torch_derivatives
 from torchax.dispatch.operands import IGNORED
 from torchax.dispatch.plans import Plan
 from torchax.registry.derivatives import formula_of
@@ -87,7 +87,9 @@ class FormulaTensorPlan(TensorPlan):
       return super().__call__(args, kwargs)
     # `with_derivative_of` takes arrays.
     given = _arrays((list(args), kwargs or {}))
-    found = derivatives.with_derivative_of(self._formula, self._lower, self.env, *given)
+    found = torch_derivatives.with_derivative_of(
+      self._formula, self._lower, self.env, *given
+    )
     return _tensors(found, self.env)
 
   def _lower(self, args, kwargs):

@@ -8,7 +8,7 @@ import torch
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import narrowing
-from torchax.core.explanations import donated_error, leaked_tracer_error
+from torchax.core.error_messages import donated_error, leaked_tracer_error
 from torchax.devices import placement
 from torchax.dispatch import compiling, index_checks, torch_checks
 from torchax.errors import MixedDeviceError, WrongDtypeError

@@ -17,7 +17,7 @@ from jax import lax
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import explicit_axes, mappings
 from torchax.core.chains import WHOLE
-from torchax.dispatch import derivatives, torch_checks
+from torchax.dispatch import torch_checks, torch_derivatives
 from torchax.dispatch.operands import Flattener, PreparedFlattener, drop_weak_type
 from torchax.registry import real_numbers
 from torchax.registry.derivatives import formula_of
@@ -103,7 +103,7 @@ class Lowering:
       args = [rng_state.fold_in(rng_key, count) if is_key else rng_key, *args]
     if self._formula and is_inline:
       lower = lambda args, kwargs: self._func(*args, **kwargs)  # noqa: E731
-      result = derivatives.with_derivative_of(
+      result = torch_derivatives.with_derivative_of(
         self._formula, lower, self.env, args, kwargs
       )
     else:

@@ -4,7 +4,7 @@ Both have the same bits as the program. numpy computes small arrays on the host
 (`core/numpy_fallback.py`). A sampler gets its random bits from a program that many
 shapes share (`rng/threefry.py`); its own program then compiles in a fifth of the time.
 Shapes that are seen often get one program for everything, which is faster to call.
-`programs.py` adds the fallbacks.
+`program_limit.py` adds the fallbacks.
 """
 
 import functools
@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
-from torchax.core import numpy_fallback, programs
+from torchax.core import numpy_fallback, program_limit
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.numpy_fallback import shape_of
-from torchax.core.programs import Program
+from torchax.core.program_limit import Program
 from torchax.dispatch.operands import Flattener
 from torchax.registry.operators import Operator
 from torchax.rng import threefry
@@ -90,7 +90,7 @@ def _with_shared_bits(program: Program, elements: Callable) -> Program:
 
 @functools.cache
 def _random_words() -> Callable:
-  return programs.jit(threefry.random_words, static_argnums=2)
+  return program_limit.jit(threefry.random_words, static_argnums=2)
 
 
 def _shared_word_count(key, operands, elements: Callable) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 import jax
 
 from torchax.core import numpy_fallback
-from torchax.core.programs import Program, ProgramCache
+from torchax.core.program_limit import Program, ProgramCache
 from torchax.dispatch import compiling, explaining, new_shapes, torch_checks
 from torchax.dispatch.lowering import Lowering
 

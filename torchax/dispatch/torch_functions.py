@@ -14,7 +14,7 @@ import torch
 from torchax import amp
 from torchax.compat import torch_compat
 from torchax.core import host_numbers
-from torchax.core.programs import ProgramCache
+from torchax.core.program_limit import ProgramCache
 from torchax.dispatch import autograd, compiling, index_checks
 from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
 from torchax.dispatch.operands import Flattener

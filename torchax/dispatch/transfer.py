@@ -13,9 +13,9 @@ import torch
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import mappings
 from torchax.core.chains import WHOLE
-from torchax.core.explanations import no_numbers
+from torchax.core.error_messages import no_numbers
 from torchax.core.storage import LazyZeros
-from torchax.devices import parts, placement
+from torchax.devices import placement, shards
 from torchax.dispatch import host_operations
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
@@ -38,7 +38,7 @@ def _item(tensor: Tensor):
     return array.item()
   except RuntimeError as error:
     if jax_compat.is_about_other_processes(error):
-      raise parts.not_addressable_error(array, "`.item()`") from None
+      raise shards.not_addressable_error(array, "`.item()`") from None
     raise
 
 

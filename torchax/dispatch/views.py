@@ -432,7 +432,7 @@ def _set_(tensor, source, offset=0, size=None, stride=()):
 
 
 def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
-  """Make a tensor show a storage, as `torch.load` does; see `saving/files.py`."""
+  """Make a tensor show a storage, as `torch.load` does; see `saving/torch_files.py`."""
   if not isinstance(source, UntypedStorage):
     raise MutationError(
       "`set_` on a jax tensor expects another one, or the storage of one, but got a "

@@ -18,7 +18,7 @@ if torch_compat.is_available():
     dtensor,
     fsdp,
     meshes,
-    modules,
+    module_placement,
     process_group,
   )
   from torchax.distributed.meshes import jax_mesh
@@ -49,5 +49,5 @@ def _make_mesh(original, self, device_type, mesh=None, **kwargs) -> None:
   if device_type == meshes.DEVICE:
     dtensor.register()
     fsdp.register()
-    modules.register_states()
+    module_placement.register_states()
   meshes.make(original, self, device_type, mesh, **kwargs)

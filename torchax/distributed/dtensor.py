@@ -15,10 +15,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchax.compat import torch_compat
-from torchax.core.explanations import require_eager
+from torchax.core.error_messages import require_eager
 from torchax.devices import placement as devices
 from torchax.dispatch.transfer import shard_gradient_like
-from torchax.distributed import meshes, modules, placements
+from torchax.distributed import meshes, module_placement, placements
 from torchax.errors import CollectiveError
 from torchax.ops import jc10d
 from torchax.tensor import Tensor, also_instances_of, new_tensor
@@ -126,7 +126,7 @@ def distribute_module(
   for name, part in module.named_modules():
     if partition_fn is not None:
       partition_fn(name, part, mesh)
-    modules.replicate(part, mesh)
+    module_placement.replicate(part, mesh)
   if input_fn is not None:
     module.register_forward_pre_hook(_Hook(input_fn, mesh))
   if output_fn is not None:
@@ -159,7 +159,9 @@ class _Hook:
     return self
 
   def __reduce__(self):
-    raise modules.not_pickled("A module", "distribute_module` or `parallelize_module")
+    raise module_placement.not_pickled(
+      "A module", "distribute_module` or `parallelize_module"
+    )
 
 
 def make_filled(original: Callable, init_op, size, device_mesh=None, **options):

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchax.compat import torch_compat
-from torchax.core.explanations import require_eager
+from torchax.core.error_messages import require_eager
 from torchax.dispatch.transfer import shard_gradient_like
-from torchax.distributed import meshes, mixed_precision, modules, placements
+from torchax.distributed import meshes, mixed_precision, module_placement, placements
 from torchax.distributed.mixed_precision import Precision
 from torchax.errors import CollectiveError
 from torchax.tensor import Tensor
@@ -84,7 +84,7 @@ def _place_parameters(
     if key not in ignored
   }
   for inner in dict.fromkeys(inner for part in parts for inner in part.modules()):
-    modules.move(inner, lambda tensor: planned.get(id(tensor)))
+    module_placement.move(inner, lambda tensor: planned.get(id(tensor)))
   for key, sharding in planned.items():
     parameter = parameters[key]
     array = placements.put(parameter.jax(), sharding, from_first=True)
@@ -212,17 +212,17 @@ class FullySharded:
     """Do nothing: parameters always have their global shape."""
     return Handle() if async_op else None
 
-  def set_modules_to_forward_prefetch(self, modules) -> None:
+  def set_modules_to_forward_prefetch(self, module_placement) -> None:
     """Check the modules only: XLA decides when to gather.
 
     Raises:
       ValueError: `fully_shard` was not applied to a module (torch's error).
     """
-    _require_sharded(modules)
+    _require_sharded(module_placement)
 
-  def set_modules_to_backward_prefetch(self, modules) -> None:
+  def set_modules_to_backward_prefetch(self, module_placement) -> None:
     """Check the modules only, as `set_modules_to_forward_prefetch` does."""
-    _require_sharded(modules)
+    _require_sharded(module_placement)
 
   def set_gradient_divide_factor(self, factor: float) -> None:
     """Check the factor only: gradients follow from the loss as written.
@@ -267,7 +267,7 @@ class _Making:
     return object.__new__(class_of(self.original))
 
   def __reduce__(self):
-    raise modules.not_pickled(self.original.__name__, "fully_shard")
+    raise module_placement.not_pickled(self.original.__name__, "fully_shard")
 
 
 def is_sharded(module) -> bool:
@@ -285,8 +285,8 @@ def original_of(cls: type) -> type:
   return cls._original  # type: ignore[attr-defined]
 
 
-def _require_sharded(modules: Iterable) -> None:
-  for module in modules:
+def _require_sharded(module_placement: Iterable) -> None:
+  for module in module_placement:
     if not is_sharded(module):
       raise ValueError(
         "Expects modules that fully_shard was applied to, but got "
@@ -350,12 +350,12 @@ def register_forward_method(original: Callable, module, method_name: str) -> Non
   setattr(module, method_name, wrapped)
 
 
-def share_context(original: Callable, modules) -> None:
+def share_context(original: Callable, module_placement) -> None:
   """Implement `share_comm_ctx`: check only, there are no streams to share."""
-  if not any(map(is_sharded, modules)):
-    original(modules)
+  if not any(map(is_sharded, module_placement)):
+    original(module_placement)
     return
-  _require_sharded(modules)
+  _require_sharded(module_placement)
 
 
 # Replacements of torch's functions ----------------------------------------------------

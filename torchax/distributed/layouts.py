@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torchax.compat import jax_compat
 from torchax.core import explicit_axes, mappings
-from torchax.core.explanations import require_eager
+from torchax.core.error_messages import require_eager
 from torchax.devices import placement
 from torchax.dispatch.transfer import shard_gradient_like
 from torchax.environment import default_env, env_on

@@ -22,7 +22,7 @@ from torchax.compat import torch_compat
 from torchax.compat.patches import patch
 from torchax.compat.torch_compat.active_functions import TRANSPARENT
 from torchax.devices.generator import Generator
-from torchax.dynamo import draws, on_jax, recurrent
+from torchax.dynamo import draws, on_jax, recurrent_graphs
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import Keys, Program
 from torchax.graphs.fx import copy_graph, inner_graph, inputs, line_of
@@ -77,7 +77,7 @@ def _copy_module(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _compile_plain(module, example_inputs, options: Options) -> Callable:
   _replace_checkpoints(module, example_inputs)
-  recurrent.replace(module)
+  recurrent_graphs.replace(module)
   draws.add_input(module.graph)
   module.recompile()
   example = torch_compat.to_fake(torch.zeros(3, dtype=torch.uint32))

@@ -13,7 +13,7 @@ from torch import fx
 from torchax.core import host_numbers
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
-from torchax.dynamo import aliases, numbers
+from torchax.dynamo import numbers, shared_results
 from torchax.dynamo.options import Options
 from torchax.environment import env_on
 from torchax.graphs import higher_order
@@ -219,12 +219,12 @@ class _Results:
 
   def box(self, args, results) -> tuple:
     """Return the results that leave the trace, with numbers boxed as static values."""
-    values = map(host_numbers.concretize, aliases.box(args, results))
+    values = map(host_numbers.concretize, shared_results.box(args, results))
     return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in values)
 
   def unbox(self, results, args) -> tuple:
     """Return the results of a call, with numbers or CPU tensors as Dynamo expects."""
-    results = aliases.unbox(args, results, len(self._dtypes))
+    results = shared_results.unbox(args, results, len(self._dtypes))
     values = (v.value if type(v) is StaticValue else v for v in results)
     return tuple(
       value if dtype is None else torch.scalar_tensor(value, dtype=dtype, device="cpu")

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from torchax.compat import torch_compat
-from torchax.core import mappings, programs
+from torchax.core import mappings, program_limit
 from torchax.dynamo import draws
 from torchax.dynamo.options import Options
 from torchax.dynamo.torch_io import Outputs, as_numpy, is_number
@@ -118,7 +118,7 @@ class Program:
     options = {}
     if self.options.compiler_options:
       options["compiler_options"] = self.options.compiler_options
-    return programs.jit(pure, is_of_user=True, static_argnums=(0, 1), **options)
+    return program_limit.jit(pure, is_of_user=True, static_argnums=(0, 1), **options)
 
   # While tracing --------------------------------------------------------------------
 

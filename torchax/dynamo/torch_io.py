@@ -21,7 +21,7 @@ from torch import fx
 from torchax.compat import torch_compat
 from torchax.core import mappings, narrowing
 from torchax.errors import MixedDeviceError
-from torchax.graphs.memory import memory_order
+from torchax.graphs.strided import memory_order
 from torchax.registry.names import aten
 from torchax.registry.schema import schema_of
 

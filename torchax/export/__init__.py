@@ -24,7 +24,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torchax.environment import default_env
 from torchax.errors import UnsupportedDtypeError
-from torchax.export import preparation, shapes
+from torchax.export import preparation, symbolic_shapes
 from torchax.graphs.fx import may_draw
 from torchax.graphs.interpreter import JaxInterpreter
 from torchax.rng import RngState, as_key, default_impl, rng_scope
@@ -85,8 +85,8 @@ class Program:
     self._may_draw = may_draw(program.graph_module)
     self._in_spec = program.call_spec.in_spec
     self._out_spec = program.call_spec.out_spec
-    self._inputs = shapes.arguments(program)
-    self._argument_check = shapes.ArgumentCheck(program)
+    self._inputs = symbolic_shapes.arguments(program)
+    self._argument_check = symbolic_shapes.ArgumentCheck(program)
     specs = signature.input_specs
     self._is_state = [spec.kind in _STATES for spec in specs]
     self.names = tuple(spec.target for spec in specs if spec.kind in _STATES)
@@ -100,7 +100,9 @@ class Program:
   @property
   def input_names(self) -> tuple[str, ...]:
     """Names of the inputs that are arrays, in order."""
-    return tuple(name for name, value in self._inputs if shapes.is_array(value))
+    return tuple(
+      name for name, value in self._inputs if symbolic_shapes.is_array(value)
+    )
 
   def __call__(self, states: Sequence, inputs: Sequence, kwargs=None, *, rng=None):
     """Return the program's results as a flat tuple of arrays and constants.
@@ -162,7 +164,7 @@ class Program:
       leaves = torch_pytree.tree_leaves((tuple(inputs), kwargs))
     if len(leaves) == len(self._inputs):
       return leaves
-    operands = [name for name, value in self._inputs if shapes.is_array(value)]
+    operands = [name for name, value in self._inputs if symbolic_shapes.is_array(value)]
     if len(leaves) != len(operands):
       raise ValueError(
         f"The program takes the {len(self._inputs)} inputs "
@@ -171,7 +173,8 @@ class Program:
       )
     remaining = iter(leaves)
     return [
-      next(remaining) if shapes.is_array(value) else value for _, value in self._inputs
+      next(remaining) if symbolic_shapes.is_array(value) else value
+      for _, value in self._inputs
     ]
 
 
@@ -253,8 +256,8 @@ def _arrays(states: list[torch.Tensor]) -> list[jax.Array]:
 
 
 def extract_avals(exported: ExportedProgram) -> list[jax.ShapeDtypeStruct]:
-  """Return shapes and dtypes of the inputs that are arrays; see `shapes.avals`."""
-  return shapes.avals(exported)
+  """Return shapes and dtypes of the array inputs; see `symbolic_shapes.avals`."""
+  return symbolic_shapes.avals(exported)
 
 
 def exported_program_to_stablehlo(exported_program: ExportedProgram):

@@ -13,7 +13,7 @@ from torchax import device_module
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import mappings
 from torchax.devices import placement
-from torchax.dispatch import switches
+from torchax.dispatch import configuration_guards
 from torchax.functions import dropout, one_position
 from torchax.functions.builtin import register_function
 from torchax.ops.builtin import Kind, op
@@ -21,7 +21,7 @@ from torchax.ops.jaten import _attention_choice as choice
 from torchax.ops.jaten import _attention_kernels as kernels
 from torchax.ops.jaten import _blockwise_attention as blockwise
 from torchax.ops.jaten import attention
-from torchax.rng import threefry, units
+from torchax.rng import threefry, uniform
 from torchax.tensor import Tensor
 
 # Draws the bits of a dropout mask that blockwise attention computes part by part.
@@ -109,7 +109,7 @@ def form_of(
     heads: shapes of query, key and value after the division into heads; None if they
       are already divided.
   """
-  switches.guard_on(env.config, "attention")
+  configuration_guards.guard_on(env.config, "attention")
   requested = env.config.attention
   platform = placement.current_platform()
   if platform == "cpu" and requested != choice.BLOCKWISE:
@@ -118,7 +118,7 @@ def form_of(
   if not all(isinstance(tensor, Tensor) for tensor in given):
     return choice.PLAIN  # raises for mixed devices
   shapes = [tuple(tensor.shape) for tensor in given] if heads is None else heads
-  steps = units.steps_below(1.0 - dropout_p)
+  steps = uniform.steps_below(1.0 - dropout_p)
   size = (*shapes[0][:-1], *shapes[1][-2:-1])
   call = choice.Call(
     *shapes,
@@ -158,7 +158,7 @@ def _blockwise(env, query, key, value, attn_mask, dropout_p, is_causal, scale):
   if dropout_p > 0:
     shape = attention.noise_shape(query.shape, key.shape)
     words = _words(query.detach(), shape)
-    high, low = units.steps_below(1.0 - dropout_p)
+    high, low = uniform.steps_below(1.0 - dropout_p)
   return env.functions.call(
     blockwise.attention,
     query,

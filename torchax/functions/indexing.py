@@ -16,7 +16,7 @@ import torch
 from torchax.compat import jax_compat
 from torchax.core import mappings, out_of_range
 from torchax.core.chains import TracedIndexInfo
-from torchax.core.explanations import not_assignable
+from torchax.core.error_messages import not_assignable
 from torchax.core.storage import ReadOnly, WithoutDevice
 from torchax.dispatch.views import stop_without_grad
 from torchax.functions.builtin import register_function

@@ -23,7 +23,7 @@ from torchax.dispatch.plans import Plan
 from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound
-from torchax.graphs import higher_order, lowerings, memory
+from torchax.graphs import higher_order, lowerings, strided
 from torchax.graphs.fx import is_marked_random, site_of, source_line, where
 from torchax.interop.views import call_torch
 from torchax.registry.schema import schema_of
@@ -107,12 +107,12 @@ class JaxInterpreter(torch.fx.Interpreter):
       return higher_order.on_arrays(target)(self._inner_function, *args, **kwargs)
     if not isinstance(target, torch_compat.OpOverload):
       return self._call_on_sizes(target, args, kwargs)
-    if target in memory.STRIDED:
+    if target in strided.STRIDED:
 
       def operation(**named):
         return run_operation(target, tuple(named.values()), {})
 
-      return memory.run(self.node, operation, args, kwargs, self.env)
+      return strided.run(self.node, operation, args, kwargs, self.env)
     if env_on().config.check_indices:
       with user_code.using_node_source(source_line(self.node)):
         return run_operation(target, args, kwargs)

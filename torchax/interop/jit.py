@@ -16,8 +16,8 @@ import jax
 
 from torchax import amp
 from torchax.compat import jax_compat
-from torchax.core import grad_mode, host_numbers, programs
-from torchax.core.explanations import donated_error, donated_twice_error
+from torchax.core import grad_mode, host_numbers, program_limit
+from torchax.core.error_messages import donated_error, donated_twice_error
 from torchax.core.partitions import Partition, is_array
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
@@ -25,7 +25,7 @@ from torchax.core.tracebacks import hide, hide_library_frames
 from torchax.devices import placement
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError
-from torchax.interop.options import JitOptions, merge, with_names
+from torchax.interop.jit_options import JitOptions, merge, with_names
 from torchax.rng import NewOperands, current
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import (
@@ -111,7 +111,7 @@ class Jitted(Generic[P, R]):
     functools.update_wrapper(self, function, updated=())
 
   def _jit(self, kwargs) -> Any:
-    counted = programs.Counted(self.traced.__name__, is_of_user=True)
+    counted = program_limit.Counted(self.traced.__name__, is_of_user=True)
 
     def pure(rng, operands, *args, **kwargs):
       result = counted.traced(self.traced, rng, operands, *args, **kwargs)

@@ -25,9 +25,9 @@ from torchax.core.tracebacks import hide_library_frames
 from torchax.errors import RngError
 from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
-from torchax.rng import Advance, boundary, fold_in
+from torchax.rng import Advance, fold_in, stream_operands
 from torchax.tensor import Tensor
-from torchax.tracing.names import location_of, name_of
+from torchax.tracing.function_names import location_of, name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import R
 
@@ -227,16 +227,16 @@ def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
 
     def body(carry, x):
       counts, states, value = carry
-      streams = boundary.with_counts(rng, counts)
+      streams = stream_operands.with_counts(rng, counts)
       result = call(0, streams, loop.with_states(captured, states), (value, x))
       before, (value, y) = value, _pair(result.out, functions[0])
       forms[:] = mismatches.describe_tree(before), mismatches.describe_tree(value)
       _require_no_seed(kind, result.advance)
       advances.append(result.advance)
-      counts = boundary.counts_after(counts, result.advance.draws)
+      counts = stream_operands.counts_after(counts, result.advance.draws)
       return (counts, result.states, value), y
 
-    start = boundary.counts_of(rng), loop.states_of(captured), init
+    start = stream_operands.counts_of(rng), loop.states_of(captured), init
     with mismatches.rewording_type_errors(
       lambda: mismatches.carry_message(kind, functions[0], *forms)
     ):
@@ -294,7 +294,7 @@ def _while(functions, args, kind="while_loop"):
 
     def condition(carry):
       counts, states, value = carry
-      streams = boundary.with_counts(child, counts)
+      streams = stream_operands.with_counts(child, counts)
       result = call(0, streams, loop.with_states(captured, states), (value,))
       if any(result.advance.draws):
         raise RngError(
@@ -306,16 +306,16 @@ def _while(functions, args, kind="while_loop"):
 
     def body(carry):
       counts, states, value = carry
-      streams = boundary.with_counts(child, counts)
+      streams = stream_operands.with_counts(child, counts)
       result = call(1, streams, loop.with_states(captured, states), (value,))
       forms[:2] = mismatches.describe_tree(value), mismatches.describe_tree(result.out)
       _require_no_seed(kind, result.advance)
       loop.require_known(result.advance)
       advances.append(result.advance)
-      counts = boundary.counts_after(counts, result.advance.draws)
+      counts = stream_operands.counts_after(counts, result.advance.draws)
       return counts, result.states, result.out
 
-    start = boundary.counts_of(child), loop.states_of(captured), args[0]
+    start = stream_operands.counts_of(child), loop.states_of(captured), args[0]
     with mismatches.rewording_type_errors(
       lambda: mismatches.loop_message(kind, functions, *forms)
     ):

@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec
 from torchax.core import explicit_axes
 from torchax.core.tracebacks import hide_library_frames
 from torchax.errors import RngError
-from torchax.interop.options import ShardMapOptions, merge
-from torchax.rng import Advance, boundary
+from torchax.interop.jit_options import ShardMapOptions, merge
+from torchax.rng import Advance, stream_operands
 from torchax.rng.ledger import as_child_draws
-from torchax.tracing.names import name_of
+from torchax.tracing.function_names import name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R
 
@@ -118,12 +118,16 @@ def _lower_vmap(
   return out, [], advances[-1].repeated(rows.times or 0, "row")
 
 
-def _streams_of_row(rows: Transformed, rng: boundary.Values, name) -> boundary.Values:
+def _streams_of_row(
+  rows: Transformed, rng: stream_operands.Values, name
+) -> stream_operands.Values:
   """Advance the streams to the row's iteration in a Python loop over the rows."""
   if rows.known.is_nothing:
     return rng
   turn = jax.lax.axis_index(name).astype(jnp.uint32)
-  return boundary.advance_counts(rng, [turn * n if n else 0 for n in rows.known.draws])
+  return stream_operands.advance_counts(
+    rng, [turn * n if n else 0 for n in rows.known.draws]
+  )
 
 
 def _check_policy(advance: Advance, randomness: str) -> None:
@@ -223,7 +227,7 @@ def _lower_shards(
 
   def shard(rng, captured, args):
     # Static parts in the tree of an operand are the same for every shard.
-    streams = boundary.values_of_shard(rng, _shard_index(axes)) if axes else rng
+    streams = stream_operands.values_of_shard(rng, _shard_index(axes)) if axes else rng
     result = call(0, streams, captured, args)
     _check_policy(result.advance, SAME)
     advances.append(result.advance)

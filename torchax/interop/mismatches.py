@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from torchax.core import mappings
-from torchax.tracing.names import name_of
+from torchax.tracing.function_names import name_of
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from torchax.compat import torch_compat
 from torchax.core.tracebacks import hide, hide_library_frames
 from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
+from torchax.interop.jit_options import for_method
 from torchax.interop.module_hooks import with_hooks
-from torchax.interop.options import for_method
 from torchax.interop.views import jax_view
 from torchax.interop.wrapper import ModuleWrapper
 

@@ -20,12 +20,17 @@ from torchax.core.tracebacks import hide_library_frames
 from torchax.environment import default_env
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
-from torchax.interop.options import CheckpointOptions, GradOptions, merge, with_names
+from torchax.interop.jit_options import (
+  CheckpointOptions,
+  GradOptions,
+  merge,
+  with_names,
+)
 from torchax.rng import Advance
 from torchax.tensor import Tensor
 from torchax.tracing.conversions import tensors_of
 from torchax.tracing.effects import Effects
-from torchax.tracing.names import name_of
+from torchax.tracing.function_names import name_of
 from torchax.tracing.trace import Options, Traced
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R

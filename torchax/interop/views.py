@@ -24,10 +24,10 @@ from torchax.core.tracebacks import hide_library_frames
 from torchax.dispatch import autograd
 from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
-from torchax.interop.options import signature_of
+from torchax.interop.jit_options import signature_of
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import pytrees
-from torchax.tracing.names import name_of
+from torchax.tracing.function_names import name_of
 from torchax.types import JaxCallable, JaxValue, R, TorchCallable, TorchValue
 
 K = TypeVar("K")

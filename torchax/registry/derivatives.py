@@ -1,6 +1,6 @@
 """List of operations whose derivative differs between torch and JAX.
 
-For these, `dispatch/derivatives.py` uses torch's backward formula in JAX's
+For these, `dispatch/torch_derivatives.py` uses torch's backward formula in JAX's
 transformations too. For all others, JAX's derivative of the lowering equals torch's
 formula; the sweep of operators compares both at edge points.
 """

@@ -1,11 +1,11 @@
 """Random numbers: state, streams, scopes, boundaries and samplers.
 
-Start at `stream.py`, then `boundary.py`; `docs/rng.md` explains the design. Only this
-package creates or derives keys; lowerings receive them.
+Start at `stream.py`, then `stream_operands.py`; `docs/rng.md` explains the design.
+Only this package creates or derives keys; lowerings receive them.
 """
 
 from torchax.compat.torch_compat.active_functions import inside
-from torchax.rng.boundary import Advance
+from torchax.rng.environment_streams import Streams
 from torchax.rng.generator import generator_operands
 from torchax.rng.keyed_function import KeyedFunction, NewOperands
 from torchax.rng.ledger import Draw, Ledger, explain
@@ -25,7 +25,7 @@ from torchax.rng.scope import (
 from torchax.rng.snapshots import is_unopened, restore, snapshot
 from torchax.rng.state import RngState, as_key, as_state, fold_in, is_typed_key
 from torchax.rng.stream import RngStream
-from torchax.rng.streams import Streams
+from torchax.rng.stream_operands import Advance
 
 __all__ = [
   "Advance",

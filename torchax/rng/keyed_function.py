@@ -4,9 +4,9 @@
   jitted = jax.jit(pure)
   out = pure.run(lambda values: jitted(values, *args))
 
-Keys and counts are operands (`boundary.py`). The number of draws is static per trace.
-So it needs no output array, and each cached call returns it without a device sync. The
-key of a re-seed inside is an output array.
+Keys and counts are operands (`stream_operands.py`). The number of draws is static per
+trace. So it needs no output array, and each cached call returns it without a device
+sync. The key of a re-seed inside is an output array.
 
 Tracing discovers the streams that a function draws from. At first the stream of the
 active environment is the only operand. If a trace draws from another stream, it runs to
@@ -27,7 +27,8 @@ from torchax.compat.torch_compat import active_functions
 from torchax.errors import RngError, TracedDrawError
 from torchax.rng import generator as generators
 from torchax.rng import ledger, scope
-from torchax.rng.boundary import (
+from torchax.rng.state import RngState
+from torchax.rng.stream_operands import (
   Advance,
   EnvironmentOperand,
   GeneratorOperand,
@@ -35,7 +36,6 @@ from torchax.rng.boundary import (
   StreamOperands,
   Values,
 )
-from torchax.rng.state import RngState
 
 R = TypeVar("R")
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax.rng.special import exp_plus, log1p_minus, log_minus_digamma
+from torchax.rng.special_functions import exp_plus, log1p_minus, log_minus_digamma
 
 # The bisection for the reach of an integrand starts with [exp(-_SPAN), 1] of its bound.
 _SPAN, _BISECTIONS = 60.0, 10

@@ -2,9 +2,9 @@
 
 Like `samplers.py` these are pure functions of a key. Each attempt has its own key and
 draws for the whole array, until every element has accepted a proposal. No 64-bit types
-are needed: `special.py` computes acceptance to float32's last bits, at means of 10 as
-of 10⁷. Outside of a distribution's domain the result is NaN. `pathwise.py` has the
-gradients of gamma and Dirichlet samples.
+are needed: `special_functions.py` computes acceptance to float32's last bits, at means
+of 10 as of 10⁷. Outside of a distribution's domain the result is NaN. `pathwise.py` has
+the gradients of gamma and Dirichlet samples.
 """
 
 import jax
@@ -13,9 +13,9 @@ from jax import lax
 
 from torchax.rng import pathwise
 from torchax.rng.samplers import normal, standard_exponential
-from torchax.rng.special import binomial_log_pmf, log1p_minus, poisson_log_pmf
+from torchax.rng.special_functions import binomial_log_pmf, log1p_minus, poisson_log_pmf
 from torchax.rng.threefry import with_unrolled_key
-from torchax.rng.units import halves
+from torchax.rng.uniform import halves
 
 # Below this mean counting is faster, and the rejection methods do not apply.
 _FEW = 10.0

@@ -3,8 +3,8 @@
 Each sample is computed from 64 random bits, in float32 or wider, and rounded once. So
 integers are uniform for any span, and tails reach probabilities of 2**-64. Parameters
 may be arrays that broadcast to `shape`. Outside of a distribution's domain a float is
-NaN and an integer is `no_integer`. `units.py` converts bits to numbers; `rejection.py`
-has the samplers by rejection.
+NaN and an integer is `no_integer`. `uniform.py` converts bits to numbers;
+`rejection.py` has the samplers by rejection.
 """
 
 import math
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax.rng.special import normal_above
+from torchax.rng.special_functions import normal_above
 from torchax.rng.threefry import with_unrolled_key
-from torchax.rng.units import halves, is_below, scale_to_integer, unit
+from torchax.rng.uniform import halves, is_below, scale_to_integer, unit
 
 
 @with_unrolled_key

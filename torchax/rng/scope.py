@@ -2,8 +2,8 @@
 
 Scopes are in a context variable, so each thread and each task has its own. `rng_scope`
 opens one; every boundary is built on it. A scope belongs to an environment, which has a
-root stream per thread (`streams.py`). Without an `owner`, functions here use the active
-environment.
+root stream per thread (`environment_streams.py`). Without an `owner`, functions here
+use the active environment.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ import torch
 
 from torchax.compat.torch_compat import active_functions
 from torchax.errors import RngError, SeedError
+from torchax.rng import environment_streams
 from torchax.rng import state as rng_state
-from torchax.rng import streams
+from torchax.rng.environment_streams import Streams
 from torchax.rng.state import RngState
 from torchax.rng.stream import RngStream
-from torchax.rng.streams import Streams
 
 # A scope: its environment's streams and its stream; or None and the `StreamOperands` of
 # a function being traced, which have a stream for every environment.
@@ -75,7 +75,7 @@ def operands_here():
 def owners_here() -> list[Streams]:
   """Return the environments that `snapshot` and `restore` cover here."""
   operands = operands_here()
-  return streams.all_streams() if operands is None else operands.owners
+  return environment_streams.all_streams() if operands is None else operands.owners
 
 
 def has_scope(owner: Streams) -> bool:
@@ -115,7 +115,7 @@ def address_by(mode: str) -> None:
     ValueError: any other mode.
   """
   by_site = is_by_site(mode)
-  for owner in streams.all_streams():
+  for owner in environment_streams.all_streams():
     owner.address_by_site(by_site)
 
 
@@ -245,7 +245,7 @@ def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> 
     raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
   if owner is None:
     inside = [owner for owner, _ in _scopes.get() if owner is not None]
-    owners = inside or [streams_on(), *streams.all_streams()]
+    owners = inside or [streams_on(), *environment_streams.all_streams()]
   else:
     owners = [owner]
   for each in dict.fromkeys(owners):

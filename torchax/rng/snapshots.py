@@ -11,10 +11,10 @@ import weakref
 import torch
 
 from torchax.rng import paths, serialization
+from torchax.rng.environment_streams import RootSeed, Streams, root_state
 from torchax.rng.scope import current, has_scope, owners_here, streams_on
 from torchax.rng.state import RngState, bytes_of, tensor_of
 from torchax.rng.stream import RngStream
-from torchax.rng.streams import RootSeed, Streams, root_state
 
 
 def snapshot() -> torch.Tensor:

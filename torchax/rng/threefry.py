@@ -3,7 +3,7 @@
 For XLA:CPU JAX lowers its generator as a loop over rounds. That takes up to fifteen
 times as long as one loop over the elements. With `jax_threefry_partitionable`, element
 i of an array is the exclusive or of the two words that encrypt the counter i. We
-compute the same bits. `units.py` and the samplers use them.
+compute the same bits. `uniform.py` and the samplers use them.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
 (2011), https://doi.org/10.1145/2063384.2063405, section 3.3.

@@ -1,5 +1,5 @@
 """Pickling, `torch.save` and printing of jax tensors.
 
-Start at `files.py`. Checkpoints of training states are in `checkpoint/`; files of
+Start at `torch_files.py`. Checkpoints of training states are in `checkpoint/`; files of
 other libraries are in `integrations`.
 """

@@ -7,7 +7,7 @@ import jax
 from torchax.compat import torch_compat
 from torchax.core import mappings
 from torchax.core.storage import Escaped
-from torchax.devices import parts, placement
+from torchax.devices import placement, shards
 
 
 def has_numbers(tensor) -> bool:
@@ -24,7 +24,7 @@ def text_of(tensor) -> str:
     return _without_numbers(tensor)
   array = tensor.jax()
   with torch_compat.outside_transforms():
-    text = repr(mappings.j2t(array)) if parts.is_readable(array) else _part_of(array)
+    text = repr(mappings.j2t(array)) if shards.is_readable(array) else _part_of(array)
   suffix = (
     f", device='{tensor.device}'{placement.describe_sharding(tensor._storage.array)}"
   )
@@ -39,12 +39,12 @@ def text_of(tensor) -> str:
 
 def _part_of(array: jax.Array) -> str:
   """Return the text of this process's part, without communication: one may print."""
-  bounds = parts.local_bounds(array)
+  bounds = shards.local_bounds(array)
   where = f"process {jax.process_index()} of {jax.process_count()} holds"
-  text = f"tensor(size={tuple(array.shape)}, {where} {parts.text_of(bounds)}"
+  text = f"tensor(size={tuple(array.shape)}, {where} {shards.text_of(bounds)}"
   if bounds is None:
     return f"{text})"
-  values = mappings.torch_of(parts.local_values(array, bounds))
+  values = mappings.torch_of(shards.local_values(array, bounds))
   return f"{text}:\n{textwrap.indent(repr(values), '  ')})"
 
 

@@ -3,7 +3,7 @@
 Libraries compare storages to find tied weights; `torch.save` and `torch.load` read and
 write them. It behaves like device memory: the host has no pointer to it. A storage made
 by `torch.load` holds plain bytes until the first tensor on it gives their dtype. The
-file formats are in `files.py`.
+file formats are in `torch_files.py`.
 """
 
 import warnings
@@ -16,9 +16,9 @@ import torch
 
 from torchax.compat import torch_compat
 from torchax.core import host_memory, mappings
-from torchax.core.explanations import no_numbers
+from torchax.core.error_messages import no_numbers
 from torchax.core.storage import Storage
-from torchax.devices import parts, placement
+from torchax.devices import placement, shards
 
 
 class UntypedStorage(torch.UntypedStorage):
@@ -133,8 +133,8 @@ class UntypedStorage(torch.UntypedStorage):
     array = self.storage.read()
     if isinstance(array, jax.core.Tracer):
       raise no_numbers("Reading its bytes (to save, pickle or copy it)")
-    if not parts.is_readable(array):
-      raise parts.not_addressable_error(array, "A copy on the host")
+    if not shards.is_readable(array):
+      raise shards.not_addressable_error(array, "A copy on the host")
     return np.asarray(array).ravel().view(np.uint8)
 
   # API of torch.UntypedStorage -----------------------------------------------------

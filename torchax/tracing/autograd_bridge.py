@@ -21,8 +21,8 @@ from jax.extend import core
 
 from torchax import rng
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import programs
-from torchax.core.programs import ProgramCache
+from torchax.core import program_limit
+from torchax.core.program_limit import ProgramCache
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
@@ -55,7 +55,7 @@ class BackwardProgram:
     self.differentiable: ProgramCache = ProgramCache(MOST_DIFFERENTIABLE)
     self._jaxpr = None
     self._constants: list = []
-    self._compiled = programs.jit(self._run, is_of_user=True)
+    self._compiled = program_limit.jit(self._run, is_of_user=True)
 
   def trace(self, backward: Callable) -> list:
     """Trace `backward(*cotangents)` and return its residuals.

@@ -12,7 +12,7 @@ import jax
 from torchax.core.partitions import is_tensor
 from torchax.environment import default_env, env_on
 from torchax.rng import is_typed_key
-from torchax.rng.streams import are_several
+from torchax.rng.environment_streams import are_several
 from torchax.tensor import Tensor, new_tensor
 
 

@@ -10,8 +10,8 @@ import torch
 
 from torchax.core.static_values import StaticValue, describe_value
 from torchax.tensor import Tensor
+from torchax.tracing.function_names import name_of, signature_of
 from torchax.tracing.history import ProgramKey
-from torchax.tracing.names import name_of, signature_of
 from torchax.tracing.specialization import is_trained
 from torchax.tracing.static_arguments import BoxedGenerator
 

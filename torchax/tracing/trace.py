@@ -55,10 +55,10 @@ from torchax.tracing.effects import (
   drop_traced_grads,
   trained_leaves,
 )
+from torchax.tracing.function_names import location_of, name_of
 from torchax.tracing.guards import Guards
 from torchax.tracing.history import History
 from torchax.tracing.modules import Attributes
-from torchax.tracing.names import location_of, name_of
 from torchax.tracing.specialization import (
   ORDINARY,
   ORDINARY_ATTRIBUTES,

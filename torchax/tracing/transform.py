@@ -33,7 +33,7 @@ from torchax.tracing.effects import (
   WriteArgument,
   WriteStorage,
 )
-from torchax.tracing.names import name_of
+from torchax.tracing.function_names import name_of
 from torchax.tracing.specialization import Specialization
 from torchax.tracing.trace import Options, Traced
 

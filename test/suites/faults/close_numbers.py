@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchax
-from torchax.core import programs
+from torchax.core import program_limit
 
 MOST = 8
 """Numbers that are tried in one place."""
@@ -170,13 +170,13 @@ def _counts(call: Call, name: str) -> list[int]:
   found = []
   for number in alternatives(call, name):
     moved = call.with_number(name, number).on("jax")
-    before = programs.count()
+    before = program_limit.count()
     with torchax.default_env():
       try:
         moved.run()
       except Exception:
         continue  # what jax refuses is for other tests
-    found.append(programs.count() - before)
+    found.append(program_limit.count() - before)
   return found[FEWEST - 1 :]
 
 

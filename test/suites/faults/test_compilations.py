@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from faults.programs import run
 
 import torchax
-from torchax.core import numpy_fallback, programs
+from torchax.core import numpy_fallback, program_limit
 from torchax.interop import jax_jit
 from torchax.ops.jaten._numbers import range_operands
-from torchax.rng import samplers, units
+from torchax.rng import samplers, uniform
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_programs_are_bounded(bounded, called):
   with torchax.default_env():
     for n in range(24):
       called(n)
-      assert programs.count() <= bounded
+      assert program_limit.count() <= bounded
 
 
 @pytest.mark.parametrize("called", GROWING.values(), ids=GROWING)
@@ -48,10 +48,10 @@ def test_nothing_within_the_bound_is_compiled_twice(bounded, called):
   with torchax.default_env():
     for n in range(4):
       called(n)
-    known = programs.count()
+    known = program_limit.count()
     for n in range(4):
       called(n)
-    assert programs.count() == known
+    assert program_limit.count() == known
 
 
 def test_recently_used_program_is_not_evicted(bounded):
@@ -76,17 +76,17 @@ def test_compiled_functions_are_bounded(bounded):
   with torchax.default_env():
     for n in range(24):
       assert double(torch.ones(n, device="jax")).sum() == 2 * n
-      assert programs.count() <= bounded
+      assert program_limit.count() <= bounded
 
 
 def test_programs_go_with_their_function():
-  before = programs.count()
+  before = program_limit.count()
   triple = jax_jit(lambda x: 3 * x)
   triple(torch.ones(3, device="jax"))
-  assert programs.count() > before
+  assert program_limit.count() > before
   del triple
   torchax.clear_caches()
-  assert programs.count() == 0
+  assert program_limit.count() == 0
 
 
 def test_a_backward_pass_survives_a_cleared_cache():
@@ -152,9 +152,9 @@ def test_a_new_length_of_a_layer():
 
   def step(length):
     gc.collect()  # programs of other tests do not go in between
-    before = programs.count()
+    before = program_limit.count()
     layer(torch.ones(1, length, 8, device="jax")).sum().backward()
-    return programs.count() - before
+    return program_limit.count() - before
 
   with torchax.default_env():
     for _ in range(5):  # numbers and gradients that are added up
@@ -340,7 +340,7 @@ def test_numbers_share_a_program(function, numbers, monkeypatch):
     for number in numbers:
       torch.manual_seed(1)
       results.append(function(x, number))
-      counts.append(programs.count())
+      counts.append(program_limit.count())
     assert len(set(counts[1:])) == 1
     torch.manual_seed(1)
     expected = jax_jit(lambda x: function(x, numbers[-1]))(x)
@@ -351,7 +351,7 @@ def test_numbers_share_a_program(function, numbers, monkeypatch):
 def test_a_prepared_probability_draws_the_same(p):
   """Steps of 2**-62 as operands, beside the number itself as a constant."""
   key = jax.random.key(3)
-  steps = tuple([jax.numpy.int32(word) for word in units.steps_below(p)])
+  steps = tuple([jax.numpy.int32(word) for word in uniform.steps_below(p)])
   found = samplers.bernoulli(key, (999,), steps)
   assert (found == samplers.bernoulli(key, (999,), p)).all()
 
@@ -439,9 +439,9 @@ def test_numbers_are_operands_of_graphs(row):
     compiled = torch.compile(function, backend="jax")
     counts = []
     for number in numbers:
-      before = programs.count()
+      before = program_limit.count()
       found = compiled(x, number)
-      counts.append(programs.count() - before)
+      counts.append(program_limit.count() - before)
       torch.testing.assert_close(found, function(x, number))
   assert sum(counts[2:]) == SPECIAL.get(row, 0)
 

@@ -71,7 +71,9 @@ OPTIONAL = {
 # Where private API is used: each piece is looked up by its name, a string, so that a
 # version without it costs a feature. What is written out is what `find` cannot do.
 PRIVATE_API = {
-  "torch._C._group_tensors_by_device_and_dtype": "torchax.compat.torch_compat.backend",
+  "torch._C._group_tensors_by_device_and_dtype": (
+    "torchax.compat.torch_compat.device_backend"
+  ),
 }
 # Underscored, yet what every extension of torch is told to use, for want of another
 # name: operations, trees, and the base class of dispatch modes.

@@ -6,13 +6,13 @@ of torch that lack it.
 """
 
 from torchax.compat.torch_compat.accelerator import *
-from torchax.compat.torch_compat.backend import *
+from torchax.compat.torch_compat.device_backend import *
 from torchax.compat.torch_compat.distributed import *
 from torchax.compat.torch_compat.files import *
 from torchax.compat.torch_compat.functions import *
 from torchax.compat.torch_compat.graphs import *
 from torchax.compat.torch_compat.lazy_modules import *
-from torchax.compat.torch_compat.modes import *
+from torchax.compat.torch_compat.mode_state import *
 from torchax.compat.torch_compat.operators import *
 from torchax.compat.torch_compat.optimizers import *
 from torchax.compat.torch_compat.swaps import *

@@ -12,7 +12,7 @@ import torch
 
 from torchax.compat import private
 from torchax.compat.patches import patch
-from torchax.compat.torch_compat.backend import BACKEND
+from torchax.compat.torch_compat.device_backend import BACKEND
 
 _FEATURE = "torch.accelerator on jax"
 # First version of torch that has the function.

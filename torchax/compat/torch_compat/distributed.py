@@ -18,7 +18,7 @@ import torch
 
 from torchax.compat import private
 from torchax.compat.patches import patch
-from torchax.compat.torch_compat.backend import BACKEND
+from torchax.compat.torch_compat.device_backend import BACKEND
 
 _GROUPS = "process groups of torch.distributed that are axes of a mesh on jax"
 

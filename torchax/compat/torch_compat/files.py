@@ -7,7 +7,7 @@ import torch
 
 from torchax.compat import private
 from torchax.compat.patches import patch
-from torchax.compat.torch_compat.backend import BACKEND
+from torchax.compat.torch_compat.device_backend import BACKEND
 
 _FEATURE = "torch.save and torch.load of jax tensors"
 _STORAGES = "storages of jax tensors"

@@ -11,7 +11,7 @@ import torch
 from torchax.compat import private
 from torchax.compat.patches import patch
 from torchax.compat.torch_compat.graphs import keep_from_dynamo
-from torchax.compat.torch_compat.modes import with_function_overrides
+from torchax.compat.torch_compat.mode_state import with_function_overrides
 from torchax.compat.torch_compat.wrappers import innermost
 
 _QUICKER = "calls of functions with gradients, which are quicker with it"

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from torchax.compat.patches import patch
-from torchax.compat.torch_compat.backend import BACKEND
+from torchax.compat.torch_compat.device_backend import BACKEND
 
 
 class _Placed:

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from torchax.compat import private
-from torchax.compat.torch_compat.modes import without_dispatch
+from torchax.compat.torch_compat.mode_state import without_dispatch
 
 _WRAPPERS = "the class of its tensors, which have no memory that torch knows"
 _make_wrapper = private.essential("torch.Tensor._make_wrapper_subclass", _WRAPPERS)

@@ -15,8 +15,12 @@ from torchax.distributed.processes.agreement import (
 )
 from torchax.distributed.processes.arrays import gather, global_batch, rows_here
 from torchax.distributed.processes.batches import Batches, in_fixed_order
+from torchax.distributed.processes.communication_cost import (
+  Collective,
+  bytes_by_kind,
+  collectives,
+)
 from torchax.distributed.processes.start import initialize
-from torchax.distributed.processes.traffic import Collective, bytes_by_kind, collectives
 
 __all__ = [
   "Batches",

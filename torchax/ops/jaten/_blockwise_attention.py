@@ -1,8 +1,8 @@
 """Attention over one block of keys at a time, with memory linear in the length.
 
 The softmax accumulates over the blocks. The backward pass recomputes the weights from
-the logsumexp of each row. The dropout mask is drawn by position (`rng/units.py`): each
-block draws its part of the mask that `attention.py` draws as a whole.
+the logsumexp of each row. The dropout mask is drawn by position (`rng/uniform.py`):
+each block draws its part of the mask that `attention.py` draws as a whole.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018),
 https://arxiv.org/abs/1805.02867; Dao, "FlashAttention-2" (2023), section 3,
@@ -20,7 +20,7 @@ from jax import lax
 
 from torchax.compat import jax_compat
 from torchax.ops.promotion import HALVES
-from torchax.rng import units
+from torchax.rng import uniform
 
 BLOCK = 512
 """Keys per block."""
@@ -77,7 +77,7 @@ def attention(
     value: (…, key heads, s, v), of the same dtype.
     attn_mask: bool, broadcastable to (…, heads, l, s); True attends.
     words: data of the key that draws the dropout mask; None without dropout.
-    high, low: `units.steps_below` of the probability to keep.
+    high, low: `uniform.steps_below` of the probability to keep.
     survivor_scale: factor of the weights that survive dropout.
     is_causal: position i attends to the keys 0 … i.
     scale: factor of the scores; by default 1 / sqrt(e).
@@ -154,7 +154,7 @@ def _drop(config: _Config, weights, start, constants: _Constants):
   rows = rows.reshape(*weights.shape[:-1], 1)
   columns = start.astype(jnp.uint32) + lax.iota(jnp.uint32, config.block)
   positions = rows * jnp.uint32(config.keys) + columns
-  keep = units.bernoulli_at(constants.words, positions, constants.high, constants.low)
+  keep = uniform.bernoulli_at(constants.words, positions, constants.high, constants.low)
   return jnp.where(keep, weights, 0)
 
 

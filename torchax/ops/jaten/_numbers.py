@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from torchax.core.static_values import StaticValue
-from torchax.rng import units
+from torchax.rng import uniform
 
 # Each of these may have its own program; all other probabilities share one.
 _PLAIN_PROBABILITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -21,7 +21,7 @@ def _is_real(value) -> bool:
 
 
 def probability(name: str, is_kept: bool = False, scales: bool = False) -> Callable:
-  """Replace a probability by the `units.steps_below` that its mask is drawn with.
+  """Replace a probability by the `uniform.steps_below` that its mask is drawn with.
 
   Args:
     name: name of the argument; a value other than a number stays unchanged.
@@ -34,7 +34,7 @@ def probability(name: str, is_kept: bool = False, scales: bool = False) -> Calla
     if not _is_real(p):
       return
     keep = p if is_kept else 1.0 - p
-    steps = units.steps_below(keep)
+    steps = uniform.steps_below(keep)
     if steps is None or keep in _PLAIN_PROBABILITIES:
       given[name] = StaticValue(p)
     else:

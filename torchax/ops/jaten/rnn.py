@@ -2,7 +2,7 @@
 
 torch's composite form unrolls time, so its traced program grows with the length of the
 sequence. `network` combines the layers. Its callers are `functions/recurrent.py` and
-`dynamo/recurrent.py` with tensors, and exported programs with arrays.
+`dynamo/recurrent_graphs.py` with tensors, and exported programs with arrays.
 """
 
 import dataclasses

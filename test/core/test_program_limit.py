@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from torchax.compat import versions
-from torchax.core import programs
+from torchax.core import program_limit
 from torchax.ops.casting import cast
 
 NUMBERS = np.random.default_rng(0).standard_normal((9, 33)).astype(np.float32)
@@ -66,7 +66,7 @@ IN_ANOTHER_ORDER = ("softmax", "sums", "product")
 def test_programs_that_compile_quickly_give_the_same_numbers(name):
   function = FUNCTIONS[name]
   x = WIDE if name.startswith("to ") else NUMBERS
-  quick = jax.jit(function, compiler_options=programs.quick_options())(x)
+  quick = jax.jit(function, compiler_options=program_limit.quick_options())(x)
   expected = jax.jit(lambda x: function(x))(x)
   if name in IN_ANOTHER_ORDER:
     jax.tree.map(
@@ -84,35 +84,35 @@ ELEMENTWISE = [name for name in (*FUNCTIONS, "tangent") if name not in IN_ANOTHE
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_options_for_the_same_bits_change_none_but_of_sums(name):
   function = FUNCTIONS.get(name, jnp.tan)
-  options = programs.quick_options(programs.Effort.SAME_BITS)
+  options = program_limit.quick_options(program_limit.Effort.SAME_BITS)
   quick = jax.jit(function, compiler_options=options)
   assert _bits(quick(NUMBERS)) == _bits(jax.jit(lambda x: function(x))(NUMBERS))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU alone")
 def test_the_options_are_known_to_this_version_of_xla():
-  known = programs.quick_options()
-  same_bits = programs.quick_options(programs.Effort.SAME_BITS)
-  assert same_bits.items() <= known.items() <= programs._QUICK.items()
+  known = program_limit.quick_options()
+  same_bits = program_limit.quick_options(program_limit.Effort.SAME_BITS)
+  assert same_bits.items() <= known.items() <= program_limit._QUICK.items()
   assert len(same_bits) == 2
   if versions.is_older(jax.__version__, "0.11"):  # later ones have no older emitters
-    assert known == programs._QUICK
-  assert programs.quick_options(programs.Effort.FULL) is None
+    assert known == program_limit._QUICK
+  assert program_limit.quick_options(program_limit.Effort.FULL) is None
   level = "xla_backend_optimization_level"
-  assert programs.quick_options(programs.Effort.NONE) == {**known, level: 0}
+  assert program_limit.quick_options(program_limit.Effort.NONE) == {**known, level: 0}
 
 
 def test_an_option_that_xla_does_not_know_is_left_out():
-  assert not programs._is_known("xla_cpu_of_a_later_version", True)
+  assert not program_limit._is_known("xla_cpu_of_a_later_version", True)
 
 
 def test_a_value_that_xla_refuses_is_an_error():
   with pytest.raises(jax.errors.JaxRuntimeError):
-    programs._is_known("xla_backend_optimization_level", "high")
+    program_limit._is_known("xla_backend_optimization_level", "high")
 
 
 def test_a_program_runs_inside_of_every_transformation():
-  double = programs.jit(lambda x: 2 * x)
+  double = program_limit.jit(lambda x: 2 * x)
   x = jnp.arange(3.0)
   within = double.in_traces
   assert (double(x) == 2 * x).all()
@@ -123,5 +123,5 @@ def test_a_program_runs_inside_of_every_transformation():
 
 
 def test_programs_of_users_have_their_own_options():
-  theirs = programs.jit(lambda x: x + 1, is_of_user=True)
+  theirs = program_limit.jit(lambda x: x + 1, is_of_user=True)
   assert jax.jit(lambda x: theirs(x))(jnp.ones(2)).tolist() == [2.0, 2.0]

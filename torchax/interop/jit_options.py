@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from torchax.tracing.names import signature_of
+from torchax.tracing.function_names import signature_of
 
 ArgNums = int | Sequence[int] | None
 ArgNames = str | Iterable[str] | None

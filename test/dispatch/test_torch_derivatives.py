@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import torchax
-from torchax.dispatch import derivatives
+from torchax.dispatch import torch_derivatives
 from torchax.interop import gradient_checkpoint, jax_value_and_grad, jax_view
 from torchax.registry import operators
 
@@ -222,7 +222,9 @@ def test_jax_differentiates_traced_numbers():
   def function(x, limit):
     run = lambda args, kwargs: lower(*args, **kwargs)  # noqa: E731
     env = torchax.default_env()
-    return derivatives.with_derivative_of(clamp, run, env, [x], {"max": limit}).sum()
+    return torch_derivatives.with_derivative_of(
+      clamp, run, env, [x], {"max": limit}
+    ).sum()
 
   found = jax.grad(function, (0, 1))(jnp.asarray([1.0, 3.0, 4.0]), 2.0)
   _assert_equal(found[0], [1.0, 0.0, 0.0])

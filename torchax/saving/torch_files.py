@@ -20,7 +20,7 @@ import torch
 from torchax.compat import torch_compat
 from torchax.core import mappings
 from torchax.core.chains import WHOLE
-from torchax.core.explanations import no_numbers
+from torchax.core.error_messages import no_numbers
 from torchax.core.storage import Storage
 from torchax.core.view_steps import ConjugateInfo, NegateInfo
 from torchax.devices import placement

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchax
 import torchax.dynamo
-from torchax.dynamo import recurrent
+from torchax.dynamo import recurrent_graphs
 
 TIME, BATCH, FEATURES, HIDDEN = 5, 3, 4, 6
 X = floats(TIME, BATCH, FEATURES)
@@ -246,7 +246,7 @@ def test_graph_of_a_checkpoint_is_not_modified():
   outer.output(outer.get_attr("body"))
   body = fx.GraphModule({}, inner)
   module = fx.GraphModule({"body": body}, outer)
-  recurrent.replace(module)
+  recurrent_graphs.replace(module)
   graphs = (inner, module.body.graph)
   kept = [torch.gru in [node.target for node in graph.nodes] for graph in graphs]
   assert kept == [True, False]
