@@ -5,8 +5,8 @@ names: `params` become parameters, other collections (`batch_stats`, `cache`) bu
 call runs `apply` as one compiled function. The keys of its rng collections (`dropout`)
 are drawn from the current stream and are operands of that function.
 
-NNX modules hold their own state and need no wrapper; `docs/rng.md` shows how they and
-other libraries get a key from the stream.
+NNX modules hold their own state and need no wrapper; `docs/rng-design.md` shows how
+they and other libraries get a key from the stream.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """The laws that hold over every boundary, as equalities to the last bit.
 
-`docs/rng.md` states them. A boundary here is a way to run a function of tensors:
+`docs/rng-design.md` states them. A boundary here is a way to run a function of tensors:
 eagerly, compiled, compiled inside compiled, checkpointed, differentiated. Loops and
 maps are in `test_loops.py` and `test_maps.py`, nests of all in `test_nests.py`.
 """

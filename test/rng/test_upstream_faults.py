@@ -1,6 +1,6 @@
 """A test for each fault of google/torchax that the design of the random state removes.
 
-Each is named after what goes wrong there, mostly silently; `docs/rng.md` has the table.
+Each is named after its symptom there; `docs/rng-design.md` has the table.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Random numbers: state, streams, scopes, boundaries and samplers.
 
-Start at `stream.py`, then `stream_operands.py`; `docs/rng.md` explains the design.
+Start at `stream.py`, then `stream_operands.py`; `docs/rng-design.md` has the design.
 Only this package creates or derives keys; lowerings receive them.
 """
 
