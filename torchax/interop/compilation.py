@@ -35,6 +35,11 @@ class CompileOptions:
       mode "dynamo" only `compiler_options`.
     mode: "jax" traces the function with `jax.jit`; "dynamo" captures graphs with
       `torch.compile`, with graph breaks where Python branches on tensor values.
+
+  >>> options = CompileOptions(jax_jit_kwargs={"static_argnums": 1})
+  >>> power = compile(lambda x, n: x**n, options)
+  >>> power(torch.ones(2, device="jax") + 1, 3)
+  tensor([8., 8.], device='jax:0')
   """
 
   methods_to_compile: list[str] = dataclasses.field(default_factory=lambda: ["forward"])

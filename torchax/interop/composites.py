@@ -8,6 +8,7 @@ operations to lower to a composite, in eager mode and in exported programs.
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ _ATTRIBUTES = (bool, int, float, str)
 
 
 def register_jax_composite(
-  composite_name: str, impl: JaxCallable, *ops, **jit_args
+  composite_name: str, impl: JaxCallable, *ops: Any, **jit_args: Any
 ) -> JaxCallable:
   """Lower operations to a composite whose decomposition is a JAX function.
 
@@ -52,7 +53,7 @@ def register_jax_composite(
 
 
 def register_torch_composite(
-  composite_name: str, impl: TorchCallable, *ops, **jit_args
+  composite_name: str, impl: TorchCallable, *ops: Any, **jit_args: Any
 ) -> JaxCallable:
   """Lower operations to a composite whose decomposition is a torch function.
 
@@ -65,6 +66,14 @@ def register_torch_composite(
 
   Returns:
     The lowering, a function of arrays.
+
+  >>> library = torch.library.Library("example_torch", "DEF")
+  >>> library.define("twice(Tensor x) -> Tensor")
+  'twice'
+  >>> op = torch.ops.example_torch.twice
+  >>> twice = register_torch_composite("example.twice", lambda x: x + x, op)
+  >>> op(torch.ones(2, device="jax"))
+  tensor([2., 2.], device='jax:0')
   """
   is_module = isinstance(impl, torch.nn.Module)
   signature = inspect.signature(impl.forward if is_module else impl)

@@ -37,6 +37,10 @@ class Explanation:
     draws: number of keys that a call takes from the stream.
     compilations: number of traces so far.
     reasons: differences between the last trace and the most similar earlier one.
+
+  >>> drop = torch.nn.Dropout(0.5)
+  >>> explain(drop, torch.ones(2, device="jax")).operands
+  {'input': 'float32[2]', 'random stream': 'key and count'}
   """
 
   function: str
@@ -62,7 +66,7 @@ class Explanation:
 
 
 @hide_library_frames
-def explain(function: Callable, *args, **kwargs) -> Explanation:
+def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
   """Explain the dependencies of a call of a compiled function.
 
   The call does not run, and no random stream advances.

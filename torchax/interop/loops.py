@@ -65,6 +65,12 @@ def scan(
   Raises:
     ValueError: there is neither `xs` nor `length`, or the lengths differ.
     TypeError: `f` does not return a pair, or changes the form of the carry.
+
+  >>> def add(total, x):
+  ...   return total + x, total
+  >>> ones = torch.ones(3, device="jax")
+  >>> scan(add, ones.sum(), ones)
+  (tensor(6., device='jax:0'), tensor([3., 4., 5.], device='jax:0'))
   """
   length = _length(xs, length)
   options = (length, reverse, unroll)
@@ -94,6 +100,9 @@ def fori_loop(
 
   Returns:
     The last value.
+
+  >>> fori_loop(0, 3, lambda i, value: 2 * value + i, torch.ones(2, device="jax"))
+  tensor([12., 12.], device='jax:0')
   """
   if isinstance(lower, int) and isinstance(upper, int):
     if upper <= lower:
@@ -125,6 +134,10 @@ def while_loop(
   Raises:
     RngError: the condition draws.
     TypeError: the condition is not a 0-d bool, or the body changes the value's form.
+
+  >>> double = lambda x: 2 * x
+  >>> while_loop(lambda x: x.sum() < 100, double, torch.ones(2, device="jax"))
+  tensor([64., 64.], device='jax:0')
   """
   return _run(_while, (cond_fun, body_fun), (), (init_val,))
 
@@ -152,6 +165,10 @@ def cond(
 
   Raises:
     TypeError: `pred` is not 0-d, or the results of the branches differ in form.
+
+  >>> x = torch.tensor([-1.0, 2.0], device="jax")
+  >>> cond(x.sum() > 0, torch.neg, torch.exp, x)
+  tensor([ 1., -2.], device='jax:0')
   """
   if isinstance(pred, torch.Tensor) and pred.dim():
     raise TypeError(
@@ -180,6 +197,9 @@ def switch(
   Raises:
     ValueError: there are no branches.
     TypeError: the results of the branches differ in form.
+
+  >>> switch(1, [torch.neg, lambda x: 3 * x], torch.ones(2, device="jax"))
+  tensor([3., 3.], device='jax:0')
   """
   branches = tuple(branches)
   if not branches:

@@ -58,6 +58,13 @@ def jax_vmap(
   Raises:
     ValueError: `randomness` is not one of these.
     RngError: raised by the returned function if it draws and `randomness` is "error".
+
+  >>> rows = torch.arange(6.0, device="jax").view(2, 3)
+  >>> jax_vmap(torch.dot, in_axes=(0, None))(rows, torch.ones(3, device="jax"))
+  tensor([ 3., 12.], device='jax:0')
+  >>> draws = jax_vmap(torch.rand_like, randomness="same")(rows)
+  >>> torch.equal(draws[0], draws[1])
+  True
   """
   if randomness not in (ERROR, DIFFERENT, SAME):
     raise ValueError(
@@ -193,6 +200,12 @@ def jax_shard_map(
   Raises:
     TypeError: `jax.shard_map` has no such option.
     ValueError: the policy is unknown, or the mesh has no such axis.
+
+  >>> mesh = jax.make_mesh((1,), ("data",))
+  >>> rows = jax.sharding.PartitionSpec("data")
+  >>> f = jax_shard_map(torch.exp, mesh=mesh, in_specs=rows, out_specs=rows)
+  >>> f(torch.zeros(2, device="jax"))
+  tensor([1., 1.], device='jax:0')
   """
   options = merge("jax_shard_map", jax.shard_map, kwargs_for_jax_shard_map, options)
   if torch_function is None:

@@ -5,7 +5,7 @@
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,6 +28,16 @@ def extract_all_buffers(
   """Return the parameters and the buffers of a module, each by qualified name.
 
   Plain tensor attributes count as buffers.
+
+  Args:
+    m: module on any device.
+
+  Returns:
+    The parameters and the buffers, each with all its names.
+
+  >>> params, buffers = extract_all_buffers(torch.nn.BatchNorm1d(2))
+  >>> sorted(params), sorted(buffers)
+  (['bias', 'weight'], ['num_batches_tracked', 'running_mean', 'running_var'])
   """
   params: dict[str, torch.Tensor] = dict(m.named_parameters(remove_duplicate=False))
   buffers = dict(m.named_buffers(remove_duplicate=False))
@@ -45,8 +55,18 @@ def set_all_buffers(
 ) -> None:
   """Replace tensors of a module by qualified name.
 
+  Args:
+    m: module, changed in place.
+    params: new tensors by qualified name.
+    buffers: more new tensors; they win if a name is in both dicts.
+
   Raises:
     KeyError: the module has no tensor of a given name.
+
+  >>> layer = torch.nn.Linear(2, 1)
+  >>> set_all_buffers(layer, {"bias": torch.nn.Parameter(torch.ones(1))}, {})
+  >>> layer.bias.tolist()
+  [1.0]
   """
   for qualified, value in {**params, **buffers}.items():
     prefix, _, name = qualified.rpartition(".")
@@ -116,6 +136,12 @@ class JittableModule(ModuleWrapper):
     m: module on jax.
     extra_jit_args: keyword arguments of `jax.jit`.
     dedup_parameters: list a tensor with several names once in `params`, `buffers`.
+
+  >>> model = JittableModule(torch.nn.Linear(2, 1).to("jax"))
+  >>> model(torch.ones(3, 2, device="jax")).shape
+  torch.Size([3, 1])
+  >>> list(model.params)
+  ['weight', 'bias']
   """
 
   def __init__(
@@ -150,6 +176,11 @@ class JittableModule(ModuleWrapper):
     The value is a plain dict, for tree functions of JAX and torch. The wrapper's next
     use assigns new tensors in it to the inner module. A tensor that replaces a
     parameter becomes a parameter.
+
+    >>> model = JittableModule(torch.nn.Linear(2, 1).to("jax"))
+    >>> model.params = {"bias": torch.ones(1, device="jax")}
+    >>> model(torch.zeros(2, device="jax"))
+    tensor([1.], device='jax:0', grad_fn=<_CompiledCallBackward>)
     """
     return self._user_dict("params", self._read_params)
 
@@ -160,7 +191,11 @@ class JittableModule(ModuleWrapper):
 
   @property  # type: ignore[override]
   def buffers(self) -> dict[str, torch.Tensor]:
-    """Buffers and plain tensor attributes by name; see `params`."""
+    """Buffers and plain tensor attributes by name; see `params`.
+
+    >>> JittableModule(torch.nn.BatchNorm1d(2).to("jax")).buffers["running_var"]
+    tensor([1., 1.], device='jax:0')
+    """
     return self._user_dict("buffers", self._read_buffers)
 
   @buffers.setter
@@ -207,23 +242,35 @@ class JittableModule(ModuleWrapper):
     self._take_changes()
     return super().state_dict(*args, **kwargs)
 
-  def named_parameters(self, *args, **kwargs):
+  def named_parameters(
+    self, *args: Any, **kwargs: Any
+  ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Call `torch.nn.Module.named_parameters` after taking over `params`."""
     self._take_changes()
     return super().named_parameters(*args, **kwargs)
 
-  def forward(self, *args, **kwargs):
+  def forward(self, *args: Any, **kwargs: Any) -> Any:
     """Run the module's `forward`, compiled."""
     return self.jittable_call("forward", *args, **kwargs)
 
   @hide_library_frames
-  def lower(self, *args, **kwargs):
-    """Call `jax.jit(…).lower` on `forward`; run nothing, advance no stream."""
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """Call `jax.jit(…).lower` on `forward`; run nothing, advance no stream.
+
+    >>> model = JittableModule(torch.nn.Tanh())
+    >>> "stablehlo.tanh" in model.lower(torch.ones(3, device="jax")).as_text()
+    True
+    """
     return self.jitted("forward").lower(*args, **kwargs)
 
   @hide_library_frames
-  def trace(self, *args, **kwargs):
-    """Call `jax.jit(…).trace` on `forward`; run nothing, advance no stream."""
+  def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    """Call `jax.jit(…).trace` on `forward`; run nothing, advance no stream.
+
+    >>> model = JittableModule(torch.nn.Tanh())
+    >>> [e.primitive.name for e in model.trace(torch.ones(3, device="jax")).jaxpr.eqns]
+    ['tanh']
+    """
     return self.jitted("forward").trace(*args, **kwargs)
 
   def functional_call(
@@ -236,6 +283,14 @@ class JittableModule(ModuleWrapper):
       params: tensors by name; the module's own are used for missing names.
       buffers: tensors by name, likewise; in-place updates change them.
       *args, **kwargs: arguments of the method.
+
+    Returns:
+      The method's result. The call does not compile; call it inside `jax_jit`.
+
+    >>> model = JittableModule(torch.nn.Linear(2, 1).to("jax"))
+    >>> zeros = {name: torch.zeros_like(p) for name, p in model.params.items()}
+    >>> model.functional_call("forward", zeros, {}, torch.ones(2, device="jax")).item()
+    0.0
     """
     if isinstance(method_or_name, str):
       method = getattr(self._model, method_or_name)
@@ -244,8 +299,23 @@ class JittableModule(ModuleWrapper):
     with torch_compat.reparametrized(self._model, {**params, **buffers}):
       return method(*args, **kwargs)
 
-  def jittable_call(self, method_name: str, *args, **kwargs):
-    """Run a method of the module, compiled."""
+  def jittable_call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run a method of the module, compiled.
+
+    Args:
+      method_name: name of a method.
+      *args, **kwargs: its arguments.
+
+    Returns:
+      The method's result.
+
+    Raises:
+      AttributeError: the module has no such method.
+
+    >>> model = JittableModule(torch.nn.ReLU())
+    >>> model.jittable_call("forward", torch.tensor([-1.0, 2.0], device="jax"))
+    tensor([0., 2.], device='jax:0')
+    """
     try:
       self._take_changes()
       jitted = self.jitted(method_name)
@@ -261,8 +331,15 @@ class JittableModule(ModuleWrapper):
   def jitted(self, name: str) -> Jitted:
     """Return the compiled form of the method `name`.
 
+    Args:
+      name: name of the method.
+
     Raises:
       AttributeError: the module has no such method.
+
+    >>> model = JittableModule(torch.nn.ReLU())
+    >>> model.jitted("forward").__name__
+    'forward'
     """
     if name not in self._jitted:
       self.make_jitted(name)
@@ -271,8 +348,19 @@ class JittableModule(ModuleWrapper):
   def make_jitted(self, key: str) -> None:
     """Create the compiled form of the method `key`.
 
+    Args:
+      key: name of the method; later calls of the wrapper's method run it compiled.
+
     Raises:
       AttributeError: the module has no such method.
+
+    >>> class Model(torch.nn.Module):
+    ...   def twice(self, x):
+    ...     return 2 * x
+    >>> model = JittableModule(Model())
+    >>> model.make_jitted("twice")
+    >>> model.twice(torch.ones(2, device="jax"))
+    tensor([2., 2.], device='jax:0')
     """
     method: Callable
     if key == "forward":

@@ -56,6 +56,11 @@ def jax_value_and_grad(
 
   Raises:
     TypeError: `jax.value_and_grad` has no such option.
+
+  >>> x = torch.tensor([1.0, 2.0], device="jax")
+  >>> value, gradient = jax_value_and_grad(lambda x: (x**2).sum())(x)
+  >>> value.item(), gradient
+  (5.0, tensor([2., 4.], device='jax:0'))
   """
   kwargs_for_jax = merge(
     "jax_value_and_grad", jax.value_and_grad, kwargs_for_value_and_grad, options
@@ -136,6 +141,12 @@ def gradient_checkpoint(
   Raises:
     TypeError: `jax.checkpoint` has no such option.
     ValueError: the function has no argument of a given number or name.
+
+  >>> block = gradient_checkpoint(lambda x: torch.nn.functional.dropout(x.sin(), 0.5))
+  >>> x = torch.zeros(100, device="jax", requires_grad=True)
+  >>> block(x).sum().backward()
+  >>> x.grad.unique()  # the recomputation drops the same elements
+  tensor([0., 2.], device='jax:0')
   """
   name = "gradient_checkpoint"
   own = ("static_argnames",)

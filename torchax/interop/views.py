@@ -102,6 +102,17 @@ def jax_view(t):
   a typed key or a seed to draw from. Without it the function draws from `env.rng`;
   inside a raw JAX transformation that raises TracedDrawError.
 
+  Args:
+    t: tensor on jax, torch dtype, torch function or module, or a tree of these. Other
+      values stay as they are.
+
+  Returns:
+    The same tree with arrays that share the tensors' memory, numpy dtypes and functions
+    of arrays.
+
+  Raises:
+    MixedDeviceError: a tensor is not on jax.
+
   >>> f = jax_view(torch.nn.functional.relu)
   >>> jax.jit(f)(jnp.array([-1.0, 2.0]))
   Array([0., 2.], dtype=float32)
@@ -142,17 +153,49 @@ def torch_view(t: Any) -> Any: ...
 
 
 def torch_view(t):
-  """Convert arrays, JAX dtypes and JAX functions in a tree to torch's."""
+  """Convert arrays, JAX dtypes and JAX functions in a tree to torch's.
+
+  Args:
+    t: array, dtype, function of arrays, or a tree of these. Other values and typed
+      random keys stay as they are.
+
+  Returns:
+    The same tree with tensors that share the arrays' memory, torch dtypes and functions
+    of tensors.
+
+  >>> torch_view([jnp.ones(2), jnp.dtype("bfloat16")])
+  [tensor([1., 1.], device='jax:0'), torch.bfloat16]
+  """
   return jax.tree.map(_torch_view, t, is_leaf=is_tensor)
 
 
 def jax_view_elem(v: TorchValue) -> JaxValue:
-  """Convert one value, not a tree, as `jax_view` does."""
+  """Convert one value, not a tree, as `jax_view` does.
+
+  Args:
+    v: tensor, dtype, function or other value.
+
+  Returns:
+    The JAX value.
+
+  >>> jax_view_elem(torch.ones(2, device="jax"))
+  Array([1., 1.], dtype=float32)
+  """
   return _jax_view(v)
 
 
 def torch_view_elem(v: JaxValue) -> TorchValue:
-  """Convert one value, not a tree, as `torch_view` does."""
+  """Convert one value, not a tree, as `torch_view` does.
+
+  Args:
+    v: array, dtype, function or other value.
+
+  Returns:
+    The torch value.
+
+  >>> torch_view_elem(jnp.ones(2))
+  tensor([1., 1.], device='jax:0')
+  """
   return _torch_view(v)
 
 
@@ -170,9 +213,19 @@ def call_torch(torch_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def call_torch(torch_func, *args, **kwargs):
   """Call a torch function with JAX values; return JAX values.
 
+  Args:
+    torch_func: function or module of tensors on jax.
+    *args, **kwargs: its arguments, trees of arrays.
+
+  Returns:
+    The result, with arrays for tensors.
+
   Raises:
     MutationError: the call is inside a JAX transformation, and the function changed a
       tensor that is not an argument.
+
+  >>> call_torch(torch.nn.functional.relu, jnp.array([-1.0, 2.0]))
+  Array([0., 2.], dtype=float32)
   """
   with default_env():
     if jax_compat.is_top_level():
@@ -255,6 +308,21 @@ def call_jax(jax_func, *args, **kwargs):
   Where torch records gradients, JAX differentiates the function, so its results have
   gradients as those of any torch operation. The results of an executable, such as
   `jax.jit(f).lower(…).compile()`, have none.
+
+  Args:
+    jax_func: function of arrays, or an executable.
+    *args, **kwargs: its arguments, trees of tensors on jax.
+
+  Returns:
+    The result, with tensors for arrays.
+
+  Raises:
+    MixedDeviceError: a tensor is not on jax.
+
+  >>> x = torch.tensor([3.0, 4.0], device="jax", requires_grad=True)
+  >>> call_jax(jnp.linalg.norm, x).backward()
+  >>> x.grad
+  tensor([0.6000, 0.8000], device='jax:0')
   """
   if torch.is_grad_enabled() and not isinstance(jax_func, jax.stages.Compiled):
     arguments = Partition(
@@ -304,6 +372,9 @@ def j2t_autograd(fn, call_jax=call_jax):
     call_jax: function `(fn, *args, **kwargs)` that calls `fn` with torch values; by
       default `call_jax` of this module, which also records the gradient.
 
+  Returns:
+    A function of tensors with the arguments of `fn`.
+
   >>> square = j2t_autograd(lambda x: x * x)
   >>> x = torch.ones(2, device="jax", requires_grad=True)
   >>> square(x).sum().backward()
@@ -341,6 +412,11 @@ def functional_rng(torch_function):
     A function `(state, *args, **kwargs) -> (out, state)` of an `RngState` (or typed
     key, or seed) and arrays. It returns arrays and the state after the draws. It
     neither reads nor changes `env.rng`.
+
+  >>> dropout = functional_rng(torch.nn.Dropout(0.5))
+  >>> out, state = dropout(jax.random.key(0), jnp.ones(3))
+  >>> out.shape, state.count
+  ((3,), 1)
   """
 
   @hide_library_frames
