@@ -50,6 +50,10 @@ class Draw:
       traced; else None.
     arguments: arguments of the operation, as plain data; None if a key was taken
       without a draw.
+
+  >>> ledger = explain(torch.nn.Dropout(0.5), torch.ones(4, device="jax"))
+  >>> ledger[0].op, ledger[0].shape, ledger[0].dtype
+  ('torchax.dropout.default', (4,), 'float32')
   """
 
   index: int
@@ -91,6 +95,11 @@ class Draw:
 
     Raises:
       RngError: the draw was made in a scope inside a compiled function.
+
+    >>> with torchax.rng.rng_scope(7), torchax.rng.current().record() as ledger:
+    ...   x = torch.rand(3, device="jax")
+    >>> bool(ledger[0].prng_key == jax.random.fold_in(jax.random.key(7), 0))
+    True
     """
     return rng_state.fold_in(*self.operands())
 
@@ -114,7 +123,13 @@ class Repeated:
 
 
 class Ledger:
-  """Draws of a block of code, in order: a sequence of `Draw`."""
+  """Draws of a block of code, in order: a sequence of `Draw`.
+
+  >>> with torchax.rng.current().record() as ledger:
+  ...   x = torch.rand(3, device="jax") + torch.randn(3, device="jax")
+  >>> [draw.op for draw in ledger]
+  ['aten.rand.default', 'aten.randn.default']
+  """
 
   def __init__(
     self, draws: Iterable[Draw] = (), find_faults: Callable[[], list] | None = None
@@ -133,13 +148,26 @@ class Ledger:
     return self._draws[index]
 
   def rows(self) -> list[dict[str, Any]]:
-    """Return the draws as dicts, one per draw."""
+    """Return the draws as dicts, one per draw.
+
+    >>> ledger = explain(torch.nn.Dropout(0.5), torch.ones(4, device="jax"))
+    >>> ledger.rows()[0]["shape"]
+    (4,)
+    """
     return [{name: getattr(draw, name) for name in _COLUMNS} for draw in self._draws]
 
   def duplicates(self) -> list[list[Draw]]:
     """Return groups of two or more draws that used the same key.
 
     Traced keys, from scopes inside compiled functions, are compared within one call.
+
+    >>> state = torchax.RngState.from_seed(0)
+    >>> with torchax.rng.current().record() as ledger:
+    ...   for _ in range(2):
+    ...     with torchax.rng_scope(state):
+    ...       x = torch.rand(3, device="jax")
+    >>> [[draw.index for draw in group] for group in ledger.duplicates()]
+    [[0, 0]]
     """
     groups = collections.defaultdict(list)
     for draw in self._draws:
@@ -147,7 +175,13 @@ class Ledger:
     return [group for group in groups.values() if len(group) > 1]
 
   def require_unique(self) -> None:
-    """Raise AssertionError if two draws used the same key; for test suites."""
+    """Raise AssertionError if two draws used the same key; for test suites.
+
+    Raises:
+      AssertionError: keys were used twice; the message names the draws.
+
+    >>> explain(torch.nn.Dropout(0.5), torch.ones(4, device="jax")).require_unique()
+    """
     groups = self.duplicates()
     if not groups:
       return
@@ -185,7 +219,7 @@ class Ledger:
     if found:
       raise AssertionError("\n".join(map(str, found)))
 
-  def plot(self, ax=None):
+  def plot(self, ax: Any = None) -> Any:
     """Plot draws from left to right and sites from top to bottom.
 
     Args:
@@ -301,7 +335,7 @@ class Explainer:
   redraw: ClassVar[Callable]
 
 
-def explain(torch_function: Callable, *args, **kwargs) -> Ledger:
+def explain(torch_function: Callable, *args: Any, **kwargs: Any) -> Ledger:
   """List the draws of a call by tracing it; draw no number and advance no stream.
 
   Args:

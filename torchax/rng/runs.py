@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from torchax.rng import ledger_plot
 from torchax.rng.ledger import Draw, Explainer
@@ -45,7 +48,7 @@ class Difference:
       f"  second run: {_words(self.second)}\n  " + "\n  ".join(parts)
     )
 
-  def plot(self, ax=None):
+  def plot(self, ax: Any = None) -> Any:
     """Plot the draws of both runs and their first difference.
 
     Args:
@@ -107,7 +110,7 @@ def _value(draw: Draw, name: str) -> str:
   return f"{value[0]} {':'.join(f'{word:x}' for word in words)}, number {count}"
 
 
-def replay(draw: Draw, *parameters):
+def replay(draw: Draw, *parameters: torch.Tensor) -> torch.Tensor:
   """Repeat a recorded draw; no stream advances.
 
   Args:

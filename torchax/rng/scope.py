@@ -46,7 +46,18 @@ def streams_on() -> Streams:
 
 
 def current(owner: Streams | None = None) -> RngStream:
-  """Return the stream that operations of an environment now draw from."""
+  """Return the stream that operations of an environment now draw from.
+
+  Args:
+    owner: streams of the environment; default: those of the active one.
+
+  Returns:
+    The stream of the innermost scope, else the root stream of the thread.
+
+  >>> with rng_scope(0):
+  ...   current().state
+  RngState(threefry2x32, key=0:0, count=0)
+  """
   owner = owner or streams_on()
   scopes = _scopes.get()
   return current_of(owner, scopes) if scopes else owner.root()
@@ -113,6 +124,10 @@ def address_by(mode: str) -> None:
 
   Raises:
     ValueError: any other mode.
+
+  >>> address_by("order")  # the default
+  >>> addressed_by()
+  'order'
   """
   by_site = is_by_site(mode)
   for owner in environment_streams.all_streams():
@@ -150,6 +165,14 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
     SeedError: `value` has another type; the outer stream stays current.
     RngError: at the end of the block an inner scope is still open, for example in
       interleaved generators. Draws since came from the wrong stream.
+
+  >>> with rng_scope(7) as stream:
+  ...   x = torch.rand(3, device="jax")
+  >>> stream.draws
+  1
+  >>> with rng_scope(7):
+  ...   torch.equal(torch.rand(3, device="jax"), x)
+  True
   """
   owner = owner or streams_on()
   outer = current(owner)
@@ -226,7 +249,9 @@ def _new_state(value, owner: Streams) -> RngState:
   return owner.addressed(rng_state.as_state(value, owner.impl))
 
 
-def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> None:
+def manual_seed(
+  seed: Any, impl: str | None = None, owner: Streams | None = None
+) -> None:
   """Re-seed the root streams of all threads, or the stream of the current scope.
 
   Inside a scope or a compiled function only the current stream is re-seeded. A
@@ -240,6 +265,11 @@ def manual_seed(seed, impl: str | None = None, owner: Streams | None = None) -> 
 
   Raises:
     SeedError: any other type of seed; nothing is changed.
+
+  >>> with rng_scope(0):
+  ...   manual_seed(1)
+  ...   current().state
+  RngState(threefry2x32, key=0:1, count=0)
   """
   if isinstance(seed, bool | float):
     raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
@@ -266,10 +296,14 @@ def _is_integer(seed) -> bool:
 
 
 def initial_seed() -> int:
-  """Return the seed of the root streams."""
+  """Return the seed of the root streams, an int in [-2**63, 2**64)."""
   return streams_on().seed
 
 
 def default_impl() -> str:
-  """Return the PRNG implementation of the root streams."""
+  """Return the PRNG implementation of the root streams.
+
+  >>> default_impl()
+  'threefry2x32'
+  """
   return streams_on().impl

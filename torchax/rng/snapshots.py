@@ -22,6 +22,12 @@ def snapshot() -> torch.Tensor:
 
   A root stream without draws stays unopened, so no JAX backend is initialized. Inside a
   compiled function the tensor is a mark, which `restore` accepts only there.
+
+  >>> state = snapshot()
+  >>> x = torch.rand(3, device="jax")
+  >>> restore(state)
+  >>> torch.equal(torch.rand(3, device="jax"), x)
+  True
   """
   first = streams_on()
   owners = [first, *[owner for owner in owners_here() if owner is not first]]
@@ -103,6 +109,9 @@ def _restore_mark(stream: RngStream, mark: int) -> None:
 
 def restore(tensor: torch.Tensor) -> None:
   """Restore the current streams to the state that `snapshot` returned.
+
+  Args:
+    tensor: CPU uint8 tensor of shape (n,).
 
   Raises:
     SeedError: the state is no uint8 tensor.

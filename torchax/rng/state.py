@@ -56,8 +56,12 @@ def check_impl(impl: str) -> str:
   return impl
 
 
-def is_typed_key(value) -> bool:
-  """Return True for a JAX array of typed keys (`jax.random.key`)."""
+def is_typed_key(value: Any) -> bool:
+  """Return True for a JAX array of typed keys (`jax.random.key`).
+
+  >>> is_typed_key(jax.random.key(0)), is_typed_key(jax.random.PRNGKey(0))
+  (True, False)
+  """
   if not isinstance(value, jax.Array):
     return False
   return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -105,8 +109,17 @@ def key_from_words(words: jax.Array, impl: str) -> jax.Array:
   return jax.random.fold_in(jax.random.key(words[0], impl=impl), words[1])
 
 
-def fold_in(key: jax.Array, count) -> jax.Array:
-  """Return the key of draw `count` of a stream; traceable."""
+def fold_in(key: jax.Array, count: Any) -> jax.Array:
+  """Return the key of draw `count` of a stream; traceable.
+
+  Args:
+    key: typed key.
+    count: number of the draw, an int or a uint32 array of shape ().
+
+  >>> state = RngState.from_seed(0)
+  >>> bool(fold_in(state.key, 3) == state.draw_key(ahead=3))
+  True
+  """
   return jax.random.fold_in(key, count)
 
 
@@ -151,7 +164,7 @@ def _child(key: jax.Array, kind: int, identifier) -> jax.Array:
   return fold_in(fold_in(key, np.uint32(kind)), identifier)
 
 
-def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
+def as_key(value: Any, impl: str = DEFAULT_IMPL) -> jax.Array:
   """Return the typed scalar key of a key, raw key data or a seed.
 
   Args:
@@ -161,6 +174,9 @@ def as_key(value, impl: str = DEFAULT_IMPL) -> jax.Array:
 
   Raises:
     SeedError: `value` has another type, or is an array of several keys.
+
+  >>> bool(as_key(0) == jax.random.key(0)), bool(as_key(1 << 32) == as_key(0))
+  (True, False)
   """
   if isinstance(value, torch.Tensor):
     # `Tensor.jax()` of a CPU tensor would copy it to the device.
@@ -226,19 +242,41 @@ class RngState:
 
   @classmethod
   def from_seed(cls, seed: int, impl: str = DEFAULT_IMPL) -> "RngState":
-    """Return the main thread's state after `torch.manual_seed(seed)`."""
+    """Return the main thread's state after `torch.manual_seed(seed)`.
+
+    Args:
+      seed: an int in [-2**63, 2**64).
+      impl: PRNG implementation.
+
+    Raises:
+      SeedError: the seed is no integer.
+      ValueError: the seed is out of range, or `impl` is unknown or refused.
+
+    >>> RngState.from_seed(7)
+    RngState(threefry2x32, key=0:7, count=0)
+    """
     return cls(key_from_seed(seed, check_impl(impl)), 0)
 
   @property
   def impl(self) -> str:
-    """Name of the PRNG implementation."""
+    """Name of the PRNG implementation.
+
+    >>> RngState.from_seed(0).impl
+    'threefry2x32'
+    """
     return str(jax.random.key_impl(self.key))
 
   def advance(self, draws: int) -> "RngState":
     """Return the state after `draws` more draws.
 
+    Args:
+      draws: number of draws, an int or a uint32 array of shape ().
+
     Raises:
       ValueError: draws are addressed by site, so their sites are needed.
+
+    >>> RngState.from_seed(0).advance(2).count
+    2
     """
     if self.sites is not None:
       raise ValueError(
@@ -248,13 +286,32 @@ class RngState:
     return RngState(self.key, self.count + draws)
 
   def draw_key(self, ahead: int = 0) -> jax.Array:
-    """Return the key of the next draw, or of the one `ahead` draws later."""
+    """Return the key of the next draw, or of the one `ahead` draws later.
+
+    Args:
+      ahead: number of draws to skip.
+
+    Returns:
+      A typed key.
+
+    >>> state = RngState.from_seed(0)
+    >>> bool(state.draw_key(1) == state.advance(1).draw_key())
+    True
+    """
     if isinstance(self.count, int) and isinstance(ahead, int):
       return fold_in(*rekey_if_due(self.key, self.count + ahead))
     return fold_in(self.key, self.count + ahead)
 
   def fork(self, name: str) -> "RngState":
-    """Return an independent state, which depends on the name and not on the count."""
+    """Return an independent state, which depends on the name and not on the count.
+
+    Args:
+      name: purpose of the state, such as "augmentation".
+
+    >>> state = RngState.from_seed(0)
+    >>> state.fork("noise") == state.advance(3).fork("noise")
+    True
+    """
     return RngState(named_key(self.key, name), 0, None if self.sites is None else {})
 
   def state_dict(self) -> dict[str, Any]:
@@ -266,6 +323,9 @@ class RngState:
 
     Raises:
       TracedStateError: the state is traced.
+
+    >>> RngState.from_seed(7).advance(2).state_dict()
+    {'impl': 'threefry2x32', 'key_data': [0, 7], 'count': 2}
     """
     leaves = jax.tree.leaves(self)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -286,9 +346,16 @@ class RngState:
   def from_state_dict(cls, data: dict[str, Any]) -> "RngState":
     """Create the state from the result of `state_dict`.
 
+    Args:
+      data: dict with the fields of `state_dict`.
+
     Raises:
       ValueError: a field is missing, `impl` is unknown, key data has the wrong length,
         or `count` is outside [0, 2**30].
+
+    >>> state = RngState.from_seed(7).advance(2)
+    >>> RngState.from_state_dict(state.state_dict()) == state
+    True
     """
     fields = {"impl", "key_data", "count"}
     if not isinstance(data, dict) or set(data) - {"sites"} != fields:
@@ -315,16 +382,27 @@ class RngState:
     return cls(key, int(data["count"]), None if sites is None else dict(sites))
 
   def to_tensor(self) -> torch.Tensor:
-    """Return the state as a CPU uint8 tensor of shape (n,), for `from_tensor`."""
+    """Return the state as a CPU uint8 tensor of shape (n,), for `from_tensor`.
+
+    >>> RngState.from_seed(7).to_tensor().dtype
+    torch.uint8
+    """
     return tensor_of(serialization.encode(self.state_dict()))
 
   @classmethod
   def from_tensor(cls, tensor: torch.Tensor) -> "RngState":
     """Read the result of `to_tensor`, or the active environment's of `get_rng_state()`.
 
+    Args:
+      tensor: CPU uint8 tensor of shape (n,).
+
     Raises:
       SeedError: `tensor` is no uint8 tensor.
       ValueError: its content is truncated or no state.
+
+    >>> state = RngState.from_seed(7).advance(2)
+    >>> RngState.from_tensor(state.to_tensor()) == state
+    True
     """
     _, payload = serialization.split(bytes_of(tensor))[0]
     return cls.from_state_dict(serialization.decode(payload))
@@ -365,6 +443,17 @@ def _check_count(count, most: int) -> None:
     raise ValueError(f"A draw count is an int in [0, 2**{bits}], but got {count!r}.")
 
 
-def as_state(value, impl: str = DEFAULT_IMPL) -> RngState:
-  """Return a state unchanged, or the state of any value that `as_key` takes."""
+def as_state(value: Any, impl: str = DEFAULT_IMPL) -> RngState:
+  """Return a state unchanged, or the state of any value that `as_key` takes.
+
+  Args:
+    value: a state, or any value that `as_key` takes.
+    impl: PRNG implementation of seeds and raw key data.
+
+  Raises:
+    SeedError: `value` has another type.
+
+  >>> as_state(7)
+  RngState(threefry2x32, key=0:7, count=0)
+  """
   return value if isinstance(value, RngState) else RngState(as_key(value, impl), 0)

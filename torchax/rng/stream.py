@@ -27,6 +27,10 @@ class RngStream:
   from it inside another trace raises, because the number would become a constant of
   that trace.
 
+  Args:
+    state: start of the stream.
+    label: name in ledgers.
+
   Attributes:
     counter: key and number of draws.
     draws: draws since the stream was opened, including those before a re-seed.
@@ -53,7 +57,11 @@ class RngStream:
 
   @property
   def state(self) -> RngState:
-    """State before the next draw."""
+    """State before the next draw.
+
+    >>> RngStream(RngState.from_seed(7)).state
+    RngState(threefry2x32, key=0:7, count=0)
+    """
     return self.counter.state
 
   @property
@@ -93,18 +101,50 @@ class RngStream:
     self.advance(1)
 
   def next_key(self, name: str = "a draw") -> jax.Array:
-    """Advance by one draw and return its key."""
+    """Advance by one draw and return its key.
+
+    Args:
+      name: name of the draw in ledgers and errors.
+
+    Returns:
+      A typed key.
+
+    Raises:
+      ClosedScopeError: the scope of this stream has ended.
+      TracedDrawError: the stream does not belong to the current trace.
+
+    >>> stream = RngStream(RngState.from_seed(7))
+    >>> bool(stream.next_key() == stream.next_key()), stream.state.count
+    (False, 2)
+    """
     with self.lock:
       key, count = self.peek(name)
       self.draw(name)
     return rng_state.fold_in(key, count)
 
   def record(self) -> contextlib.AbstractContextManager[ledger.Ledger]:
-    """Return a context with a `Ledger` of this thread's or task's draws, any stream."""
+    """Return a context with a `Ledger` of this thread's or task's draws, any stream.
+
+    >>> stream = RngStream(RngState.from_seed(7))
+    >>> with stream.record() as ledger:
+    ...   key = stream.next_key("a key for flax")
+    >>> ledger[0].op, ledger[0].index
+    ('a key for flax', 0)
+    """
     return ledger.recording()
 
   def fork(self, name: str) -> "RngStream":
-    """Return an independent stream, named after its purpose; do not advance."""
+    """Return an independent stream, named after its purpose; do not advance.
+
+    Args:
+      name: purpose of the new stream; streams with one name have the same numbers.
+
+    >>> stream = RngStream(RngState.from_seed(7))
+    >>> with torchax.rng_scope(stream.fork("augmentation")):
+    ...   noise = torch.rand(3, device="jax")
+    >>> stream.state.count
+    0
+    """
     self.check("a fork")
     return RngStream(self.state.fork(name))
 
