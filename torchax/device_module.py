@@ -38,6 +38,7 @@ from torchax.devices.streams import (
   stream,
   synchronize,
 )
+from torchax.types import Device
 
 # torch.utils.checkpoint saves the random state of initialized devices only.
 _initialized = True
@@ -54,7 +55,11 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-  """Return True; JAX initializes its devices when the first array is created."""
+  """Return True; JAX initializes its devices when the first array is created.
+
+  >>> is_initialized()
+  True
+  """
   return True
 
 
@@ -80,7 +85,7 @@ def current_device() -> int:
   return placement.current_index()
 
 
-def set_device(device) -> None:
+def set_device(device: Device) -> None:
   """Set the device on which this thread creates tensors.
 
   Args:
@@ -122,7 +127,7 @@ class device:
   device(type='jax', index=0)
   """
 
-  def __init__(self, device):
+  def __init__(self, device: Device):
     self.idx = placement.index_in(device)
     self.prev_idx = -1
 
@@ -161,6 +166,9 @@ class DeviceProperties:
     total_memory: bytes that JAX may allocate.
     major, minor: compute capability of an NVIDIA GPU; 0 on other devices.
     multi_processor_count: multiprocessors of a GPU; 1 on other devices.
+
+  >>> get_device_properties().platform == jax.default_backend()
+  True
   """
 
   name: str
@@ -176,7 +184,7 @@ def _jax_device(device):
   return placement.jax_device(current_device() if index is None else index)
 
 
-def get_device_name(device=None) -> str:
+def get_device_name(device: Device = None) -> str:
   """Return JAX's name of a device.
 
   Args:
@@ -184,18 +192,28 @@ def get_device_name(device=None) -> str:
 
   Raises:
     NoSuchDeviceError: there is no such device.
+
+  >>> get_device_name() == jax.local_devices()[0].device_kind
+  True
   """
   return _jax_device(device).device_kind
 
 
-def get_device_capability(device=None) -> tuple[int, int]:
+def get_device_capability(device: Device = None) -> tuple[int, int]:
   """Return the compute capability of an NVIDIA GPU; (0, 0) on other devices.
 
   Args:
     device: an index, "jax:1" or a `torch.device`; by default the current device.
 
+  Returns:
+    (major, minor).
+
   Raises:
     NoSuchDeviceError: there is no such device.
+
+  >>> major, minor = get_device_capability()
+  >>> major >= 0
+  True
   """
   parts = str(getattr(_jax_device(device), "compute_capability", "0.0")).split(".")
   if len(parts) != 2 or not all(part.isdigit() for part in parts):
@@ -203,7 +221,7 @@ def get_device_capability(device=None) -> tuple[int, int]:
   return int(parts[0]), int(parts[1])
 
 
-def get_device_properties(device=None) -> DeviceProperties:
+def get_device_properties(device: Device = None) -> DeviceProperties:
   """Return the properties of a device.
 
   Args:
@@ -226,7 +244,14 @@ def get_device_properties(device=None) -> DeviceProperties:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-  """Return True: XLA supports bfloat16 on every device."""
+  """Return True: XLA supports bfloat16 on every device.
+
+  Args:
+    including_emulation: ignored, for compatibility with `torch.cuda`.
+
+  >>> is_bf16_supported()
+  True
+  """
   return True
 
 
@@ -280,7 +305,19 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-  """Seed the random streams of all threads; `torch.manual_seed` calls this."""
+  """Seed the random streams of all threads; `torch.manual_seed` calls this.
+
+  Args:
+    seed: an integer in [-2**63, 2**64).
+
+  Raises:
+    SeedError, ValueError: `seed` is not an integer, or out of range.
+
+  >>> with torchax.rng_scope(0):
+  ...   manual_seed_all(3)
+  ...   torchax.rng.current().state
+  RngState(threefry2x32, key=0:3, count=0)
+  """
   rng.manual_seed(seed)
 
 
@@ -307,7 +344,12 @@ def seed() -> int:
 
 
 def seed_all() -> int:
-  """Alias of `seed`: all devices share one random state."""
+  """Alias of `seed`: all devices share one random state.
+
+  >>> with torchax.rng_scope(0):
+  ...   isinstance(seed_all(), int)
+  True
+  """
   return seed()
 
 
@@ -340,7 +382,11 @@ def get_rng_state(device: int | str | torch.device = "jax") -> torch.Tensor:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-  """Return one `get_rng_state` per device; all are equal, since devices share it."""
+  """Return one `get_rng_state` per device; all are equal, since devices share it.
+
+  >>> len(get_rng_state_all()) == device_count()
+  True
+  """
   return [get_rng_state()] * device_count()
 
 

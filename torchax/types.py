@@ -14,3 +14,5 @@ TorchValue: TypeAlias = Union[torch.Tensor, torch.dtype, "TorchCallable", Any]
 TorchCallable: TypeAlias = Callable[P, TorchValue]
 JaxValue: TypeAlias = Union[jax.Array, jnp.dtype, "JaxCallable", Any]
 JaxCallable: TypeAlias = Callable[P, JaxValue]
+
+Device: TypeAlias = int | str | torch.device | None

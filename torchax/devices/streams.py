@@ -10,12 +10,14 @@ stream of another device.
 
 import contextlib
 import time
+from typing import Any
 
 import jax
 import torch
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.devices import placement
+from torchax.types import Device
 
 
 def live_arrays() -> list[jax.Array]:
@@ -23,7 +25,7 @@ def live_arrays() -> list[jax.Array]:
   return jax.live_arrays()
 
 
-def synchronize(device=None) -> None:
+def synchronize(device: Device = None) -> None:
   """Wait until all started JAX computations have finished.
 
   Args:
@@ -31,6 +33,11 @@ def synchronize(device=None) -> None:
 
   Raises:
     NoSuchDeviceError: there is no such device.
+
+  >>> x = torch.ones(2, device="jax") + 1
+  >>> synchronize()
+  >>> torch.jax.current_stream().query()
+  True
   """
   index = placement.checked_index(device)
   if not jax_compat.has_started():
@@ -47,9 +54,17 @@ class Stream(torch.Stream):
   Args:
     device: an index, "jax:1" or a `torch.device`; the current device if None.
     priority: ignored; JAX has no priorities.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+
+  >>> with Stream(0) as stream:
+  ...   x = torch.ones(2, device="jax")
+  >>> stream
+  torch.jax.Stream(device='jax:0')
   """
 
-  def __new__(cls, device=None, priority: int = 0, **_ignored):
+  def __new__(cls, device: Device = None, priority: int = 0, **_ignored: Any):
     """Raise NoSuchDeviceError for a device that does not exist."""
     index = placement.checked_index(device)
     torch_compat.register_guard()
@@ -57,15 +72,17 @@ class Stream(torch.Stream):
     stream._index = placement.current_index() if index is None else index
     return stream
 
-  def __init__(self, device=None, priority: int = 0, **_ignored):
+  def __init__(self, device: Device = None, priority: int = 0, **_ignored: Any):
     pass
 
   @property
   def device(self) -> torch.device:
+    """Device of the stream."""
     return placement.torch_device(self._index)
 
   @property
   def device_index(self) -> int:
+    """Index of the stream's device."""
     return self._index
 
   def synchronize(self) -> None:
@@ -73,21 +90,37 @@ class Stream(torch.Stream):
     synchronize(self._index)
 
   def query(self) -> bool:
-    """Return True if nothing is being computed on the device."""
+    """Return True if nothing is being computed on the device.
+
+    >>> stream = torch.jax.current_stream()
+    >>> stream.synchronize()
+    >>> stream.query()
+    True
+    """
     if not jax_compat.has_started():
       return True
     device = placement.jax_device(self._index)
     arrays = [a for a in live_arrays() if device in a.sharding.device_set]
     return all(array.is_ready() for array in arrays)
 
-  def wait_event(self, event) -> None:
+  def wait_event(self, event: torch.Event) -> None:
     """Do nothing: the work before the event was started earlier, so it runs first."""
 
-  def wait_stream(self, stream) -> None:
+  def wait_stream(self, stream: torch.Stream) -> None:
     """Do nothing, as in `wait_event`."""
 
-  def record_event(self, event=None) -> "Event":
-    """Record an event now and return it."""
+  def record_event(self, event: "Event | None" = None) -> "Event":
+    """Record an event now and return it.
+
+    Args:
+      event: the event; a new one if None.
+
+    Returns:
+      The event.
+
+    >>> torch.jax.current_stream().record_event()
+    torch.jax.Event(device='jax:0', recorded=True)
+    """
     event = Event() if event is None else event
     event.record(self)
     return event
@@ -120,9 +153,19 @@ class Event(torch.Event):
   Args:
     device: ignored except for the check that it exists.
     enable_timing: True to make `record` wait for all started work and take the time.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+
+  >>> start, end = (Event(enable_timing=True) for _ in range(2))
+  >>> start.record()
+  >>> x = torch.ones(100, device="jax").cumsum(0)
+  >>> end.record()
+  >>> start.elapsed_time(end) > 0
+  True
   """
 
-  def __new__(cls, device=None, enable_timing: bool = False, **_ignored):
+  def __new__(cls, device: Device = None, enable_timing: bool = False, **_ignored: Any):
     """Raise NoSuchDeviceError for a device that does not exist."""
     if isinstance(device, bool):  # torch.cuda.Event has `enable_timing` first
       device, enable_timing = None, device
@@ -132,16 +175,23 @@ class Event(torch.Event):
     event._is_recorded = False
     return event
 
-  def __init__(self, device=None, enable_timing: bool = False, **_ignored):
+  def __init__(
+    self, device: Device = None, enable_timing: bool = False, **_ignored: Any
+  ):
     pass
 
   @property
   def device(self) -> torch.device:
+    """Device of the event; the current device until it is recorded."""
     index = placement.current_index() if self._index is None else self._index
     return placement.torch_device(index)
 
-  def record(self, stream=None) -> None:
-    """Record the event after all started work."""
+  def record(self, stream: torch.Stream | None = None) -> None:
+    """Record the event after all started work.
+
+    Args:
+      stream: stream whose device `synchronize` waits for; None keeps the event's.
+    """
     if isinstance(stream, Stream):
       self._index = stream.device_index
     self._is_recorded = True
@@ -149,11 +199,18 @@ class Event(torch.Event):
       synchronize()
       self._time = time.perf_counter()
 
-  def wait(self, stream=None) -> None:
+  def wait(self, stream: torch.Stream | None = None) -> None:
     """Do nothing: a device runs its work in order."""
 
   def query(self) -> bool:
-    """Return True if the work before the event has finished."""
+    """Return True if the work before the event has finished.
+
+    >>> event = Event()
+    >>> event.record()
+    >>> event.synchronize()
+    >>> event.query()
+    True
+    """
     return (
       self._time is not None or not self._is_recorded or Stream(self._index).query()
     )
@@ -165,6 +222,9 @@ class Event(torch.Event):
 
   def elapsed_time(self, end_event: "Event") -> float:
     """Return the milliseconds from this event to `end_event`, by the host's clock.
+
+    Args:
+      end_event: event that was recorded later.
 
     Raises:
       RuntimeError: an event was created without `enable_timing=True`, or not recorded.
@@ -185,8 +245,18 @@ class Event(torch.Event):
     return f"torch.jax.Event(device={str(self.device)!r}, recorded={self._is_recorded})"
 
 
-def current_stream(device=None) -> Stream:
-  """Return the stream of a device; of the current device if None."""
+def current_stream(device: Device = None) -> Stream:
+  """Return the stream of a device.
+
+  Args:
+    device: an index, "jax:1" or a `torch.device`; the current device if None.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+
+  >>> current_stream().device
+  device(type='jax', index=0)
+  """
   return Stream(device)
 
 
@@ -194,15 +264,34 @@ default_stream = current_stream
 
 
 def set_stream(stream: torch.Stream | None) -> None:
-  """Make the device of a stream the current device."""
+  """Make the device of a stream the current device.
+
+  Args:
+    stream: stream of a device; None changes nothing.
+
+  Raises:
+    TypeError: the argument is no stream.
+
+  >>> with torch.jax.device(0):
+  ...   set_stream(torch.jax.Stream(0))
+  ...   torch.jax.current_device()
+  0
+  """
   placement.set_current(_index_of(stream))
 
 
 def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
   """Make a stream's device the current device inside the block.
 
+  Args:
+    stream: stream of a device; None changes nothing.
+
   Raises:
     TypeError: the argument is no stream.
+
+  >>> with stream(torch.jax.Stream(0)):
+  ...   torch.ones(1, device="jax").device
+  device(type='jax', index=0)
   """
   return placement.using(_index_of(stream))
 
