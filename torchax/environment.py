@@ -145,7 +145,7 @@ class Environment(contextlib.ContextDecorator):
     active_environments.on_thread.environments += (self,)
     self._enter_modes()
 
-  def disable_torch_modes(self, *exc) -> None:
+  def disable_torch_modes(self, *exc: Any) -> None:
     """Undo one `enable_torch_modes` of this thread.
 
     Raises:
@@ -253,7 +253,11 @@ class Environment(contextlib.ContextDecorator):
     )
 
   def override_op_definition(
-    self, op_to_override, op_impl, is_view_op=False, is_jax_function=False
+    self,
+    op_to_override: Any,
+    op_impl: Callable[..., Any],
+    is_view_op: bool = False,
+    is_jax_function: bool = False,
   ) -> None:
     """Replace the lowering of an operation in this environment.
 
@@ -326,7 +330,7 @@ class Environment(contextlib.ContextDecorator):
     return rng.rng_scope(value, self.streams)
 
   @hide_library_frames
-  def manual_seed(self, key) -> None:
+  def manual_seed(self, key: Any) -> None:
     """Re-seed this environment only; see `torchax.rng.manual_seed`.
 
     Args:
@@ -385,7 +389,7 @@ class Environment(contextlib.ContextDecorator):
 
   @contextlib.contextmanager
   def override_property(
-    self, *, mesh=_None, prng=_None, autocast_dtype=_None
+    self, *, mesh: Any = _None, prng: Any = _None, autocast_dtype: Any = _None
   ) -> Iterator[None]:
     """Override properties inside the block.
 
@@ -428,7 +432,7 @@ class Environment(contextlib.ContextDecorator):
       f"{tensor.dtype} is on {tensor.device}. {way}"
     )
 
-  def t2j_iso(self, torchtensors):
+  def t2j_iso(self, torchtensors: Any) -> Any:
     """Convert jax tensors in a tree to arrays, without copying.
 
     Raises:
@@ -446,20 +450,20 @@ class Environment(contextlib.ContextDecorator):
 
     return torch_pytree.tree_map(convert, torchtensors)
 
-  def j2t_iso(self, jaxarray):
+  def j2t_iso(self, jaxarray: Any) -> Any:
     """Convert arrays in a tree to jax tensors, without copying."""
     return torch_pytree.tree_map(
       lambda value: new_tensor(value, self) if isinstance(value, jax.Array) else value,
       jaxarray,
     )
 
-  def v2t_iso(self, views):
+  def v2t_iso(self, views: Any) -> Any:
     """Copy views in a tree to tensors with their own memory."""
     return torch_pytree.tree_map(
       lambda value: value.torch() if isinstance(value, View) else value, views
     )
 
-  def t2j_copy(self, args):
+  def t2j_copy(self, args: Any) -> Any:
     """Copy CPU tensors in a tree to arrays."""
 
     def convert(value):
@@ -469,7 +473,7 @@ class Environment(contextlib.ContextDecorator):
 
     return torch_pytree.tree_map(convert, args)
 
-  def j2t_copy(self, args):
+  def j2t_copy(self, args: Any) -> Any:
     """Copy arrays and tensors in a tree to CPU tensors."""
     return torch_pytree.tree_map(
       lambda value: (
@@ -478,7 +482,7 @@ class Environment(contextlib.ContextDecorator):
       args,
     )
 
-  def to_xla(self, torchvalues):
+  def to_xla(self, torchvalues: Any) -> Any:
     """Copy CPU tensors in a tree to jax tensors; move modules.
 
     >>> default_env().to_xla([torch.ones(1), "a"])

@@ -28,6 +28,10 @@ class RuntimeProperty:
     mesh: device mesh.
     prng: key for the rest of the current stream (read by `prng_key`).
     autocast_dtype: dtype of `torch.autocast("jax")`; None if it is off.
+
+  >>> with torchax.default_env().override_property(autocast_dtype=torch.bfloat16):
+  ...   torchax.default_env().param.autocast_dtype
+  torch.bfloat16
   """
 
   mesh: Any
@@ -36,9 +40,23 @@ class RuntimeProperty:
 
   @classmethod
   def override(
-    cls, base: "RuntimeProperty", *, mesh=_None, prng=_None, autocast_dtype=_None
+    cls,
+    base: "RuntimeProperty",
+    *,
+    mesh: Any = _None,
+    prng: Any = _None,
+    autocast_dtype: Any = _None,
   ) -> "RuntimeProperty":
-    """Return a copy of `base` with the given properties replaced."""
+    """Return a copy of `base` with the given properties replaced.
+
+    Args:
+      base: properties to copy.
+      mesh, prng, autocast_dtype: new values; properties that are not given stay.
+
+    >>> base = RuntimeProperty(mesh=None, prng=None, autocast_dtype=None)
+    >>> RuntimeProperty.override(base, autocast_dtype=torch.bfloat16).autocast_dtype
+    torch.bfloat16
+    """
 
     def pick(new, old):
       return old if new is _None else new
@@ -50,7 +68,13 @@ class RuntimeProperty:
     )
 
   def get_and_rotate_prng_key(self) -> jax.Array:
-    """Return the key of the next draw of the current stream."""
+    """Return the key of the next draw of the current stream.
+
+    >>> with torchax.rng_scope(7):
+    ...   key = torchax.default_env().param.get_and_rotate_prng_key()
+    >>> key.shape, key.dtype
+    ((), key<fry>)
+    """
     return rng.current().next_key("get_and_rotate_prng_key")
 
 

@@ -59,8 +59,8 @@ class Tensor(torch.Tensor):
     env: `Environment` that runs its operations.
     requires_grad: record operations for autograd.
 
-  >>> type(torch.ones(2, device="jax")).__name__
-  'Tensor'
+  >>> torch.ones(2, device="jax").apply_jax(jnp.cumsum)
+  tensor([1., 2.], device='jax:0')
   """
 
   # Set by `connect` and `also_instances_of`.
@@ -213,12 +213,12 @@ class Tensor(torch.Tensor):
     return self._env.j2t_copy(self.jax())
 
   @hide_library_frames
-  def cpu(self, memory_format=None) -> TorchTensor:
+  def cpu(self, memory_format: Any = None) -> TorchTensor:
     """Return a copy on the CPU; gradients flow back through it."""
     return self.to("cpu")
 
   @hide_library_frames
-  def to(self, *args, **kwargs) -> TorchTensor:
+  def to(self, *args: Any, **kwargs: Any) -> TorchTensor:
     """Convert like `torch.Tensor.to`; another device gets a copy."""
     return self._env._torch_Tensor_to((self, *args), kwargs)
 
@@ -278,7 +278,7 @@ class Tensor(torch.Tensor):
     return self.jax()
 
   @hide_library_frames
-  def tolist(self):
+  def tolist(self) -> Any:
     """Return the values as nested Python lists.
 
     Raises:
@@ -303,7 +303,7 @@ class Tensor(torch.Tensor):
       dtype = on_cpu.dtype
     return self.to(dtype) if isinstance(dtype, torch.dtype) else super().type(dtype)
 
-  def new(self, *data_or_size) -> TorchTensor:  # type: ignore[override]
+  def new(self, *data_or_size: Any) -> TorchTensor:  # type: ignore[override]
     """Create a tensor of this dtype and device from a size or values (legacy API)."""
     if not data_or_size:
       return self.new_empty(0)
@@ -326,13 +326,13 @@ class Tensor(torch.Tensor):
     return copied.requires_grad_(requires_grad)
 
   @hide_library_frames
-  def apply_jax(self, jax_function, *args, **kwargs):
+  def apply_jax(self, jax_function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Return `jax_function(array, *args)` as a tensor; `args` may contain tensors."""
     args, kwargs = self._env.t2j_iso((args, kwargs))
     return self._env.j2t_iso(jax_function(self.jax(), *args, **kwargs))
 
   @hide_library_frames
-  def apply_jax_(self, jax_function, *args, **kwargs) -> Tensor:
+  def apply_jax_(self, jax_function: Callable, *args: Any, **kwargs: Any) -> Tensor:
     """Replace the array in place by `jax_function(array, *args)`."""
     args, kwargs = self._env.t2j_iso((args, kwargs))
     self.replace_jax(jax_function(self.jax(), *args, **kwargs))

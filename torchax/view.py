@@ -67,19 +67,36 @@ class View(Tensor):
     self._env = env
 
   def source_jax(self) -> jax.Array:
-    """Return the array of the base."""
+    """Return the array of the base.
+
+    >>> torch.zeros(2, 3, device="jax")[0].source_jax().shape
+    (2, 3)
+    """
     return self._storage.read()
 
   def replace_source_jax(self, new_value: jax.Array) -> None:
-    """Replace the array of the base."""
+    """Replace the array of the base.
+
+    Args:
+      new_value: array of the shape and dtype of the base.
+    """
     self._storage.write(new_value)
 
   def get_transformation_chain(self) -> list[ViewInfo]:
-    """Return the steps from the base to this view."""
+    """Return the steps from the base to this view.
+
+    >>> x = torch.zeros(2, 3, device="jax")
+    >>> [type(step).__name__ for step in x[0, 1:].get_transformation_chain()]
+    ['IndexInfo', 'NarrowInfo']
+    """
     return list(self._chain.infos)
 
   def create_sub_view(self, view_info: ViewInfo) -> View:
-    """Return a view of this view."""
+    """Return a view of this view.
+
+    Args:
+      view_info: step from this view to the new one.
+    """
     return View(self, view_info, self._env)
 
   def update(
@@ -103,7 +120,14 @@ class View(Tensor):
     self._storage.write(Chain(tuple(view_infos)).write(base, array))
 
   def torch(self) -> Tensor:
-    """Return a copy of the view on jax, with its own memory."""
+    """Return a copy of the view on jax, with its own memory.
+
+    >>> x = torch.zeros(2, 2, device="jax")
+    >>> copied = x[0].torch()
+    >>> x[0] += 1
+    >>> copied
+    tensor([0., 0.], device='jax:0')
+    """
     return new_tensor(self.jax(), self._env)
 
 

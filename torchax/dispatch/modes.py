@@ -7,6 +7,8 @@ nothing. Modes are entered if "cuda" means "jax", and while a function is traced
 (`host_operations.py`).
 """
 
+from typing import Any
+
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -36,7 +38,7 @@ class XLAFunctionMode(TorchFunctionMode):
     env: the environment; nothing is replaced while it is suspended.
   """
 
-  def __init__(self, env):
+  def __init__(self, env: Any):
     super().__init__()
     self.env = env
 
@@ -60,7 +62,7 @@ class XLADispatchMode(torch_compat.DispatchMode):
     env: the environment.
   """
 
-  def __init__(self, env):
+  def __init__(self, env: Any):
     super().__init__()
     self.env = env
 

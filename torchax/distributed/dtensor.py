@@ -271,7 +271,12 @@ def placements_on(self: Tensor) -> tuple:
   return self.__dict__["_placements"] if is_own else ()
 
 
-def redistribute(self: Tensor, device_mesh=None, placements_=None, **options) -> Tensor:
+def redistribute(
+  self: Tensor,
+  device_mesh: DeviceMesh | None = None,
+  placements_: Any = None,
+  **options: Any,
+) -> Tensor:
   """Return the tensor with other placements; autograd records it.
 
   Args:
@@ -284,6 +289,11 @@ def redistribute(self: Tensor, device_mesh=None, placements_=None, **options) ->
   Raises:
     AttributeError: the tensor is on no mesh, and no mesh is given.
     CollectiveError: a dtype was given, or the placements do not fit.
+
+  >>> mesh = torch.distributed.init_device_mesh("jax", (1,))
+  >>> x = torch.arange(4.0, device="jax")
+  >>> x.redistribute(mesh, [torch.distributed.tensor.Shard(0)]).placements
+  (Shard(dim=0),)
   """
   placements_ = options.pop("placements", placements_)
   options.pop("async_op", None)
@@ -297,13 +307,27 @@ def redistribute(self: Tensor, device_mesh=None, placements_=None, **options) ->
   return placements.place(self, mesh, placements_)
 
 
-def to_local(self: Tensor, *, grad_placements=None) -> Tensor:
-  """Return the tensor itself: the one process has all of it."""
+def to_local(self: Tensor, *, grad_placements: Any = None) -> Tensor:
+  """Return the tensor itself: the one process has all of it.
+
+  Args:
+    self: a jax tensor, on a mesh or not.
+    grad_placements: ignored.
+  """
   return self
 
 
-def full_tensor(self: Tensor, *, grad_placements=None) -> Tensor:
-  """Return the tensor replicated on its mesh; the tensor itself if on no mesh."""
+def full_tensor(self: Tensor, *, grad_placements: Any = None) -> Tensor:
+  """Return the tensor replicated on its mesh; the tensor itself if on no mesh.
+
+  Args:
+    self: a jax tensor, on a mesh or not.
+    grad_placements: ignored.
+
+  >>> mesh = torch.distributed.init_device_mesh("jax", (1,))
+  >>> full_tensor(torch.ones(2, device="jax").redistribute(mesh))
+  tensor([1., 1.], device='jax:0')
+  """
   mesh = _known_mesh(self)
   if mesh is None:
     return self
