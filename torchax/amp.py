@@ -32,6 +32,9 @@ class CastPolicy(enum.Enum):
       passed a dtype.
     FP32_APPEND_DTYPE: the same for operations whose dtype is in another overload.
     PROMOTE: cast them to the widest dtype among them.
+
+  >>> autocast_policy[torch.ops.aten.mm.default].name
+  'LOWER_PRECISION_FP'
   """
 
   LOWER_PRECISION_FP = 0
@@ -170,14 +173,29 @@ autocast_policy = _Policies()
 
 
 def dtype_in_force() -> torch.dtype | None:
-  """Return autocast's dtype for jax tensors on this thread; None if it is off."""
+  """Return autocast's dtype for jax tensors on this thread; None if it is off.
+
+  >>> with torch.autocast("jax", dtype=torch.bfloat16):
+  ...   dtype_in_force()
+  torch.bfloat16
+  """
   if not torch.is_autocast_enabled(DEVICE):
     return None
   return torch.get_autocast_dtype(DEVICE)
 
 
 def policy_of_function(func: Callable) -> CastPolicy | None:
-  """Return the policy of the ATen operation that has the name of a torch function."""
+  """Return the policy of the ATen operation that has the name of a torch function.
+
+  Args:
+    func: torch function, such as `torch.mm`.
+
+  Returns:
+    The policy; None if autocast leaves the operation unchanged.
+
+  >>> policy_of_function(torch.softmax).name
+  'FP32_SET_OPT_DTYPE'
+  """
   name = getattr(func, "__name__", "")
   if name.startswith("__") and name.endswith("__"):
     name = name.strip("_")
@@ -219,8 +237,18 @@ def autocast(
 def restore_autocast(dtype: torch.dtype | None) -> torch.autocast:
   """Return a context with autocast on in this dtype, or off for None.
 
+  Args:
+    dtype: torch.bfloat16, torch.float16 or None.
+
+  Returns:
+    A `torch.autocast` for the device "jax".
+
   Raises:
     TypeError: autocast does not support this dtype.
+
+  >>> with autocast("jax", dtype=torch.bfloat16), resumed(None):
+  ...   dtype_in_force() is None
+  True
   """
   if dtype is not None:
     _require_lower_precision(dtype)
