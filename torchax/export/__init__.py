@@ -70,6 +70,9 @@ class Program:
   leaves that were constants at export (None, numbers, strings). `rng=` is a key, an
   `RngState` or a seed to draw from (`docs/rng.md`).
 
+  Args:
+    program: exported program in functional operations, as after `run_decompositions`.
+
   Attributes:
     names: names of the states.
     mutated: names of the states that the program changes in place.
@@ -99,10 +102,13 @@ class Program:
 
   @property
   def input_names(self) -> tuple[str, ...]:
-    """Names of the inputs that are arrays, in order."""
-    return tuple(
-      name for name, value in self._inputs if symbolic_shapes.is_array(value)
-    )
+    """Names of the inputs that are arrays, in order.
+
+    >>> exported = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
+    >>> exported_program_to_jax(exported)[1].input_names
+    ('input',)
+    """
+    return tuple(name for name, value in self._inputs if shapes.is_array(value))
 
   def __call__(self, states: Sequence, inputs: Sequence, kwargs=None, *, rng=None):
     """Return the program's results as a flat tuple of arrays and constants.
@@ -117,12 +123,35 @@ class Program:
     """
     return self.with_updates(states, inputs, kwargs, rng=rng)[0]
 
-  def with_updates(self, states, inputs, kwargs=None, *, rng=None) -> tuple:
+  def with_updates(
+    self,
+    states: Sequence,
+    inputs: Sequence,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    rng: Any = None,
+  ) -> tuple[tuple, dict[str, Any]]:
     """Return the results and the in-place changes of the program.
+
+    Args:
+      states: arrays in the order of `names`.
+      inputs: tuple of positional arguments, or list of all leaves.
+      kwargs: keyword arguments.
+      rng: key, `RngState` or seed to draw from; by default the current stream.
 
     Returns:
       The flat tuple of results, and a dict with the new array of each changed state or
       input, by name.
+
+    Raises:
+      ValueError, TypeError, TracedDrawError, DataDependentError: as for a call.
+
+    >>> norm = torch.nn.BatchNorm1d(2)
+    >>> exported = torch.export.export(norm, (torch.ones(3, 2),))
+    >>> states, program = exported_program_to_jax(exported)
+    >>> outputs, updates = program.with_updates(states, (jnp.ones((3, 2)),))
+    >>> updates["num_batches_tracked"].item()
+    1
     """
     values = self._leaves(inputs, kwargs or {})
     if len(states) != len(self.names):
@@ -136,12 +165,38 @@ class Program:
       return self._run(states, values)
 
   def updated(self, states: Sequence, updates: dict) -> list:
-    """Return the states with the updates applied."""
+    """Return the states with the updates applied.
+
+    Args:
+      states: arrays in the order of `names`.
+      updates: new arrays by name, from `with_updates`.
+
+    Returns:
+      The new list of states; updates of inputs are ignored.
+
+    >>> exported = torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1),))
+    >>> states, program = exported_program_to_jax(exported)
+    >>> program.updated(states, {"bias": jnp.ones(1)})[1]
+    Array([1.], dtype=float32)
+    """
     named = zip(self.names, states, strict=True)
     return [updates.get(name, state) for name, state in named]
 
   def unflatten(self, outputs: Sequence) -> Any:
-    """Return the results in the structure that the module returns."""
+    """Return the results in the structure that the module returns.
+
+    Args:
+      outputs: flat results of a call.
+
+    >>> class Pair(torch.nn.Module):
+    ...   def forward(self, x):
+    ...     return {"sum": x.sum(), "max": x.max()}
+    >>> states, program = exported_program_to_jax(
+    ...   torch.export.export(Pair(), (torch.ones(2),))
+    ... )
+    >>> program.unflatten(program(states, (jnp.array([1.0, 2.0]),)))
+    {'sum': Array(3., dtype=float32), 'max': Array(2., dtype=float32)}
+    """
     return self._out_spec.unflatten(outputs)
 
   def _run(self, states, values) -> tuple:
@@ -209,7 +264,7 @@ def _extract_states_from_exported_program(exported_model: ExportedProgram) -> tu
 
 def exported_program_to_jax(
   exported_program: ExportedProgram, export_raw: bool = False
-):
+) -> tuple:
   """Convert an exported program to its states and a pure JAX function.
 
   Args:
@@ -224,6 +279,13 @@ def exported_program_to_jax(
   Raises:
     UnsupportedDtypeError: a parameter or buffer is sparse or quantized.
     NotImplementedError: the signature has inputs or results that are no arrays.
+
+  >>> model = torch.nn.Linear(2, 1)
+  >>> exported = torch.export.export(model, (torch.ones(3, 2),))
+  >>> states, program = exported_program_to_jax(exported)
+  >>> loss = lambda states: program(states, (jnp.ones((3, 2)),))[0].sum()
+  >>> [gradient.shape for gradient in jax.grad(loss)(states)]
+  [(1, 2), (1,)]
   """
   names, states = _extract_states_from_exported_program(exported_program)
   for name, state in zip(names, states):
@@ -256,11 +318,21 @@ def _arrays(states: list[torch.Tensor]) -> list[jax.Array]:
 
 
 def extract_avals(exported: ExportedProgram) -> list[jax.ShapeDtypeStruct]:
-  """Return shapes and dtypes of the array inputs; see `symbolic_shapes.avals`."""
-  return symbolic_shapes.avals(exported)
+  """Return shapes and dtypes of the inputs that are arrays; see `shapes.avals`.
+
+  Args:
+    exported: result of `torch.export.export`.
+
+  Returns:
+    One `jax.ShapeDtypeStruct` per input; dynamic dimensions are symbolic.
+
+  >>> extract_avals(torch.export.export(torch.nn.ReLU(), (torch.ones(2, 3),)))
+  [ShapeDtypeStruct(shape=(2, 3), dtype=float32)]
+  """
+  return shapes.avals(exported)
 
 
-def exported_program_to_stablehlo(exported_program: ExportedProgram):
+def exported_program_to_stablehlo(exported_program: ExportedProgram) -> tuple:
   """Convert an exported program to its states and StableHLO, callable without torch.
 
   Args:
@@ -278,6 +350,11 @@ def exported_program_to_stablehlo(exported_program: ExportedProgram):
   Raises:
     DataDependentError: a shape depends on data.
     OperatorNotFound: an operation has no lowering, or none for symbolic sizes.
+
+  >>> exported = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
+  >>> states, program = exported_program_to_stablehlo(exported)
+  >>> program.call(states, (jnp.array([-1.0, 2.0]),))
+  (Array([0., 2.], dtype=float32),)
   """
   states, program = exported_program_to_jax(exported_program)
   inputs = tuple(extract_avals(exported_program))

@@ -43,6 +43,11 @@ class JaxInterpreter(torch.fx.Interpreter):
       AOTAutograd, or an inner graph of one.
     logs: True to log each operation with its result.
     base: site of the operation that runs an inner graph.
+
+  >>> exported = torch.export.export(torch.nn.Softsign(), (torch.ones(2),))
+  >>> graph = exported.run_decompositions().graph_module
+  >>> JaxInterpreter(graph).run(jnp.array([1.0, -3.0]))
+  (Array([ 0.5 , -0.75], dtype=float32),)
   """
 
   def __init__(self, graph_module, logs: bool = False, base: str = ""):
