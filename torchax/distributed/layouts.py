@@ -73,6 +73,10 @@ class SingleAxisSharder:
     axis_size: number of devices along the axis.
     replicate_unshardable: replicate a tensor with no divisible dimension; by default
       such a tensor raises.
+
+  >>> sharder = SingleAxisSharder("fsdp", 4)
+  >>> sharder("weight", torch.empty(3, 8))
+  PartitionSpec(None, 'fsdp')
   """
 
   def __init__(self, axis_name, axis_size, replicate_unshardable=False):
@@ -135,7 +139,16 @@ class ShardingRules:
     self._model: torch.nn.Module | None = None
 
   def of(self, model: torch.nn.Module) -> "ShardingRules":
-    """Return the same rules, bound to the model whose modules `by_module` matches."""
+    """Return the same rules, bound to the model whose modules `by_module` matches.
+
+    Args:
+      model: the model; not changed.
+
+    >>> rules = ShardingRules(by_module={torch.nn.Linear: {"weight": ("x", None)}})
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    >>> rules.of(model)("0.weight", torch.empty(2, 2))
+    PartitionSpec('x', None)
+    """
     rules = ShardingRules(self._by_name, self._by_module, self._otherwise)
     rules._model = model
     return rules
@@ -205,6 +218,11 @@ class Mesh:
 
   Attributes:
     jax_mesh: JAX's mesh.
+
+  >>> mesh = Mesh(jax.make_mesh((1,), ("fsdp",)))
+  >>> model = mesh.shard_model(torch.nn.Linear(4, 2))
+  >>> model.weight.jax().sharding.spec
+  PartitionSpec('fsdp', None)
   """
 
   def __init__(self, jax_mesh: jax.sharding.Mesh, sharder: Sharder | None = None):
@@ -222,7 +240,14 @@ class Mesh:
 
   @classmethod
   def fsdp_mesh(cls, axis_name: str = "fsdp") -> "Mesh":
-    """Return a mesh of all devices along one axis that shards parameters."""
+    """Return a mesh of all devices along one axis that shards parameters.
+
+    Args:
+      axis_name: name of the axis.
+
+    >>> Mesh.fsdp_mesh().jax_mesh.axis_names
+    ('fsdp',)
+    """
     count = jax.device_count()
     mesh = jax.make_mesh((count,), (axis_name,))
     return cls(mesh, SingleAxisSharder(axis_name, count))
@@ -244,7 +269,7 @@ class Mesh:
     self,
     spec: PartitionSpec | tuple,
     shape: Sequence[int] | None = None,
-    name="A tensor",
+    name: str = "A tensor",
   ) -> NamedSharding:
     """Return the `NamedSharding` of a spec on this mesh.
 
@@ -256,6 +281,10 @@ class Mesh:
     Raises:
       ShardingError: the spec names an unknown axis or one axis twice, has more entries
         than the shape has dimensions, or splits a dimension that is not divisible.
+
+    >>> mesh = Mesh(jax.make_mesh((1,), ("x",)))
+    >>> mesh.sharding(("x", None), (4, 2)).spec
+    PartitionSpec('x', None)
     """
     spec = _spec(spec)
     placement.require_valid_spec(spec, shape, self.jax_mesh, name)
@@ -264,12 +293,22 @@ class Mesh:
   def shard(self, tensor: torch.Tensor, spec: PartitionSpec | tuple) -> Tensor:
     """Return a CPU or jax tensor sharded over the mesh.
 
+    Args:
+      tensor: tensor of any shape and dtype.
+      spec: a `PartitionSpec` or a tuple of its entries.
+
     Raises:
       ShardingError: the spec does not fit; see `sharding`.
+
+    >>> mesh = Mesh(jax.make_mesh((1,), ("x",)))
+    >>> mesh.shard(torch.ones(4, 2), ("x",)).jax().sharding.spec
+    PartitionSpec('x',)
     """
     return _sharded(tensor, self.sharding(spec, tensor.shape))
 
-  def shard_model(self, model: torch.nn.Module, override_sharder=None):
+  def shard_model(
+    self, model: torch.nn.Module, override_sharder: Sharder | None = None
+  ) -> torch.nn.Module:
     """Shard the parameters and buffers of a model over the mesh, one by one.
 
     Parameters on jax stay the same objects. Parameters on the CPU or on meta are
@@ -288,6 +327,11 @@ class Mesh:
       ShardingError: a spec does not fit. Nothing has changed.
       ValueError: there is no sharder.
       TracedStateError: called in a compiled function.
+
+    >>> mesh = Mesh(jax.make_mesh((1,), ("x",)))
+    >>> rules = ShardingRules([("*bias", ("x",))])
+    >>> mesh.shard_model(torch.nn.Linear(4, 2), rules).bias.device.type
+    'jax'
     """
     require_eager("`Mesh.shard_model`")
     slots = list(_slots(model))
@@ -301,8 +345,12 @@ class Mesh:
     return model
 
   def initialize_model_sharded(
-    self, model_class, init_args, init_kwargs=None, override_sharder=None
-  ):
+    self,
+    model_class: Callable[..., torch.nn.Module],
+    init_args: tuple,
+    init_kwargs: dict[str, Any] | None = None,
+    override_sharder: Sharder | None = None,
+  ) -> torch.nn.Module:
     """Construct a model on the mesh; no device holds more than its part of a tensor.
 
     Each tensor is created sharded, then moved to the sharder's layout. The values equal
@@ -321,6 +369,10 @@ class Mesh:
       ShardingError: a spec does not fit.
       ValueError: there is no sharder.
       TracedStateError: called in a compiled function.
+
+    >>> mesh = Mesh(jax.make_mesh((1,), ("fsdp",)))
+    >>> mesh.initialize_model_sharded(torch.nn.Linear, (4, 2)).weight.shape
+    torch.Size([2, 4])
     """
     require_eager("`Mesh.initialize_model_sharded`")
     self._resolve_sharder(override_sharder)
@@ -332,7 +384,12 @@ class Mesh:
       model = model_class(*init_args, **(init_kwargs or {}))
     return self.shard_model(model, override_sharder)
 
-  def load_safetensors(self, model: torch.nn.Module, *paths, override_sharder=None):
+  def load_safetensors(
+    self,
+    model: torch.nn.Module,
+    *paths: str | os.PathLike,
+    override_sharder: Sharder | None = None,
+  ) -> torch.nn.Module:
     """Load safetensors files into a model, sharded over the mesh.
 
     One device's part of one tensor is read at a time, so loading needs the memory of

@@ -86,6 +86,10 @@ def jax_mesh(mesh: DeviceMesh) -> jax.sharding.Mesh:
 
   Raises:
     CollectiveError: the mesh is on another device.
+
+  >>> mesh = torch.distributed.init_device_mesh("jax", (1,), mesh_dim_names=("data",))
+  >>> jax_mesh(mesh).axis_names
+  ('data',)
   """
   if not is_on_jax(mesh):
     raise CollectiveError(

@@ -88,6 +88,11 @@ def sharding_of(
   Raises:
     CollectiveError: a dimension does not exist, or an axis does not divide it.
     ValueError: the number of placements differs from the dimensions of the mesh.
+
+  >>> from torch.distributed.tensor import Shard
+  >>> mesh = torch.distributed.init_device_mesh("jax", (1,), mesh_dim_names=("data",))
+  >>> sharding_of(mesh, [Shard(1)], (2, 4)).spec
+  PartitionSpec(None, 'data')
   """
   whole = jax_mesh(mesh)
   by_dim = axes_of(mesh)
@@ -145,6 +150,19 @@ def placements_of(array: jax.Array, mesh: DeviceMesh) -> tuple[Placement, ...]:
   """Return the placements of an array on a mesh; () if not on it or in a trace.
 
   An array split along only some axes of a flattened dimension is not on that mesh.
+
+  Args:
+    array: array of any shape.
+    mesh: result of `init_device_mesh("jax", …)`, or a submesh of it.
+
+  Returns:
+    One placement per dimension of the mesh, `Shard` or `Replicate`.
+
+  >>> from torch.distributed.tensor import Shard
+  >>> mesh = torch.distributed.init_device_mesh("jax", (1,))
+  >>> x = torch.distributed.tensor.distribute_tensor(torch.ones(2, 4), mesh, [Shard(1)])
+  >>> placements_of(x.jax(), mesh)
+  (Shard(dim=1),)
   """
   if devices.is_traced(array):
     return ()

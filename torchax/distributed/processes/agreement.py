@@ -38,6 +38,8 @@ def barrier(name: str, timeout: float = SECONDS) -> None:
   Raises:
     ProcessError: some processes did not arrive, or reached another barrier. Raised in
       every process that arrived.
+
+  >>> barrier("saved")  # a single process does not wait
   """
   if jax.process_count() > 1:
     _compare(f"the barrier {name}", "", "reached", timeout)
@@ -85,6 +87,8 @@ def require_same_program(
 
   Raises:
     ProcessError: a process has another program, or did not arrive.
+
+  >>> require_same_program(jax.jit(lambda x: 2 * x), 1.0)  # a single process
   """
   if jax.process_count() == 1:
     return

@@ -30,6 +30,10 @@ def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
 
   Raises:
     ValueError: the rows do not divide equally among the devices.
+
+  >>> mesh = jax.make_mesh((1,), ("data",))
+  >>> rows_here(NamedSharding(mesh, PartitionSpec("data")), 4)
+  [0, 1, 2, 3]
   """
   shard = sharding.shard_shape((batch_size,))[0]  # raises if it does not divide
   indices = sharding.addressable_devices_indices_map((batch_size,)).values()
@@ -94,6 +98,9 @@ def gather(tree: Any) -> Any:
 
   Raises:
     ProcessError: a global array has another sharding than a `NamedSharding`.
+
+  >>> gather({"loss": torch.ones(1, device="jax")})  # one process has all values
+  {'loss': tensor([1.], device='jax:0')}
   """
   leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_tensor)
   return jax.tree.unflatten(treedef, [_gathered(leaf) for leaf in leaves])

@@ -147,6 +147,13 @@ def in_fixed_order(
   Raises:
     ValueError: the chunks do not divide equally among the devices, or the rows among
       the chunks.
+
+  >>> from torchax.interop import jax_jit
+  >>> mesh = jax.make_mesh((1,), ("data",))
+  >>> mean = lambda parameters, rows: (parameters * rows).mean()
+  >>> step = jax_jit(in_fixed_order(mean, mesh, "data", chunks=2))
+  >>> step(torch.tensor(2.0, device="jax"), torch.arange(4.0, device="jax"))
+  tensor(3., device='jax:0')
   """
   if chunks < 1 or chunks % mesh.shape[axis]:
     raise ValueError(

@@ -22,6 +22,9 @@ class Collective(NamedTuple):
     kind: XLA's name, such as "all-gather".
     bytes: size of its results on one device.
     where: `op_name` in the program: the JAX operations it comes from.
+
+  >>> Collective("all-gather", 8, "jit(step)/dot_general").bytes
+  8
   """
 
   kind: str
@@ -62,8 +65,18 @@ def collectives_of(program: str) -> list[Collective]:
   return found
 
 
-def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
-  """Sum the bytes of collectives, by kind."""
+def moved(found: Iterable[Collective]) -> dict[str, int]:
+  """Sum the bytes of collectives, by kind.
+
+  Args:
+    found: collectives, such as the result of `collectives`.
+
+  Returns:
+    Bytes on one device by kind.
+
+  >>> moved([Collective("all-reduce", 8, ""), Collective("all-reduce", 4, "")])
+  {'all-reduce': 12}
+  """
   sums: dict[str, int] = {}
   for collective in found:
     sums[collective.kind] = sums.get(collective.kind, 0) + collective.bytes
