@@ -6,6 +6,8 @@ same numbers. The random decompositions below serve graphs whose only random ope
 may be `rand`. They draw through torch, from the stream of the tensors' device.
 """
 
+from typing import Any
+
 import torch
 
 from torchax.compat import torch_compat
@@ -28,7 +30,7 @@ MUTABLE_DECOMPOSITION: list = [
 operators.decompositions = DECOMPOSITIONS
 
 
-def rand_like(self: torch.Tensor, **kwargs) -> torch.Tensor:
+def rand_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
   """Draw uniform numbers in [0, 1) in the shape of a tensor.
 
   Args:
@@ -48,7 +50,9 @@ def rand_like(self: torch.Tensor, **kwargs) -> torch.Tensor:
   return torch.rand(self.shape, **{**options, **given})
 
 
-def bernoulli(self: torch.Tensor, *, generator=None) -> torch.Tensor:
+def bernoulli(
+  self: torch.Tensor, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
   """Draw ones with the probabilities in a tensor, else zeros.
 
   Args:

@@ -85,6 +85,9 @@ def t2j_dtype(dtype: None) -> None: ...
 def t2j_dtype(dtype):
   """Return the JAX dtype for a torch dtype, in 32 bits unless x64 mode is on.
 
+  Args:
+    dtype: torch dtype; None stays None.
+
   Raises:
     UnsupportedDtypeError: JAX has no such dtype, for example a quantised one.
 
@@ -105,11 +108,17 @@ def t2j_dtype(dtype):
   return jax_dtype
 
 
-def j2t_dtype(dtype) -> torch.dtype:
+def j2t_dtype(dtype: Any) -> torch.dtype:
   """Return the torch dtype for a JAX (numpy) dtype.
+
+  Args:
+    dtype: a numpy dtype, or anything that `jnp.dtype` takes.
 
   Raises:
     UnsupportedDtypeError: torch has no such dtype, for example a typed PRNG key.
+
+  >>> j2t_dtype(jnp.bfloat16), j2t_dtype("int8")
+  (torch.bfloat16, torch.int8)
   """
   try:
     return JAX_DTYPE_TO_TORCH[dtype]
@@ -178,6 +187,9 @@ def t2j(
   Warns:
     NarrowingWarning: float64 becomes float32 (once per dtype), or a value becomes
       infinite.
+
+  >>> t2j(torch.ones(2))
+  Array([1., 1.], dtype=float32)
   """
   check_layout(t)
   jax_dtype = t2j_dtype(dtype or t.dtype)
@@ -276,6 +288,9 @@ def j2t(x: jax.Array | torch.Tensor, use_dlpack: bool = True) -> torch.Tensor:
   Raises:
     TracedStateError: `x` is a tracer.
     DonationError: its memory was donated.
+
+  >>> j2t(jnp.ones(2, jnp.bfloat16))
+  tensor([1., 1.], dtype=torch.bfloat16)
   """
   if isinstance(x, torch.Tensor):
     return x.detach().to("cpu", copy=True)

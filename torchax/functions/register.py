@@ -5,19 +5,20 @@ the lowerings.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torchax.registry.operators import Kind, registering
 
 
 def register_function(
-  *torch_functions,
+  *torch_functions: Callable,
   is_jax_function: bool = True,
   needs_env: bool = False,
   is_user_defined: bool = False,
   is_view_op: bool = False,
   kind: Kind | None = None,
   is_builtin: bool = False,
-  **options,
+  **options: Any,
 ) -> Callable:
   """Register the decorated function as the lowering of torch functions.
 
@@ -36,16 +37,16 @@ def register_function(
       `compiled=`, `saves_residuals=` and `backward=`: see `Numbers`, `Checks` and
       `Execution` in `registry/operators.py`.
 
+  Returns:
+    The decorator. It returns its argument: a function, a partial, or any other
+    callable.
+
   Raises:
     TypeError: no field has the name of an option.
     ValueError: this lowering and the registered one are both built in.
 
   Warns:
     UserWarning: code outside the library replaces a lowering.
-
-  Returns:
-    The decorator. It returns its argument: a function, a partial, or any other
-    callable.
   """
 
   return registering(

@@ -87,7 +87,7 @@ def register_torch_composite(
 
 
 def _jit_composite_impl(
-  composite_name: str, jaxpr_impl: JaxCallable, **jit_args
+  composite_name: str, jaxpr_impl: JaxCallable, **jit_args: Any
 ) -> JaxCallable:
   """Wrap a JAX function in a composite of this name.
 

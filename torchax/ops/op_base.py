@@ -54,6 +54,9 @@ class InplaceOp:
     is_jax_func: see `functional_op`.
 
   >>> double_ = InplaceOp(lambda x: x * 2)
+  >>> x = torch.ones(2, device="jax")
+  >>> double_(x) is x, x
+  (True, tensor([2., 2.], device='jax:0'))
   """
 
   def __init__(
@@ -89,6 +92,9 @@ class OutVariant:
     functional_op: a function of tensors that returns a tensor, or several.
 
   >>> double_out = OutVariant(lambda x: x * 2)
+  >>> out = torch.empty(2, device="jax")
+  >>> double_out(torch.ones(2, device="jax"), out=out)
+  tensor([2., 2.], device='jax:0')
   """
 
   def __init__(self, functional_op):

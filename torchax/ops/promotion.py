@@ -20,7 +20,11 @@ from torchax.types import JaxCallable, JaxValue, P, R
 
 
 def default_float() -> jnp.dtype:
-  """Return torch's default dtype as a JAX dtype."""
+  """Return torch's default dtype as a JAX dtype.
+
+  >>> default_float()
+  dtype('float32')
+  """
   return mappings.t2j_dtype(torch.get_default_dtype())
 
 
@@ -100,11 +104,14 @@ def _combine(higher, lower):
   return lower if _category(lower) == 3 else _join(higher, lower)
 
 
-def result_dtype(*values) -> jnp.dtype:
+def result_dtype(*values: Any) -> jnp.dtype:
   """Return torch's promoted dtype of arrays, 0-d arrays and Python numbers.
 
   Arrays with dimensions decide first, then 0-d arrays, then numbers
   (https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch-dtype).
+
+  Args:
+    *values: arrays, Python numbers, or None, which is ignored.
 
   >>> result_dtype(jnp.ones(3, jnp.bfloat16), 2.5)
   dtype(bfloat16)
@@ -122,14 +129,31 @@ def result_dtype(*values) -> jnp.dtype:
   return _combine(_combine(groups[0], groups[1]), groups[2])
 
 
-def promote(*values) -> list[jax.Array]:
-  """Convert the values to arrays of their `result_dtype`, without broadcasting."""
+def promote(*values: Any) -> list[jax.Array]:
+  """Convert the values to arrays of their `result_dtype`, without broadcasting.
+
+  Args:
+    *values: arrays of any shape and Python numbers.
+
+  >>> promote(jnp.ones(2, jnp.int32), 0.5)
+  [Array([1., 1.], dtype=float32), Array(0.5, dtype=float32)]
+  """
   dtype = result_dtype(*values)
   return [convert(value, dtype) for value in values]
 
 
 def to_float(value: jax.Array) -> jax.Array:
-  """Convert integers and bools to torch's default dtype; keep floats and complex."""
+  """Convert integers and bools to torch's default dtype; keep floats and complex.
+
+  Args:
+    value: array of any shape.
+
+  Returns:
+    An array of the same shape.
+
+  >>> to_float(jnp.arange(3))
+  Array([0., 1., 2.], dtype=float32)
+  """
   if _category(jnp.dtype(value.dtype)) < 2:
     return convert(value, default_float())
   return value
@@ -205,7 +229,17 @@ def in_float32(function):
 def promote_int_input(
   f: Callable[Concatenate[jax.Array, P], R],
 ) -> Callable[Concatenate[jax.Array, P], R]:
-  """Make a lowering convert an integer first argument to floats."""
+  """Make a lowering convert an integer first argument to floats.
+
+  Args:
+    f: function whose first argument is an array.
+
+  Returns:
+    A function with the same arguments.
+
+  >>> promote_int_input(lambda x: x.dtype)(jnp.arange(3))
+  dtype('float32')
+  """
 
   @functools.wraps(f)
   def with_float_input(x: jax.Array, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -219,6 +253,12 @@ def convert_dtype(use_default_dtype: bool = True) -> Callable:
 
   Args:
     use_default_dtype: pass torch's default dtype if `dtype` is missing.
+
+  >>> @convert_dtype()
+  ... def zeros(n, *, dtype):
+  ...   return jnp.zeros(n, dtype)
+  >>> zeros(2, dtype=torch.bfloat16).dtype
+  dtype(bfloat16)
   """
 
   def decorate(func: JaxCallable) -> JaxCallable:
@@ -237,7 +277,15 @@ def convert_dtype(use_default_dtype: bool = True) -> Callable:
 def maybe_convert_constant_dtype(
   val: JaxValue | None, dtype: np.dtype | None
 ) -> JaxValue | None:
-  """Convert a 0-d array or a number to the dtype; return any other value unchanged."""
+  """Convert a 0-d array or a number to the dtype; return any other value unchanged.
+
+  Args:
+    val: any value.
+    dtype: JAX dtype; None returns `val` unchanged.
+
+  >>> maybe_convert_constant_dtype(2, jnp.dtype("float32"))
+  Array(2., dtype=float32)
+  """
   if val is None or dtype is None:
     return val
   if isinstance(val, jax.Array) and val.ndim == 0:
@@ -250,7 +298,19 @@ def maybe_convert_constant_dtype(
 def foreach_loop(
   seq: jax.Array,
   fn: Callable[[jax.Array, jax.Array], jax.Array],
-  init_val=0.0,
+  init_val: Any = 0.0,
 ) -> jax.Array:
-  """Fold `fn(carry, element)` over the first axis of `seq`, in one `lax.fori_loop`."""
+  """Fold `fn(carry, element)` over the first axis of `seq`, in one `lax.fori_loop`.
+
+  Args:
+    seq: array of shape (n, …).
+    fn: function `(carry, element) -> carry`.
+    init_val: first carry.
+
+  Returns:
+    The last carry.
+
+  >>> foreach_loop(jnp.arange(1.0, 5.0), jnp.multiply, 1.0)
+  Array(24., dtype=float32)
+  """
   return lax.fori_loop(0, len(seq), lambda i, carry: fn(carry, seq[i]), init_val)

@@ -16,19 +16,20 @@ traced, unless `static` names the argument. `device`, `layout`, `pin_memory`,
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torchax.registry.operators import Kind, registering
 
 
 def op(
-  *aten,
+  *aten: Any,
   kind: Kind | None = None,
   is_jax_function: bool = True,
   needs_env: bool = False,
   is_view_op: bool = False,
   is_user_defined: bool = False,
   is_builtin: bool = False,
-  **options,
+  **options: Any,
 ) -> Callable:
   """Register the decorated function as the lowering of one or more operations.
 
@@ -47,12 +48,24 @@ def op(
       (`check=`, `rules=`, …), `Draw` and `Execution` (`compiled=`, …); these classes
       are in `registry/operators.py`.
 
+  Returns:
+    The decorator. It returns the function.
+
   Raises:
     TypeError: an option is unknown.
     ValueError: the lowering and the one that it replaces are both built in.
 
   Warns:
     UserWarning: code outside of the library replaces a lowering.
+
+  >>> library = torch.library.Library("example_op", "DEF")
+  >>> library.define("twice(Tensor x) -> Tensor")
+  'twice'
+  >>> @op(torch.ops.example_op.twice)
+  ... def twice(x):
+  ...   return 2 * x
+  >>> torch.ops.example_op.twice(torch.ones(2, device="jax"))
+  tensor([2., 2.], device='jax:0')
   """
 
   return registering(

@@ -28,7 +28,11 @@ from torchax.types import JaxCallable, TorchCallable
 
 
 class Kind(enum.Enum):
-  """Kind of a lowering's inputs; each lowering has exactly one."""
+  """Kind of a lowering's inputs; each lowering has exactly one.
+
+  >>> Kind.from_flags(is_jax_function=True, needs_env=False, is_view_op=False).name
+  'ARRAYS'
+  """
 
   ARRAYS = "arrays"  # (arrays…) -> arrays; pure JAX, compiled as one function
   SAMPLER = "sampler"  # (key, arrays…) -> arrays; dispatch draws the key
@@ -39,7 +43,13 @@ class Kind(enum.Enum):
   def from_flags(
     cls, is_jax_function: bool, needs_env: bool, is_view_op: bool
   ) -> "Kind":
-    """Return the kind for upstream's flags."""
+    """Return the kind for upstream's flags.
+
+    Args:
+      is_jax_function: the lowering takes arrays.
+      needs_env: it takes the environment as `env=`.
+      is_view_op: it sees views.
+    """
     if is_view_op or not is_jax_function:
       return cls.TENSORS
     return cls.ENV_ARRAYS if needs_env else cls.ARRAYS
@@ -168,6 +178,9 @@ class Operator:
     is_builtin: the lowering belongs to this library; see the module's docstring.
     numbers, checks, draw, execution: see these classes.
     replaced: the operator that this one replaced, or None.
+
+  >>> all_aten_ops[torch.ops.aten.roll].func.__name__
+  '_aten_roll'
   """
 
   torch_op: TorchCallable
@@ -196,7 +209,9 @@ class Operator:
     )
 
   @classmethod
-  def with_options(cls, torch_op, func: Callable, **options) -> "Operator":
+  def with_options(
+    cls, torch_op: TorchCallable, func: Callable, **options: Any
+  ) -> "Operator":
     """Build an operator from options; each goes to the group that has its name.
 
     Args:
@@ -205,6 +220,10 @@ class Operator:
 
     Raises:
       TypeError: no field has the name of an option.
+
+    >>> operator = Operator.with_options(torch.sin, torch.cos, compiled=False)
+    >>> operator.execution.compiled
+    False
     """
     grouped: dict[str, dict] = {group: {} for group in _GROUPS}
     own: dict[str, Any] = {}
@@ -317,7 +336,22 @@ def name_of(func: Callable) -> str:
 
 
 def register(operator: Operator) -> Operator:
-  """Register an operator of an ATen operation or of a torch function."""
+  """Register an operator of an ATen operation or of a torch function.
+
+  Args:
+    operator: the operator; a former one of the same operation becomes its `replaced`.
+
+  Returns:
+    The operator.
+
+  >>> library = torch.library.Library("example_register", "DEF")
+  >>> library.define("twice(Tensor x) -> Tensor")
+  'twice'
+  >>> twice = torch.ops.example_register.twice
+  >>> _ = register(Operator(twice, lambda x: 2 * x))
+  >>> twice(torch.ones(2, device="jax"))
+  tensor([2., 2.], device='jax:0')
+  """
   named = resolve(operator.torch_op)
   is_aten = isinstance(named, OpOverload | OpOverloadPacket | str)
   table = all_aten_ops if is_aten else all_torch_functions
@@ -341,16 +375,30 @@ def registering(operations, **options) -> Callable:
 
 
 def register_torch_dispatch_op(
-  aten_op,
+  aten_op: TorchCallable,
   impl_callable: Callable,
-  is_jax_function=True,
-  is_user_defined=False,
-  needs_env=False,
-  is_view_op=False,
+  is_jax_function: bool = True,
+  is_user_defined: bool = False,
+  needs_env: bool = False,
+  is_view_op: bool = False,
 ) -> Callable:
-  """Register the lowering of an ATen operation, and return the lowering.
+  """Register the lowering of an ATen operation.
 
-  Parameters: see `Operator`. `all_aten_ops[aten_op]` is the operator.
+  Args:
+    aten_op: overload, or packet for all functional overloads.
+    impl_callable: the lowering.
+    is_jax_function, is_user_defined, needs_env, is_view_op: see `Operator`.
+
+  Returns:
+    The lowering; `all_aten_ops[aten_op]` is the operator.
+
+  >>> library = torch.library.Library("example_dispatch", "DEF")
+  >>> library.define("twice(Tensor x) -> Tensor")
+  'twice'
+  >>> twice = torch.ops.example_dispatch.twice
+  >>> _ = register_torch_dispatch_op(twice, lambda x: 2 * x)
+  >>> twice(torch.ones(2, device="jax"))
+  tensor([2., 2.], device='jax:0')
   """
   flags = (is_jax_function, is_user_defined, needs_env, is_view_op)
   _register(all_aten_ops, Operator(aten_op, impl_callable, *flags))
@@ -358,16 +406,22 @@ def register_torch_dispatch_op(
 
 
 def register_torch_function_op(
-  torch_func,
+  torch_func: Callable,
   impl_callable: Callable,
-  is_jax_function=True,
-  is_user_defined=False,
-  needs_env=False,
-  is_view_op=False,
+  is_jax_function: bool = True,
+  is_user_defined: bool = False,
+  needs_env: bool = False,
+  is_view_op: bool = False,
 ) -> Callable:
-  """Register the lowering of a torch function, and return the lowering.
+  """Register the lowering of a torch function, which runs above ATen and autograd.
 
-  It runs above ATen and autograd; `all_torch_functions[torch_func]` is the operator.
+  Args:
+    torch_func: function, as torch passes it to a `TorchFunctionMode`.
+    impl_callable: the lowering.
+    is_jax_function, is_user_defined, needs_env, is_view_op: see `Operator`.
+
+  Returns:
+    The lowering; `all_torch_functions[torch_func]` is the operator.
   """
   flags = (is_jax_function, is_user_defined, needs_env, is_view_op)
   _register(all_torch_functions, Operator(torch_func, impl_callable, *flags))
