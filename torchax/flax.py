@@ -185,7 +185,9 @@ class FlaxNNModule(torch.nn.Module):
 
   # Calls -----------------------------------------------------------------------------
 
-  def forward(self, *args, rngs=None, mutable=None, **kwargs):
+  def forward(
+    self, *args: Any, rngs: Any = None, mutable: Any = None, **kwargs: Any
+  ) -> Any:
     """Call `flax_module.apply` with the module's tensors as variables.
 
     Args:
@@ -206,6 +208,13 @@ class FlaxNNModule(torch.nn.Module):
       RuntimeError: the call creates a variable that the sample arguments did not.
       TracedDrawError: the call draws inside a raw JAX transformation.
       TypeError: a static argument is not hashable.
+
+    >>> import flax.linen as nn
+    >>> x = torch.ones(4, device="jax")
+    >>> model = FlaxNNModule(default_env(), nn.Dropout(0.5, deterministic=False), (x,))
+    >>> keys = {"dropout": jax.random.key(0)}
+    >>> torch.equal(model(x, rngs=keys), model(x, rngs=keys))
+    True
     """
     given = _given_keys(rngs)
     returns_updates = mutable is not None and mutable is not False

@@ -105,12 +105,40 @@ class ScannedModule(torch.nn.Module):
       }
 
   def train(self, mode: bool = True) -> "ScannedModule":
-    """Set the mode of this module and of the layers."""
+    """Set the mode of this module and of the layers.
+
+    Args:
+      mode: True for training, False for evaluation.
+
+    Returns:
+      The module itself.
+
+    >>> stack = ScannedModule([torch.nn.Dropout(0.5) for _ in range(3)])
+    >>> x = torch.ones(2, device="jax")
+    >>> stack.train(False)(x)
+    tensor([1., 1.], device='jax:0')
+    """
     self.c.one_mod.train(mode)
     return super().train(mode)
 
-  def forward(self, *args, **kwargs):
-    """Run all layers; takes the arguments of one layer."""
+  def forward(self, *args: Any, **kwargs: Any) -> Any:
+    """Run all layers; takes the arguments of one layer.
+
+    Args:
+      *args: input of the first layer, then arguments for every layer.
+      **kwargs: more arguments for every layer.
+
+    Returns:
+      The result of the last layer.
+
+    Raises:
+      TypeError: there is no positional argument.
+
+    >>> layers = [torch.nn.Softplus() for _ in range(2)]
+    >>> x = torch.zeros(1, device="jax")
+    >>> torch.equal(ScannedModule(layers)(x), layers[1](layers[0](x)))
+    True
+    """
     if not args:
       raise TypeError(
         "ScannedModule needs the input of the first layer as an argument."
@@ -130,8 +158,12 @@ class ScannedModule(torch.nn.Module):
         getattr(self, self._param_name_new(name)).copy_(updated)
     return result
 
-  def next_input(self, result):
-    """Return the next layer's input, given a layer's result."""
+  def next_input(self, result: Any) -> Any:
+    """Return the next layer's input; a subclass may select a part of the result.
+
+    Args:
+      result: result of a layer.
+    """
     return result
 
   def _run_layer(self, arguments: Partition, carry, tensors):
@@ -187,12 +219,12 @@ class LayerStack(ScannedModule):
     names.update({self._param_name_new(name): name for name in self._layer_buffers})
     return names
 
-  def forward(self, *args, **kwargs):
+  def forward(self, *args: Any, **kwargs: Any) -> Any:
     """Run all layers; takes the arguments and returns the result of one layer."""
     result = super().forward(*args, **kwargs)
     return (result, *self._others) if self._unpacks else result
 
-  def next_input(self, result):
+  def next_input(self, result: Any) -> Any:
     if not self._unpacks:
       return result
     first, *self._others = result
@@ -336,7 +368,10 @@ def _calls(model, layers, args, kwargs) -> dict[torch.nn.Module, list[_Call]]:
 
 
 def scan_layers(
-  model: torch.nn.Module, *args, policy: str | Callable | None = None, **kwargs
+  model: torch.nn.Module,
+  *args: Any,
+  policy: str | Callable | None = None,
+  **kwargs: Any,
 ) -> torch.nn.Module:
   """Replace the stacks of equal layers in a model by loops, each compiled once.
 

@@ -76,6 +76,13 @@ def _is_explicit(sharding: NamedSharding) -> bool:
 def remat(fun: Callable[P, R], **kwargs: Unpack[CheckpointOptions]) -> Callable[P, R]:
   """Return `gradient_checkpoint(fun)`, with the keyword arguments of `jax.remat`.
 
+  Args:
+    fun: function or module of tensors.
+    **kwargs: `policy`, `prevent_cse`, `static_argnums`, `static_argnames`.
+
+  Returns:
+    A function with the same arguments and results.
+
   >>> x = torch.ones(2, device="jax")
   >>> jax_value_and_grad(remat(lambda x: x.sin().sum()))(x)[1].shape
   torch.Size([2])
