@@ -32,6 +32,8 @@ def set_logs(**kinds: bool) -> None:
     ValueError: a name is not one of these.
 
   >>> set_logs(draws=True)
+  >>> are_on("draws"), are_on("graphs")
+  (True, False)
   >>> set_logs(draws=False)
   """
   unknown = sorted(set(kinds) - set(KINDS))

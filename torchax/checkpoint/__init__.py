@@ -189,6 +189,12 @@ def load_checkpoint(
     UnsupportedDtypeError: the checkpoint holds 64-bit JAX arrays, and x64 is off.
     TracedStateError: loading a directory inside a compiled function.
     ImportError: Orbax is not installed.
+
+  >>> import os, tempfile
+  >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+  >>> torch.save({"weight": torch.ones(2)}, path)
+  >>> load_checkpoint(path)
+  {'weight': tensor([1., 1.], device='jax:0')}
   """
   if os.path.isfile(path):
     return load_state(path)

@@ -69,6 +69,9 @@ class OperatorExplanation(NamedTuple):
   Attributes:
     operation: name of the operation.
     decisions: all steps in order, for the function and for its operators.
+
+  >>> explain_operator(torch.ops.aten.relu.default).operation
+  'aten.relu.default'
   """
 
   operation: str
@@ -76,7 +79,12 @@ class OperatorExplanation(NamedTuple):
 
   @property
   def chosen(self) -> tuple[Decision, ...]:
-    """Steps that select code."""
+    """Steps that select code.
+
+    >>> explanation = explain_operator(torch.ops.aten.relu.default)
+    >>> [(decision.step, decision.runs) for decision in explanation.chosen]
+    [('lowering', '_aten_relu')]
+    """
     return tuple(decision for decision in self.decisions if decision.runs)
 
   def __str__(self):
@@ -89,7 +97,9 @@ class OperatorExplanation(NamedTuple):
     return "\n".join(lines)
 
 
-def explain_operator(operation, env: Environment | None = None) -> OperatorExplanation:
+def explain_operator(
+  operation: Any, env: Environment | None = None
+) -> OperatorExplanation:
   """Explain which code runs for a torch function or ATen operator on jax tensors.
 
   Args:

@@ -32,6 +32,9 @@ class EnvInfo:
     random_state: generator, key and count of this thread's stream.
     private_api: dotted name -> True if this torch or JAX has that private API.
     lost: one sentence for each feature lost to a missing private API.
+
+  >>> "torch" in torchax.env_info().libraries
+  True
   """
 
   torchax: str

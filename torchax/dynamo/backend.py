@@ -57,6 +57,10 @@ def backend(
     OperatorNotFound: an operation has no lowering; names its line of user code.
     RngError: the graph makes draws that a compiled graph cannot make.
     PrivateApiError: this version of torch captures graphs in another way.
+
+  >>> double = torch.compile(lambda x: 2 * x, backend=backend)
+  >>> double(torch.ones(2))
+  tensor([2., 2.])
   """
   chosen = Options.of(mode, options)
   torch_compat.require_capture()

@@ -24,6 +24,10 @@ class Options:
       such as an optimizer's parameters. torch owns the memory of plain tensors, which
       is never donated.
     compiler_options: XLA's flags for these graphs, as in `jax.jit`.
+
+  >>> double = torch.compile(lambda x: 2 * x, backend="jax", options={"x64": True})
+  >>> double(torch.ones(2, dtype=torch.float64))
+  tensor([2., 2.], dtype=torch.float64)
   """
 
   device: jax.Device | None = None
@@ -36,9 +40,16 @@ class Options:
   def of(cls, mode: str | None = None, options: dict | None = None) -> "Options":
     """Return the options for `mode` and `options` of `torch.compile`.
 
+    Args:
+      mode: "default" or None.
+      options: fields of this class by name.
+
     Raises:
       ValueError: unknown mode or unknown option.
       TypeError: a value of the wrong type.
+
+    >>> Options.of(options={"precision": "highest"}).precision
+    'highest'
     """
     if mode not in _MODES:
       raise ValueError(
