@@ -180,10 +180,7 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def _function_mode(self):
-    """Mode for torch functions, for programs written for upstream.
-
-    A mode assigned here is entered whenever the environment is turned on later.
-    """
+    """Mode for torch functions; an assigned mode is entered at the next `__enter__`."""
     return self._given_modes.get("function") or XLAFunctionMode(self)
 
   @_function_mode.setter
@@ -244,11 +241,8 @@ class Environment(contextlib.ContextDecorator):
     return result, draws[-1]
 
   def redraw(self, func, draw, args, kwargs=None):
-    """Run a random operation with the key of an earlier draw (`draw`).
-
-    Gradients that need the numbers of the forward pass call this.
-    """
-    return device_plans.unwrap(self._dispatcher.plan_for(func)).redraw(
+    """Run a random operation with the key of a `draw`, for gradients that need it."""
+    return device_plans.inner(self._dispatcher.plan_for(func)).redraw(
       draw, args, kwargs
     )
 
@@ -294,11 +288,7 @@ class Environment(contextlib.ContextDecorator):
     self.functions.clear()
 
   def _get_op_or_decomp(self, func) -> Operator:
-    """Return the operator or the decomposition for an operation.
-
-    Raises:
-      OperatorNotFound: neither exists.
-    """
+    """Return the operator or decomposition of an operation; raise if there is none."""
     operator = None if is_aten(func) else self._ops.get(func)
     operator = operator or self._dispatcher.find_operator(func)
     if operator is None:
@@ -400,6 +390,10 @@ class Environment(contextlib.ContextDecorator):
 
     Raises:
       TypeError: `autocast_dtype` is neither None nor supported by autocast.
+
+    >>> with default_env().override_property(prng=7):
+    ...   default_env().rng.state
+    RngState(threefry2x32, key=0:7, count=0)
     """
     with contextlib.ExitStack() as scopes:
       if autocast_dtype is not _None:
@@ -437,6 +431,9 @@ class Environment(contextlib.ContextDecorator):
 
     Raises:
       MixedDeviceError: a tensor is on another device, except a 0-d CPU tensor.
+
+    >>> default_env().t2j_iso({"x": torch.ones(1, device="jax")})
+    {'x': Array([1.], dtype=float32)}
     """
 
     def convert(value):
