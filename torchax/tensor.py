@@ -69,7 +69,7 @@ class Tensor(torch.Tensor):
   _other_class: ClassVar[type | None] = None
   _is_of_other_class: ClassVar[Callable] = staticmethod(lambda tensor: False)
 
-  def __new__(cls, elem: Array, env, requires_grad=False):
+  def __new__(cls, elem: Array, env: Any, requires_grad: bool = False):
     return _make_wrapper(
       cls,
       elem.shape,
@@ -77,7 +77,7 @@ class Tensor(torch.Tensor):
       requires_grad=requires_grad,
     )
 
-  def __init__(self, elem: Array, env, requires_grad=False):
+  def __init__(self, elem: Array, env: Any, requires_grad: bool = False):
     super().__init__()
     self._storage = Storage(elem)
     self._chain = WHOLE
@@ -163,7 +163,7 @@ class Tensor(torch.Tensor):
 
   @property
   @hide_library_frames
-  def jax_device(self):
+  def jax_device(self) -> Any:
     """The `jax.Device` of the array, or its `Sharding` if it is on several."""
     return self._storage.read().device
 
@@ -286,7 +286,7 @@ class Tensor(torch.Tensor):
     """
     return mappings.numpy_copy(self.jax(), "`.tolist()`").tolist()
 
-  def type(self, dtype=None, non_blocking: bool = False) -> str | TorchTensor:  # type: ignore[override]
+  def type(self, dtype: Any = None, non_blocking: bool = False) -> str | TorchTensor:  # type: ignore[override]
     """Return the name of the tensor's type, or the tensor in another dtype.
 
     Args:
@@ -327,7 +327,12 @@ class Tensor(torch.Tensor):
 
   @hide_library_frames
   def apply_jax(self, jax_function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Return `jax_function(array, *args)` as a tensor; `args` may contain tensors."""
+    """Return the result of a JAX function of the array as a tensor.
+
+    Args:
+      jax_function: function `(array, *args, **kwargs) -> tree of arrays`.
+      *args, **kwargs: other arguments; may contain tensors on jax.
+    """
     args, kwargs = self._env.t2j_iso((args, kwargs))
     return self._env.j2t_iso(jax_function(self.jax(), *args, **kwargs))
 
@@ -351,10 +356,7 @@ class Tensor(torch.Tensor):
 
   @property
   def data(self) -> TorchTensor:
-    """Alias of the tensor without autograd history.
-
-    As in torch, and unlike for `detach()`, in-place operations on it are not detected.
-    """
+    """Alias without autograd history; in-place operations on it are not detected."""
     if jax_compat.is_top_level():
       return like(self, self._storage, self._chain)
     return like(self, self._storage, self._chain.append(StopGradientInfo()))
@@ -457,10 +459,7 @@ class Tensor(torch.Tensor):
     return untyped
 
   def data_ptr(self) -> int:
-    """Return a number in place of the address of the first element.
-
-    Storages have disjoint ranges. The number must not be dereferenced.
-    """
+    """Return a number from the storage's own range; no address to dereference."""
     if not self.numel():
       return 0
     offset: Any = self.storage_offset()
