@@ -125,6 +125,10 @@ class Repeated:
 class Ledger:
   """Draws of a block of code, in order: a sequence of `Draw`.
 
+  Args:
+    draws: the draws, in order.
+    find_faults: check of a traced program, for `require_sound`; None if recorded.
+
   >>> with torchax.rng.current().record() as ledger:
   ...   x = torch.rand(3, device="jax") + torch.randn(3, device="jax")
   >>> [draw.op for draw in ledger]

@@ -25,6 +25,15 @@ class Difference:
     fields: differing attributes among key, site, shape, distribution, dtype and op;
       empty if one run has ended.
     draws: all draws of both runs.
+
+  >>> env = torchax.default_env()
+  >>> ledgers = []
+  >>> for size in (2, 3):
+  ...   with env.rng_scope(0), env.rng.record() as ledger:
+  ...     x = torch.rand(size, device="jax")
+  ...   ledgers.append(ledger)
+  >>> diff(*ledgers).fields
+  ('shape',)
   """
 
   place: int

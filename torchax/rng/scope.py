@@ -142,7 +142,11 @@ def is_by_site(mode: str) -> bool:
 
 
 def addressed_by() -> str:
-  """Return how draws are addressed: "order" or "site"."""
+  """Return how draws are addressed: "order" or "site".
+
+  >>> addressed_by()
+  'order'
+  """
   return "site" if streams_on().by_site else "order"
 
 

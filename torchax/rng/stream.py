@@ -41,6 +41,12 @@ class RngStream:
     owner: weak reference to the trace that the stream belongs to; None on the host.
     lock: lock to take for a draw. Threads with a copied context share a scope's stream.
     marks: positions saved in a trace; see `snapshots.py`.
+
+  >>> stream = RngStream(RngState.from_seed(7))
+  >>> with torchax.rng_scope(stream):
+  ...   x = torch.rand(3, device="jax") + torch.rand(3, device="jax")
+  >>> stream.draws
+  2
   """
 
   def __init__(self, state: RngState, label: str = ""):
@@ -149,7 +155,20 @@ class RngStream:
     return RngStream(self.state.fork(name))
 
   def reseed(self, state: RngState) -> None:
-    """Continue from another state."""
+    """Continue from another state.
+
+    Args:
+      state: the new state; draws of the stream start over from it.
+
+    Raises:
+      ClosedScopeError: the scope of this stream has ended.
+      TracedDrawError: the stream does not belong to the current trace.
+
+    >>> stream = RngStream(RngState.from_seed(7))
+    >>> stream.reseed(RngState.from_seed(8))
+    >>> stream.state
+    RngState(threefry2x32, key=0:8, count=0)
+    """
     self.check("a re-seed")
     counter = sites.counter_of(state)
     counter.replayed, self.counter = self.counter.replayed, counter
