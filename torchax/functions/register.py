@@ -47,6 +47,14 @@ def register_function(
 
   Warns:
     UserWarning: code outside the library replaces a lowering.
+
+  >>> def twice(x):
+  ...   return torch.overrides.handle_torch_function(twice, (x,), x)
+  >>> @register_function(twice, is_user_defined=True)
+  ... def on_arrays(x):
+  ...   return 2 * x
+  >>> twice(torch.ones(2, device="jax"))
+  tensor([2., 2.], device='jax:0')
   """
 
   return registering(

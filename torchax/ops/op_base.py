@@ -5,6 +5,8 @@ The names are defined in `ops/register.py` and `ops/promotion.py`. `InplaceOp` a
 forms from the functional one and torch's schema.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from torchax.dispatch.out import write_output
@@ -60,7 +62,11 @@ class InplaceOp:
   """
 
   def __init__(
-    self, functional_op, replace=False, position_to_mutate=0, is_jax_func=False
+    self,
+    functional_op: Callable,
+    replace: bool = False,
+    position_to_mutate: int = 0,
+    is_jax_func: bool = False,
   ):
     self.functional = functional_op
     self.replace = replace
@@ -97,7 +103,7 @@ class OutVariant:
   tensor([2., 2.], device='jax:0')
   """
 
-  def __init__(self, functional_op):
+  def __init__(self, functional_op: Callable):
     self.functional = functional_op
 
   def __call__(self, *args, out, **kwargs):

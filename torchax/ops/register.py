@@ -61,7 +61,7 @@ def op(
   >>> library = torch.library.Library("example_op", "DEF")
   >>> library.define("twice(Tensor x) -> Tensor")
   'twice'
-  >>> @op(torch.ops.example_op.twice)
+  >>> @op(torch.ops.example_op.twice, is_user_defined=True)
   ... def twice(x):
   ...   return 2 * x
   >>> torch.ops.example_op.twice(torch.ones(2, device="jax"))

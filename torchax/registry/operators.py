@@ -234,7 +234,11 @@ class Operator:
     return cls(torch_op, func, **own, **parts)
 
   def uncompiled(self) -> "Operator":
-    """Return a copy of this operator that is not compiled."""
+    """Return a copy of this operator that is not compiled.
+
+    >>> Operator(torch.sin, torch.cos).uncompiled().execution.compiled
+    False
+    """
     execution = dataclasses.replace(self.execution, compiled=False)
     return dataclasses.replace(self, execution=execution)
 
@@ -348,7 +352,7 @@ def register(operator: Operator) -> Operator:
   >>> library.define("twice(Tensor x) -> Tensor")
   'twice'
   >>> twice = torch.ops.example_register.twice
-  >>> _ = register(Operator(twice, lambda x: 2 * x))
+  >>> _ = register(Operator(twice, lambda x: 2 * x, is_user_defined=True))
   >>> twice(torch.ones(2, device="jax"))
   tensor([2., 2.], device='jax:0')
   """
@@ -396,7 +400,7 @@ def register_torch_dispatch_op(
   >>> library.define("twice(Tensor x) -> Tensor")
   'twice'
   >>> twice = torch.ops.example_dispatch.twice
-  >>> _ = register_torch_dispatch_op(twice, lambda x: 2 * x)
+  >>> _ = register_torch_dispatch_op(twice, lambda x: 2 * x, is_user_defined=True)
   >>> twice(torch.ones(2, device="jax"))
   tensor([2., 2.], device='jax:0')
   """
@@ -422,6 +426,12 @@ def register_torch_function_op(
 
   Returns:
     The lowering; `all_torch_functions[torch_func]` is the operator.
+
+  >>> def twice(x):
+  ...   return torch.overrides.handle_torch_function(twice, (x,), x)
+  >>> _ = register_torch_function_op(twice, lambda x: 2 * x, is_user_defined=True)
+  >>> twice(torch.ones(2, device="jax"))
+  tensor([2., 2.], device='jax:0')
   """
   flags = (is_jax_function, is_user_defined, needs_env, is_view_op)
   _register(all_torch_functions, Operator(torch_func, impl_callable, *flags))
