@@ -247,8 +247,15 @@ def is_distributed(tensor: Tensor) -> bool:
 def device_mesh(self: Tensor) -> DeviceMesh:
   """Return the `DeviceMesh` of the tensor.
 
+  Args:
+    self: a jax tensor on a mesh.
+
   Raises:
     AttributeError: the tensor is on no mesh.
+
+  >>> mesh = torch.distributed.init_device_mesh("jax", (1,))
+  >>> torch.ones(2, device="jax").redistribute(mesh).device_mesh == mesh
+  True
   """
   mesh = _known_mesh(self)
   if mesh is None:
@@ -260,7 +267,12 @@ def device_mesh(self: Tensor) -> DeviceMesh:
 
 
 def placements_on(self: Tensor) -> tuple:
-  """Return the placements on `device_mesh`; () without a mesh or if XLA decides."""
+  """Return the placements on `device_mesh`; () without a mesh or if XLA decides.
+
+  >>> mesh = torch.distributed.init_device_mesh("jax", (1,))
+  >>> torch.ones(2, device="jax").redistribute(mesh).placements
+  (Replicate(),)
+  """
   mesh = _known_mesh(self)
   if mesh is None:
     return ()

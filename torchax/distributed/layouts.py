@@ -79,7 +79,9 @@ class SingleAxisSharder:
   PartitionSpec(None, 'fsdp')
   """
 
-  def __init__(self, axis_name, axis_size, replicate_unshardable=False):
+  def __init__(
+    self, axis_name: str, axis_size: int, replicate_unshardable: bool = False
+  ):
     self.axis_name = axis_name
     self.axis_size = axis_size
     self.replicate_unshardable = replicate_unshardable
