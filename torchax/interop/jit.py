@@ -285,7 +285,7 @@ class Jitted(Generic[P, R]):
     """Call `jax.jit(…).lower` for these arguments; run nothing, advance no stream.
 
     Args:
-      *args, **kwargs: arguments of the function; only shapes and dtypes count.
+      *args, **kwargs: arguments of a call; only shapes and dtypes of tensors matter.
 
     Returns:
       JAX's lowered program; `.compile()` gives its costs and memory.
@@ -305,7 +305,7 @@ class Jitted(Generic[P, R]):
     """Call `jax.jit(…).trace` for these arguments; run nothing, advance no stream.
 
     Args:
-      *args, **kwargs: arguments of the function; only shapes and dtypes count.
+      *args, **kwargs: arguments of a call; only shapes and dtypes of tensors matter.
 
     Returns:
       JAX's traced program; `.jaxpr` shows its operations.

@@ -37,9 +37,9 @@ def jax_vmap(
   out_axes: Any = 0,
   *,
   randomness: str = ERROR,
-  axis_name=None,
+  axis_name: Any = None,
   axis_size: int | None = None,
-  spmd_axis_name=None,
+  spmd_axis_name: Any = None,
 ) -> Callable[P, R]:
   """Apply `jax.vmap` to a torch function; differentiable by torch and by JAX.
 

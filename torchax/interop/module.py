@@ -250,12 +250,22 @@ class JittableModule(ModuleWrapper):
     return super().named_parameters(*args, **kwargs)
 
   def forward(self, *args: Any, **kwargs: Any) -> Any:
-    """Run the module's `forward`, compiled."""
+    """Run the module's `forward`, compiled.
+
+    Args:
+      *args, **kwargs: arguments of the module.
+
+    Returns:
+      The module's result.
+    """
     return self.jittable_call("forward", *args, **kwargs)
 
   @hide_library_frames
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """Call `jax.jit(…).lower` on `forward`; run nothing, advance no stream.
+
+    Args:
+      *args, **kwargs: arguments of `forward`; only shapes and dtypes of tensors matter.
 
     >>> model = JittableModule(torch.nn.Tanh())
     >>> "stablehlo.tanh" in model.lower(torch.ones(3, device="jax")).as_text()
@@ -267,6 +277,9 @@ class JittableModule(ModuleWrapper):
   def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """Call `jax.jit(…).trace` on `forward`; run nothing, advance no stream.
 
+    Args:
+      *args, **kwargs: arguments of `forward`; only shapes and dtypes of tensors matter.
+
     >>> model = JittableModule(torch.nn.Tanh())
     >>> [e.primitive.name for e in model.trace(torch.ones(3, device="jax")).jaxpr.eqns]
     ['tanh']
@@ -274,8 +287,13 @@ class JittableModule(ModuleWrapper):
     return self.jitted("forward").trace(*args, **kwargs)
 
   def functional_call(
-    self, method_or_name: str | Callable, params, buffers, *args, **kwargs
-  ):
+    self,
+    method_or_name: str | Callable,
+    params: dict[str, torch.Tensor],
+    buffers: dict[str, torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+  ) -> Any:
     """Call a method with the given tensors in place of the module's own.
 
     Args:
@@ -285,7 +303,7 @@ class JittableModule(ModuleWrapper):
       *args, **kwargs: arguments of the method.
 
     Returns:
-      The method's result. The call does not compile; call it inside `jax_jit`.
+      The method's result. The call is not compiled, except inside `jax_jit`.
 
     >>> model = JittableModule(torch.nn.Linear(2, 1).to("jax"))
     >>> zeros = {name: torch.zeros_like(p) for name, p in model.params.items()}

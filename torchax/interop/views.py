@@ -107,8 +107,7 @@ def jax_view(t):
       values stay as they are.
 
   Returns:
-    The same tree with arrays that share the tensors' memory, numpy dtypes and functions
-    of arrays.
+    The same tree with arrays, numpy dtypes and functions of arrays.
 
   Raises:
     MixedDeviceError: a tensor is not on jax.
@@ -160,8 +159,7 @@ def torch_view(t):
       random keys stay as they are.
 
   Returns:
-    The same tree with tensors that share the arrays' memory, torch dtypes and functions
-    of tensors.
+    The same tree with tensors, torch dtypes and functions of tensors.
 
   >>> torch_view([jnp.ones(2), jnp.dtype("bfloat16")])
   [tensor([1., 1.], device='jax:0'), torch.bfloat16]
