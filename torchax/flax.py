@@ -93,7 +93,7 @@ class FlaxNNModule(torch.nn.Module):
   def __init__(
     self,
     env: Environment,
-    flax_module,
+    flax_module: Any,
     sample_args: tuple,
     sample_kwargs: dict[str, Any] | None = None,
   ):

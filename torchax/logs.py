@@ -52,8 +52,15 @@ def set_logs(**kinds: bool) -> None:
     _root.setLevel(logging.NOTSET)
 
 
-def is_enabled(kind: str) -> bool:
-  """Return True if a kind of `KINDS` is logged."""
+def are_on(kind: str) -> bool:
+  """Return True if a kind of `KINDS` is logged.
+
+  Args:
+    kind: "recompiles", "graphs", "operands", "draws" or "compiles".
+
+  >>> are_on("recompiles")
+  False
+  """
   return kind in _on
 
 

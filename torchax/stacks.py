@@ -52,7 +52,11 @@ class ScannedModule(torch.nn.Module):
   (torch.Size([3, 2, 2]), torch.Size([1, 2]))
   """
 
-  def __init__(self, module_list: Sequence[torch.nn.Module], checkpoint_policy=None):
+  def __init__(
+    self,
+    module_list: Sequence[torch.nn.Module],
+    checkpoint_policy: str | Callable | None = None,
+  ):
     super().__init__()
     layers = list(module_list)
     if not layers:
@@ -194,9 +198,19 @@ class LayerStack(ScannedModule):
     names: keys of the layers in their list.
     unpacks: True if layers return a tuple whose first value is the next one's input.
     checkpoint_policy: see `ScannedModule`.
+
+  >>> stack = LayerStack([torch.nn.Linear(2, 2) for _ in range(3)], "012", False, None)
+  >>> stack.params["bias"].shape
+  torch.Size([3, 2])
   """
 
-  def __init__(self, layers, names: Sequence[str], unpacks: bool, checkpoint_policy):
+  def __init__(
+    self,
+    layers: Sequence[torch.nn.Module],
+    names: Sequence[str],
+    unpacks: bool,
+    checkpoint_policy: str | Callable | None,
+  ):
     super().__init__(layers, checkpoint_policy)
     self._names = tuple(names)
     self._unpacks = unpacks
@@ -214,13 +228,22 @@ class LayerStack(ScannedModule):
       return getattr(self.c.one_mod, name)
 
   def tensor_names(self) -> dict[str, str]:
-    """Return the names of a layer's tensors, by the names of the stacked tensors."""
+    """Return the names of a layer's tensors, by the names of the stacked tensors.
+
+    >>> layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+    >>> LayerStack(layers, "012", False, None).tensor_names()
+    {'params.bias': 'bias', 'params.weight': 'weight'}
+    """
     names = {f"params.{name}": self._param_name_old(name) for name in self.params}
     names.update({self._param_name_new(name): name for name in self._layer_buffers})
     return names
 
   def forward(self, *args: Any, **kwargs: Any) -> Any:
-    """Run all layers; takes the arguments and returns the result of one layer."""
+    """Run all layers; takes the arguments and returns the result of one layer.
+
+    Args:
+      *args, **kwargs: as for `ScannedModule.forward`.
+    """
     result = super().forward(*args, **kwargs)
     return (result, *self._others) if self._unpacks else result
 

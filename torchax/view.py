@@ -79,6 +79,11 @@ class View(Tensor):
 
     Args:
       new_value: array of the shape and dtype of the base.
+
+    >>> x = torch.zeros(2, device="jax")
+    >>> x[1:].replace_source_jax(jax.numpy.ones(2))
+    >>> x
+    tensor([1., 1.], device='jax:0')
     """
     self._storage.write(new_value)
 
@@ -109,6 +114,11 @@ class View(Tensor):
     Args:
       new_values: array or tensor of the view's shape.
       view_infos: steps from the base to write through; by default this view's.
+
+    >>> x = torch.zeros(2, 2, device="jax")
+    >>> x[0].update(jax.numpy.ones(2))
+    >>> x.tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
     """
     array: Any = new_values
     if isinstance(array, Tensor):

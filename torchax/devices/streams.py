@@ -157,9 +157,10 @@ class Event(torch.Event):
   Raises:
     NoSuchDeviceError: there is no such device.
 
+  >>> x = torch.ones(100, device="jax")
   >>> start, end = (Event(enable_timing=True) for _ in range(2))
   >>> start.record()
-  >>> x = torch.ones(100, device="jax").cumsum(0)
+  >>> y = x.cumsum(0)
   >>> end.record()
   >>> start.elapsed_time(end) > 0
   True
@@ -182,7 +183,7 @@ class Event(torch.Event):
 
   @property
   def device(self) -> torch.device:
-    """Device of the event; the current device until it is recorded."""
+    """Device of the event; the current device unless one was given."""
     index = placement.current_index() if self._index is None else self._index
     return placement.torch_device(index)
 
@@ -205,8 +206,7 @@ class Event(torch.Event):
   def query(self) -> bool:
     """Return True if the work before the event has finished.
 
-    >>> event = Event()
-    >>> event.record()
+    >>> event = torch.jax.current_stream().record_event()
     >>> event.synchronize()
     >>> event.query()
     True

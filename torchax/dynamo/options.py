@@ -82,7 +82,12 @@ class Options:
 
   @contextlib.contextmanager
   def applied(self) -> Iterator[None]:
-    """Apply the options to JAX's settings inside the block."""
+    """Apply the options to JAX's settings inside the block.
+
+    >>> with Options(x64=True).applied():
+    ...   jax.numpy.float64(1).dtype
+    dtype('float64')
+    """
     with contextlib.ExitStack() as stack:
       if self.device is not None:
         stack.enter_context(jax.default_device(self.device))

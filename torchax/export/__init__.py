@@ -77,6 +77,12 @@ class Program:
     names: names of the states.
     mutated: names of the states that the program changes in place.
     mutated_inputs: names of the inputs that the program changes in place.
+
+  >>> exported = torch.export.export(torch.nn.Dropout(0.5), (torch.ones(4),))
+  >>> states, program = exported_program_to_jax(exported)
+  >>> call = lambda seed: program(states, (jnp.ones(4),), rng=seed)[0]
+  >>> bool((call(0) == jax.jit(call)(0)).all())
+  True
   """
 
   __name__ = "exported_program"

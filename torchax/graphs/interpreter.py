@@ -50,7 +50,9 @@ class JaxInterpreter(torch.fx.Interpreter):
   (Array([ 0.5 , -0.75], dtype=float32),)
   """
 
-  def __init__(self, graph_module, logs: bool = False, base: str = ""):
+  def __init__(
+    self, graph_module: torch.fx.GraphModule, logs: bool = False, base: str = ""
+  ):
     super().__init__(graph_module)
     self.extra_traceback = False
     self.logs = logs
