@@ -18,7 +18,11 @@ from torchax.core import grad_mode
 
 
 class ViewInfoType(enum.Enum):
-  """Kinds of view steps."""
+  """Kinds of view steps.
+
+  >>> torch.ones(2, 2, device="jax")[0].get_transformation_chain()[0].view_info_type.name
+  'SELECT'
+  """
 
   INVALID = 0
   NARROW = 1
@@ -41,6 +45,9 @@ class ViewInfo:
 
   Subclasses define `transform_tensor`. `update_tensor` works for any view that picks
   elements; subclasses with a cheaper inverse override it.
+
+  Args:
+    view_info_type: kind of the step.
   """
 
   view_info_type: ClassVar[ViewInfoType] = ViewInfoType.INVALID
@@ -54,22 +61,52 @@ class ViewInfo:
     object.__setattr__(self, "view_info_type", view_info_type)
 
   def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
-    """Return the view of an array."""
+    """Return the view of an array.
+
+    Args:
+      jax_array: array of any shape and dtype.
+
+    >>> DiagonalInfo().transform_tensor(jnp.eye(2))
+    Array([1., 1.], dtype=float32)
+    """
     raise NotImplementedError(f"{type(self).__name__} does not say what it shows.")
 
   def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
-    """Return the array with `new_value` written to its view."""
+    """Return the array with `new_value` written to its view.
+
+    Args:
+      new_value: array of the view's shape.
+      jax_array: array of any shape.
+
+    Returns:
+      A new array of the shape and dtype of `jax_array`.
+
+    >>> DiagonalInfo().update_tensor(jnp.array([3, 4]), jnp.zeros((2, 2)))
+    Array([[3., 0.],
+           [0., 4.]], dtype=float32)
+    """
     indices = np.arange(math.prod(jax_array.shape)).reshape(jax_array.shape)
     picked = self.picked(indices).ravel()
     flat = jax_array.ravel().at[picked].set(new_value.ravel())
     return flat.reshape(jax_array.shape)
 
   def picked(self, array: np.ndarray) -> np.ndarray:
-    """Return the view of a numpy array; subclasses avoid the detour through JAX."""
+    """Return the view of a numpy array; subclasses avoid the detour through JAX.
+
+    Args:
+      array: numpy array of any shape.
+    """
     return _on_host(self.transform_tensor, array)
 
   def calculate_output_shape(self, source: jax.Array) -> list[int]:
-    """Return the shape of the view of an array."""
+    """Return the shape of the view of an array.
+
+    Args:
+      source: array of any shape, or a `jax.ShapeDtypeStruct`.
+
+    >>> DiagonalInfo().calculate_output_shape(jnp.ones((2, 3)))
+    [2]
+    """
     return list(jax.eval_shape(self.transform_tensor, source).shape)
 
 
@@ -108,7 +145,14 @@ def _select_into(array, value, dim: int, start) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class NarrowInfo(ViewInfo):
-  """Slices: `array[slices]`, one `slice` per leading dimension."""
+  """Slices: `array[slices]`, one `slice` per leading dimension.
+
+  Args:
+    slices: a slice, or one for each leading dimension.
+
+  >>> NarrowInfo(slice(1, 3)).transform_tensor(jnp.arange(4))
+  Array([1, 2], dtype=int32)
+  """
 
   slices: tuple[tuple[int | None, int | None, int | None], ...] = ()
   view_info_type: ClassVar = ViewInfoType.NARROW
@@ -150,7 +194,17 @@ def slice_of(dim: int, start: int, stop: int, step: int) -> NarrowInfo:
 
 @dataclasses.dataclass(frozen=True)
 class SelectInfo(ViewInfo):
-  """Slice of every `stride`-th element of [start, end) along `dim`."""
+  """Slice of every `stride`-th element of [start, end) along `dim`.
+
+  Attributes:
+    dim: dimension, counted from 0.
+    start: first index.
+    end: end of the indices, exclusive.
+    stride: distance of the indices; 0 means 1.
+
+  >>> SelectInfo(dim=0, start=1, end=6, stride=2).transform_tensor(jnp.arange(6))
+  Array([1, 3, 5], dtype=int32)
+  """
 
   dim: int = 0
   start: int = 0
@@ -192,7 +246,17 @@ class IndexInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class AsStridedInfo(ViewInfo):
-  """Elements of the flattened array at `offset + index · stride`."""
+  """Elements of the flattened array at `offset + index · stride`.
+
+  Attributes:
+    stride: elements to move per index, for each dimension.
+    offset: position of the first element.
+    size: shape of the view; None for the array's own.
+
+  >>> AsStridedInfo(stride=(1, 1), size=(2, 2)).transform_tensor(jnp.arange(3))
+  Array([[0, 1],
+         [1, 2]], dtype=int32)
+  """
 
   stride: tuple[int, ...] = ()
   offset: int = 0
@@ -232,7 +296,16 @@ class AsStridedInfo(ViewInfo):
 
 @dataclasses.dataclass(frozen=True)
 class DiagonalInfo(ViewInfo):
-  """Diagonal of two dimensions, as the last dimension."""
+  """Diagonal of two dimensions, as the last dimension.
+
+  Attributes:
+    offset: 0 for the main diagonal, above 0 for those over it.
+    dim1: first dimension of the matrices.
+    dim2: second dimension.
+
+  >>> DiagonalInfo(offset=1).transform_tensor(jnp.arange(4).reshape(2, 2))
+  Array([1], dtype=int32)
+  """
 
   offset: int = 0
   dim1: int = 0
