@@ -6,6 +6,7 @@ forms from the functional one and torch's schema.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -73,8 +74,15 @@ class InplaceOp:
     self.position_to_mutate = position_to_mutate
     self.is_jax_func = is_jax_func
 
-  def __call__(self, *args, **kwargs):
-    """Run the operation and return the tensor that was written to."""
+  def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run the operation and return the tensor that was written to.
+
+    Args:
+      *args, **kwargs: arguments of the operation.
+
+    Raises:
+      TypeError: the argument to write to is not a jax tensor.
+    """
     target = args[self.position_to_mutate]
     if not isinstance(target, Tensor):
       raise TypeError(
@@ -108,6 +116,10 @@ class OutVariant:
 
   def __call__(self, *args, out, **kwargs):
     """Run the operation, write its results to `out` and return `out`.
+
+    Args:
+      *args, **kwargs: arguments of the operation.
+      out: jax tensor, or tuple of them, one per result.
 
     Raises:
       RuntimeError: the dtype of an output cannot hold its result.
