@@ -89,6 +89,10 @@ class SingleAxisSharder:
   def __call__(self, name: str, shapedtype: HasShape) -> PartitionSpec:
     """Return the spec that shards the first dimension divisible by the axis.
 
+    Args:
+      name: name of the tensor, for the error message.
+      shapedtype: tensor, array, or any other object with a shape.
+
     Raises:
       UnshardableError: no dimension is divisible, and `replicate_unshardable` is False.
         It is both an `AssertionError` and a `ShardingError`.
@@ -156,7 +160,12 @@ class ShardingRules:
     return rules
 
   def __call__(self, name: str, shapedtype: HasShape) -> PartitionSpec:
-    """Return the spec of a parameter or buffer."""
+    """Return the spec of a parameter or buffer.
+
+    Args:
+      name: qualified name of the tensor.
+      shapedtype: tensor, array, or any other object with a shape.
+    """
     found = self._spec_by_module(name)
     if found is not None:
       return found
@@ -411,6 +420,15 @@ class Mesh:
         does not fit. Nothing has changed.
       ValueError: there is no sharder.
       TracedStateError: called in a compiled function.
+
+    >>> import os, tempfile
+    >>> from safetensors.torch import save_model
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save_model(torch.nn.Linear(4, 2), path)
+    >>> model = torch.nn.Linear(4, 2, device="meta")
+    >>> mesh = Mesh(jax.make_mesh((1,), ("fsdp",)))
+    >>> mesh.load_safetensors(model, path).weight.device
+    device(type='jax', index=0)
     """
     require_eager("`Mesh.load_safetensors`")
     slots = list(_slots(model, persistent_only=True))

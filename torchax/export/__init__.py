@@ -116,10 +116,23 @@ class Program:
     """
     return tuple(name for name, value in self._inputs if shapes.is_array(value))
 
-  def __call__(self, states: Sequence, inputs: Sequence, kwargs=None, *, rng=None):
+  def __call__(
+    self,
+    states: Sequence,
+    inputs: Sequence,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    rng: Any = None,
+  ) -> tuple:
     """Return the program's results as a flat tuple of arrays and constants.
 
     In-place changes are not included; `with_updates` returns them too.
+
+    Args:
+      states: arrays in the order of `names`.
+      inputs: tuple of positional arguments, or list of all leaves.
+      kwargs: keyword arguments.
+      rng: key, `RngState` or seed to draw from; by default the current stream.
 
     Raises:
       ValueError: the number of inputs, a shape or a constant differs from the export.

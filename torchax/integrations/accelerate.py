@@ -53,6 +53,9 @@ class RandomState:
   def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
     """Restore the state of `state_dict`.
 
+    Args:
+      state: result of `state_dict`.
+
     Raises:
       ValueError: `state` is not such a state. The stream is unchanged.
     """
