@@ -20,7 +20,8 @@ from torchax.core import grad_mode
 class ViewInfoType(enum.Enum):
   """Kinds of view steps.
 
-  >>> torch.ones(2, 2, device="jax")[0].get_transformation_chain()[0].view_info_type.name
+  >>> row = torch.ones(2, 2, device="jax")[0]
+  >>> row.get_transformation_chain()[0].view_info_type.name
   'SELECT'
   """
 
