@@ -1,6 +1,6 @@
 """Dispatcher of an environment: chooses and caches one plan per overload.
 
-`Tensor.__torch_dispatch__` ends here. A plan is a callable `(args, kwargs) -> result`.
+`Tensor.__torch_dispatch__` calls it. A plan is a callable `(args, kwargs) -> result`.
 `Dispatcher.choose` tries four steps in order: the table of special plans, the in-place
 and `out=` forms derived from torch's schemas, the registered lowerings, and torch's
 decompositions. Read next: `plans.py`, the plan of most operations.
@@ -96,7 +96,7 @@ class Dispatcher:
     return entry[0]
 
   def choose(self, func, steps=tuple(Step)) -> Choice:
-    """Build the plan of an overload, by the first step that has one.
+    """Build the plan of an overload with the first of `steps` that has one.
 
     Raises:
       OperatorNotFound: no step has a plan.
@@ -116,7 +116,7 @@ class Dispatcher:
     return row.make(func, lambda: self._default_plan(func), self._env), row
 
   def _derived(self, func):
-    """Derive an in-place or `out=` form without a lowering from the functional form."""
+    """Plan an in-place or `out=` form that lacks a lowering, by the functional form."""
     if not isinstance(func, torch_compat.OpOverload):
       return None
     operator, schema = self.operator(func), schema_of(func)
@@ -158,7 +158,7 @@ class Dispatcher:
     if operator.kind in (Kind.ARRAYS, Kind.SAMPLER):
       return Plan(func, operator, self._env)
     if operator.kind is Kind.ENV_ARRAYS:
-      # It may draw from the environment's stream, so it is not compiled.
+      # Not compiled, because it may draw from the environment's stream.
       return Plan(func, operator.uncompiled(), self._env)
     return tensor_plan(func, operator, self._env)
 
@@ -185,7 +185,7 @@ class Dispatcher:
     return next((operator for operator in found if operator is not None), None)
 
   def is_own(self, func) -> bool:
-    """Return True if a user, or this environment alone, has set the operator."""
+    """Return True for an operator of the user, or of this environment alone."""
     operator = self.operator(func)
     if operator is None:
       return False
@@ -198,9 +198,9 @@ class Dispatcher:
     """Return the decomposition of an overload: this environment's, ours or torch's."""
     if func in self._env._decomps.own:
       return self._env._decomps.own[func]
-    # torch does not decompose composite operations while autograd is off, as in
-    # inference mode. Use torch's own decomposition then, for the same parts as
-    # everywhere: they may write to running statistics or read a value.
+    # In inference mode torch dispatches composite operations without decomposing them.
+    # torch's composite kernel calls the same operations as in other modes. They may
+    # write to running statistics or read a value, so it is not compiled.
     is_composite = torch_compat.is_composite(func)
     decompose = None if is_composite else operators.decompositions.get(func)
     if decompose is None:
@@ -208,7 +208,7 @@ class Dispatcher:
     if decompose is None:
       return None
     # A random decomposition would draw inside the compiled function. A decomposition
-    # that returns a Python value may need values, which a trace lacks.
+    # that returns a Python value may read values of tensors, which a trace lacks.
     is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     may_compile = not (is_random or is_composite) and returns_tensors(func)
     return Operator.with_options(
@@ -218,8 +218,8 @@ class Dispatcher:
   def find_operator(self, func) -> Operator | None:
     """Return an operator that runs an overload, or None.
 
-    For a packet, return the operator of its first overload that has one; functional
-    overloads come first. An overload that has only a plan gets an operator around it.
+    For a packet, return the first operator found for its overloads, functional ones
+    first. For an overload with only a plan, return an operator that calls the plan.
     """
     operator = self.operator(func)
     if operator is not None:
@@ -241,11 +241,11 @@ class Dispatcher:
   def shapes(self, func, args, kwargs):
     """Return the results of a lowering as `jax.ShapeDtypeStruct`s, or None.
 
-    None if the overload has no lowering on arrays, or if the shapes of its results
-    depend on values.
+    Return None without a lowering on arrays, and for results whose shapes depend on
+    values.
 
     Args:
-      func: an overload.
+      func: overload.
       args, kwargs: its arguments, with `jax.ShapeDtypeStruct`s for tensors.
     """
     operator = self.operator(func)
@@ -275,7 +275,7 @@ _STEPS = {
 
 
 def describe(args, kwargs) -> str:
-  """Describe arguments for an error: dtype, shape and device in place of values."""
+  """Describe arguments for an error: tensors by dtype, shape and device."""
 
   def one(value) -> str:
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
 """Generators passed by position, as in `torch.poisson(rate, generator)`.
 
-Plans look for the keyword `generator`. Older random operations take it as their last
-positional argument; the plan here turns that into a keyword.
+Plans read the keyword `generator`. Older random operations take it as their last
+positional argument, which `NamedGeneratorPlan` passes as a keyword.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _NAME = "generator"
 
 
 class NamedGeneratorPlan:
-  """Plan that calls another plan with the generator as a keyword."""
+  """Plan that calls `plan` with positional argument `index` as a keyword."""
 
   def __init__(self, plan: Callable, index: int):
     self.plan = plan
@@ -37,9 +37,9 @@ def takes_generator(op, schema) -> bool:
 
 
 def generator_plan(op, default, env) -> Callable:
-  """Build the plan of such an operation; see `special_plans.Special`.
+  """Build the plan of an operation with a positional generator.
 
-  A lowering that is a function of tensors passes the generator on itself.
+  A `TensorPlan` passes it on by position. See `Special.make` for the arguments.
   """
   found = default()
   if isinstance(found, TensorPlan):

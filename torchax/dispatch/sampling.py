@@ -1,4 +1,4 @@
-"""Draws of a sampler: from the current stream, or from a generator.
+"""Draws of samplers, from the current stream or from a generator.
 
 `Plan.run` calls `Sampling.run`, which passes the key and count of the draw as operands
 and records the draw in the ledger.
@@ -14,26 +14,26 @@ from torchax.rng.ledger import Recording
 
 
 class Sampling:
-  """Runner of a sampler's program with the operands of its next draw.
+  """Sampler of one operation, called with the key and count of its next draw.
 
   Args:
-    name: name of the operation.
-    operator: operator of the operation.
-    env: environment of the operation.
-    names: names of its arguments.
+    name: name of the overload.
+    operator: operator with the sampler.
+    env: environment whose current stream draws.
+    names: argument names of the schema.
   """
 
   def __init__(self, name: str, operator: Operator, env, names):
     self.name, self.operator, self.env, self.names = name, operator, env, names
 
   def run(self, args, kwargs, operands, execute: Callable, draws: list | None = None):
-    """Call `execute` with the key and count of a draw in front of the operands.
+    """Call `execute` with the key and count of a draw before the operands.
 
     Args:
       args, kwargs: torch's arguments.
-      operands: operands of `Flattener.flatten`.
+      operands: list of operands from `Flattener.flatten`.
       execute: `operands -> result`.
-      draws: list to append the draw to, for `Plan.redraw`.
+      draws: list that receives (key, count), for `Plan.redraw`.
     """
     generator = kwargs.get("generator") if kwargs else None
     if generator is None:
@@ -54,7 +54,7 @@ class Sampling:
     return result
 
   def from_stream(self, args, kwargs, operands, execute: Callable, draws=None):
-    """Draw from the current stream, which advances if `execute` succeeds."""
+    """Draw from the current stream; advance it if `execute` succeeds."""
     stream = scope.current(self.env.streams)
     with stream.lock:
       draw = stream.peek(self.name)
@@ -69,7 +69,7 @@ class Sampling:
     return result
 
   def _distribution(self, args) -> str:
-    """Return the distribution of a draw, with its numeric parameters."""
+    """Return the distribution's name with its numeric parameters."""
     numbers = [
       f"{name}={arg:g}"
       for name, arg in zip(self.names, args)
