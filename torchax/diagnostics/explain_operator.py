@@ -196,8 +196,8 @@ def _of_overload(overload, env) -> Iterator[Decision]:
       is_reached = False
       yield Decision(name, step.value, *_answer(choice, overload, env))
     elif is_reached:
-      is_own = step is Step.SPECIAL and env._dispatcher.is_own(overload)
-      why = "an operator of yours comes first" if is_own else "no entry"
+      is_customized = step is Step.SPECIAL and env._dispatcher.is_customized(overload)
+      why = "an operator of yours comes first" if is_customized else "no entry"
       yield Decision(name, step.value, "", "", why)
     else:
       yield _unreached(name, step.value)

@@ -102,13 +102,13 @@ class Dispatcher:
       OperatorNotFound: no step has a plan.
     """
     for step in steps:
-      found = _STEPS[step](self, func)
-      if found is not None:
-        return Choice(step, *found)
+      plan_and_source = _STEPS[step](self, func)
+      if plan_and_source is not None:
+        return Choice(step, *plan_and_source)
     raise self.not_found(func)
 
   def _special(self, func):
-    if not isinstance(func, torch_compat.OpOverload) or self.is_own(func):
+    if not isinstance(func, torch_compat.OpOverload) or self.is_customized(func):
       return None
     row = special_plans.find(func, schema_of(func))
     if row is None:
@@ -120,9 +120,9 @@ class Dispatcher:
     if not isinstance(func, torch_compat.OpOverload):
       return None
     operator, schema = self.operator(func), schema_of(func)
-    is_exact = operator is not None and operator.torch_op is func
-    is_functional = operator is None or operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
-    if not schema.written or is_exact or not (is_functional or schema.outputs):
+    is_for_overload = operator is not None and operator.torch_op is func
+    is_on_arrays = operator is None or operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
+    if not schema.written or is_for_overload or not (is_on_arrays or schema.outputs):
       return None
     functional_op = functional_form(func)
     if functional_op is None:
@@ -132,7 +132,7 @@ class Dispatcher:
       return OutPlan(func, functional, self._env), functional_op
     if isinstance(functional, Plan):
       return InPlacePlan(func, functional, self._env), functional_op
-    if isinstance(functional, TensorPlan) and self.is_own(functional_op):
+    if isinstance(functional, TensorPlan) and self.is_customized(functional_op):
       return lambda args, kwargs: args[0].copy_(functional(args, kwargs)), functional_op
     return None
 
@@ -145,14 +145,14 @@ class Dispatcher:
   def _decomposed(self, func):
     if not isinstance(func, torch_compat.OpOverload):
       return None
-    found = self.decomposition(func)
-    if found is None:
+    operator = self.decomposition(func)
+    if operator is None:
       return None
     if func in self._env._decomps.own:
-      return self._operator_plan(func, found), found
-    if schema_of(func).written or not found.execution.compiled:
-      return tensor_plan(func, found, self._env), found
-    return DecompositionPlan(func, found, self._env), found
+      return self._operator_plan(func, operator), operator
+    if schema_of(func).written or not operator.execution.compiled:
+      return tensor_plan(func, operator, self._env), operator
+    return DecompositionPlan(func, operator, self._env), operator
 
   def _operator_plan(self, func, operator: Operator) -> Callable:
     if operator.kind in (Kind.ARRAYS, Kind.SAMPLER):
@@ -168,9 +168,9 @@ class Dispatcher:
 
   def not_found(self, func, args=(), kwargs=None) -> OperatorNotFound:
     """Return the error for an operation without a plan, called with these arguments."""
-    called = f" It was called with ({describe(args, kwargs)})." if args else ""
+    arguments = f" It was called with ({describe(args, kwargs)})." if args else ""
     return OperatorNotFound(
-      f"{func} has no lowering and no decomposition.{called} Write one with "
+      f"{func} has no lowering and no decomposition.{arguments} Write one with "
       "`@torchax.ops.op_base.op(…)` (docs: Writing lowerings), or move the tensors to "
       "the CPU for this operation with `.cpu()`."
     )
@@ -181,10 +181,10 @@ class Dispatcher:
     for key in keys:
       if key in own:
         return own[key]
-    found = (operators.all_aten_ops.get(key) for key in keys)
-    return next((operator for operator in found if operator is not None), None)
+    registered = map(operators.all_aten_ops.get, keys)
+    return next((operator for operator in registered if operator is not None), None)
 
-  def is_own(self, func) -> bool:
+  def is_customized(self, func) -> bool:
     """Return True for an operator of the user, or of this environment alone."""
     operator = self.operator(func)
     if operator is None:
@@ -227,8 +227,7 @@ class Dispatcher:
     if not isinstance(func, torch_compat.OpOverload):
       overloads = [getattr(func, name) for name in getattr(func, "overloads", list)()]
       overloads.sort(key=lambda overload: bool(schema_of(overload).written))
-      found = (self.find_operator(overload) for overload in overloads)
-      return next((operator for operator in found if operator), None)
+      return next(filter(None, map(self.find_operator, overloads)), None)
     decomposition = self.decomposition(func)
     if decomposition is not None:
       return decomposition
@@ -277,12 +276,12 @@ _STEPS = {
 def describe(args, kwargs) -> str:
   """Describe arguments for an error: tensors by dtype, shape and device."""
 
-  def one(value) -> str:
+  def described(value) -> str:
     if isinstance(value, torch.Tensor):
       return f"{value.dtype}{list(value.shape)} on {value.device}"
     if isinstance(value, list | tuple):
-      return f"[{', '.join(map(one, value))}]"
+      return f"[{', '.join(map(described, value))}]"
     return repr(value)
 
-  named = [f"{name}={one(value)}" for name, value in (kwargs or {}).items()]
-  return ", ".join([*map(one, args), *named])
+  named = [f"{name}={described(value)}" for name, value in (kwargs or {}).items()]
+  return ", ".join([*map(described, args), *named])

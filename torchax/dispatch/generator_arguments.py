@@ -41,7 +41,7 @@ def generator_plan(op, default, env) -> Callable:
 
   A `TensorPlan` passes it on by position. See `Special.make` for the arguments.
   """
-  found = default()
-  if isinstance(found, TensorPlan):
-    return found
-  return NamedGeneratorPlan(found, schema_of(op).names.index(_NAME))
+  plan = default()
+  if isinstance(plan, TensorPlan):
+    return plan
+  return NamedGeneratorPlan(plan, schema_of(op).names.index(_NAME))

@@ -45,12 +45,9 @@ class Sampling:
     except BaseException:
       generator.set_state(before)
       raise
-    recorded = (
-      self._distribution(args),
-      result,
-      recorded_arguments.plain(args, kwargs),
-    )
-    record_generator_draw(self.name, *recorded, draw[0])
+    recorded = recorded_arguments.plain(args, kwargs)
+    key, _ = draw
+    record_generator_draw(self.name, self._distribution(args), result, recorded, key)
     return result
 
   def from_stream(self, args, kwargs, operands, execute: Callable, draws=None):
