@@ -1,16 +1,16 @@
-"""Functional collectives of torch as JAX's: `psum`, `all_gather`, `all_to_all`, ….
+"""Functional collectives of torch as `psum`, `all_gather`, `all_to_all`, … of JAX.
 
 They run where JAX has named axes: inside `jax_shard_map` or `jax_vmap(axis_name=)`.
-A process group is one axis or several, found by its name:
+A process group is one or several mapped axes. It is given as:
 
   - a dimension of a `DeviceMesh` on jax: `mesh["tp"]`, `(mesh, 1)`;
   - the name of an axis itself: `all_reduce(x, "sum", "tp")`;
   - the group of all processes: all axes that are mapped.
 
-All members run one program, so their shapes are equal, and so are the parts of an
-`all_to_all_single`. `permute_tensor` replaces `send` and `recv`. JAX knows that a
-reduction has the same result on all members: it may leave a `shard_map` with a spec
-that does not name the axis. The type of a gathered result varies along the axis.
+All members run one program, so their tensors have equal shapes, and
+`all_to_all_single` exchanges equal parts. `permute_tensor` replaces `send` and `recv`.
+The result of a reduction is invarying along the axis in JAX's types, so `out_specs` of
+a `shard_map` may omit the axis. A gathered result is varying.
 """
 
 import functools
@@ -36,14 +36,14 @@ GROUPS: dict[str, tuple[str, ...]] = {}
 WORLDS: set[str] = {""}
 """Names of the groups of all processes."""
 
-# The axis that google/torchax's own `shard_map` names, whatever the group.
+# Axis name in google/torchax's `shard_map`, for every group.
 _UPSTREAM_AXIS = "torch_dist"
 
 Axes = tuple[str, ...]
 
 
 def is_mapped(axis: str) -> bool:
-  """Return True inside a map over an axis of this name."""
+  """Return True inside a `shard_map` or `vmap` with this axis name."""
   try:
     lax.axis_size(axis)
   except NameError:
@@ -59,7 +59,7 @@ def axes_of(group_name, operation: str) -> Axes:
     operation: name of the collective, for the error.
 
   Raises:
-    CollectiveError: the axes are not mapped here, or no axis has that name.
+    CollectiveError: the axes are not mapped, or no axis has that name.
   """
   name = str(getattr(group_name, "group_name", group_name))
   axes = GROUPS.get(name, (name,))
@@ -107,9 +107,9 @@ def _require_size(operation: str, group_size: int, axes: Axes) -> None:
 
 
 def _make_varying(array: jax.Array, axes: Axes) -> jax.Array:
-  """Make an array varying along all of the axes if it varies along one.
+  """Make an array varying along all of the axes if it varies along some.
 
-  JAX refuses a collective over several axes if the array varies along only some.
+  JAX requires it for a collective over several axes.
   """
   varying = jax_compat.varying_axes(array)
   others = tuple(axis for axis in axes if axis not in varying)
@@ -122,7 +122,7 @@ def _make_varying(array: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _sum(array: jax.Array, axes: Axes) -> jax.Array:
-  if array.dtype == jnp.bool_:  # torch adds bools as `|`
+  if array.dtype == jnp.bool_:  # torch's sum of bools is their `or`
     return lax.psum(array.astype(jnp.int32), axes) > 0
   return lax.psum(array, axes)
 
@@ -214,7 +214,7 @@ def reduce(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
 def _register(name: str, **options) -> Callable:
   """Register a lowering of `_c10d_functional::name`.
 
-  It is not compiled on its own, since it only ever runs inside a trace.
+  It is not compiled by itself, because it runs only inside a trace.
   """
   return builtin_op(f"_c10d_functional::{name}", compiled=False, **options)
 
@@ -227,7 +227,7 @@ def _c10d_all_reduce(self, reduceOp: str, group_name: str):
 @_register("all_gather_into_tensor")
 @builtin_op("_c10d_functional_autograd::all_gather_into_tensor", compiled=False)
 def _c10d_all_gather(input, group_size: int, group_name: str):
-  """Concatenate the tensors of all members: (n, …) becomes (members · n, …)."""
+  """Concatenate the tensors (n, …) of all members to (members · n, …)."""
   axes = axes_of(group_name, "all_gather_into_tensor")
   _require_size("all_gather_into_tensor", group_size, axes)
   return lax.all_gather(_make_varying(input, axes), axes, tiled=True) if axes else input
@@ -236,7 +236,7 @@ def _c10d_all_gather(input, group_size: int, group_name: str):
 @_register("reduce_scatter_tensor")
 @builtin_op("_c10d_functional_autograd::reduce_scatter_tensor", compiled=False)
 def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str):
-  """Return each member's part of the reduction: (members · n, …) becomes (n, …)."""
+  """Reduce (members · n, …); each member gets its part (n, …)."""
   axes = axes_of(group_name, "reduce_scatter_tensor")
   _require_size("reduce_scatter_tensor", group_size, axes)
   if not axes:
@@ -291,7 +291,7 @@ def _c10d_broadcast(self, src: int, group_name: str):
 @_register("_wrap_tensor_autograd")  # from torch 2.15 on
 @_register("wait_tensor")
 def _c10d_wait_tensor(tensor):
-  """Return the tensor at once: XLA tracks the dependency and waits by itself."""
+  """Return the tensor unchanged; XLA waits for its computation."""
   return tensor
 
 
@@ -321,7 +321,7 @@ def permute(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Ar
   )
 
 
-# Forms that take several tensors, and forms that write --------------------------------
+# Coalesced, in-place and `out=` variants ----------------------------------------------
 
 
 def _for_each(lowering: Callable) -> Callable:
@@ -332,7 +332,7 @@ def _for_each(lowering: Callable) -> Callable:
 
 
 def _in_place(functional: str) -> Callable:
-  """Return the in-place form of a collective, as a function of tensors."""
+  """Return the in-place variant of a collective, as a function of tensors."""
 
   def in_place(target, *args):
     found = _operation(functional)(target, *args)

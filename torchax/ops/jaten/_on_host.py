@@ -1,11 +1,11 @@
 """numpy implementations of operations, bitwise equal to the compiled lowerings.
 
-`core/numpy_fallback.py` runs them while shapes are new, to save compilations. Each has
-the arguments of its lowering, with arrays and numbers as numpy arrays. It returns None
-for calls it leaves to the compiled program: large arrays, promotion between kinds, and
-dtypes that numpy lacks. Arithmetic leaves subnormal numbers to it too, because XLA
-flushes them to zero on the CPU. All other sums, products, quotients and roots are equal
-because IEEE 754 defines their rounding.
+`core/numpy_fallback.py` runs them while shapes are new, to save compilations. They take
+the arguments of the lowering, with arrays and numbers as numpy arrays. They return None
+to run the compiled program: for large arrays, promotion to another dtype, and dtypes
+that numpy lacks. Arithmetic also returns None for subnormal numbers, which XLA flushes
+to zero on the CPU. Other sums, products, quotients and roots have equal bits, because
+IEEE 754 defines their rounding.
 """
 
 import math
@@ -16,23 +16,23 @@ import numpy as np
 from torchax.core import mappings
 from torchax.ops.promotion import default_float
 
-# Largest result, in elements; up to it numpy is as fast as a compiled program.
+# Largest size in elements; up to it numpy is as fast as a compiled program.
 _MAX_SIZE = 2**15
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 _BITS = {_FLOATS[0]: np.uint32, _FLOATS[1]: np.uint64}
-# Largest value that `_has_subnormal` computes for a subnormal number.
+# Value that `_has_subnormal` computes for the smallest normal number.
 _MOST_SUBNORMAL = {np.uint32: 2**24 - 2, np.uint64: 2**53 - 2}
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
-# Kinds of numpy's own dtypes; ml_dtypes has others.
+# `dtype.kind` of numpy's own dtypes; those of ml_dtypes have others.
 _STANDARD = "biufc"
 
 
 def _common_dtype(left, right):
-  """Return both in one float or integer dtype; None if torch promotes further."""
+  """Convert both to the float or integer dtype of one of them; None if impossible."""
   if not (_is_small(left) and _is_small(right)):
     return None
   if left.dtype != right.dtype:
-    # A 0-d array of 64 bits may be a Python number, which does not promote the other.
+    # A 0-d array of 64 bits may be a Python number, which has a weak type.
     if left.ndim == 0 and (right.ndim or right.dtype == np.float32):
       left = _scalar_as(left, right)
     elif right.ndim == 0:
@@ -47,9 +47,9 @@ def _is_small(value) -> bool:
 
 
 def _scalar_as(scalar, other):
-  """Convert a number or 0-d array to the dtype of `other`; None if it would promote.
+  """Convert a 0-d array to the dtype of `other`; None if it would promote `other`.
 
-  Without JAX's x64 mode only Python numbers have 64 bits.
+  Without JAX's x64 mode, 64 bits mean a Python number.
   """
   kinds = scalar.dtype.kind, other.dtype.kind
   is_number = scalar.dtype.itemsize == 8 and not jax.config.jax_enable_x64
@@ -65,7 +65,7 @@ def _scalar_as(scalar, other):
 
 
 def _has_subnormal(array) -> bool:
-  """Return True for a float array with nonzero numbers in [-tiny, tiny]."""
+  """Return True for a float array with subnormal or smallest normal numbers."""
   carrier = _BITS.get(array.dtype)
   if carrier is None or not array.size:
     return False
@@ -75,7 +75,7 @@ def _has_subnormal(array) -> bool:
 
 
 def _exact(function, *arrays):
-  """Run an operation of one rounding; return None if it meets subnormal numbers."""
+  """Run an operation that rounds once; None for subnormal numbers or a large result."""
   with np.errstate(all="ignore"):
     result = np.asarray(function(*arrays))
     is_subnormal = any(map(_has_subnormal, (result, *arrays)))
@@ -154,11 +154,11 @@ POINTWISE = {
 }
 
 
-# --- moves -----------------------------------------------------------------------
+# --- casts, factories and indexing -----------------------------------------------
 
 
 def _to_wider(array, dtype):
-  """Convert an array to a wider kind of numbers; return None for other conversions."""
+  """Convert bools to numbers, or integers to floats; None for other conversions."""
   dtype = np.dtype(dtype)
   if array.dtype == dtype:
     return array
@@ -168,7 +168,7 @@ def _to_wider(array, dtype):
 
 
 def to_copy(self, *, dtype=None):
-  """Copy an array, or convert it to a wider kind of numbers."""
+  """Copy an array, maybe with a conversion of `_to_wider`."""
   converted = self if dtype is None else _to_wider(self, mappings.t2j_dtype(dtype))
   return None if converted is None else np.array(converted)
 
@@ -180,7 +180,7 @@ def copy(self, src):
 
 
 def filled(size, value, dtype):
-  """Fill a small array of a numpy dtype with a number that the dtype holds."""
+  """Return a small array of a numpy dtype, filled with a representable number."""
   dtype = np.dtype(dtype)
   is_small = math.prod(size) <= _MAX_SIZE and min(size, default=0) >= 0
   return np.full(size, value, dtype) if is_small and dtype.kind in _STANDARD else None
@@ -217,7 +217,7 @@ def like(value):
 
 
 def full_like(self, fill_value, *, dtype=None):
-  """Fill an array with a number, in the shape of `self`."""
+  """Return an array of the shape of `self`, filled with a number."""
   dtype = self.dtype if dtype is None else mappings.t2j_dtype(dtype)
   value = np.asarray(fill_value)
   if value.dtype != dtype:
@@ -226,26 +226,26 @@ def full_like(self, fill_value, *, dtype=None):
 
 
 def rows(weight, indices, *_ignored):
-  """Look up rows of a table; the program handles indices out of range."""
+  """Look up rows of an embedding; the program handles indices out of range."""
   if weight.ndim != 2 or not indices.size or indices.min() < 0:
     return None
   return weight[indices]
 
 
 def index(self, indices):
-  """Index with integer arrays; calls with masks never get here."""
+  """Index with integer arrays; calls with masks are not compiled."""
   return np.array(self[tuple(slice(None) if i is None else i for i in indices)])
 
 
 def index_select(self, dim, index):
-  """Take rows along a dimension."""
+  """Select slices along a dimension."""
   if not self.ndim or not index.size or index.min() < 0:
     return None
   return np.take(self, index.reshape(-1), dim)
 
 
 def gather(self, dim, index, *, sparse_grad=False):
-  """Take elements along a dimension."""
+  """Select one element along a dimension per element of `index`."""
   if not index.ndim or index.ndim != self.ndim or not index.size or index.min() < 0:
     return None
   axes = enumerate(index.shape)
@@ -254,7 +254,7 @@ def gather(self, dim, index, *, sparse_grad=False):
 
 
 def where(condition, self, other):
-  """Choose elements from two arrays of one dtype."""
+  """Select elements from two arrays of one dtype, or an array and a number."""
   if condition.dtype != np.bool_:
     return None
   are_arrays = isinstance(self, np.ndarray) and isinstance(other, np.ndarray)
@@ -284,7 +284,7 @@ def slice_backward(grad_output, input_sizes, dim, start, end, step):
 
 
 def select_backward(grad_output, input_sizes, dim, index):
-  """Write the gradient of a row, or of a slice, into zeros."""
+  """Write the gradient of `select`, or of a slice, into zeros."""
   result = filled(input_sizes, 0, grad_output.dtype)
   if result is not None:
     index = index if isinstance(index, slice) else int(index)

@@ -1,9 +1,9 @@
-"""Tensors made from sizes and numbers, and copies of tensors.
+"""Factories of tensors from sizes and numbers, and copies of tensors.
 
-Without `dtype` the type of a number decides, as in torch: bool, int64 or the default
-dtype. `empty*` returns zeros, because an XLA buffer has no undefined contents. JAX
-arrays have no strides, so `*_strided` and `*_permuted` use the size only. Random
-tensors are in `random.py`, `fill` is in `pointwise.py`.
+If `dtype` is None, the type of the number gives it, as in torch: bool, int64 or the
+default dtype. `empty*` returns zeros, because an XLA buffer has no undefined contents.
+JAX arrays have no strides, so `*_strided` and `*_permuted` use the size only. Random
+factories are in `random.py`, `fill` is in `pointwise.py`.
 """
 
 import math
@@ -32,10 +32,10 @@ def _dtype_or(dtype, fallback):
 
 
 def _number(value, dtype):
-  """Convert a Python number or traced scalar to an array of a dtype, maybe narrowed.
+  """Convert a Python number or traced scalar to a 0-d array of a JAX dtype.
 
   Raises:
-    OverflowError: an integer that needs JAX's x64 mode.
+    OverflowError: the integer needs JAX's x64 mode.
   """
   if isinstance(value, int):
     narrowing.check_integer(value, dtype)
@@ -44,15 +44,15 @@ def _number(value, dtype):
 
 
 def _zero_array(size, dtype):
-  """Return zeros; float8_e8m0fnu has no zero, so it gets torch's smallest number."""
+  """Return zeros; for float8_e8m0fnu its smallest number, as torch."""
   require_size(size)
   return jnp.broadcast_to(cast(0.0, dtype), size)
 
 
 def _vary_like(array, like):
-  """Mark a new array as varying over the mesh axes of a `shard_map` that `like` does.
+  """Make a new array varying over the mesh axes over which `like` varies.
 
-  JAX then gives both the same type, as the initial carry of a loop requires.
+  Inside `shard_map` JAX requires it of the initial carry of a loop.
   """
   return jax_compat.match_varying_axes(array, like)[0]
 
@@ -204,9 +204,9 @@ def _bound(value):
 
 
 def _arange(start, end, step, dtype) -> tuple:
-  """Return first value, step, length and JAX dtype of an `arange`.
+  """Return (first value, step, length, JAX dtype) of an `arange`.
 
-  A single bound is the end. `_prepare_arange` puts the result in place of `end`.
+  A single bound is the end. `_prepare_arange` passes this tuple as `end`.
   """
   if end is None:
     start, end = 0, start
@@ -242,7 +242,7 @@ _BOUNDS = ("start", "end", "step")
 
 @op(aten.range.default, aten.range.step, static=_BOUNDS)
 def _aten_range(start, end, step=1, *, dtype=None):
-  """Count from start to end, which is included if a step reaches it."""
+  """Count from start to end, inclusive if a step reaches it."""
   target = _dtype_or(dtype, default_float())
   length = _arange_length(start, end, step) if end != start else 0
   length += (end - start) % step == 0
@@ -250,7 +250,7 @@ def _aten_range(start, end, step=1, *, dtype=None):
 
 
 def _prepare_arange(given: dict) -> None:
-  """Make the first value and the step operands; the length stays static."""
+  """Turn first value and step into operands; the length stays static."""
   bounds = [given.get(name, default) for name, default in zip(_BOUNDS, (0, None, 1))]
   if not all(type(value) in (bool, int, float, complex) for value in bounds):
     return
@@ -369,9 +369,9 @@ def _aten_vander(x, N=None, increasing=False):
 
 
 def _columns_after(self, diagonal):
-  """Return column - row - diagonal for each element of a matrix."""
+  """Return `column - row - diagonal` for each element of a matrix."""
   rows, columns = (lax.broadcasted_iota(jnp.int32, self.shape[-2:], n) for n in (0, 1))
-  # Clipping to one diagonal outside the matrix has the same result without overflow.
+  # Clip to the first diagonal outside the matrix: equal results, no overflow.
   most = max(self.shape[-2:]) + 1
   return columns - rows - jnp.clip(diagonal, -most, most)
 
@@ -443,13 +443,13 @@ def one_hot(tensor, num_classes=-1):
   Args:
     tensor: integer array of class indices in [0, num_classes).
     num_classes: number of classes; -1 for the largest index plus one. Required under a
-      JAX transformation, where the indices have no values.
+      JAX transformation, where values are unknown.
 
   Returns:
     int64 array; int32 without JAX's x64 mode.
 
   Raises:
-    RuntimeError: an empty tensor without `num_classes`.
+    RuntimeError: the tensor is empty and `num_classes` is -1.
   """
   if num_classes < 0:
     if tensor.size == 0:
@@ -464,12 +464,12 @@ def one_hot(tensor, num_classes=-1):
 
 
 # --- Tangents of forward-mode differentiation ---------------------------------------
-# A tangent needs the memory layout of its primal: torch compares the two and allocates
-# a new tangent if they differ.
+# A tangent needs the storage layout of its primal. If the two differ, torch allocates a
+# new tangent.
 
 
 def _elements_in_storage(tensor: torch.Tensor) -> int:
-  """Return the storage's size in elements of the dtype of `tensor`."""
+  """Return the number of elements that the storage of `tensor` has room for."""
   if isinstance(tensor, Tensor):
     return tensor._storage.read().nbytes // tensor.dtype.itemsize
   return tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
@@ -482,7 +482,7 @@ def _aten_has_same_storage_numel(self, other):
 
 @op(aten._new_zeros_with_same_feature_meta, kind=Kind.TENSORS)
 def _aten_new_zeros_with_same_feature_meta(self, other, *, self_num_batch_dims=0):
-  """Return zeros in the layout of `other`, after the leading batch dims of `self`."""
+  """Return zeros: batch dims of `self`, then the shape and layout of `other`."""
   batch = tuple(self.shape[:self_num_batch_dims])
   extent = _elements_in_storage(other)
   if other.is_contiguous() and extent == other.numel():

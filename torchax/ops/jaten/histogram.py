@@ -37,7 +37,7 @@ def _check_histc(self, bins=100, min=0, max=0):
 
 
 def _prepare_histc(given: dict) -> None:
-  """Make equal bounds static: the lowering takes the range of the data then."""
+  """Make equal bounds static: they select the range of the data."""
   low, high = (given.get(name, 0) for name in ("min", "max"))
   if low == high:
     for name in {"min", "max"} & given.keys():
@@ -52,7 +52,7 @@ def _prepare_histc(given: dict) -> None:
   prepare=_prepare_histc,
 )
 def _aten_histc(self, bins=100, min=0, max=0):
-  """Count in equal bins of [min, max]; if min == max, of the range of the data."""
+  """Count values in equal bins of [min, max]; if min == max, of the data's range."""
   if bins <= 0:
     raise RuntimeError(f"torch.histc: bins must be > 0, but got bins={bins}.")
   # Half precision would round values into a neighboring bin.
@@ -116,7 +116,7 @@ def _check_finite(name, dimension, low, high):
 
 
 def _limits(name, points, range):
-  """Return the lowest and highest edge of each dimension of (count, dimensions)."""
+  """Return (low, high) for each dimension of points (count, dimensions)."""
   dimensions = points.shape[1]
   if range is not None:
     if len(range) != 2 * dimensions:
@@ -203,13 +203,13 @@ def _edges_of(name, points, bins, range):
 
 
 def _has_range(args, kwargs) -> bool:
-  """Return True if `range` is given; the data's must be checked on concrete arrays."""
+  """Return False without `range`: checking the data's range needs concrete arrays."""
   return kwargs.get("range") is not None
 
 
 @op(aten.histogram.bin_ct, static=("range",), compiled=_has_range)
 def _aten_histogram(self, bins=100, *, range=None, weight=None, density=False):
-  """Return counts in equal bins of `range`, by default the data's, and the edges."""
+  """Return (counts, edges) of equal bins; `range` defaults to the data's."""
   points = _points("torch.histogram", self.reshape(-1, 1), 1)
   edges = _edges_of("torch.histogram", points, [bins], range)
   return _count(points, edges, weight, density), edges[0]
@@ -217,7 +217,7 @@ def _aten_histogram(self, bins=100, *, range=None, weight=None, density=False):
 
 @op(aten.histogram.bins_tensor)
 def _aten_histogram_bins_tensor(self, bins, *, weight=None, density=False):
-  """Return counts between increasing edges, and the edges."""
+  """Return (counts, edges) of bins between increasing edges."""
   if bins.ndim != 1 or not bins.size or bins.dtype != self.dtype:
     raise RuntimeError(
       "torch.histogram: expected bins to be a 1-d tensor of edges with the input's "

@@ -1,9 +1,9 @@
 """Cross entropy of a linear layer's outputs, one chunk of rows at a time.
 
 `torch.nn.functional.linear_cross_entropy` with `options` never stores the logits of all
-rows. torch registers the operations on import, so strings name them here. With a
-reduction the forward pass computes the gradients too. Without one, torch's backward
-pass calls ATen operations.
+rows. torch registers the operations when it imports their module, so strings name them
+here. With a reduction, the forward pass computes the gradients too. Without one,
+torch's backward pass calls ATen operations.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from torchax.registry.index_rules import Range
 
 
 class _Classes(NamedTuple):
-  """Class targets: an index for each row, and a mask of the rows not ignored."""
+  """Class targets: a class index per row, and a mask that is False for ignored rows."""
 
   indices: jax.Array
   counts: jax.Array
@@ -40,12 +40,12 @@ class _Classes(NamedTuple):
     return (softmax - hot) * self._row_weights(weights)[:, None]
 
   def divisor(self, weights):
-    """Return the divisor of the sum of losses in their mean."""
+    """Return the divisor of the mean: the sum of the rows' weights."""
     return self._row_weights(weights).sum()
 
 
 class _Probabilities(NamedTuple):
-  """Probability targets, one row of classes each; in torch since 2.15."""
+  """Probability targets of shape (rows, classes); in torch since 2.15."""
 
   values: jax.Array
 
@@ -61,7 +61,7 @@ class _Probabilities(NamedTuple):
 
 
 def _targets(target, ignore_index):
-  """Return class or probability targets; the dtype decides, as in torch."""
+  """Return probability targets for a float dtype, as torch; else class targets."""
   if jnp.issubdtype(target.dtype, jnp.floating):
     return _Probabilities(target)
   counts = target != ignore_index
@@ -72,7 +72,7 @@ def _class_rules(
   input, linear_weight, target, linear_bias, weight, *rest, ignore_index=None, **named
 ):
   if ignore_index is None:
-    # The first positional argument after the reduction, if the schema has one.
+    # First positional argument after the reduction, which one schema lacks.
     ignore_index = next(value for value in rest if not isinstance(value, str))
   message = "index {number} is out of bounds for dimension 1 with size {high}"
   classes = linear_weight.shape[0]
@@ -116,7 +116,7 @@ def _loss_and_gradients(layer, weights, scale, chunks):
 
 
 def _operands(input, matrix, target, bias, weight, ignore_index, chunk_size, acc_dtype):
-  """Return (matrix, bias), class weights, targets and chunks in the dtype to compute.
+  """Return (matrix, bias), class weights, targets and chunks, in the compute dtype.
 
   A chunk is a pair of `chunk_size` rows and their targets.
   """
@@ -151,7 +151,7 @@ def _linear_cross_entropy_batch_chunked(
   compute_linear_weight_grad,
   compute_linear_bias_grad,
 ):
-  """Return (loss, gradients of input, matrix and bias); unwanted ones are empty."""
+  """Return (loss, gradients of input, matrix and bias), empty if not requested."""
   if reduction not in ("mean", "sum") or label_smoothing:
     raise NotImplementedError(
       "linear_cross_entropy by chunks expects the reduction mean or sum and no label "

@@ -1,4 +1,4 @@
-"""Slices and elements along a dimension: copies, scatter forms and backwards.
+"""Slices and selections along a dim: their copy, scatter and backward operations.
 
 In eager calls, start and index are operands, so that slices of one shape share a
 program. A traced start or index is in range, because the caller checks it first.
@@ -16,7 +16,7 @@ from torchax.registry.names import aten
 
 
 def _slice_range(length, start, end, step) -> range:
-  """Return the positions of a slice, clamped as in Python."""
+  """Return the indices of a slice, clamped as in Python."""
   if step <= 0:
     raise ValueError(f"slice expects a step > 0, but got {step}.")
   return range(*slice(start, end, step).indices(length))
@@ -72,7 +72,7 @@ def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
 
 
 def _write_from(self, src, dim, start, step=1):
-  """Replace the elements from a traced `start` on by `src`, which must fit."""
+  """Write `src` along `dim` from a traced `start`; it must fit."""
   size, length = self.shape[dim], src.shape[dim]
   first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
   if not length:
@@ -85,7 +85,7 @@ def _write_from(self, src, dim, start, step=1):
 
 
 def _embed_rows(rows, sizes, dim, first, step):
-  """Return zeros of `sizes` with `rows` along `dim`, from a traced `first` on."""
+  """Write `rows` into zeros of shape `sizes`, along `dim` from a traced `first`."""
   zeros = jnp.zeros(sizes, rows.dtype)
   if isinstance(step, int) and step == 1:
     return lax.dynamic_update_slice_in_dim(zeros, rows, first, dim)
@@ -112,7 +112,7 @@ def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
   if not isinstance(start, int):
     first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
     return _embed_rows(grad_output, input_sizes, dim, first, step)
-  # torch's "to the end" is the largest int64, which without x64 comes as a float.
+  # torch passes the largest int64 for no end; without x64 it arrives as a float.
   positions = _slice_range(size, start, size if end > size else end, step)
   after = size - positions[-1] - 1
   widths = [(0, 0, 0)] * grad_output.ndim
@@ -124,7 +124,7 @@ def _check_narrow(self, dim, start, length) -> None:
   if not self.ndim:
     raise RuntimeError("narrow() cannot be applied to a 0-dim tensor.")
   if dim >= self.ndim:
-    # torch reports this dimension by an assertion, so it is no IndexError.
+    # torch raises RuntimeError, because it checks this by an assertion.
     raise RuntimeError(f"narrow expects dim < {self.ndim}, but got dim={dim}.")
   dim = dim_of(dim, self.ndim)
   size = self.shape[dim]
@@ -202,7 +202,7 @@ def _aten_select_scatter(self, src, dim, index):
 
 @op(aten.select_backward, dynamic=("index",), on_host=_on_host.select_backward)
 def _aten_select_backward(grad_output, input_sizes, dim, index):
-  """Return the gradient of the row at `index`, with zeros elsewhere."""
+  """Write the gradient of the slice at `index` into zeros."""
   dim = dim_of(dim, len(input_sizes))
   row = jnp.expand_dims(grad_output, dim)
   if not isinstance(index, int):
