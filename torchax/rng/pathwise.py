@@ -1,4 +1,4 @@
-"""Pathwise gradients: derivatives of a sample by the parameter of its distribution.
+"""Pathwise gradients: derivatives of samples with respect to parameters.
 
 For a sample x with distribution function F(x; a), dx/da = -(∂F/∂a) / (∂F/∂x) (implicit
 reparameterisation, https://arxiv.org/abs/1805.08498). For gamma and beta samples the
@@ -7,9 +7,9 @@ derivative of F is an integral over one of the tails,
   ∂F/∂a = ∫₀ˣ (log t - E log T) f(t) dt = -∫ₓ (log t - E log T) f(t) dt.
 
 We integrate over the tail where log t - E log T keeps its sign, to avoid cancellation.
-Let s = exp(u) be the distance from x: the integrand is smooth at all scales, and the
-trapezoidal rule in u converges geometrically. The result has the dtype's precision for
-parameters from 1e-6 to 1e8 and more. `rejection.py` draws the samples.
+Let s = exp(u) be the distance from x. As a function of u the integrand is smooth at all
+scales, and the trapezoidal rule converges geometrically. The result has the dtype's
+precision for parameters from 1e-6 to 1e8 and more. `rejection.py` draws the samples.
 """
 
 import jax
@@ -18,20 +18,17 @@ from jax import lax
 
 from torchax.rng.special_functions import exp_plus, log1p_minus, log_minus_digamma
 
-# The bisection for the reach of an integrand starts with [exp(-_SPAN), 1] of its bound.
+# `_reach` bisects log s in [log(bound) - _SPAN, log(bound)], _BISECTIONS times.
 _SPAN, _BISECTIONS = 60.0, 10
 
 
 def _resolution(dtype) -> tuple[float, int]:
-  """Return -log of the negligible part of an integral, and the number of nodes."""
+  """Return (-log of the negligible part of an integral, number of nodes)."""
   return (40.0, 320) if dtype == jnp.float64 else (18.0, 160)
 
 
 def _reach(exponent, bound, scale):
-  """Return log of an s at which s exp(exponent(s)) is negligible, by bisection.
-
-  It is negligible at `bound`.
-  """
+  """Bisect for log of an s with negligible s exp(exponent(s)), as it is at `bound`."""
   depth = _resolution(bound.dtype)[0]
 
   def halve(_, interval):
@@ -50,8 +47,8 @@ def _integrate(weight, exponent, bound, scale):
 
   Args:
     weight, exponent: functions of s; the exponent is 0 at 0 and decreases.
-    bound: an s beyond the reach of the integrand.
-    scale: the integrand changes slowly below this s, if it is less than the reach.
+    bound: an s at which the integrand is negligible.
+    scale: below this s the integrand changes slowly, if it is not yet negligible.
   """
   depth, nodes = _resolution(bound.dtype)
   high = _reach(exponent, bound, scale)
@@ -66,14 +63,14 @@ def _integrate(weight, exponent, bound, scale):
 
 
 def _log_ratio(x, y):
-  """Compute log(x / y), precise even if x and y agree to the last digits."""
+  """Compute log(x / y), precise even if x and y are almost equal."""
   relative = (x - y) / y
   near = jnp.abs(relative) < 0.5
   return jnp.where(near, jnp.log1p(jnp.where(near, relative, 0)), jnp.log(x / y))
 
 
 def _below_gamma(alpha, x, excess):
-  """Compute dx/dα by the lower tail, t = x exp(-s); excess = log(x) - E log T < 0."""
+  """Compute dx/dα by the lower tail, t = x exp(-s); excess = log x - E log T < 0."""
   exponent = lambda s: (x - alpha) * s - x * exp_plus(s)  # noqa: E731
   depth = _resolution(x.dtype)[0]
   return x * _integrate(
@@ -102,7 +99,7 @@ def gamma_gradient(alpha, x) -> jax.Array:
   alpha, x = jnp.broadcast_arrays(alpha.astype(wide), x.astype(wide))
   excess = _log_ratio(x, alpha) + log_minus_digamma(alpha)
   is_below = excess < 0
-  # Each tail is computed for all elements, with harmless arguments if it is unused.
+  # Each tail is computed for all elements; unused ones get valid dummy arguments.
   below = _below_gamma(
     jnp.where(is_below, alpha, 2), jnp.where(is_below, x, 1), jnp.minimum(excess, 0)
   )
@@ -115,7 +112,7 @@ def gamma_gradient(alpha, x) -> jax.Array:
 def _beta_exponent(a, b, odds):
   """Return s ↦ -as + (b - 1) log(1 + odds (1 - exp(-s))), precise near 0.
 
-  Near 0 the linear term is computed apart from the rest.
+  Near 0 the linear term is computed separately.
   """
 
   def exponent(s):
@@ -136,7 +133,7 @@ def _beta_side(weight, a, b, odds):
 def dirichlet_gradient(x, alpha, total) -> jax.Array:
   """Compute dx/dα / (1 - x) of a Beta(α, total - α) sample x; total - α is constant.
 
-  In a Dirichlet sample, x is the proportion with parameter α, and `total` is the sum of
+  x is the proportion with parameter α in a Dirichlet sample, and `total` is the sum of
   the parameters. The other proportions shrink by a common factor. The arrays broadcast;
   the result has x's dtype.
   """
@@ -144,7 +141,7 @@ def dirichlet_gradient(x, alpha, total) -> jax.Array:
   wide = jnp.promote_types(dtype, jnp.float32)
   x, alpha, total = jnp.broadcast_arrays(*(v.astype(wide) for v in (x, alpha, total)))
   beta, odds = total - alpha, x / (1 - x)
-  # log(x / mean); for x near 1 computed from the distances of both to 1.
+  # log(x / mean); for x near 1 from 1 - x and 1 - mean.
   near_one = jnp.log1p(beta / alpha) + jnp.log1p(-(1 - x))
   excess = jnp.where(x > 0.5, near_one, _log_ratio(x * total, alpha))
   excess += log_minus_digamma(alpha) - log_minus_digamma(total)
@@ -166,7 +163,7 @@ def dirichlet_gradient(x, alpha, total) -> jax.Array:
 
 @jax.custom_jvp
 def gamma_sample(alpha, sample):
-  """Return `sample`, with its pathwise derivative by `alpha`."""
+  """Return `sample`; its JVP is the pathwise derivative with respect to `alpha`."""
   return sample
 
 
@@ -179,7 +176,7 @@ def _gamma_sample_jvp(primals, tangents):
 
 @jax.custom_jvp
 def dirichlet_sample(alpha, sample):
-  """Return `sample`, proportions on the last axis, with its derivative by `alpha`."""
+  """Return `sample`, proportions on the last axis; its JVP is as in `gamma_sample`."""
   return sample
 
 

@@ -2,8 +2,8 @@
 
 For XLA:CPU JAX lowers its generator as a loop over rounds. That takes up to fifteen
 times as long as one loop over the elements. With `jax_threefry_partitionable`, element
-i of an array is the exclusive or of the two words that encrypt the counter i. We
-compute the same bits. `uniform.py` and the samplers use them.
+i of an array is the xor of the two words of the encrypted counter i. We compute the
+same bits. `uniform.py` and the samplers use them.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
 (2011), https://doi.org/10.1145/2063384.2063405, section 3.3.
@@ -24,22 +24,22 @@ LEAST_SHARED, MOST_SHARED = 2**10, 2**20
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 # Parity constant of the key schedule of Threefish (Skein 1.3).
 _PARITY = 0x1BD11BDA
-# Number to fold into a key for words independent of `jax.random.bits`; for PRNG
-# implementations that compute one word per element.
+# Number that `second_words` folds into the key. It serves PRNG implementations that
+# compute one word per element.
 _SECOND = 0xFFFFFFFF
-# JAX's annotations lack its flags.
+# Any, because JAX's annotations lack its flags.
 _config: Any = jax.config
 
 
 class Words(NamedTuple):
-  """Result of `two_words`, in place of a key; may have more elements than the draw."""
+  """Precomputed `two_words` in place of a key; may have more elements than the draw."""
 
   first: jax.Array
   second: jax.Array
 
 
 def with_unrolled_key(sampler):
-  """Wrap a sampler `(key, …) -> array` to draw the same numbers with a faster key."""
+  """Wrap a sampler `(key, …) -> array` to unroll its key; the numbers are the same."""
 
   @functools.wraps(sampler)
   def draw(key, *args, **kwargs):
@@ -49,7 +49,7 @@ def with_unrolled_key(sampler):
 
 
 def unrolled_key(key: jax.Array) -> jax.Array:
-  """Return the key under this file's implementation, if supported; else unchanged.
+  """Return the key with this file's PRNG implementation; unchanged if unsupported.
 
   `jax.random` draws the same numbers with both. The result stays inside samplers; keys
   that users see have JAX's own implementation.
@@ -60,7 +60,7 @@ def unrolled_key(key: jax.Array) -> jax.Array:
 
 
 def _is_ours(key) -> bool:
-  """Return True for a threefry2x32 key on the CPU, unless its type must be kept."""
+  """Return True for a threefry2x32 key on the CPU whose implementation may change."""
   return (
     not isinstance(key, Words)
     and str(jax.random.key_impl(key)) == NAME
@@ -72,7 +72,7 @@ def _is_ours(key) -> bool:
 
 
 def _random_bits(words, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-  """Compute the same unsigned integers of `bit_width` bits as `jax.random.bits`."""
+  """Compute `jax.random.bits` of `bit_width` bits."""
   if not _has_short_counter(shape):
     return jax.random.bits(_as_jax_has_it(words), shape, f"uint{bit_width}")
   left, right = _encrypted(words, shape)
@@ -86,8 +86,8 @@ def two_words(
 ) -> tuple[jax.Array, jax.Array]:
   """Return two independent random words per element, uint32.
 
-  The first is the word of `jax.random.bits`. In threefry2x32 it is the exclusive or of
-  two words that are computed anyway, so the second word costs almost nothing.
+  The first is the word of `jax.random.bits`. In threefry2x32 it is the xor of two
+  computed words, so the second word costs almost nothing.
   """
   if isinstance(key, Words):
     number = math.prod(shape)
@@ -104,7 +104,7 @@ def two_words(
 
 
 def number_of_shared(key: jax.Array, elements: int) -> int | None:
-  """Return how many words to draw for a number of elements; None if not shareable.
+  """Return the number of words to draw for `elements`; None without shared words.
 
   The words of a small draw are the first words of a larger one. So draws of many sizes
   share the program of `random_words`, followed by a small program of their own.
@@ -115,7 +115,7 @@ def number_of_shared(key: jax.Array, elements: int) -> int | None:
 
 
 def random_words(key: jax.Array, count, number: int) -> Words:
-  """Compute the words of draw `count` of a stream; see `number_of_shared`."""
+  """Compute `number` words for draw `count` of a stream; see `number_of_shared`."""
   draw = unrolled_key(jax.random.fold_in(key, count))
   return Words(*two_words(draw, (number,)))
 
@@ -129,8 +129,8 @@ def words_at(words, positions) -> tuple[jax.Array, jax.Array]:
 def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
   """Return True if any element of a draw can be computed from its position.
 
-  With threefry2x32 element i depends on the key and i only. So a part of a mask can be
-  drawn alone (`units.bernoulli_at`). `shape` is the shape of the whole draw.
+  With threefry2x32 element i depends only on the key and i. So a part of a mask can be
+  drawn alone (`uniform.bernoulli_at`). `shape` is the shape of the whole draw.
   """
   return (
     str(jax.random.key_impl(key)) == NAME
@@ -140,7 +140,7 @@ def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
 
 
 def words_of(key: jax.Array) -> jax.Array:
-  """Return the two words of an addressable key, uint32 of shape (2,)."""
+  """Return the key data of an addressable key, uint32 of shape (2,)."""
   return jax.random.key_data(key)
 
 
@@ -156,7 +156,7 @@ def _has_short_counter(shape) -> bool:
 
 
 def _encrypted(words, shape):
-  """Encrypt the number of each element; return the two words."""
+  """Encrypt the index of each element; return the two words."""
   counter = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
   return _encrypt(words, jnp.zeros(shape, jnp.uint32), counter)
 
