@@ -1,6 +1,6 @@
 """Dict with a bounded number of entries, for compiled functions and interned objects.
 
-Programs (`program_limit.py`), view readers and static values are kept in such caches.
+It caches programs (`program_limit.py`), view readers and static values.
 """
 
 from typing import Generic, TypeVar
@@ -10,12 +10,12 @@ V = TypeVar("V")
 
 
 class BoundedCache(Generic[K, V]):
-  """Dict of at most `limit` entries, which evicts entries not used recently.
+  """Dict of at most `limit` entries; evicts entries not used recently.
 
   It has two generations. An entry found in the old one moves to the young one. When the
   young one is full, it becomes the old one, and the previous old one is dropped. So a
-  hit costs as much as in a dict. An entry stays if it is used at least once per
-  `limit // 2` new entries.
+  hit costs as much as in a dict. An entry used at least once per `limit // 2` new
+  entries is kept.
 
   Args:
     limit: largest number of entries, at least 2.

@@ -1,9 +1,9 @@
-"""Computation on meshes with explicit axes, where an array's type has its sharding.
+"""Computation on meshes with explicit axes: shardings are part of array types.
 
 JAX derives the sharding of each result, and raises if it is ambiguous: for a matrix
-product over a sharded dimension, for most reshapes, for an index. `call` then runs the
-function in `jax.sharding.auto_axes`. The results get the sharding that XLA's
-partitioner chooses for that function alone, so eager and compiled results agree.
+product over a sharded dimension, most reshapes and indexing. `call` then runs the
+function in `jax.sharding.auto_axes`. XLA's partitioner chooses the shardings of the
+results for that function alone, so eager and compiled results agree.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from torchax.core.bounded_cache import BoundedCache
 from torchax.core.partitions import Partition, is_array
 from torchax.errors import ShardingError
 
-# Exceptions of JAX for shardings that do not agree: its own class, and plain ones from
-# loops and conversions. Wrong arguments raise the same with automatic axes.
+# Exceptions of JAX for conflicting shardings; plain ones come from loops and
+# conversions. If the arguments are wrong, the call with automatic axes raises again.
 _REFUSALS = (jax_compat.ShardingTypeError, TypeError, ValueError, NotImplementedError)
 _chosen: BoundedCache = BoundedCache(4096)
 
 
 def mesh_of(array) -> AbstractMesh | None:
-  """Return the mesh of an array with explicit axes; None for any other array."""
+  """Return the mesh of an array if it has explicit axes, else None."""
   aval = getattr(array, "aval", None)
   mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
   return mesh if mesh is not None and _is_explicit(mesh) else None
@@ -50,13 +50,13 @@ def _meshes(operands) -> list[AbstractMesh]:
 
 
 def call(function: Callable, operands, name: str, key: Any = None):
-  """Return `function(*operands)`, also if JAX cannot derive the result's sharding.
+  """Return `function(*operands)`, even if JAX cannot derive the result's sharding.
 
   Args:
     function: a function of trees of arrays.
     operands: its arguments, a sequence.
     name: name of the operation, for errors.
-    key: hashable key of the function, to reuse the shardings found; None if it is
+    key: hashable key of the function, to cache its result shardings; None if it is
       called once.
 
   Raises:
@@ -83,7 +83,7 @@ def call(function: Callable, operands, name: str, key: Any = None):
 
 
 def with_explicit_axes(function: Callable, is_kept: bool = True) -> Callable:
-  """Wrap a function of arrays so that it takes arrays on explicit axes; see `call`.
+  """Wrap a function of arrays to run on meshes with explicit axes; see `call`.
 
   Args:
     function: a function of trees of arrays.
@@ -99,11 +99,11 @@ def with_explicit_axes(function: Callable, is_kept: bool = True) -> Callable:
 
 
 def accept_any_sharding(pull_back: Callable, results: list) -> Callable:
-  """Wrap a pull-back of `jax.vjp` so that its cotangents may have any sharding.
+  """Wrap a pullback of `jax.vjp` to accept cotangents of any sharding.
 
   Args:
-    pull_back: a function of one list of cotangents.
-    results: results of the function, one per cotangent.
+    pull_back: function of one list of cotangents.
+    results: primal results, one per cotangent.
   """
   shardings = [None if mesh_of(r) is None else jax.typeof(r).sharding for r in results]
   if not any(shardings):
@@ -113,7 +113,7 @@ def accept_any_sharding(pull_back: Callable, results: list) -> Callable:
 
 @functools.lru_cache(maxsize=256)
 def _resharding_pull_back(shardings: tuple) -> Callable:
-  """Return one function per layout: JAX has it in its cache key."""
+  """Return one function per tuple of shardings: it is a part of JAX's cache key."""
 
   def pulling_back(pull_back, cotangents):
     return pull_back([_reshard(*pair) for pair in zip(cotangents, shardings)])
@@ -133,13 +133,13 @@ def _reshard(array, sharding):
 def reshard_to_specs(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) -> Any:
   """Reshard arrays to the specs of `jax.shard_map`, on a mesh of explicit axes.
 
-  There JAX raises if a type differs from its spec, and torch's operations do not state
-  the sharding of their results. On other meshes return the arrays unchanged.
+  JAX raises there if an array's sharding differs from its spec, and torch code does not
+  choose the sharding of results. On other meshes return the arrays unchanged.
 
   Args:
     tree: a tree of arrays.
     specs: a prefix tree of specs; None leaves the subtree unchanged.
-    mesh: mesh of the map; None for the mesh of the context.
+    mesh: mesh of the `shard_map`; None for the mesh of the context.
   """
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   if mesh.empty or not _is_explicit(mesh):
@@ -166,7 +166,7 @@ def auto_mesh(mesh: Mesh) -> Mesh:
 
 
 def with_mesh(array: jax.Array, mesh: Mesh) -> jax.Array:
-  """Return the array on `mesh`, which has the same devices and names; copy nothing."""
+  """Return the array on `mesh`, of the same devices and names, without a copy."""
   sharding = array.sharding
   if not isinstance(sharding, NamedSharding):
     return array
@@ -178,7 +178,7 @@ def with_mesh(array: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def _with_concrete(function: Callable, operands):
-  """Run a function of concrete arrays, whose results have a sharding."""
+  """Run a function of concrete arrays on their mesh with automatic axes."""
   explicit: list[Mesh] = []
 
   def auto(leaf):
@@ -203,7 +203,7 @@ def _with_concrete(function: Callable, operands):
 
 
 def no_mesh() -> contextlib.AbstractContextManager:
-  """Return a context without the mesh of `jax.set_mesh`, whose axes are explicit."""
+  """Return a context without the mesh of `jax.set_mesh`, which has explicit axes."""
   if jax.sharding.get_abstract_mesh().empty:
     return contextlib.nullcontext()
   return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
@@ -219,7 +219,7 @@ def _in_auto(function: Callable, operands, shardings):
 
 
 def _twin(mesh: AbstractMesh, name: str) -> Mesh:
-  """Return a concrete mesh with automatic axes, on which XLA's partitioner runs."""
+  """Return a concrete mesh with automatic axes, for XLA's partitioner."""
   devices = jax.devices()
   if mesh.size > len(devices):
     raise ShardingError(
@@ -277,7 +277,7 @@ def _result_shardings(function: Callable, operands, mesh: AbstractMesh, name: st
 
 
 def _spec_of(sharding, explicit: set[str]) -> PartitionSpec:
-  """Return the spec of a sharding, with its explicit axes only."""
+  """Return the spec of a sharding, reduced to explicit axes."""
   if not isinstance(sharding, NamedSharding):
     return PartitionSpec()
   parts = []

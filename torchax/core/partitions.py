@@ -1,7 +1,7 @@
-"""Split of a tree into dynamic leaves (arrays) and the rest, which is static.
+"""Partition of a tree into dynamic leaves (arrays) and static leaves.
 
-Wrappers of functions pass the dynamic leaves to JAX as operands; the rest is a part of
-the cache key (`static_values.py`).
+Wrappers of functions pass the dynamic leaves to JAX as operands. The static leaves are
+a part of the cache key (`static_values.py`).
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -33,13 +33,13 @@ class Partition:
   Args:
     tree: a pytree of JAX.
     is_dynamic: predicate that selects the dynamic leaves.
-    of_torch: the tree is a pytree of torch.
+    of_torch: flatten by torch's pytree registry instead of JAX's.
 
   Attributes:
     dynamic: the dynamic leaves, in order.
     leaves: all leaves, with None for dynamic ones.
     is_dynamic: one bool per leaf.
-    structure: the tree's structure.
+    structure: treedef of JAX, or `TreeSpec` of torch.
 
   >>> tree = Partition({"x": 1.5, "dim": 0}, lambda leaf: isinstance(leaf, float))
   >>> tree.dynamic, tree.filled([2.5])
@@ -81,7 +81,7 @@ class Partition:
     return type(other) is Partition and self.key == other.key
 
   def without_arrays(self) -> "Partition":
-    """Return a copy without the dynamic leaves, which can be kept."""
+    """Return a copy without the dynamic leaves, so that a cache keeps no arrays."""
     kept = Partition.__new__(Partition)
     kept.dynamic, kept.leaves, kept._key = [], self.leaves, self._key
     kept.is_dynamic, kept.structure = self.is_dynamic, self.structure
