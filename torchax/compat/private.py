@@ -1,9 +1,9 @@
-"""Look-up of private API of torch and JAX; a missing name costs only its feature.
+"""Look-up of private API of torch and JAX; a missing name disables its feature only.
 
-`torch_compat` and `jax_compat.py` get each private piece here and name its feature. If
-a version of torch or JAX lacks a piece, the import of torchax still succeeds. Using the
+`torch_compat` and `jax_compat.py` look up each private piece here, with its feature. If
+a version of torch or JAX lacks a piece, the import of torchax still succeeds. The
 feature then raises `PrivateApiError`, or uses the replacement given as `instead`.
-Pieces that every tensor needs are `essential`: their absence stops the import.
+Pieces that every tensor needs are `essential`: the import fails without them.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Piece:
 
   Attributes:
     path: dotted name, which begins with "torch" or "jax".
-    feature: the feature that needs it, in the words of messages.
+    feature: name of the feature that needs it, for messages.
     since: first version that has it; None if all tested versions do.
     degrades: True if the feature works without it, slower or in part.
     is_essential: True if torchax cannot be imported without it.
@@ -43,13 +43,13 @@ class Piece:
 
   @property
   def known(self) -> str:
-    """Versions that are known to have this piece, as text: "2.11 to 2.15"."""
+    """Tested versions with this piece, as text: "2.11 to 2.15"."""
     lowest, highest = versions.TESTED[self.library]
     return f"{self.since or lowest} to {highest}"
 
   @property
   def is_yet_to_come(self) -> bool:
-    """True if the installed version is older than the piece, so nothing is lost."""
+    """True if the installed version is older than `since`."""
     installed = importlib.import_module(self.library).__version__
     return self.since is not None and versions.is_older(installed, self.since)
 
@@ -108,8 +108,8 @@ def walk(path: str) -> Any:
   library, *parts = path.split(".")
   owner = importlib.import_module(library)
   for index, part in enumerate(parts):
-    # In torch some functions hide a submodule of the same name. If the function lacks
-    # the next attribute, take the submodule.
+    # Some functions of torch shadow a submodule of the same name. If the function lacks
+    # the next attribute, use the submodule.
     following = parts[index + 1 : index + 2]
     found = getattr(owner, part, None)
     is_whole = found is not None and all(hasattr(found, name) for name in following)
@@ -139,7 +139,7 @@ def find(
 
   Args:
     path: dotted name.
-    feature: the feature that needs it, for messages: "which torchax needs for …".
+    feature: name of the feature that needs it, for messages.
     instead: replacement if it is not found; by default, an object that raises on use.
     since: first version that has it; None if all tested versions do.
 
@@ -162,7 +162,7 @@ def essential(path: str, reason: str) -> Any:
 
   Args:
     path: dotted name.
-    reason: the feature that needs it, for messages.
+    reason: name of the feature that needs it, for messages.
 
   Raises:
     UnsupportedVersionError: the installed version does not have it.
@@ -214,7 +214,7 @@ def require(feature: str) -> None:
 
 
 def look_up_all() -> list[Piece]:
-  """Look up the deferred pieces too, and return all pieces."""
+  """Look up the deferred pieces, and return all pieces."""
   for piece in list(PIECES.values()):
     if piece.is_found is None:
       instead = {"instead": None} if piece.degrades else {}

@@ -1,4 +1,4 @@
-"""Operations of torch: their classes, builtins and decompositions."""
+"""Operators of torch: classes, builtin functions and decompositions."""
 
 import functools
 import types
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 else:
   OpOverload = type(torch.ops.aten.add.Tensor)
 OpOverloadPacket: type = type(torch.ops.aten.add)
-# Class of operators such as `torch.cond`, whose arguments are graphs themselves.
+# Class of operators such as `torch.cond`, which take functions as arguments.
 HigherOrderOperator = private.find(
   "torch._ops.HigherOrderOperator",
   "graphs with branches and loops",
   instead=private.NoInstances,
 )
 
-# Builtins that function modes see.
+# Builtin functions, as `__torch_function__` receives them.
 linear = F.linear
 scaled_dot_product_attention = F.scaled_dot_product_attention
 one_hot = F.one_hot
 
 
 def attention_of_heads(*args, **kwargs):
-  """Call `F.multi_head_attention_forward` without a search for its override.
+  """Call `F.multi_head_attention_forward` without `__torch_function__` dispatch.
 
-  Overrides of the functions that it calls still apply. Otherwise the override that
-  calls this function would be called again.
+  Its handler calls this, and would otherwise recurse. The functions that it calls are
+  dispatched as usual.
   """
   function = F.multi_head_attention_forward
   names = {**function.__globals__, "has_torch_function": lambda tensors: False}
@@ -65,7 +65,7 @@ def aten_packets() -> list:
   """Return the overload packets of all ATen operations, sorted by name."""
   names = _all_names()
   found = {name[6:].partition(".")[0] for name in names if name.startswith("aten::")}
-  # Python cannot reach some of them.
+  # Some are no attributes of `torch.ops.aten`.
   return [
     getattr(torch.ops.aten, n) for n in sorted(found) if hasattr(torch.ops.aten, n)
   ]
@@ -81,7 +81,7 @@ _has_kernel = private.find(
 _has_kernel_for_key = private.find(
   "torch._C._dispatch_has_kernel_for_dispatch_key", _COMPOSITES
 )
-# Attribute of each overload.
+# Attribute of every overload.
 _run_kernel = private.find("torch.ops.aten.add.Tensor._op_dk", _COMPOSITES)
 _can_decompose = private.find(
   "torch._ops.OpOverload._can_decompose", _COMPOSITES, instead=lambda func: False
@@ -89,16 +89,16 @@ _can_decompose = private.find(
 
 
 def is_composite(func) -> bool:
-  """Return True for a composite overload of torch, such as `reshape`."""
+  """Return True for a CompositeImplicitAutograd overload, such as `reshape`."""
   if not isinstance(func, OpOverload):
     return False
   name = func.name()
-  # Overloads for TorchScript only have no kernels to query.
+  # Overloads only for TorchScript have no kernels; the second query needs some.
   return _has_kernel(name) and _has_kernel_for_key(name, "CompositeImplicitAutograd")
 
 
 def composite_kernel(func):
-  """Return the composite C++ kernel of an overload for which `is_composite` is true.
+  """Return the C++ kernel of a composite overload.
 
   `func.decompose` would prefer a Python decomposition, which may draw or compute
   differently.
@@ -109,9 +109,9 @@ def composite_kernel(func):
 
 
 def composite_decomposition(func):
-  """Return a function that decomposes an overload by torch's own kernel, or None."""
+  """Return torch's own function that decomposes an overload, or None."""
   if isinstance(func, OpOverload) and func.namespace == "prims":
-    # torch's reference implementations use prims.
+    # torch's reference implementations call prims.
     return getattr(func, "impl_aten", None)
   if is_composite(func):
     return composite_kernel(func)
