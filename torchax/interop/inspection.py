@@ -72,13 +72,13 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
   The call does not run, and no random stream advances.
 
   Args:
-    function: result of `jax_jit` or `torchax.compile`; or a function or module, which
-      is explained as `jax_jit` would compile it.
-    *args, **kwargs: arguments of the call. The function is traced for them if it was
-      not traced before.
+    function: result of `jax_jit` or `torchax.compile`. Other functions and modules are
+      explained as compiled by `jax_jit`.
+    *args, **kwargs: arguments of the call. The function is traced for them unless a
+      trace exists.
 
   Returns:
-    The explanation; `print` shows it as text.
+    The explanation; `print` formats it.
 
   Raises:
     TypeError: `function` is not callable, or is a result of torch.compile or
@@ -157,7 +157,7 @@ def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict
 
 
 def _constants(function: Callable) -> Iterator[tuple[str, str]]:
-  """Yield the constants from a function's globals and closure, with their names."""
+  """Yield (name, description) of constants in a function's globals and closure."""
   while isinstance(function, functools.partial):
     function = function.func
   method = getattr(function, "forward", function)
@@ -167,7 +167,7 @@ def _constants(function: Callable) -> Iterator[tuple[str, str]]:
     return
   values = {name: function.__globals__.get(name) for name in code.co_names}
   for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-    with contextlib.suppress(ValueError):  # a name without a value yet
+    with contextlib.suppress(ValueError):  # an unbound cell
       values[name] = cell.cell_contents
   for name, value in values.items():
     is_named = isinstance(value, type) or callable(value) or value is None

@@ -1,9 +1,8 @@
-"""`jax_vmap` and `jax_shard_map`: a torch function of one row, or of one shard.
+"""`jax_vmap` and `jax_shard_map`: a torch function mapped over rows or shards.
 
-The draws of rows and shards follow a declared policy. With "different", row i of
-`jax_vmap` draws the numbers of iteration i of a Python loop over the rows, whatever the
-batch size. A shard draws from its own key, derived from its index along the mesh axes
-with this policy.
+`randomness` is the policy for draws. With "different", row i of `jax_vmap` draws the
+numbers of iteration i of a Python loop over the rows, for every batch size. Each shard
+draws from its own key, derived from its index along the mesh axes with this policy.
 
 `loops.py` has loops and branches; `tracing/transform.py` is the common part.
 """
@@ -53,10 +52,10 @@ def jax_vmap(
       Python loop. "same": all rows draw the same numbers.
 
   Returns:
-    The function of all rows.
+    The function of batched arguments.
 
   Raises:
-    ValueError: `randomness` is not one of these.
+    ValueError: the policy is unknown.
     RngError: raised by the returned function if it draws and `randomness` is "error".
 
   >>> rows = torch.arange(6.0, device="jax").view(2, 3)
@@ -128,7 +127,7 @@ def _lower_vmap(
 def _streams_of_row(
   rows: Transformed, rng: stream_operands.Values, name
 ) -> stream_operands.Values:
-  """Advance the streams to the row's iteration in a Python loop over the rows."""
+  """Advance the streams to this row's iteration of a Python loop over the rows."""
   if rows.known.is_nothing:
     return rng
   turn = jax.lax.axis_index(name).astype(jnp.uint32)
@@ -195,7 +194,7 @@ def jax_shard_map(
       `jax.shard_map` raises.
 
   Returns:
-    The function of whole tensors. It takes no keyword arguments.
+    The function of global tensors. It takes no keyword arguments.
 
   Raises:
     TypeError: `jax.shard_map` has no such option.
@@ -239,7 +238,7 @@ def _lower_shards(
   whole = PartitionSpec()
 
   def shard(rng, captured, args):
-    # Static parts in the tree of an operand are the same for every shard.
+    # Only the keys differ by shard; counts and static parts are equal.
     streams = stream_operands.values_of_shard(rng, _shard_index(axes)) if axes else rng
     result = call(0, streams, captured, args)
     _check_policy(result.advance, SAME)
