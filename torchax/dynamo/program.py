@@ -1,4 +1,4 @@
-"""Graph of ATen operations as one compiled JAX function of plain torch tensors.
+"""Graph of ATen operations, compiled by JAX as a function of plain torch tensors.
 
 `jax.jit` traces the graph with the lowerings of eager mode, once for each combination
 of shapes. Symbolic sizes are static: another size retraces here, without Dynamo. The
@@ -36,9 +36,9 @@ class _Static:
   """Static results of a trace, returned by every call of the compiled function.
 
   Attributes:
-    values: results that are no tensors.
-    log: the draws.
-    messages: messages of the assertions. Their conditions are arrays.
+    values: results other than tensors.
+    log: records of the draws.
+    messages: messages of the assertions; their conditions are array results.
   """
 
   def __init__(self, values: tuple, log: tuple, messages: tuple):
@@ -52,7 +52,7 @@ class Keys:
     rng: name of the graphs' input with the packed key.
     draws: number of draws in one call of the forward pass.
     sites: number of draws at each site.
-    form: form of the packed key.
+    form: static part of the packed key.
     log: draws of the last call, for ledgers.
   """
 
@@ -71,11 +71,11 @@ class Program:
     module: the graph and its constants.
     options: options of the backend.
     keys: random state shared with the other graphs of the same function.
-    name: name in logs and profiles.
+    name: name of the program in logs and profiles.
     is_inference: no backward pass exists, so results may alias each other or inputs.
   """
 
-  # Makes torch pass the arguments as one list, so that they can be freed early.
+  # torch then passes the arguments as one list, so that they can be freed early.
   _boxed_call = True
 
   def __init__(
@@ -180,7 +180,7 @@ class Program:
 
 
 class _Interpreter(JaxInterpreter):
-  """Interpreter of a graph whose constants are operands and whose draws are keyed.
+  """Interpreter of a graph with constants as operands and with keyed draws.
 
   Args:
     module: the graph.
@@ -224,7 +224,7 @@ _ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
 
 
 def _copy_returned(array: jax.Array, seen: set[int]) -> jax.Array:
-  """Copy an array that JAX would return as is: an input or a repeated output."""
+  """Copy an array that is an input or a repeated output; JAX would return an alias."""
   if id(array) in seen:
     return jax.numpy.copy(array)
   seen.add(id(array))
@@ -238,8 +238,8 @@ def _require_runnable(steps: Sequence[fx.Node]) -> None:
   """Check that every operation of a graph can run.
 
   Raises:
-    OperatorNotFound: an operation has no lowering; names the user's code.
-    DataDependentError: the shape of a result, or a number, depends on the values of a
+    OperatorNotFound: an operation has no lowering; the message has the user's line.
+    DataDependentError: a number, or the shape of a result, depends on the values of a
       tensor.
     TypeError: the branches of a `torch.cond` have different results.
   """
@@ -267,7 +267,7 @@ def _require_known(node: fx.Node, target) -> None:
   dispatcher = default_env()._dispatcher
   if isinstance(target, torch_compat.HigherOrderOperator):
     if node.args and isinstance(node.args[0], torch_compat.OpOverload):
-      # The functional form of a custom operation that changes its arguments.
+      # `auto_functionalized`, for a custom operation that changes its arguments.
       dispatcher.plan_for(node.args[0])
     higher_order.on_arrays(target)
   elif isinstance(target, torch_compat.OpOverload):
@@ -280,7 +280,7 @@ def _require_known(node: fx.Node, target) -> None:
 
 
 def _contract(node: fx.Node, values: dict):
-  """Return the product if `node` multiplies a transposed matrix, else None."""
+  """Return the product if a factor of `node` is a transpose, else None."""
   if node.kwargs or node.target not in _PRODUCTS:
     return None
   *bias, left, right = node.args
@@ -303,7 +303,7 @@ _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 
 def _untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
-  """Return the matrix behind a transpose, and whether there was a transpose."""
+  """Return (matrix, True) for the transpose of a matrix, else (node, False)."""
   if node.op == "call_function" and node.target is aten.t.default:
     return node.args[0], True
   return node, False
