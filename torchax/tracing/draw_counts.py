@@ -13,10 +13,7 @@ from torchax.tracing.trace import Options, Traced
 
 
 def dry_run(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
-  """Trace a call without running it, and return the ledger of its draws.
-
-  See `torchax.rng.explain`.
-  """
+  """Trace a call without running it, and return the ledger of its draws."""
   traced = Traced(torch_function, Options(assigns=True))
   leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))
   indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
