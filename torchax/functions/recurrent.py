@@ -1,4 +1,4 @@
-"""Lowerings of LSTM, GRU and RNN, padded or packed; see `ops/jaten/rnn.py`."""
+"""Handlers of LSTM, GRU and RNN, padded or packed; see `ops/jaten/rnn.py`."""
 
 import functools
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torchax.registry.operators import Kind
 
 
 def on_tensors(layer: Callable) -> rnn.Parts:
-  """Return the parts of a network on tensors.
+  """Return the functions on tensors that `rnn.network` is built from.
 
   Args:
-    layer: version of `rnn.layer` for tensors.
+    layer: function on tensors with the signature of `rnn.layer`.
   """
   return rnn.Parts(
     layer,
@@ -33,7 +33,7 @@ def _run_packed(parts, cell, data, batch_sizes, *options):
 
 
 def _unpack(data, batch_sizes):
-  """Return a packed sequence as (time, batch, …), its mask, and each row's indices."""
+  """Pad a packed sequence; return (time, batch, …), mask, time and batch indices."""
   sizes = batch_sizes.tolist()
   rows = [time for time, size in enumerate(sizes) for _ in range(size)]
   columns = [column for size in sizes for column in range(size)]
@@ -46,7 +46,7 @@ def _unpack(data, batch_sizes):
 
 
 def is_padded(args) -> bool:
-  """Return True for torch's padded signature (`batch_first`), False for the packed."""
+  """Return True for arguments of torch's padded overload, False for the packed one."""
   return isinstance(args[3], bool)
 
 
