@@ -1,4 +1,4 @@
-"""Properties of an environment that a block can override, such as the mesh.
+"""Properties of an environment that a `with` block can override, such as the mesh.
 
 An override applies to its thread or task only. `Environment.override_property` is the
 entry point.
@@ -26,7 +26,7 @@ class RuntimeProperty:
 
   Attributes:
     mesh: device mesh.
-    prng: key for the rest of the current stream (read by `prng_key`).
+    prng: key that continues the current stream (`Environment.prng_key`).
     autocast_dtype: dtype of `torch.autocast("jax")`; None if it is off.
 
   >>> with torchax.default_env().override_property(autocast_dtype=torch.bfloat16):
@@ -85,7 +85,7 @@ class _PropertyHolder:
   """Stack of properties, local to each thread and task.
 
   Args:
-    content_factory: function that returns the initial stack.
+    content_factory: function that returns the stack without overrides.
   """
 
   def __init__(self, content_factory):
@@ -99,7 +99,7 @@ class _PropertyHolder:
 
   @contextlib.contextmanager
   def overridden(self, properties: RuntimeProperty) -> Iterator[None]:
-    """Push properties for the duration of the block."""
+    """Push properties inside the block."""
     entry = (self, properties)
     active_environments.push(_overridden, entry)
     try:

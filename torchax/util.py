@@ -1,4 +1,4 @@
-"""Helpers for lists: split one by a predicate, and merge the parts."""
+"""Partition of a list by a predicate, and its inverse."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,15 @@ from typing import Any
 def partition(
   original: list[Any], func: Callable[[Any], bool]
 ) -> tuple[list[Any], list[Any]]:
-  """Split a list into two of the same length, which `merge` merges back.
+  """Split a list into two of the same length; `merge` is the inverse.
 
   Args:
     original: any list.
-    func: predicate; elements for which it is true go to the first list.
+    func: predicate of an element; True selects the first list.
 
   Returns:
-    Two lists as long as `original`; each holds its own elements at their indices
-    and None at the others.
+    Two lists as long as `original`: selected elements at their indices, and None at
+    the others.
 
   >>> partition([1, "a", 2], lambda value: isinstance(value, int))
   ([1, None, 2], [None, 'a', None])
@@ -30,11 +30,11 @@ def merge(list1: list[Any], list2: list[Any]) -> list[Any]:
   """Merge the two lists of `partition`.
 
   Args:
-    list1: any list; its values win where both lists have one.
+    list1: any list; its values take precedence.
     list2: list of the same length.
 
   Returns:
-    A list with the first value at each index that is not None.
+    List of the values of `list1`, or of `list2` where `list1` has None.
 
   Raises:
     AssertionError: the lists differ in length.

@@ -1,7 +1,7 @@
-"""List of operations that torch defines for real numbers only.
+"""Operations that torch defines for real numbers only.
 
-They order, round, or are functions of the real line. JAX accepts complex numbers in
-many of them, with its own order or meaning. `dispatch/lowering.py` calls `require`.
+They compare, round, or compute functions of real arguments. JAX accepts complex numbers
+in many of them, with its own order or meaning. `dispatch/lowering.py` calls `require`.
 """
 
 import jax
@@ -39,20 +39,20 @@ upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
 upsample_trilinear3d xlogy
 """
 REAL = frozenset(f"aten.{name}" for name in _NAMES.split())
-"""Names of packets whose CPU kernel in torch refuses complex numbers."""
+"""Packets whose CPU kernel in torch raises for complex numbers."""
 
 _ROUNDS = ("aten.div.Tensor_mode", "aten.div.Scalar_mode")
-# `WrongDtypeError` is a TypeError, which Python replaces by its own for operators.
+# Python replaces a TypeError of an operator, such as WrongDtypeError, by its own.
 _OPERATORS = ("aten.remainder", "aten.fmod", "aten.div", "aten.floor_divide")
 
 
 def may_refuse_complex(name: str) -> bool:
-  """Return True if the overload of this name may refuse complex numbers."""
+  """Return True if the overload of this name may raise for complex numbers."""
   return name.rpartition(".")[0] in REAL or name in _ROUNDS
 
 
 def require(name: str, args, kwargs) -> None:
-  """Raise for complex numbers among the arguments of an operation.
+  """Raise if an argument of an operation is complex.
 
   Args:
     name: name of the overload.
@@ -60,7 +60,7 @@ def require(name: str, args, kwargs) -> None:
 
   Raises:
     WrongDtypeError: an argument is complex.
-    NotImplementedError: the same for Python operators, such as `%`.
+    NotImplementedError: the same, for a Python operator such as `%`.
   """
   if name in _ROUNDS and kwargs.get("rounding_mode") is None:
     return
