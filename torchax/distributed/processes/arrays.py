@@ -1,4 +1,4 @@
-"""Global arrays: assemble them from the rows of each process, and gather them."""
+"""Assembly of global arrays from the rows of each process, and their replication."""
 
 import functools
 from typing import Any
@@ -43,11 +43,11 @@ def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
 
 @hide_library_frames
 def global_batch(local: Any, sharding: Sharding) -> Any:
-  """Assemble global tensors from the rows that each process has read.
+  """Assemble global tensors from the rows of each process.
 
   Args:
-    local: a tree of CPU tensors or numpy arrays of shape (rows of this process, …):
-      the rows of `rows_here` in their order, as a DataLoader over `Batches` yields.
+    local: a tree of CPU tensors or numpy arrays of shape (rows of this process, …): the
+      rows of `rows_here`, in order. A DataLoader over `Batches` yields them.
     sharding: sharding of the global tensors, of shape (rows of all processes, …).
 
   Returns:
@@ -91,16 +91,13 @@ def gather(tree: Any) -> Any:
   device; its `.numpy()`, `.cpu()` and `print` work in every process.
 
   Args:
-    tree: a tree of tensors and other values; arrays of one process are unchanged.
+    tree: a tree of tensors and other values; arrays of one process stay unchanged.
 
   Returns:
     The tree with replicated tensors.
 
   Raises:
-    ProcessError: a global array has another sharding than a `NamedSharding`.
-
-  >>> gather({"loss": torch.ones(1, device="jax")})  # one process has all values
-  {'loss': tensor([1.], device='jax:0')}
+    ProcessError: the sharding of a global array is not a `NamedSharding`.
   """
   leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_tensor)
   return jax.tree.unflatten(treedef, [_gathered(leaf) for leaf in leaves])
