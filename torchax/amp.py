@@ -246,7 +246,7 @@ def restore_autocast(dtype: torch.dtype | None) -> torch.autocast:
   Raises:
     TypeError: autocast does not support this dtype.
 
-  >>> with autocast("jax", dtype=torch.bfloat16), resumed(None):
+  >>> with autocast("jax", dtype=torch.bfloat16), restore_autocast(None):
   ...   dtype_in_force() is None
   True
   """

@@ -242,7 +242,7 @@ class Environment(contextlib.ContextDecorator):
 
   def redraw(self, func, draw, args, kwargs=None):
     """Run a random operation with the key of a `draw`, for gradients that need it."""
-    return device_plans.inner(self._dispatcher.plan_for(func)).redraw(
+    return device_plans.unwrap(self._dispatcher.plan_for(func)).redraw(
       draw, args, kwargs
     )
 

@@ -32,7 +32,7 @@ def set_logs(**kinds: bool) -> None:
     ValueError: a name is not one of these.
 
   >>> set_logs(draws=True)
-  >>> are_on("draws"), are_on("graphs")
+  >>> is_enabled("draws"), is_enabled("graphs")
   (True, False)
   >>> set_logs(draws=False)
   """
@@ -52,13 +52,13 @@ def set_logs(**kinds: bool) -> None:
     _root.setLevel(logging.NOTSET)
 
 
-def are_on(kind: str) -> bool:
+def is_enabled(kind: str) -> bool:
   """Return True if a kind of `KINDS` is logged.
 
   Args:
     kind: "recompiles", "graphs", "operands", "draws" or "compiles".
 
-  >>> are_on("recompiles")
+  >>> is_enabled("recompiles")
   False
   """
   return kind in _on

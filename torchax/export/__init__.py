@@ -114,7 +114,9 @@ class Program:
     >>> exported_program_to_jax(exported)[1].input_names
     ('input',)
     """
-    return tuple(name for name, value in self._inputs if shapes.is_array(value))
+    return tuple(
+      name for name, value in self._inputs if symbolic_shapes.is_array(value)
+    )
 
   def __call__(
     self,
@@ -348,7 +350,7 @@ def extract_avals(exported: ExportedProgram) -> list[jax.ShapeDtypeStruct]:
   >>> extract_avals(torch.export.export(torch.nn.ReLU(), (torch.ones(2, 3),)))
   [ShapeDtypeStruct(shape=(2, 3), dtype=float32)]
   """
-  return shapes.avals(exported)
+  return symbolic_shapes.avals(exported)
 
 
 def exported_program_to_stablehlo(exported_program: ExportedProgram) -> tuple:

@@ -65,7 +65,7 @@ def collectives_of(program: str) -> list[Collective]:
   return found
 
 
-def moved(found: Iterable[Collective]) -> dict[str, int]:
+def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
   """Sum the bytes of collectives, by kind.
 
   Args:
@@ -74,7 +74,7 @@ def moved(found: Iterable[Collective]) -> dict[str, int]:
   Returns:
     Bytes on one device by kind.
 
-  >>> moved([Collective("all-reduce", 8, ""), Collective("all-reduce", 4, "")])
+  >>> bytes_by_kind([Collective("all-reduce", 8, ""), Collective("all-reduce", 4, "")])
   {'all-reduce': 12}
   """
   sums: dict[str, int] = {}
