@@ -6,7 +6,7 @@ from compare import assert_same
 from torch.utils.checkpoint import checkpoint
 
 import torchax
-from torchax.errors import MutationError
+from torchax.errors import MutationError, OperatorNotFound
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +140,31 @@ def test_as_strided_uses_the_memory_order_of_an_input():
   for found, expected in zip(compiled(function)(p), function(q), strict=True):
     assert torch.equal(found, expected)
   assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+  "read",
+  [
+    lambda p: p[0].as_strided((2, 2), (1, 3), 2),
+    lambda p: p[1:].as_strided_((2, 2), (1, 2), 0),
+    lambda p: p[:, 1].as_strided_((2, 2), (1, 2)),
+    lambda p: p.split(2)[1].as_strided((3,), (2,), 1),
+    lambda p: p.t()[1:].as_strided((2, 3), (3, 1), 0),
+    lambda p: torch.complex(p, p + 1).imag[1:].as_strided((3,), (2,), 1),
+  ],
+)
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+def test_as_strided_reads_the_memory_around_a_view(read, device):
+  p = torch.arange(12.0).reshape(4, 3)
+  found = compiled(lambda p: read(p) * 2)(p.to(device))
+  assert torch.equal(found.cpu(), read(p) * 2)
+
+
+@pytest.mark.parametrize("view", [lambda p: p[:, 1], lambda p: p[1:]])
+def test_as_strided_of_an_input_needs_its_memory(view):
+  function = compiled(lambda v: v.as_strided((2, 2), (1, 2), 0) * 2)
+  with pytest.raises(OperatorNotFound, match="memory that its tensor skips"):
+    function(view(torch.arange(12.0).reshape(4, 3)))
 
 
 def test_a_list_as_index_of_an_assignment_is_captured():

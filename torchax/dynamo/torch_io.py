@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from torchax.compat import torch_compat
 from torchax.core import mappings, narrowing
 from torchax.errors import MixedDeviceError
-from torchax.graphs.strided import memory_order
+from torchax.graphs import memory
 from torchax.registry.names import aten
-from torchax.registry.schema import schema_of
 
 _SCALAR_TENSOR = aten.scalar_tensor.default
 _NARROWED = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
@@ -63,7 +61,7 @@ class Result:
 
   def __init__(self, like: torch.Tensor):
     self.dtype = like.dtype
-    self.order = memory_order(like)
+    self.order = memory.memory_order(like)
     self.inverse = None
     if self.order is not None:
       self.inverse = tuple(int(axis) for axis in np.argsort(self.order))
@@ -202,19 +200,8 @@ def _base(node: fx.Node) -> tuple[fx.Node, tuple]:
 
 def _viewed_node(node: fx.Node) -> fx.Node | None:
   """Return the node that `node` views with constant arguments, if any."""
-  is_part = node.target is operator.getitem
-  if node.op != "call_function" or not (is_part or _is_view(node.target)):
-    return None
-  source = node.args[0]
-  if node.all_input_nodes != [source]:
-    return None
-  if is_part and not _is_view(source.target):
-    return None
-  return source
-
-
-def _is_view(target) -> bool:
-  return isinstance(target, torch_compat.OpOverload) and schema_of(target).is_view
+  source = memory.viewed(node)
+  return source if node.all_input_nodes == [source] else None
 
 
 def _apply_views(tensor, steps):
