@@ -12,7 +12,7 @@ from compare import assert_same
 
 import torchax
 from torchax.core import narrowing
-from torchax.errors import NarrowingWarning
+from torchax.errors import NarrowingWarning, UnsupportedDtypeError
 from torchax.ops import mappings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*32 bits wide")
@@ -183,6 +183,39 @@ def test_a_number_that_becomes_infinite_is_warned_of():
   with pytest.warns(NarrowingWarning, match="infinite"):
     array = mappings.t2j(torch.tensor([1e300, 1.0], dtype=torch.float64))
   assert array.tolist() == [float("inf"), 1.0]
+
+
+BYTES = {
+  "int64 as int32": (torch.arange(4), torch.int32),
+  "int64 as float64": (torch.arange(4), torch.float64),
+  "int32 as int64": (torch.arange(4, dtype=torch.int32), torch.int64),
+  "uint8 as int64": (torch.zeros(8, dtype=torch.uint8), torch.int64),
+}
+
+
+@pytest.mark.parametrize("source, dtype", BYTES.values(), ids=BYTES)
+def test_bytes_of_64_bit_numbers_are_refused_in_graphs(source, dtype):
+  run = torch.compile(lambda t: t.view(dtype) + 1, backend="jax")
+  with pytest.raises(UnsupportedDtypeError, match="bytes of 64-bit numbers"):
+    run(source)
+  with jax.enable_x64(True):
+    assert torch.equal(run(source), source.view(dtype) + 1)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.uint8])
+def test_bytes_are_not_viewed_as_64_bit_numbers(source):
+  with pytest.raises(UnsupportedDtypeError, match="bytes of 64-bit numbers"):
+    torch.zeros(8, dtype=source, device="jax").view(torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex128])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_view_as_its_own_64_bit_dtype_is_the_tensor(dtype, shape):
+  tensor = torch.ones(shape, dtype=dtype, device="jax")
+  view = tensor.view(dtype)
+  assert view.dtype is tensor.dtype
+  assert_same(view.add_(1), torch.full(shape, 2, dtype=view.dtype))
+  assert_same(tensor, view.cpu())
 
 
 WARNS_ONCE = """

@@ -133,6 +133,15 @@ def j2t_dtype(dtype: Any) -> torch.dtype:
     ) from None
 
 
+def check_bytes(source: torch.dtype, dtype: torch.dtype) -> None:
+  """Raise UnsupportedDtypeError if `view(dtype)` needs bytes that 32 bits lack."""
+  if source is not dtype and _WIDE & {source, dtype} and narrowing.is_on():
+    raise UnsupportedDtypeError(
+      f"A view of {source} as {dtype} needs the bytes of 64-bit numbers, which JAX "
+      "stores in 32 bits. Use a 32-bit dtype, or turn on x64 mode."
+    )
+
+
 def check_torch_tensor(tensor: torch.Tensor) -> None:
   """Raise UnsupportedDtypeError unless the tensor is dense and has a JAX dtype."""
   check_layout(tensor)

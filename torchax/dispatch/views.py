@@ -511,6 +511,18 @@ IN_PLACE_VIEWS = frozenset(
 )
 
 
+def _view_dtype_plan(op, env) -> Callable:
+  plan = ViewPlan(op, env)
+
+  def view(source, dtype):
+    stored = mappings.j2t_dtype(mappings.t2j_dtype(dtype))
+    if stored is not source.dtype:
+      mappings.check_bytes(source.dtype, dtype)
+    return plan((source, stored), {})
+
+  return lambda args, kwargs: view(*args, **(kwargs or {}))
+
+
 def is_view(op, schema) -> bool:
   """Return True for views of ATen; views of other libraries run their lowerings."""
   return schema.is_view and op.namespace == "aten"
@@ -518,6 +530,8 @@ def is_view(op, schema) -> bool:
 
 def view_plan(op, default, env) -> Callable:
   """Build the plan of a view; see `special_plans.Special`."""
+  if op is aten.view.dtype:
+    return _view_dtype_plan(op, env)
   if op in STEPS or op in MULTIPLE_STEPS or not torch_compat.is_composite(op):
     return ViewPlan(op, env)
   # Without autograd a composite view arrives whole; only its parts know if it copies.

@@ -15,7 +15,8 @@ import torch
 from jax.extend.core import InconclusiveDimensionOperation
 
 from torchax.compat import jax_compat, torch_compat, user_code
-from torchax.compat.torch_compat.active_functions import at_path
+from torchax.compat.torch_compat.active_functions import at
+from torchax.core import mappings
 from torchax.dispatch import device_plans
 from torchax.dispatch.decomposed import DecompositionPlan
 from torchax.dispatch.operands import IGNORED
@@ -23,9 +24,10 @@ from torchax.dispatch.plans import Plan
 from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound
-from torchax.graphs import higher_order, lowerings, strided
-from torchax.graphs.fx import is_marked_random, site_of, source_line, where
+from torchax.graphs import higher_order, lowerings, memory
+from torchax.graphs.fx import is_marked_random, meta, place_of, site_of, where
 from torchax.interop.views import call_torch
+from torchax.registry.names import aten
 from torchax.registry.schema import schema_of
 
 # Exported programs log their operations here (`torchax.export.DEBUG`).
@@ -33,6 +35,7 @@ _logger = logging.getLogger("torchax.export")
 
 # JAX's errors for reading the Python value of a tracer.
 _NO_VALUE = jax_compat.NO_VALUE
+_VIEWS_OF_BYTES = frozenset({aten.view.dtype, aten.view_copy.dtype})
 
 
 class JaxInterpreter(torch.fx.Interpreter):
@@ -119,7 +122,9 @@ class JaxInterpreter(torch.fx.Interpreter):
       def operation(**named):
         return run_operation(target, tuple(named.values()), {})
 
-      return strided.run(self.node, operation, args, kwargs, self.env)
+      return memory.run(self.node, operation, args, kwargs, self.env)
+    if target in _VIEWS_OF_BYTES:
+      mappings.check_bytes(meta(self.node.args[0]).dtype, args[1])
     if env_on().config.check_indices:
       with user_code.using_node_source(source_line(self.node)):
         return run_operation(target, args, kwargs)
