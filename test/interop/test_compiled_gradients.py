@@ -479,14 +479,25 @@ def test_backward_inputs_through_a_checkpoint(name):
   _assert_close([x.grad], [expected])
 
 
-def test_a_view_made_under_no_grad_has_no_grad_fn():
+@pytest.mark.parametrize("compiled", [jax_jit, torch.compile(backend="jax")])
+def test_a_view_made_under_no_grad_has_no_grad_fn(compiled):
   def function(x):
     with torch.no_grad():
       view = x[1:]
-    return view, x * 2
+    return view, view.neg(), view.detach(), x * 2
 
   x = torch.ones(3, device="jax", requires_grad=True)
-  view, double = jax_jit(function)(x)
+  view, negated, detached, double = compiled(function)(x)
+  assert view.requires_grad
   assert view.grad_fn is None
-  double.sum().backward()
+  assert negated.requires_grad
+  assert not detached.requires_grad
+  (double.sum() + negated.sum()).backward()
   assert x.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_view_made_under_no_grad_alone_requires_grad():
+  x = torch.ones(3, device="jax", requires_grad=True)
+  view = jax_jit(torch.no_grad()(lambda x: x[1:]))(x)
+  assert view.requires_grad
+  assert view.is_leaf

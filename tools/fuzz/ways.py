@@ -145,7 +145,7 @@ def _observe(outcome, program, inputs, results, device) -> None:
   values = outcome.values
   for name, tensor in tensors.items():
     values[name] = _numbers(tensor)
-    values[f"{name} requires grad"] = _is_recorded(tensor)
+    values[f"{name} requires grad"] = tensor.requires_grad
   outcome.stage = "the backward pass"
   recorded = [_weighted(result) for result in results if _is_recorded(result)]
   if recorded:
@@ -162,7 +162,7 @@ def _observe(outcome, program, inputs, results, device) -> None:
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
-  """True if it has a gradient; `requires_grad` is true of views without one as well."""
+  """True if `backward` can start here; a view made under `no_grad` has no graph."""
   if tensor.grad_fn is not None:
     return True
   return tensor.requires_grad and not tensor._is_view()

@@ -39,14 +39,25 @@ class _ViewOf:
     """Return the view of a base, with a gradient if the result had one."""
     if self.steps is None:
       return base
+    steps, under_no_grad = self.steps, ()
+    if self.requires_grad and _STOP in steps:  # the view was created under `no_grad`
+      stop = steps.index(_STOP)
+      under_no_grad, steps = steps[:stop], steps[stop + 1 :]
+    is_cut = base.requires_grad and not self.requires_grad
+    with torch.no_grad():
+      view = _replayed(base.detach() if is_cut else base, under_no_grad)
     with torch.set_grad_enabled(self.requires_grad):
-      is_cut = base.requires_grad and not self.requires_grad
-      view = base.detach() if is_cut else base
-      for step in self.steps:
-        view = _OPERATIONS[type(step)](view, step)
+      view = _replayed(view, steps)
       return base.view_as(base) if view is base else view
 
 
+def _replayed(view: torch.Tensor, steps: Sequence[ViewInfo]) -> torch.Tensor:
+  for step in steps:
+    view = _OPERATIONS[type(step)](view, step)
+  return view
+
+
+_STOP = view_steps.StopGradientInfo()
 # Operation of torch for each type of view step.
 _OPERATIONS: dict[type[ViewInfo], Callable] = {
   view_steps.AsStridedInfo: lambda t, step: t.as_strided(

@@ -35,7 +35,9 @@ class BackwardProgram:
   """Backward pass of a traced function, compiled when it first runs.
 
   Attributes:
-    indices: indices of the output leaves that have a gradient.
+    indices: indices of the output leaves that have a graph.
+    leaves: indices of those that require a gradient without a graph: views that were
+      created under `no_grad`.
     avals: shapes and dtypes of these output leaves.
     arguments: indices of the argument leaves that receive a gradient.
     roots: outer tensors that receive a gradient; those that are not leaves keep their
@@ -44,8 +46,9 @@ class BackwardProgram:
     assigned: targets (`effects.py`) whose tensors follow the result in the outputs.
   """
 
-  def __init__(self, indices, avals, arguments, roots):
+  def __init__(self, indices, leaves, avals, arguments, roots):
     self.indices: tuple[int, ...] = indices
+    self.leaves: tuple[int, ...] = leaves
     self.avals = avals
     self.arguments: tuple[int, ...] = arguments
     self.roots: tuple[Tensor, ...] = roots
@@ -128,16 +131,17 @@ def record(
     None if no output requires a gradient, or the function has freed its graph.
   """
   wanted = [*arguments.values(), *roots]
-  indices = tuple(
-    index
-    for index, leaf in enumerate(outputs)
-    if isinstance(leaf, Tensor) and _has_graph(leaf, wanted)
-  )
-  if not indices or not wanted:
+  indices, leaves = [], []
+  for index, output in enumerate(outputs):
+    if isinstance(output, Tensor) and output.requires_grad:
+      (indices if _has_graph(output, wanted) else leaves).append(index)
+  if not (indices or leaves) or not wanted:
     return None
   recorded = [outputs[index] for index in indices]
   avals = tuple(jax.ShapeDtypeStruct(t.shape, t.jax().dtype) for t in recorded)
-  program = BackwardProgram(indices, avals, tuple(arguments), tuple(roots))
+  program = BackwardProgram(
+    tuple(indices), tuple(leaves), avals, tuple(arguments), tuple(roots)
+  )
   env = default_env()
 
   def backward(*cotangents):
@@ -153,21 +157,20 @@ def record(
     if "second time" in str(error):  # the function has called `backward`
       return None
     raise
-  return Tape(program, residuals) if any(program.used) else None
+  return Tape(program, residuals)
 
 
 def _has_graph(output: Tensor, wanted: Sequence[Tensor]) -> bool:
-  """Return True for a tensor that `backward` can start from.
+  """Return True for a tensor with a gradient that `backward` can start from.
 
-  `requires_grad` alone is not enough: a view made under `no_grad` inherits it from its
-  base, and has no graph.
+  A view made under `no_grad` inherits `requires_grad` from its base, and has no graph.
   """
-  if not output.requires_grad:
-    return False
   return output.grad_fn is not None or any(output is tensor for tensor in wanted)
 
 
-def _gradients(outputs, wanted, seeds) -> list[Tensor | None]:
+def _gradients(outputs, wanted, seeds) -> Sequence[Tensor | None]:
+  if not outputs:
+    return [None] * len(wanted)
   try:
     return torch.autograd.grad(
       outputs, wanted, seeds, retain_graph=True, allow_unused=True
@@ -250,7 +253,7 @@ def attach(tape: Tape, leaves: list, out, differentiate: Callable):
     differentiate: `(program, gradients) -> gradients`, for higher derivatives.
 
   Returns:
-    `out`, where each leaf that has a gradient is a tensor with a `grad_fn`.
+    `out`, where each leaf that requires a gradient is a tensor that requires one.
   """
   program = tape.program
   inputs = [*[leaves[index] for index in program.arguments], *program.roots]
@@ -261,4 +264,6 @@ def attach(tape: Tape, leaves: list, out, differentiate: Callable):
   )
   for index, tensor in zip(program.indices, recorded):
     outputs[index] = tensor
+  for index in program.leaves:
+    outputs[index] = new_tensor(outputs[index], default_env()).requires_grad_()
   return jax.tree.unflatten(treedef, outputs)
