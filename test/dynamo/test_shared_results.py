@@ -68,6 +68,8 @@ def test_results_share_memory_as_in_torch(function, device):
     lambda v: (v, v.chunk(2, 1)[1]),
     lambda v: (v.split(2)[0], v.chunk(4)[0]),
     lambda v: (v, v, (v * v).sum()),
+    lambda v: ((c := v.to(torch.complex64)), torch.atleast_2d(c)),
+    lambda v: ((top := v.topk(2, 0).values), top.contiguous()),
   ],
 )
 @pytest.mark.parametrize("device", ["jax", "cpu"])
@@ -115,6 +117,18 @@ def test_view_survives_a_graph_break():
 
   with pytest.raises(MutationError, match="shares as a different view"):
     compiled(function)(torch.ones(3, device="jax"))
+
+
+def test_result_returned_twice_changes_in_place_with_its_gradient():
+  def function(x):
+    double = x * 2
+    return double, torch.atleast_1d(double)
+
+  x = torch.ones(3, requires_grad=True)
+  first, second = compiled(function)(x)
+  first.mul_(3)
+  second.sum().backward()
+  assert torch.equal(x.grad, torch.full((3,), 6.0))
 
 
 def test_gradients_flow_through_shared_results():

@@ -186,6 +186,9 @@ def _sharing(returned: Sequence, inputs: dict, is_inference: bool) -> set[fx.Nod
       sharing.update(node for node, is_part in group if is_part)
     elif len(group) > 1 and (is_inference or any(is_part for _, is_part in group)):
       sharing.update(node for node, _ in group)
+    else:  # torch returns one tensor for a node that is repeated
+      nodes = [node for node, _ in group]
+      sharing.update(node for node in nodes if nodes.count(node) > 1)
   return sharing
 
 
