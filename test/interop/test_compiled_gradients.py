@@ -479,6 +479,26 @@ def test_backward_inputs_through_a_checkpoint(name):
   _assert_close([x.grad], [expected])
 
 
+def _scan_and_write(x):
+  rows = x * 2
+  carry, _ = scan(lambda total, row: (total * row, row), rows[0], rows)
+  rows.zero_()
+  return carry.sum()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit])
+def test_gradient_of_scan_ignores_later_writes_to_its_input(wrap):
+  x = torch.tensor([[1.0], [3.0]], device="jax", requires_grad=True)
+  wrap(_scan_and_write)(x).backward()
+  assert x.grad.tolist() == [[48.0], [8.0]]
+
+
+def test_second_derivative_of_scan_needs_its_unchanged_input():
+  x = torch.tensor([[1.0], [3.0]], device="jax", requires_grad=True)
+  with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    torch.autograd.grad(_scan_and_write(x), x, create_graph=True)
+
+
 @pytest.mark.parametrize("compiled", [jax_jit, torch.compile(backend="jax")])
 def test_a_view_made_under_no_grad_has_no_grad_fn(compiled):
   def function(x):

@@ -7,6 +7,7 @@ this module: torch's backward formulas for them are ATen operations too.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,16 +170,16 @@ class _Call(torch_compat.OwnFunction):
   @staticmethod
   def forward(ctx, function, structure, *tensors):
     env = tensors[0]._env
-    arrays = [t.jax() for t in tensors]
+    arrays, pullback = [t.jax() for t in tensors], None
     if function.saves_residuals:
-      out, ctx.pullback = function.linearize(*arrays)
+      out, pullback = function.linearize(*arrays)
     else:
       out = function.value(*arrays)
     leaves, treedef = jax.tree.flatten(out)
     structure.append(treedef)
     ctx.function, ctx.env = function, env
     ctx.shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    ctx.save_for_backward(*tensors)
+    _save(ctx, tensors, pullback)
     # `backward` creates the zeros it needs, on the devices of the results.
     ctx.set_materialize_grads(False)
     outputs = tuple([new_tensor(leaf, env) for leaf in leaves])
@@ -195,12 +196,41 @@ class _Call(torch_compat.OwnFunction):
       for grad, (shape, dtype) in zip(grads, ctx.shapes)
       if jnp.issubdtype(dtype, jnp.inexact)
     ]
-    results = iter(_gradients(ctx, ctx.saved_tensors, cotangents))
+    results = iter(_gradients(ctx, *_saved(ctx), cotangents))
     wanted = ctx.needs_input_grad[2:]
     return None, None, *[next(results) if want else None for want in wanted]
 
 
-def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
+def _save(ctx, tensors, pullback) -> None:
+  """Save the tensors and the residuals; torch frees them after the backward pass.
+
+  Residuals do not change with the tensors, so those may be changed in place.
+  """
+  if pullback is None or torch_compat.has_saved_tensors_hooks():
+    ctx.save_for_backward(*tensors)
+    ctx.pullback, ctx.holds = pullback, False
+  else:
+    holder: Any = torch_compat.holder()
+    holder.tensors = [(tensor, tensor._version) for tensor in tensors]
+    holder.pullback = pullback
+    ctx.save_for_backward(holder)
+    ctx.holds = True
+
+
+def _saved(ctx) -> tuple[list[Tensor], Any]:
+  if not ctx.holds:
+    return ctx.saved_tensors, ctx.pullback
+  (holder,) = ctx.saved_tensors
+  for tensor, version in holder.tensors:
+    if torch.is_grad_enabled() and tensor._version != version:
+      raise RuntimeError(
+        f"A tensor of shape {list(tensor.shape)} has been modified by an inplace "
+        "operation, and the derivative of a gradient needs it. Clone it before."
+      )
+  return [tensor for tensor, _ in holder.tensors], holder.pullback
+
+
+def _gradients(ctx, tensors, pullback, cotangents) -> list[Tensor]:
   wanted = ctx.needs_input_grad[2:]
   function, env = ctx.function, ctx.env
   if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
@@ -211,7 +241,7 @@ def _gradients(ctx, tensors, cotangents) -> list[Tensor]:
     found = gradient.value(*[t.jax() for t in tensors], *arrays)
     return [new_tensor(array, env) for array in found]
   pull = function.choose_callable(_compiled_pull_cotangents(), _pull_cotangents)
-  remaining = iter(pull(ctx.pullback, arrays))
+  remaining = iter(pull(pullback, arrays))
   found = [
     next(remaining) if t.is_floating_point() or t.is_complex() else None
     for t in tensors
