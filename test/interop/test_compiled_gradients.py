@@ -499,6 +499,36 @@ def test_second_derivative_of_scan_needs_its_unchanged_input():
     torch.autograd.grad(_scan_and_write(x), x, create_graph=True)
 
 
+def test_second_derivative_needs_unchanged_tensors():
+  x = torch.ones(2, device="jax", requires_grad=True)
+  weight, scale = torch.ones(2, device="jax", requires_grad=True), x.detach() * 2
+  run = jax_jit(lambda double: (double.exp() * weight * scale).sum())
+
+  def differentiated(change):
+    double = x * 2
+    loss = run(double)
+    with torch.no_grad():
+      change(double).mul_(3)
+    return torch.autograd.grad(loss, x, create_graph=True)
+
+  for change in (lambda double: double, lambda double: weight, lambda double: scale):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+      differentiated(change)
+
+
+def test_second_derivative_uses_the_arguments_of_the_call():
+  def function(x, scale):
+    scale.mul_(2)
+    return (x**3 * scale).sum()
+
+  x = torch.ones(2, device="jax", requires_grad=True)
+  base = torch.ones(3, device="jax")
+  loss = jax_jit(function)(x, base[1:])
+  (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+  (second,) = torch.autograd.grad(gradient.sum(), x)
+  assert (gradient.tolist(), second.tolist()) == ([6.0, 6.0], [12.0, 12.0])
+
+
 @pytest.mark.parametrize("compiled", [jax_jit, torch.compile(backend="jax")])
 def test_a_view_made_under_no_grad_has_no_grad_fn(compiled):
   def function(x):

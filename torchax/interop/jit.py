@@ -35,6 +35,7 @@ from torchax.tracing import (
   static_arguments,
 )
 from torchax.tracing.conversions import arrays_of, tensors_of
+from torchax.tracing.recorded_calls import RecordedCall, bases_of
 from torchax.tracing.specialization import ORDINARY
 from torchax.tracing.trace import Options, Traced
 from torchax.types import P, R
@@ -212,6 +213,7 @@ class Jitted(Generic[P, R]):
         operands = traced.operands(leaves, extra)
         with current().lock:
           rng = pure.values()
+          captured = operands[0]
           (out, effects), advance = jitted(rng, operands, *args, **kwargs)
           if advance is not None:
             pure.commit(advance)
@@ -220,9 +222,10 @@ class Jitted(Generic[P, R]):
     if out is NotImplemented:
 
       def run(operands):
-        nonlocal rng
+        nonlocal rng, captured
         rng = operands
         operands = traced.operands(leaves, extra)
+        captured = operands[0]
         return jitted(rng, operands, *args, **kwargs)
 
       out, effects = pure.run(run)
@@ -230,12 +233,15 @@ class Jitted(Generic[P, R]):
       for guards in active.boundary.guards_around():
         guards.guard_on_function(traced.guards)
     if effects is not None:
+      bases = bases_of(leaves) if effects.tape is not None else []
       if applies_effects:
         effects.apply(leaves)
       if effects.tape is not None:
-        treedef = jax.tree.structure((args, kwargs))
-        numbers = host_numbers.current_argument_values()
-        called = (leaves, treedef, rng, alive, amp.dtype_in_force(), numbers)
+        tensors = traced.captures.tensors
+        called = RecordedCall(
+          leaves, bases, (args, kwargs), tensors, captured, effects.changes,
+          rng, alive, amp.dtype_in_force(), host_numbers.all_given(),
+        )  # fmt: skip
         differentiate = functools.partial(self._differentiable_gradients, called)
         results = (out, effects.assigned)
         out, assigned = autograd_bridge.attach(
@@ -260,18 +266,19 @@ class Jitted(Generic[P, R]):
 
     Runs the function again, with the same draws.
     """
-    leaves, treedef, rng, alive, autocast, numbers = called
-    given = Partition(leaves, is_array)
+    given = Partition(called.inputs(), is_array)
     jitted = program.differentiable.get(given)
     if jitted is None:
-      static = given.without_arrays()
-      function = functools.partial(self._gradient, program, static, treedef, autocast)
+      static, treedef = given.without_arrays(), jax.tree.structure(called.args)
+      function = functools.partial(
+        self._gradient, program, static, treedef, called.autocast
+      )
       jitted = program.differentiable[static] = Jitted(
         function, {}, self.traced.captures.tensors
       )
-    args = (rng, given.dynamic, list(gradients))
-    with host_numbers.argument_values(numbers):
-      return jitted.call(None, args, {}, applies_effects=False, alive=alive)
+    args = (called.rng, given.dynamic, list(gradients))
+    with host_numbers.given(called.numbers):
+      return jitted.call(None, args, {}, applies_effects=False, alive=called.alive)
 
   def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):
     leaves = given.filled(tensors)
