@@ -68,6 +68,16 @@ RETIRED = {
   "spoiled": "fill_invalid",
   "are_few": "is_small",
   "meant": "unwrap_module",
+  "place_of": "committed_sharding, source_line",
+  "put_back": "restore_sharding",
+  "laid_out": "using_layout, with_placements",
+  "ending_at_the_user": "hide_library_frames",
+  "handing_out_saved": "accessing_saved_tensors",
+  "recording_anew": "enable_recording",
+  "taking_any": "accept_any_sharding",
+  "no_number": "fill_value",
+  "bounds_here": "local_bounds",
+  "values_here": "local_values",
 }
 
 # Path, words found, reason.
@@ -101,9 +111,10 @@ class Finding:
 
 
 def main() -> int:
-  """Prints the findings in the files named, or in all; returns the exit status."""
+  """Print the findings in the files and folders named, or in all; return the status."""
   paths = [pathlib.Path(name).resolve() for name in sys.argv[1:]]
-  findings = [f for path in paths or all_files() for f in findings_in(path)]
+  files = [path for path in all_files() if not paths or _is_below(path, paths)]
+  findings = [finding for path in files for finding in findings_in(path)]
   excused = {(path, words) for path, words, _ in EXCEPTIONS}
   met = {(f.path, f.words) for f in findings}
   findings = [f for f in findings if (f.path, f.words) not in excused]
@@ -115,9 +126,17 @@ def main() -> int:
   return 1 if findings or stale else 0
 
 
+def _is_below(path: pathlib.Path, paths: list[pathlib.Path]) -> bool:
+  return any(path.is_relative_to(given) for given in paths)
+
+
 def all_files() -> list[pathlib.Path]:
   """Files with prose: the package, its pages and its tests."""
-  code = [p for folder in ("torchax", "test") for p in (ROOT / folder).rglob("*.py")]
+  code = [
+    p
+    for folder in ("torchax", "test", "tools", "examples", "benchmarks")
+    for p in (ROOT / folder).rglob("*.py")
+  ]
   pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
   return sorted(code) + sorted(pages)
 
